@@ -1,0 +1,96 @@
+//! What is hidden must stay without effect, bit by bit.
+//!
+//! A mask that multiplies by 0 passes every comparison of finite numbers. So keys that a row does
+//! not see, and queries that saw nothing, are filled with NaN and infinities here.
+
+use super::bench::Bench;
+use super::case::Case;
+use super::kernel::{Final, Grown};
+use super::{Failure, Random};
+use crate::dtype::Data;
+use crate::kernel::{Carry, Kernel};
+
+/// A key that a row does not see must not move a bit of that row, whatever the key holds.
+pub(super) fn keys<K: Kernel>(
+    bench: &Bench<'_, K>,
+    case: &Case,
+    told: &Final,
+    carry: &Carry<Data>,
+    grown: &Grown,
+) -> Result<(), Failure> {
+    let mut random = Random::new(bench.seed ^ 0x5eed);
+    let changed = random.below(case.parts.len());
+    let t = random.below(case.parts[changed].job.keys);
+    let value = random.pick(&[0.25, f64::NAN, f64::INFINITY, f64::NEG_INFINITY]);
+    let mut other = case.clone();
+    let part = &mut other.parts[changed];
+    let mut keys = vec![false; part.k.len()];
+    for at in part.key_addresses(t) {
+        part.k[at..at + case.dim].fill(value);
+        part.v[at..at + case.dim].fill(value);
+        keys[at..at + case.dim].fill(true);
+    }
+    let mut cells = vec![false; case.cells];
+    let mut queries = vec![false; case.dq.len()];
+    case.pairs(|pair| {
+        if pair.part == changed && pair.key_row == t {
+            cells[pair.cell] = true;
+            queries[pair.dq..pair.dq + case.dim].fill(true);
+        }
+    });
+    let what = format!("making key {t} of job {changed} {value}, which is hidden,");
+    same_carry(bench, &what, carry, &bench.forward(&other)?, |cell| {
+        cells[cell]
+    })?;
+    let after = bench.backward(&other, told)?;
+    let free_keys = |part: usize, i: usize| part == changed && keys[i];
+    same_gradients(bench, &what, grown, &after, |i| queries[i], free_keys)
+}
+
+/// A query whose lse is minus infinity must not move a bit of a gradient, whatever flows into it.
+pub(super) fn queries<K: Kernel>(
+    bench: &Bench<'_, K>,
+    case: &Case,
+    told: &Final,
+    grown: &Grown,
+) -> Result<(), Failure> {
+    let (mut other, mut silent) = (case.clone(), told.clone());
+    for cell in (0..case.cells).filter(|&cell| told.lse[cell] == f64::NEG_INFINITY) {
+        other.dout[cell * case.dim..(cell + 1) * case.dim].fill(f64::NAN);
+        silent.delta[cell] = f64::NAN;
+    }
+    let after = bench.backward(&other, &silent)?;
+    let what = "a NaN that flows into queries which saw nothing";
+    same_gradients(bench, what, grown, &after, |_| false, |_, _| false)
+}
+
+/// Fails where bits of a carry differ in a cell that is not free to change.
+pub(super) fn same_carry<K: Kernel>(
+    bench: &Bench<'_, K>,
+    what: &str,
+    before: &Carry<Data>,
+    after: &Carry<Data>,
+    free: impl Fn(usize) -> bool,
+) -> Result<(), Failure> {
+    let dim = before.acc.as_slice().len() / before.m.as_slice().len();
+    bench.unchanged(what, &before.m, &after.m, &free)?;
+    bench.unchanged(what, &before.l, &after.l, &free)?;
+    bench.unchanged(what, &before.acc, &after.acc, |i| free(i / dim))
+}
+
+/// Fails where bits of gradients differ in an element that is not free to change.
+pub(super) fn same_gradients<K: Kernel>(
+    bench: &Bench<'_, K>,
+    what: &str,
+    before: &Grown,
+    after: &Grown,
+    free_query: impl Fn(usize) -> bool,
+    free_key: impl Fn(usize, usize) -> bool,
+) -> Result<(), Failure> {
+    bench.unchanged(what, &before.dq, &after.dq, free_query)?;
+    for (part, (x, y)) in before.keys.iter().zip(&after.keys).enumerate() {
+        bench.unchanged(what, &x.0, &y.0, |i| free_key(part, i))?;
+        bench.unchanged(what, &x.1, &y.1, |i| free_key(part, i))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,223 @@
+//! Host memory as a parcel and as a kernel's buffer: everything about it that is not attention.
+//!
+//! Kernels whose memory is the host's share these functions, so that moving rows is written, and
+//! wrong, only once. There is no arithmetic here beyond rounding and one addition.
+//!
+//! The decision here: types are matched once per call and rows are slices, so a copy between equal
+//! types is a `memcpy` and a conversion is one loop over typed numbers.
+
+use crate::dtype::{DType, Data, Element};
+use crate::job::Block;
+use crate::kernel::KernelError;
+use crate::sharding::Run;
+use crate::tensor::{Tensor, View};
+use crate::transport::Parcel;
+use crate::with_typed;
+
+impl Default for Data {
+    /// No numbers: what a parcel that was taken leaves behind.
+    fn default() -> Data {
+        Data::F64(Vec::new())
+    }
+}
+
+impl Parcel for Data {
+    fn elements(&self) -> usize {
+        self.as_slice().len()
+    }
+
+    fn element_bytes(&self) -> usize {
+        self.as_slice().dtype().bytes()
+    }
+
+    fn copy_from(&mut self, source: &Data, elements: usize) {
+        let dtype = self.as_slice().dtype();
+        assert_eq!(dtype, source.as_slice().dtype(), "a parcel of another type");
+        let bytes = elements * dtype.bytes();
+        self.bytes_mut()[..bytes].copy_from_slice(&source.bytes()[..bytes]);
+    }
+
+    fn allocated_bytes(&self) -> usize {
+        self.capacity_bytes()
+    }
+
+    fn take(&mut self) -> Data {
+        let empty = Data::zeros(self.as_slice().dtype(), 0);
+        std::mem::replace(self, empty)
+    }
+
+    fn checksum(&self, elements: usize) -> u64 {
+        checksum(&self.bytes()[..elements * self.as_slice().dtype().bytes()])
+    }
+}
+
+impl Parcel for Vec<u8> {
+    fn elements(&self) -> usize {
+        self.len()
+    }
+
+    fn element_bytes(&self) -> usize {
+        1
+    }
+
+    fn copy_from(&mut self, source: &Vec<u8>, elements: usize) {
+        self[..elements].copy_from_slice(&source[..elements]);
+    }
+
+    fn allocated_bytes(&self) -> usize {
+        self.capacity()
+    }
+
+    fn take(&mut self) -> Vec<u8> {
+        std::mem::take(self)
+    }
+
+    fn checksum(&self, elements: usize) -> u64 {
+        checksum(&self[..elements])
+    }
+}
+
+/// FNV-1a over words of eight bytes. The rotation is ours: without it two flipped top bits, which
+/// are two flipped signs, would cancel.
+fn checksum(bytes: &[u8]) -> u64 {
+    let step = |hash: u64, word: u64| {
+        (hash ^ word)
+            .wrapping_mul(0x0000_0100_0000_01b3)
+            .rotate_left(29)
+    };
+    let (words, rest) = bytes.as_chunks::<8>();
+    let start = 0xcbf2_9ce4_8422_2325 ^ bytes.len() as u64;
+    let hash = words
+        .iter()
+        .fold(start, |hash, word| step(hash, u64::from_le_bytes(*word)));
+    rest.iter()
+        .fold(hash, |hash, &byte| step(hash, byte.into()))
+}
+
+/// `elements` zeros, or the typed error where there is no memory for them.
+pub fn allocate(kernel: &'static str, dtype: DType, elements: usize) -> Result<Data, KernelError> {
+    let mut data = Data::zeros(dtype, 0);
+    let reserved = with_typed!(Data, &mut data, x => x.try_reserve_exact(elements));
+    reserved.map_err(|_| KernelError::Memory {
+        kernel,
+        bytes: elements.saturating_mul(dtype.bytes()),
+    })?;
+    with_typed!(Data, &mut data, x => x.resize(elements, Element::from_f64(0.0)));
+    Ok(data)
+}
+
+/// Copies the rows of `runs`, in that order, into a `[b, rows, h, d]` buffer.
+pub fn upload(from: &View<'_>, runs: &[Run], to: &mut Data) {
+    let [_, _, _, d] = from.dims();
+    with_typed!(Slice, from.data(), source => with_typed!(Data, to, target => {
+        for (row, slot) in rows(from.dims(), runs) {
+            let start = from.row(row.batch, row.token, row.head);
+            convert(&source[start..start + d], &mut target[slot..slot + d]);
+        }
+    }));
+}
+
+/// Copies the rows of a `[b, rows, h, d]` buffer, in the order of `runs`, to their tokens.
+pub fn download(from: &Data, runs: &[Run], to: &mut Tensor) {
+    let dims = to.dims();
+    let [_, n, h, d] = dims;
+    with_typed!(Data, from, source => with_typed!(Data, to.data_mut(), target => {
+        for (row, slot) in rows(dims, runs) {
+            let start = ((row.batch * n + row.token) * h + row.head) * d;
+            convert(&source[slot..slot + d], &mut target[start..start + d]);
+        }
+    }));
+}
+
+/// Sets every element.
+pub fn fill(buffer: &mut Data, value: f64) {
+    with_typed!(Data, buffer, x => x.fill(Element::from_f64(value)));
+}
+
+/// Copies, or adds, the rows of a block from one buffer into another.
+pub fn copy(block: &Block, add: bool, from: &Data, to: &mut Data) {
+    let width = block.width;
+    with_typed!(Data, from, source => with_typed!(Data, to, target => {
+        for (from, to) in block.addresses() {
+            let (source, target) = (&source[from..from + width], &mut target[to..to + width]);
+            if add {
+                accumulate(source, target);
+            } else {
+                convert(source, target);
+            }
+        }
+    }));
+}
+
+/// One row of one head of a view.
+struct Row {
+    batch: usize,
+    token: usize,
+    head: usize,
+}
+
+/// The rows of `runs` in the order a buffer holds them, each with its address in the buffer.
+fn rows([b, n, h, d]: [usize; 4], runs: &[Run]) -> impl Iterator<Item = (Row, usize)> {
+    let each = move |batch| {
+        let tokens = runs.iter().flat_map(|run| run.tokens());
+        tokens.flat_map(move |token| {
+            assert!(token < n, "token {token} of a tensor of {n}");
+            (0..h).map(move |head| Row { batch, token, head })
+        })
+    };
+    let rows = (0..b).flat_map(each).enumerate();
+    rows.map(move |(slot, row)| (row, slot * d))
+}
+
+/// Copies numbers, rounding where the types differ.
+fn convert<S: Element, T: Element>(source: &[S], target: &mut [T]) {
+    if S::DTYPE == T::DTYPE {
+        target.copy_from_slice(bytemuck::cast_slice(source));
+    } else {
+        for (x, &value) in target.iter_mut().zip(source) {
+            *x = T::from_f64(value.to_f64());
+        }
+    }
+}
+
+/// Adds numbers, rounding once: an f64 holds the sum of two f32 to more than twice their bits.
+fn accumulate<S: Element, T: Element>(source: &[S], target: &mut [T]) {
+    for (x, &value) in target.iter_mut().zip(source) {
+        *x = T::from_f64(x.to_f64() + value.to_f64());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checksum_sees_every_bit_and_every_pair_of_signs() {
+        let base: Vec<u8> = (0..43).collect();
+        let sum = base.checksum(43);
+        for bit in 0..43 * 8 {
+            let mut one = base.clone();
+            one[bit / 8] ^= 1 << (bit % 8);
+            assert_ne!(one.checksum(43), sum);
+        }
+        let signs = |x: f64, y: f64| Data::F64(vec![1.0, x, 2.0, y]).checksum(4);
+        assert_ne!(signs(3.0, 4.0), signs(-3.0, -4.0));
+        assert_ne!(base.checksum(42), sum);
+    }
+
+    #[test]
+    fn taking_leaves_an_empty_parcel_of_the_same_type() {
+        let mut data = Data::F32(vec![1.0, 2.0]);
+        assert_eq!(data.take(), Data::F32(vec![1.0, 2.0]));
+        assert_eq!(data, Data::F32(vec![]));
+        let mut prefix = Data::zeros(DType::F32, 3);
+        prefix.copy_from(&Data::F32(vec![5.0, 6.0, 7.0]), 2);
+        assert_eq!(prefix, Data::F32(vec![5.0, 6.0, 0.0]));
+    }
+
+    #[test]
+    fn too_much_memory_is_a_typed_error() {
+        let refused = allocate("test", DType::F64, usize::MAX / 16);
+        assert!(matches!(refused, Err(KernelError::Memory { .. })));
+    }
+}

@@ -1,0 +1,153 @@
+//! The port for arithmetic: what one device must be able to do.
+//!
+//! A kernel runs jobs and accumulates into the carry, so there is no separate merge pass after a
+//! ring step. It decides nothing: masks, strides and order come with the job. Buffers are typed at
+//! run time: a kernel checks the types it is given and refuses those it has no path for.
+
+use crate::dtype::DType;
+use crate::job::{Block, Job};
+use crate::sharding::Run;
+use crate::tensor::{Tensor, View};
+use crate::transport::Parcel;
+
+/// Why a kernel could not do what it was told.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum KernelError {
+    /// No memory.
+    #[error("{kernel} could not allocate {bytes} bytes; use more ranks or a narrower type")]
+    Memory {
+        /// The kernel's name.
+        kernel: &'static str,
+        /// How much was asked for.
+        bytes: usize,
+    },
+    /// Types or sizes it has no path for.
+    #[error("{kernel} does not support {what}")]
+    Unsupported {
+        /// The kernel's name.
+        kernel: &'static str,
+        /// What was asked for.
+        what: String,
+    },
+}
+
+/// The running softmax of spec 2: for each cell the weighted sum, the maximum and the denominator.
+#[derive(Debug, Default)]
+pub struct Carry<B> {
+    /// Weighted sum of values, `dim` numbers a cell.
+    pub acc: B,
+    /// Largest score seen, −inf at first.
+    pub m: B,
+    /// Sum of exponentials relative to `m`.
+    pub l: B,
+}
+
+/// What the backward pass knows of the queries of a job.
+#[derive(Debug, Clone, Copy)]
+pub struct Upstream<'a, B> {
+    /// Gradient of the output, `dim` numbers a cell.
+    pub dout: &'a B,
+    /// The final lse, one number a cell.
+    pub lse: &'a B,
+    /// dout·out − dlse, one number a cell.
+    pub delta: &'a B,
+}
+
+/// Gradients that a job adds to.
+#[derive(Debug)]
+pub struct Gradients<'a, B> {
+    /// Of q.
+    pub dq: &'a mut B,
+    /// Of k.
+    pub dk: &'a mut B,
+    /// Of v.
+    pub dv: &'a mut B,
+}
+
+/// A result of a kernel.
+pub type Result<T> = std::result::Result<T, KernelError>;
+
+/// Arithmetic on one device.
+pub trait Kernel: Send + Sync {
+    /// Memory of the device.
+    type Buffer: Parcel + Sync;
+
+    /// The name it is known by, for reports and errors.
+    fn name(&self) -> &'static str;
+
+    /// `elements` zeros.
+    fn allocate(&self, dtype: DType, elements: usize) -> Result<Self::Buffer>;
+
+    /// Copies the rows of `runs`, in that order, into a `[b, rows, h, d]` buffer, rounding to the
+    /// buffer's type.
+    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Self::Buffer) -> Result<()>;
+
+    /// The way back: rows of the buffer, in the order of `runs`, to their tokens.
+    fn download(&self, from: &Self::Buffer, runs: &[Run], to: &mut Tensor) -> Result<()>;
+
+    /// Sets every element.
+    fn fill(&self, buffer: &mut Self::Buffer, value: f64) -> Result<()>;
+
+    /// Copies (or adds) rows from one buffer into another.
+    fn copy(
+        &self,
+        block: &Block,
+        add: bool,
+        from: &Self::Buffer,
+        to: &mut Self::Buffer,
+    ) -> Result<()>;
+
+    /// Attends the queries of the job to its keys, continuing the carry.
+    fn forward(
+        &self,
+        job: &Job,
+        q: &Self::Buffer,
+        k: &Self::Buffer,
+        v: &Self::Buffer,
+        carry: &mut Carry<Self::Buffer>,
+    ) -> Result<()>;
+
+    /// Merges the cells of one carry into another; `block.width` is the head dimension.
+    fn merge(
+        &self,
+        block: &Block,
+        from: &Carry<Self::Buffer>,
+        to: &mut Carry<Self::Buffer>,
+    ) -> Result<()>;
+
+    /// Ends the softmax of `cells` cells: out = gain·acc/l (0 where l = 0), lse = m + ln l.
+    fn finish(
+        &self,
+        cells: usize,
+        dim: usize,
+        gain: f64,
+        carry: &Carry<Self::Buffer>,
+        out: &mut Self::Buffer,
+        lse: &mut Self::Buffer,
+    ) -> Result<()>;
+
+    /// delta = dout·out − dlse for `cells` cells.
+    fn delta(
+        &self,
+        cells: usize,
+        dim: usize,
+        out: &Self::Buffer,
+        dout: &Self::Buffer,
+        dlse: Option<&Self::Buffer>,
+        delta: &mut Self::Buffer,
+    ) -> Result<()>;
+
+    /// Adds the job's share of the gradients.
+    fn backward(
+        &self,
+        job: &Job,
+        q: &Self::Buffer,
+        k: &Self::Buffer,
+        v: &Self::Buffer,
+        upstream: Upstream<'_, Self::Buffer>,
+        gradients: Gradients<'_, Self::Buffer>,
+    ) -> Result<()>;
+
+    /// Bytes of scratch memory the job needs beside its operands.
+    fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize;
+}

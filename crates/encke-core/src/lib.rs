@@ -1,0 +1,30 @@
+//! What Encke computes, and who computes it when.
+//!
+//! Pattern + Shape + Sharding → [`Plan`](plan::Plan) → a rank carries it out with a
+//! [`Kernel`](kernel::Kernel) and a [`Transport`](transport::Transport). This crate decides and
+//! specifies; it does no I/O, starts no thread, reads no clock and contains no unsafe code.
+#![forbid(unsafe_code)]
+
+pub mod conformance;
+pub mod dtype;
+pub mod error;
+pub mod host;
+pub mod job;
+pub mod kernel;
+pub mod mixing;
+pub mod naive;
+pub mod partial;
+pub mod pattern;
+pub mod plan;
+pub mod reference;
+pub mod rows;
+pub mod shape;
+pub mod sharding;
+pub mod tensor;
+pub mod transport;
+
+pub use dtype::{DType, Data, Element, Slice};
+pub use error::{Error, Result};
+pub use pattern::{Branch, GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
+pub use shape::Shape;
+pub use tensor::{Tensor, View};

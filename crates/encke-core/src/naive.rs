@@ -1,0 +1,212 @@
+//! The oracle: every kernel operation as the most obvious loops over addresses, in f64.
+//!
+//! It is not meant to be fast and is never chosen for speed; it says what a job means, and the
+//! conformance suite holds every other kernel against it.
+//!
+//! The decision here: operands are widened to f64 as a whole, everything is computed cell by cell
+//! with the [`Carry`](partial::Carry) of the specification, and only results are rounded.
+
+use crate::dtype::{DType, Data};
+use crate::host;
+use crate::job::{Block, Job};
+use crate::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use crate::partial;
+use crate::sharding::Run;
+use crate::tensor::{Tensor, View};
+
+/// The kernel every other one is judged by.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NaiveKernel;
+
+impl Kernel for NaiveKernel {
+    type Buffer = Data;
+
+    fn name(&self) -> &'static str {
+        "naive"
+    }
+
+    fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
+        host::allocate(self.name(), dtype, elements)
+    }
+
+    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
+        host::upload(from, runs, to);
+        Ok(())
+    }
+
+    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
+        host::download(from, runs, to);
+        Ok(())
+    }
+
+    fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
+        host::fill(buffer, value);
+        Ok(())
+    }
+
+    fn copy(&self, block: &Block, add: bool, from: &Data, to: &mut Data) -> Result<()> {
+        host::copy(block, add, from, to);
+        Ok(())
+    }
+
+    fn forward(
+        &self,
+        job: &Job,
+        q: &Data,
+        k: &Data,
+        v: &Data,
+        carry: &mut Carry<Data>,
+    ) -> Result<()> {
+        let (q, k, v) = (q.to_f64(), k.to_f64(), v.to_f64());
+        for (b, s, h) in places(job) {
+            for i in 0..job.queries {
+                let cell = job.cells.at(b, s, i, h);
+                let query = row(&q, job.q.at(b, s, i, h), job.dim);
+                let mut running = load(carry, cell, job.dim);
+                for j in 0..job.visible(i) {
+                    let key = job.k.at(b, s, j, h);
+                    let score = job.scale * dot(query, row(&k, key, job.dim));
+                    running.absorb(score, row(&v, key, job.dim));
+                }
+                store(&running, carry, cell);
+            }
+        }
+        Ok(())
+    }
+
+    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
+        for (source, target) in block.addresses() {
+            let mut running = load(to, target, block.width);
+            running.merge(&load(from, source, block.width));
+            store(&running, to, target);
+        }
+        Ok(())
+    }
+
+    fn finish(
+        &self,
+        cells: usize,
+        dim: usize,
+        gain: f64,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        for cell in 0..cells {
+            let finished = load(carry, cell, dim).finish();
+            for (c, x) in finished.out.iter().enumerate() {
+                out.set(cell * dim + c, gain * x);
+            }
+            lse.set(cell, finished.lse);
+        }
+        Ok(())
+    }
+
+    fn delta(
+        &self,
+        cells: usize,
+        dim: usize,
+        out: &Data,
+        dout: &Data,
+        dlse: Option<&Data>,
+        delta: &mut Data,
+    ) -> Result<()> {
+        let (out, dout) = (out.to_f64(), dout.to_f64());
+        for cell in 0..cells {
+            let product = dot(row(&out, cell * dim, dim), row(&dout, cell * dim, dim));
+            let from_lse = dlse.map_or(0.0, |dlse| dlse.as_slice().get(cell));
+            delta.set(cell, product - from_lse);
+        }
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        job: &Job,
+        q: &Data,
+        k: &Data,
+        v: &Data,
+        upstream: Upstream<'_, Data>,
+        gradients: Gradients<'_, Data>,
+    ) -> Result<()> {
+        let dim = job.dim;
+        let (q, k, v, dout) = (q.to_f64(), k.to_f64(), v.to_f64(), upstream.dout.to_f64());
+        let (lse, delta) = (upstream.lse.to_f64(), upstream.delta.to_f64());
+        let mut dq = gradients.dq.to_f64();
+        let mut dk = gradients.dk.to_f64();
+        let mut dv = gradients.dv.to_f64();
+        for (b, s, h) in places(job) {
+            for i in 0..job.queries {
+                let cell = job.cells.at(b, s, i, h);
+                if lse[cell] == f64::NEG_INFINITY {
+                    continue; // a query that saw nothing, in this job or any other
+                }
+                let at_q = job.q.at(b, s, i, h);
+                let at_dq = job.dq.as_ref().unwrap_or(&job.q).at(b, s, i, h);
+                let dout = row(&dout, cell * dim, dim);
+                for j in 0..job.visible(i) {
+                    let key = job.k.at(b, s, j, h);
+                    let score = job.scale * dot(row(&q, at_q, dim), row(&k, key, dim));
+                    let p = (score - lse[cell]).exp();
+                    let ds = p * (job.gain * dot(dout, row(&v, key, dim)) - delta[cell]);
+                    add(&mut dv, key, p * job.gain, dout);
+                    add(&mut dq, at_dq, job.scale * ds, row(&k, key, dim));
+                    add(&mut dk, key, job.scale * ds, row(&q, at_q, dim));
+                }
+            }
+        }
+        round(&dq, gradients.dq);
+        round(&dk, gradients.dk);
+        round(&dv, gradients.dv);
+        Ok(())
+    }
+
+    fn workspace_bytes(&self, _: &Job, _: DType) -> usize {
+        0 // by the letter of a port that asks for tiles; the oracle widens what it is given
+    }
+}
+
+/// Every (batch, segment, head) of a job.
+fn places(job: &Job) -> impl Iterator<Item = (usize, usize, usize)> {
+    let (batch, segments, heads) = (job.batch, job.segments, job.heads);
+    (0..batch)
+        .flat_map(move |b| (0..segments).flat_map(move |s| (0..heads).map(move |h| (b, s, h))))
+}
+
+fn row(values: &[f64], at: usize, dim: usize) -> &[f64] {
+    &values[at..at + dim]
+}
+
+fn dot(x: &[f64], y: &[f64]) -> f64 {
+    x.iter().zip(y).map(|(x, y)| x * y).sum()
+}
+
+fn add(values: &mut [f64], at: usize, factor: f64, row: &[f64]) {
+    for (x, y) in values[at..].iter_mut().zip(row) {
+        *x += factor * y;
+    }
+}
+
+/// Stores every number; those nobody added to come back with the bits they had.
+fn round(values: &[f64], into: &mut Data) {
+    for (i, &x) in values.iter().enumerate() {
+        into.set(i, x);
+    }
+}
+
+fn load(carry: &Carry<Data>, cell: usize, dim: usize) -> partial::Carry {
+    let acc = carry.acc.as_slice();
+    partial::Carry {
+        acc: (cell * dim..(cell + 1) * dim).map(|i| acc.get(i)).collect(),
+        m: carry.m.as_slice().get(cell),
+        l: carry.l.as_slice().get(cell),
+    }
+}
+
+fn store(running: &partial::Carry, carry: &mut Carry<Data>, cell: usize) {
+    for (c, &x) in running.acc.iter().enumerate() {
+        carry.acc.set(cell * running.acc.len() + c, x);
+    }
+    carry.m.set(cell, running.m);
+    carry.l.set(cell, running.l);
+}

@@ -1,0 +1,338 @@
+//! Which query sees which key.
+//!
+//! A pattern is a list of branches (segment length, dilation rate), a rule that hands branches to
+//! heads, and whether attention is causal. [`Pattern::multiplicity`] is the truth; [`Pattern::lanes`]
+//! is the same truth resolved for the planner: one lane for each (branch, offset) with its heads.
+//!
+//! Heads write their results into *slots*. Where all branches of a head share one softmax (dense,
+//! group, mix) a slot is a head. Where branches must stay apart until the end (detached mixing
+//! gradients, fkodom) each (branch, head) has a slot of its own, combined by `mixing`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::shape::Shape;
+
+/// One branch: attention inside segments of `segment` tokens, every `dilation`-th token of each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Branch {
+    /// Tokens of a segment, counted on global positions.
+    pub segment: usize,
+    /// Distance between the tokens that take part.
+    pub dilation: usize,
+}
+
+/// The constant that group mode multiplies its output with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GroupScale {
+    /// One: the output is the attention.
+    One,
+    /// One over the number of branches, as some packages have it.
+    Groups,
+}
+
+/// How mix mode gives each head its phase within a dilated segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OffsetRule {
+    /// Head `h` has offset `h mod r` (the LongNet paper).
+    HeadMod,
+    /// Head `h` has offset `floor(h / ceil(H / r))` (torchscale).
+    HeadBlock,
+}
+
+/// Which derivative mix mode's backward pass computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MixingGradient {
+    /// The derivative of the forward pass.
+    Exact,
+    /// The mixing weights taken as constants, as torchscale ships it.
+    Detached,
+}
+
+/// How branches are handed to heads and their results combined.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "mode")]
+pub enum Mode {
+    /// Heads are cut into contiguous groups, one per branch.
+    Group {
+        /// What the output is multiplied with.
+        scale: GroupScale,
+    },
+    /// Every head has all branches, under one softmax.
+    Mix {
+        /// The phase of each head.
+        offsets: OffsetRule,
+        /// The derivative computed.
+        gradient: MixingGradient,
+    },
+    /// Bug-for-bug compatibility with one peer; see `mixing`.
+    Fkodom,
+}
+
+impl Mode {
+    /// The mode's name as the command line spells it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Mode::Group { .. } => "group",
+            Mode::Mix { .. } => "mix",
+            Mode::Fkodom => "fkodom",
+        }
+    }
+}
+
+/// Which query sees which key.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Pattern {
+    branches: Vec<Branch>,
+    mode: Mode,
+    causal: bool,
+}
+
+/// A head's share in a lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct LaneHead {
+    /// The query head.
+    pub head: usize,
+    /// The key head it reads.
+    pub kv_head: usize,
+    /// Where its result goes.
+    pub slot: usize,
+}
+
+/// One (branch, offset) and the heads that have it: everything in a lane has the same index sets.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Lane {
+    /// The branch it came from.
+    pub branch: usize,
+    /// Segment length, never more than the tokens there are.
+    pub segment: usize,
+    /// Dilation rate.
+    pub dilation: usize,
+    /// Phase within the segment.
+    pub offset: usize,
+    /// The heads, in rising order.
+    pub heads: Vec<LaneHead>,
+    /// The distinct key heads they read, in rising order.
+    pub kv_heads: Vec<usize>,
+}
+
+impl Pattern {
+    /// Plain attention: every query sees every key.
+    pub fn dense() -> Pattern {
+        Pattern {
+            branches: vec![Branch {
+                segment: usize::MAX,
+                dilation: 1,
+            }],
+            mode: Mode::Group {
+                scale: GroupScale::One,
+            },
+            causal: false,
+        }
+    }
+
+    /// A dilated pattern from paired lists, as the published packages take them.
+    pub fn dilated(
+        segment_lengths: &[usize],
+        dilation_rates: &[usize],
+        mode: Mode,
+    ) -> Result<Pattern> {
+        if segment_lengths.len() != dilation_rates.len() {
+            return Err(Error::BranchCount {
+                segments: segment_lengths.len(),
+                dilations: dilation_rates.len(),
+            });
+        }
+        if segment_lengths.is_empty() {
+            return Err(Error::Zero {
+                what: "the number of branches",
+            });
+        }
+        for (what, sizes) in [
+            ("a segment length", segment_lengths),
+            ("a dilation rate", dilation_rates),
+        ] {
+            if sizes.contains(&0) {
+                return Err(Error::Zero { what });
+            }
+        }
+        let branches = segment_lengths
+            .iter()
+            .zip(dilation_rates)
+            .map(|(&segment, &dilation)| Branch { segment, dilation })
+            .collect();
+        Ok(Pattern {
+            branches,
+            mode,
+            causal: false,
+        })
+    }
+
+    /// The same pattern, each query seeing only keys at or before its own position.
+    pub fn causal(mut self, causal: bool) -> Pattern {
+        self.causal = causal;
+        self
+    }
+
+    /// Whether queries see only keys at or before their own position.
+    pub fn is_causal(&self) -> bool {
+        self.causal
+    }
+
+    /// The branches.
+    pub fn branches(&self) -> &[Branch] {
+        &self.branches
+    }
+
+    /// How branches are handed to heads.
+    pub fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    /// Refuses what this pattern cannot do for `shape`.
+    pub fn check(&self, shape: &Shape) -> Result<()> {
+        let branches = self.branches.len();
+        let grouped = !matches!(self.mode, Mode::Mix { .. });
+        if grouped && branches > shape.heads {
+            return Err(Error::MoreBranchesThanHeads {
+                branches,
+                heads: shape.heads,
+            });
+        }
+        if matches!(self.mode, Mode::Fkodom) {
+            for branch in &self.branches {
+                if !shape.tokens.is_multiple_of(branch.segment) {
+                    return Err(Error::FkodomLength {
+                        tokens: shape.tokens,
+                        segment: branch.segment,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether branches keep results of their own until the end (see the module's words on slots).
+    pub fn splits_slots(&self) -> bool {
+        match self.mode {
+            Mode::Group { .. } => false,
+            Mode::Mix { gradient, .. } => gradient == MixingGradient::Detached,
+            Mode::Fkodom => true,
+        }
+    }
+
+    /// What the output is multiplied with after the softmax.
+    pub fn gain(&self) -> f64 {
+        match self.mode {
+            Mode::Group {
+                scale: GroupScale::Groups,
+            } => 1.0 / self.branches.len() as f64,
+            _ => 1.0,
+        }
+    }
+
+    /// (head, offset) of every head of `branch`, in rising order of heads.
+    pub fn heads_of(&self, branch: usize, heads: usize) -> Vec<(usize, usize)> {
+        let groups = self.branches.len();
+        let dilation = self.branches[branch].dilation;
+        let share = heads / groups + usize::from(branch < heads % groups);
+        match self.mode {
+            Mode::Group { .. } => {
+                let first = branch * (heads / groups) + branch.min(heads % groups);
+                (first..first + share)
+                    .map(|h| (h, branch % dilation))
+                    .collect()
+            }
+            // The peer starts branch i at i times its own share: shares overlap, and heads at the
+            // end can be left out, when the branches do not divide the heads.
+            Mode::Fkodom => (branch * share..((branch + 1) * share).min(heads))
+                .map(|h| (h, branch % dilation))
+                .collect(),
+            Mode::Mix { offsets, .. } => (0..heads)
+                .map(|h| match offsets {
+                    OffsetRule::HeadMod => (h, h % dilation),
+                    OffsetRule::HeadBlock => (h, h / heads.div_ceil(dilation)),
+                })
+                .collect(),
+        }
+    }
+
+    /// In how many branches query `q` and key `k` of `head` share an index set and `q` may see `k`.
+    pub fn multiplicity(&self, shape: &Shape, head: usize, q: usize, k: usize) -> usize {
+        if self.causal && k > q {
+            return 0;
+        }
+        (0..self.branches.len())
+            .flat_map(|branch| {
+                self.heads_of(branch, shape.heads)
+                    .into_iter()
+                    .filter(move |&(h, _)| h == head)
+                    .map(move |(_, offset)| (branch, offset))
+            })
+            .filter(|&(branch, offset)| {
+                let Branch { segment, dilation } = self.branches[branch];
+                let touches = |t: usize| (t % segment) % dilation == offset;
+                q / segment == k / segment && touches(q) && touches(k)
+            })
+            .count()
+    }
+
+    /// The head that each slot belongs to.
+    pub fn slots(&self, heads: usize) -> Vec<usize> {
+        if !self.splits_slots() {
+            return (0..heads).collect();
+        }
+        (0..self.branches.len())
+            .flat_map(|branch| self.heads_of(branch, heads))
+            .map(|(head, _)| head)
+            .collect()
+    }
+
+    /// The pattern resolved for `shape`: its lanes, in order of branch and offset.
+    pub fn lanes(&self, shape: &Shape) -> Vec<Lane> {
+        let mut lanes: Vec<Lane> = Vec::new();
+        let mut slots = 0;
+        for (branch, &Branch { segment, dilation }) in self.branches.iter().enumerate() {
+            let segment = segment.min(shape.tokens);
+            let mut of_branch: Vec<Lane> = Vec::new();
+            for (head, offset) in self.heads_of(branch, shape.heads) {
+                let slot = if self.splits_slots() { slots } else { head };
+                slots += 1;
+                if offset >= segment {
+                    continue; // no token of a segment this short has that phase
+                }
+                let at = of_branch
+                    .iter()
+                    .position(|lane| lane.offset == offset)
+                    .unwrap_or_else(|| {
+                        of_branch.push(Lane {
+                            branch,
+                            segment,
+                            // A stride beyond the segment selects the same single token.
+                            dilation: dilation.min(segment),
+                            offset,
+                            heads: Vec::new(),
+                            kv_heads: Vec::new(),
+                        });
+                        of_branch.len() - 1
+                    });
+                let lane = &mut of_branch[at];
+                let kv_head = shape.kv_head(head);
+                lane.heads.push(LaneHead {
+                    head,
+                    kv_head,
+                    slot,
+                });
+                if lane.kv_heads.last() != Some(&kv_head) {
+                    lane.kv_heads.push(kv_head);
+                }
+            }
+            of_branch.sort_by_key(|lane| lane.offset);
+            lanes.extend(of_branch);
+        }
+        lanes
+    }
+}

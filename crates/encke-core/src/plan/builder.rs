@@ -1,0 +1,170 @@
+//! A program under construction.
+
+use super::Plan;
+use super::layout::{Resident, Width};
+use super::program::{
+    BufferId, BufferPlan, CarryIds, Component, Fill, Port, RankPlan, Role, Round, Task,
+};
+use crate::dtype::DType;
+use crate::rows::Rows;
+use crate::sharding::Run;
+
+/// The buffers and rounds of one rank as they are put together.
+pub(super) struct Builder<'a> {
+    pub plan: &'a Plan,
+    pub rank: usize,
+    /// Rows of this rank's shard.
+    pub rows: usize,
+    buffers: Vec<BufferPlan>,
+    rounds: Vec<Round>,
+    inputs: Vec<Port>,
+    outputs: Vec<Port>,
+}
+
+impl<'a> Builder<'a> {
+    pub fn new(plan: &'a Plan, rank: usize) -> Builder<'a> {
+        Builder {
+            plan,
+            rank,
+            rows: plan.shards.rows(rank),
+            buffers: Vec::new(),
+            rounds: vec![Round::default()],
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+        }
+    }
+
+    pub fn finish(self) -> RankPlan {
+        RankPlan {
+            rank: self.rank,
+            rows: self.rows,
+            buffers: self.buffers,
+            inputs: self.inputs,
+            rounds: self.rounds,
+            outputs: self.outputs,
+        }
+    }
+
+    /// The round with this number; earlier ones come into being with it.
+    pub fn round(&mut self, round: usize) -> &mut Round {
+        if self.rounds.len() <= round {
+            self.rounds.resize_with(round + 1, Round::default);
+        }
+        &mut self.rounds[round]
+    }
+
+    /// The number of the round after the last one.
+    pub fn next_round(&self) -> usize {
+        self.rounds.len()
+    }
+
+    pub fn buffer(
+        &mut self,
+        name: &'static str,
+        component: Component,
+        dtype: DType,
+        elements: usize,
+    ) -> BufferId {
+        self.buffers.push(BufferPlan {
+            name,
+            component,
+            dtype,
+            elements,
+        });
+        BufferId(self.buffers.len() - 1)
+    }
+
+    /// The type of a buffer.
+    pub fn dtype(&self, buffer: BufferId) -> DType {
+        self.buffers[buffer.0].dtype
+    }
+
+    /// A buffer `[batch, rows, width]`.
+    pub fn resident(
+        &mut self,
+        name: &'static str,
+        component: Component,
+        dtype: DType,
+        rows: usize,
+        width: Width,
+    ) -> BufferId {
+        let elements = self.plan.request.shape.batch * rows * self.plan.resident_width(width);
+        self.buffer(name, component, dtype, elements)
+    }
+
+    /// A carry for `[batch, rows]`.
+    pub fn carry(&mut self, component: Component, rows: usize) -> CarryIds {
+        let sum = self.plan.request.dtype.sum();
+        CarryIds {
+            acc: self.resident("acc", component, sum, rows, Width::WideCell),
+            m: self.resident("m", component, sum, rows, Width::Cell),
+            l: self.resident("l", component, sum, rows, Width::Cell),
+        }
+    }
+
+    pub fn input(&mut self, role: Role, buffer: BufferId, runs: Vec<Run>) {
+        self.inputs.push(Port { role, buffer, runs });
+    }
+
+    pub fn output(&mut self, role: Role, buffer: BufferId, runs: Vec<Run>) {
+        self.outputs.push(Port { role, buffer, runs });
+    }
+
+    /// The tokens of one rank, in the order of its rows.
+    pub fn runs_of(&self, rank: usize) -> Vec<Run> {
+        let with_base = self.plan.shards.runs(rank);
+        with_base.iter().map(|&(run, _)| run).collect()
+    }
+
+    /// The tokens of all ranks, shard after shard: the row order of replicated buffers.
+    pub fn all_runs(&self) -> Vec<Run> {
+        (0..self.plan.ranks())
+            .flat_map(|rank| self.runs_of(rank))
+            .collect()
+    }
+
+    /// This rank's shard in a buffer that holds nothing else.
+    pub fn own(&self) -> Resident {
+        Resident {
+            rows: self.rows,
+            base: 0,
+        }
+    }
+
+    /// The shard of `rank` in a buffer that holds all shards.
+    pub fn among_all(&self, rank: usize) -> Resident {
+        Resident {
+            rows: self.plan.request.shape.tokens,
+            base: (0..rank)
+                .map(|earlier| self.plan.shards.rows(earlier))
+                .sum(),
+        }
+    }
+
+    /// Tasks that make a carry empty.
+    pub fn clear_carry(&mut self, round: usize, carry: CarryIds) {
+        for (buffer, value) in [
+            (carry.acc, Fill::Zero),
+            (carry.m, Fill::MinusInfinity),
+            (carry.l, Fill::Zero),
+        ] {
+            self.round(round).before.push(Task::Fill { buffer, value });
+        }
+    }
+
+    /// Every (lane, segments, query rows, key rows) of this rank with itself, in plan order.
+    pub fn local_pairs(&self) -> Vec<(usize, usize, Rows, Rows)> {
+        let plan = self.plan;
+        let mut pairs = Vec::new();
+        for &(lane, group) in &plan.groups_of[self.rank] {
+            let segments = plan.groups[lane][group].segments;
+            let select = || plan.shards.select(&plan.lanes[lane], self.rank, segments);
+            for (_, q) in select() {
+                for (_, k) in select() {
+                    pairs.push((lane, segments.count, q, k));
+                }
+            }
+        }
+        pairs
+    }
+}

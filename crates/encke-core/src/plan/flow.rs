@@ -1,0 +1,395 @@
+//! The three ways parcels move, each written once: keys that visit, sums that gather, rows that
+//! are shared.
+//!
+//! *Visit*: k and v go from member to member, read by each, in two buffers that take turns.
+//! *Gather*: each member adds what it has for a home rank to what the members before it had; the
+//! last one sends the sum home. What a member computes in a round meets what it receives in that
+//! round, so the hop never waits for the compute it overlaps. *Share*: finished rows go all the
+//! way round (queries replicated).
+
+use super::builder::Builder;
+use super::layout::{Resident, Width, flat, reversed};
+use super::program::{BufferId, CarryIds, Component, Fill, Message, Task};
+use super::rings::{Parcel, Ring};
+use super::{Pass, Plan, Queries};
+use crate::job::Block;
+use crate::transport::Address;
+
+/// Tags of one ring, a few each for k and v, for sums that pass, and for sums that go home: the
+/// three can be under way between the same two ranks in the same round.
+const TAGS: usize = 16;
+const VISIT: usize = 0;
+const PASS: usize = 4;
+const HOME: usize = 8;
+
+/// A quantity that is gathered: its width, and what an empty sum is.
+#[derive(Clone, Copy)]
+pub(super) struct Channel {
+    name: &'static str,
+    width: Width,
+    empty: Fill,
+}
+
+const fn channel(name: &'static str, width: Width, empty: Fill) -> Channel {
+    Channel { name, width, empty }
+}
+
+/// A carry, to be merged.
+pub(super) const CARRY: [Channel; 3] = [
+    channel("travelling acc", Width::WideCell, Fill::Zero),
+    channel("travelling m", Width::Cell, Fill::MinusInfinity),
+    channel("travelling l", Width::Cell, Fill::Zero),
+];
+/// Gradients of keys and values, to be added.
+pub(super) const DKV: [Channel; 2] = [
+    channel("travelling dk", Width::Kv, Fill::Zero),
+    channel("travelling dv", Width::Kv, Fill::Zero),
+];
+/// Gradients of queries, to be added.
+pub(super) const DQ: [Channel; 1] = [channel("travelling dq", Width::Query, Fill::Zero)];
+
+/// This rank's place in one ring.
+#[derive(Clone, Copy)]
+pub(super) struct Seat<'a> {
+    /// The ring's number, the same on all ranks.
+    pub index: usize,
+    /// The ring.
+    pub ring: &'a Ring,
+    /// Which member this rank is.
+    pub place: usize,
+}
+
+impl<'a> Seat<'a> {
+    /// The parcels this rank computes with: (distance, home rank, parcel).
+    pub fn visitors(self) -> impl Iterator<Item = (usize, usize, &'a Parcel)> {
+        (1..=self.ring.last()).filter_map(move |distance| {
+            let parcel = self.ring.parcel_at(self.place, distance)?;
+            let home = self.ring.members[self.ring.home_index(self.place, distance)];
+            (parcel.first <= distance).then_some((distance, home, parcel))
+        })
+    }
+
+    fn address(self, member: usize, tag: usize, elements: usize) -> Address {
+        Address {
+            peer: self.ring.members[member],
+            tag: (self.index * TAGS + tag) as u64,
+            elements,
+        }
+    }
+}
+
+/// k and v parcels on their way.
+pub(super) struct Visit {
+    travel: [[BufferId; 2]; 2],
+}
+
+impl Visit {
+    /// (k, v) of the parcel that has come `distance` hops.
+    pub fn at(&self, distance: usize) -> (BufferId, BufferId) {
+        let [k, v] = self.travel[distance % 2];
+        (k, v)
+    }
+}
+
+/// Sums on their way: `local` takes turns between being computed and being sent.
+pub(super) struct Gather {
+    local: [Vec<BufferId>; 2],
+}
+
+impl Gather {
+    /// The buffers that what is computed at `distance` goes into.
+    pub fn at(&self, distance: usize) -> &[BufferId] {
+        &self.local[distance % 2]
+    }
+
+    /// The same, as a carry.
+    pub fn carry_at(&self, distance: usize) -> CarryIds {
+        carry(self.at(distance))
+    }
+}
+
+fn carry(buffers: &[BufferId]) -> CarryIds {
+    CarryIds {
+        acc: buffers[0],
+        m: buffers[1],
+        l: buffers[2],
+    }
+}
+
+impl Plan {
+    /// Bytes that all ranks send, summed over parcels instead of over programs.
+    pub(super) fn sent_bytes(&self) -> usize {
+        let request = &self.request;
+        let (stored, sum) = (request.dtype.bytes(), request.dtype.sum().bytes());
+        let parcels = || {
+            self.rings
+                .iter()
+                .flat_map(|ring| ring.parcels.iter().flatten())
+        };
+        let visits = || -> usize {
+            let of = |parcel: &Parcel| 2 * self.parcel_elements(parcel, Width::Kv) * parcel.last;
+            parcels().map(of).sum::<usize>() * stored
+        };
+        let gathers = |channels: &[Channel]| -> usize {
+            let of = |parcel: &Parcel| {
+                let elements = channels
+                    .iter()
+                    .map(|c| self.parcel_elements(parcel, c.width));
+                elements.sum::<usize>() * (parcel.last - parcel.first + 1)
+            };
+            parcels().map(of).sum::<usize>() * sum
+        };
+        let rows = request.shape.batch * request.shape.tokens;
+        let shared = |width: Width| (self.ranks() - 1) * rows * self.resident_width(width);
+        match (request.queries, request.pass) {
+            (Queries::Sharded, Pass::Forward) => visits(),
+            (Queries::Sharded, Pass::Backward { .. }) => visits() + gathers(&DKV),
+            (Queries::Replicated, Pass::Forward) => {
+                let out = shared(Width::WideCell) * request.out_dtype().bytes();
+                gathers(&CARRY) + out + shared(Width::Cell) * sum
+            }
+            (Queries::Replicated, Pass::Backward { .. }) => {
+                gathers(&DQ) + shared(Width::Query) * sum
+            }
+        }
+    }
+}
+
+impl<'a> Builder<'a> {
+    /// This rank's places in its rings.
+    pub fn seats(&self) -> Vec<Seat<'a>> {
+        self.plan.rings_of[self.rank]
+            .iter()
+            .map(|&(index, place)| Seat {
+                index,
+                ring: &self.plan.rings[index],
+                place,
+            })
+            .collect()
+    }
+
+    /// Elements of the largest of some parcels.
+    fn largest<'p>(&self, parcels: impl Iterator<Item = &'p Parcel>, width: Width) -> usize {
+        let elements = parcels.map(|parcel| self.plan.parcel_elements(parcel, width));
+        elements.max().unwrap_or(0)
+    }
+
+    /// Sends the k and v parcels of a ring round, starting in round 0.
+    pub fn visit(&mut self, seat: Seat<'a>, own: [BufferId; 2]) -> Visit {
+        let Seat { ring, place, .. } = seat;
+        let dtype = self.plan.request.dtype;
+        let travel = [0, 1].map(|turn| {
+            let held = (turn..=ring.last())
+                .step_by(2)
+                .filter_map(|distance| ring.parcel_at(place, distance));
+            let elements = self.largest(held, Width::Kv);
+            ["travelling k", "travelling v"]
+                .map(|name| self.buffer(name, Component::TravellingKv, dtype, elements))
+        });
+        if let Some(parcel) = &ring.parcels[place] {
+            let blocks = self.plan.packing(parcel, self.own(), Width::Kv);
+            for (from, to) in own.into_iter().zip(travel[0]) {
+                self.copy(0, blocks.clone(), false, from, to);
+            }
+        }
+        for distance in 0..=ring.last() {
+            let Some(parcel) = ring.parcel_at(place, distance) else {
+                continue;
+            };
+            let elements = self.plan.parcel_elements(parcel, Width::Kv);
+            for (side, &buffer) in travel[distance % 2].iter().enumerate() {
+                if distance > 0 {
+                    let from = seat.address(ring.previous(place), VISIT + side, elements);
+                    self.receive(distance - 1, from, buffer);
+                }
+                if distance < parcel.last {
+                    let to = seat.address(ring.next(place), VISIT + side, elements);
+                    self.send(distance, to, buffer);
+                }
+            }
+        }
+        Visit { travel }
+    }
+
+    /// Gathers what the members of a ring have for each other. What is computed in round `t` for
+    /// the member `t` hops back goes into the buffers of [`Gather::at`]; what comes home goes
+    /// into `own`, rows `at`. A carry is merged, everything else is added.
+    pub fn gather(
+        &mut self,
+        seat: Seat<'a>,
+        component: Component,
+        channels: &[Channel],
+        own: &[BufferId],
+        at: Resident,
+    ) -> Gather {
+        let Seat { ring, place, .. } = seat;
+        let passes = |&(distance, _, parcel): &(usize, usize, &Parcel)| parcel.first < distance;
+        let local = [0, 1].map(|turn| {
+            let mine = seat
+                .visitors()
+                .filter(|(distance, ..)| distance % 2 == turn);
+            self.channels(channels, component, mine.map(|(_, _, parcel)| parcel))
+        });
+        let passing = seat.visitors().filter(passes);
+        let incoming = self.channels(channels, component, passing.map(|(_, _, parcel)| parcel));
+        let home = self.channels(channels, component, ring.parcels[place].iter());
+
+        for (distance, _, parcel) in seat.visitors() {
+            for (channel, &buffer) in channels.iter().zip(&local[distance % 2]) {
+                let value = channel.empty;
+                self.round(distance)
+                    .before
+                    .push(Task::Fill { buffer, value });
+            }
+            if parcel.first < distance {
+                let cells = |width| self.plan.parcel_elements(parcel, width);
+                let blocks = channels.iter().map(|c| vec![flat(1, cells(c.width), 0, 0)]);
+                let blocks = blocks.collect();
+                let merge = vec![self.flat_cells(cells(Width::Cell))];
+                let into = &local[distance % 2];
+                self.combine(distance + 1, blocks, merge, &incoming, into);
+            }
+            let home_member = ring.home_index(place, distance);
+            for (i, channel) in channels.iter().enumerate() {
+                let elements = self.plan.parcel_elements(parcel, channel.width);
+                let to = if distance < parcel.last {
+                    seat.address(ring.next(place), PASS + i, elements)
+                } else {
+                    seat.address(home_member, HOME + i, elements)
+                };
+                self.send(distance + 1, to, local[distance % 2][i]);
+                if parcel.first < distance {
+                    let from = seat.address(ring.previous(place), PASS + i, elements);
+                    self.receive(distance, from, incoming[i]);
+                }
+            }
+        }
+        if let Some(parcel) = &ring.parcels[place] {
+            let last_member = ring.away(place, parcel.last);
+            for (i, channel) in channels.iter().enumerate() {
+                let elements = self.plan.parcel_elements(parcel, channel.width);
+                let from = seat.address(last_member, HOME + i, elements);
+                self.receive(parcel.last + 1, from, home[i]);
+            }
+            let unpack = |width| reversed(self.plan.packing(parcel, at, width));
+            let blocks = channels.iter().map(|c| unpack(c.width)).collect();
+            let merge = self.cell_blocks(unpack(Width::Cell));
+            self.combine(parcel.last + 2, blocks, merge, &home, own);
+        }
+        Gather { local }
+    }
+
+    /// One buffer per channel, large enough for the largest of `parcels`.
+    fn channels<'p>(
+        &mut self,
+        channels: &[Channel],
+        component: Component,
+        parcels: impl Iterator<Item = &'p Parcel>,
+    ) -> Vec<BufferId> {
+        let sum = self.plan.request.dtype.sum();
+        let parcels: Vec<&Parcel> = parcels.collect();
+        let mut buffers = Vec::new();
+        for channel in channels {
+            let elements = self.largest(parcels.iter().copied(), channel.width);
+            buffers.push(self.buffer(channel.name, component, sum, elements));
+        }
+        buffers
+    }
+
+    /// Adds (or, for the three buffers of a carry, merges) one set of sums into another.
+    fn combine(
+        &mut self,
+        round: usize,
+        blocks: Vec<Vec<Block>>,
+        merge: Vec<Block>,
+        from: &[BufferId],
+        to: &[BufferId],
+    ) {
+        if from.len() == CARRY.len() {
+            let (from, to) = (carry(from), carry(to));
+            let task = Task::Merge {
+                blocks: merge,
+                from,
+                to,
+            };
+            self.round(round).before.push(task);
+            return;
+        }
+        for ((blocks, &from), &to) in blocks.into_iter().zip(from).zip(to) {
+            self.copy(round, blocks, true, from, to);
+        }
+    }
+
+    fn flat_cells(&self, cells: usize) -> Block {
+        flat(cells, self.plan.request.shape.dim, 0, 0)
+    }
+
+    /// Copies of cells as merges take them: addressed by cell, `dim` numbers wide.
+    fn cell_blocks(&self, blocks: Vec<Block>) -> Vec<Block> {
+        let width = self.plan.request.shape.dim;
+        let widen = |block: Block| Block { width, ..block };
+        blocks.into_iter().map(widen).collect()
+    }
+
+    fn copy(&mut self, round: usize, blocks: Vec<Block>, add: bool, from: BufferId, to: BufferId) {
+        self.round(round).before.push(Task::Copy {
+            blocks,
+            add,
+            from,
+            to,
+        });
+    }
+
+    fn send(&mut self, round: usize, address: Address, buffer: BufferId) {
+        self.round(round).sends.push(Message { address, buffer });
+    }
+
+    fn receive(&mut self, round: usize, address: Address, buffer: BufferId) {
+        self.round(round).receives.push(Message { address, buffer });
+    }
+
+    /// Sends this rank's finished rows round to everyone, from round `start` on: `own` is copied
+    /// into its place in `all`, and so is what comes by.
+    pub fn share(&mut self, start: usize, tag: usize, own: BufferId, all: BufferId, width: Width) {
+        let (ranks, batch) = (self.plan.ranks(), self.plan.request.shape.batch);
+        let rows = |rank: usize| self.plan.shards.rows(rank);
+        let elements = |rank: usize| batch * rows(rank) * self.plan.resident_width(width);
+        let dtype = self.dtype(all);
+        let most = (0..ranks).map(elements).max().unwrap_or(0);
+        let travel = [0, 1].map(|_| self.buffer("sharing", Component::Sharing, dtype, most));
+        let home = |distance: usize| (self.rank + ranks - distance) % ranks;
+        let place = |rank: usize| {
+            let at = self.among_all(rank);
+            let row = self.plan.resident_width(width);
+            let mut block = flat(batch, rows(rank) * row, 0, at.base * row);
+            (block.from.row, block.to.row) = (rows(rank) * row, at.rows * row);
+            vec![block]
+        };
+        let whole = vec![flat(1, elements(self.rank), 0, 0)];
+        let places: Vec<Vec<Block>> = (0..ranks).map(|d| place(home(d))).collect();
+        let sizes: Vec<usize> = (0..ranks).map(|d| elements(home(d))).collect();
+        let tag = self.plan.rings.len() * TAGS + tag;
+        let address = |peer: usize, elements: usize| Address {
+            peer,
+            tag: tag as u64,
+            elements,
+        };
+        let (next, previous) = (home(ranks - 1), home(1));
+        self.copy(start, whole, false, own, travel[0]);
+        for (distance, blocks) in places.into_iter().enumerate() {
+            let buffer = travel[distance % 2];
+            let from = if distance == 0 { own } else { buffer };
+            self.copy(start + distance, blocks, false, from, all);
+            if sizes[distance] == 0 {
+                continue;
+            }
+            if distance > 0 {
+                let from = address(previous, sizes[distance]);
+                self.receive(start + distance - 1, from, buffer);
+            }
+            if distance + 1 < ranks {
+                self.send(start + distance, address(next, sizes[distance]), buffer);
+            }
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! The forward program of one rank.
+
+use super::builder::Builder;
+use super::flow::CARRY;
+use super::layout::Width;
+use super::program::{BufferId, CarryIds, Component, RankPlan, Role, Task};
+use super::{Plan, Queries};
+
+pub(super) fn program(plan: &Plan, rank: usize) -> RankPlan {
+    match plan.request.queries {
+        Queries::Sharded => sharded(plan, rank),
+        Queries::Replicated => replicated(plan, rank),
+    }
+}
+
+/// The buffers that both kinds have: q (all rows or the own ones), k, v and the own carry.
+struct Buffers {
+    q: BufferId,
+    k: BufferId,
+    v: BufferId,
+    carry: CarryIds,
+}
+
+fn buffers(b: &mut Builder<'_>, q_rows: usize) -> Buffers {
+    let dtype = b.plan.request.dtype;
+    let rows = b.rows;
+    let buffers = Buffers {
+        q: b.resident("q", Component::Queries, dtype, q_rows, Width::Query),
+        k: b.resident("k", Component::OwnKv, dtype, rows, Width::Kv),
+        v: b.resident("v", Component::OwnKv, dtype, rows, Width::Kv),
+        carry: b.carry(Component::Carry, rows),
+    };
+    for (role, buffer) in [(Role::K, buffers.k), (Role::V, buffers.v)] {
+        b.input(role, buffer, b.runs_of(b.rank));
+    }
+    b.clear_carry(0, buffers.carry);
+    buffers
+}
+
+/// out and lse of the own rows, made from the carry in the round after the last.
+fn finish(b: &mut Builder<'_>, carry: CarryIds) -> (BufferId, BufferId) {
+    let plan = b.plan;
+    let request = &plan.request;
+    let rows = b.rows;
+    let (out_dtype, sum) = (request.out_dtype(), request.dtype.sum());
+    let out = b.resident("out", Component::Output, out_dtype, rows, Width::WideCell);
+    let lse = b.resident("lse", Component::Output, sum, rows, Width::Cell);
+    let round = b.next_round();
+    b.round(round).before.push(Task::Finish {
+        cells: request.shape.batch * rows * plan.slots,
+        dim: request.shape.dim,
+        gain: request.pattern.gain(),
+        carry,
+        out,
+        lse,
+    });
+    (out, lse)
+}
+
+/// Queries stay, keys visit.
+fn sharded(plan: &Plan, rank: usize) -> RankPlan {
+    let mut b = Builder::new(plan, rank);
+    let (own, rows) = (b.own(), b.rows);
+    let Buffers { q, k, v, carry } = buffers(&mut b, rows);
+    b.input(Role::Q, q, b.runs_of(rank));
+    for (lane, segments, q_rows, k_rows) in b.local_pairs() {
+        let job = plan.job(
+            lane,
+            segments,
+            (&q_rows, plan.resident(lane, &q_rows, own, Width::Query)),
+            (&k_rows, plan.resident(lane, &k_rows, own, Width::Kv)),
+            plan.resident(lane, &q_rows, own, Width::Cell),
+            None,
+        );
+        let forward = |job| Task::Forward {
+            job,
+            q,
+            k,
+            v,
+            carry,
+        };
+        b.round(0).meanwhile.extend(job.map(forward));
+    }
+    for seat in b.seats() {
+        let visit = b.visit(seat, [k, v]);
+        for (distance, _, parcel) in seat.visitors() {
+            let (k, v) = visit.at(distance);
+            for (offset, section) in plan.sections(parcel, Width::Kv) {
+                let lane = section.lane;
+                for (_, q_rows) in plan
+                    .shards
+                    .select(&plan.lanes[lane], rank, section.segments)
+                {
+                    let job = plan.job(
+                        lane,
+                        section.segments.count,
+                        (&q_rows, plan.resident(lane, &q_rows, own, Width::Query)),
+                        (&section.rows, plan.packed(offset, section, Width::Kv)),
+                        plan.resident(lane, &q_rows, own, Width::Cell),
+                        None,
+                    );
+                    let forward = |job| Task::Forward {
+                        job,
+                        q,
+                        k,
+                        v,
+                        carry,
+                    };
+                    b.round(distance).meanwhile.extend(job.map(forward));
+                }
+            }
+        }
+    }
+    let (out, lse) = finish(&mut b, carry);
+    b.output(Role::Out, out, b.runs_of(rank));
+    b.output(Role::Lse, lse, b.runs_of(rank));
+    b.finish()
+}
+
+/// Keys stay; each rank attends everyone's queries to its own keys once, and the carries are
+/// gathered. Then the finished rows are shared.
+fn replicated(plan: &Plan, rank: usize) -> RankPlan {
+    let mut b = Builder::new(plan, rank);
+    let request = &plan.request;
+    let own = b.own();
+    let Buffers { q, k, v, carry } = buffers(&mut b, request.shape.tokens);
+    b.input(Role::Q, q, b.all_runs());
+    for (lane, segments, q_rows, k_rows) in b.local_pairs() {
+        let all = b.among_all(rank);
+        let job = plan.job(
+            lane,
+            segments,
+            (&q_rows, plan.resident(lane, &q_rows, all, Width::Query)),
+            (&k_rows, plan.resident(lane, &k_rows, own, Width::Kv)),
+            plan.resident(lane, &q_rows, own, Width::Cell),
+            None,
+        );
+        let forward = |job| Task::Forward {
+            job,
+            q,
+            k,
+            v,
+            carry,
+        };
+        b.round(0).meanwhile.extend(job.map(forward));
+    }
+    for seat in b.seats() {
+        let into = [carry.acc, carry.m, carry.l];
+        let gather = b.gather(seat, Component::TravellingCarry, &CARRY, &into, own);
+        for (distance, home, parcel) in seat.visitors() {
+            let all = b.among_all(home);
+            for (offset, section) in plan.sections(parcel, Width::Cell) {
+                let lane = section.lane;
+                for (_, k_rows) in plan
+                    .shards
+                    .select(&plan.lanes[lane], rank, section.segments)
+                {
+                    let job = plan.job(
+                        lane,
+                        section.segments.count,
+                        (
+                            &section.rows,
+                            plan.resident(lane, &section.rows, all, Width::Query),
+                        ),
+                        (&k_rows, plan.resident(lane, &k_rows, own, Width::Kv)),
+                        plan.packed(offset, section, Width::Cell),
+                        None,
+                    );
+                    let forward = |job| Task::Forward {
+                        job,
+                        q,
+                        k,
+                        v,
+                        carry: gather.carry_at(distance),
+                    };
+                    b.round(distance).meanwhile.extend(job.map(forward));
+                }
+            }
+        }
+    }
+    let (own_out, own_lse) = finish(&mut b, carry);
+    let (n, sum) = (request.shape.tokens, request.dtype.sum());
+    let out = b.resident(
+        "all out",
+        Component::Output,
+        request.out_dtype(),
+        n,
+        Width::WideCell,
+    );
+    let lse = b.resident("all lse", Component::Output, sum, n, Width::Cell);
+    let start = plan.settled_round() + 1;
+    b.share(start, 0, own_out, out, Width::WideCell);
+    b.share(start, 1, own_lse, lse, Width::Cell);
+    b.output(Role::Out, out, b.all_runs());
+    b.output(Role::Lse, lse, b.all_runs());
+    b.finish()
+}

@@ -1,0 +1,344 @@
+//! A rank's plan as a program: buffers to allocate, and rounds of tasks and hops to carry out.
+//!
+//! The decision that shaped everything above it: the plan is complete. A rank interprets it and
+//! decides nothing, so coverage, bytes and memory are proven on the program without running it, a
+//! simulator can time it and a profiler can hold it against what happened.
+
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+use crate::dtype::DType;
+use crate::job::{Block, Job};
+use crate::sharding::Run;
+use crate::transport::Address;
+
+/// One of a rank's buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub struct BufferId(pub usize);
+
+/// What a buffer is for, as memory reports show it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Component {
+    /// q.
+    Queries,
+    /// The rank's own k and v.
+    OwnKv,
+    /// k and v of others, passing through.
+    TravellingKv,
+    /// acc, m and l of the rank's own queries.
+    Carry,
+    /// acc, m and l of others' queries, passing through.
+    TravellingCarry,
+    /// out and lse.
+    Output,
+    /// What backward is given beside q, k and v: dout, dlse, and delta made of them.
+    Upstream,
+    /// dq, dk and dv in the type sums are kept in.
+    Gradients,
+    /// Gradients of others, passing through.
+    TravellingGradients,
+    /// Finished rows on their way to every rank (queries replicated).
+    Sharing,
+    /// Scratch memory of the kernel.
+    Workspace,
+}
+
+impl Component {
+    /// The name reports use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Component::Queries => "queries",
+            Component::OwnKv => "own K/V",
+            Component::TravellingKv => "travelling K/V",
+            Component::Carry => "carry",
+            Component::TravellingCarry => "travelling carry",
+            Component::Output => "output",
+            Component::Upstream => "upstream",
+            Component::Gradients => "gradients",
+            Component::TravellingGradients => "travelling gradients",
+            Component::Sharing => "sharing",
+            Component::Workspace => "workspace",
+        }
+    }
+}
+
+/// A buffer as planned.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct BufferPlan {
+    /// What it holds.
+    pub name: &'static str,
+    /// What it is for.
+    pub component: Component,
+    /// Its type.
+    pub dtype: DType,
+    /// Its size.
+    pub elements: usize,
+}
+
+impl BufferPlan {
+    /// Its size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.elements * self.dtype.bytes()
+    }
+}
+
+/// The three buffers of a carry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct CarryIds {
+    /// Weighted sums.
+    pub acc: BufferId,
+    /// Maxima.
+    pub m: BufferId,
+    /// Denominators.
+    pub l: BufferId,
+}
+
+/// What a buffer is filled with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fill {
+    /// 0.
+    Zero,
+    /// −inf, the maximum of nothing.
+    MinusInfinity,
+}
+
+/// One thing a kernel is told to do.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case", tag = "task")]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "jobs are most of a program; boxing them gains nothing"
+)]
+pub enum Task {
+    /// Set a buffer.
+    Fill {
+        /// Which.
+        buffer: BufferId,
+        /// To what.
+        value: Fill,
+    },
+    /// Copy or add rows.
+    Copy {
+        /// Which rows.
+        blocks: Vec<Block>,
+        /// Whether they are added to what is there.
+        add: bool,
+        /// Source.
+        from: BufferId,
+        /// Destination.
+        to: BufferId,
+    },
+    /// Attend.
+    Forward {
+        /// Which rows.
+        job: Job,
+        /// Queries.
+        q: BufferId,
+        /// Keys.
+        k: BufferId,
+        /// Values.
+        v: BufferId,
+        /// Where the result accumulates.
+        carry: CarryIds,
+    },
+    /// Merge cells of one carry into another.
+    Merge {
+        /// Which cells.
+        blocks: Vec<Block>,
+        /// Source.
+        from: CarryIds,
+        /// Destination.
+        to: CarryIds,
+    },
+    /// End the softmax.
+    Finish {
+        /// How many cells.
+        cells: usize,
+        /// Head dimension.
+        dim: usize,
+        /// What the output is multiplied with.
+        gain: f64,
+        /// The carry.
+        carry: CarryIds,
+        /// The output.
+        out: BufferId,
+        /// The lse.
+        lse: BufferId,
+    },
+    /// delta = dout·out − dlse.
+    Delta {
+        /// How many cells.
+        cells: usize,
+        /// Head dimension.
+        dim: usize,
+        /// The output.
+        out: BufferId,
+        /// Its gradient.
+        dout: BufferId,
+        /// The gradient of the lse, where there is one.
+        dlse: Option<BufferId>,
+        /// The result.
+        delta: BufferId,
+    },
+    /// Add gradients.
+    Backward {
+        /// Which rows.
+        job: Job,
+        /// Queries.
+        q: BufferId,
+        /// Keys.
+        k: BufferId,
+        /// Values.
+        v: BufferId,
+        /// Gradient of the output.
+        dout: BufferId,
+        /// The lse.
+        lse: BufferId,
+        /// The delta.
+        delta: BufferId,
+        /// Gradient of q.
+        dq: BufferId,
+        /// Gradient of k.
+        dk: BufferId,
+        /// Gradient of v.
+        dv: BufferId,
+    },
+}
+
+impl Task {
+    /// The buffers it needs for itself: those it writes, and carries it ends or merges.
+    pub fn holds(&self) -> Vec<BufferId> {
+        match self {
+            Task::Fill { buffer, .. } => vec![*buffer],
+            Task::Copy { to, .. } => vec![*to],
+            Task::Forward { carry, .. } => vec![carry.acc, carry.m, carry.l],
+            Task::Merge { from, to, .. } => vec![from.acc, from.m, from.l, to.acc, to.m, to.l],
+            Task::Finish {
+                carry, out, lse, ..
+            } => vec![carry.acc, carry.m, carry.l, *out, *lse],
+            Task::Delta { delta, .. } => vec![*delta],
+            Task::Backward { dq, dk, dv, .. } => vec![*dq, *dk, *dv],
+        }
+    }
+
+    /// The attention it computes, if it is one.
+    pub fn job(&self) -> Option<&Job> {
+        match self {
+            Task::Forward { job, .. } | Task::Backward { job, .. } => Some(job),
+            _ => None,
+        }
+    }
+}
+
+/// One end of a hop: what is sent to, or received from, another rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Message {
+    /// The other end.
+    pub address: Address,
+    /// What is read (sent) or overwritten (received).
+    pub buffer: BufferId,
+}
+
+/// Some tasks, then hops that fly while the other tasks compute.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub struct Round {
+    /// Done first.
+    pub before: Vec<Task>,
+    /// Posted next.
+    pub sends: Vec<Message>,
+    /// Posted with them.
+    pub receives: Vec<Message>,
+    /// Done while they fly.
+    pub meanwhile: Vec<Task>,
+}
+
+/// A tensor of the call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[allow(missing_docs, reason = "the names are the tensors' own")]
+pub enum Role {
+    Q,
+    K,
+    V,
+    Out,
+    Lse,
+    Dout,
+    Dlse,
+    Dq,
+    Dk,
+    Dv,
+}
+
+/// Where a tensor of the call enters or leaves a rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Port {
+    /// The tensor.
+    pub role: Role,
+    /// The buffer.
+    pub buffer: BufferId,
+    /// The tokens of its rows, in order.
+    pub runs: Vec<Run>,
+}
+
+/// Everything one rank will do.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RankPlan {
+    /// The rank.
+    pub rank: usize,
+    /// Tokens it owns.
+    pub rows: usize,
+    /// The buffers it allocates.
+    pub buffers: Vec<BufferPlan>,
+    /// What it is given.
+    pub inputs: Vec<Port>,
+    /// What it does.
+    pub rounds: Vec<Round>,
+    /// What it returns.
+    pub outputs: Vec<Port>,
+}
+
+impl RankPlan {
+    /// Bytes of a message.
+    pub fn message_bytes(&self, message: &Message) -> usize {
+        message.address.elements * self.buffers[message.buffer.0].dtype.bytes()
+    }
+
+    /// Bytes sent to each rank, over all rounds.
+    pub fn sent_bytes(&self) -> BTreeMap<usize, usize> {
+        let mut sent = BTreeMap::new();
+        for message in self.rounds.iter().flat_map(|round| &round.sends) {
+            *sent.entry(message.address.peer).or_default() += self.message_bytes(message);
+        }
+        sent
+    }
+
+    /// Bytes received, over all rounds.
+    pub fn received_bytes(&self) -> usize {
+        let messages = self.rounds.iter().flat_map(|round| &round.receives);
+        messages.map(|message| self.message_bytes(message)).sum()
+    }
+
+    /// Bytes of all buffers, by what they are for. The kernel's workspace comes on top.
+    pub fn memory(&self) -> BTreeMap<Component, usize> {
+        let mut memory = BTreeMap::new();
+        for buffer in &self.buffers {
+            *memory.entry(buffer.component).or_default() += buffer.bytes();
+        }
+        memory
+    }
+
+    /// Every job, in the order of execution.
+    pub fn jobs(&self) -> impl Iterator<Item = &Job> {
+        self.rounds
+            .iter()
+            .flat_map(|round| round.before.iter().chain(&round.meanwhile))
+            .filter_map(Task::job)
+    }
+
+    /// (query, key) pairs computed.
+    pub fn pairs(&self) -> u128 {
+        self.jobs().map(Job::pairs).sum()
+    }
+}

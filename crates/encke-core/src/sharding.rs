@@ -1,0 +1,147 @@
+//! Which rank owns which tokens.
+//!
+//! A sharding is a value: every kind comes down to at most two affine runs of tokens per rank, and
+//! nothing downstream asks which kind it was. Any sizes are legal, empty shards included.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// How the tokens are cut.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Cut {
+    /// One contiguous piece per rank, as even as the length allows.
+    Contiguous,
+    /// One contiguous piece per rank, beginning at these tokens.
+    Firsts(Vec<usize>),
+    /// 2p pieces, rank a owning pieces a and 2p-1-a: even work under a causal mask.
+    Zigzag,
+    /// Rank a owns tokens a, a + p, a + 2p, …
+    Striped,
+}
+
+/// Which rank owns which tokens.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Sharding {
+    ranks: usize,
+    cut: Cut,
+}
+
+/// Tokens `first, first + stride, …`, `count` of them; never empty where a sharding returns it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Run {
+    /// The first token.
+    pub first: usize,
+    /// The distance between tokens.
+    pub stride: usize,
+    /// How many tokens.
+    pub count: usize,
+}
+
+impl Run {
+    /// The tokens, in rising order.
+    pub fn tokens(self) -> impl Iterator<Item = usize> {
+        (0..self.count).map(move |i| self.first + i * self.stride)
+    }
+
+    /// One past the last token.
+    pub fn end(&self) -> usize {
+        self.first + (self.count - 1) * self.stride + 1
+    }
+}
+
+impl Sharding {
+    /// A sharding over `ranks` ranks.
+    pub fn new(ranks: usize, cut: Cut) -> Result<Sharding> {
+        if ranks == 0 {
+            return Err(Error::Zero {
+                what: "the number of ranks",
+            });
+        }
+        if let Cut::Firsts(firsts) = &cut
+            && firsts.len() != ranks
+        {
+            return Err(Error::PartitionRanks {
+                firsts: firsts.len(),
+                ranks,
+            });
+        }
+        Ok(Sharding { ranks, cut })
+    }
+
+    /// Contiguous pieces, as even as the length allows.
+    pub fn contiguous(ranks: usize) -> Result<Sharding> {
+        Sharding::new(ranks, Cut::Contiguous)
+    }
+
+    /// How many ranks.
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// How the tokens are cut.
+    pub fn cut(&self) -> &Cut {
+        &self.cut
+    }
+
+    /// Refuses an explicit partition that does not fit `tokens`.
+    pub fn check(&self, tokens: usize) -> Result<()> {
+        let Cut::Firsts(firsts) = &self.cut else {
+            return Ok(());
+        };
+        let mut previous = 0;
+        for (rank, &first) in firsts.iter().enumerate() {
+            if (rank == 0 && first != 0) || first < previous || first > tokens {
+                return Err(Error::Partition {
+                    rank,
+                    first,
+                    tokens,
+                });
+            }
+            previous = first;
+        }
+        Ok(())
+    }
+
+    /// The tokens of `rank`: at most two runs, none of them empty. Rows of a shard are stored in
+    /// this order.
+    pub fn runs(&self, tokens: usize, rank: usize) -> Vec<Run> {
+        let p = self.ranks;
+        let piece = |pieces: usize, i: usize| {
+            let start = |i: usize| i * (tokens / pieces) + i.min(tokens % pieces);
+            (start(i), start(i + 1))
+        };
+        let pieces: Vec<(usize, usize)> = match &self.cut {
+            Cut::Contiguous => vec![piece(p, rank)],
+            Cut::Zigzag => vec![piece(2 * p, rank), piece(2 * p, 2 * p - 1 - rank)],
+            Cut::Firsts(firsts) => {
+                let end = firsts.get(rank + 1).copied().unwrap_or(tokens);
+                vec![(firsts[rank], end)]
+            }
+            Cut::Striped => {
+                let count = tokens.saturating_sub(rank).div_ceil(p);
+                let run = Run {
+                    first: rank,
+                    stride: p,
+                    count,
+                };
+                return (count > 0).then_some(run).into_iter().collect();
+            }
+        };
+        pieces
+            .into_iter()
+            .filter(|(start, end)| start < end)
+            .map(|(start, end)| Run {
+                first: start,
+                stride: 1,
+                count: end - start,
+            })
+            .collect()
+    }
+
+    /// How many tokens `rank` owns.
+    pub fn rows(&self, tokens: usize, rank: usize) -> usize {
+        self.runs(tokens, rank).iter().map(|run| run.count).sum()
+    }
+}

@@ -1,0 +1,433 @@
+//! The conformance suites on trial: the true implementations pass and every known wrong one fails.
+//!
+//! The mutants are the mistakes of spec 2, which exist in published code, and their like. Each
+//! is a thin wrapper that alters one thing, so that what kills it can only be that thing.
+
+use encke_core::conformance;
+use encke_core::job::{Block, Causal, Job};
+use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::naive::NaiveKernel;
+use encke_core::partial::Partial;
+use encke_core::sharding::Run;
+use encke_core::{DType, Data, Tensor, View};
+
+/// What a mutant gets wrong.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fault {
+    /// Nothing: the wrapper itself must be innocent.
+    None,
+    /// Keys and queries change places in the causal test.
+    CausalSignFlipped,
+    /// The causal test compares rows instead of positions.
+    CausalOnIndices,
+    /// The causal test is forgotten.
+    CausalIgnored,
+    /// The old part is not scaled when the maximum rises.
+    OldPartNotRescaled,
+    /// Every job starts with nothing.
+    CarryReset,
+    /// The denominator gets an epsilon.
+    FinishEpsilon,
+    /// A row that saw nothing ends with an lse of 0.
+    EmptyLseZero,
+    /// The gain is applied after the softmax but not to its gradient.
+    FinishIgnoresGain,
+    /// A row that saw nothing has an effect on gradients.
+    EmptyRowsContribute,
+    /// The gradient forgets the gain.
+    BackwardIgnoresGain,
+    /// delta forgets the gradient of the lse.
+    DeltaIgnoresDlse,
+    /// Heads read the keys of other heads.
+    WrongKvHead,
+    /// The softmax scale is missing in dk.
+    DkUnscaled,
+    /// dq is overwritten.
+    DqOverwritten,
+    /// dk and dv are overwritten.
+    DkOverwritten,
+    /// dq is written where q is, whatever the job says.
+    DqWhereQIs,
+    /// One row more than there are is written.
+    OneRowPast,
+    /// Masked keys take part with a weight of 0, which is NaN times an infinite value.
+    MaskedKeysPoison,
+    /// The merge of two carries keeps the maximum of the target.
+    MergeKeepsMaximum,
+    /// Rows are copied where they should be added.
+    CopyIgnoresAdd,
+    /// Runs are read without their stride.
+    UploadIgnoresStride,
+}
+
+const FAULTS: [Fault; 21] = [
+    Fault::CausalSignFlipped,
+    Fault::CausalOnIndices,
+    Fault::CausalIgnored,
+    Fault::OldPartNotRescaled,
+    Fault::CarryReset,
+    Fault::FinishEpsilon,
+    Fault::EmptyLseZero,
+    Fault::FinishIgnoresGain,
+    Fault::EmptyRowsContribute,
+    Fault::BackwardIgnoresGain,
+    Fault::DeltaIgnoresDlse,
+    Fault::WrongKvHead,
+    Fault::DkUnscaled,
+    Fault::DqOverwritten,
+    Fault::DkOverwritten,
+    Fault::DqWhereQIs,
+    Fault::OneRowPast,
+    Fault::MaskedKeysPoison,
+    Fault::MergeKeepsMaximum,
+    Fault::CopyIgnoresAdd,
+    Fault::UploadIgnoresStride,
+];
+
+/// The oracle with one fault.
+struct Mutant(Fault);
+
+impl Mutant {
+    /// The job as the mutant understands it.
+    fn misread(&self, job: &Job) -> Job {
+        let mut job = job.clone();
+        let flip = |mask: Causal| Causal {
+            query: mask.key,
+            key: mask.query,
+            ..mask
+        };
+        let indices = |_| Causal {
+            query: 0,
+            query_step: 1,
+            key: 0,
+            key_step: 1,
+        };
+        match self.0 {
+            Fault::CausalSignFlipped => job.causal = job.causal.map(flip),
+            Fault::CausalOnIndices => job.causal = job.causal.map(indices),
+            Fault::CausalIgnored => job.causal = None,
+            Fault::BackwardIgnoresGain => job.gain = 1.0,
+            Fault::WrongKvHead => job.k.heads = job.k.heads.iter().rev().copied().collect(),
+            Fault::DqWhereQIs => job.dq = None,
+            _ => {}
+        }
+        job
+    }
+}
+
+/// Every cell of a job, with one row more where asked.
+fn cells(job: &Job, more: usize) -> Vec<usize> {
+    let mut cells = Vec::new();
+    for b in 0..job.batch {
+        for s in 0..job.segments {
+            for i in 0..job.queries + more {
+                cells.extend((0..job.heads).map(|h| job.cells.at(b, s, i, h)));
+            }
+        }
+    }
+    cells
+}
+
+fn clone(carry: &Carry<Data>) -> Carry<Data> {
+    Carry {
+        acc: carry.acc.clone(),
+        m: carry.m.clone(),
+        l: carry.l.clone(),
+    }
+}
+
+fn reset(carry: &mut Carry<Data>, cells: &[usize], dim: usize) {
+    for &cell in cells {
+        (0..dim).for_each(|c| carry.acc.set(cell * dim + c, 0.0));
+        carry.m.set(cell, f64::NEG_INFINITY);
+        carry.l.set(cell, 0.0);
+    }
+}
+
+/// Adds the old part to the new one as if both had the same maximum.
+fn add_unscaled(old: &Carry<Data>, new: &mut Carry<Data>, cells: &[usize], dim: usize) {
+    let add = |old: &Data, new: &mut Data, i: usize| {
+        let sum = old.as_slice().get(i) + new.as_slice().get(i);
+        new.set(i, sum);
+    };
+    for &cell in cells {
+        let m = old.m.as_slice().get(cell).max(new.m.as_slice().get(cell));
+        (0..dim).for_each(|c| add(&old.acc, &mut new.acc, cell * dim + c));
+        add(&old.l, &mut new.l, cell);
+        new.m.set(cell, m);
+    }
+}
+
+/// What 0 times the values of masked keys does to the rows that do not see them.
+fn poison(job: &Job, v: &Data, carry: &mut Carry<Data>) {
+    for b in 0..job.batch {
+        for (s, h) in (0..job.segments).flat_map(|s| (0..job.heads).map(move |h| (s, h))) {
+            for i in 0..job.queries {
+                let cell = job.cells.at(b, s, i, h) * job.dim;
+                for j in job.visible(i)..job.keys {
+                    let value = v.as_slice().get(job.k.at(b, s, j, h));
+                    let x = carry.acc.as_slice().get(cell) + 0.0 * value;
+                    carry.acc.set(cell, x);
+                }
+            }
+        }
+    }
+}
+
+impl Kernel for Mutant {
+    type Buffer = Data;
+
+    fn name(&self) -> &'static str {
+        "mutant"
+    }
+
+    fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
+        NaiveKernel.allocate(dtype, elements)
+    }
+
+    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
+        let unit = |run: &Run| Run { stride: 1, ..*run };
+        if self.0 == Fault::UploadIgnoresStride {
+            return NaiveKernel.upload(from, &runs.iter().map(unit).collect::<Vec<_>>(), to);
+        }
+        NaiveKernel.upload(from, runs, to)
+    }
+
+    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
+        NaiveKernel.download(from, runs, to)
+    }
+
+    fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
+        NaiveKernel.fill(buffer, value)
+    }
+
+    fn copy(&self, block: &Block, add: bool, from: &Data, to: &mut Data) -> Result<()> {
+        NaiveKernel.copy(block, add && self.0 != Fault::CopyIgnoresAdd, from, to)
+    }
+
+    fn forward(
+        &self,
+        job: &Job,
+        q: &Data,
+        k: &Data,
+        v: &Data,
+        carry: &mut Carry<Data>,
+    ) -> Result<()> {
+        let job = self.misread(job);
+        let inside = cells(&job, 0);
+        let old = clone(carry);
+        if matches!(self.0, Fault::CarryReset | Fault::OldPartNotRescaled) {
+            reset(carry, &inside, job.dim);
+        }
+        NaiveKernel.forward(&job, q, k, v, carry)?;
+        match self.0 {
+            Fault::OldPartNotRescaled => add_unscaled(&old, carry, &inside, job.dim),
+            Fault::MaskedKeysPoison => poison(&job, v, carry),
+            Fault::OneRowPast => {
+                let past = cells(&job, 1).into_iter().filter(|x| !inside.contains(x));
+                let limit = carry.m.as_slice().len();
+                past.filter(|&x| x < limit)
+                    .for_each(|x| carry.m.set(x, 0.0));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
+        let old = to.m.clone();
+        NaiveKernel.merge(block, from, to)?;
+        if self.0 == Fault::MergeKeepsMaximum {
+            to.m = old;
+        }
+        Ok(())
+    }
+
+    fn finish(
+        &self,
+        cells: usize,
+        dim: usize,
+        gain: f64,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        let mut carry = clone(carry);
+        let gain = if self.0 == Fault::FinishIgnoresGain {
+            1.0
+        } else {
+            gain
+        };
+        if self.0 == Fault::FinishEpsilon {
+            let l = carry.l.to_f64();
+            let seen = |&l: &f64| if l == 0.0 { l } else { l + 1e-8 };
+            carry.l = Data::from_f64(DType::F64, &l.iter().map(seen).collect::<Vec<_>>());
+        }
+        NaiveKernel.finish(cells, dim, gain, &carry, out, lse)?;
+        if self.0 == Fault::EmptyLseZero {
+            let empty = |cell: &usize| lse.as_slice().get(*cell) == f64::NEG_INFINITY;
+            let empty: Vec<usize> = (0..cells).filter(empty).collect();
+            empty.into_iter().for_each(|cell| lse.set(cell, 0.0));
+        }
+        Ok(())
+    }
+
+    fn delta(
+        &self,
+        cells: usize,
+        dim: usize,
+        out: &Data,
+        dout: &Data,
+        dlse: Option<&Data>,
+        delta: &mut Data,
+    ) -> Result<()> {
+        let dlse = dlse.filter(|_| self.0 != Fault::DeltaIgnoresDlse);
+        NaiveKernel.delta(cells, dim, out, dout, dlse, delta)
+    }
+
+    fn backward(
+        &self,
+        job: &Job,
+        q: &Data,
+        k: &Data,
+        v: &Data,
+        upstream: Upstream<'_, Data>,
+        gradients: Gradients<'_, Data>,
+    ) -> Result<()> {
+        let job = self.misread(job);
+        let Gradients { dq, dk, dv } = gradients;
+        let old = (dq.clone(), dk.clone(), dv.clone());
+        if self.0 == Fault::DqWhereQIs {
+            // The gradient gets room for q's own addresses, or the mistake would be a crash.
+            let mut values = dq.to_f64();
+            values.resize(values.len().max(q.as_slice().len()), 0.0);
+            *dq = Data::from_f64(dq.as_slice().dtype(), &values);
+        }
+        let mut lse = upstream.lse.clone();
+        if self.0 == Fault::EmptyRowsContribute {
+            let values = lse.to_f64().into_iter();
+            let values: Vec<f64> = values.map(|x| x.max(-1e3)).collect();
+            lse = Data::from_f64(lse.as_slice().dtype(), &values);
+        }
+        let upstream = Upstream {
+            lse: &lse,
+            ..upstream
+        };
+        let grown = Gradients {
+            dq: &mut *dq,
+            dk: &mut *dk,
+            dv: &mut *dv,
+        };
+        NaiveKernel.backward(&job, q, k, v, upstream, grown)?;
+        let change = |new: &mut Data, old: &Data, rule: &dyn Fn(f64, f64) -> f64| {
+            let pairs = new.to_f64().into_iter().zip(old.to_f64());
+            let keep = |(new, old)| if new == old { old } else { rule(new, old) };
+            let values: Vec<f64> = pairs.map(keep).collect();
+            *new = Data::from_f64(old.as_slice().dtype(), &values);
+        };
+        match self.0 {
+            Fault::DqOverwritten => change(dq, &old.0, &|new, old| new - old),
+            Fault::DkOverwritten => change(dk, &old.1, &|new, old| new - old),
+            Fault::DkUnscaled => change(dk, &old.1, &|new, old| old + (new - old) / job.scale),
+            Fault::DqWhereQIs => change(dq, &old.0, &|new, _| new),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize {
+        NaiveKernel.workspace_bytes(job, dtype)
+    }
+}
+
+#[test]
+fn the_oracle_passes_in_every_type() {
+    conformance::kernel(&NaiveKernel, &DType::ALL).unwrap();
+}
+
+#[test]
+fn the_wrapper_without_a_fault_passes() {
+    conformance::kernel(&Mutant(Fault::None), &[DType::F64]).unwrap();
+}
+
+#[test]
+fn every_kernel_mutant_dies() {
+    for fault in FAULTS {
+        let verdict = conformance::kernel(&Mutant(fault), &[DType::F64]);
+        let failure = verdict.expect_err(&format!("{fault:?} survived"));
+        println!("{fault:?} died: {failure}");
+    }
+}
+
+#[test]
+fn gross_faults_die_in_narrow_types_too() {
+    for fault in FAULTS
+        .into_iter()
+        .filter(|&fault| fault != Fault::FinishEpsilon)
+    {
+        for dtype in [DType::F32, DType::Bf16, DType::F16] {
+            let verdict = conformance::kernel(&Mutant(fault), &[dtype]);
+            assert!(verdict.is_err(), "{fault:?} survived in {dtype}");
+        }
+    }
+}
+
+#[test]
+fn the_true_merge_passes() {
+    conformance::merge(|a, b| a.merge(b)).unwrap();
+}
+
+/// The merge of spec 2, with the combination of outputs left open: it gets the weights relative to
+/// the larger lse, the outputs of one channel and the lse of the whole.
+fn merged(a: &Partial, b: &Partial, combine: impl Fn([f64; 2], [f64; 2], f64) -> f64) -> Partial {
+    let largest = a.lse.max(b.lse);
+    if largest == f64::NEG_INFINITY {
+        return Partial::empty(a.out.len());
+    }
+    let weights = [(a.lse - largest).exp(), (b.lse - largest).exp()];
+    let lse = largest + (weights[0] + weights[1]).ln();
+    let pairs = a.out.iter().zip(&b.out);
+    let out = pairs
+        .map(|(x, y)| combine(weights, [*x, *y], lse))
+        .collect();
+    Partial { out, lse }
+}
+
+#[test]
+fn every_wrong_merge_dies() {
+    type Combine = fn([f64; 2], [f64; 2], f64) -> f64;
+    let truth: Combine = |[e1, e2], [o1, o2], _| (e1 * o1 + e2 * o2) / (e1 + e2);
+    conformance::merge(|a, b| merged(a, b, truth)).unwrap();
+    let wrong: [(&str, Combine); 6] = [
+        ("plain sum", |_, [o1, o2], _| o1 + o2),
+        ("mean", |_, [o1, o2], _| (o1 + o2) / 2.0),
+        ("not divided", |[e1, e2], [o1, o2], _| e1 * o1 + e2 * o2),
+        ("only the old part weighted", |[e1, e2], [o1, o2], _| {
+            (e1 * o1 + o2) / (e1 + e2)
+        }),
+        ("divided by the lse", |[e1, e2], [o1, o2], lse| {
+            (e1 * o1 + e2 * o2) / lse
+        }),
+        ("epsilon", |[e1, e2], [o1, o2], _| {
+            (e1 * o1 + e2 * o2) / (e1 + e2 + 1e-8)
+        }),
+    ];
+    for (name, combine) in wrong {
+        let verdict = conformance::merge(|a, b| merged(a, b, combine));
+        assert!(verdict.is_err(), "{name} survived");
+    }
+}
+
+#[test]
+fn a_difference_of_infinities_dies() {
+    let unguarded = |a: &Partial, b: &Partial| {
+        let largest = a.lse.max(b.lse);
+        let (e1, e2) = ((a.lse - largest).exp(), (b.lse - largest).exp());
+        let mean = |(x, y): (&f64, &f64)| (e1 * x + e2 * y) / (e1 + e2);
+        Partial {
+            out: a.out.iter().zip(&b.out).map(mean).collect(),
+            lse: largest + (e1 + e2).ln(),
+        }
+    };
+    assert!(conformance::merge(unguarded).is_err());
+}
