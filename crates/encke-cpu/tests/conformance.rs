@@ -1,0 +1,155 @@
+//! The suite every kernel runs, and what this kernel promises beyond it.
+
+use encke_core::conformance::{self, Random};
+use encke_core::job::{Causal, Job, Operand};
+use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
+use encke_core::{DType, Data};
+use encke_cpu::CpuKernel;
+
+#[test]
+fn conforms_in_f64() {
+    conformance::kernel(&CpuKernel::new(), &[DType::F64]).unwrap();
+}
+
+#[test]
+fn conforms_in_f32() {
+    conformance::kernel(&CpuKernel::new(), &[DType::F32]).unwrap();
+}
+
+#[test]
+fn conforms_in_bf16() {
+    conformance::kernel(&CpuKernel::new(), &[DType::Bf16]).unwrap();
+}
+
+#[test]
+fn conforms_in_f16() {
+    conformance::kernel(&CpuKernel::new(), &[DType::F16]).unwrap();
+}
+
+const HEADS: usize = 3;
+
+/// A dense causal job over `tokens` tokens.
+fn job(tokens: usize, dim: usize) -> Job {
+    let operand = |unit: usize| Operand {
+        offset: 0,
+        batch: 0,
+        segment: 0,
+        row: HEADS * unit,
+        heads: (0..HEADS).map(|h| h * unit).collect(),
+    };
+    Job {
+        batch: 1,
+        segments: 1,
+        queries: tokens,
+        keys: tokens,
+        heads: HEADS,
+        dim,
+        q: operand(dim),
+        k: operand(dim),
+        cells: operand(1),
+        dq: None,
+        causal: Some(Causal {
+            query: 0,
+            query_step: 1,
+            key: 0,
+            key_step: 1,
+        }),
+        scale: 0.3,
+        gain: 1.0,
+    }
+}
+
+/// Forward and backward of a job: out, lse, dq, dk and dv.
+fn run(kernel: &CpuKernel, job: &Job, dtype: DType) -> Vec<Data> {
+    let (cells, dim, sum) = (job.queries * HEADS, job.dim, dtype.sum());
+    let mut random = Random::new(1);
+    let mut numbers = || {
+        let values: Vec<f64> = (0..cells * dim).map(|_| random.unit()).collect();
+        Data::from_f64(dtype, &values)
+    };
+    let [q, k, v, dout] = [numbers(), numbers(), numbers(), numbers()];
+    let zeros = |count: usize| kernel.allocate(sum, count).unwrap();
+    let mut carry = Carry {
+        acc: zeros(cells * dim),
+        m: zeros(cells),
+        l: zeros(cells),
+    };
+    kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
+    kernel.forward(job, &q, &k, &v, &mut carry).unwrap();
+    let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));
+    kernel
+        .finish(cells, dim, 1.0, &carry, &mut out, &mut lse)
+        .unwrap();
+    let mut delta = zeros(cells);
+    kernel
+        .delta(cells, dim, &out, &dout, None, &mut delta)
+        .unwrap();
+    let [mut dq, mut dk, mut dv] = [0; 3].map(|_| zeros(cells * dim));
+    let upstream = Upstream {
+        dout: &dout,
+        lse: &lse,
+        delta: &delta,
+    };
+    let gradients = Gradients {
+        dq: &mut dq,
+        dk: &mut dk,
+        dv: &mut dv,
+    };
+    kernel
+        .backward(job, &q, &k, &v, upstream, gradients)
+        .unwrap();
+    vec![out, lse, dq, dk, dv]
+}
+
+fn on_threads<R: Send>(threads: usize, body: impl FnOnce() -> R + Send) -> R {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    pool.unwrap().install(body)
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    let job = job(150, 24);
+    for dtype in DType::ALL {
+        let bits = |threads: usize| {
+            let results = on_threads(threads, || run(&CpuKernel::new(), &job, dtype));
+            results
+                .iter()
+                .map(|data| data.bytes().to_vec())
+                .collect::<Vec<_>>()
+        };
+        let one = bits(1);
+        assert_eq!(one, bits(2), "{dtype} on two threads");
+        assert_eq!(one, bits(5), "{dtype} on five threads");
+    }
+}
+
+#[test]
+fn scratch_is_what_was_announced_and_is_kept() {
+    for dtype in [DType::F64, DType::F32, DType::Bf16] {
+        let kernel = CpuKernel::new();
+        assert_eq!(kernel.scratch_bytes(), 0);
+        on_threads(2, || {
+            let job = job(300, 64);
+            run(&kernel, &job, dtype);
+            let held = kernel.scratch_bytes();
+            assert!(held > 0 && held <= kernel.workspace_bytes(&job, dtype));
+            run(&kernel, &job, dtype);
+            // Which threads take part is up to the scheduler, so only tiles are sure to be there.
+            assert!(kernel.scratch_bytes() <= kernel.workspace_bytes(&job, dtype));
+            assert!(kernel.scratch_bytes() >= held);
+        });
+    }
+}
+
+#[test]
+fn workspace_does_not_grow_with_the_sequence() {
+    let kernel = CpuKernel::new();
+    let bytes = |tokens: usize| kernel.workspace_bytes(&job(tokens, 64), DType::F32);
+    assert_eq!(bytes(1), bytes(1 << 20));
+}
+
+#[test]
+fn too_much_memory_is_a_typed_error() {
+    let kernel = CpuKernel::new();
+    assert!(kernel.allocate(DType::F32, usize::MAX / 8).is_err());
+}
