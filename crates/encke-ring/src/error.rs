@@ -1,0 +1,68 @@
+//! How a call can fail, and who is named when it does.
+
+use encke_core::kernel::KernelError;
+use encke_core::transport::TransportError;
+
+/// How one rank failed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RankError {
+    /// Its kernel refused.
+    #[error("in round {round}: {source}")]
+    Kernel {
+        /// The round; 0 also stands for the time before the first.
+        round: usize,
+        /// What the kernel said.
+        source: KernelError,
+    },
+    /// An exchange failed.
+    #[error("{0}")]
+    Transport(#[from] TransportError),
+    /// It panicked: a bug, but never a hang.
+    #[error("panicked: {message}")]
+    Panic {
+        /// What the panic said.
+        message: String,
+    },
+}
+
+impl RankError {
+    /// Whether this rank only stopped because another one did.
+    pub fn is_consequence(&self) -> bool {
+        matches!(
+            self,
+            RankError::Transport(TransportError::PeerFailed { .. })
+        )
+    }
+}
+
+/// How a call can fail.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum RingError {
+    /// The request was refused before any work started.
+    #[error("{0}")]
+    Request(#[from] encke_core::Error),
+    /// An input is missing from the call.
+    #[error("the call needs {role:?} and was not given it")]
+    MissingInput {
+        /// Which tensor.
+        role: encke_core::plan::program::Role,
+    },
+    /// A thread could not be started.
+    #[error("the thread of rank {rank} could not be started: {reason}; use fewer ranks")]
+    Thread {
+        /// The rank.
+        rank: usize,
+        /// What the system said.
+        reason: String,
+    },
+    /// A rank failed and took the call with it.
+    #[error("rank {rank} failed: {source}")]
+    Rank {
+        /// The rank that failed first.
+        rank: usize,
+        /// How.
+        source: RankError,
+        /// How every other rank ended that did not finish.
+        others: Vec<(usize, RankError)>,
+    },
+}

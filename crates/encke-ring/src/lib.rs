@@ -1,0 +1,22 @@
+//! Ranks that carry out plans.
+//!
+//! A [`Rank`] interprets the program of one participant: it owns the buffers the plan lists and
+//! does what each round says, with any [`Kernel`](encke_core::kernel::Kernel) and any
+//! [`Transport`](encke_core::transport::Transport). [`ThreadRing`] runs all ranks as threads of
+//! one process. There is no attention in this crate, and no decision about what is computed.
+#![forbid(unsafe_code)]
+
+pub mod cache;
+pub mod error;
+pub mod rank;
+pub mod sequence;
+pub mod thread_ring;
+pub mod threads;
+pub mod trace;
+
+pub use cache::CacheStats;
+pub use error::{RankError, RingError};
+pub use rank::Rank;
+pub use sequence::{gather_sequence, split_sequence};
+pub use thread_ring::{Outcome, RankMemory, ThreadRing};
+pub use trace::{Event, Trace};

@@ -1,0 +1,351 @@
+//! One participant: the buffers of its program, and the interpreter that carries it out.
+//!
+//! Aliasing is settled by ownership. For the time of a round, buffers that are received into or
+//! computed into are taken out of the rank's shelf; what is sent or read is borrowed from the
+//! shelf. A program that wanted to write what it sends would find the shelf empty and be told so.
+
+use std::time::Instant;
+
+use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Upstream};
+use encke_core::plan::program::{BufferId, CarryIds, Fill, Message, RankPlan, Role, Task};
+use encke_core::tensor::{Tensor, View};
+use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};
+
+use crate::error::RankError;
+use crate::trace::{Activity, Recorder};
+
+/// One participant's state between rounds.
+pub struct Rank<K: Kernel> {
+    plan: RankPlan,
+    shelf: Shelf<K::Buffer>,
+}
+
+/// Buffers by number; a gap is a buffer that somebody holds exclusively.
+#[derive(Debug)]
+struct Shelf<B> {
+    buffers: Vec<Option<B>>,
+}
+
+impl<B> Shelf<B> {
+    fn get(&self, id: BufferId) -> &B {
+        self.buffers[id.0]
+            .as_ref()
+            .expect("a program never reads what is being written")
+    }
+
+    fn take(&mut self, id: BufferId) -> B {
+        self.buffers[id.0]
+            .take()
+            .expect("a program never writes what is being read or written")
+    }
+
+    fn put(&mut self, id: BufferId, buffer: B) {
+        self.buffers[id.0] = Some(buffer);
+    }
+}
+
+/// Buffers taken from the shelf to be written.
+struct Held<B> {
+    buffers: Vec<(BufferId, Option<B>)>,
+}
+
+impl<B> Held<B> {
+    /// Takes every buffer that one of `tasks` needs for itself.
+    fn take(shelf: &mut Shelf<B>, tasks: &[Task]) -> Held<B> {
+        let mut ids: Vec<BufferId> = tasks.iter().flat_map(Task::holds).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        let buffers = ids.into_iter().map(|id| (id, Some(shelf.take(id))));
+        Held {
+            buffers: buffers.collect(),
+        }
+    }
+
+    fn give_back(self, shelf: &mut Shelf<B>) {
+        for (id, buffer) in self.buffers {
+            shelf.put(id, buffer.expect("a task gives back what it wrote"));
+        }
+    }
+
+    fn slot(&mut self, id: BufferId) -> &mut Option<B> {
+        let at = self.buffers.binary_search_by_key(&id, |(id, _)| *id);
+        &mut self.buffers[at.expect("a task's writes are held")].1
+    }
+
+    fn get(&mut self, id: BufferId) -> &mut B {
+        self.slot(id)
+            .as_mut()
+            .expect("a buffer has one writer at a time")
+    }
+
+    fn take_one(&mut self, id: BufferId) -> B {
+        let buffer = self.slot(id).take();
+        buffer.expect("a buffer has one writer at a time")
+    }
+
+    /// Runs `work` with the three buffers of a carry, and with what else is held.
+    fn with_carry<R>(
+        &mut self,
+        ids: CarryIds,
+        work: impl FnOnce(&mut Held<B>, &mut Carry<B>) -> R,
+    ) -> R {
+        let mut carry = Carry {
+            acc: self.take_one(ids.acc),
+            m: self.take_one(ids.m),
+            l: self.take_one(ids.l),
+        };
+        let result = work(self, &mut carry);
+        *self.slot(ids.acc) = Some(carry.acc);
+        *self.slot(ids.m) = Some(carry.m);
+        *self.slot(ids.l) = Some(carry.l);
+        result
+    }
+}
+
+impl<K: Kernel> Rank<K> {
+    /// Allocates exactly what the plan lists.
+    pub fn new(kernel: &K, plan: RankPlan) -> Result<Rank<K>, KernelError> {
+        let buffers = plan
+            .buffers
+            .iter()
+            .map(|buffer| kernel.allocate(buffer.dtype, buffer.elements).map(Some))
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Rank {
+            plan,
+            shelf: Shelf { buffers },
+        })
+    }
+
+    /// Its program.
+    pub fn plan(&self) -> &RankPlan {
+        &self.plan
+    }
+
+    /// Bytes its buffers really hold on to.
+    pub fn allocated_bytes(&self) -> usize {
+        let buffers = self.shelf.buffers.iter().flatten();
+        buffers.map(Parcel::allocated_bytes).sum()
+    }
+
+    /// A buffer as it stands between rounds.
+    pub fn buffer(&self, id: BufferId) -> &K::Buffer {
+        self.shelf.get(id)
+    }
+
+    /// Copies this rank's rows of an input in, if it has any use for it.
+    pub fn load(&mut self, kernel: &K, role: Role, from: &View<'_>) -> Result<(), KernelError> {
+        for port in self.plan.inputs.iter().filter(|port| port.role == role) {
+            let buffer = self.shelf.buffers[port.buffer.0].as_mut();
+            let buffer = buffer.expect("between calls every buffer is on the shelf");
+            kernel.upload(from, &port.runs, buffer)?;
+        }
+        Ok(())
+    }
+
+    /// Copies this rank's rows of an output out.
+    pub fn store(&self, kernel: &K, role: Role, to: &mut Tensor) -> Result<(), KernelError> {
+        for port in self.plan.outputs.iter().filter(|port| port.role == role) {
+            kernel.download(self.shelf.get(port.buffer), &port.runs, to)?;
+        }
+        Ok(())
+    }
+
+    /// Carries out the whole program.
+    pub fn run(
+        &mut self,
+        kernel: &K,
+        transport: &mut dyn Transport<K::Buffer>,
+        recorder: &mut Recorder,
+    ) -> Result<(), RankError> {
+        for round in 0..self.plan.rounds.len() {
+            self.round(kernel, round, transport, recorder)?;
+        }
+        Ok(())
+    }
+
+    fn round(
+        &mut self,
+        kernel: &K,
+        round: usize,
+        transport: &mut dyn Transport<K::Buffer>,
+        recorder: &mut Recorder,
+    ) -> Result<(), RankError> {
+        let failed = |source| RankError::Kernel { round, source };
+        let Rank { plan, shelf } = self;
+        let steps = &plan.rounds[round];
+        let begin = Instant::now();
+        for task in &steps.before {
+            let mut held = Held::take(shelf, std::slice::from_ref(task));
+            let done = perform(kernel, task, shelf, &mut held);
+            held.give_back(shelf);
+            done.map_err(failed)?;
+        }
+        if !steps.before.is_empty() {
+            recorder.note(round, Activity::Prepare, begin, Moved::default());
+        }
+        if steps.sends.is_empty() && steps.receives.is_empty() && steps.meanwhile.is_empty() {
+            return Ok(());
+        }
+
+        let mut held = Held::take(shelf, &steps.meanwhile);
+        let mut received: Vec<K::Buffer> = steps
+            .receives
+            .iter()
+            .map(|message| shelf.take(message.buffer))
+            .collect();
+        let outgoing: Vec<Outgoing<'_, K::Buffer>> = steps
+            .sends
+            .iter()
+            .map(|message| Outgoing {
+                to: message.address,
+                parcel: shelf.get(message.buffer),
+            })
+            .collect();
+        let mut incoming: Vec<Incoming<'_, K::Buffer>> = steps
+            .receives
+            .iter()
+            .zip(&mut received)
+            .map(|(message, parcel)| Incoming {
+                from: message.address,
+                parcel,
+            })
+            .collect();
+        let mut computed = Ok(());
+        let mut waiting_since = Instant::now();
+        let exchanged = transport.exchange(round, &outgoing, &mut incoming, &mut || {
+            let begin = Instant::now();
+            let mut tasks = steps.meanwhile.iter();
+            computed = tasks.try_for_each(|task| perform(kernel, task, shelf, &mut held));
+            if !steps.meanwhile.is_empty() {
+                recorder.note(round, Activity::Compute, begin, Moved::default());
+            }
+            waiting_since = Instant::now();
+        });
+        if let Ok(moved) = &exchanged {
+            let bytes = |messages: &[Message]| -> usize {
+                messages
+                    .iter()
+                    .map(|message| plan.message_bytes(message))
+                    .sum()
+            };
+            let planned = Moved {
+                sent_bytes: bytes(&steps.sends),
+                received_bytes: bytes(&steps.receives),
+            };
+            assert_eq!(*moved, planned, "what moved is what was planned");
+            if planned != Moved::default() {
+                recorder.note(round, Activity::Wait, waiting_since, *moved);
+            }
+        }
+        for (message, buffer) in steps.receives.iter().zip(received) {
+            shelf.put(message.buffer, buffer);
+        }
+        held.give_back(shelf);
+        // The kernel's own word comes first: an exchange can fail because of it.
+        computed.map_err(failed)?;
+        exchanged?;
+        Ok(())
+    }
+}
+
+/// Tells the kernel what a task says.
+fn perform<K: Kernel>(
+    kernel: &K,
+    task: &Task,
+    shelf: &Shelf<K::Buffer>,
+    held: &mut Held<K::Buffer>,
+) -> Result<(), KernelError> {
+    match task {
+        Task::Fill { buffer, value } => {
+            let value = match value {
+                Fill::Zero => 0.0,
+                Fill::MinusInfinity => f64::NEG_INFINITY,
+            };
+            kernel.fill(held.get(*buffer), value)
+        }
+        Task::Copy {
+            blocks,
+            add,
+            from,
+            to,
+        } => blocks
+            .iter()
+            .try_for_each(|block| kernel.copy(block, *add, shelf.get(*from), held.get(*to))),
+        Task::Forward {
+            job,
+            q,
+            k,
+            v,
+            carry,
+        } => held.with_carry(*carry, |_, carry| {
+            kernel.forward(job, shelf.get(*q), shelf.get(*k), shelf.get(*v), carry)
+        }),
+        Task::Merge { blocks, from, to } => held.with_carry(*from, |held, from| {
+            held.with_carry(*to, |_, to| {
+                let mut blocks = blocks.iter();
+                blocks.try_for_each(|block| kernel.merge(block, from, to))
+            })
+        }),
+        Task::Finish {
+            cells,
+            dim,
+            gain,
+            carry,
+            out,
+            lse,
+        } => held.with_carry(*carry, |held, carry| {
+            let (mut out_buffer, mut lse_buffer) = (held.take_one(*out), held.take_one(*lse));
+            let (out_ref, lse_ref) = (&mut out_buffer, &mut lse_buffer);
+            let done = kernel.finish(*cells, *dim, *gain, carry, out_ref, lse_ref);
+            *held.slot(*out) = Some(out_buffer);
+            *held.slot(*lse) = Some(lse_buffer);
+            done
+        }),
+        Task::Delta {
+            cells,
+            dim,
+            out,
+            dout,
+            dlse,
+            delta,
+        } => kernel.delta(
+            *cells,
+            *dim,
+            shelf.get(*out),
+            shelf.get(*dout),
+            dlse.map(|id| shelf.get(id)),
+            held.get(*delta),
+        ),
+        Task::Backward {
+            job,
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            dk,
+            dv,
+        } => {
+            let mut gradients = [*dq, *dk, *dv].map(|id| held.take_one(id));
+            let upstream = Upstream {
+                dout: shelf.get(*dout),
+                lse: shelf.get(*lse),
+                delta: shelf.get(*delta),
+            };
+            let (q, k, v) = (shelf.get(*q), shelf.get(*k), shelf.get(*v));
+            let [to_q, to_k, to_v] = &mut gradients;
+            let into = Gradients {
+                dq: to_q,
+                dk: to_k,
+                dv: to_v,
+            };
+            let done = kernel.backward(job, q, k, v, upstream, into);
+            for (id, buffer) in [*dq, *dk, *dv].into_iter().zip(gradients) {
+                *held.slot(id) = Some(buffer);
+            }
+            done
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! The ring, held against its plan and against the f64 reference.
+
+mod life;
+mod plan;
+mod reference;
+mod support;
+mod transport;
+mod watch;

@@ -1,0 +1,288 @@
+//! Plans proven against the pattern: every pair once, every message twice, every byte counted.
+
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use encke_core::plan::program::{BufferId, Role, Task};
+use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::sharding::{Cut, Sharding};
+use encke_core::transport::Address;
+use encke_core::{DType, Data, GroupScale, Mode, Pattern, Shape, Tensor};
+use encke_ring::ThreadRing;
+
+use crate::support::{Case, DEADLINE};
+use crate::watch::{Call, Watched};
+
+fn passes(case: &Case) -> [Request; 2] {
+    [Pass::Forward, Pass::Backward { dlse: true }].map(|pass| Request {
+        pass,
+        ..case.request.clone()
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1500))]
+
+    /// Whatever one rank sends in a round, another expects in the same round, under a tag that
+    /// nothing else between the two uses in that round.
+    #[test]
+    fn every_message_has_two_ends(seed in any::<u64>()) {
+        for request in passes(&Case::random(seed)) {
+            let plan = Plan::new(request).expect("a random case is legal");
+            let (mut sent, mut received) = (BTreeMap::new(), BTreeMap::new());
+            for rank in 0..plan.ranks() {
+                let program = plan.rank(rank).expect("the rank exists");
+                for (number, round) in program.rounds.iter().enumerate() {
+                    for message in &round.sends {
+                        let Address { peer, tag, .. } = message.address;
+                        let bytes = program.message_bytes(message);
+                        let twice = sent.insert((number, rank, peer, tag), bytes);
+                        prop_assert_eq!(twice, None, "two messages under one tag");
+                    }
+                    for message in &round.receives {
+                        let Address { peer, tag, .. } = message.address;
+                        let bytes = program.message_bytes(message);
+                        received.insert((number, peer, rank, tag), bytes);
+                    }
+                }
+            }
+            prop_assert_eq!(sent, received);
+        }
+    }
+
+    /// The totals of an explanation are sums over the programs, and the programs of all ranks
+    /// together compute what the pattern has.
+    #[test]
+    fn totals_are_sums(seed in any::<u64>()) {
+        for request in passes(&Case::random(seed)) {
+            let plan = Plan::new(request).expect("a random case is legal");
+            let explanation = plan.explain().expect("every rank exists");
+            let ranks = &explanation.ranks;
+            prop_assert_eq!(explanation.pairs, ranks.iter().map(|r| r.pairs).sum::<u128>());
+            prop_assert_eq!(explanation.sent_bytes, ranks.iter().map(|r| r.sent_bytes).sum());
+            let received: usize = ranks.iter().map(|rank| rank.received_bytes).sum();
+            prop_assert_eq!(explanation.sent_bytes, received);
+        }
+    }
+
+    /// In no round does a task touch what is being received, or write what is being sent.
+    #[test]
+    fn nothing_in_flight_is_touched(seed in any::<u64>()) {
+        for request in passes(&Case::random(seed)) {
+            let plan = Plan::new(request).expect("a random case is legal");
+            for rank in 0..plan.ranks() {
+                for round in plan.rank(rank).expect("the rank exists").rounds {
+                    let of = |messages: &[_]| -> Vec<BufferId> {
+                        let ids = messages.iter();
+                        ids.map(|m: &encke_core::plan::program::Message| m.buffer).collect()
+                    };
+                    let (sends, receives) = (of(&round.sends), of(&round.receives));
+                    prop_assert!(sends.iter().all(|id| !receives.contains(id)));
+                    for task in &round.meanwhile {
+                        let holds = task.holds();
+                        prop_assert!(holds.iter().all(|id| !sends.contains(id)));
+                        let mut used = holds;
+                        if let Task::Forward { q, k, v, .. } | Task::Backward { q, k, v, .. } = task
+                        {
+                            used.extend([*q, *k, *v]);
+                        }
+                        prop_assert!(used.iter().all(|id| !receives.contains(id)));
+                    }
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+
+    /// Every (query, key) pair of the pattern is computed as often as its multiplicity says: once
+    /// for each branch that has it. Rows are labelled by token and head, so that a job which read
+    /// a wrong row would be seen to compute a wrong pair.
+    #[test]
+    fn every_pair_is_computed_once(seed in any::<u64>()) {
+        let case = Case::random(seed);
+        let shape = Shape { dim: 1, ..case.request.shape };
+        let case = Case { request: Request { shape, ..case.request }, seed };
+        for request in passes(&case) {
+            prop_assert_eq!(computed_pairs(&request), pattern_pairs(&request), "{:?}", request);
+        }
+    }
+}
+
+type Pairs = BTreeMap<(usize, usize, usize, usize), usize>;
+
+/// (batch, head, query token, key token) of every pair of the pattern.
+fn pattern_pairs(request: &Request) -> Pairs {
+    let shape = &request.shape;
+    let mut pairs = Pairs::new();
+    for (b, h) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
+        for (q, k) in (0..shape.tokens).flat_map(|q| (0..shape.tokens).map(move |k| (q, k))) {
+            let count = request.pattern.multiplicity(shape, h, q, k);
+            if count > 0 {
+                pairs.insert((b, h, q, k), count);
+            }
+        }
+    }
+    pairs
+}
+
+/// (batch, head, query token, key token) of every pair that the ranks really compute.
+fn computed_pairs(request: &Request) -> Pairs {
+    let shape = request.shape;
+    let labels = |heads: usize, dim: usize| {
+        let dims = [shape.batch, shape.tokens, heads, dim];
+        let values = (0..dims.iter().product::<usize>()).map(|i| i as f64);
+        Tensor::from_data(Data::F64(values.collect()), dims).expect("sizes agree")
+    };
+    let pairs = Mutex::new(Pairs::new());
+    let kernel = Watched(|call: Call<'_>| {
+        let Call::Attend { job, q, k } = call else {
+            return Ok(());
+        };
+        let label = |data: &Data, at: usize| data.as_slice().get(at) as usize;
+        let mut pairs = pairs.lock().expect("no panic");
+        for (b, s) in (0..job.batch).flat_map(|b| (0..job.segments).map(move |s| (b, s))) {
+            for (h, i) in (0..job.heads).flat_map(|h| (0..job.queries).map(move |i| (h, i))) {
+                for j in 0..job.visible(i) {
+                    let q = label(q, job.q.at(b, s, i, h));
+                    let k = label(k, job.k.at(b, s, j, h));
+                    let (head, kv_head) = (q % shape.heads, k % shape.kv_heads);
+                    assert_eq!(shape.kv_head(head), kv_head, "a head read another's keys");
+                    let (q, k) = (q / shape.heads, k / shape.kv_heads);
+                    assert_eq!(
+                        q / shape.tokens,
+                        k / shape.tokens,
+                        "batch entries were mixed"
+                    );
+                    let batch = q / shape.tokens;
+                    let pair = (batch, head, q % shape.tokens, k % shape.tokens);
+                    *pairs.entry(pair).or_default() += 1;
+                }
+            }
+        }
+        Ok(())
+    });
+    let ring = ThreadRing::new(kernel, DEADLINE);
+    let (q, kv) = (labels(shape.heads, 1), labels(shape.kv_heads, 1));
+    let inputs = [
+        (Role::Q, q.view()),
+        (Role::K, kv.view()),
+        (Role::V, kv.view()),
+        (Role::Out, q.view()),
+        (Role::Lse, q.view()),
+        (Role::Dout, q.view()),
+        (Role::Dlse, q.view()),
+    ];
+    ring.run(request, &inputs).expect("nothing fails");
+    drop(ring);
+    pairs.into_inner().expect("no panic")
+}
+
+fn group(segments: &[usize], dilations: &[usize]) -> Pattern {
+    let mode = Mode::Group {
+        scale: GroupScale::One,
+    };
+    Pattern::dilated(segments, dilations, mode).expect("sizes are positive")
+}
+
+fn request(tokens: usize, heads: usize, pattern: Pattern, ranks: usize, cut: Cut) -> Request {
+    Request::new(
+        Shape::new(1, tokens, heads, heads, 64).expect("sizes are positive"),
+        pattern,
+        Sharding::new(ranks, cut).expect("ranks are positive"),
+        DType::F32,
+    )
+}
+
+/// The tokens whose keys each rank has for others, in rank order.
+fn travelling_tokens(request: Request) -> Vec<Vec<usize>> {
+    let plan = Plan::new(request).expect("legal");
+    let ring = &plan.rings()[0];
+    let tokens = |(member, parcel): (&usize, &Option<_>)| {
+        let parcel: &encke_core::plan::rings::Parcel = parcel.as_ref().expect("a parcel each");
+        let rows = parcel.sections[0].rows;
+        let first = plan.shards().runs(*member)[0].0.first;
+        (0..rows.count)
+            .map(|i| first + rows.row + i * rows.row_step)
+            .collect()
+    };
+    ring.members.iter().zip(&ring.parcels).map(tokens).collect()
+}
+
+#[test]
+fn the_rows_of_the_worked_example_travel() {
+    // Two heads in two groups; the second group has offset 1 in (8, 2).
+    let pattern = || group(&[1, 8], &[1, 2]);
+    let rows = |ranks, cut| travelling_tokens(request(8, 2, pattern(), ranks, cut));
+    assert_eq!(rows(2, Cut::Contiguous), [vec![1, 3], vec![5, 7]]);
+    assert_eq!(rows(4, Cut::Contiguous), [[1], [3], [5], [7]]);
+    assert_eq!(
+        rows(3, Cut::Firsts(vec![0, 3, 6])),
+        [vec![1], vec![3, 5], vec![7]]
+    );
+}
+
+#[test]
+fn segments_inside_a_chunk_send_nothing() {
+    let pattern = group(&[2048, 4096, 8192], &[1, 2, 4]);
+    let plan = Plan::new(request(64 * 1024, 8, pattern, 8, Cut::Contiguous)).expect("legal");
+    let explanation = plan.explain().expect("every rank exists");
+    assert_eq!(explanation.sent_bytes, 0);
+    assert!(plan.rings().is_empty());
+    // What a dense ring would have sent: 7 hops of all keys and values.
+    assert_eq!(explanation.dense_ring_bytes, 7 * 2 * 64 * 1024 * 8 * 64 * 4);
+}
+
+#[test]
+fn remote_branches_cost_the_same_for_any_length() {
+    // One branch whose segment is the whole sequence, w/r constant: each rank has 16 rows of it.
+    let sent = |tokens: usize| {
+        let pattern = group(&[tokens / 8, tokens], &[1, tokens / 128]);
+        let plan = Plan::new(request(tokens, 2, pattern, 8, Cut::Contiguous)).expect("legal");
+        plan.explain().expect("every rank exists").sent_bytes
+    };
+    assert_eq!(sent(1 << 14), 7 * 2 * 128 * 64 * 4);
+    assert_eq!(sent(1 << 14), sent(1 << 30));
+}
+
+#[test]
+fn the_size_of_a_plan_does_not_grow_with_the_sequence() {
+    for queries in [Queries::Sharded, Queries::Replicated] {
+        for cut in [Cut::Contiguous, Cut::Zigzag, Cut::Striped] {
+            let tasks = |tokens: usize| -> Vec<usize> {
+                let pattern = group(&[1024, 4096], &[1, 4]).causal(true);
+                let mut request = request(tokens, 4, pattern, 8, cut.clone());
+                request.queries = queries;
+                let plan = Plan::new(request).expect("legal");
+                let rounds = |rank| plan.rank(rank).expect("the rank exists").rounds;
+                let tasks = |rank| rounds(rank).iter().map(|r| r.meanwhile.len()).sum();
+                (0..8).map(tasks).collect()
+            };
+            assert_eq!(tasks(1 << 16), tasks(1 << 30), "{cut:?}");
+        }
+    }
+}
+
+#[test]
+fn the_way_round_is_the_shorter_one() {
+    // Under a causal mask no parcel goes past the last rank that needs it.
+    let dense = Pattern::dense().causal(true);
+    let plan = Plan::new(request(800, 1, dense, 8, Cut::Contiguous)).expect("legal");
+    for (place, parcel) in plan.rings()[0].parcels.iter().enumerate() {
+        let last = parcel.as_ref().map_or(0, |parcel| parcel.last);
+        assert_eq!(last, 7 - place);
+    }
+    // The second halves of a zigzag are needed by lower ranks only, so they go downwards.
+    let dense = Pattern::dense().causal(true);
+    let plan = Plan::new(request(800, 1, dense, 8, Cut::Zigzag)).expect("legal");
+    assert_eq!(
+        plan.rings()
+            .iter()
+            .map(|ring| ring.rising)
+            .collect::<Vec<_>>(),
+        [true, false]
+    );
+}

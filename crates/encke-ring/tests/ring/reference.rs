@@ -1,0 +1,18 @@
+//! The thread ring against the f64 reference: random patterns, shardings, ring sizes.
+
+use proptest::prelude::*;
+
+use encke_core::naive::NaiveKernel;
+use encke_ring::ThreadRing;
+
+use crate::support::{Case, DEADLINE, check};
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+
+    #[test]
+    fn random_configurations_equal_the_reference(seed in any::<u64>()) {
+        let ring = ThreadRing::new(NaiveKernel, DEADLINE);
+        check(&ring, &Case::random(seed)).map_err(TestCaseError::fail)?;
+    }
+}

@@ -1,0 +1,159 @@
+//! The thread transport under the suite for transports, and wrong transports that it must catch.
+
+use std::time::Duration;
+
+use encke_core::conformance::{self, Failure};
+use encke_core::transport::{Incoming, Moved, Outgoing, Transport, TransportError};
+use encke_ring::threads::{Endpoint, endpoints};
+
+/// Runs every rank's part of the suite on a thread of its own.
+fn suite<T: Transport<Vec<u8>> + Send>(transports: Vec<T>) -> Result<(), Failure> {
+    let ranks = transports.len();
+    std::thread::scope(|scope| {
+        let part = |(rank, mut transport): (usize, T)| {
+            scope.spawn(move || conformance::transport(rank, ranks, &mut transport))
+        };
+        let threads: Vec<_> = transports.into_iter().enumerate().map(part).collect();
+        let joined = threads
+            .into_iter()
+            .map(|thread| thread.join().expect("no panic"));
+        let results: Vec<Result<(), Failure>> = joined.collect();
+        results.into_iter().collect()
+    })
+}
+
+#[test]
+fn threads_conform() {
+    for ranks in 1..=8 {
+        suite(endpoints(ranks, Duration::from_secs(60))).expect("the thread transport conforms");
+    }
+}
+
+/// The ways in which real rings have been wrong.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fault {
+    /// Receives into the buffer it is sending: what was there is gone.
+    SharedBuffer,
+    /// Sends what it sent first, for ever.
+    NeverUpdated,
+    /// Sends k where v belongs.
+    OneBufferForKAndV,
+    /// Loses the end of a message.
+    Short,
+    /// Writes past the end of a message.
+    Long,
+    /// Does not compute while it waits.
+    NoCompute,
+    /// Computes twice.
+    ComputesTwice,
+    /// Passes parcels the wrong way.
+    WrongWay,
+    /// Says it moved what it did not.
+    Miscounts,
+}
+
+const FAULTS: [Fault; 9] = [
+    Fault::SharedBuffer,
+    Fault::NeverUpdated,
+    Fault::OneBufferForKAndV,
+    Fault::Short,
+    Fault::Long,
+    Fault::NoCompute,
+    Fault::ComputesTwice,
+    Fault::WrongWay,
+    Fault::Miscounts,
+];
+
+struct Mutant {
+    inner: Endpoint<Vec<u8>>,
+    fault: Fault,
+    ranks: usize,
+    first: Option<Vec<u8>>,
+}
+
+impl Mutant {
+    /// What goes out instead of what should.
+    fn altered(&mut self, outgoing: &[Outgoing<'_, Vec<u8>>]) -> Vec<Vec<u8>> {
+        let mut parcels: Vec<Vec<u8>> = outgoing.iter().map(|out| out.parcel.clone()).collect();
+        match self.fault {
+            Fault::SharedBuffer => parcels.iter_mut().for_each(|parcel| parcel.fill(0xcc)),
+            Fault::NeverUpdated => {
+                for parcel in &mut parcels {
+                    let first = self.first.get_or_insert_with(|| parcel.clone());
+                    let common = first.len().min(parcel.len());
+                    parcel[..common].copy_from_slice(&first[..common]);
+                }
+            }
+            Fault::OneBufferForKAndV => {
+                if let [k, v] = &mut parcels[..] {
+                    v.copy_from_slice(k);
+                }
+            }
+            Fault::Short => {
+                for (parcel, out) in parcels.iter_mut().zip(outgoing) {
+                    parcel[out.to.elements - 1] = 0;
+                }
+            }
+            _ => {}
+        }
+        parcels
+    }
+}
+
+impl Transport<Vec<u8>> for Mutant {
+    fn exchange(
+        &mut self,
+        round: usize,
+        outgoing: &[Outgoing<'_, Vec<u8>>],
+        incoming: &mut [Incoming<'_, Vec<u8>>],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Moved, TransportError> {
+        let parcels = self.altered(outgoing);
+        let altered: Vec<Outgoing<'_, Vec<u8>>> = outgoing
+            .iter()
+            .zip(&parcels)
+            .map(|(out, parcel)| {
+                let mut to = out.to;
+                if self.fault == Fault::WrongWay && self.ranks > 2 {
+                    to.peer = (to.peer + self.ranks - 2) % self.ranks;
+                }
+                Outgoing { to, parcel }
+            })
+            .collect();
+        let times = match self.fault {
+            Fault::NoCompute => 0,
+            Fault::ComputesTwice => 2,
+            _ => 1,
+        };
+        let mut work = || (0..times).for_each(|_| meanwhile());
+        let moved = self.inner.exchange(round, &altered, incoming, &mut work)?;
+        if self.fault == Fault::Long {
+            for Incoming { from, parcel } in incoming.iter_mut() {
+                if let Some(byte) = parcel.get_mut(from.elements) {
+                    *byte ^= 1;
+                }
+            }
+        }
+        let extra = usize::from(self.fault == Fault::Miscounts && !outgoing.is_empty());
+        Ok(Moved {
+            sent_bytes: moved.sent_bytes + extra,
+            ..moved
+        })
+    }
+}
+
+#[test]
+fn wrong_transports_are_caught() {
+    for fault in FAULTS {
+        let ranks = 4;
+        let mutants = endpoints(ranks, Duration::from_millis(300));
+        let mutants = mutants.into_iter().map(|inner| Mutant {
+            inner,
+            fault,
+            ranks,
+            first: None,
+        });
+        let verdict = suite(mutants.collect());
+        assert!(verdict.is_err(), "{fault:?} went unnoticed");
+    }
+}

@@ -1,0 +1,120 @@
+//! A kernel that is watched: every call is shown to a closure first, which may count, wait, fail
+//! or panic. The arithmetic is the naive kernel's.
+
+use encke_core::job::{Block, Job};
+use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::naive::NaiveKernel;
+use encke_core::sharding::Run;
+use encke_core::{DType, Data, Tensor, View};
+
+/// What the kernel was told.
+pub enum Call<'a> {
+    Allocate,
+    Attend {
+        job: &'a Job,
+        q: &'a Data,
+        k: &'a Data,
+    },
+    Other,
+}
+
+pub struct Watched<F>(pub F);
+
+/// The rank that is calling: ranks are threads, and named.
+pub fn caller() -> usize {
+    let thread = std::thread::current();
+    let name = thread.name().unwrap_or_default().to_string();
+    let rank = name.strip_prefix("encke-rank-").map(str::parse);
+    rank.expect("kernels are called by ranks")
+        .expect("ranks are numbered")
+}
+
+impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
+    type Buffer = Data;
+
+    fn name(&self) -> &'static str {
+        "watched"
+    }
+
+    fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
+        (self.0)(Call::Allocate)?;
+        NaiveKernel.allocate(dtype, elements)
+    }
+
+    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
+        (self.0)(Call::Other)?;
+        NaiveKernel.upload(from, runs, to)
+    }
+
+    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
+        NaiveKernel.download(from, runs, to)
+    }
+
+    fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
+        NaiveKernel.fill(buffer, value)
+    }
+
+    fn copy(&self, block: &Block, add: bool, from: &Data, to: &mut Data) -> Result<()> {
+        (self.0)(Call::Other)?;
+        NaiveKernel.copy(block, add, from, to)
+    }
+
+    fn forward(
+        &self,
+        job: &Job,
+        q: &Data,
+        k: &Data,
+        v: &Data,
+        carry: &mut Carry<Data>,
+    ) -> Result<()> {
+        (self.0)(Call::Attend { job, q, k })?;
+        NaiveKernel.forward(job, q, k, v, carry)
+    }
+
+    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
+        (self.0)(Call::Other)?;
+        NaiveKernel.merge(block, from, to)
+    }
+
+    fn finish(
+        &self,
+        cells: usize,
+        dim: usize,
+        gain: f64,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        (self.0)(Call::Other)?;
+        NaiveKernel.finish(cells, dim, gain, carry, out, lse)
+    }
+
+    fn delta(
+        &self,
+        cells: usize,
+        dim: usize,
+        out: &Data,
+        dout: &Data,
+        dlse: Option<&Data>,
+        delta: &mut Data,
+    ) -> Result<()> {
+        NaiveKernel.delta(cells, dim, out, dout, dlse, delta)
+    }
+
+    fn backward(
+        &self,
+        job: &Job,
+        q: &Data,
+        k: &Data,
+        v: &Data,
+        upstream: Upstream<'_, Data>,
+        gradients: Gradients<'_, Data>,
+    ) -> Result<()> {
+        (self.0)(Call::Attend { job, q, k })?;
+        NaiveKernel.backward(job, q, k, v, upstream, gradients)
+    }
+
+    fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize {
+        NaiveKernel.workspace_bytes(job, dtype)
+    }
+}
