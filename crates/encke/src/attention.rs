@@ -1,0 +1,413 @@
+//! The interface: a builder, a forward pass, a backward pass.
+//!
+//! Nothing is computed here except the combination of branches that keep slots of their own, which
+//! is row by row and on the host (see `mixing`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use encke_core::mixing::{self, SlotBackward};
+use encke_core::plan::program::Role;
+use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::sharding::{Cut, Sharding};
+use encke_core::{DType, Error as RequestError, Pattern, Shape, Tensor, View};
+use encke_cpu::CpuKernel;
+use encke_ring::{CacheStats, Outcome, RankMemory, RingError as Error, ThreadRing, Trace};
+
+/// How long an exchange waits for a neighbour unless told otherwise. A neighbour may be busy with
+/// a long job of its own, so this is a guard against hanging for ever, not against slowness.
+const DEADLINE: Duration = Duration::from_secs(600);
+
+/// The type that numbers are computed in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Precision {
+    /// The type the inputs are stored in.
+    #[default]
+    Stored,
+    /// This one; inputs are rounded or widened to it.
+    Compute(DType),
+}
+
+/// What is kept from the forward pass for the backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum CheckpointPolicy {
+    /// out and lse: the backward pass recomputes nothing and communicates nothing twice.
+    #[default]
+    KeepOutput,
+    /// Nothing: the backward pass runs the forward pass again first.
+    Recompute,
+}
+
+/// What a forward pass kept. Sharing `out` with the caller costs no memory.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    kept: Option<Kept>,
+}
+
+/// The output as the ring made it: by slot, which is by head except where branches stay apart.
+#[derive(Debug, Clone)]
+struct Kept {
+    slot_out: Arc<Tensor>,
+    slot_lse: Arc<Tensor>,
+    lse: Arc<Tensor>,
+}
+
+impl Checkpoint {
+    /// Keeps nothing: the backward pass will run the forward pass again.
+    pub fn nothing() -> Checkpoint {
+        Checkpoint { kept: None }
+    }
+}
+
+/// What a forward pass returns.
+#[derive(Debug)]
+pub struct Forward {
+    /// The output, `[b, n, heads, d]`, in the compute type.
+    pub out: Arc<Tensor>,
+    /// The log-sum-exp of each row, `[b, n, heads, 1]`, in f32 (f64 for f64).
+    pub lse: Arc<Tensor>,
+    /// What the backward pass wants.
+    pub checkpoint: Checkpoint,
+    /// What happened.
+    pub report: Report,
+}
+
+/// What a backward pass returns.
+#[derive(Debug)]
+pub struct Backward {
+    /// Gradient of q.
+    pub dq: Tensor,
+    /// Gradient of k.
+    pub dk: Tensor,
+    /// Gradient of v.
+    pub dv: Tensor,
+    /// What happened; with [`CheckpointPolicy::Recompute`], in the backward pass proper.
+    pub report: Report,
+}
+
+/// What a call did, beside its results.
+#[derive(Debug)]
+pub struct Report {
+    /// The plan it carried out.
+    pub plan: Arc<Plan>,
+    /// Times and bytes.
+    pub trace: Trace,
+    /// Memory of each rank, planned and allocated.
+    pub memory: Vec<RankMemory>,
+}
+
+/// Settings of an [`Attention`]; each has a default, dense attention on one rank.
+#[derive(Debug, Clone)]
+pub struct Builder {
+    pattern: Pattern,
+    ranks: usize,
+    cut: Cut,
+    queries: Queries,
+    precision: Precision,
+    scale: Option<f64>,
+    policy: CheckpointPolicy,
+    deadline: Duration,
+}
+
+impl Builder {
+    /// Which query sees which key.
+    pub fn pattern(mut self, pattern: Pattern) -> Builder {
+        self.pattern = pattern;
+        self
+    }
+
+    /// How many ranks the tokens are spread over.
+    pub fn ranks(mut self, ranks: usize) -> Builder {
+        self.ranks = ranks;
+        self
+    }
+
+    /// How the tokens are cut.
+    pub fn sharding(mut self, cut: Cut) -> Builder {
+        self.cut = cut;
+        self
+    }
+
+    /// Whether each rank holds its own queries or all of them.
+    pub fn queries(mut self, queries: Queries) -> Builder {
+        self.queries = queries;
+        self
+    }
+
+    /// The type that numbers are computed in.
+    pub fn precision(mut self, precision: Precision) -> Builder {
+        self.precision = precision;
+        self
+    }
+
+    /// The softmax scale, instead of 1/sqrt(d).
+    pub fn scale(mut self, scale: f64) -> Builder {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// What is kept for the backward pass.
+    pub fn checkpoint(mut self, policy: CheckpointPolicy) -> Builder {
+        self.policy = policy;
+        self
+    }
+
+    /// How long an exchange may wait for another rank before the call ends with an error.
+    pub fn deadline(mut self, deadline: Duration) -> Builder {
+        self.deadline = deadline;
+        self
+    }
+
+    /// The attention with these settings.
+    pub fn build(self) -> Result<Attention, Error> {
+        Ok(Attention {
+            sharding: Sharding::new(self.ranks, self.cut.clone())?,
+            ring: ThreadRing::new(CpuKernel::new(), self.deadline),
+            settings: self,
+        })
+    }
+}
+
+/// Attention with fixed settings. Plans and buffers are kept between calls.
+pub struct Attention {
+    settings: Builder,
+    sharding: Sharding,
+    ring: ThreadRing<CpuKernel>,
+}
+
+impl Attention {
+    /// Dense attention on one rank, to be changed.
+    pub fn builder() -> Builder {
+        Builder {
+            pattern: Pattern::dense(),
+            ranks: 1,
+            cut: Cut::Contiguous,
+            queries: Queries::Sharded,
+            precision: Precision::Stored,
+            scale: None,
+            policy: CheckpointPolicy::KeepOutput,
+            deadline: DEADLINE,
+        }
+    }
+
+    /// Which query sees which key.
+    pub fn pattern(&self) -> &Pattern {
+        &self.settings.pattern
+    }
+
+    /// How often plans and buffers were found rather than made.
+    pub fn stats(&self) -> CacheStats {
+        self.ring.stats()
+    }
+
+    /// The kernel that computes.
+    pub fn kernel(&self) -> &CpuKernel {
+        self.ring.kernel()
+    }
+
+    /// The plan for a shape: what would be computed, held and sent. Nothing is allocated.
+    pub fn plan(&self, shape: Shape, dtype: DType, pass: Pass) -> Result<Arc<Plan>, Error> {
+        self.ring.plan(&self.request(shape, dtype, pass))
+    }
+
+    /// Attention.
+    pub fn forward(&self, q: &View<'_>, k: &View<'_>, v: &View<'_>) -> Result<Forward, Error> {
+        let request = self.request_for(q, k, v, Pass::Forward)?;
+        let (kept, out, report) = self.attend(&request, q, k, v)?;
+        let lse = Arc::clone(&kept.lse);
+        let kept = (self.settings.policy == CheckpointPolicy::KeepOutput).then_some(kept);
+        Ok(Forward {
+            out,
+            lse,
+            checkpoint: Checkpoint { kept },
+            report,
+        })
+    }
+
+    /// Gradients of a loss with respect to q, k and v, given those with respect to out (`dout`)
+    /// and, if the loss uses it, to the lse (`dlse`, `[b, n, heads, 1]`).
+    pub fn backward(
+        &self,
+        q: &View<'_>,
+        k: &View<'_>,
+        v: &View<'_>,
+        checkpoint: &Checkpoint,
+        dout: &View<'_>,
+        dlse: Option<&View<'_>>,
+    ) -> Result<Backward, Error> {
+        let pass = Pass::Backward {
+            dlse: dlse.is_some(),
+        };
+        let request = self.request_for(q, k, v, pass)?;
+        let shape = &request.shape;
+        same_shape("dout", dout, q.dims())?;
+        same_type("dout", dout, q)?;
+        if let Some(dlse) = dlse {
+            same_shape("dlse", dlse, [shape.batch, shape.tokens, shape.heads, 1])?;
+        }
+        let recomputed;
+        let kept = match &checkpoint.kept {
+            Some(kept) => kept,
+            None => {
+                let forward = Request {
+                    pass: Pass::Forward,
+                    ..request.clone()
+                };
+                recomputed = self.attend(&forward, q, k, v)?.0;
+                &recomputed
+            }
+        };
+        let pattern = &self.settings.pattern;
+        if pattern.splits_slots() {
+            let Kept {
+                slot_out,
+                slot_lse,
+                lse,
+            } = kept;
+            let slots = mixing::spread(pattern, shape, slot_out, slot_lse, lse, dout, dlse)?;
+            let SlotBackward {
+                out,
+                lse,
+                dout,
+                dlse,
+            } = &slots;
+            let dlse = dlse.as_ref().map(Tensor::view);
+            let upstream = (&out.view(), &lse.view(), &dout.view(), dlse.as_ref());
+            self.differentiate(&request, (q, k, v), upstream)
+        } else {
+            let (out, lse) = (kept.slot_out.view(), kept.slot_lse.view());
+            self.differentiate(&request, (q, k, v), (&out, &lse, dout, dlse))
+        }
+    }
+
+    /// Runs the forward pass and combines slots into heads where they are apart.
+    fn attend(
+        &self,
+        request: &Request,
+        q: &View<'_>,
+        k: &View<'_>,
+        v: &View<'_>,
+    ) -> Result<(Kept, Arc<Tensor>, Report), Error> {
+        let inputs = [(Role::Q, *q), (Role::K, *k), (Role::V, *v)];
+        let mut outcome = self.ring.run(request, &inputs)?;
+        let slot_out = Arc::new(taken(&mut outcome, Role::Out));
+        let slot_lse = Arc::new(taken(&mut outcome, Role::Lse));
+        let pattern = &request.pattern;
+        let (out, lse) = if pattern.splits_slots() {
+            let dtype = request.dtype;
+            let (out, lse) = mixing::combine(pattern, &request.shape, &slot_out, &slot_lse, dtype);
+            (Arc::new(out), Arc::new(lse))
+        } else {
+            (Arc::clone(&slot_out), Arc::clone(&slot_lse))
+        };
+        let kept = Kept {
+            slot_out,
+            slot_lse,
+            lse,
+        };
+        Ok((kept, out, report(outcome)))
+    }
+
+    /// Runs the backward pass on operands given by slot.
+    fn differentiate(
+        &self,
+        request: &Request,
+        (q, k, v): (&View<'_>, &View<'_>, &View<'_>),
+        (out, lse, dout, dlse): (&View<'_>, &View<'_>, &View<'_>, Option<&View<'_>>),
+    ) -> Result<Backward, Error> {
+        let mut inputs = vec![
+            (Role::Q, *q),
+            (Role::K, *k),
+            (Role::V, *v),
+            (Role::Out, *out),
+            (Role::Lse, *lse),
+            (Role::Dout, *dout),
+        ];
+        inputs.extend(dlse.map(|dlse| (Role::Dlse, *dlse)));
+        let mut outcome = self.ring.run(request, &inputs)?;
+        Ok(Backward {
+            dq: taken(&mut outcome, Role::Dq),
+            dk: taken(&mut outcome, Role::Dk),
+            dv: taken(&mut outcome, Role::Dv),
+            report: report(outcome),
+        })
+    }
+
+    fn request(&self, shape: Shape, dtype: DType, pass: Pass) -> Request {
+        // One rank has all queries either way, and needs no second copy of its output.
+        let queries = match self.sharding.ranks() {
+            1 => Queries::Sharded,
+            _ => self.settings.queries,
+        };
+        Request {
+            shape,
+            pattern: self.settings.pattern.clone(),
+            sharding: self.sharding.clone(),
+            queries,
+            dtype: match self.settings.precision {
+                Precision::Stored => dtype,
+                Precision::Compute(dtype) => dtype,
+            },
+            scale: self.settings.scale,
+            pass,
+        }
+    }
+
+    /// The request that tensors amount to, if they agree with one another.
+    fn request_for(
+        &self,
+        q: &View<'_>,
+        k: &View<'_>,
+        v: &View<'_>,
+        pass: Pass,
+    ) -> Result<Request, Error> {
+        let [batch, tokens, heads, dim] = q.dims();
+        let kv_heads = k.dims()[2];
+        let kv = [batch, tokens, kv_heads, dim];
+        for (name, view) in [("k", k), ("v", v)] {
+            same_shape(name, view, kv)?;
+            same_type(name, view, q)?;
+        }
+        let shape = Shape::new(batch, tokens, heads, kv_heads, dim)?;
+        Ok(self.request(shape, q.dtype(), pass))
+    }
+}
+
+fn taken(outcome: &mut Outcome, role: Role) -> Tensor {
+    let tensor = outcome.take(role);
+    tensor.expect("a pass returns every output it has")
+}
+
+fn report(outcome: Outcome) -> Report {
+    Report {
+        plan: outcome.plan,
+        trace: outcome.trace,
+        memory: outcome.memory,
+    }
+}
+
+fn same_shape(
+    tensor: &'static str,
+    view: &View<'_>,
+    expected: [usize; 4],
+) -> Result<(), RequestError> {
+    if view.dims() == expected {
+        return Ok(());
+    }
+    Err(RequestError::ShapeMismatch {
+        tensor,
+        got: view.dims().to_vec(),
+        expected: expected.to_vec(),
+    })
+}
+
+fn same_type(tensor: &'static str, view: &View<'_>, q: &View<'_>) -> Result<(), RequestError> {
+    if view.dtype() == q.dtype() {
+        return Ok(());
+    }
+    Err(RequestError::DTypeMismatch {
+        tensor,
+        got: view.dtype(),
+        expected: q.dtype(),
+    })
+}

@@ -1,0 +1,65 @@
+//! Exact attention over sequences that are too long for one device.
+//!
+//! [`Attention`] is the whole interface. It reads the same on 1 rank and on 32: the ranks are where
+//! the work is done, never what is computed. Tensors are `[b, n, h, d]`; [`View`] borrows yours,
+//! with any strides whose last dimension is contiguous.
+//!
+//! ```
+//! use encke::{Attention, Mode, OffsetRule, MixingGradient, Pattern, View};
+//!
+//! // A LongNet pattern: every head mixes two branches under one softmax.
+//! let mode = Mode::Mix { offsets: OffsetRule::HeadMod, gradient: MixingGradient::Exact };
+//! let pattern = Pattern::dilated(&[16, 64], &[1, 4], mode)?.causal(true);
+//! let attention = Attention::builder().pattern(pattern).ranks(4).build()?;
+//!
+//! // One batch entry, 64 tokens, 2 heads (sharing one key head), 8 numbers a head.
+//! let numbers = |n: usize, phase: f32| (0..n).map(|i| (i as f32 * 0.37 + phase).sin()).collect();
+//! let (q, k, v): (Vec<f32>, Vec<f32>, Vec<f32>) =
+//!     (numbers(64 * 2 * 8, 0.0), numbers(64 * 8, 1.0), numbers(64 * 8, 2.0));
+//! let q = View::contiguous(&q, [1, 64, 2, 8])?;
+//! let k = View::contiguous(&k, [1, 64, 1, 8])?;
+//! let v = View::contiguous(&v, [1, 64, 1, 8])?;
+//!
+//! let forward = attention.forward(&q, &k, &v)?;
+//! assert_eq!(forward.out.dims(), [1, 64, 2, 8]);
+//! assert_eq!(forward.lse.dims(), [1, 64, 2, 1]);
+//!
+//! // The gradient of the loss "sum of all outputs". Nothing but (out, lse) was kept for it.
+//! let ones = vec![1.0f32; 64 * 2 * 8];
+//! let dout = View::contiguous(&ones, [1, 64, 2, 8])?;
+//! let backward = attention.backward(&q, &k, &v, &forward.checkpoint, &dout, None)?;
+//! assert_eq!(backward.dk.dims(), [1, 64, 1, 8]);
+//!
+//! // One rank gives the same answer, to rounding.
+//! let alone = Attention::builder().pattern(attention.pattern().clone()).build()?;
+//! let same = alone.forward(&q, &k, &v)?;
+//! for (a, b) in forward.out.to_f64().iter().zip(same.out.to_f64()) {
+//!     assert!((a - b).abs() < 1e-5);
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! What each rank held and what travelled comes with every result ([`Report`]); what would be held
+//! and sent can be asked beforehand, for any size, with [`Attention::plan`].
+//!
+//! NaN and infinity are not looked for: they go where IEEE arithmetic takes them, which is to the
+//! rows that see them and to no other.
+#![forbid(unsafe_code)]
+
+mod attention;
+
+pub use attention::{
+    Attention, Backward, Builder, Checkpoint, CheckpointPolicy, Forward, Precision, Report,
+};
+pub use encke_core::plan::explain;
+pub use encke_core::plan::{Pass, Plan, Queries, Request};
+pub use encke_core::sharding::{Cut, Sharding};
+pub use encke_core::{
+    Branch, DType, Data, Element, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape,
+    Slice, Tensor, View,
+};
+pub use encke_core::{conformance, plan, reference};
+pub use encke_ring::{
+    CacheStats, RankError, RankMemory, RingError as Error, Trace, gather_sequence, split_sequence,
+    trace,
+};

@@ -1,0 +1,7 @@
+//! The interface against the f64 reference: every mode, type, ring size and sharding.
+
+mod invariance;
+mod modes;
+mod precision;
+mod support;
+mod views;

@@ -1,0 +1,211 @@
+//! Every mode on every ring size, at f64.
+
+use encke::{
+    Attention, CheckpointPolicy, Cut, DType, Error, GroupScale, MixingGradient, Mode, OffsetRule,
+    Pattern, Queries, Shape, Tensor,
+};
+
+use crate::support::{Tensors, difference, errors};
+
+fn patterns() -> Vec<Pattern> {
+    let mut patterns = vec![Pattern::dense()];
+    for scale in [GroupScale::One, GroupScale::Groups] {
+        patterns.push(dilated(Mode::Group { scale }));
+    }
+    for offsets in [OffsetRule::HeadMod, OffsetRule::HeadBlock] {
+        for gradient in [MixingGradient::Exact, MixingGradient::Detached] {
+            patterns.push(dilated(Mode::Mix { offsets, gradient }));
+        }
+    }
+    patterns.push(dilated(Mode::Fkodom));
+    let causal = patterns
+        .clone()
+        .into_iter()
+        .map(|pattern| pattern.causal(true));
+    patterns.iter().cloned().chain(causal).collect()
+}
+
+fn dilated(mode: Mode) -> Pattern {
+    Pattern::dilated(&[6, 12, 24], &[1, 2, 5], mode).expect("sizes are positive")
+}
+
+#[test]
+fn every_mode_equals_the_reference_on_every_ring() {
+    // 48 tokens so that fkodom mode is legal too; heads no multiple of the branches.
+    let shape = Shape::new(2, 48, 4, 2, 5).expect("legal");
+    let cuts = |ranks: usize| {
+        let uneven = (0..ranks)
+            .map(|rank| (rank * rank * 48) / (ranks * ranks))
+            .collect();
+        [
+            Cut::Contiguous,
+            Cut::Zigzag,
+            Cut::Striped,
+            Cut::Firsts(uneven),
+        ]
+    };
+    for pattern in patterns() {
+        // The sums over the sequence that fkodom mode divides by can be small.
+        let tolerance = if pattern.mode() == Mode::Fkodom {
+            1e-9
+        } else {
+            1e-12
+        };
+        for ranks in [1, 2, 3, 4, 5, 8, 16, 32] {
+            for cut in cuts(ranks) {
+                for queries in [Queries::Sharded, Queries::Replicated] {
+                    if queries == Queries::Replicated && ![2, 5, 32].contains(&ranks) {
+                        continue;
+                    }
+                    let builder = Attention::builder().pattern(pattern.clone()).ranks(ranks);
+                    let builder = builder.sharding(cut.clone()).queries(queries);
+                    let errors = errors(builder, &shape, DType::F64, 3);
+                    let good = errors.iter().all(|error| *error <= tolerance);
+                    assert!(good, "{pattern:?} {ranks} {cut:?} {queries:?}: {errors:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn more_ranks_than_tokens() {
+    let shape = Shape::new(1, 5, 2, 1, 3).expect("legal");
+    for cut in [Cut::Contiguous, Cut::Zigzag, Cut::Striped] {
+        let builder = Attention::builder().ranks(32).sharding(cut);
+        let errors = errors(builder, &shape, DType::F64, 9);
+        assert!(errors.iter().all(|error| *error <= 1e-13), "{errors:?}");
+    }
+}
+
+#[test]
+fn recomputing_gives_the_same_bits() {
+    let shape = Shape::new(1, 48, 4, 2, 5).expect("legal");
+    for pattern in patterns() {
+        let tensors = Tensors::random(&shape, DType::F32, 5);
+        let gradients = [CheckpointPolicy::KeepOutput, CheckpointPolicy::Recompute].map(|policy| {
+            let builder = Attention::builder().pattern(pattern.clone()).ranks(3);
+            let attention = builder.checkpoint(policy).build().expect("legal");
+            let forward = tensors.forward(&attention);
+            let backward = tensors.backward(&attention, &forward);
+            (backward.dq, backward.dk, backward.dv)
+        });
+        assert_eq!(gradients[0], gradients[1], "{pattern:?}");
+    }
+}
+
+#[test]
+fn the_gradient_of_the_lse_is_added() {
+    let shape = Shape::new(1, 20, 2, 2, 4).expect("legal");
+    let tensors = Tensors::random(&shape, DType::F64, 1);
+    let dlse = crate::support::tensor(
+        &mut encke::conformance::Random::new(8),
+        DType::F64,
+        [1, 20, 2, 1],
+    );
+    let attention = Attention::builder().ranks(3).build().expect("legal");
+    let forward = tensors.forward(&attention);
+    let [q, k, v, dout] =
+        [&tensors.q, &tensors.k, &tensors.v, &tensors.dout].map(|tensor| tensor.view());
+    let got = attention
+        .backward(&q, &k, &v, &forward.checkpoint, &dout, Some(&dlse.view()))
+        .expect("legal");
+    let [q, k, v, dout, dlse] =
+        [&tensors.q, &tensors.k, &tensors.v, &tensors.dout, &dlse].map(Tensor::to_f64);
+    let (pattern, scale) = (Pattern::dense(), shape.default_scale());
+    let expected =
+        encke::reference::backward(&shape, &pattern, scale, &q, &k, &v, &dout, Some(&dlse))
+            .expect("legal");
+    assert!(difference(got.dq.data(), &expected.dq) < 1e-12);
+    assert!(difference(got.dk.data(), &expected.dk) < 1e-12);
+    assert!(difference(got.dv.data(), &expected.dv) < 1e-12);
+}
+
+#[test]
+fn the_scale_is_the_callers() {
+    let shape = Shape::new(1, 12, 1, 1, 4).expect("legal");
+    let tensors = Tensors::random(&shape, DType::F64, 2);
+    let attention = Attention::builder()
+        .scale(0.0)
+        .ranks(2)
+        .build()
+        .expect("legal");
+    let forward = tensors.forward(&attention);
+    // A scale of zero makes every score equal: the output is the mean of the values.
+    let v = tensors.v.to_f64();
+    let mean = |c: usize| v.iter().skip(c).step_by(4).sum::<f64>() / 12.0;
+    let means: Vec<f64> = (0..12 * 4).map(|i| mean(i % 4)).collect();
+    assert!(difference(forward.out.data(), &means) < 1e-14);
+    let nothing = Attention::builder()
+        .scale(f64::NAN)
+        .build()
+        .expect("checked with the call");
+    let (q, k, v) = (tensors.q.view(), tensors.k.view(), tensors.v.view());
+    let error = nothing.forward(&q, &k, &v).expect_err("NaN is no scale");
+    assert!(error.to_string().contains("NaN"), "{error}");
+}
+
+#[test]
+fn wrong_requests_are_refused_with_their_numbers() {
+    let shape = Shape::new(1, 10, 3, 3, 2).expect("legal");
+    let tensors = Tensors::random(&shape, DType::F32, 4);
+    let (q, k, v) = (tensors.q.view(), tensors.k.view(), tensors.v.view());
+    let refused = |builder: encke::Builder| -> String {
+        let built = builder.build();
+        let result = built.and_then(|attention| attention.forward(&q, &k, &v));
+        result
+            .map(|_| ())
+            .expect_err("it must be refused")
+            .to_string()
+    };
+    let group = |segments: &[usize], dilations: &[usize]| {
+        let mode = Mode::Group {
+            scale: GroupScale::One,
+        };
+        Pattern::dilated(segments, dilations, mode).map_err(Error::from)
+    };
+    assert!(refused(Attention::builder().ranks(0)).contains("ranks is 0"));
+    let four = group(&[1, 2, 3, 4], &[1, 1, 1, 1]).expect("sizes are positive");
+    assert!(refused(Attention::builder().pattern(four)).contains("4 branches but only 3 heads"));
+    let late = Attention::builder()
+        .ranks(2)
+        .sharding(Cut::Firsts(vec![1, 5]));
+    assert!(refused(late).contains("rank 0 would start at token 1"));
+    let far = Attention::builder()
+        .ranks(2)
+        .sharding(Cut::Firsts(vec![0, 11]));
+    assert!(refused(far).contains("token 11"));
+    let few = Attention::builder()
+        .ranks(3)
+        .sharding(Cut::Firsts(vec![0, 5]));
+    assert!(refused(few).contains("names 2 ranks but 3"));
+    let fkodom = Pattern::dilated(&[4], &[1], Mode::Fkodom).expect("sizes are positive");
+    assert!(refused(Attention::builder().pattern(fkodom)).contains("10 is no multiple of 4"));
+    assert!(
+        group(&[0], &[1])
+            .expect_err("no segment")
+            .to_string()
+            .contains("segment length is 0")
+    );
+    assert!(
+        group(&[4], &[0])
+            .expect_err("no rate")
+            .to_string()
+            .contains("dilation rate is 0")
+    );
+    assert!(
+        group(&[4, 8], &[1])
+            .expect_err("unpaired")
+            .to_string()
+            .contains("2 segment lengths")
+    );
+    let wide = Tensors::random(&shape, DType::F64, 4);
+    let attention = Attention::builder().build().expect("legal");
+    let mixed = attention.forward(&q, &wide.k.view(), &v).map(|_| ());
+    assert!(
+        mixed
+            .expect_err("types differ")
+            .to_string()
+            .contains("k is f64 but q is f32")
+    );
+}
