@@ -148,6 +148,7 @@ pub trait Kernel: Send + Sync {
         gradients: Gradients<'_, Self::Buffer>,
     ) -> Result<()>;
 
-    /// Bytes of scratch memory the job needs beside its operands.
+    /// Bytes of scratch memory that jobs like this one need beside their operands, for as many of
+    /// them as the kernel runs at a time.
     fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize;
 }

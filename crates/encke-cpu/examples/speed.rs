@@ -109,7 +109,7 @@ fn measure(kernel: &CpuKernel, dtype: DType, causal: bool) {
 }
 
 fn main() {
-    let kernel = CpuKernel::new();
+    let kernel = CpuKernel::new().expect("an arm");
     conformance::kernel(&kernel, &[DType::F32]).expect("a wrong answer has no speed");
     println!(
         "{TOKENS} tokens, dim {DIM}, {} threads",

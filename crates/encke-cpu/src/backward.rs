@@ -1,18 +1,34 @@
-//! The backward pass, in two deterministic halves: dq with queries as lanes, then dk and dv with
-//! keys as lanes.
+//! The backward pass: scores once more, and from them the gradients of both sides.
 //!
-//! Scores are computed in both halves. The alternative, one half that adds dq from many threads,
-//! needs atomic additions, and then the order of arrival would be part of the result.
+//! A sweep takes some blocks of queries over some panels of keys, and adds to dq, to dk and dv, or
+//! to all three. Where a job has enough segments and heads, each of them is one sweep that owns all
+//! of its rows: five products for every pair. Where it has few, one set of sweeps owns the queries
+//! and another one the keys: seven products, but as many tasks as one likes. The choice depends
+//! on the job alone, and no two tasks ever add to the same row, so the result is the same for any
+//! number of threads.
+
+use std::ops::Range;
 
 use encke_core::Data;
 use encke_core::job::Job;
 use encke_core::kernel::{Gradients, Upstream};
+use rayon::prelude::*;
 
-use crate::forward::{diagonal, visible};
+use crate::forward::{accumulate, products};
+use crate::grid::{Block, Grid, Tile};
+use crate::micro::across;
+use crate::panel;
 use crate::real::Real;
-use crate::scratch::{Pool, Tile, Work};
-use crate::tile::{self, LANES, Lanes, Mask, ROWS};
-use crate::wave::{self, Grid, Place};
+use crate::scratch::{Pool, Scratch};
+use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded};
+use crate::shared::Shared;
+use crate::softmax::Mask;
+use crate::vector::{Task, Vector};
+
+/// From how many (batch, segment, head group) on each is a sweep of its own.
+const ENOUGH: usize = 4;
+/// Keys of a sweep that owns keys only: many panels, since queries are packed anew for each sweep.
+const KEYS_OF_SWEEP: usize = 8 * KEYS;
 
 /// Everything backward reads.
 pub(crate) struct Given<'a> {
@@ -22,256 +38,459 @@ pub(crate) struct Given<'a> {
     pub upstream: Upstream<'a, Data>,
 }
 
+/// Sizes of one task's panels: q, dout and dq as lanes; q and dout as rows; lse and delta; scores
+/// and products; k, v, dk and dv.
+pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 13] {
+    let (tile, width) = (lanes::<X>(), padded::<X>(dim));
+    let (block, cells) = (TILES * width * tile, TILES * tile);
+    let (scores, keys) = (KEYS * tile, KEYS * width);
+    [
+        block, block, block, block, block, cells, cells, scores, scores, keys, keys, keys, keys,
+    ]
+}
+
+/// What the sweeps of a job share.
+struct Backward<'a, X: Vector> {
+    x: X,
+    job: &'a Job,
+    grid: &'a Grid,
+    given: Given<'a>,
+    dq: Shared<'a, X::A>,
+    dk: Shared<'a, X::A>,
+    dv: Shared<'a, X::A>,
+}
+
+/// Some blocks of queries over some keys, and whose gradients are wanted.
+struct Sweep {
+    batch: usize,
+    segment: usize,
+    group: usize,
+    blocks: Vec<Range<usize>>,
+    keys: Range<usize>,
+    queries_too: bool,
+    keys_too: bool,
+}
+
 /// Adds the job's share of the gradients.
-pub(crate) fn backward<A: Real>(
-    pool: &Pool<A>,
+pub(crate) fn backward<X: Vector, const R: usize>(
+    x: X,
+    pool: &Pool<X::A>,
     job: &Job,
-    given: &Given<'_>,
+    given: Given<'_>,
     gradients: Gradients<'_, Data>,
 ) {
-    queries(pool, job, given, gradients.dq);
-    keys(pool, job, given, gradients.dk, gradients.dv);
+    let grid = Grid::new(job, lanes::<X>());
+    let backward = Backward {
+        x,
+        job,
+        grid: &grid,
+        given,
+        dq: Shared::new(X::A::numbers(gradients.dq)),
+        dk: Shared::new(X::A::numbers(gradients.dk)),
+        dv: Shared::new(X::A::numbers(gradients.dv)),
+    };
+    let run = |sweeps: Vec<Sweep>| {
+        sweeps.par_iter().with_max_len(1).for_each(|sweep| {
+            pool.with(|scratch| {
+                x.run(Run::<X, R> {
+                    backward: &backward,
+                    sweep,
+                    scratch,
+                });
+            });
+        });
+    };
+    let pieces: Vec<(usize, usize, usize)> = grid.pieces(job).collect();
+    let sweep = |&(batch, segment, group): &(usize, usize, usize)| Sweep {
+        batch,
+        segment,
+        group,
+        blocks: grid.blocks(group).collect(),
+        keys: 0..job.keys,
+        queries_too: true,
+        keys_too: true,
+    };
+    if pieces.len() >= ENOUGH {
+        return run(pieces.iter().map(sweep).collect());
+    }
+    let of_queries = pieces.iter().flat_map(|piece| {
+        grid.blocks(piece.2).map(move |block| Sweep {
+            blocks: vec![block],
+            keys_too: false,
+            ..sweep(piece)
+        })
+    });
+    run(of_queries.collect());
+    let of_keys = pieces.iter().flat_map(|piece| {
+        (0..job.keys)
+            .step_by(KEYS_OF_SWEEP)
+            .map(move |first| Sweep {
+                keys: first..(first + KEYS_OF_SWEEP).min(job.keys),
+                queries_too: false,
+                ..sweep(piece)
+            })
+    });
+    run(of_keys.collect());
 }
 
-/// Factors all pairs of a job share.
-struct Factors<A> {
-    scale: A,
-    gain: A,
+struct Run<'a, X: Vector, const R: usize> {
+    backward: &'a Backward<'a, X>,
+    sweep: &'a Sweep,
+    scratch: &'a mut Scratch<X::A>,
 }
 
-impl<A: Real> Factors<A> {
-    fn new(job: &Job) -> Factors<A> {
-        Factors {
-            scale: A::from_f64(job.scale),
-            gain: A::from_f64(job.gain),
+struct Panels<'a, A> {
+    q: &'a mut [A],
+    dout: &'a mut [A],
+    dq: &'a mut [A],
+    q_rows: &'a mut [A],
+    dout_rows: &'a mut [A],
+    lse: &'a mut [A],
+    delta: &'a mut [A],
+    scores: &'a mut [A],
+    products: &'a mut [A],
+    k: &'a mut [A],
+    v: &'a mut [A],
+    dk: &'a mut [A],
+    dv: &'a mut [A],
+}
+
+/// What is known of the tiles of a block.
+struct Seen {
+    visible: [[usize; MOST_LANES]; TILES],
+    /// Whether all numbers of the queries are finite.
+    finite: bool,
+}
+
+impl<X: Vector, const R: usize> Task for Run<'_, X, R> {
+    #[inline(always)]
+    fn run(self) {
+        let Run {
+            backward,
+            sweep,
+            scratch,
+        } = self;
+        let [
+            q,
+            dout,
+            dq,
+            q_rows,
+            dout_rows,
+            lse,
+            delta,
+            scores,
+            products,
+            k,
+            v,
+            dk,
+            dv,
+        ] = scratch.panels(sizes::<X>(backward.job.dim));
+        let mut panels = Panels {
+            q,
+            dout,
+            dq,
+            q_rows,
+            dout_rows,
+            lse,
+            delta,
+            scores,
+            products,
+            k,
+            v,
+            dk,
+            dv,
+        };
+        for tiles in &sweep.blocks {
+            let block = Block {
+                batch: sweep.batch,
+                segment: sweep.segment,
+                group: sweep.group,
+                tiles: tiles.clone(),
+            };
+            let mut seen = Seen {
+                visible: [[0; MOST_LANES]; TILES],
+                finite: true,
+            };
+            for i in 0..tiles.len() {
+                backward.load(&block, i, &mut seen, &mut panels);
+            }
+            panels.dq.fill(X::A::ZERO);
+            backward.sweep::<R>(sweep, &block, &seen, &mut panels);
+            if sweep.queries_too {
+                for i in 0..tiles.len() {
+                    backward.store_queries(&block, i, &mut panels);
+                }
+            }
         }
     }
+}
 
-    /// Turns a row of scores into weights times gain, and a row of dout·v into scale·dS.
-    fn weigh(
+impl<X: Vector> Backward<'_, X> {
+    #[inline(always)]
+    fn tile(&self, block: &Block, i: usize) -> Tile {
+        self.grid.tile(block.group, block.tiles.start + i)
+    }
+
+    /// Queries (times the scale) and their gradients (times the gain), as rows and as lanes. Rows
+    /// that saw nothing anywhere become zeros that see nothing: nothing depends on them.
+    #[inline(always)]
+    fn load(&self, block: &Block, i: usize, seen: &mut Seen, panels: &mut Panels<'_, X::A>) {
+        let (job, lanes) = (self.job, lanes::<X>());
+        let (dim, width, tile) = (job.dim, padded::<X>(job.dim), self.tile(block, i));
+        let Tile { head, first, count } = tile;
+        let at = i * width * lanes..(i + 1) * width * lanes;
+        let (batch, segment) = (block.batch, block.segment);
+        let cell = |row: usize| job.cells.at(batch, segment, first + row, head);
+        let q_address = |row: usize| job.q.at(batch, segment, first + row, head);
+        let upstream = &self.given.upstream;
+        let q_rows = &mut panels.q_rows[at.clone()];
+        let dout_rows = &mut panels.dout_rows[at.clone()];
+        panel::rows(
+            self.given.q.as_slice(),
+            dim,
+            count,
+            q_address,
+            width,
+            q_rows,
+        );
+        let dout_address = |row: usize| cell(row) * dim;
+        panel::rows(
+            upstream.dout.as_slice(),
+            dim,
+            count,
+            dout_address,
+            width,
+            dout_rows,
+        );
+        let cells = i * lanes..(i + 1) * lanes;
+        let (lse, delta) = (&mut panels.lse[cells.clone()], &mut panels.delta[cells]);
+        lse.fill(X::A::ZERO);
+        delta.fill(X::A::ZERO);
+        for lane in 0..lanes {
+            seen.visible[i][lane] = 0;
+            if lane >= count {
+                continue;
+            }
+            let of_row = X::A::get(upstream.lse.as_slice(), cell(lane));
+            if of_row == X::A::NEG_INFINITY {
+                q_rows[lane * width..][..width].fill(X::A::ZERO);
+                dout_rows[lane * width..][..width].fill(X::A::ZERO);
+                continue;
+            }
+            lse[lane] = of_row;
+            delta[lane] = X::A::get(upstream.delta.as_slice(), cell(lane));
+            seen.visible[i][lane] = job.visible(first + lane);
+        }
+        let (scale, gain) = (X::A::from_f64(job.scale), X::A::from_f64(job.gain));
+        let mut poison = X::A::ZERO;
+        for (rows, factor) in [(&mut *q_rows, scale), (&mut *dout_rows, gain)] {
+            for x in rows.iter_mut() {
+                *x = *x * factor;
+                poison += *x * X::A::ZERO;
+            }
+        }
+        seen.finite &= poison == X::A::ZERO;
+        let one = X::A::ONE;
+        panel::transpose(q_rows, width, lanes, one, lanes, &mut panels.q[at.clone()]);
+        panel::transpose(dout_rows, width, lanes, one, lanes, &mut panels.dout[at]);
+    }
+
+    /// All panels of keys of the sweep that any query of the block sees.
+    #[inline(always)]
+    fn sweep<const R: usize>(
         &self,
-        score: &mut Lanes<A>,
-        product: &mut Lanes<A>,
-        lse: &Lanes<A>,
-        delta: &Lanes<A>,
+        sweep: &Sweep,
+        block: &Block,
+        seen: &Seen,
+        panels: &mut Panels<'_, X::A>,
     ) {
-        for i in 0..LANES {
-            let p = (score[i] - lse[i]).exp();
-            product[i] = self.scale * (p * (self.gain * product[i] - delta[i]));
-            score[i] = self.gain * p;
+        let (job, lanes) = (self.job, lanes::<X>());
+        let width = padded::<X>(job.dim);
+        let tiles = block.tiles.len();
+        let most = seen.visible[..tiles]
+            .iter()
+            .flatten()
+            .copied()
+            .max()
+            .unwrap_or(0);
+        let head = self.grid.groups[block.group][0];
+        for start in (sweep.keys.start..sweep.keys.end.min(most)).step_by(KEYS) {
+            let count = KEYS.min(sweep.keys.end - start);
+            let address = |j: usize| job.k.at(block.batch, block.segment, start + j, head);
+            let (k, v) = (self.given.k.as_slice(), self.given.v.as_slice());
+            let mut finite = panel::rows(k, job.dim, count, address, width, panels.k);
+            finite &= panel::rows(v, job.dim, count, address, width, panels.v);
+            if sweep.keys_too {
+                panels.dk.fill(X::A::ZERO);
+                panels.dv.fill(X::A::ZERO);
+            }
+            for i in 0..tiles {
+                let visible = &seen.visible[i][..lanes];
+                let last = visible.iter().copied().max().unwrap_or(0);
+                if last <= start {
+                    continue;
+                }
+                let rows = (last - start).min(count).next_multiple_of(R);
+                let mask = Mask::new::<X>(visible, start, rows);
+                let exact = finite && seen.finite;
+                self.pairs::<R>(sweep, i, rows, mask, exact, panels);
+            }
+            if sweep.keys_too {
+                for j in 0..count {
+                    let row = j * width..j * width + job.dim;
+                    // SAFETY: keys of different (batch, segment, row, key head) do not overlap
+                    // (checked before the job began), and this sweep alone has these.
+                    let (dk, dv) = unsafe {
+                        (
+                            self.dk.row(address(j), job.dim),
+                            self.dv.row(address(j), job.dim),
+                        )
+                    };
+                    add(&panels.dk[row.clone()], dk);
+                    add(&panels.dv[row], dv);
+                }
+            }
         }
     }
-}
 
-fn queries<A: Real>(pool: &Pool<A>, job: &Job, given: &Given<'_>, dq: &mut Data) {
-    let grid = Grid {
-        batch: job.batch,
-        segments: job.segments,
-        heads: job.heads,
-        rows: job.queries,
-    };
-    let compute = |_: &&mut Data, place: Place, work: &mut Work<A>, tile: &mut Tile<A>| {
-        query_task(job, place, given, work, tile);
-    };
-    let target = job.dq.as_ref().unwrap_or(&job.q);
-    let store = |dq: &mut &mut Data, at: Place, tile: &Tile<A>, row: &mut [A]| {
-        for lane in 0..at.count {
-            let address = target.at(at.batch, at.segment, at.first + lane, at.head);
-            add(&tile.sums[0], lane, row, dq, address);
+    /// One tile of queries and `rows` keys.
+    #[inline(always)]
+    fn pairs<const R: usize>(
+        &self,
+        sweep: &Sweep,
+        i: usize,
+        rows: usize,
+        mask: Option<Mask<X::A>>,
+        exact: bool,
+        panels: &mut Panels<'_, X::A>,
+    ) {
+        let (x, dim, lanes) = (self.x, self.job.dim, lanes::<X>());
+        let width = padded::<X>(dim);
+        let at = i * width * lanes..(i + 1) * width * lanes;
+        let cells = i * lanes..(i + 1) * lanes;
+        let (k, v) = (&panels.k[..rows * width], &panels.v[..rows * width]);
+        let scores = X::of_mut(&mut panels.scores[..rows * lanes]);
+        let products_of = X::of_mut(&mut panels.products[..rows * lanes]);
+        products::<X, R>(x, k, width, dim, X::of(&panels.q[at.clone()]), scores);
+        products::<X, R>(
+            x,
+            v,
+            width,
+            dim,
+            X::of(&panels.dout[at.clone()]),
+            products_of,
+        );
+        let lse: [X::V; VECTORS] = vectors::<X>(&panels.lse[cells.clone()]);
+        let delta: [X::V; VECTORS] = vectors::<X>(&panels.delta[cells]);
+        let pairs = scores
+            .chunks_exact_mut(VECTORS)
+            .zip(products_of.chunks_exact_mut(VECTORS));
+        for (score, product) in pairs {
+            for n in 0..VECTORS {
+                let p = x.exp(x.sub(score[n], lse[n]));
+                product[n] = x.mul(p, x.sub(product[n], delta[n]));
+                score[n] = p;
+            }
         }
-    };
-    let mut dq = dq;
-    wave::run(pool, job.dim, grid, &mut dq, compute, store);
-}
-
-/// Adds one lane to a row of a buffer.
-fn add<A: Real>(sums: &[Lanes<A>], lane: usize, row: &mut [A], target: &mut Data, at: usize) {
-    A::load(target.as_slice(), at, row);
-    for (x, sums) in row.iter_mut().zip(sums) {
-        *x += sums[lane];
-    }
-    A::store(row, target, at);
-}
-
-/// dq of up to 32 queries.
-fn query_task<A: Real>(
-    job: &Job,
-    at: Place,
-    given: &Given<'_>,
-    work: &mut Work<A>,
-    tile: &mut Tile<A>,
-) {
-    let factors = Factors::new(job);
-    let Work {
-        lanes,
-        rows,
-        weights: [scores, products],
-        row,
-    } = work;
-    let cell = |i: usize| job.cells.at(at.batch, at.segment, at.first + i, at.head);
-    let address = |i: usize| job.q.at(at.batch, at.segment, at.first + i, at.head);
-    tile::load_lanes(given.q.as_slice(), at.count, address, row, &mut lanes[0]);
-    let dout = given.upstream.dout.as_slice();
-    tile::load_lanes(dout, at.count, |i| cell(i) * job.dim, row, &mut lanes[1]);
-    let (mut lse, mut delta) = ([A::ZERO; LANES], [A::ZERO; LANES]);
-    let mut visible = visible(job, at);
-    for i in 0..at.count {
-        lse[i] = A::get(given.upstream.lse.as_slice(), cell(i));
-        delta[i] = A::get(given.upstream.delta.as_slice(), cell(i));
-        if lse[i] == A::NEG_INFINITY {
-            visible[i] = 0; // it saw nothing anywhere, so nothing depends on it
-        }
-    }
-    let (least, most) = bounds(&visible);
-    tile.sums[0].fill([A::ZERO; LANES]);
-    for start in (0..most).step_by(ROWS) {
-        let count = ROWS.min(most - start);
-        let address = |j: usize| job.k.at(at.batch, at.segment, start + j, at.head);
-        tile::load_rows(given.k.as_slice(), job.dim, count, address, &mut rows[0]);
-        tile::load_rows(given.v.as_slice(), job.dim, count, address, &mut rows[1]);
-        let [k, v] = rows.each_ref().map(|rows| &rows[..count * job.dim]);
-        let (scores, products) = (&mut scores[..count], &mut products[..count]);
-        tile::scores(k, &lanes[0], factors.scale, scores);
-        tile::scores(v, &lanes[1], A::ONE, products);
-        for (score, product) in scores.iter_mut().zip(&mut *products) {
-            factors.weigh(score, product, &lse, &delta);
-        }
-        let mask = (least < start + count).then(|| diagonal(&visible, start));
         if let Some(mask) = &mask {
-            mask.hide(products, A::ZERO);
+            mask.hide(x, scores, X::A::ZERO);
+            mask.hide(x, products_of, X::A::ZERO);
         }
-        let ones = [A::ONE; LANES];
-        tile::accumulate(k, products, mask.as_ref(), &ones, &mut tile.sums[0]);
-    }
-}
-
-fn bounds(visible: &[usize]) -> (usize, usize) {
-    let fold = |(least, most): (usize, usize), &x: &usize| (least.min(x), most.max(x));
-    visible.iter().fold((usize::MAX, 0), fold)
-}
-
-/// Query heads that read the same keys, told apart by the address of those.
-fn groups(job: &Job) -> Vec<Vec<usize>> {
-    let mut groups: Vec<Vec<usize>> = Vec::new();
-    for head in 0..job.heads {
-        let same = |group: &&mut Vec<usize>| job.k.heads[group[0]] == job.k.heads[head];
-        match groups.iter_mut().find(same) {
-            Some(group) => group.push(head),
-            None => groups.push(vec![head]),
-        }
-    }
-    groups
-}
-
-fn keys<A: Real>(pool: &Pool<A>, job: &Job, given: &Given<'_>, dk: &mut Data, dv: &mut Data) {
-    let groups = groups(job);
-    let grid = Grid {
-        batch: job.batch,
-        segments: job.segments,
-        heads: groups.len(),
-        rows: job.keys,
-    };
-    let mut gradients = [dk, dv];
-    let compute = |_: &[&mut Data; 2], at: Place, work: &mut Work<A>, tile: &mut Tile<A>| {
-        key_task(job, at, &groups[at.head], given, work, tile);
-    };
-    let store = |gradients: &mut [&mut Data; 2], at: Place, tile: &Tile<A>, row: &mut [A]| {
-        let head = groups[at.head][0];
-        for lane in 0..at.count {
-            let address = job.k.at(at.batch, at.segment, at.first + lane, head);
-            for (gradient, sums) in gradients.iter_mut().zip(&tile.sums) {
-                add(sums, lane, row, gradient, address);
+        let slow = mask.filter(|_| !exact);
+        if sweep.queries_too {
+            let (ones, dq) = ([x.splat(X::A::ONE); VECTORS], &mut panels.dq[at.clone()]);
+            let dq = X::of_mut(dq);
+            match &slow {
+                None => accumulate::<X, R>(x, k, width, products_of, &ones, dq),
+                Some(mask) => mask.accumulate(x, k, width, products_of, &ones, dq),
             }
         }
-    };
-    wave::run(pool, job.dim, grid, &mut gradients, compute, store);
-}
-
-/// dk and dv of up to 32 keys, from all query heads that read them.
-fn key_task<A: Real>(
-    job: &Job,
-    at: Place,
-    heads: &[usize],
-    given: &Given<'_>,
-    work: &mut Work<A>,
-    tile: &mut Tile<A>,
-) {
-    let Work { lanes, row, .. } = &mut *work;
-    let address = |j: usize| job.k.at(at.batch, at.segment, at.first + j, heads[0]);
-    tile::load_lanes(given.k.as_slice(), at.count, address, row, &mut lanes[0]);
-    tile::load_lanes(given.v.as_slice(), at.count, address, row, &mut lanes[1]);
-    for sums in &mut tile.sums {
-        sums.fill([A::ZERO; LANES]);
+        if sweep.keys_too {
+            let (q_rows, dout_rows) = (&panels.q_rows[at.clone()], &panels.dout_rows[at]);
+            let both = [
+                (&panels.products[..rows * lanes], q_rows, &mut *panels.dk),
+                (&panels.scores[..rows * lanes], dout_rows, &mut *panels.dv),
+            ];
+            for (weights, rows, sums) in both {
+                match &slow {
+                    None => scatter::<X, R>(x, weights, rows, width, sums),
+                    Some(mask) => mask.scatter(x, weights, rows, width, sums),
+                }
+            }
+        }
     }
-    for &head in heads {
-        for start in (0..job.queries).step_by(ROWS) {
-            let count = ROWS.min(job.queries - start);
-            // Positions rise: where the last query of a block sees none of these keys, none does.
-            if job.visible(start + count - 1) > at.first {
-                let queries = Place {
-                    head,
-                    first: start,
-                    count,
-                    ..at
-                };
-                key_block(job, at, queries, given, work, tile);
+
+    /// Adds a tile's dq to its rows.
+    #[inline(always)]
+    fn store_queries(&self, block: &Block, i: usize, panels: &mut Panels<'_, X::A>) {
+        let (job, lanes) = (self.job, lanes::<X>());
+        let (width, tile) = (padded::<X>(job.dim), self.tile(block, i));
+        let target = job.dq.as_ref().unwrap_or(&job.q);
+        let scale = X::A::from_f64(job.scale);
+        let dq = &panels.dq[i * width * lanes..(i + 1) * width * lanes];
+        let row = &mut panels.scores[..job.dim];
+        for lane in 0..tile.count {
+            panel::lane(dq, lanes, lane, row);
+            let address = target.at(block.batch, block.segment, tile.first + lane, tile.head);
+            // SAFETY: rows of different (batch, segment, row, head) do not overlap (checked before
+            // the job began), and this sweep alone has these.
+            let sums = unsafe { self.dq.row(address, job.dim) };
+            for (sum, &x) in sums.iter_mut().zip(&*row) {
+                *sum += scale * x;
             }
         }
     }
 }
 
-/// What one block of query rows adds to dk and dv.
-fn key_block<A: Real>(
-    job: &Job,
-    at: Place,
-    queries: Place,
-    given: &Given<'_>,
-    work: &mut Work<A>,
-    tile: &mut Tile<A>,
-) {
-    let factors = Factors::new(job);
-    let Work {
-        lanes,
-        rows,
-        weights: [scores, products],
-        ..
-    } = work;
-    let Place { head, count, .. } = queries;
-    let cell = |i: usize| job.cells.at(at.batch, at.segment, queries.first + i, head);
-    let address = |i: usize| job.q.at(at.batch, at.segment, queries.first + i, head);
-    let dout = given.upstream.dout.as_slice();
-    tile::load_rows(given.q.as_slice(), job.dim, count, address, &mut rows[0]);
-    tile::load_rows(dout, job.dim, count, |i| cell(i) * job.dim, &mut rows[1]);
-    let [q, dout] = rows.each_ref().map(|rows| &rows[..count * job.dim]);
-    let (scores, products) = (&mut scores[..count], &mut products[..count]);
-    tile::scores(q, &lanes[0], factors.scale, scores);
-    tile::scores(dout, &lanes[1], A::ONE, products);
-    let mut seen = [0; ROWS];
-    for (i, (score, product)) in scores.iter_mut().zip(&mut *products).enumerate() {
-        let lse = A::get(given.upstream.lse.as_slice(), cell(i));
-        let delta = A::get(given.upstream.delta.as_slice(), cell(i));
-        if lse != A::NEG_INFINITY {
-            let visible = job.visible(queries.first + i);
-            seen[i] = visible.saturating_sub(at.first).min(LANES);
-        }
-        factors.weigh(score, product, &[lse; LANES], &[delta; LANES]);
+#[inline(always)]
+fn add<A: Real>(from: &[A], to: &mut [A]) {
+    for (sum, &x) in to.iter_mut().zip(from) {
+        *sum += x;
     }
-    let whole = seen[..count].iter().all(|&seen| seen >= at.count);
-    let mask = (!whole).then(|| transposed(&seen));
-    if let Some(mask) = &mask {
-        mask.hide(scores, A::ZERO);
-        mask.hide(products, A::ZERO);
-    }
-    let ones = [A::ONE; LANES];
-    let [dk, dv] = &mut tile.sums;
-    tile::accumulate(q, products, mask.as_ref(), &ones, dk);
-    tile::accumulate(dout, scores, mask.as_ref(), &ones, dv);
 }
 
-/// The mask with keys as lanes: query i sees lane x where x < seen[i], that is −seen[i] < −x.
-fn transposed(seen: &[usize; ROWS]) -> Mask {
-    Mask {
-        row: seen.map(|seen| -(seen as i32)),
-        lane: std::array::from_fn(|lane| -(lane as i32)),
+#[inline(always)]
+fn vectors<X: Vector>(numbers: &[X::A]) -> [X::V; VECTORS] {
+    let vectors = X::of(numbers);
+    std::array::from_fn(|n| vectors[n])
+}
+
+/// sums[j] += Σ_i weights[j][i] · rows[i].
+#[inline(always)]
+fn scatter<X: Vector, const R: usize>(
+    x: X,
+    weights: &[X::A],
+    rows: &[X::A],
+    width: usize,
+    sums: &mut [X::A],
+) {
+    let (lanes, step) = (lanes::<X>(), width / X::WIDTH);
+    let rows = X::of(rows);
+    for (weights, sums) in weights
+        .chunks_exact(R * lanes)
+        .zip(sums.chunks_exact_mut(R * width))
+    {
+        let weights: [&[X::A]; R] = std::array::from_fn(|r| &weights[r * lanes..][..lanes]);
+        let sums = X::of_mut(sums);
+        let mut first = 0;
+        while first < step {
+            if first + 2 <= step {
+                let found = across::<X, R, 2>(x, weights, rows, step, first);
+                for (r, found) in found.into_iter().enumerate() {
+                    for (n, found) in found.into_iter().enumerate() {
+                        let sum = &mut sums[r * step + first + n];
+                        *sum = x.add(*sum, found);
+                    }
+                }
+                first += 2;
+            } else {
+                let found = across::<X, R, 1>(x, weights, rows, step, first);
+                for (r, [found]) in found.into_iter().enumerate() {
+                    let sum = &mut sums[r * step + first];
+                    *sum = x.add(*sum, found);
+                }
+                first += 1;
+            }
+        }
     }
 }

@@ -8,51 +8,41 @@ use encke_core::job::Block;
 use encke_core::kernel::Carry;
 
 use crate::real::Real;
-use crate::scratch::Pool;
 
 /// Merges the cells of one carry into another.
-pub(crate) fn merge<A: Real>(
-    pool: &Pool<A>,
-    block: &Block,
-    from: &Carry<Data>,
-    to: &mut Carry<Data>,
-) {
+pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) {
     let dim = block.width;
-    pool.with_work(dim, |work| {
-        let source = &mut work.rows[0][..dim];
-        let target = &mut work.row[..dim];
-        for (there, here) in block.addresses() {
-            let l = A::get(from.l.as_slice(), there);
-            if l == A::ZERO {
-                continue; // nothing was seen there, and its maximum is minus infinity
-            }
-            let (m, old_m) = (
-                A::get(from.m.as_slice(), there),
-                A::get(to.m.as_slice(), here),
-            );
-            let old_l = A::get(to.l.as_slice(), here);
-            let top = if old_m > m { old_m } else { m };
-            let keep = if old_l == A::ZERO {
-                A::ZERO
-            } else {
-                (old_m - top).exp()
-            };
-            let weight = (m - top).exp();
-            A::load(from.acc.as_slice(), there * dim, source);
-            A::load(to.acc.as_slice(), here * dim, target);
-            for (x, &y) in target.iter_mut().zip(&*source) {
-                *x = keep * *x + weight * y;
-            }
-            A::store(target, &mut to.acc, here * dim);
-            A::store(&[top], &mut to.m, here);
-            A::store(&[keep * old_l + weight * l], &mut to.l, here);
+    let (mut source, mut target) = (vec![A::ZERO; dim], vec![A::ZERO; dim]);
+    for (there, here) in block.addresses() {
+        let l = A::get(from.l.as_slice(), there);
+        if l == A::ZERO {
+            continue; // nothing was seen there, and its maximum is minus infinity
         }
-    });
+        let (m, old_m) = (
+            A::get(from.m.as_slice(), there),
+            A::get(to.m.as_slice(), here),
+        );
+        let old_l = A::get(to.l.as_slice(), here);
+        let top = if old_m > m { old_m } else { m };
+        let keep = if old_l == A::ZERO {
+            A::ZERO
+        } else {
+            (old_m - top).exp()
+        };
+        let weight = (m - top).exp();
+        A::load(from.acc.as_slice(), there * dim, &mut source);
+        A::load(to.acc.as_slice(), here * dim, &mut target);
+        for (x, &y) in target.iter_mut().zip(&source) {
+            *x = keep * *x + weight * y;
+        }
+        A::store(&target, &mut to.acc, here * dim);
+        A::store(&[top], &mut to.m, here);
+        A::store(&[keep * old_l + weight * l], &mut to.l, here);
+    }
 }
 
 /// Ends the softmax of cells.
 pub(crate) fn finish<A: Real>(
-    pool: &Pool<A>,
     cells: usize,
     dim: usize,
     gain: f64,
@@ -61,29 +51,26 @@ pub(crate) fn finish<A: Real>(
     lse: &mut Data,
 ) {
     let gain = A::from_f64(gain);
-    pool.with_work(dim, |work| {
-        let row = &mut work.row[..dim];
-        for cell in 0..cells {
-            let l = A::get(carry.l.as_slice(), cell);
-            if l == A::ZERO {
-                row.fill(A::ZERO);
-                A::store(row, out, cell * dim);
-                A::store(&[A::NEG_INFINITY], lse, cell);
-                continue;
-            }
-            A::load(carry.acc.as_slice(), cell * dim, row);
-            let factor = gain / l;
-            row.iter_mut().for_each(|x| *x = factor * *x);
-            A::store(row, out, cell * dim);
-            let m = A::get(carry.m.as_slice(), cell);
-            A::store(&[m + l.ln()], lse, cell);
+    let mut row = vec![A::ZERO; dim];
+    for cell in 0..cells {
+        let l = A::get(carry.l.as_slice(), cell);
+        if l == A::ZERO {
+            row.fill(A::ZERO);
+            A::store(&row, out, cell * dim);
+            A::store(&[A::NEG_INFINITY], lse, cell);
+            continue;
         }
-    });
+        A::load(carry.acc.as_slice(), cell * dim, &mut row);
+        let factor = gain / l;
+        row.iter_mut().for_each(|x| *x = factor * *x);
+        A::store(&row, out, cell * dim);
+        let m = A::get(carry.m.as_slice(), cell);
+        A::store(&[m + l.ln()], lse, cell);
+    }
 }
 
 /// delta = dout·out − dlse.
 pub(crate) fn delta<A: Real>(
-    pool: &Pool<A>,
     cells: usize,
     dim: usize,
     out: &Data,
@@ -91,15 +78,13 @@ pub(crate) fn delta<A: Real>(
     dlse: Option<&Data>,
     delta: &mut Data,
 ) {
-    pool.with_work(dim, |work| {
-        let [x, y] = work.rows.each_mut().map(|rows| &mut rows[..dim]);
-        for cell in 0..cells {
-            A::load(out.as_slice(), cell * dim, x);
-            A::load(dout.as_slice(), cell * dim, y);
-            let from_lse = dlse.map_or(A::ZERO, |dlse| A::get(dlse.as_slice(), cell));
-            A::store(&[dot(x, y) - from_lse], delta, cell);
-        }
-    });
+    let (mut x, mut y) = (vec![A::ZERO; dim], vec![A::ZERO; dim]);
+    for cell in 0..cells {
+        A::load(out.as_slice(), cell * dim, &mut x);
+        A::load(dout.as_slice(), cell * dim, &mut y);
+        let from_lse = dlse.map_or(A::ZERO, |dlse| A::get(dlse.as_slice(), cell));
+        A::store(&[dot(&x, &y) - from_lse], delta, cell);
+    }
 }
 
 /// A dot product in eight running sums, which is what lets it be vector code.

@@ -1,143 +1,297 @@
-//! The forward pass: up to 32 queries against the keys they see, continuing the carry.
+//! The forward pass: a block of queries against the keys they see, continuing the carry.
 //!
-//! Scores exist for one block of keys at a time. Blocks past the last visible key are not touched,
-//! and only blocks on the diagonal are masked.
+//! Scores exist for one panel of keys and one tile of queries at a time. Panels past the last
+//! visible key are not packed, tiles that see nothing of a panel skip it, and only tiles on the
+//! diagonal are masked.
 
 use encke_core::Data;
 use encke_core::job::Job;
 use encke_core::kernel::Carry;
+use rayon::prelude::*;
 
+use crate::grid::{Block, Grid, Tile};
+use crate::micro::{across, down};
+use crate::panel;
 use crate::real::Real;
-use crate::scratch::{Pool, Tile, Work};
-use crate::tile::{self, LANES, Lanes, Mask, ROWS};
-use crate::wave::{self, Grid, Place};
+use crate::scratch::{Pool, Scratch};
+use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded};
+use crate::shared::Shared;
+use crate::softmax::{self, Mask};
+use crate::vector::{Task, Vector};
 
-/// Attends the queries of the job to its keys.
-pub(crate) fn forward<A: Real>(
-    pool: &Pool<A>,
+/// Sizes of one task's panels: queries and outputs as lanes, m and l of each lane, scores, keys
+/// and values.
+pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 7] {
+    let (tile, width) = (lanes::<X>(), padded::<X>(dim));
+    let panel = TILES * width * tile;
+    let cells = TILES * tile;
+    [
+        panel,
+        panel,
+        cells,
+        cells,
+        KEYS * tile,
+        KEYS * width,
+        KEYS * width,
+    ]
+}
+
+/// What the tasks of a job share.
+struct Attention<'a, X: Vector> {
+    x: X,
+    job: &'a Job,
+    grid: &'a Grid,
+    q: &'a Data,
+    k: &'a Data,
+    v: &'a Data,
+    carry: Carry<Shared<'a, X::A>>,
+}
+
+/// Attends the queries of a job to its keys, `R` rows in registers at a time.
+pub(crate) fn forward<X: Vector, const R: usize>(
+    x: X,
+    pool: &Pool<X::A>,
     job: &Job,
-    q: &Data,
-    k: &Data,
-    v: &Data,
+    [q, k, v]: [&Data; 3],
     carry: &mut Carry<Data>,
 ) {
-    let grid = Grid {
-        batch: job.batch,
-        segments: job.segments,
-        heads: job.heads,
-        rows: job.queries,
+    let grid = Grid::new(job, lanes::<X>());
+    let attention = Attention {
+        x,
+        job,
+        grid: &grid,
+        q,
+        k,
+        v,
+        carry: Carry {
+            acc: Shared::new(X::A::numbers(&mut carry.acc)),
+            m: Shared::new(X::A::numbers(&mut carry.m)),
+            l: Shared::new(X::A::numbers(&mut carry.l)),
+        },
     };
-    let compute = |carry: &Carry<Data>, place: Place, work: &mut Work<A>, tile: &mut Tile<A>| {
-        load(job, place, carry, &mut work.row, tile);
-        attend(job, place, [q, k, v], work, tile);
-    };
-    let store = |carry: &mut Carry<Data>, place: Place, tile: &Tile<A>, row: &mut [A]| {
-        store(job, place, tile, row, carry);
-    };
-    wave::run(pool, job.dim, grid, carry, compute, store);
+    let blocks = grid.all_blocks(job);
+    blocks.par_iter().with_max_len(1).for_each(|block| {
+        pool.with(|scratch| {
+            x.run(Attend::<X, R> {
+                attention: &attention,
+                block,
+                scratch,
+            });
+        });
+    });
 }
 
-/// The cell of one lane.
-fn cell(job: &Job, place: Place, lane: usize) -> usize {
-    let row = place.first + lane;
-    job.cells.at(place.batch, place.segment, row, place.head)
+/// One block of queries.
+struct Attend<'a, X: Vector, const R: usize> {
+    attention: &'a Attention<'a, X>,
+    block: &'a Block,
+    scratch: &'a mut Scratch<X::A>,
 }
 
-fn load<A: Real>(job: &Job, at: Place, carry: &Carry<Data>, row: &mut [A], tile: &mut Tile<A>) {
-    let acc = carry.acc.as_slice();
-    let address = |lane| cell(job, at, lane) * job.dim;
-    tile::load_lanes(acc, at.count, address, row, &mut tile.sums[0]);
-    tile.m.fill(A::NEG_INFINITY);
-    tile.l.fill(A::ZERO);
-    for lane in 0..at.count {
-        let cell = cell(job, at, lane);
-        tile.m[lane] = A::get(carry.m.as_slice(), cell);
-        tile.l[lane] = A::get(carry.l.as_slice(), cell);
+/// The panels of a task.
+struct Panels<'a, A> {
+    q: &'a mut [A],
+    out: &'a mut [A],
+    m: &'a mut [A],
+    l: &'a mut [A],
+    scores: &'a mut [A],
+    k: &'a mut [A],
+    v: &'a mut [A],
+}
+
+impl<X: Vector, const R: usize> Task for Attend<'_, X, R> {
+    #[inline(always)]
+    fn run(self) {
+        let Attend {
+            attention,
+            block,
+            scratch,
+        } = self;
+        let [q, out, m, l, scores, k, v] = scratch.panels(sizes::<X>(attention.job.dim));
+        let mut panels = Panels {
+            q,
+            out,
+            m,
+            l,
+            scores,
+            k,
+            v,
+        };
+        let mut visible = [[0; MOST_LANES]; TILES];
+        for (i, tile) in block.tiles.clone().enumerate() {
+            let tile = attention.grid.tile(block.group, tile);
+            attention.load(block, i, tile, &mut panels);
+            for (lane, seen) in visible[i][..lanes::<X>()].iter_mut().enumerate() {
+                *seen = attention.job.visible(tile.first + lane.min(tile.count - 1));
+            }
+        }
+        attention.attend::<R>(block, &visible, &mut panels);
+        for (i, tile) in block.tiles.clone().enumerate() {
+            let tile = attention.grid.tile(block.group, tile);
+            attention.store(block, i, tile, &mut panels);
+        }
     }
 }
 
-fn store<A: Real>(job: &Job, at: Place, tile: &Tile<A>, row: &mut [A], carry: &mut Carry<Data>) {
-    for lane in 0..at.count {
-        let cell = cell(job, at, lane);
-        tile::lane(&tile.sums[0], lane, row);
-        A::store(row, &mut carry.acc, cell * job.dim);
-        A::store(&tile.m[lane..=lane], &mut carry.m, cell);
-        A::store(&tile.l[lane..=lane], &mut carry.l, cell);
+impl<X: Vector> Attention<'_, X> {
+    #[inline(always)]
+    fn cell(&self, block: &Block, tile: Tile, lane: usize) -> usize {
+        let row = tile.first + lane;
+        self.job
+            .cells
+            .at(block.batch, block.segment, row, tile.head)
+    }
+
+    /// Queries (times the scale) and carry of tile `i`, as lanes.
+    #[inline(always)]
+    fn load(&self, block: &Block, i: usize, tile: Tile, panels: &mut Panels<'_, X::A>) {
+        let (job, lanes) = (self.job, lanes::<X>());
+        let width = padded::<X>(job.dim);
+        let at = i * width * lanes..(i + 1) * width * lanes;
+        let address = |row: usize| {
+            job.q
+                .at(block.batch, block.segment, tile.first + row, tile.head)
+        };
+        let rows = &mut panels.k[..lanes * width];
+        panel::rows(self.q.as_slice(), job.dim, tile.count, address, width, rows);
+        let scale = X::A::from_f64(job.scale);
+        panel::transpose(
+            rows,
+            width,
+            tile.count,
+            scale,
+            lanes,
+            &mut panels.q[at.clone()],
+        );
+        let cells = i * lanes..(i + 1) * lanes;
+        let (m, l) = (&mut panels.m[cells.clone()], &mut panels.l[cells]);
+        m.fill(X::A::NEG_INFINITY);
+        l.fill(X::A::ZERO);
+        rows.fill(X::A::ZERO);
+        for lane in 0..tile.count {
+            let cell = self.cell(block, tile, lane);
+            // SAFETY: cells of different (batch, segment, row, head) do not overlap (checked
+            // before the job began), and this task alone has these.
+            let (acc, old_m, old_l) = unsafe {
+                (
+                    self.carry.acc.row(cell * job.dim, job.dim),
+                    self.carry.m.row(cell, 1),
+                    self.carry.l.row(cell, 1),
+                )
+            };
+            rows[lane * width..][..job.dim].copy_from_slice(acc);
+            (m[lane], l[lane]) = (old_m[0], old_l[0]);
+        }
+        let out = &mut panels.out[at];
+        panel::transpose(rows, width, tile.count, X::A::ONE, lanes, out);
+    }
+
+    /// The way back for the carry.
+    #[inline(always)]
+    fn store(&self, block: &Block, i: usize, tile: Tile, panels: &mut Panels<'_, X::A>) {
+        let (dim, lanes) = (self.job.dim, lanes::<X>());
+        let width = padded::<X>(dim);
+        let out = &panels.out[i * width * lanes..(i + 1) * width * lanes];
+        for lane in 0..tile.count {
+            let cell = self.cell(block, tile, lane);
+            // SAFETY: as in `load`.
+            let (acc, m, l) = unsafe {
+                (
+                    self.carry.acc.row(cell * dim, dim),
+                    self.carry.m.row(cell, 1),
+                    self.carry.l.row(cell, 1),
+                )
+            };
+            panel::lane(out, lanes, lane, acc);
+            m[0] = panels.m[i * lanes + lane];
+            l[0] = panels.l[i * lanes + lane];
+        }
+    }
+
+    /// All panels of keys that any query of the block sees.
+    #[inline(always)]
+    fn attend<const R: usize>(
+        &self,
+        block: &Block,
+        visible: &[[usize; MOST_LANES]; TILES],
+        panels: &mut Panels<'_, X::A>,
+    ) {
+        let (job, lanes) = (self.job, lanes::<X>());
+        let width = padded::<X>(job.dim);
+        let tiles = block.tiles.len();
+        // Positions rise, so the last lane of a tile sees the most keys.
+        let most = (0..tiles).map(|i| visible[i][lanes - 1]).max().unwrap_or(0);
+        let head = self.grid.groups[block.group][0];
+        for start in (0..most).step_by(KEYS) {
+            let count = KEYS.min(most - start);
+            let address = |j: usize| job.k.at(block.batch, block.segment, start + j, head);
+            let (k, v) = (&mut *panels.k, &mut *panels.v);
+            panel::rows(self.k.as_slice(), job.dim, count, address, width, k);
+            let finite = panel::rows(self.v.as_slice(), job.dim, count, address, width, v);
+            for (i, visible) in visible.iter().enumerate().take(tiles) {
+                if visible[lanes - 1] <= start {
+                    continue;
+                }
+                let seen = (visible[lanes - 1] - start).min(count).next_multiple_of(R);
+                let mask = Mask::new::<X>(&visible[..lanes], start, seen);
+                let at = i * width * lanes..(i + 1) * width * lanes;
+                let q = X::of(&panels.q[at.clone()]);
+                let out = X::of_mut(&mut panels.out[at]);
+                let scores = X::of_mut(&mut panels.scores[..seen * lanes]);
+                products::<X, R>(self.x, &k[..seen * width], width, job.dim, q, scores);
+                if let Some(mask) = &mask {
+                    mask.hide(self.x, scores, X::A::NEG_INFINITY);
+                }
+                let cells = i * lanes..(i + 1) * lanes;
+                let m = X::of_mut(&mut panels.m[cells.clone()]);
+                let l = X::of_mut(&mut panels.l[cells]);
+                let keep = softmax::weights(self.x, scores, m, l);
+                let v = &v[..seen * width];
+                match mask.filter(|_| !finite) {
+                    None => accumulate::<X, R>(self.x, v, width, scores, &keep, out),
+                    Some(mask) => mask.accumulate(self.x, v, width, scores, &keep, out),
+                }
+            }
+        }
     }
 }
 
-/// All blocks of keys that any of the queries sees.
-fn attend<A: Real>(
-    job: &Job,
-    at: Place,
-    [q, k, v]: [&Data; 3],
-    work: &mut Work<A>,
-    tile: &mut Tile<A>,
+/// scores[j] = Σ_c rows[j][c] · lanes[c], for as many rows as there are.
+#[inline(always)]
+pub(crate) fn products<X: Vector, const R: usize>(
+    x: X,
+    rows: &[X::A],
+    width: usize,
+    dim: usize,
+    lanes: &[X::V],
+    scores: &mut [X::V],
 ) {
-    let visible = visible(job, at);
-    let most = visible[at.count - 1];
-    let address = |i: usize| job.q.at(at.batch, at.segment, at.first + i, at.head);
-    let Work {
-        lanes,
-        rows,
-        weights,
-        row,
-    } = work;
-    tile::load_lanes(q.as_slice(), at.count, address, row, &mut lanes[0]);
-    for start in (0..most).step_by(ROWS) {
-        let count = ROWS.min(most - start);
-        let address = |j: usize| job.k.at(at.batch, at.segment, start + j, at.head);
-        tile::load_rows(k.as_slice(), job.dim, count, address, &mut rows[0]);
-        tile::load_rows(v.as_slice(), job.dim, count, address, &mut rows[1]);
-        let weights = &mut weights[0][..count];
-        let keys = &rows[0][..count * job.dim];
-        tile::scores(keys, &lanes[0], A::from_f64(job.scale), weights);
-        // Positions rise, so the first query sees the fewest keys.
-        let mask = (visible[0] < start + count).then(|| diagonal(&visible, start));
-        if let Some(mask) = &mask {
-            mask.hide(weights, A::NEG_INFINITY);
+    let groups = rows.chunks_exact(R * width);
+    for (rows, scores) in groups.zip(scores.chunks_exact_mut(R * VECTORS)) {
+        let rows: [&[X::A]; R] = std::array::from_fn(|r| &rows[r * width..][..dim]);
+        let sums = across::<X, R, VECTORS>(x, rows, lanes, VECTORS, 0);
+        for (scores, sums) in scores.chunks_exact_mut(VECTORS).zip(sums) {
+            scores.copy_from_slice(&sums);
         }
-        let keep = softmax(weights, &mut tile.m, &mut tile.l);
-        let values = &rows[1][..count * job.dim];
-        tile::accumulate(values, weights, mask.as_ref(), &keep, &mut tile.sums[0]);
     }
 }
 
-/// How many keys each lane sees; lanes without a query are given what the last one has.
-pub(crate) fn visible(job: &Job, at: Place) -> [usize; LANES] {
-    std::array::from_fn(|lane| job.visible(at.first + lane.min(at.count - 1)))
-}
-
-/// The mask of a block of keys that begins at `start`, with queries as lanes.
-pub(crate) fn diagonal(visible: &[usize; LANES], start: usize) -> Mask {
-    Mask {
-        row: std::array::from_fn(|j| j as i32),
-        lane: visible.map(|seen| seen.saturating_sub(start).min(ROWS) as i32),
-    }
-}
-
-/// Turns scores into weights relative to the new maximum; returns what old sums are to be
-/// multiplied with.
-fn softmax<A: Real>(scores: &mut [Lanes<A>], m: &mut Lanes<A>, l: &mut Lanes<A>) -> Lanes<A> {
-    let old = *m;
-    for scores in scores.iter() {
-        for (m, &score) in m.iter_mut().zip(scores) {
-            *m = if score > *m { score } else { *m };
+/// out[c] = keep · out[c] + Σ_j rows[j][c] · weights[j].
+#[inline(always)]
+pub(crate) fn accumulate<X: Vector, const R: usize>(
+    x: X,
+    rows: &[X::A],
+    width: usize,
+    weights: &[X::V],
+    keep: &[X::V; VECTORS],
+    out: &mut [X::V],
+) {
+    for (group, out) in out.chunks_exact_mut(R * VECTORS).enumerate() {
+        let sums = down::<X, R, VECTORS>(x, rows, width, group * R, weights);
+        for (out, sums) in out.chunks_exact_mut(VECTORS).zip(sums) {
+            for n in 0..VECTORS {
+                out[n] = x.mul_add(keep[n], out[n], sums[n]);
+            }
         }
     }
-    // A lane that has seen nothing subtracts 0: minus infinity minus itself would be NaN.
-    let base = m.map(|m| if m == A::NEG_INFINITY { A::ZERO } else { m });
-    let mut sum = [A::ZERO; LANES];
-    for scores in scores {
-        for ((score, &base), sum) in scores.iter_mut().zip(&base).zip(&mut sum) {
-            *score = (*score - base).exp();
-            *sum += *score;
-        }
-    }
-    let mut keep = [A::ZERO; LANES];
-    for i in 0..LANES {
-        keep[i] = (old[i] - base[i]).exp();
-        l[i] = keep[i] * l[i] + sum[i];
-    }
-    keep
 }

@@ -1,44 +1,67 @@
-//! Attention kernels for the CPU: portable, safe, flash-style.
+//! Attention kernels for the CPU, flash-style.
 //!
 //! Scores exist one tile at a time and the carry is updated in place, so memory beside the
 //! operands does not grow with the sequence. Nothing here knows of patterns or ranks: a job says
 //! it all.
 //!
-//! The decision that shaped this crate: lanes of a vector are queries (keys, for dk and dv), never
-//! channels. A softmax then needs no reduction across lanes, rows of any dimension fill vectors,
-//! and plain loops over arrays of 32 numbers are all the SIMD there is.
-#![forbid(unsafe_code)]
+//! The decision that shaped this crate: lanes of a vector are queries, never channels. A softmax
+//! then needs no reduction across lanes, and rows of any dimension fill vectors. The algorithm is
+//! written once, over the [`vector`] trait, and compiled for each instruction set ([`Arm`]).
+#![deny(unsafe_op_in_unsafe_fn)]
 
+mod arm;
 mod backward;
 mod cells;
 mod forward;
+mod grid;
+mod micro;
+mod panel;
 mod real;
 mod scratch;
-mod tile;
-mod wave;
+mod shape;
+mod shared;
+mod softmax;
+mod vector;
 
 use encke_core::host;
 use encke_core::job::{Block, Job};
-use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Result, Upstream};
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
-use scratch::Pool;
+pub use arm::{Arm, VARIABLE};
+use scratch::{Pool, Scratch};
+use vector::{F32, F64, Plain};
 
 /// Attention on the CPU, on the threads of the rayon pool it is called from.
 ///
 /// Results do not depend on the number of threads. Sums are f64 where any operand is f64 and f32
 /// otherwise. Scratch memory is kept for the next call.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct CpuKernel {
+    arm: Arm,
     narrow: Pool<f32>,
     wide: Pool<f64>,
 }
 
 impl CpuKernel {
-    /// A kernel without scratch memory: that comes with the first job.
-    pub fn new() -> CpuKernel {
-        CpuKernel::default()
+    /// A kernel on the fastest instruction set of this machine, or the one that `ENCKE_CPU` names.
+    pub fn new() -> Result<CpuKernel> {
+        CpuKernel::with(Arm::chosen()?)
+    }
+
+    /// A kernel on one instruction set; refused where the machine does not have it.
+    pub fn with(arm: Arm) -> Result<CpuKernel> {
+        Ok(CpuKernel {
+            arm: arm.check()?,
+            narrow: Pool::default(),
+            wide: Pool::default(),
+        })
+    }
+
+    /// The instruction set in use.
+    pub fn arm(&self) -> Arm {
+        self.arm
     }
 
     /// Bytes of scratch memory held for the next call.
@@ -47,13 +70,63 @@ impl CpuKernel {
     }
 }
 
-/// Calls a function with the pool of the precision that the given operands are summed in.
+/// The type that sums are kept in, the same for all of `buffers`.
+fn sums_in(buffers: &[&Data]) -> Result<DType> {
+    let types = || buffers.iter().map(|buffer| buffer.as_slice().dtype());
+    match types().next() {
+        Some(dtype @ (DType::F32 | DType::F64)) if types().all(|other| other == dtype) => Ok(dtype),
+        _ => Err(unsupported(format!(
+            "sums in {}; they are kept in f32 or f64, all in the same",
+            types()
+                .map(|dtype| dtype.to_string())
+                .collect::<Vec<_>>()
+                .join(", ")
+        ))),
+    }
+}
+
+fn unsupported(what: String) -> KernelError {
+    KernelError::Unsupported {
+        kernel: "cpu",
+        what,
+    }
+}
+
+/// Refuses a job whose tasks would write the same numbers.
+fn writable(what: &str, disjoint: bool) -> Result<()> {
+    match disjoint {
+        true => Ok(()),
+        false => Err(unsupported(format!("rows of {what} that overlap"))),
+    }
+}
+
+/// Calls a function in the precision of some sums.
 macro_rules! in_precision {
-    ($kernel:expr, [$($operand:expr),*], $($call:ident)::* ($($argument:expr),*)) => {
-        if [$(&$operand),*].iter().any(|data| data.as_slice().dtype() == DType::F64) {
-            $($call)::*::<f64>(&$kernel.wide, $($argument),*)
-        } else {
-            $($call)::*::<f32>(&$kernel.narrow, $($argument),*)
+    ($dtype:expr, $($call:ident)::* ($($argument:expr),*)) => {
+        match $dtype {
+            DType::F64 => $($call)::*::<f64>($($argument),*),
+            _ => $($call)::*::<f32>($($argument),*),
+        }
+    };
+}
+
+/// Calls a function with the vectors of the arm in use and as many rows as fit its registers.
+macro_rules! on_arm {
+    ($kernel:expr, $a:ty, $vectors:ident, $($call:ident)::+ ($($argument:expr),*)) => {
+        match $kernel.arm {
+            Arm::Portable => $($call)::+::<_, 4>(Plain::<$a>::new(), $($argument),*),
+            #[cfg(target_arch = "x86_64")]
+            Arm::Avx2 => {
+                let simd = pulp::x86::V3::try_new().expect("the arm was checked");
+                $($call)::+::<_, 4>($vectors(simd), $($argument),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            Arm::Avx512 => {
+                let simd = pulp::x86::V4::try_new().expect("the arm was checked");
+                $($call)::+::<_, 8>($vectors(simd), $($argument),*)
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Arm::Avx2 | Arm::Avx512 => unreachable!("the arm was checked"),
         }
     };
 }
@@ -97,16 +170,31 @@ impl Kernel for CpuKernel {
         v: &Data,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
-        in_precision!(
-            self,
-            [*q, *k, *v, carry.acc],
-            forward::forward(job, q, k, v, carry)
-        );
+        let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l])?;
+        let cells = [job.batch, job.segments, job.queries];
+        writable("the carry", shared::disjoint(&job.cells, cells, 1))?;
+        match dtype {
+            DType::F64 => {
+                on_arm!(
+                    self,
+                    f64,
+                    F64,
+                    forward::forward(&self.wide, job, [q, k, v], carry)
+                );
+            }
+            _ => on_arm!(
+                self,
+                f32,
+                F32,
+                forward::forward(&self.narrow, job, [q, k, v], carry)
+            ),
+        }
         Ok(())
     }
 
     fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
-        in_precision!(self, [from.acc, to.acc], cells::merge(block, from, to));
+        let dtype = sums_in(&[&from.acc, &from.m, &from.l, &to.acc, &to.m, &to.l])?;
+        in_precision!(dtype, cells::merge(block, from, to));
         Ok(())
     }
 
@@ -119,11 +207,8 @@ impl Kernel for CpuKernel {
         out: &mut Data,
         lse: &mut Data,
     ) -> Result<()> {
-        in_precision!(
-            self,
-            [carry.acc],
-            cells::finish(cells, dim, gain, carry, out, lse)
-        );
+        let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l])?;
+        in_precision!(dtype, cells::finish(cells, dim, gain, carry, out, lse));
         Ok(())
     }
 
@@ -136,11 +221,8 @@ impl Kernel for CpuKernel {
         dlse: Option<&Data>,
         delta: &mut Data,
     ) -> Result<()> {
-        in_precision!(
-            self,
-            [*out, *dout, *delta],
-            cells::delta(cells, dim, out, dout, dlse, delta)
-        );
+        let dtype = sums_in(&[delta])?;
+        in_precision!(dtype, cells::delta(cells, dim, out, dout, dlse, delta));
         Ok(())
     }
 
@@ -154,18 +236,41 @@ impl Kernel for CpuKernel {
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
         let given = backward::Given { q, k, v, upstream };
-        in_precision!(
-            self,
-            [*q, *k, *v, *gradients.dq],
-            backward::backward(job, &given, gradients)
-        );
+        let dtype = sums_in(&[gradients.dq, gradients.dk, gradients.dv])?;
+        let queries = [job.batch, job.segments, job.queries];
+        let dq = job.dq.as_ref().unwrap_or(&job.q);
+        writable("dq", shared::disjoint(dq, queries, job.dim))?;
+        let keys = [job.batch, job.segments, job.keys];
+        writable("dk and dv", shared::disjoint(&job.k, keys, job.dim))?;
+        match dtype {
+            DType::F64 => {
+                on_arm!(
+                    self,
+                    f64,
+                    F64,
+                    backward::backward(&self.wide, job, given, gradients)
+                );
+            }
+            _ => on_arm!(
+                self,
+                f32,
+                F32,
+                backward::backward(&self.narrow, job, given, gradients)
+            ),
+        }
         Ok(())
     }
 
     fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize {
-        match dtype.sum() {
-            DType::F64 => wave::bytes::<f64>(job.dim),
-            _ => wave::bytes::<f32>(job.dim),
+        fn of<X: vector::Vector, const R: usize>(_: X, dim: usize) -> usize {
+            let forward = Scratch::<X::A>::elements(&forward::sizes::<X>(dim));
+            let backward = Scratch::<X::A>::elements(&backward::sizes::<X>(dim));
+            forward.max(backward) * size_of::<X::A>()
         }
+        let task = match dtype.sum() {
+            DType::F64 => on_arm!(self, f64, F64, of(job.dim)),
+            _ => on_arm!(self, f32, F32, of(job.dim)),
+        };
+        task * rayon::current_num_threads()
     }
 }

@@ -11,11 +11,14 @@ use encke_core::dtype::Slice;
 use encke_core::{Data, Element};
 use half::slice::HalfFloatSliceExt;
 
+use crate::vector::{self, PLAIN, Plain};
+
 /// A type to sum in.
 pub(crate) trait Real:
     Copy
     + Debug
     + Default
+    + bytemuck::Pod
     + PartialOrd
     + Send
     + Sync
@@ -31,14 +34,19 @@ pub(crate) trait Real:
 
     /// The nearest number.
     fn from_f64(x: f64) -> Self;
-    /// e to the power of `self`, for powers that are weights: at most 1, give or take rounding.
+    /// e to the power of `self`.
     fn exp(self) -> Self;
+    /// e to the power of each of a plain vector's numbers, for powers that are weights.
+    fn exp_plain(powers: [Self; PLAIN]) -> [Self; PLAIN];
     /// The natural logarithm.
     fn ln(self) -> Self;
     /// Reads a row.
     fn load(source: Slice<'_>, at: usize, row: &mut [Self]);
     /// Rounds a row into its place.
     fn store(row: &[Self], target: &mut Data, at: usize);
+
+    /// The numbers of a buffer that sums are kept in; it has this type.
+    fn numbers(data: &mut Data) -> &mut [Self];
 
     /// Reads one number.
     fn get(source: Slice<'_>, at: usize) -> Self {
@@ -55,13 +63,24 @@ impl Real for f64 {
         x
     }
 
-    #[inline]
     fn exp(self) -> f64 {
         f64::exp(self)
     }
 
+    #[inline(always)]
+    fn exp_plain(powers: [f64; PLAIN]) -> [f64; PLAIN] {
+        powers.map(f64::exp)
+    }
+
     fn ln(self) -> f64 {
         f64::ln(self)
+    }
+
+    fn numbers(data: &mut Data) -> &mut [f64] {
+        let Data::F64(numbers) = data else {
+            unreachable!("sums of f64 are kept in f64");
+        };
+        numbers
     }
 
     fn load(source: Slice<'_>, at: usize, row: &mut [f64]) {
@@ -104,13 +123,27 @@ impl Real for f32 {
         x as f32
     }
 
-    #[inline]
     fn exp(self) -> f32 {
-        exp(self)
+        f32::exp(self)
+    }
+
+    #[inline(always)]
+    fn exp_plain(powers: [f32; PLAIN]) -> [f32; PLAIN] {
+        let power_of_two = |x: f32| f32::from_bits((x.to_bits() << 23).wrapping_add(127 << 23));
+        vector::exp(Plain::<f32>::new(), powers, |shifted| {
+            shifted.map(power_of_two)
+        })
     }
 
     fn ln(self) -> f32 {
         f32::ln(self)
+    }
+
+    fn numbers(data: &mut Data) -> &mut [f32] {
+        let Data::F32(numbers) = data else {
+            unreachable!("sums of f32 are kept in f32");
+        };
+        numbers
     }
 
     fn load(source: Slice<'_>, at: usize, row: &mut [f32]) {
@@ -139,60 +172,5 @@ impl Real for f32 {
             Data::Bf16(x) => x[range].convert_from_f32_slice(row),
             Data::F16(x) => x[range].convert_from_f32_slice(row),
         }
-    }
-}
-
-/// e^x by Cephes' polynomial, to about one unit in the last place. The library's `exp` is a call
-/// and would stop the loop around it from becoming vector code; this one is arithmetic only.
-///
-/// Powers that would be subnormal give 0. Powers above 88 give e^88: weights are never that large,
-/// and lanes that nobody reads may hold anything. A NaN stays one.
-#[inline]
-fn exp(power: f32) -> f32 {
-    const LOW: f32 = -87.0;
-    const HIGH: f32 = 88.0;
-    // Adding and subtracting 1.5·2^23 rounds to the nearest integer and leaves it in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    // ln 2 in two parts: the first has so few bits that its products with integers are exact.
-    const LN_2_HIGH: f32 = 0.693_359_4;
-    const LN_2_LOW: f32 = -2.121_944_4e-4;
-    let x = if power > HIGH { HIGH } else { power };
-    let x = if x < LOW { LOW } else { x };
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let r = x - n * LN_2_HIGH - n * LN_2_LOW;
-    let mut y = 1.987_569_1e-4;
-    y = y * r + 1.398_2e-3;
-    y = y * r + 8.333_452e-3;
-    y = y * r + 4.166_579_6e-2;
-    y = y * r + 1.666_666_5e-1;
-    y = y * r + 0.5;
-    y = y * (r * r) + r + 1.0;
-    let scale = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
-    if power < LOW { 0.0 } else { y * scale }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn exp_is_right_to_two_units_in_the_last_place() {
-        let mut worst: f64 = 0.0;
-        for i in 0..2_000_000 {
-            let x = -86.9 + i as f32 * (90.0 / 2_000_000.0);
-            let exact = f64::from(x).exp();
-            worst = worst.max((f64::from(exp(x)) - exact).abs() / exact);
-        }
-        assert!(worst < 2.0 * f64::from(f32::EPSILON), "{worst:e}");
-    }
-
-    #[test]
-    fn exp_at_the_ends() {
-        assert_eq!(exp(0.0), 1.0);
-        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
-        assert_eq!(exp(-1e4), 0.0);
-        assert!(exp(f32::NAN).is_nan());
-        assert!(exp(f32::INFINITY).is_finite());
     }
 }

@@ -1,29 +1,51 @@
-//! The suite every kernel runs, and what this kernel promises beyond it.
+//! The suite every kernel runs, on every instruction set, and what this kernel promises beyond it.
 
 use encke_core::conformance::{self, Random};
 use encke_core::job::{Causal, Job, Operand};
 use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
 use encke_core::{DType, Data};
-use encke_cpu::CpuKernel;
+use encke_cpu::{Arm, CpuKernel};
 
-#[test]
-fn conforms_in_f64() {
-    conformance::kernel(&CpuKernel::new(), &[DType::F64]).unwrap();
+/// Runs the suite on one arm, or says why not.
+fn conforms(arm: Arm) {
+    match CpuKernel::with(arm) {
+        Ok(kernel) => conformance::kernel(&kernel, &DType::ALL).unwrap(),
+        Err(error) => println!("skipped: {error}"),
+    }
 }
 
 #[test]
-fn conforms_in_f32() {
-    conformance::kernel(&CpuKernel::new(), &[DType::F32]).unwrap();
+fn portable_conforms() {
+    conforms(Arm::Portable);
 }
 
 #[test]
-fn conforms_in_bf16() {
-    conformance::kernel(&CpuKernel::new(), &[DType::Bf16]).unwrap();
+fn avx2_conforms() {
+    conforms(Arm::Avx2);
 }
 
 #[test]
-fn conforms_in_f16() {
-    conformance::kernel(&CpuKernel::new(), &[DType::F16]).unwrap();
+fn avx512_conforms() {
+    conforms(Arm::Avx512);
+}
+
+#[test]
+fn arms_are_known_by_name_and_never_replaced() {
+    for arm in Arm::ALL {
+        match arm.to_string().parse::<Arm>() {
+            Ok(parsed) => assert_eq!(parsed, arm),
+            Err(error) => {
+                assert!(!arm.is_available());
+                assert!(error.to_string().contains("ENCKE_CPU"), "{error}");
+            }
+        }
+    }
+    let error = "sse9".parse::<Arm>().expect_err("there is no such thing");
+    assert!(
+        error.to_string().contains("portable, avx2, avx512"),
+        "{error}"
+    );
+    assert!(Arm::best().is_available());
 }
 
 const HEADS: usize = 3;
@@ -111,7 +133,9 @@ fn the_number_of_threads_changes_no_bit() {
     let job = job(150, 24);
     for dtype in DType::ALL {
         let bits = |threads: usize| {
-            let results = on_threads(threads, || run(&CpuKernel::new(), &job, dtype));
+            let results = on_threads(threads, || {
+                run(&CpuKernel::new().expect("an arm"), &job, dtype)
+            });
             results
                 .iter()
                 .map(|data| data.bytes().to_vec())
@@ -126,7 +150,7 @@ fn the_number_of_threads_changes_no_bit() {
 #[test]
 fn scratch_is_what_was_announced_and_is_kept() {
     for dtype in [DType::F64, DType::F32, DType::Bf16] {
-        let kernel = CpuKernel::new();
+        let kernel = CpuKernel::new().expect("an arm");
         assert_eq!(kernel.scratch_bytes(), 0);
         on_threads(2, || {
             let job = job(300, 64);
@@ -143,13 +167,13 @@ fn scratch_is_what_was_announced_and_is_kept() {
 
 #[test]
 fn workspace_does_not_grow_with_the_sequence() {
-    let kernel = CpuKernel::new();
+    let kernel = CpuKernel::new().expect("an arm");
     let bytes = |tokens: usize| kernel.workspace_bytes(&job(tokens, 64), DType::F32);
     assert_eq!(bytes(1), bytes(1 << 20));
 }
 
 #[test]
 fn too_much_memory_is_a_typed_error() {
-    let kernel = CpuKernel::new();
+    let kernel = CpuKernel::new().expect("an arm");
     assert!(kernel.allocate(DType::F32, usize::MAX / 8).is_err());
 }

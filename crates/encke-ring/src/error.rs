@@ -15,7 +15,7 @@ pub enum RankError {
         source: KernelError,
     },
     /// An exchange failed.
-    #[error("{0}")]
+    #[error(transparent)]
     Transport(#[from] TransportError),
     /// It panicked: a bug, but never a hang.
     #[error("panicked: {message}")]
@@ -39,7 +39,7 @@ impl RankError {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RingError {
     /// The request was refused before any work started.
-    #[error("{0}")]
+    #[error(transparent)]
     Request(#[from] encke_core::Error),
     /// An input is missing from the call.
     #[error("the call needs {role:?} and was not given it")]
@@ -55,6 +55,9 @@ pub enum RingError {
         /// What the system said.
         reason: String,
     },
+    /// The kernel that was asked for is not to be had here.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
     /// A rank failed and took the call with it.
     #[error("rank {rank} failed: {source}")]
     Rank {

@@ -123,13 +123,11 @@ impl<K: Kernel> ThreadRing<K> {
         check_inputs(&plan, inputs)?;
         let mut ranks = self.ranks(&plan)?;
         let events = self.drive(&mut ranks, inputs)?;
+        let memory = |rank: &Rank<K>| self.memory(rank, ranks.len(), request.dtype);
         let mut outcome = Outcome {
             tensors: Vec::new(),
             trace: Trace { events },
-            memory: ranks
-                .iter()
-                .map(|rank| self.memory(rank, request.dtype))
-                .collect(),
+            memory: ranks.iter().map(memory).collect(),
             plan: Arc::clone(&plan),
         };
         for (role, dims, dtype) in outputs(&plan) {
@@ -238,14 +236,15 @@ impl<K: Kernel> ThreadRing<K> {
         result.map(|()| recorder.finish())
     }
 
-    fn memory(&self, rank: &Rank<K>, dtype: DType) -> RankMemory {
+    /// Planned and allocated bytes of a rank. Ranks share the kernel, and with it the workspace.
+    fn memory(&self, rank: &Rank<K>, ranks: usize, dtype: DType) -> RankMemory {
         let plan = rank.plan();
         let mut planned = plan.memory();
         let workspace = plan
             .jobs()
             .map(|job| self.kernel.workspace_bytes(job, dtype))
             .max();
-        planned.insert(Component::Workspace, workspace.unwrap_or(0));
+        planned.insert(Component::Workspace, workspace.unwrap_or(0).div_ceil(ranks));
         RankMemory {
             rank: plan.rank,
             planned,

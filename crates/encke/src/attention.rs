@@ -162,7 +162,7 @@ impl Builder {
     pub fn build(self) -> Result<Attention, Error> {
         Ok(Attention {
             sharding: Sharding::new(self.ranks, self.cut.clone())?,
-            ring: ThreadRing::new(CpuKernel::new(), self.deadline),
+            ring: ThreadRing::new(CpuKernel::new()?, self.deadline),
             settings: self,
         })
     }

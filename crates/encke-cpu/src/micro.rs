@@ -1,0 +1,54 @@
+//! The two products that all of attention is made of, a block of registers at a time.
+//!
+//! [`across`] sums along rows (scores from keys and queries), [`down`] sums along columns (outputs
+//! from values and weights). Both keep `R` rows of `N` vectors in registers for the whole sum;
+//! nothing is ever reduced across the lanes of a vector.
+
+use crate::vector::Vector;
+
+/// Σ_s rows[r][s] · lanes[s·step + first + n]: `R` rows against `N` vectors.
+#[inline(always)]
+pub(crate) fn across<X: Vector, const R: usize, const N: usize>(
+    x: X,
+    rows: [&[X::A]; R],
+    lanes: &[X::V],
+    step: usize,
+    first: usize,
+) -> [[X::V; N]; R] {
+    let steps = rows[0].len();
+    let rows = rows.map(|row| &row[..steps]);
+    let mut sums = [[x.zero(); N]; R];
+    for (s, lanes) in lanes.chunks_exact(step).take(steps).enumerate() {
+        let lanes: &[X::V; N] = lanes[first..first + N].try_into().expect("N vectors");
+        for r in 0..R {
+            let factor = x.splat(rows[r][s]);
+            for n in 0..N {
+                sums[r][n] = x.mul_add(factor, lanes[n], sums[r][n]);
+            }
+        }
+    }
+    sums
+}
+
+/// Σ_s rows[s][first + r] · lanes[s·N + n]: `R` columns against `N` vectors, rows of `width`.
+#[inline(always)]
+pub(crate) fn down<X: Vector, const R: usize, const N: usize>(
+    x: X,
+    rows: &[X::A],
+    width: usize,
+    first: usize,
+    lanes: &[X::V],
+) -> [[X::V; N]; R] {
+    let mut sums = [[x.zero(); N]; R];
+    for (row, lanes) in rows.chunks_exact(width).zip(lanes.chunks_exact(N)) {
+        let row: &[X::A; R] = row[first..first + R].try_into().expect("R columns");
+        let lanes: &[X::V; N] = lanes.try_into().expect("N vectors");
+        for r in 0..R {
+            let factor = x.splat(row[r]);
+            for n in 0..N {
+                sums[r][n] = x.mul_add(factor, lanes[n], sums[r][n]);
+            }
+        }
+    }
+    sums
+}

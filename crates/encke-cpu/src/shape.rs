@@ -1,0 +1,26 @@
+//! Sizes of blocks, for every instruction set.
+//!
+//! A *tile* is as many queries as fit three vectors, a *block* is a few tiles of queries that share
+//! each packed panel of keys.
+
+use crate::vector::Vector;
+
+/// Vectors in a tile.
+pub(crate) const VECTORS: usize = 3;
+/// Tiles of queries that one packing of keys serves.
+pub(crate) const TILES: usize = 8;
+/// Keys in a panel: a multiple of every number of rows held in registers.
+pub(crate) const KEYS: usize = 128;
+/// Lanes of the widest tile.
+pub(crate) const MOST_LANES: usize = VECTORS * 16;
+
+/// Queries in a tile.
+pub(crate) const fn lanes<X: Vector>() -> usize {
+    VECTORS * X::WIDTH
+}
+
+/// A head dimension padded so that vectors, and rows held in registers, divide it.
+pub(crate) const fn padded<X: Vector>(dim: usize) -> usize {
+    let unit = if X::WIDTH > 8 { X::WIDTH } else { 8 };
+    dim.next_multiple_of(unit)
+}

@@ -1,0 +1,124 @@
+//! Buffers that several tasks write at once, each its own rows.
+//!
+//! Rows of different tasks interleave in memory, so they cannot be handed out as slices of one
+//! vector. A [`Shared`] hands them out one at a time, and [`disjoint`] is what makes that sound:
+//! a job whose addresses could meet is refused before any task runs.
+
+use std::marker::PhantomData;
+
+use encke_core::job::Operand;
+
+/// A slice of which tasks borrow rows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shared<'a, T> {
+    start: *mut T,
+    len: usize,
+    lifetime: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: a `Shared` is a `&mut [T]` whose elements are borrowed in pieces; sending or sharing it
+// hands out pieces to other threads, which is sound for `T: Send` as long as no two pieces that
+// live at once overlap. That is the contract of `row`.
+unsafe impl<T: Send> Send for Shared<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Shared<'_, T> {}
+
+impl<'a, T> Shared<'a, T> {
+    /// Shares a slice.
+    pub fn new(slice: &'a mut [T]) -> Shared<'a, T> {
+        Shared {
+            start: slice.as_mut_ptr(),
+            len: slice.len(),
+            lifetime: PhantomData,
+        }
+    }
+
+    /// One row.
+    ///
+    /// # Safety
+    /// No other row that overlaps this one may be alive, in any thread.
+    #[allow(clippy::mut_from_ref, reason = "that is what the contract is for")]
+    pub unsafe fn row(&self, at: usize, len: usize) -> &mut [T] {
+        let end = at.checked_add(len);
+        assert!(
+            end.is_some_and(|end| end <= self.len),
+            "a row outside its buffer"
+        );
+        // SAFETY: the row lies inside the slice this was made from, which is borrowed for as long
+        // as `self` can be, and the caller promises that nobody else has any of it.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
+    }
+}
+
+/// Whether no two of the rows that an operand names can overlap: (batch, segment, row, head) of
+/// the given counts, each `width` long. Judged by the strides alone, so some operands without
+/// overlap are refused as well; those of plans never are.
+pub(crate) fn disjoint(operand: &Operand, counts: [usize; 3], width: usize) -> bool {
+    let mut heads = operand.heads.to_vec();
+    heads.sort_unstable();
+    heads.dedup();
+    let gaps = heads.windows(2).map(|pair| pair[1] - pair[0]);
+    // (smallest distance, whole extent) of each index; a single value has neither.
+    let mut extents: Vec<(usize, usize)> = Vec::new();
+    extents.extend(
+        gaps.min()
+            .map(|gap| (gap, heads[heads.len() - 1] - heads[0])),
+    );
+    let strides = [operand.batch, operand.segment, operand.row];
+    for (stride, count) in strides.into_iter().zip(counts) {
+        if count > 1 {
+            extents.push((stride, stride.saturating_mul(count - 1)));
+        }
+    }
+    extents.sort_unstable();
+    let mut reach = width;
+    extents.into_iter().all(|(distance, extent)| {
+        let apart = distance >= reach;
+        reach = reach.saturating_add(extent);
+        apart
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn operand(batch: usize, segment: usize, row: usize, heads: &[usize]) -> Operand {
+        Operand {
+            offset: 0,
+            batch,
+            segment,
+            row,
+            heads: heads.into(),
+        }
+    }
+
+    #[test]
+    fn rows_that_could_meet_are_seen() {
+        // Two heads of width 4, rows of 8, segments of 10 rows, a batch of 100 rows.
+        let good = operand(800, 80, 8, &[4, 0]);
+        assert!(disjoint(&good, [2, 10, 10], 4));
+        assert!(
+            !disjoint(&good, [2, 10, 11], 4),
+            "a segment longer than its stride"
+        );
+        assert!(
+            !disjoint(&good, [2, 11, 10], 4),
+            "more segments than the batch has"
+        );
+        assert!(
+            !disjoint(&good, [2, 10, 10], 5),
+            "heads wider than their distance"
+        );
+        assert!(
+            !disjoint(&operand(800, 80, 7, &[0, 4]), [1, 1, 2], 4),
+            "rows too close"
+        );
+        assert!(
+            disjoint(&operand(0, 0, 0, &[0, 4]), [1, 1, 1], 4),
+            "a single row"
+        );
+        // Heads that share an address are one row, written by whoever has both.
+        assert!(disjoint(&operand(0, 0, 8, &[0, 0, 4]), [1, 1, 3], 4));
+    }
+}

@@ -1,0 +1,303 @@
+//! Vectors: the few operations that attention needs, in both precisions, on every instruction set.
+//!
+//! Instruction sets come from the `pulp` crate, which knows how to call them safely; this is the
+//! layer that makes f32 and f64 look alike. Everything here is inlined into code that was compiled
+//! for the instruction set at hand; a call that is not would be slow, never wrong.
+
+use std::marker::PhantomData;
+
+use bytemuck::Pod;
+use pulp::Simd;
+
+use crate::real::Real;
+
+/// Work that is compiled anew for each instruction set. `run` must be inlined into it.
+pub(crate) trait Task {
+    fn run(self);
+}
+
+struct Run<T>(T);
+
+impl<T: Task> pulp::NullaryFnOnce for Run<T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        self.0.run();
+    }
+}
+
+/// Vectors of `Self::A` on one instruction set.
+pub(crate) trait Vector: Copy + Send + Sync {
+    /// The numbers.
+    type A: Real;
+    /// A vector of them.
+    type V: Copy + Pod + Send + Sync;
+    /// Numbers in a vector.
+    const WIDTH: usize;
+
+    fn splat(self, x: Self::A) -> Self::V;
+    fn add(self, x: Self::V, y: Self::V) -> Self::V;
+    fn sub(self, x: Self::V, y: Self::V) -> Self::V;
+    fn mul(self, x: Self::V, y: Self::V) -> Self::V;
+    /// x·y + z, fused where the hardware does so.
+    fn mul_add(self, x: Self::V, y: Self::V, z: Self::V) -> Self::V;
+    /// The larger one; `y` where either is NaN.
+    fn max(self, x: Self::V, y: Self::V) -> Self::V;
+    /// `yes` where x < y, `no` elsewhere.
+    fn where_less(self, x: Self::V, y: Self::V, yes: Self::V, no: Self::V) -> Self::V;
+    /// e^x for powers that are weights: at most 1, give or take rounding.
+    fn exp(self, x: Self::V) -> Self::V;
+
+    /// Runs a task compiled for the instruction set.
+    fn run(self, task: impl Task);
+
+    #[inline(always)]
+    fn zero(self) -> Self::V {
+        self.splat(Self::A::ZERO)
+    }
+    /// Numbers as vectors.
+    #[inline(always)]
+    fn of(numbers: &[Self::A]) -> &[Self::V] {
+        bytemuck::cast_slice(numbers)
+    }
+    /// Numbers as vectors, to be written.
+    #[inline(always)]
+    fn of_mut(numbers: &mut [Self::A]) -> &mut [Self::V] {
+        bytemuck::cast_slice_mut(numbers)
+    }
+}
+
+/// Four numbers at a time in plain Rust, for machines without any of the arms. Nothing is fused,
+/// since a fused product without the instruction is a slow call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Plain<A>(PhantomData<A>);
+
+impl<A> Plain<A> {
+    pub fn new() -> Plain<A> {
+        Plain(PhantomData)
+    }
+}
+
+/// Numbers in a plain vector: one register of f32 on the smallest x86-64.
+pub(crate) const PLAIN: usize = 4;
+
+#[inline(always)]
+fn lanes<A: Real>(f: impl Fn(usize) -> A) -> [A; PLAIN] {
+    std::array::from_fn(f)
+}
+
+impl<A: Real> Vector for Plain<A> {
+    type A = A;
+    type V = [A; PLAIN];
+    const WIDTH: usize = PLAIN;
+
+    #[inline(always)]
+    fn run(self, task: impl Task) {
+        task.run();
+    }
+    #[inline(always)]
+    fn splat(self, x: A) -> [A; PLAIN] {
+        [x; PLAIN]
+    }
+    #[inline(always)]
+    fn add(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+        lanes(|i| x[i] + y[i])
+    }
+    #[inline(always)]
+    fn sub(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+        lanes(|i| x[i] - y[i])
+    }
+    #[inline(always)]
+    fn mul(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+        lanes(|i| x[i] * y[i])
+    }
+    #[inline(always)]
+    fn mul_add(self, x: [A; PLAIN], y: [A; PLAIN], z: [A; PLAIN]) -> [A; PLAIN] {
+        lanes(|i| x[i] * y[i] + z[i])
+    }
+    #[inline(always)]
+    fn max(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+        lanes(|i| if y[i] < x[i] { x[i] } else { y[i] })
+    }
+    #[inline(always)]
+    fn where_less(
+        self,
+        x: [A; PLAIN],
+        y: [A; PLAIN],
+        yes: [A; PLAIN],
+        no: [A; PLAIN],
+    ) -> [A; PLAIN] {
+        lanes(|i| if x[i] < y[i] { yes[i] } else { no[i] })
+    }
+    #[inline(always)]
+    fn exp(self, power: [A; PLAIN]) -> [A; PLAIN] {
+        A::exp_plain(power)
+    }
+}
+
+/// f32 on an instruction set.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct F32<S>(pub S);
+/// f64 on an instruction set.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct F64<S>(pub S);
+
+macro_rules! arithmetic {
+    ($a:ty, $v:ident, $splat:ident, $add:ident, $sub:ident, $mul:ident,
+     $mul_add:ident, $less:ident, $select:ident) => {
+        type A = $a;
+        type V = S::$v;
+        const WIDTH: usize = size_of::<S::$v>() / size_of::<$a>();
+
+        #[inline(always)]
+        fn run(self, task: impl Task) {
+            self.0.vectorize(Run(task));
+        }
+
+        #[inline(always)]
+        fn splat(self, x: $a) -> S::$v {
+            self.0.$splat(x)
+        }
+        #[inline(always)]
+        fn add(self, x: S::$v, y: S::$v) -> S::$v {
+            self.0.$add(x, y)
+        }
+        #[inline(always)]
+        fn sub(self, x: S::$v, y: S::$v) -> S::$v {
+            self.0.$sub(x, y)
+        }
+        #[inline(always)]
+        fn mul(self, x: S::$v, y: S::$v) -> S::$v {
+            self.0.$mul(x, y)
+        }
+        #[inline(always)]
+        fn mul_add(self, x: S::$v, y: S::$v, z: S::$v) -> S::$v {
+            self.0.$mul_add(x, y, z)
+        }
+        #[inline(always)]
+        fn max(self, x: S::$v, y: S::$v) -> S::$v {
+            self.where_less(y, x, x, y)
+        }
+        #[inline(always)]
+        fn where_less(self, x: S::$v, y: S::$v, yes: S::$v, no: S::$v) -> S::$v {
+            self.0.$select(self.0.$less(x, y), yes, no)
+        }
+    };
+}
+
+impl<S: Simd> Vector for F32<S> {
+    arithmetic!(
+        f32,
+        f32s,
+        splat_f32s,
+        add_f32s,
+        sub_f32s,
+        mul_f32s,
+        mul_add_e_f32s,
+        less_than_f32s,
+        select_f32s
+    );
+
+    #[inline(always)]
+    fn exp(self, power: S::f32s) -> S::f32s {
+        let s = self.0;
+        exp(self, power, |shifted| {
+            let bits = s.transmute_u32s_f32s(shifted);
+            let bits = s.wrapping_dyn_shl_u32s(bits, s.splat_u32s(23));
+            s.transmute_f32s_u32s(s.add_u32s(bits, s.splat_u32s(127 << 23)))
+        })
+    }
+}
+
+/// e^x in f32 by Cephes' polynomial, to about one unit in the last place; `power_of_two` makes 2^n
+/// of an n that sits in the low bits of a number.
+///
+/// Powers that would be subnormal give 0; powers above 88 give e^88: weights are never that large,
+/// and lanes that nobody reads may hold anything. A NaN stays one.
+#[inline(always)]
+pub(crate) fn exp<X: Vector<A = f32>>(
+    x: X,
+    power: X::V,
+    power_of_two: impl Fn(X::V) -> X::V,
+) -> X::V {
+    const LOW: f32 = -87.0;
+    const HIGH: f32 = 88.0;
+    // Adding and subtracting 1.5·2^23 rounds to the nearest integer, left in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    // ln 2 in two parts: the first has so few bits that its products with integers are exact.
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    let (low, high) = (x.splat(LOW), x.splat(HIGH));
+    let clamped = x.where_less(high, power, high, power);
+    let clamped = x.where_less(clamped, low, low, clamped);
+    let shifted = x.mul_add(clamped, x.splat(std::f32::consts::LOG2_E), x.splat(ROUND));
+    let n = x.sub(shifted, x.splat(ROUND));
+    let r = x.mul_add(n, x.splat(-LN_2_HIGH), clamped);
+    let r = x.mul_add(n, x.splat(-LN_2_LOW), r);
+    let mut y = x.splat(1.987_569_1e-4);
+    for c in [
+        1.398_2e-3,
+        8.333_452e-3,
+        4.166_579_6e-2,
+        1.666_666_5e-1,
+        0.5,
+    ] {
+        y = x.mul_add(y, r, x.splat(c));
+    }
+    let y = x.mul_add(y, x.mul(r, r), x.add(r, x.splat(1.0)));
+    x.where_less(power, low, x.zero(), x.mul(y, power_of_two(shifted)))
+}
+
+impl<S: Simd> Vector for F64<S> {
+    arithmetic!(
+        f64,
+        f64s,
+        splat_f64s,
+        add_f64s,
+        sub_f64s,
+        mul_f64s,
+        mul_add_e_f64s,
+        less_than_f64s,
+        select_f64s
+    );
+
+    /// The library's, number by number: f64 is for being right.
+    #[inline(always)]
+    fn exp(self, mut power: S::f64s) -> S::f64s {
+        let numbers: &mut [f64] = bytemuck::cast_slice_mut(std::slice::from_mut(&mut power));
+        for x in numbers {
+            *x = x.exp();
+        }
+        power
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn exp_of(power: f32) -> f32 {
+        Plain::<f32>::new().exp([power; PLAIN])[0]
+    }
+
+    #[test]
+    fn exp_is_right_to_two_units_in_the_last_place() {
+        let mut worst: f64 = 0.0;
+        for i in 0..2_000_000 {
+            let x = -86.9 + i as f32 * (90.0 / 2_000_000.0);
+            let exact = f64::from(x).exp();
+            worst = worst.max((f64::from(exp_of(x)) - exact).abs() / exact);
+        }
+        assert!(worst < 2.0 * f64::from(f32::EPSILON), "{worst:e}");
+    }
+
+    #[test]
+    fn exp_at_the_ends() {
+        assert_eq!(exp_of(0.0), 1.0);
+        assert_eq!(exp_of(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp_of(-1e4), 0.0);
+        assert!(exp_of(f32::NAN).is_nan());
+        assert!(exp_of(f32::INFINITY).is_finite());
+    }
+}
