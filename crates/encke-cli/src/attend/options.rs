@@ -1,0 +1,135 @@
+//! The options of `encke attend`, and the attention they ask for.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Result, anyhow, bail};
+use clap::{Args, ValueEnum};
+use encke::{Attention, CheckpointPolicy, DType, Precision};
+
+use crate::pattern_options::PatternOptions;
+use crate::ring_options::RingOptions;
+
+/// A rank is a thread here, and every rank knows the way of every parcel.
+const MOST_RANKS: usize = 1024;
+
+/// What `--help` ends with.
+pub const EXAMPLES: &str = "\
+Examples:
+  encke attend qkv.safetensors -o out.safetensors --causal --ranks 8
+      Dense causal attention on a ring of 8 threads.
+  encke attend qkv.safetensors -o out.safetensors --grad --mode mix \\
+      --segment-lengths 2048,4096,8192 --dilation-rates 1,2,4 --causal --ranks 4
+      A LongNet pattern, forward and backward; the file also holds do.
+  encke attend qkv.safetensors -o out.safetensors --ranks 4 --memory --trace ring.json
+      What each rank held, and a timeline for https://ui.perfetto.dev.
+
+Inputs are read in place, so the file must not be changed meanwhile. A NaN or an infinity in
+them is an error that names the tensor and the index, unless --allow-non-finite is given; then it
+reaches the rows that see it and no other. A query that sees no key has out 0 and lse -inf.
+
+Exit codes: 0 success, 2 bad input or any other error (one line on standard error).";
+
+/// Attention, and its gradients, of tensors in a file.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// A safetensors file with q [b,n,h,d] and k, v [b,n,hkv,d], where hkv divides h; for --grad
+    /// also do [b,n,h,d] and, if the loss uses the lse, dlse [b,n,h].
+    #[arg(value_name = "IN.safetensors")]
+    pub input: PathBuf,
+
+    /// Where to write out [b,n,h,d] in the compute type, lse [b,n,h] in f32 (f64 for f64), and with
+    /// --grad dq, dk, dv. A file that is there is replaced, in one step, at the end.
+    #[arg(short, long, value_name = "OUT.safetensors")]
+    pub output: PathBuf,
+
+    #[command(flatten)]
+    pattern: PatternOptions,
+
+    #[command(flatten)]
+    ring: RingOptions,
+
+    /// What is computed beside the pattern, and what is reported.
+    #[command(flatten)]
+    pub work: WorkOptions,
+}
+
+/// What is computed beside the pattern, and what is reported.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Computation and reports")]
+pub struct WorkOptions {
+    /// Softmax scale [default: 1/sqrt(d)].
+    #[arg(long, value_name = "X")]
+    scale: Option<f64>,
+
+    /// Type to compute in and to write: f64, f32, bf16 or f16; sums are f64 or f32 in any case
+    /// [default: the type q is stored in].
+    #[arg(long, value_name = "TYPE")]
+    pub compute: Option<DType>,
+
+    /// Also compute dq, dk and dv, from do (and dlse, if the file has it).
+    #[arg(long)]
+    pub grad: bool,
+
+    /// What the forward pass keeps for the backward pass [default: keep-output].
+    #[arg(long, value_enum, value_name = "POLICY")]
+    checkpoint: Option<CheckpointName>,
+
+    /// How long a rank may wait for another one before the command gives up [default: 600].
+    #[arg(long, value_name = "SECONDS")]
+    deadline: Option<f64>,
+
+    /// Let NaN and infinity through instead of refusing the file.
+    #[arg(long)]
+    pub allow_non_finite: bool,
+
+    /// Write a timeline of all ranks as trace-event JSON, for Perfetto or chrome://tracing.
+    #[arg(long, value_name = "T.json")]
+    pub trace: Option<PathBuf>,
+
+    /// Print what each rank held, planned by component and allocated.
+    #[arg(long)]
+    pub memory: bool,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum CheckpointName {
+    /// out and lse: nothing is computed or sent twice
+    KeepOutput,
+    /// Nothing: the backward pass runs the forward pass again first
+    Recompute,
+}
+
+impl Options {
+    /// The attention that the options ask for.
+    pub fn attention(&self) -> Result<Attention> {
+        let work = &self.work;
+        let mut builder = Attention::builder().pattern(self.pattern.pattern()?);
+        builder = self
+            .ring
+            .apply(builder, MOST_RANKS, "each is a thread of this process")?;
+        if let Some(scale) = work.scale {
+            builder = builder.scale(scale);
+        }
+        if let Some(dtype) = work.compute {
+            builder = builder.precision(Precision::Compute(dtype));
+        }
+        match work.checkpoint {
+            Some(_) if !work.grad => {
+                bail!("--checkpoint has a meaning only with --grad; leave it out or add --grad");
+            }
+            Some(CheckpointName::Recompute) => {
+                builder = builder.checkpoint(CheckpointPolicy::Recompute);
+            }
+            Some(CheckpointName::KeepOutput) | None => {}
+        }
+        if let Some(seconds) = work.deadline {
+            let deadline = Duration::try_from_secs_f64(seconds);
+            let deadline = deadline.ok().filter(|deadline| !deadline.is_zero());
+            builder = builder.deadline(deadline.ok_or_else(|| {
+                anyhow!("--deadline {seconds} is no length of time; give seconds, more than 0")
+            })?);
+        }
+        Ok(builder.build()?)
+    }
+}

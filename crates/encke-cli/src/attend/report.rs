@@ -1,0 +1,104 @@
+//! What `encke attend` tells beside its results: memory, a timeline, a summary.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use encke::explain::{bytes, grouped};
+use encke::{Attention, Backward, Report};
+
+use super::inputs::Inputs;
+use super::{Done, Options, results};
+use crate::chrome::{self, Timeline};
+use crate::memory;
+use crate::pattern_options;
+use crate::ring_options;
+use crate::terminal::{Paint, note, say};
+
+/// Both passes on one timeline. The backward pass is set so that it ends when the call returned,
+/// which leaves a gap where a forward pass was run again.
+pub fn timeline(done: &Done) -> Timeline {
+    let mut timeline = Timeline::default();
+    timeline.add("forward", &done.forward.report.trace, Duration::ZERO);
+    if let Some(Backward { report, .. }) = &done.backward {
+        let origin = done.took.saturating_sub(chrome::end(&report.trace));
+        timeline.add("backward", &report.trace, origin.max(done.forward_took));
+    }
+    timeline
+}
+
+/// The reports of the passes, by name.
+fn reports(done: &Done) -> impl Iterator<Item = (&'static str, &Report)> {
+    let backward = done.backward.as_ref().map(|b| ("backward", &b.report));
+    [("forward", &done.forward.report)]
+        .into_iter()
+        .chain(backward)
+}
+
+/// Prints the memory of each rank.
+pub fn print_memory(done: &Done) -> Result<()> {
+    let paint = Paint::stdout();
+    for (pass, report) in reports(done) {
+        let ranks = report.memory.iter().map(|m| (m.rank.to_string(), m));
+        let table = memory::by_rank(2, "rank", &ranks.collect::<Vec<_>>());
+        say(&format!(
+            "{}\n{table}",
+            paint.bold(&format!("memory, {pass}"))
+        ))?;
+    }
+    Ok(())
+}
+
+/// Says what was done, on standard error.
+pub fn summarise(options: &Options, attention: &Attention, inputs: &Inputs<'_>, done: &Done) {
+    let paint = Paint::stderr();
+    let shape = &inputs.shape;
+    let plan = &done.forward.report.plan;
+    let compute = plan.request().dtype;
+    let line =
+        |what: &str, text: String| note(&format!("{} {text}", paint.bold(&format!("{what:<8}"))));
+    let sizes = format!(
+        "batch {}, {} tokens, {} heads ({} key heads), {} numbers a head",
+        shape.batch,
+        grouped(shape.tokens as u128),
+        shape.heads,
+        shape.kv_heads,
+        shape.dim,
+    );
+    let types = match inputs.q.dtype() {
+        stored if stored == compute => compute.to_string(),
+        stored => format!("{stored}, computed in {compute}"),
+    };
+    line("input", format!("{sizes}; {types}"));
+    line("pattern", pattern_options::words(attention.pattern()));
+    let ranks = match plan.ranks() {
+        1 => "1 rank".to_string(),
+        p => format!(
+            "{p} ranks, {}",
+            ring_options::words(plan.request().sharding.cut())
+        ),
+    };
+    line("ring", ranks);
+    let mut before = Duration::ZERO;
+    for (pass, report) in reports(done) {
+        let after = if pass == "forward" {
+            done.forward_took
+        } else {
+            done.took
+        };
+        let seconds = (after - before).as_secs_f64();
+        let sent = bytes(report.trace.sent_bytes());
+        line(pass, format!("{seconds:.3} s, {sent} sent between ranks"));
+        before = after;
+    }
+    let names: Vec<&str> = results(done, shape)
+        .iter()
+        .map(|(name, ..)| *name)
+        .collect();
+    line(
+        "wrote",
+        format!("{} to {}", names.join(", "), options.output.display()),
+    );
+    if let Some(trace) = &options.work.trace {
+        line("wrote", format!("a timeline to {}", trace.display()));
+    }
+}

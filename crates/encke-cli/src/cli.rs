@@ -1,0 +1,123 @@
+//! The command line as a whole: its commands, its help, and how it says no.
+//!
+//! The decision here: a usage error is one line like every other error, not clap's five.
+
+use anyhow::{Result, anyhow};
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+
+use crate::terminal::{note, say};
+use crate::{Verdict, attend, plan, verify};
+
+const ABOUT: &str = "Exact ring and dilated attention, forward and backward.
+
+Keys and values rotate over a ring of ranks, each of which holds 1/p of the tokens; a pattern of
+segments and dilation rates decides which rows are computed and which ever travel. What is computed
+does not depend on the number of ranks.
+
+Without a command, encke shows what it does: a ring against plain attention, memory and bytes.";
+
+const EXAMPLES: &str = "\
+Examples:
+  encke
+      The demonstration; it takes less than a minute.
+  encke attend qkv.safetensors -o out.safetensors --causal --ranks 8 --grad
+      Attention and gradients of the tensors in a file.
+  encke plan --tokens 1e9 --heads 32 --kv-heads 8 --dim 128 --ranks 1000 --causal
+      What that would compute, hold and send, without doing it.
+  encke verify
+      Random configurations against the f64 reference.
+
+Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024.
+Exit codes: 0 success, 1 a check failed, 2 bad input or any other error.";
+
+/// The command line.
+#[derive(Debug, Parser)]
+#[command(name = "encke", version, about = ABOUT, after_help = EXAMPLES)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Compute attention, and its gradients, of tensors in a file
+    #[command(after_help = attend::EXAMPLES, allow_negative_numbers = true)]
+    Attend(attend::Options),
+    /// Say who would compute what, send what to whom, and hold how much
+    #[command(after_help = plan::EXAMPLES, allow_negative_numbers = true)]
+    Plan(plan::Options),
+    /// Hold random configurations against the reference
+    #[command(after_help = verify::EXAMPLES, allow_negative_numbers = true)]
+    Verify(verify::Options),
+}
+
+/// Prints help that was asked for, or turns a usage error into one of ours.
+pub fn usage(refused: &clap::Error) -> Result<Verdict> {
+    if !refused.use_stderr() {
+        // Clap decides about colour here, and nothing can be done if nobody reads it.
+        let _ = refused.print();
+        return Ok(Verdict::Fine);
+    }
+    if refused.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        say(&refused.to_string())?;
+        return Ok(Verdict::Fine);
+    }
+    let text = refused.to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    let said: Vec<String> = text
+        .split("\n\n")
+        .take_while(|said| !said.starts_with("Usage:") && !said.starts_with("For more"))
+        .map(joined)
+        // Clap's tip that an unknown option might be meant as a value: here none takes it so.
+        .filter(|said| !said.starts_with("tip: to pass"))
+        .collect();
+    let asked = std::env::args().nth(1).unwrap_or_default();
+    let help = match asked.as_str() {
+        "attend" | "plan" | "verify" => format!("encke {asked} --help"),
+        _ => "encke --help".to_string(),
+    };
+    Err(anyhow!("{}; see {help}", said.join("; ")))
+}
+
+/// An error with its causes, in one line. A cause that was already told is not told again.
+pub fn one_line(error: &anyhow::Error) -> String {
+    let mut told = String::new();
+    for cause in error.chain().map(|cause| joined(&cause.to_string())) {
+        if !told.contains(&cause) {
+            let colon = if told.is_empty() { "" } else { ": " };
+            told += &format!("{colon}{cause}");
+        }
+    }
+    told
+}
+
+/// A text without line breaks or indentation.
+fn joined(text: &str) -> String {
+    let lines = text.lines().map(str::trim);
+    let lines: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
+    lines.join(" ")
+}
+
+/// Reports a panic as what it is, a bug of ours, in one line. A rank's own panic is left to the
+/// ring, which returns it as an error. With RUST_BACKTRACE set, panics are reported as usual.
+pub fn report_panics() {
+    if std::env::var_os("RUST_BACKTRACE").is_some() {
+        return;
+    }
+    std::panic::set_hook(Box::new(|panic| {
+        let thread = std::thread::current();
+        if thread
+            .name()
+            .is_some_and(|name| name.starts_with("encke-rank-"))
+        {
+            return;
+        }
+        let message = joined(&panic.to_string());
+        note(&format!(
+            "encke: this is a bug in encke, please report it: {message}"
+        ));
+    }));
+}

@@ -1,0 +1,73 @@
+//! Whole numbers as people write them: `65536`, `65_536`, `64k`, `1M`, `1e9`.
+//!
+//! The decision here: k, M and G count by 1024, because sequence lengths and segments do, while an
+//! exponent is decimal, as everywhere. A number that is not whole is refused, never rounded.
+
+/// Largest f64 below which every whole number is exact.
+const EXACT: f64 = (1u64 << 53) as f64;
+
+/// Reads a count; the error is the end of a sentence that already names the option.
+pub fn count(text: &str) -> Result<usize, String> {
+    let digits: String = text.trim().chars().filter(|&c| c != '_').collect();
+    let (digits, unit) = match digits.chars().last() {
+        Some('k' | 'K') => (&digits[..digits.len() - 1], 1 << 10),
+        Some('M') => (&digits[..digits.len() - 1], 1 << 20),
+        Some('G') => (&digits[..digits.len() - 1], 1 << 30),
+        _ => (&digits[..], 1usize),
+    };
+    let refused = || "write a whole number, such as 65536, 64k (= 65536), 1M or 1e9".to_string();
+    if let Ok(whole) = digits.parse::<usize>() {
+        let scaled = whole.checked_mul(unit);
+        return scaled.ok_or_else(|| "the number is too large for this machine".to_string());
+    }
+    let value = digits.parse::<f64>().map_err(|_| refused())? * unit as f64;
+    if value.fract() != 0.0 || value < 0.0 || !value.is_finite() {
+        return Err(refused());
+    }
+    if value > EXACT {
+        return Err("the number is too large for this machine".to_string());
+    }
+    Ok(value as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::count;
+
+    #[test]
+    fn reads_what_people_write() {
+        let written = [
+            ("0", 0),
+            ("65536", 65536),
+            ("65_536", 65536),
+            ("64k", 65536),
+            ("64K", 65536),
+            ("1M", 1 << 20),
+            ("2G", 2 << 30),
+            ("1.5k", 1536),
+            ("1e9", 1_000_000_000),
+            ("2.5e3", 2500),
+        ];
+        for (text, number) in written {
+            assert_eq!(count(text), Ok(number), "{text}");
+        }
+    }
+
+    #[test]
+    fn refuses_what_is_no_count() {
+        for text in [
+            "",
+            "k",
+            "-1",
+            "1.5",
+            "1e-3",
+            "nan",
+            "inf",
+            "12q",
+            "1e30",
+            "99999999999999G",
+        ] {
+            assert!(count(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! `encke plan`: what would be computed, held and sent, without doing it.
+//!
+//! Nothing here grows with the tokens: a plan for 1e9 of them is made as fast as one for 1000.
+
+use anyhow::Result;
+use clap::Args;
+use encke::{Attention, DType, Pass, Shape};
+
+use crate::number::count;
+use crate::pattern_options::PatternOptions;
+use crate::ring_options::RingOptions;
+use crate::terminal::say;
+use crate::{Verdict, program};
+
+/// Beyond this a plan still exists but takes longer than anyone waits.
+const MOST_RANKS: usize = 100_000;
+
+/// What `--help` ends with.
+pub const EXAMPLES: &str = "\
+Examples:
+  encke plan --tokens 64k --heads 12 --dim 64 --ranks 8 --causal \\
+      --segment-lengths 2048,4096,8192 --dilation-rates 1,2,4
+      Every segment lies inside one rank's tokens: nothing is sent.
+  encke plan --tokens 1e9 --heads 32 --kv-heads 8 --dim 128 --dtype bf16 --ranks 1000 --causal
+      A billion tokens: a thousand ranks, and what each of them holds.
+  encke plan --tokens 4k --heads 8 --dim 64 --ranks 4 --backward --rank 2
+      What rank 2 does in the backward pass, round by round.
+  encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --json | jq .sent_bytes
+
+Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024.";
+
+/// Who would compute what, send what to whom, and hold how much.
+#[derive(Debug, Args)]
+pub struct Options {
+    #[command(flatten)]
+    sizes: SizeOptions,
+
+    #[command(flatten)]
+    pattern: PatternOptions,
+
+    #[command(flatten)]
+    ring: RingOptions,
+
+    #[command(flatten)]
+    view: ViewOptions,
+}
+
+/// Sizes of the tensors.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Sizes")]
+struct SizeOptions {
+    /// Tokens of the sequence, over all ranks.
+    #[arg(long, value_name = "N", value_parser = count)]
+    tokens: usize,
+
+    /// Query heads.
+    #[arg(long, value_name = "H", value_parser = count)]
+    heads: usize,
+
+    /// Key and value heads; they divide the query heads [default: as many as query heads].
+    #[arg(long, value_name = "HKV", value_parser = count)]
+    kv_heads: Option<usize>,
+
+    /// Numbers per head and token.
+    #[arg(long, value_name = "D", value_parser = count)]
+    dim: usize,
+
+    /// Independent sequences.
+    #[arg(long, value_name = "B", value_parser = count, default_value = "1")]
+    batch: usize,
+
+    /// Type of the tensors: f64, f32, bf16 or f16.
+    #[arg(long, value_name = "TYPE", default_value = "f32")]
+    dtype: DType,
+}
+
+/// What is shown of the plan.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "What is shown")]
+struct ViewOptions {
+    /// Plan the backward pass instead of the forward pass.
+    #[arg(long)]
+    backward: bool,
+
+    /// Show the program of this rank, round by round, instead of the whole ring.
+    #[arg(long, value_name = "A", value_parser = count)]
+    rank: Option<usize>,
+
+    /// Print JSON: the summary, or with --rank every buffer, task and message of that rank.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub fn run(options: &Options) -> Result<Verdict> {
+    let SizeOptions {
+        tokens,
+        heads,
+        kv_heads,
+        dim,
+        batch,
+        dtype,
+    } = options.sizes;
+    let builder = Attention::builder().pattern(options.pattern.pattern()?);
+    let builder =
+        options
+            .ring
+            .apply(builder, MOST_RANKS, "the plan would take too long to make")?;
+    let shape = Shape::new(batch, tokens, heads, kv_heads.unwrap_or(heads), dim)?;
+    let pass = match options.view.backward {
+        true => Pass::Backward { dlse: false },
+        false => Pass::Forward,
+    };
+    let plan = builder.build()?.plan(shape, dtype, pass)?;
+    let text = match (options.view.rank, options.view.json) {
+        (None, false) => plan.explain()?.to_string(),
+        (None, true) => serde_json::to_string_pretty(&plan.explain()?)? + "\n",
+        (Some(rank), false) => program::words(&plan.rank(rank)?, plan.ranks()),
+        (Some(rank), true) => serde_json::to_string_pretty(&plan.rank(rank)?)? + "\n",
+    };
+    say(&text)?;
+    Ok(Verdict::Fine)
+}

@@ -1,0 +1,82 @@
+//! The options that say where the work is done, shared by `attend` and `plan`.
+//!
+//! What they cannot do is change a result by more than rounding.
+
+use anyhow::{Result, bail};
+use clap::{Args, ValueEnum};
+use encke::{Builder, Cut, Queries};
+
+use crate::number::count;
+
+/// Who owns which tokens.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Ring (results differ by rounding only)")]
+pub struct RingOptions {
+    /// How many ranks share the tokens: threads for `attend`, any devices for `plan` [default: 1].
+    #[arg(long, value_name = "P", value_parser = count)]
+    ranks: Option<usize>,
+
+    /// How tokens are cut: contiguous, zigzag (even work under a causal mask), striped (rank a
+    /// owns every p-th token from a on), or each rank's first token, as in 0,100,250
+    /// [default: contiguous].
+    #[arg(long, value_name = "CUT", value_parser = cut)]
+    sharding: Option<Cut>,
+
+    /// Who holds the queries [default: sharded].
+    #[arg(long, value_enum, value_name = "WHO")]
+    queries: Option<QueriesName>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum QueriesName {
+    /// Each rank holds those of its own tokens; keys and values travel
+    Sharded,
+    /// Every rank holds all queries and ends with all of the output; keys and values stay
+    Replicated,
+}
+
+/// The words for a cut, or the first tokens of the ranks.
+fn cut(text: &str) -> Result<Cut, String> {
+    Ok(match text {
+        "contiguous" => Cut::Contiguous,
+        "zigzag" => Cut::Zigzag,
+        "striped" => Cut::Striped,
+        firsts => {
+            let firsts: Result<Vec<usize>, String> = firsts.split(',').map(count).collect();
+            Cut::Firsts(firsts.map_err(
+                |_| "write contiguous, zigzag, striped, or each rank's first token: 0,100,250",
+            )?)
+        }
+    })
+}
+
+impl RingOptions {
+    /// Puts the options into a builder. `most` is the largest ring the command can do, and
+    /// `reason` says why.
+    pub fn apply(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {
+        let cut = self.sharding.clone().unwrap_or(Cut::Contiguous);
+        let ranks = match (&cut, self.ranks) {
+            (_, Some(ranks)) => ranks,
+            (Cut::Firsts(firsts), None) => firsts.len(),
+            (_, None) => 1,
+        };
+        if ranks > most {
+            bail!("{ranks} ranks are too many: {reason}; use at most {most}");
+        }
+        let queries = match self.queries {
+            None | Some(QueriesName::Sharded) => Queries::Sharded,
+            Some(QueriesName::Replicated) => Queries::Replicated,
+        };
+        Ok(builder.ranks(ranks).sharding(cut).queries(queries))
+    }
+}
+
+/// A cut in one word.
+pub fn words(cut: &Cut) -> &'static str {
+    match cut {
+        Cut::Contiguous => "contiguous",
+        Cut::Firsts(_) => "contiguous, cut as given",
+        Cut::Zigzag => "zigzag",
+        Cut::Striped => "striped",
+    }
+}

@@ -1,0 +1,229 @@
+//! One random configuration, made from a seed: what is asked for, and the numbers it is asked of.
+
+use std::fmt;
+
+use encke::conformance::Random;
+use encke::{
+    CheckpointPolicy, Cut, DType, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Queries,
+    Shape,
+};
+
+use crate::{pattern_options, ring_options};
+
+/// Largest ring drawn.
+const RANKS: usize = 32;
+/// Most tokens drawn; the reference takes time in their square.
+const TOKENS: usize = 256;
+
+/// One random configuration.
+#[derive(Debug)]
+pub struct Case {
+    /// What it was made from.
+    pub seed: u64,
+    /// Sizes.
+    pub shape: Shape,
+    /// Who sees whom.
+    pub pattern: Pattern,
+    /// How many ranks.
+    pub ranks: usize,
+    /// How tokens are cut.
+    pub cut: Cut,
+    /// Who holds the queries.
+    pub queries: Queries,
+    /// The type of the inputs.
+    pub dtype: DType,
+    /// What is kept for the backward pass.
+    pub policy: CheckpointPolicy,
+    /// The softmax scale, if it is not the default.
+    pub scale: Option<f64>,
+    /// Whether the lse has a gradient.
+    pub dlse: bool,
+    /// Largest number in q and k.
+    spread: f64,
+}
+
+/// The numbers of a case, already rounded to its type.
+pub struct Numbers {
+    /// `[b, n, heads, d]`.
+    pub q: Vec<f64>,
+    /// `[b, n, kv_heads, d]`.
+    pub k: Vec<f64>,
+    /// `[b, n, kv_heads, d]`.
+    pub v: Vec<f64>,
+    /// `[b, n, heads, d]`.
+    pub dout: Vec<f64>,
+    /// `[b, n, heads]`.
+    pub dlse: Option<Vec<f64>>,
+}
+
+impl Case {
+    /// The configuration of a seed.
+    pub fn new(seed: u64) -> Case {
+        let mut random = Random::new(seed);
+        let kv_heads = random.size(4);
+        let mode = mode(&mut random);
+        let pattern_heads = kv_heads * random.size(3);
+        let drawn = random.size(TOKENS);
+        let (pattern, tokens) = pattern(&mut random, mode, pattern_heads, drawn);
+        let shape = Shape {
+            batch: 1 + usize::from(random.once_in(3)),
+            tokens,
+            heads: pattern_heads,
+            kv_heads,
+            dim: random.pick(&[1, 2, 3, 4, 8, 16, 20]),
+        };
+        let ranks = random.size(RANKS);
+        let fkodom = pattern.mode() == Mode::Fkodom;
+        Case {
+            seed,
+            shape,
+            ranks,
+            cut: cut(&mut random, ranks, tokens),
+            queries: random.pick(&[Queries::Sharded, Queries::Sharded, Queries::Replicated]),
+            dtype: match random.pick(&[DType::F64, DType::F64, DType::F32, DType::Bf16, DType::F16])
+            {
+                _ if fkodom => DType::F64,
+                dtype => dtype,
+            },
+            policy: match random.once_in(4) {
+                true => CheckpointPolicy::Recompute,
+                false => CheckpointPolicy::KeepOutput,
+            },
+            scale: random.once_in(4).then(|| 0.05 + random.unit().abs()),
+            dlse: random.once_in(3) && !fkodom,
+            spread: random.pick(&[0.0, 1.0, 1.0, 3.0]),
+            pattern,
+        }
+    }
+
+    /// The softmax scale in force.
+    pub fn scale(&self) -> f64 {
+        self.scale.unwrap_or_else(|| self.shape.default_scale())
+    }
+
+    /// The numbers of the configuration: those of its seed, always.
+    pub fn numbers(&self) -> Numbers {
+        let Shape {
+            batch,
+            tokens,
+            heads,
+            kv_heads,
+            dim,
+        } = self.shape;
+        let mut random = Random::new(!self.seed);
+        let mut draw = |count: usize, number: &dyn Fn(f64) -> f64| -> Vec<f64> {
+            let numbers = (0..count).map(|_| self.dtype.round(number(random.unit())));
+            numbers.collect()
+        };
+        let (rows, kv_rows) = (batch * tokens * heads, batch * tokens * kv_heads);
+        let wide = |x: f64| self.spread * x;
+        let value = |x: f64| match self.pattern.mode() {
+            Mode::Fkodom => 1.0 + 0.5 * x, // its sums must not be near zero
+            _ => x,
+        };
+        Numbers {
+            q: draw(rows * dim, &wide),
+            k: draw(kv_rows * dim, &wide),
+            v: draw(kv_rows * dim, &value),
+            dout: draw(rows * dim, &|x| x),
+            dlse: self.dlse.then(|| draw(rows, &|x| x)),
+        }
+    }
+}
+
+fn mode(random: &mut Random) -> Option<Mode> {
+    let offsets = random.pick(&[OffsetRule::HeadMod, OffsetRule::HeadBlock]);
+    let scale = random.pick(&[GroupScale::One, GroupScale::Groups]);
+    let mix = |gradient| Mode::Mix { offsets, gradient };
+    match random.below(8) {
+        0 => None,
+        1..=2 => Some(Mode::Group { scale }),
+        3..=4 => Some(mix(MixingGradient::Exact)),
+        5..=6 => Some(mix(MixingGradient::Detached)),
+        _ => Some(Mode::Fkodom),
+    }
+}
+
+/// A pattern that fits the heads, and a number of tokens that fits the pattern.
+fn pattern(
+    random: &mut Random,
+    mode: Option<Mode>,
+    heads: usize,
+    tokens: usize,
+) -> (Pattern, usize) {
+    let causal = random.once_in(2);
+    let Some(mode) = mode else {
+        return (Pattern::dense().causal(causal), tokens);
+    };
+    let most = match mode {
+        Mode::Mix { .. } => 4,
+        _ => heads.min(4),
+    };
+    let branches = 1 + random.below(most);
+    let mut segments: Vec<usize> = (0..branches).map(|_| random.size(tokens + 8)).collect();
+    let mut tokens = tokens;
+    if mode == Mode::Fkodom {
+        // Its length must be a multiple of every segment: take segments that divide one another.
+        let base = random.size(12);
+        segments = (0..branches).map(|i| base << i).collect();
+        tokens = (base << (branches - 1)) * (1 + random.below(2));
+    }
+    let dilations: Vec<usize> = segments
+        .iter()
+        .map(|&w| random.size(w.min(9) + 1))
+        .collect();
+    // Lengths and rates are as many as each other and none is zero, so this cannot be refused.
+    let drawn = Pattern::dilated(&segments, &dilations, mode).unwrap_or_else(|_| Pattern::dense());
+    (drawn.causal(causal), tokens)
+}
+
+fn cut(random: &mut Random, ranks: usize, tokens: usize) -> Cut {
+    match random.below(5) {
+        0 => Cut::Contiguous,
+        1 => Cut::Zigzag,
+        2 => Cut::Striped,
+        _ => {
+            let mut firsts: Vec<usize> = (0..ranks).map(|_| random.below(tokens + 1)).collect();
+            firsts[0] = 0;
+            firsts.sort_unstable();
+            Cut::Firsts(firsts)
+        }
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Shape {
+            batch,
+            tokens,
+            heads,
+            kv_heads,
+            dim,
+        } = self.shape;
+        write!(
+            f,
+            "seed {}: {}; [{batch}, {tokens}, {heads} over {kv_heads}, {dim}] {}; {} ranks ({}), \
+             queries {}, checkpoint {}",
+            self.seed,
+            pattern_options::words(&self.pattern),
+            self.dtype,
+            self.ranks,
+            ring_options::words(&self.cut),
+            match self.queries {
+                Queries::Sharded => "sharded",
+                Queries::Replicated => "replicated",
+            },
+            match self.policy {
+                CheckpointPolicy::KeepOutput => "keep-output",
+                CheckpointPolicy::Recompute => "recompute",
+            },
+        )?;
+        if let Some(scale) = self.scale {
+            write!(f, ", scale {scale:.3}")?;
+        }
+        if self.dlse {
+            write!(f, ", with dlse")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,218 @@
+//! `encke attend` when all goes well: what is written, where, and in which type.
+
+use safetensors::Dtype;
+
+use crate::command::{Folder, text};
+use crate::files::{self, Stored};
+
+const MIX: &str = "--mode mix --segment-lengths 4,12 --dilation-rates 1,2 --causal";
+
+/// A folder with a small call in `in.safetensors`.
+fn prepared() -> Folder {
+    let folder = Folder::new();
+    files::write(&folder.join("in.safetensors"), &files::small());
+    folder
+}
+
+#[test]
+fn output_has_the_promised_tensors_and_stdout_stays_clean() {
+    let folder = prepared();
+    let printed = folder.succeeds("attend in.safetensors -o out.safetensors --ranks 3");
+    assert_eq!(printed, "");
+    let out = files::read(&folder.join("out.safetensors"));
+    let names: Vec<&String> = out.keys().collect();
+    assert_eq!(names, ["lse", "out"]);
+    assert_eq!(
+        (out["out"].dtype, &out["out"].shape[..]),
+        (Dtype::F32, &[1, 12, 4, 8][..])
+    );
+    assert_eq!(
+        (out["lse"].dtype, &out["lse"].shape[..]),
+        (Dtype::F32, &[1, 12, 4][..])
+    );
+
+    folder.succeeds("attend in.safetensors -o out.safetensors --ranks 3 --grad");
+    let out = files::read(&folder.join("out.safetensors"));
+    assert_eq!(out["dq"].shape, [1, 12, 4, 8]);
+    assert_eq!(out["dk"].shape, [1, 12, 2, 8]);
+    assert_eq!(out["dv"].shape, [1, 12, 2, 8]);
+    assert_eq!(folder.names(), ["in.safetensors", "out.safetensors"]);
+}
+
+#[test]
+fn the_compute_type_is_the_type_of_the_output() {
+    let folder = prepared();
+    let types = [
+        ("f64", Dtype::F64, Dtype::F64, 1e-6),
+        ("f32", Dtype::F32, Dtype::F32, 1e-6),
+        ("bf16", Dtype::BF16, Dtype::F32, 2e-2),
+        ("f16", Dtype::F16, Dtype::F32, 2e-3),
+    ];
+    folder.succeeds("attend in.safetensors -o stored.safetensors --grad");
+    let stored = files::read(&folder.join("stored.safetensors"));
+    for (name, dtype, lse, tolerance) in types {
+        folder.succeeds(&format!(
+            "attend in.safetensors -o out.safetensors --grad --ranks 2 --compute {name}"
+        ));
+        let out = files::read(&folder.join("out.safetensors"));
+        for tensor in ["out", "dq", "dk", "dv"] {
+            assert_eq!(out[tensor].dtype, dtype, "{tensor} in {name}");
+            let error = out[tensor].difference(&stored[tensor]);
+            assert!(error < tolerance, "{tensor} in {name} is off by {error}");
+        }
+        assert_eq!(out["lse"].dtype, lse, "lse in {name}");
+    }
+}
+
+#[test]
+fn a_narrow_file_is_computed_in_its_own_type() {
+    let folder = Folder::new();
+    for dtype in [Dtype::BF16, Dtype::F16] {
+        let tensors = files::call(dtype, [2, 9, 2, 4], 1);
+        files::write(&folder.join("in.safetensors"), &tensors);
+        folder.succeeds("attend in.safetensors -o out.safetensors --ranks 4");
+        let out = files::read(&folder.join("out.safetensors"));
+        assert_eq!((out["out"].dtype, out["lse"].dtype), (dtype, Dtype::F32));
+    }
+}
+
+#[test]
+fn a_second_run_gives_the_same_bytes() {
+    let folder = prepared();
+    for out in ["a", "b"] {
+        folder.succeeds(&format!(
+            "attend in.safetensors -o {out} --grad --ranks 5 {MIX}"
+        ));
+    }
+    let bytes = |name: &str| std::fs::read(folder.join(name)).unwrap();
+    assert_eq!(bytes("a"), bytes("b"));
+}
+
+#[test]
+fn the_gradient_of_the_lse_is_used_when_the_file_has_one() {
+    let folder = prepared();
+    let mut tensors = files::small();
+    folder.succeeds("attend in.safetensors -o without.safetensors --grad");
+    for dtype in [Dtype::F32, Dtype::F64] {
+        tensors.insert("dlse".to_string(), Stored::wave(dtype, &[1, 12, 4], 0.5));
+        files::write(&folder.join("with.safetensors"), &tensors);
+        folder.succeeds("attend with.safetensors -o out.safetensors --grad --ranks 2");
+        let without = files::read(&folder.join("without.safetensors"));
+        let with = files::read(&folder.join("out.safetensors"));
+        assert!(with["dq"].difference(&without["dq"]) > 1e-3);
+        assert!(with["dv"].difference(&without["dv"]) < 1e-6);
+    }
+}
+
+#[test]
+fn numbers_need_not_be_aligned_in_the_file() {
+    let folder = prepared();
+    let bytes = std::fs::read(folder.join("in.safetensors")).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    let mut shifted = (header + 1).to_le_bytes().to_vec();
+    shifted.extend(&bytes[8..8 + header as usize]);
+    shifted.push(b' ');
+    shifted.extend(&bytes[8 + header as usize..]);
+    std::fs::write(folder.join("shifted.safetensors"), shifted).unwrap();
+    for (input, out) in [("in", "a"), ("shifted", "b")] {
+        folder.succeeds(&format!(
+            "attend {input}.safetensors -o {out} --grad --ranks 2"
+        ));
+    }
+    assert_eq!(
+        files::read(&folder.join("a")),
+        files::read(&folder.join("b"))
+    );
+}
+
+#[test]
+fn non_finite_numbers_that_are_let_through_stay_with_the_rows_that_see_them() {
+    let folder = Folder::new();
+    let mut tensors = files::small();
+    let row = 2 * 8; // numbers of one token of v
+    tensors.get_mut("v").unwrap().numbers[5 * row] = f64::NAN;
+    files::write(&folder.join("in.safetensors"), &tensors);
+    folder
+        .succeeds("attend in.safetensors -o out.safetensors --causal --ranks 3 --allow-non-finite");
+    let out = files::read(&folder.join("out.safetensors"));
+    for (i, x) in out["out"].numbers.iter().enumerate() {
+        let (token, head, channel) = (i / 32, i / 8 % 4, i % 8);
+        let sees = token >= 5 && head < 2 && channel == 0;
+        assert_eq!(
+            x.is_nan(),
+            sees,
+            "token {token}, head {head}, channel {channel}"
+        );
+    }
+}
+
+#[test]
+fn memory_goes_to_stdout_with_a_line_for_each_rank() {
+    let folder = prepared();
+    let printed = folder.succeeds("attend in.safetensors -o out --ranks 3 --grad --memory");
+    let lines: Vec<&str> = printed.lines().collect();
+    assert_eq!(lines.len(), 2 * (2 + 3), "{printed}");
+    assert_eq!(
+        (lines[0], lines[5]),
+        ("memory, forward", "memory, backward")
+    );
+    for heading in ["own K/V", "travelling K/V", "all planned", "allocated"] {
+        assert!(lines[1].contains(heading), "{printed}");
+    }
+    assert!(lines[6].contains("gradients"), "{printed}");
+}
+
+#[test]
+fn the_trace_opens_in_a_viewer_and_counts_what_was_planned() {
+    let folder = prepared();
+    let out = folder.encke(&format!(
+        "attend in.safetensors -o out --ranks 4 --grad --trace t.json {MIX}"
+    ));
+    assert!(text(&out.stderr).contains("a timeline to t.json"));
+    let trace = std::fs::read(folder.join("t.json")).unwrap();
+    let trace: serde_json::Value = serde_json::from_slice(&trace).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let named = events.iter().filter(|event| event["name"] == "thread_name");
+    assert_eq!(named.count(), 4);
+    let complete: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
+    for (pass, option) in [("forward", ""), ("backward", "--backward")] {
+        let of_pass = complete.iter().filter(|event| event["cat"] == pass);
+        let sent: u64 = of_pass
+            .map(|event| event["args"]["sent_bytes"].as_u64().unwrap())
+            .sum();
+        let sizes = "--tokens 12 --heads 4 --kv-heads 2 --dim 8 --ranks 4 --json";
+        let plan = folder.succeeds(&format!("plan {sizes} {MIX} {option}"));
+        let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
+        assert!(sent > 0);
+        assert_eq!(plan["sent_bytes"].as_u64(), Some(sent), "{pass}");
+    }
+    // One pass after the other, on the same clock.
+    let time = |event: &serde_json::Value, key: &str| event[key].as_f64().unwrap();
+    let ends = complete.iter().filter(|event| event["cat"] == "forward");
+    let forward_end = ends
+        .map(|e| time(e, "ts") + time(e, "dur"))
+        .fold(0.0, f64::max);
+    let mut starts = complete.iter().filter(|event| event["cat"] == "backward");
+    assert!(starts.all(|event| time(event, "ts") >= forward_end));
+}
+
+#[test]
+fn an_output_that_is_there_is_replaced_and_a_refusal_leaves_it_alone() {
+    let folder = prepared();
+    std::fs::write(folder.join("out"), b"old").unwrap();
+    folder.refuses("attend in.safetensors -o out --ranks 0", &["ranks is 0"]);
+    assert_eq!(std::fs::read(folder.join("out")).unwrap(), b"old");
+    folder.succeeds("attend in.safetensors -o out");
+    assert_eq!(files::read(&folder.join("out")).len(), 2);
+}
+
+#[cfg(unix)]
+#[test]
+fn an_output_can_be_read_by_others_as_any_new_file() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = prepared();
+    folder.succeeds("attend in.safetensors -o out");
+    std::fs::write(folder.join("plain"), b"").unwrap();
+    let mode = |name: &str| folder.join(name).metadata().unwrap().permissions().mode();
+    assert_eq!(mode("out"), mode("plain"));
+}

@@ -1,0 +1,300 @@
+//! What is refused: exit code 2, one line that names what was wrong, nothing left behind.
+
+use std::path::Path;
+
+use safetensors::Dtype;
+
+use crate::command::Folder;
+use crate::files::{self, Stored, Tensors};
+
+/// Runs `encke attend` on tensors and expects a refusal.
+fn refused(tensors: &Tensors, options: &str, words: &[&str]) {
+    let folder = Folder::new();
+    files::write(&folder.join("in.safetensors"), tensors);
+    folder.refuses(
+        &format!("attend in.safetensors -o out.safetensors {options}"),
+        words,
+    );
+}
+
+/// The small call with one tensor replaced.
+fn with(name: &str, tensor: Stored) -> Tensors {
+    let mut tensors = files::small();
+    tensors.insert(name.to_string(), tensor);
+    tensors
+}
+
+#[test]
+fn tensors_that_are_missing() {
+    let mut tensors = files::small();
+    tensors.remove("k");
+    refused(&tensors, "", &["no tensor k", "it has do, q, v"]);
+    let mut tensors = files::small();
+    tensors.remove("do");
+    refused(
+        &tensors,
+        "--grad",
+        &["no tensor do", "it has k, q, v", "--grad"],
+    );
+    refused(&Tensors::new(), "", &["no tensor q", "no tensors at all"]);
+}
+
+#[test]
+fn tensors_of_the_wrong_shape() {
+    let wave = |shape: &[usize]| Stored::wave(Dtype::F32, shape, 0.0);
+    refused(
+        &with("q", wave(&[12, 4, 8])),
+        "",
+        &["q has 3 dimensions [12, 4, 8]", "[b, n, h, d]"],
+    );
+    refused(
+        &with("v", wave(&[1, 1, 12, 2, 8])),
+        "",
+        &["v has 5 dimensions"],
+    );
+    refused(
+        &with("k", wave(&[1, 12, 0, 8])),
+        "",
+        &["k has shape [1, 12, 0, 8]", "is empty"],
+    );
+    refused(
+        &with("k", wave(&[1, 11, 2, 8])),
+        "",
+        &["k has shape [1, 11, 2, 8], expected [1, 12"],
+    );
+    refused(
+        &with("v", wave(&[1, 12, 1, 8])),
+        "",
+        &["v has shape [1, 12, 1, 8], expected [1, 12"],
+    );
+    refused(
+        &with("k", wave(&[1, 12, 2, 4])),
+        "",
+        &["k has shape [1, 12, 2, 4]"],
+    );
+    let short = with("do", wave(&[1, 12, 4, 4]));
+    refused(
+        &short,
+        "--grad",
+        &["do has shape [1, 12, 4, 4], expected [1, 12, 4, 8]"],
+    );
+    let dlse = with("dlse", wave(&[1, 12, 4, 1]));
+    refused(&dlse, "--grad", &["dlse has 4 dimensions", "[b, n, h]"]);
+    let heads = files::call(Dtype::F32, [1, 12, 4, 8], 3);
+    refused(
+        &heads,
+        "",
+        &["4 query heads", "3 key/value heads", "divide"],
+    );
+}
+
+#[test]
+fn tensors_of_the_wrong_type() {
+    let k = |dtype| with("k", Stored::wave(dtype, &[1, 12, 2, 8], 0.0));
+    refused(&k(Dtype::F64), "", &["k is f64 but q is f32"]);
+    refused(
+        &k(Dtype::I32),
+        "",
+        &["k holds I32", "F64, F32, BF16 and F16"],
+    );
+    let dout = with("do", Stored::wave(Dtype::BF16, &[1, 12, 4, 8], 0.0));
+    refused(&dout, "--grad", &["do is bf16 but q is f32"]);
+}
+
+#[test]
+fn numbers_that_are_not_finite() {
+    for (name, bad, count) in [
+        ("q", f64::NAN, "1 NaN"),
+        ("k", f64::INFINITY, "1 infinite"),
+        ("v", f64::NEG_INFINITY, "1 infinite"),
+        ("do", f64::NAN, "1 NaN"),
+    ] {
+        let mut tensors = files::small();
+        let tensor = tensors.get_mut(name).unwrap();
+        let width = tensor.shape[2] * 8;
+        tensor.numbers[3 * width + 8 + 5] = bad;
+        let place = "the first at [0, 3, 1, 5]";
+        refused(
+            &tensors,
+            "--grad",
+            &[name, count, place, "--allow-non-finite"],
+        );
+        let folder = Folder::new();
+        files::write(&folder.join("in.safetensors"), &tensors);
+        folder.succeeds("attend in.safetensors -o out --grad --allow-non-finite");
+    }
+    let mut tensors = files::small();
+    tensors.get_mut("q").unwrap().numbers[0] = 1e6;
+    refused(
+        &tensors,
+        "--compute f16",
+        &["q", "1 too large for f16", "[0, 0, 0, 0]"],
+    );
+}
+
+#[test]
+fn patterns_that_cannot_be() {
+    let refusals = [
+        (
+            "--segment-lengths 4 --dilation-rates 0",
+            "a dilation rate is 0",
+        ),
+        (
+            "--segment-lengths 0 --dilation-rates 1",
+            "a segment length is 0",
+        ),
+        (
+            "--segment-lengths 4,8 --dilation-rates 1",
+            "2 segment lengths but 1 dilation rates",
+        ),
+        ("--segment-lengths 4", "--dilation-rates"),
+        ("--dilation-rates 4", "--segment-lengths"),
+        (
+            "--segment-lengths 2,3,4,6,12 --dilation-rates 1,1,1,1,1",
+            "5 branches but only 4 heads",
+        ),
+        (
+            "--mode fkodom --segment-lengths 5 --dilation-rates 1",
+            "12 is no multiple of 5",
+        ),
+        ("--mode mix", "--segment-lengths"),
+        ("--mode fkodom", "--segment-lengths"),
+        ("--group-scale groups", "--group-scale"),
+        (
+            "--segment-lengths 4 --dilation-rates 1 --offsets head-mod",
+            "--offsets",
+        ),
+        (
+            "--segment-lengths 4 --dilation-rates 1 --mixing-gradient exact",
+            "--mixing-gradient",
+        ),
+        (
+            "--mode mix --segment-lengths 4 --dilation-rates 1 --group-scale one",
+            "--group-scale",
+        ),
+        ("--mode ring", "possible values: group, mix, fkodom"),
+        ("--segment-lengths 4,x --dilation-rates 1,1", "whole number"),
+        ("--scale nan", "scale is NaN"),
+        ("--scale inf", "scale is inf"),
+        ("--checkpoint recompute", "--grad"),
+        ("--deadline 0", "--deadline 0"),
+        ("--deadline -1", "--deadline -1"),
+        ("--compute f8", "f64, f32, bf16, f16"),
+        ("--no-such-option", "--no-such-option"),
+    ];
+    for (options, words) in refusals {
+        refused(&files::small(), options, &[words]);
+    }
+    let dlse = with("dlse", Stored::wave(Dtype::F32, &[1, 12, 4], 0.0));
+    let fkodom = "--grad --mode fkodom --segment-lengths 4 --dilation-rates 1";
+    refused(&dlse, fkodom, &["dlse", "fkodom"]);
+}
+
+#[test]
+fn rings_that_cannot_be() {
+    let refusals = [
+        ("--ranks 0", "ranks is 0"),
+        ("--ranks 1e9", "too many"),
+        ("--ranks -1", "--ranks"),
+        ("--sharding 1,5", "rank 0 would start at token 1"),
+        ("--sharding 0,5,4", "rank 2 would start at token 4"),
+        ("--sharding 0,13", "rank 1 would start at token 13"),
+        (
+            "--sharding 0,5 --ranks 3",
+            "names 2 ranks but 3 were asked for",
+        ),
+        ("--sharding snake", "contiguous, zigzag, striped"),
+        ("--queries all", "possible values: sharded, replicated"),
+    ];
+    for (options, words) in refusals {
+        refused(&files::small(), options, &[words]);
+    }
+    let folder = Folder::new();
+    files::write(&folder.join("in.safetensors"), &files::small());
+    let line = folder.refuses("attend in.safetensors -o out --ranks 0", &[]);
+    assert_eq!(
+        line,
+        "encke: the number of ranks is 0; it must be at least 1\n"
+    );
+}
+
+#[test]
+fn files_that_cannot_be_read() {
+    let folder = Folder::new();
+    files::write(&folder.join("in.safetensors"), &files::small());
+    let whole = std::fs::read(folder.join("in.safetensors")).unwrap();
+    let damaged: [(&str, Vec<u8>, &str); 6] = [
+        ("truncated", whole[..whole.len() - 8].to_vec(), "truncated"),
+        ("long", [&whole[..], b"more"].concat(), "damaged"),
+        ("header", whole[..40].to_vec(), "truncated"),
+        ("empty", Vec::new(), "not a safetensors file"),
+        (
+            "text",
+            b"this is a text and no file of tensors".to_vec(),
+            "not a safetensors file",
+        ),
+        (
+            "json",
+            [&8u64.to_le_bytes()[..], b"{\"q\": 1}"].concat(),
+            "not a safetensors file",
+        ),
+    ];
+    for (name, bytes, words) in &damaged {
+        std::fs::write(folder.join(name), bytes).unwrap();
+        folder.refuses(&format!("attend {name} -o out"), &[name, words]);
+    }
+    folder.refuses(
+        "attend missing.safetensors -o out",
+        &["missing.safetensors", "No such file"],
+    );
+    std::fs::create_dir(folder.join("folder")).unwrap();
+    folder.refuses("attend folder -o out", &["folder", "not a regular file"]);
+    folder.refuses("attend -o out", &["<IN.safetensors>"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_file_without_permission() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = Folder::new();
+    let path = folder.join("in.safetensors");
+    files::write(&path, &files::small());
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o000)).unwrap();
+    if std::fs::read(&path).is_ok() {
+        return; // nothing is unreadable for this user
+    }
+    folder.refuses(
+        "attend in.safetensors -o out",
+        &["in.safetensors", "ermission"],
+    );
+}
+
+#[test]
+fn outputs_that_cannot_be_written() {
+    let folder = Folder::new();
+    files::write(&folder.join("in.safetensors"), &files::small());
+    std::fs::create_dir(folder.join("folder")).unwrap();
+    let refusals = [
+        ("-o missing/out", &["missing/out", "No such file"][..]),
+        ("-o in.safetensors/out", &["in.safetensors/out"]),
+        ("-o folder", &["folder", "not a regular file"]),
+        ("-o in.safetensors", &["in.safetensors is also the input"]),
+        ("-o folder/../in.safetensors", &["is also the input"]),
+        ("-o out --trace out", &["out is also the output"]),
+        ("-o out --trace in.safetensors", &["is also the input"]),
+        ("-o out --trace missing/t.json", &["missing/t.json"]),
+        ("", &["--output"]),
+    ];
+    for (options, words) in refusals {
+        folder.refuses(&format!("attend in.safetensors {options}"), words);
+    }
+    let inside = std::fs::read_dir(folder.join("folder")).unwrap();
+    assert_eq!(inside.count(), 0);
+    #[cfg(unix)]
+    if Path::new("/dev/null").exists() {
+        folder.refuses(
+            "attend in.safetensors -o /dev/null",
+            &["/dev/null", "regular file"],
+        );
+    }
+}

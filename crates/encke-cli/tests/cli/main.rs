@@ -1,0 +1,13 @@
+//! The `encke` command from outside: files in, files out, exit codes, lines.
+//!
+//! Nothing of the library is called here: what a user cannot see is tested elsewhere. All tests
+//! are one program, because linking is slower than running them.
+
+mod attend;
+mod bad_input;
+mod command;
+mod demo;
+mod files;
+mod golden;
+mod plan;
+mod verify;

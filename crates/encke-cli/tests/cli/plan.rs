@@ -1,0 +1,115 @@
+//! `encke plan`, `encke --help` and the ways in which output ends.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::command::Folder;
+
+#[test]
+fn a_billion_tokens_on_a_thousand_ranks_are_planned_at_once() {
+    let folder = Folder::new();
+    let sizes = "--tokens 1e9 --heads 32 --kv-heads 8 --dim 128 --ranks 1000 --causal";
+    let mix = "--mode mix --segment-lengths 2k,64k,1M --dilation-rates 1,32,512";
+    for options in ["", "--backward", mix, "--queries replicated"] {
+        let begin = Instant::now();
+        let plan = folder.succeeds(&format!("plan {sizes} {options} --json"));
+        // Far more than it takes, for machines that are busy.
+        assert!(begin.elapsed() < Duration::from_secs(10), "plan {options}");
+        let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
+        assert_eq!(plan["request"]["shape"]["tokens"], 1_000_000_000);
+        assert!(plan["sent_bytes"].as_u64().unwrap() > 0, "plan {options}");
+    }
+}
+
+#[test]
+fn segments_inside_chunks_send_nothing() {
+    let folder = Folder::new();
+    let plan = folder.succeeds(
+        "plan --tokens 64k --heads 6 --dim 64 --ranks 8 --segment-lengths 2048,4096,8192 \
+         --dilation-rates 1,2,4 --json",
+    );
+    let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
+    assert_eq!(plan["sent_bytes"], 0);
+    assert_eq!(plan["dense_ring_bytes"], 2 * 65536 * 6 * 64 * 4 * 7u64);
+}
+
+#[test]
+fn words_say_who_sends_and_what_a_rank_does() {
+    let folder = Folder::new();
+    let sizes = "plan --tokens 4k --heads 8 --dim 64 --ranks 4 --causal";
+    let whole = folder.succeeds(sizes);
+    for words in [
+        "4,096 tokens",
+        "Who sends to whom",
+        "Memory of the fullest rank",
+    ] {
+        assert!(whole.contains(words), "{whole}");
+    }
+    let rank = folder.succeeds(&format!("{sizes} --backward --rank 2"));
+    for words in [
+        "Rank 2 of 4",
+        "Round 0",
+        "receive travelling k",
+        "differentiate",
+        "It returns",
+    ] {
+        assert!(rank.contains(words), "{rank}");
+    }
+    let json = folder.succeeds(&format!("{sizes} --rank 2 --json"));
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["rank"], 2);
+    folder.refuses(&format!("{sizes} --rank 4"), &["no rank 4", "4 ranks"]);
+}
+
+#[test]
+fn sizes_that_make_no_sense_are_refused() {
+    let folder = Folder::new();
+    let refusals = [
+        ("--tokens 0 --heads 1 --dim 1", "tokens is 0"),
+        ("--tokens 8 --heads 3 --kv-heads 2 --dim 4", "3 query heads"),
+        ("--tokens 1e18 --heads 32 --dim 128", "too large"),
+        ("--tokens 1.5 --heads 1 --dim 1", "whole number"),
+        (
+            "--tokens 8 --heads 1 --dim 1 --dtype f8",
+            "f64, f32, bf16, f16",
+        ),
+        ("--tokens 8 --heads 1 --dim 1 --ranks 1e12", "too many"),
+        ("--tokens 8 --heads 1", "--dim"),
+    ];
+    for (options, words) in refusals {
+        folder.refuses(&format!("plan {options}"), &[words]);
+    }
+}
+
+#[test]
+fn help_is_success_and_teaches_by_example() {
+    let folder = Folder::new();
+    for command in [
+        "--help",
+        "attend --help",
+        "plan --help",
+        "verify --help",
+        "-h",
+    ] {
+        let help = folder.succeeds(command);
+        assert!(help.contains("Examples:"), "{command}: {help}");
+        assert!(!help.contains('\x1b'), "colour without a terminal");
+        let widest = help.lines().map(|line| line.chars().count()).max();
+        assert!(widest <= Some(100), "{command}");
+    }
+    assert!(folder.succeeds("--version").starts_with("encke "));
+}
+
+#[test]
+fn a_reader_who_leaves_early_is_no_error() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_encke"))
+        .args("plan --tokens 1M --heads 8 --dim 64 --ranks 64 --json".split(' '))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    assert!(output.stderr.is_empty());
+}

@@ -1,0 +1,32 @@
+//! `encke verify`: what it says and how it ends.
+
+use crate::command::Folder;
+
+#[test]
+fn twenty_configurations_agree() {
+    let folder = Folder::new();
+    let said = folder.succeeds("verify --count 20 --seed 7");
+    assert_eq!(said.lines().next(), Some("seed 7"));
+    assert!(said.contains("20 configurations in"), "{said}");
+    assert!(said.contains("all agree with the reference"), "{said}");
+}
+
+#[test]
+fn the_time_limit_ends_a_run_cleanly() {
+    let folder = Folder::new();
+    let said = folder.succeeds("verify --count 1000000 --minutes 0.005");
+    assert!(said.starts_with("seed "), "{said}");
+    assert!(
+        said.contains("of 1000000 configurations (stopped at the limit"),
+        "{said}"
+    );
+}
+
+#[test]
+fn nothing_to_verify_is_refused() {
+    let folder = Folder::new();
+    folder.refuses("verify --count 0", &["--count is 0"]);
+    folder.refuses("verify --minutes 0", &["--minutes 0"]);
+    folder.refuses("verify --minutes nan", &["--minutes NaN"]);
+    folder.refuses("verify --seed x", &["--seed"]);
+}
