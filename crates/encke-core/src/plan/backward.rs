@@ -2,6 +2,7 @@
 
 use super::builder::Builder;
 use super::flow::{DKV, DQ};
+use super::jobs::QueryRows;
 use super::layout::Width;
 use super::program::{BufferId, Component, Fill, RankPlan, Role, Task};
 use super::{Plan, Queries};
@@ -116,49 +117,26 @@ fn buffers(b: &mut Builder<'_>, runs: &[Run], with_dlse: bool) -> Buffers {
 /// dQ stays; keys visit, and their gradients follow one round behind and come home.
 fn sharded(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     let mut b = Builder::new(plan, rank);
-    let own = b.own();
     let runs = b.runs_of(rank);
     let at_home = buffers(&mut b, &runs, dlse);
     let Buffers {
         k, v, dq, dk, dv, ..
     } = at_home;
-    for (lane, segments, q_rows, k_rows) in b.local_pairs() {
-        let job = plan.job(
-            lane,
-            segments,
-            (&q_rows, plan.resident(lane, &q_rows, own, Width::Query)),
-            (&k_rows, plan.resident(lane, &k_rows, own, Width::Kv)),
-            plan.resident(lane, &q_rows, own, Width::Cell),
-            None,
-        );
-        let task = job.map(|job| at_home.task(job, [k, v], dq, [dk, dv]));
-        b.round(0).meanwhile.extend(task);
-    }
+    let at = QueryRows {
+        q: b.own(),
+        cells: b.own(),
+        dq: None,
+    };
+    b.local_jobs(at, |job| at_home.task(job, [k, v], dq, [dk, dv]));
     for seat in b.seats() {
         let visit = b.visit(seat, [k, v]);
+        let own = b.own();
         let gather = b.gather(seat, Component::TravellingGradients, &DKV, &[dk, dv], own);
-        for (distance, _, parcel) in seat.visitors() {
+        b.jobs_with_keys(seat, at, |distance, job| {
             let (k, v) = visit.at(distance);
             let into = [gather.at(distance)[0], gather.at(distance)[1]];
-            for (offset, section) in plan.sections(parcel, Width::Kv) {
-                let lane = section.lane;
-                for (_, q_rows) in plan
-                    .shards
-                    .select(&plan.lanes[lane], rank, section.segments)
-                {
-                    let job = plan.job(
-                        lane,
-                        section.segments.count,
-                        (&q_rows, plan.resident(lane, &q_rows, own, Width::Query)),
-                        (&section.rows, plan.packed(offset, section, Width::Kv)),
-                        plan.resident(lane, &q_rows, own, Width::Cell),
-                        None,
-                    );
-                    let task = job.map(|job| at_home.task(job, [k, v], dq, into));
-                    b.round(distance).meanwhile.extend(task);
-                }
-            }
-        }
+            at_home.task(job, [k, v], dq, into)
+        });
     }
     b.output(Role::Dq, dq, runs.clone());
     b.output(Role::Dk, dk, runs.clone());
@@ -170,53 +148,25 @@ fn sharded(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
 /// gradients is gathered. Then dq is shared.
 fn replicated(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     let mut b = Builder::new(plan, rank);
-    let own = b.own();
     let all_runs = b.all_runs();
     let at_home = buffers(&mut b, &all_runs, dlse);
     let Buffers {
         k, v, dq, dk, dv, ..
     } = at_home;
-    for (lane, segments, q_rows, k_rows) in b.local_pairs() {
-        let all = b.among_all(rank);
-        let job = plan.job(
-            lane,
-            segments,
-            (&q_rows, plan.resident(lane, &q_rows, all, Width::Query)),
-            (&k_rows, plan.resident(lane, &k_rows, own, Width::Kv)),
-            plan.resident(lane, &q_rows, all, Width::Cell),
-            Some(plan.resident(lane, &q_rows, own, Width::Query)),
-        );
-        let task = job.map(|job| at_home.task(job, [k, v], dq, [dk, dv]));
-        b.round(0).meanwhile.extend(task);
-    }
+    let at = QueryRows {
+        q: b.among_all(rank),
+        cells: b.among_all(rank),
+        dq: Some(b.own()),
+    };
+    b.local_jobs(at, |job| at_home.task(job, [k, v], dq, [dk, dv]));
     for seat in b.seats() {
+        let own = b.own();
         let gather = b.gather(seat, Component::TravellingGradients, &DQ, &[dq], own);
-        for (distance, home, parcel) in seat.visitors() {
-            let all = b.among_all(home);
-            for (offset, section) in plan.sections(parcel, Width::Query) {
-                let lane = section.lane;
-                for (_, k_rows) in plan
-                    .shards
-                    .select(&plan.lanes[lane], rank, section.segments)
-                {
-                    let q_rows = &section.rows;
-                    let job = plan.job(
-                        lane,
-                        section.segments.count,
-                        (q_rows, plan.resident(lane, q_rows, all, Width::Query)),
-                        (&k_rows, plan.resident(lane, &k_rows, own, Width::Kv)),
-                        plan.resident(lane, q_rows, all, Width::Cell),
-                        Some(plan.packed(offset, section, Width::Query)),
-                    );
-                    let into = gather.at(distance)[0];
-                    let task = job.map(|job| at_home.task(job, [k, v], into, [dk, dv]));
-                    b.round(distance).meanwhile.extend(task);
-                }
-            }
-        }
+        b.jobs_with_queries(seat, true, |distance, job| {
+            at_home.task(job, [k, v], gather.at(distance)[0], [dk, dv])
+        });
     }
-    let n = plan.request.shape.tokens;
-    let sum = plan.request.dtype.sum();
+    let (n, sum) = (plan.request.shape.tokens, plan.request.dtype.sum());
     let all_dq = b.resident("all dq", Component::Gradients, sum, n, Width::Query);
     b.share(plan.settled_round(), 0, dq, all_dq, Width::Query);
     let runs = b.runs_of(rank);

@@ -6,7 +6,6 @@ use super::program::{
     BufferId, BufferPlan, CarryIds, Component, Fill, Port, RankPlan, Role, Round, Task,
 };
 use crate::dtype::DType;
-use crate::rows::Rows;
 use crate::sharding::Run;
 
 /// The buffers and rounds of one rank as they are put together.
@@ -150,21 +149,5 @@ impl<'a> Builder<'a> {
         ] {
             self.round(round).before.push(Task::Fill { buffer, value });
         }
-    }
-
-    /// Every (lane, segments, query rows, key rows) of this rank with itself, in plan order.
-    pub fn local_pairs(&self) -> Vec<(usize, usize, Rows, Rows)> {
-        let plan = self.plan;
-        let mut pairs = Vec::new();
-        for &(lane, group) in &plan.groups_of[self.rank] {
-            let segments = plan.groups[lane][group].segments;
-            let select = || plan.shards.select(&plan.lanes[lane], self.rank, segments);
-            for (_, q) in select() {
-                for (_, k) in select() {
-                    pairs.push((lane, segments.count, q, k));
-                }
-            }
-        }
-        pairs
     }
 }

@@ -2,6 +2,7 @@
 
 use super::builder::Builder;
 use super::flow::CARRY;
+use super::jobs::QueryRows;
 use super::layout::Width;
 use super::program::{BufferId, CarryIds, Component, RankPlan, Role, Task};
 use super::{Plan, Queries};
@@ -60,56 +61,28 @@ fn finish(b: &mut Builder<'_>, carry: CarryIds) -> (BufferId, BufferId) {
 /// Queries stay, keys visit.
 fn sharded(plan: &Plan, rank: usize) -> RankPlan {
     let mut b = Builder::new(plan, rank);
-    let (own, rows) = (b.own(), b.rows);
+    let rows = b.rows;
     let Buffers { q, k, v, carry } = buffers(&mut b, rows);
     b.input(Role::Q, q, b.runs_of(rank));
-    for (lane, segments, q_rows, k_rows) in b.local_pairs() {
-        let job = plan.job(
-            lane,
-            segments,
-            (&q_rows, plan.resident(lane, &q_rows, own, Width::Query)),
-            (&k_rows, plan.resident(lane, &k_rows, own, Width::Kv)),
-            plan.resident(lane, &q_rows, own, Width::Cell),
-            None,
-        );
-        let forward = |job| Task::Forward {
-            job,
-            q,
-            k,
-            v,
-            carry,
-        };
-        b.round(0).meanwhile.extend(job.map(forward));
-    }
+    let at = QueryRows {
+        q: b.own(),
+        cells: b.own(),
+        dq: None,
+    };
+    let forward = |job, k, v| Task::Forward {
+        job,
+        q,
+        k,
+        v,
+        carry,
+    };
+    b.local_jobs(at, |job| forward(job, k, v));
     for seat in b.seats() {
         let visit = b.visit(seat, [k, v]);
-        for (distance, _, parcel) in seat.visitors() {
+        b.jobs_with_keys(seat, at, |distance, job| {
             let (k, v) = visit.at(distance);
-            for (offset, section) in plan.sections(parcel, Width::Kv) {
-                let lane = section.lane;
-                for (_, q_rows) in plan
-                    .shards
-                    .select(&plan.lanes[lane], rank, section.segments)
-                {
-                    let job = plan.job(
-                        lane,
-                        section.segments.count,
-                        (&q_rows, plan.resident(lane, &q_rows, own, Width::Query)),
-                        (&section.rows, plan.packed(offset, section, Width::Kv)),
-                        plan.resident(lane, &q_rows, own, Width::Cell),
-                        None,
-                    );
-                    let forward = |job| Task::Forward {
-                        job,
-                        q,
-                        k,
-                        v,
-                        carry,
-                    };
-                    b.round(distance).meanwhile.extend(job.map(forward));
-                }
-            }
-        }
+            forward(job, k, v)
+        });
     }
     let (out, lse) = finish(&mut b, carry);
     b.output(Role::Out, out, b.runs_of(rank));
@@ -122,71 +95,32 @@ fn sharded(plan: &Plan, rank: usize) -> RankPlan {
 fn replicated(plan: &Plan, rank: usize) -> RankPlan {
     let mut b = Builder::new(plan, rank);
     let request = &plan.request;
-    let own = b.own();
     let Buffers { q, k, v, carry } = buffers(&mut b, request.shape.tokens);
     b.input(Role::Q, q, b.all_runs());
-    for (lane, segments, q_rows, k_rows) in b.local_pairs() {
-        let all = b.among_all(rank);
-        let job = plan.job(
-            lane,
-            segments,
-            (&q_rows, plan.resident(lane, &q_rows, all, Width::Query)),
-            (&k_rows, plan.resident(lane, &k_rows, own, Width::Kv)),
-            plan.resident(lane, &q_rows, own, Width::Cell),
-            None,
-        );
-        let forward = |job| Task::Forward {
-            job,
-            q,
-            k,
-            v,
-            carry,
-        };
-        b.round(0).meanwhile.extend(job.map(forward));
-    }
+    let at = QueryRows {
+        q: b.among_all(rank),
+        cells: b.own(),
+        dq: None,
+    };
+    let forward = |job, carry| Task::Forward {
+        job,
+        q,
+        k,
+        v,
+        carry,
+    };
+    b.local_jobs(at, |job| forward(job, carry));
     for seat in b.seats() {
         let into = [carry.acc, carry.m, carry.l];
-        let gather = b.gather(seat, Component::TravellingCarry, &CARRY, &into, own);
-        for (distance, home, parcel) in seat.visitors() {
-            let all = b.among_all(home);
-            for (offset, section) in plan.sections(parcel, Width::Cell) {
-                let lane = section.lane;
-                for (_, k_rows) in plan
-                    .shards
-                    .select(&plan.lanes[lane], rank, section.segments)
-                {
-                    let job = plan.job(
-                        lane,
-                        section.segments.count,
-                        (
-                            &section.rows,
-                            plan.resident(lane, &section.rows, all, Width::Query),
-                        ),
-                        (&k_rows, plan.resident(lane, &k_rows, own, Width::Kv)),
-                        plan.packed(offset, section, Width::Cell),
-                        None,
-                    );
-                    let forward = |job| Task::Forward {
-                        job,
-                        q,
-                        k,
-                        v,
-                        carry: gather.carry_at(distance),
-                    };
-                    b.round(distance).meanwhile.extend(job.map(forward));
-                }
-            }
-        }
+        let gather = b.gather(seat, Component::TravellingCarry, &CARRY, &into, b.own());
+        b.jobs_with_queries(seat, false, |distance, job| {
+            forward(job, gather.carry_at(distance))
+        });
     }
     let (own_out, own_lse) = finish(&mut b, carry);
     let (n, sum) = (request.shape.tokens, request.dtype.sum());
-    let out = b.resident(
-        "all out",
-        Component::Output,
-        request.out_dtype(),
-        n,
-        Width::WideCell,
-    );
+    let out_dtype = request.out_dtype();
+    let out = b.resident("all out", Component::Output, out_dtype, n, Width::WideCell);
     let lse = b.resident("all lse", Component::Output, sum, n, Width::Cell);
     let start = plan.settled_round() + 1;
     b.share(start, 0, own_out, out, Width::WideCell);

@@ -9,6 +9,7 @@ mod builder;
 pub mod explain;
 mod flow;
 mod forward;
+mod jobs;
 mod layout;
 pub mod program;
 pub mod rings;

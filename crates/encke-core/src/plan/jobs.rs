@@ -1,0 +1,120 @@
+//! The jobs of a rank: with its own rows, with keys that visit its queries, and with queries that
+//! its keys are visited by. Forward and backward programs differ in what they make of a job, not
+//! in which jobs there are.
+
+use super::builder::Builder;
+use super::flow::Seat;
+use super::layout::{Resident, Width};
+use super::program::Task;
+use crate::job::{Job, Operand};
+use crate::rows::{Rows, Segments};
+
+/// Where the rows of one rank's queries lie: in q, in cells, and in dq if that is another layout.
+#[derive(Clone, Copy)]
+pub(super) struct QueryRows {
+    pub q: Resident,
+    pub cells: Resident,
+    pub dq: Option<Resident>,
+}
+
+impl Builder<'_> {
+    /// Jobs of this rank with itself, in round 0.
+    pub fn local_jobs(&mut self, at: QueryRows, task: impl Fn(Job) -> Task) {
+        let (plan, rank) = (self.plan, self.rank);
+        for &(lane, group) in &plan.groups_of[rank] {
+            let segments = plan.groups[lane][group].segments;
+            let select = || plan.shards.select(&plan.lanes[lane], rank, segments);
+            for (_, q_rows) in select() {
+                for (_, k_rows) in select() {
+                    let k = plan.resident(lane, &k_rows, self.own(), Width::Kv);
+                    let job = self.resident_job(lane, segments, (&q_rows, at), (&k_rows, k));
+                    self.round(0).meanwhile.extend(job.map(&task));
+                }
+            }
+        }
+    }
+
+    /// Jobs of this rank's queries with the keys that visit it, each in the round of its distance.
+    pub fn jobs_with_keys(
+        &mut self,
+        seat: Seat<'_>,
+        at: QueryRows,
+        task: impl Fn(usize, Job) -> Task,
+    ) {
+        let plan = self.plan;
+        for (distance, _, parcel) in seat.visitors() {
+            for (offset, section) in plan.sections(parcel, Width::Kv) {
+                let lane = section.lane;
+                let own = plan
+                    .shards
+                    .select(&plan.lanes[lane], self.rank, section.segments);
+                for (_, q_rows) in own {
+                    let k = plan.packed(offset, section, Width::Kv);
+                    let keys = (&section.rows, k);
+                    let job = self.resident_job(lane, section.segments, (&q_rows, at), keys);
+                    let task = job.map(|job| task(distance, job));
+                    self.round(distance).meanwhile.extend(task);
+                }
+            }
+        }
+    }
+
+    /// Jobs of this rank's keys with the queries of others, which it holds a copy of. `at` says
+    /// where the queries of a rank lie; what is computed for them goes into the parcel, cells or
+    /// (with `gradient`) dq.
+    pub fn jobs_with_queries(
+        &mut self,
+        seat: Seat<'_>,
+        gradient: bool,
+        task: impl Fn(usize, Job) -> Task,
+    ) {
+        let plan = self.plan;
+        let width = if gradient { Width::Query } else { Width::Cell };
+        for (distance, home, parcel) in seat.visitors() {
+            let all = self.among_all(home);
+            for (offset, section) in plan.sections(parcel, width) {
+                let (lane, rows) = (section.lane, &section.rows);
+                let own = plan
+                    .shards
+                    .select(&plan.lanes[lane], self.rank, section.segments);
+                for (_, k_rows) in own {
+                    let packed = plan.packed(offset, section, width);
+                    let (cells, dq) = match gradient {
+                        true => (plan.resident(lane, rows, all, Width::Cell), Some(packed)),
+                        false => (packed, None),
+                    };
+                    let job = plan.job(
+                        lane,
+                        section.segments.count,
+                        (rows, plan.resident(lane, rows, all, Width::Query)),
+                        (&k_rows, plan.resident(lane, &k_rows, self.own(), Width::Kv)),
+                        cells,
+                        dq,
+                    );
+                    let task = job.map(|job| task(distance, job));
+                    self.round(distance).meanwhile.extend(task);
+                }
+            }
+        }
+    }
+
+    /// A job whose queries are resident.
+    fn resident_job(
+        &self,
+        lane: usize,
+        segments: Segments,
+        (q_rows, at): (&Rows, QueryRows),
+        keys: (&Rows, Operand),
+    ) -> Option<Job> {
+        let plan = self.plan;
+        let resident = |at: Resident, width: Width| plan.resident(lane, q_rows, at, width);
+        plan.job(
+            lane,
+            segments.count,
+            (q_rows, resident(at.q, Width::Query)),
+            keys,
+            resident(at.cells, Width::Cell),
+            at.dq.map(|at| resident(at, Width::Query)),
+        )
+    }
+}
