@@ -13,6 +13,8 @@ use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
 use crate::transport::Parcel;
 use crate::with_typed;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 
 impl Default for Data {
     /// No numbers: what a parcel that was taken leaves behind.
@@ -108,11 +110,16 @@ pub fn allocate(kernel: &'static str, dtype: DType, elements: usize) -> Result<D
 
 /// Copies the rows of `runs`, in that order, into a `[b, rows, h, d]` buffer.
 pub fn upload(from: &View<'_>, runs: &[Run], to: &mut Data) {
-    let [_, _, _, d] = from.dims();
+    let [_, _, h, d] = from.dims();
+    let strides = from.strides();
+    // Heads that lie side by side are copied together, and so are tokens that do.
+    let heads = if strides[2] == d || h == 1 { h } else { 1 };
+    let whole = heads == h && strides[1] == h * d;
     with_typed!(Slice, from.data(), source => with_typed!(Data, to, target => {
-        for (row, slot) in rows(from.dims(), runs) {
-            let start = from.row(row.batch, row.token, row.head);
-            convert(&source[start..start + d], &mut target[slot..slot + d]);
+        for piece in pieces(from.dims(), runs, heads, whole) {
+            let start = from.row(piece.batch, piece.token, piece.head);
+            let (there, here) = (start..start + piece.len, piece.at..piece.at + piece.len);
+            convert(&source[there], &mut target[here]);
         }
     }));
 }
@@ -122,9 +129,10 @@ pub fn download(from: &Data, runs: &[Run], to: &mut Tensor) {
     let dims = to.dims();
     let [_, n, h, d] = dims;
     with_typed!(Data, from, source => with_typed!(Data, to.data_mut(), target => {
-        for (row, slot) in rows(dims, runs) {
-            let start = ((row.batch * n + row.token) * h + row.head) * d;
-            convert(&source[slot..slot + d], &mut target[start..start + d]);
+        for piece in pieces(dims, runs, h, true) {
+            let start = ((piece.batch * n + piece.token) * h + piece.head) * d;
+            let (there, here) = (start..start + piece.len, piece.at..piece.at + piece.len);
+            convert(&source[here], &mut target[there]);
         }
     }));
 }
@@ -149,33 +157,80 @@ pub fn copy(block: &Block, add: bool, from: &Data, to: &mut Data) {
     }));
 }
 
-/// One row of one head of a view.
-struct Row {
+/// Numbers that lie side by side both in a tensor and in a buffer.
+struct Piece {
     batch: usize,
     token: usize,
     head: usize,
+    /// Where it begins in the buffer.
+    at: usize,
+    /// How many numbers.
+    len: usize,
 }
 
-/// The rows of `runs` in the order a buffer holds them, each with its address in the buffer.
-fn rows([b, n, h, d]: [usize; 4], runs: &[Run]) -> impl Iterator<Item = (Row, usize)> {
-    let each = move |batch| {
-        let tokens = runs.iter().flat_map(|run| run.tokens());
-        tokens.flat_map(move |token| {
-            assert!(token < n, "token {token} of a tensor of {n}");
-            (0..h).map(move |head| Row { batch, token, head })
+/// The pieces of `runs` in the order a buffer holds them: `heads` heads (1 or all of them) of one
+/// token, or where `whole` tokens lie side by side, all tokens of a contiguous run.
+fn pieces(
+    [b, n, h, d]: [usize; 4],
+    runs: &[Run],
+    heads: usize,
+    whole: bool,
+) -> impl Iterator<Item = Piece> {
+    let mut at = 0;
+    let starts = (0..b).flat_map(move |batch| {
+        runs.iter().flat_map(move |run| {
+            assert!(run.end() <= n, "token {} of a tensor of {n}", run.end() - 1);
+            let together = if whole && run.stride == 1 {
+                run.count
+            } else {
+                1
+            };
+            let tokens = run.tokens().step_by(together);
+            tokens.flat_map(move |token| {
+                let len = together * heads * d;
+                (0..h)
+                    .step_by(heads)
+                    .map(move |head| (batch, token, head, len))
+            })
         })
-    };
-    let rows = (0..b).flat_map(each).enumerate();
-    rows.map(move |(slot, row)| (row, slot * d))
+    });
+    starts.map(move |(batch, token, head, len)| {
+        at += len;
+        Piece {
+            batch,
+            token,
+            head,
+            at: at - len,
+            len,
+        }
+    })
 }
 
 /// Copies numbers, rounding where the types differ.
 fn convert<S: Element, T: Element>(source: &[S], target: &mut [T]) {
-    if S::DTYPE == T::DTYPE {
-        target.copy_from_slice(bytemuck::cast_slice(source));
-    } else {
-        for (x, &value) in target.iter_mut().zip(source) {
-            *x = T::from_f64(value.to_f64());
+    match (S::DTYPE, T::DTYPE) {
+        (from, to) if from == to => target.copy_from_slice(bytemuck::cast_slice(source)),
+        // The narrow types have conversions of their own that use the hardware's.
+        (DType::F32, DType::Bf16) => {
+            let target: &mut [bf16] = bytemuck::cast_slice_mut(target);
+            target.convert_from_f32_slice(bytemuck::cast_slice(source));
+        }
+        (DType::F32, DType::F16) => {
+            let target: &mut [f16] = bytemuck::cast_slice_mut(target);
+            target.convert_from_f32_slice(bytemuck::cast_slice(source));
+        }
+        (DType::Bf16, DType::F32) => {
+            let source: &[bf16] = bytemuck::cast_slice(source);
+            source.convert_to_f32_slice(bytemuck::cast_slice_mut(target));
+        }
+        (DType::F16, DType::F32) => {
+            let source: &[f16] = bytemuck::cast_slice(source);
+            source.convert_to_f32_slice(bytemuck::cast_slice_mut(target));
+        }
+        _ => {
+            for (x, &value) in target.iter_mut().zip(source) {
+                *x = T::from_f64(value.to_f64());
+            }
         }
     }
 }
