@@ -21,11 +21,13 @@ pub enum Arm {
     Avx2,
     /// AVX-512 (F, BW, CD, DQ, VL).
     Avx512,
+    /// AVX-512, and the matrix tiles for bf16.
+    Amx,
 }
 
 impl Arm {
     /// All arms, the slowest first.
-    pub const ALL: [Arm; 3] = [Arm::Portable, Arm::Avx2, Arm::Avx512];
+    pub const ALL: [Arm; 4] = [Arm::Portable, Arm::Avx2, Arm::Avx512, Arm::Amx];
 
     /// Whether this machine has it.
     pub fn is_available(self) -> bool {
@@ -35,8 +37,10 @@ impl Arm {
             Arm::Avx2 => pulp::x86::V3::is_available(),
             #[cfg(target_arch = "x86_64")]
             Arm::Avx512 => pulp::x86::V4::is_available(),
+            #[cfg(target_arch = "x86_64")]
+            Arm::Amx => Arm::Avx512.is_available() && crate::amx::available(),
             #[cfg(not(target_arch = "x86_64"))]
-            Arm::Avx2 | Arm::Avx512 => false,
+            Arm::Avx2 | Arm::Avx512 | Arm::Amx => false,
         }
     }
 
@@ -76,6 +80,7 @@ impl fmt::Display for Arm {
             Arm::Portable => "portable",
             Arm::Avx2 => "avx2",
             Arm::Avx512 => "avx512",
+            Arm::Amx => "amx",
         })
     }
 }
@@ -92,6 +97,6 @@ impl FromStr for Arm {
 fn unknown(name: &str) -> KernelError {
     KernelError::Unsupported {
         kernel: "cpu",
-        what: format!("the instruction set {name:?}; known: portable, avx2, avx512"),
+        what: format!("the instruction set {name:?}; known: portable, avx2, avx512, amx"),
     }
 }

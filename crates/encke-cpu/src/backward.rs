@@ -20,7 +20,7 @@ use crate::micro::across;
 use crate::panel;
 use crate::real::Real;
 use crate::scratch::{Pool, Scratch};
-use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded};
+use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded, tiles};
 use crate::shared::Shared;
 use crate::softmax::Mask;
 use crate::vector::{Task, Vector};
@@ -38,11 +38,38 @@ pub(crate) struct Given<'a> {
     pub upstream: Upstream<'a, Data>,
 }
 
+#[cfg(target_arch = "x86_64")]
+impl<'a> Given<'a> {
+    /// The same for the matrix tiles, where all types are theirs.
+    pub fn on_tiles(&self) -> Option<crate::amx::Given<'a>> {
+        let Given { q, k, v, upstream } = self;
+        let (Data::Bf16(q), Data::Bf16(k), Data::Bf16(v)) = (q, k, v) else {
+            return None;
+        };
+        let Upstream {
+            dout: Data::Bf16(dout),
+            lse: Data::F32(lse),
+            delta: Data::F32(delta),
+        } = upstream
+        else {
+            return None;
+        };
+        Some(crate::amx::Given {
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+        })
+    }
+}
+
 /// Sizes of one task's panels: q, dout and dq as lanes; q and dout as rows; lse and delta; scores
 /// and products; k, v, dk and dv.
 pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 13] {
     let (tile, width) = (lanes::<X>(), padded::<X>(dim));
-    let (block, cells) = (TILES * width * tile, TILES * tile);
+    let (block, cells) = (tiles(dim) * width * tile, tiles(dim) * tile);
     let (scores, keys) = (KEYS * tile, KEYS * width);
     [
         block, block, block, block, block, cells, cells, scores, scores, keys, keys, keys, keys,
@@ -282,14 +309,12 @@ impl<X: Vector> Backward<'_, X> {
             seen.visible[i][lane] = job.visible(first + lane);
         }
         let (scale, gain) = (X::A::from_f64(job.scale), X::A::from_f64(job.gain));
-        let mut poison = X::A::ZERO;
         for (rows, factor) in [(&mut *q_rows, scale), (&mut *dout_rows, gain)] {
             for x in rows.iter_mut() {
                 *x = *x * factor;
-                poison += *x * X::A::ZERO;
             }
+            seen.finite &= panel::finite(rows);
         }
-        seen.finite &= poison == X::A::ZERO;
         let one = X::A::ONE;
         panel::transpose(q_rows, width, lanes, one, lanes, &mut panels.q[at.clone()]);
         panel::transpose(dout_rows, width, lanes, one, lanes, &mut panels.dout[at]);
@@ -318,8 +343,9 @@ impl<X: Vector> Backward<'_, X> {
             let count = KEYS.min(sweep.keys.end - start);
             let address = |j: usize| job.k.at(block.batch, block.segment, start + j, head);
             let (k, v) = (self.given.k.as_slice(), self.given.v.as_slice());
-            let mut finite = panel::rows(k, job.dim, count, address, width, panels.k);
-            finite &= panel::rows(v, job.dim, count, address, width, panels.v);
+            panel::rows(k, job.dim, count, address, width, panels.k);
+            panel::rows(v, job.dim, count, address, width, panels.v);
+            let finite = panel::finite(panels.k) && panel::finite(panels.v);
             if sweep.keys_too {
                 panels.dk.fill(X::A::ZERO);
                 panels.dv.fill(X::A::ZERO);
@@ -380,8 +406,8 @@ impl<X: Vector> Backward<'_, X> {
             X::of(&panels.dout[at.clone()]),
             products_of,
         );
-        let lse: [X::V; VECTORS] = vectors::<X>(&panels.lse[cells.clone()]);
-        let delta: [X::V; VECTORS] = vectors::<X>(&panels.delta[cells]);
+        let lse: [X::V; VECTORS] = vectors(x, &panels.lse[cells.clone()]);
+        let delta: [X::V; VECTORS] = vectors(x, &panels.delta[cells]);
         let pairs = scores
             .chunks_exact_mut(VECTORS)
             .zip(products_of.chunks_exact_mut(VECTORS));
@@ -450,9 +476,10 @@ fn add<A: Real>(from: &[A], to: &mut [A]) {
 }
 
 #[inline(always)]
-fn vectors<X: Vector>(numbers: &[X::A]) -> [X::V; VECTORS] {
-    let vectors = X::of(numbers);
-    std::array::from_fn(|n| vectors[n])
+fn vectors<X: Vector>(x: X, numbers: &[X::A]) -> [X::V; VECTORS] {
+    let mut vectors = [x.zero(); VECTORS];
+    vectors.copy_from_slice(X::of(numbers));
+    vectors
 }
 
 /// sums[j] += Σ_i weights[j][i] · rows[i].
@@ -470,12 +497,15 @@ fn scatter<X: Vector, const R: usize>(
         .chunks_exact(R * lanes)
         .zip(sums.chunks_exact_mut(R * width))
     {
-        let weights: [&[X::A]; R] = std::array::from_fn(|r| &weights[r * lanes..][..lanes]);
+        let mut by_row: [&[X::A]; R] = [&[]; R];
+        for (row, weights) in by_row.iter_mut().zip(weights.chunks_exact(lanes)) {
+            *row = weights;
+        }
         let sums = X::of_mut(sums);
         let mut first = 0;
         while first < step {
             if first + 2 <= step {
-                let found = across::<X, R, 2>(x, weights, rows, step, first);
+                let found = across::<X, R, 2>(x, by_row, rows, step, first);
                 for (r, found) in found.into_iter().enumerate() {
                     for (n, found) in found.into_iter().enumerate() {
                         let sum = &mut sums[r * step + first + n];
@@ -484,7 +514,7 @@ fn scatter<X: Vector, const R: usize>(
                 }
                 first += 2;
             } else {
-                let found = across::<X, R, 1>(x, weights, rows, step, first);
+                let found = across::<X, R, 1>(x, by_row, rows, step, first);
                 for (r, [found]) in found.into_iter().enumerate() {
                     let sum = &mut sums[r * step + first];
                     *sum = x.add(*sum, found);

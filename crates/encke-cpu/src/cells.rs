@@ -1,11 +1,12 @@
 //! What is done cell by cell: merge, finish and delta.
 //!
-//! These read and write each number once and are bound by memory, so they run on the caller's
-//! thread; attention itself is what the pool is for.
+//! These read and write each number once and are bound by memory.
 
 use encke_core::Data;
 use encke_core::job::Block;
 use encke_core::kernel::Carry;
+use encke_core::with_typed;
+use rayon::prelude::*;
 
 use crate::real::Real;
 
@@ -41,6 +42,9 @@ pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<D
     }
 }
 
+/// Cells that one task ends or prepares: enough work to be worth a task.
+const CELLS: usize = 1024;
+
 /// Ends the softmax of cells.
 pub(crate) fn finish<A: Real>(
     cells: usize,
@@ -51,22 +55,32 @@ pub(crate) fn finish<A: Real>(
     lse: &mut Data,
 ) {
     let gain = A::from_f64(gain);
-    let mut row = vec![A::ZERO; dim];
-    for cell in 0..cells {
-        let l = A::get(carry.l.as_slice(), cell);
-        if l == A::ZERO {
+    let lse = &mut A::numbers(lse)[..cells];
+    let [acc, m, l] = [&carry.acc, &carry.m, &carry.l].map(A::seen);
+    let end = |first: usize, row: &mut [A], lse: &mut A, cell: usize| {
+        let cell = first + cell;
+        if l[cell] == A::ZERO {
             row.fill(A::ZERO);
-            A::store(&row, out, cell * dim);
-            A::store(&[A::NEG_INFINITY], lse, cell);
-            continue;
+            *lse = A::NEG_INFINITY;
+            return;
         }
-        A::load(carry.acc.as_slice(), cell * dim, &mut row);
-        let factor = gain / l;
-        row.iter_mut().for_each(|x| *x = factor * *x);
-        A::store(&row, out, cell * dim);
-        let m = A::get(carry.m.as_slice(), cell);
-        A::store(&[m + l.ln()], lse, cell);
-    }
+        let factor = gain / l[cell];
+        for (x, &y) in row.iter_mut().zip(&acc[cell * dim..][..dim]) {
+            *x = factor * y;
+        }
+        *lse = m[cell] + l[cell].ln();
+    };
+    with_typed!(Data, out, out => {
+        let pieces = out[..cells * dim].par_chunks_mut(CELLS * dim);
+        pieces.zip(lse.par_chunks_mut(CELLS)).enumerate().for_each(|(piece, (out, lse))| {
+            let mut row = vec![A::ZERO; dim];
+            let rows = out.chunks_exact_mut(dim).zip(lse).enumerate();
+            for (cell, (out, lse)) in rows {
+                end(piece * CELLS, &mut row, lse, cell);
+                A::round(&row, out);
+            }
+        });
+    });
 }
 
 /// delta = dout·out − dlse.
@@ -78,13 +92,20 @@ pub(crate) fn delta<A: Real>(
     dlse: Option<&Data>,
     delta: &mut Data,
 ) {
-    let (mut x, mut y) = (vec![A::ZERO; dim], vec![A::ZERO; dim]);
-    for cell in 0..cells {
-        A::load(out.as_slice(), cell * dim, &mut x);
-        A::load(dout.as_slice(), cell * dim, &mut y);
-        let from_lse = dlse.map_or(A::ZERO, |dlse| A::get(dlse.as_slice(), cell));
-        A::store(&[dot(&x, &y) - from_lse], delta, cell);
-    }
+    let delta = &mut A::numbers(delta)[..cells];
+    delta
+        .par_chunks_mut(CELLS)
+        .enumerate()
+        .for_each(|(piece, delta)| {
+            let (mut x, mut y) = (vec![A::ZERO; dim], vec![A::ZERO; dim]);
+            for (cell, delta) in delta.iter_mut().enumerate() {
+                let cell = piece * CELLS + cell;
+                A::load(out.as_slice(), cell * dim, &mut x);
+                A::load(dout.as_slice(), cell * dim, &mut y);
+                let from_lse = dlse.map_or(A::ZERO, |dlse| A::get(dlse.as_slice(), cell));
+                *delta = dot(&x, &y) - from_lse;
+            }
+        });
 }
 
 /// A dot product in eight running sums, which is what lets it be vector code.

@@ -14,7 +14,7 @@ use crate::micro::{across, down};
 use crate::panel;
 use crate::real::Real;
 use crate::scratch::{Pool, Scratch};
-use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded};
+use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded, tiles};
 use crate::shared::Shared;
 use crate::softmax::{self, Mask};
 use crate::vector::{Task, Vector};
@@ -23,8 +23,8 @@ use crate::vector::{Task, Vector};
 /// and values.
 pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 7] {
     let (tile, width) = (lanes::<X>(), padded::<X>(dim));
-    let panel = TILES * width * tile;
-    let cells = TILES * tile;
+    let panel = tiles(dim) * width * tile;
+    let cells = tiles(dim) * tile;
     [
         panel,
         panel,
@@ -218,17 +218,22 @@ impl<X: Vector> Attention<'_, X> {
     ) {
         let (job, lanes) = (self.job, lanes::<X>());
         let width = padded::<X>(job.dim);
-        let tiles = block.tiles.len();
+        let count_of_tiles = block.tiles.len();
         // Positions rise, so the last lane of a tile sees the most keys.
-        let most = (0..tiles).map(|i| visible[i][lanes - 1]).max().unwrap_or(0);
+        let most = (0..count_of_tiles)
+            .map(|i| visible[i][lanes - 1])
+            .max()
+            .unwrap_or(0);
         let head = self.grid.groups[block.group][0];
         for start in (0..most).step_by(KEYS) {
             let count = KEYS.min(most - start);
             let address = |j: usize| job.k.at(block.batch, block.segment, start + j, head);
             let (k, v) = (&mut *panels.k, &mut *panels.v);
             panel::rows(self.k.as_slice(), job.dim, count, address, width, k);
-            let finite = panel::rows(self.v.as_slice(), job.dim, count, address, width, v);
-            for (i, visible) in visible.iter().enumerate().take(tiles) {
+            panel::rows(self.v.as_slice(), job.dim, count, address, width, v);
+            // Only where something is hidden does it matter whether zeros hide it well.
+            let finite = job.causal.is_none() || panel::finite(&v[..count * width]);
+            for (i, visible) in visible.iter().enumerate().take(count_of_tiles) {
                 if visible[lanes - 1] <= start {
                     continue;
                 }
@@ -268,8 +273,11 @@ pub(crate) fn products<X: Vector, const R: usize>(
 ) {
     let groups = rows.chunks_exact(R * width);
     for (rows, scores) in groups.zip(scores.chunks_exact_mut(R * VECTORS)) {
-        let rows: [&[X::A]; R] = std::array::from_fn(|r| &rows[r * width..][..dim]);
-        let sums = across::<X, R, VECTORS>(x, rows, lanes, VECTORS, 0);
+        let mut by_row: [&[X::A]; R] = [&[]; R];
+        for (slot, row) in by_row.iter_mut().zip(rows.chunks_exact(width)) {
+            *slot = &row[..dim];
+        }
+        let sums = across::<X, R, VECTORS>(x, by_row, lanes, VECTORS, 0);
         for (scores, sums) in scores.chunks_exact_mut(VECTORS).zip(sums) {
             scores.copy_from_slice(&sums);
         }

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use encke_core::job::Job;
 
-use crate::shape::TILES;
+use crate::shape::tiles;
 
 /// How the queries of a job are cut up.
 #[derive(Debug)]
@@ -18,6 +18,7 @@ pub(crate) struct Grid {
     lanes: usize,
     queries: usize,
     tiles_per_head: usize,
+    tiles_per_block: usize,
 }
 
 /// Queries of one head that fill a tile, or what is left of them.
@@ -52,6 +53,7 @@ impl Grid {
             lanes,
             queries: job.queries,
             tiles_per_head: job.queries.div_ceil(lanes),
+            tiles_per_block: tiles(job.dim),
         }
     }
 
@@ -73,10 +75,9 @@ impl Grid {
 
     /// The tiles of a group in pieces that are computed together.
     pub fn blocks(&self, group: usize) -> impl Iterator<Item = Range<usize>> {
-        let tiles = self.tiles(group);
-        (0..tiles)
-            .step_by(TILES)
-            .map(move |first| first..(first + TILES).min(tiles))
+        let (tiles, step) = (self.tiles(group), self.tiles_per_block);
+        let firsts = (0..tiles).step_by(step);
+        firsts.map(move |first| first..(first + step).min(tiles))
     }
 
     /// Every block of a job, the longest first where some are longer than others.

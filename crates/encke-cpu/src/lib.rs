@@ -9,6 +9,13 @@
 //! written once, over the [`vector`] trait, and compiled for each instruction set ([`Arm`]).
 #![deny(unsafe_op_in_unsafe_fn)]
 
+#[cfg(target_arch = "x86_64")]
+#[allow(
+    dead_code,
+    unused_imports,
+    reason = "parts are there for tests and timings only"
+)]
+mod amx;
 mod arm;
 mod backward;
 mod cells;
@@ -42,6 +49,8 @@ pub struct CpuKernel {
     arm: Arm,
     narrow: Pool<f32>,
     wide: Pool<f64>,
+    #[cfg(target_arch = "x86_64")]
+    tiles: amx::Pool,
 }
 
 impl CpuKernel {
@@ -56,6 +65,8 @@ impl CpuKernel {
             arm: arm.check()?,
             narrow: Pool::default(),
             wide: Pool::default(),
+            #[cfg(target_arch = "x86_64")]
+            tiles: amx::Pool::default(),
         })
     }
 
@@ -66,7 +77,11 @@ impl CpuKernel {
 
     /// Bytes of scratch memory held for the next call.
     pub fn scratch_bytes(&self) -> usize {
-        self.narrow.bytes() + self.wide.bytes()
+        #[cfg(target_arch = "x86_64")]
+        let tiles = self.tiles.bytes();
+        #[cfg(not(target_arch = "x86_64"))]
+        let tiles = 0;
+        self.narrow.bytes() + self.wide.bytes() + tiles
     }
 }
 
@@ -121,12 +136,12 @@ macro_rules! on_arm {
                 $($call)::+::<_, 4>($vectors(simd), $($argument),*)
             }
             #[cfg(target_arch = "x86_64")]
-            Arm::Avx512 => {
+            Arm::Avx512 | Arm::Amx => {
                 let simd = pulp::x86::V4::try_new().expect("the arm was checked");
                 $($call)::+::<_, 8>($vectors(simd), $($argument),*)
             }
             #[cfg(not(target_arch = "x86_64"))]
-            Arm::Avx2 | Arm::Avx512 => unreachable!("the arm was checked"),
+            Arm::Avx2 | Arm::Avx512 | Arm::Amx => unreachable!("the arm was checked"),
         }
     };
 }
@@ -173,6 +188,17 @@ impl Kernel for CpuKernel {
         let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l])?;
         let cells = [job.batch, job.segments, job.queries];
         writable("the carry", shared::disjoint(&job.cells, cells, 1))?;
+        #[cfg(target_arch = "x86_64")]
+        if let (Arm::Amx, Data::Bf16(q), Data::Bf16(k), Data::Bf16(v)) = (self.arm, q, k, v)
+            && let Carry {
+                acc: Data::F32(acc),
+                m: Data::F32(m),
+                l: Data::F32(l),
+            } = carry
+        {
+            amx::forward::<amx::Hardware>(&self.tiles, job, [q, k, v], acc, m, l);
+            return Ok(());
+        }
         match dtype {
             DType::F64 => {
                 on_arm!(
@@ -207,7 +233,7 @@ impl Kernel for CpuKernel {
         out: &mut Data,
         lse: &mut Data,
     ) -> Result<()> {
-        let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l])?;
+        let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l, lse])?;
         in_precision!(dtype, cells::finish(cells, dim, gain, carry, out, lse));
         Ok(())
     }
@@ -242,6 +268,17 @@ impl Kernel for CpuKernel {
         writable("dq", shared::disjoint(dq, queries, job.dim))?;
         let keys = [job.batch, job.segments, job.keys];
         writable("dk and dv", shared::disjoint(&job.k, keys, job.dim))?;
+        #[cfg(target_arch = "x86_64")]
+        if let (Arm::Amx, Some(given)) = (self.arm, given.on_tiles())
+            && let Gradients {
+                dq: Data::F32(dq),
+                dk: Data::F32(dk),
+                dv: Data::F32(dv),
+            } = gradients
+        {
+            amx::backward::<amx::Hardware>(&self.tiles, job, given, dq, dk, dv);
+            return Ok(());
+        }
         match dtype {
             DType::F64 => {
                 on_arm!(
@@ -271,6 +308,11 @@ impl Kernel for CpuKernel {
             DType::F64 => on_arm!(self, f64, F64, of(job.dim)),
             _ => on_arm!(self, f32, F32, of(job.dim)),
         };
-        task * rayon::current_num_threads()
+        let bytes = task * rayon::current_num_threads();
+        #[cfg(target_arch = "x86_64")]
+        if self.arm == Arm::Amx && dtype == DType::Bf16 {
+            return amx::workspace_bytes(job.dim);
+        }
+        bytes
     }
 }

@@ -16,7 +16,10 @@ pub(crate) fn across<X: Vector, const R: usize, const N: usize>(
     first: usize,
 ) -> [[X::V; N]; R] {
     let steps = rows[0].len();
-    let rows = rows.map(|row| &row[..steps]);
+    let mut rows = rows;
+    for row in &mut rows {
+        *row = &row[..steps];
+    }
     let mut sums = [[x.zero(); N]; R];
     for (s, lanes) in lanes.chunks_exact(step).take(steps).enumerate() {
         let lanes: &[X::V; N] = lanes[first..first + N].try_into().expect("N vectors");

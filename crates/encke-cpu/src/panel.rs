@@ -8,8 +8,8 @@ use encke_core::dtype::Slice;
 
 use crate::real::Real;
 
-/// Copies `count` rows into a row panel, and zeros into the rest of its rows. Tells whether all
-/// numbers are finite.
+/// Copies `count` rows into a row panel, and zeros into the rest of its rows.
+#[inline(always)]
 pub(crate) fn rows<A: Real>(
     source: Slice<'_>,
     dim: usize,
@@ -17,22 +17,28 @@ pub(crate) fn rows<A: Real>(
     address: impl Fn(usize) -> usize,
     width: usize,
     panel: &mut [A],
-) -> bool {
+) {
     let (used, rest) = panel.split_at_mut(count * width);
-    let mut poison = A::ZERO;
     for (i, row) in used.chunks_exact_mut(width).enumerate() {
         A::load(source, address(i), &mut row[..dim]);
         row[dim..].fill(A::ZERO);
-        // Zero times anything finite is zero; the sum is NaN as soon as one number is not.
-        let sums = row.iter().fold(A::ZERO, |sum, &x| sum + x * A::ZERO);
-        poison += sums;
     }
     rest.fill(A::ZERO);
-    poison == A::ZERO
+}
+
+/// Whether all numbers of a panel are finite.
+#[inline(always)]
+pub(crate) fn finite<A: Real>(panel: &[A]) -> bool {
+    let mut finite = true;
+    for x in panel {
+        finite &= x.is_finite();
+    }
+    finite
 }
 
 /// Transposes a row panel of `count` rows into a lane panel of `lanes` lanes; lanes without a row
 /// hold zeros.
+#[inline(always)]
 pub(crate) fn transpose<A: Real>(
     rows: &[A],
     width: usize,
@@ -51,7 +57,7 @@ pub(crate) fn transpose<A: Real>(
 }
 
 /// The way back for one lane.
-#[inline]
+#[inline(always)]
 pub(crate) fn lane<A: Real>(panel: &[A], lanes: usize, lane: usize, row: &mut [A]) {
     for (x, channel) in row.iter_mut().zip(panel.chunks_exact(lanes)) {
         *x = channel[lane];

@@ -8,8 +8,9 @@ use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
 use encke_core::dtype::Slice;
-use encke_core::{Data, Element};
+use encke_core::{DType, Data, Element, with_typed};
 use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 
 use crate::vector::{self, PLAIN, Plain};
 
@@ -38,15 +39,23 @@ pub(crate) trait Real:
     fn exp(self) -> Self;
     /// e to the power of each of a plain vector's numbers, for powers that are weights.
     fn exp_plain(powers: [Self; PLAIN]) -> [Self; PLAIN];
+    /// Neither infinite nor NaN.
+    fn is_finite(self) -> bool;
     /// The natural logarithm.
     fn ln(self) -> Self;
     /// Reads a row.
     fn load(source: Slice<'_>, at: usize, row: &mut [Self]);
+    /// Rounds a row.
+    fn round<T: Element>(row: &[Self], target: &mut [T]);
     /// Rounds a row into its place.
-    fn store(row: &[Self], target: &mut Data, at: usize);
+    fn store(row: &[Self], target: &mut Data, at: usize) {
+        with_typed!(Data, target, x => Self::round(row, &mut x[at..at + row.len()]));
+    }
 
     /// The numbers of a buffer that sums are kept in; it has this type.
     fn numbers(data: &mut Data) -> &mut [Self];
+    /// The same, to be read.
+    fn seen(data: &Data) -> &[Self];
 
     /// Reads one number.
     fn get(source: Slice<'_>, at: usize) -> Self {
@@ -72,8 +81,20 @@ impl Real for f64 {
         powers.map(f64::exp)
     }
 
+    #[inline(always)]
+    fn is_finite(self) -> bool {
+        f64::is_finite(self)
+    }
+
     fn ln(self) -> f64 {
         f64::ln(self)
+    }
+
+    fn seen(data: &Data) -> &[f64] {
+        let Data::F64(numbers) = data else {
+            unreachable!("sums of f64 are kept in f64");
+        };
+        numbers
     }
 
     fn numbers(data: &mut Data) -> &mut [f64] {
@@ -98,18 +119,9 @@ impl Real for f64 {
         }
     }
 
-    fn store(row: &[f64], target: &mut Data, at: usize) {
-        fn round<T: Element>(row: &[f64], target: &mut [T]) {
-            for (x, y) in target.iter_mut().zip(row) {
-                *x = T::from_f64(*y);
-            }
-        }
-        let range = at..at + row.len();
-        match target {
-            Data::F64(x) => x[range].copy_from_slice(row),
-            Data::F32(x) => round(row, &mut x[range]),
-            Data::Bf16(x) => round(row, &mut x[range]),
-            Data::F16(x) => round(row, &mut x[range]),
+    fn round<T: Element>(row: &[f64], target: &mut [T]) {
+        for (x, y) in target.iter_mut().zip(row) {
+            *x = T::from_f64(*y);
         }
     }
 }
@@ -129,14 +141,24 @@ impl Real for f32 {
 
     #[inline(always)]
     fn exp_plain(powers: [f32; PLAIN]) -> [f32; PLAIN] {
-        let power_of_two = |x: f32| f32::from_bits((x.to_bits() << 23).wrapping_add(127 << 23));
-        vector::exp(Plain::<f32>::new(), powers, |shifted| {
-            shifted.map(power_of_two)
-        })
+        let shift = |x: f32| f32::from_bits(x.to_bits() << 23);
+        vector::exp(Plain::<f32>::new(), powers, |shifted| shifted.map(shift))
+    }
+
+    #[inline(always)]
+    fn is_finite(self) -> bool {
+        f32::is_finite(self)
     }
 
     fn ln(self) -> f32 {
         f32::ln(self)
+    }
+
+    fn seen(data: &Data) -> &[f32] {
+        let Data::F32(numbers) = data else {
+            unreachable!("sums of f32 are kept in f32");
+        };
+        numbers
     }
 
     fn numbers(data: &mut Data) -> &mut [f32] {
@@ -160,17 +182,16 @@ impl Real for f32 {
         }
     }
 
-    fn store(row: &[f32], target: &mut Data, at: usize) {
-        let range = at..at + row.len();
-        match target {
-            Data::F64(x) => {
-                for (x, y) in x[range].iter_mut().zip(row) {
-                    *x = f64::from(*y);
+    fn round<T: Element>(row: &[f32], target: &mut [T]) {
+        match T::DTYPE {
+            DType::F32 => bytemuck::cast_slice_mut::<T, f32>(target).copy_from_slice(row),
+            DType::Bf16 => bytemuck::cast_slice_mut::<T, bf16>(target).convert_from_f32_slice(row),
+            DType::F16 => bytemuck::cast_slice_mut::<T, f16>(target).convert_from_f32_slice(row),
+            DType::F64 => {
+                for (x, y) in target.iter_mut().zip(row) {
+                    *x = T::from_f64(f64::from(*y));
                 }
             }
-            Data::F32(x) => x[range].copy_from_slice(row),
-            Data::Bf16(x) => x[range].convert_from_f32_slice(row),
-            Data::F16(x) => x[range].convert_from_f32_slice(row),
         }
     }
 }

@@ -7,8 +7,8 @@ use crate::vector::Vector;
 
 /// Vectors in a tile.
 pub(crate) const VECTORS: usize = 3;
-/// Tiles of queries that one packing of keys serves.
-pub(crate) const TILES: usize = 8;
+/// The most tiles of queries that one packing of keys serves.
+pub(crate) const TILES: usize = 16;
 /// Keys in a panel: a multiple of every number of rows held in registers.
 pub(crate) const KEYS: usize = 128;
 /// Lanes of the widest tile.
@@ -23,4 +23,10 @@ pub(crate) const fn lanes<X: Vector>() -> usize {
 pub(crate) const fn padded<X: Vector>(dim: usize) -> usize {
     let unit = if X::WIDTH > 8 { X::WIDTH } else { 8 };
     dim.next_multiple_of(unit)
+}
+
+/// Tiles of queries that one packing of keys serves: as many as stay in the second-level cache.
+pub(crate) const fn tiles(dim: usize) -> usize {
+    let fitting = TILES * 64 / if dim > 64 { dim } else { 64 };
+    if fitting > 2 { fitting } else { 2 }
 }

@@ -37,8 +37,8 @@ impl<'a, T> Shared<'a, T> {
     ///
     /// # Safety
     /// No other row that overlaps this one may be alive, in any thread.
-    #[allow(clippy::mut_from_ref, reason = "that is what the contract is for")]
-    pub unsafe fn row(&self, at: usize, len: usize) -> &mut [T] {
+    #[inline]
+    pub unsafe fn row(&self, at: usize, len: usize) -> &'a mut [T] {
         let end = at.checked_add(len);
         assert!(
             end.is_some_and(|end| end <= self.len),

@@ -14,7 +14,8 @@ pub(crate) fn weights<X: Vector>(
     l: &mut [X::V],
 ) -> [X::V; VECTORS] {
     let (zero, nothing) = (x.zero(), x.splat(X::A::NEG_INFINITY));
-    let old: [X::V; VECTORS] = std::array::from_fn(|n| m[n]);
+    let mut old = [zero; VECTORS];
+    old.copy_from_slice(m);
     let mut top = old;
     for row in scores.chunks_exact(VECTORS) {
         for n in 0..VECTORS {
@@ -22,7 +23,11 @@ pub(crate) fn weights<X: Vector>(
         }
     }
     // A lane that has seen nothing subtracts 0: minus infinity minus itself would be NaN.
-    let base = top.map(|top| x.where_less(nothing, top, top, x.where_less(top, zero, zero, top)));
+    let mut base = top;
+    for base in &mut base {
+        let unseen = x.where_less(*base, zero, zero, *base);
+        *base = x.where_less(nothing, *base, *base, unseen);
+    }
     let mut sums = [zero; VECTORS];
     for row in scores.chunks_exact_mut(VECTORS) {
         for n in 0..VECTORS {
@@ -62,15 +67,16 @@ impl<A: Real> Mask<A> {
     }
 
     #[inline(always)]
-    fn vectors<X: Vector<A = A>>(&self) -> [X::V; VECTORS] {
-        let vectors = X::of(&self.seen[..VECTORS * X::WIDTH]);
-        std::array::from_fn(|n| vectors[n])
+    fn vectors<X: Vector<A = A>>(&self, x: X) -> [X::V; VECTORS] {
+        let mut vectors = [x.zero(); VECTORS];
+        vectors.copy_from_slice(X::of(&self.seen[..VECTORS * X::WIDTH]));
+        vectors
     }
 
     /// Replaces what is not seen.
     #[inline(always)]
     pub fn hide<X: Vector<A = A>>(&self, x: X, scores: &mut [X::V], hidden: A) {
-        let (seen, hidden) = (self.vectors::<X>(), x.splat(hidden));
+        let (seen, hidden) = (self.vectors(x), x.splat(hidden));
         for (j, row) in scores.chunks_exact_mut(VECTORS).enumerate() {
             let j = x.splat(A::from_f64(j as f64));
             for n in 0..VECTORS {
@@ -92,7 +98,7 @@ impl<A: Real> Mask<A> {
         keep: &[X::V; VECTORS],
         out: &mut [X::V],
     ) {
-        let (seen, zero) = (self.vectors::<X>(), x.zero());
+        let (seen, zero) = (self.vectors(x), x.zero());
         for (c, out) in out.chunks_exact_mut(VECTORS).enumerate() {
             let mut sums = [zero; VECTORS];
             let rows = rows.chunks_exact(width).zip(weights.chunks_exact(VECTORS));

@@ -30,6 +30,11 @@ fn avx512_conforms() {
 }
 
 #[test]
+fn amx_conforms() {
+    conforms(Arm::Amx);
+}
+
+#[test]
 fn arms_are_known_by_name_and_never_replaced() {
     for arm in Arm::ALL {
         match arm.to_string().parse::<Arm>() {

@@ -1,0 +1,299 @@
+//! The backward pass: five products of tiles for each pair of blocks, one exponential.
+//!
+//! A task goes through a chunk of queries and a range of keys of all heads that share those keys.
+//! It packs some hundred queries, keeps their dq, and meets them with the keys block by block;
+//! dk and dv of a block are summed over the queries at hand and then added to their rows.
+//!
+//! The decision here: where a job has few heads, its queries and keys are cut into as many chunks
+//! and ranges, and tasks run in rounds like the diagonals of a square: in one round no two tasks
+//! have a query chunk or a key range in common. So each row is added to by one task at a time, in
+//! an order that is part of the job, without atomic additions and without a second pass.
+
+mod block;
+mod rows;
+
+use encke_core::job::Job;
+use half::bf16;
+
+use super::gradient::{Factors, Known};
+use super::pack::WIDTH;
+use super::schedule;
+use super::scratch::{Divider, Pool};
+use super::shape::{BackwardShape, Usual};
+use super::softmax::Scale;
+use super::tiles::{ROW_BYTES, Tiles};
+use crate::shared::Shared;
+
+/// Tasks of a round, if the job is large enough.
+const TASKS: usize = 32;
+/// Rows below which queries and keys are not cut.
+const FEWEST_ROWS: usize = 512;
+
+/// Everything backward reads.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Given<'a> {
+    pub q: &'a [bf16],
+    pub k: &'a [bf16],
+    pub v: &'a [bf16],
+    /// Gradient of the output.
+    pub dout: &'a [bf16],
+    /// The final lse.
+    pub lse: &'a [f32],
+    /// dout·out − dlse.
+    pub delta: &'a [f32],
+}
+
+/// Adds the job's share of the gradients.
+///
+/// Rows of different batch entries and segments, query rows of different heads and key rows at
+/// different addresses of heads must be different rows, without an overlap. Panics if the
+/// tiles are not available, or if a row lies outside its buffer.
+pub(crate) fn backward<T: Tiles>(
+    pool: &Pool,
+    job: &Job,
+    given: Given<'_>,
+    dq: &mut [f32],
+    dk: &mut [f32],
+    dv: &mut [f32],
+) {
+    backward_shaped::<T, Usual>(pool, job, given, dq, dk, dv);
+}
+
+/// The same with sizes of one's own choice.
+pub(crate) fn backward_shaped<T: Tiles, S: BackwardShape>(
+    pool: &Pool,
+    job: &Job,
+    given: Given<'_>,
+    dq: &mut [f32],
+    dk: &mut [f32],
+    dv: &mut [f32],
+) {
+    assert!(T::available(), "{} tiles are not available here", T::NAME);
+    let run = Run {
+        job,
+        given,
+        dq: Shared::new(dq),
+        dk: Shared::new(dk),
+        dv: Shared::new(dv),
+        steps: job.dim.div_ceil(WIDTH),
+        factors: Factors {
+            scale: Scale::new(job.scale).binary,
+            gain: job.gain as f32,
+        },
+        layout: Layout::new::<S>(job.dim),
+    };
+    let groups = schedule::groups(job);
+    for round in rounds::<S>(job, &groups) {
+        schedule::run::<T, Task<'_>>(pool, run.layout.bytes, &round, |task, scratch| {
+            // SAFETY: the tiles are available and configured, scratch memory is as large as the
+            // layout says, and tasks of a round have no row of a gradient in common.
+            unsafe { run.task::<T, S>(task, scratch) };
+        });
+    }
+}
+
+/// Scratch bytes of one thread.
+pub(crate) fn bytes(dim: usize) -> usize {
+    Layout::new::<Usual>(dim).bytes
+}
+
+/// A chunk of queries and a range of keys of the heads that share those keys.
+#[derive(Debug)]
+struct Task<'a> {
+    batch: usize,
+    segment: usize,
+    heads: &'a [usize],
+    queries: std::ops::Range<usize>,
+    keys: std::ops::Range<usize>,
+    pairs: usize,
+}
+
+/// All tasks of a job, round by round, the longest of a round first.
+fn rounds<'a, S: BackwardShape>(job: &Job, groups: &'a [Vec<usize>]) -> Vec<Vec<Task<'a>>> {
+    let each = job.batch * job.segments * groups.len();
+    if each == 0 {
+        return Vec::new();
+    }
+    let most = (job.queries.min(job.keys) / FEWEST_ROWS).max(1);
+    let chunks = TASKS.div_ceil(each).clamp(1, most);
+    let chunk = job.queries.div_ceil(chunks).next_multiple_of(WIDTH);
+    let range = job.keys.div_ceil(chunks).next_multiple_of(S::KEYS);
+    let round = |round: usize| {
+        let mut tasks = Vec::new();
+        for (batch, segment) in schedule::places(job) {
+            for heads in groups {
+                for number in 0..chunks {
+                    let first = |size: usize, number: usize, rows: usize| (size * number).min(rows);
+                    let from = (number + round) % chunks;
+                    let queries =
+                        first(chunk, number, job.queries)..first(chunk, number + 1, job.queries);
+                    let keys = first(range, from, job.keys)..first(range, from + 1, job.keys);
+                    let pairs: usize = queries
+                        .clone()
+                        .step_by(WIDTH)
+                        .map(|row| job.visible((row + WIDTH).min(queries.end) - 1))
+                        .map(|seen| seen.min(keys.end).saturating_sub(keys.start))
+                        .sum();
+                    if pairs > 0 {
+                        tasks.push(Task {
+                            batch,
+                            segment,
+                            heads,
+                            queries,
+                            keys,
+                            pairs: pairs * heads.len(),
+                        });
+                    }
+                }
+            }
+        }
+        tasks.sort_by_key(|task| std::cmp::Reverse(task.pairs));
+        tasks
+    };
+    (0..chunks).map(round).collect()
+}
+
+/// Where things lie in scratch memory.
+#[derive(Debug, Clone, Copy)]
+struct Layout {
+    /// The most tiles that are packed at once.
+    tiles: usize,
+    states: usize,
+    /// Slabs of each packed tile: q as lanes and in pairs, dout likewise, and the sums of dq.
+    q_lanes: usize,
+    q_pairs: usize,
+    dout_lanes: usize,
+    dout_pairs: usize,
+    dq: usize,
+    /// Slabs of the block of keys: k and v as rows, k as columns, and the sums of dk and dv.
+    k_rows: usize,
+    k_columns: usize,
+    v_rows: usize,
+    dk: usize,
+    dv: usize,
+    /// Slabs of the tiles at hand.
+    scores: usize,
+    products: usize,
+    weights: usize,
+    gradients: usize,
+    turned: usize,
+    /// Factors without what is not finite.
+    clean: [usize; 3],
+    bytes: usize,
+}
+
+impl Layout {
+    fn new<S: BackwardShape>(dim: usize) -> Layout {
+        const { assert!(S::KEYS.is_multiple_of(WIDTH) && S::SLAB.is_multiple_of(ROW_BYTES)) };
+        let steps = dim.div_ceil(WIDTH);
+        let limit = S::NUMBERS / (steps * WIDTH) / WIDTH;
+        let tiles = (limit / S::TILES * S::TILES).clamp(S::TILES, 32);
+        let blocks = S::KEYS / WIDTH;
+        let mut divider = Divider::default();
+        let mut slabs = |count: usize| divider.take(count * S::SLAB);
+        let mut layout = Layout {
+            tiles,
+            q_lanes: slabs(tiles * steps),
+            q_pairs: slabs(tiles * steps),
+            dout_lanes: slabs(tiles * steps),
+            dout_pairs: slabs(tiles * steps),
+            dq: slabs(tiles * 2 * steps),
+            k_rows: slabs(blocks * steps),
+            k_columns: slabs(blocks * steps),
+            v_rows: slabs(blocks * steps),
+            dk: slabs(blocks * 2 * steps),
+            dv: slabs(blocks * 2 * steps),
+            scores: slabs(S::BUFFERS * 2 * blocks),
+            products: slabs(S::BUFFERS * 2 * blocks),
+            weights: slabs(blocks * S::TILES),
+            gradients: slabs(blocks * S::TILES),
+            turned: slabs(blocks * S::TILES),
+            clean: [
+                slabs(blocks * steps),
+                slabs(S::TILES * steps),
+                slabs(S::TILES * steps),
+            ],
+            states: 0,
+            bytes: 0,
+        };
+        layout.states = divider.take(tiles * size_of::<Tile>());
+        layout.bytes = divider.bytes();
+        layout
+    }
+}
+
+/// 32 queries of one head.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct Tile {
+    known: Known,
+    first: usize,
+    count: usize,
+    /// The fewest and the most keys that any of its 32 lanes sees.
+    least: usize,
+    most: usize,
+    /// Whether its q, or its dout, has a number that is not finite.
+    broken: [u32; 2],
+    /// Whether its dq has been added to.
+    summed: u32,
+}
+
+impl Tile {
+    /// Whether some lane does not see all keys before `end`.
+    fn masked(&self, end: usize) -> bool {
+        self.least < end
+    }
+}
+
+/// The block of keys at hand.
+#[derive(Debug, Clone, Copy)]
+struct Keys {
+    start: usize,
+    count: usize,
+    /// Whether a number of k is not finite.
+    broken: bool,
+}
+
+/// What all tasks of a call share.
+struct Run<'a> {
+    job: &'a Job,
+    given: Given<'a>,
+    dq: Shared<'a, f32>,
+    dk: Shared<'a, f32>,
+    dv: Shared<'a, f32>,
+    /// Steps of 32 channels.
+    steps: usize,
+    factors: Factors,
+    layout: Layout,
+}
+
+impl Run<'_> {
+    /// Computes one task.
+    ///
+    /// # Safety
+    /// The tiles are available and configured on this thread, `scratch` is memory as the layout
+    /// says, and no task that runs at the same time has these query or key rows.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn task<T: Tiles, S: BackwardShape>(&self, task: &Task<'_>, scratch: *mut u8) {
+        for &head in task.heads {
+            for first in task.queries.clone().step_by(self.layout.tiles * WIDTH) {
+                let end = task.queries.end.min(first + self.layout.tiles * WIDTH);
+                if self.job.visible(end - 1) <= task.keys.start {
+                    continue; // positions rise: nobody here sees any of these keys
+                }
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let tiles = self.pack_queries::<S>(task, head, first..end, scratch);
+                    let most = tiles.iter().map(|tile| tile.most).max().unwrap_or(0);
+                    for start in (task.keys.start..most.min(task.keys.end)).step_by(S::KEYS) {
+                        let count = S::KEYS.min(task.keys.end - start);
+                        let keys = self.pack_keys::<S>(task, start, count, scratch);
+                        self.block::<T, S>(tiles, keys, scratch);
+                        self.add_keys::<S>(task, keys, scratch);
+                    }
+                    self.add_queries::<S>(task, head, tiles, scratch);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! A block of keys against the packed queries: five products and one exponential.
+
+use super::super::gradient::{self, Factors, Known};
+use super::super::mend::{Side, mend};
+use super::super::pack::{self, Slabs, WIDTH};
+use super::super::shape::BackwardShape;
+use super::super::tiles::{Product, ROW_BYTES, TILE_BYTES, Tiles};
+use super::{Keys, Run, Tile};
+
+impl Run<'_> {
+    /// A block of keys against all packed queries: sums dk and dv, and adds to dq.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn block<T: Tiles, S: BackwardShape>(
+        &self,
+        tiles: &mut [Tile],
+        keys: Keys,
+        scratch: *mut u8,
+    ) {
+        let mut fresh = true;
+        for start in (0..tiles.len()).step_by(S::TILES) {
+            let end = tiles.len().min(start + S::TILES);
+            let sees = |tile: &Tile| tile.most > keys.start;
+            // Tiles that see nothing of the block are left out at both ends.
+            let Some(first) = tiles[start..end].iter().position(sees) else {
+                continue;
+            };
+            let last = tiles[start..end].iter().rposition(sees).unwrap_or(first);
+            let first = start + first;
+            let tiles = &mut tiles[first..=start + last];
+            // SAFETY: the caller's promise.
+            unsafe {
+                for number in 0..tiles.len() + S::AHEAD {
+                    if number < tiles.len() {
+                        self.scores::<T, S>(first + number, number % S::BUFFERS, keys, scratch);
+                    }
+                    if let Some(ready) = number.checked_sub(S::AHEAD) {
+                        self.gradients::<S>(&tiles[ready], ready, keys, scratch);
+                    }
+                }
+                if fresh {
+                    self.sum_keys::<T, S, false>(tiles, first, keys, scratch);
+                } else {
+                    self.sum_keys::<T, S, true>(tiles, first, keys, scratch);
+                }
+                fresh = false;
+                for (i, tile) in tiles.iter_mut().enumerate() {
+                    self.sum_queries::<T, S>(tile, first + i, i, keys, scratch);
+                }
+            }
+        }
+    }
+
+    /// Scores and dout·v of one tile of queries.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[inline]
+    unsafe fn scores<T: Tiles, S: BackwardShape>(
+        &self,
+        tile: usize,
+        buffer: usize,
+        keys: Keys,
+        scratch: *mut u8,
+    ) {
+        let layout = &self.layout;
+        for (rows, lanes, to) in [
+            (layout.k_rows, layout.q_lanes, layout.scores),
+            (layout.v_rows, layout.dout_lanes, layout.products),
+        ] {
+            let b = scratch.wrapping_add(lanes + tile * self.steps * S::SLAB);
+            for step in 0..keys.count.div_ceil(WIDTH) {
+                let to = self.buffer::<S>(to, buffer, scratch);
+                let c = to.wrapping_add(2 * step * S::SLAB);
+                // SAFETY: tiles are configured, and all slabs lie in their regions.
+                unsafe {
+                    T::multiply::<false>(Product {
+                        a: scratch.wrapping_add(rows + step * self.steps * S::SLAB),
+                        a_step: S::SLAB,
+                        b: [b, b.wrapping_add(TILE_BYTES)],
+                        b_step: S::SLAB,
+                        b_row: ROW_BYTES,
+                        c: [c, c.wrapping_add(S::SLAB)],
+                        steps: self.steps,
+                    });
+                }
+            }
+        }
+    }
+
+    /// Weights and gradients of the tile at place `i` of those at hand.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn gradients<S: BackwardShape>(
+        &self,
+        tile: &Tile,
+        i: usize,
+        keys: Keys,
+        scratch: *mut u8,
+    ) {
+        let layout = &self.layout;
+        let steps = keys.count.div_ceil(WIDTH);
+        let buffer = i % S::BUFFERS;
+        let block = gradient::Block {
+            scores: self.buffer::<S>(layout.scores, buffer, scratch),
+            products: self.buffer::<S>(layout.products, buffer, scratch),
+            steps,
+            start: keys.start,
+            masked: tile.masked(keys.start + steps * WIDTH),
+            weights: scratch.wrapping_add(layout.weights + i * S::SLAB),
+            gradients: scratch.wrapping_add(layout.gradients + i * S::SLAB),
+            left_stride: S::TILES * S::SLAB,
+            turned: scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * S::SLAB),
+            right_stride: S::SLAB,
+        };
+        // SAFETY: all slabs lie in their regions.
+        unsafe { gradient_of::<S>(&block, self.factors, &tile.known) };
+    }
+
+    /// dk and dv of the block from the tiles at hand, the first of which is packed at `first`.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn sum_keys<T: Tiles, S: BackwardShape, const ADD: bool>(
+        &self,
+        tiles: &[Tile],
+        first: usize,
+        keys: Keys,
+        scratch: *mut u8,
+    ) {
+        let layout = &self.layout;
+        let steps = keys.count.div_ceil(WIDTH);
+        let end = keys.start + steps * WIDTH;
+        for (side, (left, pairs, sums)) in [
+            (layout.gradients, layout.q_pairs, layout.dk),
+            (layout.weights, layout.dout_pairs, layout.dv),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let pairs = scratch.wrapping_add(pairs + first * self.steps * S::SLAB);
+            let hurt = |tile: &Tile| tile.broken[side] != 0 && tile.masked(end);
+            let mut factor = pairs;
+            if tiles.iter().any(hurt) {
+                factor = scratch.wrapping_add(layout.clean[1 + side]);
+                // SAFETY: both regions have this many slabs.
+                unsafe { self.clean_tiles::<S>(tiles, hurt, pairs, factor) };
+            }
+            for key in 0..steps {
+                for step in 0..self.steps {
+                    let c = sums + (key * self.steps + step) * 2 * S::SLAB;
+                    let c = scratch.wrapping_add(c);
+                    let product = |factor: *mut u8| {
+                        let b = factor.wrapping_add(step * S::SLAB);
+                        Product {
+                            a: scratch.wrapping_add(left + key * S::TILES * S::SLAB),
+                            a_step: S::SLAB,
+                            b: [b, b.wrapping_add(TILE_BYTES)],
+                            b_step: self.steps * S::SLAB,
+                            b_row: ROW_BYTES,
+                            c: [c, c.wrapping_add(S::SLAB)],
+                            steps: tiles.len(),
+                        }
+                    };
+                    // SAFETY: tiles are configured, and all slabs lie in their regions.
+                    unsafe { T::multiply::<ADD>(product(factor)) };
+                    if factor != pairs {
+                        let sees = |at: usize, row: usize, _: usize| {
+                            let (tile, place) = (&tiles[at / WIDTH], at % WIDTH);
+                            let lane = place / 2 + place % 2 * 16;
+                            let seen = tile.known.visible.0[lane] as usize;
+                            hurt(tile) && seen > keys.start + key * WIDTH + row
+                        };
+                        // SAFETY: all slabs lie in their regions.
+                        unsafe { mend(&product(pairs), Side::Right, sees) };
+                    }
+                }
+            }
+        }
+    }
+
+    /// Copies the pairs of tiles, those of hurt ones without what is not finite.
+    ///
+    /// # Safety
+    /// Both places have the slabs of as many tiles.
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn clean_tiles<S: BackwardShape>(
+        &self,
+        tiles: &[Tile],
+        hurt: impl Fn(&Tile) -> bool,
+        from: *const u8,
+        to: *mut u8,
+    ) {
+        let bytes = self.steps * S::SLAB;
+        for (i, tile) in tiles.iter().enumerate() {
+            let (from, to) = (from.wrapping_add(i * bytes), to.wrapping_add(i * bytes));
+            // SAFETY: the caller's promise.
+            unsafe {
+                if hurt(tile) {
+                    let slabs = Slabs {
+                        at: to,
+                        stride: S::SLAB,
+                    };
+                    pack::clean(from, slabs, self.steps);
+                } else {
+                    std::ptr::copy_nonoverlapping(from, to, bytes);
+                }
+            }
+        }
+    }
+
+    /// dq of the tile packed at `tile` from the gradients at place `i`.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn sum_queries<T: Tiles, S: BackwardShape>(
+        &self,
+        state: &mut Tile,
+        tile: usize,
+        i: usize,
+        keys: Keys,
+        scratch: *mut u8,
+    ) {
+        let layout = &self.layout;
+        let steps = keys.count.div_ceil(WIDTH);
+        let columns = scratch.wrapping_add(layout.k_columns);
+        let mut factor = columns;
+        if keys.broken && state.masked(keys.start + steps * WIDTH) {
+            factor = scratch.wrapping_add(layout.clean[0]);
+            let slabs = Slabs {
+                at: factor,
+                stride: S::SLAB,
+            };
+            // SAFETY: both regions have this many slabs.
+            unsafe { pack::clean(columns, slabs, steps * self.steps) };
+        }
+        let b = scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * S::SLAB);
+        for step in 0..self.steps {
+            let c = layout.dq + (tile * self.steps + step) * 2 * S::SLAB;
+            let c = scratch.wrapping_add(c);
+            let product = |factor: *mut u8| Product {
+                a: factor.wrapping_add(step * S::SLAB),
+                a_step: self.steps * S::SLAB,
+                b: [b, b.wrapping_add(TILE_BYTES)],
+                b_step: S::SLAB,
+                b_row: ROW_BYTES,
+                c: [c, c.wrapping_add(S::SLAB)],
+                steps,
+            };
+            // SAFETY: tiles are configured, and all slabs lie in their regions.
+            unsafe {
+                if state.summed == 0 {
+                    T::multiply::<false>(product(factor));
+                } else {
+                    T::multiply::<true>(product(factor));
+                }
+            }
+            if factor != columns {
+                let seen = &state.known.visible.0;
+                let sees = |at: usize, _: usize, lane: usize| seen[lane] as usize > keys.start + at;
+                // SAFETY: all slabs lie in their regions.
+                unsafe { mend(&product(columns), Side::Left, sees) };
+            }
+        }
+        state.summed = 1;
+    }
+
+    fn buffer<S: BackwardShape>(&self, region: usize, number: usize, scratch: *mut u8) -> *mut u8 {
+        scratch.wrapping_add(region + number * (2 * S::KEYS / WIDTH) * S::SLAB)
+    }
+}
+
+/// The pass of a shape.
+///
+/// # Safety
+/// As for [`gradient::gradient`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq")]
+unsafe fn gradient_of<S: BackwardShape>(block: &gradient::Block, factors: Factors, known: &Known) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match S::DEGREE {
+            3 => gradient::gradient::<3>(S::SLAB, block, factors, known),
+            4 => gradient::gradient::<4>(S::SLAB, block, factors, known),
+            _ => gradient::gradient::<5>(S::SLAB, block, factors, known),
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! Into scratch memory and back: queries and keys in, their gradients out.
+
+use std::arch::x86_64::*;
+
+use encke_core::job::Operand;
+
+use super::super::gradient::Known;
+use super::super::pack::{self, Sign, Slabs, Source, WIDTH};
+use super::super::shape::BackwardShape;
+use super::super::softmax::Lanes;
+use super::super::tiles::ROW_BYTES;
+use super::{Keys, Run, Task, Tile};
+use crate::shared::Shared;
+
+impl Run<'_> {
+    /// Packs queries and what is known of them.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn pack_queries<'s, S: BackwardShape>(
+        &self,
+        task: &Task<'_>,
+        head: usize,
+        rows: std::ops::Range<usize>,
+        scratch: *mut u8,
+    ) -> &'s mut [Tile] {
+        let (job, given) = (self.job, &self.given);
+        let count = rows.len().div_ceil(WIDTH);
+        assert!(count <= self.layout.tiles);
+        let states = scratch.wrapping_add(self.layout.states).cast::<Tile>();
+        // SAFETY: the region is that large, aligned to a page, and any bits are a tile.
+        let tiles = unsafe { std::slice::from_raw_parts_mut(states, count) };
+        for (i, tile) in tiles.iter_mut().enumerate() {
+            let first = rows.start + i * WIDTH;
+            let count = WIDTH.min(rows.end - first);
+            let cell = |lane: usize| job.cells.at(task.batch, task.segment, first + lane, head);
+            // A query that saw nothing anywhere contributes nothing, whatever its row holds.
+            let live = |lane: usize| lane < count && given.lse[cell(lane)] != f32::NEG_INFINITY;
+            let visible: [usize; 32] = std::array::from_fn(|lane| match live(lane) {
+                true => job.visible(first + lane),
+                false => 0,
+            });
+            let known = |numbers: &[f32], factor: f32| {
+                Lanes(std::array::from_fn(|lane| match live(lane) {
+                    true => factor * numbers[cell(lane)],
+                    false => 0.0,
+                }))
+            };
+            tile.known = Known {
+                lse: known(given.lse, std::f32::consts::LOG2_E),
+                delta: known(given.delta, 1.0),
+                visible: Lanes(visible.map(|seen| seen as i32)),
+            };
+            (tile.first, tile.count, tile.summed) = (first, count, 0);
+            tile.least = visible.into_iter().min().unwrap_or(0);
+            tile.most = visible.into_iter().max().unwrap_or(0);
+            let q = Source {
+                numbers: given.q,
+                dim: job.dim,
+                count,
+                address: |lane: usize| {
+                    live(lane).then(|| job.q.at(task.batch, task.segment, first + lane, head))
+                },
+            };
+            let dout = Source {
+                numbers: given.dout,
+                dim: job.dim,
+                count,
+                address: |lane: usize| live(lane).then(|| cell(lane) * job.dim),
+            };
+            let slabs = |region: usize| Slabs {
+                at: scratch.wrapping_add(region + i * self.steps * S::SLAB),
+                stride: S::SLAB,
+            };
+            // SAFETY: the regions have this many slabs.
+            unsafe {
+                pack::lanes(&q, Sign::of(job.scale), slabs(self.layout.q_lanes));
+                pack::lanes(&dout, Sign::Plus, slabs(self.layout.dout_lanes));
+                tile.broken = [
+                    u32::from(pack::pairs(&q, slabs(self.layout.q_pairs))),
+                    u32::from(pack::pairs(&dout, slabs(self.layout.dout_pairs))),
+                ];
+            }
+        }
+        tiles
+    }
+
+    /// Packs a block of keys and values.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn pack_keys<S: BackwardShape>(
+        &self,
+        task: &Task<'_>,
+        start: usize,
+        count: usize,
+        scratch: *mut u8,
+    ) -> Keys {
+        let job = self.job;
+        let mut broken = false;
+        for step in 0..count.div_ceil(WIDTH) {
+            let first = start + step * WIDTH;
+            let source = |numbers| Source {
+                numbers,
+                dim: job.dim,
+                count: WIDTH.min(start + count - first),
+                address: |row: usize| {
+                    let head = task.heads[0];
+                    Some(job.k.at(task.batch, task.segment, first + row, head))
+                },
+            };
+            let slabs = |region: usize| Slabs {
+                at: scratch.wrapping_add(region + step * self.steps * S::SLAB),
+                stride: S::SLAB,
+            };
+            // SAFETY: the regions have this many slabs.
+            unsafe {
+                pack::rows(&source(self.given.k), slabs(self.layout.k_rows));
+                pack::rows(&source(self.given.v), slabs(self.layout.v_rows));
+                broken |= pack::columns(&source(self.given.k), slabs(self.layout.k_columns));
+            }
+        }
+        Keys {
+            start,
+            count,
+            broken,
+        }
+    }
+
+    /// Adds dk and dv of a block to their rows.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn add_keys<S: BackwardShape>(
+        &self,
+        task: &Task<'_>,
+        keys: Keys,
+        scratch: *mut u8,
+    ) {
+        let job = self.job;
+        for (sums, factor, target) in [
+            (self.layout.dk, job.scale as f32, self.dk),
+            (self.layout.dv, job.gain as f32, self.dv),
+        ] {
+            for row in 0..keys.count {
+                let head = task.heads[0];
+                let at = job.k.at(task.batch, task.segment, keys.start + row, head);
+                for part in 0..job.dim.div_ceil(16) {
+                    let slab = row / WIDTH * 2 * self.steps + part;
+                    let from = sums + slab * S::SLAB + row % WIDTH * ROW_BYTES;
+                    // SAFETY: the slab lies in its region, and the task owns the row.
+                    unsafe {
+                        let sum = _mm512_load_ps(scratch.add(from).cast());
+                        add(target, at, part, job.dim, factor, sum);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds dq of the packed queries to their rows.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn add_queries<S: BackwardShape>(
+        &self,
+        task: &Task<'_>,
+        head: usize,
+        tiles: &[Tile],
+        scratch: *mut u8,
+    ) {
+        let job = self.job;
+        let target: &Operand = job.dq.as_ref().unwrap_or(&job.q);
+        for (i, tile) in tiles
+            .iter()
+            .enumerate()
+            .filter(|(_, tile)| tile.summed != 0)
+        {
+            for slab in 0..2 * self.steps {
+                let from = self.layout.dq + (i * 2 * self.steps + slab) * S::SLAB;
+                // SAFETY: the slab lies in its region.
+                let halves = unsafe { pack::transpose_sums(scratch.wrapping_add(from)) };
+                for (half, columns) in halves.into_iter().enumerate() {
+                    let part = slab / 2 * 2 + half;
+                    for (lane, column) in columns.into_iter().enumerate() {
+                        let lane = slab % 2 * 16 + lane;
+                        if tile.known.visible.0[lane] == 0 || part * 16 >= job.dim {
+                            continue;
+                        }
+                        let row = tile.first + lane;
+                        let at = target.at(task.batch, task.segment, row, head);
+                        // SAFETY: the task owns the row.
+                        unsafe { add(self.dq, at, part, job.dim, job.scale as f32, column) };
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Adds factor · sum to channels 16 · part and on of the row at `at`.
+///
+/// # Safety
+/// The calling task owns the row.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn add(
+    target: Shared<'_, f32>,
+    at: usize,
+    part: usize,
+    dim: usize,
+    factor: f32,
+    sum: __m512,
+) {
+    let channels = (dim - 16 * part).min(16);
+    let mask = ((1u32 << channels) - 1) as u16;
+    // SAFETY: the caller owns the row, and the mask ends where the row does.
+    unsafe {
+        let row = target.row(at + 16 * part, channels).as_mut_ptr();
+        let old = _mm512_maskz_loadu_ps(mask, row);
+        let new = _mm512_fmadd_ps(sum, _mm512_set1_ps(factor), old);
+        _mm512_mask_storeu_ps(row, mask, new);
+    }
+}

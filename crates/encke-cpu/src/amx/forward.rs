@@ -1,0 +1,270 @@
+//! The forward pass: tiles of 32 queries against packed keys and values, continuing the carry.
+//!
+//! A task is a block of query rows of all heads that share their keys. It packs its queries once,
+//! and keys and values a thousand at a time, into the second-level cache, where all its tiles meet
+//! them. Key blocks past the last visible key are not touched and only diagonal ones are masked.
+//!
+//! The decision here: what one tile goes through (scores, softmax, values, block by block) is the
+//! same in every shape, but tiles of a group take turns, and scores may run ahead of their softmax
+//! and values behind it, so that what was stored a moment ago is not what is loaded next: tiles
+//! are loaded from the cache and not from stores that are still on their way to it.
+
+mod attend;
+mod carry;
+
+use encke_core::job::Job;
+use half::bf16;
+
+use super::pack::WIDTH;
+use super::schedule;
+use super::scratch::{Divider, Pool};
+use super::shape::{Long, Shape, Short};
+use super::softmax::{Running, Scale};
+use super::tiles::{ROW_BYTES, SLAB_BYTES, Tiles};
+use crate::shared::Shared;
+
+/// Tasks a job is cut into, if it is large enough.
+const TASKS: usize = 16;
+/// Tiles below which a task is not cut further.
+const FEWEST_TILES: usize = 4;
+
+/// Attends the queries of the job to its keys.
+///
+/// Cells of different batch entries, segments, rows and heads must be different cells. Panics if the tiles are not available, or if a row lies outside its buffer.
+pub(crate) fn forward<T: Tiles>(
+    pool: &Pool,
+    job: &Job,
+    [q, k, v]: [&[bf16]; 3],
+    acc: &mut [f32],
+    m: &mut [f32],
+    l: &mut [f32],
+) {
+    if job.dim <= 64 {
+        forward_shaped::<T, Short>(pool, job, [q, k, v], acc, m, l);
+    } else {
+        forward_shaped::<T, Long>(pool, job, [q, k, v], acc, m, l);
+    }
+}
+
+/// The same with sizes of one's own choice.
+pub(crate) fn forward_shaped<T: Tiles, S: Shape>(
+    pool: &Pool,
+    job: &Job,
+    [q, k, v]: [&[bf16]; 3],
+    acc: &mut [f32],
+    m: &mut [f32],
+    l: &mut [f32],
+) {
+    assert!(T::available(), "{} tiles are not available here", T::NAME);
+    let run = Run {
+        job,
+        q,
+        k,
+        v,
+        acc: Shared::new(acc),
+        m: Shared::new(m),
+        l: Shared::new(l),
+        steps: job.dim.div_ceil(WIDTH),
+        scale: Scale::new(job.scale),
+        layout: Layout::new::<S>(job.dim),
+    };
+    let groups = schedule::groups(job);
+    let tasks = tasks(job, &groups, run.layout.tiles);
+    schedule::run::<T, Task<'_>>(pool, run.layout.bytes, &tasks, |task, scratch| {
+        // SAFETY: the tiles are available and configured, scratch memory is as large as the
+        // layout says, and tasks have no query row in common.
+        unsafe { run.task::<T, S>(task, scratch) };
+    });
+}
+
+/// Scratch bytes of one thread.
+pub(crate) fn bytes(dim: usize) -> usize {
+    if dim <= 64 {
+        Layout::new::<Short>(dim).bytes
+    } else {
+        Layout::new::<Long>(dim).bytes
+    }
+}
+
+/// A block of query rows of some heads that share their keys.
+#[derive(Debug)]
+struct Task<'a> {
+    batch: usize,
+    segment: usize,
+    heads: &'a [usize],
+    first: usize,
+    count: usize,
+    pairs: usize,
+}
+
+/// All tasks of a job, the longest first. `most` is how many tiles a task may have.
+fn tasks<'a>(job: &Job, groups: &'a [Vec<usize>], most: usize) -> Vec<Task<'a>> {
+    let tiles_each = job.queries.div_ceil(WIDTH);
+    let total = tiles_each * job.heads * job.batch * job.segments;
+    let mut limit = most;
+    while limit > FEWEST_TILES && total.div_ceil(limit) < TASKS {
+        limit /= 2;
+    }
+    let mut tasks = Vec::new();
+    for (batch, segment) in schedule::places(job) {
+        for heads in groups.iter().flat_map(|group| group.chunks(limit)) {
+            let rows = limit / heads.len() * WIDTH;
+            for first in (0..job.queries).step_by(rows) {
+                let count = rows.min(job.queries - first);
+                let seen = |row: usize| job.visible(row.min(first + count - 1));
+                let tiles = (first..first + count).step_by(WIDTH);
+                let pairs = tiles.map(|row| seen(row + WIDTH - 1)).sum::<usize>();
+                tasks.push(Task {
+                    batch,
+                    segment,
+                    heads,
+                    first,
+                    count,
+                    pairs: pairs * heads.len(),
+                });
+            }
+        }
+    }
+    tasks.sort_by_key(|task| std::cmp::Reverse(task.pairs));
+    tasks
+}
+
+/// Where things lie in scratch memory.
+#[derive(Debug, Clone, Copy)]
+struct Layout {
+    /// The most tiles of a task.
+    tiles: usize,
+    running: usize,
+    queries: usize,
+    sums: usize,
+    keys: usize,
+    values: usize,
+    clean: usize,
+    scores: usize,
+    bytes: usize,
+}
+
+impl Layout {
+    fn new<S: Shape>(dim: usize) -> Layout {
+        const { assert!(S::PACKED.is_multiple_of(S::KEYS) && S::KEYS.is_multiple_of(WIDTH)) };
+        const { assert!(S::PACKED <= 64 * WIDTH && S::SLAB.is_multiple_of(ROW_BYTES)) };
+        let steps = dim.div_ceil(WIDTH);
+        let width = steps * WIDTH;
+        let tiles = (S::NUMBERS / width / WIDTH).clamp(FEWEST_TILES, 32);
+        let slabs = |count: usize| count * S::SLAB;
+        // Where slabs are further apart than they are long, what is multiplied and what is summed
+        // use different halves of pages, so that their addresses never look alike.
+        let apart = if S::SLAB >= 2 * SLAB_BYTES {
+            SLAB_BYTES
+        } else {
+            0
+        };
+        let mut divider = Divider::default();
+        let mut layout = Layout {
+            tiles,
+            running: divider.take(tiles * size_of::<Tile>()),
+            sums: divider.take(slabs(tiles * 2 * steps)),
+            scores: divider.take(slabs(S::BUFFERS * 2 * S::KEYS / WIDTH)),
+            queries: divider.take(slabs(tiles * steps) + apart) + apart,
+            keys: divider.take(slabs(S::PACKED / WIDTH * steps) + apart) + apart,
+            values: divider.take(slabs(S::PACKED / WIDTH * steps) + apart) + apart,
+            clean: divider.take(slabs(S::KEYS / WIDTH * steps) + apart) + apart,
+            bytes: 0,
+        };
+        layout.bytes = divider.bytes();
+        layout
+    }
+}
+
+/// 32 queries of one head.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct Tile {
+    running: Running,
+    head: usize,
+    first: usize,
+    count: usize,
+    /// The fewest and the most keys that any of them sees.
+    least: usize,
+    most: usize,
+}
+
+/// Keys and values that are packed at the moment.
+#[derive(Debug, Clone, Copy)]
+struct Packed {
+    first: usize,
+    count: usize,
+    /// A bit for each 32 keys with a value that is not finite.
+    broken: u64,
+}
+
+/// What all tasks of a call share.
+struct Run<'a> {
+    job: &'a Job,
+    q: &'a [bf16],
+    k: &'a [bf16],
+    v: &'a [bf16],
+    acc: Shared<'a, f32>,
+    m: Shared<'a, f32>,
+    l: Shared<'a, f32>,
+    /// Steps of 32 channels.
+    steps: usize,
+    scale: Scale,
+    layout: Layout,
+}
+
+impl Run<'_> {
+    /// Computes one task.
+    ///
+    /// # Safety
+    /// The tiles are available and configured on this thread, `scratch` is memory as the layout
+    /// says, and no other task has these query rows.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn task<T: Tiles, S: Shape>(&self, task: &Task<'_>, scratch: *mut u8) {
+        let tiles_each = task.count.div_ceil(WIDTH);
+        let count = tiles_each * task.heads.len();
+        assert!(count <= self.layout.tiles);
+        let running = scratch.wrapping_add(self.layout.running).cast::<Tile>();
+        // SAFETY: the region is that large, aligned to a page, and any bits are a tile.
+        let tiles = unsafe { std::slice::from_raw_parts_mut(running, count) };
+        for (i, tile) in tiles.iter_mut().enumerate() {
+            tile.head = task.heads[i / tiles_each];
+            tile.first = task.first + i % tiles_each * WIDTH;
+            tile.count = WIDTH.min(task.first + task.count - tile.first);
+            // SAFETY: the rows are this task's own, scratch memory as the layout says.
+            unsafe { self.load::<S>(task, i, tile, scratch) };
+        }
+        let most = tiles.iter().map(|tile| tile.most).max().unwrap_or(0);
+        for first in (0..most).step_by(S::PACKED) {
+            // SAFETY: as above.
+            unsafe {
+                let packed = self.pack::<S>(task, first, S::PACKED.min(most - first), scratch);
+                for start in (0..count).step_by(S::GROUP) {
+                    let group = &mut tiles[start..count.min(start + S::GROUP)];
+                    self.attend::<T, S>(group, start, packed, scratch);
+                }
+            }
+        }
+        for (i, tile) in tiles.iter().enumerate() {
+            // SAFETY: as above.
+            unsafe { self.store::<S>(task, i, tile, scratch) };
+        }
+    }
+
+    fn queries<S: Shape>(&self, tile: usize, scratch: *mut u8) -> *mut u8 {
+        scratch.wrapping_add(self.layout.queries + tile * self.steps * S::SLAB)
+    }
+
+    fn sums<S: Shape>(&self, tile: usize, scratch: *mut u8) -> *mut u8 {
+        scratch.wrapping_add(self.layout.sums + tile * 2 * self.steps * S::SLAB)
+    }
+
+    fn buffer<S: Shape>(&self, number: usize, scratch: *mut u8) -> *mut u8 {
+        scratch.wrapping_add(self.layout.scores + number * (2 * S::KEYS / WIDTH) * S::SLAB)
+    }
+
+    /// Packed keys (or values) from number `from` on, a multiple of 32.
+    fn block<S: Shape>(&self, region: usize, from: usize, scratch: *mut u8) -> *mut u8 {
+        scratch.wrapping_add(region + from / WIDTH * self.steps * S::SLAB)
+    }
+}

@@ -1,0 +1,212 @@
+//! A group of tiles against the packed keys: scores, softmax, values, block by block.
+
+use super::super::mend::{Side, mend};
+use super::super::pack::{self, Slabs, WIDTH};
+use super::super::shape::Shape;
+use super::super::softmax::{self, Block, Rescale};
+use super::super::tiles::{Product, ROW_BYTES, TILE_BYTES, Tiles};
+use super::{Packed, Run, Tile};
+
+/// One block of keys for one tile of a group.
+#[derive(Debug, Clone, Copy)]
+struct Turn {
+    /// The place of the tile in its group, and its number in the task.
+    place: usize,
+    tile: usize,
+    /// The number of the first key, and its place among the packed ones.
+    key: usize,
+    from: usize,
+    /// How many times 32 keys the tile sees of the block.
+    steps: usize,
+    /// Where the scores are.
+    buffer: usize,
+}
+
+impl Tile {
+    /// Whether some query does not see all keys of a turn.
+    fn masked(&self, turn: Turn) -> bool {
+        self.least < turn.key + turn.steps * WIDTH
+    }
+}
+
+impl Packed {
+    /// Whether a value of a turn is not finite.
+    fn broken(&self, turn: Turn) -> bool {
+        self.broken >> (turn.from / WIDTH) & ((1 << turn.steps) - 1) != 0
+    }
+}
+
+impl Run<'_> {
+    /// All packed keys that a group of tiles sees, tile `start` being its first one.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn attend<T: Tiles, S: Shape>(
+        &self,
+        group: &mut [Tile],
+        start: usize,
+        packed: Packed,
+        scratch: *mut u8,
+    ) {
+        const { assert!(S::BUFFERS <= 4 && S::GROUP <= 8) };
+        let end = packed.first + packed.count;
+        let limits: [usize; 8] =
+            std::array::from_fn(|i| group.get(i).map_or(0, |tile| tile.most.min(end)));
+        let most = limits.into_iter().max().unwrap_or(0);
+        let tiles = group.len();
+        let turns = most.saturating_sub(packed.first).div_ceil(S::KEYS) * tiles;
+        let turn = |number: usize| {
+            let place = number % tiles;
+            let key = packed.first + number / tiles * S::KEYS;
+            Turn {
+                place,
+                tile: start + place,
+                key,
+                from: key - packed.first,
+                steps: limits[place]
+                    .saturating_sub(key)
+                    .min(S::KEYS)
+                    .div_ceil(WIDTH),
+                buffer: number % S::BUFFERS,
+            }
+        };
+        let mut rescales = [Rescale::NONE; 4];
+        for number in 0..turns + S::AHEAD + S::BEHIND {
+            // SAFETY: the caller's promise.
+            unsafe {
+                if number < turns {
+                    self.scores::<T, S>(turn(number), scratch);
+                }
+                if S::BEHIND > 0 && number >= S::AHEAD + S::BEHIND {
+                    let turn = turn(number - S::AHEAD - S::BEHIND);
+                    let (tile, rescale) = (&group[turn.place], &rescales[turn.buffer]);
+                    self.values::<T, S>(tile, turn, packed, rescale, scratch);
+                }
+                if number >= S::AHEAD && number < turns + S::AHEAD {
+                    let turn = turn(number - S::AHEAD);
+                    let tile = &mut group[turn.place];
+                    let rescale = self.weights::<S>(tile, turn, packed, scratch);
+                    if S::BEHIND == 0 {
+                        self.values::<T, S>(tile, turn, packed, &rescale, scratch);
+                    } else {
+                        rescales[turn.buffer] = rescale;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Scores of one turn.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[inline]
+    unsafe fn scores<T: Tiles, S: Shape>(&self, turn: Turn, scratch: *mut u8) {
+        let q = self.queries::<S>(turn.tile, scratch);
+        let k = self.block::<S>(self.layout.keys, turn.from, scratch);
+        let scores = self.buffer::<S>(turn.buffer, scratch);
+        for step in 0..turn.steps {
+            let sums = scores.wrapping_add(2 * step * S::SLAB);
+            // SAFETY: tiles are configured, and all slabs lie in their regions.
+            unsafe {
+                T::multiply::<false>(Product {
+                    a: k.wrapping_add(step * self.steps * S::SLAB),
+                    a_step: S::SLAB,
+                    b: [q, q.wrapping_add(TILE_BYTES)],
+                    b_step: S::SLAB,
+                    b_row: ROW_BYTES,
+                    c: [sums, sums.wrapping_add(S::SLAB)],
+                    steps: self.steps,
+                });
+            }
+        }
+    }
+
+    /// The softmax of one turn.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn weights<S: Shape>(
+        &self,
+        tile: &mut Tile,
+        turn: Turn,
+        packed: Packed,
+        scratch: *mut u8,
+    ) -> Rescale {
+        if turn.steps == 0 {
+            return Rescale::NONE;
+        }
+        let next = turn.from + S::KEYS;
+        let fetch = turn.place == 0 && next < packed.count;
+        let block = Block {
+            scores: self.buffer::<S>(turn.buffer, scratch),
+            steps: turn.steps,
+            start: turn.key,
+            masked: tile.masked(turn),
+            next: [self.layout.keys, self.layout.values]
+                .map(|region| self.block::<S>(region, next, scratch).cast_const()),
+            fetch: if fetch { self.steps } else { 0 },
+        };
+        // SAFETY: the buffer of scores has these slabs.
+        unsafe { softmax::softmax::<S>(&block, self.scale, &mut tile.running) }
+    }
+
+    /// Weights times values of one turn.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn values<T: Tiles, S: Shape>(
+        &self,
+        tile: &Tile,
+        turn: Turn,
+        packed: Packed,
+        rescale: &Rescale,
+        scratch: *mut u8,
+    ) {
+        if turn.steps == 0 {
+            return;
+        }
+        let sums = self.sums::<S>(turn.tile, scratch);
+        if rescale.needed {
+            // SAFETY: the tile has this many slabs of sums.
+            unsafe { softmax::multiply_sums::<S>(sums, 2 * self.steps, rescale) };
+        }
+        let values = self.block::<S>(self.layout.values, turn.from, scratch);
+        let weights = self.buffer::<S>(turn.buffer, scratch);
+        let mut factor = values;
+        if tile.masked(turn) && packed.broken(turn) {
+            factor = scratch.wrapping_add(self.layout.clean);
+            let to = Slabs {
+                at: factor,
+                stride: S::SLAB,
+            };
+            // SAFETY: both regions have this many slabs.
+            unsafe { pack::clean(values, to, turn.steps * self.steps) };
+        }
+        for step in 0..self.steps {
+            let sums = sums.wrapping_add(2 * step * S::SLAB);
+            let product = |factor: *mut u8| Product {
+                a: factor.wrapping_add(step * S::SLAB),
+                a_step: self.steps * S::SLAB,
+                b: [weights, weights.wrapping_add(S::SLAB)],
+                b_step: 2 * S::SLAB,
+                b_row: 2 * ROW_BYTES,
+                c: [sums, sums.wrapping_add(S::SLAB)],
+                steps: turn.steps,
+            };
+            // SAFETY: tiles are configured, and all slabs lie in their regions.
+            unsafe { T::multiply::<true>(product(factor)) };
+            if factor != values {
+                let seen = &tile.running.visible.0;
+                let sees = |at: usize, _: usize, lane: usize| seen[lane] as usize > turn.key + at;
+                // SAFETY: all slabs lie in their regions.
+                unsafe { mend(&product(values), Side::Left, sees) };
+            }
+        }
+    }
+}

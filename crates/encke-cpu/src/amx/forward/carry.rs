@@ -1,0 +1,172 @@
+//! Into scratch memory and back: queries and their carry, keys and values.
+
+use std::arch::x86_64::*;
+
+use super::super::pack::{self, Sign, Slabs, Source, WIDTH};
+use super::super::shape::Shape;
+use super::super::softmax::{Lanes, Running};
+use super::super::tiles::{ROW_BYTES, TILE_BYTES};
+use super::super::vector::transpose;
+use super::{Packed, Run, Task, Tile};
+
+impl Run<'_> {
+    /// Reads a tile's queries and carry.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn load<S: Shape>(
+        &self,
+        task: &Task<'_>,
+        i: usize,
+        tile: &mut Tile,
+        scratch: *mut u8,
+    ) {
+        let job = self.job;
+        let (batch, segment, first) = (task.batch, task.segment, tile.first);
+        let source = Source {
+            numbers: self.q,
+            dim: job.dim,
+            count: tile.count,
+            address: |row: usize| Some(job.q.at(batch, segment, first + row, tile.head)),
+        };
+        let slabs = Slabs {
+            at: self.queries::<S>(i, scratch),
+            stride: S::SLAB,
+        };
+        // SAFETY: the region of queries has this many slabs.
+        unsafe { pack::lanes(&source, Sign::of(job.scale), slabs) };
+        let visible = |lane: usize| job.visible(first + lane.min(tile.count - 1));
+        tile.least = visible(0); // positions rise
+        tile.most = visible(WIDTH - 1);
+        tile.running = Running {
+            m: Lanes([f32::NEG_INFINITY; 32]),
+            l: Lanes([0.0; 32]),
+            visible: Lanes(std::array::from_fn(|lane| visible(lane) as i32)),
+        };
+        for lane in 0..tile.count {
+            let cell = job.cells.at(batch, segment, first + lane, tile.head);
+            // SAFETY: the task owns its cells.
+            unsafe {
+                tile.running.m.0[lane] = self.m.row(cell, 1)[0];
+                tile.running.l.0[lane] = self.l.row(cell, 1)[0];
+            }
+        }
+        for part in 0..2 * self.steps {
+            for half in 0..2 {
+                let slab = self.sums::<S>(i, scratch);
+                let slab = slab.wrapping_add((part / 2 * 2 + half) * S::SLAB);
+                let to = slab.wrapping_add(part % 2 * TILE_BYTES);
+                let mut r = [_mm512_setzero_si512(); 16];
+                let channels = job.dim.saturating_sub(16 * part).min(16);
+                let mask = (1u32 << channels) - 1;
+                for (lane, r) in r.iter_mut().enumerate() {
+                    let row = 16 * half + lane;
+                    if row < tile.count && channels > 0 {
+                        let cell = job.cells.at(batch, segment, first + row, tile.head);
+                        // SAFETY: the task owns its cells; the mask ends where the row does.
+                        unsafe {
+                            let row = self.acc.row(cell * job.dim + 16 * part, channels);
+                            *r = _mm512_maskz_loadu_epi32(mask as u16, row.as_ptr().cast());
+                        }
+                    }
+                }
+                transpose(&mut r);
+                for (row, r) in r.into_iter().enumerate() {
+                    // SAFETY: the region of sums has this slab.
+                    unsafe { _mm512_store_si512(to.add(row * ROW_BYTES).cast(), r) };
+                }
+            }
+        }
+    }
+
+    /// Writes a tile's carry.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn store<S: Shape>(
+        &self,
+        task: &Task<'_>,
+        i: usize,
+        tile: &Tile,
+        scratch: *mut u8,
+    ) {
+        let job = self.job;
+        let cell = |lane: usize| {
+            job.cells
+                .at(task.batch, task.segment, tile.first + lane, tile.head)
+        };
+        for lane in 0..tile.count {
+            // SAFETY: the task owns its cells.
+            unsafe {
+                self.m.row(cell(lane), 1)[0] = tile.running.m.0[lane];
+                self.l.row(cell(lane), 1)[0] = tile.running.l.0[lane];
+            }
+        }
+        for slab in 0..2 * self.steps {
+            let at = self.sums::<S>(i, scratch).wrapping_add(slab * S::SLAB);
+            // SAFETY: the region of sums has this slab.
+            let halves = unsafe { pack::transpose_sums(at) };
+            for (half, columns) in halves.into_iter().enumerate() {
+                let channel = slab / 2 * WIDTH + 16 * half;
+                let channels = job.dim.saturating_sub(channel).min(16);
+                let mask = (1u32 << channels) - 1;
+                for (lane, column) in columns.into_iter().enumerate() {
+                    let row = slab % 2 * 16 + lane;
+                    if row < tile.count && channels > 0 {
+                        // SAFETY: the task owns its cells; the mask ends where the row does.
+                        unsafe {
+                            let to = self.acc.row(cell(row) * job.dim + channel, channels);
+                            _mm512_mask_storeu_ps(to.as_mut_ptr(), mask as u16, column);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Packs keys and values from `first` on.
+    ///
+    /// # Safety
+    /// As for [`Run::task`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn pack<S: Shape>(
+        &self,
+        task: &Task<'_>,
+        first: usize,
+        count: usize,
+        scratch: *mut u8,
+    ) -> Packed {
+        let job = self.job;
+        let mut broken = 0;
+        for step in 0..count.div_ceil(WIDTH) {
+            let start = first + step * WIDTH;
+            let address = |row: usize| {
+                let head = task.heads[0];
+                Some(job.k.at(task.batch, task.segment, start + row, head))
+            };
+            let source = |numbers| Source {
+                numbers,
+                dim: job.dim,
+                count: WIDTH.min(first + count - start),
+                address,
+            };
+            let slabs = |region: usize| Slabs {
+                at: scratch.wrapping_add(region + step * self.steps * S::SLAB),
+                stride: S::SLAB,
+            };
+            // SAFETY: the regions have this many slabs.
+            unsafe {
+                pack::rows(&source(self.k), slabs(self.layout.keys));
+                let odd = pack::columns(&source(self.v), slabs(self.layout.values));
+                broken |= u64::from(odd) << step;
+            }
+        }
+        Packed {
+            first,
+            count,
+            broken,
+        }
+    }
+}

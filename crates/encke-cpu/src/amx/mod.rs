@@ -1,0 +1,38 @@
+//! Attention in bf16 on the matrix tiles of x86 processors (AMX).
+//!
+//! The tiles multiply about sixteen times as fast as vectors do, so this is an arm of its own and
+//! not one more instance of the vector kernel: what is multiplied must be rounded to bf16 and
+//! packed, and the softmax, which stays with the vectors, takes half of the time.
+//!
+//! The decision that shaped this module: scores are computed transposed, keys as rows and queries
+//! as lanes. The softmax then needs no reduction across lanes, its weights are where the next
+//! product wants them, and rows of k are factors as they lie.
+//!
+//! The module knows tiles by a trait with one primitive, and every line but that primitive is
+//! tested on machines that have no tiles.
+
+pub(crate) mod backward;
+pub(crate) mod detect;
+#[allow(dead_code)] // for tests and the speed example
+pub(crate) mod emulated;
+pub(crate) mod forward;
+mod gradient;
+mod mend;
+pub(crate) mod pack;
+mod schedule;
+pub(crate) mod scratch;
+pub(crate) mod shape;
+pub(crate) mod softmax;
+pub(crate) mod tiles;
+pub(crate) mod vector;
+
+pub(crate) use backward::{Given, backward};
+pub(crate) use detect::available;
+pub(crate) use forward::forward;
+pub(crate) use scratch::Pool;
+pub(crate) use tiles::Hardware;
+
+/// Scratch bytes that one call may hold at once, on the threads of the current pool.
+pub(crate) fn workspace_bytes(dim: usize) -> usize {
+    rayon::current_num_threads() * forward::bytes(dim).max(backward::bytes(dim))
+}

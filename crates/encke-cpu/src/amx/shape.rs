@@ -1,0 +1,79 @@
+//! Sizes of blocks: what the forward pass can be tuned with.
+//!
+//! No size changes a result by more than the order of its sums, and none depends on the number of
+//! threads.
+
+use super::tiles::SLAB_BYTES;
+
+/// Sizes of the forward pass.
+pub(crate) trait Shape: Send + Sync + 'static {
+    /// Keys whose scores exist at once for a tile of queries; a multiple of 32.
+    const KEYS: usize;
+    /// Tiles of 32 queries that take turns at each block of keys.
+    const GROUP: usize = 1;
+    /// By how many turns scores are computed ahead of their softmax.
+    const AHEAD: usize = 0;
+    /// By how many turns weights wait until they meet the values.
+    const BEHIND: usize = 0;
+    /// Bytes from one slab to the next.
+    const SLAB: usize = SLAB_BYTES;
+    /// Degree of the polynomial of the exponential.
+    const DEGREE: usize = 5;
+    /// Whether the next block of keys and values is fetched during a softmax.
+    const PREFETCH: bool = true;
+    /// Keys that are packed at a time, to stay in the second-level cache; a multiple of KEYS and
+    /// at most 64 · 32.
+    const PACKED: usize = 1024;
+    /// Numbers of q that a task works on, over all its heads.
+    const NUMBERS: usize = 1 << 16;
+
+    /// Blocks of scores that are alive at once.
+    const BUFFERS: usize = Self::AHEAD + Self::BEHIND + 1;
+}
+
+/// For head dimensions up to 64.
+#[derive(Debug)]
+pub(crate) struct Short;
+
+impl Shape for Short {
+    const KEYS: usize = 64;
+    const GROUP: usize = 2;
+    const AHEAD: usize = 1;
+}
+
+/// For larger head dimensions.
+#[derive(Debug)]
+pub(crate) struct Long;
+
+impl Shape for Long {
+    const KEYS: usize = 128;
+    const PACKED: usize = 512;
+    const NUMBERS: usize = 1 << 17;
+}
+
+/// Sizes of the backward pass.
+pub(crate) trait BackwardShape: Send + Sync + 'static {
+    /// Keys of a block; a multiple of 32.
+    const KEYS: usize = 64;
+    /// Tiles of 32 queries over which dk and dv are summed before they go back to memory.
+    const TILES: usize = 4;
+    /// By how many tiles scores are computed ahead of their weights.
+    const AHEAD: usize = 0;
+    /// Bytes from one slab to the next.
+    const SLAB: usize = SLAB_BYTES;
+    /// Degree of the polynomial of the exponential: weights are rounded to bf16 at once.
+    const DEGREE: usize = 3;
+    /// Numbers of q that are packed at a time.
+    const NUMBERS: usize = 1 << 15;
+
+    /// Blocks of scores that are alive at once.
+    const BUFFERS: usize = Self::AHEAD + 1;
+}
+
+/// What has proved itself for the backward pass.
+#[derive(Debug)]
+pub(crate) struct Usual;
+
+impl BackwardShape for Usual {
+    const AHEAD: usize = 1;
+}

@@ -1,0 +1,265 @@
+//! The running softmax of one tile of queries over one block of keys.
+//!
+//! Lanes are queries. Scores become weights in place: a pair of score rows (two keys, f32) makes
+//! one row of pairs (bf16), which stays where the first of the two was.
+
+use std::arch::x86_64::*;
+
+use super::shape::Shape;
+use super::tiles::ROW_BYTES;
+use super::vector::{exp2, pair, round, splat};
+
+/// One number for each of 32 queries.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct Lanes<A>(pub [A; 32]);
+
+/// The softmax of 32 queries, and what they see.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Running {
+    /// The largest score times scale, minus infinity at first.
+    pub m: Lanes<f32>,
+    /// The sum of weights.
+    pub l: Lanes<f32>,
+    /// How many keys each query sees.
+    pub visible: Lanes<i32>,
+}
+
+/// What sums of a tile must be multiplied with before they grow.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rescale {
+    /// Whether any factor differs from 1.
+    pub needed: bool,
+    /// The factors.
+    pub factors: Lanes<f32>,
+}
+
+impl Rescale {
+    /// Nothing to do.
+    pub(crate) const NONE: Rescale = Rescale {
+        needed: false,
+        factors: Lanes([1.0; 32]),
+    };
+}
+
+/// The positive scale of a job, and the same for powers of 2.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scale {
+    pub natural: f32,
+    pub binary: f32,
+}
+
+impl Scale {
+    /// From what q·k is multiplied with; its sign has gone into q.
+    pub(crate) fn new(scale: f64) -> Scale {
+        let size = if scale == 0.0 { 1.0 } else { scale.abs() };
+        Scale {
+            natural: size as f32,
+            binary: (size * std::f64::consts::LOG2_E) as f32,
+        }
+    }
+}
+
+/// A block of scores on its way to become weights.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Block {
+    /// Slabs (32 keys by 16 queries): for each 32 keys one of queries 0..16 and one of 16..32.
+    pub scores: *mut u8,
+    /// How many times 32 keys there are.
+    pub steps: usize,
+    /// The number of the first key.
+    pub start: usize,
+    /// Whether some query does not see all keys of the block.
+    pub masked: bool,
+    /// Slabs of keys and of values to fetch meanwhile: for each 32 keys `fetch` of both.
+    pub next: [*const u8; 2],
+    pub fetch: usize,
+}
+
+/// Turns scores into weights relative to the new maximum.
+///
+/// # Safety
+/// The slabs of the block can be read and written, and the processor has the vectors.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq")]
+pub(crate) unsafe fn softmax<S: Shape>(
+    block: &Block,
+    scale: Scale,
+    running: &mut Running,
+) -> Rescale {
+    let log2_e = splat(std::f32::consts::LOG2_E);
+    let lowest = splat(f32::NEG_INFINITY);
+    let mut rescale = Rescale::NONE;
+    for half in 0..2 {
+        let lane = 16 * half;
+        // SAFETY: lanes are 32 numbers; the slabs are the caller's promise.
+        unsafe {
+            let old_m = _mm512_load_ps(running.m.0.as_ptr().add(lane));
+            let top = if block.masked {
+                let visible = _mm512_load_si512(running.visible.0.as_ptr().add(lane).cast());
+                largest_masked::<S>(block, half, visible)
+            } else {
+                largest::<S>(block, half)
+            };
+            // Of two operands the second is taken where one is NaN: it never becomes a maximum.
+            let m = _mm512_max_ps(_mm512_mul_ps(top, splat(scale.natural)), old_m);
+            let nothing = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(m, lowest);
+            // A lane that has seen nothing subtracts 0: minus infinity minus itself is NaN.
+            let base = _mm512_mask_mov_ps(_mm512_mul_ps(m, log2_e), nothing, splat(0.0));
+            let sum = weights::<S>(block, half, splat(scale.binary), base);
+            let risen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(m, old_m);
+            let l = _mm512_load_ps(running.l.0.as_ptr().add(lane));
+            let mut factor = splat(1.0);
+            if risen != 0 {
+                let power = _mm512_sub_ps(_mm512_mul_ps(old_m, log2_e), base);
+                factor = _mm512_mask_mov_ps(factor, risen, exp2::<5>(power));
+                rescale.needed = true;
+                _mm512_store_ps(running.m.0.as_mut_ptr().add(lane), m);
+            }
+            _mm512_store_ps(rescale.factors.0.as_mut_ptr().add(lane), factor);
+            let l = _mm512_fmadd_ps(l, factor, sum);
+            _mm512_store_ps(running.l.0.as_mut_ptr().add(lane), l);
+        }
+    }
+    rescale
+}
+
+/// The slab of 32 keys and 16 queries.
+#[inline(always)]
+fn slab<S: Shape>(block: &Block, step: usize, half: usize) -> *mut u8 {
+    block.scores.wrapping_add((2 * step + half) * S::SLAB)
+}
+
+/// The largest score of each lane.
+///
+/// # Safety
+/// As for [`softmax`].
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn largest<S: Shape>(block: &Block, half: usize) -> __m512 {
+    let mut top = [splat(f32::NEG_INFINITY); 8];
+    for step in 0..block.steps {
+        let slab = slab::<S>(block, step, half);
+        for row in 0..32 {
+            // SAFETY: the caller's promise.
+            let score = unsafe { _mm512_load_ps(slab.add(row * ROW_BYTES).cast()) };
+            top[row % 8] = _mm512_max_ps(score, top[row % 8]);
+        }
+    }
+    for width in [4, 2, 1] {
+        for i in 0..width {
+            top[i] = _mm512_max_ps(top[i], top[i + width]);
+        }
+    }
+    top[0]
+}
+
+/// The same where not every query sees every key: what is hidden becomes minus infinity.
+///
+/// # Safety
+/// As for [`softmax`].
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn largest_masked<S: Shape>(block: &Block, half: usize, visible: __m512i) -> __m512 {
+    let lowest = splat(f32::NEG_INFINITY);
+    let mut top = lowest;
+    for step in 0..block.steps {
+        let slab = slab::<S>(block, step, half);
+        for row in 0..32 {
+            let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);
+            let seen = _mm512_cmpgt_epi32_mask(visible, key);
+            // SAFETY: the caller's promise.
+            unsafe {
+                let at = slab.add(row * ROW_BYTES).cast();
+                let score = _mm512_mask_mov_ps(lowest, seen, _mm512_load_ps(at));
+                _mm512_store_ps(at, score);
+                top = _mm512_max_ps(score, top);
+            }
+        }
+    }
+    top
+}
+
+/// Weights in place of scores; returns their sums, taken before rounding.
+///
+/// # Safety
+/// As for [`softmax`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq")]
+unsafe fn weights<S: Shape>(block: &Block, half: usize, scale: __m512, base: __m512) -> __m512 {
+    // Four sums, because an addition takes as long as a pair of rows; variables and not an array,
+    // because the loop is not unrolled and arrays with an index live in memory.
+    let (mut a, mut b, mut c, mut d) = (splat(0.0), splat(0.0), splat(0.0), splat(0.0));
+    let weight = |score| exp2_of::<S>(_mm512_fmsub_ps(score, scale, base));
+    for step in 0..block.steps {
+        let slab = slab::<S>(block, step, half);
+        let next = block.next[half].wrapping_add(step * block.fetch * S::SLAB);
+        for row in 0..8 {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let at = slab.add(4 * row * ROW_BYTES).cast::<f32>();
+                let first = weight(_mm512_load_ps(at));
+                let second = weight(_mm512_load_ps(at.add(16)));
+                let third = weight(_mm512_load_ps(at.add(32)));
+                let fourth = weight(_mm512_load_ps(at.add(48)));
+                a = _mm512_add_ps(a, first);
+                b = _mm512_add_ps(b, second);
+                c = _mm512_add_ps(c, third);
+                d = _mm512_add_ps(d, fourth);
+                _mm512_store_si512(at.cast(), pair(round(first), round(second)));
+                _mm512_store_si512(at.add(32).cast(), pair(round(third), round(fourth)));
+            }
+            if S::PREFETCH {
+                // Four lines of each slab: eight turns fetch all thirty-two.
+                for slab in 0..block.fetch {
+                    let line = next.wrapping_add(slab * S::SLAB + 4 * row * ROW_BYTES);
+                    prefetch(line);
+                    prefetch(line.wrapping_add(ROW_BYTES));
+                    prefetch(line.wrapping_add(2 * ROW_BYTES));
+                    prefetch(line.wrapping_add(3 * ROW_BYTES));
+                }
+            }
+        }
+    }
+    _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d))
+}
+
+/// Asks for a line.
+#[inline(always)]
+fn prefetch(line: *const u8) {
+    // SAFETY: fetching does no harm, whatever the address.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
+}
+
+/// The exponential of the shape's degree.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+fn exp2_of<S: Shape>(x: __m512) -> __m512 {
+    match S::DEGREE {
+        3 => exp2::<3>(x),
+        4 => exp2::<4>(x),
+        _ => exp2::<5>(x),
+    }
+}
+
+/// Multiplies sums (slabs of 32 channels by 16 queries) with the factors of their lanes.
+///
+/// # Safety
+/// `slabs` slabs can be read and written from `sums` on, queries 0..16 and 16..32 in turn.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) unsafe fn multiply_sums<S: Shape>(sums: *mut u8, slabs: usize, rescale: &Rescale) {
+    // SAFETY: lanes are 32 numbers, sums are the caller's promise.
+    unsafe {
+        let factors = rescale.factors.0.as_ptr();
+        let factors = [_mm512_load_ps(factors), _mm512_load_ps(factors.add(16))];
+        for slab in 0..slabs {
+            let at = sums.add(slab * S::SLAB).cast::<f32>();
+            for row in 0..32 {
+                let at = at.add(16 * row);
+                _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), factors[slab % 2]));
+            }
+        }
+    }
+}

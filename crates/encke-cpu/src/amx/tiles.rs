@@ -1,0 +1,198 @@
+//! The matrix tiles: one primitive, in hardware and emulated.
+//!
+//! A tile is 16 rows of 64 bytes. The left factor of a product holds 32 bf16 a row; the right
+//! factor holds them in pairs, so that its row r has for each of 16 columns the numbers 2r and
+//! 2r + 1 of that column; sums are 16 by 16 f32.
+//!
+//! The decision here: everything is said in products of two by two tiles, whose sums begin and end
+//! in memory. Such a product needs all eight tile registers, feeds each loaded tile to two
+//! multiplications, and is one block of assembly, so that no tile register is alive where the
+//! compiler could know of it.
+//!
+//! Two tiles that are always used together form a *slab*: 2 KiB, the second tile behind the first.
+
+use std::arch::asm;
+
+use super::detect;
+
+/// Bytes of a tile.
+pub(crate) const TILE_BYTES: usize = 1024;
+/// Bytes of a slab.
+pub(crate) const SLAB_BYTES: usize = 2 * TILE_BYTES;
+/// Bytes of a row of a tile, and a cache line.
+pub(crate) const ROW_BYTES: usize = 64;
+
+/// A product of two by two tiles, summed over `steps` of 32 numbers each.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Product {
+    /// The slab of the left factor: its tiles are rows 0..16 and 16..32 of the sums.
+    pub a: *const u8,
+    /// Bytes from one step of it to the next.
+    pub a_step: usize,
+    /// The two tiles of the right factor: columns 0..16 and 16..32 of the sums.
+    pub b: [*const u8; 2],
+    /// Bytes from one step of it to the next.
+    pub b_step: usize,
+    /// Bytes from one row of it to the next.
+    pub b_row: usize,
+    /// The slabs of the sums: 32 rows each, columns 0..16 and 16..32.
+    pub c: [*mut u8; 2],
+    /// How many steps; at least one.
+    pub steps: usize,
+}
+
+/// Something that multiplies tiles.
+pub(crate) trait Tiles: Send + Sync + 'static {
+    /// What it is called in reports.
+    const NAME: &'static str;
+
+    /// Whether this process can use them, and the vectors that go with them.
+    fn available() -> bool;
+
+    /// Prepares the tiles of this thread.
+    ///
+    /// # Safety
+    /// Only where the implementation is available.
+    unsafe fn configure();
+
+    /// Gives the tiles of this thread back, which makes switching threads cheap again.
+    ///
+    /// # Safety
+    /// Only where the implementation is available.
+    unsafe fn release();
+
+    /// Computes a product; `ADD` adds it to the sums that are there, otherwise they are replaced.
+    ///
+    /// # Safety
+    /// This thread's tiles are configured, every tile of the product lies in memory that may be
+    /// read (and the sums written), and no other thread writes there.
+    unsafe fn multiply<const ADD: bool>(product: Product);
+}
+
+/// The tiles of the processor.
+#[derive(Debug)]
+pub(crate) struct Hardware;
+
+/// What `ldtilecfg` reads: palette 1, eight tiles of 16 rows of 64 bytes.
+#[repr(C, align(64))]
+struct Configuration {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+static CONFIGURATION: Configuration = {
+    let mut row_bytes = [0; 16];
+    let mut rows = [0; 16];
+    let mut tile = 0;
+    while tile < 8 {
+        row_bytes[tile] = ROW_BYTES as u16;
+        rows[tile] = 16;
+        tile += 1;
+    }
+    Configuration {
+        palette: 1,
+        start_row: 0,
+        reserved: [0; 14],
+        row_bytes,
+        rows,
+    }
+};
+
+/// The assembly of a product: how its sums begin is the only difference between the two kinds.
+macro_rules! multiply {
+    ($product:ident, [$($begin:literal),*]) => {
+        asm!(
+            $($begin,)*
+            "2:",
+            "tileloadd tmm4, [{a} + {row}]",
+            "tileloadd tmm6, [{b0} + {b_row}]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{b1} + {b_row}]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tileloadd tmm5, [{a} + {row} + 1024]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "add {a}, {a_step}",
+            "add {b0}, {b_step}",
+            "add {b1}, {b_step}",
+            "dec {steps}",
+            "jnz 2b",
+            "tilestored [{c0} + {row}], tmm0",
+            "tilestored [{c1} + {row}], tmm1",
+            "tilestored [{c0} + {row} + 1024], tmm2",
+            "tilestored [{c1} + {row} + 1024], tmm3",
+            a = inout(reg) $product.a => _,
+            b0 = inout(reg) $product.b[0] => _,
+            b1 = inout(reg) $product.b[1] => _,
+            steps = inout(reg) $product.steps => _,
+            c0 = in(reg) $product.c[0],
+            c1 = in(reg) $product.c[1],
+            a_step = in(reg) $product.a_step,
+            b_step = in(reg) $product.b_step,
+            b_row = in(reg) $product.b_row,
+            row = in(reg) ROW_BYTES,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        )
+    };
+}
+
+impl Tiles for Hardware {
+    const NAME: &'static str = "amx";
+
+    fn available() -> bool {
+        detect::available()
+    }
+
+    #[inline]
+    unsafe fn configure() {
+        // SAFETY: the caller knows that tiles are there; the instruction reads 64 bytes.
+        unsafe {
+            asm!(
+                "ldtilecfg [{}]",
+                in(reg) &raw const CONFIGURATION,
+                options(nostack, readonly),
+            );
+        }
+    }
+
+    #[inline]
+    unsafe fn release() {
+        // SAFETY: the caller knows that tiles are there, and no tile is alive between products.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+
+    #[inline(always)]
+    unsafe fn multiply<const ADD: bool>(product: Product) {
+        debug_assert!(product.steps > 0);
+        // SAFETY: the caller vouches for the memory of the product and for the configuration; the
+        // block changes only registers it names and the sums.
+        unsafe {
+            if ADD {
+                multiply!(
+                    product,
+                    [
+                        "tileloadd tmm0, [{c0} + {row}]",
+                        "tileloadd tmm1, [{c1} + {row}]",
+                        "tileloadd tmm2, [{c0} + {row} + 1024]",
+                        "tileloadd tmm3, [{c1} + {row} + 1024]"
+                    ]
+                );
+            } else {
+                multiply!(
+                    product,
+                    [
+                        "tilezero tmm0",
+                        "tilezero tmm1",
+                        "tilezero tmm2",
+                        "tilezero tmm3"
+                    ]
+                );
+            }
+        }
+    }
+}

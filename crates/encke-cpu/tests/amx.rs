@@ -1,0 +1,706 @@
+//! The tile kernels, on emulated tiles: packing, products, and the suite every kernel runs.
+//!
+//! The module is compiled into this test, so that parts of it can be looked at which nobody else
+//! may use. On a machine with tiles the suite runs on those as well.
+#![cfg(target_arch = "x86_64")]
+
+#[allow(dead_code, unused_imports)]
+#[path = "../src/amx/mod.rs"]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../src/shared.rs"]
+mod shared;
+
+use amx::backward::backward_shaped;
+use amx::emulated::Emulated;
+use amx::forward::forward_shaped;
+use amx::shape::{BackwardShape, Shape};
+use amx::tiles::{Hardware, Tiles};
+use encke_core::conformance::{self, Random};
+use encke_core::host;
+use encke_core::job::{Block, Causal, Job, Operand};
+use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::naive::NaiveKernel;
+use encke_core::sharding::Run;
+use encke_core::{DType, Data, Tensor, View};
+use half::bf16;
+use std::marker::PhantomData;
+
+/// Attention on tiles; everything else is left to the oracle.
+struct TileKernel<T> {
+    pool: amx::Pool,
+    tiles: PhantomData<T>,
+}
+
+impl<T: Tiles> TileKernel<T> {
+    fn new() -> TileKernel<T> {
+        TileKernel {
+            pool: amx::Pool::default(),
+            tiles: PhantomData,
+        }
+    }
+}
+
+fn narrow(data: &Data) -> &[bf16] {
+    match data {
+        Data::Bf16(numbers) => numbers,
+        _ => panic!("tiles hold bf16"),
+    }
+}
+
+fn wide(data: &mut Data) -> &mut [f32] {
+    match data {
+        Data::F32(numbers) => numbers,
+        _ => panic!("sums are f32"),
+    }
+}
+
+fn seen(data: &Data) -> &[f32] {
+    match data {
+        Data::F32(numbers) => numbers,
+        _ => panic!("sums are f32"),
+    }
+}
+
+impl<T: Tiles> Kernel for TileKernel<T> {
+    type Buffer = Data;
+
+    fn name(&self) -> &'static str {
+        T::NAME
+    }
+
+    fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
+        host::allocate(self.name(), dtype, elements)
+    }
+
+    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
+        NaiveKernel.upload(from, runs, to)
+    }
+
+    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
+        NaiveKernel.download(from, runs, to)
+    }
+
+    fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
+        NaiveKernel.fill(buffer, value)
+    }
+
+    fn copy(&self, block: &Block, add: bool, from: &Data, to: &mut Data) -> Result<()> {
+        NaiveKernel.copy(block, add, from, to)
+    }
+
+    fn forward(
+        &self,
+        job: &Job,
+        q: &Data,
+        k: &Data,
+        v: &Data,
+        carry: &mut Carry<Data>,
+    ) -> Result<()> {
+        let given = [narrow(q), narrow(k), narrow(v)];
+        let (acc, m, l) = (wide(&mut carry.acc), wide(&mut carry.m), wide(&mut carry.l));
+        amx::forward::<T>(&self.pool, job, given, acc, m, l);
+        Ok(())
+    }
+
+    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
+        NaiveKernel.merge(block, from, to)
+    }
+
+    fn finish(
+        &self,
+        cells: usize,
+        dim: usize,
+        gain: f64,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        NaiveKernel.finish(cells, dim, gain, carry, out, lse)
+    }
+
+    fn delta(
+        &self,
+        cells: usize,
+        dim: usize,
+        out: &Data,
+        dout: &Data,
+        dlse: Option<&Data>,
+        delta: &mut Data,
+    ) -> Result<()> {
+        NaiveKernel.delta(cells, dim, out, dout, dlse, delta)
+    }
+
+    fn backward(
+        &self,
+        job: &Job,
+        q: &Data,
+        k: &Data,
+        v: &Data,
+        upstream: Upstream<'_, Data>,
+        gradients: Gradients<'_, Data>,
+    ) -> Result<()> {
+        let given = amx::Given {
+            q: narrow(q),
+            k: narrow(k),
+            v: narrow(v),
+            dout: narrow(upstream.dout),
+            lse: seen(upstream.lse),
+            delta: seen(upstream.delta),
+        };
+        let (dq, dk, dv) = (wide(gradients.dq), wide(gradients.dk), wide(gradients.dv));
+        amx::backward::<T>(&self.pool, job, given, dq, dk, dv);
+        Ok(())
+    }
+
+    fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize {
+        NaiveKernel.workspace_bytes(job, dtype)
+    }
+}
+
+/// Whether a test of these tiles can run here; says so where it cannot.
+fn here<T: Tiles>() -> bool {
+    if !T::available() {
+        eprintln!("skipped: {} tiles are not available here", T::NAME);
+    }
+    T::available()
+}
+
+#[test]
+fn emulated_tiles_conform() {
+    if here::<Emulated>() {
+        conformance::kernel(&TileKernel::<Emulated>::new(), &[DType::Bf16]).unwrap();
+    }
+}
+
+#[test]
+fn tiles_conform() {
+    if here::<Hardware>() {
+        conformance::kernel(&TileKernel::<Hardware>::new(), &[DType::Bf16]).unwrap();
+    }
+}
+
+/// One batch entry, heads that share keys in pairs, rows of tokens behind each other.
+fn job(queries: usize, keys: usize, heads: usize, dim: usize, causal: Option<Causal>) -> Job {
+    let operand = |unit: usize, heads: Vec<usize>| Operand {
+        offset: 0,
+        batch: 0,
+        segment: 0,
+        row: unit * (heads.iter().max().unwrap() + 1),
+        heads: heads.into_iter().map(|head| unit * head).collect(),
+    };
+    Job {
+        batch: 1,
+        segments: 1,
+        queries,
+        keys,
+        heads,
+        dim,
+        q: operand(dim, (0..heads).collect()),
+        k: operand(dim, (0..heads).map(|head| head / 2).collect()),
+        cells: operand(1, (0..heads).collect()),
+        dq: None,
+        causal,
+        scale: 1.0 / (dim as f64).sqrt(),
+        gain: 0.5,
+    }
+}
+
+/// What a job is given.
+#[derive(Clone)]
+struct Inputs {
+    q: Data,
+    k: Data,
+    v: Data,
+    dout: Data,
+}
+
+impl Inputs {
+    fn new(job: &Job, seed: u64) -> Inputs {
+        let mut random = Random::new(seed);
+        let mut numbers = |rows: usize, heads: usize| {
+            let values: Vec<f64> = (0..rows * heads * job.dim)
+                .map(|_| 2.0 * random.unit())
+                .collect();
+            Data::from_f64(DType::Bf16, &values)
+        };
+        let key_heads = job.heads.div_ceil(2);
+        Inputs {
+            q: numbers(job.queries, job.heads),
+            k: numbers(job.keys, key_heads),
+            v: numbers(job.keys, key_heads),
+            dout: numbers(job.queries, job.heads),
+        }
+    }
+}
+
+/// What comes of it.
+struct Outputs {
+    /// acc, m and l, and what the caller makes of them.
+    carry: Carry<Data>,
+    out: Data,
+    lse: Data,
+    /// dq, dk and dv.
+    gradients: [Data; 3],
+}
+
+impl Outputs {
+    /// acc, dq, dk or dv.
+    fn tensor(&self, number: usize) -> Vec<f64> {
+        match number {
+            0 => self.carry.acc.to_f64(),
+            _ => self.gradients[number - 1].to_f64(),
+        }
+    }
+}
+
+/// Forward and backward; backward is told what `told` found, if given.
+fn run<K: Kernel<Buffer = Data>>(
+    kernel: &K,
+    job: &Job,
+    inputs: &Inputs,
+    told: Option<&Outputs>,
+) -> Outputs {
+    let (cells, dim) = (job.queries * job.heads, job.dim);
+    let zeros = |count: usize| Data::zeros(DType::F32, count);
+    let mut carry = Carry {
+        acc: zeros(cells * dim),
+        m: zeros(cells),
+        l: zeros(cells),
+    };
+    kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
+    let Inputs { q, k, v, dout } = inputs;
+    kernel.forward(job, q, k, v, &mut carry).unwrap();
+    let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));
+    let oracle = NaiveKernel;
+    oracle
+        .finish(cells, dim, job.gain, &carry, &mut out, &mut lse)
+        .unwrap();
+    let (told_out, told_lse) = told.map_or((&out, &lse), |told| (&told.out, &told.lse));
+    let mut delta = zeros(cells);
+    oracle
+        .delta(cells, dim, told_out, dout, None, &mut delta)
+        .unwrap();
+    let keys = k.as_slice().len();
+    let mut gradients = [zeros(cells * dim), zeros(keys), zeros(keys)];
+    let [dq, dk, dv] = &mut gradients;
+    let upstream = Upstream {
+        dout,
+        lse: told_lse,
+        delta: &delta,
+    };
+    let gradients_mut = Gradients { dq, dk, dv };
+    kernel
+        .backward(job, q, k, v, upstream, gradients_mut)
+        .unwrap();
+    Outputs {
+        carry,
+        out,
+        lse,
+        gradients,
+    }
+}
+
+/// Fails where numbers differ by more than `tolerance` times the largest of them.
+fn close(what: &str, got: &Data, expected: &Data, tolerance: f64) {
+    let (got, expected) = (got.to_f64(), expected.to_f64());
+    let finite = expected.iter().filter(|x| x.is_finite());
+    let size = finite.fold(0.0, |size: f64, x| size.max(x.abs()));
+    for (i, (x, y)) in got.iter().zip(&expected).enumerate() {
+        let same = x == y || (x.is_nan() && y.is_nan());
+        assert!(
+            same || (x - y).abs() <= tolerance * size,
+            "{what}: number {i} is {x} instead of {y} (largest {size})"
+        );
+    }
+}
+
+fn check<K: Kernel<Buffer = Data>>(kernel: &K, job: &Job, inputs: &Inputs, what: &str) {
+    let expected = run(&NaiveKernel, job, inputs, None);
+    let got = run(kernel, job, inputs, Some(&expected));
+    close(&format!("{what}, lse"), &got.lse, &expected.lse, 1e-6);
+    close(&format!("{what}, out"), &got.out, &expected.out, 4e-3);
+    for (name, i) in [("dq", 0), ("dk", 1), ("dv", 2)] {
+        let (got, expected) = (&got.gradients[i], &expected.gradients[i]);
+        close(&format!("{what}, {name}"), got, expected, 8e-3);
+    }
+}
+
+const DENSE: Causal = Causal {
+    query: 0,
+    query_step: 1,
+    key: 0,
+    key_step: 1,
+};
+
+#[test]
+fn long_sequences_cross_every_block() {
+    if !here::<Emulated>() {
+        return;
+    }
+    let kernel = TileKernel::<Emulated>::new();
+    for (queries, keys, heads, dim, causal) in [
+        (1100, 1300, 1, 64, None),
+        (1100, 1300, 3, 40, Some(DENSE)),
+        (1200, 1200, 2, 64, Some(DENSE)),
+        (
+            300,
+            2100,
+            2,
+            128,
+            Some(Causal {
+                query: 5000,
+                query_step: 3,
+                key: 30,
+                key_step: 5,
+            }),
+        ),
+        (
+            2100,
+            90,
+            1,
+            80,
+            Some(Causal {
+                query: 0,
+                query_step: 1,
+                key: 700,
+                key_step: 9,
+            }),
+        ),
+    ] {
+        let job = job(queries, keys, heads, dim, causal);
+        let what = format!("{queries} queries, {keys} keys, {heads} heads of {dim}");
+        check(&kernel, &job, &Inputs::new(&job, 3), &what);
+    }
+}
+
+#[test]
+fn the_sign_of_the_scale_is_kept() {
+    if !here::<Emulated>() {
+        return;
+    }
+    for scale in [-0.3, 0.0] {
+        let mut job = job(70, 100, 2, 24, Some(DENSE));
+        job.scale = scale;
+        let inputs = Inputs::new(&job, 4);
+        let what = format!("scale {scale}");
+        check(&TileKernel::<Emulated>::new(), &job, &inputs, &what);
+    }
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    if !here::<Emulated>() {
+        return;
+    }
+    let job = job(1100, 1100, 3, 24, Some(DENSE));
+    let inputs = Inputs::new(&job, 5);
+    let bits = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+        pool.unwrap().install(|| {
+            let kernel = TileKernel::<Emulated>::new();
+            let got = run(&kernel, &job, &inputs, None);
+            let Carry { acc, m, l } = &got.carry;
+            let held = kernel.pool.bytes();
+            assert!(held > 0 && held <= amx::workspace_bytes(job.dim));
+            let all = [acc, m, l].into_iter().chain(&got.gradients);
+            all.map(|data| data.bytes().to_vec()).collect::<Vec<_>>()
+        })
+    };
+    let one = bits(1);
+    assert!(one == bits(2), "two threads");
+    assert!(one == bits(5), "five threads");
+}
+
+/// A row that is not finite must poison what sees it, and nothing else by a single bit.
+#[test]
+fn what_is_hidden_poisons_nothing() {
+    if !here::<Emulated>() {
+        return;
+    }
+    let kernel = TileKernel::<Emulated>::new();
+    let job = job(150, 150, 2, 40, Some(DENSE));
+    let inputs = Inputs::new(&job, 6);
+    let before = run(&kernel, &job, &inputs, None);
+    for (value, row) in [(f64::NAN, 70), (f64::INFINITY, 7), (f64::NEG_INFINITY, 149)] {
+        // Element 3 of the row, for the first head.
+        let poison = |data: &Data, heads: usize| {
+            let mut data = data.clone();
+            data.set(row * heads * job.dim + 3, value);
+            data
+        };
+        // One at a time: a broken k spoils weights, and then nobody sees what a broken v does.
+        let (mut k, mut v) = (inputs.clone(), inputs.clone());
+        let (mut q, mut dout) = (inputs.clone(), inputs.clone());
+        k.k = poison(&inputs.k, 1);
+        v.v = poison(&inputs.v, 1);
+        q.q = poison(&inputs.q, 2);
+        dout.dout = poison(&inputs.dout, 2);
+        for (name, inputs) in [("k", &k), ("v", &v), ("q", &q), ("dout", &dout)] {
+            let what = format!("{value} in row {row} of {name}");
+            let expected = run(&NaiveKernel, &job, inputs, Some(&before));
+            let got = run(&kernel, &job, inputs, Some(&before));
+            for tensor in 0..4 {
+                let [got, expected, before] = [&got, &expected, &before].map(|x| x.tensor(tensor));
+                for (i, before) in before.iter().enumerate() {
+                    // Queries have two heads, keys have one.
+                    let free = match (name, tensor) {
+                        ("k" | "v", 0 | 1) => i / (2 * job.dim) >= row,
+                        ("k" | "v", _) => i / job.dim == row,
+                        (_, 0 | 1) => i / job.dim == 2 * row,
+                        _ => i / job.dim <= row,
+                    };
+                    let (got, expected) = (got[i], expected[i]);
+                    let same = got == *before || (free && !value.is_nan());
+                    let same = same || (free && got.is_nan() == expected.is_nan());
+                    assert!(
+                        same,
+                        "{what}: number {i} of tensor {tensor}: {before} -> {got}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// A shape with everything as unusual as it may be.
+struct Odd;
+
+impl Shape for Odd {
+    const KEYS: usize = 96;
+    const GROUP: usize = 3;
+    const AHEAD: usize = 1;
+    const BEHIND: usize = 2;
+    const SLAB: usize = 2048 + 64;
+    const PACKED: usize = 192;
+    const NUMBERS: usize = 1 << 13;
+}
+
+impl BackwardShape for Odd {
+    const KEYS: usize = 96;
+    const TILES: usize = 3;
+    const AHEAD: usize = 2;
+    const SLAB: usize = 4096;
+    const NUMBERS: usize = 1 << 12;
+}
+
+#[test]
+fn shapes_change_only_the_order_of_sums() {
+    if !here::<Emulated>() {
+        return;
+    }
+    let job = job(333, 444, 2, 64, Some(DENSE));
+    let inputs = Inputs::new(&job, 8);
+    let expected = run(&NaiveKernel, &job, &inputs, None);
+    let pool = amx::Pool::default();
+    let mut got = run(&NaiveKernel, &job, &inputs, None);
+    let cells = job.queries * job.heads;
+    let Carry { acc, m, l } = &mut got.carry;
+    NaiveKernel.fill(acc, 0.0).unwrap();
+    NaiveKernel.fill(m, f64::NEG_INFINITY).unwrap();
+    NaiveKernel.fill(l, 0.0).unwrap();
+    let [q, k, v, dout] = [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(narrow);
+    forward_shaped::<Emulated, Odd>(&pool, &job, [q, k, v], wide(acc), wide(m), wide(l));
+    NaiveKernel
+        .finish(
+            cells,
+            job.dim,
+            job.gain,
+            &got.carry,
+            &mut got.out,
+            &mut got.lse,
+        )
+        .unwrap();
+    close("lse", &got.lse, &expected.lse, 1e-6);
+    close("out", &got.out, &expected.out, 4e-3);
+    let mut delta = Data::zeros(DType::F32, cells);
+    NaiveKernel
+        .delta(
+            cells,
+            job.dim,
+            &expected.out,
+            &inputs.dout,
+            None,
+            &mut delta,
+        )
+        .unwrap();
+    let given = amx::Given {
+        q,
+        k,
+        v,
+        dout,
+        lse: seen(&expected.lse),
+        delta: seen(&delta),
+    };
+    for data in &mut got.gradients {
+        NaiveKernel.fill(data, 0.0).unwrap();
+    }
+    let [dq, dk, dv] = &mut got.gradients;
+    backward_shaped::<Emulated, Odd>(&pool, &job, given, wide(dq), wide(dk), wide(dv));
+    for (i, name) in ["dq", "dk", "dv"].into_iter().enumerate() {
+        close(name, &got.gradients[i], &expected.gradients[i], 8e-3);
+    }
+}
+
+/// A page for tiles.
+#[repr(C, align(64))]
+struct Memory([u8; 1 << 14]);
+
+/// bf16 numbers that are small integers, so that every sum of their products is exact.
+fn integers(count: usize, seed: u64) -> Vec<bf16> {
+    let mut random = Random::new(seed);
+    let number = |_| bf16::from_f64(random.below(33) as f64 - 16.0);
+    (0..count).map(number).collect()
+}
+
+/// Left and right factors in each of their forms multiply to the product of plain matrices.
+#[test]
+fn packed_tiles_multiply_like_matrices() {
+    if !here::<Emulated>() {
+        return;
+    }
+    multiply::<Emulated>();
+    if here::<Hardware>() {
+        multiply::<Hardware>();
+    }
+}
+
+fn multiply<T: Tiles>() {
+    use amx::pack::{self, Sign, Slabs, Source};
+    use amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES};
+    // 29 rows of 43 channels, 50 numbers apart: x·yᵀ sums over channels, xᵀ·y over rows.
+    let (rows, dim, apart) = (29, 43, 50);
+    let (x, y) = (integers(rows * apart, 1), integers(rows * apart, 2));
+    let source = |numbers| Source {
+        numbers,
+        dim,
+        count: rows,
+        address: |row: usize| Some(row * apart),
+    };
+    let mut memory = [(); 5].map(|()| Box::new(Memory([0xee; 1 << 14])));
+    let [a, b, c, d, sums] = memory.each_mut().map(|memory| memory.0.as_mut_ptr());
+    let slabs = |at: *mut u8| Slabs {
+        at,
+        stride: SLAB_BYTES,
+    };
+    let product = |a: *mut u8, a_step: usize, b: *mut u8, b_step: usize, steps: usize| Product {
+        a,
+        a_step,
+        b: [b, b.wrapping_add(TILE_BYTES)],
+        b_step,
+        b_row: ROW_BYTES,
+        c: [sums, sums.wrapping_add(SLAB_BYTES)],
+        steps,
+    };
+    let sum = |row: usize, column: usize| {
+        let at = column / 16 * SLAB_BYTES + row * ROW_BYTES + 4 * (column % 16);
+        // SAFETY: the sums are 32 by 32 numbers.
+        unsafe { sums.add(at).cast::<f32>().read() }
+    };
+    let number = |numbers: &[bf16], row: usize, c: usize| match row < rows && c < dim {
+        true => numbers[row * apart + c].to_f32(),
+        false => 0.0,
+    };
+    // SAFETY: two slabs fit each memory, and the tiles are available.
+    unsafe {
+        T::configure();
+        assert!(!pack::rows(&source(&x), slabs(a)));
+        pack::lanes(&source(&y), Sign::Minus, slabs(b));
+        assert!(!pack::columns(&source(&x), slabs(c)));
+        assert!(!pack::pairs(&source(&y), slabs(d)));
+        // Twice, to see sums that are added to.
+        T::multiply::<false>(product(a, SLAB_BYTES, b, SLAB_BYTES, 2));
+        T::multiply::<true>(product(a, SLAB_BYTES, b, SLAB_BYTES, 2));
+    }
+    for i in 0..32 {
+        for j in 0..32 {
+            let terms = (0..dim).map(|c| -2.0 * number(&x, i, c) * number(&y, j, c));
+            assert_eq!(sum(i, j), terms.sum::<f32>(), "x·yᵀ at {i}, {j}");
+        }
+    }
+    // Columns pair rows as (2r, 2r + 1), pairs as (r, r + 16): the same sums from a turned order.
+    let turn = |i: usize| i / 2 + i % 2 * 16;
+    let turned = Source {
+        numbers: &x,
+        dim,
+        count: 32,
+        address: |i: usize| (turn(i) < rows).then_some(turn(i) * apart),
+    };
+    // SAFETY: as above.
+    unsafe {
+        pack::columns(&turned, slabs(c));
+        T::multiply::<false>(product(c, SLAB_BYTES, d, SLAB_BYTES, 1));
+        T::release();
+    }
+    for i in 0..32 {
+        for j in 0..32 {
+            let terms = (0..rows).map(|row| number(&x, row, i) * number(&y, row, j));
+            assert_eq!(sum(i, j), terms.sum::<f32>(), "xᵀ·y at {i}, {j}");
+        }
+    }
+}
+
+#[test]
+fn packing_notices_what_is_not_finite() {
+    use amx::pack::{self, Slabs, Source};
+    if !here::<Emulated>() {
+        return;
+    }
+    let mut numbers = integers(32 * 40, 3);
+    numbers[31 * 40 + 39] = bf16::NEG_INFINITY;
+    let mut memory = Box::new(Memory([0; 1 << 14]));
+    let to = Slabs {
+        at: memory.0.as_mut_ptr(),
+        stride: 2048,
+    };
+    for (dim, expected) in [(40, true), (39, false)] {
+        let source = Source {
+            numbers: &numbers,
+            dim,
+            count: 32,
+            address: |row: usize| Some(row * 40),
+        };
+        // SAFETY: two slabs fit the memory, and the vectors are there.
+        unsafe {
+            assert_eq!(pack::rows(&source, to), expected);
+            assert_eq!(pack::columns(&source, to), expected);
+            assert_eq!(pack::pairs(&source, to), expected);
+        }
+    }
+}
+
+#[test]
+fn exp2_is_as_good_as_it_says() {
+    if !here::<Emulated>() {
+        return;
+    }
+    // SAFETY: the vectors are there.
+    let errors = unsafe { [exp2_error::<3>(), exp2_error::<4>(), exp2_error::<5>()] };
+    for (error, allowed) in errors.into_iter().zip([7.6e-5, 2.8e-6, 2.5e-7]) {
+        assert!(error < allowed, "{error:e}");
+    }
+}
+
+/// The largest relative error over all powers with normal results, and the rules at the ends.
+#[target_feature(enable = "avx512f,avx512dq")]
+fn exp2_error<const DEGREE: usize>() -> f64 {
+    use amx::vector::{exp2, splat};
+    use std::arch::x86_64::{_mm512_cvtss_f32, _mm512_loadu_ps, _mm512_storeu_ps};
+    let one = |x: f32| _mm512_cvtss_f32(exp2::<DEGREE>(splat(x)));
+    assert_eq!(one(f32::NEG_INFINITY), 0.0);
+    assert_eq!(one(-2e4), 0.0);
+    assert!(one(f32::NAN).is_nan());
+    let mut worst: f64 = 0.0;
+    for start in 0..100_000 {
+        let x: [f32; 16] = std::array::from_fn(|i| (16 * start + i) as f32 * -7.87e-5);
+        let mut y = [0.0f32; 16];
+        // SAFETY: both are 16 numbers.
+        unsafe { _mm512_storeu_ps(y.as_mut_ptr(), exp2::<DEGREE>(_mm512_loadu_ps(x.as_ptr()))) };
+        for (x, y) in x.into_iter().zip(y) {
+            let exact = f64::from(x).exp2();
+            worst = worst.max((f64::from(y) - exact).abs() / exact);
+        }
+    }
+    worst
+}
