@@ -6,7 +6,7 @@
 //!
 //! The decision that shaped this crate: lanes of a vector are queries, never channels. A softmax
 //! then needs no reduction across lanes, and rows of any dimension fill vectors. The algorithm is
-//! written once, over the [`vector`] trait, and compiled for each instruction set ([`Arm`]).
+//! written once, over a trait for vectors, and compiled for each instruction set ([`Arm`]).
 #![deny(unsafe_op_in_unsafe_fn)]
 
 #[cfg(target_arch = "x86_64")]

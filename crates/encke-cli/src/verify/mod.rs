@@ -63,6 +63,8 @@ pub fn run(options: &Options) -> Result<Verdict> {
             options.minutes
         )
     })?;
+    // What no configuration can do without is asked for first: that is an error, not a finding.
+    encke::Attention::builder().build()?;
     let seed = options.seed.unwrap_or_else(clock_seed);
     let paint = Paint::stdout();
     say(&format!("seed {seed}\n"))?;

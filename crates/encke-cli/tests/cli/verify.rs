@@ -30,3 +30,19 @@ fn nothing_to_verify_is_refused() {
     folder.refuses("verify --minutes nan", &["--minutes NaN"]);
     folder.refuses("verify --seed x", &["--seed"]);
 }
+
+#[test]
+fn an_instruction_set_that_is_not_there_is_an_error_and_no_finding() {
+    let mut command = assert_cmd::Command::cargo_bin("encke").unwrap();
+    let output = command
+        .env("ENCKE_CPU", "sse9")
+        .args(["verify", "--count", "1"]);
+    let output = output.output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(
+        said.starts_with("encke: ") && said.contains("sse9"),
+        "{said}"
+    );
+    assert_eq!(said.lines().count(), 1, "{said}");
+}
