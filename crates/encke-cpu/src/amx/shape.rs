@@ -35,10 +35,11 @@ pub(crate) trait Shape: Send + Sync + 'static {
 #[derive(Debug)]
 pub(crate) struct Short;
 
+/// Many keys at once: by the time the first scores are read back their stores have long been done,
+/// and what the phases lose to one another is spread thin. Their block still fits the first-level
+/// cache.
 impl Shape for Short {
-    const KEYS: usize = 64;
-    const GROUP: usize = 2;
-    const AHEAD: usize = 1;
+    const KEYS: usize = 256;
 }
 
 /// For larger head dimensions.
@@ -74,6 +75,4 @@ pub(crate) trait BackwardShape: Send + Sync + 'static {
 #[derive(Debug)]
 pub(crate) struct Usual;
 
-impl BackwardShape for Usual {
-    const AHEAD: usize = 1;
-}
+impl BackwardShape for Usual {}
