@@ -59,9 +59,8 @@ impl Builder<'_> {
         }
     }
 
-    /// Jobs of this rank's keys with the queries of others, which it holds a copy of. `at` says
-    /// where the queries of a rank lie; what is computed for them goes into the parcel, cells or
-    /// (with `gradient`) dq.
+    /// Jobs of this rank's keys with the queries of others, all of which it holds a copy of. What
+    /// is computed for them goes into the parcel: cells or (with `gradient`) dq.
     pub fn jobs_with_queries(
         &mut self,
         seat: Seat<'_>,
