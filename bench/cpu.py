@@ -6,7 +6,7 @@
 
 PyTorch is the rival (pip install torch); without it our own figures are printed alone. Both get the
 same shapes, threads and number types; inputs are random, answers are checked before anything is
-timed (ours against the f64 reference, on a short sequence). FLOPs are counted as 4·n²·d·h forward
+timed (our output against the f64 reference, on a short sequence; gradients are left to the tests). FLOPs are counted as 4·n²·d·h forward
 and 10·n²·d·h backward, half of that when causal, for both alike. `peak` is what registers alone can
 multiply and add in the same minute (f32 vectors): it is the ceiling of the f32 rows.
 """

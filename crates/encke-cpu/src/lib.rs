@@ -187,7 +187,7 @@ impl Kernel for CpuKernel {
     ) -> Result<()> {
         let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l])?;
         let cells = [job.batch, job.segments, job.queries];
-        writable("the carry", shared::disjoint(&job.cells, cells, 1))?;
+        writable("the carry", shared::disjoint(&job.cells, cells, 1, false))?;
         #[cfg(target_arch = "x86_64")]
         if let (Arm::Amx, Data::Bf16(q), Data::Bf16(k), Data::Bf16(v)) = (self.arm, q, k, v)
             && let Carry {
@@ -265,9 +265,9 @@ impl Kernel for CpuKernel {
         let dtype = sums_in(&[gradients.dq, gradients.dk, gradients.dv])?;
         let queries = [job.batch, job.segments, job.queries];
         let dq = job.dq.as_ref().unwrap_or(&job.q);
-        writable("dq", shared::disjoint(dq, queries, job.dim))?;
+        writable("dq", shared::disjoint(dq, queries, job.dim, false))?;
         let keys = [job.batch, job.segments, job.keys];
-        writable("dk and dv", shared::disjoint(&job.k, keys, job.dim))?;
+        writable("dk and dv", shared::disjoint(&job.k, keys, job.dim, true))?;
         #[cfg(target_arch = "x86_64")]
         if let (Arm::Amx, Some(given)) = (self.arm, given.on_tiles())
             && let Gradients {

@@ -53,10 +53,14 @@ impl<'a, T> Shared<'a, T> {
 /// Whether no two of the rows that an operand names can overlap: (batch, segment, row, head) of
 /// the given counts, each `width` long. Judged by the strides alone, so some operands without
 /// overlap are refused as well; those of plans never are.
-pub(crate) fn disjoint(operand: &Operand, counts: [usize; 3], width: usize) -> bool {
+///
+/// Heads at the same address overlap, unless they are `grouped`: then one task has all of them.
+pub(crate) fn disjoint(operand: &Operand, counts: [usize; 3], width: usize, grouped: bool) -> bool {
     let mut heads = operand.heads.to_vec();
     heads.sort_unstable();
-    heads.dedup();
+    if grouped {
+        heads.dedup();
+    }
     let gaps = heads.windows(2).map(|pair| pair[1] - pair[0]);
     // (smallest distance, whole extent) of each index; a single value has neither.
     let mut extents: Vec<(usize, usize)> = Vec::new();
@@ -97,28 +101,30 @@ mod tests {
     fn rows_that_could_meet_are_seen() {
         // Two heads of width 4, rows of 8, segments of 10 rows, a batch of 100 rows.
         let good = operand(800, 80, 8, &[4, 0]);
-        assert!(disjoint(&good, [2, 10, 10], 4));
+        assert!(disjoint(&good, [2, 10, 10], 4, false));
         assert!(
-            !disjoint(&good, [2, 10, 11], 4),
+            !disjoint(&good, [2, 10, 11], 4, false),
             "a segment longer than its stride"
         );
         assert!(
-            !disjoint(&good, [2, 11, 10], 4),
+            !disjoint(&good, [2, 11, 10], 4, false),
             "more segments than the batch has"
         );
         assert!(
-            !disjoint(&good, [2, 10, 10], 5),
+            !disjoint(&good, [2, 10, 10], 5, false),
             "heads wider than their distance"
         );
         assert!(
-            !disjoint(&operand(800, 80, 7, &[0, 4]), [1, 1, 2], 4),
+            !disjoint(&operand(800, 80, 7, &[0, 4]), [1, 1, 2], 4, false),
             "rows too close"
         );
         assert!(
-            disjoint(&operand(0, 0, 0, &[0, 4]), [1, 1, 1], 4),
+            disjoint(&operand(0, 0, 0, &[0, 4]), [1, 1, 1], 4, false),
             "a single row"
         );
-        // Heads that share an address are one row, written by whoever has both.
-        assert!(disjoint(&operand(0, 0, 8, &[0, 0, 4]), [1, 1, 3], 4));
+        // Heads at one address are one row: fine for whoever has both, a race for two tasks.
+        let twice = operand(0, 0, 8, &[0, 0, 4]);
+        assert!(disjoint(&twice, [1, 1, 3], 4, true));
+        assert!(!disjoint(&twice, [1, 1, 3], 4, false));
     }
 }
