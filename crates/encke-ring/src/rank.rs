@@ -158,35 +158,69 @@ impl<K: Kernel> Rank<K> {
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
         for round in 0..self.plan.rounds.len() {
-            self.round(kernel, round, transport, recorder)?;
+            self.prepare(kernel, round, recorder)?;
+            self.exchange(kernel, round, transport, recorder)?;
         }
         Ok(())
     }
 
-    fn round(
+    /// The first part of a round: what is done before anything is sent.
+    pub fn prepare(
+        &mut self,
+        kernel: &K,
+        round: usize,
+        recorder: &mut Recorder,
+    ) -> Result<(), RankError> {
+        let Rank { plan, shelf } = self;
+        let tasks = &plan.rounds[round].before;
+        let begin = Instant::now();
+        for task in tasks {
+            perform_all(kernel, std::slice::from_ref(task), shelf)
+                .map_err(|source| RankError::Kernel { round, source })?;
+        }
+        if !tasks.is_empty() {
+            recorder.note(round, Activity::Prepare, begin, Moved::default());
+        }
+        Ok(())
+    }
+
+    /// The jobs of a round alone, for whoever delivers its messages with [`Rank::accept`]. What
+    /// jobs read is never what the round receives into, so either may come first.
+    pub fn compute(
+        &mut self,
+        kernel: &K,
+        round: usize,
+        recorder: &mut Recorder,
+    ) -> Result<(), RankError> {
+        let Rank { plan, shelf } = self;
+        let tasks = &plan.rounds[round].meanwhile;
+        let begin = Instant::now();
+        perform_all(kernel, tasks, shelf).map_err(|source| RankError::Kernel { round, source })?;
+        if !tasks.is_empty() {
+            recorder.note(round, Activity::Compute, begin, Moved::default());
+        }
+        Ok(())
+    }
+
+    /// The buffer that a message of this rank's program is received into.
+    pub fn accept(&mut self, message: &Message) -> &mut K::Buffer {
+        let buffer = self.shelf.buffers[message.buffer.0].as_mut();
+        buffer.expect("between rounds every buffer is on the shelf")
+    }
+
+    /// The second part of a round: its hops, and its jobs while they fly.
+    pub fn exchange(
         &mut self,
         kernel: &K,
         round: usize,
         transport: &mut dyn Transport<K::Buffer>,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
-        let failed = |source| RankError::Kernel { round, source };
         let Rank { plan, shelf } = self;
         let steps = &plan.rounds[round];
-        let begin = Instant::now();
-        for task in &steps.before {
-            let mut held = Held::take(shelf, std::slice::from_ref(task));
-            let done = perform(kernel, task, shelf, &mut held);
-            held.give_back(shelf);
-            done.map_err(failed)?;
-        }
-        if !steps.before.is_empty() {
-            recorder.note(round, Activity::Prepare, begin, Moved::default());
-        }
         if steps.sends.is_empty() && steps.receives.is_empty() && steps.meanwhile.is_empty() {
             return Ok(());
         }
-
         let mut held = Held::take(shelf, &steps.meanwhile);
         let mut received: Vec<K::Buffer> = steps
             .receives
@@ -222,16 +256,7 @@ impl<K: Kernel> Rank<K> {
             waiting_since = Instant::now();
         });
         if let Ok(moved) = &exchanged {
-            let bytes = |messages: &[Message]| -> usize {
-                messages
-                    .iter()
-                    .map(|message| plan.message_bytes(message))
-                    .sum()
-            };
-            let planned = Moved {
-                sent_bytes: bytes(&steps.sends),
-                received_bytes: bytes(&steps.receives),
-            };
+            let planned = plan.moved(round);
             assert_eq!(*moved, planned, "what moved is what was planned");
             if planned != Moved::default() {
                 recorder.note(round, Activity::Wait, waiting_since, *moved);
@@ -242,10 +267,23 @@ impl<K: Kernel> Rank<K> {
         }
         held.give_back(shelf);
         // The kernel's own word comes first: an exchange can fail because of it.
-        computed.map_err(failed)?;
+        computed.map_err(|source| RankError::Kernel { round, source })?;
         exchanged?;
         Ok(())
     }
+}
+
+/// Carries out tasks, none of which reads what another one writes.
+fn perform_all<K: Kernel>(
+    kernel: &K,
+    tasks: &[Task],
+    shelf: &mut Shelf<K::Buffer>,
+) -> Result<(), KernelError> {
+    let mut held = Held::take(shelf, tasks);
+    let mut tasks = tasks.iter();
+    let done = tasks.try_for_each(|task| perform(kernel, task, shelf, &mut held));
+    held.give_back(shelf);
+    done
 }
 
 /// Tells the kernel what a task says.

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use crate::dtype::DType;
 use crate::job::{Block, Job};
 use crate::sharding::Run;
-use crate::transport::Address;
+use crate::transport::{Address, Moved};
 
 /// One of a rank's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -303,6 +303,21 @@ impl RankPlan {
     /// Bytes of a message.
     pub fn message_bytes(&self, message: &Message) -> usize {
         message.address.elements * self.buffers[message.buffer.0].dtype.bytes()
+    }
+
+    /// Bytes that one round sends and receives.
+    pub fn moved(&self, round: usize) -> Moved {
+        let bytes = |messages: &[Message]| -> usize {
+            let each = messages.iter().map(|message| self.message_bytes(message));
+            each.sum()
+        };
+        let Round {
+            sends, receives, ..
+        } = &self.rounds[round];
+        Moved {
+            sent_bytes: bytes(sends),
+            received_bytes: bytes(receives),
+        }
     }
 
     /// Bytes sent to each rank, over all rounds.
