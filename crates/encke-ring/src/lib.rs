@@ -19,4 +19,4 @@ pub use error::{RankError, RingError};
 pub use rank::Rank;
 pub use sequence::{gather_sequence, split_sequence};
 pub use thread_ring::{Outcome, RankMemory, ThreadRing};
-pub use trace::{Event, Trace};
+pub use trace::{Activity, Event, Trace};

@@ -1,13 +1,15 @@
 //! One contestant of `bench/cpu.py`: reads a configuration from a line of standard input, then
 //! answers each further `run` with the seconds of one call, so that the script can take turns with
-//! its rival. `peak` answers with the multiply-adds this machine does in the same minute.
+//! its rival. `peak` answers with the multiply-adds this machine does in the same minute, `times`
+//! with where the milliseconds of one call went.
 
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
 use encke::conformance::Random;
 use encke::{
-    Attention, Cut, DType, Data, GroupScale, Mode, Pattern, Shape, Tensor, View, reference,
+    Activity, Attention, Cut, DType, Data, GroupScale, Mode, Pattern, Shape, Tensor, View,
+    reference,
 };
 use pulp::{NullaryFnOnce, Simd};
 use rayon::prelude::*;
@@ -72,6 +74,25 @@ impl Contest {
             dout: tensor()?,
             backward: field::<usize>(words, 9)? == 1,
         })
+    }
+
+    /// Milliseconds of one forward pass by activity, summed over ranks, and as a whole.
+    fn times(&self) -> Result<String, Failure> {
+        let [q, k, v]: [View<'_>; 3] = [&self.q, &self.k, &self.v].map(Tensor::view);
+        let begin = Instant::now();
+        let forward = self.attention.forward(&q, &k, &v)?;
+        let whole = begin.elapsed().as_secs_f64() * 1e3;
+        let activities = [
+            Activity::Load,
+            Activity::Prepare,
+            Activity::Compute,
+            Activity::Wait,
+        ];
+        let times = activities.map(|activity| {
+            let total = forward.report.trace.total(activity).as_secs_f64() * 1e3;
+            format!("{} {total:.2}", activity.name())
+        });
+        Ok(format!("{} of {whole:.2}", times.join(" ")))
     }
 
     fn run(&self) -> Result<f64, Failure> {
@@ -174,6 +195,7 @@ fn main() -> Result<(), Failure> {
         let answer = match (&words[..], &contest) {
             (["peak"], _) => peak().to_string(),
             (["memory"], _) => resident_kib(),
+            (["times"], Some(contest)) => contest.times()?,
             (["run"], Some(contest)) => contest.run()?.to_string(),
             _ => {
                 contest = Some(Contest::new(&words)?);

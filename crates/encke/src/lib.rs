@@ -60,6 +60,6 @@ pub use encke_core::{
 };
 pub use encke_core::{conformance, plan, reference};
 pub use encke_ring::{
-    CacheStats, RankError, RankMemory, RingError as Error, Trace, gather_sequence, split_sequence,
-    trace,
+    Activity, CacheStats, RankError, RankMemory, RingError as Error, Trace, gather_sequence,
+    split_sequence, trace,
 };

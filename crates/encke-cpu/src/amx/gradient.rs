@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 
 use super::softmax::Lanes;
 use super::tiles::{ROW_BYTES, TILE_BYTES};
-use super::vector::{exp2, pair, round, splat};
+use super::vector::{LIFT, exp2, pair, splat};
 
 /// What is known of 32 queries.
 #[derive(Debug, Clone, Copy)]
@@ -97,16 +97,18 @@ unsafe fn pass<const DEGREE: usize, const MASKED: bool>(
             ],
         )
     };
+    // Weights, and with them their gradients, are lifted because storing them cuts.
+    let lse = lse.map(|lse| _mm512_sub_ps(lse, splat(LIFT)));
     for step in 0..block.steps {
         let slab = 2 * step * stride;
         let left = step * block.left_stride;
         let turned = block.turned.wrapping_add(step * block.right_stride);
         for row in (0..32).step_by(2) {
             // Two keys at a time, because the right factor pairs them.
-            let mut keys = [[_mm512_setzero_si512(); 2]; 2];
+            let mut keys = [[splat(0.0); 2]; 2];
             for (next, gradients) in keys.iter_mut().enumerate() {
                 let row = row + next;
-                let mut weights = [_mm512_setzero_si512(); 2];
+                let mut weights = [splat(0.0); 2];
                 for half in 0..2 {
                     let at = slab + half * stride + row * ROW_BYTES;
                     // SAFETY: the caller's promise.
@@ -124,8 +126,8 @@ unsafe fn pass<const DEGREE: usize, const MASKED: bool>(
                         p = _mm512_maskz_mov_ps(seen, p);
                         ds = _mm512_maskz_mov_ps(seen, ds);
                     }
-                    weights[half] = round(p);
-                    gradients[half] = round(ds);
+                    weights[half] = p;
+                    gradients[half] = ds;
                 }
                 let at = left + row * ROW_BYTES;
                 let (weights, gradients) = (

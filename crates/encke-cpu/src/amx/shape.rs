@@ -17,8 +17,9 @@ pub(crate) trait Shape: Send + Sync + 'static {
     const BEHIND: usize = 0;
     /// Bytes from one slab to the next.
     const SLAB: usize = SLAB_BYTES;
-    /// Degree of the polynomial of the exponential.
-    const DEGREE: usize = 5;
+    /// Degree of the polynomial of the exponential: more than weights that are rounded to bf16
+    /// need, because the lse is made of their sums.
+    const DEGREE: usize = 4;
     /// Whether the next block of keys and values is fetched during a softmax.
     const PREFETCH: bool = true;
     /// Keys that are packed at a time, to stay in the second-level cache; a multiple of KEYS and

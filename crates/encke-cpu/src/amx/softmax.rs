@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 
 use super::shape::Shape;
 use super::tiles::ROW_BYTES;
-use super::vector::{exp2, pair, round, splat};
+use super::vector::{LIFT, LOWER, exp2, pair, splat};
 
 /// One number for each of 32 queries.
 #[derive(Debug, Clone, Copy)]
@@ -125,6 +125,45 @@ pub(crate) unsafe fn softmax<S: Shape>(
     rescale
 }
 
+/// The same without a look at the maximum: weights stay relative to the old one, which is as good
+/// as long as they stay small. Where some lane has none yet, or its weights have grown too large
+/// (or are no numbers), this says false and leaves `running` as it was, but not the scores.
+///
+/// # Safety
+/// As for [`softmax`]; every query sees every key of the block.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq")]
+pub(crate) unsafe fn onward<S: Shape>(block: &Block, scale: Scale, running: &mut Running) -> bool {
+    // Far from where sums of weights times values could overflow sooner than they must.
+    const LARGE: f32 = 65536.0;
+    let log2_e = splat(std::f32::consts::LOG2_E);
+    // SAFETY: lanes are 32 numbers; the slabs are the caller's promise.
+    unsafe {
+        let m = running.m.0.as_ptr();
+        let m = [_mm512_load_ps(m), _mm512_load_ps(m.add(16))];
+        let lowest = splat(f32::NEG_INFINITY);
+        let started = |m| _mm512_cmp_ps_mask::<_CMP_GT_OQ>(m, lowest) == 0xffff;
+        if !(started(m[0]) && started(m[1])) {
+            return false;
+        }
+        let sum = |half: usize| {
+            let base = _mm512_mul_ps(m[half], log2_e);
+            weights::<S>(block, half, splat(scale.binary), base)
+        };
+        let sums = [sum(0), sum(1)];
+        let small = |sum| _mm512_cmp_ps_mask::<_CMP_LT_OQ>(sum, splat(LARGE)) == 0xffff;
+        if !(small(sums[0]) && small(sums[1])) {
+            return false;
+        }
+        let l = running.l.0.as_mut_ptr();
+        for (half, sum) in sums.into_iter().enumerate() {
+            let l = l.add(16 * half);
+            _mm512_store_ps(l, _mm512_add_ps(_mm512_load_ps(l), sum));
+        }
+        true
+    }
+}
+
 /// The slab of 32 keys and 16 queries.
 #[inline(always)]
 fn slab<S: Shape>(block: &Block, step: usize, half: usize) -> *mut u8 {
@@ -181,7 +220,7 @@ unsafe fn largest_masked<S: Shape>(block: &Block, half: usize, visible: __m512i)
     top
 }
 
-/// Weights in place of scores; returns their sums, taken before rounding.
+/// Weights in place of scores, relative to `base`; returns their sums, taken before rounding.
 ///
 /// # Safety
 /// As for [`softmax`].
@@ -191,6 +230,7 @@ unsafe fn weights<S: Shape>(block: &Block, half: usize, scale: __m512, base: __m
     // Four sums, because an addition takes as long as a pair of rows; variables and not an array,
     // because the loop is not unrolled and arrays with an index live in memory.
     let (mut a, mut b, mut c, mut d) = (splat(0.0), splat(0.0), splat(0.0), splat(0.0));
+    let base = _mm512_sub_ps(base, splat(LIFT));
     let weight = |score| exp2_of::<S>(_mm512_fmsub_ps(score, scale, base));
     for step in 0..block.steps {
         let slab = slab::<S>(block, step, half);
@@ -207,8 +247,8 @@ unsafe fn weights<S: Shape>(block: &Block, half: usize, scale: __m512, base: __m
                 b = _mm512_add_ps(b, second);
                 c = _mm512_add_ps(c, third);
                 d = _mm512_add_ps(d, fourth);
-                _mm512_store_si512(at.cast(), pair(round(first), round(second)));
-                _mm512_store_si512(at.add(32).cast(), pair(round(third), round(fourth)));
+                _mm512_store_si512(at.cast(), pair(first, second));
+                _mm512_store_si512(at.add(32).cast(), pair(third, fourth));
             }
             if S::PREFETCH {
                 // Four lines of each slab: eight turns fetch all thirty-two.
@@ -222,7 +262,8 @@ unsafe fn weights<S: Shape>(block: &Block, half: usize, scale: __m512, base: __m
             }
         }
     }
-    _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d))
+    let sum = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
+    _mm512_mul_ps(sum, splat(LOWER))
 }
 
 /// Asks for a line.

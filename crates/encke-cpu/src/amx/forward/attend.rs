@@ -86,7 +86,7 @@ impl Run<'_> {
                 if number >= S::AHEAD && number < turns + S::AHEAD {
                     let turn = turn(number - S::AHEAD);
                     let tile = &mut group[turn.place];
-                    let rescale = self.weights::<S>(tile, turn, packed, scratch);
+                    let rescale = self.weights::<T, S>(tile, turn, packed, scratch);
                     if S::BEHIND == 0 {
                         self.values::<T, S>(tile, turn, packed, &rescale, scratch);
                     } else {
@@ -129,7 +129,7 @@ impl Run<'_> {
     /// As for [`Run::task`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn weights<S: Shape>(
+    unsafe fn weights<T: Tiles, S: Shape>(
         &self,
         tile: &mut Tile,
         turn: Turn,
@@ -151,7 +151,15 @@ impl Run<'_> {
             fetch: if fetch { self.steps } else { 0 },
         };
         // SAFETY: the buffer of scores has these slabs.
-        unsafe { softmax::softmax::<S>(&block, self.scale, &mut tile.running) }
+        unsafe {
+            if !block.masked {
+                if softmax::onward::<S>(&block, self.scale, &mut tile.running) {
+                    return Rescale::NONE;
+                }
+                self.scores::<T, S>(turn, scratch);
+            }
+            softmax::softmax::<S>(&block, self.scale, &mut tile.running)
+        }
     }
 
     /// Weights times values of one turn.
