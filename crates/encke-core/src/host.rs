@@ -80,8 +80,8 @@ impl Parcel for Vec<u8> {
 }
 
 /// FNV-1a over words of eight bytes. The rotation is ours: without it two flipped top bits, which
-/// are two flipped signs, would cancel.
-fn checksum(bytes: &[u8]) -> u64 {
+/// are two flipped signs, would cancel. Against accidents, not against people.
+pub fn checksum(bytes: &[u8]) -> u64 {
     let step = |hash: u64, word: u64| {
         (hash ^ word)
             .wrapping_mul(0x0000_0100_0000_01b3)

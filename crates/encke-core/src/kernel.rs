@@ -151,4 +151,10 @@ pub trait Kernel: Send + Sync {
     /// Bytes of scratch memory that jobs like this one need beside their operands, for as many of
     /// them as the kernel runs at a time.
     fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize;
+
+    /// Bytes of scratch memory it really holds on to at the moment. A kernel that keeps none need
+    /// not say so.
+    fn scratch_bytes(&self) -> usize {
+        0
+    }
 }

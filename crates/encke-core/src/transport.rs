@@ -102,6 +102,25 @@ pub enum TransportError {
         /// Elements planned.
         expected: usize,
     },
+    /// A message that is not what was sent.
+    #[error(
+        "rank {rank} got a message from rank {peer} in round {round} whose {part} was changed on \
+         the way: checksum {got:016x}, sent with {expected:016x}; look at the link between them"
+    )]
+    Corrupt {
+        /// Who received.
+        rank: usize,
+        /// From whom.
+        peer: usize,
+        /// In which round.
+        round: usize,
+        /// What was changed: the envelope or the contents.
+        part: &'static str,
+        /// Checksum of what arrived.
+        got: u64,
+        /// Checksum it was sent with.
+        expected: u64,
+    },
 }
 
 /// Bytes that an exchange moved, counted where they were copied or handed to the wire.

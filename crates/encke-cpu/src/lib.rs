@@ -74,15 +74,6 @@ impl CpuKernel {
     pub fn arm(&self) -> Arm {
         self.arm
     }
-
-    /// Bytes of scratch memory held for the next call.
-    pub fn scratch_bytes(&self) -> usize {
-        #[cfg(target_arch = "x86_64")]
-        let tiles = self.tiles.bytes();
-        #[cfg(not(target_arch = "x86_64"))]
-        let tiles = 0;
-        self.narrow.bytes() + self.wide.bytes() + tiles
-    }
 }
 
 /// The type that sums are kept in, the same for all of `buffers`.
@@ -314,5 +305,13 @@ impl Kernel for CpuKernel {
             return amx::workspace_bytes(job.dim);
         }
         bytes
+    }
+
+    fn scratch_bytes(&self) -> usize {
+        #[cfg(target_arch = "x86_64")]
+        let tiles = self.tiles.bytes();
+        #[cfg(not(target_arch = "x86_64"))]
+        let tiles = 0;
+        self.narrow.bytes() + self.wide.bytes() + tiles
     }
 }

@@ -17,6 +17,14 @@ pub enum RankError {
     /// An exchange failed.
     #[error(transparent)]
     Transport(#[from] TransportError),
+    /// It was gone: its process or its machine ended, and it could not say so itself.
+    #[error("rank {rank} died in round {round}; start it again, or the call without it")]
+    Died {
+        /// The rank.
+        rank: usize,
+        /// The round it did not begin.
+        round: usize,
+    },
     /// It panicked: a bug, but never a hang.
     #[error("panicked: {message}")]
     Panic {

@@ -7,7 +7,11 @@
 #![forbid(unsafe_code)]
 
 pub mod cache;
+pub mod call;
+pub mod envelope;
 pub mod error;
+pub mod ledger;
+pub mod memory;
 pub mod rank;
 pub mod sequence;
 pub mod thread_ring;
@@ -15,8 +19,12 @@ pub mod threads;
 pub mod trace;
 
 pub use cache::CacheStats;
+pub use call::Outcome;
+pub use envelope::Envelope;
 pub use error::{RankError, RingError};
+pub use ledger::Ledger;
+pub use memory::RankMemory;
 pub use rank::Rank;
 pub use sequence::{gather_sequence, split_sequence};
-pub use thread_ring::{Outcome, RankMemory, ThreadRing};
+pub use thread_ring::ThreadRing;
 pub use trace::{Activity, Event, Trace};

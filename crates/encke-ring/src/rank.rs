@@ -12,12 +12,14 @@ use encke_core::tensor::{Tensor, View};
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};
 
 use crate::error::RankError;
+use crate::ledger::Ledger;
 use crate::trace::{Activity, Recorder};
 
 /// One participant's state between rounds.
 pub struct Rank<K: Kernel> {
     plan: RankPlan,
     shelf: Shelf<K::Buffer>,
+    ledger: Ledger,
 }
 
 /// Buffers by number; a gap is a buffer that somebody holds exclusively.
@@ -105,15 +107,40 @@ impl<B> Held<B> {
 impl<K: Kernel> Rank<K> {
     /// Allocates exactly what the plan lists.
     pub fn new(kernel: &K, plan: RankPlan) -> Result<Rank<K>, KernelError> {
-        let buffers = plan
-            .buffers
-            .iter()
-            .map(|buffer| kernel.allocate(buffer.dtype, buffer.elements).map(Some))
-            .collect::<Result<Vec<_>, _>>()?;
+        let mut ledger = Ledger::default();
+        let mut buffers = Vec::with_capacity(plan.buffers.len());
+        for planned in &plan.buffers {
+            let buffer = kernel.allocate(planned.dtype, planned.elements)?;
+            ledger.take(0, planned.component, buffer.allocated_bytes());
+            buffers.push(Some(buffer));
+        }
         Ok(Rank {
             plan,
             shelf: Shelf { buffers },
+            ledger,
         })
+    }
+
+    /// What it has taken and given back so far.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// The same, for whoever knows of memory that was taken on its behalf.
+    pub fn ledger_mut(&mut self) -> &mut Ledger {
+        &mut self.ledger
+    }
+
+    /// Frees every buffer, and returns the ledger in which that is booked too.
+    pub fn retire(mut self) -> Ledger {
+        let after = self.plan.rounds.len();
+        for (planned, buffer) in self.plan.buffers.iter().zip(self.shelf.buffers) {
+            let buffer = buffer.expect("between rounds every buffer is on the shelf");
+            let bytes = buffer.allocated_bytes();
+            drop(buffer);
+            self.ledger.give_back(after, planned.component, bytes);
+        }
+        self.ledger
     }
 
     /// Its program.
@@ -171,7 +198,7 @@ impl<K: Kernel> Rank<K> {
         round: usize,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
-        let Rank { plan, shelf } = self;
+        let Rank { plan, shelf, .. } = self;
         let tasks = &plan.rounds[round].before;
         let begin = Instant::now();
         for task in tasks {
@@ -192,7 +219,7 @@ impl<K: Kernel> Rank<K> {
         round: usize,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
-        let Rank { plan, shelf } = self;
+        let Rank { plan, shelf, .. } = self;
         let tasks = &plan.rounds[round].meanwhile;
         let begin = Instant::now();
         perform_all(kernel, tasks, shelf).map_err(|source| RankError::Kernel { round, source })?;
@@ -216,7 +243,7 @@ impl<K: Kernel> Rank<K> {
         transport: &mut dyn Transport<K::Buffer>,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
-        let Rank { plan, shelf } = self;
+        let Rank { plan, shelf, .. } = self;
         let steps = &plan.rounds[round];
         if steps.sends.is_empty() && steps.receives.is_empty() && steps.meanwhile.is_empty() {
             return Ok(());

@@ -9,6 +9,7 @@
 mod bench;
 mod case;
 mod cells;
+mod configuration;
 mod hidden;
 mod judge;
 mod kernel;
@@ -17,6 +18,7 @@ mod merge;
 mod moving;
 mod transport;
 
+pub use self::configuration::{Configuration, Tensors};
 pub use self::kernel::kernel;
 pub use self::merge::merge;
 pub use self::transport::transport;

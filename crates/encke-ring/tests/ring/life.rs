@@ -14,20 +14,20 @@ use encke_ring::threads::endpoints;
 use encke_ring::trace::Recorder;
 use encke_ring::{Rank, RankError, RingError, ThreadRing, gather_sequence, split_sequence};
 
-use crate::support::{Case, DEADLINE, Tensors, run};
+use crate::support::{Configuration, DEADLINE, Tensors, run};
 use crate::watch::{Call, Watched, caller};
 
-fn dense(ranks: usize, cut: Cut) -> Case {
+fn dense(ranks: usize, cut: Cut) -> Configuration {
     let request = Request::new(
         Shape::new(2, 45, 4, 2, 3).expect("sizes are positive"),
         Pattern::dense().causal(true),
         Sharding::new(ranks, cut).expect("ranks are positive"),
         DType::F32,
     );
-    Case { request, seed: 11 }
+    Configuration { request, seed: 11 }
 }
 
-fn forward<K: Kernel>(ring: &ThreadRing<K>, case: &Case) -> Result<Tensor, RingError> {
+fn forward<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<Tensor, RingError> {
     let tensors = Tensors::random(&case.request.shape, case.seed);
     let inputs = [
         (Role::Q, tensors.q.view()),
@@ -101,7 +101,7 @@ fn the_second_call_allocates_nothing() {
 #[test]
 fn ranks_allocate_what_the_plan_lists() {
     for seed in 0..200 {
-        let case = Case::random(seed);
+        let case = Configuration::random(seed);
         let tensors = Tensors::random(&case.request.shape, case.seed);
         let inputs = [
             (Role::Q, tensors.q.view()),

@@ -11,10 +11,10 @@ use encke_core::transport::Address;
 use encke_core::{DType, Data, GroupScale, Mode, Pattern, Shape, Tensor};
 use encke_ring::ThreadRing;
 
-use crate::support::{Case, DEADLINE};
+use crate::support::{Configuration, DEADLINE};
 use crate::watch::{Call, Watched};
 
-fn passes(case: &Case) -> [Request; 2] {
+fn passes(case: &Configuration) -> [Request; 2] {
     [Pass::Forward, Pass::Backward { dlse: true }].map(|pass| Request {
         pass,
         ..case.request.clone()
@@ -28,7 +28,7 @@ proptest! {
     /// nothing else between the two uses in that round.
     #[test]
     fn every_message_has_two_ends(seed in any::<u64>()) {
-        for request in passes(&Case::random(seed)) {
+        for request in passes(&Configuration::random(seed)) {
             let plan = Plan::new(request).expect("a random case is legal");
             let (mut sent, mut received) = (BTreeMap::new(), BTreeMap::new());
             for rank in 0..plan.ranks() {
@@ -55,7 +55,7 @@ proptest! {
     /// together compute what the pattern has.
     #[test]
     fn totals_are_sums(seed in any::<u64>()) {
-        for request in passes(&Case::random(seed)) {
+        for request in passes(&Configuration::random(seed)) {
             let plan = Plan::new(request).expect("a random case is legal");
             let explanation = plan.explain().expect("every rank exists");
             let ranks = &explanation.ranks;
@@ -69,7 +69,7 @@ proptest! {
     /// In no round does a task touch what is being received, or write what is being sent.
     #[test]
     fn nothing_in_flight_is_touched(seed in any::<u64>()) {
-        for request in passes(&Case::random(seed)) {
+        for request in passes(&Configuration::random(seed)) {
             let plan = Plan::new(request).expect("a random case is legal");
             for rank in 0..plan.ranks() {
                 for round in plan.rank(rank).expect("the rank exists").rounds {
@@ -103,9 +103,9 @@ proptest! {
     /// a wrong row would be seen to compute a wrong pair.
     #[test]
     fn every_pair_is_computed_once(seed in any::<u64>()) {
-        let case = Case::random(seed);
+        let case = Configuration::random(seed);
         let shape = Shape { dim: 1, ..case.request.shape };
-        let case = Case { request: Request { shape, ..case.request }, seed };
+        let case = Configuration { request: Request { shape, ..case.request }, seed };
         for request in passes(&case) {
             prop_assert_eq!(computed_pairs(&request), pattern_pairs(&request), "{:?}", request);
         }

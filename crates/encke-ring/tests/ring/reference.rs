@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use encke_core::naive::NaiveKernel;
 use encke_ring::ThreadRing;
 
-use crate::support::{Case, DEADLINE, check};
+use crate::support::{Configuration, DEADLINE, check};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
@@ -13,6 +13,6 @@ proptest! {
     #[test]
     fn random_configurations_equal_the_reference(seed in any::<u64>()) {
         let ring = ThreadRing::new(NaiveKernel, DEADLINE);
-        check(&ring, &Case::random(seed)).map_err(TestCaseError::fail)?;
+        check(&ring, &Configuration::random(seed)).map_err(TestCaseError::fail)?;
     }
 }

@@ -1,0 +1,208 @@
+//! One call, whoever drives its ranks: what it takes, what it returns, and what each rank held.
+//!
+//! Threads and simulator share this, so that the same inputs are refused, the same rows are
+//! collected and the same bytes are reported by both.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use encke_core::kernel::{Kernel, KernelError};
+use encke_core::plan::program::{RankPlan, Role};
+use encke_core::plan::{Pass, Plan};
+use encke_core::tensor::{Tensor, View};
+use encke_core::transport::Moved;
+use encke_core::{DType, Error};
+
+use crate::error::{RankError, RingError};
+use crate::memory::RankMemory;
+use crate::rank::Rank;
+use crate::trace::{Activity, Event, Recorder, Trace};
+
+/// What a call returned beside its tensors' names.
+#[derive(Debug)]
+pub struct Outcome {
+    tensors: Vec<(Role, Tensor)>,
+    /// What happened.
+    pub trace: Trace,
+    /// What each rank held.
+    pub memory: Vec<RankMemory>,
+    /// The plan that was carried out.
+    pub plan: Arc<Plan>,
+}
+
+impl Outcome {
+    /// Collects the outputs of ranks that have carried out their programs.
+    pub fn collect<K: Kernel>(
+        kernel: &K,
+        plan: &Arc<Plan>,
+        ranks: &[Rank<K>],
+        events: Vec<Event>,
+        memory: Vec<RankMemory>,
+    ) -> Result<Outcome, RingError> {
+        let mut tensors = Vec::new();
+        for (role, dims, dtype) in outputs(plan) {
+            let mut tensor = Tensor::zeros(dtype, dims);
+            // Where every rank has all of an output, the first one's word is as good as any.
+            let everything = |rank: &Rank<K>| {
+                let of = rank.plan().outputs.iter().find(|port| port.role == role);
+                of.is_some_and(|port| port.runs.iter().map(|r| r.count).sum::<usize>() == dims[1])
+            };
+            let whole = ranks.iter().position(everything);
+            for rank in whole.map_or(ranks, |at| std::slice::from_ref(&ranks[at])) {
+                let stored = rank.store(kernel, role, &mut tensor);
+                stored.map_err(|source| failed(rank.plan(), source))?;
+            }
+            tensors.push((role, tensor));
+        }
+        Ok(Outcome {
+            tensors,
+            trace: Trace { events },
+            memory,
+            plan: Arc::clone(plan),
+        })
+    }
+
+    /// Takes an output.
+    pub fn take(&mut self, role: Role) -> Option<Tensor> {
+        let at = self.tensors.iter().position(|(r, _)| *r == role)?;
+        Some(self.tensors.swap_remove(at).1)
+    }
+
+    /// The outputs, by name.
+    pub fn tensors(&self) -> &[(Role, Tensor)] {
+        &self.tensors
+    }
+}
+
+/// A rank with its buffers, or how its kernel refused them.
+pub fn recruit<K: Kernel>(kernel: &K, plan: &Plan, rank: usize) -> Result<Rank<K>, RingError> {
+    let program = plan.rank(rank)?;
+    Rank::new(kernel, program).map_err(|source| RingError::Rank {
+        rank,
+        source: RankError::Kernel { round: 0, source },
+        others: Vec::new(),
+    })
+}
+
+/// Copies a rank's rows of every input in.
+pub fn load<K: Kernel>(
+    kernel: &K,
+    rank: &mut Rank<K>,
+    inputs: &[(Role, View<'_>)],
+    recorder: &mut Recorder,
+) -> Result<(), RankError> {
+    let begin = Instant::now();
+    for (role, view) in inputs {
+        let loaded = rank.load(kernel, *role, view);
+        loaded.map_err(|source| RankError::Kernel { round: 0, source })?;
+    }
+    recorder.note(0, Activity::Load, begin, Moved::default());
+    Ok(())
+}
+
+/// Runs a rank's work; a panic in it is an error like any other.
+pub fn guarded<R>(work: impl FnOnce() -> Result<R, RankError>) -> Result<R, RankError> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        Err(RankError::Panic {
+            message: words(panic.as_ref()),
+        })
+    })
+}
+
+fn failed(plan: &RankPlan, source: KernelError) -> RingError {
+    RingError::Rank {
+        rank: plan.rank,
+        source: RankError::Kernel {
+            round: plan.rounds.len(),
+            source,
+        },
+        others: Vec::new(),
+    }
+}
+
+/// What a panic said.
+fn words(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+    text.or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "no message".to_string())
+}
+
+/// The tensors a plan takes, with their names and shapes.
+pub fn inputs(plan: &Plan) -> Vec<(Role, &'static str, [usize; 4])> {
+    let shape = &plan.request().shape;
+    let of = |heads: usize, dim: usize| [shape.batch, shape.tokens, heads, dim];
+    let (q, kv) = (of(shape.heads, shape.dim), of(shape.kv_heads, shape.dim));
+    let (out, lse) = (of(plan.slots(), shape.dim), of(plan.slots(), 1));
+    let mut inputs = vec![(Role::Q, "q", q), (Role::K, "k", kv), (Role::V, "v", kv)];
+    if let Pass::Backward { dlse } = plan.request().pass {
+        inputs.extend([
+            (Role::Out, "out", out),
+            (Role::Lse, "lse", lse),
+            (Role::Dout, "dout", out),
+        ]);
+        inputs.extend(dlse.then_some((Role::Dlse, "dlse", lse)));
+    }
+    inputs
+}
+
+/// The tensors a plan returns, with their shapes and types.
+pub fn outputs(plan: &Plan) -> Vec<(Role, [usize; 4], DType)> {
+    let request = plan.request();
+    let shape = &request.shape;
+    let of = |heads: usize, dim: usize| [shape.batch, shape.tokens, heads, dim];
+    let (q, kv) = (of(shape.heads, shape.dim), of(shape.kv_heads, shape.dim));
+    match request.pass {
+        Pass::Forward => vec![
+            (Role::Out, of(plan.slots(), shape.dim), request.out_dtype()),
+            (Role::Lse, of(plan.slots(), 1), request.dtype.sum()),
+        ],
+        Pass::Backward { .. } => vec![
+            (Role::Dq, q, request.dtype),
+            (Role::Dk, kv, request.dtype),
+            (Role::Dv, kv, request.dtype),
+        ],
+    }
+}
+
+/// Refuses inputs that are missing or of another shape than the plan was made for.
+pub fn check_inputs(plan: &Plan, given: &[(Role, View<'_>)]) -> Result<(), RingError> {
+    for (role, tensor, expected) in inputs(plan) {
+        let given = given.iter().find(|(r, _)| *r == role);
+        let (_, view) = given.ok_or(RingError::MissingInput { role })?;
+        if view.dims() != expected {
+            let mismatch = Error::ShapeMismatch {
+                tensor,
+                got: view.dims().to_vec(),
+                expected: expected.to_vec(),
+            };
+            return Err(mismatch.into());
+        }
+    }
+    Ok(())
+}
+
+/// All events, or the failure that came `first` with how the other ranks ended.
+pub fn conclude(
+    ended: Vec<Result<Vec<Event>, RankError>>,
+    first: Option<usize>,
+) -> Result<Vec<Event>, RingError> {
+    let mut events = Vec::new();
+    let mut errors = Vec::new();
+    for (rank, result) in ended.into_iter().enumerate() {
+        match result {
+            Ok(noted) => events.extend(noted),
+            Err(error) => errors.push((rank, error)),
+        }
+    }
+    if errors.is_empty() {
+        return Ok(events);
+    }
+    let at = errors.iter().position(|(rank, _)| Some(*rank) == first);
+    let (rank, source) = errors.remove(at.unwrap_or(0));
+    Err(RingError::Rank {
+        rank,
+        source,
+        others: errors,
+    })
+}

@@ -1,0 +1,278 @@
+//! What a message says about itself, and the one place where that is checked on arrival.
+//!
+//! For wires that can lose, delay, reorder, repeat or change what they carry. A receiver reads the
+//! envelope first, asks [`Posted::admit`] what to do with it, reads the contents into the buffer it
+//! has posted and asks [`Posted::verify`] whether they are what was sent. There is no
+//! retransmission: what does not come, or comes wrong, ends in a typed error, and a wrong number
+//! would need two errors that cancel in a checksum of 64 bits.
+//!
+//! The decision here: who sent a message to whom is known from the link, not from the message.
+//! Both are part of the seal all the same, so that what was delivered to the wrong rank does not
+//! open.
+
+use encke_core::host::checksum;
+use encke_core::transport::{Address, Parcel, TransportError};
+
+/// What travels in front of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Envelope {
+    /// Which call of the ranks' common life: rounds begin again with each.
+    pub call: u64,
+    /// The round it belongs to.
+    pub round: u64,
+    /// Its tag.
+    pub tag: u64,
+    /// How many elements follow.
+    pub elements: u64,
+    /// Checksum of the elements.
+    pub contents: u64,
+    /// Checksum of all of the above and of the two ranks.
+    pub seal: u64,
+}
+
+/// What to do with a message whose envelope is genuine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    /// It is the one: read its contents into the posted buffer.
+    Take,
+    /// It was taken before, or comes too late to matter: skip its contents.
+    Stale,
+    /// It is for another receive, of this round or a later one: leave it until then.
+    Early,
+}
+
+/// A receive as posted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Posted {
+    /// Who receives.
+    pub rank: usize,
+    /// In which call.
+    pub call: u64,
+    /// In which round.
+    pub round: usize,
+    /// From whom, under which tag, and how much.
+    pub from: Address,
+}
+
+impl Envelope {
+    /// Bytes of an envelope on the wire.
+    pub const BYTES: usize = 48;
+
+    /// The envelope of a parcel that `rank` sends.
+    pub fn new<B: Parcel>(
+        rank: usize,
+        call: u64,
+        round: usize,
+        to: Address,
+        parcel: &B,
+    ) -> Envelope {
+        let mut envelope = Envelope {
+            call,
+            round: round as u64,
+            tag: to.tag,
+            elements: to.elements as u64,
+            contents: parcel.checksum(to.elements),
+            seal: 0,
+        };
+        envelope.seal = envelope.sealed(rank, to.peer);
+        envelope
+    }
+
+    /// The seal it must have between these two ranks.
+    fn sealed(&self, from: usize, to: usize) -> u64 {
+        let mut bytes = [0; Envelope::BYTES + 8];
+        let words = [
+            self.call,
+            self.round,
+            self.tag,
+            self.elements,
+            self.contents,
+            from as u64,
+            to as u64,
+        ];
+        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        checksum(&bytes)
+    }
+
+    /// As it goes over the wire.
+    pub fn to_bytes(self) -> [u8; Envelope::BYTES] {
+        let Envelope {
+            call,
+            round,
+            tag,
+            elements,
+            contents,
+            seal,
+        } = self;
+        let mut bytes = [0; Envelope::BYTES];
+        let words = [call, round, tag, elements, contents, seal];
+        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// As it came over the wire: anything at all, until [`Posted::admit`] has looked at it.
+    pub fn from_bytes(bytes: [u8; Envelope::BYTES]) -> Envelope {
+        let word = |at: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&bytes[at * 8..][..8]);
+            u64::from_le_bytes(word)
+        };
+        Envelope {
+            call: word(0),
+            round: word(1),
+            tag: word(2),
+            elements: word(3),
+            contents: word(4),
+            seal: word(5),
+        }
+    }
+}
+
+impl Posted {
+    /// What to do with a message that came over the link from the rank this receive is posted
+    /// for; an error if its envelope was changed on the way, or if it has another size than planned.
+    pub fn admit(&self, envelope: &Envelope) -> Result<Fate, TransportError> {
+        let got = envelope.sealed(self.from.peer, self.rank);
+        if got != envelope.seal {
+            return Err(self.corrupt("envelope", got, envelope.seal));
+        }
+        let (now, then) = (
+            (self.call, self.round as u64),
+            (envelope.call, envelope.round),
+        );
+        if then < now {
+            return Ok(Fate::Stale);
+        }
+        if then > now || envelope.tag != self.from.tag {
+            return Ok(Fate::Early);
+        }
+        if envelope.elements != self.from.elements as u64 {
+            return Err(TransportError::Size {
+                rank: self.rank,
+                peer: self.from.peer,
+                round: self.round,
+                got: usize::try_from(envelope.elements).unwrap_or(usize::MAX),
+                expected: self.from.elements,
+            });
+        }
+        Ok(Fate::Take)
+    }
+
+    /// Whether the contents are what was sent, once they are in the posted buffer.
+    pub fn verify<B: Parcel>(&self, envelope: &Envelope, parcel: &B) -> Result<(), TransportError> {
+        let got = parcel.checksum(self.from.elements);
+        match got == envelope.contents {
+            true => Ok(()),
+            false => Err(self.corrupt("contents", got, envelope.contents)),
+        }
+    }
+
+    fn corrupt(&self, part: &'static str, got: u64, expected: u64) -> TransportError {
+        TransportError::Corrupt {
+            rank: self.rank,
+            peer: self.from.peer,
+            round: self.round,
+            part,
+            got,
+            expected,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TO: Address = Address {
+        peer: 4,
+        tag: 17,
+        elements: 5,
+    };
+
+    fn posted(call: u64, round: usize) -> Posted {
+        let from = Address { peer: 3, ..TO };
+        Posted {
+            rank: 4,
+            call,
+            round,
+            from,
+        }
+    }
+
+    fn envelope(call: u64, round: usize) -> (Envelope, Vec<u8>) {
+        let parcel = vec![1, 2, 3, 4, 5, 99];
+        (Envelope::new(3, call, round, TO, &parcel), parcel)
+    }
+
+    #[test]
+    fn the_right_message_is_taken_and_verified() {
+        let (envelope, parcel) = envelope(2, 7);
+        let sent = Envelope::from_bytes(envelope.to_bytes());
+        assert_eq!(sent, envelope);
+        assert_eq!(posted(2, 7).admit(&sent), Ok(Fate::Take));
+        assert_eq!(posted(2, 7).verify(&sent, &parcel), Ok(()));
+    }
+
+    #[test]
+    fn what_belongs_to_another_time_is_not_taken() {
+        let (envelope, _) = envelope(2, 7);
+        assert_eq!(posted(2, 8).admit(&envelope), Ok(Fate::Stale));
+        assert_eq!(posted(3, 0).admit(&envelope), Ok(Fate::Stale));
+        assert_eq!(posted(2, 6).admit(&envelope), Ok(Fate::Early));
+        assert_eq!(posted(1, 9).admit(&envelope), Ok(Fate::Early));
+        let mut other = posted(2, 7);
+        other.from.tag = 18;
+        assert_eq!(other.admit(&envelope), Ok(Fate::Early));
+    }
+
+    #[test]
+    fn every_flipped_bit_is_found() {
+        let (envelope, parcel) = envelope(2, 7);
+        for bit in 0..Envelope::BYTES * 8 {
+            let mut bytes = envelope.to_bytes();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            let refused = posted(2, 7).admit(&Envelope::from_bytes(bytes));
+            let found = matches!(
+                refused,
+                Err(TransportError::Corrupt {
+                    rank: 4,
+                    peer: 3,
+                    round: 7,
+                    part: "envelope",
+                    ..
+                })
+            );
+            assert!(found, "bit {bit}: {refused:?}");
+        }
+        for bit in 0..5 * 8 {
+            let mut parcel = parcel.clone();
+            parcel[bit / 8] ^= 1 << (bit % 8);
+            assert!(posted(2, 7).verify(&envelope, &parcel).is_err());
+        }
+    }
+
+    #[test]
+    fn the_wrong_rank_and_the_wrong_size_are_refused() {
+        let (envelope, _) = envelope(2, 7);
+        let mut stranger = posted(2, 7);
+        stranger.rank = 5;
+        assert!(stranger.admit(&envelope).is_err());
+        stranger = posted(2, 7);
+        stranger.from.peer = 2;
+        assert!(stranger.admit(&envelope).is_err());
+        let mut longer = posted(2, 7);
+        longer.from.elements = 6;
+        let size = TransportError::Size {
+            rank: 4,
+            peer: 3,
+            round: 7,
+            got: 5,
+            expected: 6,
+        };
+        assert_eq!(longer.admit(&envelope), Err(size));
+    }
+}

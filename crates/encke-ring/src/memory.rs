@@ -1,0 +1,44 @@
+//! What a rank held: the plan's figures beside the ledger's.
+
+use encke_core::DType;
+use encke_core::kernel::Kernel;
+use encke_core::plan::program::{Component, RankPlan};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+use crate::ledger::Ledger;
+
+/// Memory of one rank: planned, and booked as it was really allocated.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct RankMemory {
+    /// The rank.
+    pub rank: usize,
+    /// Bytes the plan lists, by what they are for, the kernel's workspace included.
+    pub planned: BTreeMap<Component, usize>,
+    /// Bytes its buffers really hold on to.
+    pub allocated_bytes: usize,
+    /// Everything it took and gave back, the kernel's workspace included.
+    pub ledger: Ledger,
+}
+
+impl RankMemory {
+    /// All planned bytes.
+    pub fn planned_bytes(&self) -> usize {
+        self.planned.values().sum()
+    }
+}
+
+/// Bytes a plan lists, by what they are for, with its share of a workspace that `sharing` ranks
+/// have together.
+pub fn planned<K: Kernel>(
+    kernel: &K,
+    plan: &RankPlan,
+    sharing: usize,
+    dtype: DType,
+) -> BTreeMap<Component, usize> {
+    let mut planned = plan.memory();
+    let workspace = plan.jobs().map(|job| kernel.workspace_bytes(job, dtype));
+    let workspace = workspace.max().unwrap_or(0).div_ceil(sharing);
+    planned.insert(Component::Workspace, workspace);
+    planned
+}
