@@ -18,7 +18,6 @@ parser.add_argument("--quick", action="store_true", help="one length, few turns"
 parser.add_argument("--long", action="store_true", help="16k tokens in the backward rows too (minutes more)")
 parser.add_argument("--worker", default="target/release/examples/bench_worker", help="our binary")
 parser.add_argument("--record", help="also write the rows as JSON lines to this file")
-parser.add_argument("--pause", type=float, default=0.3, help="seconds between turns (default 0.3)")
 parser.add_argument("--only", default="", help="only rows whose name contains this")
 args = parser.parse_args()
 
@@ -89,11 +88,12 @@ def contest(name, dtype, n, d, causal, backward, h=8, segment=0, dilation=1, ran
     if rival:
         rival()
     for _ in range(turns):
-        # Threads that have just finished keep spinning for a while, on the cores of whoever is next.
-        time.sleep(args.pause)
+        # Each takes two calls and the second one counts: threads of the other one may still be
+        # spinning during the first, on the same cores, and its data are in the caches.
+        ask("run")
         ours.append(float(ask("run")))
         if rival:
-            time.sleep(args.pause)
+            rival()
             theirs.append(rival())
     peak = float(ask("peak"))
     row = dict(name=name, dtype=dtype, n=n, h=h, d=d, causal=causal, backward=backward, segment=segment, dilation=dilation,

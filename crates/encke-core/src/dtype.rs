@@ -198,6 +198,11 @@ impl Slice<'_> {
     pub fn get(&self, index: usize) -> f64 {
         with_typed!(Slice, self, x => x[index].to_f64())
     }
+
+    /// The numbers, widened.
+    pub fn to_f64(&self) -> Vec<f64> {
+        with_typed!(Slice, self, x => x.iter().map(|v| v.to_f64()).collect())
+    }
 }
 
 impl Data {
@@ -231,7 +236,7 @@ impl Data {
 
     /// The numbers, widened.
     pub fn to_f64(&self) -> Vec<f64> {
-        with_typed!(Data, self, x => x.iter().map(|v| v.to_f64()).collect())
+        self.as_slice().to_f64()
     }
 
     /// Rounds and stores one number.

@@ -6,13 +6,14 @@
 //! The decision here: types are matched once per call and rows are slices, so a copy between equal
 //! types is a `memcpy` and a conversion is one loop over typed numbers.
 
-use crate::dtype::{DType, Data, Element};
+use crate::dtype::{DType, Data, Element, Slice};
 use crate::job::Block;
 use crate::kernel::KernelError;
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
 use crate::transport::Parcel;
 use crate::with_typed;
+use bytemuck::allocation::try_zeroed_vec;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -98,14 +99,17 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 
 /// `elements` zeros, or the typed error where there is no memory for them.
 pub fn allocate(kernel: &'static str, dtype: DType, elements: usize) -> Result<Data, KernelError> {
-    let mut data = Data::zeros(dtype, 0);
-    let reserved = with_typed!(Data, &mut data, x => x.try_reserve_exact(elements));
-    reserved.map_err(|_| KernelError::Memory {
+    // Zeros from the system cost nothing until they are touched, and then whoever touches them.
+    let data = match dtype {
+        DType::F64 => try_zeroed_vec(elements).map(Data::F64),
+        DType::F32 => try_zeroed_vec(elements).map(Data::F32),
+        DType::Bf16 => try_zeroed_vec(elements).map(Data::Bf16),
+        DType::F16 => try_zeroed_vec(elements).map(Data::F16),
+    };
+    data.map_err(|()| KernelError::Memory {
         kernel,
         bytes: elements.saturating_mul(dtype.bytes()),
-    })?;
-    with_typed!(Data, &mut data, x => x.resize(elements, Element::from_f64(0.0)));
-    Ok(data)
+    })
 }
 
 /// Copies the rows of `runs`, in that order, into a `[b, rows, h, d]` buffer.
@@ -122,6 +126,34 @@ pub fn upload(from: &View<'_>, runs: &[Run], to: &mut Data) {
             convert(&source[there], &mut target[here]);
         }
     }));
+}
+
+/// The rows of `runs` as they lie, where that is just how a buffer of type `dtype` would hold them.
+pub fn in_place<'a>(from: &View<'a>, runs: &[Run], dtype: DType) -> Option<Slice<'a>> {
+    let [b, n, h, d] = from.dims();
+    let strides = from.strides();
+    let (first, count) = whole_run(runs)?;
+    let dense = strides[1] == h * d && (strides[2] == d || h == 1);
+    let batches = b == 1 || (count == n && strides[0] == n * h * d);
+    if from.dtype() != dtype || !dense || !batches {
+        return None;
+    }
+    let start = from.row(0, first, 0);
+    let range = start..start + b * count * h * d;
+    Some(with_typed!(Slice, from.data(), x => Element::wrap(x.get(range)?)))
+}
+
+/// First token and count of runs that follow one another without a gap.
+pub fn whole_run(runs: &[Run]) -> Option<(usize, usize)> {
+    let first = runs.first()?.first;
+    let mut next = first;
+    for run in runs {
+        if run.first != next || (run.stride != 1 && run.count > 1) {
+            return None;
+        }
+        next += run.count;
+    }
+    Some((first, next - first))
 }
 
 /// Copies the rows of a `[b, rows, h, d]` buffer, in the order of `runs`, to their tokens.
@@ -143,9 +175,9 @@ pub fn fill(buffer: &mut Data, value: f64) {
 }
 
 /// Copies, or adds, the rows of a block from one buffer into another.
-pub fn copy(block: &Block, add: bool, from: &Data, to: &mut Data) {
+pub fn copy(block: &Block, add: bool, from: Slice<'_>, to: &mut Data) {
     let width = block.width;
-    with_typed!(Data, from, source => with_typed!(Data, to, target => {
+    with_typed!(Slice, from, source => with_typed!(Data, to, target => {
         for (from, to) in block.addresses() {
             let (source, target) = (&source[from..from + width], &mut target[to..to + width]);
             if add {

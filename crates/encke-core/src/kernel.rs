@@ -4,7 +4,7 @@
 //! ring step. It decides nothing: masks, strides and order come with the job. Buffers are typed at
 //! run time: a kernel checks the types it is given and refuses those it has no path for.
 
-use crate::dtype::DType;
+use crate::dtype::{DType, Data, Slice};
 use crate::job::{Block, Job};
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
@@ -44,13 +44,13 @@ pub struct Carry<B> {
 
 /// What the backward pass knows of the queries of a job.
 #[derive(Debug, Clone, Copy)]
-pub struct Upstream<'a, B> {
+pub struct Upstream<I> {
     /// Gradient of the output, `dim` numbers a cell.
-    pub dout: &'a B,
+    pub dout: I,
     /// The final lse, one number a cell.
-    pub lse: &'a B,
+    pub lse: I,
     /// dout·out − dlse, one number a cell.
-    pub delta: &'a B,
+    pub delta: I,
 }
 
 /// Gradients that a job adds to.
@@ -72,8 +72,20 @@ pub trait Kernel: Send + Sync {
     /// Memory of the device.
     type Buffer: Parcel + Sync;
 
+    /// What jobs read: numbers of a buffer, or of the caller where they can be read in place.
+    type Input<'a>: Copy;
+
     /// The name it is known by, for reports and errors.
     fn name(&self) -> &'static str;
+
+    /// A buffer as jobs read it.
+    fn input<'a>(&self, buffer: &'a Self::Buffer) -> Self::Input<'a>;
+
+    /// The caller's numbers as jobs read them, if they can be read where they are.
+    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Self::Input<'a>> {
+        let _ = numbers;
+        None
+    }
 
     /// `elements` zeros.
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Self::Buffer>;
@@ -85,6 +97,9 @@ pub trait Kernel: Send + Sync {
     /// The way back: rows of the buffer, in the order of `runs`, to their tokens.
     fn download(&self, from: &Self::Buffer, runs: &[Run], to: &mut Tensor) -> Result<()>;
 
+    /// All numbers of a buffer that is not needed any more.
+    fn hand_over(&self, buffer: Self::Buffer) -> Result<Data>;
+
     /// Sets every element.
     fn fill(&self, buffer: &mut Self::Buffer, value: f64) -> Result<()>;
 
@@ -93,7 +108,7 @@ pub trait Kernel: Send + Sync {
         &self,
         block: &Block,
         add: bool,
-        from: &Self::Buffer,
+        from: Self::Input<'_>,
         to: &mut Self::Buffer,
     ) -> Result<()>;
 
@@ -101,9 +116,9 @@ pub trait Kernel: Send + Sync {
     fn forward(
         &self,
         job: &Job,
-        q: &Self::Buffer,
-        k: &Self::Buffer,
-        v: &Self::Buffer,
+        q: Self::Input<'_>,
+        k: Self::Input<'_>,
+        v: Self::Input<'_>,
         carry: &mut Carry<Self::Buffer>,
     ) -> Result<()>;
 
@@ -131,9 +146,9 @@ pub trait Kernel: Send + Sync {
         &self,
         cells: usize,
         dim: usize,
-        out: &Self::Buffer,
-        dout: &Self::Buffer,
-        dlse: Option<&Self::Buffer>,
+        out: Self::Input<'_>,
+        dout: Self::Input<'_>,
+        dlse: Option<Self::Input<'_>>,
         delta: &mut Self::Buffer,
     ) -> Result<()>;
 
@@ -141,10 +156,10 @@ pub trait Kernel: Send + Sync {
     fn backward(
         &self,
         job: &Job,
-        q: &Self::Buffer,
-        k: &Self::Buffer,
-        v: &Self::Buffer,
-        upstream: Upstream<'_, Self::Buffer>,
+        q: Self::Input<'_>,
+        k: Self::Input<'_>,
+        v: Self::Input<'_>,
+        upstream: Upstream<Self::Input<'_>>,
         gradients: Gradients<'_, Self::Buffer>,
     ) -> Result<()>;
 

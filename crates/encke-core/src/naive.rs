@@ -6,7 +6,7 @@
 //! The decision here: operands are widened to f64 as a whole, everything is computed cell by cell
 //! with the [`Carry`](partial::Carry) of the specification, and only results are rounded.
 
-use crate::dtype::{DType, Data};
+use crate::dtype::{DType, Data, Slice};
 use crate::host;
 use crate::job::{Block, Job};
 use crate::kernel::{Carry, Gradients, Kernel, Result, Upstream};
@@ -20,9 +20,18 @@ pub struct NaiveKernel;
 
 impl Kernel for NaiveKernel {
     type Buffer = Data;
+    type Input<'a> = Slice<'a>;
 
     fn name(&self) -> &'static str {
         "naive"
+    }
+
+    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
+        buffer.as_slice()
+    }
+
+    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
+        Some(numbers)
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
@@ -39,12 +48,16 @@ impl Kernel for NaiveKernel {
         Ok(())
     }
 
+    fn hand_over(&self, buffer: Data) -> Result<Data> {
+        Ok(buffer)
+    }
+
     fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
         host::fill(buffer, value);
         Ok(())
     }
 
-    fn copy(&self, block: &Block, add: bool, from: &Data, to: &mut Data) -> Result<()> {
+    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
         host::copy(block, add, from, to);
         Ok(())
     }
@@ -52,9 +65,9 @@ impl Kernel for NaiveKernel {
     fn forward(
         &self,
         job: &Job,
-        q: &Data,
-        k: &Data,
-        v: &Data,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let (q, k, v) = (q.to_f64(), k.to_f64(), v.to_f64());
@@ -106,15 +119,15 @@ impl Kernel for NaiveKernel {
         &self,
         cells: usize,
         dim: usize,
-        out: &Data,
-        dout: &Data,
-        dlse: Option<&Data>,
+        out: Slice<'_>,
+        dout: Slice<'_>,
+        dlse: Option<Slice<'_>>,
         delta: &mut Data,
     ) -> Result<()> {
         let (out, dout) = (out.to_f64(), dout.to_f64());
         for cell in 0..cells {
             let product = dot(row(&out, cell * dim, dim), row(&dout, cell * dim, dim));
-            let from_lse = dlse.map_or(0.0, |dlse| dlse.as_slice().get(cell));
+            let from_lse = dlse.map_or(0.0, |dlse| dlse.get(cell));
             delta.set(cell, product - from_lse);
         }
         Ok(())
@@ -123,10 +136,10 @@ impl Kernel for NaiveKernel {
     fn backward(
         &self,
         job: &Job,
-        q: &Data,
-        k: &Data,
-        v: &Data,
-        upstream: Upstream<'_, Data>,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
         let dim = job.dim;

@@ -4,6 +4,7 @@
 //! is a thin wrapper that alters one thing, so that what kills it can only be that thing.
 
 use encke_core::conformance;
+use encke_core::dtype::Slice;
 use encke_core::job::{Block, Causal, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
 use encke_core::naive::NaiveKernel;
@@ -159,13 +160,13 @@ fn add_unscaled(old: &Carry<Data>, new: &mut Carry<Data>, cells: &[usize], dim: 
 }
 
 /// What 0 times the values of masked keys does to the rows that do not see them.
-fn poison(job: &Job, v: &Data, carry: &mut Carry<Data>) {
+fn poison(job: &Job, v: Slice<'_>, carry: &mut Carry<Data>) {
     for b in 0..job.batch {
         for (s, h) in (0..job.segments).flat_map(|s| (0..job.heads).map(move |h| (s, h))) {
             for i in 0..job.queries {
                 let cell = job.cells.at(b, s, i, h) * job.dim;
                 for j in job.visible(i)..job.keys {
-                    let value = v.as_slice().get(job.k.at(b, s, j, h));
+                    let value = v.get(job.k.at(b, s, j, h));
                     let x = carry.acc.as_slice().get(cell) + 0.0 * value;
                     carry.acc.set(cell, x);
                 }
@@ -176,9 +177,18 @@ fn poison(job: &Job, v: &Data, carry: &mut Carry<Data>) {
 
 impl Kernel for Mutant {
     type Buffer = Data;
+    type Input<'a> = Slice<'a>;
 
     fn name(&self) -> &'static str {
         "mutant"
+    }
+
+    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
+        buffer.as_slice()
+    }
+
+    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
+        Some(numbers)
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
@@ -197,20 +207,24 @@ impl Kernel for Mutant {
         NaiveKernel.download(from, runs, to)
     }
 
+    fn hand_over(&self, buffer: Data) -> Result<Data> {
+        Ok(buffer)
+    }
+
     fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
         NaiveKernel.fill(buffer, value)
     }
 
-    fn copy(&self, block: &Block, add: bool, from: &Data, to: &mut Data) -> Result<()> {
+    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
         NaiveKernel.copy(block, add && self.0 != Fault::CopyIgnoresAdd, from, to)
     }
 
     fn forward(
         &self,
         job: &Job,
-        q: &Data,
-        k: &Data,
-        v: &Data,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let job = self.misread(job);
@@ -276,9 +290,9 @@ impl Kernel for Mutant {
         &self,
         cells: usize,
         dim: usize,
-        out: &Data,
-        dout: &Data,
-        dlse: Option<&Data>,
+        out: Slice<'_>,
+        dout: Slice<'_>,
+        dlse: Option<Slice<'_>>,
         delta: &mut Data,
     ) -> Result<()> {
         let dlse = dlse.filter(|_| self.0 != Fault::DeltaIgnoresDlse);
@@ -288,10 +302,10 @@ impl Kernel for Mutant {
     fn backward(
         &self,
         job: &Job,
-        q: &Data,
-        k: &Data,
-        v: &Data,
-        upstream: Upstream<'_, Data>,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
         let job = self.misread(job);
@@ -300,17 +314,16 @@ impl Kernel for Mutant {
         if self.0 == Fault::DqWhereQIs {
             // The gradient gets room for q's own addresses, or the mistake would be a crash.
             let mut values = dq.to_f64();
-            values.resize(values.len().max(q.as_slice().len()), 0.0);
+            values.resize(values.len().max(q.len()), 0.0);
             *dq = Data::from_f64(dq.as_slice().dtype(), &values);
         }
-        let mut lse = upstream.lse.clone();
+        let mut lse = upstream.lse.to_f64();
         if self.0 == Fault::EmptyRowsContribute {
-            let values = lse.to_f64().into_iter();
-            let values: Vec<f64> = values.map(|x| x.max(-1e3)).collect();
-            lse = Data::from_f64(lse.as_slice().dtype(), &values);
+            lse.iter_mut().for_each(|x| *x = x.max(-1e3));
         }
+        let lse = Data::from_f64(upstream.lse.dtype(), &lse);
         let upstream = Upstream {
-            lse: &lse,
+            lse: lse.as_slice(),
             ..upstream
         };
         let grown = Gradients {

@@ -16,6 +16,10 @@
 mod amx;
 #[cfg(target_arch = "x86_64")]
 #[allow(dead_code)]
+#[path = "../src/schedule.rs"]
+mod schedule;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
 #[path = "../src/shared.rs"]
 mod shared;
 
@@ -46,6 +50,7 @@ mod speed {
     use super::amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
     use super::amx::{self, Given, Pool};
     use encke_core::conformance::Random;
+    use encke_core::dtype::Slice;
     use encke_core::job::{Causal, Job, Operand};
     use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
     use encke_core::naive::NaiveKernel;
@@ -295,7 +300,9 @@ mod speed {
                 l: zeros(cells),
             };
             let [q, k, v, dout] = numbers.given.clone().map(Data::Bf16);
-            NaiveKernel.forward(&job, &q, &k, &v, &mut carry).unwrap();
+            NaiveKernel
+                .forward(&job, q.as_slice(), k.as_slice(), v.as_slice(), &mut carry)
+                .unwrap();
             let mut worst = [0.0f64; 2];
             let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));
             NaiveKernel
@@ -314,9 +321,9 @@ mod speed {
             numbers.finish(&job);
             let [mut dq, mut dk, mut dv] = [(); 3].map(|()| zeros(cells * dim));
             let upstream = Upstream {
-                dout: &dout,
-                lse: &Data::F32(numbers.lse.clone()),
-                delta: &Data::F32(numbers.delta.clone()),
+                dout: dout.as_slice(),
+                lse: Slice::F32(&numbers.lse),
+                delta: Slice::F32(&numbers.delta),
             };
             let gradients = Gradients {
                 dq: &mut dq,
@@ -324,7 +331,14 @@ mod speed {
                 dv: &mut dv,
             };
             NaiveKernel
-                .backward(&job, &q, &k, &v, upstream, gradients)
+                .backward(
+                    &job,
+                    q.as_slice(),
+                    k.as_slice(),
+                    v.as_slice(),
+                    upstream,
+                    gradients,
+                )
                 .unwrap();
             for (name, run) in backwards::<T>() {
                 numbers.gradients.iter_mut().for_each(|data| data.fill(0.0));

@@ -73,7 +73,9 @@ fn measure(kernel: &CpuKernel, dtype: DType, causal: bool) {
         kernel.fill(&mut carry.acc, 0.0).unwrap();
         kernel.fill(&mut carry.l, 0.0).unwrap();
         kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
-        kernel.forward(&job, &q, &k, &v, &mut carry).unwrap();
+        kernel
+            .forward(&job, q.as_slice(), k.as_slice(), v.as_slice(), &mut carry)
+            .unwrap();
     });
     let (mut out, mut lse) = (Data::zeros(dtype, cells * DIM), Data::zeros(sum, cells));
     kernel
@@ -81,14 +83,21 @@ fn measure(kernel: &CpuKernel, dtype: DType, causal: bool) {
         .unwrap();
     let mut delta = Data::zeros(sum, cells);
     kernel
-        .delta(cells, DIM, &out, &dout, None, &mut delta)
+        .delta(
+            cells,
+            DIM,
+            out.as_slice(),
+            dout.as_slice(),
+            None,
+            &mut delta,
+        )
         .unwrap();
     let [mut dq, mut dk, mut dv] = [0; 3].map(|_| Data::zeros(sum, cells * DIM));
     let backward = best(|| {
         let upstream = Upstream {
-            dout: &dout,
-            lse: &lse,
-            delta: &delta,
+            dout: dout.as_slice(),
+            lse: lse.as_slice(),
+            delta: delta.as_slice(),
         };
         let gradients = Gradients {
             dq: &mut dq,
@@ -96,7 +105,14 @@ fn measure(kernel: &CpuKernel, dtype: DType, causal: bool) {
             dv: &mut dv,
         };
         kernel
-            .backward(&job, &q, &k, &v, upstream, gradients)
+            .backward(
+                &job,
+                q.as_slice(),
+                k.as_slice(),
+                v.as_slice(),
+                upstream,
+                gradients,
+            )
             .unwrap();
     });
     let operations = job.pairs() as f64 * DIM as f64 * 1e-9;

@@ -10,15 +10,16 @@
 use std::ops::Range;
 
 use encke_core::Data;
+use encke_core::dtype::Slice;
 use encke_core::job::Job;
 use encke_core::kernel::{Gradients, Upstream};
-use rayon::prelude::*;
 
 use crate::forward::{accumulate, products};
 use crate::grid::{Block, Grid, Tile};
 use crate::micro::across;
 use crate::panel;
 use crate::real::Real;
+use crate::schedule;
 use crate::scratch::{Pool, Scratch};
 use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded, tiles};
 use crate::shared::Shared;
@@ -32,10 +33,10 @@ const KEYS_OF_SWEEP: usize = 8 * KEYS;
 
 /// Everything backward reads.
 pub(crate) struct Given<'a> {
-    pub q: &'a Data,
-    pub k: &'a Data,
-    pub v: &'a Data,
-    pub upstream: Upstream<'a, Data>,
+    pub q: Slice<'a>,
+    pub k: Slice<'a>,
+    pub v: Slice<'a>,
+    pub upstream: Upstream<Slice<'a>>,
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -43,13 +44,13 @@ impl<'a> Given<'a> {
     /// The same for the matrix tiles, where all types are theirs.
     pub fn on_tiles(&self) -> Option<crate::amx::Given<'a>> {
         let Given { q, k, v, upstream } = self;
-        let (Data::Bf16(q), Data::Bf16(k), Data::Bf16(v)) = (q, k, v) else {
+        let (&Slice::Bf16(q), &Slice::Bf16(k), &Slice::Bf16(v)) = (q, k, v) else {
             return None;
         };
-        let Upstream {
-            dout: Data::Bf16(dout),
-            lse: Data::F32(lse),
-            delta: Data::F32(delta),
+        let &Upstream {
+            dout: Slice::Bf16(dout),
+            lse: Slice::F32(lse),
+            delta: Slice::F32(delta),
         } = upstream
         else {
             return None;
@@ -117,13 +118,15 @@ pub(crate) fn backward<X: Vector, const R: usize>(
         dv: Shared::new(X::A::numbers(gradients.dv)),
     };
     let run = |sweeps: Vec<Sweep>| {
-        sweeps.par_iter().with_max_len(1).for_each(|sweep| {
+        schedule::run(&sweeps, |queue| {
             pool.with(|scratch| {
-                x.run(Run::<X, R> {
-                    backward: &backward,
-                    sweep,
-                    scratch,
-                });
+                while let Some(sweep) = queue.take() {
+                    x.run(Run::<X, R> {
+                        backward: &backward,
+                        sweep,
+                        scratch,
+                    });
+                }
             });
         });
     };
@@ -272,23 +275,9 @@ impl<X: Vector> Backward<'_, X> {
         let upstream = &self.given.upstream;
         let q_rows = &mut panels.q_rows[at.clone()];
         let dout_rows = &mut panels.dout_rows[at.clone()];
-        panel::rows(
-            self.given.q.as_slice(),
-            dim,
-            count,
-            q_address,
-            width,
-            q_rows,
-        );
+        panel::rows(self.given.q, dim, count, q_address, width, q_rows);
         let dout_address = |row: usize| cell(row) * dim;
-        panel::rows(
-            upstream.dout.as_slice(),
-            dim,
-            count,
-            dout_address,
-            width,
-            dout_rows,
-        );
+        panel::rows(upstream.dout, dim, count, dout_address, width, dout_rows);
         let cells = i * lanes..(i + 1) * lanes;
         let (lse, delta) = (&mut panels.lse[cells.clone()], &mut panels.delta[cells]);
         lse.fill(X::A::ZERO);
@@ -298,14 +287,14 @@ impl<X: Vector> Backward<'_, X> {
             if lane >= count {
                 continue;
             }
-            let of_row = X::A::get(upstream.lse.as_slice(), cell(lane));
+            let of_row = X::A::get(upstream.lse, cell(lane));
             if of_row == X::A::NEG_INFINITY {
                 q_rows[lane * width..][..width].fill(X::A::ZERO);
                 dout_rows[lane * width..][..width].fill(X::A::ZERO);
                 continue;
             }
             lse[lane] = of_row;
-            delta[lane] = X::A::get(upstream.delta.as_slice(), cell(lane));
+            delta[lane] = X::A::get(upstream.delta, cell(lane));
             seen.visible[i][lane] = job.visible(first + lane);
         }
         let (scale, gain) = (X::A::from_f64(job.scale), X::A::from_f64(job.gain));
@@ -342,7 +331,7 @@ impl<X: Vector> Backward<'_, X> {
         for start in (sweep.keys.start..sweep.keys.end.min(most)).step_by(KEYS) {
             let count = KEYS.min(sweep.keys.end - start);
             let address = |j: usize| job.k.at(block.batch, block.segment, start + j, head);
-            let (k, v) = (self.given.k.as_slice(), self.given.v.as_slice());
+            let (k, v) = (self.given.k, self.given.v);
             panel::rows(k, job.dim, count, address, width, panels.k);
             panel::rows(v, job.dim, count, address, width, panels.v);
             let finite = panel::finite(panels.k) && panel::finite(panels.v);

@@ -3,9 +3,10 @@
 //! These read and write each number once and are bound by memory.
 
 use encke_core::Data;
+use encke_core::dtype::Slice;
 use encke_core::job::Block;
 use encke_core::kernel::Carry;
-use encke_core::with_typed;
+use encke_core::{Element, with_typed};
 use rayon::prelude::*;
 
 use crate::real::Real;
@@ -40,6 +41,14 @@ pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<D
         A::store(&[top], &mut to.m, here);
         A::store(&[keep * old_l + weight * l], &mut to.l, here);
     }
+}
+
+/// Sets every number.
+pub(crate) fn fill(buffer: &mut Data, value: f64) {
+    with_typed!(Data, buffer, x => {
+        let value = Element::from_f64(value);
+        x.par_chunks_mut(CELLS * 64).for_each(|piece| piece.fill(value));
+    });
 }
 
 /// Cells that one task ends or prepares: enough work to be worth a task.
@@ -87,9 +96,9 @@ pub(crate) fn finish<A: Real>(
 pub(crate) fn delta<A: Real>(
     cells: usize,
     dim: usize,
-    out: &Data,
-    dout: &Data,
-    dlse: Option<&Data>,
+    out: Slice<'_>,
+    dout: Slice<'_>,
+    dlse: Option<Slice<'_>>,
     delta: &mut Data,
 ) {
     let delta = &mut A::numbers(delta)[..cells];
@@ -100,9 +109,9 @@ pub(crate) fn delta<A: Real>(
             let (mut x, mut y) = (vec![A::ZERO; dim], vec![A::ZERO; dim]);
             for (cell, delta) in delta.iter_mut().enumerate() {
                 let cell = piece * CELLS + cell;
-                A::load(out.as_slice(), cell * dim, &mut x);
-                A::load(dout.as_slice(), cell * dim, &mut y);
-                let from_lse = dlse.map_or(A::ZERO, |dlse| A::get(dlse.as_slice(), cell));
+                A::load(out, cell * dim, &mut x);
+                A::load(dout, cell * dim, &mut y);
+                let from_lse = dlse.map_or(A::ZERO, |dlse| A::get(dlse, cell));
                 *delta = dot(&x, &y) - from_lse;
             }
         });

@@ -5,14 +5,15 @@
 //! diagonal are masked.
 
 use encke_core::Data;
+use encke_core::dtype::Slice;
 use encke_core::job::Job;
 use encke_core::kernel::Carry;
-use rayon::prelude::*;
 
 use crate::grid::{Block, Grid, Tile};
 use crate::micro::{across, down};
 use crate::panel;
 use crate::real::Real;
+use crate::schedule;
 use crate::scratch::{Pool, Scratch};
 use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded, tiles};
 use crate::shared::Shared;
@@ -41,9 +42,9 @@ struct Attention<'a, X: Vector> {
     x: X,
     job: &'a Job,
     grid: &'a Grid,
-    q: &'a Data,
-    k: &'a Data,
-    v: &'a Data,
+    q: Slice<'a>,
+    k: Slice<'a>,
+    v: Slice<'a>,
     carry: Carry<Shared<'a, X::A>>,
 }
 
@@ -52,7 +53,7 @@ pub(crate) fn forward<X: Vector, const R: usize>(
     x: X,
     pool: &Pool<X::A>,
     job: &Job,
-    [q, k, v]: [&Data; 3],
+    [q, k, v]: [Slice<'_>; 3],
     carry: &mut Carry<Data>,
 ) {
     let grid = Grid::new(job, lanes::<X>());
@@ -70,13 +71,15 @@ pub(crate) fn forward<X: Vector, const R: usize>(
         },
     };
     let blocks = grid.all_blocks(job);
-    blocks.par_iter().with_max_len(1).for_each(|block| {
+    schedule::run(&blocks, |queue| {
         pool.with(|scratch| {
-            x.run(Attend::<X, R> {
-                attention: &attention,
-                block,
-                scratch,
-            });
+            while let Some(block) = queue.take() {
+                x.run(Attend::<X, R> {
+                    attention: &attention,
+                    block,
+                    scratch,
+                });
+            }
         });
     });
 }
@@ -153,7 +156,7 @@ impl<X: Vector> Attention<'_, X> {
                 .at(block.batch, block.segment, tile.first + row, tile.head)
         };
         let rows = &mut panels.k[..lanes * width];
-        panel::rows(self.q.as_slice(), job.dim, tile.count, address, width, rows);
+        panel::rows(self.q, job.dim, tile.count, address, width, rows);
         let scale = X::A::from_f64(job.scale);
         panel::transpose(
             rows,
@@ -229,8 +232,8 @@ impl<X: Vector> Attention<'_, X> {
             let count = KEYS.min(most - start);
             let address = |j: usize| job.k.at(block.batch, block.segment, start + j, head);
             let (k, v) = (&mut *panels.k, &mut *panels.v);
-            panel::rows(self.k.as_slice(), job.dim, count, address, width, k);
-            panel::rows(self.v.as_slice(), job.dim, count, address, width, v);
+            panel::rows(self.k, job.dim, count, address, width, k);
+            panel::rows(self.v, job.dim, count, address, width, v);
             // Only where something is hidden does it matter whether zeros hide it well.
             let finite = job.causal.is_none() || panel::finite(&v[..count * width]);
             for (i, visible) in visible.iter().enumerate().take(count_of_tiles) {

@@ -24,12 +24,14 @@ mod grid;
 mod micro;
 mod panel;
 mod real;
+mod schedule;
 mod scratch;
 mod shape;
 mod shared;
 mod softmax;
 mod vector;
 
+use encke_core::dtype::Slice;
 use encke_core::host;
 use encke_core::job::{Block, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Result, Upstream};
@@ -139,9 +141,18 @@ macro_rules! on_arm {
 
 impl Kernel for CpuKernel {
     type Buffer = Data;
+    type Input<'a> = Slice<'a>;
 
     fn name(&self) -> &'static str {
         "cpu"
+    }
+
+    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
+        buffer.as_slice()
+    }
+
+    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
+        Some(numbers)
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
@@ -158,12 +169,16 @@ impl Kernel for CpuKernel {
         Ok(())
     }
 
+    fn hand_over(&self, buffer: Data) -> Result<Data> {
+        Ok(buffer)
+    }
+
     fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
-        host::fill(buffer, value);
+        cells::fill(buffer, value);
         Ok(())
     }
 
-    fn copy(&self, block: &Block, add: bool, from: &Data, to: &mut Data) -> Result<()> {
+    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
         host::copy(block, add, from, to);
         Ok(())
     }
@@ -171,16 +186,16 @@ impl Kernel for CpuKernel {
     fn forward(
         &self,
         job: &Job,
-        q: &Data,
-        k: &Data,
-        v: &Data,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l])?;
         let cells = [job.batch, job.segments, job.queries];
         writable("the carry", shared::disjoint(&job.cells, cells, 1, false))?;
         #[cfg(target_arch = "x86_64")]
-        if let (Arm::Amx, Data::Bf16(q), Data::Bf16(k), Data::Bf16(v)) = (self.arm, q, k, v)
+        if let (Arm::Amx, Slice::Bf16(q), Slice::Bf16(k), Slice::Bf16(v)) = (self.arm, q, k, v)
             && let Carry {
                 acc: Data::F32(acc),
                 m: Data::F32(m),
@@ -233,9 +248,9 @@ impl Kernel for CpuKernel {
         &self,
         cells: usize,
         dim: usize,
-        out: &Data,
-        dout: &Data,
-        dlse: Option<&Data>,
+        out: Slice<'_>,
+        dout: Slice<'_>,
+        dlse: Option<Slice<'_>>,
         delta: &mut Data,
     ) -> Result<()> {
         let dtype = sums_in(&[delta])?;
@@ -246,10 +261,10 @@ impl Kernel for CpuKernel {
     fn backward(
         &self,
         job: &Job,
-        q: &Data,
-        k: &Data,
-        v: &Data,
-        upstream: Upstream<'_, Data>,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
         let given = backward::Given { q, k, v, upstream };

@@ -9,6 +9,10 @@
 mod amx;
 #[cfg(target_arch = "x86_64")]
 #[allow(dead_code)]
+#[path = "../src/schedule.rs"]
+mod schedule;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
 #[path = "../src/shared.rs"]
 mod shared;
 
@@ -18,6 +22,7 @@ use amx::forward::forward_shaped;
 use amx::shape::{BackwardShape, Shape};
 use amx::tiles::{Hardware, Tiles};
 use encke_core::conformance::{self, Random};
+use encke_core::dtype::Slice;
 use encke_core::host;
 use encke_core::job::{Block, Causal, Job, Operand};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
@@ -42,9 +47,9 @@ impl<T: Tiles> TileKernel<T> {
     }
 }
 
-fn narrow(data: &Data) -> &[bf16] {
+fn narrow(data: Slice<'_>) -> &[bf16] {
     match data {
-        Data::Bf16(numbers) => numbers,
+        Slice::Bf16(numbers) => numbers,
         _ => panic!("tiles hold bf16"),
     }
 }
@@ -56,18 +61,27 @@ fn wide(data: &mut Data) -> &mut [f32] {
     }
 }
 
-fn seen(data: &Data) -> &[f32] {
+fn seen(data: Slice<'_>) -> &[f32] {
     match data {
-        Data::F32(numbers) => numbers,
+        Slice::F32(numbers) => numbers,
         _ => panic!("sums are f32"),
     }
 }
 
 impl<T: Tiles> Kernel for TileKernel<T> {
     type Buffer = Data;
+    type Input<'a> = Slice<'a>;
 
     fn name(&self) -> &'static str {
         T::NAME
+    }
+
+    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
+        buffer.as_slice()
+    }
+
+    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
+        Some(numbers)
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
@@ -82,20 +96,24 @@ impl<T: Tiles> Kernel for TileKernel<T> {
         NaiveKernel.download(from, runs, to)
     }
 
+    fn hand_over(&self, buffer: Data) -> Result<Data> {
+        Ok(buffer)
+    }
+
     fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
         NaiveKernel.fill(buffer, value)
     }
 
-    fn copy(&self, block: &Block, add: bool, from: &Data, to: &mut Data) -> Result<()> {
+    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
         NaiveKernel.copy(block, add, from, to)
     }
 
     fn forward(
         &self,
         job: &Job,
-        q: &Data,
-        k: &Data,
-        v: &Data,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let given = [narrow(q), narrow(k), narrow(v)];
@@ -124,9 +142,9 @@ impl<T: Tiles> Kernel for TileKernel<T> {
         &self,
         cells: usize,
         dim: usize,
-        out: &Data,
-        dout: &Data,
-        dlse: Option<&Data>,
+        out: Slice<'_>,
+        dout: Slice<'_>,
+        dlse: Option<Slice<'_>>,
         delta: &mut Data,
     ) -> Result<()> {
         NaiveKernel.delta(cells, dim, out, dout, dlse, delta)
@@ -135,10 +153,10 @@ impl<T: Tiles> Kernel for TileKernel<T> {
     fn backward(
         &self,
         job: &Job,
-        q: &Data,
-        k: &Data,
-        v: &Data,
-        upstream: Upstream<'_, Data>,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
         let given = amx::Given {
@@ -256,7 +274,7 @@ impl Outputs {
 }
 
 /// Forward and backward; backward is told what `told` found, if given.
-fn run<K: Kernel<Buffer = Data>>(
+fn run<K: for<'a> Kernel<Buffer = Data, Input<'a> = Slice<'a>>>(
     kernel: &K,
     job: &Job,
     inputs: &Inputs,
@@ -270,7 +288,7 @@ fn run<K: Kernel<Buffer = Data>>(
         l: zeros(cells),
     };
     kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
-    let Inputs { q, k, v, dout } = inputs;
+    let [q, k, v, dout] = [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(Data::as_slice);
     kernel.forward(job, q, k, v, &mut carry).unwrap();
     let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));
     let oracle = NaiveKernel;
@@ -280,15 +298,15 @@ fn run<K: Kernel<Buffer = Data>>(
     let (told_out, told_lse) = told.map_or((&out, &lse), |told| (&told.out, &told.lse));
     let mut delta = zeros(cells);
     oracle
-        .delta(cells, dim, told_out, dout, None, &mut delta)
+        .delta(cells, dim, told_out.as_slice(), dout, None, &mut delta)
         .unwrap();
-    let keys = k.as_slice().len();
+    let keys = k.len();
     let mut gradients = [zeros(cells * dim), zeros(keys), zeros(keys)];
     let [dq, dk, dv] = &mut gradients;
     let upstream = Upstream {
         dout,
-        lse: told_lse,
-        delta: &delta,
+        lse: told_lse.as_slice(),
+        delta: delta.as_slice(),
     };
     let gradients_mut = Gradients { dq, dk, dv };
     kernel
@@ -316,7 +334,12 @@ fn close(what: &str, got: &Data, expected: &Data, tolerance: f64) {
     }
 }
 
-fn check<K: Kernel<Buffer = Data>>(kernel: &K, job: &Job, inputs: &Inputs, what: &str) {
+fn check<K: for<'a> Kernel<Buffer = Data, Input<'a> = Slice<'a>>>(
+    kernel: &K,
+    job: &Job,
+    inputs: &Inputs,
+    what: &str,
+) {
     let expected = run(&NaiveKernel, job, inputs, None);
     let got = run(kernel, job, inputs, Some(&expected));
     close(&format!("{what}, lse"), &got.lse, &expected.lse, 4e-6);
@@ -500,7 +523,8 @@ fn shapes_change_only_the_order_of_sums() {
     NaiveKernel.fill(acc, 0.0).unwrap();
     NaiveKernel.fill(m, f64::NEG_INFINITY).unwrap();
     NaiveKernel.fill(l, 0.0).unwrap();
-    let [q, k, v, dout] = [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(narrow);
+    let [q, k, v, dout] =
+        [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(|data| narrow(data.as_slice()));
     forward_shaped::<Emulated, Odd>(&pool, &job, [q, k, v], wide(acc), wide(m), wide(l));
     NaiveKernel
         .finish(
@@ -519,8 +543,8 @@ fn shapes_change_only_the_order_of_sums() {
         .delta(
             cells,
             job.dim,
-            &expected.out,
-            &inputs.dout,
+            expected.out.as_slice(),
+            inputs.dout.as_slice(),
             None,
             &mut delta,
         )
@@ -530,8 +554,8 @@ fn shapes_change_only_the_order_of_sums() {
         k,
         v,
         dout,
-        lse: seen(&expected.lse),
-        delta: seen(&delta),
+        lse: seen(expected.lse.as_slice()),
+        delta: seen(delta.as_slice()),
     };
     for data in &mut got.gradients {
         NaiveKernel.fill(data, 0.0).unwrap();

@@ -102,20 +102,29 @@ fn run(kernel: &CpuKernel, job: &Job, dtype: DType) -> Vec<Data> {
         l: zeros(cells),
     };
     kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
-    kernel.forward(job, &q, &k, &v, &mut carry).unwrap();
+    kernel
+        .forward(job, q.as_slice(), k.as_slice(), v.as_slice(), &mut carry)
+        .unwrap();
     let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));
     kernel
         .finish(cells, dim, 1.0, &carry, &mut out, &mut lse)
         .unwrap();
     let mut delta = zeros(cells);
     kernel
-        .delta(cells, dim, &out, &dout, None, &mut delta)
+        .delta(
+            cells,
+            dim,
+            out.as_slice(),
+            dout.as_slice(),
+            None,
+            &mut delta,
+        )
         .unwrap();
     let [mut dq, mut dk, mut dv] = [0; 3].map(|_| zeros(cells * dim));
     let upstream = Upstream {
-        dout: &dout,
-        lse: &lse,
-        delta: &delta,
+        dout: dout.as_slice(),
+        lse: lse.as_slice(),
+        delta: delta.as_slice(),
     };
     let gradients = Gradients {
         dq: &mut dq,
@@ -123,7 +132,14 @@ fn run(kernel: &CpuKernel, job: &Job, dtype: DType) -> Vec<Data> {
         dv: &mut dv,
     };
     kernel
-        .backward(job, &q, &k, &v, upstream, gradients)
+        .backward(
+            job,
+            q.as_slice(),
+            k.as_slice(),
+            v.as_slice(),
+            upstream,
+            gradients,
+        )
         .unwrap();
     vec![out, lse, dq, dk, dv]
 }

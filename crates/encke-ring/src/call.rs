@@ -16,7 +16,7 @@ use encke_core::{DType, Error};
 
 use crate::error::{RankError, RingError};
 use crate::memory::RankMemory;
-use crate::rank::Rank;
+use crate::rank::{Loans, Rank};
 use crate::trace::{Activity, Event, Recorder, Trace};
 
 /// What a call returned beside its tensors' names.
@@ -36,20 +36,31 @@ impl Outcome {
     pub fn collect<K: Kernel>(
         kernel: &K,
         plan: &Arc<Plan>,
-        ranks: &[Rank<K>],
+        ranks: &mut [Rank<K>],
         events: Vec<Event>,
         memory: Vec<RankMemory>,
     ) -> Result<Outcome, RingError> {
         let mut tensors = Vec::new();
         for (role, dims, dtype) in outputs(plan) {
-            let mut tensor = Tensor::zeros(dtype, dims);
             // Where every rank has all of an output, the first one's word is as good as any.
             let everything = |rank: &Rank<K>| {
                 let of = rank.plan().outputs.iter().find(|port| port.role == role);
-                of.is_some_and(|port| port.runs.iter().map(|r| r.count).sum::<usize>() == dims[1])
+                of.filter(|port| port.runs.iter().map(|r| r.count).sum::<usize>() == dims[1])
+                    .map(|port| rank.plan().buffers[port.buffer.0].dtype)
             };
-            let whole = ranks.iter().position(everything);
-            for rank in whole.map_or(ranks, |at| std::slice::from_ref(&ranks[at])) {
+            let whole = ranks.iter().position(|rank| everything(rank).is_some());
+            if let Some(rank) = whole.map(|at| &mut ranks[at])
+                && everything(rank) == Some(dtype)
+            {
+                let given = rank.surrender(kernel, role);
+                let given = given.map_err(|source| failed(rank.plan(), source))?;
+                if let Some(data) = given {
+                    tensors.push((role, Tensor::from_data(data, dims)?));
+                    continue;
+                }
+            }
+            let mut tensor = Tensor::zeros(dtype, dims);
+            for rank in whole.map_or(&*ranks, |at| std::slice::from_ref(&ranks[at])) {
                 let stored = rank.store(kernel, role, &mut tensor);
                 stored.map_err(|source| failed(rank.plan(), source))?;
             }
@@ -75,7 +86,7 @@ impl Outcome {
     }
 }
 
-/// A rank with its buffers, or how its kernel refused them.
+/// A rank with all its buffers, or how its kernel refused them.
 pub fn recruit<K: Kernel>(kernel: &K, plan: &Plan, rank: usize) -> Result<Rank<K>, RingError> {
     let program = plan.rank(rank)?;
     Rank::new(kernel, program).map_err(|source| RingError::Rank {
@@ -83,6 +94,21 @@ pub fn recruit<K: Kernel>(kernel: &K, plan: &Plan, rank: usize) -> Result<Rank<K
         source: RankError::Kernel { round: 0, source },
         others: Vec::new(),
     })
+}
+
+/// Begins a call of a rank: inputs are read in place where they lie as the rank would hold them,
+/// and the rows of the others are copied in.
+pub fn admit<'a, K: Kernel>(
+    kernel: &K,
+    rank: &mut Rank<K>,
+    inputs: &[(Role, View<'a>)],
+    recorder: &mut Recorder,
+) -> Result<Loans<'a>, RankError> {
+    let begin = Instant::now();
+    let loans = rank.admit(kernel, inputs);
+    let loans = loans.map_err(|source| RankError::Kernel { round: 0, source })?;
+    recorder.note(0, Activity::Load, begin, Moved::default());
+    Ok(loans)
 }
 
 /// Copies a rank's rows of every input in.

@@ -4,10 +4,15 @@
 //! computed into are taken out of the rank's shelf; what is sent or read is borrowed from the
 //! shelf. A program that wanted to write what it sends would find the shelf empty and be told so.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
+use encke_core::dtype::{Data, Slice};
+use encke_core::host;
 use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Upstream};
-use encke_core::plan::program::{BufferId, CarryIds, Fill, Message, RankPlan, Role, Task};
+use encke_core::plan::program::{
+    BufferId, CarryIds, Component, Fill, Message, RankPlan, Role, Task,
+};
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};
 
@@ -22,7 +27,7 @@ pub struct Rank<K: Kernel> {
     ledger: Ledger,
 }
 
-/// Buffers by number; a gap is a buffer that somebody holds exclusively.
+/// Buffers by number; a gap is a buffer that somebody holds exclusively, or that was lent.
 #[derive(Debug)]
 struct Shelf<B> {
     buffers: Vec<Option<B>>,
@@ -104,21 +109,89 @@ impl<B> Held<B> {
     }
 }
 
+/// Inputs of the caller that a rank reads in place, by buffer. They last as long as the call.
+#[derive(Debug, Default)]
+pub struct Loans<'a> {
+    slices: Vec<Option<Slice<'a>>>,
+}
+
+impl<'a> Loans<'a> {
+    fn get(&self, id: BufferId) -> Option<Slice<'a>> {
+        self.slices.get(id.0).copied().flatten()
+    }
+}
+
 impl<K: Kernel> Rank<K> {
     /// Allocates exactly what the plan lists.
     pub fn new(kernel: &K, plan: RankPlan) -> Result<Rank<K>, KernelError> {
-        let mut ledger = Ledger::default();
-        let mut buffers = Vec::with_capacity(plan.buffers.len());
-        for planned in &plan.buffers {
-            let buffer = kernel.allocate(planned.dtype, planned.elements)?;
-            ledger.take(0, planned.component, buffer.allocated_bytes());
-            buffers.push(Some(buffer));
-        }
-        Ok(Rank {
+        let mut rank = Rank::idle(plan);
+        rank.furnish(kernel, &Loans::default())?;
+        Ok(rank)
+    }
+
+    /// A rank that has not allocated anything yet.
+    pub fn idle(plan: RankPlan) -> Rank<K> {
+        let buffers = plan.buffers.iter().map(|_| None).collect();
+        Rank {
             plan,
             shelf: Shelf { buffers },
-            ledger,
-        })
+            ledger: Ledger::default(),
+        }
+    }
+
+    /// Begins a call: what the caller's inputs can be read in place of is given back, what else
+    /// is missing is allocated, and the ledger is opened anew with what is held.
+    fn furnish(&mut self, kernel: &K, loans: &Loans<'_>) -> Result<(), KernelError> {
+        self.ledger = Ledger::default();
+        for (i, planned) in self.plan.buffers.iter().enumerate() {
+            let buffer = &mut self.shelf.buffers[i];
+            if loans.get(BufferId(i)).is_some() {
+                *buffer = None;
+                continue;
+            }
+            if buffer.is_none() {
+                *buffer = Some(kernel.allocate(planned.dtype, planned.elements)?);
+            }
+            let bytes = buffer.as_ref().map_or(0, Parcel::allocated_bytes);
+            self.ledger.take(0, planned.component, bytes);
+        }
+        Ok(())
+    }
+
+    /// Begins a call on inputs of the caller: those that lie as this rank would hold them are read
+    /// in place, the rows of the others are copied in.
+    pub fn admit<'a>(
+        &mut self,
+        kernel: &K,
+        inputs: &[(Role, View<'a>)],
+    ) -> Result<Loans<'a>, KernelError> {
+        let mut slices = vec![None; self.plan.buffers.len()];
+        for port in &self.plan.inputs {
+            let Some((_, view)) = inputs.iter().find(|(role, _)| *role == port.role) else {
+                continue;
+            };
+            let dtype = self.plan.buffers[port.buffer.0].dtype;
+            let slice = host::in_place(view, &port.runs, dtype);
+            slices[port.buffer.0] = slice.filter(|slice| kernel.lent(*slice).is_some());
+        }
+        let loans = Loans { slices };
+        self.furnish(kernel, &loans)?;
+        for (role, view) in inputs {
+            self.load(kernel, *role, view)?;
+        }
+        Ok(loans)
+    }
+
+    /// Bytes that the plan lists and nobody allocated, because they were lent, by what they are for.
+    pub fn lent_bytes(&self) -> BTreeMap<Component, usize> {
+        let mut lent = BTreeMap::new();
+        for port in &self.plan.inputs {
+            let planned = &self.plan.buffers[port.buffer.0];
+            if self.shelf.buffers[port.buffer.0].is_none() {
+                *lent.entry(planned.component).or_default() += planned.bytes();
+            }
+        }
+        lent
     }
 
     /// What it has taken and given back so far.
@@ -135,7 +208,7 @@ impl<K: Kernel> Rank<K> {
     pub fn retire(mut self) -> Ledger {
         let after = self.plan.rounds.len();
         for (planned, buffer) in self.plan.buffers.iter().zip(self.shelf.buffers) {
-            let buffer = buffer.expect("between rounds every buffer is on the shelf");
+            let Some(buffer) = buffer else { continue };
             let bytes = buffer.allocated_bytes();
             drop(buffer);
             self.ledger.give_back(after, planned.component, bytes);
@@ -162,9 +235,10 @@ impl<K: Kernel> Rank<K> {
     /// Copies this rank's rows of an input in, if it has any use for it.
     pub fn load(&mut self, kernel: &K, role: Role, from: &View<'_>) -> Result<(), KernelError> {
         for port in self.plan.inputs.iter().filter(|port| port.role == role) {
-            let buffer = self.shelf.buffers[port.buffer.0].as_mut();
-            let buffer = buffer.expect("between calls every buffer is on the shelf");
-            kernel.upload(from, &port.runs, buffer)?;
+            // What is not on the shelf between rounds was lent.
+            if let Some(buffer) = &mut self.shelf.buffers[port.buffer.0] {
+                kernel.upload(from, &port.runs, buffer)?;
+            }
         }
         Ok(())
     }
@@ -177,16 +251,43 @@ impl<K: Kernel> Rank<K> {
         Ok(())
     }
 
-    /// Carries out the whole program.
+    /// Takes an output that this rank has all of, in the order of its tokens; the buffer that held
+    /// it is not copied but given away.
+    pub fn surrender(&mut self, kernel: &K, role: Role) -> Result<Option<Data>, KernelError> {
+        let of = self.plan.outputs.iter().find(|port| port.role == role);
+        let Some(port) = of.filter(|port| host::whole_run(&port.runs).is_some()) else {
+            return Ok(None);
+        };
+        let Some(buffer) = self.shelf.buffers[port.buffer.0].take() else {
+            return Ok(None);
+        };
+        let (after, planned) = (self.plan.rounds.len(), &self.plan.buffers[port.buffer.0]);
+        let bytes = buffer.allocated_bytes();
+        self.ledger.give_back(after, planned.component, bytes);
+        kernel.hand_over(buffer).map(Some)
+    }
+
+    /// Carries out the whole program on rows that were loaded.
     pub fn run(
         &mut self,
         kernel: &K,
         transport: &mut dyn Transport<K::Buffer>,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
+        self.run_on(kernel, &Loans::default(), transport, recorder)
+    }
+
+    /// Carries out the whole program on rows that were lent or loaded.
+    pub fn run_on(
+        &mut self,
+        kernel: &K,
+        loans: &Loans<'_>,
+        transport: &mut dyn Transport<K::Buffer>,
+        recorder: &mut Recorder,
+    ) -> Result<(), RankError> {
         for round in 0..self.plan.rounds.len() {
-            self.prepare(kernel, round, recorder)?;
-            self.exchange(kernel, round, transport, recorder)?;
+            self.prepare(kernel, loans, round, recorder)?;
+            self.exchange(kernel, loans, round, transport, recorder)?;
         }
         Ok(())
     }
@@ -195,6 +296,7 @@ impl<K: Kernel> Rank<K> {
     pub fn prepare(
         &mut self,
         kernel: &K,
+        loans: &Loans<'_>,
         round: usize,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
@@ -202,7 +304,7 @@ impl<K: Kernel> Rank<K> {
         let tasks = &plan.rounds[round].before;
         let begin = Instant::now();
         for task in tasks {
-            perform_all(kernel, std::slice::from_ref(task), shelf)
+            perform_all(kernel, loans, std::slice::from_ref(task), shelf)
                 .map_err(|source| RankError::Kernel { round, source })?;
         }
         if !tasks.is_empty() {
@@ -216,13 +318,15 @@ impl<K: Kernel> Rank<K> {
     pub fn compute(
         &mut self,
         kernel: &K,
+        loans: &Loans<'_>,
         round: usize,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
         let Rank { plan, shelf, .. } = self;
         let tasks = &plan.rounds[round].meanwhile;
         let begin = Instant::now();
-        perform_all(kernel, tasks, shelf).map_err(|source| RankError::Kernel { round, source })?;
+        perform_all(kernel, loans, tasks, shelf)
+            .map_err(|source| RankError::Kernel { round, source })?;
         if !tasks.is_empty() {
             recorder.note(round, Activity::Compute, begin, Moved::default());
         }
@@ -239,6 +343,7 @@ impl<K: Kernel> Rank<K> {
     pub fn exchange(
         &mut self,
         kernel: &K,
+        loans: &Loans<'_>,
         round: usize,
         transport: &mut dyn Transport<K::Buffer>,
         recorder: &mut Recorder,
@@ -276,7 +381,7 @@ impl<K: Kernel> Rank<K> {
         let exchanged = transport.exchange(round, &outgoing, &mut incoming, &mut || {
             let begin = Instant::now();
             let mut tasks = steps.meanwhile.iter();
-            computed = tasks.try_for_each(|task| perform(kernel, task, shelf, &mut held));
+            computed = tasks.try_for_each(|task| perform(kernel, loans, task, shelf, &mut held));
             if !steps.meanwhile.is_empty() {
                 recorder.note(round, Activity::Compute, begin, Moved::default());
             }
@@ -303,23 +408,42 @@ impl<K: Kernel> Rank<K> {
 /// Carries out tasks, none of which reads what another one writes.
 fn perform_all<K: Kernel>(
     kernel: &K,
+    loans: &Loans<'_>,
     tasks: &[Task],
     shelf: &mut Shelf<K::Buffer>,
 ) -> Result<(), KernelError> {
     let mut held = Held::take(shelf, tasks);
     let mut tasks = tasks.iter();
-    let done = tasks.try_for_each(|task| perform(kernel, task, shelf, &mut held));
+    let done = tasks.try_for_each(|task| perform(kernel, loans, task, shelf, &mut held));
     held.give_back(shelf);
     done
+}
+
+/// A buffer as jobs read it: the caller's where it was lent, the rank's own otherwise.
+fn read<'x, K: Kernel>(
+    kernel: &K,
+    loans: &Loans<'x>,
+    shelf: &'x Shelf<K::Buffer>,
+    id: BufferId,
+) -> K::Input<'x> {
+    match loans.get(id) {
+        Some(slice) => {
+            let input = kernel.lent(slice);
+            input.expect("only what the kernel can read in place is lent")
+        }
+        None => kernel.input(shelf.get(id)),
+    }
 }
 
 /// Tells the kernel what a task says.
 fn perform<K: Kernel>(
     kernel: &K,
+    loans: &Loans<'_>,
     task: &Task,
     shelf: &Shelf<K::Buffer>,
     held: &mut Held<K::Buffer>,
 ) -> Result<(), KernelError> {
+    let read = |id: BufferId| read(kernel, loans, shelf, id);
     match task {
         Task::Fill { buffer, value } => {
             let value = match value {
@@ -335,7 +459,7 @@ fn perform<K: Kernel>(
             to,
         } => blocks
             .iter()
-            .try_for_each(|block| kernel.copy(block, *add, shelf.get(*from), held.get(*to))),
+            .try_for_each(|block| kernel.copy(block, *add, read(*from), held.get(*to))),
         Task::Forward {
             job,
             q,
@@ -343,7 +467,7 @@ fn perform<K: Kernel>(
             v,
             carry,
         } => held.with_carry(*carry, |_, carry| {
-            kernel.forward(job, shelf.get(*q), shelf.get(*k), shelf.get(*v), carry)
+            kernel.forward(job, read(*q), read(*k), read(*v), carry)
         }),
         Task::Merge { blocks, from, to } => held.with_carry(*from, |held, from| {
             held.with_carry(*to, |_, to| {
@@ -376,9 +500,9 @@ fn perform<K: Kernel>(
         } => kernel.delta(
             *cells,
             *dim,
-            shelf.get(*out),
-            shelf.get(*dout),
-            dlse.map(|id| shelf.get(id)),
+            read(*out),
+            read(*dout),
+            dlse.map(read),
             held.get(*delta),
         ),
         Task::Backward {
@@ -395,11 +519,11 @@ fn perform<K: Kernel>(
         } => {
             let mut gradients = [*dq, *dk, *dv].map(|id| held.take_one(id));
             let upstream = Upstream {
-                dout: shelf.get(*dout),
-                lse: shelf.get(*lse),
-                delta: shelf.get(*delta),
+                dout: read(*dout),
+                lse: read(*lse),
+                delta: read(*delta),
             };
-            let (q, k, v) = (shelf.get(*q), shelf.get(*k), shelf.get(*v));
+            let (q, k, v) = (read(*q), read(*k), read(*v));
             let [to_q, to_k, to_v] = &mut gradients;
             let into = Gradients {
                 dq: to_q,

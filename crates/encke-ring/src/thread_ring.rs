@@ -13,7 +13,7 @@ use encke_core::plan::{Plan, Request};
 use encke_core::tensor::View;
 
 use crate::cache::{CacheStats, Plans, Recent};
-use crate::call::{Outcome, check_inputs, conclude, guarded, load, recruit};
+use crate::call::{Outcome, admit, check_inputs, conclude, guarded};
 use crate::error::{RankError, RingError};
 use crate::memory::{self, RankMemory};
 use crate::rank::Rank;
@@ -86,7 +86,7 @@ impl<K: Kernel> ThreadRing<K> {
         let events = self.drive(&mut ranks, inputs)?;
         let memory = |rank: &Rank<K>| self.memory(rank, ranks.len(), request.dtype);
         let memory = ranks.iter().map(memory).collect();
-        let outcome = Outcome::collect(&self.kernel, &plan, &ranks, events, memory)?;
+        let outcome = Outcome::collect(&self.kernel, &plan, &mut ranks, events, memory)?;
         self.state().idle.put(plan, ranks);
         Ok(outcome)
     }
@@ -100,7 +100,7 @@ impl<K: Kernel> ThreadRing<K> {
         }
         state.stats.buffer_misses += 1;
         drop(state);
-        let rank = |rank: usize| recruit(&self.kernel, plan, rank);
+        let rank = |rank: usize| Ok(Rank::idle(plan.rank(rank)?));
         (0..plan.ranks()).map(rank).collect()
     }
 
@@ -151,8 +151,8 @@ impl<K: Kernel> ThreadRing<K> {
     ) -> Result<Vec<Event>, RankError> {
         let mut recorder = Recorder::new(rank.plan().rank, origin);
         let result = guarded(|| {
-            load(&self.kernel, rank, inputs, &mut recorder)?;
-            rank.run(&self.kernel, endpoint, &mut recorder)
+            let loans = admit(&self.kernel, rank, inputs, &mut recorder)?;
+            rank.run_on(&self.kernel, &loans, endpoint, &mut recorder)
         });
         if let Err(error) = &result
             && !error.is_consequence()
@@ -167,9 +167,13 @@ impl<K: Kernel> ThreadRing<K> {
         let mut ledger = rank.ledger().clone();
         let share = self.kernel.scratch_bytes().div_ceil(ranks);
         ledger.hold(rank.plan().rounds.len(), Component::Workspace, share);
+        let mut planned = memory::planned(&self.kernel, rank.plan(), ranks, dtype);
+        for (component, bytes) in rank.lent_bytes() {
+            planned.entry(component).and_modify(|of| *of -= bytes);
+        }
         RankMemory {
             rank: rank.plan().rank,
-            planned: memory::planned(&self.kernel, rank.plan(), ranks, dtype),
+            planned,
             allocated_bytes: rank.allocated_bytes(),
             ledger,
         }

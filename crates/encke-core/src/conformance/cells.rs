@@ -184,14 +184,18 @@ fn delta<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fai
     let wide = |values: &[f64]| Data::F64(values.to_vec());
     let wide_dlse = dlse.as_deref().map(wide);
     let (o, g) = (wide(&out), wide(&dout));
-    bench.done(NaiveKernel.delta(cells, dim, &o, &g, wide_dlse.as_ref(), &mut expected))?;
+    let (o, g) = (o.as_slice(), g.as_slice());
+    let wide_dlse = wide_dlse.as_ref().map(Data::as_slice);
+    bench.done(NaiveKernel.delta(cells, dim, o, g, wide_dlse, &mut expected))?;
 
     let (out, dout) = (bench.put(dtype, &out)?, bench.put(dtype, &dout)?);
     let dlse = dlse.map(|values| bench.put(sum, &values)).transpose()?;
     let marks = vec![7.5; all];
     let mut got = bench.put(sum, &marks)?;
     let kernel = bench.kernel;
-    bench.done(kernel.delta(cells, dim, &out, &dout, dlse.as_ref(), &mut got))?;
+    let dlse = dlse.as_ref().map(|dlse| kernel.input(dlse));
+    let (out, dout) = (kernel.input(&out), kernel.input(&dout));
+    bench.done(kernel.delta(cells, dim, out, dout, dlse, &mut got))?;
     let got = bench.get(sum, all, &got)?;
     bench.unchanged("delta", &Data::from_f64(sum, &marks), &got, |i| i < cells)?;
     let pairs = got.to_f64().into_iter().zip(expected.to_f64());

@@ -103,7 +103,8 @@ impl<K: Kernel> Bench<'_, K> {
                 self.put(self.dtype, &part.k)?,
                 self.put(self.dtype, &part.v)?,
             );
-            self.done(self.kernel.forward(&part.job, &q, &k, &v, &mut carry))?;
+            let [q, k, v] = [&q, &k, &v].map(|buffer| self.kernel.input(buffer));
+            self.done(self.kernel.forward(&part.job, q, k, v, &mut carry))?;
         }
         self.get_carry(case.cells, case.dim, &carry)
     }
@@ -123,9 +124,9 @@ impl<K: Kernel> Bench<'_, K> {
             );
             let (mut dk, mut dv) = (self.put(sum, &part.dk)?, self.put(sum, &part.dv)?);
             let upstream = Upstream {
-                dout: &dout,
-                lse: &lse,
-                delta: &delta,
+                dout: self.kernel.input(&dout),
+                lse: self.kernel.input(&lse),
+                delta: self.kernel.input(&delta),
             };
             let gradients = Gradients {
                 dq: &mut dq,
@@ -133,7 +134,8 @@ impl<K: Kernel> Bench<'_, K> {
                 dv: &mut dv,
             };
             let job = &part.job;
-            self.done(self.kernel.backward(job, &q, &k, &v, upstream, gradients))?;
+            let [q, k, v] = [&q, &k, &v].map(|buffer| self.kernel.input(buffer));
+            self.done(self.kernel.backward(job, q, k, v, upstream, gradients))?;
             let elements = part.k.len();
             keys.push((self.get(sum, elements, &dk)?, self.get(sum, elements, &dv)?));
         }

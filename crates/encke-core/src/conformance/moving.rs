@@ -129,9 +129,10 @@ fn copy<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fail
         numbers(to_type, to_elements),
     );
     let mut expected = before.clone();
-    bench.done(NaiveKernel.copy(&block, add, &source, &mut expected))?;
+    bench.done(NaiveKernel.copy(&block, add, source.as_slice(), &mut expected))?;
     let (source, mut target) = (bench.put_data(&source)?, bench.put_data(&before)?);
-    bench.done(bench.kernel.copy(&block, add, &source, &mut target))?;
+    let from = bench.kernel.input(&source);
+    bench.done(bench.kernel.copy(&block, add, from, &mut target))?;
     let got = bench.get(to_type, to_elements, &target)?;
     let what = if add { "adding rows" } else { "copying rows" };
     bench.unchanged(what, &expected, &got, |_| false)

@@ -1,15 +1,10 @@
-//! Who computes what: head groups, and workers that take the longest task that is left.
-//!
-//! The decision here: workers count tasks down from a shared counter. Rayon's own splitting would
-//! give the first half of a list to one thread and the second to another, and then an order from
-//! long to short is the worst there is.
-
-use std::sync::atomic::{AtomicUsize, Ordering};
+//! Who computes what: head groups, and workers whose tiles are configured.
 
 use encke_core::job::Job;
 
 use super::scratch::Pool;
 use super::tiles::Tiles;
+use crate::schedule;
 
 /// Query heads that read the same keys, told apart by the address of those.
 pub(crate) fn groups(job: &Job) -> Vec<Vec<usize>> {
@@ -39,25 +34,15 @@ pub(crate) fn run<T: Tiles, K: Sync>(
     work: impl Fn(&K, *mut u8) + Sync,
 ) {
     assert!(T::available(), "{} tiles are not available here", T::NAME);
-    let next = AtomicUsize::new(0);
-    let worker = || {
+    schedule::run(tasks, |queue| {
         pool.with(bytes, |scratch| {
             // SAFETY: the tiles are available.
             unsafe { T::configure() };
-            while let Some(task) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            while let Some(task) = queue.take() {
                 work(task, scratch);
             }
             // SAFETY: the tiles are available.
             unsafe { T::release() };
         });
-    };
-    match rayon::current_num_threads().min(tasks.len()) {
-        0 => {}
-        1 => worker(),
-        workers => rayon::scope(|scope| {
-            for _ in 0..workers {
-                scope.spawn(|_| worker());
-            }
-        }),
-    }
+    });
 }

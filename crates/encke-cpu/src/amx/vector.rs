@@ -74,7 +74,7 @@ pub(crate) fn transpose(r: &mut [__m512i; 16]) {
 /// instruction for each number; the largest error is 0.72 instead of 0.5 units in the last place.
 pub(crate) const LIFT: f32 = 0.004_059_457;
 /// 2 to the power of minus [`LIFT`].
-pub(crate) const LOWER: f32 = 0.997_190_15;
+pub(crate) const LOWER: f32 = 0.997_190_2;
 
 /// Pairs of bf16 from two vectors, of which the first is the low half; what does not fit is cut off.
 #[inline]

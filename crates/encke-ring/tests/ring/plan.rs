@@ -4,6 +4,7 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
+use encke_core::dtype::Slice;
 use encke_core::plan::program::{BufferId, Role, Task};
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
@@ -142,7 +143,7 @@ fn computed_pairs(request: &Request) -> Pairs {
         let Call::Attend { job, q, k } = call else {
             return Ok(());
         };
-        let label = |data: &Data, at: usize| data.as_slice().get(at) as usize;
+        let label = |data: Slice<'_>, at: usize| data.get(at) as usize;
         let mut pairs = pairs.lock().expect("no panic");
         for (b, s) in (0..job.batch).flat_map(|b| (0..job.segments).map(move |s| (b, s))) {
             for (h, i) in (0..job.heads).flat_map(|h| (0..job.queries).map(move |i| (h, i))) {

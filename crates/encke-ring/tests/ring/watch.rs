@@ -1,6 +1,7 @@
 //! A kernel that is watched: every call is shown to a closure first, which may count, wait, fail
 //! or panic. The arithmetic is the naive kernel's.
 
+use encke_core::dtype::Slice;
 use encke_core::job::{Block, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
 use encke_core::naive::NaiveKernel;
@@ -12,8 +13,8 @@ pub enum Call<'a> {
     Allocate,
     Attend {
         job: &'a Job,
-        q: &'a Data,
-        k: &'a Data,
+        q: Slice<'a>,
+        k: Slice<'a>,
     },
     Other,
 }
@@ -31,9 +32,18 @@ pub fn caller() -> usize {
 
 impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
     type Buffer = Data;
+    type Input<'a> = Slice<'a>;
 
     fn name(&self) -> &'static str {
         "watched"
+    }
+
+    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
+        buffer.as_slice()
+    }
+
+    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
+        Some(numbers)
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
@@ -50,11 +60,15 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         NaiveKernel.download(from, runs, to)
     }
 
+    fn hand_over(&self, buffer: Data) -> Result<Data> {
+        Ok(buffer)
+    }
+
     fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
         NaiveKernel.fill(buffer, value)
     }
 
-    fn copy(&self, block: &Block, add: bool, from: &Data, to: &mut Data) -> Result<()> {
+    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
         (self.0)(Call::Other)?;
         NaiveKernel.copy(block, add, from, to)
     }
@@ -62,9 +76,9 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
     fn forward(
         &self,
         job: &Job,
-        q: &Data,
-        k: &Data,
-        v: &Data,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         (self.0)(Call::Attend { job, q, k })?;
@@ -93,9 +107,9 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         &self,
         cells: usize,
         dim: usize,
-        out: &Data,
-        dout: &Data,
-        dlse: Option<&Data>,
+        out: Slice<'_>,
+        dout: Slice<'_>,
+        dlse: Option<Slice<'_>>,
         delta: &mut Data,
     ) -> Result<()> {
         NaiveKernel.delta(cells, dim, out, dout, dlse, delta)
@@ -104,10 +118,10 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
     fn backward(
         &self,
         job: &Job,
-        q: &Data,
-        k: &Data,
-        v: &Data,
-        upstream: Upstream<'_, Data>,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
         (self.0)(Call::Attend { job, q, k })?;
