@@ -122,6 +122,18 @@ pub trait Kernel: Send + Sync {
         carry: &mut Carry<Self::Buffer>,
     ) -> Result<()>;
 
+    /// The same for a job that is all its queries ever see: no carry, but out (times the job's
+    /// gain) and lse of its cells; other cells are left alone.
+    fn attend(
+        &self,
+        job: &Job,
+        q: Self::Input<'_>,
+        k: Self::Input<'_>,
+        v: Self::Input<'_>,
+        out: &mut Self::Buffer,
+        lse: &mut Self::Buffer,
+    ) -> Result<()>;
+
     /// Merges the cells of one carry into another; `block.width` is the head dimension.
     fn merge(
         &self,

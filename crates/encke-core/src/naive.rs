@@ -87,6 +87,36 @@ impl Kernel for NaiveKernel {
         Ok(())
     }
 
+    fn attend(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        let (q, k, v) = (q.to_f64(), k.to_f64(), v.to_f64());
+        for (b, s, h) in places(job) {
+            for i in 0..job.queries {
+                let cell = job.cells.at(b, s, i, h);
+                let query = row(&q, job.q.at(b, s, i, h), job.dim);
+                let mut running = partial::Carry::new(job.dim);
+                for j in 0..job.visible(i) {
+                    let key = job.k.at(b, s, j, h);
+                    let score = job.scale * dot(query, row(&k, key, job.dim));
+                    running.absorb(score, row(&v, key, job.dim));
+                }
+                let finished = running.finish();
+                for (c, x) in finished.out.iter().enumerate() {
+                    out.set(cell * job.dim + c, job.gain * x);
+                }
+                lse.set(cell, finished.lse);
+            }
+        }
+        Ok(())
+    }
+
     fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
         for (source, target) in block.addresses() {
             let mut running = load(to, target, block.width);

@@ -55,13 +55,17 @@ enum Fault {
     MaskedKeysPoison,
     /// The merge of two carries keeps the maximum of the target.
     MergeKeepsMaximum,
+    /// Queries attended to the end forget the gain.
+    AttendIgnoresGain,
+    /// Queries attended to the end that see nothing are not written.
+    AttendLeavesEmptyCells,
     /// Rows are copied where they should be added.
     CopyIgnoresAdd,
     /// Runs are read without their stride.
     UploadIgnoresStride,
 }
 
-const FAULTS: [Fault; 21] = [
+const FAULTS: [Fault; 23] = [
     Fault::CausalSignFlipped,
     Fault::CausalOnIndices,
     Fault::CausalIgnored,
@@ -81,6 +85,8 @@ const FAULTS: [Fault; 21] = [
     Fault::OneRowPast,
     Fault::MaskedKeysPoison,
     Fault::MergeKeepsMaximum,
+    Fault::AttendIgnoresGain,
+    Fault::AttendLeavesEmptyCells,
     Fault::CopyIgnoresAdd,
     Fault::UploadIgnoresStride,
 ];
@@ -244,6 +250,28 @@ impl Kernel for Mutant {
                     .for_each(|x| carry.m.set(x, 0.0));
             }
             _ => {}
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        let mut job = self.misread(job);
+        if self.0 == Fault::AttendIgnoresGain {
+            job.gain = 1.0;
+        }
+        NaiveKernel.attend(&job, q, k, v, out, lse)?;
+        if self.0 == Fault::AttendLeavesEmptyCells {
+            let seen = |&cell: &usize| lse.as_slice().get(cell) == f64::NEG_INFINITY;
+            let empty: Vec<usize> = cells(&job, 0).into_iter().filter(seen).collect();
+            empty.into_iter().for_each(|cell| lse.set(cell, 7.5));
         }
         Ok(())
     }

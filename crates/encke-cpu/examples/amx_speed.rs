@@ -16,12 +16,24 @@
 mod amx;
 #[cfg(target_arch = "x86_64")]
 #[allow(dead_code)]
+#[path = "../src/real.rs"]
+mod real;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
 #[path = "../src/schedule.rs"]
 mod schedule;
 #[cfg(target_arch = "x86_64")]
 #[allow(dead_code)]
 #[path = "../src/shared.rs"]
 mod shared;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../src/target.rs"]
+mod target;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../src/vector.rs"]
+mod vector;
 
 #[cfg(target_arch = "x86_64")]
 fn main() {
@@ -49,6 +61,8 @@ mod speed {
     use super::amx::softmax::{self, Block, Lanes, Running, Scale};
     use super::amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
     use super::amx::{self, Given, Pool};
+    use super::shared::Shared;
+    use super::target::Target;
     use encke_core::conformance::Random;
     use encke_core::dtype::Slice;
     use encke_core::job::{Causal, Job, Operand};
@@ -60,7 +74,7 @@ mod speed {
     use std::hint::black_box;
     use std::time::Instant;
 
-    type Forward = fn(&Pool, &Job, [&[bf16]; 3], &mut [f32], &mut [f32], &mut [f32]);
+    type Forward = fn(&Pool, &Job, [&[bf16]; 3], Target<'_, f32>);
     type Backward = fn(&Pool, &Job, Given<'_>, &mut [f32], &mut [f32], &mut [f32]);
 
     /// A list of names and functions, from shapes that differ from the usual in the given sizes.
@@ -84,29 +98,19 @@ mod speed {
             Shape,
             forward_shaped as Forward,
             [
-                {KEYS: 64},
-                {KEYS: 64, AHEAD: 1},
-                {KEYS: 64, AHEAD: 1, BEHIND: 1},
-                {KEYS: 64, GROUP: 2},
-                {KEYS: 64, GROUP: 2, AHEAD: 1},
-                {KEYS: 64, GROUP: 2, AHEAD: 1, PREFETCH: false},
-                {KEYS: 64, GROUP: 2, AHEAD: 1, SLAB: 2112},
-                {KEYS: 64, GROUP: 2, AHEAD: 1, SLAB: 4096},
-                {KEYS: 64, GROUP: 2, AHEAD: 1, PACKED: 512},
-                {KEYS: 64, GROUP: 2, AHEAD: 1, NUMBERS: 1 << 17},
-                {KEYS: 64, GROUP: 2, AHEAD: 1, BEHIND: 1},
-                {KEYS: 64, GROUP: 2, AHEAD: 1, BEHIND: 1, SLAB: 2112},
-                {KEYS: 64, GROUP: 4, AHEAD: 1, BEHIND: 1},
-                {KEYS: 32, GROUP: 4, AHEAD: 2, BEHIND: 1},
-                {KEYS: 128},
-                {KEYS: 128, PREFETCH: false},
-                {KEYS: 128, PACKED: 512, NUMBERS: 1 << 17},
-                {KEYS: 128, AHEAD: 1},
-                {KEYS: 128, GROUP: 2, AHEAD: 1},
-                {KEYS: 128, GROUP: 2, AHEAD: 1, BEHIND: 1},
                 {KEYS: 256},
-                {KEYS: 64, GROUP: 2, AHEAD: 1, DEGREE: 3},
-                {KEYS: 128, DEGREE: 3},
+                {KEYS: 128},
+                {KEYS: 64},
+                {KEYS: 64, GROUP: 2},
+                {KEYS: 128, GROUP: 2},
+                {KEYS: 128, PREFETCH: false},
+                {KEYS: 256, PREFETCH: false},
+                {KEYS: 512},
+                {KEYS: 256, PACKED: 512, NUMBERS: 1 << 17},
+                {KEYS: 128, PACKED: 512, NUMBERS: 1 << 17},
+                {KEYS: 64, PACKED: 512, NUMBERS: 1 << 17},
+                {KEYS: 256, PACKED: 2048},
+                {KEYS: 256, DEGREE: 3},
             ]
         )
     }
@@ -117,16 +121,13 @@ mod speed {
             backward_shaped as Backward,
             [
                 {KEYS: 64},
-                {KEYS: 64, AHEAD: 1},
-                {KEYS: 64, AHEAD: 1, SLAB: 2112},
-                {KEYS: 64, AHEAD: 1, SLAB: 4096},
-                {KEYS: 64, AHEAD: 1, TILES: 2},
-                {KEYS: 64, AHEAD: 1, TILES: 8},
-                {KEYS: 128, AHEAD: 1},
-                {KEYS: 128, AHEAD: 1, TILES: 8},
-                {KEYS: 32, AHEAD: 1},
-                {KEYS: 64, AHEAD: 1, NUMBERS: 1 << 14},
-                {KEYS: 64, AHEAD: 1, NUMBERS: 1 << 16},
+                {KEYS: 64, TILES: 8},
+                {KEYS: 64, NUMBERS: 1 << 16},
+                {KEYS: 64, TILES: 8, NUMBERS: 1 << 16},
+                {KEYS: 128},
+                {KEYS: 128, NUMBERS: 1 << 16},
+                {KEYS: 32, TILES: 8},
+                {KEYS: 128, TILES: 2},
             ]
         )
     }
@@ -240,14 +241,12 @@ mod speed {
             self.m.fill(f32::NEG_INFINITY);
             self.l.fill(0.0);
             let [q, k, v, _] = self.given.each_ref().map(Vec::as_slice);
-            run(
-                pool,
-                job,
-                [q, k, v],
-                &mut self.acc,
-                &mut self.m,
-                &mut self.l,
-            );
+            let carry = Carry {
+                acc: Shared::new(&mut self.acc),
+                m: Shared::new(&mut self.m),
+                l: Shared::new(&mut self.l),
+            };
+            run(pool, job, [q, k, v], Target::Carry(carry));
         }
 
         /// What backward is told, from what forward left.
@@ -568,8 +567,14 @@ mod speed {
                 fetch,
             };
             // SAFETY: the scores are there, and so are the vectors.
-            let rescale =
-                unsafe { softmax::softmax::<Short>(&block, Scale::new(0.125), &mut self.running) };
+            let rescale = unsafe {
+                softmax::softmax::<Short>(
+                    &block,
+                    Scale::new(0.125),
+                    &mut self.running,
+                    softmax::EVERY,
+                )
+            };
             black_box(rescale);
         }
 

@@ -21,7 +21,7 @@ use crate::panel;
 use crate::real::Real;
 use crate::schedule;
 use crate::scratch::{Pool, Scratch};
-use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded, tiles};
+use crate::shape::{BACKWARD_TILES, KEYS, MOST_LANES, VECTORS, lanes, padded, tiles};
 use crate::shared::Shared;
 use crate::softmax::Mask;
 use crate::vector::{Task, Vector};
@@ -70,7 +70,10 @@ impl<'a> Given<'a> {
 /// and products; k, v, dk and dv.
 pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 13] {
     let (tile, width) = (lanes::<X>(), padded::<X>(dim));
-    let (block, cells) = (tiles(dim) * width * tile, tiles(dim) * tile);
+    let (block, cells) = (
+        tiles(BACKWARD_TILES, dim) * width * tile,
+        tiles(BACKWARD_TILES, dim) * tile,
+    );
     let (scores, keys) = (KEYS * tile, KEYS * width);
     [
         block, block, block, block, block, cells, cells, scores, scores, keys, keys, keys, keys,
@@ -107,7 +110,7 @@ pub(crate) fn backward<X: Vector, const R: usize>(
     given: Given<'_>,
     gradients: Gradients<'_, Data>,
 ) {
-    let grid = Grid::new(job, lanes::<X>());
+    let grid = Grid::new(job, lanes::<X>(), tiles(BACKWARD_TILES, job.dim), 1);
     let backward = Backward {
         x,
         job,
@@ -187,7 +190,7 @@ struct Panels<'a, A> {
 
 /// What is known of the tiles of a block.
 struct Seen {
-    visible: [[usize; MOST_LANES]; TILES],
+    visible: [[usize; MOST_LANES]; BACKWARD_TILES],
     /// Whether all numbers of the queries are finite.
     finite: bool,
 }
@@ -238,7 +241,7 @@ impl<X: Vector, const R: usize> Task for Run<'_, X, R> {
                 tiles: tiles.clone(),
             };
             let mut seen = Seen {
-                visible: [[0; MOST_LANES]; TILES],
+                visible: [[0; MOST_LANES]; BACKWARD_TILES],
                 finite: true,
             };
             for i in 0..tiles.len() {

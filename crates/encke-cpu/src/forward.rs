@@ -4,10 +4,8 @@
 //! visible key are not packed, tiles that see nothing of a panel skip it, and only tiles on the
 //! diagonal are masked.
 
-use encke_core::Data;
 use encke_core::dtype::Slice;
 use encke_core::job::Job;
-use encke_core::kernel::Carry;
 
 use crate::grid::{Block, Grid, Tile};
 use crate::micro::{across, down};
@@ -15,17 +13,17 @@ use crate::panel;
 use crate::real::Real;
 use crate::schedule;
 use crate::scratch::{Pool, Scratch};
-use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded, tiles};
-use crate::shared::Shared;
+use crate::shape::{KEYS, MOST_LANES, TASKS, TILES, VECTORS, lanes, padded, tiles};
 use crate::softmax::{self, Mask};
+use crate::target::Target;
 use crate::vector::{Task, Vector};
 
 /// Sizes of one task's panels: queries and outputs as lanes, m and l of each lane, scores, keys
 /// and values.
 pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 7] {
     let (tile, width) = (lanes::<X>(), padded::<X>(dim));
-    let panel = tiles(dim) * width * tile;
-    let cells = tiles(dim) * tile;
+    let panel = tiles(TILES, dim) * width * tile;
+    let cells = tiles(TILES, dim) * tile;
     [
         panel,
         panel,
@@ -45,7 +43,7 @@ struct Attention<'a, X: Vector> {
     q: Slice<'a>,
     k: Slice<'a>,
     v: Slice<'a>,
-    carry: Carry<Shared<'a, X::A>>,
+    target: Target<'a, X::A>,
 }
 
 /// Attends the queries of a job to its keys, `R` rows in registers at a time.
@@ -54,9 +52,9 @@ pub(crate) fn forward<X: Vector, const R: usize>(
     pool: &Pool<X::A>,
     job: &Job,
     [q, k, v]: [Slice<'_>; 3],
-    carry: &mut Carry<Data>,
+    target: Target<'_, X::A>,
 ) {
-    let grid = Grid::new(job, lanes::<X>());
+    let grid = Grid::new(job, lanes::<X>(), tiles(TILES, job.dim), TASKS);
     let attention = Attention {
         x,
         job,
@@ -64,11 +62,7 @@ pub(crate) fn forward<X: Vector, const R: usize>(
         q,
         k,
         v,
-        carry: Carry {
-            acc: Shared::new(X::A::numbers(&mut carry.acc)),
-            m: Shared::new(X::A::numbers(&mut carry.m)),
-            l: Shared::new(X::A::numbers(&mut carry.l)),
-        },
+        target,
     };
     let blocks = grid.all_blocks(job);
     schedule::run(&blocks, |queue| {
@@ -173,17 +167,10 @@ impl<X: Vector> Attention<'_, X> {
         rows.fill(X::A::ZERO);
         for lane in 0..tile.count {
             let cell = self.cell(block, tile, lane);
+            let row = &mut rows[lane * width..][..job.dim];
             // SAFETY: cells of different (batch, segment, row, head) do not overlap (checked
             // before the job began), and this task alone has these.
-            let (acc, old_m, old_l) = unsafe {
-                (
-                    self.carry.acc.row(cell * job.dim, job.dim),
-                    self.carry.m.row(cell, 1),
-                    self.carry.l.row(cell, 1),
-                )
-            };
-            rows[lane * width..][..job.dim].copy_from_slice(acc);
-            (m[lane], l[lane]) = (old_m[0], old_l[0]);
+            (m[lane], l[lane]) = unsafe { self.target.begin(cell, row) };
         }
         let out = &mut panels.out[at];
         panel::transpose(rows, width, tile.count, X::A::ONE, lanes, out);
@@ -197,17 +184,11 @@ impl<X: Vector> Attention<'_, X> {
         let out = &panels.out[i * width * lanes..(i + 1) * width * lanes];
         for lane in 0..tile.count {
             let cell = self.cell(block, tile, lane);
+            let row = &mut panels.k[..dim];
+            panel::lane(out, lanes, lane, row);
+            let (m, l) = (panels.m[i * lanes + lane], panels.l[i * lanes + lane]);
             // SAFETY: as in `load`.
-            let (acc, m, l) = unsafe {
-                (
-                    self.carry.acc.row(cell * dim, dim),
-                    self.carry.m.row(cell, 1),
-                    self.carry.l.row(cell, 1),
-                )
-            };
-            panel::lane(out, lanes, lane, acc);
-            m[0] = panels.m[i * lanes + lane];
-            l[0] = panels.l[i * lanes + lane];
+            unsafe { self.target.end_with(cell, row, m, l) };
         }
     }
 

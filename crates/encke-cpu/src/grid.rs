@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use encke_core::job::Job;
 
-use crate::shape::tiles;
+use crate::shape::FEWEST_TILES;
 
 /// How the queries of a job are cut up.
 #[derive(Debug)]
@@ -18,7 +18,8 @@ pub(crate) struct Grid {
     lanes: usize,
     queries: usize,
     tiles_per_head: usize,
-    tiles_per_block: usize,
+    /// The most tiles of a block.
+    most: usize,
 }
 
 /// Queries of one head that fill a tile, or what is left of them.
@@ -39,7 +40,8 @@ pub(crate) struct Block {
 }
 
 impl Grid {
-    pub fn new(job: &Job, lanes: usize) -> Grid {
+    /// Blocks have at most `most` tiles, and fewer where there would not be `tasks` of them.
+    pub fn new(job: &Job, lanes: usize, most: usize, tasks: usize) -> Grid {
         let mut groups: Vec<Vec<usize>> = Vec::new();
         for head in 0..job.heads {
             let same = |group: &&mut Vec<usize>| job.k.heads[group[0]] == job.k.heads[head];
@@ -48,13 +50,24 @@ impl Grid {
                 None => groups.push(vec![head]),
             }
         }
-        Grid {
+        let mut grid = Grid {
             groups,
             lanes,
             queries: job.queries,
             tiles_per_head: job.queries.div_ceil(lanes),
-            tiles_per_block: tiles(job.dim),
+            most,
+        };
+        let places = job.batch * job.segments;
+        let blocks = |grid: &Grid| -> usize {
+            let groups = 0..grid.groups.len();
+            groups
+                .map(|group| places * grid.blocks(group).count())
+                .sum()
+        };
+        while grid.most > FEWEST_TILES && blocks(&grid) < tasks {
+            grid.most = grid.most.div_ceil(2);
         }
+        grid
     }
 
     /// Tiles of a group.
@@ -73,9 +86,10 @@ impl Grid {
         }
     }
 
-    /// The tiles of a group in pieces that are computed together.
+    /// The tiles of a group in pieces of about one size that are computed together.
     pub fn blocks(&self, group: usize) -> impl Iterator<Item = Range<usize>> {
-        let (tiles, step) = (self.tiles(group), self.tiles_per_block);
+        let tiles = self.tiles(group);
+        let step = tiles.div_ceil(tiles.div_ceil(self.most).max(1)).max(1);
         let firsts = (0..tiles).step_by(step);
         firsts.map(move |first| first..(first + step).min(tiles))
     }

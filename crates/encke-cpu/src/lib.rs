@@ -29,6 +29,7 @@ mod scratch;
 mod shape;
 mod shared;
 mod softmax;
+mod target;
 mod vector;
 
 use encke_core::dtype::Slice;
@@ -40,7 +41,39 @@ use encke_core::{DType, Data, Tensor, View};
 
 pub use arm::{Arm, VARIABLE};
 use scratch::{Pool, Scratch};
+use target::Target;
 use vector::{F32, F64, Plain};
+
+/// Calls a function in the precision of some sums.
+macro_rules! in_precision {
+    ($dtype:expr, $($call:ident)::* ($($argument:expr),*)) => {
+        match $dtype {
+            DType::F64 => $($call)::*::<f64>($($argument),*),
+            _ => $($call)::*::<f32>($($argument),*),
+        }
+    };
+}
+
+/// Calls a function with the vectors of the arm in use and as many rows as fit its registers.
+macro_rules! on_arm {
+    ($kernel:expr, $a:ty, $vectors:ident, $($call:ident)::+ ($($argument:expr),*)) => {
+        match $kernel.arm {
+            Arm::Portable => $($call)::+::<_, 4>(Plain::<$a>::new(), $($argument),*),
+            #[cfg(target_arch = "x86_64")]
+            Arm::Avx2 => {
+                let simd = pulp::x86::V3::try_new().expect("the arm was checked");
+                $($call)::+::<_, 4>($vectors(simd), $($argument),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            Arm::Avx512 | Arm::Amx => {
+                let simd = pulp::x86::V4::try_new().expect("the arm was checked");
+                $($call)::+::<_, 8>($vectors(simd), $($argument),*)
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Arm::Avx2 | Arm::Avx512 | Arm::Amx => unreachable!("the arm was checked"),
+        }
+    };
+}
 
 /// Attention on the CPU, on the threads of the rayon pool it is called from.
 ///
@@ -76,6 +109,34 @@ impl CpuKernel {
     pub fn arm(&self) -> Arm {
         self.arm
     }
+
+    /// Refuses a job two of whose queries have one cell.
+    fn writable_cells(&self, job: &Job) -> Result<()> {
+        let cells = [job.batch, job.segments, job.queries];
+        writable("cells", shared::disjoint(&job.cells, cells, 1, false))
+    }
+
+    fn forward_wide(&self, job: &Job, given: [Slice<'_>; 3], target: Target<'_, f64>) {
+        on_arm!(
+            self,
+            f64,
+            F64,
+            forward::forward(&self.wide, job, given, target)
+        );
+    }
+
+    fn forward_narrow(&self, job: &Job, given: [Slice<'_>; 3], target: Target<'_, f32>) {
+        #[cfg(target_arch = "x86_64")]
+        if let (Arm::Amx, [Slice::Bf16(q), Slice::Bf16(k), Slice::Bf16(v)]) = (self.arm, given) {
+            return amx::forward::<amx::Hardware>(&self.tiles, job, [q, k, v], target);
+        }
+        on_arm!(
+            self,
+            f32,
+            F32,
+            forward::forward(&self.narrow, job, given, target)
+        );
+    }
 }
 
 /// The type that sums are kept in, the same for all of `buffers`.
@@ -106,37 +167,6 @@ fn writable(what: &str, disjoint: bool) -> Result<()> {
         true => Ok(()),
         false => Err(unsupported(format!("rows of {what} that overlap"))),
     }
-}
-
-/// Calls a function in the precision of some sums.
-macro_rules! in_precision {
-    ($dtype:expr, $($call:ident)::* ($($argument:expr),*)) => {
-        match $dtype {
-            DType::F64 => $($call)::*::<f64>($($argument),*),
-            _ => $($call)::*::<f32>($($argument),*),
-        }
-    };
-}
-
-/// Calls a function with the vectors of the arm in use and as many rows as fit its registers.
-macro_rules! on_arm {
-    ($kernel:expr, $a:ty, $vectors:ident, $($call:ident)::+ ($($argument:expr),*)) => {
-        match $kernel.arm {
-            Arm::Portable => $($call)::+::<_, 4>(Plain::<$a>::new(), $($argument),*),
-            #[cfg(target_arch = "x86_64")]
-            Arm::Avx2 => {
-                let simd = pulp::x86::V3::try_new().expect("the arm was checked");
-                $($call)::+::<_, 4>($vectors(simd), $($argument),*)
-            }
-            #[cfg(target_arch = "x86_64")]
-            Arm::Avx512 | Arm::Amx => {
-                let simd = pulp::x86::V4::try_new().expect("the arm was checked");
-                $($call)::+::<_, 8>($vectors(simd), $($argument),*)
-            }
-            #[cfg(not(target_arch = "x86_64"))]
-            Arm::Avx2 | Arm::Avx512 | Arm::Amx => unreachable!("the arm was checked"),
-        }
-    };
 }
 
 impl Kernel for CpuKernel {
@@ -192,34 +222,28 @@ impl Kernel for CpuKernel {
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l])?;
-        let cells = [job.batch, job.segments, job.queries];
-        writable("the carry", shared::disjoint(&job.cells, cells, 1, false))?;
-        #[cfg(target_arch = "x86_64")]
-        if let (Arm::Amx, Slice::Bf16(q), Slice::Bf16(k), Slice::Bf16(v)) = (self.arm, q, k, v)
-            && let Carry {
-                acc: Data::F32(acc),
-                m: Data::F32(m),
-                l: Data::F32(l),
-            } = carry
-        {
-            amx::forward::<amx::Hardware>(&self.tiles, job, [q, k, v], acc, m, l);
-            return Ok(());
-        }
+        self.writable_cells(job)?;
         match dtype {
-            DType::F64 => {
-                on_arm!(
-                    self,
-                    f64,
-                    F64,
-                    forward::forward(&self.wide, job, [q, k, v], carry)
-                );
-            }
-            _ => on_arm!(
-                self,
-                f32,
-                F32,
-                forward::forward(&self.narrow, job, [q, k, v], carry)
-            ),
+            DType::F64 => self.forward_wide(job, [q, k, v], Target::carry(carry)),
+            _ => self.forward_narrow(job, [q, k, v], Target::carry(carry)),
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        let dtype = sums_in(&[lse])?;
+        self.writable_cells(job)?;
+        match dtype {
+            DType::F64 => self.forward_wide(job, [q, k, v], Target::end(out, lse, job.gain)),
+            _ => self.forward_narrow(job, [q, k, v], Target::end(out, lse, job.gain)),
         }
         Ok(())
     }

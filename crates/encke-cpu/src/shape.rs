@@ -7,8 +7,14 @@ use crate::vector::Vector;
 
 /// Vectors in a tile.
 pub(crate) const VECTORS: usize = 3;
-/// The most tiles of queries that one packing of keys serves.
-pub(crate) const TILES: usize = 16;
+/// The most tiles of queries that one packing of keys serves, in the forward pass.
+pub(crate) const TILES: usize = 24;
+/// The same in the backward pass, which has more to keep of each.
+pub(crate) const BACKWARD_TILES: usize = 16;
+/// Tasks a job is cut into, if it is large enough.
+pub(crate) const TASKS: usize = 16;
+/// Tiles below which a task is not cut further.
+pub(crate) const FEWEST_TILES: usize = 4;
 /// Keys in a panel: a multiple of every number of rows held in registers.
 pub(crate) const KEYS: usize = 128;
 /// Lanes of the widest tile.
@@ -25,8 +31,9 @@ pub(crate) const fn padded<X: Vector>(dim: usize) -> usize {
     dim.next_multiple_of(unit)
 }
 
-/// Tiles of queries that one packing of keys serves: as many as stay in the second-level cache.
-pub(crate) const fn tiles(dim: usize) -> usize {
-    let fitting = TILES * 64 / if dim > 64 { dim } else { 64 };
+/// Tiles of queries that one packing of keys serves: as many as stay in the second-level cache,
+/// where `most` do with a head dimension of 64.
+pub(crate) const fn tiles(most: usize, dim: usize) -> usize {
+    let fitting = most * 64 / if dim > 64 { dim } else { 64 };
     if fitting > 2 { fitting } else { 2 }
 }

@@ -16,6 +16,19 @@ mod schedule;
 #[path = "../src/shared.rs"]
 mod shared;
 
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../src/real.rs"]
+mod real;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../src/target.rs"]
+mod target;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../src/vector.rs"]
+mod vector;
+
 use amx::backward::backward_shaped;
 use amx::emulated::Emulated;
 use amx::forward::forward_shaped;
@@ -31,6 +44,7 @@ use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 use half::bf16;
 use std::marker::PhantomData;
+use target::Target;
 
 /// Attention on tiles; everything else is left to the oracle.
 struct TileKernel<T> {
@@ -117,8 +131,21 @@ impl<T: Tiles> Kernel for TileKernel<T> {
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let given = [narrow(q), narrow(k), narrow(v)];
-        let (acc, m, l) = (wide(&mut carry.acc), wide(&mut carry.m), wide(&mut carry.l));
-        amx::forward::<T>(&self.pool, job, given, acc, m, l);
+        amx::forward::<T>(&self.pool, job, given, Target::carry(carry));
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        let given = [narrow(q), narrow(k), narrow(v)];
+        amx::forward::<T>(&self.pool, job, given, Target::end(out, lse, job.gain));
         Ok(())
     }
 
@@ -525,7 +552,7 @@ fn shapes_change_only_the_order_of_sums() {
     NaiveKernel.fill(l, 0.0).unwrap();
     let [q, k, v, dout] =
         [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(|data| narrow(data.as_slice()));
-    forward_shaped::<Emulated, Odd>(&pool, &job, [q, k, v], wide(acc), wide(m), wide(l));
+    forward_shaped::<Emulated, Odd>(&pool, &job, [q, k, v], Target::carry(&mut got.carry));
     NaiveKernel
         .finish(
             cells,

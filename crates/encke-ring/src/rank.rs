@@ -469,6 +469,21 @@ fn perform<K: Kernel>(
         } => held.with_carry(*carry, |_, carry| {
             kernel.forward(job, read(*q), read(*k), read(*v), carry)
         }),
+        Task::Attend {
+            job,
+            q,
+            k,
+            v,
+            out,
+            lse,
+        } => {
+            let (mut out_buffer, mut lse_buffer) = (held.take_one(*out), held.take_one(*lse));
+            let (q, k, v) = (read(*q), read(*k), read(*v));
+            let done = kernel.attend(job, q, k, v, &mut out_buffer, &mut lse_buffer);
+            *held.slot(*out) = Some(out_buffer);
+            *held.slot(*lse) = Some(lse_buffer);
+            done
+        }
         Task::Merge { blocks, from, to } => held.with_carry(*from, |held, from| {
             held.with_carry(*to, |_, to| {
                 let mut blocks = blocks.iter();

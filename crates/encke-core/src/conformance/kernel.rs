@@ -6,7 +6,7 @@
 use super::bench::Bench;
 use super::case::Case;
 use super::hidden::{self, same_carry, same_gradients};
-use super::judge::Judge;
+use super::judge::{Judge, largest};
 use super::layout::GAP;
 use super::{Failure, Random, cells, moving};
 use crate::dtype::{DType, Data};
@@ -71,6 +71,8 @@ fn attention<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
         |_| false,
     )?;
 
+    attended(bench, &oracle, &case, &judge)?;
+
     let grown = bench.backward(&case, &told)?;
     let expected = oracle.backward(&case, &told)?;
     judge_backward(bench, &case, &grown, &expected, &judge)?;
@@ -87,7 +89,60 @@ fn attention<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
     hidden::keys(bench, &case, &told, &carry, &grown)
 }
 
+/// The first part of a case as if it were all of it, to the end.
+fn attended<K: Kernel>(
+    bench: &Bench<'_, K>,
+    oracle: &Bench<'_, NaiveKernel>,
+    case: &Case,
+    judge: &Judge,
+) -> Result<(), Failure> {
+    let (exact, exact_lse) = oracle.attend(case)?;
+    let (out, lse) = bench.attend(case)?;
+    let untouched = |x: &f64| *x == MARK;
+    let same = |got: &Data, exact: &Data| {
+        let (got, exact) = (got.to_f64(), exact.to_f64());
+        let pairs = got.iter().zip(&exact);
+        pairs.filter(|(x, y)| untouched(x) != untouched(y)).count()
+    };
+    if same(&out, &exact) + same(&lse, &exact_lse) > 0 {
+        return Err(bench.failure("attending to the end wrote other cells than those of its job"));
+    }
+    let gain = case.parts[0].job.gain.abs().max(1.0);
+    let pairs = |got: &Data, exact: &Data| {
+        let pairs = got.to_f64().into_iter().zip(exact.to_f64());
+        pairs.collect::<Vec<_>>()
+    };
+    // The judge's sums run over all parts, so weights that are alone are allowed a part's share.
+    let room = gain * (judge.out + bench.dtype.epsilon() * largest(&exact.to_f64()));
+    bench.close("out, attended to the end,", pairs(&out, &exact), room)?;
+    bench.close(
+        "lse, attended to the end,",
+        pairs(&lse, &exact_lse),
+        judge.lse,
+    )
+}
+
+/// What cells hold that a job must not touch.
+const MARK: f64 = 7.5;
+
 impl<K: Kernel> Bench<'_, K> {
+    /// out and lse of a case whose first part is all there is.
+    pub fn attend(&self, case: &Case) -> Result<(Data, Data), Failure> {
+        let (part, sum) = (&case.parts[0], self.dtype.sum());
+        let q = self.put(self.dtype, &case.q)?;
+        let k = self.put(self.dtype, &part.k)?;
+        let v = self.put(self.dtype, &part.v)?;
+        let mut out = self.put(self.dtype, &vec![MARK; case.cells * case.dim])?;
+        let mut lse = self.put(sum, &vec![MARK; case.cells])?;
+        let [q, k, v] = [&q, &k, &v].map(|buffer| self.kernel.input(buffer));
+        let done = self.kernel.attend(&part.job, q, k, v, &mut out, &mut lse);
+        self.done(done)?;
+        Ok((
+            self.get(self.dtype, case.cells * case.dim, &out)?,
+            self.get(sum, case.cells, &lse)?,
+        ))
+    }
+
     /// All parts of a case into one carry.
     pub fn forward(&self, case: &Case) -> Result<Carry<Data>, Failure> {
         let q = self.put(self.dtype, &case.q)?;

@@ -4,7 +4,7 @@ use super::builder::Builder;
 use super::flow::CARRY;
 use super::jobs::QueryRows;
 use super::layout::Width;
-use super::program::{BufferId, CarryIds, Component, RankPlan, Role, Task};
+use super::program::{BufferId, CarryIds, Component, Fill, RankPlan, Role, Task};
 use super::{Plan, Queries};
 
 pub(super) fn program(plan: &Plan, rank: usize) -> RankPlan {
@@ -14,12 +14,11 @@ pub(super) fn program(plan: &Plan, rank: usize) -> RankPlan {
     }
 }
 
-/// The buffers that both kinds have: q (all rows or the own ones), k, v and the own carry.
+/// The buffers that all kinds have: q (all rows or the own ones), k and v.
 struct Buffers {
     q: BufferId,
     k: BufferId,
     v: BufferId,
-    carry: CarryIds,
 }
 
 fn buffers(b: &mut Builder<'_>, q_rows: usize) -> Buffers {
@@ -29,13 +28,27 @@ fn buffers(b: &mut Builder<'_>, q_rows: usize) -> Buffers {
         q: b.resident("q", Component::Queries, dtype, q_rows, Width::Query),
         k: b.resident("k", Component::OwnKv, dtype, rows, Width::Kv),
         v: b.resident("v", Component::OwnKv, dtype, rows, Width::Kv),
-        carry: b.carry(Component::Carry, rows),
     };
     for (role, buffer) in [(Role::K, buffers.k), (Role::V, buffers.v)] {
         b.input(role, buffer, b.runs_of(b.rank));
     }
-    b.clear_carry(0, buffers.carry);
     buffers
+}
+
+/// The own carry, empty at first.
+fn own_carry(b: &mut Builder<'_>) -> CarryIds {
+    let carry = b.carry(Component::Carry, b.rows);
+    b.clear_carry(0, carry);
+    carry
+}
+
+/// out and lse of the own rows.
+fn ends(b: &mut Builder<'_>) -> (BufferId, BufferId) {
+    let request = &b.plan.request;
+    let (out_dtype, sum) = (request.out_dtype(), request.dtype.sum());
+    let out = b.resident("out", Component::Output, out_dtype, b.rows, Width::WideCell);
+    let lse = b.resident("lse", Component::Output, sum, b.rows, Width::Cell);
+    (out, lse)
 }
 
 /// out and lse of the own rows, made from the carry in the round after the last.
@@ -43,9 +56,7 @@ fn finish(b: &mut Builder<'_>, carry: CarryIds) -> (BufferId, BufferId) {
     let plan = b.plan;
     let request = &plan.request;
     let rows = b.rows;
-    let (out_dtype, sum) = (request.out_dtype(), request.dtype.sum());
-    let out = b.resident("out", Component::Output, out_dtype, rows, Width::WideCell);
-    let lse = b.resident("lse", Component::Output, sum, rows, Width::Cell);
+    let (out, lse) = ends(b);
     let round = b.next_round();
     b.round(round).before.push(Task::Finish {
         cells: request.shape.batch * rows * plan.slots,
@@ -58,17 +69,37 @@ fn finish(b: &mut Builder<'_>, carry: CarryIds) -> (BufferId, BufferId) {
     (out, lse)
 }
 
-/// Queries stay, keys visit.
+/// Queries stay, keys visit. Where none visits and one job is all that a query sees, it is attended
+/// to the end, without a carry.
 fn sharded(plan: &Plan, rank: usize) -> RankPlan {
     let mut b = Builder::new(plan, rank);
     let rows = b.rows;
-    let Buffers { q, k, v, carry } = buffers(&mut b, rows);
+    let Buffers { q, k, v } = buffers(&mut b, rows);
     b.input(Role::Q, q, b.runs_of(rank));
     let at = QueryRows {
         q: b.own(),
         cells: b.own(),
         dq: None,
     };
+    if b.sees_all_at_once() {
+        let (out, lse) = ends(&mut b);
+        // Cells that see nothing keep the zeros that out begins with.
+        let value = Fill::MinusInfinity;
+        let empty = Task::Fill { buffer: lse, value };
+        b.round(0).before.push(empty);
+        b.local_jobs(at, |job| Task::Attend {
+            job,
+            q,
+            k,
+            v,
+            out,
+            lse,
+        });
+        b.output(Role::Out, out, b.runs_of(rank));
+        b.output(Role::Lse, lse, b.runs_of(rank));
+        return b.finish();
+    }
+    let carry = own_carry(&mut b);
     let forward = |job, k, v| Task::Forward {
         job,
         q,
@@ -95,7 +126,8 @@ fn sharded(plan: &Plan, rank: usize) -> RankPlan {
 fn replicated(plan: &Plan, rank: usize) -> RankPlan {
     let mut b = Builder::new(plan, rank);
     let request = &plan.request;
-    let Buffers { q, k, v, carry } = buffers(&mut b, request.shape.tokens);
+    let Buffers { q, k, v } = buffers(&mut b, request.shape.tokens);
+    let carry = own_carry(&mut b);
     b.input(Role::Q, q, b.all_runs());
     let at = QueryRows {
         q: b.among_all(rank),

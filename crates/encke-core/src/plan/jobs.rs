@@ -8,6 +8,7 @@ use super::layout::{Resident, Width};
 use super::program::Task;
 use crate::job::{Job, Operand};
 use crate::rows::{Rows, Segments};
+use std::collections::BTreeSet;
 
 /// Where the rows of one rank's queries lie: in q, in cells, and in dq if that is another layout.
 #[derive(Clone, Copy)]
@@ -18,6 +19,22 @@ pub(super) struct QueryRows {
 }
 
 impl Builder<'_> {
+    /// Whether no keys visit this rank, and no cell of its is in more than one of its jobs.
+    pub fn sees_all_at_once(&self) -> bool {
+        let (plan, rank) = (self.plan, self.rank);
+        let mut slots = BTreeSet::new();
+        let alone = |&(lane, group): &(usize, usize)| {
+            let segments = plan.groups[lane][group].segments;
+            let runs = plan.shards.select(&plan.lanes[lane], rank, segments);
+            runs.count() <= 1
+        };
+        let own = plan.lanes.iter().all(|lane| {
+            let mut heads = lane.heads.iter();
+            heads.all(|head| slots.insert(head.slot))
+        });
+        plan.rings_of[rank].is_empty() && own && plan.groups_of[rank].iter().all(alone)
+    }
+
     /// Jobs of this rank with itself, in round 0.
     pub fn local_jobs(&mut self, at: QueryRows, task: impl Fn(Job) -> Task) {
         let (plan, rank) = (self.plan, self.rank);

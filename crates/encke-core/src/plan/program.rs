@@ -143,6 +143,21 @@ pub enum Task {
         /// Where the result accumulates.
         carry: CarryIds,
     },
+    /// Attend queries that see nothing else, to the end.
+    Attend {
+        /// Which rows.
+        job: Job,
+        /// Queries.
+        q: BufferId,
+        /// Keys.
+        k: BufferId,
+        /// Values.
+        v: BufferId,
+        /// The output.
+        out: BufferId,
+        /// The lse.
+        lse: BufferId,
+    },
     /// Merge cells of one carry into another.
     Merge {
         /// Which cells.
@@ -214,6 +229,7 @@ impl Task {
             Task::Fill { buffer, .. } => vec![*buffer],
             Task::Copy { to, .. } => vec![*to],
             Task::Forward { carry, .. } => vec![carry.acc, carry.m, carry.l],
+            Task::Attend { out, lse, .. } => vec![*out, *lse],
             Task::Merge { from, to, .. } => vec![from.acc, from.m, from.l, to.acc, to.m, to.l],
             Task::Finish {
                 carry, out, lse, ..
@@ -226,7 +242,9 @@ impl Task {
     /// The attention it computes, if it is one.
     pub fn job(&self) -> Option<&Job> {
         match self {
-            Task::Forward { job, .. } | Task::Backward { job, .. } => Some(job),
+            Task::Forward { job, .. } | Task::Attend { job, .. } | Task::Backward { job, .. } => {
+                Some(job)
+            }
             _ => None,
         }
     }

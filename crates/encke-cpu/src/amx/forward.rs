@@ -21,7 +21,7 @@ use super::scratch::{Divider, Pool};
 use super::shape::{Long, Shape, Short};
 use super::softmax::{Running, Scale};
 use super::tiles::{ROW_BYTES, SLAB_BYTES, Tiles};
-use crate::shared::Shared;
+use crate::target::Target;
 
 /// Tasks a job is cut into, if it is large enough.
 const TASKS: usize = 16;
@@ -35,14 +35,12 @@ pub(crate) fn forward<T: Tiles>(
     pool: &Pool,
     job: &Job,
     [q, k, v]: [&[bf16]; 3],
-    acc: &mut [f32],
-    m: &mut [f32],
-    l: &mut [f32],
+    target: Target<'_, f32>,
 ) {
     if job.dim <= 64 {
-        forward_shaped::<T, Short>(pool, job, [q, k, v], acc, m, l);
+        forward_shaped::<T, Short>(pool, job, [q, k, v], target);
     } else {
-        forward_shaped::<T, Long>(pool, job, [q, k, v], acc, m, l);
+        forward_shaped::<T, Long>(pool, job, [q, k, v], target);
     }
 }
 
@@ -51,9 +49,7 @@ pub(crate) fn forward_shaped<T: Tiles, S: Shape>(
     pool: &Pool,
     job: &Job,
     [q, k, v]: [&[bf16]; 3],
-    acc: &mut [f32],
-    m: &mut [f32],
-    l: &mut [f32],
+    target: Target<'_, f32>,
 ) {
     assert!(T::available(), "{} tiles are not available here", T::NAME);
     let run = Run {
@@ -61,9 +57,7 @@ pub(crate) fn forward_shaped<T: Tiles, S: Shape>(
         q,
         k,
         v,
-        acc: Shared::new(acc),
-        m: Shared::new(m),
-        l: Shared::new(l),
+        target,
         steps: job.dim.div_ceil(WIDTH),
         scale: Scale::new(job.scale),
         layout: Layout::new::<S>(job.dim),
@@ -204,9 +198,7 @@ struct Run<'a> {
     q: &'a [bf16],
     k: &'a [bf16],
     v: &'a [bf16],
-    acc: Shared<'a, f32>,
-    m: Shared<'a, f32>,
-    l: Shared<'a, f32>,
+    target: Target<'a, f32>,
     /// Steps of 32 channels.
     steps: usize,
     scale: Scale,

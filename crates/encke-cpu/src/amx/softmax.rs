@@ -77,7 +77,11 @@ pub(crate) struct Block {
     pub fetch: usize,
 }
 
-/// Turns scores into weights relative to the new maximum.
+/// All lanes.
+pub(crate) const EVERY: u32 = !0;
+
+/// Turns scores into weights relative to the new maximum, in lanes that `look` for one (bit by
+/// bit), and to the old one in the others.
 ///
 /// # Safety
 /// The slabs of the block can be read and written, and the processor has the vectors.
@@ -87,6 +91,7 @@ pub(crate) unsafe fn softmax<S: Shape>(
     block: &Block,
     scale: Scale,
     running: &mut Running,
+    look: u32,
 ) -> Rescale {
     let log2_e = splat(std::f32::consts::LOG2_E);
     let lowest = splat(f32::NEG_INFINITY);
@@ -104,6 +109,7 @@ pub(crate) unsafe fn softmax<S: Shape>(
             };
             // Of two operands the second is taken where one is NaN: it never becomes a maximum.
             let m = _mm512_max_ps(_mm512_mul_ps(top, splat(scale.natural)), old_m);
+            let m = _mm512_mask_mov_ps(old_m, (look >> lane) as u16, m);
             let nothing = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(m, lowest);
             // A lane that has seen nothing subtracts 0: minus infinity minus itself is NaN.
             let base = _mm512_mask_mov_ps(_mm512_mul_ps(m, log2_e), nothing, splat(0.0));
@@ -126,14 +132,16 @@ pub(crate) unsafe fn softmax<S: Shape>(
 }
 
 /// The same without a look at the maximum: weights stay relative to the old one, which is as good
-/// as long as they stay small. Where some lane has none yet, or its weights have grown too large
-/// (or are no numbers), this says false and leaves `running` as it was, but not the scores.
+/// as long as they stay small. Returns the lanes that have to look, because they have no maximum
+/// yet or because their weights have grown too large (or are no numbers). If there are any,
+/// `running` is as it was, but the scores may not be. What a lane has to do depends on its own
+/// scores alone, so no query has a part in the bits of another.
 ///
 /// # Safety
 /// As for [`softmax`]; every query sees every key of the block.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-pub(crate) unsafe fn onward<S: Shape>(block: &Block, scale: Scale, running: &mut Running) -> bool {
+pub(crate) unsafe fn onward<S: Shape>(block: &Block, scale: Scale, running: &mut Running) -> u32 {
     // Far from where sums of weights times values could overflow sooner than they must.
     const LARGE: f32 = 65536.0;
     let log2_e = splat(std::f32::consts::LOG2_E);
@@ -142,25 +150,26 @@ pub(crate) unsafe fn onward<S: Shape>(block: &Block, scale: Scale, running: &mut
         let m = running.m.0.as_ptr();
         let m = [_mm512_load_ps(m), _mm512_load_ps(m.add(16))];
         let lowest = splat(f32::NEG_INFINITY);
-        let started = |m| _mm512_cmp_ps_mask::<_CMP_GT_OQ>(m, lowest) == 0xffff;
-        if !(started(m[0]) && started(m[1])) {
-            return false;
+        let both = |masks: [u16; 2]| u32::from(masks[0]) | u32::from(masks[1]) << 16;
+        let started = both(m.map(|m| _mm512_cmp_ps_mask::<_CMP_GT_OQ>(m, lowest)));
+        if started == 0 {
+            return EVERY;
         }
         let sum = |half: usize| {
             let base = _mm512_mul_ps(m[half], log2_e);
             weights::<S>(block, half, splat(scale.binary), base)
         };
         let sums = [sum(0), sum(1)];
-        let small = |sum| _mm512_cmp_ps_mask::<_CMP_LT_OQ>(sum, splat(LARGE)) == 0xffff;
-        if !(small(sums[0]) && small(sums[1])) {
-            return false;
+        let small = both(sums.map(|sum| _mm512_cmp_ps_mask::<_CMP_LT_OQ>(sum, splat(LARGE))));
+        if started & small != EVERY {
+            return !(started & small);
         }
         let l = running.l.0.as_mut_ptr();
         for (half, sum) in sums.into_iter().enumerate() {
             let l = l.add(16 * half);
             _mm512_store_ps(l, _mm512_add_ps(_mm512_load_ps(l), sum));
         }
-        true
+        0
     }
 }
 

@@ -85,6 +85,19 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         NaiveKernel.forward(job, q, k, v, carry)
     }
 
+    fn attend(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        (self.0)(Call::Attend { job, q, k })?;
+        NaiveKernel.attend(job, q, k, v, out, lse)
+    }
+
     fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
         (self.0)(Call::Other)?;
         NaiveKernel.merge(block, from, to)

@@ -152,13 +152,15 @@ impl Run<'_> {
         };
         // SAFETY: the buffer of scores has these slabs.
         unsafe {
+            let mut look = softmax::EVERY;
             if !block.masked {
-                if softmax::onward::<S>(&block, self.scale, &mut tile.running) {
+                look = softmax::onward::<S>(&block, self.scale, &mut tile.running);
+                if look == 0 {
                     return Rescale::NONE;
                 }
                 self.scores::<T, S>(turn, scratch);
             }
-            softmax::softmax::<S>(&block, self.scale, &mut tile.running)
+            softmax::softmax::<S>(&block, self.scale, &mut tile.running, look)
         }
     }
 

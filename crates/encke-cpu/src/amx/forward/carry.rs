@@ -5,9 +5,10 @@ use std::arch::x86_64::*;
 use super::super::pack::{self, Sign, Slabs, Source, WIDTH};
 use super::super::shape::Shape;
 use super::super::softmax::{Lanes, Running};
-use super::super::tiles::{ROW_BYTES, TILE_BYTES};
-use super::super::vector::transpose;
+use super::super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
+use super::super::vector::{splat, transpose};
 use super::{Packed, Run, Task, Tile};
+use crate::target::{Rows, Target, ended};
 
 impl Run<'_> {
     /// Reads a tile's queries and carry.
@@ -44,12 +45,20 @@ impl Run<'_> {
             l: Lanes([0.0; 32]),
             visible: Lanes(std::array::from_fn(|lane| visible(lane) as i32)),
         };
+        let Target::Carry(carry) = &self.target else {
+            for slab in 0..2 * self.steps {
+                let at = self.sums::<S>(i, scratch).wrapping_add(slab * S::SLAB);
+                // SAFETY: the region of sums has this slab.
+                unsafe { at.write_bytes(0, SLAB_BYTES) };
+            }
+            return;
+        };
         for lane in 0..tile.count {
             let cell = job.cells.at(batch, segment, first + lane, tile.head);
             // SAFETY: the task owns its cells.
             unsafe {
-                tile.running.m.0[lane] = self.m.row(cell, 1)[0];
-                tile.running.l.0[lane] = self.l.row(cell, 1)[0];
+                tile.running.m.0[lane] = carry.m.row(cell, 1)[0];
+                tile.running.l.0[lane] = carry.l.row(cell, 1)[0];
             }
         }
         for part in 0..2 * self.steps {
@@ -66,7 +75,7 @@ impl Run<'_> {
                         let cell = job.cells.at(batch, segment, first + row, tile.head);
                         // SAFETY: the task owns its cells; the mask ends where the row does.
                         unsafe {
-                            let row = self.acc.row(cell * job.dim + 16 * part, channels);
+                            let row = carry.acc.row(cell * job.dim + 16 * part, channels);
                             *r = _mm512_maskz_loadu_epi32(mask as u16, row.as_ptr().cast());
                         }
                     }
@@ -80,7 +89,7 @@ impl Run<'_> {
         }
     }
 
-    /// Writes a tile's carry.
+    /// Writes a tile's carry, or its end.
     ///
     /// # Safety
     /// As for [`Run::task`].
@@ -97,11 +106,22 @@ impl Run<'_> {
             job.cells
                 .at(task.batch, task.segment, tile.first + lane, tile.head)
         };
-        for lane in 0..tile.count {
+        let mut factors = [1.0; WIDTH];
+        for (lane, factor) in factors[..tile.count].iter_mut().enumerate() {
+            let (m, l) = (tile.running.m.0[lane], tile.running.l.0[lane]);
             // SAFETY: the task owns its cells.
             unsafe {
-                self.m.row(cell(lane), 1)[0] = tile.running.m.0[lane];
-                self.l.row(cell(lane), 1)[0] = tile.running.l.0[lane];
+                match &self.target {
+                    Target::Carry(carry) => {
+                        carry.m.row(cell(lane), 1)[0] = m;
+                        carry.l.row(cell(lane), 1)[0] = l;
+                    }
+                    Target::End { lse, gain, .. } => {
+                        let of_row;
+                        (*factor, of_row) = ended(m, l, *gain);
+                        lse.row(cell(lane), 1)[0] = of_row;
+                    }
+                }
             }
         }
         for slab in 0..2 * self.steps {
@@ -115,10 +135,19 @@ impl Run<'_> {
                 for (lane, column) in columns.into_iter().enumerate() {
                     let row = slab % 2 * 16 + lane;
                     if row < tile.count && channels > 0 {
+                        let at = cell(row) * job.dim + channel;
                         // SAFETY: the task owns its cells; the mask ends where the row does.
                         unsafe {
-                            let to = self.acc.row(cell(row) * job.dim + channel, channels);
-                            _mm512_mask_storeu_ps(to.as_mut_ptr(), mask as u16, column);
+                            match &self.target {
+                                Target::Carry(carry) => {
+                                    let to = carry.acc.row(at, channels).as_mut_ptr();
+                                    _mm512_mask_storeu_ps(to, mask as u16, column);
+                                }
+                                Target::End { out, .. } => {
+                                    let ended = _mm512_mul_ps(column, splat(factors[row]));
+                                    end(out, at, channels, ended);
+                                }
+                            }
                         }
                     }
                 }
@@ -167,6 +196,34 @@ impl Run<'_> {
             first,
             count,
             broken,
+        }
+    }
+}
+
+/// Rounds up to 16 numbers of a finished row into their place.
+///
+/// # Safety
+/// No other task has this row.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn end(out: &Rows<'_>, at: usize, channels: usize, numbers: __m512) {
+    // SAFETY: the caller's promise; the mask ends where the row does.
+    unsafe {
+        if let Rows::Bf16(out) = out {
+            // To nearest, ties to even; a NaN must not be rounded into an infinity.
+            let bits = _mm512_castps_si512(numbers);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
+            let broken = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(numbers, numbers);
+            let rounded = _mm512_mask_mov_epi32(rounded, broken, _mm512_set1_epi32(0x7fc0));
+            let to = out.row(at, channels).as_mut_ptr();
+            let mask = ((1u32 << channels) - 1) as u16;
+            _mm512_mask_cvtepi32_storeu_epi16(to.cast(), mask, rounded);
+        } else {
+            let mut row = [0.0f32; 16];
+            _mm512_storeu_ps(row.as_mut_ptr(), numbers);
+            out.write(at, &row[..channels]);
         }
     }
 }
