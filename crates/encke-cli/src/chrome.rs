@@ -68,6 +68,23 @@ enum Line<'a> {
 }
 
 impl Timeline {
+    /// Both passes of a call. The backward pass is set so that it ends when the call returned,
+    /// which leaves a gap where a forward pass was run again.
+    pub fn of(
+        forward: &Trace,
+        backward: Option<&Trace>,
+        forward_took: Duration,
+        took: Duration,
+    ) -> Timeline {
+        let mut timeline = Timeline::default();
+        timeline.add("forward", forward, Duration::ZERO);
+        if let Some(backward) = backward {
+            let origin = took.saturating_sub(end(backward));
+            timeline.add("backward", backward, origin.max(forward_took));
+        }
+        timeline
+    }
+
     /// Adds a pass that began at `origin` on the timeline.
     pub fn add(&mut self, pass: &'static str, trace: &Trace, origin: Duration) {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;

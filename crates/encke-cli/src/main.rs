@@ -18,8 +18,10 @@ mod output;
 mod pattern_options;
 mod plan;
 mod program;
+mod report;
 mod ring_options;
 mod table;
+mod tensors;
 mod terminal;
 mod verify;
 
@@ -64,6 +66,7 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
         None => demo::run(),
         Some(Command::Attend(options)) => attend::run(&options),
         Some(Command::Plan(options)) => plan::run(&options),
+        Some(Command::Report(options)) => report::run(&options),
         Some(Command::Verify(options)) => verify::run(&options),
     }
 }

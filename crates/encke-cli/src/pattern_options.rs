@@ -1,4 +1,4 @@
-//! The options that say which query sees which key, shared by `attend` and `plan`.
+//! The options that say which query sees which key, shared by all commands that have a pattern.
 //!
 //! Nothing is decided here but which options go together: an option that would have no effect is
 //! refused, since a user who gave it expects one. The library checks the numbers.
@@ -11,7 +11,7 @@ use crate::number::count;
 
 /// Which query sees which key.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Pattern (none given: dense attention)")]
+#[command(next_help_heading = "Pattern (none given: dense; for `report`, LongNet)")]
 pub struct PatternOptions {
     /// Segment length of each branch, in tokens. A query sees keys of its own segment only.
     #[arg(long, value_name = "W1,W2,...", value_delimiter = ',', value_parser = count)]
@@ -78,6 +78,13 @@ enum GradientName {
 }
 
 impl PatternOptions {
+    /// Whether no option was given, so that a command may show a pattern of its own.
+    pub fn none_given(&self) -> bool {
+        let branches = self.segment_lengths.len() + self.dilation_rates.len();
+        let choices = self.mode.is_some() || self.group_scale.is_some() || self.offsets.is_some();
+        branches == 0 && !choices && self.mixing_gradient.is_none() && !self.causal
+    }
+
     /// The pattern asked for, or which options do not go together.
     pub fn pattern(&self) -> Result<Pattern> {
         let mode = self.mode.unwrap_or(ModeName::Group);

@@ -1,4 +1,4 @@
-//! The options that say where the work is done, shared by `attend` and `plan`.
+//! The options that say where the work is done, shared by all commands that have a ring.
 //!
 //! What they cannot do is change a result by more than rounding.
 
@@ -51,6 +51,16 @@ fn cut(text: &str) -> Result<Cut, String> {
 }
 
 impl RingOptions {
+    /// How many ranks were asked for, if any number was.
+    pub fn ranks(&self) -> Option<usize> {
+        self.ranks
+    }
+
+    /// Whether the cut names first tokens, which fixes the number of ranks.
+    pub fn gives_first_tokens(&self) -> bool {
+        matches!(self.sharding, Some(Cut::Firsts(_)))
+    }
+
     /// Puts the options into a builder. `most` is the largest ring the command can do, and
     /// `reason` says why.
     pub fn apply(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {

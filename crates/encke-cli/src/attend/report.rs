@@ -4,26 +4,25 @@ use std::time::Duration;
 
 use anyhow::Result;
 use encke::explain::{bytes, grouped};
-use encke::{Attention, Backward, Report};
+use encke::{Attention, Report};
 
 use super::inputs::Inputs;
 use super::{Done, Options, results};
-use crate::chrome::{self, Timeline};
+use crate::chrome::Timeline;
 use crate::memory;
 use crate::pattern_options;
 use crate::ring_options;
 use crate::terminal::{Paint, note, say};
 
-/// Both passes on one timeline. The backward pass is set so that it ends when the call returned,
-/// which leaves a gap where a forward pass was run again.
+/// Both passes on one timeline.
 pub fn timeline(done: &Done) -> Timeline {
-    let mut timeline = Timeline::default();
-    timeline.add("forward", &done.forward.report.trace, Duration::ZERO);
-    if let Some(Backward { report, .. }) = &done.backward {
-        let origin = done.took.saturating_sub(chrome::end(&report.trace));
-        timeline.add("backward", &report.trace, origin.max(done.forward_took));
-    }
-    timeline
+    let backward = done.backward.as_ref().map(|done| &done.report.trace);
+    Timeline::of(
+        &done.forward.report.trace,
+        backward,
+        done.forward_took,
+        done.took,
+    )
 }
 
 /// The reports of the passes, by name.

@@ -8,8 +8,9 @@ use encke::{
     reference,
 };
 
-use super::{RINGS, Tensors, answer, open};
+use super::{RINGS, SEED, answer, open};
 use crate::table::Table;
+use crate::tensors::Tensors;
 use crate::terminal::{Paint, bar, say};
 
 /// Of the largest number of a tensor: what f32 sums may be off by.
@@ -81,7 +82,7 @@ struct Plain {
 
 impl Plain {
     fn new(shape: &Shape, pattern: &Pattern) -> Result<Plain> {
-        let tensors = Tensors::random(shape, DType::F32)?;
+        let tensors = Tensors::random(shape, DType::F32, SEED)?;
         let scale = shape.default_scale();
         let wide = |tensor: &Tensor| tensor.to_f64();
         let (q, k, v) = (wide(&tensors.q), wide(&tensors.k), wide(&tensors.v));

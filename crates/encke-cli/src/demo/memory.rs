@@ -5,8 +5,9 @@ use encke::explain::bytes;
 use encke::plan::program::Component;
 use encke::{Attention, DType, Pattern, RankMemory, Shape};
 
-use super::{RINGS, Tensors, open};
+use super::{RINGS, SEED, open};
 use crate::memory;
+use crate::tensors::Tensors;
 use crate::terminal::{Paint, bar, say};
 
 const WORDS: &str = "\
@@ -21,7 +22,7 @@ is what the backward pass is given. The workspace is scratch of the kernel.
 pub fn show(paint: Paint) -> Result<()> {
     open(paint, "2. What does a rank hold?", WORDS)?;
     let shape = Shape::new(1, 4096, 4, 2, 32)?;
-    let tensors = Tensors::random(&shape, DType::F32)?;
+    let tensors = Tensors::random(&shape, DType::F32, SEED)?;
     let (q, k, v) = tensors.views();
     let progress = bar(RINGS.len());
     let (mut forward_rows, mut backward_rows) = (Vec::new(), Vec::new());

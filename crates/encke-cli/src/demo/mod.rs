@@ -8,14 +8,15 @@ mod memory;
 mod traffic;
 
 use anyhow::Result;
-use encke::conformance::Random;
-use encke::{DType, Data, Shape, Tensor, View};
 
 use crate::Verdict;
 use crate::terminal::{Paint, say};
 
 /// Ring sizes shown.
 const RINGS: [usize; 6] = [1, 2, 4, 8, 16, 32];
+
+/// Where random numbers begin.
+const SEED: u64 = 2024;
 
 const OPENING: &str = "\
 Attention over a sequence that is spread over p ranks. Each rank holds 1/p of the
@@ -58,36 +59,5 @@ fn answer(paint: Paint, yes: bool) -> String {
     match yes {
         true => paint.green("yes"),
         false => paint.red("no"),
-    }
-}
-
-/// Random tensors of one shape.
-struct Tensors {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-}
-
-impl Tensors {
-    fn random(shape: &Shape, dtype: DType) -> Result<Tensors> {
-        let mut random = Random::new(2024);
-        let mut tensor = |heads: usize| {
-            let dims = [shape.batch, shape.tokens, heads, shape.dim];
-            let count = dims.iter().product();
-            let numbers: Vec<f64> = (0..count).map(|_| random.unit()).collect();
-            Tensor::from_data(Data::from_f64(dtype, &numbers), dims)
-        };
-        Ok(Tensors {
-            q: tensor(shape.heads)?,
-            k: tensor(shape.kv_heads)?,
-            v: tensor(shape.kv_heads)?,
-            dout: tensor(shape.heads)?,
-        })
-    }
-
-    /// q, k and v.
-    fn views(&self) -> (View<'_>, View<'_>, View<'_>) {
-        (self.q.view(), self.k.view(), self.v.view())
     }
 }

@@ -4,8 +4,9 @@ use anyhow::Result;
 use encke::explain::bytes;
 use encke::{Attention, DType, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 
-use super::{Tensors, answer, open};
+use super::{SEED, answer, open};
 use crate::table::Table;
+use crate::tensors::Tensors;
 use crate::terminal::{Paint, bar, say};
 
 /// Ranks of the ring.
@@ -89,7 +90,7 @@ struct Row {
 
 fn run(shape: &Shape, pattern: Pattern) -> Result<Row> {
     use encke::plan::program::Component::{OwnKv, TravellingKv};
-    let tensors = Tensors::random(shape, DType::F32)?;
+    let tensors = Tensors::random(shape, DType::F32, SEED)?;
     let (q, k, v) = tensors.views();
     let attention = Attention::builder().pattern(pattern).ranks(RANKS).build()?;
     let report = attention.forward(&q, &k, &v)?.report;

@@ -5,9 +5,11 @@
 
 mod attend;
 mod bad_input;
+mod chromium;
 mod command;
 mod demo;
 mod files;
 mod golden;
 mod plan;
+mod report;
 mod verify;

@@ -1,0 +1,190 @@
+//! Runs the configuration on every ring and writes down what happened.
+//!
+//! The decision here: each ring runs twice. The first run allocates, the second is the one that is
+//! timed, because a ring that is used once is not what anyone waits for.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use encke::plan::program::{Component, RankPlan};
+use encke::{Attention, Backward, Forward, Plan, Queries, Report, Trace};
+use encke_cpu::CpuKernel;
+use encke_ring::{Rank, memory};
+
+use super::environment;
+use super::findings::{Findings, PassFindings, RingFindings, Setup, ShownRing, Span};
+use super::options::Work;
+use super::picture::Picture;
+use crate::chrome::Timeline;
+use crate::tensors::Tensors;
+use crate::terminal::bar;
+use crate::{pattern_options, ring_options};
+
+/// What one ring returned, with the moments at which its passes did.
+struct Run {
+    forward: Forward,
+    backward: Option<Backward>,
+    forward_took: Duration,
+    took: Duration,
+}
+
+/// Runs everything; also returns the timeline of the ring that is shown.
+pub fn measure(work: &Work, grad: bool, seed: u64) -> Result<(Findings, Timeline)> {
+    let tensors = Tensors::random(&work.shape, work.dtype, seed)?;
+    let progress = bar(work.rings.len());
+    let mut passes: Vec<(&'static str, Vec<RingFindings>)> = Vec::new();
+    let mut shown = None;
+    for &ranks in &work.rings {
+        progress.set_message(format!("ring of {ranks}"));
+        let attention = work.builder.clone().ranks(ranks).build()?;
+        // The kernel's scratch memory only grows: in the first run it is what each pass needed.
+        let first = run(&attention, &tensors, grad)?;
+        let run = run(&attention, &tensors, grad)?;
+        let both = first.reports().into_iter().zip(run.reports());
+        for (index, ((name, held, _), (_, _, took))) in both.enumerate() {
+            if passes.len() == index {
+                passes.push((name, Vec::new()));
+            }
+            let ring = ring_findings(attention.kernel(), held, took)?;
+            passes[index].1.push(ring);
+        }
+        if ranks == work.shown {
+            shown = Some((attention, run));
+        }
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+    let (attention, run) = shown.expect("the ring that is shown is one of those that are run");
+    let plan = &run.forward.report.plan;
+    let mut pass_findings = Vec::new();
+    for ((name, rings), (_, report, _)) in passes.into_iter().zip(run.reports()) {
+        let shown = shown_ring(report)?;
+        pass_findings.push(PassFindings { name, rings, shown });
+    }
+    let findings = Findings {
+        setup: setup(plan)?,
+        passes: pass_findings,
+        picture: Picture::new(plan),
+        environment: environment::facts(&attention.kernel().arm().to_string(), seed),
+    };
+    let backward = run.backward.as_ref().map(|backward| &backward.report.trace);
+    let forward = &run.forward.report.trace;
+    let timeline = Timeline::of(forward, backward, run.forward_took, run.took);
+    Ok((findings, timeline))
+}
+
+fn run(attention: &Attention, tensors: &Tensors, grad: bool) -> Result<Run> {
+    let (q, k, v) = tensors.views();
+    let begin = Instant::now();
+    let forward = attention.forward(&q, &k, &v)?;
+    let forward_took = begin.elapsed();
+    let backward = match grad {
+        true => {
+            let (kept, dout) = (&forward.checkpoint, tensors.dout.view());
+            Some(attention.backward(&q, &k, &v, kept, &dout, None)?)
+        }
+        false => None,
+    };
+    Ok(Run {
+        forward,
+        backward,
+        forward_took,
+        took: begin.elapsed(),
+    })
+}
+
+impl Run {
+    /// Each pass: its name, its report, and how long it took.
+    fn reports(&self) -> Vec<(&'static str, &Report, Duration)> {
+        let backward = self.backward.as_ref();
+        let backward_took = self.took.saturating_sub(self.forward_took);
+        let backward = backward.map(|done| ("backward", &done.report, backward_took));
+        let forward = ("forward", &self.forward.report, self.forward_took);
+        [forward].into_iter().chain(backward).collect()
+    }
+}
+
+/// What the fullest rank of a ring holds with buffers of its own, as on a machine of its own: it is
+/// set up with them once more and its ledger read. Threads of one process hold less, because they
+/// read the caller's tensors in place. The workspace is what the run itself needed.
+fn ring_findings(kernel: &CpuKernel, report: &Report, took: Duration) -> Result<RingFindings> {
+    let (plan, ranks) = (&report.plan, report.plan.ranks());
+    let mut fullest = plan.rank(0)?;
+    let bytes = |program: &RankPlan| program.memory().values().sum::<usize>();
+    for number in 1..ranks {
+        let program = plan.rank(number)?;
+        if bytes(&program) > bytes(&fullest) {
+            fullest = program;
+        }
+    }
+    let number = fullest.rank;
+    let planned = memory::planned(kernel, &fullest, ranks, plan.request().dtype);
+    let mut measured = Rank::new(kernel, fullest)?.ledger().total().peak;
+    let run = report.memory.iter().find(|rank| rank.rank == number);
+    let workspace = run.and_then(|rank| {
+        let peak = rank.ledger.total().peak;
+        peak.get(&Component::Workspace).copied()
+    });
+    measured.insert(Component::Workspace, workspace.unwrap_or(0));
+    Ok(RingFindings {
+        ranks,
+        fullest: number,
+        planned,
+        measured,
+        seconds: took.as_secs_f64(),
+    })
+}
+
+fn shown_ring(report: &Report) -> Result<ShownRing> {
+    let plan = &report.plan;
+    let ranks = plan.ranks();
+    let mut sent = vec![vec![0; ranks]; ranks];
+    for (from, row) in sent.iter_mut().enumerate() {
+        for (to, bytes) in plan.rank(from)?.sent_bytes() {
+            row[to] = bytes;
+        }
+    }
+    Ok(ShownRing {
+        sent,
+        sent_bytes: report.trace.sent_bytes(),
+        dense_ring_bytes: plan.explain()?.dense_ring_bytes,
+        spans: spans(&report.trace),
+    })
+}
+
+fn spans(trace: &Trace) -> Vec<Span> {
+    let span = |event: &encke::trace::Event| Span {
+        rank: event.rank,
+        round: event.round,
+        activity: event.activity,
+        start: event.start.as_secs_f64(),
+        seconds: event.duration.as_secs_f64(),
+        sent_bytes: event.sent_bytes,
+        received_bytes: event.received_bytes,
+    };
+    trace.events.iter().map(span).collect()
+}
+
+fn setup(plan: &Plan) -> Result<Setup> {
+    let request = plan.request();
+    let (shape, explained) = (&request.shape, plan.explain()?);
+    let queries = match request.queries {
+        Queries::Sharded => "each rank holds its own queries",
+        Queries::Replicated => "every rank holds all queries",
+    };
+    let batch = match shape.batch {
+        1 => String::new(),
+        batch => format!("{batch} sequences, "),
+    };
+    Ok(Setup {
+        tokens: shape.tokens,
+        sizes: format!(
+            "{batch}{} heads over {} key heads, {} numbers a head, {}",
+            shape.heads, shape.kv_heads, shape.dim, request.dtype
+        ),
+        pattern: pattern_options::words(&request.pattern),
+        ring: format!("{}, {queries}", ring_options::words(request.sharding.cut())),
+        pairs: explained.pairs,
+        dense_pairs: explained.dense_pairs,
+    })
+}

@@ -1,0 +1,327 @@
+//! The page: a heading, the findings in a row, and a section for each chart.
+//!
+//! The decision here: a section's heading is its finding, with the number, made from the data; the
+//! chart below is the evidence and the table below that is the chart for those who cannot see it.
+
+use encke::explain::grouped;
+
+use super::axis::Screen;
+use super::findings::{Findings, PassFindings};
+use super::markup::Element;
+use super::theme::{SCRIPT, STYLE};
+use super::{memory, panels, tables, timeline, traffic};
+use encke::trace::Activity;
+
+/// The whole document.
+pub fn document(findings: &Findings) -> serde_json::Result<String> {
+    let title = title(findings);
+    let head = Element::new("head")
+        .with(Element::new("meta").set("charset", "utf-8"))
+        .with(
+            Element::new("meta")
+                .set("name", "viewport")
+                .set("content", "width=device-width, initial-scale=1"),
+        )
+        .with(Element::new("title").text(format!("encke: {title}")))
+        .with(Element::new("style").with_source(STYLE));
+    let main = Element::new("main")
+        .with(Element::new("p").class("eyebrow").text("encke report"))
+        .with(header(findings, &title))
+        .with(tiles(findings))
+        .with(memory_section(findings))
+        .with(timeline_section(findings))
+        .with(traffic_section(findings))
+        .with(pattern_section(findings))
+        .with(environment_section(findings));
+    let data = Element::new("script")
+        .set("type", "application/json")
+        .set("id", "findings")
+        .with_json(&serde_json::to_string(findings)?);
+    let body = Element::new("body")
+        .with(main)
+        .with(
+            Element::new("div")
+                .set("id", "tip")
+                .set("role", "status")
+                .set("hidden", "hidden"),
+        )
+        .with(data)
+        .with(Element::new("script").with_source(SCRIPT));
+    let html = Element::new("html").set("lang", "en").with(head).with(body);
+    Ok(format!("<!DOCTYPE html>\n{html}\n"))
+}
+
+fn title(findings: &Findings) -> String {
+    let rings = findings.passes.iter().flat_map(|pass| &pass.rings);
+    let tokens = grouped(findings.setup.tokens as u128);
+    match rings.map(|ring| ring.ranks).max() {
+        None | Some(1) => format!("{tokens} tokens on one rank"),
+        Some(most) => format!("{tokens} tokens on rings of 1 to {most} ranks"),
+    }
+}
+
+fn header(findings: &Findings, title: &str) -> Element {
+    let setup = &findings.setup;
+    let words = format!(
+        "Exact attention with the pattern “{}”: {}. Tokens are cut {}. Everything below was run and \
+         measured for this page.",
+        setup.pattern, setup.sizes, setup.ring
+    );
+    Element::new("header")
+        .with(Element::new("h1").text(title))
+        .with(Element::new("p").text(words))
+}
+
+/// The findings in a row.
+fn tiles(findings: &Findings) -> Element {
+    let Some(forward) = findings.passes.first() else {
+        return Element::new("ul");
+    };
+    let setup = &findings.setup;
+    let mut tiles = Vec::new();
+    if let Some(exponent) = forward.buffers_exponent() {
+        tiles.push((
+            signed(exponent),
+            "exponent of a rank’s bytes against the ring size",
+        ));
+    }
+    let off = findings.passes.iter().map(PassFindings::largest_deviation);
+    tiles.push((
+        percent(off.fold(0.0, f64::max)),
+        "largest difference of measured and planned buffers",
+    ));
+    tiles.push((
+        percent(setup.pairs as f64 / setup.dense_pairs as f64),
+        "of plain attention’s pairs are computed",
+    ));
+    let shown = &forward.shown;
+    if shown.dense_ring_bytes > 0 {
+        tiles.push((
+            percent(shown.sent_bytes as f64 / shown.dense_ring_bytes as f64),
+            "of a dense ring’s bytes travel",
+        ));
+    }
+    let tile = |(number, words): (String, &str)| {
+        let number = Element::new("b").text(number);
+        Element::new("li").with(number).text(words)
+    };
+    Element::new("ul")
+        .class("tiles")
+        .with_all(tiles.into_iter().map(tile))
+}
+
+/// A number with a sign that is a sign.
+pub fn signed(number: f64) -> String {
+    let text = format!("{:.2}", number.abs());
+    match number < 0.0 && text != "0.00" {
+        true => format!("−{text}"),
+        false => text,
+    }
+}
+
+/// A share as people read it.
+pub fn percent(share: f64) -> String {
+    match 100.0 * share {
+        0.0 => "0 %".to_string(),
+        small if small < 0.095 => format!("{small:.3} %"),
+        small if small < 0.95 => format!("{small:.2} %"),
+        small if small < 9.95 => format!("{small:.1} %"),
+        large => format!("{large:.0} %"),
+    }
+}
+
+fn section(id: &str, finding: &str, lead: &str) -> Element {
+    Element::new("section")
+        .set("id", id)
+        .with(Element::new("h2").text(finding))
+        .with(Element::new("p").class("lead").text(lead))
+}
+
+/// A chart for each screen.
+fn charts(draw: impl Fn(Screen) -> Element) -> [Element; 2] {
+    Screen::ALL.map(|screen| draw(screen).class(screen.class()))
+}
+
+/// A swatch and its words for each class.
+fn legend(entries: Vec<(String, String)>) -> Element {
+    Element::new("ul")
+        .class("legend")
+        .with_all(entries.into_iter().map(entry))
+}
+
+fn entry((class, words): (String, String)) -> Element {
+    let swatch = Element::new("span").class(format!("swatch {class}"));
+    Element::new("li").with(swatch).text(words)
+}
+
+/// The heading of a pass, where there are several.
+fn pass_heading(findings: &Findings, pass: &PassFindings) -> Option<Element> {
+    let several = findings.passes.len() > 1;
+    several.then(|| Element::new("h3").text(format!("{} pass", capital(pass.name))))
+}
+
+fn capital(word: &str) -> String {
+    let mut letters = word.chars();
+    let first = letters.next().map(|letter| letter.to_ascii_uppercase());
+    first.into_iter().chain(letters).collect()
+}
+
+/// Tables that are folded away.
+fn details(tables: impl IntoIterator<Item = Element>) -> Element {
+    let tables = tables
+        .into_iter()
+        .map(|table| Element::new("div").class("scroll").with(table));
+    Element::new("details")
+        .with(Element::new("summary").text("The numbers"))
+        .with_all(tables)
+}
+
+fn memory_section(findings: &Findings) -> Element {
+    let lead = "Bytes of the rank that holds most, for every ring size: measured from what it \
+                really allocates with buffers of its own, beside what the plan listed before. \
+                Exponents are fitted to what was measured (of what travels, from 4 ranks on: \
+                smaller rings need fewer buffers). The workspace is the kernel’s scratch memory, \
+                which ranks of one process share.";
+    let mut section = section("memory", &memory::finding(&findings.passes), lead);
+    for pass in &findings.passes {
+        section = section
+            .with_all(pass_heading(findings, pass))
+            .with(legend(memory::legend(pass)))
+            .with_all(charts(|screen| memory::draw(pass, screen)));
+    }
+    section.with(details(findings.passes.iter().map(tables::memory)))
+}
+
+fn timeline_section(findings: &Findings) -> Element {
+    let Some(first) = findings.passes.first() else {
+        return Element::new("section");
+    };
+    let ranks = first.shown.ranks();
+    let finding = match ranks {
+        1 => "One rank computes, and waits for nobody".to_string(),
+        ranks => {
+            let share = |activity| percent(first.share(activity));
+            format!(
+                "On a ring of {ranks}, ranks compute {} of the time and wait {}",
+                share(Activity::Compute),
+                share(Activity::Wait)
+            )
+        }
+    };
+    let cores = findings
+        .environment
+        .iter()
+        .find(|(what, _)| what == "cores");
+    let cores = cores.map_or("the cores of this machine".to_string(), |(_, count)| {
+        format!("{count} core{}", if count == "1" { "" } else { "s" })
+    });
+    let lead = format!(
+        "What each rank did, from its own clock. Rows travel while it computes; only what is left \
+         of their flight when it is done is waiting. Ranks are threads that share {cores}: a rank \
+         also waits for a neighbour that has no core."
+    );
+    let mut section = section("timeline", &finding, &lead);
+    let entries = timeline::ACTIVITIES.map(|activity| {
+        (
+            timeline::class(activity).to_string(),
+            timeline::words(activity).to_string(),
+        )
+    });
+    section = section.with(legend(entries.to_vec()));
+    for pass in &findings.passes {
+        let words = format!("Timeline of the {} pass on {ranks} ranks", pass.name);
+        section = section
+            .with_all(pass_heading(findings, pass))
+            .with_all(charts(|screen| timeline::draw(&pass.shown, screen, &words)));
+    }
+    section.with(details(findings.passes.iter().map(tables::timeline)))
+}
+
+fn traffic_section(findings: &Findings) -> Element {
+    let Some(first) = findings.passes.first() else {
+        return Element::new("section");
+    };
+    let shown = &first.shown;
+    let finding = match (shown.ranks(), shown.sent_bytes) {
+        (1, _) => "One rank sends nothing".to_string(),
+        (_, 0) => "Nothing travels: every segment lies inside one rank’s tokens".to_string(),
+        (ranks, sent) => format!(
+            "{} travel on a ring of {ranks}, {} of what a dense ring sends",
+            encke::explain::bytes(sent),
+            percent(sent as f64 / shown.dense_ring_bytes as f64)
+        ),
+    };
+    let counted: usize = shown.sent.iter().flatten().sum();
+    let lead = format!(
+        "Bytes that each rank sends to each other one. Only rows that some rank further on needs \
+         are sent; {} were planned and {} were counted.",
+        encke::explain::bytes(counted),
+        encke::explain::bytes(shown.sent_bytes)
+    );
+    let mut section = section("traffic", &finding, &lead);
+    for pass in &findings.passes {
+        let words = format!("Bytes sent from rank to rank in the {} pass", pass.name);
+        section = section
+            .with_all(pass_heading(findings, pass))
+            .with(legend(traffic::legend(&pass.shown)))
+            .with_all(charts(|screen| traffic::draw(&pass.shown, screen, &words)));
+    }
+    section.with(details(findings.passes.iter().map(tables::traffic)))
+}
+
+fn pattern_section(findings: &Findings) -> Element {
+    let (setup, picture) = (&findings.setup, &findings.picture);
+    let share = setup.pairs as f64 / setup.dense_pairs as f64;
+    let finding = match setup.pairs == setup.dense_pairs {
+        true => "Every query sees every key it may".to_string(),
+        false => format!(
+            "The pattern computes {} of plain attention’s pairs",
+            percent(share)
+        ),
+    };
+    let more = match picture.more_kinds {
+        0 => String::new(),
+        1 => " One more kind of head differs from these by its phase or branch.".to_string(),
+        more => format!(" {more} more kinds of heads differ from these by their phase or branch."),
+    };
+    let lead = format!(
+        "Queries from top to bottom, keys from left to right. A pair that several branches see \
+         counts as often in the softmax.{more}"
+    );
+    let mut section = section("pattern", &finding, &lead);
+    if let Some(whole) = &picture.whole {
+        section = section.with(said("all tokens: seen are", panels::whole_legend(whole)));
+    }
+    let close = match picture.whole {
+        Some(_) => "first tokens: seen",
+        None => "a pair is seen",
+    };
+    section
+        .with(said(close, panels::close_legend(picture)))
+        .with_all(charts(|screen| {
+            panels::draw(picture, screen, "Which query sees which key")
+        }))
+        .with(details([tables::pattern(findings)]))
+}
+
+/// A legend that begins with words.
+fn said(words: &str, entries: Vec<(String, String)>) -> Element {
+    let words = Element::new("li").class("say").text(words);
+    Element::new("ul")
+        .class("legend")
+        .with(words)
+        .with_all(entries.into_iter().map(entry))
+}
+
+fn environment_section(findings: &Findings) -> Element {
+    let entry = |(what, value): &(String, String)| {
+        [
+            Element::new("dt").text(what),
+            Element::new("dd").text(value),
+        ]
+    };
+    let entries = findings.environment.iter().flat_map(entry);
+    let lead = "Times depend on it; bytes and results do not.";
+    section("environment", "Where this was measured", lead)
+        .with(Element::new("dl").with_all(entries))
+}

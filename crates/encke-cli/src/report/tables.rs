@@ -1,0 +1,139 @@
+//! The charts as tables: the same numbers, for eyes that want digits and for ears.
+
+use encke::explain::{bytes, grouped};
+use encke::plan::program::Component;
+
+use super::findings::{Findings, PassFindings, RingFindings};
+use super::markup::Element;
+use super::page::{percent, signed};
+use super::scale::Unit;
+use super::timeline::ACTIVITIES;
+
+fn table(caption: &str, headings: Vec<String>, rows: Vec<Vec<String>>) -> Element {
+    let heading = |text: String| Element::new("th").set("scope", "col").text(text);
+    let row = |cells: Vec<String>| {
+        let cells = cells
+            .into_iter()
+            .enumerate()
+            .map(|(index, text)| match index {
+                0 => Element::new("th").set("scope", "row").text(text),
+                _ => Element::new("td").text(text),
+            });
+        Element::new("tr").with_all(cells)
+    };
+    let headings = Element::new("tr").with_all(headings.into_iter().map(heading));
+    Element::new("table")
+        .with(Element::new("caption").text(caption))
+        .with(Element::new("thead").with(headings))
+        .with(Element::new("tbody").with_all(rows.into_iter().map(row)))
+}
+
+/// Bytes by component and ring size.
+pub fn memory(pass: &PassFindings) -> Element {
+    let mut headings = vec!["component".to_string()];
+    headings.extend(pass.rings.iter().map(|ring| format!("p = {}", ring.ranks)));
+    headings.push("exponent".to_string());
+    let both = |measured: usize, planned: usize| match measured == planned {
+        true => bytes(measured),
+        false => format!("{} ({})", bytes(measured), bytes(planned)),
+    };
+    let exponent = |exponent: Option<f64>| exponent.map_or("–".to_string(), signed);
+    let line = |component: Component| {
+        let of = |ring: &RingFindings| {
+            let (measured, planned) = (ring.measured.get(&component), ring.planned.get(&component));
+            both(
+                measured.copied().unwrap_or(0),
+                planned.copied().unwrap_or(0),
+            )
+        };
+        let mut cells = vec![component.name().to_string()];
+        cells.extend(pass.rings.iter().map(of));
+        cells.push(exponent(pass.exponent(component)));
+        cells
+    };
+    let mut rows: Vec<Vec<String>> = pass.components().into_iter().map(line).collect();
+    let all = pass.rings.iter().map(|ring| {
+        let measured = ring.buffer_bytes(|ring| &ring.measured);
+        both(measured, ring.buffer_bytes(|ring| &ring.planned))
+    });
+    let mut cells = vec!["all but workspace".to_string()];
+    cells.extend(all);
+    cells.push(exponent(pass.buffers_exponent()));
+    rows.push(cells);
+    let mut cells = vec!["time of the call".to_string()];
+    cells.extend(
+        pass.rings
+            .iter()
+            .map(|ring| Unit::Seconds.words(ring.seconds)),
+    );
+    cells.push("–".to_string());
+    rows.push(cells);
+    let caption = format!(
+        "{} pass: bytes of the fullest rank as measured, and as planned (in parentheses) where \
+         that differs; exponents of what travels, and of all, are over rings of four and more where there are two such",
+        pass.name
+    );
+    table(&caption, headings, rows)
+}
+
+/// Time of each rank by activity.
+pub fn timeline(pass: &PassFindings) -> Element {
+    let mut headings = vec!["rank".to_string()];
+    headings.extend(ACTIVITIES.map(|activity| activity.name().to_string()));
+    headings.push("waiting".to_string());
+    let row = |rank: usize| {
+        let of = |activity| {
+            let spans = pass.shown.spans.iter();
+            let spans = spans.filter(|span| span.rank == rank && span.activity == activity);
+            spans.map(|span| span.seconds).sum::<f64>()
+        };
+        let times = ACTIVITIES.map(of);
+        let all = times.iter().sum::<f64>().max(f64::MIN_POSITIVE);
+        let mut cells = vec![rank.to_string()];
+        cells.extend(times.map(|time| Unit::Seconds.words(time)));
+        cells.push(percent(times[ACTIVITIES.len() - 1] / all));
+        cells
+    };
+    let rows = (0..pass.shown.ranks()).map(row).collect();
+    table(
+        &format!("{} pass: time of each rank", pass.name),
+        headings,
+        rows,
+    )
+}
+
+/// Bytes from rank to rank.
+pub fn traffic(pass: &PassFindings) -> Element {
+    let sent = &pass.shown.sent;
+    let mut headings = vec!["from".to_string()];
+    headings.extend((0..sent.len()).map(|rank| format!("to {rank}")));
+    headings.push("in all".to_string());
+    let row = |(from, to): (usize, &Vec<usize>)| {
+        let mut cells = vec![format!("rank {from}")];
+        cells.extend(to.iter().map(|count| match count {
+            0 => "–".to_string(),
+            count => bytes(*count),
+        }));
+        cells.push(bytes(to.iter().sum()));
+        cells
+    };
+    let rows = sent.iter().enumerate().map(row).collect();
+    table(&format!("{} pass: bytes sent", pass.name), headings, rows)
+}
+
+/// The pattern in numbers.
+pub fn pattern(findings: &Findings) -> Element {
+    let setup = &findings.setup;
+    let row = |what: &str, value: String| vec![what.to_string(), value];
+    let rows = vec![
+        row("pattern", setup.pattern.clone()),
+        row("tokens", grouped(setup.tokens as u128)),
+        row("pairs computed", grouped(setup.pairs)),
+        row("pairs of plain attention", grouped(setup.dense_pairs)),
+    ];
+    table(
+        "the pattern",
+        vec!["what".to_string(), "value".to_string()],
+        rows,
+    )
+}
