@@ -1,0 +1,181 @@
+//! Devices and links by name, each with the source of its figures.
+//!
+//! Three kinds of figures, told apart in words: *measured* on the device itself, *published* by
+//! others who measured, and *data sheet*, which no program reaches. Latencies are assumptions until
+//! somebody measures them here, and say so.
+
+use encke_core::DType;
+
+use super::error::ClockError;
+use super::machine::{Carrier, Device, Link, Rate, Speed};
+
+/// Seconds of a kernel launch and of what surrounds it on a stream.
+const LAUNCH_S: f64 = 5e-6;
+
+fn tensor_core_rates(of: &[(usize, f64, f64, f64, &str)], row_bytes_per_s: f64) -> Vec<Rate> {
+    let speed = move |teraflops: f64, diagonal_keys: f64| Speed {
+        flops: teraflops * 1e12,
+        diagonal_keys,
+        row_bytes_per_s,
+    };
+    let rate = |dtype| {
+        let rates = of.iter();
+        rates.map(
+            move |&(dim, forward, backward, diagonal_keys, source)| Rate {
+                dtype,
+                dim,
+                forward: speed(forward, diagonal_keys),
+                backward: speed(backward, diagonal_keys),
+                source: source.to_string(),
+            },
+        )
+    };
+    [DType::Bf16, DType::F16]
+        .into_iter()
+        .flat_map(rate)
+        .collect()
+}
+
+fn gpu(name: &str, source: &str, memory_bytes_per_s: f64, rates: Vec<Rate>) -> Device {
+    Device {
+        name: name.to_string(),
+        source: source.to_string(),
+        rates,
+        job_overhead_s: LAUNCH_S,
+        task_overhead_s: LAUNCH_S,
+        bytes_per_s: memory_bytes_per_s,
+        cell_bytes_per_s: memory_bytes_per_s,
+        load_bytes_per_s: None,
+        shared_cores: None,
+    }
+}
+
+/// Every device there is a description of.
+pub fn devices() -> Vec<Device> {
+    // The diagonal was derived from causal beside full runs of the same kernel: 600 to 1500 keys
+    // for 128 numbers a head, 600 to 900 for 64, at 4k to 64k rows.
+    let h200 = [
+        (
+            64,
+            516.0,
+            481.0,
+            800.0,
+            "measured: forward 67,584 rows x 16 heads, backward 16,384 x 32, full",
+        ),
+        (
+            128,
+            645.0,
+            531.0,
+            1000.0,
+            "measured: forward 67,584 rows x 16 heads, backward 16,384 x 16, full",
+        ),
+    ];
+    let h100 = [
+        (
+            64,
+            497.0,
+            474.0,
+            400.0,
+            "published: FlashAttention-3, fp16, 16k rows; diagonal from its causal runs",
+        ),
+        (
+            128,
+            648.0,
+            561.0,
+            425.0,
+            "published: FlashAttention-3, fp16, 16k rows; diagonal from its causal runs",
+        ),
+    ];
+    vec![
+        gpu(
+            "h200",
+            "FLOP/s measured on one H200 (CUDA 13.0) with prototype kernels, bf16, f16 taken as equal; \
+             4.5 TB/s measured reads of strided rows (data sheet 4.8); 5 us a launch assumed",
+            4.5e12,
+            tensor_core_rates(&h200, 4.5e12),
+        ),
+        gpu(
+            "h100",
+            "FLOP/s published for H100 SXM5, fp16, bf16 taken as equal; 3.35 TB/s data sheet; \
+             5 us a launch assumed",
+            3.35e12,
+            tensor_core_rates(&h100, 3.35e12),
+        ),
+    ]
+}
+
+/// Every link there is a description of.
+pub fn links() -> Vec<Link> {
+    let link = |name: &str, latency_us: f64, gigabytes: f64, source: &str| Link {
+        name: name.to_string(),
+        source: source.to_string(),
+        latency_s: latency_us * 1e-6,
+        bytes_per_s: gigabytes * 1e9,
+        carrier: Carrier::Wire,
+    };
+    vec![
+        link(
+            "nvlink",
+            3.0,
+            450.0,
+            "NVLink 4, data sheet: 900 GB/s a device, both ways together; latency assumed",
+        ),
+        link(
+            "nvlink3",
+            3.0,
+            300.0,
+            "NVLink 3, data sheet: 600 GB/s a device, both ways together; latency assumed",
+        ),
+        link(
+            "pcie5",
+            5.0,
+            55.0,
+            "PCIe 5 x16, measured: pinned host copies of an H200 each way; latency assumed",
+        ),
+        link(
+            "ib400",
+            5.0,
+            50.0,
+            "InfiniBand NDR, data sheet: 400 Gbit/s a port each way; latency assumed",
+        ),
+        link(
+            "ib200",
+            5.0,
+            25.0,
+            "InfiniBand HDR, data sheet: 200 Gbit/s a port each way; latency assumed",
+        ),
+        link(
+            "eth100",
+            20.0,
+            12.5,
+            "100 Gbit/s Ethernet, data sheet; latency assumed",
+        ),
+    ]
+}
+
+/// A device by its name.
+pub fn find_device(name: &str) -> Result<Device, ClockError> {
+    find("device", name, devices(), |device| &device.name)
+}
+
+/// A link by its name.
+pub fn find_link(name: &str) -> Result<Link, ClockError> {
+    find("link", name, links(), |link| &link.name)
+}
+
+fn find<T>(
+    kind: &'static str,
+    name: &str,
+    all: Vec<T>,
+    named: impl Fn(&T) -> &String,
+) -> Result<T, ClockError> {
+    let known: Vec<String> = all.iter().map(|one| named(one).clone()).collect();
+    let found = all
+        .into_iter()
+        .find(|one| named(one).eq_ignore_ascii_case(name));
+    found.ok_or_else(|| ClockError::Unknown {
+        kind,
+        name: name.to_string(),
+        known: known.join(", "),
+    })
+}

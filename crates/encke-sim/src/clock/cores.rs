@@ -1,0 +1,122 @@
+//! Who computes how fast: a device of its own, or cores that ranks share.
+//!
+//! Where ranks share cores, the work is what is conserved. The kernel has one worker for each core,
+//! and every rank has a thread of its own for what is not a job; the system gives each of those
+//! threads that has something to do an equal part of the cores, never more than one. Jobs of
+//! several ranks share the workers. A rank on a device of its own is the same with one core.
+
+/// Something under way.
+#[derive(Debug, Clone, Copy)]
+struct Active {
+    rank: usize,
+    /// Seconds it would take alone.
+    left_s: f64,
+    /// Whether it runs on the workers.
+    spread: bool,
+}
+
+/// The cores of one device or node.
+#[derive(Debug, Clone, Default)]
+struct Pool {
+    active: Vec<Active>,
+    /// The time up to which `left_s` is right.
+    since: f64,
+    /// Counts changes, so that an end foreseen before one is known to be void.
+    stamp: u64,
+}
+
+/// All cores of a machine.
+#[derive(Debug)]
+pub(super) struct Cores {
+    pools: Vec<Pool>,
+    ranks_per_pool: usize,
+    cores: f64,
+}
+
+/// An end that is foreseen: it counts if `stamp` is still the pool's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct End {
+    pub pool: usize,
+    pub stamp: u64,
+    pub at: f64,
+}
+
+impl Cores {
+    /// One pool for every `ranks_per_pool` ranks, with so many cores.
+    pub fn new(ranks: usize, ranks_per_pool: usize, cores: usize) -> Cores {
+        Cores {
+            pools: vec![Pool::default(); ranks.div_ceil(ranks_per_pool)],
+            ranks_per_pool,
+            cores: cores as f64,
+        }
+    }
+
+    /// A rank begins something that would take `seconds` alone. Returns the pool's next end.
+    pub fn begin(&mut self, now: f64, rank: usize, seconds: f64, spread: bool) -> End {
+        let pool = rank / self.ranks_per_pool;
+        self.catch_up(pool, now);
+        self.pools[pool].active.push(Active {
+            rank,
+            left_s: seconds,
+            spread,
+        });
+        self.foresee(pool, now)
+    }
+
+    /// The rank that is done, if this end is not void, and the pool's next end, if there is one.
+    pub fn end(&mut self, end: End) -> Option<(usize, Option<End>)> {
+        let End { pool, stamp, at } = end;
+        if self.pools[pool].stamp != stamp {
+            return None;
+        }
+        self.catch_up(pool, at);
+        let done = self.first_done(pool);
+        let done = self.pools[pool].active.remove(done).rank;
+        let more = !self.pools[pool].active.is_empty();
+        Some((done, more.then(|| self.foresee(pool, at))))
+    }
+
+    /// How fast work on a rank's own thread and on the workers goes, as parts of alone.
+    fn speeds(&self, pool: usize) -> (f64, f64) {
+        let active = &self.pools[pool].active;
+        let jobs = active.iter().filter(|active| active.spread).count();
+        let workers = if jobs > 0 { self.cores } else { 0.0 };
+        let threads = workers + (active.len() - jobs) as f64;
+        let each = (self.cores / threads).min(1.0);
+        (each, each / jobs.max(1) as f64)
+    }
+
+    fn catch_up(&mut self, pool: usize, now: f64) {
+        let (alone, spread) = self.speeds(pool);
+        let Pool { active, since, .. } = &mut self.pools[pool];
+        let passed = now - *since;
+        *since = now;
+        if passed > 0.0 {
+            for one in active {
+                let speed = if one.spread { spread } else { alone };
+                one.left_s = (one.left_s - passed * speed).max(0.0);
+            }
+        }
+    }
+
+    /// The one that would be done first, the earliest begun of equals.
+    fn first_done(&self, pool: usize) -> usize {
+        let (alone, spread) = self.speeds(pool);
+        let time = |one: &Active| one.left_s / if one.spread { spread } else { alone };
+        let active = self.pools[pool].active.iter().enumerate();
+        let first = active.min_by(|(_, a), (_, b)| time(a).total_cmp(&time(b)));
+        first.expect("somebody is under way").0
+    }
+
+    fn foresee(&mut self, pool: usize, now: f64) -> End {
+        let (alone, spread) = self.speeds(pool);
+        let first = self.pools[pool].active[self.first_done(pool)];
+        let left = first.left_s / if first.spread { spread } else { alone };
+        self.pools[pool].stamp += 1;
+        End {
+            pool,
+            stamp: self.pools[pool].stamp,
+            at: now + left,
+        }
+    }
+}

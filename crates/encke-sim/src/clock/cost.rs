@@ -1,0 +1,289 @@
+//! What a program costs on a device: each rank's plan as a short list of numbers.
+//!
+//! The decision here: a program is turned into costs as soon as it is made, and dropped. The costs of
+//! a dense ring of 1024 ranks are a million rounds of a few dozen bytes; the programs would be
+//! gigabytes. Messages of one round between the same two ranks are one hop: both ends post them
+//! together, and both plans name the same round, which is checked.
+
+use encke_core::DType;
+use encke_core::job::{Block, Job};
+use encke_core::plan::Plan;
+use encke_core::plan::program::{Message, RankPlan, Task};
+
+use super::error::ClockError;
+use super::machine::{Device, Machine, Rate};
+
+/// Time of some tasks on a device with nothing else to do.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Work {
+    /// On the rank's own thread.
+    pub alone_s: f64,
+    /// On all cores of the device.
+    pub spread_s: f64,
+}
+
+/// Everything that one rank sends to, or receives from, another one in a round.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Hop {
+    pub peer: u32,
+    pub bytes: u64,
+}
+
+/// A round as the clock sees it.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct RoundCost {
+    pub before: Work,
+    pub meanwhile: Work,
+    /// Where this round's hops end; they begin where those of the round before end.
+    pub sends_end: u32,
+    pub receives_end: u32,
+}
+
+/// A rank's program as the clock sees it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Program {
+    pub load: Work,
+    pub rounds: Vec<RoundCost>,
+    sends: Vec<Hop>,
+    receives: Vec<Hop>,
+    /// Operations of its jobs.
+    pub flops: f64,
+    /// Time of its jobs if there were nothing but arithmetic.
+    pub ideal_s: f64,
+}
+
+impl Program {
+    /// What it sends in a round.
+    pub fn sends(&self, round: usize) -> &[Hop] {
+        let begin = round
+            .checked_sub(1)
+            .map_or(0, |before| self.rounds[before].sends_end);
+        &self.sends[begin as usize..self.rounds[round].sends_end as usize]
+    }
+
+    /// What it receives in a round.
+    pub fn receives(&self, round: usize) -> &[Hop] {
+        let begin = round
+            .checked_sub(1)
+            .map_or(0, |before| self.rounds[before].receives_end);
+        &self.receives[begin as usize..self.rounds[round].receives_end as usize]
+    }
+
+    fn new(plan: &RankPlan, pricing: &Pricing<'_>) -> Program {
+        let mut program = Program::default();
+        if let Some(speed) = pricing.device.load_bytes_per_s {
+            let inputs = plan
+                .inputs
+                .iter()
+                .map(|port| plan.buffers[port.buffer.0].bytes());
+            program.load.alone_s = inputs.sum::<usize>() as f64 / speed;
+        }
+        for round in &plan.rounds {
+            let mut price = |tasks: &[Task]| {
+                let mut work = Work::default();
+                for task in tasks {
+                    pricing.add(plan, task, &mut work);
+                    if let Some((flops, rate)) = pricing.flops(task) {
+                        program.flops += flops;
+                        program.ideal_s += flops / rate;
+                    }
+                }
+                work
+            };
+            let (before, meanwhile) = (price(&round.before), price(&round.meanwhile));
+            bundle(plan, &round.sends, &mut program.sends);
+            bundle(plan, &round.receives, &mut program.receives);
+            program.rounds.push(RoundCost {
+                before,
+                meanwhile,
+                sends_end: program.sends.len() as u32,
+                receives_end: program.receives.len() as u32,
+            });
+        }
+        program
+    }
+}
+
+/// Adds the messages of a round to a list, those with one peer as one hop.
+fn bundle(plan: &RankPlan, messages: &[Message], hops: &mut Vec<Hop>) {
+    let begin = hops.len();
+    for message in messages {
+        let (peer, bytes) = (
+            message.address.peer as u32,
+            plan.message_bytes(message) as u64,
+        );
+        match hops[begin..].iter_mut().find(|hop| hop.peer == peer) {
+            Some(hop) => hop.bytes += bytes,
+            None => hops.push(Hop { peer, bytes }),
+        }
+    }
+}
+
+/// The costs of all ranks' programs.
+pub(super) fn programs(plan: &Plan, machine: &Machine) -> Result<Vec<Program>, ClockError> {
+    let request = plan.request();
+    let pricing = Pricing {
+        device: &machine.device,
+        rate: machine.device.rate(request.dtype, request.shape.dim)?,
+        dtype: request.dtype,
+    };
+    let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let share = plan.ranks().div_ceil(threads).max(1);
+    let of = |ranks: std::ops::Range<usize>| -> Result<Vec<Program>, ClockError> {
+        ranks
+            .map(|rank| Ok(Program::new(&plan.rank(rank)?, &pricing)))
+            .collect()
+    };
+    let parts = std::thread::scope(|scope| {
+        let starts = (0..plan.ranks()).step_by(share);
+        let parts: Vec<_> = starts
+            .map(|first| {
+                let ranks = first..(first + share).min(plan.ranks());
+                scope.spawn(|| of(ranks))
+            })
+            .collect();
+        let join = |part: std::thread::ScopedJoinHandle<'_, _>| match part.join() {
+            Ok(done) => done,
+            Err(panic) => std::panic::resume_unwind(panic),
+        };
+        parts
+            .into_iter()
+            .map(join)
+            .collect::<Result<Vec<Vec<Program>>, _>>()
+    })?;
+    let programs: Vec<Program> = parts.into_iter().flatten().collect();
+    check(&programs);
+    Ok(programs)
+}
+
+/// What is sent in a round is received in it, or the clock would wait for ever.
+fn check(programs: &[Program]) {
+    for (from, program) in programs.iter().enumerate() {
+        for round in 0..program.rounds.len() {
+            for hop in program.sends(round) {
+                let there = &programs[hop.peer as usize];
+                let expected = round < there.rounds.len()
+                    && there.receives(round).contains(&Hop {
+                        peer: from as u32,
+                        bytes: hop.bytes,
+                    });
+                assert!(
+                    expected,
+                    "rank {} does not expect the {} bytes that rank {from} sends in round {round}",
+                    hop.peer, hop.bytes
+                );
+            }
+        }
+    }
+    let sent: usize = programs.iter().map(|program| program.sends.len()).sum();
+    let received: usize = programs.iter().map(|program| program.receives.len()).sum();
+    assert_eq!(sent, received, "every hop has two ends");
+}
+
+/// A device's price for tasks in one type.
+struct Pricing<'a> {
+    device: &'a Device,
+    rate: &'a Rate,
+    dtype: DType,
+}
+
+impl Pricing<'_> {
+    /// Operations of a job and how many of them the device does in a second.
+    fn flops(&self, task: &Task) -> Option<(f64, f64)> {
+        let (job, each, rate) = match task {
+            Task::Forward { job, .. } => (job, 4, self.rate.forward.flops),
+            Task::Backward { job, .. } => (job, 10, self.rate.backward.flops),
+            _ => return None,
+        };
+        Some(((job.pairs() * each * job.dim as u128) as f64, rate))
+    }
+
+    fn add(&self, plan: &RankPlan, task: &Task, work: &mut Work) {
+        let stored = |id: usize| plan.buffers[id].dtype.bytes();
+        let numbers = |blocks: &[Block]| -> usize { blocks.iter().map(elements).sum() };
+        let sum = self.dtype.sum().bytes();
+        match task {
+            Task::Fill { buffer, .. } => self.copy(plan.buffers[buffer.0].bytes(), work),
+            Task::Copy {
+                blocks,
+                add,
+                from,
+                to,
+            } => {
+                let each = stored(from.0) + stored(to.0) * (1 + usize::from(*add));
+                self.copy(numbers(blocks) * each, work);
+            }
+            Task::Merge { blocks, .. } => {
+                // Two carries are read and one is written: acc, m and l of each cell.
+                let cells = |block: &Block| elements(block) / block.width.max(1);
+                let of = |block: &Block| 3 * sum * (elements(block) + 2 * cells(block));
+                let bytes: usize = blocks.iter().map(of).sum();
+                work.alone_s += self.cells(bytes);
+            }
+            Task::Finish {
+                cells, dim, out, ..
+            } => {
+                work.spread_s += self.cells(cells * (dim * (sum + stored(out.0)) + 3 * sum));
+            }
+            Task::Delta {
+                cells,
+                dim,
+                out,
+                dout,
+                ..
+            } => {
+                let each = dim * (stored(out.0) + stored(dout.0)) + sum;
+                work.spread_s += self.cells(cells * each);
+            }
+            Task::Forward { job, .. } => work.spread_s += self.job(job, false),
+            Task::Backward { job, .. } => work.spread_s += self.job(job, true),
+        }
+    }
+
+    fn copy(&self, bytes: usize, work: &mut Work) {
+        work.alone_s += self.device.task_overhead_s + bytes as f64 / self.device.bytes_per_s;
+    }
+
+    fn cells(&self, bytes: usize) -> f64 {
+        self.device.task_overhead_s + bytes as f64 / self.device.cell_bytes_per_s
+    }
+
+    /// Seconds of a job on all cores of the device.
+    fn job(&self, job: &Job, backward: bool) -> f64 {
+        let (speed, each) = match backward {
+            true => (self.rate.backward, 10.0),
+            false => (self.rate.forward, 4.0),
+        };
+        let pairs = job.pairs() as f64 + diagonal(job, speed.diagonal_keys);
+        let arithmetic_s = pairs * each * job.dim as f64 / speed.flops;
+        let rows_s = row_bytes(job, self.dtype, backward) / speed.row_bytes_per_s;
+        self.device.job_overhead_s + arithmetic_s + rows_s
+    }
+}
+
+/// The bytes of a job's rows: stored ones read once, sums read and written.
+pub(super) fn row_bytes(job: &Job, dtype: DType, backward: bool) -> f64 {
+    let (stored, sum) = (dtype.bytes(), dtype.sum().bytes());
+    let each = job.batch * job.segments * job.heads * job.dim;
+    let (queries, keys) = (job.queries * each, job.keys * each);
+    let bytes = match backward {
+        // q and dout are read, dq is added to; k and v are read, dk and dv are added to.
+        true => queries * (2 * stored + 2 * sum) + keys * (2 * stored + 4 * sum),
+        false => queries * (stored + 2 * sum) + keys * 2 * stored,
+    };
+    bytes as f64
+}
+
+/// Pairs on the diagonal that are paid for without being seen: never more than the mask hides.
+pub(super) fn diagonal(job: &Job, keys: f64) -> f64 {
+    if job.causal.is_none() {
+        return 0.0;
+    }
+    let each = (job.batch * job.segments * job.heads) as f64 * job.queries as f64;
+    let hidden = each * job.keys as f64 - job.pairs() as f64;
+    (each * keys).min(hidden)
+}
+
+fn elements(block: &Block) -> usize {
+    block.batch * block.segments * block.rows * block.heads * block.width
+}

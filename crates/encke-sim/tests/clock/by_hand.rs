@@ -1,0 +1,171 @@
+//! Cases small enough to be worked out on paper.
+//!
+//! Two ranks of four tokens: each has two jobs of 16 pairs x 4 numbers = 256 operations, and passes
+//! 4 rows of k and v, 128 bytes, to the other while it does the first.
+
+use encke_core::sharding::Cut;
+use encke_core::{MixingGradient, Mode, OffsetRule, Pattern};
+use encke_ring::trace::Activity;
+use encke_sim::clock::{Carrier, Machine, Run, simulate};
+
+use crate::support::{dense, link, machine, plan};
+
+fn close(got: f64, expected: f64) {
+    assert!(
+        (got - expected).abs() < 1e-9 * expected.abs().max(1.0),
+        "{got}, not {expected}"
+    );
+}
+
+fn two_ranks(machine: &Machine) -> Run {
+    simulate(&dense(8, 2), machine, 0..2).unwrap()
+}
+
+#[test]
+fn a_hop_that_is_slower_than_the_jobs_is_waited_for() {
+    // 1 s of jobs beside 0.5 + 128 / 64 = 2.5 s of hop, then 1 s of jobs.
+    let run = two_ranks(&machine(256.0, link(0.5, 64.0)));
+    close(run.seconds, 3.5);
+    close(run.flops, 1024.0);
+    close(run.one_device_s, 4.0);
+    close(run.efficiency, 4.0 / 7.0);
+    close(run.hidden.unwrap(), 0.4);
+    for rank in &run.ranks {
+        close(rank.compute_s, 2.0);
+        close(rank.exposed_s, 1.5);
+        close(rank.idle_s, 0.0);
+        assert_eq!((rank.sent_bytes, rank.received_bytes), (128, 128));
+    }
+    assert_eq!((run.links[0].bytes, run.links[0].hops), (256, 2));
+    close(run.links[0].busiest_port_s, 2.0);
+    assert_eq!(run.links[1].bytes, 0);
+}
+
+#[test]
+fn a_hop_that_is_faster_than_the_jobs_costs_nothing() {
+    let run = two_ranks(&machine(256.0, link(0.5, 256.0)));
+    close(run.seconds, 2.0);
+    close(run.hidden.unwrap(), 1.0);
+    close(run.efficiency, 1.0);
+}
+
+#[test]
+fn the_timeline_says_what_when() {
+    let run = two_ranks(&machine(256.0, link(0.5, 64.0)));
+    let of_rank_1: Vec<(Activity, f64, f64)> = run
+        .trace
+        .events
+        .iter()
+        .filter(|event| event.rank == 1)
+        .map(|e| (e.activity, e.start.as_secs_f64(), e.duration.as_secs_f64()))
+        .collect();
+    let expected = [
+        (Activity::Compute, 0.0, 1.0),
+        (Activity::Wait, 1.0, 1.5),
+        (Activity::Compute, 2.5, 1.0),
+    ];
+    assert_eq!(of_rank_1, expected);
+    assert_eq!(run.transfers.len(), 2);
+    assert_eq!(
+        (run.transfers[0].start_s, run.transfers[0].end_s),
+        (0.0, 2.5)
+    );
+    let unrecorded = simulate(&dense(8, 2), &machine(256.0, link(0.5, 64.0)), 0..0).unwrap();
+    assert!(unrecorded.trace.events.is_empty() && unrecorded.transfers.is_empty());
+    assert_eq!(unrecorded.seconds, run.seconds);
+}
+
+#[test]
+fn a_slow_rank_is_waited_for_by_those_that_need_it() {
+    // Three ranks: rank 1 takes three times as long. It hands its own parcel on at once, but posts
+    // what it passes on, and what it takes, in round 1 only after its first round, at 3 s. The
+    // others have been ready since 2 s, and end their third round at 4 s.
+    let mut slow = machine(256.0, link(0.0, f64::INFINITY));
+    slow.stragglers.insert(1, 3.0);
+    let run = simulate(&dense(12, 3), &slow, 0..3).unwrap();
+    close(run.seconds, 9.0);
+    assert_eq!(run.slowest, 1);
+    for rank in [0, 2] {
+        close(run.ranks[rank].idle_s, 1.0);
+        close(run.ranks[rank].end_s, 4.0);
+    }
+}
+
+#[test]
+fn preparing_and_loading_take_their_time() {
+    let mut machine = machine(256.0, link(0.0, f64::INFINITY));
+    machine.device.load_bytes_per_s = Some(48.0);
+    machine.device.job_overhead_s = 0.25;
+    let run = simulate(&dense(4, 1), &machine, 0..1).unwrap();
+    // q, k and v of 4 rows are 192 bytes; one job of 256 operations.
+    close(run.ranks[0].load_s, 4.0);
+    close(run.seconds, 5.25);
+    machine.device.bytes_per_s = 20.0;
+    let run = simulate(&dense(4, 1), &machine, 0..1).unwrap();
+    // acc, m and l of 4 rows are filled: 64 + 16 + 16 bytes.
+    close(run.ranks[0].prepare_s, 96.0 / 20.0);
+    close(run.seconds, 5.25 + 4.8);
+}
+
+#[test]
+fn the_diagonal_of_a_causal_job_costs_what_it_hides_at_most() {
+    let mut machine = machine(16.0, link(0.0, f64::INFINITY));
+    let causal = plan(4, 1, 1, Pattern::dense().causal(true), Cut::Contiguous);
+    close(simulate(&causal, &machine, 0..0).unwrap().seconds, 10.0);
+    machine.device.rates[0].forward.diagonal_keys = 0.5;
+    close(simulate(&causal, &machine, 0..0).unwrap().seconds, 12.0);
+    machine.device.rates[0].forward.diagonal_keys = 1000.0;
+    close(simulate(&causal, &machine, 0..0).unwrap().seconds, 16.0);
+}
+
+/// Two rings, ranks 0 and 2 and ranks 1 and 3, in two nodes: each node sends two parcels at once.
+fn crossing() -> encke_core::plan::Plan {
+    let mode = Mode::Mix {
+        offsets: OffsetRule::HeadMod,
+        gradient: MixingGradient::Exact,
+    };
+    let pattern = Pattern::dilated(&[16], &[2], mode).unwrap();
+    plan(16, 2, 4, pattern, Cut::Striped)
+}
+
+#[test]
+fn ranks_of_a_node_share_its_network_cards() {
+    // Each rank has two jobs of 16 pairs, and passes 128 bytes to the other node.
+    let mut machine = machine(256.0, link(0.0, 1e9));
+    machine.node = 2;
+    machine.between = link(0.0, 64.0);
+    let shared = simulate(&crossing(), &machine, 0..4).unwrap();
+    assert_eq!(shared.links[1].bytes, 4 * 128);
+    close(shared.seconds, 4.0 + 1.0);
+    machine.nics = 2;
+    let own = simulate(&crossing(), &machine, 0..4).unwrap();
+    close(own.seconds, 2.0 + 1.0);
+    machine.node = 4;
+    let one_node = simulate(&crossing(), &machine, 0..4).unwrap();
+    assert_eq!(one_node.links[1].bytes, 0);
+    close(one_node.seconds, 2.0);
+}
+
+#[test]
+fn ranks_that_share_cores_do_not_add_any() {
+    let mut machine = machine(256.0, link(0.0, f64::INFINITY));
+    machine.device.shared_cores = Some(2);
+    for ranks in [1, 2, 4, 8] {
+        let run = simulate(&dense(32, ranks), &machine, 0..0).unwrap();
+        close(run.seconds, 32.0 * 32.0 * 16.0 / 256.0);
+        assert_eq!(run.devices, 1);
+        close(run.efficiency, 1.0);
+    }
+}
+
+#[test]
+fn what_a_thread_carries_itself_is_not_hidden() {
+    let mut machine = machine(256.0, link(0.0, 64.0));
+    machine.inside.carrier = Carrier::Sender;
+    // Rank 0 finds that rank 1 has not posted: it computes, then carries. Rank 1 finds that rank 0
+    // has: it carries for 2 s, then computes for 1, by when the hop from rank 0 has come.
+    let run = two_ranks(&machine);
+    close(run.seconds, 4.0);
+    close(run.hidden.unwrap(), 1.0 - 4.0 / (3.0 + 3.0));
+    assert_eq!(run.bytes(), 256);
+}

@@ -1,0 +1,85 @@
+//! Machines that make no sense, and names nobody knows.
+
+use encke_core::plan::{Plan, Request};
+use encke_core::sharding::Sharding;
+use encke_core::{DType, Pattern, Shape};
+use encke_sim::clock::{ClockError, Machine, devices, find_device, find_link, links, simulate};
+
+use crate::support::{dense, link, machine};
+
+fn refused(change: impl Fn(&mut Machine), words: &str) {
+    let mut machine = machine(1.0, link(0.0, 1.0));
+    change(&mut machine);
+    let error = simulate(&dense(8, 2), &machine, 0..0).unwrap_err();
+    assert!(error.to_string().contains(words), "{error}");
+}
+
+#[test]
+fn numbers_that_no_machine_has() {
+    refused(|m| m.inside.bytes_per_s = 0.0, "bytes_per_s of a link is 0");
+    refused(|m| m.between.latency_s = -1.0, "latency_s of a link is -1");
+    refused(
+        |m| m.device.rates[0].forward.flops = f64::NAN,
+        "flops is NaN",
+    );
+    refused(|m| m.device.bytes_per_s = -3.0, "bytes_per_s is -3");
+    refused(|m| m.device.shared_cores = Some(0), "shared_cores is 0");
+    refused(|m| m.node = 0, "node is 0");
+    refused(|m| m.nics = 0, "nics is 0");
+    refused(
+        |m| m.stragglers = [(2, 2.0)].into(),
+        "rank 2 is to be slow, but there are 2 ranks",
+    );
+    refused(
+        |m| m.stragglers = [(1, 0.0)].into(),
+        "factor of a straggler is 0",
+    );
+}
+
+#[test]
+fn a_type_without_figures_names_those_with() {
+    let shape = Shape::new(1, 8, 1, 1, 64).unwrap();
+    let sharding = Sharding::contiguous(2).unwrap();
+    let plan = Plan::new(Request::new(shape, Pattern::dense(), sharding, DType::F64)).unwrap();
+    let mut machine = machine(1.0, link(0.0, 1.0));
+    machine.device = find_device("h200").unwrap();
+    let error = simulate(&plan, &machine, 0..0).unwrap_err();
+    assert!(matches!(
+        &error,
+        ClockError::NoRate {
+            dtype: DType::F64,
+            ..
+        }
+    ));
+    assert!(error.to_string().contains("bf16, f16"), "{error}");
+}
+
+#[test]
+fn names_are_found_or_the_known_ones_told() {
+    assert_eq!(find_device("H200").unwrap().name, "h200");
+    assert_eq!(find_link("ib400").unwrap().bytes_per_s, 50e9);
+    let error = find_device("h900").unwrap_err().to_string();
+    assert!(
+        error.contains("h900") && error.contains("h200, h100"),
+        "{error}"
+    );
+    let error = find_link("string").unwrap_err().to_string();
+    assert!(
+        error.contains("nvlink") && error.contains("ib400"),
+        "{error}"
+    );
+}
+
+#[test]
+fn every_figure_of_the_catalogue_names_its_source() {
+    let told = |source: &str| {
+        let words = ["measured", "published", "data sheet", "assumed"];
+        assert!(words.iter().any(|word| source.contains(word)), "{source:?}");
+    };
+    devices().iter().for_each(|device| told(&device.source));
+    devices()
+        .iter()
+        .flat_map(|device| &device.rates)
+        .for_each(|rate| told(&rate.source));
+    links().iter().for_each(|link| told(&link.source));
+}
