@@ -1,5 +1,6 @@
 //! A trace as Chrome's trace viewer and Perfetto read it: one process, one thread a rank, one
-//! complete event (`"ph": "X"`) for each stretch of time.
+//! complete event (`"ph": "X"`) for each stretch of time. Hops, where they are known one by one, are
+//! a process of their own with a thread for each rank that receives them.
 //!
 //! <https://ui.perfetto.dev> opens the file; nothing leaves the machine in doing so.
 
@@ -8,6 +9,7 @@ use std::io::Write;
 use std::time::Duration;
 
 use encke::Trace;
+use encke_sim::clock::Transfer;
 use serde::Serialize;
 
 /// The passes of one run on one timeline.
@@ -15,7 +17,12 @@ use serde::Serialize;
 pub struct Timeline {
     events: Vec<Entry>,
     ranks: BTreeSet<usize>,
+    receivers: BTreeSet<usize>,
 }
+
+/// The process of ranks, and that of hops.
+const RANKS: usize = 0;
+const HOPS: usize = 1;
 
 #[derive(Debug, Serialize)]
 struct Entry {
@@ -94,7 +101,7 @@ impl Timeline {
                 name: event.activity.name(),
                 cat: pass,
                 ph: "X",
-                pid: 0,
+                pid: RANKS,
                 tid: event.rank,
                 ts: micros(origin + event.start),
                 dur: micros(event.duration),
@@ -107,22 +114,61 @@ impl Timeline {
         }
     }
 
+    /// Adds the hops of a pass that began at `origin` on the timeline.
+    pub fn add_hops(&mut self, pass: &'static str, hops: &[Transfer], origin: Duration) {
+        let begin = origin.as_nanos() as f64 / 1e3;
+        for hop in hops {
+            self.receivers.insert(hop.to);
+            self.events.push(Entry {
+                name: if hop.between_nodes {
+                    "hop between nodes"
+                } else {
+                    "hop"
+                },
+                cat: pass,
+                ph: "X",
+                pid: HOPS,
+                tid: hop.to,
+                ts: begin + hop.start_s * 1e6,
+                dur: (hop.end_s - hop.start_s) * 1e6,
+                args: Args {
+                    round: hop.round,
+                    sent_bytes: 0,
+                    received_bytes: hop.bytes as usize,
+                },
+            });
+        }
+    }
+
     /// Writes the trace-event JSON.
     pub fn write(&self, to: &mut dyn Write) -> std::io::Result<()> {
-        let mut lines = vec![Line::Label(label(
-            "process_name",
-            0,
-            LabelArgs::Name {
-                name: "encke".to_string(),
-            },
-        ))];
-        for &rank in &self.ranks {
-            let name = LabelArgs::Name {
-                name: format!("rank {rank}"),
+        let mut lines = Vec::new();
+        let processes = [
+            (RANKS, "encke", "rank", &self.ranks),
+            (HOPS, "hops", "to rank", &self.receivers),
+        ];
+        for (pid, process, thread, ranks) in processes {
+            let mut add = |what: &'static str, tid: usize, args: LabelArgs| {
+                lines.push(Line::Label(Label {
+                    name: what,
+                    ph: "M",
+                    pid,
+                    tid,
+                    args,
+                }));
             };
-            let order = LabelArgs::Order { sort_index: rank };
-            lines.push(Line::Label(label("thread_name", rank, name)));
-            lines.push(Line::Label(label("thread_sort_index", rank, order)));
+            let name = |name: String| LabelArgs::Name { name };
+            if pid == RANKS || !ranks.is_empty() {
+                add("process_name", 0, name(process.to_string()));
+            }
+            for &rank in ranks {
+                add("thread_name", rank, name(format!("{thread} {rank}")));
+                add(
+                    "thread_sort_index",
+                    rank,
+                    LabelArgs::Order { sort_index: rank },
+                );
+            }
         }
         lines.extend(self.events.iter().map(Line::Entry));
         let document = Document {
@@ -131,16 +177,6 @@ impl Timeline {
         };
         serde_json::to_writer(&mut *to, &document)?;
         to.write_all(b"\n")
-    }
-}
-
-fn label(name: &'static str, tid: usize, args: LabelArgs) -> Label {
-    Label {
-        name,
-        ph: "M",
-        pid: 0,
-        tid,
-        args,
     }
 }
 

@@ -7,7 +7,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 use crate::terminal::{note, say};
-use crate::{Verdict, attend, plan, report, verify};
+use crate::{Verdict, attend, plan, report, simulate, verify};
 
 const ABOUT: &str = "Exact ring and dilated attention, forward and backward.
 
@@ -27,6 +27,8 @@ Examples:
       What that would compute, hold and send, without doing it.
   encke report out.html
       Memory, timeline, bytes and pattern of rings of 1 to 32 ranks, as one page.
+  encke simulate --tokens 1e9 --ranks 1024 --node 8 --gpu h200 --link nvlink,ib400 --causal
+      How long that would take, and where the time would go.
   encke verify
       Random configurations against the f64 reference.
 
@@ -54,6 +56,9 @@ pub enum Command {
     /// Run rings of several sizes and show what they hold, send and take, on one page
     #[command(after_help = report::EXAMPLES, allow_negative_numbers = true)]
     Report(report::Options),
+    /// Say how long that would take on a described machine
+    #[command(after_help = simulate::EXAMPLES, allow_negative_numbers = true)]
+    Simulate(simulate::Options),
     /// Hold random configurations against the reference
     #[command(after_help = verify::EXAMPLES, allow_negative_numbers = true)]
     Verify(verify::Options),
@@ -81,7 +86,7 @@ pub fn usage(refused: &clap::Error) -> Result<Verdict> {
         .collect();
     let asked = std::env::args().nth(1).unwrap_or_default();
     let help = match asked.as_str() {
-        "attend" | "plan" | "report" | "verify" => format!("encke {asked} --help"),
+        "attend" | "plan" | "report" | "simulate" | "verify" => format!("encke {asked} --help"),
         _ => "encke --help".to_string(),
     };
     Err(anyhow!("{}; see {help}", said.join("; ")))

@@ -20,6 +20,7 @@ mod plan;
 mod program;
 mod report;
 mod ring_options;
+mod simulate;
 mod table;
 mod tensors;
 mod terminal;
@@ -67,6 +68,7 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
         Some(Command::Attend(options)) => attend::run(&options),
         Some(Command::Plan(options)) => plan::run(&options),
         Some(Command::Report(options)) => report::run(&options),
+        Some(Command::Simulate(options)) => simulate::run(&options),
         Some(Command::Verify(options)) => verify::run(&options),
     }
 }

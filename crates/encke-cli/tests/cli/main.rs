@@ -12,4 +12,5 @@ mod files;
 mod golden;
 mod plan;
 mod report;
+mod simulate;
 mod verify;

@@ -89,6 +89,7 @@ fn help_is_success_and_teaches_by_example() {
         "attend --help",
         "plan --help",
         "report --help",
+        "simulate --help",
         "verify --help",
         "-h",
     ] {

@@ -7,21 +7,26 @@
 //!
 //! The decision here: no formula for rings. What is timed are the programs that ranks carry out,
 //! round by round, so a pattern, a sharding or a schedule that plans something else is timed as
-//! something else without a line here.
+//! something else without a line here. [`compare()`] holds the clock against rings of threads.
 
 mod agenda;
 mod catalogue;
+mod compare;
 mod cores;
 mod cost;
 mod engine;
 mod error;
+mod fit;
 mod machine;
+mod profile;
 mod run;
 mod wires;
 
 pub use catalogue::{devices, find_device, find_link, links};
+pub use compare::{Comparison, Setting, compare, median, settings};
 pub use error::ClockError;
 pub use machine::{Carrier, Device, Link, Machine, Rate, Speed};
+pub use profile::{Profile, Sizes};
 pub use run::{LinkTime, RankTime, Run, Transfer};
 
 use std::ops::Range;

@@ -1,0 +1,105 @@
+//! `encke simulate --against threads`: what the clock says beside what the wall says.
+
+use anyhow::{Result, bail};
+use encke::{DType, Shape};
+use encke_cpu::CpuKernel;
+use encke_sim::clock::{Comparison, Machine, compare, median, settings};
+
+use super::options::Options;
+use super::report::{flops, seconds};
+use crate::Verdict;
+use crate::output::OutputFile;
+use crate::table::Table;
+use crate::terminal::{Paint, say, spinner};
+
+/// Tokens of the rings unless told otherwise: seconds a run on two cores.
+const TOKENS: usize = 4096;
+/// Heads and numbers a head of the rings: the command's defaults are a GPU's.
+const HEADS: usize = 4;
+const DIM: usize = 64;
+/// What the clock aims at.
+const AIM: f64 = 0.15;
+
+/// Runs the rings and predicts them.
+pub fn run(options: &Options) -> Result<Verdict> {
+    let view = &options.view;
+    if view.repeats == 0 {
+        bail!("--repeats 0 leaves nothing to compare with; give 1 or more");
+    }
+    let json = match &view.json {
+        Some(path) => Some(OutputFile::create(path, &[])?),
+        None => None,
+    };
+    let dtype = options.dtype(DType::F32);
+    let tokens = options.sizes.tokens.unwrap_or(TOKENS);
+    let shape = Shape::new(1, tokens, HEADS, HEADS, DIM)?;
+    let progress = spinner("starting");
+    let (rings, machine) = compare(
+        CpuKernel::new()?,
+        &settings(shape, dtype)?,
+        view.repeats,
+        &mut |what| progress.set_message(what.to_string()),
+    )?;
+    progress.finish_and_clear();
+    if let Some(mut json) = json {
+        let record = serde_json::json!({ "machine": machine, "rings": rings });
+        json.write(|to| Ok(serde_json::to_writer_pretty(to, &record)?))?;
+        json.keep()?;
+    }
+    say(&words(shape, dtype, view.repeats, &rings, &machine))?;
+    Ok(Verdict::Fine)
+}
+
+fn words(
+    shape: Shape,
+    dtype: DType,
+    repeats: usize,
+    rings: &[Comparison],
+    machine: &Machine,
+) -> String {
+    let paint = Paint::stdout();
+    let device = &machine.device;
+    let mut text = format!(
+        "{}\n{} tokens x {} heads x {} numbers, {dtype}; {repeats} runs of each, medians; {} cores\n",
+        paint.bold("Rings of threads, predicted from the kernel alone and measured"),
+        shape.tokens,
+        shape.heads,
+        shape.dim,
+        device.shared_cores.unwrap_or(1),
+    );
+    if let Some(rate) = device.rates.first() {
+        text += &format!(
+            "the kernel: {} forward, {} backward; a hop {} and {:.1} GB/s\n\n",
+            flops(rate.forward.flops),
+            flops(rate.backward.flops),
+            seconds(machine.inside.latency_s),
+            machine.inside.bytes_per_s / 1e9,
+        );
+    }
+    let mut table = Table::new(
+        2,
+        ["ring", "predicted", "measured", "error", "runs from", "to"],
+    );
+    for ring in rings {
+        let fastest = ring.runs_s.iter().copied().fold(f64::INFINITY, f64::min);
+        let longest = ring.runs_s.iter().copied().fold(0.0, f64::max);
+        table.row([
+            ring.name.clone(),
+            seconds(ring.predicted_s),
+            seconds(ring.measured_s),
+            format!("{:+.1} %", 100.0 * ring.error()),
+            seconds(fastest),
+            seconds(longest),
+        ]);
+    }
+    text += &table.to_string();
+    let errors: Vec<f64> = rings.iter().map(|ring| ring.error().abs()).collect();
+    let within = errors.iter().filter(|error| **error <= AIM).count();
+    text += &format!(
+        "\nmedian error {:.1} %; {within} of {} rings within {:.0} %\n",
+        100.0 * median(&errors),
+        rings.len(),
+        100.0 * AIM,
+    );
+    text
+}

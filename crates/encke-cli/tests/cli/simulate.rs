@@ -1,0 +1,176 @@
+//! `encke simulate`: times of described machines, from outside.
+
+use serde_json::Value;
+
+use crate::command::Folder;
+
+const BILLION: &str = "simulate --tokens 1e9 --ranks 1024 --node 8 --gpu h200 --link nvlink,ib400";
+const MIX: &str = "--causal --mode mix --segment-lengths 2k,64k,1M --dilation-rates 1,32,512";
+
+fn json(folder: &Folder, name: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(folder.join(name)).unwrap()).unwrap()
+}
+
+#[test]
+fn a_billion_tokens_on_1024_ranks_are_timed_dilated() {
+    let folder = Folder::new();
+    let words = folder.succeeds(&format!(
+        "{BILLION} {MIX} --grad --json run.json --record 2"
+    ));
+    for part in [
+        "1,000,000,000 tokens",
+        "1024 x h200",
+        "nodes of 8",
+        "backward",
+        "efficiency",
+    ] {
+        assert!(words.contains(part), "{words}");
+    }
+    let run = json(&folder, "run.json");
+    let plan = folder.succeeds(&format!(
+        "plan --tokens 1e9 --heads 8 --dim 128 --dtype bf16 --ranks 1024 {MIX} --json"
+    ));
+    let plan: Value = serde_json::from_str(&plan).unwrap();
+    let links = run["forward"]["links"].as_array().unwrap();
+    let bytes: u64 = links
+        .iter()
+        .map(|link| link["bytes"].as_u64().unwrap())
+        .sum();
+    assert_eq!(bytes, plan["sent_bytes"].as_u64().unwrap());
+    assert_eq!(run["forward"]["ranks"].as_array().unwrap().len(), 1024);
+    let shown = |event: &Value| event["rank"].as_u64().unwrap() < 2;
+    let events = run["backward"]["trace"]["events"].as_array().unwrap();
+    assert!(!events.is_empty() && events.iter().all(shown));
+}
+
+#[test]
+fn a_billion_tokens_on_1024_ranks_are_timed_dense() {
+    let folder = Folder::new();
+    folder.succeeds(&format!(
+        "{BILLION} --causal --sharding zigzag --json run.json --record 0"
+    ));
+    let run = json(&folder, "run.json");
+    let forward = &run["forward"];
+    // Nobody can be faster than the arithmetic, and zigzag leaves little else at this length.
+    let ideal = forward["one_device_s"].as_f64().unwrap() / 1024.0;
+    let seconds = forward["seconds"].as_f64().unwrap();
+    assert!(
+        seconds >= ideal && seconds < 1.2 * ideal,
+        "{seconds} for {ideal}"
+    );
+    assert!(forward["hidden"].as_f64().unwrap() > 0.9);
+}
+
+#[test]
+fn a_described_machine_is_a_file() {
+    let folder = Folder::new();
+    let sizes = "simulate --tokens 64k --ranks 8 --causal";
+    let machine = folder.succeeds("simulate --gpu h100 --node 4 --nics 1 --describe");
+    std::fs::write(folder.join("m.json"), &machine).unwrap();
+    let by_file = folder.succeeds(&format!("{sizes} --machine m.json"));
+    let by_name = folder.succeeds(&format!("{sizes} --gpu h100 --node 4 --nics 1"));
+    assert_eq!(by_file, by_name);
+    std::fs::write(
+        folder.join("bad.json"),
+        machine.replace("latency_s", "latency"),
+    )
+    .unwrap();
+    let refused = ["bad.json is no description of a machine", "latency"];
+    folder.refuses(&format!("{sizes} --machine bad.json"), &refused);
+    folder.refuses(
+        &format!("{sizes} --machine m.json --gpu h200"),
+        &["cannot be used"],
+    );
+    folder.refuses(
+        &format!("{sizes} --machine none.json"),
+        &["cannot read none.json"],
+    );
+}
+
+#[test]
+fn stragglers_cards_and_speeds_count() {
+    let folder = Folder::new();
+    let seconds = |options: &str| {
+        let sizes = "simulate --tokens 256k --ranks 16 --node 4 --json t.json";
+        folder.succeeds(&format!("{sizes} {options}"));
+        json(&folder, "t.json")["forward"]["seconds"]
+            .as_f64()
+            .unwrap()
+    };
+    let usual = seconds("");
+    assert!(seconds("--straggler 3:2") > 1.5 * usual);
+    assert!(seconds("--flops 1e13") > 10.0 * usual);
+    assert!(seconds("--link nvlink,eth100") > usual);
+    assert_eq!(
+        seconds("--nics 1"),
+        usual,
+        "one hop leaves each node of a ring"
+    );
+    assert!(seconds("--flops 1e13 --dtype f64") > 10.0 * usual);
+}
+
+#[test]
+fn a_timeline_shows_ranks_and_hops() {
+    let folder = Folder::new();
+    folder.succeeds("simulate --tokens 64k --ranks 4 --node 2 --grad --trace t.json");
+    let trace = json(&folder, "t.json");
+    let events = trace["traceEvents"].as_array().unwrap();
+    let named = |name: &str| events.iter().filter(|event| event["name"] == name).count();
+    assert_eq!(named("process_name"), 2);
+    assert_eq!(named("thread_name"), 8);
+    assert!(named("compute") > 0 && named("hop") > 0 && named("hop between nodes") > 0);
+    let passes = |pass: &str| events.iter().any(|event| event["cat"] == pass);
+    assert!(passes("forward") && passes("backward"));
+}
+
+#[test]
+fn the_clock_is_held_against_threads() {
+    // How well it predicts is for quiet machines and people to judge; that it does, for a test.
+    let folder = Folder::new();
+    let arguments = "simulate --against threads --tokens 256 --repeats 1 --json a.json";
+    let words = folder.succeeds(arguments);
+    for part in [
+        "predicted",
+        "measured",
+        "median error",
+        "backward dilated, 4 contiguous",
+    ] {
+        assert!(words.contains(part), "{words}");
+    }
+    let rings = json(&folder, "a.json")["rings"].as_array().unwrap().clone();
+    assert!(rings.len() >= 8);
+    for ring in rings {
+        let time = |name: &str| ring[name].as_f64().unwrap();
+        assert!(
+            time("predicted_s") > 0.0 && time("measured_s") > 0.0,
+            "{ring}"
+        );
+    }
+}
+
+#[test]
+fn names_and_numbers_that_make_no_sense_are_refused() {
+    let folder = Folder::new();
+    let refusals = [
+        ("", "--tokens is missing"),
+        ("--tokens 8 --gpu h900", "h200, h100"),
+        ("--tokens 8 --link nvlink,string", "ib400"),
+        ("--tokens 8 --link a,b,c", "two names"),
+        ("--tokens 8 --dtype f64", "bf16, f16"),
+        ("--tokens 8 --ranks 2 --straggler 2:3", "there are 2 ranks"),
+        ("--tokens 8 --straggler 2:-3", "17:1.5"),
+        ("--tokens 8 --flops 0", "no speed"),
+        ("--tokens 8 --flops 1,2,3", "forward and backward"),
+        ("--tokens 8 --node 0", "node is 0"),
+        ("--tokens 8 --ranks 5000", "at most 4096"),
+        ("--against threads --repeats 0", "--repeats 0"),
+        ("--tokens 8 --json a --trace a", "is also the JSON"),
+    ];
+    for (options, words) in refusals {
+        folder.refuses(&format!("simulate {options}"), &[words]);
+    }
+    let list = folder.succeeds("simulate --list");
+    for part in ["h200", "ib400", "data sheet", "measured"] {
+        assert!(list.contains(part), "{list}");
+    }
+}

@@ -1,0 +1,209 @@
+//! The clock held against reality: rings of threads on this machine, predicted and measured.
+//!
+//! The decision here: readings of the kernel and runs of the rings take turns, and medians of both are
+//! compared, so that a machine that is busy with other things is busy for both.
+
+use std::time::Duration;
+
+use encke_core::conformance::Random;
+use encke_core::kernel::Kernel;
+use encke_core::plan::program::Role;
+use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::sharding::{Cut, Sharding};
+use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor};
+use encke_ring::{RingError, ThreadRing};
+use serde::Serialize;
+
+use super::error::ClockError;
+use super::machine::Machine;
+use super::profile::{Profile, Sizes};
+use super::simulate;
+
+/// A ring to be timed, and what to call it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Setting {
+    /// In a few words.
+    pub name: String,
+    /// What is carried out.
+    pub request: Request,
+}
+
+/// What was said, and what was seen.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Comparison {
+    /// The ring.
+    pub name: String,
+    /// By the clock.
+    pub predicted_s: f64,
+    /// By the wall: the median of the runs.
+    pub measured_s: f64,
+    /// The runs.
+    pub runs_s: Vec<f64>,
+}
+
+impl Comparison {
+    /// How far the prediction was off, as a part of what was measured; positive if it was slower.
+    pub fn error(&self) -> f64 {
+        self.predicted_s / self.measured_s - 1.0
+    }
+}
+
+/// The middle of some numbers; between the two in the middle of an even count. 0 of none.
+pub fn median(numbers: &[f64]) -> f64 {
+    let mut sorted = numbers.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => 0.0,
+        n if n % 2 == 1 => sorted[n / 2],
+        n => (sorted[n / 2 - 1] + sorted[n / 2]) / 2.0,
+    }
+}
+
+/// Rings of 1 to 8 threads: dense and dilated, contiguous and zigzag, forward and backward.
+pub fn settings(shape: Shape, dtype: DType) -> Result<Vec<Setting>, ClockError> {
+    let n = shape.tokens;
+    let mix = Mode::Mix {
+        offsets: OffsetRule::HeadMod,
+        gradient: MixingGradient::Exact,
+    };
+    let segments = [(n / 8).max(1), (n / 2).max(1), n];
+    let dense = || Pattern::dense().causal(true);
+    let dilated = Pattern::dilated(&segments, &[1, 2, 4], mix)?.causal(true);
+    let (forward, backward) = (Pass::Forward, Pass::Backward { dlse: false });
+    let all = [
+        ("full", 2, Pattern::dense(), Cut::Contiguous, forward),
+        ("causal", 1, dense(), Cut::Contiguous, forward),
+        ("causal", 4, dense(), Cut::Contiguous, forward),
+        ("causal", 2, dense(), Cut::Zigzag, forward),
+        ("causal", 8, dense(), Cut::Zigzag, forward),
+        ("dilated", 1, dilated.clone(), Cut::Contiguous, forward),
+        ("dilated", 4, dilated.clone(), Cut::Contiguous, forward),
+        ("causal", 1, dense(), Cut::Contiguous, backward),
+        ("causal", 4, dense(), Cut::Zigzag, backward),
+        ("causal", 8, dense(), Cut::Contiguous, backward),
+        ("dilated", 4, dilated, Cut::Contiguous, backward),
+    ];
+    let setting = |(words, ranks, pattern, cut, pass): (&str, usize, Pattern, Cut, Pass)| {
+        let way = match pass {
+            Pass::Forward => "forward",
+            Pass::Backward { .. } => "backward",
+        };
+        let cut_name = if cut == Cut::Zigzag {
+            "zigzag"
+        } else {
+            "contiguous"
+        };
+        Ok(Setting {
+            name: format!("{way} {words}, {ranks} {cut_name}"),
+            request: Request {
+                pass,
+                queries: Queries::Sharded,
+                ..Request::new(shape, pattern, Sharding::new(ranks, cut)?, dtype)
+            },
+        })
+    };
+    all.into_iter().map(setting).collect()
+}
+
+/// Takes readings of the kernel and runs each ring, in turn, `repeats` times (and once before, so
+/// that nothing is allocated in a run that counts); then predicts each from the readings.
+/// `progress` is told before every turn.
+pub fn compare<K: Kernel<Buffer = Data>>(
+    kernel: K,
+    settings: &[Setting],
+    repeats: usize,
+    progress: &mut dyn FnMut(&str),
+) -> Result<(Vec<Comparison>, Machine), ClockError> {
+    let largest = settings.iter().map(|setting| &setting.request);
+    let largest = largest.max_by_key(|request| request.shape.tokens);
+    let Some(Request { shape, dtype, .. }) = largest else {
+        return Ok((Vec::new(), Profile::new(NO_SIZES).machine(1)));
+    };
+    let mut profile = Profile::new(Sizes {
+        rows: (shape.tokens / 2).max(8),
+        heads: shape.heads,
+        dim: shape.dim,
+        dtype: *dtype,
+    });
+    let ring = ThreadRing::new(kernel, Duration::from_secs(600));
+    let mut runs_s = vec![Vec::new(); settings.len()];
+    for turn in 0..=repeats {
+        progress("the kernel alone");
+        profile.read(ring.kernel())?;
+        for (setting, runs_s) in settings.iter().zip(&mut runs_s) {
+            progress(&setting.name);
+            let seconds = run(&ring, &setting.request)?;
+            if turn > 0 {
+                runs_s.push(seconds);
+            }
+        }
+    }
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let machine = profile.machine(cores);
+    let mut comparisons = Vec::new();
+    for (setting, runs_s) in settings.iter().zip(runs_s) {
+        let plan = Plan::new(setting.request.clone())?;
+        comparisons.push(Comparison {
+            name: setting.name.clone(),
+            predicted_s: simulate(&plan, &machine, 0..0)?.seconds,
+            measured_s: median(&runs_s),
+            runs_s,
+        });
+    }
+    Ok((comparisons, machine))
+}
+
+const NO_SIZES: Sizes = Sizes {
+    rows: 8,
+    heads: 1,
+    dim: 1,
+    dtype: DType::F32,
+};
+
+/// Seconds from the start of the call to the end of the last rank.
+fn run<K: Kernel<Buffer = Data>>(
+    ring: &ThreadRing<K>,
+    request: &Request,
+) -> Result<f64, RingError> {
+    let shape = &request.shape;
+    let mut random = Random::new(11);
+    let mut tensor = |heads: usize, dim: usize| {
+        let dims = [shape.batch, shape.tokens, heads, dim];
+        let values: Vec<f64> = (0..dims.iter().product()).map(|_| random.unit()).collect();
+        Tensor::from_f64(request.dtype, dims, &values)
+    };
+    let (q, dout) = (
+        tensor(shape.heads, shape.dim)?,
+        tensor(shape.heads, shape.dim)?,
+    );
+    let (k, v) = (
+        tensor(shape.kv_heads, shape.dim)?,
+        tensor(shape.kv_heads, shape.dim)?,
+    );
+    let lse = Tensor::from_f64(
+        request.dtype.sum(),
+        [shape.batch, shape.tokens, shape.heads, 1],
+        &vec![10.0; shape.batch * shape.tokens * shape.heads],
+    )?;
+    let mut inputs = vec![
+        (Role::Q, q.view()),
+        (Role::K, k.view()),
+        (Role::V, v.view()),
+    ];
+    if request.pass != Pass::Forward {
+        // Speed does not depend on what out and lse are, as long as they are finite.
+        let of_out = [
+            (Role::Out, q.view()),
+            (Role::Lse, lse.view()),
+            (Role::Dout, dout.view()),
+        ];
+        inputs.extend(of_out);
+    }
+    let outcome = ring.run(request, &inputs)?;
+    let ends = outcome
+        .trace
+        .events
+        .iter()
+        .map(|event| event.start + event.duration);
+    Ok(ends.max().unwrap_or_default().as_secs_f64())
+}

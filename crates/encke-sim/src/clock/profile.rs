@@ -1,0 +1,378 @@
+//! A described machine made from readings of a real kernel: this one, with threads as ranks.
+//!
+//! Jobs of a few shapes are timed, and what a device's description has (an overhead, a rate, the
+//! diagonal, the rows) is fitted to them. Nothing is fitted to a ring: that is what the result is
+//! held against.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use encke_core::conformance::Random;
+use encke_core::job::{Block, Causal, Job, Operand};
+use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
+use encke_core::sharding::Run as Tokens;
+use encke_core::transport::{Address, Incoming, Outgoing, Parcel, Transport};
+use encke_core::{DType, Data, Tensor};
+use encke_ring::threads::endpoints;
+use std::collections::BTreeMap;
+
+use super::cost::row_bytes;
+use super::error::ClockError;
+use super::fit::fit;
+use super::machine::{Carrier, Device, Link, Machine, Rate, Speed};
+use super::median;
+
+/// What is measured: jobs of these heads and types, up to so many rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    /// Rows of the largest job.
+    pub rows: usize,
+    /// Heads, each with keys of its own.
+    pub heads: usize,
+    /// Numbers a head.
+    pub dim: usize,
+    /// The storage type.
+    pub dtype: DType,
+}
+
+/// Readings of a kernel, taken as often as one likes; the description takes their medians.
+#[derive(Debug)]
+pub struct Profile {
+    sizes: Sizes,
+    jobs: Vec<Job>,
+    operands: Operands,
+    /// Seconds of each job forward and backward, of each other task, of a hop.
+    readings: BTreeMap<Reading, Vec<f64>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Reading {
+    Forward(usize),
+    Backward(usize),
+    Fill,
+    Copy,
+    Finish,
+    Load,
+    Carry,
+    Hop,
+}
+
+/// Buffers that jobs are timed with.
+#[derive(Debug)]
+struct Operands {
+    inputs: [Data; 4],
+    carry: Carry<Data>,
+    lse: Data,
+    delta: Data,
+    gradients: [Data; 3],
+    copied: Data,
+    tensor: Tensor,
+}
+
+impl Profile {
+    /// A profile without readings.
+    pub fn new(sizes: Sizes) -> Profile {
+        let Sizes {
+            rows,
+            heads,
+            dim,
+            dtype,
+        } = sizes;
+        let (cells, sum) = (rows * heads, dtype.sum());
+        let mut random = Random::new(7);
+        let mut numbers = || {
+            let values: Vec<f64> = (0..cells * dim).map(|_| random.unit()).collect();
+            Data::from_f64(dtype, &values)
+        };
+        let zeros = |elements: usize| Data::zeros(sum, elements);
+        let quarter = (rows / 4).max(1);
+        let eighth = (rows / 8).max(1);
+        Profile {
+            sizes,
+            jobs: vec![
+                job(sizes, 1, rows, false),
+                job(sizes, 1, rows, true),
+                job(sizes, 1, quarter, false),
+                job(sizes, 1, quarter, true),
+                job(sizes, rows / eighth, eighth, false),
+                job(sizes, rows / eighth, eighth, true),
+            ],
+            operands: Operands {
+                inputs: [numbers(), numbers(), numbers(), numbers()],
+                carry: Carry {
+                    acc: zeros(cells * dim),
+                    m: zeros(cells),
+                    l: zeros(cells),
+                },
+                lse: zeros(cells),
+                delta: zeros(cells),
+                gradients: [0; 3].map(|_| zeros(cells * dim)),
+                copied: Data::zeros(dtype, cells * dim),
+                tensor: Tensor::zeros(dtype, [1, rows, heads, dim]),
+            },
+            readings: BTreeMap::new(),
+        }
+    }
+
+    /// Times everything once.
+    pub fn read<K: Kernel<Buffer = Data>>(&mut self, kernel: &K) -> Result<(), ClockError> {
+        let mut taken = Vec::new();
+        self.read_jobs(kernel, &mut taken)?;
+        self.read_moves(kernel, &mut taken)?;
+        taken.push((Reading::Hop, hop_s()));
+        for (reading, seconds) in taken {
+            self.readings.entry(reading).or_default().push(seconds);
+        }
+        Ok(())
+    }
+
+    fn read_jobs<K: Kernel<Buffer = Data>>(
+        &mut self,
+        kernel: &K,
+        taken: &mut Vec<(Reading, f64)>,
+    ) -> Result<(), ClockError> {
+        let Operands {
+            inputs,
+            carry,
+            lse,
+            delta,
+            gradients,
+            ..
+        } = &mut self.operands;
+        let [q, k, v, dout] = inputs;
+        kernel.fill(&mut carry.acc, 0.0)?;
+        kernel.fill(&mut carry.m, f64::NEG_INFINITY)?;
+        kernel.fill(&mut carry.l, 0.0)?;
+        // Any finite lse will do, but one that is too small makes numbers no real pass has.
+        kernel.fill(lse, 10.0)?;
+        for (i, job) in self.jobs.iter().enumerate() {
+            let begin = Instant::now();
+            kernel.forward(job, q, k, v, carry)?;
+            taken.push((Reading::Forward(i), begin.elapsed().as_secs_f64()));
+            let [dq, dk, dv] = &mut *gradients;
+            let (lse, delta) = (&*lse, &*delta);
+            let begin = Instant::now();
+            let upstream = Upstream { dout, lse, delta };
+            kernel.backward(job, q, k, v, upstream, Gradients { dq, dk, dv })?;
+            taken.push((Reading::Backward(i), begin.elapsed().as_secs_f64()));
+        }
+        Ok(())
+    }
+
+    fn read_moves<K: Kernel<Buffer = Data>>(
+        &mut self,
+        kernel: &K,
+        taken: &mut Vec<(Reading, f64)>,
+    ) -> Result<(), ClockError> {
+        let Sizes {
+            rows, heads, dim, ..
+        } = self.sizes;
+        let Operands {
+            inputs,
+            carry,
+            lse,
+            gradients,
+            copied,
+            tensor,
+            ..
+        } = &mut self.operands;
+        let mut time = |reading: Reading, begin: Instant| {
+            taken.push((reading, begin.elapsed().as_secs_f64()));
+        };
+        let begin = Instant::now();
+        kernel.fill(&mut gradients[0], 0.0)?;
+        time(Reading::Fill, begin);
+        let operand = operand(heads, dim);
+        let block = Block {
+            batch: 1,
+            segments: 1,
+            rows,
+            heads,
+            width: dim,
+            from: operand.clone(),
+            to: operand,
+        };
+        let begin = Instant::now();
+        kernel.copy(&block, false, &inputs[0], copied)?;
+        time(Reading::Copy, begin);
+        let begin = Instant::now();
+        kernel.finish(rows * heads, dim, 1.0, carry, copied, lse)?;
+        time(Reading::Finish, begin);
+        let all = Tokens {
+            first: 0,
+            stride: 1,
+            count: rows,
+        };
+        let begin = Instant::now();
+        kernel.upload(&tensor.view(), &[all], copied)?;
+        time(Reading::Load, begin);
+        let begin = Instant::now();
+        copied.copy_from(black_box(&inputs[1]), rows * heads * dim);
+        time(Reading::Carry, begin);
+        Ok(())
+    }
+
+    fn median(&self, reading: Reading) -> f64 {
+        let readings = self.readings.get(&reading).map_or(&[][..], Vec::as_slice);
+        median(readings)
+    }
+
+    /// The machine that the readings amount to: ranks as threads on `cores` cores.
+    pub fn machine(&self, cores: usize) -> Machine {
+        let Sizes {
+            rows,
+            heads,
+            dim,
+            dtype,
+        } = self.sizes;
+        let (elements, cells) = (rows * heads * dim, rows * heads);
+        let (stored, sum) = (dtype.bytes(), dtype.sum().bytes());
+        let per_s = |bytes: usize, reading: Reading| bytes as f64 / self.median(reading).max(1e-9);
+        let (forward, overhead_s) = self.speed(false);
+        let (backward, _) = self.speed(true);
+        let source = format!("measured here: {rows} rows x {heads} heads x {dim}, {cores} cores");
+        let moved = elements * sum + 2 * elements * stored;
+        let moving_s = self.median(Reading::Fill) + self.median(Reading::Copy);
+        let threads = Link {
+            name: "threads".to_string(),
+            source: source.clone(),
+            latency_s: self.median(Reading::Hop),
+            bytes_per_s: per_s(elements * stored, Reading::Carry),
+            carrier: Carrier::Sender,
+        };
+        let cell_bytes = cells * (dim * (sum + stored) + 3 * sum);
+        let rate = Rate {
+            dtype,
+            dim,
+            forward,
+            backward,
+            source: source.clone(),
+        };
+        Machine {
+            device: Device {
+                name: "here".to_string(),
+                source,
+                rates: vec![rate],
+                job_overhead_s: overhead_s,
+                task_overhead_s: 0.0,
+                bytes_per_s: moved as f64 / moving_s.max(1e-9),
+                cell_bytes_per_s: per_s(cell_bytes, Reading::Finish),
+                load_bytes_per_s: Some(per_s(elements * stored, Reading::Load)),
+                shared_cores: Some(cores),
+            },
+            // All ranks are threads of one process.
+            node: usize::MAX,
+            inside: threads.clone(),
+            between: threads,
+            nics: 1,
+            stragglers: BTreeMap::new(),
+        }
+    }
+
+    /// A speed, and the overhead of a job, that explain the readings best.
+    fn speed(&self, backward: bool) -> (Speed, f64) {
+        let each = if backward { 10.0 } else { 4.0 };
+        let line = |(i, job): (usize, &Job)| {
+            let operations = each * job.dim as f64;
+            let queries = (job.segments * job.heads * job.queries) as f64;
+            let diagonal = if job.causal.is_some() { queries } else { 0.0 };
+            let costs = [
+                job.pairs() as f64 * operations,
+                diagonal * operations,
+                row_bytes(job, self.sizes.dtype, backward),
+                1.0,
+            ];
+            let reading = match backward {
+                true => Reading::Backward(i),
+                false => Reading::Forward(i),
+            };
+            (costs, self.median(reading))
+        };
+        let lines: Vec<([f64; 4], f64)> = self.jobs.iter().enumerate().map(line).collect();
+        let [operation_s, diagonal_s, byte_s, overhead_s] = fit(&lines);
+        let speed = Speed {
+            flops: 1.0 / operation_s.max(1e-18),
+            diagonal_keys: diagonal_s / operation_s.max(1e-18),
+            // What the fit finds to cost nothing is as good as infinitely fast.
+            row_bytes_per_s: 1.0 / byte_s.max(1e-18),
+        };
+        (speed, overhead_s)
+    }
+}
+
+/// Rows that lie as a rank's do: heads side by side, token after token.
+fn operand(heads: usize, unit: usize) -> Operand {
+    Operand {
+        offset: 0,
+        batch: 0,
+        segment: 0,
+        row: heads * unit,
+        heads: (0..heads).map(|head| head * unit).collect(),
+    }
+}
+
+fn job(sizes: Sizes, segments: usize, rows: usize, causal: bool) -> Job {
+    let Sizes { heads, dim, .. } = sizes;
+    let place = |unit: usize| Operand {
+        segment: rows * heads * unit,
+        ..operand(heads, unit)
+    };
+    let mask = Causal {
+        query: 0,
+        query_step: 1,
+        key: 0,
+        key_step: 1,
+    };
+    Job {
+        batch: 1,
+        segments,
+        queries: rows,
+        keys: rows,
+        heads,
+        dim,
+        q: place(dim),
+        k: place(dim),
+        cells: place(1),
+        dq: None,
+        causal: causal.then_some(mask),
+        scale: 1.0 / (dim as f64).sqrt(),
+        gain: 1.0,
+    }
+}
+
+/// Seconds of a hop without bytes to speak of, between two threads of this process.
+fn hop_s() -> f64 {
+    const HOPS: usize = 64;
+    let ends = endpoints::<Vec<u8>>(2, Duration::from_secs(60));
+    let begin = Instant::now();
+    std::thread::scope(|scope| {
+        for (rank, mut end) in ends.into_iter().enumerate() {
+            scope.spawn(move || {
+                let address = Address {
+                    peer: 1 - rank,
+                    tag: 0,
+                    elements: 1,
+                };
+                let (sent, mut received) = (vec![0u8], vec![0u8]);
+                for round in 0..HOPS {
+                    let outgoing = [Outgoing {
+                        to: address,
+                        parcel: &sent,
+                    }];
+                    let mut incoming = [Incoming {
+                        from: address,
+                        parcel: &mut received,
+                    }];
+                    // Both ends do the same, so nothing can fail but a thread that is not run.
+                    if end
+                        .exchange(round, &outgoing, &mut incoming, &mut || {})
+                        .is_err()
+                    {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    begin.elapsed().as_secs_f64() / HOPS as f64
+}
