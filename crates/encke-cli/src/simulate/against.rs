@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use encke::{DType, Shape};
 use encke_cpu::CpuKernel;
-use encke_sim::clock::{Comparison, Machine, compare, median, settings};
+use encke_sim::clock::{Findings, compare, median, settings};
 
 use super::options::Options;
 use super::report::{flops, seconds};
@@ -34,7 +34,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let tokens = options.sizes.tokens.unwrap_or(TOKENS);
     let shape = Shape::new(1, tokens, HEADS, HEADS, DIM)?;
     let progress = spinner("starting");
-    let (rings, machine) = compare(
+    let found = compare(
         CpuKernel::new()?,
         &settings(shape, dtype)?,
         view.repeats,
@@ -42,21 +42,19 @@ pub fn run(options: &Options) -> Result<Verdict> {
     )?;
     progress.finish_and_clear();
     if let Some(mut json) = json {
-        let record = serde_json::json!({ "machine": machine, "rings": rings });
-        json.write(|to| Ok(serde_json::to_writer_pretty(to, &record)?))?;
+        json.write(|to| Ok(serde_json::to_writer_pretty(to, &found)?))?;
         json.keep()?;
     }
-    say(&words(shape, dtype, view.repeats, &rings, &machine))?;
+    say(&words(shape, dtype, view.repeats, &found))?;
     Ok(Verdict::Fine)
 }
 
-fn words(
-    shape: Shape,
-    dtype: DType,
-    repeats: usize,
-    rings: &[Comparison],
-    machine: &Machine,
-) -> String {
+fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String {
+    let Findings {
+        rings,
+        machine,
+        misfit,
+    } = found;
     let paint = Paint::stdout();
     let device = &machine.device;
     let mut text = format!(
@@ -69,9 +67,11 @@ fn words(
     );
     if let Some(rate) = device.rates.first() {
         text += &format!(
-            "the kernel: {} forward, {} backward; a hop {} and {:.1} GB/s\n\n",
+            "the kernel: {} forward, {} backward, its readings told within {:.1} %; \
+             a hop {} and {:.1} GB/s\n\n",
             flops(rate.forward.flops),
             flops(rate.backward.flops),
+            100.0 * misfit,
             seconds(machine.inside.latency_s),
             machine.inside.bytes_per_s / 1e9,
         );

@@ -105,6 +105,17 @@ pub fn settings(shape: Shape, dtype: DType) -> Result<Vec<Setting>, ClockError> 
     all.into_iter().map(setting).collect()
 }
 
+/// What [`compare`] found.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Findings {
+    /// Each ring.
+    pub rings: Vec<Comparison>,
+    /// The machine that the kernel's readings amount to.
+    pub machine: Machine,
+    /// How far that machine is from the very readings it was made of: no ring can do better.
+    pub misfit: f64,
+}
+
 /// Takes readings of the kernel and runs each ring, in turn, `repeats` times (and once before, so
 /// that nothing is allocated in a run that counts); then predicts each from the readings.
 /// `progress` is told before every turn.
@@ -113,18 +124,16 @@ pub fn compare<K: Kernel<Buffer = Data>>(
     settings: &[Setting],
     repeats: usize,
     progress: &mut dyn FnMut(&str),
-) -> Result<(Vec<Comparison>, Machine), ClockError> {
+) -> Result<Findings, ClockError> {
     let largest = settings.iter().map(|setting| &setting.request);
     let largest = largest.max_by_key(|request| request.shape.tokens);
-    let Some(Request { shape, dtype, .. }) = largest else {
-        return Ok((Vec::new(), Profile::new(NO_SIZES).machine(1)));
-    };
-    let mut profile = Profile::new(Sizes {
-        rows: (shape.tokens / 2).max(8),
-        heads: shape.heads,
-        dim: shape.dim,
-        dtype: *dtype,
+    let sizes = largest.map_or(NO_SIZES, |request| Sizes {
+        rows: request.shape.tokens.max(8),
+        heads: request.shape.heads,
+        dim: request.shape.dim,
+        dtype: request.dtype,
     });
+    let mut profile = Profile::new(sizes);
     let ring = ThreadRing::new(kernel, Duration::from_secs(600));
     let mut runs_s = vec![Vec::new(); settings.len()];
     for turn in 0..=repeats {
@@ -140,17 +149,21 @@ pub fn compare<K: Kernel<Buffer = Data>>(
     }
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let machine = profile.machine(cores);
-    let mut comparisons = Vec::new();
+    let mut rings = Vec::new();
     for (setting, runs_s) in settings.iter().zip(runs_s) {
         let plan = Plan::new(setting.request.clone())?;
-        comparisons.push(Comparison {
+        rings.push(Comparison {
             name: setting.name.clone(),
             predicted_s: simulate(&plan, &machine, 0..0)?.seconds,
             measured_s: median(&runs_s),
             runs_s,
         });
     }
-    Ok((comparisons, machine))
+    Ok(Findings {
+        rings,
+        machine,
+        misfit: profile.misfit(),
+    })
 }
 
 const NO_SIZES: Sizes = Sizes {

@@ -235,8 +235,8 @@ impl Pricing<'_> {
                 let each = dim * (stored(out.0) + stored(dout.0)) + sum;
                 work.spread_s += self.cells(cells * each);
             }
-            Task::Forward { job, .. } => work.spread_s += self.job(job, false),
-            Task::Backward { job, .. } => work.spread_s += self.job(job, true),
+            Task::Forward { job, .. } => self.job(job, false, work),
+            Task::Backward { job, .. } => self.job(job, true, work),
         }
     }
 
@@ -248,8 +248,8 @@ impl Pricing<'_> {
         self.device.task_overhead_s + bytes as f64 / self.device.cell_bytes_per_s
     }
 
-    /// Seconds of a job on all cores of the device.
-    fn job(&self, job: &Job, backward: bool) -> f64 {
+    /// A job is handed over by the rank's own thread, and computed on all cores.
+    fn job(&self, job: &Job, backward: bool, work: &mut Work) {
         let (speed, each) = match backward {
             true => (self.rate.backward, 10.0),
             false => (self.rate.forward, 4.0),
@@ -257,7 +257,8 @@ impl Pricing<'_> {
         let pairs = job.pairs() as f64 + diagonal(job, speed.diagonal_keys);
         let arithmetic_s = pairs * each * job.dim as f64 / speed.flops;
         let rows_s = row_bytes(job, self.dtype, backward) / speed.row_bytes_per_s;
-        self.device.job_overhead_s + arithmetic_s + rows_s
+        work.alone_s += self.device.job_overhead_s;
+        work.spread_s += arithmetic_s + rows_s;
     }
 }
 

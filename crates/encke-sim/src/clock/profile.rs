@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use encke_core::conformance::Random;
 use encke_core::job::{Block, Causal, Job, Operand};
-use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Upstream};
 use encke_core::sharding::Run as Tokens;
 use encke_core::transport::{Address, Incoming, Outgoing, Parcel, Transport};
 use encke_core::{DType, Data, Tensor};
@@ -21,6 +21,10 @@ use super::error::ClockError;
 use super::fit::fit;
 use super::machine::{Carrier, Device, Link, Machine, Rate, Speed};
 use super::median;
+
+/// A reading goes on for so long, so that short jobs are disturbed as much as long ones by
+/// whatever else the machine does.
+const READING: Duration = Duration::from_millis(40);
 
 /// What is measured: jobs of these heads and types, up to so many rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,15 +150,15 @@ impl Profile {
         // Any finite lse will do, but one that is too small makes numbers no real pass has.
         kernel.fill(lse, 10.0)?;
         for (i, job) in self.jobs.iter().enumerate() {
-            let begin = Instant::now();
-            kernel.forward(job, q, k, v, carry)?;
-            taken.push((Reading::Forward(i), begin.elapsed().as_secs_f64()));
-            let [dq, dk, dv] = &mut *gradients;
-            let (lse, delta) = (&*lse, &*delta);
-            let begin = Instant::now();
-            let upstream = Upstream { dout, lse, delta };
-            kernel.backward(job, q, k, v, upstream, Gradients { dq, dk, dv })?;
-            taken.push((Reading::Backward(i), begin.elapsed().as_secs_f64()));
+            let forward = seconds(|| kernel.forward(job, q, k, v, carry))?;
+            taken.push((Reading::Forward(i), forward));
+            let (dout, lse, delta) = (&*dout, &*lse, &*delta);
+            let backward = seconds(|| {
+                let [dq, dk, dv] = &mut *gradients;
+                let upstream = Upstream { dout, lse, delta };
+                kernel.backward(job, q, k, v, upstream, Gradients { dq, dk, dv })
+            })?;
+            taken.push((Reading::Backward(i), backward));
         }
         Ok(())
     }
@@ -176,12 +180,6 @@ impl Profile {
             tensor,
             ..
         } = &mut self.operands;
-        let mut time = |reading: Reading, begin: Instant| {
-            taken.push((reading, begin.elapsed().as_secs_f64()));
-        };
-        let begin = Instant::now();
-        kernel.fill(&mut gradients[0], 0.0)?;
-        time(Reading::Fill, begin);
         let operand = operand(heads, dim);
         let block = Block {
             batch: 1,
@@ -192,23 +190,26 @@ impl Profile {
             from: operand.clone(),
             to: operand,
         };
-        let begin = Instant::now();
-        kernel.copy(&block, false, &inputs[0], copied)?;
-        time(Reading::Copy, begin);
-        let begin = Instant::now();
-        kernel.finish(rows * heads, dim, 1.0, carry, copied, lse)?;
-        time(Reading::Finish, begin);
-        let all = Tokens {
+        let all = [Tokens {
             first: 0,
             stride: 1,
             count: rows,
-        };
-        let begin = Instant::now();
-        kernel.upload(&tensor.view(), &[all], copied)?;
-        time(Reading::Load, begin);
-        let begin = Instant::now();
-        copied.copy_from(black_box(&inputs[1]), rows * heads * dim);
-        time(Reading::Carry, begin);
+        }];
+        let fill = seconds(|| kernel.fill(&mut gradients[0], 0.0))?;
+        let copy = seconds(|| kernel.copy(&block, false, &inputs[0], copied))?;
+        let finish = seconds(|| kernel.finish(rows * heads, dim, 1.0, carry, copied, lse))?;
+        let load = seconds(|| kernel.upload(&tensor.view(), &all, copied))?;
+        let carry = seconds(|| {
+            copied.copy_from(black_box(&inputs[1]), rows * heads * dim);
+            Ok(())
+        })?;
+        taken.extend([
+            (Reading::Fill, fill),
+            (Reading::Copy, copy),
+            (Reading::Finish, finish),
+            (Reading::Load, load),
+            (Reading::Carry, carry),
+        ]);
         Ok(())
     }
 
@@ -269,8 +270,8 @@ impl Profile {
         }
     }
 
-    /// A speed, and the overhead of a job, that explain the readings best.
-    fn speed(&self, backward: bool) -> (Speed, f64) {
+    /// Operations, causal operations, bytes and jobs of every job that was read, and its seconds.
+    fn lines(&self, backward: bool) -> Vec<([f64; 4], f64)> {
         let each = if backward { 10.0 } else { 4.0 };
         let line = |(i, job): (usize, &Job)| {
             let operations = each * job.dim as f64;
@@ -288,8 +289,12 @@ impl Profile {
             };
             (costs, self.median(reading))
         };
-        let lines: Vec<([f64; 4], f64)> = self.jobs.iter().enumerate().map(line).collect();
-        let [operation_s, diagonal_s, byte_s, overhead_s] = fit(&lines);
+        self.jobs.iter().enumerate().map(line).collect()
+    }
+
+    /// A speed, and the overhead of a job, that explain the readings best.
+    fn speed(&self, backward: bool) -> (Speed, f64) {
+        let [operation_s, diagonal_s, byte_s, overhead_s] = fit(&self.lines(backward));
         let speed = Speed {
             flops: 1.0 / operation_s.max(1e-18),
             diagonal_keys: diagonal_s / operation_s.max(1e-18),
@@ -297,6 +302,37 @@ impl Profile {
             row_bytes_per_s: 1.0 / byte_s.max(1e-18),
         };
         (speed, overhead_s)
+    }
+
+    /// How far the description is from the readings it was made of: the median over all jobs.
+    pub fn misfit(&self) -> f64 {
+        let misfits = [false, true].into_iter().flat_map(|backward| {
+            let lines = self.lines(backward);
+            let found = fit(&lines);
+            lines.into_iter().map(move |(costs, seconds)| {
+                let told: f64 = costs
+                    .iter()
+                    .zip(found)
+                    .map(|(cost, each)| cost * each)
+                    .sum();
+                (told / seconds - 1.0).abs()
+            })
+        });
+        median(&misfits.collect::<Vec<f64>>())
+    }
+}
+
+/// Mean seconds of something that is done again and again for the length of a reading.
+fn seconds(mut work: impl FnMut() -> Result<(), KernelError>) -> Result<f64, KernelError> {
+    let begin = Instant::now();
+    let mut times = 0;
+    loop {
+        work()?;
+        times += 1;
+        let passed = begin.elapsed();
+        if passed >= READING {
+            return Ok(passed.as_secs_f64() / f64::from(times));
+        }
     }
 }
 
