@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use encke::{DType, Shape};
 use encke_cpu::CpuKernel;
-use encke_sim::clock::{Findings, compare, median, settings};
+use encke_sim::clock::{Comparison, Findings, Times, compare, median, settings};
 
 use super::options::Options;
 use super::report::{flops, seconds};
@@ -58,7 +58,7 @@ fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String
     let paint = Paint::stdout();
     let device = &machine.device;
     let mut text = format!(
-        "{}\n{} tokens x {} heads x {} numbers, {dtype}; {repeats} runs of each, medians; {} cores\n",
+        "{}\n{} tokens x {} heads x {} numbers, {dtype}; {repeats} runs of each; {} cores\n",
         paint.bold("Rings of threads, predicted from the kernel alone and measured"),
         shape.tokens,
         shape.heads,
@@ -76,30 +76,35 @@ fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String
             machine.inside.bytes_per_s / 1e9,
         );
     }
-    let mut table = Table::new(
-        2,
-        ["ring", "predicted", "measured", "error", "runs from", "to"],
-    );
+    text += &format!("{:>56}{:>34}\n", "medians", "fastest");
+    let times = ["predicted", "measured", "error"];
+    let headings = ["ring"].into_iter().chain(times).chain(times);
+    let mut table = Table::new(2, headings);
     for ring in rings {
-        let fastest = ring.runs_s.iter().copied().fold(f64::INFINITY, f64::min);
-        let longest = ring.runs_s.iter().copied().fold(0.0, f64::max);
-        table.row([
-            ring.name.clone(),
-            seconds(ring.predicted_s),
-            seconds(ring.measured_s),
-            format!("{:+.1} %", 100.0 * ring.error()),
-            seconds(fastest),
-            seconds(longest),
-        ]);
+        let mut cells = vec![ring.name.clone()];
+        for times in [ring.median, ring.fastest] {
+            cells.extend([
+                seconds(times.predicted_s),
+                seconds(times.measured_s),
+                format!("{:+.1} %", 100.0 * times.error()),
+            ]);
+        }
+        table.row(cells);
     }
     text += &table.to_string();
-    let errors: Vec<f64> = rings.iter().map(|ring| ring.error().abs()).collect();
-    let within = errors.iter().filter(|error| **error <= AIM).count();
-    text += &format!(
-        "\nmedian error {:.1} %; {within} of {} rings within {:.0} %\n",
-        100.0 * median(&errors),
-        rings.len(),
-        100.0 * AIM,
-    );
-    text
+    let picks: [(&str, fn(&Comparison) -> Times); 2] = [
+        ("medians", |ring| ring.median),
+        ("fastest", |ring| ring.fastest),
+    ];
+    for (name, pick) in picks {
+        let errors: Vec<f64> = rings.iter().map(|ring| pick(ring).error().abs()).collect();
+        let within = errors.iter().filter(|error| **error <= AIM).count();
+        text += &format!(
+            "\n{name}: median error {:.1} %, {within} of {} rings within {:.0} %",
+            100.0 * median(&errors),
+            rings.len(),
+            100.0 * AIM,
+        );
+    }
+    text + "\n"
 }

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, anyhow, bail};
 use encke::DType;
 use encke_cpu::CpuKernel;
-use encke_sim::clock::{Device, Machine, Profile, Sizes, find_device, find_link};
+use encke_sim::clock::{Device, Machine, Pick, Profile, Sizes, find_device, find_link};
 
 use super::options::{MachineOptions, SizeOptions};
 use crate::terminal::spinner;
@@ -73,7 +73,7 @@ fn here(sizes: &SizeOptions, dtype: DType) -> Result<Device> {
         profile.read(&kernel)?;
     }
     progress.finish_and_clear();
-    let mut device = profile.machine(1).device;
+    let mut device = profile.machine(1, Pick::Median).device;
     device.shared_cores = None;
     device.load_bytes_per_s = None;
     Ok(device)

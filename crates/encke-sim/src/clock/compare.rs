@@ -1,7 +1,8 @@
 //! The clock held against reality: rings of threads on this machine, predicted and measured.
 //!
 //! The decision here: readings of the kernel and runs of the rings take turns, and medians of both are
-//! compared, so that a machine that is busy with other things is busy for both.
+//! compared, so that a machine that is busy with other things is busy for both. The fastest of
+//! both are compared as well: they are what is least disturbed.
 
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ use serde::Serialize;
 
 use super::error::ClockError;
 use super::machine::Machine;
-use super::profile::{Profile, Sizes};
+use super::profile::{Pick, Profile, Sizes};
 use super::simulate;
 
 /// A ring to be timed, and what to call it.
@@ -29,23 +30,32 @@ pub struct Setting {
 }
 
 /// What was said, and what was seen.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Times {
+    /// By the clock.
+    pub predicted_s: f64,
+    /// By the wall.
+    pub measured_s: f64,
+}
+
+impl Times {
+    /// How far the prediction was off, as a part of what was measured; positive if it was longer.
+    pub fn error(&self) -> f64 {
+        self.predicted_s / self.measured_s - 1.0
+    }
+}
+
+/// One ring, predicted and measured.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// The ring.
     pub name: String,
-    /// By the clock.
-    pub predicted_s: f64,
-    /// By the wall: the median of the runs.
-    pub measured_s: f64,
+    /// From median readings, and the median of the runs.
+    pub median: Times,
+    /// From the fastest readings, and the fastest run.
+    pub fastest: Times,
     /// The runs.
     pub runs_s: Vec<f64>,
-}
-
-impl Comparison {
-    /// How far the prediction was off, as a part of what was measured; positive if it was slower.
-    pub fn error(&self) -> f64 {
-        self.predicted_s / self.measured_s - 1.0
-    }
 }
 
 /// The middle of some numbers; between the two in the middle of an even count. 0 of none.
@@ -110,7 +120,7 @@ pub fn settings(shape: Shape, dtype: DType) -> Result<Vec<Setting>, ClockError> 
 pub struct Findings {
     /// Each ring.
     pub rings: Vec<Comparison>,
-    /// The machine that the kernel's readings amount to.
+    /// The machine that the kernel's median readings amount to.
     pub machine: Machine,
     /// How far that machine is from the very readings it was made of: no ring can do better.
     pub misfit: f64,
@@ -148,14 +158,21 @@ pub fn compare<K: Kernel<Buffer = Data>>(
         }
     }
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    let machine = profile.machine(cores);
+    let machine = profile.machine(cores, Pick::Median);
+    let undisturbed = profile.machine(cores, Pick::Fastest);
     let mut rings = Vec::new();
     for (setting, runs_s) in settings.iter().zip(runs_s) {
         let plan = Plan::new(setting.request.clone())?;
+        let times = |machine: &Machine, pick: Pick| -> Result<Times, ClockError> {
+            Ok(Times {
+                predicted_s: simulate(&plan, machine, 0..0)?.seconds,
+                measured_s: pick.of(&runs_s),
+            })
+        };
         rings.push(Comparison {
             name: setting.name.clone(),
-            predicted_s: simulate(&plan, &machine, 0..0)?.seconds,
-            measured_s: median(&runs_s),
+            median: times(&machine, Pick::Median)?,
+            fastest: times(&undisturbed, Pick::Fastest)?,
             runs_s,
         });
     }

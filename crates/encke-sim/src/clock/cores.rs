@@ -5,14 +5,24 @@
 //! threads that has something to do an equal part of the cores, never more than one. Jobs of
 //! several ranks share the workers. A rank on a device of its own is the same with one core.
 
+/// What somebody has under way, and what it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Time alone.
+    Delay,
+    /// A thread of its own.
+    Alone,
+    /// The workers.
+    Spread,
+}
+
 /// Something under way.
 #[derive(Debug, Clone, Copy)]
 struct Active {
     rank: usize,
     /// Seconds it would take alone.
     left_s: f64,
-    /// Whether it runs on the workers.
-    spread: bool,
+    kind: Kind,
 }
 
 /// The cores of one device or node.
@@ -52,13 +62,13 @@ impl Cores {
     }
 
     /// A rank begins something that would take `seconds` alone. Returns the pool's next end.
-    pub fn begin(&mut self, now: f64, rank: usize, seconds: f64, spread: bool) -> End {
+    pub fn begin(&mut self, now: f64, rank: usize, seconds: f64, kind: Kind) -> End {
         let pool = rank / self.ranks_per_pool;
         self.catch_up(pool, now);
         self.pools[pool].active.push(Active {
             rank,
             left_s: seconds,
-            spread,
+            kind,
         });
         self.foresee(pool, now)
     }
@@ -76,47 +86,79 @@ impl Cores {
         Some((done, more.then(|| self.foresee(pool, at))))
     }
 
-    /// How fast work on a rank's own thread and on the workers goes, as parts of alone.
-    fn speeds(&self, pool: usize) -> (f64, f64) {
-        let active = &self.pools[pool].active;
-        let jobs = active.iter().filter(|active| active.spread).count();
+    /// How fast each kind of work goes, as a part of alone.
+    fn speeds(&self, pool: usize) -> impl Fn(Kind) -> f64 + use<> {
+        let count = |kind: Kind| {
+            let active = self.pools[pool].active.iter();
+            active.filter(|active| active.kind == kind).count()
+        };
+        let (jobs, threads) = (count(Kind::Spread), count(Kind::Alone));
         let workers = if jobs > 0 { self.cores } else { 0.0 };
-        let threads = workers + (active.len() - jobs) as f64;
-        let each = (self.cores / threads).min(1.0);
-        (each, each / jobs.max(1) as f64)
+        let each = (self.cores / (workers + threads as f64)).min(1.0);
+        move |kind| match kind {
+            Kind::Delay => 1.0,
+            Kind::Alone => each,
+            Kind::Spread => each / jobs as f64,
+        }
     }
 
     fn catch_up(&mut self, pool: usize, now: f64) {
-        let (alone, spread) = self.speeds(pool);
+        let speed = self.speeds(pool);
         let Pool { active, since, .. } = &mut self.pools[pool];
         let passed = now - *since;
         *since = now;
         if passed > 0.0 {
             for one in active {
-                let speed = if one.spread { spread } else { alone };
-                one.left_s = (one.left_s - passed * speed).max(0.0);
+                one.left_s = (one.left_s - passed * speed(one.kind)).max(0.0);
             }
         }
     }
 
     /// The one that would be done first, the earliest begun of equals.
     fn first_done(&self, pool: usize) -> usize {
-        let (alone, spread) = self.speeds(pool);
-        let time = |one: &Active| one.left_s / if one.spread { spread } else { alone };
+        let speed = self.speeds(pool);
+        let time = |one: &Active| one.left_s / speed(one.kind);
         let active = self.pools[pool].active.iter().enumerate();
         let first = active.min_by(|(_, a), (_, b)| time(a).total_cmp(&time(b)));
         first.expect("somebody is under way").0
     }
 
     fn foresee(&mut self, pool: usize, now: f64) -> End {
-        let (alone, spread) = self.speeds(pool);
+        let speed = self.speeds(pool);
         let first = self.pools[pool].active[self.first_done(pool)];
-        let left = first.left_s / if first.spread { spread } else { alone };
+        let left = first.left_s / speed(first.kind);
         self.pools[pool].stamp += 1;
         End {
             pool,
             stamp: self.pools[pool].stamp,
             at: now + left,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Cores, Kind};
+
+    #[test]
+    fn threads_and_workers_share_cores_and_delays_take_none() {
+        let mut cores = Cores::new(3, 3, 2);
+        cores.begin(0.0, 0, 1.0, Kind::Alone);
+        cores.begin(0.0, 1, 4.0, Kind::Spread);
+        let end = cores.begin(0.0, 2, 1.0, Kind::Delay);
+        // Two workers and a thread on two cores: two thirds of a core for each.
+        assert_eq!(end.at, 1.0);
+        let (rank, end) = cores.end(end).unwrap();
+        let end = end.unwrap();
+        assert_eq!(rank, 2);
+        assert!((end.at - 1.5).abs() < 1e-12, "{end:?}");
+        let (rank, end) = cores.end(end).unwrap();
+        let end = end.unwrap();
+        assert_eq!(rank, 0);
+        // The job has had 1.5 s at two thirds; alone it takes the 3 s that are left.
+        assert!((end.at - 4.5).abs() < 1e-12, "{end:?}");
+        // A change makes the end that was foreseen void.
+        cores.begin(2.0, 0, 1.0, Kind::Spread);
+        assert_eq!(cores.end(end), None);
     }
 }

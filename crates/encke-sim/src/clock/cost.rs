@@ -16,6 +16,8 @@ use super::machine::{Device, Machine, Rate};
 /// Time of some tasks on a device with nothing else to do.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Work {
+    /// Waiting for jobs to be taken up: nobody computes, and others may.
+    pub delay_s: f64,
     /// On the rank's own thread.
     pub alone_s: f64,
     /// On all cores of the device.
@@ -248,7 +250,7 @@ impl Pricing<'_> {
         self.device.task_overhead_s + bytes as f64 / self.device.cell_bytes_per_s
     }
 
-    /// A job is handed over by the rank's own thread, and computed on all cores.
+    /// A job is taken up after a while, and computed on all cores.
     fn job(&self, job: &Job, backward: bool, work: &mut Work) {
         let (speed, each) = match backward {
             true => (self.rate.backward, 10.0),
@@ -257,7 +259,7 @@ impl Pricing<'_> {
         let pairs = job.pairs() as f64 + diagonal(job, speed.diagonal_keys);
         let arithmetic_s = pairs * each * job.dim as f64 / speed.flops;
         let rows_s = row_bytes(job, self.dtype, backward) / speed.row_bytes_per_s;
-        work.alone_s += self.device.job_overhead_s;
+        work.delay_s += self.device.job_overhead_s;
         work.spread_s += arithmetic_s + rows_s;
     }
 }

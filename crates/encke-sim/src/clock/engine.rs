@@ -12,7 +12,7 @@ use encke_core::plan::Pass;
 use encke_ring::trace::{Activity, Event, Trace};
 
 use super::agenda::{Agenda, What};
-use super::cores::{Cores, End};
+use super::cores::{Cores, End, Kind};
 use super::cost::{Hop, Program, Work};
 use super::machine::{Carrier, Machine};
 use super::run::{LinkTime, RankTime, Run, Transfer};
@@ -44,8 +44,8 @@ struct State {
     late: Vec<usize>,
     /// The hop it is carrying itself.
     carrying: usize,
-    /// What is to be done on the workers after what is under way.
-    then_spread_s: f64,
+    /// What is to be done in this stage after what is under way.
+    rest: Work,
     /// When the stage began.
     since: f64,
     /// Hops of its own under way.
@@ -90,7 +90,7 @@ impl<'a> Engine<'a> {
             open: 0,
             late: Vec::new(),
             carrying: 0,
-            then_spread_s: 0.0,
+            rest: Work::default(),
             since: 0.0,
             flying: 0,
             booked: 0.0,
@@ -149,16 +149,31 @@ impl<'a> Engine<'a> {
     /// Begins the work of a rank's stage; false if there is none.
     fn start(&mut self, rank: usize, work: Work) -> bool {
         let slow = self.machine.stragglers.get(&rank).copied().unwrap_or(1.0);
-        let Work { alone_s, spread_s } = work;
-        if alone_s > 0.0 {
-            self.ranks[rank].then_spread_s = spread_s * slow;
-            let end = self.cores.begin(self.now, rank, alone_s * slow, false);
-            self.agenda.add(end.at, What::End(end));
-        } else if spread_s > 0.0 {
-            let end = self.cores.begin(self.now, rank, spread_s * slow, true);
-            self.agenda.add(end.at, What::End(end));
+        self.ranks[rank].rest = Work {
+            delay_s: work.delay_s * slow,
+            alone_s: work.alone_s * slow,
+            spread_s: work.spread_s * slow,
+        };
+        self.work_on(rank)
+    }
+
+    /// Begins the next part of what a rank has to do; false if there is none.
+    fn work_on(&mut self, rank: usize) -> bool {
+        let rest = &mut self.ranks[rank].rest;
+        let parts = [
+            (&mut rest.delay_s, Kind::Delay),
+            (&mut rest.alone_s, Kind::Alone),
+            (&mut rest.spread_s, Kind::Spread),
+        ];
+        for (left_s, kind) in parts {
+            let seconds = std::mem::take(left_s);
+            if seconds > 0.0 {
+                let end = self.cores.begin(self.now, rank, seconds, kind);
+                self.agenda.add(end.at, What::End(end));
+                return true;
+            }
         }
-        alone_s > 0.0 || spread_s > 0.0
+        false
     }
 
     fn ended(&mut self, end: End) {
@@ -168,11 +183,7 @@ impl<'a> Engine<'a> {
         if let Some(next) = next {
             self.agenda.add(next.at, What::End(next));
         }
-        let spread_s = std::mem::take(&mut self.ranks[rank].then_spread_s);
-        if spread_s > 0.0 {
-            let end = self.cores.begin(self.now, rank, spread_s, true);
-            self.agenda.add(end.at, What::End(end));
-        } else {
+        if !self.work_on(rank) {
             self.proceed(rank);
         }
     }
@@ -408,7 +419,7 @@ impl<'a> Engine<'a> {
         let link = self.machine.link(rank, peer).0;
         let work = Work {
             alone_s: link.latency_s + hop.bytes as f64 / link.bytes_per_s,
-            spread_s: 0.0,
+            ..Work::default()
         };
         self.start(rank, work)
     }

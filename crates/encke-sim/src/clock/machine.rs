@@ -53,7 +53,7 @@ pub struct Device {
     pub source: String,
     /// Its speeds.
     pub rates: Vec<Rate>,
-    /// What each job costs before it has computed anything.
+    /// How long each job waits before it computes anything; others compute meanwhile.
     pub job_overhead_s: f64,
     /// What each other task (a fill, a copy, a merge) costs before it has moved anything.
     pub task_overhead_s: f64,

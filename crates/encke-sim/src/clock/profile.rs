@@ -39,7 +39,26 @@ pub struct Sizes {
     pub dtype: DType,
 }
 
-/// Readings of a kernel, taken as often as one likes; the description takes their medians.
+/// Which of several readings, or runs, is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pick {
+    /// The one in the middle: what to expect of the machine as it is.
+    Median,
+    /// The shortest: what to expect of it when it has nothing else to do.
+    Fastest,
+}
+
+impl Pick {
+    /// The one of these; 0 of none.
+    pub fn of(self, numbers: &[f64]) -> f64 {
+        match self {
+            Pick::Median => median(numbers),
+            Pick::Fastest => numbers.iter().copied().reduce(f64::min).unwrap_or(0.0),
+        }
+    }
+}
+
+/// Readings of a kernel, taken as often as one likes.
 #[derive(Debug)]
 pub struct Profile {
     sizes: Sizes,
@@ -213,13 +232,13 @@ impl Profile {
         Ok(())
     }
 
-    fn median(&self, reading: Reading) -> f64 {
+    fn seconds(&self, reading: Reading, pick: Pick) -> f64 {
         let readings = self.readings.get(&reading).map_or(&[][..], Vec::as_slice);
-        median(readings)
+        pick.of(readings)
     }
 
     /// The machine that the readings amount to: ranks as threads on `cores` cores.
-    pub fn machine(&self, cores: usize) -> Machine {
+    pub fn machine(&self, cores: usize, pick: Pick) -> Machine {
         let Sizes {
             rows,
             heads,
@@ -228,16 +247,17 @@ impl Profile {
         } = self.sizes;
         let (elements, cells) = (rows * heads * dim, rows * heads);
         let (stored, sum) = (dtype.bytes(), dtype.sum().bytes());
-        let per_s = |bytes: usize, reading: Reading| bytes as f64 / self.median(reading).max(1e-9);
-        let (forward, overhead_s) = self.speed(false);
-        let (backward, _) = self.speed(true);
+        let per_s =
+            |bytes: usize, reading: Reading| bytes as f64 / self.seconds(reading, pick).max(1e-9);
+        let (forward, overhead_s) = self.speed(false, pick);
+        let (backward, _) = self.speed(true, pick);
         let source = format!("measured here: {rows} rows x {heads} heads x {dim}, {cores} cores");
         let moved = elements * sum + 2 * elements * stored;
-        let moving_s = self.median(Reading::Fill) + self.median(Reading::Copy);
+        let moving_s = self.seconds(Reading::Fill, pick) + self.seconds(Reading::Copy, pick);
         let threads = Link {
             name: "threads".to_string(),
             source: source.clone(),
-            latency_s: self.median(Reading::Hop),
+            latency_s: self.seconds(Reading::Hop, pick),
             bytes_per_s: per_s(elements * stored, Reading::Carry),
             carrier: Carrier::Sender,
         };
@@ -271,7 +291,7 @@ impl Profile {
     }
 
     /// Operations, causal operations, bytes and jobs of every job that was read, and its seconds.
-    fn lines(&self, backward: bool) -> Vec<([f64; 4], f64)> {
+    fn lines(&self, backward: bool, pick: Pick) -> Vec<([f64; 4], f64)> {
         let each = if backward { 10.0 } else { 4.0 };
         let line = |(i, job): (usize, &Job)| {
             let operations = each * job.dim as f64;
@@ -287,14 +307,14 @@ impl Profile {
                 true => Reading::Backward(i),
                 false => Reading::Forward(i),
             };
-            (costs, self.median(reading))
+            (costs, self.seconds(reading, pick))
         };
         self.jobs.iter().enumerate().map(line).collect()
     }
 
     /// A speed, and the overhead of a job, that explain the readings best.
-    fn speed(&self, backward: bool) -> (Speed, f64) {
-        let [operation_s, diagonal_s, byte_s, overhead_s] = fit(&self.lines(backward));
+    fn speed(&self, backward: bool, pick: Pick) -> (Speed, f64) {
+        let [operation_s, diagonal_s, byte_s, overhead_s] = fit(&self.lines(backward, pick));
         let speed = Speed {
             flops: 1.0 / operation_s.max(1e-18),
             diagonal_keys: diagonal_s / operation_s.max(1e-18),
@@ -307,7 +327,7 @@ impl Profile {
     /// How far the description is from the readings it was made of: the median over all jobs.
     pub fn misfit(&self) -> f64 {
         let misfits = [false, true].into_iter().flat_map(|backward| {
-            let lines = self.lines(backward);
+            let lines = self.lines(backward, Pick::Median);
             let found = fit(&lines);
             lines.into_iter().map(move |(costs, seconds)| {
                 let told: f64 = costs
