@@ -108,18 +108,15 @@ impl Profile {
             Data::from_f64(dtype, &values)
         };
         let zeros = |elements: usize| Data::zeros(sum, elements);
-        let quarter = (rows / 4).max(1);
-        let eighth = (rows / 8).max(1);
+        // As long as the sequence, as short as what a rank of a large ring has, and many at once.
+        let part = |of: usize| (rows / of).max(1);
+        let shapes = [(1, rows), (1, part(4)), (1, part(16)), (8, part(8))];
+        let jobs = shapes.into_iter().flat_map(|(segments, rows)| {
+            [false, true].map(|causal| job(sizes, segments, rows, causal))
+        });
         Profile {
             sizes,
-            jobs: vec![
-                job(sizes, 1, rows, false),
-                job(sizes, 1, rows, true),
-                job(sizes, 1, quarter, false),
-                job(sizes, 1, quarter, true),
-                job(sizes, rows / eighth, eighth, false),
-                job(sizes, rows / eighth, eighth, true),
-            ],
+            jobs: jobs.collect(),
             operands: Operands {
                 inputs: [numbers(), numbers(), numbers(), numbers()],
                 carry: Carry {
