@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use encke::{DType, Shape};
 use encke_cpu::CpuKernel;
-use encke_sim::clock::{Comparison, Findings, Times, compare, median, settings};
+use encke_sim::clock::{Comparison, Findings, compare, median, settings};
 
 use super::options::Options;
 use super::report::{flops, seconds};
@@ -92,12 +92,9 @@ fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String
         table.row(cells);
     }
     text += &table.to_string();
-    let picks: [(&str, fn(&Comparison) -> Times); 2] = [
-        ("medians", |ring| ring.median),
-        ("fastest", |ring| ring.fastest),
-    ];
-    for (name, pick) in picks {
-        let errors: Vec<f64> = rings.iter().map(|ring| pick(ring).error().abs()).collect();
+    for (name, fastest) in [("medians", false), ("fastest", true)] {
+        let times = |ring: &Comparison| if fastest { ring.fastest } else { ring.median };
+        let errors: Vec<f64> = rings.iter().map(|ring| times(ring).error().abs()).collect();
         let within = errors.iter().filter(|error| **error <= AIM).count();
         text += &format!(
             "\n{name}: median error {:.1} %, {within} of {} rings within {:.0} %",

@@ -13,7 +13,7 @@ use crate::terminal::Paint;
 pub fn seconds(time: f64) -> String {
     const DAY: f64 = 86400.0;
     match time {
-        t if t == 0.0 => "0 s".to_string(),
+        0.0 => "0 s".to_string(),
         t if t < 1e-3 => format!("{:.1} us", t * 1e6),
         t if t < 1.0 => format!("{:.2} ms", t * 1e3),
         t if t < 120.0 => format!("{t:.2} s"),
