@@ -165,10 +165,11 @@ impl Profile {
         kernel.fill(&mut carry.l, 0.0)?;
         // Any finite lse will do, but one that is too small makes numbers no real pass has.
         kernel.fill(lse, 10.0)?;
+        let [q, k, v, dout] = [&*q, &*k, &*v, &*dout].map(|data| kernel.input(data));
         for (i, job) in self.jobs.iter().enumerate() {
             let forward = seconds(|| kernel.forward(job, q, k, v, carry))?;
             taken.push((Reading::Forward(i), forward));
-            let (dout, lse, delta) = (&*dout, &*lse, &*delta);
+            let (lse, delta) = (kernel.input(lse), kernel.input(delta));
             let backward = seconds(|| {
                 let [dq, dk, dv] = &mut *gradients;
                 let upstream = Upstream { dout, lse, delta };
@@ -212,7 +213,7 @@ impl Profile {
             count: rows,
         }];
         let fill = seconds(|| kernel.fill(&mut gradients[0], 0.0))?;
-        let copy = seconds(|| kernel.copy(&block, false, &inputs[0], copied))?;
+        let copy = seconds(|| kernel.copy(&block, false, kernel.input(&inputs[0]), copied))?;
         let finish = seconds(|| kernel.finish(rows * heads, dim, 1.0, carry, copied, lse))?;
         let load = seconds(|| kernel.upload(&tensor.view(), &all, copied))?;
         let carry = seconds(|| {
