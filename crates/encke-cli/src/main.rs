@@ -7,6 +7,7 @@
 #![deny(unsafe_code)]
 
 mod attend;
+mod billion;
 mod chrome;
 mod cli;
 mod demo;
@@ -17,6 +18,7 @@ mod number;
 mod output;
 mod pattern_options;
 mod plan;
+mod process;
 mod program;
 mod ring_options;
 mod table;
@@ -63,6 +65,7 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
     match cli.command {
         None => demo::run(),
         Some(Command::Attend(options)) => attend::run(&options),
+        Some(Command::Billion(options)) => billion::run(&options),
         Some(Command::Plan(options)) => plan::run(&options),
         Some(Command::Verify(options)) => verify::run(&options),
     }

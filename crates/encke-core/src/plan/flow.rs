@@ -9,9 +9,7 @@
 
 use super::builder::Builder;
 use super::layout::{Resident, Width, flat, reversed};
-use super::program::{
-    BufferId, CarryIds, Component, Fill, Message, Origin, Role, Task, TokenRows,
-};
+use super::program::{BufferId, CarryIds, Component, Fill, Message, Origin, Role, Task, TokenRows};
 use super::rings::{Parcel, Ring};
 use super::{Pass, Plan, Queries};
 use crate::job::Block;

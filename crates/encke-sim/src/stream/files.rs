@@ -49,7 +49,10 @@ impl TensorFile {
             heads,
             ..
         } = *stretch;
-        assert!(tokens.count == 0 || tokens.end() <= n, "tokens of the tensor");
+        assert!(
+            tokens.count == 0 || tokens.end() <= n,
+            "tokens of the tensor"
+        );
         // All heads of a token lie side by side, and so do all tokens of a contiguous run.
         let together = match heads.len() == h {
             true if tokens.stride == 1 => tokens.count.max(1) * h,

@@ -27,11 +27,7 @@ pub struct Fit {
 
 /// The smallest number of ranks with which every one of `requests` stays under `limit` bytes. Their
 /// own number of ranks is not looked at, only how they cut.
-pub fn fit<K: Kernel>(
-    kernel: &K,
-    requests: &[Request],
-    limit: usize,
-) -> Result<Fit, StreamError> {
+pub fn fit<K: Kernel>(kernel: &K, requests: &[Request], limit: usize) -> Result<Fit, StreamError> {
     let most = requests
         .iter()
         .map(|request| request.shape.tokens)

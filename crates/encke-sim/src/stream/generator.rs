@@ -44,6 +44,12 @@ impl Generator {
         row.iter().map(|&x| dtype.round(f64::from(x))).collect()
     }
 
+    /// A number below `bound` for each index, as a die with so many sides would give it.
+    pub fn pick(&self, index: u64, bound: usize) -> usize {
+        let die = mix(mix(self.seed ^ 0x5eed_0f5a_3b1e_5000) ^ mix(index));
+        ((u128::from(die) * bound as u128) >> 64) as usize
+    }
+
     fn key(&self, role: Role, batch: usize, token: usize, head: usize) -> u64 {
         let place = [role as u64, batch as u64, head as u64, token as u64];
         place
@@ -80,8 +86,13 @@ impl Source for Generator {
                 },
             );
         };
-        let tasks = to.par_chunks_mut(ROWS * self.dim).enumerate();
-        tasks.for_each(some_rows);
+        // A few rows are made before another thread would have woken up.
+        if to.len() <= ROWS * self.dim {
+            some_rows((0, to));
+        } else {
+            let tasks = to.par_chunks_mut(ROWS * self.dim).enumerate();
+            tasks.for_each(some_rows);
+        }
         Ok(())
     }
 }
@@ -168,7 +179,10 @@ mod tests {
         ] {
             assert!(base.iter().zip(&other).filter(|(x, y)| x == y).count() < 3);
         }
-        assert_ne!(base, Generator::new(8, 64).row(Role::Q, 0, 5, 0, DType::F32));
+        assert_ne!(
+            base,
+            Generator::new(8, 64).row(Role::Q, 0, 5, 0, DType::F32)
+        );
         let many = read(&generator, Role::V, run(0, 1, 20_000), &[0]);
         let count = many.len() as f64;
         let moment = |power: i32| many.iter().map(|&x| f64::from(x).powi(power)).sum::<f64>();

@@ -7,8 +7,8 @@
 //! what the plan says and a rank holds it against.
 
 use encke_core::kernel::Kernel;
-use encke_core::plan::program::{Message, Origin, RankPlan, Role};
 use encke_core::plan::Request;
+use encke_core::plan::program::{Message, Origin, RankPlan, Role};
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport, TransportError};
 
 use super::desk::Desk;
