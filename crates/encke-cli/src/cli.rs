@@ -7,7 +7,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 use crate::terminal::{note, say};
-use crate::{Verdict, attend, billion, plan, verify};
+use crate::{Verdict, attend, billion, generate, plan, verify};
 
 const ABOUT: &str = "Exact ring and dilated attention, forward and backward.
 
@@ -51,6 +51,9 @@ pub enum Command {
     /// Attend a billion tokens, every pair of the pattern, on this machine
     #[command(after_help = billion::EXAMPLES)]
     Billion(billion::Options),
+    /// Write a file of generated tensors, as large as one likes
+    #[command(after_help = generate::EXAMPLES)]
+    Generate(generate::Options),
     /// Say who would compute what, send what to whom, and hold how much
     #[command(after_help = plan::EXAMPLES, allow_negative_numbers = true)]
     Plan(plan::Options),
@@ -81,7 +84,7 @@ pub fn usage(refused: &clap::Error) -> Result<Verdict> {
         .collect();
     let asked = std::env::args().nth(1).unwrap_or_default();
     let help = match asked.as_str() {
-        "attend" | "billion" | "plan" | "verify" => format!("encke {asked} --help"),
+        "attend" | "billion" | "generate" | "plan" | "verify" => format!("encke {asked} --help"),
         _ => "encke --help".to_string(),
     };
     Err(anyhow!("{}; see {help}", said.join("; ")))

@@ -12,6 +12,7 @@ mod chrome;
 mod cli;
 mod demo;
 mod finite;
+mod generate;
 mod input;
 mod memory;
 mod number;
@@ -66,6 +67,7 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
         None => demo::run(),
         Some(Command::Attend(options)) => attend::run(&options),
         Some(Command::Billion(options)) => billion::run(&options),
+        Some(Command::Generate(options)) => generate::run(&options),
         Some(Command::Plan(options)) => plan::run(&options),
         Some(Command::Verify(options)) => verify::run(&options),
     }

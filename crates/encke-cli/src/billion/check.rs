@@ -8,6 +8,7 @@ use encke::plan::Request;
 use encke::plan::program::Role;
 use encke::{DType, reference};
 use encke_sim::stream::{Generator, Sampled, Samples};
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 /// Samples that each branch gets of the rows it touches.
@@ -82,19 +83,32 @@ impl Checked {
         generator: &Generator,
         samples: &mut Samples,
     ) -> Result<()> {
-        for (place, row) in samples.take() {
-            self.row(request, generator, place, &row)?;
-        }
+        let rows: Vec<((usize, usize), Sampled)> = samples.take().into_iter().collect();
+        let checked = rows
+            .par_iter()
+            .map(|(place, row)| Checked::row(request, generator, *place, row))
+            .try_reduce(Checked::default, |one, other| Ok(one.with(other)))?;
+        *self = self.with(checked);
         Ok(())
     }
 
+    fn with(self, other: Checked) -> Checked {
+        Checked {
+            rows: self.rows + other.rows,
+            keys: self.keys + other.keys,
+            worst_out: self.worst_out.max(other.worst_out),
+            worst_lse: self.worst_lse.max(other.worst_lse),
+            wrong: self.wrong + other.wrong,
+        }
+    }
+
+    /// One row: the reference asks the generator for every key it sees.
     fn row(
-        &mut self,
         request: &Request,
         generator: &Generator,
         place: (usize, usize),
         row: &Sampled,
-    ) -> Result<()> {
+    ) -> Result<Checked> {
         let (token, head) = place;
         let shape = &request.shape;
         let read = |role, token, head| generator.row(role, 0, token, head, request.dtype);
@@ -108,15 +122,18 @@ impl Checked {
         let expected = reference::row(shape, &request.pattern, request.scale(), place, &q, key)?;
         let pairs = expected.out.iter().zip(&row.out);
         // A NaN is as wrong as can be; `max` alone would drop it.
-        let worse = |x: f64, y: f64| if y.is_nan() { f64::INFINITY } else { x.max(y) };
+        let worse = |x: f64, y: f64| {
+            if y.is_nan() { f64::INFINITY } else { x.max(y) }
+        };
         let out = pairs.fold(0.0, |most, (x, y)| worse(most, (x - y).abs()));
         let lse = worse(0.0, (expected.lse - row.lse).abs());
         let tolerance = Tolerance::of(request.dtype);
-        self.rows += 1;
-        self.keys += keys;
-        self.wrong += usize::from(out > tolerance.out || lse > tolerance.lse);
-        self.worst_out = self.worst_out.max(out);
-        self.worst_lse = self.worst_lse.max(lse);
-        Ok(())
+        Ok(Checked {
+            rows: 1,
+            keys,
+            worst_out: out,
+            worst_lse: lse,
+            wrong: usize::from(out > tolerance.out || lse > tolerance.lse),
+        })
     }
 }

@@ -5,9 +5,11 @@
 
 mod attend;
 mod bad_input;
+mod billion;
 mod command;
 mod demo;
 mod files;
 mod golden;
 mod plan;
+mod streamed;
 mod verify;

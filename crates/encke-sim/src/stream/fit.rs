@@ -10,8 +10,8 @@ use encke_core::sharding::Sharding;
 use super::{StreamError, desk, drive};
 
 /// What the program itself may take beside the buffers of a rank: its code, its threads' stacks,
-/// the plan, and what the allocator holds back. Measured at about half of it.
-pub const PROGRAM_BYTES: usize = 24 << 20;
+/// the plan, and what the allocator holds back. Measured at about 8 MiB with 2 threads.
+pub const PROGRAM_BYTES: usize = 16 << 20;
 
 /// The most ranks that are tried: beyond it planning takes longer than it is worth.
 pub const MOST_RANKS: usize = 1024;

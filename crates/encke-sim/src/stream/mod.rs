@@ -20,6 +20,7 @@ mod fit;
 mod generator;
 mod spool;
 mod streamed;
+mod transfer;
 
 use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
@@ -33,6 +34,7 @@ pub use fit::{Fit, MOST_RANKS, PROGRAM_BYTES, fit};
 pub use generator::Generator;
 pub use spool::Spool;
 pub use streamed::Streamed;
+pub use transfer::transfer;
 
 /// Some heads of some tokens of a tensor. Numbers of it lie `[tokens, heads, width]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

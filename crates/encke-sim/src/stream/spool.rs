@@ -7,18 +7,14 @@
 use std::fs::File;
 use std::sync::Arc;
 
+use encke_core::Data;
 use encke_core::host;
 use encke_core::job::Block;
 use encke_core::plan::Request;
 use encke_core::plan::program::Role;
-use encke_core::sharding::Run;
-use encke_core::{Data, Tensor};
 
 use super::files::{Files, TensorFile};
-use super::{Sink, StreamError, Stretch};
-
-/// Tokens that are rounded at a time at the end; at least one.
-const NUMBERS: usize = 1 << 18;
+use super::{Sink, Source, StreamError, Stretch, transfer};
 
 /// Two tensors of sums in a file.
 #[derive(Debug)]
@@ -60,7 +56,6 @@ impl Spool {
         if self.row.as_slice().len() != count {
             self.row = Data::zeros(self.request.dtype.sum(), count);
         }
-        use super::Source;
         self.sums.read(stretch, &mut self.row)?;
         let block = Block::contiguous(count, 0, 0);
         host::copy(&block, true, numbers, &mut self.row);
@@ -69,34 +64,10 @@ impl Spool {
 
     /// Rounds all sums and hands them over.
     pub fn finish(self, sink: &mut dyn Sink) -> Result<(), StreamError> {
-        use super::Source;
         let shape = self.request.shape;
-        let heads: Vec<usize> = (0..shape.kv_heads).collect();
-        let row = shape.kv_heads * shape.dim;
-        let most = (NUMBERS / row).max(1);
+        let dims = [shape.batch, shape.tokens, shape.kv_heads, shape.dim];
         for role in [Role::Dk, Role::Dv] {
-            for batch in 0..shape.batch {
-                for first in (0..shape.tokens).step_by(most) {
-                    let count = most.min(shape.tokens - first);
-                    let tokens = Run {
-                        first,
-                        stride: 1,
-                        count,
-                    };
-                    let stretch = Stretch {
-                        role,
-                        batch,
-                        tokens,
-                        heads: &heads,
-                    };
-                    let mut sums = Data::zeros(self.request.dtype.sum(), count * row);
-                    self.sums.read(&stretch, &mut sums)?;
-                    let mut rounded = Tensor::zeros(self.request.dtype, [1, 1, 1, count * row]);
-                    let block = Block::contiguous(count * row, 0, 0);
-                    host::copy(&block, false, &sums, rounded.data_mut());
-                    sink.write(&stretch, rounded.data())?;
-                }
-            }
+            transfer(&self.sums, sink, role, dims, self.request.dtype)?;
         }
         Ok(())
     }
