@@ -7,6 +7,8 @@
 //! is a 32-bit hash of its channel under that key. The hash is two multiplications, so it runs in
 //! vectors; the key is as long as it is because a billion rows with keys of 32 bits would meet.
 
+use encke_core::host;
+use encke_core::job::Block;
 use encke_core::plan::program::Role;
 use encke_core::{DType, Data};
 use pulp::Arch;
@@ -41,7 +43,14 @@ impl Generator {
     ) -> Vec<f64> {
         let mut row = vec![0.0; self.dim];
         numbers(self.key(role, batch, token, head), &mut row);
-        row.iter().map(|&x| dtype.round(f64::from(x))).collect()
+        if dtype.sum() == dtype {
+            return row.into_iter().map(f64::from).collect();
+        }
+        // Rounded from f32 by the conversion that kernels use: a detour by f64 may round twice.
+        let mut rounded = Data::zeros(dtype, self.dim);
+        let whole = Block::contiguous(self.dim, 0, 0);
+        host::copy(&whole, false, &Data::F32(row), &mut rounded);
+        rounded.to_f64()
     }
 
     /// A number below `bound` for each index, as a die with so many sides would give it.
