@@ -10,10 +10,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use encke_core::plan::program::Role;
 use encke_core::{DType, Data, Element, with_typed};
+use pulp::Arch;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::{Sink, StreamError, Stretch};
+
+/// Rows that one task sums.
+const ROWS: usize = 512;
 
 /// Sums are kept in units of this.
 const UNIT: f64 = 1.0 / (1u64 << 32) as f64;
@@ -74,6 +78,7 @@ impl Checksum {
     }
 
     /// One row, of a head of a token of a batch entry.
+    #[inline(always)]
     fn row<T: Element>(place: [usize; 3], row: &[T]) -> Checksum {
         let mut state = place.iter().fold(0x9e37_79b9_7f4a_7c15u64, |state, &x| {
             let state = (state ^ x as u64).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -113,14 +118,25 @@ impl Sink for Checksum {
             ..
         } = *stretch;
         let rows = tokens.count * heads.len();
+        let arch = Arch::new();
         let sum = with_typed!(Data, from, numbers => {
             let width = numbers.len() / rows;
-            let each = numbers.par_chunks(width).with_min_len(512).enumerate();
-            each.map(|(row, numbers)| {
-                let token = tokens.first + row / heads.len() * tokens.stride;
-                Checksum::row([batch, token, heads[row % heads.len()]], numbers)
-            })
-            .reduce(Checksum::default, Checksum::add)
+            let some_rows = |(first, numbers): (usize, &[_])| {
+                arch.dispatch(
+                    #[inline(always)]
+                    || {
+                        let each = numbers.chunks_exact(width).enumerate();
+                        each.fold(Checksum::default(), |sum, (row, numbers)| {
+                            let row = first * ROWS + row;
+                            let token = tokens.first + row / heads.len() * tokens.stride;
+                            let place = [batch, token, heads[row % heads.len()]];
+                            sum.add(Checksum::row(place, numbers))
+                        })
+                    },
+                )
+            };
+            let tasks = numbers.par_chunks(ROWS * width).enumerate();
+            tasks.map(some_rows).reduce(Checksum::default, Checksum::add)
         });
         *self = self.add(sum);
         Ok(())

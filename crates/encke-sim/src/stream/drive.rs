@@ -1,14 +1,14 @@
 //! Ranks one after another, each in the memory of the one before.
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use encke_core::kernel::Kernel;
-use encke_core::plan::program::{Component, Port, RankPlan, Role};
+use encke_core::plan::program::{Component, Port, Role};
 use encke_core::plan::{Plan, Queries, Request};
 use encke_core::sharding::Run;
 use encke_core::transport::Moved;
-use encke_core::{DType, Shape, Tensor};
+use encke_core::{Shape, Tensor};
+use encke_ring::memory::planned;
 use encke_ring::trace::{Activity, Event, Recorder};
 use encke_ring::{Rank, RankError, RankMemory};
 
@@ -74,18 +74,6 @@ fn heads(role: Role, shape: &Shape) -> Vec<usize> {
     (0..count).collect()
 }
 
-/// Planned bytes of a rank by component, the kernel's workspace included.
-pub(super) fn planned<K: Kernel>(
-    kernel: &K,
-    plan: &RankPlan,
-    dtype: DType,
-) -> BTreeMap<Component, usize> {
-    let mut planned = plan.memory();
-    let workspace = plan.jobs().map(|job| kernel.workspace_bytes(job, dtype));
-    planned.insert(Component::Workspace, workspace.max().unwrap_or(0));
-    planned
-}
-
 impl<'a, K: Kernel> Stream<'a, K> {
     /// Takes a plan that can be carried out so.
     pub fn new(kernel: &'a K, plan: &'a Plan) -> Result<Stream<'a, K>, StreamError> {
@@ -109,7 +97,7 @@ impl<'a, K: Kernel> Stream<'a, K> {
     ) -> Result<RankDone, StreamError> {
         let begin = Instant::now();
         let program = self.plan.rank(number)?;
-        let planned = planned(self.kernel, &program, self.plan.request().dtype);
+        let planned = planned(self.kernel, &program, 1, self.plan.request().dtype);
         let pairs = program.pairs();
         self.desk.rank = number;
         let failed = |source: RankError| StreamError::Rank {
@@ -143,10 +131,14 @@ impl<'a, K: Kernel> Stream<'a, K> {
         for port in &rank.plan().outputs {
             self.store(&rank, port, sink, spool.as_deref_mut())?;
         }
+        let scratch = self.kernel.scratch_bytes();
+        let last = rank.plan().rounds.len();
+        rank.ledger_mut().hold(last, Component::Workspace, scratch);
         let memory = RankMemory {
             rank: number,
             planned,
             allocated_bytes: rank.allocated_bytes(),
+            ledger: rank.ledger().clone(),
         };
         self.before = Some(rank);
         Ok(RankDone {

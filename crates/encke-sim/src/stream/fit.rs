@@ -6,6 +6,7 @@
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Plan, Request};
 use encke_core::sharding::Sharding;
+use encke_ring::memory::planned;
 
 use super::{StreamError, desk, drive};
 
@@ -87,7 +88,7 @@ fn resident<K: Kernel>(
     let plan = Plan::new(request)?;
     let mut most = 0;
     for rank in 0..ranks {
-        let planned = drive::planned(kernel, &plan.rank(rank)?, dtype);
+        let planned = planned(kernel, &plan.rank(rank)?, 1, dtype);
         let bytes = planned.values().sum::<usize>() + staged + PROGRAM_BYTES;
         most = most.max(bytes);
         if most > limit {
