@@ -53,7 +53,7 @@ impl Source for Inspected<'_> {
         let place = |at: usize| {
             let token = stretch.tokens.first + at / width / heads * stretch.tokens.stride;
             let head = stretch.heads[at / width % heads];
-            let index = vec![stretch.batch, token, head, at % width];
+            let index = [stretch.batch, token, head, at % width];
             index[..if width == 1 { 3 } else { 4 }].to_vec()
         };
         let checked = finite::check_some(name, to.as_slice(), compute, place);

@@ -117,7 +117,7 @@ fn a_run_that_is_killed_goes_on_after_the_last_finished_rank() {
     child.kill().unwrap();
     child.wait().unwrap();
     let finished = finished().expect("a killed run leaves its state behind");
-    assert!(finished >= 3 && finished < 64, "{finished}");
+    assert!((3..64).contains(&finished), "{finished}");
 
     // Another run's state is not continued.
     let other = "billion --tokens 1M --ranks 32 --segment 512 --samples 100";

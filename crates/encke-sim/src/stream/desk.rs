@@ -13,7 +13,7 @@ use super::{Source, StreamError, Stretch};
 /// Numbers of a piece, unless one token has more.
 const PIECE: usize = 1 << 18;
 
-/// Staging memory: one piece of each type that is needed, on the host and on the device.
+/// Staging memory: a piece or two of each type that is needed, on the host and on the device.
 pub(super) struct Desk<'a, K: Kernel> {
     kernel: &'a K,
     /// The rank at work, for errors.
@@ -22,9 +22,10 @@ pub(super) struct Desk<'a, K: Kernel> {
     device: Vec<(DType, usize, K::Buffer)>,
 }
 
-/// Bytes that a desk holds at most where a token has `row` numbers: two types on either side.
+/// Bytes that a desk holds at most where a token has `row` numbers: of each type two pieces on the
+/// host, the one being read and the one being copied, and one on the device.
 pub(super) fn bytes(row: usize, stored: DType, sum: DType) -> usize {
-    PIECE.max(row) * 2 * (stored.bytes() + sum.bytes())
+    PIECE.max(row) * 3 * (stored.bytes() + sum.bytes())
 }
 
 impl<'a, K: Kernel> Desk<'a, K> {
@@ -47,19 +48,38 @@ impl<'a, K: Kernel> Desk<'a, K> {
         (to, dtype, at): (&mut K::Buffer, DType, usize),
     ) -> Result<(), StreamError> {
         let stored = source.dtype(stretch.role);
-        for (offset, piece) in pieces(stretch, width) {
-            let numbers = piece.tokens.count * piece.heads.len() * width;
-            let mut host = self.host(stored, numbers);
-            let mut device = self.device(dtype, numbers)?;
-            let read = source.read(&piece, host.data_mut());
-            let done = read.and_then(|()| {
-                let copied = self.kernel.upload(&host.view(), &[ONE], &mut device.2);
-                let block = Block::contiguous(numbers, 0, at + offset);
-                let copied = copied.and_then(|()| self.kernel.copy(&block, false, &device.2, to));
-                copied.map_err(|source| self.failed(source))
-            });
-            self.host.push(host);
-            self.device.push(device);
+        let numbers = |piece: &Stretch<'_>| piece.tokens.count * piece.heads.len() * width;
+        let mut pieces = pieces(stretch, width);
+        let mut coming = pieces.next();
+        let mut ready: Option<(usize, Tensor)> = None;
+        // While one piece is copied into the buffer, the next one is read.
+        while ready.is_some() || coming.is_some() {
+            let mut next = coming.map(|(at, piece)| (at, self.host(stored, numbers(&piece))));
+            let mut read = || match (&coming, &mut next) {
+                (Some((_, piece)), Some((_, host))) => source.read(piece, host.data_mut()),
+                _ => Ok(()),
+            };
+            let done = match ready {
+                None => read(),
+                Some((offset, host)) => {
+                    let count = host.data().as_slice().len();
+                    let (kernel, mut device) = (self.kernel, self.device(dtype, count)?);
+                    let mut copy = || {
+                        kernel.upload(&host.view(), &[ONE], &mut device.2)?;
+                        let block = Block::contiguous(count, 0, at + offset);
+                        kernel.copy(&block, false, &device.2, to)
+                    };
+                    let (read, copied) = match coming {
+                        Some(_) => rayon::join(read, copy),
+                        None => (Ok(()), copy()),
+                    };
+                    self.host.push(host);
+                    self.device.push(device);
+                    copied.map_err(|source| self.failed(source)).and(read)
+                }
+            };
+            ready = next;
+            coming = pieces.next();
             done?;
         }
         Ok(())

@@ -3,6 +3,7 @@
 //! Everything that is resident is planned, so the number of ranks is found by planning: doubled
 //! until a plan fits, then halved towards the smallest that does.
 
+use encke_core::DType;
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Plan, Request};
 use encke_core::sharding::Sharding;
@@ -82,8 +83,9 @@ fn resident<K: Kernel>(
     drive::check(&request)?;
     let shape = request.shape;
     let row = shape.heads.max(shape.kv_heads) * shape.dim;
-    // Sums may be kept a second time where gradients are added to those in a file.
-    let staged = 2 * desk::bytes(row, request.dtype, request.dtype.sum());
+    // What is added to sums in a file is kept once more, in the widest type there is.
+    let staged = desk::bytes(row, request.dtype, request.dtype.sum())
+        + desk::bytes(row, DType::F64, DType::F64) / 6;
     let dtype = request.dtype;
     let plan = Plan::new(request)?;
     let mut most = 0;

@@ -50,7 +50,7 @@ pub struct Stretch<'a> {
 }
 
 /// Where rows come from.
-pub trait Source {
+pub trait Source: Sync {
     /// The type its numbers have.
     fn dtype(&self, role: Role) -> DType;
 
