@@ -63,11 +63,17 @@ impl<'a, K: Kernel> Desk<'a, K> {
                 None => read(),
                 Some((offset, host)) => {
                     let count = host.data().as_slice().len();
-                    let (kernel, mut device) = (self.kernel, self.device(dtype, count)?);
+                    let block = Block::contiguous(count, 0, at + offset);
+                    // A kernel that can read the host's memory needs no staging of its own.
+                    let kernel = self.kernel;
+                    let lent = kernel.lent(host.data().as_slice()).is_some();
+                    let mut device = self.device(dtype, if lent { 0 } else { count })?;
                     let mut copy = || {
+                        if let Some(lent) = kernel.lent(host.data().as_slice()) {
+                            return kernel.copy(&block, false, lent, to);
+                        }
                         kernel.upload(&host.view(), &[ONE], &mut device.2)?;
-                        let block = Block::contiguous(count, 0, at + offset);
-                        kernel.copy(&block, false, &device.2, to)
+                        kernel.copy(&block, false, kernel.input(&device.2), to)
                     };
                     let (read, copied) = match coming {
                         Some(_) => rayon::join(read, copy),
@@ -100,6 +106,7 @@ impl<'a, K: Kernel> Desk<'a, K> {
             let mut host = self.host(rounded, numbers);
             let mut device = self.device(dtype, numbers)?;
             let block = Block::contiguous(numbers, at + offset, 0);
+            let from = self.kernel.input(from);
             let copied = self.kernel.copy(&block, false, from, &mut device.2);
             let copied = copied.and_then(|()| self.kernel.download(&device.2, &[ONE], &mut host));
             let done = copied.map_err(|source| self.failed(source));

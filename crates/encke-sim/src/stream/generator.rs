@@ -10,7 +10,7 @@
 use encke_core::host;
 use encke_core::job::Block;
 use encke_core::plan::program::Role;
-use encke_core::{DType, Data};
+use encke_core::{DType, Data, Slice};
 use pulp::Arch;
 use rayon::prelude::*;
 
@@ -49,7 +49,7 @@ impl Generator {
         // Rounded from f32 by the conversion that kernels use: a detour by f64 may round twice.
         let mut rounded = Data::zeros(dtype, self.dim);
         let whole = Block::contiguous(self.dim, 0, 0);
-        host::copy(&whole, false, &Data::F32(row), &mut rounded);
+        host::copy(&whole, false, Slice::F32(&row), &mut rounded);
         rounded.to_f64()
     }
 

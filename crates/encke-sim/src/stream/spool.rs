@@ -58,7 +58,7 @@ impl Spool {
         }
         self.sums.read(stretch, &mut self.row)?;
         let block = Block::contiguous(count, 0, 0);
-        host::copy(&block, true, numbers, &mut self.row);
+        host::copy(&block, true, numbers.as_slice(), &mut self.row);
         self.sums.write(stretch, &self.row)
     }
 

@@ -46,7 +46,7 @@ pub fn transfer(
             host::copy(
                 &Block::contiguous(numbers, 0, 0),
                 false,
-                &read,
+                read.as_slice(),
                 &mut rounded,
             );
             sink.write(&stretch, &rounded)?;
