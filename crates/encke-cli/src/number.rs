@@ -33,9 +33,9 @@ pub fn count(text: &str) -> Result<usize, String> {
 /// Reads a number of bytes: a count, or one with a unit, `2GiB` (1024 x 1024 x 1024) or `2GB`
 /// (1000 x 1000 x 1000).
 pub fn bytes(text: &str) -> Result<usize, String> {
-    let text = text.trim();
+    let text: String = text.split_whitespace().collect();
     let (number, unit) = match text.strip_suffix('B') {
-        None => (text.to_string(), 1),
+        None => (text.clone(), 1),
         // KiB, MiB and GiB are the k, M and G of a count.
         Some(number) if number.ends_with('i') => (number[..number.len() - 1].to_string(), 1),
         Some(number) => {
