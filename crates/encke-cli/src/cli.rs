@@ -7,7 +7,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 use crate::terminal::{note, say};
-use crate::{Verdict, attend, plan, report, simulate, verify};
+use crate::{Verdict, attend, billion, generate, plan, report, simulate, verify};
 
 const ABOUT: &str = "Exact ring and dilated attention, forward and backward.
 
@@ -31,6 +31,8 @@ Examples:
       How long that would take, and where the time would go.
   encke verify
       Random configurations against the f64 reference.
+  encke billion --tokens 16M
+      Attention over a generated sequence of any length, checked row by row; a billion by default.
 
 Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024.
 Exit codes: 0 success, 1 a check failed, 2 bad input or any other error.";
@@ -50,6 +52,12 @@ pub enum Command {
     /// Compute attention, and its gradients, of tensors in a file
     #[command(after_help = attend::EXAMPLES, allow_negative_numbers = true)]
     Attend(attend::Options),
+    /// Attend a billion tokens, every pair of the pattern, on this machine
+    #[command(after_help = billion::EXAMPLES)]
+    Billion(billion::Options),
+    /// Write a file of generated tensors, as large as one likes
+    #[command(after_help = generate::EXAMPLES)]
+    Generate(generate::Options),
     /// Say who would compute what, send what to whom, and hold how much
     #[command(after_help = plan::EXAMPLES, allow_negative_numbers = true)]
     Plan(plan::Options),
@@ -86,7 +94,9 @@ pub fn usage(refused: &clap::Error) -> Result<Verdict> {
         .collect();
     let asked = std::env::args().nth(1).unwrap_or_default();
     let help = match asked.as_str() {
-        "attend" | "plan" | "report" | "simulate" | "verify" => format!("encke {asked} --help"),
+        "attend" | "billion" | "generate" | "plan" | "report" | "simulate" | "verify" => {
+            format!("encke {asked} --help")
+        }
         _ => "encke --help".to_string(),
     };
     Err(anyhow!("{}; see {help}", said.join("; ")))

@@ -20,6 +20,16 @@ struct Found {
 
 /// Refuses a tensor that holds NaN, infinity, or what becomes infinity in type `compute`.
 pub fn check(name: &str, numbers: Slice<'_>, dims: [usize; 4], compute: DType) -> Result<()> {
+    check_some(name, numbers, compute, |at| place(at, dims))
+}
+
+/// The same for some numbers of a tensor; `place` says where in it one of them is.
+pub fn check_some(
+    name: &str,
+    numbers: Slice<'_>,
+    compute: DType,
+    place: impl Fn(usize) -> Vec<usize>,
+) -> Result<()> {
     let found = match numbers {
         Slice::F64(x) => scan(x, compute),
         Slice::F32(x) => scan(x, compute),
@@ -38,7 +48,7 @@ pub fn check(name: &str, numbers: Slice<'_>, dims: [usize; 4], compute: DType) -
         "{name} holds numbers that are not finite: {}, the first at {:?}; mend the file, or let \
          them through with --allow-non-finite",
         kinds.join(", "),
-        place(found.first, dims),
+        place(found.first),
     );
 }
 
@@ -61,7 +71,7 @@ fn scan<T: Element>(numbers: &[T], compute: DType) -> Option<Found> {
 }
 
 /// The index of a number, without the last dimension where the tensor was stored without it.
-fn place(at: usize, [_, n, h, d]: [usize; 4]) -> Vec<usize> {
+pub fn place(at: usize, [_, n, h, d]: [usize; 4]) -> Vec<usize> {
     let index = [at / (n * h * d), at / (h * d) % n, at / d % h, at % d];
     let shown = if d == 1 { 3 } else { 4 };
     index[..shown].to_vec()

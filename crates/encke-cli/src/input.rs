@@ -3,11 +3,15 @@
 //! What is checked here is the file: that it is one, that it is complete, that the tensors asked
 //! for are there and of a type we compute with. Whether they fit together is the library's matter.
 //!
+//! Sequences larger than memory are described here too ([`Header`]) but read elsewhere, piece by
+//! piece: pages of a map count as this process's memory.
+//!
 //! The decision here: a tensor whose bytes are not aligned for its type is copied rather than
 //! refused, since the format does not promise alignment.
 
 use std::borrow::Cow;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -86,11 +90,19 @@ pub struct Tensors<'a> {
     from: &'a InputFile,
 }
 
-/// One tensor: its numbers, and its shape as the file has it.
-#[derive(Debug)]
-pub struct Numbers<'a> {
+/// One tensor as the file describes it.
+#[derive(Debug, Clone)]
+pub struct Header {
     name: &'static str,
     shape: Vec<usize>,
+    dtype: DType,
+    /// Its bytes in the file.
+    bytes: Range<usize>,
+}
+
+/// The numbers of a tensor.
+#[derive(Debug)]
+pub struct Numbers<'a> {
     data: Typed<'a>,
 }
 
@@ -109,8 +121,8 @@ impl<'a> Tensors<'a> {
         self.file.tensor(name).is_ok()
     }
 
-    /// A tensor of floating-point numbers.
-    pub fn get(&self, name: &'static str) -> Result<Numbers<'a>> {
+    /// A tensor of floating-point numbers. None of them is read yet.
+    pub fn get(&self, name: &'static str) -> Result<Header> {
         let Ok(found) = self.file.tensor(name) else {
             let mut names = self.file.names();
             names.sort_unstable();
@@ -123,19 +135,32 @@ impl<'a> Tensors<'a> {
                 self.from.path.display()
             );
         };
-        let bytes = found.data();
-        let data = match found.dtype() {
-            Dtype::F64 => Typed::F64(typed(bytes)),
-            Dtype::F32 => Typed::F32(typed(bytes)),
-            Dtype::BF16 => Typed::Bf16(typed(bytes)),
-            Dtype::F16 => Typed::F16(typed(bytes)),
+        let dtype = match found.dtype() {
+            Dtype::F64 => DType::F64,
+            Dtype::F32 => DType::F32,
+            Dtype::BF16 => DType::Bf16,
+            Dtype::F16 => DType::F16,
             other => bail!("{name} holds {other}; Encke computes with F64, F32, BF16 and F16"),
         };
-        Ok(Numbers {
+        let start = found.data().as_ptr() as usize - self.from.map.as_ptr() as usize;
+        Ok(Header {
             name,
             shape: found.shape().to_vec(),
-            data,
+            dtype,
+            bytes: start..start + found.data().len(),
         })
+    }
+
+    /// The numbers of a tensor of this file.
+    pub fn numbers(&self, header: &Header) -> Numbers<'a> {
+        let bytes = &self.from.map[header.bytes.clone()];
+        let data = match header.dtype {
+            DType::F64 => Typed::F64(typed(bytes)),
+            DType::F32 => Typed::F32(typed(bytes)),
+            DType::Bf16 => Typed::Bf16(typed(bytes)),
+            DType::F16 => Typed::F16(typed(bytes)),
+        };
+        Numbers { data }
     }
 }
 
@@ -152,25 +177,20 @@ fn typed<T: Pod>(bytes: &[u8]) -> Cow<'_, [T]> {
     }
 }
 
-impl Numbers<'_> {
+impl Header {
     /// The tensor's name.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// The numbers.
-    pub fn slice(&self) -> Slice<'_> {
-        match &self.data {
-            Typed::F64(x) => Slice::F64(x),
-            Typed::F32(x) => Slice::F32(x),
-            Typed::Bf16(x) => Slice::Bf16(x),
-            Typed::F16(x) => Slice::F16(x),
-        }
-    }
-
     /// The type of the numbers.
     pub fn dtype(&self) -> DType {
-        self.slice().dtype()
+        self.dtype
+    }
+
+    /// The byte of the file at which they begin.
+    pub fn offset(&self) -> u64 {
+        self.bytes.start as u64
     }
 
     /// The dimensions `[b, n, h, d]`, or why the tensor has none such.
@@ -190,13 +210,25 @@ impl Numbers<'_> {
     }
 
     fn misshapen(&self, expected: &str) -> anyhow::Error {
-        let Numbers { name, shape, .. } = self;
+        let Header { name, shape, .. } = self;
         match shape.iter().position(|&size| size == 0) {
             Some(axis) => anyhow!("{name} has shape {shape:?}: dimension {axis} is empty"),
             None => anyhow!(
                 "{name} has {} dimensions {shape:?}, expected {expected}",
                 shape.len()
             ),
+        }
+    }
+}
+
+impl Numbers<'_> {
+    /// The numbers.
+    pub fn slice(&self) -> Slice<'_> {
+        match &self.data {
+            Typed::F64(x) => Slice::F64(x),
+            Typed::F32(x) => Slice::F32(x),
+            Typed::Bf16(x) => Slice::Bf16(x),
+            Typed::F16(x) => Slice::F16(x),
         }
     }
 

@@ -7,16 +7,19 @@
 #![deny(unsafe_code)]
 
 mod attend;
+mod billion;
 mod chrome;
 mod cli;
 mod demo;
 mod finite;
+mod generate;
 mod input;
 mod memory;
 mod number;
 mod output;
 mod pattern_options;
 mod plan;
+mod process;
 mod program;
 mod report;
 mod ring_options;
@@ -66,6 +69,8 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
     match cli.command {
         None => demo::run(),
         Some(Command::Attend(options)) => attend::run(&options),
+        Some(Command::Billion(options)) => billion::run(&options),
+        Some(Command::Generate(options)) => generate::run(&options),
         Some(Command::Plan(options)) => plan::run(&options),
         Some(Command::Report(options)) => report::run(&options),
         Some(Command::Simulate(options)) => simulate::run(&options),

@@ -30,9 +30,54 @@ pub fn count(text: &str) -> Result<usize, String> {
     Ok(value as usize)
 }
 
+/// Reads a number of bytes: a count, or one with a unit, `2GiB` (1024 x 1024 x 1024) or `2GB`
+/// (1000 x 1000 x 1000).
+pub fn bytes(text: &str) -> Result<usize, String> {
+    let text: String = text.split_whitespace().collect();
+    let (number, unit) = match text.strip_suffix('B') {
+        None => (text.clone(), 1),
+        // KiB, MiB and GiB are the k, M and G of a count.
+        Some(number) if number.ends_with('i') => (number[..number.len() - 1].to_string(), 1),
+        Some(number) => {
+            let units = [
+                ('k', 1_000),
+                ('K', 1_000),
+                ('M', 1_000_000),
+                ('G', 1_000_000_000),
+            ];
+            let found = units.iter().find(|(unit, _)| number.ends_with(*unit));
+            let unit = found.map_or(1, |(_, unit)| *unit);
+            let digits = number.len() - usize::from(found.is_some());
+            (number[..digits].to_string(), unit)
+        }
+    };
+    let refused = || "write bytes, such as 2GiB, 512MiB, 2GB or 4e9".to_string();
+    let number = count(number.trim()).map_err(|_| refused())?;
+    number.checked_mul(unit).ok_or_else(refused)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::count;
+    use super::{bytes, count};
+
+    #[test]
+    fn reads_bytes() {
+        let written = [
+            ("2GiB", 2 << 30),
+            ("64 MiB", 64 << 20),
+            ("1.5KiB", 1536),
+            ("2GB", 2_000_000_000),
+            ("100B", 100),
+            ("2G", 2 << 30),
+            ("4e9", 4_000_000_000),
+        ];
+        for (text, number) in written {
+            assert_eq!(bytes(text), Ok(number), "{text}");
+        }
+        for text in ["", "B", "iB", "GiB", "-1GiB", "2XB", "0.1B"] {
+            assert!(bytes(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn reads_what_people_write() {

@@ -6,9 +6,11 @@
 use std::fs;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use encke::{DType, Tensor};
+use encke_sim::stream::TensorFile;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use tempfile::NamedTempFile;
@@ -63,6 +65,12 @@ impl OutputFile {
             .with_context(|| format!("cannot write {}", self.path.display()))
     }
 
+    /// A file without a name in the same folder: gone when it is closed.
+    pub fn beside(&self) -> Result<fs::File> {
+        let file = tempfile::tempfile_in(folder(&self.path));
+        file.with_context(|| format!("cannot write beside {}", self.path.display()))
+    }
+
     /// Puts the file in its place, where it replaces what was there.
     pub fn keep(self) -> Result<()> {
         let OutputFile { temporary, path } = self;
@@ -94,32 +102,91 @@ fn same_place(one: &Path, other: &Path) -> Result<bool> {
     Ok(place(one)? == place(other)?)
 }
 
-/// Writes tensors in the safetensors format, straight from where they lie.
-pub fn write_tensors(
-    to: &mut dyn Write,
-    tensors: &[(&str, Vec<usize>, &Tensor)],
-) -> std::io::Result<()> {
-    let mut tensors: Vec<_> = tensors.iter().collect();
+/// A tensor as a file will hold it.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    /// Its name.
+    pub name: &'static str,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its type.
+    pub dtype: DType,
+}
+
+/// The first bytes of a safetensors file with these tensors, and for each of them the byte at which
+/// it begins; the last number is the length of the file.
+pub fn layout(entries: &[Entry]) -> std::io::Result<(Vec<u8>, Vec<u64>)> {
+    let mut order: Vec<usize> = (0..entries.len()).collect();
     // The format asks for no gaps; the widest type first keeps all of them aligned.
-    tensors.sort_by_key(|(name, _, tensor)| (usize::MAX - tensor.dtype().bytes(), *name));
+    order.sort_by_key(|&i| (usize::MAX - entries[i].dtype.bytes(), entries[i].name));
     let mut end = 0;
     let mut infos = Vec::new();
-    for (name, shape, tensor) in &tensors {
+    let mut starts = vec![0; entries.len()];
+    for i in order {
+        let Entry { name, shape, dtype } = &entries[i];
         let start = end;
-        end += tensor.data().bytes().len();
+        end += shape.iter().product::<usize>() * dtype.bytes();
+        starts[i] = start;
         let info = TensorInfo {
-            dtype: stored(tensor.dtype()),
+            dtype: stored(*dtype),
             shape: shape.clone(),
             data_offsets: (start, end),
         };
         infos.push((name.to_string(), info));
     }
     let header = Metadata::new(None, infos).map_err(std::io::Error::other)?;
-    let mut header = serde_json::to_vec(&header)?;
-    header.resize(header.len().next_multiple_of(8), b' ');
-    to.write_all(&(header.len() as u64).to_le_bytes())?;
+    let header = serde_json::to_vec(&header)?;
+    let padded = header.len().next_multiple_of(8);
+    let mut bytes = (padded as u64).to_le_bytes().to_vec();
+    bytes.extend(header);
+    bytes.resize(8 + padded, b' ');
+    starts.push(end);
+    let data = bytes.len();
+    Ok((
+        bytes,
+        starts.into_iter().map(|at| (data + at) as u64).collect(),
+    ))
+}
+
+impl OutputFile {
+    /// Gives the file its header and its full length, and says where each tensor lies in it.
+    pub fn prepare(&self, entries: &[Entry]) -> Result<Vec<TensorFile>> {
+        let shown = || format!("cannot write {}", self.path.display());
+        let file = self.temporary.as_file().try_clone().with_context(shown)?;
+        let (header, starts) = layout(entries).with_context(shown)?;
+        (&file).write_all(&header).with_context(shown)?;
+        let length = starts.last().copied().unwrap_or_default();
+        file.set_len(length).with_context(shown)?;
+        let file = Arc::new(file);
+        let tensor = |(entry, offset): (&Entry, u64)| TensorFile {
+            file: Arc::clone(&file),
+            offset,
+            dtype: entry.dtype,
+            dims: match entry.shape[..] {
+                [b, n, h, d] => [b, n, h, d],
+                [b, n, h] => [b, n, h, 1],
+                _ => [1, 1, 1, entry.shape.iter().product()],
+            },
+        };
+        Ok(entries.iter().zip(starts).map(tensor).collect())
+    }
+}
+
+/// Writes tensors in the safetensors format, straight from where they lie.
+pub fn write_tensors(
+    to: &mut dyn Write,
+    tensors: &[(&'static str, Vec<usize>, &Tensor)],
+) -> std::io::Result<()> {
+    let entry = |(name, shape, tensor): &(&'static str, Vec<usize>, &Tensor)| Entry {
+        name,
+        shape: shape.clone(),
+        dtype: tensor.dtype(),
+    };
+    let (header, starts) = layout(&tensors.iter().map(entry).collect::<Vec<_>>())?;
     to.write_all(&header)?;
-    for (_, _, tensor) in tensors {
+    let mut order: Vec<_> = tensors.iter().zip(starts).collect();
+    order.sort_by_key(|(_, start)| *start);
+    for ((_, _, tensor), _) in order {
         to.write_all(tensor.data().bytes())?;
     }
     Ok(())

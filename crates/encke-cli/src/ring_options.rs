@@ -61,6 +61,16 @@ impl RingOptions {
         matches!(self.sharding, Some(Cut::Firsts(_)))
     }
 
+    /// Whether the options say how many ranks there are.
+    pub fn gives_ranks(&self) -> bool {
+        self.ranks.is_some() || matches!(self.sharding, Some(Cut::Firsts(_)))
+    }
+
+    /// Whether every rank is to hold all queries.
+    pub fn replicates(&self) -> bool {
+        matches!(self.queries, Some(QueriesName::Replicated))
+    }
+
     /// Puts the options into a builder. `most` is the largest ring the command can do, and
     /// `reason` says why.
     pub fn apply(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {

@@ -70,8 +70,16 @@ impl Paint {
 
 /// A bar of `steps` steps on standard error; invisible where that is no terminal.
 pub fn bar(steps: usize) -> ProgressBar {
+    styled(steps, "{bar:30} {pos}/{len} {msg} ({elapsed})")
+}
+
+/// The same for work so long that one asks how long it will take.
+pub fn long_bar(steps: usize) -> ProgressBar {
+    styled(steps, "{bar:30} {pos}/{len} {msg} ({elapsed}, {eta} left)")
+}
+
+fn styled(steps: usize, template: &str) -> ProgressBar {
     let bar = ProgressBar::new(steps as u64);
-    let template = "{bar:30} {pos}/{len} {msg} ({elapsed})";
     match ProgressStyle::with_template(template) {
         Ok(style) => bar.with_style(style),
         Err(_) => bar,

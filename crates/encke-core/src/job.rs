@@ -166,6 +166,26 @@ pub struct Block {
 }
 
 impl Block {
+    /// `numbers` numbers that lie side by side, from one address to another.
+    pub fn contiguous(numbers: usize, from: usize, to: usize) -> Block {
+        let at = |offset: usize| Operand {
+            offset,
+            batch: 0,
+            segment: 0,
+            row: 0,
+            heads: Arc::new([0]),
+        };
+        Block {
+            batch: 1,
+            segments: 1,
+            rows: 1,
+            heads: 1,
+            width: numbers,
+            from: at(from),
+            to: at(to),
+        }
+    }
+
     /// Every pair of addresses (from, to), in storage order of the source.
     pub fn addresses(&self) -> impl Iterator<Item = (usize, usize)> {
         let each = |count: usize| 0..count;

@@ -110,6 +110,73 @@ pub fn backward(
     Ok(gradients)
 }
 
+/// The attention of one query of `head`, the numbers of which are `q`. Keys are asked for one at
+/// a time: `key` is given a token and returns its k and v as the head reads them, so that no tensor
+/// need exist as a whole.
+pub fn row(
+    shape: &Shape,
+    pattern: &Pattern,
+    scale: f64,
+    (token, head): (usize, usize),
+    q: &[f64],
+    mut key: impl FnMut(usize) -> (Vec<f64>, Vec<f64>),
+) -> Result<Partial> {
+    pattern.check(shape)?;
+    check_len("q", q, &[shape.dim])?;
+    if pattern.mode() == Mode::Fkodom {
+        return Err(Error::NotInMode {
+            what: "one row alone",
+            mode: pattern.mode().name(),
+            hint: "its rows are divided by sums over the whole sequence: use group mode",
+        });
+    }
+    let mut carry = Carry::new(shape.dim);
+    for &part in &parts(shape, pattern)[head] {
+        for token in keys(shape, pattern, part, token) {
+            let (k, v) = key(token);
+            carry.absorb(scale * dot(q, &k), &v);
+        }
+    }
+    let mut whole = carry.finish();
+    whole.out.iter_mut().for_each(|x| *x *= pattern.gain());
+    Ok(whole)
+}
+
+/// The branches of each head: none, one or several.
+fn parts(shape: &Shape, pattern: &Pattern) -> Vec<Vec<Part>> {
+    let mut parts = vec![Vec::new(); shape.heads];
+    for (index, &branch) in pattern.branches().iter().enumerate() {
+        for (head, offset) in pattern.heads_of(index, shape.heads) {
+            parts[head].push(Part { branch, offset });
+        }
+    }
+    parts
+}
+
+/// The keys `token` sees in `part`: its own index set, as far as causality allows (spec 0).
+fn keys(
+    shape: &Shape,
+    pattern: &Pattern,
+    part: Part,
+    token: usize,
+) -> impl Iterator<Item = usize> + use<> {
+    // A segment longer than the sequence is the sequence; so cut, nothing below overflows.
+    let segment = part.branch.segment.min(shape.tokens);
+    let dilation = part.branch.dilation;
+    let start = token / segment * segment;
+    let touched = (token - start) % dilation == part.offset;
+    let end = match pattern.is_causal() {
+        true => token + 1,
+        false => (start + segment).min(shape.tokens),
+    };
+    let visible = if touched {
+        start + part.offset..end
+    } else {
+        0..0
+    };
+    visible.step_by(dilation)
+}
+
 /// One query: a token of a head of a sequence.
 #[derive(Clone, Copy)]
 struct Row {
@@ -165,12 +232,6 @@ impl<'a> Call<'a> {
         check_len("q", q, &[batch, tokens, heads, dim])?;
         check_len("k", k, &[batch, tokens, kv_heads, dim])?;
         check_len("v", v, &[batch, tokens, kv_heads, dim])?;
-        let mut parts = vec![Vec::new(); heads];
-        for (index, &branch) in pattern.branches().iter().enumerate() {
-            for (head, offset) in pattern.heads_of(index, heads) {
-                parts[head].push(Part { branch, offset });
-            }
-        }
         Ok(Call {
             shape,
             pattern,
@@ -178,7 +239,7 @@ impl<'a> Call<'a> {
             q,
             k,
             v,
-            parts,
+            parts: parts(shape, pattern),
         })
     }
 
@@ -219,23 +280,9 @@ impl<'a> Call<'a> {
         start..start + dim
     }
 
-    /// The keys `token` sees in `part`: its own index set, as far as causality allows (spec 0).
-    fn keys(&self, part: Part, token: usize) -> impl Iterator<Item = usize> {
-        // A segment longer than the sequence is the sequence; so cut, nothing below overflows.
-        let segment = part.branch.segment.min(self.shape.tokens);
-        let dilation = part.branch.dilation;
-        let start = token / segment * segment;
-        let touched = (token - start) % dilation == part.offset;
-        let end = match self.pattern.is_causal() {
-            true => token + 1,
-            false => (start + segment).min(self.shape.tokens),
-        };
-        let visible = if touched {
-            start + part.offset..end
-        } else {
-            0..0
-        };
-        visible.step_by(dilation)
+    /// The keys `token` sees in `part`.
+    fn keys(&self, part: Part, token: usize) -> impl Iterator<Item = usize> + use<> {
+        keys(self.shape, self.pattern, part, token)
     }
 
     fn score(&self, row: Row, token: usize) -> f64 {

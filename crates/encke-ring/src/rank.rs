@@ -11,7 +11,7 @@ use encke_core::dtype::{Data, Slice};
 use encke_core::host;
 use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Upstream};
 use encke_core::plan::program::{
-    BufferId, CarryIds, Component, Fill, Message, RankPlan, Role, Task,
+    BufferId, BufferPlan, CarryIds, Component, Fill, Message, RankPlan, Role, Task,
 };
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};
@@ -216,6 +216,24 @@ impl<K: Kernel> Rank<K> {
         self.ledger
     }
 
+    /// Another rank in this one's memory: buffers of the right size are taken over with whatever
+    /// they hold (a program clears what it adds to), the others are freed before new ones are made.
+    pub fn succeed(mut self, kernel: &K, plan: RankPlan) -> Result<Rank<K>, KernelError> {
+        let mut next = Rank::idle(plan);
+        for (wanted, buffer) in next.plan.buffers.iter().zip(&mut next.shelf.buffers) {
+            let fits = |(at, had): &(usize, &BufferPlan)| {
+                let same = had.dtype == wanted.dtype && had.elements == wanted.elements;
+                same && self.shelf.buffers[*at].is_some()
+            };
+            if let Some((at, _)) = self.plan.buffers.iter().enumerate().find(fits) {
+                *buffer = self.shelf.buffers[at].take();
+            }
+        }
+        drop(self);
+        next.furnish(kernel, &Loans::default())?;
+        Ok(next)
+    }
+
     /// Its program.
     pub fn plan(&self) -> &RankPlan {
         &self.plan
@@ -225,6 +243,12 @@ impl<K: Kernel> Rank<K> {
     pub fn allocated_bytes(&self) -> usize {
         let buffers = self.shelf.buffers.iter().flatten();
         buffers.map(Parcel::allocated_bytes).sum()
+    }
+
+    /// A buffer of an input, to be filled by whoever does not have the tensor as a whole.
+    pub fn buffer_mut(&mut self, id: BufferId) -> &mut K::Buffer {
+        let buffer = self.shelf.buffers[id.0].as_mut();
+        buffer.expect("between rounds every buffer is on the shelf")
     }
 
     /// A buffer as it stands between rounds.
@@ -335,8 +359,7 @@ impl<K: Kernel> Rank<K> {
 
     /// The buffer that a message of this rank's program is received into.
     pub fn accept(&mut self, message: &Message) -> &mut K::Buffer {
-        let buffer = self.shelf.buffers[message.buffer.0].as_mut();
-        buffer.expect("between rounds every buffer is on the shelf")
+        self.buffer_mut(message.buffer)
     }
 
     /// The second part of a round: its hops, and its jobs while they fly.

@@ -4,21 +4,21 @@ use anyhow::{Context, Result, bail};
 use encke::{Attention, DType, Mode, Pass, Shape};
 
 use crate::finite;
-use crate::input::{Numbers, Tensors};
+use crate::input::{Header, Tensors};
 
 /// The tensors of a call, and the sizes they agree on.
-pub struct Inputs<'a> {
-    pub q: Numbers<'a>,
-    pub k: Numbers<'a>,
-    pub v: Numbers<'a>,
-    pub dout: Option<Numbers<'a>>,
-    pub dlse: Option<Numbers<'a>>,
+pub struct Inputs {
+    pub q: Header,
+    pub k: Header,
+    pub v: Header,
+    pub dout: Option<Header>,
+    pub dlse: Option<Header>,
     pub shape: Shape,
 }
 
-impl<'a> Inputs<'a> {
+impl Inputs {
     /// The tensors the command needs, of shapes that fit together and to the pattern.
-    pub fn read(file: &Tensors<'a>, grad: bool, attention: &Attention) -> Result<Inputs<'a>> {
+    pub fn read(file: &Tensors<'_>, grad: bool, attention: &Attention) -> Result<Inputs> {
         let (q, k, v) = (file.get("q")?, file.get("k")?, file.get("v")?);
         let dout = match grad {
             true => Some(file.get("do").context("--grad needs the gradient of out")?),
@@ -75,7 +75,7 @@ impl<'a> Inputs<'a> {
     }
 
     /// Refuses NaN and infinity.
-    pub fn check_finite(&self, compute: DType) -> Result<()> {
+    pub fn check_finite(&self, file: &Tensors<'_>, compute: DType) -> Result<()> {
         let wide = [
             Some(&self.q),
             Some(&self.k),
@@ -83,16 +83,18 @@ impl<'a> Inputs<'a> {
             self.dout.as_ref(),
         ];
         for tensor in wide.into_iter().flatten() {
-            finite::check(tensor.name(), tensor.slice(), tensor.dims()?, compute)?;
+            let numbers = file.numbers(tensor);
+            finite::check(tensor.name(), numbers.slice(), tensor.dims()?, compute)?;
         }
         if let Some(dlse) = &self.dlse {
-            finite::check(dlse.name(), dlse.slice(), dlse.row_dims()?, compute.sum())?;
+            let (numbers, dims) = (file.numbers(dlse), dlse.row_dims()?);
+            finite::check(dlse.name(), numbers.slice(), dims, compute.sum())?;
         }
         Ok(())
     }
 }
 
-fn expect(tensor: &Numbers<'_>, got: [usize; 4], expected: [usize; 4]) -> Result<()> {
+fn expect(tensor: &Header, got: [usize; 4], expected: [usize; 4]) -> Result<()> {
     if got != expected {
         bail!(
             "{} has shape {got:?}, expected {expected:?} to fit q",

@@ -6,6 +6,7 @@
 mod inputs;
 mod options;
 mod report;
+mod streamed;
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use anyhow::Result;
 use encke::{Attention, Backward, Forward, Shape, Tensor};
 
 use crate::Verdict;
-use crate::input::InputFile;
+use crate::input::{InputFile, Tensors};
 use crate::output::{OutputFile, write_tensors};
 use crate::terminal::spinner;
 use inputs::Inputs;
@@ -29,15 +30,19 @@ struct Done {
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
+    if let Some(limit) = options.work.memory_limit {
+        return streamed::run(options, limit);
+    }
     let attention = options.attention()?;
     let file = InputFile::open(&options.input)?;
-    let inputs = Inputs::read(&file.tensors()?, options.work.grad, &attention)?;
+    let tensors = file.tensors()?;
+    let inputs = Inputs::read(&tensors, options.work.grad, &attention)?;
     let compute = options.work.compute.unwrap_or(inputs.q.dtype());
     if !options.work.allow_non_finite {
-        inputs.check_finite(compute)?;
+        inputs.check_finite(&tensors, compute)?;
     }
     let (mut output, trace) = outputs(options)?;
-    let done = compute_all(&attention, &inputs)?;
+    let done = compute_all(&attention, &tensors, &inputs)?;
     output.write(|to| write_tensors(to, &results(&done, &inputs.shape)))?;
     if let Some(mut trace) = trace {
         trace.write(|to| report::timeline(&done).write(to))?;
@@ -65,11 +70,12 @@ fn outputs(options: &Options) -> Result<(OutputFile, Option<OutputFile>)> {
     Ok((output, trace))
 }
 
-fn compute_all(attention: &Attention, inputs: &Inputs<'_>) -> Result<Done> {
+fn compute_all(attention: &Attention, file: &Tensors<'_>, inputs: &Inputs) -> Result<Done> {
+    let numbers = [&inputs.q, &inputs.k, &inputs.v].map(|tensor| file.numbers(tensor));
     let (q, k, v) = (
-        inputs.q.view(inputs.q.dims()?)?,
-        inputs.k.view(inputs.k.dims()?)?,
-        inputs.v.view(inputs.v.dims()?)?,
+        numbers[0].view(inputs.q.dims()?)?,
+        numbers[1].view(inputs.k.dims()?)?,
+        numbers[2].view(inputs.v.dims()?)?,
     );
     let progress = spinner("forward");
     let begin = Instant::now();
@@ -79,10 +85,14 @@ fn compute_all(attention: &Attention, inputs: &Inputs<'_>) -> Result<Done> {
         None => None,
         Some(dout) => {
             progress.set_message("backward");
-            let dout = dout.view(dout.dims()?)?;
-            let dlse = match &inputs.dlse {
-                Some(dlse) => Some(dlse.view(dlse.row_dims()?)?),
-                None => None,
+            let numbers = (
+                file.numbers(dout),
+                inputs.dlse.as_ref().map(|of| file.numbers(of)),
+            );
+            let dout = numbers.0.view(dout.dims()?)?;
+            let dlse = match (&inputs.dlse, &numbers.1) {
+                (Some(dlse), Some(numbers)) => Some(numbers.view(dlse.row_dims()?)?),
+                _ => None,
             };
             let kept = &forward.checkpoint;
             Some(attention.backward(&q, &k, &v, kept, &dout, dlse.as_ref())?)

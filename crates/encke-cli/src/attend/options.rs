@@ -7,6 +7,7 @@ use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use encke::{Attention, CheckpointPolicy, DType, Precision};
 
+use crate::number::bytes as byte_count;
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::RingOptions;
 
@@ -23,6 +24,9 @@ Examples:
       A LongNet pattern, forward and backward; the file also holds do.
   encke attend qkv.safetensors -o out.safetensors --ranks 4 --memory --trace ring.json
       What each rank held, and a timeline for https://ui.perfetto.dev.
+  encke attend huge.safetensors -o out.safetensors --memory-limit 2GiB --causal --mode mix \\
+      --segment-lengths 2048,8192,32768 --dilation-rates 1,4,16
+      A file larger than memory: one rank at a time, as many as it takes to stay below 2 GiB.
 
 Inputs are read in place, so the file must not be changed meanwhile. A NaN or an infinity in
 them is an error that names the tensor and the index, unless --allow-non-finite is given; then it
@@ -79,6 +83,13 @@ pub struct WorkOptions {
     #[arg(long, value_name = "SECONDS")]
     deadline: Option<f64>,
 
+    /// Stay under so much resident memory, however large the file: 2GiB, 512MiB, 4e9. The number
+    /// of ranks is the smallest that fits; they run one after another, and rows are read and
+    /// written as they are needed. Needs room for the output and, with --grad, for sums of dk and
+    /// dv beside it.
+    #[arg(long, value_name = "BYTES", value_parser = byte_count)]
+    pub memory_limit: Option<usize>,
+
     /// Let NaN and infinity through instead of refusing the file.
     #[arg(long)]
     pub allow_non_finite: bool,
@@ -101,6 +112,36 @@ enum CheckpointName {
 }
 
 impl Options {
+    /// Refuses options that have no meaning where ranks run one after another.
+    pub fn refuse_beside_limit(&self) -> Result<()> {
+        let given = [
+            (
+                self.ring.replicates(),
+                "--queries replicated: what every rank holds does not shrink with their number",
+            ),
+            (
+                self.ring.gives_ranks(),
+                "--ranks: the limit decides how many there are",
+            ),
+            (
+                self.work.trace.is_some(),
+                "--trace: ranks do not run side by side",
+            ),
+            (
+                self.work.deadline.is_some(),
+                "--deadline: nobody waits for anybody",
+            ),
+            (
+                self.work.checkpoint.is_some(),
+                "--checkpoint: out and lse are read back from the output file",
+            ),
+        ];
+        match given.iter().find(|(given, _)| *given) {
+            Some((_, why)) => bail!("--memory-limit does not go with {why}; leave one of them out"),
+            None => Ok(()),
+        }
+    }
+
     /// The attention that the options ask for.
     pub fn attention(&self) -> Result<Attention> {
         let work = &self.work;

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use anyhow::Result;
 use encke::explain::{bytes, grouped};
-use encke::{Attention, Report};
+use encke::{Attention, Backward, Plan, Report};
 
 use super::inputs::Inputs;
+use super::streamed::PassDone;
 use super::{Done, Options, results};
 use crate::chrome::Timeline;
 use crate::memory;
@@ -48,13 +49,63 @@ pub fn print_memory(done: &Done) -> Result<()> {
 }
 
 /// Says what was done, on standard error.
-pub fn summarise(options: &Options, attention: &Attention, inputs: &Inputs<'_>, done: &Done) {
-    let paint = Paint::stderr();
-    let shape = &inputs.shape;
+pub fn summarise(options: &Options, attention: &Attention, inputs: &Inputs, done: &Done) {
     let plan = &done.forward.report.plan;
+    asked(attention, inputs, plan, "");
+    let mut before = Duration::ZERO;
+    for (pass, report) in reports(done) {
+        let after = if pass == "forward" {
+            done.forward_took
+        } else {
+            done.took
+        };
+        let seconds = (after - before).as_secs_f64();
+        let sent = bytes(report.trace.sent_bytes());
+        line(pass, format!("{seconds:.3} s, {sent} sent between ranks"));
+        before = after;
+    }
+    let results = results(done, &inputs.shape);
+    wrote(options, results.iter().map(|(name, ..)| *name));
+    if let Some(trace) = &options.work.trace {
+        line("wrote", format!("a timeline to {}", trace.display()));
+    }
+}
+
+/// The same where ranks came one after another.
+pub fn summarise_streamed(
+    options: &Options,
+    attention: &Attention,
+    inputs: &Inputs,
+    plan: &Plan,
+    passes: &[PassDone],
+    memory: &str,
+) {
+    asked(attention, inputs, plan, ", one after another");
+    line("memory", memory.to_string());
+    for done in passes {
+        let (seconds, moved) = (done.seconds, bytes(done.moved_bytes));
+        line(
+            done.name,
+            format!("{seconds:.3} s, {moved} of rows of other ranks"),
+        );
+    }
+    let gradients = passes.len() > 1;
+    let names = ["out", "lse", "dq", "dk", "dv"];
+    wrote(
+        options,
+        names.into_iter().take(if gradients { 5 } else { 2 }),
+    );
+}
+
+fn line(what: &str, text: String) {
+    let paint = Paint::stderr();
+    note(&format!("{} {text}", paint.bold(&format!("{what:<8}"))));
+}
+
+/// What was asked for: tensors, pattern, ring.
+fn asked(attention: &Attention, inputs: &Inputs, plan: &Plan, how: &str) {
+    let shape = &inputs.shape;
     let compute = plan.request().dtype;
-    let line =
-        |what: &str, text: String| note(&format!("{} {text}", paint.bold(&format!("{what:<8}"))));
     let sizes = format!(
         "batch {}, {} tokens, {} heads ({} key heads), {} numbers a head",
         shape.batch,
@@ -72,32 +123,17 @@ pub fn summarise(options: &Options, attention: &Attention, inputs: &Inputs<'_>, 
     let ranks = match plan.ranks() {
         1 => "1 rank".to_string(),
         p => format!(
-            "{p} ranks, {}",
+            "{p} ranks{how}, {}",
             ring_options::words(plan.request().sharding.cut())
         ),
     };
     line("ring", ranks);
-    let mut before = Duration::ZERO;
-    for (pass, report) in reports(done) {
-        let after = if pass == "forward" {
-            done.forward_took
-        } else {
-            done.took
-        };
-        let seconds = (after - before).as_secs_f64();
-        let sent = bytes(report.trace.sent_bytes());
-        line(pass, format!("{seconds:.3} s, {sent} sent between ranks"));
-        before = after;
-    }
-    let names: Vec<&str> = results(done, shape)
-        .iter()
-        .map(|(name, ..)| *name)
-        .collect();
+}
+
+fn wrote<'a>(options: &Options, names: impl Iterator<Item = &'a str>) {
+    let names: Vec<&str> = names.collect();
     line(
         "wrote",
         format!("{} to {}", names.join(", "), options.output.display()),
     );
-    if let Some(trace) = &options.work.trace {
-        line("wrote", format!("a timeline to {}", trace.display()));
-    }
 }

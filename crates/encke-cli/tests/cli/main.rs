@@ -5,6 +5,7 @@
 
 mod attend;
 mod bad_input;
+mod billion;
 mod chromium;
 mod command;
 mod demo;
@@ -13,4 +14,5 @@ mod golden;
 mod plan;
 mod report;
 mod simulate;
+mod streamed;
 mod verify;

@@ -9,11 +9,12 @@
 
 use super::builder::Builder;
 use super::layout::{Resident, Width, flat, reversed};
-use super::program::{BufferId, CarryIds, Component, Fill, Message, Task};
+use super::program::{BufferId, CarryIds, Component, Fill, Message, Origin, Role, Task, TokenRows};
 use super::rings::{Parcel, Ring};
 use super::{Pass, Plan, Queries};
 use crate::job::Block;
 use crate::transport::Address;
+use std::sync::Arc;
 
 /// Tags of one ring, a few each for k and v, for sums that pass, and for sums that go home: the
 /// three can be under way between the same two ranks in the same round.
@@ -22,31 +23,49 @@ const VISIT: usize = 0;
 const PASS: usize = 4;
 const HOME: usize = 8;
 
-/// A quantity that is gathered: its width, and what an empty sum is.
+/// A quantity that is gathered: its width, what an empty sum is, and the tensor of the call it
+/// ends in, if it is a part of one.
 #[derive(Clone, Copy)]
 pub(super) struct Channel {
     name: &'static str,
     width: Width,
     empty: Fill,
+    role: Option<Role>,
 }
 
-const fn channel(name: &'static str, width: Width, empty: Fill) -> Channel {
-    Channel { name, width, empty }
+/// A part of a carry.
+const fn carried(name: &'static str, width: Width, empty: Fill) -> Channel {
+    Channel {
+        name,
+        width,
+        empty,
+        role: None,
+    }
+}
+
+/// A part of a gradient.
+const fn gradient(name: &'static str, width: Width, role: Role) -> Channel {
+    Channel {
+        name,
+        width,
+        empty: Fill::Zero,
+        role: Some(role),
+    }
 }
 
 /// A carry, to be merged.
 pub(super) const CARRY: [Channel; 3] = [
-    channel("travelling acc", Width::WideCell, Fill::Zero),
-    channel("travelling m", Width::Cell, Fill::MinusInfinity),
-    channel("travelling l", Width::Cell, Fill::Zero),
+    carried("travelling acc", Width::WideCell, Fill::Zero),
+    carried("travelling m", Width::Cell, Fill::MinusInfinity),
+    carried("travelling l", Width::Cell, Fill::Zero),
 ];
 /// Gradients of keys and values, to be added.
 pub(super) const DKV: [Channel; 2] = [
-    channel("travelling dk", Width::Kv, Fill::Zero),
-    channel("travelling dv", Width::Kv, Fill::Zero),
+    gradient("travelling dk", Width::Kv, Role::Dk),
+    gradient("travelling dv", Width::Kv, Role::Dv),
 ];
 /// Gradients of queries, to be added.
-pub(super) const DQ: [Channel; 1] = [channel("travelling dq", Width::Query, Fill::Zero)];
+pub(super) const DQ: [Channel; 1] = [gradient("travelling dq", Width::Query, Role::Dq)];
 
 /// This rank's place in one ring.
 #[derive(Clone, Copy)]
@@ -114,6 +133,14 @@ fn carry(buffers: &[BufferId]) -> CarryIds {
         m: buffers[1],
         l: buffers[2],
     }
+}
+
+/// What a message of a parcel's rows holds, if it is of a tensor.
+fn origin(role: Option<Role>, rows: &Arc<[TokenRows]>) -> Option<Origin> {
+    role.map(|role| Origin {
+        role,
+        rows: Arc::clone(rows),
+    })
 }
 
 impl Plan {
@@ -197,14 +224,21 @@ impl<'a> Builder<'a> {
                 continue;
             };
             let elements = self.plan.parcel_elements(parcel, Width::Kv);
-            for (side, &buffer) in travel[distance % 2].iter().enumerate() {
+            let rows = self.plan.token_rows(parcel, Width::Kv);
+            for (side, role) in [Role::K, Role::V].into_iter().enumerate() {
+                let buffer = travel[distance % 2][side];
+                let message = |address: Address| Message {
+                    address,
+                    buffer,
+                    origin: origin(Some(role), &rows),
+                };
                 if distance > 0 {
                     let from = seat.address(ring.previous(place), VISIT + side, elements);
-                    self.receive(distance - 1, from, buffer);
+                    self.receive(distance - 1, message(from));
                 }
                 if distance < parcel.last {
                     let to = seat.address(ring.next(place), VISIT + side, elements);
-                    self.send(distance, to, buffer);
+                    self.send(distance, message(to));
                 }
             }
         }
@@ -252,15 +286,21 @@ impl<'a> Builder<'a> {
             let home_member = ring.home_index(place, distance);
             for (i, channel) in channels.iter().enumerate() {
                 let elements = self.plan.parcel_elements(parcel, channel.width);
+                let rows = self.plan.token_rows(parcel, channel.width);
+                let message = |address: Address, buffer: BufferId| Message {
+                    address,
+                    buffer,
+                    origin: origin(channel.role, &rows),
+                };
                 let to = if distance < parcel.last {
                     seat.address(ring.next(place), PASS + i, elements)
                 } else {
                     seat.address(home_member, HOME + i, elements)
                 };
-                self.send(distance + 1, to, local[distance % 2][i]);
+                self.send(distance + 1, message(to, local[distance % 2][i]));
                 if parcel.first < distance {
                     let from = seat.address(ring.previous(place), PASS + i, elements);
-                    self.receive(distance, from, incoming[i]);
+                    self.receive(distance, message(from, incoming[i]));
                 }
             }
         }
@@ -268,8 +308,14 @@ impl<'a> Builder<'a> {
             let last_member = ring.away(place, parcel.last);
             for (i, channel) in channels.iter().enumerate() {
                 let elements = self.plan.parcel_elements(parcel, channel.width);
-                let from = seat.address(last_member, HOME + i, elements);
-                self.receive(parcel.last + 1, from, home[i]);
+                let address = seat.address(last_member, HOME + i, elements);
+                let rows = self.plan.token_rows(parcel, channel.width);
+                let from = Message {
+                    address,
+                    buffer: home[i],
+                    origin: origin(channel.role, &rows),
+                };
+                self.receive(parcel.last + 1, from);
             }
             let unpack = |width| reversed(self.plan.packing(parcel, at, width));
             let blocks = channels.iter().map(|c| unpack(c.width)).collect();
@@ -340,12 +386,12 @@ impl<'a> Builder<'a> {
         });
     }
 
-    fn send(&mut self, round: usize, address: Address, buffer: BufferId) {
-        self.round(round).sends.push(Message { address, buffer });
+    fn send(&mut self, round: usize, message: Message) {
+        self.round(round).sends.push(message);
     }
 
-    fn receive(&mut self, round: usize, address: Address, buffer: BufferId) {
-        self.round(round).receives.push(Message { address, buffer });
+    fn receive(&mut self, round: usize, message: Message) {
+        self.round(round).receives.push(message);
     }
 
     /// Sends this rank's finished rows round to everyone, from round `start` on: `own` is copied
@@ -369,10 +415,14 @@ impl<'a> Builder<'a> {
         let places: Vec<Vec<Block>> = (0..ranks).map(|d| place(home(d))).collect();
         let sizes: Vec<usize> = (0..ranks).map(|d| elements(home(d))).collect();
         let tag = self.plan.rings.len() * TAGS + tag;
-        let address = |peer: usize, elements: usize| Address {
-            peer,
-            tag: tag as u64,
-            elements,
+        let message = |peer: usize, elements: usize, buffer: BufferId| Message {
+            address: Address {
+                peer,
+                tag: tag as u64,
+                elements,
+            },
+            buffer,
+            origin: None,
         };
         let (next, previous) = (home(ranks - 1), home(1));
         self.copy(start, whole, false, own, travel[0]);
@@ -384,11 +434,12 @@ impl<'a> Builder<'a> {
                 continue;
             }
             if distance > 0 {
-                let from = address(previous, sizes[distance]);
-                self.receive(start + distance - 1, from, buffer);
+                let from = message(previous, sizes[distance], buffer);
+                self.receive(start + distance - 1, from);
             }
             if distance + 1 < ranks {
-                self.send(start + distance, address(next, sizes[distance]), buffer);
+                let to = message(next, sizes[distance], buffer);
+                self.send(start + distance, to);
             }
         }
     }

@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use super::Plan;
+use super::program::TokenRows;
 use super::rings::{Parcel, Section};
 use crate::job::{Block, Causal, Job, Operand};
 use crate::pattern::Lane;
 use crate::rows::{Rows, Sight, sight};
+use crate::sharding::Run;
 
 /// What a row of a buffer consists of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -198,6 +200,28 @@ impl Plan {
                 }
             })
             .collect()
+    }
+
+    /// The rows of a parcel by token, in the order they are packed in.
+    pub(super) fn token_rows(&self, parcel: &Parcel, width: Width) -> Arc<[TokenRows]> {
+        let of = |section: &Section| {
+            let lane = &self.lanes[section.lane];
+            let heads = match width {
+                Width::Kv => lane.kv_heads.iter().copied().collect(),
+                _ => lane.heads.iter().map(|head| head.head).collect(),
+            };
+            TokenRows {
+                segments: section.segments.count,
+                segment_step: section.segments.step * lane.segment,
+                rows: Run {
+                    first: section.segments.first * lane.segment + section.rows.position,
+                    stride: section.rows.position_step,
+                    count: section.rows.count,
+                },
+                heads,
+            }
+        };
+        parcel.sections.iter().map(of).collect()
     }
 
     /// A job of `lane` over `segments` segments, if any query of it sees any key.

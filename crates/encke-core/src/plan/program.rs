@@ -6,6 +6,7 @@
 
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::job::{Block, Job};
@@ -250,6 +251,40 @@ impl Task {
     }
 }
 
+/// Rows of a tensor of the call, named by token: some of each of some segments.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TokenRows {
+    /// How many segments.
+    pub segments: usize,
+    /// Tokens from one segment's first row to the next one's.
+    pub segment_step: usize,
+    /// The rows of the first segment.
+    pub rows: Run,
+    /// The heads of each row.
+    pub heads: Arc<[usize]>,
+}
+
+impl TokenRows {
+    /// The rows of each segment.
+    pub fn runs(&self) -> impl Iterator<Item = Run> {
+        let first = |segment: usize| self.rows.first + segment * self.segment_step;
+        (0..self.segments).map(move |segment| Run {
+            first: first(segment),
+            ..self.rows
+        })
+    }
+}
+
+/// What a message holds in terms of the call, for whoever has the rows from elsewhere. It does not
+/// grow with the number of tokens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Origin {
+    /// The tensor.
+    pub role: Role,
+    /// Its rows in the order of the message; within each of these, batch entry after batch entry.
+    pub rows: Arc<[TokenRows]>,
+}
+
 /// One end of a hop: what is sent to, or received from, another rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Message {
@@ -257,6 +292,9 @@ pub struct Message {
     pub address: Address,
     /// What is read (sent) or overwritten (received).
     pub buffer: BufferId,
+    /// What it holds: rows of an input, or a sum on its way to rows of a gradient. None for what
+    /// is no tensor's: carries under way, and finished rows that are shared.
+    pub origin: Option<Origin>,
 }
 
 /// Some tasks, then hops that fly while the other tasks compute.

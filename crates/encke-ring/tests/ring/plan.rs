@@ -84,7 +84,8 @@ proptest! {
                         let holds = task.holds();
                         prop_assert!(holds.iter().all(|id| !sends.contains(id)));
                         let mut used = holds;
-                        if let Task::Forward { q, k, v, .. } | Task::Backward { q, k, v, .. } = task
+                        if let Task::Forward { q, k, v, .. }
+                            | Task::Attend { q, k, v, .. } | Task::Backward { q, k, v, .. } = task
                         {
                             used.extend([*q, *k, *v]);
                         }

@@ -1,0 +1,156 @@
+//! `encke billion`, a sixty-fourth of it, and runs that are interrupted.
+
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::command::Folder;
+
+/// Runs the command with a record, and reads that.
+fn record(folder: &Folder, options: &str) -> Value {
+    let printed = folder.succeeds(&format!("billion {options} --record r.json"));
+    for word in [
+        "tokens/s",
+        "GFLOP/s",
+        "all within tolerance",
+        "checksum",
+        "own K/V",
+    ] {
+        assert!(printed.contains(word), "no {word} in {printed}");
+    }
+    let text = std::fs::read(folder.join("r.json")).unwrap();
+    assert_eq!(
+        folder.names(),
+        ["r.json"],
+        "the state is removed at the end"
+    );
+    serde_json::from_slice(&text).unwrap()
+}
+
+fn number(record: &Value, name: &str) -> f64 {
+    record[name].as_f64().unwrap()
+}
+
+/// (query, key) pairs of the pattern, counted from its definition.
+fn pairs(tokens: u64, segment: u64, growth: u64) -> u64 {
+    let (mut w, mut r, mut pairs) = (segment, 1, 0);
+    loop {
+        let keys = w.min(tokens) / r;
+        pairs += (tokens / w).max(1) * keys * (keys + 1) / 2;
+        if w >= tokens {
+            return pairs;
+        }
+        (w, r) = (w * growth, r * growth);
+    }
+}
+
+#[test]
+fn sixteen_million_tokens_are_attended_and_checked() {
+    let folder = Folder::new();
+    let record = record(&folder, "--tokens 16M");
+    assert_eq!(record["settings"]["ranks"], 16);
+    assert_eq!(record["pairs"].as_u64(), Some(pairs(1 << 24, 1024, 4)));
+    assert_eq!(record["checksum_rows"].as_u64(), Some(1 << 24));
+    assert!(record["checked"]["rows"].as_u64() >= Some(4096));
+    assert_eq!(record["checked"]["wrong"].as_u64(), Some(0));
+    let planned = record["memory"]["planned"].as_object().unwrap();
+    let workspace = planned["workspace"].as_u64().unwrap();
+    let all: u64 = planned.values().map(|bytes| bytes.as_u64().unwrap()).sum();
+    assert_eq!(
+        record["memory"]["allocated_bytes"].as_u64(),
+        Some(all - workspace)
+    );
+    let peak = record["peak_resident_bytes"].as_u64().unwrap();
+    assert!(peak <= all + (32 << 20), "{peak} resident, {all} planned");
+}
+
+#[test]
+fn the_checksum_is_the_same_for_other_ranks_and_other_for_other_numbers() {
+    let folder = Folder::new();
+    let options = "--tokens 100_000 --segment 128 --samples 50";
+    let base = record(&folder, options);
+    let (value, tolerance) = (
+        number(&base, "checksum"),
+        number(&base, "checksum_tolerance"),
+    );
+    for ranks in [2, 7, 32] {
+        let other = record(&folder, &format!("{options} --ranks {ranks}"));
+        let difference = (number(&other, "checksum") - value).abs();
+        assert!(
+            difference <= tolerance,
+            "{ranks} ranks: {difference} over {tolerance}"
+        );
+        assert_eq!(other["pairs"], base["pairs"]);
+    }
+    let other = record(&folder, &format!("{options} --seed 1"));
+    assert!((number(&other, "checksum") - value).abs() > 1000.0 * tolerance);
+    for dtype in ["bf16", "f64"] {
+        record(
+            &folder,
+            &format!("{options} --ranks 3 --dtype {dtype} --heads 2 --dim 16"),
+        );
+    }
+}
+
+#[test]
+fn a_run_that_is_killed_goes_on_after_the_last_finished_rank() {
+    let folder = Folder::new();
+    let options = "--tokens 1M --ranks 64 --segment 512 --samples 100";
+    let whole = record(&folder, options);
+    let mut child = Command::new(assert_cmd::cargo::cargo_bin("encke"))
+        .current_dir(folder.path())
+        .args(format!("billion {options}").split_whitespace())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let state = folder.join("encke-billion.state.json");
+    let finished = || {
+        let text = std::fs::read(&state).unwrap_or_default();
+        let state: Option<Value> = serde_json::from_slice(&text).ok();
+        state.and_then(|state| state["finished"].as_u64())
+    };
+    while child.try_wait().unwrap().is_none() && finished() < Some(3) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let finished = finished().expect("a killed run leaves its state behind");
+    assert!((3..64).contains(&finished), "{finished}");
+
+    // Another run's state is not continued.
+    let other = "billion --tokens 1M --ranks 32 --segment 512 --samples 100";
+    folder.refuses(other, &["another run", "64 ranks", "--fresh"]);
+
+    let resumed = record(&folder, options);
+    assert_eq!(resumed["interruptions"], 1);
+    for name in [
+        "checksum",
+        "checksum_rows",
+        "pairs",
+        "checked",
+        "received_bytes",
+    ] {
+        assert_eq!(resumed[name], whole[name], "{name}");
+    }
+}
+
+#[test]
+fn bad_numbers_and_bad_states_are_refused() {
+    let folder = Folder::new();
+    folder.refuses("billion --tokens 0", &["tokens", "0"]);
+    folder.refuses("billion --tokens 1k --growth 1", &["--growth 1"]);
+    folder.refuses("billion --tokens 1k --segment 0", &["segment length", "0"]);
+    folder.refuses("billion --tokens 1k --ranks 0", &["ranks", "0"]);
+    folder.refuses(
+        "billion --tokens 1k --state nowhere/s",
+        &["cannot write nowhere/s"],
+    );
+    std::fs::write(folder.join("s"), "{}").unwrap();
+    folder.refuses(
+        "billion --tokens 1k --state s",
+        &["s is not the state of a run"],
+    );
+    folder.succeeds("billion --tokens 1k --state s --fresh");
+}

@@ -1,0 +1,174 @@
+//! `encke attend --memory-limit`: the same output, in less memory than the file is long.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::command::{Folder, text};
+use crate::files;
+
+const LONGNET: &str =
+    "--mode mix --segment-lengths 256,1024,4096,262144 --dilation-rates 1,4,16,1024 --causal";
+
+/// Runs `encke` and watches it: its standard error, and the most memory it had resident.
+#[cfg(target_os = "linux")]
+fn watched(folder: &Folder, arguments: &str) -> (String, usize) {
+    let program = assert_cmd::cargo::cargo_bin("encke");
+    let mut child = Command::new(program)
+        .current_dir(folder.path())
+        .args(arguments.split_whitespace())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let status = format!("/proc/{}/status", child.id());
+    let mut peak = 0;
+    while child.try_wait().unwrap().is_none() {
+        let text = std::fs::read_to_string(&status).unwrap_or_default();
+        let line = text.lines().find(|line| line.starts_with("VmHWM:"));
+        let number = line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok());
+        peak = peak.max(number.unwrap_or(0) * 1024);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "encke {arguments}: {said}");
+    (said, peak)
+}
+
+/// The number of ranks that a summary names.
+fn ranks(said: &str) -> usize {
+    let line = said.lines().find(|line| line.starts_with("ring")).unwrap();
+    let word = line.split_whitespace().nth(1).unwrap();
+    word.parse().unwrap()
+}
+
+fn length(path: &Path) -> usize {
+    path.metadata().unwrap().len() as usize
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_file_three_times_the_limit_gives_the_bytes_of_a_ring_in_memory() {
+    let folder = Folder::new();
+    folder.succeeds("generate in.safetensors --tokens 270_001 --heads 1 --dim 64");
+    let limit = 64 << 20;
+    assert!(length(&folder.join("in.safetensors")) > 3 * limit);
+    let command = format!("attend in.safetensors -o a --memory-limit 64MiB {LONGNET}");
+    let (said, peak) = watched(&folder, &command);
+    assert!(peak > 0 && peak <= limit, "{peak} bytes resident; {said}");
+    let ranks = ranks(&said);
+    assert!(ranks > 8, "{said}");
+    folder.succeeds(&format!(
+        "attend in.safetensors -o b --ranks {ranks} {LONGNET}"
+    ));
+    let bytes = |name: &str| std::fs::read(folder.join(name)).unwrap();
+    assert!(bytes("a") == bytes("b"), "other bytes than the ring's");
+    assert_eq!(folder.names(), ["a", "b", "in.safetensors"]);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn gradients_stay_below_the_limit_too() {
+    let folder = Folder::new();
+    folder
+        .succeeds("generate in.safetensors --tokens 60_000 --heads 2 --kv-heads 1 --dim 32 --grad");
+    let limit = 44 << 20;
+    let command = format!("attend in.safetensors -o a --grad --memory-limit 44MiB {LONGNET}");
+    let (said, peak) = watched(&folder, &command);
+    assert!(peak > 0 && peak <= limit, "{peak} bytes resident; {said}");
+    let ranks = ranks(&said);
+    assert!(ranks > 4, "{said}");
+    folder.succeeds(&format!(
+        "attend in.safetensors -o b --grad --ranks {ranks} {LONGNET}"
+    ));
+    let (streamed, ring) = (
+        files::read(&folder.join("a")),
+        files::read(&folder.join("b")),
+    );
+    for name in ["out", "lse", "dq"] {
+        assert!(streamed[name] == ring[name], "{name} has other bits");
+    }
+    for name in ["dk", "dv"] {
+        assert_eq!(streamed[name].dtype, ring[name].dtype);
+        let error = streamed[name].difference(&ring[name]);
+        assert!(
+            error <= 1e-5 * ring[name].largest(),
+            "{name} is off by {error}"
+        );
+    }
+    assert_eq!(folder.names(), ["a", "b", "in.safetensors"]);
+}
+
+#[test]
+fn every_kind_of_call_can_be_streamed() {
+    let folder = Folder::new();
+    for dtype in ["bf16", "f64"] {
+        folder.succeeds(&format!(
+            "generate in.safetensors --tokens 100 --batch 2 --heads 4 --kv-heads 2 --dim 8 --grad \
+             --dtype {dtype}"
+        ));
+        for options in ["--causal", "--sharding zigzag --compute f32", LONGNET] {
+            for (out, limit) in [("a", "--memory-limit 1GiB --memory"), ("b", "")] {
+                folder.succeeds(&format!(
+                    "attend in.safetensors -o {out} --grad {options} {limit}"
+                ));
+            }
+            let (a, b) = (
+                files::read(&folder.join("a")),
+                files::read(&folder.join("b")),
+            );
+            assert!(a == b, "{dtype} {options}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_streamed_is_refused_in_one_line() {
+    let folder = Folder::new();
+    files::write(&folder.join("in"), &files::small());
+    let attend = |options: &str, words: &[&str]| {
+        folder.refuses(&format!("attend in -o out --memory-limit {options}"), words);
+    };
+    attend("1MiB", &["1048576 bytes is too small", "allow at least"]);
+    attend("lots", &["--memory-limit", "2GiB"]);
+    attend("1GiB --ranks 4", &["--ranks", "the limit decides"]);
+    attend("1GiB --sharding 0,5", &["--ranks"]);
+    attend("1GiB --queries replicated", &["--queries replicated"]);
+    attend("1GiB --trace t.json", &["--trace"]);
+    attend("1GiB --deadline 5", &["--deadline"]);
+    attend("1GiB --grad --checkpoint recompute", &["--checkpoint"]);
+    let detached = "--mode mix --segment-lengths 4 --dilation-rates 2 --mixing-gradient detached";
+    attend(
+        &format!("1GiB {detached}"),
+        &["cannot be streamed", "exact gradients"],
+    );
+    let mut tensors = files::small();
+    tensors.get_mut("v").unwrap().numbers[5 * 16 + 8 + 3] = f64::NAN;
+    files::write(&folder.join("nan"), &tensors);
+    folder.refuses(
+        "attend nan -o out --memory-limit 1GiB",
+        &["v holds", "1 NaN", "[0, 5, 1, 3]"],
+    );
+    folder.succeeds("attend nan -o out --memory-limit 1GiB --allow-non-finite");
+}
+
+#[test]
+fn the_same_options_generate_the_same_file() {
+    let folder = Folder::new();
+    let generate = |name: &str, options: &str| {
+        folder.succeeds(&format!(
+            "generate {name} --tokens 5_000 --heads 2 --dim 40 {options}"
+        ));
+        files::read(&folder.join(name))
+    };
+    let base = generate("a", "");
+    assert!(base == generate("b", ""));
+    assert_ne!(base["q"], base["k"]);
+    assert_ne!(base["q"], generate("c", "--seed 1")["q"]);
+    let narrow = generate("d", "--dtype bf16 --grad --kv-heads 1");
+    assert_eq!(narrow["k"].shape, [1, 5000, 1, 40]);
+    assert!(narrow["q"].difference(&base["q"]) < 1e-2);
+    assert!(narrow.contains_key("do"));
+    folder.refuses("generate e --tokens 0 --heads 1 --dim 8", &["tokens", "0"]);
+}

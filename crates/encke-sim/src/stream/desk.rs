@@ -1,0 +1,188 @@
+//! The small piece of memory through which rows go between the outside and a rank's buffers.
+//!
+//! Rows come and go a piece at a time, so that what is in between does not grow with anything. A
+//! piece is small enough to stay in the processor's cache: the two copies it takes are cheap there.
+
+use encke_core::job::Block;
+use encke_core::kernel::{Kernel, KernelError};
+use encke_core::sharding::Run;
+use encke_core::{DType, Tensor, with_typed};
+
+use super::{Source, StreamError, Stretch};
+
+/// Numbers of a piece, unless one token has more.
+const PIECE: usize = 1 << 18;
+
+/// Staging memory: a piece or two of each type that is needed, on the host and on the device.
+pub(super) struct Desk<'a, K: Kernel> {
+    kernel: &'a K,
+    /// The rank at work, for errors.
+    pub rank: usize,
+    host: Vec<Tensor>,
+    device: Vec<(DType, usize, K::Buffer)>,
+}
+
+/// Bytes that a desk holds at most where a token has `row` numbers: of each type two pieces on the
+/// host, the one being read and the one being copied, and one on the device.
+pub(super) fn bytes(row: usize, stored: DType, sum: DType) -> usize {
+    PIECE.max(row) * 3 * (stored.bytes() + sum.bytes())
+}
+
+impl<'a, K: Kernel> Desk<'a, K> {
+    pub fn new(kernel: &'a K) -> Desk<'a, K> {
+        Desk {
+            kernel,
+            rank: 0,
+            host: Vec::new(),
+            device: Vec::new(),
+        }
+    }
+
+    /// Copies the rows of a stretch, `width` numbers each, from a source to `at` in a buffer of
+    /// type `dtype`.
+    pub fn fetch(
+        &mut self,
+        source: &dyn Source,
+        stretch: &Stretch<'_>,
+        width: usize,
+        (to, dtype, at): (&mut K::Buffer, DType, usize),
+    ) -> Result<(), StreamError> {
+        let stored = source.dtype(stretch.role);
+        let numbers = |piece: &Stretch<'_>| piece.tokens.count * piece.heads.len() * width;
+        let mut pieces = pieces(stretch, width);
+        let mut coming = pieces.next();
+        let mut ready: Option<(usize, Tensor)> = None;
+        // While one piece is copied into the buffer, the next one is read.
+        while ready.is_some() || coming.is_some() {
+            let mut next = coming.map(|(at, piece)| (at, self.host(stored, numbers(&piece))));
+            let mut read = || match (&coming, &mut next) {
+                (Some((_, piece)), Some((_, host))) => source.read(piece, host.data_mut()),
+                _ => Ok(()),
+            };
+            let done = match ready {
+                None => read(),
+                Some((offset, host)) => {
+                    let count = host.data().as_slice().len();
+                    let block = Block::contiguous(count, 0, at + offset);
+                    // A kernel that can read the host's memory needs no staging of its own.
+                    let kernel = self.kernel;
+                    let lent = kernel.lent(host.data().as_slice()).is_some();
+                    let mut device = self.device(dtype, if lent { 0 } else { count })?;
+                    let mut copy = || {
+                        if let Some(lent) = kernel.lent(host.data().as_slice()) {
+                            return kernel.copy(&block, false, lent, to);
+                        }
+                        kernel.upload(&host.view(), &[ONE], &mut device.2)?;
+                        kernel.copy(&block, false, kernel.input(&device.2), to)
+                    };
+                    let (read, copied) = match coming {
+                        Some(_) => rayon::join(read, copy),
+                        None => (Ok(()), copy()),
+                    };
+                    self.host.push(host);
+                    self.device.push(device);
+                    copied.map_err(|source| self.failed(source)).and(read)
+                }
+            };
+            ready = next;
+            coming = pieces.next();
+            done?;
+        }
+        Ok(())
+    }
+
+    /// Hands the rows of a stretch, which lie at `at` in a buffer of type `dtype`, over as numbers
+    /// of type `rounded`, piece by piece.
+    pub fn deliver(
+        &mut self,
+        (from, dtype, at): (&K::Buffer, DType, usize),
+        stretch: &Stretch<'_>,
+        width: usize,
+        rounded: DType,
+        take: &mut dyn FnMut(&Stretch<'_>, &Tensor) -> Result<(), StreamError>,
+    ) -> Result<(), StreamError> {
+        for (offset, piece) in pieces(stretch, width) {
+            let numbers = piece.tokens.count * piece.heads.len() * width;
+            let mut host = self.host(rounded, numbers);
+            let mut device = self.device(dtype, numbers)?;
+            let block = Block::contiguous(numbers, at + offset, 0);
+            let from = self.kernel.input(from);
+            let copied = self.kernel.copy(&block, false, from, &mut device.2);
+            let copied = copied.and_then(|()| self.kernel.download(&device.2, &[ONE], &mut host));
+            let done = copied.map_err(|source| self.failed(source));
+            let done = done.and_then(|()| take(&piece, &host));
+            self.host.push(host);
+            self.device.push(device);
+            done?;
+        }
+        Ok(())
+    }
+
+    fn failed(&self, source: KernelError) -> StreamError {
+        StreamError::Rank {
+            rank: self.rank,
+            source: encke_ring::RankError::Kernel { round: 0, source },
+        }
+    }
+
+    /// A host tensor of exactly so many numbers, in memory that is used again.
+    fn host(&mut self, dtype: DType, numbers: usize) -> Tensor {
+        let fits = |tensor: &Tensor| tensor.dtype() == dtype;
+        let found = self.host.iter().position(fits);
+        let dims = [1, 1, 1, numbers];
+        let Some(at) = found else {
+            return Tensor::zeros(dtype, dims);
+        };
+        let mut tensor = self.host.swap_remove(at);
+        if tensor.dims() == dims {
+            return tensor;
+        }
+        let mut data = std::mem::take(tensor.data_mut());
+        with_typed!(Data, &mut data, x => x.resize(numbers, Default::default()));
+        Tensor::from_data(data, dims).expect("it was made that long")
+    }
+
+    /// A device buffer of at least so many numbers.
+    fn device(
+        &mut self,
+        dtype: DType,
+        numbers: usize,
+    ) -> Result<(DType, usize, K::Buffer), StreamError> {
+        let fits = |of: &(DType, usize, K::Buffer)| of.0 == dtype;
+        if let Some(at) = self.device.iter().position(fits) {
+            let kept = self.device.swap_remove(at);
+            if kept.1 >= numbers {
+                return Ok(kept);
+            }
+        }
+        let made = self.kernel.allocate(dtype, numbers);
+        let made = made.map_err(|source| self.failed(source))?;
+        Ok((dtype, numbers, made))
+    }
+}
+
+/// The only row of a tensor that is one piece.
+const ONE: Run = Run {
+    first: 0,
+    stride: 1,
+    count: 1,
+};
+
+/// A stretch cut into pieces of whole tokens, each with the number of numbers before it.
+fn pieces<'a>(stretch: &Stretch<'a>, width: usize) -> impl Iterator<Item = (usize, Stretch<'a>)> {
+    let stretch = *stretch;
+    let row = stretch.heads.len() * width;
+    let most = (PIECE / row.max(1)).max(1);
+    let tokens = stretch.tokens;
+    (0..tokens.count).step_by(most).map(move |skipped| {
+        let piece = Stretch {
+            tokens: Run {
+                first: tokens.first + skipped * tokens.stride,
+                stride: tokens.stride,
+                count: most.min(tokens.count - skipped),
+            },
+            ..stretch
+        };
+        (skipped * row, piece)
+    })
+}

@@ -1,0 +1,223 @@
+//! Ranks one after another, each in the memory of the one before.
+
+use std::time::{Duration, Instant};
+
+use encke_core::kernel::Kernel;
+use encke_core::plan::program::{Component, Port, Role};
+use encke_core::plan::{Plan, Queries, Request};
+use encke_core::sharding::Run;
+use encke_core::transport::Moved;
+use encke_core::{Shape, Tensor};
+use encke_ring::memory::planned;
+use encke_ring::trace::{Activity, Event, Recorder};
+use encke_ring::{Rank, RankError, RankMemory};
+
+use super::desk::Desk;
+use super::{Sink, Source, Spool, StreamError, Streamed, Stretch};
+
+/// What one rank did.
+#[derive(Debug)]
+pub struct RankDone {
+    /// The rank.
+    pub rank: usize,
+    /// (query, key) pairs it computed.
+    pub pairs: u128,
+    /// What it held.
+    pub memory: RankMemory,
+    /// What it did when, counted from its own beginning.
+    pub events: Vec<Event>,
+    /// How long it lived.
+    pub took: Duration,
+}
+
+/// A plan that is carried out one rank at a time.
+pub struct Stream<'a, K: Kernel> {
+    kernel: &'a K,
+    plan: &'a Plan,
+    desk: Desk<'a, K>,
+    /// The rank before, whose memory the next one takes.
+    before: Option<Rank<K>>,
+}
+
+/// Refuses what ranks cannot do alone.
+pub(super) fn check(request: &Request) -> Result<(), StreamError> {
+    if request.queries == Queries::Replicated && request.sharding.ranks() > 1 {
+        return Err(StreamError::Unsupported {
+            what: "a call whose queries are replicated",
+            hint: "its memory does not shrink with the number of ranks; shard the queries",
+        });
+    }
+    if request.pattern.splits_slots() {
+        return Err(StreamError::Unsupported {
+            what: "a pattern whose branches are combined after the last rank (fkodom, detached \
+                   mixing gradients)",
+            hint: "use group mode, or mix mode with exact gradients",
+        });
+    }
+    Ok(())
+}
+
+/// Numbers in a row of one head of a tensor.
+pub fn width(role: Role, shape: &Shape) -> usize {
+    match role {
+        Role::Lse | Role::Dlse => 1,
+        _ => shape.dim,
+    }
+}
+
+/// Heads of a tensor, where slots are heads.
+fn heads(role: Role, shape: &Shape) -> Vec<usize> {
+    let count = match role {
+        Role::K | Role::V | Role::Dk | Role::Dv => shape.kv_heads,
+        _ => shape.heads,
+    };
+    (0..count).collect()
+}
+
+impl<'a, K: Kernel> Stream<'a, K> {
+    /// Takes a plan that can be carried out so.
+    pub fn new(kernel: &'a K, plan: &'a Plan) -> Result<Stream<'a, K>, StreamError> {
+        check(plan.request())?;
+        Ok(Stream {
+            kernel,
+            plan,
+            desk: Desk::new(kernel),
+            before: None,
+        })
+    }
+
+    /// The whole life of one rank. Ranks may come in any order and need not all come; a backward
+    /// pass needs all of them, and a spool for the gradients of keys and values.
+    pub fn rank(
+        &mut self,
+        number: usize,
+        source: &dyn Source,
+        sink: &mut dyn Sink,
+        mut spool: Option<&mut Spool>,
+    ) -> Result<RankDone, StreamError> {
+        let begin = Instant::now();
+        let program = self.plan.rank(number)?;
+        let planned = planned(self.kernel, &program, 1, self.plan.request().dtype);
+        let pairs = program.pairs();
+        self.desk.rank = number;
+        let failed = |source: RankError| StreamError::Rank {
+            rank: number,
+            source,
+        };
+        let made = match self.before.take() {
+            Some(before) => before.succeed(self.kernel, program),
+            None => Rank::new(self.kernel, program),
+        };
+        let mut rank = made.map_err(|source| failed(RankError::Kernel { round: 0, source }))?;
+        let mut recorder = Recorder::new(number, begin);
+        let loading = Instant::now();
+        for port in rank.plan().inputs.clone() {
+            self.load(&mut rank, &port, source)?;
+        }
+        recorder.note(0, Activity::Load, loading, Moved::default());
+        let request = self.plan.request();
+        let spool_of_rank = spool.as_deref_mut();
+        let mut streamed = Streamed::new(
+            &mut self.desk,
+            self.kernel,
+            request,
+            rank.plan(),
+            source,
+            spool_of_rank,
+        );
+        if let Err(error) = rank.run(self.kernel, &mut streamed, &mut recorder) {
+            return Err(streamed.failure().unwrap_or_else(|| failed(error)));
+        }
+        for port in &rank.plan().outputs {
+            self.store(&rank, port, sink, spool.as_deref_mut())?;
+        }
+        let scratch = self.kernel.scratch_bytes();
+        let last = rank.plan().rounds.len();
+        rank.ledger_mut().hold(last, Component::Workspace, scratch);
+        let memory = RankMemory {
+            rank: number,
+            planned,
+            allocated_bytes: rank.allocated_bytes(),
+            ledger: rank.ledger().clone(),
+        };
+        self.before = Some(rank);
+        Ok(RankDone {
+            rank: number,
+            pairs,
+            memory,
+            events: recorder.finish(),
+            took: begin.elapsed(),
+        })
+    }
+
+    fn load(
+        &mut self,
+        rank: &mut Rank<K>,
+        port: &Port,
+        source: &dyn Source,
+    ) -> Result<(), StreamError> {
+        let shape = &self.plan.request().shape;
+        let (heads, width) = (heads(port.role, shape), width(port.role, shape));
+        let dtype = rank.plan().buffers[port.buffer.0].dtype;
+        let buffer = rank.buffer_mut(port.buffer);
+        for (at, batch, tokens) in places(port, shape, heads.len() * width) {
+            let stretch = Stretch {
+                role: port.role,
+                batch,
+                tokens,
+                heads: &heads,
+            };
+            let to = (&mut *buffer, dtype, at);
+            self.desk.fetch(source, &stretch, width, to)?;
+        }
+        Ok(())
+    }
+
+    fn store(
+        &mut self,
+        rank: &Rank<K>,
+        port: &Port,
+        sink: &mut dyn Sink,
+        mut spool: Option<&mut Spool>,
+    ) -> Result<(), StreamError> {
+        let request = self.plan.request();
+        let shape = &request.shape;
+        let (heads, width) = (heads(port.role, shape), width(port.role, shape));
+        let dtype = rank.plan().buffers[port.buffer.0].dtype;
+        let summed = matches!(port.role, Role::Dk | Role::Dv);
+        let rounded = match port.role {
+            Role::Lse => request.dtype.sum(),
+            _ if summed => request.dtype.sum(),
+            _ => request.dtype,
+        };
+        for (at, batch, tokens) in places(port, shape, heads.len() * width) {
+            let stretch = Stretch {
+                role: port.role,
+                batch,
+                tokens,
+                heads: &heads,
+            };
+            let mut take = |stretch: &Stretch<'_>, numbers: &Tensor| match spool.as_deref_mut() {
+                Some(spool) if summed => spool.add(stretch, numbers.data()),
+                _ => sink.write(stretch, numbers.data()),
+            };
+            let from = (rank.buffer(port.buffer), dtype, at);
+            self.desk
+                .deliver(from, &stretch, width, rounded, &mut take)?;
+        }
+        Ok(())
+    }
+}
+
+/// Where each run of a port begins in its buffer `[batch, rows, …]`: (address, batch entry, run).
+fn places(port: &Port, shape: &Shape, row: usize) -> Vec<(usize, usize, Run)> {
+    let mut at = 0;
+    let mut places = Vec::new();
+    for batch in 0..shape.batch {
+        for &run in &port.runs {
+            places.push((at, batch, run));
+            at += run.count * row;
+        }
+    }
+    places
+}

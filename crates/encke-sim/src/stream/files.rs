@@ -1,0 +1,165 @@
+//! Tensors that lie row-major in files: rows read and written where they are.
+//!
+//! Positioned reads and writes, not a memory map: pages of a map count as the process's own for as
+//! long as the system likes, and a limit that holds only when nobody looks is none. What formats
+//! there are around the numbers is the caller's matter: a tensor here is a file and an offset.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+
+use encke_core::plan::program::Role;
+use encke_core::{DType, Data};
+
+use super::{Sink, Source, StreamError, Stretch};
+
+/// Where a tensor `[b, n, h, width]` lies.
+#[derive(Debug, Clone)]
+pub struct TensorFile {
+    /// The file.
+    pub file: Arc<File>,
+    /// The byte at which it begins.
+    pub offset: u64,
+    /// Its type, little-endian.
+    pub dtype: DType,
+    /// Its dimensions.
+    pub dims: [usize; 4],
+}
+
+/// Numbers that lie side by side in the file and in a stretch.
+struct Piece {
+    /// The byte in the file.
+    at: u64,
+    /// The bytes in the stretch.
+    bytes: std::ops::Range<usize>,
+}
+
+impl TensorFile {
+    /// Bytes of the whole tensor.
+    pub fn bytes(&self) -> u64 {
+        self.dims.iter().product::<usize>() as u64 * self.dtype.bytes() as u64
+    }
+
+    fn pieces<'a>(&self, stretch: &Stretch<'a>) -> impl Iterator<Item = Piece> + use<'a> {
+        let [_, n, h, d] = self.dims;
+        let (width, offset) = (d * self.dtype.bytes(), self.offset);
+        let Stretch {
+            batch,
+            tokens,
+            heads,
+            ..
+        } = *stretch;
+        assert!(
+            tokens.count == 0 || tokens.end() <= n,
+            "tokens of the tensor"
+        );
+        // All heads of a token lie side by side, and so do all tokens of a contiguous run.
+        let together = match heads.len() == h {
+            true if tokens.stride == 1 => tokens.count.max(1) * h,
+            true => h,
+            false => 1,
+        };
+        let rows = tokens.count * heads.len();
+        (0..rows).step_by(together).map(move |row| {
+            let token = tokens.first + row / heads.len() * tokens.stride;
+            let there = (batch * n + token) * h + heads[row % heads.len()];
+            Piece {
+                at: offset + (there * width) as u64,
+                bytes: row * width..(row + together) * width,
+            }
+        })
+    }
+
+    /// Overwrites the first numbers of `to` with the rows of a stretch.
+    pub fn read(&self, stretch: &Stretch<'_>, to: &mut Data) -> Result<(), StreamError> {
+        let bytes = to.bytes_mut();
+        let read = |piece: Piece| read_at(&self.file, &mut bytes[piece.bytes], piece.at);
+        let done = self.pieces(stretch).try_for_each(read);
+        done.map_err(|source| failed("read", stretch, source))
+    }
+
+    /// Writes the rows of a stretch.
+    pub fn write(&self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
+        let bytes = from.bytes();
+        let write = |piece: Piece| write_at(&self.file, &bytes[piece.bytes], piece.at);
+        let done = self.pieces(stretch).try_for_each(write);
+        done.map_err(|source| failed("write", stretch, source))
+    }
+}
+
+fn failed(verb: &'static str, stretch: &Stretch<'_>, source: io::Error) -> StreamError {
+    StreamError::File {
+        verb,
+        role: stretch.role,
+        token: stretch.tokens.first,
+        source,
+    }
+}
+
+/// The tensors of a call that are in files.
+#[derive(Debug, Clone, Default)]
+pub struct Files {
+    tensors: Vec<(Role, TensorFile)>,
+}
+
+impl Files {
+    /// No tensors yet.
+    pub fn new() -> Files {
+        Files::default()
+    }
+
+    /// Says where a tensor is.
+    pub fn add(&mut self, role: Role, tensor: TensorFile) {
+        self.tensors.push((role, tensor));
+    }
+
+    /// Where a tensor is.
+    pub fn get(&self, role: Role) -> Option<&TensorFile> {
+        let found = self.tensors.iter().find(|(of, _)| *of == role);
+        found.map(|(_, tensor)| tensor)
+    }
+}
+
+impl Source for Files {
+    fn dtype(&self, role: Role) -> DType {
+        self.get(role).map_or(DType::F32, |tensor| tensor.dtype)
+    }
+
+    fn read(&self, stretch: &Stretch<'_>, to: &mut Data) -> Result<(), StreamError> {
+        let (verb, role) = ("read", stretch.role);
+        let tensor = self.get(role).ok_or(StreamError::Missing { verb, role })?;
+        tensor.read(stretch, to)
+    }
+}
+
+impl Sink for Files {
+    fn write(&mut self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
+        let (verb, role) = ("write", stretch.role);
+        let tensor = self.get(role).ok_or(StreamError::Missing { verb, role })?;
+        tensor.write(stretch, from)
+    }
+}
+
+#[cfg(unix)]
+fn read_at(file: &File, bytes: &mut [u8], at: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, bytes, at)
+}
+
+#[cfg(unix)]
+fn write_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
+}
+
+#[cfg(not(unix))]
+fn read_at(mut file: &File, bytes: &mut [u8], at: u64) -> io::Result<()> {
+    use std::io::{Read, Seek, SeekFrom};
+    file.seek(SeekFrom::Start(at))?;
+    file.read_exact(bytes)
+}
+
+#[cfg(not(unix))]
+fn write_at(mut file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
+    use std::io::{Seek, SeekFrom, Write};
+    file.seek(SeekFrom::Start(at))?;
+    file.write_all(bytes)
+}

@@ -1,0 +1,101 @@
+//! How many ranks it takes to stay under a limit.
+//!
+//! Everything that is resident is planned, so the number of ranks is found by planning: doubled
+//! until a plan fits, then halved towards the smallest that does.
+
+use encke_core::DType;
+use encke_core::kernel::Kernel;
+use encke_core::plan::{Plan, Request};
+use encke_core::sharding::Sharding;
+use encke_ring::memory::planned;
+
+use super::{StreamError, desk, drive};
+
+/// What the program itself may take beside the buffers of a rank: its code, its threads' stacks,
+/// the plan, and what the allocator holds back. Measured at about 8 MiB with 2 threads.
+pub const PROGRAM_BYTES: usize = 16 << 20;
+
+/// The most ranks that are tried: beyond it planning takes longer than it is worth.
+pub const MOST_RANKS: usize = 1024;
+
+/// A number of ranks, and what it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fit {
+    /// The number of ranks.
+    pub ranks: usize,
+    /// Bytes that are resident at most: the largest rank, its workspace, staging, the program.
+    pub bytes: usize,
+}
+
+/// The smallest number of ranks with which every one of `requests` stays under `limit` bytes. Their
+/// own number of ranks is not looked at, only how they cut.
+pub fn fit<K: Kernel>(kernel: &K, requests: &[Request], limit: usize) -> Result<Fit, StreamError> {
+    let most = requests
+        .iter()
+        .map(|request| request.shape.tokens)
+        .fold(MOST_RANKS, usize::min);
+    let try_ranks = |ranks: usize, limit: usize| {
+        let mut bytes = 0;
+        for request in requests {
+            bytes = bytes.max(resident(kernel, request, ranks, limit)?);
+            if bytes > limit {
+                break;
+            }
+        }
+        Ok::<usize, StreamError>(bytes)
+    };
+    let (mut below, mut ranks) = (0, 1);
+    let mut bytes = try_ranks(ranks, limit)?;
+    while bytes > limit {
+        if ranks == most {
+            let least = try_ranks(ranks, usize::MAX)?;
+            return Err(StreamError::Limit {
+                limit,
+                least,
+                ranks,
+            });
+        }
+        below = ranks;
+        ranks = (2 * ranks).min(most);
+        bytes = try_ranks(ranks, limit)?;
+    }
+    while ranks - below > 1 {
+        let middle = below + (ranks - below) / 2;
+        let taken = try_ranks(middle, limit)?;
+        if taken <= limit {
+            (ranks, bytes) = (middle, taken);
+        } else {
+            below = middle;
+        }
+    }
+    Ok(Fit { ranks, bytes })
+}
+
+/// Bytes resident with the largest of `ranks` ranks, or with the first that exceeds `limit`.
+fn resident<K: Kernel>(
+    kernel: &K,
+    request: &Request,
+    ranks: usize,
+    limit: usize,
+) -> Result<usize, StreamError> {
+    let mut request = request.clone();
+    request.sharding = Sharding::new(ranks, request.sharding.cut().clone())?;
+    drive::check(&request)?;
+    let shape = request.shape;
+    let row = shape.heads.max(shape.kv_heads) * shape.dim;
+    // What is added to sums in a file is kept once more, in the widest type there is.
+    let staged = desk::bytes(row, request.dtype, request.dtype.sum())
+        + desk::bytes(row, DType::F64, DType::F64) / 6;
+    let dtype = request.dtype;
+    let plan = Plan::new(request)?;
+    let mut most = 0;
+    for rank in 0..ranks {
+        let planned = planned(kernel, &plan.rank(rank)?, 1, dtype);
+        let bytes = planned.values().sum::<usize>() + staged + PROGRAM_BYTES;
+        most = most.max(bytes);
+        if most > limit {
+            break;
+        }
+    }
+    Ok(most)
+}

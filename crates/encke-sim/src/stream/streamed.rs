@@ -1,0 +1,194 @@
+//! A transport with nobody at the other end.
+//!
+//! What a rank would receive of k and v is read from the source, row by row as the plan names them.
+//! What it would receive of gradients is an empty sum; what it would send of them is added to the
+//! rows it belongs to, in the [`Spool`]. What it would send of k and v goes nowhere: whoever
+//! needs it reads it for himself. Bytes are counted as if all of it had travelled, since that is
+//! what the plan says and a rank holds it against.
+
+use encke_core::kernel::Kernel;
+use encke_core::plan::Request;
+use encke_core::plan::program::{Message, Origin, RankPlan, Role};
+use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport, TransportError};
+
+use super::desk::Desk;
+use super::{Source, Spool, StreamError, Stretch};
+
+/// What each message of a round holds.
+struct Hops {
+    sends: Vec<Option<Origin>>,
+    receives: Vec<Option<Origin>>,
+}
+
+/// The transport of one rank.
+pub struct Streamed<'s, 'k, K: Kernel> {
+    desk: &'s mut Desk<'k, K>,
+    kernel: &'k K,
+    request: &'s Request,
+    source: &'s dyn Source,
+    spool: Option<&'s mut Spool>,
+    rounds: Vec<Hops>,
+    failure: Option<StreamError>,
+}
+
+impl<'s, 'k, K: Kernel> Streamed<'s, 'k, K> {
+    pub(super) fn new(
+        desk: &'s mut Desk<'k, K>,
+        kernel: &'k K,
+        request: &'s Request,
+        plan: &RankPlan,
+        source: &'s dyn Source,
+        spool: Option<&'s mut Spool>,
+    ) -> Streamed<'s, 'k, K> {
+        let origins = |messages: &[Message]| {
+            let each = messages.iter().map(|message| message.origin.clone());
+            each.collect()
+        };
+        let rounds = plan.rounds.iter().map(|round| Hops {
+            sends: origins(&round.sends),
+            receives: origins(&round.receives),
+        });
+        Streamed {
+            desk,
+            kernel,
+            request,
+            source,
+            spool,
+            rounds: rounds.collect(),
+            failure: None,
+        }
+    }
+
+    /// What really went wrong, where an exchange had no words for it.
+    pub(super) fn failure(&mut self) -> Option<StreamError> {
+        self.failure.take()
+    }
+
+    /// The stretches of a message, each with where it begins.
+    fn stretches(&self, origin: &Origin) -> Vec<(usize, usize, usize)> {
+        let mut at = 0;
+        let mut list = Vec::new();
+        for (index, rows) in origin.rows.iter().enumerate() {
+            for batch in 0..self.request.shape.batch {
+                list.push((index, batch, at));
+                let each = rows.rows.count * rows.heads.len() * self.request.shape.dim;
+                at += rows.segments * each;
+            }
+        }
+        list
+    }
+
+    fn receive(&mut self, origin: &Origin, to: &mut K::Buffer) -> Result<(), StreamError> {
+        let (dim, dtype) = (self.request.shape.dim, self.request.dtype);
+        if matches!(origin.role, Role::Dk | Role::Dv) {
+            let filled = self.kernel.fill(to, 0.0);
+            return filled.map_err(|source| StreamError::Rank {
+                rank: self.desk.rank,
+                source: encke_ring::RankError::Kernel { round: 0, source },
+            });
+        }
+        for (index, batch, mut at) in self.stretches(origin) {
+            let rows = &origin.rows[index];
+            for tokens in rows.runs() {
+                let stretch = Stretch {
+                    role: origin.role,
+                    batch,
+                    tokens,
+                    heads: &rows.heads,
+                };
+                self.desk
+                    .fetch(self.source, &stretch, dim, (to, dtype, at))?;
+                at += tokens.count * rows.heads.len() * dim;
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, origin: &Origin, from: &K::Buffer) -> Result<(), StreamError> {
+        let (dim, sum) = (self.request.shape.dim, self.request.dtype.sum());
+        if !matches!(origin.role, Role::Dk | Role::Dv) {
+            return Ok(());
+        }
+        for (index, batch, mut at) in self.stretches(origin) {
+            let rows = &origin.rows[index];
+            for tokens in rows.runs() {
+                let (verb, role) = ("write", origin.role);
+                let spool = self.spool.as_deref_mut();
+                let spool = spool.ok_or(StreamError::Missing { verb, role })?;
+                let stretch = Stretch {
+                    role,
+                    batch,
+                    tokens,
+                    heads: &rows.heads,
+                };
+                let mut take = |stretch: &Stretch<'_>, numbers: &encke_core::Tensor| {
+                    spool.add(stretch, numbers.data())
+                };
+                self.desk
+                    .deliver((from, sum, at), &stretch, dim, sum, &mut take)?;
+                at += tokens.count * rows.heads.len() * dim;
+            }
+        }
+        Ok(())
+    }
+
+    fn hops(
+        &mut self,
+        hops: &Hops,
+        outgoing: &[Outgoing<'_, K::Buffer>],
+        incoming: &mut [Incoming<'_, K::Buffer>],
+    ) -> Result<Moved, StreamError> {
+        let unknown = StreamError::Unsupported {
+            what: "a message that holds no rows of the call",
+            hint: "shard the queries",
+        };
+        let mut moved = Moved::default();
+        for (parcel, origin) in outgoing.iter().zip(&hops.sends) {
+            let Some(origin) = origin else {
+                return Err(unknown);
+            };
+            self.send(origin, parcel.parcel)?;
+            moved.sent_bytes += parcel.to.elements * parcel.parcel.element_bytes();
+        }
+        for (parcel, origin) in incoming.iter_mut().zip(&hops.receives) {
+            let Some(origin) = origin else {
+                return Err(unknown);
+            };
+            self.receive(origin, parcel.parcel)?;
+            moved.received_bytes += parcel.from.elements * parcel.parcel.element_bytes();
+        }
+        Ok(moved)
+    }
+}
+
+impl<K: Kernel> Transport<K::Buffer> for Streamed<'_, '_, K> {
+    fn exchange(
+        &mut self,
+        round: usize,
+        outgoing: &[Outgoing<'_, K::Buffer>],
+        incoming: &mut [Incoming<'_, K::Buffer>],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Moved, TransportError> {
+        let hops = std::mem::replace(
+            &mut self.rounds[round],
+            Hops {
+                sends: Vec::new(),
+                receives: Vec::new(),
+            },
+        );
+        let moved = self.hops(&hops, outgoing, incoming);
+        meanwhile();
+        moved.map_err(|error| {
+            let rank = self.desk.rank;
+            let reason = error.to_string();
+            self.failure = Some(error);
+            // The others are files here; the words of the file go with it.
+            TransportError::PeerFailed {
+                rank,
+                peer: rank,
+                round,
+                reason,
+            }
+        })
+    }
+}
