@@ -3,3 +3,10 @@
 //! There is no attention in this crate: it drives the very [`Rank`](encke_ring::Rank) that rings of
 //! threads drive, so what it shows of memory, time and faults is what they would do.
 #![forbid(unsafe_code)]
+
+pub mod fit;
+pub mod hardship;
+pub mod lockstep;
+pub mod profile;
+pub mod trial;
+pub mod wire;
