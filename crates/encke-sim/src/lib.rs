@@ -8,5 +8,7 @@ pub mod fit;
 pub mod hardship;
 pub mod lockstep;
 pub mod profile;
+pub mod sample;
 pub mod trial;
+pub mod verdict;
 pub mod wire;

@@ -12,17 +12,18 @@ use encke_core::plan::program::Role;
 use encke_cpu::CpuKernel;
 use encke_ring::{RingError, ThreadRing};
 use encke_sim::lockstep;
+use encke_sim::sample::Sample;
 
-use crate::support::{Call, bits, with_slots};
+use crate::support::{bits, with_slots};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
 fn same<K: Kernel>(ring: &ThreadRing<K>, configuration: &Configuration) -> Result<(), String> {
     for backward in [false, true] {
-        let call = Call::new(configuration, backward);
-        let threads = ring.run(call.plan.request(), &call.views());
+        let call = Sample::new(configuration, backward).expect("legal");
+        let threads = ring.run(call.plan.request(), &call.inputs());
         let threads = threads.map_err(|error| error.to_string())?;
-        let stepped = lockstep::run(ring.kernel(), &call.plan, &call.views());
+        let stepped = lockstep::run(ring.kernel(), &call.plan, &call.inputs());
         let stepped = stepped.map_err(|error| error.to_string())?;
         if bits(threads.tensors()) != bits(stepped.tensors()) {
             return Err(format!(
@@ -72,10 +73,10 @@ fn so_they_are_on_the_fast_kernel_in_every_type() {
 /// As [`same`], without the books: threads share the kernel's scratch memory, ranks in step do not.
 fn call(ring: &ThreadRing<CpuKernel>, configuration: &Configuration) -> Result<(), String> {
     for backward in [false, true] {
-        let call = Call::new(configuration, backward);
-        let threads = ring.run(call.plan.request(), &call.views());
+        let call = Sample::new(configuration, backward).expect("legal");
+        let threads = ring.run(call.plan.request(), &call.inputs());
         let threads = threads.map_err(|error| error.to_string())?;
-        let stepped = lockstep::run(ring.kernel(), &call.plan, &call.views());
+        let stepped = lockstep::run(ring.kernel(), &call.plan, &call.inputs());
         let stepped = stepped.map_err(|error| error.to_string())?;
         if bits(threads.tensors()) != bits(stepped.tensors()) {
             return Err("bits differ".to_string());
@@ -86,15 +87,15 @@ fn call(ring: &ThreadRing<CpuKernel>, configuration: &Configuration) -> Result<(
 
 #[test]
 fn what_is_missing_or_misshapen_is_refused() {
-    let call = Call::new(&Configuration::random(3), false);
-    let mut inputs = call.views();
+    let call = Sample::new(&Configuration::random(3), false).expect("legal");
+    let mut inputs = call.inputs();
     inputs.retain(|(role, _)| *role != Role::K);
     let refused = lockstep::run(&NaiveKernel, &call.plan, &inputs);
     assert!(matches!(
         refused,
         Err(RingError::MissingInput { role: Role::K })
     ));
-    let other = Call::new(&Configuration::random(4), false);
-    let refused = lockstep::run(&NaiveKernel, &call.plan, &other.views());
+    let other = Sample::new(&Configuration::random(4), false).expect("legal");
+    let refused = lockstep::run(&NaiveKernel, &call.plan, &other.inputs());
     assert!(matches!(refused, Err(RingError::Request(_))));
 }

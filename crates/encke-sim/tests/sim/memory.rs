@@ -134,8 +134,8 @@ fn every_rank_holds_what_was_planned_and_no_more() {
     let group = Mode::Group {
         scale: encke_core::GroupScale::One,
     };
-    let pattern = Pattern::dilated(&[256, 16384], &[1, 64], group).expect("sizes are positive");
-    let shape = Shape::new(1, 16384, 8, 8, 64).expect("sizes are positive");
+    let pattern = Pattern::dilated(&[128, 8192], &[1, 64], group).expect("sizes are positive");
+    let shape = Shape::new(1, 8192, 8, 8, 64).expect("sizes are positive");
     for (queries, cut) in [
         (Queries::Sharded, Cut::Contiguous),
         (Queries::Replicated, Cut::Zigzag),
