@@ -7,7 +7,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 use crate::terminal::{note, say};
-use crate::{Verdict, attend, plan, verify};
+use crate::{Verdict, attend, plan, profile, verify};
 
 const ABOUT: &str = "Exact ring and dilated attention, forward and backward.
 
@@ -25,6 +25,8 @@ Examples:
       Attention and gradients of the tensors in a file.
   encke plan --tokens 1e9 --heads 32 --kv-heads 8 --dim 128 --ranks 1000 --causal
       What that would compute, hold and send, without doing it.
+  encke profile --causal --sharding striped --grad
+      What each rank really holds, by the size of the ring, beside what was planned.
   encke verify
       Random configurations against the f64 reference.
 
@@ -49,7 +51,10 @@ pub enum Command {
     /// Say who would compute what, send what to whom, and hold how much
     #[command(after_help = plan::EXAMPLES, allow_negative_numbers = true)]
     Plan(plan::Options),
-    /// Hold random configurations against the reference
+    /// Measure what ranks hold, by the size of the ring, beside what was planned
+    #[command(after_help = profile::EXAMPLES, allow_negative_numbers = true)]
+    Profile(profile::Options),
+    /// Hold random configurations against the reference, or try calls under hardship
     #[command(after_help = verify::EXAMPLES, allow_negative_numbers = true)]
     Verify(verify::Options),
 }
@@ -76,7 +81,7 @@ pub fn usage(refused: &clap::Error) -> Result<Verdict> {
         .collect();
     let asked = std::env::args().nth(1).unwrap_or_default();
     let help = match asked.as_str() {
-        "attend" | "plan" | "verify" => format!("encke {asked} --help"),
+        "attend" | "plan" | "profile" | "verify" => format!("encke {asked} --help"),
         _ => "encke --help".to_string(),
     };
     Err(anyhow!("{}; see {help}", said.join("; ")))

@@ -17,6 +17,8 @@ mod number;
 mod output;
 mod pattern_options;
 mod plan;
+mod process;
+mod profile;
 mod program;
 mod ring_options;
 mod table;
@@ -64,6 +66,7 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
         None => demo::run(),
         Some(Command::Attend(options)) => attend::run(&options),
         Some(Command::Plan(options)) => plan::run(&options),
+        Some(Command::Profile(options)) => profile::run(&options),
         Some(Command::Verify(options)) => verify::run(&options),
     }
 }
