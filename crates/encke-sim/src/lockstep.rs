@@ -124,8 +124,7 @@ fn deliver<K: Kernel>(
 /// Ends a rank's life, and says what it held. Nothing may be left in its books but the scratch
 /// memory, which the kernel keeps.
 pub(crate) fn memory<K: Kernel>(kernel: &K, plan: &Plan, rank: Rank<K>) -> RankMemory {
-    let dtype = plan.request().dtype;
-    let memory = planned(kernel, rank.plan(), 1, dtype);
+    let memory = planned(kernel, rank.plan(), 1, plan.request());
     let (number, after) = (rank.plan().rank, rank.plan().rounds.len());
     let allocated_bytes = rank.allocated_bytes();
     let mut ledger = rank.retire();

@@ -81,7 +81,7 @@ impl RingProfile {
         for rank in 0..plan.ranks() {
             of.push(RankProfile {
                 rank,
-                planned: planned(kernel, &plan.rank(rank)?, 1, request.dtype),
+                planned: planned(kernel, &plan.rank(rank)?, 1, request),
                 measured: None,
             });
         }

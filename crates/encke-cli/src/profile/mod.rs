@@ -72,8 +72,6 @@ fn output(path: Option<&Path>, other: Option<&Path>) -> Result<Option<OutputFile
 
 /// Runs, and plans, every ring of either pass.
 fn measure(options: &Options, rings: &options::Rings) -> Result<Vec<PassProfile>> {
-    let attention = Attention::builder().build()?;
-    let kernel = attention.kernel();
     let grad = options.work.grad;
     let names = if grad {
         vec!["forward", "backward"]
@@ -94,12 +92,15 @@ fn measure(options: &Options, rings: &options::Rings) -> Result<Vec<PassProfile>
     for ring in &rings.run {
         progress.set_message(format!("ring of {}", ring.ranks));
         let Some(inputs) = &inputs else { break };
-        let measured = inputs.measure(kernel, &ring.request, grad)?;
+        // A kernel of its own: no scratch memory is left from another ring.
+        let attention = Attention::builder().build()?;
+        let measured = inputs.measure(attention.kernel(), &ring.request, grad)?;
         for (pass, profile) in passes.iter_mut().zip(measured) {
             pass.run.push(profile);
         }
         progress.inc(1);
     }
+    let attention = Attention::builder().build()?;
     for ring in &rings.planned {
         progress.set_message(format!("plan for {}", ring.ranks));
         for pass in &mut passes {
@@ -110,7 +111,8 @@ fn measure(options: &Options, rings: &options::Rings) -> Result<Vec<PassProfile>
                 },
                 ..ring.request.clone()
             };
-            pass.planned.push(RingProfile::planned(kernel, &request)?);
+            pass.planned
+                .push(RingProfile::planned(attention.kernel(), &request)?);
         }
         progress.inc(1);
     }
