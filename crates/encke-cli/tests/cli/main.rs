@@ -10,4 +10,5 @@ mod demo;
 mod files;
 mod golden;
 mod plan;
+mod profile;
 mod verify;

@@ -88,6 +88,7 @@ fn help_is_success_and_teaches_by_example() {
         "--help",
         "attend --help",
         "plan --help",
+        "profile --help",
         "verify --help",
         "-h",
     ] {
