@@ -70,7 +70,7 @@ enum Suite {
     /// Numbers against the reference.
     Reference(judge::Worst),
     /// Calls under hardship.
-    Faults(Faults),
+    Faults(Box<Faults>),
 }
 
 impl Suite {
@@ -129,7 +129,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     // What no configuration can do without is asked for first: that is an error, not a finding.
     let kernel = encke::Attention::builder().build()?;
     let mut suite = match options.faults {
-        true => Suite::Faults(Faults::new(kernel)),
+        true => Suite::Faults(Box::new(Faults::new(kernel))),
         false => Suite::Reference(judge::Worst::default()),
     };
     let seed = options.seed.unwrap_or_else(clock_seed);
