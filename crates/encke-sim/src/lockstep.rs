@@ -17,7 +17,8 @@ use encke_core::tensor::View;
 use encke_core::transport::{Moved, Parcel};
 use encke_ring::call::{self, check_inputs, guarded, recruit};
 use encke_ring::memory::planned;
-use encke_ring::trace::{Activity, Recorder};
+use encke_ring::rank::Loans;
+use encke_ring::trace::{Activity, Event, Recorder};
 use encke_ring::{Outcome, Rank, RankError, RankMemory, RingError};
 
 /// Carries out a plan on whole tensors, all ranks on this thread.
@@ -43,8 +44,20 @@ pub fn run<K: Kernel>(
         step(kernel, round, &mut ranks, &mut recorders)?;
     }
     let events = recorders.into_iter().flat_map(Recorder::finish).collect();
-    let mut outcome = Outcome::collect(kernel, plan, &ranks, events, Vec::new())?;
-    let memory = ranks.into_iter().map(|rank| memory(kernel, plan, rank));
+    conclude(kernel, plan, ranks, events)
+}
+
+/// Collects the outputs of ranks that are done, ends their lives, and says what they held.
+pub(crate) fn conclude<K: Kernel>(
+    kernel: &K,
+    plan: &Arc<Plan>,
+    mut ranks: Vec<Rank<K>>,
+    events: Vec<Event>,
+) -> Result<Outcome, RingError> {
+    let held: Vec<usize> = ranks.iter().map(Rank::allocated_bytes).collect();
+    let mut outcome = Outcome::collect(kernel, plan, &mut ranks, events, Vec::new())?;
+    let each = ranks.into_iter().zip(held);
+    let memory = each.map(|(rank, held)| memory(kernel, plan, rank, held));
     outcome.memory = memory.collect();
     Ok(outcome)
 }
@@ -63,8 +76,8 @@ fn step<K: Kernel>(
         }
         let number = rank.plan().rank;
         let done = guarded(|| {
-            rank.prepare(kernel, round, recorder)?;
-            rank.compute(kernel, round, recorder)
+            rank.prepare(kernel, &Loans::default(), round, recorder)?;
+            rank.compute(kernel, &Loans::default(), round, recorder)
         });
         done.map_err(|source| failed(number, source))?;
         let used = kernel.scratch_bytes();
@@ -121,12 +134,11 @@ fn deliver<K: Kernel>(
     from.elements * parcel.element_bytes()
 }
 
-/// Ends a rank's life, and says what it held. Nothing may be left in its books but the scratch
+/// Ends a rank's life, and says what it held; outputs may have been given away by then. Nothing may be left in its books but the scratch
 /// memory, which the kernel keeps.
-pub(crate) fn memory<K: Kernel>(kernel: &K, plan: &Plan, rank: Rank<K>) -> RankMemory {
+fn memory<K: Kernel>(kernel: &K, plan: &Plan, rank: Rank<K>, allocated_bytes: usize) -> RankMemory {
     let memory = planned(kernel, rank.plan(), 1, plan.request());
     let (number, after) = (rank.plan().rank, rank.plan().rounds.len());
-    let allocated_bytes = rank.allocated_bytes();
     let mut ledger = rank.retire();
     ledger.hold(after, Component::Workspace, 0);
     let left = ledger.total().held_bytes();

@@ -24,6 +24,7 @@ use encke_core::tensor::View;
 use encke_core::transport::{Moved, Parcel, TransportError};
 use encke_ring::call::{self, check_inputs, conclude, guarded, recruit};
 use encke_ring::envelope::{Fate, Posted};
+use encke_ring::rank::Loans;
 use encke_ring::trace::Recorder;
 use encke_ring::{Envelope, Outcome, Rank, RankError, RingError};
 
@@ -231,8 +232,8 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             ..
         } = &mut self.players[rank];
         guarded(|| {
-            player.prepare(kernel, round, recorder)?;
-            player.compute(kernel, round, recorder)
+            player.prepare(kernel, &Loans::default(), round, recorder)?;
+            player.compute(kernel, &Loans::default(), round, recorder)
         })?;
         *moved = Moved::default();
         let mut letters = Vec::new();
@@ -340,14 +341,8 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             });
             ranks.push(player.rank);
         }
-        let result = conclude(ended, first).and_then(|noted| {
-            let mut outcome = Outcome::collect(kernel, plan, &ranks, noted, Vec::new())?;
-            let memory = ranks
-                .into_iter()
-                .map(|rank| lockstep::memory(kernel, plan, rank));
-            outcome.memory = memory.collect();
-            Ok(outcome)
-        });
+        let result =
+            conclude(ended, first).and_then(|noted| lockstep::conclude(kernel, plan, ranks, noted));
         Ok(Trial {
             result,
             ends,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use encke_core::plan::program::Component;
-use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::plan::{Pass, Plan, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Pattern, Shape, Tensor};
 use encke_cpu::CpuKernel;
@@ -23,15 +23,13 @@ fn what_is_booked_is_what_was_allocated() {
     let shape = Shape::new(1, 2048, 8, 4, 64).expect("sizes are positive");
     let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build();
     let alone = alone.expect("a thread");
-    for (ranks, queries) in [
-        (1, Queries::Sharded),
-        (4, Queries::Sharded),
-        (3, Queries::Replicated),
-    ] {
+    // Rings of more than one rank copy their outputs out, so that what is returned is beside what
+    // was booked.
+    for ranks in [2, 4] {
         for pass in [Pass::Forward, Pass::Backward { dlse: false }] {
             let sharding = Sharding::new(ranks, Cut::Contiguous).expect("ranks are positive");
             let mut request = Request::new(shape, Pattern::dense(), sharding, DType::Bf16);
-            (request.queries, request.pass) = (queries, pass);
+            request.pass = pass;
             let plan = Arc::new(Plan::new(request).expect("a plan"));
             let tensors = call::inputs(&plan).into_iter();
             let tensors: Vec<_> = tensors
@@ -46,7 +44,7 @@ fn what_is_booked_is_what_was_allocated() {
             let outcome = outcome.expect("a run");
             let peak = ALLOCATOR.peak_usage() - before - returned(&outcome);
 
-            let what = format!("{ranks} ranks, {queries:?}, {pass:?}");
+            let what = format!("{ranks} ranks, {pass:?}");
             let booked = booked(&outcome);
             assert!(peak >= booked, "{what}: {peak} bytes, {booked} booked");
             assert!(
