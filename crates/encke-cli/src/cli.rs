@@ -7,7 +7,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 use crate::terminal::{note, say};
-use crate::{Verdict, attend, billion, generate, plan, report, simulate, verify};
+use crate::{Verdict, attend, billion, generate, plan, profile, report, simulate, verify};
 
 const ABOUT: &str = "Exact ring and dilated attention, forward and backward.
 
@@ -29,6 +29,8 @@ Examples:
       Memory, timeline, bytes and pattern of rings of 1 to 32 ranks, as one page.
   encke simulate --tokens 1e9 --ranks 1024 --node 8 --gpu h200 --link nvlink,ib400 --causal
       How long that would take, and where the time would go.
+  encke profile --causal --sharding striped --grad
+      What each rank really holds, by the size of the ring, beside what was planned.
   encke verify
       Random configurations against the f64 reference.
   encke billion --tokens 16M
@@ -67,7 +69,10 @@ pub enum Command {
     /// Say how long that would take on a described machine
     #[command(after_help = simulate::EXAMPLES, allow_negative_numbers = true)]
     Simulate(simulate::Options),
-    /// Hold random configurations against the reference
+    /// Measure what ranks hold, by the size of the ring, beside what was planned
+    #[command(after_help = profile::EXAMPLES, allow_negative_numbers = true)]
+    Profile(profile::Options),
+    /// Hold random configurations against the reference, or try calls under hardship
     #[command(after_help = verify::EXAMPLES, allow_negative_numbers = true)]
     Verify(verify::Options),
 }
@@ -94,9 +99,8 @@ pub fn usage(refused: &clap::Error) -> Result<Verdict> {
         .collect();
     let asked = std::env::args().nth(1).unwrap_or_default();
     let help = match asked.as_str() {
-        "attend" | "billion" | "generate" | "plan" | "report" | "simulate" | "verify" => {
-            format!("encke {asked} --help")
-        }
+        "attend" | "billion" | "generate" | "plan" | "profile" | "report" | "simulate"
+        | "verify" => format!("encke {asked} --help"),
         _ => "encke --help".to_string(),
     };
     Err(anyhow!("{}; see {help}", said.join("; ")))

@@ -20,6 +20,7 @@ mod output;
 mod pattern_options;
 mod plan;
 mod process;
+mod profile;
 mod program;
 mod report;
 mod ring_options;
@@ -74,6 +75,7 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
         Some(Command::Plan(options)) => plan::run(&options),
         Some(Command::Report(options)) => report::run(&options),
         Some(Command::Simulate(options)) => simulate::run(&options),
+        Some(Command::Profile(options)) => profile::run(&options),
         Some(Command::Verify(options)) => verify::run(&options),
     }
 }

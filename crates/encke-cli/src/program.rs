@@ -142,6 +142,15 @@ fn task_words(program: &RankPlan, task: &Task) -> String {
                 name(&carry.acc)
             )
         }
+        Task::Attend { q, k, out, .. } => {
+            let work = job_words(task);
+            format!(
+                "attend {work} to the end: {} to {}, into {}",
+                name(q),
+                name(k),
+                name(out)
+            )
+        }
         Task::Merge { from, to, .. } => {
             format!("merge {} into {}", name(&from.acc), name(&to.acc))
         }

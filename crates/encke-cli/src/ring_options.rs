@@ -27,16 +27,27 @@ pub struct RingOptions {
     queries: Option<QueriesName>,
 }
 
+/// Who holds the queries, by name.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum QueriesName {
+pub enum QueriesName {
     /// Each rank holds those of its own tokens; keys and values travel
     Sharded,
     /// Every rank holds all queries and ends with all of the output; keys and values stay
     Replicated,
 }
 
+impl QueriesName {
+    /// What the name means.
+    pub fn queries(self) -> Queries {
+        match self {
+            QueriesName::Sharded => Queries::Sharded,
+            QueriesName::Replicated => Queries::Replicated,
+        }
+    }
+}
+
 /// The words for a cut, or the first tokens of the ranks.
-fn cut(text: &str) -> Result<Cut, String> {
+pub fn cut(text: &str) -> Result<Cut, String> {
     Ok(match text {
         "contiguous" => Cut::Contiguous,
         "zigzag" => Cut::Zigzag,
@@ -83,10 +94,7 @@ impl RingOptions {
         if ranks > most {
             bail!("{ranks} ranks are too many: {reason}; use at most {most}");
         }
-        let queries = match self.queries {
-            None | Some(QueriesName::Sharded) => Queries::Sharded,
-            Some(QueriesName::Replicated) => Queries::Replicated,
-        };
+        let queries = self.queries.unwrap_or(QueriesName::Sharded).queries();
         Ok(builder.ranks(ranks).sharding(cut).queries(queries))
     }
 }

@@ -6,6 +6,7 @@
 
 use crate::dtype::{DType, Data, Slice};
 use crate::job::{Block, Job};
+use crate::plan::Pass;
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
 use crate::transport::Parcel;
@@ -175,9 +176,9 @@ pub trait Kernel: Send + Sync {
         gradients: Gradients<'_, Self::Buffer>,
     ) -> Result<()>;
 
-    /// Bytes of scratch memory that jobs like this one need beside their operands, for as many of
-    /// them as the kernel runs at a time.
-    fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize;
+    /// Bytes of scratch memory that jobs like this one of a pass need beside their operands, for
+    /// as many of them as the kernel runs at a time.
+    fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize;
 
     /// Bytes of scratch memory it really holds on to at the moment. A kernel that keeps none need
     /// not say so.

@@ -9,6 +9,7 @@ use encke_core::job::{Block, Causal, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
 use encke_core::naive::NaiveKernel;
 use encke_core::partial::Partial;
+use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
@@ -376,8 +377,8 @@ impl Kernel for Mutant {
         Ok(())
     }
 
-    fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize {
-        NaiveKernel.workspace_bytes(job, dtype)
+    fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
+        NaiveKernel.workspace_bytes(job, pass, dtype)
     }
 }
 

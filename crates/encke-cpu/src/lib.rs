@@ -36,6 +36,7 @@ use encke_core::dtype::Slice;
 use encke_core::host;
 use encke_core::job::{Block, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Result, Upstream};
+use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
@@ -328,20 +329,22 @@ impl Kernel for CpuKernel {
         Ok(())
     }
 
-    fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize {
-        fn of<X: vector::Vector, const R: usize>(_: X, dim: usize) -> usize {
-            let forward = Scratch::<X::A>::elements(&forward::sizes::<X>(dim));
-            let backward = Scratch::<X::A>::elements(&backward::sizes::<X>(dim));
-            forward.max(backward) * size_of::<X::A>()
+    fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
+        fn of<X: vector::Vector, const R: usize>(_: X, dim: usize, pass: Pass) -> usize {
+            let elements = match pass {
+                Pass::Forward => Scratch::<X::A>::elements(&forward::sizes::<X>(dim)),
+                Pass::Backward { .. } => Scratch::<X::A>::elements(&backward::sizes::<X>(dim)),
+            };
+            elements * size_of::<X::A>()
         }
         let task = match dtype.sum() {
-            DType::F64 => on_arm!(self, f64, F64, of(job.dim)),
-            _ => on_arm!(self, f32, F32, of(job.dim)),
+            DType::F64 => on_arm!(self, f64, F64, of(job.dim, pass)),
+            _ => on_arm!(self, f32, F32, of(job.dim, pass)),
         };
         let bytes = task * rayon::current_num_threads();
         #[cfg(target_arch = "x86_64")]
         if self.arm == Arm::Amx && dtype == DType::Bf16 {
-            return amx::workspace_bytes(job.dim);
+            return amx::workspace_bytes(job.dim, pass);
         }
         bytes
     }

@@ -79,7 +79,7 @@ impl Envelope {
     }
 
     /// The seal it must have between these two ranks.
-    fn sealed(&self, from: usize, to: usize) -> u64 {
+    pub fn sealed(&self, from: usize, to: usize) -> u64 {
         let mut bytes = [0; Envelope::BYTES + 8];
         let words = [
             self.call,

@@ -1,7 +1,7 @@
 //! What a rank held: the plan's figures beside the ledger's.
 
-use encke_core::DType;
 use encke_core::kernel::Kernel;
+use encke_core::plan::Request;
 use encke_core::plan::program::{Component, RankPlan};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -34,10 +34,12 @@ pub fn planned<K: Kernel>(
     kernel: &K,
     plan: &RankPlan,
     sharing: usize,
-    dtype: DType,
+    request: &Request,
 ) -> BTreeMap<Component, usize> {
     let mut planned = plan.memory();
-    let workspace = plan.jobs().map(|job| kernel.workspace_bytes(job, dtype));
+    let workspace = plan
+        .jobs()
+        .map(|job| kernel.workspace_bytes(job, request.pass, request.dtype));
     let workspace = workspace.max().unwrap_or(0).div_ceil(sharing);
     planned.insert(Component::Workspace, workspace);
     planned

@@ -6,7 +6,6 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use encke_core::DType;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::{Component, Role};
 use encke_core::plan::{Plan, Request};
@@ -84,7 +83,7 @@ impl<K: Kernel> ThreadRing<K> {
         check_inputs(&plan, inputs)?;
         let mut ranks = self.ranks(&plan)?;
         let events = self.drive(&mut ranks, inputs)?;
-        let memory = |rank: &Rank<K>| self.memory(rank, ranks.len(), request.dtype);
+        let memory = |rank: &Rank<K>| self.memory(rank, ranks.len(), request);
         let memory = ranks.iter().map(memory).collect();
         let outcome = Outcome::collect(&self.kernel, &plan, &mut ranks, events, memory)?;
         self.state().idle.put(plan, ranks);
@@ -163,11 +162,11 @@ impl<K: Kernel> ThreadRing<K> {
     }
 
     /// Planned and allocated bytes of a rank. Ranks share the kernel, and with it the workspace.
-    fn memory(&self, rank: &Rank<K>, ranks: usize, dtype: DType) -> RankMemory {
+    fn memory(&self, rank: &Rank<K>, ranks: usize, request: &Request) -> RankMemory {
         let mut ledger = rank.ledger().clone();
         let share = self.kernel.scratch_bytes().div_ceil(ranks);
         ledger.hold(rank.plan().rounds.len(), Component::Workspace, share);
-        let mut planned = memory::planned(&self.kernel, rank.plan(), ranks, dtype);
+        let mut planned = memory::planned(&self.kernel, rank.plan(), ranks, request);
         for (component, bytes) in rank.lent_bytes() {
             planned.entry(component).and_modify(|of| *of -= bytes);
         }

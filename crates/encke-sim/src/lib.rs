@@ -5,4 +5,12 @@
 #![forbid(unsafe_code)]
 
 pub mod clock;
+pub mod fit;
+pub mod hardship;
+pub mod lockstep;
+pub mod profile;
+pub mod sample;
 pub mod stream;
+pub mod trial;
+pub mod verdict;
+pub mod wire;

@@ -54,6 +54,7 @@ pub use attention::{
 pub use encke_core::plan::explain;
 pub use encke_core::plan::{Pass, Plan, Queries, Request};
 pub use encke_core::sharding::{Cut, Sharding};
+pub use encke_core::transport::TransportError;
 pub use encke_core::{
     Branch, DType, Data, Element, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape,
     Slice, Tensor, View,

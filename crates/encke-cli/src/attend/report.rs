@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use encke::explain::{bytes, grouped};
-use encke::{Attention, Backward, Plan, Report};
+use encke::{Attention, Plan, Report};
 
 use super::inputs::Inputs;
 use super::streamed::PassDone;

@@ -118,7 +118,7 @@ fn ring_findings(kernel: &CpuKernel, report: &Report, took: Duration) -> Result<
         }
     }
     let number = fullest.rank;
-    let planned = memory::planned(kernel, &fullest, ranks, plan.request().dtype);
+    let planned = memory::planned(kernel, &fullest, ranks, plan.request());
     let mut measured = Rank::new(kernel, fullest)?.ledger().total().peak;
     let run = report.memory.iter().find(|rank| rank.rank == number);
     let workspace = run.and_then(|rank| {

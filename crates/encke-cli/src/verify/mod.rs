@@ -1,9 +1,11 @@
-//! `encke verify`: random configurations on a ring of threads against the f64 reference.
+//! `encke verify`: random configurations on a ring of threads against the f64 reference, or under
+//! hardship in the simulator.
 //!
 //! The decision here: case i of seed S is the first case of seed S + i, so that a failure is
 //! reproduced alone with `--seed` and `--count 1`, whatever was run before it.
 
 mod case;
+mod faults;
 mod judge;
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -15,6 +17,7 @@ use crate::Verdict;
 use crate::number::count;
 use crate::terminal::{Paint, bar, say};
 use case::Case;
+use faults::Faults;
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
@@ -23,6 +26,8 @@ Examples:
       300 configurations, at most 5 minutes.
   encke verify --seed 7 --count 5000 --minutes 60
       A longer run that can be repeated.
+  encke verify --faults --seed 7 --count 2000
+      2000 calls under hardship: what became of them, by the kind of fault.
 
 What is drawn: batch, tokens, heads, key heads, head dimension; dense, group, mix and fkodom
 patterns with their options, causal or not; every sharding, empty chunks included, on 1 to 32
@@ -31,6 +36,11 @@ policies. Each is run forward and backward. Held against the reference: out, lse
 sent against the bytes planned; bytes allocated against the bytes planned. In fkodom mode, which
 divides by sums of values and is ill-conditioned where they are near 0, values are drawn positive
 and f64 is used.
+
+With --faults, calls of such kinds run in a simulator whose messages are delayed, reordered, lost,
+corrupted or repeated, and whose ranks die or are slow, as the seed has it. Each must end with the
+bits of an undisturbed run, or with an error on every rank that names the rank, its peer and the
+round, inside its deadline: never with a wrong number, never without end.
 
 Exit codes: 0 all agree, 1 one does not, 2 any other error.";
 
@@ -48,6 +58,59 @@ pub struct Options {
     /// Stop after this many minutes, finished or not.
     #[arg(long, value_name = "M", default_value = "5")]
     minutes: f64,
+
+    /// Try calls under hardship (delay, reordering, loss, corruption, repetition, death, slowness)
+    /// instead of comparing with the reference.
+    #[arg(long)]
+    faults: bool,
+}
+
+/// What is verified.
+enum Suite {
+    /// Numbers against the reference.
+    Reference(judge::Worst),
+    /// Calls under hardship.
+    Faults(Box<Faults>),
+}
+
+impl Suite {
+    /// Runs the case of a seed; an error says what it was and what is wrong with it.
+    fn run(&mut self, seed: u64) -> Result<()> {
+        match self {
+            Suite::Reference(worst) => {
+                let case = Case::new(seed);
+                judge::judge(&case, worst).map_err(|wrong| anyhow!("{case}\n  {wrong:#}"))
+            }
+            Suite::Faults(faults) => {
+                let tried = faults.run(seed);
+                tried.map_err(|wrong| anyhow!("seed {seed}: {wrong:#}"))
+            }
+        }
+    }
+
+    fn option(&self) -> &'static str {
+        match self {
+            Suite::Reference(_) => "",
+            Suite::Faults(_) => "--faults ",
+        }
+    }
+
+    /// What is to be said when nothing failed.
+    fn praise(&self) -> &'static str {
+        match self {
+            Suite::Reference(_) => "all agree with the reference",
+            Suite::Faults(_) => {
+                "each ended right, or with an error on every rank inside its deadline"
+            }
+        }
+    }
+
+    fn details(&self) -> String {
+        match self {
+            Suite::Reference(worst) => worst.to_string(),
+            Suite::Faults(faults) => faults.table().to_string(),
+        }
+    }
 }
 
 /// Runs the command.
@@ -64,7 +127,11 @@ pub fn run(options: &Options) -> Result<Verdict> {
         )
     })?;
     // What no configuration can do without is asked for first: that is an error, not a finding.
-    encke::Attention::builder().build()?;
+    let kernel = encke::Attention::builder().build()?;
+    let mut suite = match options.faults {
+        true => Suite::Faults(Box::new(Faults::new(kernel))),
+        false => Suite::Reference(judge::Worst::default()),
+    };
     let seed = options.seed.unwrap_or_else(clock_seed);
     let paint = Paint::stdout();
     say(&format!("seed {seed}\n"))?;
@@ -72,16 +139,15 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let begin = Instant::now();
     let progress = bar(options.count);
     let (mut ran, mut failed) = (0, 0);
-    let mut worst = judge::Worst::default();
     while ran < options.count && (ran == 0 || begin.elapsed() < limit) {
-        let case = Case::new(seed.wrapping_add(ran as u64));
+        let seed = seed.wrapping_add(ran as u64);
         progress.set_message(format!("{failed} failed"));
-        if let Err(wrong) = judge::judge(&case, &mut worst) {
+        if let Err(wrong) = suite.run(seed) {
             failed += 1;
             let report = format!(
-                "{} {case}\n  {wrong:#}\n  reproduce: encke verify --seed {} --count 1\n",
+                "{} {wrong}\n  reproduce: encke verify {}--seed {seed} --count 1\n",
                 paint.red("failed:"),
-                case.seed
+                suite.option(),
             );
             progress.suspend(|| say(&report))?;
         }
@@ -95,7 +161,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
         ran,
         failed,
         begin.elapsed(),
-        &worst,
+        &suite,
     ))?;
     Ok(match failed {
         0 => Verdict::Fine,
@@ -109,7 +175,7 @@ fn summary(
     ran: usize,
     failed: usize,
     took: Duration,
-    worst: &judge::Worst,
+    suite: &Suite,
 ) -> String {
     let ran_of = match ran == options.count {
         true if ran == 1 => "1 configuration".to_string(),
@@ -120,12 +186,13 @@ fn summary(
         ),
     };
     let verdict = match failed {
-        0 => paint.green("all agree with the reference"),
+        0 => paint.green(suite.praise()),
         _ => paint.red(&format!("{failed} failed")),
     };
     format!(
-        "{ran_of} in {:.1} s: {verdict}\n{worst}",
-        took.as_secs_f64()
+        "{ran_of} in {:.1} s: {verdict}\n{}",
+        took.as_secs_f64(),
+        suite.details(),
     )
 }
 

@@ -12,6 +12,7 @@ mod demo;
 mod files;
 mod golden;
 mod plan;
+mod profile;
 mod report;
 mod simulate;
 mod streamed;

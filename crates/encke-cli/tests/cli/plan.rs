@@ -90,6 +90,7 @@ fn help_is_success_and_teaches_by_example() {
         "plan --help",
         "report --help",
         "simulate --help",
+        "profile --help",
         "verify --help",
         "-h",
     ] {

@@ -23,6 +23,30 @@ fn the_time_limit_ends_a_run_cleanly() {
 }
 
 #[test]
+fn hardship_is_survived_or_refused_and_its_seed_brings_it_back() {
+    let folder = Folder::new();
+    let said = folder.succeeds("verify --faults --count 48 --seed 3");
+    assert!(said.contains("each ended right, or with an error on every rank"));
+    let table = |said: &str| -> Vec<Vec<String>> {
+        let lines = said.lines().skip_while(|line| !line.contains("struck"));
+        let cells = |line: &str| line.split_whitespace().map(str::to_string).collect();
+        lines.map(cells).collect()
+    };
+    let rows = table(&said);
+    assert_eq!(rows.len(), 9, "{said}");
+    for row in &rows[1..] {
+        let counts: Vec<usize> = row[1..].iter().map(|x| x.parse().unwrap()).collect();
+        let [calls, _, ends @ .., wrong] = &counts[..] else {
+            panic!("{row:?}");
+        };
+        assert_eq!((*calls, *wrong), (6, 0), "{row:?}");
+        assert_eq!(ends.iter().sum::<usize>(), 6, "{row:?}");
+    }
+    let again = folder.succeeds("verify --faults --count 48 --seed 3");
+    assert_eq!(table(&again), rows);
+}
+
+#[test]
 fn nothing_to_verify_is_refused() {
     let folder = Folder::new();
     folder.refuses("verify --count 0", &["--count is 0"]);

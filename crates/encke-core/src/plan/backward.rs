@@ -3,7 +3,7 @@
 use super::builder::Builder;
 use super::flow::{DKV, DQ};
 use super::jobs::QueryRows;
-use super::layout::Width;
+use super::layout::{Width, flat};
 use super::program::{BufferId, Component, Fill, RankPlan, Role, Task};
 use super::{Plan, Queries};
 use crate::job::Job;
@@ -168,7 +168,10 @@ fn replicated(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     }
     let (n, sum) = (plan.request.shape.tokens, plan.request.dtype.sum());
     let all_dq = b.resident("all dq", Component::Gradients, sum, n, Width::Query);
-    b.share(plan.settled_round(), 0, dq, all_dq, Width::Query);
+    let (start, travel) = (plan.settled_round(), b.sharing(sum, Width::Query));
+    let own = plan.request.shape.batch * b.rows * plan.resident_width(Width::Query);
+    b.copy(start, vec![flat(1, own, 0, 0)], false, dq, travel[0]);
+    b.share(start, 0, travel, all_dq, Width::Query);
     let runs = b.runs_of(rank);
     b.output(Role::Dq, all_dq, all_runs);
     b.output(Role::Dk, dk, runs.clone());

@@ -73,11 +73,6 @@ impl<'a> Builder<'a> {
         BufferId(self.buffers.len() - 1)
     }
 
-    /// The type of a buffer.
-    pub fn dtype(&self, buffer: BufferId) -> DType {
-        self.buffers[buffer.0].dtype
-    }
-
     /// A buffer `[batch, rows, width]`.
     pub fn resident(
         &mut self,

@@ -12,6 +12,7 @@ use super::layout::{Resident, Width, flat, reversed};
 use super::program::{BufferId, CarryIds, Component, Fill, Message, Origin, Role, Task, TokenRows};
 use super::rings::{Parcel, Ring};
 use super::{Pass, Plan, Queries};
+use crate::dtype::DType;
 use crate::job::Block;
 use crate::transport::Address;
 use std::sync::Arc;
@@ -377,7 +378,14 @@ impl<'a> Builder<'a> {
         blocks.into_iter().map(widen).collect()
     }
 
-    fn copy(&mut self, round: usize, blocks: Vec<Block>, add: bool, from: BufferId, to: BufferId) {
+    pub fn copy(
+        &mut self,
+        round: usize,
+        blocks: Vec<Block>,
+        add: bool,
+        from: BufferId,
+        to: BufferId,
+    ) {
         self.round(round).before.push(Task::Copy {
             blocks,
             add,
@@ -394,15 +402,27 @@ impl<'a> Builder<'a> {
         self.round(round).receives.push(message);
     }
 
-    /// Sends this rank's finished rows round to everyone, from round `start` on: `own` is copied
-    /// into its place in `all`, and so is what comes by.
-    pub fn share(&mut self, start: usize, tag: usize, own: BufferId, all: BufferId, width: Width) {
+    /// The two buffers in which finished rows go round, each large enough for any rank's.
+    pub fn sharing(&mut self, dtype: DType, width: Width) -> [BufferId; 2] {
+        let rows = (0..self.plan.ranks()).map(|rank| self.plan.shards.rows(rank));
+        let rows = rows.max().unwrap_or(0);
+        [0, 1].map(|_| self.resident("sharing", Component::Sharing, dtype, rows, width))
+    }
+
+    /// Sends this rank's finished rows round to everyone, from round `start` on. They lie in the
+    /// first of the `travel` buffers by then, and go from there into their place in `all`, as does
+    /// what comes by.
+    pub fn share(
+        &mut self,
+        start: usize,
+        tag: usize,
+        travel: [BufferId; 2],
+        all: BufferId,
+        width: Width,
+    ) {
         let (ranks, batch) = (self.plan.ranks(), self.plan.request.shape.batch);
         let rows = |rank: usize| self.plan.shards.rows(rank);
         let elements = |rank: usize| batch * rows(rank) * self.plan.resident_width(width);
-        let dtype = self.dtype(all);
-        let most = (0..ranks).map(elements).max().unwrap_or(0);
-        let travel = [0, 1].map(|_| self.buffer("sharing", Component::Sharing, dtype, most));
         let home = |distance: usize| (self.rank + ranks - distance) % ranks;
         let place = |rank: usize| {
             let at = self.among_all(rank);
@@ -411,7 +431,6 @@ impl<'a> Builder<'a> {
             (block.from.row, block.to.row) = (rows(rank) * row, at.rows * row);
             vec![block]
         };
-        let whole = vec![flat(1, elements(self.rank), 0, 0)];
         let places: Vec<Vec<Block>> = (0..ranks).map(|d| place(home(d))).collect();
         let sizes: Vec<usize> = (0..ranks).map(|d| elements(home(d))).collect();
         let tag = self.plan.rings.len() * TAGS + tag;
@@ -425,11 +444,9 @@ impl<'a> Builder<'a> {
             origin: None,
         };
         let (next, previous) = (home(ranks - 1), home(1));
-        self.copy(start, whole, false, own, travel[0]);
         for (distance, blocks) in places.into_iter().enumerate() {
             let buffer = travel[distance % 2];
-            let from = if distance == 0 { own } else { buffer };
-            self.copy(start + distance, blocks, false, from, all);
+            self.copy(start + distance, blocks, false, buffer, all);
             if sizes[distance] == 0 {
                 continue;
             }

@@ -51,13 +51,11 @@ fn ends(b: &mut Builder<'_>) -> (BufferId, BufferId) {
     (out, lse)
 }
 
-/// out and lse of the own rows, made from the carry in the round after the last.
-fn finish(b: &mut Builder<'_>, carry: CarryIds) -> (BufferId, BufferId) {
+/// Makes out and lse of the own rows from the carry, in the round after the last.
+fn finish(b: &mut Builder<'_>, carry: CarryIds, out: BufferId, lse: BufferId) {
     let plan = b.plan;
     let request = &plan.request;
-    let rows = b.rows;
-    let (out, lse) = ends(b);
-    let round = b.next_round();
+    let (rows, round) = (b.rows, b.next_round());
     b.round(round).before.push(Task::Finish {
         cells: request.shape.batch * rows * plan.slots,
         dim: request.shape.dim,
@@ -66,7 +64,6 @@ fn finish(b: &mut Builder<'_>, carry: CarryIds) -> (BufferId, BufferId) {
         out,
         lse,
     });
-    (out, lse)
 }
 
 /// Queries stay, keys visit. Where none visits and one job is all that a query sees, it is attended
@@ -115,7 +112,8 @@ fn sharded(plan: &Plan, rank: usize) -> RankPlan {
             forward(job, k, v)
         });
     }
-    let (out, lse) = finish(&mut b, carry);
+    let (out, lse) = ends(&mut b);
+    finish(&mut b, carry, out, lse);
     b.output(Role::Out, out, b.runs_of(rank));
     b.output(Role::Lse, lse, b.runs_of(rank));
     b.finish()
@@ -149,14 +147,17 @@ fn replicated(plan: &Plan, rank: usize) -> RankPlan {
             forward(job, gather.carry_at(distance))
         });
     }
-    let (own_out, own_lse) = finish(&mut b, carry);
     let (n, sum) = (request.shape.tokens, request.dtype.sum());
     let out_dtype = request.out_dtype();
     let out = b.resident("all out", Component::Output, out_dtype, n, Width::WideCell);
     let lse = b.resident("all lse", Component::Output, sum, n, Width::Cell);
+    // The own rows are finished where their journey begins: no rank holds them a third time.
+    let out_travel = b.sharing(out_dtype, Width::WideCell);
+    let lse_travel = b.sharing(sum, Width::Cell);
+    finish(&mut b, carry, out_travel[0], lse_travel[0]);
     let start = plan.settled_round() + 1;
-    b.share(start, 0, own_out, out, Width::WideCell);
-    b.share(start, 1, own_lse, lse, Width::Cell);
+    b.share(start, 0, out_travel, out, Width::WideCell);
+    b.share(start, 1, lse_travel, lse, Width::Cell);
     b.output(Role::Out, out, b.all_runs());
     b.output(Role::Lse, lse, b.all_runs());
     b.finish()

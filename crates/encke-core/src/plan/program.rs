@@ -25,7 +25,8 @@ pub enum Component {
     Queries,
     /// The rank's own k and v.
     OwnKv,
-    /// k and v of others, passing through.
+    /// k and v of others, passing through. The own rows are packed where their journey begins, in
+    /// one of these buffers, so packing takes no memory of its own.
     TravellingKv,
     /// acc, m and l of the rank's own queries.
     Carry,

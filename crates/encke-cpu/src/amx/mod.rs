@@ -32,7 +32,13 @@ pub(crate) use forward::forward;
 pub(crate) use scratch::Pool;
 pub(crate) use tiles::Hardware;
 
-/// Scratch bytes that one call may hold at once, on the threads of the current pool.
-pub(crate) fn workspace_bytes(dim: usize) -> usize {
-    rayon::current_num_threads() * forward::bytes(dim).max(backward::bytes(dim))
+use encke_core::plan::Pass;
+
+/// Scratch bytes that one call of a pass may hold at once, on the threads of the current pool.
+pub(crate) fn workspace_bytes(dim: usize, pass: Pass) -> usize {
+    let task = match pass {
+        Pass::Forward => forward::bytes(dim),
+        Pass::Backward { .. } => backward::bytes(dim),
+    };
+    rayon::current_num_threads() * task
 }

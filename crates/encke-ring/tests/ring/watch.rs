@@ -5,6 +5,7 @@ use encke_core::dtype::Slice;
 use encke_core::job::{Block, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
 use encke_core::naive::NaiveKernel;
+use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
@@ -141,7 +142,7 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         NaiveKernel.backward(job, q, k, v, upstream, gradients)
     }
 
-    fn workspace_bytes(&self, job: &Job, dtype: DType) -> usize {
-        NaiveKernel.workspace_bytes(job, dtype)
+    fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
+        NaiveKernel.workspace_bytes(job, pass, dtype)
     }
 }

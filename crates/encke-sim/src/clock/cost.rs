@@ -193,7 +193,9 @@ impl Pricing<'_> {
     /// Operations of a job and how many of them the device does in a second.
     fn flops(&self, task: &Task) -> Option<(f64, f64)> {
         let (job, each, rate) = match task {
-            Task::Forward { job, .. } | Task::Attend { job, .. } => (job, 4, self.rate.forward.flops),
+            Task::Forward { job, .. } | Task::Attend { job, .. } => {
+                (job, 4, self.rate.forward.flops)
+            }
             Task::Backward { job, .. } => (job, 10, self.rate.backward.flops),
             _ => return None,
         };

@@ -97,7 +97,7 @@ impl<'a, K: Kernel> Stream<'a, K> {
     ) -> Result<RankDone, StreamError> {
         let begin = Instant::now();
         let program = self.plan.rank(number)?;
-        let planned = planned(self.kernel, &program, 1, self.plan.request().dtype);
+        let planned = planned(self.kernel, &program, 1, self.plan.request());
         let pairs = program.pairs();
         self.desk.rank = number;
         let failed = |source: RankError| StreamError::Rank {

@@ -86,11 +86,10 @@ fn resident<K: Kernel>(
     // What is added to sums in a file is kept once more, in the widest type there is.
     let staged = desk::bytes(row, request.dtype, request.dtype.sum())
         + desk::bytes(row, DType::F64, DType::F64) / 6;
-    let dtype = request.dtype;
     let plan = Plan::new(request)?;
     let mut most = 0;
     for rank in 0..ranks {
-        let planned = planned(kernel, &plan.rank(rank)?, 1, dtype);
+        let planned = planned(kernel, &plan.rank(rank)?, 1, plan.request());
         let bytes = planned.values().sum::<usize>() + staged + PROGRAM_BYTES;
         most = most.max(bytes);
         if most > limit {

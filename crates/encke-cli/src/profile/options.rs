@@ -1,0 +1,207 @@
+//! The options of `encke profile`.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use clap::Args;
+use encke::{Attention, Cut, DType, Pass, Request, Shape};
+
+use crate::number::count;
+use crate::pattern_options::PatternOptions;
+use crate::ring_options::{QueriesName, cut};
+
+/// All ranks of a ring are held in memory at once, and each makes its plan.
+const MOST_RANKS: usize = 1024;
+/// Rings that are only planned; the programs of all ranks are made, one after the other.
+const MOST_PLANNED: usize = 4096;
+
+/// What `--help` ends with.
+pub const EXAMPLES: &str = "\
+Examples:
+  encke profile
+      Dense attention, 4096 tokens, on rings of 1 to 32 ranks, and a ring of 1000 by plan.
+  encke profile --tokens 64k --heads 8 --kv-heads 2 --dtype bf16 --causal --grad --mode mix \\
+      --segment-lengths 2k,16k,64k --dilation-rates 1,8,32
+      A LongNet pattern, forward and backward.
+  encke profile --queries replicated
+      Every rank holds all queries: those and the output are flat, keys and values fall.
+  encke profile --tokens 16k --ranks 2,4,8,16 --csv memory.csv --json memory.json
+      Every rank, every round, every component, as numbers.
+
+Every ring is run, all of its ranks in this process, on random tensors. Measured is what buffers
+really took, booked as they were allocated and freed; planned is what the plan says without any
+run. Of each component the rank that holds most is shown, and over all ring sizes the exponent of
+its bytes against the number of ranks: -1 is O(n/p), 0 is flat. The own rows are packed for their
+journey in a travelling buffer, so packing takes no memory of its own; the workspace is scratch of
+the kernel, which does not depend on the ring.
+
+Exit codes: 0 no rank held more than was planned, 1 one did, 2 any other error.
+Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024.";
+
+/// What ranks really hold, beside what was planned, by the size of the ring.
+#[derive(Debug, Args)]
+pub struct Options {
+    #[command(flatten)]
+    sizes: SizeOptions,
+
+    #[command(flatten)]
+    pattern: PatternOptions,
+
+    #[command(flatten)]
+    rings: RingsOptions,
+
+    /// What is run and written.
+    #[command(flatten)]
+    pub work: WorkOptions,
+}
+
+/// Sizes of the tensors.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Sizes")]
+struct SizeOptions {
+    /// Tokens of the sequence, over all ranks.
+    #[arg(long, value_name = "N", value_parser = count, default_value = "4k")]
+    tokens: usize,
+
+    /// Query heads.
+    #[arg(long, value_name = "H", value_parser = count, default_value = "4")]
+    heads: usize,
+
+    /// Key and value heads; they divide the query heads [default: as many as query heads].
+    #[arg(long, value_name = "HKV", value_parser = count)]
+    kv_heads: Option<usize>,
+
+    /// Numbers per head and token.
+    #[arg(long, value_name = "D", value_parser = count, default_value = "64")]
+    dim: usize,
+
+    /// Independent sequences.
+    #[arg(long, value_name = "B", value_parser = count, default_value = "1")]
+    batch: usize,
+
+    /// Type of the tensors: f64, f32, bf16 or f16.
+    #[arg(long, value_name = "TYPE", default_value = "f32")]
+    dtype: DType,
+}
+
+/// Which rings.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Rings")]
+struct RingsOptions {
+    /// Ring sizes that are run.
+    #[arg(
+        long,
+        value_name = "P1,P2,...",
+        value_delimiter = ',',
+        value_parser = count,
+        default_value = "1,2,4,8,16,32"
+    )]
+    ranks: Vec<usize>,
+
+    /// Ring sizes that are only planned; 0 for none.
+    #[arg(
+        long,
+        value_name = "P1,P2,...",
+        value_delimiter = ',',
+        value_parser = count,
+        default_value = "1000"
+    )]
+    plan_ranks: Vec<usize>,
+
+    /// How tokens are cut: contiguous, zigzag or striped [default: contiguous].
+    #[arg(long, value_name = "CUT", value_parser = cut)]
+    sharding: Option<Cut>,
+
+    /// Who holds the queries [default: sharded].
+    #[arg(long, value_enum, value_name = "WHO")]
+    queries: Option<QueriesName>,
+}
+
+/// What is run and written.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "What is run and written")]
+pub struct WorkOptions {
+    /// Also run the backward pass.
+    #[arg(long)]
+    pub grad: bool,
+
+    /// Seed of the random tensors.
+    #[arg(long, value_name = "S", default_value = "1")]
+    pub seed: u64,
+
+    /// Write every rank, round and component as comma-separated values.
+    #[arg(long, value_name = "FILE")]
+    pub csv: Option<PathBuf>,
+
+    /// Write the same, with the exponents, as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+/// What is asked for: an attention for each ring size.
+pub struct Rings {
+    /// Rings that are run, by rising size.
+    pub run: Vec<Ring>,
+    /// Rings that are only planned.
+    pub planned: Vec<Ring>,
+}
+
+/// A ring size, with its forward request.
+pub struct Ring {
+    /// How many ranks.
+    pub ranks: usize,
+    /// What it carries out.
+    pub request: Request,
+}
+
+impl Options {
+    /// The rings that the options ask for, or which of them cannot be.
+    pub fn rings(&self) -> Result<Rings> {
+        if let Some(Cut::Firsts(_)) = self.rings.sharding {
+            bail!(
+                "first tokens fit one ring size only, and profile compares several; use contiguous, \
+                 zigzag or striped"
+            );
+        }
+        let rings = |sizes: &[usize], option: &str, most: usize| -> Result<Vec<Ring>> {
+            let mut sizes = sizes.to_vec();
+            sizes.sort_unstable();
+            sizes.dedup();
+            if let Some(ranks) = sizes.iter().find(|ranks| **ranks > most) {
+                bail!("{option} {ranks} is too many; use at most {most}");
+            }
+            sizes.into_iter().map(|ranks| self.ring(ranks)).collect()
+        };
+        let planned: Vec<usize> = self.rings.plan_ranks.clone();
+        let planned: Vec<usize> = planned.into_iter().filter(|ranks| *ranks > 0).collect();
+        Ok(Rings {
+            run: rings(&self.rings.ranks, "--ranks", MOST_RANKS)?,
+            planned: rings(&planned, "--plan-ranks", MOST_PLANNED)?,
+        })
+    }
+
+    fn ring(&self, ranks: usize) -> Result<Ring> {
+        let SizeOptions {
+            tokens,
+            heads,
+            kv_heads,
+            dim,
+            batch,
+            dtype,
+        } = self.sizes;
+        let shape = Shape::new(batch, tokens, heads, kv_heads.unwrap_or(heads), dim)?;
+        let cut = self.rings.sharding.clone().unwrap_or(Cut::Contiguous);
+        let queries = self.rings.queries.unwrap_or(QueriesName::Sharded).queries();
+        let attention = Attention::builder()
+            .pattern(self.pattern.pattern()?)
+            .ranks(ranks)
+            .sharding(cut)
+            .queries(queries)
+            .build()?;
+        let plan = attention.plan(shape, dtype, Pass::Forward)?;
+        Ok(Ring {
+            ranks,
+            request: plan.request().clone(),
+        })
+    }
+}

@@ -1,0 +1,93 @@
+//! `encke verify --faults`: calls under hardship, in the simulator, by seed.
+//!
+//! Which hardship a seed means follows from the seed alone, so that any run can be repeated alone.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, bail};
+use encke::{Attention, RankError, TransportError};
+use encke_sim::hardship::Kind;
+use encke_sim::verdict::{self, Verdict};
+
+use crate::table::Table;
+
+/// What became of the calls under one kind of hardship.
+#[derive(Debug, Default)]
+struct Tally {
+    runs: usize,
+    struck: usize,
+    right: usize,
+    deadline: usize,
+    corrupt: usize,
+    died: usize,
+    wrong: usize,
+}
+
+/// What became of all calls.
+pub struct Faults {
+    attention: Attention,
+    by_kind: BTreeMap<Kind, Tally>,
+}
+
+impl Faults {
+    /// No calls yet, to be computed with the kernel of this attention.
+    pub fn new(attention: Attention) -> Faults {
+        Faults {
+            attention,
+            by_kind: BTreeMap::new(),
+        }
+    }
+
+    /// Tries the call of a seed; an error says what must not have happened.
+    pub fn run(&mut self, seed: u64) -> Result<()> {
+        let kind = Kind::ALL[(seed % Kind::ALL.len() as u64) as usize];
+        let (sample, hardship) = verdict::draw(kind, seed)?;
+        let (trial, verdict) = verdict::try_out(self.attention.kernel(), &sample, &hardship)?;
+        let tally = self.by_kind.entry(kind).or_default();
+        tally.runs += 1;
+        tally.struck += usize::from(!trial.strikes.is_empty());
+        let place = match &verdict {
+            Verdict::Right => &mut tally.right,
+            Verdict::Failed {
+                first: RankError::Died { .. },
+            } => &mut tally.died,
+            Verdict::Failed {
+                first: RankError::Transport(TransportError::Corrupt { .. }),
+            } => &mut tally.corrupt,
+            Verdict::Failed { .. } => &mut tally.deadline,
+            Verdict::Wrong { .. } | Verdict::Broken { .. } => &mut tally.wrong,
+        };
+        *place += 1;
+        match verdict {
+            Verdict::Right | Verdict::Failed { .. } => Ok(()),
+            Verdict::Wrong { output } => {
+                bail!("{}: {output} has wrong numbers", kind.name())
+            }
+            Verdict::Broken { how } => bail!("{}: {how}", kind.name()),
+        }
+    }
+
+    /// The outcomes by kind of hardship.
+    pub fn table(&self) -> Table {
+        let mut table = Table::new(
+            2,
+            [
+                "fault", "calls", "struck", "right", "deadline", "corrupt", "died", "wrong",
+            ],
+        );
+        for (kind, tally) in &self.by_kind {
+            let counts = [
+                tally.runs,
+                tally.struck,
+                tally.right,
+                tally.deadline,
+                tally.corrupt,
+                tally.died,
+                tally.wrong,
+            ];
+            let counts = counts.iter().map(usize::to_string);
+            table.row([kind.name().to_string()].into_iter().chain(counts));
+        }
+        table
+    }
+}

@@ -1,0 +1,190 @@
+//! Everything that can go wrong in a simulated run, in one value: how often, how badly, and the
+//! seed that decides when.
+//!
+//! Nothing here acts. The [`wire`](crate::wire) and the [`trial`](crate::trial) ask it, in an order
+//! that depends on nothing else, so the same value brings the same run back, fault for fault.
+
+use encke_core::conformance::Random;
+use serde::Serialize;
+use std::time::Duration;
+
+/// All hardship of a run. Odds are shares of messages, from 0 to 1; times are virtual.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Hardship {
+    /// Decides which messages are hit, where and how.
+    pub seed: u64,
+    /// How long an exchange may wait for what it is to receive.
+    pub deadline: Duration,
+    /// What a round of jobs takes.
+    pub compute: Duration,
+    /// What a message takes at least.
+    pub latency: Duration,
+    /// Odds that a message takes longer; those sent after it over the same link wait behind it.
+    pub delay: f64,
+    /// How much longer at most.
+    pub longest_delay: Duration,
+    /// Odds that a message is held back so that later ones overtake it.
+    pub reordering: f64,
+    /// Odds that a message never arrives.
+    pub loss: f64,
+    /// Odds that a message arrives with a changed byte, in its envelope or in its contents.
+    pub corruption: f64,
+    /// Odds that a message arrives a second time, later.
+    pub duplication: f64,
+    /// A rank that is gone when it should begin a round.
+    pub death: Option<Death>,
+    /// A rank that takes longer for its jobs.
+    pub slow: Option<Slow>,
+    /// What receivers look at.
+    pub checks: Checks,
+}
+
+/// A rank that dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Death {
+    /// The rank.
+    pub rank: usize,
+    /// The round it does not begin.
+    pub round: usize,
+}
+
+/// A rank that is slow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Slow {
+    /// The rank.
+    pub rank: usize,
+    /// How many times longer its jobs take.
+    pub times: u32,
+}
+
+/// What a receiver checks. Anything but [`Checks::All`] is a mutant, there to show in tests that
+/// it is these checks, and nothing else, that keep wrong numbers out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Checks {
+    /// Everything.
+    All,
+    /// A mutant: changed messages are taken as they are.
+    NoChecksum,
+    /// A mutant: a message of another round is as good as the right one.
+    NoRound,
+}
+
+/// The kinds of hardship, one by one and all together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// Messages that take longer.
+    Delay,
+    /// Messages that overtake each other.
+    Reordering,
+    /// Messages that never arrive.
+    Loss,
+    /// Messages that arrive changed.
+    Corruption,
+    /// Messages that arrive twice.
+    Duplication,
+    /// A rank that dies.
+    Death,
+    /// A rank that is slow.
+    Slowness,
+    /// All of it at once.
+    Everything,
+}
+
+impl Kind {
+    /// All kinds.
+    pub const ALL: [Kind; 8] = [
+        Kind::Delay,
+        Kind::Reordering,
+        Kind::Loss,
+        Kind::Corruption,
+        Kind::Duplication,
+        Kind::Death,
+        Kind::Slowness,
+        Kind::Everything,
+    ];
+
+    /// The name reports use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Delay => "delay",
+            Kind::Reordering => "reordering",
+            Kind::Loss => "loss",
+            Kind::Corruption => "corruption",
+            Kind::Duplication => "duplication",
+            Kind::Death => "death",
+            Kind::Slowness => "slowness",
+            Kind::Everything => "everything",
+        }
+    }
+}
+
+impl Hardship {
+    /// None at all.
+    pub fn none(seed: u64) -> Hardship {
+        Hardship {
+            seed,
+            deadline: Duration::from_millis(100),
+            compute: Duration::from_millis(1),
+            latency: Duration::from_micros(50),
+            delay: 0.0,
+            longest_delay: Duration::ZERO,
+            reordering: 0.0,
+            loss: 0.0,
+            corruption: 0.0,
+            duplication: 0.0,
+            death: None,
+            slow: None,
+            checks: Checks::All,
+        }
+    }
+
+    /// Hardship of one kind for a ring, mild or severe as the seed has it: some runs survive it
+    /// and some do not.
+    pub fn random(kind: Kind, seed: u64, ranks: usize, rounds: usize) -> Hardship {
+        let mut random = Random::new(seed ^ 0xfa_17);
+        let mut hardship = Hardship::none(seed);
+        let is = |one: Kind| kind == one || kind == Kind::Everything;
+        let odds = [0.003, 0.03, 0.3];
+        if is(Kind::Delay) {
+            hardship.delay = random.pick(&odds);
+            hardship.longest_delay = Duration::from_millis(random.pick(&[5, 80, 250]));
+        }
+        if is(Kind::Reordering) {
+            hardship.reordering = random.pick(&odds);
+        }
+        if is(Kind::Loss) {
+            hardship.loss = random.pick(&odds);
+        }
+        if is(Kind::Corruption) {
+            hardship.corruption = random.pick(&odds);
+        }
+        if is(Kind::Duplication) {
+            hardship.duplication = random.pick(&odds);
+        }
+        if is(Kind::Death) {
+            let (rank, round) = (random.below(ranks), random.below(rounds.max(1)));
+            hardship.death = Some(Death { rank, round });
+        }
+        if is(Kind::Slowness) {
+            let (rank, times) = (random.below(ranks), random.pick(&[3, 60, 300]));
+            hardship.slow = Some(Slow { rank, times });
+        }
+        hardship
+    }
+
+    /// What a round of jobs takes on a rank.
+    pub fn compute_on(&self, rank: usize) -> Duration {
+        match self.slow {
+            Some(slow) if slow.rank == rank => self.compute * slow.times,
+            _ => self.compute,
+        }
+    }
+
+    /// When a rank has ended its round at the latest, in one way or the other: in every round it
+    /// computes, and then waits no longer than the deadline.
+    pub fn latest_end(&self, rank: usize, round: usize) -> Duration {
+        (self.compute_on(rank) + self.deadline) * (round as u32 + 1)
+    }
+}

@@ -1,0 +1,160 @@
+//! All ranks of a call on one thread, in step: each round, everyone prepares, everyone computes,
+//! then every message is copied from its sender's buffer straight into its receiver's.
+//!
+//! Bit for bit what threads would return: the order of everything that matters is in the plan. There
+//! is no network and no copy in between, so the memory of the process is that of the ranks.
+//!
+//! Memory is booked as if each rank had the device to itself: the kernel's scratch memory counts
+//! in full for every rank that computed, since each would have to have it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use encke_core::kernel::Kernel;
+use encke_core::plan::Plan;
+use encke_core::plan::program::{Component, Message, Role};
+use encke_core::tensor::View;
+use encke_core::transport::{Moved, Parcel};
+use encke_ring::call::{self, check_inputs, guarded, recruit};
+use encke_ring::memory::planned;
+use encke_ring::rank::Loans;
+use encke_ring::trace::{Activity, Event, Recorder};
+use encke_ring::{Outcome, Rank, RankError, RankMemory, RingError};
+
+/// Carries out a plan on whole tensors, all ranks on this thread.
+pub fn run<K: Kernel>(
+    kernel: &K,
+    plan: &Arc<Plan>,
+    inputs: &[(Role, View<'_>)],
+) -> Result<Outcome, RingError> {
+    check_inputs(plan, inputs)?;
+    let origin = Instant::now();
+    let mut ranks = Vec::with_capacity(plan.ranks());
+    let mut recorders = Vec::with_capacity(plan.ranks());
+    for number in 0..plan.ranks() {
+        let mut rank = recruit(kernel, plan, number)?;
+        let mut recorder = Recorder::new(number, origin);
+        let loaded = guarded(|| call::load(kernel, &mut rank, inputs, &mut recorder));
+        loaded.map_err(|source| failed(number, source))?;
+        ranks.push(rank);
+        recorders.push(recorder);
+    }
+    let rounds = ranks.iter().map(|rank| rank.plan().rounds.len()).max();
+    for round in 0..rounds.unwrap_or(0) {
+        step(kernel, round, &mut ranks, &mut recorders)?;
+    }
+    let events = recorders.into_iter().flat_map(Recorder::finish).collect();
+    conclude(kernel, plan, ranks, events)
+}
+
+/// Collects the outputs of ranks that are done, ends their lives, and says what they held.
+pub(crate) fn conclude<K: Kernel>(
+    kernel: &K,
+    plan: &Arc<Plan>,
+    mut ranks: Vec<Rank<K>>,
+    events: Vec<Event>,
+) -> Result<Outcome, RingError> {
+    let held: Vec<usize> = ranks.iter().map(Rank::allocated_bytes).collect();
+    let mut outcome = Outcome::collect(kernel, plan, &mut ranks, events, Vec::new())?;
+    let each = ranks.into_iter().zip(held);
+    let memory = each.map(|(rank, held)| memory(kernel, plan, rank, held));
+    outcome.memory = memory.collect();
+    Ok(outcome)
+}
+
+/// One round of every rank that has it.
+fn step<K: Kernel>(
+    kernel: &K,
+    round: usize,
+    ranks: &mut [Rank<K>],
+    recorders: &mut [Recorder],
+) -> Result<(), RingError> {
+    let live = |rank: &Rank<K>| round < rank.plan().rounds.len();
+    for (rank, recorder) in ranks.iter_mut().zip(&mut *recorders) {
+        if !live(rank) {
+            continue;
+        }
+        let number = rank.plan().rank;
+        let done = guarded(|| {
+            rank.prepare(kernel, &Loans::default(), round, recorder)?;
+            rank.compute(kernel, &Loans::default(), round, recorder)
+        });
+        done.map_err(|source| failed(number, source))?;
+        let used = kernel.scratch_bytes();
+        rank.ledger_mut().hold(round, Component::Workspace, used);
+    }
+    let begin = Instant::now();
+    let mut moved = vec![Moved::default(); ranks.len()];
+    for receiver in (0..ranks.len())
+        .filter(|rank| live(&ranks[*rank]))
+        .collect::<Vec<_>>()
+    {
+        for message in ranks[receiver].plan().rounds[round].receives.clone() {
+            let bytes = deliver(round, &message, receiver, ranks);
+            moved[receiver].received_bytes += bytes;
+            moved[message.address.peer].sent_bytes += bytes;
+        }
+    }
+    for ((rank, recorder), moved) in ranks.iter().zip(recorders).zip(moved) {
+        let planned = match live(rank) {
+            true => rank.plan().moved(round),
+            false => Moved::default(),
+        };
+        assert_eq!(moved, planned, "what moved is what was planned");
+        if planned != Moved::default() {
+            recorder.note(round, Activity::Wait, begin, moved);
+        }
+    }
+    Ok(())
+}
+
+/// Copies a message from its sender's buffer into its receiver's, and counts the bytes.
+fn deliver<K: Kernel>(
+    round: usize,
+    message: &Message,
+    receiver: usize,
+    ranks: &mut [Rank<K>],
+) -> usize {
+    let from = message.address;
+    let [sender, receiver] = ranks
+        .get_disjoint_mut([from.peer, receiver])
+        .expect("a message goes from one rank to another");
+    let number = receiver.plan().rank;
+    let sent = sender.plan().rounds[round]
+        .sends
+        .iter()
+        .find(|sent| (sent.address.peer, sent.address.tag) == (number, from.tag))
+        .expect("a message has two ends in the same round");
+    assert_eq!(
+        sent.address.elements, from.elements,
+        "both ends of a message have one size"
+    );
+    let parcel = sender.buffer(sent.buffer);
+    receiver.accept(message).copy_from(parcel, from.elements);
+    from.elements * parcel.element_bytes()
+}
+
+/// Ends a rank's life, and says what it held; outputs may have been given away by then. Nothing may be left in its books but the scratch
+/// memory, which the kernel keeps.
+fn memory<K: Kernel>(kernel: &K, plan: &Plan, rank: Rank<K>, allocated_bytes: usize) -> RankMemory {
+    let memory = planned(kernel, rank.plan(), 1, plan.request());
+    let (number, after) = (rank.plan().rank, rank.plan().rounds.len());
+    let mut ledger = rank.retire();
+    ledger.hold(after, Component::Workspace, 0);
+    let left = ledger.total().held_bytes();
+    assert_eq!(left, 0, "rank {number} gave back all it took");
+    RankMemory {
+        rank: number,
+        planned: memory,
+        allocated_bytes,
+        ledger,
+    }
+}
+
+fn failed(rank: usize, source: RankError) -> RingError {
+    RingError::Rank {
+        rank,
+        source,
+        others: Vec::new(),
+    }
+}

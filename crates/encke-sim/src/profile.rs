@@ -1,0 +1,267 @@
+//! Memory by ring size: what ranks really held, beside what their plans said, and how it falls
+//! with the size of the ring.
+//!
+//! The measured figures come from runs: every rank computes, in this process, on real tensors, and
+//! its ledger has every byte its buffers took. Rings too large to be run are read off their plans,
+//! and say so.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use encke_core::conformance::Random;
+use encke_core::kernel::Kernel;
+use encke_core::plan::program::{Component, Role};
+use encke_core::plan::{Pass, Plan, Request};
+use encke_core::{Data, Element, Shape, Tensor, View};
+use encke_ring::ledger::Holdings;
+use encke_ring::memory::planned;
+use encke_ring::{Outcome, RingError};
+use serde::Serialize;
+
+use crate::fit::exponent;
+use crate::lockstep;
+
+/// What one rank held, and was to hold.
+#[derive(Debug, Clone, Serialize)]
+pub struct RankProfile {
+    /// The rank.
+    pub rank: usize,
+    /// Bytes the plan lists, the kernel's workspace included.
+    pub planned: BTreeMap<Component, usize>,
+    /// What it really held; `None` where the ring was only planned.
+    pub measured: Option<Measured>,
+}
+
+/// What one rank really held.
+#[derive(Debug, Clone, Serialize)]
+pub struct Measured {
+    /// Over the whole call, from the first buffer to the last: nothing is held after it.
+    pub total: Holdings,
+    /// In each round.
+    pub rounds: Vec<Holdings>,
+}
+
+impl RankProfile {
+    /// All planned bytes.
+    pub fn planned_bytes(&self) -> usize {
+        self.planned.values().sum()
+    }
+
+    /// The most it held at any moment.
+    pub fn measured_bytes(&self) -> Option<usize> {
+        self.measured.as_ref().map(|of| of.total.peak_bytes)
+    }
+}
+
+/// One pass on a ring of one size.
+#[derive(Debug, Clone, Serialize)]
+pub struct RingProfile {
+    /// Which way it went.
+    pub pass: Pass,
+    /// How many ranks.
+    pub ranks: usize,
+    /// Each of them.
+    pub of: Vec<RankProfile>,
+}
+
+/// Figures that a table has side by side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub enum Figure {
+    /// Bytes really held.
+    Measured,
+    /// Bytes the plan lists.
+    Planned,
+}
+
+impl RingProfile {
+    /// The plan alone.
+    pub fn planned<K: Kernel>(kernel: &K, request: &Request) -> Result<RingProfile, RingError> {
+        let plan = Plan::new(request.clone())?;
+        let mut of = Vec::with_capacity(plan.ranks());
+        for rank in 0..plan.ranks() {
+            of.push(RankProfile {
+                rank,
+                planned: planned(kernel, &plan.rank(rank)?, 1, request),
+                measured: None,
+            });
+        }
+        Ok(RingProfile {
+            pass: request.pass,
+            ranks: plan.ranks(),
+            of,
+        })
+    }
+
+    /// A run of the plan, on numbers of its inputs.
+    pub fn measured<K: Kernel>(
+        kernel: &K,
+        request: &Request,
+        inputs: &[(Role, View<'_>)],
+    ) -> Result<(RingProfile, Outcome), RingError> {
+        let plan = Arc::new(Plan::new(request.clone())?);
+        let outcome = lockstep::run(kernel, &plan, inputs)?;
+        let mut of = Vec::with_capacity(plan.ranks());
+        for memory in &outcome.memory {
+            let rounds = plan.rank(memory.rank)?.rounds.len();
+            of.push(RankProfile {
+                rank: memory.rank,
+                planned: memory.planned.clone(),
+                measured: Some(Measured {
+                    total: memory.ledger.total(),
+                    rounds: memory.ledger.rounds(rounds),
+                }),
+            });
+        }
+        let profile = RingProfile {
+            pass: request.pass,
+            ranks: plan.ranks(),
+            of,
+        };
+        Ok((profile, outcome))
+    }
+
+    /// The components that any rank has.
+    pub fn components(&self) -> BTreeSet<Component> {
+        let planned = self.of.iter().flat_map(|rank| &rank.planned);
+        let held = planned.filter(|(_, bytes)| **bytes > 0);
+        held.map(|(component, _)| *component).collect()
+    }
+
+    /// The most that any rank has for a component.
+    pub fn largest(&self, component: Component, figure: Figure) -> Option<usize> {
+        let of = |rank: &RankProfile| match figure {
+            Figure::Planned => Some(rank.planned.get(&component).copied().unwrap_or(0)),
+            Figure::Measured => {
+                let measured = rank.measured.as_ref()?;
+                Some(measured.total.peak.get(&component).copied().unwrap_or(0))
+            }
+        };
+        self.of.iter().map(of).max().flatten()
+    }
+
+    /// The most that any rank has of everything.
+    pub fn fullest(&self, figure: Figure) -> Option<usize> {
+        let of = |rank: &RankProfile| match figure {
+            Figure::Planned => Some(rank.planned_bytes()),
+            Figure::Measured => rank.measured_bytes(),
+        };
+        self.of.iter().map(of).max().flatten()
+    }
+
+    /// What its ranks held, as a share of what was planned: the least and the most.
+    pub fn shares(&self) -> Option<(f64, f64)> {
+        let share = |rank: &RankProfile| {
+            let (held, planned) = (rank.measured_bytes()?, rank.planned_bytes());
+            // A rank without tokens holds nothing and was to hold nothing.
+            Some(match planned {
+                0 if held == 0 => 1.0,
+                _ => held as f64 / planned as f64,
+            })
+        };
+        let shares: Option<Vec<f64>> = self.of.iter().map(share).collect();
+        let shares = shares?;
+        let least = shares.iter().copied().reduce(f64::min)?;
+        Some((least, shares.into_iter().reduce(f64::max)?))
+    }
+}
+
+/// The exponent of the largest rank's bytes against the size of the ring: −1 is O(n/p), 0 is
+/// flat. Sizes at which nobody has the component say nothing.
+pub fn component_exponent(
+    rings: &[RingProfile],
+    component: Component,
+    figure: Figure,
+) -> Option<f64> {
+    fitted(rings, |ring| ring.largest(component, figure))
+}
+
+/// The same for all components together.
+pub fn total_exponent(rings: &[RingProfile], figure: Figure) -> Option<f64> {
+    fitted(rings, |ring| ring.fullest(figure))
+}
+
+fn fitted(rings: &[RingProfile], bytes: impl Fn(&RingProfile) -> Option<usize>) -> Option<f64> {
+    let point = |ring: &RingProfile| Some((ring.ranks as f64, bytes(ring)? as f64));
+    exponent(&rings.iter().filter_map(point).collect::<Vec<_>>())
+}
+
+/// Random tensors for both passes of a request.
+#[derive(Debug)]
+pub struct Inputs {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+}
+
+impl Inputs {
+    /// The tensors of a seed, in the types the request has.
+    pub fn random(request: &Request, seed: u64) -> Inputs {
+        let Shape {
+            batch,
+            tokens,
+            heads,
+            kv_heads,
+            dim,
+        } = request.shape;
+        let slots = request.pattern.slots(heads).len();
+        let mut random = Random::new(seed);
+        let mut tensor = |dtype, heads: usize| {
+            let mut tensor = Tensor::zeros(dtype, [batch, tokens, heads, dim]);
+            match tensor.data_mut() {
+                Data::F64(x) => fill(x, &mut random),
+                Data::F32(x) => fill(x, &mut random),
+                Data::Bf16(x) => fill(x, &mut random),
+                Data::F16(x) => fill(x, &mut random),
+            }
+            tensor
+        };
+        Inputs {
+            q: tensor(request.dtype, heads),
+            k: tensor(request.dtype, kv_heads),
+            v: tensor(request.dtype, kv_heads),
+            dout: tensor(request.out_dtype(), slots),
+        }
+    }
+
+    /// Runs the forward pass of a request, and with `grad` the backward pass on what it returned.
+    pub fn measure<K: Kernel>(
+        &self,
+        kernel: &K,
+        request: &Request,
+        grad: bool,
+    ) -> Result<Vec<RingProfile>, RingError> {
+        let forward = Request {
+            pass: Pass::Forward,
+            ..request.clone()
+        };
+        let mut inputs = vec![
+            (Role::Q, self.q.view()),
+            (Role::K, self.k.view()),
+            (Role::V, self.v.view()),
+        ];
+        let (profile, mut outcome) = RingProfile::measured(kernel, &forward, &inputs)?;
+        let mut profiles = vec![profile];
+        if let (true, Some(out), Some(lse)) =
+            (grad, outcome.take(Role::Out), outcome.take(Role::Lse))
+        {
+            inputs.extend([
+                (Role::Out, out.view()),
+                (Role::Lse, lse.view()),
+                (Role::Dout, self.dout.view()),
+            ]);
+            let backward = Request {
+                pass: Pass::Backward { dlse: false },
+                ..forward
+            };
+            profiles.push(RingProfile::measured(kernel, &backward, &inputs)?.0);
+        }
+        Ok(profiles)
+    }
+}
+
+fn fill<T: Element>(numbers: &mut [T], random: &mut Random) {
+    for x in numbers {
+        *x = T::from_f64(random.unit());
+    }
+}

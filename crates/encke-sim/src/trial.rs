@@ -1,0 +1,434 @@
+//! A call under hardship: all ranks on one thread, a virtual clock, and a wire that fails.
+//!
+//! The ranks are the very ones that threads drive, and messages pass the very checks that a network
+//! transport makes ([`Posted`]). What this shows: a call returns the right numbers, or every rank
+//! ends with a typed error inside its deadline.
+//!
+//! The protocol is the least that makes this true. Messages are checked and never sent again; a
+//! rank waits for what it needs until its deadline and then ends; it tells nobody, since what would
+//! carry the news is what failed. Whoever started the ranks closes the call: if any has failed,
+//! those that had finished learn it there, because a result of which a part is missing is none.
+//!
+//! It always ends. Each round of a rank brings at most two events, each message at most two, and
+//! nothing else makes any; the loop counts them against that bound.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use encke_core::Data;
+use encke_core::kernel::Kernel;
+use encke_core::plan::Plan;
+use encke_core::plan::program::{Message, Role};
+use encke_core::tensor::View;
+use encke_core::transport::{Moved, Parcel, TransportError};
+use encke_ring::call::{self, check_inputs, conclude, guarded, recruit};
+use encke_ring::envelope::{Fate, Posted};
+use encke_ring::rank::Loans;
+use encke_ring::trace::Recorder;
+use encke_ring::{Envelope, Outcome, Rank, RankError, RingError};
+
+use crate::hardship::{Checks, Death, Hardship, Kind};
+use crate::lockstep;
+use crate::wire::{Letter, Strike, Wire};
+
+/// How a call under hardship went.
+#[derive(Debug)]
+pub struct Trial {
+    /// The right numbers, or how every rank ended.
+    pub result: Result<Outcome, RingError>,
+    /// When each rank ended, and in which round, by itself: before the call was closed.
+    pub ends: Vec<End>,
+    /// What went wrong, in order.
+    pub strikes: Vec<Strike>,
+    /// How many events it took.
+    pub events: usize,
+}
+
+/// How one rank ended.
+#[derive(Debug, Clone, PartialEq)]
+pub struct End {
+    /// The rank.
+    pub rank: usize,
+    /// When.
+    pub at: Duration,
+    /// The round it was in, or how many there are if it finished.
+    pub round: usize,
+    /// What stopped it, if it did not finish.
+    pub error: Option<RankError>,
+}
+
+/// What happens at a moment.
+enum Event {
+    /// A rank's jobs are done.
+    Computed(usize),
+    /// A message is there.
+    Arrival(Letter),
+    /// A rank has waited long enough in a round.
+    Expiry(usize, usize),
+}
+
+/// A rank in the simulated world.
+struct Player<K: Kernel> {
+    rank: Rank<K>,
+    recorder: Recorder,
+    round: usize,
+    /// Since when it has waited, if it does.
+    waiting: Option<Duration>,
+    /// What it still has to receive in this round.
+    missing: Vec<Message>,
+    /// What has arrived and was not looked at yet.
+    mail: Vec<Letter>,
+    moved: Moved,
+    end: Option<End>,
+}
+
+struct World<'a, K: Kernel> {
+    kernel: &'a K,
+    hardship: &'a Hardship,
+    wire: Wire,
+    players: Vec<Player<K>>,
+    /// By time, and by number where the times are the same.
+    agenda: BTreeMap<(Duration, u64), Event>,
+    booked: u64,
+    /// The rank that failed first.
+    first: Option<usize>,
+}
+
+/// Carries out a plan on whole tensors under hardship. An error here says that the call could not
+/// begin; how it ended is in the [`Trial`].
+pub fn run<K: Kernel<Buffer = Data>>(
+    kernel: &K,
+    plan: &Arc<Plan>,
+    inputs: &[(Role, View<'_>)],
+    hardship: &Hardship,
+) -> Result<Trial, RingError> {
+    check_inputs(plan, inputs)?;
+    let mut world = World {
+        kernel,
+        hardship,
+        wire: Wire::new(hardship),
+        players: Vec::with_capacity(plan.ranks()),
+        agenda: BTreeMap::new(),
+        booked: 0,
+        first: None,
+    };
+    let origin = Instant::now();
+    for number in 0..plan.ranks() {
+        let mut rank = recruit(kernel, plan, number)?;
+        let mut recorder = Recorder::new(number, origin);
+        call::load(kernel, &mut rank, inputs, &mut recorder).map_err(|source| RingError::Rank {
+            rank: number,
+            source,
+            others: Vec::new(),
+        })?;
+        world.players.push(Player::new(rank, recorder));
+    }
+    let events = world.live();
+    world.close(plan, events)
+}
+
+impl<K: Kernel> Player<K> {
+    fn new(rank: Rank<K>, recorder: Recorder) -> Player<K> {
+        Player {
+            rank,
+            recorder,
+            round: 0,
+            waiting: None,
+            missing: Vec::new(),
+            mail: Vec::new(),
+            moved: Moved::default(),
+            end: None,
+        }
+    }
+
+    fn rounds(&self) -> usize {
+        self.rank.plan().rounds.len()
+    }
+}
+
+impl<K: Kernel<Buffer = Data>> World<'_, K> {
+    fn at(&mut self, time: Duration, event: Event) {
+        self.agenda.insert((time, self.booked), event);
+        self.booked += 1;
+    }
+
+    /// Lets everything happen; returns how many events it was.
+    fn live(&mut self) -> usize {
+        let most: usize = self.players.iter().map(most_events).sum();
+        for rank in 0..self.players.len() {
+            self.begin(rank, Duration::ZERO);
+        }
+        let mut events = 0;
+        while let Some(((now, _), event)) = self.agenda.pop_first() {
+            events += 1;
+            assert!(events <= most, "a run has at most {most} events");
+            match event {
+                Event::Computed(rank) => self.wait(rank, now),
+                Event::Arrival(letter) => {
+                    let rank = letter.to;
+                    self.players[rank].mail.push(letter);
+                    self.receive(rank, now);
+                }
+                Event::Expiry(rank, round) => self.expire(rank, round, now),
+            }
+        }
+        events
+    }
+
+    fn end(&mut self, rank: usize, now: Duration, error: Option<RankError>) {
+        if error.is_some() {
+            self.first.get_or_insert(rank);
+        }
+        let player = &mut self.players[rank];
+        player.waiting = None;
+        player.end = Some(End {
+            rank,
+            at: now,
+            round: player.round,
+            error,
+        });
+    }
+
+    /// Begins the round a rank has come to, if there is one and it lives.
+    fn begin(&mut self, rank: usize, now: Duration) {
+        let round = self.players[rank].round;
+        if round == self.players[rank].rounds() {
+            return self.end(rank, now, None);
+        }
+        if self.hardship.death == Some(Death { rank, round }) {
+            let kind = Kind::Death;
+            self.strike(kind, rank, round);
+            return self.end(rank, now, Some(RankError::Died { rank, round }));
+        }
+        if let Err(error) = self.work(rank, round, now) {
+            return self.end(rank, now, Some(error));
+        }
+        if round == 0 && self.hardship.compute_on(rank) != self.hardship.compute {
+            self.strike(Kind::Slowness, rank, round);
+        }
+        let done = now + self.hardship.compute_on(rank);
+        self.at(done, Event::Computed(rank));
+    }
+
+    fn strike(&mut self, kind: Kind, rank: usize, round: usize) {
+        let to = None;
+        self.wire.strikes.push(Strike {
+            kind,
+            rank,
+            to,
+            round,
+        });
+    }
+
+    /// Prepares, sends and computes. What is sent is not written by the jobs, so their order does
+    /// not matter.
+    fn work(&mut self, rank: usize, round: usize, now: Duration) -> Result<(), RankError> {
+        let kernel = self.kernel;
+        let Player {
+            rank: player,
+            recorder,
+            moved,
+            ..
+        } = &mut self.players[rank];
+        guarded(|| {
+            player.prepare(kernel, &Loans::default(), round, recorder)?;
+            player.compute(kernel, &Loans::default(), round, recorder)
+        })?;
+        *moved = Moved::default();
+        let mut letters = Vec::new();
+        for message in &player.plan().rounds[round].sends {
+            let parcel = player.buffer(message.buffer);
+            let letter = Letter::new(rank, round, message.address, parcel);
+            letters.push(letter.map_err(|source| RankError::Kernel { round, source })?);
+            moved.sent_bytes += message.address.elements * parcel.element_bytes();
+        }
+        for letter in letters {
+            for (time, letter) in self.wire.send(now, round, letter) {
+                self.at(time, Event::Arrival(letter));
+            }
+        }
+        Ok(())
+    }
+
+    /// A rank's jobs are done: it waits for what is missing, until its deadline.
+    fn wait(&mut self, rank: usize, now: Duration) {
+        let player = &mut self.players[rank];
+        let round = player.round;
+        player
+            .missing
+            .clone_from(&player.rank.plan().rounds[round].receives);
+        player.waiting = Some(now);
+        self.receive(rank, now);
+        let player = &self.players[rank];
+        if player.round == round && player.waiting.is_some() {
+            self.at(now + self.hardship.deadline, Event::Expiry(rank, round));
+        }
+    }
+
+    /// Takes what has arrived for a rank that waits; goes on when nothing is missing.
+    fn receive(&mut self, rank: usize, now: Duration) {
+        let checks = self.hardship.checks;
+        let player = &mut self.players[rank];
+        if player.waiting.is_none() {
+            return;
+        }
+        if let Err(error) = take(player, checks) {
+            return self.end(rank, now, Some(error.into()));
+        }
+        if !player.missing.is_empty() {
+            return;
+        }
+        let planned = player.rank.plan().moved(player.round);
+        assert_eq!(player.moved, planned, "what moved is what was planned");
+        player.waiting = None;
+        player.round += 1;
+        self.begin(rank, now);
+    }
+
+    fn expire(&mut self, rank: usize, round: usize, now: Duration) {
+        let player = &self.players[rank];
+        let (Some(since), Some(missing)) = (player.waiting, player.missing.first()) else {
+            return;
+        };
+        if player.round != round {
+            return;
+        }
+        let error = TransportError::Deadline {
+            rank,
+            peer: missing.address.peer,
+            round,
+            waited: now - since,
+            limit: self.hardship.deadline,
+        };
+        self.end(rank, now, Some(error.into()));
+    }
+
+    /// Closes the call: the outputs if every rank finished, otherwise an error for every rank.
+    fn close(self, plan: &Arc<Plan>, events: usize) -> Result<Trial, RingError> {
+        let World {
+            kernel,
+            wire,
+            players,
+            first,
+            ..
+        } = self;
+        let ends: Vec<End> = players
+            .iter()
+            .map(|player| {
+                player
+                    .end
+                    .clone()
+                    .expect("when nothing happens any more, all have ended")
+            })
+            .collect();
+        let reason = first.and_then(|first| ends[first].error.clone());
+        let (mut ranks, mut ended) = (Vec::new(), Vec::new());
+        for (player, end) in players.into_iter().zip(&ends) {
+            let error = end.error.clone().or_else(|| {
+                let (peer, reason) = (first?, reason.as_ref()?.to_string());
+                let failed = TransportError::PeerFailed {
+                    rank: end.rank,
+                    peer,
+                    round: end.round,
+                    reason,
+                };
+                Some(failed.into())
+            });
+            ended.push(match error {
+                None => Ok(player.recorder.finish()),
+                Some(error) => Err(error),
+            });
+            ranks.push(player.rank);
+        }
+        let result =
+            conclude(ended, first).and_then(|noted| lockstep::conclude(kernel, plan, ranks, noted));
+        Ok(Trial {
+            result,
+            ends,
+            strikes: wire.strikes,
+            events,
+        })
+    }
+}
+
+/// The most events a rank can bring about: each round its jobs end and its deadline strikes, and
+/// each message arrives at most twice.
+fn most_events<K: Kernel>(player: &Player<K>) -> usize {
+    let rounds = player.rank.plan().rounds.iter();
+    rounds.map(|round| 2 + 2 * round.sends.len()).sum()
+}
+
+/// Takes every missing message that has arrived, each checked before and after.
+fn take<K: Kernel<Buffer = Data>>(
+    player: &mut Player<K>,
+    checks: Checks,
+) -> Result<(), TransportError> {
+    let Player {
+        rank,
+        round,
+        missing,
+        mail,
+        moved,
+        ..
+    } = player;
+    let mut still = Vec::new();
+    for message in missing.drain(..) {
+        let posted = Posted {
+            rank: rank.plan().rank,
+            call: 0,
+            round: *round,
+            from: message.address,
+        };
+        match find(&posted, mail, checks)? {
+            None => still.push(message),
+            Some((envelope, contents)) => {
+                let buffer = rank.accept(&message);
+                buffer.copy_from(&contents, message.address.elements);
+                if checks != Checks::NoChecksum {
+                    posted.verify(&envelope, buffer)?;
+                }
+                moved.received_bytes += message.address.elements * buffer.element_bytes();
+            }
+        }
+    }
+    *missing = still;
+    Ok(())
+}
+
+/// Looks through the mail for the message of a posted receive, and throws away what is stale.
+fn find(
+    posted: &Posted,
+    mail: &mut Vec<Letter>,
+    checks: Checks,
+) -> Result<Option<(Envelope, Data)>, TransportError> {
+    let mut at = 0;
+    while let Some(letter) = mail.get(at) {
+        if letter.from != posted.from.peer {
+            at += 1;
+            continue;
+        }
+        let envelope = Envelope::from_bytes(letter.envelope);
+        match admit(posted, &envelope, checks)? {
+            Fate::Take => return Ok(Some((envelope, mail.remove(at).contents))),
+            Fate::Stale => drop(mail.remove(at)),
+            Fate::Early => at += 1,
+        }
+    }
+    Ok(None)
+}
+
+/// The receiver's check, or what a mutant has in its place.
+fn admit(posted: &Posted, envelope: &Envelope, checks: Checks) -> Result<Fate, TransportError> {
+    match checks {
+        Checks::All => posted.admit(envelope),
+        Checks::NoChecksum => {
+            let seal = envelope.sealed(posted.from.peer, posted.rank);
+            posted.admit(&Envelope { seal, ..*envelope })
+        }
+        Checks::NoRound => {
+            let round = usize::try_from(envelope.round).unwrap_or(usize::MAX);
+            Posted { round, ..*posted }.admit(envelope)
+        }
+    }
+}

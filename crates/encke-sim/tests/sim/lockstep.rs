@@ -1,0 +1,100 @@
+//! Ranks in step on one thread against ranks as threads: the same bits, bytes and books.
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use encke_core::DType;
+use encke_core::conformance::Configuration;
+use encke_core::kernel::Kernel;
+use encke_core::naive::NaiveKernel;
+use encke_core::plan::program::Role;
+use encke_cpu::CpuKernel;
+use encke_ring::{RingError, ThreadRing};
+use encke_sim::lockstep;
+use encke_sim::sample::Sample;
+
+use crate::support::{bits, with_slots};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn same<K: Kernel>(ring: &ThreadRing<K>, configuration: &Configuration) -> Result<(), String> {
+    for backward in [false, true] {
+        let call = Sample::new(configuration, backward).expect("legal");
+        let threads = ring.run(call.plan.request(), &call.inputs());
+        let threads = threads.map_err(|error| error.to_string())?;
+        let stepped = lockstep::run(ring.kernel(), &call.plan, &call.inputs());
+        let stepped = stepped.map_err(|error| error.to_string())?;
+        if bits(threads.tensors()) != bits(stepped.tensors()) {
+            return Err(format!(
+                "bits differ, backward {backward}: {configuration:?}"
+            ));
+        }
+        let planned = call.plan.explain().map_err(|error| error.to_string())?;
+        if stepped.trace.sent_bytes() != planned.sent_bytes {
+            return Err(format!("bytes differ: {configuration:?}"));
+        }
+        for memory in &stepped.memory {
+            let total = memory.ledger.total();
+            if total.peak_bytes != memory.planned_bytes() || total.held_bytes() != 0 {
+                return Err(format!(
+                    "books and plan differ: {total:?}, {configuration:?}"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(250))]
+
+    #[test]
+    fn the_bits_are_those_of_threads(seed in any::<u64>()) {
+        let ring = ThreadRing::new(NaiveKernel, DEADLINE);
+        let configuration = Configuration::random(seed);
+        same(&ring, &configuration).map_err(TestCaseError::fail)?;
+        same(&ring, &with_slots(&configuration)).map_err(TestCaseError::fail)?;
+    }
+}
+
+#[test]
+fn so_they_are_on_the_fast_kernel_in_every_type() {
+    for (seed, dtype) in (0..).zip([DType::F64, DType::F32, DType::Bf16, DType::F16].repeat(8)) {
+        let ring = ThreadRing::new(CpuKernel::new().expect("a kernel"), DEADLINE);
+        let mut configuration = Configuration::random(seed);
+        configuration.request.dtype = dtype;
+        let outcome = call(&ring, &configuration);
+        assert_eq!(outcome, Ok(()), "{configuration:?}");
+    }
+}
+
+/// As [`same`], without the books: threads share the kernel's scratch memory, ranks in step do not.
+fn call(ring: &ThreadRing<CpuKernel>, configuration: &Configuration) -> Result<(), String> {
+    for backward in [false, true] {
+        let call = Sample::new(configuration, backward).expect("legal");
+        let threads = ring.run(call.plan.request(), &call.inputs());
+        let threads = threads.map_err(|error| error.to_string())?;
+        let stepped = lockstep::run(ring.kernel(), &call.plan, &call.inputs());
+        let stepped = stepped.map_err(|error| error.to_string())?;
+        if bits(threads.tensors()) != bits(stepped.tensors()) {
+            return Err("bits differ".to_string());
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn what_is_missing_or_misshapen_is_refused() {
+    let call = Sample::new(&Configuration::random(3), false).expect("legal");
+    let mut inputs = call.inputs();
+    inputs.retain(|(role, _)| *role != Role::K);
+    let refused = lockstep::run(&NaiveKernel, &call.plan, &inputs);
+    assert!(matches!(
+        refused,
+        Err(RingError::MissingInput { role: Role::K })
+    ));
+    let other = Sample::new(&Configuration::random(4), false).expect("legal");
+    let refused = lockstep::run(&NaiveKernel, &call.plan, &other.inputs());
+    assert!(matches!(refused, Err(RingError::Request(_))));
+}

@@ -1,0 +1,6 @@
+//! The simulator held against the thread ring, the plan and hardship.
+
+mod hardship;
+mod lockstep;
+mod memory;
+mod support;
