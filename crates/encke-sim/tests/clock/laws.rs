@@ -29,7 +29,7 @@ fn patterns() -> impl Strategy<Value = Pattern> {
     let patterns = vec![
         Pattern::dense(),
         dilated(&[4, 16], &[1, 2], group),
-        dilated(&[8, 32], &[1, 4], mix.clone()),
+        dilated(&[8, 32], &[1, 4], mix),
         dilated(&[5, 12, 64], &[1, 3, 7], mix),
     ];
     (prop::sample::select(patterns), any::<bool>()).prop_map(|(p, causal)| p.causal(causal))
