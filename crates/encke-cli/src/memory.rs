@@ -1,5 +1,6 @@
 //! Memory of ranks as a table: planned by component, and what was really allocated.
 //!
+//! What is lent is the caller's own memory, read in place, and not allocated again.
 //! The kernel's workspace stands apart: it is scratch memory that belongs to the kernel, which
 //! keeps it for the next call, and not to a buffer of the rank.
 
@@ -47,7 +48,7 @@ fn components(ranks: &[(String, &RankMemory)]) -> BTreeSet<Component> {
 fn headings(ranks: &[(String, &RankMemory)]) -> Vec<String> {
     let components = components(ranks);
     let names = components.iter().map(|component| component.name());
-    let totals = ["all planned", "allocated", "+ workspace"];
+    let totals = ["all planned", "lent", "allocated", "+ workspace"];
     names.chain(totals).map(str::to_string).collect()
 }
 
@@ -56,6 +57,11 @@ fn cells(ranks: &[(String, &RankMemory)], memory: &RankMemory) -> Vec<String> {
     let workspace = of(Component::Workspace);
     let planned = memory.planned_bytes() - workspace;
     let parts = components(ranks).into_iter().map(of);
-    let totals = [planned, memory.allocated_bytes, workspace];
+    let totals = [
+        planned,
+        memory.lent_bytes,
+        memory.allocated_bytes,
+        workspace,
+    ];
     parts.chain(totals).map(bytes).collect()
 }

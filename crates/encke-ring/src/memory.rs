@@ -15,6 +15,8 @@ pub struct RankMemory {
     pub rank: usize,
     /// Bytes the plan lists, by what they are for, the kernel's workspace included.
     pub planned: BTreeMap<Component, usize>,
+    /// Of those, bytes that were not allocated, because the caller's own could be read in place.
+    pub lent_bytes: usize,
     /// Bytes its buffers really hold on to.
     pub allocated_bytes: usize,
     /// Everything it took and gave back, the kernel's workspace included.

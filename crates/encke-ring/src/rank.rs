@@ -4,7 +4,6 @@
 //! computed into are taken out of the rank's shelf; what is sent or read is borrowed from the
 //! shelf. A program that wanted to write what it sends would find the shelf empty and be told so.
 
-use std::collections::BTreeMap;
 use std::time::Instant;
 
 use encke_core::dtype::{Data, Slice};
@@ -182,16 +181,11 @@ impl<K: Kernel> Rank<K> {
         Ok(loans)
     }
 
-    /// Bytes that the plan lists and nobody allocated, because they were lent, by what they are for.
-    pub fn lent_bytes(&self) -> BTreeMap<Component, usize> {
-        let mut lent = BTreeMap::new();
-        for port in &self.plan.inputs {
-            let planned = &self.plan.buffers[port.buffer.0];
-            if self.shelf.buffers[port.buffer.0].is_none() {
-                *lent.entry(planned.component).or_default() += planned.bytes();
-            }
-        }
-        lent
+    /// Bytes that the plan lists and nobody allocated, because they were lent.
+    pub fn lent_bytes(&self) -> usize {
+        let ports = self.plan.inputs.iter().map(|port| port.buffer.0);
+        let lent = ports.filter(|&at| self.shelf.buffers[at].is_none());
+        lent.map(|at| self.plan.buffers[at].bytes()).sum()
     }
 
     /// What it has taken and given back so far.

@@ -166,13 +166,11 @@ impl<K: Kernel> ThreadRing<K> {
         let mut ledger = rank.ledger().clone();
         let share = self.kernel.scratch_bytes().div_ceil(ranks);
         ledger.hold(rank.plan().rounds.len(), Component::Workspace, share);
-        let mut planned = memory::planned(&self.kernel, rank.plan(), ranks, request);
-        for (component, bytes) in rank.lent_bytes() {
-            planned.entry(component).and_modify(|of| *of -= bytes);
-        }
+        let planned = memory::planned(&self.kernel, rank.plan(), ranks, request);
         RankMemory {
             rank: rank.plan().rank,
             planned,
+            lent_bytes: rank.lent_bytes(),
             allocated_bytes: rank.allocated_bytes(),
             ledger,
         }

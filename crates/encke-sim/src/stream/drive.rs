@@ -137,6 +137,7 @@ impl<'a, K: Kernel> Stream<'a, K> {
         let memory = RankMemory {
             rank: number,
             planned,
+            lent_bytes: 0,
             allocated_bytes: rank.allocated_bytes(),
             ledger: rank.ledger().clone(),
         };
