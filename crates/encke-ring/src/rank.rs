@@ -10,7 +10,7 @@ use encke_core::dtype::{Data, Slice};
 use encke_core::host;
 use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Upstream};
 use encke_core::plan::program::{
-    BufferId, BufferPlan, CarryIds, Component, Fill, Message, RankPlan, Role, Task,
+    BufferId, BufferPlan, CarryIds, Fill, Message, RankPlan, Role, Task,
 };
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};

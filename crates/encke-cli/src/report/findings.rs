@@ -21,6 +21,8 @@ pub struct Findings {
     /// Which query sees which key; made from the setup, so not written out.
     #[serde(skip)]
     pub picture: Picture,
+    /// What the clock says beside what the wall says, where it can say anything.
+    pub predictions: Option<Predictions>,
     /// Where and how it was measured: (what, value).
     pub environment: Vec<(String, String)>,
 }
@@ -85,6 +87,35 @@ impl ShownRing {
     /// How many ranks it has.
     pub fn ranks(&self) -> usize {
         self.sent.len()
+    }
+}
+
+/// Times as the virtual clock says them, beside times by the wall.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Predictions {
+    /// How many runs of each ring were measured.
+    pub runs: usize,
+    /// Each pass on each ring.
+    pub rings: Vec<Prediction>,
+}
+
+/// One pass on one ring, predicted and measured.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Prediction {
+    /// Forward or backward.
+    pub pass: &'static str,
+    /// Ranks of the ring.
+    pub ranks: usize,
+    /// By the clock.
+    pub predicted_s: f64,
+    /// By the wall: the median of the runs.
+    pub measured_s: f64,
+}
+
+impl Prediction {
+    /// How far the prediction was off, as a part of what was measured; positive if it was longer.
+    pub fn error(&self) -> f64 {
+        self.predicted_s / self.measured_s - 1.0
     }
 }
 

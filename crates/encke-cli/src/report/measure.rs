@@ -1,7 +1,7 @@
 //! Runs the configuration on every ring and writes down what happened.
 //!
-//! The decision here: each ring runs twice. The first run allocates, the second is the one that is
-//! timed, because a ring that is used once is not what anyone waits for.
+//! The decision here: each ring runs once before it is timed. The first run allocates, and a ring
+//! that is used once is not what anyone waits for.
 
 use std::time::{Duration, Instant};
 
@@ -10,11 +10,13 @@ use encke::plan::program::{Component, RankPlan};
 use encke::{Attention, Backward, Forward, Plan, Queries, Report, Trace};
 use encke_cpu::CpuKernel;
 use encke_ring::{Rank, memory};
+use encke_sim::clock::median;
 
 use super::environment;
 use super::findings::{Findings, PassFindings, RingFindings, Setup, ShownRing, Span};
 use super::options::Work;
 use super::picture::Picture;
+use super::prediction;
 use crate::chrome::Timeline;
 use crate::tensors::Tensors;
 use crate::terminal::bar;
@@ -33,22 +35,27 @@ pub fn measure(work: &Work, grad: bool, seed: u64) -> Result<(Findings, Timeline
     let tensors = Tensors::random(&work.shape, work.dtype, seed)?;
     let progress = bar(work.rings.len());
     let mut passes: Vec<(&'static str, Vec<RingFindings>)> = Vec::new();
-    let mut shown = None;
+    let (mut shown, mut requests) = (None, Vec::new());
     for &ranks in &work.rings {
         progress.set_message(format!("ring of {ranks}"));
         let attention = work.builder.clone().ranks(ranks).build()?;
         // The kernel's scratch memory only grows: in the first run it is what each pass needed.
         let first = run(&attention, &tensors, grad)?;
-        let run = run(&attention, &tensors, grad)?;
-        let both = first.reports().into_iter().zip(run.reports());
-        for (index, ((name, held, _), (_, _, took))) in both.enumerate() {
+        let mut timed = Vec::new();
+        for _ in 0..prediction::RUNS {
+            timed.push(run(&attention, &tensors, grad)?);
+        }
+        for (index, (name, held, _)) in first.reports().into_iter().enumerate() {
             if passes.len() == index {
                 passes.push((name, Vec::new()));
             }
-            let ring = ring_findings(attention.kernel(), held, took)?;
+            let took = timed.iter().map(|run| run.reports()[index].2.as_secs_f64());
+            let seconds = median(&took.collect::<Vec<_>>());
+            requests.push((name, held.plan.request().clone(), seconds));
+            let ring = ring_findings(attention.kernel(), held, seconds)?;
             passes[index].1.push(ring);
         }
-        if ranks == work.shown {
+        if let Some(run) = timed.pop().filter(|_| ranks == work.shown) {
             shown = Some((attention, run));
         }
         progress.inc(1);
@@ -65,6 +72,7 @@ pub fn measure(work: &Work, grad: bool, seed: u64) -> Result<(Findings, Timeline
         setup: setup(plan)?,
         passes: pass_findings,
         picture: Picture::new(plan),
+        predictions: prediction::predict(&requests)?,
         environment: environment::facts(&attention.kernel().arm().to_string(), seed),
     };
     let backward = run.backward.as_ref().map(|backward| &backward.report.trace);
@@ -107,7 +115,7 @@ impl Run {
 /// What the fullest rank of a ring holds with buffers of its own, as on a machine of its own: it is
 /// set up with them once more and its ledger read. Threads of one process hold less, because they
 /// read the caller's tensors in place. The workspace is what the run itself needed.
-fn ring_findings(kernel: &CpuKernel, report: &Report, took: Duration) -> Result<RingFindings> {
+fn ring_findings(kernel: &CpuKernel, report: &Report, seconds: f64) -> Result<RingFindings> {
     let (plan, ranks) = (&report.plan, report.plan.ranks());
     let mut fullest = plan.rank(0)?;
     let bytes = |program: &RankPlan| program.memory().values().sum::<usize>();
@@ -131,7 +139,7 @@ fn ring_findings(kernel: &CpuKernel, report: &Report, took: Duration) -> Result<
         fullest: number,
         planned,
         measured,
-        seconds: took.as_secs_f64(),
+        seconds,
     })
 }
 

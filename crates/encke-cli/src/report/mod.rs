@@ -16,6 +16,7 @@ mod options;
 mod page;
 mod panels;
 mod picture;
+mod prediction;
 mod scale;
 mod stack;
 mod tables;

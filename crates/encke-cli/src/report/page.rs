@@ -9,7 +9,7 @@ use super::axis::Screen;
 use super::findings::{Findings, PassFindings};
 use super::markup::Element;
 use super::theme::{SCRIPT, STYLE};
-use super::{memory, panels, tables, timeline, traffic};
+use super::{memory, panels, prediction, tables, timeline, traffic};
 use encke::trace::Activity;
 
 /// The whole document.
@@ -32,6 +32,7 @@ pub fn document(findings: &Findings) -> serde_json::Result<String> {
         .with(timeline_section(findings))
         .with(traffic_section(findings))
         .with(pattern_section(findings))
+        .with_all(prediction_section(findings))
         .with(environment_section(findings));
     let data = Element::new("script")
         .set("type", "application/json")
@@ -311,6 +312,26 @@ fn said(words: &str, entries: Vec<(String, String)>) -> Element {
         .class("legend")
         .with(words)
         .with_all(entries.into_iter().map(entry))
+}
+
+fn prediction_section(findings: &Findings) -> Option<Element> {
+    let predictions = findings.predictions.as_ref()?;
+    let lead = format!(
+        "The virtual clock runs over the very plan with readings of the kernel alone; it has seen \
+         none of these rings. Measured is the median of {} runs of threads on this machine.",
+        predictions.runs
+    );
+    let mut section = section("prediction", &prediction::finding(predictions), &lead)
+        .with(legend(prediction::legend()));
+    for pass in &findings.passes {
+        let rings = predictions.rings.iter();
+        let rings: Vec<_> = rings.filter(|ring| ring.pass == pass.name).collect();
+        let words = format!("Time of the {} pass, predicted and measured", pass.name);
+        section = section
+            .with_all(pass_heading(findings, pass))
+            .with_all(charts(|screen| prediction::draw(&rings, screen, &words)));
+    }
+    Some(section.with(details([tables::prediction(predictions)])))
 }
 
 fn environment_section(findings: &Findings) -> Element {

@@ -3,9 +3,10 @@
 use encke::explain::{bytes, grouped};
 use encke::plan::program::Component;
 
-use super::findings::{Findings, PassFindings, RingFindings};
+use super::findings::{Findings, PassFindings, Prediction, Predictions, RingFindings};
 use super::markup::Element;
 use super::page::{percent, signed};
+use super::prediction::off;
 use super::scale::Unit;
 use super::timeline::ACTIVITIES;
 
@@ -119,6 +120,26 @@ pub fn traffic(pass: &PassFindings) -> Element {
     };
     let rows = sent.iter().enumerate().map(row).collect();
     table(&format!("{} pass: bytes sent", pass.name), headings, rows)
+}
+
+/// Times, predicted and measured.
+pub fn prediction(predictions: &Predictions) -> Element {
+    let headings = ["pass", "ranks", "predicted", "measured", "error"];
+    let row = |ring: &Prediction| {
+        vec![
+            ring.pass.to_string(),
+            ring.ranks.to_string(),
+            Unit::Seconds.words(ring.predicted_s),
+            Unit::Seconds.words(ring.measured_s),
+            off(ring),
+        ]
+    };
+    let rows = predictions.rings.iter().map(row).collect();
+    table(
+        "time of the call",
+        headings.map(str::to_string).to_vec(),
+        rows,
+    )
 }
 
 /// The pattern in numbers.

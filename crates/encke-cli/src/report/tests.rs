@@ -6,7 +6,9 @@ use encke::plan::program::Component;
 use encke::trace::Activity;
 use roxmltree::{Document, Node, ParsingOptions};
 
-use super::findings::{Findings, PassFindings, RingFindings, Setup, ShownRing, Span};
+use super::findings::{
+    Findings, PassFindings, Prediction, Predictions, RingFindings, Setup, ShownRing, Span,
+};
 use super::page;
 use super::picture::{Close, Picture, Whole};
 
@@ -93,6 +95,21 @@ fn findings(passes: Vec<PassFindings>) -> Findings {
             close: vec![close(0), close(1)],
             more_kinds: 0,
         },
+        predictions: Some(Predictions {
+            runs: 3,
+            rings: [
+                ("forward", 1, 0.009),
+                ("forward", 8, 0.012),
+                ("backward", 8, 0.03),
+            ]
+            .map(|(pass, ranks, predicted_s)| Prediction {
+                pass,
+                ranks,
+                predicted_s,
+                measured_s: 0.010,
+            })
+            .to_vec(),
+        }),
         environment: vec![
             ("cores".to_string(), "2".to_string()),
             (HOSTILE.to_string(), HOSTILE.to_string()),
@@ -156,9 +173,14 @@ fn every_number_has_its_mark() {
     assert_eq!(count(pattern, "g", &["panel"]), 3);
     // Two shades in the whole, one in each picture from close up.
     assert_eq!(count(pattern, "path", &[]), 4);
-    assert_eq!(count(page.root(), "svg", &["wide"]), 7);
-    assert_eq!(count(page.root(), "svg", &["narrow"]), 7);
-    assert_eq!(count(page.root(), "table", &[]), 7);
+    for (index, rings) in [2, 1].into_iter().enumerate() {
+        let prediction = chart(&page, "prediction", index);
+        assert_eq!(count(prediction, "circle", &["measured"]), rings);
+        assert_eq!(count(prediction, "circle", &["planned"]), rings);
+    }
+    assert_eq!(count(page.root(), "svg", &["wide"]), 9);
+    assert_eq!(count(page.root(), "svg", &["narrow"]), 9);
+    assert_eq!(count(page.root(), "table", &[]), 8);
 }
 
 #[test]
@@ -167,7 +189,7 @@ fn headings_state_the_finding_with_its_number() {
     let page = read(&text);
     let headings = page.descendants().filter(|node| node.has_tag_name("h2"));
     let headings: Vec<&str> = headings.filter_map(|node| node.text()).collect();
-    assert_eq!(headings.len(), 5);
+    assert_eq!(headings.len(), 6);
     assert_eq!(headings[0], "Each rank holds 1/p: exponent −1.00");
     assert_eq!(
         headings[1],
@@ -181,6 +203,7 @@ fn headings_state_the_finding_with_its_number() {
         headings[3],
         "The pattern computes 10 % of plain attention’s pairs"
     );
+    assert_eq!(headings[4], "The clock predicts all 3 times within 200 %");
 }
 
 #[test]

@@ -121,11 +121,11 @@ fn a_browser_shows_every_page_in_light_and_dark_wide_and_narrow() {
     let folder = Folder::new();
     let pages = [
         // (name, options, charts that are seen at once)
-        ("mix", String::new(), 4),
+        ("mix", String::new(), 5),
         (
             "dense",
             format!("{SMALL} --causal --sharding zigzag --grad --show 32"),
-            7,
+            9,
         ),
         (
             "group",
@@ -133,12 +133,12 @@ fn a_browser_shows_every_page_in_light_and_dark_wide_and_narrow() {
                 "{SMALL} --ranks 6 --show 6 --queries replicated --dtype bf16 --mode group \
                  --segment-lengths 64,256,1024 --dilation-rates 1,2,4"
             ),
-            4,
+            5,
         ),
         (
             "one",
             "--tokens 40 --heads 1 --dim 8 --ranks 1".to_string(),
-            4,
+            5,
         ),
     ];
     for (name, options, charts) in pages {

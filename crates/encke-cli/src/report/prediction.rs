@@ -1,0 +1,141 @@
+//! What the virtual clock says beside what the wall says, for every ring of the page.
+//!
+//! Nothing is fitted to the rings: the clock knows readings of the kernel alone and the plan.
+
+use anyhow::Result;
+use encke::{Plan, Request};
+use encke_cpu::CpuKernel;
+use encke_sim::clock::{Pick, Profile, Sizes, simulate};
+
+use super::axis::{Anchor, Frame, Screen, canvas, label, line};
+use super::findings::{Prediction, Predictions};
+use super::markup::Element;
+use super::page::percent;
+use super::scale::{Scale, Unit};
+use crate::terminal::spinner;
+
+/// Runs of each ring that count, and readings of the kernel.
+pub const RUNS: usize = 3;
+/// Rows of the largest job that is read: enough to know a kernel's pace.
+const ROWS: usize = 1024;
+
+/// Predicts requests that were measured, named by their pass. Nothing where branches keep slots of
+/// their own until the end: their time is not all spent in the ring.
+pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predictions>> {
+    let Some((_, first, _)) = measured.first() else {
+        return Ok(None);
+    };
+    if first.pattern.splits_slots() {
+        return Ok(None);
+    }
+    let progress = spinner("the clock");
+    let kernel = CpuKernel::new()?;
+    let mut profile = Profile::new(Sizes {
+        rows: first.shape.tokens.clamp(8, ROWS),
+        heads: first.shape.heads,
+        dim: first.shape.dim,
+        dtype: first.dtype,
+    });
+    for _ in 0..RUNS {
+        profile.read(&kernel)?;
+    }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let machine = profile.machine(cores, Pick::Median);
+    let mut rings = Vec::new();
+    for (pass, request, measured_s) in measured {
+        let plan = Plan::new(request.clone())?;
+        rings.push(Prediction {
+            pass,
+            ranks: plan.ranks(),
+            predicted_s: simulate(&plan, &machine, 0..0)?.seconds,
+            measured_s: *measured_s,
+        });
+    }
+    progress.finish_and_clear();
+    Ok(Some(Predictions { runs: RUNS, rings }))
+}
+
+/// The finding, with its number.
+pub fn finding(predictions: &Predictions) -> String {
+    let errors = predictions.rings.iter().map(|ring| ring.error().abs());
+    let worst = percent(errors.fold(0.0, f64::max));
+    match predictions.rings.len() {
+        1 => format!("The clock predicts the ring’s time within {worst}"),
+        rings => format!("The clock predicts all {rings} times within {worst}"),
+    }
+}
+
+/// How far off, with its sign.
+pub fn off(prediction: &Prediction) -> String {
+    let sign = if prediction.error() < 0.0 { "−" } else { "+" };
+    format!("{sign}{}", percent(prediction.error().abs()))
+}
+
+/// What the marks are.
+pub fn legend() -> Vec<(String, String)> {
+    let entries = [
+        ("dot all", "measured: median of the runs"),
+        ("dot hollow all", "predicted, with its error"),
+    ];
+    entries
+        .map(|(class, words)| (class.to_string(), words.to_string()))
+        .to_vec()
+}
+
+/// The rings of one pass: a dot for what was measured, a circle for what was predicted.
+pub fn draw(rings: &[&Prediction], screen: Screen, words: &str) -> Element {
+    let height = if screen == Screen::Wide { 220.0 } else { 200.0 };
+    let frame = Frame {
+        left: 66.0,
+        top: 34.0,
+        width: screen.width() - 66.0 - 16.0,
+        height,
+    };
+    let longest = rings
+        .iter()
+        .flat_map(|ring| [ring.predicted_s, ring.measured_s]);
+    let longest = longest.fold(0.0, f64::max).max(1e-9);
+    // Room above for the errors, which are written over the marks.
+    let scale = Scale::even(
+        Unit::Seconds,
+        (0.0, longest * 1.15),
+        (frame.bottom(), frame.top),
+    );
+    let band = frame.width / rings.len().max(1) as f64;
+    let middle = |index: usize| frame.left + band * (index as f64 + 0.5);
+    let mut chart = canvas(screen.width(), frame.bottom() + 48.0, words).with(frame.left_axis(
+        &scale,
+        5,
+        "time of the call",
+    ));
+    for (index, ring) in rings.iter().enumerate() {
+        chart = chart.with(marks(&scale, middle(index), ring));
+    }
+    let names = rings.iter().enumerate();
+    let names = names.map(|(index, ring)| (middle(index), ring.ranks.to_string()));
+    chart.with(frame.bottom_labels(names, "ranks in the ring, p"))
+}
+
+fn marks(scale: &Scale, x: f64, ring: &Prediction) -> Element {
+    let (predicted, measured) = (scale.at(ring.predicted_s), scale.at(ring.measured_s));
+    let words = format!(
+        "{} ranks: {} measured, {} predicted ({})",
+        ring.ranks,
+        Unit::Seconds.words(ring.measured_s),
+        Unit::Seconds.words(ring.predicted_s),
+        off(ring)
+    );
+    let dot = |class: &str, y: f64, radius: f64| {
+        Element::new("circle")
+            .class(format!("mark {class} all"))
+            .place([("cx", x), ("cy", y), ("r", radius)])
+            .set("data-tip", &words)
+    };
+    let above = predicted.min(measured) - 12.0;
+    Element::new("g")
+        .class("pair")
+        .with(line("leader all", (x, predicted), (x, measured)))
+        .with(dot("planned", predicted, 7.0))
+        .with(dot("measured", measured, 4.5))
+        .with(label(x, above, Anchor::Middle, &off(ring)).class("name"))
+}
