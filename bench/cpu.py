@@ -2,13 +2,15 @@
 """Encke beside PyTorch on the CPU, in one run: medians of ratios, taken in turns.
 
     cargo build --release -p encke --example bench_worker
-    python3 bench/cpu.py [--threads 2] [--quick] [--worker PATH] [--record FILE]
+    python3 bench/cpu.py [--threads 2] [--quick] [--only WORDS] [--worker PATH] [--record FILE]
 
 PyTorch is the rival (pip install torch); without it our own figures are printed alone. Both get the
 same shapes, threads and number types; inputs are random, answers are checked before anything is
-timed (our output against the f64 reference, on a short sequence; gradients are left to the tests). FLOPs are counted as 4·n²·d·h forward
-and 10·n²·d·h backward, half of that when causal, for both alike. `peak` is what registers alone can
-multiply and add in the same minute (f32 vectors): it is the ceiling of the f32 rows.
+timed (our output against the f64 reference, on a short sequence; gradients are left to the tests).
+In its turn each contestant makes two calls and the second one counts: threads of the other one may
+still be spinning during the first, on the same cores. FLOPs are counted as 4·n²·d·h forward and
+10·n²·d·h backward, half of that when causal, for both alike. `peak` is what registers alone
+multiply and add in the same minute, with vectors (f32) or tiles (bf16, where there are any).
 """
 import argparse, json, os, platform, statistics, subprocess, sys, time
 
@@ -19,6 +21,8 @@ parser.add_argument("--long", action="store_true", help="16k tokens in the backw
 parser.add_argument("--worker", default="target/release/examples/bench_worker", help="our binary")
 parser.add_argument("--record", help="also write the rows as JSON lines to this file")
 parser.add_argument("--only", default="", help="only rows whose name contains this")
+parser.add_argument("--turns", type=int, help="turns of each row")
+parser.add_argument("--torch-memory", help=argparse.SUPPRESS)
 args = parser.parse_args()
 
 try:
@@ -29,17 +33,34 @@ except ImportError:
     torch = None
     print("PyTorch is not importable (pip install torch): our own figures alone")
 
-environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads))
-worker = subprocess.Popen([args.worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
+class Worker:
+    """Our contestant, a process of its own."""
 
-def ask(line):
-    worker.stdin.write(line + "\n")
-    worker.stdin.flush()
-    answer = worker.stdout.readline().strip()
-    if not answer:
-        sys.exit(f"the worker ended on: {line}")
-    return answer
+    def __init__(self):
+        environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads))
+        self.process = subprocess.Popen([args.worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def ask(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline().strip()
+        if not answer:
+            sys.exit(f"the worker ended on: {line}")
+        return answer
+
+    def run(self):
+        """Seconds by the wall, and of all its threads together."""
+        before = self.cpu()
+        return float(self.ask("run")), self.cpu() - before
+
+    def cpu(self):
+        fields = open(f"/proc/{self.process.pid}/stat").read().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def torch_call(dtype, b, n, h, d, causal, segment, dilation, backward):
@@ -75,39 +96,99 @@ def torch_call(dtype, b, n, h, d, causal, segment, dilation, backward):
     return call
 
 
-def contest(name, dtype, n, d, causal, backward, h=8, segment=0, dilation=1, ranks=1, turns=None):
-    if args.only not in name:
-        return
-    turns = turns or (3 if args.quick else 7)
-    rows = min(segment or n, n) // dilation
-    flops = (14 if backward else 4) * rows * rows * d * h * (n // min(segment or n, n)) / (2 if causal else 1)
-    ask(f"{dtype} 1 {n} {h} {d} {int(causal)} {segment} {dilation} {ranks} {int(backward)}")
-    ours, theirs = [], []
-    rival = torch_call(dtype, 1, n, h, d, causal, segment, dilation, backward) if torch and ranks == 1 else None
-    ask("run")
-    if rival:
-        rival()
-    for _ in range(turns):
-        # Each takes two calls and the second one counts: threads of the other one may still be
-        # spinning during the first, on the same cores, and its data are in the caches.
-        ask("run")
-        ours.append(float(ask("run")))
-        if rival:
-            rival()
-            theirs.append(rival())
-    peak = float(ask("peak"))
-    row = dict(name=name, dtype=dtype, n=n, h=h, d=d, causal=causal, backward=backward, segment=segment, dilation=dilation,
-               ranks=ranks, gflops=flops / statistics.median(ours) / 1e9, seconds=statistics.median(ours), peak=peak)
-    if rival:
-        row["torch_gflops"] = flops / statistics.median(theirs) / 1e9
-        row["ratio"] = statistics.median(t / o for t, o in zip(theirs, ours))
-    ratio = f"{row['ratio']:6.2f} x torch ({row['torch_gflops']:7.1f})" if rival else ""
-    share = f"{row['gflops'] / peak:5.2f} of peak {peak:6.1f}" if dtype == "f32" else ""
-    print(f"{name:44} {row['gflops']:8.1f} GFLOP/s {ratio} {share}", flush=True)
+def resident(which):
+    line = next(line for line in open("/proc/self/status") if line.startswith(which))
+    return int(line.split()[1])
+
+
+if args.torch_memory:
+    # A process of its own: what one call takes beyond what is resident before it.
+    dtype, *numbers = args.torch_memory.split()
+    call = torch_call(dtype, *map(int, numbers))
+    open("/proc/self/clear_refs", "w").write("5")
+    before = resident("VmRSS")
+    call()
+    print(resident("VmHWM") - before)
+    sys.exit()
+
+worker = Worker()
+
+
+def note(row, text):
+    print(text, flush=True)
     if args.record:
         with open(args.record, "a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def contest(name, dtype, n, d, causal, backward, h=8, segment=0, dilation=1, turns=None):
+    if args.only not in name:
+        return
+    turns = args.turns or turns or (3 if args.quick else 7)
+    rows = min(segment or n, n) // dilation
+    flops = (14 if backward else 4) * rows * rows * d * h * (n // min(segment or n, n)) / (2 if causal else 1)
+    worker.ask(f"{dtype} 1 {n} {h} {d} {int(causal)} {segment} {dilation} 1 {int(backward)}")
+    rival = torch_call(dtype, 1, n, h, d, causal, segment, dilation, backward) if torch else None
+    ours, theirs = [], []
+    for _ in range(turns):
+        worker.run()
+        ours.append(worker.run()[0])
+        if rival:
+            rival()
+            theirs.append(rival())
+    peak = float(worker.ask(f"peak {dtype}"))
+    row = dict(name=name, dtype=dtype, n=n, h=h, d=d, causal=causal, backward=backward, segment=segment, dilation=dilation,
+               gflops=flops / statistics.median(ours) / 1e9, seconds=statistics.median(ours), best_seconds=min(ours), peak=peak)
+    ratio = ""
+    if rival:
+        row["torch_gflops"] = flops / statistics.median(theirs) / 1e9
+        row["ratio"] = statistics.median(t / o for t, o in zip(theirs, ours))
+        row["best_ratio"] = min(theirs) / min(ours)
+        ratio = f"{row['ratio']:6.2f} x torch ({row['torch_gflops']:7.1f}), fastest against fastest {row['best_ratio']:5.2f}"
+    note(row, f"{name:40} {row['gflops']:8.1f} GFLOP/s {ratio} {row['gflops'] / peak:5.2f} of peak {peak:6.1f}")
     return row
+
+
+def ring(ranks):
+    """The tax of a ring of threads: its CPU time against that of one rank, in turns."""
+    name = f"ring of {ranks}, f32 d64 n16384 causal zigzag"
+    if args.only not in name:
+        return
+    alone, many = Worker(), Worker()
+    for one, of in ((alone, 1), (many, ranks)):
+        one.ask(f"f32 1 16384 2 64 1 0 1 {of} 0")
+    pairs = []
+    for _ in range(args.turns or 5):
+        alone.run()
+        one = alone.run()
+        many.run()
+        pairs.append((one, many.run()))
+    cpu = statistics.median(m[1] / o[1] for o, m in pairs)
+    wall = statistics.median(m[0] / o[0] for o, m in pairs)
+    alone.end(), many.end()
+    note(dict(name=name, ranks=ranks, cpu_ratio=cpu, wall_ratio=wall), f"{name:40} {cpu:8.3f} x the CPU time of one rank, {wall:.3f} x by the wall")
+
+
+def memory(name, dtype, n, h, d, segment=0, dilation=1, backward=0):
+    """What a first call takes beyond its inputs, each contestant in a fresh process."""
+    if args.only not in name:
+        return
+    fresh = Worker()
+    fresh.ask(f"{dtype} 1 {n} {h} {d} 0 {segment} {dilation} 1 {backward}")
+    fresh.ask("forget")
+    before = int(fresh.ask("resident"))
+    fresh.run()
+    ours = (int(fresh.ask("memory")) - before) / 1024
+    fresh.end()
+    outputs = n * h * d * {"f32": 4, "bf16": 2}[dtype] * (4 if backward else 1) / 2**20
+    row = dict(name=name, ours_mib=ours, outputs_mib=outputs)
+    rival = ""
+    if torch:
+        spec = f"{dtype} 1 {n} {h} {d} 0 {segment} {dilation} {backward}"
+        command = [sys.executable, __file__, "--threads", str(args.threads), "--torch-memory", spec]
+        row["torch_mib"] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
+        rival = f", torch {row['torch_mib']:8.1f} MiB"
+    note(row, f"{name:40} {ours:8.1f} MiB beyond the inputs{rival}; outputs alone {outputs:8.1f} MiB")
 
 
 model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
@@ -122,15 +203,16 @@ for dtype in ("f32", "bf16"):
                     heads = 2 if n > 8192 else 8
                     name = f"{dtype} {'both' if backward else 'forward'} d{d} n{n} {'causal' if causal else 'full'}"
                     contest(name, dtype, n, d, causal, backward, h=heads, turns=3 if n > 8192 else None)
+# Equal work: sixteen segments of 2048 rows, whatever the dilation.
 for dtype in ("f32", "bf16"):
     for dilation in (1, 4, 16):
-        contest(f"{dtype} dilated r{dilation} 2048 rows a segment", dtype, 32768, 64, False, False, h=2,
-                segment=2048 * dilation, dilation=dilation)
-alone = None
-for ranks in (1, 2, 4, 8):
-    row = contest(f"ring of {ranks}, f32 d64 n16384 causal zigzag", "f32", 16384, 64, True, False, h=2, ranks=ranks, turns=3)
-    if row and ranks == 1:
-        alone = row
-    elif row and alone:
-        print(f"{'':44} {row['seconds'] / alone['seconds']:8.3f} x the time of one rank")
-print(f"largest resident size of ours: {int(ask('memory')) / 1024:.0f} MiB")
+        contest(f"{dtype} dilated r{dilation}, 2048 rows a segment", dtype, 32768 * dilation, 64, False, False, h=2,
+                segment=2048 * dilation, dilation=dilation, turns=5)
+for ranks in (2, 4, 8):
+    ring(ranks)
+for n in (4096, 16384, 65536):
+    memory(f"memory of f32 forward d64 n{n}", "f32", n, 2, 64, segment=2048)
+memory("memory of bf16 forward d64 n16384", "bf16", 16384, 2, 64)
+memory("memory of f32 both d64 n16384", "f32", 16384, 2, 64, segment=2048, backward=1)
+memory("memory of f32 dilated r16 n524288", "f32", 524288, 2, 64, segment=32768, dilation=16)
+worker.end()

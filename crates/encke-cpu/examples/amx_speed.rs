@@ -70,7 +70,6 @@ mod speed {
     use encke_core::naive::NaiveKernel;
     use encke_core::{DType, Data};
     use half::bf16;
-    use std::arch::asm;
     use std::hint::black_box;
     use std::time::Instant;
 
@@ -355,31 +354,6 @@ mod speed {
         }
     }
 
-    /// Tile multiplications from registers only.
-    ///
-    /// # Safety
-    /// Tiles are configured on this thread.
-    unsafe fn registers(rounds: usize) {
-        // SAFETY: the caller's promise; no memory is touched.
-        unsafe {
-            asm!(
-                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
-                "tilezero tmm4", "tilezero tmm5", "tilezero tmm6", "tilezero tmm7",
-                "2:",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "dec {rounds}",
-                "jnz 2b",
-                rounds = inout(reg) rounds => _,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                options(nostack, nomem),
-            );
-        }
-    }
-
     const FLOP_PER_TILE: f64 = 16.0 * 16.0 * 32.0 * 2.0;
 
     /// GFLOP/s of tiles from registers, on all threads of the pool together.
@@ -390,7 +364,7 @@ mod speed {
                 // SAFETY: only called with tiles of the processor.
                 unsafe {
                     T::configure();
-                    registers(ROUNDS);
+                    amx::Hardware::multiply_registers(ROUNDS);
                     T::release();
                 }
             });
@@ -632,7 +606,7 @@ mod speed {
                 // SAFETY: tiles are there.
                 unsafe {
                     T::configure();
-                    registers(100_000);
+                    amx::Hardware::multiply_registers(100_000);
                     T::release();
                 }
             });

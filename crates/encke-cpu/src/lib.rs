@@ -23,6 +23,7 @@ mod forward;
 mod grid;
 mod micro;
 mod panel;
+mod peak;
 mod real;
 mod schedule;
 mod scratch;
@@ -41,6 +42,7 @@ use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
 pub use arm::{Arm, VARIABLE};
+pub use peak::peak;
 use scratch::{Pool, Scratch};
 use target::Target;
 use vector::{F32, F64, Plain};

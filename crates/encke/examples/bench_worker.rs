@@ -1,6 +1,6 @@
 //! One contestant of `bench/cpu.py`: reads a configuration from a line of standard input, then
 //! answers each further `run` with the seconds of one call, so that the script can take turns with
-//! its rival. `peak` answers with the multiply-adds this machine does in the same minute, `times`
+//! its rival. `peak DTYPE` answers with the GFLOP/s that registers alone do in the same minute, `times`
 //! with where the milliseconds of one call went.
 
 use std::io::{BufRead, Write};
@@ -11,8 +11,7 @@ use encke::{
     Activity, Attention, Cut, DType, Data, GroupScale, Mode, Pattern, Shape, Tensor, View,
     reference,
 };
-use pulp::{NullaryFnOnce, Simd};
-use rayon::prelude::*;
+use encke_cpu::{Arm, peak};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -139,50 +138,10 @@ fn check(words: &[&str], dtype: DType, dims: [usize; 4], ranks: usize) -> Result
     Ok(())
 }
 
-/// Fused multiply-adds on every thread, from registers only, in GFLOP/s.
-fn peak() -> f64 {
-    struct Fuse<S>(S, usize);
-    impl<S: Simd> NullaryFnOnce for Fuse<S> {
-        type Output = f32;
-        #[inline(always)]
-        fn call(self) -> f32 {
-            let Fuse(simd, steps) = self;
-            let factor = simd.splat_f32s(std::hint::black_box(0.999_999));
-            let mut sums = [simd.splat_f32s(std::hint::black_box(1.0)); 12];
-            for _ in 0..steps {
-                for sum in &mut sums {
-                    *sum = simd.mul_add_e_f32s(*sum, factor, factor);
-                }
-            }
-            sums.into_iter().map(|sum| simd.reduce_sum_f32s(sum)).sum()
-        }
-    }
-    fn on<S: Simd>(simd: S) -> f64 {
-        let steps = 20_000_000;
-        let threads = rayon::current_num_threads();
-        let begin = Instant::now();
-        (0..threads).into_par_iter().with_max_len(1).for_each(|_| {
-            std::hint::black_box(simd.vectorize(Fuse(simd, steps)));
-        });
-        let operations = threads * steps * 12 * 2 * S::F32_LANES;
-        operations as f64 / begin.elapsed().as_secs_f64() / 1e9
-    }
-    #[cfg(target_arch = "x86_64")]
-    {
-        if let Some(simd) = pulp::x86::V4::try_new() {
-            return on(simd);
-        }
-        if let Some(simd) = pulp::x86::V3::try_new() {
-            return on(simd);
-        }
-    }
-    on(pulp::Scalar::new())
-}
-
-/// Largest resident size of this process so far, in KiB.
-fn resident_kib() -> String {
+/// Resident size of this process, now or at most so far, in KiB.
+fn resident_kib(which: &str) -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find(|line| line.starts_with("VmHWM"));
+    let line = status.lines().find(|line| line.starts_with(which));
     let words = line.and_then(|line| line.split_whitespace().nth(1));
     words.unwrap_or("0").to_string()
 }
@@ -193,8 +152,14 @@ fn main() -> Result<(), Failure> {
         let line = line?;
         let words: Vec<&str> = line.split_whitespace().collect();
         let answer = match (&words[..], &contest) {
-            (["peak"], _) => peak().to_string(),
-            (["memory"], _) => resident_kib(),
+            (["peak", dtype], _) => peak(Arm::chosen()?, dtype.parse()?).to_string(),
+            (["resident"], _) => resident_kib("VmRSS"),
+            (["forget"], _) => {
+                // The system counts the largest resident size anew from here.
+                std::fs::write("/proc/self/clear_refs", "5")?;
+                "forgotten".to_string()
+            }
+            (["memory"], _) => resident_kib("VmHWM"),
             (["times"], Some(contest)) => contest.times()?,
             (["run"], Some(contest)) => contest.run()?.to_string(),
             _ => {

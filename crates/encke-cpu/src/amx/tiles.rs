@@ -141,6 +141,33 @@ macro_rules! multiply {
     };
 }
 
+impl Hardware {
+    /// Four products of tiles from registers only, `rounds` times: what the tiles can do at most.
+    ///
+    /// # Safety
+    /// The tiles of this thread are configured.
+    pub(crate) unsafe fn multiply_registers(rounds: usize) {
+        // SAFETY: the caller's promise; no memory is touched.
+        unsafe {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                "tilezero tmm4", "tilezero tmm5", "tilezero tmm6", "tilezero tmm7",
+                "2:",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "dec {rounds}",
+                "jnz 2b",
+                rounds = inout(reg) rounds => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, nomem),
+            );
+        }
+    }
+}
+
 impl Tiles for Hardware {
     const NAME: &'static str = "amx";
 

@@ -1,0 +1,91 @@
+//! What the arithmetic of this machine could do: multiply-adds from registers only, on every thread
+//! of the pool. The ceiling that figures are held against, measured in the same minute.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use encke_core::DType;
+use pulp::{NullaryFnOnce, Simd};
+
+use crate::arm::Arm;
+
+/// Running sums, more than any machine needs to keep its units busy.
+const SUMS: usize = 12;
+/// Multiply-adds of each sum: some tenths of a second.
+const STEPS: usize = 20_000_000;
+
+/// GFLOP/s of `arm` on numbers stored as `dtype`: of vectors, or of tiles where it multiplies with
+/// those.
+pub fn peak(arm: Arm, dtype: DType) -> f64 {
+    #[cfg(target_arch = "x86_64")]
+    match arm {
+        Arm::Amx if dtype == DType::Bf16 => return tiles(),
+        Arm::Amx | Arm::Avx512 => {
+            if let Some(simd) = pulp::x86::V4::try_new() {
+                return vectors(simd);
+            }
+        }
+        Arm::Avx2 => {
+            if let Some(simd) = pulp::x86::V3::try_new() {
+                return vectors(simd);
+            }
+        }
+        Arm::Portable => {}
+    }
+    let _ = (arm, dtype);
+    vectors(pulp::Scalar::new())
+}
+
+/// Runs `work` on every thread at once and returns the seconds it took.
+fn everywhere(work: impl Fn() + Sync) -> f64 {
+    let begin = Instant::now();
+    rayon::broadcast(|_| work());
+    begin.elapsed().as_secs_f64()
+}
+
+fn vectors<S: Simd>(simd: S) -> f64 {
+    let seconds = everywhere(|| {
+        black_box(simd.vectorize(Fuse(simd)));
+    });
+    let operations = rayon::current_num_threads() * STEPS * SUMS * 2 * S::F32_LANES;
+    operations as f64 / seconds / 1e9
+}
+
+struct Fuse<S>(S);
+
+impl<S: Simd> NullaryFnOnce for Fuse<S> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn call(self) -> f32 {
+        let simd = self.0;
+        let factor = simd.splat_f32s(black_box(0.999_999));
+        let mut sums = [simd.splat_f32s(black_box(1.0)); SUMS];
+        for _ in 0..STEPS {
+            for sum in &mut sums {
+                *sum = simd.mul_add_e_f32s(*sum, factor, factor);
+            }
+        }
+        sums.into_iter().map(|sum| simd.reduce_sum_f32s(sum)).sum()
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn tiles() -> f64 {
+    use crate::amx::tiles::{Hardware, Tiles};
+    /// Rounds of four products of tiles, each 16 by 16 by 32.
+    const ROUNDS: usize = 4_000_000;
+    if !Hardware::available() {
+        return 0.0;
+    }
+    let seconds = everywhere(|| {
+        // SAFETY: the tiles are available, configured first and released last.
+        unsafe {
+            Hardware::configure();
+            Hardware::multiply_registers(ROUNDS);
+            Hardware::release();
+        }
+    });
+    let operations = rayon::current_num_threads() * ROUNDS * 4 * 16 * 16 * 32 * 2;
+    operations as f64 / seconds / 1e9
+}
