@@ -69,11 +69,11 @@ def torch_call(dtype, b, n, h, d, causal, segment, dilation, backward):
     generator = torch.Generator().manual_seed(1)
     q, k, v, dout = (torch.randn(b, n, h, d, generator=generator).to(kind) for _ in range(4))
     for x in (q, k, v):
-        x.requires_grad_(backward)
+        x.requires_grad_(bool(backward))
 
     def attend(q, k, v):
         swap = lambda x: x.transpose(-3, -2)
-        return swap(F.scaled_dot_product_attention(swap(q), swap(k), swap(v), is_causal=causal))
+        return swap(F.scaled_dot_product_attention(swap(q), swap(k), swap(v), is_causal=bool(causal)))
 
     def forward():
         if not segment:

@@ -13,7 +13,7 @@ use crate::panel;
 use crate::real::Real;
 use crate::schedule;
 use crate::scratch::{Pool, Scratch};
-use crate::shape::{KEYS, MOST_LANES, TASKS, TILES, VECTORS, lanes, padded, tiles};
+use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded, tiles};
 use crate::softmax::{self, Mask};
 use crate::target::Target;
 use crate::vector::{Task, Vector};
@@ -54,7 +54,7 @@ pub(crate) fn forward<X: Vector, const R: usize>(
     [q, k, v]: [Slice<'_>; 3],
     target: Target<'_, X::A>,
 ) {
-    let grid = Grid::new(job, lanes::<X>(), tiles(TILES, job.dim), TASKS);
+    let grid = Grid::new(job, lanes::<X>(), tiles(TILES, job.dim), schedule::tasks());
     let attention = Attention {
         x,
         job,

@@ -64,8 +64,8 @@ impl Grid {
                 .map(|group| places * grid.blocks(group).count())
                 .sum()
         };
-        while grid.most > FEWEST_TILES && blocks(&grid) < tasks {
-            grid.most = grid.most.div_ceil(2);
+        while grid.most >= 2 * FEWEST_TILES && blocks(&grid) < tasks {
+            grid.most /= 2;
         }
         grid
     }

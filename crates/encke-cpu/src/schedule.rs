@@ -6,6 +6,12 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+/// How many tasks a job should have for the threads of the current pool to end together. What a task
+/// computes for a row does not depend on how many there are.
+pub(crate) fn tasks() -> usize {
+    4 * rayon::current_num_threads()
+}
+
 /// Tasks that are handed out in their order.
 pub(crate) struct Queue<'a, K> {
     tasks: &'a [K],

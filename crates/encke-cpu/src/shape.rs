@@ -11,10 +11,8 @@ pub(crate) const VECTORS: usize = 3;
 pub(crate) const TILES: usize = 24;
 /// The same in the backward pass, which has more to keep of each.
 pub(crate) const BACKWARD_TILES: usize = 16;
-/// Tasks a job is cut into, if it is large enough.
-pub(crate) const TASKS: usize = 16;
-/// Tiles below which a task is not cut further.
-pub(crate) const FEWEST_TILES: usize = 4;
+/// Tiles below which a block is not cut further: keys are packed for each block.
+pub(crate) const FEWEST_TILES: usize = 8;
 /// Keys in a panel: a multiple of every number of rows held in registers.
 pub(crate) const KEYS: usize = 128;
 /// Lanes of the widest tile.

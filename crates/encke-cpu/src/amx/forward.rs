@@ -23,10 +23,8 @@ use super::softmax::{Running, Scale};
 use super::tiles::{ROW_BYTES, SLAB_BYTES, Tiles};
 use crate::target::Target;
 
-/// Tasks a job is cut into, if it is large enough.
-const TASKS: usize = 16;
-/// Tiles below which a task is not cut further.
-const FEWEST_TILES: usize = 4;
+/// Tiles below which a task is not cut further: keys are packed for each task.
+const FEWEST_TILES: usize = 8;
 
 /// Attends the queries of the job to its keys.
 ///
@@ -96,7 +94,7 @@ fn tasks<'a>(job: &Job, groups: &'a [Vec<usize>], most: usize) -> Vec<Task<'a>> 
     let tiles_each = job.queries.div_ceil(WIDTH);
     let total = tiles_each * job.heads * job.batch * job.segments;
     let mut limit = most;
-    while limit > FEWEST_TILES && total.div_ceil(limit) < TASKS {
+    while limit >= 2 * FEWEST_TILES && total.div_ceil(limit) < crate::schedule::tasks() {
         limit /= 2;
     }
     let mut tasks = Vec::new();
