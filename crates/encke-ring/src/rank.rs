@@ -212,6 +212,7 @@ impl<K: Kernel> Rank<K> {
 
     /// Another rank in this one's memory: buffers of the right size are taken over with whatever
     /// they hold (a program clears what it adds to), the others are freed before new ones are made.
+    /// Outputs whose untouched cells are to be zeros are made so again.
     pub fn succeed(mut self, kernel: &K, plan: RankPlan) -> Result<Rank<K>, KernelError> {
         let mut next = Rank::idle(plan);
         for (wanted, buffer) in next.plan.buffers.iter().zip(&mut next.shelf.buffers) {
@@ -224,6 +225,11 @@ impl<K: Kernel> Rank<K> {
             }
         }
         drop(self);
+        for id in next.plan.sparse_outputs() {
+            if let Some(buffer) = &mut next.shelf.buffers[id.0] {
+                kernel.fill(buffer, 0.0)?;
+            }
+        }
         next.furnish(kernel, &Loans::default())?;
         Ok(next)
     }

@@ -401,6 +401,20 @@ impl RankPlan {
         memory
     }
 
+    /// Outputs of which cells that see nothing are left as the zeros they were allocated as: those
+    /// that are not finished as a whole.
+    pub fn sparse_outputs(&self) -> Vec<BufferId> {
+        let tasks = || self.rounds.iter().flat_map(|round| &round.before);
+        let finished = |id: BufferId| {
+            tasks().any(|task| matches!(task, Task::Finish { out, .. } if *out == id))
+        };
+        let ports = self.outputs.iter().filter(|port| port.role == Role::Out);
+        ports
+            .map(|port| port.buffer)
+            .filter(|id| !finished(*id))
+            .collect()
+    }
+
     /// Every job, in the order of execution.
     pub fn jobs(&self) -> impl Iterator<Item = &Job> {
         self.rounds
