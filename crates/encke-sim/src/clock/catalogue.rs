@@ -17,6 +17,8 @@ fn tensor_core_rates(of: &[(usize, f64, f64, f64, &str)], row_bytes_per_s: f64) 
         flops: teraflops * 1e12,
         diagonal_keys,
         row_bytes_per_s,
+        few_slower: 0.0,
+        single_s: 0.0,
     };
     let rate = |dtype| {
         let rates = of.iter();

@@ -11,7 +11,7 @@ use encke_core::plan::Plan;
 use encke_core::plan::program::{Message, RankPlan, Task};
 
 use super::error::ClockError;
-use super::machine::{Device, Machine, Rate};
+use super::machine::{Device, FEW, Machine, Rate};
 
 /// Time of some tasks on a device with nothing else to do.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -259,11 +259,24 @@ impl Pricing<'_> {
             false => (self.rate.forward, 4.0),
         };
         let pairs = job.pairs() as f64 + diagonal(job, speed.diagonal_keys);
-        let arithmetic_s = pairs * each * job.dim as f64 / speed.flops;
+        let mut arithmetic_s = pairs * each * job.dim as f64 / speed.flops;
+        if is_few(job) {
+            arithmetic_s *= 1.0 + speed.few_slower;
+        }
         let rows_s = row_bytes(job, self.dtype, backward) / speed.row_bytes_per_s;
         work.delay_s += self.device.job_overhead_s;
-        work.spread_s += arithmetic_s + rows_s;
+        work.spread_s += arithmetic_s + rows_s + singles(job) as f64 * speed.single_s;
     }
+}
+
+/// Whether a job is few single attentions.
+pub(super) fn is_few(job: &Job) -> bool {
+    singles(job) < FEW
+}
+
+/// How many single attentions a job is.
+pub(super) fn singles(job: &Job) -> usize {
+    job.batch * job.segments * job.heads
 }
 
 /// The bytes of a job's rows: stored ones read once, sums read and written.

@@ -23,7 +23,17 @@ pub struct Speed {
     pub diagonal_keys: f64,
     /// Bytes per second at which a job's rows are read and its sums read and written, once each.
     pub row_bytes_per_s: f64,
+    /// By what part operations take longer where a job is less than [`FEW`] single attentions
+    /// (batch entries x segments x heads), which a device can do worse side by side.
+    #[serde(default)]
+    pub few_slower: f64,
+    /// What each single attention costs beside its pairs and rows: tiles that are not full.
+    #[serde(default)]
+    pub single_s: f64,
 }
+
+/// From so many single attentions on a job is not one of few.
+pub const FEW: usize = 4;
 
 /// How fast a device attends in one type.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -16,7 +16,7 @@ use encke_core::{DType, Data, Tensor};
 use encke_ring::threads::endpoints;
 use std::collections::BTreeMap;
 
-use super::cost::row_bytes;
+use super::cost::{is_few, row_bytes, singles};
 use super::error::ClockError;
 use super::fit::fit;
 use super::machine::{Carrier, Device, Link, Machine, Rate, Speed};
@@ -110,10 +110,21 @@ impl Profile {
         let zeros = |elements: usize| Data::zeros(sum, elements);
         // As long as the sequence, as short as what a rank of a large ring has, and many at once.
         let part = |of: usize| (rows / of).max(1);
-        let shapes = [(1, rows), (1, part(4)), (1, part(16)), (8, part(8))];
+        let shapes = [
+            (1, rows),
+            (1, part(4)),
+            (1, part(16)),
+            (8, part(8)),
+            (part(16), 16.min(rows)),
+        ];
         let jobs = shapes.into_iter().flat_map(|(segments, rows)| {
             [false, true].map(|causal| job(sizes, segments, rows, causal))
         });
+        // A dilated branch has few heads of one phase.
+        let one = Sizes { heads: 1, ..sizes };
+        let alone = [part(4), part(16)].into_iter();
+        let alone = alone.flat_map(|rows| [false, true].map(|causal| job(one, 1, rows, causal)));
+        let jobs = jobs.chain(alone);
         Profile {
             sizes,
             jobs: jobs.collect(),
@@ -288,8 +299,9 @@ impl Profile {
         }
     }
 
-    /// Operations, causal operations, bytes and jobs of every job that was read, and its seconds.
-    fn lines(&self, backward: bool, pick: Pick) -> Vec<([f64; 4], f64)> {
+    /// Operations, causal operations, bytes, jobs, operations of jobs of few, and single attentions
+    /// of every job that was read, and its seconds.
+    fn lines(&self, backward: bool, pick: Pick) -> Vec<([f64; 6], f64)> {
         let each = if backward { 10.0 } else { 4.0 };
         let line = |(i, job): (usize, &Job)| {
             let operations = each * job.dim as f64;
@@ -300,6 +312,11 @@ impl Profile {
                 diagonal * operations,
                 row_bytes(job, self.sizes.dtype, backward),
                 1.0,
+                match is_few(job) {
+                    true => (job.pairs() as f64) * operations,
+                    false => 0.0,
+                },
+                singles(job) as f64,
             ];
             let reading = match backward {
                 true => Reading::Backward(i),
@@ -312,12 +329,15 @@ impl Profile {
 
     /// A speed, and the overhead of a job, that explain the readings best.
     fn speed(&self, backward: bool, pick: Pick) -> (Speed, f64) {
-        let [operation_s, diagonal_s, byte_s, overhead_s] = fit(&self.lines(backward, pick));
+        let found = fit(&self.lines(backward, pick));
+        let [operation_s, diagonal_s, byte_s, overhead_s, few_s, single_s] = found;
         let speed = Speed {
             flops: 1.0 / operation_s.max(1e-18),
             diagonal_keys: diagonal_s / operation_s.max(1e-18),
             // What the fit finds to cost nothing is as good as infinitely fast.
             row_bytes_per_s: 1.0 / byte_s.max(1e-18),
+            few_slower: few_s / operation_s.max(1e-18),
+            single_s,
         };
         (speed, overhead_s)
     }

@@ -169,3 +169,12 @@ fn what_a_thread_carries_itself_is_not_hidden() {
     close(run.hidden.unwrap(), 1.0 - 4.0 / (3.0 + 3.0));
     assert_eq!(run.bytes(), 256);
 }
+
+#[test]
+fn few_attentions_are_slower_and_each_costs_something_of_its_own() {
+    let mut machine = machine(256.0, link(0.0, f64::INFINITY));
+    close(simulate(&dense(4, 1), &machine, 0..0).unwrap().seconds, 1.0);
+    machine.device.rates[0].forward.few_slower = 1.0;
+    machine.device.rates[0].forward.single_s = 0.5;
+    close(simulate(&dense(4, 1), &machine, 0..0).unwrap().seconds, 2.5);
+}

@@ -12,6 +12,8 @@ pub fn device(flops: f64) -> Device {
         flops,
         diagonal_keys: 0.0,
         row_bytes_per_s: f64::INFINITY,
+        few_slower: 0.0,
+        single_s: 0.0,
     };
     Device {
         name: "test".to_string(),
