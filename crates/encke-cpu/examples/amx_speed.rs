@@ -100,8 +100,6 @@ mod speed {
                 {KEYS: 256},
                 {KEYS: 128},
                 {KEYS: 64},
-                {KEYS: 64, GROUP: 2},
-                {KEYS: 128, GROUP: 2},
                 {KEYS: 128, PREFETCH: false},
                 {KEYS: 256, PREFETCH: false},
                 {KEYS: 512},

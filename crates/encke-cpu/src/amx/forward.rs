@@ -4,10 +4,9 @@
 //! and keys and values a thousand at a time, into the second-level cache, where all its tiles meet
 //! them. Key blocks past the last visible key are not touched and only diagonal ones are masked.
 //!
-//! The decision here: what one tile goes through (scores, softmax, values, block by block) is the
-//! same in every shape, but tiles of a group take turns, and scores may run ahead of their softmax
-//! and values behind it, so that what was stored a moment ago is not what is loaded next: tiles
-//! are loaded from the cache and not from stores that are still on their way to it.
+//! The decision here: one tile after the other goes through scores, softmax and values, block by
+//! block. Letting scores run ahead of their softmax, or several tiles take turns, was tried and
+//! gained nothing; blocks that fit the first-level cache did.
 
 mod attend;
 mod carry;
@@ -156,7 +155,7 @@ impl Layout {
             tiles,
             running: divider.take(tiles * size_of::<Tile>()),
             sums: divider.take(slabs(tiles * 2 * steps)),
-            scores: divider.take(slabs(S::BUFFERS * 2 * S::KEYS / WIDTH)),
+            scores: divider.take(slabs(2 * S::KEYS / WIDTH)),
             queries: divider.take(slabs(tiles * steps) + apart) + apart,
             keys: divider.take(slabs(S::PACKED / WIDTH * steps) + apart) + apart,
             values: divider.take(slabs(S::PACKED / WIDTH * steps) + apart) + apart,
@@ -229,9 +228,8 @@ impl Run<'_> {
             // SAFETY: as above.
             unsafe {
                 let packed = self.pack::<S>(task, first, S::PACKED.min(most - first), scratch);
-                for start in (0..count).step_by(S::GROUP) {
-                    let group = &mut tiles[start..count.min(start + S::GROUP)];
-                    self.attend::<T, S>(group, start, packed, scratch);
+                for (number, tile) in tiles.iter_mut().enumerate() {
+                    self.attend::<T, S>(tile, number, packed, scratch);
                 }
             }
         }
@@ -249,8 +247,8 @@ impl Run<'_> {
         scratch.wrapping_add(self.layout.sums + tile * 2 * self.steps * S::SLAB)
     }
 
-    fn buffer<S: Shape>(&self, number: usize, scratch: *mut u8) -> *mut u8 {
-        scratch.wrapping_add(self.layout.scores + number * (2 * S::KEYS / WIDTH) * S::SLAB)
+    fn block_of_scores(&self, scratch: *mut u8) -> *mut u8 {
+        scratch.wrapping_add(self.layout.scores)
     }
 
     /// Packed keys (or values) from number `from` on, a multiple of 32.

@@ -9,12 +9,6 @@ use super::tiles::SLAB_BYTES;
 pub(crate) trait Shape: Send + Sync + 'static {
     /// Keys whose scores exist at once for a tile of queries; a multiple of 32.
     const KEYS: usize;
-    /// Tiles of 32 queries that take turns at each block of keys.
-    const GROUP: usize = 1;
-    /// By how many turns scores are computed ahead of their softmax.
-    const AHEAD: usize = 0;
-    /// By how many turns weights wait until they meet the values.
-    const BEHIND: usize = 0;
     /// Bytes from one slab to the next.
     const SLAB: usize = SLAB_BYTES;
     /// Degree of the polynomial of the exponential: more than weights that are rounded to bf16
@@ -27,9 +21,6 @@ pub(crate) trait Shape: Send + Sync + 'static {
     const PACKED: usize = 1024;
     /// Numbers of q that a task works on, over all its heads.
     const NUMBERS: usize = 1 << 16;
-
-    /// Blocks of scores that are alive at once.
-    const BUFFERS: usize = Self::AHEAD + Self::BEHIND + 1;
 }
 
 /// For head dimensions up to 64.
@@ -58,17 +49,12 @@ pub(crate) trait BackwardShape: Send + Sync + 'static {
     const KEYS: usize = 64;
     /// Tiles of 32 queries over which dk and dv are summed before they go back to memory.
     const TILES: usize = 4;
-    /// By how many tiles scores are computed ahead of their weights.
-    const AHEAD: usize = 0;
     /// Bytes from one slab to the next.
     const SLAB: usize = SLAB_BYTES;
     /// Degree of the polynomial of the exponential: weights are rounded to bf16 at once.
     const DEGREE: usize = 3;
     /// Numbers of q that are packed at a time.
     const NUMBERS: usize = 1 << 15;
-
-    /// Blocks of scores that are alive at once.
-    const BUFFERS: usize = Self::AHEAD + 1;
 }
 
 /// What has proved itself for the backward pass.

@@ -32,13 +32,9 @@ impl Run<'_> {
             let tiles = &mut tiles[first..=start + last];
             // SAFETY: the caller's promise.
             unsafe {
-                for number in 0..tiles.len() + S::AHEAD {
-                    if number < tiles.len() {
-                        self.scores::<T, S>(first + number, number % S::BUFFERS, keys, scratch);
-                    }
-                    if let Some(ready) = number.checked_sub(S::AHEAD) {
-                        self.gradients::<S>(&tiles[ready], ready, keys, scratch);
-                    }
+                for (i, tile) in tiles.iter().enumerate() {
+                    self.scores::<T, S>(first + i, keys, scratch);
+                    self.gradients::<S>(tile, i, keys, scratch);
                 }
                 if fresh {
                     self.sum_keys::<T, S, false>(tiles, first, keys, scratch);
@@ -58,13 +54,7 @@ impl Run<'_> {
     /// # Safety
     /// As for [`Run::task`].
     #[inline]
-    unsafe fn scores<T: Tiles, S: BackwardShape>(
-        &self,
-        tile: usize,
-        buffer: usize,
-        keys: Keys,
-        scratch: *mut u8,
-    ) {
+    unsafe fn scores<T: Tiles, S: BackwardShape>(&self, tile: usize, keys: Keys, scratch: *mut u8) {
         let layout = &self.layout;
         for (rows, lanes, to) in [
             (layout.k_rows, layout.q_lanes, layout.scores),
@@ -72,8 +62,7 @@ impl Run<'_> {
         ] {
             let b = scratch.wrapping_add(lanes + tile * self.steps * S::SLAB);
             for step in 0..keys.count.div_ceil(WIDTH) {
-                let to = self.buffer::<S>(to, buffer, scratch);
-                let c = to.wrapping_add(2 * step * S::SLAB);
+                let c = scratch.wrapping_add(to + 2 * step * S::SLAB);
                 // SAFETY: tiles are configured, and all slabs lie in their regions.
                 unsafe {
                     T::multiply::<false>(Product {
@@ -105,10 +94,9 @@ impl Run<'_> {
     ) {
         let layout = &self.layout;
         let steps = keys.count.div_ceil(WIDTH);
-        let buffer = i % S::BUFFERS;
         let block = gradient::Block {
-            scores: self.buffer::<S>(layout.scores, buffer, scratch),
-            products: self.buffer::<S>(layout.products, buffer, scratch),
+            scores: scratch.wrapping_add(layout.scores),
+            products: scratch.wrapping_add(layout.products),
             steps,
             start: keys.start,
             masked: tile.masked(keys.start + steps * WIDTH),
@@ -272,10 +260,6 @@ impl Run<'_> {
             }
         }
         state.summed = 1;
-    }
-
-    fn buffer<S: BackwardShape>(&self, region: usize, number: usize, scratch: *mut u8) -> *mut u8 {
-        scratch.wrapping_add(region + number * (2 * S::KEYS / WIDTH) * S::SLAB)
     }
 }
 

@@ -1,4 +1,4 @@
-//! A group of tiles against the packed keys: scores, softmax, values, block by block.
+//! A tile against the packed keys: scores, softmax, values, block by block.
 
 use super::super::mend::{Side, mend};
 use super::super::pack::{self, Slabs, WIDTH};
@@ -7,19 +7,16 @@ use super::super::softmax::{self, Block, Rescale};
 use super::super::tiles::{Product, ROW_BYTES, TILE_BYTES, Tiles};
 use super::{Packed, Run, Tile};
 
-/// One block of keys for one tile of a group.
+/// One block of keys for one tile.
 #[derive(Debug, Clone, Copy)]
 struct Turn {
-    /// The place of the tile in its group, and its number in the task.
-    place: usize,
+    /// The number of the tile in its task.
     tile: usize,
     /// The number of the first key, and its place among the packed ones.
     key: usize,
     from: usize,
     /// How many times 32 keys the tile sees of the block.
     steps: usize,
-    /// Where the scores are.
-    buffer: usize,
 }
 
 impl Tile {
@@ -37,62 +34,31 @@ impl Packed {
 }
 
 impl Run<'_> {
-    /// All packed keys that a group of tiles sees, tile `start` being its first one.
+    /// All packed keys that a tile sees, `number` being its place in the task.
     ///
     /// # Safety
     /// As for [`Run::task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn attend<T: Tiles, S: Shape>(
         &self,
-        group: &mut [Tile],
-        start: usize,
+        tile: &mut Tile,
+        number: usize,
         packed: Packed,
         scratch: *mut u8,
     ) {
-        const { assert!(S::BUFFERS <= 4 && S::GROUP <= 8) };
-        let end = packed.first + packed.count;
-        let limits: [usize; 8] =
-            std::array::from_fn(|i| group.get(i).map_or(0, |tile| tile.most.min(end)));
-        let most = limits.into_iter().max().unwrap_or(0);
-        let tiles = group.len();
-        let turns = most.saturating_sub(packed.first).div_ceil(S::KEYS) * tiles;
-        let turn = |number: usize| {
-            let place = number % tiles;
-            let key = packed.first + number / tiles * S::KEYS;
-            Turn {
-                place,
-                tile: start + place,
+        let end = tile.most.min(packed.first + packed.count);
+        for key in (packed.first..end).step_by(S::KEYS) {
+            let turn = Turn {
+                tile: number,
                 key,
                 from: key - packed.first,
-                steps: limits[place]
-                    .saturating_sub(key)
-                    .min(S::KEYS)
-                    .div_ceil(WIDTH),
-                buffer: number % S::BUFFERS,
-            }
-        };
-        let mut rescales = [Rescale::NONE; 4];
-        for number in 0..turns + S::AHEAD + S::BEHIND {
+                steps: (end - key).min(S::KEYS).div_ceil(WIDTH),
+            };
             // SAFETY: the caller's promise.
             unsafe {
-                if number < turns {
-                    self.scores::<T, S>(turn(number), scratch);
-                }
-                if S::BEHIND > 0 && number >= S::AHEAD + S::BEHIND {
-                    let turn = turn(number - S::AHEAD - S::BEHIND);
-                    let (tile, rescale) = (&group[turn.place], &rescales[turn.buffer]);
-                    self.values::<T, S>(tile, turn, packed, rescale, scratch);
-                }
-                if number >= S::AHEAD && number < turns + S::AHEAD {
-                    let turn = turn(number - S::AHEAD);
-                    let tile = &mut group[turn.place];
-                    let rescale = self.weights::<T, S>(tile, turn, packed, scratch);
-                    if S::BEHIND == 0 {
-                        self.values::<T, S>(tile, turn, packed, &rescale, scratch);
-                    } else {
-                        rescales[turn.buffer] = rescale;
-                    }
-                }
+                self.scores::<T, S>(turn, scratch);
+                let rescale = self.weights::<T, S>(tile, turn, packed, scratch);
+                self.values::<T, S>(tile, turn, packed, &rescale, scratch);
             }
         }
     }
@@ -105,7 +71,7 @@ impl Run<'_> {
     unsafe fn scores<T: Tiles, S: Shape>(&self, turn: Turn, scratch: *mut u8) {
         let q = self.queries::<S>(turn.tile, scratch);
         let k = self.block::<S>(self.layout.keys, turn.from, scratch);
-        let scores = self.buffer::<S>(turn.buffer, scratch);
+        let scores = self.block_of_scores(scratch);
         for step in 0..turn.steps {
             let sums = scores.wrapping_add(2 * step * S::SLAB);
             // SAFETY: tiles are configured, and all slabs lie in their regions.
@@ -136,13 +102,10 @@ impl Run<'_> {
         packed: Packed,
         scratch: *mut u8,
     ) -> Rescale {
-        if turn.steps == 0 {
-            return Rescale::NONE;
-        }
         let next = turn.from + S::KEYS;
-        let fetch = turn.place == 0 && next < packed.count;
+        let fetch = next < packed.count;
         let block = Block {
-            scores: self.buffer::<S>(turn.buffer, scratch),
+            scores: self.block_of_scores(scratch),
             steps: turn.steps,
             start: turn.key,
             masked: tile.masked(turn),
@@ -178,16 +141,13 @@ impl Run<'_> {
         rescale: &Rescale,
         scratch: *mut u8,
     ) {
-        if turn.steps == 0 {
-            return;
-        }
         let sums = self.sums::<S>(turn.tile, scratch);
         if rescale.needed {
             // SAFETY: the tile has this many slabs of sums.
             unsafe { softmax::multiply_sums::<S>(sums, 2 * self.steps, rescale) };
         }
         let values = self.block::<S>(self.layout.values, turn.from, scratch);
-        let weights = self.buffer::<S>(turn.buffer, scratch);
+        let weights = self.block_of_scores(scratch);
         let mut factor = values;
         if tile.masked(turn) && packed.broken(turn) {
             factor = scratch.wrapping_add(self.layout.clean);

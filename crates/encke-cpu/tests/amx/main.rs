@@ -5,29 +5,26 @@
 #![cfg(target_arch = "x86_64")]
 
 #[allow(dead_code, unused_imports)]
-#[path = "../src/amx/mod.rs"]
+#[path = "../../src/amx/mod.rs"]
 mod amx;
-#[cfg(target_arch = "x86_64")]
 #[allow(dead_code)]
-#[path = "../src/schedule.rs"]
-mod schedule;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../src/shared.rs"]
-mod shared;
-
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../src/real.rs"]
+#[path = "../../src/real.rs"]
 mod real;
-#[cfg(target_arch = "x86_64")]
 #[allow(dead_code)]
-#[path = "../src/target.rs"]
+#[path = "../../src/schedule.rs"]
+mod schedule;
+#[allow(dead_code)]
+#[path = "../../src/shared.rs"]
+mod shared;
+#[allow(dead_code)]
+#[path = "../../src/target.rs"]
 mod target;
-#[cfg(target_arch = "x86_64")]
 #[allow(dead_code)]
-#[path = "../src/vector.rs"]
+#[path = "../../src/vector.rs"]
 mod vector;
+
+mod kernel;
+mod packing;
 
 use amx::backward::backward_shaped;
 use amx::emulated::Emulated;
@@ -36,174 +33,13 @@ use amx::shape::{BackwardShape, Shape};
 use amx::tiles::{Hardware, Tiles};
 use encke_core::conformance::{self, Random};
 use encke_core::dtype::Slice;
-use encke_core::host;
-use encke_core::job::{Block, Causal, Job, Operand};
-use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::job::{Causal, Job, Operand};
+use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::Pass;
-use encke_core::sharding::Run;
-use encke_core::{DType, Data, Tensor, View};
-use half::bf16;
-use std::marker::PhantomData;
+use encke_core::{DType, Data};
+use kernel::{TileKernel, narrow, seen, wide};
 use target::Target;
-
-/// Attention on tiles; everything else is left to the oracle.
-struct TileKernel<T> {
-    pool: amx::Pool,
-    tiles: PhantomData<T>,
-}
-
-impl<T: Tiles> TileKernel<T> {
-    fn new() -> TileKernel<T> {
-        TileKernel {
-            pool: amx::Pool::default(),
-            tiles: PhantomData,
-        }
-    }
-}
-
-fn narrow(data: Slice<'_>) -> &[bf16] {
-    match data {
-        Slice::Bf16(numbers) => numbers,
-        _ => panic!("tiles hold bf16"),
-    }
-}
-
-fn wide(data: &mut Data) -> &mut [f32] {
-    match data {
-        Data::F32(numbers) => numbers,
-        _ => panic!("sums are f32"),
-    }
-}
-
-fn seen(data: Slice<'_>) -> &[f32] {
-    match data {
-        Slice::F32(numbers) => numbers,
-        _ => panic!("sums are f32"),
-    }
-}
-
-impl<T: Tiles> Kernel for TileKernel<T> {
-    type Buffer = Data;
-    type Input<'a> = Slice<'a>;
-
-    fn name(&self) -> &'static str {
-        T::NAME
-    }
-
-    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
-        buffer.as_slice()
-    }
-
-    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
-        Some(numbers)
-    }
-
-    fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
-        host::allocate(self.name(), dtype, elements)
-    }
-
-    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
-        NaiveKernel.upload(from, runs, to)
-    }
-
-    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
-        NaiveKernel.download(from, runs, to)
-    }
-
-    fn hand_over(&self, buffer: Data) -> Result<Data> {
-        Ok(buffer)
-    }
-
-    fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
-        NaiveKernel.fill(buffer, value)
-    }
-
-    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
-        NaiveKernel.copy(block, add, from, to)
-    }
-
-    fn forward(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        carry: &mut Carry<Data>,
-    ) -> Result<()> {
-        let given = [narrow(q), narrow(k), narrow(v)];
-        amx::forward::<T>(&self.pool, job, given, Target::carry(carry));
-        Ok(())
-    }
-
-    fn attend(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        out: &mut Data,
-        lse: &mut Data,
-    ) -> Result<()> {
-        let given = [narrow(q), narrow(k), narrow(v)];
-        amx::forward::<T>(&self.pool, job, given, Target::end(out, lse, job.gain));
-        Ok(())
-    }
-
-    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
-        NaiveKernel.merge(block, from, to)
-    }
-
-    fn finish(
-        &self,
-        cells: usize,
-        dim: usize,
-        gain: f64,
-        carry: &Carry<Data>,
-        out: &mut Data,
-        lse: &mut Data,
-    ) -> Result<()> {
-        NaiveKernel.finish(cells, dim, gain, carry, out, lse)
-    }
-
-    fn delta(
-        &self,
-        cells: usize,
-        dim: usize,
-        out: Slice<'_>,
-        dout: Slice<'_>,
-        dlse: Option<Slice<'_>>,
-        delta: &mut Data,
-    ) -> Result<()> {
-        NaiveKernel.delta(cells, dim, out, dout, dlse, delta)
-    }
-
-    fn backward(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        upstream: Upstream<Slice<'_>>,
-        gradients: Gradients<'_, Data>,
-    ) -> Result<()> {
-        let given = amx::Given {
-            q: narrow(q),
-            k: narrow(k),
-            v: narrow(v),
-            dout: narrow(upstream.dout),
-            lse: seen(upstream.lse),
-            delta: seen(upstream.delta),
-        };
-        let (dq, dk, dv) = (wide(gradients.dq), wide(gradients.dk), wide(gradients.dv));
-        amx::backward::<T>(&self.pool, job, given, dq, dk, dv);
-        Ok(())
-    }
-
-    fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
-        NaiveKernel.workspace_bytes(job, pass, dtype)
-    }
-}
 
 /// Whether a test of these tiles can run here; says so where it cannot.
 fn here<T: Tiles>() -> bool {
@@ -440,6 +276,31 @@ fn the_sign_of_the_scale_is_kept() {
     }
 }
 
+/// Weights relative to an old maximum would overflow here: some lanes have to look for a new one,
+/// in the middle of a tile whose other lanes have no need to.
+#[test]
+fn a_maximum_that_rises_is_noticed() {
+    if !here::<Emulated>() {
+        return;
+    }
+    let job = job(96, 1500, 1, 64, None);
+    let mut inputs = Inputs::new(&job, 12);
+    // Every third query is along the first channel, in which keys grow by block.
+    let (mut q, mut k) = (inputs.q.to_f64(), inputs.k.to_f64());
+    for (i, row) in q.chunks_mut(64).enumerate() {
+        row[0] = if i % 3 == 0 { 24.0 } else { 0.0 };
+    }
+    for (j, row) in k.chunks_mut(64).enumerate() {
+        row[0] = (j / 100) as f64 * 4.0;
+    }
+    inputs.q = Data::from_f64(DType::Bf16, &q);
+    inputs.k = Data::from_f64(DType::Bf16, &k);
+    let expected = run(&NaiveKernel, &job, &inputs, None);
+    let got = run(&TileKernel::<Emulated>::new(), &job, &inputs, None);
+    close("lse", &got.lse, &expected.lse, 4e-6);
+    close("out", &got.out, &expected.out, 4e-3);
+}
+
 #[test]
 fn the_number_of_threads_changes_no_bit() {
     if !here::<Emulated>() {
@@ -522,9 +383,6 @@ struct Odd;
 
 impl Shape for Odd {
     const KEYS: usize = 96;
-    const GROUP: usize = 3;
-    const AHEAD: usize = 1;
-    const BEHIND: usize = 2;
     const SLAB: usize = 2048 + 64;
     const PACKED: usize = 192;
     const NUMBERS: usize = 1 << 13;
@@ -533,7 +391,6 @@ impl Shape for Odd {
 impl BackwardShape for Odd {
     const KEYS: usize = 96;
     const TILES: usize = 3;
-    const AHEAD: usize = 2;
     const SLAB: usize = 4096;
     const NUMBERS: usize = 1 << 12;
 }
@@ -595,166 +452,4 @@ fn shapes_change_only_the_order_of_sums() {
     for (i, name) in ["dq", "dk", "dv"].into_iter().enumerate() {
         close(name, &got.gradients[i], &expected.gradients[i], 8e-3);
     }
-}
-
-/// A page for tiles.
-#[repr(C, align(64))]
-struct Memory([u8; 1 << 14]);
-
-/// bf16 numbers that are small integers, so that every sum of their products is exact.
-fn integers(count: usize, seed: u64) -> Vec<bf16> {
-    let mut random = Random::new(seed);
-    let number = |_| bf16::from_f64(random.below(33) as f64 - 16.0);
-    (0..count).map(number).collect()
-}
-
-/// Left and right factors in each of their forms multiply to the product of plain matrices.
-#[test]
-fn packed_tiles_multiply_like_matrices() {
-    if !here::<Emulated>() {
-        return;
-    }
-    multiply::<Emulated>();
-    if here::<Hardware>() {
-        multiply::<Hardware>();
-    }
-}
-
-fn multiply<T: Tiles>() {
-    use amx::pack::{self, Sign, Slabs, Source};
-    use amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES};
-    // 29 rows of 43 channels, 50 numbers apart: x·yᵀ sums over channels, xᵀ·y over rows.
-    let (rows, dim, apart) = (29, 43, 50);
-    let (x, y) = (integers(rows * apart, 1), integers(rows * apart, 2));
-    let source = |numbers| Source {
-        numbers,
-        dim,
-        count: rows,
-        address: |row: usize| Some(row * apart),
-    };
-    let mut memory = [(); 5].map(|()| Box::new(Memory([0xee; 1 << 14])));
-    let [a, b, c, d, sums] = memory.each_mut().map(|memory| memory.0.as_mut_ptr());
-    let slabs = |at: *mut u8| Slabs {
-        at,
-        stride: SLAB_BYTES,
-    };
-    let product = |a: *mut u8, a_step: usize, b: *mut u8, b_step: usize, steps: usize| Product {
-        a,
-        a_step,
-        b: [b, b.wrapping_add(TILE_BYTES)],
-        b_step,
-        b_row: ROW_BYTES,
-        c: [sums, sums.wrapping_add(SLAB_BYTES)],
-        steps,
-    };
-    let sum = |row: usize, column: usize| {
-        let at = column / 16 * SLAB_BYTES + row * ROW_BYTES + 4 * (column % 16);
-        // SAFETY: the sums are 32 by 32 numbers.
-        unsafe { sums.add(at).cast::<f32>().read() }
-    };
-    let number = |numbers: &[bf16], row: usize, c: usize| match row < rows && c < dim {
-        true => numbers[row * apart + c].to_f32(),
-        false => 0.0,
-    };
-    // SAFETY: two slabs fit each memory, and the tiles are available.
-    unsafe {
-        T::configure();
-        assert!(!pack::rows(&source(&x), slabs(a)));
-        pack::lanes(&source(&y), Sign::Minus, slabs(b));
-        assert!(!pack::columns(&source(&x), slabs(c)));
-        assert!(!pack::pairs(&source(&y), slabs(d)));
-        // Twice, to see sums that are added to.
-        T::multiply::<false>(product(a, SLAB_BYTES, b, SLAB_BYTES, 2));
-        T::multiply::<true>(product(a, SLAB_BYTES, b, SLAB_BYTES, 2));
-    }
-    for i in 0..32 {
-        for j in 0..32 {
-            let terms = (0..dim).map(|c| -2.0 * number(&x, i, c) * number(&y, j, c));
-            assert_eq!(sum(i, j), terms.sum::<f32>(), "x·yᵀ at {i}, {j}");
-        }
-    }
-    // Columns pair rows as (2r, 2r + 1), pairs as (r, r + 16): the same sums from a turned order.
-    let turn = |i: usize| i / 2 + i % 2 * 16;
-    let turned = Source {
-        numbers: &x,
-        dim,
-        count: 32,
-        address: |i: usize| (turn(i) < rows).then_some(turn(i) * apart),
-    };
-    // SAFETY: as above.
-    unsafe {
-        pack::columns(&turned, slabs(c));
-        T::multiply::<false>(product(c, SLAB_BYTES, d, SLAB_BYTES, 1));
-        T::release();
-    }
-    for i in 0..32 {
-        for j in 0..32 {
-            let terms = (0..rows).map(|row| number(&x, row, i) * number(&y, row, j));
-            assert_eq!(sum(i, j), terms.sum::<f32>(), "xᵀ·y at {i}, {j}");
-        }
-    }
-}
-
-#[test]
-fn packing_notices_what_is_not_finite() {
-    use amx::pack::{self, Slabs, Source};
-    if !here::<Emulated>() {
-        return;
-    }
-    let mut numbers = integers(32 * 40, 3);
-    numbers[31 * 40 + 39] = bf16::NEG_INFINITY;
-    let mut memory = Box::new(Memory([0; 1 << 14]));
-    let to = Slabs {
-        at: memory.0.as_mut_ptr(),
-        stride: 2048,
-    };
-    for (dim, expected) in [(40, true), (39, false)] {
-        let source = Source {
-            numbers: &numbers,
-            dim,
-            count: 32,
-            address: |row: usize| Some(row * 40),
-        };
-        // SAFETY: two slabs fit the memory, and the vectors are there.
-        unsafe {
-            assert_eq!(pack::rows(&source, to), expected);
-            assert_eq!(pack::columns(&source, to), expected);
-            assert_eq!(pack::pairs(&source, to), expected);
-        }
-    }
-}
-
-#[test]
-fn exp2_is_as_good_as_it_says() {
-    if !here::<Emulated>() {
-        return;
-    }
-    // SAFETY: the vectors are there.
-    let errors = unsafe { [exp2_error::<3>(), exp2_error::<4>(), exp2_error::<5>()] };
-    for (error, allowed) in errors.into_iter().zip([7.6e-5, 3.0e-6, 2.5e-7]) {
-        assert!(error < allowed, "{error:e}");
-    }
-}
-
-/// The largest relative error over all powers with normal results, and the rules at the ends.
-#[target_feature(enable = "avx512f,avx512dq")]
-fn exp2_error<const DEGREE: usize>() -> f64 {
-    use amx::vector::{exp2, splat};
-    use std::arch::x86_64::{_mm512_cvtss_f32, _mm512_loadu_ps, _mm512_storeu_ps};
-    let one = |x: f32| _mm512_cvtss_f32(exp2::<DEGREE>(splat(x)));
-    assert_eq!(one(f32::NEG_INFINITY), 0.0);
-    assert_eq!(one(-2e4), 0.0);
-    assert!(one(f32::NAN).is_nan());
-    let mut worst: f64 = 0.0;
-    for start in 0..100_000 {
-        let x: [f32; 16] = std::array::from_fn(|i| (16 * start + i) as f32 * -7.87e-5);
-        let mut y = [0.0f32; 16];
-        // SAFETY: both are 16 numbers.
-        unsafe { _mm512_storeu_ps(y.as_mut_ptr(), exp2::<DEGREE>(_mm512_loadu_ps(x.as_ptr()))) };
-        for (x, y) in x.into_iter().zip(y) {
-            let exact = f64::from(x).exp2();
-            worst = worst.max((f64::from(y) - exact).abs() / exact);
-        }
-    }
-    worst
 }

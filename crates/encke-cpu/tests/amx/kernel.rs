@@ -1,0 +1,174 @@
+//! Attention on tiles as a kernel, so that the suite can run it.
+
+use encke_core::dtype::Slice;
+use encke_core::host;
+use encke_core::job::{Block, Job};
+use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::naive::NaiveKernel;
+use encke_core::plan::Pass;
+use encke_core::sharding::Run;
+use encke_core::{DType, Data, Tensor, View};
+use half::bf16;
+use std::marker::PhantomData;
+
+use crate::amx;
+use crate::amx::tiles::Tiles;
+use crate::target::Target;
+
+/// Attention on tiles; everything else is left to the oracle.
+pub struct TileKernel<T> {
+    pub pool: amx::Pool,
+    tiles: PhantomData<T>,
+}
+
+impl<T: Tiles> TileKernel<T> {
+    pub fn new() -> TileKernel<T> {
+        TileKernel {
+            pool: amx::Pool::default(),
+            tiles: PhantomData,
+        }
+    }
+}
+
+pub fn narrow(data: Slice<'_>) -> &[bf16] {
+    match data {
+        Slice::Bf16(numbers) => numbers,
+        _ => panic!("tiles hold bf16"),
+    }
+}
+
+pub fn wide(data: &mut Data) -> &mut [f32] {
+    match data {
+        Data::F32(numbers) => numbers,
+        _ => panic!("sums are f32"),
+    }
+}
+
+pub fn seen(data: Slice<'_>) -> &[f32] {
+    match data {
+        Slice::F32(numbers) => numbers,
+        _ => panic!("sums are f32"),
+    }
+}
+
+impl<T: Tiles> Kernel for TileKernel<T> {
+    type Buffer = Data;
+    type Input<'a> = Slice<'a>;
+
+    fn name(&self) -> &'static str {
+        T::NAME
+    }
+
+    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
+        buffer.as_slice()
+    }
+
+    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
+        Some(numbers)
+    }
+
+    fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
+        host::allocate(self.name(), dtype, elements)
+    }
+
+    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
+        NaiveKernel.upload(from, runs, to)
+    }
+
+    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
+        NaiveKernel.download(from, runs, to)
+    }
+
+    fn hand_over(&self, buffer: Data) -> Result<Data> {
+        Ok(buffer)
+    }
+
+    fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
+        NaiveKernel.fill(buffer, value)
+    }
+
+    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
+        NaiveKernel.copy(block, add, from, to)
+    }
+
+    fn forward(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        carry: &mut Carry<Data>,
+    ) -> Result<()> {
+        let given = [narrow(q), narrow(k), narrow(v)];
+        amx::forward::<T>(&self.pool, job, given, Target::carry(carry));
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        let given = [narrow(q), narrow(k), narrow(v)];
+        amx::forward::<T>(&self.pool, job, given, Target::end(out, lse, job.gain));
+        Ok(())
+    }
+
+    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
+        NaiveKernel.merge(block, from, to)
+    }
+
+    fn finish(
+        &self,
+        cells: usize,
+        dim: usize,
+        gain: f64,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        NaiveKernel.finish(cells, dim, gain, carry, out, lse)
+    }
+
+    fn delta(
+        &self,
+        cells: usize,
+        dim: usize,
+        out: Slice<'_>,
+        dout: Slice<'_>,
+        dlse: Option<Slice<'_>>,
+        delta: &mut Data,
+    ) -> Result<()> {
+        NaiveKernel.delta(cells, dim, out, dout, dlse, delta)
+    }
+
+    fn backward(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        upstream: Upstream<Slice<'_>>,
+        gradients: Gradients<'_, Data>,
+    ) -> Result<()> {
+        let given = amx::Given {
+            q: narrow(q),
+            k: narrow(k),
+            v: narrow(v),
+            dout: narrow(upstream.dout),
+            lse: seen(upstream.lse),
+            delta: seen(upstream.delta),
+        };
+        let (dq, dk, dv) = (wide(gradients.dq), wide(gradients.dk), wide(gradients.dv));
+        amx::backward::<T>(&self.pool, job, given, dq, dk, dv);
+        Ok(())
+    }
+
+    fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
+        NaiveKernel.workspace_bytes(job, pass, dtype)
+    }
+}
