@@ -1,0 +1,2 @@
+//! Attention on NVIDIA GPUs.
+mod abi;
