@@ -174,6 +174,11 @@ macro_rules! with_typed {
 }
 
 impl Slice<'_> {
+    /// The bytes of the numbers, as a file or a wire wants them.
+    pub fn bytes(&self) -> &[u8] {
+        with_typed!(Slice, self, x => bytemuck::cast_slice(x))
+    }
+
     /// The type of the numbers.
     pub fn dtype(&self) -> DType {
         match self {

@@ -30,6 +30,14 @@ pub enum KernelError {
         /// What was asked for.
         what: String,
     },
+    /// A device that did not do what it was told.
+    #[error("{kernel}: {reason}")]
+    Device {
+        /// The kernel's name.
+        kernel: &'static str,
+        /// What it said.
+        reason: String,
+    },
 }
 
 /// The running softmax of spec 2: for each cell the weighted sum, the maximum and the denominator.

@@ -45,3 +45,19 @@ pub(crate) struct Job {
 
 // SAFETY: plain numbers in C layout, no padding, no pointers the host would follow.
 unsafe impl DeviceRepr for Job {}
+
+/// Rows to be copied, added or merged.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Block {
+    pub from: Operand,
+    pub to: Operand,
+    pub batch: i32,
+    pub segments: i32,
+    pub rows: i32,
+    pub heads: i32,
+    pub width: i64,
+}
+
+// SAFETY: as for `Job`.
+unsafe impl DeviceRepr for Block {}

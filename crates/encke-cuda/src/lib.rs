@@ -1,2 +1,29 @@
 //! Attention on NVIDIA GPUs.
+//!
+//! Builds everywhere: driver and compiler are found and loaded at run time, and where they are
+//! missing the error says what was looked for and where. Kernels are CUDA C++ without headers,
+//! compiled for the GPU at hand and kept in the user's cache.
+
 mod abi;
+mod buffer;
+mod cache;
+mod catalogue;
+mod device;
+mod error;
+mod jobs;
+mod kernel;
+mod launch;
+mod library;
+mod memory;
+mod nvrtc;
+mod operands;
+mod program;
+
+pub use buffer::Buffer;
+pub use cache::Cache;
+pub use catalogue::programs;
+pub use device::Device;
+pub use error::{Error, Result};
+pub use kernel::CudaKernel;
+pub use nvrtc::{Built, Nvrtc, complaints};
+pub use program::Program;

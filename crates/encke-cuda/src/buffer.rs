@@ -1,0 +1,127 @@
+//! Typed memory of a GPU as a kernel's buffer and as a parcel.
+//!
+//! The decision here: a parcel that goes to another rank on the same GPU is handed over as a
+//! pointer. Two buffers may therefore share memory; whoever writes to a shared one gets memory of
+//! its own first. Nothing that was sent can change under the receiver.
+
+use std::sync::Arc;
+
+use encke_core::host;
+use encke_core::transport::Parcel;
+use encke_core::{DType, Data};
+
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::memory::Memory;
+
+/// Numbers on a GPU.
+pub struct Buffer {
+    memory: Option<Arc<Memory>>,
+    dtype: DType,
+    elements: usize,
+}
+
+impl Buffer {
+    /// `elements` numbers that hold anything.
+    pub(crate) fn new(device: &Arc<Device>, dtype: DType, elements: usize) -> Result<Buffer> {
+        let overflow = Error::Memory { bytes: usize::MAX };
+        let bytes = elements.checked_mul(dtype.bytes()).ok_or(overflow)?;
+        Ok(Buffer {
+            memory: Some(Arc::new(Memory::new(device, bytes)?)),
+            dtype,
+            elements,
+        })
+    }
+
+    /// The type of its numbers.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The memory it reads from.
+    pub(crate) fn memory(&self) -> Result<&Arc<Memory>> {
+        self.memory.as_ref().ok_or_else(|| Error::Unsupported {
+            what: "a buffer that was taken away".into(),
+        })
+    }
+
+    /// Memory that is its own and holds what it held, for writing.
+    pub(crate) fn own(&mut self) -> Result<&Arc<Memory>> {
+        let shared = Arc::clone(self.memory()?);
+        if Arc::strong_count(&shared) > 2 {
+            let own = Memory::new(shared.device(), shared.bytes())?;
+            own.copy_from(&shared, shared.bytes())?;
+            self.memory = Some(Arc::new(own));
+        }
+        self.memory()
+    }
+
+    /// Memory that is its own and may hold anything, for overwriting it whole.
+    pub(crate) fn fresh(&mut self) -> Result<&Arc<Memory>> {
+        let shared = Arc::clone(self.memory()?);
+        if Arc::strong_count(&shared) > 2 {
+            self.memory = Some(Arc::new(Memory::new(shared.device(), shared.bytes())?));
+        }
+        self.memory()
+    }
+
+    /// The first `elements` numbers, on the host.
+    pub(crate) fn read(&self, elements: usize) -> Result<Data> {
+        let mut data = Data::zeros(self.dtype, elements);
+        self.memory()?.read(data.bytes_mut())?;
+        Ok(data)
+    }
+
+    /// The same memory for another reader.
+    pub(crate) fn share(&self) -> Buffer {
+        Buffer {
+            memory: self.memory.clone(),
+            ..*self
+        }
+    }
+}
+
+impl Parcel for Buffer {
+    fn elements(&self) -> usize {
+        self.elements
+    }
+
+    fn element_bytes(&self) -> usize {
+        self.dtype.bytes()
+    }
+
+    /// Hands over the pointer where the whole buffer is sent, and copies where a part is.
+    fn copy_from(&mut self, source: &Buffer, elements: usize) {
+        assert_eq!(self.dtype, source.dtype, "a parcel of another type");
+        if elements == self.elements && elements == source.elements {
+            *self = source.share();
+            return;
+        }
+        let bytes = elements * self.dtype.bytes();
+        let copied = source
+            .memory()
+            .and_then(|from| self.own()?.copy_from(from, bytes));
+        // A port that cannot fail: the ring catches the panic and tells the other ranks.
+        copied.unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    fn allocated_bytes(&self) -> usize {
+        self.memory.as_ref().map_or(0, |memory| memory.bytes())
+    }
+
+    fn take(&mut self) -> Buffer {
+        let empty = Buffer {
+            memory: None,
+            dtype: self.dtype,
+            elements: 0,
+        };
+        std::mem::replace(self, empty)
+    }
+
+    fn checksum(&self, elements: usize) -> u64 {
+        let data = self
+            .read(elements)
+            .unwrap_or_else(|error| panic!("{error}"));
+        host::checksum(data.bytes())
+    }
+}

@@ -1,0 +1,171 @@
+//! Machine code on disk, so that a program is compiled once and not once a process.
+//!
+//! A file is named by everything its contents depend on and ends with a checksum; one that is
+//! damaged, cut short or not ours is built anew and replaced. The cache can always be deleted.
+
+use std::path::{Path, PathBuf};
+
+use encke_core::host::checksum;
+
+use crate::nvrtc::Built;
+
+const MAGIC: &[u8; 8] = b"encke\x00c1";
+
+/// A folder of machine code.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    folder: Option<PathBuf>,
+}
+
+impl Cache {
+    /// The user's: `ENCKE_CACHE`, or `encke` in the folder the system keeps for caches. Without
+    /// either nothing is kept.
+    pub fn of_user() -> Cache {
+        let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+        let own = set("ENCKE_CACHE").map(PathBuf::from);
+        let system = || set("XDG_CACHE_HOME").map(|root| Path::new(&root).join("encke"));
+        let home = || set("HOME").map(|root| Path::new(&root).join(".cache").join("encke"));
+        Cache {
+            folder: own.or_else(system).or_else(home),
+        }
+    }
+
+    /// One in this folder.
+    pub fn at(folder: &Path) -> Cache {
+        Cache {
+            folder: Some(folder.into()),
+        }
+    }
+
+    /// What is kept under `key`, or what `build` makes, which is then kept.
+    pub fn get<E>(
+        &self,
+        name: &str,
+        key: &[&str],
+        build: impl FnOnce() -> Result<Built, E>,
+    ) -> Result<Built, E> {
+        let Some(folder) = &self.folder else {
+            return build();
+        };
+        let key = checksum(key.join("\0").as_bytes());
+        let file = folder.join(format!("{name}-{key:016x}.cubin"));
+        if let Some(built) = std::fs::read(&file)
+            .ok()
+            .and_then(|bytes| decode(&bytes, key))
+        {
+            return Ok(built);
+        }
+        let built = build()?;
+        // A cache that cannot be written is no reason to fail; the next process compiles again.
+        let _ = keep(&file, &encode(&built, key));
+        Ok(built)
+    }
+}
+
+/// Writes beside and renames, so that no process ever reads half a file.
+fn keep(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    if let Some(folder) = file.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    let beside = file.with_extension(format!("{}.part", std::process::id()));
+    std::fs::write(&beside, bytes)?;
+    std::fs::rename(&beside, file)
+}
+
+fn encode(built: &Built, key: u64) -> Vec<u8> {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend(key.to_le_bytes());
+    bytes.extend((built.log.len() as u64).to_le_bytes());
+    bytes.extend(built.log.as_bytes());
+    bytes.extend(&built.cubin);
+    bytes.extend(checksum(&bytes).to_le_bytes());
+    bytes
+}
+
+fn decode(bytes: &[u8], key: u64) -> Option<Built> {
+    let (body, sum) = bytes.split_last_chunk::<8>()?;
+    if checksum(body) != u64::from_le_bytes(*sum) {
+        return None;
+    }
+    let body = body.strip_prefix(MAGIC)?;
+    let (own, body) = body.split_first_chunk::<8>()?;
+    let (log, body) = body.split_first_chunk::<8>()?;
+    if u64::from_le_bytes(*own) != key {
+        return None;
+    }
+    let (log, cubin) = body.split_at_checked(u64::from_le_bytes(*log) as usize)?;
+    Some(Built {
+        log: String::from_utf8(log.to_vec()).ok()?,
+        cubin: cubin.to_vec(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::convert::Infallible;
+
+    fn made(cubin: &[u8]) -> Result<Built, Infallible> {
+        Ok(Built {
+            cubin: cubin.to_vec(),
+            log: "clean".into(),
+        })
+    }
+
+    #[test]
+    fn what_was_built_is_found_and_what_is_damaged_is_built_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path());
+        let key = ["text", "options", "13.0"];
+        assert_eq!(
+            cache.get("x", &key, || made(b"code")).unwrap().cubin,
+            b"code"
+        );
+        let found = cache.get("x", &key, || made(b"other")).unwrap();
+        assert_eq!(
+            (found.cubin.as_slice(), found.log.as_str()),
+            (&b"code"[..], "clean")
+        );
+        let other = ["text", "options", "13.1"];
+        assert_eq!(
+            cache.get("x", &other, || made(b"new")).unwrap().cubin,
+            b"new"
+        );
+
+        let files = || {
+            std::fs::read_dir(folder.path())
+                .unwrap()
+                .map(|x| x.unwrap().path())
+        };
+        assert_eq!(files().count(), 2, "nothing is left beside");
+        for file in files() {
+            let whole = std::fs::read(&file).unwrap();
+            for at in 0..whole.len() {
+                let mut damaged = whole.clone();
+                damaged[at] ^= 0x20;
+                std::fs::write(&file, &damaged).unwrap();
+                let name = if whole.windows(4).any(|x| x == b"code") {
+                    &key
+                } else {
+                    &other
+                };
+                assert_eq!(
+                    cache.get("x", name, || made(b"again")).unwrap().cubin,
+                    b"again"
+                );
+                std::fs::write(&file, &whole[..at]).unwrap();
+                assert_eq!(
+                    cache.get("x", name, || made(b"short")).unwrap().cubin,
+                    b"short"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn without_a_folder_nothing_is_kept() {
+        let cache = Cache { folder: None };
+        assert_eq!(cache.get("x", &[], || made(b"a")).unwrap().cubin, b"a");
+        assert_eq!(cache.get("x", &[], || made(b"b")).unwrap().cubin, b"b");
+    }
+}

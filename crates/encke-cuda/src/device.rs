@@ -1,0 +1,238 @@
+//! One GPU: its context, its streams, its loaded programs, and the order in which memory is used.
+//!
+//! Everything computed goes to one stream, so ranks that share a GPU need no other order than the
+//! one in which they ask. Copies to and from the host run on streams of their own, and for those
+//! each piece of memory remembers the last event that wrote it and the last that read it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result, sys};
+
+use crate::cache::Cache;
+use crate::error::{Error, Result};
+use crate::library;
+use crate::memory::Memory;
+use crate::nvrtc::Nvrtc;
+use crate::program::Program;
+
+/// A program's name and macros, and one of its entry points.
+type Key = (&'static str, Vec<String>, &'static str);
+
+/// A GPU and everything loaded on it.
+pub struct Device {
+    context: Arc<CudaContext>,
+    compute: Arc<CudaStream>,
+    nvrtc: Nvrtc,
+    cache: Cache,
+    capability: (i32, i32),
+    name: String,
+    processors: u32,
+    shared_bytes: usize,
+    functions: Mutex<HashMap<Key, CudaFunction>>,
+}
+
+impl Device {
+    /// The GPU with this number.
+    pub fn open(ordinal: usize) -> Result<Arc<Device>> {
+        // cudarc panics where there is no driver, so it is found first; the loader then has it.
+        let (driver, _) = library::find(&library::DRIVER)?;
+        std::mem::forget(driver);
+        result::init().map_err(|error| Error::driver("starting the CUDA driver", error))?;
+        let found = CudaContext::device_count();
+        let found = found.map_err(|error| Error::driver("counting GPUs", error))? as usize;
+        if ordinal >= found {
+            return Err(Error::NoDevice {
+                asked: ordinal,
+                found,
+            });
+        }
+        let failed = |error| Error::driver(format!("opening GPU {ordinal}"), error);
+        let context = CudaContext::new(ordinal).map_err(failed)?;
+        // SAFETY: this crate orders streams itself, by the events of `Memory`.
+        unsafe { context.disable_event_tracking() };
+        use sys::CUdevice_attribute as Attribute;
+        let number = |attribute| context.attribute(attribute).map_err(failed);
+        let processors = number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+        let shared_bytes =
+            number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+        keep_freed_memory(&context).map_err(failed)?;
+        Ok(Arc::new(Device {
+            compute: context.new_stream().map_err(failed)?,
+            nvrtc: Nvrtc::load()?,
+            cache: Cache::of_user(),
+            capability: context.compute_capability().map_err(failed)?,
+            name: context.name().map_err(failed)?,
+            processors,
+            shared_bytes,
+            context,
+            functions: Mutex::default(),
+        }))
+    }
+
+    /// What it calls itself.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its compute capability: (9, 0) for a Hopper.
+    pub fn capability(&self) -> (i32, i32) {
+        self.capability
+    }
+
+    /// How many multiprocessors it has.
+    pub fn processors(&self) -> u32 {
+        self.processors
+    }
+
+    /// Shared memory a block may ask for.
+    #[allow(dead_code)]
+    pub(crate) fn shared_bytes(&self) -> usize {
+        self.shared_bytes
+    }
+
+    /// Bytes free and in all.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        let told = self.context.mem_get_info();
+        told.map_err(|error| Error::driver("asking for free memory", error))
+    }
+
+    /// The stream everything is computed on.
+    pub(crate) fn compute(&self) -> &Arc<CudaStream> {
+        &self.compute
+    }
+
+    /// A stream for copies.
+    pub(crate) fn stream(&self) -> Result<Arc<CudaStream>> {
+        let made = self.context.new_stream();
+        made.map_err(|error| Error::driver("making a stream", error))
+    }
+
+    /// Waits until everything computed is there.
+    pub fn synchronize(&self) -> Result<()> {
+        let done = self.compute.synchronize();
+        done.map_err(|error| Error::driver("waiting for the GPU", error))
+    }
+
+    /// An entry point of a program, compiled and loaded if it was not.
+    pub(crate) fn function(
+        &self,
+        program: &Program,
+        entry: &'static str,
+        shared_bytes: usize,
+    ) -> Result<CudaFunction> {
+        let mut functions = self
+            .functions
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let key = (program.name, program.defines.clone(), entry);
+        if let Some(function) = functions.get(&key) {
+            return Ok(function.clone());
+        }
+        let built = program.build(&self.nvrtc, &self.cache, self.capability)?;
+        let failed = |error| Error::driver(format!("loading {} ({entry})", program.name), error);
+        let image = cudarc::nvrtc::Ptx::from_binary(built.cubin);
+        let module = self.context.load_module(image).map_err(failed)?;
+        let function = module.load_function(entry).map_err(failed)?;
+        if shared_bytes > 48 * 1024 {
+            if shared_bytes > self.shared_bytes {
+                return Err(Error::Unsupported {
+                    what: format!(
+                        "{} on {}: it needs {shared_bytes} bytes of shared memory, a block has {}",
+                        program.name, self.name, self.shared_bytes
+                    ),
+                });
+            }
+            let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function
+                .set_attribute(most, shared_bytes as i32)
+                .map_err(failed)?;
+        }
+        functions.insert(key, function.clone());
+        Ok(function)
+    }
+
+    /// Enqueues work on a stream, after everything it depends on.
+    pub(crate) fn enqueue(
+        &self,
+        stream: &Arc<CudaStream>,
+        what: &str,
+        reads: &[&Memory],
+        writes: &[&Memory],
+        work: impl FnOnce(&CudaStream) -> std::result::Result<(), cudarc::driver::DriverError>,
+    ) -> Result<()> {
+        let failed = |error| Error::driver(what, error);
+        self.context.bind_to_thread().map_err(failed)?;
+        for memory in reads {
+            memory.marks().before_reading(stream).map_err(failed)?;
+        }
+        for memory in writes {
+            memory.marks().before_writing(stream).map_err(failed)?;
+        }
+        work(stream).map_err(failed)?;
+        let event = Arc::new(stream.record_event(None).map_err(failed)?);
+        let mark = || Mark {
+            stream: Arc::clone(stream),
+            event: Arc::clone(&event),
+        };
+        for memory in reads {
+            memory.marks().read = Some(mark());
+        }
+        for memory in writes {
+            let mut marks = memory.marks();
+            marks.written = Some(mark());
+            marks.read = None;
+        }
+        Ok(())
+    }
+}
+
+/// A point on a stream.
+pub(crate) struct Mark {
+    pub stream: Arc<CudaStream>,
+    pub event: Arc<CudaEvent>,
+}
+
+/// When memory was last used.
+#[derive(Default)]
+pub(crate) struct Marks {
+    pub written: Option<Mark>,
+    pub read: Option<Mark>,
+}
+
+impl Marks {
+    pub fn before_reading(
+        &self,
+        stream: &Arc<CudaStream>,
+    ) -> std::result::Result<(), cudarc::driver::DriverError> {
+        match &self.written {
+            Some(mark) if !Arc::ptr_eq(&mark.stream, stream) => stream.wait(&mark.event),
+            _ => Ok(()),
+        }
+    }
+
+    pub fn before_writing(
+        &self,
+        stream: &Arc<CudaStream>,
+    ) -> std::result::Result<(), cudarc::driver::DriverError> {
+        self.before_reading(stream)?;
+        match &self.read {
+            Some(mark) if !Arc::ptr_eq(&mark.stream, stream) => stream.wait(&mark.event),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Freed memory stays with the process, so that buffers are taken from a pool and not from the
+/// system.
+fn keep_freed_memory(
+    context: &Arc<CudaContext>,
+) -> std::result::Result<(), cudarc::driver::DriverError> {
+    let mut threshold = u64::MAX;
+    // SAFETY: the device is open, and the attribute is a 64-bit number as documented.
+    unsafe {
+        let pool = result::device::get_default_mem_pool(context.cu_device())?;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast()).result()
+    }
+}

@@ -1,0 +1,178 @@
+//! The GPU as a kernel: which of its programs takes a job, and nothing else.
+//!
+//! Work is only enqueued here. What a caller reads back waits for what it depends on; what fails
+//! on the device is told by the next call that waits.
+
+use std::sync::Arc;
+
+use encke_core::host;
+use encke_core::job::{Block, Job};
+use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::plan::Pass;
+use encke_core::sharding::Run;
+use encke_core::transport::Parcel;
+use encke_core::{DType, Data, Tensor, View};
+
+use crate::buffer::Buffer;
+use crate::device::Device;
+use crate::error::NAME;
+use crate::jobs::Tables;
+use crate::launch::{Site, cells, moving, plain};
+use crate::operands::{Ends, Gradient, Operands};
+
+/// Attention on one GPU.
+pub struct CudaKernel {
+    site: Site,
+}
+
+impl CudaKernel {
+    /// On the GPU with this number.
+    pub fn new(ordinal: usize) -> crate::Result<CudaKernel> {
+        Ok(CudaKernel {
+            site: Site {
+                device: Device::open(ordinal)?,
+                tables: Tables::default(),
+            },
+        })
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.site.device
+    }
+
+    fn attention(&self, job: &Job, operands: Operands<'_>, ends: Ends<'_>) -> crate::Result<()> {
+        plain::forward(&self.site, job, operands, ends)
+    }
+}
+
+impl Kernel for CudaKernel {
+    type Buffer = Buffer;
+    type Input<'a> = &'a Buffer;
+
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn input<'a>(&self, buffer: &'a Buffer) -> &'a Buffer {
+        buffer
+    }
+
+    fn allocate(&self, dtype: DType, elements: usize) -> Result<Buffer> {
+        let buffer = Buffer::new(&self.site.device, dtype, elements)?;
+        buffer.memory()?.clear()?;
+        Ok(buffer)
+    }
+
+    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Buffer) -> Result<()> {
+        let [b, _, h, d] = from.dims();
+        let rows: usize = runs.iter().map(|run| run.count).sum();
+        let elements = b * rows * h * d;
+        // Rows that lie right are read where they are.
+        if let Some(whole) = host::in_place(from, runs, to.dtype()) {
+            return Ok(to.own()?.write(whole.bytes())?);
+        }
+        let mut staged = host::allocate(NAME, to.dtype(), elements)?;
+        host::upload(from, runs, &mut staged);
+        Ok(to.own()?.write(staged.bytes())?)
+    }
+
+    fn download(&self, from: &Buffer, runs: &[Run], to: &mut Tensor) -> Result<()> {
+        let [b, _, h, d] = to.dims();
+        let rows: usize = runs.iter().map(|run| run.count).sum();
+        host::download(&from.read(b * rows * h * d)?, runs, to);
+        Ok(())
+    }
+
+    fn hand_over(&self, buffer: Buffer) -> Result<Data> {
+        Ok(buffer.read(buffer.elements())?)
+    }
+
+    fn fill(&self, buffer: &mut Buffer, value: f64) -> Result<()> {
+        Ok(moving::fill(&self.site, buffer, value)?)
+    }
+
+    fn copy(&self, block: &Block, add: bool, from: &Buffer, to: &mut Buffer) -> Result<()> {
+        Ok(moving::copy(&self.site, block, add, from, to)?)
+    }
+
+    fn forward(
+        &self,
+        job: &Job,
+        q: &Buffer,
+        k: &Buffer,
+        v: &Buffer,
+        carry: &mut Carry<Buffer>,
+    ) -> Result<()> {
+        Ok(self.attention(job, Operands::new(q, k, v)?, Ends::Carry(carry))?)
+    }
+
+    fn attend(
+        &self,
+        job: &Job,
+        q: &Buffer,
+        k: &Buffer,
+        v: &Buffer,
+        out: &mut Buffer,
+        lse: &mut Buffer,
+    ) -> Result<()> {
+        Ok(self.attention(job, Operands::new(q, k, v)?, Ends::End(out, lse))?)
+    }
+
+    fn merge(&self, block: &Block, from: &Carry<Buffer>, to: &mut Carry<Buffer>) -> Result<()> {
+        Ok(cells::merge(&self.site, block, from, to)?)
+    }
+
+    fn finish(
+        &self,
+        cells: usize,
+        dim: usize,
+        gain: f64,
+        carry: &Carry<Buffer>,
+        out: &mut Buffer,
+        lse: &mut Buffer,
+    ) -> Result<()> {
+        Ok(cells::finish(
+            &self.site, cells, dim, gain, carry, out, lse,
+        )?)
+    }
+
+    fn delta(
+        &self,
+        cells: usize,
+        dim: usize,
+        out: &Buffer,
+        dout: &Buffer,
+        dlse: Option<&Buffer>,
+        delta: &mut Buffer,
+    ) -> Result<()> {
+        Ok(cells::delta(
+            &self.site, cells, dim, out, dout, dlse, delta,
+        )?)
+    }
+
+    fn backward(
+        &self,
+        job: &Job,
+        q: &Buffer,
+        k: &Buffer,
+        v: &Buffer,
+        upstream: Upstream<&Buffer>,
+        gradients: Gradients<'_, Buffer>,
+    ) -> Result<()> {
+        let gradient = Gradient {
+            upstream,
+            gradients,
+        };
+        Ok(plain::backward(
+            &self.site,
+            job,
+            Operands::new(q, k, v)?,
+            gradient,
+        )?)
+    }
+
+    fn workspace_bytes(&self, _: &Job, _: Pass, _: DType) -> usize {
+        0 // tiles live in shared memory and registers
+    }
+}

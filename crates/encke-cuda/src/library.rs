@@ -1,0 +1,149 @@
+//! Finding and loading what NVIDIA ships: driver, compiler and NCCL, at run time.
+//!
+//! Nothing of CUDA is needed to build this crate. A library is taken from the file an environment
+//! variable names, from the loader's own path, or from the folders in which toolkits and Python
+//! wheels put it; where there is none, the error lists every place that was tried.
+
+use std::path::{Path, PathBuf};
+
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+
+use crate::error::{Error, Result};
+
+/// A library to look for.
+pub(crate) struct Wanted {
+    /// What it is, for people.
+    pub library: &'static str,
+    /// The variable that names a file outright.
+    pub variable: &'static str,
+    /// File names, best first.
+    pub names: &'static [&'static str],
+    /// What to do where it is missing.
+    pub cure: &'static str,
+}
+
+/// The driver.
+pub(crate) const DRIVER: Wanted = Wanted {
+    library: "the CUDA driver",
+    variable: "ENCKE_LIBCUDA",
+    names: &["libcuda.so.1", "libcuda.so"],
+    cure: "install NVIDIA's driver, or set ENCKE_LIBCUDA to the file; on a machine without a GPU use the CPU",
+};
+
+/// The compiler.
+pub(crate) const NVRTC: Wanted = Wanted {
+    library: "NVRTC, CUDA's run-time compiler,",
+    variable: "ENCKE_NVRTC",
+    names: &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
+    cure: "install the CUDA toolkit or `pip install nvidia-cuda-nvrtc`, or set ENCKE_NVRTC to the file",
+};
+
+/// The first library found, and where it came from.
+pub(crate) fn find(wanted: &Wanted) -> Result<(Library, PathBuf)> {
+    let mut tried = Vec::new();
+    if let Some(file) = std::env::var_os(wanted.variable) {
+        let file = PathBuf::from(file);
+        return match open(&file) {
+            Ok(library) => Ok((library, file)),
+            Err(reason) => Err(missing(wanted, format!("{} ({reason})", file.display()))),
+        };
+    }
+    for name in wanted.names {
+        match open(Path::new(name)) {
+            Ok(library) => return Ok((library, mapped(name).unwrap_or_else(|| name.into()))),
+            Err(_) => tried.push(format!("{name} on the loader's path")),
+        }
+    }
+    for folder in folders() {
+        for name in wanted.names {
+            let file = folder.join(name);
+            if !file.exists() {
+                continue;
+            }
+            match open(&file) {
+                Ok(library) => return Ok((library, file)),
+                Err(reason) => tried.push(format!("{} ({reason})", file.display())),
+            }
+        }
+        tried.push(folder.display().to_string());
+    }
+    Err(missing(wanted, tried.join(", ")))
+}
+
+fn missing(wanted: &Wanted, looked: String) -> Error {
+    Error::Library {
+        library: wanted.library,
+        looked,
+        cure: wanted.cure,
+    }
+}
+
+/// Opens a library for everyone: what is loaded later finds it by its name.
+pub(crate) fn open(file: &Path) -> std::result::Result<Library, String> {
+    // SAFETY: NVIDIA's libraries run no code on loading that depends on ours.
+    let library = unsafe { Library::open(Some(file), RTLD_NOW | RTLD_GLOBAL) };
+    library.map_err(|error| {
+        let source = std::error::Error::source(&error);
+        source.map_or_else(|| error.to_string(), |source| source.to_string())
+    })
+}
+
+/// Folders in which such a library may lie, best first.
+fn folders() -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = Vec::new();
+    for variable in ["CUDA_HOME", "CUDA_PATH"] {
+        if let Some(root) = std::env::var_os(variable) {
+            found.push(Path::new(&root).join("lib64"));
+        }
+    }
+    let mut toolkits = vec![PathBuf::from("/usr/local/cuda")];
+    toolkits.extend(children(Path::new("/usr/local"), "cuda-"));
+    found.extend(toolkits.iter().map(|root| root.join("lib64")));
+    let environment = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
+    for root in environment
+        .into_iter()
+        .chain(["/usr/local".into(), "/usr".into()])
+    {
+        for python in children(&root.join("lib"), "python3") {
+            for packages in ["site-packages", "dist-packages"] {
+                for wheel in ["cu13", "cuda_nvrtc", "nccl"] {
+                    found.push(python.join(packages).join("nvidia").join(wheel).join("lib"));
+                }
+            }
+        }
+    }
+    found.extend(
+        [
+            "/usr/lib/x86_64-linux-gnu",
+            "/usr/lib64",
+            "/usr/lib/wsl/lib",
+        ]
+        .map(PathBuf::from),
+    );
+    found.retain(|folder| folder.is_dir());
+    found
+}
+
+/// What a folder holds whose name begins so, newest name first.
+fn children(folder: &Path, prefix: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let named = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix));
+    let mut paths: Vec<PathBuf> = named.map(|entry| entry.path()).collect();
+    paths.sort();
+    paths.reverse();
+    paths
+}
+
+/// The file a loaded library came from, as the system tells it.
+fn mapped(name: &str) -> Option<PathBuf> {
+    let stem = name.split(".so").next()?;
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let files = maps
+        .lines()
+        .filter_map(|line| line.split_whitespace().nth(5));
+    let ours = |file: &&str| {
+        let name = Path::new(file).file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| name.starts_with(&format!("{stem}.so")))
+    };
+    files.map(str::trim).find(ours).map(PathBuf::from)
+}

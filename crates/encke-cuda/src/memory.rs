@@ -1,0 +1,122 @@
+//! A piece of the GPU's memory, and when it was last used.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::{result, sys};
+
+use crate::device::{Device, Marks};
+use crate::error::{Error, Result};
+
+/// Memory on the device, freed in stream order when nobody holds it any more.
+pub(crate) struct Memory {
+    device: Arc<Device>,
+    pointer: sys::CUdeviceptr,
+    bytes: usize,
+    marks: Mutex<Marks>,
+}
+
+impl Memory {
+    /// `bytes` bytes that hold anything.
+    pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Memory> {
+        let stream = device.compute();
+        let refused = |error: cudarc::driver::DriverError| match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::Memory { bytes },
+            _ => Error::driver(format!("allocating {bytes} bytes"), error),
+        };
+        stream.context().bind_to_thread().map_err(refused)?;
+        // SAFETY: the stream is alive; nothing is read before it is written.
+        let pointer = unsafe { result::malloc_async(stream.cu_stream(), bytes.max(1)) };
+        Ok(Memory {
+            device: Arc::clone(device),
+            pointer: pointer.map_err(refused)?,
+            bytes,
+            marks: Mutex::default(),
+        })
+    }
+
+    /// Where it is.
+    pub fn pointer(&self) -> u64 {
+        self.pointer
+    }
+
+    /// How large it is.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The GPU it is on.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// When it was last used.
+    pub fn marks(&self) -> MutexGuard<'_, Marks> {
+        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Overwrites the beginning; returns when `bytes` may be used again.
+    pub fn write(&self, bytes: &[u8]) -> Result<()> {
+        assert!(bytes.len() <= self.bytes, "more than there is room for");
+        let stream = self.device.compute();
+        self.device
+            .enqueue(stream, "copying to the GPU", &[], &[self], |stream| {
+                // SAFETY: the room was checked; a copy from pageable memory has read it on return.
+                unsafe { result::memcpy_htod_async(self.pointer, bytes, stream.cu_stream()) }
+            })
+    }
+
+    /// Reads the beginning, waiting for everything that writes it.
+    pub fn read(&self, bytes: &mut [u8]) -> Result<()> {
+        assert!(bytes.len() <= self.bytes, "more than there is");
+        let stream = self.device.compute();
+        self.device
+            .enqueue(stream, "copying from the GPU", &[self], &[], |stream| {
+                // SAFETY: the room was checked, and the stream is waited for before `bytes` is used.
+                unsafe { result::memcpy_dtoh_async(bytes, self.pointer, stream.cu_stream())? };
+                stream.synchronize()
+            })
+    }
+
+    /// Overwrites the first `bytes` bytes with those of another piece.
+    pub fn copy_from(&self, source: &Memory, bytes: usize) -> Result<()> {
+        assert!(
+            bytes <= self.bytes && bytes <= source.bytes,
+            "more than there is room for"
+        );
+        let stream = self.device.compute();
+        self.device
+            .enqueue(stream, "copying on the GPU", &[source], &[self], |stream| {
+                // SAFETY: both sizes were checked.
+                unsafe {
+                    result::memcpy_dtod_async(
+                        self.pointer,
+                        source.pointer,
+                        bytes,
+                        stream.cu_stream(),
+                    )
+                }
+            })
+    }
+
+    /// Sets every byte to zero.
+    pub fn clear(&self) -> Result<()> {
+        let stream = self.device.compute();
+        self.device
+            .enqueue(stream, "clearing memory", &[], &[self], |stream| {
+                // SAFETY: exactly the memory there is.
+                unsafe { result::memset_d8_async(self.pointer, 0, self.bytes, stream.cu_stream()) }
+            })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let stream = self.device.compute();
+        let marks = self.marks.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // Errors of a context that is gone have nobody left to hear them.
+        let _ = stream.context().bind_to_thread();
+        let _ = marks.before_writing(stream);
+        // SAFETY: allocated on this stream, and every use of it comes before.
+        let _ = unsafe { result::free_async(self.pointer, stream.cu_stream()) };
+    }
+}

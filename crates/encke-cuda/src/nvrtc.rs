@@ -1,0 +1,214 @@
+//! The compiler: CUDA C++ in, machine code for one architecture out.
+//!
+//! The decision here: machine code (cubin), not PTX, so that what was gated on spills and warnings
+//! is what runs, and no driver compiles it again.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::Path;
+use std::ptr;
+
+use libloading::os::unix::Library;
+
+use crate::error::{Error, Result};
+use crate::library::{self, NVRTC};
+
+/// A loaded NVRTC.
+pub struct Nvrtc {
+    library: Library,
+    version: (c_int, c_int),
+    // NVRTC opens its built-in functions by bare name, so they must be loaded before.
+    _builtins: Vec<Library>,
+}
+
+/// What the compiler made.
+#[derive(Debug, Clone)]
+pub struct Built {
+    /// Machine code.
+    pub cubin: Vec<u8>,
+    /// What compiler and assembler said: registers, spills, warnings.
+    pub log: String,
+}
+
+type Handle = *mut c_void;
+type Take = unsafe extern "C" fn(Handle, *mut c_char) -> c_int;
+type Size = unsafe extern "C" fn(Handle, *mut usize) -> c_int;
+
+impl Nvrtc {
+    /// Finds and loads it.
+    pub fn load() -> Result<Nvrtc> {
+        let (library, file) = library::find(&NVRTC)?;
+        let builtins = file.parent().map(builtins).unwrap_or_default();
+        let mut nvrtc = Nvrtc {
+            library,
+            version: (0, 0),
+            _builtins: builtins,
+        };
+        type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
+        let version: Version = nvrtc.function("nvrtcVersion")?;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: two places for two numbers, as documented.
+        unsafe { version(&mut major, &mut minor) };
+        nvrtc.version = (major, minor);
+        Ok(nvrtc)
+    }
+
+    /// Its version, for keys and messages.
+    pub fn version(&self) -> String {
+        format!("{}.{}", self.version.0, self.version.1)
+    }
+
+    /// Compiles `text` for `arch` (such as `sm_90a`).
+    pub fn compile(
+        &self,
+        program: &str,
+        text: &str,
+        arch: &str,
+        options: &[String],
+    ) -> Result<Built> {
+        let failed = |log: String| Error::Compile {
+            version: self.version(),
+            program: program.into(),
+            arch: arch.into(),
+            log,
+        };
+        let string = |x: &str| CString::new(x).map_err(|error| failed(error.to_string()));
+        let mut all = vec![format!("--gpu-architecture={arch}")];
+        all.extend_from_slice(options);
+        let all: Vec<CString> = all.iter().map(|x| string(x)).collect::<Result<_>>()?;
+        let pointers: Vec<*const c_char> = all.iter().map(|x| x.as_ptr()).collect();
+        let (text, name) = (string(text)?, string(&format!("{program}.cu"))?);
+
+        type Create = unsafe extern "C" fn(
+            *mut Handle,
+            *const c_char,
+            *const c_char,
+            c_int,
+            *const *const c_char,
+            *const *const c_char,
+        ) -> c_int;
+        type Compile = unsafe extern "C" fn(Handle, c_int, *const *const c_char) -> c_int;
+        let create: Create = self.function("nvrtcCreateProgram")?;
+        let compile: Compile = self.function("nvrtcCompileProgram")?;
+        let mut handle: Handle = ptr::null_mut();
+        // SAFETY: strings and pointers outlive the call; no headers are passed.
+        let code = unsafe {
+            let (text, name) = (text.as_ptr(), name.as_ptr());
+            create(&mut handle, text, name, 0, ptr::null(), ptr::null())
+        };
+        if code != 0 {
+            return Err(failed(self.reason(code)?));
+        }
+        let owned = Program {
+            nvrtc: self,
+            handle,
+        };
+        // SAFETY: the handle was just made and the options outlive the call.
+        let code = unsafe { compile(owned.handle, pointers.len() as c_int, pointers.as_ptr()) };
+        let log = owned.take("nvrtcGetProgramLogSize", "nvrtcGetProgramLog")?;
+        let log = String::from_utf8_lossy(&log)
+            .trim_end_matches('\0')
+            .to_string();
+        if code != 0 {
+            return Err(failed(format!("{}\n{log}", self.reason(code)?)));
+        }
+        let cubin = owned.take("nvrtcGetCUBINSize", "nvrtcGetCUBIN")?;
+        Ok(Built { cubin, log })
+    }
+
+    fn function<T: Copy>(&self, name: &str) -> Result<T> {
+        let missing = || Error::Function {
+            library: NVRTC.library,
+            function: name.into(),
+        };
+        // SAFETY: every caller names the documented type of the function it asks for.
+        let symbol = unsafe { self.library.get::<T>(name.as_bytes()) };
+        symbol.map(|symbol| *symbol).map_err(|_| missing())
+    }
+
+    fn reason(&self, code: c_int) -> Result<String> {
+        type Text = unsafe extern "C" fn(c_int) -> *const c_char;
+        let text: Text = self.function("nvrtcGetErrorString")?;
+        // SAFETY: NVRTC returns a string of its own for every number.
+        let said = unsafe { CStr::from_ptr(text(code)) };
+        Ok(said.to_string_lossy().into_owned())
+    }
+}
+
+/// A program inside NVRTC, destroyed when it goes out of scope.
+struct Program<'a> {
+    nvrtc: &'a Nvrtc,
+    handle: Handle,
+}
+
+impl Program<'_> {
+    fn take(&self, size: &str, take: &str) -> Result<Vec<u8>> {
+        let (size_of, take_it): (Size, Take) =
+            (self.nvrtc.function(size)?, self.nvrtc.function(take)?);
+        let mut bytes = 0;
+        // SAFETY: the handle is alive, and the second call gets the room the first one asked for.
+        let (code, taken) = unsafe {
+            let first = size_of(self.handle, &mut bytes);
+            let mut taken = vec![0u8; bytes];
+            let second = take_it(self.handle, taken.as_mut_ptr().cast());
+            (if first != 0 { first } else { second }, taken)
+        };
+        if code != 0 {
+            return Err(Error::Driver {
+                what: take.into(),
+                reason: self.nvrtc.reason(code)?,
+            });
+        }
+        Ok(taken)
+    }
+}
+
+impl Drop for Program<'_> {
+    fn drop(&mut self) {
+        type Destroy = unsafe extern "C" fn(*mut Handle) -> c_int;
+        if let Ok(destroy) = self.nvrtc.function::<Destroy>("nvrtcDestroyProgram") {
+            // SAFETY: the handle is alive and used no more.
+            unsafe { destroy(&mut self.handle) };
+        }
+    }
+}
+
+fn builtins(folder: &Path) -> Vec<Library> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let named = entries.filter(|entry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        name.starts_with("libnvrtc-builtins.so.") && !name.contains(".alt.")
+    });
+    named
+        .filter_map(|entry| library::open(&entry.path()).ok())
+        .collect()
+}
+
+/// What the assembler says of spills and slow paths: empty for a program one may ship.
+pub fn complaints(log: &str) -> Vec<String> {
+    let bad = |line: &&str| {
+        let spills = line.contains("spill stores") && !line.contains(", 0 bytes spill stores");
+        spills
+            || line.contains("C75")
+            || line.to_lowercase().contains("serializ")
+            || line.contains("setmaxnreg ignored")
+    };
+    log.lines()
+        .filter(bad)
+        .map(|line| line.trim().to_string())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::complaints;
+
+    #[test]
+    fn spills_and_serialised_products_are_complaints() {
+        let clean = "ptxas info : 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads";
+        assert!(complaints(clean).is_empty());
+        let spilled =
+            "ptxas info : 8 bytes stack frame, 120 bytes spill stores, 8 bytes spill loads";
+        let slow = "warning (C7510): wgmma.mma_async instructions are serialized";
+        assert_eq!(complaints(&format!("{clean}\n{spilled}\n{slow}")).len(), 2);
+    }
+}
