@@ -6,17 +6,18 @@
 
 use std::time::Instant;
 
-use encke_core::dtype::{Data, Slice};
+use encke_core::dtype::Data;
 use encke_core::host;
-use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Upstream};
-use encke_core::plan::program::{
-    BufferId, BufferPlan, CarryIds, Fill, Message, RankPlan, Role, Task,
-};
+use encke_core::kernel::{Kernel, KernelError};
+use encke_core::plan::program::{BufferId, BufferPlan, Message, RankPlan, Role};
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};
 
 use crate::error::RankError;
 use crate::ledger::Ledger;
+use crate::perform::{perform, perform_all};
+pub use crate::shelf::Loans;
+use crate::shelf::{Held, Shelf};
 use crate::trace::{Activity, Recorder};
 
 /// One participant's state between rounds.
@@ -24,100 +25,6 @@ pub struct Rank<K: Kernel> {
     plan: RankPlan,
     shelf: Shelf<K::Buffer>,
     ledger: Ledger,
-}
-
-/// Buffers by number; a gap is a buffer that somebody holds exclusively, or that was lent.
-#[derive(Debug)]
-struct Shelf<B> {
-    buffers: Vec<Option<B>>,
-}
-
-impl<B> Shelf<B> {
-    fn get(&self, id: BufferId) -> &B {
-        self.buffers[id.0]
-            .as_ref()
-            .expect("a program never reads what is being written")
-    }
-
-    fn take(&mut self, id: BufferId) -> B {
-        self.buffers[id.0]
-            .take()
-            .expect("a program never writes what is being read or written")
-    }
-
-    fn put(&mut self, id: BufferId, buffer: B) {
-        self.buffers[id.0] = Some(buffer);
-    }
-}
-
-/// Buffers taken from the shelf to be written.
-struct Held<B> {
-    buffers: Vec<(BufferId, Option<B>)>,
-}
-
-impl<B> Held<B> {
-    /// Takes every buffer that one of `tasks` needs for itself.
-    fn take(shelf: &mut Shelf<B>, tasks: &[Task]) -> Held<B> {
-        let mut ids: Vec<BufferId> = tasks.iter().flat_map(Task::holds).collect();
-        ids.sort_unstable();
-        ids.dedup();
-        let buffers = ids.into_iter().map(|id| (id, Some(shelf.take(id))));
-        Held {
-            buffers: buffers.collect(),
-        }
-    }
-
-    fn give_back(self, shelf: &mut Shelf<B>) {
-        for (id, buffer) in self.buffers {
-            shelf.put(id, buffer.expect("a task gives back what it wrote"));
-        }
-    }
-
-    fn slot(&mut self, id: BufferId) -> &mut Option<B> {
-        let at = self.buffers.binary_search_by_key(&id, |(id, _)| *id);
-        &mut self.buffers[at.expect("a task's writes are held")].1
-    }
-
-    fn get(&mut self, id: BufferId) -> &mut B {
-        self.slot(id)
-            .as_mut()
-            .expect("a buffer has one writer at a time")
-    }
-
-    fn take_one(&mut self, id: BufferId) -> B {
-        let buffer = self.slot(id).take();
-        buffer.expect("a buffer has one writer at a time")
-    }
-
-    /// Runs `work` with the three buffers of a carry, and with what else is held.
-    fn with_carry<R>(
-        &mut self,
-        ids: CarryIds,
-        work: impl FnOnce(&mut Held<B>, &mut Carry<B>) -> R,
-    ) -> R {
-        let mut carry = Carry {
-            acc: self.take_one(ids.acc),
-            m: self.take_one(ids.m),
-            l: self.take_one(ids.l),
-        };
-        let result = work(self, &mut carry);
-        *self.slot(ids.acc) = Some(carry.acc);
-        *self.slot(ids.m) = Some(carry.m);
-        *self.slot(ids.l) = Some(carry.l);
-        result
-    }
-}
-
-/// Inputs of the caller that a rank reads in place, by buffer. They last as long as the call.
-#[derive(Debug, Default)]
-pub struct Loans<'a> {
-    slices: Vec<Option<Slice<'a>>>,
-}
-
-impl<'a> Loans<'a> {
-    fn get(&self, id: BufferId) -> Option<Slice<'a>> {
-        self.slices.get(id.0).copied().flatten()
-    }
 }
 
 impl<K: Kernel> Rank<K> {
@@ -425,154 +332,5 @@ impl<K: Kernel> Rank<K> {
         computed.map_err(|source| RankError::Kernel { round, source })?;
         exchanged?;
         Ok(())
-    }
-}
-
-/// Carries out tasks, none of which reads what another one writes.
-fn perform_all<K: Kernel>(
-    kernel: &K,
-    loans: &Loans<'_>,
-    tasks: &[Task],
-    shelf: &mut Shelf<K::Buffer>,
-) -> Result<(), KernelError> {
-    let mut held = Held::take(shelf, tasks);
-    let mut tasks = tasks.iter();
-    let done = tasks.try_for_each(|task| perform(kernel, loans, task, shelf, &mut held));
-    held.give_back(shelf);
-    done
-}
-
-/// A buffer as jobs read it: the caller's where it was lent, the rank's own otherwise.
-fn read<'x, K: Kernel>(
-    kernel: &K,
-    loans: &Loans<'x>,
-    shelf: &'x Shelf<K::Buffer>,
-    id: BufferId,
-) -> K::Input<'x> {
-    match loans.get(id) {
-        Some(slice) => {
-            let input = kernel.lent(slice);
-            input.expect("only what the kernel can read in place is lent")
-        }
-        None => kernel.input(shelf.get(id)),
-    }
-}
-
-/// Tells the kernel what a task says.
-fn perform<K: Kernel>(
-    kernel: &K,
-    loans: &Loans<'_>,
-    task: &Task,
-    shelf: &Shelf<K::Buffer>,
-    held: &mut Held<K::Buffer>,
-) -> Result<(), KernelError> {
-    let read = |id: BufferId| read(kernel, loans, shelf, id);
-    match task {
-        Task::Fill { buffer, value } => {
-            let value = match value {
-                Fill::Zero => 0.0,
-                Fill::MinusInfinity => f64::NEG_INFINITY,
-            };
-            kernel.fill(held.get(*buffer), value)
-        }
-        Task::Copy {
-            blocks,
-            add,
-            from,
-            to,
-        } => blocks
-            .iter()
-            .try_for_each(|block| kernel.copy(block, *add, read(*from), held.get(*to))),
-        Task::Forward {
-            job,
-            q,
-            k,
-            v,
-            carry,
-        } => held.with_carry(*carry, |_, carry| {
-            kernel.forward(job, read(*q), read(*k), read(*v), carry)
-        }),
-        Task::Attend {
-            job,
-            q,
-            k,
-            v,
-            out,
-            lse,
-        } => {
-            let (mut out_buffer, mut lse_buffer) = (held.take_one(*out), held.take_one(*lse));
-            let (q, k, v) = (read(*q), read(*k), read(*v));
-            let done = kernel.attend(job, q, k, v, &mut out_buffer, &mut lse_buffer);
-            *held.slot(*out) = Some(out_buffer);
-            *held.slot(*lse) = Some(lse_buffer);
-            done
-        }
-        Task::Merge { blocks, from, to } => held.with_carry(*from, |held, from| {
-            held.with_carry(*to, |_, to| {
-                let mut blocks = blocks.iter();
-                blocks.try_for_each(|block| kernel.merge(block, from, to))
-            })
-        }),
-        Task::Finish {
-            cells,
-            dim,
-            gain,
-            carry,
-            out,
-            lse,
-        } => held.with_carry(*carry, |held, carry| {
-            let (mut out_buffer, mut lse_buffer) = (held.take_one(*out), held.take_one(*lse));
-            let (out_ref, lse_ref) = (&mut out_buffer, &mut lse_buffer);
-            let done = kernel.finish(*cells, *dim, *gain, carry, out_ref, lse_ref);
-            *held.slot(*out) = Some(out_buffer);
-            *held.slot(*lse) = Some(lse_buffer);
-            done
-        }),
-        Task::Delta {
-            cells,
-            dim,
-            out,
-            dout,
-            dlse,
-            delta,
-        } => kernel.delta(
-            *cells,
-            *dim,
-            read(*out),
-            read(*dout),
-            dlse.map(read),
-            held.get(*delta),
-        ),
-        Task::Backward {
-            job,
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            dq,
-            dk,
-            dv,
-        } => {
-            let mut gradients = [*dq, *dk, *dv].map(|id| held.take_one(id));
-            let upstream = Upstream {
-                dout: read(*dout),
-                lse: read(*lse),
-                delta: read(*delta),
-            };
-            let (q, k, v) = (read(*q), read(*k), read(*v));
-            let [to_q, to_k, to_v] = &mut gradients;
-            let into = Gradients {
-                dq: to_q,
-                dk: to_k,
-                dv: to_v,
-            };
-            let done = kernel.backward(job, q, k, v, upstream, into);
-            for (id, buffer) in [*dq, *dk, *dv].into_iter().zip(gradients) {
-                *held.slot(id) = Some(buffer);
-            }
-            done
-        }
     }
 }
