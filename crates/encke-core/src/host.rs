@@ -11,7 +11,7 @@ use crate::job::Block;
 use crate::kernel::KernelError;
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
-use crate::transport::Parcel;
+use crate::transport::{HostParcel, Parcel};
 use crate::with_typed;
 use bytemuck::allocation::try_zeroed_vec;
 use half::slice::HalfFloatSliceExt;
@@ -50,7 +50,18 @@ impl Parcel for Data {
     }
 
     fn checksum(&self, elements: usize) -> u64 {
-        checksum(&self.bytes()[..elements * self.as_slice().dtype().bytes()])
+        checksum(self.host_bytes(elements))
+    }
+}
+
+impl HostParcel for Data {
+    fn host_bytes(&self, elements: usize) -> &[u8] {
+        &self.bytes()[..elements * self.as_slice().dtype().bytes()]
+    }
+
+    fn host_bytes_mut(&mut self, elements: usize) -> &mut [u8] {
+        let bytes = elements * self.as_slice().dtype().bytes();
+        &mut self.bytes_mut()[..bytes]
     }
 }
 
@@ -77,6 +88,16 @@ impl Parcel for Vec<u8> {
 
     fn checksum(&self, elements: usize) -> u64 {
         checksum(&self[..elements])
+    }
+}
+
+impl HostParcel for Vec<u8> {
+    fn host_bytes(&self, elements: usize) -> &[u8] {
+        &self[..elements]
+    }
+
+    fn host_bytes_mut(&mut self, elements: usize) -> &mut [u8] {
+        &mut self[..elements]
     }
 }
 
@@ -277,6 +298,18 @@ fn accumulate<S: Element, T: Element>(source: &[S], target: &mut [T]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_bytes_of_a_parcel_are_those_of_its_first_elements() {
+        let mut parcel = Data::F32(vec![1.0, 2.0, 3.0]);
+        parcel
+            .host_bytes_mut(1)
+            .copy_from_slice(&4.0f32.to_le_bytes());
+        let bytes: Vec<u8> = [4.0f32, 2.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+        assert_eq!(parcel.host_bytes(2), bytes);
+        assert_eq!(parcel.checksum(2), bytes.checksum(8));
+        assert_eq!(bytes.host_bytes(3), &bytes[..3]);
+    }
 
     #[test]
     fn a_checksum_sees_every_bit_and_every_pair_of_signs() {

@@ -27,6 +27,15 @@ pub trait Parcel: Send + Sized {
     fn checksum(&self, elements: usize) -> u64;
 }
 
+/// A parcel that lies in the host's memory, where a wire can read and write it. Memory of a device
+/// is staged through one of these.
+pub trait HostParcel: Parcel {
+    /// The bytes of the first `elements`.
+    fn host_bytes(&self, elements: usize) -> &[u8];
+    /// The same, to be overwritten.
+    fn host_bytes_mut(&mut self, elements: usize) -> &mut [u8];
+}
+
 /// One end of a message. Both ends of it name the same tag and the same number of elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 pub struct Address {
