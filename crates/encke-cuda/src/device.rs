@@ -5,6 +5,7 @@
 //! each piece of memory remembers the last event that wrote it and the last that read it.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result, sys};
@@ -15,6 +16,9 @@ use crate::library;
 use crate::memory::Memory;
 use crate::nvrtc::Nvrtc;
 use crate::program::Program;
+
+/// Shared memory a block has without asking for more.
+const ALWAYS_SHARED: usize = 48 * 1024;
 
 /// A program's name and macros, and one of its entry points.
 type Key = (&'static str, Vec<String>, &'static str);
@@ -29,7 +33,7 @@ pub struct Device {
     name: String,
     processors: u32,
     shared_bytes: usize,
-    functions: Mutex<HashMap<Key, CudaFunction>>,
+    functions: Mutex<HashMap<Key, (CudaFunction, usize)>>,
 }
 
 impl Device {
@@ -126,15 +130,18 @@ impl Device {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let key = (program.name, program.defines.clone(), entry);
-        if let Some(function) = functions.get(&key) {
-            return Ok(function.clone());
-        }
-        let built = program.build(&self.nvrtc, &self.cache, self.capability)?;
         let failed = |error| Error::driver(format!("loading {} ({entry})", program.name), error);
-        let image = cudarc::nvrtc::Ptx::from_binary(built.cubin);
-        let module = self.context.load_module(image).map_err(failed)?;
-        let function = module.load_function(entry).map_err(failed)?;
-        if shared_bytes > 48 * 1024 {
+        let (function, allowed) = match functions.entry(key) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(place) => {
+                let built = program.build(&self.nvrtc, &self.cache, self.capability)?;
+                let image = cudarc::nvrtc::Ptx::from_binary(built.cubin);
+                let module = self.context.load_module(image).map_err(failed)?;
+                let function = module.load_function(entry).map_err(failed)?;
+                place.insert((function, ALWAYS_SHARED))
+            }
+        };
+        if shared_bytes > *allowed {
             if shared_bytes > self.shared_bytes {
                 return Err(Error::Unsupported {
                     what: format!(
@@ -144,12 +151,11 @@ impl Device {
                 });
             }
             let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            function
-                .set_attribute(most, shared_bytes as i32)
-                .map_err(failed)?;
+            let set = function.set_attribute(most, shared_bytes as i32);
+            set.map_err(failed)?;
+            *allowed = shared_bytes;
         }
-        functions.insert(key, function.clone());
-        Ok(function)
+        Ok(function.clone())
     }
 
     /// Enqueues work on a stream, after everything it depends on.
