@@ -3,7 +3,7 @@
 //! The mutants are the mistakes of spec 2, which exist in published code, and their like. Each
 //! is a thin wrapper that alters one thing, so that what kills it can only be that thing.
 
-use encke_core::conformance;
+use encke_core::conformance::{self, Suite};
 use encke_core::dtype::Slice;
 use encke_core::job::{Block, Causal, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
@@ -385,6 +385,29 @@ impl Kernel for Mutant {
 #[test]
 fn the_oracle_passes_in_every_type() {
     conformance::kernel(&NaiveKernel, &DType::ALL).unwrap();
+}
+
+#[test]
+fn the_oracle_passes_with_scales_of_any_sign() {
+    let suite = Suite {
+        signs: true,
+        ..Suite::default()
+    };
+    suite.run(&NaiveKernel, &[DType::F64, DType::Bf16]).unwrap();
+}
+
+#[test]
+fn mutants_die_where_bits_are_not_promised() {
+    let suite = Suite {
+        repeatable: false,
+        ..Suite::default()
+    };
+    suite.run(&NaiveKernel, &[DType::F32]).unwrap();
+    let unsteady = |fault: &Fault| *fault != Fault::FinishEpsilon;
+    for fault in FAULTS.into_iter().filter(unsteady) {
+        let verdict = suite.run(&Mutant(fault), &[DType::F32]);
+        assert!(verdict.is_err(), "{fault:?} survived");
+    }
 }
 
 #[test]

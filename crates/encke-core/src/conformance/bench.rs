@@ -5,7 +5,7 @@
 
 use std::fmt::Display;
 
-use super::Failure;
+use super::{Failure, Suite};
 use crate::dtype::{DType, Data};
 use crate::kernel::{Carry, Kernel, KernelError};
 use crate::sharding::Run;
@@ -16,6 +16,7 @@ pub(super) struct Bench<'a, K> {
     pub kernel: &'a K,
     pub dtype: DType,
     pub seed: u64,
+    pub suite: Suite,
 }
 
 impl<K: Kernel> Bench<'_, K> {
@@ -99,6 +100,33 @@ impl<K: Kernel> Bench<'_, K> {
             "{what} has an error of {error:e}, allowed {tolerance:e} (number {i}: {got} instead \
              of {expected})"
         )))
+    }
+
+    /// Fails where gradients differ that must not: in bits, or by more than the order of a sum can
+    /// explain where the kernel does not promise bits.
+    pub fn same_gradient(
+        &self,
+        what: &str,
+        before: &Data,
+        after: &Data,
+        free: impl Fn(usize) -> bool,
+    ) -> Result<(), Failure> {
+        if self.suite.repeatable {
+            return self.unchanged(what, before, after, free);
+        }
+        let (before, after) = (before.to_f64(), after.to_f64());
+        let size = before
+            .iter()
+            .filter(|x| x.is_finite())
+            .fold(0.0, |m: f64, x| m.max(x.abs()));
+        let pairs = before.into_iter().zip(after).enumerate();
+        // Gaps are NaN on both sides and must stay so.
+        let live = pairs.filter(|(i, (x, y))| !free(*i) && !(x.is_nan() && y.is_nan()));
+        self.close(
+            what,
+            live.map(|(_, pair)| pair),
+            64.0 * f32::EPSILON as f64 * size,
+        )
     }
 
     /// Fails where bits differ in an element that `free` does not allow to change.

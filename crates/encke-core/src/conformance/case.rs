@@ -6,13 +6,13 @@
 //! The decision here: numbers are rounded when they are drawn, so that a kernel and the oracle are
 //! given exactly the same ones whatever type each stores them in.
 
-use super::Random;
 use super::layout::{Layout, Places, shuffled};
+use super::{Random, Suite};
 use crate::dtype::DType;
 use crate::job::{Causal, Job, Operand};
 
 /// Head dimensions that cross vector widths on both sides.
-const DIMS: [usize; 9] = [1, 2, 3, 8, 16, 40, 64, 80, 128];
+pub(super) const DIMS: [usize; 9] = [1, 2, 3, 8, 16, 40, 64, 80, 128];
 /// The most queries and keys of a case: few, and enough to cross the block sizes of kernels.
 const SIZES: [(usize, usize); 6] = [(8, 8), (40, 40), (8, 200), (200, 8), (200, 200), (200, 200)];
 /// Multiplications per job above which batch, segments and heads are cut back.
@@ -53,9 +53,9 @@ pub(super) struct Pair {
 
 impl Case {
     /// The case of a seed, with numbers that `dtype` can hold.
-    pub fn new(seed: u64, dtype: DType) -> Case {
+    pub fn new(seed: u64, dtype: DType, suite: Suite) -> Case {
         let mut random = Random::new(seed);
-        let sizes = Sizes::new(&mut random);
+        let sizes = Sizes::new(&mut random, suite.dims);
         let rows = sizes.places(sizes.queries);
         let own = shuffled(&mut random, sizes.heads);
         let q = Layout::new(&mut random, rows, &own, sizes.dim);
@@ -64,7 +64,10 @@ impl Case {
             let heads = shuffled(&mut random, sizes.heads);
             Layout::new(&mut random, rows, &heads, sizes.dim)
         });
-        let numbers = Numbers::new(&mut random, dtype, sizes.dim);
+        let mut numbers = Numbers::new(&mut random, dtype, sizes.dim);
+        if suite.signs {
+            numbers.scale *= random.pick(&[-1.0, -1.0, 0.0]);
+        }
         let gain = random.pick(&[1.0, 0.5, 0.3]);
         let shared = Shared {
             gain,
@@ -192,8 +195,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn new(random: &mut Random) -> Sizes {
-        let dim = random.pick(&DIMS);
+    fn new(random: &mut Random, dims: &[usize]) -> Sizes {
+        let dim = random.pick(dims);
         let (most_queries, most_keys) = random.pick(&SIZES);
         let (queries, keys) = (1 + random.below(most_queries), 1 + random.below(most_keys));
         let mut places = [

@@ -78,7 +78,7 @@ pub(super) fn same_carry<K: Kernel>(
     bench.unchanged(what, &before.acc, &after.acc, |i| free(i / dim))
 }
 
-/// Fails where bits of gradients differ in an element that is not free to change.
+/// Fails where gradients differ in an element that is not free to change.
 pub(super) fn same_gradients<K: Kernel>(
     bench: &Bench<'_, K>,
     what: &str,
@@ -87,10 +87,10 @@ pub(super) fn same_gradients<K: Kernel>(
     free_query: impl Fn(usize) -> bool,
     free_key: impl Fn(usize, usize) -> bool,
 ) -> Result<(), Failure> {
-    bench.unchanged(what, &before.dq, &after.dq, free_query)?;
+    bench.same_gradient(what, &before.dq, &after.dq, free_query)?;
     for (part, (x, y)) in before.keys.iter().zip(&after.keys).enumerate() {
-        bench.unchanged(what, &x.0, &y.0, |i| free_key(part, i))?;
-        bench.unchanged(what, &x.1, &y.1, |i| free_key(part, i))?;
+        bench.same_gradient(what, &x.0, &y.0, |i| free_key(part, i))?;
+        bench.same_gradient(what, &x.1, &y.1, |i| free_key(part, i))?;
     }
     Ok(())
 }

@@ -4,7 +4,7 @@
 //! oracle in f64, so that an error is the operation's own and never that of an earlier one.
 
 use super::bench::Bench;
-use super::case::Case;
+use super::case::{Case, DIMS};
 use super::hidden::{self, same_carry, same_gradients};
 use super::judge::{Judge, largest};
 use super::layout::GAP;
@@ -20,11 +20,45 @@ const SMALL_CASES: u64 = 100;
 
 /// Runs the whole suite with each of `dtypes` as the type of q, k and v.
 pub fn kernel<K: Kernel>(kernel: &K, dtypes: &[DType]) -> Result<(), Failure> {
+    Suite::default().run(kernel, dtypes)
+}
+
+/// What the suite asks of a kernel beyond what it asks of all of them.
+#[derive(Debug, Clone, Copy)]
+pub struct Suite {
+    /// Head dimensions of the cases.
+    pub dims: &'static [usize],
+    /// Whether gradients have the same bits whenever they are computed. Where a kernel does not
+    /// promise that, what must not change may change by the rounding of its sums.
+    pub repeatable: bool,
+    /// Whether scales may be negative or zero.
+    pub signs: bool,
+}
+
+impl Default for Suite {
+    fn default() -> Suite {
+        Suite {
+            dims: &DIMS,
+            repeatable: true,
+            signs: false,
+        }
+    }
+}
+
+impl Suite {
+    /// Runs the whole suite with each of `dtypes` as the type of q, k and v.
+    pub fn run<K: Kernel>(self, kernel: &K, dtypes: &[DType]) -> Result<(), Failure> {
+        run(self, kernel, dtypes)
+    }
+}
+
+fn run<K: Kernel>(suite: Suite, kernel: &K, dtypes: &[DType]) -> Result<(), Failure> {
     for &dtype in dtypes {
         let bench = |seed| Bench {
             kernel,
             dtype,
             seed,
+            suite,
         };
         for seed in 0..SMALL_CASES {
             moving::check(&bench(seed))?;
@@ -51,11 +85,12 @@ pub(super) struct Final {
 }
 
 fn attention<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
-    let case = Case::new(bench.seed, bench.dtype);
+    let case = Case::new(bench.seed, bench.dtype, bench.suite);
     let oracle = Bench {
         kernel: &NaiveKernel,
         dtype: DType::F64,
         seed: bench.seed,
+        suite: bench.suite,
     };
     let exact = finished(&oracle.forward(&case)?);
     let told = told(bench, &case, &exact);

@@ -19,7 +19,7 @@ mod moving;
 mod transport;
 
 pub use self::configuration::{Configuration, Tensors};
-pub use self::kernel::kernel;
+pub use self::kernel::{Suite, kernel};
 pub use self::merge::merge;
 pub use self::transport::transport;
 
