@@ -20,9 +20,35 @@ use crate::jobs::Tables;
 use crate::launch::{Site, cells, moving, plain};
 use crate::operands::{Ends, Gradient, Operands};
 
+/// Which family of kernels computes attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Path {
+    /// The fastest the GPU has for the job. Never one of another precision.
+    #[default]
+    Auto,
+    /// Hopper's matrix units and copy engine: bf16 and f16 on compute capability 9.0.
+    Hopper,
+    /// The matrix instructions of every GPU since Ampere: bf16 and f16.
+    Mma,
+    /// No matrix units: every type.
+    Plain,
+}
+
+/// How gradients are summed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Summation {
+    /// As fast as possible: the order of sums depends on timing, and so do the last bits.
+    Fast,
+    /// In one order: the same bits from run to run.
+    #[default]
+    Deterministic,
+}
+
 /// Attention on one GPU.
 pub struct CudaKernel {
     site: Site,
+    path: Path,
+    summation: Summation,
 }
 
 impl CudaKernel {
@@ -33,7 +59,21 @@ impl CudaKernel {
                 device: Device::open(ordinal)?,
                 tables: Tables::default(),
             },
+            path: Path::default(),
+            summation: Summation::default(),
         })
+    }
+
+    /// The same with one family of kernels; jobs it has none for are refused.
+    pub fn path(mut self, path: Path) -> CudaKernel {
+        self.path = path;
+        self
+    }
+
+    /// The same with another way to sum gradients.
+    pub fn summation(mut self, summation: Summation) -> CudaKernel {
+        self.summation = summation;
+        self
     }
 
     /// The GPU.

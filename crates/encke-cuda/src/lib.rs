@@ -24,6 +24,6 @@ pub use cache::Cache;
 pub use catalogue::programs;
 pub use device::Device;
 pub use error::{Error, Result};
-pub use kernel::CudaKernel;
+pub use kernel::{CudaKernel, Path, Summation};
 pub use nvrtc::{Built, Nvrtc, complaints};
 pub use program::Program;

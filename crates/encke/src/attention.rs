@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use encke_core::kernel::Kernel;
 use encke_core::mixing::{self, SlotBackward};
 use encke_core::plan::program::Role;
 use encke_core::plan::{Pass, Plan, Queries, Request};
@@ -158,21 +159,26 @@ impl Builder {
         self
     }
 
-    /// The attention with these settings.
+    /// The attention with these settings, on the CPU.
     pub fn build(self) -> Result<Attention, Error> {
+        self.build_on(CpuKernel::new()?)
+    }
+
+    /// The attention with these settings, on any device that has a kernel.
+    pub fn build_on<K: Kernel>(self, kernel: K) -> Result<Attention<K>, Error> {
         Ok(Attention {
             sharding: Sharding::new(self.ranks, self.cut.clone())?,
-            ring: ThreadRing::new(CpuKernel::new()?, self.deadline),
+            ring: ThreadRing::new(kernel, self.deadline),
             settings: self,
         })
     }
 }
 
 /// Attention with fixed settings. Plans and buffers are kept between calls.
-pub struct Attention {
+pub struct Attention<K: Kernel = CpuKernel> {
     settings: Builder,
     sharding: Sharding,
-    ring: ThreadRing<CpuKernel>,
+    ring: ThreadRing<K>,
 }
 
 impl Attention {
@@ -189,7 +195,9 @@ impl Attention {
             deadline: DEADLINE,
         }
     }
+}
 
+impl<K: Kernel> Attention<K> {
     /// Which query sees which key.
     pub fn pattern(&self) -> &Pattern {
         &self.settings.pattern
@@ -201,7 +209,7 @@ impl Attention {
     }
 
     /// The kernel that computes.
-    pub fn kernel(&self) -> &CpuKernel {
+    pub fn kernel(&self) -> &K {
         self.ring.kernel()
     }
 

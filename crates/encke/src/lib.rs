@@ -39,6 +39,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! The same on a GPU is `builder().build_on(CudaKernel::new(0)?)`: kernels are compiled for the GPU at
+//! hand when they are first used, and where there is none the error says what was looked for.
+//!
 //! What each rank held and what travelled comes with every result ([`Report`]); what would be held
 //! and sent can be asked beforehand, for any size, with [`Attention::plan`].
 //!
@@ -51,6 +54,7 @@ mod attention;
 pub use attention::{
     Attention, Backward, Builder, Checkpoint, CheckpointPolicy, Forward, Precision, Report,
 };
+pub use encke_core::kernel::Kernel;
 pub use encke_core::plan::explain;
 pub use encke_core::plan::{Pass, Plan, Queries, Request};
 pub use encke_core::sharding::{Cut, Sharding};
@@ -60,6 +64,8 @@ pub use encke_core::{
     Slice, Tensor, View,
 };
 pub use encke_core::{conformance, plan, reference};
+pub use encke_cpu::CpuKernel;
+pub use encke_cuda::{CudaKernel, Error as CudaError};
 pub use encke_ring::{
     Activity, CacheStats, RankError, RankMemory, RingError as Error, Trace, gather_sequence,
     split_sequence, trace,

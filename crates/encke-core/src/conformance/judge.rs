@@ -134,7 +134,8 @@ impl Sums {
             }
             let (product, product_size) = dot(dout, v);
             let ds = p * (gain * product - told.delta[pair.cell]);
-            let ds_size = scale.abs() * p * (gain.abs() * product_size + told.delta[pair.cell].abs());
+            let ds_size =
+                scale.abs() * p * (gain.abs() * product_size + told.delta[pair.cell].abs());
             let ds_error = scale * (dtype.round(ds) - ds);
             sums.dv[pair.part].add(pair.key, p * gain, p_error * gain, dout);
             sums.dq.add(pair.dq, ds_size, ds_error, k);
