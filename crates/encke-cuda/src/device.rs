@@ -112,6 +112,14 @@ impl Device {
         made.map_err(|error| Error::driver("making a stream", error))
     }
 
+    /// The moment at which everything enqueued so far is computed.
+    pub fn instant(&self) -> Result<Instant> {
+        let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
+        let event = self.compute.record_event(Some(flags));
+        let event = event.map_err(|error| Error::driver("marking a moment", error))?;
+        Ok(Instant(event))
+    }
+
     /// Waits until everything computed is there.
     pub fn synchronize(&self) -> Result<()> {
         let done = self.compute.synchronize();
@@ -190,6 +198,19 @@ impl Device {
             marks.read = None;
         }
         Ok(())
+    }
+}
+
+/// A moment on the GPU's own clock.
+pub struct Instant(CudaEvent);
+
+impl Instant {
+    /// Milliseconds from an earlier moment to this one, once both have come.
+    pub fn since(&self, earlier: &Instant) -> Result<f64> {
+        let waited = self.0.synchronize();
+        let told = waited.and_then(|()| earlier.0.elapsed_ms(&self.0));
+        told.map(f64::from)
+            .map_err(|error| Error::driver("reading the GPU's clock", error))
     }
 }
 

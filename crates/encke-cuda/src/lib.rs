@@ -22,7 +22,7 @@ mod program;
 pub use buffer::Buffer;
 pub use cache::Cache;
 pub use catalogue::programs;
-pub use device::Device;
+pub use device::{Device, Instant};
 pub use error::{Error, Result};
 pub use kernel::{CudaKernel, Path, Summation};
 pub use nvrtc::{Built, Nvrtc, complaints};

@@ -56,6 +56,11 @@ impl<K: Kernel> ThreadRing<K> {
         &self.kernel
     }
 
+    /// The kernel back; everything kept is given up.
+    pub fn into_kernel(self) -> K {
+        self.kernel
+    }
+
     /// How often plans and buffers were found rather than made.
     pub fn stats(&self) -> CacheStats {
         self.state().stats

@@ -213,6 +213,11 @@ impl<K: Kernel> Attention<K> {
         self.ring.kernel()
     }
 
+    /// The kernel back, when nothing else is wanted.
+    pub fn into_kernel(self) -> K {
+        self.ring.into_kernel()
+    }
+
     /// The plan for a shape: what would be computed, held and sent. Nothing is allocated.
     pub fn plan(&self, shape: Shape, dtype: DType, pass: Pass) -> Result<Arc<Plan>, Error> {
         self.ring.plan(&self.request(shape, dtype, pass))

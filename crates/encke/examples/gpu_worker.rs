@@ -1,0 +1,318 @@
+//! One contestant of `bench/gpu.py`: ranks on one GPU, their inputs already there. Reads a
+//! configuration from a line of standard input, then answers each `run R` with the milliseconds of
+//! one of R calls in a row, measured by events on the GPU, so that the script can take turns with
+//! its rivals.
+//!
+//! A call is what a rank does between its inputs and its outputs: all ranks as threads, hops and
+//! all. Inputs are random; the answer is checked on a short sequence before anything is timed.
+
+use std::io::{BufRead, Write};
+use std::time::{Duration, Instant};
+
+use encke::conformance::Random;
+use encke::plan::program::Role;
+use encke::plan::{Pass, Plan, Request};
+use encke::{
+    Attention, CudaKernel, Cut, DType, Data, GroupScale, Mode, Pattern, Shape, Sharding,
+    Tensor, View, reference,
+};
+use encke_core::conformance::Suite;
+use encke_cuda::{Path, Summation};
+use encke_ring::Rank;
+use encke_ring::threads::{Endpoint, endpoints};
+use encke_ring::trace::Recorder;
+
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// Longer than any call here takes.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// `dtype tokens heads kv_heads dim causal segment dilation ranks backward path summation hops`.
+#[derive(Clone)]
+struct Words(Vec<String>);
+
+impl Words {
+    fn get<T: std::str::FromStr>(&self, at: usize) -> Result<T, Failure>
+    where
+        T::Err: std::error::Error + Send + Sync + 'static,
+    {
+        let word = self.0.get(at);
+        Ok(word.ok_or("too few words in the configuration")?.parse()?)
+    }
+
+    fn pattern(&self, tokens: usize) -> Result<Pattern, Failure> {
+        let (causal, segment, dilation): (usize, usize, usize) =
+            (self.get(5)?, self.get(6)?, self.get(7)?);
+        let mode = Mode::Group {
+            scale: GroupScale::One,
+        };
+        let pattern = match segment {
+            0 => Pattern::dense(),
+            _ => Pattern::dilated(&[segment.min(tokens)], &[dilation], mode)?,
+        };
+        Ok(pattern.causal(causal == 1))
+    }
+
+    fn cut(&self) -> Result<Cut, Failure> {
+        let (causal, ranks): (usize, usize) = (self.get(5)?, self.get(8)?);
+        Ok(match causal == 1 && ranks > 1 {
+            true => Cut::Zigzag,
+            false => Cut::Contiguous,
+        })
+    }
+
+    fn kernel(&self) -> Result<CudaKernel, Failure> {
+        let path = match self.get::<String>(10)?.as_str() {
+            "auto" => Path::Auto,
+            "hopper" => Path::Hopper,
+            "mma" => Path::Mma,
+            "plain" => Path::Plain,
+            other => return Err(format!("no kernels are called {other}").into()),
+        };
+        let summation = match self.get::<String>(11)?.as_str() {
+            "fast" => Summation::Fast,
+            "deterministic" => Summation::Deterministic,
+            other => return Err(format!("no summation is called {other}").into()),
+        };
+        let kernel = CudaKernel::new(0)?;
+        Ok(kernel.path(path).summation(summation))
+    }
+}
+
+/// Ranks with their inputs.
+struct Contest {
+    kernel: CudaKernel,
+    ranks: Vec<Rank<CudaKernel>>,
+}
+
+impl Contest {
+    fn new(words: &Words) -> Result<Contest, Failure> {
+        let kernel = words.kernel()?;
+        let kernel = check(words, kernel)?;
+        let dtype: DType = words.get(0)?;
+        let shape = Shape::new(
+            1,
+            words.get(1)?,
+            words.get(2)?,
+            words.get(3)?,
+            words.get(4)?,
+        )?;
+        let sharding = Sharding::new(words.get(8)?, words.cut()?)?;
+        let mut request = Request::new(shape, words.pattern(shape.tokens)?, sharding, dtype);
+        let rows = [1, shape.tokens, shape.heads, shape.dim];
+        let kv_rows = [1, shape.tokens, shape.kv_heads, shape.dim];
+        let mut inputs = vec![
+            (Role::Q, numbers(1, dtype, rows)?),
+            (Role::K, numbers(2, dtype, kv_rows)?),
+            (Role::V, numbers(3, dtype, kv_rows)?),
+        ];
+        if words.get::<usize>(9)? == 1 {
+            // The forward pass's own output, so that weights are those of a softmax.
+            let mut forward = Contest::made(&kernel, &request, &inputs)?;
+            Contest::call(&kernel, &mut forward)?;
+            let cells = [1, shape.tokens, shape.heads, 1];
+            for (role, kind, dims) in [(Role::Out, dtype, rows), (Role::Lse, dtype.sum(), cells)] {
+                let mut tensor = Tensor::zeros(kind, dims);
+                for rank in &forward {
+                    rank.store(&kernel, role, &mut tensor)?;
+                }
+                inputs.push((role, tensor));
+            }
+            inputs.push((Role::Dout, numbers(4, dtype, rows)?));
+            request.pass = Pass::Backward { dlse: false };
+        }
+        let ranks = Contest::made(&kernel, &request, &inputs)?;
+        Ok(Contest { kernel, ranks })
+    }
+
+    fn made(
+        kernel: &CudaKernel,
+        request: &Request,
+        inputs: &[(Role, Tensor)],
+    ) -> Result<Vec<Rank<CudaKernel>>, Failure> {
+        let plan = Plan::new(request.clone())?;
+        let mut ranks = Vec::new();
+        for number in 0..plan.ranks() {
+            let mut rank = Rank::new(kernel, plan.rank(number)?)?;
+            for (role, tensor) in inputs {
+                rank.load(kernel, *role, &tensor.view())?;
+            }
+            ranks.push(rank);
+        }
+        Ok(ranks)
+    }
+
+    /// All ranks to their end: everything is enqueued, not yet computed.
+    fn call(kernel: &CudaKernel, ranks: &mut [Rank<CudaKernel>]) -> Result<(), Failure> {
+        let run = |rank: &mut Rank<CudaKernel>, mut endpoint: Endpoint<_>| {
+            let mut recorder = Recorder::new(rank.plan().rank, Instant::now());
+            let ended = rank.run(kernel, &mut endpoint, &mut recorder);
+            if let Err(error) = &ended {
+                endpoint.observer().fail(recorder.rank(), error.to_string());
+            }
+            ended
+        };
+        let ends = endpoints(ranks.len(), DEADLINE);
+        std::thread::scope(|scope| {
+            let mut threads = Vec::new();
+            for (rank, endpoint) in ranks.iter_mut().zip(ends) {
+                threads.push(scope.spawn(move || run(rank, endpoint)));
+            }
+            for thread in threads {
+                thread.join().map_err(|_| "a rank panicked")??;
+            }
+            Ok(())
+        })
+    }
+
+    fn run(&mut self, repeats: usize) -> Result<f64, Failure> {
+        let device = self.kernel.device();
+        let begin = device.instant()?;
+        for _ in 0..repeats {
+            Contest::call(&self.kernel, &mut self.ranks)?;
+        }
+        Ok(device.instant()?.since(&begin)? / repeats as f64)
+    }
+}
+
+/// Random numbers, the same for the same seed, made by all cores.
+fn numbers(seed: u64, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Failure> {
+    let row = dims[2] * dims[3];
+    let rows = dims[0] * dims[1];
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let each = rows.div_ceil(threads).max(1);
+    let mut tensor = Tensor::zeros(dtype, dims);
+    let bytes = tensor.data_mut().bytes_mut();
+    std::thread::scope(|scope| {
+        for (i, part) in bytes.chunks_mut(each * row * dtype.bytes()).enumerate() {
+            scope.spawn(move || {
+                let mut random = Random::new(seed * 1000 + i as u64);
+                let values: Vec<f64> = (0..part.len() / dtype.bytes())
+                    .map(|_| 1.7 * random.unit())
+                    .collect();
+                part.copy_from_slice(Data::from_f64(dtype, &values).bytes());
+            });
+        }
+    });
+    Ok(tensor)
+}
+
+/// The answer first: the same settings on a short sequence against the reference.
+fn check(words: &Words, kernel: CudaKernel) -> Result<CudaKernel, Failure> {
+    let dtype: DType = words.get(0)?;
+    let tokens = words.get::<usize>(1)?.min(600);
+    let shape = Shape::new(1, tokens, 2, 1, words.get(4)?)?;
+    let builder = Attention::builder().pattern(words.pattern(tokens)?);
+    let attention = builder
+        .ranks(words.get(8)?)
+        .sharding(words.cut()?)
+        .build_on(kernel)?;
+    let q = numbers(1, dtype, [1, tokens, 2, shape.dim])?;
+    let k = numbers(2, dtype, [1, tokens, 1, shape.dim])?;
+    let v = numbers(3, dtype, [1, tokens, 1, shape.dim])?;
+    let dout = numbers(4, dtype, [1, tokens, 2, shape.dim])?;
+    let [q, k, v, dout] = [&q, &k, &v, &dout].map(Tensor::view);
+    let got = attention.forward(&q, &k, &v)?;
+    let wide = |x: &View<'_>| x.to_f64();
+    let scale = shape.default_scale();
+    let (wq, wk, wv) = (wide(&q), wide(&k), wide(&v));
+    let expected = reference::forward(&shape, attention.pattern(), scale, &wq, &wk, &wv)?;
+    near("out", &got.out.to_f64(), &expected.out, dtype)?;
+    if words.get::<usize>(9)? == 1 {
+        let got = attention.backward(&q, &k, &v, &got.checkpoint, &dout, None)?;
+        let pattern = attention.pattern();
+        let expected =
+            reference::backward(&shape, pattern, scale, &wq, &wk, &wv, &wide(&dout), None)?;
+        near("dq", &got.dq.to_f64(), &expected.dq, dtype)?;
+        near("dk", &got.dk.to_f64(), &expected.dk, dtype)?;
+        near("dv", &got.dv.to_f64(), &expected.dv, dtype)?;
+    }
+    Ok(attention.into_kernel())
+}
+
+fn near(what: &str, got: &[f64], expected: &[f64], dtype: DType) -> Result<(), Failure> {
+    let size = expected.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+    let pairs = got.iter().zip(expected);
+    let worst = pairs.fold(0.0f64, |most, (a, b)| {
+        if (a - b).is_nan() {
+            f64::INFINITY
+        } else {
+            most.max((a - b).abs())
+        }
+    });
+    if worst > 4.0 * dtype.epsilon() * size.max(1.0) {
+        return Err(format!("{what} is off by {worst:e} of {size:e}; not worth timing").into());
+    }
+    Ok(())
+}
+
+/// The conformance suite of one family of kernels: what passed, or the first failure.
+fn conform(words: &[&str]) -> Result<String, Failure> {
+    let mut all: Vec<String> = "bf16 1 1 1 1 0 0 1 1 0"
+        .split(' ')
+        .map(String::from)
+        .collect();
+    all.extend([words[0].into(), words[1].into(), "pointer".into()]);
+    let kernel = Words(all).kernel()?;
+    let dtypes: &[DType] = match words[0] {
+        "plain" | "auto" => &DType::ALL,
+        _ => &[DType::Bf16, DType::F16],
+    };
+    let usual = Suite {
+        repeatable: words[1] != "fast",
+        ..Suite::default()
+    };
+    let begin = Instant::now();
+    let wide = Suite {
+        dims: &[64, 96, 128, 192, 256],
+        ..usual
+    };
+    let signed = Suite {
+        signs: true,
+        ..usual
+    };
+    for (name, suite) in [("usual", usual), ("wide", wide), ("signed", signed)] {
+        if let Err(failure) = suite.run(&kernel, dtypes) {
+            return Ok(format!("FAILED ({name}): {failure}"));
+        }
+    }
+    let seconds = begin.elapsed().as_secs_f64();
+    Ok(format!(
+        "{} cases passed in {seconds:.1} s",
+        dtypes.len() * 3 * 400
+    ))
+}
+
+fn answer(line: &str, contest: &mut Option<Contest>) -> Result<String, Failure> {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    match words.as_slice() {
+        ["run", repeats] => match contest {
+            Some(contest) => Ok(contest.run(repeats.parse()?)?.to_string()),
+            None => Err("run before a configuration".into()),
+        },
+        ["conform", rest @ ..] if rest.len() == 2 => conform(rest),
+        ["end"] => {
+            *contest = None;
+            Ok("ended".into())
+        }
+        _ => {
+            *contest = None; // its memory first
+            let words = Words(words.iter().map(|word| word.to_string()).collect());
+            *contest = Some(Contest::new(&words)?);
+            Ok("ready".into())
+        }
+    }
+}
+
+fn main() -> Result<(), Failure> {
+    let mut contest = None;
+    for line in std::io::stdin().lock().lines() {
+        let said = match answer(&line?, &mut contest) {
+            Ok(said) => said,
+            Err(error) => format!("error: {}", error.to_string().replace('\n', " ")),
+        };
+        println!("{said}");
+        std::io::stdout().flush()?;
+    }
+    Ok(())
+}
