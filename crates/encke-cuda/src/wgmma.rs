@@ -1,0 +1,88 @@
+//! The text of wgmma wrappers: one inline function for each shape a kernel multiplies.
+//!
+//! An instruction names every register of its accumulator, so the wrappers are generated; kernels
+//! call them by name. Which shapes a kernel needs is said where its variants are listed, not here.
+
+use std::fmt::Write;
+
+/// One `wgmma.m64nNk16` with f32 accumulators.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Wgmma {
+    /// Columns of the product: a multiple of 8 up to 256.
+    pub n: usize,
+    /// Whether the left operand comes from registers rather than from shared memory.
+    pub registers: bool,
+    /// Whether the left operand lies across its rows in shared memory.
+    pub transpose_a: bool,
+    /// Whether the right operand lies across its rows.
+    pub transpose_b: bool,
+    /// Whether the left operand is negated.
+    pub negate: bool,
+}
+
+impl Wgmma {
+    /// Both operands in shared memory, along their rows.
+    pub(crate) fn shared(n: usize) -> Wgmma {
+        Wgmma {
+            n,
+            registers: false,
+            transpose_a: false,
+            transpose_b: false,
+            negate: false,
+        }
+    }
+
+    /// The left operand in registers.
+    pub(crate) fn registers(n: usize) -> Wgmma {
+        Wgmma {
+            registers: true,
+            ..Wgmma::shared(n)
+        }
+    }
+
+    /// `wgmma_rs_tb_n128` and the like: what kernels call it.
+    pub(crate) fn name(&self) -> String {
+        let mut name = String::from(if self.registers { "wgmma_rs" } else { "wgmma_ss" });
+        let marks = [
+            (self.transpose_a, "_ta"),
+            (self.transpose_b, "_tb"),
+            (self.negate, "_neg"),
+        ];
+        name.extend(marks.iter().filter(|(on, _)| *on).map(|(_, mark)| *mark));
+        name + &format!("_n{}", self.n)
+    }
+
+    /// The function's text; `element` is the type of the operands in PTX, `bf16` or `f16`.
+    pub(crate) fn text(&self, element: &str) -> String {
+        let sums = self.n / 2;
+        let list = |from: usize, count: usize| {
+            let each: Vec<String> = (from..from + count).map(|i| format!("%{i}")).collect();
+            each.join(",")
+        };
+        let outputs: Vec<String> = (0..sums).map(|i| format!("\"+f\"(d[{i}])")).collect();
+        let (parameters, left, inputs, b) = if self.registers {
+            let left = format!("{{{}}}", list(sums, 4));
+            let inputs = "\"r\"(a0), \"r\"(a1), \"r\"(a2), \"r\"(a3)";
+            ("u32 a0, u32 a1, u32 a2, u32 a3", left, inputs, sums + 4)
+        } else {
+            ("u64 a", format!("%{sums}"), "\"l\"(a)", sums + 1)
+        };
+        let sign = if self.negate { -1 } else { 1 };
+        let mut flags = format!("p, {sign}, 1");
+        if !self.registers {
+            let _ = write!(flags, ", {}", u8::from(self.transpose_a));
+        }
+        let _ = write!(flags, ", {}", u8::from(self.transpose_b));
+        format!(
+            "DEV void {name}(float (&d)[{sums}], {parameters}, u64 b, int keep) {{\n  \
+             asm volatile(\"{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{keep}, 0;\\n\"\n    \
+             \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {{{sums_list}}}, {left}, %{b}, {flags};\\n}}\\n\"\n    \
+             : {outputs} : {inputs}, \"l\"(b), \"r\"(keep));\n}}\n",
+            name = self.name(),
+            keep = b + 1,
+            n = self.n,
+            sums_list = list(0, sums),
+            outputs = outputs.join(", "),
+        )
+    }
+}
