@@ -1,0 +1,83 @@
+// Runs `mma_forward` on the CPU model over random jobs: values, carry, hidden NaNs bit by bit, and lists of tiles.
+#include "mma.h"
+#include "../src/kernels/common.cuh"
+#include "mma_case.h"
+#include "../src/kernels/mma_tile.cuh"
+#include "../src/kernels/mma_forward.cu"
+
+struct State { std::vector<float> acc, m, l, lse; std::vector<u16> out; };
+static State blank(const Case& c) {
+  size_t n = c.cells.size, d = c.job.dim;
+  return {std::vector<float>(n * d, 0.f), std::vector<float>(n, -INFINITY), std::vector<float>(n, 0.f), std::vector<float>(n, 7.f), std::vector<u16>(n * d, 7)};
+}
+static void run(const Case& c, State& s, bool carry, bool end, const std::vector<u32>* list = nullptr, int height = 0) {
+  int tiles = (c.job.queries + TILE - 1) / TILE * c.job.heads * c.job.segments * c.job.batch;
+  emu::launch(list ? 2 : tiles, 1, THREADS, [&] {
+    mma_forward(c.job, c.Q.data(), c.K.data(), c.V.data(), s.acc.data(), s.m.data(), s.l.data(), s.out.data(), s.lse.data(), carry, end, list ? list->data() : nullptr, height);
+  });
+}
+// The softmax of one row in f64, continuing a carry.
+static void reference(const Case& c, const State& before, int b, int s, int h, int i, Numbers& acc, double& m, double& l) {
+  const Job& j = c.job; i64 cell = at(j.cells, b, s, i, h); m = before.m[cell]; l = before.l[cell]; acc.assign(j.dim, 0);
+  int seen = visible(j, i); Numbers score(seen); double top = m;
+  for (int t = 0; t < seen; t++) { score[t] = c.score(b, s, h, i, t); top = fmax(top, score[t]); }
+  double shrink = l == 0 ? 0 : exp(m - top); l *= shrink;
+  for (int x = 0; x < j.dim; x++) acc[x] = before.acc[cell * j.dim + x] * shrink;
+  for (int t = 0; t < seen; t++) { double p = exp(score[t] - top); l += p; i64 y = at(j.k, b, s, t, h); for (int x = 0; x < j.dim; x++) acc[x] += p * emu::widen(c.V[y + x]); }
+  m = top;
+}
+static void check(const Case& c, const State& before, const State& after, bool end, const char* what) {
+  Numbers got, want; double worst = 0; const Job& j = c.job;
+  c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
+    Numbers acc; double m, l; reference(c, before, b, s, h, i, acc, m, l); i64 cell = at(j.cells, b, s, i, h);
+    double lse = l == 0 ? -INFINITY : m + log(l), mine = end ? after.lse[cell] : after.l[cell] == 0 ? -INFINITY : after.m[cell] + log(after.l[cell]);
+    if (lse != mine) worst = fmax(worst, fabs(lse - mine));
+    if (std::isnan(mine)) worst = INFINITY;
+    for (int x = 0; x < j.dim; x++) {
+      want.push_back(l == 0 ? 0 : acc[x] / l * (end ? j.gain : 1));
+      got.push_back(end ? emu::widen(after.out[cell * j.dim + x]) : l == 0 ? after.acc[cell * j.dim + x] : after.acc[cell * j.dim + x] / after.l[cell]);
+    }
+  } });
+  double off = distance(got, want);
+  expect(off < TOLERANCE, c, what, off); expect(worst < 2e-4, c, "lse", worst);
+}
+template <class T> static bool same(const std::vector<T>& x, const std::vector<T>& y, size_t at, size_t n) { return memcmp(&x[at], &y[at], n * sizeof(T)) == 0; }
+
+// A key full of NaN or infinities must not move a bit of a row that does not see it, and must show in one that does.
+static void check_hidden(Case c, Random& random, const State& before, const State& clean) {
+  const Job& j = c.job; int t = random.below(j.keys), column = random.below(j.dim + 1); bool first = random.coin();
+  float value = random.coin() ? NAN : INFINITY;
+  c.places([&](int b, int s, int h) { i64 y = at(j.k, b, s, t, h); for (int x = 0; x < j.dim; x++) if (column == j.dim || x == column) { c.V[y + x] = emu::narrow(value); if (first) c.K[y + x] = emu::narrow(value); } });
+  State after = before; run(c, after, true, false);
+  c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
+    i64 cell = at(j.cells, b, s, i, h);
+    if (t >= visible(j, i)) expect(same(after.m, clean.m, cell, 1) && same(after.l, clean.l, cell, 1) && same(after.acc, clean.acc, cell * j.dim, j.dim), c, "a hidden key changed a row", i);
+    else expect(!std::isfinite(after.acc[cell * j.dim + (column == j.dim ? 0 : column)]), c, "a visible NaN is lost", i);
+  } });
+}
+static void check_list(const Case& c, Random& random) {
+  const Job& j = c.job; int height = random.coin() ? TILE + 16 : TILE / 2, tiles = (j.queries + height - 1) / height;
+  std::vector<u32> list(1); for (int n = 0; n < tiles * j.heads * j.segments * j.batch; n++) if (random.coin()) list.push_back(n);
+  list[0] = (u32)list.size() - 1;
+  State all = blank(c), some = blank(c), none = blank(c); run(c, all, false, true); run(c, some, false, true, &list, height);
+  c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
+    u32 number = ((b * j.segments + s) * j.heads + h) * tiles + i / height; i64 cell = at(j.cells, b, s, i, h);
+    const State& want = std::find(list.begin() + 1, list.end(), number) != list.end() ? all : none;
+    expect(same(some.out, want.out, cell * j.dim, j.dim) && same(some.lse, want.lse, cell, 1), c, "a list of tiles", number);
+  } });
+}
+int main(int count, char** words) {
+  Random random(count > 1 ? strtoull(words[1], nullptr, 10) : 1); int cases = count > 2 ? atoi(words[2]) : 4;
+  for (int n = 0; n < cases; n++) {
+    Case c; int dim = ALIGNED ? HD - 8 * random.below(2) : HD - random.below(16);
+    draw_case(c, random, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
+    State fresh = blank(c), ended = fresh; run(c, ended, false, true); check(c, fresh, ended, true, "out");
+    State before = fresh; for (size_t i = 0; i < before.m.size(); i++) if (random.below(4)) { before.m[i] = (float)random.unit(); before.l[i] = 2 + (float)random.unit(); for (int x = 0; x < dim; x++) before.acc[i * dim + x] = (float)random.unit(); }
+    State after = before; run(c, after, true, false); check(c, before, after, false, "acc");
+    check_hidden(c, random, before, after);
+    if (n == 1) check_list(c, random);
+    if (n == 0) { Case twice = c; State again = before; run(twice, again, true, false); expect(again.acc == after.acc && again.m == after.m && again.l == after.l, c, "not repeatable", 0); }
+  }
+  printf("mma_forward HD=%d WARPS=%d MT=%d BLOCK=%d ALIGNED=%d: %d cases, %d failures\n", HD, WARPS, MT, BLOCK, ALIGNED, cases, failures);
+  return failures != 0;
+}
