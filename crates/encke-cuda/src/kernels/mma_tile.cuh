@@ -29,8 +29,8 @@ template <int N> DEV void load_tile(u32 tile, const u16* buffer, const Rows& row
 #if ALIGNED
   // A power of two of lanes takes a row, so that every lane stays in its column: one address a tile, then steps.
   const int lanes = HD <= 16 ? 2 : HD <= 32 ? 4 : HD <= 64 ? 8 : HD <= 128 ? 16 : 32, step = THREADS / lanes;
-  const int column = threadIdx.x % lanes * 8;
-  int row = threadIdx.x / lanes;
+  const int thread = forgotten(threadIdx.x), column = thread % lanes * 8;   // addresses are cheaper than the registers to keep them in
+  int row = thread / lanes;
   const u16* from = buffer + rows.offset + (first + row) * rows.stride + column;
   const i64 stride = step * rows.stride;
   if (column >= HD) return;

@@ -1,0 +1,107 @@
+// Runs one half of the mma.sync backward pass (OWNS_KEYS or OWNS_QUERIES) on the CPU model over random jobs: values, what is added to,
+// hidden NaNs bit by bit, queries that saw nothing, and the flag.
+#include "mma.h"
+#include "../src/kernels/common.cuh"
+#include "mma_case.h"
+#include "../src/kernels/mma_tile.cuh"
+#ifdef OWNS_KEYS
+#include "../src/kernels/mma_backward_keys.cu"
+#else
+#include "../src/kernels/mma_backward_queries.cu"
+#endif
+
+struct Grown { std::vector<float> dq, dk, dv; };
+static Grown run(const Case& c, const Grown& before, const u32* flag = nullptr, int when = 0) {
+  Grown g = before; const Job& j = c.job; int others = j.heads * j.segments * j.batch;
+#ifdef OWNS_KEYS
+  emu::launch((j.keys + TILE - 1) / TILE * others, 1, THREADS, [&] { mma_backward_keys(j, c.Q.data(), c.K.data(), c.V.data(), c.dO.data(), c.lse.data(), c.delta.data(), g.dk.data(), g.dv.data(), flag, when); });
+#else
+  emu::launch((j.queries + TILE - 1) / TILE * others, 1, THREADS, [&] { mma_backward_queries(j, c.Q.data(), c.K.data(), c.V.data(), c.dO.data(), c.lse.data(), c.delta.data(), g.dq.data(), flag, when); });
+#endif
+  return g;
+}
+// lse and delta of a run in which other jobs were seen too; some rows saw nothing anywhere, and what flows into those is NaN.
+static void give_upstream(Case& c, Random& random) {
+  const Job& j = c.job; c.lse.assign(c.cells.size, NAN); c.delta.assign(c.cells.size, NAN);
+  c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
+    i64 cell = at(j.cells, b, s, i, h); double top = -INFINITY, sum = 0;
+    for (int t = 0; t < visible(j, i); t++) { double x = c.score(b, s, h, i, t); if (x > top) { sum *= exp(top - x); top = x; } sum += exp(x - top); }
+    c.lse[cell] = sum == 0 ? (random.coin() ? 0.3f : -INFINITY) : (float)(top + log(sum) + random.unit() * 0.5);
+    c.delta[cell] = (float)random.unit();
+    if (random.below(12) == 0) c.lse[cell] = -INFINITY;
+    if (c.lse[cell] == -INFINITY) { c.delta[cell] = NAN; for (int x = 0; x < j.dim; x++) c.dO[cell * j.dim + x] = emu::narrow(NAN); }
+  } });
+}
+template <class F> static void pairs(const Case& c, F f) {
+  const Job& j = c.job;
+  c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) { if (c.lse[at(j.cells, b, s, i, h)] == -INFINITY) continue; for (int t = 0; t < visible(j, i); t++) f(b, s, h, i, t); } });
+}
+static void check(const Case& c, const Grown& before, const Grown& after) {
+  const Job& j = c.job; Numbers dq(before.dq.begin(), before.dq.end()), dk(before.dk.begin(), before.dk.end()), dv(before.dv.begin(), before.dv.end());
+  pairs(c, [&](int b, int s, int h, int i, int t) {
+    i64 cell = at(j.cells, b, s, i, h), x = at(j.q, b, s, i, h), y = at(j.k, b, s, t, h), z = at(j.dq, b, s, i, h); double dp = 0;
+    for (int n = 0; n < j.dim; n++) dp += (double)emu::widen(c.dO[cell * j.dim + n]) * emu::widen(c.V[y + n]);
+    double p = exp(c.score(b, s, h, i, t) - c.lse[cell]), ds = p * (j.gain * dp - c.delta[cell]);
+    for (int n = 0; n < j.dim; n++) { dv[y + n] += p * j.gain * emu::widen(c.dO[cell * j.dim + n]); dk[y + n] += j.scale * ds * emu::widen(c.Q[x + n]); dq[z + n] += j.scale * ds * emu::widen(c.K[y + n]); }
+  });
+  auto judge = [&](const std::vector<float>& x, const Numbers& y, const char* what) { double off = distance(Numbers(x.begin(), x.end()), y); expect(off < TOLERANCE, c, what, off); };
+#ifdef OWNS_KEYS
+  if (PARTS & 2) judge(after.dk, dk, "dk");
+  if (PARTS & 1) judge(after.dv, dv, "dv");
+#else
+  judge(after.dq, dq, "dq");
+#endif
+}
+static bool same(const std::vector<float>& x, const std::vector<float>& y, i64 at) { return memcmp(&x[at], &y[at], 4) == 0; }
+// Nothing but what `touched` names may differ, bit by bit; all that it names must be lost where it is computed here.
+static void check_touched(const Case& c, const Grown& clean, const Grown& after, const std::vector<u8>& queries, const std::vector<u8>& keys, const char* what) {
+  for (size_t i = 0; i < after.dq.size(); i++) if (!queries[i]) expect(same(after.dq, clean.dq, i), c, what, (double)i);
+  for (size_t i = 0; i < after.dk.size(); i++) if (!keys[i]) expect(same(after.dk, clean.dk, i) && same(after.dv, clean.dv, i), c, what, (double)i);
+#ifdef OWNS_KEYS
+  for (size_t i = 0; i < after.dk.size(); i++) if (keys[i]) expect((!(PARTS & 2) || !std::isfinite(after.dk[i])) && (!(PARTS & 1) || !std::isfinite(after.dv[i])), c, "a visible NaN is lost", (double)i);
+#else
+  for (size_t i = 0; i < after.dq.size(); i++) if (queries[i]) expect(!std::isfinite(after.dq[i]), c, "a visible NaN is lost", (double)i);
+#endif
+}
+static void check_hidden(const Case& clean_case, Random& random, const Grown& before, const Grown& clean) {
+  const Job& j = clean_case.job; u16 value = emu::narrow(random.coin() ? NAN : INFINITY);
+  std::vector<u8> queries(before.dq.size(), 0), keys(before.dk.size(), 0); int t = random.below(j.keys), i = random.below(j.queries);
+  Case c = clean_case;
+  c.places([&](int b, int s, int h) { i64 y = at(j.k, b, s, t, h); for (int n = 0; n < j.dim; n++) c.K[y + n] = c.V[y + n] = value; });
+  pairs(c, [&](int b, int s, int h, int row, int key) { if (key == t) for (int n = 0; n < j.dim; n++) queries[at(j.dq, b, s, row, h) + n] = keys[at(j.k, b, s, t, h) + n] = 1; });
+  check_touched(c, clean, run(c, before), queries, keys, "a hidden key changed something");
+
+  c = clean_case; std::fill(queries.begin(), queries.end(), 0); std::fill(keys.begin(), keys.end(), 0);
+  c.places([&](int b, int s, int h) { i64 x = at(j.q, b, s, i, h), cell = at(j.cells, b, s, i, h); for (int n = 0; n < j.dim; n++) c.Q[x + n] = c.dO[cell * j.dim + n] = value; });
+  pairs(c, [&](int b, int s, int h, int row, int key) { if (row == i) for (int n = 0; n < j.dim; n++) queries[at(j.dq, b, s, i, h) + n] = keys[at(j.k, b, s, key, h) + n] = 1; });
+  check_touched(c, clean, run(c, before), queries, keys, "a query changed keys it does not see");
+}
+int main(int count, char** words) {
+  Random random(count > 1 ? strtoull(words[1], nullptr, 10) : 1); int cases = count > 2 ? atoi(words[2]) : 3;
+  for (int n = 0; n < cases; n++) {
+    Case c; int dim = ALIGNED ? HD - 8 * random.below(2) : HD - random.below(16);
+#ifdef OWNS_KEYS
+    draw_case(c, random, dim, ALIGNED, 2 * BLOCK + 20, n == 0 ? 2 * TILE + 5 : TILE + 9);
+#else
+    draw_case(c, random, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
+#endif
+    give_upstream(c, random);
+    auto some = [&](i64 size) { std::vector<float> x(size); for (auto& y : x) y = (float)random.unit(); return x; };
+    Grown before = {some(c.dq.size), some(c.k.size), some(c.k.size)}, after = run(c, before);
+    check(c, before, after); check_hidden(c, random, before, after);
+    if (n == 0) {
+      Grown again = run(c, before); expect(again.dq == after.dq && again.dk == after.dk && again.dv == after.dv, c, "not repeatable", 0);
+      for (u32 flag = 0; flag < 2; flag++) for (int when = 0; when < 2; when++) {
+        Grown g = run(c, before, &flag, when); const Grown& want = (int)flag == when ? after : before;
+        expect(g.dq == want.dq && g.dk == want.dk && g.dv == want.dv, c, "the flag", flag * 2 + when);
+      }
+    }
+  }
+#ifdef OWNS_KEYS
+  printf("mma_backward_keys PARTS=%d", PARTS);
+#else
+  printf("mma_backward_queries");
+#endif
+  printf(" HD=%d WARPS=%d MT=%d BLOCK=%d ALIGNED=%d: %d cases, %d failures\n", HD, WARPS, MT, BLOCK, ALIGNED, cases, failures);
+  return failures != 0;
+}
