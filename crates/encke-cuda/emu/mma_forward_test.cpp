@@ -1,4 +1,4 @@
-// Runs `mma_forward` on the CPU model over random jobs: values, carry, hidden NaNs bit by bit, and lists of tiles.
+// Runs `mma_forward` on the CPU model over random jobs: values, carry, and hidden NaNs bit by bit.
 #include "mma.h"
 #include "../src/kernels/common.cuh"
 #include "mma_case.h"
@@ -10,10 +10,10 @@ static State blank(const Case& c) {
   size_t n = c.cells.size, d = c.job.dim;
   return {std::vector<float>(n * d, 0.f), std::vector<float>(n, -INFINITY), std::vector<float>(n, 0.f), std::vector<float>(n, 7.f), std::vector<u16>(n * d, 7)};
 }
-static void run(const Case& c, State& s, bool carry, bool end, const std::vector<u32>* list = nullptr, int height = 0) {
+static void run(const Case& c, State& s, bool end) {
   int tiles = (c.job.queries + TILE - 1) / TILE * c.job.heads * c.job.segments * c.job.batch;
-  emu::launch(list ? 2 : tiles, 1, THREADS, [&] {
-    mma_forward(c.job, c.Q.data(), c.K.data(), c.V.data(), s.acc.data(), s.m.data(), s.l.data(), s.out.data(), s.lse.data(), carry, end, list ? list->data() : nullptr, height);
+  emu::launch(tiles, 1, THREADS, [&] {
+    mma_forward(c.job, c.Q.data(), c.K.data(), c.V.data(), s.acc.data(), s.m.data(), s.l.data(), s.out.data(), s.lse.data(), end);
   });
 }
 // The softmax of one row in f64, continuing a carry.
@@ -48,22 +48,11 @@ static void check_hidden(Case c, Random& random, const State& before, const Stat
   const Job& j = c.job; int t = random.below(j.keys), column = random.below(j.dim + 1); bool first = random.coin();
   float value = random.coin() ? NAN : INFINITY;
   c.places([&](int b, int s, int h) { i64 y = at(j.k, b, s, t, h); for (int x = 0; x < j.dim; x++) if (column == j.dim || x == column) { c.V[y + x] = emu::narrow(value); if (first) c.K[y + x] = emu::narrow(value); } });
-  State after = before; run(c, after, true, false);
+  State after = before; run(c, after, false);
   c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
     i64 cell = at(j.cells, b, s, i, h);
     if (t >= visible(j, i)) expect(same(after.m, clean.m, cell, 1) && same(after.l, clean.l, cell, 1) && same(after.acc, clean.acc, cell * j.dim, j.dim), c, "a hidden key changed a row", i);
     else expect(!std::isfinite(after.acc[cell * j.dim + (column == j.dim ? 0 : column)]), c, "a visible NaN is lost", i);
-  } });
-}
-static void check_list(const Case& c, Random& random) {
-  const Job& j = c.job; int height = random.coin() ? TILE + 16 : TILE / 2, tiles = (j.queries + height - 1) / height;
-  std::vector<u32> list(1); for (int n = 0; n < tiles * j.heads * j.segments * j.batch; n++) if (random.coin()) list.push_back(n);
-  list[0] = (u32)list.size() - 1;
-  State all = blank(c), some = blank(c), none = blank(c); run(c, all, false, true); run(c, some, false, true, &list, height);
-  c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
-    u32 number = ((b * j.segments + s) * j.heads + h) * tiles + i / height; i64 cell = at(j.cells, b, s, i, h);
-    const State& want = std::find(list.begin() + 1, list.end(), number) != list.end() ? all : none;
-    expect(same(some.out, want.out, cell * j.dim, j.dim) && same(some.lse, want.lse, cell, 1), c, "a list of tiles", number);
   } });
 }
 int main(int count, char** words) {
@@ -71,12 +60,11 @@ int main(int count, char** words) {
   for (int n = 0; n < cases; n++) {
     Case c; int dim = ALIGNED ? HD - 8 * random.below(2) : HD - random.below(16);
     draw_case(c, random, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
-    State fresh = blank(c), ended = fresh; run(c, ended, false, true); check(c, fresh, ended, true, "out");
+    State fresh = blank(c), ended = fresh; run(c, ended, true); check(c, fresh, ended, true, "out");
     State before = fresh; for (size_t i = 0; i < before.m.size(); i++) if (random.below(4)) { before.m[i] = (float)random.unit(); before.l[i] = 2 + (float)random.unit(); for (int x = 0; x < dim; x++) before.acc[i * dim + x] = (float)random.unit(); }
-    State after = before; run(c, after, true, false); check(c, before, after, false, "acc");
+    State after = before; run(c, after, false); check(c, before, after, false, "acc");
     check_hidden(c, random, before, after);
-    if (n == 1) check_list(c, random);
-    if (n == 0) { Case twice = c; State again = before; run(twice, again, true, false); expect(again.acc == after.acc && again.m == after.m && again.l == after.l, c, "not repeatable", 0); }
+    if (n == 0) { Case twice = c; State again = before; run(twice, again, false); expect(again.acc == after.acc && again.m == after.m && again.l == after.l, c, "not repeatable", 0); }
   }
   printf("mma_forward HD=%d WARPS=%d MT=%d BLOCK=%d ALIGNED=%d: %d cases, %d failures\n", HD, WARPS, MT, BLOCK, ALIGNED, cases, failures);
   return failures != 0;

@@ -2,7 +2,7 @@
 
 use encke_core::DType;
 
-use crate::launch::{cells, moving, plain};
+use crate::launch::{cells, mma, moving, plain};
 use crate::program::Program;
 
 /// Compute capabilities that programs for any GPU are compiled for: Ampere, Ada, Hopper, Blackwell.
@@ -20,6 +20,7 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
             all.push((moving::program(other, dtype), (9, 0)));
         }
     }
+    all.extend(mma::programs());
     for capability in ANY {
         all.push((plain::program(DType::F32, 64, false), capability));
     }

@@ -90,7 +90,6 @@ impl Device {
     }
 
     /// Shared memory a block may ask for.
-    #[allow(dead_code)]
     pub(crate) fn shared_bytes(&self) -> usize {
         self.shared_bytes
     }

@@ -17,7 +17,7 @@ use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::NAME;
 use crate::jobs::Tables;
-use crate::launch::{Site, cells, moving, plain};
+use crate::launch::{Site, cells, mma, moving, plain};
 use crate::operands::{Ends, Gradient, Operands};
 
 /// Which family of kernels computes attention.
@@ -82,6 +82,9 @@ impl CudaKernel {
     }
 
     fn attention(&self, job: &Job, operands: Operands<'_>, ends: Ends<'_>) -> crate::Result<()> {
+        if mma::takes(&self.site.device, job, operands.dtype()) {
+            return mma::forward(&self.site, job, operands, ends);
+        }
         plain::forward(&self.site, job, operands, ends)
     }
 }
@@ -204,12 +207,11 @@ impl Kernel for CudaKernel {
             upstream,
             gradients,
         };
-        Ok(plain::backward(
-            &self.site,
-            job,
-            Operands::new(q, k, v)?,
-            gradient,
-        )?)
+        let operands = Operands::new(q, k, v)?;
+        if mma::takes(&self.site.device, job, operands.dtype()) {
+            return Ok(mma::backward(&self.site, job, operands, gradient)?);
+        }
+        Ok(plain::backward(&self.site, job, operands, gradient)?)
     }
 
     fn workspace_bytes(&self, _: &Job, _: Pass, _: DType) -> usize {

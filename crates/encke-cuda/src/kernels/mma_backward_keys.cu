@@ -137,11 +137,9 @@ DEV void finish(const Job& job, const Operands& to, const float (&dk)[MT][HD / 8
   }
 }
 
-// With a `flag`, the kernel runs only where the number there is zero or not as `when` is: what another kernel decided on the device.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 mma_backward_keys(const Job job, const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta,
-                  float* dk_out, float* dv_out, const u32* flag, int when) {
-  if (flag && (*flag != 0) != (when != 0)) return;
+                  float* dk_out, float* dv_out) {
   const Operands operands = {q, k, v, dout, lse, delta, dk_out, dv_out};
   const Place place = place_of(job, blockIdx.x);
   const int b = place.b, s = place.s, h = place.h, key = place.key;

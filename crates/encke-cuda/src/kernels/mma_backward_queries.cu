@@ -32,11 +32,9 @@ DEV void differentiate(float (&dp)[MT][NT][4], const float (&s)[MT][NT][4], cons
   }
 }
 
-// With a `flag`, the kernel runs only where the number there is zero or not as `when` is: what another kernel decided on the device.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 mma_backward_queries(const Job job, const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta,
-                     float* dq_out, const u32* flag, int when) {
-  if (flag && (*flag != 0) != (when != 0)) return;
+                     float* dq_out) {
   const int tiles = (job.queries + TILE - 1) / TILE, tile = (int)(blockIdx.x % tiles);
   const int query = (job.causal ? tiles - 1 - tile : tile) * TILE;   // the longest first
   const u32 number = blockIdx.x / tiles;

@@ -50,49 +50,33 @@ DEV void hide(float (&s)[MT][BLOCK / 8][4], int key, u32 seen) {
   }
 }
 
-// Queries times the sign of the scale, so that the largest score times |scale| is the largest one whatever the sign. A scale of
-// zero makes all scores zero: then the queries are, and the factor is one.
-DEV void sign_queries(u32 tile, double scale) {
+// Where the scale is negative, the queries are negated and the scale is its size: the largest product is the largest score then.
+DEV void negate_queries(u32 tile) {
   for (int i = threadIdx.x; i < TILE * HD / 2; i += THREADS) {
     u32 address = tile + (i / (HD / 2) * PITCH + i % (HD / 2) * 2) * 2;
-    store_shared(address, scale == 0 ? 0u : load_shared(address) ^ 0x80008000u);
+    store_shared(address, load_shared(address) ^ 0x80008000u);
   }
   __syncthreads();
 }
 
 struct Operands { const u16 *q, *k, *v; float *acc, *m, *l; u16* out; float* lse; };
-// What is computed of a job, and how. `carry`: the rows begin with (acc, m, l) in memory; `end`: they end as (out, lse), otherwise
-// as (acc, m, l). With a `list` (a count, and so many tile numbers) only those tiles are computed, which are `height` rows high
-// and numbered ((batch entry * segments + segment) * heads + head) * (tiles of a segment) + tile: what another kernel, with tiles
-// of its own, left to this one.
-struct Order { int carry, end, height; const u32* list; };
-
-// Query rows first..limit, at most TILE of them.
-struct Place { int b, s, h, first, limit; };
-DEV Place place_of(const Job& job, const Order& order, u32 work) {
-  const int tiles = (job.queries + order.height - 1) / order.height, parts = (order.height + TILE - 1) / TILE;
-  u32 number = order.list ? order.list[1 + work / parts] : work;
+struct Place { int b, s, h, first; };
+DEV Place place_of(const Job& job, u32 number) {
+  const u32 tiles = (job.queries + TILE - 1) / TILE, place = number / tiles;
   int tile = (int)(number % tiles);
-  if (!order.list && job.causal) tile = tiles - 1 - tile;   // the longest first: they decide when the last one ends
-  number /= tiles;
-  Place place;
-  place.h = (int)(number % job.heads);
-  place.s = (int)(number / job.heads % job.segments);
-  place.b = (int)(number / job.heads / job.segments);
-  place.first = tile * order.height + (int)(work % parts) * TILE;
-  place.limit = smaller(tile * order.height + order.height, job.queries);
-  return place;
+  if (job.causal) tile = (int)tiles - 1 - tile;   // the longest first: they decide when the last one ends
+  return Place{(int)(place / job.heads / job.segments), (int)(place / job.heads % job.segments), (int)(place % job.heads), tile * TILE};
 }
 
 // Nothing seen yet, or what the carry in memory has seen.
-DEV void begin(const Job& job, const Operands& in, int carry, const Place& place, Softmax& state, float (&acc)[MT][HD / 8][4]) {
+DEV void begin(const Job& job, const Operands& in, int end, const Place& place, Softmax& state, float (&acc)[MT][HD / 8][4]) {
   clear(acc);
   #pragma unroll
   for (int r = 0; r < 2 * MT; r++) {
     const int mt = r / 2, half = r % 2, i = place.first + own_row(mt, half);
     state.m[mt][half] = neg_inf();
     state.l[mt][half] = 0.f;
-    if (!carry || i >= place.limit) continue;
+    if (end || i >= job.queries) continue;
     const i64 cell = at(job.cells, place.b, place.s, i, place.h);
     state.m[mt][half] = in.m[cell] * (float)LOG2_E;
     if (lane() % 4 == 0) state.l[mt][half] = in.l[cell];   // one lane of the quad: the four are summed
@@ -103,70 +87,71 @@ DEV void begin(const Job& job, const Operands& in, int carry, const Place& place
 }
 
 // Writes what the rows have become. A row that saw nothing here keeps every bit of its carry.
-DEV void finish(const Job& job, const Operands& to, const Order& order, u32 work, u32 seen, const Softmax& state,
-                const float (&acc)[MT][HD / 8][4]) {
-  const Place place = place_of(job, order, (u32)forgotten((int)work));
+DEV void finish(const Job& job, const Operands& to, int end, u32 seen, const Softmax& state, const float (&acc)[MT][HD / 8][4]) {
+  const Place place = place_of(job, (u32)forgotten((int)blockIdx.x));
   #pragma unroll
   for (int r = 0; r < 2 * MT; r++) {
     const int mt = r / 2, half = r % 2, i = place.first + own_row(mt, half);
     const float m = state.m[mt][half], l = quad_sum(state.l[mt][half]);
-    if (i >= place.limit || (!order.end && load_shared(seen + own_row(mt, half) * 4) == 0)) continue;
+    if (i >= job.queries || (!end && load_shared(seen + own_row(mt, half) * 4) == 0)) continue;
     const i64 cell = at(job.cells, place.b, place.s, i, place.h);
     float largest = m * LN_2;
-    if (order.carry) {
+    if (!end) {
       // The largest score of before goes back as it came, not through two roundings.
       const float before = to.m[cell];
       if (before * (float)LOG2_E == m) largest = before;
     }
     if (lane() % 4 == 0) {
-      if (!order.end) { to.m[cell] = largest; to.l[cell] = l; }
+      if (!end) { to.m[cell] = largest; to.l[cell] = l; }
       else to.lse[cell] = l == 0.f ? neg_inf() : largest + log2_fast(l) * LN_2;
     }
     const float factor = l == 0.f ? 0.f : (float)job.gain / l;
     #pragma unroll
     for (int n = 0; n < HD / 8; n++) {
       const float x = acc[mt][n][2 * half], y = acc[mt][n][2 * half + 1];
-      if (!order.end) write_pair(to.acc + cell * job.dim, own_column(n), job.dim, x, y);
+      if (!end) write_pair(to.acc + cell * job.dim, own_column(n), job.dim, x, y);
       else write_pair(to.out + cell * job.dim, own_column(n), job.dim, x * factor, y * factor);
     }
   }
 }
 
-DEV void forward_tile(const Job& job, const Operands& operands, const Order& order, u32 work) {
+// Where `end` is set, the rows begin with nothing and end as (out, lse); otherwise they continue (acc, m, l).
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+mma_forward(const Job job, const u16* q, const u16* k, const u16* v, float* acc_out, float* m, float* l, u16* out, float* lse,
+            int end) {
+  const Operands operands = {q, k, v, acc_out, m, l, out, lse};
   // Shared memory: the queries, two blocks of keys and values, and how many keys each query sees.
   const u32 queries = shared_base(), streamed = queries + TILE_BYTES(TILE), seen = streamed + 4 * TILE_BYTES(BLOCK);
-  const Place place = place_of(job, order, work);
-  if (place.first >= place.limit) return;
+  const Place place = place_of(job, blockIdx.x);
   // Positions rise, so the first row of a tile sees the fewest keys and the last one the most.
-  const int rows = smaller(TILE, place.limit - place.first), warp_row = own_row(0, 0) - lane() / 4;
+  const int rows = smaller(TILE, job.queries - place.first), warp_row = own_row(0, 0) - lane() / 4;
   const int seen_by_all = visible(job, place.first), blocks = (visible(job, place.first + rows - 1) + BLOCK - 1) / BLOCK;
-  if (blocks == 0 && !order.end) return;
+  if (blocks == 0 && !end) return;
 
   const Rows keys = rows_of(job.k, place.b, place.s, place.h, job.keys);
   auto load_block = [&](int block) {
     u32 to = streamed + block % 2 * TILE_BYTES(2 * BLOCK);
-    load_tile<BLOCK>(to, operands.k, keys, block * BLOCK, job.dim);
-    load_tile<BLOCK>(to + TILE_BYTES(BLOCK), operands.v, keys, block * BLOCK, job.dim);
+    load_tile<BLOCK>(to, k, keys, block * BLOCK, job.dim);
+    load_tile<BLOCK>(to + TILE_BYTES(BLOCK), v, keys, block * BLOCK, job.dim);
   };
-  __syncthreads();   // the tile before this one is done with shared memory
   if (blocks > 0) {
-    load_tile<TILE>(queries, operands.q, rows_of(job.q, place.b, place.s, place.h, place.limit), place.first, job.dim);
+    load_tile<TILE>(queries, q, rows_of(job.q, place.b, place.s, place.h, job.queries), place.first, job.dim);
     load_block(0);
   }
   if (threadIdx.x < TILE) store_shared(seen + threadIdx.x * 4, (u32)((int)threadIdx.x < rows ? visible(job, place.first + threadIdx.x) : 0));
   Softmax state;
   float acc[MT][HD / 8][4];
-  begin(job, operands, order.carry, place, state, acc);
+  begin(job, operands, end, place, state, acc);
   __syncthreads();
   const int seen_by_warp = warp_row < rows ? load_shared(seen + smaller(warp_row + MT * 16, rows) * 4 - 4) : 0;
 
-  const double size = job.scale < 0 ? -job.scale : job.scale == 0 ? 1 : job.scale;
-  const float c = (float)(size * LOG2_E);
+  // A scale of zero is one too small to matter: a hidden score is -inf, and 0 times it would be NaN.
+  const float c = fmaxf((float)(job.scale * LOG2_E) * (job.scale < 0 ? -1.f : 1.f), 1e-37f);
   #pragma unroll 1
   for (int block = 0; block < blocks; block++) {
     copies_done();
     __syncthreads();   // the block is here for all, and the other half of the buffer is free
-    if (block == 0 && job.scale <= 0) sign_queries(queries, job.scale);
+    if (block == 0 && job.scale < 0) negate_queries(queries);
     if (block + 1 < blocks) load_block(block + 1);
     const int key = block * BLOCK;
     const u32 now = streamed + block % 2 * TILE_BYTES(2 * BLOCK), values = now + TILE_BYTES(BLOCK);
@@ -184,16 +169,5 @@ DEV void forward_tile(const Job& job, const Operands& operands, const Order& ord
       return key + row < (int)load_shared(seen + own_row(mt, half) * 4);
     });
   }
-  finish(job, operands, order, work, seen, state, acc);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-mma_forward(const Job job, const u16* q, const u16* k, const u16* v, float* acc, float* m, float* l, u16* out, float* lse,
-            int carry, int end, const u32* list, int height) {
-  const Operands operands = {q, k, v, acc, m, l, out, lse};
-  const Order order = {carry, end, list ? height : TILE, list};
-  const u32 tiles = (job.queries + TILE - 1) / TILE * job.heads * job.segments * job.batch;
-  const u32 all = list ? list[0] * ((height + TILE - 1) / TILE) : tiles;
-  #pragma unroll 1
-  for (u32 work = blockIdx.x; work < all; work += gridDim.x) forward_tile(job, operands, order, work);
+  finish(job, operands, end, seen, state, acc);
 }

@@ -1,6 +1,8 @@
 //! How each kernel is started: which program, how many blocks, which arguments.
 
 pub(crate) mod cells;
+pub(crate) mod mma;
+pub(crate) mod mma_tiles;
 pub(crate) mod moving;
 pub(crate) mod plain;
 

@@ -1,0 +1,126 @@
+//! The mma.sync kernels on a CPU model of their instructions (`emu/mma.h`), against loops in f64.
+//!
+//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; what is checked, and on
+//! which jobs, is written beside the model (`emu/mma_*_test.cpp`).
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// One variant of a kernel, and how many random jobs it is given.
+struct Variant {
+    test: &'static str,
+    dtype: &'static str,
+    /// HD, WARPS, MT, BLOCK, ALIGNED.
+    macros: [u32; 5],
+    more: &'static [&'static str],
+    cases: u32,
+}
+
+const NAMES: [&str; 5] = ["HD", "WARPS", "MT", "BLOCK", "ALIGNED"];
+const FORWARD: &str = "mma_forward_test.cpp";
+const BACKWARD: &str = "mma_backward_test.cpp";
+const BOTH: &[&str] = &["-DOWNS_KEYS", "-DPARTS=3"];
+
+const VARIANTS: [Variant; 8] = [
+    variant(FORWARD, "T_BF16", [64, 4, 2, 64, 1], &[], 5),
+    variant(FORWARD, "T_F16", [96, 2, 2, 32, 0], &[], 6),
+    variant(FORWARD, "T_BF16", [256, 2, 1, 16, 1], &[], 3),
+    variant(BACKWARD, "T_BF16", [64, 2, 2, 32, 1], BOTH, 4),
+    variant(BACKWARD, "T_F16", [32, 2, 1, 64, 0], BOTH, 6),
+    variant(
+        BACKWARD,
+        "T_BF16",
+        [192, 2, 1, 16, 1],
+        &["-DOWNS_KEYS", "-DPARTS=2"],
+        2,
+    ),
+    variant(BACKWARD, "T_BF16", [64, 2, 2, 64, 1], &[], 4),
+    variant(BACKWARD, "T_F16", [128, 2, 1, 32, 0], &[], 3),
+];
+
+const fn variant(
+    test: &'static str,
+    dtype: &'static str,
+    macros: [u32; 5],
+    more: &'static [&'static str],
+    cases: u32,
+) -> Variant {
+    Variant {
+        test,
+        dtype,
+        macros,
+        more,
+        cases,
+    }
+}
+
+/// The system's C++ compiler.
+fn compiler() -> OsString {
+    std::env::var_os("CXX").unwrap_or_else(|| "c++".into())
+}
+
+fn build(variant: &Variant, folder: &Path, name: &str) -> PathBuf {
+    let program = folder.join(name);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("emu")
+        .join(variant.test);
+    let mut command = Command::new(compiler());
+    command
+        .args(["-std=c++17", "-O2", "-w", "-DRESIDENT=1"])
+        .arg(format!("-D{}", variant.dtype));
+    for (name, value) in NAMES.iter().zip(variant.macros) {
+        command.arg(format!("-D{name}={value}"));
+    }
+    let built = command
+        .args(variant.more)
+        .arg("-o")
+        .arg(&program)
+        .arg(source)
+        .output()
+        .expect("the compiler was there a moment ago");
+    assert!(
+        built.status.success(),
+        "{}",
+        String::from_utf8_lossy(&built.stderr)
+    );
+    program
+}
+
+#[test]
+fn kernels_are_right_on_the_cpu_model() {
+    if Command::new(compiler()).arg("--version").output().is_err() {
+        eprintln!("skipped: no C++ compiler ({:?})", compiler());
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let failures: Vec<String> = std::thread::scope(|scope| {
+        let run = |index: usize, variant: &'static Variant| {
+            let program = build(variant, folder.path(), &format!("variant_{index}"));
+            let seed = (index + 1).to_string();
+            let ran = Command::new(program)
+                .args([seed, variant.cases.to_string()])
+                .output()
+                .expect("what was just built can be run");
+            let said = String::from_utf8_lossy(&ran.stdout).into_owned();
+            print!("{said}");
+            (!ran.status.success())
+                .then(|| format!("{said}{}", String::from_utf8_lossy(&ran.stderr)))
+        };
+        let all: Vec<_> = VARIANTS.iter().enumerate().collect();
+        let threads: Vec<_> = all
+            .chunks(all.len().div_ceil(2))
+            .map(|part| {
+                scope.spawn(move || {
+                    let ran = part.iter().map(|(index, variant)| run(*index, variant));
+                    ran.flatten().collect::<Vec<_>>()
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .flat_map(|thread| thread.join().expect("no thread panics but for an assertion"))
+            .collect()
+    });
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
