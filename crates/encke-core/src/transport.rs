@@ -130,6 +130,16 @@ pub enum TransportError {
         /// Checksum it was sent with.
         expected: u64,
     },
+    /// Its own end of the wire failed: a device, a library, a copy.
+    #[error("rank {rank} could not move its parcels in round {round}: {reason}")]
+    Local {
+        /// Whose end it is.
+        rank: usize,
+        /// In which round.
+        round: usize,
+        /// What was said.
+        reason: String,
+    },
 }
 
 /// Bytes that an exchange moved, counted where they were copied or handed to the wire.

@@ -1,7 +1,7 @@
 //! Typed memory of a GPU as a kernel's buffer and as a parcel.
 //!
 //! The decision here: a parcel that goes to another rank on the same GPU is handed over as a
-//! pointer. Two buffers may therefore share memory; whoever writes to a shared one gets memory of
+//! pointer, unless the GPU was told otherwise ([`Hops`](crate::Hops)). Two buffers may therefore share memory; whoever writes to a shared one gets memory of
 //! its own first. Nothing that was sent can change under the receiver.
 
 use std::sync::Arc;
@@ -12,6 +12,7 @@ use encke_core::{DType, Data};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::hops::{Hops, hop};
 use crate::memory::Memory;
 
 /// Numbers on a GPU.
@@ -65,6 +66,30 @@ impl Buffer {
         self.memory()
     }
 
+    /// Memory that is its own, for overwriting the first `elements` numbers.
+    pub(crate) fn target(&mut self, elements: usize) -> Result<&Arc<Memory>> {
+        match elements == self.elements {
+            true => self.fresh(),
+            false => self.own(),
+        }
+    }
+
+    /// Overwrites the first `elements` numbers with those of another buffer.
+    fn receive(&mut self, source: &Buffer, elements: usize) -> Result<()> {
+        assert_eq!(self.dtype, source.dtype, "a parcel of another type");
+        let from = source.memory()?;
+        let bytes = elements * self.dtype.bytes();
+        let alone = Arc::ptr_eq(from.device(), self.memory()?.device());
+        if !alone || from.device().hops() == Hops::Pinned {
+            return hop(from, self.target(elements)?, bytes);
+        }
+        if elements == self.elements && elements == source.elements {
+            *self = source.share();
+            return Ok(());
+        }
+        self.own()?.copy_from(from, bytes)
+    }
+
     /// The first `elements` numbers, on the host.
     pub(crate) fn read(&self, elements: usize) -> Result<Data> {
         let mut data = Data::zeros(self.dtype, elements);
@@ -90,19 +115,11 @@ impl Parcel for Buffer {
         self.dtype.bytes()
     }
 
-    /// Hands over the pointer where the whole buffer is sent, and copies where a part is.
+    /// Hands over the pointer where the whole buffer is sent on one GPU, and copies otherwise.
     fn copy_from(&mut self, source: &Buffer, elements: usize) {
-        assert_eq!(self.dtype, source.dtype, "a parcel of another type");
-        if elements == self.elements && elements == source.elements {
-            *self = source.share();
-            return;
-        }
-        let bytes = elements * self.dtype.bytes();
-        let copied = source
-            .memory()
-            .and_then(|from| self.own()?.copy_from(from, bytes));
         // A port that cannot fail: the ring catches the panic and tells the other ranks.
-        copied.unwrap_or_else(|error| panic!("{error}"));
+        self.receive(source, elements)
+            .unwrap_or_else(|error| panic!("{error}"));
     }
 
     fn allocated_bytes(&self) -> usize {

@@ -2,16 +2,18 @@
 //!
 //! Everything computed goes to one stream, so ranks that share a GPU need no other order than the
 //! one in which they ask. Copies to and from the host run on streams of their own, and for those
-//! each piece of memory remembers the last event that wrote it and the last that read it.
+//! each piece of memory remembers who used it last (see `order.rs`).
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result, sys};
+use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, DriverError, result, sys};
 
 use crate::cache::Cache;
 use crate::error::{Error, Result};
+use crate::hops::{Hops, Staging};
 use crate::library;
 use crate::memory::Memory;
 use crate::nvrtc::Nvrtc;
@@ -27,6 +29,13 @@ type Key = (&'static str, Vec<String>, &'static str);
 pub struct Device {
     context: Arc<CudaContext>,
     compute: Arc<CudaStream>,
+    outward: Arc<CudaStream>,
+    inward: Arc<CudaStream>,
+    /// Held while an event is recorded and noted, so that a later event of a stream is never
+    /// overwritten by an earlier one where several ranks use the same memory.
+    noting: Mutex<()>,
+    pinned_hops: AtomicBool,
+    staging: Mutex<Staging>,
     nvrtc: Nvrtc,
     cache: Cache,
     capability: (i32, i32),
@@ -63,6 +72,11 @@ impl Device {
         keep_freed_memory(&context).map_err(failed)?;
         Ok(Arc::new(Device {
             compute: context.new_stream().map_err(failed)?,
+            outward: context.new_stream().map_err(failed)?,
+            inward: context.new_stream().map_err(failed)?,
+            noting: Mutex::default(),
+            pinned_hops: AtomicBool::new(false),
+            staging: Mutex::default(),
             nvrtc: Nvrtc::load()?,
             cache: Cache::of_user(),
             capability: context.compute_capability().map_err(failed)?,
@@ -105,7 +119,41 @@ impl Device {
         &self.compute
     }
 
-    /// A stream for copies.
+    /// The stream for copies to the host.
+    pub(crate) fn outward(&self) -> &Arc<CudaStream> {
+        &self.outward
+    }
+
+    /// The stream for copies from the host.
+    pub(crate) fn inward(&self) -> &Arc<CudaStream> {
+        &self.inward
+    }
+
+    /// The context everything lives in.
+    pub(crate) fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    /// How parcels go from rank to rank on this GPU.
+    pub fn hops(&self) -> Hops {
+        match self.pinned_hops.load(Ordering::Relaxed) {
+            true => Hops::Pinned,
+            false => Hops::Pointer,
+        }
+    }
+
+    /// Chooses how parcels go from rank to rank on this GPU.
+    pub fn set_hops(&self, hops: Hops) {
+        let pinned = hops == Hops::Pinned;
+        self.pinned_hops.store(pinned, Ordering::Relaxed);
+    }
+
+    /// Page-locked memory for hops, for one of them at a time.
+    pub(crate) fn staging(&self) -> MutexGuard<'_, Staging> {
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A stream of one's own.
     pub(crate) fn stream(&self) -> Result<Arc<CudaStream>> {
         let made = self.context.new_stream();
         made.map_err(|error| Error::driver("making a stream", error))
@@ -172,31 +220,49 @@ impl Device {
         what: &str,
         reads: &[&Memory],
         writes: &[&Memory],
-        work: impl FnOnce(&CudaStream) -> std::result::Result<(), cudarc::driver::DriverError>,
+        work: impl FnOnce(&CudaStream) -> std::result::Result<(), DriverError>,
     ) -> Result<()> {
+        let work = |stream: &CudaStream| work(stream).map_err(|error| Error::driver(what, error));
+        self.place(stream, what, reads, writes, work).map(|_| ())
+    }
+
+    /// The same for work that fails in other ways than a driver's, and the event of its end.
+    pub(crate) fn place(
+        &self,
+        stream: &Arc<CudaStream>,
+        what: &str,
+        reads: &[&Memory],
+        writes: &[&Memory],
+        work: impl FnOnce(&CudaStream) -> Result<()>,
+    ) -> Result<Arc<CudaEvent>> {
         let failed = |error| Error::driver(what, error);
         self.context.bind_to_thread().map_err(failed)?;
         for memory in reads {
-            memory.marks().before_reading(stream).map_err(failed)?;
+            let marks = memory.marks();
+            let mut waits = marks.before_reading(stream);
+            waits
+                .try_for_each(|event| stream.wait(event))
+                .map_err(failed)?;
         }
         for memory in writes {
-            memory.marks().before_writing(stream).map_err(failed)?;
+            let marks = memory.marks();
+            let mut waits = marks.before_writing(stream);
+            waits
+                .try_for_each(|event| stream.wait(event))
+                .map_err(failed)?;
         }
-        work(stream).map_err(failed)?;
+        let worked = work(stream);
+        // Noted even where it failed: a part of it may be on its way.
+        let noting = self.noting.lock().unwrap_or_else(PoisonError::into_inner);
         let event = Arc::new(stream.record_event(None).map_err(failed)?);
-        let mark = || Mark {
-            stream: Arc::clone(stream),
-            event: Arc::clone(&event),
-        };
         for memory in reads {
-            memory.marks().read = Some(mark());
+            memory.marks().read(stream, &event);
         }
         for memory in writes {
-            let mut marks = memory.marks();
-            marks.written = Some(mark());
-            marks.read = None;
+            memory.marks().written(stream, &event);
         }
-        Ok(())
+        drop(noting);
+        worked.map(|()| event)
     }
 }
 
@@ -210,42 +276,6 @@ impl Instant {
         let told = waited.and_then(|()| earlier.0.elapsed_ms(&self.0));
         told.map(f64::from)
             .map_err(|error| Error::driver("reading the GPU's clock", error))
-    }
-}
-
-/// A point on a stream.
-pub(crate) struct Mark {
-    pub stream: Arc<CudaStream>,
-    pub event: Arc<CudaEvent>,
-}
-
-/// When memory was last used.
-#[derive(Default)]
-pub(crate) struct Marks {
-    pub written: Option<Mark>,
-    pub read: Option<Mark>,
-}
-
-impl Marks {
-    pub fn before_reading(
-        &self,
-        stream: &Arc<CudaStream>,
-    ) -> std::result::Result<(), cudarc::driver::DriverError> {
-        match &self.written {
-            Some(mark) if !Arc::ptr_eq(&mark.stream, stream) => stream.wait(&mark.event),
-            _ => Ok(()),
-        }
-    }
-
-    pub fn before_writing(
-        &self,
-        stream: &Arc<CudaStream>,
-    ) -> std::result::Result<(), cudarc::driver::DriverError> {
-        self.before_reading(stream)?;
-        match &self.read {
-            Some(mark) if !Arc::ptr_eq(&mark.stream, stream) => stream.wait(&mark.event),
-            _ => Ok(()),
-        }
     }
 }
 

@@ -2,6 +2,8 @@
 //!
 //! Every message names what was looked for, asked for or refused, and what to do about it.
 
+use std::time::Duration;
+
 use cudarc::driver::DriverError;
 use encke_core::kernel::KernelError;
 
@@ -50,6 +52,24 @@ pub enum Error {
     Memory {
         /// How much was asked for.
         bytes: usize,
+    },
+    /// The GPU did not get there in time.
+    #[error("waited {waited:?} for {what}, longer than the deadline of {limit:?}")]
+    Deadline {
+        /// What was waited for.
+        what: String,
+        /// How long.
+        waited: Duration,
+        /// How long was allowed.
+        limit: Duration,
+    },
+    /// NCCL refused something.
+    #[error("NCCL: {what} failed: {reason}")]
+    Nccl {
+        /// What was tried.
+        what: String,
+        /// What NCCL said.
+        reason: String,
     },
     /// A program did not compile.
     #[error("NVRTC {version} could not compile {program} for {arch}:\n{log}")]

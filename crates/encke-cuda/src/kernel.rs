@@ -15,7 +15,8 @@ use encke_core::{DType, Data, Tensor, View};
 
 use crate::buffer::Buffer;
 use crate::device::Device;
-use crate::error::NAME;
+use crate::error::{Error, NAME};
+use crate::hops::Hops;
 use crate::jobs::Tables;
 use crate::launch::{Site, cells, mma, moving, plain};
 use crate::operands::{Ends, Gradient, Operands};
@@ -76,16 +77,43 @@ impl CudaKernel {
         self
     }
 
+    /// The same with another way for parcels from rank to rank.
+    pub fn hops(self, hops: Hops) -> CudaKernel {
+        self.site.device.set_hops(hops);
+        self
+    }
+
     /// The GPU.
     pub fn device(&self) -> &Arc<Device> {
         &self.site.device
     }
 
+    /// Which family computes a job: the first that takes it, or the one that was asked for.
+    fn family(&self, job: &Job, dtype: DType) -> crate::Result<Path> {
+        let takes = |path: &Path| match path {
+            Path::Auto | Path::Hopper => false,
+            Path::Mma => mma::takes(&self.site.device, job, dtype),
+            Path::Plain => true,
+        };
+        let all = [Path::Hopper, Path::Mma, Path::Plain];
+        let wanted = |path: &Path| self.path == Path::Auto || self.path == *path;
+        let found = all.into_iter().find(|path| wanted(path) && takes(path));
+        found.ok_or_else(|| Error::Unsupported {
+            what: format!(
+                "{dtype} with a head dimension of {} among those called {:?} on {}; allow another \
+                 path",
+                job.dim,
+                self.path,
+                self.device().name()
+            ),
+        })
+    }
+
     fn attention(&self, job: &Job, operands: Operands<'_>, ends: Ends<'_>) -> crate::Result<()> {
-        if mma::takes(&self.site.device, job, operands.dtype()) {
-            return mma::forward(&self.site, job, operands, ends);
+        match self.family(job, operands.dtype())? {
+            Path::Mma => mma::forward(&self.site, job, operands, ends),
+            _ => plain::forward(&self.site, job, operands, ends),
         }
-        plain::forward(&self.site, job, operands, ends)
     }
 }
 
@@ -208,10 +236,10 @@ impl Kernel for CudaKernel {
             gradients,
         };
         let operands = Operands::new(q, k, v)?;
-        if mma::takes(&self.site.device, job, operands.dtype()) {
-            return Ok(mma::backward(&self.site, job, operands, gradient)?);
-        }
-        Ok(plain::backward(&self.site, job, operands, gradient)?)
+        Ok(match self.family(job, operands.dtype())? {
+            Path::Mma => mma::backward(&self.site, job, operands, gradient)?,
+            _ => plain::backward(&self.site, job, operands, gradient)?,
+        })
     }
 
     fn workspace_bytes(&self, _: &Job, _: Pass, _: DType) -> usize {

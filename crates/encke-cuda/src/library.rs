@@ -38,6 +38,14 @@ pub(crate) const NVRTC: Wanted = Wanted {
     cure: "install the CUDA toolkit or `pip install nvidia-cuda-nvrtc`, or set ENCKE_NVRTC to the file",
 };
 
+/// The wire between GPUs.
+pub(crate) const NCCL: Wanted = Wanted {
+    library: "NCCL",
+    variable: "ENCKE_NCCL",
+    names: &["libnccl.so.2", "libnccl.so"],
+    cure: "install NCCL 2.14 or newer or `pip install nvidia-nccl-cu13`, or set ENCKE_NCCL to the file; without NCCL hops are staged through the host",
+};
+
 /// The first library found, and where it came from.
 pub(crate) fn find(wanted: &Wanted) -> Result<(Library, PathBuf)> {
     let mut tried = Vec::new();

@@ -4,8 +4,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{result, sys};
 
-use crate::device::{Device, Marks};
+use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::order::Marks;
 
 /// Memory on the device, freed in stream order when nobody holds it any more.
 pub(crate) struct Memory {
@@ -26,12 +27,16 @@ impl Memory {
         stream.context().bind_to_thread().map_err(refused)?;
         // SAFETY: the stream is alive; nothing is read before it is written.
         let pointer = unsafe { result::malloc_async(stream.cu_stream(), bytes.max(1)) };
-        Ok(Memory {
+        let memory = Memory {
             device: Arc::clone(device),
             pointer: pointer.map_err(refused)?,
             bytes,
             marks: Mutex::default(),
-        })
+        };
+        // Another stream may use it only after the allocation: what was freed just before on this
+        // one, and is handed out again here, can still be in use until then.
+        device.enqueue(stream, "allocating", &[], &[&memory], |_| Ok(()))?;
+        Ok(memory)
     }
 
     /// Where it is.
@@ -113,10 +118,14 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let stream = self.device.compute();
         let marks = self.marks.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // Errors of a context that is gone have nobody left to hear them.
-        let _ = stream.context().bind_to_thread();
-        let _ = marks.before_writing(stream);
-        // SAFETY: allocated on this stream, and every use of it comes before.
-        let _ = unsafe { result::free_async(self.pointer, stream.cu_stream()) };
+        let mut waits = marks.before_writing(stream);
+        let bound = stream.context().bind_to_thread();
+        let ordered = bound.and_then(|()| waits.try_for_each(|event| stream.wait(event)));
+        // Errors of a context that is gone have nobody left to hear them; what cannot be ordered is
+        // not freed.
+        if ordered.is_ok() {
+            // SAFETY: allocated on this stream, and every use of it comes before.
+            let _ = unsafe { result::free_async(self.pointer, stream.cu_stream()) };
+        }
     }
 }

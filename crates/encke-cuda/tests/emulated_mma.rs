@@ -94,6 +94,7 @@ fn kernels_are_right_on_the_cpu_model() {
         return;
     }
     let folder = tempfile::tempdir().expect("a temporary folder");
+    let all: Vec<_> = VARIANTS.iter().enumerate().collect();
     let failures: Vec<String> = std::thread::scope(|scope| {
         let run = |index: usize, variant: &'static Variant| {
             let program = build(variant, folder.path(), &format!("variant_{index}"));
@@ -107,7 +108,6 @@ fn kernels_are_right_on_the_cpu_model() {
             (!ran.status.success())
                 .then(|| format!("{said}{}", String::from_utf8_lossy(&ran.stderr)))
         };
-        let all: Vec<_> = VARIANTS.iter().enumerate().collect();
         let threads: Vec<_> = all
             .chunks(all.len().div_ceil(2))
             .map(|part| {
@@ -119,7 +119,11 @@ fn kernels_are_right_on_the_cpu_model() {
             .collect();
         threads
             .into_iter()
-            .flat_map(|thread| thread.join().expect("no thread panics but for an assertion"))
+            .flat_map(|thread| {
+                thread
+                    .join()
+                    .expect("no thread panics but for an assertion")
+            })
             .collect()
     });
     assert!(failures.is_empty(), "{}", failures.join("\n"));

@@ -13,11 +13,11 @@ use encke::conformance::Random;
 use encke::plan::program::Role;
 use encke::plan::{Pass, Plan, Request};
 use encke::{
-    Attention, CudaKernel, Cut, DType, Data, GroupScale, Mode, Pattern, Shape, Sharding,
-    Tensor, View, reference,
+    Attention, CudaKernel, Cut, DType, Data, GroupScale, Mode, Pattern, Shape, Sharding, Tensor,
+    View, reference,
 };
 use encke_core::conformance::Suite;
-use encke_cuda::{Path, Summation};
+use encke_cuda::{Hops, Path, Summation};
 use encke_ring::Rank;
 use encke_ring::threads::{Endpoint, endpoints};
 use encke_ring::trace::Recorder;
@@ -74,8 +74,13 @@ impl Words {
             "deterministic" => Summation::Deterministic,
             other => return Err(format!("no summation is called {other}").into()),
         };
+        let hops = match self.get::<String>(12)?.as_str() {
+            "pointer" => Hops::Pointer,
+            "pinned" => Hops::Pinned,
+            other => return Err(format!("no hops are called {other}").into()),
+        };
         let kernel = CudaKernel::new(0)?;
-        Ok(kernel.path(path).summation(summation))
+        Ok(kernel.path(path).summation(summation).hops(hops))
     }
 }
 

@@ -1,0 +1,40 @@
+//! How much passed.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+#[derive(Default)]
+pub struct Tally {
+    passed: usize,
+    failed: usize,
+}
+
+impl Tally {
+    /// Runs the checks of a group and says how many passed.
+    pub fn group(&mut self, name: &str, checks: impl IntoIterator<Item = Result<(), String>>) {
+        let (start, passed, failed) = (Instant::now(), self.passed, self.failed);
+        for check in checks {
+            match check {
+                Ok(()) => self.passed += 1,
+                Err(what) => {
+                    self.failed += 1;
+                    println!("  FAILED {name}: {what}");
+                }
+            }
+        }
+        let (passed, failed) = (self.passed - passed, self.failed - failed);
+        println!(
+            "{name}: {passed} passed, {failed} failed ({:.1?})",
+            start.elapsed()
+        );
+    }
+
+    /// Says how much passed in all.
+    pub fn conclude(self) -> ExitCode {
+        println!("{} passed, {} failed", self.passed, self.failed);
+        match self.failed {
+            0 => ExitCode::SUCCESS,
+            _ => ExitCode::FAILURE,
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Every kind of hop under the suite for transports.
+//!
+//! The suite speaks of bytes on the host, so a byte becomes a number on the GPU. Between the two,
+//! everything is done that could overtake a copy: what is sent is made on the compute stream just
+//! before, overwritten and freed right after, and its memory handed out again.
+
+use std::time::Duration;
+
+use encke_core::conformance::{self, Random};
+use encke_core::job::{Block, Operand};
+use encke_core::kernel::Kernel;
+use encke_core::sharding::Run;
+use encke_core::transport::{Address, Incoming, Moved, Outgoing, Transport, TransportError};
+use encke_core::{DType, Data, View};
+use encke_cuda::{Buffer, CudaKernel, Staged};
+use encke_ring::threads::endpoints;
+
+use crate::tally::Tally;
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// A wire for buffers as one for bytes.
+pub struct Bytes<'a, T> {
+    pub kernel: &'a CudaKernel,
+    pub inner: T,
+}
+
+/// Numbers on the GPU, put there by a kernel.
+fn made(kernel: &CudaKernel, numbers: &[f32]) -> Buffer {
+    let count = numbers.len();
+    let view = View::contiguous(numbers, [1, count, 1, 1]).expect("a row of numbers");
+    let runs = [Run {
+        first: 0,
+        stride: 1,
+        count,
+    }];
+    let mut first = kernel.allocate(DType::F32, count).expect("room");
+    let mut second = kernel.allocate(DType::F32, count).expect("room");
+    kernel.upload(&view, &runs, &mut first).expect("an upload");
+    let whole = Operand {
+        offset: 0,
+        batch: 0,
+        segment: 0,
+        row: 0,
+        heads: vec![0].into(),
+    };
+    let block = Block {
+        from: whole.clone(),
+        to: whole,
+        batch: 1,
+        segments: 1,
+        rows: 1,
+        heads: 1,
+        width: count,
+    };
+    kernel
+        .copy(&block, false, &first, &mut second)
+        .expect("a copy");
+    second
+}
+
+fn numbers(kernel: &CudaKernel, buffer: Buffer) -> Vec<f32> {
+    match kernel.hand_over(buffer).expect("numbers") {
+        Data::F32(numbers) => numbers,
+        other => panic!("{:?} came back", other.as_slice().dtype()),
+    }
+}
+
+impl<T: Transport<Buffer>> Transport<Vec<u8>> for Bytes<'_, T> {
+    fn exchange(
+        &mut self,
+        round: usize,
+        outgoing: &[Outgoing<'_, Vec<u8>>],
+        incoming: &mut [Incoming<'_, Vec<u8>>],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Moved, TransportError> {
+        let kernel = self.kernel;
+        let wide = |bytes: &Vec<u8>| -> Vec<f32> { bytes.iter().map(|&x| x.into()).collect() };
+        let mut sent: Vec<Buffer> = outgoing
+            .iter()
+            .map(|message| made(kernel, &wide(message.parcel)))
+            .collect();
+        let mut received: Vec<Buffer> = incoming
+            .iter()
+            .map(|message| made(kernel, &wide(message.parcel)))
+            .collect();
+        let sends: Vec<Outgoing<'_, Buffer>> = outgoing
+            .iter()
+            .zip(&sent)
+            .map(|(message, parcel)| Outgoing {
+                to: message.to,
+                parcel,
+            })
+            .collect();
+        let mut receives: Vec<Incoming<'_, Buffer>> = incoming
+            .iter()
+            .zip(&mut received)
+            .map(|(message, parcel)| Incoming {
+                from: message.from,
+                parcel,
+            })
+            .collect();
+        let moved = self
+            .inner
+            .exchange(round, &sends, &mut receives, meanwhile)?;
+        drop((sends, receives));
+        for buffer in &mut sent {
+            kernel.fill(buffer, -1.0).expect("a fill");
+        }
+        drop(sent);
+        for message in outgoing {
+            let mut again = kernel
+                .allocate(DType::F32, message.parcel.len())
+                .expect("room");
+            kernel.fill(&mut again, -2.0).expect("a fill");
+        }
+        for (message, buffer) in incoming.iter_mut().zip(received) {
+            let numbers = numbers(kernel, buffer);
+            *message.parcel = numbers.into_iter().map(|x| x as u8).collect();
+        }
+        let width = DType::F32.bytes();
+        Ok(Moved {
+            sent_bytes: moved.sent_bytes / width,
+            received_bytes: moved.received_bytes / width,
+        })
+    }
+}
+
+/// Runs every rank's part of the suite on a thread of its own.
+pub fn suite<T>(kernel: &CudaKernel, wires: Vec<T>) -> Result<(), String>
+where
+    T: Transport<Buffer> + Send,
+{
+    let ranks = wires.len();
+    std::thread::scope(|scope| {
+        let part = |(rank, inner): (usize, T)| {
+            scope.spawn(move || {
+                let mut wire = Bytes { kernel, inner };
+                conformance::transport(rank, ranks, &mut wire)
+            })
+        };
+        let threads: Vec<_> = wires.into_iter().enumerate().map(part).collect();
+        let mut verdict = Ok(());
+        for thread in threads {
+            let ended = thread.join().map_err(|_| "a rank panicked".to_string());
+            let ended = ended.and_then(|ended| ended.map_err(|failure| failure.to_string()));
+            verdict = verdict.and(ended);
+        }
+        verdict
+    })
+}
+
+/// Large parcels all the way round, in two buffers that take turns: many pieces, every slot used
+/// several times, and all ranks at once.
+fn large(kernel: &CudaKernel, ranks: usize, elements: usize) -> Result<(), String> {
+    let content = |home: usize| -> Vec<f32> {
+        let mut random = Random::new(home as u64);
+        (0..elements).map(|_| random.unit() as f32).collect()
+    };
+    let live = |rank: usize, mut wire: encke_ring::threads::Endpoint<Buffer>| {
+        let mut held = made(kernel, &content(rank));
+        let mut coming = kernel
+            .allocate(DType::F32, elements)
+            .map_err(|error| error.to_string())?;
+        let address = |peer: usize| Address {
+            peer,
+            tag: 1,
+            elements,
+        };
+        for round in 1..ranks {
+            let sends = [Outgoing {
+                to: address((rank + 1) % ranks),
+                parcel: &held,
+            }];
+            let mut receives = [Incoming {
+                from: address((rank + ranks - 1) % ranks),
+                parcel: &mut coming,
+            }];
+            wire.exchange(round, &sends, &mut receives, &mut || {})
+                .map_err(|error| error.to_string())?;
+            std::mem::swap(&mut held, &mut coming);
+        }
+        let home = (rank + 1) % ranks;
+        match numbers(kernel, held) == content(home) {
+            true => Ok(()),
+            false => Err(format!(
+                "rank {rank} did not get the numbers of rank {home}"
+            )),
+        }
+    };
+    let live = &live;
+    std::thread::scope(|scope| {
+        let wires = endpoints(ranks, DEADLINE).into_iter().enumerate();
+        let threads: Vec<_> = wires
+            .map(|(rank, wire)| scope.spawn(move || live(rank, wire)))
+            .collect();
+        let mut ended = threads.into_iter().map(|thread| thread.join());
+        ended.try_for_each(|ended| ended.map_err(|_| "a rank panicked".to_string())?)
+    })
+}
+
+/// All of them.
+pub fn run(tally: &mut Tally, pointer: &CudaKernel, pinned: &CudaKernel) {
+    for (name, kernel) in [("pointer hops", pointer), ("pinned hops", pinned)] {
+        let ranks = 1..=8;
+        tally.group(
+            &format!("transport suite, {name}"),
+            ranks.map(|ranks| suite(kernel, endpoints(ranks, DEADLINE))),
+        );
+        tally.group(
+            &format!("large parcels, {name}"),
+            [(2, 5 << 20), (4, 10 << 20), (5, (1 << 21) + 3)]
+                .map(|(ranks, elements)| large(kernel, ranks, elements)),
+        );
+    }
+    let staged = |ranks: usize| {
+        let wires = endpoints(ranks, DEADLINE).into_iter().enumerate();
+        let wires = wires.map(|(rank, wire)| Staged::new(wire, pointer.device(), rank, DEADLINE));
+        suite(pointer, wires.collect())
+    };
+    tally.group("transport suite, staged over threads", (1..=8).map(staged));
+}
