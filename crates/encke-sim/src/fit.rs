@@ -34,6 +34,7 @@ mod tests {
         let law = [(1.0, 0.0), (2.0, 8.0), (4.0, 4.0)];
         assert!((exponent(&law).expect("two points") + 1.0).abs() < 1e-12);
         assert_eq!(exponent(&law[..2]), None);
+        assert_eq!(exponent(&[(1.0, 0.0), (2.0, 0.0), (4.0, 10.0)]), None);
         assert_eq!(exponent(&[]), None);
     }
 }

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use encke::plan::program::Component;
 use encke::trace::Activity;
+use encke_sim::fit::exponent;
 use serde::Serialize;
 
 use super::picture::Picture;
@@ -220,38 +221,8 @@ impl PassFindings {
     }
 }
 
-/// The slope of ln(bytes) against ln(ranks) by least squares, over points that have bytes.
+/// The exponent of bytes against ranks.
 fn fitted(points: impl Iterator<Item = (usize, usize)>) -> Option<f64> {
-    let points: Vec<(f64, f64)> = points
-        .filter(|(_, bytes)| *bytes > 0)
-        .map(|(ranks, bytes)| ((ranks as f64).ln(), (bytes as f64).ln()))
-        .collect();
-    let count = points.len() as f64;
-    let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / count;
-    let (x, y) = (mean(|point| point.0), mean(|point| point.1));
-    let above: f64 = points
-        .iter()
-        .map(|point| (point.0 - x) * (point.1 - y))
-        .sum();
-    let below: f64 = points.iter().map(|point| (point.0 - x).powi(2)).sum();
-    (points.len() > 1 && below > 0.0).then(|| above / below)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::fitted;
-
-    #[test]
-    fn a_power_is_found() {
-        let power = [1, 2, 4, 8, 16, 32].map(|ranks: usize| (ranks, 1 << (20 - ranks.ilog2())));
-        assert!((fitted(power.into_iter()).unwrap() + 1.0).abs() < 1e-12);
-        let flat = [(2, 100), (4, 100)];
-        assert!(fitted(flat.into_iter()).unwrap().abs() < 1e-12);
-    }
-
-    #[test]
-    fn one_point_has_no_exponent() {
-        assert_eq!(fitted([(1, 0), (2, 0), (4, 10)].into_iter()), None);
-        assert_eq!(fitted([].into_iter()), None);
-    }
+    let points = points.map(|(ranks, bytes)| (ranks as f64, bytes as f64));
+    exponent(&points.collect::<Vec<_>>())
 }
