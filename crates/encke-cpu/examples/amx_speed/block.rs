@@ -1,0 +1,182 @@
+//! The phases of the forward pass on blocks of keys, one by one.
+
+use std::hint::black_box;
+
+use half::bf16;
+
+use crate::amx::pack::{self, Sign, Slabs, Source};
+use crate::amx::shape::Short;
+use crate::amx::softmax::{self, Block, Lanes, Running, Scale};
+use crate::amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
+use crate::memory::Memory;
+use crate::numbers::{Numbers, job};
+
+/// Blocks of keys that do not fit the first-level cache together, but the second.
+pub const BLOCKS: usize = 16;
+
+/// Two tiles of queries and some blocks of keys; one block fits the first-level cache.
+pub struct Bench {
+    q: Memory,
+    k: Memory,
+    v: Memory,
+    sums: Memory,
+    scores: Memory,
+    steps: usize,
+    keys: usize,
+    running: Running,
+}
+
+impl Bench {
+    pub fn new(dim: usize, keys: usize) -> Bench {
+        let steps = dim / 32;
+        // Odd numbers of pages keep the buffers from looking alike.
+        let memory = |slabs: usize| Memory::new(slabs.div_ceil(2) | 1);
+        let mut bench = Bench {
+            q: memory(2 * steps),
+            k: memory(BLOCKS * keys / 32 * steps),
+            v: memory(BLOCKS * keys / 32 * steps),
+            sums: memory(2 * 2 * steps),
+            scores: memory(2 * 2 * keys / 32),
+            steps,
+            keys,
+            running: Running {
+                m: Lanes([f32::NEG_INFINITY; 32]),
+                l: Lanes([0.0; 32]),
+                visible: Lanes([i32::MAX; 32]),
+            },
+        };
+        let numbers = Numbers::new(&job(keys.max(64), 1, dim, false));
+        bench.pack(&numbers, dim);
+        let bytes = bench.block_bytes();
+        for memory in [&mut bench.k, &mut bench.v] {
+            for block in 1..BLOCKS {
+                // SAFETY: the memory has this many blocks.
+                unsafe {
+                    let to = memory.at().add(block * bytes);
+                    std::ptr::copy_nonoverlapping(memory.at(), to, bytes);
+                }
+            }
+        }
+        bench
+    }
+
+    fn pack(&mut self, numbers: &Numbers, dim: usize) {
+        for tile in 0..2 {
+            let source = source(&numbers.given[0], dim, tile * 32);
+            let to = slabs(self.q.at().wrapping_add(tile * self.steps * SLAB_BYTES));
+            // SAFETY: the memory has these slabs, and the vectors are there.
+            unsafe { pack::lanes(&source, Sign::Plus, to) };
+        }
+        self.pack_keys(numbers, dim);
+    }
+
+    pub fn pack_keys(&mut self, numbers: &Numbers, dim: usize) {
+        for step in 0..self.keys / 32 {
+            let at = step * self.steps * SLAB_BYTES;
+            // SAFETY: the memory has these slabs, and the vectors are there.
+            unsafe {
+                let keys = source(&numbers.given[1], dim, step * 32);
+                pack::rows(&keys, slabs(self.k.at().wrapping_add(at)));
+                let values = source(&numbers.given[2], dim, step * 32);
+                pack::columns(&values, slabs(self.v.at().wrapping_add(at)));
+            }
+        }
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.keys / 32 * self.steps * SLAB_BYTES
+    }
+
+    fn buffer(&mut self, tile: usize) -> *mut u8 {
+        let bytes = tile * 2 * self.keys / 32 * SLAB_BYTES;
+        self.scores.at().wrapping_add(bytes)
+    }
+
+    /// # Safety
+    /// Tiles are configured.
+    pub unsafe fn qk<T: Tiles>(&mut self, tile: usize, block: usize) {
+        let k = self.k.at().wrapping_add(block * self.block_bytes());
+        let q = self.q.at().wrapping_add(tile * self.steps * SLAB_BYTES);
+        for step in 0..self.keys / 32 {
+            let c = self.buffer(tile).wrapping_add(2 * step * SLAB_BYTES);
+            let a = step * self.steps * SLAB_BYTES;
+            // SAFETY: all slabs are there, and tiles are configured.
+            unsafe {
+                T::multiply::<false>(Product {
+                    a: k.wrapping_add(a),
+                    a_step: SLAB_BYTES,
+                    b: [q, q.wrapping_add(TILE_BYTES)],
+                    b_step: SLAB_BYTES,
+                    b_row: ROW_BYTES,
+                    c: [c, c.wrapping_add(SLAB_BYTES)],
+                    steps: self.steps,
+                });
+            }
+        }
+    }
+
+    /// Fetches the given block meanwhile.
+    pub fn softmax(&mut self, tile: usize, next: Option<usize>) {
+        let (fetch, skip) = match next {
+            None => (0, 0),
+            Some(block) => (self.steps, block * self.block_bytes()),
+        };
+        let next = [self.k.at(), self.v.at()].map(|at| at.wrapping_add(skip).cast_const());
+        let block = Block {
+            scores: self.buffer(tile),
+            steps: self.keys / 32,
+            start: 0,
+            masked: false,
+            next,
+            fetch,
+        };
+        // SAFETY: the scores are there, and so are the vectors.
+        let rescale = unsafe {
+            softmax::softmax::<Short>(&block, Scale::new(0.125), &mut self.running, softmax::EVERY)
+        };
+        black_box(rescale);
+    }
+
+    /// # Safety
+    /// Tiles are configured.
+    pub unsafe fn pv<T: Tiles>(&mut self, tile: usize, block: usize) {
+        let v = self.v.at().wrapping_add(block * self.block_bytes());
+        let b = self.buffer(tile);
+        let sums = tile * 2 * self.steps * SLAB_BYTES;
+        for step in 0..self.steps {
+            let c = self.sums.at().wrapping_add(sums + 2 * step * SLAB_BYTES);
+            // SAFETY: all slabs are there, and tiles are configured.
+            unsafe {
+                T::multiply::<true>(Product {
+                    a: v.wrapping_add(step * SLAB_BYTES),
+                    a_step: self.steps * SLAB_BYTES,
+                    b: [b, b.wrapping_add(SLAB_BYTES)],
+                    b_step: 2 * SLAB_BYTES,
+                    b_row: 2 * ROW_BYTES,
+                    c: [c, c.wrapping_add(SLAB_BYTES)],
+                    steps: self.keys / 32,
+                });
+            }
+        }
+    }
+}
+
+fn slabs(at: *mut u8) -> Slabs {
+    Slabs {
+        at,
+        stride: SLAB_BYTES,
+    }
+}
+
+fn source(
+    numbers: &[bf16],
+    dim: usize,
+    first: usize,
+) -> Source<'_, impl Fn(usize) -> Option<usize>> {
+    Source {
+        numbers,
+        dim,
+        count: 32,
+        address: move |row: usize| Some((first + row) * dim),
+    }
+}

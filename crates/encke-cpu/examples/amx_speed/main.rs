@@ -1,0 +1,102 @@
+//! How fast the tile kernels are, and where their time goes:
+//! `cargo run --release -p encke-cpu --example amx_speed -- [threads] [check|peak|phases|forward|backward ...]`.
+//!
+//! Checks every variant's answer first. Then, from one run and best of several: the peak of the
+//! tiles (registers only, and fed from the first-level cache), the phases of the forward pass one
+//! by one and one after the other, and GFLOP/s of all variants with the share of the peak that was
+//! measured just before. Operations are counted as attention counts them (four per pair and
+//! channel forward, ten backward).
+//!
+//! Without tiles it runs on emulated ones, with tiny sizes, to show that it works; its figures
+//! then mean nothing.
+
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code, unused_imports)]
+#[path = "../../src/amx/mod.rs"]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../../src/real.rs"]
+mod real;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../../src/schedule.rs"]
+mod schedule;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../../src/shared.rs"]
+mod shared;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../../src/target.rs"]
+mod target;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
+#[path = "../../src/vector.rs"]
+mod vector;
+
+#[cfg(target_arch = "x86_64")]
+mod block;
+#[cfg(target_arch = "x86_64")]
+mod check;
+#[cfg(target_arch = "x86_64")]
+mod memory;
+#[cfg(target_arch = "x86_64")]
+mod numbers;
+#[cfg(target_arch = "x86_64")]
+mod peak;
+#[cfg(target_arch = "x86_64")]
+mod phases;
+#[cfg(target_arch = "x86_64")]
+mod table;
+#[cfg(target_arch = "x86_64")]
+mod variants;
+
+#[cfg(target_arch = "x86_64")]
+fn main() {
+    if amx::available() {
+        all::<amx::Hardware>(true);
+    } else if amx::detect::vectors() {
+        println!("NO TILES HERE: emulated ones, tiny sizes, figures that mean nothing");
+        all::<amx::emulated::Emulated>(false);
+    } else {
+        println!("neither tiles nor AVX-512 here: nothing to measure");
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn main() {
+    println!("no tiles on this architecture");
+}
+
+/// Everything that the arguments ask for.
+#[cfg(target_arch = "x86_64")]
+fn all<T: amx::tiles::Tiles>(real: bool) {
+    let mut arguments = std::env::args().skip(1).peekable();
+    let threads = arguments.peek().and_then(|word| word.parse().ok());
+    if threads.is_some() {
+        arguments.next();
+    }
+    let threads: usize = threads.unwrap_or(2);
+    let wanted: Vec<String> = arguments.collect();
+    let want = |what: &str| wanted.is_empty() || wanted.iter().any(|word| word == what);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    pool.expect("threads").install(|| {
+        println!("{} tiles, {threads} threads", T::NAME);
+        if want("check") {
+            check::check::<T>();
+        }
+        if real && want("peak") {
+            peak::peaks::<T>(threads);
+        }
+        if want("phases") {
+            phases::phases::<T>(real);
+        }
+        if want("forward") {
+            table::table::<T>(real, threads, true);
+        }
+        if want("backward") {
+            table::table::<T>(real, threads, false);
+        }
+    });
+}

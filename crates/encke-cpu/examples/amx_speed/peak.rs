@@ -1,0 +1,57 @@
+//! What the tiles could do at most: from registers, and fed from the first-level cache.
+
+use crate::amx;
+use crate::amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, Tiles};
+use crate::memory::Memory;
+use crate::numbers::time;
+
+const FLOP_PER_TILE: f64 = 16.0 * 16.0 * 32.0 * 2.0;
+
+/// GFLOP/s of tiles from registers, on all threads of the pool together.
+pub fn peak<T: Tiles>(threads: usize) -> f64 {
+    const ROUNDS: usize = 200_000;
+    let (best, _) = time(5, || {
+        rayon::broadcast(|_| {
+            // SAFETY: only called with tiles of the processor.
+            unsafe {
+                T::configure();
+                amx::Hardware::multiply_registers(ROUNDS);
+                T::release();
+            }
+        });
+    });
+    threads as f64 * 4.0 * ROUNDS as f64 * FLOP_PER_TILE / best * 1e-9
+}
+
+/// Both peaks, in words.
+pub fn peaks<T: Tiles>(threads: usize) {
+    const ROUNDS: usize = 20_000;
+    let (best, _) = time(5, || {
+        rayon::broadcast(|_| {
+            let mut memory = Memory::new(16);
+            let at = memory.at();
+            // SAFETY: the product stays in the memory, and tiles are configured.
+            unsafe {
+                T::configure();
+                for _ in 0..ROUNDS {
+                    T::multiply::<false>(Product {
+                        a: at,
+                        a_step: SLAB_BYTES,
+                        b: [at.wrapping_add(12 << 10), at.wrapping_add(13 << 10)],
+                        b_step: SLAB_BYTES,
+                        b_row: ROW_BYTES,
+                        c: [at.wrapping_add(24 << 10), at.wrapping_add(26 << 10)],
+                        steps: 6,
+                    });
+                }
+                T::release();
+            }
+        });
+    });
+    let fed = threads as f64 * 24.0 * ROUNDS as f64 * FLOP_PER_TILE / best * 1e-9;
+    println!(
+        "peak: {:.0} GFLOP/s from registers, {fed:.0} fed from the first-level cache \
+         (products of 6 steps, sums stored)",
+        peak::<T>(threads)
+    );
+}

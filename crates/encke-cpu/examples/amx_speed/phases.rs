@@ -1,0 +1,92 @@
+//! Where the time of a block goes.
+
+use crate::amx;
+use crate::amx::tiles::Tiles;
+use crate::block::{BLOCKS, Bench};
+use crate::numbers::{Numbers, job, time};
+
+/// Where the time of 32 queries and a block of keys goes, on one thread, in the time one tile
+/// multiplication takes at its peak (16 cycles).
+pub fn phases<T: Tiles>(real: bool) {
+    // Packing and softmax run on vectors and can be timed anywhere.
+    let (rounds, vector_rounds) = (if real { 20_000 } else { 2 }, 20_000);
+    let unit = if real {
+        let (best, _) = time(7, || {
+            // SAFETY: tiles are there.
+            unsafe {
+                T::configure();
+                amx::Hardware::multiply_registers(100_000);
+                T::release();
+            }
+        });
+        best / 400_000.0
+    } else {
+        1e-9
+    };
+    println!(
+        "phases of 32 queries, in tile multiplications (of {:.2} ns), one thread, best of 7",
+        unit * 1e9
+    );
+    println!(
+        " dim  keys  pack k,v   floor      qk softmax      pv     sum |  in turn  two in turn  \
+         from L2  fetched"
+    );
+    for (dim, keys) in [
+        (64, 32),
+        (64, 64),
+        (64, 128),
+        (128, 64),
+        (128, 128),
+        (128, 256),
+    ] {
+        let numbers = Numbers::new(&job(keys.max(64), 1, dim, false));
+        let mut bench = Bench::new(dim, keys);
+        let mut units = |rounds: usize, body: &mut dyn FnMut(&mut Bench)| {
+            // SAFETY: tiles are there; they stay configured for this thread.
+            unsafe { T::configure() };
+            let (best, _) = time(7, || (0..rounds).for_each(|_| body(&mut bench)));
+            best / rounds as f64 / unit
+        };
+        let pack = units(vector_rounds, &mut |bench| bench.pack_keys(&numbers, dim));
+        // SAFETY: tiles are configured, here and below.
+        let qk = units(rounds, &mut |bench| unsafe { bench.qk::<T>(0, 0) });
+        let softmax = units(vector_rounds, &mut |bench| bench.softmax(0, None));
+        // SAFETY: as above.
+        let pv = units(rounds, &mut |bench| unsafe { bench.pv::<T>(0, 0) });
+        // SAFETY: as above.
+        let one = units(rounds, &mut |bench| unsafe {
+            bench.qk::<T>(0, 0);
+            bench.softmax(0, None);
+            bench.pv::<T>(0, 0);
+        });
+        // SAFETY: as above.
+        let two = units(rounds, &mut |bench| unsafe {
+            bench.qk::<T>(1, 0);
+            bench.softmax(0, None);
+            bench.pv::<T>(0, 0);
+            bench.qk::<T>(0, 0);
+            bench.softmax(1, None);
+            bench.pv::<T>(1, 0);
+        }) / 2.0;
+        let mut streamed = |fetched: bool| {
+            let mut block = 0;
+            // SAFETY: as above.
+            units(rounds, &mut |bench| unsafe {
+                let next = (block + 1) % BLOCKS;
+                bench.qk::<T>(0, block);
+                bench.softmax(0, fetched.then_some(next));
+                bench.pv::<T>(0, block);
+                block = next;
+            })
+        };
+        let (streamed, fetched) = (streamed(false), streamed(true));
+        // SAFETY: as above.
+        unsafe { T::release() };
+        let floor = (keys / 16 * 2 * (dim / 32) * 2) as f64;
+        println!(
+            "{dim:>4} {keys:>5} {pack:>9.1} {floor:>7.1} {qk:>7.1} {softmax:>7.1} {pv:>7.1} \
+             {:>7.1} | {one:>8.1} {two:>12.1} {streamed:>8.1} {fetched:>8.1}",
+            qk + softmax + pv,
+        );
+    }
+}
