@@ -8,12 +8,11 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Args;
 use encke::plan::program::Role;
-use encke::{DType, Shape};
 use encke_sim::stream::{Files, Generator, transfer};
 
 use crate::Verdict;
-use crate::number::count;
 use crate::output::{Entry, OutputFile};
+use crate::shape_options::ShapeOptions;
 use crate::terminal::long_bar;
 
 /// What `--help` ends with.
@@ -28,34 +27,14 @@ Numbers are spread evenly with mean 0 and variance 1. The same options give the 
 
 /// A file of generated tensors.
 #[derive(Debug, Args)]
+#[command(mut_arg("tokens", |tokens| tokens.help("Tokens of the sequence")))]
 pub struct Options {
     /// Where to write q [b,n,h,d], k, v [b,n,hkv,d], and with --grad do [b,n,h,d].
     #[arg(value_name = "OUT.safetensors")]
     output: PathBuf,
 
-    /// Tokens of the sequence.
-    #[arg(long, value_name = "N", value_parser = count)]
-    tokens: usize,
-
-    /// Query heads.
-    #[arg(long, value_name = "H", value_parser = count)]
-    heads: usize,
-
-    /// Key and value heads; they divide the query heads [default: as many as query heads].
-    #[arg(long, value_name = "HKV", value_parser = count)]
-    kv_heads: Option<usize>,
-
-    /// Numbers per head and token.
-    #[arg(long, value_name = "D", value_parser = count)]
-    dim: usize,
-
-    /// Independent sequences.
-    #[arg(long, value_name = "B", value_parser = count, default_value = "1")]
-    batch: usize,
-
-    /// Type of the tensors: f64, f32, bf16 or f16.
-    #[arg(long, value_name = "TYPE", default_value = "f32")]
-    dtype: DType,
+    #[command(flatten)]
+    sizes: ShapeOptions,
 
     /// Also write do, which `encke attend --grad` needs.
     #[arg(long)]
@@ -68,23 +47,14 @@ pub struct Options {
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
-    let &Options {
-        batch,
-        tokens,
-        heads,
-        dim,
-        dtype,
-        ..
-    } = options;
-    let kv_heads = options.kv_heads.unwrap_or(heads);
-    let shape = Shape::new(batch, tokens, heads, kv_heads, dim)?;
+    let (shape, dtype) = (options.sizes.shape()?, options.sizes.dtype());
     let of = |heads: usize| [shape.batch, shape.tokens, heads, shape.dim];
     let mut tensors = vec![
-        (Role::Q, "q", of(heads)),
-        (Role::K, "k", of(kv_heads)),
-        (Role::V, "v", of(kv_heads)),
+        (Role::Q, "q", of(shape.heads)),
+        (Role::K, "k", of(shape.kv_heads)),
+        (Role::V, "v", of(shape.kv_heads)),
     ];
-    tensors.extend(options.grad.then_some((Role::Dout, "do", of(heads))));
+    tensors.extend(options.grad.then_some((Role::Dout, "do", of(shape.heads))));
     let output = OutputFile::create(&options.output, &[])?;
     let entry = |&(_, name, dims): &(Role, &'static str, [usize; 4])| Entry {
         name,
@@ -96,7 +66,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     for ((role, ..), tensor) in tensors.iter().zip(output.prepare(&entries)?) {
         files.add(*role, tensor);
     }
-    let generator = Generator::new(options.seed, dim);
+    let generator = Generator::new(options.seed, shape.dim);
     let progress = long_bar(tensors.len());
     for &(role, name, dims) in &tensors {
         progress.set_message(name);

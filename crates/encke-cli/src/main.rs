@@ -24,6 +24,7 @@ mod profile;
 mod program;
 mod report;
 mod ring_options;
+mod shape_options;
 mod simulate;
 mod table;
 mod tensors;

@@ -4,11 +4,12 @@
 
 use anyhow::Result;
 use clap::Args;
-use encke::{Attention, DType, Pass, Shape};
+use encke::{Attention, Pass};
 
 use crate::number::count;
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::RingOptions;
+use crate::shape_options::ShapeOptions;
 use crate::terminal::say;
 use crate::{Verdict, program};
 
@@ -33,7 +34,7 @@ Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024."
 #[derive(Debug, Args)]
 pub struct Options {
     #[command(flatten)]
-    sizes: SizeOptions,
+    sizes: ShapeOptions,
 
     #[command(flatten)]
     pattern: PatternOptions,
@@ -43,35 +44,6 @@ pub struct Options {
 
     #[command(flatten)]
     view: ViewOptions,
-}
-
-/// Sizes of the tensors.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Sizes")]
-struct SizeOptions {
-    /// Tokens of the sequence, over all ranks.
-    #[arg(long, value_name = "N", value_parser = count)]
-    tokens: usize,
-
-    /// Query heads.
-    #[arg(long, value_name = "H", value_parser = count)]
-    heads: usize,
-
-    /// Key and value heads; they divide the query heads [default: as many as query heads].
-    #[arg(long, value_name = "HKV", value_parser = count)]
-    kv_heads: Option<usize>,
-
-    /// Numbers per head and token.
-    #[arg(long, value_name = "D", value_parser = count)]
-    dim: usize,
-
-    /// Independent sequences.
-    #[arg(long, value_name = "B", value_parser = count, default_value = "1")]
-    batch: usize,
-
-    /// Type of the tensors: f64, f32, bf16 or f16.
-    #[arg(long, value_name = "TYPE", default_value = "f32")]
-    dtype: DType,
 }
 
 /// What is shown of the plan.
@@ -93,25 +65,17 @@ struct ViewOptions {
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
-    let SizeOptions {
-        tokens,
-        heads,
-        kv_heads,
-        dim,
-        batch,
-        dtype,
-    } = options.sizes;
     let builder = Attention::builder().pattern(options.pattern.pattern()?);
     let builder =
         options
             .ring
             .apply(builder, MOST_RANKS, "the plan would take too long to make")?;
-    let shape = Shape::new(batch, tokens, heads, kv_heads.unwrap_or(heads), dim)?;
+    let shape = options.sizes.shape()?;
     let pass = match options.view.backward {
         true => Pass::Backward { dlse: false },
         false => Pass::Forward,
     };
-    let plan = builder.build()?.plan(shape, dtype, pass)?;
+    let plan = builder.build()?.plan(shape, options.sizes.dtype(), pass)?;
     let text = match (options.view.rank, options.view.json) {
         (None, false) => plan.explain()?.to_string(),
         (None, true) => serde_json::to_string_pretty(&plan.explain()?)? + "\n",

@@ -4,11 +4,12 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use encke::{Attention, Cut, DType, Pass, Request, Shape};
+use encke::{Attention, Cut, Pass, Request};
 
 use crate::number::count;
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::{QueriesName, cut};
+use crate::shape_options::{ShapeOptions, usual};
 
 /// All ranks of a ring are held in memory at once, and each makes its plan.
 const MOST_RANKS: usize = 1024;
@@ -40,9 +41,14 @@ Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024."
 
 /// What ranks really hold, beside what was planned, by the size of the ring.
 #[derive(Debug, Args)]
+#[command(
+    mut_arg("tokens", usual("4k")),
+    mut_arg("heads", usual("4")),
+    mut_arg("dim", usual("64"))
+)]
 pub struct Options {
     #[command(flatten)]
-    sizes: SizeOptions,
+    sizes: ShapeOptions,
 
     #[command(flatten)]
     pattern: PatternOptions,
@@ -53,35 +59,6 @@ pub struct Options {
     /// What is run and written.
     #[command(flatten)]
     pub work: WorkOptions,
-}
-
-/// Sizes of the tensors.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Sizes")]
-struct SizeOptions {
-    /// Tokens of the sequence, over all ranks.
-    #[arg(long, value_name = "N", value_parser = count, default_value = "4k")]
-    tokens: usize,
-
-    /// Query heads.
-    #[arg(long, value_name = "H", value_parser = count, default_value = "4")]
-    heads: usize,
-
-    /// Key and value heads; they divide the query heads [default: as many as query heads].
-    #[arg(long, value_name = "HKV", value_parser = count)]
-    kv_heads: Option<usize>,
-
-    /// Numbers per head and token.
-    #[arg(long, value_name = "D", value_parser = count, default_value = "64")]
-    dim: usize,
-
-    /// Independent sequences.
-    #[arg(long, value_name = "B", value_parser = count, default_value = "1")]
-    batch: usize,
-
-    /// Type of the tensors: f64, f32, bf16 or f16.
-    #[arg(long, value_name = "TYPE", default_value = "f32")]
-    dtype: DType,
 }
 
 /// Which rings.
@@ -181,15 +158,7 @@ impl Options {
     }
 
     fn ring(&self, ranks: usize) -> Result<Ring> {
-        let SizeOptions {
-            tokens,
-            heads,
-            kv_heads,
-            dim,
-            batch,
-            dtype,
-        } = self.sizes;
-        let shape = Shape::new(batch, tokens, heads, kv_heads.unwrap_or(heads), dim)?;
+        let (shape, dtype) = (self.sizes.shape()?, self.sizes.dtype());
         let cut = self.rings.sharding.clone().unwrap_or(Cut::Contiguous);
         let queries = self.rings.queries.unwrap_or(QueriesName::Sharded).queries();
         let attention = Attention::builder()

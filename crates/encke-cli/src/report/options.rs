@@ -9,6 +9,7 @@ use encke::{Builder, DType, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 use crate::number::count;
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::RingOptions;
+use crate::shape_options::{ShapeOptions, usual};
 
 /// A rank is a thread here, and a page with more rows than this is no picture.
 const MOST_RANKS: usize = 256;
@@ -37,13 +38,18 @@ Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024."
 
 /// A page that shows what a configuration holds, sends and takes.
 #[derive(Debug, Args)]
+#[command(
+    mut_arg("tokens", usual("16k")),
+    mut_arg("heads", usual("4")),
+    mut_arg("dim", usual("64"))
+)]
 pub struct Options {
     /// Where to write the page. A file that is there is replaced, in one step, at the end.
     #[arg(value_name = "OUT.html")]
     pub output: PathBuf,
 
     #[command(flatten)]
-    sizes: SizeOptions,
+    sizes: ShapeOptions,
 
     #[command(flatten)]
     pattern: PatternOptions,
@@ -54,35 +60,6 @@ pub struct Options {
     /// What is run and shown.
     #[command(flatten)]
     pub view: ViewOptions,
-}
-
-/// Sizes of the tensors.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Sizes")]
-struct SizeOptions {
-    /// Tokens of the sequence, over all ranks.
-    #[arg(long, value_name = "N", value_parser = count, default_value = "16k")]
-    tokens: usize,
-
-    /// Query heads.
-    #[arg(long, value_name = "H", value_parser = count, default_value = "4")]
-    heads: usize,
-
-    /// Key and value heads; they divide the query heads [default: as many as query heads].
-    #[arg(long, value_name = "HKV", value_parser = count)]
-    kv_heads: Option<usize>,
-
-    /// Numbers per head and token.
-    #[arg(long, value_name = "D", value_parser = count, default_value = "64")]
-    dim: usize,
-
-    /// Independent sequences.
-    #[arg(long, value_name = "B", value_parser = count, default_value = "1")]
-    batch: usize,
-
-    /// Type of the tensors: f64, f32, bf16 or f16.
-    #[arg(long, value_name = "TYPE", default_value = "f32")]
-    dtype: DType,
 }
 
 /// What is run and shown.
@@ -125,17 +102,9 @@ pub struct Work {
 impl Options {
     /// What the options ask for, or which of them cannot be met.
     pub fn work(&self) -> Result<Work> {
-        let SizeOptions {
-            tokens,
-            heads,
-            kv_heads,
-            dim,
-            batch,
-            dtype,
-        } = self.sizes;
-        let shape = Shape::new(batch, tokens, heads, kv_heads.unwrap_or(heads), dim)?;
+        let (shape, dtype) = (self.sizes.shape()?, self.sizes.dtype());
         let pattern = match self.pattern.none_given() {
-            true => longnet(tokens)?,
+            true => longnet(shape.tokens)?,
             false => self.pattern.pattern()?,
         };
         let builder = encke::Attention::builder().pattern(pattern);

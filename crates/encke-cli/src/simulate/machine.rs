@@ -5,7 +5,8 @@ use encke::DType;
 use encke_cpu::CpuKernel;
 use encke_sim::clock::{Device, Machine, Pick, Profile, Sizes, find_device, find_link};
 
-use super::options::{MachineOptions, SizeOptions};
+use super::options::MachineOptions;
+use crate::shape_options::ShapeOptions;
 use crate::terminal::spinner;
 
 /// Rows of the largest job that the CPU kernel is measured with.
@@ -14,7 +15,7 @@ const ROWS: usize = 2048;
 const READINGS: usize = 3;
 
 /// The machine that the options ask for.
-pub fn machine(options: &MachineOptions, sizes: &SizeOptions, dtype: DType) -> Result<Machine> {
+pub fn machine(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> Result<Machine> {
     let mut machine = match &options.file {
         Some(path) => {
             let shown = path.display();
@@ -35,7 +36,7 @@ pub fn machine(options: &MachineOptions, sizes: &SizeOptions, dtype: DType) -> R
     Ok(machine)
 }
 
-fn named(options: &MachineOptions, sizes: &SizeOptions, dtype: DType) -> Result<Machine> {
+fn named(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> Result<Machine> {
     let device = match options.gpu.as_deref() {
         Some("here") => here(sizes, dtype)?,
         name => find_device(name.unwrap_or("h200"))
@@ -60,7 +61,7 @@ fn named(options: &MachineOptions, sizes: &SizeOptions, dtype: DType) -> Result<
 }
 
 /// The CPU kernel of this machine as a device: each rank has a machine like it to itself.
-fn here(sizes: &SizeOptions, dtype: DType) -> Result<Device> {
+fn here(sizes: &ShapeOptions, dtype: DType) -> Result<Device> {
     let progress = spinner("measuring the kernel");
     let kernel = CpuKernel::new()?;
     let mut profile = Profile::new(Sizes {

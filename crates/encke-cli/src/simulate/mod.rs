@@ -10,8 +10,8 @@ mod report;
 
 use std::time::Duration;
 
-use anyhow::{Result, anyhow};
-use encke::{Attention, DType, Pass, Shape};
+use anyhow::Result;
+use encke::{Attention, DType, Pass};
 use encke_sim::clock::{Machine, Run, simulate};
 use serde::Serialize;
 
@@ -49,12 +49,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
         return Ok(Verdict::Fine);
     }
     let (json, trace) = outputs(options)?;
-    let sizes = &options.sizes;
-    let tokens = sizes.tokens.ok_or_else(|| {
-        anyhow!("--tokens is missing: say how long the sequence is, as in --tokens 1e9")
-    })?;
-    let kv_heads = sizes.kv_heads.unwrap_or(sizes.heads);
-    let shape = Shape::new(sizes.batch, tokens, sizes.heads, kv_heads, sizes.dim)?;
+    let shape = options.sizes.shape()?;
     let builder = Attention::builder().pattern(options.pattern.pattern()?);
     let reason = "the clock would take too long";
     let builder = options.ring.apply(builder, MOST_RANKS, reason)?;

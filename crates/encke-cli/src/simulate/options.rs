@@ -8,6 +8,7 @@ use encke::DType;
 use crate::number::count;
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::RingOptions;
+use crate::shape_options::{ShapeOptions, usual};
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
@@ -33,12 +34,23 @@ branches after a detached mix or an fkodom division are not in it.
 
 Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024.";
 
+const TOKENS_HELP: &str =
+    "Tokens of the sequence, over all ranks [with --against: 4096 unless given]";
+const DTYPE_HELP: &str = "Type of the tensors: f64, f32, bf16 or f16 [default: bf16; f32 where the \
+                          CPU here computes]";
+
 /// How long the plan would take on a described machine.
 #[derive(Debug, Args)]
+#[command(
+    mut_arg("tokens", |tokens| tokens.required(false).help(TOKENS_HELP)),
+    mut_arg("heads", usual("8")),
+    mut_arg("dim", usual("128")),
+    mut_arg("dtype", |dtype| dtype.help(DTYPE_HELP))
+)]
 pub struct Options {
     /// Sizes of the tensors.
     #[command(flatten)]
-    pub sizes: SizeOptions,
+    pub sizes: ShapeOptions,
 
     /// Which query sees which key.
     #[command(flatten)]
@@ -64,35 +76,6 @@ impl Options {
         let usual = if here { DType::F32 } else { usual };
         self.sizes.dtype.unwrap_or(usual)
     }
-}
-
-/// Sizes of the tensors.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Sizes")]
-pub struct SizeOptions {
-    /// Tokens of the sequence, over all ranks [with --against: 4096 unless given].
-    #[arg(long, value_name = "N", value_parser = count)]
-    pub tokens: Option<usize>,
-
-    /// Query heads.
-    #[arg(long, value_name = "H", value_parser = count, default_value = "8")]
-    pub heads: usize,
-
-    /// Key and value heads; they divide the query heads [default: as many as query heads].
-    #[arg(long, value_name = "HKV", value_parser = count)]
-    pub kv_heads: Option<usize>,
-
-    /// Numbers per head and token.
-    #[arg(long, value_name = "D", value_parser = count, default_value = "128")]
-    pub dim: usize,
-
-    /// Independent sequences.
-    #[arg(long, value_name = "B", value_parser = count, default_value = "1")]
-    pub batch: usize,
-
-    /// Type of the tensors: f64, f32, bf16 or f16 [default: bf16; f32 where the CPU here computes].
-    #[arg(long, value_name = "TYPE")]
-    pub dtype: Option<DType>,
 }
 
 /// What it runs on.

@@ -1,0 +1,61 @@
+//! The options that say how large the tensors are, shared by all commands that make a shape.
+//!
+//! The decision here: names, words and order are the same everywhere, and what a command takes for
+//! granted is said where the command is ([`usual`]), so that its help shows it.
+
+use anyhow::{Result, anyhow};
+use clap::{Arg, Args};
+use encke::{DType, Shape};
+
+use crate::number::count;
+
+/// Sizes of the tensors.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Sizes")]
+pub struct ShapeOptions {
+    /// Tokens of the sequence, over all ranks.
+    #[arg(long, value_name = "N", value_parser = count, required = true)]
+    pub tokens: Option<usize>,
+
+    /// Query heads.
+    #[arg(long, value_name = "H", value_parser = count)]
+    pub heads: usize,
+
+    /// Key and value heads; they divide the query heads [default: as many as query heads].
+    #[arg(long, value_name = "HKV", value_parser = count)]
+    kv_heads: Option<usize>,
+
+    /// Numbers per head and token.
+    #[arg(long, value_name = "D", value_parser = count)]
+    pub dim: usize,
+
+    /// Independent sequences.
+    #[arg(long, value_name = "B", value_parser = count, default_value = "1")]
+    batch: usize,
+
+    /// Type of the tensors: f64, f32, bf16 or f16 [default: f32].
+    #[arg(long, value_name = "TYPE")]
+    pub dtype: Option<DType>,
+}
+
+/// For `mut_arg`: the number that a command takes unless it is given another.
+pub fn usual(value: &'static str) -> impl FnOnce(Arg) -> Arg {
+    move |option| option.required(false).default_value(value)
+}
+
+impl ShapeOptions {
+    /// The shape that was asked for, or what is wrong with it.
+    pub fn shape(&self) -> Result<Shape> {
+        let tokens = self.tokens.ok_or_else(|| {
+            anyhow!("--tokens is missing: say how long the sequence is, as in --tokens 1e9")
+        })?;
+        let kv_heads = self.kv_heads.unwrap_or(self.heads);
+        let shape = Shape::new(self.batch, tokens, self.heads, kv_heads, self.dim);
+        Ok(shape?)
+    }
+
+    /// The type of the tensors.
+    pub fn dtype(&self) -> DType {
+        self.dtype.unwrap_or(DType::F32)
+    }
+}
