@@ -57,8 +57,8 @@ impl DType {
         match self {
             DType::F64 => x,
             DType::F32 => x as f32 as f64,
-            DType::Bf16 => bf16::from_f64(x).to_f64(),
-            DType::F16 => f16::from_f64(x).to_f64(),
+            DType::Bf16 => <bf16 as Element>::from_f64(x).to_f64(),
+            DType::F16 => <f16 as Element>::from_f64(x).to_f64(),
         }
     }
 }
@@ -157,8 +157,22 @@ macro_rules! element {
 }
 element!(f64, F64, |x: f64| x, |x: f64| x);
 element!(f32, F32, |x: f32| x as f64, |x: f64| x as f32);
-element!(bf16, Bf16, |x: bf16| x.to_f64(), bf16::from_f64);
-element!(f16, F16, |x: f16| x.to_f64(), f16::from_f64);
+element!(bf16, Bf16, bf16::to_f64, |x| bf16::from_f32(to_odd(x)));
+element!(f16, F16, f16::to_f64, |x| f16::from_f32(to_odd(x)));
+
+/// An f32 to be rounded once more. Where `x` lies between two of them it is the odd one, which is
+/// never a tie between narrower numbers, so that the second rounding sees which side `x` is on.
+/// (`from_f64` of the narrow types looks at the upper half of `x` alone and takes for a tie what
+/// is beside one.)
+#[inline]
+fn to_odd(x: f64) -> f32 {
+    let nearest = x as f32;
+    if f64::from(nearest) == x || x.is_nan() {
+        return nearest;
+    }
+    let away = f64::from(nearest).abs() > x.abs();
+    f32::from_bits((nearest.to_bits() - u32::from(away)) | 1)
+}
 
 /// Runs `$body` with `$x` bound to the typed contents of a [`Slice`], [`Data`] or reference to one.
 #[macro_export]
@@ -262,5 +276,84 @@ impl Data {
     /// Bytes the vector holds on to: its capacity, not its length.
     pub fn capacity_bytes(&self) -> usize {
         with_typed!(Data, self, x => x.capacity()) * self.as_slice().dtype().bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{DType, Element};
+    use half::{bf16, f16};
+    use proptest::prelude::*;
+
+    /// A tie between two neighbours, and numbers a little to either side of it: by what an f64
+    /// can tell apart and an f32 cannot.
+    fn beside(tie: f64) -> [f64; 2] {
+        [-1.0, 1.0].map(|way| tie * (1.0 + way * f64::EPSILON))
+    }
+
+    #[test]
+    fn beside_a_tie_the_nearer_neighbour_is_taken() {
+        // 1 + 2^-8 is half way between 1 and the next bf16, 1 + 2^-11 between 1 and the next f16.
+        for (dtype, half_way) in [(DType::Bf16, 1.0 / 256.0), (DType::F16, 1.0 / 2048.0)] {
+            let [below, above] = beside(1.0 + half_way);
+            assert_eq!(
+                dtype.round(1.0 + half_way),
+                1.0,
+                "{dtype}: a tie goes to the even one"
+            );
+            assert_eq!(dtype.round(below), 1.0, "{dtype}");
+            assert_eq!(dtype.round(above), 1.0 + 2.0 * half_way, "{dtype}");
+            // The next one is odd, so a tie goes away from it, and what is below the tie does not.
+            let tie = 1.0 + 3.0 * half_way;
+            let [below, above] = beside(tie);
+            assert_eq!(dtype.round(tie), 1.0 + 4.0 * half_way, "{dtype}");
+            assert_eq!(dtype.round(below), 1.0 + 2.0 * half_way, "{dtype}");
+            assert_eq!(dtype.round(above), 1.0 + 4.0 * half_way, "{dtype}");
+        }
+        // The smallest subnormal f16, and what is beside half of it.
+        let least = f64::from(f16::from_bits(1));
+        let [below, above] = beside(least / 2.0);
+        assert_eq!([below, above].map(|x| DType::F16.round(x)), [0.0, least]);
+    }
+
+    #[test]
+    fn what_is_too_large_is_infinite_and_what_is_no_number_stays_none() {
+        for dtype in [DType::Bf16, DType::F16] {
+            assert_eq!(dtype.round(1e300), f64::INFINITY);
+            assert_eq!(dtype.round(-1e300), f64::NEG_INFINITY);
+            assert_eq!(dtype.round(1e-300), 0.0);
+            assert!(dtype.round(-1e-300).is_sign_negative());
+            assert!(dtype.round(f64::NAN).is_nan());
+        }
+    }
+
+    /// The neighbours of `x` in a narrow type and itself rounded: nothing is nearer than it.
+    fn nearest<T: Element>(x: f64, bits: impl Fn(T) -> u16, of: impl Fn(u16) -> T) -> bool {
+        let rounded = T::from_f64(x);
+        let off = |other: T| (other.to_f64() - x).abs();
+        let around = [bits(rounded).wrapping_sub(1), bits(rounded).wrapping_add(1)];
+        around.into_iter().all(|neighbour| {
+            let other = of(neighbour);
+            let tied_to_odd = off(other) == off(rounded) && bits(rounded) % 2 == 1;
+            !other.to_f64().is_finite() || (off(rounded) <= off(other) && !tied_to_odd)
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_is_nearer_than_what_a_number_is_rounded_to(
+            // Inside the finite range, across subnormals, and near ties more often than chance.
+            exponent in -30i32..16,
+            high in 0u64..1 << 12,
+            low in prop_oneof![Just(0u64), Just(1), Just((1 << 40) - 1), 0..1u64 << 40],
+            negative: bool,
+        ) {
+            let fraction = ((high << 40) | low) as f64 / (1u64 << 52) as f64;
+            let x = (1.0 + fraction) * 2f64.powi(exponent);
+            let x = if negative { -x } else { x };
+            prop_assert!(nearest::<bf16>(x, bf16::to_bits, bf16::from_bits), "bf16 of {x:e}");
+            prop_assume!(x.abs() < 65504.0);
+            prop_assert!(nearest::<f16>(x, f16::to_bits, f16::from_bits), "f16 of {x:e}");
+        }
     }
 }
