@@ -23,8 +23,10 @@
 #define EMULATED 1
 #define __device__ static
 #define __forceinline__ inline
+#define DEV_MEMBER inline
 #define __global__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
@@ -63,13 +65,13 @@ struct Addition { float* to; u32 from, bytes; };
 
 constexpr u32 MEMORY = 228 * 1024, BASE = 1024;   // shared addresses begin at BASE: nothing may count on 0
 struct Cta {
-  u8* memory; Dim3 block;
-  NamedBarrier named[16], warp[32], group[8];
+  u8* memory; Dim3 block; Cta* pair[2] = {this, this}; int rank = 0;
+  NamedBarrier named[16], warp[32], group[8], both;
   std::unordered_map<u32, Mbarrier> barriers;
   std::vector<std::function<void()>> landings;          // TMA under way
   std::vector<Product> products[1024]; std::vector<int> groups[1024];
   std::vector<Addition> additions[1024];
-  u64 exchange[1024];
+  u64 exchange[1024]; int registers[8] = {};             // of a thread, by warpgroup; 0 where it never asked
   Cta() { memory = (u8*)aligned_alloc(1024, MEMORY); memset(memory, 0xff, MEMORY); }   // NaN wherever nothing was written
   ~Cta() { free(memory); }
 };
@@ -134,18 +136,22 @@ static inline void run(std::vector<std::unique_ptr<Cta>>& ctas, int threads) {
   }
   running = nullptr; cta = nullptr;
 }
-// Runs a grid, `resident` blocks at a time (all of them where 0: blocks that wait for one another need that).
-static inline void launch(int blocks_x, int blocks_y, int threads, const std::function<void()>& kernel, int resident = 1) {
+// Runs a grid, `resident` blocks at a time (all of them where 0: blocks that wait for one another need that); `pairs`: in clusters of two.
+static inline void launch(int blocks_x, int blocks_y, int threads, const std::function<void()>& kernel, int resident = 1, bool pairs = false) {
   if (const char* seed = getenv("EMU_SEED")) chance += strtoull(seed, nullptr, 10);
   blockDim = {threads, 1, 1}; gridDim = {blocks_x, blocks_y, 1}; body = &kernel;
   int all = blocks_x * blocks_y; if (!resident) resident = all;
   for (int first = 0; first < all; first += resident) {
     std::vector<std::unique_ptr<Cta>> ctas;
     for (int i = first; i < std::min(all, first + resident); i++) { ctas.push_back(std::make_unique<Cta>()); ctas.back()->block = {i % blocks_x, i / blocks_x, 0}; }
+    for (size_t i = 0; pairs && i < ctas.size(); i++) { ctas[i]->rank = i % 2; for (int r = 0; r < 2; r++) ctas[i]->pair[r] = ctas[i / 2 * 2 + r].get(); }
     run(ctas, threads);
     for (auto& c : ctas) {
       if (!c->landings.empty()) fail("a load was never waited for");
       for (auto& g : c->groups) if (!g.empty()) fail("a wgmma was never waited for");
+      int start = 65536 / threads / 8 * 8, asked = 0;
+      for (int g = 0; g < threads / 128; g++) asked += 128 * (c->registers[g] ? c->registers[g] : start);
+      if (asked > start * (threads / 128 * 128)) fail("more registers raised than the block has: the GPU would wait for ever", asked);
     }
   }
 }
@@ -186,6 +192,12 @@ static inline void barrier_expect(u32 b, u32 bytes) { auto& x = emu::barrier(b);
 static inline void barrier_arrive(u32 b) { emu::arrive(emu::barrier(b)); }
 static inline void barrier_wait(u32 b, u32 parity) { auto& x = emu::barrier(b); emu::wait({&x.phase, (long)parity, true, "an mbarrier"}); }
 
+static inline void barrier_arrive_at(u32 b, u32 rank) { emu::Cta* own = emu::cta; emu::cta = own->pair[rank]; barrier_arrive(b); emu::cta = own; }
+static inline u32 pair_rank() { return emu::cta->rank; }
+static inline void pair_sync() {
+  emu::Cta** pair = emu::cta->pair; auto& b = pair[0]->both; long g = b.generation; if (!b.hit(blockDim.x * (pair[0] == pair[1] ? 1 : 2))) emu::wait({&b.generation, g, false, "the other block of its pair"});
+}
+
 // ---- TMA ----
 static inline void tma_prefetch(const TensorMap*) {}
 static inline void tma_load(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
@@ -200,6 +212,9 @@ static inline void tma_load(u32 to, const TensorMap* map, u32 barrier, int c0, i
     }
     auto& b = emu::barrier(barrier); b.bytes -= offset; b.settle();
   });
+}
+static inline void tma_load_both(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
+  emu::Cta* own = emu::cta; for (emu::Cta* c : own->pair) { emu::cta = c; tma_load(to, map, barrier, c0, c1, c2, c3, c4); } emu::cta = own;
 }
 static inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (to % 16 || (u64)from % 16 || bytes % 16) emu::fail("a bulk copy that is not aligned", to);
@@ -265,6 +280,11 @@ static inline void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
   for (int m = 0; m < 4; m++) memcpy(emu::at((u32)emu::cta->exchange[warp + 8 * m + lane / 4] + (lane % 4) * 4, 4), &r[m], 4);
   __syncwarp();
 }
+static inline uint4 load_matrices(u32 from) {
+  int t = threadIdx.x, warp = t & ~31, lane = t & 31; u32 r[4]; emu::cta->exchange[t] = from; __syncwarp();
+  for (int m = 0; m < 4; m++) memcpy(&r[m], emu::at((u32)emu::cta->exchange[warp + 8 * m + lane / 4] + (lane % 4) * 4, 4), 4);
+  __syncwarp(); return {r[0], r[1], r[2], r[3]};
+}
 static inline void global_add(float* p, float a, float b, float c, float d) { p[0] += a; p[1] += b; p[2] += c; p[3] += d; }
 
 // ---- arithmetic ----
@@ -274,8 +294,9 @@ static inline u32 pack(float low, float high) { return emu::narrow(low) | ((u32)
 static inline float unpack(u16 x) { return emu::widen(x); }
 
 // ---- wgmma ----
-template <int COUNT> static inline void registers_raise() {}
-template <int COUNT> static inline void registers_lower() {}
+// Registers that one warpgroup raises must have been lowered by others: what a block holds in all is fixed at its start.
+template <int COUNT> static inline void registers_raise() { emu::cta->registers[threadIdx.x / 128] = COUNT; }
+template <int COUNT> static inline void registers_lower() { emu::cta->registers[threadIdx.x / 128] = COUNT; }
 template <int N> static inline void pin(float (&)[N]) {}
 static inline void wgmma_fence() {}
 namespace emu {
@@ -330,9 +351,9 @@ template <int PENDING> static inline void wgmma_wait() { emu::settle(PENDING); a
 
 // The wrappers that `src/wgmma.rs` generates, for every n.
 #define EMULATE_WGMMA_SS(N, SUFFIX, A, B, NEGATE) static inline void wgmma_ss##SUFFIX##_n##N(float (&d)[N / 2], u64 a, u64 b, int keep) { emu::issue(d, nullptr, a, b, keep, N, A, B, NEGATE); }
-#define EMULATE_WGMMA_RS(N, SUFFIX, B) static inline void wgmma_rs##SUFFIX##_n##N(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int keep) { u32 a[4] = {a0, a1, a2, a3}; emu::issue(d, a, 0, b, keep, N, false, B, false); }
+#define EMULATE_WGMMA_RS(N, SUFFIX, B, NEGATE) static inline void wgmma_rs##SUFFIX##_n##N(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int keep) { u32 a[4] = {a0, a1, a2, a3}; emu::issue(d, a, 0, b, keep, N, false, B, NEGATE); }
 #define EMULATE_WGMMA(N) EMULATE_WGMMA_SS(N, , false, false, false) EMULATE_WGMMA_SS(N, _neg, false, false, true) EMULATE_WGMMA_SS(N, _tb, false, true, false) \
-  EMULATE_WGMMA_SS(N, _ta, true, false, false) EMULATE_WGMMA_SS(N, _ta_tb, true, true, false) EMULATE_WGMMA_RS(N, , false) EMULATE_WGMMA_RS(N, _tb, true)
+  EMULATE_WGMMA_SS(N, _ta, true, false, false) EMULATE_WGMMA_SS(N, _ta_tb, true, true, false) EMULATE_WGMMA_RS(N, , false, false) EMULATE_WGMMA_RS(N, _neg, false, true) EMULATE_WGMMA_RS(N, _tb, true, false)
 EMULATE_WGMMA(8) EMULATE_WGMMA(16) EMULATE_WGMMA(24) EMULATE_WGMMA(32) EMULATE_WGMMA(40) EMULATE_WGMMA(48) EMULATE_WGMMA(56) EMULATE_WGMMA(64)
 EMULATE_WGMMA(72) EMULATE_WGMMA(80) EMULATE_WGMMA(88) EMULATE_WGMMA(96) EMULATE_WGMMA(104) EMULATE_WGMMA(112) EMULATE_WGMMA(120) EMULATE_WGMMA(128)
 EMULATE_WGMMA(136) EMULATE_WGMMA(144) EMULATE_WGMMA(152) EMULATE_WGMMA(160) EMULATE_WGMMA(168) EMULATE_WGMMA(176) EMULATE_WGMMA(184) EMULATE_WGMMA(192)

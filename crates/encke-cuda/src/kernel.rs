@@ -18,7 +18,7 @@ use crate::device::Device;
 use crate::error::{Error, NAME};
 use crate::hops::Hops;
 use crate::jobs::Tables;
-use crate::launch::{Site, cells, mma, moving, plain};
+use crate::launch::{Site, cells, hopper_forward, mma, moving, plain};
 use crate::operands::{Ends, Gradient, Operands};
 
 /// Which family of kernels computes attention.
@@ -89,9 +89,11 @@ impl CudaKernel {
     }
 
     /// Which family computes a job: the first that takes it, or the one that was asked for.
-    fn family(&self, job: &Job, dtype: DType) -> crate::Result<Path> {
+    /// Forward and backward on Hopper take different jobs, so that is told.
+    fn family(&self, job: &Job, dtype: DType, on_hopper: bool) -> crate::Result<Path> {
         let takes = |path: &Path| match path {
-            Path::Auto | Path::Hopper => false,
+            Path::Auto => false,
+            Path::Hopper => on_hopper,
             Path::Mma => mma::takes(&self.site.device, job, dtype),
             Path::Plain => true,
         };
@@ -110,7 +112,10 @@ impl CudaKernel {
     }
 
     fn attention(&self, job: &Job, operands: Operands<'_>, ends: Ends<'_>) -> crate::Result<()> {
-        match self.family(job, operands.dtype())? {
+        let dtype = operands.dtype();
+        let on_hopper = hopper_forward::takes(&self.site.device, job, dtype);
+        match self.family(job, dtype, on_hopper)? {
+            Path::Hopper => hopper_forward::forward(&self.site, job, operands, ends),
             Path::Mma => mma::forward(&self.site, job, operands, ends),
             _ => plain::forward(&self.site, job, operands, ends),
         }
@@ -236,7 +241,7 @@ impl Kernel for CudaKernel {
             gradients,
         };
         let operands = Operands::new(q, k, v)?;
-        Ok(match self.family(job, operands.dtype())? {
+        Ok(match self.family(job, operands.dtype(), false)? {
             Path::Mma => mma::backward(&self.site, job, operands, gradient)?,
             _ => plain::backward(&self.site, job, operands, gradient)?,
         })

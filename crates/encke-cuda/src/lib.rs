@@ -24,6 +24,8 @@ mod order;
 mod pinned;
 mod program;
 mod staged;
+mod tensor_map;
+mod wgmma;
 
 pub use buffer::Buffer;
 pub use cache::Cache;

@@ -42,7 +42,11 @@ impl Wgmma {
 
     /// `wgmma_rs_tb_n128` and the like: what kernels call it.
     pub(crate) fn name(&self) -> String {
-        let mut name = String::from(if self.registers { "wgmma_rs" } else { "wgmma_ss" });
+        let mut name = String::from(if self.registers {
+            "wgmma_rs"
+        } else {
+            "wgmma_ss"
+        });
         let marks = [
             (self.transpose_a, "_ta"),
             (self.transpose_b, "_tb"),
@@ -52,8 +56,8 @@ impl Wgmma {
         name + &format!("_n{}", self.n)
     }
 
-    /// The function's text; `element` is the type of the operands in PTX, `bf16` or `f16`.
-    pub(crate) fn text(&self, element: &str) -> String {
+    /// The function's text. The type of the operands is hopper.cuh's macro ELEMENT.
+    pub(crate) fn text(&self) -> String {
         let sums = self.n / 2;
         let list = |from: usize, count: usize| {
             let each: Vec<String> = (from..from + count).map(|i| format!("%{i}")).collect();
@@ -76,7 +80,7 @@ impl Wgmma {
         format!(
             "DEV void {name}(float (&d)[{sums}], {parameters}, u64 b, int keep) {{\n  \
              asm volatile(\"{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{keep}, 0;\\n\"\n    \
-             \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {{{sums_list}}}, {left}, %{b}, {flags};\\n}}\\n\"\n    \
+             \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.\" ELEMENT \".\" ELEMENT \" {{{sums_list}}}, {left}, %{b}, {flags};\\n}}\\n\"\n    \
              : {outputs} : {inputs}, \"l\"(b), \"r\"(keep));\n}}\n",
             name = self.name(),
             keep = b + 1,
@@ -84,5 +88,33 @@ impl Wgmma {
             sums_list = list(0, sums),
             outputs = outputs.join(", "),
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Wgmma;
+
+    #[test]
+    fn a_wrapper_names_every_register_once() {
+        let both = Wgmma::shared(16);
+        assert_eq!(both.name(), "wgmma_ss_n16");
+        let text = both.text();
+        assert!(
+            text.contains("{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, p, 1, 1, 0, 0;"),
+            "{text}"
+        );
+        assert!(text.contains("setp.ne.b32 p, %10, 0;"), "{text}");
+        let left = Wgmma {
+            transpose_b: true,
+            negate: true,
+            ..Wgmma::registers(8)
+        };
+        assert_eq!(left.name(), "wgmma_rs_tb_neg_n8");
+        let text = left.text();
+        assert!(
+            text.contains("{%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, p, -1, 1, 1;"),
+            "{text}"
+        );
     }
 }

@@ -10,6 +10,7 @@
 // An opaque CUtensorMap.
 #ifndef EMULATED
 struct __align__(128) TensorMap { u64 opaque[16]; };
+#define DEV_MEMBER __device__ __forceinline__
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -50,6 +51,11 @@ DEV void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int row
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
     :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(segment), "r"(batch) : "memory");
 }
+// The same into both blocks of a pair, at the same addresses; each one's barrier is told of the bytes.
+DEV void tma_load_both(u32 to, const TensorMap* map, u32 barrier, int column, int row, int head, int segment, int batch) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
+    :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(segment), "r"(batch), "h"((u16)3) : "memory");
+}
 // Bytes that lie side by side; addresses and sizes are multiples of 16.
 DEV void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
@@ -79,6 +85,15 @@ template <int COUNT> DEV void registers_lower() { asm volatile("setmaxnreg.dec.s
 DEV void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 DEV void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
+// ---- pairs of blocks (clusters of two) ----
+DEV u32 pair_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+// Waits for every thread of both blocks that has not ended.
+DEV void pair_sync() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
+// Arrives at the barrier with this address in one of the two blocks.
+DEV void barrier_arrive_at(u32 barrier, u32 rank) {
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" :: "r"(barrier), "r"(rank) : "memory");
+}
+
 // ---- shared memory by address ----
 DEV void store_shared(u32 to, float x, float y, float z, float w) { asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory"); }
 DEV void store_shared(u32 to, uint4 x) { asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory"); }
@@ -91,6 +106,9 @@ DEV uint4 load_shared_16(u32 from) {
 DEV void or_shared(u32 at, u32 bits) { asm volatile("red.shared.or.b32 [%0], %1;" :: "r"(at), "r"(bits) : "memory"); }
 // Four 8x8 tiles of 16-bit numbers; lane L gives the address of row L % 8 of tile L / 8.
 DEV void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) { asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }
+DEV uint4 load_matrices(u32 from) {
+  uint4 x; asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory"); return x;
+}
 
 // ---- global memory ----
 DEV void global_add(float* to, float a, float b, float c, float d) { asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory"); }
@@ -98,11 +116,13 @@ DEV void global_add(float* to, float a, float b, float c, float d) { asm volatil
 // ---- arithmetic ----
 DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEV float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-// Two numbers in the storage type, the first in the low half.
+// Two numbers in the storage type, the first in the low half; and the type's name in PTX.
 #ifdef T_F16
+#define ELEMENT "f16"
 DEV u32 pack(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 DEV float unpack(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
 #else
+#define ELEMENT "bf16"
 DEV u32 pack(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 DEV float unpack(u16 x) { return __uint_as_float((u32)x << 16); }
 #endif

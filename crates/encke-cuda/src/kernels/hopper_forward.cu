@@ -1,0 +1,517 @@
+// Attention forward on Hopper: exact softmax over blocks of keys, wgmma fed by TMA, a persistent grid.
+//
+// A tile is ROWS query rows of one place (batch entry, segment, head). Warpgroup 0 loads: one thread issues TMA, the
+// other warps look at values that a mask hides. CONSUMERS warpgroups compute 64 rows each. Blocks of keys are walked from the
+// last visible one backwards, so that masks only touch the first blocks of a tile.
+//
+// The decisions that shaped it:
+// - K runs one block ahead of V, and the scores of block j are formed while the values of block j-1 are multiplied, so that a
+//   softmax always has a matmul of its own warpgroup under it; PINGPONG lets warpgroups take turns besides.
+// - Loads of the next tile begin while this one ends: stages and phases of K and V count on over tiles.
+// - A hidden value may be NaN or infinite, and 0 times it is NaN. Where a block is partly hidden, the idle warps set
+//   such values to 0 before they are multiplied, and rows that do see them add them at the end.
+// - A row's bits depend on what the row sees and nothing else: every decision taken at run time is taken row by row.
+//
+// Macros given by the host: T_BF16 or T_F16; HD: the head dimension rounded up to 16; CONSUMERS; KEYS: keys of a block;
+// STAGES of K and of V; Q_STAGES; CAUSAL; PINGPONG; CARRY: continue (acc, m, l) rather than end in (out, lse);
+// NEGATIVE: the scale is below 0; LAZY: the reference of the weights follows the maximum only when it falls 2^8 behind;
+// PAIR: two blocks of a cluster take neighbouring tiles of a place and each loads half of the keys and values for both (not CAUSAL);
+// Q_REGISTERS: queries are held in registers; POLYNOMIAL: of so many exponentials one is a polynomial (0: none); LOADER_REGISTERS and CONSUMER_REGISTERS.
+#define ROWS (CONSUMERS * 64)
+#define THREADS ((CONSUMERS + 1) * 128)
+#define SLABS ((HD + 63) / 64)
+#define Q_BYTES (SLABS * ROWS * 128)
+#define KEY_BYTES (SLABS * KEYS * 128)
+#define FRAGMENTS (HD / 8)
+#if NEGATIVE
+#define SIGN(name) JOIN(name, neg_n)
+#else
+#define SIGN(name) JOIN(name, n)
+#endif
+#define SCORES JOIN(SIGN(wgmma_ss_), KEYS)
+#define SCORES_OF_REGISTERS JOIN(SIGN(wgmma_rs_), KEYS)
+#define VALUES JOIN(wgmma_rs_tb_n, HD)
+
+// How the tiles are numbered (`places` are batch entries x segments x heads), and the mask in numbers of 32 bits: row i sees the keys
+// 0..=(lead + i * query_step) / key_step. The host sees to it that nothing overflows, and takes out common factors: key_step is 1 almost always.
+// Heads: a share is a multiple of its operand's unit, so its coordinate in a tensor map is (share >> shift) * inverse modulo 2^32, the inverse being
+// that of the odd part of the unit: no division.
+struct Tiles { int row_tiles, places, together, lead, query_step, key_step; u32 q_shift, q_inverse, k_shift, k_inverse; };
+
+// How many keys query row i sees.
+DEV int seen(const Job& job, const Tiles& tiles, int i) {
+  if (!CAUSAL) return job.keys;
+  int ahead = tiles.lead + i * tiles.query_step;
+  if (ahead < 0) return 0;
+  if (tiles.key_step != 1) ahead = (u32)ahead / (u32)tiles.key_step;
+  return min(ahead + 1, job.keys);
+}
+
+// Shared memory, in bytes from its beginning; the host asks for FORWARD_BYTES and 1024 more to align it.
+#define AT_K (Q_STAGES * Q_BYTES)
+#define AT_V (AT_K + STAGES * KEY_BYTES)
+#define AT_FLAGS (AT_V + STAGES * KEY_BYTES)
+#define AT_BARRIERS (AT_FLAGS + STAGES * 16)
+#define FORWARD_BYTES (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES) * 8)
+struct Shared {
+  u32 base;
+  DEV_MEMBER u32 q(u32 stage) const { return base + stage * Q_BYTES; }
+  DEV_MEMBER u32 k(u32 stage) const { return base + AT_K + stage * KEY_BYTES; }
+  DEV_MEMBER u32 v(u32 stage) const { return base + AT_V + stage * KEY_BYTES; }
+  DEV_MEMBER u32 flags(u32 stage) const { return base + AT_FLAGS + stage * 16; }
+  DEV_MEMBER u32 barrier(u32 index) const { return base + AT_BARRIERS + index * 8; }
+  DEV_MEMBER u32 q_full(u32 stage) const { return barrier(stage); }
+  DEV_MEMBER u32 q_empty(u32 stage) const { return barrier(Q_STAGES + stage); }
+  DEV_MEMBER u32 k_full(u32 stage) const { return barrier(2 * Q_STAGES + stage); }
+  DEV_MEMBER u32 k_empty(u32 stage) const { return barrier(2 * Q_STAGES + STAGES + stage); }
+  DEV_MEMBER u32 v_full(u32 stage) const { return barrier(2 * Q_STAGES + 2 * STAGES + stage); }
+  DEV_MEMBER u32 v_empty(u32 stage) const { return barrier(2 * Q_STAGES + 3 * STAGES + stage); }
+  DEV_MEMBER u32 masked(u32 stage) const { return barrier(2 * Q_STAGES + 4 * STAGES + stage); }
+  DEV_MEMBER u32 checked(u32 stage) const { return barrier(2 * Q_STAGES + 5 * STAGES + stage); }
+};
+
+// A stage of a ring of buffers and the parity of its phase.
+template <int COUNT> struct Turn {
+  u32 stage = 0, parity = 0;
+  DEV_MEMBER void advance() { if (++stage == COUNT) { stage = 0; parity ^= 1; } }
+};
+
+struct Tile { int row, head, segment, batch, keys, blocks, masked; };
+
+// The tile of a round; false where there is none left. Odd rounds run backwards over the grid, so that a block which was given the longer
+// tiles of one round is given the shorter ones of the next. Causal tiles are ordered longest first within as many places as
+// fit into the L2 cache with their keys.
+DEV bool tile_of(const Job& job, const Tiles& tiles, int round, Tile& tile) {
+  int across = round & 1 ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x;
+  u32 index = round * gridDim.x + across; int place, of;
+  if (PAIR) {   // pairs of blocks take pairs of tiles; the last tile of a place may not exist and is computed in vain
+    u32 pairs = (tiles.row_tiles + 1) / 2, each = round * (gridDim.x / 2) + blockIdx.x / 2;
+    if (each >= tiles.places * pairs) return false;
+    place = each / pairs; of = (each - place * pairs) * 2 + blockIdx.x % 2; index = 0;
+  } else if (index >= (u32)(tiles.places * tiles.row_tiles)) return false;
+  if (CAUSAL) {
+    u32 each = tiles.together * tiles.row_tiles, group = index / each, rest = index - group * each;
+    u32 count = min(tiles.together, tiles.places - (int)group * tiles.together), longest = rest / count;
+    of = tiles.row_tiles - 1 - (int)longest; place = group * tiles.together + (rest - longest * count);
+  } else if (!PAIR) {
+    place = index / (u32)tiles.row_tiles; of = index - place * tiles.row_tiles;
+  }
+  u32 rest = (u32)place / (u32)job.heads;
+  tile.head = place - rest * job.heads; tile.batch = rest / (u32)job.segments; tile.segment = rest - tile.batch * job.segments;
+  tile.row = of * ROWS;
+  tile.keys = seen(job, tiles, min(tile.row + ROWS, job.queries) - 1);
+  tile.blocks = (tile.keys + KEYS - 1) / KEYS;
+  // Blocks from the end of the walk that some row of the tile sees only in part. Without causality that is the tail of the keys.
+  int whole = seen(job, tiles, tile.row) / KEYS;
+  tile.masked = tile.blocks - min(whole, tile.blocks);
+  return true;
+}
+
+// ---- the thread that loads ----
+DEV void load_slabs(u32 to, const TensorMap* map, u32 barrier, int rows, int row, int head, const Tile& tile) {
+  barrier_expect(barrier, SLABS * rows * 128);
+  #pragma unroll
+  for (int slab = 0; slab < SLABS; slab++) tma_load(to + slab * rows * 128, map, barrier, slab * 64, row, head, tile.segment, tile.batch);
+}
+// A block of keys or values. Of a pair, each block loads its half of the rows for both.
+DEV void load_keys(u32 to, const TensorMap* map, u32 barrier, int row, int head, const Tile& tile) {
+#if PAIR
+  barrier_expect(barrier, KEY_BYTES);
+  const int half = pair_rank() * (KEYS / 2);
+  #pragma unroll
+  for (int slab = 0; slab < SLABS; slab++) tma_load_both(to + slab * KEYS * 128 + half * 128, map, barrier, slab * 64, row + half, head, tile.segment, tile.batch);
+#else
+  load_slabs(to, map, barrier, KEYS, row, head, tile);
+#endif
+}
+DEV void load(const Job& job, const Tiles& tiles, const Shared& shared, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map) {
+  Turn<Q_STAGES> q; Turn<STAGES> k, v; Tile tile;
+  for (int round = 0; tile_of(job, tiles, round, tile); round++) {
+    if (tile.blocks == 0) continue;
+    int q_head = (u32)(job.q.heads[tile.head] >> tiles.q_shift) * tiles.q_inverse, k_head = (u32)(job.k.heads[tile.head] >> tiles.k_shift) * tiles.k_inverse;
+    barrier_wait(shared.q_empty(q.stage), q.parity ^ 1);
+    load_slabs(shared.q(q.stage), q_map, shared.q_full(q.stage), ROWS, tile.row, q_head, tile);
+    q.advance();
+    for (int block = tile.blocks; block >= 0; block--) {   // K one block ahead of V
+      if (block > 0) {
+        barrier_wait(shared.k_empty(k.stage), k.parity ^ 1);
+        load_keys(shared.k(k.stage), k_map, shared.k_full(k.stage), (block - 1) * KEYS, k_head, tile);
+        k.advance();
+      }
+      if (block < tile.blocks) {
+        barrier_wait(shared.v_empty(v.stage), v.parity ^ 1);
+        load_keys(shared.v(v.stage), v_map, shared.v_full(v.stage), block * KEYS, k_head, tile);
+        if (CAUSAL && block >= tile.blocks - tile.masked) barrier_arrive(shared.masked(v.stage));
+        v.advance();
+      }
+    }
+  }
+}
+
+// ---- the warps that look at hidden values ----
+#ifdef T_F16
+#define EXPONENT 0x7c00u
+#else
+#define EXPONENT 0x7f80u
+#endif
+// The word with what is NaN or infinite in it set to 0.
+DEV u32 finite(u32 x) {
+  if ((x & EXPONENT) == EXPONENT) x &= 0xffff0000u;
+  if ((x & (EXPONENT << 16)) == (EXPONENT << 16)) x &= 0x0000ffffu;
+  return x;
+}
+// A parity tells a phase only from its neighbours. So these warps, which skip most blocks, do not wait for values before the loading thread has said that the
+// phase they mean is under way; it cannot end before consumers, who wait for `checked`, let it.
+DEV void check(const Job& job, const Tiles& tiles, const Shared& shared, int thread) {
+  Turn<STAGES> v; Tile tile; u32 masked_parity = 0;
+  for (int round = 0; tile_of(job, tiles, round, tile); round++)
+    for (int step = 0; step < tile.blocks; step++, v.advance()) {
+      if (step >= tile.masked) continue;
+      barrier_wait(shared.masked(v.stage), masked_parity >> v.stage & 1); masked_parity ^= 1u << v.stage;
+      barrier_wait(shared.v_full(v.stage), v.parity);
+      u32 at = shared.v(v.stage), found = 0;
+      #pragma unroll 1
+      for (int i = thread; i < KEY_BYTES / 16; i += 96) {
+        uint4 x = load_shared_16(at + i * 16), y = make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
+        u32 differs = (x.x ^ y.x) | (x.y ^ y.y) | (x.z ^ y.z) | (x.w ^ y.w);
+        if (differs) store_shared(at + i * 16, y);
+        found |= differs;
+      }
+      fence_async();
+      u32 any = __any_sync(~0u, found != 0);
+      if (thread % 32 == 0) { store_shared(shared.flags(v.stage) + thread / 32 * 4, any); barrier_arrive(shared.checked(v.stage)); }
+    }
+}
+
+// ---- the warpgroups that compute ----
+// A warp has read its part of a block of keys or values.
+DEV void release(u32 barrier, int lane) {
+#if PAIR
+  if (lane < 2) barrier_arrive_at(barrier, lane);
+#else
+  if (lane == 0) barrier_arrive(barrier);
+#endif
+}
+// The queries of a warpgroup as products read them: where they lie in shared memory, or (Q_REGISTERS) the queries themselves, which spares shared memory
+// a fifth of its reads.
+struct Queries {
+#if Q_REGISTERS
+  uint4 part[HD / 16];
+  DEV_MEMBER void read(u32 q, int first, int lane) {
+    #pragma unroll
+    for (int i = 0; i < HD / 16; i++)
+      part[i] = load_matrices(swizzled(q + (i / 4) * (ROWS * 128), first + (lane / 8 % 2) * 8 + lane % 8, (2 * i + lane / 16) % 8));
+  }
+#else
+  u32 address;
+  DEV_MEMBER void read(u32 q, int first, int) { address = q + first / 64 * 64 * 128; }
+#endif
+};
+// Scores of 64 query rows and KEYS keys.
+DEV void issue_scores(float (&s)[KEYS / 2], const Queries& q, u32 k) {
+  #pragma unroll
+  for (int i = 0; i < HD / 16; i++)
+#if Q_REGISTERS
+    SCORES_OF_REGISTERS(s, q.part[i].x, q.part[i].y, q.part[i].z, q.part[i].w, matrix(k + (i / 4) * (KEYS * 128) + (i % 4) * 32, 16, 1024), i != 0);
+#else
+    SCORES(s, matrix(q.address + (i / 4) * (ROWS * 128) + (i % 4) * 32, 16, 1024), matrix(k + (i / 4) * (KEYS * 128) + (i % 4) * 32, 16, 1024), i != 0);
+#endif
+}
+// acc += weights x values: the weights in registers, the values across their rows.
+DEV void issue_values(float (&acc)[HD / 2], const u32 (&p)[KEYS / 4], u32 v) {
+  #pragma unroll
+  for (int i = 0; i < KEYS / 16; i++)
+    VALUES(acc, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], matrix(v + i * 2048, KEYS * 128, 1024), 1);
+}
+// Hides the scores from column `limit` on, counted from the thread's first column.
+DEV void mask(float (&s)[KEYS / 2], int first, int second) {
+  #pragma unroll
+  for (int j = 0; j < KEYS / 8; j++)
+    #pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (8 * j + (e & 1) >= (e < 2 ? first : second)) s[4 * j + e] = neg_inf();
+}
+#if POLYNOMIAL
+// 2^x for x <= 8 without the special-function unit: 2^n times a polynomial of the rest in [-1/2, 1/2], whose relative error is 2.6e-6.
+DEV float exp2_polynomial(float x) {
+  x = fmaxf(x, -126.f);
+  float shifted = x + 12582912.f, rest = x - (shifted - 12582912.f);
+  float y = fmaf(fmaf(fmaf(fmaf(0.00957010179f, rest, 0.0559178603f), rest, 0.240247448f), rest, 0.693121815f), rest, 0.999999261f);
+  return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
+}
+#endif
+// The rows' softmax so far. Scores are kept unscaled; weights are relative to `m`, which every lane of a quad knows; `l` is the lane's own part.
+struct Softmax {
+  float m[2], l[2], shrink[2];
+  bool rescale;
+  // Turns scores into weights; what was summed before must be multiplied with `shrink` where `rescale` says so.
+  template <bool FIRST> DEV_MEMBER void absorb(float (&s)[KEYS / 2], float c) {
+    float top[2];
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      top[h] = fmaxf(s[2 * h], s[2 * h + 1]);
+      #pragma unroll
+      for (int j = 1; j < KEYS / 8; j++) top[h] = fmaxf(top[h], fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+    }
+    if (LAZY && !FIRST) {
+      // Row by row: a row's own four lanes decide, so that no row's bits depend on another's scores.
+      u32 first = __ballot_sync(~0u, (top[0] - m[0]) * c > 8.f || m[0] == neg_inf()), second = __ballot_sync(~0u, (top[1] - m[1]) * c > 8.f || m[1] == neg_inf());
+      rescale = (first | second) != 0;
+      if (rescale) {
+        u32 quad = 15u << (threadIdx.x & 28);
+        raise<FIRST>(0, top[0], c, first & quad); raise<FIRST>(1, top[1], c, second & quad);
+      }
+    } else {
+      rescale = !FIRST;
+      raise<FIRST>(0, top[0], c, true); raise<FIRST>(1, top[1], c, true);
+    }
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float reference = (m[h] == neg_inf() ? 0.f : m[h]) * c, sum = 0.f;
+      #pragma unroll
+      for (int j = 0; j < KEYS / 8; j++)
+        #pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float& x = s[4 * j + 2 * h + e];
+          x = fmaf(x, c, -reference);
+#if POLYNOMIAL
+          x = (2 * j + e) % POLYNOMIAL == POLYNOMIAL - 1 ? exp2_polynomial(x) : exp2_fast(x);
+#else
+          x = exp2_fast(x);
+#endif
+          sum += x;
+        }
+      l[h] = FIRST ? sum : l[h] + sum;
+    }
+  }
+  template <bool FIRST> DEV_MEMBER void raise(int h, float top, float c, bool needed) {
+    float highest = quad_max(FIRST ? top : fmaxf(m[h], top));
+    if (FIRST) { m[h] = highest; return; }
+    shrink[h] = 1.f;
+    if (needed) {
+      // Nothing is ever subtracted from an infinity of its own kind: a row that saw nothing shrinks to 0.
+      shrink[h] = exp2_fast((m[h] - (highest == neg_inf() ? 0.f : highest)) * c);
+      m[h] = highest; l[h] *= shrink[h];
+    }
+  }
+};
+DEV void scale_rows(float (&acc)[HD / 2], float first, float second) {
+  #pragma unroll
+  for (int i = 0; i < FRAGMENTS; i++) { acc[4 * i] *= first; acc[4 * i + 1] *= first; acc[4 * i + 2] *= second; acc[4 * i + 3] *= second; }
+}
+DEV void to_weights(const float (&s)[KEYS / 2], u32 (&p)[KEYS / 4]) {
+  #pragma unroll
+  for (int i = 0; i < KEYS / 4; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
+}
+
+// What a thread knows of its two rows of a tile.
+struct Rows {
+  int row[2], limit[2];   // limit: keys the row sees
+  i64 cell[2];
+  bool exists[2];
+};
+DEV void rows_of(const Job& job, const Tiles& tiles, const Tile& tile, int first, Rows& rows) {
+  i64 base = at(job.cells, tile.batch, tile.segment, 0, tile.head);
+  #pragma unroll
+  for (int h = 0; h < 2; h++) {
+    rows.row[h] = first + 8 * h; rows.exists[h] = rows.row[h] < job.queries;
+    rows.cell[h] = base + rows.row[h] * job.cells.row;
+    rows.limit[h] = seen(job, tiles, rows.row[h]);
+  }
+}
+// Values that are NaN or infinite were multiplied as 0 in blocks that some row sees only in part: the rows that see them add them here.
+DEV void add_unbounded(const Job& job, const Tile& tile, const Rows& rows, const u16* v, int column, float (&acc)[HD / 2]) {
+  int from = (tile.blocks - tile.masked) * KEYS;
+  #pragma unroll 1
+  for (int key = from; key < tile.keys; key++) {
+    const u16* value = v + at(job.k, tile.batch, tile.segment, key, tile.head) + column;
+    #pragma unroll
+    for (int i = 0; i < FRAGMENTS; i++)
+      if (8 * i < job.dim)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+          u32 x = value[8 * i + (e & 1)];
+          if ((x & EXPONENT) == EXPONENT && key < rows.limit[e >> 1]) acc[4 * i + e] += unpack((u16)x);
+        }
+  }
+}
+#if CARRY
+DEV void load_carry(const Job& job, const Rows& rows, const float* acc_in, const float* m_in, const float* l_in, float scale, int column, float (&acc)[HD / 2], Softmax& softmax) {
+  #pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float l = rows.exists[h] ? l_in[rows.cell[h]] : 0.f;
+    bool some = l != 0.f;   // also where l is NaN
+    softmax.m[h] = some ? m_in[rows.cell[h]] / scale : neg_inf();
+    softmax.l[h] = column == 0 ? l : 0.f;
+    const float2* from = (const float2*)(acc_in + rows.cell[h] * job.dim + column);
+    #pragma unroll
+    for (int i = 0; i < FRAGMENTS; i++) {
+      float2 x = some && 8 * i < job.dim ? from[4 * i] : make_float2(0.f, 0.f);
+      acc[4 * i + 2 * h] = x.x; acc[4 * i + 2 * h + 1] = x.y;
+    }
+  }
+}
+DEV void store_carry(const Job& job, const Rows& rows, float* acc_out, float* m_out, float* l_out, float scale, int column, const float (&acc)[HD / 2], const Softmax& softmax) {
+  #pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float l = quad_sum(softmax.l[h]);
+    if (!rows.exists[h]) continue;
+    if (column == 0) { m_out[rows.cell[h]] = softmax.m[h] * scale; l_out[rows.cell[h]] = l; }
+    float2* to = (float2*)(acc_out + rows.cell[h] * job.dim + column);
+    #pragma unroll
+    for (int i = 0; i < FRAGMENTS; i++)
+      if (8 * i < job.dim) to[4 * i] = make_float2(acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]);
+  }
+}
+#else
+// Ends the softmax. The rows of a warp pass through shared memory (where their queries were), so that global memory is written 16 bytes a lane and whole sectors at a time.
+DEV void store_out(const Job& job, const Tile& tile, const Rows& rows, u16* out, float* lse, float scale, u32 q, int first, int lane, const float (&acc)[HD / 2], const Softmax& softmax) {
+  float factor[2];
+  #pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float l = quad_sum(softmax.l[h]);
+    factor[h] = l == 0.f ? 0.f : (float)job.gain / l;
+    if (lane % 4 == 0 && rows.exists[h]) lse[rows.cell[h]] = l == 0.f ? neg_inf() : softmax.m[h] * scale + log2_fast(l) * 0.6931471805599453f;
+  }
+  const u32 own = first + (lane / 8 % 2) * 8 + lane % 8;   // the row whose address this lane gives
+  #pragma unroll
+  for (int i = 0; i < HD / 16; i++)
+    store_matrices(swizzled(q + (i / 4) * (ROWS * 128), own, (2 * i + lane / 16) % 8),
+                   pack(acc[8 * i] * factor[0], acc[8 * i + 1] * factor[0]), pack(acc[8 * i + 2] * factor[1], acc[8 * i + 3] * factor[1]),
+                   pack(acc[8 * i + 4] * factor[0], acc[8 * i + 5] * factor[0]), pack(acc[8 * i + 6] * factor[1], acc[8 * i + 7] * factor[1]));
+  __syncwarp();
+  i64 base = at(job.cells, tile.batch, tile.segment, 0, tile.head);
+  #pragma unroll
+  for (int i = lane; i < 16 * FRAGMENTS; i += 32) {
+    int row = first + i / FRAGMENTS, piece = i % FRAGMENTS;
+    uint4 x = load_shared_16(swizzled(q + piece / 8 * (ROWS * 128), row, piece % 8));
+    if (tile.row + row < job.queries && piece * 8 < job.dim) *(uint4*)(out + (base + (tile.row + row) * job.cells.row) * job.dim + piece * 8) = x;
+  }
+}
+// Rows that see no key at all.
+DEV void store_nothing(const Job& job, const Tile& tile, u16* out, float* lse, int thread) {
+  for (int row = thread; row < ROWS && tile.row + row < job.queries; row += CONSUMERS * 128) {
+    i64 cell = at(job.cells, tile.batch, tile.segment, tile.row + row, tile.head);
+    lse[cell] = neg_inf();
+    for (int i = 0; i < job.dim; i += 8) *(uint4*)(out + cell * job.dim + i) = make_uint4(0, 0, 0, 0);
+  }
+}
+#endif
+
+// `v_values` is read only where values are NaN or infinite. CARRY: acc, m, l; otherwise out, lse.
+#if PAIR
+#define CLUSTER __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTER
+#endif
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1)
+hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+               const __grid_constant__ Job job, const __grid_constant__ Tiles tiles, const u16* v_values, void* sums, float* m_or_lse, float* l_cells) {
+  SHARED_MEMORY(memory);
+  const Shared shared{(shared_address(memory) + 1023) & ~1023u};
+  const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Q_STAGES; i++) { barrier_init(shared.q_full(i), 1); barrier_init(shared.q_empty(i), CONSUMERS * 4); }
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(shared.k_full(i), 1); barrier_init(shared.k_empty(i), CONSUMERS * 4 * (PAIR + 1));
+      barrier_init(shared.v_full(i), 1); barrier_init(shared.v_empty(i), CONSUMERS * 4 * (PAIR + 1));
+      barrier_init(shared.masked(i), 1); barrier_init(shared.checked(i), 3);
+    }
+    barrier_init_fence();
+  }
+  if (PAIR) pair_sync(); else __syncthreads();
+
+  if (group == 0) {
+    registers_lower<LOADER_REGISTERS>();
+    if (threadIdx.x == 0) {
+      tma_prefetch(&q_map); tma_prefetch(&k_map); tma_prefetch(&v_map);
+      load(job, tiles, shared, &q_map, &k_map, &v_map);
+    } else if (CAUSAL && warp > 0) {
+      check(job, tiles, shared, threadIdx.x - 32);
+    }
+  } else {
+    registers_raise<CONSUMER_REGISTERS>();
+    const int own = group - 1, column = (lane % 4) * 2;
+    float scale = fabsf((float)job.scale);
+    if (scale < 1e-37f) scale = 1e-37f;   // a hidden score is -inf, and 0 x -inf would be NaN
+    const float c = scale * 1.4426950408889634f;
+    float acc[HD / 2]; u32 p[KEYS / 4]; Softmax softmax; Rows rows; Tile tile;
+    Turn<Q_STAGES> q; Turn<STAGES> k, v; u32 checked_parity = 0;
+    if (PINGPONG && own == 0) named_arrive(1, 256);
+    for (int round = 0; tile_of(job, tiles, round, tile); round++) {
+      if (tile.blocks == 0) {
+#if !CARRY
+        store_nothing(job, tile, (u16*)sums, m_or_lse, threadIdx.x - 128);
+#endif
+        continue;
+      }
+      rows_of(job, tiles, tile, tile.row + own * 64 + warp * 16 + lane / 4, rows);
+#if CARRY
+      load_carry(job, rows, (const float*)sums, m_or_lse, l_cells, scale, column, acc, softmax);
+#else
+      #pragma unroll
+      for (int i = 0; i < HD / 2; i++) acc[i] = 0.f;
+#endif
+      const int unmasked = seen(job, tiles, tile.row + own * 64) / KEYS;   // blocks below this one no row of the warpgroup sees in part
+      u32 unbounded = 0;
+      int block = tile.blocks - 1;
+      barrier_wait(shared.q_full(q.stage), q.parity);
+      Queries queries; queries.read(shared.q(q.stage), own * 64 + warp * 16, lane);
+      {
+        float s[KEYS / 2];
+        barrier_wait(shared.k_full(k.stage), k.parity);
+        wgmma_fence(); issue_scores(s, queries, shared.k(k.stage)); wgmma_commit(); wgmma_wait<0>();
+        release(shared.k_empty(k.stage), lane);
+        k.advance();
+        if (block >= unmasked) mask(s, rows.limit[0] - block * KEYS - column, rows.limit[1] - block * KEYS - column);
+        softmax.absorb<!CARRY>(s, c);
+        to_weights(s, p);
+        if (softmax.rescale) scale_rows(acc, softmax.shrink[0], softmax.shrink[1]);
+      }
+      #pragma unroll 1
+      for (block--; block >= 0; block--) {
+        float s[KEYS / 2];
+        barrier_wait(shared.k_full(k.stage), k.parity);
+        if (PINGPONG) named_sync(1 + own, 256);
+        wgmma_fence(); issue_scores(s, queries, shared.k(k.stage)); wgmma_commit();
+        if (CAUSAL && block + 1 >= tile.blocks - tile.masked) {
+          barrier_wait(shared.checked(v.stage), checked_parity >> v.stage & 1); checked_parity ^= 1u << v.stage;
+          uint4 found = load_shared_16(shared.flags(v.stage)); unbounded |= found.x | found.y | found.z;
+        }
+        barrier_wait(shared.v_full(v.stage), v.parity);
+        wgmma_fence(); issue_values(acc, p, shared.v(v.stage)); wgmma_commit();
+        if (PINGPONG) named_arrive(1 + (own + 1) % CONSUMERS, 256);
+        wgmma_wait<1>();
+        release(shared.k_empty(k.stage), lane);
+        k.advance();
+        if (CAUSAL && block >= unmasked) mask(s, rows.limit[0] - block * KEYS - column, rows.limit[1] - block * KEYS - column);
+        softmax.absorb<false>(s, c);
+        wgmma_wait<0>();
+        release(shared.v_empty(v.stage), lane);
+        v.advance();
+        to_weights(s, p);
+        if (softmax.rescale) scale_rows(acc, softmax.shrink[0], softmax.shrink[1]);
+      }
+      if (CAUSAL && tile.masked == tile.blocks) {
+        barrier_wait(shared.checked(v.stage), checked_parity >> v.stage & 1); checked_parity ^= 1u << v.stage;
+        uint4 found = load_shared_16(shared.flags(v.stage)); unbounded |= found.x | found.y | found.z;
+      }
+      barrier_wait(shared.v_full(v.stage), v.parity);
+      wgmma_fence(); issue_values(acc, p, shared.v(v.stage)); wgmma_commit(); wgmma_wait<0>();
+      release(shared.v_empty(v.stage), lane);
+      v.advance();
+      if (CAUSAL && unbounded) add_unbounded(job, tile, rows, v_values, column, acc);
+#if CARRY
+      if (lane == 0) barrier_arrive(shared.q_empty(q.stage));
+      store_carry(job, rows, (float*)sums, m_or_lse, l_cells, scale, column, acc, softmax);
+#else
+      named_sync(1 + CONSUMERS + own, 128);   // every warp of the group has read its queries
+      store_out(job, tile, rows, (u16*)sums, m_or_lse, scale, shared.q(q.stage), own * 64 + warp * 16, lane, acc, softmax);
+      fence_async(); __syncwarp();
+      if (lane == 0) barrier_arrive(shared.q_empty(q.stage));
+#endif
+      q.advance();
+    }
+  }
+  if (PAIR) pair_sync();   // the other block may still load into this one and arrive at its barriers
+}

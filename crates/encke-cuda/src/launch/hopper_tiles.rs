@@ -1,0 +1,474 @@
+//! How a forward pass on Hopper is cut into tiles: the variants of the kernel, which of them a job
+//! gets, and the numbers each block of the grid finds its tiles by.
+//!
+//! Nothing is launched here, so that all of it is tested without a GPU. The decision: a variant is
+//! chosen by an estimate of when the last multiprocessor ends, since a tile that is fastest for
+//! a long sequence leaves most of the GPU idle in the last round of a short one.
+
+use cudarc::driver::DeviceRepr;
+use encke_core::DType;
+use encke_core::job::{Causal, Job};
+
+use crate::program::Program;
+use crate::tensor_map;
+use crate::wgmma::Wgmma;
+
+/// Rows of a warpgroup.
+const GROUP_ROWS: usize = 64;
+/// Bytes of keys and values that blocks may share at a time: half of the L2 cache, since others
+/// want some of it too.
+const CACHE_BYTES: usize = 32 << 20;
+/// The largest head dimension.
+pub(crate) const DIM: usize = 256;
+
+/// How a variant of the kernel cuts its work, for head dimensions up to `dim`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Tiling {
+    /// The largest head dimension it is for.
+    pub dim: usize,
+    /// Warpgroups that compute.
+    pub consumers: usize,
+    /// Keys of a block.
+    pub keys: usize,
+    /// Blocks of keys, and of values, in shared memory.
+    pub stages: usize,
+    /// Tiles of queries in shared memory.
+    pub q_stages: usize,
+    /// Whether warpgroups take turns.
+    pub pingpong: bool,
+    /// Registers of a thread that loads and of one that computes. All of them must fit into what
+    /// the block has at its start, or the raise waits for ever.
+    pub registers: (usize, usize),
+    /// For causal jobs as well as for those that see everything.
+    pub causal: bool,
+    /// Its speed where tiles are plenty, as a share of the best for its head dimensions.
+    pub rate: f64,
+    /// What beginning and ending a tile costs, in keys.
+    pub overhead: usize,
+}
+
+/// Every variant, by head dimension.
+pub(crate) const TILINGS: &[Tiling] = &[
+    Tiling {
+        dim: 64,
+        consumers: 3,
+        keys: 128,
+        stages: 2,
+        q_stages: 2,
+        pingpong: true,
+        registers: (32, 160),
+        causal: true,
+        rate: 1.0,
+        overhead: 128,
+    },
+    Tiling {
+        dim: 64,
+        consumers: 2,
+        keys: 128,
+        stages: 2,
+        q_stages: 2,
+        pingpong: true,
+        registers: (40, 232),
+        causal: true,
+        rate: 0.87,
+        overhead: 128,
+    },
+    Tiling {
+        dim: 128,
+        consumers: 2,
+        keys: 128,
+        stages: 2,
+        q_stages: 2,
+        pingpong: true,
+        registers: (40, 232),
+        causal: true,
+        rate: 0.99,
+        overhead: 128,
+    },
+    Tiling {
+        dim: 128,
+        consumers: 2,
+        keys: 176,
+        stages: 2,
+        q_stages: 1,
+        pingpong: true,
+        registers: (40, 232),
+        causal: false,
+        rate: 1.0,
+        overhead: 256,
+    },
+    Tiling {
+        dim: 192,
+        consumers: 2,
+        keys: 112,
+        stages: 2,
+        q_stages: 1,
+        pingpong: true,
+        registers: (40, 232),
+        causal: true,
+        rate: 1.0,
+        overhead: 256,
+    },
+    Tiling {
+        dim: 256,
+        consumers: 2,
+        keys: 80,
+        stages: 2,
+        q_stages: 1,
+        pingpong: true,
+        registers: (40, 232),
+        causal: true,
+        rate: 1.0,
+        overhead: 256,
+    },
+];
+
+/// What a program does beside how it is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Mode {
+    pub dtype: DType,
+    /// Whether rows see different keys.
+    pub causal: bool,
+    /// Whether it continues a carry rather than ending in out and lse.
+    pub carry: bool,
+    /// Whether the scale is below zero.
+    pub negative: bool,
+}
+
+const TEXTS: &[fn() -> String] = &[
+    || include_str!("../kernels/hopper.cuh").into(),
+    wrappers,
+    || include_str!("../kernels/hopper_forward.cu").into(),
+];
+
+/// Wrappers for all tilings and head dimensions; the compiler drops those a variant does not call.
+fn wrappers() -> String {
+    let mut keys: Vec<usize> = TILINGS.iter().map(|tiling| tiling.keys).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    let scores = keys.iter().flat_map(|&n| {
+        let plain = Wgmma::shared(n);
+        let negate = Wgmma {
+            negate: true,
+            ..plain
+        };
+        [plain, negate]
+    });
+    let values = (1..=DIM / 16).map(|steps| Wgmma {
+        transpose_b: true,
+        ..Wgmma::registers(16 * steps)
+    });
+    scores.chain(values).map(|shape| shape.text()).collect()
+}
+
+impl Tiling {
+    /// Query rows of a tile.
+    pub fn rows(&self) -> usize {
+        self.consumers * GROUP_ROWS
+    }
+
+    /// Threads of a block.
+    pub fn threads(&self) -> u32 {
+        (self.consumers as u32 + 1) * 128
+    }
+
+    /// Shared memory of a block for a head dimension, as hopper_forward.cu cuts it.
+    pub fn shared_bytes(&self, dim: usize) -> usize {
+        let slab = dim.div_ceil(64) * 128;
+        let tiles = self.q_stages * self.rows() + 2 * self.stages * self.keys;
+        let barriers = 8 * (2 * self.q_stages + 6 * self.stages);
+        tiles * slab + 16 * self.stages + barriers + 1024 // to align the first tile
+    }
+
+    /// The program for a head dimension.
+    pub fn program(&self, dim: usize, mode: Mode) -> Program {
+        let mut program = Program::new("hopper_forward", TEXTS).stored(mode.dtype);
+        program.specific = true;
+        let macros = [
+            ("HD", dim.next_multiple_of(16)),
+            ("CONSUMERS", self.consumers),
+            ("KEYS", self.keys),
+            ("STAGES", self.stages),
+            ("Q_STAGES", self.q_stages),
+            ("CAUSAL", mode.causal.into()),
+            ("PINGPONG", self.pingpong.into()),
+            ("CARRY", mode.carry.into()),
+            ("NEGATIVE", mode.negative.into()),
+            ("LAZY", 1),
+            ("POLYNOMIAL", 0),
+            ("LOADER_REGISTERS", self.registers.0),
+            ("CONSUMER_REGISTERS", self.registers.1),
+        ];
+        macros.iter().fold(program, |program, (name, value)| {
+            program.define(name, value)
+        })
+    }
+
+    /// When the last multiprocessor is done with a job, in keys times rows at full speed.
+    fn makespan(&self, job: &Job, causal: bool, processors: usize) -> f64 {
+        let tiles = job.queries.div_ceil(self.rows());
+        let places = job.batch * job.segments * job.heads;
+        let cost = |row: usize| {
+            let seen = if causal { job.visible(row) } else { job.keys };
+            (seen.next_multiple_of(self.keys) + self.overhead) as f64
+        };
+        let last = |tile: usize| ((tile + 1) * self.rows()).min(job.queries) - 1;
+        let longest = cost(job.queries - 1);
+        let rounds = if causal {
+            // Longest first: what is left to chance is about one average tile.
+            let samples = tiles.min(64);
+            let sum: f64 = (0..samples).map(|i| cost(last(i * tiles / samples))).sum();
+            let average = sum / samples as f64;
+            let even = (tiles * places) as f64 / processors as f64 * average;
+            (even + 0.3 * average).max(longest)
+        } else {
+            (tiles * places).div_ceil(processors) as f64 * longest
+        };
+        rounds * self.rows() as f64 / self.rate
+    }
+}
+
+/// The tiling that ends a job first.
+pub(crate) fn choose(job: &Job, causal: bool, processors: usize) -> Option<&'static Tiling> {
+    let able = |tiling: &&Tiling| job.dim <= tiling.dim && (tiling.causal || !causal);
+    let smallest = TILINGS.iter().filter(able).map(|x| x.dim).min()?;
+    let candidates = TILINGS.iter().filter(able).filter(|x| x.dim == smallest);
+    candidates.min_by(|x, y| {
+        let end = |tiling: &Tiling| tiling.makespan(job, causal, processors);
+        end(x).total_cmp(&end(y))
+    })
+}
+
+/// Row i sees the keys `0..=(lead + i·query_step) / key_step`: a mask in few bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Mask {
+    lead: i32,
+    query_step: i32,
+    key_step: i32,
+}
+
+/// What a job's mask comes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Seen {
+    /// Every row sees every key.
+    All,
+    /// Rows see different keys.
+    Some(Mask),
+    /// The mask needs larger numbers than the kernel has.
+    TooFar,
+}
+
+/// The mask of a job. One that hides nothing is none.
+pub(crate) fn seen(job: &Job) -> Seen {
+    let Some(mask) = job.causal.filter(|_| job.visible(0) < job.keys) else {
+        return Seen::All;
+    };
+    match narrow(&mask, job.queries) {
+        Some(mask) => Seen::Some(mask),
+        None => Seen::TooFar,
+    }
+}
+
+fn narrow(mask: &Causal, queries: usize) -> Option<Mask> {
+    let wide = |x: usize| i64::try_from(x).ok();
+    let (mut lead, mut query_step, mut key_step) = (
+        wide(mask.query)? - wide(mask.key)?,
+        wide(mask.query_step)?,
+        wide(mask.key_step)?,
+    );
+    if query_step % key_step == 0 {
+        // The same rows, and no division on the device.
+        lead = lead.div_euclid(key_step);
+        query_step /= key_step;
+        key_step = 1;
+    }
+    let last = query_step.checked_mul(wide(queries)?)?.checked_add(lead)?;
+    i32::try_from(last).ok()?;
+    Some(Mask {
+        lead: i32::try_from(lead).ok()?,
+        query_step: i32::try_from(query_step).ok()?,
+        key_step: i32::try_from(key_step).ok()?,
+    })
+}
+
+/// The kernel's `Tiles`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Tiles {
+    row_tiles: i32,
+    places: i32,
+    together: i32,
+    mask: [i32; 3],
+    q_shift: u32,
+    q_inverse: u32,
+    k_shift: u32,
+    k_inverse: u32,
+}
+
+// SAFETY: plain numbers in C layout, no padding.
+unsafe impl DeviceRepr for Tiles {}
+
+impl Tiles {
+    /// How a job is numbered under a tiling; None where there are more tiles than numbers.
+    pub fn new(job: &Job, tiling: &Tiling, mask: Option<Mask>) -> Option<Tiles> {
+        let row_tiles = job.queries.div_ceil(tiling.rows());
+        let places = job.batch * job.segments * job.heads;
+        i32::try_from(row_tiles.checked_mul(places)?).ok()?;
+        let mut shares = job.k.heads.to_vec();
+        shares.sort_unstable();
+        shares.dedup();
+        let sharing = job.heads / shares.len().max(1);
+        let fitting = CACHE_BYTES / (4 * job.keys * job.dim).max(1);
+        let (q_shift, q_inverse) = inverse(tensor_map::unit(&job.q));
+        let (k_shift, k_inverse) = inverse(tensor_map::unit(&job.k));
+        let mask = mask.map_or([0, 0, 1], |mask| {
+            [mask.lead, mask.query_step, mask.key_step]
+        });
+        Some(Tiles {
+            row_tiles: row_tiles as i32,
+            places: places as i32,
+            together: (fitting * sharing).clamp(1, places) as i32,
+            mask,
+            q_shift,
+            q_inverse,
+            k_shift,
+            k_inverse,
+        })
+    }
+
+    /// How many tiles there are.
+    pub fn count(&self) -> usize {
+        self.row_tiles as usize * self.places as usize
+    }
+}
+
+/// Shift and inverse: `(x >> shift)·inverse` modulo 2³² is x divided by the unit, for its multiples.
+fn inverse(unit: usize) -> (u32, u32) {
+    let shift = unit.trailing_zeros();
+    let odd = (unit >> shift) as u32;
+    // Newton: each step doubles the bits that are right, and an odd number is its own inverse
+    // modulo 8.
+    let inverse = (0..4).fold(odd, |x, _| {
+        x.wrapping_mul(2u32.wrapping_sub(odd.wrapping_mul(x)))
+    });
+    (shift, inverse)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use encke_core::job::Operand;
+
+    fn job(queries: usize, keys: usize, heads: usize, causal: Option<Causal>) -> Job {
+        let operand = Operand {
+            offset: 0,
+            batch: 0,
+            segment: 0,
+            row: heads * 128,
+            heads: (0..heads).map(|h| h * 128).collect(),
+        };
+        Job {
+            batch: 1,
+            segments: 1,
+            queries,
+            keys,
+            heads,
+            dim: 128,
+            q: operand.clone(),
+            k: operand.clone(),
+            cells: operand,
+            dq: None,
+            causal,
+            scale: 1.0,
+            gain: 1.0,
+        }
+    }
+
+    fn causal(query: usize, query_step: usize, key: usize, key_step: usize) -> Causal {
+        Causal {
+            query,
+            query_step,
+            key,
+            key_step,
+        }
+    }
+
+    /// What the kernel computes from a mask.
+    fn visible(mask: &Mask, i: usize, keys: usize) -> usize {
+        let ahead = i64::from(mask.lead) + i as i64 * i64::from(mask.query_step);
+        match usize::try_from(ahead) {
+            Ok(ahead) => (ahead / mask.key_step as usize + 1).min(keys),
+            Err(_) => 0,
+        }
+    }
+
+    #[test]
+    fn a_narrow_mask_shows_the_same_keys() {
+        for (query, query_step, key, key_step) in [
+            (0, 1, 0, 1),
+            (3, 2, 40, 3),
+            (100, 6, 7, 3),
+            (5, 4, 131, 2),
+            (1 << 40, 1, (1 << 40) + 9, 1),
+        ] {
+            let job = job(70, 50, 2, Some(causal(query, query_step, key, key_step)));
+            let Seen::Some(mask) = seen(&job) else {
+                panic!("{query} {key} hides something");
+            };
+            for i in 0..job.queries {
+                assert_eq!(visible(&mask, i, job.keys), job.visible(i), "row {i}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_mask_that_hides_nothing_is_none_and_one_too_far_is_refused() {
+        assert_eq!(seen(&job(8, 8, 1, Some(causal(50, 1, 3, 2)))), Seen::All);
+        assert_eq!(seen(&job(8, 8, 1, None)), Seen::All);
+        let far = job(8, 8, 1, Some(causal(0, 1, 1 << 40, 1)));
+        assert_eq!(seen(&far), Seen::TooFar);
+    }
+
+    #[test]
+    fn units_are_divided_out_without_division() {
+        for unit in [8, 64, 96, 120, 640, 12_345 * 8] {
+            let (shift, inverse) = inverse(unit);
+            for count in [0usize, 1, 7, 1000, 1 << 20] {
+                let share = (count * unit) as u64;
+                assert_eq!(
+                    ((share >> shift) as u32).wrapping_mul(inverse),
+                    count as u32
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn every_tiling_fits_into_a_multiprocessor() {
+        for tiling in TILINGS {
+            assert!(tiling.shared_bytes(tiling.dim) <= 227 * 1024, "{tiling:?}");
+            // What is raised comes out of what the block was given at its start, in eights.
+            let (loads, computes) = tiling.registers;
+            let threads = tiling.threads() as usize;
+            let given = 65_536 / threads / 8 * 8 * threads;
+            let asked = 128 * (loads + tiling.consumers * computes);
+            assert!(asked <= given, "{tiling:?}: {asked} of {given}");
+        }
+    }
+
+    #[test]
+    fn short_jobs_get_tiles_that_fill_the_gpu() {
+        let mut short = job(2048, 2048, 16, None);
+        short.dim = 64;
+        // 176 tiles of 192 rows are two rounds of 132, as 256 tiles of 128 rows are.
+        assert_eq!(choose(&short, false, 132).map(Tiling::rows), Some(128));
+        let mut long = job(65_536, 65_536, 16, None);
+        long.dim = 64;
+        assert_eq!(choose(&long, false, 132).map(Tiling::rows), Some(192));
+        let causal = job(4096, 4096, 16, Some(causal(0, 1, 0, 1)));
+        assert_eq!(
+            choose(&causal, true, 132).map(|tiling| tiling.keys),
+            Some(128)
+        );
+    }
+}

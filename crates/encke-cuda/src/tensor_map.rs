@@ -1,0 +1,164 @@
+//! Tensor maps: an operand as Hopper's copy engine reads it.
+//!
+//! The decision here: one form for all operands, five dimensions (column, row, head, segment,
+//! batch entry) with a box of 64 columns. Dilation, phases and grouped heads are strides and
+//! coordinates of it, and whatever lies outside (tails of rows, head dimensions that are no
+//! multiple of 64) arrives in shared memory as zeros.
+
+use cudarc::driver::{DeviceRepr, DriverError, sys};
+use encke_core::DType;
+use encke_core::job::Operand;
+
+use crate::error::{Error, Result};
+
+/// Columns of a box: 128 bytes, the width of the swizzle.
+const COLUMNS: u32 = 64;
+/// Addresses and strides are multiples of so many numbers of two bytes.
+const STEP: usize = 8;
+/// Strides are below so many bytes.
+const STRIDE_BYTES: usize = 1 << 40;
+
+/// What a kernel takes as `const __grid_constant__ TensorMap`.
+#[repr(C, align(128))]
+#[derive(Clone, Copy)]
+pub(crate) struct TensorMap(sys::CUtensorMap);
+
+// SAFETY: an opaque value the driver made, passed by value as documented.
+unsafe impl DeviceRepr for TensorMap {}
+
+/// How many of each an operand spans.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Extents {
+    pub dim: usize,
+    pub rows: usize,
+    pub segments: usize,
+    pub batch: usize,
+}
+
+/// The number heads are counted in: it divides every head's share.
+pub(crate) fn unit(operand: &Operand) -> usize {
+    let common = operand.heads.iter().fold(0, |unit, &head| gcd(unit, head));
+    if common == 0 { STEP } else { common }
+}
+
+/// Extents and strides of the dimensions above the columns: rows, heads, segments, batch entries.
+fn dimensions(operand: &Operand, extents: &Extents) -> [(usize, usize); 4] {
+    let unit = unit(operand);
+    let heads = operand.heads.iter().max().map_or(1, |last| last / unit + 1);
+    [
+        (extents.rows, operand.row),
+        (heads, unit),
+        (extents.segments, operand.segment),
+        (extents.batch, operand.batch),
+    ]
+}
+
+/// Whether an operand of 16-bit numbers can be read through a map.
+pub(crate) fn fits(operand: &Operand, extents: &Extents) -> bool {
+    let aligned = |(extent, stride): &(usize, usize)| {
+        let in_range = *stride > 0 && 2 * stride < STRIDE_BYTES && stride.is_multiple_of(STEP);
+        *extent == 1 || (in_range && u32::try_from(*extent).is_ok())
+    };
+    extents.dim.is_multiple_of(STEP)
+        && operand.offset.is_multiple_of(STEP)
+        && dimensions(operand, extents).iter().all(aligned)
+}
+
+/// The map of an operand that [`fits`], in memory at `pointer`, read `rows` rows at a time.
+pub(crate) fn encode(
+    dtype: DType,
+    pointer: u64,
+    operand: &Operand,
+    extents: &Extents,
+    rows: usize,
+) -> Result<TensorMap> {
+    use sys::CUtensorMapDataType as Type;
+    let element = match dtype {
+        DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        other => {
+            return Err(Error::Unsupported {
+                what: format!("a tensor map of {other:?}: only numbers of two bytes have one"),
+            });
+        }
+    };
+    let above = dimensions(operand, extents);
+    let mut sizes = [extents.dim as u64; 5];
+    let mut strides = [0u64; 4];
+    for (place, (extent, stride)) in above.into_iter().enumerate() {
+        sizes[place + 1] = extent as u64;
+        // The stride of a dimension with one entry is never used, but must be a legal one.
+        let stride = if extent == 1 { STEP } else { stride };
+        strides[place] = 2 * stride as u64;
+    }
+    let (box_sizes, steps) = ([COLUMNS, rows as u32, 1, 1, 1], [1u32; 5]);
+    let address = pointer + 2 * operand.offset as u64;
+    let mut map = std::mem::MaybeUninit::<sys::CUtensorMap>::uninit();
+    // SAFETY: five extents, four strides, five box sizes and five steps, as the rank says; the
+    // driver checks the rest and writes the map.
+    let code = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            map.as_mut_ptr(),
+            element,
+            5,
+            address as *mut std::ffi::c_void,
+            sizes.as_ptr(),
+            strides.as_ptr(),
+            box_sizes.as_ptr(),
+            steps.as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    if code != sys::CUresult::CUDA_SUCCESS {
+        let what = format!("a tensor map of {sizes:?} with strides of {strides:?} bytes");
+        return Err(Error::driver(what, DriverError(code)));
+    }
+    // SAFETY: the driver has written it.
+    Ok(TensorMap(unsafe { map.assume_init() }))
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn operand(row: usize, heads: &[usize]) -> Operand {
+        Operand {
+            offset: 0,
+            batch: 0,
+            segment: 4096,
+            row,
+            heads: heads.into(),
+        }
+    }
+
+    const EXTENTS: Extents = Extents {
+        dim: 64,
+        rows: 8,
+        segments: 2,
+        batch: 1,
+    };
+
+    #[test]
+    fn heads_are_counted_in_what_divides_them_all() {
+        assert_eq!(unit(&operand(1, &[64, 192, 64])), 64);
+        assert_eq!(unit(&operand(1, &[0])), STEP);
+        let dimensions = dimensions(&operand(512, &[0, 64, 576]), &EXTENTS);
+        assert_eq!(dimensions, [(8, 512), (10, 64), (2, 4096), (1, 0)]);
+    }
+
+    #[test]
+    fn what_is_not_aligned_does_not_fit() {
+        assert!(fits(&operand(512, &[0, 64]), &EXTENTS));
+        assert!(!fits(&operand(516, &[0, 64]), &EXTENTS));
+        assert!(!fits(&operand(512, &[0, 4]), &EXTENTS));
+        let dim = Extents { dim: 60, ..EXTENTS };
+        assert!(!fits(&operand(512, &[0, 64]), &dim));
+    }
+}

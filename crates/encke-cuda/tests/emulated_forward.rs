@@ -1,0 +1,85 @@
+//! Hopper's forward kernel on a CPU model of TMA, mbarriers and wgmma (`emu/emu.h`), against loops
+//! in f64.
+//!
+//! Needs a C++ compiler and no GPU. The macros are those of the programs the crate really asks for;
+//! what is checked, and on which jobs, is written beside the model (`emu/forward.cpp`).
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Mutex;
+
+use encke_cuda::{Program, programs};
+
+/// The system's C++ compiler.
+fn compiler() -> OsString {
+    std::env::var_os("CXX").unwrap_or_else(|| "c++".into())
+}
+
+/// Causal programs do all that others do and more; of the others, those with tiles of their own.
+fn chosen() -> Vec<Program> {
+    let all = programs().into_iter().map(|(program, _)| program);
+    let hopper = all.filter(|program| program.name == "hopper_forward");
+    let told = |program: &Program, what: &str| program.options().iter().any(|x| x == what);
+    let full = |program: &Program| told(program, "-DHD=64") || told(program, "-DKEYS=176");
+    hopper
+        .filter(|program| told(program, "-DCAUSAL=1") || full(program))
+        .collect()
+}
+
+/// What the program said where it failed.
+fn run(program: &Program, file: &Path) -> Option<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let options = program.options();
+    let macros = options.iter().filter(|option| option.starts_with("-D"));
+    let built = Command::new(compiler())
+        .args(["-std=c++17", "-O2", "-w"])
+        .args(macros)
+        .arg("-I")
+        .arg(root.join("src/kernels"))
+        .arg("-o")
+        .arg(file)
+        .arg(root.join("emu/forward.cpp"))
+        .output()
+        .expect("the compiler was there a moment ago");
+    if !built.status.success() {
+        return Some(String::from_utf8_lossy(&built.stderr).into_owned());
+    }
+    let ran = Command::new(file).output().expect("what was just built");
+    let said = String::from_utf8_lossy(&ran.stdout).into_owned();
+    print!("{said}");
+    let failed = !ran.status.success();
+    failed.then(|| {
+        format!(
+            "{options:?}\n{said}{}",
+            String::from_utf8_lossy(&ran.stderr)
+        )
+    })
+}
+
+#[test]
+fn the_forward_kernel_is_right_on_the_cpu_model() {
+    if Command::new(compiler()).arg("--version").output().is_err() {
+        eprintln!("skipped: no C++ compiler ({:?})", compiler());
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let all = chosen();
+    assert!(all.len() > 8, "only {} programs", all.len());
+    let left = Mutex::new(all.iter().enumerate().collect::<Vec<_>>());
+    let next = || left.lock().expect("no thread panics holding it").pop();
+    let failures = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while let Some((index, program)) = next() {
+                    let file = folder.path().join(format!("forward_{index}"));
+                    let failure = run(program, &file);
+                    failures.lock().expect("as above").extend(failure);
+                }
+            });
+        }
+    });
+    let failures = failures.into_inner().expect("as above");
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
