@@ -18,7 +18,7 @@ use crate::device::Device;
 use crate::error::{Error, NAME};
 use crate::hops::Hops;
 use crate::jobs::Tables;
-use crate::launch::{Site, cells, hopper_forward, mma, moving, plain};
+use crate::launch::{Site, cells, hopper_backward, hopper_forward, mma, moving, plain};
 use crate::operands::{Ends, Gradient, Operands};
 
 /// Which family of kernels computes attention.
@@ -241,13 +241,24 @@ impl Kernel for CudaKernel {
             gradients,
         };
         let operands = Operands::new(q, k, v)?;
-        Ok(match self.family(job, operands.dtype(), false)? {
-            Path::Mma => mma::backward(&self.site, job, operands, gradient)?,
-            _ => plain::backward(&self.site, job, operands, gradient)?,
+        let (site, dtype) = (&self.site, operands.dtype());
+        let choice = hopper_backward::choice(&site.device, job, dtype);
+        let fixed_order = self.summation == Summation::Deterministic;
+        Ok(match (self.family(job, dtype, choice.is_some())?, choice) {
+            (Path::Hopper, Some(choice)) => {
+                hopper_backward::backward(site, job, &choice, fixed_order, operands, gradient)?
+            }
+            (Path::Mma, _) => mma::backward(site, job, operands, gradient)?,
+            _ => plain::backward(site, job, operands, gradient)?,
         })
     }
 
-    fn workspace_bytes(&self, _: &Job, _: Pass, _: DType) -> usize {
-        0 // tiles live in shared memory and registers
+    fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
+        match pass {
+            Pass::Forward => 0, // tiles live in shared memory and registers
+            Pass::Backward { .. } => {
+                hopper_backward::workspace_bytes(&self.site.device, job, dtype)
+            }
+        }
     }
 }

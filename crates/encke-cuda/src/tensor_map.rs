@@ -3,7 +3,8 @@
 //! The decision here: one form for all operands, five dimensions (column, row, head, segment,
 //! batch entry) with a box of 64 columns. Dilation, phases and grouped heads are strides and
 //! coordinates of it, and whatever lies outside (tails of rows, head dimensions that are no
-//! multiple of 64) arrives in shared memory as zeros.
+//! multiple of 64) arrives in shared memory as zeros. Sums in f32, which are only added to, have
+//! the same form with boxes of 32 columns, and what lies outside of them is dropped.
 
 use cudarc::driver::{DeviceRepr, DriverError, sys};
 use encke_core::DType;
@@ -11,8 +12,8 @@ use encke_core::job::Operand;
 
 use crate::error::{Error, Result};
 
-/// Columns of a box: 128 bytes, the width of the swizzle.
-const COLUMNS: u32 = 64;
+/// Bytes of a row of a box: the width of the swizzle.
+const BOX_BYTES: usize = 128;
 /// Addresses and strides are multiples of so many numbers of two bytes.
 const STEP: usize = 8;
 /// Strides are below so many bytes.
@@ -76,12 +77,14 @@ pub(crate) fn encode(
     let element = match dtype {
         DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        other => {
+        DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        DType::F64 => {
             return Err(Error::Unsupported {
-                what: format!("a tensor map of {other:?}: only numbers of two bytes have one"),
+                what: format!("a tensor map of {dtype:?}: numbers of two and four bytes have one"),
             });
         }
     };
+    let bytes = dtype.bytes();
     let above = dimensions(operand, extents);
     let mut sizes = [extents.dim as u64; 5];
     let mut strides = [0u64; 4];
@@ -89,10 +92,13 @@ pub(crate) fn encode(
         sizes[place + 1] = extent as u64;
         // The stride of a dimension with one entry is never used, but must be a legal one.
         let stride = if extent == 1 { STEP } else { stride };
-        strides[place] = 2 * stride as u64;
+        strides[place] = (bytes * stride) as u64;
     }
-    let (box_sizes, steps) = ([COLUMNS, rows as u32, 1, 1, 1], [1u32; 5]);
-    let address = pointer + 2 * operand.offset as u64;
+    let (box_sizes, steps) = (
+        [(BOX_BYTES / bytes) as u32, rows as u32, 1, 1, 1],
+        [1u32; 5],
+    );
+    let address = pointer + (bytes * operand.offset) as u64;
     let mut map = std::mem::MaybeUninit::<sys::CUtensorMap>::uninit();
     // SAFETY: five extents, four strides, five box sizes and five steps, as the rank says; the
     // driver checks the rest and writes the map.

@@ -1,6 +1,7 @@
 //! How each kernel is started: which program, how many blocks, which arguments.
 
 pub(crate) mod cells;
+pub(crate) mod hopper_backward;
 pub(crate) mod hopper_forward;
 mod hopper_tiles;
 pub(crate) mod mma;
