@@ -19,6 +19,7 @@ use crate::error::{Error, NAME};
 use crate::hops::Hops;
 use crate::jobs::Tables;
 use crate::launch::{Site, cells, hopper_backward, hopper_forward, mma, moving, plain};
+use crate::memory::Memory;
 use crate::operands::{Ends, Gradient, Operands};
 
 /// Which family of kernels computes attention.
@@ -55,10 +56,14 @@ pub struct CudaKernel {
 impl CudaKernel {
     /// On the GPU with this number.
     pub fn new(ordinal: usize) -> crate::Result<CudaKernel> {
+        let device = Device::open(ordinal)?;
+        let counter = Memory::new(&device, 8)?;
+        counter.clear()?;
         Ok(CudaKernel {
             site: Site {
-                device: Device::open(ordinal)?,
+                device,
                 tables: Tables::default(),
+                counter,
             },
             path: Path::default(),
             summation: Summation::default(),

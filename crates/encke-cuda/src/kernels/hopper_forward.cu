@@ -32,11 +32,11 @@
 #define SCORES_OF_REGISTERS JOIN(SIGN(wgmma_rs_), KEYS)
 #define VALUES JOIN(wgmma_rs_tb_n, HD)
 
-// How the tiles are numbered (`places` are batch entries x segments x heads), and the mask in numbers of 32 bits: row i sees the keys
+// How the tiles are numbered (`count` of them; `places` are batch entries x segments x heads), and the mask in numbers of 32 bits: row i sees the keys
 // 0..=(lead + i * query_step) / key_step. The host sees to it that nothing overflows, and takes out common factors: key_step is 1 almost always.
 // Heads: a share is a multiple of its operand's unit, so its coordinate in a tensor map is (share >> shift) * inverse modulo 2^32, the inverse being
 // that of the odd part of the unit: no division.
-struct Tiles { int row_tiles, places, together, lead, query_step, key_step; u32 q_shift, q_inverse, k_shift, k_inverse; };
+struct Tiles { u32 count; int row_tiles, places, together, lead, query_step, key_step; u32 q_shift, q_inverse, k_shift, k_inverse; };
 
 // How many keys query row i sees.
 DEV int seen(const Job& job, const Tiles& tiles, int i) {
@@ -51,14 +51,16 @@ DEV int seen(const Job& job, const Tiles& tiles, int i) {
 #define AT_K (Q_STAGES * Q_BYTES)
 #define AT_V (AT_K + STAGES * KEY_BYTES)
 #define AT_FLAGS (AT_V + STAGES * KEY_BYTES)
-#define AT_BARRIERS (AT_FLAGS + STAGES * 16)
-#define FORWARD_BYTES (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES) * 8)
+#define AT_TILES (AT_FLAGS + STAGES * 16)
+#define AT_BARRIERS (AT_TILES + 2 * 48)
+#define FORWARD_BYTES (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES + 4) * 8)
 struct Shared {
   u32 base;
   DEV_MEMBER u32 q(u32 stage) const { return base + stage * Q_BYTES; }
   DEV_MEMBER u32 k(u32 stage) const { return base + AT_K + stage * KEY_BYTES; }
   DEV_MEMBER u32 v(u32 stage) const { return base + AT_V + stage * KEY_BYTES; }
   DEV_MEMBER u32 flags(u32 stage) const { return base + AT_FLAGS + stage * 16; }
+  DEV_MEMBER u32 tile(u32 slot) const { return base + AT_TILES + slot * 48; }
   DEV_MEMBER u32 barrier(u32 index) const { return base + AT_BARRIERS + index * 8; }
   DEV_MEMBER u32 q_full(u32 stage) const { return barrier(stage); }
   DEV_MEMBER u32 q_empty(u32 stage) const { return barrier(Q_STAGES + stage); }
@@ -68,6 +70,8 @@ struct Shared {
   DEV_MEMBER u32 v_empty(u32 stage) const { return barrier(2 * Q_STAGES + 3 * STAGES + stage); }
   DEV_MEMBER u32 masked(u32 stage) const { return barrier(2 * Q_STAGES + 4 * STAGES + stage); }
   DEV_MEMBER u32 checked(u32 stage) const { return barrier(2 * Q_STAGES + 5 * STAGES + stage); }
+  DEV_MEMBER u32 tile_full(u32 slot) const { return barrier(2 * Q_STAGES + 6 * STAGES + slot); }
+  DEV_MEMBER u32 tile_empty(u32 slot) const { return barrier(2 * Q_STAGES + 6 * STAGES + 2 + slot); }
 };
 
 // A stage of a ring of buffers and the parity of its phase.
@@ -76,35 +80,52 @@ template <int COUNT> struct Turn {
   DEV_MEMBER void advance() { if (++stage == COUNT) { stage = 0; parity ^= 1; } }
 };
 
-struct Tile { int row, head, segment, batch, keys, blocks, masked; };
+// A tile as the loading thread finds it and tells the others; `blocks` is -1 behind the last one.
+struct Tile { int row, head, segment, batch, keys, blocks, masked; i64 cell; };   // cell: that of row 0 of the place
 
-// The tile of a round; false where there is none left. Odd rounds run backwards over the grid, so that a block which was given the longer
-// tiles of one round is given the shorter ones of the next. Causal tiles are ordered longest first within as many places as
-// fit into the L2 cache with their keys.
-DEV bool tile_of(const Job& job, const Tiles& tiles, int round, Tile& tile) {
-  int across = round & 1 ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x;
-  u32 index = round * gridDim.x + across; int place, of;
-  if (PAIR) {   // pairs of blocks take pairs of tiles; the last tile of a place may not exist and is computed in vain
-    u32 pairs = (tiles.row_tiles + 1) / 2, each = round * (gridDim.x / 2) + blockIdx.x / 2;
-    if (each >= tiles.places * pairs) return false;
-    place = each / pairs; of = (each - place * pairs) * 2 + blockIdx.x % 2; index = 0;
-  } else if (index >= (u32)(tiles.places * tiles.row_tiles)) return false;
+// The tile with this number. Causal tiles are ordered longest first within as many places as fit into the L2 cache with their keys.
+DEV void tile_of(const Job& job, const Tiles& tiles, u32 index, Tile& tile) {
+  int place, of;
   if (CAUSAL) {
     u32 each = tiles.together * tiles.row_tiles, group = index / each, rest = index - group * each;
     u32 count = min(tiles.together, tiles.places - (int)group * tiles.together), longest = rest / count;
     of = tiles.row_tiles - 1 - (int)longest; place = group * tiles.together + (rest - longest * count);
-  } else if (!PAIR) {
+  } else if (PAIR) {   // neighbours in the grid take neighbouring tiles; the last one of a place may not exist and is computed in vain
+    u32 rows = (tiles.row_tiles + 1) / 2 * 2;
+    place = index / rows; of = index - place * rows;
+  } else {
     place = index / (u32)tiles.row_tiles; of = index - place * tiles.row_tiles;
   }
   u32 rest = (u32)place / (u32)job.heads;
   tile.head = place - rest * job.heads; tile.batch = rest / (u32)job.segments; tile.segment = rest - tile.batch * job.segments;
-  tile.row = of * ROWS;
+  tile.row = of * ROWS; tile.cell = at(job.cells, tile.batch, tile.segment, 0, tile.head);
   tile.keys = seen(job, tiles, min(tile.row + ROWS, job.queries) - 1);
   tile.blocks = (tile.keys + KEYS - 1) / KEYS;
   // Blocks from the end of the walk that some row of the tile sees only in part. Without causality that is the tail of the keys.
   int whole = seen(job, tiles, tile.row) / KEYS;
   tile.masked = tile.blocks - min(whole, tile.blocks);
-  return true;
+}
+DEV void tell(const Shared& shared, Turn<2>& turn, const Tile& tile) {
+  barrier_wait(shared.tile_empty(turn.stage), turn.parity ^ 1);
+  u32 to = shared.tile(turn.stage);
+  store_shared(to, make_uint4(tile.row, tile.head, tile.segment, tile.batch));
+  store_shared(to + 16, make_uint4(tile.keys, tile.blocks, tile.masked, 0));
+  store_shared(to + 32, make_uint4((u32)tile.cell, (u32)(tile.cell >> 32), 0, 0));
+  barrier_arrive(shared.tile_full(turn.stage));
+  turn.advance();
+}
+// The next tile; false behind the last one. A whole warp asks.
+DEV bool hear(const Shared& shared, Turn<2>& turn, int lane, Tile& tile) {
+  barrier_wait(shared.tile_full(turn.stage), turn.parity);
+  u32 from = shared.tile(turn.stage);
+  uint4 x = load_shared_16(from), y = load_shared_16(from + 16), z = load_shared_16(from + 32);
+  __syncwarp();
+  if (lane == 0) barrier_arrive(shared.tile_empty(turn.stage));
+  turn.advance();
+  tile.row = x.x; tile.head = x.y; tile.segment = x.z; tile.batch = x.w; tile.keys = y.x; tile.masked = y.z;
+  tile.blocks = __shfl_sync(~0u, (int)y.y, 0);   // what the compiler can see to be the same in all lanes
+  tile.cell = (i64)((u64)z.y << 32 | z.x);
+  return tile.blocks >= 0;
 }
 
 // ---- the thread that loads ----
@@ -124,9 +145,15 @@ DEV void load_keys(u32 to, const TensorMap* map, u32 barrier, int row, int head,
   load_slabs(to, map, barrier, KEYS, row, head, tile);
 #endif
 }
-DEV void load(const Job& job, const Tiles& tiles, const Shared& shared, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map) {
-  Turn<Q_STAGES> q; Turn<STAGES> k, v; Tile tile;
-  for (int round = 0; tile_of(job, tiles, round, tile); round++) {
+// Tiles of equal length are dealt out in turn. Causal ones are taken from a counter as blocks of the grid become free; the last block sets it back to 0
+// for the next launch (launches that share a counter must not overlap).
+DEV void load(const Job& job, const Tiles& tiles, const Shared& shared, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map, u32* counter) {
+  Turn<Q_STAGES> q; Turn<STAGES> k, v; Turn<2> turn; Tile tile; u32 index = blockIdx.x;
+  while (index < tiles.count) {
+    tile_of(job, tiles, index, tile);
+    index = CAUSAL ? gridDim.x + atomicAdd(counter, 1u) : index + gridDim.x;
+    if (CARRY && tile.blocks == 0) continue;
+    tell(shared, turn, tile);
     if (tile.blocks == 0) continue;
     int q_head = (u32)(job.q.heads[tile.head] >> tiles.q_shift) * tiles.q_inverse, k_head = (u32)(job.k.heads[tile.head] >> tiles.k_shift) * tiles.k_inverse;
     barrier_wait(shared.q_empty(q.stage), q.parity ^ 1);
@@ -146,6 +173,9 @@ DEV void load(const Job& job, const Tiles& tiles, const Shared& shared, const Te
       }
     }
   }
+  tile.blocks = -1;
+  tell(shared, turn, tile);
+  if (CAUSAL && atomicAdd(counter + 1, 1u) == gridDim.x - 1) { counter[0] = 0; counter[1] = 0; }
 }
 
 // ---- the warps that look at hidden values ----
@@ -162,9 +192,9 @@ DEV u32 finite(u32 x) {
 }
 // A parity tells a phase only from its neighbours. So these warps, which skip most blocks, do not wait for values before the loading thread has said that the
 // phase they mean is under way; it cannot end before consumers, who wait for `checked`, let it.
-DEV void check(const Job& job, const Tiles& tiles, const Shared& shared, int thread) {
-  Turn<STAGES> v; Tile tile; u32 masked_parity = 0;
-  for (int round = 0; tile_of(job, tiles, round, tile); round++)
+DEV void check(const Shared& shared, int thread) {
+  Turn<STAGES> v; Turn<2> turn; Tile tile; u32 masked_parity = 0;
+  while (hear(shared, turn, thread % 32, tile))
     for (int step = 0; step < tile.blocks; step++, v.advance()) {
       if (step >= tile.masked) continue;
       barrier_wait(shared.masked(v.stage), masked_parity >> v.stage & 1); masked_parity ^= 1u << v.stage;
@@ -311,11 +341,10 @@ struct Rows {
   bool exists[2];
 };
 DEV void rows_of(const Job& job, const Tiles& tiles, const Tile& tile, int first, Rows& rows) {
-  i64 base = at(job.cells, tile.batch, tile.segment, 0, tile.head);
   #pragma unroll
   for (int h = 0; h < 2; h++) {
     rows.row[h] = first + 8 * h; rows.exists[h] = rows.row[h] < job.queries;
-    rows.cell[h] = base + rows.row[h] * job.cells.row;
+    rows.cell[h] = tile.cell + rows.row[h] * job.cells.row;
     rows.limit[h] = seen(job, tiles, rows.row[h]);
   }
 }
@@ -380,25 +409,24 @@ DEV void store_out(const Job& job, const Tile& tile, const Rows& rows, u16* out,
                    pack(acc[8 * i] * factor[0], acc[8 * i + 1] * factor[0]), pack(acc[8 * i + 2] * factor[1], acc[8 * i + 3] * factor[1]),
                    pack(acc[8 * i + 4] * factor[0], acc[8 * i + 5] * factor[0]), pack(acc[8 * i + 6] * factor[1], acc[8 * i + 7] * factor[1]));
   __syncwarp();
-  i64 base = at(job.cells, tile.batch, tile.segment, 0, tile.head);
   #pragma unroll
   for (int i = lane; i < 16 * FRAGMENTS; i += 32) {
     int row = first + i / FRAGMENTS, piece = i % FRAGMENTS;
     uint4 x = load_shared_16(swizzled(q + piece / 8 * (ROWS * 128), row, piece % 8));
-    if (tile.row + row < job.queries && piece * 8 < job.dim) *(uint4*)(out + (base + (tile.row + row) * job.cells.row) * job.dim + piece * 8) = x;
+    if (tile.row + row < job.queries && piece * 8 < job.dim) *(uint4*)(out + (tile.cell + (tile.row + row) * job.cells.row) * job.dim + piece * 8) = x;
   }
 }
 // Rows that see no key at all.
 DEV void store_nothing(const Job& job, const Tile& tile, u16* out, float* lse, int thread) {
   for (int row = thread; row < ROWS && tile.row + row < job.queries; row += CONSUMERS * 128) {
-    i64 cell = at(job.cells, tile.batch, tile.segment, tile.row + row, tile.head);
+    i64 cell = tile.cell + (tile.row + row) * job.cells.row;
     lse[cell] = neg_inf();
     for (int i = 0; i < job.dim; i += 8) *(uint4*)(out + cell * job.dim + i) = make_uint4(0, 0, 0, 0);
   }
 }
 #endif
 
-// `v_values` is read only where values are NaN or infinite. CARRY: acc, m, l; otherwise out, lse.
+// `v_values` is read only where values are NaN or infinite; `counter`: two zeros, only for CAUSAL. CARRY: acc, m, l; otherwise out, lse.
 #if PAIR
 #define CLUSTER __cluster_dims__(2, 1, 1)
 #else
@@ -406,7 +434,7 @@ DEV void store_nothing(const Job& job, const Tile& tile, u16* out, float* lse, i
 #endif
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1)
 hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-               const __grid_constant__ Job job, const __grid_constant__ Tiles tiles, const u16* v_values, void* sums, float* m_or_lse, float* l_cells) {
+               const __grid_constant__ Job job, const __grid_constant__ Tiles tiles, const u16* v_values, void* sums, float* m_or_lse, float* l_cells, u32* counter) {
   SHARED_MEMORY(memory);
   const Shared shared{(shared_address(memory) + 1023) & ~1023u};
   const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
@@ -417,6 +445,7 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       barrier_init(shared.v_full(i), 1); barrier_init(shared.v_empty(i), CONSUMERS * 4 * (PAIR + 1));
       barrier_init(shared.masked(i), 1); barrier_init(shared.checked(i), 3);
     }
+    for (int i = 0; i < 2; i++) { barrier_init(shared.tile_full(i), 1); barrier_init(shared.tile_empty(i), CONSUMERS * 4 + (CAUSAL ? 3 : 0)); }
     barrier_init_fence();
   }
   if (PAIR) pair_sync(); else __syncthreads();
@@ -425,9 +454,9 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
     registers_lower<LOADER_REGISTERS>();
     if (threadIdx.x == 0) {
       tma_prefetch(&q_map); tma_prefetch(&k_map); tma_prefetch(&v_map);
-      load(job, tiles, shared, &q_map, &k_map, &v_map);
+      load(job, tiles, shared, &q_map, &k_map, &v_map, counter);
     } else if (CAUSAL && warp > 0) {
-      check(job, tiles, shared, threadIdx.x - 32);
+      check(shared, threadIdx.x - 32);
     }
   } else {
     registers_raise<CONSUMER_REGISTERS>();
@@ -436,9 +465,9 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
     if (scale < 1e-37f) scale = 1e-37f;   // a hidden score is -inf, and 0 x -inf would be NaN
     const float c = scale * 1.4426950408889634f;
     float acc[HD / 2]; u32 p[KEYS / 4]; Softmax softmax; Rows rows; Tile tile;
-    Turn<Q_STAGES> q; Turn<STAGES> k, v; u32 checked_parity = 0;
+    Turn<Q_STAGES> q; Turn<STAGES> k, v; Turn<2> turn; u32 checked_parity = 0;
     if (PINGPONG && own == 0) named_arrive(1, 256);
-    for (int round = 0; tile_of(job, tiles, round, tile); round++) {
+    while (hear(shared, turn, lane, tile)) {
       if (tile.blocks == 0) {
 #if !CARRY
         store_nothing(job, tile, (u16*)sums, m_or_lse, threadIdx.x - 128);

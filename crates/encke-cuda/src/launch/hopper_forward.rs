@@ -110,7 +110,7 @@ pub(crate) fn forward(
     let shared = tiling.shared_bytes(job.dim.next_multiple_of(16));
     let program = tiling.program(job.dim, mode);
     let function = device.function(&program, "hopper_forward", shared)?;
-    let blocks = choice.tiles.count().min(device.processors() as usize);
+    let blocks = tiling.blocks(&choice.tiles, device.processors() as usize);
     let shape = grid(blocks, tiling.threads(), shared);
 
     let mut reads = operands.memory()?.to_vec();
@@ -118,11 +118,13 @@ pub(crate) fn forward(
     let (q_extents, k_extents) = extents(job);
     let maps = [
         tensor_map::encode(dtype, q, &job.q, &q_extents, tiling.rows())?,
-        tensor_map::encode(dtype, k, &job.k, &k_extents, tiling.keys)?,
-        tensor_map::encode(dtype, v, &job.k, &k_extents, tiling.keys)?,
+        tensor_map::encode(dtype, k, &job.k, &k_extents, tiling.key_rows())?,
+        tensor_map::encode(dtype, v, &job.k, &k_extents, tiling.key_rows())?,
     ];
     reads.extend(told.tables());
-    let writes = targets.memory();
+    let mut writes = targets.memory();
+    writes.push(&site.counter);
+    let counter = site.counter.pointer();
     let [acc, m, l, out, lse] = targets.pointers();
     let outputs = if targets.end {
         [out, lse, 0]
@@ -138,6 +140,7 @@ pub(crate) fn forward(
         for pointer in &outputs {
             launch.arg(pointer);
         }
+        launch.arg(&counter);
         // SAFETY: the arguments of `hopper_forward`; the plan's jobs lie inside their buffers.
         unsafe { launch.launch(shape) }.map(|_| ())
     })

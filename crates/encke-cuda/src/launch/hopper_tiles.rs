@@ -36,6 +36,10 @@ pub(crate) struct Tiling {
     pub q_stages: usize,
     /// Whether warpgroups take turns.
     pub pingpong: bool,
+    /// Whether queries are held in registers.
+    pub q_registers: bool,
+    /// Whether two blocks load keys and values for one another.
+    pub pair: bool,
     /// Registers of a thread that loads and of one that computes. All of them must fit into what
     /// the block has at its start, or the raise waits for ever.
     pub registers: (usize, usize),
@@ -56,6 +60,8 @@ pub(crate) const TILINGS: &[Tiling] = &[
         stages: 2,
         q_stages: 2,
         pingpong: true,
+        q_registers: false,
+        pair: false,
         registers: (32, 160),
         causal: true,
         rate: 1.0,
@@ -68,6 +74,8 @@ pub(crate) const TILINGS: &[Tiling] = &[
         stages: 2,
         q_stages: 2,
         pingpong: true,
+        q_registers: false,
+        pair: false,
         registers: (40, 232),
         causal: true,
         rate: 0.87,
@@ -80,6 +88,8 @@ pub(crate) const TILINGS: &[Tiling] = &[
         stages: 2,
         q_stages: 2,
         pingpong: true,
+        q_registers: false,
+        pair: false,
         registers: (40, 232),
         causal: true,
         rate: 0.99,
@@ -92,6 +102,8 @@ pub(crate) const TILINGS: &[Tiling] = &[
         stages: 2,
         q_stages: 1,
         pingpong: true,
+        q_registers: false,
+        pair: false,
         registers: (40, 232),
         causal: false,
         rate: 1.0,
@@ -104,6 +116,8 @@ pub(crate) const TILINGS: &[Tiling] = &[
         stages: 2,
         q_stages: 1,
         pingpong: true,
+        q_registers: false,
+        pair: false,
         registers: (40, 232),
         causal: true,
         rate: 1.0,
@@ -116,6 +130,8 @@ pub(crate) const TILINGS: &[Tiling] = &[
         stages: 2,
         q_stages: 1,
         pingpong: true,
+        q_registers: false,
+        pair: false,
         registers: (40, 232),
         causal: true,
         rate: 1.0,
@@ -147,12 +163,14 @@ fn wrappers() -> String {
     keys.sort_unstable();
     keys.dedup();
     let scores = keys.iter().flat_map(|&n| {
-        let plain = Wgmma::shared(n);
-        let negate = Wgmma {
-            negate: true,
-            ..plain
-        };
-        [plain, negate]
+        let both = [Wgmma::shared(n), Wgmma::registers(n)];
+        both.into_iter().flat_map(|plain| {
+            let negate = Wgmma {
+                negate: true,
+                ..plain
+            };
+            [plain, negate]
+        })
     });
     let values = (1..=DIM / 16).map(|steps| Wgmma {
         transpose_b: true,
@@ -167,6 +185,21 @@ impl Tiling {
         self.consumers * GROUP_ROWS
     }
 
+    /// Rows that one copy of keys or values brings.
+    pub fn key_rows(&self) -> usize {
+        if self.pair { self.keys / 2 } else { self.keys }
+    }
+
+    /// Blocks of the grid: all at work at once, and no more than there are tiles.
+    pub fn blocks(&self, tiles: &Tiles, processors: usize) -> usize {
+        let most = if self.pair {
+            processors / 2 * 2
+        } else {
+            processors
+        };
+        tiles.blocks(most)
+    }
+
     /// Threads of a block.
     pub fn threads(&self) -> u32 {
         (self.consumers as u32 + 1) * 128
@@ -176,8 +209,9 @@ impl Tiling {
     pub fn shared_bytes(&self, dim: usize) -> usize {
         let slab = dim.div_ceil(64) * 128;
         let tiles = self.q_stages * self.rows() + 2 * self.stages * self.keys;
-        let barriers = 8 * (2 * self.q_stages + 6 * self.stages);
-        tiles * slab + 16 * self.stages + barriers + 1024 // to align the first tile
+        let barriers = 8 * (2 * self.q_stages + 6 * self.stages + 4);
+        let told = 16 * self.stages + 2 * 48;
+        tiles * slab + told + barriers + 1024 // to align the first tile
     }
 
     /// The program for a head dimension.
@@ -196,6 +230,8 @@ impl Tiling {
             ("NEGATIVE", mode.negative.into()),
             ("LAZY", 1),
             ("POLYNOMIAL", 0),
+            ("Q_REGISTERS", self.q_registers.into()),
+            ("PAIR", self.pair.into()),
             ("LOADER_REGISTERS", self.registers.0),
             ("CONSUMER_REGISTERS", self.registers.1),
         ];
@@ -206,7 +242,10 @@ impl Tiling {
 
     /// When the last multiprocessor is done with a job, in keys times rows at full speed.
     fn makespan(&self, job: &Job, causal: bool, processors: usize) -> f64 {
-        let tiles = job.queries.div_ceil(self.rows());
+        let mut tiles = job.queries.div_ceil(self.rows());
+        if self.pair {
+            tiles = tiles.next_multiple_of(2);
+        }
         let places = job.batch * job.segments * job.heads;
         let cost = |row: usize| {
             let seen = if causal { job.visible(row) } else { job.keys };
@@ -295,6 +334,7 @@ fn narrow(mask: &Causal, queries: usize) -> Option<Mask> {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tiles {
+    count: u32,
     row_tiles: i32,
     places: i32,
     together: i32,
@@ -313,7 +353,13 @@ impl Tiles {
     pub fn new(job: &Job, tiling: &Tiling, mask: Option<Mask>) -> Option<Tiles> {
         let row_tiles = job.queries.div_ceil(tiling.rows());
         let places = job.batch * job.segments * job.heads;
-        i32::try_from(row_tiles.checked_mul(places)?).ok()?;
+        // Of a pair that shares keys, the second tile may not exist; it has a number all the same.
+        let numbered = if tiling.pair {
+            row_tiles.next_multiple_of(2)
+        } else {
+            row_tiles
+        };
+        let count = i32::try_from(numbered.checked_mul(places)?).ok()?;
         let mut shares = job.k.heads.to_vec();
         shares.sort_unstable();
         shares.dedup();
@@ -325,6 +371,7 @@ impl Tiles {
             [mask.lead, mask.query_step, mask.key_step]
         });
         Some(Tiles {
+            count: count as u32,
             row_tiles: row_tiles as i32,
             places: places as i32,
             together: (fitting * sharing).clamp(1, places) as i32,
@@ -336,9 +383,9 @@ impl Tiles {
         })
     }
 
-    /// How many tiles there are.
-    pub fn count(&self) -> usize {
-        self.row_tiles as usize * self.places as usize
+    /// How many blocks of the grid can be at work on them.
+    fn blocks(&self, processors: usize) -> usize {
+        (self.count as usize).min(processors)
     }
 }
 

@@ -15,11 +15,14 @@ use cudarc::driver::LaunchConfig;
 
 use crate::device::Device;
 use crate::jobs::Tables;
+use crate::memory::Memory;
 
 /// What a launch needs beside its operands.
 pub(crate) struct Site {
     pub device: Arc<Device>,
     pub tables: Tables,
+    /// Two zeros that a launch on the compute stream may count in, and leaves as zeros.
+    pub counter: Memory,
 }
 
 /// Blocks enough to fill the GPU a few times over, and no more than there is work for.
