@@ -167,9 +167,10 @@ impl Device {
         Ok(Instant(event))
     }
 
-    /// Waits until everything computed is there.
+    /// Waits until everything computed is there, and every parcel has arrived.
     pub fn synchronize(&self) -> Result<()> {
-        let done = self.compute.synchronize();
+        let streams = [&self.outward, &self.inward, &self.compute];
+        let done = streams.iter().try_for_each(|stream| stream.synchronize());
         done.map_err(|error| Error::driver("waiting for the GPU", error))
     }
 
