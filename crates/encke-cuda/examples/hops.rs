@@ -73,7 +73,10 @@ impl Options {
             ..
         } = *self;
         let shape = Shape::new(1, tokens, heads, kv_heads, dim)?;
-        let sharding = Sharding::new(ranks, Cut::Zigzag)?;
+        let sharding = match ranks {
+            1 => Sharding::contiguous(1)?,
+            _ => Sharding::new(ranks, Cut::Zigzag)?,
+        };
         let pattern = Pattern::dense().causal(true);
         Ok(Request::new(shape, pattern, sharding, DType::Bf16))
     }

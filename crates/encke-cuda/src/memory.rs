@@ -65,8 +65,13 @@ impl Memory {
         let stream = self.device.compute();
         self.device
             .enqueue(stream, "copying to the GPU", &[], &[self], |stream| {
-                // SAFETY: the room was checked; a copy from pageable memory has read it on return.
-                unsafe { result::memcpy_htod_async(self.pointer, bytes, stream.cu_stream()) }
+                // SAFETY: the room was checked; a copy from pageable memory has read it on return,
+                // and any other is waited for.
+                unsafe { result::memcpy_htod_async(self.pointer, bytes, stream.cu_stream()) }?;
+                match is_known_to_driver(bytes) {
+                    true => stream.synchronize(),
+                    false => Ok(()),
+                }
             })
     }
 
@@ -112,6 +117,17 @@ impl Memory {
                 unsafe { result::memset_d8_async(self.pointer, 0, self.bytes, stream.cu_stream()) }
             })
     }
+}
+
+/// Whether memory of the host is page-locked or managed: a copy from it returns before it is read.
+fn is_known_to_driver(bytes: &[u8]) -> bool {
+    let mut kind = 0u32;
+    let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+    let (place, pointer) = ((&raw mut kind).cast(), bytes.as_ptr() as sys::CUdeviceptr);
+    // SAFETY: the attribute is a 32-bit number as documented; the address is only looked up.
+    unsafe { sys::cuPointerGetAttribute(place, attribute, pointer) }
+        .result()
+        .is_ok()
 }
 
 impl Drop for Memory {

@@ -10,9 +10,11 @@ use encke_core::conformance::{self, Random};
 use encke_core::job::{Block, Operand};
 use encke_core::kernel::Kernel;
 use encke_core::sharding::Run;
-use encke_core::transport::{Address, Incoming, Moved, Outgoing, Transport, TransportError};
+use encke_core::transport::{
+    Address, HostParcel, Incoming, Moved, Outgoing, Transport, TransportError,
+};
 use encke_core::{DType, Data, View};
-use encke_cuda::{Buffer, CudaKernel, Staged};
+use encke_cuda::{Buffer, CudaKernel, Pinned, Staged};
 use encke_ring::threads::endpoints;
 
 use crate::tally::Tally;
@@ -199,6 +201,30 @@ fn large(kernel: &CudaKernel, ranks: usize, elements: usize) -> Result<(), Strin
     })
 }
 
+/// Page-locked numbers may be changed as soon as an upload has returned.
+fn page_locked(kernel: &CudaKernel) -> Result<(), String> {
+    let count = 8 << 20;
+    let mut parcel = Pinned::new(kernel.device(), 4, count).map_err(|error| error.to_string())?;
+    bytemuck::cast_slice_mut::<u8, f32>(parcel.host_bytes_mut(count)).fill(1.0);
+    let mut buffer = kernel.allocate(DType::F32, count).expect("room");
+    let view = View::contiguous(
+        bytemuck::cast_slice::<u8, f32>(parcel.host_bytes(count)),
+        [1, count, 1, 1],
+    );
+    let runs = [Run {
+        first: 0,
+        stride: 1,
+        count,
+    }];
+    let uploaded = kernel.upload(&view.expect("a row of numbers"), &runs, &mut buffer);
+    uploaded.map_err(|error| error.to_string())?;
+    parcel.host_bytes_mut(count).fill(0);
+    match numbers(kernel, buffer).iter().all(|&number| number == 1.0) {
+        true => Ok(()),
+        false => Err("numbers were changed while they were uploaded".into()),
+    }
+}
+
 /// All of them.
 pub fn run(tally: &mut Tally, pointer: &CudaKernel, pinned: &CudaKernel) {
     for (name, kernel) in [("pointer hops", pointer), ("pinned hops", pinned)] {
@@ -213,6 +239,7 @@ pub fn run(tally: &mut Tally, pointer: &CudaKernel, pinned: &CudaKernel) {
                 .map(|(ranks, elements)| large(kernel, ranks, elements)),
         );
     }
+    tally.group("uploads from page-locked memory", [page_locked(pointer)]);
     let staged = |ranks: usize| {
         let wires = endpoints(ranks, DEADLINE).into_iter().enumerate();
         let wires = wires.map(|(rank, wire)| Staged::new(wire, pointer.device(), rank, DEADLINE));
