@@ -144,7 +144,8 @@ fn check(
     Ok(())
 }
 
-fn patterns() -> Vec<(&'static str, Pattern)> {
+/// Dense and causal; dilated under one softmax; dilated by groups of heads and causal.
+fn patterns() -> Vec<Pattern> {
     let mix = Mode::Mix {
         offsets: OffsetRule::HeadMod,
         gradient: MixingGradient::Exact,
@@ -154,47 +155,43 @@ fn patterns() -> Vec<(&'static str, Pattern)> {
     };
     let dilated = |mode| Pattern::dilated(&[64, 160], &[1, 3], mode).expect("two branches");
     vec![
-        ("dense", Pattern::dense()),
-        ("causal", Pattern::dense().causal(true)),
-        ("dilated, mixed", dilated(mix)),
-        ("dilated, causal, grouped", dilated(group).causal(true)),
+        Pattern::dense(),
+        Pattern::dense().causal(true),
+        dilated(mix),
+        dilated(group).causal(true),
     ]
 }
 
-/// Rings of one to eight ranks, however the tokens are cut.
-fn sizes(tally: &mut Tally, rings: &[Ring; 2]) {
-    for dtype in [DType::F64, DType::F32, DType::F16, DType::Bf16] {
-        let shape = Shape::new(1, 203, 4, 2, 64).expect("sizes are positive");
-        let mut checks = Vec::new();
-        for (name, pattern) in patterns() {
-            let sharding = Sharding::contiguous(1).expect("one rank");
-            let request = Request::new(shape, pattern.clone(), sharding, dtype);
-            let truth = match expected(&request, &tensors(&request, 7)) {
-                Ok(truth) => truth,
-                Err(error) => {
-                    checks.push(Err(format!("{name}: {error}")));
-                    continue;
-                }
-            };
-            for ranks in 1..=8 {
-                for cut in [Cut::Contiguous, Cut::Zigzag] {
-                    let sharding = Sharding::new(ranks, cut).expect("ranks are positive");
-                    let request = Request::new(shape, pattern.clone(), sharding, dtype);
-                    checks.push(check(rings, &request, 7, &truth));
-                }
-            }
-        }
-        tally.group(
-            &format!("rings of 1 to 8 ranks, {dtype}, both hops"),
-            checks,
-        );
-    }
+/// Rings of one to eight ranks of one pattern, however the tokens are cut.
+fn sizes(rings: &[Ring; 2], pattern: &Pattern, dtype: DType) -> Vec<Result<(), String>> {
+    let shape = Shape::new(1, 203, 4, 2, 64).expect("sizes are positive");
+    let request = |ranks: usize, cut: Cut| {
+        let sharding = Sharding::new(ranks, cut).expect("ranks are positive");
+        Request::new(shape, pattern.clone(), sharding, dtype)
+    };
+    let alone = request(1, Cut::Contiguous);
+    let truth = match expected(&alone, &tensors(&alone, 7)) {
+        Ok(truth) => truth,
+        Err(error) => return vec![Err(error)],
+    };
+    let cuts = |ranks| [Cut::Contiguous, Cut::Zigzag].map(|cut| request(ranks, cut));
+    let requests = (1..=8).flat_map(cuts);
+    requests
+        .map(|request| check(rings, &request, 7, &truth))
+        .collect()
 }
 
 /// All of it.
 pub fn run(tally: &mut Tally, pointer: CudaKernel, pinned: CudaKernel) {
     let rings = [pointer, pinned].map(|kernel| ThreadRing::new(kernel, DEADLINE));
-    sizes(tally, &rings);
+    for dtype in DType::ALL {
+        tally.group(
+            &format!("rings of 1 to 8 ranks, {dtype}, both hops"),
+            patterns()
+                .iter()
+                .flat_map(|pattern| sizes(&rings, pattern, dtype)),
+        );
+    }
     tally.group(
         "random requests, f64, both hops",
         (0..SEEDS).map(|seed| {

@@ -236,6 +236,7 @@ pub fn run(tally: &mut Tally, pointer: &CudaKernel, pinned: &CudaKernel) {
         tally.group(
             &format!("large parcels, {name}"),
             [(2, 5 << 20), (4, 10 << 20), (5, (1 << 21) + 3)]
+                .into_iter()
                 .map(|(ranks, elements)| large(kernel, ranks, elements)),
         );
     }
