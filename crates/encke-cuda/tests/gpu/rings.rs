@@ -1,15 +1,20 @@
 //! Whole rings on a GPU against the reference, and the two kinds of hops against each other.
 
-use std::time::Duration;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use encke_core::conformance::{Configuration, Tensors};
 use encke_core::pattern::{GroupScale, MixingGradient, Mode, OffsetRule};
 use encke_core::plan::program::Role;
-use encke_core::plan::{Pass, Request};
+use encke_core::plan::{Pass, Plan, Request};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::{DType, Pattern, Shape, Tensor, reference};
-use encke_cuda::CudaKernel;
-use encke_ring::ThreadRing;
+use encke_core::transport::Transport;
+use encke_core::{DType, Pattern, Shape, Tensor, View, reference};
+use encke_cuda::{Buffer, CudaKernel, Nccl, NcclTransport, Staged};
+use encke_ring::threads::endpoints;
+use encke_ring::trace::Recorder;
+use encke_ring::{Outcome, Rank, ThreadRing, call};
 
 use crate::tally::Tally;
 
@@ -42,15 +47,55 @@ fn tensors(request: &Request, seed: u64) -> Tensors {
     tensors
 }
 
+/// Whoever carries out a request.
+type Driver<'a> = dyn Fn(&Request, &[(Role, View<'_>)]) -> Result<Outcome, String> + 'a;
+
+/// Threads on one GPU.
+fn threads(ring: &Ring) -> Box<Driver<'_>> {
+    Box::new(|request, inputs| ring.run(request, inputs).map_err(|error| error.to_string()))
+}
+
+/// Ranks that live apart, each with a wire of its own.
+fn apart<'a, T: Transport<Buffer> + Send>(
+    kernel: &'a CudaKernel,
+    wires: impl Fn(usize) -> Result<Vec<T>, String> + 'a,
+) -> Box<Driver<'a>> {
+    Box::new(move |request, inputs| {
+        let words = |error: encke_ring::RingError| error.to_string();
+        let plan = Arc::new(Plan::new(request.clone()).map_err(|error| error.to_string())?);
+        let ranks = (0..plan.ranks()).map(|rank| call::recruit(kernel, &plan, rank));
+        let mut ranks = ranks.collect::<Result<Vec<_>, _>>().map_err(words)?;
+        let wires = wires(ranks.len())?;
+        std::thread::scope(|scope| {
+            let members = ranks.iter_mut().zip(wires);
+            let live = |(rank, mut wire): (&'_ mut Rank<CudaKernel>, T)| {
+                let mut recorder = Recorder::new(rank.plan().rank, Instant::now());
+                call::guarded(|| {
+                    call::load(kernel, rank, inputs, &mut recorder)?;
+                    rank.run(kernel, &mut wire, &mut recorder)
+                })
+            };
+            let threads: Vec<_> = members
+                .map(|member| scope.spawn(move || live(member)))
+                .collect();
+            let mut ended = threads.into_iter().map(|thread| thread.join());
+            ended.try_for_each(|ended| match ended {
+                Ok(ended) => ended.map_err(|error| error.to_string()),
+                Err(_) => Err("a rank panicked".to_string()),
+            })
+        })?;
+        Outcome::collect(kernel, &plan, &mut ranks, Vec::new(), Vec::new()).map_err(words)
+    })
+}
+
 /// Runs a request forward and backward.
-fn results(ring: &Ring, request: &Request, tensors: &Tensors) -> Result<Results, String> {
-    let words = |error: encke_ring::RingError| error.to_string();
+fn results(drive: &Driver<'_>, request: &Request, tensors: &Tensors) -> Result<Results, String> {
     let inputs = [
         (Role::Q, tensors.q.view()),
         (Role::K, tensors.k.view()),
         (Role::V, tensors.v.view()),
     ];
-    let mut forward = ring.run(request, &inputs).map_err(words)?;
+    let mut forward = drive(request, &inputs)?;
     let [out, lse] = [Role::Out, Role::Lse].map(|role| forward.take(role));
     let (out, lse) = (out.ok_or("no out")?, lse.ok_or("no lse")?);
     let backward = Request {
@@ -64,7 +109,7 @@ fn results(ring: &Ring, request: &Request, tensors: &Tensors) -> Result<Results,
         (Role::Dlse, tensors.dlse.view()),
     ];
     let inputs: Vec<_> = inputs.into_iter().chain(more).collect();
-    let mut gradients = ring.run(&backward, &inputs).map_err(words)?;
+    let mut gradients = drive(&backward, &inputs)?;
     let mut gradient = |role| gradients.take(role).ok_or("a gradient is missing");
     let (dq, dk, dv) = (
         gradient(Role::Dq)?,
@@ -114,28 +159,27 @@ fn difference(got: &Tensor, expected: &[f64]) -> f64 {
     })
 }
 
-/// One request on both rings: right, and the same bits.
+/// One request, however it is driven: right, and the same bits.
 fn check(
-    rings: &[Ring; 2],
+    drivers: &[&Driver<'_>],
     request: &Request,
     seed: u64,
     truth: &[Vec<f64>; 5],
 ) -> Result<(), String> {
     let tensors = tensors(request, seed);
-    let [pointer, pinned] = rings;
-    let [pointer, pinned] = [
-        results(pointer, request, &tensors)?,
-        results(pinned, request, &tensors)?,
-    ];
-    let names = ["out", "lse", "dq", "dk", "dv"];
-    for (((name, got), same), truth) in names.iter().zip(&pointer).zip(&pinned).zip(truth) {
-        let error = difference(got, truth);
+    let all = drivers
+        .iter()
+        .map(|drive| results(drive, request, &tensors));
+    let all = all.collect::<Result<Vec<Results>, String>>()?;
+    for (at, name) in ["out", "lse", "dq", "dk", "dv"].iter().enumerate() {
+        let error = difference(&all[0][at], &truth[at]);
         if error > tolerance(request.dtype) {
             return Err(format!(
                 "{name} is off by {error:e}: seed {seed}, {request:?}"
             ));
         }
-        if got.data().bytes() != same.data().bytes() {
+        let bits = |results: &Results| results[at].data().bytes().to_vec();
+        if all.iter().any(|results| bits(results) != bits(&all[0])) {
             return Err(format!(
                 "{name} depends on the hops: seed {seed}, {request:?}"
             ));
@@ -162,8 +206,13 @@ fn patterns() -> Vec<Pattern> {
     ]
 }
 
-/// Rings of one to eight ranks of one pattern, however the tokens are cut.
-fn sizes(rings: &[Ring; 2], pattern: &Pattern, dtype: DType) -> Vec<Result<(), String>> {
+/// Rings of some sizes of one pattern, however the tokens are cut.
+fn sizes(
+    drivers: &[&Driver<'_>],
+    ranks: RangeInclusive<usize>,
+    pattern: &Pattern,
+    dtype: DType,
+) -> Vec<Result<(), String>> {
     let shape = Shape::new(1, 203, 4, 2, 64).expect("sizes are positive");
     let request = |ranks: usize, cut: Cut| {
         let sharding = Sharding::new(ranks, cut).expect("ranks are positive");
@@ -175,29 +224,61 @@ fn sizes(rings: &[Ring; 2], pattern: &Pattern, dtype: DType) -> Vec<Result<(), S
         Err(error) => return vec![Err(error)],
     };
     let cuts = |ranks| [Cut::Contiguous, Cut::Zigzag].map(|cut| request(ranks, cut));
-    let requests = (1..=8).flat_map(cuts);
-    requests
-        .map(|request| check(rings, &request, 7, &truth))
+    ranks
+        .flat_map(cuts)
+        .map(|request| check(drivers, &request, 7, &truth))
         .collect()
+}
+
+/// Wires that stage parcels for threads.
+fn staged(kernel: &CudaKernel) -> Box<Driver<'_>> {
+    apart(kernel, |ranks: usize| {
+        let wires = endpoints(ranks, DEADLINE).into_iter().enumerate();
+        let wire = |(rank, wire)| Staged::new(wire, kernel.device(), rank, DEADLINE);
+        Ok(wires.map(wire).collect::<Vec<_>>())
+    })
+}
+
+/// A wire of NCCL for one rank: it has nobody to talk to, but its program runs on it all the same.
+fn nccl<'a>(kernel: &'a CudaKernel, nccl: &'a Arc<Nccl>) -> Box<Driver<'a>> {
+    apart(kernel, |_| {
+        let words = |error: encke_cuda::Error| error.to_string();
+        let id = nccl.unique_id().map_err(words)?;
+        let wire = NcclTransport::new(nccl, kernel.device(), &id, 0, 1, DEADLINE);
+        Ok(vec![wire.map_err(words)?])
+    })
 }
 
 /// All of it.
 pub fn run(tally: &mut Tally, pointer: CudaKernel, pinned: CudaKernel) {
     let rings = [pointer, pinned].map(|kernel| ThreadRing::new(kernel, DEADLINE));
-    for dtype in DType::ALL {
-        tally.group(
-            &format!("rings of 1 to 8 ranks, {dtype}, both hops"),
-            patterns()
-                .iter()
-                .flat_map(|pattern| sizes(&rings, pattern, dtype)),
-        );
+    let [pointer, pinned] = rings.each_ref().map(threads);
+    let kernel = rings[0].kernel();
+    let (staged, patterns) = (staged(kernel), patterns());
+    let mut group = |name: &str, drivers: &[&Driver<'_>], ranks: RangeInclusive<usize>| {
+        for dtype in DType::ALL {
+            let of = |pattern: &Pattern| sizes(drivers, ranks.clone(), pattern, dtype);
+            tally.group(&format!("{name}, {dtype}"), patterns.iter().flat_map(of));
+        }
+    };
+    let name = "rings of 1 to 8 ranks, pointer and pinned hops";
+    group(name, &[&*pointer, &*pinned], 1..=8);
+    group(
+        "rings of 2 to 5 ranks, staged",
+        &[&*pointer, &*staged],
+        2..=5,
+    );
+    if let Ok(loaded) = Nccl::load() {
+        let alone = nccl(kernel, &loaded);
+        group("one rank, NCCL", &[&*pointer, &*alone], 1..=1);
     }
     tally.group(
-        "random requests, f64, both hops",
+        "random requests, f64, all hops",
         (0..SEEDS).map(|seed| {
             let Configuration { request, seed } = Configuration::random(seed);
             let truth = expected(&request, &tensors(&request, seed))?;
-            check(&rings, &request, seed, &truth)
+            let drivers = [&*pointer, &*pinned, &*staged];
+            check(&drivers, &request, seed, &truth)
         }),
     );
 }
