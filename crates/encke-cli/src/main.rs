@@ -11,6 +11,7 @@ mod billion;
 mod chrome;
 mod cli;
 mod demo;
+mod device_option;
 mod finite;
 mod generate;
 mod input;
