@@ -2,7 +2,7 @@
 
 use encke_core::DType;
 
-use crate::launch::{cells, hopper_backward, hopper_forward, mma, moving, plain};
+use crate::launch::{cells, hopper_backward, hopper_forward, mma, moving, plain, rows};
 use crate::program::Program;
 
 /// Compute capabilities that programs for any GPU are compiled for: Ampere, Ada, Hopper, Blackwell.
@@ -13,6 +13,10 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
     let mut all = Vec::new();
     for dtype in DType::ALL {
         all.push((cells::program(dtype), (9, 0)));
+        for dim in [20, 64, 128] {
+            all.push((rows::generator(dtype, dim), (9, 0)));
+            all.push((rows::summer(dtype, dim), (9, 0)));
+        }
         all.push((plain::program(dtype, 64, true), (9, 0)));
         all.push((plain::program(dtype, 256, false), (9, 0)));
         for other in [dtype, dtype.sum()] {

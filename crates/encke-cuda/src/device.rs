@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, DriverError, result, sys};
@@ -43,6 +43,9 @@ pub struct Device {
     processors: u32,
     shared_bytes: usize,
     functions: Mutex<HashMap<Key, (CudaFunction, usize)>>,
+    allocated: AtomicUsize,
+    peak: AtomicUsize,
+    enqueued: AtomicUsize,
 }
 
 impl Device {
@@ -85,6 +88,9 @@ impl Device {
             shared_bytes,
             context,
             functions: Mutex::default(),
+            allocated: AtomicUsize::new(0),
+            peak: AtomicUsize::new(0),
+            enqueued: AtomicUsize::new(0),
         }))
     }
 
@@ -112,6 +118,28 @@ impl Device {
     pub fn memory(&self) -> Result<(usize, usize)> {
         let told = self.context.mem_get_info();
         told.map_err(|error| Error::driver("asking for free memory", error))
+    }
+
+    /// Bytes that this process has allocated on it now, and the most it ever had.
+    pub fn allocated_bytes(&self) -> (usize, usize) {
+        let told = |of: &AtomicUsize| of.load(Ordering::Relaxed);
+        (told(&self.allocated), told(&self.peak))
+    }
+
+    /// Launches and copies enqueued so far.
+    pub fn enqueued(&self) -> usize {
+        self.enqueued.load(Ordering::Relaxed)
+    }
+
+    /// Books memory that was taken.
+    pub(crate) fn take(&self, bytes: usize) {
+        let now = self.allocated.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// Books memory that was given back.
+    pub(crate) fn give_back(&self, bytes: usize) {
+        self.allocated.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// The stream everything is computed on.
@@ -253,6 +281,7 @@ impl Device {
                 .map_err(failed)?;
         }
         let worked = work(stream);
+        self.enqueued.fetch_add(1, Ordering::Relaxed);
         // Noted even where it failed: a part of it may be on its way.
         let noting = self.noting.lock().unwrap_or_else(PoisonError::into_inner);
         let event = Arc::new(stream.record_event(None).map_err(failed)?);

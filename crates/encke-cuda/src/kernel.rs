@@ -18,6 +18,7 @@ use crate::device::Device;
 use crate::error::{Error, NAME};
 use crate::hops::Hops;
 use crate::jobs::Tables;
+use crate::launch::rows::{self, RowSums};
 use crate::launch::{Site, cells, hopper_backward, hopper_forward, mma, moving, plain};
 use crate::memory::Memory;
 use crate::operands::{Ends, Gradient, Operands};
@@ -91,6 +92,30 @@ impl CudaKernel {
     /// The GPU.
     pub fn device(&self) -> &Arc<Device> {
         &self.site.device
+    }
+
+    /// Makes rows `[tokens, heads, dim]` of a generated sequence at `at` in a buffer. `keys` has one
+    /// key for each head: all that a row's own key is mixed from beside its token.
+    pub fn generate(
+        &self,
+        tokens: Run,
+        keys: &[u64],
+        dim: usize,
+        (to, at): (&mut Buffer, usize),
+    ) -> crate::Result<()> {
+        rows::generate(&self.site, tokens, keys, dim, to, at)
+    }
+
+    /// Sums up rows `[tokens, heads, dim]` of a batch entry that lie at `at` in a buffer.
+    pub fn sum_rows(
+        &self,
+        batch: usize,
+        tokens: Run,
+        heads: &[usize],
+        dim: usize,
+        (from, at): (&Buffer, usize),
+    ) -> crate::Result<RowSums> {
+        rows::sum(&self.site, batch, tokens, heads, dim, from, at)
     }
 
     /// Which family computes a job: the first that takes it, or the one that was asked for.

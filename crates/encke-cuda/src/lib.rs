@@ -34,6 +34,7 @@ pub use device::{Device, Instant};
 pub use error::{Error, Result};
 pub use hops::Hops;
 pub use kernel::{CudaKernel, Path, Summation};
+pub use launch::rows::RowSums;
 pub use nccl::{Nccl, NcclTransport, UniqueId};
 pub use nvrtc::{Built, Nvrtc, complaints};
 pub use pinned::Pinned;

@@ -27,9 +27,11 @@ impl Memory {
         stream.context().bind_to_thread().map_err(refused)?;
         // SAFETY: the stream is alive; nothing is read before it is written.
         let pointer = unsafe { result::malloc_async(stream.cu_stream(), bytes.max(1)) };
+        let pointer = pointer.map_err(refused)?;
+        device.take(bytes);
         let memory = Memory {
             device: Arc::clone(device),
-            pointer: pointer.map_err(refused)?,
+            pointer,
             bytes,
             marks: Mutex::default(),
         };
@@ -143,5 +145,6 @@ impl Drop for Memory {
             // SAFETY: allocated on this stream, and every use of it comes before.
             let _ = unsafe { result::free_async(self.pointer, stream.cu_stream()) };
         }
+        self.device.give_back(self.bytes);
     }
 }

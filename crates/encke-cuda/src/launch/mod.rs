@@ -8,6 +8,7 @@ pub(crate) mod mma;
 pub(crate) mod mma_tiles;
 pub(crate) mod moving;
 pub(crate) mod plain;
+pub(crate) mod rows;
 
 use std::sync::Arc;
 

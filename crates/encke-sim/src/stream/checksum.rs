@@ -69,7 +69,18 @@ impl Checksum {
         32.0 * dtype.epsilon() * self.squares().sqrt()
     }
 
-    fn add(self, other: Checksum) -> Checksum {
+    /// One whose sums, in units of 2^-32, were made elsewhere, of so many rows.
+    pub fn of_units(signed: i128, squares: i128, rows: u64) -> Checksum {
+        Checksum {
+            signed,
+            squares,
+            rows,
+        }
+    }
+
+    /// The sums of both.
+    #[must_use]
+    pub fn add(self, other: Checksum) -> Checksum {
         Checksum {
             signed: self.signed + other.signed,
             squares: self.squares + other.squares,
@@ -173,6 +184,31 @@ impl Samples {
         self.wanted.len()
     }
 
+    /// Those of a stretch of the first batch entry, each with the number of its row there.
+    pub fn within(&self, stretch: &Stretch<'_>) -> Vec<((usize, usize), usize)> {
+        let Stretch { tokens, heads, .. } = *stretch;
+        if stretch.batch != 0 || tokens.count == 0 {
+            return Vec::new();
+        }
+        let range = self.wanted.range((tokens.first, 0)..(tokens.end(), 0));
+        let row = |&(token, head): &(usize, usize)| {
+            let past = token - tokens.first;
+            let index = heads.binary_search(&head).ok()?;
+            let met = past.is_multiple_of(tokens.stride);
+            met.then(|| ((token, head), past / tokens.stride * heads.len() + index))
+        };
+        range.filter_map(row).collect()
+    }
+
+    /// Keeps a row of out, or its lse.
+    pub fn keep(&mut self, place: (usize, usize), role: Role, numbers: Vec<f64>) {
+        let sampled = self.rows.entry(place).or_default();
+        match role {
+            Role::Out => sampled.out = numbers,
+            _ => sampled.lse = numbers[0],
+        }
+    }
+
     /// Takes the rows that have come since.
     pub fn take(&mut self) -> BTreeMap<(usize, usize), Sampled> {
         std::mem::take(&mut self.rows)
@@ -181,32 +217,14 @@ impl Samples {
 
 impl Sink for Samples {
     fn write(&mut self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
-        let Stretch {
-            role,
-            batch,
-            tokens,
-            heads,
-        } = *stretch;
-        if batch != 0 || tokens.count == 0 || !matches!(role, Role::Out | Role::Lse) {
+        if !matches!(stretch.role, Role::Out | Role::Lse) {
             return Ok(());
         }
         let slice = from.as_slice();
-        let width = slice.len() / (tokens.count * heads.len());
-        for &(token, head) in self.wanted.range((tokens.first, 0)..(tokens.end(), 0)) {
-            let past = token - tokens.first;
-            let Ok(index) = heads.binary_search(&head) else {
-                continue;
-            };
-            if !past.is_multiple_of(tokens.stride) {
-                continue;
-            }
-            let start = (past / tokens.stride * heads.len() + index) * width;
-            let sampled = self.rows.entry((token, head)).or_default();
-            let numbers = (start..start + width).map(|i| slice.get(i));
-            match role {
-                Role::Out => sampled.out = numbers.collect(),
-                _ => sampled.lse = slice.get(start),
-            }
+        let width = slice.len() / (stretch.tokens.count * stretch.heads.len()).max(1);
+        for (place, row) in self.within(stretch) {
+            let numbers = (row * width..(row + 1) * width).map(|i| slice.get(i));
+            self.keep(place, stretch.role, numbers.collect());
         }
         Ok(())
     }

@@ -8,6 +8,7 @@ use encke_core::kernel::{Kernel, KernelError};
 use encke_core::sharding::Run;
 use encke_core::{DType, Tensor, with_typed};
 
+use super::dock::Held;
 use super::{Source, StreamError, Stretch};
 
 /// Numbers of a piece, unless one token has more.
@@ -38,15 +39,19 @@ impl<'a, K: Kernel> Desk<'a, K> {
         }
     }
 
-    /// Copies the rows of a stretch, `width` numbers each, from a source to `at` in a buffer of
-    /// type `dtype`.
+    /// Copies the rows of a stretch, `width` numbers each, from a source to their place.
     pub fn fetch(
         &mut self,
         source: &dyn Source,
         stretch: &Stretch<'_>,
         width: usize,
-        (to, dtype, at): (&mut K::Buffer, DType, usize),
+        to: Held<&mut K::Buffer>,
     ) -> Result<(), StreamError> {
+        let Held {
+            buffer: to,
+            dtype,
+            at,
+        } = to;
         let stored = source.dtype(stretch.role);
         let numbers = |piece: &Stretch<'_>| piece.tokens.count * piece.heads.len() * width;
         let mut pieces = pieces(stretch, width);
@@ -91,22 +96,22 @@ impl<'a, K: Kernel> Desk<'a, K> {
         Ok(())
     }
 
-    /// Hands the rows of a stretch, which lie at `at` in a buffer of type `dtype`, over as numbers
-    /// of type `rounded`, piece by piece.
+    /// Hands the rows of a stretch over as numbers of type `rounded`, piece by piece.
     pub fn deliver(
         &mut self,
-        (from, dtype, at): (&K::Buffer, DType, usize),
+        from: Held<&K::Buffer>,
         stretch: &Stretch<'_>,
         width: usize,
         rounded: DType,
         take: &mut dyn FnMut(&Stretch<'_>, &Tensor) -> Result<(), StreamError>,
     ) -> Result<(), StreamError> {
+        let Held { dtype, at, .. } = from;
         for (offset, piece) in pieces(stretch, width) {
             let numbers = piece.tokens.count * piece.heads.len() * width;
             let mut host = self.host(rounded, numbers);
             let mut device = self.device(dtype, numbers)?;
             let block = Block::contiguous(numbers, at + offset, 0);
-            let from = self.kernel.input(from);
+            let from = self.kernel.input(from.buffer);
             let copied = self.kernel.copy(&block, false, from, &mut device.2);
             let copied = copied.and_then(|()| self.kernel.download(&device.2, &[ONE], &mut host));
             let done = copied.map_err(|source| self.failed(source));

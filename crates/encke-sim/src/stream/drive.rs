@@ -2,17 +2,18 @@
 
 use std::time::{Duration, Instant};
 
+use encke_core::Shape;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::{Component, Port, Role};
 use encke_core::plan::{Plan, Queries, Request};
 use encke_core::sharding::Run;
 use encke_core::transport::Moved;
-use encke_core::{Shape, Tensor};
 use encke_ring::memory::planned;
 use encke_ring::trace::{Activity, Event, Recorder};
 use encke_ring::{Rank, RankError, RankMemory};
 
 use super::desk::Desk;
+use super::dock::{Dock, Held, HostDock};
 use super::{Sink, Source, Spool, StreamError, Streamed, Stretch};
 
 /// What one rank did.
@@ -86,128 +87,147 @@ impl<'a, K: Kernel> Stream<'a, K> {
         })
     }
 
-    /// The whole life of one rank. Ranks may come in any order and need not all come; a backward
-    /// pass needs all of them, and a spool for the gradients of keys and values.
+    /// The whole life of one rank, whose rows come from the host and go to it. Ranks may come in any
+    /// order and need not all come; a backward pass needs all of them, and a spool for the gradients
+    /// of keys and values.
     pub fn rank(
         &mut self,
         number: usize,
         source: &dyn Source,
         sink: &mut dyn Sink,
-        mut spool: Option<&mut Spool>,
+        spool: Option<&mut Spool>,
     ) -> Result<RankDone, StreamError> {
-        let begin = Instant::now();
-        let program = self.plan.rank(number)?;
-        let planned = planned(self.kernel, &program, 1, self.plan.request());
-        let pairs = program.pairs();
         self.desk.rank = number;
-        let failed = |source: RankError| StreamError::Rank {
-            rank: number,
+        let mut dock = HostDock {
+            desk: &mut self.desk,
             source,
+            sink,
+            spool,
         };
-        let made = match self.before.take() {
-            Some(before) => before.succeed(self.kernel, program),
-            None => Rank::new(self.kernel, program),
-        };
-        let mut rank = made.map_err(|source| failed(RankError::Kernel { round: 0, source }))?;
-        let mut recorder = Recorder::new(number, begin);
-        let loading = Instant::now();
-        for port in rank.plan().inputs.clone() {
-            self.load(&mut rank, &port, source)?;
-        }
-        recorder.note(0, Activity::Load, loading, Moved::default());
-        let request = self.plan.request();
-        let spool_of_rank = spool.as_deref_mut();
-        let mut streamed = Streamed::new(
-            &mut self.desk,
-            self.kernel,
-            request,
-            rank.plan(),
-            source,
-            spool_of_rank,
-        );
-        if let Err(error) = rank.run(self.kernel, &mut streamed, &mut recorder) {
-            return Err(streamed.failure().unwrap_or_else(|| failed(error)));
-        }
-        for port in &rank.plan().outputs {
-            self.store(&rank, port, sink, spool.as_deref_mut())?;
-        }
-        let scratch = self.kernel.scratch_bytes();
-        let last = rank.plan().rounds.len();
-        rank.ledger_mut().hold(last, Component::Workspace, scratch);
-        let memory = RankMemory {
-            rank: number,
-            planned,
-            lent_bytes: 0,
-            allocated_bytes: rank.allocated_bytes(),
-            ledger: rank.ledger().clone(),
-        };
-        self.before = Some(rank);
-        Ok(RankDone {
-            rank: number,
-            pairs,
-            memory,
-            events: recorder.finish(),
-            took: begin.elapsed(),
-        })
+        live(self.kernel, self.plan, &mut self.before, number, &mut dock)
     }
 
-    fn load(
+    /// The same with rows that come and go by way of a dock.
+    pub fn rank_at(
         &mut self,
-        rank: &mut Rank<K>,
-        port: &Port,
-        source: &dyn Source,
-    ) -> Result<(), StreamError> {
-        let shape = &self.plan.request().shape;
-        let (heads, width) = (heads(port.role, shape), width(port.role, shape));
-        let dtype = rank.plan().buffers[port.buffer.0].dtype;
-        let buffer = rank.buffer_mut(port.buffer);
-        for (at, batch, tokens) in places(port, shape, heads.len() * width) {
-            let stretch = Stretch {
-                role: port.role,
-                batch,
-                tokens,
-                heads: &heads,
-            };
-            let to = (&mut *buffer, dtype, at);
-            self.desk.fetch(source, &stretch, width, to)?;
-        }
-        Ok(())
+        number: usize,
+        dock: &mut dyn Dock<K>,
+    ) -> Result<RankDone, StreamError> {
+        live(self.kernel, self.plan, &mut self.before, number, dock)
     }
+}
 
-    fn store(
-        &mut self,
-        rank: &Rank<K>,
-        port: &Port,
-        sink: &mut dyn Sink,
-        mut spool: Option<&mut Spool>,
-    ) -> Result<(), StreamError> {
-        let request = self.plan.request();
-        let shape = &request.shape;
-        let (heads, width) = (heads(port.role, shape), width(port.role, shape));
-        let dtype = rank.plan().buffers[port.buffer.0].dtype;
-        let summed = matches!(port.role, Role::Dk | Role::Dv);
-        let rounded = match port.role {
-            Role::Lse => request.dtype.sum(),
-            _ if summed => request.dtype.sum(),
-            _ => request.dtype,
-        };
-        for (at, batch, tokens) in places(port, shape, heads.len() * width) {
-            let stretch = Stretch {
-                role: port.role,
-                batch,
-                tokens,
-                heads: &heads,
-            };
-            let mut take = |stretch: &Stretch<'_>, numbers: &Tensor| match spool.as_deref_mut() {
-                Some(spool) if summed => spool.add(stretch, numbers.data()),
-                _ => sink.write(stretch, numbers.data()),
-            };
-            let from = (rank.buffer(port.buffer), dtype, at);
-            self.desk
-                .deliver(from, &stretch, width, rounded, &mut take)?;
-        }
-        Ok(())
+/// The whole life of one rank, in the memory of the one before.
+fn live<K: Kernel>(
+    kernel: &K,
+    plan: &Plan,
+    before: &mut Option<Rank<K>>,
+    number: usize,
+    dock: &mut dyn Dock<K>,
+) -> Result<RankDone, StreamError> {
+    let begin = Instant::now();
+    let request = plan.request();
+    let program = plan.rank(number)?;
+    let planned = planned(kernel, &program, 1, request);
+    let pairs = program.pairs();
+    let failed = |source: RankError| StreamError::Rank {
+        rank: number,
+        source,
+    };
+    let made = match before.take() {
+        Some(before) => before.succeed(kernel, program),
+        None => Rank::new(kernel, program),
+    };
+    let mut rank = made.map_err(|source| failed(RankError::Kernel { round: 0, source }))?;
+    let mut recorder = Recorder::new(number, begin);
+    let loading = Instant::now();
+    for port in rank.plan().inputs.clone() {
+        load(&mut rank, &port, &request.shape, dock)?;
     }
+    recorder.note(0, Activity::Load, loading, Moved::default());
+    let mut streamed = Streamed::new(kernel, request, rank.plan(), dock);
+    if let Err(error) = rank.run(kernel, &mut streamed, &mut recorder) {
+        return Err(streamed.failure().unwrap_or_else(|| failed(error)));
+    }
+    for port in &rank.plan().outputs {
+        store(&rank, port, request, dock)?;
+    }
+    let scratch = kernel.scratch_bytes();
+    let last = rank.plan().rounds.len();
+    rank.ledger_mut().hold(last, Component::Workspace, scratch);
+    let memory = RankMemory {
+        rank: number,
+        planned,
+        lent_bytes: 0,
+        allocated_bytes: rank.allocated_bytes(),
+        ledger: rank.ledger().clone(),
+    };
+    *before = Some(rank);
+    Ok(RankDone {
+        rank: number,
+        pairs,
+        memory,
+        events: recorder.finish(),
+        took: begin.elapsed(),
+    })
+}
+
+/// Rows of an input.
+fn load<K: Kernel>(
+    rank: &mut Rank<K>,
+    port: &Port,
+    shape: &Shape,
+    dock: &mut dyn Dock<K>,
+) -> Result<(), StreamError> {
+    let (heads, width) = (heads(port.role, shape), width(port.role, shape));
+    let dtype = rank.plan().buffers[port.buffer.0].dtype;
+    let buffer = rank.buffer_mut(port.buffer);
+    for (at, batch, tokens) in places(port, shape, heads.len() * width) {
+        let stretch = Stretch {
+            role: port.role,
+            batch,
+            tokens,
+            heads: &heads,
+        };
+        let to = Held {
+            buffer: &mut *buffer,
+            dtype,
+            at,
+        };
+        dock.fetch(&stretch, width, to)?;
+    }
+    Ok(())
+}
+
+/// Rows of an output.
+fn store<K: Kernel>(
+    rank: &Rank<K>,
+    port: &Port,
+    request: &Request,
+    dock: &mut dyn Dock<K>,
+) -> Result<(), StreamError> {
+    let shape = &request.shape;
+    let (heads, width) = (heads(port.role, shape), width(port.role, shape));
+    let dtype = rank.plan().buffers[port.buffer.0].dtype;
+    let rounded = match port.role {
+        Role::Lse | Role::Dk | Role::Dv => request.dtype.sum(),
+        _ => request.dtype,
+    };
+    for (at, batch, tokens) in places(port, shape, heads.len() * width) {
+        let stretch = Stretch {
+            role: port.role,
+            batch,
+            tokens,
+            heads: &heads,
+        };
+        let from = Held {
+            buffer: rank.buffer(port.buffer),
+            dtype,
+            at,
+        };
+        dock.deliver(from, &stretch, width, rounded)?;
+    }
+    Ok(())
 }
 
 /// Where each run of a port begins in its buffer `[batch, rows, …]`: (address, batch entry, run).

@@ -59,11 +59,19 @@ impl Generator {
         ((u128::from(die) * bound as u128) >> 64) as usize
     }
 
-    fn key(&self, role: Role, batch: usize, token: usize, head: usize) -> u64 {
-        let place = [role as u64, batch as u64, head as u64, token as u64];
+    /// What the keys of all rows of one head are mixed from, beside their tokens. A device that
+    /// makes rows for itself is told this.
+    #[inline(always)]
+    pub fn head_key(&self, role: Role, batch: usize, head: usize) -> u64 {
+        let place = [role as u64, batch as u64, head as u64];
         place
             .into_iter()
             .fold(mix(self.seed), |key, x| mix(key ^ mix(x)))
+    }
+
+    #[inline(always)]
+    fn key(&self, role: Role, batch: usize, token: usize, head: usize) -> u64 {
+        mix(self.head_key(role, batch, head) ^ mix(token as u64))
     }
 }
 

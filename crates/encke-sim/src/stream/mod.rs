@@ -14,6 +14,7 @@
 
 mod checksum;
 mod desk;
+mod dock;
 mod drive;
 mod files;
 mod fit;
@@ -28,6 +29,7 @@ use encke_core::{DType, Data};
 use encke_ring::RankError;
 
 pub use checksum::{Checksum, Sampled, Samples};
+pub use dock::{Dock, Held};
 pub use drive::{RankDone, Stream, width};
 pub use files::{Files, TensorFile};
 pub use fit::{Fit, MOST_RANKS, PROGRAM_BYTES, fit};

@@ -1,9 +1,9 @@
 //! A transport with nobody at the other end.
 //!
 //! What a rank would receive of k and v is read from the source, row by row as the plan names them.
-//! What it would receive of gradients is an empty sum; what it would send of them is added to the
-//! rows it belongs to, in the [`Spool`]. What it would send of k and v goes nowhere: whoever
-//! needs it reads it for himself. Bytes are counted as if all of it had travelled, since that is
+//! What it would receive of gradients is an empty sum; what it would send of them is delivered, and
+//! added to the rows it belongs to. What it would send of k and v goes nowhere: whoever needs it
+//! reads it for himself. Bytes are counted as if all of it had travelled, since that is
 //! what the plan says and a rank holds it against.
 
 use encke_core::kernel::Kernel;
@@ -11,8 +11,8 @@ use encke_core::plan::Request;
 use encke_core::plan::program::{Message, Origin, RankPlan, Role};
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport, TransportError};
 
-use super::desk::Desk;
-use super::{Source, Spool, StreamError, Stretch};
+use super::dock::{Dock, Held};
+use super::{StreamError, Stretch};
 
 /// What each message of a round holds.
 struct Hops {
@@ -21,25 +21,22 @@ struct Hops {
 }
 
 /// The transport of one rank.
-pub struct Streamed<'s, 'k, K: Kernel> {
-    desk: &'s mut Desk<'k, K>,
-    kernel: &'k K,
+pub struct Streamed<'s, K: Kernel> {
+    kernel: &'s K,
     request: &'s Request,
-    source: &'s dyn Source,
-    spool: Option<&'s mut Spool>,
+    dock: &'s mut dyn Dock<K>,
+    rank: usize,
     rounds: Vec<Hops>,
     failure: Option<StreamError>,
 }
 
-impl<'s, 'k, K: Kernel> Streamed<'s, 'k, K> {
+impl<'s, K: Kernel> Streamed<'s, K> {
     pub(super) fn new(
-        desk: &'s mut Desk<'k, K>,
-        kernel: &'k K,
+        kernel: &'s K,
         request: &'s Request,
         plan: &RankPlan,
-        source: &'s dyn Source,
-        spool: Option<&'s mut Spool>,
-    ) -> Streamed<'s, 'k, K> {
+        dock: &'s mut dyn Dock<K>,
+    ) -> Streamed<'s, K> {
         let origins = |messages: &[Message]| {
             let each = messages.iter().map(|message| message.origin.clone());
             each.collect()
@@ -49,11 +46,10 @@ impl<'s, 'k, K: Kernel> Streamed<'s, 'k, K> {
             receives: origins(&round.receives),
         });
         Streamed {
-            desk,
             kernel,
             request,
-            source,
-            spool,
+            dock,
+            rank: plan.rank,
             rounds: rounds.collect(),
             failure: None,
         }
@@ -83,7 +79,7 @@ impl<'s, 'k, K: Kernel> Streamed<'s, 'k, K> {
         if matches!(origin.role, Role::Dk | Role::Dv) {
             let filled = self.kernel.fill(to, 0.0);
             return filled.map_err(|source| StreamError::Rank {
-                rank: self.desk.rank,
+                rank: self.rank,
                 source: encke_ring::RankError::Kernel { round: 0, source },
             });
         }
@@ -96,8 +92,12 @@ impl<'s, 'k, K: Kernel> Streamed<'s, 'k, K> {
                     tokens,
                     heads: &rows.heads,
                 };
-                self.desk
-                    .fetch(self.source, &stretch, dim, (to, dtype, at))?;
+                let to = Held {
+                    buffer: &mut *to,
+                    dtype,
+                    at,
+                };
+                self.dock.fetch(&stretch, dim, to)?;
                 at += tokens.count * rows.heads.len() * dim;
             }
         }
@@ -112,20 +112,18 @@ impl<'s, 'k, K: Kernel> Streamed<'s, 'k, K> {
         for (index, batch, mut at) in self.stretches(origin) {
             let rows = &origin.rows[index];
             for tokens in rows.runs() {
-                let (verb, role) = ("write", origin.role);
-                let spool = self.spool.as_deref_mut();
-                let spool = spool.ok_or(StreamError::Missing { verb, role })?;
                 let stretch = Stretch {
-                    role,
+                    role: origin.role,
                     batch,
                     tokens,
                     heads: &rows.heads,
                 };
-                let mut take = |stretch: &Stretch<'_>, numbers: &encke_core::Tensor| {
-                    spool.add(stretch, numbers.data())
+                let from = Held {
+                    buffer: from,
+                    dtype: sum,
+                    at,
                 };
-                self.desk
-                    .deliver((from, sum, at), &stretch, dim, sum, &mut take)?;
+                self.dock.add(from, &stretch, dim)?;
                 at += tokens.count * rows.heads.len() * dim;
             }
         }
@@ -161,7 +159,7 @@ impl<'s, 'k, K: Kernel> Streamed<'s, 'k, K> {
     }
 }
 
-impl<K: Kernel> Transport<K::Buffer> for Streamed<'_, '_, K> {
+impl<K: Kernel> Transport<K::Buffer> for Streamed<'_, K> {
     fn exchange(
         &mut self,
         round: usize,
@@ -179,7 +177,7 @@ impl<K: Kernel> Transport<K::Buffer> for Streamed<'_, '_, K> {
         let moved = self.hops(&hops, outgoing, incoming);
         meanwhile();
         moved.map_err(|error| {
-            let rank = self.desk.rank;
+            let rank = self.rank;
             let reason = error.to_string();
             self.failure = Some(error);
             // The others are files here; the words of the file go with it.
