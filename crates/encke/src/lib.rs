@@ -54,7 +54,7 @@ mod attention;
 pub use attention::{
     Attention, Backward, Builder, Checkpoint, CheckpointPolicy, Forward, Precision, Report,
 };
-pub use encke_core::kernel::Kernel;
+pub use encke_core::kernel::{Kernel, KernelError};
 pub use encke_core::plan::explain;
 pub use encke_core::plan::{Pass, Plan, Queries, Request};
 pub use encke_core::sharding::{Cut, Sharding};

@@ -3,6 +3,8 @@
 //! The decision here: uniform samples alone would hardly ever touch a branch that has one token in
 //! a million, so each branch gets samples of its own beside them.
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
 use encke::plan::Request;
 use encke::plan::program::Role;
@@ -76,14 +78,14 @@ pub fn samples(request: &Request, generator: &Generator, uniform: usize) -> Samp
 }
 
 impl Checked {
-    /// Compares the rows that have come since.
+    /// Compares rows.
     pub fn check(
         &mut self,
         request: &Request,
         generator: &Generator,
-        samples: &mut Samples,
+        rows: BTreeMap<(usize, usize), Sampled>,
     ) -> Result<()> {
-        let rows: Vec<((usize, usize), Sampled)> = samples.take().into_iter().collect();
+        let rows: Vec<((usize, usize), Sampled)> = rows.into_iter().collect();
         let checked = rows
             .par_iter()
             .map(|(place, row)| Checked::row(request, generator, *place, row))

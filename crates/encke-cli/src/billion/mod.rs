@@ -5,44 +5,89 @@
 //! with the buffers of its own plan, and what is left of the output is a checksum and samples.
 
 mod check;
+mod gpu;
+mod host;
 mod options;
 mod report;
 mod state;
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use encke::plan::Plan;
-use encke::trace::Activity;
-use encke::{Attention, Data, RankMemory};
-use encke_sim::stream::{
-    Checksum, Generator, RankDone, Samples, Sink, Stream, StreamError, Stretch,
-};
+use encke::{CpuKernel, Kernel, RankMemory};
+use encke_sim::stream::{Checksum, Generator, RankDone, Sampled, Samples, Stream};
 use indicatif::ProgressBar;
 
 use crate::Verdict;
+use crate::device_option::{Device, cuda};
 use crate::output::OutputFile;
 use crate::terminal::{long_bar, note, say};
+use gpu::{DeviceMemory, Gpu};
+use host::Host;
+use options::Settings;
 pub use options::{EXAMPLES, Options};
 use state::State;
 
-/// Where the output goes.
-struct Output<'a> {
-    checksum: &'a mut Checksum,
-    samples: &'a mut Samples,
+/// Where ranks are carried out. A rank may still be at work when [`Works::rank`] returns; what came
+/// of it is there when [`Works::collect`] does.
+trait Works<K: Kernel> {
+    /// One rank.
+    fn rank(
+        &mut self,
+        stream: &mut Stream<'_, K>,
+        number: usize,
+        generator: &Generator,
+        samples: &mut Samples,
+    ) -> Result<RankDone>;
+
+    /// What came of it.
+    fn collect(&mut self, done: &RankDone, samples: &mut Samples) -> Result<Harvest>;
+
+    /// What computes.
+    fn kernel(&self) -> String;
+
+    /// What was held on a device that has memory of its own, given the largest rank.
+    fn memory(&self, largest: Option<&RankMemory>) -> Result<Option<DeviceMemory>>;
 }
 
-impl Sink for Output<'_> {
-    fn write(&mut self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
-        self.checksum.write(stretch, from)?;
-        self.samples.write(stretch, from)
-    }
+/// What is kept of a rank's output, and what it took.
+struct Harvest {
+    checksum: Checksum,
+    samples: BTreeMap<(usize, usize), Sampled>,
+    /// Making the rows of its own inputs.
+    load: Duration,
+    /// Attention proper.
+    compute: Duration,
 }
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
-    let settings = options.settings()?;
-    let request = settings.request()?;
+    match options.device.device {
+        Device::Cpu => {
+            let settings = options.settings(|settings| Ok(settings.cpu_ranks()))?;
+            let kernel = CpuKernel::new()?;
+            let works = Host::new(&kernel);
+            carry_out(options, settings, &kernel, works)
+        }
+        Device::Cuda(number) => {
+            let kernel = cuda(number)?;
+            let settings = options.settings(|settings| gpu::ranks(&kernel, settings))?;
+            let works = Gpu::new(&kernel)?;
+            carry_out(options, settings, &kernel, works)
+        }
+    }
+}
+
+/// Attends the whole sequence, rank after rank.
+fn carry_out<K: Kernel>(
+    options: &Options,
+    settings: Settings,
+    kernel: &K,
+    mut works: impl Works<K>,
+) -> Result<Verdict> {
+    let plan = Plan::new(settings.request()?)?;
     let record = match &options.record {
         Some(path) => {
             let other = ("the state", options.state.as_path());
@@ -50,9 +95,63 @@ pub fn run(options: &Options) -> Result<Verdict> {
         }
         None => None,
     };
+    let mut state = resumed(options, &settings)?;
+    let generator = Generator::new(settings.seed, settings.dim);
+    let mut samples = check::samples(plan.request(), &generator, settings.samples);
+    let mut stream = Stream::new(kernel, &plan)?;
+    let mut largest: Option<RankMemory> = None;
+    let mut progress = Progress::new(settings.ranks, state.finished, settings.tokens);
+    let mut clock = Instant::now();
+    let mut book = |state: &mut State, (done, harvest): (RankDone, Harvest)| {
+        let checked = &mut state.checked;
+        checked.check(plan.request(), &generator, harvest.samples)?;
+        state.checksum = state.checksum.add(harvest.checksum);
+        state.load_seconds += harvest.load.as_secs_f64();
+        state.compute_seconds += harvest.compute.as_secs_f64();
+        let since = std::mem::replace(&mut clock, Instant::now());
+        add(state, &done, since.elapsed());
+        state.save(&options.state)?;
+        progress.step(state);
+        let most = largest.as_ref().map_or(0, RankMemory::planned_bytes);
+        if done.memory.planned_bytes() > most {
+            largest = Some(done.memory);
+        }
+        anyhow::Ok(())
+    };
+    // A rank is booked while the next one is at work, where that is another device.
+    let mut before: Option<(RankDone, Harvest)> = None;
+    for rank in state.finished..settings.ranks {
+        let done = works.rank(&mut stream, rank, &generator, &mut samples)?;
+        if let Some(before) = before.take() {
+            book(&mut state, before)?;
+        }
+        let harvest = works.collect(&done, &mut samples)?;
+        before = Some((done, harvest));
+    }
+    if let Some(before) = before.take() {
+        book(&mut state, before)?;
+    }
+    progress.bar.finish_and_clear();
+    let device = works.memory(largest.as_ref())?;
+    let report = report::Report::new(&plan, &state, largest.as_ref(), works.kernel(), device);
+    say(&report.words())?;
+    if let Some(mut record) = record {
+        record.write(|to| report.write(to))?;
+        record.keep()?;
+    }
+    std::fs::remove_file(&options.state)?;
+    let held = device.is_none_or(|memory| memory.as_planned());
+    Ok(match (state.checked.wrong, held) {
+        (0, true) => Verdict::Fine,
+        _ => Verdict::CheckFailed,
+    })
+}
+
+/// The state to go on from, whose place is then claimed.
+fn resumed(options: &Options, settings: &Settings) -> Result<State> {
     let mut state = match options.fresh {
         true => None,
-        false => State::load(&options.state, &settings)?,
+        false => State::load(&options.state, settings)?,
     };
     if let Some(state) = &mut state {
         state.interruptions += 1;
@@ -63,68 +162,19 @@ pub fn run(options: &Options) -> Result<Verdict> {
             options.state.display()
         ));
     }
-    let mut state = state.unwrap_or_else(|| State::new(settings.clone()));
+    let state = state.unwrap_or_else(|| State::new(settings.clone()));
     // Claims the place before there is anything to lose.
     state.save(&options.state)?;
-    let attention = Attention::builder().build()?;
-    let plan = Plan::new(request)?;
-    let generator = Generator::new(settings.seed, settings.dim);
-    let mut samples = check::samples(plan.request(), &generator, settings.samples);
-    let mut stream = Stream::new(attention.kernel(), &plan)?;
-    let mut largest: Option<RankMemory> = None;
-    let mut progress = Progress::new(settings.ranks, state.finished, settings.tokens);
-    for rank in state.finished..settings.ranks {
-        let begin = Instant::now();
-        let mut output = Output {
-            checksum: &mut state.checksum,
-            samples: &mut samples,
-        };
-        let done = stream.rank(rank, &generator, &mut output, None)?;
-        state
-            .checked
-            .check(plan.request(), &generator, &mut samples)?;
-        add(&mut state, &done, begin.elapsed());
-        state.save(&options.state)?;
-        progress.step(&state);
-        if largest
-            .as_ref()
-            .is_none_or(|m| m.planned_bytes() < done.memory.planned_bytes())
-        {
-            largest = Some(done.memory);
-        }
-    }
-    progress.bar.finish_and_clear();
-    let report = report::Report::new(
-        &plan,
-        &state,
-        largest.as_ref(),
-        attention.kernel().arm().to_string(),
-    );
-    say(&report.words())?;
-    if let Some(mut record) = record {
-        record.write(|to| report.write(to))?;
-        record.keep()?;
-    }
-    std::fs::remove_file(&options.state)?;
-    Ok(match state.checked.wrong {
-        0 => Verdict::Fine,
-        _ => Verdict::CheckFailed,
-    })
+    Ok(state)
 }
 
 /// Books what a rank did.
 fn add(state: &mut State, done: &RankDone, took: Duration) {
-    let time = |of: Activity| -> f64 {
-        let events = done.events.iter().filter(|event| event.activity == of);
-        events.map(|event| event.duration.as_secs_f64()).sum()
-    };
     state.finished += 1;
     state.pairs += done.pairs as u64;
     let received = done.events.iter().map(|event| event.received_bytes as u64);
     state.received_bytes += received.sum::<u64>();
     state.seconds += took.as_secs_f64();
-    state.load_seconds += time(Activity::Load);
-    state.compute_seconds += time(Activity::Compute);
 }
 
 /// A bar for who looks at a terminal, a line now and then for who reads a log.

@@ -8,9 +8,10 @@ use encke::plan::Request;
 use encke::{DType, MixingGradient, Mode, OffsetRule, Pattern, Shape, Sharding};
 use serde::{Deserialize, Serialize};
 
+use crate::device_option::{Device, DeviceOption};
 use crate::number::count;
 
-/// Tokens of a rank unless the number of ranks is given.
+/// Tokens of a rank on the CPU unless the number of ranks is given.
 const SHARE: usize = 1 << 20;
 
 /// What `--help` ends with.
@@ -22,6 +23,9 @@ Examples:
       2^30 tokens in 1024 ranks, one after another, and a record of the run.
   encke billion --record billion.json
       The same command again after Ctrl-C or a crash: it goes on after the last finished rank.
+  encke billion --device cuda --record billion.json
+      On a GPU: 8 heads, bf16, in as few ranks as fit into its memory; rows are made and summed up
+      on the GPU.
   encke billion --tokens 16M --ranks 7
       Other ranks, other cuts: the same checksum within its tolerance.
 
@@ -39,17 +43,21 @@ pub struct Options {
     #[arg(long, value_name = "N", value_parser = count, default_value = "1G")]
     tokens: usize,
 
-    /// How many ranks share them; one is in memory at a time [default: one for each 1M tokens].
+    #[command(flatten)]
+    pub device: DeviceOption,
+
+    /// How many ranks share them; one is in memory at a time [default: one for each 1M tokens; on a
+    /// GPU the first power of two with which a rank fits into seven eighths of its memory].
     #[arg(long, value_name = "P", value_parser = count)]
     ranks: Option<usize>,
 
-    /// Type of the tensors: f64, f32, bf16 or f16.
-    #[arg(long, value_name = "TYPE", default_value = "f32")]
-    dtype: DType,
+    /// Type of the tensors: f64, f32, bf16 or f16 [default: f32; bf16 on a GPU].
+    #[arg(long, value_name = "TYPE")]
+    dtype: Option<DType>,
 
-    /// Heads.
-    #[arg(long, value_name = "H", value_parser = count, default_value = "1")]
-    heads: usize,
+    /// Heads [default: 1; 8 on a GPU].
+    #[arg(long, value_name = "H", value_parser = count)]
+    heads: Option<usize>,
 
     /// Numbers per head and token.
     #[arg(long, value_name = "D", value_parser = count, default_value = "64")]
@@ -88,6 +96,7 @@ pub struct Options {
 /// What decides the numbers: a state may be continued only with the same.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
+    pub device: Device,
     pub tokens: usize,
     pub ranks: usize,
     pub dtype: DType,
@@ -100,8 +109,9 @@ pub struct Settings {
 }
 
 impl Options {
-    /// The settings, or which number is wrong.
-    pub fn settings(&self) -> Result<Settings> {
+    /// The settings, or which number is wrong. Where no number of ranks was given, `choose` finds one
+    /// for what the other settings ask for.
+    pub fn settings(&self, choose: impl FnOnce(&Settings) -> Result<usize>) -> Result<Settings> {
         if self.growth < 2 {
             anyhow::bail!(
                 "--growth {} never reaches the whole sequence; use 2 or more",
@@ -117,21 +127,37 @@ impl Options {
             segments.push(segment.saturating_mul(self.growth));
             rates.push(rate.saturating_mul(self.growth));
         }
-        Ok(Settings {
+        let device = self.device.device;
+        let (dtype, heads) = match device {
+            Device::Cpu => (DType::F32, 1),
+            Device::Cuda(_) => (DType::Bf16, 8),
+        };
+        let settings = Settings {
+            device,
             tokens: self.tokens,
-            ranks: self.ranks.unwrap_or(self.tokens.div_ceil(SHARE)),
-            dtype: self.dtype,
-            heads: self.heads,
+            ranks: self.ranks.unwrap_or(1),
+            dtype: self.dtype.unwrap_or(dtype),
+            heads: self.heads.unwrap_or(heads),
             dim: self.dim,
             segment_lengths: segments,
             dilation_rates: rates,
             samples: self.samples,
             seed: self.seed,
-        })
+        };
+        let ranks = match self.ranks {
+            Some(ranks) => ranks,
+            None => choose(&settings)?,
+        };
+        Ok(Settings { ranks, ..settings })
     }
 }
 
 impl Settings {
+    /// How many ranks it takes on the CPU.
+    pub fn cpu_ranks(&self) -> usize {
+        self.tokens.div_ceil(SHARE)
+    }
+
     /// The forward pass they ask for.
     pub fn request(&self) -> Result<Request> {
         let mode = Mode::Mix {

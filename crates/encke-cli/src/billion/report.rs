@@ -8,6 +8,7 @@ use encke::plan::Plan;
 use serde::Serialize;
 
 use super::check::{Checked, Tolerance};
+use super::gpu::DeviceMemory;
 use super::options::Settings;
 use super::state::State;
 use crate::memory;
@@ -35,6 +36,8 @@ pub struct Report<'a> {
     tokens_per_second: f64,
     received_bytes: u64,
     memory: Option<&'a RankMemory>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device_memory: Option<DeviceMemory>,
     peak_resident_bytes: Option<usize>,
     checked: Checked,
     tolerance: Tolerance,
@@ -49,6 +52,7 @@ impl<'a> Report<'a> {
         state: &'a State,
         memory: Option<&'a RankMemory>,
         kernel: String,
+        device_memory: Option<DeviceMemory>,
     ) -> Report<'a> {
         let settings = &state.settings;
         let flop = state.pairs as f64 * 4.0 * settings.dim as f64;
@@ -70,6 +74,7 @@ impl<'a> Report<'a> {
             tokens_per_second: settings.tokens as f64 / state.seconds,
             received_bytes: state.received_bytes,
             memory,
+            device_memory,
             peak_resident_bytes: peak_resident_bytes(),
             checked: state.checked,
             tolerance: Tolerance::of(settings.dtype),
@@ -145,6 +150,13 @@ impl<'a> Report<'a> {
                 self.flop_per_second / 1e9
             ),
         );
+        if let Some(device) = self.device_memory {
+            let held = match device.as_planned() {
+                true => paint.green("as planned"),
+                false => paint.red("more than planned"),
+            };
+            line("device", format!("{}; {held}", device.words()));
+        }
         if let Some(peak) = self.peak_resident_bytes {
             line(
                 "resident",

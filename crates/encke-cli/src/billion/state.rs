@@ -66,8 +66,9 @@ impl State {
             .with_context(|| format!("{shown} is not the state of a run; use another --state"))?;
         if state.settings != *settings {
             bail!(
-                "{shown} is the state of another run ({} tokens, {} ranks, {}, seed {}); give the \
+                "{shown} is the state of another run ({}, {} tokens, {} ranks, {}, seed {}); give the \
                  same options to go on with it, --fresh to drop it, or another --state",
+                state.settings.device,
                 state.settings.tokens,
                 state.settings.ranks,
                 state.settings.dtype,

@@ -137,6 +137,24 @@ fn a_run_that_is_killed_goes_on_after_the_last_finished_rank() {
 }
 
 #[test]
+fn a_gpu_that_is_not_there_is_an_error_and_never_the_cpu() {
+    let folder = Folder::new();
+    let said = folder.refuses(
+        "billion --tokens 1k --device cuda:3",
+        &["--device cuda:3", "CUDA driver", "no-driver-for-tests.so"],
+    );
+    assert!(said.contains("ENCKE_LIBCUDA"), "{said}");
+    for device in ["gpu", "cuda:", "cuda:one", "CPU"] {
+        let command = format!("billion --tokens 1k --device {device}");
+        folder.refuses(&command, &["--device", device, "cuda:N"]);
+    }
+    let base = record(&folder, "--tokens 4k --samples 10 --device cpu");
+    assert_eq!(base["settings"]["device"], "cpu");
+    assert_eq!(base["settings"]["heads"], 1);
+    assert!(base["device_memory"].is_null());
+}
+
+#[test]
 fn bad_numbers_and_bad_states_are_refused() {
     let folder = Folder::new();
     folder.refuses("billion --tokens 0", &["tokens", "0"]);

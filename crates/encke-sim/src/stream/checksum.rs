@@ -1,12 +1,10 @@
 //! What can be said of an output that nobody keeps: a sum that does not depend on the order in
-//! which rows come, and the rows somebody asked for.
+//! which rows come.
 //!
 //! The decision here: the numbers of a row are summed in a fixed order, and rows are summed as
 //! integers, so cutting a sequence otherwise changes nothing but what it changes in the output
 //! itself. Each number has a sign of its own, decided by its place: errors of either direction
 //! then add up like a random walk, and the sum says much more than a mean would.
-
-use std::collections::{BTreeMap, BTreeSet};
 
 use encke_core::plan::program::Role;
 use encke_core::{DType, Data, Element, with_typed};
@@ -150,82 +148,6 @@ impl Sink for Checksum {
             tasks.map(some_rows).reduce(Checksum::default, Checksum::add)
         });
         *self = self.add(sum);
-        Ok(())
-    }
-}
-
-/// A row of the output.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct Sampled {
-    /// The output.
-    pub out: Vec<f64>,
-    /// Its lse.
-    pub lse: f64,
-}
-
-/// Keeps the rows that somebody asked for: (token, head) of the first batch entry.
-#[derive(Debug, Default)]
-pub struct Samples {
-    wanted: BTreeSet<(usize, usize)>,
-    rows: BTreeMap<(usize, usize), Sampled>,
-}
-
-impl Samples {
-    /// Keeps these.
-    pub fn new(wanted: impl IntoIterator<Item = (usize, usize)>) -> Samples {
-        Samples {
-            wanted: wanted.into_iter().collect(),
-            rows: BTreeMap::new(),
-        }
-    }
-
-    /// How many are wanted.
-    pub fn wanted(&self) -> usize {
-        self.wanted.len()
-    }
-
-    /// Those of a stretch of the first batch entry, each with the number of its row there.
-    pub fn within(&self, stretch: &Stretch<'_>) -> Vec<((usize, usize), usize)> {
-        let Stretch { tokens, heads, .. } = *stretch;
-        if stretch.batch != 0 || tokens.count == 0 {
-            return Vec::new();
-        }
-        let range = self.wanted.range((tokens.first, 0)..(tokens.end(), 0));
-        let row = |&(token, head): &(usize, usize)| {
-            let past = token - tokens.first;
-            let index = heads.binary_search(&head).ok()?;
-            let met = past.is_multiple_of(tokens.stride);
-            met.then(|| ((token, head), past / tokens.stride * heads.len() + index))
-        };
-        range.filter_map(row).collect()
-    }
-
-    /// Keeps a row of out, or its lse.
-    pub fn keep(&mut self, place: (usize, usize), role: Role, numbers: Vec<f64>) {
-        let sampled = self.rows.entry(place).or_default();
-        match role {
-            Role::Out => sampled.out = numbers,
-            _ => sampled.lse = numbers[0],
-        }
-    }
-
-    /// Takes the rows that have come since.
-    pub fn take(&mut self) -> BTreeMap<(usize, usize), Sampled> {
-        std::mem::take(&mut self.rows)
-    }
-}
-
-impl Sink for Samples {
-    fn write(&mut self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
-        if !matches!(stretch.role, Role::Out | Role::Lse) {
-            return Ok(());
-        }
-        let slice = from.as_slice();
-        let width = slice.len() / (stretch.tokens.count * stretch.heads.len()).max(1);
-        for (place, row) in self.within(stretch) {
-            let numbers = (row * width..(row + 1) * width).map(|i| slice.get(i));
-            self.keep(place, stretch.role, numbers.collect());
-        }
         Ok(())
     }
 }
