@@ -62,6 +62,12 @@ impl Trace {
         self.events.iter().map(|event| event.sent_bytes).sum()
     }
 
+    /// When the last rank was done.
+    pub fn end(&self) -> Duration {
+        let ends = self.events.iter().map(|event| event.start + event.duration);
+        ends.max().unwrap_or_default()
+    }
+
     /// Time that all ranks together spent on an activity.
     pub fn total(&self, activity: Activity) -> Duration {
         let of = |event: &&Event| event.activity == activity;

@@ -109,7 +109,7 @@ pub struct Prediction {
     pub ranks: usize,
     /// By the clock.
     pub predicted_s: f64,
-    /// By the wall: the median of the runs.
+    /// By the wall, until the last rank was done: the median of the runs.
     pub measured_s: f64,
 }
 

@@ -51,7 +51,9 @@ pub fn measure(work: &Work, grad: bool, seed: u64) -> Result<(Findings, Timeline
             }
             let took = timed.iter().map(|run| run.reports()[index].2.as_secs_f64());
             let seconds = median(&took.collect::<Vec<_>>());
-            requests.push((name, held.plan.request().clone(), seconds));
+            let in_ring = timed.iter().map(|run| run.reports()[index].1.trace.end());
+            let in_ring: Vec<f64> = in_ring.map(|end| end.as_secs_f64()).collect();
+            requests.push((name, held.plan.request().clone(), median(&in_ring)));
             let ring = ring_findings(attention.kernel(), held, seconds)?;
             passes[index].1.push(ring);
         }

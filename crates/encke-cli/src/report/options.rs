@@ -32,7 +32,8 @@ Examples:
 
 The page holds everything it shows and loads nothing. It follows the reader's choice of a light or
 a dark screen, and prints. Without pattern options the pattern is LongNet's, causal, in mix mode:
-segments of 16, 64, 256 ... tokens up to the whole sequence, with dilations 1, 4, 16 ...
+segments of 1024, 4096, 16384 ... tokens with dilations 1, 4, 16 ... up to the whole sequence; a
+sequence of less than 16k tokens begins with a sixteenth of itself.
 
 Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024.";
 
@@ -145,13 +146,18 @@ fn rings(largest: usize) -> Vec<usize> {
     rings
 }
 
-/// LongNet's pattern: segments and dilations grow together, up to the whole sequence.
+/// Segment length of the first branch, where the sequence has sixteen of them.
+const SEGMENT: usize = 1024;
+
+/// LongNet's pattern: segments and dilations grow together, up to the whole sequence. The first
+/// segments are long enough for arithmetic to be what takes the time, and a large ring cuts them.
 fn longnet(tokens: usize) -> Result<Pattern> {
     let mode = Mode::Mix {
         offsets: OffsetRule::HeadMod,
         gradient: MixingGradient::Exact,
     };
-    let (mut segments, mut dilations) = (vec![16], vec![1]);
+    let first = (tokens / 16).next_power_of_two().clamp(16, SEGMENT);
+    let (mut segments, mut dilations) = (vec![first], vec![1]);
     while segments[segments.len() - 1] < tokens {
         segments.push(segments[segments.len() - 1].saturating_mul(4));
         dilations.push(dilations[dilations.len() - 1] * 4);
@@ -177,5 +183,12 @@ mod tests {
             let segments = pattern.branches().iter().map(|branch| branch.segment);
             assert!(segments.max() >= Some(tokens));
         }
+        let usual: Vec<(usize, usize)> = longnet(16384)
+            .unwrap()
+            .branches()
+            .iter()
+            .map(|branch| (branch.segment, branch.dilation))
+            .collect();
+        assert_eq!(usual, [(1024, 1), (4096, 4), (16384, 16)]);
     }
 }

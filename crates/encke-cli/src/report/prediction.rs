@@ -19,7 +19,8 @@ pub const RUNS: usize = 3;
 /// Rows of the largest job that is read: enough to know a kernel's pace.
 const ROWS: usize = 1024;
 
-/// Predicts requests that were measured, named by their pass. Nothing where branches keep slots of
+/// Predicts requests whose time in the ring was measured (until the last rank was done; outputs are
+/// not collected yet), named by their pass. Nothing where branches keep slots of
 /// their own until the end: their time is not all spent in the ring.
 pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predictions>> {
     let Some((_, first, _)) = measured.first() else {
@@ -39,8 +40,7 @@ pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predi
     for _ in 0..RUNS {
         profile.read(&kernel)?;
     }
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let machine = profile.machine(cores, Pick::Median);
+    let machine = profile.machine(Pick::Median);
     let mut rings = Vec::new();
     for (pass, request, measured_s) in measured {
         let plan = Plan::new(request.clone())?;
@@ -106,7 +106,7 @@ pub fn draw(rings: &[&Prediction], screen: Screen, words: &str) -> Element {
     let mut chart = canvas(screen.width(), frame.bottom() + 48.0, words).with(frame.left_axis(
         &scale,
         5,
-        "time of the call",
+        "time of the ring",
     ));
     for (index, ring) in rings.iter().enumerate() {
         chart = chart.with(marks(&scale, middle(index), ring));

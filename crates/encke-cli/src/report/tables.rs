@@ -136,7 +136,7 @@ pub fn prediction(predictions: &Predictions) -> Element {
     };
     let rows = predictions.rings.iter().map(row).collect();
     table(
-        "time of the call",
+        "time of the ring",
         headings.map(str::to_string).to_vec(),
         rows,
     )

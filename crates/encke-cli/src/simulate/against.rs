@@ -54,6 +54,7 @@ fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String
         rings,
         machine,
         misfit,
+        ..
     } = found;
     let paint = Paint::stdout();
     let device = &machine.device;

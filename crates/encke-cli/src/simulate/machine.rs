@@ -74,9 +74,10 @@ fn here(sizes: &ShapeOptions, dtype: DType) -> Result<Device> {
         profile.read(&kernel)?;
     }
     progress.finish_and_clear();
-    let mut device = profile.machine(1, Pick::Median).device;
+    let mut device = profile.machine(Pick::Median).device;
     device.shared_cores = None;
     device.load_bytes_per_s = None;
+    device.fresh_bytes_per_s = None;
     Ok(device)
 }
 

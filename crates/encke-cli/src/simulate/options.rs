@@ -148,7 +148,7 @@ pub struct ViewOptions {
     pub against: Option<Against>,
 
     /// How often each ring of --against runs; medians are compared.
-    #[arg(long, value_name = "TIMES", value_parser = count, default_value = "5")]
+    #[arg(long, value_name = "TIMES", value_parser = count, default_value = "11")]
     pub repeats: usize,
 }
 

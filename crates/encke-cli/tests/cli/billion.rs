@@ -93,6 +93,31 @@ fn the_checksum_is_the_same_for_other_ranks_and_other_for_other_numbers() {
     }
 }
 
+/// The ring sizes that a billion is compared at, on a sequence that is a 4096th of it.
+#[test]
+fn the_checksum_of_512_1024_and_2048_ranks_is_the_same() {
+    let folder = Folder::new();
+    let run = |ranks: usize| {
+        let options = "--tokens 256k --segment 64 --dim 16 --samples 50";
+        let record = record(&folder, &format!("{options} --ranks {ranks}"));
+        assert_eq!(record["settings"]["ranks"].as_u64(), Some(ranks as u64));
+        assert_eq!(record["pairs"].as_u64(), Some(pairs(1 << 18, 64, 4)));
+        (
+            number(&record, "checksum"),
+            number(&record, "checksum_tolerance"),
+        )
+    };
+    let (value, tolerance) = run(1024);
+    for ranks in [512, 2048] {
+        let (other, _) = run(ranks);
+        let difference = (other - value).abs();
+        assert!(
+            difference <= tolerance,
+            "{ranks} ranks: {difference} over {tolerance}"
+        );
+    }
+}
+
 #[test]
 fn a_run_that_is_killed_goes_on_after_the_last_finished_rank() {
     let folder = Folder::new();

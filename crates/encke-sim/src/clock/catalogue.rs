@@ -18,7 +18,10 @@ fn tensor_core_rates(of: &[(usize, f64, f64, f64, &str)], row_bytes_per_s: f64) 
         diagonal_keys,
         row_bytes_per_s,
         few_slower: 0.0,
+        apart_slower: 0.0,
         single_s: 0.0,
+        full_rows: 0.0,
+        least_share: 1.0,
     };
     let rate = |dtype| {
         let rates = of.iter();
@@ -48,6 +51,7 @@ fn gpu(name: &str, source: &str, memory_bytes_per_s: f64, rates: Vec<Rate>) -> D
         bytes_per_s: memory_bytes_per_s,
         cell_bytes_per_s: memory_bytes_per_s,
         load_bytes_per_s: None,
+        fresh_bytes_per_s: None,
         shared_cores: None,
     }
 }

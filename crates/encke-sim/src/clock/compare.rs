@@ -17,7 +17,7 @@ use serde::Serialize;
 
 use super::error::ClockError;
 use super::machine::Machine;
-use super::profile::{Pick, Profile, Sizes};
+use super::profile::{Pick, Profile, Sizes, Told};
 use super::simulate;
 
 /// A ring to be timed, and what to call it.
@@ -124,11 +124,13 @@ pub struct Findings {
     pub machine: Machine,
     /// How far that machine is from the very readings it was made of: no ring can do better.
     pub misfit: f64,
+    /// The readings it was made of.
+    pub readings: Vec<Told>,
 }
 
-/// Takes readings of the kernel and runs each ring, in turn, `repeats` times (and once before, so
-/// that nothing is allocated in a run that counts); then predicts each from the readings.
-/// `progress` is told before every turn.
+/// Takes readings of the kernel and runs each ring, in turn, `repeats` times; then predicts each
+/// from the readings. A ring runs twice in a turn, and the second run counts: the first one has
+/// all its memory to get, because others have run since. `progress` is told before every turn.
 pub fn compare<K: Kernel<Buffer = Data>>(
     kernel: K,
     settings: &[Setting],
@@ -146,20 +148,17 @@ pub fn compare<K: Kernel<Buffer = Data>>(
     let mut profile = Profile::new(sizes);
     let ring = ThreadRing::new(kernel, Duration::from_secs(600));
     let mut runs_s = vec![Vec::new(); settings.len()];
-    for turn in 0..=repeats {
+    for _ in 0..repeats {
         progress("the kernel alone");
         profile.read(ring.kernel())?;
         for (setting, runs_s) in settings.iter().zip(&mut runs_s) {
             progress(&setting.name);
-            let seconds = run(&ring, &setting.request)?;
-            if turn > 0 {
-                runs_s.push(seconds);
-            }
+            run(&ring, &setting.request)?;
+            runs_s.push(run(&ring, &setting.request)?);
         }
     }
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    let machine = profile.machine(cores, Pick::Median);
-    let undisturbed = profile.machine(cores, Pick::Fastest);
+    let machine = profile.machine(Pick::Median);
+    let undisturbed = profile.machine(Pick::Fastest);
     let mut rings = Vec::new();
     for (setting, runs_s) in settings.iter().zip(runs_s) {
         let plan = Plan::new(setting.request.clone())?;
@@ -180,6 +179,7 @@ pub fn compare<K: Kernel<Buffer = Data>>(
         rings,
         machine,
         misfit: profile.misfit(),
+        readings: profile.told(),
     })
 }
 
@@ -230,10 +230,5 @@ fn run<K: Kernel<Buffer = Data>>(
         inputs.extend(of_out);
     }
     let outcome = ring.run(request, &inputs)?;
-    let ends = outcome
-        .trace
-        .events
-        .iter()
-        .map(|event| event.start + event.duration);
-    Ok(ends.max().unwrap_or_default().as_secs_f64())
+    Ok(outcome.trace.end().as_secs_f64())
 }

@@ -3,24 +3,35 @@
 //! Where ranks share cores, the work is what is conserved. The kernel has one worker for each core,
 //! and every rank has a thread of its own for what is not a job; the system gives each of those
 //! threads that has something to do an equal part of the cores, never more than one. Jobs of
-//! several ranks share the workers. A rank on a device of its own is the same with one core.
+//! several ranks share the workers, and one that is too small for all of them leaves some to the
+//! others. A rank on a device of its own is the same with one core.
 
 /// What somebody has under way, and what it takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     /// Time alone.
     Delay,
     /// A thread of its own.
     Alone,
-    /// The workers.
-    Spread,
+    /// The workers: at most this part of them.
+    Spread(f64),
+}
+
+impl Kind {
+    /// The part of the workers it can use.
+    fn share(self) -> f64 {
+        match self {
+            Kind::Spread(share) => share,
+            _ => 0.0,
+        }
+    }
 }
 
 /// Something under way.
 #[derive(Debug, Clone, Copy)]
 struct Active {
     rank: usize,
-    /// Seconds it would take alone.
+    /// Seconds it would take with all it can use, of workers with all of them.
     left_s: f64,
     kind: Kind,
 }
@@ -61,7 +72,8 @@ impl Cores {
         }
     }
 
-    /// A rank begins something that would take `seconds` alone. Returns the pool's next end.
+    /// A rank begins something that would take `seconds` with nothing else under way, on all
+    /// workers if it is for them. Returns the pool's next end.
     pub fn begin(&mut self, now: f64, rank: usize, seconds: f64, kind: Kind) -> End {
         let pool = rank / self.ranks_per_pool;
         self.catch_up(pool, now);
@@ -86,19 +98,17 @@ impl Cores {
         Some((done, more.then(|| self.foresee(pool, at))))
     }
 
-    /// How fast each kind of work goes, as a part of alone.
+    /// How fast each kind of work goes, as a part of the seconds it was begun with.
     fn speeds(&self, pool: usize) -> impl Fn(Kind) -> f64 + use<> {
-        let count = |kind: Kind| {
-            let active = self.pools[pool].active.iter();
-            active.filter(|active| active.kind == kind).count()
-        };
-        let (jobs, threads) = (count(Kind::Spread), count(Kind::Alone));
-        let workers = if jobs > 0 { self.cores } else { 0.0 };
+        let active = || self.pools[pool].active.iter().map(|active| active.kind);
+        let threads = active().filter(|kind| *kind == Kind::Alone).count();
+        let wanted: f64 = active().map(Kind::share).sum();
+        let workers = self.cores * wanted.min(1.0);
         let each = (self.cores / (workers + threads as f64)).min(1.0);
         move |kind| match kind {
             Kind::Delay => 1.0,
             Kind::Alone => each,
-            Kind::Spread => each / jobs as f64,
+            Kind::Spread(share) => each * share / wanted.max(1.0),
         }
     }
 
@@ -144,7 +154,7 @@ mod tests {
     fn threads_and_workers_share_cores_and_delays_take_none() {
         let mut cores = Cores::new(3, 3, 2);
         cores.begin(0.0, 0, 1.0, Kind::Alone);
-        cores.begin(0.0, 1, 4.0, Kind::Spread);
+        cores.begin(0.0, 1, 4.0, Kind::Spread(1.0));
         let end = cores.begin(0.0, 2, 1.0, Kind::Delay);
         // Two workers and a thread on two cores: two thirds of a core for each.
         assert_eq!(end.at, 1.0);
@@ -158,7 +168,22 @@ mod tests {
         // The job has had 1.5 s at two thirds; alone it takes the 3 s that are left.
         assert!((end.at - 4.5).abs() < 1e-12, "{end:?}");
         // A change makes the end that was foreseen void.
-        cores.begin(2.0, 0, 1.0, Kind::Spread);
+        cores.begin(2.0, 0, 1.0, Kind::Spread(1.0));
         assert_eq!(cores.end(end), None);
+    }
+
+    #[test]
+    fn a_small_job_leaves_workers_to_others() {
+        let mut cores = Cores::new(3, 3, 4);
+        // Alone, it has a quarter of the workers: four times as long as on all of them.
+        let end = cores.begin(0.0, 0, 1.0, Kind::Spread(0.25));
+        assert_eq!(end.at, 4.0);
+        // Three quarters are left: two of the jobs go on side by side as if each were alone.
+        let end = cores.begin(0.0, 1, 1.5, Kind::Spread(0.75));
+        assert_eq!(end.at, 2.0);
+        // There is not enough for all three: each gets its part of what it could use.
+        let end = cores.begin(0.0, 2, 1.0, Kind::Spread(1.0));
+        assert_eq!(end.at, 2.0);
+        assert_eq!(cores.end(end).map(|(rank, _)| rank), Some(2));
     }
 }

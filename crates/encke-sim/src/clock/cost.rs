@@ -5,10 +5,11 @@
 //! gigabytes. Messages of one round between the same two ranks are one hop: both ends post them
 //! together, and both plans name the same round, which is checked.
 
-use encke_core::DType;
+use encke_core::host;
 use encke_core::job::{Block, Job};
 use encke_core::plan::Plan;
-use encke_core::plan::program::{Message, RankPlan, Task};
+use encke_core::plan::program::{Message, Port, RankPlan, Task};
+use encke_core::{DType, Shape};
 
 use super::error::ClockError;
 use super::machine::{Device, FEW, Machine, Rate};
@@ -20,8 +21,26 @@ pub(super) struct Work {
     pub delay_s: f64,
     /// On the rank's own thread.
     pub alone_s: f64,
-    /// On all cores of the device.
+    /// On all cores of the device, if it could use them all.
     pub spread_s: f64,
+    /// The same with as many of the cores as it can use.
+    pub least_s: f64,
+}
+
+impl Work {
+    /// Adds something for the cores that can use so much of them.
+    fn spread(&mut self, seconds: f64, share: f64) {
+        self.spread_s += seconds;
+        self.least_s += seconds / share;
+    }
+
+    /// The part of the cores it can use, over all of its time.
+    pub fn share(&self) -> f64 {
+        match self.least_s > 0.0 {
+            true => self.spread_s / self.least_s,
+            false => 1.0,
+        }
+    }
 }
 
 /// Everything that one rank sends to, or receives from, another one in a round.
@@ -74,11 +93,18 @@ impl Program {
     fn new(plan: &RankPlan, pricing: &Pricing<'_>) -> Program {
         let mut program = Program::default();
         if let Some(speed) = pricing.device.load_bytes_per_s {
-            let inputs = plan
+            let copied = plan
                 .inputs
                 .iter()
-                .map(|port| plan.buffers[port.buffer.0].bytes());
-            program.load.alone_s = inputs.sum::<usize>() as f64 / speed;
+                .filter(|port| !pricing.in_one_piece(port));
+            let copied = copied.map(|port| plan.buffers[port.buffer.0].bytes());
+            program.load.alone_s = copied.sum::<usize>() as f64 / speed;
+        }
+        if let Some(speed) = pricing.device.fresh_bytes_per_s {
+            let all = |port: &&Port| host::whole_run(&port.runs) == Some((0, pricing.shape.tokens));
+            let given_away = plan.outputs.iter().filter(all);
+            let bytes = given_away.map(|port| plan.buffers[port.buffer.0].bytes());
+            program.load.alone_s += bytes.sum::<usize>() as f64 / speed;
         }
         for round in &plan.rounds {
             let mut price = |tasks: &[Task]| {
@@ -128,6 +154,7 @@ pub(super) fn programs(plan: &Plan, machine: &Machine) -> Result<Vec<Program>, C
         device: &machine.device,
         rate: machine.device.rate(request.dtype, request.shape.dim)?,
         dtype: request.dtype,
+        shape: request.shape,
     };
     let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let share = plan.ranks().div_ceil(threads).max(1);
@@ -187,9 +214,16 @@ struct Pricing<'a> {
     device: &'a Device,
     rate: &'a Rate,
     dtype: DType,
+    shape: Shape,
 }
 
 impl Pricing<'_> {
+    /// Whether an input's rows lie as the rank would hold them, so that they are read in place.
+    fn in_one_piece(&self, port: &Port) -> bool {
+        let run = host::whole_run(&port.runs);
+        run.is_some_and(|(_, count)| self.shape.batch == 1 || count == self.shape.tokens)
+    }
+
     /// Operations of a job and how many of them the device does in a second.
     fn flops(&self, task: &Task) -> Option<(f64, f64)> {
         let (job, each, rate) = match task {
@@ -207,7 +241,9 @@ impl Pricing<'_> {
         let numbers = |blocks: &[Block]| -> usize { blocks.iter().map(elements).sum() };
         let sum = self.dtype.sum().bytes();
         match task {
-            Task::Fill { buffer, .. } => self.copy(plan.buffers[buffer.0].bytes(), work),
+            Task::Fill { buffer, .. } => {
+                work.spread(self.cells(plan.buffers[buffer.0].bytes()), 1.0);
+            }
             Task::Copy {
                 blocks,
                 add,
@@ -227,7 +263,8 @@ impl Pricing<'_> {
             Task::Finish {
                 cells, dim, out, ..
             } => {
-                work.spread_s += self.cells(cells * (dim * (sum + stored(out.0)) + 3 * sum));
+                let bytes = cells * (dim * (sum + stored(out.0)) + 3 * sum);
+                work.spread(self.cells(bytes), 1.0);
             }
             Task::Delta {
                 cells,
@@ -237,7 +274,7 @@ impl Pricing<'_> {
                 ..
             } => {
                 let each = dim * (stored(out.0) + stored(dout.0)) + sum;
-                work.spread_s += self.cells(cells * each);
+                work.spread(self.cells(cells * each), 1.0);
             }
             Task::Forward { job, .. } | Task::Attend { job, .. } => self.job(job, false, work),
             Task::Backward { job, .. } => self.job(job, true, work),
@@ -252,7 +289,7 @@ impl Pricing<'_> {
         self.device.task_overhead_s + bytes as f64 / self.device.cell_bytes_per_s
     }
 
-    /// A job is taken up after a while, and computed on all cores.
+    /// A job is taken up after a while, and computed on as many cores as it has work for.
     fn job(&self, job: &Job, backward: bool, work: &mut Work) {
         let (speed, each) = match backward {
             true => (self.rate.backward, 10.0),
@@ -263,15 +300,29 @@ impl Pricing<'_> {
         if is_few(job) {
             arithmetic_s *= 1.0 + speed.few_slower;
         }
+        if is_apart(job) {
+            arithmetic_s *= 1.0 + speed.apart_slower;
+        }
         let rows_s = row_bytes(job, self.dtype, backward) / speed.row_bytes_per_s;
+        let seconds = arithmetic_s + rows_s + singles(job) as f64 * speed.single_s;
         work.delay_s += self.device.job_overhead_s;
-        work.spread_s += arithmetic_s + rows_s + singles(job) as f64 * speed.single_s;
+        work.spread(seconds, speed.share(query_rows(job)));
     }
 }
 
 /// Whether a job is few single attentions.
 pub(super) fn is_few(job: &Job) -> bool {
     singles(job) < FEW
+}
+
+/// Whether a job's keys are rows with gaps between them, as those of a dilated branch are.
+pub(super) fn is_apart(job: &Job) -> bool {
+    job.k.row > job.heads * job.dim
+}
+
+/// The queries of all single attentions of a job.
+pub(super) fn query_rows(job: &Job) -> usize {
+    singles(job) * job.queries
 }
 
 /// How many single attentions a job is.

@@ -153,6 +153,7 @@ impl<'a> Engine<'a> {
             delay_s: work.delay_s * slow,
             alone_s: work.alone_s * slow,
             spread_s: work.spread_s * slow,
+            least_s: work.least_s * slow,
         };
         self.work_on(rank)
     }
@@ -160,10 +161,11 @@ impl<'a> Engine<'a> {
     /// Begins the next part of what a rank has to do; false if there is none.
     fn work_on(&mut self, rank: usize) -> bool {
         let rest = &mut self.ranks[rank].rest;
+        let spread = Kind::Spread(rest.share());
         let parts = [
             (&mut rest.delay_s, Kind::Delay),
             (&mut rest.alone_s, Kind::Alone),
-            (&mut rest.spread_s, Kind::Spread),
+            (&mut rest.spread_s, spread),
         ];
         for (left_s, kind) in parts {
             let seconds = std::mem::take(left_s);

@@ -27,9 +27,35 @@ pub struct Speed {
     /// (batch entries x segments x heads), which a device can do worse side by side.
     #[serde(default)]
     pub few_slower: f64,
+    /// By what part operations take longer where keys are rows with gaps between them, as those
+    /// of a dilated branch are.
+    #[serde(default)]
+    pub apart_slower: f64,
     /// What each single attention costs beside its pairs and rows: tiles that are not full.
     #[serde(default)]
     pub single_s: f64,
+    /// Rows of queries (single attentions x queries) that a job must have to keep all cores of a
+    /// device busy. With fewer it keeps as much less of them busy, and leaves the rest to others.
+    #[serde(default)]
+    pub full_rows: f64,
+    /// The least part of a device that any job keeps busy: one core.
+    #[serde(default = "whole")]
+    pub least_share: f64,
+}
+
+fn whole() -> f64 {
+    1.0
+}
+
+impl Speed {
+    /// The part of a device that a job with so many rows of queries keeps busy.
+    pub fn share(&self, rows: usize) -> f64 {
+        let part = match self.full_rows > 0.0 {
+            true => rows as f64 / self.full_rows,
+            false => 1.0,
+        };
+        part.clamp(self.least_share, 1.0)
+    }
 }
 
 /// From so many single attentions on a job is not one of few.
@@ -67,13 +93,18 @@ pub struct Device {
     pub job_overhead_s: f64,
     /// What each other task (a fill, a copy, a merge) costs before it has moved anything.
     pub task_overhead_s: f64,
-    /// Bytes per second of fills and copies, read and written bytes counted alike.
+    /// Bytes per second of copies, read and written bytes counted alike.
     pub bytes_per_s: f64,
-    /// Bytes per second of merging, finishing and preparing cells.
+    /// Bytes per second of filling, merging, finishing and preparing cells.
     pub cell_bytes_per_s: f64,
-    /// Bytes per second at which inputs are copied in first; none where they already are there.
+    /// Bytes per second at which inputs are copied in first, if a rank's rows do not lie in one
+    /// piece; none where they already are there.
     #[serde(default)]
     pub load_bytes_per_s: Option<f64>,
+    /// Bytes per second at which memory is had for outputs that are given to the caller with their
+    /// buffer, those that one rank has all of; none where that costs nothing.
+    #[serde(default)]
+    pub fresh_bytes_per_s: Option<f64>,
     /// Cores that all ranks of a node share: jobs run on as many workers, and every rank's other
     /// tasks on a thread of its own. None where each rank has a device to itself. All speeds above
     /// are those of one rank alone: of a job on all cores, of a copy on one.
@@ -152,12 +183,27 @@ impl Machine {
             positive("flops", speed.flops)?;
             positive("row_bytes_per_s", speed.row_bytes_per_s)?;
             not_negative("diagonal_keys", speed.diagonal_keys)?;
+            not_negative("full_rows", speed.full_rows)?;
+            not_negative("few_slower", speed.few_slower)?;
+            not_negative("apart_slower", speed.apart_slower)?;
+            not_negative("single_s", speed.single_s)?;
+            if !(speed.least_share > 0.0 && speed.least_share <= 1.0) {
+                return Err(ClockError::Number {
+                    what: "least_share",
+                    got: speed.least_share,
+                    wanted: "more than 0, at most 1",
+                });
+            }
         }
         positive("bytes_per_s", self.device.bytes_per_s)?;
         positive("cell_bytes_per_s", self.device.cell_bytes_per_s)?;
         positive(
             "load_bytes_per_s",
             self.device.load_bytes_per_s.unwrap_or(1.0),
+        )?;
+        positive(
+            "fresh_bytes_per_s",
+            self.device.fresh_bytes_per_s.unwrap_or(1.0),
         )?;
         not_negative("job_overhead_s", self.device.job_overhead_s)?;
         not_negative("task_overhead_s", self.device.task_overhead_s)?;

@@ -4,7 +4,7 @@
 //! 4 rows of k and v, 128 bytes, to the other while it does the first.
 
 use encke_core::sharding::Cut;
-use encke_core::{MixingGradient, Mode, OffsetRule, Pattern};
+use encke_core::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
 use encke_ring::trace::Activity;
 use encke_sim::clock::{Carrier, Machine, Run, simulate};
 
@@ -92,19 +92,67 @@ fn a_slow_rank_is_waited_for_by_those_that_need_it() {
 }
 
 #[test]
-fn preparing_and_loading_take_their_time() {
+fn preparing_takes_its_time() {
+    let mut machine = machine(256.0, link(0.0, f64::INFINITY));
+    machine.device.job_overhead_s = 0.25;
+    machine.device.cell_bytes_per_s = 20.0;
+    let run = simulate(&dense(4, 1), &machine, 0..1).unwrap();
+    // The lse of 4 rows is filled: 16 bytes. One rank needs no carry. One job of 256 operations.
+    close(run.ranks[0].prepare_s, 16.0 / 20.0);
+    close(run.seconds, 1.25 + 0.8);
+}
+
+#[test]
+fn what_lies_in_one_piece_is_not_loaded() {
     let mut machine = machine(256.0, link(0.0, f64::INFINITY));
     machine.device.load_bytes_per_s = Some(48.0);
-    machine.device.job_overhead_s = 0.25;
-    let run = simulate(&dense(4, 1), &machine, 0..1).unwrap();
-    // q, k and v of 4 rows are 192 bytes; one job of 256 operations.
+    let run = simulate(&dense(4, 1), &machine, 0..0).unwrap();
+    close(run.ranks[0].load_s, 0.0);
+    // Rank 0 has tokens 0, 1, 6 and 7: q, k and v of them are 192 bytes. Rank 1 has 2 to 5.
+    let zigzag = plan(8, 1, 2, Pattern::dense(), Cut::Zigzag);
+    let run = simulate(&zigzag, &machine, 0..0).unwrap();
     close(run.ranks[0].load_s, 4.0);
-    close(run.seconds, 5.25);
-    machine.device.bytes_per_s = 20.0;
-    let run = simulate(&dense(4, 1), &machine, 0..1).unwrap();
-    // The lse of 4 rows is filled: 16 bytes. One rank needs no carry.
-    close(run.ranks[0].prepare_s, 16.0 / 20.0);
-    close(run.seconds, 5.25 + 0.8);
+    close(run.ranks[1].load_s, 0.0);
+}
+
+#[test]
+fn memory_for_what_is_given_away_must_be_had() {
+    let mut machine = machine(256.0, link(0.0, f64::INFINITY));
+    machine.device.fresh_bytes_per_s = Some(40.0);
+    // out and lse of 4 rows are 80 bytes; where two ranks have them, nobody gives them away.
+    let run = simulate(&dense(4, 1), &machine, 0..0).unwrap();
+    close(run.ranks[0].load_s, 2.0);
+    close(run.seconds, 3.0);
+    let run = simulate(&dense(4, 2), &machine, 0..0).unwrap();
+    close(run.ranks[0].load_s, 0.0);
+}
+
+#[test]
+fn a_job_that_is_too_small_for_a_device_leaves_the_rest_to_others() {
+    let mut machine = machine(256.0, link(0.0, f64::INFINITY));
+    let speed = &mut machine.device.rates[0].forward;
+    (speed.full_rows, speed.least_share) = (8.0, 0.25);
+    // Four rows of queries keep half of it busy, one row a quarter, which is the least.
+    close(simulate(&dense(4, 1), &machine, 0..0).unwrap().seconds, 2.0);
+    close(
+        simulate(&dense(1, 1), &machine, 0..0).unwrap().seconds,
+        4.0 / 16.0,
+    );
+    close(simulate(&dense(8, 1), &machine, 0..0).unwrap().seconds, 4.0);
+    // Two ranks with four rows each keep all of it busy.
+    machine.device.shared_cores = Some(4);
+    close(simulate(&dense(8, 2), &machine, 0..0).unwrap().seconds, 4.0);
+}
+
+#[test]
+fn rows_that_lie_apart_are_slower() {
+    let mut machine = machine(256.0, link(0.0, f64::INFINITY));
+    machine.device.rates[0].forward.apart_slower = 0.5;
+    close(simulate(&dense(4, 1), &machine, 0..0).unwrap().seconds, 1.0);
+    let scale = GroupScale::One;
+    let dilated = Pattern::dilated(&[8], &[2], Mode::Group { scale }).unwrap();
+    let dilated = plan(8, 1, 1, dilated, Cut::Contiguous);
+    close(simulate(&dilated, &machine, 0..0).unwrap().seconds, 1.5);
 }
 
 #[test]

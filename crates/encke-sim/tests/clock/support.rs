@@ -13,7 +13,10 @@ pub fn device(flops: f64) -> Device {
         diagonal_keys: 0.0,
         row_bytes_per_s: f64::INFINITY,
         few_slower: 0.0,
+        apart_slower: 0.0,
         single_s: 0.0,
+        full_rows: 0.0,
+        least_share: 1.0,
     };
     Device {
         name: "test".to_string(),
@@ -30,6 +33,7 @@ pub fn device(flops: f64) -> Device {
         bytes_per_s: f64::INFINITY,
         cell_bytes_per_s: f64::INFINITY,
         load_bytes_per_s: None,
+        fresh_bytes_per_s: None,
         shared_cores: None,
     }
 }
