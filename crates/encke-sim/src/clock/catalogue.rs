@@ -20,8 +20,8 @@ fn tensor_core_rates(of: &[(usize, f64, f64, f64, &str)], row_bytes_per_s: f64) 
         few_slower: 0.0,
         apart_slower: 0.0,
         single_s: 0.0,
-        full_rows: 0.0,
-        least_share: 1.0,
+        task_rows: 0.0,
+        task_share: 1.0,
     };
     let rate = |dtype| {
         let rates = of.iter();
@@ -49,6 +49,8 @@ fn gpu(name: &str, source: &str, memory_bytes_per_s: f64, rates: Vec<Rate>) -> D
         job_overhead_s: LAUNCH_S,
         task_overhead_s: LAUNCH_S,
         bytes_per_s: memory_bytes_per_s,
+        add_bytes_per_s: None,
+        apart_bytes_per_s: None,
         cell_bytes_per_s: memory_bytes_per_s,
         load_bytes_per_s: None,
         fresh_bytes_per_s: None,

@@ -238,7 +238,6 @@ impl Pricing<'_> {
 
     fn add(&self, plan: &RankPlan, task: &Task, work: &mut Work) {
         let stored = |id: usize| plan.buffers[id].dtype.bytes();
-        let numbers = |blocks: &[Block]| -> usize { blocks.iter().map(elements).sum() };
         let sum = self.dtype.sum().bytes();
         match task {
             Task::Fill { buffer, .. } => {
@@ -251,7 +250,10 @@ impl Pricing<'_> {
                 to,
             } => {
                 let each = stored(from.0) + stored(to.0) * (1 + usize::from(*add));
-                self.copy(numbers(blocks) * each, work);
+                work.alone_s += self.device.task_overhead_s;
+                for block in blocks {
+                    work.alone_s += self.copy(block, elements(block) * each, *add);
+                }
             }
             Task::Merge { blocks, .. } => {
                 // Two carries are read and one is written: acc, m and l of each cell.
@@ -281,8 +283,18 @@ impl Pricing<'_> {
         }
     }
 
-    fn copy(&self, bytes: usize, work: &mut Work) {
-        work.alone_s += self.device.task_overhead_s + bytes as f64 / self.device.bytes_per_s;
+    fn copy(&self, block: &Block, bytes: usize, add: bool) -> f64 {
+        let device = self.device;
+        let mut seconds = bytes as f64 / device.bytes_per_s;
+        let slower = |speed: Option<f64>| speed.map_or(1.0, |speed| device.bytes_per_s / speed);
+        if add {
+            seconds *= slower(device.add_bytes_per_s);
+        }
+        let side_by_side = block.heads * block.width;
+        if block.from.row > side_by_side || block.to.row > side_by_side {
+            seconds *= slower(device.apart_bytes_per_s);
+        }
+        seconds
     }
 
     fn cells(&self, bytes: usize) -> f64 {
@@ -306,7 +318,7 @@ impl Pricing<'_> {
         let rows_s = row_bytes(job, self.dtype, backward) / speed.row_bytes_per_s;
         let seconds = arithmetic_s + rows_s + singles(job) as f64 * speed.single_s;
         work.delay_s += self.device.job_overhead_s;
-        work.spread(seconds, speed.share(query_rows(job)));
+        work.spread(seconds, speed.share(longest(job, speed.task_rows)));
     }
 }
 
@@ -323,6 +335,20 @@ pub(super) fn is_apart(job: &Job) -> bool {
 /// The queries of all single attentions of a job.
 pub(super) fn query_rows(job: &Job) -> usize {
     singles(job) * job.queries
+}
+
+/// The part of a job that is its longest task, where so many queries of a single attention are one.
+/// Under a causal mask the last queries see the most.
+pub(super) fn longest(job: &Job, task_rows: f64) -> f64 {
+    let tasks = match task_rows > 0.0 {
+        true => (job.queries as f64 / task_rows).max(1.0),
+        false => return 0.0,
+    };
+    let of_single = match job.causal {
+        Some(_) => 1.0 - (1.0 - 1.0 / tasks).powi(2),
+        None => 1.0 / tasks,
+    };
+    of_single / singles(job).max(1) as f64
 }
 
 /// How many single attentions a job is.

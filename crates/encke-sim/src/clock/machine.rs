@@ -34,13 +34,13 @@ pub struct Speed {
     /// What each single attention costs beside its pairs and rows: tiles that are not full.
     #[serde(default)]
     pub single_s: f64,
-    /// Rows of queries (single attentions x queries) that a job must have to keep all cores of a
-    /// device busy. With fewer it keeps as much less of them busy, and leaves the rest to others.
+    /// Queries of a single attention that are one task, which one core does; 0 where tasks are as
+    /// short as one likes. While the longest task of a job goes on, cores may be left to others.
     #[serde(default)]
-    pub full_rows: f64,
-    /// The least part of a device that any job keeps busy: one core.
+    pub task_rows: f64,
+    /// The part of a device that one task keeps busy: one core.
     #[serde(default = "whole")]
-    pub least_share: f64,
+    pub task_share: f64,
 }
 
 fn whole() -> f64 {
@@ -48,13 +48,9 @@ fn whole() -> f64 {
 }
 
 impl Speed {
-    /// The part of a device that a job with so many rows of queries keeps busy.
-    pub fn share(&self, rows: usize) -> f64 {
-        let part = match self.full_rows > 0.0 {
-            true => rows as f64 / self.full_rows,
-            false => 1.0,
-        };
-        part.clamp(self.least_share, 1.0)
+    /// The part of a device that a job keeps busy, given the part of it that is its longest task.
+    pub fn share(&self, longest: f64) -> f64 {
+        (self.task_share / longest.max(1e-18)).min(1.0)
     }
 }
 
@@ -95,6 +91,13 @@ pub struct Device {
     pub task_overhead_s: f64,
     /// Bytes per second of copies, read and written bytes counted alike.
     pub bytes_per_s: f64,
+    /// Bytes per second of copies that add to what is there; none where they are as fast.
+    #[serde(default)]
+    pub add_bytes_per_s: Option<f64>,
+    /// Bytes per second of copies from or to rows with gaps between them; none where they are as
+    /// fast.
+    #[serde(default)]
+    pub apart_bytes_per_s: Option<f64>,
     /// Bytes per second of filling, merging, finishing and preparing cells.
     pub cell_bytes_per_s: f64,
     /// Bytes per second at which inputs are copied in first, if a rank's rows do not lie in one
@@ -183,28 +186,29 @@ impl Machine {
             positive("flops", speed.flops)?;
             positive("row_bytes_per_s", speed.row_bytes_per_s)?;
             not_negative("diagonal_keys", speed.diagonal_keys)?;
-            not_negative("full_rows", speed.full_rows)?;
+            not_negative("task_rows", speed.task_rows)?;
             not_negative("few_slower", speed.few_slower)?;
             not_negative("apart_slower", speed.apart_slower)?;
             not_negative("single_s", speed.single_s)?;
-            if !(speed.least_share > 0.0 && speed.least_share <= 1.0) {
+            if !(speed.task_share > 0.0 && speed.task_share <= 1.0) {
                 return Err(ClockError::Number {
-                    what: "least_share",
-                    got: speed.least_share,
+                    what: "task_share",
+                    got: speed.task_share,
                     wanted: "more than 0, at most 1",
                 });
             }
         }
         positive("bytes_per_s", self.device.bytes_per_s)?;
         positive("cell_bytes_per_s", self.device.cell_bytes_per_s)?;
-        positive(
-            "load_bytes_per_s",
-            self.device.load_bytes_per_s.unwrap_or(1.0),
-        )?;
-        positive(
-            "fresh_bytes_per_s",
-            self.device.fresh_bytes_per_s.unwrap_or(1.0),
-        )?;
+        let optional = [
+            ("add_bytes_per_s", self.device.add_bytes_per_s),
+            ("apart_bytes_per_s", self.device.apart_bytes_per_s),
+            ("load_bytes_per_s", self.device.load_bytes_per_s),
+            ("fresh_bytes_per_s", self.device.fresh_bytes_per_s),
+        ];
+        for (what, given) in optional {
+            positive(what, given.unwrap_or(1.0))?;
+        }
         not_negative("job_overhead_s", self.device.job_overhead_s)?;
         not_negative("task_overhead_s", self.device.task_overhead_s)?;
         positive("shared_cores", self.device.shared_cores.unwrap_or(1) as f64)?;

@@ -131,15 +131,19 @@ fn memory_for_what_is_given_away_must_be_had() {
 fn a_job_that_is_too_small_for_a_device_leaves_the_rest_to_others() {
     let mut machine = machine(256.0, link(0.0, f64::INFINITY));
     let speed = &mut machine.device.rates[0].forward;
-    (speed.full_rows, speed.least_share) = (8.0, 0.25);
-    // Four rows of queries keep half of it busy, one row a quarter, which is the least.
+    (speed.task_rows, speed.task_share) = (2.0, 0.25);
+    // Four queries are two tasks and keep half of it busy; one query is one task.
     close(simulate(&dense(4, 1), &machine, 0..0).unwrap().seconds, 2.0);
     close(
         simulate(&dense(1, 1), &machine, 0..0).unwrap().seconds,
         4.0 / 16.0,
     );
     close(simulate(&dense(8, 1), &machine, 0..0).unwrap().seconds, 4.0);
-    // Two ranks with four rows each keep all of it busy.
+    // Under a causal mask the second of two tasks has three quarters of the work.
+    let causal = plan(4, 1, 1, Pattern::dense().causal(true), Cut::Contiguous);
+    let seconds = simulate(&causal, &machine, 0..0).unwrap().seconds;
+    close(seconds, 10.0 / 16.0 * 3.0);
+    // Two ranks with two tasks each keep all of it busy.
     machine.device.shared_cores = Some(4);
     close(simulate(&dense(8, 2), &machine, 0..0).unwrap().seconds, 4.0);
 }

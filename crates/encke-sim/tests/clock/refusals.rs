@@ -25,12 +25,12 @@ fn numbers_that_no_machine_has() {
     refused(|m| m.device.bytes_per_s = -3.0, "bytes_per_s is -3");
     refused(|m| m.device.shared_cores = Some(0), "shared_cores is 0");
     refused(
-        |m| m.device.rates[0].forward.least_share = 0.0,
-        "least_share is 0",
+        |m| m.device.rates[0].forward.task_share = 0.0,
+        "task_share is 0",
     );
     refused(
-        |m| m.device.rates[0].backward.least_share = 1.5,
-        "least_share is 1.5 in the description of the machine; it must be more than 0, at most 1",
+        |m| m.device.rates[0].backward.task_share = 1.5,
+        "task_share is 1.5 in the description of the machine; it must be more than 0, at most 1",
     );
     refused(
         |m| m.device.fresh_bytes_per_s = Some(0.0),

@@ -15,8 +15,8 @@ pub fn device(flops: f64) -> Device {
         few_slower: 0.0,
         apart_slower: 0.0,
         single_s: 0.0,
-        full_rows: 0.0,
-        least_share: 1.0,
+        task_rows: 0.0,
+        task_share: 1.0,
     };
     Device {
         name: "test".to_string(),
@@ -31,6 +31,8 @@ pub fn device(flops: f64) -> Device {
         job_overhead_s: 0.0,
         task_overhead_s: 0.0,
         bytes_per_s: f64::INFINITY,
+        add_bytes_per_s: None,
+        apart_bytes_per_s: None,
         cell_bytes_per_s: f64::INFINITY,
         load_bytes_per_s: None,
         fresh_bytes_per_s: None,

@@ -11,11 +11,12 @@ mod timing;
 
 use std::collections::BTreeMap;
 
+use encke_core::job::Job;
 use encke_core::kernel::Kernel;
 use encke_core::{DType, Data};
 use serde::Serialize;
 
-use super::cost::{is_apart, is_few, query_rows, row_bytes, singles};
+use super::cost::{is_apart, is_few, longest, query_rows, row_bytes, singles};
 use super::error::ClockError;
 use super::fit::fit;
 use super::machine::{Carrier, Device, Link, Machine, Rate, Speed};
@@ -85,6 +86,8 @@ enum Reading {
     },
     Fill,
     Copy,
+    Add,
+    Apart,
     Finish,
     Load,
     Carry,
@@ -207,6 +210,8 @@ impl Profile {
                 job_overhead_s: overhead_s,
                 task_overhead_s: 0.0,
                 bytes_per_s: per_s(2 * elements * stored, taken(Reading::Copy)),
+                add_bytes_per_s: Some(per_s(3 * elements * sum, taken(Reading::Add))),
+                apart_bytes_per_s: Some(per_s(2 * elements * stored, taken(Reading::Apart))),
                 cell_bytes_per_s: per_s(cell_bytes, cells_s),
                 load_bytes_per_s: Some(per_s(elements * stored, taken(Reading::Load))),
                 // What is left when it is filled once more is the having.
@@ -274,17 +279,17 @@ impl Profile {
             few_slower: by_operation(few_s),
             apart_slower: by_operation(apart_s),
             single_s,
-            full_rows: 0.0,
-            least_share: 1.0 / self.cores as f64,
+            task_rows: 0.0,
+            task_share: 1.0 / self.cores as f64,
         };
         let told = |probe: &Probe| told(&self.costs(probe, backward), &found);
-        let alone: Vec<(usize, f64, f64)> = self
+        let alone: Vec<(&Job, f64, f64)> = self
             .probes
             .iter()
             .enumerate()
             .map(|(probe, shape)| {
                 let alone = self.seconds(Reading::Alone { probe, backward }, pick);
-                (query_rows(shape.job()), told(shape), alone)
+                (shape.job(), told(shape), alone)
             })
             .collect();
         let (speed, overhead_s) = alone_from(speed, &alone);
@@ -312,7 +317,7 @@ impl Profile {
                 heads: job.heads,
                 apart: is_apart(job),
                 alone_s: taken(Reading::Alone { probe, backward }).unwrap_or(0.0),
-                told_alone_s: overhead_s + all_cores_s / speed.share(query_rows(job)),
+                told_alone_s: overhead_s + all_cores_s / speed.share(longest(job, speed.task_rows)),
                 among_s: taken(Reading::Among { probe, backward }),
                 told_among_s: all_cores_s,
             }
@@ -339,16 +344,16 @@ fn told(costs: &Costs, each: &Costs) -> f64 {
 }
 
 /// What jobs take longer alone than among others, in two figures: an overhead before they begin,
-/// and the rows below which they cannot use all cores. `alone` has rows of queries, seconds of
-/// all cores, and seconds alone.
-fn alone_from(speed: Speed, alone: &[(usize, f64, f64)]) -> (Speed, f64) {
+/// and how many rows are one core's. `alone` has jobs, seconds of all cores, and seconds alone.
+fn alone_from(speed: Speed, alone: &[(&Job, f64, f64)]) -> (Speed, f64) {
     let steps = (0..=32).map(|step| 2f64.powf(f64::from(step) / 2.0));
     let candidates = [0.0].into_iter().chain(steps);
-    let tried = candidates.map(|full_rows| {
-        let speed = Speed { full_rows, ..speed };
-        let least = |rows: usize, all_cores_s: f64| all_cores_s / speed.share(rows);
-        let left = alone.iter().map(|&(rows, all_cores_s, alone_s)| {
-            let left = (alone_s - least(rows, all_cores_s)) / alone_s;
+    let tried = candidates.map(|task_rows| {
+        let speed = Speed { task_rows, ..speed };
+        let least =
+            |job: &Job, all_cores_s: f64| all_cores_s / speed.share(longest(job, task_rows));
+        let left = alone.iter().map(|&(job, all_cores_s, alone_s)| {
+            let left = (alone_s - least(job, all_cores_s)) / alone_s;
             (left / alone_s, 1.0 / (alone_s * alone_s))
         });
         let (left, weight) = left.fold((0.0, 0.0), |(a, b), (c, d)| (a + c, b + d));
@@ -359,8 +364,8 @@ fn alone_from(speed: Speed, alone: &[(usize, f64, f64)]) -> (Speed, f64) {
         };
         let error: f64 = alone
             .iter()
-            .map(|&(rows, all_cores_s, alone_s)| {
-                ((overhead_s + least(rows, all_cores_s)) / alone_s)
+            .map(|&(job, all_cores_s, alone_s)| {
+                ((overhead_s + least(job, all_cores_s)) / alone_s)
                     .ln()
                     .powi(2)
             })

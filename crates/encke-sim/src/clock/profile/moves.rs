@@ -11,6 +11,7 @@ use encke_core::{Data, Tensor};
 use encke_ring::threads::endpoints;
 
 use super::operands::Operands;
+use super::probes::DILATION;
 use super::timing::seconds;
 use super::{Reading, Sizes};
 use crate::clock::ClockError;
@@ -42,7 +43,7 @@ impl Places {
         kernel: &K,
         sizes: Sizes,
         operands: &mut Operands,
-    ) -> Result<[(Reading, f64); 7], ClockError> {
+    ) -> Result<[(Reading, f64); 9], ClockError> {
         let Sizes {
             rows,
             heads,
@@ -57,22 +58,8 @@ impl Places {
             gradients,
             ..
         } = operands;
-        let operand = Operand {
-            offset: 0,
-            batch: 0,
-            segment: 0,
-            row: heads * dim,
-            heads: (0..heads).map(|head| head * dim).collect(),
-        };
-        let block = Block {
-            batch: 1,
-            segments: 1,
-            rows,
-            heads,
-            width: dim,
-            from: operand.clone(),
-            to: operand,
-        };
+        let block = block(sizes);
+        let apart = apart(sizes);
         let all = [Tokens {
             first: 0,
             stride: 1,
@@ -83,6 +70,20 @@ impl Places {
         let copy = seconds(|times| {
             let from = kernel.input(&inputs[times % 4]);
             kernel.copy(&block, false, from, copied)
+        })?;
+        let add = seconds(|times| {
+            let [one, other, _] = &mut *gradients;
+            let (from, to) = if times % 2 == 0 {
+                (one, other)
+            } else {
+                (other, one)
+            };
+            kernel.copy(&block, true, kernel.input(from), to)
+        })?;
+        let apart = seconds(|times| {
+            let from = kernel.input(&inputs[times % 4]);
+            let mut apart = apart.iter();
+            apart.try_for_each(|block| kernel.copy(block, false, from, copied))
         })?;
         let finish = seconds(|_| kernel.finish(rows * heads, dim, 1.0, carry, copied, lse))?;
         let load = seconds(|_| kernel.upload(&tensor.view(), &all, copied))?;
@@ -99,6 +100,8 @@ impl Places {
         Ok([
             (Reading::Fill, fill),
             (Reading::Copy, copy),
+            (Reading::Add, add),
+            (Reading::Apart, apart),
             (Reading::Finish, finish),
             (Reading::Load, load),
             (Reading::Carry, carried),
@@ -106,6 +109,56 @@ impl Places {
             (Reading::Hop, hop_s()),
         ])
     }
+}
+
+/// All rows, as they lie.
+fn block(sizes: Sizes) -> Block {
+    let Sizes {
+        rows, heads, dim, ..
+    } = sizes;
+    let operand = Operand {
+        offset: 0,
+        batch: 0,
+        segment: 0,
+        row: heads * dim,
+        heads: (0..heads).map(|head| head * dim).collect(),
+    };
+    Block {
+        batch: 1,
+        segments: 1,
+        rows,
+        heads,
+        width: dim,
+        from: operand.clone(),
+        to: operand,
+    }
+}
+
+/// All rows again, as a dilated branch packs them: those of one head, one token in so many, as far
+/// as they go.
+fn apart(sizes: Sizes) -> Vec<Block> {
+    let Sizes {
+        rows, heads, dim, ..
+    } = sizes;
+    let each = rows / DILATION;
+    let places = (0..heads).flat_map(|head| (0..DILATION).map(move |phase| (head, phase)));
+    let operand = |offset: usize, row: usize| Operand {
+        offset,
+        batch: 0,
+        segment: 0,
+        row,
+        heads: [0].into(),
+    };
+    let block = |(i, (head, phase)): (usize, (usize, usize))| Block {
+        batch: 1,
+        segments: 1,
+        rows: each,
+        heads: 1,
+        width: dim,
+        from: operand((phase * heads + head) * dim, DILATION * heads * dim),
+        to: operand(i * each * dim, dim),
+    };
+    places.enumerate().map(block).collect()
 }
 
 /// Seconds of a hop without bytes to speak of, between two threads of this process.

@@ -12,7 +12,7 @@ use crate::clock::cost::is_few;
 /// The most places of one shape; enough for a cache to forget the first.
 const PLACES: usize = 16;
 /// The dilation rate of what is read with gaps.
-const DILATION: usize = 4;
+pub(super) const DILATION: usize = 4;
 
 /// A shape to be timed.
 #[derive(Debug)]
