@@ -148,6 +148,36 @@ pub enum Error {
         /// Ranks there are.
         ranks: usize,
     },
+    /// Nobody keeps a rank's inputs but other ranks.
+    #[error(
+        "redundancy {redundancy} on {ranks} ranks: each rank's inputs are kept by as many others, \
+         of which there are {}; use a redundancy of at most that, or more ranks", ranks - 1
+    )]
+    Redundancy {
+        /// Other ranks that were to keep each rank's inputs.
+        redundancy: usize,
+        /// Ranks there are.
+        ranks: usize,
+    },
+    /// Deaths are survived where queries are sharded.
+    #[error(
+        "redundancy {redundancy} with replicated queries is not supported; use sharded queries"
+    )]
+    RedundantQueries {
+        /// Other ranks that were to keep each rank's inputs.
+        redundancy: usize,
+    },
+    /// Every rank that had a shard is gone.
+    #[error(
+        "the tokens of rank {shard} are lost: it died, and so did every rank that kept its inputs \
+         ({keepers:?}); start the call again, with a higher redundancy"
+    )]
+    LostShard {
+        /// The rank whose tokens they were.
+        shard: usize,
+        /// The ranks that kept its inputs.
+        keepers: Vec<usize>,
+    },
     /// A name that is none of the known ones.
     #[error("unknown {what} {got:?}; known: {known}")]
     Unknown {

@@ -11,6 +11,8 @@
 use serde::Serialize;
 use std::time::Duration;
 
+use crate::plan::survival::{Agreement, Standing};
+
 /// What a transport can carry.
 pub trait Parcel: Send + Sized {
     /// How many elements it can hold.
@@ -97,6 +99,17 @@ pub enum TransportError {
         /// What the failed rank said.
         reason: String,
     },
+    /// The other side is gone, or has stopped because somebody is: this exchange will not complete,
+    /// but the survivors can go on ([`Survivors`]).
+    #[error("rank {rank} stopped in round {round}: rank {peer} is gone, or waits for one that is")]
+    Gone {
+        /// Who stopped.
+        rank: usize,
+        /// For whom it waited.
+        peer: usize,
+        /// In which round.
+        round: usize,
+    },
     /// A message of another size than the plan says.
     #[error("rank {rank} got {got} elements from rank {peer} in round {round}, planned {expected}")]
     Size {
@@ -161,4 +174,48 @@ pub trait Transport<B: Parcel> {
         incoming: &mut [Incoming<'_, B>],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Moved, TransportError>;
+}
+
+/// A transport whose ranks survive the death of others: what a call with `redundancy` needs.
+///
+/// Ranks keep their numbers for life: whoever renumbers survivors (a shrunk communicator) keeps a
+/// table. A call is a sequence of epochs ([`Epoch`]); an epoch ends for a rank when it calls
+/// [`Survivors::agree`], because its program is finished or because an exchange came back with
+/// [`TransportError::Gone`].
+///
+/// What [`Transport::exchange`] must do beside what it always does:
+/// - What is sent to a rank that is gone, or has called `agree`, is dropped and counted as sent.
+/// - A receive whose sender is gone or has called `agree`, and which has not come and is not on its
+///   way, ends the exchange with `Gone`. Everything that was to be sent is sent before that (or
+///   dropped), to everyone who can still take it.
+/// - `meanwhile` may have run by then or not: the rank makes up for it. What was received in such an
+///   exchange is never looked at; parcels must be given back, with any contents.
+/// - The deadline holds as always. It is an error for everyone, since who is slow is not dead: see
+///   [`Survivors::give_up`].
+///
+/// With these rules how far each survivor comes follows from the plan and from what the dead rank
+/// had sent, not from timing, and with it every bit of the result. A transport that cannot know
+/// whether a message is still to come (ULFM: once anyone has revoked the communicator, everyone's
+/// exchange ends with `Gone`) is as right, but the same fault may then lead to another agreement.
+/// The same agreement always leads to the same bits.
+///
+/// With ULFM: on `MPIX_ERR_PROC_FAILED` or `MPIX_ERR_REVOKED` complete or cancel every request and
+/// return `Gone`; in `agree`, revoke (also when finished: others may be in an exchange with one that
+/// is gone only if somebody is, so a rank that has finished need not), shrink, gather every
+/// survivor's number and standing over the new communicator, and `MPIX_Comm_agree` on whether that
+/// worked for all; where it did not, shrink again. The new communicator is the next epoch's.
+///
+/// [`Epoch`]: crate::plan::survival::Epoch
+pub trait Survivors<B: Parcel>: Transport<B> {
+    /// Ends the epoch for this rank, which has come this far. Waits until every rank has either
+    /// called this or is gone, and returns the same on all that live, or an error on all of them:
+    /// a rank that dies meanwhile is gone for all or for none. No message of an epoch is received
+    /// in the next. Waiting ends with [`TransportError::Deadline`] when for that long no rank has
+    /// shown a sign of life: one that has finished early waits as long as the others work.
+    fn agree(&mut self, standing: Standing) -> Result<Agreement, TransportError>;
+
+    /// Says that this rank ends with an error that is not to be survived (its kernel's, a deadline,
+    /// a changed message): everyone else's exchange or `agree` ends with
+    /// [`TransportError::PeerFailed`] and this reason, instead of going on without it.
+    fn give_up(&mut self, reason: &str);
 }

@@ -4,7 +4,7 @@ use encke_core::kernel::KernelError;
 use encke_core::transport::TransportError;
 
 /// How one rank failed.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RankError {
     /// Its kernel refused.
     #[error("in round {round}: {source}")]
@@ -25,6 +25,9 @@ pub enum RankError {
         /// The round it did not begin.
         round: usize,
     },
+    /// It lives, but the tokens of one that died are lost.
+    #[error(transparent)]
+    Lost(encke_core::Error),
     /// It panicked: a bug, but never a hang.
     #[error("panicked: {message}")]
     Panic {
@@ -38,8 +41,19 @@ impl RankError {
     pub fn is_consequence(&self) -> bool {
         matches!(
             self,
-            RankError::Transport(TransportError::PeerFailed { .. })
+            RankError::Transport(TransportError::PeerFailed { .. } | TransportError::Gone { .. })
         )
+    }
+
+    /// Whether it is gone: others can adopt its tokens.
+    pub fn is_death(&self) -> bool {
+        matches!(self, RankError::Died { .. } | RankError::Panic { .. })
+    }
+
+    /// Whether it ends the call for everyone, who must be told: a death can be survived, and that
+    /// a shard is lost all survivors find by themselves.
+    pub fn is_to_blame(&self) -> bool {
+        !self.is_consequence() && !self.is_death() && !matches!(self, RankError::Lost(_))
     }
 }
 

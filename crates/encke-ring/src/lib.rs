@@ -16,6 +16,7 @@ mod perform;
 pub mod rank;
 pub mod sequence;
 mod shelf;
+pub mod survive;
 pub mod thread_ring;
 pub mod threads;
 pub mod trace;

@@ -8,8 +8,10 @@ use std::time::Instant;
 
 use encke_core::dtype::Data;
 use encke_core::host;
+use encke_core::job::Job;
 use encke_core::kernel::{Kernel, KernelError};
-use encke_core::plan::program::{BufferId, BufferPlan, Message, RankPlan, Role};
+use encke_core::plan::program::{BufferId, BufferPlan, Message, RankPlan, Role, Task};
+use encke_core::plan::survival::Continuation;
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};
 
@@ -25,6 +27,8 @@ pub struct Rank<K: Kernel> {
     plan: RankPlan,
     shelf: Shelf<K::Buffer>,
     ledger: Ledger,
+    done: usize,
+    pairs: u128,
 }
 
 impl<K: Kernel> Rank<K> {
@@ -42,6 +46,8 @@ impl<K: Kernel> Rank<K> {
             plan,
             shelf: Shelf { buffers },
             ledger: Ledger::default(),
+            done: 0,
+            pairs: 0,
         }
     }
 
@@ -49,6 +55,7 @@ impl<K: Kernel> Rank<K> {
     /// is missing is allocated, and the ledger is opened anew with what is held.
     fn furnish(&mut self, kernel: &K, loans: &Loans<'_>) -> Result<(), KernelError> {
         self.ledger = Ledger::default();
+        (self.done, self.pairs) = (0, 0);
         for (i, planned) in self.plan.buffers.iter().enumerate() {
             let buffer = &mut self.shelf.buffers[i];
             if loans.get(BufferId(i)).is_some() {
@@ -139,6 +146,45 @@ impl<K: Kernel> Rank<K> {
         }
         next.furnish(kernel, &Loans::default())?;
         Ok(next)
+    }
+
+    /// Goes on after a death: keeps the buffers that the continuation goes on with, frees the
+    /// others before new ones are made. The ledger is that of the new program.
+    pub fn resume<'a>(
+        &mut self,
+        kernel: &K,
+        continuation: Continuation,
+        loans: Loans<'a>,
+    ) -> Result<Loans<'a>, KernelError> {
+        let Continuation { program, keeps } = continuation;
+        let (mut next, pairs) = (Rank::idle(program), self.pairs);
+        let kept = |of: &Option<BufferId>| of.and_then(|id| self.shelf.buffers[id.0].take());
+        next.shelf.buffers = keeps.iter().map(kept).collect();
+        let lent = |of: &Option<BufferId>| of.and_then(|id| loans.get(id));
+        let slices = keeps.iter().map(lent).collect();
+        *self = next;
+        let loans = Loans { slices };
+        self.furnish(kernel, &loans)?;
+        self.pairs = pairs;
+        Ok(loans)
+    }
+
+    /// Rounds of its program whose tasks it has done, whatever became of their messages.
+    pub fn done(&self) -> usize {
+        self.done
+    }
+
+    /// (query, key) pairs it has computed in this call.
+    pub fn pairs(&self) -> u128 {
+        self.pairs
+    }
+
+    /// Notes that the tasks of a round are done.
+    fn note_done(&mut self, round: usize) {
+        self.done = round + 1;
+        let jobs = self.plan.rounds[round].meanwhile.iter();
+        let pairs = jobs.filter_map(Task::job).map(Job::pairs);
+        self.pairs += pairs.sum::<u128>();
     }
 
     /// Its program.
@@ -261,6 +307,7 @@ impl<K: Kernel> Rank<K> {
         if !tasks.is_empty() {
             recorder.note(round, Activity::Compute, begin, Moved::default());
         }
+        self.note_done(round);
         Ok(())
     }
 
@@ -281,6 +328,7 @@ impl<K: Kernel> Rank<K> {
         let Rank { plan, shelf, .. } = self;
         let steps = &plan.rounds[round];
         if steps.sends.is_empty() && steps.receives.is_empty() && steps.meanwhile.is_empty() {
+            self.note_done(round);
             return Ok(());
         }
         let mut held = Held::take(shelf, &steps.meanwhile);
@@ -306,12 +354,13 @@ impl<K: Kernel> Rank<K> {
                 parcel,
             })
             .collect();
-        let mut computed = Ok(());
+        let mut computed = None;
         let mut waiting_since = Instant::now();
         let exchanged = transport.exchange(round, &outgoing, &mut incoming, &mut || {
             let begin = Instant::now();
             let mut tasks = steps.meanwhile.iter();
-            computed = tasks.try_for_each(|task| perform(kernel, loans, task, shelf, &mut held));
+            let done = tasks.try_for_each(|task| perform(kernel, loans, task, shelf, &mut held));
+            computed = Some(done);
             if !steps.meanwhile.is_empty() {
                 recorder.note(round, Activity::Compute, begin, Moved::default());
             }
@@ -328,8 +377,16 @@ impl<K: Kernel> Rank<K> {
             shelf.put(message.buffer, buffer);
         }
         held.give_back(shelf);
-        // The kernel's own word comes first: an exchange can fail because of it.
-        computed.map_err(|source| RankError::Kernel { round, source })?;
+        match computed {
+            // The kernel's own word comes first: an exchange can fail because of it.
+            Some(computed) => {
+                computed.map_err(|source| RankError::Kernel { round, source })?;
+                self.note_done(round);
+            }
+            // Jobs need nothing that the messages of their round bring, so an exchange that has
+            // failed before it came to them does not keep them from being done.
+            None => self.compute(kernel, loans, round, recorder)?,
+        }
         exchanged?;
         Ok(())
     }

@@ -5,13 +5,15 @@ use super::flow::{DKV, DQ};
 use super::jobs::QueryRows;
 use super::layout::{Width, flat};
 use super::program::{BufferId, Component, Fill, RankPlan, Role, Task};
+use super::straight::Meeting;
+use super::survival::Progress;
 use super::{Plan, Queries};
 use crate::job::Job;
 use crate::sharding::Run;
 
 pub(super) fn program(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     match plan.request.queries {
-        Queries::Sharded => sharded(plan, rank, dlse),
+        Queries::Sharded => sharded(plan, rank, dlse, None),
         Queries::Replicated => replicated(plan, rank, dlse),
     }
 }
@@ -47,8 +49,9 @@ impl Buffers {
     }
 }
 
-/// Buffers, inputs and first tasks. What belongs to queries has `runs` (all rows or the own ones).
-fn buffers(b: &mut Builder<'_>, runs: &[Run], with_dlse: bool) -> Buffers {
+/// Buffers and inputs, and where a shard `begins` its first tasks. What belongs to queries has
+/// `runs` (all rows or the own ones).
+fn buffers(b: &mut Builder<'_>, runs: &[Run], with_dlse: bool, begins: bool) -> Buffers {
     let plan = b.plan;
     let request = &plan.request;
     let (dtype, sum) = (request.dtype, request.dtype.sum());
@@ -88,19 +91,21 @@ fn buffers(b: &mut Builder<'_>, runs: &[Run], with_dlse: bool) -> Buffers {
     for (role, buffer) in [(Role::K, k), (Role::V, v)] {
         b.input(role, buffer, b.runs_of(b.rank));
     }
-    let before = &mut b.round(0).before;
-    for buffer in [dq, dk, dv] {
-        let value = Fill::Zero;
-        before.push(Task::Fill { buffer, value });
+    if begins {
+        let before = &mut b.round(0).before;
+        for buffer in [dq, dk, dv] {
+            let value = Fill::Zero;
+            before.push(Task::Fill { buffer, value });
+        }
+        before.push(Task::Delta {
+            cells: request.shape.batch * rows * plan.slots,
+            dim: request.shape.dim,
+            out,
+            dout,
+            dlse,
+            delta,
+        });
     }
-    before.push(Task::Delta {
-        cells: request.shape.batch * rows * plan.slots,
-        dim: request.shape.dim,
-        out,
-        dout,
-        dlse,
-        delta,
-    });
     Buffers {
         q,
         k,
@@ -114,29 +119,60 @@ fn buffers(b: &mut Builder<'_>, runs: &[Run], with_dlse: bool) -> Buffers {
     }
 }
 
-/// dQ stays; keys visit, and their gradients follow one round behind and come home.
-fn sharded(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
+/// dQ stays; keys visit, and their gradients follow one round behind and come home: added up on the
+/// way, or, where a death is to be survived, each by itself. A program that continues does what is
+/// not done yet; what a job finds that is there already goes to waste.
+pub(super) fn sharded(
+    plan: &Plan,
+    rank: usize,
+    dlse: bool,
+    so_far: Option<&[Progress]>,
+) -> RankPlan {
     let mut b = Builder::new(plan, rank);
-    let runs = b.runs_of(rank);
-    let at_home = buffers(&mut b, &runs, dlse);
+    let (runs, own) = (b.runs_of(rank), b.own());
+    let begins = so_far.is_none_or(|so_far| !so_far[rank].begun);
+    let at_home = buffers(&mut b, &runs, dlse, begins);
     let Buffers {
         k, v, dq, dk, dv, ..
     } = at_home;
     let at = QueryRows {
-        q: b.own(),
-        cells: b.own(),
+        q: own,
+        cells: own,
         dq: None,
     };
-    b.local_jobs(at, |job| at_home.task(job, [k, v], dq, [dk, dv]));
+    if begins {
+        b.local_jobs(at, |job| at_home.task(job, [k, v], dq, [dk, dv]));
+    }
+    let to_queries = |of: Meeting| so_far.is_none_or(|so_far| of.is_new_to_queries(so_far));
+    let to_keys = |of: Meeting| so_far.is_none_or(|so_far| of.is_new_to_keys(so_far));
+    let wanted = |of: Meeting| to_queries(of) || to_keys(of);
+    let waste = so_far.map(|_| waste(&mut b, (to_queries, to_keys)));
     for seat in b.seats() {
-        let visit = b.visit(seat, [k, v]);
-        let own = b.own();
-        let gather = b.gather(seat, Component::TravellingGradients, &DKV, &[dk, dv], own);
-        b.jobs_with_keys(seat, at, |distance, job| {
-            let (k, v) = visit.at(distance);
-            let into = [gather.at(distance)[0], gather.at(distance)[1]];
-            at_home.task(job, [k, v], dq, into)
+        let visit = match so_far {
+            None => b.visit(seat, [k, v]),
+            Some(_) => b.fetch(seat, [k, v], wanted),
+        };
+        let gather = match plan.request.redundancy {
+            0 => b.gather(seat, Component::TravellingGradients, &DKV, &[dk, dv], own),
+            _ => b.deliver(seat, &DKV, &[dk, dv], own, to_keys),
+        };
+        b.jobs_with_keys(seat, at, |meeting, job| {
+            let (k, v) = visit.at(meeting.distance);
+            let into = gather.at(meeting.distance);
+            let (mut dq, mut dkv) = (dq, [into[0], into[1]]);
+            if let Some([waste_q, waste_k, waste_v]) = waste {
+                if !to_queries(meeting) {
+                    dq = waste_q;
+                }
+                if !to_keys(meeting) {
+                    dkv = [waste_k, waste_v];
+                }
+            }
+            wanted(meeting).then(|| at_home.task(job, [k, v], dq, dkv))
         });
+    }
+    if so_far.is_none() {
+        b.replicas(plan.kept(rank));
     }
     b.output(Role::Dq, dq, runs.clone());
     b.output(Role::Dk, dk, runs.clone());
@@ -144,12 +180,36 @@ fn sharded(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     b.finish()
 }
 
+/// Where dq, dk and dv go that are known already: as large as the meetings need that are new to one
+/// side only.
+fn waste(
+    b: &mut Builder<'_>,
+    (to_queries, to_keys): (impl Fn(Meeting) -> bool, impl Fn(Meeting) -> bool),
+) -> [BufferId; 3] {
+    let (plan, sum) = (b.plan, b.plan.request.dtype.sum());
+    let seats = b.seats();
+    let met = || {
+        let visitors = seats.iter().flat_map(|seat| {
+            let visitors = seat.visitors();
+            visitors.map(|(distance, home, parcel)| (seat.meeting(distance, home), parcel))
+        });
+        visitors.map(|(of, parcel)| (to_queries(of), to_keys(of), parcel))
+    };
+    let of_queries = met().any(|(queries, keys, _)| !queries && keys);
+    let of_keys = met().filter(|(queries, keys, _)| *queries && !keys);
+    let most = of_keys.map(|(_, _, parcel)| plan.parcel_elements(parcel, Width::Kv));
+    let most = most.max().unwrap_or(0);
+    let all = plan.request.shape.batch * b.rows * plan.resident_width(Width::Query);
+    let elements = [if of_queries { all } else { 0 }, most, most];
+    elements.map(|elements| b.buffer("waste", Component::TravellingGradients, sum, elements))
+}
+
 /// Keys and their gradients stay; each rank has everyone's queries, and what it finds for their
 /// gradients is gathered. Then dq is shared.
 fn replicated(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     let mut b = Builder::new(plan, rank);
     let all_runs = b.all_runs();
-    let at_home = buffers(&mut b, &all_runs, dlse);
+    let at_home = buffers(&mut b, &all_runs, dlse, true);
     let Buffers {
         k, v, dq, dk, dv, ..
     } = at_home;

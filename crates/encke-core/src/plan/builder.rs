@@ -67,6 +67,7 @@ impl<'a> Builder<'a> {
         self.buffers.push(BufferPlan {
             name,
             component,
+            shard: self.rank,
             dtype,
             elements,
         });
@@ -84,6 +85,20 @@ impl<'a> Builder<'a> {
     ) -> BufferId {
         let elements = self.plan.request.shape.batch * rows * self.plan.resident_width(width);
         self.buffer(name, component, dtype, elements)
+    }
+
+    /// Room for the inputs of each of `shards`, under the names that their own ranks give them.
+    pub fn replicas(&mut self, shards: impl Iterator<Item = usize>) {
+        let rank = self.rank;
+        for shard in shards {
+            self.rank = shard;
+            let (rows, runs) = (self.plan.shards.rows(shard), self.runs_of(shard));
+            for (role, name, dtype, width) in self.plan.inputs() {
+                let buffer = self.resident(name, Component::Replica, dtype, rows, width);
+                self.input(role, buffer, runs.clone());
+            }
+        }
+        self.rank = rank;
     }
 
     /// A carry for `[batch, rows]`.

@@ -20,18 +20,18 @@ use std::sync::Arc;
 /// Tags of one ring, a few each for k and v, for sums that pass, and for sums that go home: the
 /// three can be under way between the same two ranks in the same round.
 const TAGS: usize = 16;
-const VISIT: usize = 0;
+pub(super) const VISIT: usize = 0;
 const PASS: usize = 4;
-const HOME: usize = 8;
+pub(super) const HOME: usize = 8;
 
 /// A quantity that is gathered: its width, what an empty sum is, and the tensor of the call it
 /// ends in, if it is a part of one.
 #[derive(Clone, Copy)]
 pub(super) struct Channel {
     name: &'static str,
-    width: Width,
-    empty: Fill,
-    role: Option<Role>,
+    pub width: Width,
+    pub empty: Fill,
+    pub role: Option<Role>,
 }
 
 /// A part of a carry.
@@ -89,7 +89,8 @@ impl<'a> Seat<'a> {
         })
     }
 
-    fn address(self, member: usize, tag: usize, elements: usize) -> Address {
+    /// One end of a message with another member.
+    pub fn address(self, member: usize, tag: usize, elements: usize) -> Address {
         Address {
             peer: self.ring.members[member],
             tag: (self.index * TAGS + tag) as u64,
@@ -100,7 +101,7 @@ impl<'a> Seat<'a> {
 
 /// k and v parcels on their way.
 pub(super) struct Visit {
-    travel: [[BufferId; 2]; 2],
+    pub travel: [[BufferId; 2]; 2],
 }
 
 impl Visit {
@@ -113,7 +114,7 @@ impl Visit {
 
 /// Sums on their way: `local` takes turns between being computed and being sent.
 pub(super) struct Gather {
-    local: [Vec<BufferId>; 2],
+    pub local: [Vec<BufferId>; 2],
 }
 
 impl Gather {
@@ -137,7 +138,7 @@ fn carry(buffers: &[BufferId]) -> CarryIds {
 }
 
 /// What a message of a parcel's rows holds, if it is of a tensor.
-fn origin(role: Option<Role>, rows: &Arc<[TokenRows]>) -> Option<Origin> {
+pub(super) fn origin(role: Option<Role>, rows: &Arc<[TokenRows]>) -> Option<Origin> {
     role.map(|role| Origin {
         role,
         rows: Arc::clone(rows),
@@ -197,7 +198,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Elements of the largest of some parcels.
-    fn largest<'p>(&self, parcels: impl Iterator<Item = &'p Parcel>, width: Width) -> usize {
+    pub fn largest<'p>(&self, parcels: impl Iterator<Item = &'p Parcel>, width: Width) -> usize {
         let elements = parcels.map(|parcel| self.plan.parcel_elements(parcel, width));
         elements.max().unwrap_or(0)
     }
@@ -327,7 +328,7 @@ impl<'a> Builder<'a> {
     }
 
     /// One buffer per channel, large enough for the largest of `parcels`.
-    fn channels<'p>(
+    pub fn channels<'p>(
         &mut self,
         channels: &[Channel],
         component: Component,
@@ -344,7 +345,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Adds (or, for the three buffers of a carry, merges) one set of sums into another.
-    fn combine(
+    pub fn combine(
         &mut self,
         round: usize,
         blocks: Vec<Vec<Block>>,
@@ -394,11 +395,11 @@ impl<'a> Builder<'a> {
         });
     }
 
-    fn send(&mut self, round: usize, message: Message) {
+    pub fn send(&mut self, round: usize, message: Message) {
         self.round(round).sends.push(message);
     }
 
-    fn receive(&mut self, round: usize, message: Message) {
+    pub fn receive(&mut self, round: usize, message: Message) {
         self.round(round).receives.push(message);
     }
 

@@ -5,11 +5,13 @@ use super::flow::CARRY;
 use super::jobs::QueryRows;
 use super::layout::Width;
 use super::program::{BufferId, CarryIds, Component, Fill, RankPlan, Role, Task};
+use super::straight::Meeting;
+use super::survival::Progress;
 use super::{Plan, Queries};
 
 pub(super) fn program(plan: &Plan, rank: usize) -> RankPlan {
     match plan.request.queries {
-        Queries::Sharded => sharded(plan, rank),
+        Queries::Sharded => sharded(plan, rank, None),
         Queries::Replicated => replicated(plan, rank),
     }
 }
@@ -33,13 +35,6 @@ fn buffers(b: &mut Builder<'_>, q_rows: usize) -> Buffers {
         b.input(role, buffer, b.runs_of(b.rank));
     }
     buffers
-}
-
-/// The own carry, empty at first.
-fn own_carry(b: &mut Builder<'_>) -> CarryIds {
-    let carry = b.carry(Component::Carry, b.rows);
-    b.clear_carry(0, carry);
-    carry
 }
 
 /// out and lse of the own rows.
@@ -66,9 +61,27 @@ fn finish(b: &mut Builder<'_>, carry: CarryIds, out: BufferId, lse: BufferId) {
     });
 }
 
+/// Queries that see everything at once, attended to the end.
+fn attend(b: &mut Builder<'_>, at: QueryRows, of: Buffers, (out, lse): (BufferId, BufferId)) {
+    let Buffers { q, k, v } = of;
+    // Cells that see nothing keep the zeros that out begins with.
+    let value = Fill::MinusInfinity;
+    let empty = Task::Fill { buffer: lse, value };
+    b.round(0).before.push(empty);
+    b.local_jobs(at, |job| Task::Attend {
+        job,
+        q,
+        k,
+        v,
+        out,
+        lse,
+    });
+}
+
 /// Queries stay, keys visit. Where none visits and one job is all that a query sees, it is attended
-/// to the end, without a carry.
-fn sharded(plan: &Plan, rank: usize) -> RankPlan {
+/// to the end, without a carry. A program that continues does what is not done yet, and gets keys
+/// straight from where they are.
+pub(super) fn sharded(plan: &Plan, rank: usize, so_far: Option<&[Progress]>) -> RankPlan {
     let mut b = Builder::new(plan, rank);
     let rows = b.rows;
     let Buffers { q, k, v } = buffers(&mut b, rows);
@@ -78,25 +91,15 @@ fn sharded(plan: &Plan, rank: usize) -> RankPlan {
         cells: b.own(),
         dq: None,
     };
+    let begins = so_far.is_none_or(|so_far| !so_far[rank].begun);
     if b.sees_all_at_once() {
         let (out, lse) = ends(&mut b);
-        // Cells that see nothing keep the zeros that out begins with.
-        let value = Fill::MinusInfinity;
-        let empty = Task::Fill { buffer: lse, value };
-        b.round(0).before.push(empty);
-        b.local_jobs(at, |job| Task::Attend {
-            job,
-            q,
-            k,
-            v,
-            out,
-            lse,
-        });
-        b.output(Role::Out, out, b.runs_of(rank));
-        b.output(Role::Lse, lse, b.runs_of(rank));
-        return b.finish();
+        if begins {
+            attend(&mut b, at, Buffers { q, k, v }, (out, lse));
+        }
+        return ended(b, out, lse, so_far.is_none());
     }
-    let carry = own_carry(&mut b);
+    let carry = b.carry(Component::Carry, rows);
     let forward = |job, k, v| Task::Forward {
         job,
         q,
@@ -104,18 +107,33 @@ fn sharded(plan: &Plan, rank: usize) -> RankPlan {
         v,
         carry,
     };
-    b.local_jobs(at, |job| forward(job, k, v));
+    if begins {
+        b.clear_carry(0, carry);
+        b.local_jobs(at, |job| forward(job, k, v));
+    }
     for seat in b.seats() {
-        let visit = b.visit(seat, [k, v]);
-        b.jobs_with_keys(seat, at, |distance, job| {
-            let (k, v) = visit.at(distance);
-            forward(job, k, v)
+        let wanted = |of: Meeting| so_far.is_none_or(|so_far| of.is_new_to_queries(so_far));
+        let visit = match so_far {
+            None => b.visit(seat, [k, v]),
+            Some(_) => b.fetch(seat, [k, v], wanted),
+        };
+        b.jobs_with_keys(seat, at, |meeting, job| {
+            let (k, v) = visit.at(meeting.distance);
+            wanted(meeting).then(|| forward(job, k, v))
         });
     }
     let (out, lse) = ends(&mut b);
     finish(&mut b, carry, out, lse);
-    b.output(Role::Out, out, b.runs_of(rank));
-    b.output(Role::Lse, lse, b.runs_of(rank));
+    ended(b, out, lse, so_far.is_none())
+}
+
+/// The program that ends with these rows, and in a `first` epoch what it keeps for others.
+fn ended(mut b: Builder<'_>, out: BufferId, lse: BufferId, first: bool) -> RankPlan {
+    if first {
+        b.replicas(b.plan.kept(b.rank));
+    }
+    b.output(Role::Out, out, b.runs_of(b.rank));
+    b.output(Role::Lse, lse, b.runs_of(b.rank));
     b.finish()
 }
 
@@ -125,7 +143,8 @@ fn replicated(plan: &Plan, rank: usize) -> RankPlan {
     let mut b = Builder::new(plan, rank);
     let request = &plan.request;
     let Buffers { q, k, v } = buffers(&mut b, request.shape.tokens);
-    let carry = own_carry(&mut b);
+    let carry = b.carry(Component::Carry, b.rows);
+    b.clear_carry(0, carry);
     b.input(Role::Q, q, b.all_runs());
     let at = QueryRows {
         q: b.among_all(rank),

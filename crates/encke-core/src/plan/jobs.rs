@@ -6,6 +6,7 @@ use super::builder::Builder;
 use super::flow::Seat;
 use super::layout::{Resident, Width};
 use super::program::Task;
+use super::straight::Meeting;
 use crate::job::{Job, Operand};
 use crate::rows::{Rows, Segments};
 use std::collections::BTreeSet;
@@ -51,15 +52,17 @@ impl Builder<'_> {
         }
     }
 
-    /// Jobs of this rank's queries with the keys that visit it, each in the round of its distance.
+    /// Jobs of this rank's queries with the keys that visit it, each in the round of its distance;
+    /// `task` may do without some.
     pub fn jobs_with_keys(
         &mut self,
         seat: Seat<'_>,
         at: QueryRows,
-        task: impl Fn(usize, Job) -> Task,
+        task: impl Fn(Meeting, Job) -> Option<Task>,
     ) {
         let plan = self.plan;
-        for (distance, _, parcel) in seat.visitors() {
+        for (distance, home, parcel) in seat.visitors() {
+            let meeting = seat.meeting(distance, home);
             for (offset, section) in plan.sections(parcel, Width::Kv) {
                 let lane = section.lane;
                 let own = plan
@@ -69,8 +72,9 @@ impl Builder<'_> {
                     let k = plan.packed(offset, section, Width::Kv);
                     let keys = (&section.rows, k);
                     let job = self.resident_job(lane, section.segments, (&q_rows, at), keys);
-                    let task = job.map(|job| task(distance, job));
-                    self.round(distance).meanwhile.extend(task);
+                    if let Some(task) = job.and_then(|job| task(meeting, job)) {
+                        self.round(distance).meanwhile.push(task);
+                    }
                 }
             }
         }

@@ -9,10 +9,13 @@ mod builder;
 pub mod explain;
 mod flow;
 mod forward;
+mod hosted;
 mod jobs;
 mod layout;
 pub mod program;
 pub mod rings;
+mod straight;
+pub mod survival;
 
 use serde::Serialize;
 
@@ -22,8 +25,8 @@ use crate::pattern::{Lane, Pattern};
 use crate::rows::{Group, Shards};
 use crate::shape::Shape;
 use crate::sharding::Sharding;
-use layout::HeadAddresses;
-use program::RankPlan;
+use layout::{HeadAddresses, Width};
+use program::{RankPlan, Role};
 use rings::{Freight, Ring};
 
 /// Who holds the queries.
@@ -66,6 +69,8 @@ pub struct Request {
     pub scale: Option<f64>,
     /// The direction.
     pub pass: Pass,
+    /// How many other ranks keep each rank's inputs, so that so many neighbours may die.
+    pub redundancy: usize,
 }
 
 impl Request {
@@ -79,6 +84,7 @@ impl Request {
             dtype,
             scale: None,
             pass: Pass::Forward,
+            redundancy: 0,
         }
     }
 
@@ -101,6 +107,13 @@ impl Request {
         self.sharding.check(self.shape.tokens)?;
         if !self.scale().is_finite() {
             return Err(Error::Scale { got: self.scale() });
+        }
+        let (redundancy, ranks) = (self.redundancy, self.sharding.ranks());
+        if redundancy >= ranks && redundancy > 0 {
+            return Err(Error::Redundancy { redundancy, ranks });
+        }
+        if redundancy > 0 && self.queries == Queries::Replicated {
+            return Err(Error::RedundantQueries { redundancy });
         }
         Ok(())
     }
@@ -209,6 +222,36 @@ impl Plan {
             Pass::Forward => forward::program(self, rank),
             Pass::Backward { dlse } => backward::program(self, rank, dlse),
         })
+    }
+
+    /// The ranks that keep the inputs of `shard`, in the order in which they would adopt it.
+    pub fn keepers(&self, shard: usize) -> impl Iterator<Item = usize> + use<> {
+        let ranks = self.ranks();
+        (1..=self.request.redundancy).map(move |away| (shard + away) % ranks)
+    }
+
+    /// The shards whose inputs `rank` keeps beside its own, the nearest first.
+    pub fn kept(&self, rank: usize) -> impl Iterator<Item = usize> + use<> {
+        let ranks = self.ranks();
+        (1..=self.request.redundancy).map(move |away| (rank + ranks - away) % ranks)
+    }
+
+    /// What a rank is given of its own rows, queries being sharded.
+    fn inputs(&self) -> Vec<(Role, &'static str, DType, Width)> {
+        let (dtype, sum) = (self.request.dtype, self.request.dtype.sum());
+        let out_dtype = self.request.out_dtype();
+        let mut inputs = vec![
+            (Role::Q, "q", dtype, Width::Query),
+            (Role::K, "k", dtype, Width::Kv),
+            (Role::V, "v", dtype, Width::Kv),
+        ];
+        if let Pass::Backward { dlse } = self.request.pass {
+            inputs.push((Role::Out, "out", out_dtype, Width::WideCell));
+            inputs.push((Role::Lse, "lse", sum, Width::Cell));
+            inputs.push((Role::Dout, "dout", out_dtype, Width::WideCell));
+            inputs.extend(dlse.then_some((Role::Dlse, "dlse", sum, Width::Cell)));
+        }
+        inputs
     }
 
     /// The round in which every parcel has come home: the same on all ranks.

@@ -42,6 +42,8 @@ pub enum Component {
     TravellingGradients,
     /// Finished rows on their way to every rank (queries replicated).
     Sharing,
+    /// Inputs of another rank, kept so that its tokens can be adopted when it dies.
+    Replica,
     /// Scratch memory of the kernel.
     Workspace,
 }
@@ -60,6 +62,7 @@ impl Component {
             Component::Gradients => "gradients",
             Component::TravellingGradients => "travelling gradients",
             Component::Sharing => "sharing",
+            Component::Replica => "replica",
             Component::Workspace => "workspace",
         }
     }
@@ -72,6 +75,9 @@ pub struct BufferPlan {
     pub name: &'static str,
     /// What it is for.
     pub component: Component,
+    /// The rank whose tokens it is about: the one that holds it, unless it is a replica or that
+    /// rank's tokens were adopted.
+    pub shard: usize,
     /// Its type.
     pub dtype: DType,
     /// Its size.
@@ -82,6 +88,25 @@ impl BufferPlan {
     /// Its size in bytes.
     pub fn bytes(&self) -> usize {
         self.elements * self.dtype.bytes()
+    }
+
+    /// Whether it stays at home: what it holds is of its shard's own rows, and of no round in
+    /// particular.
+    pub fn is_resident(&self) -> bool {
+        match self.component {
+            Component::Queries
+            | Component::OwnKv
+            | Component::Carry
+            | Component::Output
+            | Component::Upstream
+            | Component::Gradients
+            | Component::Replica => true,
+            Component::TravellingKv
+            | Component::TravellingCarry
+            | Component::TravellingGradients
+            | Component::Sharing
+            | Component::Workspace => false,
+        }
     }
 }
 
@@ -241,6 +266,49 @@ impl Task {
         }
     }
 
+    /// Renames every buffer it names.
+    pub fn rename(&mut self, name: impl Fn(BufferId) -> BufferId) {
+        let ids: Vec<&mut BufferId> = match self {
+            Task::Fill { buffer, .. } => vec![buffer],
+            Task::Copy { from, to, .. } => vec![from, to],
+            Task::Forward { q, k, v, carry, .. } => {
+                vec![q, k, v, &mut carry.acc, &mut carry.m, &mut carry.l]
+            }
+            Task::Attend {
+                q, k, v, out, lse, ..
+            } => vec![q, k, v, out, lse],
+            Task::Merge { from, to, .. } => {
+                let [from, to] = [from, to].map(|of| [&mut of.acc, &mut of.m, &mut of.l]);
+                from.into_iter().chain(to).collect()
+            }
+            Task::Finish {
+                carry, out, lse, ..
+            } => vec![&mut carry.acc, &mut carry.m, &mut carry.l, out, lse],
+            Task::Delta {
+                out,
+                dout,
+                dlse,
+                delta,
+                ..
+            } => [out, dout, delta].into_iter().chain(dlse).collect(),
+            Task::Backward {
+                q,
+                k,
+                v,
+                dout,
+                lse,
+                delta,
+                dq,
+                dk,
+                dv,
+                ..
+            } => vec![q, k, v, dout, lse, delta, dq, dk, dv],
+        };
+        for id in ids {
+            *id = name(*id);
+        }
+    }
+
     /// The attention it computes, if it is one.
     pub fn job(&self) -> Option<&Job> {
         match self {
@@ -344,7 +412,7 @@ pub struct Port {
 pub struct RankPlan {
     /// The rank.
     pub rank: usize,
-    /// Tokens it owns.
+    /// Tokens it owns, with those it has adopted.
     pub rows: usize,
     /// The buffers it allocates.
     pub buffers: Vec<BufferPlan>,
