@@ -29,6 +29,10 @@ pub struct Outcome {
     pub memory: Vec<RankMemory>,
     /// The plan that was carried out.
     pub plan: Arc<Plan>,
+    /// (query, key) pairs that were computed, by ranks that died too.
+    pub pairs: u128,
+    /// The ranks that died and were survived, and how.
+    pub deaths: Vec<(usize, RankError)>,
 }
 
 impl Outcome {
@@ -71,7 +75,15 @@ impl Outcome {
             trace: Trace { events },
             memory,
             plan: Arc::clone(plan),
+            pairs: ranks.iter().map(Rank::pairs).sum(),
+            deaths: Vec::new(),
         })
+    }
+
+    /// Adds the ranks that died on the way, and what they had computed.
+    pub fn mourn(&mut self, deaths: Vec<(usize, RankError)>, pairs: u128) {
+        self.deaths.extend(deaths);
+        self.pairs += pairs;
     }
 
     /// Takes an output.

@@ -8,8 +8,10 @@
 
 pub mod cache;
 pub mod call;
+mod council;
 pub mod envelope;
 pub mod error;
+pub mod fault;
 pub mod ledger;
 pub mod memory;
 mod perform;
@@ -25,6 +27,7 @@ pub use cache::CacheStats;
 pub use call::Outcome;
 pub use envelope::Envelope;
 pub use error::{RankError, RingError};
+pub use fault::{Fault, Phase};
 pub use ledger::Ledger;
 pub use memory::RankMemory;
 pub use rank::Rank;

@@ -57,7 +57,7 @@ pub fn survive<K: Kernel>(
     recorder: &mut Recorder,
     deliver: &mut dyn FnMut(&Rank<K>) -> Result<(), RankError>,
 ) -> Result<(), RankError> {
-    let mut live = || {
+    let live = || -> Result<(), RankError> {
         let mut loans = loans;
         loop {
             let ran = rank.run_on(kernel, &loans, transport, recorder);

@@ -8,14 +8,17 @@ use std::time::{Duration, Instant};
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::{Component, Role};
+use encke_core::plan::survival::Epoch;
 use encke_core::plan::{Plan, Request};
 use encke_core::tensor::View;
 
 use crate::cache::{CacheStats, Plans, Recent};
 use crate::call::{Outcome, admit, check_inputs, conclude, guarded};
 use crate::error::{RankError, RingError};
+use crate::fault::{Doomed, Fault};
 use crate::memory::{self, RankMemory};
 use crate::rank::Rank;
+use crate::survive::survive;
 use crate::threads::{Endpoint, endpoints};
 use crate::trace::{Event, Recorder};
 
@@ -28,6 +31,7 @@ const POOLS: usize = 4;
 pub struct ThreadRing<K: Kernel> {
     kernel: K,
     deadline: Duration,
+    faults: Vec<Fault>,
     state: Mutex<State<K>>,
 }
 
@@ -43,12 +47,19 @@ impl<K: Kernel> ThreadRing<K> {
         ThreadRing {
             kernel,
             deadline,
+            faults: Vec::new(),
             state: Mutex::new(State {
                 plans: Plans::new(PLANS),
                 idle: Recent::new(POOLS),
                 stats: CacheStats::default(),
             }),
         }
+    }
+
+    /// A drill: in every call that has redundancy, ranks die as told.
+    pub fn with_faults(mut self, faults: Vec<Fault>) -> ThreadRing<K> {
+        self.faults = faults;
+        self
     }
 
     /// The kernel.
@@ -87,11 +98,19 @@ impl<K: Kernel> ThreadRing<K> {
         let plan = self.plan(request)?;
         check_inputs(&plan, inputs)?;
         let mut ranks = self.ranks(&plan)?;
-        let events = self.drive(&mut ranks, inputs)?;
+        let Ended { events, deaths } = self.drive(&plan, &mut ranks, inputs)?;
+        let died = |rank: &mut Rank<K>| {
+            let number = rank.plan().rank;
+            deaths.iter().any(|(dead, _)| *dead == number)
+        };
+        let dead: Vec<Rank<K>> = ranks.extract_if(.., died).collect();
         let memory = |rank: &Rank<K>| self.memory(rank, ranks.len(), request);
         let memory = ranks.iter().map(memory).collect();
-        let outcome = Outcome::collect(&self.kernel, &plan, &mut ranks, events, memory)?;
-        self.state().idle.put(plan, ranks);
+        let mut outcome = Outcome::collect(&self.kernel, &plan, &mut ranks, events, memory)?;
+        if dead.is_empty() {
+            self.state().idle.put(plan, ranks);
+        }
+        outcome.mourn(deaths, dead.iter().map(Rank::pairs).sum());
         Ok(outcome)
     }
 
@@ -111,18 +130,19 @@ impl<K: Kernel> ThreadRing<K> {
     /// Runs every rank to its end and collects what they noted, or how they failed.
     fn drive(
         &self,
+        plan: &Arc<Plan>,
         ranks: &mut [Rank<K>],
         inputs: &[(Role, View<'_>)],
-    ) -> Result<Vec<Event>, RingError> {
+    ) -> Result<Ended, RingError> {
         let origin = Instant::now();
         let endpoints = endpoints(ranks.len(), self.deadline);
         let observer = endpoints.first().map(Endpoint::observer);
         let ended: Vec<Result<Vec<Event>, RankError>> = std::thread::scope(|scope| {
             let mut threads = Vec::new();
-            for (rank, mut endpoint) in ranks.iter_mut().zip(endpoints) {
+            for (rank, endpoint) in ranks.iter_mut().zip(endpoints) {
                 let number = rank.plan().rank;
                 let hub = endpoint.observer();
-                let work = move || self.live(rank, &mut endpoint, inputs, origin);
+                let work = move || self.live(plan, rank, endpoint, inputs, origin);
                 let named = std::thread::Builder::new().name(format!("encke-rank-{number}"));
                 match named.spawn_scoped(scope, work) {
                     Ok(thread) => threads.push(thread),
@@ -142,26 +162,45 @@ impl<K: Kernel> ThreadRing<K> {
             Ok(threads.into_iter().map(join).collect())
         })?;
         let first = observer.and_then(|observer| observer.failure());
-        conclude(ended, first.map(|(rank, _)| rank))
+        let survives = plan.request().redundancy > 0;
+        Ended::new(ended, first.map(|(rank, _)| rank), survives)
     }
 
     /// The life of one rank's thread. However it ends, the others learn of it.
     fn live(
         &self,
+        plan: &Arc<Plan>,
         rank: &mut Rank<K>,
-        endpoint: &mut Endpoint<K::Buffer>,
+        mut endpoint: Endpoint<K::Buffer>,
         inputs: &[(Role, View<'_>)],
         origin: Instant,
     ) -> Result<Vec<Event>, RankError> {
-        let mut recorder = Recorder::new(rank.plan().rank, origin);
+        let number = rank.plan().rank;
+        let mut recorder = Recorder::new(number, origin);
+        let survives = plan.request().redundancy > 0;
+        let hub = endpoint.observer();
         let result = guarded(|| {
             let loans = admit(&self.kernel, rank, inputs, &mut recorder)?;
-            rank.run_on(&self.kernel, &loans, endpoint, &mut recorder)
+            if !survives {
+                return rank.run_on(&self.kernel, &loans, &mut endpoint, &mut recorder);
+            }
+            let mut endpoint = Doomed::new(number, endpoint, &self.faults);
+            let (mut epoch, recorder) = (Epoch::first(plan), &mut recorder);
+            let stay = &mut |_: &Rank<K>| Ok(());
+            survive(
+                &self.kernel,
+                rank,
+                &mut epoch,
+                loans,
+                &mut endpoint,
+                recorder,
+                stay,
+            )
         });
-        if let Err(error) = &result
-            && !error.is_consequence()
-        {
-            endpoint.observer().fail(recorder.rank(), error.to_string());
+        match &result {
+            Err(error) if survives && error.is_death() => hub.bury(number),
+            Err(error) if !error.is_consequence() => hub.fail(number, error.to_string()),
+            _ => {}
         }
         result.map(|()| recorder.finish())
     }
@@ -179,5 +218,36 @@ impl<K: Kernel> ThreadRing<K> {
             allocated_bytes: rank.allocated_bytes(),
             ledger,
         }
+    }
+}
+
+/// How the ranks of a call ended that has a result.
+struct Ended {
+    events: Vec<Event>,
+    deaths: Vec<(usize, RankError)>,
+}
+
+impl Ended {
+    /// Where a call `survives`, deaths do not matter once everyone else has come to the end;
+    /// anything else is the failure that came `first`.
+    fn new(
+        ended: Vec<Result<Vec<Event>, RankError>>,
+        first: Option<usize>,
+        survives: bool,
+    ) -> Result<Ended, RingError> {
+        let finished = survives && ended.iter().any(Result::is_ok);
+        let fatal = |ended: &Result<_, RankError>| matches!(ended, Err(e) if !e.is_death());
+        if !finished || ended.iter().any(fatal) {
+            let deaths = Vec::new();
+            return conclude(ended, first).map(|events| Ended { events, deaths });
+        }
+        let (mut events, mut deaths) = (Vec::new(), Vec::new());
+        for (rank, ended) in ended.into_iter().enumerate() {
+            match ended {
+                Ok(noted) => events.extend(noted),
+                Err(error) => deaths.push((rank, error)),
+            }
+        }
+        Ok(Ended { events, deaths })
     }
 }

@@ -4,20 +4,27 @@
 //! there, fills it and marks it full; the receiver takes it back. So a hop is one copy, no memory
 //! beside the plan's own is ever needed, and a sender that is ahead waits until its neighbour has
 //! posted, as it would on a network card.
+//!
+//! A rank that is away, being gone or having ended its epoch, posts nothing and fills nothing: what
+//! is for it is dropped, and who still waits for it stops.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use encke_core::plan::survival::{Agreement, Standing};
 use encke_core::transport::{
-    Address, Incoming, Moved, Outgoing, Parcel, Transport, TransportError,
+    Address, Incoming, Moved, Outgoing, Parcel, Survivors, Transport, TransportError,
 };
+
+use crate::council::{Council, Discord};
 
 /// Where the ranks of a process meet.
 #[derive(Debug)]
 pub struct Hub<B> {
     inboxes: Vec<Inbox<B>>,
     failure: Mutex<Option<(usize, String)>>,
+    council: Council,
     deadline: Duration,
 }
 
@@ -56,6 +63,7 @@ pub fn endpoints<B: Parcel>(ranks: usize, deadline: Duration) -> Vec<Endpoint<B>
     let hub = Arc::new(Hub {
         inboxes: inboxes.collect(),
         failure: Mutex::new(None),
+        council: Council::new(ranks),
         deadline,
     });
     let endpoint = |rank| Endpoint {
@@ -79,6 +87,18 @@ impl<B> Hub<B> {
     /// Tells every rank that `rank` failed. The first failure is the one that counts.
     pub fn fail(&self, rank: usize, reason: String) {
         lock(&self.failure).get_or_insert((rank, reason));
+        self.council.wake();
+        self.wake();
+    }
+
+    /// Tells every rank that `rank` is gone, where the others can go on without it.
+    pub fn bury(&self, rank: usize) {
+        self.council.bury(rank);
+        self.wake();
+    }
+
+    /// Wakes every rank that waits at an inbox, to look whether there is any use in it.
+    fn wake(&self) {
         for inbox in &self.inboxes {
             // Taking the lock orders this after any check a waiter has just made.
             drop(lock(&inbox.slots));
@@ -116,6 +136,10 @@ impl<B: Parcel> Endpoint<B> {
                     round,
                     reason,
                 });
+            }
+            if self.hub.council.is_away(peer) {
+                let rank = self.rank;
+                return Err(TransportError::Gone { rank, peer, round });
             }
             let waited = since.elapsed();
             let Some(left) = limit.checked_sub(waited).filter(|left| !left.is_zero()) else {
@@ -181,8 +205,28 @@ impl<B: Parcel> Endpoint<B> {
     }
 }
 
-impl<B: Parcel> Transport<B> for Endpoint<B> {
-    fn exchange(
+impl<B: Parcel> Endpoint<B> {
+    /// Takes back what was posted for an exchange that will not complete.
+    fn reclaim(&self, incoming: &mut [Incoming<'_, B>]) {
+        let inbox = &self.hub.inboxes[self.rank];
+        let mut slots = lock(&inbox.slots);
+        for Incoming { from, parcel } in incoming.iter_mut() {
+            let key = (from.peer, from.tag);
+            // Whoever is at it copies, and waits for nobody.
+            while matches!(slots.get(&key), Some(Slot::Filling)) {
+                let woken = inbox.changed.wait(slots);
+                slots = woken.unwrap_or_else(PoisonError::into_inner);
+            }
+            match slots.remove(&key) {
+                Some(Slot::Posted(buffer, _) | Slot::Full(buffer) | Slot::Wrong(buffer, _)) => {
+                    **parcel = buffer;
+                }
+                Some(Slot::Filling) | None => {}
+            }
+        }
+    }
+
+    fn hop(
         &mut self,
         round: usize,
         outgoing: &[Outgoing<'_, B>],
@@ -218,8 +262,13 @@ impl<B: Parcel> Transport<B> for Endpoint<B> {
             let to = message.to;
             let slot = self.wait(to.peer, to.peer, round, since, |slots| {
                 Self::posted(self.rank, to.tag, slots)
-            })?;
-            moved.sent_bytes += self.deliver(message.parcel, to, slot);
+            });
+            moved.sent_bytes += match slot {
+                Ok(slot) => self.deliver(message.parcel, to, slot),
+                // There is nobody to send it to.
+                Err(TransportError::Gone { .. }) => to.elements * message.parcel.element_bytes(),
+                Err(error) => return Err(error),
+            };
         }
         for Incoming { from, parcel } in incoming.iter_mut() {
             let (buffer, wrong) = self.wait(self.rank, from.peer, round, since, |slots| {
@@ -238,5 +287,51 @@ impl<B: Parcel> Transport<B> for Endpoint<B> {
             moved.received_bytes += from.elements * parcel.element_bytes();
         }
         Ok(moved)
+    }
+}
+
+impl<B: Parcel> Transport<B> for Endpoint<B> {
+    fn exchange(
+        &mut self,
+        round: usize,
+        outgoing: &[Outgoing<'_, B>],
+        incoming: &mut [Incoming<'_, B>],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Moved, TransportError> {
+        let moved = self.hop(round, outgoing, incoming, meanwhile);
+        if matches!(moved, Err(TransportError::Gone { .. })) {
+            self.reclaim(incoming);
+        }
+        self.hub.council.sign();
+        moved
+    }
+}
+
+impl<B: Parcel> Survivors<B> for Endpoint<B> {
+    fn agree(&mut self, standing: Standing) -> Result<Agreement, TransportError> {
+        let (rank, limit, round) = (self.rank, self.hub.deadline, standing.done);
+        let epoch = self.hub.council.come(rank, standing);
+        self.hub.wake();
+        let failure = || self.hub.failure();
+        let agreed = self.hub.council.agreement(epoch, limit, failure);
+        agreed.map_err(|discord| match discord {
+            Discord::Silence { peer, waited } => TransportError::Deadline {
+                rank,
+                peer,
+                round,
+                waited,
+                limit,
+            },
+            Discord::Failed { peer, reason } => TransportError::PeerFailed {
+                rank,
+                peer,
+                round,
+                reason,
+            },
+        })
+    }
+
+    fn give_up(&mut self, reason: &str) {
+        self.hub.fail(self.rank, reason.to_string());
     }
 }

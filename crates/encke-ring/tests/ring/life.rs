@@ -39,7 +39,7 @@ fn forward<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<Tens
 }
 
 /// A kernel whose ranks dawdle, each call for another while.
-fn dawdling() -> impl Kernel<Buffer = encke_core::Data> {
+pub fn dawdling() -> impl Kernel<Buffer = encke_core::Data> {
     let calls = AtomicUsize::new(0);
     Watched(move |_: Call<'_>| {
         let call = calls.fetch_add(1, Ordering::Relaxed);

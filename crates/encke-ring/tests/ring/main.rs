@@ -4,5 +4,6 @@ mod life;
 mod plan;
 mod reference;
 mod support;
+mod survive;
 mod transport;
 mod watch;
