@@ -31,8 +31,10 @@ pub struct Hardship {
     pub corruption: f64,
     /// Odds that a message arrives a second time, later.
     pub duplication: f64,
-    /// A rank that is gone when it should begin a round.
-    pub death: Option<Death>,
+    /// Ranks that are gone when they should begin a round.
+    pub deaths: Vec<Death>,
+    /// How long it takes until a death is known, where it can be survived.
+    pub detection: Duration,
     /// A rank that takes longer for its jobs.
     pub slow: Option<Slow>,
     /// What receivers look at.
@@ -44,8 +46,19 @@ pub struct Hardship {
 pub struct Death {
     /// The rank.
     pub rank: usize,
-    /// The round it does not begin.
+    /// How many times the call has gone on after a death before.
+    pub epoch: usize,
+    /// The round it does not begin. Where deaths are survived, a rank that does not get there in
+    /// its epoch dies at the end of it.
     pub round: usize,
+}
+
+impl Death {
+    /// A death in the first epoch.
+    pub fn new(rank: usize, round: usize) -> Death {
+        let epoch = 0;
+        Death { rank, epoch, round }
+    }
 }
 
 /// A rank that is slow.
@@ -134,7 +147,8 @@ impl Hardship {
             loss: 0.0,
             corruption: 0.0,
             duplication: 0.0,
-            death: None,
+            deaths: Vec::new(),
+            detection: Duration::from_millis(30),
             slow: None,
             checks: Checks::All,
         }
@@ -165,13 +179,31 @@ impl Hardship {
         }
         if is(Kind::Death) {
             let (rank, round) = (random.below(ranks), random.below(rounds.max(1)));
-            hardship.death = Some(Death { rank, round });
+            hardship.deaths.push(Death::new(rank, round));
         }
         if is(Kind::Slowness) {
             let (rank, times) = (random.below(ranks), random.pick(&[3, 60, 300]));
             hardship.slow = Some(Slow { rank, times });
         }
         hardship
+    }
+
+    /// The same for a ring that survives deaths: where one dies, up to two more do, in the same epoch
+    /// or later, and it takes longer or shorter to notice.
+    pub fn with_more_deaths(mut self, ranks: usize, rounds: usize) -> Hardship {
+        let mut random = Random::new(self.seed ^ 0xdead);
+        if self.deaths.is_empty() {
+            return self;
+        }
+        for _ in 0..random.pick(&[0, 0, 1, 2]) {
+            self.deaths.push(Death {
+                rank: random.below(ranks),
+                epoch: random.below(3),
+                round: random.below(rounds.max(1)),
+            });
+        }
+        self.detection = Duration::from_millis(random.pick(&[1, 30, 400]));
+        self
     }
 
     /// What a round of jobs takes on a rank.
@@ -186,5 +218,14 @@ impl Hardship {
     /// computes, and then waits no longer than the deadline.
     pub fn latest_end(&self, rank: usize, round: usize) -> Duration {
         (self.compute_on(rank) + self.deadline) * (round as u32 + 1)
+    }
+
+    /// When every rank has ended at the latest, where deaths are survived: everyone can wait for the
+    /// slowest in every round of every epoch, and until each death is known.
+    pub fn latest_end_of_all(&self, epochs: &[usize]) -> Duration {
+        let slowest = self.compute * self.slow.map_or(1, |slow| slow.times.max(1));
+        let rounds: usize = epochs.iter().map(|rounds| rounds + 1).sum();
+        let known = self.detection.max(self.latency) * epochs.len() as u32;
+        (slowest + self.deadline) * rounds as u32 + known
     }
 }

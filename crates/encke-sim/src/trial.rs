@@ -8,6 +8,7 @@
 //! rank waits for what it needs until its deadline and then ends; it tells nobody, since what would
 //! carry the news is what failed. Whoever started the ranks closes the call: if any has failed,
 //! those that had finished learn it there, because a result of which a part is missing is none.
+//! Where deaths are survived, the survivors agree and go on as threads do.
 //!
 //! It always ends. Each round of a rank brings at most two events, each message at most two, and
 //! nothing else makes any; the loop counts them against that bound.
@@ -23,13 +24,14 @@ use encke_core::plan::program::{Message, Role};
 use encke_core::tensor::View;
 use encke_core::transport::{Moved, Parcel, TransportError};
 use encke_ring::call::{self, check_inputs, conclude, guarded, recruit};
-use encke_ring::envelope::{Fate, Posted};
 use encke_ring::rank::Loans;
 use encke_ring::trace::Recorder;
-use encke_ring::{Envelope, Outcome, Rank, RankError, RingError};
+use encke_ring::{Outcome, Rank, RankError, RingError};
 
-use crate::hardship::{Checks, Death, Hardship, Kind};
+use crate::hardship::{Death, Hardship, Kind};
 use crate::lockstep;
+use crate::mail;
+use crate::survivors::Council;
 use crate::wire::{Letter, Strike, Wire};
 
 /// How a call under hardship went.
@@ -43,6 +45,8 @@ pub struct Trial {
     pub strikes: Vec<Strike>,
     /// How many events it took.
     pub events: usize,
+    /// The longest program of each epoch, in rounds: one epoch, unless deaths were survived.
+    pub epochs: Vec<usize>,
 }
 
 /// How one rank ended.
@@ -59,40 +63,45 @@ pub struct End {
 }
 
 /// What happens at a moment.
-enum Event {
+pub(crate) enum Event {
     /// A rank's jobs are done.
     Computed(usize),
     /// A message is there.
     Arrival(Letter),
-    /// A rank has waited long enough in a round.
-    Expiry(usize, usize),
+    /// A rank has waited long enough in a round of an epoch.
+    Expiry(usize, usize, usize),
+    /// Everyone learns that nothing more comes from a rank in an epoch.
+    Away(usize, usize),
 }
 
 /// A rank in the simulated world.
-struct Player<K: Kernel> {
-    rank: Rank<K>,
-    recorder: Recorder,
-    round: usize,
+pub(crate) struct Player<K: Kernel> {
+    pub rank: Rank<K>,
+    pub recorder: Recorder,
+    pub round: usize,
     /// Since when it has waited, if it does.
-    waiting: Option<Duration>,
+    pub waiting: Option<Duration>,
     /// What it still has to receive in this round.
-    missing: Vec<Message>,
+    pub missing: Vec<Message>,
     /// What has arrived and was not looked at yet.
-    mail: Vec<Letter>,
-    moved: Moved,
-    end: Option<End>,
+    pub mail: Vec<Letter>,
+    pub moved: Moved,
+    pub end: Option<End>,
 }
 
-struct World<'a, K: Kernel> {
-    kernel: &'a K,
-    hardship: &'a Hardship,
-    wire: Wire,
-    players: Vec<Player<K>>,
+pub(crate) struct World<'a, K: Kernel> {
+    pub kernel: &'a K,
+    pub hardship: &'a Hardship,
+    pub wire: Wire,
+    pub players: Vec<Player<K>>,
+    pub council: Council,
     /// By time, and by number where the times are the same.
     agenda: BTreeMap<(Duration, u64), Event>,
     booked: u64,
+    /// The most events there can be in the epochs so far.
+    pub most: usize,
     /// The rank that failed first.
-    first: Option<usize>,
+    pub first: Option<usize>,
 }
 
 /// Carries out a plan on whole tensors under hardship. An error here says that the call could not
@@ -109,8 +118,10 @@ pub fn run<K: Kernel<Buffer = Data>>(
         hardship,
         wire: Wire::new(hardship),
         players: Vec::with_capacity(plan.ranks()),
+        council: Council::new(plan),
         agenda: BTreeMap::new(),
         booked: 0,
+        most: 0,
         first: None,
     };
     let origin = Instant::now();
@@ -142,26 +153,27 @@ impl<K: Kernel> Player<K> {
         }
     }
 
-    fn rounds(&self) -> usize {
+    pub fn rounds(&self) -> usize {
         self.rank.plan().rounds.len()
     }
 }
 
 impl<K: Kernel<Buffer = Data>> World<'_, K> {
-    fn at(&mut self, time: Duration, event: Event) {
+    pub(crate) fn at(&mut self, time: Duration, event: Event) {
         self.agenda.insert((time, self.booked), event);
         self.booked += 1;
     }
 
     /// Lets everything happen; returns how many events it was.
     fn live(&mut self) -> usize {
-        let most: usize = self.players.iter().map(most_events).sum();
+        self.allow();
         for rank in 0..self.players.len() {
             self.begin(rank, Duration::ZERO);
         }
         let mut events = 0;
         while let Some(((now, _), event)) = self.agenda.pop_first() {
             events += 1;
+            let most = self.most;
             assert!(events <= most, "a run has at most {most} events");
             match event {
                 Event::Computed(rank) => self.wait(rank, now),
@@ -170,16 +182,28 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
                     self.players[rank].mail.push(letter);
                     self.receive(rank, now);
                 }
-                Event::Expiry(rank, round) => self.expire(rank, round, now),
+                Event::Expiry(rank, epoch, round) => self.expire(rank, (epoch, round), now),
+                Event::Away(rank, epoch) => self.learn(rank, epoch, now),
             }
         }
         events
     }
 
-    fn end(&mut self, rank: usize, now: Duration, error: Option<RankError>) {
+    /// Adds the most events that the programs of this epoch can bring about, and notes how long it
+    /// can be.
+    pub(crate) fn allow(&mut self) {
+        let living = || self.players.iter().filter(|player| player.end.is_none());
+        self.most += living().map(most_events).sum::<usize>();
+        let longest = living().map(Player::rounds).max().unwrap_or(0);
+        self.council.rounds.push(longest);
+    }
+
+    pub(crate) fn end(&mut self, rank: usize, now: Duration, error: Option<RankError>) {
         if error.is_some() {
             self.first.get_or_insert(rank);
         }
+        let died = error.as_ref().is_some_and(RankError::is_death);
+        let to_blame = error.as_ref().is_some_and(RankError::is_to_blame);
         let player = &mut self.players[rank];
         player.waiting = None;
         player.end = Some(End {
@@ -188,18 +212,25 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             round: player.round,
             error,
         });
+        if died {
+            self.leave(rank, now);
+        } else if to_blame {
+            self.dissolve(now);
+        }
     }
 
     /// Begins the round a rank has come to, if there is one and it lives.
-    fn begin(&mut self, rank: usize, now: Duration) {
+    pub(crate) fn begin(&mut self, rank: usize, now: Duration) {
         let round = self.players[rank].round;
         if round == self.players[rank].rounds() {
-            return self.end(rank, now, None);
+            return match self.council.survives() {
+                true => self.come(rank, true, now),
+                false => self.end(rank, now, None),
+            };
         }
-        if self.hardship.death == Some(Death { rank, round }) {
-            let kind = Kind::Death;
-            self.strike(kind, rank, round);
-            return self.end(rank, now, Some(RankError::Died { rank, round }));
+        let epoch = self.council.epoch.number();
+        if self.hardship.deaths.contains(&Death { rank, epoch, round }) {
+            return self.die(rank, round, now);
         }
         if let Err(error) = self.work(rank, round, now) {
             return self.end(rank, now, Some(error));
@@ -209,6 +240,12 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         }
         let done = now + self.hardship.compute_on(rank);
         self.at(done, Event::Computed(rank));
+    }
+
+    /// A rank is gone.
+    pub(crate) fn die(&mut self, rank: usize, round: usize, now: Duration) {
+        self.strike(Kind::Death, rank, round);
+        self.end(rank, now, Some(RankError::Died { rank, round }));
     }
 
     fn strike(&mut self, kind: Kind, rank: usize, round: usize) {
@@ -224,7 +261,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
     /// Prepares, sends and computes. What is sent is not written by the jobs, so their order does
     /// not matter.
     fn work(&mut self, rank: usize, round: usize, now: Duration) -> Result<(), RankError> {
-        let kernel = self.kernel;
+        let (kernel, epoch) = (self.kernel, self.council.epoch.number());
         let Player {
             rank: player,
             recorder,
@@ -239,7 +276,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         let mut letters = Vec::new();
         for message in &player.plan().rounds[round].sends {
             let parcel = player.buffer(message.buffer);
-            let letter = Letter::new(rank, round, message.address, parcel);
+            let letter = Letter::new(rank, epoch, round, message.address, parcel);
             letters.push(letter.map_err(|source| RankError::Kernel { round, source })?);
             moved.sent_bytes += message.address.elements * parcel.element_bytes();
         }
@@ -262,18 +299,21 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         self.receive(rank, now);
         let player = &self.players[rank];
         if player.round == round && player.waiting.is_some() {
-            self.at(now + self.hardship.deadline, Event::Expiry(rank, round));
+            let epoch = self.council.epoch.number();
+            let expiry = Event::Expiry(rank, epoch, round);
+            self.at(now + self.hardship.deadline, expiry);
+            self.stop_if_stuck(rank, now);
         }
     }
 
     /// Takes what has arrived for a rank that waits; goes on when nothing is missing.
     fn receive(&mut self, rank: usize, now: Duration) {
-        let checks = self.hardship.checks;
+        let (checks, epoch) = (self.hardship.checks, self.council.epoch.number());
         let player = &mut self.players[rank];
         if player.waiting.is_none() {
             return;
         }
-        if let Err(error) = take(player, checks) {
+        if let Err(error) = mail::take(player, epoch, checks) {
             return self.end(rank, now, Some(error.into()));
         }
         if !player.missing.is_empty() {
@@ -286,12 +326,12 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         self.begin(rank, now);
     }
 
-    fn expire(&mut self, rank: usize, round: usize, now: Duration) {
+    fn expire(&mut self, rank: usize, (epoch, round): (usize, usize), now: Duration) {
         let player = &self.players[rank];
         let (Some(since), Some(missing)) = (player.waiting, player.missing.first()) else {
             return;
         };
-        if player.round != round {
+        if (self.council.epoch.number(), player.round) != (epoch, round) {
             return;
         }
         let error = TransportError::Deadline {
@@ -310,6 +350,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             kernel,
             wire,
             players,
+            council,
             first,
             ..
         } = self;
@@ -322,10 +363,20 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
                     .expect("when nothing happens any more, all have ended")
             })
             .collect();
+        let survived = council.survives() && council.is_over;
         let reason = first.and_then(|first| ends[first].error.clone());
         let (mut ranks, mut ended) = (Vec::new(), Vec::new());
+        let (mut deaths, mut pairs) = (Vec::new(), 0);
         for (player, end) in players.into_iter().zip(&ends) {
+            if let (true, Some(death)) = (survived, &end.error) {
+                deaths.push((end.rank, death.clone()));
+                pairs += player.rank.pairs();
+                continue;
+            }
             let error = end.error.clone().or_else(|| {
+                if survived {
+                    return None;
+                }
                 let (peer, reason) = (first?, reason.as_ref()?.to_string());
                 let failed = TransportError::PeerFailed {
                     rank: end.rank,
@@ -343,92 +394,24 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         }
         let result =
             conclude(ended, first).and_then(|noted| lockstep::conclude(kernel, plan, ranks, noted));
+        let result = result.map(|mut outcome| {
+            outcome.mourn(deaths, pairs);
+            outcome
+        });
         Ok(Trial {
             result,
             ends,
             strikes: wire.strikes,
             events,
+            epochs: council.rounds,
         })
     }
 }
 
-/// The most events a rank can bring about: each round its jobs end and its deadline strikes, and
-/// each message arrives at most twice.
+/// The most events a rank can bring about: each round its jobs end and its deadline strikes, each
+/// message arrives at most twice, and once it is away.
 fn most_events<K: Kernel>(player: &Player<K>) -> usize {
     let rounds = player.rank.plan().rounds.iter();
-    rounds.map(|round| 2 + 2 * round.sends.len()).sum()
-}
-
-/// Takes every missing message that has arrived, each checked before and after.
-fn take<K: Kernel<Buffer = Data>>(
-    player: &mut Player<K>,
-    checks: Checks,
-) -> Result<(), TransportError> {
-    let Player {
-        rank,
-        round,
-        missing,
-        mail,
-        moved,
-        ..
-    } = player;
-    let mut still = Vec::new();
-    for message in missing.drain(..) {
-        let posted = Posted {
-            rank: rank.plan().rank,
-            call: 0,
-            round: *round,
-            from: message.address,
-        };
-        match find(&posted, mail, checks)? {
-            None => still.push(message),
-            Some((envelope, contents)) => {
-                let buffer = rank.accept(&message);
-                buffer.copy_from(&contents, message.address.elements);
-                if checks != Checks::NoChecksum {
-                    posted.verify(&envelope, buffer)?;
-                }
-                moved.received_bytes += message.address.elements * buffer.element_bytes();
-            }
-        }
-    }
-    *missing = still;
-    Ok(())
-}
-
-/// Looks through the mail for the message of a posted receive, and throws away what is stale.
-fn find(
-    posted: &Posted,
-    mail: &mut Vec<Letter>,
-    checks: Checks,
-) -> Result<Option<(Envelope, Data)>, TransportError> {
-    let mut at = 0;
-    while let Some(letter) = mail.get(at) {
-        if letter.from != posted.from.peer {
-            at += 1;
-            continue;
-        }
-        let envelope = Envelope::from_bytes(letter.envelope);
-        match admit(posted, &envelope, checks)? {
-            Fate::Take => return Ok(Some((envelope, mail.remove(at).contents))),
-            Fate::Stale => drop(mail.remove(at)),
-            Fate::Early => at += 1,
-        }
-    }
-    Ok(None)
-}
-
-/// The receiver's check, or what a mutant has in its place.
-fn admit(posted: &Posted, envelope: &Envelope, checks: Checks) -> Result<Fate, TransportError> {
-    match checks {
-        Checks::All => posted.admit(envelope),
-        Checks::NoChecksum => {
-            let seal = envelope.sealed(posted.from.peer, posted.rank);
-            posted.admit(&Envelope { seal, ..*envelope })
-        }
-        Checks::NoRound => {
-            let round = usize::try_from(envelope.round).unwrap_or(usize::MAX);
-            Posted { round, ..*posted }.admit(envelope)
-        }
-    }
+    let of_rounds = rounds.map(|round| 2 + 2 * round.sends.len());
+    of_rounds.sum::<usize>() + 1
 }

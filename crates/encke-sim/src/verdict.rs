@@ -1,14 +1,17 @@
 //! What a call under hardship must be: right to the bit, or ended on every rank by an error that
-//! names what it must, inside the deadline. Tests and the command judge by this.
+//! names what it must, inside the deadline. One that went on after a death must be right as well,
+//! but for rounding: its sums were made in another order. Tests and the command judge by this.
 
 use encke_core::Data;
 use encke_core::conformance::Configuration;
 use encke_core::kernel::Kernel;
-use encke_core::plan::Plan;
+use encke_core::plan::program::Role;
+use encke_core::plan::{Plan, Queries};
 use encke_core::transport::TransportError;
+use encke_core::{Error, Tensor};
 use encke_ring::{Outcome, RankError, RingError};
 
-use crate::hardship::{Death, Hardship, Kind};
+use crate::hardship::{Hardship, Kind};
 use crate::lockstep;
 use crate::sample::Sample;
 use crate::trial::{self, Trial};
@@ -18,6 +21,11 @@ use crate::trial::{self, Trial};
 pub enum Verdict {
     /// With the bits of an undisturbed run.
     Right,
+    /// With the same numbers up to rounding, after deaths.
+    Survived {
+        /// How many ranks died.
+        deaths: usize,
+    },
     /// With an error on every rank, this one first.
     Failed {
         /// How the first rank to fail ended.
@@ -38,7 +46,7 @@ pub enum Verdict {
 impl Verdict {
     /// Whether this may happen.
     pub fn holds(&self) -> bool {
-        matches!(self, Verdict::Right | Verdict::Failed { .. })
+        !matches!(self, Verdict::Wrong { .. } | Verdict::Broken { .. })
     }
 }
 
@@ -48,6 +56,26 @@ pub fn draw(kind: Kind, seed: u64) -> encke_core::Result<(Sample, Hardship)> {
     let sample = Sample::new(&Configuration::random(seed), backward)?;
     let hardship = Hardship::random(kind, seed, sample.plan.ranks(), sample.rounds()?);
     Ok((sample, hardship))
+}
+
+/// The same for a call that is to survive: any configuration that can.
+pub fn draw_surviving(
+    kind: Kind,
+    seed: u64,
+    redundancy: usize,
+) -> encke_core::Result<(Sample, Hardship)> {
+    let backward = (seed / Kind::ALL.len() as u64) % 2 == 1;
+    let drawn = (0..).map(|again: u64| Configuration::random(seed ^ (again << 40)));
+    let mut drawn = drawn.filter(|drawn| drawn.request.sharding.ranks() > redundancy);
+    let mut configuration = drawn
+        .next()
+        .expect("seeds never end, and rings have up to 32 ranks");
+    configuration.request.queries = Queries::Sharded;
+    configuration.request.redundancy = redundancy;
+    let sample = Sample::new(&configuration, backward)?;
+    let (ranks, rounds) = (sample.plan.ranks(), sample.rounds()?);
+    let hardship = Hardship::random(kind, seed, ranks, rounds);
+    Ok((sample, hardship.with_more_deaths(ranks, rounds)))
 }
 
 /// Runs a call under hardship and undisturbed, and compares. An error says that it could not begin.
@@ -67,7 +95,10 @@ pub fn try_out<K: Kernel<Buffer = Data>>(
 pub fn judge(plan: &Plan, hardship: &Hardship, trial: &Trial, undisturbed: &Outcome) -> Verdict {
     let broken = |how: String| Verdict::Broken { how };
     for end in &trial.ends {
-        let latest = hardship.latest_end(end.rank, end.round);
+        let latest = match plan.request().redundancy {
+            0 => hardship.latest_end(end.rank, end.round),
+            _ => hardship.latest_end_of_all(&trial.epochs),
+        };
         if end.at > latest {
             return broken(format!("rank {} ended after {latest:?}: {end:?}", end.rank));
         }
@@ -102,14 +133,41 @@ pub fn judge(plan: &Plan, hardship: &Hardship, trial: &Trial, undisturbed: &Outc
 }
 
 fn compare(outcome: &Outcome, undisturbed: &Outcome) -> Verdict {
-    let pairs = outcome.tensors().iter().zip(undisturbed.tensors());
-    for ((role, got), (_, expected)) in pairs {
-        if got.data().bytes() != expected.data().bytes() {
-            let output = format!("{role:?}").to_lowercase();
-            return Verdict::Wrong { output };
-        }
+    let deaths = outcome.deaths.len();
+    let same = |got: &Tensor, expected: &Tensor| match deaths {
+        0 => got.data().bytes() == expected.data().bytes(),
+        _ => difference(got, expected) <= ROUNDING,
+    };
+    let mut pairs = outcome.tensors().iter().zip(undisturbed.tensors());
+    let wrong = pairs.find(|((_, got), (_, expected))| !same(got, expected));
+    if let Some(((role, _), _)) = wrong {
+        let role: Role = *role;
+        let output = format!("{role:?}").to_lowercase();
+        return Verdict::Wrong { output };
     }
-    Verdict::Right
+    match deaths {
+        0 => Verdict::Right,
+        deaths => Verdict::Survived { deaths },
+    }
+}
+
+/// What another order of sums may change in f64, relative to the largest number.
+const ROUNDING: f64 = 1e-11;
+
+/// The largest difference, relative to the largest number; infinities must agree.
+fn difference(got: &Tensor, expected: &Tensor) -> f64 {
+    let (got, expected) = (got.to_f64(), expected.to_f64());
+    let finite = expected.iter().filter(|x| x.is_finite());
+    let scale = finite.fold(1e-3, |most: f64, x| most.max(x.abs()));
+    let each = got.iter().zip(&expected).map(|(a, b)| match a == b {
+        true => 0.0,
+        false => (a - b).abs() / scale,
+    });
+    // What is no number differs from everything.
+    each.fold(0.0, |most, x| match x.is_nan() {
+        true => f64::INFINITY,
+        false => x.max(most),
+    })
 }
 
 /// Whether an error is of a kind that hardship may end a rank with, and names that rank, a peer it
@@ -119,6 +177,10 @@ fn is_named(plan: &Plan, hardship: &Hardship, rank: usize, error: &RankError) ->
         return false;
     };
     let expects = |peer: usize, round: usize| {
+        // After a death programs are others, and any rank may send to any other.
+        if !hardship.deaths.is_empty() && plan.request().redundancy > 0 {
+            return peer < plan.ranks() && peer != rank;
+        }
         let round = program.rounds.get(round);
         let mut receives = round.iter().flat_map(|round| &round.receives);
         receives.any(|message| message.address.peer == peer)
@@ -146,8 +208,14 @@ fn is_named(plan: &Plan, hardship: &Hardship, rank: usize, error: &RankError) ->
             rank: who, peer, ..
         }) => *who == rank && *peer != rank,
         RankError::Died { rank: who, round } => {
-            let round = *round;
-            *who == rank && hardship.death == Some(Death { rank, round })
+            let is_it = |at: usize| at == *round || plan.request().redundancy > 0;
+            let mut deaths = hardship.deaths.iter();
+            *who == rank && deaths.any(|death| death.rank == rank && is_it(death.round))
+        }
+        RankError::Lost(Error::LostShard { shard, keepers }) => {
+            let dies = |rank: usize| hardship.deaths.iter().any(|death| death.rank == rank);
+            let kept = plan.keepers(*shard).eq(keepers.iter().copied());
+            kept && dies(*shard) && keepers.iter().all(|keeper| dies(*keeper))
         }
         _ => false,
     }

@@ -30,9 +30,10 @@ pub struct Letter {
 }
 
 impl Letter {
-    /// The message that `rank` sends in a round: a copy, since the sender goes on.
+    /// The message that `rank` sends in a round of an epoch: a copy, since the sender goes on.
     pub fn new(
         rank: usize,
+        epoch: usize,
         round: usize,
         to: Address,
         parcel: &Data,
@@ -43,7 +44,7 @@ impl Letter {
         Ok(Letter {
             from: rank,
             to: to.peer,
-            envelope: Envelope::new(rank, 0, round, to, parcel).to_bytes(),
+            envelope: Envelope::new(rank, epoch as u64, round, to, parcel).to_bytes(),
             contents,
         })
     }

@@ -111,7 +111,7 @@ fn dense_ring() -> Sample {
 #[test]
 fn a_dead_rank_is_named_first_and_missed_by_its_neighbours() {
     let mut hardship = Hardship::none(5);
-    hardship.death = Some(Death { rank: 2, round: 1 });
+    hardship.deaths = vec![Death::new(2, 1)];
     let (trial, verdict) = tried(&dense_ring(), &hardship);
     let died = RankError::Died { rank: 2, round: 1 };
     assert_eq!(verdict, Verdict::Failed { first: died });
@@ -160,7 +160,7 @@ fn finished_ranks_learn_that_another_failed() {
     request.sharding = Sharding::contiguous(4).expect("four ranks");
     let sample = Sample::new(&configuration, false).expect("legal");
     let mut hardship = Hardship::none(5);
-    hardship.death = Some(Death { rank: 3, round: 2 });
+    hardship.deaths = vec![Death::new(3, 2)];
     let (trial, verdict) = tried(&sample, &hardship);
     assert!(matches!(verdict, Verdict::Failed { .. }), "{verdict:?}");
     assert_eq!(trial.ends[0].error, None);

@@ -4,3 +4,4 @@ mod hardship;
 mod lockstep;
 mod memory;
 mod support;
+mod survival;
