@@ -27,6 +27,8 @@ Examples:
   encke plan --tokens 4k --heads 8 --dim 64 --ranks 4 --backward --rank 2
       What rank 2 does in the backward pass, round by round.
   encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --json | jq .sent_bytes
+  encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --redundancy 1
+      What it takes to survive the death of a rank: the inputs each keeps of its neighbour.
 
 Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024.";
 

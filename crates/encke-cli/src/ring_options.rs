@@ -25,6 +25,11 @@ pub struct RingOptions {
     /// Who holds the queries [default: sharded].
     #[arg(long, value_enum, value_name = "WHO")]
     queries: Option<QueriesName>,
+
+    /// How many other ranks keep each rank's inputs, so that the call survives when a rank dies
+    /// [default: 0].
+    #[arg(long, value_name = "R", value_parser = count)]
+    redundancy: Option<usize>,
 }
 
 /// Who holds the queries, by name.
@@ -82,6 +87,11 @@ impl RingOptions {
         matches!(self.queries, Some(QueriesName::Replicated))
     }
 
+    /// Whether deaths are to be survived.
+    pub fn survives(&self) -> bool {
+        self.redundancy.is_some_and(|redundancy| redundancy > 0)
+    }
+
     /// Puts the options into a builder. `most` is the largest ring the command can do, and
     /// `reason` says why.
     pub fn apply(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {
@@ -95,7 +105,9 @@ impl RingOptions {
             bail!("{ranks} ranks are too many: {reason}; use at most {most}");
         }
         let queries = self.queries.unwrap_or(QueriesName::Sharded).queries();
-        Ok(builder.ranks(ranks).sharding(cut).queries(queries))
+        let redundancy = self.redundancy.unwrap_or(0);
+        let builder = builder.ranks(ranks).sharding(cut).queries(queries);
+        Ok(builder.redundancy(redundancy))
     }
 }
 

@@ -13,7 +13,9 @@ use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error as RequestError, Pattern, Shape, Tensor, View};
 use encke_cpu::CpuKernel;
-use encke_ring::{CacheStats, Outcome, RankMemory, RingError as Error, ThreadRing, Trace};
+use encke_ring::{
+    CacheStats, Fault, Outcome, RankError, RankMemory, RingError as Error, ThreadRing, Trace,
+};
 
 /// How long an exchange waits for a neighbour unless told otherwise. A neighbour may be busy with
 /// a long job of its own, so this is a guard against hanging for ever, not against slowness.
@@ -93,8 +95,10 @@ pub struct Report {
     pub plan: Arc<Plan>,
     /// Times and bytes.
     pub trace: Trace,
-    /// Memory of each rank, planned and allocated.
+    /// Memory of each rank, planned and allocated; after a death, of those that lived.
     pub memory: Vec<RankMemory>,
+    /// The ranks that died and were survived, and how.
+    pub deaths: Vec<(usize, RankError)>,
 }
 
 /// Settings of an [`Attention`]; each has a default, dense attention on one rank.
@@ -108,6 +112,8 @@ pub struct Builder {
     scale: Option<f64>,
     policy: CheckpointPolicy,
     deadline: Duration,
+    redundancy: usize,
+    drill: Vec<Fault>,
 }
 
 impl Builder {
@@ -153,6 +159,20 @@ impl Builder {
         self
     }
 
+    /// How many other ranks keep each rank's inputs: so many neighbours may die in a call, and it
+    /// still ends with the right result. Needs more ranks than that, each with its own queries.
+    pub fn redundancy(mut self, redundancy: usize) -> Builder {
+        self.redundancy = redundancy;
+        self
+    }
+
+    /// Ranks that die on purpose in every call, to see that it survives: a drill. Without
+    /// redundancy nobody dies.
+    pub fn drill(mut self, faults: Vec<Fault>) -> Builder {
+        self.drill = faults;
+        self
+    }
+
     /// How long an exchange may wait for another rank before the call ends with an error.
     pub fn deadline(mut self, deadline: Duration) -> Builder {
         self.deadline = deadline;
@@ -168,7 +188,7 @@ impl Builder {
     pub fn build_on<K: Kernel>(self, kernel: K) -> Result<Attention<K>, Error> {
         Ok(Attention {
             sharding: Sharding::new(self.ranks, self.cut.clone())?,
-            ring: ThreadRing::new(kernel, self.deadline),
+            ring: ThreadRing::new(kernel, self.deadline).with_faults(self.drill.clone()),
             settings: self,
         })
     }
@@ -193,6 +213,8 @@ impl Attention {
             scale: None,
             policy: CheckpointPolicy::KeepOutput,
             deadline: DEADLINE,
+            redundancy: 0,
+            drill: Vec::new(),
         }
     }
 }
@@ -363,6 +385,7 @@ impl<K: Kernel> Attention<K> {
             },
             scale: self.settings.scale,
             pass,
+            redundancy: self.settings.redundancy,
         }
     }
 
@@ -396,6 +419,7 @@ fn report(outcome: Outcome) -> Report {
         plan: outcome.plan,
         trace: outcome.trace,
         memory: outcome.memory,
+        deaths: outcome.deaths,
     }
 }
 

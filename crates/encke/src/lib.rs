@@ -67,6 +67,6 @@ pub use encke_core::{conformance, plan, reference};
 pub use encke_cpu::CpuKernel;
 pub use encke_cuda::{CudaKernel, Error as CudaError};
 pub use encke_ring::{
-    Activity, CacheStats, RankError, RankMemory, RingError as Error, Trace, gather_sequence,
-    split_sequence, trace,
+    Activity, CacheStats, Fault, Phase, RankError, RankMemory, RingError as Error, Trace,
+    gather_sequence, split_sequence, trace,
 };

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
-use encke::{Attention, CheckpointPolicy, DType, Precision};
+use encke::{Attention, CheckpointPolicy, DType, Fault, Phase, Precision};
 
-use crate::number::bytes as byte_count;
+use crate::number::{bytes as byte_count, count};
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::RingOptions;
 
@@ -24,6 +24,8 @@ Examples:
       A LongNet pattern, forward and backward; the file also holds do.
   encke attend qkv.safetensors -o out.safetensors --ranks 4 --memory --trace ring.json
       What each rank held, and a timeline for https://ui.perfetto.dev.
+  encke attend qkv.safetensors -o out.safetensors --ranks 4 --redundancy 1 --drill 2@1
+      A ring that survives, and a rank that dies on purpose in round 1: the same result.
   encke attend huge.safetensors -o out.safetensors --memory-limit 2GiB --causal --mode mix \\
       --segment-lengths 2048,8192,32768 --dilation-rates 1,4,16
       A file larger than memory: one rank at a time, as many as it takes to stay below 2 GiB.
@@ -83,6 +85,17 @@ pub struct WorkOptions {
     #[arg(long, value_name = "SECONDS")]
     deadline: Option<f64>,
 
+    /// A drill: rank A dies when it should begin round B; of several, each in what goes on after the
+    /// one before.
+    #[arg(
+        long,
+        value_name = "A@B,...",
+        value_delimiter = ',',
+        value_parser = death,
+        requires = "redundancy"
+    )]
+    drill: Vec<(usize, usize)>,
+
     /// Stay under so much resident memory, however large the file: 2GiB, 512MiB, 4e9. The number
     /// of ranks is the smallest that fits; they run one after another, and rows are read and
     /// written as they are needed. Needs room for the output and, with --grad, for sums of dk and
@@ -103,6 +116,14 @@ pub struct WorkOptions {
     pub memory: bool,
 }
 
+/// A rank and the round it does not begin.
+fn death(text: &str) -> Result<(usize, usize), String> {
+    let (rank, round) = text
+        .split_once('@')
+        .ok_or("write the rank and the round, as in 2@1")?;
+    Ok((count(rank)?, count(round)?))
+}
+
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum CheckpointName {
     /// out and lse: nothing is computed or sent twice
@@ -118,6 +139,10 @@ impl Options {
             (
                 self.ring.replicates(),
                 "--queries replicated: what every rank holds does not shrink with their number",
+            ),
+            (
+                self.ring.survives(),
+                "--redundancy: ranks that run one after another do not survive each other",
             ),
             (
                 self.ring.gives_ranks(),
@@ -171,6 +196,13 @@ impl Options {
                 anyhow!("--deadline {seconds} is no length of time; give seconds, more than 0")
             })?);
         }
-        Ok(builder.build()?)
+        let faults = work.drill.iter().enumerate();
+        let faults = faults.map(|(epoch, &(rank, round))| Fault {
+            rank,
+            epoch,
+            round,
+            phase: Phase::Begin,
+        });
+        Ok(builder.drill(faults.collect()).build()?)
     }
 }

@@ -62,6 +62,9 @@ pub fn summarise(options: &Options, attention: &Attention, inputs: &Inputs, done
         let seconds = (after - before).as_secs_f64();
         let sent = bytes(report.trace.sent_bytes());
         line(pass, format!("{seconds:.3} s, {sent} sent between ranks"));
+        for (rank, reason) in &report.deaths {
+            line("survived", format!("the death of rank {rank}: {reason}"));
+        }
         before = after;
     }
     let results = results(done, &inputs.shape);

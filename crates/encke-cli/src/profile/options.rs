@@ -92,6 +92,10 @@ struct RingsOptions {
     /// Who holds the queries [default: sharded].
     #[arg(long, value_enum, value_name = "WHO")]
     queries: Option<QueriesName>,
+
+    /// How many other ranks keep each rank's inputs; rings without so many others keep none.
+    #[arg(long, value_name = "R", value_parser = count, default_value = "0")]
+    redundancy: usize,
 }
 
 /// What is run and written.
@@ -166,6 +170,7 @@ impl Options {
             .ranks(ranks)
             .sharding(cut)
             .queries(queries)
+            .redundancy(self.rings.redundancy.min(ranks.saturating_sub(1)))
             .build()?;
         let plan = attention.plan(shape, dtype, Pass::Forward)?;
         Ok(Ring {

@@ -118,6 +118,12 @@ impl Options {
                  contiguous, zigzag or striped"
             );
         }
+        if self.ring.survives() {
+            bail!(
+                "--redundancy needs other ranks, and a report begins with a ring of one; see \
+                 `encke profile --redundancy`"
+            );
+        }
         let largest = self.ring.ranks().unwrap_or(RANKS);
         let rings = rings(largest);
         let shown = self.view.show.unwrap_or(SHOWN.min(largest));

@@ -20,6 +20,7 @@ pub fn class(component: Component) -> &'static str {
         Component::Gradients => "c-gradients",
         Component::TravellingGradients => "c-travelling-gradients",
         Component::Sharing => "c-sharing",
+        Component::Replica => "c-replica",
         Component::Workspace => "c-workspace",
     }
 }

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use anyhow::{Result, bail};
 use encke::{Attention, RankError, TransportError};
 use encke_sim::hardship::Kind;
+use encke_sim::trial::End;
 use encke_sim::verdict::{self, Verdict};
 
 use crate::table::Table;
@@ -17,23 +18,27 @@ struct Tally {
     runs: usize,
     struck: usize,
     right: usize,
+    survived: usize,
     deadline: usize,
     corrupt: usize,
     died: usize,
+    lost: usize,
     wrong: usize,
 }
 
 /// What became of all calls.
 pub struct Faults {
     attention: Attention,
+    redundancy: usize,
     by_kind: BTreeMap<Kind, Tally>,
 }
 
 impl Faults {
     /// No calls yet, to be computed with the kernel of this attention.
-    pub fn new(attention: Attention) -> Faults {
+    pub fn new(attention: Attention, redundancy: usize) -> Faults {
         Faults {
             attention,
+            redundancy,
             by_kind: BTreeMap::new(),
         }
     }
@@ -41,13 +46,19 @@ impl Faults {
     /// Tries the call of a seed; an error says what must not have happened.
     pub fn run(&mut self, seed: u64) -> Result<()> {
         let kind = Kind::ALL[(seed % Kind::ALL.len() as u64) as usize];
-        let (sample, hardship) = verdict::draw(kind, seed)?;
+        let (sample, hardship) = match self.redundancy {
+            0 => verdict::draw(kind, seed)?,
+            redundancy => verdict::draw_surviving(kind, seed, redundancy)?,
+        };
         let (trial, verdict) = verdict::try_out(self.attention.kernel(), &sample, &hardship)?;
         let tally = self.by_kind.entry(kind).or_default();
         tally.runs += 1;
         tally.struck += usize::from(!trial.strikes.is_empty());
+        let is_lost = |end: &End| matches!(end.error, Some(RankError::Lost(_)));
         let place = match &verdict {
             Verdict::Right => &mut tally.right,
+            Verdict::Survived { .. } => &mut tally.survived,
+            Verdict::Failed { .. } if trial.ends.iter().any(is_lost) => &mut tally.lost,
             Verdict::Failed {
                 first: RankError::Died { .. },
             } => &mut tally.died,
@@ -59,7 +70,7 @@ impl Faults {
         };
         *place += 1;
         match verdict {
-            Verdict::Right | Verdict::Failed { .. } => Ok(()),
+            Verdict::Right | Verdict::Survived { .. } | Verdict::Failed { .. } => Ok(()),
             Verdict::Wrong { output } => {
                 bail!("{}: {output} has wrong numbers", kind.name())
             }
@@ -72,7 +83,8 @@ impl Faults {
         let mut table = Table::new(
             2,
             [
-                "fault", "calls", "struck", "right", "deadline", "corrupt", "died", "wrong",
+                "fault", "calls", "struck", "right", "survived", "deadline", "corrupt", "died",
+                "lost", "wrong",
             ],
         );
         for (kind, tally) in &self.by_kind {
@@ -80,9 +92,11 @@ impl Faults {
                 tally.runs,
                 tally.struck,
                 tally.right,
+                tally.survived,
                 tally.deadline,
                 tally.corrupt,
                 tally.died,
+                tally.lost,
                 tally.wrong,
             ];
             let counts = counts.iter().map(usize::to_string);

@@ -28,6 +28,8 @@ Examples:
       A longer run that can be repeated.
   encke verify --faults --seed 7 --count 2000
       2000 calls under hardship: what became of them, by the kind of fault.
+  encke verify --faults --redundancy 1 --count 10000 --minutes 30
+      Calls that survive: where ranks die, the others adopt their tokens and go on.
 
 What is drawn: batch, tokens, heads, key heads, head dimension; dense, group, mix and fkodom
 patterns with their options, causal or not; every sharding, empty chunks included, on 1 to 32
@@ -42,7 +44,14 @@ corrupted or repeated, and whose ranks die or are slow, as the seed has it. Each
 bits of an undisturbed run, or with an error on every rank that names the rank, its peer and the
 round, inside its deadline: never with a wrong number, never without end.
 
+With --redundancy as well, each rank's inputs are kept by so many others, up to three ranks die in a
+call, and the others go on: with the same numbers up to rounding, or, where every rank that had some
+tokens is gone, with an error on every rank that says which tokens are lost.
+
 Exit codes: 0 all agree, 1 one does not, 2 any other error.";
+
+/// The largest drawn ring has 32 ranks.
+const MOST_REDUNDANCY: usize = 31;
 
 /// Random configurations against the reference.
 #[derive(Debug, Args)]
@@ -63,6 +72,10 @@ pub struct Options {
     /// instead of comparing with the reference.
     #[arg(long)]
     faults: bool,
+
+    /// With --faults: how many other ranks keep each rank's inputs, so that deaths are survived.
+    #[arg(long, value_name = "R", value_parser = count, default_value = "0", requires = "faults")]
+    redundancy: usize,
 }
 
 /// What is verified.
@@ -88,10 +101,11 @@ impl Suite {
         }
     }
 
-    fn option(&self) -> &'static str {
-        match self {
-            Suite::Reference(_) => "",
-            Suite::Faults(_) => "--faults ",
+    fn option(&self, options: &Options) -> String {
+        match (self, options.redundancy) {
+            (Suite::Reference(_), _) => String::new(),
+            (Suite::Faults(_), 0) => "--faults ".to_string(),
+            (Suite::Faults(_), redundancy) => format!("--faults --redundancy {redundancy} "),
         }
     }
 
@@ -118,6 +132,13 @@ pub fn run(options: &Options) -> Result<Verdict> {
     if options.count == 0 {
         bail!("--count is 0; give at least 1 configuration to verify");
     }
+    if options.redundancy > MOST_REDUNDANCY {
+        bail!(
+            "--redundancy {} is more than rings of up to 32 ranks have others; use at most \
+             {MOST_REDUNDANCY}",
+            options.redundancy
+        );
+    }
     let limit = Duration::try_from_secs_f64(options.minutes * 60.0);
     let limit = limit.ok().filter(|limit| !limit.is_zero());
     let limit = limit.ok_or_else(|| {
@@ -129,7 +150,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     // What no configuration can do without is asked for first: that is an error, not a finding.
     let kernel = encke::Attention::builder().build()?;
     let mut suite = match options.faults {
-        true => Suite::Faults(Box::new(Faults::new(kernel))),
+        true => Suite::Faults(Box::new(Faults::new(kernel, options.redundancy))),
         false => Suite::Reference(judge::Worst::default()),
     };
     let seed = options.seed.unwrap_or_else(clock_seed);
@@ -147,7 +168,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
             let report = format!(
                 "{} {wrong}\n  reproduce: encke verify {}--seed {seed} --count 1\n",
                 paint.red("failed:"),
-                suite.option(),
+                suite.option(options),
             );
             progress.suspend(|| say(&report))?;
         }

@@ -216,3 +216,29 @@ fn an_output_can_be_read_by_others_as_any_new_file() {
     let mode = |name: &str| folder.join(name).metadata().unwrap().permissions().mode();
     assert_eq!(mode("out"), mode("plain"));
 }
+
+#[test]
+fn a_ring_survives_the_death_of_a_rank_or_says_whose_tokens_are_lost() {
+    let folder = prepared();
+    let ring = "attend in.safetensors --grad --ranks 4";
+    folder.succeeds(&format!("{ring} -o expected.safetensors"));
+    let expected = files::read(&folder.join("expected.safetensors"));
+    let call = format!("{ring} --redundancy 1 -o out.safetensors");
+    for drill in ["0@0", "2@1", "3@2", "1@9", "1@0,3@1"] {
+        let output = folder.encke(&format!("{call} --drill {drill}"));
+        let said = text(&output.stderr);
+        assert!(output.status.success(), "{said}");
+        assert!(said.contains("survived the death of rank"), "{said}");
+        let out = files::read(&folder.join("out.safetensors"));
+        for (name, expected) in &expected {
+            let off = out[name].difference(expected);
+            assert!(off < 1e-4, "{name} is off by {off}, {drill}");
+        }
+    }
+    folder.refuses(
+        &format!("{call} --drill 1@0,2@0"),
+        &["the tokens of rank 1 are lost", "redundancy"],
+    );
+    folder.refuses(&format!("{ring} -o x --drill 1@0"), &["--redundancy"]);
+    folder.refuses(&format!("{call} --drill 1"), &["2@1"]);
+}

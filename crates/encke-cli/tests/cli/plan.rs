@@ -34,6 +34,27 @@ fn segments_inside_chunks_send_nothing() {
 }
 
 #[test]
+fn a_plan_that_survives_says_what_it_keeps() {
+    let folder = Folder::new();
+    let sizes = "plan --tokens 4k --heads 8 --dim 64 --ranks 4";
+    let plan = folder.succeeds(&format!("{sizes} --redundancy 1"));
+    // q, k and v of 1024 rows of 8 heads of 64 numbers in f32.
+    for words in [
+        "and the inputs of its neighbour",
+        "replica                   6.00 MiB",
+        "if rank 3 died, rank 0 would adopt its tokens and hold",
+    ] {
+        assert!(plan.contains(words), "{plan}");
+    }
+    let plan = folder.succeeds(&format!("{sizes} --redundancy 1 --json"));
+    let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
+    assert_eq!(plan["ranks"][2]["memory"]["replica"], 3 * 1024 * 8 * 64 * 4);
+    folder.refuses(&format!("{sizes} --redundancy 4"), &["at most that"]);
+    let replicated = format!("{sizes} --redundancy 1 --queries replicated");
+    folder.refuses(&replicated, &["use sharded queries"]);
+}
+
+#[test]
 fn words_say_who_sends_and_what_a_rank_does() {
     let folder = Folder::new();
     let sizes = "plan --tokens 4k --heads 8 --dim 64 --ranks 4 --causal";

@@ -47,8 +47,24 @@ fn hardship_is_survived_or_refused_and_its_seed_brings_it_back() {
 }
 
 #[test]
+fn with_redundancy_deaths_are_survived() {
+    let folder = Folder::new();
+    let said = folder.succeeds("verify --faults --redundancy 1 --count 160 --seed 5");
+    let row = said
+        .lines()
+        .find(|line| line.trim_start().starts_with("death"));
+    let cells: Vec<&str> = row.unwrap_or_default().split_whitespace().collect();
+    // fault calls struck right survived deadline corrupt died lost wrong
+    let survived: usize = cells[4].parse().unwrap();
+    assert!(survived > 5, "{said}");
+    assert_eq!((cells[1], cells[9]), ("20", "0"), "{said}");
+}
+
+#[test]
 fn nothing_to_verify_is_refused() {
     let folder = Folder::new();
+    folder.refuses("verify --redundancy 1", &["--faults"]);
+    folder.refuses("verify --faults --redundancy 99", &["at most 31"]);
     folder.refuses("verify --count 0", &["--count is 0"]);
     folder.refuses("verify --minutes 0", &["--minutes 0"]);
     folder.refuses("verify --minutes nan", &["--minutes NaN"]);

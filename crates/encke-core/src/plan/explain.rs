@@ -8,8 +8,10 @@
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 
 use super::program::{Component, RankPlan};
+use super::survival::{Agreement, Epoch, Standing};
 use super::{Pass, Plan, Queries, Request};
 use crate::error::Result;
 use crate::pattern::{Lane, Mode};
@@ -36,6 +38,19 @@ pub struct Explanation {
     pub dense_ring_bytes: usize,
     /// Bytes of keys and values that each rank would hold after an all-gather.
     pub all_gather_bytes: usize,
+    /// What it would take to survive a death, where the plan can.
+    pub adoption: Option<Adoption>,
+}
+
+/// What the fullest rank would hold if the rank whose inputs it keeps died at the beginning.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Adoption {
+    /// The rank that adopts.
+    pub rank: usize,
+    /// The one that died.
+    pub dead: usize,
+    /// Bytes of its buffers from then on.
+    pub memory_bytes: usize,
 }
 
 /// A ring of ranks that share segments.
@@ -129,6 +144,7 @@ impl Plan {
             dense_ring_bytes: kv_elements * hops * request.dtype.bytes()
                 + kv_elements * gradients * request.dtype.sum().bytes(),
             all_gather_bytes: kv_elements * request.dtype.bytes(),
+            adoption: self.adoption(&ranks)?,
             ranks,
             request: request.clone(),
         })
@@ -136,6 +152,30 @@ impl Plan {
 }
 
 impl Plan {
+    /// What the fullest of some ranks would hold if its neighbour died.
+    fn adoption(&self, ranks: &[RankSummary]) -> Result<Option<Adoption>> {
+        let fullest = ranks.iter().max_by_key(|rank| rank.memory_bytes);
+        let Some((rank, dead)) = fullest.and_then(|of| Some((of.rank, self.kept(of.rank).next()?)))
+        else {
+            return Ok(None);
+        };
+        let standing = Standing {
+            done: 1,
+            finished: false,
+        };
+        let standings = (0..self.ranks()).map(|rank| (rank != dead).then_some(standing));
+        let agreement = Agreement {
+            standings: standings.collect(),
+        };
+        let epoch = Epoch::first(&Arc::new(self.clone())).next(&agreement)?;
+        let memory_bytes = epoch.program(rank)?.memory().values().sum();
+        Ok(Some(Adoption {
+            rank,
+            dead,
+            memory_bytes,
+        }))
+    }
+
     /// (query, key) pairs of a lane, by the definition of its index sets.
     fn lane_pairs(&self, lane: &Lane) -> u128 {
         let shape = &self.request.shape;
@@ -207,6 +247,7 @@ impl Explanation {
             queries,
             dtype,
             pass,
+            redundancy,
             ..
         } = &self.request;
         let direction = match pass {
@@ -233,9 +274,14 @@ impl Explanation {
             shape.batch,
         )?;
         let causal = if pattern.is_causal() { ", causal" } else { "" };
+        let kept = match redundancy {
+            0 => String::new(),
+            1 => ", and the inputs of its neighbour".to_string(),
+            more => format!(", and the inputs of {more} neighbours"),
+        };
         writeln!(
             f,
-            "{} ranks ({cut}), {held}; {} mode{causal}",
+            "{} ranks ({cut}), {held}{kept}; {} mode{causal}",
             self.request.sharding.ranks(),
             pattern.mode().name(),
         )
@@ -334,6 +380,15 @@ impl Explanation {
                 "  {:<22} {:>11}",
                 "all buffers",
                 bytes(rank.memory_bytes)
+            )?;
+        }
+        if let Some(adoption) = &self.adoption {
+            writeln!(
+                f,
+                "  if rank {} died, rank {} would adopt its tokens and hold {}",
+                adoption.dead,
+                adoption.rank,
+                bytes(adoption.memory_bytes)
             )?;
         }
         Ok(())

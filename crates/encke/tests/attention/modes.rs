@@ -1,8 +1,8 @@
 //! Every mode on every ring size, at f64.
 
 use encke::{
-    Attention, CheckpointPolicy, Cut, DType, Error, GroupScale, MixingGradient, Mode, OffsetRule,
-    Pattern, Queries, Shape, Tensor,
+    Attention, CheckpointPolicy, Cut, DType, Error, Fault, GroupScale, MixingGradient, Mode,
+    OffsetRule, Pattern, Phase, Queries, Shape, Tensor,
 };
 
 use crate::support::{Tensors, difference, errors};
@@ -208,4 +208,42 @@ fn wrong_requests_are_refused_with_their_numbers() {
             .to_string()
             .contains("k is f64 but q is f32")
     );
+}
+
+/// Every mode, slots of their own included: whoever dies, the results are those of the reference.
+#[test]
+fn every_mode_survives_a_death() {
+    let shape = Shape::new(2, 48, 4, 2, 5).expect("legal");
+    for pattern in patterns() {
+        let tolerance = match pattern.mode() {
+            Mode::Fkodom => 1e-9,
+            _ => 1e-12,
+        };
+        for cut in [Cut::Contiguous, Cut::Zigzag, Cut::Striped] {
+            for (rank, round, phase) in [
+                (0, 0, Phase::Begin),
+                (3, 1, Phase::Midst),
+                (2, 2, Phase::Begin),
+                (1, 9, Phase::Begin),
+            ] {
+                let fault = Fault {
+                    rank,
+                    epoch: 0,
+                    round,
+                    phase,
+                };
+                let builder = Attention::builder()
+                    .pattern(pattern.clone())
+                    .ranks(4)
+                    .sharding(cut.clone())
+                    .redundancy(1)
+                    .drill(vec![fault]);
+                let errors = errors(builder, &shape, DType::F64, 3);
+                assert!(
+                    errors.iter().all(|error| *error <= tolerance),
+                    "{pattern:?} {cut:?} {fault:?}: {errors:?}"
+                );
+            }
+        }
+    }
 }
