@@ -1,8 +1,9 @@
 //! One GPU: its context, its streams, its loaded programs, and the order in which memory is used.
 //!
-//! Everything computed goes to one stream, so ranks that share a GPU need no other order than the
-//! one in which they ask. Copies to and from the host run on streams of their own, and for those
-//! each piece of memory remembers who used it last (see `order.rs`).
+//! Everything computed goes to one stream, but for attentions, which take turns on two: at the end
+//! of one, when multiprocessors fall idle, the next begins. Copies to and from the host run on
+//! streams of their own. Each piece of memory remembers who used it last (see `order.rs`), and that
+//! is all the order there is.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -19,6 +20,8 @@ use crate::memory::Memory;
 use crate::nvrtc::Nvrtc;
 use crate::program::Program;
 
+/// Streams that attentions take turns on.
+pub(crate) const LANES: usize = 2;
 /// Shared memory a block has without asking for more.
 const ALWAYS_SHARED: usize = 48 * 1024;
 
@@ -29,6 +32,8 @@ type Key = (&'static str, Vec<String>, &'static str);
 pub struct Device {
     context: Arc<CudaContext>,
     compute: Arc<CudaStream>,
+    beside: Arc<CudaStream>,
+    turn: AtomicUsize,
     outward: Arc<CudaStream>,
     inward: Arc<CudaStream>,
     /// Held while an event is recorded and noted, so that a later event of a stream is never
@@ -75,6 +80,8 @@ impl Device {
         keep_freed_memory(&context).map_err(failed)?;
         Ok(Arc::new(Device {
             compute: context.new_stream().map_err(failed)?,
+            beside: context.new_stream().map_err(failed)?,
+            turn: AtomicUsize::new(0),
             outward: context.new_stream().map_err(failed)?,
             inward: context.new_stream().map_err(failed)?,
             noting: Mutex::default(),
@@ -147,6 +154,14 @@ impl Device {
         &self.compute
     }
 
+    /// The stream for the next attention, and its number, below [`LANES`]. They take turns: where
+    /// ranks share a GPU, one's job begins on the multiprocessors that another's has left. What
+    /// depends on what is seen to by the memory they use.
+    pub(crate) fn lane(&self) -> (usize, &Arc<CudaStream>) {
+        let number = self.turn.fetch_add(1, Ordering::Relaxed) % LANES;
+        (number, [&self.compute, &self.beside][number])
+    }
+
     /// The stream for copies to the host.
     pub(crate) fn outward(&self) -> &Arc<CudaStream> {
         &self.outward
@@ -190,14 +205,18 @@ impl Device {
     /// The moment at which everything enqueued so far is computed.
     pub fn instant(&self) -> Result<Instant> {
         let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
-        let event = self.compute.record_event(Some(flags));
+        let event = self.beside.record_event(None);
+        let event = event.and_then(|other| {
+            self.compute.wait(&other)?;
+            self.compute.record_event(Some(flags))
+        });
         let event = event.map_err(|error| Error::driver("marking a moment", error))?;
         Ok(Instant(event))
     }
 
     /// Waits until everything computed is there, and every parcel has arrived.
     pub fn synchronize(&self) -> Result<()> {
-        let streams = [&self.outward, &self.inward, &self.compute];
+        let streams = [&self.outward, &self.inward, &self.compute, &self.beside];
         let done = streams.iter().try_for_each(|stream| stream.synchronize());
         done.map_err(|error| Error::driver("waiting for the GPU", error))
     }

@@ -58,13 +58,13 @@ impl CudaKernel {
     /// On the GPU with this number.
     pub fn new(ordinal: usize) -> crate::Result<CudaKernel> {
         let device = Device::open(ordinal)?;
-        let counter = Memory::new(&device, 8)?;
-        counter.clear()?;
+        let counters = [Memory::new(&device, 8)?, Memory::new(&device, 8)?];
+        counters.iter().try_for_each(Memory::clear)?;
         Ok(CudaKernel {
             site: Site {
                 device,
                 tables: Tables::default(),
-                counter,
+                counters,
             },
             path: Path::default(),
             summation: Summation::default(),

@@ -281,7 +281,11 @@ fn conform(words: &[&str]) -> Result<String, Failure> {
             if let Err(failure) = suite.run(&kernel, &[*dtype]) {
                 return Ok(format!("FAILED ({name}): {failure}"));
             }
-            eprintln!("{} {name} {dtype}: passed, {:.1} s", words[0], begin.elapsed().as_secs_f64());
+            eprintln!(
+                "{} {name} {dtype}: passed, {:.1} s",
+                words[0],
+                begin.elapsed().as_secs_f64()
+            );
         }
     }
     let seconds = begin.elapsed().as_secs_f64();

@@ -123,15 +123,16 @@ pub(crate) fn forward(
     ];
     reads.extend(told.tables());
     let mut writes = targets.memory();
-    writes.push(&site.counter);
-    let counter = site.counter.pointer();
+    let (lane, stream) = device.lane();
+    writes.push(&site.counters[lane]);
+    let counter = site.counters[lane].pointer();
     let [acc, m, l, out, lse] = targets.pointers();
     let outputs = if targets.end {
         [out, lse, 0]
     } else {
         [acc, m, l]
     };
-    device.enqueue(device.compute(), "attention", &reads, &writes, |stream| {
+    device.enqueue(stream, "attention", &reads, &writes, |stream| {
         let mut launch = stream.launch_builder(&function);
         for map in &maps {
             launch.arg(map);

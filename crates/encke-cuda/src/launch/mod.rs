@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use cudarc::driver::LaunchConfig;
 
-use crate::device::Device;
+use crate::device::{Device, LANES};
 use crate::jobs::Tables;
 use crate::memory::Memory;
 
@@ -22,8 +22,8 @@ use crate::memory::Memory;
 pub(crate) struct Site {
     pub device: Arc<Device>,
     pub tables: Tables,
-    /// Two zeros that a launch on the compute stream may count in, and leaves as zeros.
-    pub counter: Memory,
+    /// For each lane, two zeros that an attention on it may count in, and leaves as zeros.
+    pub counters: [Memory; LANES],
 }
 
 /// Blocks enough to fill the GPU a few times over, and no more than there is work for.
