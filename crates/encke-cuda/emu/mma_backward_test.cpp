@@ -53,42 +53,51 @@ static void check(const Case& c, const Grown& before, const Grown& after) {
 #endif
 }
 static bool same(const std::vector<float>& x, const std::vector<float>& y, i64 at) { return memcmp(&x[at], &y[at], 4) == 0; }
-// Nothing but what `touched` names may differ, bit by bit; all that it names must be lost where it is computed here.
-static void check_touched(const Case& c, const Grown& clean, const Grown& after, const std::vector<u8>& queries, const std::vector<u8>& keys, const char* what) {
-  for (size_t i = 0; i < after.dq.size(); i++) if (!queries[i]) expect(same(after.dq, clean.dq, i), c, what, (double)i);
-  for (size_t i = 0; i < after.dk.size(); i++) if (!keys[i]) expect(same(after.dk, clean.dk, i) && same(after.dv, clean.dv, i), c, what, (double)i);
+// Nothing but what is marked may differ, bit by bit: 1 may, 2 must be lost where it is computed here.
+static void check_marks(const Case& c, const Grown& clean, const Grown& after, const Grown& marks, const char* what) {
+  auto judge = [&](const std::vector<float>& x, const std::vector<float>& y, const std::vector<float>& mark, bool here) {
+    for (size_t i = 0; i < x.size(); i++) {
+      if (mark[i] == 0) expect(same(x, y, i), c, what, (double)i);
+      if (mark[i] == 2 && here) expect(!std::isfinite(x[i]), c, "a visible NaN is lost", (double)i);
+    }
+  };
 #ifdef OWNS_KEYS
-  for (size_t i = 0; i < after.dk.size(); i++) if (keys[i]) expect((!(PARTS & 2) || !std::isfinite(after.dk[i])) && (!(PARTS & 1) || !std::isfinite(after.dv[i])), c, "a visible NaN is lost", (double)i);
+  bool dq = false, dk = PARTS & 2, dv = PARTS & 1;
 #else
-  for (size_t i = 0; i < after.dq.size(); i++) if (queries[i]) expect(!std::isfinite(after.dq[i]), c, "a visible NaN is lost", (double)i);
+  bool dq = true, dk = false, dv = false;
 #endif
+  judge(after.dq, clean.dq, marks.dq, dq); judge(after.dk, clean.dk, marks.dk, dk); judge(after.dv, clean.dv, marks.dv, dv);
 }
-static void check_hidden(const Case& clean_case, Random& random, const Grown& before, const Grown& clean) {
-  const Job& j = clean_case.job; u16 value = emu::narrow(random.coin() ? NAN : INFINITY);
-  std::vector<u8> queries(before.dq.size(), 0), keys(before.dk.size(), 0); int t = random.below(j.keys), i = random.below(j.queries);
-  Case c = clean_case;
-  c.places([&](int b, int s, int h) { i64 y = at(j.k, b, s, t, h); for (int n = 0; n < j.dim; n++) c.K[y + n] = c.V[y + n] = value; });
-  pairs(c, [&](int b, int s, int h, int row, int key) { if (key == t) for (int n = 0; n < j.dim; n++) queries[at(j.dq, b, s, row, h) + n] = keys[at(j.k, b, s, t, h) + n] = 1; });
-  check_touched(c, clean, run(c, before), queries, keys, "a hidden key changed something");
+// Puts NaN or infinities into a key, then into a query: in every column, or in one of them (of k, of dout) that alone must show then.
+static void check_hidden(const Case& clean_case, Random& random, bool all, const Grown& before, const Grown& clean) {
+  const Job& j = clean_case.job; u16 value = emu::narrow(all && random.coin() ? NAN : INFINITY);
+  int t = random.below(j.keys), i = random.below(j.queries), column = random.below(j.dim);
+  auto blank = [&] { return Grown{std::vector<float>(before.dq.size(), 0), std::vector<float>(before.dk.size(), 0), std::vector<float>(before.dk.size(), 0)}; };
+  auto mark = [&](std::vector<float>& marks, i64 at, bool one) { for (int n = 0; n < j.dim; n++) marks[at + n] = all || (one && n == column) ? 2.f : 1.f; };
+  Case c = clean_case; Grown marks = blank();
+  c.places([&](int b, int s, int h) { i64 y = at(j.k, b, s, t, h); for (int n = 0; n < j.dim; n++) { if (all || n == column) c.K[y + n] = value; if (all) c.V[y + n] = value; } });
+  pairs(c, [&](int b, int s, int h, int row, int key) { if (key == t) { i64 y = at(j.k, b, s, t, h); mark(marks.dq, at(j.dq, b, s, row, h), true); mark(marks.dk, y, false); mark(marks.dv, y, false); } });
+  check_marks(c, clean, run(c, before), marks, "a hidden key changed something");
 
-  c = clean_case; std::fill(queries.begin(), queries.end(), 0); std::fill(keys.begin(), keys.end(), 0);
-  c.places([&](int b, int s, int h) { i64 x = at(j.q, b, s, i, h), cell = at(j.cells, b, s, i, h); for (int n = 0; n < j.dim; n++) c.Q[x + n] = c.dO[cell * j.dim + n] = value; });
-  pairs(c, [&](int b, int s, int h, int row, int key) { if (row == i) for (int n = 0; n < j.dim; n++) queries[at(j.dq, b, s, i, h) + n] = keys[at(j.k, b, s, key, h) + n] = 1; });
-  check_touched(c, clean, run(c, before), queries, keys, "a query changed keys it does not see");
+  c = clean_case; marks = blank();
+  c.places([&](int b, int s, int h) { i64 x = at(j.q, b, s, i, h), cell = at(j.cells, b, s, i, h); for (int n = 0; n < j.dim; n++) { if (all) c.Q[x + n] = value; if (all || n == column) c.dO[cell * j.dim + n] = value; } });
+  pairs(c, [&](int b, int s, int h, int row, int key) { if (row == i) { i64 y = at(j.k, b, s, key, h); mark(marks.dq, at(j.dq, b, s, i, h), false); mark(marks.dk, y, false); mark(marks.dv, y, true); } });
+  check_marks(c, clean, run(c, before), marks, "a query changed keys it does not see");
 }
 int main(int count, char** words) {
   Random random(count > 1 ? strtoull(words[1], nullptr, 10) : 1); int cases = count > 2 ? atoi(words[2]) : 3;
   for (int n = 0; n < cases; n++) {
     Case c; int dim = ALIGNED ? HD - 8 * random.below(2) : HD - random.below(16);
 #ifdef OWNS_KEYS
-    draw_case(c, random, dim, ALIGNED, 2 * BLOCK + 20, n == 0 ? 2 * TILE + 5 : TILE + 9);
+    draw_case(c, random, n, dim, ALIGNED, 2 * BLOCK + 20, n == 0 ? 2 * TILE + 5 : TILE + 9);
 #else
-    draw_case(c, random, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
+    draw_case(c, random, n, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
 #endif
     give_upstream(c, random);
     auto some = [&](i64 size) { std::vector<float> x(size); for (auto& y : x) y = (float)random.unit(); return x; };
     Grown before = {some(c.dq.size), some(c.k.size), some(c.k.size)}, after = run(c, before);
-    check(c, before, after); check_hidden(c, random, before, after);
+    check(c, before, after);
+    for (bool all : {true, false}) check_hidden(c, random, all, before, after);
     if (n == 0) {
       Grown again = run(c, before); expect(again.dq == after.dq && again.dk == after.dk && again.dv == after.dv, c, "not repeatable", 0);
     }

@@ -42,17 +42,18 @@ struct Case {
 static std::vector<u16> random_numbers(Random& random, i64 n) { std::vector<u16> x(n); for (auto& y : x) y = emu::narrow((float)random.unit()); return x; }
 
 // `dim` numbers a head; padded so that rows begin at multiples of 16 bytes where the kernel wants them there.
-static void draw_case(Case& c, Random& random, int dim, bool aligned, int most_queries, int most_keys) {
+// Every other job has one key head for all query heads; the first is causal.
+static void draw_case(Case& c, Random& random, int number, int dim, bool aligned, int most_queries, int most_keys) {
   Job& j = c.job; int pad = aligned ? 8 * random.below(2) : random.below(4);
-  j.batch = random.between(1, 2); j.segments = random.between(1, 2); j.heads = random.between(1, 3); j.dim = dim;
+  j.batch = random.between(1, 2); j.segments = random.between(1, 2); j.heads = random.between(1, 2) + (number + 1) % 2; j.dim = dim;
   j.queries = random.between(1, most_queries); j.keys = random.between(1, most_keys);
-  int groups = random.coin() ? j.heads : 1;
+  int groups = number % 2 ? 1 : j.heads;
   c.q = layout(j.batch, j.segments, j.queries, j.heads, dim, random.between(1, 3), 1, pad, true);
   c.k = layout(j.batch, j.segments, j.keys, j.heads, dim, random.between(1, 3), groups, pad, random.coin());
   c.dq = layout(j.batch, j.segments, j.queries, j.heads, dim, 1, 1, aligned ? 8 : 1, false);
   c.cells = layout(j.batch, j.segments, j.queries, j.heads, 1, 1, 1, 0, false);
   j.q = operand(c.q); j.k = operand(c.k); j.dq = operand(c.dq); j.cells = operand(c.cells);
-  j.causal = random.below(3) != 0;
+  j.causal = number == 0 || random.coin();
   j.query = random.below(20); j.query_step = random.between(1, 3); j.key = random.below(40); j.key_step = random.between(1, 3);
   double scales[] = {0.3, 0.3, 0.3, -0.4, 0.0}; j.scale = scales[random.below(5)]; j.gain = random.coin() ? 1 : 0.5;
   c.Q = random_numbers(random, c.q.size); c.K = random_numbers(random, c.k.size); c.V = random_numbers(random, c.k.size);

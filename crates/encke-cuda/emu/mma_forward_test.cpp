@@ -33,6 +33,7 @@ static void check(const Case& c, const State& before, const State& after, bool e
     double lse = l == 0 ? -INFINITY : m + log(l), mine = end ? after.lse[cell] : after.l[cell] == 0 ? -INFINITY : after.m[cell] + log(after.l[cell]);
     if (lse != mine) worst = fmax(worst, fabs(lse - mine));
     if (std::isnan(mine)) worst = INFINITY;
+    if (!end && m == (double)before.m[cell]) expect(after.m[cell] == before.m[cell], c, "a maximum that nothing exceeded changed", i);
     for (int x = 0; x < j.dim; x++) {
       want.push_back(l == 0 ? 0 : acc[x] / l * (end ? j.gain : 1));
       got.push_back(end ? emu::widen(after.out[cell * j.dim + x]) : l == 0 ? after.acc[cell * j.dim + x] : after.acc[cell * j.dim + x] / after.l[cell]);
@@ -44,10 +45,10 @@ static void check(const Case& c, const State& before, const State& after, bool e
 template <class T> static bool same(const std::vector<T>& x, const std::vector<T>& y, size_t at, size_t n) { return memcmp(&x[at], &y[at], n * sizeof(T)) == 0; }
 
 // A key full of NaN or infinities must not move a bit of a row that does not see it, and must show in one that does.
-static void check_hidden(Case c, Random& random, const State& before, const State& clean) {
-  const Job& j = c.job; int t = random.below(j.keys), column = random.below(j.dim + 1); bool first = random.coin();
+static void check_hidden(Case c, Random& random, bool key_too, const State& before, const State& clean) {
+  const Job& j = c.job; int t = random.below(j.keys), column = random.below(j.dim + 1);
   float value = random.coin() ? NAN : INFINITY;
-  c.places([&](int b, int s, int h) { i64 y = at(j.k, b, s, t, h); for (int x = 0; x < j.dim; x++) if (column == j.dim || x == column) { c.V[y + x] = emu::narrow(value); if (first) c.K[y + x] = emu::narrow(value); } });
+  c.places([&](int b, int s, int h) { i64 y = at(j.k, b, s, t, h); for (int x = 0; x < j.dim; x++) if (column == j.dim || x == column) { c.V[y + x] = emu::narrow(value); if (key_too) c.K[y + x] = emu::narrow(value); } });
   State after = before; run(c, after, false);
   c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
     i64 cell = at(j.cells, b, s, i, h);
@@ -59,11 +60,11 @@ int main(int count, char** words) {
   Random random(count > 1 ? strtoull(words[1], nullptr, 10) : 1); int cases = count > 2 ? atoi(words[2]) : 4;
   for (int n = 0; n < cases; n++) {
     Case c; int dim = ALIGNED ? HD - 8 * random.below(2) : HD - random.below(16);
-    draw_case(c, random, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
+    draw_case(c, random, n, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
     State fresh = blank(c), ended = fresh; run(c, ended, true); check(c, fresh, ended, true, "out");
     State before = fresh; for (size_t i = 0; i < before.m.size(); i++) if (random.below(4)) { before.m[i] = (float)random.unit(); before.l[i] = 2 + (float)random.unit(); for (int x = 0; x < dim; x++) before.acc[i * dim + x] = (float)random.unit(); }
     State after = before; run(c, after, false); check(c, before, after, false, "acc");
-    check_hidden(c, random, before, after);
+    for (bool key_too : {false, true}) check_hidden(c, random, key_too, before, after);
     if (n == 0) { Case twice = c; State again = before; run(twice, again, false); expect(again.acc == after.acc && again.m == after.m && again.l == after.l, c, "not repeatable", 0); }
   }
   printf("mma_forward HD=%d WARPS=%d MT=%d BLOCK=%d ALIGNED=%d: %d cases, %d failures\n", HD, WARPS, MT, BLOCK, ALIGNED, cases, failures);

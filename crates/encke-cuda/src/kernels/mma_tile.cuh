@@ -1,13 +1,14 @@
 // Tiles of the mma.sync kernels: how rows come to shared memory, and the only two matrix products attention is made of.
 //
 // Macros given by the host: HD (head dim, rounded up to a multiple of 16), WARPS, MT (groups of 16 rows that a warp owns),
-// BLOCK (rows that are streamed at a time), RESIDENT (thread blocks on one multiprocessor), ALIGNED (1 where every row begins at
-// a multiple of 16 bytes and has a multiple of 8 numbers, so that it can be copied in 16-byte pieces).
+// BLOCK (rows that are streamed at a time), ALIGNED (1 where every row begins at a multiple of 16 bytes and has a multiple of 8
+// numbers, so that it can be copied in 16-byte pieces).
 //
 // The decision here: a row of a tile takes HD numbers and 8 more. Then eight rows that are 16 bytes apart in their columns lie
 // in different banks for every HD, without a swizzle, and ldmatrix never waits.
 #define THREADS (WARPS * 32)
 #define TILE (WARPS * MT * 16)
+#define RESIDENT (8 / WARPS)   // thread blocks on one multiprocessor: with 255 registers a thread it holds eight warps
 #define PITCH (HD + 8)
 #define TILE_BYTES(rows) ((rows) * PITCH * 2)
 #define LOG2_E 1.4426950408889634

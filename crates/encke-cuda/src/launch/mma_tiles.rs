@@ -37,74 +37,69 @@ pub(crate) struct Tiling {
     pub groups: usize,
     /// Rows that are streamed at a time.
     pub block: usize,
-    /// Blocks that share a multiprocessor.
-    pub resident: usize,
 }
 
-/// `[warps, groups, block, resident]` for a head dimension, the largest first.
-const fn tiling(half: Half, dim: usize, [warps, groups, block, resident]: [usize; 4]) -> Tiling {
+/// `[warps, groups, block]` for a head dimension.
+const fn tiling(half: Half, dim: usize, [warps, groups, block]: [usize; 3]) -> Tiling {
     Tiling {
         half,
         dim,
         warps,
         groups,
         block,
-        resident,
     }
 }
 
-/// Every variant. For equal half and dimension the first that fits is taken, so those for the
-/// shared memory of a Hopper (227 KiB) come before those of an A100 (163) and of an Ada (99).
+/// Every variant; of equal half and dimension the better one first. A Hopper's block has 227 KiB of
+/// shared memory, an A100's 163, an Ada's 99.
 pub(crate) const TILINGS: &[Tiling] = &[
-    tiling(Half::Forward, 32, [4, 2, 64, 2]),
-    tiling(Half::Forward, 64, [4, 2, 64, 2]),
-    tiling(Half::Forward, 64, [4, 2, 32, 2]),
-    tiling(Half::Forward, 96, [4, 2, 64, 2]),
-    tiling(Half::Forward, 96, [4, 2, 32, 1]),
-    tiling(Half::Forward, 128, [4, 2, 64, 2]),
-    tiling(Half::Forward, 128, [4, 2, 32, 2]),
-    tiling(Half::Forward, 128, [4, 2, 32, 1]),
-    tiling(Half::Forward, 192, [8, 1, 64, 1]),
-    tiling(Half::Forward, 192, [4, 1, 32, 1]),
-    tiling(Half::Forward, 256, [8, 1, 64, 1]),
-    tiling(Half::Forward, 256, [8, 1, 32, 1]),
-    tiling(Half::Forward, 256, [4, 1, 16, 1]),
-    tiling(Half::Keys, 32, [4, 2, 32, 2]),
-    tiling(Half::Keys, 64, [4, 2, 32, 2]),
-    tiling(Half::Keys, 64, [4, 2, 32, 1]),
-    tiling(Half::Keys, 96, [8, 1, 64, 1]),
-    tiling(Half::Keys, 96, [4, 1, 32, 1]),
-    tiling(Half::Keys, 128, [8, 1, 64, 1]),
-    tiling(Half::Keys, 128, [4, 1, 32, 1]),
-    tiling(Half::Keys, 192, [8, 1, 32, 1]),
-    tiling(Half::Keys, 192, [4, 1, 16, 1]),
-    tiling(Half::Keys, 256, [8, 1, 32, 1]),
-    tiling(Half::Keys, 256, [4, 1, 32, 1]),
-    tiling(Half::Keys, 256, [2, 1, 16, 1]),
-    tiling(Half::Queries, 32, [4, 2, 64, 2]),
-    tiling(Half::Queries, 64, [4, 2, 64, 2]),
-    tiling(Half::Queries, 64, [4, 2, 32, 1]),
-    tiling(Half::Queries, 96, [4, 2, 32, 2]),
-    tiling(Half::Queries, 96, [4, 2, 32, 1]),
-    tiling(Half::Queries, 128, [4, 2, 32, 2]),
-    tiling(Half::Queries, 128, [4, 2, 32, 1]),
-    tiling(Half::Queries, 128, [4, 1, 32, 1]),
-    tiling(Half::Queries, 192, [8, 1, 32, 1]),
-    tiling(Half::Queries, 192, [4, 1, 16, 1]),
-    tiling(Half::Queries, 256, [8, 1, 32, 1]),
-    tiling(Half::Queries, 256, [4, 1, 32, 1]),
-    tiling(Half::Queries, 256, [2, 1, 16, 1]),
+    tiling(Half::Forward, 32, [4, 2, 64]),
+    tiling(Half::Forward, 64, [4, 2, 64]),
+    tiling(Half::Forward, 64, [4, 2, 32]),
+    tiling(Half::Forward, 96, [4, 2, 64]),
+    tiling(Half::Forward, 128, [4, 2, 64]),
+    tiling(Half::Forward, 128, [4, 2, 32]),
+    tiling(Half::Forward, 192, [8, 1, 64]),
+    tiling(Half::Forward, 192, [4, 1, 32]),
+    tiling(Half::Forward, 256, [8, 1, 64]),
+    tiling(Half::Forward, 256, [8, 1, 32]),
+    tiling(Half::Forward, 256, [4, 1, 16]),
+    tiling(Half::Keys, 32, [4, 2, 32]),
+    tiling(Half::Keys, 64, [4, 2, 32]),
+    tiling(Half::Keys, 96, [8, 1, 64]),
+    tiling(Half::Keys, 96, [4, 1, 32]),
+    tiling(Half::Keys, 128, [8, 1, 64]),
+    tiling(Half::Keys, 128, [4, 1, 32]),
+    tiling(Half::Keys, 192, [8, 1, 32]),
+    tiling(Half::Keys, 192, [4, 1, 16]),
+    tiling(Half::Keys, 256, [8, 1, 32]),
+    tiling(Half::Keys, 256, [4, 1, 32]),
+    tiling(Half::Keys, 256, [2, 1, 16]),
+    tiling(Half::Queries, 32, [4, 2, 64]),
+    tiling(Half::Queries, 64, [4, 2, 64]),
+    tiling(Half::Queries, 96, [4, 2, 32]),
+    tiling(Half::Queries, 128, [4, 2, 32]),
+    tiling(Half::Queries, 128, [4, 1, 32]),
+    tiling(Half::Queries, 192, [8, 1, 32]),
+    tiling(Half::Queries, 192, [4, 1, 16]),
+    tiling(Half::Queries, 256, [8, 1, 32]),
+    tiling(Half::Queries, 256, [4, 1, 32]),
+    tiling(Half::Queries, 256, [2, 1, 16]),
 ];
 
-/// The tiling for a head dimension on a GPU whose blocks may have so much shared memory.
+/// The tiling for a head dimension on a GPU whose blocks may have so much shared memory: the first
+/// that fills a multiprocessor with warps, or else the first that fits at all.
 pub(crate) fn choose(half: Half, dim: usize, shared_bytes: usize) -> Option<&'static Tiling> {
     let able = |tiling: &&Tiling| tiling.half == half && dim <= tiling.dim;
     let padded = TILINGS.iter().filter(able).map(|x| x.dim).min()?;
-    let fits = |tiling: &&Tiling| {
-        let all = tiling.resident * (tiling.shared_bytes() + RESERVED);
-        tiling.dim == padded && all <= shared_bytes + RESERVED
+    let first = |resident: fn(&Tiling) -> usize| {
+        let mut all = TILINGS.iter().filter(able).filter(|x| x.dim == padded);
+        all.find(|tiling| {
+            let bytes = resident(tiling) * (tiling.shared_bytes() + RESERVED);
+            bytes <= shared_bytes + RESERVED
+        })
     };
-    TILINGS.iter().filter(able).find(fits)
+    first(Tiling::resident).or_else(|| first(|_| 1))
 }
 
 /// Whether rows can be copied in pieces of 16 bytes: all begin at multiples of 8 numbers.
@@ -139,6 +134,11 @@ impl Tiling {
     /// Threads of a block.
     pub fn threads(&self) -> u32 {
         self.warps as u32 * 32
+    }
+
+    /// Blocks that fill a multiprocessor: with 255 registers a thread it holds eight warps.
+    pub fn resident(&self) -> usize {
+        8 / self.warps
     }
 
     /// Rows a block owns.
@@ -188,7 +188,6 @@ impl Tiling {
             .define("WARPS", self.warps)
             .define("MT", self.groups)
             .define("BLOCK", self.block)
-            .define("RESIDENT", self.resident)
             .define("ALIGNED", u32::from(aligned));
         match self.half {
             Half::Keys => program.define("PARTS", parts),
@@ -213,8 +212,6 @@ mod tests {
                     let tiling = choose(half, dim, shared).expect("a tiling");
                     assert!(tiling.shared_bytes() <= shared, "{tiling:?}");
                     assert!(dim <= tiling.dim, "{tiling:?}");
-                    let registers = tiling.resident * tiling.warps * 32 * 255;
-                    assert!(registers <= 65_536, "{tiling:?}");
                 }
                 assert_eq!(choose(half, DIM + 1, shared), None);
             }
