@@ -274,13 +274,14 @@ impl Kernel for CudaKernel {
         let (site, dtype) = (&self.site, operands.dtype());
         let choice = hopper_backward::choice(&site.device, job, dtype);
         let fixed_order = self.summation == Summation::Deterministic;
-        Ok(match (self.family(job, dtype, choice.is_some())?, choice) {
+        match (self.family(job, dtype, choice.is_some())?, choice) {
             (Path::Hopper, Some(choice)) => {
                 hopper_backward::backward(site, job, &choice, fixed_order, operands, gradient)?
             }
             (Path::Mma, _) => mma::backward(site, job, operands, gradient)?,
             _ => plain::backward(site, job, operands, gradient)?,
-        })
+        }
+        Ok(())
     }
 
     fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {

@@ -1,7 +1,9 @@
 //! Every program compiled for every architecture it is meant for, with a gate on spills and slow
 //! paths. Needs NVRTC but no GPU; without NVRTC it says so and passes, because it cannot know.
 
-use encke_cuda::{Nvrtc, complaints, programs};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use encke_cuda::{Nvrtc, Program, complaints, programs};
 
 #[test]
 fn every_program_compiles_without_spills() {
@@ -14,21 +16,37 @@ fn every_program_compiles_without_spills() {
             return;
         }
     };
-    let mut failures = Vec::new();
-    let mut compiled = 0;
-    for (program, capability) in programs() {
-        let arch = program.architecture(capability);
+    let all = programs();
+    let compile = |(program, capability): &(Program, (i32, i32))| -> Vec<String> {
+        let arch = program.architecture(*capability);
         let (text, options) = (program.text(), program.options());
         match nvrtc.compile(program.name, &text, &arch, &options) {
-            Ok(built) => {
-                compiled += 1;
-                for line in complaints(&built.log) {
-                    failures.push(format!("{} {arch} {options:?}: {line}", program.name));
-                }
-            }
-            Err(error) => failures.push(format!("{options:?}: {error}")),
+            Ok(built) => complaints(&built.log)
+                .into_iter()
+                .map(|line| format!("{} {arch} {options:?}: {line}", program.name))
+                .collect(),
+            Err(error) => vec![format!("{options:?}: {error}")],
         }
-    }
-    println!("{compiled} programs compiled by NVRTC {}", nvrtc.version());
+    };
+    // Each thread takes the next program: some take a second, some ten.
+    let next = AtomicUsize::new(0);
+    let take = || {
+        let numbers = std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed));
+        let mine = numbers.map_while(|number| all.get(number));
+        mine.flat_map(compile).collect::<Vec<_>>()
+    };
+    let threads = std::thread::available_parallelism().map_or(1, |count| count.get());
+    let failures: Vec<String> = std::thread::scope(|scope| {
+        let all: Vec<_> = (0..threads).map(|_| scope.spawn(take)).collect();
+        let ended = all.into_iter().map(|thread| thread.join());
+        ended
+            .flat_map(|found| found.expect("no thread panics"))
+            .collect()
+    });
+    println!(
+        "{} programs compiled by NVRTC {}",
+        all.len(),
+        nvrtc.version()
+    );
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

@@ -121,7 +121,7 @@ impl<K: Kernel> Bench<'_, K> {
             .fold(0.0, |m: f64, x| m.max(x.abs()));
         let pairs = before.into_iter().zip(after).enumerate();
         // Gaps are NaN on both sides and must stay so.
-        let live = pairs.filter(|(i, (x, y))| !free(*i) && !(x.is_nan() && y.is_nan()));
+        let live = pairs.filter(|(i, (x, y))| !(free(*i) || x.is_nan() && y.is_nan()));
         self.close(
             what,
             live.map(|(_, pair)| pair),

@@ -107,11 +107,11 @@ pub(crate) fn aligned(job: &Job) -> bool {
     let even = |operand: &Operand| {
         let steps = [operand.offset, operand.batch, operand.segment, operand.row];
         let mut all = steps.iter().chain(operand.heads.iter());
-        all.all(|step| step % 8 == 0)
+        all.all(|step| step.is_multiple_of(8))
     };
     let operands = [&job.q, &job.k].into_iter().chain(&job.dq);
     // Cells are counted in rows of `dim` numbers.
-    job.dim % 8 == 0 && operands.into_iter().all(even)
+    job.dim.is_multiple_of(8) && operands.into_iter().all(even)
 }
 
 const FORWARD: &[fn() -> String] = &[
