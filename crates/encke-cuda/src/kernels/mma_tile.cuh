@@ -43,10 +43,11 @@ template <int N> DEV void load_tile(u32 tile, const u16* buffer, const Rows& row
     from += stride;
   }
 #else
+  // Number by number, four at a time: enough to hide some of the way, few enough to leave the sums in registers.
   #pragma unroll 4
-  for (int i = threadIdx.x; i < N * HD; i += THREADS) {
-    int row = i / HD, column = i % HD;
-    bool real = first + row < rows.count && column < dim;
+  for (int i = forgotten(threadIdx.x); i < N * HD; i += THREADS) {
+    const int row = i / HD, column = i % HD;
+    const bool real = first + row < rows.count && column < dim;
     store_shared(tile + (row * PITCH + column) * 2, real ? buffer[rows.offset + (first + row) * rows.stride + column] : (u16)0);
   }
 #endif
