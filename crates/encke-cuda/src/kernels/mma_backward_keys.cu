@@ -146,12 +146,12 @@ mma_backward_keys(const Job job, const u16* q, const u16* k, const u16* v, const
   for (int other = 0; other < h; other++)
     if (job.k.heads[other] == job.k.heads[h]) return;   // the first head with this key head does it for all of them
 
-  const int rows = smaller(TILE, job.keys - key), seen_by_all = first_query(job, key + rows - 1);
-  const int first_block = first_query(job, key) / BLOCK, blocks = (job.queries + BLOCK - 1) / BLOCK;
+  const int first_block = first_query(job, key) / BLOCK;
   if (first_query(job, key) >= job.queries) return;
   load_tile<TILE>(shared_base(), k, rows_of(job.k, b, s, h, job.keys), key, job.dim);
   if (PARTS & 2) load_tile<TILE>(shared_base() + TILE_BYTES(TILE), v, rows_of(job.k, b, s, h, job.keys), key, job.dim);
-  if (threadIdx.x < TILE) store_shared(first_at(threadIdx.x), (u32)((int)threadIdx.x < rows ? first_query(job, key + threadIdx.x) : 0));
+  // Rows that do not exist count as the last one that does, so the last row of a tile is seen by the fewest queries.
+  if (threadIdx.x < TILE) store_shared(first_at(threadIdx.x), (u32)first_query(job, smaller(key + threadIdx.x, job.keys - 1)));
 
   float dk[MT][HD / 8][4], dv[MT][HD / 8][4];
   clear(dk);
@@ -163,13 +163,13 @@ mma_backward_keys(const Job job, const u16* q, const u16* k, const u16* v, const
     copies_done();
     __syncthreads();   // the block is here for all, and the other half of the buffer is free
     const int query = block * BLOCK;
-    if (++block == blocks) {
+    if (++block * BLOCK >= job.queries) {
       block = first_block;
       do head++; while (head < job.heads && job.k.heads[head] != job.k.heads[h]);
     }
     if (head < job.heads) load_block(job, operands, b, s, head, block, turn + 1);
     const u32 now = streamed(turn);
-    absorb(job, now, query, query < seen_by_all || finds_blind(now), dk, dv);
+    absorb(job, now, query, query < (int)load_shared(first_at(TILE - 1)) || finds_blind(now), dk, dv);
   }
   finish(job, operands, dk, dv);
 }
