@@ -6,7 +6,12 @@
 #include "../src/kernels/hopper_add.cuh"
 #include "../src/kernels/backward.cuh"
 #include "../src/kernels/backward_rows.cu"
+#include "../src/kernels/hopper_backward.cuh"
+#if HD > 128
+#include "../src/kernels/hopper_backward_wide.cu"
+#else
 #include "../src/kernels/hopper_backward.cu"
+#endif
 #include <numeric>
 
 using std::vector;

@@ -8,8 +8,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Storage type, head dimension, queries of a block, stages, stagings: one of each kind.
-const VARIANTS: [(&str, usize, usize, usize, usize); 2] =
-    [("T_F16", 64, 128, 2, 1), ("T_BF16", 128, 64, 2, 2)];
+const VARIANTS: [(&str, usize, usize, usize, usize); 3] = [
+    ("T_F16", 64, 128, 2, 1),
+    ("T_BF16", 128, 64, 2, 1),
+    ("T_BF16", 192, 64, 1, 1),
+];
 
 fn built(into: &Path, variant: &(&str, usize, usize, usize, usize)) -> Option<PathBuf> {
     let (stored, dim, queries, stages, stagings) = variant;

@@ -1,0 +1,327 @@
+// Gradients of attention on Hopper: dK, dV and dQ in one pass over the scores. What both kernels, for
+// narrow and for wide heads, have in common: tiles, loads, the additions to dQ, and the mask.
+//
+// One CTA has one tile: BK keys of one key head. It keeps K, V and the sums of dK, dV, and goes
+// through every block of queries that sees a key of the tile, of every query head that reads this
+// key head. Per block five products:
+//   S^T = K Q^T,  dP^T = V dO^T,  dV += P^T dO,  dK += dS^T Q,  dQ = dS K.
+// S and dP are formed transposed, keys as rows: P^T and dS^T then are left operands of dV and dK
+// as they lie, and a thread has but two keys, so that its mask is two numbers.
+//
+// Roles: warps 0 and 2 load, warp 1 adds finished dQ blocks to memory, warpgroups 1 and 2 multiply.
+// dQ is added by the copy engine (reduction through a tensor map), straight into the caller's rows.
+//
+// Where the order of those additions must be fixed, a block of queries has a turn, counted in memory,
+// that the tiles of its keys take one after the other. Tiles are drawn from a counter in that same
+// order, so that a tile only ever waits for tiles that were drawn before it. Under a mask the order is
+// from the last tile of keys down, and every tile begins at its first block: each block of queries
+// is then wanted by its tiles at different times, in just that order, and hardly anyone waits. Without
+// a mask all tiles want the same block at once, and follow each other at a distance of one block.
+//
+// Macros: HD head dimension in steps of 16 (the job's may be smaller: what is missing reads as
+// zero), BQ queries in a block, STAGES blocks in flight, STAGINGS buffers for finished dQ.
+
+#define WIDE (HD > 128)
+#define BK (WIDE ? 64 : 128)
+#define SLABS (WIDE ? 4 : (HD + 63) / 64)    // 64 columns of 16 bits: one swizzled row of 128 bytes
+#define K_BYTES (SLABS * BK * 128)
+#define Q_BYTES (SLABS * BQ * 128)
+#define PAIR_BYTES (BK * 128)                // [key][64 queries], of P or dS
+#define PAIRS (WIDE ? 2 : BQ / 64)           // wide: P and dS; else dS of every 64 queries
+#define DQ_SLABS (2 * SLABS)                 // 32 columns of f32: again 128 bytes
+#define DQ_BYTES (DQ_SLABS * BQ * 128)
+#define NEVER 0x7fffffff
+#define SICK 0x80000000u                     // a bit beside a key's first row
+#ifndef ABLATE
+#define ABLATE 0
+#endif
+
+struct HopperBackward {
+  Job job;
+  float *dk, *dv;
+  const float *lse, *delta;   // dense, from backward_rows
+  const int2* key_heads;      // of each key head: its first query head in the next table, its coordinate in k's map; and an end
+  const int4* query_heads;    // which head of the job, and its coordinates in the maps of q, dout and dq
+  u32* control;
+  int key_head_count, key_tiles, padded, fixed_order;
+  float exponent;             // scale, in base 2
+  float dp_gain, dq_gain, dk_gain, dv_gain;
+};
+
+// Where things lie in shared memory; `*_full` and `*_empty` are barriers, 8 bytes each.
+struct Shared {
+  u32 k, v, q, o, pairs, dq, lse, delta, first;
+  u32 k_full, v_full, q_full, q_empty, o_full, o_empty, dq_full, dq_empty;
+  u32 sick, tile;   // whether keys hold what must stay hidden; the tile
+};
+DEV Shared shared_from(u32 base) {
+  Shared m;
+  m.k = base; m.v = m.k + K_BYTES; m.q = m.v + K_BYTES; m.o = m.q + STAGES * Q_BYTES; m.pairs = m.o + STAGES * Q_BYTES;
+  m.dq = m.pairs + 2 * PAIRS * PAIR_BYTES; m.lse = m.dq + STAGINGS * DQ_BYTES; m.delta = m.lse + STAGES * BQ * 4; m.first = m.delta + STAGES * BQ * 4;
+  m.tile = m.first + BK * 4; m.k_full = m.tile + 48; m.v_full = m.k_full + 8;
+  m.q_full = m.v_full + 8; m.q_empty = m.q_full + STAGES * 8; m.o_full = m.q_empty + STAGES * 8; m.o_empty = m.o_full + STAGES * 8;
+  m.dq_full = m.o_empty + STAGES * 8; m.dq_empty = m.dq_full + STAGINGS * 8;
+  m.sick = m.dq_empty + STAGINGS * 8;
+  return m;
+}
+
+// A tile, and its blocks of queries of each of its query heads: from `first` to `end`. It lies
+// in shared memory: everyone reads it, few of its numbers are needed at a time, and registers are short.
+struct Tile { int batch, segment, key_block, key_head, first, end, first_member, end_member, blocks, turn, alone; };
+DEV int first_block(const Job& job, int key_block) {
+  const int seen_from = key_block * BK < job.keys ? first_query(job, key_block * BK) : job.queries;
+  return seen_from < job.queries ? seen_from / BQ : (job.queries + BQ - 1) / BQ;
+}
+DEV Tile tile_at(const HopperBackward& w, int index) {
+  const Job& job = w.job;
+  Tile t;
+  t.key_block = index % w.key_tiles;
+  if (job.causal && w.fixed_order) t.key_block = w.key_tiles - 1 - t.key_block;
+  int rest = index / w.key_tiles;
+  const int2 head = w.key_heads[rest % w.key_head_count];
+  t.first_member = head.x; t.key_head = head.y; t.end_member = w.key_heads[rest % w.key_head_count + 1].x;
+  rest /= w.key_head_count;
+  t.segment = rest % job.segments; t.batch = rest / job.segments;
+  t.blocks = (job.queries + BQ - 1) / BQ;
+  t.first = first_block(job, t.key_block);
+  t.end = t.blocks;
+  // A block of queries has its turn, and nobody comes before where the next tile of keys is not seen yet.
+  t.turn = job.causal ? w.key_tiles - 1 - t.key_block : t.key_block;
+  t.alone = job.causal ? first_block(job, t.key_block + 1) : 0;
+  return t;
+}
+// The tile's words in shared memory.
+enum { BATCH = 0, SEGMENT = 4, KEY_BLOCK = 8, KEY_HEAD = 12, FIRST = 16, END = 20, FIRST_MEMBER = 24, END_MEMBER = 28, BLOCKS = 32, TURN = 36, ALONE = 40, TOTAL = 44 };
+DEV void put_tile(u32 to, const Tile& t) {
+  store_shared(to, make_uint4(t.batch, t.segment, t.key_block, t.key_head));
+  store_shared(to + 16, make_uint4(t.first, t.end, t.first_member, t.end_member));
+  store_shared(to + 32, make_uint4(t.blocks, t.turn, t.alone, (t.end - t.first) * (t.end_member - t.first_member)));
+}
+DEV int tile_word(const Shared& m, int word) { return (int)load_shared(m.tile + word); }
+
+// Block n of a CTA uses place n % COUNT of a ring of buffers; the parity of the barrier's phase there.
+template <int COUNT> DEV u32 place_of(u32 n) { return n % COUNT; }
+template <int COUNT> DEV u32 parity_of(u32 n) { return n / COUNT & 1; }
+
+// ---- warps 0 and 2: load -----------------------------------------------------------------------
+
+DEV void load_slabs(u32 to, u32 slab_bytes, const TensorMap* map, u32 barrier, int row, int head, int segment, int batch) {
+  #pragma unroll
+  for (int slab = 0; slab < SLABS; slab++) tma_load(to + slab * slab_bytes, map, barrier, slab * 64, row, head, segment, batch);
+}
+// One of the two streams: the tile's keys once and block after block of queries with their lse, or values,
+// output gradients and delta. `fixed` and `moving` are where they go; barriers of the second kind follow the first.
+DEV void load_stream(const HopperBackward& w, const Shared& m, bool second, const TensorMap* fixed_map, const TensorMap* moving_map, u32 fixed, u32 moving, u32 dense, const float* rows) {
+  const u32 once = second ? m.v_full : m.k_full, full = second ? m.o_full : m.q_full, empty = second ? m.o_empty : m.q_empty;
+  const int segment = tile_word(m, SEGMENT), batch = tile_word(m, BATCH);
+  barrier_expect(once, K_BYTES);
+  load_slabs(fixed, BK * 128, fixed_map, once, tile_word(m, KEY_BLOCK) * BK, tile_word(m, KEY_HEAD), segment, batch);
+  u32 n = 0;
+  #pragma unroll 1
+  for (int member = tile_word(m, FIRST_MEMBER); member < tile_word(m, END_MEMBER); member++) {
+    const int4* head = w.query_heads + member;
+    const float* from = rows + (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * w.padded;
+    const int coordinate = second ? head->z : head->y;
+    #pragma unroll 1
+    for (int block = tile_word(m, FIRST); block < tile_word(m, END); block++, n++) {
+      const u32 place = place_of<STAGES>(n), barrier = full + 8 * place;
+      barrier_wait(empty + 8 * place, parity_of<STAGES>(n) ^ 1);
+      barrier_expect(barrier, Q_BYTES + BQ * 4);
+      load_slabs(moving + place * Q_BYTES, BQ * 128, moving_map, barrier, block * BQ, coordinate, segment, batch);
+      bulk_load(dense + place * BQ * 4, from + block * BQ, BQ * 4, barrier);
+    }
+  }
+}
+
+// ---- warp 1: adds finished dQ to memory -------------------------------------------------------
+
+DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) {
+  const int segment = tile_word(m, SEGMENT), batch = tile_word(m, BATCH);
+  u32 n = 0;
+  #pragma unroll 1
+  for (int member = tile_word(m, FIRST_MEMBER); member < tile_word(m, END_MEMBER); member++) {
+    const int4* head = w.query_heads + member;
+    const int coordinate = head->w;
+    u32* turns = w.control + TURNS + (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * tile_word(m, BLOCKS);
+    #pragma unroll 1
+    for (int block = tile_word(m, FIRST); block < tile_word(m, END); block++, n++) {
+      const u32 place = place_of<STAGINGS>(n);
+      barrier_wait(m.dq_full + 8 * place, parity_of<STAGINGS>(n));
+      if (w.fixed_order) await_turn(turns + block, block < tile_word(m, ALONE) ? 0 : tile_word(m, TURN));
+      #pragma unroll
+      for (int slab = 0; slab < DQ_SLABS; slab++)
+        if (slab * 32 < w.job.dim && !(ABLATE & 1)) tma_add(dqs, m.dq + place * DQ_BYTES + slab * (BQ * 128), slab * 32, block * BQ, coordinate, segment, batch);
+      bulk_commit();
+      bulk_wait_read();
+      barrier_arrive(m.dq_empty + 8 * place);
+      if (w.fixed_order) { bulk_wait_all(); pass_turn(turns + block, tile_word(m, TURN) + 1); }
+    }
+  }
+  bulk_wait_all();
+}
+
+// ---- warpgroups 1 and 2 -------------------------------------------------------------------
+
+// The two keys of a thread: a query row sees a key from row `first` on. A key that is no number is sick.
+struct Mask { int first[2]; bool sick[2]; };
+
+// Looks once at K and V, all threads that multiply together. A key row with something that is no number
+// is taken out of K (0 x NaN would reach the dQ of rows that do not see it) and its scores are made
+// NaN instead, where they are seen. V needs only that hidden dP are replaced, not multiplied by 0.
+DEV bool keys_are_healthy(const Job& job, const Shared& m, int key_block, int thread) {
+  const int sharing = 256 / BK, row = thread / sharing, share = thread % sharing, pieces = 8 / sharing;
+  bool k_fine = true, v_fine = true;
+  #pragma unroll
+  for (int i = 0; i < SLABS * pieces; i++) {
+    const u32 at = (i / pieces) * (BK * 128) + row * 128 + (share * pieces + i % pieces) * 16;
+    k_fine = are_numbers(load_shared_16(m.k + at)) && k_fine; v_fine = are_numbers(load_shared_16(m.v + at)) && v_fine;
+  }
+  const bool sick = __ballot_sync(~0u, !k_fine) >> (thread % 32 - share) & ((1 << sharing) - 1);
+  if (sick) for (int i = 0; i < SLABS * pieces; i++) store_shared(m.k + (i / pieces) * (BK * 128) + row * 128 + (share * pieces + i % pieces) * 16, 0.f, 0.f, 0.f, 0.f);
+  const int key = key_block * BK + row;
+  if (share == 0) store_shared(m.first + row * 4, (u32)(key < job.keys ? first_query(job, key) : NEVER) | (sick ? SICK : 0u));
+  if (!k_fine || !v_fine) store_shared(m.sick, 1u);
+  fence_async();
+  named_sync(2, 256);
+  return load_shared(m.sick) == 0;
+}
+
+// Takes out of a block the query rows whose lse is no number, before any product reads them.
+DEV void clear_sick_queries(u32 q, u32 o, u32 lse) {
+  #pragma unroll 1
+  for (int i = threadIdx.x - 128; i < SLABS * BQ * 8; i += 256) {
+    float x, y;
+    load_shared(lse + (i / 8 % BQ & ~1) * 4, x, y);
+    if (is_number(i / 8 & 1 ? y : x)) continue;
+    store_shared(q + i * 16, 0.f, 0.f, 0.f, 0.f); store_shared(o + i * 16, 0.f, 0.f, 0.f, 0.f);
+  }
+  fence_async();
+  named_sync(3, 256);
+}
+
+// 64 queries x 64 columns of dQ = dS K, over all keys of the tile; both operands lie transposed.
+DEV void issue_dq(float (&dq)[32], u32 ds, u32 keys) {
+  #pragma unroll
+  for (int k = 0; k < BK / 16; k++)
+    wgmma_ss_ta_tb_n64(dq, matrix(ds + k * 2048, 1024, 1024), matrix(keys + k * 2048, 1024, 1024), k != 0);
+}
+
+DEV Mask mask_of(const Shared& m, int row) {
+  const u32 x = load_shared(m.first + row * 4), y = load_shared(m.first + row * 4 + 32);
+  return Mask{{(int)(x & ~SICK), (int)(y & ~SICK)}, {(x & SICK) != 0, (y & SICK) != 0}};
+}
+// Whether query `row` sees key `e` of this thread, and ever saw any.
+DEV bool sees(const Mask& mask, int e, int row, float lse) { return row >= mask.first[e] && lse != -neg_inf(); }
+
+// P from S: exp2(S - lse). `lse`, `delta` and `row` are those of this thread's first column.
+template <int N> DEV void to_probabilities(float (&s)[N], u32 lse, float exponent) {
+  #pragma unroll
+  for (int i = 0; i < N / 4; i++) {
+    float x, y;
+    load_shared(lse + i * 32, x, y);
+    s[4 * i] = exp2_fast(fmaf(s[4 * i], exponent, -x)); s[4 * i + 1] = exp2_fast(fmaf(s[4 * i + 1], exponent, -y));
+    s[4 * i + 2] = exp2_fast(fmaf(s[4 * i + 2], exponent, -x)); s[4 * i + 3] = exp2_fast(fmaf(s[4 * i + 3], exponent, -y));
+  }
+}
+// dS from dP: P (gain dP - delta).
+template <int N> DEV void to_ds(float (&dp)[N], const float (&p)[N], u32 delta, float gain) {
+  #pragma unroll
+  for (int i = 0; i < N / 4; i++) {
+    float x, y;
+    load_shared(delta + i * 32, x, y);
+    dp[4 * i] = p[4 * i] * fmaf(dp[4 * i], gain, -x); dp[4 * i + 1] = p[4 * i + 1] * fmaf(dp[4 * i + 1], gain, -y);
+    dp[4 * i + 2] = p[4 * i + 2] * fmaf(dp[4 * i + 2], gain, -x); dp[4 * i + 3] = p[4 * i + 3] * fmaf(dp[4 * i + 3], gain, -y);
+  }
+}
+// Replaces what is hidden by 0, and poisons the rest of a sick key.
+template <int N> DEV void hide(float (&x)[N], const Mask& mask, int row, u32 lse) {
+  #pragma unroll
+  for (int i = 0; i < N / 4; i++) {
+    float a, b;
+    load_shared(lse + i * 32, a, b);
+    #pragma unroll
+    for (int e = 0; e < 4; e++)
+      x[4 * i + e] = sees(mask, e >> 1, row + i * 8 + (e & 1), e & 1 ? b : a) ? (mask.sick[e >> 1] ? __uint_as_float(NOT_A_NUMBER) : x[4 * i + e]) : 0.f;
+  }
+}
+template <int N> DEV void to_stored(u32 (&to)[N], const float (&from)[2 * N]) {
+  #pragma unroll
+  for (int i = 0; i < N; i++) to[i] = pack(from[2 * i], from[2 * i + 1]);
+}
+// dS (or P) to shared memory as [key][64 queries], swizzled, from 16 keys on; `piece` is the first 8 queries.
+template <int N> DEV void store_pairs(u32 to, const u32 (&x)[N], int key, int piece, int lane) {
+  const u32 row = (key + (lane & 15)) * 128, swizzle = (lane & 7) << 4, half = (lane >> 4) << 4;
+  #pragma unroll
+  for (int i = 0; i < N / 2; i += 2)
+    store_matrices(to + row + ((((piece + i) << 4) + half) ^ swizzle), x[2 * i], x[2 * i + 1], x[2 * i + 2], x[2 * i + 3]);
+  fence_async();
+}
+// This warp's 16 rows x 64 columns of dQ into the buffer warp 1 adds from: [32 columns][row][column],
+// swizzled. Odd rows store the columns 16 further in the same instruction, so that no two rows meet in a bank.
+DEV void stage_dq(u32 to, const float (&dq)[32], float gain, int lane) {
+  const bool odd = lane / 4 & 1;
+  const u32 row = (lane / 4) * 128, swizzle = (lane / 4) << 4, in_chunk = (lane & 1) * 8;
+  #pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const u32 column = (i % 4) ^ (odd ? 2 : 0);
+    #pragma unroll
+    for (int down = 0; down < 2; down++) {
+      const float x = odd ? dq[4 * (i ^ 2) + 2 * down] : dq[4 * i + 2 * down], y = odd ? dq[4 * (i ^ 2) + 2 * down + 1] : dq[4 * i + 2 * down + 1];
+      store_shared(to + (i / 4) * (BQ * 128) + row + down * 1024 + (((column * 32) + (lane & 2) * 8) ^ swizzle) + in_chunk, x * gain, y * gain);
+    }
+  }
+  fence_async();
+  __syncwarp();
+}
+// Adds this thread's share of dK or dV to memory: two rows, every fourth pair of columns from `column` on.
+template <int N> DEV void add_rows(float* to, const Job& job, const Shared& m, int head, const float (&sum)[N], float gain, int key, int column, int lane) {
+  #pragma unroll
+  for (int down = 0; down < 2; down++) {
+    if (key + 8 * down >= job.keys) continue;
+    float2* row = (float2*)(to + at(job.k, tile_word(m, BATCH), tile_word(m, SEGMENT), key + 8 * down, head) + column + (lane % 4) * 2);
+    #pragma unroll
+    for (int part = 0; part < N / 4; part += 4) {
+      float2 x[4];
+      #pragma unroll
+      for (int i = 0; i < 4; i++) if (part + i < N / 4 && column + (part + i) * 8 < job.dim) x[i] = row[(part + i) * 4];
+      #pragma unroll
+      for (int i = 0; i < 4; i++) if (part + i < N / 4 && column + (part + i) * 8 < job.dim) {
+        x[i].x += sum[4 * (part + i) + 2 * down] * gain; x[i].y += sum[4 * (part + i) + 2 * down + 1] * gain;
+        row[(part + i) * 4] = x[i];
+      }
+    }
+  }
+}
+
+// Multiplies: what the kernels differ in.
+DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int thread);
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+hopper_backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap k,
+                const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap dq, const __grid_constant__ HopperBackward w) {
+  SHARED_MEMORY(memory);
+  const Shared m = shared_from(shared_address(memory));
+  const int warpgroup = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    barrier_init(m.k_full, 1); barrier_init(m.v_full, 1);
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(m.q_full + 8 * i, 1); barrier_init(m.q_empty + 8 * i, 8);
+      barrier_init(m.o_full + 8 * i, 1); barrier_init(m.o_empty + 8 * i, 8);
+    }
+    for (int i = 0; i < STAGINGS; i++) { barrier_init(m.dq_full + 8 * i, 8); barrier_init(m.dq_empty + 8 * i, 1); }
+    barrier_init_fence();
+    store_shared(m.sick, 0u);
+    put_tile(m.tile, tile_at(w, (int)atomicAdd(w.control + NEXT_TILE, 1u)));
+  }
+  __syncthreads();
+  if (tile_word(m, TOTAL) == 0) return;  // no query sees these keys
+  if (warpgroup == 0) {
+    registers_lower<24>();
+    if (threadIdx.x == 0) load_stream(w, m, false, &k, &q, m.k, m.q, m.lse, w.lse);
+    if (threadIdx.x == 64) load_stream(w, m, true, &v, &dout, m.v, m.o, m.delta, w.delta);
+    if (threadIdx.x == 32) add_dq(w, m, &dq);
+  } else {
+    registers_raise<240>();
+    multiply(w, m, warpgroup - 1, threadIdx.x % 128);
+  }
+}

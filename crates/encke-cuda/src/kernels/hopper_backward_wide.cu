@@ -1,0 +1,75 @@
+// Gradients on Hopper for head dimensions above 128. Sums of 64 keys x 256 columns do not fit into a
+// warpgroup's registers, so the two share the tile's 64 keys: each forms S and dP of half of the
+// queries, hands P and dS over in shared memory, and has half of the columns of dK, dV and dQ.
+
+#define HALF_QUERIES (BQ / 2)
+#define HALF_COLUMNS 128
+
+// S^T or dP^T of the warpgroup's 32 queries: all keys (or values) times queries (or output gradients).
+DEV void issue_half(float (&s)[HALF_QUERIES / 2], u32 keys, u32 queries) {
+  #pragma unroll
+  for (int k = 0; k < HD / 16; k++)
+    wgmma_ss_n32(s, matrix(keys + (k / 4) * (BK * 128) + (k % 4) * 32, 16, 1024), matrix(queries + (k / 4) * (BQ * 128) + (k % 4) * 32, 16, 1024), k != 0);
+}
+// dV += P^T dO or dK += dS^T Q: both from shared memory, half of the columns.
+DEV void issue_half_sum(float (&sum)[HALF_COLUMNS / 2], u32 left, u32 right) {
+  #pragma unroll
+  for (int k = 0; k < BQ / 16; k++)
+    wgmma_ss_tb_n128(sum, matrix(left + k * 32, 16, 1024), matrix(right + k * 2048, BQ * 128, 1024), 1);
+}
+
+DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int thread) {
+  const Job& job = w.job;
+  const int key_block = tile_word(m, KEY_BLOCK), warp = thread / 32, lane = thread % 32;
+  const u32 rows = warpgroup * HALF_QUERIES, from = rows * 4 + (lane % 4) * 8;   // of the block: queries, and where lse and delta lie
+  const u32 columns = warpgroup * 2;                                             // in slabs
+  float dk[HALF_COLUMNS / 2], dv[HALF_COLUMNS / 2];
+  #pragma unroll
+  for (int i = 0; i < HALF_COLUMNS / 2; i++) dk[i] = dv[i] = 0.f;
+  barrier_wait(m.k_full, 0); barrier_wait(m.v_full, 0);
+  // From query row `clear` on every row sees all keys, and nothing needs to be hidden.
+  const int last = key_block * BK + BK - 1;
+  const bool healthy = keys_are_healthy(job, m, key_block, warpgroup * 128 + thread) && w.control[SICK_QUERIES] == 0;
+  const int clear = healthy && last < job.keys ? first_query(job, last) : NEVER;
+
+  int block = tile_word(m, FIRST);
+  #pragma unroll 1
+  for (u32 n = 0; n < (u32)tile_word(m, TOTAL); n++) {
+    const u32 place = place_of<STAGES>(n), parity = parity_of<STAGES>(n), p_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES, ds_at = p_at + PAIR_BYTES;
+    const u32 q = m.q + place * Q_BYTES, o = m.o + place * Q_BYTES, lse = m.lse + place * BQ * 4 + from, delta = m.delta + place * BQ * 4 + from;
+    const int row = block * BQ + rows + (lane % 4) * 2;
+    const bool hidden = block * BQ < clear;
+    float s[HALF_QUERIES / 2], dp[HALF_QUERIES / 2], dq[2][32];
+    u32 pair[HALF_QUERIES / 4];
+    barrier_wait(m.q_full + 8 * place, parity); barrier_wait(m.o_full + 8 * place, parity);
+    if (clear == NEVER && w.control[SICK_QUERIES] != 0) clear_sick_queries(q, o, m.lse + place * BQ * 4);
+    wgmma_fence(); issue_half(s, m.k, q + rows * 128); wgmma_commit();
+    wgmma_fence(); issue_half(dp, m.v, o + rows * 128); wgmma_commit();
+    wgmma_wait<1>();
+    to_probabilities(s, lse, w.exponent);
+    if (hidden) hide(s, mask_of(m, warp * 16 + lane / 4), row, lse);
+    to_stored(pair, s);
+    store_pairs(p_at, pair, warp * 16, rows / 8, lane);
+    wgmma_wait<0>();
+    to_ds(dp, s, delta, w.dp_gain);
+    if (hidden) hide(dp, mask_of(m, warp * 16 + lane / 4), row, lse);
+    to_stored(pair, dp);
+    store_pairs(ds_at, pair, warp * 16, rows / 8, lane);
+    named_sync(1, 256);   // both halves of P and dS are there
+    wgmma_fence(); issue_half_sum(dv, p_at, o + columns * (BQ * 128)); wgmma_commit();
+    wgmma_fence(); issue_half_sum(dk, ds_at, q + columns * (BQ * 128)); wgmma_commit();
+    wgmma_fence(); issue_dq(dq[0], ds_at, m.k + columns * (BK * 128)); issue_dq(dq[1], ds_at, m.k + (columns + 1) * (BK * 128)); wgmma_commit();
+    wgmma_wait<1>();
+    if (lane == 0) { barrier_arrive(m.q_empty + 8 * place); barrier_arrive(m.o_empty + 8 * place); }
+    wgmma_wait<0>();
+    const u32 staging = place_of<STAGINGS>(n);
+    barrier_wait(m.dq_empty + 8 * staging, parity_of<STAGINGS>(n) ^ 1);
+    #pragma unroll
+    for (int i = 0; i < 2; i++) stage_dq(m.dq + staging * DQ_BYTES + (columns + i) * 2 * (BQ * 128) + warp * 16 * 128, dq[i], w.dq_gain, lane);
+    if (lane == 0) barrier_arrive(m.dq_full + 8 * staging);
+    if (++block == tile_word(m, END)) block = tile_word(m, FIRST);
+  }
+  const int head = w.query_heads[tile_word(m, FIRST_MEMBER)].x, key = tile_word(m, KEY_BLOCK) * BK + warp * 16 + lane / 4;
+  add_rows(w.dk, job, m, head, dk, w.dk_gain, key, warpgroup * HALF_COLUMNS, lane);
+  add_rows(w.dv, job, m, head, dv, w.dv_gain, key, warpgroup * HALF_COLUMNS, lane);
+}
