@@ -32,9 +32,6 @@
 #define DQ_BYTES (DQ_SLABS * BQ * 128)
 #define NEVER 0x7fffffff
 #define SICK 0x80000000u                     // a bit beside a key's first row
-#ifndef ABLATE
-#define ABLATE 0
-#endif
 
 struct HopperBackward {
   Job job;
@@ -52,7 +49,7 @@ struct HopperBackward {
 struct Shared {
   u32 k, v, q, o, pairs, dq, lse, delta, first;
   u32 k_full, v_full, q_full, q_empty, o_full, o_empty, dq_full, dq_empty;
-  u32 sick, tile;   // whether keys hold what must stay hidden; the tile
+  u32 sick, clear, tile;   // whether keys hold what must stay hidden; see set_clear; the tile
 };
 DEV Shared shared_from(u32 base) {
   Shared m;
@@ -61,7 +58,7 @@ DEV Shared shared_from(u32 base) {
   m.tile = m.first + BK * 4; m.k_full = m.tile + 48; m.v_full = m.k_full + 8;
   m.q_full = m.v_full + 8; m.q_empty = m.q_full + STAGES * 8; m.o_full = m.q_empty + STAGES * 8; m.o_empty = m.o_full + STAGES * 8;
   m.dq_full = m.o_empty + STAGES * 8; m.dq_empty = m.dq_full + STAGINGS * 8;
-  m.sick = m.dq_empty + STAGINGS * 8;
+  m.sick = m.dq_empty + STAGINGS * 8; m.clear = m.sick + 8;
   return m;
 }
 
@@ -150,7 +147,7 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
       if (w.fixed_order) await_turn(turns + block, block < tile_word(m, ALONE) ? 0 : tile_word(m, TURN));
       #pragma unroll
       for (int slab = 0; slab < DQ_SLABS; slab++)
-        if (slab * 32 < w.job.dim && !(ABLATE & 1)) tma_add(dqs, m.dq + place * DQ_BYTES + slab * (BQ * 128), slab * 32, block * BQ, coordinate, segment, batch);
+        if (slab * 32 < w.job.dim) tma_add(dqs, m.dq + place * DQ_BYTES + slab * (BQ * 128), slab * 32, block * BQ, coordinate, segment, batch);
       bulk_commit();
       bulk_wait_read();
       barrier_arrive(m.dq_empty + 8 * place);
@@ -186,6 +183,15 @@ DEV bool keys_are_healthy(const Job& job, const Shared& m, int key_block, int th
   return load_shared(m.sick) == 0;
 }
 
+// From query row `clear` on every row sees all of a warpgroup's keys, and nothing needs to be hidden: NEVER where
+// something is sick. It lies in shared memory, for want of registers.
+DEV void set_clear(const HopperBackward& w, const Shared& m, int warpgroup, int thread, int last_key) {
+  const bool healthy = keys_are_healthy(w.job, m, tile_word(m, KEY_BLOCK), warpgroup * 128 + thread) && w.control[SICK_QUERIES] == 0;
+  store_shared(m.clear + warpgroup * 4, (u32)(healthy && last_key < w.job.keys ? first_query(w.job, last_key) : NEVER));
+  __syncwarp();
+}
+DEV int clear_from(const Shared& m, int warpgroup) { return (int)load_shared(m.clear + warpgroup * 4); }
+
 // Takes out of a block the query rows whose lse is no number, before any product reads them.
 DEV void clear_sick_queries(u32 q, u32 o, u32 lse) {
   #pragma unroll 1
@@ -213,7 +219,7 @@ DEV Mask mask_of(const Shared& m, int row) {
 // Whether query `row` sees key `e` of this thread, and ever saw any.
 DEV bool sees(const Mask& mask, int e, int row, float lse) { return row >= mask.first[e] && lse != -neg_inf(); }
 
-// P from S: exp2(S - lse). `lse`, `delta` and `row` are those of this thread's first column.
+// P from S: exp2(S - lse); `lse` and `delta` are those of this thread's first column.
 template <int N> DEV void to_probabilities(float (&s)[N], u32 lse, float exponent) {
   #pragma unroll
   for (int i = 0; i < N / 4; i++) {
@@ -223,25 +229,30 @@ template <int N> DEV void to_probabilities(float (&s)[N], u32 lse, float exponen
     s[4 * i + 2] = exp2_fast(fmaf(s[4 * i + 2], exponent, -x)); s[4 * i + 3] = exp2_fast(fmaf(s[4 * i + 3], exponent, -y));
   }
 }
-// dS from dP: P (gain dP - delta).
-template <int N> DEV void to_ds(float (&dp)[N], const float (&p)[N], u32 delta, float gain) {
+// The same where something may be hidden: 0 there, and NaN where a sick key is seen. `row` is the first column's.
+template <int N> DEV void to_probabilities(float (&s)[N], u32 lse, float exponent, const Mask& mask, int row) {
+  #pragma unroll
+  for (int i = 0; i < N / 4; i++) {
+    float x, y;
+    load_shared(lse + i * 32, x, y);
+    #pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float p = exp2_fast(fmaf(s[4 * i + e], exponent, -(e & 1 ? y : x)));
+      s[4 * i + e] = sees(mask, e >> 1, row + i * 8 + (e & 1), e & 1 ? y : x) ? (mask.sick[e >> 1] ? __uint_as_float(NOT_A_NUMBER) : p) : 0.f;
+    }
+  }
+}
+// dS from dP: P (gain dP - delta). Where something may be hidden, 0 x NaN must not be.
+template <bool HIDDEN, int N> DEV void to_ds(float (&dp)[N], const float (&p)[N], u32 delta, float gain) {
   #pragma unroll
   for (int i = 0; i < N / 4; i++) {
     float x, y;
     load_shared(delta + i * 32, x, y);
-    dp[4 * i] = p[4 * i] * fmaf(dp[4 * i], gain, -x); dp[4 * i + 1] = p[4 * i + 1] * fmaf(dp[4 * i + 1], gain, -y);
-    dp[4 * i + 2] = p[4 * i + 2] * fmaf(dp[4 * i + 2], gain, -x); dp[4 * i + 3] = p[4 * i + 3] * fmaf(dp[4 * i + 3], gain, -y);
-  }
-}
-// Replaces what is hidden by 0, and poisons the rest of a sick key.
-template <int N> DEV void hide(float (&x)[N], const Mask& mask, int row, u32 lse) {
-  #pragma unroll
-  for (int i = 0; i < N / 4; i++) {
-    float a, b;
-    load_shared(lse + i * 32, a, b);
     #pragma unroll
-    for (int e = 0; e < 4; e++)
-      x[4 * i + e] = sees(mask, e >> 1, row + i * 8 + (e & 1), e & 1 ? b : a) ? (mask.sick[e >> 1] ? __uint_as_float(NOT_A_NUMBER) : x[4 * i + e]) : 0.f;
+    for (int e = 0; e < 4; e++) {
+      const float ds = p[4 * i + e] * fmaf(dp[4 * i + e], gain, -(e & 1 ? y : x));
+      dp[4 * i + e] = HIDDEN && p[4 * i + e] == 0.f ? 0.f : ds;
+    }
   }
 }
 template <int N> DEV void to_stored(u32 (&to)[N], const float (&from)[2 * N]) {
@@ -273,23 +284,16 @@ DEV void stage_dq(u32 to, const float (&dq)[32], float gain, int lane) {
   fence_async();
   __syncwarp();
 }
-// Adds this thread's share of dK or dV to memory: two rows, every fourth pair of columns from `column` on.
+// Adds this thread's share of dK or dV to memory: two rows, every fourth pair of columns from `column` on. Nobody else
+// adds to them, so the order is no question; but additions that memory makes need not wait for what is there.
 template <int N> DEV void add_rows(float* to, const Job& job, const Shared& m, int head, const float (&sum)[N], float gain, int key, int column, int lane) {
   #pragma unroll
   for (int down = 0; down < 2; down++) {
     if (key + 8 * down >= job.keys) continue;
-    float2* row = (float2*)(to + at(job.k, tile_word(m, BATCH), tile_word(m, SEGMENT), key + 8 * down, head) + column + (lane % 4) * 2);
+    float* row = to + at(job.k, tile_word(m, BATCH), tile_word(m, SEGMENT), key + 8 * down, head) + column + (lane % 4) * 2;
     #pragma unroll
-    for (int part = 0; part < N / 4; part += 4) {
-      float2 x[4];
-      #pragma unroll
-      for (int i = 0; i < 4; i++) if (part + i < N / 4 && column + (part + i) * 8 < job.dim) x[i] = row[(part + i) * 4];
-      #pragma unroll
-      for (int i = 0; i < 4; i++) if (part + i < N / 4 && column + (part + i) * 8 < job.dim) {
-        x[i].x += sum[4 * (part + i) + 2 * down] * gain; x[i].y += sum[4 * (part + i) + 2 * down + 1] * gain;
-        row[(part + i) * 4] = x[i];
-      }
-    }
+    for (int i = 0; i < N / 4; i++)
+      if (column + i * 8 < job.dim) global_add(row + i * 8, sum[4 * i + 2 * down] * gain, sum[4 * i + 2 * down + 1] * gain);
   }
 }
 

@@ -20,39 +20,34 @@ DEV void issue_half_sum(float (&sum)[HALF_COLUMNS / 2], u32 left, u32 right) {
 
 DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int thread) {
   const Job& job = w.job;
-  const int key_block = tile_word(m, KEY_BLOCK), warp = thread / 32, lane = thread % 32;
+  const int warp = thread / 32, lane = thread % 32;
   const u32 rows = warpgroup * HALF_QUERIES, from = rows * 4 + (lane % 4) * 8;   // of the block: queries, and where lse and delta lie
   const u32 columns = warpgroup * 2;                                             // in slabs
   float dk[HALF_COLUMNS / 2], dv[HALF_COLUMNS / 2];
   #pragma unroll
   for (int i = 0; i < HALF_COLUMNS / 2; i++) dk[i] = dv[i] = 0.f;
   barrier_wait(m.k_full, 0); barrier_wait(m.v_full, 0);
-  // From query row `clear` on every row sees all keys, and nothing needs to be hidden.
-  const int last = key_block * BK + BK - 1;
-  const bool healthy = keys_are_healthy(job, m, key_block, warpgroup * 128 + thread) && w.control[SICK_QUERIES] == 0;
-  const int clear = healthy && last < job.keys ? first_query(job, last) : NEVER;
-
+  set_clear(w, m, warpgroup, thread, tile_word(m, KEY_BLOCK) * BK + BK - 1);
   int block = tile_word(m, FIRST);
   #pragma unroll 1
   for (u32 n = 0; n < (u32)tile_word(m, TOTAL); n++) {
     const u32 place = place_of<STAGES>(n), parity = parity_of<STAGES>(n), p_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES, ds_at = p_at + PAIR_BYTES;
     const u32 q = m.q + place * Q_BYTES, o = m.o + place * Q_BYTES, lse = m.lse + place * BQ * 4 + from, delta = m.delta + place * BQ * 4 + from;
     const int row = block * BQ + rows + (lane % 4) * 2;
-    const bool hidden = block * BQ < clear;
+    const bool hidden = block * BQ < clear_from(m, warpgroup);
     float s[HALF_QUERIES / 2], dp[HALF_QUERIES / 2], dq[2][32];
     u32 pair[HALF_QUERIES / 4];
     barrier_wait(m.q_full + 8 * place, parity); barrier_wait(m.o_full + 8 * place, parity);
-    if (clear == NEVER && w.control[SICK_QUERIES] != 0) clear_sick_queries(q, o, m.lse + place * BQ * 4);
+    if (clear_from(m, warpgroup) == NEVER && w.control[SICK_QUERIES] != 0) clear_sick_queries(q, o, m.lse + place * BQ * 4);
     wgmma_fence(); issue_half(s, m.k, q + rows * 128); wgmma_commit();
     wgmma_fence(); issue_half(dp, m.v, o + rows * 128); wgmma_commit();
     wgmma_wait<1>();
-    to_probabilities(s, lse, w.exponent);
-    if (hidden) hide(s, mask_of(m, warp * 16 + lane / 4), row, lse);
+    if (hidden) to_probabilities(s, lse, w.exponent, mask_of(m, warp * 16 + lane / 4), row);
+    else to_probabilities(s, lse, w.exponent);
     to_stored(pair, s);
     store_pairs(p_at, pair, warp * 16, rows / 8, lane);
     wgmma_wait<0>();
-    to_ds(dp, s, delta, w.dp_gain);
-    if (hidden) hide(dp, mask_of(m, warp * 16 + lane / 4), row, lse);
+    to_ds<true>(dp, s, delta, w.dp_gain);
     to_stored(pair, dp);
     store_pairs(ds_at, pair, warp * 16, rows / 8, lane);
     named_sync(1, 256);   // both halves of P and dS are there
