@@ -13,6 +13,35 @@ struct BackwardRows {
   float delta_gain;
 };
 
+// Which of the rows in `look`, counted from `row`, hold something that is no number: a warp reads them together, 16 bytes
+// a thread and several of them at a time, because it is waiting for memory that takes the time here.
+DEV u32 sick_rows(const BackwardRows& w, u32 look, int b, int s, int row, int h, int lane) {
+  const Job& job = w.job;
+  const int half = job.dim / 8, pieces = 2 * half;   // of a row: q, then dout
+  const u16 *q = w.q + at(job.q, b, s, row, h), *dout = w.dout + at(job.cells, b, s, row, h) * job.dim;
+  const i64 q_step = job.q.row, dout_step = job.cells.row * job.dim;
+  const int rows_on = 32 / pieces, pieces_on = 32 % pieces, together = 8;
+  int there = lane / pieces, piece = lane % pieces;
+  u32 sick = 0;
+  for (int from = 0; from < pieces; from += together) {
+    uint4 x[together];
+    int of[together];
+    #pragma unroll
+    for (int i = 0; i < together; i++) {
+      x[i] = make_uint4(0, 0, 0, 0);
+      of[i] = there;
+      if (from + i < pieces && (look >> there & 1))
+        x[i] = *(const uint4*)(piece < half ? q + there * q_step + 8 * piece : dout + there * dout_step + 8 * (piece - half));
+      there += rows_on; piece += pieces_on;
+      if (piece >= pieces) { piece -= pieces; there++; }
+    }
+    #pragma unroll
+    for (int i = 0; i < together; i++) if (!are_numbers(x[i])) sick |= 1u << of[i];
+  }
+  for (int apart = 16; apart > 0; apart /= 2) sick |= __shfl_xor_sync(~0u, sick, apart);
+  return sick;
+}
+
 // Each thread writes one row; the 32 threads of a warp look at their 32 rows together.
 extern "C" __global__ void __launch_bounds__(256)
 backward_rows(const __grid_constant__ BackwardRows w) {
@@ -30,19 +59,8 @@ backward_rows(const __grid_constant__ BackwardRows w) {
     if (lse != neg_inf()) delta = w.delta[cell];
   }
   const bool silent = lse == neg_inf();
-  u32 look = __ballot_sync(~0u, row < job.queries && (job.causal || silent)), sick = 0;
-  const int chunks = job.dim / 8;  // of 16 bytes
-  while (look) {
-    const int other = __ffs(look) - 1, there = row - lane + other;
-    look &= look - 1;
-    bool fine = true;
-    for (int c = lane; c < 2 * chunks; c += 32) {
-      const u16* from = c < chunks ? w.q + at(job.q, b, s, there, h) + 8 * c
-                                   : w.dout + at(job.cells, b, s, there, h) * job.dim + 8 * (c - chunks);
-      fine = fine && are_numbers(*(const uint4*)from);
-    }
-    if (__ballot_sync(~0u, !fine)) sick |= 1u << other;
-  }
+  const u32 look = __ballot_sync(~0u, row < job.queries && (job.causal || silent));
+  const u32 sick = look ? sick_rows(w, look, b, s, row - lane, h, lane) : 0;
   const bool mine = sick >> lane & 1;
   w.dense_lse[place] = silent ? -neg_inf() : mine ? __uint_as_float(NOT_A_NUMBER) : fmaf(lse, 1.4426950408889634f, -P_SHIFT);
   w.dense_delta[place] = delta * w.delta_gain;
