@@ -35,8 +35,8 @@ DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared&
 
 // One block of queries: P, dS and the five products. Scores are there when it begins, and those of the next block when it ends.
 // What hides is a body of its own: a branch in the middle would keep the compiler from mixing arithmetic and products.
-template <bool HIDDEN> DEV void work_on_block(float (&s)[BQ / 2], float (&dk)[HD / 2], float (&dv)[HD / 2], const HopperBackward& w, const Shared& m, u32 n, int block) {
-  const u32 thread = forgotten(threadIdx.x) - 128, warpgroup = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
+template <bool HIDDEN> DEV void work_on_block(float (&s)[BQ / 2], float (&dk)[HD / 2], float (&dv)[HD / 2], const HopperBackward& w, const Shared& m, u32 n, int block, int warpgroup) {
+  const u32 thread = forgotten(threadIdx.x) - 128, warp = thread / 32 % 4, lane = thread % 32;
   const u32 place = place_of<STAGES>(n), ds_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES;
   const u32 q = m.q + place * Q_BYTES, o = m.o + place * Q_BYTES, lse = m.lse + place * BQ * 4 + (lane % 4) * 8, delta = m.delta + place * BQ * 4 + (lane % 4) * 8;
   float dp[PARTS][32], dq[32];
@@ -89,8 +89,8 @@ DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int t
   wgmma_wait<0>();
   #pragma unroll 1
   for (u32 n = 0; n < (u32)tile_word(m, TOTAL); n++) {
-    if (block * BQ < clear_from(m, threadIdx.x / 128 - 1)) work_on_block<true>(s, dk, dv, w, m, n, block);
-    else work_on_block<false>(s, dk, dv, w, m, n, block);
+    if (__any_sync(~0u, block * BQ < clear_from(m, warpgroup))) work_on_block<true>(s, dk, dv, w, m, n, block, warpgroup);
+    else work_on_block<false>(s, dk, dv, w, m, n, block, warpgroup);
     if (++block == tile_word(m, END)) block = tile_word(m, FIRST);
   }
   const int head = w.query_heads[tile_word(m, FIRST_MEMBER)].x;

@@ -305,7 +305,7 @@ hopper_backward(const __grid_constant__ TensorMap q, const __grid_constant__ Ten
                 const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap dq, const __grid_constant__ HopperBackward w) {
   SHARED_MEMORY(memory);
   const Shared m = shared_from(shared_address(memory));
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);   // the compiler is told that it is the same for all of a warp
   if (threadIdx.x == 0) {
     barrier_init(m.k_full, 1); barrier_init(m.v_full, 1);
     for (int i = 0; i < STAGES; i++) {

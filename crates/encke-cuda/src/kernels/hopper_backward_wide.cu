@@ -34,7 +34,7 @@ DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int t
     const u32 place = place_of<STAGES>(n), parity = parity_of<STAGES>(n), p_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES, ds_at = p_at + PAIR_BYTES;
     const u32 q = m.q + place * Q_BYTES, o = m.o + place * Q_BYTES, lse = m.lse + place * BQ * 4 + from, delta = m.delta + place * BQ * 4 + from;
     const int row = block * BQ + rows + (lane % 4) * 2;
-    const bool hidden = block * BQ < clear_from(m, warpgroup);
+    const bool hidden = __any_sync(~0u, block * BQ < clear_from(m, warpgroup));
     float s[HALF_QUERIES / 2], dp[HALF_QUERIES / 2], dq[2][32];
     u32 pair[HALF_QUERIES / 4];
     barrier_wait(m.q_full + 8 * place, parity); barrier_wait(m.o_full + 8 * place, parity);
