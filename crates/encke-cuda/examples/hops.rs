@@ -4,7 +4,7 @@
 //! Forward, bf16, causal, zigzag. The answer is checked first: the three must agree. Then they take
 //! turns, so that all of them see the same clocks, and medians are printed.
 //!
-//! `hops [ranks=8] [tokens=65536] [heads=16] [kv-heads=16] [dim=128] [times=7]`
+//! `hops [ranks=8] [tokens=65536] [heads=16] [kv-heads=16] [dim=128] [times=7] [path=auto]`
 
 use std::process::ExitCode;
 
@@ -17,7 +17,7 @@ use encke_core::plan::{Plan, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::transport::{Address, Incoming, Outgoing, Transport};
 use encke_core::{DType, Data, Pattern, Shape, Tensor};
-use encke_cuda::{Buffer, CudaKernel, Hops};
+use encke_cuda::{Buffer, CudaKernel, Hops, Path};
 use encke_ring::Rank;
 use encke_ring::threads::{Endpoint, endpoints};
 use encke_ring::trace::Recorder;
@@ -36,6 +36,17 @@ struct Options {
     kv_heads: usize,
     dim: usize,
     times: usize,
+    path: Path,
+}
+
+fn path(name: &str) -> Result<Path> {
+    match name {
+        "auto" => Ok(Path::Auto),
+        "hopper" => Ok(Path::Hopper),
+        "mma" => Ok(Path::Mma),
+        "plain" => Ok(Path::Plain),
+        _ => Err(format!("there is no path {name}: auto, hopper, mma, plain").into()),
+    }
 }
 
 impl Options {
@@ -47,9 +58,14 @@ impl Options {
             kv_heads: 16,
             dim: 128,
             times: 7,
+            path: Path::Auto,
         };
         for argument in std::env::args().skip(1) {
             let (name, value) = argument.split_once('=').ok_or("write name=value")?;
+            if name == "path" {
+                options.path = path(value)?;
+                continue;
+            }
             let place = match name {
                 "ranks" => &mut options.ranks,
                 "tokens" => &mut options.tokens,
@@ -234,7 +250,7 @@ fn median(times: &mut [Duration]) -> f64 {
 
 fn measure() -> Result<()> {
     let options = Options::read()?;
-    let kernel = CudaKernel::new(0)?;
+    let kernel = CudaKernel::new(0)?.path(options.path);
     let inputs = inputs(&options)?;
     let group = |ranks, hops| Group::new(&kernel, options.request(ranks)?, hops, &inputs);
     let names = ["one fused call", "ring, pointer hops", "ring, pinned hops"];

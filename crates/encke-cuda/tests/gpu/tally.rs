@@ -3,6 +3,10 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
+/// How many failures of a group are shown, and how much of each.
+const SHOWN: usize = 3;
+const LONG: usize = 600;
+
 #[derive(Default)]
 pub struct Tally {
     passed: usize,
@@ -18,7 +22,11 @@ impl Tally {
                 Ok(()) => self.passed += 1,
                 Err(what) => {
                     self.failed += 1;
-                    println!("  FAILED {name}: {what}");
+                    // One cause often fails many checks; the first few tell it.
+                    if self.failed - failed <= SHOWN {
+                        let what: String = what.chars().take(LONG).collect();
+                        println!("  FAILED {name}: {what}");
+                    }
                 }
             }
         }
