@@ -1,7 +1,8 @@
 //! What the ring costs on one GPU: one fused call, the same work by several ranks that hand over
 //! pointers, the same with hops through the host's memory, and those hops alone.
 //!
-//! Forward, bf16, causal, zigzag. The answer is checked first: the three must agree. Then they take
+//! Forward, bf16, causal, zigzag. What the hops cost is bounded by the link: all ranks share the one
+//! of this GPU, so the bytes that go each way are printed with the time. The answer is checked first: the three must agree. Then they take
 //! turns, so that all of them see the same clocks, and medians are printed.
 //!
 //! `hops [ranks=8] [tokens=65536] [heads=16] [kv-heads=16] [dim=128] [times=7] [path=auto]`
@@ -12,10 +13,10 @@ use std::time::{Duration, Instant};
 
 use encke_core::conformance::Random;
 use encke_core::kernel::Kernel;
-use encke_core::plan::program::Role;
+use encke_core::plan::program::{RankPlan, Role};
 use encke_core::plan::{Plan, Request};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::transport::{Address, Incoming, Outgoing, Transport};
+use encke_core::transport::{Incoming, Outgoing, Transport};
 use encke_core::{DType, Data, Pattern, Shape, Tensor};
 use encke_cuda::{Buffer, CudaKernel, Hops, Path};
 use encke_ring::Rank;
@@ -167,56 +168,85 @@ impl<'a> Group<'a> {
     }
 }
 
-/// The hops of a ring without its jobs: k and v of every rank, all the way round.
-fn hops_alone(kernel: &CudaKernel, options: &Options) -> Result<Duration> {
+/// A rank that only passes on: its program, and those of its buffers that travel.
+struct Carrier {
+    program: RankPlan,
+    buffers: Vec<Option<Buffer>>,
+}
+
+impl Carrier {
+    fn new(kernel: &CudaKernel, program: RankPlan) -> Result<Carrier> {
+        let rounds = program.rounds.iter();
+        let messages = rounds.flat_map(|round| round.sends.iter().chain(&round.receives));
+        let mut buffers: Vec<Option<Buffer>> = program.buffers.iter().map(|_| None).collect();
+        for message in messages {
+            let planned = &program.buffers[message.buffer.0];
+            if buffers[message.buffer.0].is_none() {
+                let buffer = kernel.allocate(planned.dtype, planned.elements)?;
+                buffers[message.buffer.0] = Some(buffer);
+            }
+        }
+        Ok(Carrier { program, buffers })
+    }
+
+    /// Every hop of the program, and the bytes it sent.
+    fn run(&mut self, wire: &mut Endpoint<Buffer>) -> Result<usize> {
+        let Carrier { program, buffers } = self;
+        let mut bytes = 0;
+        for (number, round) in program.rounds.iter().enumerate() {
+            let taken = round.receives.iter().map(|message| {
+                let buffer = buffers[message.buffer.0].take();
+                buffer.ok_or("a buffer is received into twice")
+            });
+            let mut taken = taken.collect::<std::result::Result<Vec<Buffer>, _>>()?;
+            let sends = round.sends.iter().map(|message| {
+                let parcel = buffers[message.buffer.0].as_ref();
+                let parcel = parcel.ok_or("what is sent is received into")?;
+                let to = message.address;
+                Ok(Outgoing { to, parcel })
+            });
+            let sends = sends.collect::<Result<Vec<_>>>()?;
+            let receives = round.receives.iter().zip(&mut taken);
+            let mut receives: Vec<Incoming<'_, Buffer>> = receives
+                .map(|(message, parcel)| Incoming {
+                    from: message.address,
+                    parcel,
+                })
+                .collect();
+            let moved = wire.exchange(number, &sends, &mut receives, &mut || {})?;
+            bytes += moved.sent_bytes;
+            drop(sends);
+            for (message, buffer) in round.receives.iter().zip(taken) {
+                buffers[message.buffer.0] = Some(buffer);
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+/// The hops of a plan without its jobs: how long they take, and the bytes that go each way.
+fn hops_alone(kernel: &CudaKernel, plan: &Plan) -> Result<(Duration, usize)> {
     let device = kernel.device();
     device.set_hops(Hops::Pinned);
-    let (ranks, rows) = (options.ranks, options.tokens / options.ranks);
-    let elements = rows * options.kv_heads * options.dim;
-    let mut buffers: Vec<[Buffer; 4]> = Vec::new();
-    for _ in 0..ranks {
-        let make = || kernel.allocate(DType::Bf16, elements);
-        buffers.push([make()?, make()?, make()?, make()?]);
-    }
+    let carrier = |rank: usize| Carrier::new(kernel, plan.rank(rank)?);
+    let mut carriers = (0..plan.ranks()).map(carrier).collect::<Result<Vec<_>>>()?;
     device.synchronize()?;
     let start = Instant::now();
-    let address = |peer: usize, tag: u64| Address {
-        peer,
-        tag,
-        elements,
-    };
-    let live = |rank: usize, buffers: &mut [Buffer; 4], wire: &mut Endpoint<Buffer>| {
-        let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
-        for round in 1..ranks {
-            let [k, v, to_k, to_v] = &mut *buffers;
-            let sends = [(1, &*k), (2, &*v)].map(|(tag, parcel)| Outgoing {
-                to: address(next, tag),
-                parcel,
-            });
-            let mut receives = [(1, to_k), (2, to_v)].map(|(tag, parcel)| Incoming {
-                from: address(previous, tag),
-                parcel,
-            });
-            wire.exchange(round, &sends, &mut receives, &mut || {})?;
-            buffers.swap(0, 2);
-            buffers.swap(1, 3);
-        }
-        Ok::<(), Failed>(())
-    };
-    let live = &live;
-    std::thread::scope(|scope| -> Result<()> {
-        let wires = endpoints(ranks, DEADLINE).into_iter().enumerate();
-        let threads: Vec<_> = wires
-            .zip(&mut buffers)
-            .map(|((rank, mut wire), buffers)| scope.spawn(move || live(rank, buffers, &mut wire)))
+    let bytes = std::thread::scope(|scope| -> Result<usize> {
+        let wires: Vec<Endpoint<Buffer>> = endpoints(carriers.len(), DEADLINE);
+        let threads: Vec<_> = carriers
+            .iter_mut()
+            .zip(wires)
+            .map(|(carrier, mut wire)| scope.spawn(move || carrier.run(&mut wire)))
             .collect();
+        let mut bytes = 0;
         for thread in threads {
-            thread.join().map_err(|_| "a rank panicked")??;
+            bytes += thread.join().map_err(|_| "a rank panicked")??;
         }
-        Ok(())
+        Ok(bytes)
     })?;
     device.synchronize()?;
-    Ok(start.elapsed())
+    Ok((start.elapsed(), bytes))
 }
 
 fn inputs(options: &Options) -> Result<Vec<(Role, Tensor)>> {
@@ -270,18 +300,21 @@ fn measure() -> Result<()> {
         return Err("the ring is wrong, so its time means nothing".into());
     }
     let mut times: [Vec<Duration>; 4] = Default::default();
+    let mut bytes = 0;
     for _ in 0..options.times {
         for (group, times) in groups.iter_mut().zip(&mut times) {
             times.push(group.run()?);
         }
-        times[3].push(hops_alone(&kernel, &options)?);
+        let (alone, moved) = hops_alone(&kernel, &groups[2].plan)?;
+        times[3].push(alone);
+        bytes = moved;
     }
     let [fused, pointer, pinned, alone] = times.each_mut().map(|times| median(times));
-    report(&options, names, [fused, pointer, pinned], alone);
+    report(&options, names, [fused, pointer, pinned], (alone, bytes));
     Ok(())
 }
 
-fn report(options: &Options, names: [&str; 3], times: [f64; 3], alone: f64) {
+fn report(options: &Options, names: [&str; 3], times: [f64; 3], (alone, bytes): (f64, usize)) {
     let (n, d) = (options.tokens as f64, options.dim as f64);
     let flops = 2.0 * n * n * d * options.heads as f64;
     println!(
@@ -296,9 +329,7 @@ fn report(options: &Options, names: [&str; 3], times: [f64; 3], alone: f64) {
             100.0 * times[0] / time
         );
     }
-    let rows = options.tokens / options.ranks;
-    let hop = 4 * rows * options.kv_heads * options.dim;
-    let bytes = (hop * options.ranks * (options.ranks - 1)) as f64;
+    let bytes = bytes as f64;
     println!(
         "{:20} {:9.3} ms, {:.2} GB each way at {:.1} GB/s",
         "the hops alone",
