@@ -4,6 +4,7 @@
 
 mod nccl;
 mod rings;
+mod rows;
 mod tally;
 mod wires;
 
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
     let mut tally = Tally::default();
     wires::run(&mut tally, &pointer, &pinned);
     nccl::run(&mut tally, &pointer);
+    rows::run(&mut tally, &pointer);
     rings::run(&mut tally, pointer, pinned);
     tally.conclude()
 }
