@@ -200,10 +200,11 @@ pub trait Transport<B: Parcel> {
 /// The same agreement always leads to the same bits.
 ///
 /// With ULFM: on `MPIX_ERR_PROC_FAILED` or `MPIX_ERR_REVOKED` complete or cancel every request and
-/// return `Gone`; in `agree`, revoke (also when finished: others may be in an exchange with one that
-/// is gone only if somebody is, so a rank that has finished need not), shrink, gather every
-/// survivor's number and standing over the new communicator, and `MPIX_Comm_agree` on whether that
-/// worked for all; where it did not, shrink again. The new communicator is the next epoch's.
+/// return `Gone`. In `agree`, a rank that has stopped revokes the communicator, which brings the
+/// others there; one that has finished waits in a collective that ends when everyone has finished
+/// or with the revocation. After a revocation: shrink, gather every survivor's number and standing
+/// over the new communicator, and `MPIX_Comm_agree` on whether that worked for all; where it did
+/// not, shrink again. The new communicator is the next epoch's.
 ///
 /// [`Epoch`]: crate::plan::survival::Epoch
 pub trait Survivors<B: Parcel>: Transport<B> {

@@ -42,6 +42,12 @@ pub struct Stream<'a, K: Kernel> {
 
 /// Refuses what ranks cannot do alone.
 pub(super) fn check(request: &Request) -> Result<(), StreamError> {
+    if request.redundancy > 0 {
+        return Err(StreamError::Unsupported {
+            what: "a call with redundancy",
+            hint: "ranks that come one after another cannot adopt each other's tokens; use 0",
+        });
+    }
     if request.queries == Queries::Replicated && request.sharding.ranks() > 1 {
         return Err(StreamError::Unsupported {
             what: "a call whose queries are replicated",

@@ -1,0 +1,237 @@
+//! Continuations proven against the pattern: whoever dies, in whatever round, in the end every pair
+//! is in every result it belongs to, as often as its multiplicity says.
+
+mod labels;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use encke_core::conformance::{Configuration, Random};
+use encke_core::plan::program::{Component, Role};
+use encke_core::plan::survival::{Agreement, Epoch, Standing};
+use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::sharding::{Cut, Sharding};
+use encke_core::{DType, Error, Pattern, Shape};
+
+use labels::{Pair, World};
+
+/// The pairs that belong into every row: of queries, and of keys.
+fn expected(request: &Request) -> [BTreeMap<(usize, usize, usize), Vec<Pair>>; 2] {
+    let shape = &request.shape;
+    let (mut of_queries, mut of_keys) = (BTreeMap::new(), BTreeMap::new());
+    for (b, t) in (0..shape.batch).flat_map(|b| (0..shape.tokens).map(move |t| (b, t))) {
+        for h in 0..shape.heads {
+            of_queries.insert((b, t, h), Vec::new());
+        }
+        for h in 0..shape.kv_heads {
+            of_keys.insert((b, t, h), Vec::new());
+        }
+    }
+    for (b, h) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
+        for (q, k) in (0..shape.tokens).flat_map(|q| (0..shape.tokens).map(move |k| (q, k))) {
+            let kv_head = shape.kv_head(h);
+            let pair = (
+                ((b * shape.tokens + q) * shape.heads + h) as u32,
+                ((b * shape.tokens + k) * shape.kv_heads + kv_head) as u32,
+            );
+            for _ in 0..request.pattern.multiplicity(shape, h, q, k) {
+                of_queries.entry((b, q, h)).or_default().push(pair);
+                of_keys.entry((b, k, kv_head)).or_default().push(pair);
+            }
+        }
+    }
+    for rows in [&mut of_queries, &mut of_keys] {
+        rows.values_mut().for_each(|pairs| pairs.sort_unstable());
+    }
+    [of_queries, of_keys]
+}
+
+fn assert_complete(world: &World) {
+    let request = world.epoch.plan().request();
+    let shape = request.shape;
+    let [of_queries, of_keys] = expected(request);
+    match request.pass {
+        Pass::Forward => assert_eq!(world.output(Role::Out, shape.heads), of_queries),
+        Pass::Backward { .. } => {
+            assert_eq!(world.output(Role::Dq, shape.heads), of_queries);
+            assert_eq!(world.output(Role::Dk, shape.kv_heads), of_keys);
+            assert_eq!(world.output(Role::Dv, shape.kv_heads), of_keys);
+        }
+    }
+}
+
+/// A random call that is to survive, of one number a row.
+fn case(seed: u64, redundancy: usize) -> Arc<Plan> {
+    let mut random = Random::new(seed ^ 0xdead);
+    let drawn = (0..).map(|i| Configuration::random(seed ^ (i << 32)));
+    let mut drawn = drawn.filter(|drawn| {
+        let ranks = drawn.request.sharding.ranks();
+        ranks > redundancy && ranks <= 8
+    });
+    let drawn = drawn.next().expect("most have more ranks");
+    let passes = [Pass::Forward, Pass::Backward { dlse: false }];
+    let request = Request {
+        shape: Shape {
+            dim: 1,
+            ..drawn.request.shape
+        },
+        queries: Queries::Sharded,
+        pass: random.pick(&passes),
+        redundancy,
+        ..drawn.request
+    };
+    Arc::new(Plan::new(request).expect("a random case is legal"))
+}
+
+/// Deaths one after the other, each in any round of its epoch, until the call ends or a shard is
+/// lost, which is only ever said when it is true.
+fn lives(seed: u64, redundancy: usize, deaths: usize) {
+    let plan = case(seed, redundancy);
+    let mut world = World::new(&plan, seed);
+    let mut random = Random::new(seed ^ 0xfade);
+    for _ in 0..deaths {
+        let living: Vec<usize> = world.epoch.living().collect();
+        if living.len() == 1 {
+            break;
+        }
+        let victim = living[random.below(living.len())];
+        let rounds = world.epoch.program(victim).expect("it lives").rounds.len();
+        let death = (victim, random.below(rounds + 2));
+        let patience = random.pick(&[0, 3, 1000]);
+        let agreement = world.run(Some(death), patience);
+        assert!(!world.epoch.is_last(&agreement));
+        match world.go_on(&agreement) {
+            Ok(()) => {}
+            Err(Error::LostShard { shard, keepers }) => {
+                let gone = |rank: &usize| agreement.standings[*rank].is_none();
+                assert!(gone(&shard) && keepers.iter().all(gone));
+                assert!(plan.shards().rows(shard) > 0);
+                return;
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+    let agreement = world.run(None, 0);
+    assert!(world.epoch.is_last(&agreement), "{agreement:?}");
+    assert_complete(&world);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn after_a_death_every_pair_is_computed_once(seed in any::<u64>()) {
+        lives(seed, 1, 1);
+    }
+
+    #[test]
+    fn after_several_deaths_too(seed in any::<u64>()) {
+        lives(seed, 1, 3);
+    }
+
+    #[test]
+    fn with_more_keepers_more_may_die(seed in any::<u64>()) {
+        lives(seed, 2, 4);
+    }
+
+    /// Bytes of a plan that is to survive: the same messages, and the inputs of one more shard.
+    #[test]
+    fn replicas_are_booked(seed in any::<u64>()) {
+        let plan = case(seed, 1);
+        let bare = Plan::new(Request { redundancy: 0, ..plan.request().clone() }).expect("legal");
+        prop_assert_eq!(
+            plan.explain().expect("legal").sent_bytes,
+            bare.explain().expect("legal").sent_bytes
+        );
+        for rank in 0..plan.ranks() {
+            let kept = (rank + plan.ranks() - 1) % plan.ranks();
+            let (program, other) = (plan.rank(rank).expect("exists"), bare.rank(kept).expect("exists"));
+            let inputs = other.inputs.iter().map(|port| other.buffers[port.buffer.0].bytes());
+            let replica = program.memory().get(&Component::Replica).copied();
+            prop_assert_eq!(replica, Some(inputs.sum()));
+        }
+    }
+}
+
+fn dense(ranks: usize, pass: Pass) -> Arc<Plan> {
+    let shape = Shape::new(1, 8 * ranks, 2, 1, 1).expect("sizes are positive");
+    let sharding = Sharding::new(ranks, Cut::Contiguous).expect("ranks are positive");
+    let request = Request {
+        pass,
+        redundancy: 1,
+        ..Request::new(shape, Pattern::dense(), sharding, DType::F64)
+    };
+    Arc::new(Plan::new(request).expect("legal"))
+}
+
+/// What survivors have got is not computed again: the later a rank dies, the less is left to do
+/// beside what it had, and never as much as a call from the start.
+#[test]
+fn survivors_keep_their_work() {
+    for pass in [Pass::Forward, Pass::Backward { dlse: false }] {
+        let plan = dense(4, pass);
+        let all = plan.explain().expect("legal").pairs;
+        for victim in 0..4 {
+            let mut left = Vec::new();
+            for round in 0..=4 {
+                let mut world = World::new(&plan, 1);
+                let agreement = world.run(Some((victim, round)), usize::MAX);
+                world.go_on(&agreement).expect("its keeper lives");
+                let pairs = world.epoch.pairs().expect("legal");
+                left.push(pairs);
+                let agreement = world.run(None, 0);
+                assert!(world.epoch.is_last(&agreement));
+                assert_complete(&world);
+            }
+            assert!(
+                left.is_sorted_by(|a, b| a >= b),
+                "{pass:?} {victim}: {left:?}"
+            );
+            assert!(left.iter().all(|pairs| *pairs < all), "{left:?} of {all}");
+            // In the end all that is left is what the dead rank had computed itself.
+            let own = plan.rank(victim).expect("exists").pairs();
+            if pass == Pass::Forward {
+                assert_eq!(left[4], own, "{left:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_survived_is_refused() {
+    let plan = dense(4, Pass::Forward);
+    let request = |queries, redundancy| Request {
+        queries,
+        redundancy,
+        ..plan.request().clone()
+    };
+    let replicated = Plan::new(request(Queries::Replicated, 1)).expect_err("not supported");
+    assert_eq!(replicated, Error::RedundantQueries { redundancy: 1 });
+    let many = Plan::new(request(Queries::Sharded, 4)).expect_err("too many");
+    let words = "redundancy 4 on 4 ranks: each rank's inputs are kept by as many others, of which \
+                 there are 3";
+    assert!(many.to_string().starts_with(words), "{many}");
+    let gone = |ranks: &[usize]| Agreement {
+        standings: (0..4)
+            .map(|rank| {
+                let standing = Standing {
+                    done: 1,
+                    finished: false,
+                };
+                (!ranks.contains(&rank)).then_some(standing)
+            })
+            .collect(),
+    };
+    let lost = Epoch::first(&plan).next(&gone(&[1, 2])).expect_err("lost");
+    let shard = Error::LostShard {
+        shard: 1,
+        keepers: vec![2],
+    };
+    assert_eq!(lost, shard);
+    let later = Epoch::first(&plan).next(&gone(&[1])).expect("2 keeps it");
+    assert_eq!(later.host(1), Some(2));
+    assert_eq!(later.next(&gone(&[1, 2])).expect_err("lost"), shard);
+    assert!(later.next(&gone(&[1, 3])).is_ok());
+}
