@@ -3,6 +3,7 @@
 #include "emu.h"
 #include "common.cuh"
 #include "hopper.cuh"
+#include "hopper_tiles.cuh"
 #include "hopper_forward.cu"
 #include <numeric>
 #include <string>

@@ -17,11 +17,6 @@
 // NEGATIVE: the scale is below 0; LAZY: the reference of the weights follows the maximum only when it falls 2^8 behind;
 // PAIR: two blocks of a cluster take neighbouring tiles of a place and each loads half of the keys and values for both (not CAUSAL);
 // Q_REGISTERS: queries are held in registers; POLYNOMIAL: of so many exponentials one is a polynomial (0: none); LOADER_REGISTERS and CONSUMER_REGISTERS.
-#define ROWS (CONSUMERS * 64)
-#define THREADS ((CONSUMERS + 1) * 128)
-#define SLABS ((HD + 63) / 64)
-#define Q_BYTES (SLABS * ROWS * 128)
-#define KEY_BYTES (SLABS * KEYS * 128)
 #define FRAGMENTS (HD / 8)
 #if NEGATIVE
 #define SIGN(name) JOIN(name, neg_n)
@@ -31,102 +26,6 @@
 #define SCORES JOIN(SIGN(wgmma_ss_), KEYS)
 #define SCORES_OF_REGISTERS JOIN(SIGN(wgmma_rs_), KEYS)
 #define VALUES JOIN(wgmma_rs_tb_n, HD)
-
-// How the tiles are numbered (`count` of them; `places` are batch entries x segments x heads), and the mask in numbers of 32 bits: row i sees the keys
-// 0..=(lead + i * query_step) / key_step. The host sees to it that nothing overflows, and takes out common factors: key_step is 1 almost always.
-// Heads: a share is a multiple of its operand's unit, so its coordinate in a tensor map is (share >> shift) * inverse modulo 2^32, the inverse being
-// that of the odd part of the unit: no division.
-struct Tiles { u32 count; int row_tiles, places, together, lead, query_step, key_step; u32 q_shift, q_inverse, k_shift, k_inverse; };
-
-// How many keys query row i sees.
-DEV int seen(const Job& job, const Tiles& tiles, int i) {
-  if (!CAUSAL) return job.keys;
-  int ahead = tiles.lead + i * tiles.query_step;
-  if (ahead < 0) return 0;
-  if (tiles.key_step != 1) ahead = (u32)ahead / (u32)tiles.key_step;
-  return min(ahead + 1, job.keys);
-}
-
-// Shared memory, in bytes from its beginning; the host asks for FORWARD_BYTES and 1024 more to align it.
-#define AT_K (Q_STAGES * Q_BYTES)
-#define AT_V (AT_K + STAGES * KEY_BYTES)
-#define AT_FLAGS (AT_V + STAGES * KEY_BYTES)
-#define AT_TILES (AT_FLAGS + STAGES * 16)
-#define AT_BARRIERS (AT_TILES + 2 * 48)
-#define FORWARD_BYTES (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES + 4) * 8)
-struct Shared {
-  u32 base;
-  DEV_MEMBER u32 q(u32 stage) const { return base + stage * Q_BYTES; }
-  DEV_MEMBER u32 k(u32 stage) const { return base + AT_K + stage * KEY_BYTES; }
-  DEV_MEMBER u32 v(u32 stage) const { return base + AT_V + stage * KEY_BYTES; }
-  DEV_MEMBER u32 flags(u32 stage) const { return base + AT_FLAGS + stage * 16; }
-  DEV_MEMBER u32 tile(u32 slot) const { return base + AT_TILES + slot * 48; }
-  DEV_MEMBER u32 barrier(u32 index) const { return base + AT_BARRIERS + index * 8; }
-  DEV_MEMBER u32 q_full(u32 stage) const { return barrier(stage); }
-  DEV_MEMBER u32 q_empty(u32 stage) const { return barrier(Q_STAGES + stage); }
-  DEV_MEMBER u32 k_full(u32 stage) const { return barrier(2 * Q_STAGES + stage); }
-  DEV_MEMBER u32 k_empty(u32 stage) const { return barrier(2 * Q_STAGES + STAGES + stage); }
-  DEV_MEMBER u32 v_full(u32 stage) const { return barrier(2 * Q_STAGES + 2 * STAGES + stage); }
-  DEV_MEMBER u32 v_empty(u32 stage) const { return barrier(2 * Q_STAGES + 3 * STAGES + stage); }
-  DEV_MEMBER u32 masked(u32 stage) const { return barrier(2 * Q_STAGES + 4 * STAGES + stage); }
-  DEV_MEMBER u32 checked(u32 stage) const { return barrier(2 * Q_STAGES + 5 * STAGES + stage); }
-  DEV_MEMBER u32 tile_full(u32 slot) const { return barrier(2 * Q_STAGES + 6 * STAGES + slot); }
-  DEV_MEMBER u32 tile_empty(u32 slot) const { return barrier(2 * Q_STAGES + 6 * STAGES + 2 + slot); }
-};
-
-// A stage of a ring of buffers and the parity of its phase.
-template <int COUNT> struct Turn {
-  u32 stage = 0, parity = 0;
-  DEV_MEMBER void advance() { if (++stage == COUNT) { stage = 0; parity ^= 1; } }
-};
-
-// A tile as the loading thread finds it and tells the others; `blocks` is -1 behind the last one.
-struct Tile { int row, head, segment, batch, keys, blocks, masked; i64 cell; };   // cell: that of row 0 of the place
-
-// The tile with this number. Causal tiles are ordered longest first within as many places as fit into the L2 cache with their keys.
-DEV void tile_of(const Job& job, const Tiles& tiles, u32 index, Tile& tile) {
-  int place, of;
-  if (CAUSAL) {
-    u32 each = tiles.together * tiles.row_tiles, group = index / each, rest = index - group * each;
-    u32 count = min(tiles.together, tiles.places - (int)group * tiles.together), longest = rest / count;
-    of = tiles.row_tiles - 1 - (int)longest; place = group * tiles.together + (rest - longest * count);
-  } else if (PAIR) {   // neighbours in the grid take neighbouring tiles; the last one of a place may not exist and is computed in vain
-    u32 rows = (tiles.row_tiles + 1) / 2 * 2;
-    place = index / rows; of = index - place * rows;
-  } else {
-    place = index / (u32)tiles.row_tiles; of = index - place * tiles.row_tiles;
-  }
-  u32 rest = (u32)place / (u32)job.heads;
-  tile.head = place - rest * job.heads; tile.batch = rest / (u32)job.segments; tile.segment = rest - tile.batch * job.segments;
-  tile.row = of * ROWS; tile.cell = at(job.cells, tile.batch, tile.segment, 0, tile.head);
-  tile.keys = seen(job, tiles, min(tile.row + ROWS, job.queries) - 1);
-  tile.blocks = (tile.keys + KEYS - 1) / KEYS;
-  // Blocks from the end of the walk that some row of the tile sees only in part. Without causality that is the tail of the keys.
-  int whole = seen(job, tiles, tile.row) / KEYS;
-  tile.masked = tile.blocks - min(whole, tile.blocks);
-}
-DEV void tell(const Shared& shared, Turn<2>& turn, const Tile& tile) {
-  barrier_wait(shared.tile_empty(turn.stage), turn.parity ^ 1);
-  u32 to = shared.tile(turn.stage);
-  store_shared(to, make_uint4(tile.row, tile.head, tile.segment, tile.batch));
-  store_shared(to + 16, make_uint4(tile.keys, tile.blocks, tile.masked, 0));
-  store_shared(to + 32, make_uint4((u32)tile.cell, (u32)(tile.cell >> 32), 0, 0));
-  barrier_arrive(shared.tile_full(turn.stage));
-  turn.advance();
-}
-// The next tile; false behind the last one. A whole warp asks.
-DEV bool hear(const Shared& shared, Turn<2>& turn, int lane, Tile& tile) {
-  barrier_wait(shared.tile_full(turn.stage), turn.parity);
-  u32 from = shared.tile(turn.stage);
-  uint4 x = load_shared_16(from), y = load_shared_16(from + 16), z = load_shared_16(from + 32);
-  __syncwarp();
-  if (lane == 0) barrier_arrive(shared.tile_empty(turn.stage));
-  turn.advance();
-  tile.row = x.x; tile.head = x.y; tile.segment = x.z; tile.batch = x.w; tile.keys = y.x; tile.masked = y.z;
-  tile.blocks = __shfl_sync(~0u, (int)y.y, 0);   // what the compiler can see to be the same in all lanes
-  tile.cell = (i64)((u64)z.y << 32 | z.x);
-  return tile.blocks >= 0;
-}
 
 // ---- the thread that loads ----
 DEV void load_slabs(u32 to, const TensorMap* map, u32 barrier, int rows, int row, int head, const Tile& tile) {

@@ -4,7 +4,8 @@ use cudarc::driver::PushKernelArg;
 use encke_core::DType;
 use encke_core::job::Job;
 
-use super::hopper_tiles::{self, Mask, Mode, Seen, Tiles, Tiling};
+use super::hopper_tiles::{self, Mask, Seen, Tiles};
+use super::hopper_tilings::{self, Mode, Tiling};
 use super::{Site, grid};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -25,7 +26,7 @@ pub(crate) fn programs() -> Vec<Program> {
         negative,
     };
     let mut all = Vec::new();
-    for tiling in hopper_tiles::TILINGS {
+    for tiling in hopper_tilings::TILINGS {
         all.push(tiling.program(tiling.dim, mode(DType::Bf16, false, false, false)));
         all.push(tiling.program(tiling.dim, mode(DType::F16, false, true, true)));
         if tiling.causal {
@@ -53,7 +54,7 @@ fn choice(device: &Device, job: &Job, dtype: DType) -> Option<Choice> {
     let (q, k) = extents(job);
     let able = device.capability() == CAPABILITY
         && matches!(dtype, DType::Bf16 | DType::F16)
-        && job.dim <= hopper_tiles::DIM
+        && job.dim <= hopper_tilings::DIM
         && job.queries > 0
         && job.keys > 0
         && tensor_map::fits(&job.q, &q)
@@ -67,7 +68,7 @@ fn choice(device: &Device, job: &Job, dtype: DType) -> Option<Choice> {
         Seen::TooFar => return None,
     };
     let processors = device.processors() as usize;
-    let tiling = hopper_tiles::choose(job, mask.is_some(), processors)?;
+    let tiling = hopper_tilings::choose(job, mask.is_some(), processors)?;
     let tiles = Tiles::new(job, tiling, mask)?;
     Some(Choice {
         tiling,

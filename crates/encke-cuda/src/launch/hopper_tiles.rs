@@ -1,282 +1,15 @@
-//! How a forward pass on Hopper is cut into tiles: the variants of the kernel, which of them a job
-//! gets, and the numbers each block of the grid finds its tiles by.
-//!
-//! Nothing is launched here, so that all of it is tested without a GPU. The decision: a variant is
-//! chosen by an estimate of when the last multiprocessor ends, since a tile that is fastest for
-//! a long sequence leaves most of the GPU idle in the last round of a short one.
+//! The tiles of one job under a tiling, as the kernel is told them: how many, in which order, and the
+//! mask, all in numbers of 32 bits.
 
 use cudarc::driver::DeviceRepr;
-use encke_core::DType;
 use encke_core::job::{Causal, Job};
 
-use crate::program::Program;
+use super::hopper_tilings::Tiling;
 use crate::tensor_map;
-use crate::wgmma::Wgmma;
 
-/// Rows of a warpgroup.
-const GROUP_ROWS: usize = 64;
 /// Bytes of keys and values that blocks may share at a time: half of the L2 cache, since others
 /// want some of it too.
 const CACHE_BYTES: usize = 32 << 20;
-/// The largest head dimension.
-pub(crate) const DIM: usize = 256;
-
-/// How a variant of the kernel cuts its work, for head dimensions up to `dim`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Tiling {
-    /// The largest head dimension it is for.
-    pub dim: usize,
-    /// Warpgroups that compute.
-    pub consumers: usize,
-    /// Keys of a block.
-    pub keys: usize,
-    /// Blocks of keys, and of values, in shared memory.
-    pub stages: usize,
-    /// Tiles of queries in shared memory.
-    pub q_stages: usize,
-    /// Whether warpgroups take turns.
-    pub pingpong: bool,
-    /// Whether queries are held in registers.
-    pub q_registers: bool,
-    /// Whether two blocks load keys and values for one another.
-    pub pair: bool,
-    /// Registers of a thread that loads and of one that computes. All of them must fit into what
-    /// the block has at its start, or the raise waits for ever.
-    pub registers: (usize, usize),
-    /// For causal jobs as well as for those that see everything.
-    pub causal: bool,
-    /// Its speed where tiles are plenty, as a share of the best for its head dimensions.
-    pub rate: f64,
-    /// What beginning and ending a tile costs, in keys.
-    pub overhead: usize,
-}
-
-/// Every variant, by head dimension.
-pub(crate) const TILINGS: &[Tiling] = &[
-    Tiling {
-        dim: 64,
-        consumers: 3,
-        keys: 128,
-        stages: 2,
-        q_stages: 2,
-        pingpong: true,
-        q_registers: false,
-        pair: false,
-        registers: (32, 160),
-        causal: true,
-        rate: 1.0,
-        overhead: 128,
-    },
-    Tiling {
-        dim: 64,
-        consumers: 2,
-        keys: 128,
-        stages: 2,
-        q_stages: 2,
-        pingpong: true,
-        q_registers: false,
-        pair: false,
-        registers: (40, 232),
-        causal: true,
-        rate: 0.87,
-        overhead: 128,
-    },
-    Tiling {
-        dim: 128,
-        consumers: 2,
-        keys: 128,
-        stages: 2,
-        q_stages: 2,
-        pingpong: true,
-        q_registers: false,
-        pair: false,
-        registers: (40, 232),
-        causal: true,
-        rate: 0.99,
-        overhead: 128,
-    },
-    Tiling {
-        dim: 128,
-        consumers: 2,
-        keys: 176,
-        stages: 2,
-        q_stages: 1,
-        pingpong: true,
-        q_registers: false,
-        pair: false,
-        registers: (40, 232),
-        causal: false,
-        rate: 1.0,
-        overhead: 256,
-    },
-    Tiling {
-        dim: 192,
-        consumers: 2,
-        keys: 112,
-        stages: 2,
-        q_stages: 1,
-        pingpong: true,
-        q_registers: false,
-        pair: false,
-        registers: (40, 232),
-        causal: true,
-        rate: 1.0,
-        overhead: 256,
-    },
-    Tiling {
-        dim: 256,
-        consumers: 2,
-        keys: 80,
-        stages: 2,
-        q_stages: 1,
-        pingpong: true,
-        q_registers: false,
-        pair: false,
-        registers: (40, 232),
-        causal: true,
-        rate: 1.0,
-        overhead: 256,
-    },
-];
-
-/// What a program does beside how it is cut.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Mode {
-    pub dtype: DType,
-    /// Whether rows see different keys.
-    pub causal: bool,
-    /// Whether it continues a carry rather than ending in out and lse.
-    pub carry: bool,
-    /// Whether the scale is below zero.
-    pub negative: bool,
-}
-
-const TEXTS: &[fn() -> String] = &[
-    || include_str!("../kernels/hopper.cuh").into(),
-    wrappers,
-    || include_str!("../kernels/hopper_forward.cu").into(),
-];
-
-/// Wrappers for all tilings and head dimensions; the compiler drops those a variant does not call.
-fn wrappers() -> String {
-    let mut keys: Vec<usize> = TILINGS.iter().map(|tiling| tiling.keys).collect();
-    keys.sort_unstable();
-    keys.dedup();
-    let scores = keys.iter().flat_map(|&n| {
-        let both = [Wgmma::shared(n), Wgmma::registers(n)];
-        both.into_iter().flat_map(|plain| {
-            let negate = Wgmma {
-                negate: true,
-                ..plain
-            };
-            [plain, negate]
-        })
-    });
-    let values = (1..=DIM / 16).map(|steps| Wgmma {
-        transpose_b: true,
-        ..Wgmma::registers(16 * steps)
-    });
-    scores.chain(values).map(|shape| shape.text()).collect()
-}
-
-impl Tiling {
-    /// Query rows of a tile.
-    pub fn rows(&self) -> usize {
-        self.consumers * GROUP_ROWS
-    }
-
-    /// Rows that one copy of keys or values brings.
-    pub fn key_rows(&self) -> usize {
-        if self.pair { self.keys / 2 } else { self.keys }
-    }
-
-    /// Blocks of the grid: all at work at once, and no more than there are tiles.
-    pub fn blocks(&self, tiles: &Tiles, processors: usize) -> usize {
-        let most = if self.pair {
-            processors / 2 * 2
-        } else {
-            processors
-        };
-        tiles.blocks(most)
-    }
-
-    /// Threads of a block.
-    pub fn threads(&self) -> u32 {
-        (self.consumers as u32 + 1) * 128
-    }
-
-    /// Shared memory of a block for a head dimension, as hopper_forward.cu cuts it.
-    pub fn shared_bytes(&self, dim: usize) -> usize {
-        let slab = dim.div_ceil(64) * 128;
-        let tiles = self.q_stages * self.rows() + 2 * self.stages * self.keys;
-        let barriers = 8 * (2 * self.q_stages + 6 * self.stages + 4);
-        let told = 16 * self.stages + 2 * 48;
-        tiles * slab + told + barriers + 1024 // to align the first tile
-    }
-
-    /// The program for a head dimension.
-    pub fn program(&self, dim: usize, mode: Mode) -> Program {
-        let mut program = Program::new("hopper_forward", TEXTS).stored(mode.dtype);
-        program.specific = true;
-        let macros = [
-            ("HD", dim.next_multiple_of(16)),
-            ("CONSUMERS", self.consumers),
-            ("KEYS", self.keys),
-            ("STAGES", self.stages),
-            ("Q_STAGES", self.q_stages),
-            ("CAUSAL", mode.causal.into()),
-            ("PINGPONG", self.pingpong.into()),
-            ("CARRY", mode.carry.into()),
-            ("NEGATIVE", mode.negative.into()),
-            ("LAZY", 1),
-            ("POLYNOMIAL", 0),
-            ("Q_REGISTERS", self.q_registers.into()),
-            ("PAIR", self.pair.into()),
-            ("LOADER_REGISTERS", self.registers.0),
-            ("CONSUMER_REGISTERS", self.registers.1),
-        ];
-        macros.iter().fold(program, |program, (name, value)| {
-            program.define(name, value)
-        })
-    }
-
-    /// When the last multiprocessor is done with a job, in keys times rows at full speed.
-    fn makespan(&self, job: &Job, causal: bool, processors: usize) -> f64 {
-        let mut tiles = job.queries.div_ceil(self.rows());
-        if self.pair {
-            tiles = tiles.next_multiple_of(2);
-        }
-        let places = job.batch * job.segments * job.heads;
-        let cost = |row: usize| {
-            let seen = if causal { job.visible(row) } else { job.keys };
-            (seen.next_multiple_of(self.keys) + self.overhead) as f64
-        };
-        let last = |tile: usize| ((tile + 1) * self.rows()).min(job.queries) - 1;
-        let longest = cost(job.queries - 1);
-        let rounds = if causal {
-            // Longest first: what is left to chance is about one average tile.
-            let samples = tiles.min(64);
-            let sum: f64 = (0..samples).map(|i| cost(last(i * tiles / samples))).sum();
-            let average = sum / samples as f64;
-            let even = (tiles * places) as f64 / processors as f64 * average;
-            (even + 0.3 * average).max(longest)
-        } else {
-            (tiles * places).div_ceil(processors) as f64 * longest
-        };
-        rounds * self.rows() as f64 / self.rate
-    }
-}
-
-/// The tiling that ends a job first.
-pub(crate) fn choose(job: &Job, causal: bool, processors: usize) -> Option<&'static Tiling> {
-    let able = |tiling: &&Tiling| job.dim <= tiling.dim && (tiling.causal || !causal);
-    let smallest = TILINGS.iter().filter(able).map(|x| x.dim).min()?;
-    let candidates = TILINGS.iter().filter(able).filter(|x| x.dim == smallest);
-    candidates.min_by(|x, y| {
-        let end = |tiling: &Tiling| tiling.makespan(job, causal, processors);
-        end(x).total_cmp(&end(y))
-    })
-}
 
 /// Row i sees the keys `0..=(lead + i·query_step) / key_step`: a mask in few bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -384,7 +117,7 @@ impl Tiles {
     }
 
     /// How many blocks of the grid can be at work on them.
-    fn blocks(&self, processors: usize) -> usize {
+    pub fn blocks(&self, processors: usize) -> usize {
         (self.count as usize).min(processors)
     }
 }
@@ -402,11 +135,11 @@ fn inverse(unit: usize) -> (u32, u32) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use encke_core::job::Operand;
 
-    fn job(queries: usize, keys: usize, heads: usize, causal: Option<Causal>) -> Job {
+    pub(crate) fn job(queries: usize, keys: usize, heads: usize, causal: Option<Causal>) -> Job {
         let operand = Operand {
             offset: 0,
             batch: 0,
@@ -431,7 +164,7 @@ mod tests {
         }
     }
 
-    fn causal(query: usize, query_step: usize, key: usize, key_step: usize) -> Causal {
+    pub(crate) fn causal(query: usize, query_step: usize, key: usize, key_step: usize) -> Causal {
         Causal {
             query,
             query_step,
@@ -488,34 +221,5 @@ mod tests {
                 );
             }
         }
-    }
-
-    #[test]
-    fn every_tiling_fits_into_a_multiprocessor() {
-        for tiling in TILINGS {
-            assert!(tiling.shared_bytes(tiling.dim) <= 227 * 1024, "{tiling:?}");
-            // What is raised comes out of what the block was given at its start, in eights.
-            let (loads, computes) = tiling.registers;
-            let threads = tiling.threads() as usize;
-            let given = 65_536 / threads / 8 * 8 * threads;
-            let asked = 128 * (loads + tiling.consumers * computes);
-            assert!(asked <= given, "{tiling:?}: {asked} of {given}");
-        }
-    }
-
-    #[test]
-    fn short_jobs_get_tiles_that_fill_the_gpu() {
-        let mut short = job(2048, 2048, 16, None);
-        short.dim = 64;
-        // 176 tiles of 192 rows are two rounds of 132, as 256 tiles of 128 rows are.
-        assert_eq!(choose(&short, false, 132).map(Tiling::rows), Some(128));
-        let mut long = job(65_536, 65_536, 16, None);
-        long.dim = 64;
-        assert_eq!(choose(&long, false, 132).map(Tiling::rows), Some(192));
-        let causal = job(4096, 4096, 16, Some(causal(0, 1, 0, 1)));
-        assert_eq!(
-            choose(&causal, true, 132).map(|tiling| tiling.keys),
-            Some(128)
-        );
     }
 }

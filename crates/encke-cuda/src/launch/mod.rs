@@ -4,6 +4,7 @@ pub(crate) mod cells;
 pub(crate) mod hopper_backward;
 pub(crate) mod hopper_forward;
 mod hopper_tiles;
+mod hopper_tilings;
 pub(crate) mod mma;
 pub(crate) mod mma_tiles;
 pub(crate) mod moving;
