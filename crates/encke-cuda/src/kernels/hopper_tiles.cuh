@@ -3,6 +3,9 @@
 //
 // The decision here: one thread finds the tiles and tells the other warps through shared memory, so that the divisions it takes to find
 // one are done while the last one is computed, and so that tiles may come from a counter.
+#if PAIR && CAUSAL
+#error "blocks of a pair walk the same keys, which causal tiles do not"
+#endif
 #define ROWS (CONSUMERS * 64)
 #define THREADS ((CONSUMERS + 1) * 128)
 #define SLABS ((HD + 63) / 64)
