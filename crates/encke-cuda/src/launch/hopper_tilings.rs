@@ -83,7 +83,7 @@ pub(crate) const TILINGS: &[Tiling] = &[
         stages: 2,
         q_stages: 2,
         pingpong: true,
-        q_registers: false,
+        q_registers: true,
         pair: false,
         registers: (40, 232),
         causal: true,
