@@ -6,7 +6,6 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::time::Duration;
 
 use encke_core::plan::Pass;
 use encke_ring::trace::{Activity, Event, Trace};
@@ -15,7 +14,7 @@ use super::agenda::{Agenda, What};
 use super::cores::{Cores, End, Kind};
 use super::cost::{Hop, Program, Work};
 use super::machine::{Carrier, Machine};
-use super::run::{LinkTime, RankTime, Run, Transfer};
+use super::run::{LinkTime, RankTime, Run, Transfer, duration};
 use super::wires::{Arrival, Flight, Wires};
 
 /// What a rank is at.
@@ -493,9 +492,4 @@ impl<'a> Engine<'a> {
             ranks,
         }
     }
-}
-
-/// Seconds as a trace has them; beyond what it can hold, the most it can.
-fn duration(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
 }

@@ -1,5 +1,7 @@
 //! What a clock's run over a plan comes to.
 
+use std::time::Duration;
+
 use encke_core::plan::Pass;
 use encke_ring::Trace;
 use serde::Serialize;
@@ -103,4 +105,9 @@ pub struct Transfer {
     pub start_s: f64,
     /// When all of it was there.
     pub end_s: f64,
+}
+
+/// Seconds as a trace has them; beyond what it can hold, the most it can.
+pub(super) fn duration(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
 }
