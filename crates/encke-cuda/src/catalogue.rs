@@ -2,7 +2,7 @@
 
 use encke_core::DType;
 
-use crate::launch::{cells, hopper_backward, hopper_forward, mma, moving, plain, rows};
+use crate::launch::{cells, hopper_forward, hopper_variants, mma, moving, plain, rows};
 use crate::program::Program;
 
 /// Compute capabilities that programs for any GPU are compiled for: Ampere, Ada, Hopper, Blackwell.
@@ -26,7 +26,7 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
     }
     all.extend(mma::programs());
     let hopper = hopper_forward::programs().into_iter();
-    let hopper = hopper.chain(hopper_backward::programs());
+    let hopper = hopper.chain(hopper_variants::programs());
     all.extend(hopper.map(|program| (program, (9, 0))));
     for capability in ANY {
         all.push((plain::program(DType::F32, 64, false), capability));

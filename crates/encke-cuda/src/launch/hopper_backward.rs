@@ -7,15 +7,14 @@ use cudarc::driver::{DeviceRepr, PushKernelArg};
 use encke_core::DType;
 use encke_core::job::{Job, Operand};
 
+use super::hopper_variants::{VARIANTS, Variant};
 use super::{Site, grid};
 use crate::abi;
 use crate::device::Device;
 use crate::error::Result;
 use crate::memory::Memory;
 use crate::operands::{Gradient, Operands};
-use crate::program::Program;
 use crate::tensor_map::{self, Extents};
-use crate::wgmma::Wgmma;
 
 /// The GPUs it is for: wgmma is Hopper's alone.
 const CAPABILITY: (i32, i32) = (9, 0);
@@ -25,143 +24,8 @@ const THREADS: u32 = 384;
 const ROWS: usize = 256;
 /// Words of control before the turns, as in backward.cuh.
 const TURNS: usize = 2;
-/// What a tile is described in, as in hopper_backward.cuh.
-const TILE_BYTES: usize = 48;
 /// P in half precision is stored times 2^14, as in backward.cuh.
 const HALF_SHIFT: i32 = 14;
-
-/// A variant of the kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Variant {
-    /// The largest head dimension it is for.
-    pub dim: usize,
-    /// Keys of a tile, as hopper_backward.cuh has them for such head dimensions.
-    pub keys: usize,
-    /// Queries of a block.
-    pub queries: usize,
-    /// Blocks of queries in flight.
-    pub stages: usize,
-    /// Finished blocks of dQ in shared memory.
-    pub stagings: usize,
-}
-
-/// Every variant, by head dimension.
-pub(crate) const VARIANTS: &[Variant] = &[
-    Variant {
-        dim: 64,
-        keys: 128,
-        queries: 128,
-        stages: 2,
-        stagings: 1,
-    },
-    Variant {
-        dim: NARROW,
-        keys: 128,
-        queries: 64,
-        stages: 2,
-        stagings: 1,
-    },
-    Variant {
-        dim: 256,
-        keys: 64,
-        queries: 64,
-        stages: 1,
-        stagings: 1,
-    },
-];
-/// Up to this head dimension each warpgroup has keys of its own; above it they share them.
-const NARROW: usize = 128;
-
-const TEXTS: [fn() -> String; 6] = [
-    || include_str!("../kernels/hopper.cuh").into(),
-    || include_str!("../kernels/hopper_add.cuh").into(),
-    wrappers,
-    || include_str!("../kernels/backward.cuh").into(),
-    || include_str!("../kernels/backward_rows.cu").into(),
-    || include_str!("../kernels/hopper_backward.cuh").into(),
-];
-const NARROW_TEXTS: &[fn() -> String] = &[
-    TEXTS[0],
-    TEXTS[1],
-    TEXTS[2],
-    TEXTS[3],
-    TEXTS[4],
-    TEXTS[5],
-    || include_str!("../kernels/hopper_backward.cu").into(),
-];
-const WIDE_TEXTS: &[fn() -> String] = &[
-    TEXTS[0],
-    TEXTS[1],
-    TEXTS[2],
-    TEXTS[3],
-    TEXTS[4],
-    TEXTS[5],
-    || include_str!("../kernels/hopper_backward_wide.cu").into(),
-];
-
-/// Wrappers for all variants and head dimensions; the compiler drops those a variant does not call.
-fn wrappers() -> String {
-    let scores = [32, 64, 128].map(Wgmma::shared);
-    let sums = (1..=NARROW / 16).map(|steps| Wgmma {
-        transpose_b: true,
-        ..Wgmma::registers(16 * steps)
-    });
-    let wide_sums = Wgmma {
-        transpose_b: true,
-        ..Wgmma::shared(128)
-    };
-    let dq = Wgmma {
-        transpose_a: true,
-        transpose_b: true,
-        ..Wgmma::shared(64)
-    };
-    let shapes = scores.into_iter().chain(sums).chain([wide_sums, dq]);
-    shapes.map(|shape| shape.text()).collect()
-}
-
-impl Variant {
-    /// The program for a head dimension.
-    pub fn program(&self, dim: usize, dtype: DType) -> Program {
-        let texts = if dim > NARROW {
-            WIDE_TEXTS
-        } else {
-            NARROW_TEXTS
-        };
-        let mut program = Program::new("hopper_backward", texts).stored(dtype);
-        program.specific = true;
-        program
-            .define("HD", dim.next_multiple_of(16))
-            .define("BQ", self.queries)
-            .define("STAGES", self.stages)
-            .define("STAGINGS", self.stagings)
-    }
-
-    /// Shared memory of a block for a head dimension, as hopper_backward.cu cuts it.
-    pub fn shared_bytes(&self, dim: usize) -> usize {
-        let wide = dim > NARROW;
-        let slabs = if wide { 4 } else { dim.div_ceil(64) };
-        let pairs = if wide { 2 } else { self.queries / 64 };
-        let keys = 2 * slabs * self.keys * 128;
-        let queries = 2 * self.stages * slabs * self.queries * 128;
-        let dq = self.stagings * 2 * slabs * self.queries * 128;
-        let rows = 2 * self.stages * self.queries * 4 + self.keys * 4;
-        let barriers = 8 * (2 + 4 * self.stages + 2 * self.stagings);
-        keys + queries + 2 * pairs * self.keys * 128 + dq + rows + TILE_BYTES + barriers + 16
-    }
-}
-
-/// Every program that is compiled ahead of time in tests.
-pub(crate) fn programs() -> Vec<Program> {
-    let of = |variant: &Variant| {
-        let mut all = Vec::new();
-        for dtype in [DType::Bf16, DType::F16] {
-            all.push(variant.program(variant.dim, dtype));
-        }
-        all.push(variant.program(variant.dim - 32, DType::Bf16));
-        all
-    };
-    VARIANTS.iter().flat_map(of).collect()
-}
 
 /// The kernel's `BackwardRows`.
 #[repr(C)]
@@ -481,14 +345,6 @@ mod tests {
             causal: None,
             scale: 0.125,
             gain: 1.0,
-        }
-    }
-
-    #[test]
-    fn every_variant_fits_into_a_multiprocessor() {
-        for variant in VARIANTS {
-            let bytes = variant.shared_bytes(variant.dim);
-            assert!(bytes <= 227 * 1024, "{variant:?}: {bytes}");
         }
     }
 

@@ -5,6 +5,7 @@ pub(crate) mod hopper_backward;
 pub(crate) mod hopper_forward;
 mod hopper_tiles;
 mod hopper_tilings;
+pub(crate) mod hopper_variants;
 pub(crate) mod mma;
 pub(crate) mod mma_tiles;
 pub(crate) mod moving;
