@@ -42,7 +42,7 @@ fn a_plan_that_survives_says_what_it_keeps() {
     for words in [
         "and the inputs of its neighbour",
         "replica                   6.00 MiB",
-        "if rank 3 died, rank 0 would adopt its tokens and hold",
+        "if rank 2 died, rank 3 would adopt its tokens and hold 44.2 MiB",
     ] {
         assert!(plan.contains(words), "{plan}");
     }
