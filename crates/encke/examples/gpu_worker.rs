@@ -16,7 +16,6 @@ use encke::{
     Attention, CudaKernel, Cut, DType, Data, GroupScale, Mode, Pattern, Shape, Sharding, Tensor,
     View, reference,
 };
-use encke_core::conformance::Suite;
 use encke_cuda::{Hops, Path, Summation};
 use encke_ring::Rank;
 use encke_ring::threads::{Endpoint, endpoints};
@@ -251,50 +250,6 @@ fn near(what: &str, got: &[f64], expected: &[f64], dtype: DType) -> Result<(), F
     Ok(())
 }
 
-/// The conformance suite of one family of kernels: what passed, or the first failure.
-fn conform(words: &[&str]) -> Result<String, Failure> {
-    let mut all: Vec<String> = "bf16 1 1 1 1 0 0 1 1 0"
-        .split(' ')
-        .map(String::from)
-        .collect();
-    all.extend([words[0].into(), words[1].into(), "pointer".into()]);
-    let kernel = Words(all).kernel()?;
-    let dtypes: &[DType] = match words[0] {
-        "plain" | "auto" => &DType::ALL,
-        _ => &[DType::Bf16, DType::F16],
-    };
-    let usual = Suite {
-        repeatable: words[1] != "fast",
-        ..Suite::default()
-    };
-    let begin = Instant::now();
-    let wide = Suite {
-        dims: &[64, 96, 128, 192, 256],
-        ..usual
-    };
-    let signed = Suite {
-        signs: true,
-        ..usual
-    };
-    for (name, suite) in [("usual", usual), ("wide", wide), ("signed", signed)] {
-        for dtype in dtypes {
-            if let Err(failure) = suite.run(&kernel, &[*dtype]) {
-                return Ok(format!("FAILED ({name}): {failure}"));
-            }
-            eprintln!(
-                "{} {name} {dtype}: passed, {:.1} s",
-                words[0],
-                begin.elapsed().as_secs_f64()
-            );
-        }
-    }
-    let seconds = begin.elapsed().as_secs_f64();
-    Ok(format!(
-        "{} cases passed in {seconds:.1} s",
-        dtypes.len() * 3 * 400
-    ))
-}
-
 fn answer(line: &str, contest: &mut Option<Contest>) -> Result<String, Failure> {
     let words: Vec<&str> = line.split_whitespace().collect();
     match words.as_slice() {
@@ -302,7 +257,6 @@ fn answer(line: &str, contest: &mut Option<Contest>) -> Result<String, Failure> 
             Some(contest) => Ok(contest.run(repeats.parse()?)?.to_string()),
             None => Err("run before a configuration".into()),
         },
-        ["conform", rest @ ..] if rest.len() == 2 => conform(rest),
         ["end"] => {
             *contest = None;
             Ok("ended".into())

@@ -1,10 +1,12 @@
-//! The ring on a GPU: every kind of hop under the suite for transports, and whole rings against the
-//! reference. Prints how much passed; where there is no GPU it says so and passes, because it cannot
+//! Everything on a GPU: every family of kernels under the suite for kernels, every kind of hop under
+//! the suite for transports, and whole rings against the reference. Prints how much passed; an argument
+//! picks the groups whose name contains it; where there is no GPU it says so and passes, because it cannot
 //! know, unless `ENCKE_GPU` is set.
 
 mod nccl;
 mod rings;
 mod rows;
+mod suites;
 mod tally;
 mod wires;
 
@@ -27,7 +29,8 @@ fn main() -> ExitCode {
         }
     };
     println!("{}", pointer.device().name());
-    let mut tally = Tally::default();
+    let mut tally = Tally::from_arguments();
+    suites::run(&mut tally, || open(Hops::Pointer));
     wires::run(&mut tally, &pointer, &pinned);
     nccl::run(&mut tally, &pointer);
     rows::run(&mut tally, &pointer);
