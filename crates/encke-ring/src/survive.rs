@@ -3,7 +3,7 @@
 //! everyone has finished.
 //!
 //! Nothing is decided here. What is left to do after a death is in [`Epoch`], who is gone and how
-//! far the others came in the transport's [`Agreement`](encke_core::plan::survival::Agreement);
+//! far the others came in the transport's [`Agreement`];
 //! threads, the simulator and a network drive the same three steps.
 
 use encke_core::kernel::Kernel;
