@@ -165,7 +165,7 @@ impl Works<CudaKernel> for Gpu<'_> {
         let mut checksum = Checksum::default();
         for sums in &underway.sums {
             let (signed, squares, rows) = sums.read()?;
-            checksum = checksum.add(Checksum::of_units(signed, squares, rows));
+            checksum = checksum + Checksum::of_units(signed, squares, rows);
         }
         for gathered in underway.gathered {
             samples.accept(self.kernel, gathered)?;

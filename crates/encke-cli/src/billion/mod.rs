@@ -105,7 +105,7 @@ fn carry_out<K: Kernel>(
     let mut book = |state: &mut State, (done, harvest): (RankDone, Harvest)| {
         let checked = &mut state.checked;
         checked.check(plan.request(), &generator, harvest.samples)?;
-        state.checksum = state.checksum.add(harvest.checksum);
+        state.checksum = state.checksum + harvest.checksum;
         state.load_seconds += harvest.load.as_secs_f64();
         state.compute_seconds += harvest.compute.as_secs_f64();
         let since = std::mem::replace(&mut clock, Instant::now());

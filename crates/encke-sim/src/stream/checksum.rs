@@ -44,6 +44,18 @@ mod text {
     }
 }
 
+impl std::ops::Add for Checksum {
+    type Output = Checksum;
+
+    fn add(self, other: Checksum) -> Checksum {
+        Checksum {
+            signed: self.signed + other.signed,
+            squares: self.squares + other.squares,
+            rows: self.rows + other.rows,
+        }
+    }
+}
+
 impl Checksum {
     /// The sum of all numbers, each with the sign of its place.
     pub fn value(&self) -> f64 {
@@ -73,16 +85,6 @@ impl Checksum {
             signed,
             squares,
             rows,
-        }
-    }
-
-    /// The sums of both.
-    #[must_use]
-    pub fn add(self, other: Checksum) -> Checksum {
-        Checksum {
-            signed: self.signed + other.signed,
-            squares: self.squares + other.squares,
-            rows: self.rows + other.rows,
         }
     }
 
@@ -139,15 +141,15 @@ impl Sink for Checksum {
                             let row = first * ROWS + row;
                             let token = tokens.first + row / heads.len() * tokens.stride;
                             let place = [batch, token, heads[row % heads.len()]];
-                            sum.add(Checksum::row(place, numbers))
+                            sum + Checksum::row(place, numbers)
                         })
                     },
                 )
             };
             let tasks = numbers.par_chunks(ROWS * width).enumerate();
-            tasks.map(some_rows).reduce(Checksum::default, Checksum::add)
+            tasks.map(some_rows).reduce(Checksum::default, std::ops::Add::add)
         });
-        *self = self.add(sum);
+        *self = *self + sum;
         Ok(())
     }
 }
