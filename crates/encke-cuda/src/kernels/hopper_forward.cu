@@ -93,7 +93,7 @@ DEV u32 finite(u32 x) {
 // phase they mean is under way; it cannot end before consumers, who wait for `checked`, let it.
 DEV void check(const Shared& shared, int thread) {
   Turn<STAGES> v; Turn<2> turn; Tile tile; u32 masked_parity = 0;
-  while (hear(shared, turn, thread % 32, tile))
+  for (; hear(shared, turn, tile); leave(shared, turn, thread % 32))
     for (int step = 0; step < tile.blocks; step++, v.advance()) {
       if (step >= tile.masked) continue;
       barrier_wait(shared.masked(v.stage), masked_parity >> v.stage & 1); masked_parity ^= 1u << v.stage;
@@ -366,7 +366,7 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
     float acc[HD / 2]; u32 p[KEYS / 4]; Softmax softmax; Rows rows; Tile tile;
     Turn<Q_STAGES> q; Turn<STAGES> k, v; Turn<2> turn; u32 checked_parity = 0;
     if (PINGPONG && own == 0) named_arrive(1, 256);
-    while (hear(shared, turn, lane, tile)) {
+    for (; hear(shared, turn, tile); leave(shared, turn, lane)) {
       if (tile.blocks == 0) {
 #if !CARRY
         store_nothing(job, tile, (u16*)sums, m_or_lse, threadIdx.x - 128);
@@ -428,6 +428,8 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       wgmma_fence(); issue_values(acc, p, shared.v(v.stage)); wgmma_commit(); wgmma_wait<0>();
       release(shared.v_empty(v.stage), lane);
       v.advance();
+      hear(shared, turn, tile);   // again: what it takes to store was not kept
+      rows_of(job, tiles, tile, tile.row + own * 64 + warp * 16 + lane / 4, rows);
       if (CAUSAL && unbounded) add_unbounded(job, tile, rows, v_values, column, acc);
 #if CARRY
       if (lane == 0) barrier_arrive(shared.q_empty(q.stage));

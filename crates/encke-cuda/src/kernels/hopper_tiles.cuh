@@ -94,16 +94,19 @@ DEV void tell(const Shared& shared, Turn<2>& turn, const Tile& tile) {
   barrier_arrive(shared.tile_full(turn.stage));
   turn.advance();
 }
-// The next tile; false behind the last one. A whole warp asks.
-DEV bool hear(const Shared& shared, Turn<2>& turn, int lane, Tile& tile) {
+// The tile whose turn it is; false behind the last one. It stays where it is until every warp leaves it, so that it can be read again rather than kept in
+// registers.
+DEV bool hear(const Shared& shared, const Turn<2>& turn, Tile& tile) {
   barrier_wait(shared.tile_full(turn.stage), turn.parity);
   u32 from = shared.tile(turn.stage);
   uint4 x = load_shared_16(from), y = load_shared_16(from + 16), z = load_shared_16(from + 32);
-  __syncwarp();
-  if (lane == 0) barrier_arrive(shared.tile_empty(turn.stage));
-  turn.advance();
   tile.row = x.x; tile.head = x.y; tile.segment = x.z; tile.batch = x.w; tile.keys = y.x; tile.masked = y.z;
   tile.blocks = __shfl_sync(~0u, (int)y.y, 0);   // what the compiler can see to be the same in all lanes
   tile.cell = (i64)((u64)z.y << 32 | z.x);
   return tile.blocks >= 0;
+}
+DEV void leave(const Shared& shared, Turn<2>& turn, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(shared.tile_empty(turn.stage));
+  turn.advance();
 }

@@ -121,7 +121,7 @@ pub(crate) const TILINGS: &[Tiling] = &[
     Tiling {
         dim: 256,
         consumers: 2,
-        keys: 80,
+        keys: 64,
         stages: 2,
         q_stages: 1,
         pingpong: true,
