@@ -1,7 +1,7 @@
 //! What a kernel is told, as it lies in memory: the device's mirror of a job.
 //!
-//! Nothing is computed here. Field order and types are those of `kernels/common.cuh`; a test holds
-//! the sizes against the ones the compiler sees.
+//! Nothing is computed here. Field order and types are those of `kernels/common.cuh`; both sides
+//! assert the same sizes.
 
 use cudarc::driver::DeviceRepr;
 
@@ -61,3 +61,14 @@ pub(crate) struct Block {
 
 // SAFETY: as for `Job`.
 unsafe impl DeviceRepr for Block {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_those_the_kernels_assert() {
+        let sizes = [size_of::<Operand>(), size_of::<Job>(), size_of::<Block>()];
+        assert_eq!(sizes, [48, 272, 120]);
+    }
+}

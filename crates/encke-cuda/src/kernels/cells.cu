@@ -1,5 +1,4 @@
 // What is done to cells, one warp a cell: merging carries, ending a softmax, delta.
-struct Block { Operand from, to; int batch, segments, rows, heads; i64 width; };
 
 DEV i64 first_warp() { return (blockIdx.x * (i64)blockDim.x + threadIdx.x) / 32; }
 DEV i64 all_warps() { return (i64)gridDim.x * blockDim.x / 32; }

@@ -1,5 +1,5 @@
 // What every kernel shares: short names for types, the job it is told, and addresses in it.
-// No #include: NVRTC then needs no headers. `Job` and `Operand` mirror `src/abi.rs`, field by field.
+// No #include: NVRTC then needs no headers. `Job`, `Block` and `Operand` mirror `src/abi.rs`, field by field.
 //
 // Macros given by the host: T_BF16 or T_F16 or T_F32 or T_F64 (what is stored); what is summed is f32, f64 for T_F64.
 typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
@@ -15,6 +15,12 @@ struct Job {
   int batch, segments, queries, keys, heads, dim, causal, pad;
   double scale, gain;
 };
+
+// Rows to be copied, added or merged.
+struct Block { Operand from, to; int batch, segments, rows, heads; i64 width; };
+
+// The host's mirror has these sizes too (a test in src/abi.rs).
+static_assert(sizeof(Operand) == 48 && sizeof(Job) == 272 && sizeof(Block) == 120, "what the host tells is what a kernel reads");
 
 DEV i64 at(const Operand& o, int b, int s, i64 row, int h) { return o.offset + b * o.batch + s * o.segment + row * o.row + o.heads[h]; }
 

@@ -1,5 +1,4 @@
 // Moves rows without computing: fill, copy, add. Macros: FROM and TO, the types of the two sides.
-struct Block { Operand from, to; int batch, segments, rows, heads; i64 width; };
 
 extern "C" __global__ void fill(TO* to, i64 elements, double value) {
   for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < elements; i += (i64)gridDim.x * blockDim.x) narrow(value, to[i]);
