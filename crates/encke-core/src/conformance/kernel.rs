@@ -48,27 +48,23 @@ impl Default for Suite {
 impl Suite {
     /// Runs the whole suite with each of `dtypes` as the type of q, k and v.
     pub fn run<K: Kernel>(self, kernel: &K, dtypes: &[DType]) -> Result<(), Failure> {
-        run(self, kernel, dtypes)
-    }
-}
-
-fn run<K: Kernel>(suite: Suite, kernel: &K, dtypes: &[DType]) -> Result<(), Failure> {
-    for &dtype in dtypes {
-        let bench = |seed| Bench {
-            kernel,
-            dtype,
-            seed,
-            suite,
-        };
-        for seed in 0..SMALL_CASES {
-            moving::check(&bench(seed))?;
-            cells::check(&bench(seed))?;
+        for &dtype in dtypes {
+            let bench = |seed| Bench {
+                kernel,
+                dtype,
+                seed,
+                suite: self,
+            };
+            for seed in 0..SMALL_CASES {
+                moving::check(&bench(seed))?;
+                cells::check(&bench(seed))?;
+            }
+            for seed in 0..CASES {
+                attention(&bench(seed))?;
+            }
         }
-        for seed in 0..CASES {
-            attention(&bench(seed))?;
-        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// Gradients of a case: dq, and dk and dv of each part.
