@@ -46,7 +46,8 @@ class Worker:
         return None if said == "ready" else said
 
     def run(self, repeats):
-        return float(self.ask(f"run {repeats}"))
+        call, self.host = map(float, self.ask(f"run {repeats}").split())
+        return call
 
 
 worker = Worker()
@@ -115,12 +116,13 @@ def turns(calls, flops):
 def contest(name, flops, calls):
     times = turns(calls, flops)
     speed = {who: flops / statistics.median(t) / 1e9 for who, t in times.items()}
-    row = dict(name=name, tflops=speed, turns=args.turns)
+    row = dict(name=name, tflops=speed, turns=args.turns, host_us=1000 * worker.host)
     text = f"{name:44} ours {speed['ours']:6.1f} TFLOP/s"
     for who in times:
         if who != "ours":
             row[f"ratio_{who}"] = statistics.median(t / o for t, o in zip(times[who], times["ours"]))
             text += f" | {row[f'ratio_{who}']:5.2f} x {who} ({speed[who]:6.1f})"
+    text += f" | host {row['host_us']:.0f} us a call"
     note(row, text)
 
 

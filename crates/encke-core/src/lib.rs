@@ -10,6 +10,7 @@ pub mod dtype;
 pub mod error;
 pub mod host;
 pub mod job;
+mod join;
 pub mod kernel;
 pub mod mixing;
 pub mod naive;

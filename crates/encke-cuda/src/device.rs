@@ -33,7 +33,7 @@ pub struct Device {
     context: Arc<CudaContext>,
     compute: Arc<CudaStream>,
     beside: Arc<CudaStream>,
-    turn: AtomicUsize,
+    last_attention: Mutex<LastAttention>,
     outward: Arc<CudaStream>,
     inward: Arc<CudaStream>,
     /// Held while an event is recorded and noted, so that a later event of a stream is never
@@ -81,7 +81,7 @@ impl Device {
         Ok(Arc::new(Device {
             compute: context.new_stream().map_err(failed)?,
             beside: context.new_stream().map_err(failed)?,
-            turn: AtomicUsize::new(0),
+            last_attention: Mutex::default(),
             outward: context.new_stream().map_err(failed)?,
             inward: context.new_stream().map_err(failed)?,
             noting: Mutex::default(),
@@ -154,12 +154,44 @@ impl Device {
         &self.compute
     }
 
-    /// The stream for the next attention, and its number, below [`LANES`]. They take turns: where
-    /// ranks share a GPU, one's job begins on the multiprocessors that another's has left. What
-    /// depends on what is seen to by the memory they use.
-    pub(crate) fn lane(&self) -> (usize, &Arc<CudaStream>) {
-        let number = self.turn.fetch_add(1, Ordering::Relaxed) % LANES;
-        (number, [&self.compute, &self.beside][number])
+    /// Enqueues an attention on the next lane, after everything it depends on; `work` is told the
+    /// lane's number, below [`LANES`]. Lanes take turns: where ranks share a GPU, one's job begins
+    /// on the multiprocessors that another's has left. Only what continues the last attention
+    /// stays on its lane, where it need not wait for an event.
+    pub(crate) fn attend(
+        &self,
+        reads: &[&Memory],
+        writes: &[&Memory],
+        counters: &[Memory; LANES],
+        work: impl FnOnce(&CudaStream, u64) -> std::result::Result<(), DriverError>,
+    ) -> Result<()> {
+        let last = || {
+            let last = self.last_attention.lock();
+            last.unwrap_or_else(PoisonError::into_inner)
+        };
+        let lane = {
+            let last = last();
+            let continues = |event| writes.iter().any(|memory| memory.marks().ends_with(event));
+            match last.event.as_ref().is_some_and(continues) {
+                true => last.lane,
+                false => (last.lane + 1) % LANES,
+            }
+        };
+        let mut writes = writes.to_vec();
+        writes.push(&counters[lane]);
+        let what = "attention";
+        let event = self.place(self.lane(lane), what, reads, &writes, |stream| {
+            work(stream, counters[lane].pointer()).map_err(|error| Error::driver(what, error))
+        })?;
+        *last() = LastAttention {
+            lane,
+            event: Some(event),
+        };
+        Ok(())
+    }
+
+    fn lane(&self, number: usize) -> &Arc<CudaStream> {
+        [&self.compute, &self.beside][number]
     }
 
     /// The stream for copies to the host.
@@ -313,6 +345,13 @@ impl Device {
         drop(noting);
         worked.map(|()| event)
     }
+}
+
+/// The attention that was enqueued last: its lane, and the event of its end.
+#[derive(Default)]
+struct LastAttention {
+    lane: usize,
+    event: Option<Arc<CudaEvent>>,
 }
 
 /// A moment on the GPU's own clock.

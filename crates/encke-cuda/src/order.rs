@@ -42,6 +42,12 @@ impl<S, E> Marks<S, E> {
         elsewhere(stream, self.written.iter().chain(&self.reads))
     }
 
+    /// Whether this event is the end of its last writing.
+    pub fn ends_with(&self, event: &Arc<E>) -> bool {
+        let written = self.written.as_ref();
+        written.is_some_and(|mark| Arc::ptr_eq(&mark.event, event))
+    }
+
     /// It is read until this event. Events of one stream come in the order of the stream.
     pub fn read(&mut self, stream: &Arc<S>, event: &Arc<E>) {
         self.reads.retain(|mark| !Arc::ptr_eq(&mark.stream, stream));

@@ -89,7 +89,7 @@ impl<K: Kernel> ThreadRing<K> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Carries out a request on whole tensors, one thread a rank.
+    /// Carries out a request on whole tensors: a thread a rank, or the caller's where there is one.
     pub fn run(
         &self,
         request: &Request,
@@ -137,7 +137,31 @@ impl<K: Kernel> ThreadRing<K> {
         let origin = Instant::now();
         let endpoints = endpoints(ranks.len(), self.deadline);
         let observer = endpoints.first().map(Endpoint::observer);
-        let ended: Vec<Result<Vec<Event>, RankError>> = std::thread::scope(|scope| {
+        let ended = match ranks {
+            // One rank needs no thread of its own: starting it would take as long as a short call.
+            [rank] => {
+                let alone = endpoints.into_iter();
+                alone
+                    .map(|endpoint| self.live(plan, rank, endpoint, inputs, origin))
+                    .collect()
+            }
+            ranks => self.live_together(plan, ranks, endpoints, inputs, origin)?,
+        };
+        let first = observer.and_then(|observer| observer.failure());
+        let survives = plan.request().redundancy > 0;
+        Ended::new(ended, first.map(|(rank, _)| rank), survives)
+    }
+
+    /// Every rank on a thread of its own; how each ended.
+    fn live_together(
+        &self,
+        plan: &Arc<Plan>,
+        ranks: &mut [Rank<K>],
+        endpoints: Vec<Endpoint<K::Buffer>>,
+        inputs: &[(Role, View<'_>)],
+        origin: Instant,
+    ) -> Result<Vec<Result<Vec<Event>, RankError>>, RingError> {
+        std::thread::scope(|scope| {
             let mut threads = Vec::new();
             for (rank, endpoint) in ranks.iter_mut().zip(endpoints) {
                 let number = rank.plan().rank;
@@ -160,13 +184,10 @@ impl<K: Kernel> ThreadRing<K> {
                 thread.join().expect("a rank catches its own panics")
             };
             Ok(threads.into_iter().map(join).collect())
-        })?;
-        let first = observer.and_then(|observer| observer.failure());
-        let survives = plan.request().redundancy > 0;
-        Ended::new(ended, first.map(|(rank, _)| rank), survives)
+        })
     }
 
-    /// The life of one rank's thread. However it ends, the others learn of it.
+    /// The life of one rank. However it ends, the others learn of it.
     fn live(
         &self,
         plan: &Arc<Plan>,

@@ -1,7 +1,7 @@
 //! One contestant of `bench/gpu.py`: ranks on one GPU, their inputs already there. Reads a
 //! configuration from a line of standard input, then answers each `run R` with the milliseconds of
-//! one of R calls in a row, measured by events on the GPU, so that the script can take turns with
-//! its rivals.
+//! one of R calls in a row, measured by events on the GPU, and those that the host took to enqueue
+//! it, so that the script can take turns with its rivals.
 //!
 //! A call is what a rank does between its inputs and its outputs: all ranks as threads, hops and
 //! all. Inputs are random; the answer is checked on a short sequence before anything is timed.
@@ -157,6 +157,9 @@ impl Contest {
             ended
         };
         let ends = endpoints(ranks.len(), DEADLINE);
+        if let [rank] = ranks {
+            return Ok(ends.into_iter().try_for_each(|end| run(rank, end))?);
+        }
         std::thread::scope(|scope| {
             let mut threads = Vec::new();
             for (rank, endpoint) in ranks.iter_mut().zip(ends) {
@@ -169,13 +172,17 @@ impl Contest {
         })
     }
 
-    fn run(&mut self, repeats: usize) -> Result<f64, Failure> {
+    /// Milliseconds of a call, and those of them that the host takes to enqueue it.
+    fn run(&mut self, repeats: usize) -> Result<(f64, f64), Failure> {
         let device = self.kernel.device();
         let begin = device.instant()?;
+        let host = Instant::now();
         for _ in 0..repeats {
             Contest::call(&self.kernel, &mut self.ranks)?;
         }
-        Ok(device.instant()?.since(&begin)? / repeats as f64)
+        let host = 1000.0 * host.elapsed().as_secs_f64();
+        let all = device.instant()?.since(&begin)?;
+        Ok((all / repeats as f64, host / repeats as f64))
     }
 }
 
@@ -254,7 +261,10 @@ fn answer(line: &str, contest: &mut Option<Contest>) -> Result<String, Failure> 
     let words: Vec<&str> = line.split_whitespace().collect();
     match words.as_slice() {
         ["run", repeats] => match contest {
-            Some(contest) => Ok(contest.run(repeats.parse()?)?.to_string()),
+            Some(contest) => {
+                let (call, host) = contest.run(repeats.parse()?)?;
+                Ok(format!("{call} {host}"))
+            }
             None => Err("run before a configuration".into()),
         },
         ["end"] => {

@@ -6,6 +6,7 @@ use super::program::{
     BufferId, BufferPlan, CarryIds, Component, Fill, Port, RankPlan, Role, Round, Task,
 };
 use crate::dtype::DType;
+use crate::job::Job;
 use crate::sharding::Run;
 
 /// The buffers and rounds of one rank as they are put together.
@@ -33,7 +34,12 @@ impl<'a> Builder<'a> {
         }
     }
 
-    pub fn finish(self) -> RankPlan {
+    /// The program. Jobs that lie side by side have become one.
+    pub fn finish(mut self) -> RankPlan {
+        for round in &mut self.rounds {
+            join(&mut round.meanwhile, Job::join_keys);
+            join(&mut round.meanwhile, Job::join_queries);
+        }
         RankPlan {
             rank: self.rank,
             rows: self.rows,
@@ -160,4 +166,25 @@ impl<'a> Builder<'a> {
             self.round(round).before.push(Task::Fill { buffer, value });
         }
     }
+}
+
+/// How far back a task looks for one to be joined to: the pieces of a shard come together.
+const WINDOW: usize = 4;
+
+/// Joins tasks to earlier ones of the same round where `pair` says that their jobs are one. Tasks of
+/// a round do not depend on one another, so the order does not matter.
+fn join(tasks: &mut Vec<Task>, pair: fn(&Job, &Job) -> Option<Job>) {
+    let mut done: Vec<Task> = Vec::with_capacity(tasks.len());
+    for task in tasks.drain(..) {
+        let from = done.len().saturating_sub(WINDOW);
+        let found = done[from..].iter().enumerate().find_map(|(at, earlier)| {
+            let job = pair(earlier.job()?, task.job()?)?;
+            Some((from + at, earlier.joined(&task, job)?))
+        });
+        match found {
+            Some((at, joined)) => done[at] = joined,
+            None => done.push(task),
+        }
+    }
+    *tasks = done;
 }

@@ -309,6 +309,23 @@ impl Task {
         }
     }
 
+    /// This task and another one of the same kind on the same buffers, as one that does `job`.
+    pub(super) fn joined(&self, next: &Task, job: Job) -> Option<Task> {
+        let (mut joined, mut other) = (self.clone(), next.clone());
+        *other.job_mut()? = job.clone();
+        *joined.job_mut()? = job;
+        (joined == other).then_some(joined)
+    }
+
+    fn job_mut(&mut self) -> Option<&mut Job> {
+        match self {
+            Task::Forward { job, .. } | Task::Attend { job, .. } | Task::Backward { job, .. } => {
+                Some(job)
+            }
+            _ => None,
+        }
+    }
+
     /// The attention it computes, if it is one.
     pub fn job(&self) -> Option<&Job> {
         match self {

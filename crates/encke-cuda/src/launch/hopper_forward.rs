@@ -123,17 +123,14 @@ pub(crate) fn forward(
         tensor_map::encode(dtype, v, &job.k, &k_extents, tiling.key_rows())?,
     ];
     reads.extend(told.tables());
-    let mut writes = targets.memory();
-    let (lane, stream) = device.lane();
-    writes.push(&site.counters[lane]);
-    let counter = site.counters[lane].pointer();
+    let writes = targets.memory();
     let [acc, m, l, out, lse] = targets.pointers();
     let outputs = if targets.end {
         [out, lse, 0]
     } else {
         [acc, m, l]
     };
-    device.enqueue(stream, "attention", &reads, &writes, |stream| {
+    device.attend(&reads, &writes, &site.counters, |stream, counter| {
         let mut launch = stream.launch_builder(&function);
         for map in &maps {
             launch.arg(map);

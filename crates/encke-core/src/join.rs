@@ -1,0 +1,299 @@
+//! Jobs that lie side by side are one job.
+//!
+//! A rank's tokens are up to two runs, so its jobs come in pieces: a zigzag shard attended to
+//! itself is two diagonals and a square. In memory the runs are neighbours, in the order of their
+//! tokens, and the three pieces are one causal attention. Nothing is decided here about what is
+//! computed: the joined job has exactly the pairs of its pieces. It is longer, which is what every
+//! kernel likes, and passes over its carry once.
+
+use crate::job::{Causal, Job, Operand};
+
+impl Job {
+    /// This job and another one on the same queries whose keys come next in memory, as one.
+    /// None where they are not such a pair.
+    pub fn join_keys(&self, next: &Job) -> Option<Job> {
+        let same_queries = self.queries == next.queries
+            && self.same(&self.q, &next.q, self.queries)
+            && self.same(&self.cells, &next.cells, self.queries)
+            && self.same_dq(next, 0);
+        let adjacent = self.is_like(next)
+            && same_queries
+            && self.follows(&self.k, self.keys, &next.k)
+            && self.visible(0) == self.keys;
+        if !adjacent {
+            return None;
+        }
+        let causal = match next.causal.filter(|_| next.hides()) {
+            None => None,
+            Some(mask) => {
+                // The keys before the next job's first are seen by all only if a query sees at
+                // least up to the one just before it.
+                (mask.query + mask.key_step >= mask.key).then_some(())?;
+                let ahead = self.keys * mask.key_step;
+                Some(Causal {
+                    query: mask.query + ahead,
+                    ..mask
+                })
+            }
+        };
+        Some(Job {
+            keys: self.keys + next.keys,
+            k: self.k_of(next),
+            causal,
+            ..self.clone()
+        })
+    }
+
+    /// This job and another one on keys that begin with the same one, whose queries come next in
+    /// memory, as one. None where they are not such a pair.
+    pub fn join_queries(&self, next: &Job) -> Option<Job> {
+        let keys = self.keys.max(next.keys);
+        let adjacent = self.is_like(next)
+            && self.same(&self.k, &next.k, keys)
+            && self.follows(&self.q, self.queries, &next.q)
+            && self.follows(&self.cells, self.queries, &next.cells)
+            && self.same_dq(next, self.queries);
+        if !adjacent {
+            return None;
+        }
+        let causal = match self.causal.filter(|_| self.hides()) {
+            None => {
+                (self.keys == next.keys && !next.hides()).then_some(())?;
+                None
+            }
+            Some(mask) => {
+                self.mask_goes_on(&mask, next).then_some(())?;
+                Some(mask)
+            }
+        };
+        let widest = if next.keys > self.keys { next } else { self };
+        Some(Job {
+            queries: self.queries + next.queries,
+            keys,
+            q: self.rows_of(&self.q, &next.q, self.queries),
+            cells: self.rows_of(&self.cells, &next.cells, self.queries),
+            dq: match (&self.dq, &next.dq) {
+                (Some(own), Some(next)) => Some(self.rows_of(own, next, self.queries)),
+                _ => None,
+            },
+            k: widest.k.clone(),
+            causal,
+            ..self.clone()
+        })
+    }
+
+    /// Whether some query does not see some key.
+    fn hides(&self) -> bool {
+        self.visible(0) < self.keys
+    }
+
+    /// Whether this job's mask, told of more keys and more queries, shows this job's queries what
+    /// they saw and the next one's what those saw.
+    fn mask_goes_on(&self, mask: &Causal, next: &Job) -> bool {
+        let longer = Job {
+            queries: self.queries + next.queries,
+            keys: self.keys.max(next.keys),
+            ..self.clone()
+        };
+        let own_stay = next.keys <= self.keys || {
+            let unbounded = Job {
+                keys: usize::MAX,
+                ..self.clone()
+            };
+            unbounded.visible(self.queries - 1) <= self.keys
+        };
+        let wide = |x: usize| x as i128;
+        let lead = |mask: &Causal| wide(mask.query) - wide(mask.key);
+        let theirs = match next.causal.filter(|_| next.hides()) {
+            None => next.keys >= self.keys && longer.visible(self.queries) >= next.keys,
+            Some(other) => {
+                let steps = (mask.query_step, mask.key_step) == (other.query_step, other.key_step);
+                let same = lead(mask) + wide(self.queries * mask.query_step) == lead(&other);
+                let last = next.queries - 1;
+                let clipped = self.keys <= next.keys
+                    || longer.visible(self.queries + last) <= next.keys;
+                steps && same && clipped
+            }
+        };
+        own_stay && theirs
+    }
+
+    /// Whether they differ in nothing but their rows.
+    fn is_like(&self, next: &Job) -> bool {
+        (self.batch, self.segments, self.heads, self.dim)
+            == (next.batch, next.segments, next.heads, next.dim)
+            && (self.scale, self.gain) == (next.scale, next.gain)
+    }
+
+    /// Whether two operands have the same addresses for `rows` rows.
+    fn same(&self, one: &Operand, other: &Operand, rows: usize) -> bool {
+        one.offset == other.offset
+            && one.heads == other.heads
+            && (rows <= 1 || one.row == other.row)
+            && (self.batch <= 1 || one.batch == other.batch)
+            && (self.segments <= 1 || one.segment == other.segment)
+    }
+
+    /// Whether an operand's rows come right after the first `rows` rows of another one.
+    fn follows(&self, one: &Operand, rows: usize, next: &Operand) -> bool {
+        let step = match rows {
+            1 => next.row,
+            _ => one.row,
+        };
+        let shifted = Operand {
+            offset: one.offset + rows * step,
+            row: step,
+            ..one.clone()
+        };
+        step == next.row && self.same(&shifted, next, 2)
+    }
+
+    fn same_dq(&self, next: &Job, rows: usize) -> bool {
+        match (&self.dq, &next.dq) {
+            (None, None) => true,
+            (Some(own), Some(next)) if rows == 0 => self.same(own, next, self.queries),
+            (Some(own), Some(next)) => self.follows(own, rows, next),
+            _ => false,
+        }
+    }
+
+    /// An operand over its own rows and the next ones, which tell the step where it has only one.
+    fn rows_of(&self, one: &Operand, next: &Operand, rows: usize) -> Operand {
+        let row = if rows == 1 { next.row } else { one.row };
+        Operand { row, ..one.clone() }
+    }
+
+    fn k_of(&self, next: &Job) -> Operand {
+        self.rows_of(&self.k, &next.k, self.keys)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conformance::Random;
+    use std::collections::BTreeMap;
+
+    type Addresses = [usize; 4];
+
+    /// How often each pair of addresses is computed.
+    fn pairs(jobs: &[Job]) -> BTreeMap<Addresses, usize> {
+        let mut found = BTreeMap::new();
+        for job in jobs {
+            for (segment, head) in (0..job.segments).flat_map(|s| (0..job.heads).map(move |h| (s, h)))
+            {
+                for i in 0..job.queries {
+                    for j in 0..job.visible(i) {
+                        let dq = job.dq.as_ref().unwrap_or(&job.q);
+                        let at = [&job.q, &job.cells, dq].map(|of| of.at(0, segment, i, head));
+                        let key = job.k.at(0, segment, j, head);
+                        *found.entry([at[0], at[1], at[2], key]).or_default() += 1;
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    fn operand(offset: usize, row: usize) -> Operand {
+        Operand {
+            offset,
+            batch: 0,
+            segment: 1000,
+            row,
+            heads: [0, 10_000].into(),
+        }
+    }
+
+    fn job(queries: (usize, usize), keys: (usize, usize), causal: Option<Causal>) -> Job {
+        Job {
+            batch: 1,
+            segments: 2,
+            queries: queries.1,
+            keys: keys.1,
+            heads: 2,
+            dim: 8,
+            q: operand(8 * queries.0, 8),
+            k: operand(8 * keys.0, 8),
+            cells: operand(queries.0, 1),
+            dq: None,
+            causal,
+            scale: 0.5,
+            gain: 1.0,
+        }
+    }
+
+    fn causal(query: usize, key: usize) -> Option<Causal> {
+        Some(Causal {
+            query,
+            query_step: 1,
+            key,
+            key_step: 1,
+        })
+    }
+
+    #[test]
+    fn a_zigzag_shard_with_itself_is_one_causal_job() {
+        // Two runs of 5 tokens: 10..15 and 40..45.
+        let low = job((0, 5), (0, 5), causal(10, 10));
+        let square = job((5, 5), (0, 5), causal(40, 10));
+        let high = job((5, 5), (5, 5), causal(40, 40));
+        let below = square.join_keys(&high).unwrap();
+        let all = low.join_queries(&below).unwrap();
+        assert_eq!((all.queries, all.keys), (10, 10));
+        assert_eq!(pairs(std::slice::from_ref(&all)), pairs(&[low, square, high]));
+    }
+
+    #[test]
+    fn what_is_joined_has_the_pairs_of_its_pieces_and_no_other() {
+        let mut joined = [0; 2];
+        for seed in 0..60_000 {
+            let mut random = Random::new(seed);
+            let mut mask = || {
+                let steps = (1 + random.below(3), 1 + random.below(3));
+                Causal {
+                    query: random.below(20),
+                    query_step: steps.0,
+                    key: random.below(20),
+                    key_step: steps.1,
+                }
+            };
+            let (first, mut second) = (mask(), mask());
+            if random.once_in(2) {
+                (second.query_step, second.key_step) = (first.query_step, first.key_step);
+            }
+            let masks = [first, second].map(|mask| (!random.once_in(4)).then_some(mask));
+            let (q, k) = (1 + random.below(4), 1 + random.below(4));
+            let (more_q, more_k) = (1 + random.below(4), 1 + random.below(4));
+            let left = job((0, q), (0, k), masks[0]);
+            let right = job((0, q), (k, more_k), masks[1]);
+            let below = job((q, more_q), (0, more_k), masks[1]);
+            for (which, (next, all)) in [
+                (&right, left.join_keys(&right)),
+                (&below, left.join_queries(&below)),
+            ]
+            .into_iter()
+            .enumerate()
+            {
+                let Some(all) = all else { continue };
+                let apart = pairs(&[left.clone(), next.clone()]);
+                assert_eq!(pairs(&[all]), apart, "seed {seed}: {left:?} and {next:?}");
+                joined[which] += 1;
+            }
+        }
+        assert!(joined.iter().all(|&count| count > 500), "{joined:?}");
+    }
+
+    #[test]
+    fn what_does_not_lie_side_by_side_stays_apart() {
+        let first = job((0, 4), (0, 4), None);
+        assert_eq!(first.join_keys(&job((0, 4), (5, 4), None)), None);
+        assert_eq!(first.join_keys(&job((0, 3), (4, 4), None)), None);
+        assert_eq!(first.join_queries(&job((5, 4), (0, 4), None)), None);
+        let scaled = Job {
+            scale: 0.25,
+            ..job((0, 4), (4, 4), None)
+        };
+        assert_eq!(first.join_keys(&scaled), None);
+    }
+}
