@@ -103,7 +103,7 @@ def note(row, text):
 
 def turns(calls, flops):
     """Milliseconds of each contestant, one after another, as often as there are turns."""
-    repeats = max(1, min(40, int(6e12 / flops)))
+    repeats = max(3, min(40, int(6e12 / flops)))
     for call in calls.values():
         call(2)
     times = {name: [] for name in calls}
