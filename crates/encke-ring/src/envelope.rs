@@ -66,12 +66,17 @@ impl Envelope {
         to: Address,
         parcel: &B,
     ) -> Envelope {
+        Envelope::of(rank, call, round, to, parcel.checksum(to.elements))
+    }
+
+    /// The same for whoever has the checksum already.
+    pub fn of(rank: usize, call: u64, round: usize, to: Address, contents: u64) -> Envelope {
         let mut envelope = Envelope {
             call,
             round: round as u64,
             tag: to.tag,
             elements: to.elements as u64,
-            contents: parcel.checksum(to.elements),
+            contents,
             seal: 0,
         };
         envelope.seal = envelope.sealed(rank, to.peer);
@@ -164,7 +169,11 @@ impl Posted {
 
     /// Whether the contents are what was sent, once they are in the posted buffer.
     pub fn verify<B: Parcel>(&self, envelope: &Envelope, parcel: &B) -> Result<(), TransportError> {
-        let got = parcel.checksum(self.from.elements);
+        self.hold(envelope, parcel.checksum(self.from.elements))
+    }
+
+    /// The same for whoever has the checksum of the contents already.
+    pub fn hold(&self, envelope: &Envelope, got: u64) -> Result<(), TransportError> {
         match got == envelope.contents {
             true => Ok(()),
             false => Err(self.corrupt("contents", got, envelope.contents)),

@@ -1,0 +1,435 @@
+//! The transport between processes.
+//!
+//! While a rank computes, a thread of this exchange alone calls MPI: it makes and checks checksums
+//! and moves messages along, because MPI may move them only inside its calls. It looks now and then
+//! rather than all the time, and ends with the last message.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use encke_core::transport::{
+    Address, HostParcel, Incoming, Moved, Outgoing, Transport, TransportError,
+};
+use encke_ring::envelope::Posted;
+
+use crate::alarm::{Alarm, Notice};
+use crate::error::MpiError;
+use crate::flight::{Flight, LONGEST, Trouble};
+use crate::sys::{self, Class, Comm, Fault};
+
+/// How long MPI is given to let go of the buffers of an exchange that failed.
+const CALL_BACK: Duration = Duration::from_millis(300);
+/// How long a rank that only learns that something was revoked waits to hear why.
+const HEARSAY: Duration = Duration::from_millis(300);
+/// Between two looks while the rank computes: a hop is moved along, the cores are the jobs'.
+const GLANCE: Duration = Duration::from_micros(100);
+/// Between two looks while the rank waits, after the first [`EAGER`] ones.
+const WATCH: Duration = Duration::from_micros(30);
+/// Looks without a pause when a rank begins to wait.
+const EAGER: usize = 200;
+
+/// One rank's end of the wire. Ranks keep the numbers they were born with.
+#[derive(Debug)]
+pub struct Wire {
+    comm: Comm,
+    rank: usize,
+    ranks: usize,
+    /// Where each rank is in `comm`; none where it has died.
+    places: Vec<Option<usize>>,
+    deadline: Duration,
+    longest: usize,
+    call: u64,
+    alarm: Alarm,
+    failed: Option<TransportError>,
+    dead: bool,
+    library: String,
+    spoiled: Arc<AtomicBool>,
+}
+
+/// Survivors of one or more deaths.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Regrouped {
+    /// Ranks that are left, rising. All of them have the same list.
+    pub survivors: Vec<usize>,
+    /// Ranks that were there before and are not now.
+    pub died: Vec<usize>,
+}
+
+impl Wire {
+    pub(crate) fn new(
+        comm: Comm,
+        deadline: Duration,
+        library: String,
+        spoiled: Arc<AtomicBool>,
+    ) -> Result<Wire, MpiError> {
+        let failed = |fault: Fault| fault.during("opening the wire");
+        let ranks = comm.size().map_err(failed)?;
+        Ok(Wire {
+            comm,
+            rank: comm.rank().map_err(failed)?,
+            ranks,
+            places: (0..ranks).map(Some).collect(),
+            deadline,
+            longest: LONGEST,
+            call: 0,
+            alarm: Alarm::new(comm).map_err(failed)?,
+            failed: None,
+            dead: false,
+            library,
+            spoiled,
+        })
+    }
+
+    /// The number of this rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many ranks there were at the beginning.
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// How long an exchange may wait for another rank from now on.
+    pub fn set_deadline(&mut self, deadline: Duration) {
+        self.deadline = deadline;
+    }
+
+    /// Sends contents in pieces of so many bytes from now on; all ranks must do the same.
+    pub fn set_longest_piece(&mut self, bytes: usize) {
+        self.longest = bytes.clamp(1, LONGEST);
+    }
+
+    /// Begins another call: rounds are counted from 0 again. All ranks must do the same.
+    pub fn begin(&mut self) {
+        self.call += 1;
+    }
+
+    /// Tells all other ranks that this one cannot go on, for a reason that is not the wire's.
+    pub fn give_up(&mut self, reason: &str) {
+        if self.failed.is_some() || self.spoiled.load(Ordering::Relaxed) {
+            return;
+        }
+        let notice = Notice {
+            about: self.rank,
+            reason: reason.to_string(),
+        };
+        self.tell(&notice);
+        self.failed = Some(TransportError::PeerFailed {
+            rank: self.rank,
+            peer: self.rank,
+            round: 0,
+            reason: notice.reason,
+        });
+    }
+
+    /// After a failed exchange, when every survivor does the same: agrees on who is left, and goes
+    /// on with those. Ranks keep their numbers. A rank that is stuck, not dead, makes this an error.
+    pub fn regroup(&mut self) -> Result<Regrouped, MpiError> {
+        if self.spoiled.load(Ordering::Relaxed) {
+            return Err(MpiError::Spoiled);
+        }
+        if !sys::ulfm() {
+            let library = self.library.clone();
+            return Err(MpiError::NoUlfm { library });
+        }
+        let failed = |fault: Fault| fault.during("bringing the survivors together");
+        self.comm.revoke().map_err(failed)?;
+        // Shrinking cannot be tested for; once everyone has come this far it does not wait.
+        let limit = self.deadline;
+        if !self.comm.agree(limit).map_err(failed)? {
+            return Err(MpiError::Agreement { limit });
+        }
+        let left = self.comm.shrink().map_err(failed)?;
+        let before: Vec<usize> = (0..self.ranks)
+            .filter(|&r| self.places[r].is_some())
+            .collect();
+        let places = self.comm.members(left).map_err(failed)?;
+        let survivors: Vec<usize> = places.into_iter().map(|place| before[place]).collect();
+        self.places = vec![None; self.ranks];
+        for (place, &rank) in survivors.iter().enumerate() {
+            self.places[rank] = Some(place);
+        }
+        let died = before.into_iter().filter(|rank| !survivors.contains(rank));
+        let died = died.collect();
+        self.comm = left;
+        self.alarm = Alarm::new(left).map_err(failed)?;
+        self.failed = None;
+        self.begin();
+        Ok(Regrouped { survivors, died })
+    }
+
+    /// Stops listening; whether all ranks are still there to end MPI together.
+    pub(crate) fn close(mut self) -> bool {
+        if self.failed.is_some() || self.dead {
+            return false;
+        }
+        self.alarm.close();
+        true
+    }
+
+    /// Sends a notice to every other rank that is left.
+    fn tell(&self, notice: &Notice) {
+        let others = self.places.iter().enumerate();
+        let others = others.filter(|(rank, _)| *rank != self.rank && *rank != notice.about);
+        self.alarm
+            .raise(notice, others.filter_map(|(_, place)| *place));
+    }
+
+    /// The process that has `rank`'s number, or that it is dead.
+    fn place(&self, rank: usize, round: usize) -> Result<usize, TransportError> {
+        let place = self.places.get(rank).copied().flatten();
+        place.ok_or_else(|| self.ended(rank, round))
+    }
+
+    fn ended(&self, peer: usize, round: usize) -> TransportError {
+        TransportError::PeerFailed {
+            rank: self.rank,
+            peer,
+            round,
+            reason: "its process ended".to_string(),
+        }
+    }
+
+    /// Posts everything: receives first.
+    fn post<'a, B: HostParcel>(
+        &self,
+        round: usize,
+        outgoing: &'a [Outgoing<'_, B>],
+        incoming: &'a mut [Incoming<'_, B>],
+    ) -> Result<Flight<'a>, (Flight<'a>, Trouble)> {
+        let mut flight = Flight::new(self.comm);
+        let (rank, call) = (self.rank, self.call);
+        let numbers = indices(incoming.iter().map(|message| message.from));
+        for (Incoming { from, parcel }, index) in incoming.iter_mut().zip(numbers) {
+            let from = *from;
+            let posted = Posted {
+                rank,
+                call,
+                round,
+                from,
+            };
+            let contents = parcel.host_bytes_mut(from.elements);
+            let posted = match self.place(from.peer, round) {
+                Ok(place) => flight.await_from(posted, (place, index), contents, self.longest),
+                Err(error) => Err(Trouble::Message(error)),
+            };
+            if let Err(trouble) = posted {
+                return Err((flight, trouble));
+            }
+        }
+        let numbers = indices(outgoing.iter().map(|message| message.to));
+        for (Outgoing { to, parcel }, index) in outgoing.iter().zip(numbers) {
+            let contents = parcel.host_bytes(to.elements);
+            let sent = match self.place(to.peer, round) {
+                Ok(place) => flight.send_to(*to, (place, index), contents, self.longest),
+                Err(error) => Err(Trouble::Message(error)),
+            };
+            if let Err(trouble) = sent {
+                return Err((flight, trouble));
+            }
+        }
+        Ok(flight)
+    }
+
+    /// Moves the messages of a flight until all have landed. `idle` is when the rank began to
+    /// wait for them, once it has.
+    fn land(
+        &mut self,
+        round: usize,
+        flight: &mut Flight<'_>,
+        idle: &OnceLock<Instant>,
+    ) -> Result<Moved, TransportError> {
+        let (rank, call) = (self.rank, self.call);
+        let lettered = flight.send_letters(rank, call, round);
+        lettered.map_err(|trouble| self.explain(round, trouble))?;
+        let mut looks = 0;
+        loop {
+            self.listen(round)?;
+            match flight.poll() {
+                Ok(true) => return Ok(flight.moved()),
+                Ok(false) => {}
+                Err(trouble) => return Err(self.explain(round, trouble)),
+            }
+            let Some(since) = idle.get() else {
+                std::thread::sleep(GLANCE);
+                continue;
+            };
+            let (waited, limit) = (since.elapsed(), self.deadline);
+            if waited > limit {
+                return Err(TransportError::Deadline {
+                    rank,
+                    peer: flight.awaited().unwrap_or(rank),
+                    round,
+                    waited,
+                    limit,
+                });
+            }
+            looks += 1;
+            match looks < EAGER {
+                true => std::thread::yield_now(),
+                false => std::thread::sleep(WATCH),
+            }
+        }
+    }
+
+    /// Whether another rank has failed.
+    fn listen(&mut self, round: usize) -> Result<(), TransportError> {
+        let rank = self.rank;
+        match self.alarm.heard() {
+            Ok(None) => Ok(()),
+            Ok(Some(notice)) => Err(TransportError::PeerFailed {
+                rank,
+                peer: notice.about,
+                round,
+                reason: notice.reason.clone(),
+            }),
+            Err(fault) => Err(self.explain(round, Trouble::Fault(rank, fault))),
+        }
+    }
+
+    /// The transport's error for what MPI said.
+    fn explain(&mut self, round: usize, trouble: Trouble) -> TransportError {
+        let (peer, fault) = match trouble {
+            Trouble::Message(error) => return error,
+            Trouble::Fault(peer, fault) => (peer, fault),
+        };
+        // Who died, or what somebody said before he revoked the wire, may take a moment to come.
+        let since = Instant::now();
+        while matches!(fault.class, Class::Dead | Class::Revoked) && since.elapsed() < HEARSAY {
+            let known = self.comm.failed().unwrap_or_default();
+            let named = known.iter().find_map(|place| {
+                let is = |of: &Option<usize>| *of == Some(*place);
+                self.places.iter().position(is)
+            });
+            if let Some(peer) = named {
+                self.dead = true;
+                return self.ended(peer, round);
+            }
+            if let Ok(Some(notice)) = self.alarm.heard() {
+                return TransportError::PeerFailed {
+                    rank: self.rank,
+                    peer: notice.about,
+                    round,
+                    reason: notice.reason.clone(),
+                };
+            }
+            std::thread::sleep(WATCH);
+        }
+        TransportError::PeerFailed {
+            rank: self.rank,
+            peer,
+            round,
+            reason: fault.words,
+        }
+    }
+
+    /// After a failure: others are told, and MPI lets go of the buffers. Those it does not let go
+    /// of are named, by their place among the arrivals.
+    fn abandon(&mut self, error: &TransportError, flight: &mut Flight<'_>) -> Vec<usize> {
+        let about = match error {
+            TransportError::PeerFailed { peer, .. } => *peer,
+            _ => self.rank,
+        };
+        // What was heard from another need not be told again; a death may not have been heard of.
+        if !matches!(self.alarm.heard(), Ok(Some(_))) {
+            let reason = match error {
+                TransportError::PeerFailed { reason, .. } => reason.clone(),
+                other => other.to_string(),
+            };
+            self.tell(&Notice { about, reason });
+        }
+        if sys::ulfm() {
+            // Revoked, every request of ours ends; without that, a send cannot be called back.
+            let _ = self.comm.revoke();
+        }
+        let (stuck, read) = flight.call_back(CALL_BACK);
+        if read {
+            // MPI may read buffers that the caller is free to drop, if it is ever called again.
+            self.spoiled.store(true, Ordering::Relaxed);
+        }
+        self.failed = Some(error.clone());
+        stuck
+    }
+}
+
+/// The number of each message among those with the same peer, in the order of their tags. Both
+/// ends come to the same numbers, whatever order they post in.
+fn indices(addresses: impl Iterator<Item = Address>) -> Vec<usize> {
+    let addresses: Vec<Address> = addresses.collect();
+    let mut order: Vec<usize> = (0..addresses.len()).collect();
+    order.sort_by_key(|&at| (addresses[at].peer, addresses[at].tag));
+    let mut next: HashMap<usize, usize> = HashMap::new();
+    let mut numbers = vec![0; addresses.len()];
+    for at in order {
+        let number = next.entry(addresses[at].peer).or_default();
+        numbers[at] = *number;
+        *number += 1;
+    }
+    numbers
+}
+
+impl<B: HostParcel> Transport<B> for Wire {
+    fn exchange(
+        &mut self,
+        round: usize,
+        outgoing: &[Outgoing<'_, B>],
+        incoming: &mut [Incoming<'_, B>],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Moved, TransportError> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        if outgoing.is_empty() && incoming.is_empty() {
+            meanwhile();
+            return Ok(Moved::default());
+        }
+        let idle = OnceLock::new();
+        let (mut flight, posted) = match self.post(round, outgoing, incoming) {
+            Ok(flight) => (flight, Ok(())),
+            Err((flight, trouble)) => (flight, Err(trouble)),
+        };
+        let mut computed = Ok(());
+        let mut compute = || {
+            computed = catch_unwind(AssertUnwindSafe(&mut *meanwhile));
+            let _ = idle.set(Instant::now());
+        };
+        let landed = match posted {
+            Err(trouble) => {
+                compute();
+                Err(self.explain(round, trouble))
+            }
+            Ok(()) => {
+                let (wire, flown) = (&mut *self, &mut flight);
+                let beside = std::thread::scope(|scope| {
+                    let hops = std::thread::Builder::new().name("encke-hops".to_string());
+                    let land = || wire.land(round, flown, &idle);
+                    let thread = hops.spawn_scoped(scope, land).ok()?;
+                    compute();
+                    Some(thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
+                });
+                // Where no thread is to be had, messages move when the rank has computed.
+                beside.unwrap_or_else(|| {
+                    compute();
+                    self.land(round, &mut flight, &idle)
+                })
+            }
+        };
+        let stuck = match &landed {
+            Ok(_) => Vec::new(),
+            Err(error) => self.abandon(error, &mut flight),
+        };
+        drop(flight);
+        for at in stuck {
+            std::mem::forget(incoming[at].parcel.take());
+        }
+        // A panic of the computation is the caller's, once MPI has let go of his buffers.
+        if let Err(panic) = computed {
+            resume_unwind(panic);
+        }
+        landed
+    }
+}

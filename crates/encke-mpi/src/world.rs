@@ -1,0 +1,74 @@
+//! The processes of one launch.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use mpi::Threading;
+use mpi::environment::Universe;
+
+use crate::error::MpiError;
+use crate::sys::{self, Comm};
+use crate::wire::Wire;
+
+/// MPI, started. There is one in a process.
+pub struct World {
+    universe: Option<Universe>,
+    library: String,
+    spoiled: Arc<AtomicBool>,
+}
+
+impl World {
+    /// Starts MPI and opens the wire between all processes. No exchange over it waits longer than
+    /// `deadline` for another rank.
+    pub fn start(deadline: Duration) -> Result<(World, Wire), MpiError> {
+        let started = mpi::initialize_with_threading(Threading::Serialized);
+        let (universe, threading) = started.ok_or(MpiError::Started)?;
+        let library = sys::library();
+        let got = match threading {
+            Threading::Single => "MPI_THREAD_SINGLE",
+            Threading::Funneled => "MPI_THREAD_FUNNELED",
+            Threading::Serialized | Threading::Multiple => "",
+        };
+        if !got.is_empty() {
+            return Err(MpiError::Threads { library, got });
+        }
+        let failed = |fault: sys::Fault| fault.during("starting MPI");
+        let comm = Comm::world().map_err(failed)?;
+        let comm = comm.duplicate().map_err(failed)?;
+        let spoiled = Arc::new(AtomicBool::new(false));
+        let wire = Wire::new(comm, deadline, library.clone(), Arc::clone(&spoiled))?;
+        let world = World {
+            universe: Some(universe),
+            library,
+            spoiled,
+        };
+        Ok((world, wire))
+    }
+
+    /// What the library calls itself.
+    pub fn library(&self) -> &str {
+        &self.library
+    }
+
+    /// Whether deaths are reported and can be survived in this launch.
+    pub fn survives(&self) -> bool {
+        sys::ulfm()
+    }
+
+    /// Ends MPI, when all ranks have ended well.
+    pub fn finish(mut self, wire: Wire) {
+        let whole = wire.close();
+        if whole && !self.spoiled.load(Ordering::Relaxed) {
+            drop(self.universe.take());
+        }
+    }
+}
+
+impl Drop for World {
+    /// Without [`World::finish`] something has gone wrong, and the end of MPI is a meeting of all
+    /// processes: it would wait for those that cannot come.
+    fn drop(&mut self) {
+        std::mem::forget(self.universe.take());
+    }
+}
