@@ -7,7 +7,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 use crate::terminal::{note, say};
-use crate::{Verdict, attend, billion, generate, plan, profile, report, simulate, verify};
+use crate::{Verdict, attend, billion, generate, launch, plan, profile, report, simulate, verify};
 
 const ABOUT: &str = "Exact ring and dilated attention, forward and backward.
 
@@ -35,6 +35,8 @@ Examples:
       Random configurations against the f64 reference.
   encke billion --tokens 16M
       Attention over a generated sequence of any length, checked row by row; a billion by default.
+  encke launch -n 4 attend qkv.safetensors -o out.safetensors --causal
+      Four processes instead of threads; the same as mpirun -n 4 encke attend …
 
 Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024.
 Exit codes: 0 success, 1 a check failed, 2 bad input or any other error.";
@@ -60,6 +62,9 @@ pub enum Command {
     /// Write a file of generated tensors, as large as one likes
     #[command(after_help = generate::EXAMPLES)]
     Generate(generate::Options),
+    /// Start a command as several processes, with the mpirun that is found
+    #[command(after_help = launch::EXAMPLES)]
+    Launch(launch::Options),
     /// Say who would compute what, send what to whom, and hold how much
     #[command(after_help = plan::EXAMPLES, allow_negative_numbers = true)]
     Plan(plan::Options),
@@ -99,8 +104,8 @@ pub fn usage(refused: &clap::Error) -> Result<Verdict> {
         .collect();
     let asked = std::env::args().nth(1).unwrap_or_default();
     let help = match asked.as_str() {
-        "attend" | "billion" | "generate" | "plan" | "profile" | "report" | "simulate"
-        | "verify" => format!("encke {asked} --help"),
+        "attend" | "billion" | "generate" | "launch" | "plan" | "profile" | "report"
+        | "simulate" | "verify" => format!("encke {asked} --help"),
         _ => "encke --help".to_string(),
     };
     Err(anyhow!("{}; see {help}", said.join("; ")))

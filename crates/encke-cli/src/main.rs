@@ -10,11 +10,14 @@ mod attend;
 mod billion;
 mod chrome;
 mod cli;
+#[cfg(feature = "mpi")]
+mod cluster;
 mod demo;
 mod device_option;
 mod finite;
 mod generate;
 mod input;
+mod launch;
 mod memory;
 mod number;
 mod output;
@@ -38,6 +41,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use cli::{Cli, Command};
+use encke_mpi::launcher::{self, Place};
 use terminal::note;
 
 /// What a command found, if it could do its work.
@@ -49,16 +53,33 @@ pub enum Verdict {
     CheckFailed,
 }
 
+/// An error that has been reported already, by this process or by another one of its launch.
+#[derive(Debug)]
+pub struct Told;
+
+impl std::fmt::Display for Told {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("the error has been reported")
+    }
+}
+
+impl std::error::Error for Told {}
+
 fn main() -> ExitCode {
     cli::report_panics();
-    let ended = std::panic::catch_unwind(|| match Cli::try_parse() {
-        Ok(cli) => run(cli),
-        Err(refused) => cli::usage(&refused),
+    let together = launcher::place().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
+    let ended = std::panic::catch_unwind(|| match (Cli::try_parse(), &together) {
+        (Ok(cli), None) => run(cli),
+        (Ok(cli), Some(place)) => run_together(cli, place),
+        // Everyone was given the same words: one of them says what is wrong with them.
+        (Err(_), Some(place)) if place.rank > 0 => Err(Told.into()),
+        (Err(refused), _) => cli::usage(&refused),
     });
     match ended {
         Ok(Ok(Verdict::Fine)) => ExitCode::SUCCESS,
         Ok(Ok(Verdict::CheckFailed)) => ExitCode::from(1),
         Ok(Err(error)) if reader_left(&error) => ExitCode::SUCCESS,
+        Ok(Err(error)) if error.is::<Told>() => ExitCode::from(2),
         Ok(Err(error)) => {
             note(&format!("encke: {}", cli::one_line(&error)));
             ExitCode::from(2)
@@ -74,12 +95,33 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
         Some(Command::Attend(options)) => attend::run(&options),
         Some(Command::Billion(options)) => billion::run(&options),
         Some(Command::Generate(options)) => generate::run(&options),
+        Some(Command::Launch(options)) => launch::run(&options),
         Some(Command::Plan(options)) => plan::run(&options),
         Some(Command::Report(options)) => report::run(&options),
         Some(Command::Simulate(options)) => simulate::run(&options),
         Some(Command::Profile(options)) => profile::run(&options),
         Some(Command::Verify(options)) => verify::run(&options),
     }
+}
+
+/// The command as one of several processes.
+#[cfg(feature = "mpi")]
+fn run_together(cli: Cli, place: &Place) -> anyhow::Result<Verdict> {
+    cluster::run(cli, place)
+}
+
+/// Without MPI, each of them would do all of the work, and write the same file.
+#[cfg(not(feature = "mpi"))]
+fn run_together(_: Cli, place: &Place) -> anyhow::Result<Verdict> {
+    if place.rank > 0 {
+        return Err(Told.into());
+    }
+    anyhow::bail!(
+        "a launcher started {} processes ({} says so), but this encke was built without MPI, and \
+         each of them would do all of the work; build it with --features mpi, or start one",
+        place.ranks,
+        place.said_by
+    )
 }
 
 /// Whether whoever read our output has read enough, as `head` does.

@@ -157,19 +157,49 @@ impl OutputFile {
         (&file).write_all(&header).with_context(shown)?;
         let length = starts.last().copied().unwrap_or_default();
         file.set_len(length).with_context(shown)?;
-        let file = Arc::new(file);
-        let tensor = |(entry, offset): (&Entry, u64)| TensorFile {
-            file: Arc::clone(&file),
-            offset,
-            dtype: entry.dtype,
-            dims: match entry.shape[..] {
-                [b, n, h, d] => [b, n, h, d],
-                [b, n, h] => [b, n, h, 1],
-                _ => [1, 1, 1, entry.shape.iter().product()],
-            },
-        };
-        Ok(entries.iter().zip(starts).map(tensor).collect())
+        Ok(places(file, entries, starts))
     }
+
+    /// Where it is until it is kept, for other processes that write to it.
+    #[cfg(feature = "mpi")]
+    pub fn temporary(&self) -> &Path {
+        self.temporary.path()
+    }
+}
+
+/// Where tensors lie in a file that another process has prepared.
+#[cfg(feature = "mpi")]
+pub fn prepared(path: &Path, entries: &[Entry]) -> Result<Vec<TensorFile>> {
+    let shown = || format!("cannot write {}", path.display());
+    let mut open = fs::OpenOptions::new();
+    let file = open.read(true).write(true).open(path);
+    let file =
+        file.with_context(|| format!("{}; all processes must see one folder of outputs", shown()))?;
+    let (_, starts) = layout(entries).with_context(shown)?;
+    let length = starts.last().copied().unwrap_or_default();
+    let there = file.metadata().with_context(shown)?.len();
+    if there != length {
+        bail!(
+            "{} has {there} bytes instead of {length}; use one file system",
+            path.display()
+        );
+    }
+    Ok(places(file, entries, starts))
+}
+
+fn places(file: fs::File, entries: &[Entry], starts: Vec<u64>) -> Vec<TensorFile> {
+    let file = Arc::new(file);
+    let tensor = |(entry, offset): (&Entry, u64)| TensorFile {
+        file: Arc::clone(&file),
+        offset,
+        dtype: entry.dtype,
+        dims: match entry.shape[..] {
+            [b, n, h, d] => [b, n, h, d],
+            [b, n, h] => [b, n, h, 1],
+            _ => [1, 1, 1, entry.shape.iter().product()],
+        },
+    };
+    entries.iter().zip(starts).map(tensor).collect()
 }
 
 /// Writes tensors in the safetensors format, straight from where they lie.

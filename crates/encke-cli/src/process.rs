@@ -10,6 +10,13 @@ pub fn peak_resident_bytes() -> Option<usize> {
     kibibytes(&status, "VmHWM:")
 }
 
+/// The memory this process has resident at the moment, in bytes, where the system tells.
+#[cfg(feature = "mpi")]
+pub fn resident_bytes() -> Option<usize> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    kibibytes(&status, "VmRSS:")
+}
+
 /// The machine, as a record names it.
 #[derive(Debug, Serialize)]
 pub struct Machine {

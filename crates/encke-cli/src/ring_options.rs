@@ -104,6 +104,32 @@ impl RingOptions {
         if ranks > most {
             bail!("{ranks} ranks are too many: {reason}; use at most {most}");
         }
+        self.put(builder, ranks, cut)
+    }
+
+    /// The same where processes are the ranks, so that it is known how many there are.
+    #[cfg(feature = "mpi")]
+    pub fn apply_to(&self, builder: Builder, processes: usize) -> Result<Builder> {
+        if let Some(ranks) = self.ranks.filter(|ranks| *ranks != processes) {
+            bail!(
+                "--ranks {ranks}, but {processes} processes were started, and each is one rank; \
+                 leave --ranks out or start as many processes"
+            );
+        }
+        let cut = self.sharding.clone().unwrap_or(Cut::Contiguous);
+        if let Cut::Firsts(firsts) = &cut
+            && firsts.len() != processes
+        {
+            bail!(
+                "--sharding names the first tokens of {} ranks, but {processes} processes were \
+                 started; name as many",
+                firsts.len()
+            );
+        }
+        self.put(builder, processes, cut)
+    }
+
+    fn put(&self, builder: Builder, ranks: usize, cut: Cut) -> Result<Builder> {
         let queries = self.queries.unwrap_or(QueriesName::Sharded).queries();
         let redundancy = self.redundancy.unwrap_or(0);
         let builder = builder.ranks(ranks).sharding(cut).queries(queries);

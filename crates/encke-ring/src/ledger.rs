@@ -6,11 +6,11 @@
 //! in its steady state adds no entries there, however long it runs.
 
 use encke_core::plan::program::Component;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Bytes taken or given back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
     /// The round; 0 also stands for the time before the first.
     pub round: usize,
@@ -63,7 +63,7 @@ impl Holdings {
 }
 
 /// The memory of one rank.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ledger {
     entries: Vec<Entry>,
 }

@@ -13,6 +13,7 @@ pub mod envelope;
 pub mod error;
 pub mod fault;
 pub mod ledger;
+pub mod meeting;
 pub mod memory;
 mod perform;
 pub mod rank;

@@ -3,13 +3,13 @@
 use encke_core::kernel::Kernel;
 use encke_core::plan::Request;
 use encke_core::plan::program::{Component, RankPlan};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 use crate::ledger::Ledger;
 
 /// Memory of one rank: planned, and booked as it was really allocated.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankMemory {
     /// The rank.
     pub rank: usize,

@@ -1,11 +1,11 @@
 //! What happened: events with times and bytes, to be held against the plan.
 
 use encke_core::transport::Moved;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
 /// What a rank did in a stretch of time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Activity {
     /// Copied its inputs in.
@@ -31,7 +31,7 @@ impl Activity {
 }
 
 /// A stretch of time of one rank.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Event {
     /// The rank.
     pub rank: usize,

@@ -5,6 +5,8 @@
 
 mod inputs;
 mod options;
+#[cfg(feature = "mpi")]
+pub mod processes;
 mod report;
 mod streamed;
 

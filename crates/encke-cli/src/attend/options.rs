@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
-use encke::{Attention, CheckpointPolicy, DType, Fault, Phase, Precision};
+use encke::{Attention, Builder, CheckpointPolicy, DType, Fault, Phase, Precision};
 
 use crate::number::{bytes as byte_count, count};
 use crate::pattern_options::PatternOptions;
@@ -29,6 +29,9 @@ Examples:
   encke attend huge.safetensors -o out.safetensors --memory-limit 2GiB --causal --mode mix \\
       --segment-lengths 2048,8192,32768 --dilation-rates 1,4,16
       A file larger than memory: one rank at a time, as many as it takes to stay below 2 GiB.
+  mpirun -n 4 encke attend qkv.safetensors -o out.safetensors --causal
+      Processes instead of threads, on any hosts that share the folder: each reads its own rows and
+      writes its own rows. Needs an encke built with --features mpi; see docs/cluster.md.
 
 Inputs are read in place, so the file must not be changed meanwhile. A NaN or an infinity in
 them is an error that names the tensor and the index, unless --allow-non-finite is given; then it
@@ -169,11 +172,20 @@ impl Options {
 
     /// The attention that the options ask for.
     pub fn attention(&self) -> Result<Attention> {
+        let most = (MOST_RANKS, "each is a thread of this process");
+        let builder = self.ring.apply(Attention::builder(), most.0, most.1)?;
+        self.attention_on(builder)
+    }
+
+    /// The same on as many ranks as there are processes.
+    #[cfg(feature = "mpi")]
+    pub fn attention_of(&self, processes: usize) -> Result<Attention> {
+        self.attention_on(self.ring.apply_to(Attention::builder(), processes)?)
+    }
+
+    fn attention_on(&self, builder: Builder) -> Result<Attention> {
         let work = &self.work;
-        let mut builder = Attention::builder().pattern(self.pattern.pattern()?);
-        builder = self
-            .ring
-            .apply(builder, MOST_RANKS, "each is a thread of this process")?;
+        let mut builder = builder.pattern(self.pattern.pattern()?);
         if let Some(scale) = work.scale {
             builder = builder.scale(scale);
         }
@@ -189,12 +201,8 @@ impl Options {
             }
             Some(CheckpointName::KeepOutput) | None => {}
         }
-        if let Some(seconds) = work.deadline {
-            let deadline = Duration::try_from_secs_f64(seconds);
-            let deadline = deadline.ok().filter(|deadline| !deadline.is_zero());
-            builder = builder.deadline(deadline.ok_or_else(|| {
-                anyhow!("--deadline {seconds} is no length of time; give seconds, more than 0")
-            })?);
+        if let Some(deadline) = self.deadline()? {
+            builder = builder.deadline(deadline);
         }
         let faults = work.drill.iter().enumerate();
         let faults = faults.map(|(epoch, &(rank, round))| Fault {
@@ -204,5 +212,18 @@ impl Options {
             phase: Phase::Begin,
         });
         Ok(builder.drill(faults.collect()).build()?)
+    }
+
+    /// How long a rank may wait for another one, if that was said.
+    pub fn deadline(&self) -> Result<Option<Duration>> {
+        let Some(seconds) = self.work.deadline else {
+            return Ok(None);
+        };
+        let deadline = Duration::try_from_secs_f64(seconds);
+        let deadline = deadline.ok().filter(|deadline| !deadline.is_zero());
+        let deadline = deadline.ok_or_else(|| {
+            anyhow!("--deadline {seconds} is no length of time; give seconds, more than 0")
+        })?;
+        Ok(Some(deadline))
     }
 }

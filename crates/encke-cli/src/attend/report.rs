@@ -100,6 +100,64 @@ pub fn summarise_streamed(
     );
 }
 
+/// The same where each rank is a process.
+#[cfg(feature = "mpi")]
+pub fn summarise_processes(
+    options: &Options,
+    (attention, inputs): (&Attention, &Inputs),
+    library: &str,
+    all: &[super::processes::ProcessDone],
+    passes: &[(&encke::Trace, f64)],
+) -> Result<()> {
+    let plan = attention.plan(inputs.shape, inputs.q.dtype(), encke::Pass::Forward)?;
+    let paint = Paint::stdout();
+    for (pass, name) in ["forward", "backward"]
+        .iter()
+        .enumerate()
+        .take(passes.len())
+    {
+        if options.work.memory {
+            let ranks = all.iter().map(|done| &done.passes[pass].memory);
+            let ranks: Vec<_> = ranks.map(|m| (m.rank.to_string(), m)).collect();
+            let title = paint.bold(&format!("memory, {name}"));
+            say(&format!("{title}\n{}", memory::by_rank(2, "rank", &ranks)))?;
+        }
+    }
+    asked(
+        attention,
+        inputs,
+        &plan,
+        &format!(" as processes ({library})"),
+    );
+    for ((trace, seconds), name) in passes.iter().zip(["forward", "backward"]) {
+        let sent = bytes(trace.sent_bytes());
+        let waited = trace.total(encke::trace::Activity::Wait).as_secs_f64() / all.len() as f64;
+        line(
+            name,
+            format!("{seconds:.3} s, {sent} sent between ranks, {waited:.3} s waited for, a rank"),
+        );
+    }
+    for (rank, done) in all.iter().enumerate() {
+        let held = done
+            .passes
+            .iter()
+            .map(|pass| pass.memory.ledger.total().peak_bytes);
+        let held = bytes(held.max().unwrap_or(0));
+        let resident = done.resident_bytes.map_or(String::new(), |(before, most)| {
+            let (grown, most) = (bytes(most.saturating_sub(before)), bytes(most));
+            format!("; resident at most {most}, {grown} more than before")
+        });
+        line(
+            "memory",
+            format!("rank {rank} held {held} at most{resident}"),
+        );
+    }
+    let names = ["out", "lse", "dq", "dk", "dv"];
+    let count = if passes.len() > 1 { 5 } else { 2 };
+    wrote(options, names.into_iter().take(count));
+    Ok(())
+}
+
 fn line(what: &str, text: String) {
     let paint = Paint::stderr();
     note(&format!("{} {text}", paint.bold(&format!("{what:<8}"))));

@@ -27,11 +27,30 @@ use crate::terminal::{long_bar, say};
 use crate::{Verdict, memory};
 
 /// The input file as a source that refuses what is not finite, when it is first read.
-struct Inspected<'a> {
-    files: Files,
+pub(super) struct Inspected<'a> {
+    pub files: Files,
     names: Vec<(Role, &'static str)>,
     compute: Option<DType>,
     inputs: &'a Inputs,
+}
+
+impl<'a> Inspected<'a> {
+    /// The inputs, where they lie.
+    pub fn new(options: &Options, inputs: &'a Inputs) -> Result<Inspected<'a>> {
+        let compute = options.work.compute.unwrap_or(inputs.q.dtype());
+        Ok(Inspected {
+            files: input_files(&options.input, inputs)?,
+            names: vec![
+                (Role::Q, "q"),
+                (Role::K, "k"),
+                (Role::V, "v"),
+                (Role::Dout, "do"),
+                (Role::Dlse, "dlse"),
+            ],
+            compute: (!options.work.allow_non_finite).then_some(compute),
+            inputs,
+        })
+    }
 }
 
 impl Source for Inspected<'_> {
@@ -83,19 +102,9 @@ pub fn run(options: &Options, limit: usize) -> Result<Verdict> {
     let requests = requests(&attention, &inputs)?;
     let fit = fit(attention.kernel(), &requests, limit)?;
     let output = OutputFile::create(&options.output, &[("the input", options.input.as_path())])?;
-    let mut source = Inspected {
-        files: input_files(&options.input, &inputs)?,
-        names: vec![
-            (Role::Q, "q"),
-            (Role::K, "k"),
-            (Role::V, "v"),
-            (Role::Dout, "do"),
-            (Role::Dlse, "dlse"),
-        ],
-        compute: (!options.work.allow_non_finite).then_some(compute),
-        inputs: &inputs,
-    };
-    let mut sink = output_files(&output, &inputs, compute)?;
+    let mut source = Inspected::new(options, &inputs)?;
+    let entries = entries(&inputs, compute);
+    let mut sink = output_files(&entries, output.prepare(&named(&entries))?);
     for role in [Role::Out, Role::Lse] {
         source.files.add(role, of(&sink, role)?);
     }
@@ -129,8 +138,8 @@ pub fn run(options: &Options, limit: usize) -> Result<Verdict> {
     Ok(Verdict::Fine)
 }
 
-/// The passes to be made. How many ranks they have is decided later.
-fn requests(attention: &Attention, inputs: &Inputs) -> Result<Vec<Request>> {
+/// The passes to be made. How many ranks they have may be decided later.
+pub(super) fn requests(attention: &Attention, inputs: &Inputs) -> Result<Vec<Request>> {
     let dlse = inputs.dlse.is_some();
     let passes = [Pass::Forward, Pass::Backward { dlse }];
     let count = 1 + usize::from(inputs.dout.is_some());
@@ -169,36 +178,42 @@ fn input_files(path: &Path, inputs: &Inputs) -> Result<Files> {
     Ok(files)
 }
 
-/// The output file at its full length, and where the outputs lie in it.
-fn output_files(output: &OutputFile, inputs: &Inputs, compute: DType) -> Result<Files> {
+/// The outputs: what they are, and how they are stored.
+pub(super) fn entries(inputs: &Inputs, compute: DType) -> Vec<(Role, Entry)> {
     let shape = &inputs.shape;
-    let of = |heads: usize, dim: usize| [shape.batch, shape.tokens, heads, dim];
+    let of = |heads: usize, dim: usize| vec![shape.batch, shape.tokens, heads, dim];
     let (q, kv) = (of(shape.heads, shape.dim), of(shape.kv_heads, shape.dim));
+    let rows = vec![shape.batch, shape.tokens, shape.heads];
     let mut outputs = vec![
-        (Role::Out, "out", q, compute),
-        (Role::Lse, "lse", of(shape.heads, 1), compute.sum()),
+        (Role::Out, "out", q.clone(), compute),
+        (Role::Lse, "lse", rows, compute.sum()),
     ];
     if inputs.dout.is_some() {
         outputs.extend([
             (Role::Dq, "dq", q, compute),
-            (Role::Dk, "dk", kv, compute),
+            (Role::Dk, "dk", kv.clone(), compute),
             (Role::Dv, "dv", kv, compute),
         ]);
     }
-    let entry = |&(role, name, dims, dtype): &(Role, &'static str, [usize; 4], DType)| Entry {
-        name,
-        shape: dims[..if role == Role::Lse { 3 } else { 4 }].to_vec(),
-        dtype,
-    };
-    let entries: Vec<Entry> = outputs.iter().map(entry).collect();
-    let mut files = Files::new();
-    for ((role, ..), tensor) in outputs.iter().zip(output.prepare(&entries)?) {
-        files.add(*role, tensor);
-    }
-    Ok(files)
+    let entry = |(role, name, shape, dtype)| (role, Entry { name, shape, dtype });
+    outputs.into_iter().map(entry).collect()
 }
 
-fn of(files: &Files, role: Role) -> Result<TensorFile, StreamError> {
+/// The outputs alone, as a file lists them.
+pub(super) fn named(entries: &[(Role, Entry)]) -> Vec<Entry> {
+    entries.iter().map(|(_, entry)| entry.clone()).collect()
+}
+
+/// Where the outputs lie.
+pub(super) fn output_files(entries: &[(Role, Entry)], tensors: Vec<TensorFile>) -> Files {
+    let mut files = Files::new();
+    for ((role, _), tensor) in entries.iter().zip(tensors) {
+        files.add(*role, tensor);
+    }
+    files
+}
+
+pub(super) fn of(files: &Files, role: Role) -> Result<TensorFile, StreamError> {
     let verb = "read";
     let found = files.get(role).cloned();
     found.ok_or(StreamError::Missing { verb, role })

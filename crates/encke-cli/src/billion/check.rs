@@ -94,7 +94,8 @@ impl Checked {
         Ok(())
     }
 
-    fn with(self, other: Checked) -> Checked {
+    /// What both found.
+    pub fn with(self, other: Checked) -> Checked {
         Checked {
             rows: self.rows + other.rows,
             keys: self.keys + other.keys,

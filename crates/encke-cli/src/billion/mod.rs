@@ -8,6 +8,8 @@ mod check;
 mod gpu;
 mod host;
 mod options;
+#[cfg(feature = "mpi")]
+pub mod processes;
 mod report;
 mod state;
 

@@ -28,6 +28,8 @@ Examples:
       on the GPU.
   encke billion --tokens 16M --ranks 7
       Other ranks, other cuts: the same checksum within its tolerance.
+  mpirun -n 4 encke billion --tokens 64M
+      Ranks are dealt out to the processes; each goes on from a state of its own.
 
 The pattern is LongNet's in mix mode: segments of 1024 tokens with every token, of 4096 with every
 fourth, and so on, up to the whole sequence; all of them under one softmax, causal. Every pair of it

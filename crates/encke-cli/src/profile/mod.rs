@@ -5,6 +5,8 @@
 
 mod files;
 mod options;
+#[cfg(feature = "mpi")]
+pub mod processes;
 mod report;
 
 use std::path::Path;

@@ -28,6 +28,9 @@ Examples:
       Every rank holds all queries: those and the output are flat, keys and values fall.
   encke profile --tokens 16k --ranks 2,4,8,16 --csv memory.csv --json memory.json
       Every rank, every round, every component, as numbers.
+  mpirun -n 4 encke profile --tokens 32k --json four.json
+      Every rank a process: what each holds and has resident, and how much of the time that messages
+      take alone is hidden behind the computation.
 
 Every ring is run, all of its ranks in this process, on random tensors. Measured is what buffers
 really took, booked as they were allocated and freed; planned is what the plan says without any
@@ -161,7 +164,8 @@ impl Options {
         })
     }
 
-    fn ring(&self, ranks: usize) -> Result<Ring> {
+    /// A ring of one size.
+    pub fn ring(&self, ranks: usize) -> Result<Ring> {
         let (shape, dtype) = (self.sizes.shape()?, self.sizes.dtype());
         let cut = self.rings.sharding.clone().unwrap_or(Cut::Contiguous);
         let queries = self.rings.queries.unwrap_or(QueriesName::Sharded).queries();

@@ -96,6 +96,18 @@ impl Case {
         }
     }
 
+    /// The same on a ring of another size, which has a cut of its own.
+    #[cfg(feature = "mpi")]
+    pub fn on(seed: u64, ranks: usize) -> Case {
+        let case = Case::new(seed);
+        let mut random = Random::new(seed ^ 0xc07);
+        Case {
+            ranks,
+            cut: cut(&mut random, ranks, case.shape.tokens),
+            ..case
+        }
+    }
+
     /// The softmax scale in force.
     pub fn scale(&self) -> f64 {
         self.scale.unwrap_or_else(|| self.shape.default_scale())

@@ -101,8 +101,8 @@ fn hold(
     Ok(())
 }
 
-/// Runs the case on a ring.
-fn run(case: &Case, numbers: &Numbers) -> Result<(Forward, Backward)> {
+/// The attention of a case, on threads.
+pub fn attention(case: &Case) -> Result<Attention> {
     let mut builder = Attention::builder()
         .pattern(case.pattern.clone())
         .ranks(case.ranks)
@@ -112,7 +112,12 @@ fn run(case: &Case, numbers: &Numbers) -> Result<(Forward, Backward)> {
     if let Some(scale) = case.scale {
         builder = builder.scale(scale);
     }
-    let attention = builder.build()?;
+    Ok(builder.build()?)
+}
+
+/// Runs the case on a ring.
+fn run(case: &Case, numbers: &Numbers) -> Result<(Forward, Backward)> {
+    let attention = attention(case)?;
     let shape = case.shape;
     let dims = |heads: usize, dim: usize| [shape.batch, shape.tokens, heads, dim];
     let stored = |values: &[f64], heads: usize, dim: usize| {

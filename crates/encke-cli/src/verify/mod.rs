@@ -7,6 +7,8 @@
 mod case;
 mod faults;
 mod judge;
+#[cfg(feature = "mpi")]
+pub mod processes;
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -30,6 +32,9 @@ Examples:
       2000 calls under hardship: what became of them, by the kind of fault.
   encke verify --faults --redundancy 1 --count 10000 --minutes 30
       Calls that survive: where ranks die, the others adopt their tokens and go on.
+  mpirun -n 4 encke verify --count 50
+      As several processes: whether messages arrive as they were sent, and whether every rank has
+      the bits that threads and the simulator have.
 
 What is drawn: batch, tokens, heads, key heads, head dimension; dense, group, mix and fkodom
 patterns with their options, causal or not; every sharding, empty chunks included, on 1 to 32
@@ -129,24 +134,7 @@ impl Suite {
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
-    if options.count == 0 {
-        bail!("--count is 0; give at least 1 configuration to verify");
-    }
-    if options.redundancy > MOST_REDUNDANCY {
-        bail!(
-            "--redundancy {} is more than rings of up to 32 ranks have others; use at most \
-             {MOST_REDUNDANCY}",
-            options.redundancy
-        );
-    }
-    let limit = Duration::try_from_secs_f64(options.minutes * 60.0);
-    let limit = limit.ok().filter(|limit| !limit.is_zero());
-    let limit = limit.ok_or_else(|| {
-        anyhow!(
-            "--minutes {} is no length of time; give a number above 0",
-            options.minutes
-        )
-    })?;
+    let limit = limit(options)?;
     // What no configuration can do without is asked for first: that is an error, not a finding.
     let kernel = encke::Attention::builder().build()?;
     let mut suite = match options.faults {
@@ -187,6 +175,28 @@ pub fn run(options: &Options) -> Result<Verdict> {
     Ok(match failed {
         0 => Verdict::Fine,
         _ => Verdict::CheckFailed,
+    })
+}
+
+/// How long it may take, or why there is nothing to do.
+fn limit(options: &Options) -> Result<Duration> {
+    if options.count == 0 {
+        bail!("--count is 0; give at least 1 configuration to verify");
+    }
+    if options.redundancy > MOST_REDUNDANCY {
+        bail!(
+            "--redundancy {} is more than rings of up to 32 ranks have others; use at most \
+             {MOST_REDUNDANCY}",
+            options.redundancy
+        );
+    }
+    let limit = Duration::try_from_secs_f64(options.minutes * 60.0);
+    let limit = limit.ok().filter(|limit| !limit.is_zero());
+    limit.ok_or_else(|| {
+        anyhow!(
+            "--minutes {} is no length of time; give a number above 0",
+            options.minutes
+        )
     })
 }
 

@@ -4,7 +4,7 @@
 //! decides nothing, so coverage, bytes and memory are proven on the program without running it, a
 //! simulator can time it and a profiler can hold it against what happened.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::transport::{Address, Moved};
 pub struct BufferId(pub usize);
 
 /// What a buffer is for, as memory reports show it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Component {
     /// q.

@@ -6,7 +6,7 @@
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::Role;
-use encke_core::{DType, Tensor};
+use encke_core::{DType, Data, Tensor};
 
 use super::desk::Desk;
 use super::{Sink, Source, Spool, StreamError, Stretch};
@@ -53,6 +53,27 @@ pub trait Dock<K: Kernel> {
             verb: "write",
             role: stretch.role,
         })
+    }
+}
+
+/// The other side of a dock at which rows only come or only go.
+pub(super) struct Nowhere;
+
+impl Source for Nowhere {
+    fn dtype(&self, _: Role) -> DType {
+        DType::F32
+    }
+
+    fn read(&self, stretch: &Stretch<'_>, _: &mut Data) -> Result<(), StreamError> {
+        let (verb, role) = ("read", stretch.role);
+        Err(StreamError::Missing { verb, role })
+    }
+}
+
+impl Sink for Nowhere {
+    fn write(&mut self, stretch: &Stretch<'_>, _: &Data) -> Result<(), StreamError> {
+        let (verb, role) = ("write", stretch.role);
+        Err(StreamError::Missing { verb, role })
     }
 }
 

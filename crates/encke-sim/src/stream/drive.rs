@@ -2,19 +2,17 @@
 
 use std::time::{Duration, Instant};
 
-use encke_core::Shape;
 use encke_core::kernel::Kernel;
-use encke_core::plan::program::{Component, Port, Role};
+use encke_core::plan::program::Component;
 use encke_core::plan::{Plan, Queries, Request};
-use encke_core::sharding::Run;
 use encke_core::transport::Moved;
 use encke_ring::memory::planned;
 use encke_ring::trace::{Activity, Event, Recorder};
 use encke_ring::{Rank, RankError, RankMemory};
 
 use super::desk::Desk;
-use super::dock::{Dock, Held, HostDock};
-use super::{Sink, Source, Spool, StreamError, Streamed, Stretch};
+use super::dock::{Dock, HostDock};
+use super::{Sink, Source, Spool, StreamError, Streamed, rows};
 
 /// What one rank did.
 #[derive(Debug)]
@@ -54,6 +52,11 @@ pub(super) fn check(request: &Request) -> Result<(), StreamError> {
             hint: "its memory does not shrink with the number of ranks; shard the queries",
         });
     }
+    check_slots(request)
+}
+
+/// Refuses patterns whose branches are combined by whoever has all rows.
+pub(super) fn check_slots(request: &Request) -> Result<(), StreamError> {
     if request.pattern.splits_slots() {
         return Err(StreamError::Unsupported {
             what: "a pattern whose branches are combined after the last rank (fkodom, detached \
@@ -62,23 +65,6 @@ pub(super) fn check(request: &Request) -> Result<(), StreamError> {
         });
     }
     Ok(())
-}
-
-/// Numbers in a row of one head of a tensor.
-pub fn width(role: Role, shape: &Shape) -> usize {
-    match role {
-        Role::Lse | Role::Dlse => 1,
-        _ => shape.dim,
-    }
-}
-
-/// Heads of a tensor, where slots are heads.
-fn heads(role: Role, shape: &Shape) -> Vec<usize> {
-    let count = match role {
-        Role::K | Role::V | Role::Dk | Role::Dv => shape.kv_heads,
-        _ => shape.heads,
-    };
-    (0..count).collect()
 }
 
 impl<'a, K: Kernel> Stream<'a, K> {
@@ -148,7 +134,7 @@ fn live<K: Kernel>(
     let mut recorder = Recorder::new(number, begin);
     let loading = Instant::now();
     for port in rank.plan().inputs.clone() {
-        load(&mut rank, &port, &request.shape, dock)?;
+        rows::load(&mut rank, &port, &request.shape, dock)?;
     }
     recorder.note(0, Activity::Load, loading, Moved::default());
     let mut streamed = Streamed::new(kernel, request, rank.plan(), dock);
@@ -156,7 +142,7 @@ fn live<K: Kernel>(
         return Err(streamed.failure().unwrap_or_else(|| failed(error)));
     }
     for port in &rank.plan().outputs {
-        store(&rank, port, request, dock)?;
+        rows::store(&rank, port, request, dock)?;
     }
     let scratch = kernel.scratch_bytes();
     let last = rank.plan().rounds.len();
@@ -176,75 +162,4 @@ fn live<K: Kernel>(
         events: recorder.finish(),
         took: begin.elapsed(),
     })
-}
-
-/// Rows of an input.
-fn load<K: Kernel>(
-    rank: &mut Rank<K>,
-    port: &Port,
-    shape: &Shape,
-    dock: &mut dyn Dock<K>,
-) -> Result<(), StreamError> {
-    let (heads, width) = (heads(port.role, shape), width(port.role, shape));
-    let dtype = rank.plan().buffers[port.buffer.0].dtype;
-    let buffer = rank.buffer_mut(port.buffer);
-    for (at, batch, tokens) in places(port, shape, heads.len() * width) {
-        let stretch = Stretch {
-            role: port.role,
-            batch,
-            tokens,
-            heads: &heads,
-        };
-        let to = Held {
-            buffer: &mut *buffer,
-            dtype,
-            at,
-        };
-        dock.fetch(&stretch, width, to)?;
-    }
-    Ok(())
-}
-
-/// Rows of an output.
-fn store<K: Kernel>(
-    rank: &Rank<K>,
-    port: &Port,
-    request: &Request,
-    dock: &mut dyn Dock<K>,
-) -> Result<(), StreamError> {
-    let shape = &request.shape;
-    let (heads, width) = (heads(port.role, shape), width(port.role, shape));
-    let dtype = rank.plan().buffers[port.buffer.0].dtype;
-    let rounded = match port.role {
-        Role::Lse | Role::Dk | Role::Dv => request.dtype.sum(),
-        _ => request.dtype,
-    };
-    for (at, batch, tokens) in places(port, shape, heads.len() * width) {
-        let stretch = Stretch {
-            role: port.role,
-            batch,
-            tokens,
-            heads: &heads,
-        };
-        let from = Held {
-            buffer: rank.buffer(port.buffer),
-            dtype,
-            at,
-        };
-        dock.deliver(from, &stretch, width, rounded)?;
-    }
-    Ok(())
-}
-
-/// Where each run of a port begins in its buffer `[batch, rows, …]`: (address, batch entry, run).
-fn places(port: &Port, shape: &Shape, row: usize) -> Vec<(usize, usize, Run)> {
-    let mut at = 0;
-    let mut places = Vec::new();
-    for batch in 0..shape.batch {
-        for &run in &port.runs {
-            places.push((at, batch, run));
-            at += run.count * row;
-        }
-    }
-    places
 }

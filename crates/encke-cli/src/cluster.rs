@@ -1,0 +1,171 @@
+//! The command as one of several processes: who speaks, how they come to one answer, how they end.
+//!
+//! The decision here: whatever can be refused is refused by all together, in one line, before
+//! anyone waits for anyone. What fails later fails on each process in its own words, since each may
+//! know something else: one line for each, with its rank.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use encke_mpi::launcher::Place;
+use encke_mpi::{Wire, World};
+use encke_ring::meeting::{Meeting, Refusal};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::cli::{Cli, Command, one_line};
+use crate::terminal::note;
+use crate::{Told, Verdict, attend, billion, profile, verify};
+
+/// How long a rank may wait for another one unless told otherwise.
+const DEADLINE: Duration = Duration::from_secs(600);
+/// How long a process that failed stays, so that the launcher does not end the others before they
+/// have said what they know.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// The processes of this launch, seen from one of them.
+pub struct Cluster {
+    /// What moves between them.
+    pub wire: Wire,
+    /// What the MPI library calls itself.
+    pub library: String,
+    members: Vec<usize>,
+}
+
+/// What all processes agreed cannot be done.
+#[derive(Debug)]
+struct Refused(Refusal);
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Refusal { rank, reason } = &self.0;
+        match rank {
+            0 => f.write_str(reason),
+            rank => write!(f, "rank {rank}: {reason}"),
+        }
+    }
+}
+
+impl std::error::Error for Refused {}
+
+/// Runs a command as one of several processes.
+pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
+    let started = World::start(DEADLINE);
+    let (world, wire) = started.with_context(|| format!("process {}", place.rank))?;
+    let (rank, ranks) = (wire.rank(), wire.ranks());
+    if ranks != place.ranks {
+        bail!(
+            "{} started {} processes, but {} sees {ranks}: the launcher and the library encke was \
+             built with are not of one MPI",
+            place.said_by,
+            place.ranks,
+            world.library()
+        );
+    }
+    let mut cluster = Cluster {
+        library: world.library().to_string(),
+        wire,
+        members: (0..ranks).collect(),
+    };
+    let ended = catch_unwind(AssertUnwindSafe(|| command(&mut cluster, cli)));
+    let ended = ended.unwrap_or_else(|_| Err(anyhow!("it panicked: a bug in encke")));
+    let error = match ended {
+        Ok(verdict) => {
+            world.finish(cluster.wire);
+            return Ok(verdict);
+        }
+        Err(error) => error,
+    };
+    if error.is::<Refused>() {
+        world.finish(cluster.wire);
+        return Err(if rank == 0 { error } else { Told.into() });
+    }
+    let words = one_line(&error);
+    cluster.wire.give_up(&words);
+    note(&format!("encke: rank {rank} of {ranks}: {words}"));
+    std::thread::sleep(GRACE);
+    Err(Told.into())
+}
+
+fn command(cluster: &mut Cluster, cli: Cli) -> Result<Verdict> {
+    match &cli.command {
+        Some(Command::Attend(options)) => attend::processes::run(cluster, options),
+        Some(Command::Billion(options)) => billion::processes::run(cluster, options),
+        Some(Command::Profile(options)) => profile::processes::run(cluster, options),
+        Some(Command::Verify(options)) => verify::processes::run(cluster, options),
+        _ if cluster.ranks() == 1 => crate::run(cli),
+        _ => cluster.agree(Err(anyhow!(
+            "this command runs alone; start it without a launcher (attend, billion, profile and \
+             verify run as several processes)"
+        ))),
+    }
+}
+
+impl Cluster {
+    /// The number of this process.
+    pub fn rank(&self) -> usize {
+        self.wire.rank()
+    }
+
+    /// How many there are.
+    pub fn ranks(&self) -> usize {
+        self.wire.ranks()
+    }
+
+    /// Whether this is the process that speaks for all.
+    pub fn speaks(&self) -> bool {
+        self.rank() == 0
+    }
+
+    fn meeting(&mut self) -> Meeting<'_, Wire> {
+        self.wire.begin();
+        let rank = self.wire.rank();
+        Meeting::new(&mut self.wire, rank, &self.members)
+    }
+
+    /// The value, where every process has one; otherwise one error, the same for all.
+    pub fn agree<T>(&mut self, own: Result<T>) -> Result<T> {
+        let word = match &own {
+            Ok(_) => Ok(()),
+            // A wire that failed carries no answer; the error is this process's own.
+            Err(error) if error.is::<encke::TransportError>() => return own,
+            Err(error) => Err(one_line(error)),
+        };
+        match self.meeting().agree(word)? {
+            Ok(()) => own,
+            Err(refusal) => Err(Refused(refusal).into()),
+        }
+    }
+
+    /// Whether all is right everywhere, or what the first process to say so finds wrong.
+    pub fn all_right(&mut self, own: Result<()>) -> Result<Result<(), String>> {
+        let agreed = self.agree(own);
+        match agreed {
+            Ok(()) => Ok(Ok(())),
+            Err(error) if error.is::<Refused>() => Ok(Err(error.to_string())),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Every process's value, at the one that speaks; nothing at the others.
+    pub fn gather<T: Serialize + DeserializeOwned>(&mut self, own: &T) -> Result<Option<Vec<T>>> {
+        let own = serde_json::to_vec(own)?;
+        let Some(all) = self.meeting().gather(own)? else {
+            return Ok(None);
+        };
+        let read = |bytes: &Vec<u8>| serde_json::from_slice(bytes).context("a rank's report");
+        all.iter().map(read).collect::<Result<Vec<T>>>().map(Some)
+    }
+
+    /// The value of the process that speaks, at all of them.
+    pub fn broadcast<T: Serialize + DeserializeOwned>(&mut self, own: Option<T>) -> Result<T> {
+        let own = match own {
+            Some(own) => serde_json::to_vec(&own)?,
+            None => Vec::new(),
+        };
+        let bytes = self.meeting().broadcast(own)?;
+        serde_json::from_slice(&bytes).context("what rank 0 said")
+    }
+}
