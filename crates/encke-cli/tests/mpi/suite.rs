@@ -1,0 +1,79 @@
+//! The suites, at every size: the transport's, and random calls bit for bit against threads and
+//! simulator; and the commands that report.
+
+use crate::command::{Folder, text};
+use crate::launch::{mpirun, run, succeeds};
+
+#[test]
+fn messages_and_bits_are_right_for_1_to_8_processes() {
+    let folder = Folder::new();
+    for ranks in 1..=8 {
+        let count = if ranks < 5 { 6 } else { 2 };
+        let seed = 100 * ranks;
+        let said = succeeds(&folder, ranks, &format!("verify --count {count} --seed {seed}"));
+        assert!(said.contains("the suite for transports is passed"), "{said}");
+        assert!(said.contains("the bits of threads and of the simulator"), "{said}");
+    }
+}
+
+#[test]
+fn a_profile_has_every_process_and_what_was_hidden() {
+    let folder = Folder::new();
+    let said = succeeds(&folder, 2, "profile --tokens 2k --heads 2 --grad --json two.json");
+    assert!(said.contains("% hidden"), "{said}");
+    let record = std::fs::read(folder.join("two.json")).unwrap();
+    let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
+    assert_eq!(record["processes"], 2);
+    let passes = record["passes"].as_array().unwrap();
+    assert_eq!(passes.len(), 2);
+    for pass in passes {
+        let ranks = pass["ranks"].as_array().unwrap();
+        assert_eq!(ranks.len(), 2);
+        // Each sends its keys and values once; backward, their gradients follow them home.
+        assert!(ranks.iter().all(|rank| rank["sent_bytes"].as_u64().unwrap() > 0));
+    }
+    assert_eq!(folder.names(), ["two.json"]);
+}
+
+/// The number after "checksum" in a report.
+fn checksum(report: &str) -> (f64, String) {
+    let line = report.lines().find(|line| line.contains("checksum")).unwrap();
+    let words: Vec<&str> = line.split_whitespace().collect();
+    (words[1].parse().unwrap(), words[3].to_string())
+}
+
+#[test]
+fn billion_is_dealt_out() {
+    let folder = Folder::new();
+    let arguments = "billion --tokens 40k --ranks 5 --samples 64 --segment 256 --dim 16";
+    let (alone, rows) = checksum(&folder.succeeds(arguments));
+    let (together, same) = checksum(&succeeds(&folder, 3, arguments));
+    assert!((alone - together).abs() < 1e-6 && rows == same);
+    assert!(folder.names().is_empty(), "states are removed");
+}
+
+#[test]
+fn launch_says_what_it_runs() {
+    let folder = Folder::new();
+    let mut command = assert_cmd::Command::cargo_bin("encke").unwrap();
+    command.current_dir(folder.path()).env("MPIRUN", mpirun());
+    command.env("OMPI_ALLOW_RUN_AS_ROOT", "1");
+    command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    let arguments = "launch -n 3 verify --count 1 --seed 5";
+    let output = command.args(arguments.split(' ')).output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    let line = said.lines().next().unwrap();
+    assert!(line.contains("-n 3 ") && line.ends_with("encke verify --count 1 --seed 5"), "{line}");
+    assert!(text(&output.stdout).contains("3 processes"));
+}
+
+#[test]
+fn other_commands_run_alone() {
+    let folder = Folder::new();
+    let output = run(&folder, 2, "plan --tokens 1k --heads 1 --dim 8 --ranks 2");
+    let said = text(&output.stderr);
+    assert_ne!(output.status.code(), Some(0));
+    assert_eq!(crate::launch::own_lines(&said).len(), 1, "{said}");
+    assert!(said.contains("runs alone"), "{said}");
+}
