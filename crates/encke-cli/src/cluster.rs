@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 
 use crate::cli::{Cli, Command, one_line};
 use crate::terminal::note;
-use crate::{Told, Verdict, attend, billion, profile, verify};
+use crate::{PAUSE, Told, Verdict, attend, billion, profile, verify};
 
 /// How long a rank may wait for another one unless told otherwise.
 const DEADLINE: Duration = Duration::from_secs(600);
@@ -79,8 +79,13 @@ pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
         Err(error) => error,
     };
     if error.is::<Refused>() {
+        // Said before anyone leaves: launchers end all processes when the first one fails.
+        if cluster.speaks() {
+            note(&format!("encke: {}", one_line(&error)));
+        }
         world.finish(cluster.wire);
-        return Err(if rank == 0 { error } else { Told.into() });
+        std::thread::sleep(PAUSE);
+        return Err(Told.into());
     }
     let words = one_line(&error);
     cluster.wire.give_up(&words);

@@ -37,6 +37,7 @@ mod verify;
 
 use std::io;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser;
 
@@ -65,6 +66,9 @@ impl std::fmt::Display for Told {
 
 impl std::error::Error for Told {}
 
+/// How long a process stays when another one of its launch says what is wrong.
+pub const PAUSE: Duration = Duration::from_millis(300);
+
 fn main() -> ExitCode {
     cli::report_panics();
     let together = launcher::place().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
@@ -72,7 +76,14 @@ fn main() -> ExitCode {
         (Ok(cli), None) => run(cli),
         (Ok(cli), Some(place)) => run_together(cli, place),
         // Everyone was given the same words: one of them says what is wrong with them.
-        (Err(_), Some(place)) if place.rank > 0 => Err(Told.into()),
+        (Err(refused), Some(place)) if place.rank > 0 => match refused.use_stderr() {
+            // Not before it has been said: launchers end all processes when the first one fails.
+            true => {
+                std::thread::sleep(PAUSE);
+                Err(Told.into())
+            }
+            false => Ok(Verdict::Fine),
+        },
         (Err(refused), _) => cli::usage(&refused),
     });
     match ended {
@@ -114,6 +125,7 @@ fn run_together(cli: Cli, place: &Place) -> anyhow::Result<Verdict> {
 #[cfg(not(feature = "mpi"))]
 fn run_together(_: Cli, place: &Place) -> anyhow::Result<Verdict> {
     if place.rank > 0 {
+        std::thread::sleep(PAUSE);
         return Err(Told.into());
     }
     anyhow::bail!(

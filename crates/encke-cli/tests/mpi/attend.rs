@@ -10,9 +10,24 @@ use crate::launch::{run, succeeds};
 const CALLS: [(&str, Dtype, [usize; 4], usize); 6] = [
     ("--grad --causal", Dtype::F32, [2, 61, 4, 8], 2),
     ("--grad --sharding striped", Dtype::F64, [1, 50, 2, 4], 1),
-    ("--grad --causal --sharding zigzag", Dtype::BF16, [1, 64, 2, 8], 2),
-    ("--grad --queries replicated --sharding zigzag", Dtype::F32, [1, 37, 2, 4], 1),
-    ("--queries replicated --sharding striped", Dtype::F32, [2, 37, 2, 4], 1),
+    (
+        "--grad --causal --sharding zigzag",
+        Dtype::BF16,
+        [1, 64, 2, 8],
+        2,
+    ),
+    (
+        "--grad --queries replicated --sharding zigzag",
+        Dtype::F32,
+        [1, 37, 2, 4],
+        1,
+    ),
+    (
+        "--queries replicated --sharding striped",
+        Dtype::F32,
+        [2, 37, 2, 4],
+        1,
+    ),
     (
         "--grad --causal --mode mix --segment-lengths 8,32 --dilation-rates 1,4 --compute f32",
         Dtype::F16,

@@ -36,7 +36,10 @@ fn random(seed: u64) -> u64 {
 fn at_work(folder: &Folder) {
     let since = Instant::now();
     while !folder.names().iter().any(|name| name.ends_with(".tmp")) {
-        assert!(since.elapsed() < Duration::from_secs(120), "it never begins");
+        assert!(
+            since.elapsed() < Duration::from_secs(120),
+            "it never begins"
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -76,12 +79,20 @@ fn a_killed_rank_is_named_by_all_others() {
             let mark = format!("encke: rank {rank} of {RANKS}: ");
             let line = own.iter().find(|line| line.starts_with(&mark));
             let line = line.unwrap_or_else(|| panic!("run {run}: rank {rank} is silent: {said}"));
-            assert!(line.contains(&format!("rank {victim}")), "run {run}: {line}");
+            assert!(
+                line.contains(&format!("rank {victim}")),
+                "run {run}: {line}"
+            );
         }
-        let told = lines.iter().filter(|(_, line)| line.starts_with("encke: rank"));
+        let told = lines
+            .iter()
+            .filter(|(_, line)| line.starts_with("encke: rank"));
         let last = told.map(|(at, _)| *at).max().unwrap();
         let took = last.saturating_duration_since(killed);
-        assert!(took < Duration::from_secs(DEADLINE + 10), "run {run}: {took:?}");
+        assert!(
+            took < Duration::from_secs(DEADLINE + 10),
+            "run {run}: {took:?}"
+        );
         detected.push(took);
         for name in folder.names().iter().filter(|name| name.ends_with(".tmp")) {
             std::fs::remove_file(folder.join(name)).unwrap();
@@ -106,8 +117,9 @@ fn a_stopped_rank_ends_in_the_deadline_of_the_others() {
     let victim = 1;
     let process = running.process(&folder, victim);
     at_work(&folder);
-    signal(process, "-STOP");
-    // The others give up; then nothing holds the launcher but the one that is stopped.
+    assert!(signal(process, "-STOP"));
+    // The others give up; then nothing holds the launcher but the one that is stopped, if it has
+    // not ended that one itself.
     std::thread::sleep(Duration::from_secs(9));
     signal(process, "-KILL");
     let (status, lines) = running.end(Duration::from_secs(60));
@@ -115,10 +127,16 @@ fn a_stopped_rank_ends_in_the_deadline_of_the_others() {
     let said: Vec<&str> = lines.iter().map(|(_, line)| line.as_str()).collect();
     let said = said.join("\n");
     let own = own_lines(&said);
-    assert!(own.iter().any(|line| line.contains("deadline of 3s")), "{said}");
+    assert!(
+        own.iter().any(|line| line.contains("deadline of 3s")),
+        "{said}"
+    );
     for rank in (0..RANKS).filter(|rank| *rank != victim) {
         let mark = format!("encke: rank {rank} of {RANKS}: ");
-        assert!(own.iter().any(|line| line.starts_with(&mark)), "rank {rank}: {said}");
+        assert!(
+            own.iter().any(|line| line.starts_with(&mark)),
+            "rank {rank}: {said}"
+        );
     }
     assert!(!folder.names().contains(&"out.safetensors".to_string()));
 }

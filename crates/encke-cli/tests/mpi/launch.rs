@@ -49,6 +49,8 @@ pub fn together(folder: &Folder, ranks: usize, arguments: &str) -> Command {
     command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
     // One thread a process is enough for small calls, and more would only be in the way.
     command.env("RAYON_NUM_THREADS", "1");
+    // Launchers give processes a terminal of their own.
+    command.env("NO_COLOR", "1");
     command
 }
 
@@ -68,7 +70,9 @@ pub fn succeeds(folder: &Folder, ranks: usize, arguments: &str) -> String {
 
 /// The lines of encke's own in what was said; launchers say things too.
 pub fn own_lines(said: &str) -> Vec<&str> {
-    said.lines().filter(|line| line.starts_with("encke: ")).collect()
+    said.lines()
+        .filter(|line| line.starts_with("encke: "))
+        .collect()
 }
 
 /// Processes that are running, with everything they say and when.
@@ -107,7 +111,10 @@ impl Running {
             if let Some(found) = process_of(folder.path(), rank) {
                 return found;
             }
-            assert!(since.elapsed() < Duration::from_secs(60), "rank {rank} has not come");
+            assert!(
+                since.elapsed() < Duration::from_secs(60),
+                "rank {rank} has not come"
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -136,12 +143,18 @@ impl Running {
 fn process_of(folder: &Path, rank: usize) -> Option<u32> {
     let variable = format!("OMPI_COMM_WORLD_RANK={rank}");
     for entry in std::fs::read_dir("/proc").ok()?.flatten() {
-        let Some(process) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+        let Some(process) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok())
+        else {
             continue;
         };
         let there = std::fs::read_link(entry.path().join("cwd")).is_ok_and(|cwd| cwd == folder);
         let about = std::fs::read(entry.path().join("environ")).unwrap_or_default();
-        let is = about.split(|byte| *byte == 0).any(|line| line == variable.as_bytes());
+        let is = about
+            .split(|byte| *byte == 0)
+            .any(|line| line == variable.as_bytes());
         if there && is {
             return Some(process);
         }
@@ -149,8 +162,10 @@ fn process_of(folder: &Path, rank: usize) -> Option<u32> {
     None
 }
 
-/// Sends a signal to a process.
-pub fn signal(process: u32, name: &str) {
-    let sent = Command::new("kill").args([name, &process.to_string()]).status();
-    assert!(sent.unwrap().success());
+/// Sends a signal to a process; whether it was there to get it.
+pub fn signal(process: u32, name: &str) -> bool {
+    let sent = Command::new("kill")
+        .args([name, &process.to_string()])
+        .output();
+    sent.unwrap().status.success()
 }

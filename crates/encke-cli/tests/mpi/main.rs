@@ -5,6 +5,7 @@
 //! launcher ends all processes when one dies, and they say that they were skipped.
 
 #[path = "../cli/command.rs"]
+#[allow(dead_code, reason = "the tests of the command use more of it")]
 mod command;
 #[path = "../cli/files.rs"]
 #[allow(dead_code, reason = "the tests of the command use more of it")]

@@ -30,12 +30,32 @@ fn what_cannot_be_done_is_refused_once() {
     files::write(&folder.join("nan.safetensors"), &broken);
 
     let attend = "attend in.safetensors -o out.safetensors";
-    refused(&folder, &format!("{attend} --ranks 4"), &["--ranks 4", "3 processes"]);
-    refused(&folder, &format!("{attend} --sharding 0,5"), &["2 ranks", "3 processes"]);
-    refused(&folder, &format!("{attend} --memory-limit 1GiB"), &["--memory-limit"]);
+    refused(
+        &folder,
+        &format!("{attend} --ranks 4"),
+        &["--ranks 4", "3 processes"],
+    );
+    refused(
+        &folder,
+        &format!("{attend} --sharding 0,5"),
+        &["2 ranks", "3 processes"],
+    );
+    refused(
+        &folder,
+        &format!("{attend} --memory-limit 1GiB"),
+        &["--memory-limit"],
+    );
     refused(&folder, &format!("{attend} --nonsense"), &["--nonsense"]);
-    refused(&folder, "attend none.safetensors -o out.safetensors", &["none.safetensors"]);
-    refused(&folder, "attend in.safetensors -o no/out.safetensors", &["no/out.safetensors"]);
+    refused(
+        &folder,
+        "attend none.safetensors -o out.safetensors",
+        &["none.safetensors"],
+    );
+    refused(
+        &folder,
+        "attend in.safetensors -o no/out.safetensors",
+        &["no/out.safetensors"],
+    );
     refused(
         &folder,
         "attend nan.safetensors -o out.safetensors",

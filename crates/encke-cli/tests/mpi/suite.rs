@@ -10,16 +10,30 @@ fn messages_and_bits_are_right_for_1_to_8_processes() {
     for ranks in 1..=8 {
         let count = if ranks < 5 { 6 } else { 2 };
         let seed = 100 * ranks;
-        let said = succeeds(&folder, ranks, &format!("verify --count {count} --seed {seed}"));
-        assert!(said.contains("the suite for transports is passed"), "{said}");
-        assert!(said.contains("the bits of threads and of the simulator"), "{said}");
+        let said = succeeds(
+            &folder,
+            ranks,
+            &format!("verify --count {count} --seed {seed}"),
+        );
+        assert!(
+            said.contains("the suite for transports is passed"),
+            "{said}"
+        );
+        assert!(
+            said.contains("the bits of threads and of the simulator"),
+            "{said}"
+        );
     }
 }
 
 #[test]
 fn a_profile_has_every_process_and_what_was_hidden() {
     let folder = Folder::new();
-    let said = succeeds(&folder, 2, "profile --tokens 2k --heads 2 --grad --json two.json");
+    let said = succeeds(
+        &folder,
+        2,
+        "profile --tokens 2k --heads 2 --grad --json two.json",
+    );
     assert!(said.contains("% hidden"), "{said}");
     let record = std::fs::read(folder.join("two.json")).unwrap();
     let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
@@ -30,14 +44,21 @@ fn a_profile_has_every_process_and_what_was_hidden() {
         let ranks = pass["ranks"].as_array().unwrap();
         assert_eq!(ranks.len(), 2);
         // Each sends its keys and values once; backward, their gradients follow them home.
-        assert!(ranks.iter().all(|rank| rank["sent_bytes"].as_u64().unwrap() > 0));
+        assert!(
+            ranks
+                .iter()
+                .all(|rank| rank["sent_bytes"].as_u64().unwrap() > 0)
+        );
     }
     assert_eq!(folder.names(), ["two.json"]);
 }
 
 /// The number after "checksum" in a report.
 fn checksum(report: &str) -> (f64, String) {
-    let line = report.lines().find(|line| line.contains("checksum")).unwrap();
+    let line = report
+        .lines()
+        .find(|line| line.contains("checksum"))
+        .unwrap();
     let words: Vec<&str> = line.split_whitespace().collect();
     (words[1].parse().unwrap(), words[3].to_string())
 }
@@ -64,7 +85,10 @@ fn launch_says_what_it_runs() {
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{said}");
     let line = said.lines().next().unwrap();
-    assert!(line.contains("-n 3 ") && line.ends_with("encke verify --count 1 --seed 5"), "{line}");
+    assert!(
+        line.contains("-n 3 ") && line.ends_with("encke verify --count 1 --seed 5"),
+        "{line}"
+    );
     assert!(text(&output.stdout).contains("3 processes"));
 }
 
