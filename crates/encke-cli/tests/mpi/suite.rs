@@ -53,6 +53,54 @@ fn a_profile_has_every_process_and_what_was_hidden() {
     assert_eq!(folder.names(), ["two.json"]);
 }
 
+/// The slope of the line through points, in logarithms.
+fn exponent(points: &[(f64, f64)]) -> f64 {
+    let logs: Vec<(f64, f64)> = points.iter().map(|(x, y)| (x.ln(), y.ln())).collect();
+    let mean = |of: fn(&(f64, f64)) -> f64| logs.iter().map(of).sum::<f64>() / logs.len() as f64;
+    let (x, y) = (mean(|p| p.0), mean(|p| p.1));
+    let spread: f64 = logs.iter().map(|p| (p.0 - x).powi(2)).sum();
+    logs.iter().map(|p| (p.0 - x) * (p.1 - y)).sum::<f64>() / spread
+}
+
+#[test]
+fn memory_of_a_process_falls_with_their_number() {
+    let folder = Folder::new();
+    let mut held: Vec<(&str, Vec<(f64, f64)>)> = ["own-kv", "travelling-kv", "carry", "resident"]
+        .map(|name| (name, Vec::new()))
+        .into();
+    // One process alone sends nothing and needs no carry, so rings begin with two.
+    for ranks in [2, 4, 8] {
+        succeeds(
+            &folder,
+            ranks,
+            "profile --tokens 8k --heads 1 --dim 64 --json p.json",
+        );
+        let record = std::fs::read(folder.join("p.json")).unwrap();
+        let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
+        let each = record["passes"][0]["ranks"].as_array().unwrap();
+        for (name, points) in &mut held {
+            let of = |rank: &serde_json::Value| match *name {
+                "resident" => rank["resident_growth_bytes"].as_f64().unwrap(),
+                name => {
+                    let entries = rank["memory"]["ledger"]["entries"].as_array().unwrap();
+                    let entries = entries.iter().filter(|entry| entry["component"] == name);
+                    entries.map(|entry| entry["bytes"].as_f64().unwrap()).sum()
+                }
+            };
+            points.push((ranks as f64, each.iter().map(of).fold(0.0, f64::max)));
+        }
+    }
+    for (name, points) in held {
+        let exponent = exponent(&points);
+        println!("{name}: {points:?}, exponent {exponent:.3}");
+        // What is resident has the kernel's scratch memory and MPI's own in it: only shown.
+        assert!(
+            name == "resident" || exponent <= -0.95,
+            "{name}: {exponent}"
+        );
+    }
+}
+
 /// The number after "checksum" in a report.
 fn checksum(report: &str) -> (f64, String) {
     let line = report
