@@ -200,8 +200,8 @@ impl Wire {
         round: usize,
         outgoing: &'a [Outgoing<'_, B>],
         incoming: &'a mut [Incoming<'_, B>],
-    ) -> Result<Flight<'a>, (Flight<'a>, Trouble)> {
-        let mut flight = Flight::new(self.comm);
+        flight: &mut Flight<'a>,
+    ) -> Result<(), Trouble> {
         let (rank, call) = (self.rank, self.call);
         let numbers = indices(incoming.iter().map(|message| message.from));
         for (Incoming { from, parcel }, index) in incoming.iter_mut().zip(numbers) {
@@ -213,26 +213,16 @@ impl Wire {
                 from,
             };
             let contents = parcel.host_bytes_mut(from.elements);
-            let posted = match self.place(from.peer, round) {
-                Ok(place) => flight.await_from(posted, (place, index), contents, self.longest),
-                Err(error) => Err(Trouble::Message(error)),
-            };
-            if let Err(trouble) = posted {
-                return Err((flight, trouble));
-            }
+            let place = self.place(from.peer, round).map_err(Trouble::Message)?;
+            flight.await_from(posted, (place, index), contents, self.longest)?;
         }
         let numbers = indices(outgoing.iter().map(|message| message.to));
         for (Outgoing { to, parcel }, index) in outgoing.iter().zip(numbers) {
             let contents = parcel.host_bytes(to.elements);
-            let sent = match self.place(to.peer, round) {
-                Ok(place) => flight.send_to(*to, (place, index), contents, self.longest),
-                Err(error) => Err(Trouble::Message(error)),
-            };
-            if let Err(trouble) = sent {
-                return Err((flight, trouble));
-            }
+            let place = self.place(to.peer, round).map_err(Trouble::Message)?;
+            flight.send_to(*to, (place, index), contents, self.longest)?;
         }
-        Ok(flight)
+        Ok(())
     }
 
     /// Moves the messages of a flight until all have landed. `idle` is when the rank began to
@@ -388,10 +378,8 @@ impl<B: HostParcel> Transport<B> for Wire {
             return Ok(Moved::default());
         }
         let idle = OnceLock::new();
-        let (mut flight, posted) = match self.post(round, outgoing, incoming) {
-            Ok(flight) => (flight, Ok(())),
-            Err((flight, trouble)) => (flight, Err(trouble)),
-        };
+        let mut flight = Flight::new(self.comm);
+        let posted = self.post(round, outgoing, incoming, &mut flight);
         let mut computed = Ok(());
         let mut compute = || {
             computed = catch_unwind(AssertUnwindSafe(&mut *meanwhile));
