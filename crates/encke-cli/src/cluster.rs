@@ -9,6 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
+use encke::TransportError;
 use encke_mpi::launcher::Place;
 use encke_mpi::{Wire, World};
 use encke_ring::meeting::{Meeting, Refusal};
@@ -31,7 +32,7 @@ pub struct Cluster {
     pub wire: Wire,
     /// What the MPI library calls itself.
     pub library: String,
-    members: Vec<usize>,
+    survives: bool,
 }
 
 /// What all processes agreed cannot be done.
@@ -67,7 +68,7 @@ pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
     let mut cluster = Cluster {
         library: world.library().to_string(),
         wire,
-        members: (0..ranks).collect(),
+        survives: false,
     };
     let ended = catch_unwind(AssertUnwindSafe(|| command(&mut cluster, cli)));
     let ended = ended.unwrap_or_else(|_| Err(anyhow!("it panicked: a bug in encke")));
@@ -119,15 +120,40 @@ impl Cluster {
         self.wire.ranks()
     }
 
-    /// Whether this is the process that speaks for all.
-    pub fn speaks(&self) -> bool {
-        self.rank() == 0
+    /// The process that speaks for all: the first of those that are left.
+    pub fn speaker(&self) -> usize {
+        self.wire.members().first().copied().unwrap_or(0)
     }
 
-    fn meeting(&mut self) -> Meeting<'_, Wire> {
-        self.wire.begin();
-        let rank = self.wire.rank();
-        Meeting::new(&mut self.wire, rank, &self.members)
+    /// Whether this is the process that speaks for all.
+    pub fn speaks(&self) -> bool {
+        self.rank() == self.speaker()
+    }
+
+    /// Lets the others go on when a process dies, from now on.
+    pub fn survive(&mut self) -> Result<()> {
+        self.wire.survive()?;
+        self.survives = true;
+        Ok(())
+    }
+
+    /// Something that all processes say to one another; again with fewer where one of them dies.
+    fn meet<R>(
+        &mut self,
+        mut talk: impl FnMut(&mut Meeting<'_, Wire>) -> Result<R, TransportError>,
+    ) -> Result<R> {
+        let mut talk = |wire: &mut Wire| {
+            let (rank, members) = (wire.rank(), wire.members());
+            talk(&mut Meeting::new(wire, rank, &members))
+        };
+        let said = match self.survives {
+            true => self.wire.uniformly(talk),
+            false => {
+                self.wire.begin();
+                talk(&mut self.wire)
+            }
+        };
+        Ok(said?)
     }
 
     /// The value, where every process has one; otherwise one error, the same for all.
@@ -135,10 +161,10 @@ impl Cluster {
         let word = match &own {
             Ok(_) => Ok(()),
             // A wire that failed carries no answer; the error is this process's own.
-            Err(error) if error.is::<encke::TransportError>() => return own,
+            Err(error) if error.is::<TransportError>() => return own,
             Err(error) => Err(one_line(error)),
         };
-        match self.meeting().agree(word)? {
+        match self.meet(|meeting| meeting.agree(word.clone()))? {
             Ok(()) => own,
             Err(refusal) => Err(Refused(refusal).into()),
         }
@@ -157,7 +183,7 @@ impl Cluster {
     /// Every process's value, at the one that speaks; nothing at the others.
     pub fn gather<T: Serialize + DeserializeOwned>(&mut self, own: &T) -> Result<Option<Vec<T>>> {
         let own = serde_json::to_vec(own)?;
-        let Some(all) = self.meeting().gather(own)? else {
+        let Some(all) = self.meet(|meeting| meeting.gather(own.clone()))? else {
             return Ok(None);
         };
         let read = |bytes: &Vec<u8>| serde_json::from_slice(bytes).context("a rank's report");
@@ -170,7 +196,7 @@ impl Cluster {
             Some(own) => serde_json::to_vec(&own)?,
             None => Vec::new(),
         };
-        let bytes = self.meeting().broadcast(own)?;
+        let bytes = self.meet(|meeting| meeting.broadcast(own.clone()))?;
         serde_json::from_slice(&bytes).context("what rank 0 said")
     }
 }

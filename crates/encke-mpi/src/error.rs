@@ -1,7 +1,6 @@
 //! How MPI itself can fail, apart from an exchange, which has the errors of every transport.
 
 use encke_core::transport::TransportError;
-use std::time::Duration;
 
 /// Why there is no world, or no wire.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -37,15 +36,6 @@ pub enum MpiError {
         /// What the library calls itself.
         library: String,
     },
-    /// Survivors did not come together in time.
-    #[error("the survivors did not agree within {limit:?}: one of them is stuck; start again")]
-    Agreement {
-        /// How long was allowed.
-        limit: Duration,
-    },
-    /// A message could not be given up, so MPI may not be called again.
-    #[error("an earlier message could not be called back; this process cannot use MPI again")]
-    Spoiled,
     /// An exchange failed.
     #[error(transparent)]
     Transport(#[from] TransportError),

@@ -17,6 +17,8 @@ mod error;
 #[cfg(feature = "mpi")]
 mod flight;
 #[cfg(feature = "mpi")]
+mod survivors;
+#[cfg(feature = "mpi")]
 mod sys;
 #[cfg(feature = "mpi")]
 mod wire;
@@ -26,6 +28,6 @@ mod world;
 #[cfg(feature = "mpi")]
 pub use error::MpiError;
 #[cfg(feature = "mpi")]
-pub use wire::{Regrouped, Wire};
+pub use wire::Wire;
 #[cfg(feature = "mpi")]
 pub use world::World;

@@ -7,7 +7,6 @@
 //! exchange borrows its wire exclusively and lends it to one thread.
 
 use std::ffi::c_int;
-use std::time::{Duration, Instant};
 
 use mpi::ffi;
 
@@ -172,26 +171,6 @@ impl Comm {
         Ok(left)
     }
 
-    /// Waits until everyone who is left is here too; false if that takes longer than `limit`.
-    pub fn agree(self, limit: Duration) -> Result<bool, Fault> {
-        // The flag outlives this call where the agreement does.
-        let flag = Box::leak(Box::new(1));
-        let mut request = Request::none();
-        // SAFETY: a live communicator, a flag that is never freed, and a place for the request.
-        check(unsafe { encke_mpi_iagree(self.0, flag, &mut request.0) })?;
-        let since = Instant::now();
-        loop {
-            match request.test() {
-                Ok(true) => return Ok(true),
-                // Somebody died before; that everyone left knows of it is what we came for.
-                Err(fault) if fault.class == Class::Dead => return Ok(true),
-                Err(fault) => return Err(fault),
-                Ok(false) if since.elapsed() > limit => return Ok(false),
-                Ok(false) => std::thread::sleep(Duration::from_micros(50)),
-            }
-        }
-    }
-
     /// Its processes that are known to have ended.
     pub fn failed(self) -> Result<Vec<usize>, Fault> {
         let most = self.size()?;
@@ -258,6 +237,35 @@ fn numbers(ranks: Vec<c_int>, count: c_int) -> Vec<usize> {
     known
         .filter_map(|rank| usize::try_from(rank).ok())
         .collect()
+}
+
+/// An agreement under way: it ends the same way for all that live, when all have come to it.
+pub struct Agreeing {
+    /// Everyone's yes or no, combined. Never freed: an agreement may outlive whoever waits for it.
+    flag: *const c_int,
+    request: Request,
+}
+
+impl Agreeing {
+    /// Comes to an agreement, also on a communicator that was revoked.
+    pub fn new(comm: Comm, yes: bool) -> Result<Agreeing, Fault> {
+        let flag: *mut c_int = Box::leak(Box::new(c_int::from(yes)));
+        let mut request = Request::none();
+        // SAFETY: a live communicator, a flag that is never freed, and a place for the request.
+        check(unsafe { encke_mpi_iagree(comm.0, flag, &mut request.0) })?;
+        Ok(Agreeing { flag, request })
+    }
+
+    /// What was agreed, once it is: no where anyone said no, or where somebody has died.
+    pub fn test(&mut self) -> Result<Option<bool>, Fault> {
+        match self.request.test() {
+            Ok(false) => Ok(None),
+            // SAFETY: the request has ended, so nobody writes to the flag any more.
+            Ok(true) => Ok(Some(unsafe { *self.flag } != 0)),
+            Err(fault) if fault.class == Class::Dead => Ok(Some(false)),
+            Err(fault) => Err(fault),
+        }
+    }
 }
 
 /// Something that MPI has begun and not ended.

@@ -34,28 +34,24 @@ const EAGER: usize = 200;
 /// One rank's end of the wire. Ranks keep the numbers they were born with.
 #[derive(Debug)]
 pub struct Wire {
-    comm: Comm,
-    rank: usize,
-    ranks: usize,
+    pub(crate) comm: Comm,
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
     /// Where each rank is in `comm`; none where it has died.
-    places: Vec<Option<usize>>,
-    deadline: Duration,
+    pub(crate) places: Vec<Option<usize>>,
+    pub(crate) deadline: Duration,
     longest: usize,
     call: u64,
-    alarm: Alarm,
-    failed: Option<TransportError>,
-    dead: bool,
+    /// The round of the last exchange.
+    pub(crate) round: usize,
+    pub(crate) alarm: Alarm,
+    pub(crate) failed: Option<TransportError>,
+    /// Whether a process has died.
+    pub(crate) dead: bool,
+    /// Whether the others go on when one dies.
+    survives: bool,
     library: String,
     spoiled: Arc<AtomicBool>,
-}
-
-/// Survivors of one or more deaths.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Regrouped {
-    /// Ranks that are left, rising. All of them have the same list.
-    pub survivors: Vec<usize>,
-    /// Ranks that were there before and are not now.
-    pub died: Vec<usize>,
 }
 
 impl Wire {
@@ -75,9 +71,11 @@ impl Wire {
             deadline,
             longest: LONGEST,
             call: 0,
+            round: 0,
             alarm: Alarm::new(comm).map_err(failed)?,
             failed: None,
             dead: false,
+            survives: false,
             library,
             spoiled,
         })
@@ -126,40 +124,21 @@ impl Wire {
         });
     }
 
-    /// After a failed exchange, when every survivor does the same: agrees on who is left, and goes
-    /// on with those. Ranks keep their numbers. A rank that is stuck, not dead, makes this an error.
-    pub fn regroup(&mut self) -> Result<Regrouped, MpiError> {
-        if self.spoiled.load(Ordering::Relaxed) {
-            return Err(MpiError::Spoiled);
-        }
+    /// Lets the others go on when a rank dies, from now on: exchanges then end with
+    /// [`TransportError::Gone`]. All ranks must do the same.
+    pub fn survive(&mut self) -> Result<(), MpiError> {
         if !sys::ulfm() {
             let library = self.library.clone();
             return Err(MpiError::NoUlfm { library });
         }
-        let failed = |fault: Fault| fault.during("bringing the survivors together");
-        self.comm.revoke().map_err(failed)?;
-        // Shrinking cannot be tested for; once everyone has come this far it does not wait.
-        let limit = self.deadline;
-        if !self.comm.agree(limit).map_err(failed)? {
-            return Err(MpiError::Agreement { limit });
-        }
-        let left = self.comm.shrink().map_err(failed)?;
-        let before: Vec<usize> = (0..self.ranks)
-            .filter(|&r| self.places[r].is_some())
-            .collect();
-        let places = self.comm.members(left).map_err(failed)?;
-        let survivors: Vec<usize> = places.into_iter().map(|place| before[place]).collect();
-        self.places = vec![None; self.ranks];
-        for (place, &rank) in survivors.iter().enumerate() {
-            self.places[rank] = Some(place);
-        }
-        let died = before.into_iter().filter(|rank| !survivors.contains(rank));
-        let died = died.collect();
-        self.comm = left;
-        self.alarm = Alarm::new(left).map_err(failed)?;
-        self.failed = None;
-        self.begin();
-        Ok(Regrouped { survivors, died })
+        self.survives = true;
+        Ok(())
+    }
+
+    /// The ranks that are left, rising.
+    pub fn members(&self) -> Vec<usize> {
+        let left = |rank: &usize| self.places[*rank].is_some();
+        (0..self.ranks).filter(left).collect()
     }
 
     /// Stops listening; whether all ranks are still there to end MPI together.
@@ -185,7 +164,18 @@ impl Wire {
         place.ok_or_else(|| self.ended(rank, round))
     }
 
+    fn gone(&self, peer: usize, round: usize) -> TransportError {
+        TransportError::Gone {
+            rank: self.rank,
+            peer,
+            round,
+        }
+    }
+
     fn ended(&self, peer: usize, round: usize) -> TransportError {
+        if self.survives {
+            return self.gone(peer, round);
+        }
         TransportError::PeerFailed {
             rank: self.rank,
             peer,
@@ -287,6 +277,10 @@ impl Wire {
             Trouble::Message(error) => return error,
             Trouble::Fault(peer, fault) => (peer, fault),
         };
+        if self.survives && matches!(fault.class, Class::Dead | Class::Revoked) {
+            self.dead = true;
+            return self.gone(peer, round);
+        }
         // Who died, or what somebody said before he revoked the wire, may take a moment to come.
         let since = Instant::now();
         while matches!(fault.class, Class::Dead | Class::Revoked) && since.elapsed() < HEARSAY {
@@ -324,16 +318,18 @@ impl Wire {
             TransportError::PeerFailed { peer, .. } => *peer,
             _ => self.rank,
         };
+        let gone = matches!(error, TransportError::Gone { .. });
         // What was heard from another need not be told again; a death may not have been heard of.
-        if !matches!(self.alarm.heard(), Ok(Some(_))) {
+        if !gone && !matches!(self.alarm.heard(), Ok(Some(_))) {
             let reason = match error {
                 TransportError::PeerFailed { reason, .. } => reason.clone(),
                 other => other.to_string(),
             };
             self.tell(&Notice { about, reason });
         }
-        if sys::ulfm() {
-            // Revoked, every request of ours ends; without that, a send cannot be called back.
+        // Revoked, every request of ours ends; without that, a send cannot be called back. What is
+        // no death must not look like one to those who would survive it.
+        if sys::ulfm() && (gone || !self.survives) {
             let _ = self.comm.revoke();
         }
         let (stuck, read) = flight.call_back(CALL_BACK);
@@ -373,6 +369,7 @@ impl<B: HostParcel> Transport<B> for Wire {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
+        self.round = round;
         if outgoing.is_empty() && incoming.is_empty() {
             meanwhile();
             return Ok(Moved::default());

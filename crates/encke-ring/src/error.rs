@@ -28,6 +28,12 @@ pub enum RankError {
     /// It lives, but the tokens of one that died are lost.
     #[error(transparent)]
     Lost(encke_core::Error),
+    /// What it found out could not be put where it belongs.
+    #[error("{reason}")]
+    Deliver {
+        /// Why.
+        reason: String,
+    },
     /// It panicked: a bug, but never a hang.
     #[error("panicked: {message}")]
     Panic {

@@ -214,6 +214,12 @@ impl Options {
         Ok(builder.drill(faults.collect()).build()?)
     }
 
+    /// Whether ranks are to die on purpose.
+    #[cfg(feature = "mpi")]
+    pub fn drills(&self) -> bool {
+        !self.work.drill.is_empty()
+    }
+
     /// How long a rank may wait for another one, if that was said.
     pub fn deadline(&self) -> Result<Option<Duration>> {
         let Some(seconds) = self.work.deadline else {

@@ -4,7 +4,8 @@
 //! There is one output file, of its full length from the start, written by all and put in its place by
 //! one, when everyone has written. Between the passes nothing is kept but that file.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -56,12 +57,16 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
     if let Some(deadline) = options.deadline()? {
         cluster.wire.set_deadline(deadline);
     }
+    if call.requests[0].redundancy > 0 {
+        let ready = cluster.survive();
+        cluster.agree(ready)?;
+    }
     let claimed = match cluster.speaks() {
         true => super::outputs(options).map(Some),
         false => Ok(None),
     };
     let claimed = cluster.agree(claimed)?;
-    let opened = open(cluster, claimed.as_ref().map(|(output, _)| output), &call)?;
+    let (temporary, opened) = open(cluster, claimed.as_ref().map(|(output, _)| output), &call)?;
     let mut sink = cluster.agree(opened)?;
     let before = resident_bytes();
     let progress = cluster.speaks().then(|| spinner("forward"));
@@ -78,13 +83,33 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         passes,
         resident_bytes: before.zip(most),
     };
-    let all = cluster.gather(&done)?;
-    let told = match (all, claimed) {
-        (Some(all), Some(claimed)) => conclude(cluster, options, &call, &all, claimed),
-        _ => Ok(()),
-    };
-    cluster.agree(told)?;
-    Ok(Verdict::Fine)
+    let mut all = cluster.gather(&done)?;
+    let mut claimed = claimed;
+    loop {
+        let speaker = cluster.speaker();
+        let told = match (all.take(), cluster.speaks()) {
+            (Some(all), true) => {
+                conclude(cluster, options, &call, &all, (&temporary, claimed.take()))
+            }
+            // Who spoke has died: the file may be in its place, or not yet.
+            (None, true) => put(options, &temporary, None),
+            _ => Ok(()),
+        };
+        cluster.agree(told)?;
+        if cluster.speaker() == speaker {
+            return Ok(Verdict::Fine);
+        }
+    }
+}
+
+/// Puts the output in its place: by whoever claimed it, or by whoever is left.
+fn put(options: &Options, temporary: &Path, claimed: Option<OutputFile>) -> Result<()> {
+    match claimed {
+        Some(output) => output.keep(),
+        None if temporary.exists() => std::fs::rename(temporary, &options.output)
+            .with_context(|| format!("cannot write {}", options.output.display())),
+        None => Ok(()),
+    }
 }
 
 /// Everything that can be refused by looking at the options and at the input's header.
@@ -94,6 +119,9 @@ fn prepare(processes: usize, options: &Options) -> Result<Call> {
             "--memory-limit lets ranks of one process follow one another; here every process is a \
              rank: leave it out, or start one process"
         );
+    }
+    if options.drills() {
+        bail!("--drill is for threads; a process dies with kill -KILL");
     }
     let attention = options.attention_of(processes)?;
     let inputs = {
@@ -115,13 +143,17 @@ fn prepare(processes: usize, options: &Options) -> Result<Call> {
 }
 
 /// Where the outputs lie, in the file that the speaking process has claimed.
-fn open(cluster: &mut Cluster, claimed: Option<&OutputFile>, call: &Call) -> Result<Result<Files>> {
+fn open(
+    cluster: &mut Cluster,
+    claimed: Option<&OutputFile>,
+    call: &Call,
+) -> Result<(PathBuf, Result<Files>)> {
     let entries = entries(&call.inputs, call.compute);
     let made = claimed.map(|output| output.prepare(&named(&entries)));
     let path = claimed.map(|output| output.temporary().to_path_buf());
     let path: PathBuf = cluster.broadcast(path)?;
     let tensors = made.unwrap_or_else(|| prepared(&path, &named(&entries)));
-    Ok(tensors.map(|tensors| output_files(&entries, tensors)))
+    Ok((path, tensors.map(|tensors| output_files(&entries, tensors))))
 }
 
 /// One pass of this process's rank.
@@ -134,7 +166,7 @@ fn pass(
 ) -> Result<RankPass> {
     let kernel = call.attention.kernel();
     let ready = (|| {
-        let plan = Plan::new(request.clone())?;
+        let plan = Arc::new(Plan::new(request.clone())?);
         let mut source = Inspected::new(options, &call.inputs)?;
         for role in [Role::Out, Role::Lse] {
             source.files.add(role, of(sink, role)?);
@@ -151,10 +183,16 @@ fn pass(
     cluster.wire.begin();
     let begin = Instant::now();
     member.start();
-    member.run(&mut cluster.wire)?;
+    let mut stored = Ok(());
+    match request.redundancy {
+        0 => member.run(&mut cluster.wire)?,
+        _ => member.survive(&mut cluster.wire, sink)?,
+    }
     let seconds = begin.elapsed().as_secs_f64();
+    if request.redundancy == 0 {
+        stored = member.store(sink).map_err(anyhow::Error::from);
+    }
     // Others may read these rows, and one of them puts the file in its place.
-    let stored = member.store(sink).map_err(anyhow::Error::from);
     let stored = stored.and_then(|()| {
         let file = of(sink, request_output(request))?.file;
         file.sync_data().context("cannot write the output")
@@ -182,8 +220,12 @@ fn conclude(
     options: &Options,
     call: &Call,
     all: &[ProcessDone],
-    (output, trace): (OutputFile, Option<OutputFile>),
+    (temporary, claimed): (&Path, Option<(OutputFile, Option<OutputFile>)>),
 ) -> Result<()> {
+    let (output, trace) = match claimed {
+        Some((output, trace)) => (Some(output), trace),
+        None => (None, None),
+    };
     let traces: Vec<Trace> = (0..call.requests.len())
         .map(|pass| {
             let events = all.iter().flat_map(|done| done.passes[pass].events.clone());
@@ -209,7 +251,7 @@ fn conclude(
         })?;
         trace.keep()?;
     }
-    output.keep()?;
+    put(options, temporary, output)?;
     report::summarise_processes(
         options,
         (&call.attention, &call.inputs),

@@ -137,7 +137,8 @@ pub fn summarise_processes(
             format!("{seconds:.3} s, {sent} sent between ranks, {waited:.3} s waited for, a rank"),
         );
     }
-    for (rank, done) in all.iter().enumerate() {
+    for done in all {
+        let rank = done.passes[0].memory.rank;
         let held = done
             .passes
             .iter()
@@ -151,6 +152,16 @@ pub fn summarise_processes(
             "memory",
             format!("rank {rank} held {held} at most{resident}"),
         );
+    }
+    let there: Vec<usize> = all.iter().map(|done| done.passes[0].memory.rank).collect();
+    let died = (0..plan.ranks()).filter(|rank| !there.contains(rank));
+    let died: Vec<String> = died.map(|rank| rank.to_string()).collect();
+    if !died.is_empty() {
+        let text = format!(
+            "rank {} died; others went on with the tokens",
+            died.join(", ")
+        );
+        line("survived", text);
     }
     let names = ["out", "lse", "dq", "dk", "dv"];
     let count = if passes.len() > 1 { 5 } else { 2 };

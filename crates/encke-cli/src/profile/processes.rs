@@ -6,6 +6,7 @@
 //! itself, after its jobs of a round are done, is what was not hidden.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -133,7 +134,9 @@ fn measure(
         wide: Generator::new(seed, request.shape.dim),
         narrow: Generator::new(seed, 1),
     };
-    let made = Plan::new(request).map_err(anyhow::Error::from);
+    let made = Plan::new(request)
+        .map(Arc::new)
+        .map_err(anyhow::Error::from);
     let plan = cluster.agree(made)?;
     let before = resident_bytes();
     let loaded = (|| {

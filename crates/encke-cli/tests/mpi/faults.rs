@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use crate::command::Folder;
+use crate::files;
 use crate::launch::{Running, own_lines, signal, ulfm};
 
 const RANKS: usize = 4;
@@ -44,34 +45,89 @@ fn at_work(folder: &Folder) {
     }
 }
 
+/// A call with a rank that was killed in the middle of it.
+struct Disturbed {
+    victim: usize,
+    killed: Instant,
+    lines: Vec<(Instant, String)>,
+}
+
+impl Disturbed {
+    /// Runs the call; which rank dies, and when, follows from the seed.
+    fn run(folder: &Folder, options: &str, seed: u64) -> Disturbed {
+        let victim = (random(seed) % RANKS as u64) as usize;
+        let after = Duration::from_millis(random(!seed) % 1500);
+        let call = "attend in.safetensors -o out.safetensors --grad";
+        let arguments = format!("{call} --deadline {DEADLINE} {options}");
+        let running = Running::start(folder, RANKS, &arguments);
+        let process = running.process(folder, victim);
+        at_work(folder);
+        std::thread::sleep(after);
+        signal(process, "-KILL");
+        let killed = Instant::now();
+        let (_, lines) = running.end(Duration::from_secs(2 * DEADLINE + 60));
+        Disturbed {
+            victim,
+            killed,
+            lines,
+        }
+    }
+
+    fn said(&self) -> String {
+        let lines: Vec<&str> = self.lines.iter().map(|(_, line)| line.as_str()).collect();
+        lines.join("\n")
+    }
+
+    /// When the last line that begins so was said, after the death.
+    fn last(&self, begins: &str) -> Option<Duration> {
+        let lines = self
+            .lines
+            .iter()
+            .filter(|(_, line)| line.starts_with(begins));
+        let last = lines.map(|(at, _)| *at).max()?;
+        Some(last.saturating_duration_since(self.killed))
+    }
+}
+
+fn seed() -> u64 {
+    let seed = u64::from(std::process::id()) << 20;
+    println!("seed {seed}");
+    seed
+}
+
+fn print_times(what: &str, mut times: Vec<Duration>) {
+    times.sort_unstable();
+    if let (Some(middle), Some(last)) = (times.get(times.len() / 2), times.last()) {
+        println!(
+            "{} runs, {what}: {middle:?} (median), {last:?} (most)",
+            times.len()
+        );
+    }
+}
+
+/// Removes what a run left.
+fn tidy(folder: &Folder) {
+    let left = folder.names().into_iter();
+    for name in left.filter(|name| name != "in.safetensors" && name != "threads.safetensors") {
+        std::fs::remove_file(folder.join(&name)).unwrap();
+    }
+}
+
 #[test]
 fn a_killed_rank_is_named_by_all_others() {
     if !ulfm("a_killed_rank_is_named_by_all_others") {
         return;
     }
     let folder = long_call();
-    let mut detected = Vec::new();
-    let mut finished = 0;
-    let seed = u64::from(std::process::id());
-    println!("seed {seed}");
+    let seed = seed();
+    let mut times = Vec::new();
     for run in 0..runs(3) as u64 {
-        let victim = (random(seed + run) % RANKS as u64) as usize;
-        let after = Duration::from_millis(random(seed ^ run.rotate_left(32)) % 1500);
-        let arguments =
-            format!("attend in.safetensors -o out.safetensors --grad --deadline {DEADLINE}");
-        let running = Running::start(&folder, RANKS, &arguments);
-        let process = running.process(&folder, victim);
-        at_work(&folder);
-        std::thread::sleep(after);
-        signal(process, "-KILL");
-        let killed = Instant::now();
-        let (_, lines) = running.end(Duration::from_secs(DEADLINE + 30));
-        let said: Vec<String> = lines.iter().map(|(_, line)| line.clone()).collect();
-        let said = said.join("\n");
-        if folder.names().contains(&"out.safetensors".to_string()) {
-            // It had done its part.
-            std::fs::remove_file(folder.join("out.safetensors")).unwrap();
-            finished += 1;
+        let disturbed = Disturbed::run(&folder, "", seed + run);
+        let (said, victim) = (disturbed.said(), disturbed.victim);
+        let finished = folder.names().contains(&"out.safetensors".to_string());
+        tidy(&folder);
+        if finished {
+            println!("run {run}: it had finished before");
             continue;
         }
         let own = own_lines(&said);
@@ -84,29 +140,49 @@ fn a_killed_rank_is_named_by_all_others() {
                 "run {run}: {line}"
             );
         }
-        let told = lines
-            .iter()
-            .filter(|(_, line)| line.starts_with("encke: rank"));
-        let last = told.map(|(at, _)| *at).max().unwrap();
-        let took = last.saturating_duration_since(killed);
+        let took = disturbed.last("encke: rank").unwrap();
         assert!(
             took < Duration::from_secs(DEADLINE + 10),
             "run {run}: {took:?}"
         );
-        detected.push(took);
-        for name in folder.names().iter().filter(|name| name.ends_with(".tmp")) {
-            std::fs::remove_file(folder.join(name)).unwrap();
-        }
+        times.push(took);
     }
-    detected.sort_unstable();
-    if let (Some(middle), Some(last)) = (detected.get(detected.len() / 2), detected.last()) {
-        println!(
-            "{} runs: all survivors had said so after {middle:?} (median), {last:?} (most); {} had \
-             finished before",
-            detected.len(),
-            finished
+    print_times("until all survivors had said so", times);
+}
+
+#[test]
+fn with_redundancy_a_killed_rank_costs_no_result() {
+    if !ulfm("with_redundancy_a_killed_rank_costs_no_result") {
+        return;
+    }
+    let folder = long_call();
+    folder.succeeds(&format!(
+        "attend in.safetensors -o threads.safetensors --grad --ranks {RANKS}"
+    ));
+    let expected = files::read(&folder.join("threads.safetensors"));
+    let seed = seed();
+    let mut times = Vec::new();
+    for run in 0..runs(3) as u64 {
+        let disturbed = Disturbed::run(&folder, "--redundancy 1", seed + run);
+        let said = disturbed.said();
+        let there = folder.names().contains(&"out.safetensors".to_string());
+        assert!(there, "run {run}, rank {}: {said}", disturbed.victim);
+        let got = files::read(&folder.join("out.safetensors"));
+        for (name, tensor) in &expected {
+            let (off, most) = (tensor.difference(&got[name]), tensor.largest());
+            assert!(
+                off <= 2e-5 * most,
+                "run {run}: {name} is off by {off:e}: {said}"
+            );
+        }
+        tidy(&folder);
+        times.extend(
+            disturbed
+                .last("survived")
+                .filter(|_| said.contains("survived")),
         );
     }
+    print_times("from the death to the result", times);
 }
 
 #[test]

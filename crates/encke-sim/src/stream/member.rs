@@ -4,14 +4,18 @@
 //! The steps are apart so that whoever drives it can ask the other ranks in between, before anyone
 //! waits for anyone.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::Plan;
 use encke_core::plan::program::Component;
-use encke_core::transport::{Moved, Transport};
+use encke_core::plan::survival::Epoch;
+use encke_core::transport::{Moved, Survivors, Transport};
 use encke_ring::call::guarded;
 use encke_ring::memory::planned;
+use encke_ring::rank::Loans;
+use encke_ring::survive::survive;
 use encke_ring::trace::{Activity, Recorder};
 use encke_ring::{Rank, RankError, RankMemory};
 
@@ -23,7 +27,7 @@ use super::{RankDone, Sink, Source, StreamError, rows};
 /// One rank, from its first buffer to its last.
 pub struct Member<'a, K: Kernel> {
     kernel: &'a K,
-    plan: &'a Plan,
+    plan: &'a Arc<Plan>,
     desk: Desk<'a, K>,
     rank: Rank<K>,
     recorder: Recorder,
@@ -32,7 +36,11 @@ pub struct Member<'a, K: Kernel> {
 
 impl<'a, K: Kernel> Member<'a, K> {
     /// A rank with all its buffers.
-    pub fn new(kernel: &'a K, plan: &'a Plan, number: usize) -> Result<Member<'a, K>, StreamError> {
+    pub fn new(
+        kernel: &'a K,
+        plan: &'a Arc<Plan>,
+        number: usize,
+    ) -> Result<Member<'a, K>, StreamError> {
         check_slots(plan.request())?;
         let began = Instant::now();
         let made = Rank::new(kernel, plan.rank(number)?);
@@ -79,6 +87,53 @@ impl<'a, K: Kernel> Member<'a, K> {
     /// Carries out its program.
     pub fn run(&mut self, transport: &mut dyn Transport<K::Buffer>) -> Result<(), RankError> {
         guarded(|| self.rank.run(self.kernel, transport, &mut self.recorder))
+    }
+
+    /// Carries out its part of a call that survives deaths, and writes its rows, and those of the
+    /// dead that became its own, when they are finished.
+    pub fn survive(
+        &mut self,
+        transport: &mut dyn Survivors<K::Buffer>,
+        sink: &mut dyn Sink,
+    ) -> Result<(), RankError> {
+        let Member {
+            kernel,
+            plan,
+            desk,
+            rank,
+            recorder,
+            ..
+        } = self;
+        let kernel: &K = kernel;
+        let mut epoch = Epoch::first(plan);
+        let mut dock = HostDock {
+            desk,
+            source: &Nowhere,
+            sink,
+            spool: None,
+        };
+        let mut deliver = |rank: &Rank<K>| {
+            let mut ports = rank.plan().outputs.iter();
+            let stored =
+                ports.try_for_each(|port| rows::store(rank, port, plan.request(), &mut dock));
+            let reason = |error: StreamError| RankError::Deliver {
+                reason: error.to_string(),
+            };
+            stored.map_err(reason)
+        };
+        guarded(|| {
+            let loans = Loans::default();
+            let epoch = &mut epoch;
+            survive(
+                kernel,
+                rank,
+                epoch,
+                loans,
+                transport,
+                recorder,
+                &mut deliver,
+            )
+        })
     }
 
     /// Writes its rows.
