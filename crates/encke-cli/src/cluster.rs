@@ -6,6 +6,8 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -54,7 +56,7 @@ impl std::error::Error for Refused {}
 /// Runs a command as one of several processes.
 pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
     let started = World::start(DEADLINE);
-    let (world, wire) = started.with_context(|| format!("process {}", place.rank))?;
+    let (world, mut wire) = started.with_context(|| format!("process {}", place.rank))?;
     let (rank, ranks) = (wire.rank(), wire.ranks());
     if ranks != place.ranks {
         bail!(
@@ -65,6 +67,15 @@ pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
             world.library()
         );
     }
+    let said = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&said);
+    // A call of MPI that does not return cannot be left otherwise.
+    wire.watch(move |error| {
+        if !told.swap(true, Ordering::SeqCst) {
+            note(&format!("encke: rank {rank} of {ranks}: {error}"));
+        }
+        encke_mpi::leave(2);
+    });
     let mut cluster = Cluster {
         library: world.library().to_string(),
         wire,
@@ -89,8 +100,10 @@ pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
         return Err(Told.into());
     }
     let words = one_line(&error);
+    if !said.swap(true, Ordering::SeqCst) {
+        note(&format!("encke: rank {rank} of {ranks}: {words}"));
+    }
     cluster.wire.give_up(&words);
-    note(&format!("encke: rank {rank} of {ranks}: {words}"));
     std::thread::sleep(GRACE);
     Err(Told.into())
 }

@@ -7,54 +7,19 @@ use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
 use crate::sys::{Class, Comm, Fault, Request};
+use crate::words::Notice;
 
 /// The tag of notices; messages have those above it.
 pub const TAG: c_int = 0;
-/// Bytes of a notice: small enough to be sent whether or not anyone is looking.
-const BYTES: usize = 512;
 /// How long a failing rank stays to see its notices off.
 const FAREWELL: Duration = Duration::from_millis(300);
-
-/// Who failed, and what was said of it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Notice {
-    /// The rank that failed, which need not be the one that says so.
-    pub about: usize,
-    /// How.
-    pub reason: String,
-}
-
-impl Notice {
-    fn to_bytes(&self) -> [u8; BYTES] {
-        let mut bytes = [0; BYTES];
-        bytes[..8].copy_from_slice(&(self.about as u64).to_le_bytes());
-        let room = BYTES - 8;
-        let most = (0..=room.min(self.reason.len())).rev();
-        let fits = most
-            .into_iter()
-            .find(|&end| self.reason.is_char_boundary(end));
-        let text = &self.reason.as_bytes()[..fits.unwrap_or(0)];
-        bytes[8..][..text.len()].copy_from_slice(text);
-        bytes
-    }
-
-    fn from_bytes(bytes: &[u8; BYTES]) -> Notice {
-        let mut about = [0; 8];
-        about.copy_from_slice(&bytes[..8]);
-        let text = String::from_utf8_lossy(&bytes[8..]);
-        Notice {
-            about: u64::from_le_bytes(about) as usize,
-            reason: text.trim_end_matches('\0').to_string(),
-        }
-    }
-}
 
 /// The open receive, and what came in by it.
 #[derive(Debug)]
 pub struct Alarm {
     comm: Comm,
     /// Written by MPI until the bell has rung; leaked where MPI does not let go of it.
-    paper: *mut [u8; BYTES],
+    paper: *mut [u8; Notice::BYTES],
     bell: Request,
     heard: Option<Notice>,
 }
@@ -65,9 +30,9 @@ unsafe impl Send for Alarm {}
 impl Alarm {
     /// Begins to listen.
     pub fn new(comm: Comm) -> Result<Alarm, Fault> {
-        let paper = Box::into_raw(Box::new([0; BYTES]));
+        let paper = Box::into_raw(Box::new([0; Notice::BYTES]));
         // SAFETY: the paper is freed only after the request has ended.
-        let bell = unsafe { comm.receive(paper.cast(), BYTES, None, TAG) }?;
+        let bell = unsafe { comm.receive(paper.cast(), Notice::BYTES, None, TAG) }?;
         Ok(Alarm {
             comm,
             paper,
@@ -119,31 +84,6 @@ impl Drop for Alarm {
         if self.bell.is_over() {
             // SAFETY: it came from a box, and MPI has let go of it.
             drop(unsafe { Box::from_raw(self.paper) });
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_notice_says_what_fits() {
-        for reason in [
-            "",
-            "short",
-            &"ä".repeat(400),
-            &"x".repeat(504),
-            &"y".repeat(505),
-        ] {
-            let notice = Notice {
-                about: 7,
-                reason: reason.to_string(),
-            };
-            let read = Notice::from_bytes(&notice.to_bytes());
-            assert_eq!(read.about, 7);
-            assert!(reason.starts_with(&read.reason));
-            assert!(read.reason.len() + 2 > reason.len().min(BYTES - 8));
         }
     }
 }

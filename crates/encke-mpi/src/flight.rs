@@ -17,6 +17,7 @@ use encke_core::transport::{Address, Moved, TransportError};
 use encke_ring::envelope::{Envelope, Fate, Posted};
 
 use crate::sys::{Class, Comm, Fault, Request};
+use crate::words::pieces;
 
 /// Bytes of the longest piece: MPI counts in C ints.
 pub const LONGEST: usize = 1 << 30;
@@ -332,24 +333,5 @@ impl Departure {
             tested.map_err(|fault| Trouble::Fault(self.to.peer, fault))?;
         }
         Ok(self.is_over())
-    }
-}
-
-/// Where pieces of at most `longest` bytes begin, and how long they are.
-fn pieces(bytes: usize, longest: usize) -> impl Iterator<Item = (usize, usize)> {
-    let starts = (0..bytes).step_by(longest);
-    starts.map(move |start| (start, longest.min(bytes - start)))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::pieces;
-
-    #[test]
-    fn pieces_are_whole() {
-        let of = |bytes, longest| pieces(bytes, longest).collect::<Vec<_>>();
-        assert_eq!(of(0, 4), []);
-        assert_eq!(of(4, 4), [(0, 4)]);
-        assert_eq!(of(9, 4), [(0, 4), (4, 4), (8, 1)]);
     }
 }

@@ -5,13 +5,15 @@
 //! [`Transport`](encke_core::transport::Transport) between them. Nothing here knows attention.
 //!
 //! The decision that shaped it: every wait is a loop of tests with a deadline, on a thread of its
-//! own, so that messages move while the rank computes and no call of MPI can hang a rank. (MPI's own
-//! beginning and end are the exceptions: they cannot be tested for.)
+//! own, so that messages move while the rank computes and no wait of MPI's can hang a rank. A call
+//! that ought not to wait and does is noticed by a watchdog. (MPI's own beginning is the exception.)
 
 pub mod launcher;
 
 #[cfg(feature = "mpi")]
 mod alarm;
+#[cfg(feature = "mpi")]
+mod contact;
 #[cfg(feature = "mpi")]
 mod error;
 #[cfg(feature = "mpi")]
@@ -20,13 +22,19 @@ mod flight;
 mod survivors;
 #[cfg(feature = "mpi")]
 mod sys;
+#[cfg(any(feature = "mpi", test))]
+mod watchdog;
 #[cfg(feature = "mpi")]
 mod wire;
+#[cfg(any(feature = "mpi", test))]
+mod words;
 #[cfg(feature = "mpi")]
 mod world;
 
 #[cfg(feature = "mpi")]
 pub use error::MpiError;
+#[cfg(feature = "mpi")]
+pub use sys::leave;
 #[cfg(feature = "mpi")]
 pub use wire::Wire;
 #[cfg(feature = "mpi")]

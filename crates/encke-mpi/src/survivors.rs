@@ -13,30 +13,19 @@ use encke_ring::meeting::Meeting;
 use crate::alarm::Alarm;
 use crate::sys::{Agreeing, Fault};
 use crate::wire::Wire;
-
-/// Bytes of a standing on the wire.
-const BYTES: usize = 9;
-
-fn to_bytes(standing: Standing) -> [u8; BYTES] {
-    let mut bytes = [0; BYTES];
-    bytes[..8].copy_from_slice(&(standing.done as u64).to_le_bytes());
-    bytes[8] = u8::from(standing.finished);
-    bytes
-}
-
-fn from_bytes(bytes: &[u8]) -> Option<Standing> {
-    let (done, finished) = bytes.split_at_checked(8)?;
-    let done = u64::from_le_bytes(done.try_into().ok()?);
-    Some(Standing {
-        done: usize::try_from(done).ok()?,
-        finished: *finished.first()? != 0,
-    })
-}
+use crate::words::{STANDING_BYTES, standing, standing_bytes};
 
 impl Wire {
     /// Waits until every rank that lives has come here; whether all of them are well, and nobody
     /// has died unnoticed. The same answer on all.
     fn gathered(&mut self, well: bool) -> Result<bool, TransportError> {
+        self.expect_in_time(self.someone_else());
+        let gathered = self.gather_all(well);
+        self.watchdog.relax();
+        gathered
+    }
+
+    fn gather_all(&mut self, well: bool) -> Result<bool, TransportError> {
         let since = Instant::now();
         let failed = |wire: &Wire, fault: Fault| wire.broken(fault.words);
         let mut agreeing = match Agreeing::new(self.comm, well) {
@@ -72,7 +61,7 @@ impl Wire {
     }
 
     /// Any other rank that is left, for an error that must name one.
-    fn someone_else(&self) -> usize {
+    pub(crate) fn someone_else(&self) -> usize {
         let others = self.members();
         others
             .into_iter()
@@ -82,10 +71,12 @@ impl Wire {
 
     /// Goes on with those that are left.
     fn leave_the_dead(&mut self) -> Result<(), TransportError> {
+        self.expect_in_time(self.someone_else());
         let shrunk = self.comm.shrink().and_then(|left| {
             let places = self.comm.members(left)?;
             Ok((left, places, Alarm::new(left)?))
         });
+        self.watchdog.relax();
         let (left, places, alarm) = shrunk.map_err(|fault| self.broken(fault.words))?;
         let before = self.members();
         let mut survivors = vec![None; self.ranks];
@@ -104,11 +95,11 @@ impl Wire {
         let members = self.members();
         let (rank, ranks) = (self.rank, self.ranks);
         let mut meeting = Meeting::new(self, rank, &members);
-        let said = meeting.gather(to_bytes(own).to_vec())?;
+        let said = meeting.gather(standing_bytes(own).to_vec())?;
         let all = meeting.broadcast(said.unwrap_or_default().concat())?;
         let mut standings = vec![None; ranks];
-        for (member, bytes) in members.iter().zip(all.chunks(BYTES)) {
-            standings[*member] = from_bytes(bytes);
+        for (member, bytes) in members.iter().zip(all.chunks(STANDING_BYTES)) {
+            standings[*member] = standing(bytes);
         }
         Ok(Agreement { standings })
     }
@@ -158,20 +149,5 @@ impl<B: HostParcel> Survivors<B> for Wire {
 
     fn give_up(&mut self, reason: &str) {
         Wire::give_up(self, reason);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_standing_comes_back() {
-        for (done, finished) in [(0, false), (7, true), (1 << 40, false)] {
-            let standing = Standing { done, finished };
-            assert_eq!(from_bytes(&to_bytes(standing)), Some(standing));
-        }
-        assert_eq!(from_bytes(&[1; 8]), None);
-        assert_eq!(from_bytes(&[]), None);
     }
 }

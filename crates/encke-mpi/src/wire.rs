@@ -15,15 +15,19 @@ use encke_core::transport::{
 };
 use encke_ring::envelope::Posted;
 
-use crate::alarm::{Alarm, Notice};
+use crate::alarm::Alarm;
 use crate::error::MpiError;
 use crate::flight::{Flight, LONGEST, Trouble};
 use crate::sys::{self, Class, Comm, Fault};
+use crate::watchdog::Watchdog;
+use crate::words::Notice;
 
 /// How long MPI is given to let go of the buffers of an exchange that failed.
 const CALL_BACK: Duration = Duration::from_millis(300);
 /// How long a rank that only learns that something was revoked waits to hear why.
 const HEARSAY: Duration = Duration::from_millis(300);
+/// How long calls that do not wait may take, beyond what is waited for, before they hang.
+const SLACK: Duration = Duration::from_secs(3);
 /// Between two looks while the rank computes: a hop is moved along, the cores are the jobs'.
 const GLANCE: Duration = Duration::from_micros(100);
 /// Between two looks while the rank waits, after the first [`EAGER`] ones.
@@ -52,6 +56,7 @@ pub struct Wire {
     survives: bool,
     library: String,
     spoiled: Arc<AtomicBool>,
+    pub(crate) watchdog: Arc<Watchdog>,
 }
 
 impl Wire {
@@ -78,7 +83,43 @@ impl Wire {
             survives: false,
             library,
             spoiled,
+            watchdog: Arc::default(),
         })
+    }
+
+    /// Calls `hung`, on a thread of its own, when a call of MPI that ought to return does not, with
+    /// the error that this rank would have ended with. MPI cannot be left then: end the process.
+    pub fn watch(&mut self, hung: impl FnOnce(TransportError) + Send + 'static) {
+        // Where no thread is to be had, nothing is watched.
+        self.watchdog = Arc::new(Watchdog::start(hung).unwrap_or_default());
+    }
+
+    /// What it means when MPI does not come back from waiting for `peer`.
+    fn late(
+        &self,
+        round: usize,
+        peer: usize,
+    ) -> impl Fn(Duration) -> TransportError + Clone + use<> {
+        let (rank, limit) = (self.rank, self.deadline);
+        move |waited| TransportError::Deadline {
+            rank,
+            peer,
+            round,
+            waited,
+            limit,
+        }
+    }
+
+    /// From now on MPI must come back within the deadline.
+    pub(crate) fn expect_in_time(&self, peer: usize) {
+        let late = self.late(self.round, peer);
+        self.watchdog.expect(self.deadline + SLACK, late);
+    }
+
+    /// From now on MPI must come back at once; this is what is wrong already.
+    fn expect_at_once(&self, error: &TransportError) {
+        let error = error.clone();
+        self.watchdog.expect(SLACK, move |_| error);
     }
 
     /// The number of this rank.
@@ -115,13 +156,16 @@ impl Wire {
             about: self.rank,
             reason: reason.to_string(),
         };
-        self.tell(&notice);
-        self.failed = Some(TransportError::PeerFailed {
+        let error = TransportError::PeerFailed {
             rank: self.rank,
             peer: self.rank,
             round: 0,
-            reason: notice.reason,
-        });
+            reason: notice.reason.clone(),
+        };
+        self.expect_at_once(&error);
+        self.tell(&notice);
+        self.watchdog.relax();
+        self.failed = Some(error);
     }
 
     /// Lets the others go on when a rank dies, from now on: exchanges then end with
@@ -314,6 +358,7 @@ impl Wire {
     /// After a failure: others are told, and MPI lets go of the buffers. Those it does not let go
     /// of are named, by their place among the arrivals.
     fn abandon(&mut self, error: &TransportError, flight: &mut Flight<'_>) -> Vec<usize> {
+        self.expect_at_once(error);
         let about = match error {
             TransportError::PeerFailed { peer, .. } => *peer,
             _ => self.rank,
@@ -340,6 +385,12 @@ impl Wire {
         self.failed = Some(error.clone());
         stuck
     }
+}
+
+/// Somebody an exchange is with: rather one who owes us something.
+fn first_peer<B>(outgoing: &[Outgoing<'_, B>], incoming: &[Incoming<'_, B>]) -> Option<usize> {
+    let owing = incoming.first().map(|message| message.from.peer);
+    owing.or(outgoing.first().map(|message| message.to.peer))
 }
 
 /// The number of each message among those with the same peer, in the order of their tags. Both
@@ -374,13 +425,19 @@ impl<B: HostParcel> Transport<B> for Wire {
             meanwhile();
             return Ok(Moved::default());
         }
+        let peer = first_peer(outgoing, incoming).unwrap_or(self.rank);
+        self.expect_in_time(peer);
         let idle = OnceLock::new();
         let mut flight = Flight::new(self.comm);
         let posted = self.post(round, outgoing, incoming, &mut flight);
         let mut computed = Ok(());
+        let (watchdog, limit) = (Arc::clone(&self.watchdog), self.deadline + SLACK);
+        let late = self.late(round, peer);
         let mut compute = || {
+            watchdog.relax();
             computed = catch_unwind(AssertUnwindSafe(&mut *meanwhile));
             let _ = idle.set(Instant::now());
+            watchdog.expect(limit, late.clone());
         };
         let landed = match posted {
             Err(trouble) => {
@@ -408,6 +465,7 @@ impl<B: HostParcel> Transport<B> for Wire {
             Err(error) => self.abandon(error, &mut flight),
         };
         drop(flight);
+        self.watchdog.relax();
         for at in stuck {
             std::mem::forget(incoming[at].parcel.take());
         }

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use encke_core::transport::TransportError;
 use mpi::Threading;
 use mpi::environment::Universe;
 
+use crate::contact;
 use crate::error::MpiError;
 use crate::sys::{self, Comm};
 use crate::wire::Wire;
@@ -33,11 +35,23 @@ impl World {
         if !got.is_empty() {
             return Err(MpiError::Threads { library, got });
         }
+        let began = Instant::now();
         let failed = |fault: sys::Fault| fault.during("starting MPI");
         let comm = Comm::world().map_err(failed)?;
         let comm = comm.duplicate().map_err(failed)?;
         let spoiled = Arc::new(AtomicBool::new(false));
         let wire = Wire::new(comm, deadline, library.clone(), Arc::clone(&spoiled))?;
+        let absent = contact::meet_all(comm, wire.rank(), wire.ranks(), deadline);
+        if let Some(peer) = absent.map_err(failed)? {
+            let (rank, waited, limit) = (wire.rank(), began.elapsed(), deadline);
+            return Err(MpiError::Transport(TransportError::Deadline {
+                rank,
+                peer,
+                round: 0,
+                waited,
+                limit,
+            }));
+        }
         let world = World {
             universe: Some(universe),
             library,
@@ -58,6 +72,8 @@ impl World {
 
     /// Ends MPI, when all ranks have ended well.
     pub fn finish(mut self, wire: Wire) {
+        let watchdog = Arc::clone(&wire.watchdog);
+        wire.expect_in_time(wire.someone_else());
         let whole = wire.close();
         if !whole {
             // Whoever is still asking whether all went well must not see us leave.
@@ -66,6 +82,7 @@ impl World {
         if whole && !self.spoiled.load(Ordering::Relaxed) {
             drop(self.universe.take());
         }
+        watchdog.relax();
     }
 }
 
