@@ -12,12 +12,24 @@ use crate::launch::{Running, own_lines, signal, ulfm};
 const RANKS: usize = 4;
 /// Of every exchange, in seconds.
 const DEADLINE: u64 = 20;
+const CALL: &str = "attend in.safetensors -o out.safetensors --grad";
 
-/// A folder with a call of a few seconds.
+/// A folder with a call of a second or more.
 fn long_call() -> Folder {
     let folder = Folder::new();
-    folder.succeeds("generate in.safetensors --tokens 6k --heads 4 --dim 64 --grad");
+    folder.succeeds("generate in.safetensors --tokens 6k --heads 2 --dim 64 --grad");
     folder
+}
+
+/// How long the call takes from when all processes are at work, undisturbed.
+fn undisturbed(folder: &Folder, options: &str) -> Duration {
+    let running = Running::start(folder, RANKS, &format!("{CALL} {options}"));
+    at_work(folder);
+    let since = Instant::now();
+    let (status, lines) = running.end(Duration::from_secs(300));
+    assert!(status.success(), "{lines:?}");
+    tidy(folder);
+    since.elapsed()
 }
 
 fn runs(default: usize) -> usize {
@@ -53,12 +65,11 @@ struct Disturbed {
 }
 
 impl Disturbed {
-    /// Runs the call; which rank dies, and when, follows from the seed.
-    fn run(folder: &Folder, options: &str, seed: u64) -> Disturbed {
+    /// Runs the call, which takes so `long`; which rank dies, and when, follows from the seed.
+    fn run(folder: &Folder, options: &str, long: Duration, seed: u64) -> Disturbed {
         let victim = (random(seed) % RANKS as u64) as usize;
-        let after = Duration::from_millis(random(!seed) % 1500);
-        let call = "attend in.safetensors -o out.safetensors --grad";
-        let arguments = format!("{call} --deadline {DEADLINE} {options}");
+        let after = long.mul_f64((random(!seed) % 1000) as f64 / 1000.0);
+        let arguments = format!("{CALL} --deadline {DEADLINE} {options}");
         let running = Running::start(folder, RANKS, &arguments);
         let process = running.process(folder, victim);
         at_work(folder);
@@ -119,10 +130,10 @@ fn a_killed_rank_is_named_by_all_others() {
         return;
     }
     let folder = long_call();
-    let seed = seed();
+    let (seed, long) = (seed(), undisturbed(&folder, ""));
     let mut times = Vec::new();
     for run in 0..runs(3) as u64 {
-        let disturbed = Disturbed::run(&folder, "", seed + run);
+        let disturbed = Disturbed::run(&folder, "", long, seed + run);
         let (said, victim) = (disturbed.said(), disturbed.victim);
         let finished = folder.names().contains(&"out.safetensors".to_string());
         tidy(&folder);
@@ -160,10 +171,10 @@ fn with_redundancy_a_killed_rank_costs_no_result() {
         "attend in.safetensors -o threads.safetensors --grad --ranks {RANKS}"
     ));
     let expected = files::read(&folder.join("threads.safetensors"));
-    let seed = seed();
+    let (seed, long) = (seed(), undisturbed(&folder, "--redundancy 1"));
     let mut times = Vec::new();
     for run in 0..runs(3) as u64 {
-        let disturbed = Disturbed::run(&folder, "--redundancy 1", seed + run);
+        let disturbed = Disturbed::run(&folder, "--redundancy 1", long, seed + run);
         let said = disturbed.said();
         let there = folder.names().contains(&"out.safetensors".to_string());
         assert!(there, "run {run}, rank {}: {said}", disturbed.victim);
@@ -188,8 +199,7 @@ fn with_redundancy_a_killed_rank_costs_no_result() {
 #[test]
 fn a_stopped_rank_ends_in_the_deadline_of_the_others() {
     let folder = long_call();
-    let arguments = "attend in.safetensors -o out.safetensors --grad --deadline 3";
-    let running = Running::start(&folder, RANKS, arguments);
+    let running = Running::start(&folder, RANKS, &format!("{CALL} --deadline 3"));
     let victim = 1;
     let process = running.process(&folder, victim);
     at_work(&folder);
