@@ -14,6 +14,7 @@ mod cli;
 mod cluster;
 mod demo;
 mod device_option;
+mod draw;
 mod finite;
 mod generate;
 mod input;

@@ -6,6 +6,7 @@ use anyhow::Result;
 use clap::Args;
 use encke::{Attention, Pass};
 
+use crate::draw::draw;
 use crate::number::count;
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::RingOptions;
@@ -26,6 +27,9 @@ Examples:
       A billion tokens: a thousand ranks, and what each of them holds.
   encke plan --tokens 4k --heads 8 --dim 64 --ranks 4 --backward --rank 2
       What rank 2 does in the backward pass, round by round.
+  encke plan --tokens 32 --heads 4 --dim 8 --mode mix --causal \\
+      --segment-lengths 8,32 --dilation-rates 1,4 --draw 1
+      Which query of head 1 sees which key, as a picture.
   encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --json | jq .sent_bytes
   encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --redundancy 1
       What it takes to survive the death of a rank: the inputs each keeps of its neighbour.
@@ -63,6 +67,10 @@ struct ViewOptions {
     /// Print JSON: the summary, or with --rank every buffer, task and message of that rank.
     #[arg(long)]
     json: bool,
+
+    /// Draw which query of this head sees which key, for the first 64 tokens, instead.
+    #[arg(long, value_name = "H", value_parser = count, conflicts_with_all = ["rank", "json"])]
+    draw: Option<usize>,
 }
 
 /// Runs the command.
@@ -73,6 +81,12 @@ pub fn run(options: &Options) -> Result<Verdict> {
             .ring
             .apply(builder, MOST_RANKS, "the plan would take too long to make")?;
     let shape = options.sizes.shape()?;
+    if let Some(head) = options.view.draw {
+        let pattern = options.pattern.pattern()?;
+        pattern.check(&shape)?;
+        say(&draw(&pattern, &shape, head)?)?;
+        return Ok(Verdict::Fine);
+    }
     let pass = match options.view.backward {
         true => Pass::Backward { dlse: false },
         false => Pass::Forward,

@@ -110,8 +110,8 @@ impl Job {
                 let steps = (mask.query_step, mask.key_step) == (other.query_step, other.key_step);
                 let same = lead(mask) + wide(self.queries * mask.query_step) == lead(&other);
                 let last = next.queries - 1;
-                let clipped = self.keys <= next.keys
-                    || longer.visible(self.queries + last) <= next.keys;
+                let clipped =
+                    self.keys <= next.keys || longer.visible(self.queries + last) <= next.keys;
                 steps && same && clipped
             }
         };
@@ -180,7 +180,8 @@ mod tests {
     fn pairs(jobs: &[Job]) -> BTreeMap<Addresses, usize> {
         let mut found = BTreeMap::new();
         for job in jobs {
-            for (segment, head) in (0..job.segments).flat_map(|s| (0..job.heads).map(move |h| (s, h)))
+            for (segment, head) in
+                (0..job.segments).flat_map(|s| (0..job.heads).map(move |h| (s, h)))
             {
                 for i in 0..job.queries {
                     for j in 0..job.visible(i) {
@@ -241,7 +242,10 @@ mod tests {
         let below = square.join_keys(&high).unwrap();
         let all = low.join_queries(&below).unwrap();
         assert_eq!((all.queries, all.keys), (10, 10));
-        assert_eq!(pairs(std::slice::from_ref(&all)), pairs(&[low, square, high]));
+        assert_eq!(
+            pairs(std::slice::from_ref(&all)),
+            pairs(&[low, square, high])
+        );
     }
 
     #[test]

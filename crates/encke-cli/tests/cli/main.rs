@@ -11,6 +11,7 @@ mod command;
 mod demo;
 mod files;
 mod golden;
+mod pages;
 mod plan;
 mod profile;
 mod report;
