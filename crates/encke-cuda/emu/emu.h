@@ -285,7 +285,7 @@ static inline uint4 load_matrices(u32 from) {
   for (int m = 0; m < 4; m++) memcpy(&r[m], emu::at((u32)emu::cta->exchange[warp + 8 * m + lane / 4] + (lane % 4) * 4, 4), 4);
   __syncwarp(); return {r[0], r[1], r[2], r[3]};
 }
-static inline void global_add(float* p, float a, float b, float c, float d) { p[0] += a; p[1] += b; p[2] += c; p[3] += d; }
+static inline void global_add(float* to, float x, float y) { to[0] += x; to[1] += y; }
 
 // ---- arithmetic ----
 static inline float exp2_fast(float x) { return exp2f(x); }

@@ -264,31 +264,39 @@ DEV void add_unbounded(const Job& job, const Tile& tile, const Rows& rows, const
   }
 }
 #if CARRY
-DEV void load_carry(const Job& job, const Rows& rows, const float* acc_in, const float* m_in, const float* l_in, float scale, int column, float (&acc)[HD / 2], Softmax& softmax) {
+// The softmax goes on from where it was: `before` are the rows' references, -inf where they saw nothing yet. What was summed stays in memory until the tile ends.
+DEV void load_carry(const Rows& rows, const float* m_in, const float* l_in, float scale, int column, Softmax& softmax, float (&before)[2]) {
   #pragma unroll
   for (int h = 0; h < 2; h++) {
     float l = rows.exists[h] ? l_in[rows.cell[h]] : 0.f;
     bool some = l != 0.f;   // also where l is NaN
-    softmax.m[h] = some ? m_in[rows.cell[h]] / scale : neg_inf();
+    softmax.m[h] = before[h] = some ? m_in[rows.cell[h]] / scale : neg_inf();
     softmax.l[h] = column == 0 ? l : 0.f;
-    const float2* from = (const float2*)(acc_in + rows.cell[h] * job.dim + column);
-    #pragma unroll
-    for (int i = 0; i < FRAGMENTS; i++) {
-      float2 x = some && 8 * i < job.dim ? from[4 * i] : make_float2(0.f, 0.f);
-      acc[4 * i + 2 * h] = x.x; acc[4 * i + 2 * h + 1] = x.y;
-    }
   }
 }
-DEV void store_carry(const Job& job, const Rows& rows, float* acc_out, float* m_out, float* l_out, float scale, int column, const float (&acc)[HD / 2], const Softmax& softmax) {
+// Adds the tile's sums to those in memory. References are LAZY, so that most rows still have the one they came with: memory adds these
+// itself, and nobody waits for what was there. Rows that had nothing are written, and those whose reference rose are read and shrunk first.
+DEV void store_carry(const Job& job, const Rows& rows, float* sums, float* m_out, float* l_out, float scale, float c, int column, const float (&acc)[HD / 2], const Softmax& softmax, const float (&before)[2]) {
   #pragma unroll
   for (int h = 0; h < 2; h++) {
     float l = quad_sum(softmax.l[h]);
     if (!rows.exists[h]) continue;
     if (column == 0) { m_out[rows.cell[h]] = softmax.m[h] * scale; l_out[rows.cell[h]] = l; }
-    float2* to = (float2*)(acc_out + rows.cell[h] * job.dim + column);
-    #pragma unroll
-    for (int i = 0; i < FRAGMENTS; i++)
-      if (8 * i < job.dim) to[4 * i] = make_float2(acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]);
+    float* to = sums + rows.cell[h] * job.dim + column;
+    if (before[h] == softmax.m[h]) {
+      #pragma unroll
+      for (int i = 0; i < FRAGMENTS; i++)
+        if (8 * i < job.dim) global_add(to + 8 * i, acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]);
+    } else {
+      const bool some = before[h] != neg_inf();
+      const float kept = some ? exp2_fast((before[h] - softmax.m[h]) * c) : 0.f;
+      #pragma unroll
+      for (int i = 0; i < FRAGMENTS; i++)
+        if (8 * i < job.dim) {
+          float2 x = some ? *(const float2*)(to + 8 * i) : make_float2(0.f, 0.f);
+          *(float2*)(to + 8 * i) = make_float2(fmaf(x.x, kept, acc[4 * i + 2 * h]), fmaf(x.y, kept, acc[4 * i + 2 * h + 1]));
+        }
+    }
   }
 }
 #else
@@ -375,11 +383,11 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       }
       rows_of(job, tiles, tile, tile.row + own * 64 + warp * 16 + lane / 4, rows);
 #if CARRY
-      load_carry(job, rows, (const float*)sums, m_or_lse, l_cells, scale, column, acc, softmax);
-#else
+      float before[2];
+      load_carry(rows, m_or_lse, l_cells, scale, column, softmax, before);
+#endif
       #pragma unroll
       for (int i = 0; i < HD / 2; i++) acc[i] = 0.f;
-#endif
       const int unmasked = seen(job, tiles, tile.row + own * 64) / KEYS;   // blocks below this one no row of the warpgroup sees in part
       u32 unbounded = 0;
       int block = tile.blocks - 1;
@@ -433,7 +441,7 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       if (CAUSAL && unbounded) add_unbounded(job, tile, rows, v_values, column, acc);
 #if CARRY
       if (lane == 0) barrier_arrive(shared.q_empty(q.stage));
-      store_carry(job, rows, (float*)sums, m_or_lse, l_cells, scale, column, acc, softmax);
+      store_carry(job, rows, (float*)sums, m_or_lse, l_cells, scale, c, column, acc, softmax, before);
 #else
       named_sync(1 + CONSUMERS + own, 128);   // every warp of the group has read its queries
       store_out(job, tile, rows, (u16*)sums, m_or_lse, scale, shared.q(q.stage), own * 64 + warp * 16, lane, acc, softmax);
