@@ -7,7 +7,6 @@
 
 struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
-static inline u32 forgotten(u32 x) { return x; }
 
 namespace emu {
 struct Addend { const Map* map; u32 from; i64 at[5]; };

@@ -288,6 +288,7 @@ static inline uint4 load_matrices(u32 from) {
 static inline void global_add(float* to, float x, float y) { to[0] += x; to[1] += y; }
 
 // ---- arithmetic ----
+template <class N> static inline N forgotten(N x) { return x; }
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float log2_fast(float x) { return log2f(x); }
 static inline u32 pack(float low, float high) { return emu::narrow(low) | ((u32)emu::narrow(high) << 16); }

@@ -74,4 +74,3 @@ __attribute__((noinline)) static void mma(float (&d)[4], const u32 (&a)[4], u32 
     d[i] += sum;
   }
 }
-static inline int forgotten(int x) { return x; }

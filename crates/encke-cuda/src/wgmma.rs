@@ -56,7 +56,7 @@ impl Wgmma {
         name + &format!("_n{}", self.n)
     }
 
-    /// The function's text. The type of the operands is hopper.cuh's macro ELEMENT.
+    /// The function's text. The type of the operands is arithmetic.cuh's macro ELEMENT.
     pub(crate) fn text(&self) -> String {
         let sums = self.n / 2;
         let list = |from: usize, count: usize| {

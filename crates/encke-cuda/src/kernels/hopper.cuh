@@ -114,19 +114,6 @@ DEV uint4 load_matrices(u32 from) {
 // Memory adds, and nobody waits for it.
 DEV void global_add(float* to, float x, float y) { asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(to), "f"(x), "f"(y) : "memory"); }
 
-// ---- arithmetic ----
-DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEV float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-// Two numbers in the storage type, the first in the low half; and the type's name in PTX.
-#ifdef T_F16
-#define ELEMENT "f16"
-DEV u32 pack(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
-DEV float unpack(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-#else
-#define ELEMENT "bf16"
-DEV u32 pack(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
-DEV float unpack(u16 x) { return __uint_as_float((u32)x << 16); }
-#endif
 #endif  // EMULATED
 
 // A matrix in shared memory as wgmma reads it, with the 128-byte swizzle that TMA wrote it in (mode 1 in bits 62..63).
@@ -134,8 +121,10 @@ DEV float unpack(u16 x) { return __uint_as_float((u32)x << 16); }
 // Operand along its rows (K-major): group_bytes = 1024 to the next 8 rows; slab_bytes unused. A step of 16 columns is 32 bytes.
 // Operand across its rows (MN-major): slab_bytes to the next 64 columns, group_bytes = 1024 to the next 8 rows; a step of 16 rows is 2048 bytes.
 DEV u64 matrix(u32 address, u32 slab_bytes, u32 group_bytes) {
-  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(slab_bytes >> 4) << 16) | ((u64)(group_bytes >> 4) << 32) | (1ull << 62);
+  return (u64)((address >> 4) | (slab_bytes >> 4) << 16) | ((u64)(group_bytes >> 4) << 32) | (1ull << 62);
 }
+// The same so many bytes further on. Addresses end far below the field's last bit, so one addition of 32 bits does it; there are many steps in a product.
+DEV u64 further(u64 matrix, u32 bytes) { return (matrix & 0xffffffff00000000ull) | (u32)((u32)matrix + bytes / 16); }
 // Where 16-byte piece `piece` (0..7) of row `row` lies in a swizzled tile of 128-byte rows.
 DEV u32 swizzled(u32 tile, u32 row, u32 piece) { return tile + row * 128 + ((piece ^ (row & 7)) << 4); }
 

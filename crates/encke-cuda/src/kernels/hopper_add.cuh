@@ -27,6 +27,4 @@ DEV void pass_turn(u32* turn, u32 next) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(turn), "r"(next) : "memory");
 }
 DEV void store_shared(u32 to, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(to), "f"(x), "f"(y) : "memory"); }
-// The same number, but the compiler does not know it: what is computed from it is not kept in registers for later.
-DEV u32 forgotten(u32 x) { asm volatile("" : "+r"(x)); return x; }
 #endif

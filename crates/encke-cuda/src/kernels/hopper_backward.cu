@@ -6,21 +6,21 @@
 #define MMA_ACC JOIN(wgmma_rs_tb_n, HD)
 // S^T of a block: the warpgroup's 64 keys times all of its queries.
 DEV void issue_scores(float (&s)[BQ / 2], u32 keys, u32 queries) {
+  const u64 a = matrix(keys, 16, 1024), b = matrix(queries, 16, 1024);
   #pragma unroll
-  for (int k = 0; k < HD / 16; k++)
-    MMA_S(s, matrix(keys + (k / 4) * (BK * 128) + (k % 4) * 32, 16, 1024), matrix(queries + (k / 4) * (BQ * 128) + (k % 4) * 32, 16, 1024), k != 0);
+  for (int k = 0; k < HD / 16; k++) MMA_S(s, further(a, (k / 4) * (BK * 128) + (k % 4) * 32), further(b, (k / 4) * (BQ * 128) + (k % 4) * 32), k != 0);
 }
 // dP^T of 64 queries.
 DEV void issue_dp(float (&dp)[32], u32 values, u32 douts) {
+  const u64 a = matrix(values, 16, 1024), b = matrix(douts, 16, 1024);
   #pragma unroll
-  for (int k = 0; k < HD / 16; k++)
-    wgmma_ss_n64(dp, matrix(values + (k / 4) * (BK * 128) + (k % 4) * 32, 16, 1024), matrix(douts + (k / 4) * (BQ * 128) + (k % 4) * 32, 16, 1024), k != 0);
+  for (int k = 0; k < HD / 16; k++) wgmma_ss_n64(dp, further(a, (k / 4) * (BK * 128) + (k % 4) * 32), further(b, (k / 4) * (BQ * 128) + (k % 4) * 32), k != 0);
 }
 // dV += P^T dO or dK += dS^T Q over a piece of queries: the left operand in registers.
 template <int N> DEV void issue_sum(float (&sum)[HD / 2], const u32 (&left)[N], u32 right) {
+  const u64 b = matrix(right, BQ * 128, 1024);
   #pragma unroll
-  for (int k = 0; k < N / 4; k++)
-    MMA_ACC(sum, left[4 * k], left[4 * k + 1], left[4 * k + 2], left[4 * k + 3], matrix(right + k * 2048, BQ * 128, 1024), 1);
+  for (int k = 0; k < N / 4; k++) MMA_ACC(sum, left[4 * k], left[4 * k + 1], left[4 * k + 2], left[4 * k + 3], further(b, k * 2048), 1);
 }
 // Waits for block n's queries and begins S^T.
 DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared& m, u32 n, int warpgroup) {
@@ -42,7 +42,7 @@ template <bool HIDDEN> DEV void work_on_block(float (&s)[BQ / 2], float (&dk)[HD
   float dp[PARTS][32], dq[32];
   barrier_wait(m.o_full + 8 * place, parity_of<STAGES>(n));
   #pragma unroll
-  for (int part = 0; part < PARTS; part++) { wgmma_fence(); issue_dp(dp[part], m.v + warpgroup * 64 * 128, o + part * 64 * 128); wgmma_commit(); }
+  for (int part = 0; part < PARTS; part++) { wgmma_fence(); issue_dp(dp[part], forgotten(m.v + warpgroup * 64 * 128), o + part * 64 * 128); wgmma_commit(); }
   #pragma unroll
   for (int part = 0; part < PARTS; part++) {
     float (&x)[32] = reinterpret_cast<float (&)[32]>(s[32 * part]);

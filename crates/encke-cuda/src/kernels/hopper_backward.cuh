@@ -207,9 +207,9 @@ DEV void clear_sick_queries(u32 q, u32 o, u32 lse) {
 
 // 64 queries x 64 columns of dQ = dS K, over all keys of the tile; both operands lie transposed.
 DEV void issue_dq(float (&dq)[32], u32 ds, u32 keys) {
+  const u64 a = matrix(ds, 1024, 1024), b = matrix(keys, 1024, 1024);
   #pragma unroll
-  for (int k = 0; k < BK / 16; k++)
-    wgmma_ss_ta_tb_n64(dq, matrix(ds + k * 2048, 1024, 1024), matrix(keys + k * 2048, 1024, 1024), k != 0);
+  for (int k = 0; k < BK / 16; k++) wgmma_ss_ta_tb_n64(dq, further(a, k * 2048), further(b, k * 2048), k != 0);
 }
 
 DEV Mask mask_of(const Shared& m, int row) {

@@ -7,15 +7,15 @@
 
 // S^T or dP^T of the warpgroup's 32 queries: all keys (or values) times queries (or output gradients).
 DEV void issue_half(float (&s)[HALF_QUERIES / 2], u32 keys, u32 queries) {
+  const u64 a = matrix(keys, 16, 1024), b = matrix(queries, 16, 1024);
   #pragma unroll
-  for (int k = 0; k < HD / 16; k++)
-    wgmma_ss_n32(s, matrix(keys + (k / 4) * (BK * 128) + (k % 4) * 32, 16, 1024), matrix(queries + (k / 4) * (BQ * 128) + (k % 4) * 32, 16, 1024), k != 0);
+  for (int k = 0; k < HD / 16; k++) wgmma_ss_n32(s, further(a, (k / 4) * (BK * 128) + (k % 4) * 32), further(b, (k / 4) * (BQ * 128) + (k % 4) * 32), k != 0);
 }
 // dV += P^T dO or dK += dS^T Q: both from shared memory, half of the columns.
 DEV void issue_half_sum(float (&sum)[HALF_COLUMNS / 2], u32 left, u32 right) {
+  const u64 a = matrix(left, 16, 1024), b = matrix(right, BQ * 128, 1024);
   #pragma unroll
-  for (int k = 0; k < BQ / 16; k++)
-    wgmma_ss_tb_n128(sum, matrix(left + k * 32, 16, 1024), matrix(right + k * 2048, BQ * 128, 1024), 1);
+  for (int k = 0; k < BQ / 16; k++) wgmma_ss_tb_n128(sum, further(a, k * 32), further(b, k * 2048), 1);
 }
 
 DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int thread) {

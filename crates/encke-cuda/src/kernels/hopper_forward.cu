@@ -126,31 +126,34 @@ DEV void release(u32 barrier, int lane) {
 struct Queries {
 #if Q_REGISTERS
   uint4 part[HD / 16];
-  DEV_MEMBER void read(u32 q, int first, int lane) {
+  DEV_MEMBER void read(u32 q, int own, int warp, int lane) {
+    const int row = own * 64 + warp * 16 + (lane / 8 % 2) * 8 + lane % 8;
     #pragma unroll
     for (int i = 0; i < HD / 16; i++)
-      part[i] = load_matrices(swizzled(q + (i / 4) * (ROWS * 128), first + (lane / 8 % 2) * 8 + lane % 8, (2 * i + lane / 16) % 8));
+      part[i] = load_matrices(swizzled(q + (i / 4) * (ROWS * 128), row, (2 * i + lane / 16) % 8));
   }
 #else
-  u32 address;
-  DEV_MEMBER void read(u32 q, int first, int) { address = q + first / 64 * 64 * 128; }
+  u64 rows;
+  DEV_MEMBER void read(u32 q, int own, int, int) { rows = matrix(q + own * 64 * 128, 16, 1024); }
 #endif
 };
 // Scores of 64 query rows and KEYS keys.
 DEV void issue_scores(float (&s)[KEYS / 2], const Queries& q, u32 k) {
+  const u64 keys = matrix(k, 16, 1024);
   #pragma unroll
   for (int i = 0; i < HD / 16; i++)
 #if Q_REGISTERS
-    SCORES_OF_REGISTERS(s, q.part[i].x, q.part[i].y, q.part[i].z, q.part[i].w, matrix(k + (i / 4) * (KEYS * 128) + (i % 4) * 32, 16, 1024), i != 0);
+    SCORES_OF_REGISTERS(s, q.part[i].x, q.part[i].y, q.part[i].z, q.part[i].w, further(keys, (i / 4) * (KEYS * 128) + (i % 4) * 32), i != 0);
 #else
-    SCORES(s, matrix(q.address + (i / 4) * (ROWS * 128) + (i % 4) * 32, 16, 1024), matrix(k + (i / 4) * (KEYS * 128) + (i % 4) * 32, 16, 1024), i != 0);
+    SCORES(s, further(q.rows, (i / 4) * (ROWS * 128) + (i % 4) * 32), further(keys, (i / 4) * (KEYS * 128) + (i % 4) * 32), i != 0);
 #endif
 }
 // acc += weights x values: the weights in registers, the values across their rows.
 DEV void issue_values(float (&acc)[HD / 2], const u32 (&p)[KEYS / 4], u32 v) {
+  const u64 values = matrix(v, KEYS * 128, 1024);
   #pragma unroll
   for (int i = 0; i < KEYS / 16; i++)
-    VALUES(acc, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], matrix(v + i * 2048, KEYS * 128, 1024), 1);
+    VALUES(acc, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], further(values, i * 2048), 1);
 }
 // Hides the scores from column `limit` on, counted from the thread's first column.
 DEV void mask(float (&s)[KEYS / 2], int first, int second) {
@@ -344,7 +347,7 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
                const __grid_constant__ Job job, const __grid_constant__ Tiles tiles, const u16* v_values, void* sums, float* m_or_lse, float* l_cells, u32* counter) {
   SHARED_MEMORY(memory);
   const Shared shared{(shared_address(memory) + 1023) & ~1023u};
-  const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Q_STAGES; i++) { barrier_init(shared.q_full(i), 1); barrier_init(shared.q_empty(i), CONSUMERS * 4); }
     for (int i = 0; i < STAGES; i++) {
@@ -392,7 +395,7 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       u32 unbounded = 0;
       int block = tile.blocks - 1;
       barrier_wait(shared.q_full(q.stage), q.parity);
-      Queries queries; queries.read(shared.q(q.stage), own * 64 + warp * 16, lane);
+      Queries queries; queries.read(shared.q(q.stage), own, warp, lane);
       {
         float s[KEYS / 2];
         barrier_wait(shared.k_full(k.stage), k.parity);

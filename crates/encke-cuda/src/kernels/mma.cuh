@@ -43,26 +43,3 @@ DEV void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-// Two numbers rounded to the storage type, the first in the low half.
-DEV u32 pack(float low, float high) {
-  u32 x;
-#ifdef T_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-#endif
-  return x;
-}
-DEV float unpack(u16 x) {
-#ifdef T_BF16
-  return __int_as_float((u32)x << 16);
-#else
-  float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y;
-#endif
-}
-// The same number, but the compiler does not know it: what is derived from it after a loop is computed there, not kept in
-// registers from before the loop on.
-DEV int forgotten(int x) { asm volatile("" : "+r"(x)); return x; }
-DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEV float log2_fast(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }

@@ -147,6 +147,7 @@ pub(crate) struct Mode {
 }
 
 const TEXTS: &[fn() -> String] = &[
+    || include_str!("../kernels/arithmetic.cuh").into(),
     || include_str!("../kernels/hopper.cuh").into(),
     wrappers,
     || include_str!("../kernels/hopper_tiles.cuh").into(),

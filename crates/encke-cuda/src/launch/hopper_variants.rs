@@ -52,7 +52,9 @@ pub(crate) const VARIANTS: &[Variant] = &[
 /// Up to this head dimension each warpgroup has keys of its own; above it they share them.
 const NARROW: usize = 128;
 
-const TEXTS: [fn() -> String; 6] = [
+/// What both kernels, for narrow and for wide heads, are compiled from; then each one's own.
+const TEXTS: [fn() -> String; 7] = [
+    || include_str!("../kernels/arithmetic.cuh").into(),
     || include_str!("../kernels/hopper.cuh").into(),
     || include_str!("../kernels/hopper_add.cuh").into(),
     wrappers,
@@ -60,24 +62,17 @@ const TEXTS: [fn() -> String; 6] = [
     || include_str!("../kernels/backward_rows.cu").into(),
     || include_str!("../kernels/hopper_backward.cuh").into(),
 ];
-const NARROW_TEXTS: &[fn() -> String] = &[
-    TEXTS[0],
-    TEXTS[1],
-    TEXTS[2],
-    TEXTS[3],
-    TEXTS[4],
-    TEXTS[5],
-    || include_str!("../kernels/hopper_backward.cu").into(),
-];
-const WIDE_TEXTS: &[fn() -> String] = &[
-    TEXTS[0],
-    TEXTS[1],
-    TEXTS[2],
-    TEXTS[3],
-    TEXTS[4],
-    TEXTS[5],
-    || include_str!("../kernels/hopper_backward_wide.cu").into(),
-];
+const NARROW_TEXTS: &[fn() -> String] = &with(|| {
+    include_str!("../kernels/hopper_backward.cu").into()
+});
+const WIDE_TEXTS: &[fn() -> String] = &with(|| {
+    include_str!("../kernels/hopper_backward_wide.cu").into()
+});
+
+const fn with(own: fn() -> String) -> [fn() -> String; 8] {
+    let [a, b, c, d, e, f, g] = TEXTS;
+    [a, b, c, d, e, f, g, own]
+}
 
 /// Wrappers for all variants and head dimensions; the compiler drops those a variant does not call.
 fn wrappers() -> String {

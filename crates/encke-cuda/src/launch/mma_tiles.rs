@@ -115,16 +115,19 @@ pub(crate) fn aligned(job: &Job) -> bool {
 }
 
 const FORWARD: &[fn() -> String] = &[
+    || include_str!("../kernels/arithmetic.cuh").into(),
     || include_str!("../kernels/mma.cuh").into(),
     || include_str!("../kernels/mma_tile.cuh").into(),
     || include_str!("../kernels/mma_forward.cu").into(),
 ];
 const KEYS: &[fn() -> String] = &[
+    || include_str!("../kernels/arithmetic.cuh").into(),
     || include_str!("../kernels/mma.cuh").into(),
     || include_str!("../kernels/mma_tile.cuh").into(),
     || include_str!("../kernels/mma_backward_keys.cu").into(),
 ];
 const QUERIES: &[fn() -> String] = &[
+    || include_str!("../kernels/arithmetic.cuh").into(),
     || include_str!("../kernels/mma.cuh").into(),
     || include_str!("../kernels/mma_tile.cuh").into(),
     || include_str!("../kernels/mma_backward_queries.cu").into(),
