@@ -98,7 +98,7 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
   const int padded = (c.queries + BQ - 1) / BQ * BQ, blocks = padded / BQ, tiles = (c.keys + BK - 1) / BK;
   const u64 rows = (u64)c.batch * c.segments * c.heads * padded;
   float* dense = (float*)aligned_alloc(16, 2 * rows * 4); for (u64 i = 0; i < 2 * rows; i++) dense[i] = NAN;
-  vector<u32> control(TURNS + (u64)c.batch * c.segments * c.heads * blocks, 0);
+  vector<u32> control(TURNS + (u64)c.batch * c.segments * c.heads * blocks, 0); vector<int> first_blocks(tiles + 1, -7);
   vector<int2> key_heads; vector<int4> query_heads;
   for (int h = 0; h < c.heads; h++) {
     if (h % c.shared == 0) key_heads.push_back({(int)query_heads.size(), (int)(s.k.heads[h] / s.k.o.unit)});
@@ -106,15 +106,15 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
   }
   const int count = (int)key_heads.size(); key_heads.push_back({(int)query_heads.size(), 0});
   const float fold = (P_SHIFT > 0) ? 1.f : (float)c.scale, down = (float)exp2(-P_SHIFT);
-  BackwardRows pre{j, x.q.data(), x.dout.data(), x.lse.data(), x.delta.data(), dense, dense + rows, control.data(), padded, fold * down};
+  BackwardRows pre{j, x.q.data(), x.dout.data(), x.lse.data(), x.delta.data(), dense, dense + rows, control.data(), padded, fold * down, first_blocks.data(), tiles, BK};
   emu::launch((int)((rows + 255) / 256), 1, 256, [&] { backward_rows(pre); });
   HopperBackward w{j, r.dk.data(), r.dv.data(), dense, dense + rows, key_heads.data(), query_heads.data(), control.data(), count, tiles, padded, fixed_order,
-                   (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold), (float)(c.scale / fold), (float)c.gain * down};
+                   (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold), (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch, first_blocks.data()};
   if (fold == 0.f) w.dq_gain = w.dk_gain = 0.f;
   TensorMap tq = map_of(s.q, x.q.data(), c, c.queries, c.dim, BQ, false, 1), to = map_of(s.cells, x.dout.data(), c, c.queries, c.dim, BQ, false, c.dim);
   TensorMap tk = map_of(s.k, x.k.data(), c, c.keys, c.dim, BK, false, 1), tv = map_of(s.k, x.v.data(), c, c.keys, c.dim, BK, false, 1);
   TensorMap tdq = map_of(s.dq, r.dq.data(), c, c.queries, c.dim, BQ, true, 1);
-  emu::launch(tiles * count * c.segments * c.batch, 1, 384, [&] { hopper_backward(tq, to, tk, tv, tdq, w); }, resident);
+  emu::launch(std::min(resident, w.tiles), 1, 384, [&] { hopper_backward(tq, to, tk, tv, tdq, w); }, resident);
   free(dense);
   return r;
 }

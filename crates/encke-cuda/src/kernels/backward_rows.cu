@@ -1,6 +1,9 @@
 // Before the backward kernel: lse and delta of every query row, dense, so that one bulk copy brings
 // those of a block; and the rows that must stay hidden are found (backward.cuh says how they are marked).
 //
+// Besides it finds the first block of queries that sees each tile of keys: a division of 64 bits that the kernel has
+// no registers for where it draws its tiles.
+//
 // Only rows that some key does not see are looked at: all of them under a mask, else those that saw nothing.
 
 struct BackwardRows {
@@ -11,6 +14,8 @@ struct BackwardRows {
   u32* control;
   int padded;
   float delta_gain;
+  int* first_blocks;      // of each tile of keys, and an end
+  int key_tiles, tile_keys;
 };
 
 // Which of the rows in `look`, counted from `row`, hold something that is no number: a warp reads them together, 16 bytes
@@ -42,12 +47,19 @@ DEV u32 sick_rows(const BackwardRows& w, u32 look, int b, int s, int row, int h,
   return sick;
 }
 
+// The first block of queries that sees a tile of keys, and the number of blocks where none does.
+DEV int first_block(const BackwardRows& w, int tile) {
+  const int key = tile * w.tile_keys, row = key < w.job.keys ? first_query(w.job, key) : w.job.queries;
+  return row < w.job.queries ? row / BQ : (w.job.queries + BQ - 1) / BQ;
+}
+
 // Each thread writes one row; the 32 threads of a warp look at their 32 rows together.
 extern "C" __global__ void __launch_bounds__(256)
 backward_rows(const __grid_constant__ BackwardRows w) {
   const Job& job = w.job;
   const i64 place = (i64)blockIdx.x * 256 + threadIdx.x, total = (i64)job.batch * job.segments * job.heads * w.padded;
   const int lane = threadIdx.x % 32;
+  for (i64 tile = place; tile <= w.key_tiles; tile += (i64)gridDim.x * 256) w.first_blocks[tile] = first_block(w, (int)tile);
   if (place - lane >= total) return;  // `padded` is a multiple of 32: a warp's rows are of one head
   const int row = (int)(place % w.padded);
   const i64 outer = place / w.padded;

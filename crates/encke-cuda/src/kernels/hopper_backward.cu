@@ -22,11 +22,11 @@ template <int N> DEV void issue_sum(float (&sum)[HD / 2], const u32 (&left)[N], 
   #pragma unroll
   for (int k = 0; k < N / 4; k++) MMA_ACC(sum, left[4 * k], left[4 * k + 1], left[4 * k + 2], left[4 * k + 3], further(b, k * 2048), 1);
 }
-// Waits for block n's queries and begins S^T.
-DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared& m, u32 n, int warpgroup) {
+// Waits for block n's queries and begins S^T. Where there is no such block it begins all the same, with what lies there.
+DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared& m, u32 n, bool there, int warpgroup) {
   const u32 place = place_of<STAGES>(n), parity = parity_of<STAGES>(n);
-  barrier_wait(m.q_full + 8 * place, parity);
-  if (clear_from(m, warpgroup) == NEVER && w.control[SICK_QUERIES] != 0) {
+  if (there) barrier_wait(m.q_full + 8 * place, parity);
+  if (there && clear_from(m, warpgroup) == NEVER && w.control[SICK_QUERIES] != 0) {
     barrier_wait(m.o_full + 8 * place, parity);
     clear_sick_queries(m.q + place * Q_BYTES, m.o + place * Q_BYTES, m.lse + place * BQ * 4);
   }
@@ -64,9 +64,9 @@ template <bool HIDDEN> DEV void work_on_block(float (&s)[BQ / 2], float (&dk)[HD
   if (PARTS == 1) issue_dq(dq, ds_at, m.k + warpgroup * (BK * 128)); else issue_dq(dq, ds_at + warpgroup * PAIR_BYTES, m.k);
   wgmma_commit();
   wgmma_wait<1>();
-  if (lane == 0) { barrier_arrive(m.q_empty + 8 * place); barrier_arrive(m.o_empty + 8 * place); }
-  // The next block's scores run while dQ is carried away. After the last block they are formed once more, for nobody.
-  begin_scores(s, w, m, n + 1 < (u32)tile_word(m, TOTAL) ? n + 1 : n, warpgroup);
+  if (lane == 0) barrier_arrive(m.empty + 8 * place);
+  // The next block's scores run while dQ is carried away. After the last block some are formed for nobody.
+  begin_scores(s, w, m, n + 1, block_of(n + 1) < (u32)tile_word(m, n, LAST), warpgroup);
   wgmma_wait<1>();
   const u32 staging = place_of<STAGINGS>(n);
   barrier_wait(m.dq_empty + 8 * staging, parity_of<STAGINGS>(n) ^ 1);
@@ -75,26 +75,28 @@ template <bool HIDDEN> DEV void work_on_block(float (&s)[BQ / 2], float (&dk)[HD
   wgmma_wait<0>();
 }
 
-DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int thread) {
+DEV u32 work_on_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread) {
   const Job& job = w.job;
-  const int key_block = tile_word(m, KEY_BLOCK), warp = thread / 32, lane = thread % 32;
+  const int warp = thread / 32, lane = thread % 32;
   float s[BQ / 2], dk[HD / 2], dv[HD / 2];
   #pragma unroll
   for (int i = 0; i < HD / 2; i++) dk[i] = dv[i] = 0.f;
 
-  barrier_wait(m.k_full, 0); barrier_wait(m.v_full, 0);
-  set_clear(w, m, warpgroup, thread, key_block * BK + warpgroup * 64 + 63);
-  int block = tile_word(m, FIRST);
-  begin_scores(s, w, m, 0, warpgroup);
+  barrier_wait(m.k_full, tile_parity(n)); barrier_wait(m.v_full, tile_parity(n));
+  set_clear(w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + 63);
+  int block = tile_word(m, n, FIRST);
+  begin_scores(s, w, m, n, true, warpgroup);
   wgmma_wait<0>();
   #pragma unroll 1
-  for (u32 n = 0; n < (u32)tile_word(m, TOTAL); n++) {
+  for (; block_of(n) < (u32)tile_word(m, n, LAST); n++) {
     if (__any_sync(~0u, block * BQ < clear_from(m, warpgroup))) work_on_block<true>(s, dk, dv, w, m, n, block, warpgroup);
     else work_on_block<false>(s, dk, dv, w, m, n, block, warpgroup);
-    if (++block == tile_word(m, END)) block = tile_word(m, FIRST);
+    if (++block == tile_word(m, n, END)) block = tile_word(m, n, FIRST);
   }
-  const int head = w.query_heads[tile_word(m, FIRST_MEMBER)].x;
-  const int key = tile_word(m, KEY_BLOCK) * BK + warpgroup * 64 + warp * 16 + lane / 4;
-  add_rows(w.dk, job, m, head, dk, w.dk_gain, key, 0, lane);
-  add_rows(w.dv, job, m, head, dv, w.dv_gain, key, 0, lane);
+  release_keys(m, warpgroup, thread);
+  const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x;
+  const int key = tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + warp * 16 + lane / 4;
+  add_rows(w.dk, job, m, n, head, dk, w.dk_gain, key, 0, lane);
+  add_rows(w.dv, job, m, n, head, dv, w.dv_gain, key, 0, lane);
+  return n;
 }

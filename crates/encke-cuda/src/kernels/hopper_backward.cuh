@@ -1,7 +1,7 @@
 // Gradients of attention on Hopper: dK, dV and dQ in one pass over the scores. What both kernels, for
 // narrow and for wide heads, have in common: tiles, loads, the additions to dQ, and the mask.
 //
-// One CTA has one tile: BK keys of one key head. It keeps K, V and the sums of dK, dV, and goes
+// A tile is BK keys of one key head. The CTA at work on it keeps K, V and the sums of dK, dV, and goes
 // through every block of queries that sees a key of the tile, of every query head that reads this
 // key head. Per block five products:
 //   S^T = K Q^T,  dP^T = V dO^T,  dV += P^T dO,  dK += dS^T Q,  dQ = dS K.
@@ -10,6 +10,8 @@
 //
 // Roles: warps 0 and 2 load, warp 1 adds finished dQ blocks to memory, warpgroups 1 and 2 multiply.
 // dQ is added by the copy engine (reduction through a tensor map), straight into the caller's rows.
+// The grid is persistent: warp 0 finds the next tile and loads its first queries while the last one is still worked
+// on, and its keys while sums are carried away. Blocks, and the phases of their barriers, count on over tiles.
 //
 // Where the order of those additions must be fixed, a block of queries has a turn, counted in memory,
 // that the tiles of its keys take one after the other. Tiles are drawn from a counter in that same
@@ -31,6 +33,7 @@
 #define DQ_SLABS (2 * SLABS)                 // 32 columns of f32: again 128 bytes
 #define DQ_BYTES (DQ_SLABS * BQ * 128)
 #define NEVER 0x7fffffff
+#define TILE_BYTES 48                        // what a tile is told in
 #define SICK 0x80000000u                     // a bit beside a key's first row
 
 struct HopperBackward {
@@ -43,62 +46,77 @@ struct HopperBackward {
   int key_head_count, key_tiles, padded, fixed_order;
   float exponent;             // scale, in base 2
   float dp_gain, dq_gain, dk_gain, dv_gain;
+  int tiles;                  // in all
+  const int* first_blocks;    // of each tile of keys, from backward_rows
 };
 
 // Where things lie in shared memory; `*_full` and `*_empty` are barriers, 8 bytes each.
 struct Shared {
   u32 k, v, q, o, pairs, dq, lse, delta, first;
-  u32 k_full, v_full, q_full, q_empty, o_full, o_empty, dq_full, dq_empty;
-  u32 sick, clear, tile;   // whether keys hold what must stay hidden; see set_clear; the tile
+  u32 k_full, v_full, kv_empty, q_full, o_full, empty, dq_full, dq_empty, tile_full, tile_empty;
+  u32 sick, clear, tiles;   // whether keys hold what must stay hidden; see set_clear; two tiles, by turns
 };
 DEV Shared shared_from(u32 base) {
   Shared m;
   m.k = base; m.v = m.k + K_BYTES; m.q = m.v + K_BYTES; m.o = m.q + STAGES * Q_BYTES; m.pairs = m.o + STAGES * Q_BYTES;
   m.dq = m.pairs + 2 * PAIRS * PAIR_BYTES; m.lse = m.dq + STAGINGS * DQ_BYTES; m.delta = m.lse + STAGES * BQ * 4; m.first = m.delta + STAGES * BQ * 4;
-  m.tile = m.first + BK * 4; m.k_full = m.tile + 48; m.v_full = m.k_full + 8;
-  m.q_full = m.v_full + 8; m.q_empty = m.q_full + STAGES * 8; m.o_full = m.q_empty + STAGES * 8; m.o_empty = m.o_full + STAGES * 8;
-  m.dq_full = m.o_empty + STAGES * 8; m.dq_empty = m.dq_full + STAGINGS * 8;
-  m.sick = m.dq_empty + STAGINGS * 8; m.clear = m.sick + 8;
+  m.tiles = m.first + BK * 4; m.k_full = m.tiles + 2 * TILE_BYTES; m.v_full = m.k_full + 8; m.kv_empty = m.v_full + 8;
+  m.q_full = m.kv_empty + 8; m.o_full = m.q_full + STAGES * 8; m.empty = m.o_full + STAGES * 8;
+  m.dq_full = m.empty + STAGES * 8; m.dq_empty = m.dq_full + STAGINGS * 8; m.tile_full = m.dq_empty + STAGINGS * 8; m.tile_empty = m.tile_full + 16;
+  m.sick = m.tile_empty + 16; m.clear = m.sick + 8;
   return m;
 }
 
-// A tile, and its blocks of queries of each of its query heads: from `first` to `end`. It lies
-// in shared memory: everyone reads it, few of its numbers are needed at a time, and registers are short.
-struct Tile { int batch, segment, key_block, key_head, first, end, first_member, end_member, blocks, turn, alone; };
-DEV int first_block(const Job& job, int key_block) {
-  const int seen_from = key_block * BK < job.keys ? first_query(job, key_block * BK) : job.queries;
-  return seen_from < job.queries ? seen_from / BQ : (job.queries + BQ - 1) / BQ;
-}
-DEV Tile tile_at(const HopperBackward& w, int index) {
-  const Job& job = w.job;
-  Tile t;
-  t.key_block = index % w.key_tiles;
-  if (job.causal && w.fixed_order) t.key_block = w.key_tiles - 1 - t.key_block;
-  int rest = index / w.key_tiles;
-  const int2 head = w.key_heads[rest % w.key_head_count];
-  t.first_member = head.x; t.key_head = head.y; t.end_member = w.key_heads[rest % w.key_head_count + 1].x;
-  rest /= w.key_head_count;
-  t.segment = rest % job.segments; t.batch = rest / job.segments;
-  t.blocks = (job.queries + BQ - 1) / BQ;
-  t.first = first_block(job, t.key_block);
-  t.end = t.blocks;
-  // A block of queries has its turn, and nobody comes before where the next tile of keys is not seen yet.
-  t.turn = job.causal ? w.key_tiles - 1 - t.key_block : t.key_block;
-  t.alone = job.causal ? first_block(job, t.key_block + 1) : 0;
-  return t;
-}
-// The tile's words in shared memory.
-enum { BATCH = 0, SEGMENT = 4, KEY_BLOCK = 8, KEY_HEAD = 12, FIRST = 16, END = 20, FIRST_MEMBER = 24, END_MEMBER = 28, BLOCKS = 32, TURN = 36, ALONE = 40, TOTAL = 44 };
-DEV void put_tile(u32 to, const Tile& t) {
-  store_shared(to, make_uint4(t.batch, t.segment, t.key_block, t.key_head));
-  store_shared(to + 16, make_uint4(t.first, t.end, t.first_member, t.end_member));
-  store_shared(to + 32, make_uint4(t.blocks, t.turn, t.alone, (t.end - t.first) * (t.end_member - t.first_member)));
-}
-DEV int tile_word(const Shared& m, int word) { return (int)load_shared(m.tile + word); }
+// How far a role has come, in one register: blocks so far, and above them the tile's turn modulo 4. Block n uses place
+// n % COUNT of a ring of buffers; the parity is that of the barrier's phase there.
+#define ONE_TILE 0x40000000u
+DEV u32 block_of(u32 n) { return n & (ONE_TILE - 1); }
+template <int COUNT> DEV u32 place_of(u32 n) { return block_of(n) % COUNT; }
+template <int COUNT> DEV u32 parity_of(u32 n) { return block_of(n) / COUNT & 1; }
+DEV u32 tile_parity(u32 n) { return n >> 30 & 1; }   // of barriers that have a phase for each tile
+DEV u32 slot_of(u32 n) { return n >> 30 & 1; }       // of two slots
+DEV u32 slot_parity(u32 n) { return n >> 31; }
 
-// Block n of a CTA uses place n % COUNT of a ring of buffers; the parity of the barrier's phase there.
-template <int COUNT> DEV u32 place_of(u32 n) { return n % COUNT; }
-template <int COUNT> DEV u32 parity_of(u32 n) { return n / COUNT & 1; }
+// A tile, and its blocks of queries of each of its query heads: from `first` to `end`. It lies in shared memory: everyone
+// reads it, few of its numbers are needed at a time, and registers are short. `last`: blocks of this CTA up to its end.
+// A block of queries has its turn, and nobody comes before where the next tile of keys is not seen yet (`alone`).
+enum { BATCH = 0, SEGMENT = 4, KEY_BLOCK = 8, KEY_HEAD = 12, FIRST = 16, END = 20, FIRST_MEMBER = 24, END_MEMBER = 28, BLOCKS = 32, TURN = 36, ALONE = 40, LAST = 44 };
+DEV int tile_word(const Shared& m, u32 n, int word) { return (int)load_shared(m.tiles + slot_of(n) * TILE_BYTES + word); }
+
+// Puts the tile with this number where the others find it, unless no query sees its keys.
+DEV bool put_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) {
+  const Job& job = w.job;
+  u32 rest = index / (u32)w.key_tiles;
+  int key_block = index - rest * w.key_tiles;
+  if (job.causal && w.fixed_order) key_block = w.key_tiles - 1 - key_block;
+  const int blocks = (job.queries + BQ - 1) / BQ, first = w.first_blocks[key_block];
+  if (first == blocks) return false;
+  const int head = rest % (u32)w.key_head_count;
+  const int2 members = w.key_heads[head];
+  const int end_member = w.key_heads[head + 1].x;
+  rest /= (u32)w.key_head_count;
+  const u32 to = m.tiles + slot_of(forgotten(n)) * TILE_BYTES;
+  store_shared(to, make_uint4(rest / (u32)job.segments, rest % (u32)job.segments, key_block, members.y));
+  store_shared(to + 16, make_uint4(first, blocks, members.x, end_member));
+  store_shared(to + 32, make_uint4(blocks, job.causal ? w.key_tiles - 1 - key_block : key_block, job.causal ? w.first_blocks[key_block + 1] : 0, block_of(n) + (blocks - first) * (end_member - members.x)));
+  return true;
+}
+// Finds the next tile and tells the others; false behind the last one.
+DEV bool tell(const HopperBackward& w, const Shared& m, u32 n) {
+  barrier_wait(m.tile_empty + 8 * slot_of(n), slot_parity(n) ^ 1);
+  u32 index;
+  do index = atomicAdd(w.control + NEXT_TILE, 1u); while (index < (u32)w.tiles && !put_tile(w, m, n, index));
+  const bool found = index < (u32)w.tiles;
+  const u32 slot = slot_of(forgotten(n));   // registers are few here
+  if (!found) store_shared(m.tiles + slot * TILE_BYTES + LAST, 0u);   // no tile ends there
+  barrier_arrive(m.tile_full + 8 * slot);
+  return found;
+}
+DEV bool hear(const Shared& m, u32 n) {
+  barrier_wait(m.tile_full + 8 * slot_of(n), slot_parity(n));
+  return tile_word(m, n, LAST) != 0;
+}
+DEV void leave(const Shared& m, u32 n) { barrier_arrive(m.tile_empty + 8 * slot_of(n)); }
 
 // ---- warps 0 and 2: load -----------------------------------------------------------------------
 
@@ -106,52 +124,61 @@ DEV void load_slabs(u32 to, u32 slab_bytes, const TensorMap* map, u32 barrier, i
   #pragma unroll
   for (int slab = 0; slab < SLABS; slab++) tma_load(to + slab * slab_bytes, map, barrier, slab * 64, row, head, segment, batch);
 }
-// One of the two streams: the tile's keys once and block after block of queries with their lse, or values,
-// output gradients and delta. `fixed` and `moving` are where they go; barriers of the second kind follow the first.
-DEV void load_stream(const HopperBackward& w, const Shared& m, bool second, const TensorMap* fixed_map, const TensorMap* moving_map, u32 fixed, u32 moving, u32 dense, const float* rows) {
-  const u32 once = second ? m.v_full : m.k_full, full = second ? m.o_full : m.q_full, empty = second ? m.o_empty : m.q_empty;
-  const int segment = tile_word(m, SEGMENT), batch = tile_word(m, BATCH);
-  barrier_expect(once, K_BYTES);
-  load_slabs(fixed, BK * 128, fixed_map, once, tile_word(m, KEY_BLOCK) * BK, tile_word(m, KEY_HEAD), segment, batch);
+// One of the two streams: a tile's keys and block after block of queries with their lse, or values, output gradients
+// and delta. `fixed` and `moving` are where they go. The first one also finds the tiles.
+template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Shared& m, const TensorMap* fixed_map, const TensorMap* moving_map) {
+  const u32 once = SECOND ? m.v_full : m.k_full, full = SECOND ? m.o_full : m.q_full, fixed = SECOND ? m.v : m.k, moving = SECOND ? m.o : m.q, dense = SECOND ? m.delta : m.lse;
   u32 n = 0;
   #pragma unroll 1
-  for (int member = tile_word(m, FIRST_MEMBER); member < tile_word(m, END_MEMBER); member++) {
-    const int4* head = w.query_heads + member;
-    const float* from = rows + (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * w.padded;
-    const int coordinate = second ? head->z : head->y;
+  while (SECOND ? hear(m, n) : tell(w, m, n)) {
+    barrier_wait(m.kv_empty, tile_parity(n) ^ 1);
+    barrier_expect(once, K_BYTES);
+    load_slabs(fixed, BK * 128, fixed_map, once, tile_word(m, n, KEY_BLOCK) * BK, tile_word(m, n, KEY_HEAD), tile_word(m, n, SEGMENT), tile_word(m, n, BATCH));
     #pragma unroll 1
-    for (int block = tile_word(m, FIRST); block < tile_word(m, END); block++, n++) {
-      const u32 place = place_of<STAGES>(n), barrier = full + 8 * place;
-      barrier_wait(empty + 8 * place, parity_of<STAGES>(n) ^ 1);
-      barrier_expect(barrier, Q_BYTES + BQ * 4);
-      load_slabs(moving + place * Q_BYTES, BQ * 128, moving_map, barrier, block * BQ, coordinate, segment, batch);
-      bulk_load(dense + place * BQ * 4, from + block * BQ, BQ * 4, barrier);
+    for (int member = tile_word(m, n, FIRST_MEMBER); member < tile_word(m, n, END_MEMBER); member++) {
+      const int4* head = w.query_heads + member;
+      const int segment = tile_word(m, n, SEGMENT), batch = tile_word(m, n, BATCH);
+      const float* from = (SECOND ? w.delta : w.lse) + (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * w.padded;
+      const int coordinate = SECOND ? head->z : head->y;
+      #pragma unroll 1
+      for (int block = tile_word(m, n, FIRST); block < tile_word(m, n, END); block++, n++) {
+        const u32 place = place_of<STAGES>(n), barrier = full + 8 * place;
+        barrier_wait(m.empty + 8 * place, parity_of<STAGES>(n) ^ 1);
+        barrier_expect(barrier, Q_BYTES + BQ * 4);
+        load_slabs(moving + place * Q_BYTES, BQ * 128, moving_map, barrier, block * BQ, coordinate, segment, batch);
+        bulk_load(dense + place * BQ * 4, from + block * BQ, BQ * 4, barrier);
+      }
     }
+    if (SECOND) leave(m, n);
+    n += ONE_TILE;
   }
 }
 
 // ---- warp 1: adds finished dQ to memory -------------------------------------------------------
 
 DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) {
-  const int segment = tile_word(m, SEGMENT), batch = tile_word(m, BATCH);
   u32 n = 0;
   #pragma unroll 1
-  for (int member = tile_word(m, FIRST_MEMBER); member < tile_word(m, END_MEMBER); member++) {
-    const int4* head = w.query_heads + member;
-    const int coordinate = head->w;
-    u32* turns = w.control + TURNS + (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * tile_word(m, BLOCKS);
+  for (; hear(m, n); leave(m, n), n += ONE_TILE) {
+    const int segment = tile_word(m, n, SEGMENT), batch = tile_word(m, n, BATCH);
     #pragma unroll 1
-    for (int block = tile_word(m, FIRST); block < tile_word(m, END); block++, n++) {
-      const u32 place = place_of<STAGINGS>(n);
-      barrier_wait(m.dq_full + 8 * place, parity_of<STAGINGS>(n));
-      if (w.fixed_order) await_turn(turns + block, block < tile_word(m, ALONE) ? 0 : tile_word(m, TURN));
-      #pragma unroll
-      for (int slab = 0; slab < DQ_SLABS; slab++)
-        if (slab * 32 < w.job.dim) tma_add(dqs, m.dq + place * DQ_BYTES + slab * (BQ * 128), slab * 32, block * BQ, coordinate, segment, batch);
-      bulk_commit();
-      bulk_wait_read();
-      barrier_arrive(m.dq_empty + 8 * place);
-      if (w.fixed_order) { bulk_wait_all(); pass_turn(turns + block, tile_word(m, TURN) + 1); }
+    for (int member = tile_word(m, n, FIRST_MEMBER); member < tile_word(m, n, END_MEMBER); member++) {
+      const int4* head = w.query_heads + member;
+      const int coordinate = head->w;
+      u32* turns = w.control + TURNS + (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * tile_word(m, n, BLOCKS);
+      #pragma unroll 1
+      for (int block = tile_word(m, n, FIRST); block < tile_word(m, n, END); block++, n++) {
+        const u32 place = place_of<STAGINGS>(n);
+        barrier_wait(m.dq_full + 8 * place, parity_of<STAGINGS>(n));
+        if (w.fixed_order) await_turn(turns + block, block < tile_word(m, n, ALONE) ? 0 : tile_word(m, n, TURN));
+        #pragma unroll
+        for (int slab = 0; slab < DQ_SLABS; slab++)
+          if (slab * 32 < w.job.dim) tma_add(dqs, m.dq + place * DQ_BYTES + slab * (BQ * 128), slab * 32, block * BQ, coordinate, segment, batch);
+        bulk_commit();
+        bulk_wait_read();
+        barrier_arrive(m.dq_empty + 8 * place);
+        if (w.fixed_order) { bulk_wait_all(); pass_turn(turns + block, tile_word(m, n, TURN) + 1); }
+      }
     }
   }
   bulk_wait_all();
@@ -185,8 +212,8 @@ DEV bool keys_are_healthy(const Job& job, const Shared& m, int key_block, int th
 
 // From query row `clear` on every row sees all of a warpgroup's keys, and nothing needs to be hidden: NEVER where
 // something is sick. It lies in shared memory, for want of registers.
-DEV void set_clear(const HopperBackward& w, const Shared& m, int warpgroup, int thread, int last_key) {
-  const bool healthy = keys_are_healthy(w.job, m, tile_word(m, KEY_BLOCK), warpgroup * 128 + thread) && w.control[SICK_QUERIES] == 0;
+DEV void set_clear(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread, int last_key) {
+  const bool healthy = keys_are_healthy(w.job, m, tile_word(m, n, KEY_BLOCK), warpgroup * 128 + thread) && w.control[SICK_QUERIES] == 0;
   store_shared(m.clear + warpgroup * 4, (u32)(healthy && last_key < w.job.keys ? first_query(w.job, last_key) : NEVER));
   __syncwarp();
 }
@@ -286,19 +313,24 @@ DEV void stage_dq(u32 to, const float (&dq)[32], float gain, int lane) {
 }
 // Adds this thread's share of dK or dV to memory: two rows, every fourth pair of columns from `column` on. Nobody else
 // adds to them, so the order is no question; but additions that memory makes need not wait for what is there.
-template <int N> DEV void add_rows(float* to, const Job& job, const Shared& m, int head, const float (&sum)[N], float gain, int key, int column, int lane) {
+template <int N> DEV void add_rows(float* to, const Job& job, const Shared& m, u32 n, int head, const float (&sum)[N], float gain, int key, int column, int lane) {
   #pragma unroll
   for (int down = 0; down < 2; down++) {
     if (key + 8 * down >= job.keys) continue;
-    float* row = to + at(job.k, tile_word(m, BATCH), tile_word(m, SEGMENT), key + 8 * down, head) + column + (lane % 4) * 2;
+    float* row = to + at(job.k, tile_word(m, n, BATCH), tile_word(m, n, SEGMENT), key + 8 * down, head) + column + (lane % 4) * 2;
     #pragma unroll
     for (int i = 0; i < N / 4; i++)
       if (column + i * 8 < job.dim) global_add(row + i * 8, sum[4 * i + 2 * down] * gain, sum[4 * i + 2 * down + 1] * gain);
   }
 }
 
-// Multiplies: what the kernels differ in.
-DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int thread);
+// The tile's keys and values are needed no more: those of the next one may come.
+DEV void release_keys(const Shared& m, int warpgroup, int thread) {
+  if (warpgroup == 0 && thread == 0) store_shared(m.sick, 0u);
+  if (thread % 32 == 0) barrier_arrive(m.kv_empty);
+}
+// Multiplies for one tile: what the kernels differ in. Returns how far it has come.
+DEV u32 work_on_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread);
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 hopper_backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap k,
@@ -307,25 +339,26 @@ hopper_backward(const __grid_constant__ TensorMap q, const __grid_constant__ Ten
   const Shared m = shared_from(shared_address(memory));
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);   // the compiler is told that it is the same for all of a warp
   if (threadIdx.x == 0) {
-    barrier_init(m.k_full, 1); barrier_init(m.v_full, 1);
-    for (int i = 0; i < STAGES; i++) {
-      barrier_init(m.q_full + 8 * i, 1); barrier_init(m.q_empty + 8 * i, 8);
-      barrier_init(m.o_full + 8 * i, 1); barrier_init(m.o_empty + 8 * i, 8);
-    }
+    barrier_init(m.k_full, 1); barrier_init(m.v_full, 1); barrier_init(m.kv_empty, 8);
+    for (int i = 0; i < STAGES; i++) { barrier_init(m.q_full + 8 * i, 1); barrier_init(m.o_full + 8 * i, 1); barrier_init(m.empty + 8 * i, 8); }
     for (int i = 0; i < STAGINGS; i++) { barrier_init(m.dq_full + 8 * i, 8); barrier_init(m.dq_empty + 8 * i, 1); }
+    for (int i = 0; i < 2; i++) { barrier_init(m.tile_full + 8 * i, 1); barrier_init(m.tile_empty + 8 * i, 10); }
     barrier_init_fence();
     store_shared(m.sick, 0u);
-    put_tile(m.tile, tile_at(w, (int)atomicAdd(w.control + NEXT_TILE, 1u)));
   }
   __syncthreads();
-  if (tile_word(m, TOTAL) == 0) return;  // no query sees these keys
   if (warpgroup == 0) {
     registers_lower<24>();
-    if (threadIdx.x == 0) load_stream(w, m, false, &k, &q, m.k, m.q, m.lse, w.lse);
-    if (threadIdx.x == 64) load_stream(w, m, true, &v, &dout, m.v, m.o, m.delta, w.delta);
-    if (threadIdx.x == 32) add_dq(w, m, &dq);
+    if (threadIdx.x == 0) { tma_prefetch(&k); tma_prefetch(&q); load_stream<false>(w, m, &k, &q); }
+    if (threadIdx.x == 64) { tma_prefetch(&v); tma_prefetch(&dout); load_stream<true>(w, m, &v, &dout); }
+    if (threadIdx.x == 32) { tma_prefetch(&dq); add_dq(w, m, &dq); }
   } else {
     registers_raise<240>();
-    multiply(w, m, warpgroup - 1, threadIdx.x % 128);
+    #pragma unroll 1
+    for (u32 n = 0; hear(m, n); n += ONE_TILE) {
+      n = work_on_tile(w, m, n, warpgroup - 1, threadIdx.x % 128);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) leave(m, n);
+    }
   }
 }

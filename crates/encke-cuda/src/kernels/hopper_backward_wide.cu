@@ -18,7 +18,7 @@ DEV void issue_half_sum(float (&sum)[HALF_COLUMNS / 2], u32 left, u32 right) {
   for (int k = 0; k < BQ / 16; k++) wgmma_ss_tb_n128(sum, further(a, k * 32), further(b, k * 2048), 1);
 }
 
-DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int thread) {
+DEV u32 work_on_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread) {
   const Job& job = w.job;
   const int warp = thread / 32, lane = thread % 32;
   const u32 rows = warpgroup * HALF_QUERIES, from = rows * 4 + (lane % 4) * 8;   // of the block: queries, and where lse and delta lie
@@ -26,11 +26,11 @@ DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int t
   float dk[HALF_COLUMNS / 2], dv[HALF_COLUMNS / 2];
   #pragma unroll
   for (int i = 0; i < HALF_COLUMNS / 2; i++) dk[i] = dv[i] = 0.f;
-  barrier_wait(m.k_full, 0); barrier_wait(m.v_full, 0);
-  set_clear(w, m, warpgroup, thread, tile_word(m, KEY_BLOCK) * BK + BK - 1);
-  int block = tile_word(m, FIRST);
+  barrier_wait(m.k_full, tile_parity(n)); barrier_wait(m.v_full, tile_parity(n));
+  set_clear(w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + BK - 1);
+  int block = tile_word(m, n, FIRST);
   #pragma unroll 1
-  for (u32 n = 0; n < (u32)tile_word(m, TOTAL); n++) {
+  for (; block_of(n) < (u32)tile_word(m, n, LAST); n++) {
     const u32 place = place_of<STAGES>(n), parity = parity_of<STAGES>(n), p_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES, ds_at = p_at + PAIR_BYTES;
     const u32 q = m.q + place * Q_BYTES, o = m.o + place * Q_BYTES, lse = m.lse + place * BQ * 4 + from, delta = m.delta + place * BQ * 4 + from;
     const int row = block * BQ + rows + (lane % 4) * 2;
@@ -55,16 +55,18 @@ DEV void multiply(const HopperBackward& w, const Shared& m, int warpgroup, int t
     wgmma_fence(); issue_half_sum(dk, ds_at, q + columns * (BQ * 128)); wgmma_commit();
     wgmma_fence(); issue_dq(dq[0], ds_at, m.k + columns * (BK * 128)); issue_dq(dq[1], ds_at, m.k + (columns + 1) * (BK * 128)); wgmma_commit();
     wgmma_wait<1>();
-    if (lane == 0) { barrier_arrive(m.q_empty + 8 * place); barrier_arrive(m.o_empty + 8 * place); }
+    if (lane == 0) barrier_arrive(m.empty + 8 * place);
     wgmma_wait<0>();
     const u32 staging = place_of<STAGINGS>(n);
     barrier_wait(m.dq_empty + 8 * staging, parity_of<STAGINGS>(n) ^ 1);
     #pragma unroll
     for (int i = 0; i < 2; i++) stage_dq(m.dq + staging * DQ_BYTES + (columns + i) * 2 * (BQ * 128) + warp * 16 * 128, dq[i], w.dq_gain, lane);
     if (lane == 0) barrier_arrive(m.dq_full + 8 * staging);
-    if (++block == tile_word(m, END)) block = tile_word(m, FIRST);
+    if (++block == tile_word(m, n, END)) block = tile_word(m, n, FIRST);
   }
-  const int head = w.query_heads[tile_word(m, FIRST_MEMBER)].x, key = tile_word(m, KEY_BLOCK) * BK + warp * 16 + lane / 4;
-  add_rows(w.dk, job, m, head, dk, w.dk_gain, key, warpgroup * HALF_COLUMNS, lane);
-  add_rows(w.dv, job, m, head, dv, w.dv_gain, key, warpgroup * HALF_COLUMNS, lane);
+  release_keys(m, warpgroup, thread);
+  const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x, key = tile_word(m, n, KEY_BLOCK) * BK + warp * 16 + lane / 4;
+  add_rows(w.dk, job, m, n, head, dk, w.dk_gain, key, warpgroup * HALF_COLUMNS, lane);
+  add_rows(w.dv, job, m, n, head, dv, w.dv_gain, key, warpgroup * HALF_COLUMNS, lane);
+  return n;
 }
