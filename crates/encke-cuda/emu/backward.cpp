@@ -93,7 +93,7 @@ static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
 }
 
 struct Result { vector<float> dq, dk, dv; };
-static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_order, int resident) {
+static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_order, int resident, bool blank = false) {
   Result r{x.dq, x.dk, x.dv}; const Job& j = s.job;
   const int padded = (c.queries + BQ - 1) / BQ * BQ, blocks = padded / BQ, tiles = (c.keys + BK - 1) / BK;
   const u64 rows = (u64)c.batch * c.segments * c.heads * padded;
@@ -109,7 +109,7 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
   BackwardRows pre{j, x.q.data(), x.dout.data(), x.lse.data(), x.delta.data(), dense, dense + rows, control.data(), padded, fold * down, first_blocks.data(), tiles, BK};
   emu::launch((int)((rows + 255) / 256), 1, 256, [&] { backward_rows(pre); });
   HopperBackward w{j, r.dk.data(), r.dv.data(), dense, dense + rows, key_heads.data(), query_heads.data(), control.data(), count, tiles, padded, fixed_order,
-                   (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold), (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch, first_blocks.data()};
+                   (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold), (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch, first_blocks.data(), blank};
   if (fold == 0.f) w.dq_gain = w.dk_gain = 0.f;
   TensorMap tq = map_of(s.q, x.q.data(), c, c.queries, c.dim, BQ, false, 1), to = map_of(s.cells, x.dout.data(), c, c.queries, c.dim, BQ, false, c.dim);
   TensorMap tk = map_of(s.k, x.k.data(), c, c.keys, c.dim, BK, false, 1), tv = map_of(s.k, x.v.data(), c, c.keys, c.dim, BK, false, 1);
@@ -146,6 +146,11 @@ static void check(const Case& c) {
   judge(equal(r.dq, again.dq, none) && equal(r.dk, again.dk, none) && equal(r.dv, again.dv, none), c, "bits in another order");
   bool own = true; const double f = error(fast.dq, e.dq, x.dq, own);
   judge(f < bound && own && equal(r.dk, fast.dk, none), c, "order left free", f);
+  // Sums that are written are those that are added to zeros, wherever the job has rows, and nothing else is touched.
+  Inputs zeros = x; for (auto* all : {&zeros.dk, &zeros.dv}) for (int b = 0; b < j.batch; b++) for (int g = 0; g < j.segments; g++) for (int h = 0; h < j.heads; h++) for (int t = 0; t < j.keys; t++)
+    for (int d = 0; d < c.dim; d++) (*all)[at(j.k, b, g, t, h) + d] = 0.f;
+  const Result added = run(c, s, zeros, true, 2), written = run(c, s, x, true, 2, true);
+  judge(equal(added.dk, written.dk, none) && equal(added.dv, written.dv, none), c, "written, not added");
 
   // What is hidden stays without effect: a sick key for rows that do not see it, a sick query for keys it does not see.
   for (int round = 0; round < 4; round++) {

@@ -45,4 +45,3 @@ static inline void add_now() {
 
 static inline void await_turn(const u32* turn, u32 mine) { while (*turn != mine) emu::wait({&emu::turns_passed, emu::turns_passed, false, "its turn"}); }
 static inline void pass_turn(u32* turn, u32 next) { *turn = next; emu::turns_passed++; }
-static inline void store_shared(u32 to, float x, float y) { float v[2] = {x, y}; memcpy(emu::at(to, 8), v, 8); }

@@ -61,7 +61,7 @@ struct NamedBarrier { int arrived = 0; long generation = 0;
 struct Mbarrier { long arrivals = 0, pending = 0, bytes = 0, phase = 0;
   void settle() { if (pending == 0 && bytes == 0) { phase++; pending = arrivals; } } };
 struct Product { float* d; u32 a[4]; u64 a_matrix, b_matrix; int keep, n; bool registers, a_across, b_across, negate; };
-struct Addition { float* to; u32 from, bytes; };
+struct Addition { float* to; u32 from, bytes; bool add; };   // or a plain copy
 
 constexpr u32 MEMORY = 228 * 1024, BASE = 1024;   // shared addresses begin at BASE: nothing may count on 0
 struct Cta {
@@ -221,10 +221,17 @@ static inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   emu::cta->landings.push_back([=] { memcpy(emu::at(to, bytes), from, bytes); auto& b = emu::barrier(barrier); b.bytes -= bytes; b.settle(); });
 }
 // The bulk addition runs at the wait, when its staging memory may be reused.
-static inline void bulk_add(float* to, u32 from, u32 bytes) { emu::cta->additions[threadIdx.x].push_back({to, from, bytes}); }
+namespace emu {
+static inline void bulk(float* to, u32 from, u32 bytes, bool add) {
+  if (from % 16 || (u64)to % 16 || bytes % 16) fail("a bulk copy that is not aligned", from);
+  cta->additions[threadIdx.x].push_back({to, from, bytes, add});
+}
+}
+static inline void bulk_add(float* to, u32 from, u32 bytes) { emu::bulk(to, from, bytes, true); }
+static inline void bulk_store(float* to, u32 from, u32 bytes) { emu::bulk(to, from, bytes, false); }
 static inline void bulk_wait_read() {
   auto& all = emu::cta->additions[threadIdx.x];
-  for (auto& x : all) for (u32 i = 0; i < x.bytes / 4; i++) { float v; memcpy(&v, emu::at(x.from + 4 * i, 4), 4); x.to[i] += v; }
+  for (auto& x : all) for (u32 i = 0; i < x.bytes / 4; i++) { float v; memcpy(&v, emu::at(x.from + 4 * i, 4), 4); x.to[i] = x.add ? x.to[i] + v : v; }
   all.clear();
 }
 static inline void bulk_wait_all() { bulk_wait_read(); }
@@ -268,6 +275,7 @@ static inline void __nanosleep(u32) {}
 template <class T> static inline T __ldg(const T* p) { return *p; }
 
 // ---- shared and global memory ----
+static inline void store_shared(u32 to, float x, float y) { float v[2] = {x, y}; memcpy(emu::at(to, 8), v, 8); }
 static inline void store_shared(u32 to, float x, float y, float z, float w) { float v[4] = {x, y, z, w}; memcpy(emu::at(to, 16), v, 16); }
 static inline void store_shared(u32 to, uint4 x) { memcpy(emu::at(to, 16), &x, 16); }
 static inline void store_shared(u32 to, u32 x) { memcpy(emu::at(to, 4), &x, 4); }

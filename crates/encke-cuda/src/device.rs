@@ -315,6 +315,21 @@ impl Device {
         writes: &[&Memory],
         work: impl FnOnce(&CudaStream) -> Result<()>,
     ) -> Result<Arc<CudaEvent>> {
+        for memory in reads.iter().chain(writes) {
+            memory.settle(stream)?;
+        }
+        self.place_settled(stream, what, reads, writes, work)
+    }
+
+    /// The same where nothing is left to be cleared.
+    pub(crate) fn place_settled(
+        &self,
+        stream: &Arc<CudaStream>,
+        what: &str,
+        reads: &[&Memory],
+        writes: &[&Memory],
+        work: impl FnOnce(&CudaStream) -> Result<()>,
+    ) -> Result<Arc<CudaEvent>> {
         let failed = |error| Error::driver(what, error);
         self.context.bind_to_thread().map_err(failed)?;
         for memory in reads {

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::{CudaStream, result, sys};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -14,6 +14,8 @@ pub(crate) struct Memory {
     pointer: sys::CUdeviceptr,
     bytes: usize,
     marks: Mutex<Marks>,
+    /// Whether it is to be read as zeros that nobody has written yet.
+    blank: Mutex<bool>,
 }
 
 impl Memory {
@@ -34,6 +36,7 @@ impl Memory {
             pointer,
             bytes,
             marks: Mutex::default(),
+            blank: Mutex::default(),
         };
         // Another stream may use it only after the allocation: what was freed just before on this
         // one, and is handed out again here, can still be in use until then.
@@ -64,6 +67,9 @@ impl Memory {
     /// Overwrites the beginning; returns when `bytes` may be used again.
     pub fn write(&self, bytes: &[u8]) -> Result<()> {
         assert!(bytes.len() <= self.bytes, "more than there is room for");
+        if bytes.len() == self.bytes {
+            self.take_blank();
+        }
         let stream = self.device.compute();
         self.device
             .enqueue(stream, "copying to the GPU", &[], &[self], |stream| {
@@ -95,6 +101,9 @@ impl Memory {
             bytes <= self.bytes && bytes <= source.bytes,
             "more than there is room for"
         );
+        if bytes == self.bytes {
+            self.take_blank();
+        }
         let stream = self.device.compute();
         self.device
             .enqueue(stream, "copying on the GPU", &[source], &[self], |stream| {
@@ -110,14 +119,43 @@ impl Memory {
             })
     }
 
-    /// Sets every byte to zero.
-    pub fn clear(&self) -> Result<()> {
-        let stream = self.device.compute();
+    /// Sets every byte to zero, when somebody wants to know.
+    pub fn clear(&self) {
+        *self.blank() = true;
+    }
+
+    /// Whether it was cleared and nobody has wanted to know. If so it holds anything from now on:
+    /// whoever asks overwrites all of it.
+    pub fn take_blank(&self) -> bool {
+        std::mem::take(&mut *self.blank())
+    }
+
+    /// The same of several: all of them, or none.
+    pub fn take_all_blank<const COUNT: usize>(all: [&Memory; COUNT]) -> bool {
+        let blank = all.iter().all(|memory| *memory.blank());
+        blank && all.iter().all(|memory| memory.take_blank())
+    }
+
+    /// Writes the zeros that a clearing left to its first user.
+    pub fn settle(&self, stream: &Arc<CudaStream>) -> Result<()> {
+        // Held until they are enqueued, so that another user does not come before them.
+        let mut blank = self.blank();
+        if !std::mem::take(&mut *blank) {
+            return Ok(());
+        }
+        let zeros = |stream: &CudaStream| {
+            // SAFETY: exactly the memory there is.
+            let written =
+                unsafe { result::memset_d8_async(self.pointer, 0, self.bytes, stream.cu_stream()) };
+            written.map_err(|error| Error::driver("clearing memory", error))
+        };
         self.device
-            .enqueue(stream, "clearing memory", &[], &[self], |stream| {
-                // SAFETY: exactly the memory there is.
-                unsafe { result::memset_d8_async(self.pointer, 0, self.bytes, stream.cu_stream()) }
-            })
+            .place_settled(stream, "clearing memory", &[], &[self], zeros)
+            .map(|_| ())
+    }
+
+    fn blank(&self) -> MutexGuard<'_, bool> {
+        self.blank.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

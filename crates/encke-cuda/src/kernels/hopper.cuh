@@ -64,6 +64,10 @@ DEV void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
 DEV void bulk_add(float* to, u32 from, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\ncp.async.bulk.commit_group;" :: "l"(to), "r"(from), "r"(bytes) : "memory");
 }
+// The same written instead of added.
+DEV void bulk_store(float* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" :: "l"(to), "r"(from), "r"(bytes) : "memory");
+}
 DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEV void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Orders what threads wrote to shared memory before what TMA and wgmma do with it.
@@ -96,6 +100,7 @@ DEV void barrier_arrive_at(u32 barrier, u32 rank) {
 
 // ---- shared memory by address ----
 DEV void store_shared(u32 to, float x, float y, float z, float w) { asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory"); }
+DEV void store_shared(u32 to, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(to), "f"(x), "f"(y) : "memory"); }
 DEV void store_shared(u32 to, uint4 x) { asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory"); }
 DEV void store_shared(u32 to, u32 x) { asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(x) : "memory"); }
 DEV void load_shared(u32 from, float& x, float& y) { asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from) : "memory"); }
@@ -121,7 +126,7 @@ DEV void global_add(float* to, float x, float y) { asm volatile("red.global.add.
 // Operand along its rows (K-major): group_bytes = 1024 to the next 8 rows; slab_bytes unused. A step of 16 columns is 32 bytes.
 // Operand across its rows (MN-major): slab_bytes to the next 64 columns, group_bytes = 1024 to the next 8 rows; a step of 16 rows is 2048 bytes.
 DEV u64 matrix(u32 address, u32 slab_bytes, u32 group_bytes) {
-  return (u64)((address >> 4) | (slab_bytes >> 4) << 16) | ((u64)(group_bytes >> 4) << 32) | (1ull << 62);
+  return (u64)((address & 0x3FFFF) >> 4 | (slab_bytes >> 4) << 16) | ((u64)(group_bytes >> 4) << 32) | (1ull << 62);
 }
 // The same so many bytes further on. Addresses end far below the field's last bit, so one addition of 32 bits does it; there are many steps in a product.
 DEV u64 further(u64 matrix, u32 bytes) { return (matrix & 0xffffffff00000000ull) | (u32)((u32)matrix + bytes / 16); }

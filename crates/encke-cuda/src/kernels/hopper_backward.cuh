@@ -48,6 +48,7 @@ struct HopperBackward {
   float dp_gain, dq_gain, dk_gain, dv_gain;
   int tiles;                  // in all
   const int* first_blocks;    // of each tile of keys, from backward_rows
+  int blank;                  // dk and dv are to be read as zeros, but nobody has written these: sums are written, not added
 };
 
 // Where things lie in shared memory; `*_full` and `*_empty` are barriers, 8 bytes each.
@@ -80,17 +81,18 @@ DEV u32 slot_parity(u32 n) { return n >> 31; }
 // A tile, and its blocks of queries of each of its query heads: from `first` to `end`. It lies in shared memory: everyone
 // reads it, few of its numbers are needed at a time, and registers are short. `last`: blocks of this CTA up to its end.
 // A block of queries has its turn, and nobody comes before where the next tile of keys is not seen yet (`alone`).
+// KEY_BLOCK is negative behind the last tile.
 enum { BATCH = 0, SEGMENT = 4, KEY_BLOCK = 8, KEY_HEAD = 12, FIRST = 16, END = 20, FIRST_MEMBER = 24, END_MEMBER = 28, BLOCKS = 32, TURN = 36, ALONE = 40, LAST = 44 };
 DEV int tile_word(const Shared& m, u32 n, int word) { return (int)load_shared(m.tiles + slot_of(n) * TILE_BYTES + word); }
 
-// Puts the tile with this number where the others find it, unless no query sees its keys.
+// Puts the tile with this number where the others find it, unless no query sees its keys and nothing is to be written for them.
 DEV bool put_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) {
   const Job& job = w.job;
   u32 rest = index / (u32)w.key_tiles;
   int key_block = index - rest * w.key_tiles;
   if (job.causal && w.fixed_order) key_block = w.key_tiles - 1 - key_block;
   const int blocks = (job.queries + BQ - 1) / BQ, first = w.first_blocks[key_block];
-  if (first == blocks) return false;
+  if (first == blocks && !w.blank) return false;
   const int head = rest % (u32)w.key_head_count;
   const int2 members = w.key_heads[head];
   const int end_member = w.key_heads[head + 1].x;
@@ -108,13 +110,13 @@ DEV bool tell(const HopperBackward& w, const Shared& m, u32 n) {
   do index = atomicAdd(w.control + NEXT_TILE, 1u); while (index < (u32)w.tiles && !put_tile(w, m, n, index));
   const bool found = index < (u32)w.tiles;
   const u32 slot = slot_of(forgotten(n));   // registers are few here
-  if (!found) store_shared(m.tiles + slot * TILE_BYTES + LAST, 0u);   // no tile ends there
+  if (!found) store_shared(m.tiles + slot * TILE_BYTES + KEY_BLOCK, ~0u);
   barrier_arrive(m.tile_full + 8 * slot);
   return found;
 }
 DEV bool hear(const Shared& m, u32 n) {
   barrier_wait(m.tile_full + 8 * slot_of(n), slot_parity(n));
-  return tile_word(m, n, LAST) != 0;
+  return tile_word(m, n, KEY_BLOCK) >= 0;
 }
 DEV void leave(const Shared& m, u32 n) { barrier_arrive(m.tile_empty + 8 * slot_of(n)); }
 
@@ -313,14 +315,17 @@ DEV void stage_dq(u32 to, const float (&dq)[32], float gain, int lane) {
 }
 // Adds this thread's share of dK or dV to memory: two rows, every fourth pair of columns from `column` on. Nobody else
 // adds to them, so the order is no question; but additions that memory makes need not wait for what is there.
-template <int N> DEV void add_rows(float* to, const Job& job, const Shared& m, u32 n, int head, const float (&sum)[N], float gain, int key, int column, int lane) {
+template <int N> DEV void add_rows(float* to, const Job& job, const Shared& m, u32 n, bool blank, int head, const float (&sum)[N], float gain, int key, int column, int lane) {
   #pragma unroll
   for (int down = 0; down < 2; down++) {
     if (key + 8 * down >= job.keys) continue;
     float* row = to + at(job.k, tile_word(m, n, BATCH), tile_word(m, n, SEGMENT), key + 8 * down, head) + column + (lane % 4) * 2;
     #pragma unroll
-    for (int i = 0; i < N / 4; i++)
-      if (column + i * 8 < job.dim) global_add(row + i * 8, sum[4 * i + 2 * down] * gain, sum[4 * i + 2 * down + 1] * gain);
+    for (int i = 0; i < N / 4; i++) {
+      const float x = sum[4 * i + 2 * down] * gain, y = sum[4 * i + 2 * down + 1] * gain;
+      if (column + i * 8 >= job.dim) continue;
+      if (blank) *(float2*)(row + i * 8) = make_float2(x, y); else global_add(row + i * 8, x, y);
+    }
   }
 }
 

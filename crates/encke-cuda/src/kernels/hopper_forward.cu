@@ -13,7 +13,7 @@
 // - A row's bits depend on what the row sees and nothing else: every decision taken at run time is taken row by row.
 //
 // Macros given by the host: T_BF16 or T_F16; HD: the head dimension rounded up to 16; CONSUMERS; KEYS: keys of a block;
-// STAGES of K and of V; Q_STAGES; CAUSAL; PINGPONG; CARRY: continue (acc, m, l) rather than end in (out, lse);
+// STAGES of K and of V; Q_STAGES; CAUSAL; PINGPONG; CARRY: continue (acc, m, l) rather than end in (out, lse); STAGED: with room for a tile's sums;
 // NEGATIVE: the scale is below 0; LAZY: the reference of the weights follows the maximum only when it falls 2^8 behind;
 // PAIR: two blocks of a cluster take neighbouring tiles of a place and each loads half of the keys and values for both (not CAUSAL);
 // Q_REGISTERS: queries are held in registers; POLYNOMIAL: of so many exponentials one is a polynomial (0: none); LOADER_REGISTERS and CONSUMER_REGISTERS.
@@ -277,30 +277,51 @@ DEV void load_carry(const Rows& rows, const float* m_in, const float* l_in, floa
     softmax.l[h] = column == 0 ? l : 0.f;
   }
 }
-// Adds the tile's sums to those in memory. References are LAZY, so that most rows still have the one they came with: memory adds these
-// itself, and nobody waits for what was there. Rows that had nothing are written, and those whose reference rose are read and shrunk first.
-DEV void store_carry(const Job& job, const Rows& rows, float* sums, float* m_out, float* l_out, float scale, float c, int column, const float (&acc)[HD / 2], const Softmax& softmax, const float (&before)[2]) {
+// Adds the tile's sums to those in memory. References are LAZY, so that most rows still have the one they came with: memory adds these itself, and
+// nobody waits for what was there. Rows that had nothing are written, and those whose reference rose are read and shrunk first.
+// STAGED: what is added or written lies in shared memory for the copy engine, which takes it away while the next tile is computed. All tiles end at
+// about the same time, and would otherwise wait for memory together.
+DEV void store_carry(const Job& job, const Rows& rows, float* sums, float* m_out, float* l_out, float scale, float c, u32 staged, int lane, const float (&acc)[HD / 2], const Softmax& softmax, const float (&before)[2]) {
+  const int column = lane % 4 * 2;
+#if STAGED
+  u32 rose[2], fresh[2];
+  bulk_wait_read();   // what this lane gave away of the last tile
+  __syncwarp();
+#endif
   #pragma unroll
   for (int h = 0; h < 2; h++) {
+    const bool none = before[h] == neg_inf(), raised = !none && !(before[h] == softmax.m[h]);
     float l = quad_sum(softmax.l[h]);
-    if (!rows.exists[h]) continue;
-    if (column == 0) { m_out[rows.cell[h]] = softmax.m[h] * scale; l_out[rows.cell[h]] = l; }
+    if (rows.exists[h] && column == 0) { m_out[rows.cell[h]] = softmax.m[h] * scale; l_out[rows.cell[h]] = l; }
     float* to = sums + rows.cell[h] * job.dim + column;
-    if (before[h] == softmax.m[h]) {
-      #pragma unroll
-      for (int i = 0; i < FRAGMENTS; i++)
-        if (8 * i < job.dim) global_add(to + 8 * i, acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]);
-    } else {
-      const bool some = before[h] != neg_inf();
-      const float kept = some ? exp2_fast((before[h] - softmax.m[h]) * c) : 0.f;
+    if (rows.exists[h] && (raised || !STAGED)) {
+      const float kept = raised ? exp2_fast((before[h] - softmax.m[h]) * c) : 0.f;
       #pragma unroll
       for (int i = 0; i < FRAGMENTS; i++)
         if (8 * i < job.dim) {
-          float2 x = some ? *(const float2*)(to + 8 * i) : make_float2(0.f, 0.f);
+          if (!none && !raised) { global_add(to + 8 * i, acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]); continue; }
+          float2 x = raised ? *(const float2*)(to + 8 * i) : make_float2(0.f, 0.f);
           *(float2*)(to + 8 * i) = make_float2(fmaf(x.x, kept, acc[4 * i + 2 * h]), fmaf(x.y, kept, acc[4 * i + 2 * h + 1]));
         }
     }
+#if STAGED
+    rose[h] = __ballot_sync(~0u, raised || !rows.exists[h]); fresh[h] = __ballot_sync(~0u, none);
+    #pragma unroll
+    for (int i = 0; i < FRAGMENTS; i++) store_shared(staged + (lane / 4 + 8 * h) * SUM_PITCH + (8 * i + column) * 4, acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]);
+#endif
   }
+#if STAGED
+  fence_async();
+  __syncwarp();
+  // Each of 16 lanes gives away a row: that of the quad `lane % 8`.
+  const int of = lane % 8 * 4, h = lane / 8;
+  const i64 first = __shfl_sync(~0u, rows.cell[0], of), second = __shfl_sync(~0u, rows.cell[1], of);
+  const u32 by_hand = h ? rose[1] : rose[0], written = h ? fresh[1] : fresh[0];
+  if (h < 2 && !(by_hand >> of & 1)) {
+    float* to = sums + (h ? second : first) * job.dim;
+    if (written >> of & 1) bulk_store(to, staged + lane * SUM_PITCH, job.dim * 4); else bulk_add(to, staged + lane * SUM_PITCH, job.dim * 4);
+  }
+#endif
 }
 #else
 // Ends the softmax. The rows of a warp pass through shared memory (where their queries were), so that global memory is written 16 bytes a lane and whole sectors at a time.
@@ -346,7 +367,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1)
 hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                const __grid_constant__ Job job, const __grid_constant__ Tiles tiles, const u16* v_values, void* sums, float* m_or_lse, float* l_cells, u32* counter) {
   SHARED_MEMORY(memory);
-  const Shared shared{(shared_address(memory) + 1023) & ~1023u};
+  const Shared shared{shared_address(memory)};
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Q_STAGES; i++) { barrier_init(shared.q_full(i), 1); barrier_init(shared.q_empty(i), CONSUMERS * 4); }
@@ -396,6 +417,10 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       int block = tile.blocks - 1;
       barrier_wait(shared.q_full(q.stage), q.parity);
       Queries queries; queries.read(shared.q(q.stage), own, warp, lane);
+#if CARRY && Q_REGISTERS
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared.q_empty(q.stage));   // nothing else will lie there
+#endif
       {
         float s[KEYS / 2];
         barrier_wait(shared.k_full(k.stage), k.parity);
@@ -443,8 +468,10 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       rows_of(job, tiles, tile, tile.row + own * 64 + warp * 16 + lane / 4, rows);
       if (CAUSAL && unbounded) add_unbounded(job, tile, rows, v_values, column, acc);
 #if CARRY
+#if !Q_REGISTERS
       if (lane == 0) barrier_arrive(shared.q_empty(q.stage));
-      store_carry(job, rows, (float*)sums, m_or_lse, l_cells, scale, c, column, acc, softmax, before);
+#endif
+      store_carry(job, rows, (float*)sums, m_or_lse, l_cells, scale, c, shared.sums(own * 64 + warp * 16), lane, acc, softmax, before);
 #else
       named_sync(1 + CONSUMERS + own, 128);   // every warp of the group has read its queries
       store_out(job, tile, rows, (u16*)sums, m_or_lse, scale, shared.q(q.stage), own * 64 + warp * 16, lane, acc, softmax);
@@ -453,6 +480,7 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
 #endif
       q.advance();
     }
+    if (STAGED) bulk_wait_all();
   }
   if (PAIR) pair_sync();   // the other block may still load into this one and arrive at its barriers
 }

@@ -27,10 +27,12 @@ DEV int seen(const Job& job, const Tiles& tiles, int i) {
   return min(ahead + 1, job.keys);
 }
 
-// Shared memory, in bytes from its beginning; the host asks for FORWARD_BYTES and 1024 more to align it.
+// Shared memory, in bytes from its beginning, which is aligned to 1024; the host asks for FORWARD_BYTES.
 #define AT_K (Q_STAGES * Q_BYTES)
 #define AT_V (AT_K + STAGES * KEY_BYTES)
-#define AT_FLAGS (AT_V + STAGES * KEY_BYTES)
+#define AT_SUMS (AT_V + STAGES * KEY_BYTES)
+#define SUM_PITCH (HD * 4 + 16)   // bytes of a row of sums: a step of 4 banks from row to row
+#define AT_FLAGS (AT_SUMS + (STAGED ? ROWS * SUM_PITCH : 0))
 #define AT_TILES (AT_FLAGS + STAGES * 16)
 #define AT_BARRIERS (AT_TILES + 2 * 48)
 #define FORWARD_BYTES (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES + 4) * 8)
@@ -39,6 +41,7 @@ struct Shared {
   DEV_MEMBER u32 q(u32 stage) const { return base + stage * Q_BYTES; }
   DEV_MEMBER u32 k(u32 stage) const { return base + AT_K + stage * KEY_BYTES; }
   DEV_MEMBER u32 v(u32 stage) const { return base + AT_V + stage * KEY_BYTES; }
+  DEV_MEMBER u32 sums(u32 row) const { return base + AT_SUMS + row * SUM_PITCH; }
   DEV_MEMBER u32 flags(u32 stage) const { return base + AT_FLAGS + stage * 16; }
   DEV_MEMBER u32 tile(u32 slot) const { return base + AT_TILES + slot * 48; }
   DEV_MEMBER u32 barrier(u32 index) const { return base + AT_BARRIERS + index * 8; }

@@ -12,9 +12,11 @@ use super::{Site, grid};
 use crate::abi;
 use crate::device::Device;
 use crate::error::Result;
+use crate::jobs::Told;
 use crate::memory::Memory;
-use crate::operands::{Gradient, Operands};
-use crate::tensor_map::{self, Extents};
+use crate::operands::{Gradient, GradientTargets, Operands};
+use crate::program::Program;
+use crate::tensor_map::{self, Extents, TensorMap};
 
 /// The GPUs it is for: wgmma is Hopper's alone.
 const CAPABILITY: (i32, i32) = (9, 0);
@@ -41,6 +43,9 @@ struct Rows {
     control: u64,
     padded: i32,
     delta_gain: f32,
+    first_blocks: u64,
+    key_tiles: i32,
+    tile_keys: i32,
 }
 
 // SAFETY: plain numbers in C layout, no padding.
@@ -67,7 +72,10 @@ struct Backward {
     dq_gain: f32,
     dk_gain: f32,
     dv_gain: f32,
-    pad: u32,
+    tiles: i32,
+    first_blocks: u64,
+    blank: i32,
+    pad: i32,
 }
 
 // SAFETY: plain numbers in C layout; what would be padding is a field.
@@ -78,6 +86,7 @@ unsafe impl DeviceRepr for Backward {}
 pub(crate) struct Choice {
     variant: &'static Variant,
     padded: usize,
+    key_tiles: usize,
     tiles: usize,
 }
 
@@ -101,7 +110,8 @@ fn cut(job: &Job) -> Option<Choice> {
         && tensor_map::fits(&dout, &rows)
         && tensor_map::fits(&job.k, &keys)
         && tensor_map::fits(dq(job), &rows);
-    let tiles = job.keys.div_ceil(variant.keys) * heads(job).0.len() * job.segments * job.batch;
+    let key_tiles = job.keys.div_ceil(variant.keys);
+    let tiles = key_tiles * heads(job).0.len() * job.segments * job.batch;
     i32::try_from(tiles).ok().filter(|_| able)?;
     let padded = job.queries.next_multiple_of(variant.queries);
     let dense = (job.batch * job.segments * job.heads * padded).div_ceil(ROWS);
@@ -109,6 +119,7 @@ fn cut(job: &Job) -> Option<Choice> {
     Some(Choice {
         variant,
         padded,
+        key_tiles,
         tiles,
     })
 }
@@ -119,8 +130,14 @@ impl Choice {
         job.batch * job.segments * job.heads * self.padded
     }
 
-    /// Words of control.
+    /// Words of control: the turns, and behind them the first block of each tile of keys, and an
+    /// end.
     fn words(&self, job: &Job) -> usize {
+        self.turns(job) + self.key_tiles + 1
+    }
+
+    /// Words of control before the first blocks.
+    fn turns(&self, job: &Job) -> usize {
         TURNS + self.rows(job) / self.variant.queries
     }
 }
@@ -203,6 +220,27 @@ fn gains(job: &Job, dtype: DType) -> (f64, f64, f64) {
     }
 }
 
+/// Whether a job adds to every number of a buffer of gradients of keys, each in one place.
+fn covers(job: &Job, key_heads: usize, memory: &Memory) -> bool {
+    let rows = job.batch * job.segments * job.keys * key_heads;
+    rows * job.dim * DType::F32.bytes() == memory.bytes()
+}
+
+/// One job on its way: what both of its kernels are told.
+struct Call<'a> {
+    site: &'a Site,
+    job: &'a Job,
+    choice: &'a Choice,
+    told: Told<abi::Job>,
+    program: Program,
+    /// lse and delta, dense.
+    dense: Memory,
+    control: Memory,
+    operands: [&'a Memory; 3],
+    upstream: [&'a Memory; 3],
+    dtype: DType,
+}
+
 /// Adds the job's share of dq, dk and dv; bit by bit the same every time where `fixed_order`.
 pub(crate) fn backward(
     site: &Site,
@@ -212,108 +250,151 @@ pub(crate) fn backward(
     operands: Operands<'_>,
     gradient: Gradient<'_>,
 ) -> Result<()> {
-    let (device, dtype, variant) = (&site.device, operands.dtype(), choice.variant);
-    let told = site.tables.job(device, job)?;
+    let (device, dtype) = (&site.device, operands.dtype());
     let targets = gradient.own(dtype)?;
-    let [q, k, v] = operands.memory()?;
-    let [dout, lse, delta] = targets.upstream()?;
-
-    let (mut key_heads, query_heads) = heads(job);
-    let key_head_count = key_heads.len() as i32;
-    key_heads.push([query_heads.len() as i32, 0]);
-    let key_heads = site.tables.get(device, words(&key_heads))?;
-    let query_heads = site.tables.get(device, words(&query_heads))?;
-    let rows = choice.rows(job);
-    let dense = Memory::new(device, 8 * rows)?;
-    let control = Memory::new(device, 4 * choice.words(job))?;
-    control.clear()?;
-
-    let (in_ds, of_sums, of_p) = gains(job, dtype);
-    let padded = choice.padded as i32;
-    let (dense_lse, dense_delta) = (dense.pointer(), dense.pointer() + 4 * rows as u64);
-    let shared = variant.shared_bytes(job.dim);
-    let program = variant.program(job.dim, dtype);
-
-    let first = Rows {
-        job: told.value,
-        q: q.pointer(),
-        dout: dout.pointer(),
-        lse: lse.pointer(),
-        delta: delta.pointer(),
-        dense_lse,
-        dense_delta,
-        control: control.pointer(),
-        padded,
-        delta_gain: (in_ds * of_p) as f32,
+    let call = Call {
+        site,
+        job,
+        choice,
+        told: site.tables.job(device, job)?,
+        program: choice.variant.program(job.dim, dtype),
+        dense: Memory::new(device, 8 * choice.rows(job))?,
+        control: Memory::new(device, 4 * choice.words(job))?,
+        operands: operands.memory()?,
+        upstream: targets.upstream()?,
+        dtype,
     };
-    let function = device.function(&program, "backward_rows", 0)?;
-    let mut reads = vec![q, dout, lse, delta];
-    reads.extend(told.tables());
-    let writes = [&dense, &control];
-    let shape = grid(rows.div_ceil(ROWS), ROWS as u32, 0);
-    device.enqueue(
-        device.compute(),
-        "rows of a backward pass",
-        &reads,
-        &writes,
-        |stream| {
+    call.control.clear();
+    call.rows()?;
+    call.gradients(fixed_order, &targets)
+}
+
+impl Call<'_> {
+    /// Where lse and delta lie, dense.
+    fn dense(&self) -> (u64, u64) {
+        let first = self.dense.pointer();
+        (first, first + 4 * self.choice.rows(self.job) as u64)
+    }
+
+    fn first_blocks(&self) -> u64 {
+        self.control.pointer() + 4 * self.choice.turns(self.job) as u64
+    }
+
+    /// What comes before the gradients: `backward_rows`.
+    fn rows(&self) -> Result<()> {
+        let (device, choice) = (&self.site.device, self.choice);
+        let ([q, ..], [dout, lse, delta]) = (self.operands, self.upstream);
+        let (in_ds, _, of_p) = gains(self.job, self.dtype);
+        let (dense_lse, dense_delta) = self.dense();
+        let told = Rows {
+            job: self.told.value,
+            q: q.pointer(),
+            dout: dout.pointer(),
+            lse: lse.pointer(),
+            delta: delta.pointer(),
+            dense_lse,
+            dense_delta,
+            control: self.control.pointer(),
+            padded: choice.padded as i32,
+            delta_gain: (in_ds * of_p) as f32,
+            first_blocks: self.first_blocks(),
+            key_tiles: choice.key_tiles as i32,
+            tile_keys: choice.variant.keys as i32,
+        };
+        let function = device.function(&self.program, "backward_rows", 0)?;
+        let mut reads = vec![q, dout, lse, delta];
+        reads.extend(self.told.tables());
+        let writes = [&self.dense, &self.control];
+        let shape = grid(choice.rows(self.job).div_ceil(ROWS), ROWS as u32, 0);
+        let what = "rows of a backward pass";
+        device.enqueue(device.compute(), what, &reads, &writes, |stream| {
             let mut launch = stream.launch_builder(&function);
-            launch.arg(&first);
+            launch.arg(&told);
             // SAFETY: the argument of `backward_rows`; the plan's jobs lie inside their buffers.
             unsafe { launch.launch(shape) }.map(|_| ())
-        },
-    )?;
+        })
+    }
 
-    let second = Backward {
-        job: told.value,
-        dk: targets.dk.pointer(),
-        dv: targets.dv.pointer(),
-        lse: dense_lse,
-        delta: dense_delta,
-        key_heads: key_heads.pointer(),
-        query_heads: query_heads.pointer(),
-        control: control.pointer(),
-        key_head_count,
-        key_tiles: job.keys.div_ceil(variant.keys) as i32,
-        padded,
-        fixed_order: fixed_order.into(),
-        exponent: (job.scale * std::f64::consts::LOG2_E) as f32,
-        dp_gain: (job.gain * in_ds * of_p) as f32,
-        dq_gain: of_sums as f32,
-        dk_gain: of_sums as f32,
-        dv_gain: (job.gain * of_p) as f32,
-        pad: 0,
-    };
-    let wide = wide(&job.cells, job.dim);
-    let (q_extents, k_extents) = (extents(job, job.queries), extents(job, job.keys));
-    let of_queries = variant.queries;
-    let maps = [
-        tensor_map::encode(dtype, q.pointer(), &job.q, &q_extents, of_queries)?,
-        tensor_map::encode(dtype, dout.pointer(), &wide, &q_extents, of_queries)?,
-        tensor_map::encode(dtype, k.pointer(), &job.k, &k_extents, variant.keys)?,
-        tensor_map::encode(dtype, v.pointer(), &job.k, &k_extents, variant.keys)?,
-        tensor_map::encode(
-            DType::F32,
-            targets.dq.pointer(),
-            dq(job),
-            &q_extents,
-            of_queries,
-        )?,
-    ];
-    let function = device.function(&program, "hopper_backward", shared)?;
-    let mut reads = vec![q, k, v, dout, &dense, &*key_heads, &*query_heads];
-    reads.extend(told.tables());
-    let writes = [&*targets.dq, &*targets.dk, &*targets.dv, &control];
-    let shape = grid(choice.tiles, THREADS, shared);
-    device.enqueue(device.compute(), "gradients", &reads, &writes, |stream| {
-        let mut launch = stream.launch_builder(&function);
-        for map in &maps {
-            launch.arg(map);
-        }
-        launch.arg(&second);
-        // SAFETY: the arguments of `hopper_backward`; the plan's jobs lie inside their buffers.
-        unsafe { launch.launch(shape) }.map(|_| ())
-    })
+    /// The gradients themselves: `hopper_backward`.
+    fn gradients(&self, fixed_order: bool, targets: &GradientTargets<'_>) -> Result<()> {
+        let (device, job, choice) = (&self.site.device, self.job, self.choice);
+        let tables = &self.site.tables;
+        let (mut key_heads, query_heads) = heads(job);
+        let key_head_count = key_heads.len();
+        key_heads.push([query_heads.len() as i32, 0]);
+        let key_heads = tables.get(device, words(&key_heads))?;
+        let query_heads = tables.get(device, words(&query_heads))?;
+        // What nobody has written to yet is written, not added to.
+        let (dk, dv) = (&targets.dk, &targets.dv);
+        let whole = [dk, dv].map(|memory| covers(job, key_head_count, memory));
+        let blank = whole == [true; 2] && Memory::take_all_blank([dk, dv]);
+        let (in_ds, of_sums, of_p) = gains(job, self.dtype);
+        let (lse, delta) = self.dense();
+        let told = Backward {
+            job: self.told.value,
+            dk: dk.pointer(),
+            dv: dv.pointer(),
+            lse,
+            delta,
+            key_heads: key_heads.pointer(),
+            query_heads: query_heads.pointer(),
+            control: self.control.pointer(),
+            key_head_count: key_head_count as i32,
+            key_tiles: choice.key_tiles as i32,
+            padded: choice.padded as i32,
+            fixed_order: fixed_order.into(),
+            exponent: (job.scale * std::f64::consts::LOG2_E) as f32,
+            dp_gain: (job.gain * in_ds * of_p) as f32,
+            dq_gain: of_sums as f32,
+            dk_gain: of_sums as f32,
+            dv_gain: (job.gain * of_p) as f32,
+            tiles: choice.tiles as i32,
+            first_blocks: self.first_blocks(),
+            blank: blank.into(),
+            pad: 0,
+        };
+        let maps = self.maps(&targets.dq)?;
+        let shared = choice.variant.shared_bytes(job.dim);
+        let function = device.function(&self.program, "hopper_backward", shared)?;
+        let [q, k, v] = self.operands;
+        let mut reads = vec![q, k, v, self.upstream[0], &self.dense];
+        reads.extend([&*key_heads, &*query_heads]);
+        reads.extend(self.told.tables());
+        let writes = [&*targets.dq, &**dk, &**dv, &self.control];
+        let blocks = choice.tiles.min(device.processors() as usize);
+        let shape = grid(blocks, THREADS, shared);
+        device.enqueue(device.compute(), "gradients", &reads, &writes, |stream| {
+            let mut launch = stream.launch_builder(&function);
+            for map in &maps {
+                launch.arg(map);
+            }
+            launch.arg(&told);
+            // SAFETY: the arguments of `hopper_backward`; the plan's jobs lie inside their buffers.
+            unsafe { launch.launch(shape) }.map(|_| ())
+        })
+    }
+
+    /// The maps of q, dout, k, v and dq.
+    fn maps(&self, to: &Memory) -> Result<[TensorMap; 5]> {
+        let (job, variant, dtype) = (self.job, self.choice.variant, self.dtype);
+        let ([q, k, v], [dout, ..]) = (self.operands, self.upstream);
+        let wide = wide(&job.cells, job.dim);
+        let queries = |dtype, memory: &Memory, operand: &Operand| {
+            let extents = extents(job, job.queries);
+            tensor_map::encode(dtype, memory.pointer(), operand, &extents, variant.queries)
+        };
+        let keys = |memory: &Memory| {
+            let extents = extents(job, job.keys);
+            tensor_map::encode(dtype, memory.pointer(), &job.k, &extents, variant.keys)
+        };
+        Ok([
+            queries(dtype, q, &job.q)?,
+            queries(dtype, dout, &wide)?,
+            keys(k)?,
+            keys(v)?,
+            queries(DType::F32, to, dq(job))?,
+        ])
+    }
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use super::hopper_tilings::{self, Mode, Tiling};
 use super::{Site, grid};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::memory::Memory;
 use crate::operands::{Ends, Operands};
 use crate::program::Program;
 use crate::tensor_map::{self, Extents};
@@ -46,11 +47,11 @@ struct Choice {
 
 /// Whether this kernel computes a job.
 pub(crate) fn takes(device: &Device, job: &Job, dtype: DType) -> bool {
-    choice(device, job, dtype).is_some()
+    choice(device, job, dtype, false).is_some()
 }
 
 /// How the job would be run; None where it is not for this kernel.
-fn choice(device: &Device, job: &Job, dtype: DType) -> Option<Choice> {
+fn choice(device: &Device, job: &Job, dtype: DType, carry: bool) -> Option<Choice> {
     let (q, k) = extents(job);
     let able = device.capability() == CAPABILITY
         && matches!(dtype, DType::Bf16 | DType::F16)
@@ -68,7 +69,7 @@ fn choice(device: &Device, job: &Job, dtype: DType) -> Option<Choice> {
         Seen::TooFar => return None,
     };
     let processors = device.processors() as usize;
-    let tiling = hopper_tilings::choose(job, mask.is_some(), processors)?;
+    let tiling = hopper_tilings::choose(job, mask.is_some(), carry, processors)?;
     let tiles = Tiles::new(job, tiling, mask)?;
     Some(Choice {
         tiling,
@@ -88,6 +89,12 @@ fn extents(job: &Job) -> (Extents, Extents) {
     (of(job.queries), of(job.keys))
 }
 
+/// Whether a job leaves something in every cell of a carry's acc.
+fn fills(job: &Job, acc: &Memory) -> bool {
+    let cells = job.batch * job.segments * job.queries * job.heads;
+    job.visible(0) > 0 && cells * job.dim * DType::F32.bytes() == acc.bytes()
+}
+
 /// Forward: into the carry, or to the end.
 pub(crate) fn forward(
     site: &Site,
@@ -96,11 +103,12 @@ pub(crate) fn forward(
     ends: Ends<'_>,
 ) -> Result<()> {
     let (device, dtype) = (&site.device, operands.dtype());
-    let choice = choice(device, job, dtype).ok_or_else(|| Error::Unsupported {
+    let targets = ends.own()?;
+    let choice = choice(device, job, dtype, !targets.end);
+    let choice = choice.ok_or_else(|| Error::Unsupported {
         what: format!("a job of {dtype} that is not laid out for tensor maps"),
     })?;
     let told = site.tables.job(device, job)?;
-    let targets = ends.own()?;
     let mode = Mode {
         dtype,
         causal: choice.mask.is_some(),
@@ -108,7 +116,7 @@ pub(crate) fn forward(
         negative: job.scale < 0.0,
     };
     let tiling = choice.tiling;
-    let shared = tiling.shared_bytes(job.dim.next_multiple_of(16));
+    let shared = tiling.shared_bytes(job.dim.next_multiple_of(16), mode.carry);
     let program = tiling.program(job.dim, mode);
     let function = device.function(&program, "hopper_forward", shared)?;
     let blocks = tiling.blocks(&choice.tiles, device.processors() as usize);
@@ -124,6 +132,9 @@ pub(crate) fn forward(
     ];
     reads.extend(told.tables());
     let writes = targets.memory();
+    if mode.carry && fills(job, writes[0]) {
+        writes[0].take_blank(); // rows that had nothing are written, whatever lies there
+    }
     let [acc, m, l, out, lse] = targets.pointers();
     let outputs = if targets.end {
         [out, lse, 0]

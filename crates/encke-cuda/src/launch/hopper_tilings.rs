@@ -35,6 +35,9 @@ pub(crate) struct Tiling {
     pub q_registers: bool,
     /// Whether two blocks load keys and values for one another.
     pub pair: bool,
+    /// Whether there is room for a tile's sums in shared memory, so that those of a carry leave
+    /// while the next tile is computed.
+    pub staged: bool,
     /// Registers of a thread that loads and of one that computes. All of them must fit into what
     /// the block has at its start, or the raise waits for ever.
     pub registers: (usize, usize),
@@ -57,6 +60,7 @@ pub(crate) const TILINGS: &[Tiling] = &[
         pingpong: true,
         q_registers: false,
         pair: false,
+        staged: true,
         registers: (32, 160),
         causal: true,
         rate: 1.0,
@@ -71,6 +75,7 @@ pub(crate) const TILINGS: &[Tiling] = &[
         pingpong: true,
         q_registers: false,
         pair: false,
+        staged: true,
         registers: (40, 232),
         causal: true,
         rate: 0.87,
@@ -85,6 +90,7 @@ pub(crate) const TILINGS: &[Tiling] = &[
         pingpong: true,
         q_registers: true,
         pair: false,
+        staged: true,
         registers: (40, 232),
         causal: true,
         rate: 0.99,
@@ -99,6 +105,7 @@ pub(crate) const TILINGS: &[Tiling] = &[
         pingpong: true,
         q_registers: false,
         pair: false,
+        staged: false,
         registers: (40, 232),
         causal: false,
         rate: 1.0,
@@ -113,6 +120,7 @@ pub(crate) const TILINGS: &[Tiling] = &[
         pingpong: true,
         q_registers: false,
         pair: false,
+        staged: false,
         registers: (40, 232),
         causal: true,
         rate: 1.0,
@@ -127,6 +135,7 @@ pub(crate) const TILINGS: &[Tiling] = &[
         pingpong: true,
         q_registers: false,
         pair: false,
+        staged: false,
         registers: (40, 232),
         causal: true,
         rate: 1.0,
@@ -202,13 +211,28 @@ impl Tiling {
         (self.consumers as u32 + 1) * 128
     }
 
-    /// Shared memory of a block for a head dimension, as hopper_forward.cu cuts it.
-    pub fn shared_bytes(&self, dim: usize) -> usize {
-        let slab = dim.div_ceil(64) * 128;
-        let tiles = self.q_stages * self.rows() + 2 * self.stages * self.keys;
-        let barriers = 8 * (2 * self.q_stages + 6 * self.stages + 4);
+    /// Tiles of queries in shared memory. Where sums take room and queries go to registers at once,
+    /// one is enough.
+    fn q_stages(&self, carry: bool) -> usize {
+        if carry && self.staged && self.q_registers {
+            1
+        } else {
+            self.q_stages
+        }
+    }
+
+    /// Shared memory of a block for a head dimension, as hopper_tiles.cuh cuts it.
+    pub fn shared_bytes(&self, dim: usize, carry: bool) -> usize {
+        let (slab, q_stages) = (dim.div_ceil(64) * 128, self.q_stages(carry));
+        let tiles = q_stages * self.rows() + 2 * self.stages * self.keys;
+        let barriers = 8 * (2 * q_stages + 6 * self.stages + 4);
         let told = 16 * self.stages + 2 * 48;
-        tiles * slab + told + barriers + 1024 // to align the first tile
+        let sums = if carry && self.staged {
+            self.rows() * (dim.next_multiple_of(16) * 4 + 16)
+        } else {
+            0
+        };
+        tiles * slab + sums + told + barriers
     }
 
     /// The program for a head dimension.
@@ -220,10 +244,11 @@ impl Tiling {
             ("CONSUMERS", self.consumers),
             ("KEYS", self.keys),
             ("STAGES", self.stages),
-            ("Q_STAGES", self.q_stages),
+            ("Q_STAGES", self.q_stages(mode.carry)),
             ("CAUSAL", mode.causal.into()),
             ("PINGPONG", self.pingpong.into()),
             ("CARRY", mode.carry.into()),
+            ("STAGED", (mode.carry && self.staged).into()),
             ("NEGATIVE", mode.negative.into()),
             ("LAZY", 1),
             ("POLYNOMIAL", 0),
@@ -264,11 +289,18 @@ impl Tiling {
     }
 }
 
-/// The tiling that ends a job first.
-pub(crate) fn choose(job: &Job, causal: bool, processors: usize) -> Option<&'static Tiling> {
+/// The tiling that ends a job first; into a carry, of those that have room for its sums, if any do.
+pub(crate) fn choose(
+    job: &Job,
+    causal: bool,
+    carry: bool,
+    processors: usize,
+) -> Option<&'static Tiling> {
     let able = |tiling: &&Tiling| job.dim <= tiling.dim && (tiling.causal || !causal);
     let smallest = TILINGS.iter().filter(able).map(|x| x.dim).min()?;
-    let candidates = TILINGS.iter().filter(able).filter(|x| x.dim == smallest);
+    let candidates = || TILINGS.iter().filter(able).filter(|x| x.dim == smallest);
+    let staged = carry && candidates().any(|x| x.staged);
+    let candidates = candidates().filter(|x| x.staged || !staged);
     candidates.min_by(|x, y| {
         let end = |tiling: &Tiling| tiling.makespan(job, causal, processors);
         end(x).total_cmp(&end(y))
@@ -283,7 +315,10 @@ mod tests {
     #[test]
     fn every_tiling_fits_into_a_multiprocessor() {
         for tiling in TILINGS {
-            assert!(tiling.shared_bytes(tiling.dim) <= 227 * 1024, "{tiling:?}");
+            for carry in [false, true] {
+                let bytes = tiling.shared_bytes(tiling.dim, carry);
+                assert!(bytes <= 227 * 1024, "{tiling:?}: {bytes}");
+            }
             // What is raised comes out of what the block was given at its start, in eights.
             let (loads, computes) = tiling.registers;
             let threads = tiling.threads() as usize;
@@ -298,14 +333,27 @@ mod tests {
         let mut short = job(2048, 2048, 16, None);
         short.dim = 64;
         // 176 tiles of 192 rows are two rounds of 132, as 256 tiles of 128 rows are.
-        assert_eq!(choose(&short, false, 132).map(Tiling::rows), Some(128));
-        let mut long = job(65_536, 65_536, 16, None);
-        long.dim = 64;
-        assert_eq!(choose(&long, false, 132).map(Tiling::rows), Some(192));
-        let causal = job(4096, 4096, 16, Some(causal(0, 1, 0, 1)));
         assert_eq!(
-            choose(&causal, true, 132).map(|tiling| tiling.keys),
+            choose(&short, false, false, 132).map(Tiling::rows),
             Some(128)
         );
+        let mut long = job(65_536, 65_536, 16, None);
+        long.dim = 64;
+        assert_eq!(
+            choose(&long, false, false, 132).map(Tiling::rows),
+            Some(192)
+        );
+        let causal = job(4096, 4096, 16, Some(causal(0, 1, 0, 1)));
+        assert_eq!(
+            choose(&causal, true, false, 132).map(|tiling| tiling.keys),
+            Some(128)
+        );
+    }
+
+    #[test]
+    fn carries_get_tiles_with_room_for_their_sums() {
+        let long = job(65_536, 65_536, 16, None);
+        let keys = |carry| choose(&long, false, carry, 132).map(|tiling| tiling.keys);
+        assert_eq!((keys(false), keys(true)), (Some(176), Some(128)));
     }
 }

@@ -62,12 +62,10 @@ const TEXTS: [fn() -> String; 7] = [
     || include_str!("../kernels/backward_rows.cu").into(),
     || include_str!("../kernels/hopper_backward.cuh").into(),
 ];
-const NARROW_TEXTS: &[fn() -> String] = &with(|| {
-    include_str!("../kernels/hopper_backward.cu").into()
-});
-const WIDE_TEXTS: &[fn() -> String] = &with(|| {
-    include_str!("../kernels/hopper_backward_wide.cu").into()
-});
+const NARROW_TEXTS: &[fn() -> String] =
+    &with(|| include_str!("../kernels/hopper_backward.cu").into());
+const WIDE_TEXTS: &[fn() -> String] =
+    &with(|| include_str!("../kernels/hopper_backward_wide.cu").into());
 
 const fn with(own: fn() -> String) -> [fn() -> String; 8] {
     let [a, b, c, d, e, f, g] = TEXTS;
@@ -120,8 +118,8 @@ impl Variant {
         let queries = 2 * self.stages * slabs * self.queries * 128;
         let dq = self.stagings * 2 * slabs * self.queries * 128;
         let rows = 2 * self.stages * self.queries * 4 + self.keys * 4;
-        let barriers = 8 * (2 + 4 * self.stages + 2 * self.stagings);
-        keys + queries + 2 * pairs * self.keys * 128 + dq + rows + TILE_BYTES + barriers + 16
+        let barriers = 8 * (7 + 3 * self.stages + 2 * self.stagings);
+        keys + queries + 2 * pairs * self.keys * 128 + dq + rows + 2 * TILE_BYTES + barriers + 16
     }
 }
 

@@ -37,8 +37,10 @@ pub(crate) fn fill(site: &Site, buffer: &mut Buffer, value: f64) -> Result<()> {
     let (dtype, elements) = (buffer.dtype(), buffer.elements() as i64);
     let memory = buffer.fresh()?;
     if value == 0.0 && value.is_sign_positive() {
-        return memory.clear();
+        memory.clear();
+        return Ok(());
     }
+    memory.take_blank();
     let device = &site.device;
     let function = device.function(&program(dtype, dtype), "fill", 0)?;
     let shape = spread(
