@@ -13,7 +13,10 @@ struct __align__(128) TensorMap { u64 opaque[16]; };
 #define DEV_MEMBER __device__ __forceinline__
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
 
-DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// Where dynamic shared memory begins on this architecture in blocks that declare no other. That it is known makes most addresses, and with them most
+// descriptors, constants; kernels make sure of it.
+#define SHARED_BASE 1024u
+DEV void check_shared_base(const void* memory) { if ((u32)__cvta_generic_to_shared(memory) != SHARED_BASE) asm volatile("trap;"); }
 
 // ---- mbarrier: counts arrivals and bytes of a phase; `parity` is that of the phase waited for ----
 DEV void barrier_init(u32 barrier, u32 arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory"); }

@@ -4,17 +4,12 @@
 #define PARTS (BQ / 64)                      // a block is worked on 64 queries at a time
 #define MMA_S JOIN(wgmma_ss_n, BQ)
 #define MMA_ACC JOIN(wgmma_rs_tb_n, HD)
-// S^T of a block: the warpgroup's 64 keys times all of its queries.
+// S^T or dP^T of a block: the warpgroup's 64 keys (values) times all of its queries (output gradients). A wide product
+// reads shared memory less than two narrow ones.
 DEV void issue_scores(float (&s)[BQ / 2], u32 keys, u32 queries) {
   const u64 a = matrix(keys, 16, 1024), b = matrix(queries, 16, 1024);
   #pragma unroll
   for (int k = 0; k < HD / 16; k++) MMA_S(s, further(a, (k / 4) * (BK * 128) + (k % 4) * 32), further(b, (k / 4) * (BQ * 128) + (k % 4) * 32), k != 0);
-}
-// dP^T of 64 queries.
-DEV void issue_dp(float (&dp)[32], u32 values, u32 douts) {
-  const u64 a = matrix(values, 16, 1024), b = matrix(douts, 16, 1024);
-  #pragma unroll
-  for (int k = 0; k < HD / 16; k++) wgmma_ss_n64(dp, further(a, (k / 4) * (BK * 128) + (k % 4) * 32), further(b, (k / 4) * (BQ * 128) + (k % 4) * 32), k != 0);
 }
 // dV += P^T dO or dK += dS^T Q over a piece of queries: the left operand in registers.
 template <int N> DEV void issue_sum(float (&sum)[HD / 2], const u32 (&left)[N], u32 right) {
@@ -30,31 +25,29 @@ DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared&
     barrier_wait(m.o_full + 8 * place, parity);
     clear_sick_queries(m.q + place * Q_BYTES, m.o + place * Q_BYTES, m.lse + place * BQ * 4);
   }
-  wgmma_fence(); issue_scores(s, forgotten(m.k + warpgroup * 64 * 128), m.q + place * Q_BYTES); wgmma_commit();
+  wgmma_fence(); issue_scores(s, m.k + warpgroup * 64 * 128, m.q + place * Q_BYTES); wgmma_commit();
 }
 
-// One block of queries: P, dS and the five products. Scores are there when it begins, and those of the next block under way when it ends.
+// One block of queries: P, dS and the five products. Scores are there when it begins, and those of the next block when it ends.
 // What hides is a body of its own: a branch in the middle would keep the compiler from mixing arithmetic and products.
 template <bool HIDDEN> DEV void work_on_block(float (&s)[BQ / 2], float (&dk)[HD / 2], float (&dv)[HD / 2], const HopperBackward& w, const Shared& m, u32 n, int block, int warpgroup) {
   const u32 thread = forgotten(threadIdx.x) - 128, warp = thread / 32 % 4, lane = thread % 32;
   const u32 place = place_of<STAGES>(n), ds_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES;
-  const u32 q = m.q + place * Q_BYTES, o = m.o + place * Q_BYTES, lse = m.lse + place * BQ * 4 + (lane % 4) * 8, delta = m.delta + place * BQ * 4 + (lane % 4) * 8;
-  float dp[PARTS][32], dq[32];
+  const u32 q = m.q + place * Q_BYTES, o = m.o + place * Q_BYTES, lse = forgotten(m.lse + place * BQ * 4 + (lane % 4) * 8), delta = lse + (m.delta - m.lse);
+  float dp[BQ / 2], dq[32];
   barrier_wait(m.o_full + 8 * place, parity_of<STAGES>(n));
-  #pragma unroll
-  for (int part = 0; part < PARTS; part++) { wgmma_fence(); issue_dp(dp[part], forgotten(m.v + warpgroup * 64 * 128), o + part * 64 * 128); wgmma_commit(); }
+  wgmma_fence(); issue_scores(dp, m.v + warpgroup * 64 * 128, o); wgmma_commit();
   #pragma unroll
   for (int part = 0; part < PARTS; part++) {
-    float (&x)[32] = reinterpret_cast<float (&)[32]>(s[32 * part]);
+    float (&x)[32] = reinterpret_cast<float (&)[32]>(s[32 * part]), (&y)[32] = reinterpret_cast<float (&)[32]>(dp[32 * part]);
     u32 p[16], ds[16];
     if (HIDDEN) to_probabilities(x, lse + part * 256, w.exponent, mask_of(m, warpgroup * 64 + warp * 16 + lane / 4), block * BQ + part * 64 + (lane % 4) * 2);
     else to_probabilities(x, lse + part * 256, w.exponent);
     to_stored(p, x);
     wgmma_fence(); issue_sum(dv, p, o + part * 64 * 128); wgmma_commit();
-    // Of what is under way, dP of this part is the oldest.
-    if (part == 0) wgmma_wait<PARTS>(); else wgmma_wait<3>();
-    to_ds<HIDDEN>(dp[part], x, delta + part * 256, w.dp_gain);
-    to_stored(ds, dp[part]);
+    if (part == 0) wgmma_wait<1>();   // for dP
+    to_ds<HIDDEN>(y, x, delta + part * 256, w.dp_gain);
+    to_stored(ds, y);
     store_pairs(ds_at + part * PAIR_BYTES, ds, warpgroup * 64 + warp * 16, 0, lane);
     wgmma_fence(); issue_sum(dk, ds, q + part * 64 * 128); wgmma_commit();
   }
@@ -72,6 +65,7 @@ template <bool HIDDEN> DEV void work_on_block(float (&s)[BQ / 2], float (&dk)[HD
   barrier_wait(m.dq_empty + 8 * staging, parity_of<STAGINGS>(n) ^ 1);
   stage_dq(m.dq + staging * DQ_BYTES + (PARTS == 1 ? warpgroup * 2 * BQ * 128 : warpgroup * 64 * 128) + warp * 16 * 128, dq, w.dq_gain, lane);
   if (lane == 0) barrier_arrive(m.dq_full + 8 * staging);
+  wgmma_wait<0>();
 }
 
 DEV u32 work_on_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread) {
@@ -83,20 +77,13 @@ DEV u32 work_on_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
 
   barrier_wait(m.k_full, tile_parity(n)); barrier_wait(m.v_full, tile_parity(n));
   set_clear(w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + 63);
-  int block = tile_word(m, n, FIRST);
-  bool hidden = __any_sync(~0u, block * BQ < clear_from(m, warpgroup)), more = block_of(n) < (u32)tile_word(m, n, LAST);
-  begin_scores(s, w, m, n, more, warpgroup);
+  int block = tile_word(m, n, START);
+  begin_scores(s, w, m, n, block_of(n) < (u32)tile_word(m, n, LAST), warpgroup);
   wgmma_wait<0>();
   #pragma unroll 1
-  while (more) {
-    if (hidden) work_on_block<true>(s, dk, dv, w, m, n, block, warpgroup);
+  for (; block_of(n) < (u32)tile_word(m, n, LAST); n++, block = next_block(m, n, block)) {
+    if (__any_sync(~0u, block * BQ < clear_from(m, warpgroup))) work_on_block<true>(s, dk, dv, w, m, n, block, warpgroup);
     else work_on_block<false>(s, dk, dv, w, m, n, block, warpgroup);
-    // All this while the next scores are formed.
-    n++;
-    if (++block == tile_word(m, n, END)) block = tile_word(m, n, FIRST);
-    more = block_of(n) < (u32)tile_word(m, n, LAST);
-    hidden = __any_sync(~0u, block * BQ < clear_from(m, warpgroup));
-    wgmma_wait<0>();
   }
   release_keys(m, warpgroup, thread);
   const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x;

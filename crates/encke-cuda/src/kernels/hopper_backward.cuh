@@ -18,7 +18,9 @@
 // order, so that a tile only ever waits for tiles that were drawn before it. Under a mask the order is
 // from the last tile of keys down, and every tile begins at its first block: each block of queries
 // is then wanted by its tiles at different times, in just that order, and hardly anyone waits. Without
-// a mask all tiles want the same block at once, and follow each other at a distance of one block.
+// a mask each tile begins `spread` blocks after the one before it, and goes round: a block is wanted by the tile
+// that begins there first, then by the ones before that, and at last by the ones behind it. That takes all tiles of a head
+// at work at once; where there may be too many (`spread` is 0) all begin at the first block, and follow each other.
 //
 // Macros: HD head dimension in steps of 16 (the job's may be smaller: what is missing reads as
 // zero), BQ queries in a block, STAGES blocks in flight, STAGINGS buffers for finished dQ.
@@ -49,6 +51,7 @@ struct HopperBackward {
   int tiles;                  // in all
   const int* first_blocks;    // of each tile of keys, from backward_rows
   int blank;                  // dk and dv are to be read as zeros, but nobody has written these: sums are written, not added
+  int spread;
 };
 
 // Where things lie in shared memory; `*_full` and `*_empty` are barriers, 8 bytes each.
@@ -78,12 +81,14 @@ DEV u32 tile_parity(u32 n) { return n >> 30 & 1; }   // of barriers that have a 
 DEV u32 slot_of(u32 n) { return n >> 30 & 1; }       // of two slots
 DEV u32 slot_parity(u32 n) { return n >> 31; }
 
-// A tile, and its blocks of queries of each of its query heads: from `first` to `end`. It lies in shared memory: everyone
+// A tile, and its blocks of queries of each of its query heads: from `start` to `end`, then from `first` on. It lies in shared memory: everyone
 // reads it, few of its numbers are needed at a time, and registers are short. `last`: blocks of this CTA up to its end.
 // A block of queries has its turn, and nobody comes before where the next tile of keys is not seen yet (`alone`).
 // KEY_BLOCK is negative behind the last tile.
-enum { BATCH = 0, SEGMENT = 4, KEY_BLOCK = 8, KEY_HEAD = 12, FIRST = 16, END = 20, FIRST_MEMBER = 24, END_MEMBER = 28, BLOCKS = 32, TURN = 36, ALONE = 40, LAST = 44 };
+enum { BATCH = 0, SEGMENT = 4, KEY_BLOCK = 8, KEY_HEAD = 12, FIRST = 16, END = 20, FIRST_MEMBER = 24, END_MEMBER = 28, START = 32, TURN = 36, ALONE = 40, LAST = 44 };
 DEV int tile_word(const Shared& m, u32 n, int word) { return (int)load_shared(m.tiles + slot_of(n) * TILE_BYTES + word); }
+
+DEV int next_block(const Shared& m, u32 n, int block) { return block + 1 == tile_word(m, n, END) ? tile_word(m, n, FIRST) : block + 1; }
 
 // Puts the tile with this number where the others find it, unless no query sees its keys and nothing is to be written for them.
 DEV bool put_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) {
@@ -100,7 +105,7 @@ DEV bool put_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) {
   const u32 to = m.tiles + slot_of(forgotten(n)) * TILE_BYTES;
   store_shared(to, make_uint4(rest / (u32)job.segments, rest % (u32)job.segments, key_block, members.y));
   store_shared(to + 16, make_uint4(first, blocks, members.x, end_member));
-  store_shared(to + 32, make_uint4(blocks, job.causal ? w.key_tiles - 1 - key_block : key_block, job.causal ? w.first_blocks[key_block + 1] : 0, block_of(n) + (blocks - first) * (end_member - members.x)));
+  store_shared(to + 32, make_uint4(first + key_block * w.spread, job.causal ? w.key_tiles - 1 - key_block : key_block, job.causal ? w.first_blocks[key_block + 1] : 0, block_of(n) + (blocks - first) * (end_member - members.x)));
   return true;
 }
 // Finds the next tile and tells the others; false behind the last one.
@@ -142,8 +147,9 @@ template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Share
       const int segment = tile_word(m, n, SEGMENT), batch = tile_word(m, n, BATCH);
       const float* from = (SECOND ? w.delta : w.lse) + (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * w.padded;
       const int coordinate = SECOND ? head->z : head->y;
+      int block = tile_word(m, n, START);
       #pragma unroll 1
-      for (int block = tile_word(m, n, FIRST); block < tile_word(m, n, END); block++, n++) {
+      for (bool more = tile_word(m, n, FIRST) < tile_word(m, n, END); more; block = next_block(m, n, block), more = block != tile_word(m, n, START), n++) {
         const u32 place = place_of<STAGES>(n), barrier = full + 8 * place;
         barrier_wait(m.empty + 8 * place, parity_of<STAGES>(n) ^ 1);
         barrier_expect(barrier, Q_BYTES + BQ * 4);
@@ -158,6 +164,15 @@ template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Share
 
 // ---- warp 1: adds finished dQ to memory -------------------------------------------------------
 
+// This tile's turn at a block, and the one that ends with it: where a tile is alone the turns of those that never come are over.
+DEV u32 last_turn(const HopperBackward& w, const Shared& m, u32 n, int block) {
+  const int own = tile_word(m, n, TURN);
+  if (w.spread == 0) return own;
+  const int first = min(block / w.spread, w.key_tiles - 1) - own;
+  return first < 0 ? first + w.key_tiles : first;
+}
+DEV u32 turn_of(const HopperBackward& w, const Shared& m, u32 n, int block) { return block < tile_word(m, n, ALONE) ? 0 : last_turn(w, m, n, block); }
+
 DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) {
   u32 n = 0;
   #pragma unroll 1
@@ -167,19 +182,20 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
     for (int member = tile_word(m, n, FIRST_MEMBER); member < tile_word(m, n, END_MEMBER); member++) {
       const int4* head = w.query_heads + member;
       const int coordinate = head->w;
-      u32* turns = w.control + TURNS + (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * tile_word(m, n, BLOCKS);
+      u32* turns = w.control + TURNS + (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * tile_word(m, n, END);
+      int block = tile_word(m, n, START);
       #pragma unroll 1
-      for (int block = tile_word(m, n, FIRST); block < tile_word(m, n, END); block++, n++) {
+      for (bool more = tile_word(m, n, FIRST) < tile_word(m, n, END); more; block = next_block(m, n, block), more = block != tile_word(m, n, START), n++) {
         const u32 place = place_of<STAGINGS>(n);
         barrier_wait(m.dq_full + 8 * place, parity_of<STAGINGS>(n));
-        if (w.fixed_order) await_turn(turns + block, block < tile_word(m, n, ALONE) ? 0 : tile_word(m, n, TURN));
+        if (w.fixed_order) await_turn(turns + block, turn_of(w, m, n, block));
         #pragma unroll
         for (int slab = 0; slab < DQ_SLABS; slab++)
           if (slab * 32 < w.job.dim) tma_add(dqs, m.dq + place * DQ_BYTES + slab * (BQ * 128), slab * 32, block * BQ, coordinate, segment, batch);
         bulk_commit();
         bulk_wait_read();
         barrier_arrive(m.dq_empty + 8 * place);
-        if (w.fixed_order) { bulk_wait_all(); pass_turn(turns + block, tile_word(m, n, TURN) + 1); }
+        if (w.fixed_order) { bulk_wait_all(); pass_turn(turns + block, last_turn(w, m, n, block) + 1); }
       }
     }
   }
@@ -290,10 +306,10 @@ template <int N> DEV void to_stored(u32 (&to)[N], const float (&from)[2 * N]) {
 }
 // dS (or P) to shared memory as [key][64 queries], swizzled, from 16 keys on; `piece` is the first 8 queries.
 template <int N> DEV void store_pairs(u32 to, const u32 (&x)[N], int key, int piece, int lane) {
-  const u32 row = (key + (lane & 15)) * 128, swizzle = (lane & 7) << 4, half = (lane >> 4) << 4;
+  const u32 row = forgotten(to + (key + (lane & 15)) * 128), swizzle = (lane & 7) << 4, half = (lane >> 4) << 4;
   #pragma unroll
   for (int i = 0; i < N / 2; i += 2)
-    store_matrices(to + row + ((((piece + i) << 4) + half) ^ swizzle), x[2 * i], x[2 * i + 1], x[2 * i + 2], x[2 * i + 3]);
+    store_matrices(row + ((((piece + i) << 4) + half) ^ swizzle), x[2 * i], x[2 * i + 1], x[2 * i + 2], x[2 * i + 3]);
   fence_async();
 }
 // This warp's 16 rows x 64 columns of dQ into the buffer warp 1 adds from: [32 columns][row][column],
@@ -341,9 +357,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 hopper_backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap k,
                 const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap dq, const __grid_constant__ HopperBackward w) {
   SHARED_MEMORY(memory);
-  const Shared m = shared_from(shared_address(memory));
+  const Shared m = shared_from(SHARED_BASE);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);   // the compiler is told that it is the same for all of a warp
   if (threadIdx.x == 0) {
+    check_shared_base(memory);
     barrier_init(m.k_full, 1); barrier_init(m.v_full, 1); barrier_init(m.kv_empty, 8);
     for (int i = 0; i < STAGES; i++) { barrier_init(m.q_full + 8 * i, 1); barrier_init(m.o_full + 8 * i, 1); barrier_init(m.empty + 8 * i, 8); }
     for (int i = 0; i < STAGINGS; i++) { barrier_init(m.dq_full + 8 * i, 8); barrier_init(m.dq_empty + 8 * i, 1); }

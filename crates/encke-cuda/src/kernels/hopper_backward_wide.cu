@@ -28,7 +28,7 @@ DEV u32 work_on_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
   for (int i = 0; i < HALF_COLUMNS / 2; i++) dk[i] = dv[i] = 0.f;
   barrier_wait(m.k_full, tile_parity(n)); barrier_wait(m.v_full, tile_parity(n));
   set_clear(w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + BK - 1);
-  int block = tile_word(m, n, FIRST);
+  int block = tile_word(m, n, START);
   #pragma unroll 1
   for (; block_of(n) < (u32)tile_word(m, n, LAST); n++) {
     const u32 place = place_of<STAGES>(n), parity = parity_of<STAGES>(n), p_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES, ds_at = p_at + PAIR_BYTES;
@@ -62,7 +62,7 @@ DEV u32 work_on_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
     #pragma unroll
     for (int i = 0; i < 2; i++) stage_dq(m.dq + staging * DQ_BYTES + (columns + i) * 2 * (BQ * 128) + warp * 16 * 128, dq[i], w.dq_gain, lane);
     if (lane == 0) barrier_arrive(m.dq_full + 8 * staging);
-    if (++block == tile_word(m, n, END)) block = tile_word(m, n, FIRST);
+    block = next_block(m, n, block);
   }
   release_keys(m, warpgroup, thread);
   const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x, key = tile_word(m, n, KEY_BLOCK) * BK + warp * 16 + lane / 4;

@@ -267,16 +267,23 @@ DEV void add_unbounded(const Job& job, const Tile& tile, const Rows& rows, const
   }
 }
 #if CARRY
-// The softmax goes on from where it was: `before` are the rows' references, -inf where they saw nothing yet. What was summed stays in memory until the tile ends.
-DEV void load_carry(const Rows& rows, const float* m_in, const float* l_in, float scale, int column, Softmax& softmax, float (&before)[2]) {
-  #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    float l = rows.exists[h] ? l_in[rows.cell[h]] : 0.f;
-    bool some = l != 0.f;   // also where l is NaN
-    softmax.m[h] = before[h] = some ? m_in[rows.cell[h]] / scale : neg_inf();
-    softmax.l[h] = column == 0 ? l : 0.f;
+// The softmax goes on from where it was: m and l of the rows, asked for before anything else of a tile and used only when its first scores are there.
+// What was summed stays in memory until the tile ends.
+struct Carried {
+  float m[2], l[2];
+  DEV_MEMBER void load(const Rows& rows, const float* m_in, const float* l_in) {
+    #pragma unroll
+    for (int h = 0; h < 2; h++) { m[h] = rows.exists[h] ? m_in[rows.cell[h]] : 0.f; l[h] = rows.exists[h] ? l_in[rows.cell[h]] : 0.f; }
   }
-}
+  // `before` are the rows' references, -inf where they saw nothing yet.
+  DEV_MEMBER void begin(float scale, int column, Softmax& softmax, float (&before)[2]) const {
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      softmax.m[h] = before[h] = l[h] != 0.f ? m[h] / scale : neg_inf();   // l may be NaN
+      softmax.l[h] = column == 0 ? l[h] : 0.f;
+    }
+  }
+};
 // Adds the tile's sums to those in memory. References are LAZY, so that most rows still have the one they came with: memory adds these itself, and
 // nobody waits for what was there. Rows that had nothing are written, and those whose reference rose are read and shrunk first.
 // STAGED: what is added or written lies in shared memory for the copy engine, which takes it away while the next tile is computed. All tiles end at
@@ -367,9 +374,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1)
 hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                const __grid_constant__ Job job, const __grid_constant__ Tiles tiles, const u16* v_values, void* sums, float* m_or_lse, float* l_cells, u32* counter) {
   SHARED_MEMORY(memory);
-  const Shared shared{shared_address(memory)};
+  const Shared shared{SHARED_BASE};
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
+    check_shared_base(memory);
     for (int i = 0; i < Q_STAGES; i++) { barrier_init(shared.q_full(i), 1); barrier_init(shared.q_empty(i), CONSUMERS * 4); }
     for (int i = 0; i < STAGES; i++) {
       barrier_init(shared.k_full(i), 1); barrier_init(shared.k_empty(i), CONSUMERS * 4 * (PAIR + 1));
@@ -407,8 +415,8 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       }
       rows_of(job, tiles, tile, tile.row + own * 64 + warp * 16 + lane / 4, rows);
 #if CARRY
-      float before[2];
-      load_carry(rows, m_or_lse, l_cells, scale, column, softmax, before);
+      Carried carried; float before[2];
+      carried.load(rows, m_or_lse, l_cells);
 #endif
       #pragma unroll
       for (int i = 0; i < HD / 2; i++) acc[i] = 0.f;
@@ -424,7 +432,11 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       {
         float s[KEYS / 2];
         barrier_wait(shared.k_full(k.stage), k.parity);
-        wgmma_fence(); issue_scores(s, queries, shared.k(k.stage)); wgmma_commit(); wgmma_wait<0>();
+        wgmma_fence(); issue_scores(s, queries, shared.k(k.stage)); wgmma_commit();
+#if CARRY
+        carried.begin(scale, column, softmax, before);
+#endif
+        wgmma_wait<0>();
         release(shared.k_empty(k.stage), lane);
         k.advance();
         if (block >= unmasked) mask(s, rows.limit[0] - block * KEYS - column, rows.limit[1] - block * KEYS - column);

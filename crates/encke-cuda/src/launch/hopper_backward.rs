@@ -75,7 +75,7 @@ struct Backward {
     tiles: i32,
     first_blocks: u64,
     blank: i32,
-    pad: i32,
+    spread: i32,
 }
 
 // SAFETY: plain numbers in C layout; what would be padding is a field.
@@ -276,6 +276,16 @@ impl Call<'_> {
         (first, first + 4 * self.choice.rows(self.job) as u64)
     }
 
+    /// How many blocks of queries after the one before it a tile of keys begins. They go round, so
+    /// each waits for all others of its head: these must be at work at once.
+    fn spread(&self, fixed_order: bool) -> usize {
+        let (choice, all) = (self.choice, self.site.device.processors() as usize);
+        match fixed_order && self.job.causal.is_none() && 2 * choice.key_tiles <= all {
+            true => choice.padded / choice.variant.queries / choice.key_tiles,
+            false => 0,
+        }
+    }
+
     fn first_blocks(&self) -> u64 {
         self.control.pointer() + 4 * self.choice.turns(self.job) as u64
     }
@@ -351,7 +361,7 @@ impl Call<'_> {
             tiles: choice.tiles as i32,
             first_blocks: self.first_blocks(),
             blank: blank.into(),
-            pad: 0,
+            spread: self.spread(fixed_order) as i32,
         };
         let maps = self.maps(&targets.dq)?;
         let shared = choice.variant.shared_bytes(job.dim);
