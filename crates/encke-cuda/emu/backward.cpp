@@ -109,7 +109,7 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
   BackwardRows pre{j, x.q.data(), x.dout.data(), x.lse.data(), x.delta.data(), dense, dense + rows, control.data(), padded, fold * down, first_blocks.data(), tiles, BK};
   emu::launch((int)((rows + 255) / 256), 1, 256, [&] { backward_rows(pre); });
   HopperBackward w{j, r.dk.data(), r.dv.data(), dense, dense + rows, key_heads.data(), query_heads.data(), control.data(), count, tiles, padded, fixed_order,
-                   (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold), (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch, first_blocks.data(), blank, fixed_order && !c.causal && tiles <= resident ? blocks / tiles : 0};
+                   (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold), (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch, first_blocks.data(), blank, !c.causal && tiles <= 2 ? blocks / tiles : 0};
   if (fold == 0.f) w.dq_gain = w.dk_gain = 0.f;
   TensorMap tq = map_of(s.q, x.q.data(), c, c.queries, c.dim, BQ, false, 1), to = map_of(s.cells, x.dout.data(), c, c.queries, c.dim, BQ, false, c.dim);
   TensorMap tk = map_of(s.k, x.k.data(), c, c.keys, c.dim, BK, false, 1), tv = map_of(s.k, x.v.data(), c, c.keys, c.dim, BK, false, 1);

@@ -65,8 +65,8 @@ struct Addition { float* to; u32 from, bytes; bool add; };   // or a plain copy
 
 constexpr u32 MEMORY = 228 * 1024, BASE = 1024;   // shared addresses begin at BASE: nothing may count on 0
 struct Cta {
-  u8* memory; Dim3 block; Cta* pair[2] = {this, this}; int rank = 0;
-  NamedBarrier named[16], warp[32], group[8], both;
+  u8* memory; Dim3 block;
+  NamedBarrier named[16], warp[32], group[8];
   std::unordered_map<u32, Mbarrier> barriers;
   std::vector<std::function<void()>> landings;          // TMA under way
   std::vector<Product> products[1024]; std::vector<int> groups[1024];
@@ -136,15 +136,14 @@ static inline void run(std::vector<std::unique_ptr<Cta>>& ctas, int threads) {
   }
   running = nullptr; cta = nullptr;
 }
-// Runs a grid, `resident` blocks at a time (all of them where 0: blocks that wait for one another need that); `pairs`: in clusters of two.
-static inline void launch(int blocks_x, int blocks_y, int threads, const std::function<void()>& kernel, int resident = 1, bool pairs = false) {
+// Runs a grid, `resident` blocks at a time (all of them where 0: blocks that wait for one another need that).
+static inline void launch(int blocks_x, int blocks_y, int threads, const std::function<void()>& kernel, int resident = 1) {
   if (const char* seed = getenv("EMU_SEED")) chance += strtoull(seed, nullptr, 10);
   blockDim = {threads, 1, 1}; gridDim = {blocks_x, blocks_y, 1}; body = &kernel;
   int all = blocks_x * blocks_y; if (!resident) resident = all;
   for (int first = 0; first < all; first += resident) {
     std::vector<std::unique_ptr<Cta>> ctas;
     for (int i = first; i < std::min(all, first + resident); i++) { ctas.push_back(std::make_unique<Cta>()); ctas.back()->block = {i % blocks_x, i / blocks_x, 0}; }
-    for (size_t i = 0; pairs && i < ctas.size(); i++) { ctas[i]->rank = i % 2; for (int r = 0; r < 2; r++) ctas[i]->pair[r] = ctas[i / 2 * 2 + r].get(); }
     run(ctas, threads);
     for (auto& c : ctas) {
       if (!c->landings.empty()) fail("a load was never waited for");
@@ -193,11 +192,6 @@ static inline void barrier_expect(u32 b, u32 bytes) { auto& x = emu::barrier(b);
 static inline void barrier_arrive(u32 b) { emu::arrive(emu::barrier(b)); }
 static inline void barrier_wait(u32 b, u32 parity) { auto& x = emu::barrier(b); emu::wait({&x.phase, (long)parity, true, "an mbarrier"}); }
 
-static inline void barrier_arrive_at(u32 b, u32 rank) { emu::Cta* own = emu::cta; emu::cta = own->pair[rank]; barrier_arrive(b); emu::cta = own; }
-static inline u32 pair_rank() { return emu::cta->rank; }
-static inline void pair_sync() {
-  emu::Cta** pair = emu::cta->pair; auto& b = pair[0]->both; long g = b.generation; if (!b.hit(blockDim.x * (pair[0] == pair[1] ? 1 : 2))) emu::wait({&b.generation, g, false, "the other block of its pair"});
-}
 
 // ---- TMA ----
 static inline void tma_prefetch(const TensorMap*) {}
@@ -213,9 +207,6 @@ static inline void tma_load(u32 to, const TensorMap* map, u32 barrier, int c0, i
     }
     auto& b = emu::barrier(barrier); b.bytes -= offset; b.settle();
   });
-}
-static inline void tma_load_both(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
-  emu::Cta* own = emu::cta; for (emu::Cta* c : own->pair) { emu::cta = c; tma_load(to, map, barrier, c0, c1, c2, c3, c4); } emu::cta = own;
 }
 static inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (to % 16 || (u64)from % 16 || bytes % 16) emu::fail("a bulk copy that is not aligned", to);

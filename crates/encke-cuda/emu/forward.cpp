@@ -46,7 +46,7 @@ struct Problem {
     job = {q_at.operand, k_at.operand, cells.operand, q_at.operand, c.query, c.query_step, c.key, c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, CAUSAL, 0, c.scale, c.gain};
     i64 lead = c.query - c.key;
     const int row_tiles = (c.queries + ROWS - 1) / ROWS, places = c.batch * c.segments * c.heads;
-    tiles = {(u32)((PAIR ? (row_tiles + 1) / 2 * 2 : row_tiles) * places), row_tiles, c.batch * c.segments * c.heads, 2, (int)lead, (int)c.query_step, (int)c.key_step, 0, 0, 0, 0};
+    tiles = {(u32)(row_tiles * places), row_tiles, c.batch * c.segments * c.heads, 2, (int)lead, (int)c.query_step, (int)c.key_step, 0, 0, 0, 0};
     if (c.query_step % c.key_step == 0) { tiles.lead = (int)(lead >= 0 ? lead / c.key_step : -((-lead + c.key_step - 1) / c.key_step)); tiles.query_step /= (int)c.key_step; tiles.key_step = 1; }
     odd_inverse(q_at.unit, tiles.q_shift, tiles.q_inverse); odd_inverse(k_at.unit, tiles.k_shift, tiles.k_inverse);
   }
@@ -57,15 +57,15 @@ struct Problem {
     return r;
   }
   void run(Result& r) const {
-    TensorMap qm = map_of(c, q, q_at, c.queries, ROWS), km = map_of(c, k, k_at, c.keys, KEYS / (PAIR + 1)), vm = map_of(c, v, k_at, c.keys, KEYS / (PAIR + 1));
+    TensorMap qm = map_of(c, q, q_at, c.queries, ROWS), km = map_of(c, k, k_at, c.keys, KEYS), vm = map_of(c, v, k_at, c.keys, KEYS);
     static u32 counter[2] = {0, 0};   // set back to 0 by every launch
-    emu::launch(PAIR ? 2 * c.blocks : c.blocks, 1, THREADS, [&] {
+    emu::launch(c.blocks, 1, THREADS, [&] {
 #if CARRY
       hopper_forward(qm, km, vm, job, tiles, v.data(), r.acc.data(), r.m.data(), r.l.data(), counter);
 #else
       hopper_forward(qm, km, vm, job, tiles, v.data(), r.out.data(), r.lse.data(), nullptr, counter);
 #endif
-    }, CAUSAL ? 0 : PAIR ? 2 : 1, PAIR);
+    }, CAUSAL ? 0 : 1);
   }
   template <class F> void each(F f) const { for (int b = 0; b < c.batch; b++) for (int s = 0; s < c.segments; s++) for (int i = 0; i < c.queries; i++) for (int h = 0; h < c.heads; h++) f(b, s, i, h); }
 };

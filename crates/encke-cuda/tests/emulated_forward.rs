@@ -21,7 +21,7 @@ fn chosen() -> Vec<Program> {
     let all = programs().into_iter().map(|(program, _)| program);
     let hopper = all.filter(|program| program.name == "hopper_forward");
     let told = |program: &Program, what: &str| program.options().iter().any(|x| x == what);
-    let full = |program: &Program| told(program, "-DPAIR=1") || told(program, "-DKEYS=176");
+    let full = |program: &Program| told(program, "-DKEYS=176");
     hopper
         .filter(|program| told(program, "-DCAUSAL=1") || full(program))
         .collect()

@@ -54,11 +54,6 @@ DEV void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int row
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
     :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(segment), "r"(batch) : "memory");
 }
-// The same into both blocks of a pair, at the same addresses; each one's barrier is told of the bytes.
-DEV void tma_load_both(u32 to, const TensorMap* map, u32 barrier, int column, int row, int head, int segment, int batch) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
-    :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(segment), "r"(batch), "h"((u16)3) : "memory");
-}
 // Bytes that lie side by side; addresses and sizes are multiples of 16.
 DEV void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
@@ -91,15 +86,6 @@ template <int COUNT> DEV void registers_raise() { asm volatile("setmaxnreg.inc.s
 template <int COUNT> DEV void registers_lower() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 DEV void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 DEV void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
-
-// ---- pairs of blocks (clusters of two) ----
-DEV u32 pair_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-// Waits for every thread of both blocks that has not ended.
-DEV void pair_sync() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
-// Arrives at the barrier with this address in one of the two blocks.
-DEV void barrier_arrive_at(u32 barrier, u32 rank) {
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" :: "r"(barrier), "r"(rank) : "memory");
-}
 
 // ---- shared memory by address ----
 DEV void store_shared(u32 to, float x, float y, float z, float w) { asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory"); }

@@ -138,6 +138,7 @@ template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Share
   u32 n = 0;
   #pragma unroll 1
   while (SECOND ? hear(m, n) : tell(w, m, n)) {
+    n = forgotten(n);   // nothing that was derived from it is kept from before
     barrier_wait(m.kv_empty, tile_parity(n) ^ 1);
     barrier_expect(once, K_BYTES);
     load_slabs(fixed, BK * 128, fixed_map, once, tile_word(m, n, KEY_BLOCK) * BK, tile_word(m, n, KEY_HEAD), tile_word(m, n, SEGMENT), tile_word(m, n, BATCH));

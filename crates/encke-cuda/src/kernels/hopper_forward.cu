@@ -15,7 +15,6 @@
 // Macros given by the host: T_BF16 or T_F16; HD: the head dimension rounded up to 16; CONSUMERS; KEYS: keys of a block;
 // STAGES of K and of V; Q_STAGES; CAUSAL; PINGPONG; CARRY: continue (acc, m, l) rather than end in (out, lse); STAGED: with room for a tile's sums;
 // NEGATIVE: the scale is below 0; LAZY: the reference of the weights follows the maximum only when it falls 2^8 behind;
-// PAIR: two blocks of a cluster take neighbouring tiles of a place and each loads half of the keys and values for both (not CAUSAL);
 // Q_REGISTERS: queries are held in registers; POLYNOMIAL: of so many exponentials one is a polynomial (0: none); LOADER_REGISTERS and CONSUMER_REGISTERS.
 #define FRAGMENTS (HD / 8)
 #if NEGATIVE
@@ -32,17 +31,6 @@ DEV void load_slabs(u32 to, const TensorMap* map, u32 barrier, int rows, int row
   barrier_expect(barrier, SLABS * rows * 128);
   #pragma unroll
   for (int slab = 0; slab < SLABS; slab++) tma_load(to + slab * rows * 128, map, barrier, slab * 64, row, head, tile.segment, tile.batch);
-}
-// A block of keys or values. Of a pair, each block loads its half of the rows for both.
-DEV void load_keys(u32 to, const TensorMap* map, u32 barrier, int row, int head, const Tile& tile) {
-#if PAIR
-  barrier_expect(barrier, KEY_BYTES);
-  const int half = pair_rank() * (KEYS / 2);
-  #pragma unroll
-  for (int slab = 0; slab < SLABS; slab++) tma_load_both(to + slab * KEYS * 128 + half * 128, map, barrier, slab * 64, row + half, head, tile.segment, tile.batch);
-#else
-  load_slabs(to, map, barrier, KEYS, row, head, tile);
-#endif
 }
 // Tiles of equal length are dealt out in turn. Causal ones are taken from a counter as blocks of the grid become free; the last block sets it back to 0
 // for the next launch (launches that share a counter must not overlap).
@@ -61,12 +49,12 @@ DEV void load(const Job& job, const Tiles& tiles, const Shared& shared, const Te
     for (int block = tile.blocks; block >= 0; block--) {   // K one block ahead of V
       if (block > 0) {
         barrier_wait(shared.k_empty(k.stage), k.parity ^ 1);
-        load_keys(shared.k(k.stage), k_map, shared.k_full(k.stage), (block - 1) * KEYS, k_head, tile);
+        load_slabs(shared.k(k.stage), k_map, shared.k_full(k.stage), KEYS, (block - 1) * KEYS, k_head, tile);
         k.advance();
       }
       if (block < tile.blocks) {
         barrier_wait(shared.v_empty(v.stage), v.parity ^ 1);
-        load_keys(shared.v(v.stage), v_map, shared.v_full(v.stage), block * KEYS, k_head, tile);
+        load_slabs(shared.v(v.stage), v_map, shared.v_full(v.stage), KEYS, block * KEYS, k_head, tile);
         if (CAUSAL && block >= tile.blocks - tile.masked) barrier_arrive(shared.masked(v.stage));
         v.advance();
       }
@@ -115,11 +103,7 @@ DEV void check(const Shared& shared, int thread) {
 // ---- the warpgroups that compute ----
 // A warp has read its part of a block of keys or values.
 DEV void release(u32 barrier, int lane) {
-#if PAIR
-  if (lane < 2) barrier_arrive_at(barrier, lane);
-#else
   if (lane == 0) barrier_arrive(barrier);
-#endif
 }
 // The queries of a warpgroup as products read them: where they lie in shared memory, or (Q_REGISTERS) the queries themselves, which spares shared memory
 // a fifth of its reads.
@@ -365,12 +349,7 @@ DEV void store_nothing(const Job& job, const Tile& tile, u16* out, float* lse, i
 #endif
 
 // `v_values` is read only where values are NaN or infinite; `counter`: two zeros, only for CAUSAL. CARRY: acc, m, l; otherwise out, lse.
-#if PAIR
-#define CLUSTER __cluster_dims__(2, 1, 1)
-#else
-#define CLUSTER
-#endif
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                const __grid_constant__ Job job, const __grid_constant__ Tiles tiles, const u16* v_values, void* sums, float* m_or_lse, float* l_cells, u32* counter) {
   SHARED_MEMORY(memory);
@@ -380,14 +359,14 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
     check_shared_base(memory);
     for (int i = 0; i < Q_STAGES; i++) { barrier_init(shared.q_full(i), 1); barrier_init(shared.q_empty(i), CONSUMERS * 4); }
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(shared.k_full(i), 1); barrier_init(shared.k_empty(i), CONSUMERS * 4 * (PAIR + 1));
-      barrier_init(shared.v_full(i), 1); barrier_init(shared.v_empty(i), CONSUMERS * 4 * (PAIR + 1));
+      barrier_init(shared.k_full(i), 1); barrier_init(shared.k_empty(i), CONSUMERS * 4);
+      barrier_init(shared.v_full(i), 1); barrier_init(shared.v_empty(i), CONSUMERS * 4);
       barrier_init(shared.masked(i), 1); barrier_init(shared.checked(i), 3);
     }
     for (int i = 0; i < 2; i++) { barrier_init(shared.tile_full(i), 1); barrier_init(shared.tile_empty(i), CONSUMERS * 4 + (CAUSAL ? 3 : 0)); }
     barrier_init_fence();
   }
-  if (PAIR) pair_sync(); else __syncthreads();
+  __syncthreads();
 
   if (group == 0) {
     registers_lower<LOADER_REGISTERS>();
@@ -494,5 +473,4 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
     }
     if (STAGED) bulk_wait_all();
   }
-  if (PAIR) pair_sync();   // the other block may still load into this one and arrive at its barriers
 }

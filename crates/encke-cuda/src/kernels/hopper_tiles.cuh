@@ -3,9 +3,6 @@
 //
 // The decision here: one thread finds the tiles and tells the other warps through shared memory, so that the divisions it takes to find
 // one are done while the last one is computed, and so that tiles may come from a counter.
-#if PAIR && CAUSAL
-#error "blocks of a pair walk the same keys, which causal tiles do not"
-#endif
 #define ROWS (CONSUMERS * 64)
 #define THREADS ((CONSUMERS + 1) * 128)
 #define SLABS ((HD + 63) / 64)
@@ -73,9 +70,6 @@ DEV void tile_of(const Job& job, const Tiles& tiles, u32 index, Tile& tile) {
     u32 each = tiles.together * tiles.row_tiles, group = index / each, rest = index - group * each;
     u32 count = min(tiles.together, tiles.places - (int)group * tiles.together), longest = rest / count;
     of = tiles.row_tiles - 1 - (int)longest; place = group * tiles.together + (rest - longest * count);
-  } else if (PAIR) {   // neighbours in the grid take neighbouring tiles; the last one of a place may not exist and is computed in vain
-    u32 rows = (tiles.row_tiles + 1) / 2 * 2;
-    place = index / rows; of = index - place * rows;
   } else {
     place = index / (u32)tiles.row_tiles; of = index - place * tiles.row_tiles;
   }

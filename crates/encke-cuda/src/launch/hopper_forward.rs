@@ -119,7 +119,7 @@ pub(crate) fn forward(
     let shared = tiling.shared_bytes(job.dim.next_multiple_of(16), mode.carry);
     let program = tiling.program(job.dim, mode);
     let function = device.function(&program, "hopper_forward", shared)?;
-    let blocks = tiling.blocks(&choice.tiles, device.processors() as usize);
+    let blocks = choice.tiles.blocks(device.processors() as usize);
     let shape = grid(blocks, tiling.threads(), shared);
 
     let mut reads = operands.memory()?.to_vec();
@@ -127,8 +127,8 @@ pub(crate) fn forward(
     let (q_extents, k_extents) = extents(job);
     let maps = [
         tensor_map::encode(dtype, q, &job.q, &q_extents, tiling.rows())?,
-        tensor_map::encode(dtype, k, &job.k, &k_extents, tiling.key_rows())?,
-        tensor_map::encode(dtype, v, &job.k, &k_extents, tiling.key_rows())?,
+        tensor_map::encode(dtype, k, &job.k, &k_extents, tiling.keys)?,
+        tensor_map::encode(dtype, v, &job.k, &k_extents, tiling.keys)?,
     ];
     reads.extend(told.tables());
     let writes = targets.memory();

@@ -86,13 +86,7 @@ impl Tiles {
     pub fn new(job: &Job, tiling: &Tiling, mask: Option<Mask>) -> Option<Tiles> {
         let row_tiles = job.queries.div_ceil(tiling.rows());
         let places = job.batch * job.segments * job.heads;
-        // Of a pair that shares keys, the second tile may not exist; it has a number all the same.
-        let numbered = if tiling.pair {
-            row_tiles.next_multiple_of(2)
-        } else {
-            row_tiles
-        };
-        let count = i32::try_from(numbered.checked_mul(places)?).ok()?;
+        let count = i32::try_from(row_tiles.checked_mul(places)?).ok()?;
         let mut shares = job.k.heads.to_vec();
         shares.sort_unstable();
         shares.dedup();

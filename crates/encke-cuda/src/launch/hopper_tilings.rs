@@ -33,8 +33,6 @@ pub(crate) struct Tiling {
     pub pingpong: bool,
     /// Whether queries are held in registers.
     pub q_registers: bool,
-    /// Whether two blocks load keys and values for one another.
-    pub pair: bool,
     /// Whether there is room for a tile's sums in shared memory, so that those of a carry leave
     /// while the next tile is computed.
     pub staged: bool,
@@ -59,7 +57,6 @@ pub(crate) const TILINGS: &[Tiling] = &[
         q_stages: 2,
         pingpong: true,
         q_registers: false,
-        pair: false,
         staged: true,
         registers: (32, 160),
         causal: true,
@@ -74,7 +71,6 @@ pub(crate) const TILINGS: &[Tiling] = &[
         q_stages: 2,
         pingpong: true,
         q_registers: false,
-        pair: false,
         staged: true,
         registers: (40, 232),
         causal: true,
@@ -89,7 +85,6 @@ pub(crate) const TILINGS: &[Tiling] = &[
         q_stages: 2,
         pingpong: true,
         q_registers: true,
-        pair: false,
         staged: true,
         registers: (40, 232),
         causal: true,
@@ -104,7 +99,6 @@ pub(crate) const TILINGS: &[Tiling] = &[
         q_stages: 1,
         pingpong: true,
         q_registers: false,
-        pair: false,
         staged: false,
         registers: (40, 232),
         causal: false,
@@ -119,7 +113,6 @@ pub(crate) const TILINGS: &[Tiling] = &[
         q_stages: 1,
         pingpong: true,
         q_registers: false,
-        pair: false,
         staged: false,
         registers: (40, 232),
         causal: true,
@@ -134,7 +127,6 @@ pub(crate) const TILINGS: &[Tiling] = &[
         q_stages: 1,
         pingpong: true,
         q_registers: false,
-        pair: false,
         staged: false,
         registers: (40, 232),
         causal: true,
@@ -191,21 +183,6 @@ impl Tiling {
         self.consumers * GROUP_ROWS
     }
 
-    /// Rows that one copy of keys or values brings.
-    pub fn key_rows(&self) -> usize {
-        if self.pair { self.keys / 2 } else { self.keys }
-    }
-
-    /// Blocks of the grid: all at work at once, and no more than there are tiles.
-    pub fn blocks(&self, tiles: &Tiles, processors: usize) -> usize {
-        let most = if self.pair {
-            processors / 2 * 2
-        } else {
-            processors
-        };
-        tiles.blocks(most)
-    }
-
     /// Threads of a block.
     pub fn threads(&self) -> u32 {
         (self.consumers as u32 + 1) * 128
@@ -253,7 +230,6 @@ impl Tiling {
             ("LAZY", 1),
             ("POLYNOMIAL", 0),
             ("Q_REGISTERS", self.q_registers.into()),
-            ("PAIR", self.pair.into()),
             ("LOADER_REGISTERS", self.registers.0),
             ("CONSUMER_REGISTERS", self.registers.1),
         ];
@@ -264,10 +240,7 @@ impl Tiling {
 
     /// When the last multiprocessor is done with a job, in keys times rows at full speed.
     fn makespan(&self, job: &Job, causal: bool, processors: usize) -> f64 {
-        let mut tiles = job.queries.div_ceil(self.rows());
-        if self.pair {
-            tiles = tiles.next_multiple_of(2);
-        }
+        let tiles = job.queries.div_ceil(self.rows());
         let places = job.batch * job.segments * job.heads;
         let cost = |row: usize| {
             let seen = if causal { job.visible(row) } else { job.keys };
