@@ -28,7 +28,7 @@ DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared&
   wgmma_fence(); issue_scores(s, m.k + warpgroup * 64 * 128, m.q + place * Q_BYTES); wgmma_commit();
 }
 
-// One block of queries: P, dS and the five products. Scores are there when it begins, and those of the next block when it ends.
+// One block of queries: P, dS and the five products. Scores are there when it begins, and those of the next block under way when it ends.
 // What hides is a body of its own: a branch in the middle would keep the compiler from mixing arithmetic and products.
 template <bool HIDDEN> DEV void work_on_block(float (&s)[BQ / 2], float (&dk)[HD / 2], float (&dv)[HD / 2], const HopperBackward& w, const Shared& m, u32 n, int block, int warpgroup) {
   const u32 thread = forgotten(threadIdx.x) - 128, warp = thread / 32 % 4, lane = thread % 32;
@@ -65,7 +65,6 @@ template <bool HIDDEN> DEV void work_on_block(float (&s)[BQ / 2], float (&dk)[HD
   barrier_wait(m.dq_empty + 8 * staging, parity_of<STAGINGS>(n) ^ 1);
   stage_dq(m.dq + staging * DQ_BYTES + (PARTS == 1 ? warpgroup * 2 * BQ * 128 : warpgroup * 64 * 128) + warp * 16 * 128, dq, w.dq_gain, lane);
   if (lane == 0) barrier_arrive(m.dq_full + 8 * staging);
-  wgmma_wait<0>();
 }
 
 DEV u32 work_on_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread) {
@@ -78,12 +77,19 @@ DEV u32 work_on_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
   barrier_wait(m.k_full, tile_parity(n)); barrier_wait(m.v_full, tile_parity(n));
   set_clear(w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + 63);
   int block = tile_word(m, n, START);
-  begin_scores(s, w, m, n, block_of(n) < (u32)tile_word(m, n, LAST), warpgroup);
+  bool hidden = __any_sync(~0u, block * BQ < clear_from(m, warpgroup)), more = block_of(n) < (u32)tile_word(m, n, LAST);
+  begin_scores(s, w, m, n, more, warpgroup);
   wgmma_wait<0>();
   #pragma unroll 1
-  for (; block_of(n) < (u32)tile_word(m, n, LAST); n++, block = next_block(m, n, block)) {
-    if (__any_sync(~0u, block * BQ < clear_from(m, warpgroup))) work_on_block<true>(s, dk, dv, w, m, n, block, warpgroup);
+  while (more) {
+    if (hidden) work_on_block<true>(s, dk, dv, w, m, n, block, warpgroup);
     else work_on_block<false>(s, dk, dv, w, m, n, block, warpgroup);
+    // All this while the next scores are formed.
+    n++;
+    block = next_block(m, n, block);
+    more = block_of(n) < (u32)tile_word(m, n, LAST);
+    hidden = __any_sync(~0u, block * BQ < clear_from(m, warpgroup));
+    wgmma_wait<0>();
   }
   release_keys(m, warpgroup, thread);
   const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x;

@@ -339,7 +339,7 @@ template <int N> DEV void add_rows(float* to, const Job& job, const Shared& m, u
     float* row = to + at(job.k, tile_word(m, n, BATCH), tile_word(m, n, SEGMENT), key + 8 * down, head) + column + (lane % 4) * 2;
     #pragma unroll
     for (int i = 0; i < N / 4; i++) {
-      const float x = sum[4 * i + 2 * down] * gain, y = sum[4 * i + 2 * down + 1] * gain;
+      const float x = fmaf(sum[4 * i + 2 * down], gain, 0.f), y = fmaf(sum[4 * i + 2 * down + 1], gain, 0.f);   // no -0, as nothing that is added to 0
       if (column + i * 8 >= job.dim) continue;
       if (blank) *(float2*)(row + i * 8) = make_float2(x, y); else global_add(row + i * 8, x, y);
     }

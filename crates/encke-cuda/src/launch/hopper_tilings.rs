@@ -7,7 +7,6 @@
 use encke_core::DType;
 use encke_core::job::Job;
 
-use super::hopper_tiles::Tiles;
 use crate::program::Program;
 use crate::wgmma::Wgmma;
 
