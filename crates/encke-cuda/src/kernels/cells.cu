@@ -23,46 +23,74 @@ extern "C" __global__ void merge_cells(const A* from_acc, const A* from_m, const
   }
 }
 
-extern "C" __global__ void finish_cells(const A* acc, const A* m, const A* l, T* out, A* lse, i64 cells, i64 dim, double gain) {
-  int lane = threadIdx.x % 32;
-  for (i64 cell = first_warp(); cell < cells; cell += all_warps()) {
-    A sum = l[cell];
-    for (i64 c = lane; c < dim; c += 32) narrow(sum == 0 ? (A)0 : (A)((A)gain * (acc[cell * dim + c] / sum)), out[cell * dim + c]);
-    if (lane == 0) lse[cell] = sum == 0 ? (A)neg_inf() : m[cell] + log(sum);
+// ---- rows that are a few whole pieces of 16 bytes: one lane a piece, several of them at a time, since it is waiting for memory that takes the time ----
+
+#define TOGETHER 4
+// Whether rows of so many bytes are 2^n pieces, at most one for each lane of a warp; then n, else -1.
+DEV int pieces_of(i64 bytes, u64 addresses) {
+  const i64 pieces = bytes / 16;
+  return bytes % 16 == 0 && pieces > 0 && pieces <= 32 && (pieces & (pieces - 1)) == 0 && addresses % 16 == 0 ? __ffs((int)pieces) - 1 : -1;
+}
+struct __align__(16) Sums { A x[16 / sizeof(A)]; };
+struct __align__(16) Piece { T x[16 / sizeof(T)]; };
+struct __align__(16 / sizeof(A) * sizeof(T)) Ended { T x[16 / sizeof(A)]; };
+
+DEV T ended(A acc, A l, A gain) { T x; narrow(l == 0 ? (A)0 : (A)(gain * (acc / l)), x); return x; }
+DEV A lse_of(A m, A l) { return l == 0 ? (A)neg_inf() : m + log(l); }
+
+DEV void finish_pieces(const Sums* acc, const A* m, const A* l, Ended* out, A* lse, i64 cells, int shift, A gain) {
+  const i64 step = (i64)gridDim.x * blockDim.x, all = cells << shift;
+  for (i64 from = blockIdx.x * (i64)blockDim.x + threadIdx.x; from < all; from += TOGETHER * step) {
+    Sums x[TOGETHER]; A sum[TOGETHER];
+    #pragma unroll
+    for (int i = 0; i < TOGETHER; i++) if (from + i * step < all) { x[i] = acc[from + i * step]; sum[i] = l[(from + i * step) >> shift]; }
+    #pragma unroll
+    for (int i = 0; i < TOGETHER; i++) {
+      const i64 at = from + i * step, cell = at >> shift;
+      if (at >= all) continue;
+      Ended y;
+      #pragma unroll
+      for (int e = 0; e < 16 / sizeof(A); e++) y.x[e] = ended(x[i].x[e], sum[i], gain);
+      out[at] = y;
+      if (cell << shift == at) lse[cell] = lse_of(m[cell], sum[i]);
+    }
   }
 }
 
-// 16 bytes of a row.
-struct __align__(16) Piece { T x[16 / sizeof(T)]; };
+extern "C" __global__ void finish_cells(const A* acc, const A* m, const A* l, T* out, A* lse, i64 cells, i64 dim, double gain) {
+  const int shift = pieces_of(dim * sizeof(A), (u64)acc | (u64)out);
+  if (shift >= 0) return finish_pieces((const Sums*)acc, m, l, (Ended*)out, lse, cells, shift, (A)gain);
+  int lane = threadIdx.x % 32;
+  for (i64 cell = first_warp(); cell < cells; cell += all_warps()) {
+    for (i64 c = lane; c < dim; c += 32) out[cell * dim + c] = ended(acc[cell * dim + c], l[cell], (A)gain);
+    if (lane == 0) lse[cell] = lse_of(m[cell], l[cell]);
+  }
+}
 
-// delta where rows are a few whole pieces: one lane a piece, several of them at a time, since it is waiting for memory that takes the time.
-DEV void delta_of_pieces(const Piece* out, const Piece* dout, const A* dlse, A* delta, i64 cells, int pieces) {
-  const int together = 4, lane = threadIdx.x % 32;
-  const i64 step = (i64)gridDim.x * blockDim.x, all = cells * pieces;
-  for (i64 from = blockIdx.x * (i64)blockDim.x + threadIdx.x; from - lane < all; from += together * step) {
-    Piece x[together], y[together];
+DEV void delta_of_pieces(const Piece* out, const Piece* dout, const A* dlse, A* delta, i64 cells, int shift) {
+  const int lane = threadIdx.x % 32;
+  const i64 step = (i64)gridDim.x * blockDim.x, all = cells << shift;
+  for (i64 from = blockIdx.x * (i64)blockDim.x + threadIdx.x; from - lane < all; from += TOGETHER * step) {
+    Piece x[TOGETHER], y[TOGETHER];
     #pragma unroll
-    for (int i = 0; i < together; i++)
-      if (from + i * step < all) { x[i] = out[from + i * step]; y[i] = dout[from + i * step]; }
+    for (int i = 0; i < TOGETHER; i++) if (from + i * step < all) { x[i] = out[from + i * step]; y[i] = dout[from + i * step]; }
     #pragma unroll
-    for (int i = 0; i < together; i++) {
-      const i64 at = from + i * step;
+    for (int i = 0; i < TOGETHER; i++) {
+      const i64 at = from + i * step, cell = at >> shift;
       A sum = 0;
       if (at < all)
         #pragma unroll
         for (int e = 0; e < 16 / sizeof(T); e++) sum += widen(x[i].x[e]) * widen(y[i].x[e]);
-      for (int apart = pieces / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-      const i64 cell = at / pieces;
-      if (at < all && lane % pieces == 0) delta[cell] = dlse ? sum - dlse[cell] : sum;
+      for (int apart = 1 << shift >> 1; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+      if (at < all && cell << shift == at) delta[cell] = dlse ? sum - dlse[cell] : sum;
     }
   }
 }
 
 extern "C" __global__ void delta_cells(const T* out, const T* dout, const A* dlse, A* delta, i64 cells, i64 dim) {
+  const int shift = pieces_of(dim * sizeof(T), (u64)out | (u64)dout);
+  if (shift >= 0) return delta_of_pieces((const Piece*)out, (const Piece*)dout, dlse, delta, cells, shift);
   const int lane = threadIdx.x % 32;
-  const i64 pieces = dim * sizeof(T) / 16;
-  if (pieces * 16 == dim * sizeof(T) && pieces <= 32 && (pieces & (pieces - 1)) == 0 && (((u64)out | (u64)dout) & 15) == 0)
-    return delta_of_pieces((const Piece*)out, (const Piece*)dout, dlse, delta, cells, (int)pieces);
   for (i64 cell = first_warp(); cell < cells; cell += all_warps()) {
     A sum = 0;
     for (i64 c = lane; c < dim; c += 32) sum += widen(out[cell * dim + c]) * widen(dout[cell * dim + c]);
