@@ -454,7 +454,8 @@ mod tests {
     fn jobs_are_cut_into_tiles_of_keys_and_blocks_of_queries() {
         let choice = cut(&job(128)).expect("a job for this kernel");
         assert_eq!((choice.tiles, choice.padded), (2 * 3, 256));
-        assert_eq!(choice.words(&job(128)), 2 + 4 * 4);
+        assert_eq!(choice.turns(&job(128)), 2 + 4 * 4);
+        assert_eq!(choice.words(&job(128)), 2 + 4 * 4 + 3 + 1);
         assert!(cut(&job(264)).is_none(), "too wide");
         assert!(cut(&job(60)).is_none(), "rows of 120 bytes");
     }
