@@ -188,6 +188,7 @@ int main(int argc, char** argv) {
     {"causal",      1,  2, 200, 200, 2, 1, d,   2, true,  0, 1, 0, 1, 1 / sqrt(d), 1.0},
     {"grouped",     2,  1, 130, 150, 4, 2, odd, 1, true,  40, 1, 3, 1, 0.2, 0.5},
     {"steps",       1,  1, 100, 190, 2, 1, d,   1, true,  5, 3, 17, 2, -0.1, 1.5},
+    {"round",       1,  1, 200, 200, 3, 1, d,   1, false, 0, 1, 0, 1, 1 / sqrt(d), 1.0},   // more tiles than are at work, and each waits for another of its head
     {"few",         1,  1, 3,   5,   1, 1, d,   1, true,  0, 1, 2, 1, 0.3, 1.0},
   };
   for (const Case& c : cases) if (argc < 2 || !strcmp(argv[1], c.name)) check(c);

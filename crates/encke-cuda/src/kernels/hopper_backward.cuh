@@ -108,8 +108,10 @@ DEV bool put_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) {
   store_shared(to + 32, make_uint4(first + key_block * w.spread, job.causal ? w.key_tiles - 1 - key_block : key_block, job.causal ? w.first_blocks[key_block + 1] : 0, block_of(n) + (blocks - first) * (end_member - members.x)));
   return true;
 }
-// Finds the next tile and tells the others; false behind the last one.
+// Finds the next tile and tells the others; false behind the last one. Where tiles go round, this one may have to wait for the very
+// one that would be drawn: then none is drawn before this one has ended.
 DEV bool tell(const HopperBackward& w, const Shared& m, u32 n) {
+  if (w.spread != 0 && n != 0) barrier_wait(m.tile_empty + 8 * slot_of(n - ONE_TILE), slot_parity(n - ONE_TILE));
   barrier_wait(m.tile_empty + 8 * slot_of(n), slot_parity(n) ^ 1);
   u32 index;
   do index = atomicAdd(w.control + NEXT_TILE, 1u); while (index < (u32)w.tiles && !put_tile(w, m, n, index));
