@@ -1,5 +1,39 @@
-"""Exact ring and dilated attention, forward and backward, for sequences too long for one device."""
+"""Exact ring and dilated attention, forward and backward, for sequences too long for one device.
 
-from encke._encke import __version__
+:func:`attention` is the whole interface for tensors that are in one process: torch tensors on the
+CPU and on NVIDIA GPUs, and NumPy arrays, all ``[batch, tokens, heads, dim]``.
 
-__all__ = ["__version__"]
+>>> import numpy as np
+>>> import encke
+>>> rng = np.random.default_rng(0)
+>>> q, k, v = (rng.standard_normal((1, 64, 4, 8)) for _ in range(3))
+>>> out = encke.attention(q, k, v, causal=True)
+>>> out.shape
+(1, 64, 4, 8)
+
+A LongNet pattern, every head mixing two branches under one softmax, on a ring of four ranks. What is
+computed does not depend on the number of ranks:
+
+>>> pattern = dict(segment_lengths=[16, 64], dilation_rates=[1, 4], mode="mix")
+>>> ring = encke.attention(q, k, v, **pattern, ranks=4)
+>>> bool(np.allclose(ring, encke.attention(q, k, v, **pattern)))
+True
+"""
+
+import sys
+
+from encke._encke import RingError, __version__
+from encke.functional import attention, attention_backward, explain, report
+
+if "torch" in sys.modules:
+    # The custom operators are known before anything is compiled that uses them.
+    import encke._torch  # noqa: F401
+
+__all__ = [
+    "RingError",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "explain",
+    "report",
+]

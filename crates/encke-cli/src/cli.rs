@@ -2,6 +2,9 @@
 //!
 //! The decision here: a usage error is one line like every other error, not clap's five.
 
+use std::ffi::OsString;
+use std::sync::{Mutex, PoisonError};
+
 use anyhow::{Result, anyhow};
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
@@ -82,6 +85,21 @@ pub enum Command {
     Verify(verify::Options),
 }
 
+/// The words of the command: others than the process's own where it is part of another program.
+static WORDS: Mutex<Vec<OsString>> = Mutex::new(Vec::new());
+
+/// Keeps the words of the command for those who tell them later.
+pub fn note_words(words: &[OsString]) {
+    *WORDS.lock().unwrap_or_else(PoisonError::into_inner) = words.to_vec();
+}
+
+/// The words of the command, its name first.
+pub fn words() -> impl Iterator<Item = String> {
+    let words = WORDS.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let text = |word: OsString| word.to_string_lossy().into_owned();
+    words.into_iter().map(text)
+}
+
 /// Prints help that was asked for, or turns a usage error into one of ours.
 pub fn usage(refused: &clap::Error) -> Result<Verdict> {
     if !refused.use_stderr() {
@@ -102,7 +120,7 @@ pub fn usage(refused: &clap::Error) -> Result<Verdict> {
         // Clap's tip that an unknown option might be meant as a value: here none takes it so.
         .filter(|said| !said.starts_with("tip: to pass"))
         .collect();
-    let asked = std::env::args().nth(1).unwrap_or_default();
+    let asked = words().nth(1).unwrap_or_default();
     let help = match asked.as_str() {
         "attend" | "billion" | "generate" | "launch" | "plan" | "profile" | "report"
         | "simulate" | "verify" => format!("encke {asked} --help"),

@@ -11,9 +11,11 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::host;
 use crate::partial::Partial;
 use crate::pattern::{Mode, Pattern};
 use crate::shape::Shape;
+use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
 
 /// The operands of one ordinary backward pass per slot.
@@ -50,7 +52,19 @@ pub fn combine(
     slot_lse: &Tensor,
     dtype: DType,
 ) -> (Tensor, Tensor) {
-    let slots = Slots::new(pattern, shape, slot_out, slot_lse);
+    let slots = Slots::new(pattern, shape);
+    let (slot_out, slot_lse) = (&slot_out.view(), &slot_lse.view());
+    let count = slots.head_of.len();
+    assert_eq!(
+        slot_out.dims(),
+        slots.dims(count, shape.dim),
+        "the outputs of the slots"
+    );
+    assert_eq!(
+        slot_lse.dims(),
+        slots.dims(count, 1),
+        "the lses of the slots"
+    );
     let mut out = Tensor::zeros(dtype, slots.dims(shape.heads, shape.dim));
     let mut lse = Tensor::zeros(dtype.sum(), slots.dims(shape.heads, 1));
     let groups = pattern.branches().len() as f64;
@@ -60,7 +74,7 @@ pub fn combine(
         for token in 0..shape.tokens {
             for (head, own) in slots.slots_of.iter().enumerate() {
                 let part = |slot: usize| Partial {
-                    out: read(&slot_out.view(), batch, token, slot),
+                    out: read(slot_out, batch, token, slot),
                     lse: read_lse(slot_lse, batch, token, slot),
                 };
                 let parts: Vec<Partial> = own.iter().map(|&slot| part(slot)).collect();
@@ -87,13 +101,15 @@ pub fn combine(
 pub fn spread(
     pattern: &Pattern,
     shape: &Shape,
-    slot_out: &Tensor,
-    slot_lse: &Tensor,
-    lse: &Tensor,
+    (slot_out, slot_lse): (&View<'_>, &View<'_>),
+    lse: &View<'_>,
     dout: &View<'_>,
     dlse: Option<&View<'_>>,
 ) -> Result<SlotBackward> {
-    let slots = Slots::new(pattern, shape, slot_out, slot_lse);
+    let slots = Slots::new(pattern, shape);
+    let count = slots.head_of.len();
+    check_dims("out by slot", slot_out.dims(), slots.dims(count, shape.dim))?;
+    check_dims("lse by slot", slot_lse.dims(), slots.dims(count, 1))?;
     check_dims("lse", lse.dims(), slots.dims(shape.heads, 1))?;
     check_dims("dout", dout.dims(), slots.dims(shape.heads, shape.dim))?;
     if let Some(dlse) = dlse {
@@ -103,8 +119,8 @@ pub fn spread(
         // The weights of the branches are constants: P is that of the one softmax over all of
         // them, hence the head's lse, while D is that of the branch, hence the slot's out.
         return Ok(SlotBackward {
-            out: slot_out.clone(),
-            lse: slots.repeat(&lse.view(), slot_lse.dtype()),
+            out: slots.owned(slot_out),
+            lse: slots.repeat(lse, slot_lse.dtype()),
             dout: slots.repeat(dout, slot_out.dtype()),
             dlse: dlse.map(|dlse| slots.repeat(dlse, slot_lse.dtype())),
         });
@@ -117,15 +133,15 @@ pub fn spread(
         });
     }
     Ok(SlotBackward {
-        out: slot_out.clone(),
-        lse: slot_lse.clone(),
+        out: slots.owned(slot_out),
+        lse: slots.owned(slot_lse),
         dout: slots.unnormalise(pattern, slot_out, slot_lse, dout),
         dlse: None,
     })
 }
 
 impl Slots {
-    fn new(pattern: &Pattern, shape: &Shape, slot_out: &Tensor, slot_lse: &Tensor) -> Slots {
+    fn new(pattern: &Pattern, shape: &Shape) -> Slots {
         assert!(
             pattern.splits_slots(),
             "the slots of this pattern are its heads"
@@ -135,29 +151,29 @@ impl Slots {
         for (slot, &head) in head_of.iter().enumerate() {
             slots_of[head].push(slot);
         }
-        let slots = Slots {
+        Slots {
             batch: shape.batch,
             tokens: shape.tokens,
             dim: shape.dim,
             head_of,
             slots_of,
-        };
-        let count = slots.head_of.len();
-        assert_eq!(
-            slot_out.dims(),
-            slots.dims(count, shape.dim),
-            "the outputs of the slots"
-        );
-        assert_eq!(
-            slot_lse.dims(),
-            slots.dims(count, 1),
-            "the lses of the slots"
-        );
-        slots
+        }
     }
 
     fn dims(&self, heads: usize, dim: usize) -> [usize; 4] {
         [self.batch, self.tokens, heads, dim]
+    }
+
+    /// What the caller kept, as a tensor of its own.
+    fn owned(&self, of_slots: &View<'_>) -> Tensor {
+        let mut tensor = Tensor::zeros(of_slots.dtype(), of_slots.dims());
+        let all = Run {
+            first: 0,
+            stride: 1,
+            count: self.tokens,
+        };
+        host::upload(of_slots, &[all], tensor.data_mut());
+        tensor
     }
 
     /// A tensor of slots from one of heads: each slot has what its head has.
@@ -180,15 +196,15 @@ impl Slots {
     fn sums(
         &self,
         batch: usize,
-        slot_out: &Tensor,
-        slot_lse: &Tensor,
+        slot_out: &View<'_>,
+        slot_lse: &View<'_>,
         weight: impl Fn(usize, usize, usize) -> f64,
     ) -> Vec<Vec<f64>> {
         let mut sums = vec![vec![0.0; self.dim]; self.head_of.len()];
         for token in 0..self.tokens {
             for (slot, sum) in sums.iter_mut().enumerate() {
                 if read_lse(slot_lse, batch, token, slot) != f64::NEG_INFINITY {
-                    let x = read(&slot_out.view(), batch, token, slot);
+                    let x = read(slot_out, batch, token, slot);
                     for (c, sum) in sum.iter_mut().enumerate() {
                         *sum += weight(token, slot, c) * x[c];
                     }
@@ -203,8 +219,8 @@ impl Slots {
     fn unnormalise(
         &self,
         pattern: &Pattern,
-        slot_out: &Tensor,
-        slot_lse: &Tensor,
+        slot_out: &View<'_>,
+        slot_lse: &View<'_>,
         dout: &View<'_>,
     ) -> Tensor {
         let groups = pattern.branches().len() as f64;
@@ -258,9 +274,8 @@ fn normalise<'a>(
 }
 
 /// One lse; minus infinity where the slot's branch does not have the token as a query.
-fn read_lse(from: &Tensor, batch: usize, token: usize, slot: usize) -> f64 {
-    let view = from.view();
-    view.data().get(view.row(batch, token, slot))
+fn read_lse(from: &View<'_>, batch: usize, token: usize, slot: usize) -> f64 {
+    from.data().get(from.row(batch, token, slot))
 }
 
 /// One row, widened. Rows and not whole tensors, so that nothing large is held beside the results.
@@ -472,10 +487,9 @@ mod tests {
 
             let dout_view = View::contiguous(dout, dims(shape.dim)).unwrap();
             let dlse_view = dlse.map(|dlse| View::contiguous(dlse, dims(1)).unwrap());
-            let (slot_out, slot_lse, dlse_view) = (&slots.out, &slots.lse, dlse_view.as_ref());
-            let with = spread(
-                pattern, shape, slot_out, slot_lse, &lse, &dout_view, dlse_view,
-            );
+            let kept = (&slots.out.view(), &slots.lse.view());
+            let dlse_view = dlse_view.as_ref();
+            let with = spread(pattern, shape, kept, &lse.view(), &dout_view, dlse_view);
             let [dq, dk, dv] = self.slot_backward(&slots, &with.unwrap());
             let expected =
                 reference::backward(shape, pattern, *scale, q, k, v, dout, dlse).unwrap();
@@ -550,15 +564,8 @@ mod tests {
             let (out, lse) = combine(&case.pattern, &shape, &slot_out, &slot_lse, DType::F16);
             assert_eq!((out.dtype(), lse.dtype()), (DType::F16, DType::F32));
             let dout = View::contiguous(&case.dout, [1, 8, 2, 2]).unwrap();
-            let with = spread(
-                &case.pattern,
-                &shape,
-                &slot_out,
-                &slot_lse,
-                &lse,
-                &dout,
-                None,
-            );
+            let kept = (&slot_out.view(), &slot_lse.view());
+            let with = spread(&case.pattern, &shape, kept, &lse.view(), &dout, None);
             let with = with.unwrap();
             assert_eq!(
                 (with.out.dtype(), with.lse.dtype()),
@@ -577,15 +584,8 @@ mod tests {
         let dout = View::contiguous(&case.dout, [1, 8, 2, 2]).unwrap();
         let dlse = View::contiguous(&case.dlse, [1, 8, 2, 1]).unwrap();
         let try_with = |dout: &View<'_>, dlse: Option<&View<'_>>| {
-            spread(
-                &case.pattern,
-                &shape,
-                &slots.out,
-                &slots.lse,
-                &lse,
-                dout,
-                dlse,
-            )
+            let kept = (&slots.out.view(), &slots.lse.view());
+            spread(&case.pattern, &shape, kept, &lse.view(), dout, dlse)
         };
         assert!(try_with(&dout, None).is_ok());
         let refused = try_with(&dout, Some(&dlse));

@@ -149,6 +149,11 @@ impl Tensor {
         &self.data
     }
 
+    /// The numbers alone.
+    pub fn into_data(self) -> Data {
+        self.data
+    }
+
     /// The numbers, to be written.
     pub fn data_mut(&mut self) -> &mut Data {
         &mut self.data

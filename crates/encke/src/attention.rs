@@ -44,21 +44,54 @@ pub enum CheckpointPolicy {
 /// What a forward pass kept. Sharing `out` with the caller costs no memory.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
-    kept: Option<Kept>,
+    kept: Option<Slots>,
 }
 
-/// The output as the ring made it: by slot, which is by head except where branches stay apart.
+/// The output as the ring made it: by slot, which is by head except where branches stay apart
+/// (see [`Pattern::splits_slots`]).
 #[derive(Debug, Clone)]
-struct Kept {
+struct Slots {
     slot_out: Arc<Tensor>,
     slot_lse: Arc<Tensor>,
     lse: Arc<Tensor>,
+}
+
+/// What a forward pass left, in memory of the caller: a checkpoint for those who keep tensors
+/// themselves.
+#[derive(Debug, Clone, Copy)]
+pub struct Kept<'a> {
+    /// The output by slot.
+    pub slot_out: View<'a>,
+    /// Its lse by slot.
+    pub slot_lse: View<'a>,
+    /// The lse by head.
+    pub lse: View<'a>,
 }
 
 impl Checkpoint {
     /// Keeps nothing: the backward pass will run the forward pass again.
     pub fn nothing() -> Checkpoint {
         Checkpoint { kept: None }
+    }
+
+    /// What it holds, to be read.
+    pub fn kept(&self) -> Option<Kept<'_>> {
+        self.kept.as_ref().map(Slots::view)
+    }
+
+    /// Out and lse by slot, for a caller who keeps them in ways of its own.
+    pub fn into_slots(self) -> Option<(Arc<Tensor>, Arc<Tensor>)> {
+        self.kept.map(|kept| (kept.slot_out, kept.slot_lse))
+    }
+}
+
+impl Slots {
+    fn view(&self) -> Kept<'_> {
+        Kept {
+            slot_out: self.slot_out.view(),
+            slot_lse: self.slot_lse.view(),
+            lse: self.lse.view(),
+        }
     }
 }
 
@@ -270,36 +303,47 @@ impl<K: Kernel> Attention<K> {
         dout: &View<'_>,
         dlse: Option<&View<'_>>,
     ) -> Result<Backward, Error> {
+        if let Some(kept) = checkpoint.kept() {
+            return self.backward_from(q, k, v, &kept, dout, dlse);
+        }
+        let forward = self.request_for(q, k, v, Pass::Forward)?;
+        let (recomputed, ..) = self.attend(&forward, q, k, v)?;
+        self.backward_from(q, k, v, &recomputed.view(), dout, dlse)
+    }
+
+    /// The same from what the caller kept of the forward pass. `dout` has the type of q, or that of
+    /// out where another one was computed in.
+    pub fn backward_from(
+        &self,
+        q: &View<'_>,
+        k: &View<'_>,
+        v: &View<'_>,
+        kept: &Kept<'_>,
+        dout: &View<'_>,
+        dlse: Option<&View<'_>>,
+    ) -> Result<Backward, Error> {
         let pass = Pass::Backward {
             dlse: dlse.is_some(),
         };
         let request = self.request_for(q, k, v, pass)?;
         let shape = &request.shape;
+        let Kept {
+            slot_out,
+            slot_lse,
+            lse,
+        } = kept;
         same_shape("dout", dout, q.dims())?;
-        same_type("dout", dout, q)?;
-        if let Some(dlse) = dlse {
-            same_shape("dlse", dlse, [shape.batch, shape.tokens, shape.heads, 1])?;
+        if dout.dtype() != request.dtype {
+            same_type("dout", dout, q)?;
         }
-        let recomputed;
-        let kept = match &checkpoint.kept {
-            Some(kept) => kept,
-            None => {
-                let forward = Request {
-                    pass: Pass::Forward,
-                    ..request.clone()
-                };
-                recomputed = self.attend(&forward, q, k, v)?.0;
-                &recomputed
-            }
-        };
+        let cells = [shape.batch, shape.tokens, shape.heads, 1];
+        same_shape("lse", lse, cells)?;
+        if let Some(dlse) = dlse {
+            same_shape("dlse", dlse, cells)?;
+        }
         let pattern = &self.settings.pattern;
         if pattern.splits_slots() {
-            let Kept {
-                slot_out,
-                slot_lse,
-                lse,
-            } = kept;
-            let slots = mixing::spread(pattern, shape, slot_out, slot_lse, lse, dout, dlse)?;
+            let slots = mixing::spread(pattern, shape, (slot_out, slot_lse), lse, dout, dlse)?;
             let SlotBackward {
                 out,
                 lse,
@@ -310,8 +354,7 @@ impl<K: Kernel> Attention<K> {
             let upstream = (&out.view(), &lse.view(), &dout.view(), dlse.as_ref());
             self.differentiate(&request, (q, k, v), upstream)
         } else {
-            let (out, lse) = (kept.slot_out.view(), kept.slot_lse.view());
-            self.differentiate(&request, (q, k, v), (&out, &lse, dout, dlse))
+            self.differentiate(&request, (q, k, v), (slot_out, slot_lse, dout, dlse))
         }
     }
 
@@ -322,7 +365,7 @@ impl<K: Kernel> Attention<K> {
         q: &View<'_>,
         k: &View<'_>,
         v: &View<'_>,
-    ) -> Result<(Kept, Arc<Tensor>, Report), Error> {
+    ) -> Result<(Slots, Arc<Tensor>, Report), Error> {
         let inputs = [(Role::Q, *q), (Role::K, *k), (Role::V, *v)];
         let mut outcome = self.ring.run(request, &inputs)?;
         let slot_out = Arc::new(taken(&mut outcome, Role::Out));
@@ -335,7 +378,7 @@ impl<K: Kernel> Attention<K> {
         } else {
             (Arc::clone(&slot_out), Arc::clone(&slot_lse))
         };
-        let kept = Kept {
+        let kept = Slots {
             slot_out,
             slot_lse,
             lse,

@@ -52,7 +52,7 @@
 mod attention;
 
 pub use attention::{
-    Attention, Backward, Builder, Checkpoint, CheckpointPolicy, Forward, Precision, Report,
+    Attention, Backward, Builder, Checkpoint, CheckpointPolicy, Forward, Kept, Precision, Report,
 };
 pub use encke_core::kernel::{Kernel, KernelError};
 pub use encke_core::plan::explain;

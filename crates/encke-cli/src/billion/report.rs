@@ -11,6 +11,7 @@ use super::check::{Checked, Tolerance};
 use super::gpu::DeviceMemory;
 use super::options::Settings;
 use super::state::State;
+use crate::cli;
 use crate::memory;
 use crate::pattern_options;
 use crate::process::{Machine, peak_resident_bytes};
@@ -56,7 +57,7 @@ impl<'a> Report<'a> {
     ) -> Report<'a> {
         let settings = &state.settings;
         let flop = state.pairs as f64 * 4.0 * settings.dim as f64;
-        let arguments: Vec<String> = std::env::args().skip(1).collect();
+        let arguments: Vec<String> = cli::words().skip(1).collect();
         Report {
             version: env!("CARGO_PKG_VERSION"),
             command: format!("encke {}", arguments.join(" ")),

@@ -4,6 +4,8 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::cli;
+
 /// What is known about this run: (what, value).
 pub fn facts(arm: &str, seed: u64) -> Vec<(String, String)> {
     let cores = std::thread::available_parallelism().map(|cores| cores.to_string());
@@ -12,7 +14,7 @@ pub fn facts(arm: &str, seed: u64) -> Vec<(String, String)> {
         false => "release build",
     };
     let facts = [
-        ("command", Some(command(std::env::args()))),
+        ("command", Some(command(cli::words()))),
         (
             "version",
             Some(format!("encke {}, {build}", env!("CARGO_PKG_VERSION"))),

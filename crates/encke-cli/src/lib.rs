@@ -3,7 +3,8 @@
 //! It reads options and files and writes tables and files; what is computed, and whether a request
 //! can be met, is the library's. The decision here is what a caller can rely on: exit code 0 for
 //! success, 1 for a check that failed, 2 for everything that could not be done, and then exactly
-//! one line on standard error that begins with `encke: `.
+//! one line on standard error that begins with `encke: `. It is a library, so that a program and
+//! the Python package are the same command.
 #![deny(unsafe_code)]
 
 mod attend;
@@ -36,8 +37,8 @@ mod tensors;
 mod terminal;
 mod verify;
 
+use std::ffi::OsString;
 use std::io;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
@@ -70,10 +71,14 @@ impl std::error::Error for Told {}
 /// How long a process stays when another one of its launch says what is wrong.
 pub const PAUSE: Duration = Duration::from_millis(300);
 
-fn main() -> ExitCode {
+/// Does what the words of a command line say, the first of which is the command's name, and returns
+/// its exit code. What is said goes to the process's own standard output and error.
+pub fn command(words: impl IntoIterator<Item = OsString>) -> u8 {
     cli::report_panics();
+    let words: Vec<OsString> = words.into_iter().collect();
+    cli::note_words(&words);
     let together = launcher::place().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
-    let ended = std::panic::catch_unwind(|| match (Cli::try_parse(), &together) {
+    let ended = std::panic::catch_unwind(|| match (Cli::try_parse_from(words), &together) {
         (Ok(cli), None) => run(cli),
         (Ok(cli), Some(place)) => run_together(cli, place),
         // Everyone was given the same words: one of them says what is wrong with them.
@@ -88,16 +93,16 @@ fn main() -> ExitCode {
         (Err(refused), _) => cli::usage(&refused),
     });
     match ended {
-        Ok(Ok(Verdict::Fine)) => ExitCode::SUCCESS,
-        Ok(Ok(Verdict::CheckFailed)) => ExitCode::from(1),
-        Ok(Err(error)) if reader_left(&error) => ExitCode::SUCCESS,
-        Ok(Err(error)) if error.is::<Told>() => ExitCode::from(2),
+        Ok(Ok(Verdict::Fine)) => 0,
+        Ok(Ok(Verdict::CheckFailed)) => 1,
+        Ok(Err(error)) if reader_left(&error) => 0,
+        Ok(Err(error)) if error.is::<Told>() => 2,
         Ok(Err(error)) => {
             note(&format!("encke: {}", cli::one_line(&error)));
-            ExitCode::from(2)
+            2
         }
         // The panic has already been reported, in one line.
-        Err(_) => ExitCode::from(2),
+        Err(_) => 2,
     }
 }
 

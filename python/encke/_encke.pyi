@@ -1,0 +1,44 @@
+"""The extension module: what Python cannot say itself."""
+
+from typing import Any, Optional
+
+__version__: str
+
+class RingError(RuntimeError):
+    """A rank, its device or an exchange failed while a call was under way."""
+
+class Memory:
+    """The memory of an array: what NumPy keeps as its base."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+class Attention:
+    """Attention with fixed settings; plans and buffers are kept between calls."""
+
+    def __new__(cls, options: dict[str, Any]) -> Attention: ...
+    @property
+    def splits_slots(self) -> bool: ...
+    @property
+    def recomputes(self) -> bool: ...
+    def slots(self, heads: int) -> int: ...
+    def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]: ...
+    def backward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Optional[Any],
+        lse: Optional[Any],
+        slot_out: Optional[Any],
+        slot_lse: Optional[Any],
+        dout: Any,
+        dlse: Optional[Any],
+    ) -> tuple[Any, Any, Any]: ...
+    def report(self, q: Any, k: Any, v: Any) -> dict[str, Any]: ...
+    def explain(
+        self, shape: tuple[int, int, int, int, int], dtype: str, backward: bool
+    ) -> str: ...
+    def seconds(self, q: Any, k: Any, v: Any, repeats: int) -> list[float]: ...
+
+def command(words: list[str]) -> int: ...

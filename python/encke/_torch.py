@@ -1,0 +1,249 @@
+"""torch on top of the extension: autograd, autocast, and custom operators for torch.compile.
+
+Two ways lead to the same two calls of the library. Ordinary tensors take an autograd function, whose
+cost is a few microseconds; what only looks like a tensor (while something is compiled or exported,
+and under fake tensors) takes the custom operators ``encke::attention`` and
+``encke::attention_backward``, which torch knows by their shapes alone.
+
+Gradients are of first order. What is kept for the backward pass is the inputs, out and lse.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from encke.options import Options, find
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PRECISION = Options._fields.index("precision")
+_SHARDING = Options._fields.index("sharding")
+_DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+}
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    if torch.compiler.is_compiling():
+        q, k, v = _autocast(q, k, v)
+        return _through_operator(q, k, v, options)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if type(tensor) not in _PLAIN:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"{name} is a {type(tensor).__name__}; Encke takes torch tensors and NumPy "
+                    "arrays, and all of one kind"
+                )
+            q, k, v = _autocast(q, k, v)
+            return _through_operator(q, k, v, options)
+    q, k, v = _autocast(q, k, v)
+    found = find(options)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, found)
+    out, lse, _, _ = found.forward(q, k, v)
+    return out, lse
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, what torch does for its own attention: narrow types for all but float64."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    cast = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return tuple(cast)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention with its gradient. The lse is an output like any other."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> tuple[Tensor, Tensor]:
+        out, lse, slot_out, slot_lse = found.forward(q, k, v)
+        ctx.set_materialize_grads(False)
+        ctx.found = found
+        ctx.out_like = (out.dtype, out.shape)
+        if found.recomputes:
+            ctx.save_for_backward(q, k, v)
+        elif found.splits_slots:
+            ctx.save_for_backward(q, k, v, None, lse, slot_out, slot_lse)
+        else:
+            ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> tuple[Any, ...]:
+        if dout is None and dlse is None:
+            return None, None, None, None
+        saved = ctx.saved_tensors
+        if dout is None:
+            dtype, shape = ctx.out_like
+            dout = saved[0].new_zeros(shape, dtype=dtype)
+        gradients = _backward if not torch.is_grad_enabled() else _Gradients.apply
+        saved = (*saved, *(None,) * (7 - len(saved)))
+        dq, dk, dv = gradients(ctx.found, *saved, dout, dlse)
+        need_q, need_k, need_v, _ = ctx.needs_input_grad
+        return dq if need_q else None, dk if need_k else None, dv if need_v else None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass where somebody keeps a graph of it: a graph that ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "encke.attention has gradients of first order only: it was differentiated twice "
+            "(create_graph=True, then through the gradients); detach the gradients, or use "
+            "torch.nn.functional.scaled_dot_product_attention where second order is needed"
+        )
+
+
+def _backward(
+    found: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Optional[Tensor],
+    lse: Optional[Tensor],
+    slot_out: Optional[Tensor],
+    slot_lse: Optional[Tensor],
+    dout: Tensor,
+    dlse: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Gradients come as autograd made them: that of a sum has stride 0, and no row to be read.
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    return found.backward(q, k, v, out, lse, slot_out, slot_lse, dout, dlse)
+
+
+# The custom operators. A sharding is two arguments there, since a schema has no unions.
+
+_OPTIONS = """int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
+    str? offsets, str? mixing_gradient, bool causal, float? scale, int? ranks, str sharding,
+    str queries, str? precision, str checkpoint, int redundancy, float? deadline,
+    bool deterministic, int[]? firsts"""
+
+
+def _through_operator(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    sharding = options[_SHARDING]
+    firsts = None
+    if not isinstance(sharding, str):
+        firsts, sharding = sharding, "contiguous"
+    flat = (*options[:_SHARDING], sharding, *options[_SHARDING + 1 :], firsts)
+    out, lse, _, _ = _attention_operator(q, k, v, *flat)
+    return out, lse
+
+
+def _found(flat: tuple[Any, ...]) -> Any:
+    """The attention of an operator's arguments, which come as lists."""
+    *options, firsts = (tuple(x) if isinstance(x, (list, tuple)) else x for x in flat)
+    if firsts is not None:
+        options[_SHARDING] = firsts
+    return find(tuple(options))
+
+
+def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+    out, lse, slot_out, slot_lse = _found(flat).forward(q.detach(), k.detach(), v.detach())
+    nothing = (out.new_empty(0), out.new_empty(0)) if slot_out is None else (slot_out, slot_lse)
+    return (out, lse, *nothing)
+
+
+_attention_operator = torch.library.custom_op(
+    "encke::attention",
+    _operator_forward,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@_attention_operator.register_fake
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+    found = _found(flat)
+    dtype = _computed_in(q, flat)
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    out = q.new_empty(q.shape, dtype=dtype)
+    lse = q.new_empty(q.shape[:3], dtype=sums)
+    if not found.splits_slots:
+        return out, lse, out.new_empty(0), out.new_empty(0)
+    batch, tokens, heads, dim = q.shape
+    slots = found.slots(int(heads))
+    by_slot = (batch, tokens, slots)
+    return out, lse, q.new_empty((*by_slot, dim), dtype=sums), q.new_empty(by_slot, dtype=sums)
+
+
+def _computed_in(q: Tensor, flat: tuple[Any, ...]) -> torch.dtype:
+    name = flat[_PRECISION]
+    if name is None:
+        return q.dtype
+    short = name.removeprefix("torch.")
+    return _DTYPES.get(short) or getattr(torch, short)
+
+
+def _operator_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    slot_out: Tensor,
+    slot_lse: Tensor,
+    dout: Tensor,
+    dlse: Optional[Tensor],
+    *flat: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = [None if x is None or x.numel() == 0 else x for x in (out, lse, slot_out, slot_lse)]
+    return _backward(_found(flat), q, k, v, *given, dout, dlse)
+
+
+_backward_operator = torch.library.custom_op(
+    "encke::attention_backward",
+    _operator_backward,
+    mutates_args=(),
+    schema=f"""(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slot_out,
+        Tensor slot_lse, Tensor dout, Tensor? dlse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)""",
+)
+
+
+@_backward_operator.register_fake
+def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    dtype = _computed_in(q, rest[6:])
+    return tuple(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, *flat = inputs
+    out, lse, slot_out, slot_lse = output
+    ctx.flat = tuple(flat)
+    ctx.set_materialize_grads(False)
+    if _found(ctx.flat).recomputes:
+        out, lse = out.new_empty(0), lse.new_empty(0)
+    ctx.save_for_backward(q, k, v, out, lse, slot_out, slot_lse)
+
+
+def _differentiate(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * len(ctx.flat)
+    if dout is None and dlse is None:
+        return None, None, None, *nothing
+    q = ctx.saved_tensors[0]
+    if dout is None:
+        dout = torch.zeros_like(q, dtype=_computed_in(q, ctx.flat))
+    dq, dk, dv = _backward_operator(*ctx.saved_tensors, dout, dlse, *ctx.flat)
+    k, v = ctx.saved_tensors[1:3]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *nothing
+
+
+torch.library.register_autograd(
+    "encke::attention", _differentiate, setup_context=_setup
+)

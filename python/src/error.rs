@@ -1,0 +1,66 @@
+//! Errors of the library as Python's exceptions: whoever asks for what cannot be gets a ValueError or
+//! a TypeError, whoever asked well and was let down by a rank or a device gets a RingError.
+
+use encke::{Error, KernelError};
+use encke_core::Error as RequestError;
+use pyo3::create_exception;
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+create_exception!(
+    encke,
+    RingError,
+    PyRuntimeError,
+    "A rank, its device or an exchange failed while a call was under way."
+);
+
+/// A request that cannot be met.
+pub(crate) fn request(error: &RequestError) -> PyErr {
+    match error {
+        RequestError::DTypeMismatch { .. } => PyTypeError::new_err(error.to_string()),
+        _ => PyValueError::new_err(error.to_string()),
+    }
+}
+
+/// A tensor that cannot be read.
+pub(crate) fn refused(tensor: &str, error: &RequestError) -> PyErr {
+    PyValueError::new_err(format!("{tensor}: {error}"))
+}
+
+/// A kernel that could not do what it was told.
+pub(crate) fn kernel(error: &KernelError) -> PyErr {
+    let text = error.to_string();
+    match error {
+        KernelError::Memory { .. } => PyMemoryError::new_err(text),
+        KernelError::Unsupported { .. } => PyValueError::new_err(text),
+        KernelError::Device { .. } => RingError::new_err(text),
+    }
+}
+
+/// A call that failed.
+pub(crate) fn call(error: &Error) -> PyErr {
+    match error {
+        Error::Request(error) => request(error),
+        Error::Kernel(error) => kernel(error),
+        Error::MissingInput { .. } => PyValueError::new_err(error.to_string()),
+        Error::Rank { source, .. } => match source {
+            encke::RankError::Kernel {
+                source: out_of_memory @ KernelError::Memory { .. },
+                ..
+            } => kernel(out_of_memory),
+            _ => RingError::new_err(told(error)),
+        },
+        Error::Thread { .. } => RingError::new_err(error.to_string()),
+    }
+}
+
+/// A failure with how every other rank ended.
+fn told(error: &Error) -> String {
+    let mut text = error.to_string();
+    if let Error::Rank { others, .. } = error {
+        for (rank, source) in others {
+            text += &format!("; rank {rank}: {source}");
+        }
+    }
+    text
+}

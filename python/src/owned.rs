@@ -1,0 +1,227 @@
+//! Results, handed to torch or NumPy without a copy.
+//!
+//! The memory a rank computed into becomes the tensor's: it is given away whole, and freed by whoever
+//! got it. torch takes a DLPack capsule, which knows bfloat16; NumPy takes an array interface, which
+//! all its versions let one write to.
+
+use std::ffi::{CStr, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+use encke::{DType, Data, Tensor};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
+
+use crate::tensor::Kind;
+
+const NAME: &CStr = c"dltensor";
+/// DLPack's number for memory of the host.
+const HOST: i32 = 1;
+
+#[repr(C)]
+struct DlDevice {
+    kind: i32,
+    number: i32,
+}
+
+#[repr(C)]
+struct DlType {
+    code: u8,
+    bits: u8,
+    lanes: u16,
+}
+
+#[repr(C)]
+struct DlTensor {
+    data: *mut c_void,
+    device: DlDevice,
+    dimensions: i32,
+    dtype: DlType,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+/// `DLManagedTensor` of dlpack.h.
+#[repr(C)]
+struct DlManaged {
+    tensor: DlTensor,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut DlManaged)>,
+}
+
+/// A managed tensor together with what it points to.
+struct Parting {
+    managed: DlManaged,
+    shape: [i64; 4],
+    strides: [i64; 4],
+    _data: Data,
+}
+
+static FROM_DLPACK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+static AS_ARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// A tensor out of a shared one, which is not copied where nobody else holds it.
+pub(crate) fn alone(tensor: Arc<Tensor>) -> Tensor {
+    Arc::try_unwrap(tensor).unwrap_or_else(|shared| (*shared).clone())
+}
+
+/// A result as the kind of tensor its inputs were: `[b, n, h, d]`, or `[b, n, h]` for cells.
+pub(crate) fn give(py: Python<'_>, kind: Kind, tensor: Tensor, cells: bool) -> PyResult<Py<PyAny>> {
+    let dims = tensor.dims();
+    let dimensions = if cells { 3 } else { 4 };
+    let data = tensor.into_data();
+    match kind {
+        Kind::Torch => to_torch(py, data, dims, dimensions),
+        Kind::NumPy => to_numpy(py, data, dims, dimensions),
+    }
+}
+
+fn to_torch(
+    py: Python<'_>,
+    mut data: Data,
+    dims: [usize; 4],
+    dimensions: usize,
+) -> PyResult<Py<PyAny>> {
+    let (code, bits) = match data.as_slice().dtype() {
+        DType::F64 => (2, 64),
+        DType::F32 => (2, 32),
+        DType::Bf16 => (4, 16),
+        DType::F16 => (2, 16),
+    };
+    let [_, n, h, d] = dims;
+    let signed = |sizes: [usize; 4]| sizes.map(|size| size as i64);
+    let address = data.bytes_mut().as_mut_ptr();
+    let parting = Box::new(Parting {
+        managed: DlManaged {
+            tensor: DlTensor {
+                data: address.cast(),
+                device: DlDevice {
+                    kind: HOST,
+                    number: 0,
+                },
+                dimensions: dimensions as i32,
+                dtype: DlType {
+                    code,
+                    bits,
+                    lanes: 1,
+                },
+                shape: ptr::null_mut(),
+                strides: ptr::null_mut(),
+                byte_offset: 0,
+            },
+            context: ptr::null_mut(),
+            deleter: Some(delete),
+        },
+        shape: signed(dims),
+        // Cells are [b, n, h, 1] here, so the last stride of three is that of h: d = 1.
+        strides: signed([n * h * d, h * d, d, 1]),
+        _data: data,
+    });
+    let parting = Box::into_raw(parting);
+    // SAFETY: just boxed, and nobody else has it; a box does not move, so it may point into itself.
+    let managed = unsafe {
+        (*parting).managed.tensor.shape = (&raw mut (*parting).shape).cast();
+        (*parting).managed.tensor.strides = (&raw mut (*parting).strides).cast();
+        (*parting).managed.context = parting.cast();
+        &raw mut (*parting).managed
+    };
+    // SAFETY: the name is static; the destructor frees what nobody took.
+    let capsule = unsafe {
+        let raw = ffi::PyCapsule_New(managed.cast(), NAME.as_ptr(), Some(forget));
+        Bound::from_owned_ptr_or_err(py, raw)
+    };
+    let capsule = capsule.inspect_err(|_| {
+        // SAFETY: no capsule came to own it.
+        unsafe { delete(managed) }
+    })?;
+    let import = || {
+        Ok::<_, PyErr>(
+            py.import("torch.utils.dlpack")?
+                .getattr("from_dlpack")?
+                .unbind(),
+        )
+    };
+    let from_dlpack = FROM_DLPACK.get_or_try_init(py, import)?;
+    from_dlpack.call1(py, (capsule,))
+}
+
+/// Frees a tensor that was taken over, when its new owner is done with it.
+///
+/// # Safety
+/// Called once, with the managed tensor of a `Parting`.
+unsafe extern "C" fn delete(managed: *mut DlManaged) {
+    // SAFETY: the context is the box the managed tensor is part of.
+    drop(unsafe { Box::from_raw((*managed).context.cast::<Parting>()) });
+}
+
+/// Frees a tensor in a capsule that nobody took over; whoever does renames the capsule.
+///
+/// # Safety
+/// Called by Python with the capsule that ends.
+unsafe extern "C" fn forget(capsule: *mut ffi::PyObject) {
+    // SAFETY: the capsule is alive, and holds a managed tensor while it has our name.
+    unsafe {
+        if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
+            delete(ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast());
+        }
+    }
+}
+
+/// The memory of an array: what NumPy keeps as its base.
+#[pyclass(frozen, module = "encke._encke")]
+pub(crate) struct Memory {
+    address: usize,
+    dims: [usize; 4],
+    dimensions: usize,
+    typestr: &'static str,
+    _data: Data,
+}
+
+#[pymethods]
+impl Memory {
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let interface = PyDict::new(py);
+        let [b, n, h, d] = self.dims;
+        match self.dimensions {
+            3 => interface.set_item("shape", (b, n, h))?,
+            _ => interface.set_item("shape", (b, n, h, d))?,
+        }
+        interface.set_item("typestr", self.typestr)?;
+        interface.set_item("data", (self.address, false))?;
+        interface.set_item("version", 3)?;
+        Ok(interface)
+    }
+}
+
+fn to_numpy(
+    py: Python<'_>,
+    mut data: Data,
+    dims: [usize; 4],
+    dimensions: usize,
+) -> PyResult<Py<PyAny>> {
+    let typestr = match data.as_slice().dtype() {
+        DType::F64 => "<f8",
+        DType::F32 => "<f4",
+        DType::F16 => "<f2",
+        // NumPy has no such type; arrays come in as none, so this is a precision that was asked for.
+        DType::Bf16 => {
+            return Err(pyo3::exceptions::PyTypeError::new_err(
+                "NumPy has no bfloat16; ask for another precision, or give torch tensors",
+            ));
+        }
+    };
+    let memory = Memory {
+        address: data.bytes_mut().as_mut_ptr() as usize,
+        dims,
+        dimensions,
+        typestr,
+        _data: data,
+    };
+    let import = || Ok::<_, PyErr>(py.import("numpy")?.getattr("asarray")?.unbind());
+    let as_array = AS_ARRAY.get_or_try_init(py, import)?;
+    as_array.call1(py, (Bound::new(py, memory)?,))
+}

@@ -1,0 +1,232 @@
+//! Options by name: what Python says in words, as the library's values.
+//!
+//! Nothing is decided here but which options go together: one that would have no effect is refused,
+//! since whoever gave it expects one. The library checks the numbers.
+
+use std::time::Duration;
+
+use encke::{
+    Attention, Builder, CheckpointPolicy, Cut, DType, GroupScale, MixingGradient, Mode, OffsetRule,
+    Pattern, Precision, Queries,
+};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::error;
+
+/// How the tokens are cut: a word, or the first token of each rank.
+#[derive(FromPyObject)]
+pub(crate) enum Sharding {
+    /// contiguous, zigzag or striped.
+    Word(String),
+    /// The first token of each rank.
+    Firsts(Vec<usize>),
+}
+
+/// The options that say which query sees which key.
+#[derive(FromPyObject)]
+pub(crate) struct PatternOptions {
+    #[pyo3(item)]
+    segment_lengths: Option<Vec<usize>>,
+    #[pyo3(item)]
+    dilation_rates: Option<Vec<usize>>,
+    #[pyo3(item)]
+    mode: String,
+    #[pyo3(item)]
+    group_scale: Option<String>,
+    #[pyo3(item)]
+    offsets: Option<String>,
+    #[pyo3(item)]
+    mixing_gradient: Option<String>,
+    #[pyo3(item)]
+    causal: bool,
+}
+
+/// The options that say where and how it is computed.
+#[derive(FromPyObject)]
+pub(crate) struct RingOptions {
+    #[pyo3(item)]
+    ranks: Option<usize>,
+    #[pyo3(item)]
+    sharding: Sharding,
+    #[pyo3(item)]
+    queries: String,
+    #[pyo3(item)]
+    scale: Option<f64>,
+    #[pyo3(item)]
+    precision: Option<String>,
+    #[pyo3(item)]
+    checkpoint: String,
+    #[pyo3(item)]
+    redundancy: usize,
+    #[pyo3(item)]
+    deadline: Option<f64>,
+}
+
+impl PatternOptions {
+    /// The pattern asked for, or which options do not go together.
+    pub fn pattern(&self) -> PyResult<Pattern> {
+        self.refuse_without_effect()?;
+        let Some(segments) = &self.segment_lengths else {
+            return Ok(Pattern::dense().causal(self.causal));
+        };
+        let mode = match self.mode.as_str() {
+            "group" => Mode::Group {
+                scale: word(
+                    "group_scale",
+                    self.group_scale.as_deref(),
+                    &[("one", GroupScale::One), ("groups", GroupScale::Groups)],
+                )?,
+            },
+            "mix" => Mode::Mix {
+                offsets: word(
+                    "offsets",
+                    self.offsets.as_deref(),
+                    &[
+                        ("head-mod", OffsetRule::HeadMod),
+                        ("head-block", OffsetRule::HeadBlock),
+                    ],
+                )?,
+                gradient: word(
+                    "mixing_gradient",
+                    self.mixing_gradient.as_deref(),
+                    &[
+                        ("exact", MixingGradient::Exact),
+                        ("detached", MixingGradient::Detached),
+                    ],
+                )?,
+            },
+            _ => Mode::Fkodom,
+        };
+        let rates = self.dilation_rates.as_deref().unwrap_or_default();
+        let pattern = Pattern::dilated(segments, rates, mode);
+        Ok(pattern
+            .map_err(|error| error::request(&error))?
+            .causal(self.causal))
+    }
+
+    fn refuse_without_effect(&self) -> PyResult<()> {
+        let mode = self.mode.as_str();
+        if !["group", "mix", "fkodom"].contains(&mode) {
+            return Err(unknown("mode", mode, &["group", "mix", "fkodom"]));
+        }
+        let dense = self.segment_lengths.is_none();
+        let said = if dense && self.dilation_rates.is_some() {
+            "dilation_rates needs segment_lengths, one length for each rate"
+        } else if !dense && self.dilation_rates.is_none() {
+            "segment_lengths needs dilation_rates, one rate for each length (1 = none)"
+        } else if dense && mode != "group" {
+            "this mode needs segment_lengths and dilation_rates: without branches attention is \
+             dense, and there is nothing to combine"
+        } else if self.group_scale.is_some() && (dense || mode != "group") {
+            "group_scale has a meaning only for branches in group mode; leave it out"
+        } else if self.offsets.is_some() && mode != "mix" {
+            "offsets has a meaning only in mix mode; leave it out or say mode=\"mix\""
+        } else if self.mixing_gradient.is_some() && mode != "mix" {
+            "mixing_gradient has a meaning only in mix mode; leave it out or say mode=\"mix\""
+        } else {
+            return Ok(());
+        };
+        Err(PyValueError::new_err(said))
+    }
+}
+
+impl Sharding {
+    /// The cut asked for.
+    pub fn cut(&self) -> PyResult<Cut> {
+        let known = [
+            ("contiguous", Cut::Contiguous),
+            ("zigzag", Cut::Zigzag),
+            ("striped", Cut::Striped),
+        ];
+        match self {
+            Sharding::Word(text) => word("sharding", Some(text), &known),
+            Sharding::Firsts(firsts) => Ok(Cut::Firsts(firsts.clone())),
+        }
+    }
+}
+
+impl RingOptions {
+    /// A builder with all options.
+    pub fn builder(&self, pattern: Pattern) -> PyResult<Builder> {
+        let cut = self.sharding.cut()?;
+        let ranks = match (self.ranks, &cut) {
+            (Some(ranks), _) => ranks,
+            (None, Cut::Firsts(firsts)) => firsts.len(),
+            (None, _) => 1,
+        };
+        let queries = [
+            ("sharded", Queries::Sharded),
+            ("replicated", Queries::Replicated),
+        ];
+        let policies = [
+            ("keep", CheckpointPolicy::KeepOutput),
+            ("recompute", CheckpointPolicy::Recompute),
+        ];
+        let precision = match &self.precision {
+            None => Precision::Stored,
+            Some(name) => Precision::Compute(dtype(name)?),
+        };
+        let mut builder = Attention::builder()
+            .pattern(pattern)
+            .ranks(ranks)
+            .sharding(cut)
+            .queries(word("queries", Some(&self.queries), &queries)?)
+            .checkpoint(word("checkpoint", Some(&self.checkpoint), &policies)?)
+            .precision(precision)
+            .redundancy(self.redundancy);
+        if let Some(scale) = self.scale {
+            builder = builder.scale(scale);
+        }
+        if let Some(seconds) = self.deadline {
+            let deadline = Duration::try_from_secs_f64(seconds).map_err(|_| {
+                PyValueError::new_err(format!(
+                    "deadline is {seconds} seconds; it must be a positive number"
+                ))
+            })?;
+            builder = builder.deadline(deadline);
+        }
+        Ok(builder)
+    }
+
+    /// Whether nothing is to be kept for the backward pass.
+    pub fn recomputes(&self) -> bool {
+        self.checkpoint == "recompute"
+    }
+}
+
+/// A type by one of its names: f32, float32, torch.float32.
+pub(crate) fn dtype(name: &str) -> PyResult<DType> {
+    let short = name.strip_prefix("torch.").unwrap_or(name);
+    let names = [
+        ("float64", DType::F64),
+        ("float32", DType::F32),
+        ("bfloat16", DType::Bf16),
+        ("float16", DType::F16),
+    ];
+    let long = names.iter().find(|(known, _)| *known == short);
+    match long {
+        Some((_, dtype)) => Ok(*dtype),
+        None => short.parse().map_err(|error| error::request(&error)),
+    }
+}
+
+/// The value of a word; the first one where none was given. Words may be written with underscores.
+fn word<T: Clone>(option: &str, given: Option<&str>, known: &[(&str, T)]) -> PyResult<T> {
+    let Some(given) = given else {
+        return Ok(known[0].1.clone());
+    };
+    let spelled = given.replace('_', "-");
+    let found = known.iter().find(|(name, _)| *name == spelled);
+    found.map(|(_, value)| value.clone()).ok_or_else(|| {
+        let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
+        unknown(option, given, &names)
+    })
+}
+
+fn unknown(option: &str, given: &str, known: &[&str]) -> PyErr {
+    let known = known.join("\", \"");
+    PyValueError::new_err(format!(
+        "{option}=\"{given}\" is unknown; known: \"{known}\""
+    ))
+}
