@@ -179,8 +179,10 @@ def explain(
     """What a call would compute, send and hold on each rank, in words, without doing it. Sizes may be
     those of any machine; options are those of :func:`attention`.
 
-    >>> print(explain(tokens=4096, heads=8, dim=64, ranks=4, causal=True))  # doctest: +ELLIPSIS
-    ...4096 tokens...
+    >>> text = explain(tokens=4096, heads=8, dim=64, ranks=2, causal=True)
+    >>> print("\\n".join(text.splitlines()[:2]))
+    forward: 4,096 tokens x 8 heads (8 key heads) x 64 numbers, batch 1, f32
+    2 ranks (contiguous), each holding its own queries; group mode, causal
     """
     shape = (batch, tokens, heads, heads if kv_heads is None else kv_heads, dim)
     return find(tuple(gathered(options))).explain(shape, str(dtype), backward)

@@ -34,6 +34,21 @@ impl Buffer {
         })
     }
 
+    /// Numbers that somebody else has allocated, and will free.
+    pub(crate) fn foreign(
+        device: &Arc<Device>,
+        dtype: DType,
+        pointer: u64,
+        elements: usize,
+    ) -> Buffer {
+        let bytes = elements * dtype.bytes();
+        Buffer {
+            memory: Some(Arc::new(Memory::foreign(device, pointer, bytes))),
+            dtype,
+            elements,
+        }
+    }
+
     /// The type of its numbers.
     pub fn dtype(&self) -> DType {
         self.dtype

@@ -204,6 +204,11 @@ impl Device {
         &self.inward
     }
 
+    /// All streams that anything is enqueued on.
+    pub(crate) fn streams(&self) -> [&Arc<CudaStream>; 4] {
+        [&self.outward, &self.inward, &self.compute, &self.beside]
+    }
+
     /// The context everything lives in.
     pub(crate) fn context(&self) -> &Arc<CudaContext> {
         &self.context
@@ -248,8 +253,8 @@ impl Device {
 
     /// Waits until everything computed is there, and every parcel has arrived.
     pub fn synchronize(&self) -> Result<()> {
-        let streams = [&self.outward, &self.inward, &self.compute, &self.beside];
-        let done = streams.iter().try_for_each(|stream| stream.synchronize());
+        let mut streams = self.streams().into_iter();
+        let done = streams.try_for_each(|stream| stream.synchronize());
         done.map_err(|error| Error::driver("waiting for the GPU", error))
     }
 

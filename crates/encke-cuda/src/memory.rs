@@ -1,4 +1,5 @@
-//! A piece of the GPU's memory, and when it was last used.
+//! A piece of the GPU's memory, and when it was last used. It is ours, or a guest's (see `guest.rs`),
+//! who frees it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -8,11 +9,12 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::order::Marks;
 
-/// Memory on the device, freed in stream order when nobody holds it any more.
+/// Memory on the device; ours is freed in stream order when nobody holds it any more.
 pub(crate) struct Memory {
     device: Arc<Device>,
     pointer: sys::CUdeviceptr,
     bytes: usize,
+    ours: bool,
     marks: Mutex<Marks>,
     /// Whether it is to be read as zeros that nobody has written yet.
     blank: Mutex<bool>,
@@ -35,6 +37,7 @@ impl Memory {
             device: Arc::clone(device),
             pointer,
             bytes,
+            ours: true,
             marks: Mutex::default(),
             blank: Mutex::default(),
         };
@@ -42,6 +45,17 @@ impl Memory {
         // one, and is handed out again here, can still be in use until then.
         device.enqueue(stream, "allocating", &[], &[&memory], |_| Ok(()))?;
         Ok(memory)
+    }
+
+    /// Memory of a guest.
+    pub fn foreign(device: &Arc<Device>, pointer: sys::CUdeviceptr, bytes: usize) -> Memory {
+        Memory {
+            device: Arc::clone(device),
+            pointer,
+            bytes,
+            ours: false,
+            marks: Mutex::default(),
+        }
     }
 
     /// Where it is.
@@ -172,6 +186,9 @@ fn is_known_to_driver(bytes: &[u8]) -> bool {
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if !self.ours {
+            return;
+        }
         let stream = self.device.compute();
         let marks = self.marks.get_mut().unwrap_or_else(PoisonError::into_inner);
         let mut waits = marks.before_writing(stream);

@@ -1,0 +1,28 @@
+"""Examples in docstrings run as printed."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import encke
+
+MODULES = ["encke"] + [
+    module.name
+    for module in pkgutil.walk_packages(encke.__path__, "encke.")
+    if module.name not in ("encke.__main__", "encke._encke")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+def test_the_examples_of_the_interface_are_there():
+    tried = [doctest.testmod(importlib.import_module(name)).attempted for name in MODULES[:1]]
+    assert tried[0] >= 8
+    tried = doctest.testmod(importlib.import_module("encke.functional")).attempted
+    assert tried >= 15

@@ -1,0 +1,103 @@
+"""What cannot be done is said before anything is computed, with the numbers that were wrong."""
+
+import multiprocessing
+
+import numpy
+import pytest
+import torch
+
+import encke
+
+
+def tensors(shape=(1, 16, 4, 8), count=3, **options):
+    return [torch.zeros(shape, **options) for _ in range(count)]
+
+
+def refused(kind, words, q, k, v, **options):
+    with pytest.raises(kind, match=words):
+        encke.attention(q, k, v, **options)
+
+
+def test_shapes():
+    q, k, v = tensors()
+    refused(ValueError, r"q has 3 dimensions.*16, 4, 8.*\[batch, tokens, heads, dim\]", q[0], k, v)
+    refused(ValueError, r"k.*\[1, 8, 4, 8\].*\[1, 16, 4, 8\]", q, k[:, :8], v)
+    refused(ValueError, r"v.*\[1, 16, 4, 4\]", q, k, v[..., :4])
+    refused(ValueError, "4 query heads cannot be grouped over 3", q, k[:, :, :3], v[:, :, :3])
+    refused(ValueError, "number of tokens is 0", q[:, :0], k[:, :0], v[:, :0])
+
+
+def test_types():
+    q, k, v = tensors()
+    refused(TypeError, "torch.int64; Encke computes", q.long(), k.long(), v.long())
+    refused(TypeError, "k.*f64.*f32", q, k.double(), v)
+    refused(TypeError, "q is a list", [[1.0]], k, v)
+    refused(TypeError, "k is a ndarray|all of one kind", q, k.numpy(), v)
+    refused(TypeError, "NumPy array and k a torch tensor", q.numpy(), k, v)
+    integers = numpy.zeros((1, 4, 2, 8), dtype=numpy.int32)
+    refused(TypeError, "q is of type int32", integers, integers, integers)
+    swapped = numpy.zeros((1, 4, 2, 8), dtype=">f8")
+    refused(TypeError, "q is of type >f8", swapped, swapped, swapped)
+    refused(ValueError, 'unknown number type "f8"', q, k, v, precision="f8")
+
+
+def test_layouts():
+    q, k, v = tensors()
+    refused(ValueError, r"q: the last dimension has stride 8", q.transpose(2, 3), k.transpose(2, 3), v)
+    backwards = numpy.zeros((1, 16, 4, 8))[:, ::-1]
+    refused(ValueError, "stride of -256 bytes", backwards, backwards, backwards)
+    raw = numpy.zeros(1 * 16 * 4 * 8 * 4 + 1, dtype=numpy.uint8)
+    odd = raw[1:].view(numpy.float32).reshape(1, 16, 4, 8)
+    refused(ValueError, "no multiple of the 4 bytes", odd, odd, odd)
+
+
+def test_devices():
+    q, k, v = tensors()
+    refused(ValueError, "k is on meta", q, k.to("meta"), v)
+
+
+def test_options():
+    q, k, v = tensors()
+    pattern = dict(segment_lengths=[8, 16], dilation_rates=[1, 2])
+    refused(ValueError, 'mode="grouped" is unknown; known: "group", "mix"', q, k, v, mode="grouped")
+    refused(ValueError, "needs segment_lengths", q, k, v, mode="mix")
+    refused(ValueError, "segment_lengths needs dilation_rates", q, k, v, segment_lengths=[8])
+    refused(ValueError, "2 segment lengths but 1", q, k, v, segment_lengths=[8, 8], dilation_rates=[1])
+    refused(ValueError, "only in mix mode", q, k, v, **pattern, offsets="head-mod")
+    refused(ValueError, "only for branches in group mode", q, k, v, group_scale="one")
+    refused(ValueError, "5 branches but only 4 heads", q, k, v, segment_lengths=[4] * 5, dilation_rates=[1] * 5)
+    refused(ValueError, "number of ranks is 0", q, k, v, ranks=0)
+    refused(ValueError, "names 2 ranks but 3", q, k, v, ranks=3, sharding=[0, 5])
+    refused(ValueError, "rank 1 would start at token 17", q, k, v, sharding=[0, 17])
+    refused(ValueError, 'sharding="round" is unknown', q, k, v, sharding="round")
+    refused(ValueError, "scale is NaN", q, k, v, scale=float("nan"))
+    refused(ValueError, "redundancy 2 on 2 ranks", q, k, v, ranks=2, redundancy=2)
+    refused(ValueError, "deadline is -1", q, k, v, deadline=-1.0)
+    refused(TypeError, "unexpected keyword argument 'casual'", q, k, v, casual=True)
+    with pytest.raises(TypeError, match="unknown option 'casual'"):
+        encke.explain(tokens=8, heads=1, dim=8, casual=True)
+
+
+def test_a_deadline_that_passes_is_a_ring_error():
+    q, k, v = (torch.randn(1, 4096, 4, 64) for _ in range(3))
+    refused(encke.RingError, "rank . failed", q, k, v, ranks=4, deadline=1e-9)
+    assert issubclass(encke.RingError, RuntimeError)
+
+
+def attend_in_child(queue):
+    try:
+        encke.attention(*tensors())
+        queue.put("computed")
+    except RuntimeError as error:
+        queue.put(str(error))
+
+
+def test_a_forked_process_is_told_why_it_cannot():
+    encke.attention(*tensors())
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=attend_in_child, args=(queue,))
+    child.start()
+    told = queue.get(timeout=30)
+    child.join()
+    assert "forked" in told and "spawn" in told
