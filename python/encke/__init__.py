@@ -23,11 +23,12 @@ True
 import sys
 
 from encke._encke import RingError, __version__
+from encke import functional
 from encke.functional import attention, attention_backward, explain, report
 
 if "torch" in sys.modules:
     # The custom operators are known before anything is compiled that uses them.
-    import encke._torch  # noqa: F401
+    functional._import_torch()
 
 __all__ = [
     "RingError",

@@ -21,6 +21,8 @@ class Attention:
     def splits_slots(self) -> bool: ...
     @property
     def recomputes(self) -> bool: ...
+    @property
+    def precision(self) -> Optional[str]: ...
     def slots(self, heads: int) -> int: ...
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]: ...
     def backward(
@@ -42,3 +44,20 @@ class Attention:
     def seconds(self, q: Any, k: Any, v: Any, repeats: int) -> list[float]: ...
 
 def command(words: list[str]) -> int: ...
+def forward_gpu(
+    attention: Attention, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: int
+) -> int: ...
+def backward_gpu(
+    attention: Attention,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    dlse: Optional[Any],
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    stream: int,
+) -> int: ...

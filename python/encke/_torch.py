@@ -15,10 +15,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from encke import _cuda, _encke
 from encke.options import Options, find
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_PRECISION = Options._fields.index("precision")
 _SHARDING = Options._fields.index("sharding")
 _DTYPES = {
     "f64": torch.float64,
@@ -30,24 +30,39 @@ _DTYPES = {
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """out and lse."""
-    if torch.compiler.is_compiling():
-        q, k, v = _autocast(q, k, v)
-        return _through_operator(q, k, v, options)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if type(tensor) not in _PLAIN:
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(
-                    f"{name} is a {type(tensor).__name__}; Encke takes torch tensors and NumPy "
-                    "arrays, and all of one kind"
-                )
-            q, k, v = _autocast(q, k, v)
-            return _through_operator(q, k, v, options)
+    plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
+    if not plain:
+        _refuse_others(q=q, k=k, v=v)
     q, k, v = _autocast(q, k, v)
+    if not plain or torch.compiler.is_compiling():
+        return _through_operator(q, k, v, options)
     found = find(options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, found)
-    out, lse, _, _ = found.forward(q, k, v)
+    out, lse, _, _ = _forward(found, q, k, v)
     return out, lse
+
+
+def _refuse_others(**given: Any) -> None:
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}; Encke takes torch tensors and NumPy arrays, "
+                "and all of one kind"
+            )
+
+
+def _forward(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """out, lse, and by slot where branches keep slots of their own."""
+    if not q.is_cuda:
+        return found.forward(q, k, v)
+    _cuda.prepare()
+    dtype = _computed_in(q, found.precision)
+    with torch.cuda.device(q.device):
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
+        _encke.forward_gpu(found, q, k, v, out, lse, torch.cuda.current_stream().cuda_stream)
+    return out, lse, None, None
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +80,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> tuple[Tensor, Tensor]:
-        out, lse, slot_out, slot_lse = found.forward(q, k, v)
+        out, lse, slot_out, slot_lse = _forward(found, q, k, v)
         ctx.set_materialize_grads(False)
         ctx.found = found
         ctx.out_like = (out.dtype, out.shape)
@@ -123,7 +138,16 @@ def _backward(
     # Gradients come as autograd made them: that of a sum has stride 0, and no row to be read.
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    return found.backward(q, k, v, out, lse, slot_out, slot_lse, dout, dlse)
+    if not q.is_cuda:
+        return found.backward(q, k, v, out, lse, slot_out, slot_lse, dout, dlse)
+    if out is None:
+        out, lse, _, _ = _forward(found, q, k, v)
+    dtype = _computed_in(q, found.precision)
+    with torch.cuda.device(q.device):
+        gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
+        stream = torch.cuda.current_stream().cuda_stream
+        _encke.backward_gpu(found, q, k, v, out, lse, dout, dlse, *gradients, stream)
+    return tuple(gradients)
 
 
 # The custom operators. A sharding is two arguments there, since a schema has no unions.
@@ -155,7 +179,7 @@ def _found(flat: tuple[Any, ...]) -> Any:
 
 
 def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    out, lse, slot_out, slot_lse = _found(flat).forward(q.detach(), k.detach(), v.detach())
+    out, lse, slot_out, slot_lse = _forward(_found(flat), q, k, v)
     nothing = (out.new_empty(0), out.new_empty(0)) if slot_out is None else (slot_out, slot_lse)
     return (out, lse, *nothing)
 
@@ -171,8 +195,8 @@ _attention_operator = torch.library.custom_op(
 @_attention_operator.register_fake
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
     found = _found(flat)
-    dtype = _computed_in(q, flat)
-    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    dtype = _computed_in(q, found.precision)
+    sums = _summed_in(dtype)
     out = q.new_empty(q.shape, dtype=dtype)
     lse = q.new_empty(q.shape[:3], dtype=sums)
     if not found.splits_slots:
@@ -183,12 +207,12 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor
     return out, lse, q.new_empty((*by_slot, dim), dtype=sums), q.new_empty(by_slot, dtype=sums)
 
 
-def _computed_in(q: Tensor, flat: tuple[Any, ...]) -> torch.dtype:
-    name = flat[_PRECISION]
-    if name is None:
-        return q.dtype
-    short = name.removeprefix("torch.")
-    return _DTYPES.get(short) or getattr(torch, short)
+def _computed_in(q: Tensor, precision: Optional[str]) -> torch.dtype:
+    return q.dtype if precision is None else _DTYPES[precision]
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _operator_backward(
@@ -218,7 +242,7 @@ _backward_operator = torch.library.custom_op(
 
 @_backward_operator.register_fake
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    dtype = _computed_in(q, rest[6:])
+    dtype = _computed_in(q, _found(rest[6:]).precision)
     return tuple(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
 
 
@@ -236,11 +260,10 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * len(ctx.flat)
     if dout is None and dlse is None:
         return None, None, None, *nothing
-    q = ctx.saved_tensors[0]
+    q, k, v, *_ = ctx.saved_tensors
     if dout is None:
-        dout = torch.zeros_like(q, dtype=_computed_in(q, ctx.flat))
+        dout = torch.zeros_like(q, dtype=_computed_in(q, _found(ctx.flat).precision))
     dq, dk, dv = _backward_operator(*ctx.saved_tensors, dout, dlse, *ctx.flat)
-    k, v = ctx.saved_tensors[1:3]
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *nothing
 
 

@@ -17,6 +17,21 @@ from encke.options import Options, as_tuple, find, gathered
 
 Tensor = TypeVar("Tensor")
 
+# torch is imported when the first tensor of it comes along: who has NumPy alone need not have torch.
+_on_torch: Any = None
+
+
+def _import_torch() -> Any:
+    global _on_torch
+    try:
+        from encke import _torch
+    except ImportError as missing:
+        raise TypeError(
+            "Encke takes NumPy arrays and torch tensors; torch is not installed here"
+        ) from missing
+    _on_torch = _torch.attention
+    return _on_torch
+
 
 def attention(
     q: Tensor,
@@ -128,9 +143,7 @@ def attention(
     if isinstance(q, numpy.ndarray):
         out, lse, _, _ = find(options).forward(q, k, v)
     else:
-        from encke import _torch
-
-        out, lse = _torch.attention(q, k, v, options)
+        out, lse = (_on_torch or _import_torch())(q, k, v, options)
     return (out, lse) if return_lse else out
 
 

@@ -24,7 +24,7 @@ use crate::tensor::{Lent, Place};
 pub(crate) struct Attention {
     library: Library,
     splits: bool,
-    recomputes: bool,
+    ring: RingOptions,
 }
 
 /// The process that has begun to compute: threads do not come along when it is forked.
@@ -90,20 +90,26 @@ impl Attention {
         Ok(Attention {
             library: library.map_err(|error| error::call(&error))?,
             splits,
-            recomputes: ring.recomputes(),
+            ring,
         })
     }
 
     /// Whether branches keep slots of their own until the end.
     #[getter]
-    fn splits_slots(&self) -> bool {
+    pub fn splits_slots(&self) -> bool {
         self.splits
     }
 
     /// Whether nothing is to be kept for the backward pass.
     #[getter]
     fn recomputes(&self) -> bool {
-        self.recomputes
+        self.ring.recomputes()
+    }
+
+    /// The type that is computed in, where it is not that of the inputs.
+    #[getter]
+    fn precision(&self) -> PyResult<Option<String>> {
+        Ok(self.ring.computed()?.map(|dtype| dtype.to_string()))
     }
 
     /// How many slots so many heads have.
@@ -280,6 +286,16 @@ impl Attention {
 }
 
 impl Attention {
+    /// The attention of the library: for the cpu, and for plans, which know no device.
+    pub fn library(&self) -> &Library {
+        &self.library
+    }
+
+    /// How it is computed.
+    pub fn ring(&self) -> &RingOptions {
+        &self.ring
+    }
+
     fn attend(&self, py: Python<'_>, inputs: &Inputs) -> PyResult<Forward> {
         // SAFETY: as in `backward`.
         let [q, k, v] = unsafe { inputs.views()? };

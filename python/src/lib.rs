@@ -5,6 +5,8 @@
 
 mod attention;
 mod error;
+mod gpu;
+mod on_gpu;
 mod owned;
 mod settings;
 mod tensor;
@@ -27,6 +29,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("RingError", module.py().get_type::<error::RingError>())?;
     module.add_class::<attention::Attention>()?;
     module.add_class::<owned::Memory>()?;
+    module.add_function(wrap_pyfunction!(on_gpu::forward_gpu, module)?)?;
+    module.add_function(wrap_pyfunction!(on_gpu::backward_gpu, module)?)?;
     module.add_function(wrap_pyfunction!(command, module)?)?;
     Ok(())
 }

@@ -58,9 +58,11 @@ pub(crate) struct RingOptions {
     #[pyo3(item)]
     checkpoint: String,
     #[pyo3(item)]
-    redundancy: usize,
+    pub redundancy: usize,
     #[pyo3(item)]
     deadline: Option<f64>,
+    #[pyo3(item)]
+    pub deterministic: bool,
 }
 
 impl PatternOptions {
@@ -163,9 +165,9 @@ impl RingOptions {
             ("keep", CheckpointPolicy::KeepOutput),
             ("recompute", CheckpointPolicy::Recompute),
         ];
-        let precision = match &self.precision {
+        let precision = match self.computed()? {
             None => Precision::Stored,
-            Some(name) => Precision::Compute(dtype(name)?),
+            Some(dtype) => Precision::Compute(dtype),
         };
         let mut builder = Attention::builder()
             .pattern(pattern)
@@ -178,15 +180,28 @@ impl RingOptions {
         if let Some(scale) = self.scale {
             builder = builder.scale(scale);
         }
-        if let Some(seconds) = self.deadline {
-            let deadline = Duration::try_from_secs_f64(seconds).map_err(|_| {
-                PyValueError::new_err(format!(
-                    "deadline is {seconds} seconds; it must be a positive number"
-                ))
-            })?;
+        if let Some(deadline) = self.deadline()? {
             builder = builder.deadline(deadline);
         }
         Ok(builder)
+    }
+
+    /// The type that is computed in, where it is not that of the inputs.
+    pub fn computed(&self) -> PyResult<Option<DType>> {
+        self.precision.as_deref().map(dtype).transpose()
+    }
+
+    /// How long an exchange waits, where that was said.
+    pub fn deadline(&self) -> PyResult<Option<Duration>> {
+        let Some(seconds) = self.deadline else {
+            return Ok(None);
+        };
+        let deadline = Duration::try_from_secs_f64(seconds);
+        deadline.map(Some).map_err(|_| {
+            PyValueError::new_err(format!(
+                "deadline is {seconds} seconds; it must be a positive number"
+            ))
+        })
     }
 
     /// Whether nothing is to be kept for the backward pass.

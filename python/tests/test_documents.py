@@ -1,8 +1,10 @@
-"""Examples in docstrings run as printed."""
+"""Examples in docstrings and in the README run as printed."""
 
 import doctest
 import importlib
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +28,12 @@ def test_the_examples_of_the_interface_are_there():
     assert tried[0] >= 8
     tried = doctest.testmod(importlib.import_module("encke.functional")).attempted
     assert tried >= 15
+
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_the_readme(block):
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})

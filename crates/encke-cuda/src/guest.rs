@@ -35,7 +35,11 @@ impl Guest {
         let recorded = unsafe { sys::cuEventRecord(event.cu_event(), stream) }.result();
         recorded.map_err(failed)?;
         let wait = |own: &Arc<CudaStream>| own.wait(&event);
-        device.streams().into_iter().try_for_each(wait).map_err(failed)?;
+        device
+            .streams()
+            .into_iter()
+            .try_for_each(wait)
+            .map_err(failed)?;
         Ok(Guest {
             device: Arc::clone(device),
             stream,

@@ -71,6 +71,22 @@ impl<K: Kernel> Rank<K> {
         Ok(())
     }
 
+    /// Puts memory of the caller in the place of a buffer, before a call begins.
+    pub fn place(&mut self, id: BufferId, buffer: K::Buffer) {
+        self.shelf.put(id, buffer);
+    }
+
+    /// Begins a call on buffers that were put in their places: what is missing is allocated, and
+    /// outputs whose untouched cells are to be zeros are made so.
+    pub fn begin(&mut self, kernel: &K) -> Result<(), KernelError> {
+        for id in self.plan.sparse_outputs() {
+            if let Some(buffer) = &mut self.shelf.buffers[id.0] {
+                kernel.fill(buffer, 0.0)?;
+            }
+        }
+        self.furnish(kernel, &Loans::default())
+    }
+
     /// Begins a call on inputs of the caller: those that lie as this rank would hold them are read
     /// in place, the rows of the others are copied in.
     pub fn admit<'a>(

@@ -1,0 +1,214 @@
+"""The same on a GPU: values, gradients, pointers, streams and errors of CUDA tensors.
+
+Skipped, with the reason, where torch sees no GPU.
+"""
+
+import gc
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+import encke
+import oracle
+from encke import _encke
+from encke.options import find, gathered
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+
+MIX = dict(segment_lengths=[32, 96], dilation_rates=[1, 3], mode="mix")
+GROUP = dict(segment_lengths=[24, 80, 148], dilation_rates=[1, 2, 5])
+PATTERNS = {
+    "dense": {},
+    "causal": dict(causal=True),
+    "scaled": dict(scale=0.7),
+    "mix": MIX,
+    "mix causal": dict(MIX, causal=True),
+    "group causal": dict(GROUP, causal=True),
+}
+RINGS = [
+    {},
+    dict(ranks=3),
+    dict(ranks=4, sharding="zigzag"),
+    dict(ranks=2, sharding="striped"),
+    dict(ranks=3, queries="replicated"),
+]
+
+
+@pytest.fixture
+def on_gpu(numbers):
+    def make(*shape, requires_grad=False, dtype=torch.float64):
+        return numbers(*shape).to("cuda", dtype).requires_grad_(requires_grad)
+
+    return make
+
+
+def expected(q, k, v, **options):
+    """From the definition, in float64 on the host."""
+    wide = [x.detach().cpu().double().requires_grad_() for x in (q, k, v)]
+    return wide, oracle.attention(*wide, **options)
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_every_pattern_on_every_ring_forward_and_backward(on_gpu, pattern, ring):
+    q = on_gpu(2, 148, 4, 16, requires_grad=True)
+    k, v = (on_gpu(2, 148, 2, 16, requires_grad=True) for _ in range(2))
+    out, lse = encke.attention(q, k, v, **pattern, **ring, return_lse=True)
+    assert out.is_cuda and lse.is_cuda
+    wide, (expected_out, expected_lse) = expected(q, k, v, **pattern)
+    assert_close(out.cpu(), expected_out, rtol=1e-11, atol=1e-11)
+    assert_close(lse.cpu(), expected_lse, rtol=1e-11, atol=1e-11)
+    dout = on_gpu(2, 148, 4, 16)
+    finite = expected_lse.isfinite()
+    loss = (out * dout).sum() + lse[finite.cuda()].sum()
+    expected_loss = (expected_out * dout.cpu()).sum() + expected_lse[finite].sum()
+    wanted = torch.autograd.grad(expected_loss, wide)
+    for got, want in zip(torch.autograd.grad(loss, (q, k, v)), wanted):
+        assert_close(got.cpu(), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dim", [40, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_types_are_as_near_as_torch_is(on_gpu, dtype, dim):
+    q = on_gpu(2, 300, 8, dim, dtype=dtype, requires_grad=True)
+    k, v = (on_gpu(2, 300, 2, dim, dtype=dtype, requires_grad=True) for _ in range(2))
+    dout = on_gpu(2, 300, 8, dim, dtype=dtype)
+    out = encke.attention(q, k, v, causal=True)
+    got = (out, *torch.autograd.grad(out, (q, k, v), dout))
+    wide, (exact, _) = expected(q, k, v, causal=True)
+    exact = (exact, *torch.autograd.grad(exact, wide, dout.cpu().double()))
+    # The same as torch's, in the narrow type, head by head.
+    host = [x.detach().cpu().requires_grad_() for x in (q, k, v)]
+    theirs, _ = oracle.attention(*host, causal=True)
+    theirs = (theirs, *torch.autograd.grad(theirs, host, dout.cpu()))
+    for name, own, other, right in zip(("out", "dq", "dk", "dv"), got, theirs, exact):
+        assert own.dtype == dtype
+        off, bound = ((x.cpu().double() - right).abs().max() for x in (own, other))
+        floor = torch.finfo(dtype).eps * right.abs().max()
+        assert off <= 2 * bound + 2 * floor, name
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), MIX], ids=str)
+def test_gradcheck(on_gpu, options):
+    q = on_gpu(1, 12, 2, 4, requires_grad=True)
+    k, v = (on_gpu(1, 12, 1, 4, requires_grad=True) for _ in range(2))
+    _, lse = encke.attention(q, k, v, **options, return_lse=True)
+    seen = lse.detach().isfinite()
+
+    def call(q, k, v):
+        out, lse = encke.attention(q, k, v, **options, return_lse=True)
+        return out, lse[seen]
+
+    assert gradcheck(call, (q, k, v))
+
+
+def test_what_lies_right_is_read_in_place_and_the_rest_is_copied_on_the_gpu(on_gpu):
+    found = find(tuple(gathered(dict(causal=True))))
+    make = lambda: on_gpu(2, 64, 4, 32, dtype=torch.bfloat16)  # noqa: E731
+    q, k, v = make(), make(), make()
+    out, lse = torch.empty_like(q), torch.empty(2, 64, 4, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    assert _encke.forward_gpu(found, q, k, v, out, lse, stream) == q.nbytes + k.nbytes + v.nbytes
+    assert torch.equal(out, encke.attention(q, k, v, causal=True))
+    # A fused projection: rows of three tensors side by side.
+    q, k, v = on_gpu(2, 64, 3, 4, 32, dtype=torch.bfloat16).unbind(2)
+    assert _encke.forward_gpu(found, q, k, v, out, lse, stream) == 0
+    whole = [x.contiguous() for x in (q, k, v)]
+    assert torch.equal(out, encke.attention(*whole, causal=True))
+    assert _encke.forward_gpu(found, whole[0], whole[1], v, out, lse, stream) == 2 * whole[0].nbytes
+
+
+def test_the_current_stream_is_waited_for_and_waits(on_gpu):
+    """Long work before, reuse after: without order the numbers would be others."""
+    q, k, v = (on_gpu(1, 2048, 8, 64, dtype=torch.bfloat16) for _ in range(3))
+    right = encke.attention(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    big = torch.randn(4096, 4096, device="cuda")
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        for _ in range(5):
+            with torch.cuda.stream(stream):
+                late = torch.zeros_like(q)
+                for _ in range(10):
+                    big = big @ big * 1e-4
+                late.copy_(q)
+                out = encke.attention(late, k, v, causal=True)
+                late.zero_()  # after the call in the order of the stream
+                del late
+                torch.empty_like(q).fill_(7)
+                same = (out == right).all()
+            stream.synchronize()
+            assert bool(same)
+
+
+def test_memory_comes_from_torch_and_goes_back(on_gpu):
+    q, k, v = (on_gpu(1, 4096, 8, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    encke.attention(q, k, v).sum().backward()
+    q.grad = k.grad = v.grad = None
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    out = encke.attention(q, k, v)
+    lse_bytes = 4096 * 8 * 4
+    assert torch.cuda.memory_allocated() - before == q.nbytes + lse_bytes
+    del out
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_compile_and_autocast(on_gpu):
+    q, k, v = (on_gpu(1, 64, 2, 32, dtype=torch.float32, requires_grad=True) for _ in range(3))
+
+    def layer(q, k, v):
+        with torch.autocast("cuda", torch.bfloat16):
+            return encke.attention(q, k, v, causal=True)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert compiled(q, k, v).dtype == torch.bfloat16
+    assert torch.equal(compiled(q, k, v), layer(q, k, v))
+    ours = torch.autograd.grad(compiled(q, k, v).float().sum(), (q, k, v))
+    for a, b in zip(ours, torch.autograd.grad(layer(q, k, v).float().sum(), (q, k, v))):
+        assert torch.equal(a, b)
+
+
+def test_recompute_and_another_precision(on_gpu):
+    q, k, v = (on_gpu(1, 96, 2, 32, dtype=torch.float32, requires_grad=True) for _ in range(3))
+    kept = torch.autograd.grad(encke.attention(q, k, v, causal=True).sum(), (q, k, v))
+    again = encke.attention(q, k, v, causal=True, checkpoint="recompute")
+    for a, b in zip(kept, torch.autograd.grad(again.sum(), (q, k, v))):
+        assert torch.equal(a, b)
+    wide = encke.attention(q, k, v, causal=True, precision="f64")
+    assert wide.dtype == torch.float64
+    _, (exact, _) = expected(q, k, v, causal=True)
+    assert_close(wide.cpu(), exact, rtol=1e-11, atol=1e-11)
+    assert torch.autograd.grad(wide.sum(), q)[0].dtype == torch.float32
+
+
+def test_errors(on_gpu):
+    q, k, v = (on_gpu(1, 16, 4, 8) for _ in range(3))
+    detached = dict(MIX, mixing_gradient="detached")
+    for kind, words, tensors, options in [
+        (ValueError, "q is on cuda:0 but k is on cpu", (q, k.cpu(), v), {}),
+        (ValueError, "q is on cpu but k is on cuda:0", (q.cpu(), k, v), {}),
+        (ValueError, r"k.*\[1, 8, 4, 8\]", (q, k[:, :8], v), {}),
+        (TypeError, "k.*f32.*f64", (q, k.float(), v), {}),
+        (ValueError, "last dimension has stride", (q.transpose(2, 3), k, v), {}),
+        (ValueError, "combined on the cpu only", (q, k, v), detached),
+        (ValueError, "redundancy 1", (q, k, v), dict(ranks=2, redundancy=1)),
+    ]:
+        with pytest.raises(kind, match=words):
+            encke.attention(*tensors, **options)
+
+
+def test_the_deterministic_backward_repeats_its_bits(on_gpu):
+    q, k, v = (on_gpu(1, 1000, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dout = on_gpu(1, 1000, 4, 64, dtype=torch.bfloat16)
+
+    def gradients(deterministic):
+        out = encke.attention(q, k, v, causal=True, deterministic=deterministic)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    first, fast = gradients(True), gradients(False)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(True)))
+    for a, b in zip(first, fast):
+        assert_close(a, b, rtol=2e-2, atol=2e-2)
