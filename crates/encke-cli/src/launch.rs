@@ -118,7 +118,10 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let kind = Kind::of(&String::from_utf8_lossy(&version.stdout));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let own = std::env::current_exe().context("cannot find encke itself")?;
-    if !own.file_name().is_some_and(|name| name.to_string_lossy().starts_with("encke")) {
+    if !own
+        .file_name()
+        .is_some_and(|name| name.to_string_lossy().starts_with("encke"))
+    {
         bail!(
             "launch starts the program encke again, but this is a part of {}; use the program",
             own.display()

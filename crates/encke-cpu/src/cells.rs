@@ -47,12 +47,22 @@ pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<D
 pub(crate) fn fill(buffer: &mut Data, value: f64) {
     with_typed!(Data, buffer, x => {
         let value = Element::from_f64(value);
-        x.par_chunks_mut(CELLS * 64).for_each(|piece| piece.fill(value));
+        in_pieces(x, CELLS * 64, |_, piece| piece.fill(value));
     });
 }
 
 /// Cells that one task ends or prepares: enough work to be worth a task.
 const CELLS: usize = 1024;
+
+/// Hands out pieces of so many numbers, with their place, to the threads of the current pool. A single
+/// one is done by the caller: to wake a thread for it takes longer than a short call.
+fn in_pieces<T: Send>(numbers: &mut [T], piece: usize, work: impl Fn(usize, &mut [T]) + Sync) {
+    if numbers.len() <= piece {
+        return work(0, numbers);
+    }
+    let pieces = numbers.par_chunks_mut(piece).enumerate();
+    pieces.for_each(|(place, piece)| work(place, piece));
+}
 
 /// Ends the softmax of cells.
 pub(crate) fn finish<A: Real>(
@@ -80,13 +90,16 @@ pub(crate) fn finish<A: Real>(
         *lse = m[cell] + l[cell].ln();
     };
     with_typed!(Data, out, out => {
-        let pieces = out[..cells * dim].par_chunks_mut(CELLS * dim);
-        pieces.zip(lse.par_chunks_mut(CELLS)).enumerate().for_each(|(piece, (out, lse))| {
+        let rows = out[..cells * dim].chunks_mut(CELLS * dim).zip(lse.chunks_mut(CELLS));
+        let mut rows: Vec<_> = rows.collect();
+        in_pieces(&mut rows, 1, |piece, rows| {
             let mut row = vec![A::ZERO; dim];
-            let rows = out.chunks_exact_mut(dim).zip(lse).enumerate();
-            for (cell, (out, lse)) in rows {
-                end(piece * CELLS, &mut row, lse, cell);
-                A::round(&row, out);
+            for (out, lse) in rows {
+                let rows = out.chunks_exact_mut(dim).zip(lse.iter_mut()).enumerate();
+                for (cell, (out, lse)) in rows {
+                    end(piece * CELLS, &mut row, lse, cell);
+                    A::round(&row, out);
+                }
             }
         });
     });
@@ -102,19 +115,16 @@ pub(crate) fn delta<A: Real>(
     delta: &mut Data,
 ) {
     let delta = &mut A::numbers(delta)[..cells];
-    delta
-        .par_chunks_mut(CELLS)
-        .enumerate()
-        .for_each(|(piece, delta)| {
-            let (mut x, mut y) = (vec![A::ZERO; dim], vec![A::ZERO; dim]);
-            for (cell, delta) in delta.iter_mut().enumerate() {
-                let cell = piece * CELLS + cell;
-                A::load(out, cell * dim, &mut x);
-                A::load(dout, cell * dim, &mut y);
-                let from_lse = dlse.map_or(A::ZERO, |dlse| A::get(dlse, cell));
-                *delta = dot(&x, &y) - from_lse;
-            }
-        });
+    in_pieces(delta, CELLS, |piece, delta| {
+        let (mut x, mut y) = (vec![A::ZERO; dim], vec![A::ZERO; dim]);
+        for (cell, delta) in delta.iter_mut().enumerate() {
+            let cell = piece * CELLS + cell;
+            A::load(out, cell * dim, &mut x);
+            A::load(dout, cell * dim, &mut y);
+            let from_lse = dlse.map_or(A::ZERO, |dlse| A::get(dlse, cell));
+            *delta = dot(&x, &y) - from_lse;
+        }
+    });
 }
 
 /// A dot product in eight running sums, which is what lets it be vector code.
