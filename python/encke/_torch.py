@@ -33,13 +33,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tupl
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
     if not plain:
         _refuse_others(q=q, k=k, v=v)
-    q, k, v = _autocast(q, k, v)
+    if torch.is_autocast_enabled("cpu" if q.is_cpu else q.device.type):
+        q, k, v = _autocast(q, k, v)
     if not plain or torch.compiler.is_compiling():
         return _through_operator(q, k, v, options)
     found = find(options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, found)
-    out, lse, _, _ = _forward(found, q, k, v)
+    out, lse, _, _ = found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
     return out, lse
 
 
@@ -52,8 +53,19 @@ def _refuse_others(**given: Any) -> None:
             )
 
 
+def _autocast(*tensors: Tensor) -> Any:
+    """What torch does for its own attention: the narrow type for all but float64."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
 def _forward(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     """out, lse, and by slot where branches keep slots of their own."""
+    return found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
+
+
+def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """The same on a GPU; what is not on one either is refused by the extension."""
     if not q.is_cuda:
         return found.forward(q, k, v)
     _cuda.prepare()
@@ -63,16 +75,6 @@ def _forward(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
         lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
         _encke.forward_gpu(found, q, k, v, out, lse, torch.cuda.current_stream().cuda_stream)
     return out, lse, None, None
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, what torch does for its own attention: narrow types for all but float64."""
-    device = q.device.type
-    if not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    cast = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    return tuple(cast)
 
 
 class _Attention(torch.autograd.Function):

@@ -4,7 +4,7 @@
 //! here: what the backward pass wants is returned as tensors, so that torch keeps them, frees them,
 //! and notices where somebody has written to them since.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
 use encke::{
@@ -25,6 +25,8 @@ pub(crate) struct Attention {
     library: Library,
     splits: bool,
     ring: RingOptions,
+    /// Nanoseconds that forward passes have spent in the library.
+    spent: AtomicU64,
 }
 
 /// The process that has begun to compute: threads do not come along when it is forked.
@@ -91,6 +93,7 @@ impl Attention {
             library: library.map_err(|error| error::call(&error))?,
             splits,
             ring,
+            spent: AtomicU64::new(0),
         })
     }
 
@@ -128,15 +131,11 @@ impl Attention {
         v: &Bound<'_, PyAny>,
     ) -> PyResult<(Py<PyAny>, Py<PyAny>, Option<Py<PyAny>>, Option<Py<PyAny>>)> {
         let inputs = Inputs::read(q, k, v)?;
-        let forward = self.attend(py, &inputs)?;
         let kind = inputs.q.kind;
-        let Forward {
-            out,
-            lse,
-            checkpoint,
-            ..
-        } = forward;
-        let slots = self.splits.then(|| checkpoint.into_slots()).flatten();
+        let (out, lse, slots) = self.attend(py, &inputs, |forward| {
+            let slots = self.splits.then(|| forward.checkpoint.into_slots());
+            (forward.out, forward.lse, slots.flatten())
+        })?;
         let (slot_out, slot_lse) = slots.unzip();
         let given = |tensor, cells| give(py, kind, alone(tensor), cells);
         Ok((
@@ -216,7 +215,7 @@ impl Attention {
         v: &Bound<'_, PyAny>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let inputs = Inputs::read(q, k, v)?;
-        let forward = self.attend(py, &inputs)?;
+        let forward = self.attend(py, &inputs, |forward| forward)?;
         let said = described(py, &forward.report)?;
         let addresses = PyDict::new(py);
         for lent in [inputs.q, inputs.k, inputs.v] {
@@ -261,27 +260,10 @@ impl Attention {
         })
     }
 
-    /// Seconds of each of so many forward passes of the library alone, without anything of Python's.
-    fn seconds(
-        &self,
-        py: Python<'_>,
-        q: &Bound<'_, PyAny>,
-        k: &Bound<'_, PyAny>,
-        v: &Bound<'_, PyAny>,
-        repeats: usize,
-    ) -> PyResult<Vec<f64>> {
-        let inputs = Inputs::read(q, k, v)?;
-        // SAFETY: as in `backward`.
-        let [q, k, v] = unsafe { inputs.views()? };
-        py.detach(|| {
-            let once = |_| {
-                let begin = Instant::now();
-                let forward = self.library.forward(&q, &k, &v);
-                drop(forward.map_err(|error| error::call(&error))?);
-                Ok(begin.elapsed().as_secs_f64())
-            };
-            (0..repeats).map(once).collect()
-        })
+    /// Seconds that forward passes have spent in the library so far: what is not Python's.
+    #[getter]
+    fn library_seconds(&self) -> f64 {
+        self.spent.load(Ordering::Relaxed) as f64 * 1e-9
     }
 }
 
@@ -296,11 +278,22 @@ impl Attention {
         &self.ring
     }
 
-    fn attend(&self, py: Python<'_>, inputs: &Inputs) -> PyResult<Forward> {
+    /// Runs a forward pass without Python's lock, and returns what `keep` keeps of it.
+    fn attend<T: Send>(
+        &self,
+        py: Python<'_>,
+        inputs: &Inputs,
+        keep: impl FnOnce(Forward) -> T + Send,
+    ) -> PyResult<T> {
         // SAFETY: as in `backward`.
         let [q, k, v] = unsafe { inputs.views()? };
-        let forward = py.detach(|| self.library.forward(&q, &k, &v));
-        forward.map_err(|error| error::call(&error))
+        py.detach(|| {
+            let begin = Instant::now();
+            let kept = self.library.forward(&q, &k, &v).map(keep);
+            let spent = begin.elapsed().as_nanos() as u64;
+            self.spent.fetch_add(spent, Ordering::Relaxed);
+            kept.map_err(|error| error::call(&error))
+        })
     }
 }
 

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use encke::{DType, Data, Tensor};
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
@@ -137,14 +138,18 @@ fn to_torch(
         // SAFETY: no capsule came to own it.
         unsafe { delete(managed) }
     })?;
-    let import = || {
-        Ok::<_, PyErr>(
-            py.import("torch.utils.dlpack")?
-                .getattr("from_dlpack")?
-                .unbind(),
-        )
-    };
-    let from_dlpack = FROM_DLPACK.get_or_try_init(py, import)?;
+    let from_dlpack = FROM_DLPACK.get_or_try_init(py, || {
+        // What torch.utils.dlpack.from_dlpack comes to for a capsule, without its questions.
+        let quick = py
+            .import("torch")?
+            .getattr("_C")?
+            .getattr_opt("_from_dlpack")?;
+        let found = match quick {
+            Some(quick) => quick,
+            None => py.import("torch.utils.dlpack")?.getattr("from_dlpack")?,
+        };
+        Ok::<_, PyErr>(found.unbind())
+    })?;
     from_dlpack.call1(py, (capsule,))
 }
 
@@ -187,12 +192,12 @@ impl Memory {
         let interface = PyDict::new(py);
         let [b, n, h, d] = self.dims;
         match self.dimensions {
-            3 => interface.set_item("shape", (b, n, h))?,
-            _ => interface.set_item("shape", (b, n, h, d))?,
+            3 => interface.set_item(intern!(py, "shape"), (b, n, h))?,
+            _ => interface.set_item(intern!(py, "shape"), (b, n, h, d))?,
         }
-        interface.set_item("typestr", self.typestr)?;
-        interface.set_item("data", (self.address, false))?;
-        interface.set_item("version", 3)?;
+        interface.set_item(intern!(py, "typestr"), self.typestr)?;
+        interface.set_item(intern!(py, "data"), (self.address, false))?;
+        interface.set_item(intern!(py, "version"), 3)?;
         Ok(interface)
     }
 }

@@ -9,7 +9,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyString, PyTuple};
 
 use crate::error::refused;
 
@@ -238,19 +238,21 @@ fn from_numpy(
         )));
     };
     let interface = interface.cast_into::<PyDict>()?;
-    let item = |key: &str| -> PyResult<Bound<'_, PyAny>> {
-        let missing = || PyTypeError::new_err(format!("{name}: its array interface has no {key}"));
-        interface.get_item(key)?.ok_or_else(missing)
-    };
-    let words = item("typestr")?.extract::<String>()?;
-    let dtype = match words.as_str() {
+    let item = |key| entry(name, &interface, key);
+    let words = item(intern!(py, "typestr"))?.cast_into::<PyString>()?;
+    let dtype = match &*words.to_cow()? {
         "<f8" => DType::F64,
         "<f4" => DType::F32,
         "<f2" => DType::F16,
         _ => return Err(unknown_type(name, &array.getattr("dtype")?)),
     };
-    let dims = four(name, &item("shape")?.cast_into::<PyTuple>()?, meaning, rank)?;
-    let strides = match item("strides")?.cast_into::<PyTuple>() {
+    let dims = four(
+        name,
+        &item(intern!(py, "shape"))?.cast_into::<PyTuple>()?,
+        meaning,
+        rank,
+    )?;
+    let strides = match item(intern!(py, "strides"))?.cast_into::<PyTuple>() {
         Ok(bytes) => element_strides(name, &bytes, dtype)?,
         // None: the array is contiguous.
         Err(_) => {
@@ -258,7 +260,7 @@ fn from_numpy(
             [n * h * d, h * d, d, 1]
         }
     };
-    let (address, _read_only): (usize, bool) = item("data")?.extract()?;
+    let (address, _read_only): (usize, bool) = item(intern!(py, "data"))?.extract()?;
     let lent = Lent {
         name,
         kind: Kind::NumPy,
@@ -269,6 +271,16 @@ fn from_numpy(
         strides,
     };
     lent.checked()
+}
+
+/// What an array interface says.
+fn entry<'py>(
+    name: &str,
+    interface: &Bound<'py, PyDict>,
+    key: &Bound<'py, PyString>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let missing = || PyTypeError::new_err(format!("{name}: its array interface has no {key}"));
+    interface.get_item(key)?.ok_or_else(missing)
 }
 
 /// Strides in numbers from those in bytes.
