@@ -44,8 +44,21 @@ impl Outcome {
         events: Vec<Event>,
         memory: Vec<RankMemory>,
     ) -> Result<Outcome, RingError> {
+        let tokens = plan.request().shape.tokens;
+        Outcome::collect_rows(kernel, plan, tokens, ranks, events, memory)
+    }
+
+    /// The same where the ranks' ports name the rows of a shard, which has so many.
+    pub fn collect_rows<K: Kernel>(
+        kernel: &K,
+        plan: &Arc<Plan>,
+        rows: usize,
+        ranks: &mut [Rank<K>],
+        events: Vec<Event>,
+        memory: Vec<RankMemory>,
+    ) -> Result<Outcome, RingError> {
         let mut tensors = Vec::new();
-        for (role, dims, dtype) in outputs(plan) {
+        for (role, dims, dtype) in outputs_of(plan, rows) {
             // Where every rank has all of an output, the first one's word is as good as any.
             let everything = |rank: &Rank<K>| {
                 let of = rank.plan().outputs.iter().find(|port| port.role == role);
@@ -168,8 +181,13 @@ fn words(panic: &(dyn std::any::Any + Send)) -> String {
 
 /// The tensors a plan takes, with their names and shapes.
 pub fn inputs(plan: &Plan) -> Vec<(Role, &'static str, [usize; 4])> {
+    inputs_of(plan, plan.request().shape.tokens)
+}
+
+/// The same where only so many rows are given.
+fn inputs_of(plan: &Plan, rows: usize) -> Vec<(Role, &'static str, [usize; 4])> {
     let shape = &plan.request().shape;
-    let of = |heads: usize, dim: usize| [shape.batch, shape.tokens, heads, dim];
+    let of = |heads: usize, dim: usize| [shape.batch, rows, heads, dim];
     let (q, kv) = (of(shape.heads, shape.dim), of(shape.kv_heads, shape.dim));
     let (out, lse) = (of(plan.slots(), shape.dim), of(plan.slots(), 1));
     let mut inputs = vec![(Role::Q, "q", q), (Role::K, "k", kv), (Role::V, "v", kv)];
@@ -184,11 +202,11 @@ pub fn inputs(plan: &Plan) -> Vec<(Role, &'static str, [usize; 4])> {
     inputs
 }
 
-/// The tensors a plan returns, with their shapes and types.
-pub fn outputs(plan: &Plan) -> Vec<(Role, [usize; 4], DType)> {
+/// The tensors a plan returns where only so many rows are wanted, with their shapes and types.
+fn outputs_of(plan: &Plan, rows: usize) -> Vec<(Role, [usize; 4], DType)> {
     let request = plan.request();
     let shape = &request.shape;
-    let of = |heads: usize, dim: usize| [shape.batch, shape.tokens, heads, dim];
+    let of = |heads: usize, dim: usize| [shape.batch, rows, heads, dim];
     let (q, kv) = (of(shape.heads, shape.dim), of(shape.kv_heads, shape.dim));
     match request.pass {
         Pass::Forward => vec![
@@ -205,7 +223,12 @@ pub fn outputs(plan: &Plan) -> Vec<(Role, [usize; 4], DType)> {
 
 /// Refuses inputs that are missing or of another shape than the plan was made for.
 pub fn check_inputs(plan: &Plan, given: &[(Role, View<'_>)]) -> Result<(), RingError> {
-    for (role, tensor, expected) in inputs(plan) {
+    check_rows(plan, plan.request().shape.tokens, given)
+}
+
+/// The same where only so many rows are given.
+pub fn check_rows(plan: &Plan, rows: usize, given: &[(Role, View<'_>)]) -> Result<(), RingError> {
+    for (role, tensor, expected) in inputs_of(plan, rows) {
         let given = given.iter().find(|(r, _)| *r == role);
         let (_, view) = given.ok_or(RingError::MissingInput { role })?;
         if view.dims() != expected {

@@ -83,6 +83,14 @@ pub enum RingError {
         /// What the system said.
         reason: String,
     },
+    /// What needs all ranks of a call in one place.
+    #[error("{what} is not supported where the other ranks are elsewhere; {hint}")]
+    Elsewhere {
+        /// What was asked for.
+        what: &'static str,
+        /// What to do instead.
+        hint: &'static str,
+    },
     /// The kernel that was asked for is not to be had here.
     #[error(transparent)]
     Kernel(#[from] KernelError),

@@ -3,7 +3,7 @@
 //! A [`Rank`] interprets the program of one participant: it owns the buffers the plan lists and
 //! does what each round says, with any [`Kernel`](encke_core::kernel::Kernel) and any
 //! [`Transport`](encke_core::transport::Transport). [`ThreadRing`] runs all ranks as threads of
-//! one process. There is no attention in this crate, and no decision about what is computed.
+//! one process, [`ShardRing`] one rank with its shard where the others are elsewhere. There is no attention in this crate, and no decision about what is computed.
 #![forbid(unsafe_code)]
 
 pub mod cache;
@@ -18,6 +18,7 @@ pub mod memory;
 mod perform;
 pub mod rank;
 pub mod sequence;
+pub mod shard_ring;
 mod shelf;
 pub mod survive;
 pub mod thread_ring;
@@ -33,5 +34,6 @@ pub use ledger::Ledger;
 pub use memory::RankMemory;
 pub use rank::Rank;
 pub use sequence::{gather_sequence, split_sequence};
+pub use shard_ring::ShardRing;
 pub use thread_ring::ThreadRing;
 pub use trace::{Activity, Event, Trace};

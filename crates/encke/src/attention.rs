@@ -1,21 +1,19 @@
 //! The interface: a builder, a forward pass, a backward pass.
 //!
-//! Nothing is computed here except the combination of branches that keep slots of their own, which
-//! is row by row and on the host (see `mixing`).
+//! Nothing is computed here: what a pass is beside its ring is in `passes`.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use encke_core::kernel::Kernel;
-use encke_core::mixing::{self, SlotBackward};
-use encke_core::plan::program::Role;
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error as RequestError, Pattern, Shape, Tensor, View};
 use encke_cpu::CpuKernel;
-use encke_ring::{
-    CacheStats, Fault, Outcome, RankError, RankMemory, RingError as Error, ThreadRing, Trace,
-};
+use encke_ring::{CacheStats, Fault, RankError, RankMemory, RingError as Error, ThreadRing, Trace};
+
+use crate::passes::{self, Attended};
+use crate::shard::ShardAttention;
 
 /// How long an exchange waits for a neighbour unless told otherwise. A neighbour may be busy with
 /// a long job of its own, so this is a guard against hanging for ever, not against slowness.
@@ -44,16 +42,16 @@ pub enum CheckpointPolicy {
 /// What a forward pass kept. Sharing `out` with the caller costs no memory.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
-    kept: Option<Slots>,
+    pub(crate) kept: Option<Slots>,
 }
 
 /// The output as the ring made it: by slot, which is by head except where branches stay apart
 /// (see [`Pattern::splits_slots`]).
 #[derive(Debug, Clone)]
-struct Slots {
-    slot_out: Arc<Tensor>,
-    slot_lse: Arc<Tensor>,
-    lse: Arc<Tensor>,
+pub(crate) struct Slots {
+    pub slot_out: Arc<Tensor>,
+    pub slot_lse: Arc<Tensor>,
+    pub lse: Arc<Tensor>,
 }
 
 /// What a forward pass left, in memory of the caller: a checkpoint for those who keep tensors
@@ -86,7 +84,7 @@ impl Checkpoint {
 }
 
 impl Slots {
-    fn view(&self) -> Kept<'_> {
+    pub fn view(&self) -> Kept<'_> {
         Kept {
             slot_out: self.slot_out.view(),
             slot_lse: self.slot_lse.view(),
@@ -106,6 +104,20 @@ pub struct Forward {
     pub checkpoint: Checkpoint,
     /// What happened.
     pub report: Report,
+}
+
+impl Forward {
+    pub(crate) fn new(attended: Attended, policy: CheckpointPolicy) -> Forward {
+        let Attended { kept, out, report } = attended;
+        let lse = Arc::clone(&kept.lse);
+        let kept = (policy == CheckpointPolicy::KeepOutput).then_some(kept);
+        Forward {
+            out,
+            lse,
+            checkpoint: Checkpoint { kept },
+            report,
+        }
+    }
 }
 
 /// What a backward pass returns.
@@ -137,13 +149,13 @@ pub struct Report {
 /// Settings of an [`Attention`]; each has a default, dense attention on one rank.
 #[derive(Debug, Clone)]
 pub struct Builder {
-    pattern: Pattern,
+    pub(crate) pattern: Pattern,
     ranks: usize,
     cut: Cut,
     queries: Queries,
     precision: Precision,
     scale: Option<f64>,
-    policy: CheckpointPolicy,
+    pub(crate) policy: CheckpointPolicy,
     deadline: Duration,
     redundancy: usize,
     drill: Vec<Fault>,
@@ -217,13 +229,62 @@ impl Builder {
         self.build_on(CpuKernel::new()?)
     }
 
+    /// One rank of the attention with these settings, on the CPU, where the other ranks are
+    /// elsewhere.
+    pub fn build_shard(self, rank: usize) -> Result<ShardAttention, Error> {
+        self.build_shard_on(CpuKernel::new()?, rank)
+    }
+
+    /// One rank of the attention with these settings, where the other ranks are elsewhere.
+    pub fn build_shard_on<K: Kernel>(
+        self,
+        kernel: K,
+        rank: usize,
+    ) -> Result<ShardAttention<K>, Error> {
+        ShardAttention::new(self, kernel, rank)
+    }
+
     /// The attention with these settings, on any device that has a kernel.
     pub fn build_on<K: Kernel>(self, kernel: K) -> Result<Attention<K>, Error> {
         Ok(Attention {
-            sharding: Sharding::new(self.ranks, self.cut.clone())?,
+            sharding: self.new_sharding()?,
             ring: ThreadRing::new(kernel, self.deadline).with_faults(self.drill.clone()),
             settings: self,
         })
+    }
+}
+
+impl Builder {
+    pub(crate) fn new_sharding(&self) -> Result<Sharding, RequestError> {
+        Sharding::new(self.ranks, self.cut.clone())
+    }
+
+    /// What a call with these settings asks for.
+    pub(crate) fn request(
+        &self,
+        sharding: &Sharding,
+        shape: Shape,
+        dtype: DType,
+        pass: Pass,
+    ) -> Request {
+        // One rank has all queries either way, and needs no second copy of its output.
+        let queries = match sharding.ranks() {
+            1 => Queries::Sharded,
+            _ => self.queries,
+        };
+        Request {
+            shape,
+            pattern: self.pattern.clone(),
+            sharding: sharding.clone(),
+            queries,
+            dtype: match self.precision {
+                Precision::Stored => dtype,
+                Precision::Compute(dtype) => dtype,
+            },
+            scale: self.scale,
+            pass,
+            redundancy: self.redundancy,
+        }
     }
 }
 
@@ -281,15 +342,8 @@ impl<K: Kernel> Attention<K> {
     /// Attention.
     pub fn forward(&self, q: &View<'_>, k: &View<'_>, v: &View<'_>) -> Result<Forward, Error> {
         let request = self.request_for(q, k, v, Pass::Forward)?;
-        let (kept, out, report) = self.attend(&request, q, k, v)?;
-        let lse = Arc::clone(&kept.lse);
-        let kept = (self.settings.policy == CheckpointPolicy::KeepOutput).then_some(kept);
-        Ok(Forward {
-            out,
-            lse,
-            checkpoint: Checkpoint { kept },
-            report,
-        })
+        let attended = self.attend(&request, q, k, v)?;
+        Ok(Forward::new(attended, self.settings.policy))
     }
 
     /// Gradients of a loss with respect to q, k and v, given those with respect to out (`dout`)
@@ -307,7 +361,7 @@ impl<K: Kernel> Attention<K> {
             return self.backward_from(q, k, v, &kept, dout, dlse);
         }
         let forward = self.request_for(q, k, v, Pass::Forward)?;
-        let (recomputed, ..) = self.attend(&forward, q, k, v)?;
+        let recomputed = self.attend(&forward, q, k, v)?.kept;
         self.backward_from(q, k, v, &recomputed.view(), dout, dlse)
     }
 
@@ -326,36 +380,9 @@ impl<K: Kernel> Attention<K> {
             dlse: dlse.is_some(),
         };
         let request = self.request_for(q, k, v, pass)?;
-        let shape = &request.shape;
-        let Kept {
-            slot_out,
-            slot_lse,
-            lse,
-        } = kept;
-        same_shape("dout", dout, q.dims())?;
-        if dout.dtype() != request.dtype {
-            same_type("dout", dout, q)?;
-        }
-        let cells = [shape.batch, shape.tokens, shape.heads, 1];
-        same_shape("lse", lse, cells)?;
-        if let Some(dlse) = dlse {
-            same_shape("dlse", dlse, cells)?;
-        }
-        let pattern = &self.settings.pattern;
-        if pattern.splits_slots() {
-            let slots = mixing::spread(pattern, shape, (slot_out, slot_lse), lse, dout, dlse)?;
-            let SlotBackward {
-                out,
-                lse,
-                dout,
-                dlse,
-            } = &slots;
-            let dlse = dlse.as_ref().map(Tensor::view);
-            let upstream = (&out.view(), &lse.view(), &dout.view(), dlse.as_ref());
-            self.differentiate(&request, (q, k, v), upstream)
-        } else {
-            self.differentiate(&request, (q, k, v), (slot_out, slot_lse, dout, dlse))
-        }
+        passes::differentiate(&request, [*q, *k, *v], kept, (dout, dlse), |inputs| {
+            self.ring.run(&request, inputs)
+        })
     }
 
     /// Runs the forward pass and combines slots into heads where they are apart.
@@ -365,71 +392,14 @@ impl<K: Kernel> Attention<K> {
         q: &View<'_>,
         k: &View<'_>,
         v: &View<'_>,
-    ) -> Result<(Slots, Arc<Tensor>, Report), Error> {
-        let inputs = [(Role::Q, *q), (Role::K, *k), (Role::V, *v)];
-        let mut outcome = self.ring.run(request, &inputs)?;
-        let slot_out = Arc::new(taken(&mut outcome, Role::Out));
-        let slot_lse = Arc::new(taken(&mut outcome, Role::Lse));
-        let pattern = &request.pattern;
-        let (out, lse) = if pattern.splits_slots() {
-            let dtype = request.dtype;
-            let (out, lse) = mixing::combine(pattern, &request.shape, &slot_out, &slot_lse, dtype);
-            (Arc::new(out), Arc::new(lse))
-        } else {
-            (Arc::clone(&slot_out), Arc::clone(&slot_lse))
-        };
-        let kept = Slots {
-            slot_out,
-            slot_lse,
-            lse,
-        };
-        Ok((kept, out, report(outcome)))
-    }
-
-    /// Runs the backward pass on operands given by slot.
-    fn differentiate(
-        &self,
-        request: &Request,
-        (q, k, v): (&View<'_>, &View<'_>, &View<'_>),
-        (out, lse, dout, dlse): (&View<'_>, &View<'_>, &View<'_>, Option<&View<'_>>),
-    ) -> Result<Backward, Error> {
-        let mut inputs = vec![
-            (Role::Q, *q),
-            (Role::K, *k),
-            (Role::V, *v),
-            (Role::Out, *out),
-            (Role::Lse, *lse),
-            (Role::Dout, *dout),
-        ];
-        inputs.extend(dlse.map(|dlse| (Role::Dlse, *dlse)));
-        let mut outcome = self.ring.run(request, &inputs)?;
-        Ok(Backward {
-            dq: taken(&mut outcome, Role::Dq),
-            dk: taken(&mut outcome, Role::Dk),
-            dv: taken(&mut outcome, Role::Dv),
-            report: report(outcome),
+    ) -> Result<Attended, Error> {
+        passes::attend(request, [*q, *k, *v], |inputs| {
+            self.ring.run(request, inputs)
         })
     }
 
     fn request(&self, shape: Shape, dtype: DType, pass: Pass) -> Request {
-        // One rank has all queries either way, and needs no second copy of its output.
-        let queries = match self.sharding.ranks() {
-            1 => Queries::Sharded,
-            _ => self.settings.queries,
-        };
-        Request {
-            shape,
-            pattern: self.settings.pattern.clone(),
-            sharding: self.sharding.clone(),
-            queries,
-            dtype: match self.settings.precision {
-                Precision::Stored => dtype,
-                Precision::Compute(dtype) => dtype,
-            },
-            scale: self.settings.scale,
-            pass,
-            redundancy: self.settings.redundancy,
-        }
+        self.settings.request(&self.sharding, shape, dtype, pass)
     }
 
     /// The request that tensors amount to, if they agree with one another.
@@ -440,33 +410,28 @@ impl<K: Kernel> Attention<K> {
         v: &View<'_>,
         pass: Pass,
     ) -> Result<Request, Error> {
-        let [batch, tokens, heads, dim] = q.dims();
-        let kv_heads = k.dims()[2];
-        let kv = [batch, tokens, kv_heads, dim];
-        for (name, view) in [("k", k), ("v", v)] {
-            same_shape(name, view, kv)?;
-            same_type(name, view, q)?;
-        }
-        let shape = Shape::new(batch, tokens, heads, kv_heads, dim)?;
+        let shape = shape_of(q, k, v, q.dims()[1])?;
         Ok(self.request(shape, q.dtype(), pass))
     }
 }
 
-fn taken(outcome: &mut Outcome, role: Role) -> Tensor {
-    let tensor = outcome.take(role);
-    tensor.expect("a pass returns every output it has")
-}
-
-fn report(outcome: Outcome) -> Report {
-    Report {
-        plan: outcome.plan,
-        trace: outcome.trace,
-        memory: outcome.memory,
-        deaths: outcome.deaths,
+/// The shape of a call on `tokens` tokens whose rows these are, if they agree with one another.
+pub(crate) fn shape_of(
+    q: &View<'_>,
+    k: &View<'_>,
+    v: &View<'_>,
+    tokens: usize,
+) -> Result<Shape, RequestError> {
+    let [batch, rows, heads, dim] = q.dims();
+    let kv_heads = k.dims()[2];
+    for (name, view) in [("k", k), ("v", v)] {
+        same_shape(name, view, [batch, rows, kv_heads, dim])?;
+        same_type(name, view, q)?;
     }
+    Shape::new(batch, tokens, heads, kv_heads, dim)
 }
 
-fn same_shape(
+pub(crate) fn same_shape(
     tensor: &'static str,
     view: &View<'_>,
     expected: [usize; 4],
@@ -481,7 +446,11 @@ fn same_shape(
     })
 }
 
-fn same_type(tensor: &'static str, view: &View<'_>, q: &View<'_>) -> Result<(), RequestError> {
+pub(crate) fn same_type(
+    tensor: &'static str,
+    view: &View<'_>,
+    q: &View<'_>,
+) -> Result<(), RequestError> {
     if view.dtype() == q.dtype() {
         return Ok(());
     }

@@ -45,11 +45,16 @@
 //! What each rank held and what travelled comes with every result ([`Report`]); what would be held
 //! and sent can be asked beforehand, for any size, with [`Attention::plan`].
 //!
+//! Where each process has one rank and its rows, [`Builder::build_shard`] makes a [`ShardAttention`],
+//! which takes any [`Transport`] between them.
+//!
 //! NaN and infinity are not looked for: they go where IEEE arithmetic takes them, which is to the
 //! rows that see them and to no other.
 #![forbid(unsafe_code)]
 
 mod attention;
+mod passes;
+mod shard;
 
 pub use attention::{
     Attention, Backward, Builder, Checkpoint, CheckpointPolicy, Forward, Kept, Precision, Report,
@@ -58,7 +63,9 @@ pub use encke_core::kernel::{Kernel, KernelError};
 pub use encke_core::plan::explain;
 pub use encke_core::plan::{Pass, Plan, Queries, Request};
 pub use encke_core::sharding::{Cut, Sharding};
-pub use encke_core::transport::TransportError;
+pub use encke_core::transport::{
+    Address, HostParcel, Incoming, Moved, Outgoing, Parcel, Transport, TransportError,
+};
 pub use encke_core::{
     Branch, DType, Data, Element, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape,
     Slice, Tensor, View,
@@ -68,5 +75,6 @@ pub use encke_cpu::CpuKernel;
 pub use encke_cuda::{CudaKernel, Error as CudaError};
 pub use encke_ring::{
     Activity, CacheStats, Fault, Phase, RankError, RankMemory, RingError as Error, Trace,
-    gather_sequence, split_sequence, trace,
+    gather_sequence, split_sequence, threads, trace,
 };
+pub use shard::ShardAttention;

@@ -442,6 +442,21 @@ pub struct RankPlan {
 }
 
 impl RankPlan {
+    /// The same program for whoever has this rank's rows by themselves, as a shard: ports name rows
+    /// of the shard, in order, instead of tokens of the sequence.
+    pub fn on_shard(mut self) -> RankPlan {
+        for port in self.inputs.iter_mut().chain(&mut self.outputs) {
+            let count = port.runs.iter().map(|run| run.count).sum();
+            let rows = Run {
+                first: 0,
+                stride: 1,
+                count,
+            };
+            port.runs = (count > 0).then_some(rows).into_iter().collect();
+        }
+        self
+    }
+
     /// Bytes of a message.
     pub fn message_bytes(&self, message: &Message) -> usize {
         message.address.elements * self.buffers[message.buffer.0].dtype.bytes()

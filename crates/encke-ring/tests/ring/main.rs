@@ -3,6 +3,7 @@
 mod life;
 mod plan;
 mod reference;
+mod shard;
 mod support;
 mod survive;
 mod transport;

@@ -1,0 +1,186 @@
+//! One rank with its shard, the others elsewhere: the same bits as all ranks on whole tensors.
+
+use std::thread;
+
+use proptest::prelude::*;
+
+use encke_core::dtype::Data;
+use encke_core::naive::NaiveKernel;
+use encke_core::plan::program::Role;
+use encke_core::plan::{Pass, Queries, Request};
+use encke_core::tensor::Tensor;
+use encke_core::transport::{Incoming, Moved, Outgoing, Transport, TransportError};
+use encke_ring::threads::endpoints;
+use encke_ring::{RankError, RingError, ShardRing, ThreadRing, gather_sequence, split_sequence};
+
+use crate::support::{Configuration, DEADLINE, Tensors, run};
+
+/// Runs a request as so many rings of one shard each, and puts the results together.
+fn apart(
+    rings: &[ShardRing<NaiveKernel>],
+    request: &Request,
+    inputs: &[(Role, &Tensor)],
+) -> Result<Vec<Tensor>, RingError> {
+    let cut = |tensor: &Tensor| split_sequence(&tensor.view(), &request.sharding).unwrap();
+    let shards: Vec<(Role, Vec<Tensor>)> = inputs.iter().map(|(r, t)| (*r, cut(t))).collect();
+    let endpoints = endpoints(rings.len(), DEADLINE);
+    let outcomes: Result<Vec<_>, RingError> = thread::scope(|scope| {
+        let shards = &shards;
+        let started = rings.iter().zip(endpoints).map(|(ring, mut endpoint)| {
+            scope.spawn(move || {
+                let own = shards
+                    .iter()
+                    .map(|(role, of)| (*role, of[ring.rank()].view()));
+                ring.run(request, &own.collect::<Vec<_>>(), &mut endpoint)
+            })
+        });
+        let started: Vec<_> = started.collect();
+        started.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let mut outcomes = outcomes?;
+    let roles: &[Role] = match request.pass {
+        Pass::Forward => &[Role::Out, Role::Lse],
+        Pass::Backward { .. } => &[Role::Dq, Role::Dk, Role::Dv],
+    };
+    let whole = |role: &Role| {
+        let shards = outcomes
+            .iter_mut()
+            .map(|outcome| outcome.take(*role).unwrap());
+        gather_sequence(&shards.collect::<Vec<_>>(), &request.sharding).unwrap()
+    };
+    Ok(roles.iter().map(whole).collect())
+}
+
+/// A configuration whose ranks hold their own queries.
+fn sharded(seed: u64) -> Configuration {
+    let mut case = Configuration::random(seed);
+    case.request.queries = Queries::Sharded;
+    case
+}
+
+fn rings(request: &Request) -> Vec<ShardRing<NaiveKernel>> {
+    let ranks = 0..request.sharding.ranks();
+    ranks
+        .map(|rank| ShardRing::new(NaiveKernel, rank))
+        .collect()
+}
+
+fn check(seed: u64) -> Result<(), TestCaseError> {
+    let case = sharded(seed);
+    let together = run(&ThreadRing::new(NaiveKernel, DEADLINE), &case);
+    let together = together.map_err(TestCaseError::fail)?;
+    let tensors = Tensors::random(&case.request.shape, case.seed);
+    let Tensors { q, k, v, .. } = &tensors;
+    let forward = vec![(Role::Q, q), (Role::K, k), (Role::V, v)];
+    let rings = rings(&case.request);
+    let mut backward = forward.clone();
+    backward.extend([
+        (Role::Out, &together.out),
+        (Role::Lse, &together.lse),
+        (Role::Dout, &tensors.dout),
+        (Role::Dlse, &tensors.dlse),
+    ]);
+    let request = Request {
+        pass: Pass::Backward { dlse: true },
+        ..case.request.clone()
+    };
+    // The second time every ring has its buffers from the first.
+    for _ in 0..2 {
+        let got = apart(&rings, &case.request, &forward).unwrap();
+        prop_assert_eq!(got, [together.out.clone(), together.lse.clone()]);
+        let got = apart(&rings, &request, &backward).unwrap();
+        let expected = [&together.dq, &together.dk, &together.dv].map(Tensor::clone);
+        prop_assert_eq!(got, expected);
+    }
+    prop_assert!(rings.iter().all(|ring| ring.stats().buffer_hits == 2));
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+
+    #[test]
+    fn shards_apart_have_the_bits_of_ranks_together(seed in any::<u64>()) {
+        check(seed)?;
+    }
+}
+
+/// A wire that is cut.
+struct Cut;
+
+impl Transport<Data> for Cut {
+    fn exchange(
+        &mut self,
+        round: usize,
+        _: &[Outgoing<'_, Data>],
+        _: &mut [Incoming<'_, Data>],
+        _: &mut dyn FnMut(),
+    ) -> Result<Moved, TransportError> {
+        let reason = "cut".to_string();
+        Err(TransportError::Local {
+            rank: 0,
+            round,
+            reason,
+        })
+    }
+}
+
+#[test]
+fn a_wire_that_fails_is_an_error_of_the_rank_and_the_next_call_starts_anew() {
+    let case = sharded(3);
+    let Tensors { q, k, v, .. } = Tensors::random(&case.request.shape, 3);
+    let shard = |tensor: &Tensor| split_sequence(&tensor.view(), &case.request.sharding).unwrap();
+    let [q, k, v] = [q, k, v].map(|tensor| shard(&tensor).swap_remove(0));
+    let inputs = [
+        (Role::Q, q.view()),
+        (Role::K, k.view()),
+        (Role::V, v.view()),
+    ];
+    let ring = ShardRing::new(NaiveKernel, 0);
+    for _ in 0..2 {
+        let error = ring.run(&case.request, &inputs, &mut Cut).unwrap_err();
+        let RingError::Rank {
+            rank: 0, source, ..
+        } = error
+        else {
+            panic!("{error}");
+        };
+        assert!(matches!(
+            source,
+            RankError::Transport(TransportError::Local { .. })
+        ));
+    }
+    assert_eq!(ring.stats().buffer_hits, 0);
+}
+
+#[test]
+fn what_needs_other_ranks_rows_is_refused() {
+    let case = sharded(3);
+    let ring = ShardRing::new(NaiveKernel, 0);
+    for request in [
+        Request {
+            queries: Queries::Replicated,
+            ..case.request.clone()
+        },
+        Request {
+            redundancy: 1,
+            ..case.request.clone()
+        },
+    ] {
+        let refused = ring.run(&request, &[], &mut Cut);
+        assert!(matches!(refused, Err(RingError::Elsewhere { .. })));
+    }
+    // A tensor of the whole sequence is no shard.
+    let Tensors { q, k, v, .. } = Tensors::random(&case.request.shape, 3);
+    let whole = [
+        (Role::Q, q.view()),
+        (Role::K, k.view()),
+        (Role::V, v.view()),
+    ];
+    let refused = ring.run(&case.request, &whole, &mut Cut);
+    let ranks = case.request.sharding.ranks();
+    assert!(
+        ranks > 1 && matches!(refused, Err(RingError::Request(_))),
+        "{ranks} ranks"
+    );
+}
