@@ -33,14 +33,14 @@ pub(crate) struct Attention {
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
 /// q, k, v of one kind in one place.
-struct Inputs {
-    q: Lent,
+pub(crate) struct Inputs {
+    pub q: Lent,
     k: Lent,
     v: Lent,
 }
 
 impl Inputs {
-    fn read(q: &Bound<'_, PyAny>, k: &Bound<'_, PyAny>, v: &Bound<'_, PyAny>) -> PyResult<Inputs> {
+    pub fn read(q: &Bound<'_, PyAny>, k: &Bound<'_, PyAny>, v: &Bound<'_, PyAny>) -> PyResult<Inputs> {
         let q = Lent::rows("q", q)?;
         let k = Lent::rows("k", k)?.beside(&q)?;
         let v = Lent::rows("v", v)?.beside(&q)?;
@@ -51,7 +51,7 @@ impl Inputs {
 
     /// # Safety
     /// As for [`Lent::view`].
-    unsafe fn views<'a>(&self) -> PyResult<[View<'a>; 3]> {
+    pub unsafe fn views<'a>(&self) -> PyResult<[View<'a>; 3]> {
         // SAFETY: passed on to the caller; all are on the host, which was checked.
         unsafe { Ok([self.q.view()?, self.k.view()?, self.v.view()?]) }
     }

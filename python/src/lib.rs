@@ -4,6 +4,7 @@
 //! addresses with shapes and strides, and go out as memory that others own from then on.
 
 mod attention;
+mod distributed;
 mod error;
 mod gpu;
 mod on_gpu;
@@ -31,6 +32,9 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<owned::Memory>()?;
     module.add_function(wrap_pyfunction!(on_gpu::forward_gpu, module)?)?;
     module.add_function(wrap_pyfunction!(on_gpu::backward_gpu, module)?)?;
+    module.add_class::<distributed::Shard>()?;
+    module.add_function(wrap_pyfunction!(distributed::runs, module)?)?;
+    module.add_function(wrap_pyfunction!(distributed::use_threads, module)?)?;
     module.add_function(wrap_pyfunction!(command, module)?)?;
     Ok(())
 }

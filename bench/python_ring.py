@@ -1,0 +1,274 @@
+"""Rings over torch.distributed processes on this machine's CPU: ours and those that are published.
+
+    python bench/python_ring.py                 # two processes, a table, a record under bench/record
+    python bench/python_ring.py --tokens 8192   # a longer sequence
+
+What is measured is a training step of one attention: forward, then backward from a given gradient, of a
+sequence of `--tokens` tokens, `--heads` heads of `--dim` numbers, f32, not causal (so that contiguous
+shards have the same work whoever cuts them) and causal (each cut as its package cuts it for that).
+
+step        median time of a step, over `--repeats` steps after two that are not counted; of the slowest rank
+efficiency  T(1 process) / (p x T(p processes)), each process with one thread; 1 is perfect
+memory      highest resident memory of a process during the steps, less that before the first step (with
+            torch loaded and the inputs made); the largest of all ranks
+error       largest difference of out and dq from torch's attention of the whole sequence, relative to
+            the largest number; checked before anything is timed
+
+Rivals are run as they are published where they run on a CPU:
+- torch: torch.distributed.tensor.experimental.context_parallel around scaled_dot_product_attention.
+- ring-attention-pytorch (PyPI): ring_flash_attn, buckets of 512; causal with its striped form.
+- ring-flash-attn (PyPI): its kernel is flash-attn, which is for GPUs. Its ring is run as published with
+  torch's own flash attention for CPUs in the kernel's place: this measures its ring and not its kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CONTENDERS = ["encke", "torch", "ring-attention-pytorch", "ring-flash-attn"]
+
+
+def contender(name, causal, options):
+    """(cut, step): how a sequence is cut, and attention of this rank's rows [b, n, h, d]."""
+    import torch
+    import torch.distributed as dist
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    contiguous = lambda x: x.chunk(ranks, dim=1)[rank]
+    if name == "encke":
+        import encke.distributed as ring
+
+        sharding = "zigzag" if causal else "contiguous"
+        sizes = ring.sizes_of(options.tokens, sharding=sharding)
+        cut = lambda x: ring.shard(x, sharding=sharding)
+        attend = lambda q, k, v: ring.ring_attention(
+            q, k, v, causal=causal, sharding=sharding, sizes=sizes
+        )
+        return cut, attend
+    if name == "torch":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+
+        mesh = init_device_mesh("cpu", (ranks,))
+        attention = torch.nn.functional.scaled_dot_product_attention
+
+        def attend(q, k, v):
+            # The package shards buffers of the whole sequence itself, in place.
+            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+            with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+                return attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+        return (lambda x: x), attend
+    if name == "ring-attention-pytorch":
+        from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+
+        cut = (lambda x: x[:, rank::ranks]) if causal else contiguous
+        attend = lambda q, k, v: ring_flash_attn(
+            q, k, v, None, causal, 512, True, causal, None, ranks
+        )
+        return cut, attend
+    stand_in_for_flash_attn()
+    if causal:
+        from ring_flash_attn.zigzag_ring_flash_attn import zigzag_ring_flash_attn_func as function
+
+        def cut(x):
+            pieces = x.chunk(2 * ranks, dim=1)
+            return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]], dim=1)
+
+    else:
+        from ring_flash_attn.ring_flash_attn import ring_flash_attn_func as function
+
+        cut = contiguous
+    return cut, lambda q, k, v: function(q, k, v, causal=causal)
+
+
+def stand_in_for_flash_attn():
+    """flash-attn's two functions on torch's flash attention for CPUs."""
+    import torch
+
+    aten = torch.ops.aten
+
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1,
+        softcap=0.0, alibi_slopes=None, return_softmax=False,
+    ):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=softmax_scale
+        )
+        return out.transpose(1, 2), lse, None, None
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        deterministic=False, rng_state=None,
+    ):
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, softmax_lse, 0.0, causal, scale=softmax_scale
+        )
+        for to, gradient in zip((dq, dk, dv), gradients):
+            to.copy_(gradient.transpose(1, 2))
+
+    interface = types.ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_forward = _flash_attn_forward
+    interface._flash_attn_backward = _flash_attn_backward
+    for missing in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"):
+        setattr(interface, missing, None)
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_interface = interface
+    sys.modules.update({"flash_attn": package, "flash_attn.flash_attn_interface": interface})
+    # The package's own beginning imports adapters for other libraries; its rings do not need them.
+    import importlib.util
+
+    found = importlib.util.find_spec("ring_flash_attn")
+    bare = types.ModuleType("ring_flash_attn")
+    bare.__path__ = list(found.submodule_search_locations)
+    sys.modules["ring_flash_attn"] = bare
+
+
+def resident(field):
+    """Kilobytes of this process, as the kernel counts them."""
+    for line in open("/proc/self/status"):
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def work(options):
+    """What each process does; the first prints a line of JSON."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    causal = options.causal
+    cut, attend = contender(options.worker, causal, options)
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, options.tokens, options.heads, options.dim)
+    whole = [torch.randn(shape, generator=generator) for _ in range(4)]
+    mine = [cut(x).clone() for x in whole]
+    dout = mine.pop()
+
+    def step():
+        q, k, v = (x.detach().clone().requires_grad_() for x in mine)
+        out = attend(q, k, v)
+        out.backward(dout)
+        return out.detach(), q.grad
+
+    out, dq = step()
+    del out, dq
+    expected = reference(whole, causal)
+    got = step()
+    error = max(
+        ((a - cut(b)).abs().max() / b.abs().max()).item() for a, b in zip(got, expected)
+    )
+    del got, expected, whole
+    before = resident("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    seconds = []
+    for _ in range(options.repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin)
+    said = [None] * dist.get_world_size()
+    own = dict(seconds=seconds, error=error, kilobytes=resident("VmHWM") - before)
+    dist.all_gather_object(said, own)
+    if dist.get_rank() == 0:
+        slowest = [max(times) for times in zip(*(one["seconds"] for one in said))]
+        line = dict(
+            step=statistics.median(slowest),
+            error=max(one["error"] for one in said),
+            kilobytes=max(one["kilobytes"] for one in said),
+        )
+        print("RESULT " + json.dumps(line), flush=True)
+    dist.destroy_process_group()
+
+
+def reference(whole, causal):
+    """out and dq of the whole sequence by torch."""
+    import torch
+
+    q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in whole[:3])
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    out.backward(whole[3].transpose(1, 2))
+    return out.detach().transpose(1, 2), q.grad.transpose(1, 2)
+
+
+def launch(name, causal, ranks, options):
+    """The result of one launch, or the last line of its error."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", str(Path(__file__).resolve()), "--worker", name]
+    for option in ("tokens", "heads", "dim", "repeats"):
+        command += [f"--{option}", str(getattr(options, option))]
+    command += ["--causal"] if causal else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
+    for line in ran.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    errors = [line for line in ran.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
+    return dict(failed=(errors or ran.stderr.splitlines() or ["no word"])[0].split("]: ")[-1].strip())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--record", default=str(HERE / "record" / "python_ring.json"))
+    parser.add_argument("--causal", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return work(options)
+    import torch
+
+    ranks = options.ranks
+    cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), "")
+    record = dict(
+        command=f"python bench/python_ring.py --tokens {options.tokens} --heads {options.heads} "
+        f"--dim {options.dim} --repeats {options.repeats} --ranks {ranks}",
+        machine=f"{cpu}, {os.cpu_count()} threads, {platform.system()}; torch {torch.__version__}, gloo",
+        load_before=os.getloadavg()[0],
+        rows=[],
+    )
+    print(record["machine"])
+    head = f"{'':23} {'causal':7} {'step, 1':>9} {f'step, {ranks}':>9} {'efficiency':>10} "
+    print(head + f"{'memory, 1':>10} {f'memory, {ranks}':>10} {'error':>8}")
+    for causal in (False, True):
+        for name in options.only:
+            one, many = (launch(name, causal, count, options) for count in (1, ranks))
+            row = dict(name=name, causal=causal, one=one, many=many)
+            failed = many.get("failed") or one.get("failed")
+            if failed:
+                print(f"{name:23} {str(causal):7} does not run here: {failed[:150]}")
+            else:
+                row["efficiency"] = one["step"] / (ranks * many["step"])
+                print(
+                    f"{name:23} {str(causal):7} {one['step'] * 1e3:6.0f} ms {many['step'] * 1e3:6.0f} ms "
+                    f"{row['efficiency']:10.2f} {one['kilobytes'] / 1024:6.0f} MiB "
+                    f"{many['kilobytes'] / 1024:6.0f} MiB {max(one['error'], many['error']):8.1e}",
+                    flush=True,
+                )
+            record["rows"].append(row)
+    Path(options.record).parent.mkdir(exist_ok=True)
+    Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Hops over a process group that somebody else has made: what a rank sends and receives in a round.
+
+A hop is posted on the group as it is, from and into the library's own memory, and waited for no longer
+than the group's timeout. What torch does not do is tell: where a process dies its neighbours get an
+error and everyone else waits. So whoever fails, or sees another fail, leaves word in the group's store,
+once and for all, and whoever waits looks there. The first word is everybody's: all ranks raise
+:class:`encke.RingError` naming the same rank.
+
+Waiting is done by a thread of its own, because torch's wait can be neither polled nor given up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import json
+import os
+import queue
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+from encke._encke import RingError
+
+# Seconds between two looks for word of a failure; a hop that is faster never looks.
+_POLL = 0.25
+# Seconds that word of a failure may take: a connection can close before its reason is known.
+_GRACE = 1.0
+# Seconds after which a store that does not answer is taken for gone.
+_STORE = 5.0
+# The part of the group's timeout after which a hop is given up: before torch closes every connection.
+_PART = 0.95
+_KEY = "encke/failure"
+# What ranks tell each other beside rows; rows have tags below.
+_TALK = (1 << 31) - 2
+
+
+class Disagreement(RingError, ValueError):
+    """The ranks of a group do not ask for the same thing. Nothing was computed, and the group is as
+    good as before."""
+
+
+class Failure(NamedTuple):
+    """Word of a failure: who failed, who says so, where and why."""
+
+    rank: int
+    by: int
+    place: str
+    reason: str
+
+
+class Wire:
+    """The hops of one rank over one group, and what its ranks have agreed on."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        # The group keeps its wire alive, not the other way round.
+        self._group = weakref.ref(group)
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._store = _store_of(group)
+        self.timeout = _timeout_of(group)
+        self._failure: Optional[Failure] = None
+        # Whether whoever keeps the store has stopped answering: the launcher, or else a rank.
+        self.store_is_gone = False
+        launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        kept_here = not launched and 0 in self._global_ranks
+        self.store_keeper = self._global_ranks.index(0) if kept_here else None
+        self._flights: queue.SimpleQueue[Optional[_Flight]] = queue.SimpleQueue()
+        self._waiter: Optional[threading.Thread] = None
+        # Requests that all ranks have made with the same words, by those words.
+        self.agreed: dict[Any, Any] = {}
+
+    def __del__(self) -> None:
+        self._flights.put(None)
+
+    def call(self, words: str) -> _Call:
+        """What the library calls in one pass; passes of different words never meet."""
+        self.check()
+        return _Call(self, words)
+
+    def check(self) -> None:
+        """Raises what has made this group unusable, if anything has."""
+        if self._failure is not None:
+            raise self._error(self._failure, "the group had failed before: make a new one")
+
+    def fly(
+        self,
+        place: str,
+        sends: Sequence[tuple[int, int, torch.Tensor]],
+        receives: Sequence[tuple[int, int, torch.Tensor]],
+    ) -> _Flight:
+        """Posts (peer, tag, tensor) to be sent and to be received."""
+        self.check()
+        group = self._group()
+        flight = _Flight(self, place)
+        for direction, messages in (("recv", receives), ("send", sends)):
+            post = getattr(group, direction)
+            for peer, tag, tensor in messages:
+                try:
+                    flight.works.append((peer, post([tensor], peer, tag), tensor))
+                except Exception as error:
+                    raise self.lost(peer, place, _words(error)) from error
+        if self._waiter is None:
+            arguments = (self._flights,)
+            self._waiter = threading.Thread(target=_wait, args=arguments, daemon=True)
+            self._waiter.start()
+        self._flights.put(flight)
+        return flight
+
+    def gather(self, place: str, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Everyone's numbers, which are as many as ``sizes`` says, at everyone."""
+        every = [own.new_empty(size) for size in sizes]
+        every[self.rank] = own
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        sends = [(peer, _TALK, own) for peer in others if sizes[self.rank]]
+        receives = [(peer, _TALK, every[peer]) for peer in others if sizes[peer]]
+        if others:
+            self.fly(place, sends, receives).wait()
+        return every
+
+    def lost(self, peer: int, place: str, reason: str) -> RingError:
+        """What to raise when a hop with ``peer`` has failed: the first word of it is everybody's."""
+        until = time.monotonic() + _GRACE
+        heard = self.heard()
+        while heard is None and not self.store_is_gone and time.monotonic() < until:
+            time.sleep(0.05)
+            heard = self.heard()
+        return self._error(heard or self.tell(Failure(peer, self.rank, place, reason)))
+
+    def fail(self, reason: str) -> None:
+        """Tells everyone that this rank has failed by itself."""
+        if self._failure is None:
+            self.tell(Failure(self.rank, self.rank, "", reason))
+
+    def tell(self, failure: Failure) -> Failure:
+        """Leaves word, and returns the first that was left."""
+        word = json.dumps(failure)
+        first = self._ask(lambda: self._store.compare_set(_KEY, "", word))
+        self._failure = Failure(*json.loads(first)) if first else failure
+        return self._failure
+
+    def heard(self) -> Optional[Failure]:
+        """Word that somebody left, if anybody has."""
+        if self._failure is None and self._ask(lambda: self._store.check([_KEY])):
+            word = self._ask(lambda: self._store.get(_KEY))
+            self._failure = Failure(*json.loads(word)) if word else None
+        return self._failure
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """What the store answers. One that does not, because its process died or is stopped, is not
+        asked again."""
+        if self.store_is_gone:
+            return None
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put((True, question()))
+            except Exception as error:
+                answers.put((False, error))
+
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            answered, answer = answers.get(timeout=_STORE)
+        except queue.Empty:
+            answered, answer = False, None
+        self.store_is_gone = not answered
+        return answer if answered else None
+
+    def _error(self, failure: Failure, more: str = "") -> RingError:
+        def name(rank: int) -> str:
+            there = self._global_ranks[rank]
+            return f"rank {rank}" if there == rank else f"rank {rank} (of all: {there})"
+
+        text = f"{name(failure.rank)} failed"
+        if failure.rank == self.rank and failure.by != self.rank:
+            text = f"{name(failure.rank)}, which is this one, was given up"
+        text += f": {failure.reason}"
+        if failure.by != failure.rank:
+            text += f" (says {name(failure.by)}, {failure.place})"
+        error = RingError(f"{text}; {more}" if more else text)
+        error.rank = failure.rank
+        return error
+
+
+class _Call:
+    """The wire as the library sees it in one pass."""
+
+    def __init__(self, wire: Wire, words: str) -> None:
+        self._wire = wire
+        self._salt = (zlib.crc32(words.encode()) & 0x7FFF) << 16
+
+    def post(
+        self,
+        round: int,
+        sends: Sequence[tuple[int, int, int, int]],
+        receives: Sequence[tuple[int, int, int, int]],
+    ) -> _Flight:
+        """Posts (peer, tag, address, bytes)."""
+        outgoing = [self._message(*message) for message in sends if message[3]]
+        incoming = [self._message(*message) for message in receives if message[3]]
+        return self._wire.fly(f"round {round}", outgoing, incoming)
+
+    def _message(self, peer: int, tag: int, address: int, count: int) -> tuple[int, int, Any]:
+        if tag >= 1 << 16:
+            raise RingError(f"this plan has a message of tag {tag}, and 65535 is the highest there is")
+        memory = (ctypes.c_char * count).from_address(address)
+        return peer, self._salt | tag, torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class _Flight:
+    """Messages of a round that are under way."""
+
+    def __init__(self, wire: Wire, place: str) -> None:
+        self._wire = wire
+        self._place = place
+        self._until = time.monotonic() + _PART * wire.timeout
+        self.works: list[tuple[int, Any, torch.Tensor]] = []
+        self.current = wire.rank
+        self.failed: Optional[tuple[int, str]] = None
+        self.landed = threading.Event()
+
+    def wait(self) -> None:
+        """Returns when every message has come and gone, or raises naming who is to blame."""
+        wire = self._wire
+        while not self.landed.wait(_POLL):
+            if wire.heard() is not None:
+                wire.check()
+            if time.monotonic() > self._until:
+                seconds = f"{_PART * wire.timeout:.3g} s of the group's {wire.timeout:.3g}"
+                raise wire.lost(self.current, self._place, f"it did not answer within {seconds}")
+            if wire.store_is_gone and wire.store_keeper is not None:
+                reason = "the store of the processes, which it keeps, does not answer"
+                raise wire.lost(wire.store_keeper, self._place, reason)
+        if self.failed is not None:
+            raise wire.lost(self.failed[0], self._place, self.failed[1])
+
+
+def _wait(flights: queue.SimpleQueue[Optional[_Flight]]) -> None:
+    """The life of the thread that waits."""
+    while (flight := flights.get()) is not None:
+        for peer, work, _ in flight.works:
+            flight.current = peer
+            try:
+                work.wait()
+            except Exception as error:
+                flight.failed = (peer, _words(error))
+                break
+        flight.landed.set()
+        del flight
+
+
+def _words(error: BaseException) -> str:
+    """The first line of what torch says, without its addresses in the source."""
+    line = str(error).strip().splitlines()
+    words = line[0] if line else type(error).__name__
+    return words.rsplit("] ", 1)[-1] if words.startswith("[") else words
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """The group's timeout in seconds."""
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        raise ValueError(
+            f"the group's backend, {dist.get_backend(group)}, moves no tensors that are on the cpu; "
+            'make a group that does, for instance init_process_group("cpu:gloo,cuda:nccl")'
+        ) from None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return (timeout or dist.default_pg_timeout or datetime.timedelta(minutes=30)).total_seconds()
+
+
+_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, Wire] = weakref.WeakKeyDictionary()
+
+
+def wire_of(group: Optional[dist.ProcessGroup]) -> Wire:
+    """The wire over a group, or over all processes."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "there is no process group: start with torchrun and call "
+            "torch.distributed.init_process_group first"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {dist.get_rank()} of all is no member of this group")
+    wire = _wires.get(group)
+    if wire is None:
+        wire = _wires[group] = Wire(group)
+    return wire

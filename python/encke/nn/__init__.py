@@ -1,0 +1,20 @@
+"""Modules with the constructor arguments of the dilated-attention packages that are in use, so that a
+model file moves over by changing its import. ``docs/migration.md`` says where numbers differ and why.
+
+>>> import torch
+>>> layer = MultiheadDilatedAttention(64, 4, dilation_rates=[1, 2], segment_lengths=[16, 32])
+>>> x = torch.randn(2, 50, 64)
+>>> out, weights = layer(x, x, x, is_causal=True)
+>>> out.shape, weights
+(torch.Size([2, 50, 64]), None)
+"""
+
+from encke.nn.attention import DilatedAttention, MultiheadDilatedAttention
+from encke.nn.longnet import DilatedTransformerEncoderLayer, LongNetEncoder
+
+__all__ = [
+    "DilatedAttention",
+    "DilatedTransformerEncoderLayer",
+    "LongNetEncoder",
+    "MultiheadDilatedAttention",
+]
