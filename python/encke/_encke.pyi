@@ -62,3 +62,65 @@ def backward_gpu(
     dv: Any,
     stream: int,
 ) -> int: ...
+
+class Shard:
+    """One rank of a ring over processes; plans and buffers are kept between calls."""
+
+    def __new__(cls, options: dict[str, Any], rank: int) -> Shard: ...
+    @property
+    def splits_slots(self) -> bool: ...
+    @property
+    def recomputes(self) -> bool: ...
+    def check(self, shape: tuple[int, int, int, int, int], dtype_name: str) -> None: ...
+    def forward(
+        self, tokens: int, q: Any, k: Any, v: Any, wire: Any
+    ) -> tuple[Any, Any, Any, Any]: ...
+    def backward(
+        self,
+        tokens: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Optional[Any],
+        lse: Optional[Any],
+        slot_out: Optional[Any],
+        slot_lse: Optional[Any],
+        dout: Any,
+        dlse: Optional[Any],
+        wire: Any,
+    ) -> tuple[Any, Any, Any]: ...
+    def planned(
+        self, shape: tuple[int, int, int, int, int], dtype_name: str, backward: bool
+    ) -> tuple[int, int]: ...
+
+def forward_shard_gpu(
+    shard: Shard,
+    tokens: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    stream: int,
+    wire: Any,
+) -> None: ...
+def backward_shard_gpu(
+    shard: Shard,
+    tokens: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    dlse: Optional[Any],
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    stream: int,
+    wire: Any,
+) -> None: ...
+def runs(
+    sharding: Any, ranks: int, tokens: int, rank: int
+) -> list[tuple[int, int, int]]: ...
+def use_threads(threads: int) -> bool: ...

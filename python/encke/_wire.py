@@ -34,7 +34,8 @@ _POLL = 0.25
 _GRACE = 1.0
 # Seconds after which a store that does not answer is taken for gone.
 _STORE = 5.0
-# The part of the group's timeout after which a hop is given up: before torch closes every connection.
+# The part of the group's timeout after which a hop has failed, word of it included: before torch closes
+# every connection, which would look as if this rank had died.
 _PART = 0.95
 _KEY = "encke/failure"
 # What ranks tell each other beside rows; rows have tags below.
@@ -88,7 +89,7 @@ class Wire:
     def check(self) -> None:
         """Raises what has made this group unusable, if anything has."""
         if self._failure is not None:
-            raise self._error(self._failure, "the group had failed before: make a new one")
+            raise self.error(self._failure, "the group had failed before: make a new one")
 
     def fly(
         self,
@@ -132,7 +133,7 @@ class Wire:
         while heard is None and not self.store_is_gone and time.monotonic() < until:
             time.sleep(0.05)
             heard = self.heard()
-        return self._error(heard or self.tell(Failure(peer, self.rank, place, reason)))
+        return self.error(heard or self.tell(Failure(peer, self.rank, place, reason)))
 
     def fail(self, reason: str) -> None:
         """Tells everyone that this rank has failed by itself."""
@@ -174,7 +175,9 @@ class Wire:
         self.store_is_gone = not answered
         return answer if answered else None
 
-    def _error(self, failure: Failure, more: str = "") -> RingError:
+    def error(self, failure: Failure, more: str = "") -> RingError:
+        """Word of a failure as everybody raises it."""
+
         def name(rank: int) -> str:
             there = self._global_ranks[rank]
             return f"rank {rank}" if there == rank else f"rank {rank} (of all: {there})"
@@ -221,7 +224,8 @@ class _Flight:
     def __init__(self, wire: Wire, place: str) -> None:
         self._wire = wire
         self._place = place
-        self._until = time.monotonic() + _PART * wire.timeout
+        self._patience = max(_PART * wire.timeout - _GRACE, wire.timeout / 2)
+        self._until = time.monotonic() + self._patience
         self.works: list[tuple[int, Any, torch.Tensor]] = []
         self.current = wire.rank
         self.failed: Optional[tuple[int, str]] = None
@@ -231,11 +235,11 @@ class _Flight:
         """Returns when every message has come and gone, or raises naming who is to blame."""
         wire = self._wire
         while not self.landed.wait(_POLL):
-            if wire.heard() is not None:
-                wire.check()
+            if (heard := wire.heard()) is not None:
+                raise wire.error(heard)
             if time.monotonic() > self._until:
-                seconds = f"{_PART * wire.timeout:.3g} s of the group's {wire.timeout:.3g}"
-                raise wire.lost(self.current, self._place, f"it did not answer within {seconds}")
+                seconds = f"{self._patience:.3g} s (the group's timeout is {wire.timeout:.3g} s)"
+                raise wire.lost(self.current, self._place, f"it did not answer for {seconds}")
             if wire.store_is_gone and wire.store_keeper is not None:
                 reason = "the store of the processes, which it keeps, does not answer"
                 raise wire.lost(wire.store_keeper, self._place, reason)
@@ -258,10 +262,11 @@ def _wait(flights: queue.SimpleQueue[Optional[_Flight]]) -> None:
 
 
 def _words(error: BaseException) -> str:
-    """The first line of what torch says, without its addresses in the source."""
+    """The first sentence of what torch says, without its place in torch's source."""
     line = str(error).strip().splitlines()
     words = line[0] if line else type(error).__name__
-    return words.rsplit("] ", 1)[-1] if words.startswith("[") else words
+    words = words.rsplit("] ", 1)[-1] if words.startswith("[") else words
+    return words.split(". ", 1)[0]
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store:

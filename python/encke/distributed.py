@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from encke import _encke
+from encke import _cuda, _encke
 from encke._encke import RingError
-from encke._torch import _autocast
+from encke._torch import _autocast, _computed_in, _summed_in
 from encke._wire import Disagreement, Wire, wire_of
 from encke.options import Options
 
@@ -114,17 +114,39 @@ class _Ring(NamedTuple):
     wire: Wire
     shard: _encke.Shard
     tokens: int
+    precision: Optional[str]
     words: str
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+        """out, lse, and by slot where branches keep slots of their own."""
         call = self.wire.call(f"forward {self.words}")
         with _telling(self.wire):
-            return self.shard.forward(self.tokens, q, k, v, call)
+            if not q.is_cuda:
+                return self.shard.forward(self.tokens, q, k, v, call)
+            _cuda.prepare()
+            dtype = _computed_in(q, self.precision)
+            with torch.cuda.device(q.device):
+                out = torch.empty(q.shape, dtype=dtype, device=q.device)
+                lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
+                stream = torch.cuda.current_stream().cuda_stream
+                given = (self.shard, self.tokens, q, k, v, out, lse, stream, call)
+                _encke.forward_shard_gpu(*given)
+            return out, lse, None, None
 
-    def backward(self, *tensors: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *saved: Optional[Tensor], dout: Tensor, dlse: Optional[Tensor]) -> Any:
+        """dq, dk, dv."""
         call = self.wire.call(f"backward {self.words}")
+        q, k, v, out, lse = saved[:5]
         with _telling(self.wire):
-            return self.shard.backward(self.tokens, *tensors, call)
+            if not q.is_cuda:
+                return self.shard.backward(self.tokens, *saved, dout, dlse, call)
+            dtype = _computed_in(q, self.precision)
+            with torch.cuda.device(q.device):
+                gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
+                stream = torch.cuda.current_stream().cuda_stream
+                given = (self.shard, self.tokens, q, k, v, out, lse, dout, dlse)
+                _encke.backward_shard_gpu(*given, *gradients, stream, call)
+            return gradients
 
 
 class _telling:
@@ -167,7 +189,7 @@ class _RingAttention(torch.autograd.Function):
         # Whether the lse has a gradient is decided by what all ranks have agreed on, not by what this
         # rank's loss makes of it: the messages are others.
         dlse = dlse.contiguous() if ctx.with_lse else None
-        dq, dk, dv = ctx.ring.backward(*ctx.saved_tensors, dout.contiguous(), dlse)
+        dq, dk, dv = ctx.ring.backward(*ctx.saved_tensors, dout=dout.contiguous(), dlse=dlse)
         need_q, need_k, need_v = ctx.needs_input_grad[:3]
         kept = (x if need else None for x, need in ((dq, need_q), (dk, need_k), (dv, need_v)))
         return *kept, None, None
@@ -184,12 +206,12 @@ def _agreed(
     """The ring for a call, once all ranks have asked for the same one."""
     shapes = tuple((x.shape[0], *x.shape[2:]) for x in given)
     rows = given[0].shape[1] if given[0].dim() == 4 else -1
-    key = (options, shapes, rows, given[0].dtype, sizes, grad, return_lse)
+    key = (options, shapes, rows, given[0].dtype, given[0].device, sizes, grad, return_lse)
     known = wire.agreed.get(key) if sizes is not None else None
     if known is not None:
         return known
     words = {"version": _encke.__version__, **options._asdict(), "sizes": sizes, "grad": grad}
-    words.update(return_lse=return_lse, dtypes=[str(x.dtype) for x in given], shapes=shapes)
+    words.update(device=given[0].device.type, return_lse=return_lse, dtypes=[str(x.dtype) for x in given], shapes=shapes)
     refusal: Optional[Exception] = None
     try:
         _check(given)
@@ -206,10 +228,15 @@ def _agreed(
             wire.agreed.clear()
         wire.agreed[options, tuple(every)] = known
     q, k, _ = given
+    if q.is_cuda and (0 in every or known.splits_slots or options.checkpoint != "keep"):
+        raise ValueError(
+            "on GPUs every rank has rows, branches are combined under one softmax "
+            f'(mixing_gradient="exact") and checkpoint is "keep"; the rows are {every}'
+        )
     tokens = sum(every)
     shape = (q.shape[0], tokens, q.shape[2], k.shape[2], q.shape[3])
     known.check(shape, options.precision or str(q.dtype))
-    ring = _Ring(wire, known, tokens, json.dumps([words, every], default=str))
+    ring = _Ring(wire, known, tokens, options.precision, json.dumps([words, every], default=str))
     if sizes is not None:
         wire.agreed[key] = ring
     return ring
@@ -221,10 +248,15 @@ def _check(given: tuple[Tensor, Tensor, Tensor]) -> None:
         if tensor.dim() != 4:
             shape = list(tensor.shape)
             raise ValueError(f"{name} has shape {shape}; a shard is [batch, rows, heads, dim]")
-        if tensor.device.type != "cpu":
+        if tensor.device != given[0].device or tensor.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"{name} is on {tensor.device}; ring_attention over processes computes on the cpu "
-                "(encke.attention computes on one GPU, `encke` with MPI on several)"
+                f"{name} is on {tensor.device} and q on {given[0].device}; Encke computes on the cpu "
+                "and on cuda, and wants all in one place"
+            )
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(
+                f"{name}: the last dimension has stride {tensor.stride(-1)}; it must be contiguous "
+                "(stride 1): make a contiguous copy"
             )
         if tensor.dtype != given[0].dtype:
             raise TypeError(f"{name} is {tensor.dtype} but q is {given[0].dtype}; convert one of them")

@@ -5,8 +5,10 @@
 //! was. The decision here: a wire in Python is two calls a round, `post(round, sends, receives)` and
 //! `wait()` of what that returned, so that nothing of torch is known on this side.
 
+use std::sync::{Mutex, PoisonError};
+
 use encke::{
-    Backward, Checkpoint, Data, Forward, HostParcel, Incoming, Kept, Moved, Outgoing, Pass,
+    Backward, Checkpoint, Forward, HostParcel, Incoming, Kept, Moved, Outgoing, Pass,
     ShardAttention, Shape, Transport, TransportError,
 };
 use pyo3::exceptions::PyValueError;
@@ -25,23 +27,37 @@ pub(crate) struct Shard {
     library: ShardAttention,
     splits: bool,
     recomputes: bool,
+    deterministic: bool,
 }
 
 /// A message of a round as Python sees it: the other rank, the tag, where the bytes are, how many.
 type Bytes = (usize, u64, usize, usize);
 
 /// The wire of one call.
-struct Wire<'a> {
+pub(crate) struct Wire<'a> {
     python: &'a Py<PyAny>,
     rank: usize,
     /// What Python raised, to be raised again.
-    raised: Option<PyErr>,
+    raised: &'a Raised,
 }
 
-impl Wire<'_> {
+/// Where what a wire raised is kept until the call has ended.
+pub(crate) type Raised = Mutex<Option<PyErr>>;
+
+impl<'a> Wire<'a> {
+    /// The wire of `rank` over what Python gave, with a place for what that raises.
+    pub fn new(python: &'a Py<PyAny>, rank: usize, raised: &'a Raised) -> Wire<'a> {
+        Wire {
+            python,
+            rank,
+            raised,
+        }
+    }
+
     fn broken(&mut self, round: usize, raised: PyErr) -> TransportError {
         let reason = raised.to_string();
-        self.raised = Some(raised);
+        let mut kept = self.raised.lock().unwrap_or_else(PoisonError::into_inner);
+        *kept = Some(raised);
         TransportError::Local {
             rank: self.rank,
             round,
@@ -50,12 +66,12 @@ impl Wire<'_> {
     }
 }
 
-impl Transport<Data> for Wire<'_> {
+impl<B: HostParcel> Transport<B> for Wire<'_> {
     fn exchange(
         &mut self,
         round: usize,
-        outgoing: &[Outgoing<'_, Data>],
-        incoming: &mut [Incoming<'_, Data>],
+        outgoing: &[Outgoing<'_, B>],
+        incoming: &mut [Incoming<'_, B>],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Moved, TransportError> {
         if outgoing.is_empty() && incoming.is_empty() {
@@ -109,6 +125,7 @@ impl Shard {
             library: library.map_err(|error| error::call(&error))?,
             splits,
             recomputes: ring.recomputes(),
+            deterministic: ring.deterministic,
         })
     }
 
@@ -153,7 +170,8 @@ impl Shard {
         wire: Py<PyAny>,
     ) -> PyResult<(Py<PyAny>, Py<PyAny>, Option<Py<PyAny>>, Option<Py<PyAny>>)> {
         let inputs = Inputs::read(q, k, v)?;
-        let mut wire = self.wire(&wire);
+        let raised = Raised::default();
+        let mut wire = Wire::new(&wire, self.library.rank(), &raised);
         // SAFETY: the caller's references keep the tensors alive until this function returns, and
         // whoever writes to a tensor while a function reads it has a race in torch too.
         let [q, k, v] = unsafe { inputs.views()? };
@@ -163,7 +181,7 @@ impl Shard {
             lse,
             checkpoint,
             ..
-        } = told(wire, forward)?;
+        } = told(&raised, forward)?;
         let slots = self.splits.then(|| checkpoint.into_slots()).flatten();
         let (slot_out, slot_lse) = slots.unzip();
         let given = |tensor, cells| give(py, inputs.q.kind, alone(tensor), cells);
@@ -208,7 +226,8 @@ impl Shard {
             false => (out.map(|x| rows("out", x)).transpose()?, lse),
         };
         let kept = slot_out.zip(slot_lse).zip(lse);
-        let mut wire = self.wire(&wire);
+        let raised = Raised::default();
+        let mut wire = Wire::new(&wire, self.library.rank(), &raised);
         // SAFETY: as in `forward`.
         let backward = unsafe {
             let [q, k, v] = inputs.views()?;
@@ -235,7 +254,7 @@ impl Shard {
                 }
             })
         };
-        let Backward { dq, dk, dv, .. } = told(wire, backward)?;
+        let Backward { dq, dk, dv, .. } = told(&raised, backward)?;
         let given = |tensor| give(py, inputs.q.kind, tensor, false);
         Ok((given(dq)?, given(dk)?, given(dv)?))
     }
@@ -268,18 +287,26 @@ impl Shard {
 }
 
 impl Shard {
-    fn wire<'a>(&self, python: &'a Py<PyAny>) -> Wire<'a> {
-        Wire {
-            python,
-            rank: self.library.rank(),
-            raised: None,
-        }
+    /// The rank behind it.
+    pub fn library(&self) -> &ShardAttention {
+        &self.library
+    }
+
+    /// Whether a GPU sums gradients in one order.
+    pub fn deterministic(&self) -> bool {
+        self.deterministic
     }
 }
 
 /// What a call returned, or what the wire raised, or why the call failed.
-fn told<T>(wire: Wire<'_>, result: Result<T, encke::Error>) -> PyResult<T> {
-    result.map_err(|error| wire.raised.unwrap_or_else(|| error::call(&error)))
+pub(crate) fn told<T>(raised: &Raised, result: Result<T, encke::Error>) -> PyResult<T> {
+    result.map_err(|error| {
+        let raised = raised
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        raised.unwrap_or_else(|| error::call(&error))
+    })
 }
 
 /// Tokens of a rank: (first, stride, count) of each run, in the order of its rows.

@@ -16,7 +16,7 @@ use encke_core::host;
 use encke_core::job::{Block, Operand};
 use encke_core::kernel::Kernel;
 use encke_core::sharding::Run;
-use encke_cuda::{Buffer, Guest, Summation};
+use encke_cuda::{Buffer, Guest, Staged, Summation};
 use encke_ring::Rank;
 use encke_ring::call::{conclude, guarded};
 use encke_ring::threads::{Endpoint, endpoints};
@@ -24,6 +24,7 @@ use encke_ring::trace::{Event, Recorder};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
+use crate::distributed::Wire;
 use crate::tensor::Lent;
 
 /// What copies of whole vectors and Hopper's copy engine ask of an address.
@@ -77,7 +78,7 @@ impl Call<'_> {
         let mut lent_bytes = 0;
         for rank in &mut ranks {
             // SAFETY: passed on to the caller; ranks end before the guest does.
-            lent_bytes += unsafe { self.seat(&guest, rank)? };
+            lent_bytes += unsafe { self.seat(&guest, rank, self.plan.ranks() == 1)? };
         }
         self.drive(&mut ranks)?;
         // SAFETY: as above.
@@ -87,11 +88,50 @@ impl Call<'_> {
         Ok(lent_bytes)
     }
 
-    /// Seats a rank on the caller's memory, and copies in the rows that do not lie right.
+    /// Enqueues one rank of it, whose rows these are, where the other ranks are at the ends of a
+    /// wire. Its hops have landed when this returns.
     ///
     /// # Safety
     /// As for `run`.
-    unsafe fn seat(&self, guest: &Guest, rank: &mut Rank<CudaKernel>) -> Result<usize, Error> {
+    pub unsafe fn run_shard(&self, number: usize, wire: Wire<'_>) -> Result<(), Error> {
+        let device = self.kernel.device();
+        // SAFETY: passed on to the caller.
+        let guest = unsafe { Guest::begin(device, self.stream) };
+        let guest = guest.map_err(KernelError::from)?;
+        let mut rank = Rank::idle(self.plan.rank(number)?.on_shard());
+        // SAFETY: passed on to the caller; the rank ends before the guest does.
+        unsafe { self.seat(&guest, &mut rank, true)? };
+        let mut staged = Staged::new(wire, device, number, self.deadline);
+        let mut recorder = Recorder::new(number, Instant::now());
+        let ran = guarded(|| rank.run(self.kernel, &mut staged, &mut recorder));
+        if let Err(source) = ran {
+            // A wire that has given up may still be at the memory that its parcels were staged in.
+            std::mem::forget(staged);
+            return Err(Error::Rank {
+                rank: number,
+                source,
+                others: Vec::new(),
+            });
+        }
+        // SAFETY: as above.
+        unsafe { self.collect(&guest, std::slice::from_ref(&rank))? };
+        drop(rank);
+        drop(staged);
+        guest.end().map_err(KernelError::from)?;
+        Ok(())
+    }
+
+    /// Seats a rank on the caller's memory, and copies in the rows that do not lie right. A rank that
+    /// is `alone` with the outputs is seated on them too.
+    ///
+    /// # Safety
+    /// As for `run`.
+    unsafe fn seat(
+        &self,
+        guest: &Guest,
+        rank: &mut Rank<CudaKernel>,
+        alone: bool,
+    ) -> Result<usize, Error> {
         let mut lent_bytes = 0;
         let mut copied: Vec<(BufferId, Lent, Vec<Run>)> = Vec::new();
         for port in rank.plan().inputs.clone() {
@@ -109,7 +149,7 @@ impl Call<'_> {
                 None => copied.push((port.buffer, *lent, port.runs)),
             }
         }
-        if self.plan.ranks() == 1 {
+        if alone {
             for port in rank.plan().outputs.clone() {
                 let given = self.outputs.iter().find(|(role, _)| *role == port.role);
                 let planned = &rank.plan().buffers[port.buffer.0];

@@ -10,6 +10,7 @@ mod gpu;
 mod on_gpu;
 mod owned;
 mod settings;
+mod shard_gpu;
 mod tensor;
 
 use std::ffi::OsString;
@@ -33,6 +34,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(on_gpu::forward_gpu, module)?)?;
     module.add_function(wrap_pyfunction!(on_gpu::backward_gpu, module)?)?;
     module.add_class::<distributed::Shard>()?;
+    module.add_function(wrap_pyfunction!(shard_gpu::forward_shard_gpu, module)?)?;
+    module.add_function(wrap_pyfunction!(shard_gpu::backward_shard_gpu, module)?)?;
     module.add_function(wrap_pyfunction!(distributed::runs, module)?)?;
     module.add_function(wrap_pyfunction!(distributed::use_threads, module)?)?;
     module.add_function(wrap_pyfunction!(command, module)?)?;

@@ -113,16 +113,7 @@ impl Attention {
                 "q is on the cpu, but a GPU was asked for",
             ));
         };
-        for (role, lent) in outputs {
-            let expected = dims(*role, &shape);
-            let [_, n, h, d] = expected;
-            if lent.dims != expected || lent.strides != [n * h * d, h * d, d, 1] {
-                return Err(PyValueError::new_err(format!(
-                    "{} is {:?} with strides {:?}; it must be contiguous and {expected:?}",
-                    lent.name, lent.dims, lent.strides
-                )));
-            }
-        }
+        check_outputs(outputs, &shape)?;
         let deadline = self.ring().deadline()?.unwrap_or(DEADLINE);
         py.detach(|| {
             let kernel = kernel(number, self.ring().deterministic)?;
@@ -161,8 +152,23 @@ impl Attention {
     }
 }
 
+/// Refuses outputs that are not contiguous, or of another shape.
+pub(crate) fn check_outputs(outputs: &[(Role, Lent)], shape: &Shape) -> PyResult<()> {
+    for (role, lent) in outputs {
+        let expected = dims(*role, shape);
+        let [_, n, h, d] = expected;
+        if lent.dims != expected || lent.strides != [n * h * d, h * d, d, 1] {
+            return Err(PyValueError::new_err(format!(
+                "{} is {:?} with strides {:?}; it must be contiguous and {expected:?}",
+                lent.name, lent.dims, lent.strides
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// The shape that tensors amount to, if they agree with one another.
-fn shape_of(inputs: &[(Role, Lent)]) -> Result<Shape, RequestError> {
+pub(crate) fn shape_of(inputs: &[(Role, Lent)]) -> Result<Shape, RequestError> {
     let of = |wanted: Role| inputs.iter().find(|(role, _)| *role == wanted);
     let [batch, tokens, heads, dim] = inputs[0].1.dims;
     let kv_heads = of(Role::K).map_or(heads, |(_, k)| k.dims[2]);

@@ -9,8 +9,11 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import socket
 import sys
+import tempfile
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -306,6 +309,7 @@ def failure(how, victim, seconds):
     except encke.RingError as error:
         assert rank != victim and error.rank == victim, error
         took = time.monotonic() - begin
+        assert "make a new one" not in str(error), error
         print(f"rank {rank} of {ranks} after {took:.1f} s: {error}", flush=True)
         assert took < seconds + 3, took
         again = raised(encke.RingError, lambda: ring.ring_attention(q, q, q))
@@ -316,12 +320,52 @@ def failure(how, victim, seconds):
     else:
         raise AssertionError(f"rank {rank} noticed nothing")
     # Nobody leaves before all have seen it: a process that ends closes its connections too.
-    time.sleep(2)
+    time.sleep(1)
     os._exit(0)
+
+
+def lost(how, victim, seconds, ranks=4):
+    """Processes without a launcher that would end the others when one has died. They are forked, because
+    torch is imported here already, and nothing else of it has been used."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
+    processes, words = [], []
+    for rank in range(ranks):
+        words.append(tempfile.TemporaryFile("w+"))
+        processes.append(os.fork())
+        if processes[-1] == 0:
+            os.dup2(words[-1].fileno(), 1)
+            os.dup2(words[-1].fileno(), 2)
+            os.environ["RANK"] = str(rank)
+            try:
+                failure(how, victim, seconds)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(1)
+    begin = time.monotonic()
+    for rank, process in enumerate(processes):
+        if rank == victim and how == "stop":
+            continue
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        words[rank].seek(0)
+        said = words[rank].read()
+        assert code == (-signal.SIGKILL if (rank, how) == (victim, "die") else 0), said
+        assert rank == victim or f"rank {victim} failed" in said, said
+        print(said, end="")
+    if how == "stop":
+        os.kill(processes[victim], signal.SIGKILL)
+        os.waitpid(processes[victim], 0)
+    print(f"{how} {victim}: {time.monotonic() - begin:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         all_cases()
     else:
-        failure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+        # The second one keeps the processes' store, so that it takes with it what the others would ask.
+        for how, victim, seconds in [("die", 2, 60), ("die", 0, 60), ("stop", 1, 8), ("fail", 3, 60)]:
+            lost(how, victim, seconds)

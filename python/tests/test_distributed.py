@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,48 +27,11 @@ def test_rings_equal_one_process(ranks):
     print(ran.stdout)
 
 
-def launched(ranks, *arguments):
-    """Processes without a launcher that would end the others when one has died."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
-    command = [sys.executable, str(CASES), *map(str, arguments)]
-    return [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **settings, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("how", "victim", "seconds"),
-    # The second one keeps the processes' store, so that it takes with it what the others would ask.
-    [("die", 2, 60), ("die", 0, 60), ("stop", 1, 8), ("fail", 3, 60)],
-)
-def test_a_rank_that_is_lost_is_named_by_every_other(how, victim, seconds):
-    ranks = 4
-    processes = launched(ranks, how, victim, seconds)
-    begin = time.monotonic()
-    try:
-        for rank, process in enumerate(processes):
-            if rank == victim and how == "stop":
-                continue
-            said, _ = process.communicate(timeout=120)
-            expected = -signal.SIGKILL if (rank, how) == (victim, "die") else 0
-            assert process.returncode == expected, said
-            if rank != victim:
-                assert f"rank {victim} failed" in said, said
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    print(f"{how} {victim}: {time.monotonic() - begin:.1f} s")
+def test_a_rank_that_is_lost_is_named_by_every_other():
+    """Killed, stopped, or failing by itself: an exception on every other rank, inside the timeout."""
+    ran = subprocess.run([sys.executable, str(CASES), "lost"], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    print(ran.stdout)
 
 
 def test_shards_without_processes():
@@ -91,7 +50,7 @@ def test_shards_without_processes():
     [
         (dict(sizes=[4, 4, 4]), "12 rows of 3 ranks, but there are 11"),
         (dict(sizes=[5, 6]), "11 rows of 2 ranks"),
-        (dict(sharding="zigzag", sizes=[3, 4, 4]), r"gives the ranks \[4, 4, 3\] rows"),
+        (dict(sharding="zigzag", sizes=[4, 4, 3]), r"gives the ranks \[3, 4, 4\] rows"),
         (dict(sharding="diagonal"), "known"),
         (dict(rank=3), "no rank 3"),
     ],

@@ -172,7 +172,9 @@ impl Slots {
             stride: 1,
             count: self.tokens,
         };
-        host::upload(of_slots, &[all], tensor.data_mut());
+        // A rank may have no rows at all, and a run is never empty.
+        let runs = &[all][..usize::from(self.tokens > 0)];
+        host::upload(of_slots, runs, tensor.data_mut());
         tensor
     }
 
