@@ -78,9 +78,6 @@ class Wire:
         # Requests that all ranks have made with the same words, by those words.
         self.agreed: dict[Any, Any] = {}
 
-    def __del__(self) -> None:
-        self._flights.put(None)
-
     def call(self, words: str) -> _Call:
         """What the library calls in one pass; passes of different words never meet."""
         self.check()
@@ -112,6 +109,9 @@ class Wire:
             arguments = (self._flights,)
             self._waiter = threading.Thread(target=_wait, args=arguments, daemon=True)
             self._waiter.start()
+            # The thread ends with the wire, and before Python does: one that is woken after that is
+            # ended by force, and takes the process with it.
+            weakref.finalize(self, _end, self._flights, self._waiter)
         self._flights.put(flight)
         return flight
 
@@ -250,15 +250,27 @@ class _Flight:
 def _wait(flights: queue.SimpleQueue[Optional[_Flight]]) -> None:
     """The life of the thread that waits."""
     while (flight := flights.get()) is not None:
-        for peer, work, _ in flight.works:
-            flight.current = peer
-            try:
-                work.wait()
-            except Exception as error:
-                flight.failed = (peer, _words(error))
-                break
-        flight.landed.set()
+        _land(flight)
+        # Nothing of it is held on to while the next one is waited for.
         del flight
+
+
+def _land(flight: _Flight) -> None:
+    for peer, work, _ in flight.works:
+        flight.current = peer
+        try:
+            work.wait()
+        except Exception as error:
+            flight.failed = (peer, _words(error))
+            break
+    flight.landed.set()
+
+
+def _end(flights: queue.SimpleQueue[Optional[_Flight]], waiter: threading.Thread) -> None:
+    """Ends the thread that waits, unless it waits for what will never come."""
+    flights.put(None)
+    if threading.current_thread() is not waiter:
+        waiter.join(timeout=1.0)
 
 
 def _words(error: BaseException) -> str:
