@@ -69,3 +69,22 @@ def test_without_a_group_it_says_what_is_missing():
 def test_attention_dropout_is_refused():
     with pytest.raises(ValueError, match="0.1"):
         ring.RingDilatedAttention([4], [1], attention_dropout=0.1)
+
+
+def test_the_language_model_learns_the_same_on_one_process_and_on_two(tmp_path):
+    """The example, cut short; and the one that drops in."""
+    examples = Path(__file__).parents[1] / "examples"
+    script = [str(examples / "longnet_lm.py"), str(CASES), "--tokens=150", "--steps=4"]
+    script.append(f"--folder={tmp_path}")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for command in (script, [*torchrun, *script], [str(examples / "drop_in.py")]):
+        ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    one, two = (
+        [float(line.split(",")[1]) for line in (tmp_path / f"loss-{ranks}.csv").read_text().split()]
+        for ranks in (1, 2)
+    )
+    assert len(one) == 4 and one[-1] < one[0]
+    assert all(abs(a - b) < 1e-4 for a, b in zip(one, two)), (one, two)
+    drawn = (tmp_path / "loss.svg").read_text()
+    assert drawn.count("<polyline") == 2 and "2 processes" in drawn
