@@ -12,6 +12,10 @@ that ask for different things are refused before anything is computed, with the 
 ends the call on every other one with :class:`encke.RingError`, which names it; the group is of no use
 after that.
 
+Tensors are on the CPU, or on a GPU for each process (several processes may share one): then the GPU
+computes, and hops go through the host's memory over the group's CPU backend (gloo). NCCL is not used, so
+that a group of NCCL alone is refused; ``init_process_group("cpu:gloo,cuda:nccl")`` makes one of both.
+
 Nothing but plans and buffers is kept between calls, and parameters are nobody's business here, so
 DistributedDataParallel and FSDP go on top as always. Gradients are those of the rank's own rows.
 """

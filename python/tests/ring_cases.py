@@ -257,6 +257,28 @@ def under_fully_sharded():
     gradients_of_one_model(wrap)
 
 
+def on_gpus():
+    """Processes with a GPU each, or sharing one; hops go through the host."""
+    if not torch.cuda.is_available():
+        return "skipped: torch sees no GPU"
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        for options in (DENSE, GROUP, MIX):
+            options = dict(options, causal=dtype != torch.float32)
+            given = tensors(148, dim=32, dtype=dtype)
+            expected = alone(*given, **options)
+            for cut in (dict(), dict(sharding="zigzag"), dict(sharding="striped")):
+                got = together(*(x.to(device) for x in given), cut, None, **options)
+                assert all(x.device == device for x in got)
+                got = [x.cpu() for x in got]
+                compare(got, expected, cut, tolerance, (dtype, options, cut))
+    # What the host combines, and ranks without rows, are refused on all ranks.
+    q = torch.randn(1, 6, 4, 8, device=device)
+    for refused in (DETACHED, dict(checkpoint="recompute")):
+        assert "on GPUs" in raised(ValueError, lambda: ring.ring_attention(q, q, q, **refused))
+    return None
+
+
 def all_cases():
     start()
     cases = [
@@ -269,12 +291,13 @@ def all_cases():
         subgroups,
         under_data_parallel,
         under_fully_sharded,
+        on_gpus,
     ]
     for case in cases:
         begin = time.monotonic()
-        case()
+        said = case()
         if dist.get_rank() == 0:
-            print(f"{case.__name__} {time.monotonic() - begin:.1f} s", flush=True)
+            print(f"{case.__name__} {time.monotonic() - begin:.1f} s {said or ''}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
