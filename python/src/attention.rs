@@ -40,7 +40,11 @@ pub(crate) struct Inputs {
 }
 
 impl Inputs {
-    pub fn read(q: &Bound<'_, PyAny>, k: &Bound<'_, PyAny>, v: &Bound<'_, PyAny>) -> PyResult<Inputs> {
+    pub fn read(
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+    ) -> PyResult<Inputs> {
         let q = Lent::rows("q", q)?;
         let k = Lent::rows("k", k)?.beside(&q)?;
         let v = Lent::rows("v", v)?.beside(&q)?;

@@ -8,8 +8,8 @@
 use std::sync::{Mutex, PoisonError};
 
 use encke::{
-    Backward, Checkpoint, Forward, HostParcel, Incoming, Kept, Moved, Outgoing, Pass,
-    ShardAttention, Shape, Transport, TransportError,
+    Backward, Checkpoint, Forward, HostParcel, Incoming, Kept, Moved, Outgoing, Pass, Shape,
+    ShardAttention, Transport, TransportError,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -85,7 +85,12 @@ impl<B: HostParcel> Transport<B> for Wire<'_> {
         let sends: Vec<Bytes> = sends.collect();
         let receives = incoming.iter_mut().map(|Incoming { from, parcel }| {
             let bytes = parcel.host_bytes_mut(from.elements);
-            (from.peer, from.tag, bytes.as_mut_ptr() as usize, bytes.len())
+            (
+                from.peer,
+                from.tag,
+                bytes.as_mut_ptr() as usize,
+                bytes.len(),
+            )
         });
         let receives: Vec<Bytes> = receives.collect();
         let sum = |of: &[Bytes]| of.iter().map(|(.., bytes)| bytes).sum();
@@ -301,10 +306,7 @@ impl Shard {
 /// What a call returned, or what the wire raised, or why the call failed.
 pub(crate) fn told<T>(raised: &Raised, result: Result<T, encke::Error>) -> PyResult<T> {
     result.map_err(|error| {
-        let raised = raised
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let raised = raised.lock().unwrap_or_else(PoisonError::into_inner).take();
         raised.unwrap_or_else(|| error::call(&error))
     })
 }

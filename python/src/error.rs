@@ -42,7 +42,9 @@ pub(crate) fn call(error: &Error) -> PyErr {
     match error {
         Error::Request(error) => request(error),
         Error::Kernel(error) => kernel(error),
-        Error::MissingInput { .. } | Error::Elsewhere { .. } => PyValueError::new_err(error.to_string()),
+        Error::MissingInput { .. } | Error::Elsewhere { .. } => {
+            PyValueError::new_err(error.to_string())
+        }
         Error::Rank { source, .. } => match source {
             encke::RankError::Kernel {
                 source: out_of_memory @ KernelError::Memory { .. },
