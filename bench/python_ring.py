@@ -4,21 +4,27 @@
     python bench/python_ring.py --tokens 8192   # a longer sequence
 
 What is measured is a training step of one attention: forward, then backward from a given gradient, of a
-sequence of `--tokens` tokens, `--heads` heads of `--dim` numbers, f32, not causal (so that contiguous
-shards have the same work whoever cuts them) and causal (each cut as its package cuts it for that).
+sequence of `--tokens` tokens, `--heads` heads of `--dim` numbers, not causal (so that contiguous shards have
+the same work whoever cuts them) and causal (each cut as its package cuts it for that).
 
-step        median time of a step, over `--repeats` steps after two that are not counted; of the slowest rank
+step        shortest of `--repeats` steps after two that are not counted, each by its slowest rank: the
+            shortest, because whatever else the machine does only makes steps longer
 efficiency  T(1 process) / (p x T(p processes)), each process with one thread; 1 is perfect
-memory      highest resident memory of a process during the steps, less that before the first step (with
-            torch loaded and the inputs made); the largest of all ranks
+memory      highest resident memory of a process during the first two steps, less that before them (with
+            torch loaded and this rank's inputs made); the largest of all ranks
 error       largest difference of out and dq from torch's attention of the whole sequence, relative to
             the largest number; checked before anything is timed
 
 Rivals are run as they are published where they run on a CPU:
-- torch: torch.distributed.tensor.experimental.context_parallel around scaled_dot_product_attention.
-- ring-attention-pytorch (PyPI): ring_flash_attn, buckets of 512; causal with its striped form.
+- torch: torch.distributed.tensor.experimental.context_parallel around scaled_dot_product_attention. It takes
+  CPU tensors and runs, but its ring knows the operators of GPUs alone: on the CPU each rank attends to its
+  own shard and to no other, without a word. Its rows are marked wrong, and its time is that of less work.
+- ring-attention-pytorch (PyPI): ring_flash_attn, buckets of 512; causal with its striped form. One process
+  is its function without the ring, since gloo does not send to itself.
 - ring-flash-attn (PyPI): its kernel is flash-attn, which is for GPUs. Its ring is run as published with
-  torch's own flash attention for CPUs in the kernel's place: this measures its ring and not its kernel.
+  torch's own flash attention for CPUs in the kernel's place: this measures its ring and not its kernel. One
+  process is that kernel alone. In bf16, since its gradients are not right in f32 (`.to(float32)` of a
+  buffer that it goes on writing to is the buffer itself).
 """
 
 from __future__ import annotations
@@ -27,7 +33,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -35,61 +40,104 @@ import types
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CONTENDERS = ["encke", "torch", "ring-attention-pytorch", "ring-flash-attn"]
+CONTENDERS = {
+    "encke": ["f32", "bf16"],
+    "torch": ["f32"],
+    "ring-attention-pytorch": ["f32"],
+    "ring-flash-attn": ["bf16"],
+}
 
 
 def contender(name, causal, options):
-    """(cut, step): how a sequence is cut, and attention of this rank's rows [b, n, h, d]."""
+    """(cut, step): how a sequence [b, n, h, d] is cut, and out and dq of a step of this rank's rows."""
     import torch
     import torch.distributed as dist
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    contiguous = lambda x: x.chunk(ranks, dim=1)[rank]
+
+    def contiguous(x):
+        return x.chunk(ranks, dim=1)[rank]
+
+    def striped(x):
+        return x[:, rank::ranks]
+
+    def zigzag(x):
+        pieces = x.chunk(2 * ranks, dim=1)
+        return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]], dim=1)
+
+    def stepping(attend):
+        def step(q, k, v, dout):
+            q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+            out = attend(q, k, v)
+            out.backward(dout)
+            return out.detach(), q.grad
+
+        return step
+
     if name == "encke":
         import encke.distributed as ring
 
-        sharding = "zigzag" if causal else "contiguous"
-        sizes = ring.sizes_of(options.tokens, sharding=sharding)
-        cut = lambda x: ring.shard(x, sharding=sharding)
-        attend = lambda q, k, v: ring.ring_attention(
-            q, k, v, causal=causal, sharding=sharding, sizes=sizes
-        )
-        return cut, attend
+        cut = dict(sharding="zigzag" if causal else "contiguous")
+        sizes = ring.sizes_of(options.tokens, **cut)
+        attend = lambda q, k, v: ring.ring_attention(q, k, v, causal=causal, sizes=sizes, **cut)
+        return (lambda x: ring.shard(x, **cut)), stepping(attend)
     if name == "torch":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.experimental import context_parallel
-
-        mesh = init_device_mesh("cpu", (ranks,))
-        attention = torch.nn.functional.scaled_dot_product_attention
-
-        def attend(q, k, v):
-            # The package shards buffers of the whole sequence itself, in place.
-            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-            with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-                return attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-        return (lambda x: x), attend
+        return (lambda x: x), context_parallel_step(causal)
     if name == "ring-attention-pytorch":
         from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
-        cut = (lambda x: x[:, rank::ranks]) if causal else contiguous
+        around = ranks > 1
         attend = lambda q, k, v: ring_flash_attn(
-            q, k, v, None, causal, 512, True, causal, None, ranks
+            q, k, v, None, causal, 512, around, causal and around, None, ranks
         )
-        return cut, attend
+        return (striped if causal else contiguous), stepping(attend)
+    if ranks == 1:
+        return contiguous, stepping(lambda q, k, v: whole_attention(q, k, v, causal))
     stand_in_for_flash_attn()
     if causal:
         from ring_flash_attn.zigzag_ring_flash_attn import zigzag_ring_flash_attn_func as function
-
-        def cut(x):
-            pieces = x.chunk(2 * ranks, dim=1)
-            return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]], dim=1)
-
     else:
         from ring_flash_attn.ring_flash_attn import ring_flash_attn_func as function
+    attend = lambda q, k, v: function(q, k, v, causal=causal)
+    return (zigzag if causal else contiguous), stepping(attend)
 
-        cut = contiguous
-    return cut, lambda q, k, v: function(q, k, v, causal=causal)
+
+def whole_attention(q, k, v, causal):
+    """torch's attention of [b, n, h, d]."""
+    import torch
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return out.transpose(1, 2)
+
+
+def context_parallel_step(causal):
+    """A step as the documentation of torch's context parallel has it: buffers of the whole sequence are
+    cut in place while the context lasts. Returns the whole out and dq."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def step(*whole):
+        q, k, v, dout = (x.detach().transpose(1, 2).clone() for x in whole)
+        buffers = [q, k, v, dout]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+            for x in (q, k, v):
+                x.requires_grad = True
+            out = attention(q, k, v, is_causal=causal)
+            out.backward(dout)
+            gradient = q.grad
+            for x in (q, k, v):
+                x.requires_grad = False
+        out, gradient = context_parallel_unshard(mesh, [out.detach(), gradient], [2, 2])
+        return out.transpose(1, 2), gradient.transpose(1, 2)
+
+    return step
 
 
 def stand_in_for_flash_attn():
@@ -153,42 +201,40 @@ def work(options):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     causal = options.causal
-    cut, attend = contender(options.worker, causal, options)
-    generator = torch.Generator().manual_seed(0)
+    cut, step = contender(options.worker, causal, options)
     shape = (1, options.tokens, options.heads, options.dim)
-    whole = [torch.randn(shape, generator=generator) for _ in range(4)]
-    mine = [cut(x).clone() for x in whole]
-    dout = mine.pop()
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
 
-    def step():
-        q, k, v = (x.detach().clone().requires_grad_() for x in mine)
-        out = attend(q, k, v)
-        out.backward(dout)
-        return out.detach(), q.grad
+    def sequence():
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]
 
-    out, dq = step()
-    del out, dq
-    expected = reference(whole, causal)
-    got = step()
-    error = max(
-        ((a - cut(b)).abs().max() / b.abs().max()).item() for a, b in zip(got, expected)
-    )
-    del got, expected, whole
+    mine = [cut(x).clone() for x in sequence()]
+    dist.barrier()
     before = resident("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")
+    for _ in range(2):
+        got = step(*mine)
+    kilobytes = resident("VmHWM") - before
+    expected = reference(sequence(), causal)
+    error = max(
+        ((a.float() - cut(b)).abs().max() / b.abs().max()).item() for a, b in zip(got, expected)
+    )
+    del got, expected
     seconds = []
     for _ in range(options.repeats):
         dist.barrier()
         begin = time.perf_counter()
-        step()
+        step(*mine)
         seconds.append(time.perf_counter() - begin)
     said = [None] * dist.get_world_size()
-    own = dict(seconds=seconds, error=error, kilobytes=resident("VmHWM") - before)
+    own = dict(seconds=seconds, error=error, kilobytes=kilobytes)
     dist.all_gather_object(said, own)
     if dist.get_rank() == 0:
         slowest = [max(times) for times in zip(*(one["seconds"] for one in said))]
         line = dict(
-            step=statistics.median(slowest),
+            step=min(slowest),
+            steps=slowest,
             error=max(one["error"] for one in said),
             kilobytes=max(one["kilobytes"] for one in said),
         )
@@ -197,22 +243,20 @@ def work(options):
 
 
 def reference(whole, causal):
-    """out and dq of the whole sequence by torch."""
-    import torch
-
-    q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in whole[:3])
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    out.backward(whole[3].transpose(1, 2))
-    return out.detach().transpose(1, 2), q.grad.transpose(1, 2)
+    """out and dq of the whole sequence by torch, in f32."""
+    q, k, v = (x.float().requires_grad_() for x in whole[:3])
+    out = whole_attention(q, k, v, causal)
+    out.backward(whole[3].float())
+    return out.detach(), q.grad
 
 
-def launch(name, causal, ranks, options):
+def launch(name, dtype, causal, ranks, options):
     """The result of one launch, or the last line of its error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", str(Path(__file__).resolve()), "--worker", name]
     for option in ("tokens", "heads", "dim", "repeats"):
         command += [f"--{option}", str(getattr(options, option))]
-    command += ["--causal"] if causal else []
+    command += ["--dtype", dtype] + (["--causal"] if causal else [])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
     for line in ran.stdout.splitlines():
@@ -229,10 +273,11 @@ def main():
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--record", default=str(HERE / "record" / "python_ring.json"))
     parser.add_argument("--causal", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="f32", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return work(options)
@@ -248,24 +293,27 @@ def main():
         rows=[],
     )
     print(record["machine"])
-    head = f"{'':23} {'causal':7} {'step, 1':>9} {f'step, {ranks}':>9} {'efficiency':>10} "
+    head = f"{'':23} {'':5} {'causal':7} {'step, 1':>9} {f'step, {ranks}':>9} {'efficiency':>10} "
     print(head + f"{'memory, 1':>10} {f'memory, {ranks}':>10} {'error':>8}")
-    for causal in (False, True):
-        for name in options.only:
-            one, many = (launch(name, causal, count, options) for count in (1, ranks))
-            row = dict(name=name, causal=causal, one=one, many=many)
-            failed = many.get("failed") or one.get("failed")
-            if failed:
-                print(f"{name:23} {str(causal):7} does not run here: {failed[:150]}")
-            else:
-                row["efficiency"] = one["step"] / (ranks * many["step"])
-                print(
-                    f"{name:23} {str(causal):7} {one['step'] * 1e3:6.0f} ms {many['step'] * 1e3:6.0f} ms "
-                    f"{row['efficiency']:10.2f} {one['kilobytes'] / 1024:6.0f} MiB "
-                    f"{many['kilobytes'] / 1024:6.0f} MiB {max(one['error'], many['error']):8.1e}",
-                    flush=True,
-                )
-            record["rows"].append(row)
+    cases = [(causal, name, dtype) for causal in (False, True) for name in options.only
+             for dtype in CONTENDERS[name]]
+    for causal, name, dtype in cases:
+        one, many = (launch(name, dtype, causal, count, options) for count in (1, ranks))
+        row = dict(name=name, dtype=dtype, causal=causal, one=one, many=many)
+        print(f"{name:23} {dtype:5} {str(causal):7} ", end="")
+        failed = many.get("failed") or one.get("failed")
+        if failed:
+            print(f"does not run here: {failed[:150]}", flush=True)
+        else:
+            row["efficiency"] = one["step"] / (ranks * many["step"])
+            error = max(one["error"], many["error"])
+            print(
+                f"{one['step'] * 1e3:6.0f} ms {many['step'] * 1e3:6.0f} ms {row['efficiency']:10.2f} "
+                f"{one['kilobytes'] / 1024:6.0f} MiB {many['kilobytes'] / 1024:6.0f} MiB {error:8.1e}"
+                + ("  wrong" if error > 0.05 else ""),
+                flush=True,
+            )
+        record["rows"].append(row)
     Path(options.record).parent.mkdir(exist_ok=True)
     Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
 

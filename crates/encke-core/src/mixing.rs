@@ -548,7 +548,7 @@ mod tests {
         let (out, lse) = combine(&case.pattern, &shape, &slots.out, &slots.lse, DType::F64);
         for token in 0..6 {
             assert_eq!(read(&out.view(), 0, token, 1), [0.0, 0.0]);
-            assert_eq!(read_lse(&lse, 0, token, 1), f64::NEG_INFINITY);
+            assert_eq!(read_lse(&lse.view(), 0, token, 1), f64::NEG_INFINITY);
         }
     }
 
