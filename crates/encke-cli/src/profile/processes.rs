@@ -26,6 +26,8 @@ use crate::terminal::{Paint, say, spinner};
 
 /// How often messages are timed alone; the median counts.
 const TIMES: usize = 5;
+/// Rows of each rank in the call that warms everything up: enough for messages of every kind.
+const WARM_ROWS: usize = 64;
 
 /// Generated rows of every tensor.
 struct Rows {
@@ -93,12 +95,9 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         Ok((json, ring.request, Attention::builder().build()?))
     })();
     let (json, request, attention) = cluster.agree(ready)?;
-    let mut names = vec![("forward", Pass::Forward)];
-    if options.work.grad {
-        names.push(("backward", Pass::Backward { dlse: false }));
-    }
-    let mut passes = Vec::new();
-    for (name, pass) in names {
+    warm_up(cluster, &attention, &request, options)?;
+    let mut measured = Vec::new();
+    for (name, pass) in passes(options) {
         let progress = cluster.speaks().then(|| spinner(name));
         let request = Request {
             pass,
@@ -107,11 +106,11 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         let own = measure(cluster, &attention, request, options.work.seed)?;
         drop(progress);
         if let Some(all) = cluster.gather(&own)? {
-            passes.push((name, all));
+            measured.push((name, all));
         }
     }
     let told = match cluster.speaks() {
-        true => conclude(cluster, &request, &passes, json),
+        true => conclude(cluster, &request, &measured, json),
         false => Ok(true),
     };
     let kept = cluster.agree(told)?;
@@ -121,6 +120,39 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
     } else {
         Verdict::CheckFailed
     })
+}
+
+/// Runs the passes once on a few tokens, so that what MPI, threads and the kernel take for
+/// themselves, whatever the size of a call, is not counted as memory of this one.
+fn warm_up(
+    cluster: &mut Cluster,
+    attention: &Attention,
+    request: &Request,
+    options: &Options,
+) -> Result<()> {
+    let mut few = request.clone();
+    few.shape.tokens = few.shape.tokens.min(WARM_ROWS * cluster.ranks());
+    // Where no few tokens fit the pattern, which all ranks find alike, there is no warming up.
+    if Plan::new(few.clone()).is_err() {
+        return Ok(());
+    }
+    for pass in passes(options) {
+        let request = Request {
+            pass: pass.1,
+            ..few.clone()
+        };
+        measure(cluster, attention, request, options.work.seed)?;
+    }
+    Ok(())
+}
+
+/// The passes that are measured, with their names.
+fn passes(options: &Options) -> Vec<(&'static str, Pass)> {
+    let mut passes = vec![("forward", Pass::Forward)];
+    if options.work.grad {
+        passes.push(("backward", Pass::Backward { dlse: false }));
+    }
+    passes
 }
 
 /// This process's rank in one pass.

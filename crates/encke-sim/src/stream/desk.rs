@@ -39,6 +39,12 @@ impl<'a, K: Kernel> Desk<'a, K> {
         }
     }
 
+    /// Gives its memory back, when nothing comes or goes for a while.
+    pub fn clear(&mut self) {
+        self.host = Vec::new();
+        self.device = Vec::new();
+    }
+
     /// Copies the rows of a stretch, `width` numbers each, from a source to their place.
     pub fn fetch(
         &mut self,

@@ -73,6 +73,7 @@ impl<'a, K: Kernel> Member<'a, K> {
             let shape = &self.plan.request().shape;
             rows::load(&mut self.rank, &port, shape, &mut dock)?;
         }
+        self.desk.clear();
         let recorder = &mut self.recorder;
         recorder.note(0, Activity::Load, loading, Moved::default());
         Ok(())
