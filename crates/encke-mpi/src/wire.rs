@@ -24,8 +24,9 @@ use crate::words::Notice;
 
 /// How long MPI is given to let go of the buffers of an exchange that failed.
 const CALL_BACK: Duration = Duration::from_millis(300);
-/// How long a rank that only learns that something was revoked waits to hear why.
-const HEARSAY: Duration = Duration::from_millis(300);
+/// How long a rank that only learns that something was revoked waits to hear why, at most: as a rule
+/// it hears within milliseconds, but a crowded machine may keep the news.
+const HEARSAY: Duration = Duration::from_secs(10);
 /// How long calls that do not wait may take, beyond what is waited for, before they hang.
 const SLACK: Duration = Duration::from_secs(3);
 /// Between two looks while the rank computes: a hop is moved along, the cores are the jobs'.
@@ -326,8 +327,8 @@ impl Wire {
             return self.gone(peer, round);
         }
         // Who died, or what somebody said before he revoked the wire, may take a moment to come.
-        let since = Instant::now();
-        while matches!(fault.class, Class::Dead | Class::Revoked) && since.elapsed() < HEARSAY {
+        let (since, limit) = (Instant::now(), HEARSAY.min(self.deadline));
+        while matches!(fault.class, Class::Dead | Class::Revoked) && since.elapsed() < limit {
             let known = self.comm.failed().unwrap_or_default();
             let named = known.iter().find_map(|place| {
                 let is = |of: &Option<usize>| *of == Some(*place);
@@ -347,11 +348,19 @@ impl Wire {
             }
             std::thread::sleep(WATCH);
         }
+        let reason = match fault.class {
+            Class::Revoked => "somebody ended the call and has not said why".to_string(),
+            _ => fault.words,
+        };
         TransportError::PeerFailed {
             rank: self.rank,
-            peer,
+            peer: if peer == self.rank {
+                self.someone_else()
+            } else {
+                peer
+            },
             round,
-            reason: fault.words,
+            reason,
         }
     }
 

@@ -157,6 +157,9 @@ fn a_killed_rank_is_named_by_all_others() {
             "run {run}: {took:?}"
         );
         times.push(took);
+        if (run + 1) % 20 == 0 {
+            println!("{} runs, all said so", run + 1);
+        }
     }
     print_times("until all survivors had said so", times);
 }
@@ -187,6 +190,9 @@ fn with_redundancy_a_killed_rank_costs_no_result() {
             );
         }
         tidy(&folder);
+        if (run + 1) % 20 == 0 {
+            println!("{} runs, all right", run + 1);
+        }
         times.extend(
             disturbed
                 .last("survived")
