@@ -59,7 +59,7 @@ impl CudaKernel {
     pub fn new(ordinal: usize) -> crate::Result<CudaKernel> {
         let device = Device::open(ordinal)?;
         let counters = [Memory::new(&device, 8)?, Memory::new(&device, 8)?];
-        counters.iter().for_each(Memory::clear);
+        counters.iter().try_for_each(Memory::clear)?;
         Ok(CudaKernel {
             site: Site {
                 device,
@@ -166,7 +166,7 @@ impl Kernel for CudaKernel {
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         let buffer = Buffer::new(&self.site.device, dtype, elements)?;
-        buffer.memory()?.clear();
+        buffer.memory()?.clear()?;
         Ok(buffer)
     }
 

@@ -55,6 +55,7 @@ impl Memory {
             bytes,
             ours: false,
             marks: Mutex::default(),
+            blank: Mutex::default(),
         }
     }
 
@@ -133,9 +134,14 @@ impl Memory {
             })
     }
 
-    /// Sets every byte to zero, when somebody wants to know.
-    pub fn clear(&self) {
+    /// Sets every byte to zero: ours when somebody wants to know, a guest's now, since its owner
+    /// does not ask.
+    pub fn clear(&self) -> Result<()> {
         *self.blank() = true;
+        match self.ours {
+            true => Ok(()),
+            false => self.settle(self.device.compute()),
+        }
     }
 
     /// Whether it was cleared and nobody has wanted to know. If so it holds anything from now on:

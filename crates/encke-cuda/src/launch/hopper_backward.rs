@@ -264,7 +264,7 @@ pub(crate) fn backward(
         upstream: targets.upstream()?,
         dtype,
     };
-    call.control.clear();
+    call.control.clear()?;
     call.rows()?;
     call.gradients(fixed_order, &targets)
 }

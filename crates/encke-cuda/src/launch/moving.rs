@@ -37,7 +37,7 @@ pub(crate) fn fill(site: &Site, buffer: &mut Buffer, value: f64) -> Result<()> {
     let (dtype, elements) = (buffer.dtype(), buffer.elements() as i64);
     let memory = buffer.fresh()?;
     if value == 0.0 && value.is_sign_positive() {
-        memory.clear();
+        memory.clear()?;
         return Ok(());
     }
     memory.take_blank();
