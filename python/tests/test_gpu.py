@@ -86,8 +86,11 @@ def test_narrow_types_are_as_near_as_torch_is(on_gpu, dtype, dim):
     for name, own, other, right in zip(("out", "dq", "dk", "dv"), got, theirs, exact):
         assert own.dtype == dtype
         off, bound = ((x.cpu().double() - right).abs().max() for x in (own, other))
+        # In float32 torch on the host sums in blocks, a GPU in another order: eight roundings of the
+        # largest number are what that may take.
+        roundings = 8 if dtype == torch.float32 else 2
         floor = torch.finfo(dtype).eps * right.abs().max()
-        assert off <= 2 * bound + 2 * floor, name
+        assert off <= 2 * bound + roundings * floor, name
 
 
 @pytest.mark.parametrize("options", [dict(causal=True), MIX], ids=str)
