@@ -31,7 +31,9 @@ use crate::tensor::Lent;
 const ALIGNMENT: usize = 16;
 
 /// The kernels of this process, by GPU and by whether gradients are summed in one order.
-static KERNELS: Mutex<Option<HashMap<(usize, bool), Arc<CudaKernel>>>> = Mutex::new(None);
+static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
+
+type Kernels = HashMap<(usize, bool), Arc<CudaKernel>>;
 
 /// The kernel of a GPU; the first call opens it.
 pub(crate) fn kernel(number: usize, deterministic: bool) -> PyResult<Arc<CudaKernel>> {
