@@ -25,8 +25,9 @@ use crate::words::Notice;
 /// How long MPI is given to let go of the buffers of an exchange that failed.
 const CALL_BACK: Duration = Duration::from_millis(300);
 /// How long a rank that only learns that something was revoked waits to hear why, at most: as a rule
-/// it hears within milliseconds, but a crowded machine may keep the news.
-const HEARSAY: Duration = Duration::from_secs(10);
+/// it hears within milliseconds. Shorter than those stay who know it already, or the launcher would end
+/// this one before it has said anything.
+const HEARSAY: Duration = Duration::from_secs(1);
 /// How long calls that do not wait may take, beyond what is waited for, before they hang.
 const SLACK: Duration = Duration::from_secs(3);
 /// Between two looks while the rank computes: a hop is moved along, the cores are the jobs'.
@@ -329,6 +330,8 @@ impl Wire {
         // Who died, or what somebody said before he revoked the wire, may take a moment to come.
         let (since, limit) = (Instant::now(), HEARSAY.min(self.deadline));
         while matches!(fault.class, Class::Dead | Class::Revoked) && since.elapsed() < limit {
+            // What is asked below does not let MPI work once every request has ended.
+            sys::let_work();
             let known = self.comm.failed().unwrap_or_default();
             let named = known.iter().find_map(|place| {
                 let is = |of: &Option<usize>| *of == Some(*place);
