@@ -86,7 +86,9 @@ def ring_attention(
     The other options are those of :func:`encke.attention`. Returns out, or (out, lse) with
     ``return_lse``. torch.compile leaves this function alone (a graph break).
     """
-    q, k, v = _autocast(q_local, k_local, v_local)
+    q, k, v = q_local, k_local, v_local
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
     options = Options(
         segment_lengths=None if segment_lengths is None else tuple(segment_lengths),
         dilation_rates=None if dilation_rates is None else tuple(dilation_rates),
