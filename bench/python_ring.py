@@ -59,7 +59,8 @@ def contender(name, causal, options):
         return x.chunk(ranks, dim=1)[rank]
 
     def striped(x):
-        return x[:, rank::ranks]
+        # Tokens in the order in which that package strides its buckets over the ranks.
+        return contiguous(x.unflatten(1, (512, -1)).transpose(1, 2).flatten(1, 2))
 
     def zigzag(x):
         pieces = x.chunk(2 * ranks, dim=1)
@@ -90,7 +91,7 @@ def contender(name, causal, options):
         attend = lambda q, k, v: ring_flash_attn(
             q, k, v, None, causal, 512, around, causal and around, None, ranks
         )
-        return (striped if causal else contiguous), stepping(attend)
+        return (striped if causal and around else contiguous), stepping(attend)
     if ranks == 1:
         return contiguous, stepping(lambda q, k, v: whole_attention(q, k, v, causal))
     stand_in_for_flash_attn()
@@ -314,8 +315,9 @@ def main():
                 flush=True,
             )
         record["rows"].append(row)
-    Path(options.record).parent.mkdir(exist_ok=True)
-    Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
+        # After every row, since the next one may take a while or be interrupted.
+        Path(options.record).parent.mkdir(exist_ok=True)
+        Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
