@@ -61,6 +61,65 @@ impl Inputs {
     }
 }
 
+/// A tensor as Python gives it.
+pub(crate) type Given<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// What a backward pass reads beside q, k and v.
+pub(crate) struct Upstream {
+    kept: Option<[Lent; 3]>,
+    dout: Lent,
+    dlse: Option<Lent>,
+}
+
+impl Upstream {
+    /// Of (out, lse) by head and by slot, those are kept that the pattern `splits` into or not.
+    pub fn read(
+        q: &Lent,
+        splits: bool,
+        (out, lse): (Option<Given<'_, '_>>, Option<Given<'_, '_>>),
+        (slot_out, slot_lse): (Option<Given<'_, '_>>, Option<Given<'_, '_>>),
+        (dout, dlse): (Given<'_, '_>, Option<Given<'_, '_>>),
+    ) -> PyResult<Upstream> {
+        let rows = |name, tensor: Given<'_, '_>| Lent::rows(name, tensor)?.beside(q);
+        let cells = |name, tensor: Given<'_, '_>| Lent::cells(name, tensor)?.beside(q);
+        let lse = lse.map(|lse| cells("lse", lse)).transpose()?;
+        let (slot_out, slot_lse) = match splits {
+            true => (
+                slot_out.map(|x| rows("out by slot", x)).transpose()?,
+                slot_lse.map(|x| cells("lse by slot", x)).transpose()?,
+            ),
+            false => (out.map(|x| rows("out", x)).transpose()?, lse),
+        };
+        let kept = slot_out.zip(slot_lse).zip(lse);
+        Ok(Upstream {
+            kept: kept.map(|((slot_out, slot_lse), lse)| [slot_out, slot_lse, lse]),
+            dout: rows("dout", dout)?,
+            dlse: dlse.map(|dlse| cells("dlse", dlse)).transpose()?,
+        })
+    }
+
+    /// What the forward pass left, if that was kept; dout; dlse.
+    ///
+    /// # Safety
+    /// As for [`Lent::view`].
+    pub unsafe fn views<'a>(&self) -> PyResult<(Option<Kept<'a>>, View<'a>, Option<View<'a>>)> {
+        // SAFETY: passed on to the caller.
+        let view = |lent: &Lent| unsafe { lent.view() };
+        let kept = self.kept.as_ref().map(|[slot_out, slot_lse, lse]| {
+            Ok::<_, PyErr>(Kept {
+                slot_out: view(slot_out)?,
+                slot_lse: view(slot_lse)?,
+                lse: view(lse)?,
+            })
+        });
+        let dlse = self.dlse.as_ref().map(view);
+        Ok((kept.transpose()?, view(&self.dout)?, dlse.transpose()?))
+    }
+}
+
+/// What a forward pass returns to Python: out, lse, and both by slot where branches keep slots.
+pub(crate) type Attended = (Py<PyAny>, Py<PyAny>, Option<Py<PyAny>>, Option<Py<PyAny>>);
+
 fn on_host(q: &Lent) -> PyResult<()> {
     match q.place {
         Place::Host => Ok(()),
@@ -126,14 +185,13 @@ impl Attention {
 
     /// (out, lse, slot_out, slot_lse); the last two are None unless branches keep slots of their
     /// own.
-    #[expect(clippy::type_complexity, reason = "a tuple of Python's, said once")]
     fn forward(
         &self,
         py: Python<'_>,
         q: &Bound<'_, PyAny>,
         k: &Bound<'_, PyAny>,
         v: &Bound<'_, PyAny>,
-    ) -> PyResult<(Py<PyAny>, Py<PyAny>, Option<Py<PyAny>>, Option<Py<PyAny>>)> {
+    ) -> PyResult<Attended> {
         let inputs = Inputs::read(q, k, v)?;
         let kind = inputs.q.kind;
         let (out, lse, slots) = self.attend(py, &inputs, |forward| {
@@ -167,33 +225,18 @@ impl Attention {
         dlse: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<(Py<PyAny>, Py<PyAny>, Py<PyAny>)> {
         let inputs = Inputs::read(q, k, v)?;
-        let rows = |name, tensor: &Bound<'_, PyAny>| Lent::rows(name, tensor)?.beside(&inputs.q);
-        let cells = |name, tensor: &Bound<'_, PyAny>| Lent::cells(name, tensor)?.beside(&inputs.q);
-        let dout = rows("dout", dout)?;
-        let dlse = dlse.map(|dlse| cells("dlse", dlse)).transpose()?;
-        let lse = lse.map(|lse| cells("lse", lse)).transpose()?;
-        let (slot_out, slot_lse) = match self.splits {
-            true => (
-                slot_out.map(|x| rows("out by slot", x)).transpose()?,
-                slot_lse.map(|x| cells("lse by slot", x)).transpose()?,
-            ),
-            false => (out.map(|x| rows("out", x)).transpose()?, lse),
-        };
-        let kept = slot_out.zip(slot_lse).zip(lse);
+        let upstream = Upstream::read(
+            &inputs.q,
+            self.splits,
+            (out, lse),
+            (slot_out, slot_lse),
+            (dout, dlse),
+        )?;
         // SAFETY: the caller's references keep the tensors alive until this function returns, and
         // whoever writes to a tensor while a function reads it has a race in torch and NumPy too.
         let backward = unsafe {
             let [q, k, v] = inputs.views()?;
-            let dout = dout.view()?;
-            let dlse = dlse.map(|dlse| dlse.view()).transpose()?;
-            let kept = kept.map(|((slot_out, slot_lse), lse)| {
-                Ok::<_, PyErr>(Kept {
-                    slot_out: slot_out.view()?,
-                    slot_lse: slot_lse.view()?,
-                    lse: lse.view()?,
-                })
-            });
-            let kept = kept.transpose()?;
+            let (kept, dout, dlse) = upstream.views()?;
             py.detach(|| match &kept {
                 Some(kept) => self
                     .library

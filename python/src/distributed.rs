@@ -8,18 +8,17 @@
 use std::sync::{Mutex, PoisonError};
 
 use encke::{
-    Backward, Checkpoint, Forward, HostParcel, Incoming, Kept, Moved, Outgoing, Pass, Shape,
+    Backward, Checkpoint, Forward, HostParcel, Incoming, Moved, Outgoing, Pass, Shape,
     ShardAttention, Transport, TransportError,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::attention::Inputs;
+use crate::attention::{Attended, Inputs, Upstream};
 use crate::error;
 use crate::owned::{alone, give};
 use crate::settings::{PatternOptions, RingOptions, dtype};
-use crate::tensor::Lent;
 
 /// One rank with fixed settings; plans and buffers are kept between calls.
 #[pyclass(frozen, module = "encke._encke")]
@@ -164,7 +163,6 @@ impl Shard {
 
     /// (out, lse, slot_out, slot_lse) of this rank's rows; the last two are None unless branches
     /// keep slots of their own.
-    #[expect(clippy::type_complexity, reason = "a tuple of Python's, said once")]
     fn forward(
         &self,
         py: Python<'_>,
@@ -173,7 +171,7 @@ impl Shard {
         k: &Bound<'_, PyAny>,
         v: &Bound<'_, PyAny>,
         wire: Py<PyAny>,
-    ) -> PyResult<(Py<PyAny>, Py<PyAny>, Option<Py<PyAny>>, Option<Py<PyAny>>)> {
+    ) -> PyResult<Attended> {
         let inputs = Inputs::read(q, k, v)?;
         let raised = Raised::default();
         let mut wire = Wire::new(&wire, self.library.rank(), &raised);
@@ -218,34 +216,19 @@ impl Shard {
         wire: Py<PyAny>,
     ) -> PyResult<(Py<PyAny>, Py<PyAny>, Py<PyAny>)> {
         let inputs = Inputs::read(q, k, v)?;
-        let rows = |name, tensor: &Bound<'_, PyAny>| Lent::rows(name, tensor)?.beside(&inputs.q);
-        let cells = |name, tensor: &Bound<'_, PyAny>| Lent::cells(name, tensor)?.beside(&inputs.q);
-        let dout = rows("dout", dout)?;
-        let dlse = dlse.map(|dlse| cells("dlse", dlse)).transpose()?;
-        let lse = lse.map(|lse| cells("lse", lse)).transpose()?;
-        let (slot_out, slot_lse) = match self.splits {
-            true => (
-                slot_out.map(|x| rows("out by slot", x)).transpose()?,
-                slot_lse.map(|x| cells("lse by slot", x)).transpose()?,
-            ),
-            false => (out.map(|x| rows("out", x)).transpose()?, lse),
-        };
-        let kept = slot_out.zip(slot_lse).zip(lse);
+        let upstream = Upstream::read(
+            &inputs.q,
+            self.splits,
+            (out, lse),
+            (slot_out, slot_lse),
+            (dout, dlse),
+        )?;
         let raised = Raised::default();
         let mut wire = Wire::new(&wire, self.library.rank(), &raised);
         // SAFETY: as in `forward`.
         let backward = unsafe {
             let [q, k, v] = inputs.views()?;
-            let dout = dout.view()?;
-            let dlse = dlse.map(|dlse| dlse.view()).transpose()?;
-            let kept = kept.map(|((slot_out, slot_lse), lse)| {
-                Ok::<_, PyErr>(Kept {
-                    slot_out: slot_out.view()?,
-                    slot_lse: slot_lse.view()?,
-                    lse: lse.view()?,
-                })
-            });
-            let kept = kept.transpose()?;
+            let (kept, dout, dlse) = upstream.views()?;
             let (qkv, gradients) = ([&q, &k, &v], (&dout, dlse.as_ref()));
             py.detach(|| match &kept {
                 Some(kept) => {

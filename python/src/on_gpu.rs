@@ -9,7 +9,7 @@ use encke_core::Error as RequestError;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::attention::Attention;
+use crate::attention::{Attention, Given};
 use crate::error;
 use crate::gpu::{Call, kernel};
 use crate::tensor::{Lent, Place};
@@ -17,8 +17,50 @@ use crate::tensor::{Lent, Place};
 /// How long an exchange between ranks waits unless told otherwise, as in the library.
 const DEADLINE: Duration = Duration::from_secs(600);
 
-/// A tensor as Python gives it.
-type Given<'a, 'py> = &'a Bound<'py, PyAny>;
+/// Tensors by what they are.
+pub(crate) type Roles = Vec<(Role, Lent)>;
+
+/// What a forward pass reads and writes.
+pub(crate) fn forward_roles(
+    [q, k, v]: [Given<'_, '_>; 3],
+    [out, lse]: [Given<'_, '_>; 2],
+) -> PyResult<(Roles, Roles)> {
+    let q = Lent::rows("q", q)?;
+    let rows = |name, tensor| Lent::rows(name, tensor)?.beside(&q);
+    let (k, v, out) = (rows("k", k)?, rows("v", v)?, rows("out", out)?);
+    let lse = Lent::cells("lse", lse)?.beside(&q)?;
+    let inputs = vec![(Role::Q, q), (Role::K, k), (Role::V, v)];
+    Ok((inputs, vec![(Role::Out, out), (Role::Lse, lse)]))
+}
+
+/// What a backward pass reads and writes.
+pub(crate) fn backward_roles(
+    [q, k, v]: [Given<'_, '_>; 3],
+    [out, lse, dout]: [Given<'_, '_>; 3],
+    dlse: Option<Given<'_, '_>>,
+    [dq, dk, dv]: [Given<'_, '_>; 3],
+) -> PyResult<(Roles, Roles)> {
+    let q = Lent::rows("q", q)?;
+    let rows = |name, tensor| Lent::rows(name, tensor)?.beside(&q);
+    let cells = |name, tensor| Lent::cells(name, tensor)?.beside(&q);
+    let mut inputs = vec![
+        (Role::Q, q),
+        (Role::K, rows("k", k)?),
+        (Role::V, rows("v", v)?),
+        (Role::Out, rows("out", out)?),
+        (Role::Lse, cells("lse", lse)?),
+        (Role::Dout, rows("dout", dout)?),
+    ];
+    if let Some(dlse) = dlse {
+        inputs.push((Role::Dlse, cells("dlse", dlse)?));
+    }
+    let outputs = vec![
+        (Role::Dq, rows("dq", dq)?),
+        (Role::Dk, rows("dk", dk)?),
+        (Role::Dv, rows("dv", dv)?),
+    ];
+    Ok((inputs, outputs))
+}
 
 /// Writes out and lse; returns how many bytes of the inputs are read where they are.
 #[pyfunction]
@@ -36,14 +78,7 @@ pub(crate) fn forward_gpu(
     lse: Given<'_, '_>,
     stream: u64,
 ) -> PyResult<usize> {
-    let q = Lent::rows("q", q)?;
-    let k = Lent::rows("k", k)?.beside(&q)?;
-    let v = Lent::rows("v", v)?.beside(&q)?;
-    let inputs = [(Role::Q, q), (Role::K, k), (Role::V, v)];
-    let outputs = [
-        (Role::Out, Lent::rows("out", out)?.beside(&q)?),
-        (Role::Lse, Lent::cells("lse", lse)?.beside(&q)?),
-    ];
+    let (inputs, outputs) = forward_roles([q, k, v], [out, lse])?;
     attention
         .get()
         .enqueue(py, &inputs, &outputs, Pass::Forward, stream)
@@ -71,25 +106,7 @@ pub(crate) fn backward_gpu(
     dv: Given<'_, '_>,
     stream: u64,
 ) -> PyResult<usize> {
-    let q = Lent::rows("q", q)?;
-    let rows = |name, tensor| Lent::rows(name, tensor)?.beside(&q);
-    let cells = |name, tensor| Lent::cells(name, tensor)?.beside(&q);
-    let mut inputs = vec![
-        (Role::Q, q),
-        (Role::K, rows("k", k)?),
-        (Role::V, rows("v", v)?),
-        (Role::Out, rows("out", out)?),
-        (Role::Lse, cells("lse", lse)?),
-        (Role::Dout, rows("dout", dout)?),
-    ];
-    if let Some(dlse) = dlse {
-        inputs.push((Role::Dlse, cells("dlse", dlse)?));
-    }
-    let outputs = [
-        (Role::Dq, rows("dq", dq)?),
-        (Role::Dk, rows("dk", dk)?),
-        (Role::Dv, rows("dv", dv)?),
-    ];
+    let (inputs, outputs) = backward_roles([q, k, v], [out, lse, dout], dlse, [dq, dk, dv])?;
     let pass = Pass::Backward {
         dlse: dlse.is_some(),
     };

@@ -12,17 +12,15 @@ use encke::{Pass, Shape};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::attention::Given;
 use crate::distributed::{Shard, Wire, told};
 use crate::error;
 use crate::gpu::{Call, kernel};
-use crate::on_gpu::{check_outputs, shape_of};
+use crate::on_gpu::{backward_roles, check_outputs, forward_roles, shape_of};
 use crate::tensor::{Lent, Place};
 
 /// How long an exchange waits for the GPU itself; for other ranks it waits as long as the wire does.
 const DEADLINE: Duration = Duration::from_secs(600);
-
-/// A tensor as Python gives it.
-type Given<'a, 'py> = &'a Bound<'py, PyAny>;
 
 /// Writes out and lse of this rank's rows of a sequence of so many tokens.
 #[pyfunction]
@@ -42,14 +40,7 @@ pub(crate) fn forward_shard_gpu(
     stream: u64,
     wire: Py<PyAny>,
 ) -> PyResult<()> {
-    let q = Lent::rows("q", q)?;
-    let k = Lent::rows("k", k)?.beside(&q)?;
-    let v = Lent::rows("v", v)?.beside(&q)?;
-    let inputs = [(Role::Q, q), (Role::K, k), (Role::V, v)];
-    let outputs = [
-        (Role::Out, Lent::rows("out", out)?.beside(&q)?),
-        (Role::Lse, Lent::cells("lse", lse)?.beside(&q)?),
-    ];
+    let (inputs, outputs) = forward_roles([q, k, v], [out, lse])?;
     let pass = (Pass::Forward, tokens);
     shard
         .get()
@@ -80,25 +71,7 @@ pub(crate) fn backward_shard_gpu(
     stream: u64,
     wire: Py<PyAny>,
 ) -> PyResult<()> {
-    let q = Lent::rows("q", q)?;
-    let rows = |name, tensor| Lent::rows(name, tensor)?.beside(&q);
-    let cells = |name, tensor| Lent::cells(name, tensor)?.beside(&q);
-    let mut inputs = vec![
-        (Role::Q, q),
-        (Role::K, rows("k", k)?),
-        (Role::V, rows("v", v)?),
-        (Role::Out, rows("out", out)?),
-        (Role::Lse, cells("lse", lse)?),
-        (Role::Dout, rows("dout", dout)?),
-    ];
-    if let Some(dlse) = dlse {
-        inputs.push((Role::Dlse, cells("dlse", dlse)?));
-    }
-    let outputs = [
-        (Role::Dq, rows("dq", dq)?),
-        (Role::Dk, rows("dk", dk)?),
-        (Role::Dv, rows("dv", dv)?),
-    ];
+    let (inputs, outputs) = backward_roles([q, k, v], [out, lse, dout], dlse, [dq, dk, dv])?;
     let dlse = dlse.is_some();
     let pass = (Pass::Backward { dlse }, tokens);
     shard
