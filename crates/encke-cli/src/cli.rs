@@ -10,7 +10,9 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 use crate::terminal::{note, say};
-use crate::{Verdict, attend, billion, generate, launch, plan, profile, report, simulate, verify};
+use crate::{
+    Verdict, attend, billion, generate, launch, plan, profile, report, simulate, tune, verify,
+};
 
 const ABOUT: &str = "Exact ring and dilated attention, forward and backward.
 
@@ -34,6 +36,8 @@ Examples:
       How long that would take, and where the time would go.
   encke profile --causal --sharding striped --grad
       What each rank really holds, by the size of the ring, beside what was planned.
+  encke tune
+      Measure this machine in less than a minute, for --ranks auto and plan --explain.
   encke verify
       Random configurations against the f64 reference.
   encke billion --tokens 16M
@@ -80,6 +84,9 @@ pub enum Command {
     /// Measure what ranks hold, by the size of the ring, beside what was planned
     #[command(after_help = profile::EXAMPLES, allow_negative_numbers = true)]
     Profile(profile::Options),
+    /// Measure this machine, so that what is left open is decided well
+    #[command(after_help = tune::EXAMPLES)]
+    Tune(tune::Options),
     /// Hold random configurations against the reference, or try calls under hardship
     #[command(after_help = verify::EXAMPLES, allow_negative_numbers = true)]
     Verify(verify::Options),
@@ -123,7 +130,7 @@ pub fn usage(refused: &clap::Error) -> Result<Verdict> {
     let asked = words().nth(1).unwrap_or_default();
     let help = match asked.as_str() {
         "attend" | "billion" | "generate" | "launch" | "plan" | "profile" | "report"
-        | "simulate" | "verify" => format!("encke {asked} --help"),
+        | "simulate" | "tune" | "verify" => format!("encke {asked} --help"),
         _ => "encke --help".to_string(),
     };
     Err(anyhow!("{}; see {help}", said.join("; ")))

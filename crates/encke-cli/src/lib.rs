@@ -16,6 +16,7 @@ mod cluster;
 mod demo;
 mod device_option;
 mod draw;
+mod explain;
 mod finite;
 mod generate;
 mod input;
@@ -35,6 +36,7 @@ mod simulate;
 mod table;
 mod tensors;
 mod terminal;
+mod tune;
 mod verify;
 
 use std::ffi::OsString;
@@ -117,6 +119,7 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
         Some(Command::Report(options)) => report::run(&options),
         Some(Command::Simulate(options)) => simulate::run(&options),
         Some(Command::Profile(options)) => profile::run(&options),
+        Some(Command::Tune(options)) => tune::run(&options),
         Some(Command::Verify(options)) => verify::run(&options),
     }
 }

@@ -4,6 +4,7 @@
 
 use anyhow::Result;
 use clap::Args;
+use encke::tune::Source;
 use encke::{Attention, Pass};
 
 use crate::draw::draw;
@@ -11,8 +12,10 @@ use crate::number::count;
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::RingOptions;
 use crate::shape_options::ShapeOptions;
+use crate::simulate::machine;
+use crate::simulate::options::MachineOptions;
 use crate::terminal::say;
-use crate::{Verdict, program};
+use crate::{Verdict, explain, program};
 
 /// Beyond this a plan still exists but takes longer than anyone waits.
 const MOST_RANKS: usize = 100_000;
@@ -33,6 +36,11 @@ Examples:
   encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --json | jq .sent_bytes
   encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --redundancy 1
       What it takes to survive the death of a rank: the inputs each keeps of its neighbour.
+  encke plan --tokens 64k --heads 8 --dim 64 --causal --explain
+      One device or a ring, and which: what was considered, as this machine is (encke tune).
+  encke plan --tokens 1M --heads 32 --dim 128 --dtype bf16 --causal --explain --gpu h200 \\
+      --node 8 --most-ranks 64 --memory-per-rank 40GiB --backward
+      The same for a described machine, with a limit on what a rank may hold.
 
 Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024.";
 
@@ -47,6 +55,9 @@ pub struct Options {
 
     #[command(flatten)]
     ring: RingOptions,
+
+    #[command(flatten)]
+    machine: MachineOptions,
 
     #[command(flatten)]
     view: ViewOptions,
@@ -64,6 +75,11 @@ struct ViewOptions {
     #[arg(long, value_name = "A", value_parser = count)]
     rank: Option<usize>,
 
+    /// Show what was considered instead of the plan: alternatives with their predicted time and
+    /// memory, which of them is chosen and why. What was not given is left open.
+    #[arg(long, conflicts_with = "rank")]
+    explain: bool,
+
     /// Print JSON: the summary, or with --rank every buffer, task and message of that rank.
     #[arg(long)]
     json: bool,
@@ -75,11 +91,10 @@ struct ViewOptions {
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
-    let builder = Attention::builder().pattern(options.pattern.pattern()?);
-    let builder =
-        options
-            .ring
-            .apply(builder, MOST_RANKS, "the plan would take too long to make")?;
+    let mut ring = options.ring.clone();
+    if options.view.explain {
+        ring.open_all();
+    }
     let shape = options.sizes.shape()?;
     if let Some(head) = options.view.draw {
         let pattern = options.pattern.pattern()?;
@@ -87,11 +102,26 @@ pub fn run(options: &Options) -> Result<Verdict> {
         say(&draw(&pattern, &shape, head)?)?;
         return Ok(Verdict::Fine);
     }
+    let builder = Attention::builder().pattern(options.pattern.pattern()?);
+    let reason = "the plan would take too long to make";
+    let dtype = options.sizes.dtype();
+    let builder = match machine::names_one(&options.machine) {
+        false => ring.apply(builder, MOST_RANKS, reason)?,
+        true => {
+            let machine = machine::machine(&options.machine, &options.sizes, dtype)?;
+            let source = Source::Described(machine.device.name.clone());
+            ring.apply_on(builder, MOST_RANKS, reason, (machine, source))?
+        }
+    };
     let pass = match options.view.backward {
         true => Pass::Backward { dlse: false },
         false => Pass::Forward,
     };
-    let plan = builder.build()?.plan(shape, options.sizes.dtype(), pass)?;
+    let attention = builder.build()?;
+    if options.view.explain {
+        return explain::run(&attention, shape, dtype, pass, options.view.json);
+    }
+    let plan = attention.plan(shape, dtype, pass)?;
     let text = match (options.view.rank, options.view.json) {
         (None, false) => plan.explain()?.to_string(),
         (None, true) => serde_json::to_string_pretty(&plan.explain()?)? + "\n",

@@ -87,6 +87,22 @@ pub enum Error {
         /// Ranks asked for.
         ranks: usize,
     },
+    /// A speed that nobody can be given work by.
+    #[error("rank {rank} has speed {speed}; speeds must be 0 or more, and not all 0")]
+    Speed {
+        /// The rank.
+        rank: usize,
+        /// Its speed.
+        speed: f64,
+    },
+    /// Sizes of shards that are not all tokens.
+    #[error("the sizes {sizes:?} are not the {tokens} tokens there are; they must add up to them")]
+    Sizes {
+        /// Tokens for each rank.
+        sizes: Vec<usize>,
+        /// Tokens of the sequence.
+        tokens: usize,
+    },
     /// The softmax scale must be a finite number.
     #[error("the softmax scale is {got}; it must be a finite number")]
     Scale {

@@ -188,6 +188,12 @@ pub trait Kernel: Send + Sync {
     /// as many of them as the kernel runs at a time.
     fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize;
 
+    /// The narrowest type that this hardware multiplies faster than f32, with sums in f32; f32
+    /// where there is none.
+    fn fastest_dtype(&self) -> DType {
+        DType::F32
+    }
+
     /// Bytes of scratch memory it really holds on to at the moment. A kernel that keeps none need
     /// not say so.
     fn scratch_bytes(&self) -> usize {

@@ -114,7 +114,7 @@ pub fn rows(
 }
 
 /// The smallest u >= 0 with u = a (mod m) and u = b (mod n), and the step between solutions.
-fn congruence(a: usize, m: usize, b: usize, n: usize) -> Option<(usize, usize)> {
+pub(crate) fn congruence(a: usize, m: usize, b: usize, n: usize) -> Option<(usize, usize)> {
     if n == 1 {
         return Some((a % m, m));
     }

@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::rows::congruence;
 
 /// How the tokens are cut.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -48,6 +49,19 @@ impl Run {
     /// One past the last token.
     pub fn end(&self) -> usize {
         self.first + (self.count - 1) * self.stride + 1
+    }
+
+    /// The tokens that are in both runs, which are a run again; none where there are none.
+    pub fn meet(&self, other: &Run) -> Option<Run> {
+        let (solution, stride) = congruence(self.first, self.stride, other.first, other.stride)?;
+        let low = self.first.max(other.first);
+        let first = solution + stride * low.saturating_sub(solution).div_ceil(stride);
+        let end = self.end().min(other.end());
+        (first < end).then(|| Run {
+            first,
+            stride,
+            count: (end - first).div_ceil(stride),
+        })
     }
 }
 

@@ -184,6 +184,13 @@ impl Kernel for CpuKernel {
         buffer.as_slice()
     }
 
+    fn fastest_dtype(&self) -> DType {
+        match self.arm {
+            Arm::Amx => DType::Bf16,
+            Arm::Portable | Arm::Avx2 | Arm::Avx512 => DType::F32,
+        }
+    }
+
     fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
         Some(numbers)
     }

@@ -160,6 +160,15 @@ impl Kernel for CudaKernel {
         NAME
     }
 
+    fn fastest_dtype(&self) -> DType {
+        // Matrix instructions take bf16 since Ampere, and f16 since Volta.
+        match self.device().capability() {
+            (major, _) if major >= 8 => DType::Bf16,
+            (7, _) => DType::F16,
+            _ => DType::F32,
+        }
+    }
+
     fn input<'a>(&self, buffer: &'a Buffer) -> &'a Buffer {
         buffer
     }

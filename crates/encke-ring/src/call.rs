@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use encke_core::kernel::{Kernel, KernelError};
-use encke_core::plan::program::{RankPlan, Role};
-use encke_core::plan::{Pass, Plan};
+use encke_core::plan::program::{Port, RankPlan, Role};
+use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::sharding::Run;
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::Moved;
 use encke_core::{DType, Error};
@@ -17,12 +18,48 @@ use encke_core::{DType, Error};
 use crate::error::{RankError, RingError};
 use crate::memory::RankMemory;
 use crate::rank::{Loans, Rank};
+use crate::sharded::{Sharded, all_rows};
 use crate::trace::{Activity, Event, Recorder, Trace};
 
-/// What a call returned beside its tensors' names.
+/// What a call is given: whole tensors, of which each rank takes its rows, or tensors that lie in
+/// the ranks' shards already.
+#[derive(Debug, Clone, Copy)]
+pub enum Given<'g, 'a> {
+    /// Whole tensors.
+    Whole(&'g [(Role, View<'a>)]),
+    /// Tensors in shards.
+    Shards(&'g [(Role, &'a Sharded)]),
+}
+
+impl<'a> Given<'_, 'a> {
+    /// Where the rows of a port are whose tokens are those of `shard`.
+    fn rows(&self, port: &Port, shard: usize) -> Option<(View<'a>, Vec<Run>)> {
+        match self {
+            Given::Whole(tensors) => {
+                let of = tensors.iter().find(|(role, _)| *role == port.role);
+                of.map(|(_, view)| (*view, port.runs.clone()))
+            }
+            Given::Shards(tensors) => {
+                let of = tensors.iter().find(|(role, _)| *role == port.role);
+                let shard = of.map(|(_, tensor)| tensor.shard(shard));
+                shard.map(|shard| (shard.view(), all_rows(shard.dims()[1])))
+            }
+        }
+    }
+
+    /// Refuses what is missing, or of another shape or sharding than the plan was made for.
+    pub fn check(&self, plan: &Plan) -> Result<(), RingError> {
+        match self {
+            Given::Whole(tensors) => check_inputs(plan, tensors),
+            Given::Shards(tensors) => check_shards(plan, tensors),
+        }
+    }
+}
+
+/// What a call returned beside its tensors' names: whole tensors, or [`Sharded`] ones.
 #[derive(Debug)]
-pub struct Outcome {
-    tensors: Vec<(Role, Tensor)>,
+pub struct Outcome<T = Tensor> {
+    tensors: Vec<(Role, T)>,
     /// What happened.
     pub trace: Trace,
     /// What each rank held.
@@ -83,14 +120,62 @@ impl Outcome {
             }
             tensors.push((role, tensor));
         }
-        Ok(Outcome {
+        Ok(Outcome::new(plan, ranks, tensors, events, memory))
+    }
+}
+
+impl Outcome<Sharded> {
+    /// Collects the outputs of the same ranks as each of them holds them.
+    pub fn collect_shards<K: Kernel>(
+        kernel: &K,
+        plan: &Arc<Plan>,
+        ranks: &[Rank<K>],
+        events: Vec<Event>,
+        memory: Vec<RankMemory>,
+    ) -> Result<Outcome<Sharded>, RingError> {
+        let sharding = &plan.request().sharding;
+        let mut tensors = Vec::new();
+        for (role, [b, n, h, d], dtype) in outputs_of(plan, plan.request().shape.tokens) {
+            let shard = |shard: usize| -> Result<Tensor, RingError> {
+                let rows = sharding.rows(n, shard);
+                let mut tensor = Tensor::zeros(dtype, [b, rows, h, d]);
+                // After a death another rank has its rows.
+                for rank in ranks {
+                    let own = |port: &&Port| {
+                        port.role == role && rank.plan().buffers[port.buffer.0].shard == shard
+                    };
+                    if let Some(port) = rank.plan().outputs.iter().find(own) {
+                        let buffer = rank.buffer(port.buffer);
+                        let stored = kernel.download(buffer, &all_rows(rows), &mut tensor);
+                        stored.map_err(|source| failed(rank.plan(), source))?;
+                    }
+                }
+                Ok(tensor)
+            };
+            let shards = (0..sharding.ranks()).map(shard);
+            let shards = shards.collect::<Result<Vec<Tensor>, RingError>>()?;
+            tensors.push((role, Sharded::from_shards(shards, sharding)?));
+        }
+        Ok(Outcome::new(plan, ranks, tensors, events, memory))
+    }
+}
+
+impl<T> Outcome<T> {
+    fn new<K: Kernel>(
+        plan: &Arc<Plan>,
+        ranks: &[Rank<K>],
+        tensors: Vec<(Role, T)>,
+        events: Vec<Event>,
+        memory: Vec<RankMemory>,
+    ) -> Outcome<T> {
+        Outcome {
             tensors,
             trace: Trace { events },
             memory,
             plan: Arc::clone(plan),
             pairs: ranks.iter().map(Rank::pairs).sum(),
             deaths: Vec::new(),
-        })
+        }
     }
 
     /// Adds the ranks that died on the way, and what they had computed.
@@ -100,13 +185,13 @@ impl Outcome {
     }
 
     /// Takes an output.
-    pub fn take(&mut self, role: Role) -> Option<Tensor> {
+    pub fn take(&mut self, role: Role) -> Option<T> {
         let at = self.tensors.iter().position(|(r, _)| *r == role)?;
         Some(self.tensors.swap_remove(at).1)
     }
 
     /// The outputs, by name.
-    pub fn tensors(&self) -> &[(Role, Tensor)] {
+    pub fn tensors(&self) -> &[(Role, T)] {
         &self.tensors
     }
 }
@@ -126,11 +211,11 @@ pub fn recruit<K: Kernel>(kernel: &K, plan: &Plan, rank: usize) -> Result<Rank<K
 pub fn admit<'a, K: Kernel>(
     kernel: &K,
     rank: &mut Rank<K>,
-    inputs: &[(Role, View<'a>)],
+    given: Given<'_, 'a>,
     recorder: &mut Recorder,
 ) -> Result<Loans<'a>, RankError> {
     let begin = Instant::now();
-    let loans = rank.admit(kernel, inputs);
+    let loans = rank.admit_rows(kernel, |_, port, shard| given.rows(port, shard));
     let loans = loans.map_err(|source| RankError::Kernel { round: 0, source })?;
     recorder.note(0, Activity::Load, begin, Moved::default());
     Ok(loans)
@@ -238,6 +323,37 @@ pub fn check_rows(plan: &Plan, rows: usize, given: &[(Role, View<'_>)]) -> Resul
                 expected: expected.to_vec(),
             };
             return Err(mismatch.into());
+        }
+    }
+    Ok(())
+}
+
+/// Refuses tensors in shards that are missing, of another shape, or of another sharding than the
+/// ring's. Where every rank holds all queries, there are no shards of them.
+fn check_shards(plan: &Plan, given: &[(Role, &Sharded)]) -> Result<(), RingError> {
+    let Request {
+        sharding, queries, ..
+    } = plan.request();
+    if *queries == Queries::Replicated && plan.ranks() > 1 {
+        return Err(RingError::ReplicatedShards);
+    }
+    for (role, tensor, expected) in inputs(plan) {
+        let given = given.iter().find(|(r, _)| *r == role);
+        let (_, sharded) = given.ok_or(RingError::MissingInput { role })?;
+        if sharded.dims() != expected {
+            let mismatch = Error::ShapeMismatch {
+                tensor,
+                got: sharded.dims().to_vec(),
+                expected: expected.to_vec(),
+            };
+            return Err(mismatch.into());
+        }
+        if sharded.sharding() != sharding {
+            return Err(RingError::Sharding {
+                tensor,
+                got: sharded.sharding().clone(),
+                expected: sharding.clone(),
+            });
         }
     }
     Ok(())

@@ -1,6 +1,7 @@
 //! How a call can fail, and who is named when it does.
 
 use encke_core::kernel::KernelError;
+use encke_core::sharding::Sharding;
 use encke_core::transport::TransportError;
 
 /// How one rank failed.
@@ -74,6 +75,40 @@ pub enum RingError {
     MissingInput {
         /// Which tensor.
         role: encke_core::plan::program::Role,
+    },
+    /// A tensor lies in other shards than the ring's.
+    #[error(
+        "{tensor} lies in the shards of {} ranks ({:?}), the ring has {} ({:?}); resize it first",
+        got.ranks(), got.cut(), expected.ranks(), expected.cut()
+    )]
+    Sharding {
+        /// The tensor's name.
+        tensor: &'static str,
+        /// How it lies.
+        got: Sharding,
+        /// How the ring would have it.
+        expected: Sharding,
+    },
+    /// Replicated queries are no shards.
+    #[error(
+        "every rank would hold all queries, and these lie in shards; use sharded queries, or give \
+         whole tensors"
+    )]
+    ReplicatedShards,
+    /// A choice that was left open could not be made.
+    #[error("{reason}")]
+    Undecided {
+        /// Why not.
+        reason: String,
+    },
+    /// A checkpoint could not be put out of memory, or fetched back.
+    #[error(
+        "the checkpoint could not be written to, or read from, a temporary file: {reason}; make \
+         room there, or let TMPDIR name another folder"
+    )]
+    Offload {
+        /// What the system said.
+        reason: String,
     },
     /// A thread could not be started.
     #[error("the thread of rank {rank} could not be started: {reason}; use fewer ranks")]

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 use crate::ledger::Ledger;
+use crate::rank::Rank;
 
 /// Memory of one rank: planned, and booked as it was really allocated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +28,17 @@ impl RankMemory {
     /// All planned bytes.
     pub fn planned_bytes(&self) -> usize {
         self.planned.values().sum()
+    }
+}
+
+/// Memory of a rank whose program has no jobs, and so no workspace.
+pub fn of_buffers<K: Kernel>(rank: &Rank<K>) -> RankMemory {
+    RankMemory {
+        rank: rank.plan().rank,
+        planned: rank.plan().memory(),
+        lent_bytes: rank.lent_bytes(),
+        allocated_bytes: rank.allocated_bytes(),
+        ledger: rank.ledger().clone(),
     }
 }
 

@@ -10,8 +10,9 @@ use encke_core::dtype::Data;
 use encke_core::host;
 use encke_core::job::Job;
 use encke_core::kernel::{Kernel, KernelError};
-use encke_core::plan::program::{BufferId, BufferPlan, Message, RankPlan, Role, Task};
+use encke_core::plan::program::{BufferId, BufferPlan, Message, Port, RankPlan, Role, Task};
 use encke_core::plan::survival::Continuation;
+use encke_core::sharding::Run;
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};
 
@@ -94,19 +95,36 @@ impl<K: Kernel> Rank<K> {
         kernel: &K,
         inputs: &[(Role, View<'a>)],
     ) -> Result<Loans<'a>, KernelError> {
+        self.admit_rows(kernel, |_, port, _| {
+            let of = inputs.iter().find(|(role, _)| *role == port.role);
+            of.map(|(_, view)| (*view, port.runs.clone()))
+        })
+    }
+
+    /// The same for rows that lie anywhere: `given` is told which input it is, its port and whose
+    /// tokens they are, and says where its rows are: a tensor, and which of its tokens.
+    pub fn admit_rows<'a>(
+        &mut self,
+        kernel: &K,
+        given: impl Fn(usize, &Port, usize) -> Option<(View<'a>, Vec<Run>)>,
+    ) -> Result<Loans<'a>, KernelError> {
         let mut slices = vec![None; self.plan.buffers.len()];
-        for port in &self.plan.inputs {
-            let Some((_, view)) = inputs.iter().find(|(role, _)| *role == port.role) else {
+        let mut copied = Vec::new();
+        for (index, port) in self.plan.inputs.iter().enumerate() {
+            let BufferPlan { dtype, shard, .. } = self.plan.buffers[port.buffer.0];
+            let Some((view, runs)) = given(index, port, shard) else {
                 continue;
             };
-            let dtype = self.plan.buffers[port.buffer.0].dtype;
-            let slice = host::in_place(view, &port.runs, dtype);
-            slices[port.buffer.0] = slice.filter(|slice| kernel.lent(*slice).is_some());
+            let slice = host::in_place(&view, &runs, dtype);
+            match slice.filter(|slice| kernel.lent(*slice).is_some()) {
+                Some(slice) => slices[port.buffer.0] = Some(slice),
+                None => copied.push((port.buffer, view, runs)),
+            }
         }
         let loans = Loans { slices };
         self.furnish(kernel, &loans)?;
-        for (role, view) in inputs {
-            self.load(kernel, *role, view)?;
+        for (id, view, runs) in copied {
+            kernel.upload(&view, &runs, self.buffer_mut(id))?;
         }
         Ok(loans)
     }

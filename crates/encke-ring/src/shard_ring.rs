@@ -18,7 +18,7 @@ use encke_core::tensor::View;
 use encke_core::transport::Transport;
 
 use crate::cache::{CacheStats, Plans, Recent};
-use crate::call::{Outcome, admit, check_rows, guarded};
+use crate::call::{Given, Outcome, admit, check_rows, guarded};
 use crate::error::RingError;
 use crate::memory::{RankMemory, planned};
 use crate::rank::Rank;
@@ -98,7 +98,7 @@ impl<K: Kernel> ShardRing<K> {
         let mut rank = self.recruit(&plan)?;
         let mut recorder = Recorder::new(self.rank, Instant::now());
         let ran = guarded(|| {
-            let loans = admit(&self.kernel, &mut rank, inputs, &mut recorder)?;
+            let loans = admit(&self.kernel, &mut rank, Given::Whole(inputs), &mut recorder)?;
             rank.run_on(&self.kernel, &loans, transport, &mut recorder)
         });
         if let Err(source) = ran {

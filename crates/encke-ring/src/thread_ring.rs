@@ -8,32 +8,43 @@ use std::time::{Duration, Instant};
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::{Component, Role};
+use encke_core::plan::resize::Resize;
 use encke_core::plan::survival::Epoch;
 use encke_core::plan::{Plan, Request};
 use encke_core::tensor::View;
 
-use crate::cache::{CacheStats, Plans, Recent};
-use crate::call::{Outcome, admit, check_inputs, conclude, guarded};
+use crate::cache::{CacheLimits, CacheStats, Plans, Recent};
+use crate::call::{Given, Outcome, admit, conclude, guarded};
 use crate::error::{RankError, RingError};
 use crate::fault::{Doomed, Fault};
 use crate::memory::{self, RankMemory};
 use crate::rank::Rank;
+use crate::resize::{self, Resized};
+use crate::sharded::Sharded;
 use crate::survive::survive;
 use crate::threads::{Endpoint, endpoints};
-use crate::trace::{Event, Recorder};
-
-/// How many plans are remembered.
-const PLANS: usize = 64;
-/// How many plans keep their buffers: a forward and a backward of two shapes.
-const POOLS: usize = 4;
+use crate::trace::{Event, Recorder, Trace};
 
 /// Ranks as threads of this process.
 pub struct ThreadRing<K: Kernel> {
     kernel: K,
     deadline: Duration,
     faults: Vec<Fault>,
+    limits: CacheLimits,
     state: Mutex<State<K>>,
 }
+
+/// How a rank's thread ended: with what it noted, or with what went wrong.
+type Life = Result<Vec<Event>, RankError>;
+
+/// Who collects the outputs of ranks that are done.
+type Collect<K, T> = fn(
+    &K,
+    &Arc<Plan>,
+    &mut [Rank<K>],
+    Vec<Event>,
+    Vec<RankMemory>,
+) -> Result<Outcome<T>, RingError>;
 
 struct State<K: Kernel> {
     plans: Plans,
@@ -41,19 +52,39 @@ struct State<K: Kernel> {
     stats: CacheStats,
 }
 
+impl<K: Kernel> State<K> {
+    fn new(limits: CacheLimits) -> State<K> {
+        State {
+            plans: Plans::new(limits.plans),
+            idle: Recent::new(limits.pools),
+            stats: CacheStats::default(),
+        }
+    }
+}
+
+/// Bytes that the ranks of a plan hold on to.
+fn bytes_of<K: Kernel>(ranks: &Vec<Rank<K>>) -> usize {
+    ranks.iter().map(Rank::allocated_bytes).sum()
+}
+
 impl<K: Kernel> ThreadRing<K> {
     /// A ring on one kernel. No exchange waits longer than `deadline` for another rank.
     pub fn new(kernel: K, deadline: Duration) -> ThreadRing<K> {
+        let limits = CacheLimits::default();
         ThreadRing {
             kernel,
             deadline,
             faults: Vec::new(),
-            state: Mutex::new(State {
-                plans: Plans::new(PLANS),
-                idle: Recent::new(POOLS),
-                stats: CacheStats::default(),
-            }),
+            limits,
+            state: Mutex::new(State::new(limits)),
         }
+    }
+
+    /// Keeps no more than this between calls; what was kept is given up.
+    pub fn with_limits(mut self, limits: CacheLimits) -> ThreadRing<K> {
+        self.limits = limits;
+        self.state = Mutex::new(State::new(limits));
+        self
     }
 
     /// A drill: in every call that has redundancy, ranks die as told.
@@ -74,7 +105,18 @@ impl<K: Kernel> ThreadRing<K> {
 
     /// How often plans and buffers were found rather than made.
     pub fn stats(&self) -> CacheStats {
-        self.state().stats
+        let state = self.state();
+        CacheStats {
+            plans: state.plans.len(),
+            pools: state.idle.len(),
+            pool_bytes: state.idle.weight(bytes_of),
+            ..state.stats
+        }
+    }
+
+    /// What is kept between calls at most.
+    pub fn limits(&self) -> CacheLimits {
+        self.limits
     }
 
     /// The plan for a request, from the cache if it is there.
@@ -95,10 +137,32 @@ impl<K: Kernel> ThreadRing<K> {
         request: &Request,
         inputs: &[(Role, View<'_>)],
     ) -> Result<Outcome, RingError> {
+        self.call(request, Given::Whole(inputs), Outcome::collect)
+    }
+
+    /// The same on tensors that lie in shards, and with results that do.
+    pub fn run_shards(
+        &self,
+        request: &Request,
+        inputs: &[(Role, &Sharded)],
+    ) -> Result<Outcome<Sharded>, RingError> {
+        let collect = |kernel: &K, plan: &Arc<Plan>, ranks: &mut [Rank<K>], events, memory| {
+            Outcome::collect_shards(kernel, plan, ranks, events, memory)
+        };
+        self.call(request, Given::Shards(inputs), collect)
+    }
+
+    /// Carries out a request, and has its outputs collected.
+    fn call<T>(
+        &self,
+        request: &Request,
+        given: Given<'_, '_>,
+        collect: Collect<K, T>,
+    ) -> Result<Outcome<T>, RingError> {
         let plan = self.plan(request)?;
-        check_inputs(&plan, inputs)?;
+        given.check(&plan)?;
         let mut ranks = self.ranks(&plan)?;
-        let Ended { events, deaths } = self.drive(&plan, &mut ranks, inputs)?;
+        let Ended { events, deaths } = self.drive(&plan, &mut ranks, given)?;
         let died = |rank: &mut Rank<K>| {
             let number = rank.plan().rank;
             deaths.iter().any(|(dead, _)| *dead == number)
@@ -106,9 +170,11 @@ impl<K: Kernel> ThreadRing<K> {
         let dead: Vec<Rank<K>> = ranks.extract_if(.., died).collect();
         let memory = |rank: &Rank<K>| self.memory(rank, ranks.len(), request);
         let memory = ranks.iter().map(memory).collect();
-        let mut outcome = Outcome::collect(&self.kernel, &plan, &mut ranks, events, memory)?;
+        let mut outcome = collect(&self.kernel, &plan, &mut ranks, events, memory)?;
         if dead.is_empty() {
-            self.state().idle.put(plan, ranks);
+            let mut state = self.state();
+            state.idle.put(plan, ranks);
+            state.idle.lighten(self.limits.pool_bytes, bytes_of);
         }
         outcome.mourn(deaths, dead.iter().map(Rank::pairs).sum());
         Ok(outcome)
@@ -132,58 +198,61 @@ impl<K: Kernel> ThreadRing<K> {
         &self,
         plan: &Arc<Plan>,
         ranks: &mut [Rank<K>],
-        inputs: &[(Role, View<'_>)],
+        given: Given<'_, '_>,
     ) -> Result<Ended, RingError> {
         let origin = Instant::now();
+        let (ended, first) = self.on_threads(ranks, |rank, endpoint| {
+            self.live(plan, rank, endpoint, given, origin)
+        })?;
+        let survives = plan.request().redundancy > 0;
+        Ended::new(ended, first, survives)
+    }
+
+    /// Runs every rank on a thread of its own: how each ended, and which failed first.
+    fn on_threads(
+        &self,
+        ranks: &mut [Rank<K>],
+        life: impl Fn(&mut Rank<K>, Endpoint<K::Buffer>) -> Life + Sync,
+    ) -> Result<(Vec<Life>, Option<usize>), RingError> {
         let endpoints = endpoints(ranks.len(), self.deadline);
         let observer = endpoints.first().map(Endpoint::observer);
         let ended = match ranks {
             // One rank needs no thread of its own: starting it would take as long as a short call.
-            [rank] => {
-                let alone = endpoints.into_iter();
-                alone
-                    .map(|endpoint| self.live(plan, rank, endpoint, inputs, origin))
-                    .collect()
-            }
-            ranks => self.live_together(plan, ranks, endpoints, inputs, origin)?,
+            [rank] => endpoints
+                .into_iter()
+                .map(|endpoint| life(rank, endpoint))
+                .collect(),
+            ranks => live_together(ranks, endpoints, &life)?,
         };
         let first = observer.and_then(|observer| observer.failure());
-        let survives = plan.request().redundancy > 0;
-        Ended::new(ended, first.map(|(rank, _)| rank), survives)
+        Ok((ended, first.map(|(rank, _)| rank)))
     }
 
-    /// Every rank on a thread of its own; how each ended.
-    fn live_together(
-        &self,
-        plan: &Arc<Plan>,
-        ranks: &mut [Rank<K>],
-        endpoints: Vec<Endpoint<K::Buffer>>,
-        inputs: &[(Role, View<'_>)],
-        origin: Instant,
-    ) -> Result<Vec<Result<Vec<Event>, RankError>>, RingError> {
-        std::thread::scope(|scope| {
-            let mut threads = Vec::new();
-            for (rank, endpoint) in ranks.iter_mut().zip(endpoints) {
-                let number = rank.plan().rank;
-                let hub = endpoint.observer();
-                let work = move || self.live(plan, rank, endpoint, inputs, origin);
-                let named = std::thread::Builder::new().name(format!("encke-rank-{number}"));
-                match named.spawn_scoped(scope, work) {
-                    Ok(thread) => threads.push(thread),
-                    Err(error) => {
-                        // Those already running are told, so that the scope can end.
-                        hub.fail(number, error.to_string());
-                        return Err(RingError::Thread {
-                            rank: number,
-                            reason: error.to_string(),
-                        });
-                    }
-                }
+    /// Moves tensors from one sharding to another, one thread a place.
+    pub fn resize(&self, resize: &Resize, tensors: &[&Sharded]) -> Result<Resized, RingError> {
+        resize::check_tensors(resize, tensors)?;
+        let mut ranks = resize::recruits(resize, tensors);
+        let origin = Instant::now();
+        let (ended, first) = self.on_threads(&mut ranks, |rank, mut endpoint| {
+            let number = rank.plan().rank;
+            let mut recorder = Recorder::new(number, origin);
+            let hub = endpoint.observer();
+            let result = guarded(|| {
+                let loans = resize::admit(&self.kernel, rank, tensors)?;
+                rank.run_on(&self.kernel, &loans, &mut endpoint, &mut recorder)
+            });
+            if let Err(error) = &result
+                && !error.is_consequence()
+            {
+                hub.fail(number, error.to_string());
             }
-            let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
-                thread.join().expect("a rank catches its own panics")
-            };
-            Ok(threads.into_iter().map(join).collect())
+            result.map(|()| recorder.finish())
+        })?;
+        let events = conclude(ended, first)?;
+        Ok(Resized {
+            tensors: resize::collect(&self.kernel, resize, &ranks, tensors)?,
+            trace: Trace { events },
+            memory: ranks.iter().map(memory::of_buffers).collect(),
         })
     }
 
@@ -193,15 +262,15 @@ impl<K: Kernel> ThreadRing<K> {
         plan: &Arc<Plan>,
         rank: &mut Rank<K>,
         mut endpoint: Endpoint<K::Buffer>,
-        inputs: &[(Role, View<'_>)],
+        given: Given<'_, '_>,
         origin: Instant,
-    ) -> Result<Vec<Event>, RankError> {
+    ) -> Life {
         let number = rank.plan().rank;
         let mut recorder = Recorder::new(number, origin);
         let survives = plan.request().redundancy > 0;
         let hub = endpoint.observer();
         let result = guarded(|| {
-            let loans = admit(&self.kernel, rank, inputs, &mut recorder)?;
+            let loans = admit(&self.kernel, rank, given, &mut recorder)?;
             if !survives {
                 return rank.run_on(&self.kernel, &loans, &mut endpoint, &mut recorder);
             }
@@ -242,6 +311,38 @@ impl<K: Kernel> ThreadRing<K> {
     }
 }
 
+/// Every rank on a thread of its own; how each ended.
+fn live_together<K: Kernel>(
+    ranks: &mut [Rank<K>],
+    endpoints: Vec<Endpoint<K::Buffer>>,
+    life: &(impl Fn(&mut Rank<K>, Endpoint<K::Buffer>) -> Life + Sync),
+) -> Result<Vec<Life>, RingError> {
+    std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for (rank, endpoint) in ranks.iter_mut().zip(endpoints) {
+            let number = rank.plan().rank;
+            let hub = endpoint.observer();
+            let work = move || life(rank, endpoint);
+            let named = std::thread::Builder::new().name(format!("encke-rank-{number}"));
+            match named.spawn_scoped(scope, work) {
+                Ok(thread) => threads.push(thread),
+                Err(error) => {
+                    // Those already running are told, so that the scope can end.
+                    hub.fail(number, error.to_string());
+                    return Err(RingError::Thread {
+                        rank: number,
+                        reason: error.to_string(),
+                    });
+                }
+            }
+        }
+        let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+            thread.join().expect("a rank catches its own panics")
+        };
+        Ok(threads.into_iter().map(join).collect())
+    })
+}
+
 /// How the ranks of a call ended that has a result.
 struct Ended {
     events: Vec<Event>,
@@ -251,11 +352,7 @@ struct Ended {
 impl Ended {
     /// Where a call `survives`, deaths do not matter once everyone else has come to the end;
     /// anything else is the failure that came `first`.
-    fn new(
-        ended: Vec<Result<Vec<Event>, RankError>>,
-        first: Option<usize>,
-        survives: bool,
-    ) -> Result<Ended, RingError> {
+    fn new(ended: Vec<Life>, first: Option<usize>, survives: bool) -> Result<Ended, RingError> {
         let finished = survives && ended.iter().any(Result::is_ok);
         let fatal = |ended: &Result<_, RankError>| matches!(ended, Err(e) if !e.is_death());
         if !finished || ended.iter().any(fatal) {

@@ -13,13 +13,14 @@ use std::time::Instant;
 use encke_core::kernel::Kernel;
 use encke_core::plan::Plan;
 use encke_core::plan::program::{Component, Message, Role};
+use encke_core::plan::resize::Resize;
 use encke_core::tensor::View;
 use encke_core::transport::{Moved, Parcel};
 use encke_ring::call::{self, check_inputs, guarded, recruit};
-use encke_ring::memory::planned;
+use encke_ring::memory::{of_buffers, planned};
 use encke_ring::rank::Loans;
-use encke_ring::trace::{Activity, Event, Recorder};
-use encke_ring::{Outcome, Rank, RankError, RankMemory, RingError};
+use encke_ring::trace::{Activity, Event, Recorder, Trace};
+use encke_ring::{Outcome, Rank, RankError, RankMemory, Resized, RingError, Sharded, resize};
 
 /// Carries out a plan on whole tensors, all ranks on this thread.
 pub fn run<K: Kernel>(
@@ -39,12 +40,46 @@ pub fn run<K: Kernel>(
         ranks.push(rank);
         recorders.push(recorder);
     }
+    let events = steps(kernel, &[], &mut ranks, recorders)?;
+    conclude(kernel, plan, ranks, events)
+}
+
+/// Moves tensors in shards from one sharding to another, all places on this thread.
+pub fn resize<K: Kernel>(
+    kernel: &K,
+    resize: &Resize,
+    tensors: &[&Sharded],
+) -> Result<Resized, RingError> {
+    resize::check_tensors(resize, tensors)?;
+    let origin = Instant::now();
+    let mut ranks = resize::recruits(resize, tensors);
+    let mut loans = Vec::with_capacity(ranks.len());
+    for rank in &mut ranks {
+        let number = rank.plan().rank;
+        let admitted = guarded(|| resize::admit(kernel, rank, tensors));
+        loans.push(admitted.map_err(|source| failed(number, source))?);
+    }
+    let recorders = (0..ranks.len()).map(|place| Recorder::new(place, origin));
+    let events = steps(kernel, &loans, &mut ranks, recorders.collect())?;
+    Ok(Resized {
+        tensors: resize::collect(kernel, resize, &ranks, tensors)?,
+        trace: Trace { events },
+        memory: ranks.iter().map(of_buffers).collect(),
+    })
+}
+
+/// All rounds of all ranks, some of whose rows may be lent.
+fn steps<K: Kernel>(
+    kernel: &K,
+    loans: &[Loans<'_>],
+    ranks: &mut [Rank<K>],
+    mut recorders: Vec<Recorder>,
+) -> Result<Vec<Event>, RingError> {
     let rounds = ranks.iter().map(|rank| rank.plan().rounds.len()).max();
     for round in 0..rounds.unwrap_or(0) {
-        step(kernel, round, &mut ranks, &mut recorders)?;
+        step(kernel, round, loans, ranks, &mut recorders)?;
     }
-    let events = recorders.into_iter().flat_map(Recorder::finish).collect();
-    conclude(kernel, plan, ranks, events)
+    Ok(recorders.into_iter().flat_map(Recorder::finish).collect())
 }
 
 /// Collects the outputs of ranks that are done, ends their lives, and says what they held.
@@ -66,18 +101,21 @@ pub(crate) fn conclude<K: Kernel>(
 fn step<K: Kernel>(
     kernel: &K,
     round: usize,
+    loans: &[Loans<'_>],
     ranks: &mut [Rank<K>],
     recorders: &mut [Recorder],
 ) -> Result<(), RingError> {
     let live = |rank: &Rank<K>| round < rank.plan().rounds.len();
+    let nothing = Loans::default();
     for (rank, recorder) in ranks.iter_mut().zip(&mut *recorders) {
         if !live(rank) {
             continue;
         }
         let number = rank.plan().rank;
+        let loans = loans.get(number).unwrap_or(&nothing);
         let done = guarded(|| {
-            rank.prepare(kernel, &Loans::default(), round, recorder)?;
-            rank.compute(kernel, &Loans::default(), round, recorder)
+            rank.prepare(kernel, loans, round, recorder)?;
+            rank.compute(kernel, loans, round, recorder)
         });
         done.map_err(|source| failed(number, source))?;
         let used = kernel.scratch_bytes();

@@ -10,8 +10,12 @@ use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error as RequestError, Pattern, Shape, Tensor, View};
 use encke_cpu::CpuKernel;
-use encke_ring::{CacheStats, Fault, RankError, RankMemory, RingError as Error, ThreadRing, Trace};
+use encke_ring::{
+    CacheLimits, CacheStats, Fault, RankError, RankMemory, RingError as Error, ThreadRing, Trace,
+};
 
+use crate::auto::{Auto, Choices};
+use crate::checkpoint::{Checkpoint, CheckpointPolicy, Kept};
 use crate::passes::{self, Attended};
 use crate::shard::ShardAttention;
 
@@ -27,70 +31,9 @@ pub enum Precision {
     Stored,
     /// This one; inputs are rounded or widened to it.
     Compute(DType),
-}
-
-/// What is kept from the forward pass for the backward pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum CheckpointPolicy {
-    /// out and lse: the backward pass recomputes nothing and communicates nothing twice.
-    #[default]
-    KeepOutput,
-    /// Nothing: the backward pass runs the forward pass again first.
-    Recompute,
-}
-
-/// What a forward pass kept. Sharing `out` with the caller costs no memory.
-#[derive(Debug, Clone)]
-pub struct Checkpoint {
-    pub(crate) kept: Option<Slots>,
-}
-
-/// The output as the ring made it: by slot, which is by head except where branches stay apart
-/// (see [`Pattern::splits_slots`]).
-#[derive(Debug, Clone)]
-pub(crate) struct Slots {
-    pub slot_out: Arc<Tensor>,
-    pub slot_lse: Arc<Tensor>,
-    pub lse: Arc<Tensor>,
-}
-
-/// What a forward pass left, in memory of the caller: a checkpoint for those who keep tensors
-/// themselves.
-#[derive(Debug, Clone, Copy)]
-pub struct Kept<'a> {
-    /// The output by slot.
-    pub slot_out: View<'a>,
-    /// Its lse by slot.
-    pub slot_lse: View<'a>,
-    /// The lse by head.
-    pub lse: View<'a>,
-}
-
-impl Checkpoint {
-    /// Keeps nothing: the backward pass will run the forward pass again.
-    pub fn nothing() -> Checkpoint {
-        Checkpoint { kept: None }
-    }
-
-    /// What it holds, to be read.
-    pub fn kept(&self) -> Option<Kept<'_>> {
-        self.kept.as_ref().map(Slots::view)
-    }
-
-    /// Out and lse by slot, for a caller who keeps them in ways of its own.
-    pub fn into_slots(self) -> Option<(Arc<Tensor>, Arc<Tensor>)> {
-        self.kept.map(|kept| (kept.slot_out, kept.slot_lse))
-    }
-}
-
-impl Slots {
-    pub fn view(&self) -> Kept<'_> {
-        Kept {
-            slot_out: self.slot_out.view(),
-            slot_lse: self.slot_lse.view(),
-            lse: self.lse.view(),
-        }
-    }
+    /// For inputs in f32 the type that the kernel's hardware multiplies fastest, sums staying in
+    /// f32; for all others the type they are stored in. What it was is in the plan of the report.
+    Fastest,
 }
 
 /// What a forward pass returns.
@@ -107,16 +50,15 @@ pub struct Forward {
 }
 
 impl Forward {
-    pub(crate) fn new(attended: Attended, policy: CheckpointPolicy) -> Forward {
+    pub(crate) fn new(attended: Attended, policy: CheckpointPolicy) -> Result<Forward, Error> {
         let Attended { kept, out, report } = attended;
         let lse = Arc::clone(&kept.lse);
-        let kept = (policy == CheckpointPolicy::KeepOutput).then_some(kept);
-        Forward {
+        Ok(Forward {
             out,
             lse,
-            checkpoint: Checkpoint { kept },
+            checkpoint: Checkpoint::new(kept, policy)?,
             report,
-        }
+        })
     }
 }
 
@@ -150,15 +92,17 @@ pub struct Report {
 #[derive(Debug, Clone)]
 pub struct Builder {
     pub(crate) pattern: Pattern,
-    ranks: usize,
-    cut: Cut,
-    queries: Queries,
+    pub(crate) ranks: usize,
+    pub(crate) cut: Cut,
+    pub(crate) queries: Queries,
+    pub(crate) auto: Option<Auto>,
     precision: Precision,
     scale: Option<f64>,
     pub(crate) policy: CheckpointPolicy,
     deadline: Duration,
-    redundancy: usize,
+    pub(crate) redundancy: usize,
     drill: Vec<Fault>,
+    limits: CacheLimits,
 }
 
 impl Builder {
@@ -177,6 +121,13 @@ impl Builder {
     /// How the tokens are cut.
     pub fn sharding(mut self, cut: Cut) -> Builder {
         self.cut = cut;
+        self
+    }
+
+    /// Leaves choices to Encke: for each shape, alternatives are planned and timed, and the best of
+    /// those that fit is carried out. What is left open there is not taken from here.
+    pub fn auto(mut self, auto: Auto) -> Builder {
+        self.auto = Some(auto);
         self
     }
 
@@ -218,6 +169,12 @@ impl Builder {
         self
     }
 
+    /// What is kept between calls at most: plans, and buffers.
+    pub fn keep_at_most(mut self, limits: CacheLimits) -> Builder {
+        self.limits = limits;
+        self
+    }
+
     /// How long an exchange may wait for another rank before the call ends with an error.
     pub fn deadline(mut self, deadline: Duration) -> Builder {
         self.deadline = deadline;
@@ -248,8 +205,11 @@ impl Builder {
     pub fn build_on<K: Kernel>(self, kernel: K) -> Result<Attention<K>, Error> {
         Ok(Attention {
             sharding: self.new_sharding()?,
-            ring: ThreadRing::new(kernel, self.deadline).with_faults(self.drill.clone()),
+            ring: ThreadRing::new(kernel, self.deadline)
+                .with_faults(self.drill.clone())
+                .with_limits(self.limits),
             settings: self,
+            choices: Choices::default(),
         })
     }
 }
@@ -259,10 +219,19 @@ impl Builder {
         Sharding::new(self.ranks, self.cut.clone())
     }
 
-    /// What a call with these settings asks for.
+    /// The type that inputs of a type are computed in on a kernel.
+    pub(crate) fn compute_dtype<K: Kernel>(&self, stored: DType, kernel: &K) -> DType {
+        match (self.precision, stored) {
+            (Precision::Compute(dtype), _) => dtype,
+            (Precision::Fastest, DType::F32) => kernel.fastest_dtype(),
+            (Precision::Stored | Precision::Fastest, stored) => stored,
+        }
+    }
+
+    /// What a call with these settings asks for, in the type it computes in.
     pub(crate) fn request(
         &self,
-        sharding: &Sharding,
+        (sharding, queries): (Sharding, Queries),
         shape: Shape,
         dtype: DType,
         pass: Pass,
@@ -270,17 +239,14 @@ impl Builder {
         // One rank has all queries either way, and needs no second copy of its output.
         let queries = match sharding.ranks() {
             1 => Queries::Sharded,
-            _ => self.queries,
+            _ => queries,
         };
         Request {
             shape,
             pattern: self.pattern.clone(),
-            sharding: sharding.clone(),
+            sharding,
             queries,
-            dtype: match self.precision {
-                Precision::Stored => dtype,
-                Precision::Compute(dtype) => dtype,
-            },
+            dtype,
             scale: self.scale,
             pass,
             redundancy: self.redundancy,
@@ -290,9 +256,10 @@ impl Builder {
 
 /// Attention with fixed settings. Plans and buffers are kept between calls.
 pub struct Attention<K: Kernel = CpuKernel> {
-    settings: Builder,
-    sharding: Sharding,
-    ring: ThreadRing<K>,
+    pub(crate) settings: Builder,
+    pub(crate) choices: Choices,
+    pub(crate) sharding: Sharding,
+    pub(crate) ring: ThreadRing<K>,
 }
 
 impl Attention {
@@ -303,12 +270,14 @@ impl Attention {
             ranks: 1,
             cut: Cut::Contiguous,
             queries: Queries::Sharded,
+            auto: None,
             precision: Precision::Stored,
             scale: None,
             policy: CheckpointPolicy::KeepOutput,
             deadline: DEADLINE,
             redundancy: 0,
             drill: Vec::new(),
+            limits: CacheLimits::default(),
         }
     }
 }
@@ -324,6 +293,11 @@ impl<K: Kernel> Attention<K> {
         self.ring.stats()
     }
 
+    /// What is kept between calls at most.
+    pub fn limits(&self) -> CacheLimits {
+        self.ring.limits()
+    }
+
     /// The kernel that computes.
     pub fn kernel(&self) -> &K {
         self.ring.kernel()
@@ -336,14 +310,14 @@ impl<K: Kernel> Attention<K> {
 
     /// The plan for a shape: what would be computed, held and sent. Nothing is allocated.
     pub fn plan(&self, shape: Shape, dtype: DType, pass: Pass) -> Result<Arc<Plan>, Error> {
-        self.ring.plan(&self.request(shape, dtype, pass))
+        self.ring.plan(&self.request(shape, dtype, pass)?)
     }
 
     /// Attention.
     pub fn forward(&self, q: &View<'_>, k: &View<'_>, v: &View<'_>) -> Result<Forward, Error> {
         let request = self.request_for(q, k, v, Pass::Forward)?;
         let attended = self.attend(&request, q, k, v)?;
-        Ok(Forward::new(attended, self.settings.policy))
+        Forward::new(attended, self.settings.policy)
     }
 
     /// Gradients of a loss with respect to q, k and v, given those with respect to out (`dout`)
@@ -357,8 +331,8 @@ impl<K: Kernel> Attention<K> {
         dout: &View<'_>,
         dlse: Option<&View<'_>>,
     ) -> Result<Backward, Error> {
-        if let Some(kept) = checkpoint.kept() {
-            return self.backward_from(q, k, v, &kept, dout, dlse);
+        if let Some(kept) = checkpoint.fetch()? {
+            return self.backward_from(q, k, v, &kept.view(), dout, dlse);
         }
         let forward = self.request_for(q, k, v, Pass::Forward)?;
         let recomputed = self.attend(&forward, q, k, v)?.kept;
@@ -398,8 +372,27 @@ impl<K: Kernel> Attention<K> {
         })
     }
 
-    fn request(&self, shape: Shape, dtype: DType, pass: Pass) -> Request {
-        self.settings.request(&self.sharding, shape, dtype, pass)
+    fn request(&self, shape: Shape, dtype: DType, pass: Pass) -> Result<Request, Error> {
+        let (sharding, queries) = self.ring_for(shape, dtype, pass)?;
+        Ok(self.request_on(sharding, queries, shape, dtype, pass))
+    }
+
+    /// The type that inputs of a type are computed in.
+    pub fn compute_dtype(&self, stored: DType) -> DType {
+        self.settings.compute_dtype(stored, self.kernel())
+    }
+
+    pub(crate) fn request_on(
+        &self,
+        sharding: Sharding,
+        queries: Queries,
+        shape: Shape,
+        dtype: DType,
+        pass: Pass,
+    ) -> Request {
+        let dtype = self.compute_dtype(dtype);
+        self.settings
+            .request((sharding, queries), shape, dtype, pass)
     }
 
     /// The request that tensors amount to, if they agree with one another.
@@ -411,7 +404,7 @@ impl<K: Kernel> Attention<K> {
         pass: Pass,
     ) -> Result<Request, Error> {
         let shape = shape_of(q, k, v, q.dims()[1])?;
-        Ok(self.request(shape, q.dtype(), pass))
+        self.request(shape, q.dtype(), pass)
     }
 }
 

@@ -42,6 +42,27 @@
 //! The same on a GPU is `builder().build_on(CudaKernel::new(0)?)`: kernels are compiled for the GPU at
 //! hand when they are first used, and where there is none the error says what was looked for.
 //!
+//! How many ranks, and how cut, can be left open: [`Builder::auto`] plans and times the alternatives
+//! on a described machine ([`tune`] describes this one) and takes the best that fits ([`choose`]).
+//!
+//! Tensors can stay in shards between calls, and the ring they lie in can change its size: rows move
+//! in the fewest bytes, and later calls have the bits of a new ring of that size.
+//!
+//! ```
+//! # use encke::{Attention, View};
+//! # let numbers: Vec<f32> = (0..48 * 2 * 8).map(|i| (i as f32 * 0.37).sin()).collect();
+//! # let tensor = View::contiguous(&numbers, [1, 48, 2, 8])?;
+//! let mut ring = Attention::builder().ranks(4).build()?;
+//! let mut x = ring.shard(&tensor)?;
+//! let four = ring.forward_shards(&x, &x, &x)?;
+//! let moved = ring.resize(3, &mut [&mut x])?;
+//! assert_eq!(moved.sent_bytes, 48 / 3 * 2 * 8 * 4);        // a third of the rows
+//! let three = ring.forward_shards(&x, &x, &x)?;
+//! assert_eq!(three.out.sharding().ranks(), 3);
+//! # assert_eq!(four.out.dims(), three.out.dims());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! What each rank held and what travelled comes with every result ([`Report`]); what would be held
 //! and sent can be asked beforehand, for any size, with [`Attention::plan`].
 //!
@@ -53,12 +74,19 @@
 #![forbid(unsafe_code)]
 
 mod attention;
+mod auto;
+mod checkpoint;
+pub mod choose;
+mod elastic;
+mod offload;
 mod passes;
 mod shard;
+pub mod tune;
 
-pub use attention::{
-    Attention, Backward, Builder, Checkpoint, CheckpointPolicy, Forward, Kept, Precision, Report,
-};
+pub use attention::{Attention, Backward, Builder, Forward, Precision, Report};
+pub use auto::Auto;
+pub use checkpoint::{Checkpoint, CheckpointPolicy, Kept};
+pub use elastic::{NewRing, Proposal, Resizing, ShardedBackward, ShardedForward};
 pub use encke_core::kernel::{Kernel, KernelError};
 pub use encke_core::plan::explain;
 pub use encke_core::plan::{Pass, Plan, Queries, Request};
@@ -74,7 +102,8 @@ pub use encke_core::{conformance, plan, reference};
 pub use encke_cpu::CpuKernel;
 pub use encke_cuda::{CudaKernel, Error as CudaError};
 pub use encke_ring::{
-    Activity, CacheStats, Fault, Phase, RankError, RankMemory, RingError as Error, Trace,
-    gather_sequence, split_sequence, threads, trace,
+    Activity, CacheLimits, CacheStats, Fault, Phase, RankError, RankMemory, RingError as Error,
+    Sharded, Trace, gather_sequence, split_sequence, threads, trace,
 };
+pub use encke_sim::clock;
 pub use shard::ShardAttention;

@@ -13,7 +13,8 @@ use encke_core::plan::program::Role;
 use encke_core::{Shape, Tensor, View};
 use encke_ring::{Outcome, RingError as Error};
 
-use crate::attention::{Backward, Kept, Report, Slots, same_shape, same_type};
+use crate::attention::{Backward, Report, same_shape, same_type};
+use crate::checkpoint::{Kept, Slots};
 
 /// What a forward pass made.
 pub(crate) struct Attended {
@@ -121,7 +122,7 @@ fn taken(outcome: &mut Outcome, role: Role) -> Tensor {
     tensor.expect("a pass returns every output it has")
 }
 
-fn report(outcome: Outcome) -> Report {
+pub(crate) fn report<T>(outcome: Outcome<T>) -> Report {
     Report {
         plan: outcome.plan,
         trace: outcome.trace,

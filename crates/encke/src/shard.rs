@@ -15,7 +15,8 @@ use encke_core::{DType, Error as RequestError, Mode, Shape, View};
 use encke_cpu::CpuKernel;
 use encke_ring::{CacheStats, RingError as Error, ShardRing};
 
-use crate::attention::{Backward, Builder, Checkpoint, Forward, Kept, same_shape, shape_of};
+use crate::attention::{Backward, Builder, Forward, same_shape, shape_of};
+use crate::checkpoint::{Checkpoint, Kept};
 use crate::passes::{self, Attended};
 
 /// One rank of an attention with fixed settings. Plans and buffers are kept between calls.
@@ -62,8 +63,14 @@ impl<K: Kernel> ShardAttention<K> {
 
     /// The plan for a shape, which is that of the whole sequence. Nothing is allocated.
     pub fn plan(&self, shape: Shape, dtype: DType, pass: Pass) -> Result<Arc<Plan>, Error> {
-        let request = self.settings.request(&self.sharding, shape, dtype, pass);
-        self.ring.plan(&request)
+        self.ring.plan(&self.request(shape, dtype, pass))
+    }
+
+    fn request(&self, shape: Shape, dtype: DType, pass: Pass) -> Request {
+        let settings = &self.settings;
+        let dtype = settings.compute_dtype(dtype, self.ring.kernel());
+        let ring = (self.sharding.clone(), settings.queries);
+        settings.request(ring, shape, dtype, pass)
     }
 
     /// Attention of this rank's rows of a sequence of `tokens` tokens.
@@ -75,7 +82,7 @@ impl<K: Kernel> ShardAttention<K> {
     ) -> Result<Forward, Error> {
         let request = self.request_for(tokens, qkv, Pass::Forward)?;
         let attended = self.attend(&request, qkv, transport)?;
-        Ok(Forward::new(attended, self.settings.policy))
+        Forward::new(attended, self.settings.policy)
     }
 
     /// Gradients with respect to this rank's rows of q, k and v, given those with respect to its
@@ -88,8 +95,8 @@ impl<K: Kernel> ShardAttention<K> {
         gradients: (&View<'_>, Option<&View<'_>>),
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Backward, Error> {
-        if let Some(kept) = checkpoint.kept() {
-            return self.backward_from(tokens, qkv, &kept, gradients, transport);
+        if let Some(kept) = checkpoint.fetch()? {
+            return self.backward_from(tokens, qkv, &kept.view(), gradients, transport);
         }
         let forward = self.request_for(tokens, qkv, Pass::Forward)?;
         let recomputed = self.attend(&forward, qkv, transport)?.kept;
@@ -139,7 +146,6 @@ impl<K: Kernel> ShardAttention<K> {
         let [batch, _, heads, dim] = q.dims();
         let rows = self.sharding.rows(tokens, self.rank());
         same_shape("q", q, [batch, rows, heads, dim])?;
-        let settings = &self.settings;
-        Ok(settings.request(&self.sharding, shape, q.dtype(), pass))
+        Ok(self.request(shape, q.dtype(), pass))
     }
 }

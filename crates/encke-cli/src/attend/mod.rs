@@ -39,7 +39,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let file = InputFile::open(&options.input)?;
     let tensors = file.tensors()?;
     let inputs = Inputs::read(&tensors, options.work.grad, &attention)?;
-    let compute = options.work.compute.unwrap_or(inputs.q.dtype());
+    let compute = attention.compute_dtype(inputs.q.dtype());
     if !options.work.allow_non_finite {
         inputs.check_finite(&tensors, compute)?;
     }

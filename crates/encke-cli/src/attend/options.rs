@@ -9,7 +9,7 @@ use encke::{Attention, Builder, CheckpointPolicy, DType, Fault, Phase, Precision
 
 use crate::number::{bytes as byte_count, count};
 use crate::pattern_options::PatternOptions;
-use crate::ring_options::RingOptions;
+use crate::ring_options::{Open, RingOptions, open};
 
 /// A rank is a thread here, and every rank knows the way of every parcel.
 const MOST_RANKS: usize = 1024;
@@ -71,10 +71,11 @@ pub struct WorkOptions {
     #[arg(long, value_name = "X")]
     scale: Option<f64>,
 
-    /// Type to compute in and to write: f64, f32, bf16 or f16; sums are f64 or f32 in any case
-    /// [default: the type q is stored in].
-    #[arg(long, value_name = "TYPE")]
-    pub compute: Option<DType>,
+    /// Type to compute in and to write: f64, f32, bf16 or f16, or auto: for inputs in f32 what this
+    /// hardware multiplies fastest; sums are f64 or f32 in any case [default: the type q is stored
+    /// in].
+    #[arg(long, value_name = "TYPE", value_parser = open(dtype))]
+    compute: Option<Open<DType>>,
 
     /// Also compute dq, dk and dv, from do (and dlse, if the file has it).
     #[arg(long)]
@@ -119,6 +120,11 @@ pub struct WorkOptions {
     pub memory: bool,
 }
 
+fn dtype(text: &str) -> Result<DType, String> {
+    let parsed = text.parse::<DType>();
+    parsed.map_err(|error| error.to_string())
+}
+
 /// A rank and the round it does not begin.
 fn death(text: &str) -> Result<(usize, usize), String> {
     let (rank, round) = text
@@ -133,6 +139,8 @@ enum CheckpointName {
     KeepOutput,
     /// Nothing: the backward pass runs the forward pass again first
     Recompute,
+    /// out and lse, in a temporary file instead of in memory
+    Offload,
 }
 
 impl Options {
@@ -148,8 +156,8 @@ impl Options {
                 "--redundancy: ranks that run one after another do not survive each other",
             ),
             (
-                self.ring.gives_ranks(),
-                "--ranks: the limit decides how many there are",
+                self.ring.gives_ranks() || self.ring.leaves_open(),
+                "--ranks or auto: the limit decides how many there are",
             ),
             (
                 self.work.trace.is_some(),
@@ -189,15 +197,20 @@ impl Options {
         if let Some(scale) = work.scale {
             builder = builder.scale(scale);
         }
-        if let Some(dtype) = work.compute {
-            builder = builder.precision(Precision::Compute(dtype));
-        }
+        builder = match work.compute {
+            None => builder,
+            Some(Open::Given(dtype)) => builder.precision(Precision::Compute(dtype)),
+            Some(Open::Auto) => builder.precision(Precision::Fastest),
+        };
         match work.checkpoint {
             Some(_) if !work.grad => {
                 bail!("--checkpoint has a meaning only with --grad; leave it out or add --grad");
             }
             Some(CheckpointName::Recompute) => {
                 builder = builder.checkpoint(CheckpointPolicy::Recompute);
+            }
+            Some(CheckpointName::Offload) => {
+                builder = builder.checkpoint(CheckpointPolicy::Offload);
             }
             Some(CheckpointName::KeepOutput) | None => {}
         }

@@ -135,7 +135,7 @@ fn prepare(processes: usize, options: &Options) -> Result<Call> {
         );
     }
     Ok(Call {
-        compute: options.work.compute.unwrap_or(inputs.q.dtype()),
+        compute: attention.compute_dtype(inputs.q.dtype()),
         requests: requests(&attention, &inputs)?,
         attention,
         inputs,
@@ -167,7 +167,7 @@ fn pass(
     let kernel = call.attention.kernel();
     let ready = (|| {
         let plan = Arc::new(Plan::new(request.clone())?);
-        let mut source = Inspected::new(options, &call.inputs)?;
+        let mut source = Inspected::new(options, &call.inputs, call.compute)?;
         for role in [Role::Out, Role::Lse] {
             source.files.add(role, of(sink, role)?);
         }

@@ -188,6 +188,12 @@ fn asked(attention: &Attention, inputs: &Inputs, plan: &Plan, how: &str) {
     );
     let types = match inputs.q.dtype() {
         stored if stored == compute => compute.to_string(),
+        stored if stored.bytes() > compute.bytes() => format!(
+            "{stored}, computed in {compute} with sums in {}: expect errors of about {:.0e} of the \
+             largest number",
+            compute.sum(),
+            compute.epsilon(),
+        ),
         stored => format!("{stored}, computed in {compute}"),
     };
     line("input", format!("{sizes}; {types}"));

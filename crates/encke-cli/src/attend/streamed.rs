@@ -36,8 +36,7 @@ pub(super) struct Inspected<'a> {
 
 impl<'a> Inspected<'a> {
     /// The inputs, where they lie.
-    pub fn new(options: &Options, inputs: &'a Inputs) -> Result<Inspected<'a>> {
-        let compute = options.work.compute.unwrap_or(inputs.q.dtype());
+    pub fn new(options: &Options, inputs: &'a Inputs, compute: DType) -> Result<Inspected<'a>> {
         Ok(Inspected {
             files: input_files(&options.input, inputs)?,
             names: vec![
@@ -98,11 +97,11 @@ pub fn run(options: &Options, limit: usize) -> Result<Verdict> {
         let file = InputFile::open(&options.input)?;
         Inputs::read(&file.tensors()?, options.work.grad, &attention)?
     };
-    let compute = options.work.compute.unwrap_or(inputs.q.dtype());
+    let compute = attention.compute_dtype(inputs.q.dtype());
     let requests = requests(&attention, &inputs)?;
     let fit = fit(attention.kernel(), &requests, limit)?;
     let output = OutputFile::create(&options.output, &[("the input", options.input.as_path())])?;
-    let mut source = Inspected::new(options, &inputs)?;
+    let mut source = Inspected::new(options, &inputs, compute)?;
     let entries = entries(&inputs, compute);
     let mut sink = output_files(&entries, output.prepare(&named(&entries))?);
     for role in [Role::Out, Role::Lse] {

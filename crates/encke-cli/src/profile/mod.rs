@@ -3,8 +3,10 @@
 //! Every figure called measured is read off the ledgers of a run in this process; nothing is scaled
 //! up from another size.
 
+mod caches;
 mod files;
 mod options;
+mod policies;
 #[cfg(feature = "mpi")]
 pub mod processes;
 mod report;
@@ -47,6 +49,12 @@ pub fn run(options: &Options) -> Result<Verdict> {
         say(&report::pass(paint, pass))?;
     }
     say(&report::summary(paint, &passes))?;
+    if let Some(ring) = rings.run.last().filter(|_| work.policies) {
+        say(&policies::words(paint, &ring.request)?)?;
+    }
+    if let Some(ring) = rings.run.last().filter(|_| work.caches) {
+        say(&caches::words(paint, &ring.request)?)?;
+    }
     if let Some(mut csv) = csv {
         csv.write(|to| files::csv(to, &passes))?;
         csv.keep()?;

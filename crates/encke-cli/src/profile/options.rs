@@ -31,6 +31,8 @@ Examples:
   mpirun -n 4 encke profile --tokens 32k --json four.json
       Every rank a process: what each holds and has resident, and how much of the time that messages
       take alone is hidden behind the computation.
+  encke profile --tokens 2k --ranks 1,4 --plan-ranks 0 --caches
+      What is kept between calls, when no two of them have the same length.
 
 Every ring is run, all of its ranks in this process, on random tensors. Measured is what buffers
 really took, booked as they were allocated and freed; planned is what the plan says without any
@@ -108,6 +110,16 @@ pub struct WorkOptions {
     /// Also run the backward pass.
     #[arg(long)]
     pub grad: bool,
+
+    /// Also run both passes on the largest ring with everything that can be kept between them: the
+    /// output, the output in a file, nothing; memory, bytes and time of each.
+    #[arg(long)]
+    pub policies: bool,
+
+    /// Also make calls of changing lengths on the largest ring, and show what plans and buffers are
+    /// kept between them, with hit rates and limits.
+    #[arg(long)]
+    pub caches: bool,
 
     /// Seed of the random tensors.
     #[arg(long, value_name = "S", default_value = "1")]

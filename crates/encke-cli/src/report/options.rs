@@ -118,6 +118,12 @@ impl Options {
                  contiguous, zigzag or striped"
             );
         }
+        if self.ring.leaves_open() {
+            bail!(
+                "auto decides for one ring, and a report runs several; use `encke plan --explain`, \
+                 and name the cut here"
+            );
+        }
         if self.ring.survives() {
             bail!(
                 "--redundancy needs other ranks, and a report begins with a ring of one; see \

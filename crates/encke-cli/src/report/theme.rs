@@ -21,6 +21,7 @@ pub fn class(component: Component) -> &'static str {
         Component::TravellingGradients => "c-travelling-gradients",
         Component::Sharing => "c-sharing",
         Component::Replica => "c-replica",
+        Component::Rows => "c-rows",
         Component::Workspace => "c-workspace",
     }
 }

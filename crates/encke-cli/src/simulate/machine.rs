@@ -36,6 +36,21 @@ pub fn machine(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> 
     Ok(machine)
 }
 
+/// Whether the options name any machine at all.
+pub fn names_one(options: &MachineOptions) -> bool {
+    let MachineOptions {
+        gpu,
+        node,
+        link,
+        nics,
+        flops,
+        straggler,
+        file,
+    } = options;
+    let named = gpu.is_some() || node.is_some() || nics.is_some() || file.is_some();
+    named || !link.is_empty() || !flops.is_empty() || !straggler.is_empty()
+}
+
 fn named(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> Result<Machine> {
     let device = match options.gpu.as_deref() {
         Some("here") => here(sizes, dtype)?,

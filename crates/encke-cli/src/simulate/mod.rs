@@ -4,13 +4,14 @@
 //! what the clock says is shown. With `--against threads` it is shown beside what really happens.
 
 mod against;
-mod machine;
-mod options;
-mod report;
+pub mod machine;
+pub mod options;
+pub mod report;
 
 use std::time::Duration;
 
 use anyhow::Result;
+use encke::tune::Source;
 use encke::{Attention, DType, Pass};
 use encke_sim::clock::{Machine, Run, simulate};
 use serde::Serialize;
@@ -52,7 +53,10 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let shape = options.sizes.shape()?;
     let builder = Attention::builder().pattern(options.pattern.pattern()?);
     let reason = "the clock would take too long";
-    let builder = options.ring.apply(builder, MOST_RANKS, reason)?;
+    let source = Source::Described(machine.device.name.clone());
+    let builder = options
+        .ring
+        .apply_on(builder, MOST_RANKS, reason, (machine.clone(), source))?;
     let attention = builder.build()?;
 
     let recorded = match json.is_some() || trace.is_some() {

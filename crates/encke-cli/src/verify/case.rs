@@ -228,6 +228,7 @@ impl fmt::Display for Case {
             match self.policy {
                 CheckpointPolicy::KeepOutput => "keep-output",
                 CheckpointPolicy::Recompute => "recompute",
+                CheckpointPolicy::Offload => "offload",
             },
         )?;
         if let Some(scale) = self.scale {

@@ -204,7 +204,7 @@ fn rings_that_cannot_be() {
             "names 2 ranks but 3 were asked for",
         ),
         ("--sharding snake", "contiguous, zigzag, striped"),
-        ("--queries all", "possible values: sharded, replicated"),
+        ("--queries all", "write sharded, replicated or auto"),
     ];
     for (options, words) in refusals {
         refused(&files::small(), options, &[words]);

@@ -17,4 +17,5 @@ mod profile;
 mod report;
 mod simulate;
 mod streamed;
+mod tune;
 mod verify;

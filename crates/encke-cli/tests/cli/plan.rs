@@ -112,6 +112,7 @@ fn help_is_success_and_teaches_by_example() {
         "report --help",
         "simulate --help",
         "profile --help",
+        "tune --help",
         "verify --help",
         "-h",
     ] {

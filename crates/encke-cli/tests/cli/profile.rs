@@ -99,3 +99,21 @@ fn what_cannot_be_profiled_is_refused() {
         folder.refuses(&format!("{SMALL} {options}"), &[words]);
     }
 }
+
+#[test]
+fn caches_are_shown_with_hit_rates_and_limits() {
+    let folder = Folder::new();
+    let said = folder.succeeds(
+        "profile --tokens 96 --heads 2 --dim 8 --ranks 1,3 --plan-ranks 0 --caches --policies",
+    );
+    for words in [
+        "kept between 48 calls of 24 lengths",
+        "hit rate",
+        "50 %",
+        "4 with",
+        "output in a file",
+        "recomputed",
+    ] {
+        assert!(said.contains(words), "no {words:?} in {said}");
+    }
+}

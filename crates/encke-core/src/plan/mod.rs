@@ -5,14 +5,18 @@
 //! tokens; a plan for a billion of them is made in the time of one for a thousand.
 
 mod backward;
+pub mod balance;
 mod builder;
+mod component;
 pub mod explain;
 mod flow;
 mod forward;
 mod hosted;
 mod jobs;
 mod layout;
+mod places;
 pub mod program;
+pub mod resize;
 pub mod rings;
 mod straight;
 pub mod survival;

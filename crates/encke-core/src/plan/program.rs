@@ -4,10 +4,11 @@
 //! decides nothing, so coverage, bytes and memory are proven on the program without running it, a
 //! simulator can time it and a profiler can hold it against what happened.
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+pub use super::component::Component;
 use crate::dtype::DType;
 use crate::job::{Block, Job};
 use crate::sharding::Run;
@@ -16,57 +17,6 @@ use crate::transport::{Address, Moved};
 /// One of a rank's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct BufferId(pub usize);
-
-/// What a buffer is for, as memory reports show it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Component {
-    /// q.
-    Queries,
-    /// The rank's own k and v.
-    OwnKv,
-    /// k and v of others, passing through. The own rows are packed where their journey begins, in
-    /// one of these buffers, so packing takes no memory of its own.
-    TravellingKv,
-    /// acc, m and l of the rank's own queries.
-    Carry,
-    /// acc, m and l of others' queries, passing through.
-    TravellingCarry,
-    /// out and lse.
-    Output,
-    /// What backward is given beside q, k and v: dout, dlse, and delta made of them.
-    Upstream,
-    /// dq, dk and dv in the type sums are kept in.
-    Gradients,
-    /// Gradients of others, passing through.
-    TravellingGradients,
-    /// Finished rows on their way to every rank (queries replicated).
-    Sharing,
-    /// Inputs of another rank, kept so that its tokens can be adopted when it dies.
-    Replica,
-    /// Scratch memory of the kernel.
-    Workspace,
-}
-
-impl Component {
-    /// The name reports use.
-    pub fn name(self) -> &'static str {
-        match self {
-            Component::Queries => "queries",
-            Component::OwnKv => "own K/V",
-            Component::TravellingKv => "travelling K/V",
-            Component::Carry => "carry",
-            Component::TravellingCarry => "travelling carry",
-            Component::Output => "output",
-            Component::Upstream => "upstream",
-            Component::Gradients => "gradients",
-            Component::TravellingGradients => "travelling gradients",
-            Component::Sharing => "sharing",
-            Component::Replica => "replica",
-            Component::Workspace => "workspace",
-        }
-    }
-}
 
 /// A buffer as planned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -93,20 +43,7 @@ impl BufferPlan {
     /// Whether it stays at home: what it holds is of its shard's own rows, and of no round in
     /// particular.
     pub fn is_resident(&self) -> bool {
-        match self.component {
-            Component::Queries
-            | Component::OwnKv
-            | Component::Carry
-            | Component::Output
-            | Component::Upstream
-            | Component::Gradients
-            | Component::Replica => true,
-            Component::TravellingKv
-            | Component::TravellingCarry
-            | Component::TravellingGradients
-            | Component::Sharing
-            | Component::Workspace => false,
-        }
+        self.component.is_resident()
     }
 }
 
@@ -411,6 +348,8 @@ pub enum Role {
     Dq,
     Dk,
     Dv,
+    /// Any tensor, where its rows are only moved.
+    Rows,
 }
 
 /// Where a tensor of the call enters or leaves a rank.

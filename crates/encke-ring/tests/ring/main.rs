@@ -1,8 +1,10 @@
 //! The ring, held against its plan and against the f64 reference.
 
+mod kept;
 mod life;
 mod plan;
 mod reference;
+mod resize;
 mod shard;
 mod support;
 mod survive;

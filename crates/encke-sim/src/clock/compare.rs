@@ -11,7 +11,7 @@ use encke_core::kernel::Kernel;
 use encke_core::plan::program::Role;
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor};
+use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor, View};
 use encke_ring::{RingError, ThreadRing};
 use serde::Serialize;
 
@@ -153,8 +153,9 @@ pub fn compare<K: Kernel<Buffer = Data>>(
         profile.read(ring.kernel())?;
         for (setting, runs_s) in settings.iter().zip(&mut runs_s) {
             progress(&setting.name);
-            run(&ring, &setting.request)?;
-            runs_s.push(run(&ring, &setting.request)?);
+            let rehearsal = Rehearsal::new(&setting.request)?;
+            rehearsal.seconds(&ring, &setting.request)?;
+            runs_s.push(rehearsal.seconds(&ring, &setting.request)?);
         }
     }
     let machine = profile.machine(Pick::Median);
@@ -190,45 +191,70 @@ const NO_SIZES: Sizes = Sizes {
     dtype: DType::F32,
 };
 
-/// Seconds from the start of the call to the end of the last rank.
-fn run<K: Kernel<Buffer = Data>>(
-    ring: &ThreadRing<K>,
-    request: &Request,
-) -> Result<f64, RingError> {
-    let shape = &request.shape;
-    let mut random = Random::new(11);
-    let mut tensor = |heads: usize, dim: usize| {
-        let dims = [shape.batch, shape.tokens, heads, dim];
-        let values: Vec<f64> = (0..dims.iter().product()).map(|_| random.unit()).collect();
-        Tensor::from_f64(request.dtype, dims, &values)
-    };
-    let (q, dout) = (
-        tensor(shape.heads, shape.dim)?,
-        tensor(shape.heads, shape.dim)?,
-    );
-    let (k, v) = (
-        tensor(shape.kv_heads, shape.dim)?,
-        tensor(shape.kv_heads, shape.dim)?,
-    );
-    let lse = Tensor::from_f64(
-        request.dtype.sum(),
-        [shape.batch, shape.tokens, shape.heads, 1],
-        &vec![10.0; shape.batch * shape.tokens * shape.heads],
-    )?;
-    let mut inputs = vec![
-        (Role::Q, q.view()),
-        (Role::K, k.view()),
-        (Role::V, v.view()),
-    ];
-    if request.pass != Pass::Forward {
-        // Speed does not depend on what out and lse are, as long as they are finite.
-        let of_out = [
-            (Role::Out, q.view()),
-            (Role::Lse, lse.view()),
-            (Role::Dout, dout.view()),
-        ];
-        inputs.extend(of_out);
+/// Random tensors for the calls of a request, whatever ring carries it out.
+#[derive(Debug)]
+pub struct Rehearsal {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+}
+
+impl Rehearsal {
+    /// Tensors of the request's shape and type.
+    pub fn new(request: &Request) -> Result<Rehearsal, RingError> {
+        let shape = &request.shape;
+        let mut random = Random::new(11);
+        let mut tensor = |heads: usize, dim: usize| {
+            let dims = [shape.batch, shape.tokens, heads, dim];
+            let values: Vec<f64> = (0..dims.iter().product()).map(|_| random.unit()).collect();
+            Tensor::from_f64(request.dtype, dims, &values)
+        };
+        Ok(Rehearsal {
+            q: tensor(shape.heads, shape.dim)?,
+            dout: tensor(shape.heads, shape.dim)?,
+            k: tensor(shape.kv_heads, shape.dim)?,
+            v: tensor(shape.kv_heads, shape.dim)?,
+            lse: Tensor::from_f64(
+                request.dtype.sum(),
+                [shape.batch, shape.tokens, shape.heads, 1],
+                &vec![10.0; shape.batch * shape.tokens * shape.heads],
+            )?,
+        })
     }
-    let outcome = ring.run(request, &inputs)?;
-    Ok(outcome.trace.end().as_secs_f64())
+
+    /// What a forward pass is given.
+    pub fn inputs(&self) -> [View<'_>; 3] {
+        [self.q.view(), self.k.view(), self.v.view()]
+    }
+
+    /// What its backward pass is given beside that: the gradient of the output.
+    pub fn dout(&self) -> View<'_> {
+        self.dout.view()
+    }
+
+    /// Seconds from the start of a call to the end of the last rank.
+    pub fn seconds<K: Kernel>(
+        &self,
+        ring: &ThreadRing<K>,
+        request: &Request,
+    ) -> Result<f64, RingError> {
+        let mut inputs = vec![
+            (Role::Q, self.q.view()),
+            (Role::K, self.k.view()),
+            (Role::V, self.v.view()),
+        ];
+        if request.pass != Pass::Forward {
+            // Speed does not depend on what out and lse are, as long as they are finite.
+            let of_out = [
+                (Role::Out, self.q.view()),
+                (Role::Lse, self.lse.view()),
+                (Role::Dout, self.dout.view()),
+            ];
+            inputs.extend(of_out);
+        }
+        let outcome = ring.run(request, &inputs)?;
+        Ok(outcome.trace.end().as_secs_f64())
+    }
 }

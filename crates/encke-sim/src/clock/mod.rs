@@ -23,7 +23,7 @@ mod run;
 mod wires;
 
 pub use catalogue::{devices, find_device, find_link, links};
-pub use compare::{Comparison, Findings, Setting, Times, compare, median, settings};
+pub use compare::{Comparison, Findings, Rehearsal, Setting, Times, compare, median, settings};
 pub use error::ClockError;
 pub use machine::{Carrier, Device, FEW, Link, Machine, Rate, Speed};
 pub use profile::{Pick, Profile, Sizes, Told};

@@ -3,5 +3,6 @@
 mod hardship;
 mod lockstep;
 mod memory;
+mod resize;
 mod support;
 mod survival;

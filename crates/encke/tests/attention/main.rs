@@ -1,5 +1,7 @@
 //! The interface against the f64 reference: every mode, type, ring size and sharding.
 
+mod choose;
+mod elastic;
 mod invariance;
 mod modes;
 mod precision;

@@ -79,18 +79,31 @@ fn more_ranks_than_tokens() {
 }
 
 #[test]
-fn recomputing_gives_the_same_bits() {
+fn what_is_kept_changes_memory_and_no_bit() {
     let shape = Shape::new(1, 48, 4, 2, 5).expect("legal");
     for pattern in patterns() {
         let tensors = Tensors::random(&shape, DType::F32, 5);
-        let gradients = [CheckpointPolicy::KeepOutput, CheckpointPolicy::Recompute].map(|policy| {
+        let policies = [
+            CheckpointPolicy::KeepOutput,
+            CheckpointPolicy::Recompute,
+            CheckpointPolicy::Offload,
+        ];
+        let [(kept, keep), (nothing, recompute), (file, offload)] = policies.map(|policy| {
             let builder = Attention::builder().pattern(pattern.clone()).ranks(3);
             let attention = builder.checkpoint(policy).build().expect("legal");
             let forward = tensors.forward(&attention);
             let backward = tensors.backward(&attention, &forward);
-            (backward.dq, backward.dk, backward.dv)
+            // What is in a file can be fetched more than once.
+            let again = tensors.backward(&attention, &forward);
+            assert_eq!(again.dq, backward.dq, "{pattern:?}");
+            let bytes = forward.checkpoint.kept_bytes();
+            (bytes, (backward.dq, backward.dk, backward.dv))
         });
-        assert_eq!(gradients[0], gradients[1], "{pattern:?}");
+        assert_eq!(keep, recompute, "{pattern:?}");
+        assert_eq!(keep, offload, "{pattern:?}");
+        // out and lse of every slot, and the lse of every head where slots are apart.
+        assert!(kept.0 >= 48 * 4 * (5 + 1) * 4 && kept.1 == 0, "{kept:?}");
+        assert_eq!((nothing, file), ((0, 0), (0, kept.0)), "{pattern:?}");
     }
 }
 

@@ -1,0 +1,164 @@
+//! Why a plan is what it is: the alternatives that were considered, in a table and in a sentence.
+
+use anyhow::{Result, anyhow};
+use encke::choose::{Alternative, Choice, Threshold, Wish, Work, one_device_until};
+use encke::explain::bytes;
+use encke::{Attention, Auto, CheckpointPolicy, Cut, DType, Pass, Queries, Shape};
+use serde::Serialize;
+
+use crate::simulate::report::seconds;
+use crate::table::Table;
+use crate::terminal::{Paint, say};
+use crate::{Verdict, ring_options};
+
+/// Alternatives that are shown; the others are counted.
+const SHOWN: usize = 16;
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct Record<'a> {
+    source: String,
+    choice: &'a Choice,
+    one_device: Option<Threshold>,
+}
+
+/// Says what would be chosen for a shape, and why.
+pub fn run(
+    attention: &Attention,
+    shape: Shape,
+    dtype: DType,
+    pass: Pass,
+    json: bool,
+) -> Result<Verdict> {
+    let choice = attention.choice(shape, dtype, pass)?;
+    let (Some(choice), Some(auto)) = (choice, attention.auto()) else {
+        return Err(anyhow!(
+            "everything was given, so there is nothing to explain"
+        ));
+    };
+    let one_device = threshold(attention, auto, shape, dtype, pass)?;
+    let text = match json {
+        true => {
+            let record = Record {
+                source: auto.source.to_string(),
+                choice: &choice,
+                one_device,
+            };
+            serde_json::to_string_pretty(&record)? + "\n"
+        }
+        false => words(&choice, auto, one_device),
+    };
+    say(&text)?;
+    Ok(Verdict::Fine)
+}
+
+/// From which length on a ring is faster; not asked where the number of ranks was given.
+fn threshold(
+    attention: &Attention,
+    auto: &Auto,
+    shape: Shape,
+    dtype: DType,
+    pass: Pass,
+) -> Result<Option<Threshold>> {
+    if !auto.ranks || !auto.cut {
+        return Ok(None);
+    }
+    let dtype = attention.compute_dtype(dtype);
+    let wish = Wish {
+        work: match pass {
+            Pass::Forward => Work::Forward,
+            Pass::Backward { .. } => Work::Backward,
+        },
+        ..Wish::new(shape, attention.pattern().clone(), dtype, auto.most_ranks)
+    };
+    Ok(Some(one_device_until(
+        attention.kernel(),
+        &wish,
+        &auto.machine,
+    )?))
+}
+
+/// The table, the choice and its reason.
+pub fn words(choice: &Choice, auto: &Auto, one_device: Option<Threshold>) -> String {
+    let paint = Paint::stdout();
+    let mut text = format!("{}\n", paint.bold("What was considered"));
+    text += &format!("  machine: {}\n", auto.source);
+    if let Some(limit) = auto.memory_limit {
+        text += &format!("  a rank may hold {}\n", bytes(limit));
+    }
+    text += &table(choice).to_string();
+    if choice.alternatives.len() > SHOWN {
+        let more = choice.alternatives.len() - SHOWN;
+        text += &format!("  … and {more} more, none of them faster\n");
+    }
+    text += &format!(
+        "\n{} {}: {}\n",
+        paint.bold("Chosen:"),
+        name(choice.winner()),
+        choice.reason
+    );
+    if let Some(threshold) = one_device {
+        text += &match threshold {
+            Threshold::Tokens(tokens) => format!(
+                "With this pattern, these heads and this type one device is faster up to about \
+                 {tokens} tokens.\n"
+            ),
+            Threshold::AlwaysRing => {
+                "A ring is faster than one device at any length.\n".to_string()
+            }
+            Threshold::NeverRing { up_to } => format!(
+                "No ring of up to {} ranks is faster than one device at any length up to {up_to} \
+                 tokens; it is for what one cannot hold.\n",
+                auto.most_ranks
+            ),
+        };
+    }
+    text
+}
+
+fn table(choice: &Choice) -> Table {
+    let two = choice.alternatives.iter().any(|of| of.checkpoint.is_some());
+    let mut headings = vec!["", "predicted"];
+    if two {
+        headings.extend(["forward", "backward"]);
+    }
+    headings.extend(["a rank holds", "sent", "waiting", ""]);
+    let mut table = Table::new(2, headings);
+    for (at, of) in choice.alternatives.iter().take(SHOWN).enumerate() {
+        let mut cells = vec![name(of), seconds(of.seconds)];
+        if two {
+            let time = |time: Option<f64>| time.map_or("-".to_string(), seconds);
+            cells.extend([time(of.forward_s), time(of.backward_s)]);
+        }
+        cells.extend([
+            bytes(of.memory_bytes),
+            bytes(usize::try_from(of.sent_bytes).unwrap_or(usize::MAX)),
+            format!("{:.0} %", 100.0 * of.waiting),
+        ]);
+        cells.push(match (at == choice.chosen, of.fits) {
+            (true, _) => "chosen".to_string(),
+            (false, true) => String::new(),
+            (false, false) => "too much memory".to_string(),
+        });
+        table.row(cells);
+    }
+    table
+}
+
+/// An alternative in a few words.
+pub fn name(of: &Alternative) -> String {
+    let mut name = match (of.ranks, &of.cut) {
+        (1, _) => "one device".to_string(),
+        (ranks, Cut::Firsts(_)) => format!("{ranks} ranks, cut as given"),
+        (ranks, cut) => format!("{ranks} ranks, {}", ring_options::words(cut)),
+    };
+    if of.ranks > 1 && of.queries == Queries::Replicated {
+        name += ", queries replicated";
+    }
+    name + match of.checkpoint {
+        None => "",
+        Some(CheckpointPolicy::KeepOutput) => ", output kept",
+        Some(CheckpointPolicy::Recompute) => ", recomputed",
+        Some(CheckpointPolicy::Offload) => ", output in a file",
+    }
+}

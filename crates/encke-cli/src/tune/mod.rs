@@ -1,0 +1,166 @@
+//! `encke tune`: this machine in numbers, kept for whatever is left open later.
+//!
+//! Measuring is the library's; here a file is written and shown. The decision here: tuning is asked
+//! for, never done on the side, because a command that measures for a minute before it does what it
+//! was told is a nuisance.
+
+mod check;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use encke::tune::{Here, LIMIT, MachineProfile, measure, usual};
+
+use crate::Verdict;
+use crate::number::count;
+use crate::output::OutputFile;
+use crate::simulate::report::{flops, seconds};
+use crate::table::Table;
+use crate::terminal::{Paint, bar, say};
+
+/// What `--help` ends with.
+pub const EXAMPLES: &str = "\
+Examples:
+  encke tune
+      Measure this machine: kernels in every type, memory, hops between threads.
+  encke tune --show
+      What was measured, or that nothing was, and where it is kept.
+  encke plan --tokens 64k --heads 8 --dim 64 --causal --explain
+      What is decided by it.
+  encke tune --seconds 10
+      Measure for less long, and less well.
+  encke tune --check --record auto.json
+      Thirty decisions beside the best of an exhaustive search; minutes, on a quiet machine.
+
+The profile is kept in $XDG_CONFIG_HOME/encke (~/.config/encke) under a name made of the processor,
+its cores, the GPU and this version: another machine or another version does not find it. Nothing
+needs it; without it, built-in figures are used and said to be.
+
+Exit codes: 0 success, 1 --check found a choice more than 5 % behind the best, or predictions
+more than 15 % off in the middle, 2 any other error.";
+
+/// Measures this machine.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// Show what is known of this machine instead of measuring it.
+    #[arg(long)]
+    show: bool,
+
+    /// How long to measure; one turn of everything is taken in any case [default: 40].
+    #[arg(long, value_name = "S")]
+    seconds: Option<f64>,
+
+    /// Print JSON: the profile as it is kept.
+    #[arg(long)]
+    json: bool,
+
+    /// Hold decisions against reality instead: thirty mixed configurations, what is chosen beside
+    /// the best of all alternatives, each of them run. For a machine with nothing else to do.
+    #[arg(long, conflicts_with_all = ["show", "json", "seconds"])]
+    check: bool,
+
+    /// With --check, how often each alternative runs; medians count.
+    #[arg(long, value_name = "TIMES", value_parser = count, default_value = "5")]
+    repeats: usize,
+
+    /// With --check, write every run as JSON.
+    #[arg(long, value_name = "FILE", requires = "check")]
+    record: Option<PathBuf>,
+}
+
+/// Runs the command.
+pub fn run(options: &Options) -> Result<Verdict> {
+    if options.check {
+        return check::run(options.repeats, options.record.as_deref());
+    }
+    let here = Here::now();
+    if options.show {
+        return show(&here, options.json);
+    }
+    let limit = match options.seconds {
+        None => LIMIT,
+        Some(seconds) => match Duration::try_from_secs_f64(seconds) {
+            Ok(limit) if !limit.is_zero() => limit,
+            _ => bail!("--seconds {seconds} is no length of time; give seconds, more than 0"),
+        },
+    };
+    let path = MachineProfile::path(&here)?;
+    if let Some(folder) = path.parent() {
+        let made = std::fs::create_dir_all(folder);
+        made.with_context(|| format!("cannot make {}", folder.display()))?;
+    }
+    let mut file = OutputFile::create(&path, &[])?;
+    let progress = bar(100);
+    let profile = measure(here, limit, &mut |what, part| {
+        progress.set_position((100.0 * part) as u64);
+        progress.set_message(what.to_string());
+    })?;
+    progress.finish_and_clear();
+    file.write(|to| Ok(serde_json::to_writer_pretty(to, &profile)?))?;
+    file.keep()?;
+    let text = match options.json {
+        true => serde_json::to_string_pretty(&profile)? + "\n",
+        false => words(&profile) + &format!("kept in {}\n", path.display()),
+    };
+    say(&text)?;
+    Ok(Verdict::Fine)
+}
+
+fn show(here: &Here, json: bool) -> Result<Verdict> {
+    let path = MachineProfile::path(here)?;
+    let text = match (MachineProfile::load(here)?, json) {
+        (Some(profile), true) => serde_json::to_string_pretty(&profile)? + "\n",
+        (Some(profile), false) => words(&profile) + &format!("kept in {}\n", path.display()),
+        (None, true) => serde_json::to_string_pretty(&usual(here))? + "\n",
+        (None, false) => format!(
+            "{}\nNothing was measured here with this version, so built-in figures are used.\n\
+             encke tune measures, and keeps the profile in {}\n",
+            here.words(),
+            path.display()
+        ),
+    };
+    say(&text)?;
+    Ok(Verdict::Fine)
+}
+
+fn words(profile: &MachineProfile) -> String {
+    let paint = Paint::stdout();
+    let MachineProfile {
+        here,
+        machine,
+        measured_s,
+        misfit,
+        ..
+    } = profile;
+    let mut text = format!(
+        "{}\nmeasured in {}; readings are told within {:.1} %\n\n",
+        here.words(),
+        seconds(*measured_s),
+        100.0 * misfit
+    );
+    text += &format!("{}\n", paint.bold("Attention on all cores"));
+    let mut table = Table::new(2, ["type", "numbers a head", "forward", "backward"]);
+    for rate in &machine.device.rates {
+        table.row([
+            rate.dtype.to_string(),
+            rate.dim.to_string(),
+            flops(rate.forward.flops),
+            flops(rate.backward.flops),
+        ]);
+    }
+    text += &table.to_string();
+    let speed = |bytes_per_s: f64| format!("{:.1} GB/s", bytes_per_s / 1e9);
+    let device = &machine.device;
+    text += &format!(
+        "{}\n  copies {} (rows with gaps {}), cells {}, a hop between threads {} and {}\n",
+        paint.bold("Memory"),
+        speed(device.bytes_per_s),
+        speed(device.apart_bytes_per_s.unwrap_or(device.bytes_per_s)),
+        speed(device.cell_bytes_per_s),
+        seconds(machine.inside.latency_s),
+        speed(machine.inside.bytes_per_s),
+    );
+    text
+}

@@ -1,0 +1,145 @@
+//! Shards by speed: where a sequence is cut so that ranks of different speed are done together.
+//!
+//! The decision here: what is shared out is work, not rows. Queries before a token have so many
+//! pairs, in closed form for every lane, so a causal mask, segments and dilation are weighed as they
+//! are, and a cut for a billion tokens is found by bisection.
+
+use crate::error::{Error, Result};
+use crate::pattern::{Lane, Pattern};
+use crate::shape::Shape;
+use crate::sharding::Cut;
+
+/// One contiguous piece per rank, each with as much of the pattern's work as the rank has of the
+/// speed of all. A rank of speed 0 has no tokens.
+pub fn by_speed(pattern: &Pattern, shape: &Shape, speeds: &[f64]) -> Result<Cut> {
+    for (rank, &speed) in speeds.iter().enumerate() {
+        if !(speed >= 0.0 && speed.is_finite()) {
+            return Err(Error::Speed { rank, speed });
+        }
+    }
+    let all: f64 = speeds.iter().sum();
+    if all <= 0.0 {
+        return Err(Error::Speed {
+            rank: 0,
+            speed: speeds.first().copied().unwrap_or(0.0),
+        });
+    }
+    let (lanes, causal) = (pattern.lanes(shape), pattern.is_causal());
+    let work = |token: usize| work_before(&lanes, causal, shape.tokens, token);
+    let total = work(shape.tokens) as f64;
+    let (mut before, mut firsts) = (0.0, Vec::with_capacity(speeds.len()));
+    for &speed in speeds {
+        let wanted = total * (before / all);
+        firsts.push(match before {
+            0.0 => 0,
+            _ => first_token(shape.tokens, |token| work(token) as f64 >= wanted),
+        });
+        before += speed;
+    }
+    // What rounding has left over is nobody's whose speed is 0.
+    for rank in (0..speeds.len()).rev() {
+        if speeds[rank] > 0.0 {
+            break;
+        }
+        firsts[rank] = shape.tokens;
+    }
+    Ok(Cut::Firsts(firsts))
+}
+
+/// The first token at which something that stays true is true.
+fn first_token(tokens: usize, is: impl Fn(usize) -> bool) -> usize {
+    let (mut low, mut high) = (0, tokens);
+    while low < high {
+        let middle = low + (high - low) / 2;
+        match is(middle) {
+            true => high = middle,
+            false => low = middle + 1,
+        }
+    }
+    low
+}
+
+/// Pairs of the queries before `token`, and one for each of them: a row that sees nothing is still
+/// a row.
+fn work_before(lanes: &[Lane], causal: bool, tokens: usize, token: usize) -> u128 {
+    let of = |lane: &Lane| {
+        let rows = |length: usize| {
+            let rows = length.saturating_sub(lane.offset).div_ceil(lane.dilation);
+            rows as u128
+        };
+        let (segment, within) = (token / lane.segment, token % lane.segment);
+        let length = lane
+            .segment
+            .min(tokens - (segment * lane.segment).min(tokens));
+        let (all, queries) = (rows(lane.segment), rows(within));
+        let (whole, part) = match causal {
+            true => (all * (all + 1) / 2, queries * (queries + 1) / 2),
+            false => (all * all, queries * rows(length)),
+        };
+        (segment as u128 * whole + part) * lane.heads.len() as u128
+    };
+    lanes.iter().map(of).sum::<u128>() + token as u128
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{by_speed, work_before};
+    use crate::pattern::{MixingGradient, Mode, OffsetRule, Pattern};
+    use crate::shape::Shape;
+    use crate::sharding::Cut;
+
+    fn firsts(pattern: &Pattern, tokens: usize, speeds: &[f64]) -> Vec<usize> {
+        let shape = Shape::new(1, tokens, 4, 2, 8).unwrap();
+        match by_speed(pattern, &shape, speeds).unwrap() {
+            Cut::Firsts(firsts) => firsts,
+            cut => panic!("{cut:?}"),
+        }
+    }
+
+    #[test]
+    fn work_is_what_the_pattern_says() {
+        let mode = Mode::Mix {
+            offsets: OffsetRule::HeadMod,
+            gradient: MixingGradient::Exact,
+        };
+        let mixed = Pattern::dilated(&[5, 16], &[1, 3], mode).unwrap();
+        for pattern in [Pattern::dense(), mixed] {
+            for causal in [false, true] {
+                let pattern = pattern.clone().causal(causal);
+                let shape = Shape::new(1, 37, 4, 2, 8).unwrap();
+                let lanes = pattern.lanes(&shape);
+                let mut expected = 0u128;
+                for query in 0..37 {
+                    assert_eq!(work_before(&lanes, causal, 37, query), expected);
+                    let keys = (0..37).filter(|key| !causal || *key <= query);
+                    let seen = keys.flat_map(|key| (0..4).map(move |head| (head, key)));
+                    let pairs =
+                        seen.map(|(head, key)| pattern.multiplicity(&shape, head, query, key));
+                    expected += pairs.map(|times| times as u128).sum::<u128>() + 1;
+                }
+                assert_eq!(work_before(&lanes, causal, 37, 37), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn half_the_speed_is_half_the_rows() {
+        assert_eq!(
+            firsts(&Pattern::dense(), 700, &[2.0, 2.0, 1.0, 2.0]),
+            [0, 200, 400, 500]
+        );
+        // Under a causal mask the first half of the work is the first 1/sqrt(2) of the rows.
+        let causal = Pattern::dense().causal(true);
+        assert_eq!(firsts(&causal, 10_000, &[1.0, 1.0]), [0, 7071]);
+    }
+
+    #[test]
+    fn who_stands_still_has_nothing() {
+        assert_eq!(firsts(&Pattern::dense(), 10, &[0.0, 1.0, 0.0]), [0, 0, 10]);
+        assert_eq!(firsts(&Pattern::dense(), 10, &[1.0, 0.0, 1.0]), [0, 5, 5]);
+        let shape = Shape::new(1, 8, 1, 1, 1).unwrap();
+        for speeds in [&[0.0, 0.0][..], &[1.0, f64::NAN], &[-1.0], &[]] {
+            assert!(by_speed(&Pattern::dense(), &shape, speeds).is_err());
+        }
+    }
+}

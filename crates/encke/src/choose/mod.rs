@@ -1,0 +1,418 @@
+//! One device or a ring, of what size and how cut: alternatives are planned, timed and weighed.
+//!
+//! Nothing is run and nothing is measured here. What a machine can do is told by its description
+//! ([`Machine`]); what an alternative would do is its very plan, and how long it would take is what
+//! the simulator's clock says of it.
+//!
+//! The decision here: there is no rule of thumb. Every alternative is planned and timed like a call,
+//! which takes milliseconds; of those that fit, the fastest wins, and among those that the clock
+//! cannot tell apart the simplest.
+
+mod threshold;
+
+use encke_core::kernel::Kernel;
+use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::sharding::{Cut, Sharding};
+use encke_core::{DType, Pattern, Shape};
+use encke_ring::memory;
+use encke_sim::clock::{ClockError, Machine, Run, simulate};
+use serde::Serialize;
+
+use crate::checkpoint::CheckpointPolicy;
+pub use threshold::{Threshold, one_device_until};
+
+/// What differs by less than this, as a part, the clock does not tell apart.
+pub const ALIKE: f64 = 0.02;
+
+/// What is to be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Work {
+    /// A forward pass.
+    Forward,
+    /// A backward pass.
+    Backward,
+    /// A forward pass and, some time later, the backward pass: what is kept meanwhile is memory.
+    Training {
+        /// Layers that keep their output at the same time.
+        layers: usize,
+    },
+}
+
+/// What is wanted, and what of it is left open: everything that is `None`.
+#[derive(Debug, Clone)]
+pub struct Wish {
+    /// Sizes.
+    pub shape: Shape,
+    /// Who sees whom.
+    pub pattern: Pattern,
+    /// The storage type.
+    pub dtype: DType,
+    /// What is to be done.
+    pub work: Work,
+    /// How many ranks.
+    pub ranks: Option<usize>,
+    /// How tokens are cut.
+    pub cut: Option<Cut>,
+    /// Who holds the queries; open, it is chosen with the rest: K/V travel, or carries do.
+    pub queries: Option<Queries>,
+    /// What is kept for the backward pass.
+    pub checkpoint: Option<CheckpointPolicy>,
+    /// How many other ranks keep each rank's inputs.
+    pub redundancy: usize,
+    /// The largest ring there can be.
+    pub most_ranks: usize,
+    /// Bytes that a rank may hold.
+    pub memory_limit: Option<usize>,
+    /// Below so many tokens only one device is considered.
+    pub one_device_below: Option<usize>,
+}
+
+impl Wish {
+    /// A forward pass with everything else left open, on at most so many ranks.
+    pub fn new(shape: Shape, pattern: Pattern, dtype: DType, most_ranks: usize) -> Wish {
+        Wish {
+            shape,
+            pattern,
+            dtype,
+            work: Work::Forward,
+            ranks: None,
+            cut: None,
+            queries: Some(Queries::Sharded),
+            checkpoint: None,
+            redundancy: 0,
+            most_ranks,
+            memory_limit: None,
+            one_device_below: None,
+        }
+    }
+
+    /// Ring sizes that are looked at: the one given, or 1, 2, 3, 4, 6, 8, 12, 16, … and the largest.
+    fn sizes(&self) -> Vec<usize> {
+        if let Some(ranks) = self.ranks {
+            return vec![ranks];
+        }
+        if let Some(Cut::Firsts(firsts)) = &self.cut {
+            return vec![firsts.len()];
+        }
+        let least = self.redundancy + 1;
+        let below = |limit: usize| self.shape.tokens < limit;
+        if self.one_device_below.is_some_and(below) && least == 1 {
+            return vec![1];
+        }
+        let doublings = (0..usize::BITS - 1).map(|power| 1usize << power);
+        let sizes = doublings.flat_map(|size| [size, size + size / 2]);
+        let mut sizes: Vec<usize> = sizes
+            .take_while(|size| *size <= self.most_ranks)
+            .chain([self.most_ranks])
+            .filter(|size| *size >= least)
+            .collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        sizes
+    }
+
+    /// Every ring that is looked at, the simplest first.
+    fn rings(&self) -> Vec<(usize, Cut, Queries)> {
+        let mut rings = Vec::new();
+        for ranks in self.sizes() {
+            let cuts = match &self.cut {
+                Some(cut) => vec![cut.clone()],
+                None if ranks == 1 => vec![Cut::Contiguous],
+                None => vec![Cut::Contiguous, Cut::Zigzag, Cut::Striped],
+            };
+            let queries = match self.queries {
+                Some(queries) => vec![queries],
+                None if ranks == 1 || self.redundancy > 0 => vec![Queries::Sharded],
+                None => vec![Queries::Sharded, Queries::Replicated],
+            };
+            for cut in cuts {
+                rings.extend(queries.iter().map(|of| (ranks, cut.clone(), *of)));
+            }
+        }
+        rings
+    }
+
+    fn request(&self, ranks: usize, cut: &Cut, queries: Queries) -> Result<Request, ClockError> {
+        let sharding = Sharding::new(ranks, cut.clone())?;
+        Ok(Request {
+            // One rank has all queries either way.
+            queries: if ranks == 1 {
+                Queries::Sharded
+            } else {
+                queries
+            },
+            redundancy: self.redundancy,
+            ..Request::new(self.shape, self.pattern.clone(), sharding, self.dtype)
+        })
+    }
+}
+
+/// One way to do it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Alternative {
+    /// How many ranks.
+    pub ranks: usize,
+    /// How tokens are cut.
+    pub cut: Cut,
+    /// Who holds the queries.
+    pub queries: Queries,
+    /// What is kept between the passes, where there are two.
+    pub checkpoint: Option<CheckpointPolicy>,
+    /// Predicted time of the forward pass.
+    pub forward_s: Option<f64>,
+    /// Predicted time of the backward pass.
+    pub backward_s: Option<f64>,
+    /// Predicted time of all that is done, a forward pass that is done again included.
+    pub seconds: f64,
+    /// Bytes that the fullest rank holds, with what is kept for other layers.
+    pub memory_bytes: usize,
+    /// Bytes that travel.
+    pub sent_bytes: u64,
+    /// Part of the ranks' time that they wait for hops or for each other.
+    pub waiting: f64,
+    /// Whether the memory is within the limit.
+    pub fits: bool,
+}
+
+/// What was considered, and what was chosen.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Choice {
+    /// Everything that was considered: what fits first, the fastest first.
+    pub alternatives: Vec<Alternative>,
+    /// Which of them was chosen.
+    pub chosen: usize,
+    /// Why.
+    pub reason: String,
+}
+
+impl Choice {
+    /// What was chosen.
+    pub fn winner(&self) -> &Alternative {
+        &self.alternatives[self.chosen]
+    }
+}
+
+/// Why nothing could be chosen.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ChoiceError {
+    /// No alternative is within the limit.
+    #[error(
+        "nothing fits {limit} bytes a rank: the least that a rank would hold is {least} bytes, in a \
+         ring of {ranks}; allow more memory or more ranks"
+    )]
+    NothingFits {
+        /// Bytes that a rank may hold.
+        limit: usize,
+        /// Bytes that the fullest rank of the least demanding alternative would.
+        least: usize,
+        /// Its ranks.
+        ranks: usize,
+    },
+    /// An alternative could not be planned or timed.
+    #[error(transparent)]
+    Clock(#[from] ClockError),
+}
+
+/// Considers every alternative that a wish leaves open, on a machine. The kernel is asked for its
+/// scratch memory only.
+pub fn choose<K: Kernel>(
+    kernel: &K,
+    wish: &Wish,
+    machine: &Machine,
+) -> Result<Choice, ChoiceError> {
+    let mut alternatives = Vec::new();
+    for (ranks, cut, queries) in wish.rings() {
+        let request = wish.request(ranks, &cut, queries)?;
+        let backward = Pass::Backward { dlse: false };
+        let (first, second) = match wish.work {
+            Work::Forward => (Some(Pass::Forward), None),
+            Work::Backward => (None, Some(backward)),
+            Work::Training { .. } => (Some(Pass::Forward), Some(backward)),
+        };
+        let timed = |pass: Option<Pass>| match pass {
+            Some(pass) => Timed::new(kernel, &request, pass, machine).map(Some),
+            None => Ok(None),
+        };
+        let (forward, backward) = (timed(first)?, timed(second)?);
+        for policy in policies(wish) {
+            let weighed = weigh(wish, &request, [&forward, &backward], policy);
+            alternatives.push(weighed);
+        }
+    }
+    let simplicity = |of: &Alternative| (of.ranks, of.cut != Cut::Contiguous);
+    alternatives.sort_by(|a, b| {
+        let by_time = a.seconds.total_cmp(&b.seconds);
+        b.fits.cmp(&a.fits).then(by_time)
+    });
+    let Some(fastest) = alternatives.first().filter(|of| of.fits) else {
+        let least = alternatives.iter().min_by_key(|of| of.memory_bytes);
+        let least = least.map_or((0, wish.most_ranks), |of| (of.memory_bytes, of.ranks));
+        return Err(ChoiceError::NothingFits {
+            limit: wish.memory_limit.unwrap_or(0),
+            least: least.0,
+            ranks: least.1,
+        });
+    };
+    let near = fastest.seconds * (1.0 + ALIKE);
+    let alike = alternatives.iter().enumerate();
+    let alike = alike.filter(|(_, of)| of.fits && of.seconds <= near);
+    let chosen = alike
+        .min_by_key(|(_, of)| simplicity(of))
+        .map_or(0, |(at, _)| at);
+    let reason = reason(wish, &alternatives, chosen);
+    Ok(Choice {
+        alternatives,
+        chosen,
+        reason,
+    })
+}
+
+fn policies(wish: &Wish) -> Vec<Option<CheckpointPolicy>> {
+    match (wish.work, wish.checkpoint) {
+        (Work::Training { .. }, None) => {
+            vec![
+                Some(CheckpointPolicy::KeepOutput),
+                Some(CheckpointPolicy::Recompute),
+            ]
+        }
+        (Work::Training { .. }, policy) => vec![policy],
+        _ => vec![None],
+    }
+}
+
+/// One pass of one ring, planned and timed.
+struct Timed {
+    run: Run,
+    /// Of the fullest rank.
+    memory_bytes: usize,
+}
+
+impl Timed {
+    fn new<K: Kernel>(
+        kernel: &K,
+        request: &Request,
+        pass: Pass,
+        machine: &Machine,
+    ) -> Result<Timed, ClockError> {
+        let request = Request {
+            pass,
+            ..request.clone()
+        };
+        let plan = Plan::new(request)?;
+        let run = simulate(&plan, machine, 0..0)?;
+        // Ranks that share a device share its scratch memory.
+        let sharing = plan.ranks().div_ceil(machine.devices(plan.ranks()).max(1));
+        let mut memory_bytes = 0;
+        for rank in 0..plan.ranks() {
+            let program = plan.rank(rank)?;
+            let planned = memory::planned(kernel, &program, sharing, plan.request());
+            memory_bytes = memory_bytes.max(planned.values().sum());
+        }
+        Ok(Timed { run, memory_bytes })
+    }
+}
+
+/// An alternative made of its passes and of what is kept between them.
+fn weigh(
+    wish: &Wish,
+    request: &Request,
+    [forward, backward]: [&Option<Timed>; 2],
+    checkpoint: Option<CheckpointPolicy>,
+) -> Alternative {
+    let seconds_of = |of: &Option<Timed>| of.as_ref().map(|timed| timed.run.seconds);
+    let (forward_s, backward_s) = (seconds_of(forward), seconds_of(backward));
+    let passes = || [forward, backward].into_iter().flatten();
+    let again = match checkpoint {
+        Some(CheckpointPolicy::Recompute) => forward.as_ref(),
+        _ => None,
+    };
+    let kept = match (wish.work, checkpoint) {
+        (Work::Training { layers }, Some(CheckpointPolicy::KeepOutput)) => {
+            layers.saturating_sub(1) * kept_bytes(request)
+        }
+        _ => 0,
+    };
+    let most = passes().map(|timed| timed.memory_bytes).max();
+    let memory_bytes = most.unwrap_or(0) + kept;
+    let runs = || passes().chain(again).map(|timed| &timed.run);
+    let ranks = || runs().flat_map(|run| &run.ranks);
+    let waited: f64 = ranks().map(|rank| rank.exposed_s + rank.idle_s).sum();
+    let ended: f64 = ranks().map(|rank| rank.end_s).sum();
+    Alternative {
+        ranks: request.sharding.ranks(),
+        cut: request.sharding.cut().clone(),
+        queries: request.queries,
+        checkpoint,
+        forward_s,
+        backward_s,
+        seconds: runs().map(|run| run.seconds).sum(),
+        memory_bytes,
+        sent_bytes: runs().map(Run::bytes).sum(),
+        waiting: if ended > 0.0 { waited / ended } else { 0.0 },
+        fits: wish.memory_limit.is_none_or(|limit| memory_bytes <= limit),
+    }
+}
+
+/// Bytes of out and lse of the fullest rank: what one layer keeps.
+fn kept_bytes(request: &Request) -> usize {
+    let Request {
+        shape, sharding, ..
+    } = request;
+    let rows = (0..sharding.ranks()).map(|rank| sharding.rows(shape.tokens, rank));
+    let rows = match request.queries {
+        Queries::Sharded => rows.max().unwrap_or(0),
+        Queries::Replicated => shape.tokens,
+    };
+    let row = shape.dim * request.out_dtype().bytes() + request.dtype.sum().bytes();
+    shape.batch * rows * request.pattern.slots(shape.heads).len() * row
+}
+
+/// Why the chosen one won, in a sentence.
+fn reason(wish: &Wish, all: &[Alternative], chosen: usize) -> String {
+    let winner = &all[chosen];
+    let fitting = all.iter().filter(|of| of.fits).count();
+    if fitting == 1 && all.len() == 1 {
+        return "nothing else was left open".to_string();
+    }
+    let mut words = Vec::new();
+    if fitting < all.len() {
+        let one = all.iter().find(|of| of.ranks == 1 && !of.fits);
+        words.push(match one {
+            Some(one) => format!(
+                "one device would hold {} bytes, and {} of {} alternatives fit",
+                one.memory_bytes,
+                fitting,
+                all.len()
+            ),
+            None => format!("{fitting} of {} alternatives fit the memory", all.len()),
+        });
+    }
+    let fastest = &all[0];
+    if chosen != 0 {
+        let behind = 100.0 * (winner.seconds / fastest.seconds - 1.0);
+        words.push(format!(
+            "it is the simplest of those that the clock cannot tell apart ({behind:.1} % behind the \
+             fastest)"
+        ));
+    } else if let Some(next) = all[1..].iter().find(|of| of.fits) {
+        let ahead = 100.0 * (next.seconds / winner.seconds - 1.0);
+        words.push(format!("it is the fastest, {ahead:.1} % ahead of the next"));
+    }
+    let rival = |of: &&Alternative| of.fits && (of.ranks == 1) != (winner.ranks == 1);
+    if let Some(rival) = all.iter().find(rival) {
+        let who = match rival.ranks {
+            1 => "one device".to_string(),
+            ranks => format!("the best ring ({ranks} ranks)"),
+        };
+        let times = rival.seconds / winner.seconds;
+        words.push(format!("{who} would take {times:.2} times as long"));
+    }
+    if wish
+        .one_device_below
+        .is_some_and(|limit| wish.shape.tokens < limit)
+    {
+        words.push("below the given length only one device is considered".to_string());
+    }
+    words.join("; ")
+}

@@ -1,0 +1,210 @@
+//! Decisions held against reality: what is chosen beside the best of everything that could have been.
+//!
+//! Mixed configurations, each with all alternatives that fit, every one of them really run on threads
+//! of this machine. The decision here: alternatives of a configuration take turns, and medians are
+//! compared, so that a machine that is busy with other things is busy for all of them alike.
+
+use std::time::Duration;
+
+use encke_core::kernel::Kernel;
+use encke_core::plan::{Pass, Request};
+use encke_core::sharding::Sharding;
+use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape};
+use encke_ring::ThreadRing;
+use encke_sim::clock::{ClockError, Machine, Rehearsal, median};
+use serde::Serialize;
+
+use crate::choose::{Alternative, ChoiceError, Wish, Work, choose};
+
+/// The largest ring that is tried.
+const MOST_RANKS: usize = 8;
+/// A choice is good if nothing else is faster by more than this part.
+pub const GOOD: f64 = 0.05;
+
+/// An alternative, predicted and measured.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Tried {
+    /// What was predicted.
+    pub predicted: Alternative,
+    /// The median of its runs.
+    pub measured_s: f64,
+    /// All of them.
+    pub runs_s: Vec<f64>,
+}
+
+impl Tried {
+    /// How far the prediction was off, as a part of what was measured.
+    pub fn error(&self) -> f64 {
+        self.predicted.seconds / self.measured_s - 1.0
+    }
+}
+
+/// A configuration, with everything that was tried.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Checked {
+    /// In a few words.
+    pub name: String,
+    /// Alternatives that fit.
+    pub tried: Vec<Tried>,
+    /// Which of them was chosen beforehand.
+    pub chosen: usize,
+}
+
+impl Checked {
+    /// The alternative that was fastest.
+    pub fn best(&self) -> &Tried {
+        let best = self
+            .tried
+            .iter()
+            .min_by(|a, b| a.measured_s.total_cmp(&b.measured_s));
+        best.expect("something was tried")
+    }
+
+    /// How many times as long as the fastest the chosen one took.
+    pub fn behind(&self) -> f64 {
+        self.tried[self.chosen].measured_s / self.best().measured_s
+    }
+}
+
+/// The median error of all predictions.
+pub fn median_error(checked: &[Checked]) -> f64 {
+    let tried = checked.iter().flat_map(|checked| &checked.tried);
+    median(&tried.map(|tried| tried.error().abs()).collect::<Vec<f64>>())
+}
+
+/// A configuration with what a rank may hold, as a part of what one rank would.
+struct Case {
+    name: String,
+    wish: Wish,
+    part: Option<f64>,
+}
+
+/// Five shapes of six kinds: dense and dilated, forward and backward, two types, with and without a
+/// limit on memory.
+fn cases() -> Result<Vec<Case>, ClockError> {
+    let shapes = [
+        (1024, 4, 64),
+        (4096, 4, 64),
+        (2048, 8, 128),
+        (6000, 2, 64),
+        (3000, 6, 128),
+    ];
+    let mix = Mode::Mix {
+        offsets: OffsetRule::HeadMod,
+        gradient: MixingGradient::Exact,
+    };
+    let mut cases = Vec::new();
+    for (tokens, heads, dim) in shapes {
+        let shape = Shape::new(1, tokens, heads, heads, dim)?;
+        let segments = [tokens / 8, tokens / 2, tokens];
+        let dilated = Pattern::dilated(&segments, &[1, 2, 4], mix)?.causal(true);
+        let dense = || Pattern::dense().causal(true);
+        let kinds = [
+            ("full", Pattern::dense(), Work::Forward, DType::F32, None),
+            ("causal", dense(), Work::Forward, DType::Bf16, Some(0.5)),
+            ("causal", dense(), Work::Backward, DType::F32, Some(0.4)),
+            ("dilated", dilated.clone(), Work::Forward, DType::F32, None),
+            ("dilated", dilated, Work::Backward, DType::Bf16, Some(0.5)),
+            ("causal", dense(), Work::Forward, DType::F32, Some(0.25)),
+        ];
+        for (words, pattern, work, dtype, part) in kinds {
+            let way = match work {
+                Work::Backward => "backward",
+                _ => "forward",
+            };
+            let limit = match part {
+                Some(part) => format!(", {:.0} % a rank", 100.0 * part),
+                None => String::new(),
+            };
+            cases.push(Case {
+                name: format!("{way} {words} {dtype}, {tokens} x {heads} x {dim}{limit}"),
+                wish: Wish {
+                    work,
+                    ..Wish::new(shape, pattern, dtype, MOST_RANKS)
+                },
+                part,
+            });
+        }
+    }
+    Ok(cases)
+}
+
+/// Chooses for each configuration, then runs every alternative `repeats` times. `progress` is told
+/// the configuration and which part is done.
+pub fn check<K: Kernel<Buffer = Data>>(
+    kernel: K,
+    machine: &Machine,
+    repeats: usize,
+    progress: &mut dyn FnMut(&str, f64),
+) -> Result<Vec<Checked>, ChoiceError> {
+    let ring = ThreadRing::new(kernel, Duration::from_secs(600));
+    let cases = cases()?;
+    let all = cases.len();
+    let mut checked = Vec::new();
+    for (at, case) in cases.into_iter().enumerate() {
+        progress(&case.name, at as f64 / all as f64);
+        checked.push(case.check(&ring, machine, repeats)?);
+    }
+    Ok(checked)
+}
+
+impl Case {
+    fn check<K: Kernel<Buffer = Data>>(
+        mut self,
+        ring: &ThreadRing<K>,
+        machine: &Machine,
+        repeats: usize,
+    ) -> Result<Checked, ChoiceError> {
+        if let Some(part) = self.part {
+            let alone = Wish {
+                ranks: Some(1),
+                ..self.wish.clone()
+            };
+            let alone = choose(ring.kernel(), &alone, machine)?;
+            let bytes = alone.winner().memory_bytes as f64;
+            self.wish.memory_limit = Some((part * bytes) as usize);
+        }
+        let choice = choose(ring.kernel(), &self.wish, machine)?;
+        let pass = match self.wish.work {
+            Work::Backward => Pass::Backward { dlse: false },
+            _ => Pass::Forward,
+        };
+        let fitting: Vec<&Alternative> = choice.alternatives.iter().filter(|of| of.fits).collect();
+        let mut requests = Vec::new();
+        for of in &fitting {
+            let sharding = Sharding::new(of.ranks, of.cut.clone()).map_err(ClockError::from)?;
+            let Wish {
+                shape,
+                pattern,
+                dtype,
+                ..
+            } = &self.wish;
+            requests.push(Request {
+                pass,
+                queries: of.queries,
+                ..Request::new(*shape, pattern.clone(), sharding, *dtype)
+            });
+        }
+        let rehearsal = Rehearsal::new(&requests[0]).map_err(ClockError::from)?;
+        let mut runs_s = vec![Vec::new(); requests.len()];
+        for _ in 0..repeats {
+            for (request, runs_s) in requests.iter().zip(&mut runs_s) {
+                // The first run has all its memory to get, because others have run since.
+                let run = || rehearsal.seconds(ring, request).map_err(ClockError::from);
+                run()?;
+                runs_s.push(run()?);
+            }
+        }
+        let tried = fitting.iter().zip(runs_s).map(|(of, runs_s)| Tried {
+            predicted: (*of).clone(),
+            measured_s: median(&runs_s),
+            runs_s,
+        });
+        Ok(Checked {
+            name: self.name,
+            tried: tried.collect(),
+            // What fits comes first, so places are the same.
+            chosen: choice.chosen,
+        })
+    }
+}

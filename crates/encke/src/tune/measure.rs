@@ -1,0 +1,92 @@
+//! Measuring this machine in under a minute: the kernel in every type, memory, hops between threads.
+//!
+//! What is measured and how it is fitted is the simulator's ([`Profile`]); here it is decided what is
+//! worth the time. Types and head dimensions take turns, so that whatever else the machine does
+//! disturbs all of them alike, and turns are taken until the time is over.
+
+use std::time::{Duration, Instant};
+
+use encke_core::DType;
+use encke_cpu::CpuKernel;
+use encke_sim::clock::{Machine, Pick, Profile, Sizes, median};
+
+use super::here::Here;
+use super::{FORMAT, MachineProfile, TuneError};
+
+/// How long measuring takes unless told otherwise. One turn is taken in any case.
+pub const LIMIT: Duration = Duration::from_secs(40);
+
+/// Rows of the largest job.
+const ROWS: usize = 2048;
+/// Heads of every job.
+const HEADS: usize = 4;
+
+/// Types and head dimensions, the most used first.
+const KINDS: [(DType, usize); 6] = [
+    (DType::F32, 64),
+    (DType::Bf16, 64),
+    (DType::F32, 128),
+    (DType::Bf16, 128),
+    (DType::F16, 64),
+    (DType::F64, 64),
+];
+
+/// Measures this machine. `progress` is told what comes next, and which part of the time is over.
+pub fn measure(
+    here: Here,
+    limit: Duration,
+    progress: &mut dyn FnMut(&str, f64),
+) -> Result<MachineProfile, TuneError> {
+    let begin = Instant::now();
+    let kernel = CpuKernel::new()?;
+    let mut profiles: Vec<(String, Profile)> = KINDS
+        .into_iter()
+        .map(|(dtype, dim)| {
+            let sizes = Sizes {
+                rows: ROWS,
+                heads: HEADS,
+                dim,
+                dtype,
+            };
+            (
+                format!("{dtype}, {dim} numbers a head"),
+                Profile::new(sizes),
+            )
+        })
+        .collect();
+    let mut turn_took = Duration::ZERO;
+    loop {
+        let turn = Instant::now();
+        for (name, profile) in &mut profiles {
+            let passed = begin.elapsed().as_secs_f64() / limit.as_secs_f64().max(1e-9);
+            progress(name, passed.min(1.0));
+            profile.read(&kernel)?;
+        }
+        turn_took = turn_took.max(turn.elapsed());
+        if begin.elapsed() + turn_took > limit {
+            break;
+        }
+    }
+    let profiles: Vec<Profile> = profiles.into_iter().map(|(_, profile)| profile).collect();
+    let misfits: Vec<f64> = profiles.iter().map(Profile::misfit).collect();
+    let machine = joined(&profiles);
+    machine.check(1)?;
+    Ok(MachineProfile {
+        format: FORMAT,
+        here,
+        measured_s: begin.elapsed().as_secs_f64(),
+        misfit: median(&misfits),
+        machine,
+        gpu: None,
+    })
+}
+
+/// One machine: the rates of all, and everything else from the first.
+fn joined(profiles: &[Profile]) -> Machine {
+    let mut machines = profiles.iter().map(|profile| profile.machine(Pick::Median));
+    let mut machine = machines.next().expect("something was measured");
+    for other in machines {
+        machine.device.rates.extend(other.device.rates);
+    }
+    machine
+}

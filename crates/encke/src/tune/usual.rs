@@ -1,0 +1,79 @@
+//! A machine that nobody has measured: figures of the order that processors have.
+//!
+//! They are good for telling a ring of threads from one rank and for nothing finer, and whatever is
+//! decided by them says so.
+
+use std::collections::BTreeMap;
+
+use encke_core::DType;
+use encke_sim::clock::{Carrier, Device, Link, Machine, Rate, Speed};
+
+use super::here::Here;
+
+const SOURCE: &str = "built in: assumed, not measured";
+
+/// Operations per second and core in f32, by instruction set.
+fn flops_of_core(instructions: &str) -> f64 {
+    match instructions {
+        "amx" | "avx512" => 50e9,
+        "avx2" => 25e9,
+        _ => 5e9,
+    }
+}
+
+/// Threads of a machine as ranks, by what is usual.
+pub fn usual(here: &Here) -> Machine {
+    let cores = here.cores.max(1);
+    let rate = |dtype: DType| {
+        let faster = match dtype {
+            DType::F64 => 0.5,
+            DType::Bf16 if here.instructions == "amx" => 4.0,
+            DType::F32 | DType::Bf16 | DType::F16 => 1.0,
+        };
+        let speed = Speed {
+            flops: flops_of_core(&here.instructions) * cores as f64 * faster,
+            diagonal_keys: 32.0,
+            row_bytes_per_s: 10e9 * cores as f64,
+            few_slower: 0.1,
+            apart_slower: 0.1,
+            single_s: 1e-6,
+            task_rows: 0.0,
+            task_share: 1.0 / cores as f64,
+        };
+        Rate {
+            dtype,
+            dim: 64,
+            forward: speed,
+            backward: speed,
+            source: SOURCE.to_string(),
+        }
+    };
+    let threads = Link {
+        name: "threads".to_string(),
+        source: SOURCE.to_string(),
+        latency_s: 10e-6,
+        bytes_per_s: 5e9,
+        carrier: Carrier::Sender,
+    };
+    Machine {
+        device: Device {
+            name: "here".to_string(),
+            source: SOURCE.to_string(),
+            rates: DType::ALL.into_iter().map(rate).collect(),
+            job_overhead_s: 10e-6,
+            task_overhead_s: 1e-6,
+            bytes_per_s: 10e9,
+            add_bytes_per_s: Some(5e9),
+            apart_bytes_per_s: Some(5e9),
+            cell_bytes_per_s: 10e9,
+            load_bytes_per_s: Some(5e9),
+            fresh_bytes_per_s: Some(5e9),
+            shared_cores: Some(cores),
+        },
+        node: usize::MAX,
+        inside: threads.clone(),
+        between: threads,
+        nics: 1,
+        stragglers: BTreeMap::new(),
+    }
+}

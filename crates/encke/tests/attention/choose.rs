@@ -1,0 +1,234 @@
+//! What is left open is decided: by predicted time, under a limit on memory, and never at the price
+//! of a result.
+
+use encke::choose::{ChoiceError, Threshold, Wish, Work, choose, one_device_until};
+use encke::clock::{Machine, find_device, find_link};
+use encke::tune::{Here, Source, usual};
+use encke::{
+    Attention, Auto, CheckpointPolicy, CpuKernel, Cut, DType, Kernel, Pass, Pattern, Precision,
+    Queries, Shape,
+};
+
+use crate::support::Tensors;
+
+/// Nodes of 8 GPUs.
+fn gpus() -> Machine {
+    Machine {
+        device: find_device("h200").expect("known"),
+        node: 8,
+        inside: find_link("nvlink").expect("known"),
+        between: find_link("ib400").expect("known"),
+        nics: 8,
+        stragglers: Default::default(),
+    }
+}
+
+/// Two cores that nobody has measured.
+fn cores() -> Machine {
+    usual(&Here {
+        processor: "any".to_string(),
+        cores: 2,
+        instructions: "avx2".to_string(),
+        gpu: None,
+        version: "0".to_string(),
+    })
+}
+
+fn wish(tokens: usize) -> Wish {
+    let shape = Shape::new(1, tokens, 16, 16, 128).expect("legal");
+    Wish::new(shape, Pattern::dense().causal(true), DType::Bf16, 8)
+}
+
+fn kernel() -> CpuKernel {
+    CpuKernel::new().expect("there is a CPU")
+}
+
+#[test]
+fn a_ring_where_it_pays_and_one_device_where_it_does_not() {
+    let (kernel, machine) = (kernel(), gpus());
+    let short = choose(&kernel, &wish(512), &machine).expect("legal");
+    assert_eq!(short.winner().ranks, 1, "{}", short.reason);
+    let long = choose(&kernel, &wish(1 << 18), &machine).expect("legal");
+    assert_eq!(long.winner().ranks, 8, "{}", long.reason);
+    // The mask leaves contiguous ranks idle, and the clock sees it.
+    assert_ne!(long.winner().cut, Cut::Contiguous);
+    assert!(
+        long.reason.contains("one device would take"),
+        "{}",
+        long.reason
+    );
+    let times: Vec<f64> = long.alternatives.iter().map(|of| of.seconds).collect();
+    assert!(times.is_sorted(), "{times:?}");
+
+    let threshold = one_device_until(&kernel, &wish(512), &machine).expect("legal");
+    let Threshold::Tokens(tokens) = threshold else {
+        panic!("{threshold:?}")
+    };
+    assert!((512..1 << 18).contains(&tokens), "{tokens}");
+    let beyond = choose(&kernel, &wish(2 * tokens), &machine).expect("legal");
+    let before = choose(&kernel, &wish(tokens / 2), &machine).expect("legal");
+    assert!(beyond.winner().ranks > 1, "{}", beyond.reason);
+    assert_eq!(before.winner().ranks, 1, "{}", before.reason);
+    let told = Wish {
+        one_device_below: Some(1 << 20),
+        ..wish(1 << 18)
+    };
+    let told = choose(&kernel, &told, &machine).expect("legal");
+    assert_eq!((told.winner().ranks, told.alternatives.len()), (1, 1));
+}
+
+#[test]
+fn ranks_that_share_their_cores_gain_nothing_but_memory() {
+    let (kernel, machine) = (kernel(), cores());
+    let choice = choose(&kernel, &wish(4096), &machine).expect("legal");
+    assert_eq!(choice.winner().ranks, 1, "{}", choice.reason);
+    let whole = choice.winner().memory_bytes;
+    let limited = |limit: usize| Wish {
+        memory_limit: Some(limit),
+        ..wish(4096)
+    };
+    let choice = choose(&kernel, &limited(whole / 2), &machine).expect("legal");
+    assert!(choice.winner().ranks > 1 && choice.winner().fits);
+    assert!(choice.winner().memory_bytes <= whole / 2);
+    assert!(
+        choice.reason.contains("one device would hold"),
+        "{}",
+        choice.reason
+    );
+    let refused = choose(&kernel, &limited(1000), &machine).unwrap_err();
+    assert!(
+        matches!(
+            refused,
+            ChoiceError::NothingFits {
+                limit: 1000,
+                ranks: 8,
+                ..
+            }
+        ),
+        "{refused}"
+    );
+    let threshold = one_device_until(&kernel, &wish(4096), &machine).expect("legal");
+    assert!(
+        matches!(threshold, Threshold::NeverRing { .. }),
+        "{threshold:?}"
+    );
+}
+
+#[test]
+fn what_is_kept_for_many_layers_is_weighed_against_doing_it_again() {
+    let (kernel, machine) = (kernel(), gpus());
+    let training = |layers: usize, limit: Option<usize>| {
+        let wish = Wish {
+            work: Work::Training { layers },
+            ranks: Some(4),
+            memory_limit: limit,
+            ..wish(1 << 16)
+        };
+        choose(&kernel, &wish, &machine).expect("legal")
+    };
+    let one = training(1, None);
+    assert_eq!(one.winner().checkpoint, Some(CheckpointPolicy::KeepOutput));
+    let limit = one.winner().memory_bytes * 5 / 4;
+    let many = training(64, Some(limit));
+    assert_eq!(many.winner().checkpoint, Some(CheckpointPolicy::Recompute));
+    let (one, many) = (one.winner(), many.winner());
+    assert!(many.seconds > one.seconds, "a forward pass more");
+    let passes = many.forward_s.expect("timed") * 2.0 + many.backward_s.expect("timed");
+    assert!((many.seconds / passes - 1.0).abs() < 1e-9);
+}
+
+#[test]
+fn what_was_given_is_not_decided() {
+    let (kernel, machine) = (kernel(), gpus());
+    let given = Wish {
+        ranks: Some(3),
+        cut: Some(Cut::Zigzag),
+        queries: None,
+        ..wish(1 << 14)
+    };
+    let choice = choose(&kernel, &given, &machine).expect("legal");
+    assert_eq!(choice.alternatives.len(), 2);
+    for of in &choice.alternatives {
+        assert_eq!((of.ranks, &of.cut), (3, &Cut::Zigzag));
+    }
+    let who: Vec<Queries> = choice.alternatives.iter().map(|of| of.queries).collect();
+    assert!(who.contains(&Queries::Sharded) && who.contains(&Queries::Replicated));
+}
+
+#[test]
+fn a_ring_that_was_chosen_computes_what_a_given_one_does() {
+    let shape = Shape::new(1, 300, 4, 2, 16).expect("legal");
+    let tensors = Tensors::random(&shape, DType::F32, 6);
+    let auto = Auto {
+        machine: cores(),
+        source: Source::BuiltIn,
+        ranks: true,
+        cut: true,
+        queries: false,
+        most_ranks: 6,
+        // Less than one rank would hold.
+        memory_limit: Some(300 * (4 + 2 + 2 + 4) * 16 * 4),
+        one_device_below: None,
+    };
+    let pattern = Pattern::dense().causal(true);
+    let builder = || Attention::builder().pattern(pattern.clone());
+    let chosen = builder().auto(auto).build().expect("legal");
+    let choice = chosen
+        .choice(shape, DType::F32, Pass::Forward)
+        .expect("legal");
+    let choice = choice.expect("it was left open");
+    let winner = choice.winner();
+    assert!(winner.ranks > 1, "{}", choice.reason);
+    let given = builder().ranks(winner.ranks).sharding(winner.cut.clone());
+    let given = given.build().expect("legal");
+    let (got, expected) = (tensors.forward(&chosen), tensors.forward(&given));
+    assert_eq!((&got.out, &got.lse), (&expected.out, &expected.lse));
+    assert_eq!(got.report.plan.ranks(), winner.ranks);
+    // The clock was asked once, however often the call is made.
+    let again = chosen
+        .choice(shape, DType::F32, Pass::Forward)
+        .expect("legal");
+    assert!(std::sync::Arc::ptr_eq(
+        &again.expect("it was left open"),
+        &choice
+    ));
+    // Gradients take more memory, and there is no ring that would fit.
+    let (q, k, v) = (tensors.q.view(), tensors.k.view(), tensors.v.view());
+    let dout = tensors.dout.view();
+    let refused = chosen
+        .backward(&q, &k, &v, &got.checkpoint, &dout, None)
+        .unwrap_err();
+    assert!(
+        refused.to_string().contains("nothing fits 230400 bytes"),
+        "{refused}"
+    );
+}
+
+#[test]
+fn the_fastest_type_is_the_hardwares_and_nothing_asked_for_is_lowered() {
+    let attention = |precision| {
+        Attention::builder()
+            .precision(precision)
+            .build()
+            .expect("legal")
+    };
+    let fastest = attention(Precision::Fastest);
+    let expected = fastest.kernel().fastest_dtype();
+    assert!(matches!(expected, DType::F32 | DType::Bf16), "{expected}");
+    assert_eq!(fastest.compute_dtype(DType::F32), expected);
+    for stored in [DType::F64, DType::Bf16, DType::F16] {
+        assert_eq!(fastest.compute_dtype(stored), stored);
+    }
+    for asked in [DType::F64, DType::F32] {
+        assert_eq!(
+            attention(Precision::Compute(asked)).compute_dtype(DType::F32),
+            asked
+        );
+    }
+    let shape = Shape::new(1, 64, 2, 2, 16).expect("legal");
+    let forward = Tensors::random(&shape, DType::F32, 1).forward(&fastest);
+    assert_eq!(
+        (forward.out.dtype(), forward.lse.dtype()),
+        (expected, DType::F32)
+    );
+}
