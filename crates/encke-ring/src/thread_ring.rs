@@ -63,7 +63,7 @@ impl<K: Kernel> State<K> {
 }
 
 /// Bytes that the ranks of a plan hold on to.
-fn bytes_of<K: Kernel>(ranks: &Vec<Rank<K>>) -> usize {
+fn bytes_of<K: Kernel>(ranks: &[Rank<K>]) -> usize {
     ranks.iter().map(Rank::allocated_bytes).sum()
 }
 
@@ -109,7 +109,7 @@ impl<K: Kernel> ThreadRing<K> {
         CacheStats {
             plans: state.plans.len(),
             pools: state.idle.len(),
-            pool_bytes: state.idle.weight(bytes_of),
+            pool_bytes: state.idle.weight(|ranks| bytes_of(ranks)),
             ..state.stats
         }
     }
@@ -174,7 +174,8 @@ impl<K: Kernel> ThreadRing<K> {
         if dead.is_empty() {
             let mut state = self.state();
             state.idle.put(plan, ranks);
-            state.idle.lighten(self.limits.pool_bytes, bytes_of);
+            let most = self.limits.pool_bytes;
+            state.idle.lighten(most, |ranks| bytes_of(ranks));
         }
         outcome.mourn(deaths, dead.iter().map(Rank::pairs).sum());
         Ok(outcome)
