@@ -183,6 +183,20 @@ pub enum Error {
         /// Other ranks that were to keep each rank's inputs.
         redundancy: usize,
     },
+    /// A round that takes no distance.
+    #[error("a schedule of width 0 moves nothing; use 1 for a ring, or more")]
+    NoWidth,
+    /// Deaths are survived where every parcel goes by itself.
+    #[error(
+        "redundancy {redundancy} with a schedule of width {width} is not supported: parcels that \
+         go together die together; use a width of 1"
+    )]
+    RedundantWidth {
+        /// Other ranks that were to keep each rank's inputs.
+        redundancy: usize,
+        /// Distances of a round.
+        width: usize,
+    },
     /// Every rank that had a shard is gone.
     #[error(
         "the tokens of rank {shard} are lost: it died, and so did every rank that kept its inputs \

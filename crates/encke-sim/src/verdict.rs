@@ -72,6 +72,7 @@ pub fn draw_surviving(
         .expect("seeds never end, and rings have up to 32 ranks");
     configuration.request.queries = Queries::Sharded;
     configuration.request.redundancy = redundancy;
+    configuration.request.schedule.width = 1;
     let sample = Sample::new(&configuration, backward)?;
     let (ranks, rounds) = (sample.plan.ranks(), sample.rounds()?);
     let hardship = Hardship::random(kind, seed, ranks, rounds);

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use encke::conformance::Random;
 use encke::plan::program::Role;
-use encke::plan::{Pass, Plan, Request};
+use encke::plan::{Pass, Plan, Request, Schedule};
 use encke::{
     Attention, CudaKernel, Cut, DType, Data, GroupScale, Mode, Pattern, Shape, Sharding, Tensor,
     View, reference,
@@ -26,7 +26,8 @@ type Failure = Box<dyn std::error::Error + Send + Sync>;
 /// Longer than any call here takes.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// `dtype tokens heads kv_heads dim causal segment dilation ranks backward path summation hops`.
+/// `dtype tokens heads kv_heads dim causal segment dilation ranks backward path summation hops`, and
+/// the width of the schedule where it is not 1.
 #[derive(Clone)]
 struct Words(Vec<String>);
 
@@ -58,6 +59,14 @@ impl Words {
             true => Cut::Zigzag,
             false => Cut::Contiguous,
         })
+    }
+
+    fn schedule(&self) -> Result<Schedule, Failure> {
+        let width = match self.0.len() > 13 {
+            true => self.get(13)?,
+            false => 1,
+        };
+        Ok(Schedule::RING.with_width(width))
     }
 
     fn kernel(&self) -> Result<CudaKernel, Failure> {
@@ -103,6 +112,7 @@ impl Contest {
         )?;
         let sharding = Sharding::new(words.get(8)?, words.cut()?)?;
         let mut request = Request::new(shape, words.pattern(shape.tokens)?, sharding, dtype);
+        request.schedule = words.schedule()?;
         let rows = [1, shape.tokens, shape.heads, shape.dim];
         let kv_rows = [1, shape.tokens, shape.kv_heads, shape.dim];
         let mut inputs = vec![
@@ -213,7 +223,9 @@ fn check(words: &Words, kernel: CudaKernel) -> Result<CudaKernel, Failure> {
     let dtype: DType = words.get(0)?;
     let tokens = words.get::<usize>(1)?.min(600);
     let shape = Shape::new(1, tokens, 2, 1, words.get(4)?)?;
-    let builder = Attention::builder().pattern(words.pattern(tokens)?);
+    let builder = Attention::builder()
+        .pattern(words.pattern(tokens)?)
+        .schedule(words.schedule()?);
     let attention = builder
         .ranks(words.get(8)?)
         .sharding(words.cut()?)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use encke_core::kernel::Kernel;
-use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error as RequestError, Pattern, Shape, Tensor, View};
 use encke_cpu::CpuKernel;
@@ -101,6 +101,7 @@ pub struct Builder {
     pub(crate) policy: CheckpointPolicy,
     deadline: Duration,
     pub(crate) redundancy: usize,
+    pub(crate) schedule: Schedule,
     drill: Vec<Fault>,
     limits: CacheLimits,
 }
@@ -159,6 +160,12 @@ impl Builder {
     /// still ends with the right result. Needs more ranks than that, each with its own queries.
     pub fn redundancy(mut self, redundancy: usize) -> Builder {
         self.redundancy = redundancy;
+        self
+    }
+
+    /// How parcels go round: one at a time (the default), or more of them at once for more memory.
+    pub fn schedule(mut self, schedule: Schedule) -> Builder {
+        self.schedule = schedule;
         self
     }
 
@@ -242,6 +249,7 @@ impl Builder {
             _ => queries,
         };
         Request {
+            schedule: self.schedule.on(sharding.ranks()),
             shape,
             pattern: self.pattern.clone(),
             sharding,
@@ -276,6 +284,7 @@ impl Attention {
             policy: CheckpointPolicy::KeepOutput,
             deadline: DEADLINE,
             redundancy: 0,
+            schedule: Schedule::RING,
             drill: Vec::new(),
             limits: CacheLimits::default(),
         }

@@ -76,6 +76,9 @@ impl Configuration {
         if random.below(3) == 0 {
             request.queries = Queries::Replicated;
         }
+        // Drawn last, so that a seed means what it meant before there was a choice.
+        let width = random.pick(&[1, 1, 2, 3, usize::MAX]);
+        request.schedule = request.schedule.with_width(width);
         Configuration { request, seed }
     }
 }

@@ -149,16 +149,15 @@ pub(super) fn sharded(
     let waste = so_far.map(|_| waste(&mut b, (to_queries, to_keys)));
     for seat in b.seats() {
         let visit = match so_far {
-            None => b.visit(seat, [k, v]),
+            None => b.visit(seat, Component::TravellingKv, &b.keys([k, v])),
             Some(_) => b.fetch(seat, [k, v], wanted),
         };
         let gather = match plan.request.redundancy {
             0 => b.gather(seat, Component::TravellingGradients, &DKV, &[dk, dv], own),
             _ => b.deliver(seat, &DKV, &[dk, dv], own, to_keys),
         };
-        b.jobs_with_keys(seat, at, |meeting, job| {
-            let (k, v) = visit.at(meeting.distance);
-            let into = gather.at(meeting.distance);
+        b.jobs_with_keys(seat, at, |stop, meeting, job| {
+            let (kv, into) = (visit.at(stop), gather.at(stop));
             let (mut dq, mut dkv) = (dq, [into[0], into[1]]);
             if let Some([waste_q, waste_k, waste_v]) = waste {
                 if !to_queries(meeting) {
@@ -168,7 +167,7 @@ pub(super) fn sharded(
                     dkv = [waste_k, waste_v];
                 }
             }
-            wanted(meeting).then(|| at_home.task(job, [k, v], dq, dkv))
+            wanted(meeting).then(|| at_home.task(job, [kv[0], kv[1]], dq, dkv))
         });
     }
     if so_far.is_none() {
@@ -222,8 +221,8 @@ fn replicated(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     for seat in b.seats() {
         let own = b.own();
         let gather = b.gather(seat, Component::TravellingGradients, &DQ, &[dq], own);
-        b.jobs_with_queries(seat, true, |distance, job| {
-            at_home.task(job, [k, v], gather.at(distance)[0], [dk, dv])
+        b.jobs_with_queries(seat, true, |stop, job| {
+            at_home.task(job, [k, v], gather.at(stop)[0], [dk, dv])
         });
     }
     let (n, sum) = (plan.request.shape.tokens, plan.request.dtype.sum());

@@ -62,8 +62,12 @@ pub struct RingSummary {
     pub rising: bool,
     /// Ranks whose rows travel.
     pub parcels: usize,
-    /// The most hops any of them makes.
+    /// How far from home any of them comes at most.
     pub hops: usize,
+    /// How many distances a round takes.
+    pub width: usize,
+    /// In how many rounds everything has been everywhere.
+    pub rounds: usize,
 }
 
 /// What one rank does, holds and moves.
@@ -116,11 +120,16 @@ impl Plan {
             .filter(|rank| all <= RESOLVED || *rank < edge || *rank >= all - edge)
             .map(|rank| Ok(RankSummary::new(&self.rank(rank)?)))
             .collect::<Result<Vec<RankSummary>>>()?;
-        let rings = self.rings.iter().map(|ring| RingSummary {
-            members: ring.members.clone(),
-            rising: ring.rising,
-            parcels: ring.parcels.iter().flatten().count(),
-            hops: ring.last(),
+        let rings = self.rings.iter().map(|ring| {
+            let width = ring.width(request.schedule.width);
+            RingSummary {
+                members: ring.members.clone(),
+                rising: ring.rising,
+                parcels: ring.parcels.iter().flatten().count(),
+                hops: ring.last(),
+                width,
+                rounds: ring.rounds(width),
+            }
         });
         let n = shape.tokens as u128;
         let seen = if request.pattern.is_causal() {
@@ -326,13 +335,15 @@ impl Explanation {
         let shown = self.rings.iter().take(SHOWN);
         for ring in shown {
             let way = if ring.rising { "upwards" } else { "downwards" };
-            writeln!(
-                f,
-                "  ring of ranks {}: {} parcels, passed {way}, at most {} hops",
-                ranges(&ring.members),
-                ring.parcels,
-                ring.hops
-            )?;
+            let how = match (ring.width, ring.rounds) {
+                (1, _) => format!("passed {way}, at most {} hops", ring.hops),
+                (_, 1) => format!("sent {way} to all who need them at once"),
+                (width, rounds) => {
+                    format!("passed {way}, {width} together, in {rounds} rounds")
+                }
+            };
+            let (members, parcels) = (ranges(&ring.members), ring.parcels);
+            writeln!(f, "  ring of ranks {members}: {parcels} parcels, {how}")?;
         }
         match self.rings.len().saturating_sub(SHOWN) {
             0 => Ok(()),

@@ -1,14 +1,12 @@
-//! The three ways parcels move, each written once: keys that visit, sums that gather, rows that
-//! are shared.
+//! What moves, and the marks it travels under: channels, seats, tags; and rows that are shared.
 //!
-//! *Visit*: k and v go from member to member, read by each, in two buffers that take turns.
-//! *Gather*: each member adds what it has for a home rank to what the members before it had; the
-//! last one sends the sum home. What a member computes in a round meets what it receives in that
-//! round, so the hop never waits for the compute it overlaps. *Share*: finished rows go all the
-//! way round (queries replicated).
+//! There are three ways for rows to move, each written once. *Visit* (`visit.rs`): rows go from member
+//! to member, read by each. *Gather* (`gather.rs`): sums are added to on their way and end at home.
+//! *Share*, here: finished rows go all the way round (queries replicated).
 
 use super::builder::Builder;
-use super::layout::{Resident, Width, flat, reversed};
+use super::layout::{Width, flat};
+use super::loads::Load;
 use super::program::{BufferId, CarryIds, Component, Fill, Message, Origin, Role, Task, TokenRows};
 use super::rings::{Parcel, Ring};
 use super::{Pass, Plan, Queries};
@@ -21,14 +19,14 @@ use std::sync::Arc;
 /// three can be under way between the same two ranks in the same round.
 const TAGS: usize = 16;
 pub(super) const VISIT: usize = 0;
-const PASS: usize = 4;
+pub(super) const PASS: usize = 4;
 pub(super) const HOME: usize = 8;
 
 /// A quantity that is gathered: its width, what an empty sum is, and the tensor of the call it
 /// ends in, if it is a part of one.
 #[derive(Clone, Copy)]
 pub(super) struct Channel {
-    name: &'static str,
+    pub name: &'static str,
     pub width: Width,
     pub empty: Fill,
     pub role: Option<Role>,
@@ -77,6 +75,10 @@ pub(super) struct Seat<'a> {
     pub ring: &'a Ring,
     /// Which member this rank is.
     pub place: usize,
+    /// How many distances a round was asked to take.
+    pub asked: usize,
+    /// How many tags all rings take.
+    pub tags: usize,
 }
 
 impl<'a> Seat<'a> {
@@ -89,6 +91,21 @@ impl<'a> Seat<'a> {
         })
     }
 
+    /// How many distances a round takes.
+    pub fn width(self) -> usize {
+        self.ring.width(self.asked)
+    }
+
+    /// One end of a message of what a load holds, passed on from one member to another.
+    pub fn passed(self, member: usize, tag: usize, load: &Load<'_>, elements: usize) -> Address {
+        let mut address = self.address(member, tag, elements);
+        // Of loads that go the same way in the same round, each has tags of its own.
+        if self.width() > 1 {
+            address.tag += (load.since * self.tags) as u64;
+        }
+        address
+    }
+
     /// One end of a message with another member.
     pub fn address(self, member: usize, tag: usize, elements: usize) -> Address {
         Address {
@@ -99,37 +116,8 @@ impl<'a> Seat<'a> {
     }
 }
 
-/// k and v parcels on their way.
-pub(super) struct Visit {
-    pub travel: [[BufferId; 2]; 2],
-}
-
-impl Visit {
-    /// (k, v) of the parcel that has come `distance` hops.
-    pub fn at(&self, distance: usize) -> (BufferId, BufferId) {
-        let [k, v] = self.travel[distance % 2];
-        (k, v)
-    }
-}
-
-/// Sums on their way: `local` takes turns between being computed and being sent.
-pub(super) struct Gather {
-    pub local: [Vec<BufferId>; 2],
-}
-
-impl Gather {
-    /// The buffers that what is computed at `distance` goes into.
-    pub fn at(&self, distance: usize) -> &[BufferId] {
-        &self.local[distance % 2]
-    }
-
-    /// The same, as a carry.
-    pub fn carry_at(&self, distance: usize) -> CarryIds {
-        carry(self.at(distance))
-    }
-}
-
-fn carry(buffers: &[BufferId]) -> CarryIds {
+/// Three buffers as a carry.
+pub(super) fn carry(buffers: &[BufferId]) -> CarryIds {
     CarryIds {
         acc: buffers[0],
         m: buffers[1],
@@ -151,16 +139,20 @@ impl Plan {
         let request = &self.request;
         let (stored, sum) = (request.dtype.bytes(), request.dtype.sum().bytes());
         let parcels = || {
-            self.rings
-                .iter()
-                .flat_map(|ring| ring.parcels.iter().flatten())
+            self.rings.iter().flat_map(|ring| {
+                let width = ring.width(request.schedule.width);
+                let parcels = ring.parcels.iter().flatten();
+                parcels.map(move |parcel| (parcel, width))
+            })
         };
         let visits = || -> usize {
-            let of = |parcel: &Parcel| 2 * self.parcel_elements(parcel, Width::Kv) * parcel.last;
+            let of = |(parcel, width): (&Parcel, usize)| {
+                2 * self.parcel_elements(parcel, Width::Kv) * parcel.hops(width)
+            };
             parcels().map(of).sum::<usize>() * stored
         };
         let gathers = |channels: &[Channel]| -> usize {
-            let of = |parcel: &Parcel| {
+            let of = |(parcel, _): (&Parcel, usize)| {
                 let elements = channels
                     .iter()
                     .map(|c| self.parcel_elements(parcel, c.width));
@@ -193,6 +185,8 @@ impl<'a> Builder<'a> {
                 index,
                 ring: &self.plan.rings[index],
                 place,
+                asked: self.plan.request.schedule.width,
+                tags: (self.plan.rings.len() + 1) * TAGS,
             })
             .collect()
     }
@@ -201,130 +195,6 @@ impl<'a> Builder<'a> {
     pub fn largest<'p>(&self, parcels: impl Iterator<Item = &'p Parcel>, width: Width) -> usize {
         let elements = parcels.map(|parcel| self.plan.parcel_elements(parcel, width));
         elements.max().unwrap_or(0)
-    }
-
-    /// Sends the k and v parcels of a ring round, starting in round 0.
-    pub fn visit(&mut self, seat: Seat<'a>, own: [BufferId; 2]) -> Visit {
-        let Seat { ring, place, .. } = seat;
-        let dtype = self.plan.request.dtype;
-        let travel = [0, 1].map(|turn| {
-            let held = (turn..=ring.last())
-                .step_by(2)
-                .filter_map(|distance| ring.parcel_at(place, distance));
-            let elements = self.largest(held, Width::Kv);
-            ["travelling k", "travelling v"]
-                .map(|name| self.buffer(name, Component::TravellingKv, dtype, elements))
-        });
-        if let Some(parcel) = &ring.parcels[place] {
-            let blocks = self.plan.packing(parcel, self.own(), Width::Kv);
-            for (from, to) in own.into_iter().zip(travel[0]) {
-                self.copy(0, blocks.clone(), false, from, to);
-            }
-        }
-        for distance in 0..=ring.last() {
-            let Some(parcel) = ring.parcel_at(place, distance) else {
-                continue;
-            };
-            let elements = self.plan.parcel_elements(parcel, Width::Kv);
-            let rows = self.plan.token_rows(parcel, Width::Kv);
-            for (side, role) in [Role::K, Role::V].into_iter().enumerate() {
-                let buffer = travel[distance % 2][side];
-                let message = |address: Address| Message {
-                    address,
-                    buffer,
-                    origin: origin(Some(role), &rows),
-                };
-                if distance > 0 {
-                    let from = seat.address(ring.previous(place), VISIT + side, elements);
-                    self.receive(distance - 1, message(from));
-                }
-                if distance < parcel.last {
-                    let to = seat.address(ring.next(place), VISIT + side, elements);
-                    self.send(distance, message(to));
-                }
-            }
-        }
-        Visit { travel }
-    }
-
-    /// Gathers what the members of a ring have for each other. What is computed in round `t` for
-    /// the member `t` hops back goes into the buffers of [`Gather::at`]; what comes home goes
-    /// into `own`, rows `at`. A carry is merged, everything else is added.
-    pub fn gather(
-        &mut self,
-        seat: Seat<'a>,
-        component: Component,
-        channels: &[Channel],
-        own: &[BufferId],
-        at: Resident,
-    ) -> Gather {
-        let Seat { ring, place, .. } = seat;
-        let passes = |&(distance, _, parcel): &(usize, usize, &Parcel)| parcel.first < distance;
-        let local = [0, 1].map(|turn| {
-            let mine = seat
-                .visitors()
-                .filter(|(distance, ..)| distance % 2 == turn);
-            self.channels(channels, component, mine.map(|(_, _, parcel)| parcel))
-        });
-        let passing = seat.visitors().filter(passes);
-        let incoming = self.channels(channels, component, passing.map(|(_, _, parcel)| parcel));
-        let home = self.channels(channels, component, ring.parcels[place].iter());
-
-        for (distance, _, parcel) in seat.visitors() {
-            for (channel, &buffer) in channels.iter().zip(&local[distance % 2]) {
-                let value = channel.empty;
-                self.round(distance)
-                    .before
-                    .push(Task::Fill { buffer, value });
-            }
-            if parcel.first < distance {
-                let cells = |width| self.plan.parcel_elements(parcel, width);
-                let blocks = channels.iter().map(|c| vec![flat(1, cells(c.width), 0, 0)]);
-                let blocks = blocks.collect();
-                let merge = vec![self.flat_cells(cells(Width::Cell))];
-                let into = &local[distance % 2];
-                self.combine(distance + 1, blocks, merge, &incoming, into);
-            }
-            let home_member = ring.home_index(place, distance);
-            for (i, channel) in channels.iter().enumerate() {
-                let elements = self.plan.parcel_elements(parcel, channel.width);
-                let rows = self.plan.token_rows(parcel, channel.width);
-                let message = |address: Address, buffer: BufferId| Message {
-                    address,
-                    buffer,
-                    origin: origin(channel.role, &rows),
-                };
-                let to = if distance < parcel.last {
-                    seat.address(ring.next(place), PASS + i, elements)
-                } else {
-                    seat.address(home_member, HOME + i, elements)
-                };
-                self.send(distance + 1, message(to, local[distance % 2][i]));
-                if parcel.first < distance {
-                    let from = seat.address(ring.previous(place), PASS + i, elements);
-                    self.receive(distance, message(from, incoming[i]));
-                }
-            }
-        }
-        if let Some(parcel) = &ring.parcels[place] {
-            let last_member = ring.away(place, parcel.last);
-            for (i, channel) in channels.iter().enumerate() {
-                let elements = self.plan.parcel_elements(parcel, channel.width);
-                let address = seat.address(last_member, HOME + i, elements);
-                let rows = self.plan.token_rows(parcel, channel.width);
-                let from = Message {
-                    address,
-                    buffer: home[i],
-                    origin: origin(channel.role, &rows),
-                };
-                self.receive(parcel.last + 1, from);
-            }
-            let unpack = |width| reversed(self.plan.packing(parcel, at, width));
-            let blocks = channels.iter().map(|c| unpack(c.width)).collect();
-            let merge = self.cell_blocks(unpack(Width::Cell));
-            self.combine(parcel.last + 2, blocks, merge, &home, own);
-        }
-        Gather { local }
     }
 
     /// One buffer per channel, large enough for the largest of `parcels`.
@@ -368,12 +238,12 @@ impl<'a> Builder<'a> {
         }
     }
 
-    fn flat_cells(&self, cells: usize) -> Block {
+    pub fn flat_cells(&self, cells: usize) -> Block {
         flat(cells, self.plan.request.shape.dim, 0, 0)
     }
 
     /// Copies of cells as merges take them: addressed by cell, `dim` numbers wide.
-    fn cell_blocks(&self, blocks: Vec<Block>) -> Vec<Block> {
+    pub fn cell_blocks(&self, blocks: Vec<Block>) -> Vec<Block> {
         let width = self.plan.request.shape.dim;
         let widen = |block: Block| Block { width, ..block };
         blocks.into_iter().map(widen).collect()

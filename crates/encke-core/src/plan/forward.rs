@@ -114,12 +114,12 @@ pub(super) fn sharded(plan: &Plan, rank: usize, so_far: Option<&[Progress]>) -> 
     for seat in b.seats() {
         let wanted = |of: Meeting| so_far.is_none_or(|so_far| of.is_new_to_queries(so_far));
         let visit = match so_far {
-            None => b.visit(seat, [k, v]),
+            None => b.visit(seat, Component::TravellingKv, &b.keys([k, v])),
             Some(_) => b.fetch(seat, [k, v], wanted),
         };
-        b.jobs_with_keys(seat, at, |meeting, job| {
-            let (k, v) = visit.at(meeting.distance);
-            wanted(meeting).then(|| forward(job, k, v))
+        b.jobs_with_keys(seat, at, |stop, meeting, job| {
+            let kv = visit.at(stop);
+            wanted(meeting).then(|| forward(job, kv[0], kv[1]))
         });
     }
     let (out, lse) = ends(&mut b);
@@ -162,9 +162,7 @@ fn replicated(plan: &Plan, rank: usize) -> RankPlan {
     for seat in b.seats() {
         let into = [carry.acc, carry.m, carry.l];
         let gather = b.gather(seat, Component::TravellingCarry, &CARRY, &into, b.own());
-        b.jobs_with_queries(seat, false, |distance, job| {
-            forward(job, gather.carry_at(distance))
-        });
+        b.jobs_with_queries(seat, false, |stop, job| forward(job, gather.carry_at(stop)));
     }
     let (n, sum) = (request.shape.tokens, request.dtype.sum());
     let out_dtype = request.out_dtype();

@@ -5,6 +5,7 @@
 use super::builder::Builder;
 use super::flow::Seat;
 use super::layout::{Resident, Width};
+use super::loads::Stop;
 use super::program::Task;
 use super::straight::Meeting;
 use crate::job::{Job, Operand};
@@ -52,28 +53,29 @@ impl Builder<'_> {
         }
     }
 
-    /// Jobs of this rank's queries with the keys that visit it, each in the round of its distance;
+    /// Jobs of this rank's queries with the keys that visit it, each in the round of its load;
     /// `task` may do without some.
     pub fn jobs_with_keys(
         &mut self,
         seat: Seat<'_>,
         at: QueryRows,
-        task: impl Fn(Meeting, Job) -> Option<Task>,
+        task: impl Fn(Stop, Meeting, Job) -> Option<Task>,
     ) {
         let plan = self.plan;
-        for (distance, home, parcel) in seat.visitors() {
-            let meeting = seat.meeting(distance, home);
-            for (offset, section) in plan.sections(parcel, Width::Kv) {
+        for load in seat.loads().iter().filter(|load| load.is_needed()) {
+            for laid in plan.laid(&load.items, Width::Kv) {
+                let (item, section) = (&load.items[laid.item], laid.section);
+                let meeting = seat.meeting(item.distance, seat.ring.members[item.home]);
                 let lane = section.lane;
                 let own = plan
                     .shards
                     .select(&plan.lanes[lane], self.rank, section.segments);
                 for (_, q_rows) in own {
-                    let k = plan.packed(offset, section, Width::Kv);
+                    let k = plan.packed(laid.place, section, Width::Kv);
                     let keys = (&section.rows, k);
                     let job = self.resident_job(lane, section.segments, (&q_rows, at), keys);
-                    if let Some(task) = job.and_then(|job| task(meeting, job)) {
-                        self.round(distance).meanwhile.push(task);
+                    if let Some(task) = job.and_then(|job| task(load.stop, meeting, job)) {
+                        self.round(load.stop.round).meanwhile.push(task);
                     }
                 }
             }
@@ -81,24 +83,25 @@ impl Builder<'_> {
     }
 
     /// Jobs of this rank's keys with the queries of others, all of which it holds a copy of. What
-    /// is computed for them goes into the parcel: cells or (with `gradient`) dq.
+    /// is computed for them goes into the load: cells or (with `gradient`) dq.
     pub fn jobs_with_queries(
         &mut self,
         seat: Seat<'_>,
         gradient: bool,
-        task: impl Fn(usize, Job) -> Task,
+        task: impl Fn(Stop, Job) -> Task,
     ) {
         let plan = self.plan;
         let width = if gradient { Width::Query } else { Width::Cell };
-        for (distance, home, parcel) in seat.visitors() {
-            let all = self.among_all(home);
-            for (offset, section) in plan.sections(parcel, width) {
-                let (lane, rows) = (section.lane, &section.rows);
+        for load in seat.loads().iter().filter(|load| load.is_needed()) {
+            for laid in plan.laid(&load.items, width) {
+                let section = laid.section;
+                let home = seat.ring.members[load.items[laid.item].home];
+                let (lane, rows, all) = (section.lane, &section.rows, self.among_all(home));
                 let own = plan
                     .shards
                     .select(&plan.lanes[lane], self.rank, section.segments);
                 for (_, k_rows) in own {
-                    let packed = plan.packed(offset, section, width);
+                    let packed = plan.packed(laid.place, section, width);
                     let (cells, dq) = match gradient {
                         true => (plan.resident(lane, rows, all, Width::Cell), Some(packed)),
                         false => (packed, None),
@@ -111,8 +114,8 @@ impl Builder<'_> {
                         cells,
                         dq,
                     );
-                    let task = job.map(|job| task(distance, job));
-                    self.round(distance).meanwhile.extend(task);
+                    let task = job.map(|job| task(load.stop, job));
+                    self.round(load.stop.round).meanwhile.extend(task);
                 }
             }
         }

@@ -73,6 +73,15 @@ impl HeadAddresses {
     }
 }
 
+/// Where a section lies packed: its rows may have those of other parcels beside them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    /// Address of its first row.
+    pub offset: usize,
+    /// Rows of one segment, with those of the others.
+    pub rows: usize,
+}
+
 /// A buffer that holds whole rows `[batch, rows, heads, …]` of one or more shards.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Resident {
@@ -111,20 +120,27 @@ impl Plan {
     }
 
     fn section_elements(&self, section: &Section, width: Width) -> usize {
-        let row = self.packed_width(&self.lanes[section.lane], width);
-        self.request.shape.batch * section.total_rows() * row
+        self.request.shape.batch * section.total_rows() * self.section_row(section, width)
     }
 
-    /// The sections of a parcel, each with where it begins.
+    /// Numbers in a row of a section.
+    pub(super) fn section_row(&self, section: &Section, width: Width) -> usize {
+        self.packed_width(&self.lanes[section.lane], width)
+    }
+
+    /// The sections of a parcel that has a buffer to itself, each with where it lies.
     pub(super) fn sections<'a>(
-        &'a self,
+        &self,
         parcel: &'a Parcel,
         width: Width,
-    ) -> impl Iterator<Item = (usize, &'a Section)> {
-        parcel.sections.iter().scan(0, move |offset, section| {
-            let start = *offset;
-            *offset += self.section_elements(section, width);
-            Some((start, section))
+    ) -> impl Iterator<Item = (Place, &'a Section)> {
+        parcel.sections.iter().scan(0, move |end, section| {
+            let place = Place {
+                offset: *end,
+                rows: section.rows.count,
+            };
+            *end += self.section_elements(section, width);
+            Some((place, section))
         })
     }
 
@@ -151,26 +167,41 @@ impl Plan {
         }
     }
 
-    /// Rows in a parcel, the section beginning at `offset`.
-    pub(super) fn packed(&self, offset: usize, section: &Section, width: Width) -> Operand {
+    /// Rows of a section that lies packed.
+    pub(super) fn packed(&self, place: Place, section: &Section, width: Width) -> Operand {
         let heads = self.heads[section.lane].packed(width);
-        self.packed_with(offset, section, width, heads)
+        self.packed_with(place, section, width, heads)
     }
 
     fn packed_with(
         &self,
-        offset: usize,
+        place: Place,
         section: &Section,
         width: Width,
         heads: Arc<[usize]>,
     ) -> Operand {
-        let row = self.packed_width(&self.lanes[section.lane], width);
+        let row = self.section_row(section, width);
         Operand {
-            offset,
-            batch: section.total_rows() * row,
-            segment: section.rows.count * row,
+            offset: place.offset,
+            batch: section.segments.count * place.rows * row,
+            segment: place.rows * row,
             row,
             heads,
+        }
+    }
+
+    /// The copy of a section from one place to another: all rows of a segment at once, since they
+    /// lie side by side in both.
+    pub(super) fn between(&self, section: &Section, from: Place, to: Place, width: Width) -> Block {
+        let at = |place| self.packed_with(place, section, width, Arc::new([0]));
+        Block {
+            batch: self.request.shape.batch,
+            segments: section.segments.count,
+            rows: 1,
+            heads: 1,
+            width: section.rows.count * self.section_row(section, width),
+            from: at(from),
+            to: at(to),
         }
     }
 
@@ -178,7 +209,7 @@ impl Plan {
     pub(super) fn packing(&self, parcel: &Parcel, at: Resident, width: Width) -> Vec<Block> {
         let dim = self.request.shape.dim;
         self.sections(parcel, width)
-            .map(|(offset, section)| {
+            .map(|(place, section)| {
                 let lane = &self.lanes[section.lane];
                 let heads = &self.heads[section.lane];
                 // A key head is packed once, however many heads of the lane read it.
@@ -196,7 +227,7 @@ impl Plan {
                     heads: resident.len(),
                     width: if width == Width::Cell { 1 } else { dim },
                     from: self.resident_with(&section.rows, at, width, resident),
-                    to: self.packed_with(offset, section, width, packed),
+                    to: self.packed_with(place, section, width, packed),
                 }
             })
             .collect()
@@ -204,24 +235,29 @@ impl Plan {
 
     /// The rows of a parcel by token, in the order they are packed in.
     pub(super) fn token_rows(&self, parcel: &Parcel, width: Width) -> Arc<[TokenRows]> {
-        let of = |section: &Section| {
-            let lane = &self.lanes[section.lane];
-            let heads = match width {
-                Width::Kv => lane.kv_heads.iter().copied().collect(),
-                _ => lane.heads.iter().map(|head| head.head).collect(),
-            };
-            TokenRows {
-                segments: section.segments.count,
-                segment_step: section.segments.step * lane.segment,
-                rows: Run {
-                    first: section.segments.first * lane.segment + section.rows.position,
-                    stride: section.rows.position_step,
-                    count: section.rows.count,
-                },
-                heads,
-            }
-        };
+        let of = |section: &Section| self.section_rows(&[section], width);
         parcel.sections.iter().map(of).collect()
+    }
+
+    /// The rows of sections of one lane and the same segments, side by side in each of these.
+    pub(super) fn section_rows(&self, sections: &[&Section], width: Width) -> TokenRows {
+        let section = sections[0];
+        let lane = &self.lanes[section.lane];
+        let heads = match width {
+            Width::Kv => lane.kv_heads.iter().copied().collect(),
+            _ => lane.heads.iter().map(|head| head.head).collect(),
+        };
+        let run = |section: &&Section| Run {
+            first: section.segments.first * lane.segment + section.rows.position,
+            stride: section.rows.position_step,
+            count: section.rows.count,
+        };
+        TokenRows {
+            segments: section.segments.count,
+            segment_step: section.segments.step * lane.segment,
+            rows: sections.iter().map(run).collect(),
+            heads,
+        }
     }
 
     /// A job of `lane` over `segments` segments, if any query of it sees any key.

@@ -11,15 +11,19 @@ mod component;
 pub mod explain;
 mod flow;
 mod forward;
+mod gather;
 mod hosted;
 mod jobs;
 mod layout;
+mod loads;
 mod places;
 pub mod program;
 pub mod resize;
 pub mod rings;
+mod schedule;
 mod straight;
 pub mod survival;
+mod visit;
 
 use serde::Serialize;
 
@@ -32,6 +36,7 @@ use crate::sharding::Sharding;
 use layout::{HeadAddresses, Width};
 use program::{RankPlan, Role};
 use rings::{Freight, Ring};
+pub use schedule::Schedule;
 
 /// Who holds the queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -75,6 +80,8 @@ pub struct Request {
     pub pass: Pass,
     /// How many other ranks keep each rank's inputs, so that so many neighbours may die.
     pub redundancy: usize,
+    /// How parcels go round.
+    pub schedule: Schedule,
 }
 
 impl Request {
@@ -89,6 +96,7 @@ impl Request {
             scale: None,
             pass: Pass::Forward,
             redundancy: 0,
+            schedule: Schedule::RING,
         }
     }
 
@@ -118,6 +126,13 @@ impl Request {
         }
         if redundancy > 0 && self.queries == Queries::Replicated {
             return Err(Error::RedundantQueries { redundancy });
+        }
+        let width = self.schedule.width;
+        if width == 0 {
+            return Err(Error::NoWidth);
+        }
+        if redundancy > 0 && width > 1 {
+            return Err(Error::RedundantWidth { redundancy, width });
         }
         Ok(())
     }
@@ -260,6 +275,8 @@ impl Plan {
 
     /// The round in which every parcel has come home: the same on all ranks.
     fn settled_round(&self) -> usize {
-        self.rings.iter().map(Ring::last).max().unwrap_or(0) + 2
+        let width = self.request.schedule.width;
+        let rounds = |ring: &Ring| ring.rounds(ring.width(width));
+        self.rings.iter().map(rounds).max().unwrap_or(0) + 2
     }
 }

@@ -281,20 +281,26 @@ pub struct TokenRows {
     pub segments: usize,
     /// Tokens from one segment's first row to the next one's.
     pub segment_step: usize,
-    /// The rows of the first segment.
-    pub rows: Run,
+    /// The rows of the first segment: one run for each parcel that has some beside the others'.
+    pub rows: Vec<Run>,
     /// The heads of each row.
     pub heads: Arc<[usize]>,
 }
 
 impl TokenRows {
-    /// The rows of each segment.
+    /// The rows of each segment, segment after segment.
     pub fn runs(&self) -> impl Iterator<Item = Run> {
-        let first = |segment: usize| self.rows.first + segment * self.segment_step;
-        (0..self.segments).map(move |segment| Run {
-            first: first(segment),
-            ..self.rows
+        (0..self.segments).flat_map(move |segment| {
+            self.rows.iter().map(move |run| Run {
+                first: run.first + segment * self.segment_step,
+                ..*run
+            })
         })
+    }
+
+    /// How many rows, over all segments.
+    pub fn count(&self) -> usize {
+        self.segments * self.rows.iter().map(|run| run.count).sum::<usize>()
     }
 }
 

@@ -40,6 +40,35 @@ pub struct Parcel {
     pub last: usize,
 }
 
+impl Parcel {
+    /// The nearest place that needs it, of those that it comes to `distance` places from home and
+    /// every `width` places from there. None where none does, and it need not go that way.
+    pub fn needed_from(&self, distance: usize, width: usize) -> Option<usize> {
+        let start = (distance - 1) % width + 1;
+        let from = start + self.first.saturating_sub(start).div_ceil(width) * width;
+        (from <= self.last).then_some(from)
+    }
+
+    /// How often it is sent when it goes `width` places at a time.
+    pub fn hops(&self, width: usize) -> usize {
+        let comes = |distance: &usize| self.needed_from(*distance, width).is_some();
+        match self.first <= 1 {
+            true => self.last,
+            false => (1..=self.last).filter(comes).count(),
+        }
+    }
+
+    /// The farthest places that need it, one for each way it goes `width` places at a time: sums
+    /// that were added up on the way come home from these.
+    pub fn ends(&self, width: usize) -> impl Iterator<Item = usize> + use<> {
+        let (first, last) = (self.first, self.last);
+        let end = move |start: usize| last - (last - start) % width;
+        (1..=width.min(last))
+            .map(end)
+            .filter(move |end| *end >= first)
+    }
+}
+
 /// Ranks that share segments, and their parcels.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Ring {
@@ -53,16 +82,6 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// The member that `index` passes parcels to.
-    pub fn next(&self, index: usize) -> usize {
-        self.away(index, 1)
-    }
-
-    /// The member that `index` gets parcels from.
-    pub fn previous(&self, index: usize) -> usize {
-        self.home_index(index, 1)
-    }
-
     /// The member whose parcel is with `index` after `distance` hops.
     pub fn home_index(&self, index: usize, distance: usize) -> usize {
         self.home(index, distance, self.rising)
@@ -90,6 +109,16 @@ impl Ring {
             .filter(|parcel| distance <= parcel.last)
     }
 
+    /// How many distances a round really takes, where `width` are asked for.
+    pub fn width(&self, width: usize) -> usize {
+        width.clamp(1, self.last().max(1))
+    }
+
+    /// How many rounds it takes until every parcel has been everywhere.
+    pub fn rounds(&self, width: usize) -> usize {
+        self.last().div_ceil(width)
+    }
+
     /// The farthest any parcel goes.
     pub fn last(&self) -> usize {
         self.parcels
@@ -102,7 +131,8 @@ impl Ring {
 }
 
 /// What the parcels hold, and so who needs them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Freight {
     /// Keys that visit the queries: a member needs those its queries see.
     Keys,

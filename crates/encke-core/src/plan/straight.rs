@@ -8,11 +8,13 @@
 //! survive one go home this way from the start.
 
 use super::builder::Builder;
-use super::flow::{Channel, Gather, HOME, Seat, VISIT, Visit, origin};
+use super::flow::{Channel, HOME, Seat, VISIT, origin};
+use super::gather::Gather;
 use super::layout::{Resident, Width, reversed};
 use super::program::{BufferId, Component, Message, Role, Task};
 use super::rings::Parcel;
 use super::survival::Progress;
+use super::visit::Visit;
 use crate::transport::Address;
 
 /// One rank's queries and another one's parcel: they meet once, in the round of their distance.
@@ -57,7 +59,9 @@ impl<'a> Seat<'a> {
 
     /// This rank's parcel, and whom it meets: (place of the member, meeting).
     pub fn hosts(self) -> Option<(&'a Parcel, impl Iterator<Item = (usize, Meeting)>)> {
-        let Seat { index, ring, place } = self;
+        let Seat {
+            index, ring, place, ..
+        } = self;
         let parcel = ring.parcels[place].as_ref()?;
         let meetings = (parcel.first..=parcel.last).map(move |distance| {
             let member = ring.away(place, distance);
@@ -70,6 +74,20 @@ impl<'a> Seat<'a> {
             (member, meeting)
         });
         Some((parcel, meetings))
+    }
+}
+
+/// A visit of one parcel a round.
+fn visit(travel: [[BufferId; 2]; 2]) -> Visit {
+    Visit {
+        travel: travel.map(|kv| vec![kv.to_vec()]),
+    }
+}
+
+/// Sums for one parcel a round.
+fn gather(local: [Vec<BufferId>; 2]) -> Gather {
+    Gather {
+        local: local.map(|sums| vec![sums]),
     }
 }
 
@@ -111,11 +129,11 @@ impl<'a> Builder<'a> {
             }
         }
         let Some((parcel, meetings)) = seat.hosts() else {
-            return Visit { travel };
+            return visit(travel);
         };
         let meetings: Vec<(usize, Meeting)> = meetings.filter(|of| wanted(of.1)).collect();
         if meetings.is_empty() {
-            return Visit { travel };
+            return visit(travel);
         }
         let elements = plan.parcel_elements(parcel, Width::Kv);
         let packed = kv(self, elements);
@@ -130,7 +148,7 @@ impl<'a> Builder<'a> {
                 self.send(meeting.distance - 1, sent);
             }
         }
-        Visit { travel }
+        visit(travel)
     }
 
     /// Sends what the wanted meetings have for the gradients of keys home, each by itself: computed
@@ -170,11 +188,11 @@ impl<'a> Builder<'a> {
             }
         }
         let Some((parcel, meetings)) = seat.hosts() else {
-            return Gather { local };
+            return gather(local);
         };
         let meetings: Vec<(usize, Meeting)> = meetings.filter(|of| wanted(of.1)).collect();
         if meetings.is_empty() {
-            return Gather { local };
+            return gather(local);
         }
         let home = self.channels(channels, component, std::iter::once(parcel));
         for (member, meeting) in meetings {
@@ -187,6 +205,6 @@ impl<'a> Builder<'a> {
                 self.copy(meeting.distance + 2, unpacked, true, home[i], own[i]);
             }
         }
-        Gather { local }
+        gather(local)
     }
 }

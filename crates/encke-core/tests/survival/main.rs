@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use encke_core::conformance::{Configuration, Random};
 use encke_core::plan::program::{Component, Role};
 use encke_core::plan::survival::{Agreement, Epoch, Standing};
-use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error, Pattern, Shape};
 
@@ -80,6 +80,7 @@ fn case(seed: u64, redundancy: usize) -> Arc<Plan> {
         queries: Queries::Sharded,
         pass: random.pick(&passes),
         redundancy,
+        schedule: Schedule::RING,
         ..drawn.request
     };
     Arc::new(Plan::new(request).expect("a random case is legal"))

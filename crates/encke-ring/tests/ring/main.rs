@@ -5,6 +5,7 @@ mod life;
 mod plan;
 mod reference;
 mod resize;
+mod schedule;
 mod shard;
 mod support;
 mod survive;

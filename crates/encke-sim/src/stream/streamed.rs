@@ -67,8 +67,7 @@ impl<'s, K: Kernel> Streamed<'s, K> {
         for (index, rows) in origin.rows.iter().enumerate() {
             for batch in 0..self.request.shape.batch {
                 list.push((index, batch, at));
-                let each = rows.rows.count * rows.heads.len() * self.request.shape.dim;
-                at += rows.segments * each;
+                at += rows.count() * rows.heads.len() * self.request.shape.dim;
             }
         }
         list

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use encke_core::plan::program::{RankPlan, Task};
-use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 use encke_sim::clock::{Machine, simulate};
@@ -39,10 +39,14 @@ fn requests() -> impl Strategy<Value = Request> {
     let cuts = prop::sample::select(vec![Cut::Contiguous, Cut::Zigzag, Cut::Striped]);
     let passes = prop::sample::select(vec![Pass::Forward, Pass::Backward { dlse: false }]);
     let queries = prop::sample::select(vec![Queries::Sharded, Queries::Replicated]);
-    (1usize..80, 1usize..9, patterns(), cuts, passes, queries).prop_map(
-        |(tokens, ranks, pattern, cut, pass, queries)| Request {
+    let widths = prop::sample::select(vec![1, 2, 3, usize::MAX]);
+    let schedules = widths.prop_map(|width| Schedule::RING.with_width(width));
+    let kinds = (cuts, passes, queries, schedules);
+    (1usize..80, 1usize..9, patterns(), kinds).prop_map(
+        |(tokens, ranks, pattern, (cut, pass, queries, schedule))| Request {
             pass,
             queries,
+            schedule,
             ..Request::new(
                 Shape::new(1, tokens, 3, 3, 4).unwrap(),
                 pattern,

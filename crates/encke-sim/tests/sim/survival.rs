@@ -31,6 +31,7 @@ fn surviving(pattern: Pattern, ranks: usize, cut: Cut, backward: bool) -> Sample
     request.shape.kv_heads = 2;
     request.sharding = Sharding::new(ranks, cut).expect("ranks are positive");
     request.redundancy = 1;
+    request.schedule.width = 1;
     Sample::new(&configuration, backward).expect("legal")
 }
 

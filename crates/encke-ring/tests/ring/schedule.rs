@@ -1,0 +1,179 @@
+//! Schedules: the same attention moved in other ways. What is computed does not depend on them; what
+//! is held, sent and joined does, and is counted here.
+
+use proptest::prelude::*;
+
+use encke_core::conformance::Random;
+use encke_core::naive::NaiveKernel;
+use encke_core::plan::program::{Component, Role};
+use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
+use encke_core::sharding::{Cut, Sharding};
+use encke_core::{DType, Error, Pattern, Shape, Tensor};
+use encke_ring::ThreadRing;
+
+use crate::support::{Configuration, DEADLINE, Results, check, run};
+
+const WIDTHS: [usize; 4] = [1, 2, 3, usize::MAX];
+
+fn with_width(request: &Request, width: usize) -> Request {
+    Request {
+        schedule: request.schedule.with_width(width),
+        ..request.clone()
+    }
+}
+
+fn bits(of: &Results) -> Vec<Vec<u64>> {
+    let bits = |tensor: &Tensor| tensor.to_f64().iter().map(|x| x.to_bits()).collect();
+    [&of.out, &of.lse, &of.dq, &of.dk, &of.dv]
+        .map(bits)
+        .to_vec()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// Every schedule gives the reference's numbers, and the same bits each time.
+    #[test]
+    fn every_schedule_equals_the_reference(seed in any::<u64>()) {
+        let case = Configuration::random(seed);
+        let ring = ThreadRing::new(NaiveKernel, DEADLINE);
+        for width in WIDTHS {
+            let request = with_width(&case.request, width);
+            let case = Configuration { request, seed };
+            check(&ring, &case).map_err(TestCaseError::fail)?;
+            let [once, again] = [(); 2].map(|()| run(&ring, &case).expect("nothing fails"));
+            prop_assert_eq!(bits(&once), bits(&again));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+
+    /// A wider schedule computes the same pairs, sends no more bytes, and takes no more rounds.
+    #[test]
+    fn a_wider_schedule_sends_no_more(seed in any::<u64>()) {
+        let drawn = Configuration::random(seed).request;
+        for pass in [Pass::Forward, Pass::Backward { dlse: false }] {
+            let mut before: Option<(u128, usize, usize)> = None;
+            for width in WIDTHS {
+                let request = Request { pass, ..with_width(&drawn, width) };
+                let plan = Plan::new(request).expect("legal");
+                let explanation = plan.explain().expect("every rank exists");
+                let rounds = explanation.rings.iter().map(|ring| ring.rounds).max();
+                let now = (explanation.pairs, explanation.sent_bytes, rounds.unwrap_or(0));
+                if let Some(before) = before {
+                    prop_assert_eq!(now.0, before.0);
+                    prop_assert!(now.2 <= before.2);
+                }
+                let ring = before.get_or_insert(now);
+                prop_assert!(now.1 <= ring.1, "width {} sends more than the ring", width);
+            }
+        }
+    }
+}
+
+/// Dense attention on 8 ranks of 16 tokens each.
+fn dense(cut: Cut, causal: bool, width: usize, pass: Pass) -> Plan {
+    let request = Request::new(
+        Shape::new(1, 128, 2, 1, 4).expect("sizes are positive"),
+        Pattern::dense().causal(causal),
+        Sharding::new(8, cut).expect("ranks are positive"),
+        DType::F32,
+    );
+    let schedule = Schedule::RING.with_width(width);
+    let request = Request {
+        pass,
+        schedule,
+        ..request
+    };
+    Plan::new(request).expect("legal")
+}
+
+/// Jobs of one rank, round by round.
+fn jobs(plan: &Plan, rank: usize) -> Vec<usize> {
+    let rounds = plan.rank(rank).expect("the rank exists").rounds;
+    let jobs = rounds.iter().map(|round| round.meanwhile.len());
+    jobs.filter(|count| *count > 0).collect()
+}
+
+#[test]
+fn parcels_that_are_together_are_one_job() {
+    for pass in [Pass::Forward, Pass::Backward { dlse: false }] {
+        let of = |cut: Cut, causal, width, rank| jobs(&dense(cut, causal, width, pass), rank);
+        for (width, rounds) in [(1, 7), (2, 4), (3, 3), (4, 2), (7, 1), (usize::MAX, 1)] {
+            // One job a round, the own tokens before.
+            let all = vec![1; rounds + 1];
+            assert_eq!(of(Cut::Contiguous, false, width, 3), all, "width {width}");
+            assert_eq!(of(Cut::Contiguous, true, width, 7), all, "width {width}");
+        }
+        // A gathered zigzag: first halves of lower and of higher ranks, and second halves.
+        assert_eq!(of(Cut::Zigzag, true, 7, 3), [1, 3]);
+        assert_eq!(of(Cut::Zigzag, true, 1, 3), [1, 2, 2, 2, 2, 1, 1, 1]);
+    }
+}
+
+#[test]
+fn what_a_schedule_holds_and_sends_is_booked() {
+    // Keys and values of 16 tokens, one head of 4 numbers, 4 bytes each.
+    let parcel = 2 * 16 * 4 * 4;
+    let held = |width: usize| {
+        let plan = dense(Cut::Contiguous, false, width, Pass::Forward);
+        let program = plan.rank(2).expect("the rank exists");
+        let sent: usize = program.sent_bytes().values().sum();
+        (
+            program.memory()[&Component::TravellingKv] / parcel,
+            sent / parcel,
+        )
+    };
+    assert_eq!(held(1), (2, 7));
+    // Two sets of loads, and a place for each parcel of the first to arrive in.
+    assert_eq!(held(2), (6, 7));
+    assert_eq!(held(3), (9, 7));
+    // Nothing is passed on: one set, and the places to arrive in.
+    assert_eq!(held(7), (14, 7));
+    assert_eq!(held(usize::MAX), held(7));
+}
+
+#[test]
+fn a_parcel_is_not_sent_where_nobody_needs_it() {
+    // Causal and contiguous: each parcel goes to the higher ranks, once to each, whatever the width.
+    for width in WIDTHS {
+        let plan = dense(Cut::Contiguous, true, width, Pass::Forward);
+        let explanation = plan.explain().expect("every rank exists");
+        let parcel = 2 * 16 * 4 * 4;
+        assert_eq!(explanation.sent_bytes, parcel * 7 * 8 / 2, "width {width}");
+    }
+}
+
+#[test]
+fn impossible_schedules_are_refused() {
+    let plan = dense(Cut::Contiguous, false, 1, Pass::Forward);
+    let with = |width, redundancy| {
+        let request = Request {
+            redundancy,
+            ..with_width(plan.request(), width)
+        };
+        Plan::new(request).map(|_| ())
+    };
+    assert_eq!(with(0, 0), Err(Error::NoWidth));
+    let (redundancy, width) = (1, 2);
+    assert_eq!(with(2, 1), Err(Error::RedundantWidth { redundancy, width }));
+    assert_eq!(with(1, 1), Ok(()));
+}
+
+#[test]
+fn wide_rounds_serve_replicated_queries_too() {
+    let mut random = Random::new(5);
+    for width in WIDTHS {
+        let mut case = Configuration::random(random.bits());
+        case.request.queries = Queries::Replicated;
+        case.request.sharding = Sharding::new(5, Cut::Zigzag).expect("ranks are positive");
+        case.request.schedule = Schedule::RING.with_width(width);
+        let ring = ThreadRing::new(NaiveKernel, DEADLINE);
+        check(&ring, &case).expect("it equals the reference");
+        let outputs = Plan::new(case.request).expect("legal");
+        let program = outputs.rank(0).expect("the rank exists");
+        assert!(program.outputs.iter().any(|port| port.role == Role::Lse));
+    }
+}
