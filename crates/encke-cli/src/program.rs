@@ -133,13 +133,32 @@ fn task_words(program: &RankPlan, task: &Task) -> String {
             let count = grouped(counts.sum::<usize>() as u128);
             format!("{verb} {count} numbers of {} to {}", name(from), name(to))
         }
-        Task::Forward { q, k, carry, .. } => {
+        Task::Forward {
+            q,
+            k,
+            begins,
+            carry,
+            ..
+        } => {
             let work = job_words(task);
+            let first = if *begins { " for the first time" } else { "" };
             format!(
-                "attend {work}: {} to {}, into {}",
+                "attend {work}{first}: {} to {}, into {}",
                 name(q),
                 name(k),
                 name(&carry.acc)
+            )
+        }
+        Task::Conclude {
+            q, k, carry, out, ..
+        } => {
+            let work = job_words(task);
+            format!(
+                "attend {work} for the last time: {} to {}, from {} into {}",
+                name(q),
+                name(k),
+                name(&carry.acc),
+                name(out)
             )
         }
         Task::Attend { q, k, out, .. } => {

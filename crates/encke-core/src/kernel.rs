@@ -121,14 +121,30 @@ pub trait Kernel: Send + Sync {
         to: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// Attends the queries of the job to its keys, continuing the carry.
+    /// Attends the queries of the job to its keys, continuing the carry. Where it `begins`, cells of
+    /// the job have seen nothing yet: whatever the carry holds for them is overwritten unread.
     fn forward(
         &self,
         job: &Job,
         q: Self::Input<'_>,
         k: Self::Input<'_>,
         v: Self::Input<'_>,
+        begins: bool,
         carry: &mut Carry<Self::Buffer>,
+    ) -> Result<()>;
+
+    /// The same for the last job of its queries: what the carry holds is continued to the end, into
+    /// out (times the job's gain) and lse of its cells; other cells are left alone.
+    #[allow(clippy::too_many_arguments, reason = "a carry, its end, and a job")]
+    fn conclude(
+        &self,
+        job: &Job,
+        q: Self::Input<'_>,
+        k: Self::Input<'_>,
+        v: Self::Input<'_>,
+        carry: &Carry<Self::Buffer>,
+        out: &mut Self::Buffer,
+        lse: &mut Self::Buffer,
     ) -> Result<()>;
 
     /// The same for a job that is all its queries ever see: no carry, but out (times the job's

@@ -69,21 +69,32 @@ impl Kernel for NaiveKernel {
         q: Slice<'_>,
         k: Slice<'_>,
         v: Slice<'_>,
+        begins: bool,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
-        let (q, k, v) = (q.to_f64(), k.to_f64(), v.to_f64());
-        for (b, s, h) in places(job) {
-            for i in 0..job.queries {
-                let cell = job.cells.at(b, s, i, h);
-                let query = row(&q, job.q.at(b, s, i, h), job.dim);
-                let mut running = load(carry, cell, job.dim);
-                for j in 0..job.visible(i) {
-                    let key = job.k.at(b, s, j, h);
-                    let score = job.scale * dot(query, row(&k, key, job.dim));
-                    running.absorb(score, row(&v, key, job.dim));
-                }
-                store(&running, carry, cell);
-            }
+        let cells = seen_by_cells(job, [q, k, v], |cell| match begins {
+            true => partial::Carry::new(job.dim),
+            false => load(carry, cell, job.dim),
+        });
+        for (cell, running) in cells {
+            store(&running, carry, cell);
+        }
+        Ok(())
+    }
+
+    fn conclude(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        let from = |cell: usize| load(carry, cell, job.dim);
+        for (cell, running) in seen_by_cells(job, [q, k, v], from) {
+            end(job, cell, &running, out, lse);
         }
         Ok(())
     }
@@ -97,23 +108,9 @@ impl Kernel for NaiveKernel {
         out: &mut Data,
         lse: &mut Data,
     ) -> Result<()> {
-        let (q, k, v) = (q.to_f64(), k.to_f64(), v.to_f64());
-        for (b, s, h) in places(job) {
-            for i in 0..job.queries {
-                let cell = job.cells.at(b, s, i, h);
-                let query = row(&q, job.q.at(b, s, i, h), job.dim);
-                let mut running = partial::Carry::new(job.dim);
-                for j in 0..job.visible(i) {
-                    let key = job.k.at(b, s, j, h);
-                    let score = job.scale * dot(query, row(&k, key, job.dim));
-                    running.absorb(score, row(&v, key, job.dim));
-                }
-                let finished = running.finish();
-                for (c, x) in finished.out.iter().enumerate() {
-                    out.set(cell * job.dim + c, job.gain * x);
-                }
-                lse.set(cell, finished.lse);
-            }
+        let nothing = |_| partial::Carry::new(job.dim);
+        for (cell, running) in seen_by_cells(job, [q, k, v], nothing) {
+            end(job, cell, &running, out, lse);
         }
         Ok(())
     }
@@ -208,6 +205,40 @@ impl Kernel for NaiveKernel {
     fn workspace_bytes(&self, _: &Job, _: Pass, _: DType) -> usize {
         0 // by the letter of a port that asks for tiles; the oracle widens what it is given
     }
+}
+
+/// Every cell of a job with what it has seen after it, `before` telling what it had seen. No two of
+/// them are the same cell.
+fn seen_by_cells(
+    job: &Job,
+    [q, k, v]: [Slice<'_>; 3],
+    before: impl Fn(usize) -> partial::Carry,
+) -> Vec<(usize, partial::Carry)> {
+    let (q, k, v) = (q.to_f64(), k.to_f64(), v.to_f64());
+    let mut cells = Vec::new();
+    for (b, s, h) in places(job) {
+        for i in 0..job.queries {
+            let cell = job.cells.at(b, s, i, h);
+            let query = row(&q, job.q.at(b, s, i, h), job.dim);
+            let mut running = before(cell);
+            for j in 0..job.visible(i) {
+                let key = job.k.at(b, s, j, h);
+                let score = job.scale * dot(query, row(&k, key, job.dim));
+                running.absorb(score, row(&v, key, job.dim));
+            }
+            cells.push((cell, running));
+        }
+    }
+    cells
+}
+
+/// out and lse of one cell.
+fn end(job: &Job, cell: usize, running: &partial::Carry, out: &mut Data, lse: &mut Data) {
+    let finished = running.finish();
+    for (c, x) in finished.out.iter().enumerate() {
+        out.set(cell * job.dim + c, job.gain * x);
+    }
+    lse.set(cell, finished.lse);
 }
 
 /// Every (batch, segment, head) of a job.

@@ -60,13 +60,23 @@ enum Fault {
     AttendIgnoresGain,
     /// Queries attended to the end that see nothing are not written.
     AttendLeavesEmptyCells,
+    /// A job that begins goes on from what lies there.
+    BeginReadsCarry,
+    /// A job that begins leaves queries that see nothing as they were.
+    BeginLeavesEmptyCells,
+    /// The last job forgets what was seen before.
+    ConcludeForgetsCarry,
+    /// The last job forgets the gain.
+    ConcludeIgnoresGain,
+    /// The last job leaves queries that see nothing of it alone.
+    ConcludeLeavesUnseen,
     /// Rows are copied where they should be added.
     CopyIgnoresAdd,
     /// Runs are read without their stride.
     UploadIgnoresStride,
 }
 
-const FAULTS: [Fault; 23] = [
+const FAULTS: [Fault; 28] = [
     Fault::CausalSignFlipped,
     Fault::CausalOnIndices,
     Fault::CausalIgnored,
@@ -88,6 +98,11 @@ const FAULTS: [Fault; 23] = [
     Fault::MergeKeepsMaximum,
     Fault::AttendIgnoresGain,
     Fault::AttendLeavesEmptyCells,
+    Fault::BeginReadsCarry,
+    Fault::BeginLeavesEmptyCells,
+    Fault::ConcludeForgetsCarry,
+    Fault::ConcludeIgnoresGain,
+    Fault::ConcludeLeavesUnseen,
     Fault::CopyIgnoresAdd,
     Fault::UploadIgnoresStride,
 ];
@@ -232,6 +247,7 @@ impl Kernel for Mutant {
         q: Slice<'_>,
         k: Slice<'_>,
         v: Slice<'_>,
+        begins: bool,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let job = self.misread(job);
@@ -240,8 +256,16 @@ impl Kernel for Mutant {
         if matches!(self.0, Fault::CarryReset | Fault::OldPartNotRescaled) {
             reset(carry, &inside, job.dim);
         }
-        NaiveKernel.forward(&job, q, k, v, carry)?;
+        let reads = self.0 == Fault::BeginReadsCarry;
+        NaiveKernel.forward(&job, q, k, v, begins && !reads, carry)?;
         match self.0 {
+            Fault::BeginLeavesEmptyCells if begins => {
+                let saw_nothing = |&&cell: &&usize| carry.l.as_slice().get(cell) == 0.0;
+                let empty: Vec<usize> = inside.iter().filter(saw_nothing).copied().collect();
+                for cell in empty {
+                    carry.l.set(cell, old.l.as_slice().get(cell));
+                }
+            }
             Fault::OldPartNotRescaled => add_unscaled(&old, carry, &inside, job.dim),
             Fault::MaskedKeysPoison => poison(&job, v, carry),
             Fault::OneRowPast => {
@@ -251,6 +275,46 @@ impl Kernel for Mutant {
                     .for_each(|x| carry.m.set(x, 0.0));
             }
             _ => {}
+        }
+        Ok(())
+    }
+
+    fn conclude(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        let mut job = self.misread(job);
+        let (old_out, old_lse) = (out.clone(), lse.clone());
+        let mut carry = clone(carry);
+        match self.0 {
+            Fault::ConcludeForgetsCarry => reset(&mut carry, &cells(&job, 0), job.dim),
+            Fault::ConcludeIgnoresGain => job.gain = 1.0,
+            _ => {}
+        }
+        NaiveKernel.conclude(&job, q, k, v, &carry, out, lse)?;
+        if self.0 == Fault::ConcludeLeavesUnseen {
+            for i in (0..job.queries).filter(|&i| job.visible(i) == 0) {
+                let row = Job {
+                    queries: 1,
+                    cells: encke_core::job::Operand {
+                        offset: job.cells.offset + i * job.cells.row,
+                        ..job.cells.clone()
+                    },
+                    ..job.clone()
+                };
+                for cell in cells(&row, 0) {
+                    lse.set(cell, old_lse.as_slice().get(cell));
+                    for c in cell * job.dim..(cell + 1) * job.dim {
+                        out.set(c, old_out.as_slice().get(c));
+                    }
+                }
+            }
         }
         Ok(())
     }

@@ -74,7 +74,14 @@ fn measure(kernel: &CpuKernel, dtype: DType, causal: bool) {
         kernel.fill(&mut carry.l, 0.0).unwrap();
         kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
         kernel
-            .forward(&job, q.as_slice(), k.as_slice(), v.as_slice(), &mut carry)
+            .forward(
+                &job,
+                q.as_slice(),
+                k.as_slice(),
+                v.as_slice(),
+                false,
+                &mut carry,
+            )
             .unwrap();
     });
     let (mut out, mut lse) = (Data::zeros(dtype, cells * DIM), Data::zeros(sum, cells));

@@ -229,13 +229,36 @@ impl Kernel for CpuKernel {
         q: Slice<'_>,
         k: Slice<'_>,
         v: Slice<'_>,
+        begins: bool,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l])?;
         self.writable_cells(job)?;
         match dtype {
-            DType::F64 => self.forward_wide(job, [q, k, v], Target::carry(carry)),
-            _ => self.forward_narrow(job, [q, k, v], Target::carry(carry)),
+            DType::F64 => self.forward_wide(job, [q, k, v], Target::carry(carry, begins)),
+            _ => self.forward_narrow(job, [q, k, v], Target::carry(carry, begins)),
+        }
+        Ok(())
+    }
+
+    fn conclude(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l, lse])?;
+        self.writable_cells(job)?;
+        let (given, gain) = ([q, k, v], job.gain);
+        match dtype {
+            DType::F64 => {
+                self.forward_wide(job, given, Target::conclusion(carry, out, lse, gain));
+            }
+            _ => self.forward_narrow(job, given, Target::conclusion(carry, out, lse, gain)),
         }
         Ok(())
     }

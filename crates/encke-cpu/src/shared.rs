@@ -33,10 +33,35 @@ impl<'a, T> Shared<'a, T> {
         }
     }
 
+    /// Shares a slice of which rows are read ([`Shared::read`]) and never written.
+    pub fn of(slice: &'a [T]) -> Shared<'a, T> {
+        Shared {
+            start: slice.as_ptr().cast_mut(),
+            len: slice.len(),
+            lifetime: PhantomData,
+        }
+    }
+
+    /// One row, to be read.
+    ///
+    /// # Safety
+    /// No row that overlaps this one may be written while it is alive.
+    #[inline]
+    pub unsafe fn read(&self, at: usize, len: usize) -> &'a [T] {
+        let end = at.checked_add(len);
+        assert!(
+            end.is_some_and(|end| end <= self.len),
+            "a row outside its buffer"
+        );
+        // SAFETY: the row lies inside the slice this was made from, and the caller promises that
+        // nobody writes it.
+        unsafe { std::slice::from_raw_parts(self.start.add(at), len) }
+    }
+
     /// One row.
     ///
     /// # Safety
-    /// No other row that overlaps this one may be alive, in any thread.
+    /// The slice was shared to be written, and no other row that overlaps this one may be alive, in any thread.
     #[inline]
     pub unsafe fn row(&self, at: usize, len: usize) -> &'a mut [T] {
         let end = at.checked_add(len);

@@ -1,5 +1,6 @@
-//! Where the rows of a forward job go: into a carry that is continued, or, where a job is all that
-//! its queries ever see, finished into out and lse, without a carry in between.
+//! Where the rows of a forward job come from and go to: what a carry has seen, or nothing where the
+//! job is the first that its queries see; into a carry that is continued, or, where it is the last,
+//! finished into out and lse.
 
 use encke_core::kernel::Carry;
 use encke_core::{Data, Element};
@@ -48,10 +49,20 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// What rows had seen before, and where they go. The numbers of a carry are read or written, never
+/// both by different tasks.
+#[derive(Debug)]
+pub(crate) struct Target<'a, A> {
+    /// What they go on from; nothing where they begin.
+    pub before: Option<Carry<Shared<'a, A>>>,
+    /// Where they go.
+    pub after: After<'a, A>,
+}
+
 /// Where rows go.
 #[derive(Debug)]
-pub(crate) enum Target<'a, A> {
-    /// The carry that they continue.
+pub(crate) enum After<'a, A> {
+    /// A carry that somebody continues.
     Carry(Carry<Shared<'a, A>>),
     /// Their end: out is multiplied with the gain.
     End {
@@ -62,19 +73,46 @@ pub(crate) enum Target<'a, A> {
 }
 
 impl<'a, A: Real> Target<'a, A> {
-    pub fn carry(carry: &'a mut Carry<Data>) -> Target<'a, A> {
-        Target::Carry(Carry {
+    /// Rows that leave a carry; where they do not begin, the same one that they found.
+    pub fn carry(carry: &'a mut Carry<Data>, begins: bool) -> Target<'a, A> {
+        let after = Carry {
             acc: Shared::new(A::numbers(&mut carry.acc)),
             m: Shared::new(A::numbers(&mut carry.m)),
             l: Shared::new(A::numbers(&mut carry.l)),
-        })
+        };
+        let Carry { acc, m, l } = after;
+        Target {
+            before: (!begins).then_some(Carry { acc, m, l }),
+            after: After::Carry(Carry { acc, m, l }),
+        }
     }
 
+    /// Rows that begin and end.
     pub fn end(out: &'a mut Data, lse: &'a mut Data, gain: f64) -> Target<'a, A> {
-        Target::End {
-            out: Rows::new(out),
-            lse: Shared::new(A::numbers(lse)),
-            gain: A::from_f64(gain),
+        Target {
+            before: None,
+            after: After::End {
+                out: Rows::new(out),
+                lse: Shared::new(A::numbers(lse)),
+                gain: A::from_f64(gain),
+            },
+        }
+    }
+
+    /// Rows that end what a carry has seen.
+    pub fn conclusion(
+        carry: &'a Carry<Data>,
+        out: &'a mut Data,
+        lse: &'a mut Data,
+        gain: f64,
+    ) -> Target<'a, A> {
+        Target {
+            before: Some(Carry {
+                acc: Shared::of(A::seen(&carry.acc)),
+                m: Shared::of(A::seen(&carry.m)),
+                l: Shared::of(A::seen(&carry.l)),
+            }),
+            ..Target::end(out, lse, gain)
         }
     }
 
@@ -84,16 +122,16 @@ impl<'a, A: Real> Target<'a, A> {
     /// No other task may have this cell.
     #[inline]
     pub unsafe fn begin(&self, cell: usize, row: &mut [A]) -> (A, A) {
-        match self {
-            Target::Carry(Carry { acc, m, l }) => {
+        match &self.before {
+            Some(Carry { acc, m, l }) => {
                 let dim = row.len();
                 // SAFETY: the caller's promise.
                 unsafe {
-                    row.copy_from_slice(acc.row(cell * dim, dim));
-                    (m.row(cell, 1)[0], l.row(cell, 1)[0])
+                    row.copy_from_slice(acc.read(cell * dim, dim));
+                    (m.read(cell, 1)[0], l.read(cell, 1)[0])
                 }
             }
-            Target::End { .. } => {
+            None => {
                 row.fill(A::ZERO);
                 (A::NEG_INFINITY, A::ZERO)
             }
@@ -109,13 +147,13 @@ impl<'a, A: Real> Target<'a, A> {
         let dim = row.len();
         // SAFETY: the caller's promise.
         unsafe {
-            match self {
-                Target::Carry(carry) => {
+            match &self.after {
+                After::Carry(carry) => {
                     carry.acc.row(cell * dim, dim).copy_from_slice(row);
                     carry.m.row(cell, 1)[0] = m;
                     carry.l.row(cell, 1)[0] = l;
                 }
-                Target::End { out, lse, gain } => {
+                After::End { out, lse, gain } => {
                     let (factor, of_row) = ended(m, l, *gain);
                     for x in row.iter_mut() {
                         *x = factor * *x;

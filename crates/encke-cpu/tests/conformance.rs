@@ -104,7 +104,14 @@ fn run(kernel: &CpuKernel, job: &Job, dtype: DType) -> Vec<Data> {
     };
     kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
     kernel
-        .forward(job, q.as_slice(), k.as_slice(), v.as_slice(), &mut carry)
+        .forward(
+            job,
+            q.as_slice(),
+            k.as_slice(),
+            v.as_slice(),
+            false,
+            &mut carry,
+        )
         .unwrap();
     let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));
     kernel

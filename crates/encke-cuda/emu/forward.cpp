@@ -60,11 +60,7 @@ struct Problem {
     TensorMap qm = map_of(c, q, q_at, c.queries, ROWS), km = map_of(c, k, k_at, c.keys, KEYS), vm = map_of(c, v, k_at, c.keys, KEYS);
     static u32 counter[2] = {0, 0};   // set back to 0 by every launch
     emu::launch(c.blocks, 1, THREADS, [&] {
-#if CARRY
-      hopper_forward(qm, km, vm, job, tiles, v.data(), r.acc.data(), r.m.data(), r.l.data(), counter);
-#else
-      hopper_forward(qm, km, vm, job, tiles, v.data(), r.out.data(), r.lse.data(), nullptr, counter);
-#endif
+      hopper_forward(qm, km, vm, job, tiles, v.data(), r.acc.data(), r.m.data(), r.l.data(), r.out.data(), r.lse.data(), counter);
     }, CAUSAL ? 0 : 1);
   }
   template <class F> void each(F f) const { for (int b = 0; b < c.batch; b++) for (int s = 0; s < c.segments; s++) for (int i = 0; i < c.queries; i++) for (int h = 0; h < c.heads; h++) f(b, s, i, h); }
@@ -84,24 +80,34 @@ static void absorb(const Problem& p, Reference& r, int b, int s, int i, int h) {
 
 static int bad = 0;
 static void report(const char* what, const Case& c, bool fine, double out, double lse) {
-  printf("%s %s HD=%d rows=%d keys=%d causal=%d carry=%d | b%d s%d q%d k%d h%d/%d d%d r%d scale %g: out %.1e lse %.1e\n", fine ? "ok  " : "FAIL", what, HD, ROWS, KEYS, CAUSAL, CARRY,
+  printf("%s %s HD=%d rows=%d keys=%d causal=%d before=%d after=%d | b%d s%d q%d k%d h%d/%d d%d r%d scale %g: out %.1e lse %.1e\n", fine ? "ok  " : "FAIL", what, HD, ROWS, KEYS, CAUSAL, BEFORE, AFTER,
          c.batch, c.segments, c.queries, c.keys, c.heads, c.kv_heads, c.dim, c.dilation, c.scale, out, lse);
   fflush(stdout); bad += !fine;
 }
-// Two jobs into one carry, or one to the end; every cell against the loops, every other cell untouched.
+// What a carry holds after a job, by the loops.
+static void carry(const Problem& p, Result& r) {
+  p.each([&](int b, int s, int i, int h) {
+    Reference seen; absorb(p, seen, b, s, i, h); i64 x = at(p.job.cells, b, s, i, h); r.m[x] = seen.m; r.l[x] = seen.l;
+    for (int d = 0; d < p.c.dim; d++) r.acc[x * p.c.dim + d] = seen.acc[d];
+  });
+}
+// Two jobs into one carry; or a second one to the end, from the carry of the first; or one that begins, on a carry full of NaN, or begins and ends;
+// every cell against the loops, every other cell untouched.
 static void values(const Case& first) {
-  Problem p(first); Result r = p.start(); p.run(r);
+  Problem p(first); Result r = p.start();
+  if (!BEFORE) p.each([&](int b, int s, int i, int h) { i64 x = at(p.job.cells, b, s, i, h); r.m[x] = r.l[x] = NAN; for (int d = 0; d < first.dim; d++) r.acc[x * first.dim + d] = NAN; });
+  if (BEFORE && !AFTER) carry(p, r); else p.run(r);
   std::unique_ptr<Problem> more;
-  if (CARRY) { Case c = first; c.key += 40; c.keys = c.keys / 2 + 1; more.reset(new Problem(c)); more->q = p.q; more->run(r); }
+  if (BEFORE) { Case c = first; c.key += 40; c.keys = c.keys / 2 + 1; more.reset(new Problem(c)); more->q = p.q; more->run(r); }
   double worst = 0, worst_lse = 0; std::vector<bool> touched(p.cells.elements); const Case& c = first;
   p.each([&](int b, int s, int i, int h) {
     Reference want; absorb(p, want, b, s, i, h); if (more) absorb(*more, want, b, s, i, h);
     i64 x = at(p.job.cells, b, s, i, h); touched[x] = true;
-    double lse = CARRY ? (r.l[x] == 0 ? -INFINITY : r.m[x] + log((double)r.l[x])) : r.lse[x], expected = want.l == 0 ? -INFINITY : want.m + log(want.l);
+    double lse = AFTER ? (r.l[x] == 0 ? -INFINITY : r.m[x] + log((double)r.l[x])) : r.lse[x], expected = want.l == 0 ? -INFINITY : want.m + log(want.l);
     worst_lse = std::max(worst_lse, lse == expected ? 0.0 : std::isfinite(lse - expected) ? fabs(lse - expected) / (1 + fabs(expected)) : 1e9);
     for (int d = 0; d < c.dim; d++) {
-      double got = CARRY ? (r.l[x] == 0 ? (double)r.acc[x * c.dim + d] : r.acc[x * c.dim + d] / r.l[x]) : emu::widen(r.out[x * c.dim + d]);
-      double exact = want.l == 0 ? 0 : want.acc[d] / want.l * (CARRY ? 1 : c.gain);
+      double got = AFTER ? (r.l[x] == 0 ? (double)r.acc[x * c.dim + d] : r.acc[x * c.dim + d] / r.l[x]) : emu::widen(r.out[x * c.dim + d]);
+      double exact = want.l == 0 ? 0 : want.acc[d] / want.l * (AFTER ? 1 : c.gain);
       worst = std::max(worst, std::isfinite(got) ? fabs(got - exact) : 1e9);
     }
   });
@@ -122,10 +128,10 @@ static void hidden(const Case& c, int key, float what) {
   Result after = p.start(); p.run(after); double wrong = 0;
   p.each([&](int b, int s, int i, int h) {
     i64 x = at(p.job.cells, b, s, i, h); bool sees = visible(p.job, i) > key;
-    const void *o1 = CARRY ? (void*)&before.acc[x * c.dim] : (void*)&before.out[x * c.dim], *o2 = CARRY ? (void*)&after.acc[x * c.dim] : (void*)&after.out[x * c.dim];
-    float got = CARRY ? after.acc[x * c.dim] : emu::widen(after.out[x * c.dim]);
+    const void *o1 = AFTER ? (void*)&before.acc[x * c.dim] : (void*)&before.out[x * c.dim], *o2 = AFTER ? (void*)&after.acc[x * c.dim] : (void*)&after.out[x * c.dim];
+    float got = AFTER ? after.acc[x * c.dim] : emu::widen(after.out[x * c.dim]);
     if (sees) wrong += std::isfinite(got);
-    else wrong += memcmp(o1, o2, c.dim * (CARRY ? 4 : 2)) != 0 || memcmp(CARRY ? &before.m[x] : &before.lse[x], CARRY ? &after.m[x] : &after.lse[x], 4) != 0 || memcmp(&before.l[x], &after.l[x], 4) != 0;
+    else wrong += memcmp(o1, o2, c.dim * (AFTER ? 4 : 2)) != 0 || memcmp(AFTER ? &before.m[x] : &before.lse[x], AFTER ? &after.m[x] : &after.lse[x], 4) != 0 || memcmp(&before.l[x], &after.l[x], 4) != 0;
   });
   report("hidden", c, wrong == 0, wrong, 0);
 }

@@ -10,10 +10,10 @@ static State blank(const Case& c) {
   size_t n = c.cells.size, d = c.job.dim;
   return {std::vector<float>(n * d, 0.f), std::vector<float>(n, -INFINITY), std::vector<float>(n, 0.f), std::vector<float>(n, 7.f), std::vector<u16>(n * d, 7)};
 }
-static void run(const Case& c, State& s, bool end) {
+static void run(const Case& c, State& s, bool begins, bool end) {
   int tiles = (c.job.queries + TILE - 1) / TILE * c.job.heads * c.job.segments * c.job.batch;
   emu::launch(tiles, 1, THREADS, [&] {
-    mma_forward(c.job, c.Q.data(), c.K.data(), c.V.data(), s.acc.data(), s.m.data(), s.l.data(), s.out.data(), s.lse.data(), end);
+    mma_forward(c.job, c.Q.data(), c.K.data(), c.V.data(), s.acc.data(), s.m.data(), s.l.data(), s.out.data(), s.lse.data(), begins, end);
   });
 }
 // The softmax of one row in f64, continuing a carry.
@@ -49,7 +49,7 @@ static void check_hidden(Case c, Random& random, bool key_too, const State& befo
   const Job& j = c.job; int t = random.below(j.keys), column = random.below(j.dim + 1);
   float value = random.coin() ? NAN : INFINITY;
   c.places([&](int b, int s, int h) { i64 y = at(j.k, b, s, t, h); for (int x = 0; x < j.dim; x++) if (column == j.dim || x == column) { c.V[y + x] = emu::narrow(value); if (key_too) c.K[y + x] = emu::narrow(value); } });
-  State after = before; run(c, after, false);
+  State after = before; run(c, after, false, false);
   c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
     i64 cell = at(j.cells, b, s, i, h);
     if (t >= visible(j, i)) expect(same(after.m, clean.m, cell, 1) && same(after.l, clean.l, cell, 1) && same(after.acc, clean.acc, cell * j.dim, j.dim), c, "a hidden key changed a row", i);
@@ -61,11 +61,13 @@ int main(int count, char** words) {
   for (int n = 0; n < cases; n++) {
     Case c; int dim = ALIGNED ? HD - 8 * random.below(2) : HD - random.below(16);
     draw_case(c, random, n, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
-    State fresh = blank(c), ended = fresh; run(c, ended, true); check(c, fresh, ended, true, "out");
+    State fresh = blank(c), ended = fresh; run(c, ended, true, true); check(c, fresh, ended, true, "out");
     State before = fresh; for (size_t i = 0; i < before.m.size(); i++) if (random.below(4)) { before.m[i] = (float)random.unit(); before.l[i] = 2 + (float)random.unit(); for (int x = 0; x < dim; x++) before.acc[i * dim + x] = (float)random.unit(); }
-    State after = before; run(c, after, false); check(c, before, after, false, "acc");
+    State after = before; run(c, after, false, false); check(c, before, after, false, "acc");
+    State last = before; run(c, last, false, true); check(c, before, last, true, "out of a carry");
+    State first = fresh; first.acc.assign(first.acc.size(), NAN); first.m.assign(first.m.size(), NAN); first.l.assign(first.l.size(), NAN); run(c, first, true, false); check(c, fresh, first, false, "acc that begins");
     for (bool key_too : {false, true}) check_hidden(c, random, key_too, before, after);
-    if (n == 0) { Case twice = c; State again = before; run(twice, again, false); expect(again.acc == after.acc && again.m == after.m && again.l == after.l, c, "not repeatable", 0); }
+    if (n == 0) { Case twice = c; State again = before; run(twice, again, false, false); expect(again.acc == after.acc && again.m == after.m && again.l == after.l, c, "not repeatable", 0); }
   }
   printf("mma_forward HD=%d WARPS=%d MT=%d BLOCK=%d ALIGNED=%d: %d cases, %d failures\n", HD, WARPS, MT, BLOCK, ALIGNED, cases, failures);
   return failures != 0;

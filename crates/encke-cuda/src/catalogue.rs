@@ -17,8 +17,8 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
             all.push((rows::generator(dtype, dim), (9, 0)));
             all.push((rows::summer(dtype, dim), (9, 0)));
         }
-        all.push((plain::program(dtype, 64, true), (9, 0)));
-        all.push((plain::program(dtype, 256, false), (9, 0)));
+        all.push((plain::program(dtype, 64), (9, 0)));
+        all.push((plain::program(dtype, 256), (9, 0)));
         for other in [dtype, dtype.sum()] {
             all.push((moving::program(dtype, other), (9, 0)));
             all.push((moving::program(other, dtype), (9, 0)));
@@ -29,7 +29,7 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
     let hopper = hopper.chain(hopper_variants::programs());
     all.extend(hopper.map(|program| (program, (9, 0))));
     for capability in ANY {
-        all.push((plain::program(DType::F32, 64, false), capability));
+        all.push((plain::program(DType::F32, 64), capability));
     }
     all
 }

@@ -156,10 +156,12 @@ impl Device {
 
     /// Enqueues an attention on the next lane, after everything it depends on; `work` is told the
     /// lane's number, below [`LANES`]. Lanes take turns: where ranks share a GPU, one's job begins
-    /// on the multiprocessors that another's has left. Only what continues the last attention
-    /// stays on its lane, where it need not wait for an event.
+    /// on the multiprocessors that another's has left. Only what continues the last attention, or
+    /// `carried` sums of an earlier one, stays on its lane: there it need not wait for an event, and
+    /// nobody behind it waits for what it waits for.
     pub(crate) fn attend(
         &self,
+        carried: Option<&Memory>,
         reads: &[&Memory],
         writes: &[&Memory],
         counters: &[Memory; LANES],
@@ -172,9 +174,14 @@ impl Device {
         let lane = {
             let last = last();
             let continues = |event| writes.iter().any(|memory| memory.marks().ends_with(event));
+            let before = || {
+                let marks = carried?.marks();
+                let stream = marks.writer()?;
+                (0..LANES).find(|lane| Arc::ptr_eq(self.lane(*lane), stream))
+            };
             match last.event.as_ref().is_some_and(continues) {
                 true => last.lane,
-                false => (last.lane + 1) % LANES,
+                false => before().unwrap_or((last.lane + 1) % LANES),
             }
         };
         let mut writes = writes.to_vec();

@@ -217,9 +217,25 @@ impl Kernel for CudaKernel {
         q: &Buffer,
         k: &Buffer,
         v: &Buffer,
+        begins: bool,
         carry: &mut Carry<Buffer>,
     ) -> Result<()> {
-        Ok(self.attention(job, Operands::new(q, k, v)?, Ends::Carry(carry))?)
+        let ends = Ends::Carry { begins, carry };
+        Ok(self.attention(job, Operands::new(q, k, v)?, ends)?)
+    }
+
+    fn conclude(
+        &self,
+        job: &Job,
+        q: &Buffer,
+        k: &Buffer,
+        v: &Buffer,
+        carry: &Carry<Buffer>,
+        out: &mut Buffer,
+        lse: &mut Buffer,
+    ) -> Result<()> {
+        let ends = Ends::Conclusion { carry, out, lse };
+        Ok(self.attention(job, Operands::new(q, k, v)?, ends)?)
     }
 
     fn attend(
@@ -231,7 +247,7 @@ impl Kernel for CudaKernel {
         out: &mut Buffer,
         lse: &mut Buffer,
     ) -> Result<()> {
-        Ok(self.attention(job, Operands::new(q, k, v)?, Ends::End(out, lse))?)
+        Ok(self.attention(job, Operands::new(q, k, v)?, Ends::All(out, lse))?)
     }
 
     fn merge(&self, block: &Block, from: &Carry<Buffer>, to: &mut Carry<Buffer>) -> Result<()> {

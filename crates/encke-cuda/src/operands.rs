@@ -35,54 +35,107 @@ impl<'a> Operands<'a> {
     }
 }
 
-/// Where a forward pass writes.
+/// Where a softmax comes from and goes to in a forward pass.
 pub(crate) enum Ends<'a> {
-    /// It continues this carry.
-    Carry(&'a mut Carry<Buffer>),
-    /// It ends here: out and lse.
-    End(&'a mut Buffer, &'a mut Buffer),
+    /// It is left in this carry, where it was before unless it begins.
+    Carry {
+        begins: bool,
+        carry: &'a mut Carry<Buffer>,
+    },
+    /// It goes on from this carry, and ends in out and lse.
+    Conclusion {
+        carry: &'a Carry<Buffer>,
+        out: &'a mut Buffer,
+        lse: &'a mut Buffer,
+    },
+    /// It begins, and ends in out and lse.
+    All(&'a mut Buffer, &'a mut Buffer),
 }
 
-/// The same with memory that may be written.
+/// The same as memory.
 pub(crate) struct Targets {
+    /// Whether what the carry holds is not read.
+    pub begins: bool,
     /// Whether it ends here.
-    pub end: bool,
-    memory: Vec<Arc<Memory>>,
+    pub ends: bool,
+    carry: Vec<Arc<Memory>>,
+    outputs: Vec<Arc<Memory>>,
 }
 
 impl Ends<'_> {
     pub fn own(self) -> Result<Targets> {
-        let (end, memory) = match self {
-            Ends::Carry(carry) => {
-                let sum = carry.acc.dtype();
-                expect("m", &carry.m, sum)?;
-                expect("l", &carry.l, sum)?;
-                let Carry { acc, m, l } = carry;
-                (
-                    false,
-                    vec![acc.own()?.clone(), m.own()?.clone(), l.own()?.clone()],
-                )
-            }
-            Ends::End(out, lse) => {
-                expect("lse", lse, out.dtype().sum())?;
-                (true, vec![out.own()?.clone(), lse.own()?.clone()])
-            }
+        let one_type = |carry: &Carry<Buffer>| {
+            expect("m", &carry.m, carry.acc.dtype())?;
+            expect("l", &carry.l, carry.acc.dtype())
         };
-        Ok(Targets { end, memory })
+        let outputs = |out: &mut Buffer, lse: &mut Buffer| -> Result<Vec<Arc<Memory>>> {
+            expect("lse", lse, out.dtype().sum())?;
+            Ok(vec![out.own()?.clone(), lse.own()?.clone()])
+        };
+        Ok(match self {
+            Ends::Carry { begins, carry } => {
+                one_type(carry)?;
+                let Carry { acc, m, l } = carry;
+                Targets {
+                    begins,
+                    ends: false,
+                    carry: vec![acc.own()?.clone(), m.own()?.clone(), l.own()?.clone()],
+                    outputs: Vec::new(),
+                }
+            }
+            Ends::Conclusion { carry, out, lse } => {
+                one_type(carry)?;
+                expect("a carry", &carry.acc, out.dtype().sum())?;
+                let Carry { acc, m, l } = carry;
+                let carry = [acc, m, l].map(|part| part.memory().cloned());
+                Targets {
+                    begins: false,
+                    ends: true,
+                    carry: carry.into_iter().collect::<Result<_>>()?,
+                    outputs: outputs(out, lse)?,
+                }
+            }
+            Ends::All(out, lse) => Targets {
+                begins: true,
+                ends: true,
+                carry: Vec::new(),
+                outputs: outputs(out, lse)?,
+            },
+        })
     }
 }
 
 impl Targets {
-    pub fn memory(&self) -> Vec<&Memory> {
-        self.memory.iter().map(|x| &**x).collect()
+    /// What is read and not written.
+    pub fn reads(&self) -> impl Iterator<Item = &Memory> {
+        let carry = self.carry.iter().filter(|_| self.ends);
+        carry.map(|memory| &**memory)
+    }
+
+    /// What is written.
+    pub fn writes(&self) -> Vec<&Memory> {
+        let written = if self.ends {
+            &self.outputs
+        } else {
+            &self.carry
+        };
+        written.iter().map(|memory| &**memory).collect()
+    }
+
+    /// The sums it goes on from.
+    pub fn carried(&self) -> Option<&Memory> {
+        let sums = self.carry.first().filter(|_| !self.begins);
+        sums.map(|memory| &**memory)
     }
 
     /// acc, m, l, out, lse: zero where there is none.
     pub fn pointers(&self) -> [u64; 5] {
         let mut pointers = [0; 5];
-        let first = if self.end { 3 } else { 0 };
-        for (place, memory) in pointers[first..].iter_mut().zip(&self.memory) {
-            *place = memory.pointer();
+        let (carry, outputs) = pointers.split_at_mut(3);
+        for (places, memory) in [(carry, &self.carry), (outputs, &self.outputs)] {
+            for (place, memory) in places.iter_mut().zip(memory) {
+                *place = memory.pointer();
+            }
         }
         pointers
     }

@@ -69,9 +69,24 @@ pub(crate) fn perform<K: Kernel>(
             q,
             k,
             v,
+            begins,
             carry,
         } => held.with_carry(*carry, |_, carry| {
-            kernel.forward(job, read(*q), read(*k), read(*v), carry)
+            kernel.forward(job, read(*q), read(*k), read(*v), *begins, carry)
+        }),
+        Task::Conclude {
+            job,
+            q,
+            k,
+            v,
+            carry,
+            out,
+            lse,
+        } => held.with_carry(*carry, |held, carry| {
+            let (q, k, v) = (read(*q), read(*k), read(*v));
+            held.with_ends(*out, *lse, |out, lse| {
+                kernel.conclude(job, q, k, v, carry, out, lse)
+            })
         }),
         Task::Attend {
             job,
@@ -81,12 +96,8 @@ pub(crate) fn perform<K: Kernel>(
             out,
             lse,
         } => {
-            let (mut out_buffer, mut lse_buffer) = (held.take_one(*out), held.take_one(*lse));
             let (q, k, v) = (read(*q), read(*k), read(*v));
-            let done = kernel.attend(job, q, k, v, &mut out_buffer, &mut lse_buffer);
-            *held.slot(*out) = Some(out_buffer);
-            *held.slot(*lse) = Some(lse_buffer);
-            done
+            held.with_ends(*out, *lse, |out, lse| kernel.attend(job, q, k, v, out, lse))
         }
         Task::Merge { blocks, from, to } => held.with_carry(*from, |held, from| {
             held.with_carry(*to, |_, to| {
@@ -102,12 +113,9 @@ pub(crate) fn perform<K: Kernel>(
             out,
             lse,
         } => held.with_carry(*carry, |held, carry| {
-            let (mut out_buffer, mut lse_buffer) = (held.take_one(*out), held.take_one(*lse));
-            let (out_ref, lse_ref) = (&mut out_buffer, &mut lse_buffer);
-            let done = kernel.finish(*cells, *dim, *gain, carry, out_ref, lse_ref);
-            *held.slot(*out) = Some(out_buffer);
-            *held.slot(*lse) = Some(lse_buffer);
-            done
+            held.with_ends(*out, *lse, |out, lse| {
+                kernel.finish(*cells, *dim, *gain, carry, out, lse)
+            })
         }),
         Task::Delta {
             cells,

@@ -88,6 +88,20 @@ impl<B> Held<B> {
         *self.slot(ids.l) = Some(carry.l);
         result
     }
+
+    /// Runs `work` with out and lse.
+    pub(crate) fn with_ends<R>(
+        &mut self,
+        out: BufferId,
+        lse: BufferId,
+        work: impl FnOnce(&mut B, &mut B) -> R,
+    ) -> R {
+        let (mut out_buffer, mut lse_buffer) = (self.take_one(out), self.take_one(lse));
+        let result = work(&mut out_buffer, &mut lse_buffer);
+        *self.slot(out) = Some(out_buffer);
+        *self.slot(lse) = Some(lse_buffer);
+        result
+    }
 }
 
 /// Inputs of the caller that a rank reads in place, by buffer. They last as long as the call.

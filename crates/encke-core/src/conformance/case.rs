@@ -144,6 +144,12 @@ impl Part {
         marks(self.k.len(), self.job.dim, rows.into_iter())
     }
 
+    /// Which of so many cells the job may write.
+    pub fn touched_cells(&self, cells: usize) -> Vec<bool> {
+        let rows = [(&self.job, &self.job.cells, self.job.queries)];
+        marks(cells, 1, rows.into_iter())
+    }
+
     /// The addresses of key row `t` in every batch entry, segment and head.
     pub fn key_addresses(&self, t: usize) -> Vec<usize> {
         rows(&self.job, 1)

@@ -6,9 +6,9 @@
 use super::bench::Bench;
 use super::case::{Case, DIMS};
 use super::hidden::{self, same_carry, same_gradients};
-use super::judge::{Judge, largest};
+use super::judge::Judge;
 use super::layout::GAP;
-use super::{Failure, Random, cells, moving};
+use super::{Failure, Random, cells, ends, moving};
 use crate::dtype::{DType, Data};
 use crate::kernel::{Carry, Gradients, Kernel, Upstream};
 use crate::naive::NaiveKernel;
@@ -102,7 +102,7 @@ fn attention<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
         |_| false,
     )?;
 
-    attended(bench, &oracle, &case, &judge)?;
+    ends::check(bench, &oracle, &case, &judge)?;
 
     let grown = bench.backward(&case, &told)?;
     let expected = oracle.backward(&case, &told)?;
@@ -120,62 +120,14 @@ fn attention<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
     hidden::keys(bench, &case, &told, &carry, &grown)
 }
 
-/// The first part of a case as if it were all of it, to the end.
-fn attended<K: Kernel>(
-    bench: &Bench<'_, K>,
-    oracle: &Bench<'_, NaiveKernel>,
-    case: &Case,
-    judge: &Judge,
-) -> Result<(), Failure> {
-    let (exact, exact_lse) = oracle.attend(case)?;
-    let (out, lse) = bench.attend(case)?;
-    let untouched = |x: &f64| *x == MARK;
-    let same = |got: &Data, exact: &Data| {
-        let (got, exact) = (got.to_f64(), exact.to_f64());
-        let pairs = got.iter().zip(&exact);
-        pairs.filter(|(x, y)| untouched(x) != untouched(y)).count()
-    };
-    if same(&out, &exact) + same(&lse, &exact_lse) > 0 {
-        return Err(bench.failure("attending to the end wrote other cells than those of its job"));
-    }
-    let gain = case.parts[0].job.gain.abs().max(1.0);
-    let pairs = |got: &Data, exact: &Data| {
-        let pairs = got.to_f64().into_iter().zip(exact.to_f64());
-        pairs.collect::<Vec<_>>()
-    };
-    // The judge's sums run over all parts, so weights that are alone are allowed a part's share.
-    let room = gain * (judge.out + bench.dtype.epsilon() * largest(&exact.to_f64()));
-    bench.close("out, attended to the end,", pairs(&out, &exact), room)?;
-    bench.close(
-        "lse, attended to the end,",
-        pairs(&lse, &exact_lse),
-        judge.lse,
-    )
-}
-
-/// What cells hold that a job must not touch.
-const MARK: f64 = 7.5;
-
 impl<K: Kernel> Bench<'_, K> {
-    /// out and lse of a case whose first part is all there is.
-    pub fn attend(&self, case: &Case) -> Result<(Data, Data), Failure> {
-        let (part, sum) = (&case.parts[0], self.dtype.sum());
-        let q = self.put(self.dtype, &case.q)?;
-        let k = self.put(self.dtype, &part.k)?;
-        let v = self.put(self.dtype, &part.v)?;
-        let mut out = self.put(self.dtype, &vec![MARK; case.cells * case.dim])?;
-        let mut lse = self.put(sum, &vec![MARK; case.cells])?;
-        let [q, k, v] = [&q, &k, &v].map(|buffer| self.kernel.input(buffer));
-        let done = self.kernel.attend(&part.job, q, k, v, &mut out, &mut lse);
-        self.done(done)?;
-        Ok((
-            self.get(self.dtype, case.cells * case.dim, &out)?,
-            self.get(sum, case.cells, &lse)?,
-        ))
-    }
-
     /// All parts of a case into one carry.
     pub fn forward(&self, case: &Case) -> Result<Carry<Data>, Failure> {
+        self.forward_some(case, case.parts.len())
+    }
+
+    /// The first parts of a case into one carry.
+    pub fn forward_some(&self, case: &Case, parts: usize) -> Result<Carry<Data>, Failure> {
         let q = self.put(self.dtype, &case.q)?;
         let start = start(case);
         let sum = self.dtype.sum();
@@ -184,13 +136,13 @@ impl<K: Kernel> Bench<'_, K> {
             m: self.put(sum, &start.m.to_f64())?,
             l: self.put(sum, &start.l.to_f64())?,
         };
-        for part in &case.parts {
+        for part in &case.parts[..parts] {
             let (k, v) = (
                 self.put(self.dtype, &part.k)?,
                 self.put(self.dtype, &part.v)?,
             );
             let [q, k, v] = [&q, &k, &v].map(|buffer| self.kernel.input(buffer));
-            self.done(self.kernel.forward(&part.job, q, k, v, &mut carry))?;
+            self.done(self.kernel.forward(&part.job, q, k, v, false, &mut carry))?;
         }
         self.get_carry(case.cells, case.dim, &carry)
     }
@@ -247,7 +199,7 @@ fn start(case: &Case) -> Carry<Data> {
 }
 
 /// Output and lse of every cell of a carry, by the definition and not by the kernel.
-fn finished(carry: &Carry<Data>) -> (Vec<f64>, Vec<f64>) {
+pub(super) fn finished(carry: &Carry<Data>) -> (Vec<f64>, Vec<f64>) {
     let (acc, m, l) = (carry.acc.to_f64(), carry.m.to_f64(), carry.l.to_f64());
     let dim = acc.len() / l.len();
     let mean = |(i, x): (usize, &f64)| {

@@ -10,6 +10,7 @@ mod bench;
 mod case;
 mod cells;
 mod configuration;
+mod ends;
 mod hidden;
 mod judge;
 mod kernel;

@@ -105,6 +105,7 @@ pub(super) fn sharded(plan: &Plan, rank: usize, so_far: Option<&[Progress]>) -> 
         q,
         k,
         v,
+        begins: false,
         carry,
     };
     if begins {
@@ -156,6 +157,7 @@ fn replicated(plan: &Plan, rank: usize) -> RankPlan {
         q,
         k,
         v,
+        begins: false,
         carry,
     };
     b.local_jobs(at, |job| forward(job, carry));

@@ -8,6 +8,7 @@ mod backward;
 pub mod balance;
 mod builder;
 mod component;
+mod ends;
 pub mod explain;
 mod flow;
 mod forward;
@@ -238,9 +239,16 @@ impl Plan {
             });
         }
         Ok(match self.request.pass {
-            Pass::Forward => forward::program(self, rank),
+            Pass::Forward => ends::straight(forward::program(self, rank), self.can_go_on()),
             Pass::Backward { dlse } => backward::program(self, rank, dlse),
         })
+    }
+
+    /// Whether survivors may have to go on with what they have got: somebody keeps inputs, or has
+    /// none that could be lost.
+    fn can_go_on(&self) -> bool {
+        let empty = |rank| self.shards.rows(rank) == 0;
+        self.request.redundancy > 0 || (0..self.ranks()).any(empty)
     }
 
     /// The ranks that keep the inputs of `shard`, in the order in which they would adopt it.

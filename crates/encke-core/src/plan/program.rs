@@ -104,8 +104,27 @@ pub enum Task {
         k: BufferId,
         /// Values.
         v: BufferId,
+        /// Whether its cells have seen nothing yet, so that what the carry holds is not read.
+        begins: bool,
         /// Where the result accumulates.
         carry: CarryIds,
+    },
+    /// Attend for the last time: the carry is continued to its end.
+    Conclude {
+        /// Which rows.
+        job: Job,
+        /// Queries.
+        q: BufferId,
+        /// Keys.
+        k: BufferId,
+        /// Values.
+        v: BufferId,
+        /// What was seen before.
+        carry: CarryIds,
+        /// The output.
+        out: BufferId,
+        /// The lse.
+        lse: BufferId,
     },
     /// Attend queries that see nothing else, to the end.
     Attend {
@@ -195,7 +214,10 @@ impl Task {
             Task::Forward { carry, .. } => vec![carry.acc, carry.m, carry.l],
             Task::Attend { out, lse, .. } => vec![*out, *lse],
             Task::Merge { from, to, .. } => vec![from.acc, from.m, from.l, to.acc, to.m, to.l],
-            Task::Finish {
+            Task::Conclude {
+                carry, out, lse, ..
+            }
+            | Task::Finish {
                 carry, out, lse, ..
             } => vec![carry.acc, carry.m, carry.l, *out, *lse],
             Task::Delta { delta, .. } => vec![*delta],
@@ -214,6 +236,18 @@ impl Task {
             Task::Attend {
                 q, k, v, out, lse, ..
             } => vec![q, k, v, out, lse],
+            Task::Conclude {
+                q,
+                k,
+                v,
+                carry,
+                out,
+                lse,
+                ..
+            } => {
+                let [acc, m, l] = [&mut carry.acc, &mut carry.m, &mut carry.l];
+                vec![q, k, v, acc, m, l, out, lse]
+            }
             Task::Merge { from, to, .. } => {
                 let [from, to] = [from, to].map(|of| [&mut of.acc, &mut of.m, &mut of.l]);
                 from.into_iter().chain(to).collect()
@@ -256,9 +290,10 @@ impl Task {
 
     fn job_mut(&mut self) -> Option<&mut Job> {
         match self {
-            Task::Forward { job, .. } | Task::Attend { job, .. } | Task::Backward { job, .. } => {
-                Some(job)
-            }
+            Task::Forward { job, .. }
+            | Task::Conclude { job, .. }
+            | Task::Attend { job, .. }
+            | Task::Backward { job, .. } => Some(job),
             _ => None,
         }
     }
@@ -266,9 +301,10 @@ impl Task {
     /// The attention it computes, if it is one.
     pub fn job(&self) -> Option<&Job> {
         match self {
-            Task::Forward { job, .. } | Task::Attend { job, .. } | Task::Backward { job, .. } => {
-                Some(job)
-            }
+            Task::Forward { job, .. }
+            | Task::Conclude { job, .. }
+            | Task::Attend { job, .. }
+            | Task::Backward { job, .. } => Some(job),
             _ => None,
         }
     }
@@ -444,20 +480,6 @@ impl RankPlan {
             *memory.entry(buffer.component).or_default() += buffer.bytes();
         }
         memory
-    }
-
-    /// Outputs of which cells that see nothing are left as the zeros they were allocated as: those
-    /// that are not finished as a whole.
-    pub fn sparse_outputs(&self) -> Vec<BufferId> {
-        let tasks = || self.rounds.iter().flat_map(|round| &round.before);
-        let finished = |id: BufferId| {
-            tasks().any(|task| matches!(task, Task::Finish { out, .. } if *out == id))
-        };
-        let ports = self.outputs.iter().filter(|port| port.role == Role::Out);
-        ports
-            .map(|port| port.buffer)
-            .filter(|id| !finished(*id))
-            .collect()
     }
 
     /// Every job, in the order of execution.

@@ -107,10 +107,35 @@ impl Player {
                 }
             }
             Task::Forward {
-                job, q, k, carry, ..
+                job,
+                q,
+                k,
+                begins,
+                carry,
+                ..
             } => {
+                if *begins {
+                    for cell in cells(job) {
+                        self.buffers[carry.acc.0][cell].clear();
+                    }
+                }
                 for (pair, cell, ..) in self.met(job, *q, *k) {
                     self.buffers[carry.acc.0][cell].push(pair);
+                }
+            }
+            Task::Conclude {
+                job,
+                q,
+                k,
+                carry,
+                out,
+                ..
+            } => {
+                for cell in cells(job) {
+                    self.buffers[out.0][cell] = self.buffers[carry.acc.0][cell].clone();
+                }
+                for (pair, cell, ..) in self.met(job, *q, *k) {
+                    self.buffers[out.0][cell].push(pair);
                 }
             }
             Task::Attend { job, q, k, out, .. } => {
@@ -164,6 +189,16 @@ impl Player {
         self.pairs += met.len() as u128;
         met
     }
+}
+
+/// Every cell of a job.
+fn cells(job: &Job) -> Vec<usize> {
+    let places = (0..job.batch).flat_map(|b| (0..job.segments).map(move |s| (b, s)));
+    let rows = (0..job.queries).flat_map(|i| (0..job.heads).map(move |h| (i, h)));
+    let rows: Vec<(usize, usize)> = rows.collect();
+    places
+        .flat_map(|(b, s)| rows.iter().map(move |&(i, h)| job.cells.at(b, s, i, h)))
+        .collect()
 }
 
 fn copy(block: &Block, add: bool, source: &Cells, target: &mut Cells) {

@@ -35,7 +35,14 @@ pub fn check<T: Tiles>() {
         };
         let [q, k, v, dout] = numbers.given.clone().map(Data::Bf16);
         NaiveKernel
-            .forward(&job, q.as_slice(), k.as_slice(), v.as_slice(), &mut carry)
+            .forward(
+                &job,
+                q.as_slice(),
+                k.as_slice(),
+                v.as_slice(),
+                false,
+                &mut carry,
+            )
             .unwrap();
         let mut worst = [0.0f64; 2];
         let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));

@@ -9,7 +9,7 @@ use half::bf16;
 
 use crate::amx::{Given, Pool};
 use crate::shared::Shared;
-use crate::target::Target;
+use crate::target::{After, Target};
 use crate::variants::{Backward, Forward};
 
 /// The shortest and the median time of `runs` runs, in seconds.
@@ -92,12 +92,16 @@ impl Numbers {
         self.m.fill(f32::NEG_INFINITY);
         self.l.fill(0.0);
         let [q, k, v, _] = self.given.each_ref().map(Vec::as_slice);
-        let carry = Carry {
-            acc: Shared::new(&mut self.acc),
-            m: Shared::new(&mut self.m),
-            l: Shared::new(&mut self.l),
+        let (acc, m, l) = (
+            Shared::new(&mut self.acc),
+            Shared::new(&mut self.m),
+            Shared::new(&mut self.l),
+        );
+        let target = Target {
+            before: Some(Carry { acc, m, l }),
+            after: After::Carry(Carry { acc, m, l }),
         };
-        run(pool, job, [q, k, v], Target::Carry(carry));
+        run(pool, job, [q, k, v], target);
     }
 
     /// What backward is told, from what forward left.

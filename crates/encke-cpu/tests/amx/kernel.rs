@@ -97,10 +97,27 @@ impl<T: Tiles> Kernel for TileKernel<T> {
         q: Slice<'_>,
         k: Slice<'_>,
         v: Slice<'_>,
+        begins: bool,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let given = [narrow(q), narrow(k), narrow(v)];
-        amx::forward::<T>(&self.pool, job, given, Target::carry(carry));
+        amx::forward::<T>(&self.pool, job, given, Target::carry(carry, begins));
+        Ok(())
+    }
+
+    fn conclude(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        let given = [narrow(q), narrow(k), narrow(v)];
+        let target = Target::conclusion(carry, out, lse, job.gain);
+        amx::forward::<T>(&self.pool, job, given, target);
         Ok(())
     }
 

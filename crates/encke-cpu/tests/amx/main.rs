@@ -153,7 +153,7 @@ fn run<K: for<'a> Kernel<Buffer = Data, Input<'a> = Slice<'a>>>(
     };
     kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
     let [q, k, v, dout] = [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(Data::as_slice);
-    kernel.forward(job, q, k, v, &mut carry).unwrap();
+    kernel.forward(job, q, k, v, false, &mut carry).unwrap();
     let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));
     let oracle = NaiveKernel;
     oracle
@@ -412,7 +412,7 @@ fn shapes_change_only_the_order_of_sums() {
     NaiveKernel.fill(l, 0.0).unwrap();
     let [q, k, v, dout] =
         [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(|data| narrow(data.as_slice()));
-    forward_shaped::<Emulated, Odd>(&pool, &job, [q, k, v], Target::carry(&mut got.carry));
+    forward_shaped::<Emulated, Odd>(&pool, &job, [q, k, v], Target::carry(&mut got.carry, false));
     NaiveKernel
         .finish(
             cells,

@@ -13,7 +13,8 @@
 // - A row's bits depend on what the row sees and nothing else: every decision taken at run time is taken row by row.
 //
 // Macros given by the host: T_BF16 or T_F16; HD: the head dimension rounded up to 16; CONSUMERS; KEYS: keys of a block;
-// STAGES of K and of V; Q_STAGES; CAUSAL; PINGPONG; CARRY: continue (acc, m, l) rather than end in (out, lse); STAGED: with room for a tile's sums;
+// STAGES of K and of V; Q_STAGES; CAUSAL; PINGPONG; BEFORE: continue (acc, m, l) rather than begin with nothing; AFTER: leave (acc, m, l) rather than
+// end in (out, lse); STAGED: with room for a tile's sums;
 // NEGATIVE: the scale is below 0; LAZY: the reference of the weights follows the maximum only when it falls 2^8 behind;
 // Q_REGISTERS: queries are held in registers; POLYNOMIAL: of so many exponentials one is a polynomial (0: none); LOADER_REGISTERS and CONSUMER_REGISTERS.
 #define FRAGMENTS (HD / 8)
@@ -25,6 +26,10 @@
 #define SCORES JOIN(SIGN(wgmma_ss_), KEYS)
 #define SCORES_OF_REGISTERS JOIN(SIGN(wgmma_rs_), KEYS)
 #define VALUES JOIN(wgmma_rs_tb_n, HD)
+// Sums of before are brought to shared memory while a tile is computed, and its output leaves through the same place.
+#define FETCHED (STAGED && BEFORE && !AFTER)
+// Nothing lies where the queries were after they have been read into registers.
+#define Q_LEAVES (Q_REGISTERS && (AFTER || FETCHED))
 
 // ---- the thread that loads ----
 DEV void load_slabs(u32 to, const TensorMap* map, u32 barrier, int rows, int row, int head, const Tile& tile) {
@@ -39,7 +44,7 @@ DEV void load(const Job& job, const Tiles& tiles, const Shared& shared, const Te
   while (index < tiles.count) {
     tile_of(job, tiles, index, tile);
     index = CAUSAL ? gridDim.x + atomicAdd(counter, 1u) : index + gridDim.x;
-    if (CARRY && tile.blocks == 0) continue;
+    if (BEFORE && AFTER && tile.blocks == 0) continue;   // they keep every bit of what they have
     tell(shared, turn, tile);
     if (tile.blocks == 0) continue;
     int q_head = (u32)(job.q.heads[tile.head] >> tiles.q_shift) * tiles.q_inverse, k_head = (u32)(job.k.heads[tile.head] >> tiles.k_shift) * tiles.k_inverse;
@@ -250,7 +255,11 @@ DEV void add_unbounded(const Job& job, const Tile& tile, const Rows& rows, const
         }
   }
 }
-#if CARRY
+// A lane's row of 0..7 in shared memory, and the row at a place: rows side by side lie two places apart, so that 16 lanes that write 8 bytes each
+// meet all banks once.
+DEV int place_of_row(int row) { return row % 4 * 2 + row / 4; }
+DEV int row_at_place(int place) { return place / 2 + place % 2 * 4; }
+#if BEFORE
 // The softmax goes on from where it was: m and l of the rows, asked for before anything else of a tile and used only when its first scores are there.
 // What was summed stays in memory until the tile ends.
 struct Carried {
@@ -268,6 +277,39 @@ struct Carried {
     }
   }
 };
+#endif
+#if FETCHED
+// Asks for the sums of a warp's rows: nobody waits for them before the tile ends.
+DEV void fetch_sums(const Job& job, const Tile& tile, const float* sums, u32 staged, u32 barrier, int first, int lane) {
+  fence_async();   // the output of the last tile has left
+  __syncwarp();
+  const int there = min(max(job.queries - tile.row - first, 0), 16), row = row_at_place(lane % 8) + lane / 8 * 8;
+  if (lane == 0) barrier_expect(barrier, there * job.dim * 4);
+  __syncwarp();
+  if (lane < 16 && row < there) bulk_load(staged + lane * SUM_PITCH, sums + (tile.cell + (tile.row + first + row) * job.cells.row) * job.dim, job.dim * 4, barrier);
+}
+#endif
+#if BEFORE && !AFTER
+// Adds what was summed before to the tile's own sums.
+DEV void add_before(const Job& job, const Rows& rows, const float* sums, float c, u32 staged, int lane, float (&acc)[HD / 2], const Softmax& softmax, const float (&before)[2]) {
+  const int column = lane % 4 * 2;
+  #pragma unroll
+  for (int h = 0; h < 2; h++) {
+    if (!rows.exists[h] || before[h] == neg_inf()) continue;
+    const float kept = before[h] == softmax.m[h] ? 1.f : exp2_fast((before[h] - softmax.m[h]) * c);
+    const float* from = sums + rows.cell[h] * job.dim + column;
+    #pragma unroll
+    for (int i = 0; i < FRAGMENTS; i++)
+      if (8 * i < job.dim) {
+        float x, y;
+        if (FETCHED) load_shared(staged + (place_of_row(lane / 4) + 8 * h) * SUM_PITCH + (8 * i + column) * 4, x, y);
+        else { float2 pair = *(const float2*)(from + 8 * i); x = pair.x; y = pair.y; }
+        acc[4 * i + 2 * h] = fmaf(x, kept, acc[4 * i + 2 * h]); acc[4 * i + 2 * h + 1] = fmaf(y, kept, acc[4 * i + 2 * h + 1]);
+      }
+  }
+}
+#endif
+#if AFTER
 // Adds the tile's sums to those in memory. References are LAZY, so that most rows still have the one they came with: memory adds these itself, and
 // nobody waits for what was there. Rows that had nothing are written, and those whose reference rose are read and shrunk first.
 // STAGED: what is added or written lies in shared memory for the copy engine, which takes it away while the next tile is computed. All tiles end at
@@ -298,14 +340,14 @@ DEV void store_carry(const Job& job, const Rows& rows, float* sums, float* m_out
 #if STAGED
     rose[h] = __ballot_sync(~0u, raised || !rows.exists[h]); fresh[h] = __ballot_sync(~0u, none);
     #pragma unroll
-    for (int i = 0; i < FRAGMENTS; i++) store_shared(staged + (lane / 4 + 8 * h) * SUM_PITCH + (8 * i + column) * 4, acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]);
+    for (int i = 0; i < FRAGMENTS; i++) store_shared(staged + (place_of_row(lane / 4) + 8 * h) * SUM_PITCH + (8 * i + column) * 4, acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]);
 #endif
   }
 #if STAGED
   fence_async();
   __syncwarp();
-  // Each of 16 lanes gives away a row: that of the quad `lane % 8`.
-  const int of = lane % 8 * 4, h = lane / 8;
+  // Each of 16 lanes gives away the row at its place.
+  const int of = row_at_place(lane % 8) * 4, h = lane / 8;
   const i64 first = __shfl_sync(~0u, rows.cell[0], of), second = __shfl_sync(~0u, rows.cell[1], of);
   const u32 by_hand = h ? rose[1] : rose[0], written = h ? fresh[1] : fresh[0];
   if (h < 2 && !(by_hand >> of & 1)) {
@@ -314,9 +356,21 @@ DEV void store_carry(const Job& job, const Rows& rows, float* sums, float* m_out
   }
 #endif
 }
+// Rows that see no key at all and begin with it: an empty carry.
+DEV void store_nothing(const Job& job, const Tile& tile, float* sums, float* m, float* l, int thread) {
+  for (int row = thread; row < ROWS && tile.row + row < job.queries; row += CONSUMERS * 128) {
+    i64 cell = tile.cell + (tile.row + row) * job.cells.row;
+    m[cell] = neg_inf(); l[cell] = 0.f;
+    for (int i = 0; i < job.dim; i += 4) *(float4*)(sums + cell * job.dim + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+}
 #else
-// Ends the softmax. The rows of a warp pass through shared memory (where their queries were), so that global memory is written 16 bytes a lane and whole sectors at a time.
-DEV void store_out(const Job& job, const Tile& tile, const Rows& rows, u16* out, float* lse, float scale, u32 q, int first, int lane, const float (&acc)[HD / 2], const Softmax& softmax) {
+// Where 16 bytes of a row of a warp's output lie on their way: where the sums of before were, or the queries.
+DEV u32 passing(u32 q, u32 staged, int first, int row, int piece) {
+  return FETCHED ? staged + row * SUM_PITCH + piece * 16 : swizzled(q + piece / 8 * (ROWS * 128), first + row, piece % 8);
+}
+// Ends the softmax. The rows of a warp pass through shared memory, so that global memory is written 16 bytes a lane and whole sectors at a time.
+DEV void store_out(const Job& job, const Tile& tile, const Rows& rows, u16* out, float* lse, float scale, u32 q, u32 staged, int first, int lane, const float (&acc)[HD / 2], const Softmax& softmax) {
   float factor[2];
   #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -324,34 +378,38 @@ DEV void store_out(const Job& job, const Tile& tile, const Rows& rows, u16* out,
     factor[h] = l == 0.f ? 0.f : (float)job.gain / l;
     if (lane % 4 == 0 && rows.exists[h]) lse[rows.cell[h]] = l == 0.f ? neg_inf() : softmax.m[h] * scale + log2_fast(l) * 0.6931471805599453f;
   }
-  const u32 own = first + (lane / 8 % 2) * 8 + lane % 8;   // the row whose address this lane gives
+  const int own = (lane / 8 % 2) * 8 + lane % 8;   // the row whose address this lane gives
   #pragma unroll
   for (int i = 0; i < HD / 16; i++)
-    store_matrices(swizzled(q + (i / 4) * (ROWS * 128), own, (2 * i + lane / 16) % 8),
+    store_matrices(passing(q, staged, first, own, 2 * i + lane / 16),
                    pack(acc[8 * i] * factor[0], acc[8 * i + 1] * factor[0]), pack(acc[8 * i + 2] * factor[1], acc[8 * i + 3] * factor[1]),
                    pack(acc[8 * i + 4] * factor[0], acc[8 * i + 5] * factor[0]), pack(acc[8 * i + 6] * factor[1], acc[8 * i + 7] * factor[1]));
   __syncwarp();
   #pragma unroll
   for (int i = lane; i < 16 * FRAGMENTS; i += 32) {
-    int row = first + i / FRAGMENTS, piece = i % FRAGMENTS;
-    uint4 x = load_shared_16(swizzled(q + piece / 8 * (ROWS * 128), row, piece % 8));
-    if (tile.row + row < job.queries && piece * 8 < job.dim) *(uint4*)(out + (tile.cell + (tile.row + row) * job.cells.row) * job.dim + piece * 8) = x;
+    int row = i / FRAGMENTS, piece = i % FRAGMENTS;
+    uint4 x = load_shared_16(passing(q, staged, first, row, piece));
+    if (tile.row + first + row < job.queries && piece * 8 < job.dim) *(uint4*)(out + (tile.cell + (tile.row + first + row) * job.cells.row) * job.dim + piece * 8) = x;
   }
 }
-// Rows that see no key at all.
-DEV void store_nothing(const Job& job, const Tile& tile, u16* out, float* lse, int thread) {
+// Rows that see no key at all: the end of what they saw before.
+DEV void store_unseen(const Job& job, const Tile& tile, const float* sums, const float* m, const float* l, u16* out, float* lse, int thread) {
   for (int row = thread; row < ROWS && tile.row + row < job.queries; row += CONSUMERS * 128) {
     i64 cell = tile.cell + (tile.row + row) * job.cells.row;
-    lse[cell] = neg_inf();
-    for (int i = 0; i < job.dim; i += 8) *(uint4*)(out + cell * job.dim + i) = make_uint4(0, 0, 0, 0);
+    const float sum = BEFORE ? l[cell] : 0.f, factor = sum == 0.f ? 0.f : (float)job.gain / sum;
+    lse[cell] = sum == 0.f ? neg_inf() : m[cell] + log2_fast(sum) * 0.6931471805599453f;
+    for (int i = 0; i < job.dim; i += 2) {
+      float2 x = sum == 0.f ? make_float2(0.f, 0.f) : *(const float2*)(sums + cell * job.dim + i);
+      *(u32*)(out + cell * job.dim + i) = pack(x.x * factor, x.y * factor);
+    }
   }
 }
 #endif
 
-// `v_values` is read only where values are NaN or infinite; `counter`: two zeros, only for CAUSAL. CARRY: acc, m, l; otherwise out, lse.
+// `v_values` is read only where values are NaN or infinite; `counter`: two zeros, only for CAUSAL. acc, m and l only for BEFORE and AFTER, out and lse only without AFTER.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-               const __grid_constant__ Job job, const __grid_constant__ Tiles tiles, const u16* v_values, void* sums, float* m_or_lse, float* l_cells, u32* counter) {
+               const __grid_constant__ Job job, const __grid_constant__ Tiles tiles, const u16* v_values, float* sums, float* m_cells, float* l_cells, u16* out, float* lse, u32* counter) {
   SHARED_MEMORY(memory);
   const Shared shared{SHARED_BASE};
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
@@ -363,6 +421,7 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       barrier_init(shared.v_full(i), 1); barrier_init(shared.v_empty(i), CONSUMERS * 4);
       barrier_init(shared.masked(i), 1); barrier_init(shared.checked(i), 3);
     }
+    if (FETCHED) for (int i = 0; i < CONSUMERS * 4; i++) barrier_init(shared.sums_full(i), 1);
     for (int i = 0; i < 2; i++) { barrier_init(shared.tile_full(i), 1); barrier_init(shared.tile_empty(i), CONSUMERS * 4 + (CAUSAL ? 3 : 0)); }
     barrier_init_fence();
   }
@@ -384,18 +443,28 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
     const float c = scale * 1.4426950408889634f;
     float acc[HD / 2]; u32 p[KEYS / 4]; Softmax softmax; Rows rows; Tile tile;
     Turn<Q_STAGES> q; Turn<STAGES> k, v; Turn<2> turn; u32 checked_parity = 0;
+#if FETCHED
+    u32 sums_parity = 0;
+#endif
     if (PINGPONG && own == 0) named_arrive(1, 256);
     for (; hear(shared, turn, tile); leave(shared, turn, lane)) {
       if (tile.blocks == 0) {
-#if !CARRY
-        store_nothing(job, tile, (u16*)sums, m_or_lse, threadIdx.x - 128);
+#if !AFTER
+        store_unseen(job, tile, sums, m_cells, l_cells, out, lse, threadIdx.x - 128);
+#elif !BEFORE
+        store_nothing(job, tile, sums, m_cells, l_cells, threadIdx.x - 128);
 #endif
         continue;
       }
       rows_of(job, tiles, tile, tile.row + own * 64 + warp * 16 + lane / 4, rows);
-#if CARRY
+#if BEFORE
       Carried carried; float before[2];
-      carried.load(rows, m_or_lse, l_cells);
+      carried.load(rows, m_cells, l_cells);
+#elif AFTER
+      const float before[2] = {neg_inf(), neg_inf()};
+#endif
+#if FETCHED
+      fetch_sums(job, tile, sums, shared.sums(own * 64 + warp * 16), shared.sums_full(own * 4 + warp), own * 64 + warp * 16, lane);
 #endif
       #pragma unroll
       for (int i = 0; i < HD / 2; i++) acc[i] = 0.f;
@@ -404,7 +473,7 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       int block = tile.blocks - 1;
       barrier_wait(shared.q_full(q.stage), q.parity);
       Queries queries; queries.read(shared.q(q.stage), own, warp, lane);
-#if CARRY && Q_REGISTERS
+#if Q_LEAVES
       __syncwarp();
       if (lane == 0) barrier_arrive(shared.q_empty(q.stage));   // nothing else will lie there
 #endif
@@ -412,14 +481,14 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
         float s[KEYS / 2];
         barrier_wait(shared.k_full(k.stage), k.parity);
         wgmma_fence(); issue_scores(s, queries, shared.k(k.stage)); wgmma_commit();
-#if CARRY
+#if BEFORE
         carried.begin(scale, column, softmax, before);
 #endif
         wgmma_wait<0>();
         release(shared.k_empty(k.stage), lane);
         k.advance();
         if (block >= unmasked) mask(s, rows.limit[0] - block * KEYS - column, rows.limit[1] - block * KEYS - column);
-        softmax.absorb<!CARRY>(s, c);
+        softmax.absorb<!BEFORE>(s, c);
         to_weights(s, p);
         if (softmax.rescale) scale_rows(acc, softmax.shrink[0], softmax.shrink[1]);
       }
@@ -458,19 +527,23 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       hear(shared, turn, tile);   // again: what it takes to store was not kept
       rows_of(job, tiles, tile, tile.row + own * 64 + warp * 16 + lane / 4, rows);
       if (CAUSAL && unbounded) add_unbounded(job, tile, rows, v_values, column, acc);
-#if CARRY
-#if !Q_REGISTERS
-      if (lane == 0) barrier_arrive(shared.q_empty(q.stage));
+#if FETCHED
+      barrier_wait(shared.sums_full(own * 4 + warp), sums_parity); sums_parity ^= 1;
 #endif
-      store_carry(job, rows, (float*)sums, m_or_lse, l_cells, scale, c, shared.sums(own * 64 + warp * 16), lane, acc, softmax, before);
+#if BEFORE && !AFTER
+      add_before(job, rows, sums, c, shared.sums(own * 64 + warp * 16), lane, acc, softmax, before);
+#endif
+#if AFTER
+      if (!Q_LEAVES && lane == 0) barrier_arrive(shared.q_empty(q.stage));
+      store_carry(job, rows, sums, m_cells, l_cells, scale, c, shared.sums(own * 64 + warp * 16), lane, acc, softmax, before);
 #else
-      named_sync(1 + CONSUMERS + own, 128);   // every warp of the group has read its queries
-      store_out(job, tile, rows, (u16*)sums, m_or_lse, scale, shared.q(q.stage), own * 64 + warp * 16, lane, acc, softmax);
+      if (FETCHED) __syncwarp(); else named_sync(1 + CONSUMERS + own, 128);   // every warp of the group has read its queries
+      store_out(job, tile, rows, out, lse, scale, shared.q(q.stage), shared.sums(own * 64 + warp * 16), own * 64 + warp * 16, lane, acc, softmax);
       fence_async(); __syncwarp();
-      if (lane == 0) barrier_arrive(shared.q_empty(q.stage));
+      if (!Q_LEAVES && lane == 0) barrier_arrive(shared.q_empty(q.stage));
 #endif
       q.advance();
     }
-    if (STAGED) bulk_wait_all();
+    if (STAGED && AFTER) bulk_wait_all();
   }
 }

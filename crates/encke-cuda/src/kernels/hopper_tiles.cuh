@@ -32,7 +32,7 @@ DEV int seen(const Job& job, const Tiles& tiles, int i) {
 #define AT_FLAGS (AT_SUMS + (STAGED ? ROWS * SUM_PITCH : 0))
 #define AT_TILES (AT_FLAGS + STAGES * 16)
 #define AT_BARRIERS (AT_TILES + 2 * 48)
-#define FORWARD_BYTES (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES + 4) * 8)
+#define FORWARD_BYTES (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES + 4 + (STAGED ? CONSUMERS * 4 : 0)) * 8)
 struct Shared {
   u32 base;
   DEV_MEMBER u32 q(u32 stage) const { return base + stage * Q_BYTES; }
@@ -52,6 +52,7 @@ struct Shared {
   DEV_MEMBER u32 checked(u32 stage) const { return barrier(2 * Q_STAGES + 5 * STAGES + stage); }
   DEV_MEMBER u32 tile_full(u32 slot) const { return barrier(2 * Q_STAGES + 6 * STAGES + slot); }
   DEV_MEMBER u32 tile_empty(u32 slot) const { return barrier(2 * Q_STAGES + 6 * STAGES + 2 + slot); }
+  DEV_MEMBER u32 sums_full(u32 warp) const { return barrier(2 * Q_STAGES + 6 * STAGES + 4 + warp); }
 };
 
 // A stage of a ring of buffers and the parity of its phase.

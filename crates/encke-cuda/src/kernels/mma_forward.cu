@@ -69,14 +69,14 @@ DEV Place place_of(const Job& job, u32 number) {
 }
 
 // Nothing seen yet, or what the carry in memory has seen.
-DEV void begin(const Job& job, const Operands& in, int end, const Place& place, Softmax& state, float (&acc)[MT][HD / 8][4]) {
+DEV void begin(const Job& job, const Operands& in, int begins, const Place& place, Softmax& state, float (&acc)[MT][HD / 8][4]) {
   clear(acc);
   #pragma unroll
   for (int r = 0; r < 2 * MT; r++) {
     const int mt = r / 2, half = r % 2, i = place.first + own_row(mt, half);
     state.m[mt][half] = neg_inf();
     state.l[mt][half] = 0.f;
-    if (end || i >= job.queries) continue;
+    if (begins || i >= job.queries) continue;
     const i64 cell = at(job.cells, place.b, place.s, i, place.h);
     state.m[mt][half] = in.m[cell] * (float)LOG2_E;
     if (lane() % 4 == 0) state.l[mt][half] = in.l[cell];   // one lane of the quad: the four are summed
@@ -86,17 +86,17 @@ DEV void begin(const Job& job, const Operands& in, int end, const Place& place, 
   }
 }
 
-// Writes what the rows have become. A row that saw nothing here keeps every bit of its carry.
-DEV void finish(const Job& job, const Operands& to, int end, u32 seen, const Softmax& state, const float (&acc)[MT][HD / 8][4]) {
+// Writes what the rows have become. A row that goes on and saw nothing here keeps every bit of its carry.
+DEV void finish(const Job& job, const Operands& to, int begins, int end, u32 seen, const Softmax& state, const float (&acc)[MT][HD / 8][4]) {
   const Place place = place_of(job, (u32)forgotten((int)blockIdx.x));
   #pragma unroll
   for (int r = 0; r < 2 * MT; r++) {
     const int mt = r / 2, half = r % 2, i = place.first + own_row(mt, half);
     const float m = state.m[mt][half], l = quad_sum(state.l[mt][half]);
-    if (i >= job.queries || (!end && load_shared(seen + own_row(mt, half) * 4) == 0)) continue;
+    if (i >= job.queries || (!begins && !end && load_shared(seen + own_row(mt, half) * 4) == 0)) continue;
     const i64 cell = at(job.cells, place.b, place.s, i, place.h);
     float largest = m * LN_2;
-    if (!end) {
+    if (!begins) {
       // The largest score of before goes back as it came, not through two roundings.
       const float before = to.m[cell];
       if (before * (float)LOG2_E == m) largest = before;
@@ -115,10 +115,10 @@ DEV void finish(const Job& job, const Operands& to, int end, u32 seen, const Sof
   }
 }
 
-// Where `end` is set, the rows begin with nothing and end as (out, lse); otherwise they continue (acc, m, l).
+// Rows begin with nothing where `begins` is set, and with (acc, m, l) otherwise; where `end` is set they end as (out, lse), and as (acc, m, l) otherwise.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 mma_forward(const Job job, const u16* q, const u16* k, const u16* v, float* acc_out, float* m, float* l, u16* out, float* lse,
-            int end) {
+            int begins, int end) {
   const Operands operands = {q, k, v, acc_out, m, l, out, lse};
   // Shared memory: the queries, two blocks of keys and values, and how many keys each query sees.
   const u32 queries = shared_base(), streamed = queries + TILE_BYTES(TILE), seen = streamed + 4 * TILE_BYTES(BLOCK);
@@ -126,7 +126,7 @@ mma_forward(const Job job, const u16* q, const u16* k, const u16* v, float* acc_
   // Positions rise, so the first row of a tile sees the fewest keys and the last one the most.
   const int rows = smaller(TILE, job.queries - place.first), warp_row = own_row(0, 0) - lane() / 4;
   const int seen_by_all = visible(job, place.first), blocks = (visible(job, place.first + rows - 1) + BLOCK - 1) / BLOCK;
-  if (blocks == 0 && !end) return;
+  if (blocks == 0 && !begins && !end) return;
 
   const Rows keys = rows_of(job.k, place.b, place.s, place.h, job.keys);
   auto load_block = [&](int block) {
@@ -141,7 +141,7 @@ mma_forward(const Job job, const u16* q, const u16* k, const u16* v, float* acc_
   if (threadIdx.x < TILE) store_shared(seen + threadIdx.x * 4, (u32)((int)threadIdx.x < rows ? visible(job, place.first + threadIdx.x) : 0));
   Softmax state;
   float acc[MT][HD / 8][4];
-  begin(job, operands, end, place, state, acc);
+  begin(job, operands, begins, place, state, acc);
   __syncthreads();
   const int seen_by_warp = warp_row < rows ? load_shared(seen + smaller(warp_row + MT * 16, rows) * 4 - 4) : 0;
 
@@ -169,5 +169,5 @@ mma_forward(const Job job, const u16* q, const u16* k, const u16* v, float* acc_
       return key + row < (int)load_shared(seen + own_row(mt, half) * 4);
     });
   }
-  finish(job, operands, end, seen, state, acc);
+  finish(job, operands, begins, end, seen, state, acc);
 }

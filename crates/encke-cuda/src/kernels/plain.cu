@@ -2,7 +2,7 @@
 // tensor core keeps. A block owns TILE rows and walks over the other side in tiles; thread (y, x) has the pair of its row
 // y with the visiting row x, and then the columns x, x + TILE, ... of row y. Hidden pairs are skipped, not multiplied with
 // zero, so that what is hidden cannot poison. Sums have one order: bitwise the same from run to run.
-// Macros: T_*, COLUMNS (so many times TILE columns), MODE_END (forward writes out and lse instead of the carry).
+// Macros: T_*, COLUMNS (so many times TILE columns).
 #define TILE 16
 #define X ((int)threadIdx.x % TILE)
 #define Y ((int)threadIdx.x / TILE)
@@ -33,8 +33,9 @@ DEV A dot(const A* a, const A* b, int dim) {
   return sum;
 }
 
+// Rows begin with nothing, or with what (acc, m, l) hold; they end as (out, lse), or are left in (acc, m, l).
 extern "C" __global__ void __launch_bounds__(TILE * TILE, 1)
-plain_forward(const T* q, const T* k, const T* v, const Job job, A* acc, A* m, A* l, T* out, A* lse) {
+plain_forward(const T* q, const T* k, const T* v, const Job job, A* acc, A* m, A* l, T* out, A* lse, int begins, int ends) {
   extern __shared__ double raw[];
   int dim = job.dim, pitch = dim + 1, tiles = (job.queries + TILE - 1) / TILE;
   A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *sp = sv + TILE * pitch;
@@ -47,13 +48,11 @@ plain_forward(const T* q, const T* k, const T* v, const Job job, A* acc, A* m, A
     A top = neg_inf(), sum = 0, o[COLUMNS];
     #pragma unroll
     for (int n = 0; n < COLUMNS; n++) o[n] = 0;
-#ifndef MODE_END
-    if (row < job.queries) {
+    if (!begins && row < job.queries) {
       top = m[cell]; sum = l[cell];
       #pragma unroll
       for (int n = 0; n < COLUMNS; n++) { int c = X + n * TILE; if (c < dim) o[n] = acc[cell * dim + c]; }
     }
-#endif
     __syncthreads();
     bring(sq, q, job.q, p, p.head, first, job.queries, dim);
     for (int j0 = 0; j0 < most; j0 += TILE) {
@@ -88,17 +87,11 @@ plain_forward(const T* q, const T* k, const T* v, const Job job, A* acc, A* m, A
       for (int n = 0; n < COLUMNS; n++) {
         int c = X + n * TILE;
         if (c >= dim) continue;
-#ifdef MODE_END
-        narrow(sum == 0 ? (A)0 : (A)((A)job.gain * (o[n] / sum)), out[cell * dim + c]);
-#else
-        acc[cell * dim + c] = o[n];
-#endif
+        if (ends) narrow(sum == 0 ? (A)0 : (A)((A)job.gain * (o[n] / sum)), out[cell * dim + c]);
+        else acc[cell * dim + c] = o[n];
       }
-#ifdef MODE_END
-      if (X == 0) lse[cell] = sum == 0 ? (A)neg_inf() : top + log(sum);
-#else
-      if (X == 0) { m[cell] = top; l[cell] = sum; }
-#endif
+      if (X == 0 && ends) lse[cell] = sum == 0 ? (A)neg_inf() : top + log(sum);
+      if (X == 0 && !ends) { m[cell] = top; l[cell] = sum; }
     }
   }
 }

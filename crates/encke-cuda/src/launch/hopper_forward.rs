@@ -20,19 +20,27 @@ const CAPABILITY: (i32, i32) = (9, 0);
 /// Every program that is compiled ahead of time in tests: all tilings at their own head dimension,
 /// and one where rows are padded, in both directions of every choice.
 pub(crate) fn programs() -> Vec<Program> {
-    let mode = |dtype, causal, carry, negative| Mode {
+    let mode = |dtype, causal, (before, after), negative| Mode {
         dtype,
         causal,
-        carry,
+        before,
+        after,
         negative,
     };
+    let (all_at_once, first, last, between) =
+        ((false, false), (false, true), (true, false), (true, true));
     let mut all = Vec::new();
     for tiling in hopper_tilings::TILINGS {
-        all.push(tiling.program(tiling.dim, mode(DType::Bf16, false, false, false)));
-        all.push(tiling.program(tiling.dim, mode(DType::F16, false, true, true)));
+        let full = |dtype, ends, negative| mode(dtype, false, ends, negative);
+        all.push(tiling.program(tiling.dim, full(DType::Bf16, all_at_once, false)));
+        all.push(tiling.program(tiling.dim, full(DType::F16, between, true)));
+        all.push(tiling.program(tiling.dim, full(DType::Bf16, last, false)));
         if tiling.causal {
-            all.push(tiling.program(tiling.dim, mode(DType::Bf16, true, true, false)));
-            all.push(tiling.program(tiling.dim - 16, mode(DType::F16, true, false, true)));
+            let causal = |dtype, ends, negative| mode(dtype, true, ends, negative);
+            all.push(tiling.program(tiling.dim, causal(DType::Bf16, between, false)));
+            all.push(tiling.program(tiling.dim, causal(DType::Bf16, first, false)));
+            all.push(tiling.program(tiling.dim - 16, causal(DType::F16, all_at_once, true)));
+            all.push(tiling.program(tiling.dim - 16, causal(DType::F16, last, true)));
         }
     }
     all
@@ -90,12 +98,12 @@ fn extents(job: &Job) -> (Extents, Extents) {
 }
 
 /// Whether a job leaves something in every cell of a carry's acc.
-fn fills(job: &Job, acc: &Memory) -> bool {
+fn fills(job: &Job, begins: bool, acc: &Memory) -> bool {
     let cells = job.batch * job.segments * job.queries * job.heads;
-    job.visible(0) > 0 && cells * job.dim * DType::F32.bytes() == acc.bytes()
+    (begins || job.visible(0) > 0) && cells * job.dim * DType::F32.bytes() == acc.bytes()
 }
 
-/// Forward: into the carry, or to the end.
+/// Forward: from a carry or from nothing, into the carry or to the end.
 pub(crate) fn forward(
     site: &Site,
     job: &Job,
@@ -104,7 +112,8 @@ pub(crate) fn forward(
 ) -> Result<()> {
     let (device, dtype) = (&site.device, operands.dtype());
     let targets = ends.own()?;
-    let choice = choice(device, job, dtype, !targets.end);
+    let carry = !(targets.begins && targets.ends);
+    let choice = choice(device, job, dtype, carry);
     let choice = choice.ok_or_else(|| Error::Unsupported {
         what: format!("a job of {dtype} that is not laid out for tensor maps"),
     })?;
@@ -112,11 +121,12 @@ pub(crate) fn forward(
     let mode = Mode {
         dtype,
         causal: choice.mask.is_some(),
-        carry: !targets.end,
+        before: !targets.begins,
+        after: !targets.ends,
         negative: job.scale < 0.0,
     };
     let tiling = choice.tiling;
-    let shared = tiling.shared_bytes(job.dim.next_multiple_of(16), mode.carry);
+    let shared = tiling.shared_bytes(job.dim.next_multiple_of(16), mode.carry());
     let program = tiling.program(job.dim, mode);
     let function = device.function(&program, "hopper_forward", shared)?;
     let blocks = choice.tiles.blocks(device.processors() as usize);
@@ -131,27 +141,33 @@ pub(crate) fn forward(
         tensor_map::encode(dtype, v, &job.k, &k_extents, tiling.keys)?,
     ];
     reads.extend(told.tables());
-    let writes = targets.memory();
-    if mode.carry && fills(job, writes[0]) {
-        writes[0].take_blank(); // rows that had nothing are written, whatever lies there
+    reads.extend(targets.reads());
+    let writes = targets.writes();
+    if mode.after && fills(job, targets.begins, writes[0]) {
+        // Rows that had nothing are written, whatever lies there.
+        let unread = if targets.begins { 3 } else { 1 };
+        for memory in &writes[..unread] {
+            memory.take_blank();
+        }
     }
-    let [acc, m, l, out, lse] = targets.pointers();
-    let outputs = if targets.end {
-        [out, lse, 0]
-    } else {
-        [acc, m, l]
-    };
-    device.attend(&reads, &writes, &site.counters, |stream, counter| {
-        let mut launch = stream.launch_builder(&function);
-        for map in &maps {
-            launch.arg(map);
-        }
-        launch.arg(&told.value).arg(&choice.tiles).arg(&v);
-        for pointer in &outputs {
-            launch.arg(pointer);
-        }
-        launch.arg(&counter);
-        // SAFETY: the arguments of `hopper_forward`; the plan's jobs lie inside their buffers.
-        unsafe { launch.launch(shape) }.map(|_| ())
-    })
+    let outputs = targets.pointers();
+    device.attend(
+        targets.carried(),
+        &reads,
+        &writes,
+        &site.counters,
+        |stream, counter| {
+            let mut launch = stream.launch_builder(&function);
+            for map in &maps {
+                launch.arg(map);
+            }
+            launch.arg(&told.value).arg(&choice.tiles).arg(&v);
+            for pointer in &outputs {
+                launch.arg(pointer);
+            }
+            launch.arg(&counter);
+            // SAFETY: the arguments of `hopper_forward`; the plan's jobs lie inside their buffers.
+            unsafe { launch.launch(shape) }.map(|_| ())
+        },
+    )
 }

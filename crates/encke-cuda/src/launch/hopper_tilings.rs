@@ -140,10 +140,19 @@ pub(crate) struct Mode {
     pub dtype: DType,
     /// Whether rows see different keys.
     pub causal: bool,
-    /// Whether it continues a carry rather than ending in out and lse.
-    pub carry: bool,
+    /// Whether it continues a carry rather than beginning with nothing.
+    pub before: bool,
+    /// Whether it leaves a carry rather than ending in out and lse.
+    pub after: bool,
     /// Whether the scale is below zero.
     pub negative: bool,
+}
+
+impl Mode {
+    /// Whether it has to do with a carry.
+    pub fn carry(&self) -> bool {
+        self.before || self.after
+    }
 }
 
 const TEXTS: &[fn() -> String] = &[
@@ -201,9 +210,11 @@ impl Tiling {
     pub fn shared_bytes(&self, dim: usize, carry: bool) -> usize {
         let (slab, q_stages) = (dim.div_ceil(64) * 128, self.q_stages(carry));
         let tiles = q_stages * self.rows() + 2 * self.stages * self.keys;
-        let barriers = 8 * (2 * q_stages + 6 * self.stages + 4);
+        let staged = carry && self.staged;
+        let arrivals = if staged { self.consumers * 4 } else { 0 };
+        let barriers = 8 * (2 * q_stages + 6 * self.stages + 4 + arrivals);
         let told = 16 * self.stages + 2 * 48;
-        let sums = if carry && self.staged {
+        let sums = if staged {
             self.rows() * (dim.next_multiple_of(16) * 4 + 16)
         } else {
             0
@@ -220,11 +231,12 @@ impl Tiling {
             ("CONSUMERS", self.consumers),
             ("KEYS", self.keys),
             ("STAGES", self.stages),
-            ("Q_STAGES", self.q_stages(mode.carry)),
+            ("Q_STAGES", self.q_stages(mode.carry())),
             ("CAUSAL", mode.causal.into()),
             ("PINGPONG", self.pingpong.into()),
-            ("CARRY", mode.carry.into()),
-            ("STAGED", (mode.carry && self.staged).into()),
+            ("BEFORE", mode.before.into()),
+            ("AFTER", mode.after.into()),
+            ("STAGED", (mode.carry() && self.staged).into()),
             ("NEGATIVE", mode.negative.into()),
             ("LAZY", 1),
             ("POLYNOMIAL", 0),

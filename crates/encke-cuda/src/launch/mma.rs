@@ -124,7 +124,7 @@ fn pointers(memory: &[&Memory]) -> Vec<u64> {
     memory.iter().map(|x| x.pointer()).collect()
 }
 
-/// Forward: into the carry, or to the end.
+/// Forward: from a carry or from nothing, into the carry or to the end.
 pub(crate) fn forward(
     site: &Site,
     job: &Job,
@@ -135,15 +135,17 @@ pub(crate) fn forward(
         return Ok(());
     }
     let launch = Launch::new(site, job, Half::Forward, operands.dtype())?;
-    let (reads, targets) = (operands.memory()?, ends.own()?);
+    let targets = ends.own()?;
+    let mut reads = operands.memory()?.to_vec();
     let mut all = pointers(&reads);
     all.extend(targets.pointers());
-    // The arguments of `mma_forward`: q, k, v, acc, m, l, out, lse, and whether it ends.
+    reads.extend(targets.reads());
+    // The arguments of `mma_forward`: q, k, v, acc, m, l, out, lse, whether it begins and ends.
     launch.run(
         "attention",
         (job.queries, 3),
-        (&reads, &targets.memory()),
-        (&all, &[targets.end.into()]),
+        (&reads, &targets.writes()),
+        (&all, &[targets.begins.into(), targets.ends.into()]),
     )
 }
 

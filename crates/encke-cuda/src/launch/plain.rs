@@ -22,17 +22,12 @@ const DIM: usize = 256;
 const TILE: usize = 16;
 const THREADS: u32 = (TILE * TILE) as u32;
 
-pub(crate) fn program(dtype: DType, dim: usize, end: bool) -> Program {
+pub(crate) fn program(dtype: DType, dim: usize) -> Program {
     // Few variants, so that few are compiled: head dimensions up to 64, 128 and 256.
     let columns = dim.next_power_of_two().clamp(64, DIM) / TILE;
-    let program = Program::new("plain", TEXTS)
+    Program::new("plain", TEXTS)
         .stored(dtype)
-        .define("COLUMNS", columns);
-    if end {
-        program.define("MODE_END", 1)
-    } else {
-        program
-    }
+        .define("COLUMNS", columns)
 }
 
 /// Shared memory for `sides` tiles of rows and `squares` tiles of pairs.
@@ -55,7 +50,7 @@ fn blocks(site: &Site, job: &Job, rows: usize, heads: usize) -> usize {
     tiles.clamp(1, site.device.processors() as usize * 64)
 }
 
-/// Forward: into the carry, or to the end.
+/// Forward: from a carry or from nothing, into the carry or to the end.
 pub(crate) fn forward(
     site: &Site,
     job: &Job,
@@ -66,15 +61,17 @@ pub(crate) fn forward(
     let (device, dtype) = (&site.device, operands.dtype());
     let told = site.tables.job(device, job)?;
     let targets = ends.own()?;
-    let program = program(dtype, job.dim, targets.end);
+    let program = program(dtype, job.dim);
     let shared = shared_bytes(dtype, job.dim, 3, 1);
     let function = device.function(&program, "plain_forward", shared)?;
     let shape = grid(blocks(site, job, job.queries, job.heads), THREADS, shared);
     let mut reads = operands.memory()?.to_vec();
     reads.extend(told.tables());
-    let writes = targets.memory();
+    reads.extend(targets.reads());
+    let writes = targets.writes();
     let inputs: Vec<u64> = reads[..3].iter().map(|x| x.pointer()).collect();
     let outputs = targets.pointers();
+    let (begins, ends) = (i32::from(targets.begins), i32::from(targets.ends));
     device.enqueue(device.compute(), "attention", &reads, &writes, |stream| {
         let mut launch = stream.launch_builder(&function);
         for pointer in &inputs {
@@ -84,6 +81,7 @@ pub(crate) fn forward(
         for pointer in &outputs {
             launch.arg(pointer);
         }
+        launch.arg(&begins).arg(&ends);
         // SAFETY: the arguments of `plain_forward`; the plan's jobs lie inside their buffers.
         unsafe { launch.launch(shape) }.map(|_| ())
     })
@@ -102,7 +100,7 @@ pub(crate) fn backward(
     let (table, count) = groups(&job.k);
     let table = site.tables.get(device, table)?;
     let targets = gradient.own(dtype)?;
-    let program = program(dtype, job.dim, false);
+    let program = program(dtype, job.dim);
     let mut reads: Vec<&Memory> = operands.memory()?.to_vec();
     reads.extend(targets.upstream()?);
     let inputs: Vec<u64> = reads.iter().map(|x| x.pointer()).collect();

@@ -85,6 +85,7 @@ proptest! {
                         prop_assert!(holds.iter().all(|id| !sends.contains(id)));
                         let mut used = holds;
                         if let Task::Forward { q, k, v, .. }
+                            | Task::Conclude { q, k, v, .. }
                             | Task::Attend { q, k, v, .. } | Task::Backward { q, k, v, .. } = task
                         {
                             used.extend([*q, *k, *v]);

@@ -80,10 +80,25 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         q: Slice<'_>,
         k: Slice<'_>,
         v: Slice<'_>,
+        begins: bool,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         (self.0)(Call::Attend { job, q, k })?;
-        NaiveKernel.forward(job, q, k, v, carry)
+        NaiveKernel.forward(job, q, k, v, begins, carry)
+    }
+
+    fn conclude(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Result<()> {
+        (self.0)(Call::Attend { job, q, k })?;
+        NaiveKernel.conclude(job, q, k, v, carry, out, lse)
     }
 
     fn attend(

@@ -227,7 +227,7 @@ impl Pricing<'_> {
     /// Operations of a job and how many of them the device does in a second.
     fn flops(&self, task: &Task) -> Option<(f64, f64)> {
         let (job, each, rate) = match task {
-            Task::Forward { job, .. } | Task::Attend { job, .. } => {
+            Task::Forward { job, .. } | Task::Conclude { job, .. } | Task::Attend { job, .. } => {
                 (job, 4, self.rate.forward.flops)
             }
             Task::Backward { job, .. } => (job, 10, self.rate.backward.flops),
@@ -278,7 +278,9 @@ impl Pricing<'_> {
                 let each = dim * (stored(out.0) + stored(dout.0)) + sum;
                 work.spread(self.cells(cells * each), 1.0);
             }
-            Task::Forward { job, .. } | Task::Attend { job, .. } => self.job(job, false, work),
+            Task::Forward { job, .. } | Task::Conclude { job, .. } | Task::Attend { job, .. } => {
+                self.job(job, false, work)
+            }
             Task::Backward { job, .. } => self.job(job, true, work),
         }
     }

@@ -79,7 +79,7 @@ fn programs(plan: &Plan) -> Vec<RankPlan> {
 
 fn jobs_s(tasks: &[Task], flops: f64) -> f64 {
     let each = |task: &Task| match task {
-        Task::Forward { job, .. } | Task::Attend { job, .. } => {
+        Task::Forward { job, .. } | Task::Conclude { job, .. } | Task::Attend { job, .. } => {
             (job.pairs() * 4 * job.dim as u128) as f64 / flops
         }
         Task::Backward { job, .. } => (job.pairs() * 10 * job.dim as u128) as f64 / flops,

@@ -8,7 +8,7 @@ use super::super::softmax::{Lanes, Running};
 use super::super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::super::vector::{splat, transpose};
 use super::{Packed, Run, Task, Tile};
-use crate::target::{Rows, Target, ended};
+use crate::target::{After, Rows, ended};
 
 impl Run<'_> {
     /// Reads a tile's queries and carry.
@@ -45,7 +45,7 @@ impl Run<'_> {
             l: Lanes([0.0; 32]),
             visible: Lanes(std::array::from_fn(|lane| visible(lane) as i32)),
         };
-        let Target::Carry(carry) = &self.target else {
+        let Some(carry) = &self.target.before else {
             for slab in 0..2 * self.steps {
                 let at = self.sums::<S>(i, scratch).wrapping_add(slab * S::SLAB);
                 // SAFETY: the region of sums has this slab.
@@ -57,8 +57,8 @@ impl Run<'_> {
             let cell = job.cells.at(batch, segment, first + lane, tile.head);
             // SAFETY: the task owns its cells.
             unsafe {
-                tile.running.m.0[lane] = carry.m.row(cell, 1)[0];
-                tile.running.l.0[lane] = carry.l.row(cell, 1)[0];
+                tile.running.m.0[lane] = carry.m.read(cell, 1)[0];
+                tile.running.l.0[lane] = carry.l.read(cell, 1)[0];
             }
         }
         for part in 0..2 * self.steps {
@@ -75,7 +75,7 @@ impl Run<'_> {
                         let cell = job.cells.at(batch, segment, first + row, tile.head);
                         // SAFETY: the task owns its cells; the mask ends where the row does.
                         unsafe {
-                            let row = carry.acc.row(cell * job.dim + 16 * part, channels);
+                            let row = carry.acc.read(cell * job.dim + 16 * part, channels);
                             *r = _mm512_maskz_loadu_epi32(mask as u16, row.as_ptr().cast());
                         }
                     }
@@ -111,12 +111,12 @@ impl Run<'_> {
             let (m, l) = (tile.running.m.0[lane], tile.running.l.0[lane]);
             // SAFETY: the task owns its cells.
             unsafe {
-                match &self.target {
-                    Target::Carry(carry) => {
+                match &self.target.after {
+                    After::Carry(carry) => {
                         carry.m.row(cell(lane), 1)[0] = m;
                         carry.l.row(cell(lane), 1)[0] = l;
                     }
-                    Target::End { lse, gain, .. } => {
+                    After::End { lse, gain, .. } => {
                         let of_row;
                         (*factor, of_row) = ended(m, l, *gain);
                         lse.row(cell(lane), 1)[0] = of_row;
@@ -138,12 +138,12 @@ impl Run<'_> {
                         let at = cell(row) * job.dim + channel;
                         // SAFETY: the task owns its cells; the mask ends where the row does.
                         unsafe {
-                            match &self.target {
-                                Target::Carry(carry) => {
+                            match &self.target.after {
+                                After::Carry(carry) => {
                                     let to = carry.acc.row(at, channels).as_mut_ptr();
                                     _mm512_mask_storeu_ps(to, mask as u16, column);
                                 }
-                                Target::End { out, .. } => {
+                                After::End { out, .. } => {
                                     let ended = _mm512_mul_ps(column, splat(factors[row]));
                                     end(out, at, channels, ended);
                                 }

@@ -56,7 +56,7 @@ impl Operands {
     ) -> Result<(), KernelError> {
         let [q, k, v, dout] = self.inputs.each_ref().map(|data| kernel.input(data));
         if !backward {
-            return kernel.forward(job, q, k, v, &mut self.carry);
+            return kernel.forward(job, q, k, v, false, &mut self.carry);
         }
         let (lse, delta) = (kernel.input(&self.lse), kernel.input(&self.delta));
         let [dq, dk, dv] = &mut self.gradients;

@@ -1,0 +1,184 @@
+//! Jobs in which a softmax begins, ends, or does both: what they may not read, and what they may not
+//! write.
+//!
+//! The decision here: a carry that must not be read holds NaN, which no arithmetic loses, and cells
+//! that must not be written hold a mark. What a conclusion goes on from is the oracle's carry,
+//! rounded, so that its error is its own.
+
+use super::Failure;
+use super::bench::Bench;
+use super::case::{Case, Part};
+use super::hidden::same_carry;
+use super::judge::{Judge, largest};
+use super::kernel::finished;
+use crate::dtype::Data;
+use crate::kernel::{Carry, Kernel};
+use crate::naive::NaiveKernel;
+
+/// What cells hold that a job must not touch.
+const MARK: f64 = 7.5;
+
+/// The first part of a case begun, its last part concluded, and its first part to the end at once.
+pub(super) fn check<K: Kernel>(
+    bench: &Bench<'_, K>,
+    oracle: &Bench<'_, NaiveKernel>,
+    case: &Case,
+    judge: &Judge,
+) -> Result<(), Failure> {
+    begun(bench, oracle, case, judge)?;
+    concluded(bench, oracle, case, judge)?;
+    let (exact, got) = (oracle.attend(case)?, bench.attend(case)?);
+    same_ends(bench, "attended to the end", case, judge, &got, &exact)
+}
+
+/// A carry that holds nothing but NaN, continued by a job that begins.
+fn begun<K: Kernel>(
+    bench: &Bench<'_, K>,
+    oracle: &Bench<'_, NaiveKernel>,
+    case: &Case,
+    judge: &Judge,
+) -> Result<(), Failure> {
+    let (got, exact) = (bench.begin(case)?, oracle.begin(case)?);
+    let touched = case.parts[0].touched_cells(case.cells);
+    let sum = bench.dtype.sum();
+    let unread = |numbers: usize| Data::from_f64(sum, &vec![f64::NAN; numbers]);
+    let before = Carry {
+        acc: unread(case.cells * case.dim),
+        m: unread(case.cells),
+        l: unread(case.cells),
+    };
+    same_carry(
+        bench,
+        "a beginning outside its cells",
+        &before,
+        &got,
+        |cell| touched[cell],
+    )?;
+    let live = |width: usize| {
+        let touched = &touched;
+        move |&(i, _): &(usize, (f64, f64))| touched[i / width]
+    };
+    let (got, exact) = (finished(&got), finished(&exact));
+    let pairs = got.1.into_iter().zip(exact.1).enumerate();
+    let pairs = pairs.filter(live(1)).map(|(_, pair)| pair);
+    bench.close("the lse of a carry that began", pairs, judge.lse)?;
+    // The judge's sums run over all parts, so weights that are alone are allowed a part's share.
+    let room = judge.out + bench.dtype.epsilon() * largest(&exact.0);
+    let pairs = got.0.into_iter().zip(exact.0).enumerate();
+    let pairs = pairs.filter(live(case.dim)).map(|(_, pair)| pair);
+    bench.close("the output of a carry that began", pairs, room)
+}
+
+/// The last part of a case, from the oracle's carry of the others.
+fn concluded<K: Kernel>(
+    bench: &Bench<'_, K>,
+    oracle: &Bench<'_, NaiveKernel>,
+    case: &Case,
+    judge: &Judge,
+) -> Result<(), Failure> {
+    let before = oracle.forward_some(case, case.parts.len() - 1)?;
+    let sum = bench.dtype.sum();
+    let rounded = |data: &Data| Data::F64(Data::from_f64(sum, &data.to_f64()).to_f64());
+    let before = Carry {
+        acc: rounded(&before.acc),
+        m: rounded(&before.m),
+        l: rounded(&before.l),
+    };
+    let exact = oracle.conclude(case, &before)?;
+    let got = bench.conclude(case, &before)?;
+    same_ends(bench, "concluded", case, judge, &got, &exact)
+}
+
+fn same_ends<K: Kernel>(
+    bench: &Bench<'_, K>,
+    how: &str,
+    case: &Case,
+    judge: &Judge,
+    (out, lse): &(Data, Data),
+    (exact, exact_lse): &(Data, Data),
+) -> Result<(), Failure> {
+    let untouched = |x: &f64| *x == MARK;
+    let differing = |got: &Data, exact: &Data| {
+        let (got, exact) = (got.to_f64(), exact.to_f64());
+        let pairs = got.iter().zip(&exact);
+        pairs.filter(|(x, y)| untouched(x) != untouched(y)).count()
+    };
+    if differing(out, exact) + differing(lse, exact_lse) > 0 {
+        let what = format!("a job that was {how} wrote other cells than its own");
+        return Err(bench.failure(what));
+    }
+    let gain = case.gain.abs().max(1.0);
+    let pairs = |got: &Data, exact: &Data| {
+        let pairs = got.to_f64().into_iter().zip(exact.to_f64());
+        pairs.collect::<Vec<_>>()
+    };
+    // As above.
+    let room = gain * (judge.out + bench.dtype.epsilon() * largest(&exact.to_f64()));
+    bench.close(&format!("out, {how},"), pairs(out, exact), room)?;
+    bench.close(&format!("lse, {how},"), pairs(lse, exact_lse), judge.lse)
+}
+
+impl<K: Kernel> Bench<'_, K> {
+    /// q, k and v of one part.
+    fn operands(&self, case: &Case, part: &Part) -> Result<[K::Buffer; 3], Failure> {
+        let put = |values: &[f64]| self.put(self.dtype, values);
+        Ok([put(&case.q)?, put(&part.k)?, put(&part.v)?])
+    }
+
+    /// The carry of a case whose first part begins it.
+    fn begin(&self, case: &Case) -> Result<Carry<Data>, Failure> {
+        let (part, sum) = (&case.parts[0], self.dtype.sum());
+        let unread = |numbers: usize| self.put(sum, &vec![f64::NAN; numbers]);
+        let mut carry = Carry {
+            acc: unread(case.cells * case.dim)?,
+            m: unread(case.cells)?,
+            l: unread(case.cells)?,
+        };
+        let operands = self.operands(case, part)?;
+        let [q, k, v] = [0, 1, 2].map(|i| self.kernel.input(&operands[i]));
+        let done = self.kernel.forward(&part.job, q, k, v, true, &mut carry);
+        self.done(done)?;
+        self.get_carry(case.cells, case.dim, &carry)
+    }
+
+    /// out and lse of a case whose last part goes on from this carry.
+    fn conclude(&self, case: &Case, before: &Carry<Data>) -> Result<(Data, Data), Failure> {
+        let (part, sum) = (&case.parts[case.parts.len() - 1], self.dtype.sum());
+        let carry = Carry {
+            acc: self.put(sum, &before.acc.to_f64())?,
+            m: self.put(sum, &before.m.to_f64())?,
+            l: self.put(sum, &before.l.to_f64())?,
+        };
+        let operands = self.operands(case, part)?;
+        let [q, k, v] = [0, 1, 2].map(|i| self.kernel.input(&operands[i]));
+        self.marked(case, |out, lse| {
+            self.kernel.conclude(&part.job, q, k, v, &carry, out, lse)
+        })
+    }
+
+    /// out and lse of a case whose first part is all there is.
+    fn attend(&self, case: &Case) -> Result<(Data, Data), Failure> {
+        let part = &case.parts[0];
+        let operands = self.operands(case, part)?;
+        let [q, k, v] = [0, 1, 2].map(|i| self.kernel.input(&operands[i]));
+        self.marked(case, |out, lse| {
+            self.kernel.attend(&part.job, q, k, v, out, lse)
+        })
+    }
+
+    /// What becomes of marks in out and lse.
+    fn marked(
+        &self,
+        case: &Case,
+        work: impl FnOnce(&mut K::Buffer, &mut K::Buffer) -> crate::kernel::Result<()>,
+    ) -> Result<(Data, Data), Failure> {
+        let sum = self.dtype.sum();
+        let mut out = self.put(self.dtype, &vec![MARK; case.cells * case.dim])?;
+        let mut lse = self.put(sum, &vec![MARK; case.cells])?;
+        self.done(work(&mut out, &mut lse))?;
+        Ok((
+            self.get(self.dtype, case.cells * case.dim, &out)?,
+            self.get(sum, case.cells, &lse)?,
+        ))
+    }
+}
