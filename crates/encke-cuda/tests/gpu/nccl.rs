@@ -1,5 +1,6 @@
-//! What one GPU can show of NCCL: a group of one rank that sends to itself, and a rank whose peer
-//! never comes. Two ranks on one GPU NCCL refuses.
+//! What one GPU can show of NCCL: a group of one rank that sends to itself, a rank whose peer never
+//! comes, and, with an NCCL that lets ranks share a GPU (2.30 and later, told so by
+//! NCCL_MULTI_RANK_GPU_ENABLE=1), groups of two to four under the suite for transports.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -124,6 +125,61 @@ fn abandoned(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
     }
 }
 
+/// Whether several ranks may share a GPU; NCCL itself reads this too.
+pub fn shares_gpus() -> bool {
+    std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1")
+}
+
+/// Wires of so many ranks, all on this GPU, that have met.
+pub fn together(
+    nccl: &Arc<Nccl>,
+    kernel: &CudaKernel,
+    ranks: usize,
+    deadline: Duration,
+) -> Result<Vec<NcclTransport>, String> {
+    let id = nccl.unique_id().map_err(|error| error.to_string())?;
+    std::thread::scope(|scope| {
+        let meet = |rank: usize| {
+            let (id, device) = (&id, kernel.device());
+            scope.spawn(move || NcclTransport::new(nccl, device, id, rank, ranks, deadline))
+        };
+        let threads: Vec<_> = (0..ranks).map(meet).collect();
+        let met = threads.into_iter().map(|thread| match thread.join() {
+            Ok(met) => met.map_err(|error| error.to_string()),
+            Err(_) => Err("a rank panicked".to_string()),
+        });
+        met.collect()
+    })
+}
+
+/// A rank of several that falls silent: the others' deadline ends their exchange, with its number.
+fn silent(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
+    let mut wires = together(nccl, kernel, 2, Duration::from_secs(3))?;
+    let start = Instant::now();
+    let mut wire = Bytes {
+        kernel,
+        inner: wires.remove(0),
+    };
+    let mut parcel = vec![0; 64];
+    let mut receives = [Incoming {
+        from: Address {
+            peer: 1,
+            tag: 0,
+            elements: 64,
+        },
+        parcel: &mut parcel,
+    }];
+    let ended = wire.exchange(0, &[], &mut receives, &mut || {});
+    println!(
+        "  a rank that is silent: {ended:?} after {:?}",
+        start.elapsed()
+    );
+    match ended {
+        Err(TransportError::Deadline { peer: 1, .. }) if start.elapsed() < DEADLINE => Ok(()),
+        other => Err(format!("{other:?} after {:?}", start.elapsed())),
+    }
+}
+
 /// All of it.
 pub fn run(tally: &mut Tally, kernel: &CudaKernel) {
     let nccl = match Nccl::load() {
@@ -145,4 +201,11 @@ pub fn run(tally: &mut Tally, kernel: &CudaKernel) {
         &|| abandoned(&nccl, kernel),
     ];
     tally.group("NCCL, one rank", checks.into_iter().map(|check| check()));
+    if !shares_gpus() {
+        println!("NCCL of several ranks skipped: NCCL_MULTI_RANK_GPU_ENABLE=1 is not set");
+        return;
+    }
+    let several = (2..=4).map(|ranks| suite(kernel, together(&nccl, kernel, ranks, DEADLINE)?));
+    let all = several.chain(std::iter::once_with(|| silent(&nccl, kernel)));
+    tally.group("NCCL, two to four ranks on one GPU", all);
 }

@@ -11,7 +11,7 @@ use encke_core::plan::{Pass, Plan, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::transport::Transport;
 use encke_core::{DType, Pattern, Shape, Tensor, View, reference};
-use encke_cuda::{Buffer, CudaKernel, Nccl, NcclTransport, Staged};
+use encke_cuda::{Buffer, CudaKernel, Nccl, Staged};
 use encke_ring::threads::endpoints;
 use encke_ring::trace::Recorder;
 use encke_ring::{Outcome, Rank, ThreadRing, call};
@@ -239,13 +239,10 @@ fn staged(kernel: &CudaKernel) -> Box<Driver<'_>> {
     })
 }
 
-/// A wire of NCCL for one rank: it has nobody to talk to, but its program runs on it all the same.
+/// Wires of NCCL. One rank has nobody to talk to, but its program runs on them all the same.
 fn nccl<'a>(kernel: &'a CudaKernel, nccl: &'a Arc<Nccl>) -> Box<Driver<'a>> {
-    apart(kernel, |_| {
-        let words = |error: encke_cuda::Error| error.to_string();
-        let id = nccl.unique_id().map_err(words)?;
-        let wire = NcclTransport::new(nccl, kernel.device(), &id, 0, 1, DEADLINE);
-        Ok(vec![wire.map_err(words)?])
+    apart(kernel, |ranks: usize| {
+        crate::nccl::together(nccl, kernel, ranks, DEADLINE)
     })
 }
 
@@ -271,10 +268,14 @@ pub fn run(tally: &mut Tally, pointer: CudaKernel, pinned: CudaKernel) {
         all,
     );
     if let Ok(loaded) = Nccl::load() {
-        let alone = nccl(kernel, &loaded);
+        let wires = nccl(kernel, &loaded);
         // One type only: meeting takes NCCL half a second, twice a check.
-        let drivers = [&*pointer, &*alone];
+        let drivers = [&*pointer, &*wires];
         group("one rank, NCCL", &drivers, 1..=1, &[DType::Bf16]);
+        if crate::nccl::shares_gpus() {
+            let name = "rings of 2 to 4 ranks, NCCL";
+            group(name, &drivers, 2..=4, &[DType::Bf16]);
+        }
     }
     tally.group(
         "random requests, f64, all hops",
