@@ -19,6 +19,20 @@ pub struct DeviceOption {
     pub device: Device,
 }
 
+impl DeviceOption {
+    /// Refuses a GPU where each rank is a process.
+    #[cfg(feature = "mpi")]
+    pub fn refuse_in_processes(&self) -> Result<()> {
+        match self.device {
+            Device::Cpu => Ok(()),
+            device => anyhow::bail!(
+                "--device {device} is for one process: several compute on the CPU; leave --device \
+                 out, or start one process"
+            ),
+        }
+    }
+}
+
 /// A device, by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]

@@ -1,7 +1,7 @@
 //! The tensors that `encke attend` reads: which there must be, and that they fit together.
 
 use anyhow::{Context, Result, bail};
-use encke::{Attention, DType, Mode, Pass, Shape};
+use encke::{Attention, DType, Kernel, Mode, Pass, Shape};
 
 use crate::finite;
 use crate::input::{Header, Tensors};
@@ -18,7 +18,11 @@ pub struct Inputs {
 
 impl Inputs {
     /// The tensors the command needs, of shapes that fit together and to the pattern.
-    pub fn read(file: &Tensors<'_>, grad: bool, attention: &Attention) -> Result<Inputs> {
+    pub fn read<K: Kernel>(
+        file: &Tensors<'_>,
+        grad: bool,
+        attention: &Attention<K>,
+    ) -> Result<Inputs> {
         let (q, k, v) = (file.get("q")?, file.get("k")?, file.get("v")?);
         let dout = match grad {
             true => Some(file.get("do").context("--grad needs the gradient of out")?),
@@ -63,7 +67,7 @@ impl Inputs {
     }
 
     /// Makes the plans, which is where a pattern or a partition that does not fit is refused.
-    fn check_plans(&self, attention: &Attention) -> Result<()> {
+    fn check_plans<K: Kernel>(&self, attention: &Attention<K>) -> Result<()> {
         let backward = Pass::Backward {
             dlse: self.dlse.is_some(),
         };

@@ -13,9 +13,10 @@ mod streamed;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use encke::{Attention, Backward, Forward, Shape, Tensor};
+use encke::{Attention, Backward, Forward, Kernel, Shape, Tensor};
 
 use crate::Verdict;
+use crate::device_option::{Device, cuda};
 use crate::input::{InputFile, Tensors};
 use crate::output::{OutputFile, write_tensors};
 use crate::terminal::spinner;
@@ -32,10 +33,18 @@ struct Done {
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
-    if let Some(limit) = options.work.memory_limit {
-        return streamed::run(options, limit);
+    let builder = options.builder()?;
+    match options.device.device {
+        Device::Cpu => run_on(options, builder.build()?),
+        Device::Cuda(number) => run_on(options, builder.build_on(cuda(number)?)?),
     }
-    let attention = options.attention()?;
+}
+
+/// The same on a device.
+fn run_on<K: Kernel>(options: &Options, attention: Attention<K>) -> Result<Verdict> {
+    if let Some(limit) = options.work.memory_limit {
+        return streamed::run(options, &attention, limit);
+    }
     let file = InputFile::open(&options.input)?;
     let tensors = file.tensors()?;
     let inputs = Inputs::read(&tensors, options.work.grad, &attention)?;
@@ -72,7 +81,11 @@ fn outputs(options: &Options) -> Result<(OutputFile, Option<OutputFile>)> {
     Ok((output, trace))
 }
 
-fn compute_all(attention: &Attention, file: &Tensors<'_>, inputs: &Inputs) -> Result<Done> {
+fn compute_all<K: Kernel>(
+    attention: &Attention<K>,
+    file: &Tensors<'_>,
+    inputs: &Inputs,
+) -> Result<Done> {
     let numbers = [&inputs.q, &inputs.k, &inputs.v].map(|tensor| file.numbers(tensor));
     let (q, k, v) = (
         numbers[0].view(inputs.q.dims()?)?,

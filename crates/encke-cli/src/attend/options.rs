@@ -7,6 +7,7 @@ use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use encke::{Attention, Builder, CheckpointPolicy, DType, Fault, Phase, Precision};
 
+use crate::device_option::DeviceOption;
 use crate::number::{bytes as byte_count, count};
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::{Open, RingOptions, open};
@@ -29,6 +30,8 @@ Examples:
   encke attend huge.safetensors -o out.safetensors --memory-limit 2GiB --causal --mode mix \\
       --segment-lengths 2048,8192,32768 --dilation-rates 1,4,16
       A file larger than memory: one rank at a time, as many as it takes to stay below 2 GiB.
+  encke attend qkv.safetensors -o out.safetensors --causal --device cuda
+      The same on the first NVIDIA GPU; with --ranks, several ranks share it.
   mpirun -n 4 encke attend qkv.safetensors -o out.safetensors --causal
       Processes instead of threads, on any hosts that share the folder: each reads its own rows and
       writes its own rows. Needs an encke built with --features mpi; see docs/cluster.md.
@@ -57,6 +60,10 @@ pub struct Options {
 
     #[command(flatten)]
     ring: RingOptions,
+
+    /// Where it is computed.
+    #[command(flatten)]
+    pub device: DeviceOption,
 
     /// What is computed beside the pattern, and what is reported.
     #[command(flatten)]
@@ -178,20 +185,22 @@ impl Options {
         }
     }
 
-    /// The attention that the options ask for.
-    pub fn attention(&self) -> Result<Attention> {
+    /// The attention that the options ask for, still without a device.
+    pub fn builder(&self) -> Result<Builder> {
         let most = (MOST_RANKS, "each is a thread of this process");
         let builder = self.ring.apply(Attention::builder(), most.0, most.1)?;
-        self.attention_on(builder)
+        self.completed(builder)
     }
 
     /// The same on as many ranks as there are processes.
     #[cfg(feature = "mpi")]
     pub fn attention_of(&self, processes: usize) -> Result<Attention> {
-        self.attention_on(self.ring.apply_to(Attention::builder(), processes)?)
+        self.device.refuse_in_processes()?;
+        let builder = self.ring.apply_to(Attention::builder(), processes)?;
+        Ok(self.completed(builder)?.build()?)
     }
 
-    fn attention_on(&self, builder: Builder) -> Result<Attention> {
+    fn completed(&self, builder: Builder) -> Result<Builder> {
         let work = &self.work;
         let mut builder = builder.pattern(self.pattern.pattern()?);
         if let Some(scale) = work.scale {
@@ -224,7 +233,7 @@ impl Options {
             round,
             phase: Phase::Begin,
         });
-        Ok(builder.drill(faults.collect()).build()?)
+        Ok(builder.drill(faults.collect()))
     }
 
     /// Whether ranks are to die on purpose.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use encke::explain::{bytes, grouped};
-use encke::{Attention, Plan, Report};
+use encke::{Attention, Kernel, Plan, Report};
 
 use super::inputs::Inputs;
 use super::streamed::PassDone;
@@ -49,7 +49,12 @@ pub fn print_memory(done: &Done) -> Result<()> {
 }
 
 /// Says what was done, on standard error.
-pub fn summarise(options: &Options, attention: &Attention, inputs: &Inputs, done: &Done) {
+pub fn summarise<K: Kernel>(
+    options: &Options,
+    attention: &Attention<K>,
+    inputs: &Inputs,
+    done: &Done,
+) {
     let plan = &done.forward.report.plan;
     asked(attention, inputs, plan, "");
     let mut before = Duration::ZERO;
@@ -75,9 +80,9 @@ pub fn summarise(options: &Options, attention: &Attention, inputs: &Inputs, done
 }
 
 /// The same where ranks came one after another.
-pub fn summarise_streamed(
+pub fn summarise_streamed<K: Kernel>(
     options: &Options,
-    attention: &Attention,
+    attention: &Attention<K>,
     inputs: &Inputs,
     plan: &Plan,
     passes: &[PassDone],
@@ -175,7 +180,7 @@ fn line(what: &str, text: String) {
 }
 
 /// What was asked for: tensors, pattern, ring.
-fn asked(attention: &Attention, inputs: &Inputs, plan: &Plan, how: &str) {
+fn asked<K: Kernel>(attention: &Attention<K>, inputs: &Inputs, plan: &Plan, how: &str) {
     let shape = &inputs.shape;
     let compute = plan.request().dtype;
     let sizes = format!(
@@ -205,7 +210,7 @@ fn asked(attention: &Attention, inputs: &Inputs, plan: &Plan, how: &str) {
             ring_options::words(plan.request().sharding.cut())
         ),
     };
-    line("ring", ranks);
+    line("ring", format!("{ranks}, on {}", attention.kernel().name()));
 }
 
 fn wrote<'a>(options: &Options, names: impl Iterator<Item = &'a str>) {

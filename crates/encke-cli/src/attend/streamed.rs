@@ -12,7 +12,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use encke::explain::bytes;
 use encke::plan::program::Role;
-use encke::{Attention, DType, Data, Pass, Plan, RankMemory, Request, Sharding};
+use encke::{Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request, Sharding};
 use encke_sim::stream::{
     Files, Fit, PROGRAM_BYTES, Sink, Source, Spool, Stream, StreamError, Stretch, TensorFile, fit,
 };
@@ -90,15 +90,18 @@ pub(super) struct PassDone {
 }
 
 /// Runs the command.
-pub fn run(options: &Options, limit: usize) -> Result<Verdict> {
+pub fn run<K: Kernel>(
+    options: &Options,
+    attention: &Attention<K>,
+    limit: usize,
+) -> Result<Verdict> {
     options.refuse_beside_limit()?;
-    let attention = options.attention()?;
     let inputs = {
         let file = InputFile::open(&options.input)?;
-        Inputs::read(&file.tensors()?, options.work.grad, &attention)?
+        Inputs::read(&file.tensors()?, options.work.grad, attention)?
     };
     let compute = attention.compute_dtype(inputs.q.dtype());
-    let requests = requests(&attention, &inputs)?;
+    let requests = requests(attention, &inputs)?;
     let fit = fit(attention.kernel(), &requests, limit)?;
     let output = OutputFile::create(&options.output, &[("the input", options.input.as_path())])?;
     let mut source = Inspected::new(options, &inputs, compute)?;
@@ -115,7 +118,7 @@ pub fn run(options: &Options, limit: usize) -> Result<Verdict> {
             ..request
         };
         let plan = Plan::new(request)?;
-        passes.push(pass(&attention, &plan, &source, &mut sink, &output)?);
+        passes.push(pass(attention, &plan, &source, &mut sink, &output)?);
         plans.push(plan);
     }
     output.keep()?;
@@ -128,7 +131,7 @@ pub fn run(options: &Options, limit: usize) -> Result<Verdict> {
     }
     report::summarise_streamed(
         options,
-        &attention,
+        attention,
         &inputs,
         &plans[0],
         &passes,
@@ -138,7 +141,10 @@ pub fn run(options: &Options, limit: usize) -> Result<Verdict> {
 }
 
 /// The passes to be made. How many ranks they have may be decided later.
-pub(super) fn requests(attention: &Attention, inputs: &Inputs) -> Result<Vec<Request>> {
+pub(super) fn requests<K: Kernel>(
+    attention: &Attention<K>,
+    inputs: &Inputs,
+) -> Result<Vec<Request>> {
     let dlse = inputs.dlse.is_some();
     let passes = [Pass::Forward, Pass::Backward { dlse }];
     let count = 1 + usize::from(inputs.dout.is_some());
@@ -219,8 +225,8 @@ pub(super) fn of(files: &Files, role: Role) -> Result<TensorFile, StreamError> {
 }
 
 /// One pass, rank after rank.
-fn pass(
-    attention: &Attention,
+fn pass<K: Kernel>(
+    attention: &Attention<K>,
     plan: &Plan,
     source: &dyn Source,
     sink: &mut dyn Sink,

@@ -19,7 +19,6 @@ use super::state::State;
 use super::{Host, Options, Progress, Works, add, check};
 use crate::Verdict;
 use crate::cluster::Cluster;
-use crate::device_option::Device;
 use crate::output::OutputFile;
 use crate::process::peak_resident_bytes;
 use crate::terminal::say;
@@ -67,12 +66,7 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
 }
 
 fn prepare(cluster: &Cluster, options: &Options) -> Result<Work> {
-    if let device @ Device::Cuda(_) = options.device.device {
-        bail!(
-            "--device {device} is for one process: several compute on the CPU; leave --device out, \
-             or start one process"
-        );
-    }
+    options.device.refuse_in_processes()?;
     let settings = options.settings(|settings| Ok(settings.cpu_ranks()))?;
     let plan = Plan::new(settings.request()?)?;
     let record = match (&options.record, cluster.speaks()) {

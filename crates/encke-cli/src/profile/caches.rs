@@ -5,7 +5,7 @@
 
 use anyhow::{Result, ensure};
 use encke::explain::bytes;
-use encke::{Attention, CacheStats, Request, Shape};
+use encke::{Attention, Builder, CacheStats, Kernel, Request, Shape};
 use encke_sim::clock::Rehearsal;
 
 use crate::table::Table;
@@ -14,14 +14,19 @@ use crate::terminal::{Paint, bar};
 /// Lengths, of which each is called twice.
 const LENGTHS: usize = 24;
 
-/// Makes the calls, and says what was found, what had to be made and what is held.
-pub fn words(paint: Paint, request: &Request) -> Result<String> {
-    let attention = Attention::builder()
+/// Makes the calls, and says what was found, what had to be made and what is held. `build` gives them
+/// a device.
+pub fn words<K: Kernel>(
+    paint: Paint,
+    request: &Request,
+    build: impl Fn(Builder) -> Result<Attention<K>>,
+) -> Result<String> {
+    let builder = Attention::builder()
         .pattern(request.pattern.clone())
         .ranks(request.sharding.ranks())
         .sharding(request.sharding.cut().clone())
-        .queries(request.queries)
-        .build()?;
+        .queries(request.queries);
+    let attention = build(builder)?;
     let (mut most, tokens) = (CacheStats::default(), request.shape.tokens);
     let progress = bar(LENGTHS);
     for at in 0..LENGTHS {

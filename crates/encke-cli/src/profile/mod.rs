@@ -14,10 +14,11 @@ mod report;
 use std::path::Path;
 
 use anyhow::Result;
-use encke::{Attention, Pass, Request};
+use encke::{Attention, Builder, Kernel, Pass, Request};
 use encke_sim::profile::{Inputs, RingProfile};
 
 use crate::Verdict;
+use crate::device_option::{Device, cuda};
 use crate::output::OutputFile;
 use crate::terminal::{Paint, bar, say};
 pub use options::{EXAMPLES, Options};
@@ -49,11 +50,13 @@ pub fn run(options: &Options) -> Result<Verdict> {
         say(&report::pass(paint, pass))?;
     }
     say(&report::summary(paint, &passes))?;
-    if let Some(ring) = rings.run.last().filter(|_| work.policies) {
-        say(&policies::words(paint, &ring.request)?)?;
-    }
-    if let Some(ring) = rings.run.last().filter(|_| work.caches) {
-        say(&caches::words(paint, &ring.request)?)?;
+    if let Some(ring) = rings.run.last() {
+        match options.device.device {
+            Device::Cpu => further(work, &ring.request, |of| Ok(of.build()?))?,
+            Device::Cuda(number) => {
+                further(work, &ring.request, |of| Ok(of.build_on(cuda(number)?)?))?;
+            }
+        }
     }
     if let Some(mut csv) = csv {
         csv.write(|to| files::csv(to, &passes))?;
@@ -69,6 +72,22 @@ pub fn run(options: &Options) -> Result<Verdict> {
     } else {
         Verdict::CheckFailed
     })
+}
+
+/// What else was asked for, on the largest ring.
+fn further<K: Kernel>(
+    work: &options::WorkOptions,
+    request: &Request,
+    build: impl Fn(Builder) -> Result<Attention<K>>,
+) -> Result<()> {
+    let paint = Paint::stdout();
+    if work.policies {
+        say(&policies::words(paint, request, &build)?)?;
+    }
+    if work.caches {
+        say(&caches::words(paint, request, &build)?)?;
+    }
+    Ok(())
 }
 
 /// Claims the place of a file, if one was asked for.
@@ -103,17 +122,39 @@ fn measure(options: &Options, rings: &options::Rings) -> Result<Vec<PassProfile>
         progress.set_message(format!("ring of {}", ring.ranks));
         let Some(inputs) = &inputs else { break };
         // A kernel of its own: no scratch memory is left from another ring.
-        let attention = Attention::builder().build()?;
-        let measured = inputs.measure(attention.kernel(), &ring.request, grad)?;
+        let measured = match options.device.device {
+            Device::Cpu => {
+                let attention = Attention::builder().build()?;
+                inputs.measure(attention.kernel(), &ring.request, grad)?
+            }
+            Device::Cuda(number) => inputs.measure(&cuda(number)?, &ring.request, grad)?,
+        };
         for (pass, profile) in passes.iter_mut().zip(measured) {
             pass.run.push(profile);
         }
         progress.inc(1);
     }
-    let attention = Attention::builder().build()?;
+    match options.device.device {
+        Device::Cpu => {
+            let attention = Attention::builder().build()?;
+            plan_all(attention.kernel(), rings, &mut passes, &progress)?;
+        }
+        Device::Cuda(number) => plan_all(&cuda(number)?, rings, &mut passes, &progress)?,
+    }
+    progress.finish_and_clear();
+    Ok(passes)
+}
+
+/// The rings that are only planned, for a kernel's workspace.
+fn plan_all<K: Kernel>(
+    kernel: &K,
+    rings: &options::Rings,
+    passes: &mut [PassProfile],
+    progress: &indicatif::ProgressBar,
+) -> Result<()> {
     for ring in &rings.planned {
         progress.set_message(format!("plan for {}", ring.ranks));
-        for pass in &mut passes {
+        for pass in passes.iter_mut() {
             let request = Request {
                 pass: match pass.pass {
                     "forward" => Pass::Forward,
@@ -121,11 +162,9 @@ fn measure(options: &Options, rings: &options::Rings) -> Result<Vec<PassProfile>
                 },
                 ..ring.request.clone()
             };
-            pass.planned
-                .push(RingProfile::planned(attention.kernel(), &request)?);
+            pass.planned.push(RingProfile::planned(kernel, &request)?);
         }
         progress.inc(1);
     }
-    progress.finish_and_clear();
-    Ok(passes)
+    Ok(())
 }

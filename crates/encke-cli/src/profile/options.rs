@@ -6,6 +6,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use encke::{Attention, Cut, Pass, Request};
 
+use crate::device_option::DeviceOption;
 use crate::number::count;
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::{QueriesName, cut};
@@ -24,6 +25,8 @@ Examples:
   encke profile --tokens 64k --heads 8 --kv-heads 2 --dtype bf16 --causal --grad --mode mix \\
       --segment-lengths 2k,16k,64k --dilation-rates 1,8,32
       A LongNet pattern, forward and backward.
+  encke profile --tokens 64k --dtype bf16 --ranks 1,2,4,8 --device cuda
+      The same on the first NVIDIA GPU: what each rank's buffers take there.
   encke profile --queries replicated
       Every rank holds all queries: those and the output are flat, keys and values fall.
   encke profile --tokens 16k --ranks 2,4,8,16 --csv memory.csv --json memory.json
@@ -60,6 +63,10 @@ pub struct Options {
 
     #[command(flatten)]
     rings: RingsOptions,
+
+    /// Where it is run.
+    #[command(flatten)]
+    pub device: DeviceOption,
 
     /// What is run and written.
     #[command(flatten)]

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use encke::explain::bytes;
-use encke::{Attention, CheckpointPolicy, Request};
+use encke::{Attention, Builder, CheckpointPolicy, Kernel, Request};
 use encke_sim::clock::{Rehearsal, median};
 
 use crate::simulate::report::seconds;
@@ -14,8 +14,13 @@ use crate::terminal::{Paint, bar};
 /// Runs of each policy; medians are shown.
 const RUNS: usize = 3;
 
-/// Runs both passes with each policy, in turn, and shows what was kept, sent and taken.
-pub fn words(paint: Paint, request: &Request) -> Result<String> {
+/// Runs both passes with each policy, in turn, and shows what was kept, sent and taken. `build` gives
+/// each its device.
+pub fn words<K: Kernel>(
+    paint: Paint,
+    request: &Request,
+    build: impl Fn(Builder) -> Result<Attention<K>>,
+) -> Result<String> {
     let policies = [
         ("output kept", CheckpointPolicy::KeepOutput),
         ("output in a file", CheckpointPolicy::Offload),
@@ -29,7 +34,7 @@ pub fn words(paint: Paint, request: &Request) -> Result<String> {
             .ranks(request.sharding.ranks())
             .sharding(request.sharding.cut().clone())
             .queries(request.queries);
-        builder.checkpoint(policy).build()
+        build(builder.checkpoint(policy))
     };
     let mut taken = vec![(Vec::new(), Vec::new()); policies.len()];
     let mut kept = vec![((0, 0), 0); policies.len()];

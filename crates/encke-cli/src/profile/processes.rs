@@ -91,6 +91,7 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         if options.work.csv.is_some() {
             bail!("--csv is not written by several processes; use --json");
         }
+        options.device.refuse_in_processes()?;
         let json = match cluster.speaks() {
             true => output(options.work.json.as_deref(), None)?,
             false => None,

@@ -9,9 +9,13 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use anyhow::{Result, bail, ensure};
-use encke::{Attention, Backward, DType, Data, Forward, Report, Tensor, View, reference};
+use encke::{
+    Attention, Backward, Builder, CudaKernel, DType, Data, Forward, Kernel, Report, Tensor, View,
+    reference,
+};
 
 use super::case::{Case, Numbers};
+use crate::device_option::{Device, cuda};
 
 /// Largest share of the largest number that a result in this type may be off by.
 fn share(dtype: DType) -> f64 {
@@ -54,10 +58,40 @@ impl fmt::Display for Worst {
     }
 }
 
+/// Where cases are run. A GPU is opened once, and again only where a case took it away.
+pub struct Works {
+    device: Device,
+    gpu: Option<CudaKernel>,
+}
+
+impl Works {
+    /// The works on a device, or why there are none.
+    pub fn new(device: Device) -> Result<Works> {
+        let gpu = match device {
+            Device::Cpu => None,
+            Device::Cuda(number) => Some(cuda(number)?),
+        };
+        Ok(Works { device, gpu })
+    }
+}
+
 /// Runs the case forward and backward; an error says what was wrong.
-pub fn judge(case: &Case, worst: &mut Worst) -> Result<()> {
+pub fn judge(case: &Case, works: &mut Works, worst: &mut Worst) -> Result<()> {
+    match works.device {
+        Device::Cpu => judge_on(case, &attention(case)?, worst),
+        Device::Cuda(number) => {
+            let gpu = works.gpu.take().map_or_else(|| cuda(number), Ok)?;
+            let attention = builder(case).build_on(gpu)?;
+            let judged = judge_on(case, &attention, worst);
+            works.gpu = Some(attention.into_kernel());
+            judged
+        }
+    }
+}
+
+fn judge_on<K: Kernel>(case: &Case, attention: &Attention<K>, worst: &mut Worst) -> Result<()> {
     let numbers = case.numbers();
-    let (forward, backward) = run(case, &numbers)?;
+    let (forward, backward) = run(case, attention, &numbers)?;
     hold(case, &numbers, &forward, &backward, worst)?;
     check_report("forward", &forward.report)?;
     check_report("backward", &backward.report)
@@ -103,6 +137,11 @@ fn hold(
 
 /// The attention of a case, on threads.
 pub fn attention(case: &Case) -> Result<Attention> {
+    Ok(builder(case).build()?)
+}
+
+/// The same, still without a device.
+fn builder(case: &Case) -> Builder {
     let mut builder = Attention::builder()
         .pattern(case.pattern.clone())
         .ranks(case.ranks)
@@ -112,12 +151,15 @@ pub fn attention(case: &Case) -> Result<Attention> {
     if let Some(scale) = case.scale {
         builder = builder.scale(scale);
     }
-    Ok(builder.build()?)
+    builder
 }
 
 /// Runs the case on a ring.
-fn run(case: &Case, numbers: &Numbers) -> Result<(Forward, Backward)> {
-    let attention = attention(case)?;
+fn run<K: Kernel>(
+    case: &Case,
+    attention: &Attention<K>,
+    numbers: &Numbers,
+) -> Result<(Forward, Backward)> {
     let shape = case.shape;
     let dims = |heads: usize, dim: usize| [shape.batch, shape.tokens, heads, dim];
     let stored = |values: &[f64], heads: usize, dim: usize| {
@@ -241,7 +283,7 @@ mod tests {
         let wide = |case: &Case| case.dtype == DType::F64 && case.pattern.mode() != Mode::Fkodom;
         for case in (0..60).map(Case::new).filter(wide) {
             let mut numbers = case.numbers();
-            let (forward, backward) = run(&case, &numbers).unwrap();
+            let (forward, backward) = run(&case, &attention(&case).unwrap(), &numbers).unwrap();
             let mut worst = Worst::default();
             hold(&case, &numbers, &forward, &backward, &mut worst).unwrap();
             if largest(&forward.out.to_f64()) == 0.0 {

@@ -16,6 +16,7 @@ use anyhow::{Result, anyhow, bail};
 use clap::Args;
 
 use crate::Verdict;
+use crate::device_option::{Device, DeviceOption};
 use crate::number::count;
 use crate::terminal::{Paint, bar, say};
 use case::Case;
@@ -28,6 +29,8 @@ Examples:
       300 configurations, at most 5 minutes.
   encke verify --seed 7 --count 5000 --minutes 60
       A longer run that can be repeated.
+  encke verify --device cuda
+      The same on the first NVIDIA GPU: every kernel a ring can ask for, against the reference.
   encke verify --faults --seed 7 --count 2000
       2000 calls under hardship: what became of them, by the kind of fault.
   encke verify --faults --redundancy 1 --count 10000 --minutes 30
@@ -81,12 +84,16 @@ pub struct Options {
     /// With --faults: how many other ranks keep each rank's inputs, so that deaths are survived.
     #[arg(long, value_name = "R", value_parser = count, default_value = "0", requires = "faults")]
     redundancy: usize,
+
+    /// Where the configurations are run; the reference is the CPU's in any case.
+    #[command(flatten)]
+    device: DeviceOption,
 }
 
 /// What is verified.
 enum Suite {
     /// Numbers against the reference.
-    Reference(judge::Worst),
+    Reference(judge::Works, judge::Worst),
     /// Calls under hardship.
     Faults(Box<Faults>),
 }
@@ -95,9 +102,9 @@ impl Suite {
     /// Runs the case of a seed; an error says what it was and what is wrong with it.
     fn run(&mut self, seed: u64) -> Result<()> {
         match self {
-            Suite::Reference(worst) => {
+            Suite::Reference(works, worst) => {
                 let case = Case::new(seed);
-                judge::judge(&case, worst).map_err(|wrong| anyhow!("{case}\n  {wrong:#}"))
+                judge::judge(&case, works, worst).map_err(|wrong| anyhow!("{case}\n  {wrong:#}"))
             }
             Suite::Faults(faults) => {
                 let tried = faults.run(seed);
@@ -108,7 +115,10 @@ impl Suite {
 
     fn option(&self, options: &Options) -> String {
         match (self, options.redundancy) {
-            (Suite::Reference(_), _) => String::new(),
+            (Suite::Reference(..), _) => match options.device.device {
+                Device::Cpu => String::new(),
+                device => format!("--device {device} "),
+            },
             (Suite::Faults(_), 0) => "--faults ".to_string(),
             (Suite::Faults(_), redundancy) => format!("--faults --redundancy {redundancy} "),
         }
@@ -117,7 +127,7 @@ impl Suite {
     /// What is to be said when nothing failed.
     fn praise(&self) -> &'static str {
         match self {
-            Suite::Reference(_) => "all agree with the reference",
+            Suite::Reference(..) => "all agree with the reference",
             Suite::Faults(_) => {
                 "each ended right, or with an error on every rank inside its deadline"
             }
@@ -126,7 +136,7 @@ impl Suite {
 
     fn details(&self) -> String {
         match self {
-            Suite::Reference(worst) => worst.to_string(),
+            Suite::Reference(_, worst) => worst.to_string(),
             Suite::Faults(faults) => faults.table().to_string(),
         }
     }
@@ -137,9 +147,13 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let limit = limit(options)?;
     // What no configuration can do without is asked for first: that is an error, not a finding.
     let kernel = encke::Attention::builder().build()?;
-    let mut suite = match options.faults {
-        true => Suite::Faults(Box::new(Faults::new(kernel, options.redundancy))),
-        false => Suite::Reference(judge::Worst::default()),
+    let mut suite = match (options.faults, options.device.device) {
+        (true, Device::Cpu) => Suite::Faults(Box::new(Faults::new(kernel, options.redundancy))),
+        (true, device) => bail!(
+            "--faults is about messages and runs in the simulator, on the CPU; leave --device \
+             {device} out"
+        ),
+        (false, device) => Suite::Reference(judge::Works::new(device)?, judge::Worst::default()),
     };
     let seed = options.seed.unwrap_or_else(clock_seed);
     let paint = Paint::stdout();

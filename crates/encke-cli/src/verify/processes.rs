@@ -34,6 +34,7 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         if options.faults {
             bail!("--faults is the simulator's, in one process; start it without a launcher");
         }
+        options.device.refuse_in_processes()?;
         let limit = limit(options)?;
         Ok((limit, Attention::builder().build()?))
     })();

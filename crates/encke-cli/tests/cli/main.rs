@@ -9,6 +9,7 @@ mod billion;
 mod chromium;
 mod command;
 mod demo;
+mod device;
 mod files;
 mod golden;
 mod pages;
