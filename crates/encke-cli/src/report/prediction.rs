@@ -31,12 +31,15 @@ pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predi
     }
     let progress = spinner("the clock");
     let kernel = CpuKernel::new()?;
-    let mut profile = Profile::new(Sizes {
-        rows: first.shape.tokens.clamp(8, ROWS),
-        heads: first.shape.heads,
-        dim: first.shape.dim,
-        dtype: first.dtype,
-    });
+    let mut profile = Profile::new(
+        &kernel,
+        Sizes {
+            rows: first.shape.tokens.clamp(8, ROWS),
+            heads: first.shape.heads,
+            dim: first.shape.dim,
+            dtype: first.dtype,
+        },
+    )?;
     for _ in 0..RUNS {
         profile.read(&kernel)?;
     }

@@ -54,8 +54,9 @@ pub fn names_one(options: &MachineOptions) -> bool {
 fn named(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> Result<Machine> {
     let device = match options.gpu.as_deref() {
         Some("here") => here(sizes, dtype)?,
+        Some("tuned") => tuned()?,
         name => find_device(name.unwrap_or("h200"))
-            .map_err(|error| anyhow!("{error}, and here: the CPU kernel as measured now"))?,
+            .map_err(|error| anyhow!("{error}, here: the CPU kernel as measured now, and tuned: this machine's GPU as encke tune measured it"))?,
     };
     let link = |at: usize, usual: &str| {
         let name = options.link.get(at).map_or(usual, String::as_str);
@@ -79,12 +80,15 @@ fn named(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> Result
 fn here(sizes: &ShapeOptions, dtype: DType) -> Result<Device> {
     let progress = spinner("measuring the kernel");
     let kernel = CpuKernel::new()?;
-    let mut profile = Profile::new(Sizes {
-        rows: ROWS,
-        heads: sizes.heads,
-        dim: sizes.dim,
-        dtype,
-    });
+    let mut profile = Profile::new(
+        &kernel,
+        Sizes {
+            rows: ROWS,
+            heads: sizes.heads,
+            dim: sizes.dim,
+            dtype,
+        },
+    )?;
     for _ in 0..READINGS {
         profile.read(&kernel)?;
     }
@@ -94,6 +98,16 @@ fn here(sizes: &ShapeOptions, dtype: DType) -> Result<Device> {
     device.load_bytes_per_s = None;
     device.fresh_bytes_per_s = None;
     Ok(device)
+}
+
+/// The GPU of this machine, from its profile.
+fn tuned() -> Result<Device> {
+    let profile = MachineProfile::load(&Here::now())?;
+    let gpu = profile.and_then(|profile| profile.gpu);
+    let gpu = gpu.context(
+        "no GPU was measured here with this version; encke tune does, where there is one",
+    )?;
+    Ok(gpu.device)
 }
 
 fn set_flops(device: &mut Device, forward: f64, backward: f64) -> Result<()> {

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use encke::clock::Machine;
 use encke::tune::{Here, LIMIT, MachineProfile, measure, usual};
 
 use crate::Verdict;
@@ -132,6 +133,7 @@ fn words(profile: &MachineProfile) -> String {
         machine,
         measured_s,
         misfit,
+        gpu,
         ..
     } = profile;
     let mut text = format!(
@@ -141,6 +143,20 @@ fn words(profile: &MachineProfile) -> String {
         100.0 * misfit
     );
     text += &format!("{}\n", paint.bold("Attention on all cores"));
+    text += &rates(machine);
+    text += &memory(&paint, machine, "a hop between threads");
+    if let Some(gpu) = gpu {
+        text += &format!(
+            "{}\n",
+            paint.bold(&format!("Attention on {}", gpu.device.name))
+        );
+        text += &rates(gpu);
+        text += &memory(&paint, gpu, "a task");
+    }
+    text
+}
+
+fn rates(machine: &Machine) -> String {
     let mut table = Table::new(2, ["type", "numbers a head", "forward", "backward"]);
     for rate in &machine.device.rates {
         table.row([
@@ -150,17 +166,19 @@ fn words(profile: &MachineProfile) -> String {
             flops(rate.backward.flops),
         ]);
     }
-    text += &table.to_string();
+    table.to_string()
+}
+
+fn memory(paint: &Paint, machine: &Machine, hop: &str) -> String {
     let speed = |bytes_per_s: f64| format!("{:.1} GB/s", bytes_per_s / 1e9);
     let device = &machine.device;
-    text += &format!(
-        "{}\n  copies {} (rows with gaps {}), cells {}, a hop between threads {} and {}\n",
+    format!(
+        "{}\n  copies {} (rows with gaps {}), cells {}, {hop} {} and {}\n",
         paint.bold("Memory"),
         speed(device.bytes_per_s),
         speed(device.apart_bytes_per_s.unwrap_or(device.bytes_per_s)),
         speed(device.cell_bytes_per_s),
         seconds(machine.inside.latency_s),
         speed(machine.inside.bytes_per_s),
-    );
-    text
+    )
 }

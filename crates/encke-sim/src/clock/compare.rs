@@ -145,7 +145,7 @@ pub fn compare<K: Kernel<Buffer = Data>>(
         dim: request.shape.dim,
         dtype: request.dtype,
     });
-    let mut profile = Profile::new(sizes);
+    let mut profile = Profile::new(&kernel, sizes)?;
     let ring = ThreadRing::new(kernel, Duration::from_secs(600));
     let mut runs_s = vec![Vec::new(); settings.len()];
     for _ in 0..repeats {

@@ -26,7 +26,7 @@ pub use catalogue::{devices, find_device, find_link, links};
 pub use compare::{Comparison, Findings, Rehearsal, Setting, Times, compare, median, settings};
 pub use error::ClockError;
 pub use machine::{Carrier, Device, FEW, Link, Machine, Rate, Speed};
-pub use profile::{Pick, Profile, Sizes, Told};
+pub use profile::{DeviceProfile, DeviceWork, Pick, Profile, Sizes, Told};
 pub use run::{LinkTime, RankTime, Run, Transfer};
 
 use std::ops::Range;

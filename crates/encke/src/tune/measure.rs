@@ -10,6 +10,7 @@ use encke_core::DType;
 use encke_cpu::CpuKernel;
 use encke_sim::clock::{Machine, Pick, Profile, Sizes, median};
 
+use super::gpu;
 use super::here::Here;
 use super::{FORMAT, MachineProfile, TuneError};
 
@@ -39,31 +40,31 @@ pub fn measure(
 ) -> Result<MachineProfile, TuneError> {
     let begin = Instant::now();
     let kernel = CpuKernel::new()?;
-    let mut profiles: Vec<(String, Profile)> = KINDS
-        .into_iter()
-        .map(|(dtype, dim)| {
-            let sizes = Sizes {
-                rows: ROWS,
-                heads: HEADS,
-                dim,
-                dtype,
-            };
-            (
-                format!("{dtype}, {dim} numbers a head"),
-                Profile::new(sizes),
-            )
-        })
-        .collect();
+    // The GPU first, because its programs may have to be compiled; what it takes is not the CPU's.
+    progress("the GPU", 0.0);
+    let gpu = gpu::measure()?;
+    let begin_cpu = Instant::now();
+    let mut profiles: Vec<(String, Profile)> = Vec::new();
+    for (dtype, dim) in KINDS {
+        let sizes = Sizes {
+            rows: ROWS,
+            heads: HEADS,
+            dim,
+            dtype,
+        };
+        let name = format!("{dtype}, {dim} numbers a head");
+        profiles.push((name, Profile::new(&kernel, sizes)?));
+    }
     let mut turn_took = Duration::ZERO;
     loop {
         let turn = Instant::now();
         for (name, profile) in &mut profiles {
-            let passed = begin.elapsed().as_secs_f64() / limit.as_secs_f64().max(1e-9);
+            let passed = begin_cpu.elapsed().as_secs_f64() / limit.as_secs_f64().max(1e-9);
             progress(name, passed.min(1.0));
             profile.read(&kernel)?;
         }
         turn_took = turn_took.max(turn.elapsed());
-        if begin.elapsed() + turn_took > limit {
+        if begin_cpu.elapsed() + turn_took > limit {
             break;
         }
     }
@@ -77,7 +78,7 @@ pub fn measure(
         measured_s: begin.elapsed().as_secs_f64(),
         misfit: median(&misfits),
         machine,
-        gpu: None,
+        gpu,
     })
 }
 

@@ -8,6 +8,7 @@
 //! does not find it, and a home directory may be shared.
 
 mod check;
+mod gpu;
 mod here;
 mod measure;
 mod usual;
@@ -42,7 +43,7 @@ pub struct MachineProfile {
     pub misfit: f64,
     /// Threads of this machine as ranks.
     pub machine: Machine,
-    /// Its GPU, if it has one, with one rank on it.
+    /// Its GPU, if it has one, as the device of a rank; hops stay on it, or go through the host.
     pub gpu: Option<Machine>,
 }
 

@@ -1,9 +1,12 @@
 //! A described machine made from readings of a real kernel: this one, with threads as ranks.
 //!
+//! (and, in `device.rs`, a device that a rank has to itself).
+//!
 //! Jobs of a few shapes are timed, alone and as ranks have them side by side, and what a device's
 //! description has (an overhead, a rate, the diagonal, the rows) is fitted to them. Nothing is
 //! fitted to a ring: that is what the result is held against.
 
+mod device;
 mod moves;
 mod operands;
 mod probes;
@@ -21,6 +24,7 @@ use super::error::ClockError;
 use super::fit::fit;
 use super::machine::{Carrier, Device, Link, Machine, Rate, Speed};
 use super::median;
+pub use device::{DeviceProfile, Work as DeviceWork};
 use moves::Places;
 use operands::Operands;
 use probes::{Probe, probes};
@@ -125,19 +129,20 @@ type Costs = [f64; 7];
 
 impl Profile {
     /// A profile without readings.
-    pub fn new(sizes: Sizes) -> Profile {
+    pub fn new<K: Kernel<Buffer = Data>>(kernel: &K, sizes: Sizes) -> Result<Profile, ClockError> {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         let part = (sizes.rows / 4).max(1);
         let ranks = (2 * cores).clamp(4, 16);
-        Profile {
+        let of_rank = |_| Operands::new(kernel, sizes, part);
+        Ok(Profile {
             sizes,
             cores,
             probes: probes(sizes, part),
-            whole: Operands::new(sizes, sizes.rows),
-            ranks: (0..ranks).map(|_| Operands::new(sizes, part)).collect(),
+            whole: Operands::new(kernel, sizes, sizes.rows)?,
+            ranks: (0..ranks).map(of_rank).collect::<Result<_, _>>()?,
             places: Places::new(sizes),
             readings: BTreeMap::new(),
-        }
+        })
     }
 
     /// Times everything once.
@@ -227,24 +232,6 @@ impl Profile {
         }
     }
 
-    /// Operations, causal operations, bytes, jobs, operations of jobs of few, single attentions,
-    /// and operations on rows that lie apart.
-    fn costs(&self, probe: &Probe, backward: bool) -> Costs {
-        let job = probe.job();
-        let each = if backward { 10.0 } else { 4.0 } * job.dim as f64;
-        let operations = job.pairs() as f64 * each;
-        let only = |condition: bool, cost: f64| if condition { cost } else { 0.0 };
-        [
-            operations,
-            only(job.causal.is_some(), query_rows(job) as f64 * each),
-            row_bytes(job, self.sizes.dtype, backward),
-            1.0,
-            only(is_few(job), operations),
-            singles(job) as f64,
-            only(is_apart(job), operations),
-        ]
-    }
-
     /// Every job of which it is known how long it keeps all cores busy: those among others.
     fn lines(&self, backward: bool, pick: Pick) -> Vec<(Costs, f64)> {
         let line = |(probe, shape): (usize, &Probe)| {
@@ -253,7 +240,10 @@ impl Profile {
                 false if shape.whole => return None,
                 false => Reading::Among { probe, backward },
             };
-            Some((self.costs(shape, backward), self.seconds(reading, pick)))
+            Some((
+                costs(shape.job(), self.sizes.dtype, backward),
+                self.seconds(reading, pick),
+            ))
         };
         self.probes.iter().enumerate().filter_map(line).collect()
     }
@@ -261,28 +251,9 @@ impl Profile {
     /// A speed, and the overhead of a job, that explain the readings best.
     fn speed(&self, backward: bool, pick: Pick) -> (Speed, f64) {
         let found = fit(&self.lines(backward, pick));
-        let [
-            operation_s,
-            diagonal_s,
-            byte_s,
-            job_s,
-            few_s,
-            single_s,
-            apart_s,
-        ] = found;
-        let by_operation = |seconds: f64| seconds / operation_s.max(1e-18);
-        let speed = Speed {
-            flops: 1.0 / operation_s.max(1e-18),
-            diagonal_keys: by_operation(diagonal_s),
-            // What the fit finds to cost nothing is as good as infinitely fast.
-            row_bytes_per_s: 1.0 / byte_s.max(1e-18),
-            few_slower: by_operation(few_s),
-            apart_slower: by_operation(apart_s),
-            single_s,
-            task_rows: 0.0,
-            task_share: 1.0 / self.cores as f64,
-        };
-        let told = |probe: &Probe| told(&self.costs(probe, backward), &found);
+        let speed = speed_of(&found, 1.0 / self.cores as f64);
+        let job_s = found[3];
+        let told = |probe: &Probe| told(&costs(probe.job(), self.sizes.dtype, backward), &found);
         let alone: Vec<(&Job, f64, f64)> = self
             .probes
             .iter()
@@ -303,7 +274,7 @@ impl Profile {
         both.map(|((probe, shape), backward)| {
             let found = fit(&self.lines(backward, Pick::Median));
             let (speed, overhead_s) = self.speed(backward, Pick::Median);
-            let all_cores_s = told(&self.costs(shape, backward), &found);
+            let all_cores_s = told(&costs(shape.job(), self.sizes.dtype, backward), &found);
             let job = shape.job();
             let taken = |reading: Reading| {
                 let taken = self.readings.contains_key(&reading);
@@ -335,6 +306,40 @@ impl Profile {
             lines.into_iter().map(off)
         });
         median(&misfits.collect::<Vec<f64>>())
+    }
+}
+
+/// Operations, causal operations, bytes, jobs, operations of jobs of few, single attentions, and
+/// operations on rows that lie apart.
+fn costs(job: &Job, dtype: DType, backward: bool) -> Costs {
+    let each = if backward { 10.0 } else { 4.0 } * job.dim as f64;
+    let operations = job.pairs() as f64 * each;
+    let only = |condition: bool, cost: f64| if condition { cost } else { 0.0 };
+    [
+        operations,
+        only(job.causal.is_some(), query_rows(job) as f64 * each),
+        row_bytes(job, dtype, backward),
+        1.0,
+        only(is_few(job), operations),
+        singles(job) as f64,
+        only(is_apart(job), operations),
+    ]
+}
+
+/// The speed that a fit's coefficients amount to.
+fn speed_of(found: &Costs, task_share: f64) -> Speed {
+    let [operation_s, diagonal_s, byte_s, _, few_s, single_s, apart_s] = *found;
+    let by_operation = |seconds: f64| seconds / operation_s.max(1e-18);
+    Speed {
+        flops: 1.0 / operation_s.max(1e-18),
+        diagonal_keys: by_operation(diagonal_s),
+        // What the fit finds to cost nothing is as good as infinitely fast.
+        row_bytes_per_s: 1.0 / byte_s.max(1e-18),
+        few_slower: by_operation(few_s),
+        apart_slower: by_operation(apart_s),
+        single_s,
+        task_rows: 0.0,
+        task_share,
     }
 }
 

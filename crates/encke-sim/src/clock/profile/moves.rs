@@ -112,7 +112,7 @@ impl Places {
 }
 
 /// All rows, as they lie.
-fn block(sizes: Sizes) -> Block {
+pub(super) fn block(sizes: Sizes) -> Block {
     let Sizes {
         rows, heads, dim, ..
     } = sizes;
@@ -136,7 +136,7 @@ fn block(sizes: Sizes) -> Block {
 
 /// All rows again, as a dilated branch packs them: those of one head, one token in so many, as far
 /// as they go.
-fn apart(sizes: Sizes) -> Vec<Block> {
+pub(super) fn apart(sizes: Sizes) -> Vec<Block> {
     let Sizes {
         rows, heads, dim, ..
     } = sizes;

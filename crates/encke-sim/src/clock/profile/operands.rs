@@ -3,52 +3,77 @@
 use encke_core::conformance::Random;
 use encke_core::job::Job;
 use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Upstream};
-use encke_core::{DType, Data};
+use encke_core::sharding::Run as Tokens;
+use encke_core::{Data, View};
 
 use super::Sizes;
 
 /// Everything that a rank has of its rows.
 #[derive(Debug)]
-pub(super) struct Operands {
+pub(super) struct Operands<B = Data> {
     /// q, k, v and dout.
-    pub inputs: [Data; 4],
-    pub carry: Carry<Data>,
-    pub lse: Data,
-    pub delta: Data,
-    pub gradients: [Data; 3],
+    pub inputs: [B; 4],
+    pub carry: Carry<B>,
+    pub lse: B,
+    pub delta: B,
+    pub gradients: [B; 3],
 }
 
-impl Operands {
+impl<B> Operands<B> {
     /// So many rows of random numbers.
-    pub fn new(sizes: Sizes, rows: usize) -> Operands {
+    pub fn new<K: Kernel<Buffer = B>>(
+        kernel: &K,
+        sizes: Sizes,
+        rows: usize,
+    ) -> Result<Operands<B>, KernelError> {
         let Sizes {
             heads, dim, dtype, ..
         } = sizes;
         let (cells, sum) = (rows * heads, dtype.sum());
         let mut random = Random::new(7);
+        let all = [Tokens {
+            first: 0,
+            stride: 1,
+            count: rows,
+        }];
         let mut numbers = || {
             let values: Vec<f64> = (0..cells * dim).map(|_| random.unit()).collect();
-            Data::from_f64(dtype, &values)
+            let values = Data::from_f64(dtype, &values);
+            let strides = [cells * dim, heads * dim, dim, 1];
+            let view = View::from_slice(values.slice(), [1, rows, heads, dim], strides);
+            let mut buffer = kernel.allocate(dtype, cells * dim)?;
+            kernel.upload(
+                &view.expect("as many numbers as it says"),
+                &all,
+                &mut buffer,
+            )?;
+            Ok(buffer)
         };
-        let all = |dtype: DType, elements: usize, value: f64| {
-            Data::from_f64(dtype, &vec![value; elements])
+        let filled = |elements: usize, value: f64| {
+            let mut buffer = kernel.allocate(sum, elements)?;
+            kernel.fill(&mut buffer, value)?;
+            Ok(buffer)
         };
-        Operands {
-            inputs: [numbers(), numbers(), numbers(), numbers()],
+        Ok(Operands {
+            inputs: [numbers()?, numbers()?, numbers()?, numbers()?],
             carry: Carry {
-                acc: all(sum, cells * dim, 0.0),
-                m: all(sum, cells, f64::NEG_INFINITY),
-                l: all(sum, cells, 0.0),
+                acc: filled(cells * dim, 0.0)?,
+                m: filled(cells, f64::NEG_INFINITY)?,
+                l: filled(cells, 0.0)?,
             },
             // Any finite lse will do, but one that is too small makes numbers no real pass has.
-            lse: all(sum, cells, 10.0),
-            delta: all(sum, cells, 0.0),
-            gradients: [0; 3].map(|_| all(sum, cells * dim, 0.0)),
-        }
+            lse: filled(cells, 10.0)?,
+            delta: filled(cells, 0.0)?,
+            gradients: [
+                filled(cells * dim, 0.0)?,
+                filled(cells * dim, 0.0)?,
+                filled(cells * dim, 0.0)?,
+            ],
+        })
     }
 
     /// Carries out a job one way.
-    pub fn run<K: Kernel<Buffer = Data>>(
+    pub fn run<K: Kernel<Buffer = B>>(
         &mut self,
         kernel: &K,
         job: &Job,
