@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, anyhow, bail};
 use encke::DType;
+use encke::tune::{Here, MachineProfile};
 use encke_cpu::CpuKernel;
 use encke_sim::clock::{Device, Machine, Pick, Profile, Sizes, find_device, find_link};
 

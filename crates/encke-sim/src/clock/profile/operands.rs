@@ -4,7 +4,7 @@ use encke_core::conformance::Random;
 use encke_core::job::Job;
 use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Upstream};
 use encke_core::sharding::Run as Tokens;
-use encke_core::{Data, View};
+use encke_core::{Data, Tensor};
 
 use super::Sizes;
 
@@ -39,11 +39,10 @@ impl<B> Operands<B> {
         let mut numbers = || {
             let values: Vec<f64> = (0..cells * dim).map(|_| random.unit()).collect();
             let values = Data::from_f64(dtype, &values);
-            let strides = [cells * dim, heads * dim, dim, 1];
-            let view = View::from_slice(values.slice(), [1, rows, heads, dim], strides);
+            let tensor = Tensor::from_data(values, [1, rows, heads, dim]);
             let mut buffer = kernel.allocate(dtype, cells * dim)?;
             kernel.upload(
-                &view.expect("as many numbers as it says"),
+                &tensor.expect("as many numbers as it says").view(),
                 &all,
                 &mut buffer,
             )?;

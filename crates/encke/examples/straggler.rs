@@ -1,0 +1,216 @@
+//! Shards by speed, by the clock on the wall: a ring with one rank slowed to half, its proposal for
+//! another partition, and the ring after it.
+//!
+//! Every rank computes on one core of its own (a pool of one thread), and the slow one sleeps as
+//! long as each of its jobs took. What is ideal follows: p cores of which one is half gone take
+//! p / (p - 1/2) times as long as p whole ones.
+//!
+//! ```text
+//! cargo run --release -p encke --example straggler -- [ranks] [tokens]
+//! ```
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use encke::conformance::Random;
+use encke::{
+    Attention, CpuKernel, DType, Data, Kernel, Pass, Report, Sharded, Slice, Tensor, View,
+};
+use encke_core::job::{Block, Job};
+use encke_core::kernel::{Carry, Gradients, Result as Done, Upstream};
+use encke_core::sharding::Run;
+
+type Failure = Box<dyn std::error::Error>;
+
+/// The rank that is slow.
+const SLOW: &str = "encke-rank-1";
+/// Calls of which the median counts.
+const CALLS: usize = 7;
+
+/// Whether somebody is slow at the moment.
+static DISTURBED: AtomicBool = AtomicBool::new(false);
+
+std::thread_local! {
+    static CORE: rayon::ThreadPool =
+        rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a thread can be had");
+}
+
+/// The CPU's kernel with a core for each rank, one of which may be half as fast.
+struct Uneven(CpuKernel);
+
+impl Uneven {
+    fn job(&self, work: impl FnOnce() -> Done<()> + Send) -> Done<()> {
+        let begin = Instant::now();
+        CORE.with(|core| core.install(work))?;
+        let slow = std::thread::current().name() == Some(SLOW);
+        if slow && DISTURBED.load(Ordering::Relaxed) {
+            std::thread::sleep(begin.elapsed());
+        }
+        Ok(())
+    }
+}
+
+impl Kernel for Uneven {
+    type Buffer = Data;
+    type Input<'a> = Slice<'a>;
+
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
+        self.0.input(buffer)
+    }
+    fn allocate(&self, dtype: DType, elements: usize) -> Done<Data> {
+        self.0.allocate(dtype, elements)
+    }
+    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Done<()> {
+        self.0.upload(from, runs, to)
+    }
+    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Done<()> {
+        self.0.download(from, runs, to)
+    }
+    fn hand_over(&self, buffer: Data) -> Done<Data> {
+        self.0.hand_over(buffer)
+    }
+    fn fill(&self, buffer: &mut Data, value: f64) -> Done<()> {
+        self.0.fill(buffer, value)
+    }
+    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Done<()> {
+        self.0.copy(block, add, from, to)
+    }
+    fn forward(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        begins: bool,
+        carry: &mut Carry<Data>,
+    ) -> Done<()> {
+        self.job(|| self.0.forward(job, q, k, v, begins, carry))
+    }
+    fn conclude(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Done<()> {
+        self.job(|| self.0.conclude(job, q, k, v, carry, out, lse))
+    }
+    fn attend(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Done<()> {
+        self.job(|| self.0.attend(job, q, k, v, out, lse))
+    }
+    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Done<()> {
+        self.0.merge(block, from, to)
+    }
+    fn finish(
+        &self,
+        cells: usize,
+        dim: usize,
+        gain: f64,
+        carry: &Carry<Data>,
+        out: &mut Data,
+        lse: &mut Data,
+    ) -> Done<()> {
+        self.0.finish(cells, dim, gain, carry, out, lse)
+    }
+    fn delta(
+        &self,
+        cells: usize,
+        dim: usize,
+        out: Slice<'_>,
+        dout: Slice<'_>,
+        dlse: Option<Slice<'_>>,
+        delta: &mut Data,
+    ) -> Done<()> {
+        self.0.delta(cells, dim, out, dout, dlse, delta)
+    }
+    fn backward(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        upstream: Upstream<Slice<'_>>,
+        gradients: Gradients<'_, Data>,
+    ) -> Done<()> {
+        self.job(|| self.0.backward(job, q, k, v, upstream, gradients))
+    }
+    fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
+        self.0.workspace_bytes(job, pass, dtype)
+    }
+}
+
+/// The median of some calls, and what the last one said.
+fn timed(ring: &Attention<Uneven>, inputs: &[Sharded; 3]) -> Result<(f64, Report), Failure> {
+    let [q, k, v] = inputs;
+    let mut report = ring.forward_shards(q, k, v)?.report;
+    let mut seconds = Vec::new();
+    for _ in 0..CALLS {
+        let begin = Instant::now();
+        report = ring.forward_shards(q, k, v)?.report;
+        seconds.push(begin.elapsed().as_secs_f64());
+    }
+    Ok((encke::clock::median(&seconds), report))
+}
+
+fn main() -> Result<(), Failure> {
+    let mut words = std::env::args().skip(1);
+    let mut number = |usual: usize| words.next().map_or(Ok(usual), |word| word.parse());
+    let (ranks, tokens) = (number(2)?, number(8192)?);
+    let (heads, dim) = (4, 64);
+    let mut random = Random::new(1);
+    let mut numbers = || -> Vec<f32> {
+        (0..tokens * heads * dim)
+            .map(|_| random.unit() as f32)
+            .collect()
+    };
+    let tensors = [numbers(), numbers(), numbers()];
+    let mut ring = Attention::builder()
+        .ranks(ranks)
+        .build_on(Uneven(CpuKernel::new()?))?;
+    let shard = |numbers: &Vec<f32>| -> Result<Sharded, Failure> {
+        Ok(ring.shard(&View::contiguous(numbers, [1, tokens, heads, dim])?)?)
+    };
+    let [q, k, v] = tensors.each_ref().map(shard);
+    let mut inputs = [q?, k?, v?];
+
+    println!("{ranks} ranks, a core each; {tokens} tokens x {heads} heads x {dim}, f32, forward");
+    let (whole, _) = timed(&ring, &inputs)?;
+    println!("undisturbed                     {:8.1} ms", 1e3 * whole);
+    DISTURBED.store(true, Ordering::Relaxed);
+    let (uneven, report) = timed(&ring, &inputs)?;
+    println!("rank 1 at half its speed        {:8.1} ms", 1e3 * uneven);
+    let proposal = report.proposal()?.ok_or("no rank was seen at work")?;
+    println!(
+        "proposed tokens a rank          {:?}, by speeds {:.2?}",
+        proposal.sizes, proposal.speeds
+    );
+    let [q, k, v] = &mut inputs;
+    let moved = ring.resize(proposal.sizes, &mut [q, k, v])?;
+    println!(
+        "moved                           {:8} bytes",
+        moved.sent_bytes
+    );
+    let (balanced, _) = timed(&ring, &inputs)?;
+    let ideal = whole * ranks as f64 / (ranks as f64 - 0.5);
+    println!("after it                        {:8.1} ms", 1e3 * balanced);
+    println!("ideal                           {:8.1} ms", 1e3 * ideal);
+    println!(
+        "behind the ideal                {:8.1} %",
+        100.0 * (balanced / ideal - 1.0)
+    );
+    Ok(())
+}
