@@ -197,6 +197,15 @@ pub enum Error {
         /// Distances of a round.
         width: usize,
     },
+    /// Deaths are survived where keys travel.
+    #[error(
+        "redundancy {redundancy} with queries that travel in the backward pass is not supported: \
+         what is found for them on the way dies with whoever carries it; let keys travel"
+    )]
+    RedundantVisitors {
+        /// Other ranks that were to keep each rank's inputs.
+        redundancy: usize,
+    },
     /// Every rank that had a shard is gone.
     #[error(
         "the tokens of rank {shard} are lost: it died, and so did every rank that kept its inputs \

@@ -158,12 +158,19 @@ fn requests() -> impl Strategy<Value = Request> {
     let cuts = prop_oneof![Just(Cut::Contiguous), Just(Cut::Zigzag), Just(Cut::Striped)];
     let types = prop_oneof![Just(DType::F32), Just(DType::F64), Just(DType::Bf16)];
     let sizes = (1usize..=2, 1usize..50, 1usize..=2, 1usize..=2, 1usize..9);
-    (sizes, patterns(), 1usize..=6, cuts, types).prop_map(|(sizes, pattern, ranks, cut, dtype)| {
+    let widths = prop_oneof![Just(1), Just(2), Just(3), Just(usize::MAX)];
+    let kinds = (cuts, types, widths);
+    (sizes, patterns(), 1usize..=6, kinds).prop_map(|(sizes, pattern, ranks, kinds)| {
         let (batch, tokens, kv, group, dim) = sizes;
+        let (cut, dtype, width) = kinds;
         // Group mode wants a head for each branch.
         let shape = Shape::new(batch, tokens, 2 * kv * group, kv, dim).unwrap();
         let sharding = Sharding::new(ranks, cut).unwrap();
-        Request::new(shape, pattern, sharding, dtype)
+        let request = Request::new(shape, pattern, sharding, dtype);
+        Request {
+            schedule: request.schedule.with_width(width),
+            ..request
+        }
     })
 }
 

@@ -184,6 +184,7 @@ impl PassFindings {
         let of = |ring: &RingFindings| ring.measured.get(&component).copied().unwrap_or(0);
         let rings = match component {
             Component::TravellingKv
+            | Component::TravellingQueries
             | Component::TravellingCarry
             | Component::TravellingGradients
             | Component::Sharing => self.fitted_rings(),

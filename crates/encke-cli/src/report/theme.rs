@@ -13,6 +13,7 @@ pub fn class(component: Component) -> &'static str {
         Component::Queries => "c-queries",
         Component::OwnKv => "c-own-kv",
         Component::TravellingKv => "c-travelling-kv",
+        Component::TravellingQueries => "c-travelling-queries",
         Component::Carry => "c-carry",
         Component::TravellingCarry => "c-travelling-carry",
         Component::Output => "c-output",

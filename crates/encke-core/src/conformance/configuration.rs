@@ -3,7 +3,8 @@
 use super::Random;
 use crate::dtype::{DType, Data};
 use crate::pattern::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
-use crate::plan::{Queries, Request};
+use crate::plan::rings::Freight;
+use crate::plan::{Queries, Request, Schedule};
 use crate::shape::Shape;
 use crate::sharding::{Cut, Sharding};
 use crate::tensor::Tensor;
@@ -78,7 +79,8 @@ impl Configuration {
         }
         // Drawn last, so that a seed means what it meant before there was a choice.
         let width = random.pick(&[1, 1, 2, 3, usize::MAX]);
-        request.schedule = request.schedule.with_width(width);
+        let backward = random.pick(&[Freight::Keys, Freight::Queries]);
+        request.schedule = Schedule { width, backward };
         Configuration { request, seed }
     }
 }

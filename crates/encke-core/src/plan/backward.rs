@@ -5,20 +5,26 @@ use super::flow::{DKV, DQ};
 use super::jobs::QueryRows;
 use super::layout::{Width, flat};
 use super::program::{BufferId, Component, Fill, RankPlan, Role, Task};
+use super::rings::Freight;
 use super::straight::Meeting;
 use super::survival::Progress;
+use super::visit::Cargo;
 use super::{Plan, Queries};
 use crate::job::Job;
 use crate::sharding::Run;
 
 pub(super) fn program(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     match plan.request.queries {
-        Queries::Sharded => sharded(plan, rank, dlse, None),
+        Queries::Sharded => match plan.request.schedule.backward {
+            Freight::Keys => sharded(plan, rank, dlse, None),
+            Freight::Queries => visited(plan, rank, dlse),
+        },
         Queries::Replicated => replicated(plan, rank, dlse),
     }
 }
 
 /// Everything a backward job may read or write at home.
+#[derive(Clone, Copy)]
 struct Buffers {
     q: BufferId,
     k: BufferId,
@@ -32,6 +38,19 @@ struct Buffers {
 }
 
 impl Buffers {
+    /// What visits where queries do, in this order.
+    fn cargo(&self, plan: &Plan) -> [Cargo; 4] {
+        let own = [self.q, self.dout, self.lse, self.delta];
+        let mut own = own.into_iter();
+        plan.query_cargo().map(|(name, dtype, width, role)| Cargo {
+            name,
+            own: own.next().expect("as many buffers as tensors"),
+            dtype,
+            width,
+            role,
+        })
+    }
+
     /// A job on `k` and `v`, adding to `dq`, `dk` and `dv`.
     fn task(&self, job: Job, [k, v]: [BufferId; 2], dq: BufferId, [dk, dv]: [BufferId; 2]) -> Task {
         Task::Backward {
@@ -201,6 +220,45 @@ fn waste(
     let all = plan.request.shape.batch * b.rows * plan.resident_width(Width::Query);
     let elements = [if of_queries { all } else { 0 }, most, most];
     elements.map(|elements| b.buffer("waste", Component::TravellingGradients, sum, elements))
+}
+
+/// Keys and their gradients stay; queries visit with all that is known of them, and what is found
+/// for their gradients follows one round behind and comes home. For each number of a query that is
+/// two stored numbers and one sum on the way (q, dout, dq); keys have two sums (k, v, dk, dv), and
+/// fewer heads where several queries share one.
+fn visited(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
+    let mut b = Builder::new(plan, rank);
+    let (runs, own) = (b.runs_of(rank), b.own());
+    let at_home = buffers(&mut b, &runs, dlse, true);
+    let Buffers {
+        k, v, dq, dk, dv, ..
+    } = at_home;
+    let at = QueryRows {
+        q: own,
+        cells: own,
+        dq: None,
+    };
+    b.local_jobs(at, |job| at_home.task(job, [k, v], dq, [dk, dv]));
+    let cargo = at_home.cargo(plan);
+    for seat in b.seats() {
+        let visit = b.visit(seat, Component::TravellingQueries, &cargo);
+        let gather = b.gather(seat, Component::TravellingGradients, &DQ, &[dq], own);
+        b.jobs_with_visitors(seat, |stop, job| {
+            let met = visit.at(stop);
+            let visitors = Buffers {
+                q: met[0],
+                dout: met[1],
+                lse: met[2],
+                delta: met[3],
+                ..at_home
+            };
+            visitors.task(job, [k, v], gather.at(stop)[0], [dk, dv])
+        });
+    }
+    b.output(Role::Dq, dq, runs.clone());
+    b.output(Role::Dk, dk, runs.clone());
+    b.output(Role::Dv, dv, runs);
+    b.finish()
 }
 
 /// Keys and their gradients stay; each rank has everyone's queries, and what it finds for their

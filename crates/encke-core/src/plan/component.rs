@@ -16,6 +16,8 @@ pub enum Component {
     /// k and v of others, passing through. The own rows are packed where their journey begins, in
     /// one of these buffers, so packing takes no memory of its own.
     TravellingKv,
+    /// Queries of others, with dout, lse and delta, passing through.
+    TravellingQueries,
     /// acc, m and l of the rank's own queries.
     Carry,
     /// acc, m and l of others' queries, passing through.
@@ -45,6 +47,7 @@ impl Component {
             Component::Queries => "queries",
             Component::OwnKv => "own K/V",
             Component::TravellingKv => "travelling K/V",
+            Component::TravellingQueries => "travelling queries",
             Component::Carry => "carry",
             Component::TravellingCarry => "travelling carry",
             Component::Output => "output",
@@ -70,6 +73,7 @@ impl Component {
             | Component::Gradients
             | Component::Replica => true,
             Component::TravellingKv
+            | Component::TravellingQueries
             | Component::TravellingCarry
             | Component::TravellingGradients
             | Component::Sharing

@@ -11,6 +11,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::program::{Component, RankPlan};
+use super::rings::Freight;
 use super::survival::{Agreement, Epoch, Standing};
 use super::{Pass, Plan, Queries, Request};
 use crate::error::Result;
@@ -343,7 +344,14 @@ impl Explanation {
                 }
             };
             let (members, parcels) = (ranges(&ring.members), ring.parcels);
-            writeln!(f, "  ring of ranks {members}: {parcels} parcels, {how}")?;
+            let visitors = match (self.request.queries, self.request.freight()) {
+                (Queries::Sharded, Freight::Queries) => " of queries",
+                _ => "",
+            };
+            writeln!(
+                f,
+                "  ring of ranks {members}: {parcels} parcels{visitors}, {how}"
+            )?;
         }
         match self.rings.len().saturating_sub(SHOWN) {
             0 => Ok(()),

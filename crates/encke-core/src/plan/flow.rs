@@ -8,7 +8,7 @@ use super::builder::Builder;
 use super::layout::{Width, flat};
 use super::loads::Load;
 use super::program::{BufferId, CarryIds, Component, Fill, Message, Origin, Role, Task, TokenRows};
-use super::rings::{Parcel, Ring};
+use super::rings::{Freight, Parcel, Ring};
 use super::{Pass, Plan, Queries};
 use crate::dtype::DType;
 use crate::job::Block;
@@ -145,11 +145,15 @@ impl Plan {
                 parcels.map(move |parcel| (parcel, width))
             })
         };
-        let visits = || -> usize {
-            let of = |(parcel, width): (&Parcel, usize)| {
-                2 * self.parcel_elements(parcel, Width::Kv) * parcel.hops(width)
-            };
-            parcels().map(of).sum::<usize>() * stored
+        let visits = |bytes: &dyn Fn(&Parcel) -> usize| -> usize {
+            let each = parcels().map(|(parcel, width)| bytes(parcel) * parcel.hops(width));
+            each.sum()
+        };
+        let keys = |parcel: &Parcel| 2 * self.parcel_elements(parcel, Width::Kv) * stored;
+        let queries = |parcel: &Parcel| -> usize {
+            let of = |dtype: DType, width| self.parcel_elements(parcel, width) * dtype.bytes();
+            let cargo = self.query_cargo().into_iter();
+            cargo.map(|(_, dtype, width, _)| of(dtype, width)).sum()
         };
         let gathers = |channels: &[Channel]| -> usize {
             let of = |(parcel, _): (&Parcel, usize)| {
@@ -163,8 +167,11 @@ impl Plan {
         let rows = request.shape.batch * request.shape.tokens;
         let shared = |width: Width| (self.ranks() - 1) * rows * self.resident_width(width);
         match (request.queries, request.pass) {
-            (Queries::Sharded, Pass::Forward) => visits(),
-            (Queries::Sharded, Pass::Backward { .. }) => visits() + gathers(&DKV),
+            (Queries::Sharded, Pass::Forward) => visits(&keys),
+            (Queries::Sharded, Pass::Backward { .. }) => match request.schedule.backward {
+                Freight::Keys => visits(&keys) + gathers(&DKV),
+                Freight::Queries => visits(&queries) + gathers(&DQ),
+            },
             (Queries::Replicated, Pass::Forward) => {
                 let out = shared(Width::WideCell) * request.out_dtype().bytes();
                 gathers(&CARRY) + out + shared(Width::Cell) * sum

@@ -82,6 +82,36 @@ impl Builder<'_> {
         }
     }
 
+    /// Jobs of this rank's keys with the queries that visit it, each in the round of its load.
+    pub fn jobs_with_visitors(&mut self, seat: Seat<'_>, task: impl Fn(Stop, Job) -> Task) {
+        let plan = self.plan;
+        for load in seat.loads().iter().filter(|load| load.is_needed()) {
+            let cells = plan.laid(&load.items, Width::Cell);
+            for (laid, cell) in plan.laid(&load.items, Width::Query).iter().zip(cells) {
+                let section = laid.section;
+                let lane = section.lane;
+                let own = plan
+                    .shards
+                    .select(&plan.lanes[lane], self.rank, section.segments);
+                for (_, k_rows) in own {
+                    let job = plan.job(
+                        lane,
+                        section.segments.count,
+                        (
+                            &section.rows,
+                            plan.packed(laid.place, section, Width::Query),
+                        ),
+                        (&k_rows, plan.resident(lane, &k_rows, self.own(), Width::Kv)),
+                        plan.packed(cell.place, section, Width::Cell),
+                        None,
+                    );
+                    let task = job.map(|job| task(load.stop, job));
+                    self.round(load.stop.round).meanwhile.extend(task);
+                }
+            }
+        }
+    }
+
     /// Jobs of this rank's keys with the queries of others, all of which it holds a copy of. What
     /// is computed for them goes into the load: cells or (with `gradient`) dq.
     pub fn jobs_with_queries(

@@ -115,6 +115,15 @@ impl Request {
         }
     }
 
+    /// What travels.
+    pub fn freight(&self) -> Freight {
+        match (self.queries, self.pass) {
+            (Queries::Sharded, Pass::Forward) => Freight::Keys,
+            (Queries::Sharded, Pass::Backward { .. }) => self.schedule.backward,
+            (Queries::Replicated, _) => Freight::Queries,
+        }
+    }
+
     fn check(&self) -> Result<()> {
         self.pattern.check(&self.shape)?;
         self.sharding.check(self.shape.tokens)?;
@@ -134,6 +143,9 @@ impl Request {
         }
         if redundancy > 0 && width > 1 {
             return Err(Error::RedundantWidth { redundancy, width });
+        }
+        if redundancy > 0 && self.schedule.backward == Freight::Queries {
+            return Err(Error::RedundantVisitors { redundancy });
         }
         Ok(())
     }
@@ -163,10 +175,7 @@ impl Plan {
         let shards = Shards::new(&request.sharding, request.shape.tokens);
         let lanes = request.pattern.lanes(&request.shape);
         let groups: Vec<Vec<Group>> = lanes.iter().map(|lane| shards.groups(lane)).collect();
-        let freight = match request.queries {
-            Queries::Sharded => Freight::Keys,
-            Queries::Replicated => Freight::Queries,
-        };
+        let freight = request.freight();
         let causal = request.pattern.is_causal();
         let rings = rings::rings(&shards, &lanes, &groups, causal, freight);
 
@@ -279,6 +288,18 @@ impl Plan {
             inputs.extend(dlse.then_some((Role::Dlse, "dlse", sum, Width::Cell)));
         }
         inputs
+    }
+
+    /// What visits other ranks where queries do: what a backward job reads of them.
+    fn query_cargo(&self) -> [(&'static str, DType, Width, Option<Role>); 4] {
+        let (dtype, sum) = (self.request.dtype, self.request.dtype.sum());
+        let (out_dtype, wide) = (self.request.out_dtype(), Width::WideCell);
+        [
+            ("travelling q", dtype, Width::Query, Some(Role::Q)),
+            ("travelling dout", out_dtype, wide, Some(Role::Dout)),
+            ("travelling lse", sum, Width::Cell, Some(Role::Lse)),
+            ("travelling delta", sum, Width::Cell, None),
+        ]
     }
 
     /// The round in which every parcel has come home: the same on all ranks.

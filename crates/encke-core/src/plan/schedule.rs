@@ -39,6 +39,12 @@ impl Schedule {
         self.with_width(self.width.min(ranks.saturating_sub(1).max(1)))
     }
 
+    /// This schedule with other freight in the backward pass.
+    #[must_use]
+    pub fn with_backward(self, backward: Freight) -> Schedule {
+        Schedule { backward, ..self }
+    }
+
     /// This schedule with another width.
     #[must_use]
     pub fn with_width(self, width: usize) -> Schedule {

@@ -4,7 +4,8 @@
 //! The own parcel is packed where nothing else lies yet. In the first round a load comes in pieces,
 //! each straight from its home; a message fills a buffer from its beginning, so the pieces arrive
 //! beside the load and are stowed in it. That is the one copy a wide schedule costs: from then on
-//! a load is one message, and a load of one parcel never needs it.
+//! a load is one message, and a load of one parcel never needs it. Where there are pieces the own
+//! parcel has a buffer to itself, as they have: whole buffers can be handed over instead of copied.
 
 use super::builder::Builder;
 use super::flow::{Seat, VISIT, origin};
@@ -61,23 +62,25 @@ impl<'a> Builder<'a> {
     pub fn visit(&mut self, seat: Seat<'a>, component: Component, cargo: &[Cargo]) -> Visit {
         let loads = seat.loads();
         let in_first = loads.iter().filter(|load| load.stop.round == 1);
-        // What arrives in pieces leaves its own place free until all have arrived.
-        let in_pieces = in_first
-            .clone()
-            .next()
-            .is_some_and(|load| load.items.len() > 1);
-        let home = usize::from(in_pieces);
-        let travel =
-            [0, 1].map(|turn| self.travelling(seat, component, cargo, &loads, (turn, home)));
+        let in_pieces = in_first.clone().any(|load| load.items.len() > 1);
+        let travel = [0, 1].map(|turn| {
+            let mine = loads.iter().filter(|load| load.stop.round % 2 == turn);
+            let own = (turn == 0 && !in_pieces).then_some(seat);
+            self.travelling(component, cargo, mine, own)
+        });
         let visit = Visit { travel };
         let pieces = self.pieces(component, cargo, in_first);
+        let home = match in_pieces {
+            false => visit.travel[0][0].clone(),
+            true => self.travelling(component, cargo, std::iter::empty(), Some(seat))[0].clone(),
+        };
         if let Some(parcel) = &seat.ring.parcels[seat.place] {
-            for (cargo, &to) in cargo.iter().zip(&visit.travel[home][0]) {
+            for (cargo, &to) in cargo.iter().zip(&home) {
                 let blocks = self.plan.packing(parcel, self.own(), cargo.width);
                 self.copy(0, blocks, false, cargo.own, to);
             }
         }
-        self.send_out(seat, cargo, &visit.travel[home]);
+        self.send_out(seat, cargo, &home);
         for load in &loads {
             match load.stop.round {
                 1 => self.take_in(seat, cargo, load, (&visit, &pieces)),
@@ -88,32 +91,30 @@ impl<'a> Builder<'a> {
         visit
     }
 
-    /// The buffers of one turn: large enough for what is held in its rounds, and in one of them for
-    /// the own parcel.
-    fn travelling(
+    /// Buffers that are large enough for some loads, one set for each load of a round; the first set
+    /// also for the own parcel of a seat.
+    fn travelling<'l>(
         &mut self,
-        seat: Seat<'a>,
         component: Component,
         cargo: &[Cargo],
-        loads: &[Load<'a>],
-        (turn, home): (usize, usize),
-    ) -> Vec<Vec<BufferId>> {
+        loads: impl Iterator<Item = &'l Load<'a>>,
+        own: Option<Seat<'a>>,
+    ) -> Vec<Vec<BufferId>>
+    where
+        'a: 'l,
+    {
         let plan = self.plan;
-        let mine = || loads.iter().filter(|load| load.stop.round % 2 == turn);
-        let slots = mine().map(|load| load.stop.slot + 1).max().unwrap_or(1);
+        let own = own.and_then(|seat| seat.ring.parcels[seat.place].as_ref());
+        let loads: Vec<&Load<'a>> = loads.collect();
+        let slots = loads.iter().map(|load| load.stop.slot + 1).max();
         let mut travel = Vec::new();
-        for slot in 0..slots {
-            let of_slot = |width: Width| {
-                let held = mine().filter(|load| load.stop.slot == slot);
-                let held = held.map(|load| plan.items_elements(&load.items, width));
-                let own = seat.ring.parcels[seat.place].as_ref();
-                let own = own.filter(|_| (turn, slot) == (home, 0));
-                held.chain(own.map(|parcel| plan.parcel_elements(parcel, width)))
-                    .max()
-                    .unwrap_or(0)
-            };
+        for slot in 0..slots.unwrap_or(1) {
             let buffers = cargo.iter().map(|cargo| {
-                let elements = of_slot(cargo.width);
+                let held = loads.iter().filter(|load| load.stop.slot == slot);
+                let held = held.map(|load| plan.items_elements(&load.items, cargo.width));
+                let own = own.filter(|_| slot == 0);
+                let own = own.map(|parcel| plan.parcel_elements(parcel, cargo.width));
+                let elements = held.chain(own).max().unwrap_or(0);
                 self.buffer(cargo.name, component, cargo.dtype, elements)
             });
             travel.push(buffers.collect());
@@ -144,7 +145,7 @@ impl<'a> Builder<'a> {
     }
 
     /// The own parcel, to the members of the first round.
-    fn send_out(&mut self, seat: Seat<'a>, cargo: &[Cargo], home: &[Vec<BufferId>]) {
+    fn send_out(&mut self, seat: Seat<'a>, cargo: &[Cargo], home: &[BufferId]) {
         let Seat { ring, place, .. } = seat;
         let Some(parcel) = &ring.parcels[place] else {
             return;
@@ -162,7 +163,7 @@ impl<'a> Builder<'a> {
                     0,
                     Message {
                         address: to,
-                        buffer: home[0][i],
+                        buffer: home[i],
                         origin: origin(cargo.role, &rows),
                     },
                 );

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use encke_core::conformance::Random;
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::program::{Component, Role};
+use encke_core::plan::rings::Freight;
 use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error, Pattern, Shape, Tensor};
@@ -15,11 +16,18 @@ use crate::support::{Configuration, DEADLINE, Results, check, run};
 
 const WIDTHS: [usize; 4] = [1, 2, 3, usize::MAX];
 
+const FREIGHTS: [Freight; 2] = [Freight::Keys, Freight::Queries];
+
 fn with_width(request: &Request, width: usize) -> Request {
     Request {
         schedule: request.schedule.with_width(width),
         ..request.clone()
     }
+}
+
+fn schedules() -> impl Iterator<Item = Schedule> {
+    let with = |width| FREIGHTS.map(|backward| Schedule { width, backward });
+    WIDTHS.into_iter().flat_map(with)
 }
 
 fn bits(of: &Results) -> Vec<Vec<u64>> {
@@ -37,8 +45,8 @@ proptest! {
     fn every_schedule_equals_the_reference(seed in any::<u64>()) {
         let case = Configuration::random(seed);
         let ring = ThreadRing::new(NaiveKernel, DEADLINE);
-        for width in WIDTHS {
-            let request = with_width(&case.request, width);
+        for schedule in schedules() {
+            let request = Request { schedule, ..case.request.clone() };
             let case = Configuration { request, seed };
             check(&ring, &case).map_err(TestCaseError::fail)?;
             let [once, again] = [(); 2].map(|()| run(&ring, &case).expect("nothing fails"));
@@ -127,12 +135,69 @@ fn what_a_schedule_holds_and_sends_is_booked() {
         )
     };
     assert_eq!(held(1), (2, 7));
-    // Two sets of loads, and a place for each parcel of the first to arrive in.
-    assert_eq!(held(2), (6, 7));
-    assert_eq!(held(3), (9, 7));
-    // Nothing is passed on: one set, and the places to arrive in.
-    assert_eq!(held(7), (14, 7));
+    // Two sets of loads, a place for each parcel of the first to arrive in, and the own one.
+    assert_eq!(held(2), (4 + 2 + 1, 7));
+    assert_eq!(held(3), (6 + 3 + 1, 7));
+    // Nothing is passed on: one set, the places to arrive in, and the own one.
+    assert_eq!(held(7), (7 + 7 + 1, 7));
     assert_eq!(held(usize::MAX), held(7));
+}
+
+/// Bytes sent in a backward pass over 8 ranks of 16 tokens, for each number of a parcel's rows.
+fn backward_bytes(heads: usize, dtype: DType, backward: Freight) -> f64 {
+    let (tokens, dim) = (128, 64);
+    let request = Request::new(
+        Shape::new(1, tokens, heads, 2, dim).expect("sizes are positive"),
+        Pattern::dense(),
+        Sharding::new(8, Cut::Contiguous).expect("ranks are positive"),
+        dtype,
+    );
+    let request = Request {
+        pass: Pass::Backward { dlse: false },
+        schedule: Schedule::RING.with_backward(backward),
+        ..request
+    };
+    let explanation = Plan::new(request).and_then(|plan| plan.explain());
+    let sent = explanation.expect("legal").sent_bytes;
+    sent as f64 / (7 * tokens * 2 * dim) as f64
+}
+
+#[test]
+fn queries_that_travel_are_fewer_bytes_unless_keys_are_shared() {
+    let of = |heads, dtype| FREIGHTS.map(|freight| backward_bytes(heads, dtype, freight));
+    // lse and delta are two numbers for each 64.
+    let cells = 2.0 * 4.0 / 64.0;
+    assert_eq!(of(2, DType::F32), [16.0, 12.0 + cells]);
+    assert_eq!(of(2, DType::Bf16), [12.0, 8.0 + cells]);
+    assert_eq!(of(4, DType::Bf16), [12.0, 2.0 * (8.0 + cells)]);
+}
+
+#[test]
+fn queries_travel_and_keys_stay() {
+    let mut request = dense(Cut::Zigzag, true, 1, Pass::Backward { dlse: true })
+        .request()
+        .clone();
+    request.schedule.backward = Freight::Queries;
+    let plan = Plan::new(request).expect("legal");
+    for rank in 0..8 {
+        let memory = plan.rank(rank).expect("the rank exists").memory();
+        assert!(memory.contains_key(&Component::TravellingQueries));
+        assert!(!memory.contains_key(&Component::TravellingKv));
+    }
+    let words = plan.explain().expect("every rank exists").to_string();
+    assert!(words.contains("parcels of queries"), "{words}");
+    // The forward pass of the same schedule moves keys.
+    let forward = Request {
+        pass: Pass::Forward,
+        ..plan.request().clone()
+    };
+    let memory = Plan::new(forward).and_then(|plan| plan.rank(0));
+    assert!(
+        memory
+            .expect("legal")
+            .memory()
+            .contains_key(&Component::TravellingKv)
+    );
 }
 
 #[test]
@@ -160,6 +225,13 @@ fn impossible_schedules_are_refused() {
     let (redundancy, width) = (1, 2);
     assert_eq!(with(2, 1), Err(Error::RedundantWidth { redundancy, width }));
     assert_eq!(with(1, 1), Ok(()));
+    let request = Request {
+        redundancy,
+        schedule: Schedule::RING.with_backward(Freight::Queries),
+        ..plan.request().clone()
+    };
+    let refused = Plan::new(request).map(|_| ());
+    assert_eq!(refused, Err(Error::RedundantVisitors { redundancy }));
 }
 
 #[test]

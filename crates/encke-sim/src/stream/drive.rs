@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::Component;
-use encke_core::plan::{Plan, Queries, Request};
+use encke_core::plan::rings::Freight;
+use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::transport::Moved;
 use encke_ring::memory::planned;
 use encke_ring::trace::{Activity, Event, Recorder};
@@ -50,6 +51,13 @@ pub(super) fn check(request: &Request) -> Result<(), StreamError> {
         return Err(StreamError::Unsupported {
             what: "a call whose queries are replicated",
             hint: "its memory does not shrink with the number of ranks; shard the queries",
+        });
+    }
+    let alone = request.sharding.ranks() == 1 || request.pass == Pass::Forward;
+    if request.schedule.backward == Freight::Queries && !alone {
+        return Err(StreamError::Unsupported {
+            what: "a backward pass whose queries travel",
+            hint: "what is made of dout on the way is in no file; let keys travel",
         });
     }
     check_slots(request)

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use encke_core::conformance::Configuration;
 use encke_core::naive::NaiveKernel;
-use encke_core::plan::Queries;
+use encke_core::plan::{Queries, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{Error, GroupScale, Mode, Pattern};
 use encke_ring::{Fault, Phase, RankError, RingError, ThreadRing};
@@ -31,7 +31,7 @@ fn surviving(pattern: Pattern, ranks: usize, cut: Cut, backward: bool) -> Sample
     request.shape.kv_heads = 2;
     request.sharding = Sharding::new(ranks, cut).expect("ranks are positive");
     request.redundancy = 1;
-    request.schedule.width = 1;
+    request.schedule = Schedule::RING;
     Sample::new(&configuration, backward).expect("legal")
 }
 
