@@ -3,7 +3,7 @@
 use anyhow::{Result, anyhow};
 use encke::choose::{Alternative, Choice, Threshold, Wish, Work, one_device_until};
 use encke::explain::bytes;
-use encke::{Attention, Auto, CheckpointPolicy, Cut, DType, Pass, Queries, Shape};
+use encke::{Attention, Auto, CheckpointPolicy, Cut, DType, Freight, Pass, Queries, Shape};
 use serde::Serialize;
 
 use crate::simulate::report::seconds;
@@ -154,6 +154,14 @@ pub fn name(of: &Alternative) -> String {
     };
     if of.ranks > 1 && of.queries == Queries::Replicated {
         name += ", queries replicated";
+    }
+    match of.schedule.width {
+        1 => {}
+        width if width + 1 == of.ranks => name += ", gathered",
+        width => name += &format!(", {width} at a time"),
+    }
+    if of.schedule.backward == Freight::Queries {
+        name += ", queries visit";
     }
     name + match of.checkpoint {
         None => "",

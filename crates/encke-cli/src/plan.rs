@@ -34,6 +34,10 @@ Examples:
       --segment-lengths 8,32 --dilation-rates 1,4 --draw 1
       Which query of head 1 sees which key, as a picture.
   encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --json | jq .sent_bytes
+  encke plan --tokens 64k --heads 8 --dim 64 --ranks 8 --schedule 4
+      Four parcels at a time instead of one: fewer rounds and longer jobs, for more memory.
+  encke plan --tokens 64k --heads 8 --dim 64 --ranks 8 --backward --visitors queries
+      The backward pass with queries that travel: fewer bytes, since each key has one head.
   encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --redundancy 1
       What it takes to survive the death of a rank: the inputs each keeps of its neighbour.
   encke plan --tokens 64k --heads 8 --dim 64 --causal --explain

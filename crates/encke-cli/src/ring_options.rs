@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use encke::clock::Machine;
 use encke::tune::Source;
-use encke::{Auto, Builder, Cut, Queries};
+use encke::{Auto, Builder, Cut, Freight, Queries, Schedule};
 
 use crate::number::{bytes, count};
 
@@ -30,6 +30,17 @@ pub struct RingOptions {
     /// [default: sharded].
     #[arg(long, value_name = "WHO", value_parser = open(queries))]
     queries: Option<Open<QueriesName>>,
+
+    /// How parcels go round: ring (one at a time), so many at a time (for more memory: they lie side
+    /// by side and are one job), gather (all at once), or auto [default: ring].
+    #[arg(long, value_name = "HOW", value_parser = open(width))]
+    schedule: Option<Open<usize>>,
+
+    /// Who visits whom in the backward pass: keys (k and v travel, and dk and dv follow), queries
+    /// (q and dout travel, and dq follows: fewer bytes unless heads share keys), or auto
+    /// [default: keys].
+    #[arg(long, value_name = "WHO", value_parser = open(visitors))]
+    visitors: Option<Open<Freight>>,
 
     /// How many other ranks keep each rank's inputs, so that the call survives when a rank dies
     /// [default: 0].
@@ -89,6 +100,26 @@ fn queries(text: &str) -> Result<QueriesName, String> {
     QueriesName::from_str(text, false).map_err(|_| "write sharded, replicated or auto".to_string())
 }
 
+/// The words for a width, or a number.
+fn width(text: &str) -> Result<usize, String> {
+    match text {
+        "ring" => Ok(Schedule::RING.width),
+        "gather" => Ok(Schedule::GATHER.width),
+        number => match count(number) {
+            Ok(width) if width > 0 => Ok(width),
+            _ => Err("write ring, gather, auto, or how many parcels at a time, from 1".to_string()),
+        },
+    }
+}
+
+fn visitors(text: &str) -> Result<Freight, String> {
+    match text {
+        "keys" => Ok(Freight::Keys),
+        "queries" => Ok(Freight::Queries),
+        _ => Err("write keys, queries or auto".to_string()),
+    }
+}
+
 /// Who holds the queries, by name.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum QueriesName {
@@ -131,13 +162,17 @@ impl RingOptions {
 
     /// Whether anything is left to be decided.
     pub fn leaves_open(&self) -> bool {
-        Open::is_auto(&self.ranks) || Open::is_auto(&self.sharding) || Open::is_auto(&self.queries)
+        let ring = Open::is_auto(&self.ranks) || Open::is_auto(&self.sharding);
+        let schedule = Open::is_auto(&self.schedule) || Open::is_auto(&self.visitors);
+        ring || schedule || Open::is_auto(&self.queries)
     }
 
     /// Leaves everything open that was not given.
     pub fn open_all(&mut self) {
         self.ranks.get_or_insert(Open::Auto);
         self.sharding.get_or_insert(Open::Auto);
+        self.schedule.get_or_insert(Open::Auto);
+        self.visitors.get_or_insert(Open::Auto);
     }
 
     /// Whether the cut names first tokens, which fixes the number of ranks.
@@ -192,6 +227,8 @@ impl RingOptions {
             ranks: Open::is_auto(&self.ranks),
             cut: Open::is_auto(&self.sharding),
             queries: Open::is_auto(&self.queries),
+            width: Open::is_auto(&self.schedule),
+            visitors: Open::is_auto(&self.visitors),
             most_ranks: self.most_ranks.unwrap_or(auto.most_ranks).clamp(1, most),
             memory_limit: self.memory_per_rank,
             one_device_below: self.one_device_below,
@@ -253,7 +290,12 @@ impl RingOptions {
         let queries = Open::given(&self.queries).unwrap_or(QueriesName::Sharded);
         let queries = queries.queries();
         let redundancy = self.redundancy.unwrap_or(0);
+        let schedule = Schedule {
+            width: Open::given(&self.schedule).unwrap_or(Schedule::RING.width),
+            backward: Open::given(&self.visitors).unwrap_or(Schedule::RING.backward),
+        };
         let builder = builder.ranks(ranks).sharding(cut).queries(queries);
+        let builder = builder.schedule(schedule);
         Ok(builder.redundancy(redundancy))
     }
 }

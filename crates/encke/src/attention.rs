@@ -14,7 +14,7 @@ use encke_ring::{
     CacheLimits, CacheStats, Fault, RankError, RankMemory, RingError as Error, ThreadRing, Trace,
 };
 
-use crate::auto::{Auto, Choices};
+use crate::auto::{Auto, Choices, Way};
 use crate::checkpoint::{Checkpoint, CheckpointPolicy, Kept};
 use crate::passes::{self, Attended};
 use crate::shard::ShardAttention;
@@ -235,21 +235,29 @@ impl Builder {
         }
     }
 
+    /// How a call is done where nothing is left open.
+    pub(crate) fn way(&self, sharding: &Sharding) -> Way {
+        Way {
+            sharding: sharding.clone(),
+            queries: self.queries,
+            schedule: self.schedule,
+        }
+    }
+
     /// What a call with these settings asks for, in the type it computes in.
-    pub(crate) fn request(
-        &self,
-        (sharding, queries): (Sharding, Queries),
-        shape: Shape,
-        dtype: DType,
-        pass: Pass,
-    ) -> Request {
+    pub(crate) fn request(&self, way: Way, shape: Shape, dtype: DType, pass: Pass) -> Request {
+        let Way {
+            sharding,
+            queries,
+            schedule,
+        } = way;
         // One rank has all queries either way, and needs no second copy of its output.
         let queries = match sharding.ranks() {
             1 => Queries::Sharded,
             _ => queries,
         };
         Request {
-            schedule: self.schedule.on(sharding.ranks()),
+            schedule: schedule.on(sharding.ranks()),
             shape,
             pattern: self.pattern.clone(),
             sharding,
@@ -382,8 +390,8 @@ impl<K: Kernel> Attention<K> {
     }
 
     fn request(&self, shape: Shape, dtype: DType, pass: Pass) -> Result<Request, Error> {
-        let (sharding, queries) = self.ring_for(shape, dtype, pass)?;
-        Ok(self.request_on(sharding, queries, shape, dtype, pass))
+        let way = self.ring_for(shape, dtype, pass)?;
+        Ok(self.request_on(way, shape, dtype, pass))
     }
 
     /// The type that inputs of a type are computed in.
@@ -391,17 +399,9 @@ impl<K: Kernel> Attention<K> {
         self.settings.compute_dtype(stored, self.kernel())
     }
 
-    pub(crate) fn request_on(
-        &self,
-        sharding: Sharding,
-        queries: Queries,
-        shape: Shape,
-        dtype: DType,
-        pass: Pass,
-    ) -> Request {
+    pub(crate) fn request_on(&self, way: Way, shape: Shape, dtype: DType, pass: Pass) -> Request {
         let dtype = self.compute_dtype(dtype);
-        self.settings
-            .request((sharding, queries), shape, dtype, pass)
+        self.settings.request(way, shape, dtype, pass)
     }
 
     /// The request that tensors amount to, if they agree with one another.

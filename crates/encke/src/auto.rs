@@ -1,4 +1,5 @@
-//! Choices that are left to Encke: how many ranks, how cut, who holds the queries.
+//! Choices that are left to Encke: how many ranks, how cut, who holds the queries, how parcels go
+//! round.
 //!
 //! Weighing them is [`choose`]'s; here it is said what is left open and on which machine, and what was
 //! chosen is remembered by shape.
@@ -9,7 +10,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use encke_core::kernel::Kernel;
-use encke_core::plan::{Pass, Queries};
+use encke_core::plan::{Pass, Queries, Schedule};
 use encke_core::sharding::Sharding;
 use encke_core::{DType, Shape};
 use encke_ring::RingError as Error;
@@ -35,6 +36,10 @@ pub struct Auto {
     pub cut: bool,
     /// Whether it is left open who holds the queries.
     pub queries: bool,
+    /// Whether it is left open how many distances a round takes.
+    pub width: bool,
+    /// Whether it is left open what travels in the backward pass.
+    pub visitors: bool,
     /// The largest ring there can be.
     pub most_ranks: usize,
     /// Bytes that a rank may hold.
@@ -44,7 +49,7 @@ pub struct Auto {
 }
 
 impl Auto {
-    /// Ranks and cut left open, on threads of this machine: as measured, or as built in.
+    /// Ranks, cut and schedule left open, on threads of this machine: as measured, or as built in.
     pub fn here() -> Result<Auto, TuneError> {
         let (machine, source) = threads_here()?;
         Ok(Auto::on(machine, source))
@@ -63,11 +68,21 @@ impl Auto {
             ranks: true,
             cut: true,
             queries: false,
+            width: true,
+            visitors: true,
             most_ranks,
             memory_limit: None,
             one_device_below: None,
         }
     }
+}
+
+/// How a call is done: everything that could be left open.
+#[derive(Debug, Clone)]
+pub(crate) struct Way {
+    pub sharding: Sharding,
+    pub queries: Queries,
+    pub schedule: Schedule,
 }
 
 /// Choices by what they were made for.
@@ -123,6 +138,8 @@ impl<K: Kernel> Attention<K> {
                 ranks: (!auto.ranks).then_some(settings.ranks),
                 cut: (!auto.cut).then(|| settings.cut.clone()),
                 queries: (!auto.queries).then_some(settings.queries),
+                width: (!auto.width).then_some(settings.schedule.width),
+                visitors: (!auto.visitors).then_some(settings.schedule.backward),
                 redundancy: settings.redundancy,
                 memory_limit: auto.memory_limit,
                 one_device_below: auto.one_device_below,
@@ -135,21 +152,17 @@ impl<K: Kernel> Attention<K> {
         self.choices.get((shape, dtype, pass), make).map(Some)
     }
 
-    /// Who owns which tokens of a call, and who holds its queries.
-    pub(crate) fn ring_for(
-        &self,
-        shape: Shape,
-        dtype: DType,
-        pass: Pass,
-    ) -> Result<(Sharding, Queries), Error> {
+    /// Who owns which tokens of a call, who holds its queries, and how parcels go round.
+    pub(crate) fn ring_for(&self, shape: Shape, dtype: DType, pass: Pass) -> Result<Way, Error> {
         Ok(match self.choice(shape, dtype, pass)? {
-            None => (self.sharding.clone(), self.settings.queries),
+            None => self.settings.way(&self.sharding),
             Some(choice) => {
                 let winner = choice.winner();
-                (
-                    Sharding::new(winner.ranks, winner.cut.clone())?,
-                    winner.queries,
-                )
+                Way {
+                    sharding: Sharding::new(winner.ranks, winner.cut.clone())?,
+                    queries: winner.queries,
+                    schedule: winner.schedule,
+                }
             }
         })
     }

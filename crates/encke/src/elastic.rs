@@ -286,8 +286,8 @@ impl<K: Kernel> Attention<K> {
         }
         let [batch, tokens, heads, dim] = q.dims();
         let shape = Shape::new(batch, tokens, heads, k.dims()[2], dim)?;
-        let (sharding, queries) = (self.sharding.clone(), self.settings.queries);
-        Ok(self.request_on(sharding, queries, shape, q.dtype(), pass))
+        let way = self.settings.way(&self.sharding);
+        Ok(self.request_on(way, shape, q.dtype(), pass))
     }
 }
 

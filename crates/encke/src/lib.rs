@@ -89,6 +89,7 @@ pub use checkpoint::{Checkpoint, CheckpointPolicy, Kept};
 pub use elastic::{NewRing, Proposal, Resizing, ShardedBackward, ShardedForward};
 pub use encke_core::kernel::{Kernel, KernelError};
 pub use encke_core::plan::explain;
+pub use encke_core::plan::rings::Freight;
 pub use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 pub use encke_core::sharding::{Cut, Sharding};
 pub use encke_core::transport::{

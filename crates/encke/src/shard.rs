@@ -69,8 +69,7 @@ impl<K: Kernel> ShardAttention<K> {
     fn request(&self, shape: Shape, dtype: DType, pass: Pass) -> Request {
         let settings = &self.settings;
         let dtype = settings.compute_dtype(dtype, self.ring.kernel());
-        let ring = (self.sharding.clone(), settings.queries);
-        settings.request(ring, shape, dtype, pass)
+        settings.request(settings.way(&self.sharding), shape, dtype, pass)
     }
 
     /// Attention of this rank's rows of a sequence of `tokens` tokens.

@@ -218,6 +218,28 @@ fn an_output_can_be_read_by_others_as_any_new_file() {
 }
 
 #[test]
+fn every_schedule_has_the_same_result() {
+    let folder = prepared();
+    let ring = "attend in.safetensors --grad --ranks 5 --sharding zigzag --causal";
+    folder.succeeds(&format!("{ring} -o expected.safetensors"));
+    let expected = files::read(&folder.join("expected.safetensors"));
+    for options in [
+        "--schedule 2",
+        "--schedule 3 --visitors queries",
+        "--schedule gather",
+        "--visitors queries",
+        "--schedule auto --visitors auto",
+    ] {
+        folder.succeeds(&format!("{ring} {options} -o out.safetensors"));
+        let out = files::read(&folder.join("out.safetensors"));
+        for (name, expected) in &expected {
+            let off = out[name].difference(expected);
+            assert!(off < 1e-4, "{name} is off by {off}, {options}");
+        }
+    }
+}
+
+#[test]
 fn a_ring_survives_the_death_of_a_rank_or_says_whose_tokens_are_lost() {
     let folder = prepared();
     let ring = "attend in.safetensors --grad --ranks 4";

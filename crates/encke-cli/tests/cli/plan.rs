@@ -55,6 +55,49 @@ fn a_plan_that_survives_says_what_it_keeps() {
 }
 
 #[test]
+fn schedules_are_planned_and_weighed() {
+    let folder = Folder::new();
+    let sizes = "plan --tokens 4k --heads 8 --dim 64 --ranks 8";
+    for (schedule, words) in [
+        ("ring", "passed upwards, at most 7 hops"),
+        ("1", "passed upwards, at most 7 hops"),
+        ("4", "passed upwards, 4 together, in 2 rounds"),
+        ("gather", "sent upwards to all who need them at once"),
+    ] {
+        let plan = folder.succeeds(&format!("{sizes} --schedule {schedule}"));
+        assert!(plan.contains(words), "{plan}");
+    }
+    let json = |options: &str| -> serde_json::Value {
+        let plan = folder.succeeds(&format!("{sizes} {options} --json"));
+        serde_json::from_str(&plan).unwrap()
+    };
+    let (ring, gather) = (json(""), json("--schedule gather"));
+    assert_eq!(gather["request"]["schedule"]["width"], 7);
+    assert_eq!(gather["sent_bytes"], ring["sent_bytes"]);
+    assert!(gather["ranks"][0]["rounds"].as_u64() < ring["ranks"][0]["rounds"].as_u64());
+    let (keys, queries) = (json("--backward"), json("--backward --visitors queries"));
+    assert!(queries["sent_bytes"].as_u64() < keys["sent_bytes"].as_u64());
+    let held = &queries["ranks"][0]["memory"];
+    assert!(held["travelling-queries"].as_u64() > Some(0), "{held}");
+
+    let explained = folder.succeeds(&format!("{sizes} --backward --explain"));
+    for words in ["gathered", "at a time", "queries visit"] {
+        assert!(explained.contains(words), "{explained}");
+    }
+    folder.refuses(&format!("{sizes} --schedule 0"), &["ring, gather, auto"]);
+    folder.refuses(
+        &format!("{sizes} --visitors values"),
+        &["keys, queries or auto"],
+    );
+    let surviving = format!("{sizes} --redundancy 1");
+    folder.refuses(&format!("{surviving} --schedule 2"), &["use a width of 1"]);
+    folder.refuses(
+        &format!("{surviving} --visitors queries"),
+        &["let keys travel"],
+    );
+}
+
+#[test]
 fn words_say_who_sends_and_what_a_rank_does() {
     let folder = Folder::new();
     let sizes = "plan --tokens 4k --heads 8 --dim 64 --ranks 4 --causal";

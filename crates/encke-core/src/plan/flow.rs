@@ -75,8 +75,8 @@ pub(super) struct Seat<'a> {
     pub ring: &'a Ring,
     /// Which member this rank is.
     pub place: usize,
-    /// How many distances a round was asked to take.
-    pub asked: usize,
+    /// How many distances a round takes.
+    pub width: usize,
     /// How many tags all rings take.
     pub tags: usize,
 }
@@ -91,16 +91,11 @@ impl<'a> Seat<'a> {
         })
     }
 
-    /// How many distances a round takes.
-    pub fn width(self) -> usize {
-        self.ring.width(self.asked)
-    }
-
     /// One end of a message of what a load holds, passed on from one member to another.
     pub fn passed(self, member: usize, tag: usize, load: &Load<'_>, elements: usize) -> Address {
         let mut address = self.address(member, tag, elements);
         // Of loads that go the same way in the same round, each has tags of its own.
-        if self.width() > 1 {
+        if self.width > 1 {
             address.tag += (load.since * self.tags) as u64;
         }
         address
@@ -186,16 +181,18 @@ impl Plan {
 impl<'a> Builder<'a> {
     /// This rank's places in its rings.
     pub fn seats(&self) -> Vec<Seat<'a>> {
-        self.plan.rings_of[self.rank]
-            .iter()
-            .map(|&(index, place)| Seat {
+        let plan = self.plan;
+        let seat = |&(index, place): &(usize, usize)| {
+            let ring = &plan.rings[index];
+            Seat {
                 index,
-                ring: &self.plan.rings[index],
+                ring,
                 place,
-                asked: self.plan.request.schedule.width,
-                tags: (self.plan.rings.len() + 1) * TAGS,
-            })
-            .collect()
+                width: ring.width(plan.request.schedule.width),
+                tags: (plan.rings.len() + 1) * TAGS,
+            }
+        };
+        plan.rings_of[self.rank].iter().map(seat).collect()
     }
 
     /// Elements of the largest of some parcels.

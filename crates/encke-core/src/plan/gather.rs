@@ -133,7 +133,7 @@ impl<'a> Builder<'a> {
             let value = channel.empty;
             self.round(round).before.push(Task::Fill { buffer, value });
         }
-        let width = seat.width();
+        let width = seat.width;
         if load.was_needed() {
             let cells = |width| self.plan.items_elements(&load.items, width);
             let channels = sums.channels.iter();
@@ -216,7 +216,7 @@ impl<'a> Builder<'a> {
             self.channels(sums.channels, sums.component, std::iter::empty());
             return;
         };
-        let width = seat.width();
+        let width = seat.width;
         let mut by_round: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for end in parcel.ends(width) {
             by_round.entry((end - 1) / width + 1).or_default().push(end);

@@ -76,8 +76,9 @@ impl<'a> Load<'a> {
 impl<'a> Seat<'a> {
     /// What is with this rank in each round, round after round.
     pub fn loads(self) -> Vec<Load<'a>> {
-        let Seat { ring, place, .. } = self;
-        let width = self.width();
+        let Seat {
+            ring, place, width, ..
+        } = self;
         let mut loads = Vec::new();
         for round in 1..=ring.rounds(width) {
             let first = (round - 1) * width + 1;

@@ -150,7 +150,7 @@ impl<'a> Builder<'a> {
         let Some(parcel) = &ring.parcels[place] else {
             return;
         };
-        let width = seat.width();
+        let width = seat.width;
         for distance in 1..=width.min(parcel.last) {
             if parcel.needed_from(distance, width).is_none() {
                 continue;
@@ -206,7 +206,7 @@ impl<'a> Builder<'a> {
 
     /// A later load, from the member that had it before.
     fn take_over(&mut self, seat: Seat<'a>, cargo: &[Cargo], load: &Load<'a>, visit: &Visit) {
-        let from = seat.ring.home_index(seat.place, seat.width());
+        let from = seat.ring.home_index(seat.place, seat.width);
         for (i, cargo) in cargo.iter().enumerate() {
             let (elements, rows) = self.sized(&load.items, cargo.width);
             self.receive(
@@ -225,7 +225,7 @@ impl<'a> Builder<'a> {
         if load.going().is_empty() {
             return;
         }
-        let to = seat.ring.away(seat.place, seat.width());
+        let to = seat.ring.away(seat.place, seat.width);
         for (i, cargo) in cargo.iter().enumerate() {
             let (elements, rows) = self.sized(load.going(), cargo.width);
             self.send(

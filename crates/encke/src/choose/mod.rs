@@ -1,4 +1,4 @@
-//! One device or a ring, of what size and how cut: alternatives are planned, timed and weighed.
+//! One device or a ring, of what size, how cut and how scheduled: alternatives are planned, timed and weighed.
 //!
 //! Nothing is run and nothing is measured here. What a machine can do is told by its description
 //! ([`Machine`]); what an alternative would do is its very plan, and how long it would take is what
@@ -9,144 +9,22 @@
 //! cannot tell apart the simplest.
 
 mod threshold;
+mod wish;
 
 use encke_core::kernel::Kernel;
-use encke_core::plan::{Pass, Plan, Queries, Request};
-use encke_core::sharding::{Cut, Sharding};
-use encke_core::{DType, Pattern, Shape};
+use encke_core::plan::rings::Freight;
+use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
+use encke_core::sharding::Cut;
 use encke_ring::memory;
 use encke_sim::clock::{ClockError, Machine, Run, simulate};
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointPolicy;
 pub use threshold::{Threshold, one_device_until};
+pub use wish::{Wish, Work};
 
 /// What differs by less than this, as a part, the clock does not tell apart.
 pub const ALIKE: f64 = 0.02;
-
-/// What is to be done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Work {
-    /// A forward pass.
-    Forward,
-    /// A backward pass.
-    Backward,
-    /// A forward pass and, some time later, the backward pass: what is kept meanwhile is memory.
-    Training {
-        /// Layers that keep their output at the same time.
-        layers: usize,
-    },
-}
-
-/// What is wanted, and what of it is left open: everything that is `None`.
-#[derive(Debug, Clone)]
-pub struct Wish {
-    /// Sizes.
-    pub shape: Shape,
-    /// Who sees whom.
-    pub pattern: Pattern,
-    /// The storage type.
-    pub dtype: DType,
-    /// What is to be done.
-    pub work: Work,
-    /// How many ranks.
-    pub ranks: Option<usize>,
-    /// How tokens are cut.
-    pub cut: Option<Cut>,
-    /// Who holds the queries; open, it is chosen with the rest: K/V travel, or carries do.
-    pub queries: Option<Queries>,
-    /// What is kept for the backward pass.
-    pub checkpoint: Option<CheckpointPolicy>,
-    /// How many other ranks keep each rank's inputs.
-    pub redundancy: usize,
-    /// The largest ring there can be.
-    pub most_ranks: usize,
-    /// Bytes that a rank may hold.
-    pub memory_limit: Option<usize>,
-    /// Below so many tokens only one device is considered.
-    pub one_device_below: Option<usize>,
-}
-
-impl Wish {
-    /// A forward pass with everything else left open, on at most so many ranks.
-    pub fn new(shape: Shape, pattern: Pattern, dtype: DType, most_ranks: usize) -> Wish {
-        Wish {
-            shape,
-            pattern,
-            dtype,
-            work: Work::Forward,
-            ranks: None,
-            cut: None,
-            queries: Some(Queries::Sharded),
-            checkpoint: None,
-            redundancy: 0,
-            most_ranks,
-            memory_limit: None,
-            one_device_below: None,
-        }
-    }
-
-    /// Ring sizes that are looked at: the one given, or 1, 2, 3, 4, 6, 8, 12, 16, … and the largest.
-    fn sizes(&self) -> Vec<usize> {
-        if let Some(ranks) = self.ranks {
-            return vec![ranks];
-        }
-        if let Some(Cut::Firsts(firsts)) = &self.cut {
-            return vec![firsts.len()];
-        }
-        let least = self.redundancy + 1;
-        let below = |limit: usize| self.shape.tokens < limit;
-        if self.one_device_below.is_some_and(below) && least == 1 {
-            return vec![1];
-        }
-        let doublings = (0..usize::BITS - 1).map(|power| 1usize << power);
-        let sizes = doublings.flat_map(|size| [size, size + size / 2]);
-        let mut sizes: Vec<usize> = sizes
-            .take_while(|size| *size <= self.most_ranks)
-            .chain([self.most_ranks])
-            .filter(|size| *size >= least)
-            .collect();
-        sizes.sort_unstable();
-        sizes.dedup();
-        sizes
-    }
-
-    /// Every ring that is looked at, the simplest first.
-    fn rings(&self) -> Vec<(usize, Cut, Queries)> {
-        let mut rings = Vec::new();
-        for ranks in self.sizes() {
-            let cuts = match &self.cut {
-                Some(cut) => vec![cut.clone()],
-                None if ranks == 1 => vec![Cut::Contiguous],
-                None => vec![Cut::Contiguous, Cut::Zigzag, Cut::Striped],
-            };
-            let queries = match self.queries {
-                Some(queries) => vec![queries],
-                None if ranks == 1 || self.redundancy > 0 => vec![Queries::Sharded],
-                None => vec![Queries::Sharded, Queries::Replicated],
-            };
-            for cut in cuts {
-                rings.extend(queries.iter().map(|of| (ranks, cut.clone(), *of)));
-            }
-        }
-        rings
-    }
-
-    fn request(&self, ranks: usize, cut: &Cut, queries: Queries) -> Result<Request, ClockError> {
-        let sharding = Sharding::new(ranks, cut.clone())?;
-        Ok(Request {
-            // One rank has all queries either way.
-            queries: if ranks == 1 {
-                Queries::Sharded
-            } else {
-                queries
-            },
-            redundancy: self.redundancy,
-            ..Request::new(self.shape, self.pattern.clone(), sharding, self.dtype)
-        })
-    }
-}
 
 /// One way to do it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -157,6 +35,8 @@ pub struct Alternative {
     pub cut: Cut,
     /// Who holds the queries.
     pub queries: Queries,
+    /// How parcels go round.
+    pub schedule: Schedule,
     /// What is kept between the passes, where there are two.
     pub checkpoint: Option<CheckpointPolicy>,
     /// Predicted time of the forward pass.
@@ -222,8 +102,7 @@ pub fn choose<K: Kernel>(
     machine: &Machine,
 ) -> Result<Choice, ChoiceError> {
     let mut alternatives = Vec::new();
-    for (ranks, cut, queries) in wish.rings() {
-        let request = wish.request(ranks, &cut, queries)?;
+    for request in wish.requests()? {
         let backward = Pass::Backward { dlse: false };
         let (first, second) = match wish.work {
             Work::Forward => (Some(Pass::Forward), None),
@@ -240,7 +119,11 @@ pub fn choose<K: Kernel>(
             alternatives.push(weighed);
         }
     }
-    let simplicity = |of: &Alternative| (of.ranks, of.cut != Cut::Contiguous);
+    let simplicity = |of: &Alternative| {
+        let Schedule { width, backward } = of.schedule;
+        let plain = (of.cut != Cut::Contiguous, backward != Freight::Keys);
+        (of.ranks, plain.0, width, plain.1)
+    };
     alternatives.sort_by(|a, b| {
         let by_time = a.seconds.total_cmp(&b.seconds);
         b.fits.cmp(&a.fits).then(by_time)
@@ -343,6 +226,7 @@ fn weigh(
         ranks: request.sharding.ranks(),
         cut: request.sharding.cut().clone(),
         queries: request.queries,
+        schedule: request.schedule,
         checkpoint,
         forward_s,
         backward_s,

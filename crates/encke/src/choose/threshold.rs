@@ -6,6 +6,7 @@
 
 use encke_core::Shape;
 use encke_core::kernel::Kernel;
+use encke_core::plan::rings::Freight;
 use serde::Serialize;
 
 use super::{ALIKE, ChoiceError, Wish, choose};
@@ -46,6 +47,9 @@ pub fn one_device_until<K: Kernel>(
             let wish = Wish {
                 shape,
                 ranks: Some(ranks),
+                // How parcels go round moves the length by less than the clock can tell.
+                width: wish.width.or(Some(1)),
+                visitors: wish.visitors.or(Some(Freight::Keys)),
                 redundancy: 0,
                 memory_limit: None,
                 one_device_below: None,

@@ -182,6 +182,7 @@ impl Case {
             requests.push(Request {
                 pass,
                 queries: of.queries,
+                schedule: of.schedule,
                 ..Request::new(*shape, pattern.clone(), sharding, *dtype)
             });
         }

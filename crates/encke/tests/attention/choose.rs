@@ -5,8 +5,8 @@ use encke::choose::{ChoiceError, Threshold, Wish, Work, choose, one_device_until
 use encke::clock::{Machine, find_device, find_link};
 use encke::tune::{Here, Source, usual};
 use encke::{
-    Attention, Auto, CheckpointPolicy, CpuKernel, Cut, DType, Kernel, Pass, Pattern, Precision,
-    Queries, Shape,
+    Attention, Auto, CheckpointPolicy, CpuKernel, Cut, DType, Freight, Kernel, Pass, Pattern,
+    Precision, Queries, Schedule, Shape,
 };
 
 use crate::support::Tensors;
@@ -144,6 +144,7 @@ fn what_was_given_is_not_decided() {
         ranks: Some(3),
         cut: Some(Cut::Zigzag),
         queries: None,
+        width: Some(1),
         ..wish(1 << 14)
     };
     let choice = choose(&kernel, &given, &machine).expect("legal");
@@ -156,6 +157,53 @@ fn what_was_given_is_not_decided() {
 }
 
 #[test]
+fn schedules_are_weighed_where_they_are_open() {
+    let (kernel, machine) = (kernel(), gpus());
+    let open = Wish {
+        work: Work::Backward,
+        ranks: Some(8),
+        cut: Some(Cut::Contiguous),
+        ..wish(1 << 14)
+    };
+    let choice = choose(&kernel, &open, &machine).expect("legal");
+    let mut seen: Vec<Schedule> = choice.alternatives.iter().map(|of| of.schedule).collect();
+    seen.sort_by_key(|of| (of.width, of.backward == Freight::Queries));
+    let both = |width| {
+        [Freight::Keys, Freight::Queries].map(|of| Schedule {
+            width,
+            backward: of,
+        })
+    };
+    assert_eq!(seen, [1, 2, 4, 7].map(both).concat());
+    // As many heads as key heads: queries are fewer bytes than keys, at every width.
+    let of = |schedule: Schedule| {
+        let mut all = choice.alternatives.iter();
+        all.find(|of| of.schedule == schedule).expect("considered")
+    };
+    for [keys, queries] in [1, 2, 4, 7].map(both) {
+        assert!(of(queries).sent_bytes < of(keys).sent_bytes);
+        assert_eq!(of(keys).sent_bytes, of(Schedule::RING).sent_bytes);
+        assert!(of(keys).memory_bytes >= of(Schedule::RING).memory_bytes);
+    }
+    // Where memory is short, the narrow ones are left.
+    let short = Wish {
+        memory_limit: Some(of(Schedule::RING).memory_bytes),
+        ..open.clone()
+    };
+    let short = choose(&kernel, &short, &machine).expect("legal");
+    assert!(short.alternatives.iter().any(|of| !of.fits));
+    assert!(short.winner().schedule.width < 7, "{}", short.reason);
+    // Whoever is to survive goes one by one.
+    let surviving = Wish {
+        redundancy: 1,
+        ..open
+    };
+    let surviving = choose(&kernel, &surviving, &machine).expect("legal");
+    assert_eq!(surviving.alternatives.len(), 1);
+    assert_eq!(surviving.winner().schedule, Schedule::RING);
+}
+
+#[test]
 fn a_ring_that_was_chosen_computes_what_a_given_one_does() {
     let shape = Shape::new(1, 300, 4, 2, 16).expect("legal");
     let tensors = Tensors::random(&shape, DType::F32, 6);
@@ -165,6 +213,8 @@ fn a_ring_that_was_chosen_computes_what_a_given_one_does() {
         ranks: true,
         cut: true,
         queries: false,
+        width: true,
+        visitors: true,
         most_ranks: 6,
         // Less than one rank would hold.
         memory_limit: Some(300 * (4 + 2 + 2 + 4) * 16 * 4),
@@ -180,7 +230,7 @@ fn a_ring_that_was_chosen_computes_what_a_given_one_does() {
     let winner = choice.winner();
     assert!(winner.ranks > 1, "{}", choice.reason);
     let given = builder().ranks(winner.ranks).sharding(winner.cut.clone());
-    let given = given.build().expect("legal");
+    let given = given.schedule(winner.schedule).build().expect("legal");
     let (got, expected) = (tensors.forward(&chosen), tensors.forward(&given));
     assert_eq!((&got.out, &got.lse), (&expected.out, &expected.lse));
     assert_eq!(got.report.plan.ranks(), winner.ranks);
