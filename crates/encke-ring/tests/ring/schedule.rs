@@ -115,10 +115,12 @@ fn parcels_that_are_together_are_one_job() {
             assert_eq!(of(Cut::Contiguous, false, width, 3), all, "width {width}");
             assert_eq!(of(Cut::Contiguous, true, width, 7), all, "width {width}");
         }
-        // A gathered zigzag: first halves of lower and of higher ranks, and second halves.
-        assert_eq!(of(Cut::Zigzag, true, 7, 3), [1, 3]);
-        assert_eq!(of(Cut::Zigzag, true, 1, 3), [1, 2, 2, 2, 2, 1, 1, 1]);
     }
+    // A gathered zigzag: first halves of lower and of higher ranks, and second halves.
+    let backward = Pass::Backward { dlse: false };
+    let of = |width| jobs(&dense(Cut::Zigzag, true, width, backward), 3);
+    assert_eq!(of(7), [1, 3]);
+    assert_eq!(of(1), [1, 2, 2, 2, 2, 1, 1, 1]);
 }
 
 #[test]
