@@ -186,17 +186,6 @@ pub enum Error {
     /// A round that takes no distance.
     #[error("a schedule of width 0 moves nothing; use 1 for a ring, or more")]
     NoWidth,
-    /// Deaths are survived where every parcel goes by itself.
-    #[error(
-        "redundancy {redundancy} with a schedule of width {width} is not supported: parcels that \
-         go together die together; use a width of 1"
-    )]
-    RedundantWidth {
-        /// Other ranks that were to keep each rank's inputs.
-        redundancy: usize,
-        /// Distances of a round.
-        width: usize,
-    },
     /// Deaths are survived where keys travel.
     #[error(
         "redundancy {redundancy} with queries that travel in the backward pass is not supported: \

@@ -6,7 +6,8 @@ use encke_core::Data;
 use encke_core::conformance::Configuration;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::Role;
-use encke_core::plan::{Plan, Queries, Schedule};
+use encke_core::plan::rings::Freight;
+use encke_core::plan::{Plan, Queries};
 use encke_core::transport::TransportError;
 use encke_core::{Error, Tensor};
 use encke_ring::{Outcome, RankError, RingError};
@@ -72,7 +73,7 @@ pub fn draw_surviving(
         .expect("seeds never end, and rings have up to 32 ranks");
     configuration.request.queries = Queries::Sharded;
     configuration.request.redundancy = redundancy;
-    configuration.request.schedule = Schedule::RING;
+    configuration.request.schedule.backward = Freight::Keys;
     let sample = Sample::new(&configuration, backward)?;
     let (ranks, rounds) = (sample.plan.ranks(), sample.rounds()?);
     let hardship = Hardship::random(kind, seed, ranks, rounds);

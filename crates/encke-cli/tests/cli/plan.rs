@@ -90,7 +90,7 @@ fn schedules_are_planned_and_weighed() {
         &["keys, queries or auto"],
     );
     let surviving = format!("{sizes} --redundancy 1");
-    folder.refuses(&format!("{surviving} --schedule 2"), &["use a width of 1"]);
+    folder.succeeds(&format!("{surviving} --schedule 2"));
     folder.refuses(
         &format!("{surviving} --visitors queries"),
         &["let keys travel"],

@@ -166,14 +166,17 @@ pub(super) fn sharded(
     let to_keys = |of: Meeting| so_far.is_none_or(|so_far| of.is_new_to_keys(so_far));
     let wanted = |of: Meeting| to_queries(of) || to_keys(of);
     let waste = so_far.map(|_| waste(&mut b, (to_queries, to_keys)));
-    for seat in b.seats() {
+    let gradients = Component::TravellingGradients;
+    let width = so_far.map_or(plan.request.schedule.width, |_| 1);
+    for seat in b.seats_of(width) {
         let visit = match so_far {
             None => b.visit(seat, Component::TravellingKv, &b.keys([k, v])),
             Some(_) => b.fetch(seat, [k, v], wanted),
         };
-        let gather = match plan.request.redundancy {
-            0 => b.gather(seat, Component::TravellingGradients, &DKV, &[dk, dv], own),
-            _ => b.deliver(seat, &DKV, &[dk, dv], own, to_keys),
+        let gather = match (so_far, plan.request.redundancy) {
+            (None, 0) => b.gather(seat, gradients, &DKV, &[dk, dv], own),
+            (None, _) => b.gather_straight(seat, gradients, &DKV, &[dk, dv], own),
+            (Some(_), _) => b.deliver(seat, &DKV, &[dk, dv], own, to_keys),
         };
         b.jobs_with_keys(seat, at, |stop, meeting, job| {
             let (kv, into) = (visit.at(stop), gather.at(stop));
@@ -205,7 +208,7 @@ fn waste(
     (to_queries, to_keys): (impl Fn(Meeting) -> bool, impl Fn(Meeting) -> bool),
 ) -> [BufferId; 3] {
     let (plan, sum) = (b.plan, b.plan.request.dtype.sum());
-    let seats = b.seats();
+    let seats = b.seats_of(1);
     let met = || {
         let visitors = seats.iter().flat_map(|seat| {
             let visitors = seat.visitors();

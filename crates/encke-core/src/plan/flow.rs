@@ -179,8 +179,13 @@ impl Plan {
 }
 
 impl<'a> Builder<'a> {
-    /// This rank's places in its rings.
+    /// This rank's places in its rings, as the schedule has them.
     pub fn seats(&self) -> Vec<Seat<'a>> {
+        self.seats_of(self.plan.request.schedule.width)
+    }
+
+    /// The same for rounds that take so many distances.
+    pub fn seats_of(&self, width: usize) -> Vec<Seat<'a>> {
         let plan = self.plan;
         let seat = |&(index, place): &(usize, usize)| {
             let ring = &plan.rings[index];
@@ -188,7 +193,7 @@ impl<'a> Builder<'a> {
                 index,
                 ring,
                 place,
-                width: ring.width(plan.request.schedule.width),
+                width: ring.width(width),
                 tags: (plan.rings.len() + 1) * TAGS,
             }
         };

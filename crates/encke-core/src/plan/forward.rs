@@ -112,7 +112,9 @@ pub(super) fn sharded(plan: &Plan, rank: usize, so_far: Option<&[Progress]>) -> 
         b.clear_carry(0, carry);
         b.local_jobs(at, |job| forward(job, k, v));
     }
-    for seat in b.seats() {
+    // What is left after a death comes by itself, and one distance at a time.
+    let width = so_far.map_or(plan.request.schedule.width, |_| 1);
+    for seat in b.seats_of(width) {
         let wanted = |of: Meeting| so_far.is_none_or(|so_far| of.is_new_to_queries(so_far));
         let visit = match so_far {
             None => b.visit(seat, Component::TravellingKv, &b.keys([k, v])),

@@ -57,6 +57,43 @@ impl<'a> Builder<'a> {
     ) -> Gather {
         let mut loads = seat.loads();
         loads.retain(Load::is_needed);
+        let parcel = seat.ring.parcels[seat.place].as_ref();
+        let ends = parcel.map(|parcel| parcel.ends(seat.width).collect());
+        self.gather_from(seat, component, channels, (own, at), (loads, ends))
+    }
+
+    /// The same where nothing is added up on the way, so that a sum that has arrived is never lost
+    /// with another rank: each member sends what it has home by itself.
+    pub fn gather_straight(
+        &mut self,
+        seat: Seat<'a>,
+        component: Component,
+        channels: &[Channel],
+        own: &[BufferId],
+        at: Resident,
+    ) -> Gather {
+        let mut loads = seat.loads();
+        loads.retain(Load::is_needed);
+        for load in &mut loads {
+            // Every way begins and ends here, whatever becomes of the rows. That they lie by how
+            // far those go has been settled with the load.
+            load.since = load.stop.round;
+            load.part();
+        }
+        let parcel = seat.ring.parcels[seat.place].as_ref();
+        let ends = parcel.map(|parcel| (parcel.first..=parcel.last).collect());
+        self.gather_from(seat, component, channels, (own, at), (loads, ends))
+    }
+
+    /// Gathers sums of some loads; those of the own parcel come home from its `ends`.
+    fn gather_from(
+        &mut self,
+        seat: Seat<'a>,
+        component: Component,
+        channels: &[Channel],
+        (own, at): (&[BufferId], Resident),
+        (loads, ends): (Vec<Load<'a>>, Option<Vec<usize>>),
+    ) -> Gather {
         let local = [0, 1].map(|turn| {
             let mine = loads.iter().filter(|load| load.stop.round % 2 == turn);
             self.sums(channels, component, mine)
@@ -79,7 +116,7 @@ impl<'a> Builder<'a> {
             let from = parted.entry(load.stop.round).or_default();
             *from = self.send_home(seat, load, &sums, *from);
         }
-        self.bring_home(seat, &sums, own, at);
+        self.bring_home(seat, &sums, (own, at), ends);
         sums.gather
     }
 
@@ -209,16 +246,23 @@ impl<'a> Builder<'a> {
     }
 
     /// Takes the sums of the own parcel in, from the ends of its ways, and adds them to `own`.
-    fn bring_home(&mut self, seat: Seat<'a>, sums: &Sums<'_>, own: &[BufferId], at: Resident) {
-        let Seat { ring, place, .. } = seat;
-        let Some(parcel) = &ring.parcels[place] else {
+    fn bring_home(
+        &mut self,
+        seat: Seat<'a>,
+        sums: &Sums<'_>,
+        (own, at): (&[BufferId], Resident),
+        ends: Option<Vec<usize>>,
+    ) {
+        let Seat {
+            ring, place, width, ..
+        } = seat;
+        let (Some(parcel), Some(ends)) = (&ring.parcels[place], ends) else {
             // A rank without a parcel has these buffers too, and nothing in them.
             self.channels(sums.channels, sums.component, std::iter::empty());
             return;
         };
-        let width = seat.width;
         let mut by_round: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-        for end in parcel.ends(width) {
+        for end in ends {
             by_round.entry((end - 1) / width + 1).or_default().push(end);
         }
         let most = by_round.values().map(Vec::len).max().unwrap_or(0);

@@ -31,6 +31,8 @@ pub(super) struct Item<'a> {
     pub parcel: &'a Parcel,
     /// How many more times it is passed on.
     pub left: usize,
+    /// Those that lie row by row have this in common.
+    pub pile: usize,
 }
 
 /// Where a load is: the round, and which load of that round.
@@ -67,6 +69,13 @@ impl<'a> Load<'a> {
         &self.items[..going]
     }
 
+    /// Lets every way end here. Where things lie does not change.
+    pub fn part(&mut self) {
+        for item in &mut self.items {
+            item.left = 0;
+        }
+    }
+
     /// Those whose way ends here.
     pub fn ended(&self) -> &[Item<'a>] {
         &self.items[self.going().len()..]
@@ -98,6 +107,7 @@ impl<'a> Seat<'a> {
                         home: ring.home_index(place, distance),
                         parcel,
                         left: (parcel.last - distance) / width,
+                        pile: (parcel.last - distance) / width,
                     });
             }
             for (slot, (since, mut items)) in together.into_iter().enumerate() {
@@ -129,14 +139,14 @@ fn classes<'a>(items: &[Item<'a>]) -> Vec<Vec<(usize, &'a Section)>> {
     let mut classes: Vec<(usize, Vec<(usize, &Section)>)> = Vec::new();
     for (index, item) in items.iter().enumerate() {
         for section in &item.parcel.sections {
-            let like = classes.iter_mut().find(|(left, class)| {
+            let like = classes.iter_mut().find(|(pile, class)| {
                 let other = class[0].1;
                 let same = (other.lane, other.segments) == (section.lane, section.segments);
-                *left == item.left && same
+                *pile == item.pile && same
             });
             match like {
                 Some((_, class)) => class.push((index, section)),
-                None => classes.push((item.left, vec![(index, section)])),
+                None => classes.push((item.pile, vec![(index, section)])),
             }
         }
     }

@@ -137,12 +137,8 @@ impl Request {
         if redundancy > 0 && self.queries == Queries::Replicated {
             return Err(Error::RedundantQueries { redundancy });
         }
-        let width = self.schedule.width;
-        if width == 0 {
+        if self.schedule.width == 0 {
             return Err(Error::NoWidth);
-        }
-        if redundancy > 0 && width > 1 {
-            return Err(Error::RedundantWidth { redundancy, width });
         }
         if redundancy > 0 && self.schedule.backward == Freight::Queries {
             return Err(Error::RedundantVisitors { redundancy });

@@ -12,9 +12,10 @@
 //! and all that is known of plans is true of it.
 //!
 //! What a shard has got is known from the number of rounds its rank has come through, because what
-//! is done in a round is in the plan: its queries have seen the parcels of every distance below that
-//! number, and gradients of its keys computed at a distance are at home two rounds later. Nothing
-//! else needs to be remembered or told.
+//! is done in a round is in the plan: its queries have seen the parcels of every round below that
+//! number, and gradients of its keys computed in a round are at home two rounds later. Nothing else
+//! needs to be remembered or told. Only the first epoch is as wide as the schedule says: what is left
+//! to do after a death is taken one distance at a time.
 
 use serde::Serialize;
 use std::collections::BTreeSet;
@@ -150,7 +151,13 @@ impl Epoch {
         progress.begun |= done > 0;
         for &(index, place) in &self.plan.rings_of[shard] {
             let ring = &self.plan.rings[index];
-            let met = (1..done.min(ring.last() + 1)).filter(|&distance| {
+            let width = match self.number {
+                0 => ring.width(self.plan.request.schedule.width),
+                _ => 1,
+            };
+            let round = |distance: usize| (distance - 1) / width + 1;
+            let seen = (1..=ring.last()).filter(|&distance| round(distance) < done);
+            let met = seen.filter(|&distance| {
                 let parcel = ring.parcel_at(place, distance);
                 parcel.is_some_and(|parcel| parcel.first <= distance)
             });
@@ -159,7 +166,8 @@ impl Epoch {
                 (self.plan.request.pass, &ring.parcels[place])
             {
                 // Sent in the round after their own, added in the one after that.
-                let home = (parcel.first..=parcel.last).filter(|distance| distance + 3 <= done);
+                let home = parcel.first..=parcel.last;
+                let home = home.filter(|distance| round(*distance) + 3 <= done);
                 progress
                     .gathered
                     .extend(home.map(|distance| (index, distance)));

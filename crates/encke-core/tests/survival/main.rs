@@ -10,8 +10,9 @@ use proptest::prelude::*;
 
 use encke_core::conformance::{Configuration, Random};
 use encke_core::plan::program::{Component, Role};
+use encke_core::plan::rings::Freight;
 use encke_core::plan::survival::{Agreement, Epoch, Standing};
-use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
+use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error, Pattern, Shape};
 
@@ -80,7 +81,7 @@ fn case(seed: u64, redundancy: usize) -> Arc<Plan> {
         queries: Queries::Sharded,
         pass: random.pick(&passes),
         redundancy,
-        schedule: Schedule::RING,
+        schedule: drawn.request.schedule.with_backward(Freight::Keys),
         ..drawn.request
     };
     Arc::new(Plan::new(request).expect("a random case is legal"))

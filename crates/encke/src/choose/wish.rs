@@ -148,7 +148,6 @@ impl Wish {
         let most = ranks.saturating_sub(1).max(1);
         let widths = match self.width {
             Some(width) => vec![width],
-            None if self.redundancy > 0 => vec![1],
             None => {
                 let narrow = [1, 2, 4].into_iter().filter(|width| *width < most);
                 narrow.chain([most]).collect()
