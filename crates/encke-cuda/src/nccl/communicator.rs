@@ -10,16 +10,9 @@ use std::time::{Duration, Instant};
 
 use super::bindings::{BYTES, Code, Config, Handle, IN_PROGRESS, Nccl, RawId, SUCCESS, UniqueId};
 use crate::error::{Error, Result};
+use crate::messages::Piece;
 
 const SLEEP: Duration = Duration::from_micros(50);
-
-/// Bytes on the GPU that go to, or come from, a rank.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Piece {
-    pub peer: usize,
-    pub pointer: u64,
-    pub bytes: usize,
-}
 
 /// A member of a group of ranks.
 pub(super) struct Communicator {
@@ -81,6 +74,7 @@ impl Communicator {
                 peer,
                 pointer,
                 bytes,
+                ..
             } in sends
             {
                 let (from, peer) = (pointer as *const _, peer as c_int);
@@ -90,6 +84,7 @@ impl Communicator {
                 peer,
                 pointer,
                 bytes,
+                ..
             } in receives
             {
                 let (to, peer) = (pointer as *mut _, peer as c_int);

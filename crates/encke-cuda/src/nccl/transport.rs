@@ -1,25 +1,22 @@
 //! NCCL as a wire for a GPU's buffers.
 //!
 //! One exchange is one group of sends and receives on a stream of its own, between events of the
-//! compute stream. NCCL knows no tags: messages between two ranks are put in the order of their
-//! tags on both sides, which the plan makes the same set. The host waits until the group is through,
-//! because a deadline needs somebody who looks at the clock; the GPU computes meanwhile.
+//! compute stream. The host waits until the group is through, because a deadline needs somebody who
+//! looks at the clock; the GPU computes meanwhile.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaEvent, CudaStream};
-use encke_core::transport::{
-    Address, Incoming, Moved, Outgoing, Parcel, Transport, TransportError,
-};
+use encke_core::transport::{Incoming, Moved, Outgoing, Transport, TransportError};
 
 use super::bindings::{Nccl, UniqueId};
-use super::communicator::{Communicator, Piece};
+use super::communicator::Communicator;
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::host_memory::wait;
-use crate::memory::Memory;
+use crate::messages::Messages;
 
 /// A transport of a GPU's buffers over NCCL.
 pub struct NcclTransport {
@@ -28,13 +25,6 @@ pub struct NcclTransport {
     stream: Arc<CudaStream>,
     rank: usize,
     deadline: Duration,
-}
-
-/// A message and its memory.
-struct Message {
-    address: Address,
-    memory: Arc<Memory>,
-    bytes: usize,
 }
 
 impl NcclTransport {
@@ -62,24 +52,18 @@ impl NcclTransport {
     /// Enqueues the group and then `meanwhile`, and returns the events before and after the group.
     fn begin(
         &mut self,
-        sends: &[Message],
-        receives: &[Message],
+        messages: &Messages,
         meanwhile: &mut dyn FnMut(),
     ) -> Result<[Arc<CudaEvent>; 2]> {
         let what = "an exchange";
-        let memory = |messages: &'_ [Message]| -> Vec<Arc<Memory>> {
-            messages.iter().map(|x| Arc::clone(&x.memory)).collect()
-        };
-        let (reads, writes) = (memory(sends), memory(receives));
-        let reads: Vec<&Memory> = reads.iter().map(|x| &**x).collect();
-        let writes: Vec<&Memory> = writes.iter().map(|x| &**x).collect();
+        let ([reads, writes], [sends, receives]) = (messages.memory(), messages.pieces());
         let (device, own) = (Arc::clone(&self.device), Arc::clone(&self.stream));
         let mut ready = None;
         let done = device.place(&own, what, &reads, &writes, |stream| {
             let event = stream.record_event(None);
             ready = Some(Arc::new(event.map_err(|error| Error::driver(what, error))?));
-            let group = (pieces(sends), pieces(receives), stream.cu_stream().cast());
-            self.communicator.begin(&group.0, &group.1, group.2)?;
+            let stream = stream.cu_stream().cast();
+            self.communicator.begin(&sends, &receives, stream)?;
             // Jobs are enqueued while NCCL connects; the event of the group's end comes after both.
             meanwhile();
             self.communicator
@@ -111,32 +95,6 @@ impl NcclTransport {
     }
 }
 
-fn pieces(messages: &[Message]) -> Vec<Piece> {
-    let piece = |message: &Message| Piece {
-        peer: message.address.peer,
-        pointer: message.memory.pointer(),
-        bytes: message.bytes,
-    };
-    messages.iter().map(piece).collect()
-}
-
-/// In the order in which both ends post; nothing is nothing to NCCL.
-fn sorted(mut messages: Vec<Message>) -> Vec<Message> {
-    messages.retain(|message| message.bytes > 0);
-    messages.sort_by_key(|message| (message.address.peer, message.address.tag));
-    messages
-}
-
-fn message(address: Address, memory: &Arc<Memory>, width: usize) -> Message {
-    let bytes = address.elements * width;
-    assert!(bytes <= memory.bytes(), "a message larger than its buffer");
-    Message {
-        address,
-        memory: Arc::clone(memory),
-        bytes,
-    }
-}
-
 impl Transport<Buffer> for NcclTransport {
     fn exchange(
         &mut self,
@@ -146,33 +104,18 @@ impl Transport<Buffer> for NcclTransport {
         meanwhile: &mut dyn FnMut(),
     ) -> std::result::Result<Moved, TransportError> {
         let rank = self.rank;
-        let sends = outgoing.iter().map(|Outgoing { to, parcel }| {
-            Ok(message(*to, parcel.memory()?, parcel.element_bytes()))
-        });
-        let sends: Result<Vec<Message>> = sends.collect();
-        let receives = incoming.iter_mut().map(|Incoming { from, parcel }| {
-            let width = parcel.element_bytes();
-            Ok(message(*from, parcel.target(from.elements)?, width))
-        });
-        let receives: Result<Vec<Message>> = receives.collect();
         let local = |error: Error| TransportError::Local {
             rank,
             round,
             reason: error.to_string(),
         };
-        let (sends, receives) = (
-            sorted(sends.map_err(local)?),
-            sorted(receives.map_err(local)?),
-        );
-        if sends.is_empty() && receives.is_empty() {
+        let messages = Messages::of(outgoing, incoming).map_err(local)?;
+        if messages.is_empty() {
             meanwhile();
             return Ok(Moved::default());
         }
-        let peer = receives
-            .iter()
-            .chain(&sends)
-            .next()
-            .map_or(rank, |x| x.address.peer);
+        let mut either = messages.receives.iter().chain(&messages.sends);
+        let peer = either.next().map_or(rank, |x| x.address.peer);
         // Which of several peers kept a group waiting NCCL does not say; the first is named.
         let failed = |error: Error| match error {
             Error::Deadline { waited, limit, .. } => TransportError::Deadline {
@@ -184,7 +127,7 @@ impl Transport<Buffer> for NcclTransport {
             },
             other => local(other),
         };
-        let [ready, done] = self.begin(&sends, &receives, meanwhile).map_err(failed)?;
+        let [ready, done] = self.begin(&messages, meanwhile).map_err(failed)?;
         // How long this GPU takes until it can send is not the other ranks' fault.
         let came = wait(&ready, "the GPU to come to an exchange", self.deadline);
         if let Err(error) = came {
@@ -192,10 +135,6 @@ impl Transport<Buffer> for NcclTransport {
             return Err(local(error));
         }
         self.finish(&done).map_err(failed)?;
-        let sum = |messages: &[Message]| messages.iter().map(|x| x.bytes).sum();
-        Ok(Moved {
-            sent_bytes: sum(&sends),
-            received_bytes: sum(&receives),
-        })
+        Ok(messages.moved())
     }
 }
