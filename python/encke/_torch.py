@@ -20,6 +20,7 @@ from encke.options import Options, find
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARDING = Options._fields.index("sharding")
+_RANKS = Options._fields.index("ranks")
 _DTYPES = {
     "f64": torch.float64,
     "f32": torch.float32,
@@ -152,12 +153,12 @@ def _backward(
     return tuple(gradients)
 
 
-# The custom operators. A sharding is two arguments there, since a schema has no unions.
+# The custom operators. Sharding and ranks are two arguments each, since a schema has no unions.
 
 _OPTIONS = """int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
     str? offsets, str? mixing_gradient, bool causal, float? scale, int? ranks, str sharding,
     str queries, str? precision, str checkpoint, int redundancy, float? deadline,
-    bool deterministic, int[]? firsts"""
+    bool deterministic, int? memory_per_rank, int[]? firsts, bool auto"""
 
 
 def _through_operator(
@@ -167,16 +168,21 @@ def _through_operator(
     firsts = None
     if not isinstance(sharding, str):
         firsts, sharding = sharding, "contiguous"
-    flat = (*options[:_SHARDING], sharding, *options[_SHARDING + 1 :], firsts)
+    ranks = options[_RANKS]
+    auto = isinstance(ranks, str)
+    flat = [*options, firsts, auto]
+    flat[_SHARDING], flat[_RANKS] = sharding, None if auto else ranks
     out, lse, _, _ = _attention_operator(q, k, v, *flat)
     return out, lse
 
 
 def _found(flat: tuple[Any, ...]) -> Any:
     """The attention of an operator's arguments, which come as lists."""
-    *options, firsts = (tuple(x) if isinstance(x, (list, tuple)) else x for x in flat)
+    *options, firsts, auto = (tuple(x) if isinstance(x, (list, tuple)) else x for x in flat)
     if firsts is not None:
         options[_SHARDING] = firsts
+    if auto:
+        options[_RANKS] = "auto"
     return find(tuple(options))
 
 

@@ -6,7 +6,10 @@ error and everyone else waits. So whoever fails, or sees another fail, leaves wo
 once and for all, and whoever waits looks there. The first word is everybody's: all ranks raise
 :class:`encke.RingError` naming the same rank.
 
-Waiting is done by a thread of its own, because torch's wait can be neither polled nor given up.
+Hops between GPUs are in ``_gpu_wire``, and use the group's NCCL where it has that. A group that has
+nothing else talks by way of its store.
+
+How flights are waited for is in ``_flight``.
 """
 
 from __future__ import annotations
@@ -27,16 +30,11 @@ import torch
 import torch.distributed as dist
 
 from encke._encke import RingError
+from encke._flight import GRACE, HostFlight, Letters, end, first_words, land_all
+from encke._gpu_wire import GpuWire
 
-# Seconds between two looks for word of a failure; a hop that is faster never looks.
-_POLL = 0.25
-# Seconds that word of a failure may take: a connection can close before its reason is known.
-_GRACE = 1.0
 # Seconds after which a store that does not answer is taken for gone.
 _STORE = 5.0
-# The part of the group's timeout after which a hop has failed, word of it included: before torch closes
-# every connection, which would look as if this rank had died.
-_PART = 0.95
 _KEY = "encke/failure"
 # What ranks tell each other beside rows; rows have tags below.
 _TALK = (1 << 31) - 2
@@ -66,57 +64,87 @@ class Wire:
         self._group = weakref.ref(group)
         self._global_ranks = dist.get_process_group_ranks(group)
         self._store = _store_of(group)
-        self.timeout = _timeout_of(group)
+        host, nccl = _backend(group, "cpu"), _backend(group, "cuda")
+        if nccl is not None and nccl.name().lower() != "nccl":
+            nccl = None
+        self.timeout = _timeout_of(group, host or nccl)
+        self.moves_host = host is not None
+        self.gpu = None if nccl is None else GpuWire(self, nccl)
+        self._letters = 0
         self._failure: Optional[Failure] = None
         # Whether whoever keeps the store has stopped answering: the launcher, or else a rank.
         self.store_is_gone = False
         launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         kept_here = not launched and 0 in self._global_ranks
         self.store_keeper = self._global_ranks.index(0) if kept_here else None
-        self._flights: queue.SimpleQueue[Optional[_Flight]] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[Optional[HostFlight]] = queue.SimpleQueue()
         self._waiter: Optional[threading.Thread] = None
         # Requests that all ranks have made with the same words, by those words.
         self.agreed: dict[Any, Any] = {}
 
-    def call(self, words: str) -> _Call:
+    @property
+    def group(self) -> Any:
+        """The group, as long as it is somebody's."""
+        return self._group()
+
+    @property
+    def store(self) -> dist.Store:
+        """The group's store."""
+        return self._store
+
+    def call(self, words: str, device: torch.device) -> _Call:
         """What the library calls in one pass; passes of different words never meet."""
         self.check()
-        return _Call(self, words)
+        on_gpu = device.type == "cuda" and self.gpu is not None
+        if on_gpu:
+            self.gpu.begin(device)
+        return _Call(self, words, device if on_gpu else None)
 
     def check(self) -> None:
         """Raises what has made this group unusable, if anything has."""
         if self._failure is not None:
             raise self.error(self._failure, "the group had failed before: make a new one")
 
+    def refuse(self, device: torch.device) -> None:
+        """Refuses tensors of a device that this group has no way to move."""
+        if device.type == "cpu" and not self.moves_host:
+            group = self._group()
+            raise ValueError(
+                f"the group's backend, {dist.get_backend(group)}, moves no tensors that are on the cpu; "
+                'make a group that does, for instance init_process_group("cpu:gloo,cuda:nccl")'
+            )
+
     def fly(
         self,
         place: str,
         sends: Sequence[tuple[int, int, torch.Tensor]],
         receives: Sequence[tuple[int, int, torch.Tensor]],
-    ) -> _Flight:
+    ) -> HostFlight:
         """Posts (peer, tag, tensor) to be sent and to be received."""
         self.check()
         group = self._group()
-        flight = _Flight(self, place)
+        flight = HostFlight(self, place)
         for direction, messages in (("recv", receives), ("send", sends)):
             post = getattr(group, direction)
             for peer, tag, tensor in messages:
                 try:
                     flight.works.append((peer, post([tensor], peer, tag), tensor))
                 except Exception as error:
-                    raise self.lost(peer, place, _words(error)) from error
+                    raise self.lost(peer, place, first_words(error)) from error
         if self._waiter is None:
             arguments = (self._flights,)
-            self._waiter = threading.Thread(target=_wait, args=arguments, daemon=True)
+            self._waiter = threading.Thread(target=land_all, args=arguments, daemon=True)
             self._waiter.start()
             # The thread ends with the wire, and before Python does: one that is woken after that is
             # ended by force, and takes the process with it.
-            weakref.finalize(self, _end, self._flights, self._waiter)
+            weakref.finalize(self, end, self._flights, self._waiter)
         self._flights.put(flight)
         return flight
 
     def gather(self, place: str, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Everyone's numbers, which are as many as ``sizes`` says, at everyone."""
+        """Everyone's numbers, which are as many as ``sizes`` says, at everyone; on the cpu."""
+        if not self.moves_host:
+            return self._gather_by_store(place, own)
         every = [own.new_empty(size) for size in sizes]
         every[self.rank] = own
         others = [peer for peer in range(self.size) if peer != self.rank]
@@ -126,9 +154,22 @@ class Wire:
             self.fly(place, sends, receives).wait()
         return every
 
+    def _gather_by_store(self, place: str, own: torch.Tensor) -> list[torch.Tensor]:
+        self.check()
+        self._letters += 1
+        letters = Letters(self, place, self._letters)
+        letters.write(own.contiguous().view(torch.uint8).numpy().tobytes())
+        letters.wait()
+        return [
+            torch.frombuffer(bytearray(text), dtype=own.dtype) if text else own.new_empty(0)
+            for text in letters.read()
+        ]
+
     def lost(self, peer: int, place: str, reason: str) -> RingError:
         """What to raise when a hop with ``peer`` has failed: the first word of it is everybody's."""
-        until = time.monotonic() + _GRACE
+        if self.gpu is not None:
+            self.gpu.separate()
+        until = time.monotonic() + GRACE
         heard = self.heard()
         while heard is None and not self.store_is_gone and time.monotonic() < until:
             time.sleep(0.05)
@@ -139,22 +180,24 @@ class Wire:
         """Tells everyone that this rank has failed by itself."""
         if self._failure is None:
             self.tell(Failure(self.rank, self.rank, "", reason))
+        if self.gpu is not None:
+            self.gpu.separate()
 
     def tell(self, failure: Failure) -> Failure:
         """Leaves word, and returns the first that was left."""
         word = json.dumps(failure)
-        first = self._ask(lambda: self._store.compare_set(_KEY, "", word))
+        first = self.ask(lambda: self._store.compare_set(_KEY, "", word))
         self._failure = Failure(*json.loads(first)) if first else failure
         return self._failure
 
     def heard(self) -> Optional[Failure]:
         """Word that somebody left, if anybody has."""
-        if self._failure is None and self._ask(lambda: self._store.check([_KEY])):
-            word = self._ask(lambda: self._store.get(_KEY))
+        if self._failure is None and self.ask(lambda: self._store.check([_KEY])):
+            word = self.ask(lambda: self._store.get(_KEY))
             self._failure = Failure(*json.loads(word)) if word else None
         return self._failure
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def ask(self, question: Callable[[], Any]) -> Any:
         """What the store answers. One that does not, because its process died or is stopped, is not
         asked again."""
         if self.store_is_gone:
@@ -177,6 +220,8 @@ class Wire:
 
     def error(self, failure: Failure, more: str = "") -> RingError:
         """Word of a failure as everybody raises it."""
+        if self.gpu is not None:
+            self.gpu.separate()
 
         def name(rank: int) -> str:
             there = self._global_ranks[rank]
@@ -194,10 +239,12 @@ class Wire:
 
 
 class _Call:
-    """The wire as the library sees it in one pass."""
+    """The wire as the library sees it in one pass, on the host or on a GPU."""
 
-    def __init__(self, wire: Wire, words: str) -> None:
+    def __init__(self, wire: Wire, words: str, device: Optional[torch.device]) -> None:
         self._wire = wire
+        self._device = device
+        self.on_gpu = device is not None
         self._salt = (zlib.crc32(words.encode()) & 0x7FFF) << 16
 
     def post(
@@ -205,7 +252,7 @@ class _Call:
         round: int,
         sends: Sequence[tuple[int, int, int, int]],
         receives: Sequence[tuple[int, int, int, int]],
-    ) -> _Flight:
+    ) -> HostFlight:
         """Posts (peer, tag, address, bytes)."""
         outgoing = [self._message(*message) for message in sends if message[3]]
         incoming = [self._message(*message) for message in receives if message[3]]
@@ -217,68 +264,15 @@ class _Call:
         memory = (ctypes.c_char * count).from_address(address)
         return peer, self._salt | tag, torch.frombuffer(memory, dtype=torch.uint8)
 
-
-class _Flight:
-    """Messages of a round that are under way."""
-
-    def __init__(self, wire: Wire, place: str) -> None:
-        self._wire = wire
-        self._place = place
-        self._patience = max(_PART * wire.timeout - _GRACE, wire.timeout / 2)
-        self._until = time.monotonic() + self._patience
-        self.works: list[tuple[int, Any, torch.Tensor]] = []
-        self.current = wire.rank
-        self.failed: Optional[tuple[int, str]] = None
-        self.landed = threading.Event()
-
-    def wait(self) -> None:
-        """Returns when every message has come and gone, or raises naming who is to blame."""
-        wire = self._wire
-        while not self.landed.wait(_POLL):
-            if (heard := wire.heard()) is not None:
-                raise wire.error(heard)
-            if time.monotonic() > self._until:
-                seconds = f"{self._patience:.3g} s (the group's timeout is {wire.timeout:.3g} s)"
-                raise wire.lost(self.current, self._place, f"it did not answer for {seconds}")
-            if wire.store_is_gone and wire.store_keeper is not None:
-                reason = "the store of the processes, which it keeps, does not answer"
-                raise wire.lost(wire.store_keeper, self._place, reason)
-        if self.failed is not None:
-            raise wire.lost(self.failed[0], self._place, self.failed[1])
-
-
-def _wait(flights: queue.SimpleQueue[Optional[_Flight]]) -> None:
-    """The life of the thread that waits."""
-    while (flight := flights.get()) is not None:
-        _land(flight)
-        # Nothing of it is held on to while the next one is waited for.
-        del flight
-
-
-def _land(flight: _Flight) -> None:
-    for peer, work, _ in flight.works:
-        flight.current = peer
-        try:
-            work.wait()
-        except Exception as error:
-            flight.failed = (peer, _words(error))
-            break
-    flight.landed.set()
-
-
-def _end(flights: queue.SimpleQueue[Optional[_Flight]], waiter: threading.Thread) -> None:
-    """Ends the thread that waits, unless it waits for what will never come."""
-    flights.put(None)
-    if threading.current_thread() is not waiter:
-        waiter.join(timeout=1.0)
-
-
-def _words(error: BaseException) -> str:
-    """The first sentence of what torch says, without its place in torch's source."""
-    line = str(error).strip().splitlines()
-    words = line[0] if line else type(error).__name__
-    words = words.rsplit("] ", 1)[-1] if words.startswith("[") else words
-    return words.split(". ", 1)[0]
+    def post_on_gpu(
+        self,
+        round: int,
+        sends: Sequence[tuple[int, int, int, int]],
+        receives: Sequence[tuple[int, int, int, int]],
+        stream: int,
+    ) -> Any:
+        """The same for addresses on the GPU, between what this stream has now and what it gets next."""
+        return self._wire.gpu.fly(round, sends, receives, self._device, stream)
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store:
@@ -287,15 +281,21 @@ def _store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._get_process_group_store(group)
 
 
-def _timeout_of(group: dist.ProcessGroup) -> float:
-    """The group's timeout in seconds."""
+def _backend(group: dist.ProcessGroup, device: str) -> Any:
+    """What moves the tensors of a device, if anything does."""
     try:
-        backend = group._get_backend(torch.device("cpu"))
+        return group._get_backend(torch.device(device))
     except RuntimeError:
+        return None
+
+
+def _timeout_of(group: dist.ProcessGroup, backend: Any) -> float:
+    """The group's timeout in seconds."""
+    if backend is None:
         raise ValueError(
-            f"the group's backend, {dist.get_backend(group)}, moves no tensors that are on the cpu; "
-            'make a group that does, for instance init_process_group("cpu:gloo,cuda:nccl")'
-        ) from None
+            f"the group's backend, {dist.get_backend(group)}, moves no tensors that are on the cpu, and "
+            'is not NCCL; make a group that does, for instance init_process_group("gloo")'
+        )
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return (timeout or dist.default_pg_timeout or datetime.timedelta(minutes=30)).total_seconds()
 

@@ -46,7 +46,7 @@ def attention(
     mixing_gradient: Optional[str] = None,
     causal: bool = False,
     scale: Optional[float] = None,
-    ranks: Optional[int] = None,
+    ranks: Union[int, str, None] = None,
     sharding: Union[str, Sequence[int]] = "contiguous",
     queries: str = "sharded",
     precision: Any = None,
@@ -54,6 +54,7 @@ def attention(
     redundancy: int = 0,
     deadline: Optional[float] = None,
     deterministic: bool = True,
+    memory_per_rank: Optional[int] = None,
     return_lse: bool = False,
 ) -> Any:
     """Attention of ``q`` ``[batch, tokens, heads, dim]`` over ``k`` and ``v`` ``[batch, tokens,
@@ -84,7 +85,10 @@ def attention(
     ranks, sharding, queries
         How many ranks (threads here) share the tokens, how these are cut (``"contiguous"``,
         ``"zigzag"``, ``"striped"``, or the first token of each rank), and whether each rank has its own
-        queries (``"sharded"``) or all of them (``"replicated"``).
+        queries (``"sharded"``) or all of them (``"replicated"``). ``"auto"`` for ranks or sharding takes
+        what a clock of this machine (see ``python -m encke tune``) finds fastest for the shape.
+    memory_per_rank
+        With ``ranks="auto"``, the most bytes that a rank may hold.
     precision
         The type numbers are computed in and returned as, instead of that of the inputs.
     checkpoint
@@ -139,6 +143,7 @@ def attention(
         redundancy,
         deadline,
         deterministic,
+        memory_per_rank,
     )
     if isinstance(q, numpy.ndarray):
         out, lse, _, _ = find(options).forward(q, k, v)

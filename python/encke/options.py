@@ -23,7 +23,7 @@ class Options(NamedTuple):
     mixing_gradient: Optional[str] = None
     causal: bool = False
     scale: Optional[float] = None
-    ranks: Optional[int] = None
+    ranks: Union[int, str, None] = None
     sharding: Union[str, tuple[int, ...]] = "contiguous"
     queries: str = "sharded"
     precision: Optional[str] = None
@@ -31,6 +31,7 @@ class Options(NamedTuple):
     redundancy: int = 0
     deadline: Optional[float] = None
     deterministic: bool = True
+    memory_per_rank: Optional[int] = None
 
 
 # How many attentions are kept. A model has one or two for every kind of layer; more than this is a

@@ -2,8 +2,9 @@
 //!
 //! The hops are Python's: this file tells it where the bytes of each parcel are, computes without
 //! Python's lock while they fly, and asks it to wait. What goes wrong there stays the exception it
-//! was. The decision here: a wire in Python is two calls a round, `post(round, sends, receives)` and
-//! `wait()` of what that returned, so that nothing of torch is known on this side.
+//! was. The decision here: a wire in Python is two calls a round, `post(round, sends, receives)` (or
+//! `post_on_gpu`, with a stream, where hops never come to the host) and `wait()` of what that
+//! returned, so that nothing of torch is known on this side.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -11,6 +12,7 @@ use encke::{
     Backward, Checkpoint, Forward, HostParcel, Incoming, Moved, Outgoing, Pass, Shape,
     ShardAttention, Transport, TransportError,
 };
+use encke_cuda::{LentWire, Piece};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -38,6 +40,8 @@ pub(crate) struct Wire<'a> {
     rank: usize,
     /// What Python raised, to be raised again.
     raised: &'a Raised,
+    /// What was posted on a GPU and not waited for.
+    posted: Option<Py<PyAny>>,
 }
 
 /// Where what a wire raised is kept until the call has ended.
@@ -50,7 +54,18 @@ impl<'a> Wire<'a> {
             python,
             rank,
             raised,
+            posted: None,
         }
+    }
+
+    /// Has Python wait for what it posted.
+    fn land(&mut self, round: usize, posted: Py<PyAny>) -> Result<(), TransportError> {
+        let waited = Python::attach(|py| {
+            let waited = posted.call_method0(py, "wait").map(drop);
+            drop(posted);
+            waited
+        });
+        waited.map_err(|raised| self.broken(round, raised))
     }
 
     fn broken(&mut self, round: usize, raised: PyErr) -> TransportError {
@@ -105,13 +120,39 @@ impl<B: HostParcel> Transport<B> for Wire<'_> {
         });
         let posted = posted.map_err(|raised| self.broken(round, raised))?;
         meanwhile();
-        let waited = Python::attach(|py| {
-            let waited = posted.call_method0(py, "wait").map(drop);
-            drop(posted);
-            waited
-        });
-        waited.map_err(|raised| self.broken(round, raised))?;
+        self.land(round, posted)?;
         Ok(moved)
+    }
+}
+
+impl LentWire for Wire<'_> {
+    fn post(
+        &mut self,
+        round: usize,
+        sends: &[Piece],
+        receives: &[Piece],
+        stream: u64,
+    ) -> Result<(), TransportError> {
+        let told = |pieces: &[Piece]| -> Vec<Bytes> {
+            let told = pieces.iter();
+            told.map(|x| (x.peer, x.tag, x.pointer as usize, x.bytes))
+                .collect()
+        };
+        // The memory is held by the exchange that is under way, and given back to the GPU in the
+        // order of this stream, which comes after the hops whatever becomes of them.
+        let posted = Python::attach(|py| {
+            let arguments = (round, told(sends), told(receives), stream);
+            self.python.call_method1(py, "post_on_gpu", arguments)
+        });
+        self.posted = Some(posted.map_err(|raised| self.broken(round, raised))?);
+        Ok(())
+    }
+
+    fn wait(&mut self, round: usize) -> Result<(), TransportError> {
+        match self.posted.take() {
+            Some(posted) => self.land(round, posted),
+            None => Ok(()),
+        }
     }
 }
 

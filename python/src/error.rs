@@ -4,7 +4,7 @@
 use encke::{Error, KernelError};
 use encke_core::Error as RequestError;
 use pyo3::create_exception;
-use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyOSError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 create_exception!(
@@ -42,9 +42,12 @@ pub(crate) fn call(error: &Error) -> PyErr {
     match error {
         Error::Request(error) => request(error),
         Error::Kernel(error) => kernel(error),
-        Error::MissingInput { .. } | Error::Elsewhere { .. } => {
-            PyValueError::new_err(error.to_string())
-        }
+        Error::MissingInput { .. }
+        | Error::Elsewhere { .. }
+        | Error::Sharding { .. }
+        | Error::ReplicatedShards
+        | Error::Undecided { .. } => PyValueError::new_err(error.to_string()),
+        Error::Offload { .. } => PyOSError::new_err(error.to_string()),
         Error::Rank { source, .. } => match source {
             encke::RankError::Kernel {
                 source: out_of_memory @ KernelError::Memory { .. },

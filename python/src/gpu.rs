@@ -16,7 +16,8 @@ use encke_core::host;
 use encke_core::job::{Block, Operand};
 use encke_core::kernel::Kernel;
 use encke_core::sharding::Run;
-use encke_cuda::{Buffer, Guest, Staged, Summation};
+use encke_core::transport::Transport;
+use encke_cuda::{Buffer, Guest, Lending, Staged, Summation};
 use encke_ring::Rank;
 use encke_ring::call::{conclude, guarded};
 use encke_ring::threads::{Endpoint, endpoints};
@@ -50,6 +51,14 @@ pub(crate) fn kernel(number: usize, deterministic: bool) -> PyResult<Arc<CudaKer
     }));
     kernels.insert((number, deterministic), Arc::clone(&kernel));
     Ok(kernel)
+}
+
+/// How the hops of a rank go.
+pub(crate) enum ShardWire<'a> {
+    /// From the GPU's memory and into it.
+    OnGpu(Wire<'a>),
+    /// By way of the host's.
+    OnHost(Wire<'a>),
 }
 
 /// A call: what it reads, what it writes, and on behalf of which stream.
@@ -95,7 +104,7 @@ impl Call<'_> {
     ///
     /// # Safety
     /// As for `run`.
-    pub unsafe fn run_shard(&self, number: usize, wire: Wire<'_>) -> Result<(), Error> {
+    pub unsafe fn run_shard(&self, number: usize, wire: ShardWire<'_>) -> Result<(), Error> {
         let device = self.kernel.device();
         // SAFETY: passed on to the caller.
         let guest = unsafe { Guest::begin(device, self.stream) };
@@ -103,24 +112,40 @@ impl Call<'_> {
         let mut rank = Rank::idle(self.plan.rank(number)?.on_shard());
         // SAFETY: passed on to the caller; the rank ends before the guest does.
         unsafe { self.seat(&guest, &mut rank, true)? };
-        let mut staged = Staged::new(wire, device, number, self.deadline);
-        let mut recorder = Recorder::new(number, Instant::now());
-        let ran = guarded(|| rank.run(self.kernel, &mut staged, &mut recorder));
-        if let Err(source) = ran {
-            // A wire that has given up may still be at the memory that its parcels were staged in.
-            std::mem::forget(staged);
-            return Err(Error::Rank {
-                rank: number,
-                source,
-                others: Vec::new(),
-            });
+        match wire {
+            ShardWire::OnGpu(wire) => {
+                self.run_over(&mut rank, &mut Lending::new(wire, device, number))?;
+            }
+            ShardWire::OnHost(wire) => {
+                let mut staged = Staged::new(wire, device, number, self.deadline);
+                if let Err(error) = self.run_over(&mut rank, &mut staged) {
+                    // A wire that has given up may still be at the memory that its parcels were
+                    // staged in.
+                    std::mem::forget(staged);
+                    return Err(error);
+                }
+            }
         }
         // SAFETY: as above.
         unsafe { self.collect(&guest, std::slice::from_ref(&rank))? };
         drop(rank);
-        drop(staged);
         guest.end().map_err(KernelError::from)?;
         Ok(())
+    }
+
+    fn run_over(
+        &self,
+        rank: &mut Rank<CudaKernel>,
+        transport: &mut dyn Transport<Buffer>,
+    ) -> Result<(), Error> {
+        let number = rank.plan().rank;
+        let mut recorder = Recorder::new(number, Instant::now());
+        let ran = guarded(|| rank.run(self.kernel, transport, &mut recorder));
+        ran.map_err(|source| Error::Rank {
+            rank: number,
+            source,
+            others: Vec::new(),
+        })
     }
 
     /// Seats a rank on the caller's memory, and copies in the rows that do not lie right. A rank that

@@ -159,6 +159,11 @@ impl Attention {
                  mode=\"group\", or move the tensors to the cpu",
             ));
         }
+        if self.ring().is_auto() {
+            return Err(PyValueError::new_err(
+                "\"auto\" chooses a ring of threads on the cpu; on a GPU, give the number of ranks",
+            ));
+        }
         match self.ring().redundancy {
             0 => Ok(()),
             more => Err(PyValueError::new_err(format!(

@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use encke::{
-    Attention, Builder, CheckpointPolicy, Cut, DType, GroupScale, MixingGradient, Mode, OffsetRule,
-    Pattern, Precision, Queries,
+    Attention, Auto, Builder, CheckpointPolicy, Cut, DType, GroupScale, MixingGradient, Mode,
+    OffsetRule, Pattern, Precision, Queries,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -21,6 +21,15 @@ pub(crate) enum Sharding {
     Word(String),
     /// The first token of each rank.
     Firsts(Vec<usize>),
+}
+
+/// How many ranks there are: a number, or "auto".
+#[derive(FromPyObject)]
+pub(crate) enum Ranks {
+    /// So many.
+    Number(usize),
+    /// auto.
+    Word(String),
 }
 
 /// The options that say which query sees which key.
@@ -46,7 +55,7 @@ pub(crate) struct PatternOptions {
 #[derive(FromPyObject)]
 pub(crate) struct RingOptions {
     #[pyo3(item)]
-    ranks: Option<usize>,
+    ranks: Option<Ranks>,
     #[pyo3(item)]
     sharding: Sharding,
     #[pyo3(item)]
@@ -63,6 +72,8 @@ pub(crate) struct RingOptions {
     deadline: Option<f64>,
     #[pyo3(item)]
     pub deterministic: bool,
+    #[pyo3(item)]
+    memory_per_rank: Option<usize>,
 }
 
 impl PatternOptions {
@@ -133,7 +144,14 @@ impl PatternOptions {
     }
 }
 
+/// What leaves a choice to Encke.
+const AUTO: &str = "auto";
+
 impl Sharding {
+    fn is_auto(&self) -> bool {
+        matches!(self, Sharding::Word(word) if word == AUTO)
+    }
+
     /// The cut asked for.
     pub fn cut(&self) -> PyResult<Cut> {
         let known = [
@@ -151,11 +169,17 @@ impl Sharding {
 impl RingOptions {
     /// A builder with all options.
     pub fn builder(&self, pattern: Pattern) -> PyResult<Builder> {
-        let cut = self.sharding.cut()?;
-        let ranks = match (self.ranks, &cut) {
-            (Some(ranks), _) => ranks,
+        let cut = match self.sharding.is_auto() {
+            true => Cut::Contiguous,
+            false => self.sharding.cut()?,
+        };
+        let ranks = match (&self.ranks, &cut) {
+            (Some(Ranks::Number(ranks)), _) => *ranks,
+            (Some(Ranks::Word(word)), _) if word != AUTO => {
+                return Err(unknown("ranks", word, &["a number", AUTO]));
+            }
             (None, Cut::Firsts(firsts)) => firsts.len(),
-            (None, _) => 1,
+            _ => 1,
         };
         let queries = [
             ("sharded", Queries::Sharded),
@@ -183,7 +207,25 @@ impl RingOptions {
         if let Some(deadline) = self.deadline()? {
             builder = builder.deadline(deadline);
         }
+        if self.is_auto() {
+            let auto = Auto::here().map_err(|error| PyValueError::new_err(error.to_string()))?;
+            builder = builder.auto(Auto {
+                ranks: matches!(self.ranks, Some(Ranks::Word(_))),
+                cut: self.sharding.is_auto(),
+                memory_limit: self.memory_per_rank,
+                ..auto
+            });
+        } else if self.memory_per_rank.is_some() {
+            return Err(PyValueError::new_err(
+                "memory_per_rank is what a choice of ranks has to keep to; it needs ranks=\"auto\"",
+            ));
+        }
         Ok(builder)
+    }
+
+    /// Whether ranks or their cut are chosen by the shape.
+    pub fn is_auto(&self) -> bool {
+        matches!(self.ranks, Some(Ranks::Word(_))) || self.sharding.is_auto()
     }
 
     /// The type that is computed in, where it is not that of the inputs.

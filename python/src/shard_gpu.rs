@@ -1,8 +1,9 @@
 //! One rank of a ring over processes, on tensors of a GPU.
 //!
-//! Jobs run on the GPU and on behalf of torch's stream, as in `on_gpu`. Hops are staged: parcels go to
-//! page-locked memory of the host and from there over Python's wire, while the GPU computes. A call
-//! returns when its last hop has landed; what the last round computes may still be under way.
+//! Jobs run on the GPU and on behalf of torch's stream, as in `on_gpu`. Hops go from GPU to GPU where
+//! Python's wire can (NCCL); else they are staged: parcels go to page-locked memory of the host and
+//! from there over the wire, while the GPU computes. A call returns when its last hop has landed; what
+//! the last round computes may still be under way.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -15,7 +16,7 @@ use pyo3::prelude::*;
 use crate::attention::Given;
 use crate::distributed::{Shard, Wire, told};
 use crate::error;
-use crate::gpu::{Call, kernel};
+use crate::gpu::{Call, ShardWire, kernel};
 use crate::on_gpu::{backward_roles, check_outputs, forward_roles, shape_of};
 use crate::tensor::{Lent, Place};
 
@@ -99,7 +100,12 @@ impl Shard {
             ));
         };
         let raised = Mutex::new(None);
+        let on_gpu: bool = wire.getattr(py, "on_gpu")?.extract(py)?;
         let wire = Wire::new(wire, self.library().rank(), &raised);
+        let wire = match on_gpu {
+            true => ShardWire::OnGpu(wire),
+            false => ShardWire::OnHost(wire),
+        };
         let ran = py.detach(|| {
             let kernel = kernel(number, self.deterministic())?;
             let plan = self.library().plan(shape, q.dtype, pass);

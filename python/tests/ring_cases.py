@@ -7,6 +7,7 @@ sequence from the same seed, computes all of it by itself, and compares its rows
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 import encke
 import encke.distributed as ring
-from encke import _wire
+from encke import _gpu_wire, _wire
 
 torch.set_num_threads(1)
 
@@ -257,10 +258,75 @@ def under_fully_sharded():
     gradients_of_one_model(wrap)
 
 
+def by_way_of_the_store():
+    """What ranks say where the group moves nothing but the rows of GPUs; and signs of life."""
+    wire = _wire.wire_of(None)
+    rank, ranks = wire.rank, wire.size
+    for turn in range(4):
+        own = torch.arange(rank + turn) + 10 * rank
+        every = wire._gather_by_store("a test", own)
+        assert all(x.tolist() == [10 * r + i for i in range(r + turn)] for r, x in enumerate(every)), every
+    signs = _gpu_wire.Signs(wire.store, rank, ranks, patience=1.5)
+    for _ in range(rank + 1):
+        signs.next_pass()
+    key = _gpu_wire._sign(rank)
+    while not (wire.store.check([key]) and json.loads(wire.store.get(key))[1] == rank + 1):
+        time.sleep(0.05)
+    dist.barrier()
+    assert signs.look(wire) is None
+    # Who has begun fewest passes is behind; of equals, the one that is waited for.
+    assert signs.furthest_behind([ranks - 1]) == (0 if rank else 1)
+    dist.barrier()
+    if rank == ranks - 1:
+        del signs
+        dist.barrier()
+    else:
+        until = time.monotonic() + 20
+        while (silent := signs.look(wire)) is None and time.monotonic() < until:
+            time.sleep(0.1)
+        assert silent is not None and silent[0] == ranks - 1 and silent[1] > 1.5, silent
+        dist.barrier()
+
+
+def in_a_graph():
+    """torch.compile of a layer, forward and backward, without a graph break."""
+    if dist.get_world_size() != 2:
+        return "skipped: with 2 processes"
+    group = dist.new_group(list(range(dist.get_world_size())))
+    for options, dtype, where in ((GROUP, torch.float64, None), (DETACHED, torch.float32, group)):
+        def layer(q, k, v, sizes):
+            out, lse = ring.ring_attention(
+                q * 2, k, v, group=where, sizes=sizes, return_lse=True, causal=True, **options
+            )
+            return out.sin(), lse
+
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
+        for sizes in (None, uneven(20, 2)):
+            cut = dict() if sizes is None else dict(sizes=sizes)
+            got = []
+            for function in (layer, compiled):
+                mine = [ring.shard(x, **cut).clone() for x in tensors(20, dtype=dtype)]
+                given = [x.requires_grad_() for x in mine[:3]]
+                out, lse = function(*given, sizes)
+                torch.autograd.backward([out, lse], mine[3:])
+                got.append([out, lse, *(x.grad for x in given)])
+            assert all(torch.equal(a, b) for a, b in zip(*got)), (options, sizes)
+    # One that is not differentiated, under autocast, and the module.
+    q, k, v = (x.to(torch.float32) for x in tensors(12)[:3])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module = ring.RingDilatedAttention(**GROUP, sharding="zigzag")
+        out = torch.compile(module, fullgraph=True, backend="aot_eager")(q, k, v)
+        assert out.dtype == torch.bfloat16 and torch.equal(out, module(q, k, v))
+    torch._dynamo.reset()
+    return None
+
+
 def on_gpus():
     """Processes with a GPU each, or sharing one; hops go through the host."""
-    if not torch.cuda.is_available():
-        return "skipped: torch sees no GPU"
+    return gpu_cases() if torch.cuda.is_available() else "skipped: torch sees no GPU"
+
+
+def gpu_cases():
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
         for options in (DENSE, GROUP, MIX):
@@ -270,17 +336,60 @@ def on_gpus():
             for cut in (dict(), dict(sharding="zigzag"), dict(sharding="striped")):
                 got = together(*(x.to(device) for x in given), cut, None, **options)
                 assert all(x.device == device for x in got)
+                whole = ring.unshard(got[0], **cut)
+                assert whole.device == device and torch.equal(ring.shard(whole, **cut), got[0])
                 got = [x.cpu() for x in got]
                 compare(got, expected, cut, tolerance, (dtype, options, cut))
     # What the host combines, and ranks without rows, are refused on all ranks.
     q = torch.randn(1, 6, 4, 8, device=device)
     for refused in (DETACHED, dict(checkpoint="recompute")):
         assert "on GPUs" in raised(ValueError, lambda: ring.ring_attention(q, q, q, **refused))
-    return None
 
 
-def all_cases():
-    start()
+def over_nccl():
+    """A group of NCCL alone: nothing of the rows comes to the host."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    hops, post = [], _wire._Call.post_on_gpu
+
+    def counted(self, round, sends, receives, stream):
+        hops.append(sum(message[3] for message in (*sends, *receives)))
+        return post(self, round, sends, receives, stream)
+
+    def never(*_):
+        raise AssertionError("a hop came to the host")
+
+    _wire._Call.post_on_gpu, _wire._Call.post = counted, never
+    gpu_cases()
+    assert len(hops) > 30 * (ranks > 1) and all(hops), len(hops)
+    # On a stream of the caller's, right behind what makes the inputs and before what reads the output.
+    given = [x.to(device, torch.float32) for x in tensors(4096, dim=64)[:3]]
+    expected = ring.shard(encke.attention(*given, causal=True))
+    mine = [ring.shard(x) for x in given]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(5):
+            late = [torch.zeros_like(x) for x in mine]
+            torch.cuda._sleep(20_000_000)
+            for x, y in zip(late, mine):
+                x.copy_(y)
+            out = ring.ring_attention(*late, causal=True, sizes=ring.sizes_of(4096)) + 0
+            for x in late:
+                x.fill_(float("nan"))
+            assert torch.allclose(out, expected, rtol=1e-4, atol=1e-4)
+    # Ranks that do not agree say so by way of the store.
+    q = torch.randn(1, 6, 4, 8, device=device)
+    if ranks > 1:
+        said = raised(ring.Disagreement, lambda: ring.ring_attention(q, q, q, causal=rank == 0))
+        assert "causal" in said, said
+    said = raised(ValueError, lambda: ring.ring_attention(q.cpu(), q.cpu(), q.cpu()))
+    assert "cpu:gloo,cuda:nccl" in said, said
+    assert ring.ring_attention(q, q, q).shape == q.shape
+    return f"{len(hops)} hops, {sum(hops)} bytes"
+
+
+def all_cases(backend="gloo"):
+    start(backend=backend)
     cases = [
         equals_one_process,
         narrow_types_and_choices,
@@ -291,9 +400,11 @@ def all_cases():
         subgroups,
         under_data_parallel,
         under_fully_sharded,
+        by_way_of_the_store,
+        in_a_graph,
         on_gpus,
     ]
-    for case in cases:
+    for case in cases if backend == "gloo" else [over_nccl]:
         begin = time.monotonic()
         said = case()
         if dist.get_rank() == 0:
@@ -302,29 +413,34 @@ def all_cases():
     dist.destroy_process_group()
 
 
-def start(seconds=60):
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+def start(seconds=60, backend="gloo"):
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=seconds))
 
 
-def failure(how, victim, seconds):
+def failure(how, victim, seconds, backend):
     """One rank dies, stops, or fails in the middle of the second call; the others say who it was."""
-    start(seconds)
+    start(seconds, backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    q = torch.randn(1, 4000, 2, 16, requires_grad=True)
+    device = "cpu"
+    if backend == "nccl":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    q = torch.randn(1, 4000, 2, 16, device=device, requires_grad=True)
     ring.ring_attention(q, q, q)
-    post = _wire._Call.post
+    name = "post_on_gpu" if backend == "nccl" else "post"
+    post = getattr(_wire._Call, name)
 
-    def fail(self, round, sends, receives):
+    def fail(self, round, *rest):
         if round == 1:
             if how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             raise MemoryError("no memory for it")
-        return post(self, round, sends, receives)
+        return post(self, round, *rest)
 
     if rank == victim:
-        _wire._Call.post = fail
+        setattr(_wire._Call, name, fail)
     begin = time.monotonic()
     try:
         for _ in range(3):
@@ -347,7 +463,7 @@ def failure(how, victim, seconds):
     os._exit(0)
 
 
-def lost(how, victim, seconds, ranks=4):
+def lost(how, victim, seconds, backend="gloo", ranks=4):
     """Processes without a launcher that would end the others when one has died. They are forked, because
     torch is imported here already, and nothing else of it has been used."""
     with socket.socket() as free:
@@ -363,7 +479,7 @@ def lost(how, victim, seconds, ranks=4):
             os.dup2(words[-1].fileno(), 2)
             os.environ["RANK"] = str(rank)
             try:
-                failure(how, victim, seconds)
+                failure(how, victim, seconds, backend)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -386,9 +502,13 @@ def lost(how, victim, seconds, ranks=4):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        all_cases()
-    else:
+    words = sys.argv[1:]
+    if words in ([], ["nccl"]):
+        all_cases(*words)
+    elif words == ["lost"]:
         # The second one keeps the processes' store, so that it takes with it what the others would ask.
         for how, victim, seconds in [("die", 2, 60), ("die", 0, 60), ("stop", 1, 8), ("fail", 3, 60)]:
             lost(how, victim, seconds)
+    else:
+        for how, victim, seconds in [("die", 2, 15), ("die", 0, 15), ("stop", 1, 15), ("fail", 2, 15)]:
+            lost(how, victim, seconds, "nccl", ranks=3)
