@@ -181,43 +181,58 @@ class Meeting(Flight):
         self.peers = [rank for rank in range(wire.size) if rank != wire.rank]
         self.posted = threading.Event()
         self.error: Optional[Exception] = None
-        self.works: Sequence[Any] = ()
+        self._works: Sequence[Any] = ()
+        # The point of the stream that comes after it.
+        self._end = torch.cuda.Event()
+        # Since when torch says that it has ended, and the stream does not come to its end.
+        self._ended: Optional[float] = None
+
+    def stream(self) -> torch.cuda.Stream:
+        """What is to come before it and what after is on this stream."""
+        return torch.cuda.Stream(self.device)
 
     def post(self) -> None:
         """On the thread that posts."""
         try:
-            with torch.cuda.device(self.device):
-                self.works = self.enqueue()
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream()):
+                self._works = self.enqueue()
+                # The stream waits, not the host.
+                for work in self._works:
+                    work.wait()
+                self._end.record()
         except Exception as error:
             self.error = error
         self.posted.set()
 
     def enqueue(self) -> Sequence[Any]:
         """Enqueues what is to be done, and returns torch's handles of it."""
-        with torch.cuda.stream(torch.cuda.Stream()):
-            here = torch.ones(1, device=self.device)
-            return [dist.all_reduce(here, group=self.wire.group, async_op=True)]
+        here = torch.ones(1, device=self.device)
+        return [dist.all_reduce(here, group=self.wire.group, async_op=True)]
 
     def landed(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
         if not self.posted.wait(seconds):
             return False
         pause = 2e-5
-        while self.error is None and not all(work.is_completed() for work in self.works):
-            if time.monotonic() > until:
-                return False
+        while self.error is None and not self._end.query():
+            now = time.monotonic()
+            if now > until:
+                self._look_for_errors(now)
+                return self.error is not None
             time.sleep(pause)
             pause = min(1.2 * pause, 1e-3)
         return True
 
+    def _look_for_errors(self, now: float) -> None:
+        """NCCL's errors make torch call a thing ended that the GPU has not done."""
+        if not all(work.is_completed() for work in self._works):
+            return
+        self._ended = self._ended or now
+        if now - self._ended > 1.0:
+            self.error = RuntimeError("NCCL has ended its hop with an error")
+
     def failure(self) -> Optional[tuple[int, str]]:
-        error = self.error
-        for work in self.works if error is None else ():
-            try:
-                error = error or work.exception()
-            except Exception as raised:
-                error = raised
-        return None if error is None else (self.blamed(), first_words(error))
+        return None if self.error is None else (self.blamed(), first_words(self.error))
 
     def blamed(self) -> int:
         return self.wire.gpu.signs.furthest_behind(self.peers)
@@ -240,6 +255,9 @@ class GpuFlight(Meeting):
         self._messages = ((dist.irecv, receives), (dist.isend, sends))
         self.peers = [peer for peer, *_ in (*receives, *sends)]
 
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(self._stream, device=self.device)
+
     def enqueue(self) -> Sequence[Any]:
         group = self.wire.group
         ranks = dist.get_process_group_ranks(group)
@@ -248,12 +266,7 @@ class GpuFlight(Meeting):
             for direction, messages in self._messages
             for peer, _, address, count in messages
         ]
-        with torch.cuda.stream(torch.cuda.ExternalStream(self._stream, device=self.device)):
-            works = dist.batch_isend_irecv(batch)
-            # The stream waits, not the host.
-            for work in works:
-                work.wait()
-        return works
+        return dist.batch_isend_irecv(batch)
 
 
 class _Memory:

@@ -29,8 +29,10 @@ _DTYPES = {
 }
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """out and lse."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_lse: bool = True
+) -> tuple[Tensor, Optional[Tensor]]:
+    """out and, where it is wanted, lse."""
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
     if not plain:
         _refuse_others(q=q, k=k, v=v)
@@ -40,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tupl
         return _through_operator(q, k, v, options)
     found = find(options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, found)
+        return _Attention.apply(q, k, v, found) if return_lse else (_Out.apply(q, k, v, found), None)
     out, lse, _, _ = found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
     return out, lse
 
@@ -78,8 +80,28 @@ def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]
     return out, lse, None, None
 
 
+class _Out(torch.autograd.Function):
+    """Attention with its gradient, where nobody asked for the lse: an output less to keep books of."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> Tensor:
+        out, lse, slot_out, slot_lse = found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
+        ctx.found = found
+        if found.recomputes:
+            ctx.save_for_backward(q, k, v)
+        elif slot_out is not None:
+            ctx.save_for_backward(q, k, v, None, lse, slot_out, slot_lse)
+        else:
+            ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        return _gradients(ctx, dout, None)
+
+
 class _Attention(torch.autograd.Function):
-    """Attention with its gradient. The lse is an output like any other."""
+    """The same with the lse, which is an output like any other."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> tuple[Tensor, Tensor]:
@@ -89,7 +111,7 @@ class _Attention(torch.autograd.Function):
         ctx.out_like = (out.dtype, out.shape)
         if found.recomputes:
             ctx.save_for_backward(q, k, v)
-        elif found.splits_slots:
+        elif slot_out is not None:
             ctx.save_for_backward(q, k, v, None, lse, slot_out, slot_lse)
         else:
             ctx.save_for_backward(q, k, v, out, lse)
@@ -99,15 +121,19 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> tuple[Any, ...]:
         if dout is None and dlse is None:
             return None, None, None, None
-        saved = ctx.saved_tensors
         if dout is None:
             dtype, shape = ctx.out_like
-            dout = saved[0].new_zeros(shape, dtype=dtype)
-        gradients = _backward if not torch.is_grad_enabled() else _Gradients.apply
-        saved = (*saved, *(None,) * (7 - len(saved)))
-        dq, dk, dv = gradients(ctx.found, *saved, dout, dlse)
-        need_q, need_k, need_v, _ = ctx.needs_input_grad
-        return dq if need_q else None, dk if need_k else None, dv if need_v else None, None
+            dout = ctx.saved_tensors[0].new_zeros(shape, dtype=dtype)
+        return _gradients(ctx, dout, dlse)
+
+
+def _gradients(ctx: Any, dout: Tensor, dlse: Optional[Tensor]) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    gradients = _backward if not torch.is_grad_enabled() else _Gradients.apply
+    saved = (*saved, *(None,) * (7 - len(saved)))
+    dq, dk, dv = gradients(ctx.found, *saved, dout, dlse)
+    need_q, need_k, need_v, _ = ctx.needs_input_grad
+    return dq if need_q else None, dk if need_k else None, dv if need_v else None, None
 
 
 class _Gradients(torch.autograd.Function):

@@ -148,7 +148,7 @@ def attention(
     if isinstance(q, numpy.ndarray):
         out, lse, _, _ = find(options).forward(q, k, v)
     else:
-        out, lse = (_on_torch or _import_torch())(q, k, v, options)
+        out, lse = (_on_torch or _import_torch())(q, k, v, options, return_lse)
     return (out, lse) if return_lse else out
 
 
