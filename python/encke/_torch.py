@@ -21,6 +21,8 @@ from encke.options import Options, find
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARDING = Options._fields.index("sharding")
 _RANKS = Options._fields.index("ranks")
+# Whether autocast is on for any device: a quicker question than whether it is for one.
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _DTYPES = {
     "f64": torch.float64,
     "f32": torch.float32,
@@ -36,7 +38,7 @@ def attention(
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
     if not plain:
         _refuse_others(q=q, k=k, v=v)
-    if torch.is_autocast_enabled("cpu" if q.is_cpu else q.device.type):
+    if _any_autocast() and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     if not plain or torch.compiler.is_compiling():
         return _through_operator(q, k, v, options)

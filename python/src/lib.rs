@@ -6,6 +6,7 @@
 mod attention;
 mod distributed;
 mod error;
+mod exchange;
 mod gpu;
 mod on_gpu;
 mod owned;

@@ -15,36 +15,10 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 
+use crate::exchange::{DlDevice, DlTensor, HOST, dl_type};
 use crate::tensor::Kind;
 
 const NAME: &CStr = c"dltensor";
-/// DLPack's number for memory of the host.
-const HOST: i32 = 1;
-
-#[repr(C)]
-struct DlDevice {
-    kind: i32,
-    number: i32,
-}
-
-#[repr(C)]
-struct DlType {
-    code: u8,
-    bits: u8,
-    lanes: u16,
-}
-
-#[repr(C)]
-struct DlTensor {
-    data: *mut c_void,
-    device: DlDevice,
-    dimensions: i32,
-    dtype: DlType,
-    shape: *mut i64,
-    strides: *mut i64,
-    byte_offset: u64,
-}
-
 /// `DLManagedTensor` of dlpack.h.
 #[repr(C)]
 struct DlManaged {
@@ -86,12 +60,7 @@ fn to_torch(
     dims: [usize; 4],
     dimensions: usize,
 ) -> PyResult<Py<PyAny>> {
-    let (code, bits) = match data.as_slice().dtype() {
-        DType::F64 => (2, 64),
-        DType::F32 => (2, 32),
-        DType::Bf16 => (4, 16),
-        DType::F16 => (2, 16),
-    };
+    let dtype = dl_type(&data);
     let [_, n, h, d] = dims;
     let signed = |sizes: [usize; 4]| sizes.map(|size| size as i64);
     let address = data.bytes_mut().as_mut_ptr();
@@ -104,11 +73,7 @@ fn to_torch(
                     number: 0,
                 },
                 dimensions: dimensions as i32,
-                dtype: DlType {
-                    code,
-                    bits,
-                    lanes: 1,
-                },
+                dtype,
                 shape: ptr::null_mut(),
                 strides: ptr::null_mut(),
                 byte_offset: 0,

@@ -12,6 +12,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString, PyTuple};
 
 use crate::error::refused;
+use crate::exchange;
 
 /// Whose tensors they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +65,19 @@ impl Lent {
         rank: usize,
     ) -> PyResult<Lent> {
         let py = tensor.py();
+        if let Some(told) = exchange::describe(tensor, rank) {
+            refuse_negated(name, tensor)?;
+            let lent = Lent {
+                name,
+                kind: Kind::Torch,
+                place: told.gpu.map_or(Place::Host, Place::Gpu),
+                dtype: told.dtype,
+                address: told.address,
+                dims: told.dims,
+                strides: told.strides,
+            };
+            return lent.checked();
+        }
         match tensor.getattr_opt(intern!(py, "data_ptr"))? {
             Some(data_ptr) => from_torch(name, tensor, &data_ptr, meaning, rank),
             None => from_numpy(name, tensor, meaning, rank),
@@ -198,11 +212,7 @@ fn from_torch(
             "{name} is on {device}; Encke computes on cpu and cuda"
         )));
     };
-    if tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
-        return Err(PyValueError::new_err(format!(
-            "{name} is a lazily negated view; give {name}.resolve_neg()"
-        )));
-    }
+    refuse_negated(name, tensor)?;
     let shape = tensor
         .getattr(intern!(py, "shape"))?
         .cast_into::<PyTuple>()?;
@@ -221,6 +231,17 @@ fn from_torch(
         strides,
     };
     lent.checked()
+}
+
+/// A tensor may say that its numbers are to be read with the other sign.
+fn refuse_negated(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+    let negated = tensor.call_method0(intern!(tensor.py(), "is_neg"))?;
+    match negated.is_truthy()? {
+        false => Ok(()),
+        true => Err(PyValueError::new_err(format!(
+            "{name} is a lazily negated view; give {name}.resolve_neg()"
+        ))),
+    }
 }
 
 fn from_numpy(

@@ -55,7 +55,7 @@ def test_the_operator_is_as_torch_wants_operators(numbers, options):
     from encke import _torch
     from encke.options import gathered
 
-    arguments = (*inputs(numbers), *gathered(dict(options)), None)
+    arguments = (*inputs(numbers), *gathered(dict(options)), None, False)
     torch.library.opcheck(_torch._attention_operator, arguments)
 
 
