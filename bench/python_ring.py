@@ -2,6 +2,7 @@
 
     python bench/python_ring.py                 # two processes, a table, a record under bench/record
     python bench/python_ring.py --tokens 8192   # a longer sequence
+    taskset -c 0-3 python bench/python_ring.py --repeats 5   # minutes, on four cores that are idle
 
 What is measured is a training step of one attention: forward, then backward from a given gradient, of a
 sequence of `--tokens` tokens, `--heads` heads of `--dim` numbers, not causal (so that contiguous shards have

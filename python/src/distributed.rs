@@ -6,6 +6,7 @@
 //! `post_on_gpu`, with a stream, where hops never come to the host) and `wait()` of what that
 //! returned, so that nothing of torch is known on this side.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use encke::{
@@ -29,6 +30,8 @@ pub(crate) struct Shard {
     splits: bool,
     recomputes: bool,
     deterministic: bool,
+    /// Bytes of the inputs that the last forward pass read in place.
+    lent_bytes: AtomicUsize,
 }
 
 /// A message of a round as Python sees it: the other rank, the tag, where the bytes are, how many.
@@ -171,7 +174,14 @@ impl Shard {
             splits,
             recomputes: ring.recomputes(),
             deterministic: ring.deterministic,
+            lent_bytes: AtomicUsize::new(0),
         })
+    }
+
+    /// Bytes of q, k and v that the last forward pass on the cpu read where they are.
+    #[getter]
+    fn lent_bytes(&self) -> usize {
+        self.lent_bytes.load(Ordering::Relaxed)
     }
 
     /// Whether branches keep slots of their own until the end.
@@ -224,8 +234,10 @@ impl Shard {
             out,
             lse,
             checkpoint,
-            ..
+            report,
         } = told(&raised, forward)?;
+        let lent = report.memory.iter().map(|rank| rank.lent_bytes).sum();
+        self.lent_bytes.store(lent, Ordering::Relaxed);
         let slots = self.splits.then(|| checkpoint.into_slots()).flatten();
         let (slot_out, slot_lse) = slots.unzip();
         let given = |tensor, cells| give(py, inputs.q.kind, alone(tensor), cells);

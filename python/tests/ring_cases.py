@@ -22,6 +22,7 @@ import torch.distributed as dist
 import encke
 import encke.distributed as ring
 from encke import _gpu_wire, _wire
+from encke._ring import Request, agreed
 
 torch.set_num_threads(1)
 
@@ -132,8 +133,16 @@ def strided_inputs():
     qkv = ring.shard(torch.randn(2, 30, 3, 4, 8, generator=torch.Generator().manual_seed(1)))
     q, k, v = qkv.unbind(2)
     out = ring.ring_attention(q, k, v, causal=True)
-    packed = ring.ring_attention(q.contiguous(), k.contiguous(), v.contiguous(), causal=True)
-    assert torch.equal(out, packed)
+    packed = [x.contiguous() for x in (q, k, v)]
+    assert torch.equal(out, ring.ring_attention(*packed, causal=True))
+    # What one process would read in place, a rank does.
+    for given in ((q, k, v), packed, [x[:1] for x in packed], [x[:, :, 1:3] for x in packed]):
+        ring.ring_attention(*given, sizes=ring.sizes_of(30))
+        (rank,) = encke.report(*given)["ranks"]
+        request = Request(sizes=tuple(ring.sizes_of(30)))
+        lent = agreed(_wire.wire_of(None), tuple(given), request).shard.lent_bytes
+        assert lent == rank["lent_bytes"], (lent, rank)
+        assert lent == sum(x.nbytes for x in given if x.is_contiguous()), lent
 
 
 def sharding_there_and_back():
