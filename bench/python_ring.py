@@ -34,6 +34,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
@@ -254,18 +255,28 @@ def reference(whole, causal):
 
 def launch(name, dtype, causal, ranks, options):
     """The result of one launch, or the last line of its error."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", str(Path(__file__).resolve()), "--worker", name]
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", name]
     for option in ("tokens", "heads", "dim", "repeats"):
         command += [f"--{option}", str(getattr(options, option))]
     command += ["--dtype", dtype] + (["--causal"] if causal else [])
+    # As torchrun starts them, less its own start.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
-    for line in ran.stdout.splitlines():
+    environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes)
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=1200) for process in started]
+    for line in said[0][0].splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
-    errors = [line for line in ran.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
-    return dict(failed=(errors or ran.stderr.splitlines() or ["no word"])[0].split("]: ")[-1].strip())
+    words = said[0][1].splitlines()
+    errors = [line for line in words if "Error" in line]
+    return dict(failed=(errors or words or ["no word"])[-1].split("]: ")[-1].strip())
 
 
 def main():

@@ -44,7 +44,9 @@ def attention(
         return _through_operator(q, k, v, options)
     found = find(options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, found) if return_lse else (_Out.apply(q, k, v, found), None)
+        if return_lse or torch._C._are_functorch_transforms_active():
+            return _Attention.apply(q, k, v, found)
+        return _out(q, k, v, found), None
     out, lse, _, _ = found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
     return out, lse
 
@@ -100,6 +102,10 @@ class _Out(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         return _gradients(ctx, dout, None)
+
+
+# What apply comes to where no transform of functions is active, without its questions.
+_out = super(torch.autograd.Function, _Out).apply
 
 
 class _Attention(torch.autograd.Function):

@@ -36,6 +36,7 @@ pub(crate) struct DlType {
 
 /// `DLTensor` of dlpack.h.
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub(crate) struct DlTensor {
     pub data: *mut c_void,
     pub device: DlDevice,
@@ -46,6 +47,19 @@ pub(crate) struct DlTensor {
     pub byte_offset: u64,
 }
 
+/// `DLManagedTensorVersioned` of dlpack.h.
+#[repr(C)]
+pub(crate) struct DlVersioned {
+    pub version: [u32; 2],
+    pub context: *mut c_void,
+    pub deleter: Option<unsafe extern "C" fn(*mut DlVersioned)>,
+    pub flags: u64,
+    pub tensor: DlTensor,
+}
+
+/// The version that is written there.
+pub(crate) const VERSION: [u32; 2] = [MAJOR, 0];
+
 /// `DLPackExchangeAPI` of dlpack.h.
 #[repr(C)]
 struct Table {
@@ -54,15 +68,20 @@ struct Table {
     earlier: *const c_void,
     allocate: *const c_void,
     export: *const c_void,
-    import: *const c_void,
-    describe: Option<unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int>,
+    import: Option<Import>,
+    describe: Option<Describe>,
     stream: *const c_void,
 }
 
-/// The types that the table is for, and the function that describes tensors of them.
+type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
+type Import = unsafe extern "C" fn(*mut DlVersioned, *mut *mut c_void) -> c_int;
+
+/// The types that the table is for, and its functions: one tells where a tensor is, the other makes
+/// a tensor of what was given away.
 struct Known {
     types: [Py<PyAny>; 2],
-    describe: Option<unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int>,
+    describe: Option<Describe>,
+    import: Option<Import>,
 }
 
 static KNOWN: PyOnceLock<Known> = PyOnceLock::new();
@@ -83,7 +102,7 @@ impl Known {
         let tensor = torch.getattr("Tensor")?;
         let parameter = torch.getattr("nn")?.getattr("Parameter")?;
         let capsule = tensor.getattr_opt("__dlpack_c_exchange_api__")?;
-        let describe = capsule.and_then(|capsule| {
+        let functions = capsule.and_then(|capsule| {
             // SAFETY: the name is checked; a table lives as long as the process, by its definition.
             let table = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), TABLE.as_ptr()) };
             if table.is_null() {
@@ -94,14 +113,14 @@ impl Known {
             // SAFETY: a table begins with its version, and has these functions if that is known.
             unsafe {
                 let table = table.cast::<Table>();
-                ((*table).major == MAJOR)
-                    .then(|| (*table).describe)
-                    .flatten()
+                ((*table).major == MAJOR).then(|| ((*table).describe, (*table).import))
             }
         });
+        let (describe, import) = functions.unwrap_or_default();
         Ok(Known {
             types: [tensor.unbind(), parameter.unbind()],
             describe,
+            import,
         })
     }
 }
@@ -149,6 +168,25 @@ pub(crate) fn describe(tensor: &Bound<'_, PyAny>, dimensions: usize) -> Option<D
         address: told.data as usize + usize::try_from(told.byte_offset).ok()?,
         dims: sizes(told.shape)?,
         strides: sizes(told.strides)?,
+    })
+}
+
+/// A tensor of torch out of what was given away, where there is a table; it is the tensor's then.
+///
+/// # Safety
+/// `managed` is nobody else's, and frees itself by its deleter.
+pub(crate) unsafe fn import(
+    py: Python<'_>,
+    managed: *mut DlVersioned,
+) -> Option<PyResult<Py<PyAny>>> {
+    let known = KNOWN.get_or_try_init(py, || Known::look(py)).ok()?;
+    let import = known.import?;
+    let mut made = std::ptr::null_mut();
+    // SAFETY: the tensor is whole, and given away; there is room for the answer.
+    Some(match unsafe { import(managed, &mut made) } {
+        // SAFETY: a new reference, which is ours.
+        0 => Ok(unsafe { Bound::from_owned_ptr(py, made.cast()) }.unbind()),
+        _ => Err(PyErr::fetch(py)),
     })
 }
 

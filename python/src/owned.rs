@@ -1,8 +1,8 @@
 //! Results, handed to torch or NumPy without a copy.
 //!
 //! The memory a rank computed into becomes the tensor's: it is given away whole, and freed by whoever
-//! got it. torch takes a DLPack capsule, which knows bfloat16; NumPy takes an array interface, which
-//! all its versions let one write to.
+//! got it. torch takes DLPack, which knows bfloat16, by a table of functions or in a capsule; NumPy
+//! takes an array interface, which all its versions let one write to.
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 
-use crate::exchange::{DlDevice, DlTensor, HOST, dl_type};
+use crate::exchange::{self, DlDevice, DlTensor, DlVersioned, HOST, VERSION, dl_type};
 use crate::tensor::Kind;
 
 const NAME: &CStr = c"dltensor";
@@ -27,9 +27,10 @@ struct DlManaged {
     deleter: Option<unsafe extern "C" fn(*mut DlManaged)>,
 }
 
-/// A managed tensor together with what it points to.
+/// A managed tensor, in both forms there are, together with what it points to. One of them is used.
 struct Parting {
     managed: DlManaged,
+    versioned: DlVersioned,
     shape: [i64; 4],
     strides: [i64; 4],
     _data: Data,
@@ -60,40 +61,57 @@ fn to_torch(
     dims: [usize; 4],
     dimensions: usize,
 ) -> PyResult<Py<PyAny>> {
-    let dtype = dl_type(&data);
     let [_, n, h, d] = dims;
     let signed = |sizes: [usize; 4]| sizes.map(|size| size as i64);
     let address = data.bytes_mut().as_mut_ptr();
-    let parting = Box::new(Parting {
+    let tensor = DlTensor {
+        data: address.cast(),
+        device: DlDevice {
+            kind: HOST,
+            number: 0,
+        },
+        dimensions: dimensions as i32,
+        dtype: dl_type(&data),
+        shape: ptr::null_mut(),
+        strides: ptr::null_mut(),
+        byte_offset: 0,
+    };
+    let parting = Box::into_raw(Box::new(Parting {
         managed: DlManaged {
-            tensor: DlTensor {
-                data: address.cast(),
-                device: DlDevice {
-                    kind: HOST,
-                    number: 0,
-                },
-                dimensions: dimensions as i32,
-                dtype,
-                shape: ptr::null_mut(),
-                strides: ptr::null_mut(),
-                byte_offset: 0,
-            },
+            tensor,
             context: ptr::null_mut(),
             deleter: Some(delete),
+        },
+        versioned: DlVersioned {
+            version: VERSION,
+            context: ptr::null_mut(),
+            deleter: Some(delete_versioned),
+            flags: 0,
+            tensor,
         },
         shape: signed(dims),
         // Cells are [b, n, h, 1] here, so the last stride of three is that of h: d = 1.
         strides: signed([n * h * d, h * d, d, 1]),
         _data: data,
-    });
-    let parting = Box::into_raw(parting);
+    }));
     // SAFETY: just boxed, and nobody else has it; a box does not move, so it may point into itself.
-    let managed = unsafe {
-        (*parting).managed.tensor.shape = (&raw mut (*parting).shape).cast();
-        (*parting).managed.tensor.strides = (&raw mut (*parting).strides).cast();
+    let (managed, versioned) = unsafe {
+        let (shape, strides) = (&raw mut (*parting).shape, &raw mut (*parting).strides);
+        for tensor in [
+            &raw mut (*parting).managed.tensor,
+            &raw mut (*parting).versioned.tensor,
+        ] {
+            (*tensor).shape = shape.cast();
+            (*tensor).strides = strides.cast();
+        }
         (*parting).managed.context = parting.cast();
-        &raw mut (*parting).managed
+        (*parting).versioned.context = parting.cast();
+        (&raw mut (*parting).managed, &raw mut (*parting).versioned)
     };
+    // SAFETY: nobody else has it; where there is no table it is not taken.
+    if let Some(made) = unsafe { exchange::import(py, versioned) } {
+        return made;
+    }
     // SAFETY: the name is static; the destructor frees what nobody took.
     let capsule = unsafe {
         let raw = ffi::PyCapsule_New(managed.cast(), NAME.as_ptr(), Some(forget));
@@ -124,6 +142,15 @@ fn to_torch(
 /// Called once, with the managed tensor of a `Parting`.
 unsafe extern "C" fn delete(managed: *mut DlManaged) {
     // SAFETY: the context is the box the managed tensor is part of.
+    drop(unsafe { Box::from_raw((*managed).context.cast::<Parting>()) });
+}
+
+/// The same for the other form.
+///
+/// # Safety
+/// As for `delete`.
+unsafe extern "C" fn delete_versioned(managed: *mut DlVersioned) {
+    // SAFETY: as in `delete`.
     drop(unsafe { Box::from_raw((*managed).context.cast::<Parting>()) });
 }
 
