@@ -287,6 +287,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--masks", nargs="*", choices=["full", "causal"], default=["full", "causal"])
     parser.add_argument("--record", default=str(HERE / "record" / "python_ring.json"))
     parser.add_argument("--causal", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="f32", help=argparse.SUPPRESS)
@@ -308,7 +309,7 @@ def main():
     print(record["machine"])
     head = f"{'':23} {'':5} {'causal':7} {'step, 1':>9} {f'step, {ranks}':>9} {'efficiency':>10} "
     print(head + f"{'memory, 1':>10} {f'memory, {ranks}':>10} {'error':>8}")
-    cases = [(causal, name, dtype) for causal in (False, True) for name in options.only
+    cases = [(mask == "causal", name, dtype) for mask in options.masks for name in options.only
              for dtype in CONTENDERS[name]]
     for causal, name, dtype in cases:
         one, many = (launch(name, dtype, causal, count, options) for count in (1, ranks))
