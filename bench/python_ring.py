@@ -265,6 +265,8 @@ def launch(name, dtype, causal, ranks, options):
         port = free.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
+    # gloo would look for the machine's name, and without a network waits for the answer.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started = [
         subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes)
