@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import signal
-import socket
 import sys
-import tempfile
 import time
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -426,98 +421,11 @@ def start(seconds=60, backend="gloo"):
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=seconds))
 
 
-def failure(how, victim, seconds, backend):
-    """One rank dies, stops, or fails in the middle of the second call; the others say who it was."""
-    start(seconds, backend)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = "cpu"
-    if backend == "nccl":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    q = torch.randn(1, 4000, 2, 16, device=device, requires_grad=True)
-    ring.ring_attention(q, q, q)
-    name = "post_on_gpu" if backend == "nccl" else "post"
-    post = getattr(_wire._Call, name)
-
-    def fail(self, round, *rest):
-        if round == 1:
-            if how == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if how == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            raise MemoryError("no memory for it")
-        return post(self, round, *rest)
-
-    if rank == victim:
-        setattr(_wire._Call, name, fail)
-    begin = time.monotonic()
-    try:
-        for _ in range(3):
-            ring.ring_attention(q, q, q).sum().backward()
-    except encke.RingError as error:
-        assert rank != victim and error.rank == victim, error
-        took = time.monotonic() - begin
-        assert "make a new one" not in str(error), error
-        print(f"rank {rank} of {ranks} after {took:.1f} s: {error}", flush=True)
-        assert took < seconds + 3, took
-        again = raised(encke.RingError, lambda: ring.ring_attention(q, q, q))
-        assert f"rank {victim}" in again and "make a new one" in again, again
-    except MemoryError:
-        assert rank == victim
-        print(f"rank {rank} of {ranks} failed by itself", flush=True)
-    else:
-        raise AssertionError(f"rank {rank} noticed nothing")
-    # Nobody leaves before all have seen it: a process that ends closes its connections too.
-    time.sleep(1)
-    os._exit(0)
-
-
-def lost(how, victim, seconds, backend="gloo", ranks=4):
-    """Processes without a launcher that would end the others when one has died. They are forked, because
-    torch is imported here already, and nothing else of it has been used."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
-    processes, words = [], []
-    for rank in range(ranks):
-        words.append(tempfile.TemporaryFile("w+"))
-        processes.append(os.fork())
-        if processes[-1] == 0:
-            os.dup2(words[-1].fileno(), 1)
-            os.dup2(words[-1].fileno(), 2)
-            os.environ["RANK"] = str(rank)
-            try:
-                failure(how, victim, seconds, backend)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(1)
-    begin = time.monotonic()
-    for rank, process in enumerate(processes):
-        if rank == victim and how == "stop":
-            continue
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        words[rank].seek(0)
-        said = words[rank].read()
-        assert code == (-signal.SIGKILL if (rank, how) == (victim, "die") else 0), said
-        assert rank == victim or f"rank {victim} failed" in said, said
-        print(said, end="")
-    if how == "stop":
-        os.kill(processes[victim], signal.SIGKILL)
-        os.waitpid(processes[victim], 0)
-    print(f"{how} {victim}: {time.monotonic() - begin:.1f} s", flush=True)
-
-
 if __name__ == "__main__":
     words = sys.argv[1:]
     if words in ([], ["nccl"]):
         all_cases(*words)
-    elif words == ["lost"]:
-        # The second one keeps the processes' store, so that it takes with it what the others would ask.
-        for how, victim, seconds in [("die", 2, 60), ("die", 0, 60), ("stop", 1, 8), ("fail", 3, 60)]:
-            lost(how, victim, seconds)
     else:
-        for how, victim, seconds in [("die", 2, 15), ("die", 0, 15), ("stop", 1, 15), ("fail", 2, 15)]:
-            lost(how, victim, seconds, "nccl", ranks=3)
+        import lost_cases
+
+        lost_cases.main("nccl" if "nccl" in words else "gloo")
