@@ -40,8 +40,8 @@ class Worker:
         self.process.stdin.flush()
         return self.process.stdout.readline().strip() or sys.exit(f"the worker ended on: {line}")
 
-    def prepare(self, n, h, d, causal, segment=0, dilation=1, ranks=1, backward=0, summation="fast", hops="pointer", kv=None):
-        line = f"bf16 {n} {h} {kv or h} {d} {int(causal)} {segment} {dilation} {ranks} {int(backward)} {args.kernels} {summation} {hops}"
+    def prepare(self, n, h, d, causal, segment=0, dilation=1, ranks=1, backward=0, summation="fast", hops="pointer", kv=None, width=1):
+        line = f"bf16 {n} {h} {kv or h} {d} {int(causal)} {segment} {dilation} {ranks} {int(backward)} {args.kernels} {summation} {hops} {width}"
         said = self.ask(line)
         return None if said == "ready" else said
 
@@ -157,15 +157,16 @@ def dilated(d, dilation):
     contest(name, 4 * keys * keys * 2048 * (n // segment), calls)
 
 
-def ring(ranks, hops):
-    """The tax of a ring on one GPU against one fused call."""
+def ring(ranks, hops, kv=16, width=1):
+    """The tax of a ring on one GPU against one fused call; all of its ranks share one link to the host."""
     n, d, h = 65536, 128, 16
-    name = f"ring of {ranks}, {hops} hops, d{d} n{n} causal zigzag"
+    how = (f", {kv} key heads" if kv != h else "") + (f", {width} parcels a round" if width > 1 else "")
+    name = f"ring of {ranks}, {hops} hops{how}, d{d} n{n} causal zigzag"
     if args.only not in name:
         return
     flops = 2 * n * n * 2048
     alone = Worker()
-    failed = alone.prepare(n, h, d, True) or worker.prepare(n, h, d, True, ranks=ranks, hops=hops)
+    failed = alone.prepare(n, h, d, True, kv=kv) or worker.prepare(n, h, d, True, ranks=ranks, hops=hops, kv=kv, width=width)
     if failed:
         return note(dict(name=name, error=failed), f"{name:44} {failed}")
     contest(name, flops, {"ours": worker.run, "one fused call": alone.run})
@@ -188,3 +189,7 @@ for n in lengths:
         for hops in ("pointer", "pinned"):
             for ranks in (2, 4, 8, 16):
                 ring(ranks, hops)
+            ring(8, hops, kv=4)
+        for ranks, width in ((4, 3), (8, 2), (8, 4), (8, 7), (16, 4), (16, 15)):
+            ring(ranks, "pointer", width=width)
+        ring(8, "pinned", kv=4, width=4)
