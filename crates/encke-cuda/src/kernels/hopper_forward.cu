@@ -28,6 +28,8 @@
 #define VALUES JOIN(wgmma_rs_tb_n, HD)
 // Sums of before are brought to shared memory while a tile is computed, and its output leaves through the same place.
 #define FETCHED (STAGED && BEFORE && !AFTER)
+// m and l of before are brought there too, a tile ahead, by warps that have nothing else to do.
+#define AHEAD (STAGED && BEFORE)
 // Nothing lies where the queries were after they have been read into registers.
 #define Q_LEAVES (Q_REGISTERS && (AFTER || FETCHED))
 
@@ -82,13 +84,28 @@ DEV u32 finite(u32 x) {
   if ((x & (EXPONENT << 16)) == (EXPONENT << 16)) x &= 0x0000ffffu;
   return x;
 }
+#if AHEAD
+// m and l of a tile's rows, into shared memory.
+DEV void bring_softmax(const Job& job, const Tile& tile, const Shared& shared, u32 slot, const float* m, const float* l, int thread) {
+  for (int row = thread; row < ROWS; row += 96) {
+    const i64 cell = tile.cell + (tile.row + row) * job.cells.row;
+    const bool exists = tile.row + row < job.queries;
+    store_shared(shared.softmax(slot, row), exists ? m[cell] : 0.f, exists ? l[cell] : 0.f);
+  }
+  __syncwarp();
+  if (thread % 32 == 0) barrier_arrive(shared.softmax_full(slot));
+}
+#endif
 // A parity tells a phase only from its neighbours. So these warps, which skip most blocks, do not wait for values before the loading thread has said that the
 // phase they mean is under way; it cannot end before consumers, who wait for `checked`, let it.
-DEV void check(const Shared& shared, int thread) {
+DEV void check(const Job& job, const Shared& shared, const float* m, const float* l, int thread) {
   Turn<STAGES> v; Turn<2> turn; Tile tile; u32 masked_parity = 0;
-  for (; hear(shared, turn, tile); leave(shared, turn, thread % 32))
+  for (; hear(shared, turn, tile); leave(shared, turn, thread % 32)) {
+#if AHEAD
+    bring_softmax(job, tile, shared, turn.stage, m, l, thread);
+#endif
     for (int step = 0; step < tile.blocks; step++, v.advance()) {
-      if (step >= tile.masked) continue;
+      if (!CAUSAL || step >= tile.masked) continue;
       barrier_wait(shared.masked(v.stage), masked_parity >> v.stage & 1); masked_parity ^= 1u << v.stage;
       barrier_wait(shared.v_full(v.stage), v.parity);
       u32 at = shared.v(v.stage), found = 0;
@@ -103,6 +120,7 @@ DEV void check(const Shared& shared, int thread) {
       u32 any = __any_sync(~0u, found != 0);
       if (thread % 32 == 0) { store_shared(shared.flags(v.stage) + thread / 32 * 4, any); barrier_arrive(shared.checked(v.stage)); }
     }
+  }
 }
 
 // ---- the warpgroups that compute ----
@@ -260,7 +278,8 @@ DEV void add_unbounded(const Job& job, const Tile& tile, const Rows& rows, const
 DEV int place_of_row(int row) { return row % 4 * 2 + row / 4; }
 DEV int row_at_place(int place) { return place / 2 + place % 2 * 4; }
 #if BEFORE
-// The softmax goes on from where it was: m and l of the rows, asked for before anything else of a tile and used only when its first scores are there.
+// The softmax goes on from where it was: m and l of the rows, used only when the first scores are there. AHEAD they are in shared memory by then;
+// otherwise they are asked for before anything else of a tile.
 // What was summed stays in memory until the tile ends.
 struct Carried {
   float m[2], l[2];
@@ -422,7 +441,8 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       barrier_init(shared.masked(i), 1); barrier_init(shared.checked(i), 3);
     }
     if (FETCHED) for (int i = 0; i < CONSUMERS * 4; i++) barrier_init(shared.sums_full(i), 1);
-    for (int i = 0; i < 2; i++) { barrier_init(shared.tile_full(i), 1); barrier_init(shared.tile_empty(i), CONSUMERS * 4 + (CAUSAL ? 3 : 0)); }
+    if (AHEAD) for (int i = 0; i < 2; i++) barrier_init(shared.softmax_full(i), 3);
+    for (int i = 0; i < 2; i++) { barrier_init(shared.tile_full(i), 1); barrier_init(shared.tile_empty(i), CONSUMERS * 4 + (CAUSAL || AHEAD ? 3 : 0)); }
     barrier_init_fence();
   }
   __syncthreads();
@@ -432,8 +452,8 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
     if (threadIdx.x == 0) {
       tma_prefetch(&q_map); tma_prefetch(&k_map); tma_prefetch(&v_map);
       load(job, tiles, shared, &q_map, &k_map, &v_map, counter);
-    } else if (CAUSAL && warp > 0) {
-      check(shared, threadIdx.x - 32);
+    } else if ((CAUSAL || AHEAD) && warp > 0) {
+      check(job, shared, m_cells, l_cells, threadIdx.x - 32);
     }
   } else {
     registers_raise<CONSUMER_REGISTERS>();
@@ -459,7 +479,9 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       rows_of(job, tiles, tile, tile.row + own * 64 + warp * 16 + lane / 4, rows);
 #if BEFORE
       Carried carried; float before[2];
+#if !AHEAD
       carried.load(rows, m_cells, l_cells);
+#endif
 #elif AFTER
       const float before[2] = {neg_inf(), neg_inf()};
 #endif
@@ -482,6 +504,11 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
         barrier_wait(shared.k_full(k.stage), k.parity);
         wgmma_fence(); issue_scores(s, queries, shared.k(k.stage)); wgmma_commit();
 #if BEFORE
+#if AHEAD
+        barrier_wait(shared.softmax_full(turn.stage), turn.parity);
+        #pragma unroll
+        for (int h = 0; h < 2; h++) load_shared(shared.softmax(turn.stage, own * 64 + warp * 16 + lane / 4 + 8 * h), carried.m[h], carried.l[h]);
+#endif
         carried.begin(scale, column, softmax, before);
 #endif
         wgmma_wait<0>();

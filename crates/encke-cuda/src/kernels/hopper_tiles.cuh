@@ -28,11 +28,12 @@ DEV int seen(const Job& job, const Tiles& tiles, int i) {
 #define AT_K (Q_STAGES * Q_BYTES)
 #define AT_V (AT_K + STAGES * KEY_BYTES)
 #define AT_SUMS (AT_V + STAGES * KEY_BYTES)
-#define SUM_PITCH (HD * 4 + 16)   // bytes of a row of sums: a step of 4 banks from row to row
+// Bytes of a row of sums: a step of 4 banks from row to row. Behind the sums there is room for m and l of the row, of this tile and of the next.
+#define SUM_PITCH (HD * 4 + 16)
 #define AT_FLAGS (AT_SUMS + (STAGED ? ROWS * SUM_PITCH : 0))
 #define AT_TILES (AT_FLAGS + STAGES * 16)
 #define AT_BARRIERS (AT_TILES + 2 * 48)
-#define FORWARD_BYTES (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES + 4 + (STAGED ? CONSUMERS * 4 : 0)) * 8)
+#define FORWARD_BYTES (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES + 4 + (STAGED ? CONSUMERS * 4 + 2 : 0)) * 8)
 struct Shared {
   u32 base;
   DEV_MEMBER u32 q(u32 stage) const { return base + stage * Q_BYTES; }
@@ -52,7 +53,9 @@ struct Shared {
   DEV_MEMBER u32 checked(u32 stage) const { return barrier(2 * Q_STAGES + 5 * STAGES + stage); }
   DEV_MEMBER u32 tile_full(u32 slot) const { return barrier(2 * Q_STAGES + 6 * STAGES + slot); }
   DEV_MEMBER u32 tile_empty(u32 slot) const { return barrier(2 * Q_STAGES + 6 * STAGES + 2 + slot); }
-  DEV_MEMBER u32 sums_full(u32 warp) const { return barrier(2 * Q_STAGES + 6 * STAGES + 4 + warp); }
+  DEV_MEMBER u32 softmax(u32 slot, u32 row) const { return sums(row) + HD * 4 + slot * 8; }
+  DEV_MEMBER u32 softmax_full(u32 slot) const { return barrier(2 * Q_STAGES + 6 * STAGES + 4 + slot); }
+  DEV_MEMBER u32 sums_full(u32 warp) const { return barrier(2 * Q_STAGES + 6 * STAGES + 6 + warp); }
 };
 
 // A stage of a ring of buffers and the parity of its phase.

@@ -211,7 +211,7 @@ impl Tiling {
         let (slab, q_stages) = (dim.div_ceil(64) * 128, self.q_stages(carry));
         let tiles = q_stages * self.rows() + 2 * self.stages * self.keys;
         let staged = carry && self.staged;
-        let arrivals = if staged { self.consumers * 4 } else { 0 };
+        let arrivals = if staged { self.consumers * 4 + 2 } else { 0 };
         let barriers = 8 * (2 * q_stages + 6 * self.stages + 4 + arrivals);
         let told = 16 * self.stages + 2 * 48;
         let sums = if staged {

@@ -1,8 +1,8 @@
 //! Fill, copy and add.
 
-use cudarc::driver::PushKernelArg;
+use cudarc::driver::{PushKernelArg, result};
 use encke_core::DType;
-use encke_core::job::Block;
+use encke_core::job::{Block, Operand};
 use encke_core::transport::Parcel;
 
 use super::{Site, spread};
@@ -63,6 +63,59 @@ pub(crate) fn fill(site: &Site, buffer: &mut Buffer, value: f64) -> Result<()> {
     )
 }
 
+/// Bytes from which on a copy is left to the copy engine, beside what is computed. Fewer are there
+/// before an event has gone from one stream to the other.
+const LONG: usize = 1 << 20;
+
+/// Where the numbers of a block begin on both sides, and how many there are, if they lie side by
+/// side on both.
+fn side_by_side(block: &Block) -> Option<(usize, usize, usize)> {
+    let row = block.heads * block.width;
+    let dense = |of: &Operand| {
+        let mut heads = of.heads.iter().enumerate();
+        heads.all(|(i, head)| *head == of.heads[0] + i * block.width)
+            && (block.rows == 1 || of.row == row)
+            && (block.segments == 1 || of.segment == block.rows * row)
+            && (block.batch == 1 || of.batch == block.segments * block.rows * row)
+    };
+    let numbers = block.batch * block.segments * block.rows * row;
+    let all = numbers > 0 && dense(&block.from) && dense(&block.to);
+    all.then(|| (block.from.at(0, 0, 0, 0), block.to.at(0, 0, 0, 0), numbers))
+}
+
+/// Copies numbers that lie side by side, on a stream of copies.
+fn copy_long(
+    site: &Site,
+    (at, to_at, numbers): (usize, usize, usize),
+    from: &Buffer,
+    to: &mut Buffer,
+) -> Result<()> {
+    let (device, width) = (&site.device, from.dtype().bytes());
+    let source = from.memory()?.clone();
+    let target = match to_at {
+        0 => to.target(numbers)?.clone(),
+        _ => to.own()?.clone(),
+    };
+    if numbers == to.elements() {
+        target.take_blank();
+    }
+    let pointer = |start: u64, at: usize| start + (at * width) as u64;
+    let (from, to) = (
+        pointer(source.pointer(), at),
+        pointer(target.pointer(), to_at),
+    );
+    device.enqueue(
+        device.outward(),
+        "copying rows",
+        &[&source],
+        &[&target],
+        |stream| {
+            // SAFETY: the plan's blocks lie inside their buffers.
+            unsafe { result::memcpy_dtod_async(to, from, numbers * width, stream.cu_stream()) }
+        },
+    )
+}
+
 /// Copies, or adds, the rows of a block.
 pub(crate) fn copy(
     site: &Site,
@@ -73,6 +126,13 @@ pub(crate) fn copy(
 ) -> Result<()> {
     let device = &site.device;
     let types = (from.dtype(), to.dtype());
+    let long = |of: &(usize, usize, usize)| of.2 * types.0.bytes() >= LONG;
+    if !add
+        && types.0 == types.1
+        && let Some(place) = side_by_side(block).filter(long)
+    {
+        return copy_long(site, place, from, to);
+    }
     let program = program(types.0, types.1);
     let (source, target) = (from.memory()?.clone(), to.own()?.clone());
     let add = add as i32;
@@ -115,4 +175,57 @@ pub(crate) fn copy(
             unsafe { launch.launch(shape) }.map(|_| ())
         },
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn operand(offset: usize, row: usize, heads: &[usize]) -> Operand {
+        Operand {
+            offset,
+            batch: 6 * row,
+            segment: 3 * row,
+            row,
+            heads: heads.into(),
+        }
+    }
+
+    fn block(from: Operand, to: Operand) -> Block {
+        Block {
+            batch: 2,
+            segments: 2,
+            rows: 3,
+            heads: 2,
+            width: 4,
+            from,
+            to,
+        }
+    }
+
+    #[test]
+    fn rows_without_gaps_are_one_piece() {
+        let dense = operand(16, 8, &[0, 4]);
+        let later = operand(80, 8, &[8, 12]);
+        assert_eq!(
+            side_by_side(&block(dense.clone(), later)),
+            Some((16, 88, 96))
+        );
+        for other in [
+            operand(0, 9, &[0, 4]),
+            operand(0, 8, &[4, 0]),
+            operand(0, 8, &[0, 5]),
+            Operand {
+                segment: 25,
+                ..dense.clone()
+            },
+            Operand {
+                batch: 49,
+                ..dense.clone()
+            },
+        ] {
+            assert_eq!(side_by_side(&block(dense.clone(), other.clone())), None);
+            assert_eq!(side_by_side(&block(other, dense.clone())), None);
+        }
+    }
 }

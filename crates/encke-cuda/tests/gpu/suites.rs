@@ -11,8 +11,11 @@ const EVEN: &[usize] = &[8, 16, 40, 64, 80, 128];
 /// Those that have tiles of their own.
 const WIDE: &[usize] = &[32, 64, 96, 128, 192, 256];
 
+/// Shares of a suite that run side by side.
+const SHARES: u64 = 8;
+
 /// Runs all families. What a family does not take is refused, so nothing is tested twice.
-pub fn run(tally: &mut Tally, open: impl Fn() -> encke_cuda::Result<CudaKernel>) {
+pub fn run(tally: &mut Tally, open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync) {
     let narrow: &[DType] = &[DType::Bf16, DType::F16];
     let usual = Suite::default();
     let even = Suite {
@@ -65,9 +68,34 @@ pub fn run(tally: &mut Tally, open: impl Fn() -> encke_cuda::Result<CudaKernel>)
     );
 }
 
+/// Runs a suite in shares, each with a kernel of its own: compiling its programs is what takes the
+/// time, and a kernel compiles one after another.
+fn shares(
+    kernel: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync,
+    suite: Suite,
+    dtype: DType,
+) -> Result<(), String> {
+    std::thread::scope(|scope| {
+        let run = |share: u64| {
+            let kernel = &kernel;
+            scope.spawn(move || {
+                let kernel = kernel().map_err(|error| error.to_string())?;
+                let share = (share, SHARES);
+                let ended = Suite { share, ..suite }.run(&kernel, &[dtype]);
+                ended.map_err(|failure| failure.message)
+            })
+        };
+        let threads: Vec<_> = (0..SHARES).map(run).collect();
+        threads.into_iter().try_for_each(|thread| {
+            let panicked = |_| Err("a share panicked".to_string());
+            thread.join().unwrap_or_else(panicked)
+        })
+    })
+}
+
 fn family(
     tally: &mut Tally,
-    open: impl Fn() -> encke_cuda::Result<CudaKernel>,
+    open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync,
     name: &str,
     (path, summation): (Path, Summation),
     suite: Suite,
@@ -81,15 +109,10 @@ fn family(
         signs: true,
         ..suite
     };
-    let kernel = open().map(|kernel| kernel.path(path).summation(summation));
+    let kernel = || open().map(|kernel| kernel.path(path).summation(summation));
     let checks = [("usual", suite), ("wide", wide), ("signs", signed)];
     for (kind, suite) in checks {
-        let each = dtypes.iter().map(|dtype| match &kernel {
-            Ok(kernel) => suite
-                .run(kernel, &[*dtype])
-                .map_err(|failure| failure.message),
-            Err(error) => Err(error.to_string()),
-        });
+        let each = dtypes.iter().map(|dtype| shares(&kernel, suite, *dtype));
         tally.group(
             &format!("kernel suite of {name}, {kind}, 400 cases a type"),
             each,
