@@ -95,13 +95,13 @@ DEV void finish(const Job& job, const Operands& to, int begins, int end, u32 see
     const float m = state.m[mt][half], l = quad_sum(state.l[mt][half]);
     if (i >= job.queries || (!begins && !end && load_shared(seen + own_row(mt, half) * 4) == 0)) continue;
     const i64 cell = at(job.cells, place.b, place.s, i, place.h);
-    float largest = m * LN_2;
-    if (!begins) {
-      // The largest score of before goes back as it came, not through two roundings.
-      const float before = to.m[cell];
-      if (before * (float)LOG2_E == m) largest = before;
-    }
     if (lane() % 4 == 0) {
+      float largest = m * LN_2;
+      if (!begins) {
+        // The largest score of before goes back as it came, not through two roundings.
+        const float before = to.m[cell];
+        if (before * (float)LOG2_E == m) largest = before;
+      }
       if (!end) { to.m[cell] = largest; to.l[cell] = l; }
       else to.lse[cell] = l == 0.f ? neg_inf() : largest + log2_fast(l) * LN_2;
     }
@@ -126,7 +126,7 @@ mma_forward(const Job job, const u16* q, const u16* k, const u16* v, float* acc_
   // Positions rise, so the first row of a tile sees the fewest keys and the last one the most.
   const int rows = smaller(TILE, job.queries - place.first), warp_row = own_row(0, 0) - lane() / 4;
   const int seen_by_all = visible(job, place.first), blocks = (visible(job, place.first + rows - 1) + BLOCK - 1) / BLOCK;
-  if (blocks == 0 && !begins && !end) return;
+  if (blocks == 0 && !(begins | end)) return;
 
   const Rows keys = rows_of(job.k, place.b, place.s, place.h, job.keys);
   auto load_block = [&](int block) {
@@ -169,5 +169,5 @@ mma_forward(const Job job, const u16* q, const u16* k, const u16* v, float* acc_
       return key + row < (int)load_shared(seen + own_row(mt, half) * 4);
     });
   }
-  finish(job, operands, begins, end, seen, state, acc);
+  finish(job, operands, forgotten(begins), forgotten(end), seen, state, acc);   // asked again: no register is left to keep them in
 }
