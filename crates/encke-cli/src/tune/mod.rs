@@ -62,8 +62,9 @@ pub struct Options {
     #[arg(long, conflicts_with_all = ["show", "json", "seconds"])]
     check: bool,
 
-    /// With --check, how often each alternative runs; medians count.
-    #[arg(long, value_name = "TIMES", value_parser = count, default_value = "5")]
+    /// With --check, how often each alternative runs before the eight in front run seven times more;
+    /// medians count.
+    #[arg(long, value_name = "TIMES", value_parser = count, default_value = "2")]
     repeats: usize,
 
     /// With --check, write every run as JSON.
