@@ -182,7 +182,14 @@ impl Case {
             let bytes = alone.winner().memory_bytes as f64;
             self.wish.memory_limit = Some((part * bytes) as usize);
         }
-        let choice = choose(ring.kernel(), &self.wish, machine)?;
+        let choice = match choose(ring.kernel(), &self.wish, machine) {
+            // Of a short sequence even the largest ring may hold more than that part.
+            Err(ChoiceError::NothingFits { least, .. }) => {
+                self.wish.memory_limit = Some(least + least / 16);
+                choose(ring.kernel(), &self.wish, machine)
+            }
+            choice => choice,
+        }?;
         let pass = match self.wish.work {
             Work::Backward => Pass::Backward { dlse: false },
             _ => Pass::Forward,

@@ -87,7 +87,8 @@ fn seconds(kernel: &CudaKernel, work: &mut DeviceWork<'_>) -> Result<f64, Kernel
         }
         let end = device.instant()?;
         device.synchronize()?;
-        Ok::<f64, KernelError>(end.since(&begin)? / times as f64)
+        let milliseconds = end.since(&begin)?;
+        Ok::<f64, KernelError>(1e-3 * milliseconds / times as f64)
     };
     timed(0, 1)?;
     let once = timed(1, 2)?;

@@ -15,7 +15,7 @@ use super::here::Here;
 use super::{FORMAT, MachineProfile, TuneError};
 
 /// How long measuring takes unless told otherwise. One turn is taken in any case.
-pub const LIMIT: Duration = Duration::from_secs(40);
+pub const LIMIT: Duration = Duration::from_secs(30);
 
 /// Rows of the largest job.
 const ROWS: usize = 2048;
