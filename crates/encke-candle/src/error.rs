@@ -1,0 +1,68 @@
+//! What this crate refuses itself; what the library refuses keeps the library's words.
+//!
+//! candle's operations return candle's errors, so these travel inside one of those.
+
+use candle_core::DType;
+
+/// Why tensors of candle cannot be attended.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Attention has four dimensions.
+    #[error(
+        "{tensor} has {got} dimensions, {dims:?}; attention takes [batch, tokens, heads, head \
+         dimension]: reshape it, and transpose(1, 2) it where heads come first"
+    )]
+    Rank {
+        /// Which tensor.
+        tensor: &'static str,
+        /// How many dimensions it has.
+        got: usize,
+        /// They.
+        dims: Vec<usize>,
+    },
+    /// Only floating-point numbers are attended.
+    #[error(
+        "{tensor} holds {got:?}; attention takes f64, f32, bf16 and f16: convert it with to_dtype"
+    )]
+    Type {
+        /// Which tensor.
+        tensor: &'static str,
+        /// What it holds.
+        got: DType,
+    },
+    /// Memory of a device that this build has no kernel for.
+    #[error("{tensor} is on {device}; this build attends on the CPU: move it with to_device")]
+    Device {
+        /// Which tensor.
+        tensor: &'static str,
+        /// Where it is.
+        device: &'static str,
+    },
+    /// A backward pass through an operation whose forward pass has left nothing.
+    #[error(
+        "the forward pass of this attention left nothing for its backward pass: a bug in encke-candle"
+    )]
+    NothingKept,
+    /// Heads that do not go together.
+    #[error(
+        "{heads} heads cannot share {kv_heads} key heads, or have {dim} numbers each; all must be at \
+         least 1, and the key heads divide the heads"
+    )]
+    Heads {
+        /// Query heads.
+        heads: usize,
+        /// Key heads.
+        kv_heads: usize,
+        /// Numbers of a head.
+        dim: usize,
+    },
+    /// The library's own word.
+    #[error(transparent)]
+    Encke(#[from] encke::Error),
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> candle_core::Error {
+        candle_core::Error::wrap(error)
+    }
+}
