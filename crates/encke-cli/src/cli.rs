@@ -108,7 +108,7 @@ pub fn words() -> impl Iterator<Item = String> {
 }
 
 /// Prints help that was asked for, or turns a usage error into one of ours.
-pub fn usage(refused: &clap::Error) -> Result<Verdict> {
+pub fn usage(refused: &clap::Error, program: &clap::Command) -> Result<Verdict> {
     if !refused.use_stderr() {
         // Clap decides about colour here, and nothing can be done if nobody reads it.
         let _ = refused.print();
@@ -127,11 +127,11 @@ pub fn usage(refused: &clap::Error) -> Result<Verdict> {
         // Clap's tip that an unknown option might be meant as a value: here none takes it so.
         .filter(|said| !said.starts_with("tip: to pass"))
         .collect();
+    let name = program.get_name();
     let asked = words().nth(1).unwrap_or_default();
-    let help = match asked.as_str() {
-        "attend" | "billion" | "generate" | "launch" | "plan" | "profile" | "report"
-        | "simulate" | "tune" | "verify" => format!("encke {asked} --help"),
-        _ => "encke --help".to_string(),
+    let help = match program.find_subcommand(&asked) {
+        Some(asked) => format!("{name} {} --help", asked.get_name()),
+        None => format!("{name} --help"),
     };
     Err(anyhow!("{}; see {help}", said.join("; ")))
 }
@@ -157,11 +157,11 @@ fn joined(text: &str) -> String {
 
 /// Reports a panic as what it is, a bug of ours, in one line. A rank's own panic is left to the
 /// ring, which returns it as an error. With RUST_BACKTRACE set, panics are reported as usual.
-pub fn report_panics() {
+pub fn report_panics(name: &'static str) {
     if std::env::var_os("RUST_BACKTRACE").is_some() {
         return;
     }
-    std::panic::set_hook(Box::new(|panic| {
+    std::panic::set_hook(Box::new(move |panic| {
         let thread = std::thread::current();
         if thread
             .name()
@@ -171,7 +171,7 @@ pub fn report_panics() {
         }
         let message = joined(&panic.to_string());
         note(&format!(
-            "encke: this is a bug in encke, please report it: {message}"
+            "{name}: this is a bug in {name}, please report it: {message}"
         ));
     }));
 }

@@ -4,7 +4,8 @@
 //! can be met, is the library's. The decision here is what a caller can rely on: exit code 0 for
 //! success, 1 for a check that failed, 2 for everything that could not be done, and then exactly
 //! one line on standard error that begins with `encke: `. It is a library, so that a program and
-//! the Python package are the same command.
+//! the Python package are the same command, and so that other commands of this house ([`program`])
+//! speak, count, draw and write files as this one does.
 #![deny(unsafe_code)]
 
 mod attend;
@@ -22,20 +23,20 @@ mod generate;
 mod input;
 mod launch;
 mod memory;
-mod number;
-mod output;
+pub mod number;
+pub mod output;
 mod pattern_options;
 mod plan;
 mod process;
 mod profile;
 mod program;
-mod report;
+pub mod report;
 mod ring_options;
 mod shape_options;
 mod simulate;
-mod table;
+pub mod table;
 mod tensors;
-mod terminal;
+pub mod terminal;
 mod tune;
 mod verify;
 
@@ -76,13 +77,23 @@ pub const PAUSE: Duration = Duration::from_millis(300);
 /// Does what the words of a command line say, the first of which is the command's name, and returns
 /// its exit code. What is said goes to the process's own standard output and error.
 pub fn command(words: impl IntoIterator<Item = OsString>) -> u8 {
-    cli::report_panics();
+    program("encke", words, run, run_together)
+}
+
+/// The same for any command: it is parsed, and run alone or as one of several processes.
+pub fn program<C: Parser>(
+    name: &'static str,
+    words: impl IntoIterator<Item = OsString>,
+    alone: fn(C) -> anyhow::Result<Verdict>,
+    together: fn(C, &Place) -> anyhow::Result<Verdict>,
+) -> u8 {
+    cli::report_panics(name);
     let words: Vec<OsString> = words.into_iter().collect();
     cli::note_words(&words);
-    let together = launcher::place().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
-    let ended = std::panic::catch_unwind(|| match (Cli::try_parse_from(words), &together) {
-        (Ok(cli), None) => run(cli),
-        (Ok(cli), Some(place)) => run_together(cli, place),
+    let others = launcher::place().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
+    let ended = std::panic::catch_unwind(|| match (C::try_parse_from(words), &others) {
+        (Ok(cli), None) => alone(cli),
+        (Ok(cli), Some(place)) => together(cli, place),
         // Everyone was given the same words: one of them says what is wrong with them.
         (Err(refused), Some(place)) if place.rank > 0 => match refused.use_stderr() {
             // Not before it has been said: launchers end all processes when the first one fails.
@@ -92,7 +103,7 @@ pub fn command(words: impl IntoIterator<Item = OsString>) -> u8 {
             }
             false => Ok(Verdict::Fine),
         },
-        (Err(refused), _) => cli::usage(&refused),
+        (Err(refused), _) => cli::usage(&refused, &C::command()),
     });
     match ended {
         Ok(Ok(Verdict::Fine)) => 0,
@@ -100,7 +111,7 @@ pub fn command(words: impl IntoIterator<Item = OsString>) -> u8 {
         Ok(Err(error)) if reader_left(&error) => 0,
         Ok(Err(error)) if error.is::<Told>() => 2,
         Ok(Err(error)) => {
-            note(&format!("encke: {}", cli::one_line(&error)));
+            note(&format!("{name}: {}", cli::one_line(&error)));
             2
         }
         // The panic has already been reported, in one line.
@@ -133,12 +144,17 @@ fn run_together(cli: Cli, place: &Place) -> anyhow::Result<Verdict> {
 /// Without MPI, each of them would do all of the work, and write the same file.
 #[cfg(not(feature = "mpi"))]
 fn run_together(_: Cli, place: &Place) -> anyhow::Result<Verdict> {
+    without_mpi("encke", place)
+}
+
+/// What a command that cannot run as several processes says when it is started so.
+pub fn without_mpi(name: &str, place: &Place) -> anyhow::Result<Verdict> {
     if place.rank > 0 {
         std::thread::sleep(PAUSE);
         return Err(Told.into());
     }
     anyhow::bail!(
-        "a launcher started {} processes ({} says so), but this encke was built without MPI, and \
+        "a launcher started {} processes ({} says so), but this {name} was built without MPI, and \
          each of them would do all of the work; build it with --features mpi, or start one",
         place.ranks,
         place.said_by

@@ -101,7 +101,7 @@ fn marks(
 }
 
 /// Names at the right, each with a thin line to the end it belongs to.
-fn ends_named(frame: Frame, mut names: Vec<(f64, &Series)>) -> Vec<Element> {
+pub fn ends_named(frame: Frame, mut names: Vec<(f64, &Series)>) -> Vec<Element> {
     names.sort_by(|one, other| one.0.total_cmp(&other.0));
     let wanted: Vec<f64> = names.iter().map(|(y, _)| *y).collect();
     let places = apart(&wanted, LETTER + 3.0, (frame.top, frame.bottom()));

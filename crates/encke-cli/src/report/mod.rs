@@ -4,25 +4,25 @@
 //! one value; a browser only shows them, so the page needs no network, no library and no luck, and
 //! the same findings are the same bytes.
 
-mod axis;
+pub mod axis;
 mod environment;
 mod findings;
-mod lines;
-mod markup;
+pub mod lines;
+pub mod markup;
 mod matrix;
 mod measure;
 mod memory;
 mod options;
-mod page;
+pub mod page;
 mod panels;
 mod picture;
 mod prediction;
-mod scale;
-mod stack;
-mod tables;
+pub mod scale;
+pub mod stack;
+pub mod tables;
 #[cfg(test)]
 mod tests;
-mod theme;
+pub mod theme;
 mod timeline;
 mod traffic;
 

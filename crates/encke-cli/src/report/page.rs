@@ -13,17 +13,8 @@ use super::{memory, panels, prediction, tables, timeline, traffic};
 use encke::trace::Activity;
 
 /// The whole document.
-pub fn document(findings: &Findings) -> serde_json::Result<String> {
+pub(super) fn document(findings: &Findings) -> serde_json::Result<String> {
     let title = title(findings);
-    let head = Element::new("head")
-        .with(Element::new("meta").set("charset", "utf-8"))
-        .with(
-            Element::new("meta")
-                .set("name", "viewport")
-                .set("content", "width=device-width, initial-scale=1"),
-        )
-        .with(Element::new("title").text(format!("encke: {title}")))
-        .with(Element::new("style").with_source(STYLE));
     let main = Element::new("main")
         .with(Element::new("p").class("eyebrow").text("encke report"))
         .with(header(findings, &title))
@@ -34,10 +25,25 @@ pub fn document(findings: &Findings) -> serde_json::Result<String> {
         .with(pattern_section(findings))
         .with_all(prediction_section(findings))
         .with(environment_section(findings));
+    let data = serde_json::to_string(findings)?;
+    Ok(around(&format!("encke: {title}"), main, &data))
+}
+
+/// A page around its contents: style, script, and what it shows as JSON for machines to read.
+pub fn around(title: &str, main: Element, data: &str) -> String {
+    let head = Element::new("head")
+        .with(Element::new("meta").set("charset", "utf-8"))
+        .with(
+            Element::new("meta")
+                .set("name", "viewport")
+                .set("content", "width=device-width, initial-scale=1"),
+        )
+        .with(Element::new("title").text(title))
+        .with(Element::new("style").with_source(STYLE));
     let data = Element::new("script")
         .set("type", "application/json")
         .set("id", "findings")
-        .with_json(&serde_json::to_string(findings)?);
+        .with_json(data);
     let body = Element::new("body")
         .with(main)
         .with(
@@ -49,7 +55,7 @@ pub fn document(findings: &Findings) -> serde_json::Result<String> {
         .with(data)
         .with(Element::new("script").with_source(SCRIPT));
     let html = Element::new("html").set("lang", "en").with(head).with(body);
-    Ok(format!("<!DOCTYPE html>\n{html}\n"))
+    format!("<!DOCTYPE html>\n{html}\n")
 }
 
 fn title(findings: &Findings) -> String {
@@ -131,7 +137,8 @@ pub fn percent(share: f64) -> String {
     }
 }
 
-fn section(id: &str, finding: &str, lead: &str) -> Element {
+/// A section: its finding as its heading, and a few words.
+pub fn section(id: &str, finding: &str, lead: &str) -> Element {
     Element::new("section")
         .set("id", id)
         .with(Element::new("h2").text(finding))
@@ -139,12 +146,12 @@ fn section(id: &str, finding: &str, lead: &str) -> Element {
 }
 
 /// A chart for each screen.
-fn charts(draw: impl Fn(Screen) -> Element) -> [Element; 2] {
+pub fn charts(draw: impl Fn(Screen) -> Element) -> [Element; 2] {
     Screen::ALL.map(|screen| draw(screen).class(screen.class()))
 }
 
 /// A swatch and its words for each class.
-fn legend(entries: Vec<(String, String)>) -> Element {
+pub fn legend(entries: Vec<(String, String)>) -> Element {
     Element::new("ul")
         .class("legend")
         .with_all(entries.into_iter().map(entry))
@@ -168,7 +175,7 @@ fn capital(word: &str) -> String {
 }
 
 /// Tables that are folded away.
-fn details(tables: impl IntoIterator<Item = Element>) -> Element {
+pub fn details(tables: impl IntoIterator<Item = Element>) -> Element {
     let tables = tables
         .into_iter()
         .map(|table| Element::new("div").class("scroll").with(table));

@@ -14,6 +14,8 @@ pub enum Unit {
     Seconds,
     /// Whole things, such as ranks and tokens.
     Count,
+    /// Numbers without a unit, such as a loss.
+    Number,
 }
 
 /// How numbers are spread along a scale.
@@ -76,6 +78,7 @@ impl Scale {
     pub fn label(&self, tick: f64) -> String {
         match self.unit {
             Unit::Count => grouped(tick),
+            Unit::Number => Short(tick).to_string(),
             unit => {
                 let (size, name) = unit.measure(match self.spread {
                     // One unit along the whole axis: 0, 500, 1000 KiB, never 1 MiB among them.
@@ -145,7 +148,7 @@ impl Unit {
                 (binary(4), "TiB"),
             ]),
             Unit::Seconds => of(&[(1e-6, "µs"), (1e-3, "ms"), (1.0, "s")]),
-            Unit::Count => (1.0, ""),
+            Unit::Count | Unit::Number => (1.0, ""),
         }
     }
 
@@ -154,6 +157,7 @@ impl Unit {
         let (size, name) = self.measure(value);
         match (self, value / size) {
             (Unit::Count, _) => grouped(value),
+            (Unit::Number, read) => format!("{read:.4}"),
             (_, 0.0) => format!("0 {name}"),
             (_, read) if read.fract() == 0.0 => format!("{read:.0} {name}"),
             (_, read) if read < 10.0 => format!("{read:.2} {name}"),
@@ -220,6 +224,8 @@ mod tests {
         );
         let few = Scale::even(Unit::Count, (0.0, 3.0), range);
         assert_eq!(labels(few, 10), ["0", "1", "2", "3"]);
+        let loss = Scale::even(Unit::Number, (0.0, 1.2), range);
+        assert_eq!(labels(loss, 4), ["0", "0.5", "1"]);
     }
 
     #[test]
@@ -229,7 +235,7 @@ mod tests {
             let low = 10f64.powf(random.unit() * 6.0);
             let high = low * (1.0 + 10f64.powf(random.unit() * 6.0));
             let most = 1 + random.below(12);
-            for unit in [Unit::Bytes, Unit::Seconds, Unit::Count] {
+            for unit in [Unit::Bytes, Unit::Seconds, Unit::Count, Unit::Number] {
                 for scale in [
                     Scale::even(unit, (0.0, high), (0.0, 1.0)),
                     Scale::doubling(unit, (low, high), (0.0, 1.0)),

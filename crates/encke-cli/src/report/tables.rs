@@ -10,7 +10,8 @@ use super::prediction::off;
 use super::scale::Unit;
 use super::timeline::ACTIVITIES;
 
-fn table(caption: &str, headings: Vec<String>, rows: Vec<Vec<String>>) -> Element {
+/// A table with its headings; the first cell of a row is its name.
+pub fn table(caption: &str, headings: Vec<String>, rows: Vec<Vec<String>>) -> Element {
     let heading = |text: String| Element::new("th").set("scope", "col").text(text);
     let row = |cells: Vec<String>| {
         let cells = cells

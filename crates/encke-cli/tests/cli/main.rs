@@ -8,6 +8,7 @@ mod bad_input;
 mod billion;
 mod chromium;
 mod command;
+mod console;
 mod demo;
 mod device;
 mod files;

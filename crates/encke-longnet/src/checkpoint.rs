@@ -1,0 +1,97 @@
+//! A run in a file: weights, the optimiser's moments, settings and losses, in the safetensors format.
+//!
+//! The decision here: a file appears whole or not at all, and holds everything that the next step
+//! depends on, so that a run that is resumed has the losses of one that was never interrupted.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use candle_core::{Device, Tensor};
+use encke_cli::output::OutputFile;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+
+use crate::adamw::AdamW;
+use crate::settings::Settings;
+
+/// The key of what is said of a file.
+const KEY: &str = "longnet";
+
+/// What a checkpoint says of itself.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Told {
+    /// The settings of the run.
+    pub settings: Settings,
+    /// The loss of every step so far.
+    pub losses: Vec<f64>,
+}
+
+/// Writes a checkpoint.
+pub fn save(path: &Path, told: &Told, optimiser: &AdamW) -> Result<()> {
+    let mut numbers = Vec::new();
+    for (name, tensor) in optimiser.state() {
+        let values: Vec<f32> = tensor.flatten_all()?.to_vec1()?;
+        let bytes: Vec<u8> = values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        numbers.push((name, tensor.dims().to_vec(), bytes));
+    }
+    let mut views = Vec::new();
+    for (name, dims, bytes) in &numbers {
+        views.push((
+            name.as_str(),
+            TensorView::new(Dtype::F32, dims.clone(), bytes)?,
+        ));
+    }
+    let about = HashMap::from([(KEY.to_string(), serde_json::to_string(told)?)]);
+    let file = safetensors::serialize(views, Some(about))?;
+    let mut output = OutputFile::create(path, &[])?;
+    output.write(|to| to.write_all(&file))?;
+    output.keep()
+}
+
+/// A checkpoint that was read.
+pub struct Read {
+    /// What it says of itself.
+    pub told: Told,
+    bytes: Vec<u8>,
+    path: String,
+}
+
+impl Read {
+    /// Reads a file.
+    pub fn open(path: &Path) -> Result<Read> {
+        let shown = path.display().to_string();
+        let bytes = std::fs::read(path).with_context(|| format!("cannot read {shown}"))?;
+        let what = || format!("{shown} is no checkpoint of longnet");
+        let (_, header) = SafeTensors::read_metadata(&bytes).with_context(what)?;
+        let about = header.metadata().as_ref().and_then(|about| about.get(KEY));
+        let Some(about) = about else { bail!(what()) };
+        Ok(Read {
+            told: serde_json::from_str(about).with_context(what)?,
+            bytes,
+            path: shown,
+        })
+    }
+
+    /// One of its tensors.
+    pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        let what = || format!("{} has no usable tensor {name}", self.path);
+        let file = SafeTensors::deserialize(&self.bytes).with_context(what)?;
+        let view = file.tensor(name).with_context(what)?;
+        if view.dtype() != Dtype::F32 {
+            bail!("{}: it holds {:?} instead of F32", what(), view.dtype());
+        }
+        let number = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        let numbers: Vec<f32> = view.data().chunks_exact(4).map(number).collect();
+        Ok(Tensor::from_vec(numbers, view.shape(), &Device::Cpu)?)
+    }
+
+    /// Puts its state into an optimiser and its weights.
+    pub fn restore(&self, optimiser: &mut AdamW) -> Result<()> {
+        optimiser.resume(self.told.losses.len(), |name| self.tensor(name))
+    }
+}

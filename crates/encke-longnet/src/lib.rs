@@ -1,0 +1,59 @@
+//! `longnet`: an example of Encke in a model.
+//!
+//! Nothing of attention is here: it is `encke-candle`'s. What is here is a model around it, its training,
+//! and a task that shows what the pattern is good for. The decision that shaped it: a loss is a function of
+//! settings, text and step, so that rings, processes and resumed runs can be held against one another.
+#![forbid(unsafe_code)]
+
+mod adamw;
+mod checkpoint;
+mod cli;
+mod cross_entropy;
+mod gradients;
+mod model;
+mod record;
+mod report;
+mod retrieval;
+mod sample;
+mod settings;
+mod text;
+mod train;
+mod training;
+mod weights;
+
+use std::ffi::OsString;
+
+use anyhow::Result;
+use encke_cli::Verdict;
+use encke_cli::output::OutputFile;
+use encke_mpi::launcher::Place;
+
+use cli::{Cli, Command, TextOptions};
+
+/// Does what the words of a command line say, and returns its exit code.
+pub fn command(words: impl IntoIterator<Item = OsString>) -> u8 {
+    encke_cli::program("longnet", words, run, run_together)
+}
+
+fn run(cli: Cli) -> Result<Verdict> {
+    match cli.command {
+        Command::Text(options) => text(&options),
+        Command::Train(options) => train::run(&options),
+        Command::Sample(options) => sample::run(&options),
+        Command::Retrieval(options) => retrieval::run(&options),
+        Command::Report(options) => report::run(&options),
+    }
+}
+
+/// It is no command for several processes: each of them would do all of the work.
+fn run_together(_: Cli, place: &Place) -> Result<Verdict> {
+    encke_cli::without_mpi("longnet", place)
+}
+
+fn text(options: &TextOptions) -> Result<Verdict> {
+    let mut output = OutputFile::create(&options.output, &[])?;
+    let text = text::chronicle(options.bytes, options.seed);
+    output.write(|to| to.write_all(text.as_bytes()))?;
+    output.keep()?;
+    Ok(Verdict::Fine)
+}

@@ -1,0 +1,10 @@
+//! The command, from the outside: training on rings, resuming, sampling, pages, refusals.
+
+mod command;
+#[path = "../../../encke-cli/tests/cli/console.rs"]
+mod console;
+mod documentation;
+mod report;
+mod retrieval;
+mod rings;
+mod runs;

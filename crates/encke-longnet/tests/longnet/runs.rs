@@ -1,0 +1,89 @@
+//! Runs that are interrupted, models that write, and what is refused.
+
+use crate::command::{Folder, SMALL};
+
+#[test]
+fn a_resumed_run_is_the_run_that_was_not_interrupted() {
+    let folder = Folder::with_text();
+    let train = |rest: &str| folder.succeeds(&format!("train story.txt {SMALL} --steps 24 {rest}"));
+    train("--record whole.json");
+    train("--checkpoint half.safetensors --until 10");
+    std::fs::copy(
+        folder.path().join("half.safetensors"),
+        folder.path().join("other.safetensors"),
+    )
+    .unwrap();
+    train("--checkpoint half.safetensors --resume --record resumed.json");
+    assert_eq!(folder.losses("resumed.json"), folder.losses("whole.json"));
+
+    // The ring is no part of a run.
+    train("--checkpoint other.safetensors --resume --ranks 3 --record moved.json");
+    let pairs = folder
+        .losses("moved.json")
+        .into_iter()
+        .zip(folder.losses("whole.json"));
+    for (moved, whole) in pairs {
+        assert!((moved - whole).abs() / whole < 1e-4);
+    }
+}
+
+#[test]
+fn a_model_writes_the_same_again_and_something_else_from_another_seed() {
+    let folder = Folder::with_text();
+    folder.succeeds(&format!(
+        "train story.txt {SMALL} --steps 60 --checkpoint model.safetensors"
+    ));
+    let write = |rest: &str| {
+        folder.succeeds(&format!(
+            "sample model.safetensors --prompt Aldo --bytes 40 {rest}"
+        ))
+    };
+    let first = write("");
+    assert!(first.starts_with("Aldo"));
+    assert_eq!(first, write(""));
+    assert_ne!(first, write("--seed 2"));
+    assert_eq!(write("--temperature 0"), write("--temperature 0 --seed 3"));
+}
+
+#[test]
+fn what_cannot_be_done_is_said_in_one_line() {
+    let folder = Folder::with_text();
+    std::fs::write(folder.path().join("short.txt"), "too short").unwrap();
+    folder.refuses("train missing.txt", &["missing.txt"]);
+    folder.refuses(
+        "train short.txt --tokens 100",
+        &["9 bytes", "101", "longnet text"],
+    );
+    folder.refuses("train story.txt --tokens 0", &["--tokens is 0"]);
+    folder.refuses(
+        "train story.txt --tokens 128 --width 10 --heads 4",
+        &["--width 10", "--heads 4"],
+    );
+    folder.refuses(
+        "train story.txt --tokens 128 --segment-lengths 16,128 --dilation-rates 1",
+        &["2 segment lengths but 1 dilation rates"],
+    );
+    folder.refuses("train story.txt --tokens 128 --rate -1", &["--rate"]);
+    folder.refuses("train story.txt --resume", &["--checkpoint"]);
+    folder.refuses(
+        "train story.txt --nonsense",
+        &["--nonsense", "longnet train --help"],
+    );
+    folder.refuses("sample story.txt", &["story.txt is no checkpoint"]);
+    folder.refuses("report page.html story.txt", &["story.txt is no record"]);
+    folder.refuses("retrieval --tokens 33", &["--tokens 33", "64"]);
+    folder.refuses("retrieval --dilation 64", &["--dilation 64", "192"]);
+
+    let train = format!("train story.txt {SMALL} --steps 2 --checkpoint model.safetensors");
+    folder.succeeds(&train);
+    folder.refuses(&format!("{train} --resume --seed 2"), &["other settings"]);
+}
+
+#[test]
+fn every_command_teaches_with_examples() {
+    let folder = Folder::new();
+    for command in ["", "text", "train", "sample", "retrieval", "report"] {
+        let said = folder.succeeds(&format!("{command} --help"));
+        assert!(said.contains("Examples:\n  longnet "), "{command}: {said}");
+    }
+}
