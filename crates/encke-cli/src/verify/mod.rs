@@ -93,12 +93,18 @@ pub struct Options {
 /// What is verified.
 enum Suite {
     /// Numbers against the reference.
-    Reference(judge::Works, judge::Worst),
+    Reference(Box<judge::Works>, judge::Worst),
     /// Calls under hardship.
     Faults(Box<Faults>),
 }
 
 impl Suite {
+    /// Numbers of a device against the reference.
+    fn reference(device: Device) -> Result<Suite> {
+        let works = Box::new(judge::Works::new(device)?);
+        Ok(Suite::Reference(works, judge::Worst::default()))
+    }
+
     /// Runs the case of a seed; an error says what it was and what is wrong with it.
     fn run(&mut self, seed: u64) -> Result<()> {
         match self {
@@ -153,7 +159,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
             "--faults is about messages and runs in the simulator, on the CPU; leave --device \
              {device} out"
         ),
-        (false, device) => Suite::Reference(judge::Works::new(device)?, judge::Worst::default()),
+        (false, device) => Suite::reference(device)?,
     };
     let seed = options.seed.unwrap_or_else(clock_seed);
     let paint = Paint::stdout();

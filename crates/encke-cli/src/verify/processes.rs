@@ -21,6 +21,7 @@ use super::case::Case;
 use super::{Options, Suite, clock_seed, judge, limit, summary};
 use crate::Verdict;
 use crate::cluster::Cluster;
+use crate::device_option::Device;
 use crate::terminal::{Paint, bar, say};
 
 /// How long an exchange of these small calls may wait.
@@ -72,7 +73,7 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
 
     let begin = Instant::now();
     let progress = speaks.then(|| bar(options.count));
-    let mut suite = Suite::Reference(judge::Worst::default());
+    let mut suite = Suite::reference(Device::Cpu)?;
     let (mut ran, mut failed) = (0, 0);
     let mut go_on = true;
     while go_on && ran < options.count {
@@ -80,7 +81,7 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         let case = Case::on(seed, cluster.ranks());
         let own = compare(cluster, &attention, &case)?;
         let own = own.and_then(|()| match &mut suite {
-            Suite::Reference(worst) if speaks => judge::judge(&case, worst),
+            Suite::Reference(works, worst) if speaks => judge::judge(&case, works, worst),
             _ => Ok(()),
         });
         if let Err(wrong) = cluster.all_right(own)? {
