@@ -5,6 +5,5 @@ mod command;
 mod console;
 mod documentation;
 mod report;
-mod retrieval;
 mod rings;
 mod runs;
