@@ -56,8 +56,9 @@ impl Task {
     /// Tokens from one saying of a fact to the next: coprime to how often it is said, so that its value
     /// falls on every phase.
     fn period(&self) -> usize {
-        let coprime =
-            |period: &usize| (2..=self.times).all(|f| self.times % f > 0 || period % f > 0);
+        let coprime = |period: &usize| {
+            (2..=self.times).all(|f| !self.times.is_multiple_of(f) || !period.is_multiple_of(f))
+        };
         (2..).find(coprime).unwrap_or(2)
     }
 
