@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use encke::explain::bytes;
 use encke::plan::Plan;
 use encke::{CpuKernel, RankMemory};

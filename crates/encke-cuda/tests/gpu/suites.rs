@@ -112,7 +112,7 @@ fn family(
     let kernel = || open().map(|kernel| kernel.path(path).summation(summation));
     let checks = [("usual", suite), ("wide", wide), ("signs", signed)];
     for (kind, suite) in checks {
-        let each = dtypes.iter().map(|dtype| shares(&kernel, suite, *dtype));
+        let each = dtypes.iter().map(|dtype| shares(kernel, suite, *dtype));
         tally.group(
             &format!("kernel suite of {name}, {kind}, 400 cases a type"),
             each,
