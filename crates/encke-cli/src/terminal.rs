@@ -17,7 +17,10 @@ pub fn say(text: &str) -> io::Result<()> {
 
 /// Writes a line to standard error. Nobody can be told if that fails.
 pub fn note(line: &str) {
-    let _ = writeln!(io::stderr().lock(), "{line}");
+    // In one piece: what several processes write to one pipe is mixed between pieces.
+    let _ = io::stderr()
+        .lock()
+        .write_all(format!("{line}\n").as_bytes());
 }
 
 /// Colours, or none.
