@@ -82,8 +82,8 @@ impl Options {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Machine")]
 pub struct MachineOptions {
-    /// What each rank computes on: a name of --list, or `here`, the CPU kernel as measured now
-    /// [default: h200].
+    /// What each rank computes on: a name of --list; `here`, the CPU kernel as measured now; or
+    /// `tuned`, the GPU of this machine as encke tune measured it [default: h200].
     #[arg(long, value_name = "NAME")]
     pub gpu: Option<String>,
 

@@ -64,7 +64,7 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
         .count();
     let tried: usize = checked.iter().map(|of| of.tried.len()).sum();
     let mut text = format!(
-        "{}; medians of {repeats} runs of each alternative; machine: {source}\n\n{}",
+        "{}; {repeats} runs of each alternative and more of those in front, medians; machine: {source}\n\n{}",
         Machine::here().processor,
         table(&checked)
     );

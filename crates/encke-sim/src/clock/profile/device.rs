@@ -12,7 +12,7 @@ use encke_core::transport::Parcel;
 use super::moves::{apart, block};
 use super::operands::Operands;
 use super::probes::{Probe, probes};
-use super::{ClockError, Costs, Pick, Reading, Sizes, costs, fit, median, speed_of, told};
+use super::{ClockError, Costs, Pick, Reading, Sizes, costs, fit, misfit, speed_of};
 use crate::clock::machine::{Device, Rate};
 
 /// Something that is done again and again; it is told how often it has been done.
@@ -159,13 +159,6 @@ impl<B: Parcel + Sync> DeviceProfile<B> {
 
     /// How far the description is from the readings it was made of: the median over all jobs.
     pub fn misfit(&self) -> f64 {
-        let misfits = [false, true].into_iter().flat_map(|backward| {
-            let lines = self.lines(backward);
-            let found = fit(&lines);
-            let off =
-                move |(costs, seconds): (Costs, f64)| (told(&costs, &found) / seconds - 1.0).abs();
-            lines.into_iter().map(off)
-        });
-        median(&misfits.collect::<Vec<f64>>())
+        misfit(|backward| self.lines(backward))
     }
 }

@@ -298,14 +298,7 @@ impl Profile {
 
     /// How far the description is from the readings it was made of: the median over all jobs.
     pub fn misfit(&self) -> f64 {
-        let misfits = [false, true].into_iter().flat_map(|backward| {
-            let lines = self.lines(backward, Pick::Median);
-            let found = fit(&lines);
-            let off =
-                move |(costs, seconds): (Costs, f64)| (told(&costs, &found) / seconds - 1.0).abs();
-            lines.into_iter().map(off)
-        });
-        median(&misfits.collect::<Vec<f64>>())
+        misfit(|backward| self.lines(backward, Pick::Median))
     }
 }
 
@@ -341,6 +334,18 @@ fn speed_of(found: &Costs, task_share: f64) -> Speed {
         task_rows: 0.0,
         task_share,
     }
+}
+
+/// How far fits are from the lines of the two passes: the median over all of them.
+fn misfit(lines: impl Fn(bool) -> Vec<(Costs, f64)>) -> f64 {
+    let misfits = [false, true].into_iter().flat_map(|backward| {
+        let lines = lines(backward);
+        let found = fit(&lines);
+        let off =
+            move |(costs, seconds): (Costs, f64)| (told(&costs, &found) / seconds - 1.0).abs();
+        lines.into_iter().map(off)
+    });
+    median(&misfits.collect::<Vec<f64>>())
 }
 
 /// The seconds of some costs.
