@@ -11,7 +11,8 @@ use clap::{Parser, Subcommand};
 
 use crate::terminal::{note, say};
 use crate::{
-    Verdict, attend, billion, generate, launch, plan, profile, report, simulate, tune, verify,
+    Verdict, attend, bench, billion, generate, launch, plan, profile, report, simulate, tune,
+    verify,
 };
 
 const ABOUT: &str = "Exact ring and dilated attention, forward and backward.
@@ -36,6 +37,8 @@ Examples:
       How long that would take, and where the time would go.
   encke profile --causal --sharding striped --grad
       What each rank really holds, by the size of the ring, beside what was planned.
+  encke bench --causal --sharding zigzag --grad
+      How long rings of several sizes take on this machine.
   encke tune
       Measure this machine in less than a minute, for --ranks auto and plan --explain.
   encke verify
@@ -63,6 +66,9 @@ pub enum Command {
     /// Compute attention, and its gradients, of tensors in a file
     #[command(after_help = attend::EXAMPLES, allow_negative_numbers = true)]
     Attend(attend::Options),
+    /// Time rings of several sizes beside one another, after checking what they compute
+    #[command(after_help = bench::EXAMPLES, allow_negative_numbers = true)]
+    Bench(bench::Options),
     /// Attend a billion tokens, every pair of the pattern, on this machine
     #[command(after_help = billion::EXAMPLES)]
     Billion(billion::Options),

@@ -20,7 +20,7 @@ use serde::de::DeserializeOwned;
 
 use crate::cli::{Cli, Command, one_line};
 use crate::terminal::note;
-use crate::{PAUSE, Told, Verdict, attend, billion, profile, verify};
+use crate::{PAUSE, Told, Verdict, attend, bench, billion, profile, verify};
 
 /// How long a rank may wait for another one unless told otherwise.
 const DEADLINE: Duration = Duration::from_secs(600);
@@ -111,13 +111,14 @@ pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
 fn command(cluster: &mut Cluster, cli: Cli) -> Result<Verdict> {
     match &cli.command {
         Some(Command::Attend(options)) => attend::processes::run(cluster, options),
+        Some(Command::Bench(options)) => bench::processes::run(cluster, options),
         Some(Command::Billion(options)) => billion::processes::run(cluster, options),
         Some(Command::Profile(options)) => profile::processes::run(cluster, options),
         Some(Command::Verify(options)) => verify::processes::run(cluster, options),
         _ if cluster.ranks() == 1 => crate::run(cli),
         _ => cluster.agree(Err(anyhow!(
-            "this command runs alone; start it without a launcher (attend, billion, profile and \
-             verify run as several processes)"
+            "this command runs alone; start it without a launcher (attend, bench, billion, \
+             profile and verify run as several processes)"
         ))),
     }
 }

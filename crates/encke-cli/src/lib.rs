@@ -9,7 +9,9 @@
 #![deny(unsafe_code)]
 
 mod attend;
+mod bench;
 mod billion;
+mod check;
 mod chrome;
 mod cli;
 #[cfg(feature = "mpi")]
@@ -32,6 +34,7 @@ mod profile;
 mod program;
 pub mod report;
 mod ring_options;
+mod rings_options;
 mod shape_options;
 mod simulate;
 pub mod table;
@@ -123,6 +126,7 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
     match cli.command {
         None => demo::run(),
         Some(Command::Attend(options)) => attend::run(&options),
+        Some(Command::Bench(options)) => bench::run(&options),
         Some(Command::Billion(options)) => billion::run(&options),
         Some(Command::Generate(options)) => generate::run(&options),
         Some(Command::Launch(options)) => launch::run(&options),

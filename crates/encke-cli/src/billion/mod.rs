@@ -4,7 +4,6 @@
 //! Nothing is extrapolated: what is printed is what was done. Ranks live one after another, each
 //! with the buffers of its own plan, and what is left of the output is a checksum and samples.
 
-mod check;
 mod gpu;
 mod host;
 mod options;
@@ -23,6 +22,7 @@ use encke_sim::stream::{Checksum, Generator, RankDone, Sampled, Samples, Stream}
 use indicatif::ProgressBar;
 
 use crate::Verdict;
+use crate::check;
 use crate::device_option::{Device, cuda};
 use crate::output::OutputFile;
 use crate::terminal::{long_bar, note, say};

@@ -7,10 +7,10 @@ use encke::explain::{bytes, grouped};
 use encke::plan::Plan;
 use serde::Serialize;
 
-use super::check::{Checked, Tolerance};
 use super::gpu::DeviceMemory;
 use super::options::Settings;
 use super::state::State;
+use crate::check::{Checked, Tolerance};
 use crate::cli;
 use crate::memory;
 use crate::pattern_options;

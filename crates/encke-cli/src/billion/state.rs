@@ -8,8 +8,8 @@ use anyhow::{Context, Result, bail};
 use encke_sim::stream::Checksum;
 use serde::{Deserialize, Serialize};
 
-use super::check::Checked;
 use super::options::Settings;
+use crate::check::Checked;
 use crate::output::OutputFile;
 
 /// What is done so far.

@@ -22,6 +22,7 @@ use crate::device_option::{Device, cuda};
 use crate::output::OutputFile;
 use crate::terminal::{Paint, bar, say};
 pub use options::{EXAMPLES, Options};
+pub use report::heading;
 
 /// One pass over all ring sizes.
 pub struct PassProfile {

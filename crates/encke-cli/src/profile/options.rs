@@ -2,18 +2,16 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::Args;
-use encke::{Attention, Cut, Pass, Request};
+use encke::{Pass, Request};
 
 use crate::device_option::DeviceOption;
 use crate::number::count;
 use crate::pattern_options::PatternOptions;
-use crate::ring_options::{QueriesName, cut};
+use crate::rings_options::{self, RingsOptions};
 use crate::shape_options::{ShapeOptions, usual};
 
-/// All ranks of a ring are held in memory at once, and each makes its plan.
-const MOST_RANKS: usize = 1024;
 /// Rings that are only planned; the programs of all ranks are made, one after the other.
 const MOST_PLANNED: usize = 4096;
 
@@ -52,7 +50,8 @@ Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G count by 1024."
 #[command(
     mut_arg("tokens", usual("4k")),
     mut_arg("heads", usual("4")),
-    mut_arg("dim", usual("64"))
+    mut_arg("dim", usual("64")),
+    mut_arg("ranks", usual("1,2,4,8,16,32"))
 )]
 pub struct Options {
     #[command(flatten)]
@@ -64,6 +63,17 @@ pub struct Options {
     #[command(flatten)]
     rings: RingsOptions,
 
+    /// Ring sizes that are only planned; 0 for none.
+    #[arg(
+        long,
+        value_name = "P1,P2,...",
+        value_delimiter = ',',
+        value_parser = count,
+        default_value = "1000",
+        help_heading = rings_options::HEADING
+    )]
+    plan_ranks: Vec<usize>,
+
     /// Where it is run.
     #[command(flatten)]
     pub device: DeviceOption,
@@ -71,43 +81,6 @@ pub struct Options {
     /// What is run and written.
     #[command(flatten)]
     pub work: WorkOptions,
-}
-
-/// Which rings.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Rings")]
-struct RingsOptions {
-    /// Ring sizes that are run.
-    #[arg(
-        long,
-        value_name = "P1,P2,...",
-        value_delimiter = ',',
-        value_parser = count,
-        default_value = "1,2,4,8,16,32"
-    )]
-    ranks: Vec<usize>,
-
-    /// Ring sizes that are only planned; 0 for none.
-    #[arg(
-        long,
-        value_name = "P1,P2,...",
-        value_delimiter = ',',
-        value_parser = count,
-        default_value = "1000"
-    )]
-    plan_ranks: Vec<usize>,
-
-    /// How tokens are cut: contiguous, zigzag or striped [default: contiguous].
-    #[arg(long, value_name = "CUT", value_parser = cut)]
-    sharding: Option<Cut>,
-
-    /// Who holds the queries [default: sharded].
-    #[arg(long, value_enum, value_name = "WHO")]
-    queries: Option<QueriesName>,
-
-    /// How many other ranks keep each rank's inputs; rings without so many others keep none.
-    #[arg(long, value_name = "R", value_parser = count, default_value = "0")]
-    redundancy: usize,
 }
 
 /// What is run and written.
@@ -160,41 +133,25 @@ pub struct Ring {
 impl Options {
     /// The rings that the options ask for, or which of them cannot be.
     pub fn rings(&self) -> Result<Rings> {
-        if let Some(Cut::Firsts(_)) = self.rings.sharding {
-            bail!(
-                "first tokens fit one ring size only, and profile compares several; use contiguous, \
-                 zigzag or striped"
-            );
-        }
-        let rings = |sizes: &[usize], option: &str, most: usize| -> Result<Vec<Ring>> {
-            let mut sizes = sizes.to_vec();
-            sizes.sort_unstable();
-            sizes.dedup();
-            if let Some(ranks) = sizes.iter().find(|ranks| **ranks > most) {
-                bail!("{option} {ranks} is too many; use at most {most}");
-            }
+        let rings = |sizes: Vec<usize>| -> Result<Vec<Ring>> {
             sizes.into_iter().map(|ranks| self.ring(ranks)).collect()
         };
-        let planned: Vec<usize> = self.rings.plan_ranks.clone();
+        let planned: Vec<usize> = self.plan_ranks.clone();
         let planned: Vec<usize> = planned.into_iter().filter(|ranks| *ranks > 0).collect();
         Ok(Rings {
-            run: rings(&self.rings.ranks, "--ranks", MOST_RANKS)?,
-            planned: rings(&planned, "--plan-ranks", MOST_PLANNED)?,
+            run: rings(self.rings.sizes()?)?,
+            planned: rings(rings_options::sizes(
+                &planned,
+                "--plan-ranks",
+                MOST_PLANNED,
+            )?)?,
         })
     }
 
     /// A ring of one size.
     pub fn ring(&self, ranks: usize) -> Result<Ring> {
         let (shape, dtype) = (self.sizes.shape()?, self.sizes.dtype());
-        let cut = self.rings.sharding.clone().unwrap_or(Cut::Contiguous);
-        let queries = self.rings.queries.unwrap_or(QueriesName::Sharded).queries();
-        let attention = Attention::builder()
-            .pattern(self.pattern.pattern()?)
-            .ranks(ranks)
-            .sharding(cut)
-            .queries(queries)
-            .redundancy(self.rings.redundancy.min(ranks.saturating_sub(1)))
-            .build()?;
+        let attention = self.rings.builder(&self.pattern, ranks)?.build()?;
         let plan = attention.plan(shape, dtype, Pass::Forward)?;
         Ok(Ring {
             ranks,

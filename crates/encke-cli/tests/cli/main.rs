@@ -5,6 +5,7 @@
 
 mod attend;
 mod bad_input;
+mod bench;
 mod billion;
 mod chromium;
 mod command;

@@ -53,6 +53,29 @@ fn a_profile_has_every_process_and_what_was_hidden() {
     assert_eq!(folder.names(), ["two.json"]);
 }
 
+#[test]
+fn a_bench_is_one_ring_whose_output_was_checked() {
+    let folder = Folder::new();
+    let said = succeeds(
+        &folder,
+        3,
+        "bench --tokens 900 --heads 2 --dim 16 --causal --sharding zigzag --grad --repeats 2 \
+         --json three.json",
+    );
+    assert!(said.contains("3 processes"), "{said}");
+    assert!(said.contains(": right"), "{said}");
+    let record = std::fs::read(folder.join("three.json")).unwrap();
+    let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
+    let rings = record["rings"].as_array().unwrap();
+    assert_eq!(rings.len(), 1);
+    // The rows of all ranks together are those of one process.
+    assert!(rings[0]["checked"]["rows"].as_u64().unwrap() >= 64);
+    assert_eq!(
+        rings[0]["passes"][1]["seconds"].as_array().unwrap().len(),
+        2
+    );
+}
+
 /// The slope of the line through points, in logarithms.
 fn exponent(points: &[(f64, f64)]) -> f64 {
     let logs: Vec<(f64, f64)> = points.iter().map(|(x, y)| (x.ln(), y.ln())).collect();

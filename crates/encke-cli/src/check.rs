@@ -3,7 +3,7 @@
 //! The decision here: uniform samples alone would hardly ever touch a branch that has one token in
 //! a million, so each branch gets samples of its own beside them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 use encke::plan::Request;
@@ -50,10 +50,20 @@ impl Tolerance {
     }
 }
 
-/// The rows to check: `uniform` anywhere (or all there are), and some of each branch.
+/// The rows to check, as what keeps them.
 pub fn samples(request: &Request, generator: &Generator, uniform: usize) -> Samples {
+    Samples::new(places(request, generator, uniform))
+}
+
+/// The token and head of each row to check: `uniform` anywhere (or all there are), and some of each
+/// branch.
+pub fn places(
+    request: &Request,
+    generator: &Generator,
+    uniform: usize,
+) -> BTreeSet<(usize, usize)> {
     let shape = &request.shape;
-    let mut wanted = std::collections::BTreeSet::new();
+    let mut wanted = BTreeSet::new();
     let mut throws = 0..;
     let mut pick = |bound: usize| generator.pick(throws.next().unwrap_or_default(), bound);
     let all = shape.tokens * shape.heads;
@@ -74,7 +84,7 @@ pub fn samples(request: &Request, generator: &Generator, uniform: usize) -> Samp
             }
         }
     }
-    Samples::new(wanted)
+    wanted
 }
 
 impl Checked {
