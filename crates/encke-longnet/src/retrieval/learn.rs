@@ -97,7 +97,9 @@ impl Learned {
 }
 
 /// A share of right answers at which a stage is understood.
-const UNDERSTOOD: f64 = 0.985;
+const UNDERSTOOD: f64 = 0.97;
+/// Questions of a sequence at most, where there is one fact.
+const MANY: usize = 16;
 /// The share is averaged over about so many steps.
 const MEMORY: f64 = 10.0;
 
@@ -116,11 +118,8 @@ impl Lessons {
             local: self.local,
             kinds,
             facts,
-            questions: match tokens {
-                // The last eighth has room for more, and each of them teaches.
-                long if long / self.local / 8 >= 4 * facts => 4 * facts,
-                _ => facts,
-            },
+            // The last eighth may have room for more than one for each fact, and each of them teaches.
+            questions: (tokens / self.local / 8).clamp(facts, MANY.max(facts)),
             times: self.dilation,
         }
     }
