@@ -173,7 +173,13 @@ impl Lessons {
     }
 
     fn model(&self, reach: Reach, tokens: usize, weights: &Weights) -> Result<LongNet> {
-        let settings = encke::Attention::builder().pattern(self.pattern(reach, tokens)?);
+        // The more keys there are, the further the one that is meant must stand out from the others: by
+        // the logarithm of their number (scalable softmax), or what is learned on short sequences is
+        // drowned in long ones.
+        let growth = (tokens as f64).ln() / (self.local as f64).ln();
+        let settings = encke::Attention::builder()
+            .pattern(self.pattern(reach, tokens)?)
+            .scale(growth / (self.head_dim as f64).sqrt());
         let attention = Attention::new(settings.ranks(self.ranks))?;
         let sizes = Sizes {
             symbols: SYMBOLS,
