@@ -100,6 +100,8 @@ impl Learned {
 const UNDERSTOOD: f64 = 0.97;
 /// Questions of a sequence at most, where there is one fact.
 const MANY: usize = 16;
+/// Questions about each fact in the examination.
+const EXAMINED: usize = 4;
 /// The share is averaged over about so many steps.
 const MEMORY: f64 = 10.0;
 
@@ -258,11 +260,14 @@ impl Lessons {
         course: Vec<(usize, usize, f64, f64)>,
     ) -> Result<Learned> {
         let model = self.model(reach, self.tokens, weights)?;
-        let task = self.task(Stage {
+        let mut task = self.task(Stage {
             tokens: self.tokens,
             facts: self.facts,
             kinds: NOISE,
         });
+        // Questions about one fact have one answer: a guess is right for all of them, or for none. So
+        // the examination is of many sequences.
+        task.questions = task.questions.min(EXAMINED * self.facts);
         let mut random = Random::new(self.seed + 2);
         let (mut asked, mut right, mut shortest) = (0, 0, usize::MAX);
         while asked < self.examined {
