@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use encke::CpuKernel;
-use encke::tune::{Checked, GOOD, check, median_error, threads_here};
+use encke::tune::{Checked, GOOD, Source, check, median_error, threads_here};
 use serde::Serialize;
 
 use crate::Verdict;
@@ -38,6 +38,11 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
         None => None,
     };
     let (machine, source) = threads_here()?;
+    // A record goes to other people, to whom the place of a file means nothing.
+    let source = match source {
+        Source::Measured(_) => "measured here".to_string(),
+        source => source.to_string(),
+    };
     let progress = bar(100);
     let checked = check(CpuKernel::new()?, &machine, repeats, &mut |what, part| {
         progress.set_position((100.0 * part) as u64);
@@ -48,7 +53,7 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
     if let Some(file) = &mut file {
         let record = Record {
             machine: Machine::here(),
-            source: source.to_string(),
+            source: source.clone(),
             repeats,
             median_error: error,
             configurations: &checked,
@@ -64,7 +69,8 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
         .count();
     let tried: usize = checked.iter().map(|of| of.tried.len()).sum();
     let mut text = format!(
-        "{}; {repeats} runs of each alternative and more of those in front, medians; machine: {source}\n\n{}",
+        "{}; {repeats} runs of each alternative and more of those in front, medians; behind: turn by \
+         turn; machine: {source}\n\n{}",
         Machine::here().processor,
         table(&checked)
     );

@@ -1,9 +1,10 @@
 //! Decisions held against reality: what is chosen beside the best of everything that could have been.
 //!
 //! Mixed configurations, each with all alternatives that fit, every one of them really run on threads
-//! of this machine. The decision here: alternatives of a configuration take turns, and medians are
-//! compared, so that a machine that is busy with other things is busy for all of them alike; those
-//! in front run again, and only what they took then counts.
+//! of this machine. The decision here: alternatives of a configuration take turns, and ratios of one turn
+//! are compared, so that a machine that is busy with other things is busy for all of them alike. Of many
+//! the fastest is partly the luckiest: those in front run again, who then still beats the chosen one
+//! meets it alone, and only the last that was measured counts.
 
 use std::time::Duration;
 
@@ -25,6 +26,8 @@ pub const GOOD: f64 = 0.05;
 const FINALISTS: usize = 8;
 /// How often they do.
 const FINALS: usize = 7;
+/// How often one that was faster than the chosen one runs beside it.
+const DUELS: usize = 15;
 
 /// An alternative, predicted and measured.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -35,6 +38,8 @@ pub struct Tried {
     pub measured_s: f64,
     /// All of them.
     pub runs_s: Vec<f64>,
+    /// For those in front: how many times as long the chosen one took, in the median of the turns.
+    pub ahead: Option<f64>,
 }
 
 impl Tried {
@@ -56,20 +61,17 @@ pub struct Checked {
 }
 
 impl Checked {
-    /// The alternative that was fastest, of those that ran in the final.
+    /// The alternative that was fastest, of those in front.
     pub fn best(&self) -> &Tried {
-        let final_runs = self.tried[self.chosen].runs_s.len();
-        let best = self
-            .tried
-            .iter()
-            .filter(|tried| tried.runs_s.len() == final_runs)
-            .min_by(|a, b| a.measured_s.total_cmp(&b.measured_s));
+        let ahead = |tried: &Tried| tried.ahead.unwrap_or(0.0);
+        let tried = self.tried.iter();
+        let best = tried.max_by(|a, b| ahead(a).total_cmp(&ahead(b)));
         best.expect("something was tried")
     }
 
     /// How many times as long as the fastest the chosen one took.
     pub fn behind(&self) -> f64 {
-        self.tried[self.chosen].measured_s / self.best().measured_s
+        self.best().ahead.unwrap_or(1.0)
     }
 }
 
@@ -230,25 +232,48 @@ impl Case {
         for _ in 0..repeats {
             turn(&everyone, &mut runs_s)?;
         }
-        // The fastest of many is partly the luckiest: those in front run again.
-        let finalists = finalists(&runs_s, choice.chosen);
+        let (chosen, mut ahead_of) = (choice.chosen, vec![None; requests.len()]);
+        let finalists = finalists(&runs_s, chosen);
         let mut finals_s = vec![Vec::new(); requests.len()];
         for _ in 0..FINALS {
             turn(&finalists, &mut finals_s)?;
         }
-        for at in finalists {
-            runs_s[at] = std::mem::take(&mut finals_s[at]);
+        for &at in &finalists {
+            let mut ahead = ratio(&finals_s[chosen], &finals_s[at]);
+            if ahead > 1.0 + GOOD {
+                let mut duel_s = vec![Vec::new(); requests.len()];
+                for number in 0..DUELS {
+                    let pair = match number % 2 {
+                        0 => [chosen, at],
+                        _ => [at, chosen],
+                    };
+                    turn(&pair, &mut duel_s)?;
+                }
+                ahead = ratio(&duel_s[chosen], &duel_s[at]);
+                runs_s[at] = std::mem::take(&mut duel_s[at]);
+            } else {
+                runs_s[at] = finals_s[at].clone();
+            }
+            ahead_of[at] = Some(ahead);
         }
-        let tried = fitting.iter().zip(runs_s).map(|(of, runs_s)| Tried {
+        let tried = fitting.iter().zip(runs_s).zip(ahead_of);
+        let tried = tried.map(|((of, runs_s), ahead)| Tried {
             predicted: (*of).clone(),
             measured_s: median(&runs_s),
             runs_s,
+            ahead,
         });
         Ok(Checked {
             name: self.name,
             tried: tried.collect(),
             // What fits comes first, so places are the same.
-            chosen: choice.chosen,
+            chosen,
         })
     }
+}
+
+/// How many times as long one took as the other, in the median of their turns.
+fn ratio(one_s: &[f64], other_s: &[f64]) -> f64 {
+    let ratios = one_s.iter().zip(other_s).map(|(one, other)| one / other);
+    median(&ratios.collect::<Vec<f64>>())
 }
