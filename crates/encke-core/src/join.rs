@@ -1,4 +1,4 @@
-//! Jobs that lie side by side are one job.
+//! Jobs that lie side by side are one job, and a job is two.
 //!
 //! A rank's tokens are up to two runs, so its jobs come in pieces: a zigzag shard attended to
 //! itself is two diagonals and a square. In memory the runs are neighbours, in the order of their
@@ -8,7 +8,39 @@
 
 use crate::job::{Causal, Job, Operand};
 
+/// A job is cut at a multiple of so many query rows: what the smallest tiles take at a time.
+const BLOCK: usize = 16;
+
 impl Job {
+    /// The first half of its queries and the second, if both have enough of them.
+    pub fn halves(&self) -> Option<(Job, Job)> {
+        let first = self.queries.div_ceil(2).next_multiple_of(BLOCK);
+        if first >= self.queries {
+            return None;
+        }
+        let on = |of: &Operand| Operand {
+            offset: of.offset + first * of.row,
+            ..of.clone()
+        };
+        let low = Job {
+            queries: first,
+            keys: self.visible(first - 1).max(1),
+            ..self.clone()
+        };
+        let high = Job {
+            queries: self.queries - first,
+            q: on(&self.q),
+            cells: on(&self.cells),
+            dq: self.dq.as_ref().map(on),
+            causal: self.causal.map(|mask| Causal {
+                query: mask.query + first * mask.query_step,
+                ..mask
+            }),
+            ..self.clone()
+        };
+        Some((low, high))
+    }
+
     /// This job and another one on the same queries whose keys come next in memory, as one.
     /// None where they are not such a pair.
     pub fn join_keys(&self, next: &Job) -> Option<Job> {
@@ -286,6 +318,32 @@ mod tests {
             }
         }
         assert!(joined.iter().all(|&count| count > 500), "{joined:?}");
+    }
+
+    #[test]
+    fn halves_have_the_pairs_of_the_whole_and_no_other() {
+        let mut cut = 0;
+        for seed in 0..2000 {
+            let mut random = Random::new(seed);
+            let mask = Causal {
+                query: random.below(20),
+                query_step: 1 + random.below(3),
+                key: random.below(20),
+                key_step: 1 + random.below(3),
+            };
+            let mask = (!random.once_in(4)).then_some(mask);
+            let whole = job((0, 1 + random.below(60)), (0, 1 + random.below(60)), mask);
+            let Some((low, high)) = whole.halves() else {
+                assert!(whole.queries <= BLOCK, "{whole:?}");
+                continue;
+            };
+            assert!(low.queries.is_multiple_of(BLOCK) && high.queries > 0);
+            assert_eq!(low.pairs() + high.pairs(), whole.pairs(), "seed {seed}");
+            let whole = pairs(std::slice::from_ref(&whole));
+            assert_eq!(pairs(&[low, high]), whole, "seed {seed}");
+            cut += 1;
+        }
+        assert!(cut > 500, "{cut}");
     }
 
     #[test]

@@ -198,7 +198,11 @@ pub(super) fn sharded(
     b.output(Role::Dq, dq, runs.clone());
     b.output(Role::Dk, dk, runs.clone());
     b.output(Role::Dv, dv, runs);
-    b.finish()
+    match (so_far, plan.request.redundancy) {
+        (None, 0) => b.finish_at_home(),
+        // Whoever takes over asks whether a shard has begun, and then all of its own is done.
+        _ => b.finish(),
+    }
 }
 
 /// Where dq, dk and dv go that are known already: as large as the meetings need that are new to one
@@ -261,7 +265,7 @@ fn visited(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     b.output(Role::Dq, dq, runs.clone());
     b.output(Role::Dk, dk, runs.clone());
     b.output(Role::Dv, dv, runs);
-    b.finish()
+    b.finish_at_home()
 }
 
 /// Keys and their gradients stay; each rank has everyone's queries, and what it finds for their

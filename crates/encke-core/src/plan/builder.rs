@@ -36,10 +36,35 @@ impl<'a> Builder<'a> {
 
     /// The program. Jobs that lie side by side have become one.
     pub fn finish(mut self) -> RankPlan {
+        self.join();
+        self.program()
+    }
+
+    /// The same where sums come home in the end: they would travel while nobody computes, so half of
+    /// what the rank has to do with itself, which could be done at any time, waits for that round.
+    pub fn finish_at_home(mut self) -> RankPlan {
+        self.join();
+        let idle = |round: &Round| {
+            let travels = !round.sends.is_empty() || !round.receives.is_empty();
+            travels && round.meanwhile.is_empty()
+        };
+        if let Some(last) = self.rounds.iter().rposition(idle).filter(|last| *last > 0) {
+            let own = std::mem::take(&mut self.rounds[0].meanwhile);
+            let (now, later) = halves(own);
+            self.rounds[0].meanwhile = now;
+            self.rounds[last].meanwhile = later;
+        }
+        self.program()
+    }
+
+    fn join(&mut self) {
         for round in &mut self.rounds {
             join(&mut round.meanwhile, Job::join_keys);
             join(&mut round.meanwhile, Job::join_queries);
         }
+    }
+
+    fn program(self) -> RankPlan {
         RankPlan {
             rank: self.rank,
             rows: self.rows,
@@ -166,6 +191,35 @@ impl<'a> Builder<'a> {
             self.round(round).before.push(Task::Fill { buffer, value });
         }
     }
+}
+
+/// Tasks in two parts of about the same work, the larger one first; a job that lies across the middle is
+/// cut between two of its queries.
+fn halves(tasks: Vec<Task>) -> (Vec<Task>, Vec<Task>) {
+    let pairs = |task: &Task| task.job().map_or(0, Job::pairs);
+    let all: u128 = tasks.iter().map(pairs).sum();
+    let (mut now, mut later) = (Vec::new(), Vec::new());
+    let mut before = 0;
+    for task in tasks {
+        let own = pairs(&task);
+        match (2 * before >= all, 2 * (before + own) <= all) {
+            (true, _) => later.push(task),
+            (false, true) => now.push(task),
+            (false, false) => {
+                let cut = task.job().and_then(Job::halves);
+                let cut = cut.and_then(|(low, high)| Some((task.with(low)?, task.with(high)?)));
+                match cut {
+                    Some((low, high)) => {
+                        now.push(low);
+                        later.push(high);
+                    }
+                    None => now.push(task),
+                }
+            }
+        }
+        before += own;
+    }
+    (now, later)
 }
 
 /// How far back a task looks for one to be joined to: the pieces of a shard come together.

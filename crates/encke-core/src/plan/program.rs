@@ -288,6 +288,13 @@ impl Task {
         (joined == other).then_some(joined)
     }
 
+    /// This task with another job.
+    pub(super) fn with(&self, job: Job) -> Option<Task> {
+        let mut task = self.clone();
+        *task.job_mut()? = job;
+        Some(task)
+    }
+
     fn job_mut(&mut self) -> Option<&mut Job> {
         match self {
             Task::Forward { job, .. }

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 
 use encke_core::dtype::Slice;
 use encke_core::plan::program::{BufferId, Role, Task};
+use encke_core::plan::rings::Freight;
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::transport::Address;
@@ -288,4 +289,40 @@ fn the_way_round_is_the_shorter_one() {
             .collect::<Vec<_>>(),
         [true, false]
     );
+}
+
+/// Nothing travels while a rank has nothing to compute, not even the gradients that come home last.
+#[test]
+fn every_hop_of_a_dense_ring_has_jobs_beside_it() {
+    let shape = Shape::new(1, 960, 2, 2, 8).unwrap();
+    for (ranks, causal, cut) in [
+        (2, false, Cut::Contiguous),
+        (2, true, Cut::Zigzag),
+        (3, true, Cut::Zigzag),
+        (5, false, Cut::Contiguous),
+    ] {
+        let sharding = Sharding::new(ranks, cut).unwrap();
+        let pattern = Pattern::dense().causal(causal);
+        for (pass, backward) in [
+            (Pass::Forward, Freight::Keys),
+            (Pass::Backward { dlse: false }, Freight::Keys),
+            (Pass::Backward { dlse: false }, Freight::Queries),
+        ] {
+            let mut request = Request::new(shape, pattern.clone(), sharding.clone(), DType::F32);
+            request.pass = pass;
+            request.schedule.backward = backward;
+            let plan = Plan::new(request).unwrap();
+            for rank in 0..ranks {
+                let program = plan.rank(rank).unwrap();
+                for (number, round) in program.rounds.iter().enumerate() {
+                    let travels = !round.sends.is_empty() || !round.receives.is_empty();
+                    let computes = round.meanwhile.iter().any(|task| task.job().is_some());
+                    assert!(
+                        computes || !travels,
+                        "{ranks} ranks, {pass:?}, {backward:?}: rank {rank}, round {number}"
+                    );
+                }
+            }
+        }
+    }
 }
