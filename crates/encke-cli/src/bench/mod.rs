@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use encke::{Attention, Backward, Builder, Forward, Kernel, Mode, Pass, Request};
+use encke::{Attention, Backward, Builder, Forward, Kernel, Mode, Pass, Report, Request};
 use encke_core::sharding::Run;
 
 use crate::Verdict;
@@ -107,6 +107,14 @@ struct Ran {
     forward: Forward,
     backward: Option<Backward>,
     seconds: Vec<f64>,
+}
+
+impl Ran {
+    /// What each pass says of itself, in their order.
+    fn reports(&self) -> impl Iterator<Item = &Report> {
+        let backward = self.backward.iter().map(|backward| &backward.report);
+        std::iter::once(&self.forward.report).chain(backward)
+    }
 }
 
 impl Options {
@@ -228,11 +236,6 @@ fn turn<K: Kernel>(attention: &Attention<K>, case: &Case, grad: bool) -> Result<
 
 /// What the passes of a ring are, before any was timed.
 fn passes(ran: &Ran) -> Result<Vec<PassTimes>> {
-    let reports = [
-        Some(&ran.forward.report),
-        ran.backward.as_ref().map(|b| &b.report),
-    ];
-    let named = ["forward", "backward"].into_iter().zip(reports);
-    let passes = named.filter_map(|(name, report)| report.map(|r| PassTimes::new(name, r)));
-    passes.collect()
+    let named = ["forward", "backward"].into_iter().zip(ran.reports());
+    named.map(|(name, of)| PassTimes::new(name, of)).collect()
 }

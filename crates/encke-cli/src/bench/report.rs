@@ -112,9 +112,8 @@ fn operations(plan: &Plan) -> Result<f64> {
 impl RingTimes {
     /// One more turn.
     pub(super) fn add(&mut self, ran: &Ran) {
-        let backward = ran.backward.iter().map(|backward| &backward.report);
-        let reports = std::iter::once(&ran.forward.report).chain(backward);
-        let timed = self.passes.iter_mut().zip(reports).zip(&ran.seconds);
+        let timed = self.passes.iter_mut().zip(ran.reports());
+        let timed = timed.zip(&ran.seconds);
         timed.for_each(|((pass, report), seconds)| pass.add(*seconds, report));
     }
 
