@@ -193,8 +193,8 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// Tasks in two parts of about the same work, the larger one first; a job that lies across the middle is
-/// cut between two of its queries.
+/// Tasks in two parts, split where half of the work is done; a job that lies across that place is cut in
+/// the middle of its queries.
 fn halves(tasks: Vec<Task>) -> (Vec<Task>, Vec<Task>) {
     let pairs = |task: &Task| task.job().map_or(0, Job::pairs);
     let all: u128 = tasks.iter().map(pairs).sum();
