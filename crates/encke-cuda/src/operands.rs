@@ -63,13 +63,16 @@ pub(crate) struct Targets {
 }
 
 impl Ends<'_> {
-    pub fn own(self) -> Result<Targets> {
+    /// Memory of its own for what is written, of the types that jobs of `dtype` write.
+    pub fn own(self, dtype: DType) -> Result<Targets> {
         let one_type = |carry: &Carry<Buffer>| {
-            expect("m", &carry.m, carry.acc.dtype())?;
-            expect("l", &carry.l, carry.acc.dtype())
+            let Carry { acc, m, l } = carry;
+            let mut all = [("acc", acc), ("m", m), ("l", l)].into_iter();
+            all.try_for_each(|(what, of)| expect(what, of, dtype.sum()))
         };
         let outputs = |out: &mut Buffer, lse: &mut Buffer| -> Result<Vec<Arc<Memory>>> {
-            expect("lse", lse, out.dtype().sum())?;
+            expect("out", out, dtype)?;
+            expect("lse", lse, dtype.sum())?;
             Ok(vec![out.own()?.clone(), lse.own()?.clone()])
         };
         Ok(match self {
@@ -85,7 +88,6 @@ impl Ends<'_> {
             }
             Ends::Conclusion { carry, out, lse } => {
                 one_type(carry)?;
-                expect("a carry", &carry.acc, out.dtype().sum())?;
                 let Carry { acc, m, l } = carry;
                 let carry = [acc, m, l].map(|part| part.memory().cloned());
                 Targets {

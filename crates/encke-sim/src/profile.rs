@@ -220,7 +220,7 @@ impl Inputs {
             q: tensor(request.dtype, heads),
             k: tensor(request.dtype, kv_heads),
             v: tensor(request.dtype, kv_heads),
-            dout: tensor(request.out_dtype(), slots),
+            dout: tensor(request.dtype, slots),
         }
     }
 

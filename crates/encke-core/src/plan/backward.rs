@@ -82,13 +82,7 @@ fn buffers(b: &mut Builder<'_>, runs: &[Run], with_dlse: bool, begins: bool) -> 
     let v = b.resident("v", Component::OwnKv, dtype, own, Width::Kv);
     let out = b.resident("out", Component::Output, out_dtype, rows, Width::WideCell);
     let lse = b.resident("lse", Component::Output, sum, rows, Width::Cell);
-    let dout = b.resident(
-        "dout",
-        Component::Upstream,
-        out_dtype,
-        rows,
-        Width::WideCell,
-    );
+    let dout = b.resident("dout", Component::Upstream, dtype, rows, Width::WideCell);
     let dlse = with_dlse.then(|| b.resident("dlse", Component::Upstream, sum, rows, Width::Cell));
     let delta = b.resident("delta", Component::Upstream, sum, rows, Width::Cell);
     let dq = b.resident("dq", Component::Gradients, sum, own, Width::Query);

@@ -21,7 +21,8 @@ pub(super) struct QueryRows {
 }
 
 impl Builder<'_> {
-    /// Whether no keys visit this rank, and no cell of its is in more than one of its jobs.
+    /// Whether no keys visit this rank, and no cell of its is in more than one of its jobs, which
+    /// can write the end of it.
     pub fn sees_all_at_once(&self) -> bool {
         let (plan, rank) = (self.plan, self.rank);
         let mut slots = BTreeSet::new();
@@ -34,7 +35,8 @@ impl Builder<'_> {
             let mut heads = lane.heads.iter();
             heads.all(|head| slots.insert(head.slot))
         });
-        plan.rings_of[rank].is_empty() && own && plan.groups_of[rank].iter().all(alone)
+        let ends = plan.request.ends_in_jobs() && plan.rings_of[rank].is_empty();
+        ends && own && plan.groups_of[rank].iter().all(alone)
     }
 
     /// Jobs of this rank with itself, in round 0.

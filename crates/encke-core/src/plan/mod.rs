@@ -115,6 +115,11 @@ impl Request {
         }
     }
 
+    /// Whether a job may write out itself: kernels write the type they read.
+    pub(crate) fn ends_in_jobs(&self) -> bool {
+        self.out_dtype() == self.dtype
+    }
+
     /// What travels.
     pub fn freight(&self) -> Freight {
         match (self.queries, self.pass) {
@@ -244,7 +249,10 @@ impl Plan {
             });
         }
         Ok(match self.request.pass {
-            Pass::Forward => ends::straight(forward::program(self, rank), self.can_go_on()),
+            Pass::Forward if self.request.ends_in_jobs() => {
+                ends::straight(forward::program(self, rank), self.can_go_on())
+            }
+            Pass::Forward => forward::program(self, rank),
             Pass::Backward { dlse } => backward::program(self, rank, dlse),
         })
     }
@@ -280,7 +288,7 @@ impl Plan {
         if let Pass::Backward { dlse } = self.request.pass {
             inputs.push((Role::Out, "out", out_dtype, Width::WideCell));
             inputs.push((Role::Lse, "lse", sum, Width::Cell));
-            inputs.push((Role::Dout, "dout", out_dtype, Width::WideCell));
+            inputs.push((Role::Dout, "dout", dtype, Width::WideCell));
             inputs.extend(dlse.then_some((Role::Dlse, "dlse", sum, Width::Cell)));
         }
         inputs
@@ -289,10 +297,10 @@ impl Plan {
     /// What visits other ranks where queries do: what a backward job reads of them.
     fn query_cargo(&self) -> [(&'static str, DType, Width, Option<Role>); 4] {
         let (dtype, sum) = (self.request.dtype, self.request.dtype.sum());
-        let (out_dtype, wide) = (self.request.out_dtype(), Width::WideCell);
+        let wide = Width::WideCell;
         [
             ("travelling q", dtype, Width::Query, Some(Role::Q)),
-            ("travelling dout", out_dtype, wide, Some(Role::Dout)),
+            ("travelling dout", dtype, wide, Some(Role::Dout)),
             ("travelling lse", sum, Width::Cell, Some(Role::Lse)),
             ("travelling delta", sum, Width::Cell, None),
         ]

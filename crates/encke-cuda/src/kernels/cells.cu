@@ -67,6 +67,14 @@ extern "C" __global__ void finish_cells(const A* acc, const A* m, const A* l, T*
   }
 }
 
+template <typename OUT> DEV void delta_of_cell(const OUT* out, const T* dout, const A* dlse, A* delta, i64 cell, i64 dim) {
+  const int lane = threadIdx.x % 32;
+  A sum = 0;
+  for (i64 c = lane; c < dim; c += 32) sum += widen(out[cell * dim + c]) * widen(dout[cell * dim + c]);
+  for (int x = 16; x > 0; x >>= 1) sum += __shfl_xor_sync(~0u, sum, x);
+  if (lane == 0) delta[cell] = dlse ? sum - dlse[cell] : sum;
+}
+
 DEV void delta_of_pieces(const Piece* out, const Piece* dout, const A* dlse, A* delta, i64 cells, int shift) {
   const int lane = threadIdx.x % 32;
   const i64 step = (i64)gridDim.x * blockDim.x, all = cells << shift;
@@ -90,11 +98,10 @@ DEV void delta_of_pieces(const Piece* out, const Piece* dout, const A* dlse, A* 
 extern "C" __global__ void delta_cells(const T* out, const T* dout, const A* dlse, A* delta, i64 cells, i64 dim) {
   const int shift = pieces_of(dim * sizeof(T), (u64)out | (u64)dout);
   if (shift >= 0) return delta_of_pieces((const Piece*)out, (const Piece*)dout, dlse, delta, cells, shift);
-  const int lane = threadIdx.x % 32;
-  for (i64 cell = first_warp(); cell < cells; cell += all_warps()) {
-    A sum = 0;
-    for (i64 c = lane; c < dim; c += 32) sum += widen(out[cell * dim + c]) * widen(dout[cell * dim + c]);
-    for (int x = 16; x > 0; x >>= 1) sum += __shfl_xor_sync(~0u, sum, x);
-    if (lane == 0) delta[cell] = dlse ? sum - dlse[cell] : sum;
-  }
+  for (i64 cell = first_warp(); cell < cells; cell += all_warps()) delta_of_cell(out, dout, dlse, delta, cell, dim);
+}
+
+// The same where out is sums that were not rounded yet.
+extern "C" __global__ void delta_of_sums(const A* out, const T* dout, const A* dlse, A* delta, i64 cells, i64 dim) {
+  for (i64 cell = first_warp(); cell < cells; cell += all_warps()) delta_of_cell(out, dout, dlse, delta, cell, dim);
 }

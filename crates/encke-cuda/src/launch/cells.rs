@@ -113,7 +113,8 @@ pub(crate) fn finish(
     )
 }
 
-/// delta = dout·out − dlse.
+/// delta = dout·out − dlse. Where out is sums that were not rounded yet, dout is of the type that jobs
+/// read.
 pub(crate) fn delta(
     site: &Site,
     cells: usize,
@@ -124,13 +125,19 @@ pub(crate) fn delta(
     delta: &mut Buffer,
 ) -> Result<()> {
     let device = &site.device;
-    let dtype = out.dtype();
-    expect("dout", dout, dtype)?;
+    let dtype = dout.dtype();
+    let name = match out.dtype() == dtype {
+        true => "delta_cells",
+        false => "delta_of_sums",
+    };
     expect("delta", delta, dtype.sum())?;
+    if out.dtype() != dtype {
+        expect("out", out, dtype.sum())?;
+    }
     if let Some(dlse) = dlse {
         expect("dlse", dlse, dtype.sum())?;
     }
-    let function = device.function(&program(dtype), "delta_cells", 0)?;
+    let function = device.function(&program(dtype), name, 0)?;
     let shape = spread(device, cells.div_ceil(THREADS as usize / 32), THREADS);
     let mut reads = vec![&**out.memory()?, &**dout.memory()?];
     let dlse = dlse.map(Buffer::memory).transpose()?;

@@ -111,7 +111,7 @@ pub(crate) fn forward(
     ends: Ends<'_>,
 ) -> Result<()> {
     let (device, dtype) = (&site.device, operands.dtype());
-    let targets = ends.own()?;
+    let targets = ends.own(dtype)?;
     let carry = !(targets.begins && targets.ends);
     let choice = choice(device, job, dtype, carry);
     let choice = choice.ok_or_else(|| Error::Unsupported {

@@ -134,8 +134,9 @@ pub(crate) fn forward(
     if job.queries == 0 {
         return Ok(());
     }
-    let launch = Launch::new(site, job, Half::Forward, operands.dtype())?;
-    let targets = ends.own()?;
+    let dtype = operands.dtype();
+    let launch = Launch::new(site, job, Half::Forward, dtype)?;
+    let targets = ends.own(dtype)?;
     let mut reads = operands.memory()?.to_vec();
     let mut all = pointers(&reads);
     all.extend(targets.pointers());

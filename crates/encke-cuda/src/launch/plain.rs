@@ -60,7 +60,7 @@ pub(crate) fn forward(
     check(job)?;
     let (device, dtype) = (&site.device, operands.dtype());
     let told = site.tables.job(device, job)?;
-    let targets = ends.own()?;
+    let targets = ends.own(dtype)?;
     let program = program(dtype, job.dim);
     let shared = shared_bytes(dtype, job.dim, 3, 1);
     let function = device.function(&program, "plain_forward", shared)?;

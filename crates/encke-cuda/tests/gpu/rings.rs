@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use encke_core::conformance::{Configuration, Tensors};
+use encke_core::naive::NaiveKernel;
 use encke_core::pattern::{GroupScale, MixingGradient, Mode, OffsetRule};
 use encke_core::plan::program::Role;
-use encke_core::plan::{Pass, Plan, Request};
+use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::transport::Transport;
 use encke_core::{DType, Pattern, Shape, Tensor, View, reference};
@@ -25,10 +26,14 @@ const SEEDS: u64 = 60;
 type Ring = ThreadRing<CudaKernel>;
 /// out, lse, dq, dk, dv.
 type Results = [Tensor; 5];
+const NAMES: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
 
 /// The tensors of a request, rounded to its type.
 fn tensors(request: &Request, seed: u64) -> Tensors {
-    let mut tensors = Tensors::random(&request.shape, seed);
+    rounded(Tensors::random(&request.shape, seed), request)
+}
+
+fn rounded(mut tensors: Tensors, request: &Request) -> Tensors {
     let round = |tensor: &mut Tensor, dtype: DType| {
         let rounded = Tensor::from_f64(dtype, tensor.dims(), &tensor.to_f64());
         *tensor = rounded.expect("the same shape");
@@ -171,7 +176,7 @@ fn check(
         .iter()
         .map(|drive| results(drive, request, &tensors));
     let all = all.collect::<Result<Vec<Results>, String>>()?;
-    for (at, name) in ["out", "lse", "dq", "dk", "dv"].iter().enumerate() {
+    for (at, name) in NAMES.iter().enumerate() {
         let error = difference(&all[0][at], &truth[at]);
         if error > tolerance(request.dtype) {
             return Err(format!(
@@ -204,6 +209,60 @@ fn patterns() -> Vec<Pattern> {
         dilated(mix),
         dilated(group).causal(true),
     ]
+}
+
+/// Branches that stay apart until the end: out, lse and their gradients have more rows than q. The
+/// truth is the naive kernel's on threads, in f64.
+fn slots(
+    driver: &Driver<'_>,
+    ranks: RangeInclusive<usize>,
+    dtype: DType,
+) -> Vec<Result<(), String>> {
+    let mode = Mode::Mix {
+        offsets: OffsetRule::HeadMod,
+        gradient: MixingGradient::Detached,
+    };
+    let pattern = Pattern::dilated(&[64, 160], &[1, 3], mode).expect("two branches");
+    let shape = Shape::new(1, 203, 4, 2, 64).expect("sizes are positive");
+    let wide = Shape {
+        heads: pattern.slots(4).len(),
+        ..shape
+    };
+    let naive = ThreadRing::new(NaiveKernel, DEADLINE);
+    let truth = |request: &Request, inputs: &[(Role, View<'_>)]| {
+        naive
+            .run(request, inputs)
+            .map_err(|error| error.to_string())
+    };
+    let of = |ranks: usize, queries: Queries| -> Result<(), String> {
+        let sharding = Sharding::new(ranks, Cut::Contiguous).expect("ranks are positive");
+        let mut request = Request::new(shape, pattern.clone(), sharding, dtype);
+        request.queries = queries;
+        let Tensors { dout, dlse, .. } = Tensors::random(&wide, 9);
+        let all = Tensors {
+            dout,
+            dlse,
+            ..Tensors::random(&shape, 7)
+        };
+        let narrow = rounded(all, &request);
+        let exact = Request {
+            dtype: DType::F64,
+            ..request.clone()
+        };
+        let expected = results(&truth, &exact, &rounded(narrow.clone(), &exact))?;
+        let got = results(driver, &request, &narrow)?;
+        for (at, name) in NAMES.iter().enumerate() {
+            let error = difference(&got[at], &expected[at].to_f64());
+            if error > tolerance(dtype) {
+                return Err(format!("{name} is off by {error:e}: {request:?}"));
+            }
+        }
+        Ok(())
+    };
+    let ways = [Queries::Sharded, Queries::Replicated];
+    ranks
+        .flat_map(|ranks| ways.map(|queries| of(ranks, queries)))
+        .collect()
 }
 
 /// Rings of some sizes of one pattern, however the tokens are cut.
@@ -276,6 +335,10 @@ pub fn run(tally: &mut Tally, pointer: CudaKernel, pinned: CudaKernel) {
             let name = "rings of 2 to 4 ranks, NCCL";
             group(name, &drivers, 2..=4, &[DType::Bf16]);
         }
+    }
+    for &dtype in all {
+        let name = format!("rings of 1 to 5 ranks, branches apart, {dtype}");
+        tally.group(&name, slots(&*pointer, 1..=5, dtype));
     }
     tally.group(
         "random requests, f64, all hops",

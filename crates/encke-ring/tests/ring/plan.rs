@@ -10,7 +10,9 @@ use encke_core::plan::rings::Freight;
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::transport::Address;
-use encke_core::{DType, Data, GroupScale, Mode, Pattern, Shape, Tensor};
+use encke_core::{
+    DType, Data, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor,
+};
 use encke_ring::ThreadRing;
 
 use crate::support::{Configuration, DEADLINE};
@@ -97,6 +99,50 @@ proptest! {
             }
         }
     }
+}
+
+/// A job reads and writes one type: where branches stay apart, what is still to be combined is not
+/// rounded, and then it is finished by itself.
+#[test]
+fn jobs_are_of_one_type() {
+    let mix = Mode::Mix {
+        offsets: OffsetRule::HeadMod,
+        gradient: MixingGradient::Detached,
+    };
+    let pattern = Pattern::dilated(&[8, 24], &[1, 3], mix).expect("two branches");
+    let shape = Shape::new(1, 48, 4, 2, 8).expect("sizes are positive");
+    let mut jobs = 0;
+    for (ranks, dtype) in [1, 2, 3]
+        .into_iter()
+        .flat_map(|p| DType::ALL.map(|d| (p, d)))
+    {
+        for queries in [Queries::Sharded, Queries::Replicated] {
+            let sharding = Sharding::new(ranks, Cut::Contiguous).expect("ranks are positive");
+            let request = Request::new(shape, pattern.clone(), sharding, dtype);
+            for pass in [Pass::Forward, Pass::Backward { dlse: true }] {
+                let request = Request {
+                    pass,
+                    queries,
+                    ..request.clone()
+                };
+                let plan = Plan::new(request).expect("a legal request");
+                for rank in 0..ranks {
+                    let program = plan.rank(rank).expect("the rank exists");
+                    let rounds = program.rounds.iter();
+                    for task in rounds.flat_map(|of| of.before.iter().chain(&of.meanwhile)) {
+                        let of_job = match task {
+                            Task::Attend { out, .. } | Task::Conclude { out, .. } => *out,
+                            Task::Backward { dout, .. } => *dout,
+                            _ => continue,
+                        };
+                        assert_eq!(program.buffers[of_job.0].dtype, dtype, "{task:?}");
+                        jobs += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert!(jobs > 0);
 }
 
 proptest! {
