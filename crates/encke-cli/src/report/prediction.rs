@@ -1,11 +1,13 @@
 //! What the virtual clock says beside what the wall says, for every ring of the page.
 //!
-//! Nothing is fitted to the rings: the clock knows readings of the kernel alone and the plan.
+//! Nothing is fitted to these rings: the clock knows the plan, readings of the kernel alone, and one
+//! small ring of its own.
 
 use anyhow::Result;
 use encke::{Plan, Request};
 use encke_cpu::CpuKernel;
-use encke_sim::clock::{Pick, Profile, Sizes, simulate};
+use encke_ring::ThreadRing;
+use encke_sim::clock::{PATIENCE, Pick, Profile, Sizes, simulate};
 
 use super::axis::{Anchor, Frame, Screen, canvas, label, line};
 use super::findings::{Prediction, Predictions};
@@ -40,10 +42,11 @@ pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predi
             dtype: first.dtype,
         },
     )?;
+    let ring = ThreadRing::new(kernel, PATIENCE);
     for _ in 0..RUNS {
-        profile.read(&kernel)?;
+        profile.read(&ring)?;
     }
-    let machine = profile.machine(Pick::Median);
+    let machine = profile.machine(Pick::Median)?;
     let mut rings = Vec::new();
     for (pass, request, measured_s) in measured {
         let plan = Plan::new(request.clone())?;

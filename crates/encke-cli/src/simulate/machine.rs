@@ -4,7 +4,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use encke::DType;
 use encke::tune::{Here, MachineProfile};
 use encke_cpu::CpuKernel;
-use encke_sim::clock::{Device, Machine, Pick, Profile, Sizes, find_device, find_link};
+use encke_ring::ThreadRing;
+use encke_sim::clock::{Device, Machine, PATIENCE, Pick, Profile, Sizes, find_device, find_link};
 
 use super::options::MachineOptions;
 use crate::shape_options::ShapeOptions;
@@ -90,11 +91,16 @@ fn here(sizes: &ShapeOptions, dtype: DType) -> Result<Device> {
             dtype,
         },
     )?;
+    let ring = ThreadRing::new(kernel, PATIENCE);
     for _ in 0..READINGS {
-        profile.read(&kernel)?;
+        profile.read(&ring)?;
     }
     progress.finish_and_clear();
-    let mut device = profile.machine(Pick::Median).device;
+    let mut device = profile.machine(Pick::Median)?.device;
+    for rate in &mut device.rates {
+        rate.forward.ring_slower = 0.0;
+        rate.backward.ring_slower = 0.0;
+    }
     device.shared_cores = None;
     device.load_bytes_per_s = None;
     device.fresh_bytes_per_s = None;

@@ -4,7 +4,10 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use encke::CpuKernel;
-use encke::tune::{Checked, GOOD, Source, check, median_error, threads_here};
+use encke::tune::{
+    Checked, GOOD, Here, MachineProfile, Source, check, median_error, raw_median_error,
+    threads_here,
+};
 use serde::Serialize;
 
 use crate::Verdict;
@@ -25,6 +28,7 @@ struct Record<'a> {
     source: String,
     repeats: usize,
     median_error: f64,
+    raw_median_error: f64,
     configurations: &'a [Checked],
 }
 
@@ -43,11 +47,14 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
         Source::Measured(_) => "measured here".to_string(),
         source => source.to_string(),
     };
+    let yardstick_s = MachineProfile::load(&Here::now())?.and_then(|profile| profile.yardstick_s);
     let progress = bar(100);
-    let checked = check(CpuKernel::new()?, &machine, repeats, &mut |what, part| {
+    let mut show = |what: &str, part: f64| {
         progress.set_position((100.0 * part) as u64);
         progress.set_message(what.to_string());
-    })?;
+    };
+    let kernel = CpuKernel::new()?;
+    let checked = check(kernel, &machine, yardstick_s, repeats, &mut show)?;
     progress.finish_and_clear();
     let error = median_error(&checked);
     if let Some(file) = &mut file {
@@ -56,6 +63,7 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
             source: source.clone(),
             repeats,
             median_error: error,
+            raw_median_error: raw_median_error(&checked),
             configurations: &checked,
         };
         file.write(|to| Ok(serde_json::to_writer(to, &record)?))?;
@@ -70,15 +78,17 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
     let tried: usize = checked.iter().map(|of| of.tried.len()).sum();
     let mut text = format!(
         "{}; {repeats} runs of each alternative and more of those in front, medians; behind: turn by \
-         turn; machine: {source}\n\n{}",
+         turn; pace: how many times as long a yardstick took as when the machine was measured; machine: \
+         {source}\n\n{}",
         Machine::here().processor,
         table(&checked)
     );
     text += &format!(
         "\n{good} of {} choices are within {:.0} % of the best of an exhaustive search; \
-         median error of {tried} predictions {:.1} %\n",
+         median error of {tried} predictions {:.1} %, at the pace of their time {:.1} %\n",
         checked.len(),
         100.0 * GOOD,
+        100.0 * raw_median_error(&checked),
         100.0 * error,
     );
     say(&text)?;
@@ -91,6 +101,7 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
 fn table(checked: &[Checked]) -> Table {
     let headings = [
         "",
+        "pace",
         "tried",
         "chosen",
         "predicted",
@@ -104,6 +115,7 @@ fn table(checked: &[Checked]) -> Table {
         let (chosen, best) = (&of.tried[of.chosen], of.best());
         table.row([
             of.name.clone(),
+            format!("{:.2}", of.pace),
             of.tried.len().to_string(),
             name(&chosen.predicted),
             seconds(chosen.predicted.seconds),

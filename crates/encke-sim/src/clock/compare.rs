@@ -4,8 +4,6 @@
 //! compared, so that a machine that is busy with other things is busy for both. The fastest of
 //! both are compared as well: they are what is least disturbed.
 
-use std::time::Duration;
-
 use encke_core::conformance::Random;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::Role;
@@ -19,6 +17,7 @@ use super::error::ClockError;
 use super::machine::Machine;
 use super::profile::{Pick, Profile, Sizes, Told};
 use super::simulate;
+use super::yardstick::PATIENCE;
 
 /// A ring to be timed, and what to call it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -146,11 +145,11 @@ pub fn compare<K: Kernel<Buffer = Data>>(
         dtype: request.dtype,
     });
     let mut profile = Profile::new(&kernel, sizes)?;
-    let ring = ThreadRing::new(kernel, Duration::from_secs(600));
+    let ring = ThreadRing::new(kernel, PATIENCE);
     let mut runs_s = vec![Vec::new(); settings.len()];
     for _ in 0..repeats {
         progress("the kernel alone");
-        profile.read(ring.kernel())?;
+        profile.read(&ring)?;
         for (setting, runs_s) in settings.iter().zip(&mut runs_s) {
             progress(&setting.name);
             let rehearsal = Rehearsal::new(&setting.request)?;
@@ -158,8 +157,8 @@ pub fn compare<K: Kernel<Buffer = Data>>(
             runs_s.push(rehearsal.seconds(&ring, &setting.request)?);
         }
     }
-    let machine = profile.machine(Pick::Median);
-    let undisturbed = profile.machine(Pick::Fastest);
+    let machine = profile.machine(Pick::Median)?;
+    let undisturbed = profile.machine(Pick::Fastest)?;
     let mut rings = Vec::new();
     for (setting, runs_s) in settings.iter().zip(runs_s) {
         let plan = Plan::new(setting.request.clone())?;

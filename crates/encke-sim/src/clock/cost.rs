@@ -155,6 +155,7 @@ pub(super) fn programs(plan: &Plan, machine: &Machine) -> Result<Vec<Program>, C
         rate: machine.device.rate(request.dtype, request.shape.dim)?,
         dtype: request.dtype,
         shape: request.shape,
+        in_ring: plan.ranks() > 1,
     };
     let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let share = plan.ranks().div_ceil(threads).max(1);
@@ -215,6 +216,8 @@ struct Pricing<'a> {
     rate: &'a Rate,
     dtype: DType,
     shape: Shape,
+    /// Whether there is more than one rank.
+    in_ring: bool,
 }
 
 impl Pricing<'_> {
@@ -318,7 +321,10 @@ impl Pricing<'_> {
             arithmetic_s *= 1.0 + speed.apart_slower;
         }
         let rows_s = row_bytes(job, self.dtype, backward) / speed.row_bytes_per_s;
-        let seconds = arithmetic_s + rows_s + singles(job) as f64 * speed.single_s;
+        let mut seconds = arithmetic_s + rows_s + singles(job) as f64 * speed.single_s;
+        if self.in_ring {
+            seconds *= 1.0 + speed.ring_slower;
+        }
         work.delay_s += self.device.job_overhead_s;
         work.spread(seconds, speed.share(longest(job, speed.task_rows)));
     }

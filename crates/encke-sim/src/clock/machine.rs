@@ -31,6 +31,10 @@ pub struct Speed {
     /// of a dilated branch are.
     #[serde(default)]
     pub apart_slower: f64,
+    /// By what part jobs take longer in a ring of several ranks than the same jobs alone: rows come
+    /// from other ranks' caches, and hops run beside them.
+    #[serde(default)]
+    pub ring_slower: f64,
     /// What each single attention costs beside its pairs and rows: tiles that are not full.
     #[serde(default)]
     pub single_s: f64,
@@ -189,6 +193,7 @@ impl Machine {
             not_negative("task_rows", speed.task_rows)?;
             not_negative("few_slower", speed.few_slower)?;
             not_negative("apart_slower", speed.apart_slower)?;
+            not_negative("ring_slower", speed.ring_slower)?;
             not_negative("single_s", speed.single_s)?;
             if !(speed.task_share > 0.0 && speed.task_share <= 1.0) {
                 return Err(ClockError::Number {

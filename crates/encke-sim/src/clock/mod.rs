@@ -21,6 +21,7 @@ mod machine;
 mod profile;
 mod run;
 mod wires;
+mod yardstick;
 
 pub use catalogue::{devices, find_device, find_link, links};
 pub use compare::{Comparison, Findings, Rehearsal, Setting, Times, compare, median, settings};
@@ -28,6 +29,7 @@ pub use error::ClockError;
 pub use machine::{Carrier, Device, FEW, Link, Machine, Rate, Speed};
 pub use profile::{DeviceProfile, DeviceWork, Pick, Profile, Sizes, Told};
 pub use run::{LinkTime, RankTime, Run, Transfer};
+pub use yardstick::{PATIENCE, Yardstick};
 
 use std::ops::Range;
 

@@ -14,6 +14,7 @@ pub fn device(flops: f64) -> Device {
         row_bytes_per_s: f64::INFINITY,
         few_slower: 0.0,
         apart_slower: 0.0,
+        ring_slower: 0.0,
         single_s: 0.0,
         task_rows: 0.0,
         task_share: 1.0,

@@ -4,19 +4,20 @@
 //! of this machine. The decision here: alternatives of a configuration take turns, and ratios of one turn
 //! are compared, so that a machine that is busy with other things is busy for all of them alike. Of many
 //! the fastest is partly the luckiest: those in front run again, who then still beats the chosen one
-//! meets it alone, and only the last that was measured counts.
-
-use std::time::Duration;
+//! meets it alone, and only the last that was measured counts. Predictions are of the machine as it was
+//! when it was measured; the yardstick that was run then runs again beside each configuration, and
+//! what a prediction is held against is the time at the pace of then.
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Pass, Request};
 use encke_core::sharding::Sharding;
 use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 use encke_ring::ThreadRing;
-use encke_sim::clock::{ClockError, Machine, Rehearsal, median};
+use encke_sim::clock::{ClockError, Machine, PATIENCE, Rehearsal, Yardstick, median};
 use serde::Serialize;
 
-use crate::choose::{Alternative, ChoiceError, Wish, Work, choose};
+use super::measure::yardstick;
+use crate::choose::{Alternative, Choice, ChoiceError, Wish, Work, choose};
 
 /// The largest ring that is tried.
 const MOST_RANKS: usize = 8;
@@ -42,13 +43,6 @@ pub struct Tried {
     pub ahead: Option<f64>,
 }
 
-impl Tried {
-    /// How far the prediction was off, as a part of what was measured.
-    pub fn error(&self) -> f64 {
-        self.predicted.seconds / self.measured_s - 1.0
-    }
-}
-
 /// A configuration, with everything that was tried.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Checked {
@@ -58,9 +52,19 @@ pub struct Checked {
     pub tried: Vec<Tried>,
     /// Which of them was chosen beforehand.
     pub chosen: usize,
+    /// How many times as long the yardstick took meanwhile as when the machine was measured; 1 where
+    /// that is not known.
+    pub pace: f64,
 }
 
 impl Checked {
+    /// How far the predictions were off, as parts of what was measured, if the machine was so many
+    /// times as slow as when it was measured: at its [`pace`](Checked::pace), or at 1.
+    pub fn errors(&self, pace: f64) -> impl Iterator<Item = f64> {
+        let tried = self.tried.iter();
+        tried.map(move |of| of.predicted.seconds * pace / of.measured_s - 1.0)
+    }
+
     /// The alternative that was fastest, of those in front.
     pub fn best(&self) -> &Tried {
         let ahead = |tried: &Tried| tried.ahead.unwrap_or(0.0);
@@ -75,10 +79,19 @@ impl Checked {
     }
 }
 
-/// The median error of all predictions.
+/// The median error of all predictions, at the pace of each configuration.
 pub fn median_error(checked: &[Checked]) -> f64 {
-    let tried = checked.iter().flat_map(|checked| &checked.tried);
-    median(&tried.map(|tried| tried.error().abs()).collect::<Vec<f64>>())
+    error_at(checked, |of| of.pace)
+}
+
+/// The same, as if the machine were always as fast as when it was measured.
+pub fn raw_median_error(checked: &[Checked]) -> f64 {
+    error_at(checked, |_| 1.0)
+}
+
+fn error_at(checked: &[Checked], pace: impl Fn(&Checked) -> f64) -> f64 {
+    let errors = checked.iter().flat_map(|of| of.errors(pace(of)));
+    median(&errors.map(f64::abs).collect::<Vec<f64>>())
 }
 
 /// A configuration with what a rank may hold, as a part of what one rank would.
@@ -138,21 +151,40 @@ fn cases() -> Result<Vec<Case>, ClockError> {
     Ok(cases)
 }
 
-/// Chooses for each configuration, then runs every alternative `repeats` times. `progress` is told
-/// the configuration and which part is done.
+/// The yardstick, and what it took when the machine was measured.
+struct Pace {
+    yardstick: Yardstick,
+    then_s: Option<f64>,
+}
+
+impl Pace {
+    /// How many times as long as then it took, in the median of some runs.
+    fn of(&self, now_s: &[f64]) -> f64 {
+        self.then_s.map_or(1.0, |then_s| median(now_s) / then_s)
+    }
+}
+
+/// Chooses for each configuration, then runs every alternative `repeats` times. `yardstick_s` is what
+/// the yardstick took when the machine was measured. `progress` is told the configuration and which
+/// part is done.
 pub fn check<K: Kernel<Buffer = Data>>(
     kernel: K,
     machine: &Machine,
+    yardstick_s: Option<f64>,
     repeats: usize,
     progress: &mut dyn FnMut(&str, f64),
 ) -> Result<Vec<Checked>, ChoiceError> {
-    let ring = ThreadRing::new(kernel, Duration::from_secs(600));
+    let pace = Pace {
+        yardstick: yardstick()?,
+        then_s: yardstick_s,
+    };
+    let ring = ThreadRing::new(kernel, PATIENCE);
     let cases = cases()?;
     let all = cases.len();
     let mut checked = Vec::new();
     for (at, case) in cases.into_iter().enumerate() {
         progress(&case.name, at as f64 / all as f64);
-        checked.push(case.check(&ring, machine, repeats)?);
+        checked.push(case.check(&ring, machine, &pace, repeats)?);
     }
     Ok(checked)
 }
@@ -169,79 +201,93 @@ fn finalists(runs_s: &[Vec<f64>], chosen: usize) -> Vec<usize> {
 }
 
 impl Case {
-    fn check<K: Kernel<Buffer = Data>>(
-        mut self,
-        ring: &ThreadRing<K>,
-        machine: &Machine,
-        repeats: usize,
-    ) -> Result<Checked, ChoiceError> {
+    /// What is decided for it, with every alternative.
+    fn choose<K: Kernel>(&mut self, kernel: &K, machine: &Machine) -> Result<Choice, ChoiceError> {
         if let Some(part) = self.part {
             let alone = Wish {
                 ranks: Some(1),
                 ..self.wish.clone()
             };
-            let alone = choose(ring.kernel(), &alone, machine)?;
+            let alone = choose(kernel, &alone, machine)?;
             let bytes = alone.winner().memory_bytes as f64;
             self.wish.memory_limit = Some((part * bytes) as usize);
         }
-        let choice = match choose(ring.kernel(), &self.wish, machine) {
+        match choose(kernel, &self.wish, machine) {
             // Of a short sequence even the largest ring may hold more than that part.
             Err(ChoiceError::NothingFits { least, .. }) => {
                 self.wish.memory_limit = Some(least + least / 16);
-                choose(ring.kernel(), &self.wish, machine)
+                choose(kernel, &self.wish, machine)
             }
             choice => choice,
-        }?;
+        }
+    }
+
+    /// An alternative as it is carried out.
+    fn request(&self, of: &Alternative) -> Result<Request, ChoiceError> {
+        let sharding = Sharding::new(of.ranks, of.cut.clone()).map_err(ClockError::from)?;
         let pass = match self.wish.work {
             Work::Backward => Pass::Backward { dlse: false },
             _ => Pass::Forward,
         };
-        let fitting: Vec<&Alternative> = choice.alternatives.iter().filter(|of| of.fits).collect();
-        let mut requests = Vec::new();
-        for of in &fitting {
-            let sharding = Sharding::new(of.ranks, of.cut.clone()).map_err(ClockError::from)?;
-            let Wish {
-                shape,
-                pattern,
-                dtype,
-                ..
-            } = &self.wish;
-            requests.push(Request {
-                pass,
-                queries: of.queries,
-                schedule: of.schedule,
-                ..Request::new(*shape, pattern.clone(), sharding, *dtype)
-            });
-        }
+        let Wish {
+            shape,
+            pattern,
+            dtype,
+            ..
+        } = &self.wish;
+        Ok(Request {
+            pass,
+            queries: of.queries,
+            schedule: of.schedule,
+            ..Request::new(*shape, pattern.clone(), sharding, *dtype)
+        })
+    }
+
+    fn check<K: Kernel<Buffer = Data>>(
+        mut self,
+        ring: &ThreadRing<K>,
+        machine: &Machine,
+        pace: &Pace,
+        repeats: usize,
+    ) -> Result<Checked, ChoiceError> {
+        let Choice {
+            alternatives,
+            chosen,
+            ..
+        } = self.choose(ring.kernel(), machine)?;
+        // What fits comes first, so places are the same.
+        let fitting: Vec<Alternative> = alternatives.into_iter().filter(|of| of.fits).collect();
+        let requests: Vec<Request> = fitting
+            .iter()
+            .map(|of| self.request(of))
+            .collect::<Result<_, _>>()?;
         let rehearsal = Rehearsal::new(&requests[0]).map_err(ClockError::from)?;
-        let mut runs_s = vec![Vec::new(); requests.len()];
-        let turn = |which: &[usize], runs_s: &mut Vec<Vec<f64>>| {
+        let none = || vec![Vec::new(); requests.len()];
+        let mut yardstick_s = Vec::new();
+        let mut turn = |which: &[usize], runs_s: &mut Vec<Vec<f64>>| {
             for &at in which {
+                yardstick_s.push(pace.yardstick.seconds(ring, false)?);
                 // The first run has all its memory to get, because others have run since.
-                let run = || {
-                    rehearsal
-                        .seconds(ring, &requests[at])
-                        .map_err(ClockError::from)
-                };
-                run()?;
-                runs_s[at].push(run()?);
+                let run = || rehearsal.seconds(ring, &requests[at]);
+                run().map_err(ClockError::from)?;
+                runs_s[at].push(run().map_err(ClockError::from)?);
             }
             Ok::<(), ChoiceError>(())
         };
         let everyone: Vec<usize> = (0..requests.len()).collect();
+        let (mut runs_s, mut finals_s) = (none(), none());
         for _ in 0..repeats {
             turn(&everyone, &mut runs_s)?;
         }
-        let (chosen, mut ahead_of) = (choice.chosen, vec![None; requests.len()]);
+        let mut ahead_of = vec![None; requests.len()];
         let finalists = finalists(&runs_s, chosen);
-        let mut finals_s = vec![Vec::new(); requests.len()];
         for _ in 0..FINALS {
             turn(&finalists, &mut finals_s)?;
         }
         for &at in &finalists {
             let mut ahead = ratio(&finals_s[chosen], &finals_s[at]);
             if ahead > 1.0 + GOOD {
-                let mut duel_s = vec![Vec::new(); requests.len()];
+                let mut duel_s = none();
                 for number in 0..DUELS {
                     let pair = match number % 2 {
                         0 => [chosen, at],
@@ -256,9 +302,9 @@ impl Case {
             }
             ahead_of[at] = Some(ahead);
         }
-        let tried = fitting.iter().zip(runs_s).zip(ahead_of);
-        let tried = tried.map(|((of, runs_s), ahead)| Tried {
-            predicted: (*of).clone(),
+        let tried = fitting.into_iter().zip(runs_s).zip(ahead_of);
+        let tried = tried.map(|((predicted, runs_s), ahead)| Tried {
+            predicted,
             measured_s: median(&runs_s),
             runs_s,
             ahead,
@@ -266,8 +312,8 @@ impl Case {
         Ok(Checked {
             name: self.name,
             tried: tried.collect(),
-            // What fits comes first, so places are the same.
             chosen,
+            pace: pace.of(&yardstick_s),
         })
     }
 }

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use encke_core::DType;
 use encke_cpu::CpuKernel;
-use encke_sim::clock::{Machine, Pick, Profile, Sizes, median};
+use encke_ring::ThreadRing;
+use encke_sim::clock::{ClockError, Machine, PATIENCE, Pick, Profile, Sizes, Yardstick, median};
 
 use super::gpu;
 use super::here::Here;
@@ -32,6 +33,21 @@ const KINDS: [(DType, usize); 6] = [
     (DType::F64, 64),
 ];
 
+fn sizes(dtype: DType, dim: usize) -> Sizes {
+    Sizes {
+        rows: ROWS,
+        heads: HEADS,
+        dim,
+        dtype,
+    }
+}
+
+/// The ring by which it is told later how fast the machine is: that of the first kind.
+pub(super) fn yardstick() -> Result<Yardstick, ClockError> {
+    let (dtype, dim) = KINDS[0];
+    Yardstick::new(sizes(dtype, dim))
+}
+
 /// Measures this machine. `progress` is told what comes next, and which part of the time is over.
 pub fn measure(
     here: Here,
@@ -46,22 +62,18 @@ pub fn measure(
     let begin_cpu = Instant::now();
     let mut profiles: Vec<(String, Profile)> = Vec::new();
     for (dtype, dim) in KINDS {
-        let sizes = Sizes {
-            rows: ROWS,
-            heads: HEADS,
-            dim,
-            dtype,
-        };
+        let sizes = sizes(dtype, dim);
         let name = format!("{dtype}, {dim} numbers a head");
         profiles.push((name, Profile::new(&kernel, sizes)?));
     }
+    let ring = ThreadRing::new(kernel, PATIENCE);
     let mut turn_took = Duration::ZERO;
     loop {
         let turn = Instant::now();
         for (name, profile) in &mut profiles {
             let passed = begin_cpu.elapsed().as_secs_f64() / limit.as_secs_f64().max(1e-9);
             progress(name, passed.min(1.0));
-            profile.read(&kernel)?;
+            profile.read(&ring)?;
         }
         turn_took = turn_took.max(turn.elapsed());
         if begin_cpu.elapsed() + turn_took > limit {
@@ -70,24 +82,25 @@ pub fn measure(
     }
     let profiles: Vec<Profile> = profiles.into_iter().map(|(_, profile)| profile).collect();
     let misfits: Vec<f64> = profiles.iter().map(Profile::misfit).collect();
-    let machine = joined(&profiles);
+    let machine = joined(&profiles)?;
     machine.check(1)?;
     Ok(MachineProfile {
         format: FORMAT,
         here,
         measured_s: begin.elapsed().as_secs_f64(),
         misfit: median(&misfits),
+        yardstick_s: profiles.first().map(Profile::yardstick_s),
         machine,
         gpu,
     })
 }
 
 /// One machine: the rates of all, and everything else from the first.
-fn joined(profiles: &[Profile]) -> Machine {
+fn joined(profiles: &[Profile]) -> Result<Machine, ClockError> {
     let mut machines = profiles.iter().map(|profile| profile.machine(Pick::Median));
-    let mut machine = machines.next().expect("something was measured");
+    let mut machine = machines.next().expect("something was measured")?;
     for other in machines {
-        machine.device.rates.extend(other.device.rates);
+        machine.device.rates.extend(other?.device.rates);
     }
-    machine
+    Ok(machine)
 }

@@ -22,7 +22,7 @@ use encke_core::kernel::KernelError;
 use encke_sim::clock::{ClockError, Machine};
 use serde::{Deserialize, Serialize};
 
-pub use check::{Checked, GOOD, Tried, check, median_error};
+pub use check::{Checked, GOOD, Tried, check, median_error, raw_median_error};
 pub use here::Here;
 pub use measure::{LIMIT, measure};
 pub use usual::usual;
@@ -41,6 +41,10 @@ pub struct MachineProfile {
     pub measured_s: f64,
     /// How far the description is from the readings it was made of: the median over all jobs.
     pub misfit: f64,
+    /// Seconds of the yardstick, the ring by which it is told later whether the machine is still as
+    /// fast as it was.
+    #[serde(default)]
+    pub yardstick_s: Option<f64>,
     /// Threads of this machine as ranks.
     pub machine: Machine,
     /// Its GPU, if it has one, as the device of a rank; hops stay on it, or go through the host.

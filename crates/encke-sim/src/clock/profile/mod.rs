@@ -3,8 +3,9 @@
 //! (and, in `device.rs`, a device that a rank has to itself).
 //!
 //! Jobs of a few shapes are timed, alone and as ranks have them side by side, and what a device's
-//! description has (an overhead, a rate, the diagonal, the rows) is fitted to them. Nothing is
-//! fitted to a ring: that is what the result is held against.
+//! description has (an overhead, a rate, the diagonal, the rows) is fitted to them. One small ring is
+//! run besides ([`Yardstick`]), for what no job alone can tell; all others are what the result is
+//! held against.
 
 mod device;
 mod moves;
@@ -17,6 +18,7 @@ use std::collections::BTreeMap;
 use encke_core::job::Job;
 use encke_core::kernel::Kernel;
 use encke_core::{DType, Data};
+use encke_ring::ThreadRing;
 use serde::Serialize;
 
 use super::cost::{is_apart, is_few, longest, query_rows, row_bytes, singles};
@@ -24,6 +26,7 @@ use super::error::ClockError;
 use super::fit::fit;
 use super::machine::{Carrier, Device, Link, Machine, Rate, Speed};
 use super::median;
+use super::yardstick::Yardstick;
 pub use device::{DeviceProfile, Work as DeviceWork};
 use moves::Places;
 use operands::Operands;
@@ -72,6 +75,7 @@ pub struct Profile {
     /// A quarter of the rows each, for twice as many ranks as there are cores.
     ranks: Vec<Operands>,
     places: Places,
+    yardstick: Yardstick,
     readings: BTreeMap<Reading, Vec<f64>>,
 }
 
@@ -86,6 +90,10 @@ enum Reading {
     /// A job among others like it.
     Among {
         probe: usize,
+        backward: bool,
+    },
+    /// The yardstick.
+    Ring {
         backward: bool,
     },
     Fill,
@@ -141,13 +149,17 @@ impl Profile {
             whole: Operands::new(kernel, sizes, sizes.rows)?,
             ranks: (0..ranks).map(of_rank).collect::<Result<_, _>>()?,
             places: Places::new(sizes),
+            yardstick: Yardstick::new(sizes)?,
             readings: BTreeMap::new(),
         })
     }
 
     /// Times everything once.
-    pub fn read<K: Kernel<Buffer = Data>>(&mut self, kernel: &K) -> Result<(), ClockError> {
-        let mut taken = Vec::new();
+    pub fn read<K: Kernel<Buffer = Data>>(
+        &mut self,
+        ring: &ThreadRing<K>,
+    ) -> Result<(), ClockError> {
+        let (kernel, mut taken) = (ring.kernel(), Vec::new());
         for (i, probe) in self.probes.iter().enumerate() {
             for backward in [false, true] {
                 let sets = match probe.whole {
@@ -163,6 +175,10 @@ impl Profile {
             }
         }
         taken.extend(self.places.read(kernel, self.sizes, &mut self.whole)?);
+        for backward in [false, true] {
+            let seconds = self.yardstick.seconds(ring, backward)?;
+            taken.push((Reading::Ring { backward }, seconds));
+        }
         for (reading, seconds) in taken {
             self.readings.entry(reading).or_default().push(seconds);
         }
@@ -174,8 +190,26 @@ impl Profile {
         pick.of(readings)
     }
 
+    /// Seconds of the yardstick's forward pass.
+    pub fn yardstick_s(&self) -> f64 {
+        self.seconds(Reading::Ring { backward: false }, Pick::Median)
+    }
+
     /// The machine that the readings amount to: ranks as threads that share the cores.
-    pub fn machine(&self, pick: Pick) -> Machine {
+    pub fn machine(&self, pick: Pick) -> Result<Machine, ClockError> {
+        let mut machine = self.machine_of_jobs(pick);
+        let [forward, backward] = [false, true].map(|backward| {
+            let measured_s = self.seconds(Reading::Ring { backward }, pick);
+            self.yardstick.slower(&machine, backward, measured_s)
+        });
+        let rate = &mut machine.device.rates[0];
+        rate.forward.ring_slower = forward?;
+        rate.backward.ring_slower = backward?;
+        Ok(machine)
+    }
+
+    /// The same from single jobs alone.
+    fn machine_of_jobs(&self, pick: Pick) -> Machine {
         let Sizes {
             rows,
             heads,
@@ -330,6 +364,7 @@ fn speed_of(found: &Costs, task_share: f64) -> Speed {
         row_bytes_per_s: 1.0 / byte_s.max(1e-18),
         few_slower: by_operation(few_s),
         apart_slower: by_operation(apart_s),
+        ring_slower: 0.0,
         single_s,
         task_rows: 0.0,
         task_share,

@@ -61,6 +61,7 @@ pub(super) fn probes(sizes: Sizes, part: usize) -> Vec<Probe> {
         figure(2, part / 2, all, 1),
         figure(part / 16, part.min(16), all, 1),
         figure(1, part / DILATION, 1, DILATION),
+        figure(1, part / DILATION, all, DILATION),
         figure(1, part / 2, 2, 2),
     ];
     let whole = whole.map(|figure| (figure, n, true));
