@@ -302,14 +302,12 @@ impl<X: Vector> Backward<'_, X> {
         }
         let (scale, gain) = (X::A::from_f64(job.scale), X::A::from_f64(job.gain));
         for (rows, factor) in [(&mut *q_rows, scale), (&mut *dout_rows, gain)] {
-            for x in rows.iter_mut() {
-                *x = *x * factor;
-            }
+            panel::scale(rows, factor);
             seen.finite &= panel::finite(rows);
         }
-        let one = X::A::ONE;
-        panel::transpose(q_rows, width, lanes, one, lanes, &mut panels.q[at.clone()]);
-        panel::transpose(dout_rows, width, lanes, one, lanes, &mut panels.dout[at]);
+        let (x, size) = (self.x, (lanes, width));
+        panel::transpose(x, q_rows, size, &mut panels.q[at.clone()]);
+        panel::transpose(x, dout_rows, size, &mut panels.dout[at]);
     }
 
     /// All panels of keys of the sweep that any query of the block sees.
@@ -446,14 +444,15 @@ impl<X: Vector> Backward<'_, X> {
         let target = job.dq.as_ref().unwrap_or(&job.q);
         let scale = X::A::from_f64(job.scale);
         let dq = &panels.dq[i * width * lanes..(i + 1) * width * lanes];
-        let row = &mut panels.scores[..job.dim];
+        let rows = &mut panels.k[..lanes * width];
+        panel::transpose(self.x, dq, (width, lanes), rows);
         for lane in 0..tile.count {
-            panel::lane(dq, lanes, lane, row);
+            let row = &rows[lane * width..][..job.dim];
             let address = target.at(block.batch, block.segment, tile.first + lane, tile.head);
             // SAFETY: rows of different (batch, segment, row, head) do not overlap (checked before
             // the job began), and this sweep alone has these.
             let sums = unsafe { self.dq.row(address, job.dim) };
-            for (sum, &x) in sums.iter_mut().zip(&*row) {
+            for (sum, &x) in sums.iter_mut().zip(row) {
                 *sum += scale * x;
             }
         }

@@ -139,7 +139,8 @@ impl<X: Vector> Attention<'_, X> {
             .at(block.batch, block.segment, row, tile.head)
     }
 
-    /// Queries (times the scale) and carry of tile `i`, as lanes.
+    /// Queries (times the scale) of tile `i` as lanes, and what they go on from. What was summed
+    /// before stays where it is until the tile ends.
     #[inline(always)]
     fn load(&self, block: &Block, i: usize, tile: Tile, panels: &mut Panels<'_, X::A>) {
         let (job, lanes) = (self.job, lanes::<X>());
@@ -151,41 +152,32 @@ impl<X: Vector> Attention<'_, X> {
         };
         let rows = &mut panels.k[..lanes * width];
         panel::rows(self.q, job.dim, tile.count, address, width, rows);
-        let scale = X::A::from_f64(job.scale);
-        panel::transpose(
-            rows,
-            width,
-            tile.count,
-            scale,
-            lanes,
-            &mut panels.q[at.clone()],
-        );
+        panel::scale(rows, X::A::from_f64(job.scale));
+        panel::transpose(self.x, rows, (lanes, width), &mut panels.q[at.clone()]);
+        panels.out[at].fill(X::A::ZERO);
         let cells = i * lanes..(i + 1) * lanes;
         let (m, l) = (&mut panels.m[cells.clone()], &mut panels.l[cells]);
         m.fill(X::A::NEG_INFINITY);
         l.fill(X::A::ZERO);
-        rows.fill(X::A::ZERO);
         for lane in 0..tile.count {
             let cell = self.cell(block, tile, lane);
-            let row = &mut rows[lane * width..][..job.dim];
             // SAFETY: cells of different (batch, segment, row, head) do not overlap (checked
             // before the job began), and this task alone has these.
-            (m[lane], l[lane]) = unsafe { self.target.begin(cell, row) };
+            (m[lane], l[lane]) = unsafe { self.target.begin(cell) };
         }
-        let out = &mut panels.out[at];
-        panel::transpose(rows, width, tile.count, X::A::ONE, lanes, out);
     }
 
-    /// The way back for the carry.
+    /// Adds what the tile has summed to what was summed before.
     #[inline(always)]
     fn store(&self, block: &Block, i: usize, tile: Tile, panels: &mut Panels<'_, X::A>) {
         let (dim, lanes) = (self.job.dim, lanes::<X>());
         let width = padded::<X>(dim);
         let out = &panels.out[i * width * lanes..(i + 1) * width * lanes];
+        let rows = &mut panels.k[..lanes * width];
+        panel::transpose(self.x, out, (width, lanes), rows);
         for lane in 0..tile.count {
             let cell = self.cell(block, tile, lane);
-            let row = &mut panels.k[..dim];
-            panel::lane(out, lanes, lane, row);
+            let row = &mut rows[lane * width..][..dim];
             let (m, l) = (panels.m[i * lanes + lane], panels.l[i * lanes + lane]);
             // SAFETY: as in `load`.
             unsafe { self.target.end_with(cell, row, m, l) };

@@ -31,6 +31,8 @@ mod shape;
 mod shared;
 mod softmax;
 mod target;
+#[cfg(target_arch = "x86_64")]
+mod transpose;
 mod vector;
 
 use encke_core::dtype::Slice;

@@ -7,6 +7,7 @@
 use encke_core::dtype::Slice;
 
 use crate::real::Real;
+use crate::vector::Vector;
 
 /// Copies `count` rows into a row panel, and zeros into the rest of its rows.
 #[inline(always)]
@@ -36,30 +37,71 @@ pub(crate) fn finite<A: Real>(panel: &[A]) -> bool {
     finite
 }
 
-/// Transposes a row panel of `count` rows into a lane panel of `lanes` lanes; lanes without a row
-/// hold zeros.
+/// Transposes `rows` rows of `columns` numbers into as many columns: a row panel into a lane panel, or
+/// back. Vectors divide both.
 #[inline(always)]
-pub(crate) fn transpose<A: Real>(
-    rows: &[A],
-    width: usize,
-    count: usize,
-    factor: A,
-    lanes: usize,
-    panel: &mut [A],
+pub(crate) fn transpose<X: Vector>(
+    x: X,
+    panel: &[X::A],
+    (rows, columns): (usize, usize),
+    to: &mut [X::A],
 ) {
-    for (c, channel) in panel.chunks_exact_mut(lanes).enumerate() {
-        let column = rows[c..].iter().step_by(width);
-        for (x, &y) in channel.iter_mut().zip(column.take(count)) {
-            *x = factor * y;
+    for row in (0..rows).step_by(X::WIDTH) {
+        for column in (0..columns).step_by(X::WIDTH) {
+            let (from, to) = (
+                &panel[row * columns + column..],
+                &mut to[column * rows + row..],
+            );
+            x.transpose(from, columns, to, rows);
         }
-        channel[count..].fill(A::ZERO);
     }
 }
 
-/// The way back for one lane.
+/// Multiplies all numbers of a panel.
 #[inline(always)]
-pub(crate) fn lane<A: Real>(panel: &[A], lanes: usize, lane: usize, row: &mut [A]) {
-    for (x, channel) in row.iter_mut().zip(panel.chunks_exact(lanes)) {
-        *x = channel[lane];
+pub(crate) fn scale<A: Real>(panel: &mut [A], factor: A) {
+    for x in panel {
+        *x = *x * factor;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vector::{F32, Plain, Task};
+
+    struct Check<X: Vector>(X);
+
+    impl<X: Vector<A = f32>> Task for Check<X> {
+        #[inline(always)]
+        fn run(self) {
+            let (rows, columns) = (3 * X::WIDTH, 2 * X::WIDTH);
+            let panel: Vec<f32> = (0..rows * columns).map(|i| i as f32).collect();
+            let mut there = vec![-1.0; rows * columns];
+            transpose(self.0, &panel, (rows, columns), &mut there);
+            for (i, row) in panel.chunks_exact(columns).enumerate() {
+                for (j, x) in row.iter().enumerate() {
+                    assert_eq!(there[j * rows + i], *x, "row {i}, column {j}");
+                }
+            }
+            let mut back = vec![-1.0; rows * columns];
+            transpose(self.0, &there, (columns, rows), &mut back);
+            assert_eq!(back, panel);
+        }
+    }
+
+    #[test]
+    fn whatever_is_transposed_comes_back() {
+        let plain = Plain::new();
+        plain.run(Check(plain));
+        #[cfg(target_arch = "x86_64")]
+        {
+            if let Some(x) = pulp::x86::V3::try_new().map(F32) {
+                x.run(Check(x));
+            }
+            if let Some(x) = pulp::x86::V4::try_new().map(F32) {
+                x.run(Check(x));
+            }
+        }
     }
 }

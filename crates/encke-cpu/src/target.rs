@@ -116,29 +116,44 @@ impl<'a, A: Real> Target<'a, A> {
         }
     }
 
-    /// What a cell begins with: `row` becomes its sum; its m and l are returned.
+    /// m and l that a cell begins with.
     ///
     /// # Safety
     /// No other task may have this cell.
     #[inline]
-    pub unsafe fn begin(&self, cell: usize, row: &mut [A]) -> (A, A) {
+    pub unsafe fn begin(&self, cell: usize) -> (A, A) {
         match &self.before {
-            Some(Carry { acc, m, l }) => {
-                let dim = row.len();
-                // SAFETY: the caller's promise.
-                unsafe {
-                    row.copy_from_slice(acc.read(cell * dim, dim));
-                    (m.read(cell, 1)[0], l.read(cell, 1)[0])
-                }
-            }
-            None => {
-                row.fill(A::ZERO);
-                (A::NEG_INFINITY, A::ZERO)
-            }
+            // SAFETY: the caller's promise.
+            Some(Carry { m, l, .. }) => unsafe { (m.read(cell, 1)[0], l.read(cell, 1)[0]) },
+            None => (A::NEG_INFINITY, A::ZERO),
         }
     }
 
-    /// What a cell ends with.
+    /// Adds what a cell had summed before to what it has summed since.
+    ///
+    /// # Safety
+    /// As for [`Target::begin`].
+    #[inline]
+    unsafe fn add_before(&self, cell: usize, row: &mut [A], m: A) {
+        let Some(before) = &self.before else {
+            return;
+        };
+        // SAFETY: the caller's promise.
+        let (acc, old) = unsafe {
+            let dim = row.len();
+            (before.acc.read(cell * dim, dim), before.m.read(cell, 1)[0])
+        };
+        // Minus infinity minus itself would be NaN, where nothing has been seen.
+        let kept = match old == A::NEG_INFINITY {
+            true => A::ZERO,
+            false => (old - m).exp(),
+        };
+        for (x, &before) in row.iter_mut().zip(acc) {
+            *x = kept * before + *x;
+        }
+    }
+
+    /// What a cell ends with, given what it has summed since it began, its m and its l.
     ///
     /// # Safety
     /// As for [`Target::begin`].
@@ -147,6 +162,7 @@ impl<'a, A: Real> Target<'a, A> {
         let dim = row.len();
         // SAFETY: the caller's promise.
         unsafe {
+            self.add_before(cell, row, m);
             match &self.after {
                 After::Carry(carry) => {
                     carry.acc.row(cell * dim, dim).copy_from_slice(row);

@@ -10,6 +10,8 @@ use bytemuck::Pod;
 use pulp::Simd;
 
 use crate::real::Real;
+#[cfg(target_arch = "x86_64")]
+use crate::transpose;
 
 /// Work that is compiled anew for each instruction set. `run` must be inlined into it.
 pub(crate) trait Task {
@@ -48,6 +50,16 @@ pub(crate) trait Vector: Copy + Send + Sync {
     fn where_less(self, x: Self::V, y: Self::V, yes: Self::V, no: Self::V) -> Self::V;
     /// e^x for powers that are weights: at most 1, give or take rounding.
     fn exp(self, x: Self::V) -> Self::V;
+
+    /// Transposes a square of [`Vector::WIDTH`] rows, which lie so far apart here and there.
+    #[inline(always)]
+    fn transpose(self, from: &[Self::A], from_step: usize, to: &mut [Self::A], to_step: usize) {
+        for j in 0..Self::WIDTH {
+            for i in 0..Self::WIDTH {
+                to[j * to_step + i] = from[i * from_step + j];
+            }
+        }
+    }
 
     /// Runs a task compiled for the instruction set.
     fn run(self, task: impl Task);
@@ -199,6 +211,31 @@ impl<S: Simd> Vector for F32<S> {
         less_than_f32s,
         select_f32s
     );
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn transpose(self, from: &[f32], from_step: usize, to: &mut [f32], to_step: usize) {
+        let last = Self::WIDTH - 1;
+        let (from, to) = (
+            &from[..last * from_step + Self::WIDTH],
+            &mut to[..last * to_step + Self::WIDTH],
+        );
+        let (from, to) = (from.as_ptr(), to.as_mut_ptr());
+        // SAFETY: there are as many numbers, and on this architecture vectors of 16 are AVX-512's
+        // and those of 8 are AVX's: whoever has a value of `S` has the instructions.
+        unsafe {
+            match Self::WIDTH {
+                16 => transpose::sixteen(from, from_step, to, to_step),
+                8 => transpose::eight(from, from_step, to, to_step),
+                width => {
+                    for at in 0..width * width {
+                        let (i, j) = (at / width, at % width);
+                        *to.add(j * to_step + i) = *from.add(i * from_step + j);
+                    }
+                }
+            }
+        }
+    }
 
     #[inline(always)]
     fn exp(self, power: S::f32s) -> S::f32s {

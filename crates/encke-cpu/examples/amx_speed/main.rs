@@ -32,6 +32,10 @@ mod shared;
 mod target;
 #[cfg(target_arch = "x86_64")]
 #[allow(dead_code)]
+#[path = "../../src/transpose.rs"]
+mod transpose;
+#[cfg(target_arch = "x86_64")]
+#[allow(dead_code)]
 #[path = "../../src/vector.rs"]
 mod vector;
 

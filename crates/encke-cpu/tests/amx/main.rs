@@ -20,6 +20,9 @@ mod shared;
 #[path = "../../src/target.rs"]
 mod target;
 #[allow(dead_code)]
+#[path = "../../src/transpose.rs"]
+mod transpose;
+#[allow(dead_code)]
 #[path = "../../src/vector.rs"]
 mod vector;
 
