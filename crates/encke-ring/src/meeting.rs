@@ -1,8 +1,9 @@
 //! What ranks of different processes have to say to one another beside their rows: who is ready, who
 //! failed, what each of them did.
 //!
-//! Not for rows: everything here passes through one rank, the chair. It is built from exchanges, so
-//! that it has their deadlines, their checks and their errors, over any transport.
+//! Not for rows: words pass through one rank, the chair, and of numbers there are only sums. It is
+//! built from exchanges, so that it has their deadlines, their checks and their errors, over any
+//! transport.
 
 use encke_core::transport::{Address, Incoming, Outgoing, Transport, TransportError};
 
@@ -46,13 +47,23 @@ impl<'a, T: Transport<Vec<u8>>> Meeting<'a, T> {
         to: &[usize],
         sent: &Vec<u8>,
     ) -> Result<Vec<Vec<u8>>, TransportError> {
+        let to: Vec<(usize, &Vec<u8>)> = to.iter().map(|&peer| (peer, sent)).collect();
+        self.exchange_each(from, &to)
+    }
+
+    /// The same with a message of its own for each of `to`.
+    fn exchange_each(
+        &mut self,
+        from: &[(usize, usize)],
+        to: &[(usize, &Vec<u8>)],
+    ) -> Result<Vec<Vec<u8>>, TransportError> {
         let mut received: Vec<Vec<u8>> = from.iter().map(|(_, bytes)| vec![0; *bytes]).collect();
         let address = |peer: usize, elements: usize| Address {
             peer,
             tag: 0,
             elements,
         };
-        let sends = to.iter().map(|&peer| Outgoing {
+        let sends = to.iter().map(|&(peer, sent)| Outgoing {
             to: address(peer, sent.len()),
             parcel: sent,
         });
@@ -135,6 +146,53 @@ impl<'a, T: Transport<Vec<u8>>> Meeting<'a, T> {
             None => Ok(()),
         })
     }
+
+    /// The sums of everyone's numbers, of which all have as many, at everyone. Each member sums a part
+    /// of them, in the order of the members: the same bits at everyone and in every run, and nobody
+    /// moves or holds more than another.
+    pub fn sum(&mut self, own: &[f32]) -> Result<Vec<f32>, TransportError> {
+        let members = self.members.len();
+        let part = |at: usize| own.len() * at / members..own.len() * (at + 1) / members;
+        let at = self.members.iter().position(|&member| member == self.rank);
+        let mine = part(at.unwrap_or(0));
+        let parts: Vec<Vec<u8>> = (0..members).map(|to| bytes(&own[part(to)])).collect();
+        let others: Vec<(usize, usize)> = (0..members)
+            .map(|at| (self.members[at], at))
+            .filter(|(rank, _)| *rank != self.rank)
+            .collect();
+
+        let from: Vec<(usize, usize)> = others.iter().map(|end| (end.0, 4 * mine.len())).collect();
+        let to: Vec<_> = others.iter().map(|end| (end.0, &parts[end.1])).collect();
+        let mut arrived = self.exchange_each(&from, &to)?.into_iter();
+        let mut sums = vec![0.0; mine.len()];
+        for &member in self.members {
+            let terms = match member == self.rank {
+                true => own[mine.clone()].to_vec(),
+                false => numbers(&arrived.next().unwrap_or_default()),
+            };
+            sums.iter_mut().zip(terms).for_each(|(sum, x)| *sum += x);
+        }
+
+        let from = others.iter().map(|end| (end.0, 4 * part(end.1).len()));
+        let from: Vec<(usize, usize)> = from.collect();
+        let to: Vec<usize> = others.iter().map(|end| end.0).collect();
+        let arrived = self.exchange(&from, &to, &bytes(&sums))?;
+        let mut whole = vec![0.0; own.len()];
+        whole[mine].copy_from_slice(&sums);
+        for (end, bytes) in others.iter().zip(&arrived) {
+            whole[part(end.1)].copy_from_slice(&numbers(bytes));
+        }
+        Ok(whole)
+    }
+}
+
+fn bytes(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+fn numbers(bytes: &[u8]) -> Vec<f32> {
+    let number = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    bytes.chunks_exact(4).map(number).collect()
 }
 
 fn number(bytes: &[u8]) -> usize {
@@ -180,6 +238,32 @@ mod tests {
             let expected: Vec<u8> = members.iter().flat_map(|&r| vec![r as u8; r * 7]).collect();
             assert!(said.iter().all(|heard| *heard == expected), "{members:?}");
         }
+    }
+
+    #[test]
+    fn sums_are_those_in_the_order_of_the_members_at_everyone() {
+        // Numbers whose sum depends on the order; fewer of them than members, too.
+        let term =
+            |rank: usize, at: usize| ((rank * 31 + at) as f32).sin() * 10f32.powi(at as i32 % 7);
+        for members in [&[0][..], &[0, 1], &[0, 1, 2, 3, 4], &[1, 4, 5]] {
+            for count in [0, 1, 3, 50] {
+                let sums = meet(members, |rank, meeting| {
+                    let own: Vec<f32> = (0..count).map(|at| term(rank, at)).collect();
+                    meeting.sum(&own).unwrap()
+                });
+                let sum = |at| members.iter().fold(0.0, |sum, &rank| sum + term(rank, at));
+                let expected: Vec<f32> = (0..count).map(sum).collect();
+                assert!(sums.iter().all(|sum| *sum == expected), "{members:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_sum_of_different_lengths_is_an_error() {
+        let ended = meet(&[0, 1], |rank, meeting| {
+            meeting.sum(&vec![1.0; 4 + 2 * rank])
+        });
+        assert!(ended.iter().all(Result::is_err), "{ended:?}");
     }
 
     #[test]
