@@ -6,8 +6,8 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -53,14 +53,19 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Runs a command as one of several processes.
-pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
+/// Runs the work of the command `name` as one of several processes. The cluster is shared, so that
+/// what outlives a call (a model, say) can hold on to it; who does must have let go in the end.
+pub fn run(
+    name: &'static str,
+    place: &Place,
+    work: impl FnOnce(&Arc<Mutex<Cluster>>) -> Result<Verdict>,
+) -> Result<Verdict> {
     let started = World::start(DEADLINE);
     let (world, mut wire) = started.with_context(|| format!("process {}", place.rank))?;
     let (rank, ranks) = (wire.rank(), wire.ranks());
     if ranks != place.ranks {
         bail!(
-            "{} started {} processes, but {} sees {ranks}: the launcher and the library encke was \
+            "{} started {} processes, but {} sees {ranks}: the launcher and the library {name} was \
              built with are not of one MPI",
             place.said_by,
             place.ranks,
@@ -72,43 +77,58 @@ pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
     // A call of MPI that does not return cannot be left otherwise.
     wire.watch(move |error| {
         if !told.swap(true, Ordering::SeqCst) {
-            note(&format!("encke: rank {rank} of {ranks}: {error}"));
+            note(&format!("{name}: rank {rank} of {ranks}: {error}"));
         }
         encke_mpi::leave(2);
     });
-    let mut cluster = Cluster {
+    let cluster = Arc::new(Mutex::new(Cluster {
         library: world.library().to_string(),
         wire,
         survives: false,
-    };
-    let ended = catch_unwind(AssertUnwindSafe(|| command(&mut cluster, cli)));
-    let ended = ended.unwrap_or_else(|_| Err(anyhow!("it panicked: a bug in encke")));
-    let error = match ended {
-        Ok(verdict) => {
+    }));
+    let ended = catch_unwind(AssertUnwindSafe(|| work(&cluster)));
+    let ended = ended.unwrap_or_else(|_| Err(anyhow!("it panicked: a bug in {name}")));
+    match (ended, Arc::try_unwrap(cluster)) {
+        (Ok(verdict), Ok(cluster)) => {
+            world.finish(inner(cluster).wire);
+            Ok(verdict)
+        }
+        (Err(error), Ok(cluster)) if error.is::<Refused>() => {
+            let cluster = inner(cluster);
+            // Said before anyone leaves: launchers end all processes when the first one fails.
+            if cluster.speaks() {
+                note(&format!("{name}: {}", one_line(&error)));
+            }
             world.finish(cluster.wire);
-            return Ok(verdict);
+            std::thread::sleep(PAUSE);
+            Err(Told.into())
         }
-        Err(error) => error,
-    };
-    if error.is::<Refused>() {
-        // Said before anyone leaves: launchers end all processes when the first one fails.
-        if cluster.speaks() {
-            note(&format!("encke: {}", one_line(&error)));
+        (ended, cluster) => {
+            let held = || anyhow!("the wire is still held: a bug in {name}");
+            let words = one_line(&ended.err().unwrap_or_else(held));
+            if !said.swap(true, Ordering::SeqCst) {
+                note(&format!("{name}: rank {rank} of {ranks}: {words}"));
+            }
+            let cluster = cluster.map_or_else(|held| held, Arc::new);
+            locked(&cluster).wire.give_up(&words);
+            std::thread::sleep(GRACE);
+            Err(Told.into())
         }
-        world.finish(cluster.wire);
-        std::thread::sleep(PAUSE);
-        return Err(Told.into());
     }
-    let words = one_line(&error);
-    if !said.swap(true, Ordering::SeqCst) {
-        note(&format!("encke: rank {rank} of {ranks}: {words}"));
-    }
-    cluster.wire.give_up(&words);
-    std::thread::sleep(GRACE);
-    Err(Told.into())
 }
 
-fn command(cluster: &mut Cluster, cli: Cli) -> Result<Verdict> {
+/// The cluster, for one at a time. A panic elsewhere has been reported already.
+pub fn locked(shared: &Mutex<Cluster>) -> MutexGuard<'_, Cluster> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn inner(cluster: Mutex<Cluster>) -> Cluster {
+    cluster.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What `encke` does as one of several processes.
+pub(crate) fn command(shared: &Mutex<Cluster>, cli: Cli) -> Result<Verdict> {
+    let cluster = &mut *locked(shared);
     match &cli.command {
         Some(Command::Attend(options)) => attend::processes::run(cluster, options),
         Some(Command::Bench(options)) => bench::processes::run(cluster, options),
@@ -212,5 +232,10 @@ impl Cluster {
         };
         let bytes = self.meet(|meeting| meeting.broadcast(own.clone()))?;
         serde_json::from_slice(&bytes).context("what rank 0 said")
+    }
+
+    /// The sums of every process's numbers, at all of them: the same bits everywhere.
+    pub fn sum(&mut self, own: &[f32]) -> Result<Vec<f32>> {
+        self.meet(|meeting| meeting.sum(own))
     }
 }

@@ -15,7 +15,7 @@ mod check;
 mod chrome;
 mod cli;
 #[cfg(feature = "mpi")]
-mod cluster;
+pub mod cluster;
 mod demo;
 mod device_option;
 mod draw;
@@ -29,7 +29,7 @@ pub mod number;
 pub mod output;
 mod pattern_options;
 mod plan;
-mod process;
+pub mod process;
 mod profile;
 mod program;
 pub mod report;
@@ -142,7 +142,7 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
 /// The command as one of several processes.
 #[cfg(feature = "mpi")]
 fn run_together(cli: Cli, place: &Place) -> anyhow::Result<Verdict> {
-    cluster::run(cli, place)
+    cluster::run("encke", place, |cluster| cluster::command(cluster, cli))
 }
 
 /// Without MPI, each of them would do all of the work, and write the same file.

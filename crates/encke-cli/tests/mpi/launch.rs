@@ -8,17 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::command::Folder;
-
-/// The mpirun of the tests.
-pub fn mpirun() -> String {
-    std::env::var("MPIRUN").unwrap_or_else(|_| "mpirun".to_string())
-}
-
-/// What it is.
-fn version() -> String {
-    let said = Command::new(mpirun()).arg("--version").output().unwrap();
-    String::from_utf8_lossy(&said.stdout).into_owned()
-}
+use crate::mpirun::version;
 
 /// Whether deaths are told to the survivors; if not, says so.
 pub fn ulfm(test: &str) -> bool {
@@ -34,24 +24,8 @@ pub fn ulfm(test: &str) -> bool {
 
 /// `mpirun -n ranks encke arguments`, in a folder.
 pub fn together(folder: &Folder, ranks: usize, arguments: &str) -> Command {
-    let mut command = Command::new(mpirun());
-    let said = version();
-    command.args(["-n", &ranks.to_string()]);
-    if said.contains("(Open MPI) 4") {
-        command.args(["--oversubscribe", "--bind-to", "none"]);
-    } else if said.contains("(Open MPI)") {
-        command.args("--with-ft ulfm --map-by :OVERSUBSCRIBE --bind-to none".split(' '));
-    }
-    command.arg(env!("CARGO_BIN_EXE_encke"));
-    command.args(arguments.split_whitespace());
-    command.current_dir(folder.path());
-    command.env("OMPI_ALLOW_RUN_AS_ROOT", "1");
-    command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-    // One thread a process is enough for small calls, and more would only be in the way.
-    command.env("RAYON_NUM_THREADS", "1");
-    // Launchers give processes a terminal of their own.
-    command.env("NO_COLOR", "1");
-    command
+    let encke = env!("CARGO_BIN_EXE_encke");
+    crate::mpirun::together(encke, folder.path(), ranks, arguments)
 }
 
 /// Runs it to its end.

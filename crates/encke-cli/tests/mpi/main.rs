@@ -14,5 +14,6 @@ mod files;
 mod attend;
 mod faults;
 mod launch;
+mod mpirun;
 mod refusals;
 mod suite;

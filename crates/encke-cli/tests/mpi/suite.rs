@@ -2,7 +2,8 @@
 //! simulator; and the commands that report.
 
 use crate::command::{Folder, text};
-use crate::launch::{mpirun, run, succeeds};
+use crate::launch::{run, succeeds};
+use crate::mpirun::mpirun;
 
 #[test]
 fn messages_and_bits_are_right_for_1_to_8_processes() {
