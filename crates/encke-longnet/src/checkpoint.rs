@@ -77,6 +77,12 @@ impl Read {
         })
     }
 
+    /// The whole file.
+    #[cfg(feature = "mpi")]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// One of its tensors.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         let what = || format!("{} has no usable tensor {name}", self.path);

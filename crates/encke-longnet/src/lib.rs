@@ -8,9 +8,12 @@
 mod adamw;
 mod checkpoint;
 mod cli;
+mod course;
 mod cross_entropy;
 mod gradients;
 mod model;
+#[cfg(feature = "mpi")]
+mod processes;
 mod record;
 mod report;
 mod retrieval;
@@ -45,7 +48,14 @@ fn run(cli: Cli) -> Result<Verdict> {
     }
 }
 
-/// It is no command for several processes: each of them would do all of the work.
+/// The command as one of several processes.
+#[cfg(feature = "mpi")]
+fn run_together(cli: Cli, place: &Place) -> Result<Verdict> {
+    processes::run(cli, place)
+}
+
+/// Without MPI, each of them would do all of the work, and write the same file.
+#[cfg(not(feature = "mpi"))]
 fn run_together(_: Cli, place: &Place) -> Result<Verdict> {
     encke_cli::without_mpi("longnet", place)
 }

@@ -93,6 +93,12 @@ impl Text {
         Text { bytes }
     }
 
+    /// All of it.
+    #[cfg(feature = "mpi")]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// The sequence of a step: `tokens` tokens and the one that follows, from a place that depends on
     /// the seed and the step alone.
     pub fn sequence(&self, tokens: usize, seed: u64, step: usize) -> Vec<u32> {

@@ -1,23 +1,17 @@
 //! `longnet train`: a model, a text, a ring.
 
 use std::path::PathBuf;
-use std::time::Instant;
 
 use anyhow::{Result, bail};
 use clap::Args;
 use encke::Cut;
-use encke::explain::bytes;
 use encke_candle::Attention;
 use encke_cli::Verdict;
 use encke_cli::number::count;
-use encke_cli::output::OutputFile;
-use encke_cli::terminal::{long_bar, note, say};
 
-use crate::checkpoint::Read;
+use crate::course::{Course, Ready, Ring};
 use crate::model::Sizes;
-use crate::record::{self, Record};
 use crate::settings::Settings;
-use crate::text::Text;
 use crate::training::Training;
 
 /// What `--help` ends with.
@@ -31,7 +25,10 @@ Examples:
   longnet train story.txt --checkpoint model.safetensors --resume --ranks 2
       Go on where a run ended, on any ring.
   longnet train story.txt --dense --record dense.json
-      Every byte sees all before it, to compare with.";
+      Every byte sees all before it, to compare with.
+  mpirun -n 4 longnet train story.txt --checkpoint model.safetensors
+      The ring as four processes, each with a quarter of the rows of everything. Needs a longnet
+      built with --features mpi.";
 
 /// Options of the command.
 #[derive(Debug, Args)]
@@ -51,9 +48,10 @@ pub struct Options {
     #[arg(long, value_name = "STEP", value_parser = count)]
     until: Option<usize>,
 
-    /// Ranks that the attention is spread over, as threads.
-    #[arg(long, default_value = "1", value_parser = count)]
-    ranks: usize,
+    /// Ranks that the attention is spread over, as threads [default: 1; under mpirun each process
+    /// is a rank].
+    #[arg(long, value_parser = count)]
+    ranks: Option<usize>,
 
     #[command(flatten)]
     model: ModelOptions,
@@ -180,25 +178,10 @@ impl Options {
         Ok(settings)
     }
 
-    /// What to go on from, if that was asked for and is the same run.
-    pub fn resumed(&self, settings: &Settings) -> Result<Option<Read>> {
-        let Some(path) = self.checkpoint.as_ref().filter(|_| self.resume) else {
-            return Ok(None);
-        };
-        let read = Read::open(path)?;
-        if read.told.settings != *settings {
-            bail!(
-                "{} was trained with other settings: {}; give the same ones (the ring may differ)",
-                path.display(),
-                serde_json::to_string(&read.told.settings)?
-            );
-        }
-        Ok(Some(read))
-    }
-
-    /// The text.
-    pub fn read_text(&self) -> Result<Text> {
-        Text::read(&self.text, self.tokens)
+    /// The ranks that were asked for, if any number was.
+    #[cfg(feature = "mpi")]
+    pub fn ranks(&self) -> Option<usize> {
+        self.ranks
     }
 
     /// The ring's cut: even work for every rank, since attention is causal.
@@ -206,108 +189,42 @@ impl Options {
         Cut::Zigzag
     }
 
-    /// Takes the steps that are left. Only one of several processes writes and speaks.
-    pub fn carry_out(
-        &self,
-        mut training: Training<'_>,
-        (ranks, processes): (usize, bool),
-        speaks: bool,
-    ) -> Result<()> {
-        let record = match (&self.record, speaks) {
-            (Some(path), true) => Some(OutputFile::create(path, &[("the text", &self.text)])?),
-            _ => None,
-        };
-        let last = self.until.unwrap_or(self.steps).min(self.steps);
-        let first = training.losses().len();
-        let bar = match speaks {
-            true => long_bar(last.saturating_sub(first)),
-            false => indicatif::ProgressBar::hidden(),
-        };
-        let mut seconds = Vec::new();
-        for step in first..last {
-            let begin = Instant::now();
-            let loss = training.step()?;
-            let took = begin.elapsed().as_secs_f64();
-            seconds.push(took);
-            bar.inc(1);
-            bar.set_message(format!(
-                "loss {loss:.4}, {:.0} tokens/s, {} a rank",
-                self.tokens as f64 / took,
-                bytes(training.rank_bytes())
-            ));
-            if let (Some(path), true) = (&self.checkpoint, speaks)
-                && ((step + 1) % self.every == 0 || step + 1 == last)
-            {
-                training.save(path)?;
-            }
+    /// What the steps are, and what becomes of them.
+    pub fn course(&self) -> Course<'_> {
+        Course {
+            text: &self.text,
+            last: self.until.unwrap_or(self.steps).min(self.steps),
+            every: self.every,
+            checkpoint: self.checkpoint.as_deref(),
+            resume: self.resume,
+            record: self.record.as_deref(),
         }
-        bar.finish_and_clear();
-        if !speaks {
-            return Ok(());
-        }
-        self.conclude(&training, &seconds, (ranks, processes))?;
-        if let Some(output) = record {
-            let record = Record::Training(record::Training {
-                settings: self.settings()?,
-                ranks,
-                processes,
-                weights: training.weights(),
-                losses: training.losses().to_vec(),
-                rank_bytes: training.rank_bytes(),
-                seconds,
-            });
-            record.write(output)?;
-        }
-        Ok(())
-    }
-
-    /// Says what came of it.
-    fn conclude(
-        &self,
-        training: &Training<'_>,
-        seconds: &[f64],
-        (ranks, processes): (usize, bool),
-    ) -> Result<()> {
-        let losses = training.losses();
-        let (Some(first), Some(last)) = (losses.first(), losses.last()) else {
-            return Ok(());
-        };
-        let who = match (ranks, processes) {
-            (1, _) => "1 rank".to_string(),
-            (ranks, false) => format!("{ranks} ranks"),
-            (ranks, true) => format!("{ranks} processes"),
-        };
-        say(&format!(
-            "{} weights, {} tokens, {who}: loss {first:.4} in step 1, {last:.6} in step {}\n",
-            training.weights(),
-            self.tokens,
-            losses.len()
-        ))?;
-        let mut sorted = seconds.to_vec();
-        sorted.sort_by(f64::total_cmp);
-        if let Some(median) = sorted.get(sorted.len() / 2) {
-            note(&format!(
-                "{median:.3} s a step, {:.0} tokens/s, {} a rank in attention",
-                self.tokens as f64 / median,
-                bytes(training.rank_bytes())
-            ));
-        }
-        Ok(())
     }
 }
 
 /// Runs the command in this process.
 pub fn run(options: &Options) -> Result<Verdict> {
     let settings = options.settings()?;
-    let text = options.read_text()?;
-    let resumed = options.resumed(&settings)?;
+    let ranks = options.ranks.unwrap_or(1);
     let ring = encke::Attention::builder().pattern(settings.pattern()?);
-    let attention = Attention::new(ring.ranks(options.ranks).sharding(Options::cut()))?;
+    let attention = Attention::new(ring.ranks(ranks).sharding(Options::cut()))?;
+    let course = options.course();
+    let Ready {
+        text,
+        resumed,
+        record,
+    } = course.prepare(&settings, true)?;
     let rows = (0..settings.tokens).collect();
     let mut training = Training::new(settings, text, attention, rows, None)?;
     if let Some(from) = &resumed {
         training.resume(from)?;
     }
-    options.carry_out(training, (options.ranks, false), true)?;
+    let seconds = course.take(&mut training, true)?;
+    let ring = Ring {
+        ranks,
+        processes: false,
+        rank_bytes: training.rank_bytes(),
+    };
+    course.conclude(&training, seconds, &ring, record)?;
     Ok(Verdict::Fine)
 }

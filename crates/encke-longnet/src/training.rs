@@ -7,6 +7,7 @@
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use encke_candle::Attention;
+use encke_core::host::checksum;
 
 use crate::adamw::{AdamW, rate};
 use crate::checkpoint::{self, Told};
@@ -23,7 +24,10 @@ const DECAY: f64 = 0.1;
 /// Others who train the same model on other rows of the same sequences.
 pub trait Company {
     /// The sums of everybody's numbers, the same bits for everybody.
-    fn sum(&mut self, numbers: Vec<f32>) -> Result<Vec<f32>>;
+    fn sum(&mut self, numbers: &[f32]) -> Result<Vec<f32>>;
+
+    /// Refused by all where somebody's checksum of `what` is another one.
+    fn same(&mut self, what: &str, own: u64) -> Result<()>;
 }
 
 /// A model on its way.
@@ -71,6 +75,11 @@ impl<'a> Training<'a> {
         Ok(())
     }
 
+    /// What is trained.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
     /// The losses of all steps so far.
     pub fn losses(&self) -> &[f64] {
         &self.losses
@@ -90,6 +99,20 @@ impl<'a> Training<'a> {
             .map(|memory| memory.planned_bytes())
             .max()
             .unwrap_or(0)
+    }
+
+    /// Refused by all where somebody's weights have gone another way.
+    pub fn compare(&mut self) -> Result<()> {
+        let Some(company) = &mut self.company else {
+            return Ok(());
+        };
+        let mut bytes = Vec::new();
+        for (_, weight) in self.weights.all() {
+            let numbers = weight.flatten_all()?.to_vec1::<f32>()?;
+            bytes.extend(numbers.iter().flat_map(|x| x.to_le_bytes()));
+        }
+        let step = self.losses.len();
+        company.same(&format!("the weights after step {step}"), checksum(&bytes))
     }
 
     /// Writes everything down.
@@ -148,7 +171,7 @@ fn summed(
     for gradient in gradients {
         numbers.extend(gradient.flatten_all()?.to_vec1::<f32>()?);
     }
-    let sums = company.sum(numbers)?;
+    let sums = company.sum(&numbers)?;
     let (loss, mut rest) = sums.split_first().context("a sum has a loss")?;
     let mut whole = Vec::with_capacity(gradients.len());
     for gradient in gradients {
@@ -163,12 +186,13 @@ fn summed(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Barrier, Mutex};
+    use std::sync::Arc;
     use std::time::Duration;
 
     use encke::Cut;
-    use encke::threads::endpoints;
+    use encke::threads::{Endpoint, endpoints};
     use encke_candle::Shard;
+    use encke_ring::meeting::Meeting;
 
     use super::*;
     use crate::model::Sizes;
@@ -199,43 +223,40 @@ mod tests {
         Text::of(chronicle(4000, 1).into_bytes())
     }
 
-    /// Sums by meeting in memory, in the order of the ranks.
+    /// Threads that meet as processes do.
     struct Table {
         rank: usize,
-        parts: Arc<Mutex<Vec<Vec<f32>>>>,
-        barrier: Arc<Barrier>,
+        members: Vec<usize>,
+        end: Endpoint<Vec<u8>>,
     }
 
     impl Company for Table {
-        fn sum(&mut self, numbers: Vec<f32>) -> Result<Vec<f32>> {
-            self.parts.lock().unwrap()[self.rank] = numbers;
-            self.barrier.wait();
-            let parts = self.parts.lock().unwrap().clone();
-            self.barrier.wait();
-            let mut sums = parts[0].clone();
-            for part in &parts[1..] {
-                sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
-            }
-            Ok(sums)
+        fn sum(&mut self, numbers: &[f32]) -> Result<Vec<f32>> {
+            Ok(Meeting::new(&mut self.end, self.rank, &self.members).sum(numbers)?)
+        }
+
+        fn same(&mut self, what: &str, own: u64) -> Result<()> {
+            let mut meeting = Meeting::new(&mut self.end, self.rank, &self.members);
+            let first = meeting.broadcast(own.to_le_bytes().to_vec())?;
+            anyhow::ensure!(first == own.to_le_bytes(), "{what} differ");
+            Ok(())
         }
     }
 
     /// What processes do, on threads: each has its rows, its weights and its end of a transport.
     fn apart(ranks: usize) -> Vec<Vec<f64>> {
-        let parts = Arc::new(Mutex::new(vec![Vec::new(); ranks]));
-        let barrier = Arc::new(Barrier::new(ranks));
+        let patience = Duration::from_secs(120);
         std::thread::scope(|scope| {
-            let ends = endpoints(ranks, Duration::from_secs(120))
-                .into_iter()
-                .enumerate();
-            let threads: Vec<_> = ends
-                .map(|(rank, end)| {
-                    let (parts, barrier) = (Arc::clone(&parts), Arc::clone(&barrier));
-                    let mut table = Table {
-                        rank,
-                        parts,
-                        barrier,
-                    };
+            let tables = endpoints(ranks, patience).into_iter().enumerate();
+            let tables = tables.map(|(rank, end)| Table {
+                rank,
+                members: (0..ranks).collect(),
+                end,
+            });
+            let threads: Vec<_> = tables
+                .zip(endpoints(ranks, patience))
+                .map(|(mut table, end)| {
+                    let rank = table.rank;
                     scope.spawn(move || {
                         let settings = settings();
                         let ring = encke::Attention::builder().pattern(settings.pattern().unwrap());
@@ -251,9 +272,10 @@ mod tests {
                         let mut training =
                             Training::new(settings, text(), attention, rows, Some(&mut table))
                                 .unwrap();
-                        (0..20)
-                            .map(|_| training.step().unwrap())
-                            .collect::<Vec<f64>>()
+                        let losses = (0..20).map(|_| training.step().unwrap());
+                        let losses = losses.collect::<Vec<f64>>();
+                        training.compare().unwrap();
+                        losses
                     })
                 })
                 .collect();

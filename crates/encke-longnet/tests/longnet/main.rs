@@ -4,6 +4,7 @@ mod command;
 #[path = "../../../encke-cli/tests/cli/console.rs"]
 mod console;
 mod documentation;
+mod page;
 mod report;
 mod rings;
 mod runs;
