@@ -4,6 +4,7 @@
 //! claimed before the first step, and only one of several processes claims, writes and speaks.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
@@ -38,7 +39,7 @@ pub struct Course<'a> {
 /// What was read and claimed before the first step.
 pub struct Ready {
     /// The text.
-    pub text: Text,
+    pub text: Arc<Text>,
     /// What to go on from.
     pub resumed: Option<Read>,
     /// The place of the record.
@@ -59,7 +60,7 @@ pub struct Ring {
 impl Course<'_> {
     /// Reads what there is to read; who speaks also claims the places of what will be written.
     pub fn prepare(&self, settings: &Settings, speaks: bool) -> Result<Ready> {
-        let text = Text::read(self.text, settings.tokens)?;
+        let text = Arc::new(Text::read(self.text, settings.tokens)?);
         let resumed = self.resumed(settings)?;
         let mut record = None;
         if speaks {
@@ -96,7 +97,7 @@ impl Course<'_> {
     }
 
     /// Takes the steps that are left; returns the seconds of each.
-    pub fn take(&self, training: &mut Training<'_>, speaks: bool) -> Result<Vec<f64>> {
+    pub fn take(&self, training: &mut Training, speaks: bool) -> Result<Vec<f64>> {
         let first = training.losses().len();
         let bar = match speaks {
             true => long_bar(self.last.saturating_sub(first)),
@@ -128,7 +129,7 @@ impl Course<'_> {
     /// Says what came of it, and writes it down.
     pub fn conclude(
         &self,
-        training: &Training<'_>,
+        training: &Training,
         seconds: Vec<f64>,
         ring: &Ring,
         record: Option<OutputFile>,
@@ -150,7 +151,7 @@ impl Course<'_> {
     }
 }
 
-fn summarise(training: &Training<'_>, seconds: &[f64], ring: &Ring) -> Result<()> {
+fn summarise(training: &Training, seconds: &[f64], ring: &Ring) -> Result<()> {
     let (losses, tokens) = (training.losses(), training.settings().tokens);
     let (Some(first), Some(last)) = (losses.first(), losses.last()) else {
         return Ok(());

@@ -14,12 +14,14 @@ mod gradients;
 mod model;
 #[cfg(feature = "mpi")]
 mod processes;
+mod rank;
 mod record;
 mod report;
 mod retrieval;
 mod sample;
 mod settings;
 mod text;
+mod threads;
 mod train;
 mod training;
 mod weights;

@@ -8,8 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::{Result, anyhow, bail, ensure};
 use encke::explain::bytes;
-use encke::{HostParcel, Incoming, Moved, Outgoing, ShardAttention, Transport, TransportError};
-use encke_candle::{Attention, Shard};
+use encke::{HostParcel, Incoming, Moved, Outgoing, Transport, TransportError};
 use encke_cli::Verdict;
 use encke_cli::cluster::{self, Cluster, locked};
 use encke_cli::process::peak_resident_bytes;
@@ -20,9 +19,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::{Cli, Command};
 use crate::course::{Course, Ready, Ring};
+use crate::rank;
 use crate::settings::Settings;
 use crate::train::Options;
-use crate::training::{Company, Training};
+use crate::training::Company;
 
 /// Runs a command as one of several processes.
 pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
@@ -43,33 +43,19 @@ fn train(shared: &Arc<Mutex<Cluster>>, options: &Options) -> Result<Verdict> {
     let course = options.course();
     let prepared = (|| {
         let settings = options.settings()?;
-        let shard = shard(options, &settings, rank, ranks)?;
+        check_ranks(options, ranks)?;
+        let shard = rank::shard(&settings, rank, ranks)?;
         let ready = course.prepare(&settings, speaks)?;
         Ok((settings, shard, ready))
     })();
-    let (settings, shard, ready) = locked(shared).agree(prepared)?;
+    let (settings, shard, mut ready) = locked(shared).agree(prepared)?;
+    let record = ready.record.take();
     let mut company = Others(Arc::clone(shared));
     compare(&mut company, &course, &settings, &ready)?;
 
-    let Ready {
-        text,
-        resumed,
-        record,
-    } = ready;
-    let runs = shard.sharding().runs(settings.tokens, rank);
-    let rows = runs.into_iter().flat_map(|run| run.tokens()).collect();
-    let line = Line(Arc::clone(shared));
-    let ring = Shard::new(shard, settings.tokens, line, |line| {
-        locked(&line.0).wire.begin();
-    });
-    let attention = Attention::on(Arc::new(ring));
-    let training = (|| {
-        let mut training = Training::new(settings, text, attention, rows, Some(&mut company))?;
-        if let Some(from) = &resumed {
-            training.resume(from)?;
-        }
-        Ok(training)
-    })();
+    let begin: fn(&mut Line) = |line| locked(&line.0).wire.begin();
+    let line = (Line(Arc::clone(shared)), begin);
+    let training = rank::training(&settings, &ready, shard, line, Box::new(company));
     let mut training = locked(shared).agree(training)?;
     let seconds = course.take(&mut training, speaks)?;
 
@@ -93,30 +79,15 @@ fn train(shared: &Arc<Mutex<Cluster>>, options: &Options) -> Result<Verdict> {
     Ok(Verdict::Fine)
 }
 
-/// This process's rank of the ring.
-fn shard(
-    options: &Options,
-    settings: &Settings,
-    rank: usize,
-    ranks: usize,
-) -> Result<ShardAttention> {
-    if let Some(asked) = options.ranks().filter(|asked| *asked != ranks) {
+/// Processes are the ranks, so there is nothing to choose.
+fn check_ranks(options: &Options, processes: usize) -> Result<()> {
+    if let Some(ranks) = options.ranks().filter(|ranks| *ranks != processes) {
         bail!(
-            "--ranks {asked}, but {ranks} processes were started, and each is one rank; leave \
+            "--ranks {ranks}, but {processes} processes were started, and each is one rank; leave \
              --ranks out or start as many processes"
         );
     }
-    let ring = encke::Attention::builder().pattern(settings.pattern()?);
-    let ring = ring.ranks(ranks).sharding(Options::cut());
-    let shard = ring.build_shard(rank)?;
-    let tokens = settings.tokens;
-    let idle = |rank: &usize| shard.sharding().rows(tokens, *rank) == 0;
-    if let Some(idle) = (0..ranks).find(idle) {
-        bail!(
-            "--tokens {tokens} leave rank {idle} of {ranks} without a row; start fewer processes"
-        );
-    }
-    Ok(shard)
+    Ok(())
 }
 
 /// Whether everybody is about to do the same.

@@ -87,12 +87,6 @@ impl Text {
         Ok(Text { bytes })
     }
 
-    /// A text that is at hand.
-    #[cfg(test)]
-    pub fn of(bytes: Vec<u8>) -> Text {
-        Text { bytes }
-    }
-
     /// All of it.
     #[cfg(feature = "mpi")]
     pub fn bytes(&self) -> &[u8] {

@@ -4,7 +4,6 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use encke::Cut;
 use encke_candle::Attention;
 use encke_cli::Verdict;
 use encke_cli::number::count;
@@ -12,6 +11,7 @@ use encke_cli::number::count;
 use crate::course::{Course, Ready, Ring};
 use crate::model::Sizes;
 use crate::settings::Settings;
+use crate::threads;
 use crate::training::Training;
 
 /// What `--help` ends with.
@@ -21,14 +21,13 @@ Examples:
   longnet train story.txt --checkpoint model.safetensors
       Four layers over 16384 bytes at a time, 300 steps; the model is kept.
   longnet train story.txt --ranks 4 --record p4.json
-      The attention on a ring of four threads: the same losses, to rounding.
+      A ring of four threads, each with a quarter of the rows: the same losses, to rounding.
   longnet train story.txt --checkpoint model.safetensors --resume --ranks 2
       Go on where a run ended, on any ring.
   longnet train story.txt --dense --record dense.json
       Every byte sees all before it, to compare with.
   mpirun -n 4 longnet train story.txt --checkpoint model.safetensors
-      The ring as four processes, each with a quarter of the rows of everything. Needs a longnet
-      built with --features mpi.";
+      The ring as four processes: the bits of four threads. Needs --features mpi to build.";
 
 /// Options of the command.
 #[derive(Debug, Args)]
@@ -48,8 +47,7 @@ pub struct Options {
     #[arg(long, value_name = "STEP", value_parser = count)]
     until: Option<usize>,
 
-    /// Ranks that the attention is spread over, as threads [default: 1; under mpirun each process
-    /// is a rank].
+    /// Ranks of the ring, as threads [default: 1; under mpirun each process is a rank].
     #[arg(long, value_parser = count)]
     ranks: Option<usize>,
 
@@ -184,11 +182,6 @@ impl Options {
         self.ranks
     }
 
-    /// The ring's cut: even work for every rank, since attention is causal.
-    pub fn cut() -> Cut {
-        Cut::Zigzag
-    }
-
     /// What the steps are, and what becomes of them.
     pub fn course(&self) -> Course<'_> {
         Course {
@@ -204,27 +197,31 @@ impl Options {
 
 /// Runs the command in this process.
 pub fn run(options: &Options) -> Result<Verdict> {
-    let settings = options.settings()?;
-    let ranks = options.ranks.unwrap_or(1);
+    let (settings, course) = (options.settings()?, options.course());
+    match options.ranks.unwrap_or(1) {
+        1 => alone(settings, &course)?,
+        ranks => threads::train(&settings, &course, ranks)?,
+    }
+    Ok(Verdict::Fine)
+}
+
+fn alone(settings: Settings, course: &Course<'_>) -> Result<()> {
     let ring = encke::Attention::builder().pattern(settings.pattern()?);
-    let attention = Attention::new(ring.ranks(ranks).sharding(Options::cut()))?;
-    let course = options.course();
     let Ready {
         text,
         resumed,
         record,
     } = course.prepare(&settings, true)?;
     let rows = (0..settings.tokens).collect();
-    let mut training = Training::new(settings, text, attention, rows, None)?;
+    let mut training = Training::new(settings, text, Attention::new(ring)?, rows, None)?;
     if let Some(from) = &resumed {
         training.resume(from)?;
     }
     let seconds = course.take(&mut training, true)?;
     let ring = Ring {
-        ranks,
+        ranks: 1,
         processes: false,
         rank_bytes: training.rank_bytes(),
     };
-    course.conclude(&training, seconds, &ring, record)?;
-    Ok(Verdict::Fine)
+    course.conclude(&training, seconds, &ring, record)
 }

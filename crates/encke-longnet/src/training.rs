@@ -1,8 +1,10 @@
 //! One step of training after another, whoever holds the rows.
 //!
-//! The decision here: a step is a function of the settings, the text and the step's number. Ranks of this
-//! process share the attention and nothing else; processes have a share of the rows each, and the sum of
-//! their gradients, taken in the order of the ranks, moves the same weights in all of them.
+//! The decision here: a step is a function of the settings, the text and the step's number. Each rank has
+//! a share of the rows, and weights of its own; the sum of all gradients, taken in the order of the ranks,
+//! moves them in the same way everywhere.
+
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
@@ -22,7 +24,7 @@ use crate::weights::Weights;
 const DECAY: f64 = 0.1;
 
 /// Others who train the same model on other rows of the same sequences.
-pub trait Company {
+pub trait Company: Send {
     /// The sums of everybody's numbers, the same bits for everybody.
     fn sum(&mut self, numbers: &[f32]) -> Result<Vec<f32>>;
 
@@ -31,27 +33,27 @@ pub trait Company {
 }
 
 /// A model on its way.
-pub struct Training<'a> {
+pub struct Training {
     settings: Settings,
-    text: Text,
+    text: Arc<Text>,
     attention: Attention,
     rows: Vec<usize>,
-    company: Option<&'a mut dyn Company>,
+    company: Option<Box<dyn Company>>,
     model: LongNet,
     weights: Weights,
     optimiser: AdamW,
     losses: Vec<f64>,
 }
 
-impl<'a> Training<'a> {
+impl Training {
     /// A model that has seen nothing yet. `rows` are the places of a sequence that are computed here.
     pub fn new(
         settings: Settings,
-        text: Text,
+        text: Arc<Text>,
         attention: Attention,
         rows: Vec<usize>,
-        company: Option<&'a mut dyn Company>,
-    ) -> Result<Training<'a>> {
+        company: Option<Box<dyn Company>>,
+    ) -> Result<Training> {
         let weights = Weights::new(settings.seed);
         let model = LongNet::new(settings.sizes, &attention, &weights.builder())?;
         let optimiser = AdamW::new(&weights, DECAY)?;
@@ -140,7 +142,7 @@ impl<'a> Training<'a> {
         let loss = loss.to_scalar::<f32>()?;
         let (loss, gradients) = match &mut self.company {
             None => (loss, gradients),
-            Some(company) => summed(&mut **company, loss, &gradients)?,
+            Some(company) => summed(company.as_mut(), loss, &gradients)?,
         };
         self.optimiser
             .step(&gradients, rate(highest, step, steps))?;
@@ -182,127 +184,4 @@ fn summed(
         rest = others;
     }
     Ok((*loss, whole))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::Arc;
-    use std::time::Duration;
-
-    use encke::Cut;
-    use encke::threads::{Endpoint, endpoints};
-    use encke_candle::Shard;
-    use encke_ring::meeting::Meeting;
-
-    use super::*;
-    use crate::model::Sizes;
-    use crate::text::chronicle;
-
-    fn settings() -> Settings {
-        let (segment_lengths, dilation_rates) = Settings::longnet(96);
-        Settings {
-            sizes: Sizes {
-                symbols: 256,
-                width: 16,
-                layers: 2,
-                heads: 4,
-                kv_heads: 2,
-                head_dim: 4,
-                recent: 2,
-            },
-            tokens: 96,
-            segment_lengths,
-            dilation_rates,
-            rate: 3e-3,
-            steps: 20,
-            seed: 1,
-        }
-    }
-
-    fn text() -> Text {
-        Text::of(chronicle(4000, 1).into_bytes())
-    }
-
-    /// Threads that meet as processes do.
-    struct Table {
-        rank: usize,
-        members: Vec<usize>,
-        end: Endpoint<Vec<u8>>,
-    }
-
-    impl Company for Table {
-        fn sum(&mut self, numbers: &[f32]) -> Result<Vec<f32>> {
-            Ok(Meeting::new(&mut self.end, self.rank, &self.members).sum(numbers)?)
-        }
-
-        fn same(&mut self, what: &str, own: u64) -> Result<()> {
-            let mut meeting = Meeting::new(&mut self.end, self.rank, &self.members);
-            let first = meeting.broadcast(own.to_le_bytes().to_vec())?;
-            anyhow::ensure!(first == own.to_le_bytes(), "{what} differ");
-            Ok(())
-        }
-    }
-
-    /// What processes do, on threads: each has its rows, its weights and its end of a transport.
-    fn apart(ranks: usize) -> Vec<Vec<f64>> {
-        let patience = Duration::from_secs(120);
-        std::thread::scope(|scope| {
-            let tables = endpoints(ranks, patience).into_iter().enumerate();
-            let tables = tables.map(|(rank, end)| Table {
-                rank,
-                members: (0..ranks).collect(),
-                end,
-            });
-            let threads: Vec<_> = tables
-                .zip(endpoints(ranks, patience))
-                .map(|(mut table, end)| {
-                    let rank = table.rank;
-                    scope.spawn(move || {
-                        let settings = settings();
-                        let ring = encke::Attention::builder().pattern(settings.pattern().unwrap());
-                        let shard = ring
-                            .ranks(ranks)
-                            .sharding(Cut::Zigzag)
-                            .build_shard(rank)
-                            .unwrap();
-                        let runs = shard.sharding().runs(settings.tokens, rank);
-                        let rows = runs.into_iter().flat_map(|run| run.tokens()).collect();
-                        let ring = Shard::new(shard, settings.tokens, end, |_| ());
-                        let attention = Attention::on(Arc::new(ring));
-                        let mut training =
-                            Training::new(settings, text(), attention, rows, Some(&mut table))
-                                .unwrap();
-                        let losses = (0..20).map(|_| training.step().unwrap());
-                        let losses = losses.collect::<Vec<f64>>();
-                        training.compare().unwrap();
-                        losses
-                    })
-                })
-                .collect();
-            threads
-                .into_iter()
-                .map(|thread| thread.join().unwrap())
-                .collect()
-        })
-    }
-
-    #[test]
-    fn processes_with_their_own_rows_train_the_same_model() {
-        let settings = settings();
-        let ring = encke::Attention::builder().pattern(settings.pattern().unwrap());
-        let rows = (0..settings.tokens).collect();
-        let mut alone =
-            Training::new(settings, text(), Attention::new(ring).unwrap(), rows, None).unwrap();
-        let alone: Vec<f64> = (0..20).map(|_| alone.step().unwrap()).collect();
-        assert!(alone[19] < alone[0] - 0.5, "it learns: {alone:?}");
-        for ranks in [2, 3] {
-            let all = apart(ranks);
-            for losses in &all {
-                assert_eq!(losses, &all[0], "everybody has the same losses, bit by bit");
-            }
-            for (got, expected) in all[0].iter().zip(&alone) {
-                assert!((got - expected).abs() / expected < 1e-4, "{got} {expected}");
-            }
-        }
-    }
 }

@@ -63,6 +63,19 @@ fn what_cannot_be_done_is_said_in_one_line() {
         "train story.txt --tokens 128 --segment-lengths 16,128 --dilation-rates 1",
         &["2 segment lengths but 1 dilation rates"],
     );
+    folder.refuses(
+        "train story.txt --tokens 2 --width 8 --ranks 3",
+        &["--tokens 2", "rank 2 of 3", "fewer ranks"],
+    );
+    folder.refuses("train story.txt --tokens 128 --ranks 0", &["--ranks is 0"]);
+    folder.refuses(
+        "train story.txt --tokens 128 --checkpoint story.txt",
+        &["also the text"],
+    );
+    folder.refuses(
+        "train story.txt --tokens 128 --checkpoint no/m.safetensors",
+        &["no/m"],
+    );
     folder.refuses("train story.txt --tokens 128 --rate -1", &["--rate"]);
     folder.refuses("train story.txt --resume", &["--checkpoint"]);
     folder.refuses(

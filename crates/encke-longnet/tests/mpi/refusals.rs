@@ -47,7 +47,7 @@ fn what_cannot_be_done_is_refused_once() {
     refused(
         &folder,
         "train story.txt --tokens 2 --width 8",
-        &["--tokens 2", "rank 2 of 3", "fewer processes"],
+        &["--tokens 2", "rank 2 of 3", "fewer ranks"],
     );
     // Only one process writes, and all of them hear that it cannot.
     let outputs = ["--checkpoint no/m.safetensors", "--record no/r.json"];
