@@ -1,6 +1,7 @@
 //! Running the command in a folder of its own.
 
-use std::process::Output;
+use std::process::{Output, Stdio};
+use std::time::Duration;
 
 use assert_cmd::Command;
 use tempfile::TempDir;
@@ -68,6 +69,24 @@ impl Folder {
         losses.iter().map(|loss| loss.as_f64().unwrap()).collect()
     }
 }
+
+/// Starts a training that writes a checkpoint into `kept/` after every step, takes the folder away as
+/// soon as there is one, and waits for the end.
+pub fn without_its_folder(folder: &Folder, mut training: std::process::Command) -> Output {
+    let kept = folder.path().join("kept");
+    std::fs::create_dir(&kept).unwrap();
+    training.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut running = training.spawn().unwrap();
+    while !kept.join("model.safetensors").exists() {
+        assert!(running.try_wait().unwrap().is_none(), "it ended before");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    std::fs::rename(&kept, folder.path().join("gone")).unwrap();
+    running.wait_with_output().unwrap()
+}
+
+/// What such a training is told.
+pub const WITHOUT_END: &str = "--steps 1000000 --every 1 --checkpoint kept/model.safetensors";
 
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()

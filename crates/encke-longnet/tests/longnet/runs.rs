@@ -1,6 +1,8 @@
 //! Runs that are interrupted, models that write, and what is refused.
 
-use crate::command::{Folder, SMALL};
+use std::process::Command;
+
+use crate::command::{Folder, SMALL, WITHOUT_END, text, without_its_folder};
 
 #[test]
 fn a_resumed_run_is_the_run_that_was_not_interrupted() {
@@ -90,6 +92,24 @@ fn what_cannot_be_done_is_said_in_one_line() {
     let train = format!("train story.txt {SMALL} --steps 2 --checkpoint model.safetensors");
     folder.succeeds(&train);
     folder.refuses(&format!("{train} --resume --seed 2"), &["other settings"]);
+}
+
+#[test]
+fn a_rank_that_cannot_go_on_ends_all_of_them_with_its_words() {
+    let folder = Folder::with_text();
+    let mut training = Command::new(env!("CARGO_BIN_EXE_longnet"));
+    let arguments = format!("train story.txt {SMALL} {WITHOUT_END} --ranks 3");
+    training
+        .args(arguments.split(' '))
+        .current_dir(folder.path());
+    let output = without_its_folder(&folder, training);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    assert!(
+        said.starts_with("longnet: cannot write kept/model"),
+        "{said}"
+    );
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! What cannot be done is refused once, in one line, by all processes together, and leaves nothing.
 
-use crate::command::{Folder, SMALL, text};
+use crate::command::{Folder, SMALL, WITHOUT_END, text, without_its_folder};
 use crate::launch::run;
 use crate::mpirun::together;
 
@@ -84,5 +84,23 @@ fn processes_that_read_different_files_are_told() {
             lines[0].contains("rank 1") && lines[0].contains(word),
             "{said}"
         );
+    }
+}
+
+#[test]
+fn a_process_that_cannot_go_on_ends_all_of_them_with_its_words() {
+    let folder = Folder::with_text();
+    let arguments = format!("train story.txt {SMALL} {WITHOUT_END}");
+    let longnet = env!("CARGO_BIN_EXE_longnet");
+    let training = together(longnet, folder.path(), 3, &arguments);
+    let output = without_its_folder(&folder, training);
+    let said = text(&output.stderr);
+    assert_ne!(output.status.code(), Some(0), "{said}");
+    let lines = own_lines(&said);
+    assert_eq!(lines.len(), 3, "each says what it knows: {said}");
+    for (rank, line) in (0..3).map(|rank| (rank, format!("longnet: rank {rank} of 3: "))) {
+        let of = lines.iter().find(|said| said.starts_with(&line));
+        let of = of.unwrap_or_else(|| panic!("rank {rank} is silent: {said}"));
+        assert!(of.contains("cannot write kept/model"), "{said}");
     }
 }
