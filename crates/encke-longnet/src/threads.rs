@@ -6,7 +6,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use anyhow::{Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use encke::Data;
 use encke::threads::{Endpoint, endpoints};
 use encke_cli::Told;
@@ -96,21 +96,35 @@ impl Member {
     }
 
     fn train(self, settings: &Settings, course: &Course<'_>, ready: &Ready) -> Result<Trained> {
-        let (rank, alarm) = (self.rank, self.alarm());
+        let alarm = self.alarm();
         let ended = catch_unwind(AssertUnwindSafe(|| {
-            let shard = rank::shard(settings, rank, self.ranks)?;
-            let company = Table {
-                rank,
-                members: (0..self.ranks).collect(),
-                end: self.table,
-            };
-            let line = (self.line, (|_| ()) as fn(&mut Endpoint<Data>));
-            let mut training = rank::training(settings, ready, shard, line, Box::new(company))?;
-            let seconds = course.take(&mut training, rank == 0)?;
-            Ok((training, seconds))
+            // Its share of the cores: ranks that take them from one another only wait.
+            let cores = (rayon::current_num_threads() / self.ranks).max(1);
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(cores).build();
+            let pool = pool.context("no threads for a rank")?;
+            pool.install(|| self.take_steps(settings, course, ready))
         }));
         // A panic has been reported already.
         ended.unwrap_or_else(|_| Err(Told.into())).map_err(alarm)
+    }
+
+    fn take_steps(
+        self,
+        settings: &Settings,
+        course: &Course<'_>,
+        ready: &Ready,
+    ) -> Result<Trained> {
+        let rank = self.rank;
+        let shard = rank::shard(settings, rank, self.ranks)?;
+        let company = Table {
+            rank,
+            members: (0..self.ranks).collect(),
+            end: self.table,
+        };
+        let line = (self.line, (|_| ()) as fn(&mut Endpoint<Data>));
+        let mut training = rank::training(settings, ready, shard, line, Box::new(company))?;
+        let seconds = course.take(&mut training, rank == 0)?;
+        Ok((training, seconds))
     }
 }
 
