@@ -209,7 +209,12 @@ impl<X: Vector> Attention<'_, X> {
             panel::rows(self.v, job.dim, count, address, width, v);
             // Only where something is hidden does it matter whether zeros hide it well.
             let finite = job.causal.is_none() || panel::finite(&v[..count * width]);
+            let next = most.saturating_sub(start + KEYS).min(KEYS);
             for (i, visible) in visible.iter().enumerate().take(count_of_tiles) {
+                for j in i * next / count_of_tiles..(i + 1) * next / count_of_tiles {
+                    panel::expect(self.k, address(KEYS + j), job.dim);
+                    panel::expect(self.v, address(KEYS + j), job.dim);
+                }
                 if visible[lanes - 1] <= start {
                     continue;
                 }
