@@ -287,7 +287,12 @@ fn inputs_of(plan: &Plan, rows: usize) -> Vec<(Role, &'static str, [usize; 4])> 
     inputs
 }
 
-/// The tensors a plan returns where only so many rows are wanted, with their shapes and types.
+/// The tensors a plan returns, with their shapes and types.
+pub fn outputs(plan: &Plan) -> Vec<(Role, [usize; 4], DType)> {
+    outputs_of(plan, plan.request().shape.tokens)
+}
+
+/// The same where only so many rows are wanted.
 fn outputs_of(plan: &Plan, rows: usize) -> Vec<(Role, [usize; 4], DType)> {
     let request = plan.request();
     let shape = &request.shape;

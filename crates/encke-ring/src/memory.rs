@@ -42,6 +42,23 @@ pub fn of_buffers<K: Kernel>(rank: &Rank<K>) -> RankMemory {
     }
 }
 
+/// Memory of one of so many ranks that share a kernel, and with it the workspace.
+pub fn of_rank<K: Kernel>(
+    kernel: &K,
+    rank: &Rank<K>,
+    ranks: usize,
+    request: &Request,
+) -> RankMemory {
+    let mut ledger = rank.ledger().clone();
+    let share = kernel.scratch_bytes().div_ceil(ranks);
+    ledger.hold(rank.plan().rounds.len(), Component::Workspace, share);
+    RankMemory {
+        planned: planned(kernel, rank.plan(), ranks, request),
+        ledger,
+        ..of_buffers(rank)
+    }
+}
+
 /// Bytes a plan lists, by what they are for, with its share of a workspace that `sharing` ranks
 /// have together.
 pub fn planned<K: Kernel>(

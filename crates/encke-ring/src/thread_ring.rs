@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use encke_core::kernel::Kernel;
-use encke_core::plan::program::{Component, Role};
+use encke_core::plan::program::Role;
 use encke_core::plan::resize::Resize;
 use encke_core::plan::survival::Epoch;
 use encke_core::plan::{Plan, Request};
@@ -35,7 +35,7 @@ pub struct ThreadRing<K: Kernel> {
 }
 
 /// How a rank's thread ended: with what it noted, or with what went wrong.
-type Life = Result<Vec<Event>, RankError>;
+pub type Life = Result<Vec<Event>, RankError>;
 
 /// Who collects the outputs of ranks that are done.
 type Collect<K, T> = fn(
@@ -168,7 +168,7 @@ impl<K: Kernel> ThreadRing<K> {
             deaths.iter().any(|(dead, _)| *dead == number)
         };
         let dead: Vec<Rank<K>> = ranks.extract_if(.., died).collect();
-        let memory = |rank: &Rank<K>| self.memory(rank, ranks.len(), request);
+        let memory = |rank: &Rank<K>| memory::of_rank(&self.kernel, rank, ranks.len(), request);
         let memory = ranks.iter().map(memory).collect();
         let mut outcome = collect(&self.kernel, &plan, &mut ranks, events, memory)?;
         if dead.is_empty() {
@@ -202,31 +202,11 @@ impl<K: Kernel> ThreadRing<K> {
         given: Given<'_, '_>,
     ) -> Result<Ended, RingError> {
         let origin = Instant::now();
-        let (ended, first) = self.on_threads(ranks, |rank, endpoint| {
+        let (ended, first) = on_threads(ranks, self.deadline, |rank, endpoint| {
             self.live(plan, rank, endpoint, given, origin)
         })?;
         let survives = plan.request().redundancy > 0;
         Ended::new(ended, first, survives)
-    }
-
-    /// Runs every rank on a thread of its own: how each ended, and which failed first.
-    fn on_threads(
-        &self,
-        ranks: &mut [Rank<K>],
-        life: impl Fn(&mut Rank<K>, Endpoint<K::Buffer>) -> Life + Sync,
-    ) -> Result<(Vec<Life>, Option<usize>), RingError> {
-        let endpoints = endpoints(ranks.len(), self.deadline);
-        let observer = endpoints.first().map(Endpoint::observer);
-        let ended = match ranks {
-            // One rank needs no thread of its own: starting it would take as long as a short call.
-            [rank] => endpoints
-                .into_iter()
-                .map(|endpoint| life(rank, endpoint))
-                .collect(),
-            ranks => live_together(ranks, endpoints, &life)?,
-        };
-        let first = observer.and_then(|observer| observer.failure());
-        Ok((ended, first.map(|(rank, _)| rank)))
     }
 
     /// Moves tensors from one sharding to another, one thread a place.
@@ -234,7 +214,7 @@ impl<K: Kernel> ThreadRing<K> {
         resize::check_tensors(resize, tensors)?;
         let mut ranks = resize::recruits(resize, tensors);
         let origin = Instant::now();
-        let (ended, first) = self.on_threads(&mut ranks, |rank, mut endpoint| {
+        let (ended, first) = on_threads(&mut ranks, self.deadline, |rank, mut endpoint| {
             let number = rank.plan().rank;
             let mut recorder = Recorder::new(number, origin);
             let hub = endpoint.observer();
@@ -295,21 +275,27 @@ impl<K: Kernel> ThreadRing<K> {
         }
         result.map(|()| recorder.finish())
     }
+}
 
-    /// Planned and allocated bytes of a rank. Ranks share the kernel, and with it the workspace.
-    fn memory(&self, rank: &Rank<K>, ranks: usize, request: &Request) -> RankMemory {
-        let mut ledger = rank.ledger().clone();
-        let share = self.kernel.scratch_bytes().div_ceil(ranks);
-        ledger.hold(rank.plan().rounds.len(), Component::Workspace, share);
-        let planned = memory::planned(&self.kernel, rank.plan(), ranks, request);
-        RankMemory {
-            rank: rank.plan().rank,
-            planned,
-            lent_bytes: rank.lent_bytes(),
-            allocated_bytes: rank.allocated_bytes(),
-            ledger,
-        }
-    }
+/// Runs every rank on a thread of its own, with an end of what connects them, where no exchange waits
+/// longer than `deadline`: how each ended, and which failed first.
+pub fn on_threads<K: Kernel>(
+    ranks: &mut [Rank<K>],
+    deadline: Duration,
+    life: impl Fn(&mut Rank<K>, Endpoint<K::Buffer>) -> Life + Sync,
+) -> Result<(Vec<Life>, Option<usize>), RingError> {
+    let endpoints = endpoints(ranks.len(), deadline);
+    let observer = endpoints.first().map(Endpoint::observer);
+    let ended = match ranks {
+        // One rank needs no thread of its own: starting it would take as long as a short call.
+        [rank] => endpoints
+            .into_iter()
+            .map(|endpoint| life(rank, endpoint))
+            .collect(),
+        ranks => live_together(ranks, endpoints, &life)?,
+    };
+    let first = observer.and_then(|observer| observer.failure());
+    Ok((ended, first.map(|(rank, _)| rank)))
 }
 
 /// Every rank on a thread of its own; how each ended.
