@@ -1,8 +1,9 @@
 //! Typed memory of a GPU as a kernel's buffer and as a parcel.
 //!
 //! The decision here: a parcel that goes to another rank on the same GPU is handed over as a
-//! pointer, unless the GPU was told otherwise ([`Hops`](crate::Hops)). Two buffers may therefore share memory; whoever writes to a shared one gets memory of
-//! its own first. Nothing that was sent can change under the receiver.
+//! pointer, unless the GPU was told otherwise ([`Hops`](crate::Hops)). Two buffers may therefore share
+//! memory; whoever writes to a shared one gets memory of its own first, and so does whoever writes to
+//! what a guest has lent for reading. Nothing that was sent can change under the receiver.
 
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use encke_core::{DType, Data};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::hops::{Hops, hop};
-use crate::memory::Memory;
+use crate::memory::{Loan, Memory};
 
 /// Numbers on a GPU.
 pub struct Buffer {
@@ -40,10 +41,11 @@ impl Buffer {
         dtype: DType,
         pointer: u64,
         elements: usize,
+        loan: Loan,
     ) -> Buffer {
         let bytes = elements * dtype.bytes();
         Buffer {
-            memory: Some(Arc::new(Memory::foreign(device, pointer, bytes))),
+            memory: Some(Arc::new(Memory::foreign(device, pointer, bytes, loan))),
             dtype,
             elements,
         }
@@ -56,15 +58,27 @@ impl Buffer {
 
     /// The memory it reads from.
     pub(crate) fn memory(&self) -> Result<&Arc<Memory>> {
-        self.memory.as_ref().ok_or_else(|| Error::Unsupported {
+        let memory = self.memory.as_ref().ok_or_else(|| Error::Unsupported {
             what: "a buffer that was taken away".into(),
-        })
+        })?;
+        match memory.is_usable() {
+            true => Ok(memory),
+            false => Err(Error::Unsupported {
+                what: "memory that was lent for a call that has ended".into(),
+            }),
+        }
+    }
+
+    /// Whether writing has to go elsewhere: another buffer has the memory of this one too, which is
+    /// held once more by whoever asks, or its owner lets it be read only.
+    fn must_part(shared: &Arc<Memory>) -> bool {
+        Arc::strong_count(shared) > 2 || !shared.is_writable()
     }
 
     /// Memory that is its own and holds what it held, for writing.
     pub(crate) fn own(&mut self) -> Result<&Arc<Memory>> {
         let shared = Arc::clone(self.memory()?);
-        if Arc::strong_count(&shared) > 2 {
+        if Buffer::must_part(&shared) {
             let own = Memory::new(shared.device(), shared.bytes())?;
             own.copy_from(&shared, shared.bytes())?;
             self.memory = Some(Arc::new(own));
@@ -75,7 +89,7 @@ impl Buffer {
     /// Memory that is its own and may hold anything, for overwriting it whole.
     pub(crate) fn fresh(&mut self) -> Result<&Arc<Memory>> {
         let shared = Arc::clone(self.memory()?);
-        if Arc::strong_count(&shared) > 2 {
+        if Buffer::must_part(&shared) {
             self.memory = Some(Arc::new(Memory::new(shared.device(), shared.bytes())?));
         }
         self.memory()
@@ -138,7 +152,7 @@ impl Parcel for Buffer {
     }
 
     fn allocated_bytes(&self) -> usize {
-        self.memory.as_ref().map_or(0, |memory| memory.bytes())
+        self.memory.as_ref().map_or(0, |memory| memory.own_bytes())
     }
 
     fn take(&mut self) -> Buffer {

@@ -1,24 +1,29 @@
 //! Another library's memory and stream, for the time of a call.
 //!
-//! Tensors of PyTorch are on this GPU already, and so is the work that fills them: on a stream of its
-//! own. The decision here: a call begins when everything enqueued there so far is done, and what is
+//! Tensors of PyTorch or candle are on this GPU already, and so is the work that fills them: on a
+//! stream of its own. The decision here: a call begins when everything enqueued there so far is done, and what is
 //! enqueued there afterwards begins when the call is done. Nobody waits on the host, and memory that
 //! its owner frees in the order of its stream is free only when the call no longer uses it.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cudarc::driver::{CudaStream, DriverError, sys};
-use encke_core::DType;
 
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::lent::Lent;
+use crate::memory::Loan;
 
 /// A call on behalf of a stream that is not ours. When it is dropped, the call has ended.
 pub struct Guest {
     device: Arc<Device>,
     stream: sys::CUstream,
-    ended: bool,
+    /// Keeps the stream, where it is counted.
+    _kept: Option<Arc<CudaStream>>,
+    /// Told to all memory that was lent.
+    ended: Arc<AtomicBool>,
 }
 
 impl Guest {
@@ -29,43 +34,70 @@ impl Guest {
     /// that belongs to the primary context of this GPU and lives until the call has ended.
     pub unsafe fn begin(device: &Arc<Device>, stream: u64) -> Result<Guest> {
         let failed = |error| Error::driver("waiting for the caller's stream", error);
-        let stream = stream as usize as sys::CUstream;
-        let event = device.context().new_event(None).map_err(failed)?;
-        // SAFETY: `new_event` has bound the context; the handle is the caller's word.
-        let recorded = unsafe { sys::cuEventRecord(event.cu_event(), stream) }.result();
-        recorded.map_err(failed)?;
+        Guest::wait_for(device, stream as usize as sys::CUstream, None).map_err(failed)
+    }
+
+    /// The same for a stream of cudarc, which knows what it belongs to.
+    pub fn on(device: &Arc<Device>, stream: &Arc<CudaStream>) -> Result<Guest> {
+        if stream.context().cu_ctx() != device.context().cu_ctx() {
+            return Err(Error::Unsupported {
+                what: format!(
+                    "a stream of GPU {}, or of a context of its own, on {}",
+                    stream.context().ordinal(),
+                    device.name()
+                ),
+            });
+        }
+        let failed = |error| Error::driver("waiting for the caller's stream", error);
+        let kept = Some(Arc::clone(stream));
+        Guest::wait_for(device, stream.cu_stream(), kept).map_err(failed)
+    }
+
+    fn wait_for(
+        device: &Arc<Device>,
+        stream: sys::CUstream,
+        kept: Option<Arc<CudaStream>>,
+    ) -> std::result::Result<Guest, DriverError> {
+        let event = device.context().new_event(None)?;
+        // SAFETY: `new_event` has bound the context; the handle is good, by the caller's word or by
+        // the stream that is kept.
+        unsafe { sys::cuEventRecord(event.cu_event(), stream) }.result()?;
         let wait = |own: &Arc<CudaStream>| own.wait(&event);
-        device
-            .streams()
-            .into_iter()
-            .try_for_each(wait)
-            .map_err(failed)?;
+        device.streams().into_iter().try_for_each(wait)?;
         Ok(Guest {
             device: Arc::clone(device),
             stream,
-            ended: false,
+            _kept: kept,
+            ended: Arc::default(),
         })
     }
 
-    /// Numbers of the caller, to be read and written where they are. They are never freed here.
-    ///
-    /// # Safety
-    /// `elements` numbers of this type must be allocated on this GPU at `pointer`, and stay so until
-    /// the call has ended and everything enqueued until then is done; what is read must not be
-    /// written by anybody else until then, and what is written not be used. The buffer must not
-    /// outlive the call.
-    pub unsafe fn buffer(&self, dtype: DType, pointer: u64, elements: usize) -> Buffer {
-        Buffer::foreign(&self.device, dtype, pointer, elements)
+    /// `elements` numbers of a tensor of the caller from its number `first` on, to be used where they
+    /// are. They are never freed here, and nobody can use the buffer when the call has ended.
+    pub fn buffer(&self, lent: &Lent<'_>, first: usize, elements: usize) -> Result<Buffer> {
+        let pointer = lent.reach(self.device.context(), first, elements)?;
+        let loan = Loan {
+            writable: lent.is_writable(),
+            ended: Arc::clone(&self.ended),
+        };
+        let dtype = lent.dtype();
+        Ok(Buffer::foreign(
+            &self.device,
+            dtype,
+            pointer,
+            elements,
+            loan,
+        ))
     }
 
     /// Ends the call: whatever the caller enqueues from now on comes after it.
-    pub fn end(mut self) -> Result<()> {
-        self.ended = true;
+    pub fn end(self) -> Result<()> {
         let failed = |error| Error::driver("having the caller's stream wait", error);
         self.hand_back().map_err(failed)
     }
 
     fn hand_back(&self) -> std::result::Result<(), DriverError> {
+        self.ended.store(true, Ordering::Release);
         self.device.context().bind_to_thread()?;
         for own in self.device.streams() {
             let event = own.record_event(None)?;
@@ -81,7 +113,7 @@ impl Guest {
 impl Drop for Guest {
     fn drop(&mut self) {
         // A call that failed half way has used the caller's memory too.
-        if !self.ended && self.hand_back().is_err() {
+        if !self.ended.load(Ordering::Acquire) && self.hand_back().is_err() {
             let _ = self.device.synchronize();
         }
     }

@@ -1,6 +1,7 @@
 //! A piece of the GPU's memory, and when it was last used. It is ours, or a guest's (see `guest.rs`),
 //! who frees it.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaStream, result, sys};
@@ -14,10 +15,18 @@ pub(crate) struct Memory {
     device: Arc<Device>,
     pointer: sys::CUdeviceptr,
     bytes: usize,
-    ours: bool,
+    loan: Option<Loan>,
     marks: Mutex<Marks>,
     /// Whether it is to be read as zeros that nobody has written yet.
     blank: Mutex<bool>,
+}
+
+/// On which terms a guest lends its memory.
+pub(crate) struct Loan {
+    /// Whether it may be written.
+    pub writable: bool,
+    /// Whether the guest's call has ended; nobody uses the memory from then on.
+    pub ended: Arc<AtomicBool>,
 }
 
 impl Memory {
@@ -37,7 +46,7 @@ impl Memory {
             device: Arc::clone(device),
             pointer,
             bytes,
-            ours: true,
+            loan: None,
             marks: Mutex::default(),
             blank: Mutex::default(),
         };
@@ -48,12 +57,17 @@ impl Memory {
     }
 
     /// Memory of a guest.
-    pub fn foreign(device: &Arc<Device>, pointer: sys::CUdeviceptr, bytes: usize) -> Memory {
+    pub fn foreign(
+        device: &Arc<Device>,
+        pointer: sys::CUdeviceptr,
+        bytes: usize,
+        loan: Loan,
+    ) -> Memory {
         Memory {
             device: Arc::clone(device),
             pointer,
             bytes,
-            ours: false,
+            loan: Some(loan),
             marks: Mutex::default(),
             blank: Mutex::default(),
         }
@@ -67,6 +81,25 @@ impl Memory {
     /// How large it is.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// How much of it is ours.
+    pub fn own_bytes(&self) -> usize {
+        match self.loan {
+            None => self.bytes,
+            Some(_) => 0,
+        }
+    }
+
+    /// Whether it may be used: for a guest's, whether its call goes on.
+    pub fn is_usable(&self) -> bool {
+        let ended = |loan: &Loan| loan.ended.load(Ordering::Acquire);
+        !self.loan.as_ref().is_some_and(ended)
+    }
+
+    /// Whether its owner lets it be written.
+    pub fn is_writable(&self) -> bool {
+        self.loan.as_ref().is_none_or(|loan| loan.writable)
     }
 
     /// The GPU it is on.
@@ -138,9 +171,9 @@ impl Memory {
     /// does not ask.
     pub fn clear(&self) -> Result<()> {
         *self.blank() = true;
-        match self.ours {
-            true => Ok(()),
-            false => self.settle(self.device.compute()),
+        match self.loan {
+            None => Ok(()),
+            Some(_) => self.settle(self.device.compute()),
         }
     }
 
@@ -192,7 +225,7 @@ fn is_known_to_driver(bytes: &[u8]) -> bool {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if !self.ours {
+        if self.loan.is_some() {
             return;
         }
         let stream = self.device.compute();

@@ -99,7 +99,7 @@ pub struct Builder {
     precision: Precision,
     scale: Option<f64>,
     pub(crate) policy: CheckpointPolicy,
-    deadline: Duration,
+    pub(crate) deadline: Duration,
     pub(crate) redundancy: usize,
     pub(crate) schedule: Schedule,
     drill: Vec<Fault>,

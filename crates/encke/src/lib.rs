@@ -78,7 +78,9 @@ mod auto;
 mod checkpoint;
 pub mod choose;
 mod elastic;
+mod gpu_call;
 mod offload;
+mod on_gpu;
 mod passes;
 mod shard;
 pub mod tune;
@@ -101,10 +103,11 @@ pub use encke_core::{
 };
 pub use encke_core::{conformance, plan, reference};
 pub use encke_cpu::CpuKernel;
-pub use encke_cuda::{CudaKernel, Error as CudaError};
+pub use encke_cuda::{CudaKernel, Error as CudaError, Guest, Lent};
 pub use encke_ring::{
     Activity, CacheLimits, CacheStats, Fault, Phase, RankError, RankMemory, RingError as Error,
     Sharded, Trace, gather_sequence, split_sequence, threads, trace,
 };
 pub use encke_sim::clock;
+pub use gpu_call::{Enqueued, GpuCall};
 pub use shard::ShardAttention;
