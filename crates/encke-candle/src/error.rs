@@ -38,6 +38,25 @@ pub enum Error {
         /// Where it is.
         device: &'static str,
     },
+    /// Tensors of one call in different places.
+    #[error("{tensor} is on {device}, but q is on {q}: move them to one device with to_device")]
+    Apart {
+        /// Which tensor.
+        tensor: &'static str,
+        /// Where it is.
+        device: String,
+        /// Where q is.
+        q: String,
+    },
+    /// An attention that somebody made of a ring, on tensors that are not in the host's memory.
+    #[error(
+        "q is on {device}, and this attention was made of a ring of the host: make it with \
+         Attention::new, or move the tensors with to_device"
+    )]
+    HostRing {
+        /// Where q is.
+        device: String,
+    },
     /// A backward pass through an operation whose forward pass has left nothing.
     #[error(
         "the forward pass of this attention left nothing for its backward pass: a bug in encke-candle"

@@ -25,6 +25,12 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! Tensors on an NVIDIA GPU stay there (feature `cuda`, off by default): `attention` is the same line,
+//! Encke's kernels work on candle's memory in the order of candle's stream, and gradients are tensors of
+//! the same GPU. The feature is candle's own with what it asks for: a CUDA toolkit with `nvcc` when it is
+//! built, CUDA's libraries and a driver when it runs. Both libraries use one cudarc, for CUDA 13.0; the
+//! default build knows nothing of it.
+//!
 //! [`RingDilatedAttention`] is the same with its projections, as one layer of a model.
 //!
 //! The decision that shaped it: whoever runs the ring is a [`Ring`], so ranks in this process and one
@@ -33,6 +39,8 @@
 
 mod attention;
 mod error;
+#[cfg(feature = "cuda")]
+mod gpus;
 mod module;
 mod norm;
 mod operation;

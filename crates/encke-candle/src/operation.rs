@@ -7,6 +7,8 @@
 
 use std::sync::{Arc, OnceLock};
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
 use encke::{Checkpoint, Forward, Kept, View};
 
@@ -33,6 +35,9 @@ enum Remains {
     },
     /// What a policy kept that is not in memory.
     Checkpoint(Checkpoint),
+    /// The log-sum-exp on a GPU, unless it is to be computed again.
+    #[cfg(feature = "cuda")]
+    OnGpu(Option<CudaStorage>),
 }
 
 impl Operation {
@@ -93,6 +98,8 @@ impl Operation {
             Remains::Checkpoint(checkpoint) => {
                 ring.backward(qkv, Left::Checkpoint(checkpoint), dout)
             }
+            #[cfg(feature = "cuda")]
+            Remains::OnGpu(_) => return Err(Error::NothingKept),
         }?;
         self.settings
             .note(|reports| reports.backward = Some(Arc::new(backward.report)));
@@ -127,6 +134,23 @@ impl CustomOp3 for Operation {
         Ok((owned(out.into_data()), shape))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let qkv = [(q, q_layout), (k, k_layout), (v, v_layout)];
+        let (out, lse) = crate::gpus::forward(&self.settings, qkv)?;
+        let left = Remains::OnGpu(lse);
+        assert!(self.left.set(left).is_ok(), "an operation is one call");
+        Ok((out, q_layout.shape().clone()))
+    }
+
     fn bwd(
         &self,
         q: &Tensor,
@@ -136,6 +160,12 @@ impl CustomOp3 for Operation {
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let dout = readable(dout)?;
+        #[cfg(feature = "cuda")]
+        if let Some(Remains::OnGpu(lse)) = self.left.get() {
+            let tensors = [q, k, v, result, &dout];
+            let [dq, dk, dv] = crate::gpus::backward(&self.settings, tensors, lse.as_ref())?;
+            return Ok((Some(dq), Some(dk), Some(dv)));
+        }
         let gradients = {
             let names = ["q", "k", "v", "out", "dout"];
             let tensors = [q, k, v, result, &dout].map(Tensor::storage_and_layout);

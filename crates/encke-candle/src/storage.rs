@@ -40,7 +40,7 @@ pub fn view<'a>(
     Ok(view)
 }
 
-/// The memory of a tensor on the host.
+/// The memory of a tensor on the host. Where tensors of a GPU are taken, they do not come here.
 pub fn on_host<'a>(tensor: &'static str, storage: &'a Storage) -> Result<&'a CpuStorage, Error> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),

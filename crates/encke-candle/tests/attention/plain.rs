@@ -34,9 +34,9 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, pattern: &Pattern) -> Resul
     }
     let dtype = q.dtype();
     let counts: Vec<f64> = counts.into_iter().map(f64::ln).collect();
-    let mask =
-        Tensor::from_vec(counts, (1, heads, tokens, tokens), &Device::Cpu)?.to_dtype(dtype)?;
-    let seeing = Tensor::from_vec(seeing, (1, heads, tokens, 1), &Device::Cpu)?.to_dtype(dtype)?;
+    let device = q.device();
+    let mask = Tensor::from_vec(counts, (1, heads, tokens, tokens), device)?.to_dtype(dtype)?;
+    let seeing = Tensor::from_vec(seeing, (1, heads, tokens, 1), device)?.to_dtype(dtype)?;
     let scores = (q.matmul(&k.t()?)? / (dim as f64).sqrt())?.broadcast_add(&mask)?;
     let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.broadcast_mul(&seeing)?;
     weights.matmul(&v)?.transpose(1, 2)?.contiguous()
