@@ -297,6 +297,7 @@ impl Device {
                     ),
                 });
             }
+            self.context.bind_to_thread().map_err(failed)?;
             let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             let set = function.set_attribute(most, shared_bytes as i32);
             set.map_err(failed)?;

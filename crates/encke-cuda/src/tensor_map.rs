@@ -11,6 +11,7 @@ use encke_core::DType;
 use encke_core::job::Operand;
 
 use crate::error::{Error, Result};
+use crate::memory::Memory;
 
 /// Bytes of a row of a box: the width of the swizzle.
 const BOX_BYTES: usize = 128;
@@ -65,10 +66,10 @@ pub(crate) fn fits(operand: &Operand, extents: &Extents) -> bool {
         && dimensions(operand, extents).iter().all(aligned)
 }
 
-/// The map of an operand that [`fits`], in memory at `pointer`, read `rows` rows at a time.
+/// The map of an operand that [`fits`], read `rows` rows at a time.
 pub(crate) fn encode(
     dtype: DType,
-    pointer: u64,
+    memory: &Memory,
     operand: &Operand,
     extents: &Extents,
     rows: usize,
@@ -98,7 +99,14 @@ pub(crate) fn encode(
         [(BOX_BYTES / bytes) as u32, rows as u32, 1, 1, 1],
         [1u32; 5],
     );
-    let address = pointer + (bytes * operand.offset) as u64;
+    let address = memory.pointer() + (bytes * operand.offset) as u64;
+    let failed = |error| {
+        let what = format!("a tensor map of {sizes:?} with strides of {strides:?} bytes");
+        Error::driver(what, error)
+    };
+    // This may be the first that a rank's thread asks of the driver.
+    let context = memory.device().context();
+    context.bind_to_thread().map_err(failed)?;
     let mut map = std::mem::MaybeUninit::<sys::CUtensorMap>::uninit();
     // SAFETY: five extents, four strides, five box sizes and five steps, as the rank says; the
     // driver checks the rest and writes the map.
@@ -119,8 +127,7 @@ pub(crate) fn encode(
         )
     };
     if code != sys::CUresult::CUDA_SUCCESS {
-        let what = format!("a tensor map of {sizes:?} with strides of {strides:?} bytes");
-        return Err(Error::driver(what, DriverError(code)));
+        return Err(failed(DriverError(code)));
     }
     // SAFETY: the driver has written it.
     Ok(TensorMap(unsafe { map.assume_init() }))

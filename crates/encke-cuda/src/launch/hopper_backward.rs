@@ -391,11 +391,11 @@ impl Call<'_> {
         let wide = wide(&job.cells, job.dim);
         let queries = |dtype, memory: &Memory, operand: &Operand| {
             let extents = extents(job, job.queries);
-            tensor_map::encode(dtype, memory.pointer(), operand, &extents, variant.queries)
+            tensor_map::encode(dtype, memory, operand, &extents, variant.queries)
         };
         let keys = |memory: &Memory| {
             let extents = extents(job, job.keys);
-            tensor_map::encode(dtype, memory.pointer(), &job.k, &extents, variant.keys)
+            tensor_map::encode(dtype, memory, &job.k, &extents, variant.keys)
         };
         Ok([
             queries(dtype, q, &job.q)?,

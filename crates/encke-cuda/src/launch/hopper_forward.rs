@@ -133,13 +133,14 @@ pub(crate) fn forward(
     let shape = grid(blocks, tiling.threads(), shared);
 
     let mut reads = operands.memory()?.to_vec();
-    let [q, k, v] = [reads[0], reads[1], reads[2]].map(|memory| memory.pointer());
+    let [q, k, v] = [reads[0], reads[1], reads[2]];
     let (q_extents, k_extents) = extents(job);
     let maps = [
         tensor_map::encode(dtype, q, &job.q, &q_extents, tiling.rows())?,
         tensor_map::encode(dtype, k, &job.k, &k_extents, tiling.keys)?,
         tensor_map::encode(dtype, v, &job.k, &k_extents, tiling.keys)?,
     ];
+    let values = v.pointer();
     reads.extend(told.tables());
     reads.extend(targets.reads());
     let writes = targets.writes();
@@ -161,7 +162,7 @@ pub(crate) fn forward(
             for map in &maps {
                 launch.arg(map);
             }
-            launch.arg(&told.value).arg(&choice.tiles).arg(&v);
+            launch.arg(&told.value).arg(&choice.tiles).arg(&values);
             for pointer in &outputs {
                 launch.arg(pointer);
             }

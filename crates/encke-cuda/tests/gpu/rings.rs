@@ -60,9 +60,19 @@ fn threads(ring: &Ring) -> Box<Driver<'_>> {
     Box::new(|request, inputs| ring.run(request, inputs).map_err(|error| error.to_string()))
 }
 
+/// Who copies a rank's rows in.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Loader {
+    /// The thread that it lives on.
+    Own,
+    /// Another: what its own thread first asks of the driver is its first job.
+    Other,
+}
+
 /// Ranks that live apart, each with a wire of its own.
 fn apart<'a, T: Transport<Buffer> + Send>(
     kernel: &'a CudaKernel,
+    loader: Loader,
     wires: impl Fn(usize) -> Result<Vec<T>, String> + 'a,
 ) -> Box<Driver<'a>> {
     Box::new(move |request, inputs| {
@@ -71,12 +81,22 @@ fn apart<'a, T: Transport<Buffer> + Send>(
         let ranks = (0..plan.ranks()).map(|rank| call::recruit(kernel, &plan, rank));
         let mut ranks = ranks.collect::<Result<Vec<_>, _>>().map_err(words)?;
         let wires = wires(ranks.len())?;
+        let load =
+            |rank: &mut Rank<CudaKernel>, recorder: &mut Recorder, by: Loader| match loader == by {
+                true => call::load(kernel, rank, inputs, recorder),
+                false => Ok(()),
+            };
+        for rank in &mut ranks {
+            let mut recorder = Recorder::new(rank.plan().rank, Instant::now());
+            let loaded = load(rank, &mut recorder, Loader::Other);
+            loaded.map_err(|error| error.to_string())?;
+        }
         std::thread::scope(|scope| {
             let members = ranks.iter_mut().zip(wires);
             let live = |(rank, mut wire): (&'_ mut Rank<CudaKernel>, T)| {
                 let mut recorder = Recorder::new(rank.plan().rank, Instant::now());
                 call::guarded(|| {
-                    call::load(kernel, rank, inputs, &mut recorder)?;
+                    load(rank, &mut recorder, Loader::Own)?;
                     rank.run(kernel, &mut wire, &mut recorder)
                 })
             };
@@ -291,16 +311,22 @@ fn sizes(
 
 /// Wires that stage parcels for threads.
 fn staged(kernel: &CudaKernel) -> Box<Driver<'_>> {
-    apart(kernel, |ranks: usize| {
+    apart(kernel, Loader::Own, |ranks: usize| {
         let wires = endpoints(ranks, DEADLINE).into_iter().enumerate();
         let wire = |(rank, wire)| Staged::new(wire, kernel.device(), rank, DEADLINE);
         Ok(wires.map(wire).collect::<Vec<_>>())
     })
 }
 
+/// Threads that find their ranks loaded.
+fn seated(kernel: &CudaKernel) -> Box<Driver<'_>> {
+    let wires = |ranks: usize| Ok(endpoints(ranks, DEADLINE));
+    apart(kernel, Loader::Other, wires)
+}
+
 /// Wires of NCCL. One rank has nobody to talk to, but its program runs on them all the same.
 fn nccl<'a>(kernel: &'a CudaKernel, nccl: &'a Arc<Nccl>) -> Box<Driver<'a>> {
-    apart(kernel, |ranks: usize| {
+    apart(kernel, Loader::Own, |ranks: usize| {
         crate::nccl::together(nccl, kernel, ranks, DEADLINE)
     })
 }
@@ -310,7 +336,7 @@ pub fn run(tally: &mut Tally, pointer: CudaKernel, pinned: CudaKernel) {
     let rings = [pointer, pinned].map(|kernel| ThreadRing::new(kernel, DEADLINE));
     let [pointer, pinned] = rings.each_ref().map(threads);
     let kernel = rings[0].kernel();
-    let (staged, patterns) = (staged(kernel), patterns());
+    let (staged, seated, patterns) = (staged(kernel), seated(kernel), patterns());
     let all = &DType::ALL[..];
     let mut group = |name: &str, drivers: &[&Driver<'_>], ranks: RangeInclusive<usize>, of| {
         for &dtype in of {
@@ -324,6 +350,13 @@ pub fn run(tally: &mut Tally, pointer: CudaKernel, pinned: CudaKernel) {
         "rings of 2 to 5 ranks, staged",
         &[&*pointer, &*staged],
         2..=5,
+        all,
+    );
+    // The first driver has every program compiled and loaded.
+    group(
+        "rings of 2 and 3 ranks, loaded by another thread",
+        &[&*pointer, &*seated],
+        2..=3,
         all,
     );
     if let Ok(loaded) = Nccl::load() {
