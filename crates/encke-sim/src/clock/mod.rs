@@ -29,7 +29,7 @@ pub use error::ClockError;
 pub use machine::{Carrier, Device, FEW, Link, Machine, Rate, Speed};
 pub use profile::{DeviceProfile, DeviceWork, Pick, Profile, Sizes, Told};
 pub use run::{LinkTime, RankTime, Run, Transfer};
-pub use yardstick::{PATIENCE, Yardstick};
+pub use yardstick::{Kind as YardstickKind, PATIENCE, Yardstick};
 
 use std::ops::Range;
 

@@ -13,7 +13,9 @@ use encke_core::plan::{Pass, Request};
 use encke_core::sharding::Sharding;
 use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 use encke_ring::ThreadRing;
-use encke_sim::clock::{ClockError, Machine, PATIENCE, Rehearsal, Yardstick, median};
+use encke_sim::clock::{
+    ClockError, Machine, PATIENCE, Rehearsal, Yardstick, YardstickKind, median,
+};
 use serde::Serialize;
 
 use super::measure::yardstick;
@@ -266,7 +268,7 @@ impl Case {
         let mut yardstick_s = Vec::new();
         let mut turn = |which: &[usize], runs_s: &mut Vec<Vec<f64>>| {
             for &at in which {
-                yardstick_s.push(pace.yardstick.seconds(ring, false)?);
+                yardstick_s.push(pace.yardstick.seconds(ring, YardstickKind::Dense, false)?);
                 // The first run has all its memory to get, because others have run since.
                 let run = || rehearsal.seconds(ring, &requests[at]);
                 run().map_err(ClockError::from)?;

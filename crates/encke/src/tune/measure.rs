@@ -16,7 +16,7 @@ use super::here::Here;
 use super::{FORMAT, MachineProfile, TuneError};
 
 /// How long measuring takes unless told otherwise. One turn is taken in any case.
-pub const LIMIT: Duration = Duration::from_secs(30);
+pub const LIMIT: Duration = Duration::from_secs(45);
 
 /// Rows of the largest job.
 const ROWS: usize = 2048;

@@ -3,9 +3,9 @@
 //! (and, in `device.rs`, a device that a rank has to itself).
 //!
 //! Jobs of a few shapes are timed, alone and as ranks have them side by side, and what a device's
-//! description has (an overhead, a rate, the diagonal, the rows) is fitted to them. One small ring is
-//! run besides ([`Yardstick`]), for what no job alone can tell; all others are what the result is
-//! held against.
+//! description has (an overhead, a rate, the diagonal, the rows) is fitted to them. Two small rings
+//! are run besides ([`Yardstick`]), for what no job alone can tell; all others are what the result
+//! is held against.
 
 mod device;
 mod moves;
@@ -26,7 +26,7 @@ use super::error::ClockError;
 use super::fit::fit;
 use super::machine::{Carrier, Device, Link, Machine, Rate, Speed};
 use super::median;
-use super::yardstick::Yardstick;
+use super::yardstick::{Kind, Yardstick};
 pub use device::{DeviceProfile, Work as DeviceWork};
 use moves::Places;
 use operands::Operands;
@@ -92,8 +92,9 @@ enum Reading {
         probe: usize,
         backward: bool,
     },
-    /// The yardstick.
+    /// A ring of the yardstick.
     Ring {
+        kind: Kind,
         backward: bool,
     },
     Fill,
@@ -175,9 +176,11 @@ impl Profile {
             }
         }
         taken.extend(self.places.read(kernel, self.sizes, &mut self.whole)?);
-        for backward in [false, true] {
-            let seconds = self.yardstick.seconds(ring, backward)?;
-            taken.push((Reading::Ring { backward }, seconds));
+        for kind in [Kind::Dense, Kind::Dilated] {
+            for backward in [false, true] {
+                let seconds = self.yardstick.seconds(ring, kind, backward)?;
+                taken.push((Reading::Ring { kind, backward }, seconds));
+            }
         }
         for (reading, seconds) in taken {
             self.readings.entry(reading).or_default().push(seconds);
@@ -190,21 +193,23 @@ impl Profile {
         pick.of(readings)
     }
 
-    /// Seconds of the yardstick's forward pass.
+    /// Seconds of the yardstick's dense forward pass.
     pub fn yardstick_s(&self) -> f64 {
-        self.seconds(Reading::Ring { backward: false }, Pick::Median)
+        let reading = Reading::Ring {
+            kind: Kind::Dense,
+            backward: false,
+        };
+        self.seconds(reading, Pick::Median)
     }
 
     /// The machine that the readings amount to: ranks as threads that share the cores.
     pub fn machine(&self, pick: Pick) -> Result<Machine, ClockError> {
         let mut machine = self.machine_of_jobs(pick);
-        let [forward, backward] = [false, true].map(|backward| {
-            let measured_s = self.seconds(Reading::Ring { backward }, pick);
-            self.yardstick.slower(&machine, backward, measured_s)
-        });
-        let rate = &mut machine.device.rates[0];
-        rate.forward.ring_slower = forward?;
-        rate.backward.ring_slower = backward?;
+        for backward in [false, true] {
+            let both = [Kind::Dense, Kind::Dilated];
+            let both = both.map(|kind| self.seconds(Reading::Ring { kind, backward }, pick));
+            self.yardstick.complete(&mut machine, backward, both)?;
+        }
         Ok(machine)
     }
 
