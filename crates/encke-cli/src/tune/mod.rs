@@ -49,7 +49,7 @@ pub struct Options {
     #[arg(long)]
     show: bool,
 
-    /// How long to measure; one turn of everything is taken in any case [default: 45].
+    /// How long to measure; one turn of everything is taken in any case [default: 50].
     #[arg(long, value_name = "S")]
     seconds: Option<f64>,
 
