@@ -1,6 +1,6 @@
 #!/bin/sh
 # Decisions held against an exhaustive search on this machine: measures it, then runs every
-# alternative of thirty configurations. For a machine with nothing else to do; about ten minutes.
+# alternative of thirty configurations. For a machine with nothing else to do; about twenty minutes.
 #   bench/auto.sh [NAME]    writes bench/record/auto-NAME.txt and .json
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,7 +1,7 @@
 //! What the virtual clock says beside what the wall says, for every ring of the page.
 //!
-//! Nothing is fitted to these rings: the clock knows the plan, readings of the kernel alone, and one
-//! small ring of its own.
+//! Nothing is fitted to these rings: the clock knows the plan, readings of the kernel alone, and two
+//! small rings of its own.
 
 use anyhow::Result;
 use encke::{Plan, Request};

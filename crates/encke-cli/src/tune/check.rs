@@ -43,11 +43,14 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
     };
     let (machine, source) = threads_here()?;
     // A record goes to other people, to whom the place of a file means nothing.
-    let source = match source {
-        Source::Measured(_) => "measured here".to_string(),
-        source => source.to_string(),
+    let (source, profile) = match source {
+        Source::Measured(_) => (
+            "measured here".to_string(),
+            MachineProfile::load(&Here::now())?,
+        ),
+        source => (source.to_string(), None),
     };
-    let yardstick_s = MachineProfile::load(&Here::now())?.and_then(|profile| profile.yardstick_s);
+    let yardstick_s = profile.and_then(|profile| profile.yardstick_s);
     let progress = bar(100);
     let mut show = |what: &str, part: f64| {
         progress.set_position((100.0 * part) as u64);
