@@ -127,11 +127,14 @@ fn task_words(program: &RankPlan, task: &Task) -> String {
             to,
         } => {
             let verb = if *add { "add" } else { "copy" };
-            let counts = blocks
-                .iter()
-                .map(|b| b.batch * b.segments * b.rows * b.heads * b.width);
-            let count = grouped(counts.sum::<usize>() as u128);
+            let count: usize = blocks.iter().map(|block| block.numbers()).sum();
+            let count = grouped(count as u128);
             format!("{verb} {count} numbers of {} to {}", name(from), name(to))
+        }
+        Task::Pack { blocks, from, to } => {
+            let count: usize = blocks.iter().map(|block| block.numbers()).sum();
+            let count = grouped(count as u128);
+            format!("pack {count} numbers of {} as {}", name(from), name(to))
         }
         Task::Forward {
             q,

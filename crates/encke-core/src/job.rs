@@ -105,6 +105,25 @@ impl Job {
         };
         each * one
     }
+
+    /// The same for some of its query rows.
+    pub fn of_queries(&self, rows: std::ops::Range<usize>) -> Job {
+        let of = |operand: &Operand| Operand {
+            offset: operand.offset + rows.start * operand.row,
+            ..operand.clone()
+        };
+        let mut job = Job {
+            queries: rows.len(),
+            q: of(&self.q),
+            cells: of(&self.cells),
+            dq: self.dq.as_ref().map(of),
+            ..self.clone()
+        };
+        if let Some(mask) = &mut job.causal {
+            mask.query += rows.start * mask.query_step;
+        }
+        job
+    }
 }
 
 impl Causal {
@@ -166,6 +185,11 @@ pub struct Block {
 }
 
 impl Block {
+    /// How many numbers it has.
+    pub fn numbers(&self) -> usize {
+        self.batch * self.segments * self.rows * self.heads * self.width
+    }
+
     /// `numbers` numbers that lie side by side, from one address to another.
     pub fn contiguous(numbers: usize, from: usize, to: usize) -> Block {
         let at = |offset: usize| Operand {

@@ -6,10 +6,30 @@
 //! computed: the joined job has exactly the pairs of its pieces. It is longer, which is what every
 //! kernel likes, and passes over its carry once.
 
-use crate::job::{Causal, Job, Operand};
+use crate::job::{Block, Causal, Job, Operand};
 
 /// A job is cut at a multiple of so many query rows: what the smallest tiles take at a time.
 const BLOCK: usize = 16;
+
+impl Block {
+    /// This block and one whose rows come next on both sides, as one; None where they do not.
+    pub fn join_rows(&self, next: &Block) -> Option<Block> {
+        let alike = |a: &Operand, b: &Operand| {
+            (a.row, &a.heads) == (b.row, &b.heads)
+                && (self.batch == 1 || a.batch == b.batch)
+                && (self.segments == 1 || a.segment == b.segment)
+                && b.offset == a.offset + self.rows * a.row
+        };
+        let shape = |of: &Block| (of.batch, of.segments, of.heads, of.width);
+        let joined = shape(self) == shape(next)
+            && alike(&self.from, &next.from)
+            && alike(&self.to, &next.to);
+        joined.then(|| Block {
+            rows: self.rows + next.rows,
+            ..self.clone()
+        })
+    }
+}
 
 impl Job {
     /// The first half of its queries and the second, if both have enough of them.
@@ -226,6 +246,28 @@ mod tests {
             }
         }
         found
+    }
+
+    #[test]
+    fn blocks_are_one_where_both_sides_go_on() {
+        let block = |rows: usize, from: usize, to: usize| Block {
+            batch: 1,
+            segments: 1,
+            rows,
+            heads: 1,
+            width: 4,
+            from: operand(from, 4),
+            to: operand(to, 6),
+        };
+        let (first, next) = (block(3, 8, 6), block(5, 20, 24));
+        assert_eq!(first.join_rows(&next), Some(block(8, 8, 6)));
+        assert_eq!(next.join_rows(&first), None);
+        assert_eq!(first.join_rows(&block(5, 20, 30)), None);
+        let batch = |of: Block| Block { batch: 2, ..of };
+        let mut far = batch(next.clone());
+        far.to.batch = 100;
+        assert!(batch(first.clone()).join_rows(&batch(next)).is_some());
+        assert_eq!(batch(first).join_rows(&far), None);
     }
 
     fn operand(offset: usize, row: usize) -> Operand {

@@ -121,6 +121,12 @@ pub trait Kernel: Send + Sync {
         to: &mut Self::Buffer,
     ) -> Result<()>;
 
+    /// Copies rows into a buffer that holds nothing else from then on.
+    fn pack(&self, blocks: &[Block], from: Self::Input<'_>, to: &mut Self::Buffer) -> Result<()> {
+        let mut blocks = blocks.iter();
+        blocks.try_for_each(|block| self.copy(block, false, from, to))
+    }
+
     /// Attends the queries of the job to its keys, continuing the carry. Where it `begins`, cells of
     /// the job have seen nothing yet: whatever the carry holds for them is overwritten unread.
     fn forward(

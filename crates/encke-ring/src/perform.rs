@@ -64,6 +64,7 @@ pub(crate) fn perform<K: Kernel>(
         } => blocks
             .iter()
             .try_for_each(|block| kernel.copy(block, *add, read(*from), held.get(*to))),
+        Task::Pack { blocks, from, to } => kernel.pack(blocks, read(*from), held.get(*to)),
         Task::Forward {
             job,
             q,

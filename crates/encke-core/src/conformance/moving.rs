@@ -19,7 +19,8 @@ pub(super) fn check<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
     tokens(bench, random)?;
     copy(bench, random)?;
     fill(bench, random)?;
-    parcel(bench, random)
+    parcel(bench, random)?;
+    pack(bench, random)
 }
 
 /// Runs that never name a token twice: interleaved halves, or one piece behind another.
@@ -182,4 +183,43 @@ fn parcel<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fa
         return Err(bench.failure("taking a parcel must leave an empty one"));
     }
     Ok(())
+}
+
+/// Parcels that may lie where their rows do: whoever writes to one of them changes no other, and one
+/// that was handed something short has all its room again.
+fn pack<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Failure> {
+    let kernel = bench.kernel;
+    let (packed, room) = (1 + random.below(300), 300 + random.below(100));
+    let values: Vec<f64> = (0..packed + random.below(50))
+        .map(|_| random.unit())
+        .collect();
+    let expected = Data::from_f64(bench.dtype, &values);
+    let mut rows = bench.put(bench.dtype, &values)?;
+    let mut parcel = bench.done(kernel.allocate(bench.dtype, room))?;
+    let mut sent = bench.done(kernel.allocate(bench.dtype, room))?;
+    // In one piece from the beginning, or in two that have changed places.
+    let cut = if random.once_in(2) { 0 } else { packed / 2 };
+    let mut blocks = vec![Block::contiguous(packed - cut, cut, 0)];
+    if cut > 0 {
+        blocks.push(Block::contiguous(cut, 0, packed - cut));
+    }
+    let mut moved = values[cut..packed].to_vec();
+    moved.extend(&values[..cut]);
+    let moved = Data::from_f64(bench.dtype, &moved);
+    let input = kernel.input(&rows);
+    bench.done(kernel.pack(&blocks, input, &mut parcel))?;
+    sent.copy_from(&parcel, packed);
+    let all = |what: &str, buffer: &K::Buffer, expected: &Data| {
+        let elements = expected.as_slice().len();
+        let got = bench.get(bench.dtype, elements, buffer)?;
+        bench.unchanged(what, expected, &got, |_| false)
+    };
+    all("packing a parcel", &parcel, &moved)?;
+    bench.done(kernel.fill(&mut parcel, 2.0))?;
+    let twos = Data::from_f64(bench.dtype, &vec![2.0; room]);
+    all("writing to what was packed", &parcel, &twos)?;
+    all("writing to a parcel, of its rows,", &rows, &expected)?;
+    all("writing to a parcel, of what was sent,", &sent, &moved)?;
+    bench.done(kernel.fill(&mut rows, 3.0))?;
+    all("writing to rows, of what was sent,", &sent, &moved)
 }

@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::program::{BufferId, CarryIds, RankPlan, Role, Round, Task};
-use crate::job::{Job, Operand};
+use crate::job::Job;
 
 impl RankPlan {
     /// Outputs of which cells that see nothing are left as the zeros they were allocated as: those
@@ -38,27 +38,6 @@ impl RankPlan {
             .map(|port| port.buffer)
             .filter(|id| !finished(*id))
             .collect()
-    }
-}
-
-impl Job {
-    /// The same for some of its query rows.
-    pub(super) fn of_queries(&self, rows: Range<usize>) -> Job {
-        let of = |operand: &Operand| Operand {
-            offset: operand.offset + rows.start * operand.row,
-            ..operand.clone()
-        };
-        let mut job = Job {
-            queries: rows.len(),
-            q: of(&self.q),
-            cells: of(&self.cells),
-            dq: self.dq.as_ref().map(of),
-            ..self.clone()
-        };
-        if let Some(mask) = &mut job.causal {
-            mask.query += rows.start * mask.query_step;
-        }
-        job
     }
 }
 

@@ -274,6 +274,20 @@ impl<'a> Builder<'a> {
         });
     }
 
+    /// Packs a parcel. Blocks that lie one after the other on both sides are one.
+    pub fn pack(&mut self, round: usize, blocks: Vec<Block>, from: BufferId, to: BufferId) {
+        let mut joined: Vec<Block> = Vec::new();
+        for block in blocks {
+            match joined.last().and_then(|last| last.join_rows(&block)) {
+                Some(both) => *joined.last_mut().expect("there is one") = both,
+                None => joined.push(block),
+            }
+        }
+        let blocks = joined;
+        let task = Task::Pack { blocks, from, to };
+        self.round(round).before.push(task);
+    }
+
     pub fn send(&mut self, round: usize, message: Message) {
         self.round(round).sends.push(message);
     }

@@ -94,6 +94,15 @@ pub enum Task {
         /// Destination.
         to: BufferId,
     },
+    /// Copy rows into a buffer that holds nothing else from then on: a parcel.
+    Pack {
+        /// Which rows.
+        blocks: Vec<Block>,
+        /// Source.
+        from: BufferId,
+        /// Destination.
+        to: BufferId,
+    },
     /// Attend.
     Forward {
         /// Which rows.
@@ -210,7 +219,7 @@ impl Task {
     pub fn holds(&self) -> Vec<BufferId> {
         match self {
             Task::Fill { buffer, .. } => vec![*buffer],
-            Task::Copy { to, .. } => vec![*to],
+            Task::Copy { to, .. } | Task::Pack { to, .. } => vec![*to],
             Task::Forward { carry, .. } => vec![carry.acc, carry.m, carry.l],
             Task::Attend { out, lse, .. } => vec![*out, *lse],
             Task::Merge { from, to, .. } => vec![from.acc, from.m, from.l, to.acc, to.m, to.l],
@@ -229,7 +238,7 @@ impl Task {
     pub fn rename(&mut self, name: impl Fn(BufferId) -> BufferId) {
         let ids: Vec<&mut BufferId> = match self {
             Task::Fill { buffer, .. } => vec![buffer],
-            Task::Copy { from, to, .. } => vec![from, to],
+            Task::Copy { from, to, .. } | Task::Pack { from, to, .. } => vec![from, to],
             Task::Forward { q, k, v, carry, .. } => {
                 vec![q, k, v, &mut carry.acc, &mut carry.m, &mut carry.l]
             }

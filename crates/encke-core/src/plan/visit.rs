@@ -77,7 +77,7 @@ impl<'a> Builder<'a> {
         if let Some(parcel) = &seat.ring.parcels[seat.place] {
             for (cargo, &to) in cargo.iter().zip(&home) {
                 let blocks = self.plan.packing(parcel, self.own(), cargo.width);
-                self.copy(0, blocks, false, cargo.own, to);
+                self.pack(0, blocks, cargo.own, to);
             }
         }
         self.send_out(seat, cargo, &home);

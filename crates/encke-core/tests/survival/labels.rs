@@ -106,6 +106,12 @@ impl Player {
                     copy(block, *add, &source, &mut self.buffers[to.0]);
                 }
             }
+            Task::Pack { blocks, from, to } => {
+                let source = self.buffers[from.0].clone();
+                for block in blocks {
+                    copy(block, false, &source, &mut self.buffers[to.0]);
+                }
+            }
             Task::Forward {
                 job,
                 q,

@@ -253,10 +253,10 @@ impl Pricing<'_> {
                 to,
             } => {
                 let each = stored(from.0) + stored(to.0) * (1 + usize::from(*add));
-                work.alone_s += self.device.task_overhead_s;
-                for block in blocks {
-                    work.alone_s += self.copy(block, elements(block) * each, *add);
-                }
+                work.alone_s += self.copies(blocks, each, *add);
+            }
+            Task::Pack { blocks, from, to } => {
+                work.alone_s += self.copies(blocks, stored(from.0) + stored(to.0), false);
             }
             Task::Merge { blocks, .. } => {
                 // Two carries are read and one is written: acc, m and l of each cell.
@@ -286,6 +286,12 @@ impl Pricing<'_> {
             }
             Task::Backward { job, .. } => self.job(job, true, work),
         }
+    }
+
+    /// A task of copies, at `each` bytes a number.
+    fn copies(&self, blocks: &[Block], each: usize, add: bool) -> f64 {
+        let copy = |block: &Block| self.copy(block, elements(block) * each, add);
+        self.device.task_overhead_s + blocks.iter().map(copy).sum::<f64>()
     }
 
     fn copy(&self, block: &Block, bytes: usize, add: bool) -> f64 {
