@@ -12,6 +12,7 @@ struct Case {
   int batch, segments, queries, keys, heads, kv_heads, dim, dilation, blocks;   // blocks: of the grid
   i64 query, query_step, key, key_step;                                          // positions, where the variant is causal
   double scale, gain, size;                                                      // size: of q and k
+  int further = 0;                                                               // links of the chain behind the job's own keys
 };
 
 // Rows of `heads` heads, `dilation` apart; head h begins at phase h % dilation. Cells are numbers of dimension 1.
@@ -39,14 +40,24 @@ static void odd_inverse(i64 unit, u32& shift, u32& inverse) {
 struct Result { std::vector<float> acc, m, l, lse; std::vector<u16> out; };
 static const float MARK = 7.5f;
 
+// Keys and values of a link behind the first: whole blocks that every row sees.
+struct Further {
+  int keys; Layout at; std::vector<u16> k, v;
+  Further(const Case& c, int keys) : keys(keys), at(c, keys, c.kv_heads, c.dim), k(numbers(at.elements, c.size)), v(numbers(at.elements, 1)) {}
+};
+
 struct Problem {
-  Case c; Layout q_at, k_at, cells; std::vector<u16> q, k, v; Job job; Tiles tiles;
+  Case c; Layout q_at, k_at, cells; std::vector<u16> q, k, v; std::vector<std::unique_ptr<Further>> further; Job job; Tiles tiles;
   Problem(const Case& c) : c(c), q_at(c, c.queries, c.heads, c.dim), k_at(c, c.keys, c.kv_heads, c.dim), cells(c, c.queries, c.heads, 1) {
     q = numbers(q_at.elements, c.size); k = numbers(k_at.elements, c.size); v = numbers(k_at.elements, 1);
     job = {q_at.operand, k_at.operand, cells.operand, q_at.operand, c.query, c.query_step, c.key, c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, CAUSAL, 0, c.scale, c.gain};
     i64 lead = c.query - c.key;
     const int row_tiles = (c.queries + ROWS - 1) / ROWS, places = c.batch * c.segments * c.heads;
-    tiles = {(u32)(row_tiles * places), row_tiles, c.batch * c.segments * c.heads, 2, (int)lead, (int)c.query_step, (int)c.key_step, 0, 0, 0, 0};
+    tiles = {(u32)(row_tiles * places), row_tiles, c.batch * c.segments * c.heads, 2, (int)lead, (int)c.query_step, (int)c.key_step, 0, 0, 0, 0, {}};
+    for (int i = 0; i < c.further; i++) {
+      further.emplace_back(new Further(c, (1 + i % 2) * KEYS));
+      for (int link = 0; link <= i; link++) tiles.from[link] += further[i]->keys;
+    }
     if (c.query_step % c.key_step == 0) { tiles.lead = (int)(lead >= 0 ? lead / c.key_step : -((-lead + c.key_step - 1) / c.key_step)); tiles.query_step /= (int)c.key_step; tiles.key_step = 1; }
     odd_inverse(q_at.unit, tiles.q_shift, tiles.q_inverse); odd_inverse(k_at.unit, tiles.k_shift, tiles.k_inverse);
   }
@@ -57,10 +68,11 @@ struct Problem {
     return r;
   }
   void run(Result& r) const {
-    TensorMap qm = map_of(c, q, q_at, c.queries, ROWS), km = map_of(c, k, k_at, c.keys, KEYS), vm = map_of(c, v, k_at, c.keys, KEYS);
+    TensorMap qm = map_of(c, q, q_at, c.queries, ROWS); Links links{{map_of(c, k, k_at, c.keys, KEYS)}, {map_of(c, v, k_at, c.keys, KEYS)}};
+    for (int i = 0; i < c.further; i++) { const Further& f = *further[i]; links.k[i + 1] = map_of(c, f.k, f.at, f.keys, KEYS); links.v[i + 1] = map_of(c, f.v, f.at, f.keys, KEYS); }
     static u32 counter[2] = {0, 0};   // set back to 0 by every launch
     emu::launch(c.blocks, 1, THREADS, [&] {
-      hopper_forward(qm, km, vm, job, tiles, v.data(), r.acc.data(), r.m.data(), r.l.data(), r.out.data(), r.lse.data(), counter);
+      hopper_forward(qm, links, job, tiles, v.data(), r.acc.data(), r.m.data(), r.l.data(), r.out.data(), r.lse.data(), counter);
     }, CAUSAL ? 0 : 1);
   }
   template <class F> void each(F f) const { for (int b = 0; b < c.batch; b++) for (int s = 0; s < c.segments; s++) for (int i = 0; i < c.queries; i++) for (int h = 0; h < c.heads; h++) f(b, s, i, h); }
@@ -69,19 +81,23 @@ struct Problem {
 struct Reference { double m = -INFINITY, l = 0; std::vector<double> acc; };
 static void absorb(const Problem& p, Reference& r, int b, int s, int i, int h) {
   int dim = p.c.dim; r.acc.resize(dim);
-  for (int j = 0; j < visible(p.job, i); j++) {
-    i64 q = at(p.job.q, b, s, i, h), k = at(p.job.k, b, s, j, h); double score = 0;
-    for (int d = 0; d < dim; d++) score += (double)emu::widen(p.q[q + d]) * emu::widen(p.k[k + d]);
-    score *= p.c.scale;
-    if (score > r.m) { double shrink = r.l == 0 ? 0 : exp(r.m - score); r.l *= shrink; for (auto& x : r.acc) x *= shrink; r.m = score; }
-    double w = exp(score - r.m); r.l += w; for (int d = 0; d < dim; d++) r.acc[d] += w * emu::widen(p.v[k + d]);
-  }
+  auto keys = [&](int count, const Operand& of, const std::vector<u16>& ks, const std::vector<u16>& vs) {
+    for (int j = 0; j < count; j++) {
+      i64 q = at(p.job.q, b, s, i, h), k = at(of, b, s, j, h); double score = 0;
+      for (int d = 0; d < dim; d++) score += (double)emu::widen(p.q[q + d]) * emu::widen(ks[k + d]);
+      score *= p.c.scale;
+      if (score > r.m) { double shrink = r.l == 0 ? 0 : exp(r.m - score); r.l *= shrink; for (auto& x : r.acc) x *= shrink; r.m = score; }
+      double w = exp(score - r.m); r.l += w; for (int d = 0; d < dim; d++) r.acc[d] += w * emu::widen(vs[k + d]);
+    }
+  };
+  keys(visible(p.job, i), p.job.k, p.k, p.v);
+  for (auto& f : p.further) keys(f->keys, f->at.operand, f->k, f->v);
 }
 
 static int bad = 0;
 static void report(const char* what, const Case& c, bool fine, double out, double lse) {
-  printf("%s %s HD=%d rows=%d keys=%d causal=%d before=%d after=%d | b%d s%d q%d k%d h%d/%d d%d r%d scale %g: out %.1e lse %.1e\n", fine ? "ok  " : "FAIL", what, HD, ROWS, KEYS, CAUSAL, BEFORE, AFTER,
-         c.batch, c.segments, c.queries, c.keys, c.heads, c.kv_heads, c.dim, c.dilation, c.scale, out, lse);
+  printf("%s %s HD=%d rows=%d keys=%d causal=%d before=%d after=%d | b%d s%d q%d k%d h%d/%d d%d r%d +%d scale %g: out %.1e lse %.1e\n", fine ? "ok  " : "FAIL", what, HD, ROWS, KEYS, CAUSAL, BEFORE, AFTER,
+         c.batch, c.segments, c.queries, c.keys, c.heads, c.kv_heads, c.dim, c.dilation, c.further, c.scale, out, lse);
   fflush(stdout); bad += !fine;
 }
 // What a carry holds after a job, by the loops.
@@ -144,10 +160,15 @@ int main() {
   values({2, 1, 33, KEYS + 1, 2, 2, d, 2, 1, 0, 2, 20, 1, scale * 8, 0.3, 3});    // large scores: the maximum moves
   // Many tiles and many blocks for one block of the grid: phases of all barriers go round several times.
   if (HD <= 128) values({1, 1, 4 * ROWS + 5, 4 * ROWS + 5, 1, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1});
+  // Chains: behind keys with a tail or a mask, behind keys that some rows do not see at all, and as long as they get.
+  values({1, 1, ROWS + 20, KEYS + 19, 2, 1, d, 1, 1, 5, 1, 0, 1, scale, 0.5, 1, 1});
+  values({1, 2, 70, 90, 4, 2, short_d, 3, 3, 30, 3, 200, 2, scale, 1, 3, 2});
+  if (HD <= 128) values({2, 1, 50, 2 * KEYS, 1, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1, LINKS - 1});
   if (!NEGATIVE) values({1, 1, 20, 50, 1, 1, d, 1, 1, 10, 1, 0, 1, 0.0, 1, 1});
   if (CAUSAL) {
     hidden({1, 1, ROWS + 20, ROWS + 20, 1, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1}, ROWS - 40, NAN);
     hidden({1, 1, ROWS, 2 * KEYS, 2, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1}, 70, INFINITY);
+    hidden({1, 1, ROWS, 2 * KEYS, 2, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1, 2}, 70, NAN);
   }
   return bad != 0;
 }

@@ -11,12 +11,12 @@ use encke_core::host;
 use encke_core::transport::Parcel;
 use encke_core::{DType, Data};
 
-use crate::device::Device;
+use crate::device::{Device, Reason};
 use crate::error::{Error, Result};
 use crate::hops::{Hops, hop};
 use crate::memory::{Loan, Memory};
 
-/// Numbers on a GPU.
+/// Numbers on a GPU. What was handed over to it may have fewer numbers than there is room for, or more.
 pub struct Buffer {
     memory: Option<Arc<Memory>>,
     dtype: DType,
@@ -69,18 +69,37 @@ impl Buffer {
         }
     }
 
+    /// How much it has room for.
+    fn bytes(&self) -> usize {
+        self.elements * self.dtype.bytes()
+    }
+
     /// Whether writing has to go elsewhere: another buffer has the memory of this one too, which is
-    /// held once more by whoever asks, or its owner lets it be read only.
-    fn must_part(shared: &Arc<Memory>) -> bool {
-        Arc::strong_count(shared) > 2 || !shared.is_writable()
+    /// held once more by whoever asks, its owner lets it be read only, or it was handed over and is
+    /// too small.
+    fn must_part(&self, shared: &Arc<Memory>) -> bool {
+        let others = Arc::strong_count(shared) > 2;
+        others || !shared.is_writable() || shared.bytes() < self.bytes()
+    }
+
+    /// Work that was put off holds the memory of this buffer as well: it is put off no longer.
+    fn release(&self) -> Result<()> {
+        let memory = self.memory()?;
+        memory.device().catch_up(Reason::Written(memory))
     }
 
     /// Memory that is its own and holds what it held, for writing.
     pub(crate) fn own(&mut self) -> Result<&Arc<Memory>> {
+        self.release()?;
+        self.own_beside()
+    }
+
+    /// The same where what was put off goes on waiting: it keeps the memory it reads.
+    fn own_beside(&mut self) -> Result<&Arc<Memory>> {
         let shared = Arc::clone(self.memory()?);
-        if Buffer::must_part(&shared) {
-            let own = Memory::new(shared.device(), shared.bytes())?;
-            own.copy_from(&shared, shared.bytes())?;
+        if self.must_part(&shared) {
+            let own = Memory::new(shared.device(), self.bytes())?;
+            own.copy_from(&shared, shared.bytes().min(self.bytes()))?;
             self.memory = Some(Arc::new(own));
         }
         self.memory()
@@ -88,9 +107,10 @@ impl Buffer {
 
     /// Memory that is its own and may hold anything, for overwriting it whole.
     pub(crate) fn fresh(&mut self) -> Result<&Arc<Memory>> {
+        self.release()?;
         let shared = Arc::clone(self.memory()?);
-        if Buffer::must_part(&shared) {
-            self.memory = Some(Arc::new(Memory::new(shared.device(), shared.bytes())?));
+        if self.must_part(&shared) {
+            self.memory = Some(Arc::new(Memory::new(shared.device(), self.bytes())?));
         }
         self.memory()
     }
@@ -108,15 +128,33 @@ impl Buffer {
         assert_eq!(self.dtype, source.dtype, "a parcel of another type");
         let from = source.memory()?;
         let bytes = elements * self.dtype.bytes();
-        let alone = Arc::ptr_eq(from.device(), self.memory()?.device());
-        if !alone || from.device().hops() == Hops::Pinned {
+        if !self.shares_with(source)? {
             return hop(from, self.target(elements)?, bytes);
         }
-        if elements == self.elements && elements == source.elements {
-            *self = source.share();
+        if elements == self.elements {
+            self.take_share(source)?;
             return Ok(());
         }
-        self.own()?.copy_from(from, bytes)
+        // In the sender's time: what the receiver has put off must not depend on it.
+        self.own_beside()?.copy_from(from, bytes)
+    }
+
+    /// Whether what another buffer holds can be handed over to this one as a pointer.
+    fn shares_with(&self, source: &Buffer) -> Result<bool> {
+        let (own, from) = (self.memory()?.device(), source.memory()?.device());
+        Ok(Arc::ptr_eq(own, from) && from.hops() == Hops::Pointer)
+    }
+
+    /// Holds what another buffer holds, without a copy, if parcels are pointers.
+    pub(crate) fn take_share(&mut self, source: &Buffer) -> Result<bool> {
+        let able = self.shares_with(source)?;
+        if able {
+            let from = source.memory()?;
+            // What is asked for from now on, and changes the other, is not for this one.
+            from.device().catch_up(Reason::Used(&[from]))?;
+            self.memory = Some(Arc::clone(from));
+        }
+        Ok(able)
     }
 
     /// The first `elements` numbers, on the host.
@@ -124,14 +162,6 @@ impl Buffer {
         let mut data = Data::zeros(self.dtype, elements);
         self.memory()?.read(data.bytes_mut())?;
         Ok(data)
-    }
-
-    /// The same memory for another reader.
-    pub(crate) fn share(&self) -> Buffer {
-        Buffer {
-            memory: self.memory.clone(),
-            ..*self
-        }
     }
 }
 
@@ -144,7 +174,7 @@ impl Parcel for Buffer {
         self.dtype.bytes()
     }
 
-    /// Hands over the pointer where the whole buffer is sent on one GPU, and copies otherwise.
+    /// Hands over the pointer where all of this buffer is received on one GPU, and copies otherwise.
     fn copy_from(&mut self, source: &Buffer, elements: usize) {
         // A port that cannot fail: the ring catches the panic and tells the other ranks.
         self.receive(source, elements)
@@ -156,6 +186,15 @@ impl Parcel for Buffer {
     }
 
     fn take(&mut self) -> Buffer {
+        // Through the host, parcels take their time, and are written when a sender comes: what was
+        // asked for waits no longer, in the order of the receiver's own work.
+        let told = match self.memory() {
+            Ok(memory) if memory.device().hops() == Hops::Pinned => {
+                memory.device().catch_up(Reason::Leaving)
+            }
+            _ => Ok(()),
+        };
+        told.unwrap_or_else(|error| panic!("{error}"));
         let empty = Buffer {
             memory: None,
             dtype: self.dtype,

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, DriverError, result, sys};
 
@@ -25,6 +25,25 @@ pub(crate) const LANES: usize = 2;
 /// Shared memory a block has without asking for more.
 const ALWAYS_SHARED: usize = 48 * 1024;
 
+/// What is enqueued later than it was asked for: nobody can tell, if only it is told in time.
+pub(crate) trait Late: Send + Sync {
+    /// Enqueues what may not be put off any longer.
+    fn catch_up(&self, reason: Reason<'_>) -> Result<()>;
+}
+
+/// Why something may not be put off any longer.
+#[derive(Clone, Copy)]
+pub(crate) enum Reason<'a> {
+    /// This memory is about to be used: whatever writes it.
+    Used(&'a [&'a Memory]),
+    /// This memory is about to be written: whatever reads it.
+    Written(&'a Memory),
+    /// The thread is about to wait for others: whatever it has asked for.
+    Leaving,
+    /// The GPU is waited for: everything.
+    Waited,
+}
+
 /// A program's name and macros, and one of its entry points.
 type Key = (&'static str, Vec<String>, &'static str);
 
@@ -39,6 +58,7 @@ pub struct Device {
     /// Held while an event is recorded and noted, so that a later event of a stream is never
     /// overwritten by an earlier one where several ranks use the same memory.
     noting: Mutex<()>,
+    late: OnceLock<Weak<dyn Late>>,
     pinned_hops: AtomicBool,
     staging: Mutex<Staging>,
     nvrtc: Nvrtc,
@@ -85,6 +105,7 @@ impl Device {
             outward: context.new_stream().map_err(failed)?,
             inward: context.new_stream().map_err(failed)?,
             noting: Mutex::default(),
+            late: OnceLock::new(),
             pinned_hops: AtomicBool::new(false),
             staging: Mutex::default(),
             nvrtc: Nvrtc::load()?,
@@ -154,14 +175,24 @@ impl Device {
         &self.compute
     }
 
+    /// Names who enqueues late, once.
+    pub(crate) fn set_late(&self, late: Weak<dyn Late>) {
+        let _ = self.late.set(late);
+    }
+
+    /// Has everything enqueued that may not be put off any longer.
+    pub(crate) fn catch_up(&self, reason: Reason<'_>) -> Result<()> {
+        let late = self.late.get().and_then(Weak::upgrade);
+        late.map_or(Ok(()), |late| late.catch_up(reason))
+    }
+
     /// Enqueues an attention on the next lane, after everything it depends on; `work` is told the
     /// lane's number, below [`LANES`]. Lanes take turns: where ranks share a GPU, one's job begins
-    /// on the multiprocessors that another's has left. Only what continues the last attention, or
-    /// `carried` sums of an earlier one, stays on its lane: there it need not wait for an event, and
-    /// nobody behind it waits for what it waits for.
+    /// on the multiprocessors that another's has left. Only what continues the last attention stays
+    /// on its lane: it has to wait for that one anyway. Strictly in turn, because a lane that has got
+    /// more of the work ends alone, and nothing begins where its jobs leave multiprocessors idle.
     pub(crate) fn attend(
         &self,
-        carried: Option<&Memory>,
         reads: &[&Memory],
         writes: &[&Memory],
         counters: &[Memory; LANES],
@@ -174,14 +205,9 @@ impl Device {
         let lane = {
             let last = last();
             let continues = |event| writes.iter().any(|memory| memory.marks().ends_with(event));
-            let before = || {
-                let marks = carried?.marks();
-                let stream = marks.writer()?;
-                (0..LANES).find(|lane| Arc::ptr_eq(self.lane(*lane), stream))
-            };
             match last.event.as_ref().is_some_and(continues) {
                 true => last.lane,
-                false => before().unwrap_or((last.lane + 1) % LANES),
+                false => (last.lane + 1) % LANES,
             }
         };
         let mut writes = writes.to_vec();
@@ -246,8 +272,9 @@ impl Device {
         made.map_err(|error| Error::driver("making a stream", error))
     }
 
-    /// The moment at which everything enqueued so far is computed.
+    /// The moment at which everything asked for so far is computed.
     pub fn instant(&self) -> Result<Instant> {
+        self.catch_up(Reason::Waited)?;
         let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
         let event = self.beside.record_event(None);
         let event = event.and_then(|other| {
@@ -260,6 +287,7 @@ impl Device {
 
     /// Waits until everything computed is there, and every parcel has arrived.
     pub fn synchronize(&self) -> Result<()> {
+        self.catch_up(Reason::Waited)?;
         let mut streams = self.streams().into_iter();
         let done = streams.try_for_each(|stream| stream.synchronize());
         done.map_err(|error| Error::driver("waiting for the GPU", error))
@@ -328,6 +356,8 @@ impl Device {
         writes: &[&Memory],
         work: impl FnOnce(&CudaStream) -> Result<()>,
     ) -> Result<Arc<CudaEvent>> {
+        self.catch_up(Reason::Used(reads))?;
+        self.catch_up(Reason::Used(writes))?;
         for memory in reads.iter().chain(writes) {
             memory.settle(stream)?;
         }

@@ -18,6 +18,7 @@ use crate::device::Device;
 use crate::error::{Error, NAME};
 use crate::hops::Hops;
 use crate::jobs::Tables;
+use crate::launch::chains::Chains;
 use crate::launch::rows::{self, RowSums};
 use crate::launch::{Site, cells, hopper_backward, hopper_forward, mma, moving, plain};
 use crate::memory::Memory;
@@ -49,7 +50,7 @@ pub enum Summation {
 
 /// Attention on one GPU.
 pub struct CudaKernel {
-    site: Site,
+    chains: Arc<Chains>,
     path: Path,
     summation: Summation,
 }
@@ -61,11 +62,11 @@ impl CudaKernel {
         let counters = [Memory::new(&device, 8)?, Memory::new(&device, 8)?];
         counters.iter().try_for_each(Memory::clear)?;
         Ok(CudaKernel {
-            site: Site {
+            chains: Chains::new(Site {
                 device,
                 tables: Tables::default(),
                 counters,
-            },
+            }),
             path: Path::default(),
             summation: Summation::default(),
         })
@@ -85,13 +86,17 @@ impl CudaKernel {
 
     /// The same with another way for parcels from rank to rank.
     pub fn hops(self, hops: Hops) -> CudaKernel {
-        self.site.device.set_hops(hops);
+        self.site().device.set_hops(hops);
         self
+    }
+
+    fn site(&self) -> &Site {
+        &self.chains.site
     }
 
     /// The GPU.
     pub fn device(&self) -> &Arc<Device> {
-        &self.site.device
+        &self.site().device
     }
 
     /// Makes rows `[tokens, heads, dim]` of a generated sequence at `at` in a buffer. `keys` has one
@@ -103,7 +108,7 @@ impl CudaKernel {
         dim: usize,
         (to, at): (&mut Buffer, usize),
     ) -> crate::Result<()> {
-        rows::generate(&self.site, tokens, keys, dim, to, at)
+        rows::generate(self.site(), tokens, keys, dim, to, at)
     }
 
     /// Sums up rows `[tokens, heads, dim]` of a batch entry that lie at `at` in a buffer.
@@ -115,7 +120,7 @@ impl CudaKernel {
         dim: usize,
         (from, at): (&Buffer, usize),
     ) -> crate::Result<RowSums> {
-        rows::sum(&self.site, batch, tokens, heads, dim, from, at)
+        rows::sum(self.site(), batch, tokens, heads, dim, from, at)
     }
 
     /// Which family computes a job: the first that takes it, or the one that was asked for.
@@ -124,7 +129,7 @@ impl CudaKernel {
         let takes = |path: &Path| match path {
             Path::Auto => false,
             Path::Hopper => on_hopper,
-            Path::Mma => mma::takes(&self.site.device, job, dtype),
+            Path::Mma => mma::takes(&self.site().device, job, dtype),
             Path::Plain => true,
         };
         let all = [Path::Hopper, Path::Mma, Path::Plain];
@@ -143,11 +148,11 @@ impl CudaKernel {
 
     fn attention(&self, job: &Job, operands: Operands<'_>, ends: Ends<'_>) -> crate::Result<()> {
         let dtype = operands.dtype();
-        let on_hopper = hopper_forward::takes(&self.site.device, job, dtype);
+        let on_hopper = hopper_forward::takes(&self.site().device, job, dtype);
         match self.family(job, dtype, on_hopper)? {
-            Path::Hopper => hopper_forward::forward(&self.site, job, operands, ends),
-            Path::Mma => mma::forward(&self.site, job, operands, ends),
-            _ => plain::forward(&self.site, job, operands, ends),
+            Path::Hopper => self.chains.forward(job, operands, ends),
+            Path::Mma => mma::forward(self.site(), job, operands, ends),
+            _ => plain::forward(self.site(), job, operands, ends),
         }
     }
 }
@@ -174,7 +179,7 @@ impl Kernel for CudaKernel {
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Buffer> {
-        let buffer = Buffer::new(&self.site.device, dtype, elements)?;
+        let buffer = Buffer::new(&self.site().device, dtype, elements)?;
         buffer.memory()?.clear()?;
         Ok(buffer)
     }
@@ -204,11 +209,15 @@ impl Kernel for CudaKernel {
     }
 
     fn fill(&self, buffer: &mut Buffer, value: f64) -> Result<()> {
-        Ok(moving::fill(&self.site, buffer, value)?)
+        Ok(moving::fill(self.site(), buffer, value)?)
     }
 
     fn copy(&self, block: &Block, add: bool, from: &Buffer, to: &mut Buffer) -> Result<()> {
-        Ok(moving::copy(&self.site, block, add, from, to)?)
+        Ok(moving::copy(self.site(), block, add, from, to)?)
+    }
+
+    fn pack(&self, blocks: &[Block], from: &Buffer, to: &mut Buffer) -> Result<()> {
+        Ok(moving::pack(self.site(), blocks, from, to)?)
     }
 
     fn forward(
@@ -251,7 +260,7 @@ impl Kernel for CudaKernel {
     }
 
     fn merge(&self, block: &Block, from: &Carry<Buffer>, to: &mut Carry<Buffer>) -> Result<()> {
-        Ok(cells::merge(&self.site, block, from, to)?)
+        Ok(cells::merge(self.site(), block, from, to)?)
     }
 
     fn finish(
@@ -264,7 +273,13 @@ impl Kernel for CudaKernel {
         lse: &mut Buffer,
     ) -> Result<()> {
         Ok(cells::finish(
-            &self.site, cells, dim, gain, carry, out, lse,
+            self.site(),
+            cells,
+            dim,
+            gain,
+            carry,
+            out,
+            lse,
         )?)
     }
 
@@ -278,7 +293,13 @@ impl Kernel for CudaKernel {
         delta: &mut Buffer,
     ) -> Result<()> {
         Ok(cells::delta(
-            &self.site, cells, dim, out, dout, dlse, delta,
+            self.site(),
+            cells,
+            dim,
+            out,
+            dout,
+            dlse,
+            delta,
         )?)
     }
 
@@ -296,7 +317,7 @@ impl Kernel for CudaKernel {
             gradients,
         };
         let operands = Operands::new(q, k, v)?;
-        let (site, dtype) = (&self.site, operands.dtype());
+        let (site, dtype) = (self.site(), operands.dtype());
         let choice = hopper_backward::choice(&site.device, job, dtype);
         let fixed_order = self.summation == Summation::Deterministic;
         match (self.family(job, dtype, choice.is_some())?, choice) {
@@ -313,7 +334,7 @@ impl Kernel for CudaKernel {
         match pass {
             Pass::Forward => 0, // tiles live in shared memory and registers
             Pass::Backward { .. } => {
-                hopper_backward::workspace_bytes(&self.site.device, job, dtype)
+                hopper_backward::workspace_bytes(&self.site().device, job, dtype)
             }
         }
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use encke_core::transport::{Incoming, Moved, Outgoing, Transport, TransportError};
 
 use crate::buffer::Buffer;
-use crate::device::Device;
+use crate::device::{Device, Reason};
 use crate::error::Error;
 use crate::messages::{Messages, Piece};
 
@@ -93,6 +93,8 @@ impl<W: LentWire> Transport<Buffer> for Lending<W> {
         }
         self.post(round, &messages)?;
         meanwhile();
+        let asked = self.device.catch_up(Reason::Leaving);
+        asked.map_err(|error| self.local(round, &error))?;
         self.wire.wait(round)?;
         Ok(messages.moved())
     }

@@ -30,7 +30,7 @@ impl<'a> Operands<'a> {
     }
 
     /// q, k, v.
-    pub fn memory(&self) -> Result<[&'a Memory; 3]> {
+    pub fn memory(&self) -> Result<[&'a Arc<Memory>; 3]> {
         Ok([self.q.memory()?, self.k.memory()?, self.v.memory()?])
     }
 }
@@ -53,6 +53,7 @@ pub(crate) enum Ends<'a> {
 }
 
 /// The same as memory.
+#[derive(Clone)]
 pub(crate) struct Targets {
     /// Whether what the carry holds is not read.
     pub begins: bool,
@@ -108,6 +109,31 @@ impl Ends<'_> {
 }
 
 impl Targets {
+    /// A carry that is gone on from, and left where it was.
+    pub fn going_on(carry: Vec<Arc<Memory>>) -> Targets {
+        Targets {
+            begins: false,
+            ends: false,
+            carry,
+            outputs: Vec::new(),
+        }
+    }
+
+    /// The same where the softmax begins, or does not.
+    pub fn beginning(&self, begins: bool) -> Targets {
+        let mut targets = self.clone();
+        targets.begins = begins;
+        if targets.begins && targets.ends {
+            targets.carry.clear();
+        }
+        targets
+    }
+
+    /// acc, m and l of the carry, if there is one.
+    pub fn carry(&self) -> &[Arc<Memory>] {
+        &self.carry
+    }
+
     /// What is read and not written.
     pub fn reads(&self) -> impl Iterator<Item = &Memory> {
         let carry = self.carry.iter().filter(|_| self.ends);
@@ -124,10 +150,9 @@ impl Targets {
         written.iter().map(|memory| &**memory).collect()
     }
 
-    /// The sums it goes on from.
-    pub fn carried(&self) -> Option<&Memory> {
-        let sums = self.carry.first().filter(|_| !self.begins);
-        sums.map(|memory| &**memory)
+    /// The sums of the carry.
+    pub fn sums(&self) -> Option<&Memory> {
+        self.carry.first().map(|memory| &**memory)
     }
 
     /// acc, m, l, out, lse: zero where there is none.

@@ -42,11 +42,6 @@ impl<S, E> Marks<S, E> {
         elsewhere(stream, self.written.iter().chain(&self.reads))
     }
 
-    /// The stream of its last writing.
-    pub fn writer(&self) -> Option<&Arc<S>> {
-        self.written.as_ref().map(|mark| &mark.stream)
-    }
-
     /// Whether this event is the end of its last writing.
     pub fn ends_with(&self, event: &Arc<E>) -> bool {
         let written = self.written.as_ref();

@@ -12,7 +12,7 @@ use std::time::Duration;
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport, TransportError};
 
 use crate::buffer::Buffer;
-use crate::device::Device;
+use crate::device::{Device, Reason};
 use crate::error::{Error, Result};
 use crate::pinned::Pinned;
 
@@ -113,6 +113,7 @@ impl<T: Transport<Pinned>> Transport<Buffer> for Staged<T> {
         };
         self.fetch(outgoing).map_err(failed)?;
         meanwhile();
+        self.device.catch_up(Reason::Leaving).map_err(failed)?;
         self.make_room(incoming).map_err(failed)?;
         self.settle(outgoing.len()).map_err(failed)?;
         let sent: Vec<Outgoing<'_, Pinned>> = outgoing

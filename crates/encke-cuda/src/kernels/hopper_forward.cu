@@ -2,7 +2,7 @@
 //
 // A tile is ROWS query rows of one place (batch entry, segment, head). Warpgroup 0 loads: one thread issues TMA, the
 // other warps look at values that a mask hides. CONSUMERS warpgroups compute 64 rows each. Blocks of keys are walked from the
-// last visible one backwards, so that masks only touch the first blocks of a tile.
+// last visible one backwards, so that masks only touch the first blocks of a tile. Keys may be a chain of several pieces of memory (hopper_tiles.cuh).
 //
 // The decisions that shaped it:
 // - K runs one block ahead of V, and the scores of block j are formed while the values of block j-1 are multiplied, so that a
@@ -13,7 +13,7 @@
 // - A row's bits depend on what the row sees and nothing else: every decision taken at run time is taken row by row.
 //
 // Macros given by the host: T_BF16 or T_F16; HD: the head dimension rounded up to 16; CONSUMERS; KEYS: keys of a block;
-// STAGES of K and of V; Q_STAGES; CAUSAL; PINGPONG; BEFORE: continue (acc, m, l) rather than begin with nothing; AFTER: leave (acc, m, l) rather than
+// STAGES of K and of V; Q_STAGES; LINKS: pieces of memory that keys may be in; CAUSAL; PINGPONG; BEFORE: continue (acc, m, l) rather than begin with nothing; AFTER: leave (acc, m, l) rather than
 // end in (out, lse); STAGED: with room for a tile's sums;
 // NEGATIVE: the scale is below 0; LAZY: the reference of the weights follows the maximum only when it falls 2^8 behind;
 // Q_REGISTERS: queries are held in registers; POLYNOMIAL: of so many exponentials one is a polynomial (0: none); LOADER_REGISTERS and CONSUMER_REGISTERS.
@@ -41,8 +41,8 @@ DEV void load_slabs(u32 to, const TensorMap* map, u32 barrier, int rows, int row
 }
 // Tiles of equal length are dealt out in turn. Causal ones are taken from a counter as blocks of the grid become free; the last block sets it back to 0
 // for the next launch (launches that share a counter must not overlap).
-DEV void load(const Job& job, const Tiles& tiles, const Shared& shared, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map, u32* counter) {
-  Turn<Q_STAGES> q; Turn<STAGES> k, v; Turn<2> turn; Tile tile; u32 index = blockIdx.x;
+DEV void load(const Job& job, const Tiles& tiles, const Shared& shared, const TensorMap* q_map, const Links& links, u32* counter) {
+  Count<Q_STAGES> q; Count<STAGES> k, v; Count<2> turn; Tile tile; u32 index = blockIdx.x;
   while (index < tiles.count) {
     tile_of(job, tiles, index, tile);
     index = CAUSAL ? gridDim.x + atomicAdd(counter, 1u) : index + gridDim.x;
@@ -50,20 +50,23 @@ DEV void load(const Job& job, const Tiles& tiles, const Shared& shared, const Te
     tell(shared, turn, tile);
     if (tile.blocks == 0) continue;
     int q_head = (u32)(job.q.heads[tile.head] >> tiles.q_shift) * tiles.q_inverse, k_head = (u32)(job.k.heads[tile.head] >> tiles.k_shift) * tiles.k_inverse;
-    barrier_wait(shared.q_empty(q.stage), q.parity ^ 1);
-    load_slabs(shared.q(q.stage), q_map, shared.q_full(q.stage), ROWS, tile.row, q_head, tile);
-    q.advance();
-    for (int block = tile.blocks; block >= 0; block--) {   // K one block ahead of V
+    barrier_wait(shared.q_empty(q.stage()), q.parity() ^ 1);
+    load_slabs(shared.q(q.stage()), q_map, shared.q_full(q.stage()), ROWS, tile.row, q_head, tile);
+    q.turns++;
+    int link = 0;
+    for (int block = tile.blocks; block >= 0; block--) {   // K one block ahead of V, and so in the next link sometimes
+      v.turns = k.turns - 1;
+      if (block < tile.blocks) link += block * KEYS < tiles.from[link];
       if (block > 0) {
-        barrier_wait(shared.k_empty(k.stage), k.parity ^ 1);
-        load_slabs(shared.k(k.stage), k_map, shared.k_full(k.stage), KEYS, (block - 1) * KEYS, k_head, tile);
-        k.advance();
+        const int key = (block - 1) * KEYS, of = link + (key < tiles.from[link]);
+        barrier_wait(shared.k_empty(k.stage()), k.parity() ^ 1);
+        load_slabs(shared.k(k.stage()), &links.k[of], shared.k_full(k.stage()), KEYS, key - tiles.from[of], k_head, tile);
+        k.turns++;
       }
       if (block < tile.blocks) {
-        barrier_wait(shared.v_empty(v.stage), v.parity ^ 1);
-        load_slabs(shared.v(v.stage), v_map, shared.v_full(v.stage), KEYS, block * KEYS, k_head, tile);
-        if (CAUSAL && block >= tile.blocks - tile.masked) barrier_arrive(shared.masked(v.stage));
-        v.advance();
+        barrier_wait(shared.v_empty(v.stage()), v.parity() ^ 1);
+        load_slabs(shared.v(v.stage()), &links.v[link], shared.v_full(v.stage()), KEYS, block * KEYS - tiles.from[link], k_head, tile);
+        if (CAUSAL && block >= tile.blocks - tile.masked) barrier_arrive(shared.masked(v.stage()));
       }
     }
   }
@@ -258,11 +261,11 @@ DEV void rows_of(const Job& job, const Tiles& tiles, const Tile& tile, int first
   }
 }
 // Values that are NaN or infinite were multiplied as 0 in blocks that some row sees only in part: the rows that see them add them here.
-DEV void add_unbounded(const Job& job, const Tile& tile, const Rows& rows, const u16* v, int column, float (&acc)[HD / 2]) {
+DEV void add_unbounded(const Job& job, const Tiles& tiles, const Tile& tile, const Rows& rows, const u16* v, int column, float (&acc)[HD / 2]) {
   int from = (tile.blocks - tile.masked) * KEYS;
   #pragma unroll 1
   for (int key = from; key < tile.keys; key++) {
-    const u16* value = v + at(job.k, tile.batch, tile.segment, key, tile.head) + column;
+    const u16* value = v + at(job.k, tile.batch, tile.segment, key - tiles.from[0], tile.head) + column;
     #pragma unroll
     for (int i = 0; i < FRAGMENTS; i++)
       if (8 * i < job.dim)
@@ -425,10 +428,10 @@ DEV void store_unseen(const Job& job, const Tile& tile, const float* sums, const
 }
 #endif
 
-// `v_values` is read only where values are NaN or infinite; `counter`: two zeros, only for CAUSAL. acc, m and l only for BEFORE and AFTER, out and lse only without AFTER.
+// `v_values`, those of link 0, are read only where values are NaN or infinite; `counter`: two zeros, only for CAUSAL. acc, m and l only for BEFORE and AFTER, out and lse only without AFTER.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-               const __grid_constant__ Job job, const __grid_constant__ Tiles tiles, const u16* v_values, float* sums, float* m_cells, float* l_cells, u16* out, float* lse, u32* counter) {
+hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ Links links, const __grid_constant__ Job job,
+               const __grid_constant__ Tiles tiles, const u16* v_values, float* sums, float* m_cells, float* l_cells, u16* out, float* lse, u32* counter) {
   SHARED_MEMORY(memory);
   const Shared shared{SHARED_BASE};
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
@@ -450,8 +453,8 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
   if (group == 0) {
     registers_lower<LOADER_REGISTERS>();
     if (threadIdx.x == 0) {
-      tma_prefetch(&q_map); tma_prefetch(&k_map); tma_prefetch(&v_map);
-      load(job, tiles, shared, &q_map, &k_map, &v_map, counter);
+      tma_prefetch(&q_map); tma_prefetch(&links.k[0]); tma_prefetch(&links.v[0]);
+      load(job, tiles, shared, &q_map, links, counter);
     } else if ((CAUSAL || AHEAD) && warp > 0) {
       check(job, shared, m_cells, l_cells, threadIdx.x - 32);
     }
@@ -553,7 +556,7 @@ hopper_forward(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
       v.advance();
       hear(shared, turn, tile);   // again: what it takes to store was not kept
       rows_of(job, tiles, tile, tile.row + own * 64 + warp * 16 + lane / 4, rows);
-      if (CAUSAL && unbounded) add_unbounded(job, tile, rows, v_values, column, acc);
+      if (CAUSAL && unbounded) add_unbounded(job, tiles, tile, rows, v_values, column, acc);
 #if FETCHED
       barrier_wait(shared.sums_full(own * 4 + warp), sums_parity); sums_parity ^= 1;
 #endif

@@ -13,15 +13,18 @@
 // 0..=(lead + i * query_step) / key_step. The host sees to it that nothing overflows, and takes out common factors: key_step is 1 almost always.
 // Heads: a share is a multiple of its operand's unit, so its coordinate in a tensor map is (share >> shift) * inverse modulo 2^32, the inverse being
 // that of the odd part of the unit: no division.
-struct Tiles { u32 count; int row_tiles, places, together, lead, query_step, key_step; u32 q_shift, q_inverse, k_shift, k_inverse; };
+// Keys are a chain of LINKS pieces of memory at most, numbered one after the other: link i begins at key from[i], the last one at 0. All of them are seen
+// whole, and are whole blocks, but for link 0, which has the highest numbers: the job's own keys, with its mask.
+struct Tiles { u32 count; int row_tiles, places, together, lead, query_step, key_step; u32 q_shift, q_inverse, k_shift, k_inverse; int from[LINKS]; };
+struct Links { TensorMap k[LINKS], v[LINKS]; };
 
 // How many keys query row i sees.
 DEV int seen(const Job& job, const Tiles& tiles, int i) {
-  if (!CAUSAL) return job.keys;
+  if (!CAUSAL) return tiles.from[0] + job.keys;
   int ahead = tiles.lead + i * tiles.query_step;
-  if (ahead < 0) return 0;
+  if (ahead < 0) return tiles.from[0];
   if (tiles.key_step != 1) ahead = (u32)ahead / (u32)tiles.key_step;
-  return min(ahead + 1, job.keys);
+  return tiles.from[0] + min(ahead + 1, job.keys);
 }
 
 // Shared memory, in bytes from its beginning, which is aligned to 1024; the host asks for FORWARD_BYTES.
@@ -63,6 +66,12 @@ template <int COUNT> struct Turn {
   u32 stage = 0, parity = 0;
   DEV_MEMBER void advance() { if (++stage == COUNT) { stage = 0; parity ^= 1; } }
 };
+// The same in one register, for the thread that loads, which has few.
+template <int COUNT> struct Count {
+  u32 turns = 0;
+  DEV_MEMBER u32 stage() const { return turns % COUNT; }
+  DEV_MEMBER u32 parity() const { return turns / COUNT & 1; }
+};
 
 // A tile as the loading thread finds it and tells the others; `blocks` is -1 behind the last one.
 struct Tile { int row, head, segment, batch, keys, blocks, masked; i64 cell; };   // cell: that of row 0 of the place
@@ -86,14 +95,14 @@ DEV void tile_of(const Job& job, const Tiles& tiles, u32 index, Tile& tile) {
   int whole = seen(job, tiles, tile.row) / KEYS;
   tile.masked = tile.blocks - min(whole, tile.blocks);
 }
-DEV void tell(const Shared& shared, Turn<2>& turn, const Tile& tile) {
-  barrier_wait(shared.tile_empty(turn.stage), turn.parity ^ 1);
-  u32 to = shared.tile(turn.stage);
+DEV void tell(const Shared& shared, Count<2>& count, const Tile& tile) {
+  barrier_wait(shared.tile_empty(count.stage()), count.parity() ^ 1);
+  u32 to = shared.tile(count.stage());
   store_shared(to, make_uint4(tile.row, tile.head, tile.segment, tile.batch));
   store_shared(to + 16, make_uint4(tile.keys, tile.blocks, tile.masked, 0));
   store_shared(to + 32, make_uint4((u32)tile.cell, (u32)(tile.cell >> 32), 0, 0));
-  barrier_arrive(shared.tile_full(turn.stage));
-  turn.advance();
+  barrier_arrive(shared.tile_full(count.stage()));
+  count.turns++;
 }
 // The tile whose turn it is; false behind the last one. It stays where it is until every warp leaves it, so that it can be read again rather than kept in
 // registers.

@@ -260,7 +260,7 @@ pub(crate) fn backward(
         program: choice.variant.program(job.dim, dtype),
         dense: Memory::new(device, 8 * choice.rows(job))?,
         control: Memory::new(device, 4 * choice.words(job))?,
-        operands: operands.memory()?,
+        operands: operands.memory()?.map(|memory| &**memory),
         upstream: targets.upstream()?,
         dtype,
     };

@@ -1,18 +1,19 @@
 //! Attention forward on Hopper: bf16 and f16, through tensor maps and wgmma.
 
-use cudarc::driver::PushKernelArg;
+use cudarc::driver::{DeviceRepr, PushKernelArg};
 use encke_core::DType;
 use encke_core::job::Job;
 
+use super::chain::Chain;
 use super::hopper_tiles::{self, Mask, Seen, Tiles};
-use super::hopper_tilings::{self, Mode, Tiling};
+use super::hopper_tilings::{self, LINKS, Mode, Tiling};
 use super::{Site, grid};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::operands::{Ends, Operands};
+use crate::operands::Targets;
 use crate::program::Program;
-use crate::tensor_map::{self, Extents};
+use crate::tensor_map::{self, Extents, TensorMap};
 
 /// The GPUs it is for: wgmma is Hopper's alone.
 const CAPABILITY: (i32, i32) = (9, 0);
@@ -55,11 +56,18 @@ struct Choice {
 
 /// Whether this kernel computes a job.
 pub(crate) fn takes(device: &Device, job: &Job, dtype: DType) -> bool {
-    choice(device, job, dtype, false).is_some()
+    choice(device, job, &[], dtype, false).is_some()
 }
 
-/// How the job would be run; None where it is not for this kernel.
-fn choice(device: &Device, job: &Job, dtype: DType, carry: bool) -> Option<Choice> {
+/// How the job would be run, with `further` keys of other links; None where it is not for this
+/// kernel.
+fn choice(
+    device: &Device,
+    job: &Job,
+    further: &[usize],
+    dtype: DType,
+    carry: bool,
+) -> Option<Choice> {
     let (q, k) = extents(job);
     let able = device.capability() == CAPABILITY
         && matches!(dtype, DType::Bf16 | DType::F16)
@@ -77,8 +85,9 @@ fn choice(device: &Device, job: &Job, dtype: DType, carry: bool) -> Option<Choic
         Seen::TooFar => return None,
     };
     let processors = device.processors() as usize;
-    let tiling = hopper_tilings::choose(job, mask.is_some(), carry, processors)?;
-    let tiles = Tiles::new(job, tiling, mask)?;
+    let (causal, keys) = (mask.is_some(), further.iter().sum());
+    let tiling = hopper_tilings::choose(job, keys, causal, carry, processors)?;
+    let tiles = Tiles::new(job, further, tiling, mask)?;
     Some(Choice {
         tiling,
         mask,
@@ -103,17 +112,43 @@ fn fills(job: &Job, begins: bool, acc: &Memory) -> bool {
     (begins || job.visible(0) > 0) && cells * job.dim * DType::F32.bytes() == acc.bytes()
 }
 
+/// The kernel's `Links`.
+#[repr(C)]
+struct Links {
+    k: [TensorMap; LINKS],
+    v: [TensorMap; LINKS],
+}
+
+// SAFETY: maps in C layout, passed by value as each of them may be.
+unsafe impl DeviceRepr for Links {}
+
+impl Links {
+    /// The maps of all links. Those there are not are never used, but must be something.
+    fn encode(chain: &Chain, tiling: &Tiling) -> Result<Links> {
+        let first = chain.first();
+        let map = |memory: &Memory, job: &Job| {
+            let (_, extents) = extents(job);
+            tensor_map::encode(chain.dtype, memory, &job.k, &extents, tiling.keys)
+        };
+        let mut links = Links {
+            k: [map(&first.k, &first.job)?; LINKS],
+            v: [map(&first.v, &first.job)?; LINKS],
+        };
+        for (at, link) in chain.further().iter().enumerate() {
+            links.k[at + 1] = map(&link.k, &link.job)?;
+            links.v[at + 1] = map(&link.v, &link.job)?;
+        }
+        Ok(links)
+    }
+}
+
 /// Forward: from a carry or from nothing, into the carry or to the end.
-pub(crate) fn forward(
-    site: &Site,
-    job: &Job,
-    operands: Operands<'_>,
-    ends: Ends<'_>,
-) -> Result<()> {
-    let (device, dtype) = (&site.device, operands.dtype());
-    let targets = ends.own(dtype)?;
-    let carry = !(targets.begins && targets.ends);
-    let choice = choice(device, job, dtype, carry);
+pub(crate) fn forward(site: &Site, chain: &Chain, targets: &Targets) -> Result<()> {
+    let (device, dtype, job) = (&site.device, chain.dtype, &chain.first().job);
+    let further: Vec<usize> = chain.further().iter().map(|link| link.job.keys).collect();
+    // Links are whole blocks of the tilings for a carry.
+    let carry = !(targets.begins && targets.ends && further.is_empty());
+    let choice = choice(device, job, &further, dtype, carry);
     let choice = choice.ok_or_else(|| Error::Unsupported {
         what: format!("a job of {dtype} that is not laid out for tensor maps"),
     })?;
@@ -132,15 +167,11 @@ pub(crate) fn forward(
     let blocks = choice.tiles.blocks(device.processors() as usize);
     let shape = grid(blocks, tiling.threads(), shared);
 
-    let mut reads = operands.memory()?.to_vec();
-    let [q, k, v] = [reads[0], reads[1], reads[2]];
-    let (q_extents, k_extents) = extents(job);
-    let maps = [
-        tensor_map::encode(dtype, q, &job.q, &q_extents, tiling.rows())?,
-        tensor_map::encode(dtype, k, &job.k, &k_extents, tiling.keys)?,
-        tensor_map::encode(dtype, v, &job.k, &k_extents, tiling.keys)?,
-    ];
-    let values = v.pointer();
+    let (q_extents, _) = extents(job);
+    let q_map = tensor_map::encode(dtype, &chain.q, &job.q, &q_extents, tiling.rows())?;
+    let links = Links::encode(chain, tiling)?;
+    let values = chain.first().v.pointer();
+    let mut reads = chain.memory();
     reads.extend(told.tables());
     reads.extend(targets.reads());
     let writes = targets.writes();
@@ -152,23 +183,15 @@ pub(crate) fn forward(
         }
     }
     let outputs = targets.pointers();
-    device.attend(
-        targets.carried(),
-        &reads,
-        &writes,
-        &site.counters,
-        |stream, counter| {
-            let mut launch = stream.launch_builder(&function);
-            for map in &maps {
-                launch.arg(map);
-            }
-            launch.arg(&told.value).arg(&choice.tiles).arg(&values);
-            for pointer in &outputs {
-                launch.arg(pointer);
-            }
-            launch.arg(&counter);
-            // SAFETY: the arguments of `hopper_forward`; the plan's jobs lie inside their buffers.
-            unsafe { launch.launch(shape) }.map(|_| ())
-        },
-    )
+    device.attend(&reads, &writes, &site.counters, |stream, counter| {
+        let mut launch = stream.launch_builder(&function);
+        launch.arg(&q_map).arg(&links);
+        launch.arg(&told.value).arg(&choice.tiles).arg(&values);
+        for pointer in &outputs {
+            launch.arg(pointer);
+        }
+        launch.arg(&counter);
+        // SAFETY: the arguments of `hopper_forward`; the plan's jobs lie inside their buffers.
+        unsafe { launch.launch(shape) }.map(|_| ())
+    })
 }

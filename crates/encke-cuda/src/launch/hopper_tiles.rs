@@ -4,7 +4,7 @@
 use cudarc::driver::DeviceRepr;
 use encke_core::job::{Causal, Job};
 
-use super::hopper_tilings::Tiling;
+use super::hopper_tilings::{LINKS, Tiling};
 use crate::tensor_map;
 
 /// Bytes of keys and values that blocks may share at a time: half of the L2 cache, since others
@@ -76,14 +76,24 @@ pub(crate) struct Tiles {
     q_inverse: u32,
     k_shift: u32,
     k_inverse: u32,
+    from: [i32; LINKS],
 }
 
 // SAFETY: plain numbers in C layout, no padding.
 unsafe impl DeviceRepr for Tiles {}
 
 impl Tiles {
-    /// How a job is numbered under a tiling; None where there are more tiles than numbers.
-    pub fn new(job: &Job, tiling: &Tiling, mask: Option<Mask>) -> Option<Tiles> {
+    /// How a job is numbered under a tiling, with `further` keys of the links behind its own; None
+    /// where there are more tiles or keys than numbers.
+    pub fn new(job: &Job, further: &[usize], tiling: &Tiling, mask: Option<Mask>) -> Option<Tiles> {
+        let mut from = [0; LINKS];
+        let mut before = 0;
+        for (link, keys) in further.iter().enumerate().rev() {
+            before += keys;
+            from[link] = i32::try_from(before).ok()?;
+        }
+        let keys = before + job.keys;
+        i32::try_from(keys).ok()?;
         let row_tiles = job.queries.div_ceil(tiling.rows());
         let places = job.batch * job.segments * job.heads;
         let count = i32::try_from(row_tiles.checked_mul(places)?).ok()?;
@@ -91,7 +101,7 @@ impl Tiles {
         shares.sort_unstable();
         shares.dedup();
         let sharing = job.heads / shares.len().max(1);
-        let fitting = CACHE_BYTES / (4 * job.keys * job.dim).max(1);
+        let fitting = CACHE_BYTES / (4 * keys * job.dim).max(1);
         let (q_shift, q_inverse) = inverse(tensor_map::unit(&job.q));
         let (k_shift, k_inverse) = inverse(tensor_map::unit(&job.k));
         let mask = mask.map_or([0, 0, 1], |mask| {
@@ -107,6 +117,7 @@ impl Tiles {
             q_inverse,
             k_shift,
             k_inverse,
+            from,
         })
     }
 
@@ -201,6 +212,18 @@ pub(crate) mod tests {
         assert_eq!(seen(&job(8, 8, 1, None)), Seen::All);
         let far = job(8, 8, 1, Some(causal(0, 1, 1 << 40, 1)));
         assert_eq!(seen(&far), Seen::TooFar);
+    }
+
+    #[test]
+    fn links_are_numbered_from_the_last_one() {
+        let tiling = &super::super::hopper_tilings::TILINGS[0];
+        let of = |further: &[usize]| Tiles::new(&job(8, 9, 1, None), further, tiling, None);
+        let from = |further: &[usize]| of(further).map(|tiles| tiles.from);
+        assert_eq!(from(&[]), Some([0; LINKS]));
+        let mut three = [0; LINKS];
+        (three[0], three[1]) = (384, 128);
+        assert_eq!(from(&[256, 128]), Some(three));
+        assert_eq!(from(&[i32::MAX as usize]), None);
     }
 
     #[test]

@@ -14,6 +14,9 @@ use crate::wgmma::Wgmma;
 const GROUP_ROWS: usize = 64;
 /// The largest head dimension.
 pub(crate) const DIM: usize = 256;
+/// Pieces of memory that the keys of one launch may be in: as many as fit into the 4 KiB that a
+/// launch may be told.
+pub(crate) const LINKS: usize = 13;
 
 /// How a variant of the kernel cuts its work, for head dimensions up to `dim`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -232,6 +235,7 @@ impl Tiling {
             ("KEYS", self.keys),
             ("STAGES", self.stages),
             ("Q_STAGES", self.q_stages(mode.carry())),
+            ("LINKS", LINKS),
             ("CAUSAL", mode.causal.into()),
             ("PINGPONG", self.pingpong.into()),
             ("BEFORE", mode.before.into()),
@@ -249,13 +253,14 @@ impl Tiling {
         })
     }
 
-    /// When the last multiprocessor is done with a job, in keys times rows at full speed.
-    fn makespan(&self, job: &Job, causal: bool, processors: usize) -> f64 {
+    /// When the last multiprocessor is done with a job and `further` keys that all its rows see, in
+    /// keys times rows at full speed.
+    fn makespan(&self, job: &Job, further: usize, causal: bool, processors: usize) -> f64 {
         let tiles = job.queries.div_ceil(self.rows());
         let places = job.batch * job.segments * job.heads;
         let cost = |row: usize| {
             let seen = if causal { job.visible(row) } else { job.keys };
-            (seen.next_multiple_of(self.keys) + self.overhead) as f64
+            (seen.next_multiple_of(self.keys) + further + self.overhead) as f64
         };
         let last = |tile: usize| ((tile + 1) * self.rows()).min(job.queries) - 1;
         let longest = cost(job.queries - 1);
@@ -273,22 +278,35 @@ impl Tiling {
     }
 }
 
-/// The tiling that ends a job first; into a carry, of those that have room for its sums, if any do.
+/// The tilings for a head dimension; for a carry, those that have room for its sums, if any do.
+fn candidates(dim: usize, causal: bool, carry: bool) -> impl Iterator<Item = &'static Tiling> {
+    let able = move |tiling: &&Tiling| dim <= tiling.dim && (tiling.causal || !causal);
+    let smallest = TILINGS.iter().filter(able).map(|x| x.dim).min();
+    let all = move || {
+        let able = TILINGS.iter().filter(able);
+        able.filter(move |x| Some(x.dim) == smallest)
+    };
+    let staged = carry && all().any(|x| x.staged);
+    all().filter(move |x| x.staged || !staged)
+}
+
+/// The tiling that ends a job first, with `further` keys that all its rows see.
 pub(crate) fn choose(
     job: &Job,
+    further: usize,
     causal: bool,
     carry: bool,
     processors: usize,
 ) -> Option<&'static Tiling> {
-    let able = |tiling: &&Tiling| job.dim <= tiling.dim && (tiling.causal || !causal);
-    let smallest = TILINGS.iter().filter(able).map(|x| x.dim).min()?;
-    let candidates = || TILINGS.iter().filter(able).filter(|x| x.dim == smallest);
-    let staged = carry && candidates().any(|x| x.staged);
-    let candidates = candidates().filter(|x| x.staged || !staged);
-    candidates.min_by(|x, y| {
-        let end = |tiling: &Tiling| tiling.makespan(job, causal, processors);
+    candidates(job.dim, causal, carry).min_by(|x, y| {
+        let end = |tiling: &Tiling| tiling.makespan(job, further, causal, processors);
         end(x).total_cmp(&end(y))
     })
+}
+
+/// Keys of a block where a carry is continued, whatever is chosen: links of a chain are whole blocks.
+pub(crate) fn carried_keys(dim: usize) -> Option<usize> {
+    candidates(dim, true, true).map(|tiling| tiling.keys).next()
 }
 
 #[cfg(test)]
@@ -318,26 +336,37 @@ mod tests {
         short.dim = 64;
         // 176 tiles of 192 rows are two rounds of 132, as 256 tiles of 128 rows are.
         assert_eq!(
-            choose(&short, false, false, 132).map(Tiling::rows),
+            choose(&short, 0, false, false, 132).map(Tiling::rows),
             Some(128)
         );
         let mut long = job(65_536, 65_536, 16, None);
         long.dim = 64;
         assert_eq!(
-            choose(&long, false, false, 132).map(Tiling::rows),
+            choose(&long, 0, false, false, 132).map(Tiling::rows),
             Some(192)
         );
         let causal = job(4096, 4096, 16, Some(causal(0, 1, 0, 1)));
         assert_eq!(
-            choose(&causal, true, false, 132).map(|tiling| tiling.keys),
+            choose(&causal, 0, true, false, 132).map(|tiling| tiling.keys),
             Some(128)
         );
     }
 
     #[test]
+    fn whatever_is_chosen_for_a_carry_has_the_same_blocks() {
+        for dim in (16..=DIM).step_by(16) {
+            for causal in [false, true] {
+                let mut all = candidates(dim, causal, true);
+                assert!(all.all(|tiling| Some(tiling.keys) == carried_keys(dim)));
+            }
+        }
+        assert_eq!(carried_keys(DIM + 16), None);
+    }
+
+    #[test]
     fn carries_get_tiles_with_room_for_their_sums() {
         let long = job(65_536, 65_536, 16, None);
-        let keys = |carry| choose(&long, false, carry, 132).map(|tiling| tiling.keys);
+        let keys = |carry| choose(&long, 0, false, carry, 132).map(|tiling| tiling.keys);
         assert_eq!((keys(false), keys(true)), (Some(176), Some(128)));
     }
 }

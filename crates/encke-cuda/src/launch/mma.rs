@@ -137,7 +137,7 @@ pub(crate) fn forward(
     let dtype = operands.dtype();
     let launch = Launch::new(site, job, Half::Forward, dtype)?;
     let targets = ends.own(dtype)?;
-    let mut reads = operands.memory()?.to_vec();
+    let mut reads = operands.memory()?.map(|memory| &**memory).to_vec();
     let mut all = pointers(&reads);
     all.extend(targets.pointers());
     reads.extend(targets.reads());
@@ -162,7 +162,7 @@ pub(crate) fn backward(
     }
     let dtype = operands.dtype();
     let targets = gradient.own(dtype)?;
-    let mut reads = operands.memory()?.to_vec();
+    let mut reads = operands.memory()?.map(|memory| &**memory).to_vec();
     reads.extend(targets.upstream()?);
     let inputs = pointers(&reads);
 

@@ -1,6 +1,8 @@
 //! How each kernel is started: which program, how many blocks, which arguments.
 
 pub(crate) mod cells;
+mod chain;
+pub(crate) mod chains;
 pub(crate) mod hopper_backward;
 pub(crate) mod hopper_forward;
 mod hopper_tiles;

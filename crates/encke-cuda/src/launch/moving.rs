@@ -177,6 +177,21 @@ pub(crate) fn copy(
     )
 }
 
+/// Copies rows into a buffer that holds nothing else from then on: what lies in the same order at the
+/// beginning of another one is handed over, where parcels are.
+pub(crate) fn pack(site: &Site, blocks: &[Block], from: &Buffer, to: &mut Buffer) -> Result<()> {
+    let as_it_lies = |block: &Block| matches!(side_by_side(block), Some((0, 0, _)));
+    if let [block] = blocks
+        && as_it_lies(block)
+        && from.dtype() == to.dtype()
+        && to.take_share(from)?
+    {
+        return Ok(());
+    }
+    let mut blocks = blocks.iter();
+    blocks.try_for_each(|block| copy(site, block, false, from, to))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -65,7 +65,7 @@ pub(crate) fn forward(
     let shared = shared_bytes(dtype, job.dim, 3, 1);
     let function = device.function(&program, "plain_forward", shared)?;
     let shape = grid(blocks(site, job, job.queries, job.heads), THREADS, shared);
-    let mut reads = operands.memory()?.to_vec();
+    let mut reads = operands.memory()?.map(|memory| &**memory).to_vec();
     reads.extend(told.tables());
     reads.extend(targets.reads());
     let writes = targets.writes();
@@ -101,7 +101,7 @@ pub(crate) fn backward(
     let table = site.tables.get(device, table)?;
     let targets = gradient.own(dtype)?;
     let program = program(dtype, job.dim);
-    let mut reads: Vec<&Memory> = operands.memory()?.to_vec();
+    let mut reads: Vec<&Memory> = operands.memory()?.map(|memory| &**memory).to_vec();
     reads.extend(targets.upstream()?);
     let inputs: Vec<u64> = reads.iter().map(|x| x.pointer()).collect();
     reads.extend(told.tables());

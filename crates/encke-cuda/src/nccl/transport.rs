@@ -13,7 +13,7 @@ use encke_core::transport::{Incoming, Moved, Outgoing, Transport, TransportError
 use super::bindings::{Nccl, UniqueId};
 use super::communicator::Communicator;
 use crate::buffer::Buffer;
-use crate::device::Device;
+use crate::device::{Device, Reason};
 use crate::error::{Error, Result};
 use crate::host_memory::wait;
 use crate::messages::Messages;
@@ -66,6 +66,7 @@ impl NcclTransport {
             self.communicator.begin(&sends, &receives, stream)?;
             // Jobs are enqueued while NCCL connects; the event of the group's end comes after both.
             meanwhile();
+            device.catch_up(Reason::Leaving)?;
             self.communicator
                 .finish("the ranks to connect", Instant::now())
         })?;

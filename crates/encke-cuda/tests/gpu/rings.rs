@@ -309,6 +309,49 @@ fn sizes(
         .collect()
 }
 
+/// Rings whose parcels are whole blocks of keys, which ranks that share a GPU attend in chains: right,
+/// and the same bits from run to run.
+fn chains(driver: &Driver<'_>, dtype: DType, dim: usize) -> Vec<Result<(), String>> {
+    let mut all = Vec::new();
+    for (batch, tokens, causal) in [(1, 2048, true), (1, 1024, false), (2, 1024, true)] {
+        let shape = Shape::new(batch, tokens, 2, 1, dim).expect("sizes are positive");
+        let pattern = Pattern::dense().causal(causal);
+        let request = |ranks: usize, cut: Cut| {
+            let sharding = Sharding::new(ranks, cut).expect("ranks are positive");
+            Request::new(shape, pattern.clone(), sharding, dtype)
+        };
+        let inputs = tensors(&request(1, Cut::Contiguous), 7);
+        let [q, k, v] = [&inputs.q, &inputs.k, &inputs.v].map(Tensor::to_f64);
+        let truth = reference::forward(&shape, &pattern, shape.default_scale(), &q, &k, &v);
+        let truth = truth.expect("sizes agree");
+        let views = [
+            (Role::Q, inputs.q.view()),
+            (Role::K, inputs.k.view()),
+            (Role::V, inputs.v.view()),
+        ];
+        let of = |request: Request| -> Result<(), String> {
+            let mut runs = [driver(&request, &views)?, driver(&request, &views)?];
+            for (role, truth) in [(Role::Out, &truth.out), (Role::Lse, &truth.lse)] {
+                let [once, again] = runs.each_mut().map(|outcome| outcome.take(role));
+                let (once, again) = (once.ok_or("no result")?, again.ok_or("no result")?);
+                let error = difference(&once, truth);
+                if error > tolerance(dtype) / 4.0 {
+                    return Err(format!("{role:?} is off by {error:e}: {request:?}"));
+                }
+                if once.data().bytes() != again.data().bytes() {
+                    return Err(format!("{role:?} is not what it was before: {request:?}"));
+                }
+            }
+            Ok(())
+        };
+        for ranks in [2, 4, 8] {
+            let cuts = [Cut::Contiguous, Cut::Zigzag, Cut::Striped];
+            all.extend(cuts.map(|cut| of(request(ranks, cut))));
+        }
+    }
+    all
+}
+
 /// Wires that stage parcels for threads.
 fn staged(kernel: &CudaKernel) -> Box<Driver<'_>> {
     apart(kernel, Loader::Own, |ranks: usize| {
@@ -374,6 +417,17 @@ pub fn run(tally: &mut Tally, pointer: CudaKernel, pinned: CudaKernel) {
         // Made when it is asked for, so that its time is its own.
         let all = std::iter::once_with(|| slots(&*pointer, 1..=5, dtype));
         tally.group(&name, all.flatten());
+    }
+    for (dtype, dim) in [(DType::Bf16, 128), (DType::F16, 64)] {
+        for (name, driver) in [
+            ("pointer", &pointer),
+            ("pinned", &pinned),
+            ("staged", &staged),
+        ] {
+            let name = format!("rings of 2, 4 and 8 ranks in chains, {name} hops, {dtype}");
+            let all = std::iter::once_with(|| chains(&**driver, dtype, dim));
+            tally.group(&name, all.flatten());
+        }
     }
     tally.group(
         "random requests, f64, all hops",
