@@ -101,9 +101,9 @@ def note(row, text):
             file.write(json.dumps(row) + "\n")
 
 
-def turns(calls, flops):
-    """Milliseconds of each contestant, one after another, as often as there are turns."""
-    repeats = max(3, min(40, int(6e12 / flops)))
+def turns(calls, flops, work=6e12):
+    """Milliseconds of each contestant, one after another, as often as there are turns of so many FLOPs."""
+    repeats = max(3, min(40, int(work / flops)))
     for call in calls.values():
         call(2)
     times = {name: [] for name in calls}
@@ -113,8 +113,8 @@ def turns(calls, flops):
     return times
 
 
-def contest(name, flops, calls):
-    times = turns(calls, flops)
+def contest(name, flops, calls, work=6e12):
+    times = turns(calls, flops, work)
     speed = {who: flops / statistics.median(t) / 1e9 for who, t in times.items()}
     row = dict(name=name, tflops=speed, turns=args.turns, host_us=1000 * worker.host)
     text = f"{name:44} ours {speed['ours']:6.1f} TFLOP/s"
@@ -157,19 +157,20 @@ def dilated(d, dilation):
     contest(name, 4 * keys * keys * 2048 * (n // segment), calls)
 
 
-def ring(ranks, hops, kv=16, width=1):
-    """The tax of a ring on one GPU against one fused call; all of its ranks share one link to the host."""
-    n, d, h = 65536, 128, 16
-    how = (f", {kv} key heads" if kv != h else "") + (f", {width} parcels a round" if width > 1 else "")
+def ring(ranks, hops, kv=16, width=1, h=16):
+    """The tax of a ring on one GPU against one fused call, both ten times in a row as layers come; all of its ranks share one link
+    to the host."""
+    n, d = 65536, 128
+    how = (f", {kv} key heads" if kv != h else "") + (f" of {h}" if h != 16 else "") + (f", {width} parcels a round" if width > 1 else "")
     name = f"ring of {ranks}, {hops} hops{how}, d{d} n{n} causal zigzag"
     if args.only not in name:
         return
-    flops = 2 * n * n * 2048
+    flops = 2 * n * n * d * h
     alone = Worker()
     failed = alone.prepare(n, h, d, True, kv=kv) or worker.prepare(n, h, d, True, ranks=ranks, hops=hops, kv=kv, width=width)
     if failed:
         return note(dict(name=name, error=failed), f"{name:44} {failed}")
-    contest(name, flops, {"ours": worker.run, "one fused call": alone.run})
+    contest(name, flops, {"ours": worker.run, "one fused call": alone.run}, work=180e12)
     alone.process.stdin.close()
 
 
@@ -190,6 +191,7 @@ for n in lengths:
             for ranks in (2, 4, 8, 16):
                 ring(ranks, hops)
             ring(8, hops, kv=4)
+        ring(8, "pinned", kv=8, h=64)
         for ranks, width in ((4, 3), (8, 2), (8, 4), (8, 7), (16, 4), (16, 15)):
             ring(ranks, "pointer", width=width)
         ring(8, "pinned", kv=4, width=4)
