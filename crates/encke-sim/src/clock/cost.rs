@@ -260,8 +260,8 @@ impl Pricing<'_> {
             }
             Task::Merge { blocks, .. } => {
                 // Two carries are read and one is written: acc, m and l of each cell.
-                let cells = |block: &Block| elements(block) / block.width.max(1);
-                let of = |block: &Block| 3 * sum * (elements(block) + 2 * cells(block));
+                let cells = |block: &Block| block.numbers() / block.width.max(1);
+                let of = |block: &Block| 3 * sum * (block.numbers() + 2 * cells(block));
                 let bytes: usize = blocks.iter().map(of).sum();
                 work.alone_s += self.cells(bytes);
             }
@@ -290,7 +290,7 @@ impl Pricing<'_> {
 
     /// A task of copies, at `each` bytes a number.
     fn copies(&self, blocks: &[Block], each: usize, add: bool) -> f64 {
-        let copy = |block: &Block| self.copy(block, elements(block) * each, add);
+        let copy = |block: &Block| self.copy(block, block.numbers() * each, add);
         self.device.task_overhead_s + blocks.iter().map(copy).sum::<f64>()
     }
 
@@ -341,9 +341,11 @@ pub(super) fn is_few(job: &Job) -> bool {
     singles(job) < FEW
 }
 
-/// Whether a job's keys are rows with gaps between them, as those of a dilated branch are.
+/// Whether a job's rows have gaps between them, as those of a dilated branch have where they are at
+/// home: its keys or its queries, whichever have not come as a parcel.
 pub(super) fn is_apart(job: &Job) -> bool {
-    job.k.row > job.heads * job.dim
+    let row = job.heads * job.dim;
+    job.k.row > row || job.q.row > row
 }
 
 /// The queries of all single attentions of a job.
@@ -391,8 +393,4 @@ pub(super) fn diagonal(job: &Job, keys: f64) -> f64 {
     let each = (job.batch * job.segments * job.heads) as f64 * job.queries as f64;
     let hidden = each * job.keys as f64 - job.pairs() as f64;
     (each * keys).min(hidden)
-}
-
-fn elements(block: &Block) -> usize {
-    block.batch * block.segments * block.rows * block.heads * block.width
 }

@@ -27,8 +27,8 @@ pub struct Speed {
     /// (batch entries x segments x heads), which a device can do worse side by side.
     #[serde(default)]
     pub few_slower: f64,
-    /// By what part operations take longer where keys are rows with gaps between them, as those
-    /// of a dilated branch are.
+    /// By what part operations take longer where keys or queries are rows with gaps between them, as
+    /// those of a dilated branch are.
     #[serde(default)]
     pub apart_slower: f64,
     /// By what part jobs take longer in a ring of several ranks than the same jobs alone: rows come

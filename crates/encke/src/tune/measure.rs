@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use encke_core::DType;
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
-use encke_sim::clock::{ClockError, Machine, PATIENCE, Pick, Profile, Sizes, Yardstick, median};
+use encke_sim::clock::{
+    ClockError, Machine, PATIENCE, Pick, Profile, Rate, Sizes, Speed, Yardstick, median,
+};
 
 use super::gpu;
 use super::here::Here;
@@ -94,12 +96,68 @@ pub fn measure(
     })
 }
 
-/// One machine: the rates of all, and everything else from the first.
+/// One machine: the rates of all, and everything else from the first. What rings and branches cost
+/// beyond their jobs is the same for all types, and each type's own reading of it is a short one: the
+/// median of them is everybody's.
 fn joined(profiles: &[Profile]) -> Result<Machine, ClockError> {
     let mut machines = profiles.iter().map(|profile| profile.machine(Pick::Median));
     let mut machine = machines.next().expect("something was measured")?;
     for other in machines {
         machine.device.rates.extend(other?.device.rates);
     }
+    pool(&mut machine.device.rates);
     Ok(machine)
+}
+
+fn pool(rates: &mut [Rate]) {
+    for pass in [
+        (|rate: &mut Rate| &mut rate.forward) as fn(&mut Rate) -> &mut Speed,
+        |rate| &mut rate.backward,
+    ] {
+        for figure in [
+            (|speed: &mut Speed| &mut speed.ring_slower) as fn(&mut Speed) -> &mut f64,
+            |speed| &mut speed.apart_slower,
+        ] {
+            let all: Vec<f64> = rates.iter_mut().map(|rate| *figure(pass(rate))).collect();
+            for rate in &mut *rates {
+                *figure(pass(rate)) = median(&all);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_rings_cost_is_the_median_of_all_types() {
+        let speed = |ring_slower: f64, apart_slower: f64| Speed {
+            flops: 1e9,
+            diagonal_keys: 0.0,
+            row_bytes_per_s: 1e9,
+            few_slower: 0.0,
+            apart_slower,
+            ring_slower,
+            single_s: 0.0,
+            task_rows: 0.0,
+            task_share: 1.0,
+        };
+        let mut rates: Vec<Rate> = [(0.1, 0.5), (0.4, 0.2), (0.0, 0.3)]
+            .into_iter()
+            .map(|(ring, apart)| Rate {
+                dtype: DType::F32,
+                dim: 64,
+                source: String::new(),
+                forward: speed(ring, apart),
+                backward: speed(2.0 * ring, apart),
+            })
+            .collect();
+        pool(&mut rates);
+        for rate in &rates {
+            let found = |speed: &Speed| (speed.ring_slower, speed.apart_slower);
+            assert_eq!(found(&rate.forward), (0.1, 0.3));
+            assert_eq!(found(&rate.backward), (0.2, 0.3));
+        }
+    }
 }
