@@ -186,6 +186,11 @@ impl Device {
         late.map_or(Ok(()), |late| late.catch_up(reason))
     }
 
+    /// Has everything enqueued that was asked for: attentions may wait for others to join them.
+    pub fn launch_waiting(&self) -> Result<()> {
+        self.catch_up(Reason::Waited)
+    }
+
     /// Enqueues an attention on the next lane, after everything it depends on; `work` is told the
     /// lane's number, below [`LANES`]. Lanes take turns: where ranks share a GPU, one's job begins
     /// on the multiprocessors that another's has left. Only what continues the last attention stays
@@ -274,7 +279,7 @@ impl Device {
 
     /// The moment at which everything asked for so far is computed.
     pub fn instant(&self) -> Result<Instant> {
-        self.catch_up(Reason::Waited)?;
+        self.launch_waiting()?;
         let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
         let event = self.beside.record_event(None);
         let event = event.and_then(|other| {
@@ -287,7 +292,7 @@ impl Device {
 
     /// Waits until everything computed is there, and every parcel has arrived.
     pub fn synchronize(&self) -> Result<()> {
-        self.catch_up(Reason::Waited)?;
+        self.launch_waiting()?;
         let mut streams = self.streams().into_iter();
         let done = streams.try_for_each(|stream| stream.synchronize());
         done.map_err(|error| Error::driver("waiting for the GPU", error))

@@ -146,8 +146,11 @@ impl Chains {
         self.launch_all(crossed)
     }
 
+    /// What waits, without what nobody can ask for any more.
     fn waiting(&self) -> MutexGuard<'_, Vec<Waiting>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.retain(|one| one.carry.iter().all(|memory| memory.strong_count() > 0));
+        waiting
     }
 
     /// Launches what has waited, but for what nobody can ask for any more.

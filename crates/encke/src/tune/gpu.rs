@@ -84,6 +84,7 @@ fn seconds(kernel: &CudaKernel, work: &mut DeviceWork<'_>) -> Result<f64, Kernel
         let begin = device.instant()?;
         for time in first..first + times {
             work(time)?;
+            device.launch_waiting()?; // each by itself, as where ranks have GPUs of their own
         }
         let end = device.instant()?;
         device.synchronize()?;
