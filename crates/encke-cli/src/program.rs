@@ -121,20 +121,21 @@ fn task_words(program: &RankPlan, task: &Task) -> String {
             format!("set {} to {value}", name(buffer))
         }
         Task::Copy {
-            blocks,
-            add,
-            from,
-            to,
-        } => {
-            let verb = if *add { "add" } else { "copy" };
-            let count: usize = blocks.iter().map(|block| block.numbers()).sum();
-            let count = grouped(count as u128);
-            format!("{verb} {count} numbers of {} to {}", name(from), name(to))
+            blocks, from, to, ..
         }
-        Task::Pack { blocks, from, to } => {
+        | Task::Pack { blocks, from, to } => {
+            let (verb, place) = match task {
+                Task::Copy { add: true, .. } => ("add", "to"),
+                Task::Copy { .. } => ("copy", "to"),
+                _ => ("pack", "as"),
+            };
             let count: usize = blocks.iter().map(|block| block.numbers()).sum();
             let count = grouped(count as u128);
-            format!("pack {count} numbers of {} as {}", name(from), name(to))
+            format!(
+                "{verb} {count} numbers of {} {place} {}",
+                name(from),
+                name(to)
+            )
         }
         Task::Forward {
             q,

@@ -38,26 +38,11 @@ impl Job {
         if first >= self.queries {
             return None;
         }
-        let on = |of: &Operand| Operand {
-            offset: of.offset + first * of.row,
-            ..of.clone()
-        };
         let low = Job {
-            queries: first,
             keys: self.visible(first - 1).max(1),
-            ..self.clone()
+            ..self.of_queries(0..first)
         };
-        let high = Job {
-            queries: self.queries - first,
-            q: on(&self.q),
-            cells: on(&self.cells),
-            dq: self.dq.as_ref().map(on),
-            causal: self.causal.map(|mask| Causal {
-                query: mask.query + first * mask.query_step,
-                ..mask
-            }),
-            ..self.clone()
-        };
+        let high = self.of_queries(first..self.queries);
         Some((low, high))
     }
 

@@ -105,21 +105,15 @@ impl Chain {
 
     /// Whether no cell of its is one of another's, as far as is plain to see.
     pub fn is_apart_from(&self, other: &Chain) -> bool {
-        let all = both_rows(&self.first().job, &other.first().job);
-        all.is_some_and(|[own, of]| own.end <= of.start || of.end <= own.start)
+        are_apart(&self.first().job, &other.first().job)
     }
 
     /// The same cut where the rows of another one begin and end, if that has some of its rows.
     pub fn cut(self, other: &Chain) -> Vec<Chain> {
-        let all = both_rows(&self.first().job, &other.first().job);
-        let inside = |[own, of]: &[Range<usize>; 2]| own.start <= of.start && of.end <= own.end;
-        let Some([own, of]) = all.filter(inside) else {
-            return vec![self];
-        };
-        let (start, end) = (of.start - own.start, of.end - own.start);
-        let parts = [0..start, start..end, end..own.len()];
-        let parts = parts.into_iter().filter(|part| !part.is_empty());
-        parts.map(|part| self.of_queries(&part)).collect()
+        match cuts(&self.first().job, &other.first().job) {
+            None => vec![self],
+            Some(parts) => parts.iter().map(|part| self.of_queries(part)).collect(),
+        }
     }
 
     fn of_queries(&self, rows: &Range<usize>) -> Chain {
@@ -139,6 +133,23 @@ impl Chain {
 fn both_rows(own: &Job, other: &Job) -> Option<[Range<usize>; 2]> {
     let ((own_grid, own), (grid, other)) = (rows(own)?, rows(other)?);
     (own_grid == grid).then_some([own, other])
+}
+
+/// Whether two jobs have no cell in common, as far as is plain to see.
+fn are_apart(own: &Job, other: &Job) -> bool {
+    let all = both_rows(own, other);
+    all.is_some_and(|[own, of]| own.end <= of.start || of.end <= own.start)
+}
+
+/// The query rows of a job before, among and behind those of another one; None where that has others.
+fn cuts(own: &Job, other: &Job) -> Option<Vec<Range<usize>>> {
+    let [own, of] = both_rows(own, other)?;
+    if of.start < own.start || own.end < of.end {
+        return None;
+    }
+    let (start, end) = (of.start - own.start, of.end - own.start);
+    let parts = [0..start, start..end, end..own.len()];
+    Some(parts.into_iter().filter(|part| !part.is_empty()).collect())
 }
 
 /// What rows of cells are counted in: the step from row to row, where the first one lies, the step
@@ -177,28 +188,39 @@ mod tests {
         assert!(leads(&job(8, 257, 1, None)));
     }
 
+    /// A job on so many rows of cells of four heads, from the first one on.
+    fn at(first: usize, queries: usize, batch: usize) -> Job {
+        let mut job = job(queries, 8, 4, None);
+        job.cells.row = 4;
+        job.cells.heads = (0..4).collect();
+        job.cells.offset = first * 4;
+        (job.batch, job.cells.batch) = (batch, 4 * 100);
+        job
+    }
+
     #[test]
     fn cells_of_other_rows_are_apart() {
-        let at = |first: usize, queries: usize, batch: usize| {
-            let mut job = job(queries, 8, 4, None);
-            job.cells.row = 4;
-            job.cells.heads = (0..4).collect();
-            job.cells.offset = first * 4;
-            (job.batch, job.cells.batch) = (batch, 4 * 100);
-            job
-        };
-        let apart = |a: &Job, b: &Job| {
-            both_rows(a, b).is_some_and(|[a, b]| a.end <= b.start || b.end <= a.start)
-        };
         for batch in [1, 3] {
-            assert!(apart(&at(0, 50, batch), &at(50, 50, batch)));
-            assert!(apart(&at(60, 40, batch), &at(0, 60, batch)));
-            assert!(!apart(&at(0, 51, batch), &at(50, 50, batch)));
+            assert!(are_apart(&at(0, 50, batch), &at(50, 50, batch)));
+            assert!(are_apart(&at(60, 40, batch), &at(0, 60, batch)));
+            assert!(!are_apart(&at(0, 51, batch), &at(50, 50, batch)));
         }
         // Rows that reach into the next batch entry.
-        assert!(!apart(&at(60, 50, 2), &at(0, 60, 2)));
+        assert!(!are_apart(&at(60, 50, 2), &at(0, 60, 2)));
         let mut other = at(50, 50, 1);
         other.cells.heads = (0..8).collect();
-        assert!(!apart(&at(0, 50, 1), &other));
+        assert!(!are_apart(&at(0, 50, 1), &other));
+    }
+
+    #[test]
+    fn a_job_is_cut_where_the_rows_of_another_begin_and_end() {
+        let of = |own: (usize, usize), other: (usize, usize)| {
+            cuts(&at(own.0, own.1, 1), &at(other.0, other.1, 1))
+        };
+        assert_eq!(of((10, 50), (30, 10)), Some(vec![0..20, 20..30, 30..50]));
+        assert_eq!(of((10, 50), (10, 20)), Some(vec![0..20, 20..50]));
+        assert_eq!(of((10, 50), (10, 50)).map(|all| all.len()), Some(1));
+        assert_eq!(of((10, 50), (5, 20)), None);
+        assert_eq!(of((10, 50), (50, 20)), None);
     }
 }

@@ -117,11 +117,12 @@ impl Chains {
         if targets.ends || chain.is_full() {
             return self.launch(&chain, &targets.beginning(begins));
         }
-        let mut beside = waiting.iter().enumerate();
-        let beside = beside.by_ref().filter(|(_, one)| one.goes_on_from(targets));
-        let beside: Vec<usize> = beside.map(|(index, _)| index).collect();
-        if beside.len() >= WAITING {
-            let oldest = waiting.remove(beside[0]);
+        let is_beside = |one: &Waiting| one.goes_on_from(targets);
+        let beside = waiting.iter().filter(|one| is_beside(one)).count();
+        if let Some(oldest) = waiting.iter().position(is_beside)
+            && beside >= WAITING
+        {
+            let oldest = waiting.remove(oldest);
             self.launch_all([oldest])?;
         }
         waiting.push(Waiting {

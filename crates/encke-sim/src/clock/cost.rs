@@ -394,3 +394,42 @@ pub(super) fn diagonal(job: &Job, keys: f64) -> f64 {
     let hidden = each * job.keys as f64 - job.pairs() as f64;
     (each * keys).min(hidden)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use encke_core::plan::rings::Freight;
+    use encke_core::plan::{Pass, Request};
+    use encke_core::sharding::{Cut, Sharding};
+    use encke_core::{MixingGradient, Mode, OffsetRule, Pattern};
+
+    #[test]
+    fn rows_of_a_dilated_branch_have_gaps_whoever_travels() {
+        let mode = Mode::Mix {
+            offsets: OffsetRule::HeadMod,
+            gradient: MixingGradient::Exact,
+        };
+        for (dilation, expected) in [(1, false), (4, true)] {
+            for freight in [Freight::Keys, Freight::Queries] {
+                let pattern = Pattern::dilated(&[256], &[dilation], mode).unwrap();
+                let shape = Shape::new(1, 256, 4, 4, 64).unwrap();
+                let sharding = Sharding::new(2, Cut::Contiguous).unwrap();
+                let mut request = Request::new(shape, pattern, sharding, DType::F32);
+                request.pass = Pass::Backward { dlse: false };
+                request.schedule = request.schedule.with_backward(freight);
+                let program = Plan::new(request).unwrap().rank(0).unwrap();
+                let tasks = program.rounds.iter().flat_map(|round| &round.meanwhile);
+                let jobs = tasks.filter_map(|task| match task {
+                    Task::Backward { job, .. } => Some(is_apart(job)),
+                    _ => None,
+                });
+                let apart: Vec<bool> = jobs.collect();
+                assert!(apart.len() > 1, "jobs at home and with visitors");
+                assert!(
+                    apart.iter().all(|is| *is == expected),
+                    "{freight:?} {apart:?}"
+                );
+            }
+        }
+    }
+}
