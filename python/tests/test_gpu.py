@@ -4,6 +4,7 @@ Skipped, with the reason, where torch sees no GPU.
 """
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -126,19 +127,22 @@ def test_what_lies_right_is_read_in_place_and_the_rest_is_copied_on_the_gpu(on_g
 def test_the_current_stream_is_waited_for_and_waits(on_gpu):
     """Long work before, reuse after: without order the numbers would be others."""
     q, k, v = (on_gpu(1, 2048, 8, 64, dtype=torch.bfloat16) for _ in range(3))
-    right = encke.attention(q, k, v, causal=True)
-    torch.cuda.synchronize()
     big = torch.randn(4096, 4096, device="cuda")
-    for stream in (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+    streams = (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream())
+    for stream, how in itertools.product(streams, (dict(), dict(ranks=4, sharding="zigzag"))):
+        right = encke.attention(q, k, v, causal=True, **how)
+        torch.cuda.synchronize()
         for _ in range(5):
             with torch.cuda.stream(stream):
-                late = torch.zeros_like(q)
+                late = [torch.zeros_like(x) for x in (q, k, v)]
                 for _ in range(10):
                     big = big @ big * 1e-4
-                late.copy_(q)
-                out = encke.attention(late, k, v, causal=True)
-                late.zero_()  # after the call in the order of the stream
-                del late
+                for x, ready in zip(late, (q, k, v)):
+                    x.copy_(ready)
+                out = encke.attention(*late, causal=True, **how)
+                for x in late:
+                    x.zero_()  # after the call in the order of the stream
+                del late, x
                 torch.empty_like(q).fill_(7)
                 same = (out == right).all()
             stream.synchronize()

@@ -25,6 +25,13 @@ pub trait Parcel: Send + Sized {
     fn allocated_bytes(&self) -> usize;
     /// Takes the storage, leaving an empty parcel behind.
     fn take(&mut self) -> Self;
+    /// Whether what is done with it here is only enqueued, and done by somebody else in its turn. Then
+    /// nothing is gained by posting it before computing, and computing is asked for first.
+    fn is_enqueued(&self) -> bool {
+        false
+    }
+    /// It is about to be posted, to be received into in this round.
+    fn vacate(&mut self, _round: usize) {}
     /// A number that changes when any of the first `elements` does.
     fn checksum(&self, elements: usize) -> u64;
 }

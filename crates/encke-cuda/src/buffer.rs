@@ -16,9 +16,14 @@ use crate::error::{Error, Result};
 use crate::hops::{Hops, hop};
 use crate::memory::{Loan, Memory};
 
+/// Bytes that the beginning of memory is a multiple of, for tensor maps.
+const ALIGNED: usize = 16;
+
 /// Numbers on a GPU. What was handed over to it may have fewer numbers than there is room for, or more.
 pub struct Buffer {
     memory: Option<Arc<Memory>>,
+    /// Memory of its own, laid aside while it holds a part of another's.
+    aside: Option<Arc<Memory>>,
     dtype: DType,
     elements: usize,
 }
@@ -30,6 +35,7 @@ impl Buffer {
         let bytes = elements.checked_mul(dtype.bytes()).ok_or(overflow)?;
         Ok(Buffer {
             memory: Some(Arc::new(Memory::new(device, bytes)?)),
+            aside: None,
             dtype,
             elements,
         })
@@ -46,6 +52,7 @@ impl Buffer {
         let bytes = elements * dtype.bytes();
         Buffer {
             memory: Some(Arc::new(Memory::foreign(device, pointer, bytes, loan))),
+            aside: None,
             dtype,
             elements,
         }
@@ -98,9 +105,9 @@ impl Buffer {
     fn own_beside(&mut self) -> Result<&Arc<Memory>> {
         let shared = Arc::clone(self.memory()?);
         if self.must_part(&shared) {
-            let own = Memory::new(shared.device(), self.bytes())?;
+            let own = self.room(&shared)?;
             own.copy_from(&shared, shared.bytes().min(self.bytes()))?;
-            self.memory = Some(Arc::new(own));
+            self.memory = Some(own);
         }
         self.memory()
     }
@@ -110,9 +117,17 @@ impl Buffer {
         self.release()?;
         let shared = Arc::clone(self.memory()?);
         if self.must_part(&shared) {
-            self.memory = Some(Arc::new(Memory::new(shared.device(), self.bytes())?));
+            self.memory = Some(self.room(&shared)?);
         }
         self.memory()
+    }
+
+    /// Memory for what it holds, beside other memory: what was laid aside, or new.
+    fn room(&mut self, other: &Memory) -> Result<Arc<Memory>> {
+        match self.aside.take().filter(|own| Arc::strong_count(own) == 1) {
+            Some(own) => Ok(own),
+            None => Ok(Arc::new(Memory::new(other.device(), self.bytes())?)),
+        }
     }
 
     /// Memory that is its own, for overwriting the first `elements` numbers.
@@ -128,33 +143,49 @@ impl Buffer {
         assert_eq!(self.dtype, source.dtype, "a parcel of another type");
         let from = source.memory()?;
         let bytes = elements * self.dtype.bytes();
-        if !self.shares_with(source)? {
+        if !self.is_beside(source)? || from.device().hops() == Hops::Pinned {
             return hop(from, self.target(elements)?, bytes);
         }
         if elements == self.elements {
-            self.take_share(source)?;
-            return Ok(());
+            self.aside = None;
+            return self.hold(Arc::clone(from));
         }
         // In the sender's time: what the receiver has put off must not depend on it.
         self.own_beside()?.copy_from(from, bytes)
     }
 
-    /// Whether what another buffer holds can be handed over to this one as a pointer.
-    fn shares_with(&self, source: &Buffer) -> Result<bool> {
+    /// Whether another buffer is on the same GPU.
+    fn is_beside(&self, source: &Buffer) -> Result<bool> {
         let (own, from) = (self.memory()?.device(), source.memory()?.device());
-        Ok(Arc::ptr_eq(own, from) && from.hops() == Hops::Pointer)
+        Ok(Arc::ptr_eq(own, from))
     }
 
-    /// Holds what another buffer holds, without a copy, if parcels are pointers.
-    pub(crate) fn take_share(&mut self, source: &Buffer) -> Result<bool> {
-        let able = self.shares_with(source)?;
+    /// Holds `numbers` numbers of another buffer from `at` on, without a copy, if that can be.
+    pub(crate) fn take_part(&mut self, source: &Buffer, at: usize, numbers: usize) -> Result<bool> {
+        let from = source.memory()?;
+        let [at, bytes] = [at, numbers].map(|of| of * source.dtype.bytes());
+        let able = self.dtype == source.dtype
+            && self.is_beside(source)?
+            && at.is_multiple_of(ALIGNED)
+            && at + bytes <= from.bytes();
         if able {
-            let from = source.memory()?;
-            // What is asked for from now on, and changes the other, is not for this one.
-            from.device().catch_up(Reason::Used(&[from]))?;
-            self.memory = Some(Arc::clone(from));
+            let own = self.memory.take();
+            let of_use = |own: &Arc<Memory>| {
+                let sole = Arc::strong_count(own) == 1;
+                sole && own.is_writable() && own.own_bytes() >= self.bytes()
+            };
+            self.aside = own.filter(of_use).or(self.aside.take());
+            self.hold(Arc::new(from.part(at, bytes)))?;
         }
         Ok(able)
+    }
+
+    /// Holds memory of another buffer, as it is now.
+    fn hold(&mut self, memory: Arc<Memory>) -> Result<()> {
+        // What is asked for from now on, and changes the other, is not for this one.
+        memory.device().catch_up(Reason::Used(&[&memory]))?;
+        self.memory = Some(memory);
+        Ok(())
     }
 
     /// The first `elements` numbers, on the host.
@@ -182,25 +213,32 @@ impl Parcel for Buffer {
     }
 
     fn allocated_bytes(&self) -> usize {
-        self.memory.as_ref().map_or(0, |memory| memory.own_bytes())
+        let both = [&self.memory, &self.aside].into_iter().flatten();
+        both.map(|memory| memory.own_bytes()).sum()
     }
 
     fn take(&mut self) -> Buffer {
-        // Through the host, parcels take their time, and are written when a sender comes: what was
-        // asked for waits no longer, in the order of the receiver's own work.
-        let told = match self.memory() {
-            Ok(memory) if memory.device().hops() == Hops::Pinned => {
-                memory.device().catch_up(Reason::Leaving)
-            }
-            _ => Ok(()),
-        };
-        told.unwrap_or_else(|error| panic!("{error}"));
         let empty = Buffer {
             memory: None,
+            aside: None,
             dtype: self.dtype,
             elements: 0,
         };
         std::mem::replace(self, empty)
+    }
+
+    fn is_enqueued(&self) -> bool {
+        let memory = self.memory.as_ref();
+        memory.is_some_and(|memory| memory.device().hops() == Hops::Pinned)
+    }
+
+    /// Through the host, parcels take their time, and are written when a sender comes: what reads
+    /// this one waits no longer, in the order of the receiver's own work.
+    fn vacate(&mut self, round: usize) {
+        if let Some(memory) = self.memory.as_ref().filter(|_| self.is_enqueued()) {
+            let told = memory.device().catch_up(Reason::Vacated { memory, round });
+            told.unwrap_or_else(|error| panic!("{error}"));
+        }
     }
 
     fn checksum(&self, elements: usize) -> u64 {

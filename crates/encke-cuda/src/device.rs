@@ -1,27 +1,29 @@
 //! One GPU: its context, its streams, its loaded programs, and the order in which memory is used.
 //!
-//! Everything computed goes to one stream, but for attentions, which take turns on two: at the end
-//! of one, when multiprocessors fall idle, the next begins. Copies to and from the host run on
-//! streams of their own. Each piece of memory remembers who used it last (see `order.rs`), and that
+//! Everything computed goes to one stream, but for attentions, which take turns on several: at the end
+//! of one, when multiprocessors fall idle, the next begins, and one that waits for a parcel does not
+//! hold up those behind it. Copies to and from the host, allocating and freeing have streams of their
+//! own. Each piece of memory remembers who used it last (see `order.rs`), and that
 //! is all the order there is.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, DriverError, result, sys};
 
 use crate::cache::Cache;
 use crate::error::{Error, Result};
-use crate::hops::{Hops, Staging};
+use crate::hops::{Hops, Way};
 use crate::library;
 use crate::memory::Memory;
 use crate::nvrtc::Nvrtc;
 use crate::program::Program;
 
-/// Streams that attentions take turns on.
-pub(crate) const LANES: usize = 2;
+/// Streams that attentions take turns on: as many as ranks may have to wait for their parcels while
+/// another one can compute.
+pub(crate) const LANES: usize = 8;
 /// Shared memory a block has without asking for more.
 const ALWAYS_SHARED: usize = 48 * 1024;
 
@@ -40,6 +42,9 @@ pub(crate) enum Reason<'a> {
     Written(&'a Memory),
     /// The thread is about to wait for others: whatever it has asked for.
     Leaving,
+    /// The thread is about to hand in this memory to be overwritten, in this round: whatever it has
+    /// asked for that had better not wait for the next parcel.
+    Vacated { memory: &'a Memory, round: usize },
     /// The GPU is waited for: everything.
     Waited,
 }
@@ -51,16 +56,19 @@ type Key = (&'static str, Vec<String>, &'static str);
 pub struct Device {
     context: Arc<CudaContext>,
     compute: Arc<CudaStream>,
-    beside: Arc<CudaStream>,
+    /// All lanes but the first, which is the stream that everything else is computed on.
+    beside: Vec<Arc<CudaStream>>,
     last_attention: Mutex<LastAttention>,
     outward: Arc<CudaStream>,
     inward: Arc<CudaStream>,
+    taking: Arc<CudaStream>,
+    freeing: Arc<CudaStream>,
     /// Held while an event is recorded and noted, so that a later event of a stream is never
     /// overwritten by an earlier one where several ranks use the same memory.
     noting: Mutex<()>,
     late: OnceLock<Weak<dyn Late>>,
     pinned_hops: AtomicBool,
-    staging: Mutex<Staging>,
+    ways: Mutex<Vec<Arc<Mutex<Way>>>>,
     nvrtc: Nvrtc,
     cache: Cache,
     capability: (i32, i32),
@@ -98,16 +106,19 @@ impl Device {
         let shared_bytes =
             number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
         keep_freed_memory(&context).map_err(failed)?;
+        let beside: std::result::Result<_, _> = (1..LANES).map(|_| context.new_stream()).collect();
         Ok(Arc::new(Device {
             compute: context.new_stream().map_err(failed)?,
-            beside: context.new_stream().map_err(failed)?,
+            beside: beside.map_err(failed)?,
             last_attention: Mutex::default(),
             outward: context.new_stream().map_err(failed)?,
             inward: context.new_stream().map_err(failed)?,
+            taking: context.new_stream().map_err(failed)?,
+            freeing: context.new_stream().map_err(failed)?,
             noting: Mutex::default(),
             late: OnceLock::new(),
             pinned_hops: AtomicBool::new(false),
-            staging: Mutex::default(),
+            ways: Mutex::default(),
             nvrtc: Nvrtc::load()?,
             cache: Cache::of_user(),
             capability: context.compute_capability().map_err(failed)?,
@@ -200,7 +211,7 @@ impl Device {
         &self,
         reads: &[&Memory],
         writes: &[&Memory],
-        counters: &[Memory; LANES],
+        counters: &[Memory],
         work: impl FnOnce(&CudaStream, u64) -> std::result::Result<(), DriverError>,
     ) -> Result<()> {
         let last = || {
@@ -229,7 +240,10 @@ impl Device {
     }
 
     fn lane(&self, number: usize) -> &Arc<CudaStream> {
-        [&self.compute, &self.beside][number]
+        match number {
+            0 => &self.compute,
+            _ => &self.beside[number - 1],
+        }
     }
 
     /// The stream for copies to the host.
@@ -242,9 +256,27 @@ impl Device {
         &self.inward
     }
 
-    /// All streams that anything is enqueued on.
-    pub(crate) fn streams(&self) -> [&Arc<CudaStream>; 4] {
-        [&self.outward, &self.inward, &self.compute, &self.beside]
+    /// The stream that memory is allocated on. Not one that computes, which would wait with it until
+    /// memory that is handed out again is used no longer.
+    pub(crate) fn taking(&self) -> &Arc<CudaStream> {
+        &self.taking
+    }
+
+    /// The stream that memory is freed on, which waits for its last use.
+    pub(crate) fn freeing(&self) -> &Arc<CudaStream> {
+        &self.freeing
+    }
+
+    /// All streams that anything is computed or copied on.
+    pub(crate) fn streams(&self) -> Vec<Arc<CudaStream>> {
+        let own = [&self.outward, &self.inward, &self.compute];
+        let mut all: Vec<_> = own.into_iter().chain(&self.beside).cloned().collect();
+        let ways = self.ways.lock().unwrap_or_else(PoisonError::into_inner);
+        for way in ways.iter() {
+            let way = way.lock().unwrap_or_else(PoisonError::into_inner);
+            all.extend(way.streams().map(Arc::clone));
+        }
+        all
     }
 
     /// The context everything lives in.
@@ -266,9 +298,13 @@ impl Device {
         self.pinned_hops.store(pinned, Ordering::Relaxed);
     }
 
-    /// Page-locked memory for hops, for one of them at a time.
-    pub(crate) fn staging(&self) -> MutexGuard<'_, Staging> {
-        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    /// One of the ways through the host, made if it was not.
+    pub(crate) fn way(&self, number: usize) -> Result<Arc<Mutex<Way>>> {
+        let mut ways = self.ways.lock().unwrap_or_else(PoisonError::into_inner);
+        while ways.len() <= number {
+            ways.push(Arc::new(Mutex::new(Way::new(self)?)));
+        }
+        Ok(Arc::clone(&ways[number]))
     }
 
     /// A stream of one's own.
@@ -281,11 +317,9 @@ impl Device {
     pub fn instant(&self) -> Result<Instant> {
         self.launch_waiting()?;
         let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
-        let event = self.beside.record_event(None);
-        let event = event.and_then(|other| {
-            self.compute.wait(&other)?;
-            self.compute.record_event(Some(flags))
-        });
+        let mut beside = self.beside.iter();
+        let waited = beside.try_for_each(|lane| self.compute.wait(&lane.record_event(None)?));
+        let event = waited.and_then(|()| self.compute.record_event(Some(flags)));
         let event = event.map_err(|error| Error::driver("marking a moment", error))?;
         Ok(Instant(event))
     }
@@ -401,9 +435,11 @@ impl Device {
         let event = Arc::new(stream.record_event(None).map_err(failed)?);
         for memory in reads {
             memory.marks().read(stream, &event);
+            memory.note(stream, &event);
         }
         for memory in writes {
             memory.marks().written(stream, &event);
+            memory.note(stream, &event);
         }
         drop(noting);
         worked.map(|()| event)

@@ -5,29 +5,34 @@
 //! enqueued there afterwards begins when the call is done. Nobody waits on the host, and memory that
 //! its owner frees in the order of its stream is free only when the call no longer uses it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::{CudaStream, DriverError, sys};
+use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::lent::Lent;
 use crate::memory::Loan;
+use crate::order::Marks;
 
 /// A call on behalf of a stream that is not ours. When it is dropped, the call has ended.
 pub struct Guest {
     device: Arc<Device>,
     stream: sys::CUstream,
+    /// When everything is done that the stream had at the beginning.
+    begun: Arc<CudaEvent>,
     /// Keeps the stream, where it is counted.
     _kept: Option<Arc<CudaStream>>,
     /// Told to all memory that was lent.
     ended: Arc<AtomicBool>,
+    /// When what was lent is used, as far as that was enqueued.
+    uses: Arc<Mutex<Marks>>,
 }
 
 impl Guest {
-    /// Begins a call: whatever is enqueued on the GPU from now on comes after what `stream` has now.
+    /// Begins a call: whatever uses memory that is lent for it comes after what `stream` has now.
     ///
     /// # Safety
     /// `stream` must be a handle of the driver (`CUstream` or `cudaStream_t`; 0 is the default one)
@@ -62,13 +67,14 @@ impl Guest {
         // SAFETY: `new_event` has bound the context; the handle is good, by the caller's word or by
         // the stream that is kept.
         unsafe { sys::cuEventRecord(event.cu_event(), stream) }.result()?;
-        let wait = |own: &Arc<CudaStream>| own.wait(&event);
-        device.streams().into_iter().try_for_each(wait)?;
+        device.compute().wait(&event)?;
         Ok(Guest {
             device: Arc::clone(device),
             stream,
+            begun: Arc::new(event),
             _kept: kept,
             ended: Arc::default(),
+            uses: Arc::default(),
         })
     }
 
@@ -78,7 +84,9 @@ impl Guest {
         let pointer = lent.reach(self.device.context(), first, elements)?;
         let loan = Loan {
             writable: lent.is_writable(),
+            begun: Arc::clone(&self.begun),
             ended: Arc::clone(&self.ended),
+            uses: Arc::clone(&self.uses),
         };
         let dtype = lent.dtype();
         Ok(Buffer::foreign(
@@ -99,8 +107,8 @@ impl Guest {
     fn hand_back(&self) -> std::result::Result<(), DriverError> {
         self.ended.store(true, Ordering::Release);
         self.device.context().bind_to_thread()?;
-        for own in self.device.streams() {
-            let event = own.record_event(None)?;
+        let uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        for event in uses.all() {
             let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT as u32;
             // SAFETY: the stream lives until the call has ended, and an event may be destroyed
             // while streams wait for it.

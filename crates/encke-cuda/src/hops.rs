@@ -4,10 +4,16 @@
 //! would between machines, which is also the way from one GPU to another. The decision here: such a
 //! hop is cut into pieces that take turns in a few slots. While one piece is copied in, the next is
 //! copied out, the memory needed does not depend on the parcel, and nobody waits on the host: a
-//! piece whose slot is still in use waits for it on the GPU.
+//! piece whose slot is still in use waits for it on the GPU. Every sender has slots and streams of
+//! its own, so that a hop into memory that is still read holds up no other.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError};
 
+use cudarc::driver::CudaStream;
+
+use crate::device::Device;
 use crate::error::Result;
 use crate::host_memory::HostMemory;
 use crate::memory::Memory;
@@ -23,9 +29,18 @@ pub enum Hops {
 }
 
 /// Bytes of a slot: long enough that a copy runs at the speed of the link.
-const PIECE: usize = 8 << 20;
-/// How many slots there are at most.
-const SLOTS: usize = 8;
+const PIECE: usize = 4 << 20;
+/// How many slots a sender has at most: one is filled while another is emptied.
+const SLOTS: usize = 2;
+/// How many senders have slots of their own; more of them share.
+const WAYS: usize = 8;
+
+static SENDERS: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// Numbers the threads that send.
+    static SENDER: usize = SENDERS.fetch_add(1, Ordering::Relaxed);
+}
 
 /// Slots that take turns.
 pub(crate) struct Turns<T> {
@@ -34,12 +49,24 @@ pub(crate) struct Turns<T> {
     most: usize,
 }
 
-/// The slots of a device.
-pub(crate) type Staging = Turns<HostMemory>;
+/// The slots of a sender, and the streams that fill and empty them.
+pub(crate) struct Way {
+    outward: Arc<CudaStream>,
+    inward: Arc<CudaStream>,
+    slots: Turns<HostMemory>,
+}
 
-impl Default for Staging {
-    fn default() -> Staging {
-        Turns::new(SLOTS)
+impl Way {
+    pub fn new(device: &Device) -> Result<Way> {
+        Ok(Way {
+            outward: device.stream()?,
+            inward: device.stream()?,
+            slots: Turns::new(SLOTS),
+        })
+    }
+
+    pub fn streams(&self) -> [&Arc<CudaStream>; 2] {
+        [&self.outward, &self.inward]
     }
 }
 
@@ -70,14 +97,21 @@ impl<T> Turns<T> {
 
 /// Enqueues the hop of `bytes` bytes; nothing waits but the GPU.
 pub(crate) fn hop(from: &Memory, to: &Memory, bytes: usize) -> Result<()> {
+    let way = from.device().way(SENDER.with(|own| own % WAYS))?;
     // Held for the whole hop, so that a slot is filled and emptied before its next turn is enqueued.
-    let mut staging = from.device().staging();
+    let mut way = way.lock().unwrap_or_else(PoisonError::into_inner);
+    let Way {
+        outward,
+        inward,
+        slots,
+    } = &mut *way;
+    to.set_travelled();
     for at in (0..bytes).step_by(PIECE) {
         let piece = PIECE.min(bytes - at);
         let make = || HostMemory::new(from.device(), PIECE);
-        let slot = staging.take(HostMemory::is_idle, make)?;
-        slot.fetch(from, at, piece)?;
-        slot.bring(to, at, piece)?;
+        let slot = slots.take(HostMemory::is_idle, make)?;
+        slot.fetch(outward, from, at, piece)?;
+        slot.bring(inward, to, at, piece)?;
     }
     Ok(())
 }

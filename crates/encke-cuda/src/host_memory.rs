@@ -88,14 +88,20 @@ impl HostMemory {
 
     /// Enqueues a copy of `bytes` bytes of a GPU's memory, from `at` on, to its beginning, after
     /// whatever copy of its own is under way.
-    pub fn fetch(&mut self, from: &Memory, at: usize, bytes: usize) -> Result<()> {
+    pub fn fetch(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        from: &Memory,
+        at: usize,
+        bytes: usize,
+    ) -> Result<()> {
         assert!(
             bytes <= self.bytes && at + bytes <= from.bytes(),
             "out of bounds"
         );
         let device = from.device();
         let what = "copying from the GPU";
-        let placed = device.place(device.outward(), what, &[from], &[], |stream| {
+        let placed = device.place(stream, what, &[from], &[], |stream| {
             let copied = self.after(stream).and_then(|()| {
                 let (host, source) = (self.pointer.cast(), from.pointer() + at as u64);
                 // SAFETY: both ends were checked; neither is freed before the copy's event.
@@ -110,14 +116,20 @@ impl HostMemory {
 
     /// Enqueues a copy of its beginning into a GPU's memory, after whatever copy of its own is
     /// under way.
-    pub fn bring(&mut self, to: &Memory, at: usize, bytes: usize) -> Result<()> {
+    pub fn bring(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        to: &Memory,
+        at: usize,
+        bytes: usize,
+    ) -> Result<()> {
         assert!(
             bytes <= self.bytes && at + bytes <= to.bytes(),
             "out of bounds"
         );
         let device = to.device();
         let what = "copying to the GPU";
-        let placed = device.place(device.inward(), what, &[], &[to], |stream| {
+        let placed = device.place(stream, what, &[], &[to], |stream| {
             let copied = self.after(stream).and_then(|()| {
                 let (target, host) = (to.pointer() + at as u64, self.pointer.cast_const().cast());
                 // SAFETY: both ends were checked; neither is freed before the copy's event.

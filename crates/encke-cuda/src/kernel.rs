@@ -14,7 +14,7 @@ use encke_core::transport::Parcel;
 use encke_core::{DType, Data, Tensor, View};
 
 use crate::buffer::Buffer;
-use crate::device::Device;
+use crate::device::{Device, LANES};
 use crate::error::{Error, NAME};
 use crate::hops::Hops;
 use crate::jobs::Tables;
@@ -59,7 +59,8 @@ impl CudaKernel {
     /// On the GPU with this number.
     pub fn new(ordinal: usize) -> crate::Result<CudaKernel> {
         let device = Device::open(ordinal)?;
-        let counters = [Memory::new(&device, 8)?, Memory::new(&device, 8)?];
+        let counters = (0..LANES).map(|_| Memory::new(&device, 8));
+        let counters = counters.collect::<std::result::Result<Vec<_>, _>>()?;
         counters.iter().try_for_each(Memory::clear)?;
         Ok(CudaKernel {
             chains: Chains::new(Site {

@@ -1,10 +1,10 @@
 //! A piece of the GPU's memory, and when it was last used. It is ours, or a guest's (see `guest.rs`),
-//! who frees it.
+//! who frees it, or a part of another piece, which lives and is ordered as a whole.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::{CudaStream, result, sys};
+use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -19,20 +19,28 @@ pub(crate) struct Memory {
     marks: Mutex<Marks>,
     /// Whether it is to be read as zeros that nobody has written yet.
     blank: Mutex<bool>,
+    /// Whether a parcel has come through the host into it.
+    travelled: AtomicBool,
+    /// What it is a part of.
+    whole: Option<Arc<Memory>>,
 }
 
 /// On which terms a guest lends its memory.
 pub(crate) struct Loan {
     /// Whether it may be written.
     pub writable: bool,
+    /// When the guest's call begins, for which the stream that computes has been told to wait.
+    pub begun: Arc<CudaEvent>,
     /// Whether the guest's call has ended; nobody uses the memory from then on.
     pub ended: Arc<AtomicBool>,
+    /// The last uses of everything that is lent for the call, one a stream.
+    pub uses: Arc<Mutex<Marks>>,
 }
 
 impl Memory {
     /// `bytes` bytes that hold anything.
     pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Memory> {
-        let stream = device.compute();
+        let stream = device.taking();
         let refused = |error: cudarc::driver::DriverError| match error.0 {
             sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::Memory { bytes },
             _ => Error::driver(format!("allocating {bytes} bytes"), error),
@@ -49,6 +57,8 @@ impl Memory {
             loan: None,
             marks: Mutex::default(),
             blank: Mutex::default(),
+            travelled: AtomicBool::new(false),
+            whole: None,
         };
         // Another stream may use it only after the allocation: what was freed just before on this
         // one, and is handed out again here, can still be in use until then.
@@ -63,14 +73,39 @@ impl Memory {
         bytes: usize,
         loan: Loan,
     ) -> Memory {
+        // Whatever the guest has enqueued for it comes first, on whichever stream it is used.
+        let mut marks = Marks::default();
+        marks.written(device.compute(), &loan.begun);
         Memory {
             device: Arc::clone(device),
             pointer,
             bytes,
             loan: Some(loan),
+            marks: Mutex::new(marks),
+            blank: Mutex::default(),
+            travelled: AtomicBool::new(false),
+            whole: None,
+        }
+    }
+
+    /// `bytes` bytes of it from `at` on, to be read only.
+    pub fn part(self: &Arc<Memory>, at: usize, bytes: usize) -> Memory {
+        assert!(at + bytes <= self.bytes, "more than there is");
+        Memory {
+            device: Arc::clone(&self.device),
+            pointer: self.pointer + at as u64,
+            bytes,
+            loan: None,
             marks: Mutex::default(),
             blank: Mutex::default(),
+            travelled: AtomicBool::new(false),
+            whole: Some(Arc::clone(self)),
         }
+    }
+
+    /// What it is a part of; itself, if of nothing.
+    pub fn whole(&self) -> &Memory {
+        self.whole.as_ref().map_or(self, |whole| whole.whole())
     }
 
     /// Where it is.
@@ -85,21 +120,31 @@ impl Memory {
 
     /// How much of it is ours.
     pub fn own_bytes(&self) -> usize {
-        match self.loan {
-            None => self.bytes,
-            Some(_) => 0,
+        match (&self.loan, &self.whole) {
+            (None, None) => self.bytes,
+            _ => 0,
         }
     }
 
     /// Whether it may be used: for a guest's, whether its call goes on.
     pub fn is_usable(&self) -> bool {
         let ended = |loan: &Loan| loan.ended.load(Ordering::Acquire);
-        !self.loan.as_ref().is_some_and(ended)
+        !self.whole().loan.as_ref().is_some_and(ended)
+    }
+
+    /// Whether a parcel has come through the host into it.
+    pub fn has_travelled(&self) -> bool {
+        self.whole().travelled.load(Ordering::Relaxed)
+    }
+
+    /// A parcel comes through the host into it.
+    pub fn set_travelled(&self) {
+        self.travelled.store(true, Ordering::Relaxed);
     }
 
     /// Whether its owner lets it be written.
     pub fn is_writable(&self) -> bool {
-        self.loan.as_ref().is_none_or(|loan| loan.writable)
+        self.whole.is_none() && self.loan.as_ref().is_none_or(|loan| loan.writable)
     }
 
     /// The GPU it is on.
@@ -109,7 +154,17 @@ impl Memory {
 
     /// When it was last used.
     pub fn marks(&self) -> MutexGuard<'_, Marks> {
-        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+        let marks = self.whole().marks.lock();
+        marks.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It is used until this event: for its guest, who waits for that.
+    pub fn note(&self, stream: &Arc<CudaStream>, event: &Arc<CudaEvent>) {
+        if let Some(loan) = &self.whole().loan {
+            let uses = loan.uses.lock();
+            uses.unwrap_or_else(PoisonError::into_inner)
+                .read(stream, event);
+        }
     }
 
     /// Overwrites the beginning; returns when `bytes` may be used again.
@@ -191,6 +246,9 @@ impl Memory {
 
     /// Writes the zeros that a clearing left to its first user.
     pub fn settle(&self, stream: &Arc<CudaStream>) -> Result<()> {
+        if let Some(whole) = &self.whole {
+            return whole.settle(stream);
+        }
         // Held until they are enqueued, so that another user does not come before them.
         let mut blank = self.blank();
         if !std::mem::take(&mut *blank) {
@@ -225,10 +283,10 @@ fn is_known_to_driver(bytes: &[u8]) -> bool {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.loan.is_some() {
+        if self.loan.is_some() || self.whole.is_some() {
             return;
         }
-        let stream = self.device.compute();
+        let stream = self.device.freeing();
         let marks = self.marks.get_mut().unwrap_or_else(PoisonError::into_inner);
         let mut waits = marks.before_writing(stream);
         let bound = stream.context().bind_to_thread();
@@ -236,7 +294,7 @@ impl Drop for Memory {
         // Errors of a context that is gone have nobody left to hear them; what cannot be ordered is
         // not freed.
         if ordered.is_ok() {
-            // SAFETY: allocated on this stream, and every use of it comes before.
+            // SAFETY: its allocation and every use of it come before.
             let _ = unsafe { result::free_async(self.pointer, stream.cu_stream()) };
         }
         self.device.give_back(self.bytes);

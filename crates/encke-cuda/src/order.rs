@@ -42,6 +42,12 @@ impl<S, E> Marks<S, E> {
         elsewhere(stream, self.written.iter().chain(&self.reads))
     }
 
+    /// What somebody else's stream waits for before it writes.
+    pub fn all(&self) -> impl Iterator<Item = &Arc<E>> {
+        let marks = self.written.iter().chain(&self.reads);
+        marks.map(|mark| &mark.event)
+    }
+
     /// Whether this event is the end of its last writing.
     pub fn ends_with(&self, event: &Arc<E>) -> bool {
         let written = self.written.as_ref();

@@ -56,14 +56,16 @@ impl Pinned {
     pub(crate) fn fetch(&mut self, from: &Memory, elements: usize) -> Result<()> {
         let bytes = elements * self.element_bytes;
         let memory = self.memory.as_mut().filter(|_| bytes > 0);
-        memory.map_or(Ok(()), |memory| memory.fetch(from, 0, bytes))
+        let stream = from.device().outward();
+        memory.map_or(Ok(()), |memory| memory.fetch(stream, from, 0, bytes))
     }
 
     /// Enqueues a copy of the first `elements` numbers into a GPU's memory.
     pub(crate) fn bring(&mut self, to: &Memory, elements: usize) -> Result<()> {
         let bytes = elements * self.element_bytes;
         let memory = self.memory.as_mut().filter(|_| bytes > 0);
-        memory.map_or(Ok(()), |memory| memory.bring(to, 0, bytes))
+        let stream = to.device().inward();
+        memory.map_or(Ok(()), |memory| memory.bring(stream, to, 0, bytes))
     }
 
     /// Waits until no copy is under way.

@@ -235,6 +235,13 @@ impl<B: Parcel> Endpoint<B> {
     ) -> Result<Moved, TransportError> {
         let mut moved = Moved::default();
         let own = &self.hub.inboxes[self.rank];
+        let enqueued = incoming.iter().any(|message| message.parcel.is_enqueued());
+        if enqueued {
+            meanwhile();
+        }
+        for Incoming { parcel, .. } in incoming.iter_mut() {
+            parcel.vacate(round);
+        }
         let mut slots = lock(&own.slots);
         for Incoming { from, parcel } in incoming.iter_mut() {
             let posted = Slot::Posted(parcel.take(), from.elements);
@@ -256,7 +263,9 @@ impl<B: Parcel> Endpoint<B> {
                 None => late.push(message),
             }
         }
-        meanwhile();
+        if !enqueued {
+            meanwhile();
+        }
         let since = Instant::now();
         for message in late {
             let to = message.to;

@@ -95,7 +95,16 @@ impl Chain {
     /// Whether it reads this memory.
     pub fn reads(&self, memory: &Memory) -> bool {
         let mut own = self.memory().into_iter();
-        own.any(|own| std::ptr::eq(own, memory))
+        own.any(|own| std::ptr::eq(own.whole(), memory.whole()))
+    }
+
+    /// Whether it waits no longer when this memory is handed in for the next parcel of a ring through
+    /// the host. That parcel takes its time, so what is there to compute meanwhile is computed: own
+    /// keys, and the first parcel. The others go in pairs: when the second of two is read, both
+    /// places are handed in, and while they are filled other ranks compute.
+    pub fn leaves(&self, memory: &Memory, round: usize) -> bool {
+        let travelled = |link: &Link| link.k.has_travelled();
+        round < 2 || !self.links.iter().any(travelled) || self.reads(memory)
     }
 
     /// Whether everything it reads may still be read.

@@ -73,7 +73,7 @@ impl Waiting {
     fn writes(&self, memory: &Memory) -> bool {
         self.carry
             .iter()
-            .any(|own| std::ptr::eq(own.as_ptr(), memory))
+            .any(|own| std::ptr::eq(own.as_ptr(), memory.whole()))
     }
 }
 
@@ -204,6 +204,9 @@ impl Late for Chains {
             Reason::Used(memory) => memory.iter().any(|used| waiting.writes(used)),
             Reason::Written(memory) => waiting.chain.reads(memory),
             Reason::Leaving => waiting.asked_by == own,
+            Reason::Vacated { memory, round } => {
+                waiting.asked_by == own && waiting.chain.leaves(memory, round)
+            }
             Reason::Waited => true,
         };
         // Held until they are enqueued, so that nobody comes before them.

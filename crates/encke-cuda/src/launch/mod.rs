@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use cudarc::driver::LaunchConfig;
 
-use crate::device::{Device, LANES};
+use crate::device::Device;
 use crate::jobs::Tables;
 use crate::memory::Memory;
 
@@ -27,7 +27,7 @@ pub(crate) struct Site {
     pub device: Arc<Device>,
     pub tables: Tables,
     /// For each lane, two zeros that an attention on it may count in, and leaves as zeros.
-    pub counters: [Memory; LANES],
+    pub counters: Vec<Memory>,
 }
 
 /// Blocks enough to fill the GPU a few times over, and no more than there is work for.

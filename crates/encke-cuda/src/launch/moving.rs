@@ -177,14 +177,12 @@ pub(crate) fn copy(
     )
 }
 
-/// Copies rows into a buffer that holds nothing else from then on: what lies in the same order at the
-/// beginning of another one is handed over, where parcels are.
+/// Copies rows into a buffer that holds nothing else from then on; what lies in the same order in
+/// another one is a part of it, and nothing is copied: the multiprocessors may be busy for long.
 pub(crate) fn pack(site: &Site, blocks: &[Block], from: &Buffer, to: &mut Buffer) -> Result<()> {
-    let as_it_lies = |block: &Block| matches!(side_by_side(block), Some((0, 0, _)));
     if let [block] = blocks
-        && as_it_lies(block)
-        && from.dtype() == to.dtype()
-        && to.take_share(from)?
+        && let Some((at, 0, numbers)) = side_by_side(block)
+        && to.take_part(from, at, numbers)?
     {
         return Ok(());
     }

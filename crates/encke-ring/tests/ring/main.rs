@@ -1,5 +1,6 @@
 //! The ring, held against its plan and against the f64 reference.
 
+mod enqueued;
 mod kept;
 mod life;
 mod plan;
