@@ -25,6 +25,9 @@ use crate::choose::{Alternative, Choice, ChoiceError, Wish, Work, choose};
 const MOST_RANKS: usize = 8;
 /// A choice is good if nothing else is faster by more than this part.
 pub const GOOD: f64 = 0.05;
+/// How long a run takes if it can, and how many calls it is at most.
+const RUN_S: f64 = 0.04;
+const MOST_CALLS: usize = 15;
 /// How many of the fastest run again, so that the best is not merely the luckiest.
 const FINALISTS: usize = 8;
 /// How often they do.
@@ -269,10 +272,13 @@ impl Case {
         let mut turn = |which: &[usize], runs_s: &mut Vec<Vec<f64>>| {
             for &at in which {
                 yardstick_s.push(pace.yardstick.seconds(ring, YardstickKind::Dense, false)?);
-                // The first run has all its memory to get, because others have run since.
-                let run = || rehearsal.seconds(ring, &requests[at]);
-                run().map_err(ClockError::from)?;
-                runs_s[at].push(run().map_err(ClockError::from)?);
+                let call = || rehearsal.seconds(ring, &requests[at]);
+                // The first one has all its memory to get, because others have run since.
+                let first_s = call().map_err(ClockError::from)?;
+                let calls = (0..calls(first_s)).map(|_| call());
+                let calls_s: Vec<f64> =
+                    calls.collect::<Result<_, _>>().map_err(ClockError::from)?;
+                runs_s[at].push(median(&calls_s));
             }
             Ok::<(), ChoiceError>(())
         };
@@ -318,6 +324,11 @@ impl Case {
             pace: pace.of(&yardstick_s),
         })
     }
+}
+
+/// How many calls make a run, whose median is its time: one of a few milliseconds says little.
+fn calls(seconds: f64) -> usize {
+    ((RUN_S / seconds) as usize).clamp(1, MOST_CALLS)
 }
 
 /// How many times as long one took as the other, in the median of their turns.

@@ -96,9 +96,7 @@ pub fn measure(
     })
 }
 
-/// One machine: the rates of all, and everything else from the first. What rings and branches cost
-/// beyond their jobs is the same for all types, and each type's own reading of it is a short one: the
-/// median of them is everybody's.
+/// One machine: the rates of all, and everything else from the first.
 fn joined(profiles: &[Profile]) -> Result<Machine, ClockError> {
     let mut machines = profiles.iter().map(|profile| profile.machine(Pick::Median));
     let mut machine = machines.next().expect("something was measured")?;
@@ -109,6 +107,9 @@ fn joined(profiles: &[Profile]) -> Result<Machine, ClockError> {
     Ok(machine)
 }
 
+/// What rings and branches cost beyond their jobs is waiting for memory, the same for all types, and
+/// each type's own reading of it is a short one: the median of them is everybody's. As time for an
+/// operation: to tiles that are five times as fast the same time is five times as large a part.
 fn pool(rates: &mut [Rate]) {
     for pass in [
         (|rate: &mut Rate| &mut rate.forward) as fn(&mut Rate) -> &mut Speed,
@@ -118,9 +119,10 @@ fn pool(rates: &mut [Rate]) {
             (|speed: &mut Speed| &mut speed.ring_slower) as fn(&mut Speed) -> &mut f64,
             |speed| &mut speed.apart_slower,
         ] {
-            let all: Vec<f64> = rates.iter_mut().map(|rate| *figure(pass(rate))).collect();
-            for rate in &mut *rates {
-                *figure(pass(rate)) = median(&all);
+            let each = rates.iter_mut().map(pass);
+            let all: Vec<f64> = each.map(|speed| *figure(speed) / speed.flops).collect();
+            for speed in rates.iter_mut().map(pass) {
+                *figure(speed) = median(&all) * speed.flops;
             }
         }
     }
@@ -132,8 +134,8 @@ mod tests {
 
     #[test]
     fn what_rings_cost_is_the_median_of_all_types() {
-        let speed = |ring_slower: f64, apart_slower: f64| Speed {
-            flops: 1e9,
+        let speed = |flops: f64, ring_slower: f64, apart_slower: f64| Speed {
+            flops,
             diagonal_keys: 0.0,
             row_bytes_per_s: 1e9,
             few_slower: 0.0,
@@ -143,21 +145,25 @@ mod tests {
             task_rows: 0.0,
             task_share: 1.0,
         };
-        let mut rates: Vec<Rate> = [(0.1, 0.5), (0.4, 0.2), (0.0, 0.3)]
+        let mut rates: Vec<Rate> = [(1e9, 0.25, 0.5), (1e9, 0.5, 0.25), (4e9, 0.5, 1.5)]
             .into_iter()
-            .map(|(ring, apart)| Rate {
+            .map(|(flops, ring, apart)| Rate {
                 dtype: DType::F32,
                 dim: 64,
                 source: String::new(),
-                forward: speed(ring, apart),
-                backward: speed(2.0 * ring, apart),
+                forward: speed(flops, ring, apart),
+                backward: speed(flops, 2.0 * ring, apart),
             })
             .collect();
         pool(&mut rates);
-        for rate in &rates {
-            let found = |speed: &Speed| (speed.ring_slower, speed.apart_slower);
-            assert_eq!(found(&rate.forward), (0.1, 0.3));
-            assert_eq!(found(&rate.backward), (0.2, 0.3));
+        // By operation: 250, 500 and 125 ps in rings, 500, 250 and 375 ps with gaps.
+        for (rate, times) in rates.iter().zip([1.0, 1.0, 4.0]) {
+            let close = |speed: &Speed, ring: f64, apart: f64| {
+                assert!((speed.ring_slower / times - ring).abs() < 1e-12);
+                assert!((speed.apart_slower / times - apart).abs() < 1e-12);
+            };
+            close(&rate.forward, 0.25, 0.375);
+            close(&rate.backward, 0.5, 0.375);
         }
     }
 }
