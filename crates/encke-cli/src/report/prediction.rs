@@ -18,6 +18,9 @@ use crate::terminal::spinner;
 
 /// Runs of each ring that count, and readings of the kernel.
 pub const RUNS: usize = 3;
+/// Room that a letter of an error takes at most, and a line of them.
+const LETTER: f64 = 9.0;
+const LINE: f64 = 16.0;
 /// Rows of the largest job that is read: enough to know a kernel's pace.
 const ROWS: usize = 1024;
 
@@ -114,15 +117,37 @@ pub fn draw(rings: &[&Prediction], screen: Screen, words: &str) -> Element {
         5,
         "time of the ring",
     ));
-    for (index, ring) in rings.iter().enumerate() {
-        chart = chart.with(marks(&scale, middle(index), ring));
+    let natural = rings.iter().map(|ring| {
+        let higher = scale.at(ring.predicted_s).min(scale.at(ring.measured_s));
+        (higher - 12.0, off(ring).chars().count() as f64 * LETTER)
+    });
+    let heights = apart(natural, band);
+    for (index, (ring, height)) in rings.iter().zip(heights).enumerate() {
+        chart = chart.with(marks(&scale, middle(index), height, ring));
     }
     let names = rings.iter().enumerate();
     let names = names.map(|(index, ring)| (middle(index), ring.ranks.to_string()));
     chart.with(frame.bottom_labels(names, "ranks in the ring, p"))
 }
 
-fn marks(scale: &Scale, x: f64, ring: &Prediction) -> Element {
+/// Heights of words side by side, each given with its own height and width and `band` from the next:
+/// those that would meet the words before them are lifted over them.
+fn apart(words: impl Iterator<Item = (f64, f64)>, band: f64) -> Vec<f64> {
+    let mut before: Option<(f64, f64)> = None;
+    let lift = |(own, width): (f64, f64)| {
+        let meets = |(height, other): &(f64, f64)| {
+            (width + other) / 2.0 > band && (own - height).abs() < LINE
+        };
+        let height = before
+            .filter(meets)
+            .map_or(own, |(height, _)| height - LINE);
+        before = Some((height, width));
+        height
+    };
+    words.map(lift).collect()
+}
+
+fn marks(scale: &Scale, x: f64, above: f64, ring: &Prediction) -> Element {
     let (predicted, measured) = (scale.at(ring.predicted_s), scale.at(ring.measured_s));
     let words = format!(
         "{} ranks: {} measured, {} predicted ({})",
@@ -137,11 +162,26 @@ fn marks(scale: &Scale, x: f64, ring: &Prediction) -> Element {
             .place([("cx", x), ("cy", y), ("r", radius)])
             .set("data-tip", &words)
     };
-    let above = predicted.min(measured) - 12.0;
     Element::new("g")
         .class("pair")
         .with(line("leader all", (x, predicted), (x, measured)))
         .with(dot("planned", predicted, 7.0))
         .with(dot("measured", measured, 4.5))
         .with(label(x, above, Anchor::Middle, &off(ring)).class("name"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_that_would_meet_are_lifted() {
+        let heights = |words: &[(f64, f64)], band: f64| apart(words.iter().copied(), band);
+        let wide = [(100.0, 54.0), (104.0, 54.0), (101.0, 54.0), (60.0, 54.0)];
+        assert_eq!(heights(&wide, 50.0), [100.0, 84.0, 101.0, 60.0]);
+        assert_eq!(heights(&wide, 60.0), [100.0, 104.0, 101.0, 60.0]);
+        // Over one that was lifted itself.
+        let rising = [(100.0, 54.0), (90.0, 54.0), (80.0, 54.0)];
+        assert_eq!(heights(&rising, 50.0), [100.0, 84.0, 68.0]);
+    }
 }
