@@ -5,14 +5,14 @@
 //! the simulator's clock says of it.
 //!
 //! The decision here: there is no rule of thumb. Every alternative is planned and timed like a call,
-//! which takes milliseconds; of those that fit, the fastest wins, but for fewer ranks or a plainer cut
-//! that the clock cannot tell from it. Schedules of the same ring are taken as the clock has them: it
-//! undervalues what saves rounds, so a small lead is a lead.
+//! which takes milliseconds; of those that fit, the fastest wins, and among those that the clock
+//! cannot tell apart the simplest.
 
 mod threshold;
 mod wish;
 
 use encke_core::kernel::Kernel;
+use encke_core::plan::rings::Freight;
 use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::Cut;
 use encke_ring::memory;
@@ -119,7 +119,11 @@ pub fn choose<K: Kernel>(
             alternatives.push(weighed);
         }
     }
-    let simplicity = |of: &Alternative| (of.ranks, of.cut != Cut::Contiguous);
+    let simplicity = |of: &Alternative| {
+        let Schedule { width, backward } = of.schedule;
+        let plain = (of.cut != Cut::Contiguous, backward != Freight::Keys);
+        (of.ranks, plain.0, width, plain.1)
+    };
     alternatives.sort_by(|a, b| {
         let by_time = a.seconds.total_cmp(&b.seconds);
         b.fits.cmp(&a.fits).then(by_time)
