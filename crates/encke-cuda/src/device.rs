@@ -202,8 +202,8 @@ impl Device {
         self.catch_up(Reason::Waited)
     }
 
-    /// Enqueues an attention on the next lane, after everything it depends on; `work` is told the
-    /// lane's number, below [`LANES`]. Lanes take turns: where ranks share a GPU, one's job begins
+    /// Enqueues an attention on the next lane, after everything it depends on; `work` is told where
+    /// it may count. Lanes take turns: where ranks share a GPU, one's job begins
     /// on the multiprocessors that another's has left. Only what continues the last attention stays
     /// on its lane: it has to wait for that one anyway. Strictly in turn, because a lane that has got
     /// more of the work ends alone, and nothing begins where its jobs leave multiprocessors idle.

@@ -50,18 +50,9 @@ impl Memory {
         let pointer = unsafe { result::malloc_async(stream.cu_stream(), bytes.max(1)) };
         let pointer = pointer.map_err(refused)?;
         device.take(bytes);
-        let memory = Memory {
-            device: Arc::clone(device),
-            pointer,
-            bytes,
-            loan: None,
-            marks: Mutex::default(),
-            blank: Mutex::default(),
-            travelled: AtomicBool::new(false),
-            whole: None,
-        };
-        // Another stream may use it only after the allocation: what was freed just before on this
-        // one, and is handed out again here, can still be in use until then.
+        let memory = Memory::piece(device, pointer, bytes, None, None);
+        // Another stream may use it only after the allocation: what was freed just before, and is
+        // handed out again here, can still be in use until then.
         device.enqueue(stream, "allocating", &[], &[&memory], |_| Ok(()))?;
         Ok(memory)
     }
@@ -73,33 +64,37 @@ impl Memory {
         bytes: usize,
         loan: Loan,
     ) -> Memory {
+        let begun = Arc::clone(&loan.begun);
+        let memory = Memory::piece(device, pointer, bytes, Some(loan), None);
         // Whatever the guest has enqueued for it comes first, on whichever stream it is used.
-        let mut marks = Marks::default();
-        marks.written(device.compute(), &loan.begun);
-        Memory {
-            device: Arc::clone(device),
-            pointer,
-            bytes,
-            loan: Some(loan),
-            marks: Mutex::new(marks),
-            blank: Mutex::default(),
-            travelled: AtomicBool::new(false),
-            whole: None,
-        }
+        memory.marks().written(device.compute(), &begun);
+        memory
     }
 
     /// `bytes` bytes of it from `at` on, to be read only.
     pub fn part(self: &Arc<Memory>, at: usize, bytes: usize) -> Memory {
         assert!(at + bytes <= self.bytes, "more than there is");
+        let pointer = self.pointer + at as u64;
+        Memory::piece(&self.device, pointer, bytes, None, Some(Arc::clone(self)))
+    }
+
+    /// One that nobody has used.
+    fn piece(
+        device: &Arc<Device>,
+        pointer: sys::CUdeviceptr,
+        bytes: usize,
+        loan: Option<Loan>,
+        whole: Option<Arc<Memory>>,
+    ) -> Memory {
         Memory {
-            device: Arc::clone(&self.device),
-            pointer: self.pointer + at as u64,
+            device: Arc::clone(device),
+            pointer,
             bytes,
-            loan: None,
+            loan,
             marks: Mutex::default(),
             blank: Mutex::default(),
             travelled: AtomicBool::new(false),
-            whole: Some(Arc::clone(self)),
+            whole,
         }
     }
 
