@@ -2,7 +2,7 @@
 """Encke beside cuDNN and FlashAttention-2 on one GPU, in one run: medians of ratios, taken in turns.
 
     cargo build --release -p encke --example gpu_worker
-    python3 bench/gpu.py [--quick] [--only WORDS] [--worker PATH] [--record FILE]
+    python3 bench/gpu.py [--quick] [--only WORDS ...] [--worker PATH] [--record FILE]
 
 The rivals run through PyTorch (pip install torch), which picks cuDNN or FlashAttention-2 as it is told.
 All get the same shapes and types; inputs are random, never zeros; our answers are checked against the
@@ -17,7 +17,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--quick", action="store_true", help="16k tokens only, few turns")
 parser.add_argument("--worker", default="target/release/examples/gpu_worker", help="our binary")
 parser.add_argument("--record", help="also write the rows as JSON lines to this file")
-parser.add_argument("--only", default="", help="only rows whose name contains this")
+parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="only rows whose name contains one of these")
 parser.add_argument("--turns", type=int, default=9, help="turns of each row")
 parser.add_argument("--kernels", default="auto", help="our family of kernels: auto, hopper, mma or plain")
 args = parser.parse_args()
@@ -94,6 +94,10 @@ def dilated_rival(kind, n, h, d, segment, dilation):
     return call
 
 
+def wanted(name):
+    return any(words in name for words in args.only)
+
+
 def note(row, text):
     print(text, flush=True)
     if args.record:
@@ -129,7 +133,7 @@ def contest(name, flops, calls, work=6e12):
 def dense(n, d, causal, backward, summation="fast"):
     h = 2048 // d
     name = f"{'backward ' + summation if backward else 'forward'} d{d} n{n} {'causal' if causal else 'full'}"
-    if args.only not in name:
+    if not wanted(name):
         return
     failed = worker.prepare(n, h, d, causal, backward=backward, summation=summation)
     if failed:
@@ -144,7 +148,7 @@ def dense(n, d, causal, backward, summation="fast"):
 def dilated(d, dilation):
     keys, h, n = 2048, 2048 // d, 262144
     name = f"dilated d{d} r{dilation}, {keys} keys a segment, n{n}"
-    if args.only not in name:
+    if not wanted(name):
         return
     segment = keys * dilation
     failed = worker.prepare(n, h, d, False, segment=segment, dilation=dilation)
@@ -163,7 +167,7 @@ def ring(ranks, hops, kv=16, width=1, h=16):
     n, d = 65536, 128
     how = (f", {kv} key heads" if kv != h else "") + (f" of {h}" if h != 16 else "") + (f", {width} parcels a round" if width > 1 else "")
     name = f"ring of {ranks}, {hops} hops{how}, d{d} n{n} causal zigzag"
-    if args.only not in name:
+    if not wanted(name):
         return
     flops = 2 * n * n * d * h
     alone = Worker()
@@ -190,8 +194,12 @@ for n in lengths:
         for hops in ("pointer", "pinned"):
             for ranks in (2, 4, 8, 16):
                 ring(ranks, hops)
-            ring(8, hops, kv=4)
+            for kv in (2, 4):
+                ring(8, hops, kv=kv)
         ring(8, "pinned", kv=8, h=64)
         for ranks, width in ((4, 3), (8, 2), (8, 4), (8, 7), (16, 4), (16, 15)):
             ring(ranks, "pointer", width=width)
-        ring(8, "pinned", kv=4, width=4)
+        for width in (2, 4):
+            for kv in (2, 4):
+                ring(8, "pinned", kv=kv, width=width)
+            ring(8, "pinned", kv=8, h=64, width=width)
