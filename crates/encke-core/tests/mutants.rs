@@ -54,6 +54,8 @@ enum Fault {
     OneRowPast,
     /// Masked keys take part with a weight of 0, which is NaN times an infinite value.
     MaskedKeysPoison,
+    /// Queries that do not see a key take part in its gradient with a weight of 0.
+    MaskedQueriesPoison,
     /// The merge of two carries keeps the maximum of the target.
     MergeKeepsMaximum,
     /// Queries attended to the end forget the gain.
@@ -76,7 +78,7 @@ enum Fault {
     UploadIgnoresStride,
 }
 
-const FAULTS: [Fault; 28] = [
+const FAULTS: [Fault; 29] = [
     Fault::CausalSignFlipped,
     Fault::CausalOnIndices,
     Fault::CausalIgnored,
@@ -95,6 +97,7 @@ const FAULTS: [Fault; 28] = [
     Fault::DqWhereQIs,
     Fault::OneRowPast,
     Fault::MaskedKeysPoison,
+    Fault::MaskedQueriesPoison,
     Fault::MergeKeepsMaximum,
     Fault::AttendIgnoresGain,
     Fault::AttendLeavesEmptyCells,
@@ -181,20 +184,49 @@ fn add_unscaled(old: &Carry<Data>, new: &mut Carry<Data>, cells: &[usize], dim: 
     }
 }
 
-/// What 0 times the values of masked keys does to the rows that do not see them.
-fn poison(job: &Job, v: Slice<'_>, carry: &mut Carry<Data>) {
+/// Calls `each` with batch entry, segment, head, query and key of every pair that a mask hides.
+fn hidden_pairs(job: &Job, mut each: impl FnMut(usize, usize, usize, usize, usize)) {
     for b in 0..job.batch {
         for (s, h) in (0..job.segments).flat_map(|s| (0..job.heads).map(move |h| (s, h))) {
             for i in 0..job.queries {
-                let cell = job.cells.at(b, s, i, h) * job.dim;
-                for j in job.visible(i)..job.keys {
-                    let value = v.get(job.k.at(b, s, j, h));
-                    let x = carry.acc.as_slice().get(cell) + 0.0 * value;
-                    carry.acc.set(cell, x);
-                }
+                (job.visible(i)..job.keys).for_each(|j| each(b, s, h, i, j));
             }
         }
     }
+}
+
+/// What 0 times the values of masked keys does to the rows that do not see them.
+fn poison(job: &Job, v: Slice<'_>, carry: &mut Carry<Data>) {
+    hidden_pairs(job, |b, s, h, i, j| {
+        let cell = job.cells.at(b, s, i, h) * job.dim;
+        let value = v.get(job.k.at(b, s, j, h));
+        let x = carry.acc.as_slice().get(cell) + 0.0 * value;
+        carry.acc.set(cell, x);
+    });
+}
+
+/// What 0 times queries and their output gradients does to the keys that they do not see.
+fn poison_keys(
+    job: &Job,
+    q: Slice<'_>,
+    upstream: Upstream<Slice<'_>>,
+    dk: &mut Data,
+    dv: &mut Data,
+) {
+    let dout = upstream.dout;
+    hidden_pairs(job, |b, s, h, i, j| {
+        let (query, cell) = (job.q.at(b, s, i, h), job.cells.at(b, s, i, h));
+        let key = job.k.at(b, s, j, h);
+        if upstream.lse.get(cell) == f64::NEG_INFINITY {
+            return; // that would be another mistake
+        }
+        for c in 0..job.dim {
+            let x = dk.as_slice().get(key + c) + 0.0 * q.get(query + c);
+            dk.set(key + c, x);
+            let x = dv.as_slice().get(key + c) + 0.0 * dout.get(cell * job.dim + c);
+            dv.set(key + c, x);
+        }
+    });
 }
 
 impl Kernel for Mutant {
@@ -436,6 +468,7 @@ impl Kernel for Mutant {
             Fault::DkOverwritten => change(dk, &old.1, &|new, old| new - old),
             Fault::DkUnscaled => change(dk, &old.1, &|new, old| old + (new - old) / job.scale),
             Fault::DqWhereQIs => change(dq, &old.0, &|new, _| new),
+            Fault::MaskedQueriesPoison => poison_keys(&job, q, upstream, dk, dv),
             _ => {}
         }
         Ok(())

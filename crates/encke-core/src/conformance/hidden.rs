@@ -64,6 +64,61 @@ pub(super) fn queries<K: Kernel>(
     same_gradients(bench, what, grown, &after, |_| false, |_, _| false)
 }
 
+/// A query row that holds something that is no number must not move a bit of a key that it does not see,
+/// and neither must its output gradient.
+pub(super) fn broken<K: Kernel>(
+    bench: &Bench<'_, K>,
+    case: &Case,
+    told: &Final,
+    grown: &Grown,
+) -> Result<(), Failure> {
+    let mut random = Random::new(bench.seed ^ 0xbad);
+    let mut rows = Vec::new();
+    case.pairs(|pair| {
+        if told.lse[pair.cell] != f64::NEG_INFINITY {
+            rows.push((pair.q, pair.cell));
+        }
+    });
+    rows.sort_unstable();
+    rows.dedup();
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let (q, cell) = rows[random.below(rows.len())];
+    let channel = random.below(case.dim);
+    let value = random.pick(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY]);
+    let (mut other, mut after) = (case.clone(), told.clone());
+    // What the forward pass and delta make of such a row: no finite score, and so no finite lse.
+    let whose = match random.once_in(2) {
+        true => {
+            other.q[q + channel] = value;
+            for &(_, cell) in rows.iter().filter(|row| row.0 == q) {
+                after.lse[cell] = random.pick(&[f64::NAN, f64::INFINITY]);
+                after.delta[cell] = f64::NAN;
+            }
+            "query"
+        }
+        false => {
+            other.dout[cell * case.dim + channel] = value;
+            after.delta[cell] = f64::NAN;
+            "output gradient"
+        }
+    };
+    let mut queries = vec![false; case.dq.len()];
+    let keys = case.parts.iter().map(|part| vec![false; part.k.len()]);
+    let mut keys: Vec<Vec<bool>> = keys.collect();
+    case.pairs(|pair| {
+        if pair.cell == cell || pair.q == q {
+            queries[pair.dq..pair.dq + case.dim].fill(true);
+            keys[pair.part][pair.key..pair.key + case.dim].fill(true);
+        }
+    });
+    let what = format!("{value} in the {whose} of cell {cell}, hidden from other keys,");
+    let grown_then = bench.backward(&other, &after)?;
+    let seen = |part: usize, i: usize| keys[part][i];
+    same_gradients(bench, &what, grown, &grown_then, |i| queries[i], seen)
+}
+
 /// Fails where bits of a carry differ in a cell that is not free to change.
 pub(super) fn same_carry<K: Kernel>(
     bench: &Bench<'_, K>,

@@ -122,6 +122,7 @@ fn attention<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
         |_, _| false,
     )?;
     hidden::queries(bench, &case, &told, &grown)?;
+    hidden::broken(bench, &case, &told, &grown)?;
     hidden::keys(bench, &case, &told, &carry, &grown)
 }
 
