@@ -216,6 +216,12 @@ pub trait Kernel: Send + Sync {
         DType::F32
     }
 
+    /// Queries, and keys, of this type that it computes together: where a job's rows leave the last
+    /// ones empty, it takes as long as if they did not.
+    fn tile(&self, _dtype: DType) -> [usize; 2] {
+        [1, 1]
+    }
+
     /// Bytes of scratch memory it really holds on to at the moment. A kernel that keeps none need
     /// not say so.
     fn scratch_bytes(&self) -> usize {

@@ -193,6 +193,15 @@ impl Kernel for CpuKernel {
         }
     }
 
+    fn tile(&self, dtype: DType) -> [usize; 2] {
+        match dtype {
+            #[cfg(target_arch = "x86_64")]
+            DType::Bf16 if self.arm == Arm::Amx => amx::TILE,
+            DType::F64 => on_arm!(self, f64, F64, shape::tile()),
+            DType::F32 | DType::Bf16 | DType::F16 => on_arm!(self, f32, F32, shape::tile()),
+        }
+    }
+
     fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
         Some(numbers)
     }

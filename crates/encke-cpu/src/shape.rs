@@ -23,6 +23,11 @@ pub(crate) const fn lanes<X: Vector>() -> usize {
     VECTORS * X::WIDTH
 }
 
+/// Queries, and keys, that are computed together.
+pub(crate) fn tile<X: Vector, const R: usize>(_: X) -> [usize; 2] {
+    [lanes::<X>(), R]
+}
+
 /// A head dimension padded so that vectors, and rows held in registers, divide it.
 pub(crate) const fn padded<X: Vector>(dim: usize) -> usize {
     let unit = if X::WIDTH > 8 { X::WIDTH } else { 8 };

@@ -34,6 +34,9 @@ pub(crate) use tiles::Hardware;
 
 use encke_core::plan::Pass;
 
+/// Queries, and keys, that are computed together.
+pub(crate) const TILE: [usize; 2] = [pack::WIDTH; 2];
+
 /// Scratch bytes that one call of a pass may hold at once, on the threads of the current pool.
 pub(crate) fn workspace_bytes(dim: usize, pass: Pass) -> usize {
     let task = match pass {

@@ -20,6 +20,7 @@ fn tensor_core_rates(of: &[(usize, f64, f64, f64, &str)], row_bytes_per_s: f64) 
         few_slower: 0.0,
         apart_slower: 0.0,
         ring_slower: 0.0,
+        tile: [1, 1],
         single_s: 0.0,
         task_rows: 0.0,
         task_share: 1.0,

@@ -318,7 +318,7 @@ impl Pricing<'_> {
             true => (self.rate.backward, 10.0),
             false => (self.rate.forward, 4.0),
         };
-        let pairs = job.pairs() as f64 + diagonal(job, speed.diagonal_keys);
+        let pairs = tiled_pairs(job, speed.tile) + diagonal(job, speed.diagonal_keys);
         let mut arithmetic_s = pairs * each * job.dim as f64 / speed.flops;
         if is_few(job) {
             arithmetic_s *= 1.0 + speed.few_slower;
@@ -385,6 +385,15 @@ pub(super) fn row_bytes(job: &Job, dtype: DType, backward: bool) -> f64 {
     bytes as f64
 }
 
+/// The pairs of a job that is computed so many queries and keys at a time, with those that are empty.
+pub(super) fn tiled_pairs(job: &Job, [queries, keys]: [usize; 2]) -> f64 {
+    let part = |rows: usize, of: usize| {
+        let all = rows.next_multiple_of(of.max(1));
+        all as f64 / rows.max(1) as f64
+    };
+    job.pairs() as f64 * part(job.queries, queries) * part(job.keys, keys)
+}
+
 /// Pairs on the diagonal that are paid for without being seen: never more than the mask hides.
 pub(super) fn diagonal(job: &Job, keys: f64) -> f64 {
     if job.causal.is_none() {
@@ -402,6 +411,29 @@ mod tests {
     use encke_core::plan::{Pass, Request};
     use encke_core::sharding::{Cut, Sharding};
     use encke_core::{MixingGradient, Mode, OffsetRule, Pattern};
+
+    #[test]
+    fn tiles_that_are_not_full_cost_as_much_as_full_ones() {
+        let shape = Shape::new(1, 85, 2, 2, 64).unwrap();
+        let sharding = Sharding::new(1, Cut::Contiguous).unwrap();
+        let request = Request::new(shape, Pattern::dense(), sharding, DType::Bf16);
+        let program = Plan::new(request).unwrap().rank(0).unwrap();
+        let tasks = program.rounds.iter().flat_map(|round| &round.meanwhile);
+        let mut jobs = tasks.filter_map(|task| match task {
+            Task::Forward { job, .. } | Task::Attend { job, .. } => Some(job),
+            _ => None,
+        });
+        let job = jobs.next().expect("one attention");
+        for (tile, rows) in [
+            ([1, 1], [85, 85]),
+            ([32, 1], [96, 85]),
+            ([32, 48], [96, 96]),
+            ([128, 85], [128, 85]),
+        ] {
+            let expected = (2 * rows[0] * rows[1]) as f64;
+            assert!((tiled_pairs(job, tile) - expected).abs() < 1e-6, "{tile:?}");
+        }
+    }
 
     #[test]
     fn rows_of_a_dilated_branch_have_gaps_whoever_travels() {

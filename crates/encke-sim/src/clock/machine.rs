@@ -35,7 +35,10 @@ pub struct Speed {
     /// from other ranks' caches, and hops run beside them.
     #[serde(default)]
     pub ring_slower: f64,
-    /// What each single attention costs beside its pairs and rows: tiles that are not full.
+    /// Queries, and keys, that are computed together, and cost the same where the last are empty.
+    #[serde(default = "single")]
+    pub tile: [usize; 2],
+    /// What each single attention costs beside its pairs and rows.
     #[serde(default)]
     pub single_s: f64,
     /// Queries of a single attention that are one task, which one core does; 0 where tasks are as
@@ -45,6 +48,10 @@ pub struct Speed {
     /// The part of a device that one task keeps busy: one core.
     #[serde(default = "whole")]
     pub task_share: f64,
+}
+
+fn single() -> [usize; 2] {
+    [1, 1]
 }
 
 fn whole() -> f64 {

@@ -15,6 +15,7 @@ pub fn device(flops: f64) -> Device {
         few_slower: 0.0,
         apart_slower: 0.0,
         ring_slower: 0.0,
+        tile: [1, 1],
         single_s: 0.0,
         task_rows: 0.0,
         task_share: 1.0,

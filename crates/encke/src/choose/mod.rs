@@ -24,7 +24,7 @@ pub use threshold::{Threshold, one_device_until};
 pub use wish::{Wish, Work};
 
 /// What differs by less than this, as a part, the clock does not tell apart.
-pub const ALIKE: f64 = 0.02;
+pub const ALIKE: f64 = 0.01;
 
 /// One way to do it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -119,10 +119,17 @@ pub fn choose<K: Kernel>(
             alternatives.push(weighed);
         }
     }
+    // On the way back every round waits for sums of the one before, and with ranks that share their cores for
+    // the system to run them: fewer rounds, fewer waits.
+    let rounds_wait = wish.work != Work::Forward && machine.device.shared_cores.is_some();
     let simplicity = |of: &Alternative| {
         let Schedule { width, backward } = of.schedule;
         let plain = (of.cut != Cut::Contiguous, backward != Freight::Keys);
-        (of.ranks, plain.0, width, plain.1)
+        let parcels = match rounds_wait {
+            true => of.ranks.saturating_sub(width),
+            false => width,
+        };
+        (of.ranks, plain.0, parcels, plain.1)
     };
     alternatives.sort_by(|a, b| {
         let by_time = a.seconds.total_cmp(&b.seconds);

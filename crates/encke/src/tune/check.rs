@@ -33,7 +33,7 @@ const FINALISTS: usize = 8;
 /// How often they do.
 const FINALS: usize = 7;
 /// How often one that was faster than the chosen one runs beside it.
-const DUELS: usize = 15;
+const DUELS: usize = 31;
 
 /// An alternative, predicted and measured.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -141,6 +141,7 @@ mod tests {
             few_slower: 0.0,
             apart_slower,
             ring_slower,
+            tile: [1, 1],
             single_s: 0.0,
             task_rows: 0.0,
             task_share: 1.0,

@@ -37,6 +37,7 @@ pub fn usual(here: &Here) -> Machine {
             few_slower: 0.1,
             apart_slower: 0.1,
             ring_slower: 0.1,
+            tile: [1, 1],
             single_s: 1e-6,
             task_rows: 0.0,
             task_share: 1.0 / cores as f64,

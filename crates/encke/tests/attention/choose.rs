@@ -1,7 +1,7 @@
 //! What is left open is decided: by predicted time, under a limit on memory, and never at the price
 //! of a result.
 
-use encke::choose::{ChoiceError, Threshold, Wish, Work, choose, one_device_until};
+use encke::choose::{ALIKE, ChoiceError, Threshold, Wish, Work, choose, one_device_until};
 use encke::clock::{Machine, find_device, find_link};
 use encke::tune::{Here, Source, usual};
 use encke::{
@@ -112,6 +112,34 @@ fn ranks_that_share_their_cores_gain_nothing_but_memory() {
         matches!(threshold, Threshold::NeverRing { .. }),
         "{threshold:?}"
     );
+}
+
+#[test]
+fn of_schedules_alike_the_simplest_or_on_the_way_back_of_threads_the_fewest_rounds() {
+    let kernel = kernel();
+    let widths = |work: Work, machine: &Machine| {
+        let wish = Wish {
+            work,
+            ranks: Some(4),
+            ..wish(1 << 16)
+        };
+        let choice = choose(&kernel, &wish, machine).expect("legal");
+        let near = choice.alternatives[0].seconds * (1.0 + ALIKE);
+        let of = choice.winner();
+        let alike = choice.alternatives.iter();
+        let alike = alike.filter(|other| other.seconds <= near && other.cut == of.cut);
+        let mut widths: Vec<usize> = alike.map(|other| other.schedule.width).collect();
+        widths.sort_unstable();
+        let (least, most) = (widths[0], widths[widths.len() - 1]);
+        assert!(least < most, "{work:?}: nothing to choose from");
+        (of.schedule.width, least, most)
+    };
+    let (chosen, _, most) = widths(Work::Backward, &cores());
+    assert_eq!(chosen, most);
+    for (work, machine) in [(Work::Forward, cores()), (Work::Backward, gpus())] {
+        let (chosen, least, _) = widths(work, &machine);
+        assert_eq!(chosen, least, "{work:?}");
+    }
 }
 
 #[test]

@@ -22,6 +22,7 @@ pub type Work<'a> = dyn FnMut(usize) -> Result<(), KernelError> + 'a;
 #[derive(Debug)]
 pub struct DeviceProfile<B> {
     sizes: Sizes,
+    tile: [usize; 2],
     probes: Vec<Probe>,
     operands: Operands<B>,
     copied: B,
@@ -37,6 +38,7 @@ impl<B: Parcel + Sync> DeviceProfile<B> {
         let elements = sizes.rows * sizes.heads * sizes.dim;
         Ok(DeviceProfile {
             sizes,
+            tile: kernel.tile(sizes.dtype),
             probes: probes(sizes, (sizes.rows / 4).max(1)),
             operands: Operands::new(kernel, sizes, sizes.rows)?,
             copied: kernel.allocate(sizes.dtype, elements)?,
@@ -110,7 +112,7 @@ impl<B: Parcel + Sync> DeviceProfile<B> {
 
     fn lines(&self, backward: bool) -> Vec<(Costs, f64)> {
         let line = |(probe, shape): (usize, &Probe)| {
-            let costs = costs(shape.job(), self.sizes.dtype, backward);
+            let costs = costs(shape.job(), self.sizes.dtype, self.tile, backward);
             (costs, self.seconds(Reading::Alone { probe, backward }))
         };
         self.probes.iter().enumerate().map(line).collect()
@@ -141,8 +143,8 @@ impl<B: Parcel + Sync> DeviceProfile<B> {
             rates: vec![Rate {
                 dtype,
                 dim,
-                forward: speed_of(&forward, 1.0),
-                backward: speed_of(&backward, 1.0),
+                forward: speed_of(&forward, self.tile, 1.0),
+                backward: speed_of(&backward, self.tile, 1.0),
                 source,
             }],
             job_overhead_s: forward[3],

@@ -21,7 +21,7 @@ use encke_core::{DType, Data};
 use encke_ring::ThreadRing;
 use serde::Serialize;
 
-use super::cost::{is_apart, is_few, longest, query_rows, row_bytes, singles};
+use super::cost::{is_apart, is_few, longest, query_rows, row_bytes, singles, tiled_pairs};
 use super::error::ClockError;
 use super::fit::fit;
 use super::machine::{Carrier, Device, Link, Machine, Rate, Speed};
@@ -68,6 +68,8 @@ impl Pick {
 #[derive(Debug)]
 pub struct Profile {
     sizes: Sizes,
+    /// What the kernel computes together.
+    tile: [usize; 2],
     cores: usize,
     probes: Vec<Probe>,
     /// The rows of the whole sequence.
@@ -145,6 +147,7 @@ impl Profile {
         let of_rank = |_| Operands::new(kernel, sizes, part);
         Ok(Profile {
             sizes,
+            tile: kernel.tile(sizes.dtype),
             cores,
             probes: probes(sizes, part),
             whole: Operands::new(kernel, sizes, sizes.rows)?,
@@ -280,7 +283,7 @@ impl Profile {
                 false => Reading::Among { probe, backward },
             };
             Some((
-                costs(shape.job(), self.sizes.dtype, backward),
+                costs(shape.job(), self.sizes.dtype, self.tile, backward),
                 self.seconds(reading, pick),
             ))
         };
@@ -290,9 +293,14 @@ impl Profile {
     /// A speed, and the overhead of a job, that explain the readings best.
     fn speed(&self, backward: bool, pick: Pick) -> (Speed, f64) {
         let found = fit(&self.lines(backward, pick));
-        let speed = speed_of(&found, 1.0 / self.cores as f64);
+        let speed = speed_of(&found, self.tile, 1.0 / self.cores as f64);
         let job_s = found[3];
-        let told = |probe: &Probe| told(&costs(probe.job(), self.sizes.dtype, backward), &found);
+        let told = |probe: &Probe| {
+            told(
+                &costs(probe.job(), self.sizes.dtype, self.tile, backward),
+                &found,
+            )
+        };
         let alone: Vec<(&Job, f64, f64)> = self
             .probes
             .iter()
@@ -313,7 +321,10 @@ impl Profile {
         both.map(|((probe, shape), backward)| {
             let found = fit(&self.lines(backward, Pick::Median));
             let (speed, overhead_s) = self.speed(backward, Pick::Median);
-            let all_cores_s = told(&costs(shape.job(), self.sizes.dtype, backward), &found);
+            let all_cores_s = told(
+                &costs(shape.job(), self.sizes.dtype, self.tile, backward),
+                &found,
+            );
             let job = shape.job();
             let taken = |reading: Reading| {
                 let taken = self.readings.contains_key(&reading);
@@ -343,9 +354,9 @@ impl Profile {
 
 /// Operations, causal operations, bytes, jobs, operations of jobs of few, single attentions, and
 /// operations on rows that lie apart.
-fn costs(job: &Job, dtype: DType, backward: bool) -> Costs {
+fn costs(job: &Job, dtype: DType, tile: [usize; 2], backward: bool) -> Costs {
     let each = if backward { 10.0 } else { 4.0 } * job.dim as f64;
-    let operations = job.pairs() as f64 * each;
+    let operations = tiled_pairs(job, tile) * each;
     let only = |condition: bool, cost: f64| if condition { cost } else { 0.0 };
     [
         operations,
@@ -359,7 +370,7 @@ fn costs(job: &Job, dtype: DType, backward: bool) -> Costs {
 }
 
 /// The speed that a fit's coefficients amount to.
-fn speed_of(found: &Costs, task_share: f64) -> Speed {
+fn speed_of(found: &Costs, tile: [usize; 2], task_share: f64) -> Speed {
     let [operation_s, diagonal_s, byte_s, _, few_s, single_s, apart_s] = *found;
     let by_operation = |seconds: f64| seconds / operation_s.max(1e-18);
     Speed {
@@ -370,6 +381,7 @@ fn speed_of(found: &Costs, task_share: f64) -> Speed {
         few_slower: by_operation(few_s),
         apart_slower: by_operation(apart_s),
         ring_slower: 0.0,
+        tile,
         single_s,
         task_rows: 0.0,
         task_share,
