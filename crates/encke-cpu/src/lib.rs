@@ -22,6 +22,7 @@ mod cells;
 mod forward;
 mod grid;
 mod micro;
+mod pages;
 mod panel;
 mod peak;
 mod real;
@@ -207,7 +208,9 @@ impl Kernel for CpuKernel {
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
-        host::allocate(self.name(), dtype, elements)
+        let mut data = host::allocate(self.name(), dtype, elements)?;
+        pages::ask_for_large(data.bytes_mut());
+        Ok(data)
     }
 
     fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
