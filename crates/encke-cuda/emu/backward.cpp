@@ -161,6 +161,8 @@ static void check(const Case& c) {
       const i64 k0 = at(j.k, b, g, key, h), q0 = at(j.q, b, g, query, h), cell = at(j.cells, b, g, query, h);
       for (int i = 0; i < c.dim; i++) { y.k[k0 + i] = y.v[k0 + i] = bad; free_k[k0 + i] = true; }
       if (h == of) for (int i = 0; i < c.dim; i++) { y.q[q0 + i] = bad; y.dout[cell * c.dim + i] = bad; free_q[at(j.dq, b, g, query, h) + i] = true; }
+      // Such a row has no finite score, and so neither lse nor delta.
+      if (h == of && y.lse[cell] != -INFINITY) y.lse[cell] = y.delta[cell] = NAN;
     }
     pairs(s, [&](int b, int g, int h, int i, int t) {
       for (int d = 0; d < c.dim; d++) {
