@@ -14,7 +14,7 @@ begins with out and lse and ends with sums of gradients in f32, a rival's with g
 import argparse, json, statistics, subprocess, sys
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--quick", action="store_true", help="16k tokens only, few turns")
+parser.add_argument("--quick", action="store_true", help="16k tokens only")
 parser.add_argument("--worker", default="target/release/examples/gpu_worker", help="our binary")
 parser.add_argument("--record", help="also write the rows as JSON lines to this file")
 parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="only rows whose name contains one of these")

@@ -51,7 +51,9 @@ pub struct Carry<B> {
     pub l: B,
 }
 
-/// What the backward pass knows of the queries of a job.
+/// What the backward pass knows of the queries of a job, as the forward pass left it: where a query
+/// holds something that is not finite, neither is its lse, and where dout does, neither is delta. A
+/// kernel may rely on that.
 #[derive(Debug, Clone, Copy)]
 pub struct Upstream<I> {
     /// Gradient of the output, `dim` numbers a cell.

@@ -274,6 +274,10 @@ impl Profile {
         }
     }
 
+    fn costs(&self, probe: &Probe, backward: bool) -> Costs {
+        costs(probe.job(), self.sizes.dtype, self.tile, backward)
+    }
+
     /// Every job of which it is known how long it keeps all cores busy: those among others.
     fn lines(&self, backward: bool, pick: Pick) -> Vec<(Costs, f64)> {
         let line = |(probe, shape): (usize, &Probe)| {
@@ -282,10 +286,7 @@ impl Profile {
                 false if shape.whole => return None,
                 false => Reading::Among { probe, backward },
             };
-            Some((
-                costs(shape.job(), self.sizes.dtype, self.tile, backward),
-                self.seconds(reading, pick),
-            ))
+            Some((self.costs(shape, backward), self.seconds(reading, pick)))
         };
         self.probes.iter().enumerate().filter_map(line).collect()
     }
@@ -295,12 +296,7 @@ impl Profile {
         let found = fit(&self.lines(backward, pick));
         let speed = speed_of(&found, self.tile, 1.0 / self.cores as f64);
         let job_s = found[3];
-        let told = |probe: &Probe| {
-            told(
-                &costs(probe.job(), self.sizes.dtype, self.tile, backward),
-                &found,
-            )
-        };
+        let told = |probe: &Probe| told(&self.costs(probe, backward), &found);
         let alone: Vec<(&Job, f64, f64)> = self
             .probes
             .iter()
@@ -321,10 +317,7 @@ impl Profile {
         both.map(|((probe, shape), backward)| {
             let found = fit(&self.lines(backward, Pick::Median));
             let (speed, overhead_s) = self.speed(backward, Pick::Median);
-            let all_cores_s = told(
-                &costs(shape.job(), self.sizes.dtype, self.tile, backward),
-                &found,
-            );
+            let all_cores_s = told(&self.costs(shape, backward), &found);
             let job = shape.job();
             let taken = |reading: Reading| {
                 let taken = self.readings.contains_key(&reading);
