@@ -260,7 +260,7 @@ fn pieces(
 }
 
 /// Copies numbers, rounding where the types differ.
-fn convert<S: Element, T: Element>(source: &[S], target: &mut [T]) {
+pub fn convert<S: Element, T: Element>(source: &[S], target: &mut [T]) {
     match (S::DTYPE, T::DTYPE) {
         (from, to) if from == to => target.copy_from_slice(bytemuck::cast_slice(source)),
         // The narrow types have conversions of their own that use the hardware's.

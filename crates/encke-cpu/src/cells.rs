@@ -2,8 +2,11 @@
 //!
 //! These read and write each number once and are bound by memory.
 
+use std::ops::Range;
+
 use encke_core::Data;
 use encke_core::dtype::Slice;
+use encke_core::host;
 use encke_core::job::Block;
 use encke_core::kernel::Carry;
 use encke_core::{Element, with_typed};
@@ -49,6 +52,17 @@ pub(crate) fn fill(buffer: &mut Data, value: f64) {
         let value = Element::from_f64(value);
         in_pieces(x, CELLS * 64, |_, piece| piece.fill(value));
     });
+}
+
+/// Copies the first numbers of one buffer to a range of another, rounding where their types differ.
+pub(crate) fn convert(from: &Data, to: &mut Data, range: Range<usize>) {
+    with_typed!(Data, from, source => with_typed!(Data, to, target => {
+        let piece = CELLS * 64;
+        in_pieces(&mut target[range], piece, |place, target| {
+            let first = place * piece;
+            host::convert(&source[first..first + target.len()], target);
+        });
+    }));
 }
 
 /// Cells that one task ends or prepares: enough work to be worth a task.
@@ -139,4 +153,21 @@ fn dot<A: Real>(x: &[A], y: &[A]) -> A {
     }
     let rest = x_rest.iter().zip(y_rest).map(|(&x, &y)| x * y);
     sums.into_iter().chain(rest).fold(A::ZERO, |sum, x| sum + x)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_copied_to_where_they_belong() {
+        let count = 2 * CELLS * 64 + 77;
+        let numbers: Vec<f32> = (0..count + 5).map(|i| (i % 251) as f32).collect();
+        let mut to = Data::Bf16(vec![half::bf16::from_f32(-1.0); count + 9]);
+        convert(&Data::F32(numbers.clone()), &mut to, 3..3 + count);
+        let to = to.to_f64();
+        assert!(to[..3].iter().chain(&to[3 + count..]).all(|&x| x == -1.0));
+        let pairs = to[3..3 + count].iter().zip(&numbers);
+        assert!(pairs.into_iter().all(|(&x, &y)| x == f64::from(y)));
+    }
 }

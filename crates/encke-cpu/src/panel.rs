@@ -4,14 +4,11 @@
 //! A *lane panel* holds up to one tile of rows transposed: all first numbers, all second numbers, …
 //! so that a vector holds one channel of several rows.
 
-#[cfg(target_arch = "x86_64")]
-use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-
 use encke_core::dtype::Slice;
-#[cfg(target_arch = "x86_64")]
 use encke_core::with_typed;
 
 use crate::real::Real;
+use crate::shared;
 use crate::vector::Vector;
 
 /// Copies `count` rows into a row panel, and zeros into the rest of its rows.
@@ -32,21 +29,10 @@ pub(crate) fn rows<A: Real>(
     rest.fill(A::ZERO);
 }
 
-/// Asks for the numbers of a row that will be copied soon, while there is something else to do: the next
-/// panel of keys comes from memory, and a copy that waits for it computes nothing.
+/// Asks for the numbers of a row that will be copied soon.
 #[inline(always)]
 pub(crate) fn expect(source: Slice<'_>, at: usize, dim: usize) {
-    #[cfg(target_arch = "x86_64")]
-    with_typed!(Slice, source, x => {
-        let row = &x[at..at + dim];
-        let step = 64 / size_of_val(&row[0]);
-        for line in row.chunks(step) {
-            // SAFETY: a hint, at an address that exists.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
-        }
-    });
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (source, at, dim);
+    with_typed!(Slice, source, x => shared::expect(x[at..at + dim].as_ptr(), dim));
 }
 
 /// Whether all numbers of a panel are finite.

@@ -9,7 +9,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// How many tasks a job should have for the threads of the current pool to end together. What a task
 /// computes for a row does not depend on how many there are.
 pub(crate) fn tasks() -> usize {
-    4 * rayon::current_num_threads()
+    match rayon::current_num_threads() {
+        1 => 1,
+        threads => 4 * threads,
+    }
 }
 
 /// Tasks that are handed out in their order.

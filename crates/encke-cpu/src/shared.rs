@@ -4,6 +4,8 @@
 //! vector. A [`Shared`] hands them out one at a time, and [`disjoint`] is what makes that sound:
 //! a job whose addresses could meet is refused before any task runs.
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::marker::PhantomData;
 
 use encke_core::job::Operand;
@@ -42,6 +44,14 @@ impl<'a, T> Shared<'a, T> {
         }
     }
 
+    /// Asks for a row that is needed soon; for nothing if it lies outside the buffer.
+    #[inline(always)]
+    pub fn expect(&self, at: usize, len: usize) {
+        if at.checked_add(len).is_some_and(|end| end <= self.len) {
+            expect(self.start.wrapping_add(at), len);
+        }
+    }
+
     /// One row, to be read.
     ///
     /// # Safety
@@ -73,6 +83,20 @@ impl<'a, T> Shared<'a, T> {
         // as `self` can be, and the caller promises that nobody else has any of it.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
     }
+}
+
+/// Asks for numbers that are needed soon, while there is something else to do: rows of one head lie
+/// apart, no processor expects them, and whoever waits for memory computes nothing.
+#[inline(always)]
+pub(crate) fn expect<T>(numbers: *const T, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for byte in (0..len * size_of::<T>()).step_by(64) {
+        let line = numbers.cast::<i8>().wrapping_add(byte);
+        // SAFETY: a hint, which changes nothing whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (numbers, len);
 }
 
 /// Whether no two of the rows that an operand names can overlap: (batch, segment, row, head) of

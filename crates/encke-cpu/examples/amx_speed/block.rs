@@ -115,20 +115,12 @@ impl Bench {
         }
     }
 
-    /// Fetches the given block meanwhile.
-    pub fn softmax(&mut self, tile: usize, next: Option<usize>) {
-        let (fetch, skip) = match next {
-            None => (0, 0),
-            Some(block) => (self.steps, block * self.block_bytes()),
-        };
-        let next = [self.k.at(), self.v.at()].map(|at| at.wrapping_add(skip).cast_const());
+    pub fn softmax(&mut self, tile: usize) {
         let block = Block {
             scores: self.buffer(tile),
             steps: self.keys / 32,
             start: 0,
             masked: false,
-            next,
-            fetch,
         };
         // SAFETY: the scores are there, and so are the vectors.
         let rescale = unsafe {

@@ -29,7 +29,7 @@ pub fn phases<T: Tiles>(real: bool) {
     );
     println!(
         " dim  keys  pack k,v   floor      qk softmax      pv     sum |  in turn  two in turn  \
-         from L2  fetched"
+         from L2"
     );
     for (dim, keys) in [
         (64, 32),
@@ -50,42 +50,38 @@ pub fn phases<T: Tiles>(real: bool) {
         let pack = units(vector_rounds, &mut |bench| bench.pack_keys(&numbers, dim));
         // SAFETY: tiles are configured, here and below.
         let qk = units(rounds, &mut |bench| unsafe { bench.qk::<T>(0, 0) });
-        let softmax = units(vector_rounds, &mut |bench| bench.softmax(0, None));
+        let softmax = units(vector_rounds, &mut |bench| bench.softmax(0));
         // SAFETY: as above.
         let pv = units(rounds, &mut |bench| unsafe { bench.pv::<T>(0, 0) });
         // SAFETY: as above.
         let one = units(rounds, &mut |bench| unsafe {
             bench.qk::<T>(0, 0);
-            bench.softmax(0, None);
+            bench.softmax(0);
             bench.pv::<T>(0, 0);
         });
         // SAFETY: as above.
         let two = units(rounds, &mut |bench| unsafe {
             bench.qk::<T>(1, 0);
-            bench.softmax(0, None);
+            bench.softmax(0);
             bench.pv::<T>(0, 0);
             bench.qk::<T>(0, 0);
-            bench.softmax(1, None);
+            bench.softmax(1);
             bench.pv::<T>(1, 0);
         }) / 2.0;
-        let mut streamed = |fetched: bool| {
-            let mut block = 0;
-            // SAFETY: as above.
-            units(rounds, &mut |bench| unsafe {
-                let next = (block + 1) % BLOCKS;
-                bench.qk::<T>(0, block);
-                bench.softmax(0, fetched.then_some(next));
-                bench.pv::<T>(0, block);
-                block = next;
-            })
-        };
-        let (streamed, fetched) = (streamed(false), streamed(true));
+        let mut block = 0;
+        // SAFETY: as above.
+        let streamed = units(rounds, &mut |bench| unsafe {
+            bench.qk::<T>(0, block);
+            bench.softmax(0);
+            bench.pv::<T>(0, block);
+            block = (block + 1) % BLOCKS;
+        });
         // SAFETY: as above.
         unsafe { T::release() };
         let floor = (keys / 16 * 2 * (dim / 32) * 2) as f64;
         println!(
             "{dim:>4} {keys:>5} {pack:>9.1} {floor:>7.1} {qk:>7.1} {softmax:>7.1} {pv:>7.1} \
-             {:>7.1} | {one:>8.1} {two:>12.1} {streamed:>8.1} {fetched:>8.1}",
+             {:>7.1} | {one:>8.1} {two:>12.1} {streamed:>8.1}",
             qk + softmax + pv,
         );
     }

@@ -1,11 +1,41 @@
 //! The speed of every variant, beside the peak measured just before.
 
+use encke_core::job::Job;
+
 use crate::amx;
 use crate::amx::Pool;
 use crate::amx::tiles::Tiles;
 use crate::numbers::{Numbers, job, time};
 use crate::peak::peak;
-use crate::variants::{backwards, forwards};
+use crate::variants::{Backward, Forward, backwards, forwards};
+
+/// One call of a variant.
+type Body<'a> = Box<dyn Fn(&mut Numbers) + 'a>;
+
+fn forward_body<'a>(run: Forward, scratch: &'a Pool, job: &'a Job) -> Body<'a> {
+    Box::new(move |numbers| numbers.forward(run, scratch, job))
+}
+
+fn backward_body<'a>(run: Backward, scratch: &'a Pool, job: &'a Job) -> Body<'a> {
+    Box::new(move |numbers| numbers.backward(run, scratch, job))
+}
+
+/// The shortest and the median time of each variant, taken in turns: how fast a machine is changes
+/// from one second to the next, and by more than variants differ.
+fn turns(real: bool, runs: &[Body<'_>], numbers: &mut Numbers) -> Vec<(f64, f64)> {
+    let rounds = if real { 9 } else { 1 };
+    let mut seconds = vec![Vec::new(); runs.len()];
+    for _ in 0..rounds {
+        for (run, seconds) in runs.iter().zip(&mut seconds) {
+            seconds.push(time(1, || run(numbers)).0);
+        }
+    }
+    let summary = |mut seconds: Vec<f64>| {
+        seconds.sort_by(f64::total_cmp);
+        (seconds[0], seconds[rounds / 2])
+    };
+    seconds.into_iter().map(summary).collect()
+}
 
 /// GFLOP/s of every variant.
 pub fn table<T: Tiles>(real: bool, threads: usize, forward: bool) {
@@ -26,32 +56,28 @@ pub fn table<T: Tiles>(real: bool, threads: usize, forward: bool) {
                     if forward { "forward" } else { "backward" },
                     if causal { "causal" } else { "full" },
                 );
-                let report = |name: &str, flop: f64, (best, median): (f64, f64)| {
+                if !forward {
+                    numbers.forward(amx::forward::<T>, &scratch, &job);
+                    numbers.finish(&job);
+                }
+                let (names, runs): (Vec<_>, Vec<Body<'_>>) = match forward {
+                    true => forwards::<T>()
+                        .into_iter()
+                        .map(|(name, run)| (name, forward_body(run, &scratch, &job)))
+                        .unzip(),
+                    false => backwards::<T>()
+                        .into_iter()
+                        .map(|(name, run)| (name, backward_body(run, &scratch, &job)))
+                        .unzip(),
+                };
+                let flop = if forward { 4.0 } else { 10.0 } * operations;
+                for (name, (best, median)) in names.iter().zip(turns(real, &runs, &mut numbers)) {
                     println!(
                         "  {name:<56} {:7.0} GFLOP/s ({:4.1}%), median {:7.0}",
                         flop / best,
                         100.0 * flop / best / peak,
                         flop / median
                     );
-                };
-                let runs = |seconds: f64| match real {
-                    true => ((0.3 / seconds) as usize).clamp(2, 8),
-                    false => 1,
-                };
-                if forward {
-                    for (name, run) in forwards::<T>() {
-                        let (first, _) = time(1, || numbers.forward(run, &scratch, &job));
-                        let times = time(runs(first), || numbers.forward(run, &scratch, &job));
-                        report(name, 4.0 * operations, times);
-                    }
-                    continue;
-                }
-                numbers.forward(amx::forward::<T>, &scratch, &job);
-                numbers.finish(&job);
-                for (name, run) in backwards::<T>() {
-                    let (first, _) = time(1, || numbers.backward(run, &scratch, &job));
-                    let times = time(runs(first), || numbers.backward(run, &scratch, &job));
-                    report(name, 10.0 * operations, times);
                 }
             }
         }

@@ -27,7 +27,6 @@ macro_rules! variants {
             (name, $run::<T, Variant> as $kind)
         }),*]
     };
-    (@size PREFETCH, $value:expr) => { const PREFETCH: bool = $value; };
     (@size $size:ident, $value:expr) => { const $size: usize = $value; };
 }
 
@@ -37,17 +36,14 @@ pub fn forwards<T: Tiles>() -> Vec<(&'static str, Forward)> {
         Shape,
         forward_shaped as Forward,
         [
-            {KEYS: 256},
-            {KEYS: 128},
             {KEYS: 64},
-            {KEYS: 128, PREFETCH: false},
-            {KEYS: 256, PREFETCH: false},
-            {KEYS: 512},
-            {KEYS: 256, PACKED: 512, NUMBERS: 1 << 17},
-            {KEYS: 128, PACKED: 512, NUMBERS: 1 << 17},
+            {KEYS: 96, PACKED: 960},
+            {KEYS: 128},
+            {KEYS: 256},
+            {KEYS: 64, DEGREE: 3},
             {KEYS: 64, PACKED: 512, NUMBERS: 1 << 17},
-            {KEYS: 256, PACKED: 2048},
-            {KEYS: 256, DEGREE: 3},
+            {KEYS: 128, PACKED: 512, NUMBERS: 1 << 17},
+            {KEYS: 256, PACKED: 512, NUMBERS: 1 << 17},
         ]
     )
 }
@@ -59,13 +55,10 @@ pub fn backwards<T: Tiles>() -> Vec<(&'static str, Backward)> {
         backward_shaped as Backward,
         [
             {KEYS: 64},
-            {KEYS: 64, TILES: 8},
-            {KEYS: 64, NUMBERS: 1 << 16},
-            {KEYS: 64, TILES: 8, NUMBERS: 1 << 16},
+            {KEYS: 64, TILES: 4, NUMBERS: 1 << 15},
             {KEYS: 128},
-            {KEYS: 128, NUMBERS: 1 << 16},
-            {KEYS: 32, TILES: 8},
-            {KEYS: 128, TILES: 2},
+            {KEYS: 128, TILES: 4},
+            {KEYS: 64, NUMBERS: 1 << 17},
         ]
     )
 }

@@ -371,6 +371,7 @@ pub(crate) unsafe fn clean(from: *const u8, to: Slabs, count: usize) {
 ///
 /// # Safety
 /// The slab can be read and begins at a cache line.
+#[inline]
 #[target_feature(enable = "avx512f")]
 pub(crate) unsafe fn transpose_sums(slab: *const u8) -> [[__m512; 16]; 2] {
     let mut halves = [[_mm512_setzero_ps(); 16]; 2];

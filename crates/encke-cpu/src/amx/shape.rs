@@ -14,8 +14,6 @@ pub(crate) trait Shape: Send + Sync + 'static {
     /// Degree of the polynomial of the exponential: more than weights that are rounded to bf16
     /// need, because the lse is made of their sums.
     const DEGREE: usize = 4;
-    /// Whether the next block of keys and values is fetched during a softmax.
-    const PREFETCH: bool = true;
     /// Keys that are packed at a time, to stay in the second-level cache; a multiple of KEYS and
     /// at most 64 · 32.
     const PACKED: usize = 1024;
@@ -48,13 +46,13 @@ pub(crate) trait BackwardShape: Send + Sync + 'static {
     /// Keys of a block; a multiple of 32.
     const KEYS: usize = 64;
     /// Tiles of 32 queries over which dk and dv are summed before they go back to memory.
-    const TILES: usize = 4;
+    const TILES: usize = 8;
     /// Bytes from one slab to the next.
     const SLAB: usize = SLAB_BYTES;
     /// Degree of the polynomial of the exponential: weights are rounded to bf16 at once.
     const DEGREE: usize = 3;
     /// Numbers of q that are packed at a time.
-    const NUMBERS: usize = 1 << 15;
+    const NUMBERS: usize = 1 << 16;
 }
 
 /// What has proved itself for the backward pass.

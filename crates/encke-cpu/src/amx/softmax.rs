@@ -72,9 +72,6 @@ pub(crate) struct Block {
     pub start: usize,
     /// Whether some query does not see all keys of the block.
     pub masked: bool,
-    /// Slabs of keys and of values to fetch meanwhile: for each 32 keys `fetch` of both.
-    pub next: [*const u8; 2],
-    pub fetch: usize,
 }
 
 /// All lanes.
@@ -243,7 +240,6 @@ unsafe fn weights<S: Shape>(block: &Block, half: usize, scale: __m512, base: __m
     let weight = |score| exp2_of::<S>(_mm512_fmsub_ps(score, scale, base));
     for step in 0..block.steps {
         let slab = slab::<S>(block, step, half);
-        let next = block.next[half].wrapping_add(step * block.fetch * S::SLAB);
         for row in 0..8 {
             // SAFETY: the caller's promise.
             unsafe {
@@ -259,27 +255,10 @@ unsafe fn weights<S: Shape>(block: &Block, half: usize, scale: __m512, base: __m
                 _mm512_store_si512(at.cast(), pair(first, second));
                 _mm512_store_si512(at.add(32).cast(), pair(third, fourth));
             }
-            if S::PREFETCH {
-                // Four lines of each slab: eight turns fetch all thirty-two.
-                for slab in 0..block.fetch {
-                    let line = next.wrapping_add(slab * S::SLAB + 4 * row * ROW_BYTES);
-                    prefetch(line);
-                    prefetch(line.wrapping_add(ROW_BYTES));
-                    prefetch(line.wrapping_add(2 * ROW_BYTES));
-                    prefetch(line.wrapping_add(3 * ROW_BYTES));
-                }
-            }
         }
     }
     let sum = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
     _mm512_mul_ps(sum, splat(LOWER))
-}
-
-/// Asks for a line.
-#[inline(always)]
-fn prefetch(line: *const u8) {
-    // SAFETY: fetching does no harm, whatever the address.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
 }
 
 /// The exponential of the shape's degree.

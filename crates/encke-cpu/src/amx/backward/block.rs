@@ -141,8 +141,9 @@ impl Run<'_> {
                 // SAFETY: both regions have this many slabs.
                 unsafe { self.clean_tiles::<S>(tiles, hurt, pairs, factor) };
             }
-            for key in 0..steps {
-                for step in 0..self.steps {
+            // Factors of one step of channels meet all keys while the first-level cache has them.
+            for step in 0..self.steps {
+                for key in 0..steps {
                     let c = sums + (key * self.steps + step) * 2 * S::SLAB;
                     let c = scratch.wrapping_add(c);
                     let product = |factor: *mut u8| {

@@ -12,6 +12,9 @@ use super::super::tiles::ROW_BYTES;
 use super::{Keys, Run, Task, Tile};
 use crate::shared::Shared;
 
+/// How many rows ahead of the one that is added to the next one is asked for.
+const AHEAD: usize = 6;
+
 impl Run<'_> {
     /// Packs queries and what is known of them.
     ///
@@ -147,7 +150,11 @@ impl Run<'_> {
         ] {
             for row in 0..keys.count {
                 let head = task.heads[0];
-                let at = job.k.at(task.batch, task.segment, keys.start + row, head);
+                let of_row = |row| job.k.at(task.batch, task.segment, keys.start + row, head);
+                let at = of_row(row);
+                if row + AHEAD < keys.count {
+                    target.expect(of_row(row + AHEAD), job.dim);
+                }
                 for part in 0..job.dim.div_ceil(16) {
                     let slab = row / WIDTH * 2 * self.steps + part;
                     let from = sums + slab * S::SLAB + row % WIDTH * ROW_BYTES;

@@ -57,7 +57,7 @@ impl Run<'_> {
             // SAFETY: the caller's promise.
             unsafe {
                 self.scores::<T, S>(turn, scratch);
-                let rescale = self.weights::<T, S>(tile, turn, packed, scratch);
+                let rescale = self.weights::<T, S>(tile, turn, scratch);
                 self.values::<T, S>(tile, turn, packed, &rescale, scratch);
             }
         }
@@ -99,19 +99,13 @@ impl Run<'_> {
         &self,
         tile: &mut Tile,
         turn: Turn,
-        packed: Packed,
         scratch: *mut u8,
     ) -> Rescale {
-        let next = turn.from + S::KEYS;
-        let fetch = next < packed.count;
         let block = Block {
             scores: self.block_of_scores(scratch),
             steps: turn.steps,
             start: turn.key,
             masked: tile.masked(turn),
-            next: [self.layout.keys, self.layout.values]
-                .map(|region| self.block::<S>(region, next, scratch).cast_const()),
-            fetch: if fetch { self.steps } else { 0 },
         };
         // SAFETY: the buffer of scores has these slabs.
         unsafe {
