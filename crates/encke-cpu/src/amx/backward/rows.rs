@@ -37,16 +37,21 @@ impl Run<'_> {
         for (i, tile) in tiles.iter_mut().enumerate() {
             let first = rows.start + i * WIDTH;
             let count = WIDTH.min(rows.end - first);
-            let cell = |lane: usize| job.cells.at(task.batch, task.segment, first + lane, head);
+            let cells: [usize; WIDTH] = std::array::from_fn(|lane| {
+                let row = first + lane.min(count - 1);
+                job.cells.at(task.batch, task.segment, row, head)
+            });
             // A query that saw nothing anywhere contributes nothing, whatever its row holds.
-            let live = |lane: usize| lane < count && given.lse[cell(lane)] != f32::NEG_INFINITY;
+            let lives = |lane: usize| lane < count && given.lse[cells[lane]] != f32::NEG_INFINITY;
+            let lives: [bool; WIDTH] = std::array::from_fn(lives);
+            let live = |lane: usize| lives[lane];
             let visible: [usize; 32] = std::array::from_fn(|lane| match live(lane) {
                 true => job.visible(first + lane),
                 false => 0,
             });
             let known = |numbers: &[f32], factor: f32| {
                 Lanes(std::array::from_fn(|lane| match live(lane) {
-                    true => factor * numbers[cell(lane)],
+                    true => factor * numbers[cells[lane]],
                     false => 0.0,
                 }))
             };
@@ -70,7 +75,7 @@ impl Run<'_> {
                 numbers: given.dout,
                 dim: job.dim,
                 count,
-                address: |lane: usize| live(lane).then(|| cell(lane) * job.dim),
+                address: |lane: usize| live(lane).then(|| cells[lane] * job.dim),
             };
             let slabs = |region: usize| Slabs {
                 at: scratch.wrapping_add(region + i * self.steps * S::SLAB),
