@@ -133,7 +133,7 @@ impl<'a, A: Real> Target<'a, A> {
     ///
     /// # Safety
     /// As for [`Target::begin`].
-    #[inline]
+    #[inline(always)]
     unsafe fn add_before(&self, cell: usize, row: &mut [A], m: A) {
         let Some(before) = &self.before else {
             return;
@@ -153,11 +153,12 @@ impl<'a, A: Real> Target<'a, A> {
         }
     }
 
-    /// What a cell ends with, given what it has summed since it began, its m and its l.
+    /// What a cell ends with, given what it has summed since it began, its m and its l. Always inlined, to
+    /// be compiled for the vectors of whoever calls.
     ///
     /// # Safety
     /// As for [`Target::begin`].
-    #[inline]
+    #[inline(always)]
     pub unsafe fn end_with(&self, cell: usize, row: &mut [A], m: A, l: A) {
         let dim = row.len();
         // SAFETY: the caller's promise.
