@@ -1,4 +1,4 @@
-//! What is done cell by cell: merge, finish and delta.
+//! What is done cell by cell, or number by number: merge, fill, convert, finish and delta.
 //!
 //! These read and write each number once and are bound by memory.
 
@@ -50,16 +50,15 @@ pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<D
 pub(crate) fn fill(buffer: &mut Data, value: f64) {
     with_typed!(Data, buffer, x => {
         let value = Element::from_f64(value);
-        in_pieces(x, CELLS * 64, |_, piece| piece.fill(value));
+        in_pieces(x, NUMBERS, |_, piece| piece.fill(value));
     });
 }
 
 /// Copies the first numbers of one buffer to a range of another, rounding where their types differ.
 pub(crate) fn convert(from: &Data, to: &mut Data, range: Range<usize>) {
     with_typed!(Data, from, source => with_typed!(Data, to, target => {
-        let piece = CELLS * 64;
-        in_pieces(&mut target[range], piece, |place, target| {
-            let first = place * piece;
+        in_pieces(&mut target[range], NUMBERS, |place, target| {
+            let first = place * NUMBERS;
             host::convert(&source[first..first + target.len()], target);
         });
     }));
@@ -67,6 +66,8 @@ pub(crate) fn convert(from: &Data, to: &mut Data, range: Range<usize>) {
 
 /// Cells that one task ends or prepares: enough work to be worth a task.
 const CELLS: usize = 1024;
+/// Numbers that one task fills or copies.
+const NUMBERS: usize = 64 * CELLS;
 
 /// Hands out pieces of so many numbers, with their place, to the threads of the current pool. A single
 /// one is done by the caller: to wake a thread for it takes longer than a short call.
@@ -161,7 +162,7 @@ mod tests {
 
     #[test]
     fn pieces_are_copied_to_where_they_belong() {
-        let count = 2 * CELLS * 64 + 77;
+        let count = 2 * NUMBERS + 77;
         let numbers: Vec<f32> = (0..count + 5).map(|i| (i % 251) as f32).collect();
         let mut to = Data::Bf16(vec![half::bf16::from_f32(-1.0); count + 9]);
         convert(&Data::F32(numbers.clone()), &mut to, 3..3 + count);

@@ -42,15 +42,15 @@ impl Run<'_> {
                 job.cells.at(task.batch, task.segment, row, head)
             });
             // A query that saw nothing anywhere contributes nothing, whatever its row holds.
-            let lives = |lane: usize| lane < count && given.lse[cells[lane]] != f32::NEG_INFINITY;
-            let lives: [bool; WIDTH] = std::array::from_fn(lives);
-            let live = |lane: usize| lives[lane];
-            let visible: [usize; 32] = std::array::from_fn(|lane| match live(lane) {
+            let live: [bool; WIDTH] = std::array::from_fn(|lane| {
+                lane < count && given.lse[cells[lane]] != f32::NEG_INFINITY
+            });
+            let visible: [usize; 32] = std::array::from_fn(|lane| match live[lane] {
                 true => job.visible(first + lane),
                 false => 0,
             });
             let known = |numbers: &[f32], factor: f32| {
-                Lanes(std::array::from_fn(|lane| match live(lane) {
+                Lanes(std::array::from_fn(|lane| match live[lane] {
                     true => factor * numbers[cells[lane]],
                     false => 0.0,
                 }))
@@ -68,14 +68,14 @@ impl Run<'_> {
                 dim: job.dim,
                 count,
                 address: |lane: usize| {
-                    live(lane).then(|| job.q.at(task.batch, task.segment, first + lane, head))
+                    live[lane].then(|| job.q.at(task.batch, task.segment, first + lane, head))
                 },
             };
             let dout = Source {
                 numbers: given.dout,
                 dim: job.dim,
                 count,
-                address: |lane: usize| live(lane).then(|| cells[lane] * job.dim),
+                address: |lane: usize| live[lane].then(|| cells[lane] * job.dim),
             };
             let slabs = |region: usize| Slabs {
                 at: scratch.wrapping_add(region + i * self.steps * S::SLAB),
