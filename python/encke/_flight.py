@@ -84,10 +84,19 @@ class HostFlight(Flight):
         return self.done.wait(seconds)
 
     def blamed(self) -> int:
-        return self.current
+        """The rank that is waited for may itself wait for another, and so on: the last one is meant."""
+        return self.wire.last_waited_for(self.current)
 
     def failure(self) -> Optional[tuple[int, str]]:
         return self.failed
+
+    def look(self) -> None:
+        self.wire.waits_for(self.current)
+        super().look()
+
+    def wait(self) -> None:
+        super().wait()
+        self.wire.waits_for(None)
 
 
 class Letters(Flight):

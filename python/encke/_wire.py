@@ -4,7 +4,8 @@ A hop is posted on the group as it is, from and into the library's own memory, a
 than the group's timeout. What torch does not do is tell: where a process dies its neighbours get an
 error and everyone else waits. So whoever fails, or sees another fail, leaves word in the group's store,
 once and for all, and whoever waits looks there. The first word is everybody's: all ranks raise
-:class:`encke.RingError` naming the same rank.
+:class:`encke.RingError` naming the same rank. Whoever waits for long says for whom, so that a process
+that has stopped is blamed, and not one that waits for it.
 
 Hops between GPUs are in ``_gpu_wire``, and use the group's NCCL where it has that. A group that has
 nothing else talks by way of its store.
@@ -36,6 +37,7 @@ from encke._gpu_wire import GpuWire
 # Seconds after which a store that does not answer is taken for gone.
 _STORE = 5.0
 _KEY = "encke/failure"
+_WAITS = "encke/waits"
 # What ranks tell each other beside rows; rows have tags below.
 _TALK = (1 << 31) - 2
 
@@ -72,6 +74,8 @@ class Wire:
         self.gpu = None if nccl is None else GpuWire(self, nccl)
         self._letters = 0
         self._failure: Optional[Failure] = None
+        # Whom this rank waits for, as the others know it.
+        self._waits_for: Optional[int] = None
         # Whether whoever keeps the store has stopped answering: the launcher, or else a rank.
         self.store_is_gone = False
         launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -196,6 +200,26 @@ class Wire:
             word = self.ask(lambda: self._store.get(_KEY))
             self._failure = Failure(*json.loads(word)) if word else None
         return self._failure
+
+    def waits_for(self, peer: Optional[int]) -> None:
+        """Tells everyone whom this rank waits for, or that it goes on."""
+        if peer != self._waits_for:
+            self._waits_for = peer
+            self.ask(lambda: self._store.set(f"{_WAITS}/{self.rank}", json.dumps(peer)))
+
+    def last_waited_for(self, peer: int) -> int:
+        """The rank that ``peer`` waits for, or the one that that one waits for, and so on; ``peer``
+        where they wait for one another."""
+        seen, last = {self.rank}, peer
+        while last not in seen:
+            seen.add(last)
+            key = f"{_WAITS}/{last}"
+            word = self.ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+            following = json.loads(word) if word else None
+            if following is None:
+                return last
+            last = following
+        return peer
 
     def ask(self, question: Callable[[], Any]) -> Any:
         """What the store answers. One that does not, because its process died or is stopped, is not
