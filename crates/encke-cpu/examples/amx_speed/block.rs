@@ -4,7 +4,7 @@ use std::hint::black_box;
 
 use half::bf16;
 
-use crate::amx::pack::{self, Sign, Slabs, Source};
+use crate::amx::pack::{self, Sign, Source};
 use crate::amx::shape::Short;
 use crate::amx::softmax::{self, Block, Lanes, Running, Scale};
 use crate::amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
@@ -63,7 +63,7 @@ impl Bench {
     fn pack(&mut self, numbers: &Numbers, dim: usize) {
         for tile in 0..2 {
             let source = source(&numbers.given[0], dim, tile * 32);
-            let to = slabs(self.q.at().wrapping_add(tile * self.steps * SLAB_BYTES));
+            let to = self.q.at().wrapping_add(tile * self.steps * SLAB_BYTES);
             // SAFETY: the memory has these slabs, and the vectors are there.
             unsafe { pack::lanes(&source, Sign::Plus, to) };
         }
@@ -76,9 +76,9 @@ impl Bench {
             // SAFETY: the memory has these slabs, and the vectors are there.
             unsafe {
                 let keys = source(&numbers.given[1], dim, step * 32);
-                pack::rows(&keys, slabs(self.k.at().wrapping_add(at)));
+                pack::rows(&keys, self.k.at().wrapping_add(at));
                 let values = source(&numbers.given[2], dim, step * 32);
-                pack::columns(&values, slabs(self.v.at().wrapping_add(at)));
+                pack::columns(&values, self.v.at().wrapping_add(at));
             }
         }
     }
@@ -150,13 +150,6 @@ impl Bench {
                 });
             }
         }
-    }
-}
-
-fn slabs(at: *mut u8) -> Slabs {
-    Slabs {
-        at,
-        stride: SLAB_BYTES,
     }
 }
 

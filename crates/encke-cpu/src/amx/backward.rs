@@ -21,7 +21,7 @@ use super::schedule;
 use super::scratch::{Divider, Pool};
 use super::shape::{BackwardShape, Usual};
 use super::softmax::Scale;
-use super::tiles::{ROW_BYTES, Tiles};
+use super::tiles::{SLAB_BYTES, Tiles};
 use crate::shared::Shared;
 
 /// Tasks of a round, if the job is large enough.
@@ -184,13 +184,13 @@ struct Layout {
 
 impl Layout {
     fn new<S: BackwardShape>(dim: usize) -> Layout {
-        const { assert!(S::KEYS.is_multiple_of(WIDTH) && S::SLAB.is_multiple_of(ROW_BYTES)) };
+        const { assert!(S::KEYS.is_multiple_of(WIDTH)) };
         let steps = dim.div_ceil(WIDTH);
         let limit = S::NUMBERS / (steps * WIDTH) / WIDTH;
         let tiles = (limit / S::TILES * S::TILES).clamp(S::TILES, 32);
         let blocks = S::KEYS / WIDTH;
         let mut divider = Divider::default();
-        let mut slabs = |count: usize| divider.take(count * S::SLAB);
+        let mut slabs = |count: usize| divider.take(count * SLAB_BYTES);
         let mut layout = Layout {
             tiles,
             q_lanes: slabs(tiles * steps),
@@ -283,15 +283,15 @@ impl Run<'_> {
                 }
                 // SAFETY: the caller's promise.
                 unsafe {
-                    let tiles = self.pack_queries::<S>(task, head, first..end, scratch);
+                    let tiles = self.pack_queries(task, head, first..end, scratch);
                     let most = tiles.iter().map(|tile| tile.most).max().unwrap_or(0);
                     for start in (task.keys.start..most.min(task.keys.end)).step_by(S::KEYS) {
                         let count = S::KEYS.min(task.keys.end - start);
-                        let keys = self.pack_keys::<S>(task, start, count, scratch);
+                        let keys = self.pack_keys(task, start, count, scratch);
                         self.block::<T, S>(tiles, keys, scratch);
-                        self.add_keys::<S>(task, keys, scratch);
+                        self.add_keys(task, keys, scratch);
                     }
-                    self.add_queries::<S>(task, head, tiles, scratch);
+                    self.add_queries(task, head, tiles, scratch);
                 }
             }
         }

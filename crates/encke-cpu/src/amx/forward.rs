@@ -19,7 +19,7 @@ use super::schedule;
 use super::scratch::{Divider, Pool};
 use super::shape::{Long, Shape, Short};
 use super::softmax::{Running, Scale};
-use super::tiles::{ROW_BYTES, SLAB_BYTES, Tiles};
+use super::tiles::{SLAB_BYTES, Tiles};
 use crate::target::Target;
 
 /// Tiles below which a task is not cut further: keys are packed for each task.
@@ -138,28 +138,21 @@ struct Layout {
 impl Layout {
     fn new<S: Shape>(dim: usize) -> Layout {
         const { assert!(S::PACKED.is_multiple_of(S::KEYS) && S::KEYS.is_multiple_of(WIDTH)) };
-        const { assert!(S::PACKED <= 64 * WIDTH && S::SLAB.is_multiple_of(ROW_BYTES)) };
+        const { assert!(S::PACKED <= 64 * WIDTH) };
         let steps = dim.div_ceil(WIDTH);
         let width = steps * WIDTH;
         let tiles = (S::NUMBERS / width / WIDTH).clamp(FEWEST_TILES, 32);
-        let slabs = |count: usize| count * S::SLAB;
-        // Where slabs are further apart than they are long, what is multiplied and what is summed
-        // use different halves of pages, so that their addresses never look alike.
-        let apart = if S::SLAB >= 2 * SLAB_BYTES {
-            SLAB_BYTES
-        } else {
-            0
-        };
+        let slabs = |count: usize| count * SLAB_BYTES;
         let mut divider = Divider::default();
         let mut layout = Layout {
             tiles,
             running: divider.take(tiles * size_of::<Tile>()),
             sums: divider.take(slabs(tiles * 2 * steps)),
             scores: divider.take(slabs(2 * S::KEYS / WIDTH)),
-            queries: divider.take(slabs(tiles * steps) + apart) + apart,
-            keys: divider.take(slabs(S::PACKED / WIDTH * steps) + apart) + apart,
-            values: divider.take(slabs(S::PACKED / WIDTH * steps) + apart) + apart,
-            clean: divider.take(slabs(S::KEYS / WIDTH * steps) + apart) + apart,
+            queries: divider.take(slabs(tiles * steps)),
+            keys: divider.take(slabs(S::PACKED / WIDTH * steps)),
+            values: divider.take(slabs(S::PACKED / WIDTH * steps)),
+            clean: divider.take(slabs(S::KEYS / WIDTH * steps)),
             bytes: 0,
         };
         layout.bytes = divider.bytes();
@@ -221,13 +214,13 @@ impl Run<'_> {
             tile.first = task.first + i % tiles_each * WIDTH;
             tile.count = WIDTH.min(task.first + task.count - tile.first);
             // SAFETY: the rows are this task's own, scratch memory as the layout says.
-            unsafe { self.load::<S>(task, i, tile, scratch) };
+            unsafe { self.load(task, i, tile, scratch) };
         }
         let most = tiles.iter().map(|tile| tile.most).max().unwrap_or(0);
         for first in (0..most).step_by(S::PACKED) {
             // SAFETY: as above.
             unsafe {
-                let packed = self.pack::<S>(task, first, S::PACKED.min(most - first), scratch);
+                let packed = self.pack(task, first, S::PACKED.min(most - first), scratch);
                 for (number, tile) in tiles.iter_mut().enumerate() {
                     self.attend::<T, S>(tile, number, packed, scratch);
                 }
@@ -235,16 +228,16 @@ impl Run<'_> {
         }
         for (i, tile) in tiles.iter().enumerate() {
             // SAFETY: as above.
-            unsafe { self.store::<S>(task, i, tile, scratch) };
+            unsafe { self.store(task, i, tile, scratch) };
         }
     }
 
-    fn queries<S: Shape>(&self, tile: usize, scratch: *mut u8) -> *mut u8 {
-        scratch.wrapping_add(self.layout.queries + tile * self.steps * S::SLAB)
+    fn queries(&self, tile: usize, scratch: *mut u8) -> *mut u8 {
+        scratch.wrapping_add(self.layout.queries + tile * self.steps * SLAB_BYTES)
     }
 
-    fn sums<S: Shape>(&self, tile: usize, scratch: *mut u8) -> *mut u8 {
-        scratch.wrapping_add(self.layout.sums + tile * 2 * self.steps * S::SLAB)
+    fn sums(&self, tile: usize, scratch: *mut u8) -> *mut u8 {
+        scratch.wrapping_add(self.layout.sums + tile * 2 * self.steps * SLAB_BYTES)
     }
 
     fn block_of_scores(&self, scratch: *mut u8) -> *mut u8 {
@@ -252,7 +245,7 @@ impl Run<'_> {
     }
 
     /// Packed keys (or values) from number `from` on, a multiple of 32.
-    fn block<S: Shape>(&self, region: usize, from: usize, scratch: *mut u8) -> *mut u8 {
-        scratch.wrapping_add(region + from / WIDTH * self.steps * S::SLAB)
+    fn block(&self, region: usize, from: usize, scratch: *mut u8) -> *mut u8 {
+        scratch.wrapping_add(region + from / WIDTH * self.steps * SLAB_BYTES)
     }
 }

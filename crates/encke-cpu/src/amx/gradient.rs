@@ -7,7 +7,7 @@
 use std::arch::x86_64::*;
 
 use super::softmax::Lanes;
-use super::tiles::{ROW_BYTES, TILE_BYTES};
+use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::vector::{LIFT, exp2, pair, splat};
 
 /// What is known of 32 queries.
@@ -54,22 +54,16 @@ pub(crate) struct Factors {
 /// Computes weights and gradients of a block.
 ///
 /// # Safety
-/// The slabs of the block can be read and written, slabs of scores and products lie `stride` bytes
-/// apart, and the processor has the vectors.
+/// The slabs of the block can be read and written, and the processor has the vectors.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-pub(crate) unsafe fn gradient<const DEGREE: usize>(
-    stride: usize,
-    block: &Block,
-    factors: Factors,
-    known: &Known,
-) {
+pub(crate) unsafe fn gradient<const DEGREE: usize>(block: &Block, factors: Factors, known: &Known) {
     // SAFETY: the caller's promise.
     unsafe {
         if block.masked {
-            pass::<DEGREE, true>(stride, block, factors, known);
+            pass::<DEGREE, true>(block, factors, known);
         } else {
-            pass::<DEGREE, false>(stride, block, factors, known);
+            pass::<DEGREE, false>(block, factors, known);
         }
     }
 }
@@ -79,7 +73,6 @@ pub(crate) unsafe fn gradient<const DEGREE: usize>(
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
 unsafe fn pass<const DEGREE: usize, const MASKED: bool>(
-    stride: usize,
     block: &Block,
     factors: Factors,
     known: &Known,
@@ -100,7 +93,7 @@ unsafe fn pass<const DEGREE: usize, const MASKED: bool>(
     // Weights, and with them their gradients, are lifted because storing them cuts.
     let lse = lse.map(|lse| _mm512_sub_ps(lse, splat(LIFT)));
     for step in 0..block.steps {
-        let slab = 2 * step * stride;
+        let slab = 2 * step * SLAB_BYTES;
         let left = step * block.left_stride;
         let turned = block.turned.wrapping_add(step * block.right_stride);
         for row in (0..32).step_by(2) {
@@ -110,7 +103,7 @@ unsafe fn pass<const DEGREE: usize, const MASKED: bool>(
                 let row = row + next;
                 let mut weights = [splat(0.0); 2];
                 for half in 0..2 {
-                    let at = slab + half * stride + row * ROW_BYTES;
+                    let at = slab + half * SLAB_BYTES + row * ROW_BYTES;
                     // SAFETY: the caller's promise.
                     let (score, product) = unsafe {
                         (

@@ -1,6 +1,6 @@
 //! Rows of q, k, v and dout as the tiles want them.
 //!
-//! Every function packs 32 rows, `steps` slabs of 32 channels each, `stride` bytes apart. Rows
+//! Every function packs 32 rows into slabs of 32 channels each, one behind the other. Rows
 //! lie anywhere (that is where dilation ends) and may be fewer than 32, channels fewer than 32 a
 //! step: what is missing is zero. There are four forms, because tiles cannot be transposed:
 //!
@@ -14,7 +14,7 @@
 use half::bf16;
 use std::arch::x86_64::*;
 
-use super::tiles::{ROW_BYTES, TILE_BYTES};
+use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::vector::transpose;
 
 /// Rows of a pack, and channels of a step.
@@ -31,15 +31,6 @@ pub(crate) struct Source<'a, F> {
     pub count: usize,
     /// Where row i lies; None leaves it zero.
     pub address: F,
-}
-
-/// Where packed slabs go.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Slabs {
-    /// The first one, aligned to a cache line.
-    pub at: *mut u8,
-    /// Bytes from one step to the next.
-    pub stride: usize,
 }
 
 /// The rows of a source, looked up once.
@@ -177,11 +168,11 @@ unsafe fn put(at: *mut u8, row: usize, value: __m512i) {
 /// Rows as they lie. Returns whether any number is not finite.
 ///
 /// # Safety
-/// The slabs can be written, and the processor has the vectors.
+/// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(crate) unsafe fn rows<F: Fn(usize) -> Option<usize>>(
     source: &Source<'_, F>,
-    to: Slabs,
+    to: *mut u8,
 ) -> bool {
     let rows = Rows::new(source);
     each_step!(rows, rows_step(to)) != 0
@@ -190,8 +181,8 @@ pub(crate) unsafe fn rows<F: Fn(usize) -> Option<usize>>(
 /// # Safety
 /// As for [`rows`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn rows_step<const FULL: bool>(rows: &Rows, step: usize, to: Slabs) -> u32 {
-    let slab = to.at.wrapping_add(step * to.stride);
+unsafe fn rows_step<const FULL: bool>(rows: &Rows, step: usize, to: *mut u8) -> u32 {
+    let slab = to.wrapping_add(step * SLAB_BYTES);
     let mut sizes = Sizes::new();
     for i in 0..WIDTH {
         let numbers = rows.load::<FULL>(i, step);
@@ -205,11 +196,11 @@ unsafe fn rows_step<const FULL: bool>(rows: &Rows, step: usize, to: Slabs) -> u3
 /// Channels as rows. Returns whether any number is not finite.
 ///
 /// # Safety
-/// The slabs can be written, and the processor has the vectors.
+/// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(crate) unsafe fn columns<F: Fn(usize) -> Option<usize>>(
     source: &Source<'_, F>,
-    to: Slabs,
+    to: *mut u8,
 ) -> bool {
     let rows = Rows::new(source);
     each_step!(rows, columns_step(to)) != 0
@@ -218,8 +209,8 @@ pub(crate) unsafe fn columns<F: Fn(usize) -> Option<usize>>(
 /// # Safety
 /// As for [`columns`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn columns_step<const FULL: bool>(rows: &Rows, step: usize, to: Slabs) -> u32 {
-    let slab = to.at.wrapping_add(step * to.stride);
+unsafe fn columns_step<const FULL: bool>(rows: &Rows, step: usize, to: *mut u8) -> u32 {
+    let slab = to.wrapping_add(step * SLAB_BYTES);
     let mut sizes = Sizes::new();
     // Sixteen channels at a time, so that everything stays in registers.
     for upper in 0..2 {
@@ -249,12 +240,12 @@ unsafe fn columns_step<const FULL: bool>(rows: &Rows, step: usize, to: Slabs) ->
 /// Rows as lanes, in pairs of channels, with the sign of the scale.
 ///
 /// # Safety
-/// The slabs can be written, and the processor has the vectors.
+/// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(crate) unsafe fn lanes<F: Fn(usize) -> Option<usize>>(
     source: &Source<'_, F>,
     sign: Sign,
-    to: Slabs,
+    to: *mut u8,
 ) {
     let rows = Rows::new(source);
     each_step!(rows, lanes_step(sign, to));
@@ -263,11 +254,11 @@ pub(crate) unsafe fn lanes<F: Fn(usize) -> Option<usize>>(
 /// # Safety
 /// As for [`lanes`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn lanes_step<const FULL: bool>(rows: &Rows, step: usize, sign: Sign, to: Slabs) -> u32 {
+unsafe fn lanes_step<const FULL: bool>(rows: &Rows, step: usize, sign: Sign, to: *mut u8) -> u32 {
     let (keep, flip) = sign.words();
     let (keep, flip) = (_mm512_set1_epi16(keep), _mm512_set1_epi16(flip));
     for half in 0..2 {
-        let tile = to.at.wrapping_add(step * to.stride + half * TILE_BYTES);
+        let tile = to.wrapping_add(step * SLAB_BYTES + half * TILE_BYTES);
         let mut r = [_mm512_setzero_si512(); 16];
         for (i, r) in r.iter_mut().enumerate() {
             let numbers = rows.load::<FULL>(half * 16 + i, step);
@@ -285,11 +276,11 @@ unsafe fn lanes_step<const FULL: bool>(rows: &Rows, step: usize, sign: Sign, to:
 /// Rows r and r + 16 in pairs. Returns whether any number is not finite.
 ///
 /// # Safety
-/// The slabs can be written, and the processor has the vectors.
+/// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(crate) unsafe fn pairs<F: Fn(usize) -> Option<usize>>(
     source: &Source<'_, F>,
-    to: Slabs,
+    to: *mut u8,
 ) -> bool {
     let rows = Rows::new(source);
     each_step!(rows, pairs_step(to)) != 0
@@ -298,8 +289,8 @@ pub(crate) unsafe fn pairs<F: Fn(usize) -> Option<usize>>(
 /// # Safety
 /// As for [`pairs`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn pairs_step<const FULL: bool>(rows: &Rows, step: usize, to: Slabs) -> u32 {
-    let slab = to.at.wrapping_add(step * to.stride);
+unsafe fn pairs_step<const FULL: bool>(rows: &Rows, step: usize, to: *mut u8) -> u32 {
+    let slab = to.wrapping_add(step * SLAB_BYTES);
     let mut sizes = Sizes::new();
     for r in 0..16 {
         let (a, b) = (rows.load::<FULL>(r, step), rows.load::<FULL>(r + 16, step));
@@ -348,12 +339,12 @@ impl Sign {
 /// Copies slabs with 0 in place of every number that is not finite.
 ///
 /// # Safety
-/// `count` slabs can be read at `from` and written at `to`, `stride` bytes apart.
+/// `count` slabs can be read at `from` and written at `to`.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) unsafe fn clean(from: *const u8, to: Slabs, count: usize) {
+pub(crate) unsafe fn clean(from: *const u8, to: *mut u8, count: usize) {
     for slab in 0..count {
         for row in 0..2 * 16 {
-            let at = slab * to.stride + row * ROW_BYTES;
+            let at = slab * SLAB_BYTES + row * ROW_BYTES;
             // SAFETY: the caller's promise.
             unsafe {
                 let numbers = _mm512_load_si512(from.add(at).cast());
@@ -361,7 +352,7 @@ pub(crate) unsafe fn clean(from: *const u8, to: Slabs, count: usize) {
                 sizes.note(numbers);
                 let finite = !sizes.broken();
                 let numbers = _mm512_maskz_mov_epi16(finite, numbers);
-                _mm512_store_si512(to.at.add(at).cast(), numbers);
+                _mm512_store_si512(to.add(at).cast(), numbers);
             }
         }
     }

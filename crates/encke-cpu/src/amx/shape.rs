@@ -3,14 +3,10 @@
 //! No size changes a result by more than the order of its sums, and none depends on the number of
 //! threads.
 
-use super::tiles::SLAB_BYTES;
-
 /// Sizes of the forward pass.
 pub(crate) trait Shape: Send + Sync + 'static {
     /// Keys whose scores exist at once for a tile of queries; a multiple of 32.
     const KEYS: usize;
-    /// Bytes from one slab to the next.
-    const SLAB: usize = SLAB_BYTES;
     /// Degree of the polynomial of the exponential: more than weights that are rounded to bf16
     /// need, because the lse is made of their sums.
     const DEGREE: usize = 4;
@@ -47,8 +43,6 @@ pub(crate) trait BackwardShape: Send + Sync + 'static {
     const KEYS: usize = 64;
     /// Tiles of 32 queries over which dk and dv are summed before they go back to memory.
     const TILES: usize = 8;
-    /// Bytes from one slab to the next.
-    const SLAB: usize = SLAB_BYTES;
     /// Degree of the polynomial of the exponential: weights are rounded to bf16 at once.
     const DEGREE: usize = 3;
     /// Numbers of q that are packed at a time.

@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 
 use super::shape::Shape;
-use super::tiles::ROW_BYTES;
+use super::tiles::{ROW_BYTES, SLAB_BYTES};
 use super::vector::{LIFT, LOWER, exp2, pair, splat};
 
 /// One number for each of 32 queries.
@@ -100,9 +100,9 @@ pub(crate) unsafe fn softmax<S: Shape>(
             let old_m = _mm512_load_ps(running.m.0.as_ptr().add(lane));
             let top = if block.masked {
                 let visible = _mm512_load_si512(running.visible.0.as_ptr().add(lane).cast());
-                largest_masked::<S>(block, half, visible)
+                largest_masked(block, half, visible)
             } else {
-                largest::<S>(block, half)
+                largest(block, half)
             };
             // Of two operands the second is taken where one is NaN: it never becomes a maximum.
             let m = _mm512_max_ps(_mm512_mul_ps(top, splat(scale.natural)), old_m);
@@ -172,8 +172,8 @@ pub(crate) unsafe fn onward<S: Shape>(block: &Block, scale: Scale, running: &mut
 
 /// The slab of 32 keys and 16 queries.
 #[inline(always)]
-fn slab<S: Shape>(block: &Block, step: usize, half: usize) -> *mut u8 {
-    block.scores.wrapping_add((2 * step + half) * S::SLAB)
+fn slab(block: &Block, step: usize, half: usize) -> *mut u8 {
+    block.scores.wrapping_add((2 * step + half) * SLAB_BYTES)
 }
 
 /// The largest score of each lane.
@@ -182,10 +182,10 @@ fn slab<S: Shape>(block: &Block, step: usize, half: usize) -> *mut u8 {
 /// As for [`softmax`].
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn largest<S: Shape>(block: &Block, half: usize) -> __m512 {
+unsafe fn largest(block: &Block, half: usize) -> __m512 {
     let mut top = [splat(f32::NEG_INFINITY); 8];
     for step in 0..block.steps {
-        let slab = slab::<S>(block, step, half);
+        let slab = slab(block, step, half);
         for row in 0..32 {
             // SAFETY: the caller's promise.
             let score = unsafe { _mm512_load_ps(slab.add(row * ROW_BYTES).cast()) };
@@ -206,11 +206,11 @@ unsafe fn largest<S: Shape>(block: &Block, half: usize) -> __m512 {
 /// As for [`softmax`].
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn largest_masked<S: Shape>(block: &Block, half: usize, visible: __m512i) -> __m512 {
+unsafe fn largest_masked(block: &Block, half: usize, visible: __m512i) -> __m512 {
     let lowest = splat(f32::NEG_INFINITY);
     let mut top = lowest;
     for step in 0..block.steps {
-        let slab = slab::<S>(block, step, half);
+        let slab = slab(block, step, half);
         for row in 0..32 {
             let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);
             let seen = _mm512_cmpgt_epi32_mask(visible, key);
@@ -239,7 +239,7 @@ unsafe fn weights<S: Shape>(block: &Block, half: usize, scale: __m512, base: __m
     let base = _mm512_sub_ps(base, splat(LIFT));
     let weight = |score| exp2_of::<S>(_mm512_fmsub_ps(score, scale, base));
     for step in 0..block.steps {
-        let slab = slab::<S>(block, step, half);
+        let slab = slab(block, step, half);
         for row in 0..8 {
             // SAFETY: the caller's promise.
             unsafe {
@@ -278,13 +278,13 @@ fn exp2_of<S: Shape>(x: __m512) -> __m512 {
 /// `slabs` slabs can be read and written from `sums` on, queries 0..16 and 16..32 in turn.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(crate) unsafe fn multiply_sums<S: Shape>(sums: *mut u8, slabs: usize, rescale: &Rescale) {
+pub(crate) unsafe fn multiply_sums(sums: *mut u8, slabs: usize, rescale: &Rescale) {
     // SAFETY: lanes are 32 numbers, sums are the caller's promise.
     unsafe {
         let factors = rescale.factors.0.as_ptr();
         let factors = [_mm512_load_ps(factors), _mm512_load_ps(factors.add(16))];
         for slab in 0..slabs {
-            let at = sums.add(slab * S::SLAB).cast::<f32>();
+            let at = sums.add(slab * SLAB_BYTES).cast::<f32>();
             for row in 0..32 {
                 let at = at.add(16 * row);
                 _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), factors[slab % 2]));

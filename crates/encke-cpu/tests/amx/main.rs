@@ -386,7 +386,6 @@ struct Odd;
 
 impl Shape for Odd {
     const KEYS: usize = 96;
-    const SLAB: usize = 2048 + 64;
     const PACKED: usize = 192;
     const NUMBERS: usize = 1 << 13;
 }
@@ -394,7 +393,6 @@ impl Shape for Odd {
 impl BackwardShape for Odd {
     const KEYS: usize = 96;
     const TILES: usize = 3;
-    const SLAB: usize = 4096;
     const NUMBERS: usize = 1 << 12;
 }
 

@@ -31,7 +31,7 @@ fn packed_tiles_multiply_like_matrices() {
 }
 
 fn multiply<T: Tiles>() {
-    use amx::pack::{self, Sign, Slabs, Source};
+    use amx::pack::{self, Sign, Source};
     use amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES};
     // 29 rows of 43 channels, 50 numbers apart: x·yᵀ sums over channels, xᵀ·y over rows.
     let (rows, dim, apart) = (29, 43, 50);
@@ -44,10 +44,6 @@ fn multiply<T: Tiles>() {
     };
     let mut memory = [(); 5].map(|()| Box::new(Memory([0xee; 1 << 14])));
     let [a, b, c, d, sums] = memory.each_mut().map(|memory| memory.0.as_mut_ptr());
-    let slabs = |at: *mut u8| Slabs {
-        at,
-        stride: SLAB_BYTES,
-    };
     let product = |a: *mut u8, a_step: usize, b: *mut u8, b_step: usize, steps: usize| Product {
         a,
         a_step,
@@ -69,10 +65,10 @@ fn multiply<T: Tiles>() {
     // SAFETY: two slabs fit each memory, and the tiles are available.
     unsafe {
         T::configure();
-        assert!(!pack::rows(&source(&x), slabs(a)));
-        pack::lanes(&source(&y), Sign::Minus, slabs(b));
-        assert!(!pack::columns(&source(&x), slabs(c)));
-        assert!(!pack::pairs(&source(&y), slabs(d)));
+        assert!(!pack::rows(&source(&x), a));
+        pack::lanes(&source(&y), Sign::Minus, b);
+        assert!(!pack::columns(&source(&x), c));
+        assert!(!pack::pairs(&source(&y), d));
         // Twice, to see sums that are added to.
         T::multiply::<false>(product(a, SLAB_BYTES, b, SLAB_BYTES, 2));
         T::multiply::<true>(product(a, SLAB_BYTES, b, SLAB_BYTES, 2));
@@ -93,7 +89,7 @@ fn multiply<T: Tiles>() {
     };
     // SAFETY: as above.
     unsafe {
-        pack::columns(&turned, slabs(c));
+        pack::columns(&turned, c);
         T::multiply::<false>(product(c, SLAB_BYTES, d, SLAB_BYTES, 1));
         T::release();
     }
@@ -107,17 +103,14 @@ fn multiply<T: Tiles>() {
 
 #[test]
 fn packing_notices_what_is_not_finite() {
-    use amx::pack::{self, Slabs, Source};
+    use amx::pack::{self, Source};
     if !here::<Emulated>() {
         return;
     }
     let mut numbers = integers(32 * 40, 3);
     numbers[31 * 40 + 39] = bf16::NEG_INFINITY;
     let mut memory = Box::new(Memory([0; 1 << 14]));
-    let to = Slabs {
-        at: memory.0.as_mut_ptr(),
-        stride: 2048,
-    };
+    let to = memory.0.as_mut_ptr();
     for (dim, expected) in [(40, true), (39, false)] {
         let source = Source {
             numbers: &numbers,

@@ -2,9 +2,9 @@
 
 use super::super::gradient::{self, Factors, Known};
 use super::super::mend::{Side, mend};
-use super::super::pack::{self, Slabs, WIDTH};
+use super::super::pack::{self, WIDTH};
 use super::super::shape::BackwardShape;
-use super::super::tiles::{Product, ROW_BYTES, TILE_BYTES, Tiles};
+use super::super::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
 use super::{Keys, Run, Tile};
 
 impl Run<'_> {
@@ -33,7 +33,7 @@ impl Run<'_> {
             // SAFETY: the caller's promise.
             unsafe {
                 for (i, tile) in tiles.iter().enumerate() {
-                    self.scores::<T, S>(first + i, keys, scratch);
+                    self.scores::<T>(first + i, keys, scratch);
                     self.gradients::<S>(tile, i, keys, scratch);
                 }
                 if fresh {
@@ -54,24 +54,24 @@ impl Run<'_> {
     /// # Safety
     /// As for [`Run::task`].
     #[inline]
-    unsafe fn scores<T: Tiles, S: BackwardShape>(&self, tile: usize, keys: Keys, scratch: *mut u8) {
+    unsafe fn scores<T: Tiles>(&self, tile: usize, keys: Keys, scratch: *mut u8) {
         let layout = &self.layout;
         for (rows, lanes, to) in [
             (layout.k_rows, layout.q_lanes, layout.scores),
             (layout.v_rows, layout.dout_lanes, layout.products),
         ] {
-            let b = scratch.wrapping_add(lanes + tile * self.steps * S::SLAB);
+            let b = scratch.wrapping_add(lanes + tile * self.steps * SLAB_BYTES);
             for step in 0..keys.count.div_ceil(WIDTH) {
-                let c = scratch.wrapping_add(to + 2 * step * S::SLAB);
+                let c = scratch.wrapping_add(to + 2 * step * SLAB_BYTES);
                 // SAFETY: tiles are configured, and all slabs lie in their regions.
                 unsafe {
                     T::multiply::<false>(Product {
-                        a: scratch.wrapping_add(rows + step * self.steps * S::SLAB),
-                        a_step: S::SLAB,
+                        a: scratch.wrapping_add(rows + step * self.steps * SLAB_BYTES),
+                        a_step: SLAB_BYTES,
                         b: [b, b.wrapping_add(TILE_BYTES)],
-                        b_step: S::SLAB,
+                        b_step: SLAB_BYTES,
                         b_row: ROW_BYTES,
-                        c: [c, c.wrapping_add(S::SLAB)],
+                        c: [c, c.wrapping_add(SLAB_BYTES)],
                         steps: self.steps,
                     });
                 }
@@ -100,11 +100,11 @@ impl Run<'_> {
             steps,
             start: keys.start,
             masked: tile.masked(keys.start + steps * WIDTH),
-            weights: scratch.wrapping_add(layout.weights + i * S::SLAB),
-            gradients: scratch.wrapping_add(layout.gradients + i * S::SLAB),
-            left_stride: S::TILES * S::SLAB,
-            turned: scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * S::SLAB),
-            right_stride: S::SLAB,
+            weights: scratch.wrapping_add(layout.weights + i * SLAB_BYTES),
+            gradients: scratch.wrapping_add(layout.gradients + i * SLAB_BYTES),
+            left_stride: S::TILES * SLAB_BYTES,
+            turned: scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * SLAB_BYTES),
+            right_stride: SLAB_BYTES,
         };
         // SAFETY: all slabs lie in their regions.
         unsafe { gradient_of::<S>(&block, self.factors, &tile.known) };
@@ -133,28 +133,28 @@ impl Run<'_> {
         .into_iter()
         .enumerate()
         {
-            let pairs = scratch.wrapping_add(pairs + first * self.steps * S::SLAB);
+            let pairs = scratch.wrapping_add(pairs + first * self.steps * SLAB_BYTES);
             let hurt = |tile: &Tile| tile.broken[side] != 0 && tile.masked(end);
             let mut factor = pairs;
             if tiles.iter().any(hurt) {
                 factor = scratch.wrapping_add(layout.clean[1 + side]);
                 // SAFETY: both regions have this many slabs.
-                unsafe { self.clean_tiles::<S>(tiles, hurt, pairs, factor) };
+                unsafe { self.clean_tiles(tiles, hurt, pairs, factor) };
             }
             // Factors of one step of channels meet all keys while the first-level cache has them.
             for step in 0..self.steps {
                 for key in 0..steps {
-                    let c = sums + (key * self.steps + step) * 2 * S::SLAB;
+                    let c = sums + (key * self.steps + step) * 2 * SLAB_BYTES;
                     let c = scratch.wrapping_add(c);
                     let product = |factor: *mut u8| {
-                        let b = factor.wrapping_add(step * S::SLAB);
+                        let b = factor.wrapping_add(step * SLAB_BYTES);
                         Product {
-                            a: scratch.wrapping_add(left + key * S::TILES * S::SLAB),
-                            a_step: S::SLAB,
+                            a: scratch.wrapping_add(left + key * S::TILES * SLAB_BYTES),
+                            a_step: SLAB_BYTES,
                             b: [b, b.wrapping_add(TILE_BYTES)],
-                            b_step: self.steps * S::SLAB,
+                            b_step: self.steps * SLAB_BYTES,
                             b_row: ROW_BYTES,
-                            c: [c, c.wrapping_add(S::SLAB)],
+                            c: [c, c.wrapping_add(SLAB_BYTES)],
                             steps: tiles.len(),
                         }
                     };
@@ -180,24 +180,20 @@ impl Run<'_> {
     /// # Safety
     /// Both places have the slabs of as many tiles.
     #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn clean_tiles<S: BackwardShape>(
+    unsafe fn clean_tiles(
         &self,
         tiles: &[Tile],
         hurt: impl Fn(&Tile) -> bool,
         from: *const u8,
         to: *mut u8,
     ) {
-        let bytes = self.steps * S::SLAB;
+        let bytes = self.steps * SLAB_BYTES;
         for (i, tile) in tiles.iter().enumerate() {
             let (from, to) = (from.wrapping_add(i * bytes), to.wrapping_add(i * bytes));
             // SAFETY: the caller's promise.
             unsafe {
                 if hurt(tile) {
-                    let slabs = Slabs {
-                        at: to,
-                        stride: S::SLAB,
-                    };
-                    pack::clean(from, slabs, self.steps);
+                    pack::clean(from, to, self.steps);
                 } else {
                     std::ptr::copy_nonoverlapping(from, to, bytes);
                 }
@@ -225,24 +221,20 @@ impl Run<'_> {
         let mut factor = columns;
         if keys.broken && state.masked(keys.start + steps * WIDTH) {
             factor = scratch.wrapping_add(layout.clean[0]);
-            let slabs = Slabs {
-                at: factor,
-                stride: S::SLAB,
-            };
             // SAFETY: both regions have this many slabs.
-            unsafe { pack::clean(columns, slabs, steps * self.steps) };
+            unsafe { pack::clean(columns, factor, steps * self.steps) };
         }
-        let b = scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * S::SLAB);
+        let b = scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * SLAB_BYTES);
         for step in 0..self.steps {
-            let c = layout.dq + (tile * self.steps + step) * 2 * S::SLAB;
+            let c = layout.dq + (tile * self.steps + step) * 2 * SLAB_BYTES;
             let c = scratch.wrapping_add(c);
             let product = |factor: *mut u8| Product {
-                a: factor.wrapping_add(step * S::SLAB),
-                a_step: self.steps * S::SLAB,
+                a: factor.wrapping_add(step * SLAB_BYTES),
+                a_step: self.steps * SLAB_BYTES,
                 b: [b, b.wrapping_add(TILE_BYTES)],
-                b_step: S::SLAB,
+                b_step: SLAB_BYTES,
                 b_row: ROW_BYTES,
-                c: [c, c.wrapping_add(S::SLAB)],
+                c: [c, c.wrapping_add(SLAB_BYTES)],
                 steps,
             };
             // SAFETY: tiles are configured, and all slabs lie in their regions.
@@ -274,9 +266,9 @@ unsafe fn gradient_of<S: BackwardShape>(block: &gradient::Block, factors: Factor
     // SAFETY: the caller's promise.
     unsafe {
         match S::DEGREE {
-            3 => gradient::gradient::<3>(S::SLAB, block, factors, known),
-            4 => gradient::gradient::<4>(S::SLAB, block, factors, known),
-            _ => gradient::gradient::<5>(S::SLAB, block, factors, known),
+            3 => gradient::gradient::<3>(block, factors, known),
+            4 => gradient::gradient::<4>(block, factors, known),
+            _ => gradient::gradient::<5>(block, factors, known),
         }
     }
 }

@@ -5,10 +5,9 @@ use std::arch::x86_64::*;
 use encke_core::job::Operand;
 
 use super::super::gradient::Known;
-use super::super::pack::{self, Sign, Slabs, Source, WIDTH};
-use super::super::shape::BackwardShape;
+use super::super::pack::{self, Sign, Source, WIDTH};
 use super::super::softmax::Lanes;
-use super::super::tiles::ROW_BYTES;
+use super::super::tiles::{ROW_BYTES, SLAB_BYTES};
 use super::{Keys, Run, Task, Tile};
 use crate::shared::Shared;
 
@@ -21,7 +20,7 @@ impl Run<'_> {
     /// # Safety
     /// As for [`Run::task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn pack_queries<'s, S: BackwardShape>(
+    pub(super) unsafe fn pack_queries<'s>(
         &self,
         task: &Task<'_>,
         head: usize,
@@ -77,10 +76,8 @@ impl Run<'_> {
                 count,
                 address: |lane: usize| live[lane].then(|| cells[lane] * job.dim),
             };
-            let slabs = |region: usize| Slabs {
-                at: scratch.wrapping_add(region + i * self.steps * S::SLAB),
-                stride: S::SLAB,
-            };
+            let bytes = i * self.steps * SLAB_BYTES;
+            let slabs = |region: usize| scratch.wrapping_add(region + bytes);
             // SAFETY: the regions have this many slabs.
             unsafe {
                 pack::lanes(&q, Sign::of(job.scale), slabs(self.layout.q_lanes));
@@ -99,7 +96,7 @@ impl Run<'_> {
     /// # Safety
     /// As for [`Run::task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn pack_keys<S: BackwardShape>(
+    pub(super) unsafe fn pack_keys(
         &self,
         task: &Task<'_>,
         start: usize,
@@ -119,10 +116,8 @@ impl Run<'_> {
                     Some(job.k.at(task.batch, task.segment, first + row, head))
                 },
             };
-            let slabs = |region: usize| Slabs {
-                at: scratch.wrapping_add(region + step * self.steps * S::SLAB),
-                stride: S::SLAB,
-            };
+            let bytes = step * self.steps * SLAB_BYTES;
+            let slabs = |region: usize| scratch.wrapping_add(region + bytes);
             // SAFETY: the regions have this many slabs.
             unsafe {
                 pack::rows(&source(self.given.k), slabs(self.layout.k_rows));
@@ -142,12 +137,7 @@ impl Run<'_> {
     /// # Safety
     /// As for [`Run::task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn add_keys<S: BackwardShape>(
-        &self,
-        task: &Task<'_>,
-        keys: Keys,
-        scratch: *mut u8,
-    ) {
+    pub(super) unsafe fn add_keys(&self, task: &Task<'_>, keys: Keys, scratch: *mut u8) {
         let job = self.job;
         for (sums, factor, target) in [
             (self.layout.dk, job.scale as f32, self.dk),
@@ -162,7 +152,7 @@ impl Run<'_> {
                 }
                 for part in 0..job.dim.div_ceil(16) {
                     let slab = row / WIDTH * 2 * self.steps + part;
-                    let from = sums + slab * S::SLAB + row % WIDTH * ROW_BYTES;
+                    let from = sums + slab * SLAB_BYTES + row % WIDTH * ROW_BYTES;
                     // SAFETY: the slab lies in its region, and the task owns the row.
                     unsafe {
                         let sum = _mm512_load_ps(scratch.add(from).cast());
@@ -178,7 +168,7 @@ impl Run<'_> {
     /// # Safety
     /// As for [`Run::task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn add_queries<S: BackwardShape>(
+    pub(super) unsafe fn add_queries(
         &self,
         task: &Task<'_>,
         head: usize,
@@ -193,7 +183,7 @@ impl Run<'_> {
             .filter(|(_, tile)| tile.summed != 0)
         {
             for slab in 0..2 * self.steps {
-                let from = self.layout.dq + (i * 2 * self.steps + slab) * S::SLAB;
+                let from = self.layout.dq + (i * 2 * self.steps + slab) * SLAB_BYTES;
                 // SAFETY: the slab lies in its region.
                 let halves = unsafe { pack::transpose_sums(scratch.wrapping_add(from)) };
                 for (half, columns) in halves.into_iter().enumerate() {

@@ -1,10 +1,10 @@
 //! A tile against the packed keys: scores, softmax, values, block by block.
 
 use super::super::mend::{Side, mend};
-use super::super::pack::{self, Slabs, WIDTH};
+use super::super::pack::{self, WIDTH};
 use super::super::shape::Shape;
 use super::super::softmax::{self, Block, Rescale};
-use super::super::tiles::{Product, ROW_BYTES, TILE_BYTES, Tiles};
+use super::super::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
 use super::{Packed, Run, Tile};
 
 /// One block of keys for one tile.
@@ -56,9 +56,9 @@ impl Run<'_> {
             };
             // SAFETY: the caller's promise.
             unsafe {
-                self.scores::<T, S>(turn, scratch);
+                self.scores::<T>(turn, scratch);
                 let rescale = self.weights::<T, S>(tile, turn, scratch);
-                self.values::<T, S>(tile, turn, packed, &rescale, scratch);
+                self.values::<T>(tile, turn, packed, &rescale, scratch);
             }
         }
     }
@@ -68,21 +68,21 @@ impl Run<'_> {
     /// # Safety
     /// As for [`Run::task`].
     #[inline]
-    unsafe fn scores<T: Tiles, S: Shape>(&self, turn: Turn, scratch: *mut u8) {
-        let q = self.queries::<S>(turn.tile, scratch);
-        let k = self.block::<S>(self.layout.keys, turn.from, scratch);
+    unsafe fn scores<T: Tiles>(&self, turn: Turn, scratch: *mut u8) {
+        let q = self.queries(turn.tile, scratch);
+        let k = self.block(self.layout.keys, turn.from, scratch);
         let scores = self.block_of_scores(scratch);
         for step in 0..turn.steps {
-            let sums = scores.wrapping_add(2 * step * S::SLAB);
+            let sums = scores.wrapping_add(2 * step * SLAB_BYTES);
             // SAFETY: tiles are configured, and all slabs lie in their regions.
             unsafe {
                 T::multiply::<false>(Product {
-                    a: k.wrapping_add(step * self.steps * S::SLAB),
-                    a_step: S::SLAB,
+                    a: k.wrapping_add(step * self.steps * SLAB_BYTES),
+                    a_step: SLAB_BYTES,
                     b: [q, q.wrapping_add(TILE_BYTES)],
-                    b_step: S::SLAB,
+                    b_step: SLAB_BYTES,
                     b_row: ROW_BYTES,
-                    c: [sums, sums.wrapping_add(S::SLAB)],
+                    c: [sums, sums.wrapping_add(SLAB_BYTES)],
                     steps: self.steps,
                 });
             }
@@ -115,7 +115,7 @@ impl Run<'_> {
                 if look == 0 {
                     return Rescale::NONE;
                 }
-                self.scores::<T, S>(turn, scratch);
+                self.scores::<T>(turn, scratch);
             }
             softmax::softmax::<S>(&block, self.scale, &mut tile.running, look)
         }
@@ -127,7 +127,7 @@ impl Run<'_> {
     /// As for [`Run::task`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn values<T: Tiles, S: Shape>(
+    unsafe fn values<T: Tiles>(
         &self,
         tile: &Tile,
         turn: Turn,
@@ -135,32 +135,28 @@ impl Run<'_> {
         rescale: &Rescale,
         scratch: *mut u8,
     ) {
-        let sums = self.sums::<S>(turn.tile, scratch);
+        let sums = self.sums(turn.tile, scratch);
         if rescale.needed {
             // SAFETY: the tile has this many slabs of sums.
-            unsafe { softmax::multiply_sums::<S>(sums, 2 * self.steps, rescale) };
+            unsafe { softmax::multiply_sums(sums, 2 * self.steps, rescale) };
         }
-        let values = self.block::<S>(self.layout.values, turn.from, scratch);
+        let values = self.block(self.layout.values, turn.from, scratch);
         let weights = self.block_of_scores(scratch);
         let mut factor = values;
         if tile.masked(turn) && packed.broken(turn) {
             factor = scratch.wrapping_add(self.layout.clean);
-            let to = Slabs {
-                at: factor,
-                stride: S::SLAB,
-            };
             // SAFETY: both regions have this many slabs.
-            unsafe { pack::clean(values, to, turn.steps * self.steps) };
+            unsafe { pack::clean(values, factor, turn.steps * self.steps) };
         }
         for step in 0..self.steps {
-            let sums = sums.wrapping_add(2 * step * S::SLAB);
+            let sums = sums.wrapping_add(2 * step * SLAB_BYTES);
             let product = |factor: *mut u8| Product {
-                a: factor.wrapping_add(step * S::SLAB),
-                a_step: self.steps * S::SLAB,
-                b: [weights, weights.wrapping_add(S::SLAB)],
-                b_step: 2 * S::SLAB,
+                a: factor.wrapping_add(step * SLAB_BYTES),
+                a_step: self.steps * SLAB_BYTES,
+                b: [weights, weights.wrapping_add(SLAB_BYTES)],
+                b_step: 2 * SLAB_BYTES,
                 b_row: 2 * ROW_BYTES,
-                c: [sums, sums.wrapping_add(S::SLAB)],
+                c: [sums, sums.wrapping_add(SLAB_BYTES)],
                 steps: turn.steps,
             };
             // SAFETY: tiles are configured, and all slabs lie in their regions.

@@ -2,8 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::super::pack::{self, Sign, Slabs, Source, WIDTH};
-use super::super::shape::Shape;
+use super::super::pack::{self, Sign, Source, WIDTH};
 use super::super::softmax::{Lanes, Running};
 use super::super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::super::vector::{splat, transpose};
@@ -16,13 +15,7 @@ impl Run<'_> {
     /// # Safety
     /// As for [`Run::task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn load<S: Shape>(
-        &self,
-        task: &Task<'_>,
-        i: usize,
-        tile: &mut Tile,
-        scratch: *mut u8,
-    ) {
+    pub(super) unsafe fn load(&self, task: &Task<'_>, i: usize, tile: &mut Tile, scratch: *mut u8) {
         let job = self.job;
         let (batch, segment, first) = (task.batch, task.segment, tile.first);
         let source = Source {
@@ -31,10 +24,7 @@ impl Run<'_> {
             count: tile.count,
             address: |row: usize| Some(job.q.at(batch, segment, first + row, tile.head)),
         };
-        let slabs = Slabs {
-            at: self.queries::<S>(i, scratch),
-            stride: S::SLAB,
-        };
+        let slabs = self.queries(i, scratch);
         // SAFETY: the region of queries has this many slabs.
         unsafe { pack::lanes(&source, Sign::of(job.scale), slabs) };
         let visible = |lane: usize| job.visible(first + lane.min(tile.count - 1));
@@ -47,7 +37,7 @@ impl Run<'_> {
         };
         let Some(carry) = &self.target.before else {
             for slab in 0..2 * self.steps {
-                let at = self.sums::<S>(i, scratch).wrapping_add(slab * S::SLAB);
+                let at = self.sums(i, scratch).wrapping_add(slab * SLAB_BYTES);
                 // SAFETY: the region of sums has this slab.
                 unsafe { at.write_bytes(0, SLAB_BYTES) };
             }
@@ -63,8 +53,8 @@ impl Run<'_> {
         }
         for part in 0..2 * self.steps {
             for half in 0..2 {
-                let slab = self.sums::<S>(i, scratch);
-                let slab = slab.wrapping_add((part / 2 * 2 + half) * S::SLAB);
+                let slab = self.sums(i, scratch);
+                let slab = slab.wrapping_add((part / 2 * 2 + half) * SLAB_BYTES);
                 let to = slab.wrapping_add(part % 2 * TILE_BYTES);
                 let mut r = [_mm512_setzero_si512(); 16];
                 let channels = job.dim.saturating_sub(16 * part).min(16);
@@ -94,13 +84,7 @@ impl Run<'_> {
     /// # Safety
     /// As for [`Run::task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn store<S: Shape>(
-        &self,
-        task: &Task<'_>,
-        i: usize,
-        tile: &Tile,
-        scratch: *mut u8,
-    ) {
+    pub(super) unsafe fn store(&self, task: &Task<'_>, i: usize, tile: &Tile, scratch: *mut u8) {
         let job = self.job;
         let cell = |lane: usize| {
             job.cells
@@ -125,7 +109,7 @@ impl Run<'_> {
             }
         }
         for slab in 0..2 * self.steps {
-            let at = self.sums::<S>(i, scratch).wrapping_add(slab * S::SLAB);
+            let at = self.sums(i, scratch).wrapping_add(slab * SLAB_BYTES);
             // SAFETY: the region of sums has this slab.
             let halves = unsafe { pack::transpose_sums(at) };
             for (half, columns) in halves.into_iter().enumerate() {
@@ -160,7 +144,7 @@ impl Run<'_> {
     /// # Safety
     /// As for [`Run::task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn pack<S: Shape>(
+    pub(super) unsafe fn pack(
         &self,
         task: &Task<'_>,
         first: usize,
@@ -181,10 +165,7 @@ impl Run<'_> {
                 count: WIDTH.min(first + count - start),
                 address,
             };
-            let slabs = |region: usize| Slabs {
-                at: scratch.wrapping_add(region + step * self.steps * S::SLAB),
-                stride: S::SLAB,
-            };
+            let slabs = |region: usize| self.block(region, step * WIDTH, scratch);
             // SAFETY: the regions have this many slabs.
             unsafe {
                 pack::rows(&source(self.k), slabs(self.layout.keys));
