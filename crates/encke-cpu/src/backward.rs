@@ -39,33 +39,6 @@ pub(crate) struct Given<'a> {
     pub upstream: Upstream<Slice<'a>>,
 }
 
-#[cfg(target_arch = "x86_64")]
-impl<'a> Given<'a> {
-    /// The same for the matrix tiles, where all types are theirs.
-    pub fn on_tiles(&self) -> Option<crate::amx::Given<'a>> {
-        let Given { q, k, v, upstream } = self;
-        let (&Slice::Bf16(q), &Slice::Bf16(k), &Slice::Bf16(v)) = (q, k, v) else {
-            return None;
-        };
-        let &Upstream {
-            dout: Slice::Bf16(dout),
-            lse: Slice::F32(lse),
-            delta: Slice::F32(delta),
-        } = upstream
-        else {
-            return None;
-        };
-        Some(crate::amx::Given {
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-        })
-    }
-}
-
 /// Sizes of one task's panels: q, dout and dq as lanes; q and dout as rows; lse and delta; scores
 /// and products; k, v, dk and dv.
 pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 13] {

@@ -43,6 +43,8 @@ use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Result, Upstream
 use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
+#[cfg(target_arch = "x86_64")]
+use half::bf16;
 
 pub use arm::{Arm, VARIABLE};
 pub use peak::peak;
@@ -133,8 +135,16 @@ impl CpuKernel {
 
     fn forward_narrow(&self, job: &Job, given: [Slice<'_>; 3], target: Target<'_, f32>) {
         #[cfg(target_arch = "x86_64")]
-        if let (Arm::Amx, [Slice::Bf16(q), Slice::Bf16(k), Slice::Bf16(v)]) = (self.arm, given) {
-            return amx::forward::<amx::Hardware>(&self.tiles, job, [q, k, v], target);
+        if self.arm == Arm::Amx {
+            match given {
+                [Slice::Bf16(q), Slice::Bf16(k), Slice::Bf16(v)] => {
+                    return amx::forward::<amx::Hardware, _>(&self.tiles, job, [q, k, v], target);
+                }
+                [Slice::F32(q), Slice::F32(k), Slice::F32(v)] => {
+                    return amx::forward::<amx::Hardware, _>(&self.tiles, job, [q, k, v], target);
+                }
+                _ => {}
+            }
         }
         on_arm!(
             self,
@@ -197,7 +207,7 @@ impl Kernel for CpuKernel {
     fn tile(&self, dtype: DType) -> [usize; 2] {
         match dtype {
             #[cfg(target_arch = "x86_64")]
-            DType::Bf16 if self.arm == Arm::Amx => amx::TILE,
+            DType::Bf16 | DType::F32 if self.arm == Arm::Amx => amx::TILE,
             DType::F64 => on_arm!(self, f64, F64, shape::tile()),
             DType::F32 | DType::Bf16 | DType::F16 => on_arm!(self, f32, F32, shape::tile()),
         }
@@ -355,15 +365,21 @@ impl Kernel for CpuKernel {
         let keys = [job.batch, job.segments, job.keys];
         writable("dk and dv", shared::disjoint(&job.k, keys, job.dim, true))?;
         #[cfg(target_arch = "x86_64")]
-        if let (Arm::Amx, Some(given)) = (self.arm, given.on_tiles())
+        if self.arm == Arm::Amx
             && let Gradients {
                 dq: Data::F32(dq),
                 dk: Data::F32(dk),
                 dv: Data::F32(dv),
             } = gradients
         {
-            amx::backward::<amx::Hardware>(&self.tiles, job, given, dq, dk, dv);
-            return Ok(());
+            if let Some(given) = amx::Given::<bf16>::of([q, k, v], upstream) {
+                amx::backward::<amx::Hardware, _>(&self.tiles, job, given, dq, dk, dv);
+                return Ok(());
+            }
+            if let Some(given) = amx::Given::<f32>::of([q, k, v], upstream) {
+                amx::backward::<amx::Hardware, _>(&self.tiles, job, given, dq, dk, dv);
+                return Ok(());
+            }
         }
         match dtype {
             DType::F64 => {
@@ -398,8 +414,12 @@ impl Kernel for CpuKernel {
         };
         let bytes = task * rayon::current_num_threads();
         #[cfg(target_arch = "x86_64")]
-        if self.arm == Arm::Amx && dtype == DType::Bf16 {
-            return amx::workspace_bytes(job.dim, pass);
+        if self.arm == Arm::Amx {
+            return match dtype {
+                DType::Bf16 => amx::workspace_bytes::<bf16>(job, pass),
+                DType::F32 => amx::workspace_bytes::<f32>(job, pass),
+                DType::F16 | DType::F64 => bytes,
+            };
         }
         bytes
     }

@@ -9,7 +9,7 @@ use crate::amx::shape::Short;
 use crate::amx::softmax::{self, Block, Lanes, Running, Scale};
 use crate::amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
 use crate::memory::Memory;
-use crate::numbers::{Numbers, job};
+use crate::numbers::{Numbers, job, numbers_of};
 
 /// Blocks of keys that do not fit the first-level cache together, but the second.
 pub const BLOCKS: usize = 16;
@@ -45,7 +45,7 @@ impl Bench {
                 visible: Lanes([i32::MAX; 32]),
             },
         };
-        let numbers = Numbers::new(&job(keys.max(64), 1, dim, false));
+        let numbers = Numbers::<bf16>::new(&job(keys.max(64), 1, dim, false));
         bench.pack(&numbers, dim);
         let bytes = bench.block_bytes();
         for memory in [&mut bench.k, &mut bench.v] {
@@ -60,9 +60,9 @@ impl Bench {
         bench
     }
 
-    fn pack(&mut self, numbers: &Numbers, dim: usize) {
+    fn pack(&mut self, numbers: &Numbers<bf16>, dim: usize) {
         for tile in 0..2 {
-            let source = source(&numbers.given[0], dim, tile * 32);
+            let source = source(numbers_of(&numbers.data[0]), dim, tile * 32);
             let to = self.q.at().wrapping_add(tile * self.steps * SLAB_BYTES);
             // SAFETY: the memory has these slabs, and the vectors are there.
             unsafe { pack::lanes(&source, Sign::Plus, to) };
@@ -70,14 +70,14 @@ impl Bench {
         self.pack_keys(numbers, dim);
     }
 
-    pub fn pack_keys(&mut self, numbers: &Numbers, dim: usize) {
+    pub fn pack_keys(&mut self, numbers: &Numbers<bf16>, dim: usize) {
         for step in 0..self.keys / 32 {
             let at = step * self.steps * SLAB_BYTES;
             // SAFETY: the memory has these slabs, and the vectors are there.
             unsafe {
-                let keys = source(&numbers.given[1], dim, step * 32);
+                let keys = source(numbers_of(&numbers.data[1]), dim, step * 32);
                 pack::rows(&keys, self.k.at().wrapping_add(at));
-                let values = source(&numbers.given[2], dim, step * 32);
+                let values = source(numbers_of(&numbers.data[2]), dim, step * 32);
                 pack::columns(&values, self.v.at().wrapping_add(at));
             }
         }
@@ -102,7 +102,7 @@ impl Bench {
             let a = step * self.steps * SLAB_BYTES;
             // SAFETY: all slabs are there, and tiles are configured.
             unsafe {
-                T::multiply::<false>(Product {
+                T::multiply::<false, 1>(Product {
                     a: k.wrapping_add(a),
                     a_step: SLAB_BYTES,
                     b: [q, q.wrapping_add(TILE_BYTES)],
@@ -118,13 +118,19 @@ impl Bench {
     pub fn softmax(&mut self, tile: usize) {
         let block = Block {
             scores: self.buffer(tile),
+            weights: self.buffer(tile),
             steps: self.keys / 32,
             start: 0,
             masked: false,
         };
         // SAFETY: the scores are there, and so are the vectors.
         let rescale = unsafe {
-            softmax::softmax::<Short>(&block, Scale::new(0.125), &mut self.running, softmax::EVERY)
+            softmax::softmax::<bf16, Short>(
+                &block,
+                Scale::new(0.125),
+                &mut self.running,
+                softmax::EVERY,
+            )
         };
         black_box(rescale);
     }
@@ -139,7 +145,7 @@ impl Bench {
             let c = self.sums.at().wrapping_add(sums + 2 * step * SLAB_BYTES);
             // SAFETY: all slabs are there, and tiles are configured.
             unsafe {
-                T::multiply::<true>(Product {
+                T::multiply::<true, 1>(Product {
                     a: v.wrapping_add(step * SLAB_BYTES),
                     a_step: self.steps * SLAB_BYTES,
                     b: [b, b.wrapping_add(SLAB_BYTES)],
@@ -157,7 +163,7 @@ fn source(
     numbers: &[bf16],
     dim: usize,
     first: usize,
-) -> Source<'_, impl Fn(usize) -> Option<usize>> {
+) -> Source<'_, bf16, impl Fn(usize) -> Option<usize>> {
     Source {
         numbers,
         dim,

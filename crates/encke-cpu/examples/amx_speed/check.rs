@@ -7,7 +7,7 @@ use encke_core::{DType, Data};
 
 use crate::amx::Pool;
 use crate::amx::tiles::Tiles;
-use crate::numbers::{Numbers, job};
+use crate::numbers::{Numbers, Timed, job};
 use crate::variants::{backwards, forwards};
 
 /// The largest difference, relative to the largest number.
@@ -21,11 +21,11 @@ fn error(got: &[f32], expected: &Data) -> f64 {
 }
 
 /// Every variant against the oracle, at a size that crosses its blocks.
-pub fn check<T: Tiles>() {
+pub fn check<T: Tiles, N: Timed>() {
     let pool = Pool::default();
     for (dim, causal) in [(64, true), (128, false), (40, true)] {
         let job = job(333, 2, dim, causal);
-        let mut numbers = Numbers::new(&job);
+        let mut numbers = Numbers::<N>::new(&job);
         let cells = job.queries * job.heads;
         let zeros = |count: usize| Data::zeros(DType::F32, count);
         let mut carry = Carry {
@@ -33,7 +33,7 @@ pub fn check<T: Tiles>() {
             m: Data::F32(vec![f32::NEG_INFINITY; cells]),
             l: zeros(cells),
         };
-        let [q, k, v, dout] = numbers.given.clone().map(Data::Bf16);
+        let [q, k, v, dout] = numbers.data.clone();
         NaiveKernel
             .forward(
                 &job,
@@ -49,14 +49,14 @@ pub fn check<T: Tiles>() {
         NaiveKernel
             .finish(cells, dim, 1.0, &carry, &mut out, &mut lse)
             .unwrap();
-        for (name, run) in forwards::<T>() {
+        for (name, run) in forwards::<T, N>() {
             numbers.forward(run, &pool, &job);
             let mut mean = numbers.acc.clone();
             for (row, l) in mean.chunks_mut(dim).zip(&numbers.l) {
                 row.iter_mut().for_each(|x| *x /= l);
             }
             let off = error(&mean, &out);
-            assert!(off < 5e-3, "{name}, dim {dim}: error {off:e}");
+            assert!(off < N::TOLERANCE[0], "{name}, dim {dim}: error {off:e}");
             worst[0] = worst[0].max(off);
         }
         numbers.finish(&job);
@@ -81,18 +81,20 @@ pub fn check<T: Tiles>() {
                 gradients,
             )
             .unwrap();
-        for (name, run) in backwards::<T>() {
+        for (name, run) in backwards::<T, N>() {
             numbers.gradients.iter_mut().for_each(|data| data.fill(0.0));
             numbers.backward(run, &pool, &job);
             for (got, expected) in numbers.gradients.iter().zip([&dq, &dk, &dv]) {
                 let off = error(got, expected);
-                assert!(off < 1e-2, "{name}, dim {dim}: error {off:e}");
+                assert!(off < N::TOLERANCE[1], "{name}, dim {dim}: error {off:e}");
                 worst[1] = worst[1].max(off);
             }
         }
         println!(
-            "checked, dim {dim}: largest error of all variants {:.1e} forward, {:.1e} backward",
-            worst[0], worst[1]
+            "checked {}, dim {dim}: largest error of all variants {:.1e} forward, {:.1e} backward",
+            N::DTYPE,
+            worst[0],
+            worst[1]
         );
     }
 }

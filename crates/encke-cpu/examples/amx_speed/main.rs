@@ -1,11 +1,13 @@
 //! How fast the tile kernels are, and where their time goes:
-//! `cargo run --release -p encke-cpu --example amx_speed -- [threads] [check|peak|phases|forward|backward ...]`.
+//! `cargo run --release -p encke-cpu --example amx_speed -- [threads] [check|peak|phases|forward|backward|f32 ...]`.
 //!
 //! Checks every variant's answer first. Then, from one run and best of several: the peak of the
 //! tiles (registers only, and fed from the first-level cache), the phases of the forward pass one
 //! by one and one after the other, and GFLOP/s of all variants with the share of the peak that was
 //! measured just before. Operations are counted as attention counts them (four per pair and
 //! channel forward, ten backward).
+//!
+//! Variants compute in bf16, or with the word `f32` in that; phases are those of bf16.
 //!
 //! Without tiles it runs on emulated ones, with tiny sizes, to show that it works; its figures
 //! then mean nothing.
@@ -82,13 +84,17 @@ fn all<T: amx::tiles::Tiles>(real: bool) {
         arguments.next();
     }
     let threads: usize = threads.unwrap_or(2);
-    let wanted: Vec<String> = arguments.collect();
+    let (kind, wanted): (Vec<String>, Vec<String>) = arguments.partition(|word| word == "f32");
     let want = |what: &str| wanted.is_empty() || wanted.iter().any(|word| word == what);
+    let wide = !kind.is_empty();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     pool.expect("threads").install(|| {
         println!("{} tiles, {threads} threads", T::NAME);
         if want("check") {
-            check::check::<T>();
+            match wide {
+                true => check::check::<T, f32>(),
+                false => check::check::<T, half::bf16>(),
+            }
         }
         if real && want("peak") {
             peak::peaks::<T>(threads);
@@ -96,11 +102,13 @@ fn all<T: amx::tiles::Tiles>(real: bool) {
         if want("phases") {
             phases::phases::<T>(real);
         }
-        if want("forward") {
-            table::table::<T>(real, threads, true);
-        }
-        if want("backward") {
-            table::table::<T>(real, threads, false);
+        for (word, forward) in [("forward", true), ("backward", false)] {
+            if want(word) {
+                match wide {
+                    true => table::table::<T, f32>(real, threads, forward),
+                    false => table::table::<T, half::bf16>(real, threads, forward),
+                }
+            }
         }
     });
 }

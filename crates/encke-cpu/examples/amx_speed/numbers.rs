@@ -1,13 +1,15 @@
 //! A job, its numbers, and how long something takes.
 
+use std::marker::PhantomData;
 use std::time::Instant;
 
 use encke_core::conformance::Random;
 use encke_core::job::{Causal, Job, Operand};
 use encke_core::kernel::Carry;
+use encke_core::{DType, Data};
 use half::bf16;
 
-use crate::amx::{Given, Pool};
+use crate::amx::{Given, Number, Pool};
 use crate::shared::Shared;
 use crate::target::{After, Target};
 use crate::variants::{Backward, Forward};
@@ -57,9 +59,34 @@ pub fn job(tokens: usize, heads: usize, dim: usize, causal: bool) -> Job {
     }
 }
 
+/// A type of numbers that is timed.
+pub trait Timed: Number {
+    const DTYPE: DType;
+    /// How far variants may be off, relative to the largest number: forward and backward.
+    const TOLERANCE: [f64; 2];
+}
+
+impl Timed for bf16 {
+    const DTYPE: DType = DType::Bf16;
+    const TOLERANCE: [f64; 2] = [5e-3, 1e-2];
+}
+
+impl Timed for f32 {
+    const DTYPE: DType = DType::F32;
+    // Wide enough for the exponential of degree 3.
+    const TOLERANCE: [f64; 2] = [1e-4, 2e-4];
+}
+
+/// The numbers of a buffer of this type.
+pub fn numbers_of<N: Timed>(data: &Data) -> &[N] {
+    N::of(data.as_slice()).expect("they are of this type")
+}
+
 /// A job's numbers, in and out.
-pub struct Numbers {
-    pub given: [Vec<bf16>; 4],
+pub struct Numbers<N> {
+    /// q, k, v and dout.
+    pub data: [Data; 4],
+    kind: PhantomData<N>,
     pub acc: Vec<f32>,
     pub m: Vec<f32>,
     pub l: Vec<f32>,
@@ -68,16 +95,18 @@ pub struct Numbers {
     pub gradients: [Vec<f32>; 3],
 }
 
-impl Numbers {
-    pub fn new(job: &Job) -> Numbers {
+impl<N: Timed> Numbers<N> {
+    pub fn new(job: &Job) -> Numbers<N> {
         let cells = job.queries * job.heads;
         let mut random = Random::new(7);
         let mut numbers = || {
-            let number = |_| bf16::from_f64(1.7 * random.unit());
-            (0..cells * job.dim).map(number).collect::<Vec<bf16>>()
+            let number = |_| 1.7 * random.unit();
+            let values: Vec<f64> = (0..cells * job.dim).map(number).collect();
+            Data::from_f64(N::DTYPE, &values)
         };
         Numbers {
-            given: [numbers(), numbers(), numbers(), numbers()],
+            data: [numbers(), numbers(), numbers(), numbers()],
+            kind: PhantomData,
             acc: vec![0.0; cells * job.dim],
             m: vec![f32::NEG_INFINITY; cells],
             l: vec![0.0; cells],
@@ -87,11 +116,10 @@ impl Numbers {
         }
     }
 
-    pub fn forward(&mut self, run: Forward, pool: &Pool, job: &Job) {
+    pub fn forward(&mut self, run: Forward<N>, pool: &Pool, job: &Job) {
         self.acc.fill(0.0);
         self.m.fill(f32::NEG_INFINITY);
         self.l.fill(0.0);
-        let [q, k, v, _] = self.given.each_ref().map(Vec::as_slice);
         let (acc, m, l) = (
             Shared::new(&mut self.acc),
             Shared::new(&mut self.m),
@@ -101,22 +129,24 @@ impl Numbers {
             before: Some(Carry { acc, m, l }),
             after: After::Carry(Carry { acc, m, l }),
         };
+        let [q, k, v, _] = self.data.each_ref().map(numbers_of);
         run(pool, job, [q, k, v], target);
     }
 
     /// What backward is told, from what forward left.
     pub fn finish(&mut self, job: &Job) {
+        let dout = self.data[3].to_f64();
         for cell in 0..self.m.len() {
             let row = cell * job.dim..(cell + 1) * job.dim;
-            let pairs = self.acc[row.clone()].iter().zip(&self.given[3][row]);
-            let product: f32 = pairs.map(|(x, y)| x * y.to_f32()).sum();
+            let pairs = self.acc[row.clone()].iter().zip(&dout[row]);
+            let product: f32 = pairs.map(|(x, &y)| x * y as f32).sum();
             self.lse[cell] = self.m[cell] + self.l[cell].ln();
             self.delta[cell] = product / self.l[cell];
         }
     }
 
-    pub fn backward(&mut self, run: Backward, pool: &Pool, job: &Job) {
-        let [q, k, v, dout] = self.given.each_ref().map(Vec::as_slice);
+    pub fn backward(&mut self, run: Backward<N>, pool: &Pool, job: &Job) {
+        let [q, k, v, dout] = self.data.each_ref().map(numbers_of);
         let given = Given {
             q,
             k,

@@ -34,7 +34,7 @@ pub fn peaks<T: Tiles>(threads: usize) {
             unsafe {
                 T::configure();
                 for _ in 0..ROUNDS {
-                    T::multiply::<false>(Product {
+                    T::multiply::<false, 1>(Product {
                         a: at,
                         a_step: SLAB_BYTES,
                         b: [at.wrapping_add(12 << 10), at.wrapping_add(13 << 10)],

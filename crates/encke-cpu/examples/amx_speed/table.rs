@@ -5,24 +5,24 @@ use encke_core::job::Job;
 use crate::amx;
 use crate::amx::Pool;
 use crate::amx::tiles::Tiles;
-use crate::numbers::{Numbers, job, time};
+use crate::numbers::{Numbers, Timed, job, time};
 use crate::peak::peak;
 use crate::variants::{Backward, Forward, backwards, forwards};
 
 /// One call of a variant.
-type Body<'a> = Box<dyn Fn(&mut Numbers) + 'a>;
+type Body<'a, N> = Box<dyn Fn(&mut Numbers<N>) + 'a>;
 
-fn forward_body<'a>(run: Forward, scratch: &'a Pool, job: &'a Job) -> Body<'a> {
+fn forward_body<'a, N: Timed>(run: Forward<N>, scratch: &'a Pool, job: &'a Job) -> Body<'a, N> {
     Box::new(move |numbers| numbers.forward(run, scratch, job))
 }
 
-fn backward_body<'a>(run: Backward, scratch: &'a Pool, job: &'a Job) -> Body<'a> {
+fn backward_body<'a, N: Timed>(run: Backward<N>, scratch: &'a Pool, job: &'a Job) -> Body<'a, N> {
     Box::new(move |numbers| numbers.backward(run, scratch, job))
 }
 
 /// The shortest and the median time of each variant, taken in turns: how fast a machine is changes
 /// from one second to the next, and by more than variants differ.
-fn turns(real: bool, runs: &[Body<'_>], numbers: &mut Numbers) -> Vec<(f64, f64)> {
+fn turns<N>(real: bool, runs: &[Body<'_, N>], numbers: &mut Numbers<N>) -> Vec<(f64, f64)> {
     let rounds = if real { 9 } else { 1 };
     let mut seconds = vec![Vec::new(); runs.len()];
     for _ in 0..rounds {
@@ -38,7 +38,7 @@ fn turns(real: bool, runs: &[Body<'_>], numbers: &mut Numbers) -> Vec<(f64, f64)
 }
 
 /// GFLOP/s of every variant.
-pub fn table<T: Tiles>(real: bool, threads: usize, forward: bool) {
+pub fn table<T: Tiles, N: Timed>(real: bool, threads: usize, forward: bool) {
     let sizes: &[(usize, usize)] = match real {
         true => &[(1024, 8), (4096, 8), (16384, 2)],
         false => &[(64, 1), (192, 1)],
@@ -48,24 +48,25 @@ pub fn table<T: Tiles>(real: bool, threads: usize, forward: bool) {
         for &(tokens, heads) in sizes {
             for causal in [false, true] {
                 let job = job(tokens, heads, dim, causal);
-                let mut numbers = Numbers::new(&job);
+                let mut numbers = Numbers::<N>::new(&job);
                 let operations = job.pairs() as f64 * dim as f64 * 1e-9;
                 let peak = if real { peak::<T>(threads) } else { f64::NAN };
                 println!(
-                    "{} dim {dim}, {tokens} tokens, {heads} heads, {}; peak {peak:.0} GFLOP/s",
+                    "{} {} dim {dim}, {tokens} tokens, {heads} heads, {}; peak {peak:.0} GFLOP/s",
+                    N::DTYPE,
                     if forward { "forward" } else { "backward" },
                     if causal { "causal" } else { "full" },
                 );
                 if !forward {
-                    numbers.forward(amx::forward::<T>, &scratch, &job);
+                    numbers.forward(amx::forward::<T, N>, &scratch, &job);
                     numbers.finish(&job);
                 }
-                let (names, runs): (Vec<_>, Vec<Body<'_>>) = match forward {
-                    true => forwards::<T>()
+                let (names, runs): (Vec<_>, Vec<Body<'_, N>>) = match forward {
+                    true => forwards::<T, N>()
                         .into_iter()
                         .map(|(name, run)| (name, forward_body(run, &scratch, &job)))
                         .unzip(),
-                    false => backwards::<T>()
+                    false => backwards::<T, N>()
                         .into_iter()
                         .map(|(name, run)| (name, backward_body(run, &scratch, &job)))
                         .unzip(),

@@ -12,14 +12,16 @@
 mod block;
 mod rows;
 
+use encke_core::dtype::Slice;
 use encke_core::job::Job;
-use half::bf16;
+use encke_core::kernel::Upstream;
 
 use super::gradient::{Factors, Known};
+use super::number::Number;
 use super::pack::WIDTH;
 use super::schedule;
 use super::scratch::{Divider, Pool};
-use super::shape::{BackwardShape, Usual};
+use super::shape::BackwardShape;
 use super::softmax::Scale;
 use super::tiles::{SLAB_BYTES, Tiles};
 use crate::shared::Shared;
@@ -31,16 +33,33 @@ const FEWEST_ROWS: usize = 512;
 
 /// Everything backward reads.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Given<'a> {
-    pub q: &'a [bf16],
-    pub k: &'a [bf16],
-    pub v: &'a [bf16],
+pub(crate) struct Given<'a, N> {
+    pub q: &'a [N],
+    pub k: &'a [N],
+    pub v: &'a [N],
     /// Gradient of the output.
-    pub dout: &'a [bf16],
+    pub dout: &'a [N],
     /// The final lse.
     pub lse: &'a [f32],
     /// dout·out − dlse.
     pub delta: &'a [f32],
+}
+
+impl<'a, N: Number> Given<'a, N> {
+    /// From buffers, where their numbers are of this type and sums are f32.
+    pub(crate) fn of(
+        [q, k, v]: [Slice<'a>; 3],
+        upstream: Upstream<Slice<'a>>,
+    ) -> Option<Given<'a, N>> {
+        Some(Given {
+            q: N::of(q)?,
+            k: N::of(k)?,
+            v: N::of(v)?,
+            dout: N::of(upstream.dout)?,
+            lse: f32::of(upstream.lse)?,
+            delta: f32::of(upstream.delta)?,
+        })
+    }
 }
 
 /// Adds the job's share of the gradients.
@@ -48,22 +67,22 @@ pub(crate) struct Given<'a> {
 /// Rows of different batch entries and segments, query rows of different heads and key rows at
 /// different addresses of heads must be different rows, without an overlap. Panics if the
 /// tiles are not available, or if a row lies outside its buffer.
-pub(crate) fn backward<T: Tiles>(
+pub(crate) fn backward<T: Tiles, N: Number>(
     pool: &Pool,
     job: &Job,
-    given: Given<'_>,
+    given: Given<'_, N>,
     dq: &mut [f32],
     dk: &mut [f32],
     dv: &mut [f32],
 ) {
-    backward_shaped::<T, Usual>(pool, job, given, dq, dk, dv);
+    backward_shaped::<T, N, N::Usual>(pool, job, given, dq, dk, dv);
 }
 
 /// The same with sizes of one's own choice.
-pub(crate) fn backward_shaped<T: Tiles, S: BackwardShape>(
+pub(crate) fn backward_shaped<T: Tiles, N: Number, S: BackwardShape>(
     pool: &Pool,
     job: &Job,
-    given: Given<'_>,
+    given: Given<'_, N>,
     dq: &mut [f32],
     dk: &mut [f32],
     dv: &mut [f32],
@@ -77,10 +96,10 @@ pub(crate) fn backward_shaped<T: Tiles, S: BackwardShape>(
         dv: Shared::new(dv),
         steps: job.dim.div_ceil(WIDTH),
         factors: Factors {
-            scale: Scale::new(job.scale).binary,
+            scale: Scale::new(job.scale),
             gain: job.gain as f32,
         },
-        layout: Layout::new::<S>(job.dim),
+        layout: Layout::new::<N, S>(job),
     };
     let groups = schedule::groups(job);
     for round in rounds::<S>(job, &groups) {
@@ -93,8 +112,8 @@ pub(crate) fn backward_shaped<T: Tiles, S: BackwardShape>(
 }
 
 /// Scratch bytes of one thread.
-pub(crate) fn bytes(dim: usize) -> usize {
-    Layout::new::<Usual>(dim).bytes
+pub(crate) fn bytes<N: Number>(job: &Job) -> usize {
+    Layout::new::<N, N::Usual>(job).bytes
 }
 
 /// A chunk of queries and a range of keys of the heads that share those keys.
@@ -159,19 +178,19 @@ struct Layout {
     /// The most tiles that are packed at once.
     tiles: usize,
     states: usize,
-    /// Slabs of each packed tile: q as lanes and in pairs, dout likewise, and the sums of dq.
+    /// Stacks of each packed tile: q as lanes and in pairs, dout likewise, and slabs of the sums of dq.
     q_lanes: usize,
     q_pairs: usize,
     dout_lanes: usize,
     dout_pairs: usize,
     dq: usize,
-    /// Slabs of the block of keys: k and v as rows, k as columns, and the sums of dk and dv.
+    /// Stacks of the block of keys: k and v as rows, k as columns; slabs of the sums of dk and dv.
     k_rows: usize,
     k_columns: usize,
     v_rows: usize,
     dk: usize,
     dv: usize,
-    /// Slabs of the tiles at hand.
+    /// Slabs of the tile at hand, stacks of those at hand.
     scores: usize,
     products: usize,
     weights: usize,
@@ -183,35 +202,38 @@ struct Layout {
 }
 
 impl Layout {
-    fn new<S: BackwardShape>(dim: usize) -> Layout {
+    fn new<N: Number, S: BackwardShape>(job: &Job) -> Layout {
         const { assert!(S::KEYS.is_multiple_of(WIDTH)) };
-        let steps = dim.div_ceil(WIDTH);
+        let steps = job.dim.div_ceil(WIDTH);
         let limit = S::NUMBERS / (steps * WIDTH) / WIDTH;
-        let tiles = (limit / S::TILES * S::TILES).clamp(S::TILES, 32);
+        // No more than the job has.
+        let there = job.queries.div_ceil(WIDTH).next_multiple_of(S::TILES);
+        let tiles = (limit / S::TILES * S::TILES).clamp(S::TILES, 32).min(there);
         let blocks = S::KEYS / WIDTH;
         let mut divider = Divider::default();
         let mut slabs = |count: usize| divider.take(count * SLAB_BYTES);
+        let pieces = N::PIECES;
         let mut layout = Layout {
             tiles,
-            q_lanes: slabs(tiles * steps),
-            q_pairs: slabs(tiles * steps),
-            dout_lanes: slabs(tiles * steps),
-            dout_pairs: slabs(tiles * steps),
+            q_lanes: slabs(pieces * tiles * steps),
+            q_pairs: slabs(pieces * tiles * steps),
+            dout_lanes: slabs(pieces * tiles * steps),
+            dout_pairs: slabs(pieces * tiles * steps),
             dq: slabs(tiles * 2 * steps),
-            k_rows: slabs(blocks * steps),
-            k_columns: slabs(blocks * steps),
-            v_rows: slabs(blocks * steps),
+            k_rows: slabs(pieces * blocks * steps),
+            k_columns: slabs(pieces * blocks * steps),
+            v_rows: slabs(pieces * blocks * steps),
             dk: slabs(blocks * 2 * steps),
             dv: slabs(blocks * 2 * steps),
             scores: slabs(2 * blocks),
             products: slabs(2 * blocks),
-            weights: slabs(blocks * S::TILES),
-            gradients: slabs(blocks * S::TILES),
-            turned: slabs(blocks * S::TILES),
+            weights: slabs(pieces * blocks * S::TILES),
+            gradients: slabs(pieces * blocks * S::TILES),
+            turned: slabs(pieces * blocks * S::TILES),
             clean: [
-                slabs(blocks * steps),
-                slabs(S::TILES * steps),
-                slabs(S::TILES * steps),
+                slabs(pieces * blocks * steps),
+                slabs(pieces * S::TILES * steps),
+                slabs(pieces * S::TILES * steps),
             ],
             states: 0,
             bytes: 0,
@@ -255,9 +277,9 @@ struct Keys {
 }
 
 /// What all tasks of a call share.
-struct Run<'a> {
+struct Run<'a, N> {
     job: &'a Job,
-    given: Given<'a>,
+    given: Given<'a, N>,
     dq: Shared<'a, f32>,
     dk: Shared<'a, f32>,
     dv: Shared<'a, f32>,
@@ -267,7 +289,7 @@ struct Run<'a> {
     layout: Layout,
 }
 
-impl Run<'_> {
+impl<N: Number> Run<'_, N> {
     /// Computes one task.
     ///
     /// # Safety

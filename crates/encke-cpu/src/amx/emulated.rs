@@ -3,7 +3,7 @@
 //! The same memory, the same pairs and, as far as it is documented, the same order of sums.
 
 use super::detect;
-use super::tiles::{Product, ROW_BYTES, TILE_BYTES, Tiles};
+use super::tiles::{PRODUCTS, Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
 
 /// Tiles that are arrays.
 #[derive(Debug)]
@@ -67,7 +67,11 @@ impl Tiles for Emulated {
 
     unsafe fn release() {}
 
-    unsafe fn multiply<const ADD: bool>(product: Product) {
+    unsafe fn multiply<const ADD: bool, const PIECES: usize>(product: Product) {
+        let products: &[[usize; 2]] = match PIECES {
+            1 => &[[0, 0]],
+            _ => &PRODUCTS,
+        };
         for half in 0..2 {
             for column in 0..2 {
                 let c = product.c[column].wrapping_add(half * TILE_BYTES);
@@ -83,8 +87,12 @@ impl Tiles for Emulated {
                         .a
                         .wrapping_add(step * product.a_step + half * TILE_BYTES);
                     let b = product.b[column].wrapping_add(step * product.b_step);
-                    // SAFETY: the caller vouches for every step of both factors.
-                    unsafe { Emulated::step(a, b, product.b_row, &mut sums) };
+                    for pieces in products {
+                        let [a, b] = [(a, pieces[0]), (b, pieces[1])]
+                            .map(|(factor, piece)| factor.wrapping_add(piece * SLAB_BYTES));
+                        // SAFETY: the caller vouches for every step of both factors.
+                        unsafe { Emulated::step(a, b, product.b_row, &mut sums) };
+                    }
                 }
                 // SAFETY: the caller vouches for the sums.
                 unsafe { c.write_unaligned(sums) };

@@ -12,12 +12,12 @@ mod attend;
 mod carry;
 
 use encke_core::job::Job;
-use half::bf16;
 
+use super::number::Number;
 use super::pack::WIDTH;
 use super::schedule;
 use super::scratch::{Divider, Pool};
-use super::shape::{Long, Shape, Short};
+use super::shape::Shape;
 use super::softmax::{Running, Scale};
 use super::tiles::{SLAB_BYTES, Tiles};
 use crate::target::Target;
@@ -28,24 +28,24 @@ const FEWEST_TILES: usize = 8;
 /// Attends the queries of the job to its keys.
 ///
 /// Cells of different batch entries, segments, rows and heads must be different cells. Panics if the tiles are not available, or if a row lies outside its buffer.
-pub(crate) fn forward<T: Tiles>(
+pub(crate) fn forward<T: Tiles, N: Number>(
     pool: &Pool,
     job: &Job,
-    [q, k, v]: [&[bf16]; 3],
+    given: [&[N]; 3],
     target: Target<'_, f32>,
 ) {
     if job.dim <= 64 {
-        forward_shaped::<T, Short>(pool, job, [q, k, v], target);
+        forward_shaped::<T, N, N::Short>(pool, job, given, target);
     } else {
-        forward_shaped::<T, Long>(pool, job, [q, k, v], target);
+        forward_shaped::<T, N, N::Long>(pool, job, given, target);
     }
 }
 
 /// The same with sizes of one's own choice.
-pub(crate) fn forward_shaped<T: Tiles, S: Shape>(
+pub(crate) fn forward_shaped<T: Tiles, N: Number, S: Shape>(
     pool: &Pool,
     job: &Job,
-    [q, k, v]: [&[bf16]; 3],
+    [q, k, v]: [&[N]; 3],
     target: Target<'_, f32>,
 ) {
     assert!(T::available(), "{} tiles are not available here", T::NAME);
@@ -57,7 +57,7 @@ pub(crate) fn forward_shaped<T: Tiles, S: Shape>(
         target,
         steps: job.dim.div_ceil(WIDTH),
         scale: Scale::new(job.scale),
-        layout: Layout::new::<S>(job.dim),
+        layout: Layout::new::<N, S>(job),
     };
     let groups = schedule::groups(job);
     let tasks = tasks(job, &groups, run.layout.tiles);
@@ -69,11 +69,11 @@ pub(crate) fn forward_shaped<T: Tiles, S: Shape>(
 }
 
 /// Scratch bytes of one thread.
-pub(crate) fn bytes(dim: usize) -> usize {
-    if dim <= 64 {
-        Layout::new::<Short>(dim).bytes
+pub(crate) fn bytes<N: Number>(job: &Job) -> usize {
+    if job.dim <= 64 {
+        Layout::new::<N, N::Short>(job).bytes
     } else {
-        Layout::new::<Long>(dim).bytes
+        Layout::new::<N, N::Long>(job).bytes
     }
 }
 
@@ -132,28 +132,41 @@ struct Layout {
     values: usize,
     clean: usize,
     scores: usize,
+    weights: usize,
     bytes: usize,
 }
 
 impl Layout {
-    fn new<S: Shape>(dim: usize) -> Layout {
+    fn new<N: Number, S: Shape>(job: &Job) -> Layout {
         const { assert!(S::PACKED.is_multiple_of(S::KEYS) && S::KEYS.is_multiple_of(WIDTH)) };
         const { assert!(S::PACKED <= 64 * WIDTH) };
-        let steps = dim.div_ceil(WIDTH);
+        let steps = job.dim.div_ceil(WIDTH);
         let width = steps * WIDTH;
-        let tiles = (S::NUMBERS / width / WIDTH).clamp(FEWEST_TILES, 32);
-        let slabs = |count: usize| count * SLAB_BYTES;
+        // No more than the job has, whoever shares keys.
+        let tiles = (S::NUMBERS / width / WIDTH)
+            .clamp(FEWEST_TILES, 32)
+            .min(job.queries.div_ceil(WIDTH) * job.heads);
+        let packed = S::PACKED.min(job.keys.next_multiple_of(S::KEYS)) / WIDTH;
+        let (slabs, stacks) = (
+            |count: usize| count * SLAB_BYTES,
+            |count: usize| count * N::STACK,
+        );
         let mut divider = Divider::default();
         let mut layout = Layout {
             tiles,
             running: divider.take(tiles * size_of::<Tile>()),
             sums: divider.take(slabs(tiles * 2 * steps)),
             scores: divider.take(slabs(2 * S::KEYS / WIDTH)),
-            queries: divider.take(slabs(tiles * steps)),
-            keys: divider.take(slabs(S::PACKED / WIDTH * steps)),
-            values: divider.take(slabs(S::PACKED / WIDTH * steps)),
-            clean: divider.take(slabs(S::KEYS / WIDTH * steps)),
+            queries: divider.take(stacks(tiles * steps)),
+            keys: divider.take(stacks(packed * steps)),
+            values: divider.take(stacks(packed * steps)),
+            clean: divider.take(stacks(S::KEYS / WIDTH * steps)),
+            weights: 0,
             bytes: 0,
+        };
+        layout.weights = match N::IN_PLACE {
+            true => layout.scores,
+            false => divider.take(stacks(S::KEYS / WIDTH)),
         };
         layout.bytes = divider.bytes();
         layout
@@ -183,11 +196,11 @@ struct Packed {
 }
 
 /// What all tasks of a call share.
-struct Run<'a> {
+struct Run<'a, N> {
     job: &'a Job,
-    q: &'a [bf16],
-    k: &'a [bf16],
-    v: &'a [bf16],
+    q: &'a [N],
+    k: &'a [N],
+    v: &'a [N],
     target: Target<'a, f32>,
     /// Steps of 32 channels.
     steps: usize,
@@ -195,7 +208,7 @@ struct Run<'a> {
     layout: Layout,
 }
 
-impl Run<'_> {
+impl<N: Number> Run<'_, N> {
     /// Computes one task.
     ///
     /// # Safety
@@ -233,7 +246,7 @@ impl Run<'_> {
     }
 
     fn queries(&self, tile: usize, scratch: *mut u8) -> *mut u8 {
-        scratch.wrapping_add(self.layout.queries + tile * self.steps * SLAB_BYTES)
+        scratch.wrapping_add(self.layout.queries + tile * self.steps * N::STACK)
     }
 
     fn sums(&self, tile: usize, scratch: *mut u8) -> *mut u8 {
@@ -244,8 +257,12 @@ impl Run<'_> {
         scratch.wrapping_add(self.layout.scores)
     }
 
+    fn block_of_weights(&self, scratch: *mut u8) -> *mut u8 {
+        scratch.wrapping_add(self.layout.weights)
+    }
+
     /// Packed keys (or values) from number `from` on, a multiple of 32.
     fn block(&self, region: usize, from: usize, scratch: *mut u8) -> *mut u8 {
-        scratch.wrapping_add(region + from / WIDTH * self.steps * SLAB_BYTES)
+        scratch.wrapping_add(region + from / WIDTH * self.steps * N::STACK)
     }
 }

@@ -6,15 +6,16 @@
 
 use std::arch::x86_64::*;
 
-use super::softmax::Lanes;
+use super::number::{Number, each_pair};
+use super::softmax::{Lanes, Scale};
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
-use super::vector::{LIFT, exp2, pair, splat};
+use super::vector::{exp2, splat};
 
 /// What is known of 32 queries.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Known {
-    /// The lse in powers of 2.
+    /// The lse, in the unit that [`Number::power`] subtracts.
     pub lse: Lanes<f32>,
     /// dout·out − dlse.
     pub delta: Lanes<f32>,
@@ -46,8 +47,7 @@ pub(crate) struct Block {
 /// Factors that all pairs of a job share.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Factors {
-    /// The positive scale, for powers of 2.
-    pub scale: f32,
+    pub scale: Scale,
     pub gain: f32,
 }
 
@@ -57,13 +57,17 @@ pub(crate) struct Factors {
 /// The slabs of the block can be read and written, and the processor has the vectors.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-pub(crate) unsafe fn gradient<const DEGREE: usize>(block: &Block, factors: Factors, known: &Known) {
+pub(crate) unsafe fn gradient<N: Number, const DEGREE: usize>(
+    block: &Block,
+    factors: Factors,
+    known: &Known,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         if block.masked {
-            pass::<DEGREE, true>(block, factors, known);
+            pass::<N, DEGREE, true>(block, factors, known);
         } else {
-            pass::<DEGREE, false>(block, factors, known);
+            pass::<N, DEGREE, false>(block, factors, known);
         }
     }
 }
@@ -72,12 +76,12 @@ pub(crate) unsafe fn gradient<const DEGREE: usize>(block: &Block, factors: Facto
 /// As for [`gradient`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-unsafe fn pass<const DEGREE: usize, const MASKED: bool>(
+unsafe fn pass<N: Number, const DEGREE: usize, const MASKED: bool>(
     block: &Block,
     factors: Factors,
     known: &Known,
 ) {
-    let (scale, gain) = (splat(factors.scale), splat(factors.gain));
+    let gain = splat(factors.gain);
     // SAFETY: lanes are 32 numbers.
     let ([lse, delta], visible) = unsafe {
         let visible = known.visible.0.as_ptr();
@@ -91,7 +95,7 @@ unsafe fn pass<const DEGREE: usize, const MASKED: bool>(
         )
     };
     // Weights, and with them their gradients, are lifted because storing them cuts.
-    let lse = lse.map(|lse| _mm512_sub_ps(lse, splat(LIFT)));
+    let lse = lse.map(|lse| _mm512_sub_ps(lse, splat(N::LIFT[0])));
     for step in 0..block.steps {
         let slab = 2 * step * SLAB_BYTES;
         let left = step * block.left_stride;
@@ -111,7 +115,9 @@ unsafe fn pass<const DEGREE: usize, const MASKED: bool>(
                             _mm512_load_ps(block.products.add(at).cast()),
                         )
                     };
-                    let mut p = exp2::<DEGREE>(_mm512_fmsub_ps(score, scale, lse[half]));
+                    // SAFETY: the processor has the vectors.
+                    let power = unsafe { N::power(score, factors.scale, lse[half]) };
+                    let mut p = exp2::<DEGREE>(power);
                     let mut ds = _mm512_mul_ps(p, _mm512_fmsub_ps(product, gain, delta[half]));
                     if MASKED {
                         let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);
@@ -123,22 +129,30 @@ unsafe fn pass<const DEGREE: usize, const MASKED: bool>(
                     gradients[half] = ds;
                 }
                 let at = left + row * ROW_BYTES;
-                let (weights, gradients) = (
-                    pair(weights[0], weights[1]),
-                    pair(gradients[0], gradients[1]),
-                );
                 // SAFETY: the caller's promise.
-                unsafe {
-                    _mm512_store_si512(block.weights.add(at).cast(), weights);
-                    _mm512_store_si512(block.gradients.add(at).cast(), gradients);
-                }
+                unsafe { put::<N>(block.weights.wrapping_add(at), weights) };
+                // SAFETY: the caller's promise.
+                unsafe { put::<N>(block.gradients.wrapping_add(at), *gradients) };
             }
             let [first, second] = keys;
             for (half, (first, second)) in first.into_iter().zip(second).enumerate() {
                 let at = half * TILE_BYTES + row / 2 * ROW_BYTES;
                 // SAFETY: the caller's promise.
-                unsafe { _mm512_store_si512(turned.add(at).cast(), pair(first, second)) };
+                unsafe { put::<N>(turned.wrapping_add(at), [first, second]) };
             }
         }
     }
+}
+
+/// Stores a row of pairs, piece by piece.
+///
+/// # Safety
+/// The slabs of all pieces can be written at `at`, a cache line.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn put<N: Number>(at: *mut u8, [low, high]: [__m512; 2]) {
+    each_pair::<N>(low, high, |piece, pairs| {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_store_si512(at.add(piece * SLAB_BYTES).cast(), pairs) };
+    });
 }

@@ -1,19 +1,19 @@
 //! Rows of q, k, v and dout as the tiles want them.
 //!
-//! Every function packs 32 rows into slabs of 32 channels each, one behind the other. Rows
+//! Every function packs 32 rows into stacks of 32 channels each, one behind the other. Rows
 //! lie anywhere (that is where dilation ends) and may be fewer than 32, channels fewer than 32 a
 //! step: what is missing is zero. There are four forms, because tiles cannot be transposed:
 //!
-//! | function | slab of step s | used as |
+//! | function | slabs of step s | used as |
 //! |---|---|---|
 //! | [`rows`] | 32 rows of 32 channels | left factor, sums over channels |
 //! | [`columns`] | 32 channels of 32 rows | left factor, sums over rows |
 //! | [`lanes`] | channel pairs by 16 + 16 rows | right factor, sums over channels |
 //! | [`pairs`] | row pairs (r, r + 16) by 16 + 16 channels | right factor, sums over rows |
 
-use half::bf16;
 use std::arch::x86_64::*;
 
+use super::number::Number;
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::vector::transpose;
 
@@ -22,9 +22,9 @@ pub(crate) const WIDTH: usize = 32;
 
 /// Up to 32 rows of one head in one segment, with an address for each.
 #[derive(Clone, Copy)]
-pub(crate) struct Source<'a, F> {
+pub(crate) struct Source<'a, N, F> {
     /// The buffer they lie in.
-    pub numbers: &'a [bf16],
+    pub numbers: &'a [N],
     /// Numbers in a row.
     pub dim: usize,
     /// How many rows there are.
@@ -34,15 +34,15 @@ pub(crate) struct Source<'a, F> {
 }
 
 /// The rows of a source, looked up once.
-struct Rows {
-    at: [*const bf16; WIDTH],
+pub(crate) struct Rows<N> {
+    at: [*const N; WIDTH],
     /// A bit for each row that is there.
     present: u32,
     dim: usize,
 }
 
-impl Rows {
-    fn new<F: Fn(usize) -> Option<usize>>(source: &Source<'_, F>) -> Rows {
+impl<N: Number> Rows<N> {
+    fn new<F: Fn(usize) -> Option<usize>>(source: &Source<'_, N, F>) -> Rows<N> {
         let mut rows = Rows {
             at: [std::ptr::null(); WIDTH],
             present: 0,
@@ -67,37 +67,77 @@ impl Rows {
         self.present == u32::MAX && (step + 1) * WIDTH <= self.dim
     }
 
-    /// Channels of one step of row i; `FULL` only where [`Rows::full`] says so.
+    /// Calls `see` with the address of one step of each row that is there, and a bit for each of its
+    /// channels.
+    #[inline(always)]
+    pub(crate) fn each(&self, step: usize, mut see: impl FnMut(*const N, u32)) {
+        let mask = self.mask(step);
+        for (i, at) in self.at.iter().enumerate() {
+            if self.present >> i & 1 != 0 {
+                see(at.wrapping_add(step * WIDTH), mask);
+            }
+        }
+    }
+
+    /// A bit for each channel of a step.
+    fn mask(&self, step: usize) -> u32 {
+        u32::MAX >> (WIDTH - WIDTH.min(self.dim - step * WIDTH))
+    }
+
+    /// A piece of the channels of one step of row i.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn load<const FULL: bool>(&self, i: usize, step: usize) -> __m512i {
-        let from: *const i16 = self.at[i].wrapping_add(step * WIDTH).cast();
-        if FULL {
+    fn load<const HOW: u8, const PIECE: usize>(&self, i: usize, step: usize) -> __m512i {
+        let from = self.at[i].wrapping_add(step * WIDTH);
+        if HOW == FULL {
             // SAFETY: the row is there, and so are 32 channels of the step.
-            return unsafe { _mm512_loadu_si512(from.cast()) };
+            return unsafe { N::load::<PIECE, false>(from, u32::MAX) };
         }
         if self.present >> i & 1 == 0 {
             return _mm512_setzero_si512();
         }
-        let mask = u32::MAX >> (WIDTH - WIDTH.min(self.dim - step * WIDTH));
         // SAFETY: the mask reads the numbers of the row and nothing behind them.
-        unsafe { _mm512_maskz_loadu_epi16(mask, from) }
+        unsafe {
+            match HOW {
+                PART => N::load::<PIECE, false>(from, self.mask(step)),
+                _ => N::load::<PIECE, true>(from, self.mask(step)),
+            }
+        }
     }
 }
 
-/// Calls a function of one step in its version for full steps or the other one.
-macro_rules! each_step {
-    ($rows:ident, $function:ident($($argument:expr),*)) => {{
+/// How a step is read: without a mask ([`Rows::full`]), with one, or minding
+/// [unusual](Number::unusual) numbers, too.
+const FULL: u8 = 0;
+const PART: u8 = 1;
+const CAREFUL: u8 = 2;
+
+/// Calls a function that makes a slab for each piece of each step, in its version for what the step
+/// is like.
+macro_rules! each_slab {
+    ($rows:ident, $function:ident($to:ident $(, $argument:expr)*)) => {{
         let mut odd = 0;
         for step in 0..$rows.steps() {
-            // SAFETY: the caller of the function around this promises what this one asks for.
+            let at = $to.wrapping_add(step * N::STACK);
+            // SAFETY: the caller of the function around this promises what these ask for.
             odd |= unsafe {
-                if $rows.full(step) {
-                    $function::<true>(&$rows, step, $($argument),*)
+                if N::unusual(&$rows, step) {
+                    each_slab!(@ CAREFUL, $function(&$rows, step, at $(, $argument)*))
+                } else if $rows.full(step) {
+                    each_slab!(@ FULL, $function(&$rows, step, at $(, $argument)*))
                 } else {
-                    $function::<false>(&$rows, step, $($argument),*)
+                    each_slab!(@ PART, $function(&$rows, step, at $(, $argument)*))
                 }
             };
+        }
+        odd
+    }};
+    (@ $how:ident, $function:ident($rows:expr, $step:ident, $at:ident $(, $argument:expr)*)) => {{
+        let odd = $function::<N, $how, 0>($rows, $step, $at $(, $argument)*);
+        if N::PIECES > 1 {
+            let [second, third] = [1, 2].map(|piece| $at.wrapping_add(piece * SLAB_BYTES));
+            $function::<N, $how, 1>($rows, $step, second $(, $argument)*);
+            $function::<N, $how, 2>($rows, $step, third $(, $argument)*);
         }
         odd
     }};
@@ -170,22 +210,25 @@ unsafe fn put(at: *mut u8, row: usize, value: __m512i) {
 /// # Safety
 /// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) unsafe fn rows<F: Fn(usize) -> Option<usize>>(
-    source: &Source<'_, F>,
+pub(crate) unsafe fn rows<N: Number, F: Fn(usize) -> Option<usize>>(
+    source: &Source<'_, N, F>,
     to: *mut u8,
 ) -> bool {
     let rows = Rows::new(source);
-    each_step!(rows, rows_step(to)) != 0
+    each_slab!(rows, rows_step(to)) != 0
 }
 
 /// # Safety
 /// As for [`rows`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn rows_step<const FULL: bool>(rows: &Rows, step: usize, to: *mut u8) -> u32 {
-    let slab = to.wrapping_add(step * SLAB_BYTES);
+unsafe fn rows_step<N: Number, const HOW: u8, const PIECE: usize>(
+    rows: &Rows<N>,
+    step: usize,
+    slab: *mut u8,
+) -> u32 {
     let mut sizes = Sizes::new();
     for i in 0..WIDTH {
-        let numbers = rows.load::<FULL>(i, step);
+        let numbers = rows.load::<HOW, PIECE>(i, step);
         sizes.note(numbers);
         // SAFETY: the caller's promise.
         unsafe { put(slab, i, numbers) };
@@ -198,27 +241,30 @@ unsafe fn rows_step<const FULL: bool>(rows: &Rows, step: usize, to: *mut u8) -> 
 /// # Safety
 /// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) unsafe fn columns<F: Fn(usize) -> Option<usize>>(
-    source: &Source<'_, F>,
+pub(crate) unsafe fn columns<N: Number, F: Fn(usize) -> Option<usize>>(
+    source: &Source<'_, N, F>,
     to: *mut u8,
 ) -> bool {
     let rows = Rows::new(source);
-    each_step!(rows, columns_step(to)) != 0
+    each_slab!(rows, columns_step(to)) != 0
 }
 
 /// # Safety
 /// As for [`columns`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn columns_step<const FULL: bool>(rows: &Rows, step: usize, to: *mut u8) -> u32 {
-    let slab = to.wrapping_add(step * SLAB_BYTES);
+unsafe fn columns_step<N: Number, const HOW: u8, const PIECE: usize>(
+    rows: &Rows<N>,
+    step: usize,
+    slab: *mut u8,
+) -> u32 {
     let mut sizes = Sizes::new();
     // Sixteen channels at a time, so that everything stays in registers.
     for upper in 0..2 {
         let mut r = [_mm512_setzero_si512(); 16];
         for (i, r) in r.iter_mut().enumerate() {
             let (a, b) = (
-                rows.load::<FULL>(2 * i, step),
-                rows.load::<FULL>(2 * i + 1, step),
+                rows.load::<HOW, PIECE>(2 * i, step),
+                rows.load::<HOW, PIECE>(2 * i + 1, step),
             );
             // Four channels of every eight, in pairs of rows.
             *r = match upper {
@@ -242,26 +288,31 @@ unsafe fn columns_step<const FULL: bool>(rows: &Rows, step: usize, to: *mut u8) 
 /// # Safety
 /// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) unsafe fn lanes<F: Fn(usize) -> Option<usize>>(
-    source: &Source<'_, F>,
+pub(crate) unsafe fn lanes<N: Number, F: Fn(usize) -> Option<usize>>(
+    source: &Source<'_, N, F>,
     sign: Sign,
     to: *mut u8,
 ) {
     let rows = Rows::new(source);
-    each_step!(rows, lanes_step(sign, to));
+    each_slab!(rows, lanes_step(to, sign));
 }
 
 /// # Safety
 /// As for [`lanes`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn lanes_step<const FULL: bool>(rows: &Rows, step: usize, sign: Sign, to: *mut u8) -> u32 {
+unsafe fn lanes_step<N: Number, const HOW: u8, const PIECE: usize>(
+    rows: &Rows<N>,
+    step: usize,
+    slab: *mut u8,
+    sign: Sign,
+) -> u32 {
     let (keep, flip) = sign.words();
     let (keep, flip) = (_mm512_set1_epi16(keep), _mm512_set1_epi16(flip));
     for half in 0..2 {
-        let tile = to.wrapping_add(step * SLAB_BYTES + half * TILE_BYTES);
+        let tile = slab.wrapping_add(half * TILE_BYTES);
         let mut r = [_mm512_setzero_si512(); 16];
         for (i, r) in r.iter_mut().enumerate() {
-            let numbers = rows.load::<FULL>(half * 16 + i, step);
+            let numbers = rows.load::<HOW, PIECE>(half * 16 + i, step);
             *r = _mm512_xor_si512(_mm512_and_si512(numbers, keep), flip);
         }
         transpose(&mut r);
@@ -278,22 +329,28 @@ unsafe fn lanes_step<const FULL: bool>(rows: &Rows, step: usize, sign: Sign, to:
 /// # Safety
 /// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) unsafe fn pairs<F: Fn(usize) -> Option<usize>>(
-    source: &Source<'_, F>,
+pub(crate) unsafe fn pairs<N: Number, F: Fn(usize) -> Option<usize>>(
+    source: &Source<'_, N, F>,
     to: *mut u8,
 ) -> bool {
     let rows = Rows::new(source);
-    each_step!(rows, pairs_step(to)) != 0
+    each_slab!(rows, pairs_step(to)) != 0
 }
 
 /// # Safety
 /// As for [`pairs`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn pairs_step<const FULL: bool>(rows: &Rows, step: usize, to: *mut u8) -> u32 {
-    let slab = to.wrapping_add(step * SLAB_BYTES);
+unsafe fn pairs_step<N: Number, const HOW: u8, const PIECE: usize>(
+    rows: &Rows<N>,
+    step: usize,
+    slab: *mut u8,
+) -> u32 {
     let mut sizes = Sizes::new();
     for r in 0..16 {
-        let (a, b) = (rows.load::<FULL>(r, step), rows.load::<FULL>(r + 16, step));
+        let (a, b) = (
+            rows.load::<HOW, PIECE>(r, step),
+            rows.load::<HOW, PIECE>(r + 16, step),
+        );
         sizes.note(a);
         sizes.note(b);
         // SAFETY: the caller's promise.

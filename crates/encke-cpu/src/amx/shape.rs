@@ -37,6 +37,26 @@ impl Shape for Long {
     const NUMBERS: usize = 1 << 17;
 }
 
+/// Numbers in three pieces, for head dimensions up to 64.
+#[derive(Debug)]
+pub(crate) struct WideShort;
+
+impl Shape for WideShort {
+    const KEYS: usize = 64;
+    const DEGREE: usize = 5;
+    const PACKED: usize = 512;
+}
+
+/// Numbers in three pieces, for larger head dimensions.
+#[derive(Debug)]
+pub(crate) struct WideLong;
+
+impl Shape for WideLong {
+    const KEYS: usize = 64;
+    const DEGREE: usize = 5;
+    const PACKED: usize = 256;
+}
+
 /// Sizes of the backward pass.
 pub(crate) trait BackwardShape: Send + Sync + 'static {
     /// Keys of a block; a multiple of 32.
@@ -54,3 +74,12 @@ pub(crate) trait BackwardShape: Send + Sync + 'static {
 pub(crate) struct Usual;
 
 impl BackwardShape for Usual {}
+
+/// The same for numbers in three pieces.
+#[derive(Debug)]
+pub(crate) struct WideUsual;
+
+impl BackwardShape for WideUsual {
+    const DEGREE: usize = 5;
+    const NUMBERS: usize = 1 << 15;
+}

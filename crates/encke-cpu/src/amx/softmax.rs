@@ -1,13 +1,15 @@
 //! The running softmax of one tile of queries over one block of keys.
 //!
-//! Lanes are queries. Scores become weights in place: a pair of score rows (two keys, f32) makes
-//! one row of pairs (bf16), which stays where the first of the two was.
+//! Lanes are queries. A pair of score rows (two keys, f32) makes one row of pairs (bf16) for each
+//! piece of a weight. Where weights have one piece only, it stays where the first of the two was.
 
 use std::arch::x86_64::*;
+use std::f32::consts::LOG2_E;
 
+use super::number::{Number, each_pair};
 use super::shape::Shape;
 use super::tiles::{ROW_BYTES, SLAB_BYTES};
-use super::vector::{LIFT, LOWER, exp2, pair, splat};
+use super::vector::{exp2, splat};
 
 /// One number for each of 32 queries.
 #[derive(Debug, Clone, Copy)]
@@ -66,6 +68,8 @@ impl Scale {
 pub(crate) struct Block {
     /// Slabs (32 keys by 16 queries): for each 32 keys one of queries 0..16 and one of 16..32.
     pub scores: *mut u8,
+    /// Where weights go, as [`Number::WEIGHTS`] says.
+    pub weights: *mut u8,
     /// How many times 32 keys there are.
     pub steps: usize,
     /// The number of the first key.
@@ -84,13 +88,12 @@ pub(crate) const EVERY: u32 = !0;
 /// The slabs of the block can be read and written, and the processor has the vectors.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-pub(crate) unsafe fn softmax<S: Shape>(
+pub(crate) unsafe fn softmax<N: Number, S: Shape>(
     block: &Block,
     scale: Scale,
     running: &mut Running,
     look: u32,
 ) -> Rescale {
-    let log2_e = splat(std::f32::consts::LOG2_E);
     let lowest = splat(f32::NEG_INFINITY);
     let mut rescale = Rescale::NONE;
     for half in 0..2 {
@@ -109,13 +112,14 @@ pub(crate) unsafe fn softmax<S: Shape>(
             let m = _mm512_mask_mov_ps(old_m, (look >> lane) as u16, m);
             let nothing = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(m, lowest);
             // A lane that has seen nothing subtracts 0: minus infinity minus itself is NaN.
-            let base = _mm512_mask_mov_ps(_mm512_mul_ps(m, log2_e), nothing, splat(0.0));
-            let sum = weights::<S>(block, half, splat(scale.binary), base);
+            let base = _mm512_mask_mov_ps(base_of::<N>(m), nothing, splat(0.0));
+            let sum = weights::<N, S>(block, half, scale, base);
             let risen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(m, old_m);
             let l = _mm512_load_ps(running.l.0.as_ptr().add(lane));
             let mut factor = splat(1.0);
             if risen != 0 {
-                let power = _mm512_sub_ps(_mm512_mul_ps(old_m, log2_e), base);
+                let risen_by = _mm512_sub_ps(base_of::<N>(old_m), base);
+                let power = _mm512_mul_ps(risen_by, splat(LOG2_E / N::UNIT));
                 factor = _mm512_mask_mov_ps(factor, risen, exp2::<5>(power));
                 rescale.needed = true;
                 _mm512_store_ps(running.m.0.as_mut_ptr().add(lane), m);
@@ -131,17 +135,20 @@ pub(crate) unsafe fn softmax<S: Shape>(
 /// The same without a look at the maximum: weights stay relative to the old one, which is as good
 /// as long as they stay small. Returns the lanes that have to look, because they have no maximum
 /// yet or because their weights have grown too large (or are no numbers). If there are any,
-/// `running` is as it was, but the scores may not be. What a lane has to do depends on its own
+/// `running` is as it was, but scores are not where weights take their place. What a lane has to do depends on its own
 /// scores alone, so no query has a part in the bits of another.
 ///
 /// # Safety
 /// As for [`softmax`]; every query sees every key of the block.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-pub(crate) unsafe fn onward<S: Shape>(block: &Block, scale: Scale, running: &mut Running) -> u32 {
+pub(crate) unsafe fn onward<N: Number, S: Shape>(
+    block: &Block,
+    scale: Scale,
+    running: &mut Running,
+) -> u32 {
     // Far from where sums of weights times values could overflow sooner than they must.
     const LARGE: f32 = 65536.0;
-    let log2_e = splat(std::f32::consts::LOG2_E);
     // SAFETY: lanes are 32 numbers; the slabs are the caller's promise.
     unsafe {
         let m = running.m.0.as_ptr();
@@ -152,10 +159,7 @@ pub(crate) unsafe fn onward<S: Shape>(block: &Block, scale: Scale, running: &mut
         if started == 0 {
             return EVERY;
         }
-        let sum = |half: usize| {
-            let base = _mm512_mul_ps(m[half], log2_e);
-            weights::<S>(block, half, splat(scale.binary), base)
-        };
+        let sum = |half: usize| weights::<N, S>(block, half, scale, base_of::<N>(m[half]));
         let sums = [sum(0), sum(1)];
         let small = both(sums.map(|sum| _mm512_cmp_ps_mask::<_CMP_LT_OQ>(sum, splat(LARGE))));
         if started & small != EVERY {
@@ -226,20 +230,35 @@ unsafe fn largest_masked(block: &Block, half: usize, visible: __m512i) -> __m512
     top
 }
 
-/// Weights in place of scores, relative to `base`; returns their sums, taken before rounding.
+/// What weights are relative to, as [`Number::power`] subtracts it.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn base_of<N: Number>(m: __m512) -> __m512 {
+    _mm512_mul_ps(m, splat(N::UNIT))
+}
+
+/// Weights of scores, relative to `base`; returns their sums, taken before rounding.
 ///
 /// # Safety
 /// As for [`softmax`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-unsafe fn weights<S: Shape>(block: &Block, half: usize, scale: __m512, base: __m512) -> __m512 {
+unsafe fn weights<N: Number, S: Shape>(
+    block: &Block,
+    half: usize,
+    scale: Scale,
+    base: __m512,
+) -> __m512 {
     // Four sums, because an addition takes as long as a pair of rows; variables and not an array,
     // because the loop is not unrolled and arrays with an index live in memory.
     let (mut a, mut b, mut c, mut d) = (splat(0.0), splat(0.0), splat(0.0), splat(0.0));
-    let base = _mm512_sub_ps(base, splat(LIFT));
-    let weight = |score| exp2_of::<S>(_mm512_fmsub_ps(score, scale, base));
+    let base = _mm512_sub_ps(base, splat(N::LIFT[0]));
+    // SAFETY: the processor has the vectors.
+    let weight = |score| exp2_of::<S>(unsafe { N::power(score, scale, base) });
     for step in 0..block.steps {
         let slab = slab(block, step, half);
+        let to = step * N::WEIGHTS.step + half * N::WEIGHTS.half;
+        let to = block.weights.wrapping_add(to);
         for row in 0..8 {
             // SAFETY: the caller's promise.
             unsafe {
@@ -252,13 +271,17 @@ unsafe fn weights<S: Shape>(block: &Block, half: usize, scale: __m512, base: __m
                 b = _mm512_add_ps(b, second);
                 c = _mm512_add_ps(c, third);
                 d = _mm512_add_ps(d, fourth);
-                _mm512_store_si512(at.cast(), pair(first, second));
-                _mm512_store_si512(at.add(32).cast(), pair(third, fourth));
+                for (i, [low, high]) in [[first, second], [third, fourth]].into_iter().enumerate() {
+                    let to = to.add((2 * row + i) * N::WEIGHTS.row);
+                    each_pair::<N>(low, high, |piece, pairs| {
+                        _mm512_store_si512(to.add(piece * SLAB_BYTES).cast(), pairs);
+                    });
+                }
             }
         }
     }
     let sum = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
-    _mm512_mul_ps(sum, splat(LOWER))
+    _mm512_mul_ps(sum, splat(N::LIFT[1]))
 }
 
 /// The exponential of the shape's degree.

@@ -10,6 +10,8 @@
 //! compiler could know of it.
 //!
 //! Two tiles that are always used together form a *slab*: 2 KiB, the second tile behind the first.
+//! Numbers that are sums of several bf16 have a slab for each of those pieces, one behind the other:
+//! a *stack*. Products of two stacks leave out what is smaller than what sums can hold.
 
 use std::arch::asm;
 
@@ -61,12 +63,13 @@ pub(crate) trait Tiles: Send + Sync + 'static {
     /// Only where the implementation is available.
     unsafe fn release();
 
-    /// Computes a product; `ADD` adds it to the sums that are there, otherwise they are replaced.
+    /// Computes a product of numbers in so many pieces, one or three; `ADD` adds it to the sums
+    /// that are there, otherwise they are replaced.
     ///
     /// # Safety
     /// This thread's tiles are configured, every tile of the product lies in memory that may be
     /// read (and the sums written), and no other thread writes there.
-    unsafe fn multiply<const ADD: bool>(product: Product);
+    unsafe fn multiply<const ADD: bool, const PIECES: usize>(product: Product);
 }
 
 /// The tiles of the processor.
@@ -101,20 +104,20 @@ static CONFIGURATION: Configuration = {
     }
 };
 
-/// The assembly of a product: how its sums begin is the only difference between the two kinds.
+/// Pieces of both factors that are multiplied, in this order: from one to the next only one factor
+/// changes, and the largest is not the first, because its sums hide what follows.
+pub(crate) const PRODUCTS: [[usize; 2]; 6] = [[1, 1], [0, 1], [0, 2], [0, 0], [1, 0], [2, 0]];
+
+/// The assembly of a product: how its sums begin and what a step does is all that differs.
 macro_rules! multiply {
-    ($product:ident, [$($begin:literal),*]) => {
+    ($product:ident, $begin:ident, $step:ident) => {
+        multiply!(@ $product, $begin!(), $step!())
+    };
+    (@ $product:ident, $begin:expr, $step:expr) => {
         asm!(
-            $($begin,)*
+            $begin,
             "2:",
-            "tileloadd tmm4, [{a} + {row}]",
-            "tileloadd tmm6, [{b0} + {b_row}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm7, [{b1} + {b_row}]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a} + {row} + 1024]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7",
+            $step,
             "add {a}, {a_step}",
             "add {b0}, {b_step}",
             "add {b1}, {b_step}",
@@ -138,6 +141,85 @@ macro_rules! multiply {
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         )
+    };
+}
+
+/// Sums that begin with what is there.
+macro_rules! loaded {
+    () => {
+        "tileloadd tmm0, [{c0} + {row}]
+         tileloadd tmm1, [{c1} + {row}]
+         tileloadd tmm2, [{c0} + {row} + 1024]
+         tileloadd tmm3, [{c1} + {row} + 1024]"
+    };
+}
+
+/// Sums that begin with 0.
+macro_rules! zero {
+    () => {
+        "tilezero tmm0
+         tilezero tmm1
+         tilezero tmm2
+         tilezero tmm3"
+    };
+}
+
+/// Numbers of one piece.
+macro_rules! one_piece {
+    () => {
+        "tileloadd tmm4, [{a} + {row}]
+         tileloadd tmm6, [{b0} + {b_row}]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tileloadd tmm7, [{b1} + {b_row}]
+         tdpbf16ps tmm1, tmm4, tmm7
+         tileloadd tmm5, [{a} + {row} + 1024]
+         tdpbf16ps tmm2, tmm5, tmm6
+         tdpbf16ps tmm3, tmm5, tmm7"
+    };
+}
+
+/// Numbers of three pieces, multiplied in the order of [`PRODUCTS`]. A tile is loaded as soon as its
+/// register is free, which is two products before it is needed.
+macro_rules! three_pieces {
+    () => {
+        "tileloadd tmm4, [{a} + {row} + 2048]
+         tileloadd tmm6, [{b0} + {b_row} + 2048]
+         tileloadd tmm7, [{b1} + {b_row} + 2048]
+         tileloadd tmm5, [{a} + {row} + 3072]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm1, tmm4, tmm7
+         tileloadd tmm4, [{a} + {row}]
+         tdpbf16ps tmm2, tmm5, tmm6
+         tdpbf16ps tmm3, tmm5, tmm7
+         tileloadd tmm5, [{a} + {row} + 1024]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm2, tmm5, tmm6
+         tileloadd tmm6, [{b0} + {b_row} + 4096]
+         tdpbf16ps tmm1, tmm4, tmm7
+         tdpbf16ps tmm3, tmm5, tmm7
+         tileloadd tmm7, [{b1} + {b_row} + 4096]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm2, tmm5, tmm6
+         tileloadd tmm6, [{b0} + {b_row}]
+         tdpbf16ps tmm1, tmm4, tmm7
+         tdpbf16ps tmm3, tmm5, tmm7
+         tileloadd tmm7, [{b1} + {b_row}]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm1, tmm4, tmm7
+         tileloadd tmm4, [{a} + {row} + 2048]
+         tdpbf16ps tmm2, tmm5, tmm6
+         tdpbf16ps tmm3, tmm5, tmm7
+         tileloadd tmm5, [{a} + {row} + 3072]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm1, tmm4, tmm7
+         tileloadd tmm4, [{a} + {row} + 4096]
+         tdpbf16ps tmm2, tmm5, tmm6
+         tdpbf16ps tmm3, tmm5, tmm7
+         tileloadd tmm5, [{a} + {row} + 5120]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm1, tmm4, tmm7
+         tdpbf16ps tmm2, tmm5, tmm6
+         tdpbf16ps tmm3, tmm5, tmm7"
     };
 }
 
@@ -194,31 +276,16 @@ impl Tiles for Hardware {
     }
 
     #[inline(always)]
-    unsafe fn multiply<const ADD: bool>(product: Product) {
-        debug_assert!(product.steps > 0);
+    unsafe fn multiply<const ADD: bool, const PIECES: usize>(product: Product) {
+        debug_assert!(product.steps > 0 && matches!(PIECES, 1 | 3));
         // SAFETY: the caller vouches for the memory of the product and for the configuration; the
         // block changes only registers it names and the sums.
         unsafe {
-            if ADD {
-                multiply!(
-                    product,
-                    [
-                        "tileloadd tmm0, [{c0} + {row}]",
-                        "tileloadd tmm1, [{c1} + {row}]",
-                        "tileloadd tmm2, [{c0} + {row} + 1024]",
-                        "tileloadd tmm3, [{c1} + {row} + 1024]"
-                    ]
-                );
-            } else {
-                multiply!(
-                    product,
-                    [
-                        "tilezero tmm0",
-                        "tilezero tmm1",
-                        "tilezero tmm2",
-                        "tilezero tmm3"
-                    ]
-                );
+            match (ADD, PIECES) {
+                (true, 1) => multiply!(product, loaded, one_piece),
+                (false, 1) => multiply!(product, zero, one_piece),
+                (true, _) => multiply!(product, loaded, three_pieces),
+                (false, _) => multiply!(product, zero, three_pieces),
             }
         }
     }

@@ -11,18 +11,35 @@ use encke_core::{DType, Data, Tensor, View};
 use half::bf16;
 use std::marker::PhantomData;
 
-use crate::amx;
 use crate::amx::tiles::Tiles;
+use crate::amx::{self, Number};
 use crate::target::Target;
 
 /// Attention on tiles; everything else is left to the oracle.
-pub struct TileKernel<T> {
+pub struct TileKernel<T, N> {
     pub pool: amx::Pool,
-    tiles: PhantomData<T>,
+    tiles: PhantomData<(T, N)>,
 }
 
-impl<T: Tiles> TileKernel<T> {
-    pub fn new() -> TileKernel<T> {
+/// Numbers that the suite can be run with.
+pub trait Tested: Number {
+    const DTYPE: DType;
+    /// How far the lse and the output may be off, relative to the largest number.
+    const TOLERANCE: [f64; 2];
+}
+
+impl Tested for bf16 {
+    const DTYPE: DType = DType::Bf16;
+    const TOLERANCE: [f64; 2] = [4e-6, 4e-3];
+}
+
+impl Tested for f32 {
+    const DTYPE: DType = DType::F32;
+    const TOLERANCE: [f64; 2] = [5e-7, 4e-6];
+}
+
+impl<T: Tiles, N: Tested> TileKernel<T, N> {
+    pub fn new() -> TileKernel<T, N> {
         TileKernel {
             pool: amx::Pool::default(),
             tiles: PhantomData,
@@ -30,11 +47,8 @@ impl<T: Tiles> TileKernel<T> {
     }
 }
 
-pub fn narrow(data: Slice<'_>) -> &[bf16] {
-    match data {
-        Slice::Bf16(numbers) => numbers,
-        _ => panic!("tiles hold bf16"),
-    }
+pub fn of<N: Number>(data: Slice<'_>) -> &[N] {
+    N::of(data).expect("numbers of this type")
 }
 
 pub fn wide(data: &mut Data) -> &mut [f32] {
@@ -44,14 +58,7 @@ pub fn wide(data: &mut Data) -> &mut [f32] {
     }
 }
 
-pub fn seen(data: Slice<'_>) -> &[f32] {
-    match data {
-        Slice::F32(numbers) => numbers,
-        _ => panic!("sums are f32"),
-    }
-}
-
-impl<T: Tiles> Kernel for TileKernel<T> {
+impl<T: Tiles, N: Tested> Kernel for TileKernel<T, N> {
     type Buffer = Data;
     type Input<'a> = Slice<'a>;
 
@@ -100,8 +107,8 @@ impl<T: Tiles> Kernel for TileKernel<T> {
         begins: bool,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
-        let given = [narrow(q), narrow(k), narrow(v)];
-        amx::forward::<T>(&self.pool, job, given, Target::carry(carry, begins));
+        let given = [q, k, v].map(of::<N>);
+        amx::forward::<T, N>(&self.pool, job, given, Target::carry(carry, begins));
         Ok(())
     }
 
@@ -115,9 +122,9 @@ impl<T: Tiles> Kernel for TileKernel<T> {
         out: &mut Data,
         lse: &mut Data,
     ) -> Result<()> {
-        let given = [narrow(q), narrow(k), narrow(v)];
+        let given = [q, k, v].map(of::<N>);
         let target = Target::conclusion(carry, out, lse, job.gain);
-        amx::forward::<T>(&self.pool, job, given, target);
+        amx::forward::<T, N>(&self.pool, job, given, target);
         Ok(())
     }
 
@@ -130,8 +137,8 @@ impl<T: Tiles> Kernel for TileKernel<T> {
         out: &mut Data,
         lse: &mut Data,
     ) -> Result<()> {
-        let given = [narrow(q), narrow(k), narrow(v)];
-        amx::forward::<T>(&self.pool, job, given, Target::end(out, lse, job.gain));
+        let given = [q, k, v].map(of::<N>);
+        amx::forward::<T, N>(&self.pool, job, given, Target::end(out, lse, job.gain));
         Ok(())
     }
 
@@ -172,16 +179,9 @@ impl<T: Tiles> Kernel for TileKernel<T> {
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
-        let given = amx::Given {
-            q: narrow(q),
-            k: narrow(k),
-            v: narrow(v),
-            dout: narrow(upstream.dout),
-            lse: seen(upstream.lse),
-            delta: seen(upstream.delta),
-        };
+        let given = amx::Given::of([q, k, v], upstream).expect("numbers of this type");
         let (dq, dk, dv) = (wide(gradients.dq), wide(gradients.dk), wide(gradients.dv));
-        amx::backward::<T>(&self.pool, job, given, dq, dk, dv);
+        amx::backward::<T, N>(&self.pool, job, given, dq, dk, dv);
         Ok(())
     }
 

@@ -1,20 +1,23 @@
 //! Below attention: tiles that are packed and multiplied, and the exponential.
 
+use encke_core::Data;
 use encke_core::conformance::Random;
 use half::bf16;
 
 use crate::amx::emulated::Emulated;
 use crate::amx::tiles::{Hardware, Tiles};
+use crate::kernel::{Tested, of};
 use crate::{amx, here};
 
 /// A page for tiles.
 #[repr(C, align(64))]
 struct Memory([u8; 1 << 14]);
 
-/// bf16 numbers that are small integers, so that every sum of their products is exact.
-fn integers(count: usize, seed: u64) -> Vec<bf16> {
+/// Integers up to `most`. Where those of two factors are small enough, every sum of their products is
+/// exact, in whatever order.
+fn integers(count: usize, most: usize, seed: u64) -> Vec<f64> {
     let mut random = Random::new(seed);
-    let number = |_| bf16::from_f64(random.below(33) as f64 - 16.0);
+    let number = |_| random.below(2 * most + 1) as f64 - most as f64;
     (0..count).map(number).collect()
 }
 
@@ -24,18 +27,29 @@ fn packed_tiles_multiply_like_matrices() {
     if !here::<Emulated>() {
         return;
     }
-    multiply::<Emulated>();
+    multiply_all::<Emulated>();
     if here::<Hardware>() {
-        multiply::<Hardware>();
+        multiply_all::<Hardware>();
     }
 }
 
-fn multiply<T: Tiles>() {
+/// Numbers of one piece, and of up to three on each side.
+fn multiply_all<T: Tiles>() {
+    multiply::<T, bf16>([16, 16]);
+    multiply::<T, f32>([400, 400]);
+    multiply::<T, f32>([90_000, 2]);
+    multiply::<T, f32>([2, 90_000]);
+}
+
+fn multiply<T: Tiles, N: Tested>(most: [usize; 2]) {
     use amx::pack::{self, Sign, Source};
     use amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES};
     // 29 rows of 43 channels, 50 numbers apart: x·yᵀ sums over channels, xᵀ·y over rows.
     let (rows, dim, apart) = (29, 43, 50);
-    let (x, y) = (integers(rows * apart, 1), integers(rows * apart, 2));
+    let [x, y] =
+        [(most[0], 1), (most[1], 2)].map(|(most, seed)| integers(rows * apart, most, seed));
+    let given = [&x, &y].map(|numbers| Data::from_f64(N::DTYPE, numbers));
+    let [x_given, y_given] = given.each_ref().map(|data| of::<N>(data.as_slice()));
     let source = |numbers| Source {
         numbers,
         dim,
@@ -44,11 +58,11 @@ fn multiply<T: Tiles>() {
     };
     let mut memory = [(); 5].map(|()| Box::new(Memory([0xee; 1 << 14])));
     let [a, b, c, d, sums] = memory.each_mut().map(|memory| memory.0.as_mut_ptr());
-    let product = |a: *mut u8, a_step: usize, b: *mut u8, b_step: usize, steps: usize| Product {
+    let product = |a: *mut u8, b: *mut u8, steps: usize| Product {
         a,
-        a_step,
+        a_step: N::STACK,
         b: [b, b.wrapping_add(TILE_BYTES)],
-        b_step,
+        b_step: N::STACK,
         b_row: ROW_BYTES,
         c: [sums, sums.wrapping_add(SLAB_BYTES)],
         steps,
@@ -58,31 +72,31 @@ fn multiply<T: Tiles>() {
         // SAFETY: the sums are 32 by 32 numbers.
         unsafe { sums.add(at).cast::<f32>().read() }
     };
-    let number = |numbers: &[bf16], row: usize, c: usize| match row < rows && c < dim {
-        true => numbers[row * apart + c].to_f32(),
+    let number = |numbers: &[f64], row: usize, c: usize| match row < rows && c < dim {
+        true => numbers[row * apart + c],
         false => 0.0,
     };
-    // SAFETY: two slabs fit each memory, and the tiles are available.
+    // SAFETY: two stacks fit each memory, and the tiles are available.
     unsafe {
         T::configure();
-        assert!(!pack::rows(&source(&x), a));
-        pack::lanes(&source(&y), Sign::Minus, b);
-        assert!(!pack::columns(&source(&x), c));
-        assert!(!pack::pairs(&source(&y), d));
+        assert!(!pack::rows(&source(x_given), a));
+        pack::lanes(&source(y_given), Sign::Minus, b);
+        assert!(!pack::columns(&source(x_given), c));
+        assert!(!pack::pairs(&source(y_given), d));
         // Twice, to see sums that are added to.
-        T::multiply::<false>(product(a, SLAB_BYTES, b, SLAB_BYTES, 2));
-        T::multiply::<true>(product(a, SLAB_BYTES, b, SLAB_BYTES, 2));
+        N::multiply::<T, false>(product(a, b, 2));
+        N::multiply::<T, true>(product(a, b, 2));
     }
     for i in 0..32 {
         for j in 0..32 {
             let terms = (0..dim).map(|c| -2.0 * number(&x, i, c) * number(&y, j, c));
-            assert_eq!(sum(i, j), terms.sum::<f32>(), "x·yᵀ at {i}, {j}");
+            assert_eq!(f64::from(sum(i, j)), terms.sum::<f64>(), "x·yᵀ at {i}, {j}");
         }
     }
     // Columns pair rows as (2r, 2r + 1), pairs as (r, r + 16): the same sums from a turned order.
     let turn = |i: usize| i / 2 + i % 2 * 16;
     let turned = Source {
-        numbers: &x,
+        numbers: x_given,
         dim,
         count: 32,
         address: |i: usize| (turn(i) < rows).then_some(turn(i) * apart),
@@ -90,40 +104,95 @@ fn multiply<T: Tiles>() {
     // SAFETY: as above.
     unsafe {
         pack::columns(&turned, c);
-        T::multiply::<false>(product(c, SLAB_BYTES, d, SLAB_BYTES, 1));
+        N::multiply::<T, false>(product(c, d, 1));
         T::release();
     }
     for i in 0..32 {
         for j in 0..32 {
             let terms = (0..rows).map(|row| number(&x, row, i) * number(&y, row, j));
-            assert_eq!(sum(i, j), terms.sum::<f32>(), "xᵀ·y at {i}, {j}");
+            assert_eq!(f64::from(sum(i, j)), terms.sum::<f64>(), "xᵀ·y at {i}, {j}");
         }
     }
 }
 
 #[test]
 fn packing_notices_what_is_not_finite() {
-    use amx::pack::{self, Source};
     if !here::<Emulated>() {
         return;
     }
-    let mut numbers = integers(32 * 40, 3);
-    numbers[31 * 40 + 39] = bf16::NEG_INFINITY;
+    notice::<bf16>();
+    notice::<f32>();
+}
+
+fn notice<N: Tested>() {
+    use amx::pack::{self, Source};
+    let mut numbers = integers(32 * 40, 16, 3);
+    numbers[31 * 40 + 39] = f64::NEG_INFINITY;
+    let numbers = Data::from_f64(N::DTYPE, &numbers);
     let mut memory = Box::new(Memory([0; 1 << 14]));
     let to = memory.0.as_mut_ptr();
     for (dim, expected) in [(40, true), (39, false)] {
         let source = Source {
-            numbers: &numbers,
+            numbers: of::<N>(numbers.as_slice()),
             dim,
             count: 32,
             address: |row: usize| Some(row * 40),
         };
-        // SAFETY: two slabs fit the memory, and the vectors are there.
+        // SAFETY: two stacks fit the memory, and the vectors are there.
         unsafe {
             assert_eq!(pack::rows(&source, to), expected);
             assert_eq!(pack::columns(&source, to), expected);
             assert_eq!(pack::pairs(&source, to), expected);
         }
+    }
+}
+
+/// Pieces of an f32 add up to it; what has no nearest bf16 keeps its size, and a NaN stays one.
+#[test]
+fn pieces_add_up() {
+    if !here::<Emulated>() {
+        return;
+    }
+    let mut random = Random::new(9);
+    let usual = |_| (2.0 * random.unit()) as f32 * 2f32.powi(random.below(200) as i32 - 100);
+    let mut numbers: Vec<f32> = (0..32 * 32).map(usual).collect();
+    add_up(&numbers);
+    let unusual = [
+        f32::MAX,
+        f32::MIN,
+        1.75e38,
+        f32::INFINITY,
+        -f32::INFINITY,
+        f32::NAN,
+    ];
+    let signalling = f32::from_bits(0x7f80_0001);
+    for (i, x) in unusual.into_iter().chain([signalling]).enumerate() {
+        numbers[37 * i + 5] = x;
+    }
+    add_up(&numbers);
+}
+
+fn add_up(numbers: &[f32]) {
+    use amx::pack::{self, Source};
+    use amx::tiles::SLAB_BYTES;
+    let mut memory = Box::new(Memory([0; 1 << 14]));
+    let source = Source {
+        numbers,
+        dim: 32,
+        count: 32,
+        address: |row: usize| Some(row * 32),
+    };
+    // SAFETY: a stack fits the memory, and the vectors are there.
+    let broken = unsafe { pack::rows(&source, memory.0.as_mut_ptr()) };
+    assert_eq!(broken, numbers.iter().any(|x| !x.is_finite()));
+    for (i, &x) in numbers.iter().enumerate() {
+        let pieces = [0, 1, 2].map(|piece| {
+            let at = piece * SLAB_BYTES + 2 * i;
+            bf16::from_le_bytes([memory.0[at], memory.0[at + 1]]).to_f64()
+        });
+        let sum: f64 = pieces.iter().sum();
+        let same = sum == f64::from(x) || (x.is_nan() && sum.is_nan());
+        assert!(same, "{x:e} is not the sum of {pieces:?}");
     }
 }
 

@@ -2,12 +2,13 @@
 
 use super::super::gradient::{self, Factors, Known};
 use super::super::mend::{Side, mend};
+use super::super::number::Number;
 use super::super::pack::{self, WIDTH};
 use super::super::shape::BackwardShape;
 use super::super::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
 use super::{Keys, Run, Tile};
 
-impl Run<'_> {
+impl<N: Number> Run<'_, N> {
     /// A block of keys against all packed queries: sums dk and dv, and adds to dq.
     ///
     /// # Safety
@@ -60,16 +61,16 @@ impl Run<'_> {
             (layout.k_rows, layout.q_lanes, layout.scores),
             (layout.v_rows, layout.dout_lanes, layout.products),
         ] {
-            let b = scratch.wrapping_add(lanes + tile * self.steps * SLAB_BYTES);
+            let b = scratch.wrapping_add(lanes + tile * self.steps * N::STACK);
             for step in 0..keys.count.div_ceil(WIDTH) {
                 let c = scratch.wrapping_add(to + 2 * step * SLAB_BYTES);
                 // SAFETY: tiles are configured, and all slabs lie in their regions.
                 unsafe {
-                    T::multiply::<false>(Product {
-                        a: scratch.wrapping_add(rows + step * self.steps * SLAB_BYTES),
-                        a_step: SLAB_BYTES,
+                    N::multiply::<T, false>(Product {
+                        a: scratch.wrapping_add(rows + step * self.steps * N::STACK),
+                        a_step: N::STACK,
                         b: [b, b.wrapping_add(TILE_BYTES)],
-                        b_step: SLAB_BYTES,
+                        b_step: N::STACK,
                         b_row: ROW_BYTES,
                         c: [c, c.wrapping_add(SLAB_BYTES)],
                         steps: self.steps,
@@ -100,14 +101,14 @@ impl Run<'_> {
             steps,
             start: keys.start,
             masked: tile.masked(keys.start + steps * WIDTH),
-            weights: scratch.wrapping_add(layout.weights + i * SLAB_BYTES),
-            gradients: scratch.wrapping_add(layout.gradients + i * SLAB_BYTES),
-            left_stride: S::TILES * SLAB_BYTES,
-            turned: scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * SLAB_BYTES),
-            right_stride: SLAB_BYTES,
+            weights: scratch.wrapping_add(layout.weights + i * N::STACK),
+            gradients: scratch.wrapping_add(layout.gradients + i * N::STACK),
+            left_stride: S::TILES * N::STACK,
+            turned: scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * N::STACK),
+            right_stride: N::STACK,
         };
         // SAFETY: all slabs lie in their regions.
-        unsafe { gradient_of::<S>(&block, self.factors, &tile.known) };
+        unsafe { gradient_of::<N, S>(&block, self.factors, &tile.known) };
     }
 
     /// dk and dv of the block from the tiles at hand, the first of which is packed at `first`.
@@ -133,7 +134,7 @@ impl Run<'_> {
         .into_iter()
         .enumerate()
         {
-            let pairs = scratch.wrapping_add(pairs + first * self.steps * SLAB_BYTES);
+            let pairs = scratch.wrapping_add(pairs + first * self.steps * N::STACK);
             let hurt = |tile: &Tile| tile.broken[side] != 0 && tile.masked(end);
             let mut factor = pairs;
             if tiles.iter().any(hurt) {
@@ -147,19 +148,19 @@ impl Run<'_> {
                     let c = sums + (key * self.steps + step) * 2 * SLAB_BYTES;
                     let c = scratch.wrapping_add(c);
                     let product = |factor: *mut u8| {
-                        let b = factor.wrapping_add(step * SLAB_BYTES);
+                        let b = factor.wrapping_add(step * N::STACK);
                         Product {
-                            a: scratch.wrapping_add(left + key * S::TILES * SLAB_BYTES),
-                            a_step: SLAB_BYTES,
+                            a: scratch.wrapping_add(left + key * S::TILES * N::STACK),
+                            a_step: N::STACK,
                             b: [b, b.wrapping_add(TILE_BYTES)],
-                            b_step: self.steps * SLAB_BYTES,
+                            b_step: self.steps * N::STACK,
                             b_row: ROW_BYTES,
                             c: [c, c.wrapping_add(SLAB_BYTES)],
                             steps: tiles.len(),
                         }
                     };
                     // SAFETY: tiles are configured, and all slabs lie in their regions.
-                    unsafe { T::multiply::<ADD>(product(factor)) };
+                    unsafe { N::multiply::<T, ADD>(product(factor)) };
                     if factor != pairs {
                         let sees = |at: usize, row: usize, _: usize| {
                             let (tile, place) = (&tiles[at / WIDTH], at % WIDTH);
@@ -187,13 +188,13 @@ impl Run<'_> {
         from: *const u8,
         to: *mut u8,
     ) {
-        let bytes = self.steps * SLAB_BYTES;
+        let bytes = self.steps * N::STACK;
         for (i, tile) in tiles.iter().enumerate() {
             let (from, to) = (from.wrapping_add(i * bytes), to.wrapping_add(i * bytes));
             // SAFETY: the caller's promise.
             unsafe {
                 if hurt(tile) {
-                    pack::clean(from, to, self.steps);
+                    pack::clean(from, to, self.steps * N::PIECES);
                 } else {
                     std::ptr::copy_nonoverlapping(from, to, bytes);
                 }
@@ -222,17 +223,17 @@ impl Run<'_> {
         if keys.broken && state.masked(keys.start + steps * WIDTH) {
             factor = scratch.wrapping_add(layout.clean[0]);
             // SAFETY: both regions have this many slabs.
-            unsafe { pack::clean(columns, factor, steps * self.steps) };
+            unsafe { pack::clean(columns, factor, steps * self.steps * N::PIECES) };
         }
-        let b = scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * SLAB_BYTES);
+        let b = scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * N::STACK);
         for step in 0..self.steps {
             let c = layout.dq + (tile * self.steps + step) * 2 * SLAB_BYTES;
             let c = scratch.wrapping_add(c);
             let product = |factor: *mut u8| Product {
-                a: factor.wrapping_add(step * SLAB_BYTES),
-                a_step: self.steps * SLAB_BYTES,
+                a: factor.wrapping_add(step * N::STACK),
+                a_step: self.steps * N::STACK,
                 b: [b, b.wrapping_add(TILE_BYTES)],
-                b_step: SLAB_BYTES,
+                b_step: N::STACK,
                 b_row: ROW_BYTES,
                 c: [c, c.wrapping_add(SLAB_BYTES)],
                 steps,
@@ -240,9 +241,9 @@ impl Run<'_> {
             // SAFETY: tiles are configured, and all slabs lie in their regions.
             unsafe {
                 if state.summed == 0 {
-                    T::multiply::<false>(product(factor));
+                    N::multiply::<T, false>(product(factor));
                 } else {
-                    T::multiply::<true>(product(factor));
+                    N::multiply::<T, true>(product(factor));
                 }
             }
             if factor != columns {
@@ -262,13 +263,17 @@ impl Run<'_> {
 /// As for [`gradient::gradient`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-unsafe fn gradient_of<S: BackwardShape>(block: &gradient::Block, factors: Factors, known: &Known) {
+unsafe fn gradient_of<N: Number, S: BackwardShape>(
+    block: &gradient::Block,
+    factors: Factors,
+    known: &Known,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         match S::DEGREE {
-            3 => gradient::gradient::<3>(block, factors, known),
-            4 => gradient::gradient::<4>(block, factors, known),
-            _ => gradient::gradient::<5>(block, factors, known),
+            3 => gradient::gradient::<N, 3>(block, factors, known),
+            4 => gradient::gradient::<N, 4>(block, factors, known),
+            _ => gradient::gradient::<N, 5>(block, factors, known),
         }
     }
 }

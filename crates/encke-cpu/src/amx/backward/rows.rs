@@ -5,6 +5,7 @@ use std::arch::x86_64::*;
 use encke_core::job::Operand;
 
 use super::super::gradient::Known;
+use super::super::number::Number;
 use super::super::pack::{self, Sign, Source, WIDTH};
 use super::super::softmax::Lanes;
 use super::super::tiles::{ROW_BYTES, SLAB_BYTES};
@@ -14,7 +15,7 @@ use crate::shared::Shared;
 /// How many rows ahead of the one that is added to the next one is asked for.
 const AHEAD: usize = 6;
 
-impl Run<'_> {
+impl<N: Number> Run<'_, N> {
     /// Packs queries and what is known of them.
     ///
     /// # Safety
@@ -55,7 +56,7 @@ impl Run<'_> {
                 }))
             };
             tile.known = Known {
-                lse: known(given.lse, std::f32::consts::LOG2_E),
+                lse: known(given.lse, N::UNIT),
                 delta: known(given.delta, 1.0),
                 visible: Lanes(visible.map(|seen| seen as i32)),
             };
@@ -76,7 +77,7 @@ impl Run<'_> {
                 count,
                 address: |lane: usize| live[lane].then(|| cells[lane] * job.dim),
             };
-            let bytes = i * self.steps * SLAB_BYTES;
+            let bytes = i * self.steps * N::STACK;
             let slabs = |region: usize| scratch.wrapping_add(region + bytes);
             // SAFETY: the regions have this many slabs.
             unsafe {
@@ -116,7 +117,7 @@ impl Run<'_> {
                     Some(job.k.at(task.batch, task.segment, first + row, head))
                 },
             };
-            let bytes = step * self.steps * SLAB_BYTES;
+            let bytes = step * self.steps * N::STACK;
             let slabs = |region: usize| scratch.wrapping_add(region + bytes);
             // SAFETY: the regions have this many slabs.
             unsafe {

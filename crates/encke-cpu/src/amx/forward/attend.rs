@@ -1,6 +1,7 @@
 //! A tile against the packed keys: scores, softmax, values, block by block.
 
 use super::super::mend::{Side, mend};
+use super::super::number::Number;
 use super::super::pack::{self, WIDTH};
 use super::super::shape::Shape;
 use super::super::softmax::{self, Block, Rescale};
@@ -33,7 +34,7 @@ impl Packed {
     }
 }
 
-impl Run<'_> {
+impl<N: Number> Run<'_, N> {
     /// All packed keys that a tile sees, `number` being its place in the task.
     ///
     /// # Safety
@@ -76,11 +77,11 @@ impl Run<'_> {
             let sums = scores.wrapping_add(2 * step * SLAB_BYTES);
             // SAFETY: tiles are configured, and all slabs lie in their regions.
             unsafe {
-                T::multiply::<false>(Product {
-                    a: k.wrapping_add(step * self.steps * SLAB_BYTES),
-                    a_step: SLAB_BYTES,
+                N::multiply::<T, false>(Product {
+                    a: k.wrapping_add(step * self.steps * N::STACK),
+                    a_step: N::STACK,
                     b: [q, q.wrapping_add(TILE_BYTES)],
-                    b_step: SLAB_BYTES,
+                    b_step: N::STACK,
                     b_row: ROW_BYTES,
                     c: [sums, sums.wrapping_add(SLAB_BYTES)],
                     steps: self.steps,
@@ -103,6 +104,7 @@ impl Run<'_> {
     ) -> Rescale {
         let block = Block {
             scores: self.block_of_scores(scratch),
+            weights: self.block_of_weights(scratch),
             steps: turn.steps,
             start: turn.key,
             masked: tile.masked(turn),
@@ -111,13 +113,15 @@ impl Run<'_> {
         unsafe {
             let mut look = softmax::EVERY;
             if !block.masked {
-                look = softmax::onward::<S>(&block, self.scale, &mut tile.running);
+                look = softmax::onward::<N, S>(&block, self.scale, &mut tile.running);
                 if look == 0 {
                     return Rescale::NONE;
                 }
-                self.scores::<T>(turn, scratch);
+                if N::IN_PLACE {
+                    self.scores::<T>(turn, scratch);
+                }
             }
-            softmax::softmax::<S>(&block, self.scale, &mut tile.running, look)
+            softmax::softmax::<N, S>(&block, self.scale, &mut tile.running, look)
         }
     }
 
@@ -141,26 +145,26 @@ impl Run<'_> {
             unsafe { softmax::multiply_sums(sums, 2 * self.steps, rescale) };
         }
         let values = self.block(self.layout.values, turn.from, scratch);
-        let weights = self.block_of_scores(scratch);
+        let weights = self.block_of_weights(scratch);
         let mut factor = values;
         if tile.masked(turn) && packed.broken(turn) {
             factor = scratch.wrapping_add(self.layout.clean);
             // SAFETY: both regions have this many slabs.
-            unsafe { pack::clean(values, factor, turn.steps * self.steps) };
+            unsafe { pack::clean(values, factor, turn.steps * self.steps * N::PIECES) };
         }
         for step in 0..self.steps {
             let sums = sums.wrapping_add(2 * step * SLAB_BYTES);
             let product = |factor: *mut u8| Product {
-                a: factor.wrapping_add(step * SLAB_BYTES),
-                a_step: self.steps * SLAB_BYTES,
-                b: [weights, weights.wrapping_add(SLAB_BYTES)],
-                b_step: 2 * SLAB_BYTES,
-                b_row: 2 * ROW_BYTES,
+                a: factor.wrapping_add(step * N::STACK),
+                a_step: self.steps * N::STACK,
+                b: [weights, weights.wrapping_add(N::WEIGHTS.half)],
+                b_step: N::WEIGHTS.step,
+                b_row: N::WEIGHTS.row,
                 c: [sums, sums.wrapping_add(SLAB_BYTES)],
                 steps: turn.steps,
             };
             // SAFETY: tiles are configured, and all slabs lie in their regions.
-            unsafe { T::multiply::<true>(product(factor)) };
+            unsafe { N::multiply::<T, true>(product(factor)) };
             if factor != values {
                 let seen = &tile.running.visible.0;
                 let sees = |at: usize, _: usize, lane: usize| seen[lane] as usize > turn.key + at;

@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::super::number::Number;
 use super::super::pack::{self, Sign, Source, WIDTH};
 use super::super::softmax::{Lanes, Running};
 use super::super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
@@ -9,7 +10,7 @@ use super::super::vector::{splat, transpose};
 use super::{Packed, Run, Task, Tile};
 use crate::target::{After, Rows, ended};
 
-impl Run<'_> {
+impl<N: Number> Run<'_, N> {
     /// Reads a tile's queries and carry.
     ///
     /// # Safety
