@@ -54,7 +54,8 @@ pub(crate) fn forward<X: Vector, const R: usize>(
     [q, k, v]: [Slice<'_>; 3],
     target: Target<'_, X::A>,
 ) {
-    let grid = Grid::new(job, lanes::<X>(), tiles(TILES, job.dim), schedule::tasks());
+    let share = schedule::Share::new();
+    let grid = Grid::new(job, lanes::<X>(), tiles(TILES, job.dim), share.tasks());
     let attention = Attention {
         x,
         job,

@@ -6,12 +6,37 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How many tasks a job should have for the threads of the current pool to end together. What a task
-/// computes for a row does not depend on how many there are.
-pub(crate) fn tasks() -> usize {
-    match rayon::current_num_threads() {
-        1 => 1,
-        threads => 4 * threads,
+/// Calls of this process that compute at the moment: ranks that are threads share their pool.
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+
+/// A call's share of the threads, as long as it computes.
+#[derive(Debug)]
+pub(crate) struct Share {
+    calls: usize,
+}
+
+impl Share {
+    /// Begins to compute.
+    pub fn new() -> Share {
+        Share {
+            calls: 1 + CALLS.fetch_add(1, Ordering::Relaxed),
+        }
+    }
+
+    /// How many tasks the call should have for the threads of the current pool to end together;
+    /// fewer where others keep them busy, because what tasks share is done for each. What a task
+    /// computes for a row does not depend on how many there are.
+    pub fn tasks(&self) -> usize {
+        match rayon::current_num_threads() {
+            1 => 1,
+            threads => (4 * threads).div_ceil(self.calls),
+        }
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        CALLS.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

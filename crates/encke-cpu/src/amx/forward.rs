@@ -60,7 +60,8 @@ pub(crate) fn forward_shaped<T: Tiles, N: Number, S: Shape>(
         layout: Layout::new::<N, S>(job),
     };
     let groups = schedule::groups(job);
-    let tasks = tasks(job, &groups, run.layout.tiles);
+    let share = crate::schedule::Share::new();
+    let tasks = tasks(job, &groups, run.layout.tiles, share.tasks());
     schedule::run::<T, Task<'_>>(pool, run.layout.bytes, &tasks, |task, scratch| {
         // SAFETY: the tiles are available and configured, scratch memory is as large as the
         // layout says, and tasks have no query row in common.
@@ -88,12 +89,13 @@ struct Task<'a> {
     pairs: usize,
 }
 
-/// All tasks of a job, the longest first. `most` is how many tiles a task may have.
-fn tasks<'a>(job: &Job, groups: &'a [Vec<usize>], most: usize) -> Vec<Task<'a>> {
+/// All tasks of a job, the longest first. `most` is how many tiles a task may have, `wanted` how many
+/// tasks there should be.
+fn tasks<'a>(job: &Job, groups: &'a [Vec<usize>], most: usize, wanted: usize) -> Vec<Task<'a>> {
     let tiles_each = job.queries.div_ceil(WIDTH);
     let total = tiles_each * job.heads * job.batch * job.segments;
     let mut limit = most;
-    while limit >= 2 * FEWEST_TILES && total.div_ceil(limit) < crate::schedule::tasks() {
+    while limit >= 2 * FEWEST_TILES && total.div_ceil(limit) < wanted {
         limit /= 2;
     }
     let mut tasks = Vec::new();

@@ -147,9 +147,9 @@ impl Number for f32 {
     };
     const UNIT: f32 = 1.0;
     const LIFT: [f32; 2] = [0.0, 1.0];
-    type Short = shape::WideShort;
-    type Long = shape::WideLong;
-    type Usual = shape::WideUsual;
+    type Short = shape::Wide;
+    type Long = shape::Wide;
+    type Usual = shape::Wide;
 
     fn of(numbers: Slice<'_>) -> Option<&[f32]> {
         match numbers {

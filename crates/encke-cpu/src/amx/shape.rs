@@ -37,24 +37,16 @@ impl Shape for Long {
     const NUMBERS: usize = 1 << 17;
 }
 
-/// Numbers in three pieces, for head dimensions up to 64.
+/// Numbers in three pieces: six times the products for the same sums, so that blocks may come from
+/// the second-level cache, and sums should go there seldom.
 #[derive(Debug)]
-pub(crate) struct WideShort;
+pub(crate) struct Wide;
 
-impl Shape for WideShort {
-    const KEYS: usize = 64;
+impl Shape for Wide {
+    const KEYS: usize = 256;
     const DEGREE: usize = 5;
     const PACKED: usize = 512;
-}
-
-/// Numbers in three pieces, for larger head dimensions.
-#[derive(Debug)]
-pub(crate) struct WideLong;
-
-impl Shape for WideLong {
-    const KEYS: usize = 64;
-    const DEGREE: usize = 5;
-    const PACKED: usize = 256;
+    const NUMBERS: usize = 1 << 17;
 }
 
 /// Sizes of the backward pass.
@@ -75,11 +67,8 @@ pub(crate) struct Usual;
 
 impl BackwardShape for Usual {}
 
-/// The same for numbers in three pieces.
-#[derive(Debug)]
-pub(crate) struct WideUsual;
-
-impl BackwardShape for WideUsual {
+impl BackwardShape for Wide {
+    const KEYS: usize = 128;
+    const TILES: usize = 4;
     const DEGREE: usize = 5;
-    const NUMBERS: usize = 1 << 15;
 }
