@@ -21,7 +21,7 @@ pub enum Arm {
     Avx2,
     /// AVX-512 (F, BW, CD, DQ, VL).
     Avx512,
-    /// AVX-512, and the matrix tiles for bf16 and f32.
+    /// AVX-512, and the matrix tiles for bf16, f16 and f32.
     Amx,
 }
 

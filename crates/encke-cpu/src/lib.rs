@@ -44,7 +44,7 @@ use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 #[cfg(target_arch = "x86_64")]
-use half::bf16;
+use half::{bf16, f16};
 
 pub use arm::{Arm, VARIABLE};
 pub use peak::peak;
@@ -80,6 +80,20 @@ macro_rules! on_arm {
             #[cfg(not(target_arch = "x86_64"))]
             Arm::Avx2 | Arm::Avx512 | Arm::Amx => unreachable!("the arm was checked"),
         }
+    };
+}
+
+/// Does something for every type of numbers that tiles multiply.
+#[cfg(target_arch = "x86_64")]
+macro_rules! for_each_type {
+    ($number:ident => $body:expr) => {{
+        for_each_type!(@ $number, [bf16, f16, f32], $body);
+    }};
+    (@ $number:ident, [$($kind:ty),*], $body:expr) => {
+        $({
+            type $number = $kind;
+            $body
+        })*
     };
 }
 
@@ -136,15 +150,9 @@ impl CpuKernel {
     fn forward_narrow(&self, job: &Job, given: [Slice<'_>; 3], target: Target<'_, f32>) {
         #[cfg(target_arch = "x86_64")]
         if self.arm == Arm::Amx {
-            match given {
-                [Slice::Bf16(q), Slice::Bf16(k), Slice::Bf16(v)] => {
-                    return amx::forward::<amx::Hardware, _>(&self.tiles, job, [q, k, v], target);
-                }
-                [Slice::F32(q), Slice::F32(k), Slice::F32(v)] => {
-                    return amx::forward::<amx::Hardware, _>(&self.tiles, job, [q, k, v], target);
-                }
-                _ => {}
-            }
+            for_each_type!(N => if let [Some(q), Some(k), Some(v)] = given.map(<N as amx::Number>::of) {
+                return amx::forward::<amx::Hardware, N>(&self.tiles, job, [q, k, v], target);
+            });
         }
         on_arm!(
             self,
@@ -207,7 +215,7 @@ impl Kernel for CpuKernel {
     fn tile(&self, dtype: DType) -> [usize; 2] {
         match dtype {
             #[cfg(target_arch = "x86_64")]
-            DType::Bf16 | DType::F32 if self.arm == Arm::Amx => amx::TILE,
+            DType::Bf16 | DType::F16 | DType::F32 if self.arm == Arm::Amx => amx::TILE,
             DType::F64 => on_arm!(self, f64, F64, shape::tile()),
             DType::F32 | DType::Bf16 | DType::F16 => on_arm!(self, f32, F32, shape::tile()),
         }
@@ -372,14 +380,10 @@ impl Kernel for CpuKernel {
                 dv: Data::F32(dv),
             } = gradients
         {
-            if let Some(given) = amx::Given::<bf16>::of([q, k, v], upstream) {
-                amx::backward::<amx::Hardware, _>(&self.tiles, job, given, dq, dk, dv);
+            for_each_type!(N => if let Some(given) = amx::Given::<N>::of([q, k, v], upstream) {
+                amx::backward::<amx::Hardware, N>(&self.tiles, job, given, dq, dk, dv);
                 return Ok(());
-            }
-            if let Some(given) = amx::Given::<f32>::of([q, k, v], upstream) {
-                amx::backward::<amx::Hardware, _>(&self.tiles, job, given, dq, dk, dv);
-                return Ok(());
-            }
+            });
         }
         match dtype {
             DType::F64 => {
@@ -417,8 +421,9 @@ impl Kernel for CpuKernel {
         if self.arm == Arm::Amx {
             return match dtype {
                 DType::Bf16 => amx::workspace_bytes::<bf16>(job, pass),
+                DType::F16 => amx::workspace_bytes::<f16>(job, pass),
                 DType::F32 => amx::workspace_bytes::<f32>(job, pass),
-                DType::F16 | DType::F64 => bytes,
+                DType::F64 => bytes,
             };
         }
         bytes

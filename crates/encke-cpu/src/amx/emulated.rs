@@ -3,7 +3,7 @@
 //! The same memory, the same pairs and, as far as it is documented, the same order of sums.
 
 use super::detect;
-use super::tiles::{PRODUCTS, Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
+use super::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles, products};
 
 /// Tiles that are arrays.
 #[derive(Debug)]
@@ -68,10 +68,6 @@ impl Tiles for Emulated {
     unsafe fn release() {}
 
     unsafe fn multiply<const ADD: bool, const PIECES: usize>(product: Product) {
-        let products: &[[usize; 2]] = match PIECES {
-            1 => &[[0, 0]],
-            _ => &PRODUCTS,
-        };
         for half in 0..2 {
             for column in 0..2 {
                 let c = product.c[column].wrapping_add(half * TILE_BYTES);
@@ -87,7 +83,7 @@ impl Tiles for Emulated {
                         .a
                         .wrapping_add(step * product.a_step + half * TILE_BYTES);
                     let b = product.b[column].wrapping_add(step * product.b_step);
-                    for pieces in products {
+                    for pieces in products(PIECES) {
                         let [a, b] = [(a, pieces[0]), (b, pieces[1])]
                             .map(|(factor, piece)| factor.wrapping_add(piece * SLAB_BYTES));
                         // SAFETY: the caller vouches for every step of both factors.

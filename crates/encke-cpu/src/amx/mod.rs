@@ -1,4 +1,4 @@
-//! Attention on the matrix tiles of x86 processors (AMX), in bf16 and, by pieces, in f32.
+//! Attention on the matrix tiles of x86 processors (AMX), in bf16 and, by pieces, in f16 and f32.
 //!
 //! The tiles multiply about sixteen times as fast as vectors do, so this is an arm of its own and
 //! not one more instance of the vector kernel: what is multiplied must be bf16, or a sum of some

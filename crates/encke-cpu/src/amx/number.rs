@@ -5,7 +5,8 @@
 //! products of the pieces of two numbers six are computed; the other three together are below
 //! 2⁻²⁴ of the whole, which f32 would round away. The tiles multiply sixteen times as fast as the
 //! vectors do, so six products take less than half the time of one in f32, and their sums are
-//! rounded once for 32 terms instead of once for each.
+//! rounded once for 32 terms instead of once for each. An f16 is two pieces, of which all four
+//! products are computed.
 //!
 //! What is not finite is its own first piece, and has no others. So a sum that sees an infinity may
 //! be NaN where a sum in f32 would be infinite: an infinity times a piece that is 0.
@@ -14,7 +15,7 @@ use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
 
 use encke_core::dtype::Slice;
-use half::bf16;
+use half::{bf16, f16};
 
 use super::pack::Rows;
 use super::shape::{self, BackwardShape, Shape};
@@ -138,6 +139,67 @@ impl Number for bf16 {
     }
 }
 
+impl Number for f16 {
+    const PIECES: usize = 2;
+    const WEIGHTS: Strides = Strides {
+        step: Self::STACK,
+        half: TILE_BYTES,
+        row: ROW_BYTES,
+    };
+    const UNIT: f32 = LOG2_E;
+    const LIFT: [f32; 2] = [0.0, 1.0];
+    type Short = shape::Wide;
+    type Long = shape::Wide;
+    type Usual = shape::Wide;
+
+    fn of(numbers: Slice<'_>) -> Option<&[f16]> {
+        match numbers {
+            Slice::F16(numbers) => Some(numbers),
+            _ => None,
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load<const PIECE: usize, const CAREFUL: bool>(
+        from: *const f16,
+        mask: u32,
+    ) -> __m512i {
+        // SAFETY: the caller's promise.
+        let numbers = unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) };
+        pieces::<PIECE, CAREFUL>([
+            _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<0>(numbers)),
+            _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(numbers)),
+        ])
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn unusual(rows: &Rows<f16>, step: usize) -> bool {
+        let mut largest = _mm512_setzero_si512();
+        rows.each(step, |from, mask| {
+            // SAFETY: the caller's promise.
+            let bits = unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) };
+            let size = _mm512_and_si512(bits, _mm512_set1_epi16(i16::MAX));
+            largest = _mm512_max_epu16(largest, size);
+        });
+        let infinity = _mm512_set1_epi16(f16::INFINITY.to_bits() as i16);
+        _mm512_cmpge_epu16_mask(largest, infinity) != 0
+    }
+
+    #[inline(always)]
+    unsafe fn multiply<T: Tiles, const ADD: bool>(product: Product) {
+        // SAFETY: the caller's promise.
+        unsafe { T::multiply::<ADD, 2>(product) };
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn power(score: __m512, scale: Scale, base: __m512) -> __m512 {
+        _mm512_fmsub_ps(score, splat(scale.binary), base)
+    }
+}
+
 impl Number for f32 {
     const PIECES: usize = 3;
     const WEIGHTS: Strides = Strides {
@@ -171,30 +233,7 @@ impl Number for f32 {
                 _mm512_maskz_loadu_ps((mask >> 16) as u16, from.wrapping_add(16)),
             ]
         };
-        let [low, high] = halves.map(|numbers| {
-            let mut rest = numbers;
-            for piece in 0..PIECE {
-                let nearest = match CAREFUL && piece == 0 {
-                    true => nearest_with_care(rest),
-                    false => nearest(rest),
-                };
-                rest = _mm512_sub_ps(rest, nearest);
-            }
-            if CAREFUL && PIECE > 0 {
-                let size = _mm512_abs_ps(numbers);
-                let finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(size, splat(f32::INFINITY));
-                rest = _mm512_maskz_mov_ps(finite, rest);
-            }
-            // The upper words are taken, so that nothing has to be cut off; a third piece has no more.
-            match (PIECE, CAREFUL) {
-                (0, true) => _mm512_castps_si512(nearest_with_care(rest)),
-                (2, _) => _mm512_castps_si512(rest),
-                _ => _mm512_add_epi32(_mm512_castps_si512(rest), _mm512_set1_epi32(HALF)),
-            }
-        });
-        // SAFETY: the index is 64 bytes long.
-        let upper = unsafe { _mm512_loadu_si512(UPPER.as_ptr().cast()) };
-        _mm512_permutex2var_epi16(low, upper, high)
+        pieces::<PIECE, CAREFUL>(halves)
     }
 
     #[inline]
@@ -228,6 +267,36 @@ impl Number for f32 {
         let difference = _mm512_fmsub_ps(score, splat(scale.natural), base);
         _mm512_mul_ps(difference, splat(LOG2_E))
     }
+}
+
+/// One piece of each of 32 numbers.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn pieces<const PIECE: usize, const CAREFUL: bool>(halves: [__m512; 2]) -> __m512i {
+    let [low, high] = halves.map(|numbers| {
+        let mut rest = numbers;
+        for piece in 0..PIECE {
+            let nearest = match CAREFUL && piece == 0 {
+                true => nearest_with_care(rest),
+                false => nearest(rest),
+            };
+            rest = _mm512_sub_ps(rest, nearest);
+        }
+        if CAREFUL && PIECE > 0 {
+            let size = _mm512_abs_ps(numbers);
+            let finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(size, splat(f32::INFINITY));
+            rest = _mm512_maskz_mov_ps(finite, rest);
+        }
+        // The upper words are taken, so that nothing has to be cut off; a third piece has no more.
+        match (PIECE, CAREFUL) {
+            (0, true) => _mm512_castps_si512(nearest_with_care(rest)),
+            (2, _) => _mm512_castps_si512(rest),
+            _ => _mm512_add_epi32(_mm512_castps_si512(rest), _mm512_set1_epi32(HALF)),
+        }
+    });
+    // SAFETY: the index is 64 bytes long.
+    let upper = unsafe { _mm512_loadu_si512(UPPER.as_ptr().cast()) };
+    _mm512_permutex2var_epi16(low, upper, high)
 }
 
 /// Numbers of the upper words of 32 double words.

@@ -135,8 +135,11 @@ macro_rules! each_slab {
     (@ $how:ident, $function:ident($rows:expr, $step:ident, $at:ident $(, $argument:expr)*)) => {{
         let odd = $function::<N, $how, 0>($rows, $step, $at $(, $argument)*);
         if N::PIECES > 1 {
-            let [second, third] = [1, 2].map(|piece| $at.wrapping_add(piece * SLAB_BYTES));
+            let second = $at.wrapping_add(SLAB_BYTES);
             $function::<N, $how, 1>($rows, $step, second $(, $argument)*);
+        }
+        if N::PIECES > 2 {
+            let third = $at.wrapping_add(2 * SLAB_BYTES);
             $function::<N, $how, 2>($rows, $step, third $(, $argument)*);
         }
         odd

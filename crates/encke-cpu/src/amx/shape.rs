@@ -37,7 +37,7 @@ impl Shape for Long {
     const NUMBERS: usize = 1 << 17;
 }
 
-/// Numbers in three pieces: six times the products for the same sums, so that blocks may come from
+/// Numbers in pieces: four or six times the products for the same sums, so that blocks may come from
 /// the second-level cache, and sums should go there seldom.
 #[derive(Debug)]
 pub(crate) struct Wide;

@@ -63,7 +63,7 @@ pub(crate) trait Tiles: Send + Sync + 'static {
     /// Only where the implementation is available.
     unsafe fn release();
 
-    /// Computes a product of numbers in so many pieces, one or three; `ADD` adds it to the sums
+    /// Computes a product of numbers in so many pieces, up to three; `ADD` adds it to the sums
     /// that are there, otherwise they are replaced.
     ///
     /// # Safety
@@ -104,9 +104,16 @@ static CONFIGURATION: Configuration = {
     }
 };
 
-/// Pieces of both factors that are multiplied, in this order: from one to the next only one factor
-/// changes, and the largest is not the first, because its sums hide what follows.
-pub(crate) const PRODUCTS: [[usize; 2]; 6] = [[1, 1], [0, 1], [0, 2], [0, 0], [1, 0], [2, 0]];
+/// Pieces of both factors that are multiplied, of numbers that have so many, in this order: from one
+/// to the next only one factor changes, and the largest is not the first, because its sums hide what
+/// follows.
+pub(crate) const fn products(pieces: usize) -> &'static [[usize; 2]] {
+    match pieces {
+        1 => &[[0, 0]],
+        2 => &[[1, 1], [0, 1], [0, 0], [1, 0]],
+        _ => &[[1, 1], [0, 1], [0, 2], [0, 0], [1, 0], [2, 0]],
+    }
+}
 
 /// The assembly of a product: how its sums begin and what a step does is all that differs.
 macro_rules! multiply {
@@ -178,7 +185,39 @@ macro_rules! one_piece {
     };
 }
 
-/// Numbers of three pieces, multiplied in the order of [`PRODUCTS`]. A tile is loaded as soon as its
+/// Numbers of two pieces, multiplied in the order of [`products`].
+macro_rules! two_pieces {
+    () => {
+        "tileloadd tmm4, [{a} + {row} + 2048]
+         tileloadd tmm6, [{b0} + {b_row} + 2048]
+         tileloadd tmm7, [{b1} + {b_row} + 2048]
+         tileloadd tmm5, [{a} + {row} + 3072]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm1, tmm4, tmm7
+         tileloadd tmm4, [{a} + {row}]
+         tdpbf16ps tmm2, tmm5, tmm6
+         tdpbf16ps tmm3, tmm5, tmm7
+         tileloadd tmm5, [{a} + {row} + 1024]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm2, tmm5, tmm6
+         tileloadd tmm6, [{b0} + {b_row}]
+         tdpbf16ps tmm1, tmm4, tmm7
+         tdpbf16ps tmm3, tmm5, tmm7
+         tileloadd tmm7, [{b1} + {b_row}]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm1, tmm4, tmm7
+         tileloadd tmm4, [{a} + {row} + 2048]
+         tdpbf16ps tmm2, tmm5, tmm6
+         tdpbf16ps tmm3, tmm5, tmm7
+         tileloadd tmm5, [{a} + {row} + 3072]
+         tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm1, tmm4, tmm7
+         tdpbf16ps tmm2, tmm5, tmm6
+         tdpbf16ps tmm3, tmm5, tmm7"
+    };
+}
+
+/// Numbers of three pieces, multiplied in the order of [`products`]. A tile is loaded as soon as its
 /// register is free, which is two products before it is needed.
 macro_rules! three_pieces {
     () => {
@@ -277,13 +316,15 @@ impl Tiles for Hardware {
 
     #[inline(always)]
     unsafe fn multiply<const ADD: bool, const PIECES: usize>(product: Product) {
-        debug_assert!(product.steps > 0 && matches!(PIECES, 1 | 3));
+        debug_assert!(product.steps > 0 && matches!(PIECES, 1..=3));
         // SAFETY: the caller vouches for the memory of the product and for the configuration; the
         // block changes only registers it names and the sums.
         unsafe {
             match (ADD, PIECES) {
                 (true, 1) => multiply!(product, loaded, one_piece),
                 (false, 1) => multiply!(product, zero, one_piece),
+                (true, 2) => multiply!(product, loaded, two_pieces),
+                (false, 2) => multiply!(product, zero, two_pieces),
                 (true, _) => multiply!(product, loaded, three_pieces),
                 (false, _) => multiply!(product, zero, three_pieces),
             }

@@ -8,7 +8,7 @@ use encke_core::naive::NaiveKernel;
 use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
-use half::bf16;
+use half::{bf16, f16};
 use std::marker::PhantomData;
 
 use crate::amx::tiles::Tiles;
@@ -31,6 +31,11 @@ pub trait Tested: Number {
 impl Tested for bf16 {
     const DTYPE: DType = DType::Bf16;
     const TOLERANCE: [f64; 2] = [4e-6, 4e-3];
+}
+
+impl Tested for f16 {
+    const DTYPE: DType = DType::F16;
+    const TOLERANCE: [f64; 2] = [2e-6, 4e-5];
 }
 
 impl Tested for f32 {

@@ -41,7 +41,7 @@ use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::Pass;
 use encke_core::{DType, Data};
-use half::bf16;
+use half::{bf16, f16};
 use kernel::{Tested, TileKernel, of, wide};
 use target::Target;
 
@@ -61,6 +61,7 @@ fn conform<T: Tiles, N: Tested>() {
 fn emulated_tiles_conform() {
     if here::<Emulated>() {
         conform::<Emulated, bf16>();
+        conform::<Emulated, f16>();
         conform::<Emulated, f32>();
     }
 }
@@ -69,6 +70,7 @@ fn emulated_tiles_conform() {
 fn tiles_conform() {
     if here::<Hardware>() {
         conform::<Hardware, bf16>();
+        conform::<Hardware, f16>();
         conform::<Hardware, f32>();
     }
 }
@@ -276,6 +278,7 @@ fn long_sequences_cross_every_block() {
         let job = job(queries, keys, heads, dim, causal);
         let what = format!("{queries} queries, {keys} keys, {heads} heads of {dim}");
         check::<bf16>(&job, 3, &what);
+        check::<f16>(&job, 3, &what);
         check::<f32>(&job, 3, &what);
     }
 }
@@ -290,6 +293,7 @@ fn the_sign_of_the_scale_is_kept() {
         job.scale = scale;
         let what = format!("scale {scale}");
         check::<bf16>(&job, 4, &what);
+        check::<f16>(&job, 4, &what);
         check::<f32>(&job, 4, &what);
     }
 }
@@ -300,6 +304,7 @@ fn the_sign_of_the_scale_is_kept() {
 fn a_maximum_that_rises_is_noticed() {
     if here::<Emulated>() {
         notice_a_maximum::<bf16>();
+        notice_a_maximum::<f16>();
         notice_a_maximum::<f32>();
     }
 }
@@ -329,6 +334,7 @@ fn notice_a_maximum<N: Tested>() {
 fn the_number_of_threads_changes_no_bit() {
     if here::<Emulated>() {
         count_threads::<bf16>();
+        count_threads::<f16>();
         count_threads::<f32>();
     }
 }
@@ -360,6 +366,7 @@ fn count_threads<N: Tested>() {
 fn what_is_hidden_poisons_nothing() {
     if here::<Emulated>() {
         poison_what_is_hidden::<bf16>();
+        poison_what_is_hidden::<f16>();
         poison_what_is_hidden::<f32>();
     }
 }
@@ -431,6 +438,7 @@ impl BackwardShape for Odd {
 fn shapes_change_only_the_order_of_sums() {
     if here::<Emulated>() {
         change_shapes::<bf16>();
+        change_shapes::<f16>();
         change_shapes::<f32>();
     }
 }

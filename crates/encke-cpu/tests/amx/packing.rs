@@ -2,7 +2,7 @@
 
 use encke_core::Data;
 use encke_core::conformance::Random;
-use half::bf16;
+use half::{bf16, f16};
 
 use crate::amx::emulated::Emulated;
 use crate::amx::tiles::{Hardware, Tiles};
@@ -36,6 +36,7 @@ fn packed_tiles_multiply_like_matrices() {
 /// Numbers of one piece, and of up to three on each side.
 fn multiply_all<T: Tiles>() {
     multiply::<T, bf16>([16, 16]);
+    multiply::<T, f16>([400, 400]);
     multiply::<T, f32>([400, 400]);
     multiply::<T, f32>([90_000, 2]);
     multiply::<T, f32>([2, 90_000]);
@@ -121,6 +122,7 @@ fn packing_notices_what_is_not_finite() {
         return;
     }
     notice::<bf16>();
+    notice::<f16>();
     notice::<f32>();
 }
 
