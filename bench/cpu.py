@@ -10,7 +10,8 @@ timed (our output against the f64 reference, on a short sequence; gradients are 
 In its turn each contestant makes two calls and the second one counts: threads of the other one may
 still be spinning during the first, on the same cores. FLOPs are counted as 4·n²·d·h forward and
 10·n²·d·h backward, half of that when causal, for both alike. `peak` is what registers alone
-multiply and add in the same minute, with vectors (f32) or tiles (bf16, where there are any).
+multiply and add in the same minute, with vectors (f32) or tiles (bf16, where there are any); f32
+computed on tiles, in pieces, can be above what vectors can do.
 """
 import argparse, json, os, platform, statistics, subprocess, sys, time
 

@@ -43,7 +43,7 @@ impl Shape for Long {
 pub(crate) struct Wide;
 
 impl Shape for Wide {
-    const KEYS: usize = 256;
+    const KEYS: usize = 512;
     const DEGREE: usize = 5;
     const PACKED: usize = 512;
     const NUMBERS: usize = 1 << 17;
