@@ -38,15 +38,19 @@ pub(crate) trait Number: Copy + Send + Sync + 'static {
     const PIECES: usize;
     /// Bytes of a stack: 32 by 32 numbers, a slab for each piece, one behind the other.
     const STACK: usize = Self::PIECES * SLAB_BYTES;
-    /// Where the weights of a block lie.
-    const WEIGHTS: Strides;
+    /// Where the weights of a block lie: in stacks, if not in the place of their scores.
+    const WEIGHTS: Strides = Strides {
+        step: Self::STACK,
+        half: TILE_BYTES,
+        row: ROW_BYTES,
+    };
     /// Whether they take the place of their scores.
     const IN_PLACE: bool = Self::PIECES == 1;
     /// What a maximum or an lse is multiplied with before [`Number::power`] subtracts it.
     const UNIT: f32;
     /// By how much weights are made larger because cutting makes them smaller, in powers of 2, and
     /// what undoes it.
-    const LIFT: [f32; 2];
+    const LIFT: [f32; 2] = [0.0, 1.0];
 
     /// Sizes forward for up to 64 channels, and for more.
     type Short: Shape;
@@ -141,13 +145,7 @@ impl Number for bf16 {
 
 impl Number for f16 {
     const PIECES: usize = 2;
-    const WEIGHTS: Strides = Strides {
-        step: Self::STACK,
-        half: TILE_BYTES,
-        row: ROW_BYTES,
-    };
     const UNIT: f32 = LOG2_E;
-    const LIFT: [f32; 2] = [0.0, 1.0];
     type Short = shape::Wide;
     type Long = shape::Wide;
     type Usual = shape::Wide;
@@ -202,13 +200,7 @@ impl Number for f16 {
 
 impl Number for f32 {
     const PIECES: usize = 3;
-    const WEIGHTS: Strides = Strides {
-        step: Self::STACK,
-        half: TILE_BYTES,
-        row: ROW_BYTES,
-    };
     const UNIT: f32 = 1.0;
-    const LIFT: [f32; 2] = [0.0, 1.0];
     type Short = shape::Wide;
     type Long = shape::Wide;
     type Usual = shape::Wide;

@@ -185,80 +185,84 @@ macro_rules! one_piece {
     };
 }
 
-/// Numbers of two pieces, multiplied in the order of [`products`].
-macro_rules! two_pieces {
-    () => {
-        "tileloadd tmm4, [{a} + {row} + 2048]
-         tileloadd tmm6, [{b0} + {b_row} + 2048]
-         tileloadd tmm7, [{b1} + {b_row} + 2048]
-         tileloadd tmm5, [{a} + {row} + 3072]
-         tdpbf16ps tmm0, tmm4, tmm6
+/// The four products of the tiles in registers. A factor that changes after them is loaded as soon as
+/// a register of it is free, which is two products before it is needed.
+macro_rules! four {
+    (then) => {
+        "tdpbf16ps tmm0, tmm4, tmm6
          tdpbf16ps tmm1, tmm4, tmm7
-         tileloadd tmm4, [{a} + {row}]
          tdpbf16ps tmm2, tmm5, tmm6
          tdpbf16ps tmm3, tmm5, tmm7
-         tileloadd tmm5, [{a} + {row} + 1024]
-         tdpbf16ps tmm0, tmm4, tmm6
-         tdpbf16ps tmm2, tmm5, tmm6
-         tileloadd tmm6, [{b0} + {b_row}]
-         tdpbf16ps tmm1, tmm4, tmm7
-         tdpbf16ps tmm3, tmm5, tmm7
-         tileloadd tmm7, [{b1} + {b_row}]
-         tdpbf16ps tmm0, tmm4, tmm6
-         tdpbf16ps tmm1, tmm4, tmm7
-         tileloadd tmm4, [{a} + {row} + 2048]
-         tdpbf16ps tmm2, tmm5, tmm6
-         tdpbf16ps tmm3, tmm5, tmm7
-         tileloadd tmm5, [{a} + {row} + 3072]
-         tdpbf16ps tmm0, tmm4, tmm6
-         tdpbf16ps tmm1, tmm4, tmm7
-         tdpbf16ps tmm2, tmm5, tmm6
-         tdpbf16ps tmm3, tmm5, tmm7"
+         "
+    };
+    (then a $first:literal $second:literal) => {
+        concat!(
+            "tdpbf16ps tmm0, tmm4, tmm6
+             tdpbf16ps tmm1, tmm4, tmm7
+             tileloadd tmm4, [{a} + {row} + ",
+            $first,
+            "]
+             tdpbf16ps tmm2, tmm5, tmm6
+             tdpbf16ps tmm3, tmm5, tmm7
+             tileloadd tmm5, [{a} + {row} + ",
+            $second,
+            "]
+             "
+        )
+    };
+    (then b $both:literal) => {
+        concat!(
+            "tdpbf16ps tmm0, tmm4, tmm6
+             tdpbf16ps tmm2, tmm5, tmm6
+             tileloadd tmm6, [{b0} + {b_row} + ",
+            $both,
+            "]
+             tdpbf16ps tmm1, tmm4, tmm7
+             tdpbf16ps tmm3, tmm5, tmm7
+             tileloadd tmm7, [{b1} + {b_row} + ",
+            $both,
+            "]
+             "
+        )
     };
 }
 
-/// Numbers of three pieces, multiplied in the order of [`products`]. A tile is loaded as soon as its
-/// register is free, which is two products before it is needed.
-macro_rules! three_pieces {
+/// Loads the second piece of both factors.
+macro_rules! second_pieces {
     () => {
         "tileloadd tmm4, [{a} + {row} + 2048]
          tileloadd tmm6, [{b0} + {b_row} + 2048]
          tileloadd tmm7, [{b1} + {b_row} + 2048]
          tileloadd tmm5, [{a} + {row} + 3072]
-         tdpbf16ps tmm0, tmm4, tmm6
-         tdpbf16ps tmm1, tmm4, tmm7
-         tileloadd tmm4, [{a} + {row}]
-         tdpbf16ps tmm2, tmm5, tmm6
-         tdpbf16ps tmm3, tmm5, tmm7
-         tileloadd tmm5, [{a} + {row} + 1024]
-         tdpbf16ps tmm0, tmm4, tmm6
-         tdpbf16ps tmm2, tmm5, tmm6
-         tileloadd tmm6, [{b0} + {b_row} + 4096]
-         tdpbf16ps tmm1, tmm4, tmm7
-         tdpbf16ps tmm3, tmm5, tmm7
-         tileloadd tmm7, [{b1} + {b_row} + 4096]
-         tdpbf16ps tmm0, tmm4, tmm6
-         tdpbf16ps tmm2, tmm5, tmm6
-         tileloadd tmm6, [{b0} + {b_row}]
-         tdpbf16ps tmm1, tmm4, tmm7
-         tdpbf16ps tmm3, tmm5, tmm7
-         tileloadd tmm7, [{b1} + {b_row}]
-         tdpbf16ps tmm0, tmm4, tmm6
-         tdpbf16ps tmm1, tmm4, tmm7
-         tileloadd tmm4, [{a} + {row} + 2048]
-         tdpbf16ps tmm2, tmm5, tmm6
-         tdpbf16ps tmm3, tmm5, tmm7
-         tileloadd tmm5, [{a} + {row} + 3072]
-         tdpbf16ps tmm0, tmm4, tmm6
-         tdpbf16ps tmm1, tmm4, tmm7
-         tileloadd tmm4, [{a} + {row} + 4096]
-         tdpbf16ps tmm2, tmm5, tmm6
-         tdpbf16ps tmm3, tmm5, tmm7
-         tileloadd tmm5, [{a} + {row} + 5120]
-         tdpbf16ps tmm0, tmm4, tmm6
-         tdpbf16ps tmm1, tmm4, tmm7
-         tdpbf16ps tmm2, tmm5, tmm6
-         tdpbf16ps tmm3, tmm5, tmm7"
+         "
+    };
+}
+
+/// Numbers of two pieces, multiplied in the order of [`products`].
+macro_rules! two_pieces {
+    () => {
+        concat!(
+            second_pieces!(),
+            four!(then a 0 1024),
+            four!(then b 0),
+            four!(then a 2048 3072),
+            four!(then)
+        )
+    };
+}
+
+/// Numbers of three pieces, multiplied in the order of [`products`].
+macro_rules! three_pieces {
+    () => {
+        concat!(
+            second_pieces!(),
+            four!(then a 0 1024),
+            four!(then b 4096),
+            four!(then b 0),
+            four!(then a 2048 3072),
+            four!(then a 4096 5120),
+            four!(then)
+        )
     };
 }
 
