@@ -135,8 +135,8 @@ pub(crate) unsafe fn softmax<N: Number, S: Shape>(
 /// The same without a look at the maximum: weights stay relative to the old one, which is as good
 /// as long as they stay small. Returns the lanes that have to look, because they have no maximum
 /// yet or because their weights have grown too large (or are no numbers). If there are any,
-/// `running` is as it was, but scores are not where weights take their place. What a lane has to do depends on its own
-/// scores alone, so no query has a part in the bits of another.
+/// `running` is as it was, and so are scores unless weights take their place. What a lane has to do
+/// depends on its own scores alone, so no query has a part in the bits of another.
 ///
 /// # Safety
 /// As for [`softmax`]; every query sees every key of the block.
