@@ -109,7 +109,7 @@ def lost(how, victim, seconds, backend="gloo", ranks=4):
 def main(backend):
     # The second one keeps the processes' store, so that it takes with it what the others would ask.
     if backend == "gloo":
-        for how, victim, seconds in [("die", 2, 60), ("die", 0, 60), ("stop", 1, 8), ("fail", 3, 60)]:
+        for how, victim, seconds in [("die", 2, 60), ("die", 0, 60), ("stop", 1, 12), ("fail", 3, 60)]:
             lost(how, victim, seconds)
     else:
         for how, victim, seconds in [("die", 2, 15), ("die", 0, 15), ("stop", 1, 15), ("fail", 2, 15)]:
