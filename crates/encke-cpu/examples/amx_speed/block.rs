@@ -4,9 +4,10 @@ use std::hint::black_box;
 
 use half::bf16;
 
+use crate::amx::number::Scale;
 use crate::amx::pack::{self, Sign, Source};
 use crate::amx::shape::Short;
-use crate::amx::softmax::{self, Block, Lanes, Running, Scale};
+use crate::amx::softmax::{self, Block, Lanes, Running};
 use crate::amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
 use crate::memory::Memory;
 use crate::numbers::{Numbers, job, numbers_of};

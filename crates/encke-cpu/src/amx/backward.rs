@@ -17,12 +17,11 @@ use encke_core::job::Job;
 use encke_core::kernel::Upstream;
 
 use super::gradient::{Factors, Known};
-use super::number::Number;
+use super::number::{Number, Scale};
 use super::pack::WIDTH;
 use super::schedule;
 use super::scratch::{Divider, Pool};
 use super::shape::BackwardShape;
-use super::softmax::Scale;
 use super::tiles::{SLAB_BYTES, Tiles};
 use crate::shared::Shared;
 

@@ -13,12 +13,12 @@ mod carry;
 
 use encke_core::job::Job;
 
-use super::number::Number;
+use super::number::{Number, Scale};
 use super::pack::WIDTH;
 use super::schedule;
 use super::scratch::{Divider, Pool};
 use super::shape::Shape;
-use super::softmax::{Running, Scale};
+use super::softmax::Running;
 use super::tiles::{SLAB_BYTES, Tiles};
 use crate::target::Target;
 

@@ -6,8 +6,8 @@
 
 use std::arch::x86_64::*;
 
-use super::number::{Number, each_pair};
-use super::softmax::{Lanes, Scale};
+use super::number::{Number, Scale, each_pair};
+use super::softmax::Lanes;
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::vector::{exp2, splat};
 

@@ -18,7 +18,7 @@ pub(crate) mod emulated;
 pub(crate) mod forward;
 mod gradient;
 mod mend;
-mod number;
+pub(crate) mod number;
 pub(crate) mod pack;
 mod schedule;
 pub(crate) mod scratch;

@@ -17,9 +17,7 @@ use std::f32::consts::LOG2_E;
 use encke_core::dtype::Slice;
 use half::{bf16, f16};
 
-use super::pack::Rows;
 use super::shape::{self, BackwardShape, Shape};
-use super::softmax::Scale;
 use super::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
 use super::vector::{LIFT, LOWER, splat};
 
@@ -30,6 +28,24 @@ pub(crate) struct Strides {
     pub step: usize,
     pub half: usize,
     pub row: usize,
+}
+
+/// The positive scale of a job, and the same for powers of 2.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scale {
+    pub natural: f32,
+    pub binary: f32,
+}
+
+impl Scale {
+    /// From what q·k is multiplied with; its sign has gone into q.
+    pub(crate) fn new(scale: f64) -> Scale {
+        let size = if scale == 0.0 { 1.0 } else { scale.abs() };
+        Scale {
+            natural: size as f32,
+            binary: (size * std::f64::consts::LOG2_E) as f32,
+        }
+    }
 }
 
 /// A type of numbers that tiles multiply.
@@ -70,12 +86,19 @@ pub(crate) trait Number: Copy + Send + Sync + 'static {
         mask: u32,
     ) -> __m512i;
 
-    /// Whether one of 32 by 32 numbers, from `step` · 32 on in each row, is not finite or so large that
-    /// its nearest bf16 may not be.
+    /// The larger sizes of 32 numbers and of those seen `so_far` (none: zero), for
+    /// [`Number::unusual`].
     ///
     /// # Safety
-    /// As for [`Number::load`], of all rows that are there.
-    unsafe fn unusual(rows: &Rows<Self>, step: usize) -> bool;
+    /// As for [`Number::load`].
+    unsafe fn largest(from: *const Self, mask: u32, so_far: __m512i) -> __m512i;
+
+    /// Whether one of these sizes is that of a number which is not finite, or so large that its
+    /// nearest bf16 may not be.
+    ///
+    /// # Safety
+    /// The processor has the vectors.
+    unsafe fn unusual(largest: __m512i) -> bool;
 
     /// A product of factors that are stacks.
     ///
@@ -125,8 +148,14 @@ impl Number for bf16 {
         }
     }
 
+    /// It is its own piece, whatever it is.
     #[inline(always)]
-    unsafe fn unusual(_: &Rows<bf16>, _: usize) -> bool {
+    unsafe fn largest(_: *const bf16, _: u32, so_far: __m512i) -> __m512i {
+        so_far
+    }
+
+    #[inline(always)]
+    unsafe fn unusual(_: __m512i) -> bool {
         false
     }
 
@@ -173,14 +202,16 @@ impl Number for f16 {
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn unusual(rows: &Rows<f16>, step: usize) -> bool {
-        let mut largest = _mm512_setzero_si512();
-        rows.each(step, |from, mask| {
-            // SAFETY: the caller's promise.
-            let bits = unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) };
-            let size = _mm512_and_si512(bits, _mm512_set1_epi16(i16::MAX));
-            largest = _mm512_max_epu16(largest, size);
-        });
+    unsafe fn largest(from: *const f16, mask: u32, so_far: __m512i) -> __m512i {
+        // SAFETY: the caller's promise.
+        let bits = unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) };
+        let size = _mm512_and_si512(bits, _mm512_set1_epi16(i16::MAX));
+        _mm512_max_epu16(so_far, size)
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn unusual(largest: __m512i) -> bool {
         let infinity = _mm512_set1_epi16(f16::INFINITY.to_bits() as i16);
         _mm512_cmpge_epu16_mask(largest, infinity) != 0
     }
@@ -230,19 +261,20 @@ impl Number for f32 {
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn unusual(rows: &Rows<f32>, step: usize) -> bool {
-        let mut largest = [_mm512_setzero_si512(); 2];
-        rows.each(step, |from, mask| {
-            for (half, largest) in largest.iter_mut().enumerate() {
-                let (from, mask) = (from.wrapping_add(16 * half), (mask >> (16 * half)) as u16);
-                // SAFETY: the caller's promise.
-                let bits = unsafe { _mm512_maskz_loadu_epi32(mask, from.cast()) };
-                // Without their signs numbers are in the order of their bits.
-                let size = _mm512_and_si512(bits, _mm512_set1_epi32(i32::MAX));
-                *largest = _mm512_max_epu32(*largest, size);
-            }
+    unsafe fn largest(from: *const f32, mask: u32, so_far: __m512i) -> __m512i {
+        let sizes = [0, 16].map(|half| {
+            let (from, mask) = (from.wrapping_add(half), (mask >> half) as u16);
+            // SAFETY: the caller's promise.
+            let bits = unsafe { _mm512_maskz_loadu_epi32(mask, from.cast()) };
+            // Without their signs numbers are in the order of their bits.
+            _mm512_and_si512(bits, _mm512_set1_epi32(i32::MAX))
         });
-        let largest = _mm512_max_epu32(largest[0], largest[1]);
+        _mm512_max_epu32(so_far, _mm512_max_epu32(sizes[0], sizes[1]))
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn unusual(largest: __m512i) -> bool {
         _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(HUGE.to_bits() as i32)) != 0
     }
 

@@ -34,7 +34,7 @@ pub(crate) struct Source<'a, N, F> {
 }
 
 /// The rows of a source, looked up once.
-pub(crate) struct Rows<N> {
+struct Rows<N> {
     at: [*const N; WIDTH],
     /// A bit for each row that is there.
     present: u32,
@@ -67,16 +67,20 @@ impl<N: Number> Rows<N> {
         self.present == u32::MAX && (step + 1) * WIDTH <= self.dim
     }
 
-    /// Calls `see` with the address of one step of each row that is there, and a bit for each of its
-    /// channels.
-    #[inline(always)]
-    pub(crate) fn each(&self, step: usize, mut see: impl FnMut(*const N, u32)) {
-        let mask = self.mask(step);
+    /// Whether a number of a step is [unusual](Number::unusual).
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn unusual(&self, step: usize) -> bool {
+        let mut largest = _mm512_setzero_si512();
         for (i, at) in self.at.iter().enumerate() {
             if self.present >> i & 1 != 0 {
-                see(at.wrapping_add(step * WIDTH), mask);
+                let from = at.wrapping_add(step * WIDTH);
+                // SAFETY: the mask reads the numbers of the row and nothing behind them.
+                largest = unsafe { N::largest(from, self.mask(step), largest) };
             }
         }
+        // SAFETY: the vectors are there.
+        unsafe { N::unusual(largest) }
     }
 
     /// A bit for each channel of a step.
@@ -121,7 +125,7 @@ macro_rules! each_slab {
             let at = $to.wrapping_add(step * N::STACK);
             // SAFETY: the caller of the function around this promises what these ask for.
             odd |= unsafe {
-                if N::unusual(&$rows, step) {
+                if $rows.unusual(step) {
                     each_slab!(@ CAREFUL, $function(&$rows, step, at $(, $argument)*))
                 } else if $rows.full(step) {
                     each_slab!(@ FULL, $function(&$rows, step, at $(, $argument)*))

@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
 
-use super::number::{Number, each_pair};
+use super::number::{Number, Scale, each_pair};
 use super::shape::Shape;
 use super::tiles::{ROW_BYTES, SLAB_BYTES};
 use super::vector::{exp2, splat};
@@ -43,24 +43,6 @@ impl Rescale {
         needed: false,
         factors: Lanes([1.0; 32]),
     };
-}
-
-/// The positive scale of a job, and the same for powers of 2.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Scale {
-    pub natural: f32,
-    pub binary: f32,
-}
-
-impl Scale {
-    /// From what q·k is multiplied with; its sign has gone into q.
-    pub(crate) fn new(scale: f64) -> Scale {
-        let size = if scale == 0.0 { 1.0 } else { scale.abs() };
-        Scale {
-            natural: size as f32,
-            binary: (size * std::f64::consts::LOG2_E) as f32,
-        }
-    }
 }
 
 /// A block of scores on its way to become weights.
