@@ -148,7 +148,7 @@ impl Layout {
         let tiles = (S::NUMBERS / width / WIDTH)
             .clamp(FEWEST_TILES, 32)
             .min(job.queries.div_ceil(WIDTH) * job.heads);
-        let packed = S::PACKED.min(job.keys.next_multiple_of(S::KEYS)) / WIDTH;
+        let [keys, packed] = [S::KEYS, S::PACKED].map(|most| job.keys.min(most).div_ceil(WIDTH));
         let (slabs, stacks) = (
             |count: usize| count * SLAB_BYTES,
             |count: usize| count * N::STACK,
@@ -158,17 +158,17 @@ impl Layout {
             tiles,
             running: divider.take(tiles * size_of::<Tile>()),
             sums: divider.take(slabs(tiles * 2 * steps)),
-            scores: divider.take(slabs(2 * S::KEYS / WIDTH)),
+            scores: divider.take(slabs(2 * keys)),
             queries: divider.take(stacks(tiles * steps)),
             keys: divider.take(stacks(packed * steps)),
             values: divider.take(stacks(packed * steps)),
-            clean: divider.take(stacks(S::KEYS / WIDTH * steps)),
+            clean: divider.take(stacks(keys * steps)),
             weights: 0,
             bytes: 0,
         };
         layout.weights = match N::IN_PLACE {
             true => layout.scores,
-            false => divider.take(stacks(S::KEYS / WIDTH)),
+            false => divider.take(stacks(keys)),
         };
         layout.bytes = divider.bytes();
         layout
