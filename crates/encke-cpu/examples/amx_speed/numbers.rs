@@ -3,10 +3,10 @@
 use std::marker::PhantomData;
 use std::time::Instant;
 
+use encke_core::Data;
 use encke_core::conformance::Random;
 use encke_core::job::{Causal, Job, Operand};
 use encke_core::kernel::Carry;
-use encke_core::{DType, Data};
 use half::bf16;
 
 use crate::amx::{Given, Number, Pool};
@@ -61,18 +61,15 @@ pub fn job(tokens: usize, heads: usize, dim: usize, causal: bool) -> Job {
 
 /// A type of numbers that is timed.
 pub trait Timed: Number {
-    const DTYPE: DType;
     /// How far variants may be off, relative to the largest number: forward and backward.
     const TOLERANCE: [f64; 2];
 }
 
 impl Timed for bf16 {
-    const DTYPE: DType = DType::Bf16;
     const TOLERANCE: [f64; 2] = [5e-3, 1e-2];
 }
 
 impl Timed for f32 {
-    const DTYPE: DType = DType::F32;
     // Wide enough for the exponential of degree 3.
     const TOLERANCE: [f64; 2] = [1e-4, 2e-4];
 }

@@ -27,7 +27,8 @@ const FEWEST_TILES: usize = 8;
 
 /// Attends the queries of the job to its keys.
 ///
-/// Cells of different batch entries, segments, rows and heads must be different cells. Panics if the tiles are not available, or if a row lies outside its buffer.
+/// Cells of different batch entries, segments, rows and heads must be different cells. Panics if the
+/// tiles are not available, or if a row lies outside its buffer.
 pub(crate) fn forward<T: Tiles, N: Number>(
     pool: &Pool,
     job: &Job,

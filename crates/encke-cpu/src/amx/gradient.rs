@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::number::{Number, Scale, each_pair};
+use super::number::{Number, Scale, each_pair, power};
 use super::softmax::Lanes;
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::vector::{exp2, splat};
@@ -15,7 +15,7 @@ use super::vector::{exp2, splat};
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Known {
-    /// The lse, in the unit that [`Number::power`] subtracts.
+    /// The lse, in the unit that [`power`] subtracts.
     pub lse: Lanes<f32>,
     /// dout·out − dlse.
     pub delta: Lanes<f32>,
@@ -115,9 +115,7 @@ unsafe fn pass<N: Number, const DEGREE: usize, const MASKED: bool>(
                             _mm512_load_ps(block.products.add(at).cast()),
                         )
                     };
-                    // SAFETY: the processor has the vectors.
-                    let power = unsafe { N::power(score, factors.scale, lse[half]) };
-                    let mut p = exp2::<DEGREE>(power);
+                    let mut p = exp2::<DEGREE>(power::<N>(score, factors.scale, lse[half]));
                     let mut ds = _mm512_mul_ps(p, _mm512_fmsub_ps(product, gain, delta[half]));
                     if MASKED {
                         let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);

@@ -2,8 +2,8 @@
 //!
 //! A bf16 is one piece. An f32 has 24 significant bits where a bf16 has 8, so three of them hold it
 //! exactly: the nearest bf16, the nearest to what is left, and what is left then. Of the nine
-//! products of the pieces of two numbers six are computed; the other three together are below
-//! 2⁻²⁴ of the whole, which f32 would round away. The tiles multiply sixteen times as fast as the
+//! products of the pieces of two numbers six are computed; the other three together are at most 2⁻²²
+//! of the whole, seldom near that, and of either sign. The tiles multiply sixteen times as fast as the
 //! vectors do, so six products take less than half the time of one in f32, and their sums are
 //! rounded once for 32 terms instead of once for each. An f16 is two pieces, of which all four
 //! products are computed.
@@ -14,6 +14,7 @@
 use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
 
+use encke_core::DType;
 use encke_core::dtype::Slice;
 use half::{bf16, f16};
 
@@ -50,6 +51,8 @@ impl Scale {
 
 /// A type of numbers that tiles multiply.
 pub(crate) trait Number: Copy + Send + Sync + 'static {
+    /// What it is called elsewhere.
+    const DTYPE: DType;
     /// How many bf16 it takes.
     const PIECES: usize;
     /// Bytes of a stack: 32 by 32 numbers, a slab for each piece, one behind the other.
@@ -62,8 +65,11 @@ pub(crate) trait Number: Copy + Send + Sync + 'static {
     };
     /// Whether they take the place of their scores.
     const IN_PLACE: bool = Self::PIECES == 1;
-    /// What a maximum or an lse is multiplied with before [`Number::power`] subtracts it.
-    const UNIT: f32;
+    /// Whether a difference of scores is taken before it is made a power of 2, so that what is common
+    /// to both is not rounded.
+    const EXACT: bool = false;
+    /// What a maximum or an lse is multiplied with before [`power`] subtracts it.
+    const UNIT: f32 = if Self::EXACT { 1.0 } else { LOG2_E };
     /// By how much weights are made larger because cutting makes them smaller, in powers of 2, and
     /// what undoes it.
     const LIFT: [f32; 2] = [0.0, 1.0];
@@ -104,23 +110,27 @@ pub(crate) trait Number: Copy + Send + Sync + 'static {
     ///
     /// # Safety
     /// As for [`Tiles::multiply`].
-    unsafe fn multiply<T: Tiles, const ADD: bool>(product: Product);
-
-    /// The power of 2 that a weight is: of score times scale, less `base`.
-    ///
-    /// # Safety
-    /// The processor has the vectors.
-    unsafe fn power(score: __m512, scale: Scale, base: __m512) -> __m512;
+    #[inline(always)]
+    unsafe fn multiply<T: Tiles, const ADD: bool>(product: Product) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match Self::PIECES {
+                1 => T::multiply::<ADD, 1>(product),
+                2 => T::multiply::<ADD, 2>(product),
+                _ => T::multiply::<ADD, 3>(product),
+            }
+        }
+    }
 }
 
 impl Number for bf16 {
+    const DTYPE: DType = DType::Bf16;
     const PIECES: usize = 1;
     const WEIGHTS: Strides = Strides {
         step: 2 * SLAB_BYTES,
         half: SLAB_BYTES,
         row: 2 * ROW_BYTES,
     };
-    const UNIT: f32 = LOG2_E;
     const LIFT: [f32; 2] = [LIFT, LOWER];
     type Short = shape::Short;
     type Long = shape::Long;
@@ -158,23 +168,11 @@ impl Number for bf16 {
     unsafe fn unusual(_: __m512i) -> bool {
         false
     }
-
-    #[inline(always)]
-    unsafe fn multiply<T: Tiles, const ADD: bool>(product: Product) {
-        // SAFETY: the caller's promise.
-        unsafe { T::multiply::<ADD, 1>(product) };
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    unsafe fn power(score: __m512, scale: Scale, base: __m512) -> __m512 {
-        _mm512_fmsub_ps(score, splat(scale.binary), base)
-    }
 }
 
 impl Number for f16 {
+    const DTYPE: DType = DType::F16;
     const PIECES: usize = 2;
-    const UNIT: f32 = LOG2_E;
     type Short = shape::Wide;
     type Long = shape::Wide;
     type Usual = shape::Wide;
@@ -215,23 +213,12 @@ impl Number for f16 {
         let infinity = _mm512_set1_epi16(f16::INFINITY.to_bits() as i16);
         _mm512_cmpge_epu16_mask(largest, infinity) != 0
     }
-
-    #[inline(always)]
-    unsafe fn multiply<T: Tiles, const ADD: bool>(product: Product) {
-        // SAFETY: the caller's promise.
-        unsafe { T::multiply::<ADD, 2>(product) };
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    unsafe fn power(score: __m512, scale: Scale, base: __m512) -> __m512 {
-        _mm512_fmsub_ps(score, splat(scale.binary), base)
-    }
 }
 
 impl Number for f32 {
+    const DTYPE: DType = DType::F32;
     const PIECES: usize = 3;
-    const UNIT: f32 = 1.0;
+    const EXACT: bool = true;
     type Short = shape::Wide;
     type Long = shape::Wide;
     type Usual = shape::Wide;
@@ -277,20 +264,17 @@ impl Number for f32 {
     unsafe fn unusual(largest: __m512i) -> bool {
         _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(HUGE.to_bits() as i32)) != 0
     }
+}
 
-    #[inline(always)]
-    unsafe fn multiply<T: Tiles, const ADD: bool>(product: Product) {
-        // SAFETY: the caller's promise.
-        unsafe { T::multiply::<ADD, 3>(product) };
+/// The power of 2 that a weight is: of score times scale, less `base`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn power<N: Number>(score: __m512, scale: Scale, base: __m512) -> __m512 {
+    if !N::EXACT {
+        return _mm512_fmsub_ps(score, splat(scale.binary), base);
     }
-
-    /// The difference is taken before it is made larger: what is common to both is not rounded.
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    unsafe fn power(score: __m512, scale: Scale, base: __m512) -> __m512 {
-        let difference = _mm512_fmsub_ps(score, splat(scale.natural), base);
-        _mm512_mul_ps(difference, splat(LOG2_E))
-    }
+    let difference = _mm512_fmsub_ps(score, splat(scale.natural), base);
+    _mm512_mul_ps(difference, splat(LOG2_E))
 }
 
 /// One piece of each of 32 numbers.

@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
 
-use super::number::{Number, Scale, each_pair};
+use super::number::{Number, Scale, each_pair, power};
 use super::shape::Shape;
 use super::tiles::{ROW_BYTES, SLAB_BYTES};
 use super::vector::{exp2, splat};
@@ -212,7 +212,7 @@ unsafe fn largest_masked(block: &Block, half: usize, visible: __m512i) -> __m512
     top
 }
 
-/// What weights are relative to, as [`Number::power`] subtracts it.
+/// What weights are relative to, as [`power`] subtracts it.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn base_of<N: Number>(m: __m512) -> __m512 {
@@ -235,8 +235,7 @@ unsafe fn weights<N: Number, S: Shape>(
     // because the loop is not unrolled and arrays with an index live in memory.
     let (mut a, mut b, mut c, mut d) = (splat(0.0), splat(0.0), splat(0.0), splat(0.0));
     let base = _mm512_sub_ps(base, splat(N::LIFT[0]));
-    // SAFETY: the processor has the vectors.
-    let weight = |score| exp2_of::<S>(unsafe { N::power(score, scale, base) });
+    let weight = |score| exp2_of::<S>(power::<N>(score, scale, base));
     for step in 0..block.steps {
         let slab = slab(block, step, half);
         let to = step * N::WEIGHTS.step + half * N::WEIGHTS.half;

@@ -23,23 +23,19 @@ pub struct TileKernel<T, N> {
 
 /// Numbers that the suite can be run with.
 pub trait Tested: Number {
-    const DTYPE: DType;
     /// How far the lse and the output may be off, relative to the largest number.
     const TOLERANCE: [f64; 2];
 }
 
 impl Tested for bf16 {
-    const DTYPE: DType = DType::Bf16;
     const TOLERANCE: [f64; 2] = [4e-6, 4e-3];
 }
 
 impl Tested for f16 {
-    const DTYPE: DType = DType::F16;
     const TOLERANCE: [f64; 2] = [2e-6, 4e-5];
 }
 
 impl Tested for f32 {
-    const DTYPE: DType = DType::F32;
     const TOLERANCE: [f64; 2] = [5e-7, 4e-6];
 }
 
