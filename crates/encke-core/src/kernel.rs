@@ -229,4 +229,8 @@ pub trait Kernel: Send + Sync {
     fn scratch_bytes(&self) -> usize {
         0
     }
+
+    /// Gives back the scratch memory that nobody uses at the moment; the next call takes what it
+    /// needs.
+    fn release_scratch(&self) {}
 }

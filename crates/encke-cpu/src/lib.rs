@@ -436,4 +436,11 @@ impl Kernel for CpuKernel {
         let tiles = 0;
         self.narrow.bytes() + self.wide.bytes() + tiles
     }
+
+    fn release_scratch(&self) {
+        self.narrow.clear();
+        self.wide.clear();
+        #[cfg(target_arch = "x86_64")]
+        self.tiles.clear();
+    }
 }

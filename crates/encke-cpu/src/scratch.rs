@@ -83,4 +83,9 @@ impl<A: Real> Pool<A> {
         let held = |scratch: &Scratch<A>| scratch.memory.capacity() * size_of::<A>();
         lock(&self.idle).iter().map(held).sum()
     }
+
+    /// Gives those back.
+    pub fn clear(&self) {
+        lock(&self.idle).clear();
+    }
 }

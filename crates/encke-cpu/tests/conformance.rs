@@ -196,6 +196,10 @@ fn scratch_is_what_was_announced_and_is_kept() {
             // Which threads take part is up to the scheduler, so only tiles are sure to be there.
             assert!(kernel.scratch_bytes() <= announced(&kernel, &job, dtype));
             assert!(kernel.scratch_bytes() >= held);
+            kernel.release_scratch();
+            assert_eq!(kernel.scratch_bytes(), 0);
+            run(&kernel, &job, dtype);
+            assert!(kernel.scratch_bytes() > 0);
         });
     }
 }

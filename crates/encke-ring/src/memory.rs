@@ -42,21 +42,21 @@ pub fn of_buffers<K: Kernel>(rank: &Rank<K>) -> RankMemory {
     }
 }
 
-/// Memory of one of so many ranks that share a kernel, and with it the workspace.
-pub fn of_rank<K: Kernel>(
-    kernel: &K,
-    rank: &Rank<K>,
-    ranks: usize,
-    request: &Request,
-) -> RankMemory {
-    let mut ledger = rank.ledger().clone();
-    let share = kernel.scratch_bytes().div_ceil(ranks);
-    ledger.hold(rank.plan().rounds.len(), Component::Workspace, share);
-    RankMemory {
-        planned: planned(kernel, rank.plan(), ranks, request),
-        ledger,
-        ..of_buffers(rank)
-    }
+/// Memory of ranks that share a kernel, and with it the workspace.
+pub fn of_ranks<K: Kernel>(kernel: &K, ranks: &[Rank<K>], request: &Request) -> Vec<RankMemory> {
+    let share = kernel.scratch_bytes().div_ceil(ranks.len().max(1));
+    let of_rank = |rank: &Rank<K>| {
+        let mut ledger = rank.ledger().clone();
+        ledger.hold(rank.plan().rounds.len(), Component::Workspace, share);
+        RankMemory {
+            planned: planned(kernel, rank.plan(), ranks.len(), request),
+            ledger,
+            ..of_buffers(rank)
+        }
+    };
+    let mut memory: Vec<RankMemory> = ranks.iter().map(of_rank).collect();
+    share_workspace(memory.iter_mut().map(|memory| &mut memory.planned));
+    memory
 }
 
 /// Bytes a plan lists, by what they are for, with its share of a workspace that `sharing` ranks
@@ -74,4 +74,18 @@ pub fn planned<K: Kernel>(
     let workspace = workspace.max().unwrap_or(0).div_ceil(sharing);
     planned.insert(Component::Workspace, workspace);
     planned
+}
+
+/// Has ranks that share a kernel plan with the largest workspace that any of them needs: it is kept
+/// for the next, whoever asked for it.
+pub fn share_workspace<'a>(planned: impl Iterator<Item = &'a mut BTreeMap<Component, usize>>) {
+    let mut planned: Vec<_> = planned.collect();
+    let of =
+        |planned: &&mut BTreeMap<Component, usize>| planned.get(&Component::Workspace).copied();
+    let Some(most) = planned.iter().filter_map(of).max() else {
+        return;
+    };
+    for planned in &mut planned {
+        planned.insert(Component::Workspace, most);
+    }
 }

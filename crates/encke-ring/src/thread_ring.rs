@@ -168,8 +168,7 @@ impl<K: Kernel> ThreadRing<K> {
             deaths.iter().any(|(dead, _)| *dead == number)
         };
         let dead: Vec<Rank<K>> = ranks.extract_if(.., died).collect();
-        let memory = |rank: &Rank<K>| memory::of_rank(&self.kernel, rank, ranks.len(), request);
-        let memory = ranks.iter().map(memory).collect();
+        let memory = memory::of_ranks(&self.kernel, &ranks, request);
         let mut outcome = collect(&self.kernel, &plan, &mut ranks, events, memory)?;
         if dead.is_empty() {
             let mut state = self.state();

@@ -17,7 +17,7 @@ use encke_core::plan::resize::Resize;
 use encke_core::tensor::View;
 use encke_core::transport::{Moved, Parcel};
 use encke_ring::call::{self, check_inputs, guarded, recruit};
-use encke_ring::memory::{of_buffers, planned};
+use encke_ring::memory::{of_buffers, planned, share_workspace};
 use encke_ring::rank::Loans;
 use encke_ring::trace::{Activity, Event, Recorder, Trace};
 use encke_ring::{Outcome, Rank, RankError, RankMemory, Resized, RingError, Sharded, resize};
@@ -94,6 +94,7 @@ pub(crate) fn conclude<K: Kernel>(
     let each = ranks.into_iter().zip(held);
     let memory = each.map(|(rank, held)| memory(kernel, plan, rank, held));
     outcome.memory = memory.collect();
+    share_workspace(outcome.memory.iter_mut().map(|memory| &mut memory.planned));
     Ok(outcome)
 }
 

@@ -14,7 +14,7 @@ use encke_core::plan::program::{Component, Role};
 use encke_core::plan::{Pass, Plan, Request};
 use encke_core::{Data, Element, Shape, Tensor, View};
 use encke_ring::ledger::Holdings;
-use encke_ring::memory::planned;
+use encke_ring::memory::{planned, share_workspace};
 use encke_ring::{Outcome, RingError};
 use serde::Serialize;
 
@@ -85,6 +85,7 @@ impl RingProfile {
                 measured: None,
             });
         }
+        share_workspace(of.iter_mut().map(|rank| &mut rank.planned));
         Ok(RingProfile {
             pass: request.pass,
             ranks: plan.ranks(),
@@ -92,13 +93,14 @@ impl RingProfile {
         })
     }
 
-    /// A run of the plan, on numbers of its inputs.
+    /// A run of the plan, on numbers of its inputs, by a kernel that keeps nothing from another.
     pub fn measured<K: Kernel>(
         kernel: &K,
         request: &Request,
         inputs: &[(Role, View<'_>)],
     ) -> Result<(RingProfile, Outcome), RingError> {
         let plan = Arc::new(Plan::new(request.clone())?);
+        kernel.release_scratch();
         let outcome = lockstep::run(kernel, &plan, inputs)?;
         let mut of = Vec::with_capacity(plan.ranks());
         for memory in &outcome.memory {

@@ -61,12 +61,10 @@ impl GpuCall<'_> {
         let lent = ranks.iter_mut().map(seat).collect::<Result<Vec<_>, _>>()?;
         let events = self.drive(&mut ranks)?;
         self.collect(&guest, &ranks)?;
-        let request = self.plan.request();
-        let held = |(rank, &lent_bytes): (&Rank<CudaKernel>, &usize)| RankMemory {
-            lent_bytes,
-            ..memory::of_rank(self.kernel, rank, ranks.len(), request)
-        };
-        let memory = ranks.iter().zip(&lent).map(held).collect();
+        let mut memory = memory::of_ranks(self.kernel, &ranks, self.plan.request());
+        for (memory, lent_bytes) in memory.iter_mut().zip(&lent) {
+            memory.lent_bytes = *lent_bytes;
+        }
         drop(ranks);
         guest.end().map_err(KernelError::from)?;
         Ok(Enqueued {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use encke::explain::bytes;
 use encke::plan::program::{Component, RankPlan, Role};
-use encke::{Activity, Attention, DType, Data, Pass, Plan, RankMemory, Request};
+use encke::{Activity, Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request};
 use encke_core::transport::{Address, Incoming, Outgoing, Transport};
 use encke_sim::stream::{Generator, Member, Source, StreamError, Stretch};
 use serde::{Deserialize, Serialize};
@@ -172,6 +172,7 @@ fn measure(
         .map(Arc::new)
         .map_err(anyhow::Error::from);
     let plan = cluster.agree(made)?;
+    attention.kernel().release_scratch();
     let before = resident_bytes();
     let loaded = (|| {
         let mut member = Member::new(attention.kernel(), &plan, cluster.rank())?;

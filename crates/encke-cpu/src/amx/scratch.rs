@@ -34,6 +34,11 @@ impl Pool {
         pages * size_of::<Page>()
     }
 
+    /// Gives those back.
+    pub(crate) fn clear(&self) {
+        self.lock().clear();
+    }
+
     /// A panic elsewhere leaves a vector of whole pieces behind, so the lock is good to use.
     fn lock(&self) -> MutexGuard<'_, Vec<Scratch>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)

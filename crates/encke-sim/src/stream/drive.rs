@@ -129,6 +129,8 @@ fn live<K: Kernel>(
     let request = plan.request();
     let program = plan.rank(number)?;
     let planned = planned(kernel, &program, 1, request);
+    // The rank before may have needed more.
+    kernel.release_scratch();
     let pairs = program.pairs();
     let failed = |source: RankError| StreamError::Rank {
         rank: number,

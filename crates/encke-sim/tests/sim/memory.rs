@@ -149,6 +149,20 @@ fn every_rank_holds_what_was_planned_and_no_more() {
     }
 }
 
+/// Ranks of a short zigzag ring see blocks of different lengths, and a kernel's scratch memory grows
+/// with those.
+#[test]
+fn ranks_with_different_jobs_share_a_workspace() {
+    let shape = Shape::new(1, 2048, 4, 4, 64).expect("sizes are positive");
+    let pattern = Pattern::dense().causal(true);
+    for dtype in [DType::F32, DType::Bf16] {
+        let cut = Cut::Zigzag;
+        let [forward, backward] = profiles(shape, &pattern, &cut, Queries::Sharded, dtype);
+        check_planned(&forward);
+        check_planned(&backward);
+    }
+}
+
 #[test]
 fn plans_of_rings_too_large_to_run_have_the_same_exponents() {
     let kernel = CpuKernel::new().expect("a kernel");
