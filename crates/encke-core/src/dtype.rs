@@ -1,5 +1,6 @@
 //! Storage types and the one rule about them: what is stored may be narrow, what is summed is not.
 
+use bytemuck::zeroed_vec;
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -227,11 +228,12 @@ impl Slice<'_> {
 impl Data {
     /// `len` zeros of type `dtype`.
     pub fn zeros(dtype: DType, len: usize) -> Data {
+        // From the system, not written one by one.
         match dtype {
-            DType::F64 => Data::F64(vec![0.0; len]),
-            DType::F32 => Data::F32(vec![0.0; len]),
-            DType::Bf16 => Data::Bf16(vec![bf16::ZERO; len]),
-            DType::F16 => Data::F16(vec![f16::ZERO; len]),
+            DType::F64 => Data::F64(zeroed_vec(len)),
+            DType::F32 => Data::F32(zeroed_vec(len)),
+            DType::Bf16 => Data::Bf16(zeroed_vec(len)),
+            DType::F16 => Data::F16(zeroed_vec(len)),
         }
     }
 

@@ -237,6 +237,7 @@ impl Kernel for CpuKernel {
     }
 
     fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
+        pages::ask_for_large(to.data_mut().bytes_mut());
         let [batch, tokens, heads, dim] = to.dims();
         match host::whole_run(runs) {
             // Side by side in both: all threads can copy.
