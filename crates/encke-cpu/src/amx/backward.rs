@@ -74,7 +74,11 @@ pub(crate) fn backward<T: Tiles, N: Number>(
     dk: &mut [f32],
     dv: &mut [f32],
 ) {
-    backward_shaped::<T, N, N::Usual>(pool, job, given, dq, dk, dv);
+    if job.dim <= 64 {
+        backward_shaped::<T, N, N::Short>(pool, job, given, dq, dk, dv);
+    } else {
+        backward_shaped::<T, N, N::Long>(pool, job, given, dq, dk, dv);
+    }
 }
 
 /// The same with sizes of one's own choice.
@@ -112,7 +116,11 @@ pub(crate) fn backward_shaped<T: Tiles, N: Number, S: BackwardShape>(
 
 /// Scratch bytes of one thread.
 pub(crate) fn bytes<N: Number>(job: &Job) -> usize {
-    Layout::new::<N, N::Usual>(job).bytes
+    if job.dim <= 64 {
+        Layout::new::<N, N::Short>(job).bytes
+    } else {
+        Layout::new::<N, N::Long>(job).bytes
+    }
 }
 
 /// A chunk of queries and a range of keys of the heads that share those keys.

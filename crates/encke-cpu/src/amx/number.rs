@@ -74,11 +74,9 @@ pub(crate) trait Number: Copy + Send + Sync + 'static {
     /// what undoes it.
     const LIFT: [f32; 2] = [0.0, 1.0];
 
-    /// Sizes forward for up to 64 channels, and for more.
-    type Short: Shape;
-    type Long: Shape;
-    /// Sizes backward.
-    type Usual: BackwardShape;
+    /// Sizes for up to 64 channels, and for more.
+    type Short: Shape + BackwardShape;
+    type Long: Shape + BackwardShape;
 
     /// The numbers of a buffer, where they are of this type.
     fn of(numbers: Slice<'_>) -> Option<&[Self]>;
@@ -134,7 +132,6 @@ impl Number for bf16 {
     const LIFT: [f32; 2] = [LIFT, LOWER];
     type Short = shape::Short;
     type Long = shape::Long;
-    type Usual = shape::Usual;
 
     fn of(numbers: Slice<'_>) -> Option<&[bf16]> {
         match numbers {
@@ -175,7 +172,6 @@ impl Number for f16 {
     const PIECES: usize = 2;
     type Short = shape::Wide;
     type Long = shape::Wide;
-    type Usual = shape::Wide;
 
     fn of(numbers: Slice<'_>) -> Option<&[f16]> {
         match numbers {
@@ -221,7 +217,6 @@ impl Number for f32 {
     const EXACT: bool = true;
     type Short = shape::Wide;
     type Long = shape::Wide;
-    type Usual = shape::Wide;
 
     fn of(numbers: Slice<'_>) -> Option<&[f32]> {
         match numbers {

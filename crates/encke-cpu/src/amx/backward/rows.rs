@@ -178,12 +178,20 @@ impl<N: Number> Run<'_, N> {
     ) {
         let job = self.job;
         let target: &Operand = job.dq.as_ref().unwrap_or(&job.q);
+        let address = |row: usize| target.at(task.batch, task.segment, row, head);
+        // Those of the next tile are asked for meanwhile.
+        let share = WIDTH.div_ceil(2 * self.steps);
+        let last = tiles.last().map_or(0, |tile| tile.first + tile.count);
         for (i, tile) in tiles
             .iter()
             .enumerate()
             .filter(|(_, tile)| tile.summed != 0)
         {
             for slab in 0..2 * self.steps {
+                let next = tile.first + WIDTH + slab * share;
+                for row in (next..next + share).take_while(|row| *row < last) {
+                    self.dq.expect(address(row), job.dim);
+                }
                 let from = self.layout.dq + (i * 2 * self.steps + slab) * SLAB_BYTES;
                 // SAFETY: the slab lies in its region.
                 let halves = unsafe { pack::transpose_sums(scratch.wrapping_add(from)) };
@@ -194,8 +202,7 @@ impl<N: Number> Run<'_, N> {
                         if tile.known.visible.0[lane] == 0 || part * 16 >= job.dim {
                             continue;
                         }
-                        let row = tile.first + lane;
-                        let at = target.at(task.batch, task.segment, row, head);
+                        let at = address(tile.first + lane);
                         // SAFETY: the task owns the row.
                         unsafe { add(self.dq, at, part, job.dim, job.scale as f32, column) };
                     }
