@@ -10,13 +10,7 @@ struct Page([u8; 4096]);
 impl Memory {
     /// So many pages of bf16 between 1 and 2: zeros would be multiplied faster.
     pub fn new(pages: usize) -> Memory {
-        let byte = |i: usize| {
-            if i % 2 == 0 {
-                0x80 | (i * 37) as u8
-            } else {
-                0x3f
-            }
-        };
+        let byte = |i: usize| [0x80 | (i * 37) as u8, 0x3f][i % 2];
         Memory(vec![Page(std::array::from_fn(byte)); pages])
     }
 
