@@ -85,7 +85,7 @@ pub enum TransportError {
     Deadline {
         /// Who waited.
         rank: usize,
-        /// For whom.
+        /// For whom; where the transport knows that this one waits itself, for whom that one does.
         peer: usize,
         /// In which round.
         round: usize,

@@ -7,6 +7,9 @@
 //!
 //! A rank that is away, being gone or having ended its epoch, posts nothing and fills nothing: what
 //! is for it is dropped, and who still waits for it stops.
+//!
+//! Ranks say for whom they wait: whoever runs out of patience with a rank that waits itself blames
+//! the one that nobody keeps waiting.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -25,6 +28,8 @@ pub struct Hub<B> {
     inboxes: Vec<Inbox<B>>,
     failure: Mutex<Option<(usize, String)>>,
     council: Council,
+    /// For whom each rank waits at the moment.
+    waits_for: Mutex<Vec<Option<usize>>>,
     deadline: Duration,
 }
 
@@ -64,6 +69,7 @@ pub fn endpoints<B: Parcel>(ranks: usize, deadline: Duration) -> Vec<Endpoint<B>
         inboxes: inboxes.collect(),
         failure: Mutex::new(None),
         council: Council::new(ranks),
+        waits_for: Mutex::new(vec![None; ranks]),
         deadline,
     });
     let endpoint = |rank| Endpoint {
@@ -97,6 +103,18 @@ impl<B> Hub<B> {
         self.wake();
     }
 
+    /// Who keeps those waiting that wait for `peer`: itself, or the last of those it waits for.
+    fn last_waited_for(&self, peer: usize) -> usize {
+        let waits_for = lock(&self.waits_for);
+        let next = |rank: &usize| waits_for.get(*rank).copied().flatten();
+        // Ranks that wait for one another in a circle have no last one.
+        let chain = std::iter::successors(Some(peer), next).take(waits_for.len() + 1);
+        chain
+            .last()
+            .filter(|last| next(last).is_none())
+            .unwrap_or(peer)
+    }
+
     /// Wakes every rank that waits at an inbox, to look whether there is any use in it.
     fn wake(&self) {
         for inbox in &self.inboxes {
@@ -113,8 +131,22 @@ impl<B: Parcel> Endpoint<B> {
         Arc::clone(&self.hub)
     }
 
-    /// Waits at the inbox of `owner` until `ready` finds what it wants there.
+    /// Waits for `peer`, at the inbox of `owner`, until `ready` finds what it wants there.
     fn wait<R>(
+        &self,
+        owner: usize,
+        peer: usize,
+        round: usize,
+        since: Instant,
+        ready: impl FnMut(&mut HashMap<(usize, u64), Slot<B>>) -> Option<R>,
+    ) -> Result<R, TransportError> {
+        lock(&self.hub.waits_for)[self.rank] = Some(peer);
+        let found = self.watch(owner, peer, round, since, ready);
+        lock(&self.hub.waits_for)[self.rank] = None;
+        found
+    }
+
+    fn watch<R>(
         &self,
         owner: usize,
         peer: usize,
@@ -145,7 +177,7 @@ impl<B: Parcel> Endpoint<B> {
             let Some(left) = limit.checked_sub(waited).filter(|left| !left.is_zero()) else {
                 return Err(TransportError::Deadline {
                     rank: self.rank,
-                    peer,
+                    peer: self.hub.last_waited_for(peer),
                     round,
                     waited,
                     limit,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use encke_core::conformance::{self, Failure};
-use encke_core::transport::{Incoming, Moved, Outgoing, Transport, TransportError};
+use encke_core::transport::{Address, Incoming, Moved, Outgoing, Transport, TransportError};
 use encke_ring::threads::{Endpoint, endpoints};
 
 /// Runs every rank's part of the suite on a thread of its own.
@@ -27,6 +27,45 @@ fn threads_conform() {
     for ranks in 1..=8 {
         suite(endpoints(ranks, Duration::from_secs(60))).expect("the thread transport conforms");
     }
+}
+
+/// Waits for a parcel from the next rank, and says how that ended.
+fn wait_for_next(rank: usize, mut end: Endpoint<Vec<u8>>) -> TransportError {
+    let from = Address {
+        peer: rank + 1,
+        tag: 0,
+        elements: 4,
+    };
+    let mut parcel = vec![0u8; 4];
+    let mut incoming = [Incoming {
+        from,
+        parcel: &mut parcel,
+    }];
+    let moved = end.exchange(0, &[], &mut incoming, &mut || {});
+    moved.expect_err("nobody sends")
+}
+
+/// Rank 0 waits for 1, later 1 for 2, then 2 for 3, who never comes: 0 is the first to give up.
+#[test]
+fn whoever_keeps_all_waiting_is_blamed() {
+    let mut ends = endpoints::<Vec<u8>>(4, Duration::from_secs(1));
+    let absent = ends.pop();
+    std::thread::scope(|scope| {
+        let wait = |(rank, end)| {
+            scope.spawn(move || {
+                std::thread::sleep(Duration::from_millis(100) * rank as u32);
+                wait_for_next(rank, end)
+            })
+        };
+        let threads: Vec<_> = ends.into_iter().enumerate().map(wait).collect();
+        for (rank, thread) in threads.into_iter().enumerate() {
+            match thread.join().expect("no panic") {
+                TransportError::Deadline { peer, .. } => assert_eq!(peer, 3, "rank {rank}"),
+                error => panic!("a deadline, not {error}"),
+            }
+        }
+    });
+    drop(absent);
 }
 
 /// The ways in which real rings have been wrong.
