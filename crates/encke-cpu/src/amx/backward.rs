@@ -1,16 +1,20 @@
 //! The backward pass: five products of tiles for each pair of blocks, one exponential.
 //!
-//! A task goes through a chunk of queries and a range of keys of all heads that share those keys.
-//! It packs some hundred queries, keeps their dq, and meets them with the keys block by block;
-//! dk and dv of a block are summed over the queries at hand and then added to their rows.
+//! A task packs some hundred queries of a head, keeps their dq, and meets them with all keys they see,
+//! block by block; dk and dv of a block are summed over the queries at hand and then added to their
+//! rows.
 //!
-//! The decision here: where a job has few heads, its queries and keys are cut into as many chunks
-//! and ranges, and tasks run in rounds like the diagonals of a square: in one round no two tasks
-//! have a query chunk or a key range in common. So each row is added to by one task at a time, in
-//! an order that is part of the job, without atomic additions and without a second pass.
+//! The decision here: tasks that add to the same rows of dk and dv are a chain. A task adds to a block
+//! of keys after those before it in its chain have, so that rows are added to by one task at a time, in
+//! an order that is part of the job, without atomic additions and without a second pass. They compute
+//! at the same time, each a block or more behind the other, and wait for none that has not begun.
 
 mod block;
 mod rows;
+
+use std::cmp::Reverse;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use encke_core::dtype::Slice;
 use encke_core::job::Job;
@@ -25,10 +29,10 @@ use super::shape::BackwardShape;
 use super::tiles::{SLAB_BYTES, Tiles};
 use crate::shared::Shared;
 
-/// Tasks of a round, if the job is large enough.
+/// Tasks of a job that is large enough.
 const TASKS: usize = 32;
-/// Rows below which queries and keys are not cut.
-const FEWEST_ROWS: usize = 512;
+/// Tiles below which a task is not cut further: keys are packed, and added to, for each task.
+const FEWEST_TILES: usize = 16;
 
 /// Everything backward reads.
 #[derive(Debug, Clone, Copy)]
@@ -105,13 +109,13 @@ pub(crate) fn backward_shaped<T: Tiles, N: Number, S: BackwardShape>(
         layout: Layout::new::<N, S>(job),
     };
     let groups = schedule::groups(job);
-    for round in rounds::<S>(job, &groups) {
-        schedule::run::<T, Task<'_>>(pool, run.layout.bytes, &round, |task, scratch| {
-            // SAFETY: the tiles are available and configured, scratch memory is as large as the
-            // layout says, and tasks of a round have no row of a gradient in common.
-            unsafe { run.task::<T, S>(task, scratch) };
-        });
-    }
+    let tasks = tasks(job, &groups, run.layout.tiles);
+    schedule::run::<T, Task<'_>>(pool, run.layout.bytes, &tasks, |task, scratch| {
+        // SAFETY: the tiles are available and configured, scratch memory is as large as the layout
+        // says, tasks have no query row in common, and those with the same keys are a chain, which
+        // begin in its order.
+        unsafe { run.task::<T, S>(task, scratch) };
+    });
 }
 
 /// Scratch bytes of one thread.
@@ -123,60 +127,115 @@ pub(crate) fn bytes<N: Number>(job: &Job) -> usize {
     }
 }
 
-/// A chunk of queries and a range of keys of the heads that share those keys.
+/// Queries of one head, and the keys they see.
 #[derive(Debug)]
 struct Task<'a> {
     batch: usize,
     segment: usize,
+    /// The heads that share those keys.
     heads: &'a [usize],
+    head: usize,
     queries: std::ops::Range<usize>,
-    keys: std::ops::Range<usize>,
     pairs: usize,
+    /// Its place in the chain of those with the same keys.
+    place: usize,
+    chain: Arc<[Progress]>,
 }
 
-/// All tasks of a job, round by round, the longest of a round first.
-fn rounds<'a, S: BackwardShape>(job: &Job, groups: &'a [Vec<usize>]) -> Vec<Vec<Task<'a>>> {
-    let each = job.batch * job.segments * groups.len();
-    if each == 0 {
-        return Vec::new();
+/// How far a task has come: it has added to its keys before this one.
+#[derive(Debug, Default)]
+struct Progress(AtomicUsize);
+
+impl Progress {
+    /// Where a task is that adds to no more keys.
+    const END: usize = usize::MAX;
+
+    fn get(&self) -> usize {
+        self.0.load(Ordering::Acquire)
     }
-    let most = (job.queries.min(job.keys) / FEWEST_ROWS).max(1);
-    let chunks = TASKS.div_ceil(each).clamp(1, most);
-    let chunk = job.queries.div_ceil(chunks).next_multiple_of(WIDTH);
-    let range = job.keys.div_ceil(chunks).next_multiple_of(S::KEYS);
-    let round = |round: usize| {
-        let mut tasks = Vec::new();
-        for (batch, segment) in schedule::places(job) {
-            for heads in groups {
-                for number in 0..chunks {
-                    let first = |size: usize, number: usize, rows: usize| (size * number).min(rows);
-                    let from = (number + round) % chunks;
-                    let queries =
-                        first(chunk, number, job.queries)..first(chunk, number + 1, job.queries);
-                    let keys = first(range, from, job.keys)..first(range, from + 1, job.keys);
-                    let pairs: usize = queries
-                        .clone()
-                        .step_by(WIDTH)
-                        .map(|row| job.visible((row + WIDTH).min(queries.end) - 1))
-                        .map(|seen| seen.min(keys.end).saturating_sub(keys.start))
-                        .sum();
+
+    fn set(&self, key: usize) {
+        self.0.store(key, Ordering::Release);
+    }
+}
+
+/// A task that runs. When it ends, however it does, nobody waits for it any longer.
+struct Running<'a> {
+    task: &'a Task<'a>,
+    /// How many of its chain have ended; those that may not have are behind them.
+    ended: usize,
+}
+
+impl Running<'_> {
+    /// Waits until all before it have added to their keys up to `start`. That the last of them has is
+    /// not enough: it may have seen fewer keys, and be at its end while others are not.
+    fn wait(&mut self, start: usize) {
+        let before = &self.task.chain[..self.task.place];
+        for (place, progress) in before.iter().enumerate().skip(self.ended) {
+            let mut at = progress.get();
+            while at <= start {
+                std::thread::yield_now();
+                at = progress.get();
+            }
+            if at == Progress::END && place == self.ended {
+                self.ended += 1;
+            }
+        }
+    }
+
+    /// Says that it has added to all keys before `end`.
+    fn pass(&self, end: usize) {
+        self.task.chain[self.task.place].set(end);
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.pass(Progress::END);
+    }
+}
+
+/// All tasks of a job, the longest first, and those of a chain in its order. `most` is how many tiles a
+/// task may have.
+fn tasks<'a>(job: &Job, groups: &'a [Vec<usize>], most: usize) -> Vec<Task<'a>> {
+    let each = job.batch * job.segments * job.heads;
+    let count = |tiles: usize| job.queries.div_ceil(tiles * WIDTH) * each;
+    let mut tiles = most;
+    while tiles >= 2 * FEWEST_TILES && count(tiles) < TASKS {
+        tiles /= 2;
+    }
+    let mut tasks = Vec::new();
+    for (batch, segment) in schedule::places(job) {
+        for heads in groups {
+            let mut chain = Vec::new();
+            for &head in heads {
+                for first in (0..job.queries).step_by(tiles * WIDTH) {
+                    let queries = first..job.queries.min(first + tiles * WIDTH);
+                    let rows = queries.clone().step_by(WIDTH);
+                    let seen = rows.map(|row| job.visible((row + WIDTH).min(queries.end) - 1));
+                    let pairs: usize = seen.sum();
                     if pairs > 0 {
-                        tasks.push(Task {
-                            batch,
-                            segment,
-                            heads,
-                            queries,
-                            keys,
-                            pairs: pairs * heads.len(),
-                        });
+                        chain.push((pairs, head, queries));
                     }
                 }
             }
+            chain.sort_by_key(|(pairs, ..)| Reverse(*pairs));
+            let progress: Arc<[Progress]> = chain.iter().map(|_| Progress::default()).collect();
+            let links = chain.into_iter().enumerate();
+            tasks.extend(links.map(|(place, (pairs, head, queries))| Task {
+                batch,
+                segment,
+                heads,
+                head,
+                queries,
+                pairs,
+                place,
+                chain: Arc::clone(&progress),
+            }));
         }
-        tasks.sort_by_key(|task| std::cmp::Reverse(task.pairs));
-        tasks
-    };
-    (0..chunks).map(round).collect()
+    }
+    tasks.sort_by_key(|task| (Reverse(task.pairs), task.place));
+    tasks
 }
 
 /// Where things lie in scratch memory.
@@ -301,28 +360,25 @@ impl<N: Number> Run<'_, N> {
     ///
     /// # Safety
     /// The tiles are available and configured on this thread, `scratch` is memory as the layout
-    /// says, and no task that runs at the same time has these query or key rows.
+    /// says, no other task has these query rows, and those with these key rows are in its chain, of
+    /// which the ones before it have begun.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn task<T: Tiles, S: BackwardShape>(&self, task: &Task<'_>, scratch: *mut u8) {
-        for &head in task.heads {
-            for first in task.queries.clone().step_by(self.layout.tiles * WIDTH) {
-                let end = task.queries.end.min(first + self.layout.tiles * WIDTH);
-                if self.job.visible(end - 1) <= task.keys.start {
-                    continue; // positions rise: nobody here sees any of these keys
-                }
-                // SAFETY: the caller's promise.
-                unsafe {
-                    let tiles = self.pack_queries(task, head, first..end, scratch);
-                    let most = tiles.iter().map(|tile| tile.most).max().unwrap_or(0);
-                    for start in (task.keys.start..most.min(task.keys.end)).step_by(S::KEYS) {
-                        let count = S::KEYS.min(task.keys.end - start);
-                        let keys = self.pack_keys(task, start, count, scratch);
-                        self.block::<T, S>(tiles, keys, scratch);
-                        self.add_keys(task, keys, scratch);
-                    }
-                    self.add_queries(task, head, tiles, scratch);
-                }
+        let mut running = Running { task, ended: 0 };
+        // SAFETY: the caller's promise; what is added to keys waits for its turn.
+        unsafe {
+            let tiles = self.pack_queries(task, scratch);
+            let most = tiles.iter().map(|tile| tile.most).max().unwrap_or(0);
+            for start in (0..most).step_by(S::KEYS) {
+                let count = S::KEYS.min(self.job.keys - start);
+                let keys = self.pack_keys(task, start, count, scratch);
+                self.block::<T, S>(tiles, keys, scratch);
+                running.wait(start);
+                self.add_keys(task, keys, scratch);
+                running.pass(start + count);
             }
+            drop(running);
+            self.add_queries(task, tiles, scratch);
         }
     }
 }

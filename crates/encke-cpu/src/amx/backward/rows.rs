@@ -24,11 +24,10 @@ impl<N: Number> Run<'_, N> {
     pub(super) unsafe fn pack_queries<'s>(
         &self,
         task: &Task<'_>,
-        head: usize,
-        rows: std::ops::Range<usize>,
         scratch: *mut u8,
     ) -> &'s mut [Tile] {
         let (job, given) = (self.job, &self.given);
+        let (head, rows) = (task.head, &task.queries);
         let count = rows.len().div_ceil(WIDTH);
         assert!(count <= self.layout.tiles);
         let states = scratch.wrapping_add(self.layout.states).cast::<Tile>();
@@ -169,16 +168,10 @@ impl<N: Number> Run<'_, N> {
     /// # Safety
     /// As for [`Run::task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn add_queries(
-        &self,
-        task: &Task<'_>,
-        head: usize,
-        tiles: &[Tile],
-        scratch: *mut u8,
-    ) {
+    pub(super) unsafe fn add_queries(&self, task: &Task<'_>, tiles: &[Tile], scratch: *mut u8) {
         let job = self.job;
         let target: &Operand = job.dq.as_ref().unwrap_or(&job.q);
-        let address = |row: usize| target.at(task.batch, task.segment, row, head);
+        let address = |row: usize| target.at(task.batch, task.segment, row, task.head);
         // Those of the next tile are asked for meanwhile.
         let share = WIDTH.div_ceil(2 * self.steps);
         let last = tiles.last().map_or(0, |tile| tile.first + tile.count);
