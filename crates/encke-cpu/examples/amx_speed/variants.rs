@@ -61,6 +61,9 @@ pub fn backwards<T: Tiles, N: Number>() -> Vec<(&'static str, Backward<N>)> {
             {KEYS: 128},
             {KEYS: 128, TILES: 4},
             {KEYS: 64, NUMBERS: 1 << 17},
+            {KEYS: 128, TILES: 4, NUMBERS: 1 << 17},
+            {KEYS: 192, TILES: 4, NUMBERS: 1 << 17},
+            {KEYS: 256, TILES: 4, NUMBERS: 1 << 17},
         ]
     )
 }

@@ -66,12 +66,14 @@ impl BackwardShape for Short {}
 /// Rows are twice as long, so that adding to those of dk and dv, and reading those of k and v, takes
 /// more of the time: once for twice as many queries.
 impl BackwardShape for Long {
-    const KEYS: usize = 128;
+    const KEYS: usize = 256;
+    const TILES: usize = 4;
     const NUMBERS: usize = 1 << 17;
 }
 
 impl BackwardShape for Wide {
-    const KEYS: usize = 128;
+    const KEYS: usize = 192;
     const TILES: usize = 4;
     const DEGREE: usize = 5;
+    const NUMBERS: usize = 1 << 17;
 }
