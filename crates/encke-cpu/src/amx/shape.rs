@@ -32,7 +32,7 @@ impl Shape for Short {
 pub(crate) struct Long;
 
 impl Shape for Long {
-    const KEYS: usize = 128;
+    const KEYS: usize = 256;
     const PACKED: usize = 512;
     const NUMBERS: usize = 1 << 17;
 }
