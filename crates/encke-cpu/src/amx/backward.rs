@@ -204,6 +204,12 @@ struct Tile {
 }
 
 impl Tile {
+    /// How many times 32 keys of a block any lane sees some of.
+    fn steps(&self, keys: Keys) -> usize {
+        let seen = self.most.saturating_sub(keys.start).min(keys.count);
+        seen.div_ceil(WIDTH)
+    }
+
     /// Whether some lane does not see all keys before `end`.
     fn masked(&self, end: usize) -> bool {
         self.least < end

@@ -34,7 +34,7 @@ impl<N: Number> Run<'_, N> {
             // SAFETY: the caller's promise.
             unsafe {
                 for (i, tile) in tiles.iter().enumerate() {
-                    self.scores::<T>(first + i, keys, scratch);
+                    self.scores::<T>(tile, first + i, keys, scratch);
                     self.gradients::<S>(tile, i, keys, scratch);
                 }
                 if fresh {
@@ -50,19 +50,19 @@ impl<N: Number> Run<'_, N> {
         }
     }
 
-    /// Scores and dout·v of one tile of queries.
+    /// Scores and dout·v of one tile of queries, packed at `tile`.
     ///
     /// # Safety
     /// As for [`Run::task`].
     #[inline]
-    unsafe fn scores<T: Tiles>(&self, tile: usize, keys: Keys, scratch: *mut u8) {
+    unsafe fn scores<T: Tiles>(&self, of: &Tile, tile: usize, keys: Keys, scratch: *mut u8) {
         let layout = &self.layout;
         for (rows, lanes, to) in [
             (layout.k_rows, layout.q_lanes, layout.scores),
             (layout.v_rows, layout.dout_lanes, layout.products),
         ] {
             let b = scratch.wrapping_add(lanes + tile * self.steps * N::STACK);
-            for step in 0..keys.count.div_ceil(WIDTH) {
+            for step in 0..of.steps(keys) {
                 let c = scratch.wrapping_add(to + 2 * step * SLAB_BYTES);
                 // SAFETY: tiles are configured, and all slabs lie in their regions.
                 unsafe {
@@ -94,7 +94,15 @@ impl<N: Number> Run<'_, N> {
         scratch: *mut u8,
     ) {
         let layout = &self.layout;
-        let steps = keys.count.div_ceil(WIDTH);
+        let steps = tile.steps(keys);
+        // What it does not see at all has no part in dk and dv.
+        for step in steps..keys.count.div_ceil(WIDTH) {
+            for region in [layout.weights, layout.gradients] {
+                let stack = region + (step * S::TILES + i) * N::STACK;
+                // SAFETY: the stack lies in its region.
+                unsafe { scratch.add(stack).write_bytes(0, N::STACK) };
+            }
+        }
         let block = gradient::Block {
             scores: scratch.wrapping_add(layout.scores),
             products: scratch.wrapping_add(layout.products),
@@ -217,7 +225,10 @@ impl<N: Number> Run<'_, N> {
         scratch: *mut u8,
     ) {
         let layout = &self.layout;
-        let steps = keys.count.div_ceil(WIDTH);
+        let steps = state.steps(keys);
+        if steps == 0 {
+            return;
+        }
         let columns = scratch.wrapping_add(layout.k_columns);
         let mut factor = columns;
         if keys.broken && state.masked(keys.start + steps * WIDTH) {
