@@ -17,7 +17,7 @@ use super::number::{Number, Scale};
 use super::pack::WIDTH;
 use super::schedule;
 use super::scratch::{Divider, Pool};
-use super::shape::BackwardShape;
+use super::shape::{BackwardShape, MOST_OF_SHORT};
 use super::tiles::{SLAB_BYTES, Tiles};
 use crate::shared::Shared;
 use chain::{Running, Task, tasks};
@@ -66,7 +66,7 @@ pub(crate) fn backward<T: Tiles, N: Number>(
     dk: &mut [f32],
     dv: &mut [f32],
 ) {
-    if job.dim <= 64 {
+    if job.dim <= MOST_OF_SHORT {
         backward_shaped::<T, N, N::Short>(pool, job, given, dq, dk, dv);
     } else {
         backward_shaped::<T, N, N::Long>(pool, job, given, dq, dk, dv);
@@ -108,7 +108,7 @@ pub(crate) fn backward_shaped<T: Tiles, N: Number, S: BackwardShape>(
 
 /// Scratch bytes of one thread.
 pub(crate) fn bytes<N: Number>(job: &Job) -> usize {
-    if job.dim <= 64 {
+    if job.dim <= MOST_OF_SHORT {
         Layout::new::<N, N::Short>(job).bytes
     } else {
         Layout::new::<N, N::Long>(job).bytes

@@ -17,7 +17,7 @@ use super::number::{Number, Scale};
 use super::pack::WIDTH;
 use super::schedule;
 use super::scratch::{Divider, Pool};
-use super::shape::Shape;
+use super::shape::{MOST_OF_SHORT, Shape};
 use super::softmax::Running;
 use super::tiles::{SLAB_BYTES, Tiles};
 use crate::target::Target;
@@ -35,7 +35,7 @@ pub(crate) fn forward<T: Tiles, N: Number>(
     given: [&[N]; 3],
     target: Target<'_, f32>,
 ) {
-    if job.dim <= 64 {
+    if job.dim <= MOST_OF_SHORT {
         forward_shaped::<T, N, N::Short>(pool, job, given, target);
     } else {
         forward_shaped::<T, N, N::Long>(pool, job, given, target);
@@ -72,7 +72,7 @@ pub(crate) fn forward_shaped<T: Tiles, N: Number, S: Shape>(
 
 /// Scratch bytes of one thread.
 pub(crate) fn bytes<N: Number>(job: &Job) -> usize {
-    if job.dim <= 64 {
+    if job.dim <= MOST_OF_SHORT {
         Layout::new::<N, N::Short>(job).bytes
     } else {
         Layout::new::<N, N::Long>(job).bytes

@@ -74,7 +74,7 @@ pub(crate) trait Number: Copy + Send + Sync + 'static {
     /// what undoes it.
     const LIFT: [f32; 2] = [0.0, 1.0];
 
-    /// Sizes for up to 64 channels, and for more.
+    /// Sizes for up to [`MOST_OF_SHORT`](shape::MOST_OF_SHORT) channels, and for more.
     type Short: Shape + BackwardShape;
     type Long: Shape + BackwardShape;
 

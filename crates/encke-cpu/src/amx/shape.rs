@@ -1,4 +1,4 @@
-//! Sizes of blocks: what the forward pass can be tuned with.
+//! Sizes of blocks: what both passes can be tuned with.
 //!
 //! No size changes a result by more than the order of its sums, and none depends on the number of
 //! threads.
@@ -17,7 +17,10 @@ pub(crate) trait Shape: Send + Sync + 'static {
     const NUMBERS: usize = 1 << 16;
 }
 
-/// For head dimensions up to 64.
+/// The most channels of rows that are short.
+pub(crate) const MOST_OF_SHORT: usize = 64;
+
+/// For rows that are short.
 #[derive(Debug)]
 pub(crate) struct Short;
 
@@ -27,7 +30,7 @@ impl Shape for Short {
     const KEYS: usize = 64;
 }
 
-/// For larger head dimensions.
+/// For longer rows.
 #[derive(Debug)]
 pub(crate) struct Long;
 
@@ -64,7 +67,7 @@ pub(crate) trait BackwardShape: Send + Sync + 'static {
 impl BackwardShape for Short {}
 
 /// Rows are twice as long, so that adding to those of dk and dv, and reading those of k and v, takes
-/// more of the time: once for twice as many queries.
+/// more of the time: once for twice as many queries. So do sums of dq: once for more keys.
 impl BackwardShape for Long {
     const KEYS: usize = 256;
     const TILES: usize = 4;
