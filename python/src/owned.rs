@@ -1,14 +1,14 @@
 //! Results, handed to torch or NumPy without a copy.
 //!
-//! The memory a rank computed into becomes the tensor's: it is given away whole, and freed by whoever
-//! got it. torch takes DLPack, which knows bfloat16, by a table of functions or in a capsule; NumPy
+//! The memory a rank computed into becomes the tensor's: it is given away whole, and whoever got it
+//! lets it go, back to the attention it came from where that is still there. torch takes DLPack, which knows bfloat16, by a table of functions or in a capsule; NumPy
 //! takes an array interface, which all its versions let one write to.
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::Arc;
 
-use encke::{DType, Data, Tensor};
+use encke::{DType, Tensor};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -33,7 +33,7 @@ struct Parting {
     versioned: DlVersioned,
     shape: [i64; 4],
     strides: [i64; 4],
-    _data: Data,
+    _tensor: Tensor,
 }
 
 static FROM_DLPACK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
@@ -46,24 +46,18 @@ pub(crate) fn alone(tensor: Arc<Tensor>) -> Tensor {
 
 /// A result as the kind of tensor its inputs were: `[b, n, h, d]`, or `[b, n, h]` for cells.
 pub(crate) fn give(py: Python<'_>, kind: Kind, tensor: Tensor, cells: bool) -> PyResult<Py<PyAny>> {
-    let dims = tensor.dims();
     let dimensions = if cells { 3 } else { 4 };
-    let data = tensor.into_data();
     match kind {
-        Kind::Torch => to_torch(py, data, dims, dimensions),
-        Kind::NumPy => to_numpy(py, data, dims, dimensions),
+        Kind::Torch => to_torch(py, tensor, dimensions),
+        Kind::NumPy => to_numpy(py, tensor, dimensions),
     }
 }
 
-fn to_torch(
-    py: Python<'_>,
-    mut data: Data,
-    dims: [usize; 4],
-    dimensions: usize,
-) -> PyResult<Py<PyAny>> {
+fn to_torch(py: Python<'_>, mut owned: Tensor, dimensions: usize) -> PyResult<Py<PyAny>> {
+    let dims = owned.dims();
     let [_, n, h, d] = dims;
     let signed = |sizes: [usize; 4]| sizes.map(|size| size as i64);
-    let address = data.bytes_mut().as_mut_ptr();
+    let address = owned.data_mut().bytes_mut().as_mut_ptr();
     let tensor = DlTensor {
         data: address.cast(),
         device: DlDevice {
@@ -71,7 +65,7 @@ fn to_torch(
             number: 0,
         },
         dimensions: dimensions as i32,
-        dtype: dl_type(&data),
+        dtype: dl_type(owned.data()),
         shape: ptr::null_mut(),
         strides: ptr::null_mut(),
         byte_offset: 0,
@@ -92,7 +86,7 @@ fn to_torch(
         shape: signed(dims),
         // Cells are [b, n, h, 1] here, so the last stride of three is that of h: d = 1.
         strides: signed([n * h * d, h * d, d, 1]),
-        _data: data,
+        _tensor: owned,
     }));
     // SAFETY: just boxed, and nobody else has it; a box does not move, so it may point into itself.
     let (managed, versioned) = unsafe {
@@ -174,7 +168,7 @@ pub(crate) struct Memory {
     dims: [usize; 4],
     dimensions: usize,
     typestr: &'static str,
-    _data: Data,
+    _tensor: Tensor,
 }
 
 #[pymethods]
@@ -194,13 +188,8 @@ impl Memory {
     }
 }
 
-fn to_numpy(
-    py: Python<'_>,
-    mut data: Data,
-    dims: [usize; 4],
-    dimensions: usize,
-) -> PyResult<Py<PyAny>> {
-    let typestr = match data.as_slice().dtype() {
+fn to_numpy(py: Python<'_>, mut owned: Tensor, dimensions: usize) -> PyResult<Py<PyAny>> {
+    let typestr = match owned.dtype() {
         DType::F64 => "<f8",
         DType::F32 => "<f4",
         DType::F16 => "<f2",
@@ -212,11 +201,11 @@ fn to_numpy(
         }
     };
     let memory = Memory {
-        address: data.bytes_mut().as_mut_ptr() as usize,
-        dims,
+        address: owned.data_mut().bytes_mut().as_mut_ptr() as usize,
+        dims: owned.dims(),
         dimensions,
         typestr,
-        _data: data,
+        _tensor: owned,
     };
     let import = || Ok::<_, PyErr>(py.import("numpy")?.getattr("asarray")?.unbind());
     let as_array = AS_ARRAY.get_or_try_init(py, import)?;

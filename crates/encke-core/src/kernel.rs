@@ -111,6 +111,11 @@ pub trait Kernel: Send + Sync {
     /// All numbers of a buffer that is not needed any more.
     fn hand_over(&self, buffer: Self::Buffer) -> Result<Data>;
 
+    /// The way back: memory of numbers as a buffer, whatever they are; itself where it cannot be one.
+    fn adopt(&self, numbers: Data) -> std::result::Result<Self::Buffer, Data> {
+        Err(numbers)
+    }
+
     /// Sets every element.
     fn fill(&self, buffer: &mut Self::Buffer, value: f64) -> Result<()>;
 

@@ -53,6 +53,10 @@ impl Kernel for NaiveKernel {
         Ok(buffer)
     }
 
+    fn adopt(&self, numbers: Data) -> std::result::Result<Data, Data> {
+        Ok(numbers)
+    }
+
     fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
         host::fill(buffer, value);
         Ok(())

@@ -4,8 +4,11 @@
 //! rows are what kernels read, and a row that is not contiguous would have to be copied behind the
 //! caller's back. Such a view is refused with an error that says so.
 
+use std::sync::{Arc, Weak};
+
 use crate::dtype::{DType, Data, Element, Slice};
 use crate::error::{Error, Result};
+use crate::spare::{Kept, Spare};
 
 /// A borrowed strided tensor `[b, n, h, d]`.
 #[derive(Debug, Clone, Copy)]
@@ -99,10 +102,46 @@ impl<'a> View<'a> {
 }
 
 /// An owned row-major tensor `[b, n, h, d]`; an lse has d = 1.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug)]
 pub struct Tensor {
     data: Data,
     dims: [usize; 4],
+    home: Option<Home>,
+}
+
+/// Where memory goes when it is not needed any more, and its mark there ([`Kept`]).
+#[derive(Debug)]
+struct Home {
+    spare: Weak<Spare>,
+    mark: Option<u64>,
+}
+
+impl Clone for Tensor {
+    /// The same numbers in memory of their own, which has no home.
+    fn clone(&self) -> Tensor {
+        Tensor {
+            data: self.data.clone(),
+            dims: self.dims,
+            home: None,
+        }
+    }
+}
+
+impl PartialEq for Tensor {
+    fn eq(&self, other: &Tensor) -> bool {
+        self.dims == other.dims && self.data == other.data
+    }
+}
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        let home = self.home.take();
+        if let Some((spare, mark)) = home.and_then(|home| Some((home.spare.upgrade()?, home.mark)))
+        {
+            let data = std::mem::take(&mut self.data);
+            spare.keep(Kept { data, mark });
+        }
+    }
 }
 
 impl Tensor {
@@ -111,6 +150,7 @@ impl Tensor {
         Tensor {
             data: Data::zeros(dtype, dims.iter().product()),
             dims,
+            home: None,
         }
     }
 
@@ -131,7 +171,18 @@ impl Tensor {
                 got,
             });
         }
-        Ok(Tensor { data, dims })
+        let home = None;
+        Ok(Tensor { data, dims, home })
+    }
+
+    /// The same tensor, which leaves its memory to others when it is dropped. With a mark, whoever
+    /// has it may take all numbers for zeros that he does not write, as long as nobody has changed
+    /// them here.
+    #[must_use]
+    pub fn returning_to(mut self, spare: &Arc<Spare>, mark: Option<u64>) -> Tensor {
+        let spare = Arc::downgrade(spare);
+        self.home = Some(Home { spare, mark });
+        self
     }
 
     /// The dimensions `[b, n, h, d]`.
@@ -150,12 +201,16 @@ impl Tensor {
     }
 
     /// The numbers alone.
-    pub fn into_data(self) -> Data {
-        self.data
+    pub fn into_data(mut self) -> Data {
+        self.home = None;
+        std::mem::take(&mut self.data)
     }
 
     /// The numbers, to be written.
     pub fn data_mut(&mut self) -> &mut Data {
+        if let Some(home) = &mut self.home {
+            home.mark = None;
+        }
         &mut self.data
     }
 

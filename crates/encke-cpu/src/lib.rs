@@ -255,6 +255,10 @@ impl Kernel for CpuKernel {
         Ok(buffer)
     }
 
+    fn adopt(&self, numbers: Data) -> std::result::Result<Data, Data> {
+        Ok(numbers)
+    }
+
     fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
         cells::fill(buffer, value);
         Ok(())

@@ -15,7 +15,7 @@ pub struct CacheLimits {
     /// Plans whose ranks keep their buffers.
     pub pools: usize,
     /// Bytes of all those buffers. The latest call's are kept in any case: the next one like it
-    /// would have to have them.
+    /// would have to have them. And, beside them, bytes of outputs that their owners have dropped.
     pub pool_bytes: usize,
 }
 
@@ -47,6 +47,8 @@ pub struct CacheStats {
     pub pools: usize,
     /// Bytes of those buffers.
     pub pool_bytes: usize,
+    /// Bytes of outputs that their owners have dropped, kept for the next ones.
+    pub spare_bytes: usize,
 }
 
 impl CacheStats {

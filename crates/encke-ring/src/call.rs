@@ -11,6 +11,7 @@ use encke_core::kernel::{Kernel, KernelError};
 use encke_core::plan::program::{Port, RankPlan, Role};
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::Run;
+use encke_core::spare::Spare;
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::Moved;
 use encke_core::{DType, Error};
@@ -82,10 +83,11 @@ impl Outcome {
         memory: Vec<RankMemory>,
     ) -> Result<Outcome, RingError> {
         let tokens = plan.request().shape.tokens;
-        Outcome::collect_rows(kernel, plan, tokens, ranks, events, memory)
+        Outcome::collect_rows(kernel, plan, tokens, ranks, events, memory, &Arc::default())
     }
 
-    /// The same where the ranks' ports name the rows of a shard, which has so many.
+    /// The same where the ranks' ports name rows of a shard, which has so many, or of the whole;
+    /// with a home for the outputs' memory.
     pub fn collect_rows<K: Kernel>(
         kernel: &K,
         plan: &Arc<Plan>,
@@ -93,13 +95,14 @@ impl Outcome {
         ranks: &mut [Rank<K>],
         events: Vec<Event>,
         memory: Vec<RankMemory>,
+        spare: &Arc<Spare>,
     ) -> Result<Outcome, RingError> {
         let mut tensors = Vec::new();
         for (role, dims, dtype) in outputs_of(plan, rows) {
             // Where every rank has all of an output, the first one's word is as good as any.
             let everything = |rank: &Rank<K>| {
                 let of = rank.plan().outputs.iter().find(|port| port.role == role);
-                of.filter(|port| port.runs.iter().map(|r| r.count).sum::<usize>() == dims[1])
+                of.filter(|_| rank.rows_of(role) == dims[1])
                     .map(|port| rank.plan().buffers[port.buffer.0].dtype)
             };
             let whole = ranks.iter().position(|rank| everything(rank).is_some());
@@ -109,18 +112,33 @@ impl Outcome {
                 let given = rank.surrender(kernel, role);
                 let given = given.map_err(|source| failed(rank.plan(), source))?;
                 if let Some(data) = given {
-                    tensors.push((role, Tensor::from_data(data, dims)?));
+                    let tensor = Tensor::from_data(data, dims)?;
+                    let mark = Some(rank.mark());
+                    tensors.push((role, tensor.returning_to(spare, mark)));
                     continue;
                 }
             }
-            let mut tensor = Tensor::zeros(dtype, dims);
-            for rank in whole.map_or(&*ranks, |at| std::slice::from_ref(&ranks[at])) {
+            let from = whole.map_or(&*ranks, |at| std::slice::from_ref(&ranks[at]));
+            let stored: usize = from.iter().map(|rank| rank.rows_of(role)).sum();
+            let mut tensor = match stored == dims[1] {
+                true => to_be_written(spare, dtype, dims)?,
+                false => Tensor::zeros(dtype, dims),
+            };
+            for rank in from {
                 let stored = rank.store(kernel, role, &mut tensor);
                 stored.map_err(|source| failed(rank.plan(), source))?;
             }
-            tensors.push((role, tensor));
+            tensors.push((role, tensor.returning_to(spare, None)));
         }
         Ok(Outcome::new(plan, ranks, tensors, events, memory))
+    }
+}
+
+/// A tensor every number of which will be written: in memory that is there, or in new.
+fn to_be_written(spare: &Spare, dtype: DType, dims: [usize; 4]) -> Result<Tensor, RingError> {
+    match spare.take(dtype, dims.iter().product(), None) {
+        Some(kept) => Ok(Tensor::from_data(kept.data, dims)?),
+        None => Ok(Tensor::zeros(dtype, dims)),
     }
 }
 

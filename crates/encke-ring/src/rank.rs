@@ -4,6 +4,7 @@
 //! computed into are taken out of the rank's shelf; what is sent or read is borrowed from the
 //! shelf. A program that wanted to write what it sends would find the shelf empty and be told so.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use encke_core::dtype::Data;
@@ -13,6 +14,7 @@ use encke_core::kernel::{Kernel, KernelError};
 use encke_core::plan::program::{BufferId, BufferPlan, Message, Port, RankPlan, Role, Task};
 use encke_core::plan::survival::Continuation;
 use encke_core::sharding::Run;
+use encke_core::spare::{Kept, Spare};
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};
 
@@ -30,7 +32,11 @@ pub struct Rank<K: Kernel> {
     ledger: Ledger,
     done: usize,
     pairs: u128,
+    mark: u64,
 }
+
+/// Marks of ranks, none of which is given twice.
+static MARKS: AtomicU64 = AtomicU64::new(0);
 
 impl<K: Kernel> Rank<K> {
     /// Allocates exactly what the plan lists.
@@ -49,6 +55,7 @@ impl<K: Kernel> Rank<K> {
             ledger: Ledger::default(),
             done: 0,
             pairs: 0,
+            mark: MARKS.fetch_add(1, Ordering::Relaxed),
         }
     }
 
@@ -70,6 +77,38 @@ impl<K: Kernel> Rank<K> {
             self.ledger.take(0, planned.component, bytes);
         }
         Ok(())
+    }
+
+    /// Takes memory of earlier outputs for those that were given away. Numbers that are to be zeros
+    /// are made so, unless all they have been since is outputs of this very rank.
+    pub fn refit(&mut self, kernel: &K, spare: &Spare) -> Result<(), KernelError> {
+        let sparse = self.plan.sparse_outputs();
+        for port in &self.plan.outputs {
+            let BufferPlan {
+                dtype, elements, ..
+            } = self.plan.buffers[port.buffer.0];
+            if self.shelf.buffers[port.buffer.0].is_some() {
+                continue;
+            }
+            let Some(Kept { data, mark }) = spare.take(dtype, elements, Some(self.mark)) else {
+                continue;
+            };
+            match kernel.adopt(data) {
+                Ok(mut buffer) => {
+                    if sparse.contains(&port.buffer) && mark != Some(self.mark) {
+                        kernel.fill(&mut buffer, 0.0)?;
+                    }
+                    self.shelf.put(port.buffer, buffer);
+                }
+                Err(data) => spare.keep(Kept { data, mark }),
+            }
+        }
+        Ok(())
+    }
+
+    /// What memory of this rank's outputs is known by ([`encke_core::spare::Kept`]).
+    pub fn mark(&self) -> u64 {
+        self.mark
     }
 
     /// Puts memory of the caller in the place of a buffer, before a call begins.
@@ -252,6 +291,13 @@ impl<K: Kernel> Rank<K> {
             }
         }
         Ok(())
+    }
+
+    /// How many rows of an output it has.
+    pub fn rows_of(&self, role: Role) -> usize {
+        let ports = self.plan.outputs.iter().filter(|port| port.role == role);
+        let runs = ports.flat_map(|port| &port.runs);
+        runs.map(|run| run.count).sum()
     }
 
     /// Copies this rank's rows of an output out.

@@ -14,12 +14,13 @@ use std::time::Instant;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::{Component, Role};
 use encke_core::plan::{Plan, Queries, Request};
+use encke_core::spare::Spare;
 use encke_core::tensor::View;
 use encke_core::transport::Transport;
 
-use crate::cache::{CacheStats, Plans, Recent};
+use crate::cache::{CacheLimits, CacheStats, Plans, Recent};
 use crate::call::{Given, Outcome, admit, check_rows, guarded};
-use crate::error::RingError;
+use crate::error::{RankError, RingError};
 use crate::memory::{RankMemory, planned};
 use crate::rank::Rank;
 use crate::trace::Recorder;
@@ -33,6 +34,7 @@ const POOLS: usize = 4;
 pub struct ShardRing<K: Kernel> {
     kernel: K,
     rank: usize,
+    spare: Arc<Spare>,
     state: Mutex<State<K>>,
 }
 
@@ -48,6 +50,7 @@ impl<K: Kernel> ShardRing<K> {
         ShardRing {
             kernel,
             rank,
+            spare: Arc::new(Spare::new(CacheLimits::default().pool_bytes)),
             state: Mutex::new(State {
                 plans: Plans::new(PLANS),
                 idle: Recent::new(POOLS),
@@ -98,6 +101,8 @@ impl<K: Kernel> ShardRing<K> {
         let mut rank = self.recruit(&plan)?;
         let mut recorder = Recorder::new(self.rank, Instant::now());
         let ran = guarded(|| {
+            let fitted = rank.refit(&self.kernel, &self.spare);
+            fitted.map_err(|source| RankError::Kernel { round: 0, source })?;
             let loans = admit(&self.kernel, &mut rank, Given::Whole(inputs), &mut recorder)?;
             rank.run_on(&self.kernel, &loans, transport, &mut recorder)
         });
@@ -112,7 +117,8 @@ impl<K: Kernel> ShardRing<K> {
         let memory = vec![self.memory(&rank, request)];
         let (kernel, ranks) = (&self.kernel, std::slice::from_mut(&mut rank));
         let events = recorder.finish();
-        let outcome = Outcome::collect_rows(kernel, &plan, rows, ranks, events, memory)?;
+        let spare = &self.spare;
+        let outcome = Outcome::collect_rows(kernel, &plan, rows, ranks, events, memory, spare)?;
         self.state().idle.put(plan, rank);
         Ok(outcome)
     }

@@ -11,6 +11,7 @@ use encke_core::plan::program::Role;
 use encke_core::plan::resize::Resize;
 use encke_core::plan::survival::Epoch;
 use encke_core::plan::{Plan, Request};
+use encke_core::spare::Spare;
 use encke_core::tensor::View;
 
 use crate::cache::{CacheLimits, CacheStats, Plans, Recent};
@@ -31,20 +32,12 @@ pub struct ThreadRing<K: Kernel> {
     deadline: Duration,
     faults: Vec<Fault>,
     limits: CacheLimits,
+    spare: Arc<Spare>,
     state: Mutex<State<K>>,
 }
 
 /// How a rank's thread ended: with what it noted, or with what went wrong.
 pub type Life = Result<Vec<Event>, RankError>;
-
-/// Who collects the outputs of ranks that are done.
-type Collect<K, T> = fn(
-    &K,
-    &Arc<Plan>,
-    &mut [Rank<K>],
-    Vec<Event>,
-    Vec<RankMemory>,
-) -> Result<Outcome<T>, RingError>;
 
 struct State<K: Kernel> {
     plans: Plans,
@@ -62,6 +55,15 @@ impl<K: Kernel> State<K> {
     }
 }
 
+/// Where outputs leave their memory: nowhere, where nothing is to be kept.
+fn spare(limits: CacheLimits) -> Arc<Spare> {
+    let most = match limits.pools {
+        0 => 0,
+        _ => limits.pool_bytes,
+    };
+    Arc::new(Spare::new(most))
+}
+
 /// Bytes that the ranks of a plan hold on to.
 fn bytes_of<K: Kernel>(ranks: &[Rank<K>]) -> usize {
     ranks.iter().map(Rank::allocated_bytes).sum()
@@ -76,6 +78,7 @@ impl<K: Kernel> ThreadRing<K> {
             deadline,
             faults: Vec::new(),
             limits,
+            spare: spare(limits),
             state: Mutex::new(State::new(limits)),
         }
     }
@@ -83,6 +86,7 @@ impl<K: Kernel> ThreadRing<K> {
     /// Keeps no more than this between calls; what was kept is given up.
     pub fn with_limits(mut self, limits: CacheLimits) -> ThreadRing<K> {
         self.limits = limits;
+        self.spare = spare(limits);
         self.state = Mutex::new(State::new(limits));
         self
     }
@@ -110,6 +114,7 @@ impl<K: Kernel> ThreadRing<K> {
             plans: state.plans.len(),
             pools: state.idle.len(),
             pool_bytes: state.idle.weight(|ranks| bytes_of(ranks)),
+            spare_bytes: self.spare.bytes(),
             ..state.stats
         }
     }
@@ -137,7 +142,15 @@ impl<K: Kernel> ThreadRing<K> {
         request: &Request,
         inputs: &[(Role, View<'_>)],
     ) -> Result<Outcome, RingError> {
-        self.call(request, Given::Whole(inputs), Outcome::collect)
+        let tokens = request.shape.tokens;
+        let (kernel, spare) = (&self.kernel, &self.spare);
+        self.call(
+            request,
+            Given::Whole(inputs),
+            |plan, ranks, events, memory| {
+                Outcome::collect_rows(kernel, plan, tokens, ranks, events, memory, spare)
+            },
+        )
     }
 
     /// The same on tensors that lie in shards, and with results that do.
@@ -146,10 +159,13 @@ impl<K: Kernel> ThreadRing<K> {
         request: &Request,
         inputs: &[(Role, &Sharded)],
     ) -> Result<Outcome<Sharded>, RingError> {
-        let collect = |kernel: &K, plan: &Arc<Plan>, ranks: &mut [Rank<K>], events, memory| {
-            Outcome::collect_shards(kernel, plan, ranks, events, memory)
-        };
-        self.call(request, Given::Shards(inputs), collect)
+        self.call(
+            request,
+            Given::Shards(inputs),
+            |plan, ranks, events, memory| {
+                Outcome::collect_shards(&self.kernel, plan, ranks, events, memory)
+            },
+        )
     }
 
     /// Carries out a request, and has its outputs collected.
@@ -157,7 +173,12 @@ impl<K: Kernel> ThreadRing<K> {
         &self,
         request: &Request,
         given: Given<'_, '_>,
-        collect: Collect<K, T>,
+        collect: impl FnOnce(
+            &Arc<Plan>,
+            &mut [Rank<K>],
+            Vec<Event>,
+            Vec<RankMemory>,
+        ) -> Result<Outcome<T>, RingError>,
     ) -> Result<Outcome<T>, RingError> {
         let plan = self.plan(request)?;
         given.check(&plan)?;
@@ -169,7 +190,7 @@ impl<K: Kernel> ThreadRing<K> {
         };
         let dead: Vec<Rank<K>> = ranks.extract_if(.., died).collect();
         let memory = memory::of_ranks(&self.kernel, &ranks, request);
-        let mut outcome = collect(&self.kernel, &plan, &mut ranks, events, memory)?;
+        let mut outcome = collect(&plan, &mut ranks, events, memory)?;
         if dead.is_empty() {
             let mut state = self.state();
             state.idle.put(plan, ranks);
@@ -250,6 +271,8 @@ impl<K: Kernel> ThreadRing<K> {
         let survives = plan.request().redundancy > 0;
         let hub = endpoint.observer();
         let result = guarded(|| {
+            let fitted = rank.refit(&self.kernel, &self.spare);
+            fitted.map_err(|source| RankError::Kernel { round: 0, source })?;
             let loans = admit(&self.kernel, rank, given, &mut recorder)?;
             if !survives {
                 return rank.run_on(&self.kernel, &loans, &mut endpoint, &mut recorder);

@@ -47,6 +47,7 @@ pub fn words<K: Kernel>(
             most.plans = most.plans.max(stats.plans);
             most.pools = most.pools.max(stats.pools);
             most.pool_bytes = most.pool_bytes.max(stats.pool_bytes);
+            most.spare_bytes = most.spare_bytes.max(stats.spare_bytes);
         }
         progress.inc(1);
     }
@@ -76,6 +77,14 @@ pub fn words<K: Kernel>(
         format!("{:.0} %", 100.0 * stats.buffer_hit_rate()),
         format!("{} with {}", most.pools, bytes(most.pool_bytes)),
         format!("{} with {}", limits.pools, bytes(limits.pool_bytes)),
+    ]);
+    table.row([
+        "outputs, dropped".to_string(),
+        String::new(),
+        String::new(),
+        String::new(),
+        bytes(most.spare_bytes),
+        bytes(limits.pool_bytes),
     ]);
     Ok(format!("\n{}\n{table}", paint.bold(&title)))
 }

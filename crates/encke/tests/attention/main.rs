@@ -5,5 +5,6 @@ mod elastic;
 mod invariance;
 mod modes;
 mod precision;
+mod spare;
 mod support;
 mod views;
