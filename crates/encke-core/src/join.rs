@@ -12,6 +12,45 @@ use crate::job::{Block, Causal, Job, Operand};
 const BLOCK: usize = 16;
 
 impl Block {
+    /// The same numbers in as few pieces as they lie in on both sides: heads side by side are one,
+    /// and so are rows, segments and batch entries.
+    pub fn in_few_pieces(&self) -> Block {
+        let mut block = self.clone();
+        let side_by_side = |of: &Operand| {
+            let mut each = of.heads.iter().enumerate();
+            each.all(|(head, &at)| at == of.heads[0] + head * self.width)
+        };
+        if block.heads == 0 || !side_by_side(&block.from) || !side_by_side(&block.to) {
+            return block;
+        }
+        for of in [&mut block.from, &mut block.to] {
+            of.offset += of.heads[0];
+            of.heads = [0].into();
+        }
+        block.width *= std::mem::replace(&mut block.heads, 1);
+        let Block {
+            batch,
+            segments,
+            rows,
+            width,
+            from,
+            to,
+            ..
+        } = &mut block;
+        let levels = [
+            (rows, [from.row, to.row]),
+            (segments, [from.segment, to.segment]),
+            (batch, [from.batch, to.batch]),
+        ];
+        for (count, strides) in levels {
+            match *count == 1 || strides == [*width; 2] {
+                true => *width *= std::mem::replace(count, 1),
+                false => break,
+            }
+        }
+        block
+    }
+
     /// This block and one whose rows come next on both sides, as one; None where they do not.
     pub fn join_rows(&self, next: &Block) -> Option<Block> {
         let alike = |a: &Operand, b: &Operand| {
@@ -253,6 +292,40 @@ mod tests {
         far.to.batch = 100;
         assert!(batch(first.clone()).join_rows(&batch(next)).is_some());
         assert_eq!(batch(first).join_rows(&far), None);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn fewer_pieces_are_the_same_numbers(
+            [batch, segments, rows, heads, width] in [1usize..3, 1usize..3, 1usize..4, 1usize..4, 1usize..4],
+            dense in proptest::array::uniform8(proptest::bool::weighted(0.7)),
+            turned: bool,
+        ) {
+            // Each level lies right behind the one below it, or with a gap.
+            let of = |dense: &[bool]| {
+                let gap = |dense: bool| usize::from(!dense);
+                let head = width + gap(dense[0]);
+                let row = heads * head + gap(dense[1]);
+                let segment = rows * row + gap(dense[2]);
+                let batch = segments * segment + gap(dense[3]);
+                let heads = (0..heads).map(|at| if turned { heads - 1 - at } else { at } * head);
+                Operand { offset: 5, batch, segment, row, heads: heads.collect() }
+            };
+            let (from, to) = (of(&dense[..4]), of(&dense[4..]));
+            let block = Block { batch, segments, rows, heads, width, from, to };
+            let numbers = |block: &Block| {
+                let pieces = block.addresses();
+                let each = pieces.flat_map(|(from, to)| (0..block.width).map(move |i| (from + i, to + i)));
+                let mut all: Vec<_> = each.collect();
+                all.sort_unstable();
+                all
+            };
+            let few = block.in_few_pieces();
+            proptest::prop_assert_eq!(numbers(&few), numbers(&block));
+            if dense.iter().all(|&dense| dense) && (!turned || heads == 1) {
+                proptest::prop_assert_eq!(few.addresses().count(), 1);
+            }
+        }
     }
 
     fn operand(offset: usize, row: usize) -> Operand {
