@@ -108,6 +108,18 @@ pub trait Kernel: Send + Sync {
     /// The way back: rows of the buffer, in the order of `runs`, to their tokens.
     fn download(&self, from: &Self::Buffer, runs: &[Run], to: &mut Tensor) -> Result<()>;
 
+    /// The same for all rows of a buffer in their order, where all numbers but those of blocks are
+    /// zeros on both sides; a kernel may copy them, too.
+    fn download_rows(&self, from: &Self::Buffer, blocks: &[Block], to: &mut Tensor) -> Result<()> {
+        let _ = blocks;
+        let all = Run {
+            first: 0,
+            stride: 1,
+            count: to.dims()[1],
+        };
+        self.download(from, &[all], to)
+    }
+
     /// All numbers of a buffer that is not needed any more.
     fn hand_over(&self, buffer: Self::Buffer) -> Result<Data>;
 
@@ -118,6 +130,12 @@ pub trait Kernel: Send + Sync {
 
     /// Sets every element.
     fn fill(&self, buffer: &mut Self::Buffer, value: f64) -> Result<()>;
+
+    /// Makes the rows of blocks zeros (those they go to); a kernel may do so with all numbers.
+    fn clear(&self, blocks: &[Block], buffer: &mut Self::Buffer) -> Result<()> {
+        let _ = blocks;
+        self.fill(buffer, 0.0)
+    }
 
     /// Copies (or adds) rows from one buffer into another.
     fn copy(

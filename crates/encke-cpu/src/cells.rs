@@ -13,6 +13,7 @@ use encke_core::{Element, with_typed};
 use rayon::prelude::*;
 
 use crate::real::Real;
+use crate::shared::{Shared, disjoint};
 
 /// Merges the cells of one carry into another.
 pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) {
@@ -62,6 +63,65 @@ pub(crate) fn convert(from: &Data, to: &mut Data, range: Range<usize>) {
             host::convert(&source[first..first + target.len()], target);
         });
     }));
+}
+
+/// Makes rows zeros.
+pub(crate) fn clear(blocks: &[Block], buffer: &mut Data) {
+    with_typed!(Data, buffer, x => {
+        for block in blocks {
+            in_rows(block, x, |_, row| row.fill(Element::from_f64(0.0)));
+        }
+    });
+}
+
+/// Copies rows of one buffer to another, rounding where their types differ.
+pub(crate) fn convert_rows(from: &Data, to: &mut Data, blocks: &[Block]) {
+    with_typed!(Data, from, source => with_typed!(Data, to, target => {
+        for block in blocks {
+            in_rows(block, target, |from, row| {
+                host::convert(&source[from..from + row.len()], row);
+            });
+        }
+    }));
+}
+
+/// Hands out the rows that a block goes to, with where they come from, to the threads of the current
+/// pool; one after the other where rows could overlap.
+fn in_rows<T: Send>(block: &Block, numbers: &mut [T], work: impl Fn(usize, &mut [T]) + Sync) {
+    let block = block.in_few_pieces();
+    let Block {
+        batch,
+        segments,
+        rows,
+        heads,
+        width,
+        ..
+    } = block;
+    let each = batch * segments * rows;
+    let apart = disjoint(&block.to, [batch, segments, rows], width, false);
+    let piece = match apart {
+        true => (NUMBERS / (heads * width).max(1)).max(1),
+        false => each.max(1),
+    };
+    let numbers = Shared::new(numbers);
+    let some = |first: usize| {
+        for at in first..(first + piece).min(each) {
+            let (place, row) = (at / rows, at % rows);
+            let (batch, segment) = (place / segments, place % segments);
+            for head in 0..heads {
+                let [from, to] =
+                    [&block.from, &block.to].map(|of| of.at(batch, segment, row, head));
+                // SAFETY: rows are handed out once, and do not overlap or are not shared.
+                work(from, unsafe { numbers.row(to, width) });
+            }
+        }
+    };
+    match each <= piece {
+        true => some(0),
+        false => (0..each.div_ceil(piece))
+            .into_par_iter()
+            .for_each(|place| some(place * piece)),
+    }
 }
 
 /// Cells that one task ends or prepares: enough work to be worth a task.
@@ -159,6 +219,54 @@ fn dot<A: Real>(x: &[A], y: &[A]) -> A {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// One row in three, of two heads of four, in two segments.
+    fn thinned(rows: usize) -> Block {
+        let at = encke_core::job::Operand {
+            offset: 8,
+            batch: 0,
+            segment: 3 * rows * 32,
+            row: 3 * 32,
+            heads: [0, 16].into(),
+        };
+        Block {
+            batch: 1,
+            segments: 2,
+            rows,
+            heads: 2,
+            width: 8,
+            from: at.clone(),
+            to: at,
+        }
+    }
+
+    #[test]
+    fn rows_are_cleared_and_copied_and_no_others() {
+        for rows in [1, 7, 3 * NUMBERS / 16] {
+            let block = thinned(rows);
+            let count = 2 * 3 * rows * 32;
+            let mut expected = vec![1.0; count];
+            for (_, to) in block.addresses() {
+                expected[to..to + 8].fill(0.0);
+            }
+            let mut cleared = Data::F32(vec![1.0; count]);
+            clear(std::slice::from_ref(&block), &mut cleared);
+            assert_eq!(cleared.to_f64(), expected);
+            let mut copied = Data::Bf16(vec![half::bf16::ONE; count]);
+            let zeros = Data::F32(vec![0.0; count]);
+            convert_rows(&zeros, &mut copied, std::slice::from_ref(&block));
+            assert_eq!(copied.to_f64(), expected);
+        }
+        // Rows that overlap are one thread's.
+        let mut close = thinned(2 * NUMBERS);
+        (close.segments, close.to.row) = (1, 1);
+        let mut cleared = Data::F32(vec![1.0; 2 * NUMBERS + 40]);
+        clear(&[close], &mut cleared);
+        assert_eq!(
+            cleared.to_f64().iter().filter(|&&x| x == 0.0).count(),
+            2 * NUMBERS + 8 + 15
+        );
+    }
 
     #[test]
     fn pieces_are_copied_to_where_they_belong() {

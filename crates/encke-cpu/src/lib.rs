@@ -251,6 +251,11 @@ impl Kernel for CpuKernel {
         Ok(())
     }
 
+    fn download_rows(&self, from: &Data, blocks: &[Block], to: &mut Tensor) -> Result<()> {
+        cells::convert_rows(from, to.data_mut(), blocks);
+        Ok(())
+    }
+
     fn hand_over(&self, buffer: Data) -> Result<Data> {
         Ok(buffer)
     }
@@ -261,6 +266,11 @@ impl Kernel for CpuKernel {
 
     fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
         cells::fill(buffer, value);
+        Ok(())
+    }
+
+    fn clear(&self, blocks: &[Block], buffer: &mut Data) -> Result<()> {
+        cells::clear(blocks, buffer);
         Ok(())
     }
 

@@ -113,32 +113,45 @@ impl Outcome {
                 let given = given.map_err(|source| failed(rank.plan(), source))?;
                 if let Some(data) = given {
                     let tensor = Tensor::from_data(data, dims)?;
-                    let mark = Some(rank.mark());
+                    let mark = Some(rank.mark(role));
                     tensors.push((role, tensor.returning_to(spare, mark)));
                     continue;
                 }
             }
             let from = whole.map_or(&*ranks, |at| std::slice::from_ref(&ranks[at]));
             let stored: usize = from.iter().map(|rank| rank.rows_of(role)).sum();
-            let mut tensor = match stored == dims[1] {
-                true => to_be_written(spare, dtype, dims)?,
-                false => Tensor::zeros(dtype, dims),
+            let mark = whole.map(|at| ranks[at].mark(role));
+            let (mut tensor, clean) = match stored == dims[1] {
+                true => to_be_written(spare, dtype, dims, mark)?,
+                false => (Tensor::zeros(dtype, dims), false),
             };
             for rank in from {
-                let stored = rank.store(kernel, role, &mut tensor);
+                let stored = match clean {
+                    true => rank.store_again(kernel, role, &mut tensor),
+                    false => rank.store(kernel, role, &mut tensor),
+                };
                 stored.map_err(|source| failed(rank.plan(), source))?;
             }
-            tensors.push((role, tensor.returning_to(spare, None)));
+            tensors.push((role, tensor.returning_to(spare, mark)));
         }
         Ok(Outcome::new(plan, ranks, tensors, events, memory))
     }
 }
 
-/// A tensor every number of which will be written: in memory that is there, or in new.
-fn to_be_written(spare: &Spare, dtype: DType, dims: [usize; 4]) -> Result<Tensor, RingError> {
-    match spare.take(dtype, dims.iter().product(), None) {
-        Some(kept) => Ok(Tensor::from_data(kept.data, dims)?),
-        None => Ok(Tensor::zeros(dtype, dims)),
+/// A tensor every number of which will be written: in memory that is there, or in new; and whether
+/// what the owner of the `mark` does not write is zeros.
+fn to_be_written(
+    spare: &Spare,
+    dtype: DType,
+    dims: [usize; 4],
+    mark: Option<u64>,
+) -> Result<(Tensor, bool), RingError> {
+    match spare.take(dtype, dims.iter().product(), mark) {
+        Some(kept) => {
+            let clean = mark.is_some() && kept.mark == mark;
+            Ok((Tensor::from_data(kept.data, dims)?, clean))
+        }
+        None => Ok((Tensor::zeros(dtype, dims), mark.is_some())),
     }
 }
 

@@ -9,9 +9,9 @@ use std::time::Instant;
 
 use encke_core::dtype::Data;
 use encke_core::host;
-use encke_core::job::Job;
+use encke_core::job::{Block, Job};
 use encke_core::kernel::{Kernel, KernelError};
-use encke_core::plan::program::{BufferId, BufferPlan, Message, Port, RankPlan, Role, Task};
+use encke_core::plan::program::{BufferId, BufferPlan, Fill, Message, Port, RankPlan, Role, Task};
 use encke_core::plan::survival::Continuation;
 use encke_core::sharding::Run;
 use encke_core::spare::{Kept, Spare};
@@ -33,6 +33,10 @@ pub struct Rank<K: Kernel> {
     done: usize,
     pairs: u128,
     mark: u64,
+    /// Gradients that are mostly zeros, and the rows that are not.
+    sparse: Vec<(BufferId, Vec<Block>)>,
+    /// Of every buffer, whether all its other numbers are known to be zeros.
+    clean: Vec<bool>,
 }
 
 /// Marks of ranks, none of which is given twice.
@@ -50,6 +54,8 @@ impl<K: Kernel> Rank<K> {
     pub fn idle(plan: RankPlan) -> Rank<K> {
         let buffers = plan.buffers.iter().map(|_| None).collect();
         Rank {
+            sparse: plan.sparse_gradients(),
+            clean: vec![false; plan.buffers.len()],
             plan,
             shelf: Shelf { buffers },
             ledger: Ledger::default(),
@@ -72,6 +78,7 @@ impl<K: Kernel> Rank<K> {
             }
             if buffer.is_none() {
                 *buffer = Some(kernel.allocate(planned.dtype, planned.elements)?);
+                self.clean[i] = true;
             }
             let bytes = buffer.as_ref().map_or(0, Parcel::allocated_bytes);
             self.ledger.take(0, planned.component, bytes);
@@ -90,15 +97,17 @@ impl<K: Kernel> Rank<K> {
             if self.shelf.buffers[port.buffer.0].is_some() {
                 continue;
             }
-            let Some(Kept { data, mark }) = spare.take(dtype, elements, Some(self.mark)) else {
+            let own = Some(self.mark(port.role));
+            let Some(Kept { data, mark }) = spare.take(dtype, elements, own) else {
                 continue;
             };
             match kernel.adopt(data) {
                 Ok(mut buffer) => {
-                    if sparse.contains(&port.buffer) && mark != Some(self.mark) {
+                    if sparse.contains(&port.buffer) && mark != own {
                         kernel.fill(&mut buffer, 0.0)?;
                     }
                     self.shelf.put(port.buffer, buffer);
+                    self.clean[port.buffer.0] = mark == own;
                 }
                 Err(data) => spare.keep(Kept { data, mark }),
             }
@@ -106,14 +115,21 @@ impl<K: Kernel> Rank<K> {
         Ok(())
     }
 
-    /// What memory of this rank's outputs is known by ([`encke_core::spare::Kept`]).
-    pub fn mark(&self) -> u64 {
-        self.mark
+    /// What memory of an output of this rank is known by ([`encke_core::spare::Kept`]).
+    pub fn mark(&self, role: Role) -> u64 {
+        self.mark << 8 | role as u64
+    }
+
+    /// The rows of a buffer that is mostly zeros.
+    fn sparse_rows(&self, id: BufferId) -> Option<&[Block]> {
+        let of = self.sparse.iter().find(|(sparse, _)| *sparse == id);
+        of.map(|(_, rows)| &rows[..])
     }
 
     /// Puts memory of the caller in the place of a buffer, before a call begins.
     pub fn place(&mut self, id: BufferId, buffer: K::Buffer) {
         self.shelf.put(id, buffer);
+        self.clean[id.0] = false;
     }
 
     /// Begins a call on buffers that were put in their places: what is missing is allocated, and
@@ -308,6 +324,18 @@ impl<K: Kernel> Rank<K> {
         Ok(())
     }
 
+    /// The same where this rank has all of the output and its `mark` is on the memory: numbers that
+    /// are always zeros are left as they are.
+    pub fn store_again(&self, kernel: &K, role: Role, to: &mut Tensor) -> Result<(), KernelError> {
+        let port = self.plan.outputs.iter().find(|port| port.role == role);
+        let whole = port.filter(|port| host::whole_run(&port.runs).is_some());
+        let rows = whole.and_then(|port| Some((port.buffer, self.sparse_rows(port.buffer)?)));
+        match rows {
+            Some((id, rows)) => kernel.download_rows(self.shelf.get(id), rows, to),
+            None => self.store(kernel, role, to),
+        }
+    }
+
     /// Takes an output that this rank has all of, in the order of its tokens; the buffer that held
     /// it is not copied but given away.
     pub fn surrender(&mut self, kernel: &K, role: Role) -> Result<Option<Data>, KernelError> {
@@ -357,12 +385,27 @@ impl<K: Kernel> Rank<K> {
         round: usize,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
-        let Rank { plan, shelf, .. } = self;
+        let Rank {
+            plan,
+            shelf,
+            sparse,
+            clean,
+            ..
+        } = self;
         let tasks = &plan.rounds[round].before;
         let begin = Instant::now();
         for task in tasks {
-            perform_all(kernel, loans, std::slice::from_ref(task), shelf)
-                .map_err(|source| RankError::Kernel { round, source })?;
+            let rows = cleared(task).and_then(|id| sparse.iter().find(|(of, _)| *of == id));
+            let done = match rows {
+                Some((id, rows)) if std::mem::replace(&mut clean[id.0], true) => {
+                    let mut buffer = shelf.take(*id);
+                    let cleared = kernel.clear(rows, &mut buffer);
+                    shelf.put(*id, buffer);
+                    cleared
+                }
+                _ => perform_all(kernel, loans, std::slice::from_ref(task), shelf),
+            };
+            done.map_err(|source| RankError::Kernel { round, source })?;
         }
         if !tasks.is_empty() {
             recorder.note(round, Activity::Prepare, begin, Moved::default());
@@ -469,5 +512,16 @@ impl<K: Kernel> Rank<K> {
         }
         exchanged?;
         Ok(())
+    }
+}
+
+/// The buffer that a task makes all zeros.
+fn cleared(task: &Task) -> Option<BufferId> {
+    match task {
+        Task::Fill {
+            buffer,
+            value: Fill::Zero,
+        } => Some(*buffer),
+        _ => None,
     }
 }

@@ -22,6 +22,7 @@ pub mod program;
 pub mod resize;
 pub mod rings;
 mod schedule;
+mod sparse;
 mod straight;
 pub mod survival;
 mod visit;
