@@ -204,11 +204,18 @@ for dtype in ("f32", "bf16"):
                     heads = 2 if n > 8192 else 8
                     name = f"{dtype} {'both' if backward else 'forward'} d{d} n{n} {'causal' if causal else 'full'}"
                     contest(name, dtype, n, d, causal, backward, h=heads, turns=3 if n > 8192 else None)
-# Equal work: sixteen segments of 2048 rows, whatever the dilation.
+# Equal work, whatever the dilation. On the same tensors, of which each segment selects as many rows
+# again as there are fewer of them; and on a sequence that grows with the dilation, so that segments
+# have 2048 rows as before and outputs, mostly zeros, are r times as large.
 for dtype in ("f32", "bf16"):
-    for dilation in (1, 4, 16):
-        contest(f"{dtype} dilated r{dilation}, 2048 rows a segment", dtype, 32768 * dilation, 64, False, False, h=2,
-                segment=2048 * dilation, dilation=dilation, turns=5)
+    for backward in (False, True):
+        passes = "both" if backward else "forward"
+        for dilation in (1, 4, 16):
+            contest(f"{dtype} {passes} dilated r{dilation} same tensors", dtype, 262144, 64, False, backward, h=2,
+                    segment=1024 * dilation**2, dilation=dilation, turns=3)
+        for dilation in (1, 4, 16):
+            contest(f"{dtype} {passes} dilated r{dilation} longer sequence", dtype, 32768 * dilation, 64, False, backward, h=2,
+                    segment=2048 * dilation, dilation=dilation, turns=5)
 for ranks in (2, 4, 8):
     ring(ranks)
 for n in (4096, 16384, 65536):

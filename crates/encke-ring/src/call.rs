@@ -102,7 +102,7 @@ impl Outcome {
             // Where every rank has all of an output, the first one's word is as good as any.
             let everything = |rank: &Rank<K>| {
                 let of = rank.plan().outputs.iter().find(|port| port.role == role);
-                of.filter(|_| rank.rows_of(role) == dims[1])
+                of.filter(|port| port.runs.iter().map(|r| r.count).sum::<usize>() == dims[1])
                     .map(|port| rank.plan().buffers[port.buffer.0].dtype)
             };
             let whole = ranks.iter().position(|rank| everything(rank).is_some());

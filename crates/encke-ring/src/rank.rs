@@ -309,7 +309,7 @@ impl<K: Kernel> Rank<K> {
         Ok(())
     }
 
-    /// How many rows of an output it has.
+    /// How many rows of an output it has, those it has adopted included.
     pub fn rows_of(&self, role: Role) -> usize {
         let ports = self.plan.outputs.iter().filter(|port| port.role == role);
         let runs = ports.flat_map(|port| &port.runs);
