@@ -28,6 +28,7 @@ pub(crate) struct Short;
 /// the second level at an eighth of the speed.
 impl Shape for Short {
     const KEYS: usize = 64;
+    const NUMBERS: usize = 1 << 17;
 }
 
 /// For longer rows.
@@ -37,7 +38,7 @@ pub(crate) struct Long;
 impl Shape for Long {
     const KEYS: usize = 256;
     const PACKED: usize = 512;
-    const NUMBERS: usize = 1 << 17;
+    const NUMBERS: usize = 1 << 18;
 }
 
 /// Numbers in pieces: four or six times the products for the same sums, so that blocks may come from
@@ -49,7 +50,7 @@ impl Shape for Wide {
     const KEYS: usize = 512;
     const DEGREE: usize = 5;
     const PACKED: usize = 512;
-    const NUMBERS: usize = 1 << 17;
+    const NUMBERS: usize = 1 << 18;
 }
 
 /// Sizes of the backward pass.
