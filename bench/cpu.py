@@ -50,10 +50,11 @@ class Worker:
             sys.exit(f"the worker ended on: {line}")
         return answer
 
-    def run(self):
-        """Seconds by the wall, and of all its threads together."""
+    def run(self, calls=1):
+        """Seconds of a call by the wall, and of all its threads together; the system counts those in hundredths."""
         before = self.cpu()
-        return float(self.ask("run")), self.cpu() - before
+        wall = sum(float(self.ask("run")) for _ in range(calls))
+        return wall / calls, (self.cpu() - before) / calls
 
     def cpu(self):
         fields = open(f"/proc/{self.process.pid}/stat").read().rsplit(")", 1)[1].split()
@@ -161,9 +162,9 @@ def ring(ranks):
     pairs = []
     for _ in range(args.turns or 5):
         alone.run()
-        one = alone.run()
+        one = alone.run(calls=5)
         many.run()
-        pairs.append((one, many.run()))
+        pairs.append((one, many.run(calls=5)))
     cpu = statistics.median(m[1] / o[1] for o, m in pairs)
     wall = statistics.median(m[0] / o[0] for o, m in pairs)
     alone.end(), many.end()
