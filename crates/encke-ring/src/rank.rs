@@ -4,18 +4,17 @@
 //! computed into are taken out of the rank's shelf; what is sent or read is borrowed from the
 //! shelf. A program that wanted to write what it sends would find the shelf empty and be told so.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+mod results;
+
 use std::time::Instant;
 
-use encke_core::dtype::Data;
 use encke_core::host;
-use encke_core::job::{Block, Job};
+use encke_core::job::Job;
 use encke_core::kernel::{Kernel, KernelError};
-use encke_core::plan::program::{BufferId, BufferPlan, Fill, Message, Port, RankPlan, Role, Task};
+use encke_core::plan::program::{BufferId, BufferPlan, Message, Port, RankPlan, Role, Task};
 use encke_core::plan::survival::Continuation;
 use encke_core::sharding::Run;
-use encke_core::spare::{Kept, Spare};
-use encke_core::tensor::{Tensor, View};
+use encke_core::tensor::View;
 use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};
 
 use crate::error::RankError;
@@ -24,6 +23,7 @@ use crate::perform::{perform, perform_all};
 pub use crate::shelf::Loans;
 use crate::shelf::{Held, Shelf};
 use crate::trace::{Activity, Recorder};
+use results::Zeros;
 
 /// One participant's state between rounds.
 pub struct Rank<K: Kernel> {
@@ -32,15 +32,8 @@ pub struct Rank<K: Kernel> {
     ledger: Ledger,
     done: usize,
     pairs: u128,
-    mark: u64,
-    /// Gradients that are mostly zeros, and the rows that are not.
-    sparse: Vec<(BufferId, Vec<Block>)>,
-    /// Of every buffer, whether all its other numbers are known to be zeros.
-    clean: Vec<bool>,
+    zeros: Zeros,
 }
-
-/// Marks of ranks, none of which is given twice.
-static MARKS: AtomicU64 = AtomicU64::new(0);
 
 impl<K: Kernel> Rank<K> {
     /// Allocates exactly what the plan lists.
@@ -54,14 +47,12 @@ impl<K: Kernel> Rank<K> {
     pub fn idle(plan: RankPlan) -> Rank<K> {
         let buffers = plan.buffers.iter().map(|_| None).collect();
         Rank {
-            sparse: plan.sparse_gradients(),
-            clean: vec![false; plan.buffers.len()],
+            zeros: Zeros::new(&plan),
             plan,
             shelf: Shelf { buffers },
             ledger: Ledger::default(),
             done: 0,
             pairs: 0,
-            mark: MARKS.fetch_add(1, Ordering::Relaxed),
         }
     }
 
@@ -78,7 +69,7 @@ impl<K: Kernel> Rank<K> {
             }
             if buffer.is_none() {
                 *buffer = Some(kernel.allocate(planned.dtype, planned.elements)?);
-                self.clean[i] = true;
+                self.zeros.know(BufferId(i), true);
             }
             let bytes = buffer.as_ref().map_or(0, Parcel::allocated_bytes);
             self.ledger.take(0, planned.component, bytes);
@@ -86,50 +77,10 @@ impl<K: Kernel> Rank<K> {
         Ok(())
     }
 
-    /// Takes memory of earlier outputs for those that were given away. Numbers that are to be zeros
-    /// are made so, unless all they have been since is outputs of this very rank.
-    pub fn refit(&mut self, kernel: &K, spare: &Spare) -> Result<(), KernelError> {
-        let sparse = self.plan.sparse_outputs();
-        for port in &self.plan.outputs {
-            let BufferPlan {
-                dtype, elements, ..
-            } = self.plan.buffers[port.buffer.0];
-            if self.shelf.buffers[port.buffer.0].is_some() {
-                continue;
-            }
-            let own = Some(self.mark(port.role));
-            let Some(Kept { data, mark }) = spare.take(dtype, elements, own) else {
-                continue;
-            };
-            match kernel.adopt(data) {
-                Ok(mut buffer) => {
-                    if sparse.contains(&port.buffer) && mark != own {
-                        kernel.fill(&mut buffer, 0.0)?;
-                    }
-                    self.shelf.put(port.buffer, buffer);
-                    self.clean[port.buffer.0] = mark == own;
-                }
-                Err(data) => spare.keep(Kept { data, mark }),
-            }
-        }
-        Ok(())
-    }
-
-    /// What memory of an output of this rank is known by ([`encke_core::spare::Kept`]).
-    pub fn mark(&self, role: Role) -> u64 {
-        self.mark << 8 | role as u64
-    }
-
-    /// The rows of a buffer that is mostly zeros.
-    fn sparse_rows(&self, id: BufferId) -> Option<&[Block]> {
-        let of = self.sparse.iter().find(|(sparse, _)| *sparse == id);
-        of.map(|(_, rows)| &rows[..])
-    }
-
     /// Puts memory of the caller in the place of a buffer, before a call begins.
     pub fn place(&mut self, id: BufferId, buffer: K::Buffer) {
         self.shelf.put(id, buffer);
-        self.clean[id.0] = false;
+        self.zeros.know(id, false);
     }
 
     /// Begins a call on buffers that were put in their places: what is missing is allocated, and
@@ -309,49 +260,6 @@ impl<K: Kernel> Rank<K> {
         Ok(())
     }
 
-    /// How many rows of an output it has, those it has adopted included.
-    pub fn rows_of(&self, role: Role) -> usize {
-        let ports = self.plan.outputs.iter().filter(|port| port.role == role);
-        let runs = ports.flat_map(|port| &port.runs);
-        runs.map(|run| run.count).sum()
-    }
-
-    /// Copies this rank's rows of an output out.
-    pub fn store(&self, kernel: &K, role: Role, to: &mut Tensor) -> Result<(), KernelError> {
-        for port in self.plan.outputs.iter().filter(|port| port.role == role) {
-            kernel.download(self.shelf.get(port.buffer), &port.runs, to)?;
-        }
-        Ok(())
-    }
-
-    /// The same where this rank has all of the output and its `mark` is on the memory: numbers that
-    /// are always zeros are left as they are.
-    pub fn store_again(&self, kernel: &K, role: Role, to: &mut Tensor) -> Result<(), KernelError> {
-        let port = self.plan.outputs.iter().find(|port| port.role == role);
-        let whole = port.filter(|port| host::whole_run(&port.runs).is_some());
-        let rows = whole.and_then(|port| Some((port.buffer, self.sparse_rows(port.buffer)?)));
-        match rows {
-            Some((id, rows)) => kernel.download_rows(self.shelf.get(id), rows, to),
-            None => self.store(kernel, role, to),
-        }
-    }
-
-    /// Takes an output that this rank has all of, in the order of its tokens; the buffer that held
-    /// it is not copied but given away.
-    pub fn surrender(&mut self, kernel: &K, role: Role) -> Result<Option<Data>, KernelError> {
-        let of = self.plan.outputs.iter().find(|port| port.role == role);
-        let Some(port) = of.filter(|port| host::whole_run(&port.runs).is_some()) else {
-            return Ok(None);
-        };
-        let Some(buffer) = self.shelf.buffers[port.buffer.0].take() else {
-            return Ok(None);
-        };
-        let (after, planned) = (self.plan.rounds.len(), &self.plan.buffers[port.buffer.0]);
-        let bytes = buffer.allocated_bytes();
-        self.ledger.give_back(after, planned.component, bytes);
-        kernel.hand_over(buffer).map(Some)
-    }
-
     /// Carries out the whole program on rows that were loaded.
     pub fn run(
         &mut self,
@@ -386,24 +294,19 @@ impl<K: Kernel> Rank<K> {
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
         let Rank {
-            plan,
-            shelf,
-            sparse,
-            clean,
-            ..
+            plan, shelf, zeros, ..
         } = self;
         let tasks = &plan.rounds[round].before;
         let begin = Instant::now();
         for task in tasks {
-            let rows = cleared(task).and_then(|id| sparse.iter().find(|(of, _)| *of == id));
-            let done = match rows {
-                Some((id, rows)) if std::mem::replace(&mut clean[id.0], true) => {
-                    let mut buffer = shelf.take(*id);
+            let done = match zeros.rows_to_clear(task) {
+                Some((id, rows)) => {
+                    let mut buffer = shelf.take(id);
                     let cleared = kernel.clear(rows, &mut buffer);
-                    shelf.put(*id, buffer);
+                    shelf.put(id, buffer);
                     cleared
                 }
-                _ => perform_all(kernel, loans, std::slice::from_ref(task), shelf),
+                None => perform_all(kernel, loans, std::slice::from_ref(task), shelf),
             };
             done.map_err(|source| RankError::Kernel { round, source })?;
         }
@@ -512,16 +415,5 @@ impl<K: Kernel> Rank<K> {
         }
         exchanged?;
         Ok(())
-    }
-}
-
-/// The buffer that a task makes all zeros.
-fn cleared(task: &Task) -> Option<BufferId> {
-    match task {
-        Task::Fill {
-            buffer,
-            value: Fill::Zero,
-        } => Some(*buffer),
-        _ => None,
     }
 }
