@@ -82,6 +82,7 @@ pub enum Error {
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> candle_core::Error {
-        candle_core::Error::wrap(error)
+        // Words for whoever called, without the way the call took: `wrap` would add that to them.
+        candle_core::Error::Wrapped(Box::new(error))
     }
 }

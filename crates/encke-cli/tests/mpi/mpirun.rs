@@ -31,6 +31,8 @@ pub fn together(program: &str, folder: &Path, ranks: usize, arguments: &str) -> 
     command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
     // One thread a process is enough for small calls, and more would only be in the way.
     command.env("RAYON_NUM_THREADS", "1");
+    // What is said in one piece arrives in one piece only where it is short.
+    command.env("RUST_BACKTRACE", "0");
     // Launchers give processes a terminal of their own.
     command.env("NO_COLOR", "1");
     command
