@@ -205,9 +205,9 @@ for dtype in ("f32", "bf16"):
                     heads = 2 if n > 8192 else 8
                     name = f"{dtype} {'both' if backward else 'forward'} d{d} n{n} {'causal' if causal else 'full'}"
                     contest(name, dtype, n, d, causal, backward, h=heads, turns=3 if n > 8192 else None)
-# Equal work, whatever the dilation. On the same tensors, of which each segment selects as many rows
-# again as there are fewer of them; and on a sequence that grows with the dilation, so that segments
-# have 2048 rows as before and outputs, mostly zeros, are r times as large.
+# Equal work, whatever the dilation. On the same tensors: segments of 1024·r² tokens are r² times
+# fewer, and each has r times as many rows. And on a sequence r times as long: sixteen segments of
+# 2048 rows, but an output, mostly zeros, that is r times as large.
 for dtype in ("f32", "bf16"):
     for backward in (False, True):
         passes = "both" if backward else "forward"

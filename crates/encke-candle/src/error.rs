@@ -86,3 +86,21 @@ impl From<Error> for candle_core::Error {
         candle_core::Error::Wrapped(Box::new(error))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// With `RUST_BACKTRACE` set, candle would add some ten thousand characters.
+    #[test]
+    fn what_is_said_is_said_without_a_backtrace() {
+        let refused = Error::Device {
+            tensor: "q",
+            device: "metal",
+        };
+        let said = refused.to_string();
+        let wrapped = candle_core::Error::from(refused);
+        assert!(matches!(wrapped, candle_core::Error::Wrapped(_)));
+        assert_eq!(wrapped.to_string(), said);
+    }
+}

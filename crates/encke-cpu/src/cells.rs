@@ -253,8 +253,13 @@ mod tests {
             clear(std::slice::from_ref(&block), &mut cleared);
             assert_eq!(cleared.to_f64(), expected);
             let mut copied = Data::Bf16(vec![half::bf16::ONE; count]);
-            let zeros = Data::F32(vec![0.0; count]);
-            convert_rows(&zeros, &mut copied, std::slice::from_ref(&block));
+            let numbers: Vec<f32> = (0..count).map(|i| (i % 251) as f32).collect();
+            for (from, to) in block.addresses() {
+                let row = numbers[from..from + 8].iter().map(|&x| f64::from(x));
+                expected.splice(to..to + 8, row);
+            }
+            let from = Data::F32(numbers);
+            convert_rows(&from, &mut copied, std::slice::from_ref(&block));
             assert_eq!(copied.to_f64(), expected);
         }
         // Rows that overlap are one thread's.

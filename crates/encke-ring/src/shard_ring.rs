@@ -71,7 +71,10 @@ impl<K: Kernel> ShardRing<K> {
 
     /// How often plans and buffers were found rather than made.
     pub fn stats(&self) -> CacheStats {
-        self.state().stats
+        CacheStats {
+            spare_bytes: self.spare.bytes(),
+            ..self.state().stats
+        }
     }
 
     /// The plan for a request, from the cache if it is there.
