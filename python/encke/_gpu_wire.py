@@ -64,7 +64,7 @@ class GpuWire:
         self.signs.next_pass()
         number = device.index
         if wire.size > 1 and number not in self._met:
-            self._launch(Meeting(wire, "meeting the others", device)).wait()
+            self._launch(Collectives(wire, "meeting the others", device)).wait()
             self._met.add(number)
 
     def fly(
@@ -172,7 +172,7 @@ class Signs:
         return min((rank for rank in range(self._size) if rank != self._rank), key=done)
 
 
-class Meeting(Flight):
+class Collectives(Flight):
     """Every rank of the group on its GPU: what makes NCCL connect them."""
 
     def __init__(self, wire: Wire, place: str, device: torch.device) -> None:
@@ -238,7 +238,7 @@ class Meeting(Flight):
         return self.wire.gpu.signs.furthest_behind(self.peers)
 
 
-class GpuFlight(Meeting):
+class GpuFlight(Collectives):
     """Messages of a round from and into a GPU's memory."""
 
     def __init__(

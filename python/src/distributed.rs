@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use encke::{
-    Backward, Checkpoint, Forward, HostParcel, Incoming, Moved, Outgoing, Pass, Shape,
+    Backward, Checkpoint, Forward, HostWireBuffer, Incoming, Moved, Outgoing, Pass, Shape,
     ShardAttention, Transport, TransportError,
 };
-use encke_cuda::{LentWire, Piece};
+use encke_cuda::{ExternalWire, Piece};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -83,7 +83,7 @@ impl<'a> Wire<'a> {
     }
 }
 
-impl<B: HostParcel> Transport<B> for Wire<'_> {
+impl<B: HostWireBuffer> Transport<B> for Wire<'_> {
     fn exchange(
         &mut self,
         round: usize,
@@ -128,7 +128,7 @@ impl<B: HostParcel> Transport<B> for Wire<'_> {
     }
 }
 
-impl LentWire for Wire<'_> {
+impl ExternalWire for Wire<'_> {
     fn post(
         &mut self,
         round: usize,

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use encke::plan::Plan;
 use encke::plan::program::Role;
-use encke::{CudaKernel, Error, GpuCall, Guest, KernelError};
-use encke_cuda::{Lending, Staged, Summation};
+use encke::{CudaKernel, Error, GpuCall, ForeignStream, KernelError};
+use encke_cuda::{ExternalTransport, Staged, Summation};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
@@ -77,9 +77,9 @@ impl Call<'_> {
     /// As for `run`.
     pub unsafe fn run_shard(&self, number: usize, wire: ShardWire<'_>) -> Result<(), Error> {
         let device = self.kernel.device();
-        let run = |call: &GpuCall<'_>, guest: Guest| match wire {
+        let run = |call: &GpuCall<'_>, guest: ForeignStream| match wire {
             ShardWire::OnGpu(wire) => {
-                call.run_shard(guest, number, &mut Lending::new(wire, device, number))
+                call.run_shard(guest, number, &mut ExternalTransport::new(wire, device, number))
             }
             ShardWire::OnHost(wire) => {
                 let mut staged = Staged::new(wire, device, number, self.deadline);
@@ -100,10 +100,10 @@ impl Call<'_> {
     /// As for `run`.
     unsafe fn carry_out<T>(
         &self,
-        run: impl FnOnce(&GpuCall<'_>, Guest) -> Result<T, Error>,
+        run: impl FnOnce(&GpuCall<'_>, ForeignStream) -> Result<T, Error>,
     ) -> Result<T, Error> {
         // SAFETY: passed on to the caller.
-        let guest = unsafe { Guest::begin(self.kernel.device(), self.stream) };
+        let guest = unsafe { ForeignStream::begin(self.kernel.device(), self.stream) };
         let guest = guest.map_err(KernelError::from)?;
         let lend = |tensors: &[(Role, Lent)], writable: bool| -> Vec<(Role, encke::Lent<'_>)> {
             let lend = |(role, lent): &(Role, Lent)| {

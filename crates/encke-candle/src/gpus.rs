@@ -14,7 +14,8 @@ use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Storage, Tensor};
 use encke::plan::program::Role;
 use encke::{
-    Builder, CheckpointPolicy, CudaError, CudaKernel, Guest, KernelError, Lent, Pass, Report, Shape,
+    Builder, CheckpointPolicy, CudaError, CudaKernel, DeviceView, ForeignStream, KernelError, Pass,
+    Report, Shape,
 };
 
 use crate::attention::{Attention, words};
@@ -195,10 +196,10 @@ fn enqueue(
     attention: &OnGpu,
     stream: &Arc<CudaStream>,
     pass: Pass,
-    inputs: &[(Role, Lent<'_>)],
-    outputs: &[(Role, Lent<'_>)],
+    inputs: &[(Role, DeviceView<'_>)],
+    outputs: &[(Role, DeviceView<'_>)],
 ) -> Result<Report, Error> {
-    let guest = Guest::on(attention.kernel().device(), stream).map_err(refused)?;
+    let guest = ForeignStream::on(attention.kernel().device(), stream).map_err(refused)?;
     Ok(attention.enqueue(guest, pass, inputs, outputs)?)
 }
 
@@ -208,7 +209,7 @@ fn named<'a, const COUNT: usize>(
     roles: [Role; COUNT],
     given: [Given<'a>; COUNT],
     stream: &'a Arc<CudaStream>,
-) -> Result<Vec<(Role, Lent<'a>)>, Error> {
+) -> Result<Vec<(Role, DeviceView<'a>)>, Error> {
     let all = names.into_iter().zip(roles).zip(given);
     all.map(|((name, role), (storage, layout))| Ok((role, reading(name, storage, layout, stream)?)))
         .collect()
@@ -219,14 +220,14 @@ fn reading<'a>(
     storage: &'a CudaStorage,
     layout: &Layout,
     stream: &'a Arc<CudaStream>,
-) -> Result<Lent<'a>, Error> {
+) -> Result<DeviceView<'a>, Error> {
     let (dims, strides) = (four(tensor, layout.dims())?, four(tensor, layout.stride())?);
     let first = layout.start_offset();
     match &storage.slice {
-        CudaStorageSlice::F64(slice) => Lent::reading(slice, first, dims, strides, stream),
-        CudaStorageSlice::F32(slice) => Lent::reading(slice, first, dims, strides, stream),
-        CudaStorageSlice::BF16(slice) => Lent::reading(slice, first, dims, strides, stream),
-        CudaStorageSlice::F16(slice) => Lent::reading(slice, first, dims, strides, stream),
+        CudaStorageSlice::F64(slice) => DeviceView::reading(slice, first, dims, strides, stream),
+        CudaStorageSlice::F32(slice) => DeviceView::reading(slice, first, dims, strides, stream),
+        CudaStorageSlice::BF16(slice) => DeviceView::reading(slice, first, dims, strides, stream),
+        CudaStorageSlice::F16(slice) => DeviceView::reading(slice, first, dims, strides, stream),
         _ => return Err(unknown(tensor, storage)),
     }
     .map_err(refused)
@@ -236,13 +237,13 @@ fn writing<'a>(
     storage: &'a mut CudaStorage,
     dims: [usize; 4],
     stream: &'a Arc<CudaStream>,
-) -> Result<Lent<'a>, Error> {
+) -> Result<DeviceView<'a>, Error> {
     let wrong = unknown("a result", storage);
     match &mut storage.slice {
-        CudaStorageSlice::F64(slice) => Lent::writing(slice, dims, stream),
-        CudaStorageSlice::F32(slice) => Lent::writing(slice, dims, stream),
-        CudaStorageSlice::BF16(slice) => Lent::writing(slice, dims, stream),
-        CudaStorageSlice::F16(slice) => Lent::writing(slice, dims, stream),
+        CudaStorageSlice::F64(slice) => DeviceView::writing(slice, dims, stream),
+        CudaStorageSlice::F32(slice) => DeviceView::writing(slice, dims, stream),
+        CudaStorageSlice::BF16(slice) => DeviceView::writing(slice, dims, stream),
+        CudaStorageSlice::F16(slice) => DeviceView::writing(slice, dims, stream),
         _ => return Err(wrong),
     }
     .map_err(refused)

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use encke::TransportError;
 use encke_mpi::launcher::Place;
 use encke_mpi::{Wire, World};
-use encke_ring::meeting::{Meeting, Refusal};
+use encke_ring::collectives::{Collectives, Refusal};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -174,11 +174,11 @@ impl Cluster {
     /// Something that all processes say to one another; again with fewer where one of them dies.
     fn meet<R>(
         &mut self,
-        mut talk: impl FnMut(&mut Meeting<'_, Wire>) -> Result<R, TransportError>,
+        mut talk: impl FnMut(&mut Collectives<'_, Wire>) -> Result<R, TransportError>,
     ) -> Result<R> {
         let mut talk = |wire: &mut Wire| {
             let (rank, members) = (wire.rank(), wire.members());
-            talk(&mut Meeting::new(wire, rank, &members))
+            talk(&mut Collectives::new(wire, rank, &members))
         };
         let said = match self.survives {
             true => self.wire.uniformly(talk),

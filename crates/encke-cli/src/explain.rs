@@ -1,9 +1,9 @@
 //! Why a plan is what it is: the alternatives that were considered, in a table and in a sentence.
 
 use anyhow::{Result, anyhow};
-use encke::choose::{Alternative, Choice, Threshold, Wish, Work, one_device_until};
+use encke::choose::{Alternative, Choice, Constraints, Threshold, Work, one_device_until};
 use encke::explain::bytes;
-use encke::{Attention, Auto, CheckpointPolicy, Cut, DType, Freight, Pass, Queries, Shape};
+use encke::{Attention, Auto, CheckpointPolicy, Cut, DType, Pass, Queries, Rotating, Shape};
 use serde::Serialize;
 
 use crate::simulate::report::seconds;
@@ -64,12 +64,12 @@ fn threshold(
         return Ok(None);
     }
     let dtype = attention.compute_dtype(dtype);
-    let wish = Wish {
+    let wish = Constraints {
         work: match pass {
             Pass::Forward => Work::Forward,
             Pass::Backward { .. } => Work::Backward,
         },
-        ..Wish::new(shape, attention.pattern().clone(), dtype, auto.most_ranks)
+        ..Constraints::new(shape, attention.pattern().clone(), dtype, auto.most_ranks)
     };
     Ok(Some(one_device_until(
         attention.kernel(),
@@ -160,7 +160,7 @@ pub fn name(of: &Alternative) -> String {
         width if width + 1 == of.ranks => name += ", gathered",
         width => name += &format!(", {width} at a time"),
     }
-    if of.schedule.backward == Freight::Queries {
+    if of.schedule.backward == Rotating::Queries {
         name += ", queries visit";
     }
     name + match of.checkpoint {

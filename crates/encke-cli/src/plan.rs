@@ -36,7 +36,7 @@ Examples:
   encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --json | jq .sent_bytes
   encke plan --tokens 64k --heads 8 --dim 64 --ranks 8 --schedule 4
       Four parcels at a time instead of one: fewer rounds and longer jobs, for more memory.
-  encke plan --tokens 64k --heads 8 --dim 64 --ranks 8 --backward --visitors queries
+  encke plan --tokens 64k --heads 8 --dim 64 --ranks 8 --backward --rotate queries
       The backward pass with queries that travel: fewer bytes, since each key has one head.
   encke plan --tokens 1M --heads 8 --dim 64 --ranks 32 --redundancy 1
       What it takes to survive the death of a rank: the inputs each keeps of its neighbour.

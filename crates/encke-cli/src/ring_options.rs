@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use encke::clock::Machine;
 use encke::tune::Source;
-use encke::{Auto, Builder, Cut, Freight, Queries, Schedule};
+use encke::{Auto, Builder, Cut, Queries, Rotating, Schedule};
 
 use crate::number::{bytes, count};
 
@@ -39,8 +39,8 @@ pub struct RingOptions {
     /// Who visits whom in the backward pass: keys (k and v travel, and dk and dv follow), queries
     /// (q and dout travel, and dq follows: fewer bytes unless heads share keys), or auto
     /// [default: keys].
-    #[arg(long, value_name = "WHO", value_parser = open(visitors))]
-    visitors: Option<Open<Freight>>,
+    #[arg(long, value_name = "WHO", value_parser = open(rotate))]
+    rotate: Option<Open<Rotating>>,
 
     /// How many other ranks keep each rank's inputs, so that the call survives when a rank dies
     /// [default: 0].
@@ -112,10 +112,10 @@ fn width(text: &str) -> Result<usize, String> {
     }
 }
 
-fn visitors(text: &str) -> Result<Freight, String> {
+fn rotate(text: &str) -> Result<Rotating, String> {
     match text {
-        "keys" => Ok(Freight::Keys),
-        "queries" => Ok(Freight::Queries),
+        "keys" => Ok(Rotating::Keys),
+        "queries" => Ok(Rotating::Queries),
         _ => Err("write keys, queries or auto".to_string()),
     }
 }
@@ -163,7 +163,7 @@ impl RingOptions {
     /// Whether anything is left to be decided.
     pub fn leaves_open(&self) -> bool {
         let ring = Open::is_auto(&self.ranks) || Open::is_auto(&self.sharding);
-        let schedule = Open::is_auto(&self.schedule) || Open::is_auto(&self.visitors);
+        let schedule = Open::is_auto(&self.schedule) || Open::is_auto(&self.rotate);
         ring || schedule || Open::is_auto(&self.queries)
     }
 
@@ -172,7 +172,7 @@ impl RingOptions {
         self.ranks.get_or_insert(Open::Auto);
         self.sharding.get_or_insert(Open::Auto);
         self.schedule.get_or_insert(Open::Auto);
-        self.visitors.get_or_insert(Open::Auto);
+        self.rotate.get_or_insert(Open::Auto);
     }
 
     /// Whether the cut names first tokens, which fixes the number of ranks.
@@ -228,7 +228,7 @@ impl RingOptions {
             cut: Open::is_auto(&self.sharding),
             queries: Open::is_auto(&self.queries),
             width: Open::is_auto(&self.schedule),
-            visitors: Open::is_auto(&self.visitors),
+            rotate: Open::is_auto(&self.rotate),
             most_ranks: self.most_ranks.unwrap_or(auto.most_ranks).clamp(1, most),
             memory_limit: self.memory_per_rank,
             one_device_below: self.one_device_below,
@@ -292,7 +292,7 @@ impl RingOptions {
         let redundancy = self.redundancy.unwrap_or(0);
         let schedule = Schedule {
             width: Open::given(&self.schedule).unwrap_or(Schedule::RING.width),
-            backward: Open::given(&self.visitors).unwrap_or(Schedule::RING.backward),
+            backward: Open::given(&self.rotate).unwrap_or(Schedule::RING.backward),
         };
         let builder = builder.ranks(ranks).sharding(cut).queries(queries);
         let builder = builder.schedule(schedule);

@@ -191,7 +191,7 @@ pub enum Error {
         "redundancy {redundancy} with queries that travel in the backward pass is not supported: \
          what is found for them on the way dies with whoever carries it; let keys travel"
     )]
-    RedundantVisitors {
+    RedundantRotation {
         /// Other ranks that were to keep each rank's inputs.
         redundancy: usize,
     },

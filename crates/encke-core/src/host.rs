@@ -11,7 +11,7 @@ use crate::job::Block;
 use crate::kernel::KernelError;
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
-use crate::transport::{HostParcel, Parcel};
+use crate::transport::{HostWireBuffer, WireBuffer};
 use crate::with_typed;
 use bytemuck::allocation::try_zeroed_vec;
 use half::slice::HalfFloatSliceExt;
@@ -24,7 +24,7 @@ impl Default for Data {
     }
 }
 
-impl Parcel for Data {
+impl WireBuffer for Data {
     fn elements(&self) -> usize {
         self.as_slice().len()
     }
@@ -54,7 +54,7 @@ impl Parcel for Data {
     }
 }
 
-impl HostParcel for Data {
+impl HostWireBuffer for Data {
     fn host_bytes(&self, elements: usize) -> &[u8] {
         &self.bytes()[..elements * self.as_slice().dtype().bytes()]
     }
@@ -65,7 +65,7 @@ impl HostParcel for Data {
     }
 }
 
-impl Parcel for Vec<u8> {
+impl WireBuffer for Vec<u8> {
     fn elements(&self) -> usize {
         self.len()
     }
@@ -91,7 +91,7 @@ impl Parcel for Vec<u8> {
     }
 }
 
-impl HostParcel for Vec<u8> {
+impl HostWireBuffer for Vec<u8> {
     fn host_bytes(&self, elements: usize) -> &[u8] {
         &self[..elements]
     }

@@ -9,7 +9,7 @@ use crate::job::{Block, Job};
 use crate::plan::Pass;
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
-use crate::transport::Parcel;
+use crate::transport::WireBuffer;
 
 /// Why a kernel could not do what it was told.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -81,7 +81,7 @@ pub type Result<T> = std::result::Result<T, KernelError>;
 /// Arithmetic on one device.
 pub trait Kernel: Send + Sync {
     /// Memory of the device.
-    type Buffer: Parcel + Sync;
+    type Buffer: WireBuffer + Sync;
 
     /// What jobs read: numbers of a buffer, or of the caller where they can be read in place.
     type Input<'a>: Copy;

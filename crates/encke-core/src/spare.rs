@@ -21,7 +21,7 @@ const MOST_KEPT: usize = 5;
 
 /// Memory that nobody uses at the moment.
 #[derive(Debug, Default)]
-pub struct Spare {
+pub struct TensorPool {
     most: usize,
     kept: Mutex<Vec<Kept>>,
 }
@@ -35,10 +35,10 @@ pub struct Kept {
     pub mark: Option<u64>,
 }
 
-impl Spare {
+impl TensorPool {
     /// Keeps no more than so many bytes, and no more than what two passes return; those dropped last.
-    pub fn new(most: usize) -> Spare {
-        Spare {
+    pub fn new(most: usize) -> TensorPool {
+        TensorPool {
             most,
             kept: Mutex::default(),
         }
@@ -102,13 +102,13 @@ mod tests {
         Tensor::zeros(DType::F32, DIMS)
     }
 
-    fn take(spare: &Spare) -> Option<Kept> {
+    fn take(spare: &TensorPool) -> Option<Kept> {
         spare.take(DType::F32, DIMS.iter().product(), Some(7))
     }
 
     #[test]
     fn what_is_dropped_comes_home_and_what_is_kept_does_not() {
-        let spare = Arc::new(Spare::new(4 * BYTES));
+        let spare = Arc::new(TensorPool::new(4 * BYTES));
         let kept = tensor().returning_to(&spare, Some(7));
         let copy = kept.clone();
         let address = kept.data().bytes().as_ptr();
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_mark_is_lost_with_the_first_change() {
-        let spare = Arc::new(Spare::new(4 * BYTES));
+        let spare = Arc::new(TensorPool::new(4 * BYTES));
         let mut changed = tensor().returning_to(&spare, Some(7));
         let _ = changed.data_mut();
         drop(changed);
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn no_more_is_kept_than_was_said_and_homes_need_not_outlive() {
-        let spare = Arc::new(Spare::new(3 * BYTES));
+        let spare = Arc::new(TensorPool::new(3 * BYTES));
         for mark in 0..5 {
             drop(tensor().returning_to(&spare, Some(mark)));
         }

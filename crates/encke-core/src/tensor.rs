@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use crate::dtype::{DType, Data, Element, Slice};
 use crate::error::{Error, Result};
-use crate::spare::{Kept, Spare};
+use crate::spare::{Kept, TensorPool};
 
 /// A borrowed strided tensor `[b, n, h, d]`.
 #[derive(Debug, Clone, Copy)]
@@ -112,7 +112,7 @@ pub struct Tensor {
 /// Where memory goes when it is not needed any more, and its mark there ([`Kept`]).
 #[derive(Debug)]
 struct Home {
-    spare: Weak<Spare>,
+    spare: Weak<TensorPool>,
     mark: Option<u64>,
 }
 
@@ -179,7 +179,7 @@ impl Tensor {
     /// has it may take all numbers for zeros that he does not write, as long as nobody has changed
     /// them here.
     #[must_use]
-    pub fn returning_to(mut self, spare: &Arc<Spare>, mark: Option<u64>) -> Tensor {
+    pub fn returning_to(mut self, spare: &Arc<TensorPool>, mark: Option<u64>) -> Tensor {
         let spare = Arc::downgrade(spare);
         self.home = Some(Home { spare, mark });
         self

@@ -11,10 +11,10 @@
 use serde::Serialize;
 use std::time::Duration;
 
-use crate::plan::survival::{Agreement, Standing};
+use crate::plan::membership::{Agreement, RankProgress};
 
 /// What a transport can carry.
-pub trait Parcel: Send + Sized {
+pub trait WireBuffer: Send + Sized {
     /// How many elements it can hold.
     fn elements(&self) -> usize;
     /// Bytes of one element.
@@ -38,7 +38,7 @@ pub trait Parcel: Send + Sized {
 
 /// A parcel that lies in the host's memory, where a wire can read and write it. Memory of a device
 /// is staged through one of these.
-pub trait HostParcel: Parcel {
+pub trait HostWireBuffer: WireBuffer {
     /// The bytes of the first `elements`.
     fn host_bytes(&self, elements: usize) -> &[u8];
     /// The same, to be overwritten.
@@ -172,7 +172,7 @@ pub struct Moved {
 }
 
 /// Moves parcels between ranks.
-pub trait Transport<B: Parcel> {
+pub trait Transport<B: WireBuffer> {
     /// Posts all sends and receives, runs `meanwhile`, and waits until all of them are complete.
     fn exchange(
         &mut self,
@@ -213,14 +213,14 @@ pub trait Transport<B: Parcel> {
 /// over the new communicator, and `MPIX_Comm_agree` on whether that worked for all; where it did
 /// not, shrink again. The new communicator is the next epoch's.
 ///
-/// [`Epoch`]: crate::plan::survival::Epoch
-pub trait Survivors<B: Parcel>: Transport<B> {
+/// [`Epoch`]: crate::plan::membership::Epoch
+pub trait Survivors<B: WireBuffer>: Transport<B> {
     /// Ends the epoch for this rank, which has come this far. Waits until every rank has either
     /// called this or is gone, and returns the same on all that live, or an error on all of them:
     /// a rank that dies meanwhile is gone for all or for none. No message of an epoch is received
     /// in the next. Waiting ends with [`TransportError::Deadline`] when for that long no rank has
     /// shown a sign of life: one that has finished early waits as long as the others work.
-    fn agree(&mut self, standing: Standing) -> Result<Agreement, TransportError>;
+    fn agree(&mut self, standing: RankProgress) -> Result<Agreement, TransportError>;
 
     /// Says that this rank ends with an error that is not to be survived (its kernel's, a deadline,
     /// a changed message): everyone else's exchange or `agree` ends with

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use encke_core::host;
-use encke_core::transport::Parcel;
+use encke_core::transport::WireBuffer;
 use encke_core::{DType, Data};
 
 use crate::device::{Device, Reason};
@@ -196,7 +196,7 @@ impl Buffer {
     }
 }
 
-impl Parcel for Buffer {
+impl WireBuffer for Buffer {
     fn elements(&self) -> usize {
         self.elements
     }

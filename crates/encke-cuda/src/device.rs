@@ -28,7 +28,7 @@ pub(crate) const LANES: usize = 8;
 const ALWAYS_SHARED: usize = 48 * 1024;
 
 /// What is enqueued later than it was asked for: nobody can tell, if only it is told in time.
-pub(crate) trait Late: Send + Sync {
+pub(crate) trait Deferred: Send + Sync {
     /// Enqueues what may not be put off any longer.
     fn catch_up(&self, reason: Reason<'_>) -> Result<()>;
 }
@@ -66,7 +66,7 @@ pub struct Device {
     /// Held while an event is recorded and noted, so that a later event of a stream is never
     /// overwritten by an earlier one where several ranks use the same memory.
     noting: Mutex<()>,
-    late: OnceLock<Weak<dyn Late>>,
+    late: OnceLock<Weak<dyn Deferred>>,
     pinned_hops: AtomicBool,
     ways: Mutex<Vec<Arc<Mutex<Way>>>>,
     nvrtc: Nvrtc,
@@ -187,7 +187,7 @@ impl Device {
     }
 
     /// Names who enqueues late, once.
-    pub(crate) fn set_late(&self, late: Weak<dyn Late>) {
+    pub(crate) fn set_late(&self, late: Weak<dyn Deferred>) {
         let _ = self.late.set(late);
     }
 

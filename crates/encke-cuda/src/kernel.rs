@@ -10,7 +10,7 @@ use encke_core::job::{Block, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
 use encke_core::plan::Pass;
 use encke_core::sharding::Run;
-use encke_core::transport::Parcel;
+use encke_core::transport::WireBuffer;
 use encke_core::{DType, Data, Tensor, View};
 
 use crate::buffer::Buffer;
@@ -20,7 +20,7 @@ use crate::hops::Hops;
 use crate::jobs::Tables;
 use crate::launch::chains::Chains;
 use crate::launch::rows::{self, RowSums};
-use crate::launch::{Site, cells, hopper_backward, hopper_forward, mma, moving, plain};
+use crate::launch::{LaunchContext, cells, hopper_backward, hopper_forward, mma, moving, plain};
 use crate::memory::Memory;
 use crate::operands::{Ends, Gradient, Operands};
 
@@ -63,7 +63,7 @@ impl CudaKernel {
         let counters = counters.collect::<std::result::Result<Vec<_>, _>>()?;
         counters.iter().try_for_each(Memory::clear)?;
         Ok(CudaKernel {
-            chains: Chains::new(Site {
+            chains: Chains::new(LaunchContext {
                 device,
                 tables: Tables::default(),
                 counters,
@@ -91,7 +91,7 @@ impl CudaKernel {
         self
     }
 
-    fn site(&self) -> &Site {
+    fn site(&self) -> &LaunchContext {
         &self.chains.site
     }
 

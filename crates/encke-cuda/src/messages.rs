@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use encke_core::transport::{Address, Incoming, Moved, Outgoing, Parcel};
+use encke_core::transport::{Address, Incoming, Moved, Outgoing, WireBuffer};
 
 use crate::buffer::Buffer;
 use crate::error::Result;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use encke_core::host;
-use encke_core::transport::{HostParcel, Parcel};
+use encke_core::transport::{HostWireBuffer, WireBuffer};
 
 use crate::device::Device;
 use crate::error::Result;
@@ -75,7 +75,7 @@ impl Pinned {
     }
 }
 
-impl Parcel for Pinned {
+impl WireBuffer for Pinned {
     fn elements(&self) -> usize {
         self.allocated_bytes() / self.element_bytes
     }
@@ -102,7 +102,7 @@ impl Parcel for Pinned {
     }
 }
 
-impl HostParcel for Pinned {
+impl HostWireBuffer for Pinned {
     fn host_bytes(&self, elements: usize) -> &[u8] {
         let all = self.memory.as_ref().map_or(&[][..], HostMemory::shown);
         &all[..elements * self.element_bytes]

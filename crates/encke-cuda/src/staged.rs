@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport, TransportError};
+use encke_core::transport::{Incoming, Moved, Outgoing, Transport, TransportError, WireBuffer};
 
 use crate::buffer::Buffer;
 use crate::device::{Device, Reason};
@@ -52,7 +52,7 @@ impl<T: Transport<Pinned>> Staged<T> {
         self.sent
             .iter()
             .chain(received)
-            .map(Parcel::allocated_bytes)
+            .map(WireBuffer::allocated_bytes)
             .sum()
     }
 

@@ -11,7 +11,7 @@ use encke_core::job::Block;
 use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, host};
-use encke_sim::stream::{Checksum, Generator, Sink, Source, Stretch};
+use encke_sim::stream::{Checksum, Generator, RowRange, Sink, Source};
 
 const SEED: u64 = 0xdead_beef_1234;
 
@@ -48,7 +48,7 @@ fn build(folder: &Path, dtype: DType, dim: usize) -> PathBuf {
 fn emulated(
     program: &Path,
     folder: &Path,
-    stretch: &Stretch<'_>,
+    stretch: &RowRange<'_>,
     generator: &Generator,
 ) -> (Vec<u8>, [i128; 2]) {
     let file = folder.join("rows");
@@ -76,7 +76,7 @@ fn emulated(
 }
 
 /// The same on the host.
-fn expected(stretch: &Stretch<'_>, generator: &Generator, dtype: DType, dim: usize) -> Data {
+fn expected(stretch: &RowRange<'_>, generator: &Generator, dtype: DType, dim: usize) -> Data {
     let numbers = stretch.tokens.count * stretch.heads.len() * dim;
     let mut made = Data::zeros(DType::F32, numbers);
     generator.read(stretch, &mut made).unwrap();
@@ -114,7 +114,7 @@ fn rows_and_sums_are_those_of_the_host_bit_for_bit() {
         let program = build(folder.path(), dtype, dim);
         let generator = Generator::new(SEED, dim);
         for (role, batch, tokens, heads) in places {
-            let stretch = Stretch {
+            let stretch = RowRange {
                 role,
                 batch,
                 tokens,
@@ -125,7 +125,7 @@ fn rows_and_sums_are_those_of_the_host_bit_for_bit() {
             let rows = expected(&stretch, &generator, dtype, dim);
             assert!(bytes == rows.bytes(), "{dtype} {dim} {stretch:?}");
             let mut sum = Checksum::default();
-            let out = Stretch {
+            let out = RowRange {
                 role: Role::Out,
                 ..stretch
             };

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::{Result, anyhow, bail, ensure};
 use encke::explain::bytes;
-use encke::{HostParcel, Incoming, Moved, Outgoing, Transport, TransportError};
+use encke::{HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError};
 use encke_cli::Verdict;
 use encke_cli::cluster::{self, Cluster, locked};
 use encke_cli::process::peak_resident_bytes;
@@ -130,7 +130,7 @@ impl Held {
 /// The wire, as the attention of a model holds it.
 struct Line(Arc<Mutex<Cluster>>);
 
-impl<B: HostParcel> Transport<B> for Line {
+impl<B: HostWireBuffer> Transport<B> for Line {
     fn exchange(
         &mut self,
         round: usize,

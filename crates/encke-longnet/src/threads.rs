@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use encke::Data;
 use encke::threads::{Endpoint, endpoints};
 use encke_cli::Told;
-use encke_ring::meeting::Meeting;
+use encke_ring::collectives::Collectives;
 
 use crate::course::{Course, Ready, Ring};
 use crate::rank;
@@ -137,11 +137,11 @@ struct Table {
 
 impl Company for Table {
     fn sum(&mut self, numbers: &[f32]) -> Result<Vec<f32>> {
-        Ok(Meeting::new(&mut self.end, self.rank, &self.members).sum(numbers)?)
+        Ok(Collectives::new(&mut self.end, self.rank, &self.members).sum(numbers)?)
     }
 
     fn same(&mut self, what: &str, own: u64) -> Result<()> {
-        let mut meeting = Meeting::new(&mut self.end, self.rank, &self.members);
+        let mut meeting = Collectives::new(&mut self.end, self.rank, &self.members);
         let first = meeting.broadcast(own.to_le_bytes().to_vec())?;
         ensure!(
             first == own.to_le_bytes(),

@@ -6,9 +6,9 @@
 
 use std::time::{Duration, Instant};
 
-use encke_core::plan::survival::{Agreement, Standing};
-use encke_core::transport::{HostParcel, Survivors, TransportError};
-use encke_ring::meeting::Meeting;
+use encke_core::plan::membership::{Agreement, RankProgress};
+use encke_core::transport::{HostWireBuffer, Survivors, TransportError};
+use encke_ring::collectives::Collectives;
 
 use crate::alarm::Alarm;
 use crate::sys::{Agreeing, Fault};
@@ -91,10 +91,10 @@ impl Wire {
     }
 
     /// Everyone's standing, at everyone; an error where that did not work here.
-    fn hear_all(&mut self, own: Standing) -> Result<Agreement, TransportError> {
+    fn hear_all(&mut self, own: RankProgress) -> Result<Agreement, TransportError> {
         let members = self.members();
         let (rank, ranks) = (self.rank, self.ranks);
-        let mut meeting = Meeting::new(self, rank, &members);
+        let mut meeting = Collectives::new(self, rank, &members);
         let said = meeting.gather(standing_bytes(own).to_vec())?;
         let all = meeting.broadcast(said.unwrap_or_default().concat())?;
         let mut standings = vec![None; ranks];
@@ -142,8 +142,8 @@ impl Wire {
     }
 }
 
-impl<B: HostParcel> Survivors<B> for Wire {
-    fn agree(&mut self, standing: Standing) -> Result<Agreement, TransportError> {
+impl<B: HostWireBuffer> Survivors<B> for Wire {
+    fn agree(&mut self, standing: RankProgress) -> Result<Agreement, TransportError> {
         self.uniformly(|wire| wire.hear_all(standing))
     }
 

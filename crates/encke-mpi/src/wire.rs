@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use encke_core::transport::{
-    Address, HostParcel, Incoming, Moved, Outgoing, Transport, TransportError,
+    Address, HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError,
 };
 use encke_ring::envelope::Posted;
 
@@ -231,7 +231,7 @@ impl Wire {
     }
 
     /// Posts everything: receives first.
-    fn post<'a, B: HostParcel>(
+    fn post<'a, B: HostWireBuffer>(
         &self,
         round: usize,
         outgoing: &'a [Outgoing<'_, B>],
@@ -421,7 +421,7 @@ fn indices(addresses: impl Iterator<Item = Address>) -> Vec<usize> {
     numbers
 }
 
-impl<B: HostParcel> Transport<B> for Wire {
+impl<B: HostWireBuffer> Transport<B> for Wire {
     fn exchange(
         &mut self,
         round: usize,

@@ -1,6 +1,6 @@
 //! What processes say to one another as bytes, and in how many messages. It needs no MPI.
 
-use encke_core::plan::survival::Standing;
+use encke_core::plan::membership::RankProgress;
 
 /// Who failed, and what was said of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,7 +45,7 @@ impl Notice {
 pub const STANDING_BYTES: usize = 9;
 
 /// How far a rank has come, as it is sent.
-pub fn standing_bytes(standing: Standing) -> [u8; STANDING_BYTES] {
+pub fn standing_bytes(standing: RankProgress) -> [u8; STANDING_BYTES] {
     let mut bytes = [0; STANDING_BYTES];
     bytes[..8].copy_from_slice(&(standing.done as u64).to_le_bytes());
     bytes[8] = u8::from(standing.finished);
@@ -53,10 +53,10 @@ pub fn standing_bytes(standing: Standing) -> [u8; STANDING_BYTES] {
 }
 
 /// The same, as it was received.
-pub fn standing(bytes: &[u8]) -> Option<Standing> {
+pub fn standing(bytes: &[u8]) -> Option<RankProgress> {
     let (done, finished) = bytes.split_at_checked(8)?;
     let done = u64::from_le_bytes(done.try_into().ok()?);
-    Some(Standing {
+    Some(RankProgress {
         done: usize::try_from(done).ok()?,
         finished: *finished.first()? != 0,
     })
@@ -95,7 +95,7 @@ mod tests {
     #[test]
     fn a_standing_comes_back() {
         for (done, finished) in [(0, false), (7, true), (1 << 40, false)] {
-            let standing = Standing { done, finished };
+            let standing = RankProgress { done, finished };
             assert_eq!(super::standing(&standing_bytes(standing)), Some(standing));
         }
         assert_eq!(super::standing(&[1; 8]), None);

@@ -48,7 +48,7 @@ pub struct CacheStats {
     /// Bytes of those buffers.
     pub pool_bytes: usize,
     /// Bytes of outputs that their owners have dropped, kept for the next ones.
-    pub spare_bytes: usize,
+    pub pooled_bytes: usize,
 }
 
 impl CacheStats {

@@ -11,14 +11,14 @@ use encke_core::kernel::{Kernel, KernelError};
 use encke_core::plan::program::{Port, RankPlan, Role};
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::Run;
-use encke_core::spare::Spare;
+use encke_core::spare::TensorPool;
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::Moved;
 use encke_core::{DType, Error};
 
 use crate::error::{RankError, RingError};
 use crate::memory::RankMemory;
-use crate::rank::{Loans, Rank};
+use crate::rank::{BorrowedInputs, Rank};
 use crate::sharded::{Sharded, all_rows};
 use crate::trace::{Activity, Event, Recorder, Trace};
 
@@ -95,7 +95,7 @@ impl Outcome {
         ranks: &mut [Rank<K>],
         events: Vec<Event>,
         memory: Vec<RankMemory>,
-        spare: &Arc<Spare>,
+        spare: &Arc<TensorPool>,
     ) -> Result<Outcome, RingError> {
         let mut tensors = Vec::new();
         for (role, dims, dtype) in outputs_of(plan, rows) {
@@ -109,7 +109,7 @@ impl Outcome {
             if let Some(rank) = whole.map(|at| &mut ranks[at])
                 && everything(rank) == Some(dtype)
             {
-                let given = rank.surrender(kernel, role);
+                let given = rank.take_output(kernel, role);
                 let given = given.map_err(|source| failed(rank.plan(), source))?;
                 if let Some(data) = given {
                     let tensor = Tensor::from_data(data, dims)?;
@@ -141,7 +141,7 @@ impl Outcome {
 /// A tensor every number of which will be written: in memory that is there, or in new; and whether
 /// what the owner of the `mark` does not write is zeros.
 fn to_be_written(
-    spare: &Spare,
+    spare: &TensorPool,
     dtype: DType,
     dims: [usize; 4],
     mark: Option<u64>,
@@ -210,7 +210,7 @@ impl<T> Outcome<T> {
     }
 
     /// Adds the ranks that died on the way, and what they had computed.
-    pub fn mourn(&mut self, deaths: Vec<(usize, RankError)>, pairs: u128) {
+    pub fn record_deaths(&mut self, deaths: Vec<(usize, RankError)>, pairs: u128) {
         self.deaths.extend(deaths);
         self.pairs += pairs;
     }
@@ -239,12 +239,12 @@ pub fn recruit<K: Kernel>(kernel: &K, plan: &Plan, rank: usize) -> Result<Rank<K
 
 /// Begins a call of a rank: inputs are read in place where they lie as the rank would hold them,
 /// and the rows of the others are copied in.
-pub fn admit<'a, K: Kernel>(
+pub fn bind_inputs<'a, K: Kernel>(
     kernel: &K,
     rank: &mut Rank<K>,
     given: Given<'_, 'a>,
     recorder: &mut Recorder,
-) -> Result<Loans<'a>, RankError> {
+) -> Result<BorrowedInputs<'a>, RankError> {
     let begin = Instant::now();
     let loans = rank.admit_rows(kernel, |_, port, shard| given.rows(port, shard));
     let loans = loans.map_err(|source| RankError::Kernel { round: 0, source })?;

@@ -11,7 +11,7 @@
 //! open.
 
 use encke_core::host::checksum;
-use encke_core::transport::{Address, Parcel, TransportError};
+use encke_core::transport::{Address, TransportError, WireBuffer};
 
 /// What travels in front of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +59,7 @@ impl Envelope {
     pub const BYTES: usize = 48;
 
     /// The envelope of a parcel that `rank` sends.
-    pub fn new<B: Parcel>(
+    pub fn new<B: WireBuffer>(
         rank: usize,
         call: u64,
         round: usize,
@@ -168,7 +168,11 @@ impl Posted {
     }
 
     /// Whether the contents are what was sent, once they are in the posted buffer.
-    pub fn verify<B: Parcel>(&self, envelope: &Envelope, parcel: &B) -> Result<(), TransportError> {
+    pub fn verify<B: WireBuffer>(
+        &self,
+        envelope: &Envelope,
+        parcel: &B,
+    ) -> Result<(), TransportError> {
         self.hold(envelope, parcel.checksum(self.from.elements))
     }
 

@@ -6,14 +6,15 @@
 //! one process, [`ShardRing`] one rank with its shard where the others are elsewhere. There is no attention in this crate, and no decision about what is computed.
 #![forbid(unsafe_code)]
 
+mod buffer_table;
 pub mod cache;
 pub mod call;
-mod council;
+pub mod collectives;
 pub mod envelope;
 pub mod error;
-pub mod fault;
+pub mod fault_injector;
 pub mod ledger;
-pub mod meeting;
+mod membership;
 pub mod memory;
 mod perform;
 pub mod rank;
@@ -21,7 +22,6 @@ pub mod resize;
 pub mod sequence;
 pub mod shard_ring;
 pub mod sharded;
-mod shelf;
 pub mod survive;
 pub mod thread_ring;
 pub mod threads;
@@ -31,7 +31,7 @@ pub use cache::{CacheLimits, CacheStats};
 pub use call::{Given, Outcome};
 pub use envelope::Envelope;
 pub use error::{RankError, RingError};
-pub use fault::{Fault, Phase};
+pub use fault_injector::{Fault, Phase};
 pub use ledger::Ledger;
 pub use memory::RankMemory;
 pub use rank::Rank;

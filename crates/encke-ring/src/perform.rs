@@ -1,22 +1,22 @@
 //! One task of a program, said to the kernel.
 //!
 //! A translation without decisions: which buffers a task reads and writes is in the task, what is
-//! done with them is the kernel's. What a task writes is held ([`Held`]), what it reads is borrowed
+//! done with them is the kernel's. What a task writes is held ([`CheckedOut`]), what it reads is borrowed
 //! from the shelf or from the caller.
 
 use encke_core::kernel::{Gradients, Kernel, KernelError, Upstream};
 use encke_core::plan::program::{BufferId, Fill, Task};
 
-use crate::shelf::{Held, Loans, Shelf};
+use crate::buffer_table::{BorrowedInputs, BufferTable, CheckedOut};
 
 /// Carries out tasks, none of which reads what another one writes.
 pub(crate) fn perform_all<K: Kernel>(
     kernel: &K,
-    loans: &Loans<'_>,
+    loans: &BorrowedInputs<'_>,
     tasks: &[Task],
-    shelf: &mut Shelf<K::Buffer>,
+    shelf: &mut BufferTable<K::Buffer>,
 ) -> Result<(), KernelError> {
-    let mut held = Held::take(shelf, tasks);
+    let mut held = CheckedOut::take(shelf, tasks);
     let mut tasks = tasks.iter();
     let done = tasks.try_for_each(|task| perform(kernel, loans, task, shelf, &mut held));
     held.give_back(shelf);
@@ -26,8 +26,8 @@ pub(crate) fn perform_all<K: Kernel>(
 /// A buffer as jobs read it: the caller's where it was lent, the rank's own otherwise.
 fn read<'x, K: Kernel>(
     kernel: &K,
-    loans: &Loans<'x>,
-    shelf: &'x Shelf<K::Buffer>,
+    loans: &BorrowedInputs<'x>,
+    shelf: &'x BufferTable<K::Buffer>,
     id: BufferId,
 ) -> K::Input<'x> {
     match loans.get(id) {
@@ -42,10 +42,10 @@ fn read<'x, K: Kernel>(
 /// Tells the kernel what a task says.
 pub(crate) fn perform<K: Kernel>(
     kernel: &K,
-    loans: &Loans<'_>,
+    loans: &BorrowedInputs<'_>,
     task: &Task,
-    shelf: &Shelf<K::Buffer>,
-    held: &mut Held<K::Buffer>,
+    shelf: &BufferTable<K::Buffer>,
+    held: &mut CheckedOut<K::Buffer>,
 ) -> Result<(), KernelError> {
     let read = |id: BufferId| read(kernel, loans, shelf, id);
     match task {

@@ -11,24 +11,24 @@ use std::time::Instant;
 use encke_core::host;
 use encke_core::job::Job;
 use encke_core::kernel::{Kernel, KernelError};
+use encke_core::plan::membership::Continuation;
 use encke_core::plan::program::{BufferId, BufferPlan, Message, Port, RankPlan, Role, Task};
-use encke_core::plan::survival::Continuation;
 use encke_core::sharding::Run;
 use encke_core::tensor::View;
-use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport};
+use encke_core::transport::{Incoming, Moved, Outgoing, Transport, WireBuffer};
 
+pub use crate::buffer_table::BorrowedInputs;
+use crate::buffer_table::{BufferTable, CheckedOut};
 use crate::error::RankError;
 use crate::ledger::Ledger;
 use crate::perform::{perform, perform_all};
-pub use crate::shelf::Loans;
-use crate::shelf::{Held, Shelf};
 use crate::trace::{Activity, Recorder};
 use results::Zeros;
 
 /// One participant's state between rounds.
 pub struct Rank<K: Kernel> {
     plan: RankPlan,
-    shelf: Shelf<K::Buffer>,
+    shelf: BufferTable<K::Buffer>,
     ledger: Ledger,
     done: usize,
     pairs: u128,
@@ -39,7 +39,7 @@ impl<K: Kernel> Rank<K> {
     /// Allocates exactly what the plan lists.
     pub fn new(kernel: &K, plan: RankPlan) -> Result<Rank<K>, KernelError> {
         let mut rank = Rank::idle(plan);
-        rank.furnish(kernel, &Loans::default())?;
+        rank.allocate(kernel, &BorrowedInputs::default())?;
         Ok(rank)
     }
 
@@ -49,7 +49,7 @@ impl<K: Kernel> Rank<K> {
         Rank {
             zeros: Zeros::new(&plan),
             plan,
-            shelf: Shelf { buffers },
+            shelf: BufferTable { buffers },
             ledger: Ledger::default(),
             done: 0,
             pairs: 0,
@@ -58,7 +58,7 @@ impl<K: Kernel> Rank<K> {
 
     /// Begins a call: what the caller's inputs can be read in place of is given back, what else
     /// is missing is allocated, and the ledger is opened anew with what is held.
-    fn furnish(&mut self, kernel: &K, loans: &Loans<'_>) -> Result<(), KernelError> {
+    fn allocate(&mut self, kernel: &K, loans: &BorrowedInputs<'_>) -> Result<(), KernelError> {
         self.ledger = Ledger::default();
         (self.done, self.pairs) = (0, 0);
         for (i, planned) in self.plan.buffers.iter().enumerate() {
@@ -71,7 +71,7 @@ impl<K: Kernel> Rank<K> {
                 *buffer = Some(kernel.allocate(planned.dtype, planned.elements)?);
                 self.zeros.know(BufferId(i), true);
             }
-            let bytes = buffer.as_ref().map_or(0, Parcel::allocated_bytes);
+            let bytes = buffer.as_ref().map_or(0, WireBuffer::allocated_bytes);
             self.ledger.take(0, planned.component, bytes);
         }
         Ok(())
@@ -91,16 +91,16 @@ impl<K: Kernel> Rank<K> {
                 kernel.fill(buffer, 0.0)?;
             }
         }
-        self.furnish(kernel, &Loans::default())
+        self.allocate(kernel, &BorrowedInputs::default())
     }
 
     /// Begins a call on inputs of the caller: those that lie as this rank would hold them are read
     /// in place, the rows of the others are copied in.
-    pub fn admit<'a>(
+    pub fn bind_inputs<'a>(
         &mut self,
         kernel: &K,
         inputs: &[(Role, View<'a>)],
-    ) -> Result<Loans<'a>, KernelError> {
+    ) -> Result<BorrowedInputs<'a>, KernelError> {
         self.admit_rows(kernel, |_, port, _| {
             let of = inputs.iter().find(|(role, _)| *role == port.role);
             of.map(|(_, view)| (*view, port.runs.clone()))
@@ -113,7 +113,7 @@ impl<K: Kernel> Rank<K> {
         &mut self,
         kernel: &K,
         given: impl Fn(usize, &Port, usize) -> Option<(View<'a>, Vec<Run>)>,
-    ) -> Result<Loans<'a>, KernelError> {
+    ) -> Result<BorrowedInputs<'a>, KernelError> {
         let mut slices = vec![None; self.plan.buffers.len()];
         let mut copied = Vec::new();
         for (index, port) in self.plan.inputs.iter().enumerate() {
@@ -127,8 +127,8 @@ impl<K: Kernel> Rank<K> {
                 None => copied.push((port.buffer, view, runs)),
             }
         }
-        let loans = Loans { slices };
-        self.furnish(kernel, &loans)?;
+        let loans = BorrowedInputs { slices };
+        self.allocate(kernel, &loans)?;
         for (id, view, runs) in copied {
             kernel.upload(&view, &runs, self.buffer_mut(id))?;
         }
@@ -153,7 +153,7 @@ impl<K: Kernel> Rank<K> {
     }
 
     /// Frees every buffer, and returns the ledger in which that is booked too.
-    pub fn retire(mut self) -> Ledger {
+    pub fn free(mut self) -> Ledger {
         let after = self.plan.rounds.len();
         for (planned, buffer) in self.plan.buffers.iter().zip(self.shelf.buffers) {
             let Some(buffer) = buffer else { continue };
@@ -167,7 +167,7 @@ impl<K: Kernel> Rank<K> {
     /// Another rank in this one's memory: buffers of the right size are taken over with whatever
     /// they hold (a program clears what it adds to), the others are freed before new ones are made.
     /// Outputs whose untouched cells are to be zeros are made so again.
-    pub fn succeed(mut self, kernel: &K, plan: RankPlan) -> Result<Rank<K>, KernelError> {
+    pub fn reuse_for(mut self, kernel: &K, plan: RankPlan) -> Result<Rank<K>, KernelError> {
         let mut next = Rank::idle(plan);
         for (wanted, buffer) in next.plan.buffers.iter().zip(&mut next.shelf.buffers) {
             let fits = |(at, had): &(usize, &BufferPlan)| {
@@ -184,7 +184,7 @@ impl<K: Kernel> Rank<K> {
                 kernel.fill(buffer, 0.0)?;
             }
         }
-        next.furnish(kernel, &Loans::default())?;
+        next.allocate(kernel, &BorrowedInputs::default())?;
         Ok(next)
     }
 
@@ -194,8 +194,8 @@ impl<K: Kernel> Rank<K> {
         &mut self,
         kernel: &K,
         continuation: Continuation,
-        loans: Loans<'a>,
-    ) -> Result<Loans<'a>, KernelError> {
+        loans: BorrowedInputs<'a>,
+    ) -> Result<BorrowedInputs<'a>, KernelError> {
         let Continuation { program, keeps } = continuation;
         let (mut next, pairs) = (Rank::idle(program), self.pairs);
         let kept = |of: &Option<BufferId>| of.and_then(|id| self.shelf.buffers[id.0].take());
@@ -203,8 +203,8 @@ impl<K: Kernel> Rank<K> {
         let lent = |of: &Option<BufferId>| of.and_then(|id| loans.get(id));
         let slices = keeps.iter().map(lent).collect();
         *self = next;
-        let loans = Loans { slices };
-        self.furnish(kernel, &loans)?;
+        let loans = BorrowedInputs { slices };
+        self.allocate(kernel, &loans)?;
         self.pairs = pairs;
         Ok(loans)
     }
@@ -235,7 +235,7 @@ impl<K: Kernel> Rank<K> {
     /// Bytes its buffers really hold on to.
     pub fn allocated_bytes(&self) -> usize {
         let buffers = self.shelf.buffers.iter().flatten();
-        buffers.map(Parcel::allocated_bytes).sum()
+        buffers.map(WireBuffer::allocated_bytes).sum()
     }
 
     /// A buffer of an input, to be filled by whoever does not have the tensor as a whole.
@@ -267,14 +267,14 @@ impl<K: Kernel> Rank<K> {
         transport: &mut dyn Transport<K::Buffer>,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
-        self.run_on(kernel, &Loans::default(), transport, recorder)
+        self.run_on(kernel, &BorrowedInputs::default(), transport, recorder)
     }
 
     /// Carries out the whole program on rows that were lent or loaded.
     pub fn run_on(
         &mut self,
         kernel: &K,
-        loans: &Loans<'_>,
+        loans: &BorrowedInputs<'_>,
         transport: &mut dyn Transport<K::Buffer>,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
@@ -289,7 +289,7 @@ impl<K: Kernel> Rank<K> {
     pub fn prepare(
         &mut self,
         kernel: &K,
-        loans: &Loans<'_>,
+        loans: &BorrowedInputs<'_>,
         round: usize,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
@@ -321,7 +321,7 @@ impl<K: Kernel> Rank<K> {
     pub fn compute(
         &mut self,
         kernel: &K,
-        loans: &Loans<'_>,
+        loans: &BorrowedInputs<'_>,
         round: usize,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
@@ -346,7 +346,7 @@ impl<K: Kernel> Rank<K> {
     pub fn exchange(
         &mut self,
         kernel: &K,
-        loans: &Loans<'_>,
+        loans: &BorrowedInputs<'_>,
         round: usize,
         transport: &mut dyn Transport<K::Buffer>,
         recorder: &mut Recorder,
@@ -357,7 +357,7 @@ impl<K: Kernel> Rank<K> {
             self.note_done(round);
             return Ok(());
         }
-        let mut held = Held::take(shelf, &steps.meanwhile);
+        let mut held = CheckedOut::take(shelf, &steps.meanwhile);
         let mut received: Vec<K::Buffer> = steps
             .receives
             .iter()

@@ -9,7 +9,7 @@ use encke_core::tensor::Tensor;
 
 use crate::error::{RankError, RingError};
 use crate::memory::RankMemory;
-use crate::rank::{Loans, Rank};
+use crate::rank::{BorrowedInputs, Rank};
 use crate::sharded::{Sharded, all_rows};
 use crate::trace::Trace;
 
@@ -49,11 +49,11 @@ pub fn recruits<K: Kernel>(resize: &Resize, tensors: &[&Sharded]) -> Vec<Rank<K>
 }
 
 /// Gives a rank its old rows, where they lie if they can be read there.
-pub fn admit<'a, K: Kernel>(
+pub fn bind_inputs<'a, K: Kernel>(
     kernel: &K,
     rank: &mut Rank<K>,
     tensors: &[&'a Sharded],
-) -> Result<Loans<'a>, RankError> {
+) -> Result<BorrowedInputs<'a>, RankError> {
     let place = rank.plan().rank;
     let loans = rank.admit_rows(kernel, |index, _, _| {
         let shard = tensors[index].shard(place);

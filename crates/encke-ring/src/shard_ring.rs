@@ -14,12 +14,12 @@ use std::time::Instant;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::{Component, Role};
 use encke_core::plan::{Plan, Queries, Request};
-use encke_core::spare::Spare;
+use encke_core::spare::TensorPool;
 use encke_core::tensor::View;
 use encke_core::transport::Transport;
 
 use crate::cache::{CacheLimits, CacheStats, Plans, Recent};
-use crate::call::{Given, Outcome, admit, check_rows, guarded};
+use crate::call::{Given, Outcome, bind_inputs, check_rows, guarded};
 use crate::error::{RankError, RingError};
 use crate::memory::{RankMemory, planned};
 use crate::rank::Rank;
@@ -34,7 +34,7 @@ const POOLS: usize = 4;
 pub struct ShardRing<K: Kernel> {
     kernel: K,
     rank: usize,
-    spare: Arc<Spare>,
+    spare: Arc<TensorPool>,
     state: Mutex<State<K>>,
 }
 
@@ -50,7 +50,7 @@ impl<K: Kernel> ShardRing<K> {
         ShardRing {
             kernel,
             rank,
-            spare: Arc::new(Spare::new(CacheLimits::default().pool_bytes)),
+            spare: Arc::new(TensorPool::new(CacheLimits::default().pool_bytes)),
             state: Mutex::new(State {
                 plans: Plans::new(PLANS),
                 idle: Recent::new(POOLS),
@@ -72,7 +72,7 @@ impl<K: Kernel> ShardRing<K> {
     /// How often plans and buffers were found rather than made.
     pub fn stats(&self) -> CacheStats {
         CacheStats {
-            spare_bytes: self.spare.bytes(),
+            pooled_bytes: self.spare.bytes(),
             ..self.state().stats
         }
     }
@@ -106,7 +106,7 @@ impl<K: Kernel> ShardRing<K> {
         let ran = guarded(|| {
             let fitted = rank.refit(&self.kernel, &self.spare);
             fitted.map_err(|source| RankError::Kernel { round: 0, source })?;
-            let loans = admit(&self.kernel, &mut rank, Given::Whole(inputs), &mut recorder)?;
+            let loans = bind_inputs(&self.kernel, &mut rank, Given::Whole(inputs), &mut recorder)?;
             rank.run_on(&self.kernel, &loans, transport, &mut recorder)
         });
         if let Err(source) = ran {

@@ -7,11 +7,11 @@
 //! threads, the simulator and a network drive the same three steps.
 
 use encke_core::kernel::Kernel;
-use encke_core::plan::survival::{Agreement, Epoch, Standing};
+use encke_core::plan::membership::{Agreement, Epoch, RankProgress};
 use encke_core::transport::{Survivors, TransportError};
 
 use crate::error::RankError;
-use crate::rank::{Loans, Rank};
+use crate::rank::{BorrowedInputs, Rank};
 use crate::trace::Recorder;
 
 /// Where a rank stands whose program came to an end, or to a stop because somebody is gone. Any
@@ -19,14 +19,14 @@ use crate::trace::Recorder;
 pub fn standing<K: Kernel>(
     rank: &Rank<K>,
     ran: Result<(), RankError>,
-) -> Result<Standing, RankError> {
+) -> Result<RankProgress, RankError> {
     let done = rank.done();
     let finished = match ran {
         Ok(()) => true,
         Err(RankError::Transport(TransportError::Gone { .. })) => false,
         Err(error) => return Err(error),
     };
-    Ok(Standing { done, finished })
+    Ok(RankProgress { done, finished })
 }
 
 /// Goes on after an agreement that did not end the call: the rank has its program for the rest.
@@ -35,8 +35,8 @@ pub fn go_on<'a, K: Kernel>(
     rank: &mut Rank<K>,
     epoch: &mut Epoch,
     agreement: &Agreement,
-    loans: Loans<'a>,
-) -> Result<Loans<'a>, RankError> {
+    loans: BorrowedInputs<'a>,
+) -> Result<BorrowedInputs<'a>, RankError> {
     *epoch = epoch.next(agreement).map_err(RankError::Lost)?;
     let continuation = epoch.continuation(rank.plan().rank, rank.plan());
     let continuation = continuation.map_err(RankError::Lost)?;
@@ -52,7 +52,7 @@ pub fn survive<K: Kernel>(
     kernel: &K,
     rank: &mut Rank<K>,
     epoch: &mut Epoch,
-    loans: Loans<'_>,
+    loans: BorrowedInputs<'_>,
     transport: &mut dyn Survivors<K::Buffer>,
     recorder: &mut Recorder,
     deliver: &mut dyn FnMut(&Rank<K>) -> Result<(), RankError>,

@@ -7,17 +7,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use encke_core::kernel::Kernel;
+use encke_core::plan::membership::Epoch;
 use encke_core::plan::program::Role;
 use encke_core::plan::resize::Resize;
-use encke_core::plan::survival::Epoch;
 use encke_core::plan::{Plan, Request};
-use encke_core::spare::Spare;
+use encke_core::spare::TensorPool;
 use encke_core::tensor::View;
 
 use crate::cache::{CacheLimits, CacheStats, Plans, Recent};
-use crate::call::{Given, Outcome, admit, conclude, guarded};
+use crate::call::{Given, Outcome, bind_inputs, conclude, guarded};
 use crate::error::{RankError, RingError};
-use crate::fault::{Doomed, Fault};
+use crate::fault_injector::{Fault, FaultInjector};
 use crate::memory::{self, RankMemory};
 use crate::rank::Rank;
 use crate::resize::{self, Resized};
@@ -32,7 +32,7 @@ pub struct ThreadRing<K: Kernel> {
     deadline: Duration,
     faults: Vec<Fault>,
     limits: CacheLimits,
-    spare: Arc<Spare>,
+    spare: Arc<TensorPool>,
     state: Mutex<State<K>>,
 }
 
@@ -56,12 +56,12 @@ impl<K: Kernel> State<K> {
 }
 
 /// Where outputs leave their memory: nowhere, where nothing is to be kept.
-fn spare(limits: CacheLimits) -> Arc<Spare> {
+fn spare(limits: CacheLimits) -> Arc<TensorPool> {
     let most = match limits.pools {
         0 => 0,
         _ => limits.pool_bytes,
     };
-    Arc::new(Spare::new(most))
+    Arc::new(TensorPool::new(most))
 }
 
 /// Bytes that the ranks of a plan hold on to.
@@ -114,7 +114,7 @@ impl<K: Kernel> ThreadRing<K> {
             plans: state.plans.len(),
             pools: state.idle.len(),
             pool_bytes: state.idle.weight(|ranks| bytes_of(ranks)),
-            spare_bytes: self.spare.bytes(),
+            pooled_bytes: self.spare.bytes(),
             ..state.stats
         }
     }
@@ -197,7 +197,7 @@ impl<K: Kernel> ThreadRing<K> {
             let most = self.limits.pool_bytes;
             state.idle.lighten(most, |ranks| bytes_of(ranks));
         }
-        outcome.mourn(deaths, dead.iter().map(Rank::pairs).sum());
+        outcome.record_deaths(deaths, dead.iter().map(Rank::pairs).sum());
         Ok(outcome)
     }
 
@@ -239,7 +239,7 @@ impl<K: Kernel> ThreadRing<K> {
             let mut recorder = Recorder::new(number, origin);
             let hub = endpoint.observer();
             let result = guarded(|| {
-                let loans = resize::admit(&self.kernel, rank, tensors)?;
+                let loans = resize::bind_inputs(&self.kernel, rank, tensors)?;
                 rank.run_on(&self.kernel, &loans, &mut endpoint, &mut recorder)
             });
             if let Err(error) = &result
@@ -273,11 +273,11 @@ impl<K: Kernel> ThreadRing<K> {
         let result = guarded(|| {
             let fitted = rank.refit(&self.kernel, &self.spare);
             fitted.map_err(|source| RankError::Kernel { round: 0, source })?;
-            let loans = admit(&self.kernel, rank, given, &mut recorder)?;
+            let loans = bind_inputs(&self.kernel, rank, given, &mut recorder)?;
             if !survives {
                 return rank.run_on(&self.kernel, &loans, &mut endpoint, &mut recorder);
             }
-            let mut endpoint = Doomed::new(number, endpoint, &self.faults);
+            let mut endpoint = FaultInjector::new(number, endpoint, &self.faults);
             let (mut epoch, recorder) = (Epoch::first(plan), &mut recorder);
             let stay = &mut |_: &Rank<K>| Ok(());
             survive(

@@ -15,19 +15,19 @@ use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use encke_core::plan::survival::{Agreement, Standing};
+use encke_core::plan::membership::{Agreement, RankProgress};
 use encke_core::transport::{
-    Address, Incoming, Moved, Outgoing, Parcel, Survivors, Transport, TransportError,
+    Address, Incoming, Moved, Outgoing, Survivors, Transport, TransportError, WireBuffer,
 };
 
-use crate::council::{Council, Discord};
+use crate::membership::{AgreementError, Membership};
 
 /// Where the ranks of a process meet.
 #[derive(Debug)]
 pub struct Hub<B> {
     inboxes: Vec<Inbox<B>>,
     failure: Mutex<Option<(usize, String)>>,
-    council: Council,
+    council: Membership,
     /// For whom each rank waits at the moment.
     waits_for: Mutex<Vec<Option<usize>>>,
     deadline: Duration,
@@ -60,7 +60,7 @@ pub struct Endpoint<B> {
 }
 
 /// Endpoints for `ranks` ranks; no exchange waits longer than `deadline` for a neighbour.
-pub fn endpoints<B: Parcel>(ranks: usize, deadline: Duration) -> Vec<Endpoint<B>> {
+pub fn endpoints<B: WireBuffer>(ranks: usize, deadline: Duration) -> Vec<Endpoint<B>> {
     let inboxes = (0..ranks).map(|_| Inbox {
         slots: Mutex::new(HashMap::new()),
         changed: Condvar::new(),
@@ -68,7 +68,7 @@ pub fn endpoints<B: Parcel>(ranks: usize, deadline: Duration) -> Vec<Endpoint<B>
     let hub = Arc::new(Hub {
         inboxes: inboxes.collect(),
         failure: Mutex::new(None),
-        council: Council::new(ranks),
+        council: Membership::new(ranks),
         waits_for: Mutex::new(vec![None; ranks]),
         deadline,
     });
@@ -125,7 +125,7 @@ impl<B> Hub<B> {
     }
 }
 
-impl<B: Parcel> Endpoint<B> {
+impl<B: WireBuffer> Endpoint<B> {
     /// Where this rank meets the others, for whoever watches over the call.
     pub fn observer(&self) -> Arc<Hub<B>> {
         Arc::clone(&self.hub)
@@ -237,7 +237,7 @@ impl<B: Parcel> Endpoint<B> {
     }
 }
 
-impl<B: Parcel> Endpoint<B> {
+impl<B: WireBuffer> Endpoint<B> {
     /// Takes back what was posted for an exchange that will not complete.
     fn reclaim(&self, incoming: &mut [Incoming<'_, B>]) {
         let inbox = &self.hub.inboxes[self.rank];
@@ -331,7 +331,7 @@ impl<B: Parcel> Endpoint<B> {
     }
 }
 
-impl<B: Parcel> Transport<B> for Endpoint<B> {
+impl<B: WireBuffer> Transport<B> for Endpoint<B> {
     fn exchange(
         &mut self,
         round: usize,
@@ -348,22 +348,22 @@ impl<B: Parcel> Transport<B> for Endpoint<B> {
     }
 }
 
-impl<B: Parcel> Survivors<B> for Endpoint<B> {
-    fn agree(&mut self, standing: Standing) -> Result<Agreement, TransportError> {
+impl<B: WireBuffer> Survivors<B> for Endpoint<B> {
+    fn agree(&mut self, standing: RankProgress) -> Result<Agreement, TransportError> {
         let (rank, limit, round) = (self.rank, self.hub.deadline, standing.done);
         let epoch = self.hub.council.come(rank, standing);
         self.hub.wake();
         let failure = || self.hub.failure();
         let agreed = self.hub.council.agreement(epoch, limit, failure);
         agreed.map_err(|discord| match discord {
-            Discord::Silence { peer, waited } => TransportError::Deadline {
+            AgreementError::Silence { peer, waited } => TransportError::Deadline {
                 rank,
                 peer,
                 round,
                 waited,
                 limit,
             },
-            Discord::Failed { peer, reason } => TransportError::PeerFailed {
+            AgreementError::Failed { peer, reason } => TransportError::PeerFailed {
                 rank,
                 peer,
                 round,

@@ -5,14 +5,14 @@
 #![forbid(unsafe_code)]
 
 pub mod clock;
+pub mod fault_config;
+pub mod fault_outcome;
+pub mod fault_run;
 pub mod fit;
-pub mod hardship;
 pub mod lockstep;
 mod mail;
 pub mod profile;
 pub mod sample;
 pub mod stream;
 mod survivors;
-pub mod trial;
-pub mod verdict;
 pub mod wire;

@@ -15,10 +15,10 @@ use encke_core::plan::Plan;
 use encke_core::plan::program::{Component, Message, Role};
 use encke_core::plan::resize::Resize;
 use encke_core::tensor::View;
-use encke_core::transport::{Moved, Parcel};
+use encke_core::transport::{Moved, WireBuffer};
 use encke_ring::call::{self, check_inputs, guarded, recruit};
 use encke_ring::memory::{of_buffers, planned, share_workspace};
-use encke_ring::rank::Loans;
+use encke_ring::rank::BorrowedInputs;
 use encke_ring::trace::{Activity, Event, Recorder, Trace};
 use encke_ring::{Outcome, Rank, RankError, RankMemory, Resized, RingError, Sharded, resize};
 
@@ -56,7 +56,7 @@ pub fn resize<K: Kernel>(
     let mut loans = Vec::with_capacity(ranks.len());
     for rank in &mut ranks {
         let number = rank.plan().rank;
-        let admitted = guarded(|| resize::admit(kernel, rank, tensors));
+        let admitted = guarded(|| resize::bind_inputs(kernel, rank, tensors));
         loans.push(admitted.map_err(|source| failed(number, source))?);
     }
     let recorders = (0..ranks.len()).map(|place| Recorder::new(place, origin));
@@ -71,7 +71,7 @@ pub fn resize<K: Kernel>(
 /// All rounds of all ranks, some of whose rows may be lent.
 fn steps<K: Kernel>(
     kernel: &K,
-    loans: &[Loans<'_>],
+    loans: &[BorrowedInputs<'_>],
     ranks: &mut [Rank<K>],
     mut recorders: Vec<Recorder>,
 ) -> Result<Vec<Event>, RingError> {
@@ -102,12 +102,12 @@ pub(crate) fn conclude<K: Kernel>(
 fn step<K: Kernel>(
     kernel: &K,
     round: usize,
-    loans: &[Loans<'_>],
+    loans: &[BorrowedInputs<'_>],
     ranks: &mut [Rank<K>],
     recorders: &mut [Recorder],
 ) -> Result<(), RingError> {
     let live = |rank: &Rank<K>| round < rank.plan().rounds.len();
-    let nothing = Loans::default();
+    let nothing = BorrowedInputs::default();
     for (rank, recorder) in ranks.iter_mut().zip(&mut *recorders) {
         if !live(rank) {
             continue;
@@ -178,7 +178,7 @@ fn deliver<K: Kernel>(
 fn memory<K: Kernel>(kernel: &K, plan: &Plan, rank: Rank<K>, allocated_bytes: usize) -> RankMemory {
     let memory = planned(kernel, rank.plan(), 1, plan.request());
     let (number, after) = (rank.plan().rank, rank.plan().rounds.len());
-    let mut ledger = rank.retire();
+    let mut ledger = rank.free();
     ledger.hold(after, Component::Workspace, 0);
     let left = ledger.total().held_bytes();
     assert_eq!(left, 0, "rank {number} gave back all it took");

@@ -6,13 +6,13 @@
 
 use encke_core::Data;
 use encke_core::kernel::Kernel;
-use encke_core::transport::{Parcel, TransportError};
+use encke_core::transport::{TransportError, WireBuffer};
 use encke_ring::Envelope;
 use encke_ring::envelope::{Fate, Posted};
 
-use crate::hardship::Checks;
-use crate::trial::Player;
-use crate::wire::Letter;
+use crate::fault_config::Checks;
+use crate::fault_run::Player;
+use crate::wire::Packet;
 
 /// Takes every missing message that has arrived, each checked before and after.
 pub(crate) fn take<K: Kernel<Buffer = Data>>(
@@ -55,7 +55,7 @@ pub(crate) fn take<K: Kernel<Buffer = Data>>(
 /// Looks through the mail for the message of a posted receive, and throws away what is stale.
 fn find(
     posted: &Posted,
-    mail: &mut Vec<Letter>,
+    mail: &mut Vec<Packet>,
     checks: Checks,
 ) -> Result<Option<(Envelope, Data)>, TransportError> {
     let mut at = 0;

@@ -15,23 +15,23 @@ use std::time::Duration;
 use encke_core::Data;
 use encke_core::kernel::Kernel;
 use encke_core::plan::Plan;
-use encke_core::plan::survival::{Agreement, Epoch, Standing};
+use encke_core::plan::membership::{Agreement, Epoch, RankProgress};
 use encke_core::transport::TransportError;
 use encke_ring::RankError;
-use encke_ring::rank::Loans;
+use encke_ring::rank::BorrowedInputs;
 use encke_ring::survive::go_on;
 
-use crate::trial::{Event, World};
+use crate::fault_run::{Event, World};
 
 /// What the ranks know of each other beside messages.
-pub(crate) struct Council {
+pub(crate) struct SimMembership {
     pub epoch: Epoch,
     /// The longest program of each epoch.
     pub rounds: Vec<usize>,
     /// Whether everyone who lives has finished, and all know it.
     pub is_over: bool,
     /// Of those that have come to agree.
-    standings: Vec<Option<Standing>>,
+    standings: Vec<Option<RankProgress>>,
     /// Who is known to be away in this epoch, or gone for good.
     away: Vec<bool>,
     gone: Vec<bool>,
@@ -39,10 +39,10 @@ pub(crate) struct Council {
     is_dissolved: bool,
 }
 
-impl Council {
-    pub fn new(plan: &Arc<Plan>) -> Council {
+impl SimMembership {
+    pub fn new(plan: &Arc<Plan>) -> SimMembership {
         let ranks = plan.ranks();
-        Council {
+        SimMembership {
             epoch: Epoch::first(plan),
             rounds: Vec::new(),
             is_over: false,
@@ -121,7 +121,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             return self.die(rank, round, now);
         }
         let done = self.players[rank].rank.done();
-        self.council.standings[rank] = Some(Standing { done, finished });
+        self.council.standings[rank] = Some(RankProgress { done, finished });
         if self.council.is_dissolved {
             return self.dissolve(now);
         }
@@ -156,7 +156,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
                 &mut player.rank,
                 &mut epoch,
                 &agreement,
-                Loans::default(),
+                BorrowedInputs::default(),
             );
             player.missing.clear();
             match resumed {

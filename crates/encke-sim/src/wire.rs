@@ -8,17 +8,17 @@ use encke_core::Data;
 use encke_core::conformance::Random;
 use encke_core::host::allocate;
 use encke_core::kernel::KernelError;
-use encke_core::transport::{Address, Parcel};
+use encke_core::transport::{Address, WireBuffer};
 use encke_ring::Envelope;
 use serde::Serialize;
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::hardship::{Hardship, Kind};
+use crate::fault_config::{FaultConfig, Kind};
 
 /// A message as the wire has it.
 #[derive(Debug, Clone)]
-pub struct Letter {
+pub struct Packet {
     /// Who sent it.
     pub from: usize,
     /// Who is to receive it.
@@ -29,7 +29,7 @@ pub struct Letter {
     pub contents: Data,
 }
 
-impl Letter {
+impl Packet {
     /// The message that `rank` sends in a round of an epoch: a copy, since the sender goes on.
     pub fn new(
         rank: usize,
@@ -37,11 +37,11 @@ impl Letter {
         round: usize,
         to: Address,
         parcel: &Data,
-    ) -> Result<Letter, KernelError> {
+    ) -> Result<Packet, KernelError> {
         let dtype = parcel.as_slice().dtype();
         let mut contents = allocate("the simulated wire", dtype, to.elements)?;
         contents.copy_from(parcel, to.elements);
-        Ok(Letter {
+        Ok(Packet {
             from: rank,
             to: to.peer,
             envelope: Envelope::new(rank, epoch as u64, round, to, parcel).to_bytes(),
@@ -63,7 +63,7 @@ impl Letter {
 
 /// A fault that really happened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Strike {
+pub struct InjectedFault {
     /// What kind.
     pub kind: Kind,
     /// The rank it began at.
@@ -77,18 +77,18 @@ pub struct Strike {
 /// The links between all ranks.
 #[derive(Debug)]
 pub struct Wire {
-    hardship: Hardship,
+    hardship: FaultConfig,
     random: Random,
     /// When the latest message of each link arrives: links keep their order unless they are told
     /// otherwise.
     latest: HashMap<(usize, usize), Duration>,
     /// What happened to messages.
-    pub strikes: Vec<Strike>,
+    pub strikes: Vec<InjectedFault>,
 }
 
 impl Wire {
     /// A wire with the faults of its hardship.
-    pub fn new(hardship: &Hardship) -> Wire {
+    pub fn new(hardship: &FaultConfig) -> Wire {
         Wire {
             random: Random::new(hardship.seed),
             hardship: hardship.clone(),
@@ -103,7 +103,7 @@ impl Wire {
         let struck = (self.random.below(PARTS) as f64) < odds * PARTS as f64;
         if struck {
             let to = Some(to);
-            self.strikes.push(Strike {
+            self.strikes.push(InjectedFault {
                 kind,
                 rank,
                 to,
@@ -122,11 +122,11 @@ impl Wire {
         &mut self,
         now: Duration,
         round: usize,
-        mut letter: Letter,
-    ) -> Vec<(Duration, Letter)> {
+        mut letter: Packet,
+    ) -> Vec<(Duration, Packet)> {
         let link = (letter.from, letter.to);
         let place = (letter.from, letter.to, round);
-        let Hardship {
+        let FaultConfig {
             latency,
             delay,
             longest_delay,

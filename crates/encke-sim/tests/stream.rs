@@ -14,7 +14,7 @@ use encke_core::{
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
 use encke_sim::stream::{
-    Checksum, Files, Generator, Samples, Sink, Source, Spool, Stream, StreamError, Stretch,
+    Checksum, Files, Generator, GradientFile, RowRange, Samples, Sink, Source, Stream, StreamError,
     TensorFile, fit, width,
 };
 use proptest::prelude::*;
@@ -35,7 +35,7 @@ impl Memory {
     }
 
     /// Every (place in the tensor, place in the stretch) of a row.
-    fn rows(dims: [usize; 4], stretch: &Stretch<'_>) -> Vec<(usize, usize)> {
+    fn rows(dims: [usize; 4], stretch: &RowRange<'_>) -> Vec<(usize, usize)> {
         let [_, n, h, d] = dims;
         let mut rows = Vec::new();
         for token in stretch.tokens.tokens() {
@@ -53,7 +53,7 @@ impl Source for Memory {
         self.get(role).dtype()
     }
 
-    fn read(&self, stretch: &Stretch<'_>, to: &mut Data) -> Result<(), StreamError> {
+    fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
         let tensor = self.get(stretch.role);
         for (there, here) in Memory::rows(tensor.dims(), stretch) {
             for i in 0..tensor.dims()[3] {
@@ -65,7 +65,7 @@ impl Source for Memory {
 }
 
 impl Sink for Memory {
-    fn write(&mut self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
+    fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         let tensor = self.tensors.get_mut(&(stretch.role as u8)).unwrap();
         let dims = tensor.dims();
         for (there, here) in Memory::rows(dims, stretch) {
@@ -116,7 +116,8 @@ fn stream(kernel: &CpuKernel, request: &Request, source: &dyn Source, sink: &mut
     let plan = Plan::new(request.clone()).unwrap();
     let mut stream = Stream::new(kernel, &plan).unwrap();
     let file = tempfile::tempfile().unwrap();
-    let mut spool = (request.pass != Pass::Forward).then(|| Spool::new(file, request).unwrap());
+    let mut spool =
+        (request.pass != Pass::Forward).then(|| GradientFile::new(file, request).unwrap());
     let mut received = 0;
     for rank in 0..plan.ranks() {
         let done = stream.rank(rank, source, sink, spool.as_mut()).unwrap();
@@ -364,7 +365,7 @@ fn files_hold_what_was_written_wherever_it_was() {
     files.add(Role::V, tensor(13 + tensor(0).bytes()));
     let generator = Generator::new(9, 4);
     let all = [0, 1, 2];
-    let stretch = |role, batch, tokens| Stretch {
+    let stretch = |role, batch, tokens| RowRange {
         role,
         batch,
         tokens,
@@ -380,7 +381,7 @@ fn files_hold_what_was_written_wherever_it_was() {
     }
     let lists = [(Role::K, &all[..]), (Role::V, &[1]), (Role::K, &[0, 2])];
     for (role, heads) in lists {
-        let stretch = Stretch {
+        let stretch = RowRange {
             heads,
             ..stretch(role, 1, run(3, 3, 3))
         };

@@ -17,7 +17,7 @@ use encke_ring::RingError as Error;
 use encke_sim::clock::Machine;
 
 use crate::attention::Attention;
-use crate::choose::{Choice, Wish, Work, choose};
+use crate::choose::{Choice, Constraints, Work, choose};
 use crate::tune::{Source, TuneError, threads_here};
 
 /// How many choices are remembered.
@@ -39,7 +39,7 @@ pub struct Auto {
     /// Whether it is left open how many distances a round takes.
     pub width: bool,
     /// Whether it is left open what travels in the backward pass.
-    pub visitors: bool,
+    pub rotate: bool,
     /// The largest ring there can be.
     pub most_ranks: usize,
     /// Bytes that a rank may hold.
@@ -69,7 +69,7 @@ impl Auto {
             cut: true,
             queries: false,
             width: true,
-            visitors: true,
+            rotate: true,
             most_ranks,
             memory_limit: None,
             one_device_below: None,
@@ -130,7 +130,7 @@ impl<K: Kernel> Attention<K> {
         let dtype = self.compute_dtype(dtype);
         let make = || {
             let settings = &self.settings;
-            let wish = Wish {
+            let wish = Constraints {
                 work: match pass {
                     Pass::Forward => Work::Forward,
                     Pass::Backward { .. } => Work::Backward,
@@ -139,11 +139,11 @@ impl<K: Kernel> Attention<K> {
                 cut: (!auto.cut).then(|| settings.cut.clone()),
                 queries: (!auto.queries).then_some(settings.queries),
                 width: (!auto.width).then_some(settings.schedule.width),
-                visitors: (!auto.visitors).then_some(settings.schedule.backward),
+                rotate: (!auto.rotate).then_some(settings.schedule.backward),
                 redundancy: settings.redundancy,
                 memory_limit: auto.memory_limit,
                 one_device_below: auto.one_device_below,
-                ..Wish::new(shape, settings.pattern.clone(), dtype, auto.most_ranks)
+                ..Constraints::new(shape, settings.pattern.clone(), dtype, auto.most_ranks)
             };
             choose(self.kernel(), &wish, &auto.machine).map_err(|error| Error::Undecided {
                 reason: error.to_string(),

@@ -1,7 +1,7 @@
 //! Calls on tensors that are on a GPU already, in memory of another library.
 //!
 //! Inputs are read and outputs written where they are, on behalf of the stream their owner is on (see
-//! [`Guest`]). The decision here: a rank is seated on the caller's memory wherever it lies as the rank
+//! [`ForeignStream`]). The decision here: a rank is seated on the caller's memory wherever it lies as the rank
 //! would hold it; other rows are copied on the GPU. Ranks do not outlive a call, since they must not
 //! keep what was only lent.
 
@@ -14,7 +14,7 @@ use encke_core::plan::Plan;
 use encke_core::plan::program::{BufferId, Port, Role};
 use encke_core::sharding::Run;
 use encke_core::transport::Transport;
-use encke_cuda::{Buffer, CudaKernel, Guest, Lent};
+use encke_cuda::{Buffer, CudaKernel, DeviceView, ForeignStream};
 use encke_ring::call::{conclude, guarded};
 use encke_ring::thread_ring::on_threads;
 use encke_ring::trace::{Event, Recorder};
@@ -31,9 +31,9 @@ pub struct GpuCall<'a> {
     /// What is computed.
     pub plan: &'a Plan,
     /// All tensors the plan takes.
-    pub inputs: &'a [(Role, Lent<'a>)],
+    pub inputs: &'a [(Role, DeviceView<'a>)],
     /// Those it returns that are wanted.
-    pub outputs: &'a [(Role, Lent<'a>)],
+    pub outputs: &'a [(Role, DeviceView<'a>)],
     /// How long an exchange may wait for another rank.
     pub deadline: Duration,
 }
@@ -51,7 +51,7 @@ pub struct Enqueued {
 
 impl GpuCall<'_> {
     /// Enqueues it, all ranks on the kernel's GPU, and ends the guest's call.
-    pub fn run(&self, guest: Guest) -> Result<Enqueued, Error> {
+    pub fn run(&self, guest: ForeignStream) -> Result<Enqueued, Error> {
         let rank = |rank: usize| Ok(Rank::idle(self.plan.rank(rank)?));
         let mut ranks: Vec<Rank<CudaKernel>> = (0..self.plan.ranks())
             .map(rank)
@@ -78,7 +78,7 @@ impl GpuCall<'_> {
     /// transport. Its hops have landed when this returns.
     pub fn run_shard(
         &self,
-        guest: Guest,
+        guest: ForeignStream,
         number: usize,
         transport: &mut dyn Transport<Buffer>,
     ) -> Result<(), Error> {
@@ -100,16 +100,16 @@ impl GpuCall<'_> {
     /// is `alone` with the outputs is seated on them too.
     fn seat(
         &self,
-        guest: &Guest,
+        guest: &ForeignStream,
         rank: &mut Rank<CudaKernel>,
         alone: bool,
     ) -> Result<usize, Error> {
-        let lend = |lent: &Lent<'_>, first: usize, elements: usize| {
+        let lend = |lent: &DeviceView<'_>, first: usize, elements: usize| {
             let buffer = guest.buffer(lent, first, elements);
             buffer.map_err(KernelError::from)
         };
         let mut lent_bytes = 0;
-        let mut copied: Vec<(BufferId, &Lent<'_>, Vec<Run>)> = Vec::new();
+        let mut copied: Vec<(BufferId, &DeviceView<'_>, Vec<Run>)> = Vec::new();
         for port in rank.plan().inputs.clone() {
             let given = self.inputs.iter().find(|(role, _)| *role == port.role);
             let (_, lent) = given.ok_or(Error::MissingInput { role: port.role })?;
@@ -163,7 +163,7 @@ impl GpuCall<'_> {
     }
 
     /// Copies the rows of every output that no rank has written in place to their tokens.
-    fn collect(&self, guest: &Guest, ranks: &[Rank<CudaKernel>]) -> Result<(), Error> {
+    fn collect(&self, guest: &ForeignStream, ranks: &[Rank<CudaKernel>]) -> Result<(), Error> {
         for (role, lent) in self.outputs {
             let port = |rank: &Rank<CudaKernel>| -> Option<Port> {
                 let found = rank.plan().outputs.iter().find(|port| port.role == *role);
@@ -201,7 +201,7 @@ impl GpuCall<'_> {
 }
 
 /// Which number the rows of `runs` begin with, if they lie as a rank would hold them.
-fn in_place(lent: &Lent<'_>, runs: &[Run]) -> Option<usize> {
+fn in_place(lent: &DeviceView<'_>, runs: &[Run]) -> Option<usize> {
     let ([b, n, h, d], strides) = (lent.dims(), lent.strides());
     let (first, count) = host::whole_run(runs)?;
     let dense = strides[1] == h * d && (strides[2] == d || h == 1);
@@ -211,7 +211,7 @@ fn in_place(lent: &Lent<'_>, runs: &[Run]) -> Option<usize> {
 }
 
 /// The rows of `runs`, from where a tensor has them to a buffer `[b, rows, h, d]`.
-fn blocks(lent: &Lent<'_>, runs: &[Run]) -> Vec<Block> {
+fn blocks(lent: &DeviceView<'_>, runs: &[Run]) -> Vec<Block> {
     let ([b, _, h, d], strides) = (lent.dims(), lent.strides());
     let rows: usize = runs.iter().map(|run| run.count).sum();
     let mut before = 0;

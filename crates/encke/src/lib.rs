@@ -91,11 +91,11 @@ pub use checkpoint::{Checkpoint, CheckpointPolicy, Kept};
 pub use elastic::{NewRing, Proposal, Resizing, ShardedBackward, ShardedForward};
 pub use encke_core::kernel::{Kernel, KernelError};
 pub use encke_core::plan::explain;
-pub use encke_core::plan::rings::Freight;
+pub use encke_core::plan::rings::Rotating;
 pub use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 pub use encke_core::sharding::{Cut, Sharding};
 pub use encke_core::transport::{
-    Address, HostParcel, Incoming, Moved, Outgoing, Parcel, Transport, TransportError,
+    Address, HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError, WireBuffer,
 };
 pub use encke_core::{
     Branch, DType, Data, Element, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape,
@@ -103,7 +103,7 @@ pub use encke_core::{
 };
 pub use encke_core::{conformance, plan, reference};
 pub use encke_cpu::CpuKernel;
-pub use encke_cuda::{CudaKernel, Error as CudaError, Guest, Lent};
+pub use encke_cuda::{CudaKernel, DeviceView, Error as CudaError, ForeignStream};
 pub use encke_ring::{
     Activity, CacheLimits, CacheStats, Fault, Phase, RankError, RankMemory, RingError as Error,
     Sharded, Trace, gather_sequence, split_sequence, threads, trace,

@@ -9,7 +9,7 @@ use encke_core::kernel::{Kernel, KernelError};
 use encke_core::plan::program::Role;
 use encke_core::plan::{Pass, Plan};
 use encke_core::{DType, Error as RequestError, Shape};
-use encke_cuda::{CudaKernel, Guest, Lent};
+use encke_cuda::{CudaKernel, DeviceView, ForeignStream};
 use encke_ring::RingError as Error;
 use encke_ring::call;
 
@@ -24,10 +24,10 @@ impl Attention<CudaKernel> {
     /// [`Attention::plan`] says; the log-sum-exp of the forward pass is what its backward pass reads.
     pub fn enqueue(
         &self,
-        guest: Guest,
+        guest: ForeignStream,
         pass: Pass,
-        inputs: &[(Role, Lent<'_>)],
-        outputs: &[(Role, Lent<'_>)],
+        inputs: &[(Role, DeviceView<'_>)],
+        outputs: &[(Role, DeviceView<'_>)],
     ) -> Result<Report, Error> {
         let (shape, dtype) = shape_of(inputs)?;
         let plan = self.plan_on_gpu(shape, dtype, pass)?;
@@ -85,7 +85,7 @@ impl Attention<CudaKernel> {
 }
 
 /// The shape and type that q, k and v amount to, if they agree with one another.
-fn shape_of(inputs: &[(Role, Lent<'_>)]) -> Result<(Shape, DType), Error> {
+fn shape_of(inputs: &[(Role, DeviceView<'_>)]) -> Result<(Shape, DType), Error> {
     let of = |wanted: Role| {
         let found = inputs.iter().find(|(role, _)| *role == wanted);
         found
@@ -114,10 +114,10 @@ fn shape_of(inputs: &[(Role, Lent<'_>)]) -> Result<(Shape, DType), Error> {
 /// cannot be written as they lie.
 fn check(
     plan: &Plan,
-    inputs: &[(Role, Lent<'_>)],
-    outputs: &[(Role, Lent<'_>)],
+    inputs: &[(Role, DeviceView<'_>)],
+    outputs: &[(Role, DeviceView<'_>)],
 ) -> Result<(), Error> {
-    let of = |given: &'_ [(Role, Lent<'_>)], wanted: Role| {
+    let of = |given: &'_ [(Role, DeviceView<'_>)], wanted: Role| {
         let at = given.iter().position(|(role, _)| *role == wanted);
         at.ok_or(Error::MissingInput { role: wanted })
     };

@@ -14,7 +14,8 @@ use encke::explain::bytes;
 use encke::plan::program::Role;
 use encke::{Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request, Sharding};
 use encke_sim::stream::{
-    Files, Fit, PROGRAM_BYTES, Sink, Source, Spool, Stream, StreamError, Stretch, TensorFile, fit,
+    Files, Fit, GradientFile, PROGRAM_BYTES, RowRange, Sink, Source, Stream, StreamError,
+    TensorFile, fit,
 };
 
 use super::inputs::Inputs;
@@ -57,7 +58,7 @@ impl Source for Inspected<'_> {
         self.files.dtype(role)
     }
 
-    fn read(&self, stretch: &Stretch<'_>, to: &mut Data) -> Result<(), StreamError> {
+    fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
         Source::read(&self.files, stretch, to)?;
         let named = self.names.iter().find(|(role, _)| *role == stretch.role);
         let (Some(compute), Some((role, name))) = (self.compute, named) else {
@@ -236,7 +237,7 @@ fn pass<K: Kernel>(
     let (name, mut spool) = match plan.request().pass {
         Pass::Forward => ("forward", None),
         Pass::Backward { .. } => {
-            let spool = Spool::new(output.beside()?, plan.request())?;
+            let spool = GradientFile::new(output.beside()?, plan.request())?;
             ("backward", Some(spool))
         }
     };

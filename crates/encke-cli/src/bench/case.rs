@@ -8,7 +8,7 @@ use encke::{Backward, DType, Data, Forward, Request, Tensor};
 use encke_core::host;
 use encke_core::job::Block;
 use encke_core::sharding::Run;
-use encke_sim::stream::{Generator, Sampled, Source, Stretch};
+use encke_sim::stream::{Generator, RowRange, Sampled, Source};
 
 use crate::check::{Checked, places};
 use crate::tensors::Tensors;
@@ -103,7 +103,7 @@ fn tensor(
         for run in runs {
             let count = run.count * heads * shape.dim;
             let mut numbers = Data::zeros(DType::F32, count);
-            let stretch = Stretch {
+            let stretch = RowRange {
                 role,
                 batch,
                 tokens: *run,

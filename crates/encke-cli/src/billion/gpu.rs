@@ -15,7 +15,8 @@ use encke::{CudaError, CudaKernel, DType, KernelError, RankError, RankMemory};
 use encke_cuda::{Buffer, Device, Instant, RowSums};
 use encke_ring::memory::planned;
 use encke_sim::stream::{
-    Checksum, Dock, Gathered, Generator, Held, RankDone, Samples, Stream, StreamError, Stretch,
+    BufferSlot, Checksum, Gathered, Generator, RankDone, RowIo, RowRange, Samples, Stream,
+    StreamError,
 };
 use serde::Serialize;
 
@@ -147,7 +148,7 @@ impl Works<CudaKernel> for Gpu<'_> {
     ) -> Result<RankDone> {
         self.underway = Underway::default();
         let begin = self.device().instant()?;
-        let mut dock = DeviceDock {
+        let mut dock = DeviceRowIo {
             kernel: self.kernel,
             generator,
             samples,
@@ -204,7 +205,7 @@ impl Works<CudaKernel> for Gpu<'_> {
 }
 
 /// Makes rows on the device, and sums them up there.
-struct DeviceDock<'a> {
+struct DeviceRowIo<'a> {
     kernel: &'a CudaKernel,
     generator: &'a Generator,
     samples: &'a Samples,
@@ -214,7 +215,7 @@ struct DeviceDock<'a> {
     underway: &'a mut Underway,
 }
 
-impl DeviceDock<'_> {
+impl DeviceRowIo<'_> {
     fn failed(&self, source: KernelError) -> StreamError {
         StreamError::Rank {
             rank: self.rank,
@@ -231,12 +232,12 @@ impl DeviceDock<'_> {
     }
 }
 
-impl Dock<CudaKernel> for DeviceDock<'_> {
+impl RowIo<CudaKernel> for DeviceRowIo<'_> {
     fn fetch(
         &mut self,
-        stretch: &Stretch<'_>,
+        stretch: &RowRange<'_>,
         width: usize,
-        to: Held<&mut Buffer>,
+        to: BufferSlot<&mut Buffer>,
     ) -> Result<(), StreamError> {
         let key = |&head: &usize| self.generator.head_key(stretch.role, stretch.batch, head);
         let keys: Vec<u64> = stretch.heads.iter().map(key).collect();
@@ -253,8 +254,8 @@ impl Dock<CudaKernel> for DeviceDock<'_> {
 
     fn deliver(
         &mut self,
-        from: Held<&Buffer>,
-        stretch: &Stretch<'_>,
+        from: BufferSlot<&Buffer>,
+        stretch: &RowRange<'_>,
         width: usize,
         _: DType,
     ) -> Result<(), StreamError> {
@@ -262,7 +263,7 @@ impl Dock<CudaKernel> for DeviceDock<'_> {
             self.computed = Some(self.instant()?);
         }
         if stretch.role == Role::Out {
-            let Stretch {
+            let RowRange {
                 batch,
                 tokens,
                 heads,

@@ -6,7 +6,7 @@ use anyhow::Result;
 use encke::trace::Activity;
 use encke::{CpuKernel, Data, RankMemory};
 use encke_sim::stream::{
-    Checksum, Generator, RankDone, Samples, Sink, Stream, StreamError, Stretch,
+    Checksum, Generator, RankDone, RowRange, Samples, Sink, Stream, StreamError,
 };
 
 use super::gpu::DeviceMemory;
@@ -34,7 +34,7 @@ struct Output<'a> {
 }
 
 impl Sink for Output<'_> {
-    fn write(&mut self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
+    fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         self.checksum.write(stretch, from)?;
         self.samples.write(stretch, from)
     }

@@ -47,7 +47,7 @@ pub fn words<K: Kernel>(
             most.plans = most.plans.max(stats.plans);
             most.pools = most.pools.max(stats.pools);
             most.pool_bytes = most.pool_bytes.max(stats.pool_bytes);
-            most.spare_bytes = most.spare_bytes.max(stats.spare_bytes);
+            most.pooled_bytes = most.pooled_bytes.max(stats.pooled_bytes);
         }
         progress.inc(1);
     }
@@ -83,7 +83,7 @@ pub fn words<K: Kernel>(
         String::new(),
         String::new(),
         String::new(),
-        bytes(most.spare_bytes),
+        bytes(most.pooled_bytes),
         bytes(limits.pool_bytes),
     ]);
     Ok(format!("\n{}\n{table}", paint.bold(&title)))

@@ -15,7 +15,7 @@ use encke::explain::bytes;
 use encke::plan::program::{Component, RankPlan, Role};
 use encke::{Activity, Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request};
 use encke_core::transport::{Address, Incoming, Outgoing, Transport};
-use encke_sim::stream::{Generator, Member, Source, StreamError, Stretch};
+use encke_sim::stream::{Generator, Member, RowRange, Source, StreamError};
 use serde::{Deserialize, Serialize};
 
 use super::{Options, output, report};
@@ -41,7 +41,7 @@ impl Source for Rows {
         self.wide.dtype(role)
     }
 
-    fn read(&self, stretch: &Stretch<'_>, to: &mut Data) -> Result<(), StreamError> {
+    fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
         match stretch.role {
             Role::Lse | Role::Dlse => self.narrow.read(stretch, to),
             _ => self.wide.read(stretch, to),

@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
 use encke::{Attention, RankError, TransportError};
-use encke_sim::hardship::Kind;
-use encke_sim::trial::End;
-use encke_sim::verdict::{self, Verdict};
+use encke_sim::fault_config::Kind;
+use encke_sim::fault_outcome::{self, FaultOutcome};
+use encke_sim::fault_run::End;
 
 use crate::table::Table;
 
@@ -47,34 +47,36 @@ impl Faults {
     pub fn run(&mut self, seed: u64) -> Result<()> {
         let kind = Kind::ALL[(seed % Kind::ALL.len() as u64) as usize];
         let (sample, hardship) = match self.redundancy {
-            0 => verdict::draw(kind, seed)?,
-            redundancy => verdict::draw_surviving(kind, seed, redundancy)?,
+            0 => fault_outcome::draw(kind, seed)?,
+            redundancy => fault_outcome::draw_surviving(kind, seed, redundancy)?,
         };
-        let (trial, verdict) = verdict::try_out(self.attention.kernel(), &sample, &hardship)?;
+        let (trial, verdict) = fault_outcome::try_out(self.attention.kernel(), &sample, &hardship)?;
         let tally = self.by_kind.entry(kind).or_default();
         tally.runs += 1;
         tally.struck += usize::from(!trial.strikes.is_empty());
         let is_lost = |end: &End| matches!(end.error, Some(RankError::Lost(_)));
         let place = match &verdict {
-            Verdict::Right => &mut tally.right,
-            Verdict::Survived { .. } => &mut tally.survived,
-            Verdict::Failed { .. } if trial.ends.iter().any(is_lost) => &mut tally.lost,
-            Verdict::Failed {
+            FaultOutcome::Right => &mut tally.right,
+            FaultOutcome::Survived { .. } => &mut tally.survived,
+            FaultOutcome::Failed { .. } if trial.ends.iter().any(is_lost) => &mut tally.lost,
+            FaultOutcome::Failed {
                 first: RankError::Died { .. },
             } => &mut tally.died,
-            Verdict::Failed {
+            FaultOutcome::Failed {
                 first: RankError::Transport(TransportError::Corrupt { .. }),
             } => &mut tally.corrupt,
-            Verdict::Failed { .. } => &mut tally.deadline,
-            Verdict::Wrong { .. } | Verdict::Broken { .. } => &mut tally.wrong,
+            FaultOutcome::Failed { .. } => &mut tally.deadline,
+            FaultOutcome::Wrong { .. } | FaultOutcome::Broken { .. } => &mut tally.wrong,
         };
         *place += 1;
         match verdict {
-            Verdict::Right | Verdict::Survived { .. } | Verdict::Failed { .. } => Ok(()),
-            Verdict::Wrong { output } => {
+            FaultOutcome::Right | FaultOutcome::Survived { .. } | FaultOutcome::Failed { .. } => {
+                Ok(())
+            }
+            FaultOutcome::Wrong { output } => {
                 bail!("{}: {output} has wrong numbers", kind.name())
             }
-            Verdict::Broken { how } => bail!("{}: {how}", kind.name()),
+            FaultOutcome::Broken { how } => bail!("{}: {how}", kind.name()),
         }
     }
 

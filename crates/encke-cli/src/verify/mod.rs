@@ -42,7 +42,7 @@ Examples:
 What is drawn: batch, tokens, heads, key heads, head dimension; dense, group, mix and fkodom
 patterns with their options, causal or not; every sharding, empty chunks included, on 1 to 32
 ranks; queries sharded or replicated; f64, f32, bf16, f16; a gradient of the lse; both checkpoint
-policies. Each is run forward and backward. Held against the reference: out, lse, dq, dk, dv; bytes
+policies. Each is run forward and backward. BufferSlot against the reference: out, lse, dq, dk, dv; bytes
 sent against the bytes planned; bytes allocated against the bytes planned. In fkodom mode, which
 divides by sums of values and is ill-conditioned where they are near 0, values are drawn positive
 and f64 is used.

@@ -225,10 +225,10 @@ fn every_schedule_has_the_same_result() {
     let expected = files::read(&folder.join("expected.safetensors"));
     for options in [
         "--schedule 2",
-        "--schedule 3 --visitors queries",
+        "--schedule 3 --rotate queries",
         "--schedule gather",
-        "--visitors queries",
-        "--schedule auto --visitors auto",
+        "--rotate queries",
+        "--schedule auto --rotate auto",
     ] {
         folder.succeeds(&format!("{ring} {options} -o out.safetensors"));
         let out = files::read(&folder.join("out.safetensors"));

@@ -75,7 +75,7 @@ fn schedules_are_planned_and_weighed() {
     assert_eq!(gather["request"]["schedule"]["width"], 7);
     assert_eq!(gather["sent_bytes"], ring["sent_bytes"]);
     assert!(gather["ranks"][0]["rounds"].as_u64() < ring["ranks"][0]["rounds"].as_u64());
-    let (keys, queries) = (json("--backward"), json("--backward --visitors queries"));
+    let (keys, queries) = (json("--backward"), json("--backward --rotate queries"));
     assert!(queries["sent_bytes"].as_u64() < keys["sent_bytes"].as_u64());
     let held = &queries["ranks"][0]["memory"];
     assert!(held["travelling-queries"].as_u64() > Some(0), "{held}");
@@ -86,13 +86,13 @@ fn schedules_are_planned_and_weighed() {
     }
     folder.refuses(&format!("{sizes} --schedule 0"), &["ring, gather, auto"]);
     folder.refuses(
-        &format!("{sizes} --visitors values"),
+        &format!("{sizes} --rotate values"),
         &["keys, queries or auto"],
     );
     let surviving = format!("{sizes} --redundancy 1");
     folder.succeeds(&format!("{surviving} --schedule 2"));
     folder.refuses(
-        &format!("{surviving} --visitors queries"),
+        &format!("{surviving} --rotate queries"),
         &["let keys travel"],
     );
 }

@@ -3,7 +3,7 @@
 use super::Random;
 use crate::dtype::{DType, Data};
 use crate::pattern::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
-use crate::plan::rings::Freight;
+use crate::plan::rings::Rotating;
 use crate::plan::{Queries, Request, Schedule};
 use crate::shape::Shape;
 use crate::sharding::{Cut, Sharding};
@@ -79,7 +79,7 @@ impl Configuration {
         }
         // Drawn last, so that a seed means what it meant before there was a choice.
         let width = random.pick(&[1, 1, 2, 3, usize::MAX]);
-        let backward = random.pick(&[Freight::Keys, Freight::Queries]);
+        let backward = random.pick(&[Rotating::Keys, Rotating::Queries]);
         request.schedule = Schedule { width, backward };
         Configuration { request, seed }
     }

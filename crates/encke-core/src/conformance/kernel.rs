@@ -8,7 +8,7 @@ use super::case::{Case, DIMS};
 use super::hidden::{self, same_carry, same_gradients};
 use super::judge::Judge;
 use super::layout::GAP;
-use super::{Failure, Random, cells, ends, moving};
+use super::{Failure, Random, cells, moving, softmax_ends};
 use crate::dtype::{DType, Data};
 use crate::kernel::{Carry, Gradients, Kernel, Upstream};
 use crate::naive::NaiveKernel;
@@ -107,7 +107,7 @@ fn attention<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
         |_| false,
     )?;
 
-    ends::check(bench, &oracle, &case, &judge)?;
+    softmax_ends::check(bench, &oracle, &case, &judge)?;
 
     let grown = bench.backward(&case, &told)?;
     let expected = oracle.backward(&case, &told)?;

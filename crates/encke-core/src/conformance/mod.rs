@@ -10,13 +10,13 @@ mod bench;
 mod case;
 mod cells;
 mod configuration;
-mod ends;
 mod hidden;
 mod judge;
 mod kernel;
 mod layout;
 mod merge;
 mod moving;
+mod softmax_ends;
 mod transport;
 
 pub use self::configuration::{Configuration, Tensors};

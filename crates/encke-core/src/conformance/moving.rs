@@ -11,7 +11,7 @@ use crate::kernel::Kernel;
 use crate::naive::NaiveKernel;
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
-use crate::transport::Parcel;
+use crate::transport::WireBuffer;
 
 /// One random case of each operation.
 pub(super) fn check<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {

@@ -1,14 +1,14 @@
 //! The backward program of one rank.
 
 use super::builder::Builder;
+use super::direct::RingPair;
 use super::flow::{DKV, DQ};
 use super::jobs::QueryRows;
 use super::layout::{Width, flat};
+use super::membership::Progress;
 use super::program::{BufferId, Component, Fill, RankPlan, Role, Task};
-use super::rings::Freight;
-use super::straight::Meeting;
-use super::survival::Progress;
-use super::visit::Cargo;
+use super::rings::Rotating;
+use super::rotation::RotatingTensor;
 use super::{Plan, Queries};
 use crate::job::Job;
 use crate::sharding::Run;
@@ -16,8 +16,8 @@ use crate::sharding::Run;
 pub(super) fn program(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     match plan.request.queries {
         Queries::Sharded => match plan.request.schedule.backward {
-            Freight::Keys => sharded(plan, rank, dlse, None),
-            Freight::Queries => visited(plan, rank, dlse),
+            Rotating::Keys => sharded(plan, rank, dlse, None),
+            Rotating::Queries => visited(plan, rank, dlse),
         },
         Queries::Replicated => replicated(plan, rank, dlse),
     }
@@ -39,16 +39,17 @@ struct Buffers {
 
 impl Buffers {
     /// What visits where queries do, in this order.
-    fn cargo(&self, plan: &Plan) -> [Cargo; 4] {
+    fn cargo(&self, plan: &Plan) -> [RotatingTensor; 4] {
         let own = [self.q, self.dout, self.lse, self.delta];
         let mut own = own.into_iter();
-        plan.query_cargo().map(|(name, dtype, width, role)| Cargo {
-            name,
-            own: own.next().expect("as many buffers as tensors"),
-            dtype,
-            width,
-            role,
-        })
+        plan.query_cargo()
+            .map(|(name, dtype, width, role)| RotatingTensor {
+                name,
+                own: own.next().expect("as many buffers as tensors"),
+                dtype,
+                width,
+                role,
+            })
     }
 
     /// A job on `k` and `v`, adding to `dq`, `dk` and `dv`.
@@ -156,9 +157,9 @@ pub(super) fn sharded(
     if begins {
         b.local_jobs(at, |job| at_home.task(job, [k, v], dq, [dk, dv]));
     }
-    let to_queries = |of: Meeting| so_far.is_none_or(|so_far| of.is_new_to_queries(so_far));
-    let to_keys = |of: Meeting| so_far.is_none_or(|so_far| of.is_new_to_keys(so_far));
-    let wanted = |of: Meeting| to_queries(of) || to_keys(of);
+    let to_queries = |of: RingPair| so_far.is_none_or(|so_far| of.is_new_to_queries(so_far));
+    let to_keys = |of: RingPair| so_far.is_none_or(|so_far| of.is_new_to_keys(so_far));
+    let wanted = |of: RingPair| to_queries(of) || to_keys(of);
     let waste = so_far.map(|_| waste(&mut b, (to_queries, to_keys)));
     let gradients = Component::TravellingGradients;
     let width = so_far.map_or(plan.request.schedule.width, |_| 1);
@@ -203,16 +204,16 @@ pub(super) fn sharded(
 /// side only.
 fn waste(
     b: &mut Builder<'_>,
-    (to_queries, to_keys): (impl Fn(Meeting) -> bool, impl Fn(Meeting) -> bool),
+    (to_queries, to_keys): (impl Fn(RingPair) -> bool, impl Fn(RingPair) -> bool),
 ) -> [BufferId; 3] {
     let (plan, sum) = (b.plan, b.plan.request.dtype.sum());
     let seats = b.seats_of(1);
     let met = || {
-        let visitors = seats.iter().flat_map(|seat| {
-            let visitors = seat.visitors();
-            visitors.map(|(distance, home, parcel)| (seat.meeting(distance, home), parcel))
+        let rotating = seats.iter().flat_map(|seat| {
+            let rotating = seat.rotating();
+            rotating.map(|(distance, home, parcel)| (seat.meeting(distance, home), parcel))
         });
-        visitors.map(|(of, parcel)| (to_queries(of), to_keys(of), parcel))
+        rotating.map(|(of, parcel)| (to_queries(of), to_keys(of), parcel))
     };
     let of_queries = met().any(|(queries, keys, _)| !queries && keys);
     let of_keys = met().filter(|(queries, keys, _)| *queries && !keys);
@@ -244,16 +245,16 @@ fn visited(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     for seat in b.seats() {
         let visit = b.visit(seat, Component::TravellingQueries, &cargo);
         let gather = b.gather(seat, Component::TravellingGradients, &DQ, &[dq], own);
-        b.jobs_with_visitors(seat, |stop, job| {
+        b.jobs_with_rotating(seat, |stop, job| {
             let met = visit.at(stop);
-            let visitors = Buffers {
+            let rotating = Buffers {
                 q: met[0],
                 dout: met[1],
                 lse: met[2],
                 delta: met[3],
                 ..at_home
             };
-            visitors.task(job, [k, v], gather.at(stop)[0], [dk, dv])
+            rotating.task(job, [k, v], gather.at(stop)[0], [dk, dv])
         });
     }
     b.output(Role::Dq, dq, runs.clone());

@@ -10,9 +10,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use super::membership::{Agreement, Epoch, RankProgress};
 use super::program::{Component, RankPlan};
-use super::rings::Freight;
-use super::survival::{Agreement, Epoch, Standing};
+use super::rings::Rotating;
 use super::{Pass, Plan, Queries, Request};
 use crate::error::Result;
 use crate::pattern::{Lane, Mode};
@@ -169,7 +169,7 @@ impl Plan {
         else {
             return Ok(None);
         };
-        let standing = Standing {
+        let standing = RankProgress {
             done: 1,
             finished: false,
         };
@@ -344,13 +344,13 @@ impl Explanation {
                 }
             };
             let (members, parcels) = (ranges(&ring.members), ring.parcels);
-            let visitors = match (self.request.queries, self.request.freight()) {
-                (Queries::Sharded, Freight::Queries) => " of queries",
+            let rotating = match (self.request.queries, self.request.freight()) {
+                (Queries::Sharded, Rotating::Queries) => " of queries",
                 _ => "",
             };
             writeln!(
                 f,
-                "  ring of ranks {members}: {parcels} parcels{visitors}, {how}"
+                "  ring of ranks {members}: {parcels} parcels{rotating}, {how}"
             )?;
         }
         match self.rings.len().saturating_sub(SHOWN) {

@@ -4,11 +4,11 @@
 //! to member, read by each. *Gather* (`gather.rs`): sums are added to on their way and end at home.
 //! *Share*, here: finished rows go all the way round (queries replicated).
 
+use super::batches::ParcelBatch;
 use super::builder::Builder;
 use super::layout::{Width, flat};
-use super::loads::Load;
 use super::program::{BufferId, CarryIds, Component, Fill, Message, Origin, Role, Task, TokenRows};
-use super::rings::{Freight, Parcel, Ring};
+use super::rings::{Parcel, Ring, Rotating};
 use super::{Pass, Plan, Queries};
 use crate::dtype::DType;
 use crate::job::Block;
@@ -68,7 +68,7 @@ pub(super) const DQ: [Channel; 1] = [gradient("travelling dq", Width::Query, Rol
 
 /// This rank's place in one ring.
 #[derive(Clone, Copy)]
-pub(super) struct Seat<'a> {
+pub(super) struct RingPosition<'a> {
     /// The ring's number, the same on all ranks.
     pub index: usize,
     /// The ring.
@@ -81,9 +81,9 @@ pub(super) struct Seat<'a> {
     pub tags: usize,
 }
 
-impl<'a> Seat<'a> {
+impl<'a> RingPosition<'a> {
     /// The parcels this rank computes with: (distance, home rank, parcel).
-    pub fn visitors(self) -> impl Iterator<Item = (usize, usize, &'a Parcel)> {
+    pub fn rotating(self) -> impl Iterator<Item = (usize, usize, &'a Parcel)> {
         (1..=self.ring.last()).filter_map(move |distance| {
             let parcel = self.ring.parcel_at(self.place, distance)?;
             let home = self.ring.members[self.ring.home_index(self.place, distance)];
@@ -92,7 +92,13 @@ impl<'a> Seat<'a> {
     }
 
     /// One end of a message of what a load holds, passed on from one member to another.
-    pub fn passed(self, member: usize, tag: usize, load: &Load<'_>, elements: usize) -> Address {
+    pub fn passed(
+        self,
+        member: usize,
+        tag: usize,
+        load: &ParcelBatch<'_>,
+        elements: usize,
+    ) -> Address {
         let mut address = self.address(member, tag, elements);
         // Of loads that go the same way in the same round, each has tags of its own.
         if self.width > 1 {
@@ -164,8 +170,8 @@ impl Plan {
         match (request.queries, request.pass) {
             (Queries::Sharded, Pass::Forward) => visits(&keys),
             (Queries::Sharded, Pass::Backward { .. }) => match request.schedule.backward {
-                Freight::Keys => visits(&keys) + gathers(&DKV),
-                Freight::Queries => visits(&queries) + gathers(&DQ),
+                Rotating::Keys => visits(&keys) + gathers(&DKV),
+                Rotating::Queries => visits(&queries) + gathers(&DQ),
             },
             (Queries::Replicated, Pass::Forward) => {
                 let out = shared(Width::WideCell) * request.out_dtype().bytes();
@@ -180,16 +186,16 @@ impl Plan {
 
 impl<'a> Builder<'a> {
     /// This rank's places in its rings, as the schedule has them.
-    pub fn seats(&self) -> Vec<Seat<'a>> {
+    pub fn seats(&self) -> Vec<RingPosition<'a>> {
         self.seats_of(self.plan.request.schedule.width)
     }
 
     /// The same for rounds that take so many distances.
-    pub fn seats_of(&self, width: usize) -> Vec<Seat<'a>> {
+    pub fn seats_of(&self, width: usize) -> Vec<RingPosition<'a>> {
         let plan = self.plan;
         let seat = |&(index, place): &(usize, usize)| {
             let ring = &plan.rings[index];
-            Seat {
+            RingPosition {
                 index,
                 ring,
                 place,

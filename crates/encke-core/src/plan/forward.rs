@@ -1,12 +1,12 @@
 //! The forward program of one rank.
 
 use super::builder::Builder;
+use super::direct::RingPair;
 use super::flow::CARRY;
 use super::jobs::QueryRows;
 use super::layout::Width;
+use super::membership::Progress;
 use super::program::{BufferId, CarryIds, Component, Fill, RankPlan, Role, Task};
-use super::straight::Meeting;
-use super::survival::Progress;
 use super::{Plan, Queries};
 
 pub(super) fn program(plan: &Plan, rank: usize) -> RankPlan {
@@ -115,7 +115,7 @@ pub(super) fn sharded(plan: &Plan, rank: usize, so_far: Option<&[Progress]>) -> 
     // What is left after a death comes by itself, and one distance at a time.
     let width = so_far.map_or(plan.request.schedule.width, |_| 1);
     for seat in b.seats_of(width) {
-        let wanted = |of: Meeting| so_far.is_none_or(|so_far| of.is_new_to_queries(so_far));
+        let wanted = |of: RingPair| so_far.is_none_or(|so_far| of.is_new_to_queries(so_far));
         let visit = match so_far {
             None => b.visit(seat, Component::TravellingKv, &b.keys([k, v])),
             Some(_) => b.fetch(seat, [k, v], wanted),

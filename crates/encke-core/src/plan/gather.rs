@@ -7,10 +7,10 @@
 //! has for a home once, along or home, so the bytes are the same for every width; along, it is one
 //! message and one addition a round, and there is something to be taken apart only once.
 
+use super::batches::{BatchedParcel, ParcelBatch, Stop};
 use super::builder::Builder;
-use super::flow::{Channel, HOME, PASS, Seat, carry, origin};
+use super::flow::{Channel, HOME, PASS, RingPosition, carry, origin};
 use super::layout::{Resident, Width, flat, reversed};
-use super::loads::{Item, Load, Stop};
 use super::program::{BufferId, CarryIds, Component, Message, Task};
 use std::collections::BTreeMap;
 
@@ -49,14 +49,14 @@ impl<'a> Builder<'a> {
     /// merged, everything else is added.
     pub fn gather(
         &mut self,
-        seat: Seat<'a>,
+        seat: RingPosition<'a>,
         component: Component,
         channels: &[Channel],
         own: &[BufferId],
         at: Resident,
     ) -> Gather {
         let mut loads = seat.loads();
-        loads.retain(Load::is_needed);
+        loads.retain(ParcelBatch::is_needed);
         let parcel = seat.ring.parcels[seat.place].as_ref();
         let ends = parcel.map(|parcel| parcel.ends(seat.width).collect());
         self.gather_from(seat, component, channels, (own, at), (loads, ends))
@@ -66,14 +66,14 @@ impl<'a> Builder<'a> {
     /// with another rank: each member sends what it has home by itself.
     pub fn gather_straight(
         &mut self,
-        seat: Seat<'a>,
+        seat: RingPosition<'a>,
         component: Component,
         channels: &[Channel],
         own: &[BufferId],
         at: Resident,
     ) -> Gather {
         let mut loads = seat.loads();
-        loads.retain(Load::is_needed);
+        loads.retain(ParcelBatch::is_needed);
         for load in &mut loads {
             // Every way begins and ends here, whatever becomes of the rows. That they lie by how
             // far those go has been settled with the load.
@@ -88,11 +88,11 @@ impl<'a> Builder<'a> {
     /// Gathers sums of some loads; those of the own parcel come home from its `ends`.
     fn gather_from(
         &mut self,
-        seat: Seat<'a>,
+        seat: RingPosition<'a>,
         component: Component,
         channels: &[Channel],
         (own, at): (&[BufferId], Resident),
-        (loads, ends): (Vec<Load<'a>>, Option<Vec<usize>>),
+        (loads, ends): (Vec<ParcelBatch<'a>>, Option<Vec<usize>>),
     ) -> Gather {
         let local = [0, 1].map(|turn| {
             let mine = loads.iter().filter(|load| load.stop.round % 2 == turn);
@@ -125,13 +125,13 @@ impl<'a> Builder<'a> {
         &mut self,
         channels: &[Channel],
         component: Component,
-        loads: impl Iterator<Item = &'l Load<'a>>,
+        loads: impl Iterator<Item = &'l ParcelBatch<'a>>,
     ) -> Vec<Vec<BufferId>>
     where
         'a: 'l,
     {
         let (plan, sum) = (self.plan, self.plan.request.dtype.sum());
-        let loads: Vec<&Load<'a>> = loads.collect();
+        let loads: Vec<&ParcelBatch<'a>> = loads.collect();
         let slots = loads.iter().map(|load| load.stop.slot + 1).max();
         let mut sums = Vec::new();
         for slot in 0..slots.unwrap_or(1) {
@@ -147,8 +147,8 @@ impl<'a> Builder<'a> {
     }
 
     /// Buffers for what is taken out of loads: as many as part in one round.
-    fn part(&mut self, loads: &[Load<'a>], sums: &mut Sums<'_>) {
-        let mut by_round: BTreeMap<usize, Vec<&Item<'a>>> = BTreeMap::new();
+    fn part(&mut self, loads: &[ParcelBatch<'a>], sums: &mut Sums<'_>) {
+        let mut by_round: BTreeMap<usize, Vec<&BatchedParcel<'a>>> = BTreeMap::new();
         for load in loads.iter().filter(|load| load.items.len() > 1) {
             let parting = by_round.entry(load.stop.round).or_default();
             parting.extend(load.ended());
@@ -163,7 +163,7 @@ impl<'a> Builder<'a> {
     }
 
     /// The sums of a load: emptied, added to what the member before had, and passed on.
-    fn pass_sums(&mut self, seat: Seat<'a>, load: &Load<'a>, sums: &Sums<'_>) {
+    fn pass_sums(&mut self, seat: RingPosition<'a>, load: &ParcelBatch<'a>, sums: &Sums<'_>) {
         let round = load.stop.round;
         let local = sums.gather.at(load.stop);
         for (channel, &buffer) in sums.channels.iter().zip(local) {
@@ -213,8 +213,8 @@ impl<'a> Builder<'a> {
     /// parted sums are taken in this round, the first `taken` being taken already.
     fn send_home(
         &mut self,
-        seat: Seat<'a>,
-        load: &Load<'a>,
+        seat: RingPosition<'a>,
+        load: &ParcelBatch<'a>,
         sums: &Sums<'_>,
         mut taken: usize,
     ) -> usize {
@@ -248,12 +248,12 @@ impl<'a> Builder<'a> {
     /// Takes the sums of the own parcel in, from the ends of its ways, and adds them to `own`.
     fn bring_home(
         &mut self,
-        seat: Seat<'a>,
+        seat: RingPosition<'a>,
         sums: &Sums<'_>,
         (own, at): (&[BufferId], Resident),
         ends: Option<Vec<usize>>,
     ) {
-        let Seat {
+        let RingPosition {
             ring, place, width, ..
         } = seat;
         let (Some(parcel), Some(ends)) = (&ring.parcels[place], ends) else {

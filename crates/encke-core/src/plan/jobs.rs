@@ -2,12 +2,12 @@
 //! its keys are visited by. Forward and backward programs differ in what they make of a job, not
 //! in which jobs there are.
 
+use super::batches::Stop;
 use super::builder::Builder;
-use super::flow::Seat;
+use super::direct::RingPair;
+use super::flow::RingPosition;
 use super::layout::{Resident, Width};
-use super::loads::Stop;
 use super::program::Task;
-use super::straight::Meeting;
 use crate::job::{Job, Operand};
 use crate::rows::{Rows, Segments};
 use std::collections::BTreeSet;
@@ -59,9 +59,9 @@ impl Builder<'_> {
     /// `task` may do without some.
     pub fn jobs_with_keys(
         &mut self,
-        seat: Seat<'_>,
+        seat: RingPosition<'_>,
         at: QueryRows,
-        task: impl Fn(Stop, Meeting, Job) -> Option<Task>,
+        task: impl Fn(Stop, RingPair, Job) -> Option<Task>,
     ) {
         let plan = self.plan;
         for load in seat.loads().iter().filter(|load| load.is_needed()) {
@@ -85,7 +85,7 @@ impl Builder<'_> {
     }
 
     /// Jobs of this rank's keys with the queries that visit it, each in the round of its load.
-    pub fn jobs_with_visitors(&mut self, seat: Seat<'_>, task: impl Fn(Stop, Job) -> Task) {
+    pub fn jobs_with_rotating(&mut self, seat: RingPosition<'_>, task: impl Fn(Stop, Job) -> Task) {
         let plan = self.plan;
         for load in seat.loads().iter().filter(|load| load.is_needed()) {
             let cells = plan.laid(&load.items, Width::Cell);
@@ -118,7 +118,7 @@ impl Builder<'_> {
     /// is computed for them goes into the load: cells or (with `gradient`) dq.
     pub fn jobs_with_queries(
         &mut self,
-        seat: Seat<'_>,
+        seat: RingPosition<'_>,
         gradient: bool,
         task: impl Fn(Stop, Job) -> Task,
     ) {

@@ -4,28 +4,28 @@
 //! [`Plan::rank`] resolves one rank into a program. Nothing in here grows with the number of
 //! tokens; a plan for a billion of them is made in the time of one for a thousand.
 
+mod adoption;
+mod assignment;
 mod backward;
 pub mod balance;
+mod batches;
 mod builder;
 mod component;
-mod ends;
+mod direct;
 pub mod explain;
 mod flow;
 mod forward;
+mod fuse_softmax;
 mod gather;
-mod hosted;
 mod jobs;
 mod layout;
-mod loads;
-mod places;
+pub mod membership;
 pub mod program;
 pub mod resize;
 pub mod rings;
+mod rotation;
 mod schedule;
 mod sparse;
-mod straight;
-pub mod survival;
-mod visit;
 
 use serde::Serialize;
 
@@ -37,7 +37,7 @@ use crate::shape::Shape;
 use crate::sharding::Sharding;
 use layout::{HeadAddresses, Width};
 use program::{RankPlan, Role};
-use rings::{Freight, Ring};
+use rings::{Ring, Rotating};
 pub use schedule::Schedule;
 
 /// Who holds the queries.
@@ -122,11 +122,11 @@ impl Request {
     }
 
     /// What travels.
-    pub fn freight(&self) -> Freight {
+    pub fn freight(&self) -> Rotating {
         match (self.queries, self.pass) {
-            (Queries::Sharded, Pass::Forward) => Freight::Keys,
+            (Queries::Sharded, Pass::Forward) => Rotating::Keys,
             (Queries::Sharded, Pass::Backward { .. }) => self.schedule.backward,
-            (Queries::Replicated, _) => Freight::Queries,
+            (Queries::Replicated, _) => Rotating::Queries,
         }
     }
 
@@ -146,8 +146,8 @@ impl Request {
         if self.schedule.width == 0 {
             return Err(Error::NoWidth);
         }
-        if redundancy > 0 && self.schedule.backward == Freight::Queries {
-            return Err(Error::RedundantVisitors { redundancy });
+        if redundancy > 0 && self.schedule.backward == Rotating::Queries {
+            return Err(Error::RedundantRotation { redundancy });
         }
         Ok(())
     }
@@ -251,7 +251,7 @@ impl Plan {
         }
         Ok(match self.request.pass {
             Pass::Forward if self.request.ends_in_jobs() => {
-                ends::straight(forward::program(self, rank), self.can_go_on())
+                fuse_softmax::straight(forward::program(self, rank), self.can_go_on())
             }
             Pass::Forward => forward::program(self, rank),
             Pass::Backward { dlse } => backward::program(self, rank, dlse),

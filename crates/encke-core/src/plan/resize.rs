@@ -12,7 +12,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::places::assign;
+use super::assignment::assign;
 use super::program::{BufferId, BufferPlan, Component, Message, Port, RankPlan, Role, Round, Task};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -40,7 +40,7 @@ impl Moving {
 
 /// Tokens that go from a rank of the old ring to one of the new.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Stretch {
+pub struct TokenMove {
     /// The rank of the old ring that has them.
     pub from: usize,
     /// The rank of the new ring that will.
@@ -62,7 +62,7 @@ pub struct Resize {
     old: Shards,
     new: Shards,
     places: Vec<usize>,
-    stretches: Vec<Stretch>,
+    stretches: Vec<TokenMove>,
 }
 
 impl Resize {
@@ -130,7 +130,7 @@ impl Resize {
     }
 
     /// Every token once: who had it and who will.
-    pub fn stretches(&self) -> &[Stretch] {
+    pub fn stretches(&self) -> &[TokenMove] {
         &self.stretches
     }
 
@@ -146,7 +146,7 @@ impl Resize {
         self.moved_tokens() * tensors.iter().map(row).sum::<usize>()
     }
 
-    fn moves(&self, stretch: &Stretch) -> bool {
+    fn moves(&self, stretch: &TokenMove) -> bool {
         stretch.from != self.places[stretch.to]
     }
 
@@ -173,7 +173,7 @@ impl Resize {
 }
 
 /// The tokens that old rank `a` and new rank `b` both have: one stretch for each two runs that meet.
-fn stretches(old: &Shards, a: usize, new: &Shards, b: usize) -> Vec<Stretch> {
+fn stretches(old: &Shards, a: usize, new: &Shards, b: usize) -> Vec<TokenMove> {
     let row = |(run, base): (Run, usize), met: &Run| {
         let first = base + (met.first - run.first) / run.stride;
         (first, met.stride / run.stride)
@@ -181,7 +181,7 @@ fn stretches(old: &Shards, a: usize, new: &Shards, b: usize) -> Vec<Stretch> {
     let mut found = Vec::new();
     for &had in old.runs(a) {
         for &will in new.runs(b) {
-            found.extend(had.0.meet(&will.0).map(|tokens| Stretch {
+            found.extend(had.0.meet(&will.0).map(|tokens| TokenMove {
                 from: a,
                 to: b,
                 tokens,
@@ -273,11 +273,11 @@ impl Program<'_> {
     }
 }
 
-fn push(to: &mut BTreeMap<usize, Vec<Stretch>>, peer: usize, stretch: Stretch) {
+fn push(to: &mut BTreeMap<usize, Vec<TokenMove>>, peer: usize, stretch: TokenMove) {
     to.entry(peer).or_default().push(stretch);
 }
 
-fn count(stretches: &[Stretch]) -> usize {
+fn count(stretches: &[TokenMove]) -> usize {
     stretches.iter().map(|stretch| stretch.tokens.count).sum()
 }
 
@@ -320,9 +320,9 @@ enum Side {
 
 /// Copies of stretches. A parcel has one after the other, in each of them batch entry after batch
 /// entry; both ends have the stretches in one order, that of [`Resize::stretches`].
-fn blocks(tensor: &Moving, stretches: &[Stretch], from: Side, to: Side) -> Vec<Block> {
+fn blocks(tensor: &Moving, stretches: &[TokenMove], from: Side, to: Side) -> Vec<Block> {
     let mut packed = 0;
-    let block = |stretch: &Stretch| {
+    let block = |stretch: &TokenMove| {
         let rows = stretch.tokens.count;
         let at = |side: Side, (first, step): (usize, usize)| match side {
             Side::Shard { rows } => Operand {

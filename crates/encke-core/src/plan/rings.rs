@@ -133,7 +133,7 @@ impl Ring {
 /// What the parcels hold, and so who needs them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Freight {
+pub enum Rotating {
     /// Keys that visit the queries: a member needs those its queries see.
     Keys,
     /// Queries (their carry or gradient) that visit the keys: a member is needed where it has keys
@@ -147,7 +147,7 @@ pub fn rings(
     lanes: &[Lane],
     groups: &[Vec<Group>],
     causal: bool,
-    freight: Freight,
+    freight: Rotating,
 ) -> Vec<Ring> {
     let mut shared: BTreeMap<&[usize], Vec<(usize, Segments)>> = BTreeMap::new();
     for (lane, groups) in groups.iter().enumerate() {
@@ -191,15 +191,15 @@ fn rings_of(
     members: &[usize],
     shared: &[(usize, Segments)],
     causal: bool,
-    freight: Freight,
+    freight: Rotating,
 ) -> Vec<Ring> {
     let shared = shared.iter().map(|&(lane, segments)| {
         let lane_rows = &lanes[lane];
         let extreme = |&rank: &usize| {
             let rows = shards.select(lane_rows, rank, segments);
             match freight {
-                Freight::Keys => rows.map(|(_, rows)| rows.last_position()).max(),
-                Freight::Queries => rows.map(|(_, rows)| rows.position).min(),
+                Rotating::Keys => rows.map(|(_, rows)| rows.last_position()).max(),
+                Rotating::Queries => rows.map(|(_, rows)| rows.position).min(),
             }
             .expect("a member of a group has rows in its segments")
         };
@@ -217,8 +217,8 @@ fn rings_of(
                 let needs = |member: usize| {
                     !causal
                         || match freight {
-                            Freight::Keys => shared.extremes[member] >= rows.position,
-                            Freight::Queries => shared.extremes[member] <= rows.last_position(),
+                            Rotating::Keys => shared.extremes[member] >= rows.position,
+                            Rotating::Queries => shared.extremes[member] <= rows.last_position(),
                         }
                 };
                 let Some(needed) = distances(members.len(), home, needs) else {

@@ -5,7 +5,7 @@
 
 use serde::Serialize;
 
-use super::rings::Freight;
+use super::rings::Rotating;
 
 /// How parcels go round, where there is more than one way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -17,14 +17,14 @@ pub struct Schedule {
     pub width: usize,
     /// What travels in a backward pass whose queries are sharded: keys and values, with their
     /// gradients one round behind, or queries and what is known of them, with theirs.
-    pub backward: Freight,
+    pub backward: Rotating,
 }
 
 impl Schedule {
     /// One parcel at a time.
     pub const RING: Schedule = Schedule {
         width: 1,
-        backward: Freight::Keys,
+        backward: Rotating::Keys,
     };
 
     /// Everything at once.
@@ -41,7 +41,7 @@ impl Schedule {
 
     /// This schedule with other freight in the backward pass.
     #[must_use]
-    pub fn with_backward(self, backward: Freight) -> Schedule {
+    pub fn with_backward(self, backward: Rotating) -> Schedule {
         Schedule { backward, ..self }
     }
 

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use encke_core::conformance::Random;
 use encke_core::job::{Block, Job};
 use encke_core::plan::Plan;
+use encke_core::plan::membership::{Agreement, Continuation, Epoch, RankProgress};
 use encke_core::plan::program::{BufferId, Message, RankPlan, Role, Task};
-use encke_core::plan::survival::{Agreement, Continuation, Epoch, Standing};
 use encke_core::{Error, Shape};
 
 /// (query row, key row); an input is (its row, `INPUT`).
@@ -304,7 +304,7 @@ impl World {
         }
         let standing = |player: &Option<Player>| {
             let player = player.as_ref()?;
-            Some(Standing {
+            Some(RankProgress {
                 done: player.done,
                 finished: player.finished,
             })

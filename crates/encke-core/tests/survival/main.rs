@@ -9,9 +9,9 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use encke_core::conformance::{Configuration, Random};
+use encke_core::plan::membership::{Agreement, Epoch, RankProgress};
 use encke_core::plan::program::{Component, Role};
-use encke_core::plan::rings::Freight;
-use encke_core::plan::survival::{Agreement, Epoch, Standing};
+use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error, Pattern, Shape};
@@ -81,7 +81,7 @@ fn case(seed: u64, redundancy: usize) -> Arc<Plan> {
         queries: Queries::Sharded,
         pass: random.pick(&passes),
         redundancy,
-        schedule: drawn.request.schedule.with_backward(Freight::Keys),
+        schedule: drawn.request.schedule.with_backward(Rotating::Keys),
         ..drawn.request
     };
     Arc::new(Plan::new(request).expect("a random case is legal"))
@@ -218,7 +218,7 @@ fn what_cannot_be_survived_is_refused() {
     let gone = |ranks: &[usize]| Agreement {
         standings: (0..4)
             .map(|rank| {
-                let standing = Standing {
+                let standing = RankProgress {
                     done: 1,
                     finished: false,
                 };

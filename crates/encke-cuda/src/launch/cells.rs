@@ -5,7 +5,7 @@ use encke_core::DType;
 use encke_core::job::Block;
 use encke_core::kernel::Carry;
 
-use super::{Site, spread};
+use super::{LaunchContext, spread};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -33,7 +33,7 @@ pub(crate) fn expect(what: &str, buffer: &Buffer, dtype: DType) -> Result<()> {
 
 /// Merges the cells of one carry into another.
 pub(crate) fn merge(
-    site: &Site,
+    site: &LaunchContext,
     block: &Block,
     from: &Carry<Buffer>,
     to: &mut Carry<Buffer>,
@@ -76,7 +76,7 @@ pub(crate) fn merge(
 
 /// Ends the softmax of `cells` cells.
 pub(crate) fn finish(
-    site: &Site,
+    site: &LaunchContext,
     cells: usize,
     dim: usize,
     gain: f64,
@@ -116,7 +116,7 @@ pub(crate) fn finish(
 /// delta = dout·out − dlse. Where out is sums that were not rounded yet, dout is of the type that jobs
 /// read.
 pub(crate) fn delta(
-    site: &Site,
+    site: &LaunchContext,
     cells: usize,
     dim: usize,
     out: &Buffer,

@@ -3,7 +3,7 @@
 //! Work on a GPU is only enqueued, so nobody can tell that a job is enqueued later, if only it is
 //! before whatever uses its results. The decision here: a job whose softmax goes on after it waits;
 //! the next one of the same queries is joined to it, and they are launched as one chain when it is
-//! full, when the softmax ends, or when somebody uses what they read or write ([`Late`]). On a ring
+//! full, when the softmax ends, or when somebody uses what they read or write ([`Deferred`]). On a ring
 //! of ranks that share a GPU, whose parcels are pointers, a softmax is therefore carried through
 //! memory once or not at all, rather than once a parcel.
 //!
@@ -17,8 +17,8 @@ use std::thread::{self, ThreadId};
 use encke_core::job::Job;
 
 use super::chain::Chain;
-use super::{Site, hopper_forward};
-use crate::device::{Late, Reason};
+use super::{LaunchContext, hopper_forward};
+use crate::device::{Deferred, Reason};
 use crate::error::Result;
 use crate::memory::Memory;
 use crate::operands::{Ends, Operands, Targets};
@@ -33,7 +33,7 @@ thread_local! {
 
 /// Where attentions are launched, at once or in chains.
 pub(crate) struct Chains {
-    pub site: Site,
+    pub site: LaunchContext,
     waiting: Mutex<Vec<Waiting>>,
 }
 
@@ -78,12 +78,12 @@ impl Waiting {
 }
 
 impl Chains {
-    pub fn new(site: Site) -> Arc<Chains> {
+    pub fn new(site: LaunchContext) -> Arc<Chains> {
         let chains = Arc::new(Chains {
             site,
             waiting: Mutex::default(),
         });
-        let own: Arc<dyn Late> = chains.clone();
+        let own: Arc<dyn Deferred> = chains.clone();
         chains.site.device.set_late(Arc::downgrade(&own));
         chains
     }
@@ -194,7 +194,7 @@ fn part(waiting: &mut Vec<Waiting>, chain: Chain, targets: &Targets) -> Vec<Chai
     parts
 }
 
-impl Late for Chains {
+impl Deferred for Chains {
     fn catch_up(&self, reason: Reason<'_>) -> Result<()> {
         if LAUNCHING.get() {
             return Ok(());

@@ -8,7 +8,7 @@ use encke_core::DType;
 use encke_core::job::{Job, Operand};
 
 use super::hopper_variants::{VARIANTS, Variant};
-use super::{Site, grid};
+use super::{LaunchContext, grid};
 use crate::abi;
 use crate::device::Device;
 use crate::error::Result;
@@ -228,7 +228,7 @@ fn covers(job: &Job, key_heads: usize, memory: &Memory) -> bool {
 
 /// One job on its way: what both of its kernels are told.
 struct Call<'a> {
-    site: &'a Site,
+    site: &'a LaunchContext,
     job: &'a Job,
     choice: &'a Choice,
     told: Told<abi::Job>,
@@ -243,7 +243,7 @@ struct Call<'a> {
 
 /// Adds the job's share of dq, dk and dv; bit by bit the same every time where `fixed_order`.
 pub(crate) fn backward(
-    site: &Site,
+    site: &LaunchContext,
     job: &Job,
     choice: &Choice,
     fixed_order: bool,

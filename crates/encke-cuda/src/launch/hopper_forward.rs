@@ -7,7 +7,7 @@ use encke_core::job::Job;
 use super::chain::Chain;
 use super::hopper_tiles::{self, Mask, Seen, Tiles};
 use super::hopper_tilings::{self, LINKS, Mode, Tiling};
-use super::{Site, grid};
+use super::{LaunchContext, grid};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -143,7 +143,7 @@ impl Links {
 }
 
 /// Forward: from a carry or from nothing, into the carry or to the end.
-pub(crate) fn forward(site: &Site, chain: &Chain, targets: &Targets) -> Result<()> {
+pub(crate) fn forward(site: &LaunchContext, chain: &Chain, targets: &Targets) -> Result<()> {
     let (device, dtype, job) = (&site.device, chain.dtype, &chain.first().job);
     let further: Vec<usize> = chain.further().iter().map(|link| link.job.keys).collect();
     // Links are whole blocks of the tilings for a carry.

@@ -7,7 +7,7 @@ use encke_core::DType;
 use encke_core::job::Job;
 
 use super::mma_tiles::{self, DIM, Half, TILINGS, Tiling};
-use super::{Site, grid};
+use super::{LaunchContext, grid};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -48,14 +48,14 @@ pub(crate) fn programs() -> Vec<(Program, (i32, i32))> {
 
 /// One kernel for one job.
 struct Launch<'a> {
-    site: &'a Site,
+    site: &'a LaunchContext,
     job: &'a Job,
     tiling: &'static Tiling,
     dtype: DType,
 }
 
 impl<'a> Launch<'a> {
-    fn new(site: &'a Site, job: &'a Job, half: Half, dtype: DType) -> Result<Launch<'a>> {
+    fn new(site: &'a LaunchContext, job: &'a Job, half: Half, dtype: DType) -> Result<Launch<'a>> {
         let shared = site.device.shared_bytes();
         let tiling =
             mma_tiles::choose(half, job.dim, shared).ok_or_else(|| Error::Unsupported {
@@ -126,7 +126,7 @@ fn pointers(memory: &[&Memory]) -> Vec<u64> {
 
 /// Forward: from a carry or from nothing, into the carry or to the end.
 pub(crate) fn forward(
-    site: &Site,
+    site: &LaunchContext,
     job: &Job,
     operands: Operands<'_>,
     ends: Ends<'_>,
@@ -152,7 +152,7 @@ pub(crate) fn forward(
 
 /// Backward: dk and dv by key rows, then dq by query rows.
 pub(crate) fn backward(
-    site: &Site,
+    site: &LaunchContext,
     job: &Job,
     operands: Operands<'_>,
     gradient: Gradient<'_>,

@@ -23,7 +23,7 @@ use crate::jobs::Tables;
 use crate::memory::Memory;
 
 /// What a launch needs beside its operands.
-pub(crate) struct Site {
+pub(crate) struct LaunchContext {
     pub device: Arc<Device>,
     pub tables: Tables,
     /// For each lane, two zeros that an attention on it may count in, and leaves as zeros.

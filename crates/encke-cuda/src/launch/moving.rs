@@ -3,9 +3,9 @@
 use cudarc::driver::{PushKernelArg, result};
 use encke_core::DType;
 use encke_core::job::{Block, Operand};
-use encke_core::transport::Parcel;
+use encke_core::transport::WireBuffer;
 
-use super::{Site, spread};
+use super::{LaunchContext, spread};
 use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::program::Program;
@@ -33,7 +33,7 @@ pub(crate) fn program(from: DType, to: DType) -> Program {
 }
 
 /// Sets every element.
-pub(crate) fn fill(site: &Site, buffer: &mut Buffer, value: f64) -> Result<()> {
+pub(crate) fn fill(site: &LaunchContext, buffer: &mut Buffer, value: f64) -> Result<()> {
     let (dtype, elements) = (buffer.dtype(), buffer.elements() as i64);
     let memory = buffer.fresh()?;
     if value == 0.0 && value.is_sign_positive() {
@@ -85,7 +85,7 @@ fn side_by_side(block: &Block) -> Option<(usize, usize, usize)> {
 
 /// Copies numbers that lie side by side, on a stream of copies.
 fn copy_long(
-    site: &Site,
+    site: &LaunchContext,
     (at, to_at, numbers): (usize, usize, usize),
     from: &Buffer,
     to: &mut Buffer,
@@ -118,7 +118,7 @@ fn copy_long(
 
 /// Copies, or adds, the rows of a block.
 pub(crate) fn copy(
-    site: &Site,
+    site: &LaunchContext,
     block: &Block,
     add: bool,
     from: &Buffer,
@@ -179,7 +179,12 @@ pub(crate) fn copy(
 
 /// Copies rows into a buffer that holds nothing else from then on; what lies in the same order in
 /// another one is a part of it, and nothing is copied: the multiprocessors may be busy for long.
-pub(crate) fn pack(site: &Site, blocks: &[Block], from: &Buffer, to: &mut Buffer) -> Result<()> {
+pub(crate) fn pack(
+    site: &LaunchContext,
+    blocks: &[Block],
+    from: &Buffer,
+    to: &mut Buffer,
+) -> Result<()> {
     if let [block] = blocks
         && let Some((at, 0, numbers)) = side_by_side(block)
         && to.take_part(from, at, numbers)?

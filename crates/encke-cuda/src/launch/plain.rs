@@ -4,7 +4,7 @@ use cudarc::driver::PushKernelArg;
 use encke_core::DType;
 use encke_core::job::Job;
 
-use super::{Site, grid};
+use super::{LaunchContext, grid};
 use crate::error::{Error, Result};
 use crate::jobs::groups;
 use crate::memory::Memory;
@@ -45,14 +45,14 @@ fn check(job: &Job) -> Result<()> {
 }
 
 /// Blocks for `rows` rows of `heads` heads.
-fn blocks(site: &Site, job: &Job, rows: usize, heads: usize) -> usize {
+fn blocks(site: &LaunchContext, job: &Job, rows: usize, heads: usize) -> usize {
     let tiles = rows.div_ceil(TILE) * heads * job.segments * job.batch;
     tiles.clamp(1, site.device.processors() as usize * 64)
 }
 
 /// Forward: from a carry or from nothing, into the carry or to the end.
 pub(crate) fn forward(
-    site: &Site,
+    site: &LaunchContext,
     job: &Job,
     operands: Operands<'_>,
     ends: Ends<'_>,
@@ -89,7 +89,7 @@ pub(crate) fn forward(
 
 /// Backward: dk and dv by key rows, then dq by query rows.
 pub(crate) fn backward(
-    site: &Site,
+    site: &LaunchContext,
     job: &Job,
     operands: Operands<'_>,
     gradient: Gradient<'_>,

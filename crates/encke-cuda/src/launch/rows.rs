@@ -6,9 +6,9 @@
 use cudarc::driver::PushKernelArg;
 use encke_core::DType;
 use encke_core::sharding::Run;
-use encke_core::transport::Parcel;
+use encke_core::transport::WireBuffer;
 
-use super::{Site, grid};
+use super::{LaunchContext, grid};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -66,7 +66,7 @@ fn check(buffer: &Buffer, at: usize, tokens: Run, heads: usize, dim: usize) -> R
 
 /// Makes rows of a sequence.
 pub(crate) fn generate(
-    site: &Site,
+    site: &LaunchContext,
     tokens: Run,
     keys: &[u64],
     dim: usize,
@@ -128,7 +128,7 @@ impl RowSums {
 
 /// Sums up rows.
 pub(crate) fn sum(
-    site: &Site,
+    site: &LaunchContext,
     batch: usize,
     tokens: Run,
     heads: &[usize],
@@ -184,7 +184,7 @@ fn told(tokens: Run) -> [i64; 3] {
 }
 
 /// Blocks for so many threads of one head, as many as keep the GPU busy.
-fn blocks(site: &Site, threads: usize) -> usize {
+fn blocks(site: &LaunchContext, threads: usize) -> usize {
     let most = site.device.processors() as usize * 16;
     threads.div_ceil(THREADS).clamp(1, most)
 }

@@ -6,7 +6,7 @@ use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, host};
 use encke_cuda::CudaKernel;
-use encke_sim::stream::{Checksum, Generator, Sink, Source, Stretch};
+use encke_sim::stream::{Checksum, Generator, RowRange, Sink, Source};
 
 use crate::tally::Tally;
 
@@ -29,7 +29,7 @@ pub fn run(tally: &mut Tally, kernel: &CudaKernel) {
                 stride,
                 count,
             };
-            let stretch = Stretch {
+            let stretch = RowRange {
                 role: Role::K,
                 batch: 1,
                 tokens,
@@ -45,12 +45,12 @@ pub fn run(tally: &mut Tally, kernel: &CudaKernel) {
 /// One stretch, bit for bit.
 fn check(
     kernel: &CudaKernel,
-    stretch: &Stretch<'_>,
+    stretch: &RowRange<'_>,
     dtype: DType,
     dim: usize,
 ) -> Result<(), String> {
     let told = |error: &dyn std::fmt::Display| error.to_string();
-    let Stretch {
+    let RowRange {
         role,
         batch,
         tokens,
@@ -82,7 +82,7 @@ fn check(
     let block = Block::contiguous(rows * dim, at, 0);
     host::copy(&block, false, expected.as_slice(), &mut alone);
     let mut sum = Checksum::default();
-    let out = Stretch {
+    let out = RowRange {
         role: Role::Out,
         ..*stretch
     };

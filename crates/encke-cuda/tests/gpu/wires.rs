@@ -11,7 +11,7 @@ use encke_core::job::{Block, Operand};
 use encke_core::kernel::Kernel;
 use encke_core::sharding::Run;
 use encke_core::transport::{
-    Address, HostParcel, Incoming, Moved, Outgoing, Transport, TransportError,
+    Address, HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError,
 };
 use encke_core::{DType, Data, View};
 use encke_cuda::{Buffer, CudaKernel, Pinned, Staged};

@@ -11,9 +11,9 @@ use encke_core::host;
 use encke_core::job::Block;
 use encke_core::kernel::{Kernel, KernelError};
 use encke_core::plan::program::{BufferId, BufferPlan, Fill, RankPlan, Role, Task};
-use encke_core::spare::{Kept, Spare};
+use encke_core::spare::{Kept, TensorPool};
 use encke_core::tensor::Tensor;
-use encke_core::transport::Parcel;
+use encke_core::transport::WireBuffer;
 
 use super::Rank;
 
@@ -67,7 +67,7 @@ impl Zeros {
 impl<K: Kernel> Rank<K> {
     /// Takes memory of earlier outputs for those that were given away. Numbers that are to be zeros
     /// are made so, unless all they have been since is outputs of this very rank.
-    pub fn refit(&mut self, kernel: &K, spare: &Spare) -> Result<(), KernelError> {
+    pub fn refit(&mut self, kernel: &K, spare: &TensorPool) -> Result<(), KernelError> {
         let sparse = self.plan.sparse_outputs();
         for port in &self.plan.outputs {
             let BufferPlan {
@@ -128,7 +128,7 @@ impl<K: Kernel> Rank<K> {
 
     /// Takes an output that this rank has all of, in the order of its tokens; the buffer that held
     /// it is not copied but given away.
-    pub fn surrender(&mut self, kernel: &K, role: Role) -> Result<Option<Data>, KernelError> {
+    pub fn take_output(&mut self, kernel: &K, role: Role) -> Result<Option<Data>, KernelError> {
         let of = self.plan.outputs.iter().find(|port| port.role == role);
         let Some(port) = of.filter(|port| host::whole_run(&port.runs).is_some()) else {
             return Ok(None);

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use encke_core::transport::{Address, Incoming, Outgoing, Parcel, Transport};
+use encke_core::transport::{Address, Incoming, Outgoing, Transport, WireBuffer};
 use encke_ring::threads::{Endpoint, endpoints};
 
 /// A byte that notes what is done with it.
@@ -28,7 +28,7 @@ impl Noted {
     }
 }
 
-impl Parcel for Noted {
+impl WireBuffer for Noted {
     fn elements(&self) -> usize {
         1
     }

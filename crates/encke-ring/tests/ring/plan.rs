@@ -6,7 +6,7 @@ use std::sync::Mutex;
 
 use encke_core::dtype::Slice;
 use encke_core::plan::program::{BufferId, Role, Task};
-use encke_core::plan::rings::Freight;
+use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::transport::Address;
@@ -350,9 +350,9 @@ fn every_hop_of_a_dense_ring_has_jobs_beside_it() {
         let sharding = Sharding::new(ranks, cut).unwrap();
         let pattern = Pattern::dense().causal(causal);
         for (pass, backward) in [
-            (Pass::Forward, Freight::Keys),
-            (Pass::Backward { dlse: false }, Freight::Keys),
-            (Pass::Backward { dlse: false }, Freight::Queries),
+            (Pass::Forward, Rotating::Keys),
+            (Pass::Backward { dlse: false }, Rotating::Keys),
+            (Pass::Backward { dlse: false }, Rotating::Queries),
         ] {
             let mut request = Request::new(shape, pattern.clone(), sharding.clone(), DType::F32);
             request.pass = pass;

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use encke_core::conformance::Random;
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::program::{Component, Role};
-use encke_core::plan::rings::Freight;
+use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error, Pattern, Shape, Tensor};
@@ -16,7 +16,7 @@ use crate::support::{Configuration, DEADLINE, Results, check, run};
 
 const WIDTHS: [usize; 4] = [1, 2, 3, usize::MAX];
 
-const FREIGHTS: [Freight; 2] = [Freight::Keys, Freight::Queries];
+const FREIGHTS: [Rotating; 2] = [Rotating::Keys, Rotating::Queries];
 
 fn with_width(request: &Request, width: usize) -> Request {
     Request {
@@ -146,7 +146,7 @@ fn what_a_schedule_holds_and_sends_is_booked() {
 }
 
 /// Bytes sent in a backward pass over 8 ranks of 16 tokens, for each number of a parcel's rows.
-fn backward_bytes(heads: usize, dtype: DType, backward: Freight) -> f64 {
+fn backward_bytes(heads: usize, dtype: DType, backward: Rotating) -> f64 {
     let (tokens, dim) = (128, 64);
     let request = Request::new(
         Shape::new(1, tokens, heads, 2, dim).expect("sizes are positive"),
@@ -179,7 +179,7 @@ fn queries_travel_and_keys_stay() {
     let mut request = dense(Cut::Zigzag, true, 1, Pass::Backward { dlse: true })
         .request()
         .clone();
-    request.schedule.backward = Freight::Queries;
+    request.schedule.backward = Rotating::Queries;
     let plan = Plan::new(request).expect("legal");
     for rank in 0..8 {
         let memory = plan.rank(rank).expect("the rank exists").memory();
@@ -228,11 +228,11 @@ fn impossible_schedules_are_refused() {
     assert_eq!(with(2, redundancy), Ok(()));
     let request = Request {
         redundancy,
-        schedule: Schedule::RING.with_backward(Freight::Queries),
+        schedule: Schedule::RING.with_backward(Rotating::Queries),
         ..plan.request().clone()
     };
     let refused = Plan::new(request).map(|_| ());
-    assert_eq!(refused, Err(Error::RedundantVisitors { redundancy }));
+    assert_eq!(refused, Err(Error::RedundantRotation { redundancy }));
 }
 
 #[test]

@@ -9,7 +9,7 @@ use encke_core::conformance::Random;
 use encke_core::kernel::{Kernel, KernelError};
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::program::Role;
-use encke_core::plan::rings::Freight;
+use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::transport::TransportError;
@@ -264,7 +264,7 @@ proptest! {
         let drawn = (0..).map(|i| Configuration::random(seed ^ (i << 40)));
         let mut drawn = drawn.filter(|case| case.request.sharding.ranks() > 1);
         let mut case = drawn.next().expect("most have more ranks");
-        case.request.schedule.backward = Freight::Keys;
+        case.request.schedule.backward = Rotating::Keys;
         for pass in [Pass::Forward, Pass::Backward { dlse: true }] {
             let queries = Queries::Sharded;
             let request = Request { pass, queries, redundancy: 1, ..case.request.clone() };

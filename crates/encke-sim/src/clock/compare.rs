@@ -16,8 +16,8 @@ use serde::Serialize;
 use super::error::ClockError;
 use super::machine::Machine;
 use super::profile::{Pick, Profile, Sizes, Told};
+use super::ring_calibration::PATIENCE;
 use super::simulate;
-use super::yardstick::PATIENCE;
 
 /// A ring to be timed, and what to call it.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -407,7 +407,7 @@ pub(super) fn diagonal(job: &Job, keys: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use encke_core::plan::rings::Freight;
+    use encke_core::plan::rings::Rotating;
     use encke_core::plan::{Pass, Request};
     use encke_core::sharding::{Cut, Sharding};
     use encke_core::{MixingGradient, Mode, OffsetRule, Pattern};
@@ -442,7 +442,7 @@ mod tests {
             gradient: MixingGradient::Exact,
         };
         for (dilation, expected) in [(1, false), (4, true)] {
-            for freight in [Freight::Keys, Freight::Queries] {
+            for freight in [Rotating::Keys, Rotating::Queries] {
                 let pattern = Pattern::dilated(&[256], &[dilation], mode).unwrap();
                 let shape = Shape::new(1, 256, 4, 4, 64).unwrap();
                 let sharding = Sharding::new(2, Cut::Contiguous).unwrap();
@@ -456,7 +456,7 @@ mod tests {
                     _ => None,
                 });
                 let apart: Vec<bool> = jobs.collect();
-                assert!(apart.len() > 1, "jobs at home and with visitors");
+                assert!(apart.len() > 1, "jobs at home and with rotating");
                 assert!(
                     apart.iter().all(|is| *is == expected),
                     "{freight:?} {apart:?}"

@@ -10,9 +10,9 @@ use std::ops::Range;
 use encke_core::plan::Pass;
 use encke_ring::trace::{Activity, Event, Trace};
 
-use super::agenda::{Agenda, What};
 use super::cores::{Cores, End, Kind};
 use super::cost::{Hop, Program, Work};
+use super::event_queue::{EventQueue, What};
 use super::machine::{Carrier, Machine};
 use super::run::{LinkTime, RankTime, Run, Transfer, duration};
 use super::wires::{Arrival, Flight, Wires};
@@ -26,7 +26,7 @@ enum Stage {
     Early(usize),
     Compute,
     /// Carrying those whose receivers were not: which of the late ones, and whether it has begun.
-    Late(usize, bool),
+    Deferred(usize, bool),
     Wait,
     Done,
 }
@@ -59,7 +59,7 @@ pub(super) struct Engine<'a> {
     machine: &'a Machine,
     recorded: Range<usize>,
     now: f64,
-    agenda: Agenda,
+    agenda: EventQueue,
     /// Ranks whose stage may be over.
     ready: VecDeque<usize>,
     ranks: Vec<State>,
@@ -100,7 +100,7 @@ impl<'a> Engine<'a> {
             programs,
             machine,
             now: 0.0,
-            agenda: Agenda::default(),
+            agenda: EventQueue::default(),
             ready: VecDeque::new(),
             ranks: vec![state; ranks],
             cores,
@@ -211,8 +211,8 @@ impl<'a> Engine<'a> {
                     self.note(rank, Activity::Compute);
                     self.carry_late(rank, 0)
                 }
-                Stage::Late(at, false) => self.carry_late(rank, at),
-                Stage::Late(at, true) => {
+                Stage::Deferred(at, false) => self.carry_late(rank, at),
+                Stage::Deferred(at, true) => {
                     self.carried(rank);
                     self.carry_late(rank, at + 1)
                 }
@@ -235,7 +235,10 @@ impl<'a> Engine<'a> {
         let state = &mut self.ranks[rank];
         let passed = self.now - state.booked;
         state.booked = self.now;
-        let waits = matches!(state.stage, Stage::Early(_) | Stage::Late(..) | Stage::Wait);
+        let waits = matches!(
+            state.stage,
+            Stage::Early(_) | Stage::Deferred(..) | Stage::Wait
+        );
         if state.flying > 0 {
             state.time.flying_s += passed;
         }
@@ -250,7 +253,7 @@ impl<'a> Engine<'a> {
         self.book(rank);
         let from = std::mem::replace(&mut self.ranks[rank].stage, stage);
         // Carrying late hops and waiting for others' is one stretch of time to whoever looks.
-        if !matches!(from, Stage::Late(..)) {
+        if !matches!(from, Stage::Deferred(..)) {
             self.ranks[rank].since = self.now;
         }
     }
@@ -292,7 +295,7 @@ impl<'a> Engine<'a> {
             }
             if self.flies(peer, rank) {
                 self.launch(peer, rank, hop.bytes);
-            } else if matches!(self.ranks[peer].stage, Stage::Late(_, false)) {
+            } else if matches!(self.ranks[peer].stage, Stage::Deferred(_, false)) {
                 // It may be this rank that the sender is waiting for.
                 self.ready.push_back(peer);
             }
@@ -409,7 +412,7 @@ impl<'a> Engine<'a> {
         };
         let hop = self.programs[rank].sends(round)[i];
         let ready = self.ranks[hop.peer as usize].posted > round;
-        self.enter(rank, Stage::Late(at, ready));
+        self.enter(rank, Stage::Deferred(at, ready));
         if ready { self.carry(rank, hop) } else { true }
     }
 

@@ -9,27 +9,27 @@
 //! round by round, so a pattern, a sharding or a schedule that plans something else is timed as
 //! something else without a line here. [`compare()`] holds the clock against rings of threads.
 
-mod agenda;
 mod catalogue;
 mod compare;
 mod cores;
 mod cost;
 mod engine;
 mod error;
+mod event_queue;
 mod fit;
 mod machine;
 mod profile;
+mod ring_calibration;
 mod run;
 mod wires;
-mod yardstick;
 
 pub use catalogue::{devices, find_device, find_link, links};
 pub use compare::{Comparison, Findings, Rehearsal, Setting, Times, compare, median, settings};
 pub use error::ClockError;
 pub use machine::{Carrier, Device, FEW, Link, Machine, Rate, Speed};
 pub use profile::{DeviceProfile, DeviceWork, Pick, Profile, Sizes, Told};
+pub use ring_calibration::{Kind as CalibrationKind, PATIENCE, RingCalibration};
 pub use run::{LinkTime, RankTime, Run, Transfer};
-pub use yardstick::{Kind as YardstickKind, PATIENCE, Yardstick};
 
 use std::ops::Range;
 

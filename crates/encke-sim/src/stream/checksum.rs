@@ -12,7 +12,7 @@ use pulp::Arch;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Sink, StreamError, Stretch};
+use super::{RowRange, Sink, StreamError};
 
 /// Rows that one task sums.
 const ROWS: usize = 512;
@@ -118,11 +118,11 @@ impl Checksum {
 }
 
 impl Sink for Checksum {
-    fn write(&mut self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
+    fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         if stretch.role != Role::Out {
             return Ok(());
         }
-        let Stretch {
+        let RowRange {
             batch,
             tokens,
             heads,

@@ -4,16 +4,16 @@ use std::time::{Duration, Instant};
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::Component;
-use encke_core::plan::rings::Freight;
+use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::transport::Moved;
 use encke_ring::memory::planned;
 use encke_ring::trace::{Activity, Event, Recorder};
 use encke_ring::{Rank, RankError, RankMemory};
 
-use super::desk::Desk;
-use super::dock::{Dock, HostDock};
-use super::{Sink, Source, Spool, StreamError, Streamed, rows};
+use super::row_io::{HostRowIo, RowIo};
+use super::staging::StagingBuffer;
+use super::{GradientFile, Sink, Source, StreamError, Streamed, rows};
 
 /// What one rank did.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ pub struct RankDone {
 pub struct Stream<'a, K: Kernel> {
     kernel: &'a K,
     plan: &'a Plan,
-    desk: Desk<'a, K>,
+    desk: StagingBuffer<'a, K>,
     /// The rank before, whose memory the next one takes.
     before: Option<Rank<K>>,
 }
@@ -54,7 +54,7 @@ pub(super) fn check(request: &Request) -> Result<(), StreamError> {
         });
     }
     let alone = request.sharding.ranks() == 1 || request.pass == Pass::Forward;
-    if request.schedule.backward == Freight::Queries && !alone {
+    if request.schedule.backward == Rotating::Queries && !alone {
         return Err(StreamError::Unsupported {
             what: "a backward pass whose queries travel",
             hint: "what is made of dout on the way is in no file; let keys travel",
@@ -82,7 +82,7 @@ impl<'a, K: Kernel> Stream<'a, K> {
         Ok(Stream {
             kernel,
             plan,
-            desk: Desk::new(kernel),
+            desk: StagingBuffer::new(kernel),
             before: None,
         })
     }
@@ -95,10 +95,10 @@ impl<'a, K: Kernel> Stream<'a, K> {
         number: usize,
         source: &dyn Source,
         sink: &mut dyn Sink,
-        spool: Option<&mut Spool>,
+        spool: Option<&mut GradientFile>,
     ) -> Result<RankDone, StreamError> {
         self.desk.rank = number;
-        let mut dock = HostDock {
+        let mut dock = HostRowIo {
             desk: &mut self.desk,
             source,
             sink,
@@ -111,7 +111,7 @@ impl<'a, K: Kernel> Stream<'a, K> {
     pub fn rank_at(
         &mut self,
         number: usize,
-        dock: &mut dyn Dock<K>,
+        dock: &mut dyn RowIo<K>,
     ) -> Result<RankDone, StreamError> {
         live(self.kernel, self.plan, &mut self.before, number, dock)
     }
@@ -123,7 +123,7 @@ fn live<K: Kernel>(
     plan: &Plan,
     before: &mut Option<Rank<K>>,
     number: usize,
-    dock: &mut dyn Dock<K>,
+    dock: &mut dyn RowIo<K>,
 ) -> Result<RankDone, StreamError> {
     let begin = Instant::now();
     let request = plan.request();
@@ -137,7 +137,7 @@ fn live<K: Kernel>(
         source,
     };
     let made = match before.take() {
-        Some(before) => before.succeed(kernel, program),
+        Some(before) => before.reuse_for(kernel, program),
         None => Rank::new(kernel, program),
     };
     let mut rank = made.map_err(|source| failed(RankError::Kernel { round: 0, source }))?;

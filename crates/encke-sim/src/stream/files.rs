@@ -11,7 +11,7 @@ use std::sync::Arc;
 use encke_core::plan::program::Role;
 use encke_core::{DType, Data};
 
-use super::{Sink, Source, StreamError, Stretch};
+use super::{RowRange, Sink, Source, StreamError};
 
 /// Where a tensor `[b, n, h, width]` lies.
 #[derive(Debug, Clone)]
@@ -40,10 +40,10 @@ impl TensorFile {
         self.dims.iter().product::<usize>() as u64 * self.dtype.bytes() as u64
     }
 
-    fn pieces<'a>(&self, stretch: &Stretch<'a>) -> impl Iterator<Item = Piece> + use<'a> {
+    fn pieces<'a>(&self, stretch: &RowRange<'a>) -> impl Iterator<Item = Piece> + use<'a> {
         let [_, n, h, d] = self.dims;
         let (width, offset) = (d * self.dtype.bytes(), self.offset);
-        let Stretch {
+        let RowRange {
             batch,
             tokens,
             heads,
@@ -71,7 +71,7 @@ impl TensorFile {
     }
 
     /// Overwrites the first numbers of `to` with the rows of a stretch.
-    pub fn read(&self, stretch: &Stretch<'_>, to: &mut Data) -> Result<(), StreamError> {
+    pub fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
         let bytes = to.bytes_mut();
         let read = |piece: Piece| read_at(&self.file, &mut bytes[piece.bytes], piece.at);
         let done = self.pieces(stretch).try_for_each(read);
@@ -79,7 +79,7 @@ impl TensorFile {
     }
 
     /// Writes the rows of a stretch.
-    pub fn write(&self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
+    pub fn write(&self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         let bytes = from.bytes();
         let write = |piece: Piece| write_at(&self.file, &bytes[piece.bytes], piece.at);
         let done = self.pieces(stretch).try_for_each(write);
@@ -87,7 +87,7 @@ impl TensorFile {
     }
 }
 
-fn failed(verb: &'static str, stretch: &Stretch<'_>, source: io::Error) -> StreamError {
+fn failed(verb: &'static str, stretch: &RowRange<'_>, source: io::Error) -> StreamError {
     StreamError::File {
         verb,
         role: stretch.role,
@@ -125,7 +125,7 @@ impl Source for Files {
         self.get(role).map_or(DType::F32, |tensor| tensor.dtype)
     }
 
-    fn read(&self, stretch: &Stretch<'_>, to: &mut Data) -> Result<(), StreamError> {
+    fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
         let (verb, role) = ("read", stretch.role);
         let tensor = self.get(role).ok_or(StreamError::Missing { verb, role })?;
         tensor.read(stretch, to)
@@ -133,7 +133,7 @@ impl Source for Files {
 }
 
 impl Sink for Files {
-    fn write(&mut self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
+    fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         let (verb, role) = ("write", stretch.role);
         let tensor = self.get(role).ok_or(StreamError::Missing { verb, role })?;
         tensor.write(stretch, from)

@@ -9,7 +9,7 @@ use encke_core::plan::{Plan, Request};
 use encke_core::sharding::Sharding;
 use encke_ring::memory::planned;
 
-use super::{StreamError, desk, drive};
+use super::{StreamError, drive, staging};
 
 /// What the program itself may take beside the buffers of a rank: its code, its threads' stacks,
 /// the plan, and what the allocator holds back. Measured at about 8 MiB with 2 threads.
@@ -84,8 +84,8 @@ fn resident<K: Kernel>(
     let shape = request.shape;
     let row = shape.heads.max(shape.kv_heads) * shape.dim;
     // What is added to sums in a file is kept once more, in the widest type there is.
-    let staged = desk::bytes(row, request.dtype, request.dtype.sum())
-        + desk::bytes(row, DType::F64, DType::F64) / 6;
+    let staged = staging::bytes(row, request.dtype, request.dtype.sum())
+        + staging::bytes(row, DType::F64, DType::F64) / 6;
     let plan = Plan::new(request)?;
     let mut most = 0;
     for rank in 0..ranks {

@@ -14,7 +14,7 @@ use encke_core::{DType, Data, Slice};
 use pulp::Arch;
 use rayon::prelude::*;
 
-use super::{Source, StreamError, Stretch};
+use super::{RowRange, Source, StreamError};
 
 /// Rows that one task makes.
 const ROWS: usize = 256;
@@ -80,11 +80,11 @@ impl Source for Generator {
         DType::F32
     }
 
-    fn read(&self, stretch: &Stretch<'_>, to: &mut Data) -> Result<(), StreamError> {
+    fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
         let Data::F32(to) = to else {
             unreachable!("a generator's numbers are f32");
         };
-        let Stretch {
+        let RowRange {
             role,
             batch,
             tokens,
@@ -146,7 +146,7 @@ mod tests {
 
     fn read(generator: &Generator, role: Role, tokens: Run, heads: &[usize]) -> Vec<f32> {
         let mut to = Data::zeros(DType::F32, tokens.count * heads.len() * generator.dim);
-        let stretch = Stretch {
+        let stretch = RowRange {
             role,
             batch: 0,
             tokens,

@@ -9,26 +9,26 @@ use std::time::Instant;
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::Plan;
+use encke_core::plan::membership::Epoch;
 use encke_core::plan::program::Component;
-use encke_core::plan::survival::Epoch;
 use encke_core::transport::{Moved, Survivors, Transport};
 use encke_ring::call::guarded;
 use encke_ring::memory::planned;
-use encke_ring::rank::Loans;
+use encke_ring::rank::BorrowedInputs;
 use encke_ring::survive::survive;
 use encke_ring::trace::{Activity, Recorder};
 use encke_ring::{Rank, RankError, RankMemory};
 
-use super::desk::Desk;
-use super::dock::{HostDock, Nowhere};
 use super::drive::check_slots;
+use super::row_io::{HostRowIo, NoIo};
+use super::staging::StagingBuffer;
 use super::{RankDone, Sink, Source, StreamError, rows};
 
 /// One rank, from its first buffer to its last.
 pub struct Member<'a, K: Kernel> {
     kernel: &'a K,
     plan: &'a Arc<Plan>,
-    desk: Desk<'a, K>,
+    desk: StagingBuffer<'a, K>,
     rank: Rank<K>,
     recorder: Recorder,
     began: Instant,
@@ -48,7 +48,7 @@ impl<'a, K: Kernel> Member<'a, K> {
             rank: number,
             source: RankError::Kernel { round: 0, source },
         })?;
-        let mut desk = Desk::new(kernel);
+        let mut desk = StagingBuffer::new(kernel);
         desk.rank = number;
         Ok(Member {
             kernel,
@@ -63,10 +63,10 @@ impl<'a, K: Kernel> Member<'a, K> {
     /// Reads its rows.
     pub fn load(&mut self, source: &dyn Source) -> Result<(), StreamError> {
         let loading = Instant::now();
-        let mut dock = HostDock {
+        let mut dock = HostRowIo {
             desk: &mut self.desk,
             source,
-            sink: &mut Nowhere,
+            sink: &mut NoIo,
             spool: None,
         };
         for port in self.rank.plan().inputs.clone() {
@@ -107,9 +107,9 @@ impl<'a, K: Kernel> Member<'a, K> {
         } = self;
         let kernel: &K = kernel;
         let mut epoch = Epoch::first(plan);
-        let mut dock = HostDock {
+        let mut dock = HostRowIo {
             desk,
-            source: &Nowhere,
+            source: &NoIo,
             sink,
             spool: None,
         };
@@ -123,7 +123,7 @@ impl<'a, K: Kernel> Member<'a, K> {
             stored.map_err(reason)
         };
         guarded(|| {
-            let loans = Loans::default();
+            let loans = BorrowedInputs::default();
             let epoch = &mut epoch;
             survive(
                 kernel,
@@ -139,9 +139,9 @@ impl<'a, K: Kernel> Member<'a, K> {
 
     /// Writes its rows.
     pub fn store(&mut self, sink: &mut dyn Sink) -> Result<(), StreamError> {
-        let mut dock = HostDock {
+        let mut dock = HostRowIo {
             desk: &mut self.desk,
-            source: &Nowhere,
+            source: &NoIo,
             sink,
             spool: None,
         };

@@ -13,16 +13,16 @@
 //! the number of ranks) and patterns whose branches are combined after the last rank has ended.
 
 mod checksum;
-mod desk;
-mod dock;
 mod drive;
 mod files;
 mod fit;
 mod generator;
+mod gradient_file;
 mod member;
+mod row_io;
 mod rows;
 mod samples;
-mod spool;
+mod staging;
 mod streamed;
 mod transfer;
 
@@ -32,21 +32,21 @@ use encke_core::{DType, Data};
 use encke_ring::RankError;
 
 pub use checksum::Checksum;
-pub use dock::{Dock, Held};
 pub use drive::{RankDone, Stream};
 pub use files::{Files, TensorFile};
 pub use fit::{Fit, MOST_RANKS, PROGRAM_BYTES, fit};
 pub use generator::Generator;
+pub use gradient_file::GradientFile;
 pub use member::Member;
+pub use row_io::{BufferSlot, RowIo};
 pub use rows::width;
 pub use samples::{Gathered, Sampled, Samples};
-pub use spool::Spool;
 pub use streamed::Streamed;
 pub use transfer::transfer;
 
 /// Some heads of some tokens of a tensor. Numbers of it lie `[tokens, heads, width]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stretch<'a> {
+pub struct RowRange<'a> {
     /// The tensor.
     pub role: Role,
     /// The batch entry.
@@ -63,13 +63,13 @@ pub trait Source: Sync {
     fn dtype(&self, role: Role) -> DType;
 
     /// Overwrites `to`, which has that type and the size of the stretch.
-    fn read(&self, stretch: &Stretch<'_>, to: &mut Data) -> Result<(), StreamError>;
+    fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError>;
 }
 
 /// Where rows go.
 pub trait Sink {
     /// Takes the rows of a stretch: all heads, rounded to the type of the output.
-    fn write(&mut self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError>;
+    fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError>;
 }
 
 /// Why a sequence could not be streamed.

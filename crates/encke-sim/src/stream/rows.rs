@@ -7,8 +7,8 @@ use encke_core::plan::{Queries, Request};
 use encke_core::sharding::Run;
 use encke_ring::Rank;
 
-use super::dock::{Dock, Held};
-use super::{StreamError, Stretch};
+use super::row_io::{BufferSlot, RowIo};
+use super::{RowRange, StreamError};
 
 /// Numbers in a row of one head of a tensor.
 pub fn width(role: Role, shape: &Shape) -> usize {
@@ -32,19 +32,19 @@ pub(super) fn load<K: Kernel>(
     rank: &mut Rank<K>,
     port: &Port,
     shape: &Shape,
-    dock: &mut dyn Dock<K>,
+    dock: &mut dyn RowIo<K>,
 ) -> Result<(), StreamError> {
     let (heads, width) = (heads(port.role, shape), width(port.role, shape));
     let dtype = rank.plan().buffers[port.buffer.0].dtype;
     let buffer = rank.buffer_mut(port.buffer);
     for (at, batch, tokens) in places(port, shape, heads.len() * width) {
-        let stretch = Stretch {
+        let stretch = RowRange {
             role: port.role,
             batch,
             tokens,
             heads: &heads,
         };
-        let to = Held {
+        let to = BufferSlot {
             buffer: &mut *buffer,
             dtype,
             at,
@@ -59,7 +59,7 @@ pub(super) fn store<K: Kernel>(
     rank: &Rank<K>,
     port: &Port,
     request: &Request,
-    dock: &mut dyn Dock<K>,
+    dock: &mut dyn RowIo<K>,
 ) -> Result<(), StreamError> {
     let shape = &request.shape;
     let (heads, width) = (heads(port.role, shape), width(port.role, shape));
@@ -69,13 +69,13 @@ pub(super) fn store<K: Kernel>(
         _ => request.dtype,
     };
     for (at, batch, tokens) in own_places(port, request, rank.plan().rank, heads.len() * width) {
-        let stretch = Stretch {
+        let stretch = RowRange {
             role: port.role,
             batch,
             tokens,
             heads: &heads,
         };
-        let from = Held {
+        let from = BufferSlot {
             buffer: rank.buffer(port.buffer),
             dtype,
             at,

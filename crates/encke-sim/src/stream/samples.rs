@@ -9,7 +9,7 @@ use encke_core::job::{Block, Operand};
 use encke_core::kernel::{Kernel, Result as KernelResult};
 use encke_core::plan::program::Role;
 
-use super::{Held, Sink, StreamError, Stretch};
+use super::{BufferSlot, RowRange, Sink, StreamError};
 
 /// A row of the output.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -50,8 +50,8 @@ impl Samples {
     }
 
     /// Those of a stretch of the first batch entry, each with the number of its row there.
-    fn within(&self, stretch: &Stretch<'_>) -> Vec<((usize, usize), usize)> {
-        let Stretch { tokens, heads, .. } = *stretch;
+    fn within(&self, stretch: &RowRange<'_>) -> Vec<((usize, usize), usize)> {
+        let RowRange { tokens, heads, .. } = *stretch;
         if stretch.batch != 0 || tokens.count == 0 {
             return Vec::new();
         }
@@ -69,8 +69,8 @@ impl Samples {
     pub fn gather<K: Kernel>(
         &self,
         kernel: &K,
-        from: &Held<&K::Buffer>,
-        stretch: &Stretch<'_>,
+        from: &BufferSlot<&K::Buffer>,
+        stretch: &RowRange<'_>,
         width: usize,
     ) -> KernelResult<Option<Gathered<K::Buffer>>> {
         let wanted = self.within(stretch);
@@ -133,7 +133,7 @@ impl Samples {
 }
 
 impl Sink for Samples {
-    fn write(&mut self, stretch: &Stretch<'_>, from: &Data) -> Result<(), StreamError> {
+    fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         if !matches!(stretch.role, Role::Out | Role::Lse) {
             return Ok(());
         }

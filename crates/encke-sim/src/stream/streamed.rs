@@ -9,10 +9,10 @@
 use encke_core::kernel::Kernel;
 use encke_core::plan::Request;
 use encke_core::plan::program::{Message, Origin, RankPlan, Role};
-use encke_core::transport::{Incoming, Moved, Outgoing, Parcel, Transport, TransportError};
+use encke_core::transport::{Incoming, Moved, Outgoing, Transport, TransportError, WireBuffer};
 
-use super::dock::{Dock, Held};
-use super::{StreamError, Stretch};
+use super::row_io::{BufferSlot, RowIo};
+use super::{RowRange, StreamError};
 
 /// What each message of a round holds.
 struct Hops {
@@ -24,7 +24,7 @@ struct Hops {
 pub struct Streamed<'s, K: Kernel> {
     kernel: &'s K,
     request: &'s Request,
-    dock: &'s mut dyn Dock<K>,
+    dock: &'s mut dyn RowIo<K>,
     rank: usize,
     rounds: Vec<Hops>,
     failure: Option<StreamError>,
@@ -35,7 +35,7 @@ impl<'s, K: Kernel> Streamed<'s, K> {
         kernel: &'s K,
         request: &'s Request,
         plan: &RankPlan,
-        dock: &'s mut dyn Dock<K>,
+        dock: &'s mut dyn RowIo<K>,
     ) -> Streamed<'s, K> {
         let origins = |messages: &[Message]| {
             let each = messages.iter().map(|message| message.origin.clone());
@@ -85,13 +85,13 @@ impl<'s, K: Kernel> Streamed<'s, K> {
         for (index, batch, mut at) in self.stretches(origin) {
             let rows = &origin.rows[index];
             for tokens in rows.runs() {
-                let stretch = Stretch {
+                let stretch = RowRange {
                     role: origin.role,
                     batch,
                     tokens,
                     heads: &rows.heads,
                 };
-                let to = Held {
+                let to = BufferSlot {
                     buffer: &mut *to,
                     dtype,
                     at,
@@ -111,13 +111,13 @@ impl<'s, K: Kernel> Streamed<'s, K> {
         for (index, batch, mut at) in self.stretches(origin) {
             let rows = &origin.rows[index];
             for tokens in rows.runs() {
-                let stretch = Stretch {
+                let stretch = RowRange {
                     role: origin.role,
                     batch,
                     tokens,
                     heads: &rows.heads,
                 };
-                let from = Held {
+                let from = BufferSlot {
                     buffer: from,
                     dtype: sum,
                     at,

@@ -6,7 +6,7 @@ use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data};
 
-use super::{Sink, Source, StreamError, Stretch};
+use super::{RowRange, Sink, Source, StreamError};
 
 /// Numbers of a piece, unless one token has more.
 const PIECE: usize = 1 << 18;
@@ -36,7 +36,7 @@ pub fn transfer(
                 stride: 1,
                 count,
             };
-            let stretch = Stretch {
+            let stretch = RowRange {
                 role,
                 batch,
                 tokens,

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use encke_core::plan::program::{RankPlan, Task};
-use encke_core::plan::rings::Freight;
+use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape};
@@ -41,7 +41,7 @@ fn requests() -> impl Strategy<Value = Request> {
     let passes = prop::sample::select(vec![Pass::Forward, Pass::Backward { dlse: false }]);
     let queries = prop::sample::select(vec![Queries::Sharded, Queries::Replicated]);
     let widths = prop::sample::select(vec![1, 2, 3, usize::MAX]);
-    let freights = prop::sample::select(vec![Freight::Keys, Freight::Queries]);
+    let freights = prop::sample::select(vec![Rotating::Keys, Rotating::Queries]);
     let schedules = (widths, freights).prop_map(|(width, backward)| Schedule { width, backward });
     let kinds = (cuts, passes, queries, schedules);
     (1usize..80, 1usize..9, patterns(), kinds).prop_map(

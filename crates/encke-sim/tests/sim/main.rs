@@ -1,6 +1,6 @@
 //! The simulator held against the thread ring, the plan and hardship.
 
-mod hardship;
+mod faults;
 mod lockstep;
 mod memory;
 mod resize;

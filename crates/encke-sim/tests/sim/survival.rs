@@ -10,15 +10,15 @@ use encke_core::plan::{Queries, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{Error, GroupScale, Mode, Pattern};
 use encke_ring::{Fault, Phase, RankError, RingError, ThreadRing};
-use encke_sim::hardship::{Death, Hardship, Kind};
+use encke_sim::fault_config::{Death, FaultConfig, Kind};
+use encke_sim::fault_outcome::{self, FaultOutcome};
+use encke_sim::fault_run::{self, FaultRun};
 use encke_sim::sample::Sample;
-use encke_sim::trial::{self, Trial};
-use encke_sim::verdict::{self, Verdict};
 
 use crate::support::bits;
 
-fn tried(sample: &Sample, hardship: &Hardship) -> (Trial, Verdict) {
-    verdict::try_out(&NaiveKernel, sample, hardship).expect("the call can begin")
+fn tried(sample: &Sample, hardship: &FaultConfig) -> (FaultRun, FaultOutcome) {
+    fault_outcome::try_out(&NaiveKernel, sample, hardship).expect("the call can begin")
 }
 
 fn surviving(pattern: Pattern, ranks: usize, cut: Cut, backward: bool) -> Sample {
@@ -62,10 +62,14 @@ fn every_victim_in_every_round_as_in_threads() {
         let request = sample.plan.request();
         for rank in 0..4 {
             for round in 0..=sample.plan.rank(rank).expect("exists").rounds.len() {
-                let mut hardship = Hardship::none(5);
+                let mut hardship = FaultConfig::none(5);
                 hardship.deaths = vec![Death::new(rank, round)];
                 let (trial, verdict) = tried(&sample, &hardship);
-                assert_eq!(verdict, Verdict::Survived { deaths: 1 }, "{rank} {round}");
+                assert_eq!(
+                    verdict,
+                    FaultOutcome::Survived { deaths: 1 },
+                    "{rank} {round}"
+                );
                 let outcome = trial.result.expect("it survived");
                 assert!(outcome.pairs < 2 * all);
                 let fault = Fault {
@@ -90,18 +94,18 @@ fn two_thousand_seeds_survive_or_end_in_errors() {
     for kind in Kind::ALL {
         let (mut right, mut survived, mut lost) = (0, 0, 0);
         for seed in 0..250 {
-            let drawn = verdict::draw_surviving(kind, seed, 1).expect("legal");
+            let drawn = fault_outcome::draw_surviving(kind, seed, 1).expect("legal");
             let (trial, verdict) = tried(&drawn.0, &drawn.1);
             assert!(verdict.holds(), "seed {seed}, {kind:?}: {verdict:?}");
-            right += usize::from(verdict == Verdict::Right);
-            survived += usize::from(matches!(verdict, Verdict::Survived { .. }));
+            right += usize::from(verdict == FaultOutcome::Right);
+            survived += usize::from(matches!(verdict, FaultOutcome::Survived { .. }));
             let is_lost = |error: &RankError| matches!(error, RankError::Lost(_));
             let mut ends = trial.ends.iter().filter_map(|end| end.error.as_ref());
             lost += usize::from(ends.any(is_lost));
             // Who waits longer for the news than its deadline allows cannot know.
             let known = drawn.1.detection < drawn.1.deadline;
             if kind == Kind::Death && drawn.1.deaths.len() == 1 && known {
-                assert_eq!(verdict, Verdict::Survived { deaths: 1 }, "seed {seed}");
+                assert_eq!(verdict, FaultOutcome::Survived { deaths: 1 }, "seed {seed}");
             }
         }
         // Where somebody always dies, nothing is left as it would have been.
@@ -117,8 +121,8 @@ proptest! {
 
     #[test]
     fn the_seed_brings_the_run_back(seed in any::<u64>()) {
-        let (sample, hardship) = verdict::draw_surviving(Kind::Death, seed, 1).expect("legal");
-        let run = || trial::run(&NaiveKernel, &sample.plan, &sample.inputs(), &hardship);
+        let (sample, hardship) = fault_outcome::draw_surviving(Kind::Death, seed, 1).expect("legal");
+        let run = || fault_run::run(&NaiveKernel, &sample.plan, &sample.inputs(), &hardship);
         let (one, other) = (run().expect("it begins"), run().expect("it begins"));
         prop_assert_eq!(&one.ends, &other.ends);
         match (&one.result, &other.result) {
@@ -130,21 +134,24 @@ proptest! {
 
     #[test]
     fn with_two_keepers_any_two_may_die(seed in any::<u64>()) {
-        let (sample, mut hardship) = verdict::draw_surviving(Kind::Death, seed, 2).expect("legal");
+        let (sample, mut hardship) = fault_outcome::draw_surviving(Kind::Death, seed, 2).expect("legal");
         hardship.deaths.truncate(2);
         hardship.detection = Duration::from_millis(30);
         let (_, verdict) = tried(&sample, &hardship);
-        prop_assert!(matches!(verdict, Verdict::Survived { .. }), "{:?}", verdict);
+        prop_assert!(matches!(verdict, FaultOutcome::Survived { .. }), "{:?}", verdict);
     }
 }
 
 #[test]
 fn a_lost_shard_is_named_by_every_survivor() {
     for sample in samples(5) {
-        let mut hardship = Hardship::none(5);
+        let mut hardship = FaultConfig::none(5);
         hardship.deaths = vec![Death::new(2, 1), Death::new(3, 0)];
         let (trial, verdict) = tried(&sample, &hardship);
-        assert!(matches!(verdict, Verdict::Failed { .. }), "{verdict:?}");
+        assert!(
+            matches!(verdict, FaultOutcome::Failed { .. }),
+            "{verdict:?}"
+        );
         let keepers = vec![3];
         let word = RankError::Lost(Error::LostShard { shard: 2, keepers });
         for end in &trial.ends {

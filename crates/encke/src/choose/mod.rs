@@ -8,11 +8,11 @@
 //! which takes milliseconds; of those that fit, the fastest wins, and among those that the clock
 //! cannot tell apart the simplest.
 
+mod constraints;
 mod threshold;
-mod wish;
 
 use encke_core::kernel::Kernel;
-use encke_core::plan::rings::Freight;
+use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::Cut;
 use encke_ring::memory;
@@ -20,8 +20,8 @@ use encke_sim::clock::{ClockError, Machine, Run, simulate};
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointPolicy;
+pub use constraints::{Constraints, Work};
 pub use threshold::{Threshold, one_device_until};
-pub use wish::{Wish, Work};
 
 /// What differs by less than this, as a part, the clock does not tell apart.
 pub const ALIKE: f64 = 0.01;
@@ -98,7 +98,7 @@ pub enum ChoiceError {
 /// scratch memory only.
 pub fn choose<K: Kernel>(
     kernel: &K,
-    wish: &Wish,
+    wish: &Constraints,
     machine: &Machine,
 ) -> Result<Choice, ChoiceError> {
     let mut alternatives = Vec::new();
@@ -124,7 +124,7 @@ pub fn choose<K: Kernel>(
     let rounds_wait = wish.work != Work::Forward && machine.device.shared_cores.is_some();
     let simplicity = |of: &Alternative| {
         let Schedule { width, backward } = of.schedule;
-        let plain = (of.cut != Cut::Contiguous, backward != Freight::Keys);
+        let plain = (of.cut != Cut::Contiguous, backward != Rotating::Keys);
         let parcels = match rounds_wait {
             true => of.ranks.saturating_sub(width),
             false => width,
@@ -158,7 +158,7 @@ pub fn choose<K: Kernel>(
     })
 }
 
-fn policies(wish: &Wish) -> Vec<Option<CheckpointPolicy>> {
+fn policies(wish: &Constraints) -> Vec<Option<CheckpointPolicy>> {
     match (wish.work, wish.checkpoint) {
         (Work::Training { .. }, None) => {
             vec![
@@ -205,7 +205,7 @@ impl Timed {
 
 /// An alternative made of its passes and of what is kept between them.
 fn weigh(
-    wish: &Wish,
+    wish: &Constraints,
     request: &Request,
     [forward, backward]: [&Option<Timed>; 2],
     checkpoint: Option<CheckpointPolicy>,
@@ -260,7 +260,7 @@ fn kept_bytes(request: &Request) -> usize {
 }
 
 /// Why the chosen one won, in a sentence.
-fn reason(wish: &Wish, all: &[Alternative], chosen: usize) -> String {
+fn reason(wish: &Constraints, all: &[Alternative], chosen: usize) -> String {
     let winner = &all[chosen];
     let fitting = all.iter().filter(|of| of.fits).count();
     if fitting == 1 && all.len() == 1 {

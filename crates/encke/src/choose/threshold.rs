@@ -6,10 +6,10 @@
 
 use encke_core::Shape;
 use encke_core::kernel::Kernel;
-use encke_core::plan::rings::Freight;
+use encke_core::plan::rings::Rotating;
 use serde::Serialize;
 
-use super::{ALIKE, ChoiceError, Wish, choose};
+use super::{ALIKE, ChoiceError, Constraints, choose};
 use encke_sim::clock::Machine;
 
 /// Lengths that are looked at.
@@ -35,7 +35,7 @@ pub enum Threshold {
 /// Memory is left out of it.
 pub fn one_device_until<K: Kernel>(
     kernel: &K,
-    wish: &Wish,
+    wish: &Constraints,
     machine: &Machine,
 ) -> Result<Threshold, ChoiceError> {
     let ring_wins = |tokens: usize| -> Result<bool, ChoiceError> {
@@ -44,12 +44,12 @@ pub fn one_device_until<K: Kernel>(
                 tokens,
                 ..wish.shape
             };
-            let wish = Wish {
+            let wish = Constraints {
                 shape,
                 ranks: Some(ranks),
                 // How parcels go round moves the length by less than the clock can tell.
                 width: wish.width.or(Some(1)),
-                visitors: wish.visitors.or(Some(Freight::Keys)),
+                rotate: wish.rotate.or(Some(Rotating::Keys)),
                 redundancy: 0,
                 memory_limit: None,
                 one_device_below: None,

@@ -14,12 +14,12 @@ use encke_core::sharding::Sharding;
 use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 use encke_ring::ThreadRing;
 use encke_sim::clock::{
-    ClockError, Machine, PATIENCE, Rehearsal, Yardstick, YardstickKind, median,
+    CalibrationKind, ClockError, Machine, PATIENCE, Rehearsal, RingCalibration, median,
 };
 use serde::Serialize;
 
 use super::measure::yardstick;
-use crate::choose::{Alternative, Choice, ChoiceError, Wish, Work, choose};
+use crate::choose::{Alternative, Choice, ChoiceError, Constraints, Work, choose};
 
 /// The largest ring that is tried.
 const MOST_RANKS: usize = 8;
@@ -102,7 +102,7 @@ fn error_at(checked: &[Checked], pace: impl Fn(&Checked) -> f64) -> f64 {
 /// A configuration with what a rank may hold, as a part of what one rank would.
 struct Case {
     name: String,
-    wish: Wish,
+    wish: Constraints,
     part: Option<f64>,
 }
 
@@ -145,9 +145,9 @@ fn cases() -> Result<Vec<Case>, ClockError> {
             };
             cases.push(Case {
                 name: format!("{way} {words} {dtype}, {tokens} x {heads} x {dim}{limit}"),
-                wish: Wish {
+                wish: Constraints {
                     work,
-                    ..Wish::new(shape, pattern, dtype, MOST_RANKS)
+                    ..Constraints::new(shape, pattern, dtype, MOST_RANKS)
                 },
                 part,
             });
@@ -158,7 +158,7 @@ fn cases() -> Result<Vec<Case>, ClockError> {
 
 /// The yardstick, and what it took when the machine was measured.
 struct Pace {
-    yardstick: Yardstick,
+    yardstick: RingCalibration,
     then_s: Option<f64>,
 }
 
@@ -209,7 +209,7 @@ impl Case {
     /// What is decided for it, with every alternative.
     fn choose<K: Kernel>(&mut self, kernel: &K, machine: &Machine) -> Result<Choice, ChoiceError> {
         if let Some(part) = self.part {
-            let alone = Wish {
+            let alone = Constraints {
                 ranks: Some(1),
                 ..self.wish.clone()
             };
@@ -234,7 +234,7 @@ impl Case {
             Work::Backward => Pass::Backward { dlse: false },
             _ => Pass::Forward,
         };
-        let Wish {
+        let Constraints {
             shape,
             pattern,
             dtype,
@@ -271,7 +271,10 @@ impl Case {
         let mut yardstick_s = Vec::new();
         let mut turn = |which: &[usize], runs_s: &mut Vec<Vec<f64>>| {
             for &at in which {
-                yardstick_s.push(pace.yardstick.seconds(ring, YardstickKind::Dense, false)?);
+                yardstick_s.push(
+                    pace.yardstick
+                        .seconds(ring, CalibrationKind::Dense, false)?,
+                );
                 let call = || rehearsal.seconds(ring, &requests[at]);
                 // The first one has all its memory to get, because others have run since.
                 let first_s = call().map_err(ClockError::from)?;

@@ -10,7 +10,7 @@ use encke_core::DType;
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
 use encke_sim::clock::{
-    ClockError, Machine, PATIENCE, Pick, Profile, Rate, Sizes, Speed, Yardstick, median,
+    ClockError, Machine, PATIENCE, Pick, Profile, Rate, RingCalibration, Sizes, Speed, median,
 };
 
 use super::gpu;
@@ -45,9 +45,9 @@ fn sizes(dtype: DType, dim: usize) -> Sizes {
 }
 
 /// The ring by which it is told later how fast the machine is: that of the first kind.
-pub(super) fn yardstick() -> Result<Yardstick, ClockError> {
+pub(super) fn yardstick() -> Result<RingCalibration, ClockError> {
     let (dtype, dim) = KINDS[0];
-    Yardstick::new(sizes(dtype, dim))
+    RingCalibration::new(sizes(dtype, dim))
 }
 
 /// Measures this machine. `progress` is told what comes next, and which part of the time is over.

@@ -1,12 +1,12 @@
 //! What is left open is decided: by predicted time, under a limit on memory, and never at the price
 //! of a result.
 
-use encke::choose::{ALIKE, ChoiceError, Threshold, Wish, Work, choose, one_device_until};
+use encke::choose::{ALIKE, ChoiceError, Constraints, Threshold, Work, choose, one_device_until};
 use encke::clock::{Machine, find_device, find_link};
 use encke::tune::{Here, Source, usual};
 use encke::{
-    Attention, Auto, CheckpointPolicy, CpuKernel, Cut, DType, Freight, Kernel, Pass, Pattern,
-    Precision, Queries, Schedule, Shape,
+    Attention, Auto, CheckpointPolicy, CpuKernel, Cut, DType, Kernel, Pass, Pattern, Precision,
+    Queries, Rotating, Schedule, Shape,
 };
 
 use crate::support::Tensors;
@@ -34,9 +34,9 @@ fn cores() -> Machine {
     })
 }
 
-fn wish(tokens: usize) -> Wish {
+fn wish(tokens: usize) -> Constraints {
     let shape = Shape::new(1, tokens, 16, 16, 128).expect("legal");
-    Wish::new(shape, Pattern::dense().causal(true), DType::Bf16, 8)
+    Constraints::new(shape, Pattern::dense().causal(true), DType::Bf16, 8)
 }
 
 fn kernel() -> CpuKernel {
@@ -69,7 +69,7 @@ fn a_ring_where_it_pays_and_one_device_where_it_does_not() {
     let before = choose(&kernel, &wish(tokens / 2), &machine).expect("legal");
     assert!(beyond.winner().ranks > 1, "{}", beyond.reason);
     assert_eq!(before.winner().ranks, 1, "{}", before.reason);
-    let told = Wish {
+    let told = Constraints {
         one_device_below: Some(1 << 20),
         ..wish(1 << 18)
     };
@@ -83,7 +83,7 @@ fn ranks_that_share_their_cores_gain_nothing_but_memory() {
     let choice = choose(&kernel, &wish(4096), &machine).expect("legal");
     assert_eq!(choice.winner().ranks, 1, "{}", choice.reason);
     let whole = choice.winner().memory_bytes;
-    let limited = |limit: usize| Wish {
+    let limited = |limit: usize| Constraints {
         memory_limit: Some(limit),
         ..wish(4096)
     };
@@ -118,7 +118,7 @@ fn ranks_that_share_their_cores_gain_nothing_but_memory() {
 fn of_schedules_alike_the_simplest_or_on_the_way_back_of_threads_the_fewest_rounds() {
     let kernel = kernel();
     let widths = |work: Work, machine: &Machine| {
-        let wish = Wish {
+        let wish = Constraints {
             work,
             ranks: Some(4),
             ..wish(1 << 16)
@@ -146,7 +146,7 @@ fn of_schedules_alike_the_simplest_or_on_the_way_back_of_threads_the_fewest_roun
 fn what_is_kept_for_many_layers_is_weighed_against_doing_it_again() {
     let (kernel, machine) = (kernel(), gpus());
     let training = |layers: usize, limit: Option<usize>| {
-        let wish = Wish {
+        let wish = Constraints {
             work: Work::Training { layers },
             ranks: Some(4),
             memory_limit: limit,
@@ -168,7 +168,7 @@ fn what_is_kept_for_many_layers_is_weighed_against_doing_it_again() {
 #[test]
 fn what_was_given_is_not_decided() {
     let (kernel, machine) = (kernel(), gpus());
-    let given = Wish {
+    let given = Constraints {
         ranks: Some(3),
         cut: Some(Cut::Zigzag),
         queries: None,
@@ -187,7 +187,7 @@ fn what_was_given_is_not_decided() {
 #[test]
 fn schedules_are_weighed_where_they_are_open() {
     let (kernel, machine) = (kernel(), gpus());
-    let open = Wish {
+    let open = Constraints {
         work: Work::Backward,
         ranks: Some(8),
         cut: Some(Cut::Contiguous),
@@ -195,9 +195,9 @@ fn schedules_are_weighed_where_they_are_open() {
     };
     let choice = choose(&kernel, &open, &machine).expect("legal");
     let mut seen: Vec<Schedule> = choice.alternatives.iter().map(|of| of.schedule).collect();
-    seen.sort_by_key(|of| (of.width, of.backward == Freight::Queries));
+    seen.sort_by_key(|of| (of.width, of.backward == Rotating::Queries));
     let both = |width| {
-        [Freight::Keys, Freight::Queries].map(|of| Schedule {
+        [Rotating::Keys, Rotating::Queries].map(|of| Schedule {
             width,
             backward: of,
         })
@@ -214,7 +214,7 @@ fn schedules_are_weighed_where_they_are_open() {
         assert!(of(keys).memory_bytes >= of(Schedule::RING).memory_bytes);
     }
     // Where memory is short, the narrow ones are left.
-    let short = Wish {
+    let short = Constraints {
         memory_limit: Some(of(Schedule::RING).memory_bytes),
         ..open.clone()
     };
@@ -222,13 +222,13 @@ fn schedules_are_weighed_where_they_are_open() {
     assert!(short.alternatives.iter().any(|of| !of.fits));
     assert!(short.winner().schedule.width < 7, "{}", short.reason);
     // Whoever is to survive sends gradients of keys straight home.
-    let surviving = Wish {
+    let surviving = Constraints {
         redundancy: 1,
         ..open
     };
     let surviving = choose(&kernel, &surviving, &machine).expect("legal");
     assert_eq!(surviving.alternatives.len(), 4);
-    assert_eq!(surviving.winner().schedule.backward, Freight::Keys);
+    assert_eq!(surviving.winner().schedule.backward, Rotating::Keys);
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn a_ring_that_was_chosen_computes_what_a_given_one_does() {
         cut: true,
         queries: false,
         width: true,
-        visitors: true,
+        rotate: true,
         most_ranks: 6,
         // Less than one rank would hold.
         memory_limit: Some(300 * (4 + 2 + 2 + 4) * 16 * 4),

@@ -44,7 +44,7 @@ fn results_do_not_depend_on_what_their_memory_held() {
         let tensors = Tensors::random(&shape(), dtype, 5);
         let attention = attention(4, ranks);
         let expected = results(&tensors, &attention);
-        let kept = attention.stats().spare_bytes;
+        let kept = attention.stats().pooled_bytes;
         assert!(kept >= 3 << 20, "results were dropped: {kept} bytes");
         assert_eq!(results(&tensors, &attention), expected, "as they were left");
         // Somebody writes to what he was given before he lets it go.
@@ -93,5 +93,5 @@ fn whoever_wants_nothing_kept_keeps_nothing() {
     let builder = Attention::builder().pattern(pattern(4)).keep_at_most(none);
     let attention = builder.build().expect("legal");
     results(&Tensors::random(&shape(), DType::F32, 7), &attention);
-    assert_eq!(attention.stats().spare_bytes, 0);
+    assert_eq!(attention.stats().pooled_bytes, 0);
 }

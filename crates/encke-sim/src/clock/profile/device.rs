@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use encke_core::kernel::{Kernel, KernelError};
-use encke_core::transport::Parcel;
+use encke_core::transport::WireBuffer;
 
 use super::moves::{apart, block};
 use super::operands::Operands;
@@ -29,7 +29,7 @@ pub struct DeviceProfile<B> {
     readings: BTreeMap<Reading, Vec<f64>>,
 }
 
-impl<B: Parcel + Sync> DeviceProfile<B> {
+impl<B: WireBuffer + Sync> DeviceProfile<B> {
     /// A profile without readings.
     pub fn new<K: Kernel<Buffer = B>>(
         kernel: &K,

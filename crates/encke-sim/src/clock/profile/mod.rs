@@ -4,7 +4,7 @@
 //!
 //! Jobs of a few shapes are timed, alone and as ranks have them side by side, and what a device's
 //! description has (an overhead, a rate, the diagonal, the rows) is fitted to them. Two small rings
-//! are run besides ([`Yardstick`]), for what no job alone can tell; all others are what the result
+//! are run besides ([`RingCalibration`]), for what no job alone can tell; all others are what the result
 //! is held against.
 
 mod device;
@@ -26,7 +26,7 @@ use super::error::ClockError;
 use super::fit::fit;
 use super::machine::{Carrier, Device, Link, Machine, Rate, Speed};
 use super::median;
-use super::yardstick::{Kind, Yardstick};
+use super::ring_calibration::{Kind, RingCalibration};
 pub use device::{DeviceProfile, Work as DeviceWork};
 use moves::Places;
 use operands::Operands;
@@ -77,7 +77,7 @@ pub struct Profile {
     /// A quarter of the rows each, for twice as many ranks as there are cores.
     ranks: Vec<Operands>,
     places: Places,
-    yardstick: Yardstick,
+    yardstick: RingCalibration,
     readings: BTreeMap<Reading, Vec<f64>>,
 }
 
@@ -153,7 +153,7 @@ impl Profile {
             whole: Operands::new(kernel, sizes, sizes.rows)?,
             ranks: (0..ranks).map(of_rank).collect::<Result<_, _>>()?,
             places: Places::new(sizes),
-            yardstick: Yardstick::new(sizes)?,
+            yardstick: RingCalibration::new(sizes)?,
             readings: BTreeMap::new(),
         })
     }

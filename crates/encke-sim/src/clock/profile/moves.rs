@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use encke_core::job::{Block, Operand};
 use encke_core::kernel::Kernel;
 use encke_core::sharding::Run as Tokens;
-use encke_core::transport::{Address, Incoming, Outgoing, Parcel, Transport};
+use encke_core::transport::{Address, Incoming, Outgoing, Transport, WireBuffer};
 use encke_core::{Data, Tensor};
 use encke_ring::threads::endpoints;
 

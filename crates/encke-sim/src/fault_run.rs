@@ -22,27 +22,27 @@ use encke_core::kernel::Kernel;
 use encke_core::plan::Plan;
 use encke_core::plan::program::{Message, Role};
 use encke_core::tensor::View;
-use encke_core::transport::{Moved, Parcel, TransportError};
+use encke_core::transport::{Moved, TransportError, WireBuffer};
 use encke_ring::call::{self, check_inputs, conclude, guarded, recruit};
-use encke_ring::rank::Loans;
+use encke_ring::rank::BorrowedInputs;
 use encke_ring::trace::Recorder;
 use encke_ring::{Outcome, Rank, RankError, RingError};
 
-use crate::hardship::{Death, Hardship, Kind};
+use crate::fault_config::{Death, FaultConfig, Kind};
 use crate::lockstep;
 use crate::mail;
-use crate::survivors::Council;
-use crate::wire::{Letter, Strike, Wire};
+use crate::survivors::SimMembership;
+use crate::wire::{InjectedFault, Packet, Wire};
 
 /// How a call under hardship went.
 #[derive(Debug)]
-pub struct Trial {
+pub struct FaultRun {
     /// The right numbers, or how every rank ended.
     pub result: Result<Outcome, RingError>,
     /// When each rank ended, and in which round, by itself: before the call was closed.
     pub ends: Vec<End>,
     /// What went wrong, in order.
-    pub strikes: Vec<Strike>,
+    pub strikes: Vec<InjectedFault>,
     /// How many events it took.
     pub events: usize,
     /// The longest program of each epoch, in rounds: one epoch, unless deaths were survived.
@@ -67,7 +67,7 @@ pub(crate) enum Event {
     /// A rank's jobs are done.
     Computed(usize),
     /// A message is there.
-    Arrival(Letter),
+    Arrival(Packet),
     /// A rank has waited long enough in a round of an epoch.
     Expiry(usize, usize, usize),
     /// Everyone learns that nothing more comes from a rank in an epoch.
@@ -84,17 +84,17 @@ pub(crate) struct Player<K: Kernel> {
     /// What it still has to receive in this round.
     pub missing: Vec<Message>,
     /// What has arrived and was not looked at yet.
-    pub mail: Vec<Letter>,
+    pub mail: Vec<Packet>,
     pub moved: Moved,
     pub end: Option<End>,
 }
 
 pub(crate) struct World<'a, K: Kernel> {
     pub kernel: &'a K,
-    pub hardship: &'a Hardship,
+    pub hardship: &'a FaultConfig,
     pub wire: Wire,
     pub players: Vec<Player<K>>,
-    pub council: Council,
+    pub council: SimMembership,
     /// By time, and by number where the times are the same.
     agenda: BTreeMap<(Duration, u64), Event>,
     booked: u64,
@@ -105,20 +105,20 @@ pub(crate) struct World<'a, K: Kernel> {
 }
 
 /// Carries out a plan on whole tensors under hardship. An error here says that the call could not
-/// begin; how it ended is in the [`Trial`].
+/// begin; how it ended is in the [`FaultRun`].
 pub fn run<K: Kernel<Buffer = Data>>(
     kernel: &K,
     plan: &Arc<Plan>,
     inputs: &[(Role, View<'_>)],
-    hardship: &Hardship,
-) -> Result<Trial, RingError> {
+    hardship: &FaultConfig,
+) -> Result<FaultRun, RingError> {
     check_inputs(plan, inputs)?;
     let mut world = World {
         kernel,
         hardship,
         wire: Wire::new(hardship),
         players: Vec::with_capacity(plan.ranks()),
-        council: Council::new(plan),
+        council: SimMembership::new(plan),
         agenda: BTreeMap::new(),
         booked: 0,
         most: 0,
@@ -250,7 +250,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
 
     fn strike(&mut self, kind: Kind, rank: usize, round: usize) {
         let to = None;
-        self.wire.strikes.push(Strike {
+        self.wire.strikes.push(InjectedFault {
             kind,
             rank,
             to,
@@ -269,14 +269,14 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             ..
         } = &mut self.players[rank];
         guarded(|| {
-            player.prepare(kernel, &Loans::default(), round, recorder)?;
-            player.compute(kernel, &Loans::default(), round, recorder)
+            player.prepare(kernel, &BorrowedInputs::default(), round, recorder)?;
+            player.compute(kernel, &BorrowedInputs::default(), round, recorder)
         })?;
         *moved = Moved::default();
         let mut letters = Vec::new();
         for message in &player.plan().rounds[round].sends {
             let parcel = player.buffer(message.buffer);
-            let letter = Letter::new(rank, epoch, round, message.address, parcel);
+            let letter = Packet::new(rank, epoch, round, message.address, parcel);
             letters.push(letter.map_err(|source| RankError::Kernel { round, source })?);
             moved.sent_bytes += message.address.elements * parcel.element_bytes();
         }
@@ -345,7 +345,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
     }
 
     /// Closes the call: the outputs if every rank finished, otherwise an error for every rank.
-    fn close(self, plan: &Arc<Plan>, events: usize) -> Result<Trial, RingError> {
+    fn close(self, plan: &Arc<Plan>, events: usize) -> Result<FaultRun, RingError> {
         let World {
             kernel,
             wire,
@@ -395,10 +395,10 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         let result =
             conclude(ended, first).and_then(|noted| lockstep::conclude(kernel, plan, ranks, noted));
         let result = result.map(|mut outcome| {
-            outcome.mourn(deaths, pairs);
+            outcome.record_deaths(deaths, pairs);
             outcome
         });
-        Ok(Trial {
+        Ok(FaultRun {
             result,
             ends,
             strikes: wire.strikes,

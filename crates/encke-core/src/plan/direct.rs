@@ -8,18 +8,18 @@
 //! survive one go home this way from the start.
 
 use super::builder::Builder;
-use super::flow::{Channel, HOME, Seat, VISIT, origin};
+use super::flow::{Channel, HOME, RingPosition, VISIT, origin};
 use super::gather::Gather;
 use super::layout::{Resident, Width, reversed};
+use super::membership::Progress;
 use super::program::{BufferId, Component, Message, Role, Task};
 use super::rings::Parcel;
-use super::survival::Progress;
-use super::visit::Visit;
+use super::rotation::Visit;
 use crate::transport::Address;
 
 /// One rank's queries and another one's parcel: they meet once, in the round of their distance.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Meeting {
+pub(super) struct RingPair {
     /// The ring.
     pub ring: usize,
     /// How many hops the parcel would have come.
@@ -30,7 +30,7 @@ pub(super) struct Meeting {
     pub home: usize,
 }
 
-impl Meeting {
+impl RingPair {
     /// Whether the queries have not seen the keys.
     pub fn is_new_to_queries(self, so_far: &[Progress]) -> bool {
         !so_far[self.reader]
@@ -46,10 +46,10 @@ impl Meeting {
     }
 }
 
-impl<'a> Seat<'a> {
+impl<'a> RingPosition<'a> {
     /// This rank's queries with a parcel that visits.
-    pub fn meeting(self, distance: usize, home: usize) -> Meeting {
-        Meeting {
+    pub fn meeting(self, distance: usize, home: usize) -> RingPair {
+        RingPair {
             ring: self.index,
             distance,
             reader: self.ring.members[self.place],
@@ -58,14 +58,14 @@ impl<'a> Seat<'a> {
     }
 
     /// This rank's parcel, and whom it meets: (place of the member, meeting).
-    pub fn hosts(self) -> Option<(&'a Parcel, impl Iterator<Item = (usize, Meeting)>)> {
-        let Seat {
+    pub fn hosts(self) -> Option<(&'a Parcel, impl Iterator<Item = (usize, RingPair)>)> {
+        let RingPosition {
             index, ring, place, ..
         } = self;
         let parcel = ring.parcels[place].as_ref()?;
         let meetings = (parcel.first..=parcel.last).map(move |distance| {
             let member = ring.away(place, distance);
-            let meeting = Meeting {
+            let meeting = RingPair {
                 ring: index,
                 distance,
                 reader: ring.members[member],
@@ -96,9 +96,9 @@ impl<'a> Builder<'a> {
     /// those that want it. It is packed once, and stays.
     pub fn fetch(
         &mut self,
-        seat: Seat<'a>,
+        seat: RingPosition<'a>,
         own: [BufferId; 2],
-        wanted: impl Fn(Meeting) -> bool,
+        wanted: impl Fn(RingPair) -> bool,
     ) -> Visit {
         let (plan, dtype) = (self.plan, self.plan.request.dtype);
         let kv = |b: &mut Self, elements: usize| {
@@ -106,8 +106,8 @@ impl<'a> Builder<'a> {
                 .map(|name| b.buffer(name, Component::TravellingKv, dtype, elements))
         };
         let visits = || {
-            let visitors = seat.visitors();
-            visitors.filter(|(distance, home, _)| wanted(seat.meeting(*distance, *home)))
+            let rotating = seat.rotating();
+            rotating.filter(|(distance, home, _)| wanted(seat.meeting(*distance, *home)))
         };
         let travel = [0, 1].map(|turn| {
             let held = visits().filter(|(distance, ..)| distance % 2 == turn);
@@ -131,7 +131,7 @@ impl<'a> Builder<'a> {
         let Some((parcel, meetings)) = seat.hosts() else {
             return visit(travel);
         };
-        let meetings: Vec<(usize, Meeting)> = meetings.filter(|of| wanted(of.1)).collect();
+        let meetings: Vec<(usize, RingPair)> = meetings.filter(|of| wanted(of.1)).collect();
         if meetings.is_empty() {
             return visit(travel);
         }
@@ -156,16 +156,16 @@ impl<'a> Builder<'a> {
     /// added to `own`, rows `at`.
     pub fn deliver(
         &mut self,
-        seat: Seat<'a>,
+        seat: RingPosition<'a>,
         channels: &[Channel],
         own: &[BufferId],
         at: Resident,
-        wanted: impl Fn(Meeting) -> bool,
+        wanted: impl Fn(RingPair) -> bool,
     ) -> Gather {
         let (plan, component) = (self.plan, Component::TravellingGradients);
         let visits = || {
-            let visitors = seat.visitors();
-            visitors.filter(|(distance, home, _)| wanted(seat.meeting(*distance, *home)))
+            let rotating = seat.rotating();
+            rotating.filter(|(distance, home, _)| wanted(seat.meeting(*distance, *home)))
         };
         let local = [0, 1].map(|turn| {
             let mine = visits().filter(|(distance, ..)| distance % 2 == turn);
@@ -190,7 +190,7 @@ impl<'a> Builder<'a> {
         let Some((parcel, meetings)) = seat.hosts() else {
             return gather(local);
         };
-        let meetings: Vec<(usize, Meeting)> = meetings.filter(|of| wanted(of.1)).collect();
+        let meetings: Vec<(usize, RingPair)> = meetings.filter(|of| wanted(of.1)).collect();
         if meetings.is_empty() {
             return gather(local);
         }

@@ -14,19 +14,19 @@ use encke_core::plan::Request;
 use encke_core::plan::program::Role;
 
 use super::files::{Files, TensorFile};
-use super::{Sink, Source, StreamError, Stretch, transfer};
+use super::{RowRange, Sink, Source, StreamError, transfer};
 
 /// Two tensors of sums in a file.
 #[derive(Debug)]
-pub struct Spool {
+pub struct GradientFile {
     sums: Files,
     request: Request,
     row: Data,
 }
 
-impl Spool {
+impl GradientFile {
     /// Sums for a backward pass, all zero, in a file nobody else uses.
-    pub fn new(file: File, request: &Request) -> std::io::Result<Spool> {
+    pub fn new(file: File, request: &Request) -> std::io::Result<GradientFile> {
         let shape = &request.shape;
         let (file, dtype) = (Arc::new(file), request.dtype.sum());
         let dims = [shape.batch, shape.tokens, shape.kv_heads, shape.dim];
@@ -43,7 +43,7 @@ impl Spool {
         let mut sums = Files::new();
         sums.add(Role::Dk, tensor(0));
         sums.add(Role::Dv, tensor(bytes));
-        Ok(Spool {
+        Ok(GradientFile {
             sums,
             request: request.clone(),
             row: Data::zeros(dtype, 0),
@@ -51,7 +51,7 @@ impl Spool {
     }
 
     /// Adds to the rows of a stretch.
-    pub fn add(&mut self, stretch: &Stretch<'_>, numbers: &Data) -> Result<(), StreamError> {
+    pub fn add(&mut self, stretch: &RowRange<'_>, numbers: &Data) -> Result<(), StreamError> {
         let count = numbers.as_slice().len();
         if self.row.as_slice().len() != count {
             self.row = Data::zeros(self.request.dtype.sum(), count);

@@ -22,12 +22,12 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::program::{BufferId, RankPlan};
-use super::{Pass, Plan, backward, forward, hosted};
+use super::{Pass, Plan, adoption, backward, forward};
 use crate::error::{Error, Result};
 
 /// How far a rank has come in an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Standing {
+pub struct RankProgress {
     /// Rounds of its program whose tasks it has done, whatever became of the messages of the last.
     pub done: usize,
     /// Whether that was all, and all messages have come.
@@ -38,7 +38,7 @@ pub struct Standing {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Agreement {
     /// How far each rank has come; None for those that are gone, in this epoch or before.
-    pub standings: Vec<Option<Standing>>,
+    pub standings: Vec<Option<RankProgress>>,
 }
 
 /// What one shard has got so far.
@@ -132,7 +132,7 @@ impl Epoch {
         }
         for shard in 0..self.hosts.len() {
             let standing = self.hosts[shard].and_then(|host| agreement.standings[host]);
-            if let Some(Standing { done, .. }) = standing {
+            if let Some(RankProgress { done, .. }) = standing {
                 self.note(shard, done, &mut next.so_far[shard]);
                 continue;
             }
@@ -196,7 +196,7 @@ impl Epoch {
         });
         let kept = self.plan.kept(rank);
         let kept = kept.filter(|shard| self.hosts[*shard] != Some(rank));
-        Ok(hosted::together(
+        Ok(adoption::together(
             &self.plan,
             rank,
             &self.hosts,

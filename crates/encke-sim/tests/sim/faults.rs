@@ -10,19 +10,19 @@ use encke_core::naive::NaiveKernel;
 use encke_core::plan::Queries;
 use encke_core::sharding::Sharding;
 use encke_ring::{RankError, RingError};
-use encke_sim::hardship::{Checks, Death, Hardship, Kind, Slow};
+use encke_sim::fault_config::{Checks, Death, FaultConfig, Kind, Slow};
+use encke_sim::fault_outcome::{self, FaultOutcome};
+use encke_sim::fault_run::{self, FaultRun};
 use encke_sim::sample::Sample;
-use encke_sim::trial::{self, Trial};
-use encke_sim::verdict::{self, Verdict};
 
 use crate::support::bits;
 
-fn tried(sample: &Sample, hardship: &Hardship) -> (Trial, Verdict) {
-    verdict::try_out(&NaiveKernel, sample, hardship).expect("the call can begin")
+fn tried(sample: &Sample, hardship: &FaultConfig) -> (FaultRun, FaultOutcome) {
+    fault_outcome::try_out(&NaiveKernel, sample, hardship).expect("the call can begin")
 }
 
-fn drawn(seed: u64, kind: Kind) -> (Sample, Hardship) {
-    verdict::draw(kind, seed).expect("a random configuration is legal")
+fn drawn(seed: u64, kind: Kind) -> (Sample, FaultConfig) {
+    fault_outcome::draw(kind, seed).expect("a random configuration is legal")
 }
 
 #[test]
@@ -33,8 +33,8 @@ fn two_thousand_seeds_end_right_or_in_errors() {
             let (sample, hardship) = drawn(seed, kind);
             let (trial, verdict) = tried(&sample, &hardship);
             assert!(verdict.holds(), "seed {seed}, {kind:?}: {verdict:?}");
-            right += usize::from(verdict == Verdict::Right);
-            failed += usize::from(verdict != Verdict::Right);
+            right += usize::from(verdict == FaultOutcome::Right);
+            failed += usize::from(verdict != FaultOutcome::Right);
             struck += usize::from(!trial.strikes.is_empty());
         }
         assert!(struck > 50, "{kind:?} struck in {struck} runs");
@@ -58,7 +58,7 @@ proptest! {
     #[test]
     fn the_seed_brings_the_run_back(seed in any::<u64>()) {
         let (sample, hardship) = drawn(seed, Kind::Everything);
-        let run = || trial::run(&NaiveKernel, &sample.plan, &sample.inputs(), &hardship);
+        let run = || fault_run::run(&NaiveKernel, &sample.plan, &sample.inputs(), &hardship);
         let (one, other) = (run().expect("it begins"), run().expect("it begins"));
         prop_assert_eq!(&one.strikes, &other.strikes);
         prop_assert_eq!(&one.ends, &other.ends);
@@ -76,7 +76,7 @@ fn wrong_numbers(kind: Kind, checks: Checks) -> usize {
     let wrong = |seed: &u64| {
         let (sample, mut hardship) = drawn(*seed, kind);
         hardship.checks = checks;
-        matches!(tried(&sample, &hardship).1, Verdict::Wrong { .. })
+        matches!(tried(&sample, &hardship).1, FaultOutcome::Wrong { .. })
     };
     (0..150).filter(wrong).count()
 }
@@ -110,11 +110,11 @@ fn dense_ring() -> Sample {
 
 #[test]
 fn a_dead_rank_is_named_first_and_missed_by_its_neighbours() {
-    let mut hardship = Hardship::none(5);
+    let mut hardship = FaultConfig::none(5);
     hardship.deaths = vec![Death::new(2, 1)];
     let (trial, verdict) = tried(&dense_ring(), &hardship);
     let died = RankError::Died { rank: 2, round: 1 };
-    assert_eq!(verdict, Verdict::Failed { first: died });
+    assert_eq!(verdict, FaultOutcome::Failed { first: died });
     let Err(RingError::Rank { rank, others, .. }) = trial.result else {
         panic!("a rank died");
     };
@@ -129,20 +129,23 @@ fn a_dead_rank_is_named_first_and_missed_by_its_neighbours() {
 #[test]
 fn a_slow_rank_is_waited_for_until_the_deadline_and_no_longer() {
     for (times, right) in [(90, true), (120, false)] {
-        let mut hardship = Hardship::none(5);
+        let mut hardship = FaultConfig::none(5);
         hardship.slow = Some(Slow { rank: 1, times });
         let (_, verdict) = tried(&dense_ring(), &hardship);
         assert!(verdict.holds(), "{verdict:?}");
-        assert_eq!(verdict == Verdict::Right, right, "{times} times");
+        assert_eq!(verdict == FaultOutcome::Right, right, "{times} times");
     }
 }
 
 #[test]
 fn where_every_message_is_lost_every_deadline_strikes_at_once() {
-    let mut hardship = Hardship::none(9);
+    let mut hardship = FaultConfig::none(9);
     hardship.loss = 1.0;
     let (trial, verdict) = tried(&dense_ring(), &hardship);
-    assert!(matches!(verdict, Verdict::Failed { .. }), "{verdict:?}");
+    assert!(
+        matches!(verdict, FaultOutcome::Failed { .. }),
+        "{verdict:?}"
+    );
     for end in &trial.ends {
         assert_eq!(end.at, hardship.compute + Duration::from_millis(100));
         assert_eq!(end.round, 0);
@@ -159,10 +162,13 @@ fn finished_ranks_learn_that_another_failed() {
     request.shape.tokens = 32;
     request.sharding = Sharding::contiguous(4).expect("four ranks");
     let sample = Sample::new(&configuration, false).expect("legal");
-    let mut hardship = Hardship::none(5);
+    let mut hardship = FaultConfig::none(5);
     hardship.deaths = vec![Death::new(3, 2)];
     let (trial, verdict) = tried(&sample, &hardship);
-    assert!(matches!(verdict, Verdict::Failed { .. }), "{verdict:?}");
+    assert!(
+        matches!(verdict, FaultOutcome::Failed { .. }),
+        "{verdict:?}"
+    );
     assert_eq!(trial.ends[0].error, None);
     let Err(RingError::Rank { others, .. }) = trial.result else {
         panic!("a rank died");

@@ -29,12 +29,12 @@ struct Happening {
 
 /// Everything that is foreseen.
 #[derive(Debug, Default)]
-pub(super) struct Agenda {
+pub(super) struct EventQueue {
     heap: BinaryHeap<Happening>,
     order: u64,
 }
 
-impl Agenda {
+impl EventQueue {
     /// Something will happen.
     pub fn add(&mut self, at: f64, what: What) {
         self.order += 1;

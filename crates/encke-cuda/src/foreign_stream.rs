@@ -12,13 +12,13 @@ use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 
 use crate::buffer::Buffer;
 use crate::device::Device;
+use crate::device_view::DeviceView;
 use crate::error::{Error, Result};
-use crate::lent::Lent;
 use crate::memory::Loan;
 use crate::order::Marks;
 
 /// A call on behalf of a stream that is not ours. When it is dropped, the call has ended.
-pub struct Guest {
+pub struct ForeignStream {
     device: Arc<Device>,
     stream: sys::CUstream,
     /// When everything is done that the stream had at the beginning.
@@ -31,19 +31,19 @@ pub struct Guest {
     uses: Arc<Mutex<Marks>>,
 }
 
-impl Guest {
+impl ForeignStream {
     /// Begins a call: whatever uses memory that is lent for it comes after what `stream` has now.
     ///
     /// # Safety
     /// `stream` must be a handle of the driver (`CUstream` or `cudaStream_t`; 0 is the default one)
     /// that belongs to the primary context of this GPU and lives until the call has ended.
-    pub unsafe fn begin(device: &Arc<Device>, stream: u64) -> Result<Guest> {
+    pub unsafe fn begin(device: &Arc<Device>, stream: u64) -> Result<ForeignStream> {
         let failed = |error| Error::driver("waiting for the caller's stream", error);
-        Guest::wait_for(device, stream as usize as sys::CUstream, None).map_err(failed)
+        ForeignStream::wait_for(device, stream as usize as sys::CUstream, None).map_err(failed)
     }
 
     /// The same for a stream of cudarc, which knows what it belongs to.
-    pub fn on(device: &Arc<Device>, stream: &Arc<CudaStream>) -> Result<Guest> {
+    pub fn on(device: &Arc<Device>, stream: &Arc<CudaStream>) -> Result<ForeignStream> {
         if stream.context().cu_ctx() != device.context().cu_ctx() {
             return Err(Error::Unsupported {
                 what: format!(
@@ -55,20 +55,20 @@ impl Guest {
         }
         let failed = |error| Error::driver("waiting for the caller's stream", error);
         let kept = Some(Arc::clone(stream));
-        Guest::wait_for(device, stream.cu_stream(), kept).map_err(failed)
+        ForeignStream::wait_for(device, stream.cu_stream(), kept).map_err(failed)
     }
 
     fn wait_for(
         device: &Arc<Device>,
         stream: sys::CUstream,
         kept: Option<Arc<CudaStream>>,
-    ) -> std::result::Result<Guest, DriverError> {
+    ) -> std::result::Result<ForeignStream, DriverError> {
         let event = device.context().new_event(None)?;
         // SAFETY: `new_event` has bound the context; the handle is good, by the caller's word or by
         // the stream that is kept.
         unsafe { sys::cuEventRecord(event.cu_event(), stream) }.result()?;
         device.compute().wait(&event)?;
-        Ok(Guest {
+        Ok(ForeignStream {
             device: Arc::clone(device),
             stream,
             begun: Arc::new(event),
@@ -80,7 +80,7 @@ impl Guest {
 
     /// `elements` numbers of a tensor of the caller from its number `first` on, to be used where they
     /// are. They are never freed here, and nobody can use the buffer when the call has ended.
-    pub fn buffer(&self, lent: &Lent<'_>, first: usize, elements: usize) -> Result<Buffer> {
+    pub fn buffer(&self, lent: &DeviceView<'_>, first: usize, elements: usize) -> Result<Buffer> {
         let pointer = lent.reach(self.device.context(), first, elements)?;
         let loan = Loan {
             writable: lent.is_writable(),
@@ -118,7 +118,7 @@ impl Guest {
     }
 }
 
-impl Drop for Guest {
+impl Drop for ForeignStream {
     fn drop(&mut self) {
         // A call that failed half way has used the caller's memory too.
         if !self.ended.load(Ordering::Acquire) && self.hand_back().is_err() {

@@ -8,14 +8,14 @@ use encke_core::kernel::{Kernel, KernelError};
 use encke_core::sharding::Run;
 use encke_core::{DType, Tensor, with_typed};
 
-use super::dock::Held;
-use super::{Source, StreamError, Stretch};
+use super::row_io::BufferSlot;
+use super::{RowRange, Source, StreamError};
 
 /// Numbers of a piece, unless one token has more.
 const PIECE: usize = 1 << 18;
 
 /// Staging memory: a piece or two of each type that is needed, on the host and on the device.
-pub(super) struct Desk<'a, K: Kernel> {
+pub(super) struct StagingBuffer<'a, K: Kernel> {
     kernel: &'a K,
     /// The rank at work, for errors.
     pub rank: usize,
@@ -29,9 +29,9 @@ pub(super) fn bytes(row: usize, stored: DType, sum: DType) -> usize {
     PIECE.max(row) * 3 * (stored.bytes() + sum.bytes())
 }
 
-impl<'a, K: Kernel> Desk<'a, K> {
-    pub fn new(kernel: &'a K) -> Desk<'a, K> {
-        Desk {
+impl<'a, K: Kernel> StagingBuffer<'a, K> {
+    pub fn new(kernel: &'a K) -> StagingBuffer<'a, K> {
+        StagingBuffer {
             kernel,
             rank: 0,
             host: Vec::new(),
@@ -49,17 +49,17 @@ impl<'a, K: Kernel> Desk<'a, K> {
     pub fn fetch(
         &mut self,
         source: &dyn Source,
-        stretch: &Stretch<'_>,
+        stretch: &RowRange<'_>,
         width: usize,
-        to: Held<&mut K::Buffer>,
+        to: BufferSlot<&mut K::Buffer>,
     ) -> Result<(), StreamError> {
-        let Held {
+        let BufferSlot {
             buffer: to,
             dtype,
             at,
         } = to;
         let stored = source.dtype(stretch.role);
-        let numbers = |piece: &Stretch<'_>| piece.tokens.count * piece.heads.len() * width;
+        let numbers = |piece: &RowRange<'_>| piece.tokens.count * piece.heads.len() * width;
         let mut pieces = pieces(stretch, width);
         let mut coming = pieces.next();
         let mut ready: Option<(usize, Tensor)> = None;
@@ -105,13 +105,13 @@ impl<'a, K: Kernel> Desk<'a, K> {
     /// Hands the rows of a stretch over as numbers of type `rounded`, piece by piece.
     pub fn deliver(
         &mut self,
-        from: Held<&K::Buffer>,
-        stretch: &Stretch<'_>,
+        from: BufferSlot<&K::Buffer>,
+        stretch: &RowRange<'_>,
         width: usize,
         rounded: DType,
-        take: &mut dyn FnMut(&Stretch<'_>, &Tensor) -> Result<(), StreamError>,
+        take: &mut dyn FnMut(&RowRange<'_>, &Tensor) -> Result<(), StreamError>,
     ) -> Result<(), StreamError> {
-        let Held { dtype, at, .. } = from;
+        let BufferSlot { dtype, at, .. } = from;
         for (offset, piece) in pieces(stretch, width) {
             let numbers = piece.tokens.count * piece.heads.len() * width;
             let mut host = self.host(rounded, numbers);
@@ -180,13 +180,13 @@ const ONE: Run = Run {
 };
 
 /// A stretch cut into pieces of whole tokens, each with the number of numbers before it.
-fn pieces<'a>(stretch: &Stretch<'a>, width: usize) -> impl Iterator<Item = (usize, Stretch<'a>)> {
+fn pieces<'a>(stretch: &RowRange<'a>, width: usize) -> impl Iterator<Item = (usize, RowRange<'a>)> {
     let stretch = *stretch;
     let row = stretch.heads.len() * width;
     let most = (PIECE / row.max(1)).max(1);
     let tokens = stretch.tokens;
     (0..tokens.count).step_by(most).map(move |skipped| {
-        let piece = Stretch {
+        let piece = RowRange {
             tokens: Run {
                 first: tokens.first + skipped * tokens.stride,
                 stride: tokens.stride,

@@ -13,7 +13,7 @@ use encke_core::{DType, Element};
 use crate::error::{Error, Result};
 
 /// A tensor `[b, n, h, d]` of the caller, in any strides whose last one is 1.
-pub struct Lent<'a> {
+pub struct DeviceView<'a> {
     dtype: DType,
     address: u64,
     dims: [usize; 4],
@@ -25,7 +25,7 @@ pub struct Lent<'a> {
     _until: Option<SyncOnDrop<'a>>,
 }
 
-impl<'a> Lent<'a> {
+impl<'a> DeviceView<'a> {
     /// A tensor at an address.
     ///
     /// # Safety
@@ -39,8 +39,8 @@ impl<'a> Lent<'a> {
         dims: [usize; 4],
         strides: [usize; 4],
         writable: bool,
-    ) -> Lent<'a> {
-        Lent {
+    ) -> DeviceView<'a> {
+        DeviceView {
             dtype,
             address,
             dims,
@@ -59,11 +59,11 @@ impl<'a> Lent<'a> {
         dims: [usize; 4],
         strides: [usize; 4],
         stream: &'a Arc<CudaStream>,
-    ) -> Result<Lent<'a>> {
+    ) -> Result<DeviceView<'a>> {
         let context = handle(slice.context());
         let length = slice.len();
         let (address, until) = slice.device_ptr(stream);
-        let lent = Lent {
+        let lent = DeviceView {
             dtype: T::DTYPE,
             address: address + (first * T::DTYPE.bytes()) as u64,
             dims,
@@ -81,12 +81,12 @@ impl<'a> Lent<'a> {
         slice: &'a mut CudaSlice<T>,
         dims: [usize; 4],
         stream: &'a Arc<CudaStream>,
-    ) -> Result<Lent<'a>> {
+    ) -> Result<DeviceView<'a>> {
         let context = handle(slice.context());
         let length = slice.len();
         let (address, until) = slice.device_ptr_mut(stream);
         let [_, n, h, d] = dims;
-        let lent = Lent {
+        let lent = DeviceView {
             dtype: T::DTYPE,
             address,
             dims,
@@ -99,7 +99,7 @@ impl<'a> Lent<'a> {
     }
 
     /// The tensor itself, where the slice has room for it.
-    fn within(self, first: usize, length: usize) -> Result<Lent<'a>> {
+    fn within(self, first: usize, length: usize) -> Result<DeviceView<'a>> {
         match first.checked_add(self.extent()) {
             Some(end) if end <= length => Ok(self),
             _ => Err(Error::Unsupported {
@@ -181,9 +181,9 @@ fn handle(context: &CudaContext) -> usize {
 mod tests {
     use super::*;
 
-    fn lent(dims: [usize; 4], strides: [usize; 4]) -> Lent<'static> {
+    fn lent(dims: [usize; 4], strides: [usize; 4]) -> DeviceView<'static> {
         // SAFETY: nothing is read: there is no call.
-        unsafe { Lent::new(DType::Bf16, 0x1000, dims, strides, false) }
+        unsafe { DeviceView::new(DType::Bf16, 0x1000, dims, strides, false) }
     }
 
     #[test]
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn a_tensor_that_does_not_fit_is_refused() {
-        let message = |lent: Result<Lent<'_>>| lent.err().map(|error| error.to_string());
+        let message = |lent: Result<DeviceView<'_>>| lent.err().map(|error| error.to_string());
         let whole = || lent([1, 8, 1, 8], [64, 8, 8, 1]);
         assert_eq!(message(whole().within(0, 64)), None);
         let refused = message(whole().within(1, 64)).unwrap_or_default();

@@ -9,7 +9,9 @@ use encke_core::{DType, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor
 use encke_cpu::CpuKernel;
 use encke_ring::RankMemory;
 use encke_ring::ledger::Entry;
-use encke_sim::stream::{Dock, Gathered, Generator, Held, Samples, Stream, StreamError, Stretch};
+use encke_sim::stream::{
+    BufferSlot, Gathered, Generator, RowIo, RowRange, Samples, Stream, StreamError,
+};
 
 const DIM: usize = 8;
 
@@ -24,14 +26,14 @@ struct Near<'a> {
     fetched: usize,
 }
 
-impl Dock<CpuKernel> for Near<'_> {
+impl RowIo<CpuKernel> for Near<'_> {
     fn fetch(
         &mut self,
-        stretch: &Stretch<'_>,
+        stretch: &RowRange<'_>,
         width: usize,
-        to: Held<&mut Buffer>,
+        to: BufferSlot<&mut Buffer>,
     ) -> Result<(), StreamError> {
-        let Stretch { role, batch, .. } = *stretch;
+        let RowRange { role, batch, .. } = *stretch;
         let mut numbers = Vec::new();
         for token in stretch.tokens.tokens() {
             for &head in stretch.heads {
@@ -58,8 +60,8 @@ impl Dock<CpuKernel> for Near<'_> {
 
     fn deliver(
         &mut self,
-        from: Held<&Buffer>,
-        stretch: &Stretch<'_>,
+        from: BufferSlot<&Buffer>,
+        stretch: &RowRange<'_>,
         width: usize,
         rounded: DType,
     ) -> Result<(), StreamError> {

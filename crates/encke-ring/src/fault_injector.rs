@@ -3,9 +3,9 @@
 //! The decision here: a fault is a transport that gives way under a rank that knows nothing of it,
 //! so nothing in a rank or in the ring asks whether this is a drill.
 
-use encke_core::plan::survival::{Agreement, Standing};
+use encke_core::plan::membership::{Agreement, RankProgress};
 use encke_core::transport::{
-    Incoming, Moved, Outgoing, Parcel, Survivors, Transport, TransportError,
+    Incoming, Moved, Outgoing, Survivors, Transport, TransportError, WireBuffer,
 };
 use serde::Serialize;
 
@@ -35,17 +35,17 @@ pub enum Phase {
 
 /// The transport of a rank that may be about to die.
 #[derive(Debug)]
-pub(crate) struct Doomed<T> {
+pub(crate) struct FaultInjector<T> {
     transport: T,
     faults: Vec<Fault>,
     epoch: usize,
 }
 
-impl<T> Doomed<T> {
+impl<T> FaultInjector<T> {
     /// Faults of other ranks are not this one's.
-    pub(crate) fn new(rank: usize, transport: T, faults: &[Fault]) -> Doomed<T> {
+    pub(crate) fn new(rank: usize, transport: T, faults: &[Fault]) -> FaultInjector<T> {
         let own = faults.iter().filter(|fault| fault.rank == rank);
-        Doomed {
+        FaultInjector {
             transport,
             faults: own.copied().collect(),
             epoch: 0,
@@ -65,7 +65,7 @@ fn die(round: usize) -> ! {
     )))
 }
 
-impl<B: Parcel, T: Transport<B>> Transport<B> for Doomed<T> {
+impl<B: WireBuffer, T: Transport<B>> Transport<B> for FaultInjector<T> {
     fn exchange(
         &mut self,
         round: usize,
@@ -86,8 +86,8 @@ impl<B: Parcel, T: Transport<B>> Transport<B> for Doomed<T> {
     }
 }
 
-impl<B: Parcel, T: Survivors<B>> Survivors<B> for Doomed<T> {
-    fn agree(&mut self, standing: Standing) -> Result<Agreement, TransportError> {
+impl<B: WireBuffer, T: Survivors<B>> Survivors<B> for FaultInjector<T> {
+    fn agree(&mut self, standing: RankProgress) -> Result<Agreement, TransportError> {
         if self.fault(usize::MAX).is_some() {
             die(standing.done);
         }

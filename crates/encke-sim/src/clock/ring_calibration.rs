@@ -39,14 +39,14 @@ pub enum Kind {
 
 /// The rings, with their numbers.
 #[derive(Debug)]
-pub struct Yardstick {
+pub struct RingCalibration {
     dense: Request,
     rehearsal: Rehearsal,
 }
 
-impl Yardstick {
+impl RingCalibration {
     /// Attention of so many rows on four ranks.
-    pub fn new(sizes: Sizes) -> Result<Yardstick, ClockError> {
+    pub fn new(sizes: Sizes) -> Result<RingCalibration, ClockError> {
         let Sizes {
             rows,
             heads,
@@ -57,7 +57,7 @@ impl Yardstick {
         let sharding = Sharding::new(RANKS, Cut::Contiguous)?;
         let dense = Request::new(shape, Pattern::dense(), sharding, dtype);
         let rehearsal = Rehearsal::new(&dense)?;
-        Ok(Yardstick { dense, rehearsal })
+        Ok(RingCalibration { dense, rehearsal })
     }
 
     fn request(&self, kind: Kind, backward: bool) -> Result<Request, ClockError> {
@@ -151,7 +151,7 @@ mod tests {
             dim: 64,
             dtype: DType::Bf16,
         };
-        let yardstick = Yardstick::new(sizes).unwrap();
+        let yardstick = RingCalibration::new(sizes).unwrap();
         let link = find_link("nvlink").unwrap();
         let mut device = find_device("h200").unwrap();
         let of_type = |rate: &Rate| rate.dtype == DType::Bf16 && rate.dim == 64;

@@ -15,9 +15,9 @@ use crate::error::Error;
 use crate::messages::{Messages, Piece};
 
 /// A wire that enqueues its hops on a GPU.
-pub trait LentWire {
+pub trait ExternalWire {
     /// Enqueues the hops of a round: after what `stream` (a `CUstream`) has now, and before what is
-    /// enqueued there next. The memory is left alone by everybody else until [`LentWire::wait`] has
+    /// enqueued there next. The memory is left alone by everybody else until [`ExternalWire::wait`] has
     /// returned and `stream` has come so far.
     fn post(
         &mut self,
@@ -32,16 +32,16 @@ pub trait LentWire {
 }
 
 /// A transport of a GPU's buffers over such a wire.
-pub struct Lending<W> {
+pub struct ExternalTransport<W> {
     wire: W,
     device: Arc<Device>,
     rank: usize,
 }
 
-impl<W: LentWire> Lending<W> {
+impl<W: ExternalWire> ExternalTransport<W> {
     /// The wire of `rank` on a GPU.
-    pub fn new(wire: W, device: &Arc<Device>, rank: usize) -> Lending<W> {
-        Lending {
+    pub fn new(wire: W, device: &Arc<Device>, rank: usize) -> ExternalTransport<W> {
+        ExternalTransport {
             wire,
             device: Arc::clone(device),
             rank,
@@ -77,7 +77,7 @@ impl<W: LentWire> Lending<W> {
     }
 }
 
-impl<W: LentWire> Transport<Buffer> for Lending<W> {
+impl<W: ExternalWire> Transport<Buffer> for ExternalTransport<W> {
     fn exchange(
         &mut self,
         round: usize,

@@ -7,17 +7,17 @@
 //! a load is one message, and a load of one parcel never needs it. Where there are pieces the own
 //! parcel has a buffer to itself, as they have: whole buffers can be handed over instead of copied.
 
+use super::batches::{BatchedParcel, ParcelBatch, Stop};
 use super::builder::Builder;
-use super::flow::{Seat, VISIT, origin};
+use super::flow::{RingPosition, VISIT, origin};
 use super::layout::Width;
-use super::loads::{Item, Load, Stop};
 use super::program::{BufferId, Component, Message, Role, TokenRows};
 use crate::dtype::DType;
 use std::sync::Arc;
 
 /// A tensor whose rows visit.
 #[derive(Clone, Copy)]
-pub(super) struct Cargo {
+pub(super) struct RotatingTensor {
     /// What its travelling buffers are called.
     pub name: &'static str,
     /// Where the own rows are.
@@ -43,9 +43,9 @@ impl Visit {
 
 impl<'a> Builder<'a> {
     /// Keys and values, to be visited by.
-    pub fn keys(&self, [k, v]: [BufferId; 2]) -> [Cargo; 2] {
+    pub fn keys(&self, [k, v]: [BufferId; 2]) -> [RotatingTensor; 2] {
         let dtype = self.plan.request.dtype;
-        let of = |name, own, role| Cargo {
+        let of = |name, own, role| RotatingTensor {
             name,
             own,
             dtype,
@@ -59,7 +59,12 @@ impl<'a> Builder<'a> {
     }
 
     /// Sends the parcels of a ring round, starting in round 0.
-    pub fn visit(&mut self, seat: Seat<'a>, component: Component, cargo: &[Cargo]) -> Visit {
+    pub fn visit(
+        &mut self,
+        seat: RingPosition<'a>,
+        component: Component,
+        cargo: &[RotatingTensor],
+    ) -> Visit {
         let loads = seat.loads();
         let in_first = loads.iter().filter(|load| load.stop.round == 1);
         let in_pieces = in_first.clone().any(|load| load.items.len() > 1);
@@ -96,16 +101,16 @@ impl<'a> Builder<'a> {
     fn travelling<'l>(
         &mut self,
         component: Component,
-        cargo: &[Cargo],
-        loads: impl Iterator<Item = &'l Load<'a>>,
-        own: Option<Seat<'a>>,
+        cargo: &[RotatingTensor],
+        loads: impl Iterator<Item = &'l ParcelBatch<'a>>,
+        own: Option<RingPosition<'a>>,
     ) -> Vec<Vec<BufferId>>
     where
         'a: 'l,
     {
         let plan = self.plan;
         let own = own.and_then(|seat| seat.ring.parcels[seat.place].as_ref());
-        let loads: Vec<&Load<'a>> = loads.collect();
+        let loads: Vec<&ParcelBatch<'a>> = loads.collect();
         let slots = loads.iter().map(|load| load.stop.slot + 1).max();
         let mut travel = Vec::new();
         for slot in 0..slots.unwrap_or(1) {
@@ -126,8 +131,8 @@ impl<'a> Builder<'a> {
     fn pieces<'l>(
         &mut self,
         component: Component,
-        cargo: &[Cargo],
-        in_first: impl Iterator<Item = &'l Load<'a>>,
+        cargo: &[RotatingTensor],
+        in_first: impl Iterator<Item = &'l ParcelBatch<'a>>,
     ) -> Vec<(usize, Vec<BufferId>)>
     where
         'a: 'l,
@@ -145,8 +150,8 @@ impl<'a> Builder<'a> {
     }
 
     /// The own parcel, to the members of the first round.
-    fn send_out(&mut self, seat: Seat<'a>, cargo: &[Cargo], home: &[BufferId]) {
-        let Seat { ring, place, .. } = seat;
+    fn send_out(&mut self, seat: RingPosition<'a>, cargo: &[RotatingTensor], home: &[BufferId]) {
+        let RingPosition { ring, place, .. } = seat;
         let Some(parcel) = &ring.parcels[place] else {
             return;
         };
@@ -174,9 +179,9 @@ impl<'a> Builder<'a> {
     /// A load of the first round, from the homes of its parcels.
     fn take_in(
         &mut self,
-        seat: Seat<'a>,
-        cargo: &[Cargo],
-        load: &Load<'a>,
+        seat: RingPosition<'a>,
+        cargo: &[RotatingTensor],
+        load: &ParcelBatch<'a>,
         (visit, pieces): (&Visit, &[(usize, Vec<BufferId>)]),
     ) {
         for (index, item) in load.items.iter().enumerate() {
@@ -205,7 +210,13 @@ impl<'a> Builder<'a> {
     }
 
     /// A later load, from the member that had it before.
-    fn take_over(&mut self, seat: Seat<'a>, cargo: &[Cargo], load: &Load<'a>, visit: &Visit) {
+    fn take_over(
+        &mut self,
+        seat: RingPosition<'a>,
+        cargo: &[RotatingTensor],
+        load: &ParcelBatch<'a>,
+        visit: &Visit,
+    ) {
         let from = seat.ring.home_index(seat.place, seat.width);
         for (i, cargo) in cargo.iter().enumerate() {
             let (elements, rows) = self.sized(&load.items, cargo.width);
@@ -221,7 +232,13 @@ impl<'a> Builder<'a> {
     }
 
     /// What of a load goes further.
-    fn pass_on(&mut self, seat: Seat<'a>, cargo: &[Cargo], load: &Load<'a>, visit: &Visit) {
+    fn pass_on(
+        &mut self,
+        seat: RingPosition<'a>,
+        cargo: &[RotatingTensor],
+        load: &ParcelBatch<'a>,
+        visit: &Visit,
+    ) {
         if load.going().is_empty() {
             return;
         }
@@ -240,7 +257,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Elements and rows of a message of some parcels.
-    pub fn sized(&self, items: &[Item<'_>], width: Width) -> (usize, Arc<[TokenRows]>) {
+    pub fn sized(&self, items: &[BatchedParcel<'_>], width: Width) -> (usize, Arc<[TokenRows]>) {
         let elements = self.plan.items_elements(items, width);
         (elements, self.plan.load_rows(items, width))
     }

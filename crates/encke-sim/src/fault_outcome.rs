@@ -6,20 +6,20 @@ use encke_core::Data;
 use encke_core::conformance::Configuration;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::Role;
-use encke_core::plan::rings::Freight;
+use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Plan, Queries};
 use encke_core::transport::TransportError;
 use encke_core::{Error, Tensor};
 use encke_ring::{Outcome, RankError, RingError};
 
-use crate::hardship::{Hardship, Kind};
+use crate::fault_config::{FaultConfig, Kind};
+use crate::fault_run::{self, FaultRun};
 use crate::lockstep;
 use crate::sample::Sample;
-use crate::trial::{self, Trial};
 
 /// How a trial ended.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Verdict {
+pub enum FaultOutcome {
     /// With the bits of an undisturbed run.
     Right,
     /// With the same numbers up to rounding, after deaths.
@@ -44,18 +44,21 @@ pub enum Verdict {
     },
 }
 
-impl Verdict {
+impl FaultOutcome {
     /// Whether this may happen.
     pub fn holds(&self) -> bool {
-        !matches!(self, Verdict::Wrong { .. } | Verdict::Broken { .. })
+        !matches!(
+            self,
+            FaultOutcome::Wrong { .. } | FaultOutcome::Broken { .. }
+        )
     }
 }
 
 /// The call and the hardship of a seed: any configuration, forward or backward.
-pub fn draw(kind: Kind, seed: u64) -> encke_core::Result<(Sample, Hardship)> {
+pub fn draw(kind: Kind, seed: u64) -> encke_core::Result<(Sample, FaultConfig)> {
     let backward = (seed / Kind::ALL.len() as u64) % 2 == 1;
     let sample = Sample::new(&Configuration::random(seed), backward)?;
-    let hardship = Hardship::random(kind, seed, sample.plan.ranks(), sample.rounds()?);
+    let hardship = FaultConfig::random(kind, seed, sample.plan.ranks(), sample.rounds()?);
     Ok((sample, hardship))
 }
 
@@ -64,7 +67,7 @@ pub fn draw_surviving(
     kind: Kind,
     seed: u64,
     redundancy: usize,
-) -> encke_core::Result<(Sample, Hardship)> {
+) -> encke_core::Result<(Sample, FaultConfig)> {
     let backward = (seed / Kind::ALL.len() as u64) % 2 == 1;
     let drawn = (0..).map(|again: u64| Configuration::random(seed ^ (again << 40)));
     let mut drawn = drawn.filter(|drawn| drawn.request.sharding.ranks() > redundancy);
@@ -73,10 +76,10 @@ pub fn draw_surviving(
         .expect("seeds never end, and rings have up to 32 ranks");
     configuration.request.queries = Queries::Sharded;
     configuration.request.redundancy = redundancy;
-    configuration.request.schedule.backward = Freight::Keys;
+    configuration.request.schedule.backward = Rotating::Keys;
     let sample = Sample::new(&configuration, backward)?;
     let (ranks, rounds) = (sample.plan.ranks(), sample.rounds()?);
-    let hardship = Hardship::random(kind, seed, ranks, rounds);
+    let hardship = FaultConfig::random(kind, seed, ranks, rounds);
     Ok((sample, hardship.with_more_deaths(ranks, rounds)))
 }
 
@@ -84,18 +87,23 @@ pub fn draw_surviving(
 pub fn try_out<K: Kernel<Buffer = Data>>(
     kernel: &K,
     sample: &Sample,
-    hardship: &Hardship,
-) -> Result<(Trial, Verdict), RingError> {
+    hardship: &FaultConfig,
+) -> Result<(FaultRun, FaultOutcome), RingError> {
     let inputs = sample.inputs();
     let undisturbed = lockstep::run(kernel, &sample.plan, &inputs)?;
-    let trial = trial::run(kernel, &sample.plan, &inputs, hardship)?;
+    let trial = fault_run::run(kernel, &sample.plan, &inputs, hardship)?;
     let verdict = judge(&sample.plan, hardship, &trial, &undisturbed);
     Ok((trial, verdict))
 }
 
 /// Holds a trial against the undisturbed run, and its errors against what they must say.
-pub fn judge(plan: &Plan, hardship: &Hardship, trial: &Trial, undisturbed: &Outcome) -> Verdict {
-    let broken = |how: String| Verdict::Broken { how };
+pub fn judge(
+    plan: &Plan,
+    hardship: &FaultConfig,
+    trial: &FaultRun,
+    undisturbed: &Outcome,
+) -> FaultOutcome {
+    let broken = |how: String| FaultOutcome::Broken { how };
     for end in &trial.ends {
         let latest = match plan.request().redundancy {
             0 => hardship.latest_end(end.rank, end.round),
@@ -128,13 +136,13 @@ pub fn judge(plan: &Plan, hardship: &Hardship, trial: &Trial, undisturbed: &Outc
     }
     match all().find(|(rank, error)| !is_named(plan, hardship, *rank, error)) {
         Some((rank, error)) => broken(format!("rank {rank} ended with {error:?}")),
-        None => Verdict::Failed {
+        None => FaultOutcome::Failed {
             first: first.clone(),
         },
     }
 }
 
-fn compare(outcome: &Outcome, undisturbed: &Outcome) -> Verdict {
+fn compare(outcome: &Outcome, undisturbed: &Outcome) -> FaultOutcome {
     let deaths = outcome.deaths.len();
     let same = |got: &Tensor, expected: &Tensor| match deaths {
         0 => got.data().bytes() == expected.data().bytes(),
@@ -145,11 +153,11 @@ fn compare(outcome: &Outcome, undisturbed: &Outcome) -> Verdict {
     if let Some(((role, _), _)) = wrong {
         let role: Role = *role;
         let output = format!("{role:?}").to_lowercase();
-        return Verdict::Wrong { output };
+        return FaultOutcome::Wrong { output };
     }
     match deaths {
-        0 => Verdict::Right,
-        deaths => Verdict::Survived { deaths },
+        0 => FaultOutcome::Right,
+        deaths => FaultOutcome::Survived { deaths },
     }
 }
 
@@ -174,7 +182,7 @@ fn difference(got: &Tensor, expected: &Tensor) -> f64 {
 
 /// Whether an error is of a kind that hardship may end a rank with, and names that rank, a peer it
 /// really waited for, the round and the times.
-fn is_named(plan: &Plan, hardship: &Hardship, rank: usize, error: &RankError) -> bool {
+fn is_named(plan: &Plan, hardship: &FaultConfig, rank: usize, error: &RankError) -> bool {
     let Ok(program) = plan.rank(rank) else {
         return false;
     };

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// All hardship of a run. Odds are shares of messages, from 0 to 1; times are virtual.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Hardship {
+pub struct FaultConfig {
     /// Decides which messages are hit, where and how.
     pub seed: u64,
     /// How long an exchange may wait for what it is to receive.
@@ -133,10 +133,10 @@ impl Kind {
     }
 }
 
-impl Hardship {
+impl FaultConfig {
     /// None at all.
-    pub fn none(seed: u64) -> Hardship {
-        Hardship {
+    pub fn none(seed: u64) -> FaultConfig {
+        FaultConfig {
             seed,
             deadline: Duration::from_millis(100),
             compute: Duration::from_millis(1),
@@ -156,9 +156,9 @@ impl Hardship {
 
     /// Hardship of one kind for a ring, mild or severe as the seed has it: some runs survive it
     /// and some do not.
-    pub fn random(kind: Kind, seed: u64, ranks: usize, rounds: usize) -> Hardship {
+    pub fn random(kind: Kind, seed: u64, ranks: usize, rounds: usize) -> FaultConfig {
         let mut random = Random::new(seed ^ 0xfa_17);
-        let mut hardship = Hardship::none(seed);
+        let mut hardship = FaultConfig::none(seed);
         let is = |one: Kind| kind == one || kind == Kind::Everything;
         let odds = [0.003, 0.03, 0.3];
         if is(Kind::Delay) {
@@ -190,7 +190,7 @@ impl Hardship {
 
     /// The same for a ring that survives deaths: where one dies, up to two more do, in the same epoch
     /// or later, and it takes longer or shorter to notice.
-    pub fn with_more_deaths(mut self, ranks: usize, rounds: usize) -> Hardship {
+    pub fn with_more_deaths(mut self, ranks: usize, rounds: usize) -> FaultConfig {
         let mut random = Random::new(self.seed ^ 0xdead);
         if self.deaths.is_empty() {
             return self;

@@ -8,7 +8,7 @@
 use encke_core::transport::{Address, Incoming, Outgoing, Transport, TransportError};
 
 /// Ranks that talk about a call. Each calls the same functions in the same order.
-pub struct Meeting<'a, T> {
+pub struct Collectives<'a, T> {
     transport: &'a mut T,
     rank: usize,
     /// Who is there, rising; the first is the chair.
@@ -25,10 +25,10 @@ pub struct Refusal {
     pub reason: String,
 }
 
-impl<'a, T: Transport<Vec<u8>>> Meeting<'a, T> {
+impl<'a, T: Transport<Vec<u8>>> Collectives<'a, T> {
     /// A meeting of `members`, this rank among them.
-    pub fn new(transport: &'a mut T, rank: usize, members: &'a [usize]) -> Meeting<'a, T> {
-        Meeting {
+    pub fn new(transport: &'a mut T, rank: usize, members: &'a [usize]) -> Collectives<'a, T> {
+        Collectives {
             transport,
             rank,
             members,
@@ -210,7 +210,7 @@ mod tests {
     /// Runs `work` as each of the members, on threads of a larger ring.
     fn meet<R: Send>(
         members: &[usize],
-        work: impl Fn(usize, &mut Meeting<'_, crate::threads::Endpoint<Vec<u8>>>) -> R + Sync,
+        work: impl Fn(usize, &mut Collectives<'_, crate::threads::Endpoint<Vec<u8>>>) -> R + Sync,
     ) -> Vec<R> {
         let ranks = members.last().map_or(0, |last| last + 1);
         let endpoints = endpoints(ranks, Duration::from_secs(60));
@@ -219,7 +219,7 @@ mod tests {
             let there = there.filter(|(rank, _)| members.contains(rank));
             let work = &work;
             let threads = there.map(|(rank, mut endpoint)| {
-                scope.spawn(move || work(rank, &mut Meeting::new(&mut endpoint, rank, members)))
+                scope.spawn(move || work(rank, &mut Collectives::new(&mut endpoint, rank, members)))
             });
             let threads: Vec<_> = threads.collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()

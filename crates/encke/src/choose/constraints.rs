@@ -4,7 +4,7 @@
 //! about half as large again or twice as large as the one before: in between nothing changes by more
 //! than the clock can tell.
 
-use encke_core::plan::rings::Freight;
+use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Pattern, Shape};
@@ -30,7 +30,7 @@ pub enum Work {
 
 /// What is wanted, and what of it is left open: everything that is `None`.
 #[derive(Debug, Clone)]
-pub struct Wish {
+pub struct Constraints {
     /// Sizes.
     pub shape: Shape,
     /// Who sees whom.
@@ -48,7 +48,7 @@ pub struct Wish {
     /// How many distances a round takes; see [`Schedule`].
     pub width: Option<usize>,
     /// What travels in the backward pass; see [`Schedule`].
-    pub visitors: Option<Freight>,
+    pub rotate: Option<Rotating>,
     /// What is kept for the backward pass.
     pub checkpoint: Option<CheckpointPolicy>,
     /// How many other ranks keep each rank's inputs.
@@ -61,10 +61,10 @@ pub struct Wish {
     pub one_device_below: Option<usize>,
 }
 
-impl Wish {
+impl Constraints {
     /// A forward pass with everything else left open, on at most so many ranks.
-    pub fn new(shape: Shape, pattern: Pattern, dtype: DType, most_ranks: usize) -> Wish {
-        Wish {
+    pub fn new(shape: Shape, pattern: Pattern, dtype: DType, most_ranks: usize) -> Constraints {
+        Constraints {
             shape,
             pattern,
             dtype,
@@ -73,7 +73,7 @@ impl Wish {
             cut: None,
             queries: Some(Queries::Sharded),
             width: None,
-            visitors: None,
+            rotate: None,
             checkpoint: None,
             redundancy: 0,
             most_ranks,
@@ -157,14 +157,14 @@ impl Wish {
             && self.work != Work::Forward
             && queries == Queries::Sharded
             && self.redundancy == 0;
-        let visitors = match self.visitors {
-            Some(visitors) => vec![visitors],
-            None if either => vec![Freight::Keys, Freight::Queries],
-            None => vec![Freight::Keys],
+        let rotate = match self.rotate {
+            Some(rotate) => vec![rotate],
+            None if either => vec![Rotating::Keys, Rotating::Queries],
+            None => vec![Rotating::Keys],
         };
         let mut schedules = Vec::new();
         for width in widths {
-            let each = visitors.iter();
+            let each = rotate.iter();
             schedules.extend(each.map(|&backward| Schedule { width, backward }.on(ranks)));
         }
         schedules

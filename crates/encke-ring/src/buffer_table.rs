@@ -10,11 +10,11 @@ use encke_core::plan::program::{BufferId, CarryIds, Task};
 
 /// Buffers by number; a gap is a buffer that somebody holds exclusively, or that was lent.
 #[derive(Debug)]
-pub(crate) struct Shelf<B> {
+pub(crate) struct BufferTable<B> {
     pub(crate) buffers: Vec<Option<B>>,
 }
 
-impl<B> Shelf<B> {
+impl<B> BufferTable<B> {
     pub(crate) fn get(&self, id: BufferId) -> &B {
         self.buffers[id.0]
             .as_ref()
@@ -33,23 +33,23 @@ impl<B> Shelf<B> {
 }
 
 /// Buffers taken from the shelf to be written.
-pub(crate) struct Held<B> {
+pub(crate) struct CheckedOut<B> {
     buffers: Vec<(BufferId, Option<B>)>,
 }
 
-impl<B> Held<B> {
+impl<B> CheckedOut<B> {
     /// Takes every buffer that one of `tasks` needs for itself.
-    pub(crate) fn take(shelf: &mut Shelf<B>, tasks: &[Task]) -> Held<B> {
+    pub(crate) fn take(shelf: &mut BufferTable<B>, tasks: &[Task]) -> CheckedOut<B> {
         let mut ids: Vec<BufferId> = tasks.iter().flat_map(Task::holds).collect();
         ids.sort_unstable();
         ids.dedup();
         let buffers = ids.into_iter().map(|id| (id, Some(shelf.take(id))));
-        Held {
+        CheckedOut {
             buffers: buffers.collect(),
         }
     }
 
-    pub(crate) fn give_back(self, shelf: &mut Shelf<B>) {
+    pub(crate) fn give_back(self, shelf: &mut BufferTable<B>) {
         for (id, buffer) in self.buffers {
             shelf.put(id, buffer.expect("a task gives back what it wrote"));
         }
@@ -75,7 +75,7 @@ impl<B> Held<B> {
     pub(crate) fn with_carry<R>(
         &mut self,
         ids: CarryIds,
-        work: impl FnOnce(&mut Held<B>, &mut Carry<B>) -> R,
+        work: impl FnOnce(&mut CheckedOut<B>, &mut Carry<B>) -> R,
     ) -> R {
         let mut carry = Carry {
             acc: self.take_one(ids.acc),
@@ -106,11 +106,11 @@ impl<B> Held<B> {
 
 /// Inputs of the caller that a rank reads in place, by buffer. They last as long as the call.
 #[derive(Debug, Default)]
-pub struct Loans<'a> {
+pub struct BorrowedInputs<'a> {
     pub(crate) slices: Vec<Option<Slice<'a>>>,
 }
 
-impl<'a> Loans<'a> {
+impl<'a> BorrowedInputs<'a> {
     pub(crate) fn get(&self, id: BufferId) -> Option<Slice<'a>> {
         self.slices.get(id.0).copied().flatten()
     }

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::Plan;
-use super::flow::Seat;
+use super::flow::RingPosition;
 use super::layout::{Place, Width};
 use super::program::TokenRows;
 use super::rings::{Parcel, Section};
@@ -22,7 +22,7 @@ use crate::job::Block;
 
 /// A parcel that has come some way.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Item<'a> {
+pub(super) struct BatchedParcel<'a> {
     /// How many places from home.
     pub distance: usize,
     /// The member that is its home.
@@ -44,15 +44,15 @@ pub(super) struct Stop {
 
 /// The parcels that are together.
 #[derive(Debug, Clone)]
-pub(super) struct Load<'a> {
+pub(super) struct ParcelBatch<'a> {
     pub stop: Stop,
     /// The round from which on they are needed; before, they only pass.
     pub since: usize,
     /// In the order in which they lie.
-    pub items: Vec<Item<'a>>,
+    pub items: Vec<BatchedParcel<'a>>,
 }
 
-impl<'a> Load<'a> {
+impl<'a> ParcelBatch<'a> {
     /// Whether this member computes with it.
     pub fn is_needed(&self) -> bool {
         self.since <= self.stop.round
@@ -64,7 +64,7 @@ impl<'a> Load<'a> {
     }
 
     /// Those that are passed on: the first ones.
-    pub fn going(&self) -> &[Item<'a>] {
+    pub fn going(&self) -> &[BatchedParcel<'a>] {
         let going = self.items.iter().take_while(|item| item.left > 0).count();
         &self.items[..going]
     }
@@ -77,21 +77,21 @@ impl<'a> Load<'a> {
     }
 
     /// Those whose way ends here.
-    pub fn ended(&self) -> &[Item<'a>] {
+    pub fn ended(&self) -> &[BatchedParcel<'a>] {
         &self.items[self.going().len()..]
     }
 }
 
-impl<'a> Seat<'a> {
+impl<'a> RingPosition<'a> {
     /// What is with this rank in each round, round after round.
-    pub fn loads(self) -> Vec<Load<'a>> {
-        let Seat {
+    pub fn loads(self) -> Vec<ParcelBatch<'a>> {
+        let RingPosition {
             ring, place, width, ..
         } = self;
         let mut loads = Vec::new();
         for round in 1..=ring.rounds(width) {
             let first = (round - 1) * width + 1;
-            let mut together: BTreeMap<usize, Vec<Item<'a>>> = BTreeMap::new();
+            let mut together: BTreeMap<usize, Vec<BatchedParcel<'a>>> = BTreeMap::new();
             for distance in first..(first + width).min(ring.members.len()) {
                 let Some(parcel) = ring.parcel_at(place, distance) else {
                     continue;
@@ -102,7 +102,7 @@ impl<'a> Seat<'a> {
                 together
                     .entry((since - 1) / width + 1)
                     .or_default()
-                    .push(Item {
+                    .push(BatchedParcel {
                         distance,
                         home: ring.home_index(place, distance),
                         parcel,
@@ -111,13 +111,13 @@ impl<'a> Seat<'a> {
                     });
             }
             for (slot, (since, mut items)) in together.into_iter().enumerate() {
-                let position = |item: &Item<'_>| {
+                let position = |item: &BatchedParcel<'_>| {
                     let section = item.parcel.sections.first();
                     section.map(|section| section.rows.position)
                 };
                 items.sort_by_key(|item| (Reverse(item.left), position(item), item.home));
                 let stop = Stop { round, slot };
-                loads.push(Load { stop, since, items });
+                loads.push(ParcelBatch { stop, since, items });
             }
         }
         loads
@@ -135,7 +135,7 @@ pub(super) struct Laid<'a> {
 
 /// The sections of a load that lie row by row, class after class: equally far to go, the same lane
 /// and the same segments.
-fn classes<'a>(items: &[Item<'a>]) -> Vec<Vec<(usize, &'a Section)>> {
+fn classes<'a>(items: &[BatchedParcel<'a>]) -> Vec<Vec<(usize, &'a Section)>> {
     let mut classes: Vec<(usize, Vec<(usize, &Section)>)> = Vec::new();
     for (index, item) in items.iter().enumerate() {
         for section in &item.parcel.sections {
@@ -155,14 +155,14 @@ fn classes<'a>(items: &[Item<'a>]) -> Vec<Vec<(usize, &'a Section)>> {
 
 impl Plan {
     /// Elements of some parcels.
-    pub(super) fn items_elements(&self, items: &[Item<'_>], width: Width) -> usize {
+    pub(super) fn items_elements(&self, items: &[BatchedParcel<'_>], width: Width) -> usize {
         let each = items.iter();
         each.map(|item| self.parcel_elements(item.parcel, width))
             .sum()
     }
 
     /// The sections of a load in the order in which they lie.
-    pub(super) fn laid<'a>(&self, items: &[Item<'a>], width: Width) -> Vec<Laid<'a>> {
+    pub(super) fn laid<'a>(&self, items: &[BatchedParcel<'a>], width: Width) -> Vec<Laid<'a>> {
         let (mut laid, mut offset) = (Vec::new(), 0);
         for class in classes(items) {
             let rows = class.iter().map(|(_, section)| section.rows.count).sum();
@@ -190,7 +190,12 @@ impl Plan {
     }
 
     /// The copies that bring a parcel from a buffer of its own to its place in a load.
-    pub(super) fn stowing(&self, items: &[Item<'_>], item: usize, width: Width) -> Vec<Block> {
+    pub(super) fn stowing(
+        &self,
+        items: &[BatchedParcel<'_>],
+        item: usize,
+        width: Width,
+    ) -> Vec<Block> {
         let alone = self.sections(items[item].parcel, width);
         let laid = self.laid(items, width);
         let of_item = laid.into_iter().filter(|laid| laid.item == item);
@@ -206,7 +211,7 @@ impl Plan {
     }
 
     /// The rows of a load by token, in the order in which they lie.
-    pub(super) fn load_rows(&self, items: &[Item<'_>], width: Width) -> Arc<[TokenRows]> {
+    pub(super) fn load_rows(&self, items: &[BatchedParcel<'_>], width: Width) -> Arc<[TokenRows]> {
         let of = |class: Vec<(usize, &Section)>| {
             let sections: Vec<&Section> = class.into_iter().map(|(_, section)| section).collect();
             self.section_rows(&sections, width)

@@ -8,11 +8,11 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use encke_core::plan::survival::{Agreement, Standing};
+use encke_core::plan::membership::{Agreement, RankProgress};
 
 /// What the ranks know of each other beside messages.
 #[derive(Debug)]
-pub(crate) struct Council {
+pub(crate) struct Membership {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -21,7 +21,7 @@ pub(crate) struct Council {
 struct State {
     gone: Vec<bool>,
     /// Of those that have come here in this epoch.
-    standings: Vec<Option<Standing>>,
+    standings: Vec<Option<RankProgress>>,
     /// How many epochs were closed, and what was agreed on in the last.
     closed: usize,
     agreed: Option<Agreement>,
@@ -30,7 +30,7 @@ struct State {
 }
 
 /// Why there is no agreement.
-pub(crate) enum Discord {
+pub(crate) enum AgreementError {
     /// Nothing was heard of a rank for so long.
     Silence { peer: usize, waited: Duration },
     /// The call has failed meanwhile.
@@ -54,9 +54,9 @@ impl State {
     }
 }
 
-impl Council {
-    pub(crate) fn new(ranks: usize) -> Council {
-        Council {
+impl Membership {
+    pub(crate) fn new(ranks: usize) -> Membership {
+        Membership {
             state: Mutex::new(State {
                 gone: vec![false; ranks],
                 standings: vec![None; ranks],
@@ -100,7 +100,7 @@ impl Council {
     }
 
     /// A rank has come; returns the number of the epoch that it waits for the end of.
-    pub(crate) fn come(&self, rank: usize, standing: Standing) -> usize {
+    pub(crate) fn come(&self, rank: usize, standing: RankProgress) -> usize {
         let mut state = self.state();
         let epoch = state.closed;
         state.standings[rank] = Some(standing);
@@ -117,7 +117,7 @@ impl Council {
         epoch: usize,
         limit: Duration,
         failure: impl Fn() -> Option<(usize, String)>,
-    ) -> Result<Agreement, Discord> {
+    ) -> Result<Agreement, AgreementError> {
         let mut state = self.state();
         loop {
             if state.closed > epoch
@@ -126,13 +126,13 @@ impl Council {
                 return Ok(agreed.clone());
             }
             if let Some((peer, reason)) = failure() {
-                return Err(Discord::Failed { peer, reason });
+                return Err(AgreementError::Failed { peer, reason });
             }
             let waited = state.sign.elapsed();
             let Some(left) = limit.checked_sub(waited).filter(|left| !left.is_zero()) else {
                 let missing = (0..state.gone.len()).find(|rank| !state.is_away(*rank));
                 let peer = missing.expect("an epoch in which nobody is missing is closed");
-                return Err(Discord::Silence { peer, waited });
+                return Err(AgreementError::Silence { peer, waited });
             };
             let woken = self.changed.wait_timeout(state, left);
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
