@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use encke::plan::Plan;
 use encke::plan::program::Role;
-use encke::{CudaKernel, Error, GpuCall, ForeignStream, KernelError};
+use encke::{CudaKernel, Error, ForeignStream, GpuCall, KernelError};
 use encke_cuda::{ExternalTransport, Staged, Summation};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -78,9 +78,11 @@ impl Call<'_> {
     pub unsafe fn run_shard(&self, number: usize, wire: ShardWire<'_>) -> Result<(), Error> {
         let device = self.kernel.device();
         let run = |call: &GpuCall<'_>, guest: ForeignStream| match wire {
-            ShardWire::OnGpu(wire) => {
-                call.run_shard(guest, number, &mut ExternalTransport::new(wire, device, number))
-            }
+            ShardWire::OnGpu(wire) => call.run_shard(
+                guest,
+                number,
+                &mut ExternalTransport::new(wire, device, number),
+            ),
             ShardWire::OnHost(wire) => {
                 let mut staged = Staged::new(wire, device, number, self.deadline);
                 let ran = call.run_shard(guest, number, &mut staged);

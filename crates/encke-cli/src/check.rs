@@ -9,7 +9,7 @@ use anyhow::Result;
 use encke::plan::Request;
 use encke::plan::program::Role;
 use encke::{DType, reference};
-use encke_sim::stream::{Generator, Sampled, Samples};
+use encke_ring::out_of_core::{Generator, Sampled, Samples};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 

@@ -9,7 +9,7 @@ use std::io::Write;
 use std::time::Duration;
 
 use encke::Trace;
-use encke_sim::clock::Transfer;
+use encke_cost::Transfer;
 use serde::Serialize;
 
 /// The passes of one run on one timeline.

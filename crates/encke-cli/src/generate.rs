@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Args;
 use encke::plan::program::Role;
-use encke_sim::stream::{Files, Generator, transfer};
+use encke_ring::out_of_core::{Files, Generator, transfer};
 
 use crate::Verdict;
 use crate::output::{Entry, OutputFile};

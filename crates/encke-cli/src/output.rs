@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use encke::{DType, Tensor};
-use encke_sim::stream::TensorFile;
+use encke_ring::out_of_core::TensorFile;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use tempfile::NamedTempFile;

@@ -4,7 +4,7 @@
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use encke::clock::Machine;
+use encke::cost::Machine;
 use encke::tune::Source;
 use encke::{Auto, Builder, Cut, Queries, Rotating, Schedule};
 

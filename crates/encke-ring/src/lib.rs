@@ -16,6 +16,7 @@ pub mod fault_injector;
 pub mod ledger;
 mod membership;
 pub mod memory;
+pub mod out_of_core;
 mod perform;
 pub mod rank;
 pub mod resize;

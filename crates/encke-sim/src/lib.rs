@@ -4,7 +4,6 @@
 //! threads drive, so what it shows of memory, time and faults is what they would do.
 #![forbid(unsafe_code)]
 
-pub mod clock;
 pub mod fault_config;
 pub mod fault_outcome;
 pub mod fault_run;
@@ -13,6 +12,5 @@ pub mod lockstep;
 mod mail;
 pub mod profile;
 pub mod sample;
-pub mod stream;
 mod survivors;
 pub mod wire;

@@ -233,7 +233,7 @@ fn main() -> Result<(), Failure> {
     }
     let median = |of: usize| {
         let column: Vec<f64> = turns.iter().map(|turn| turn[of]).collect();
-        encke::clock::median(&column)
+        encke::cost::median(&column)
     };
     for (words, of) in [
         ("undisturbed", 0),

@@ -13,8 +13,8 @@ use encke_core::kernel::Kernel;
 use encke_core::plan::{Pass, Queries, Schedule};
 use encke_core::sharding::Sharding;
 use encke_core::{DType, Shape};
+use encke_cost::Machine;
 use encke_ring::RingError as Error;
-use encke_sim::clock::Machine;
 
 use crate::attention::Attention;
 use crate::choose::{Choice, Constraints, Work, choose};

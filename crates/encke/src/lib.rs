@@ -102,12 +102,12 @@ pub use encke_core::{
     Slice, Tensor, View,
 };
 pub use encke_core::{conformance, plan, reference};
+pub use encke_cost as cost;
 pub use encke_cpu::CpuKernel;
 pub use encke_cuda::{CudaKernel, DeviceView, Error as CudaError, ForeignStream};
 pub use encke_ring::{
     Activity, CacheLimits, CacheStats, Fault, Phase, RankError, RankMemory, RingError as Error,
     Sharded, Trace, gather_sequence, split_sequence, threads, trace,
 };
-pub use encke_sim::clock;
 pub use gpu_call::{Enqueued, GpuCall};
 pub use shard::ShardAttention;

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use encke::plan::program::Role;
 use encke::trace::Event;
 use encke::{Attention, DType, Plan, RankMemory, Request, Trace};
-use encke_sim::stream::{Files, Member};
+use encke_ring::out_of_core::{Files, Member};
 use serde::{Deserialize, Serialize};
 
 use super::inputs::Inputs;

@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 use encke::explain::bytes;
 use encke::plan::program::Role;
 use encke::{Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request, Sharding};
-use encke_sim::stream::{
+use encke_ring::out_of_core::{
     Files, Fit, GradientFile, PROGRAM_BYTES, RowRange, Sink, Source, Stream, StreamError,
     TensorFile, fit,
 };

@@ -8,7 +8,7 @@ use encke::{Backward, DType, Data, Forward, Request, Tensor};
 use encke_core::host;
 use encke_core::job::Block;
 use encke_core::sharding::Run;
-use encke_sim::stream::{Generator, RowRange, Sampled, Source};
+use encke_ring::out_of_core::{Generator, RowRange, Sampled, Source};
 
 use crate::check::{Checked, places};
 use crate::tensors::Tensors;

@@ -4,7 +4,7 @@ use anyhow::Result;
 use encke::explain::bytes;
 use encke::plan::Plan;
 use encke::{Activity, RankMemory, Report, Request};
-use encke_sim::clock::median;
+use encke_cost::median;
 use serde::{Deserialize, Serialize};
 
 use super::Ran;

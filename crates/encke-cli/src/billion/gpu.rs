@@ -14,7 +14,7 @@ use encke::plan::program::Role;
 use encke::{CudaError, CudaKernel, DType, KernelError, RankError, RankMemory};
 use encke_cuda::{Buffer, Device, Instant, RowSums};
 use encke_ring::memory::planned;
-use encke_sim::stream::{
+use encke_ring::out_of_core::{
     BufferSlot, Checksum, Gathered, Generator, RankDone, RowIo, RowRange, Samples, Stream,
     StreamError,
 };

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::Result;
 use encke::trace::Activity;
 use encke::{CpuKernel, Data, RankMemory};
-use encke_sim::stream::{
+use encke_ring::out_of_core::{
     Checksum, Generator, RankDone, RowRange, Samples, Sink, Stream, StreamError,
 };
 

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use encke::plan::Plan;
 use encke::{CpuKernel, Kernel, RankMemory};
-use encke_sim::stream::{Checksum, Generator, RankDone, Sampled, Samples, Stream};
+use encke_ring::out_of_core::{Checksum, Generator, RankDone, Sampled, Samples, Stream};
 use indicatif::ProgressBar;
 
 use crate::Verdict;

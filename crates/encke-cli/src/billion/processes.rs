@@ -10,7 +10,7 @@ use anyhow::Result;
 use encke::explain::bytes;
 use encke::plan::Plan;
 use encke::{CpuKernel, RankMemory};
-use encke_sim::stream::{Generator, Stream};
+use encke_ring::out_of_core::{Generator, Stream};
 use serde::{Deserialize, Serialize};
 
 use super::options::Settings;

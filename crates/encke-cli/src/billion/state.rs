@@ -5,7 +5,7 @@ use std::path::Path;
 use std::{fs, io};
 
 use anyhow::{Context, Result, bail};
-use encke_sim::stream::Checksum;
+use encke_ring::out_of_core::Checksum;
 use serde::{Deserialize, Serialize};
 
 use super::options::Settings;

@@ -6,7 +6,7 @@
 use anyhow::{Result, ensure};
 use encke::explain::bytes;
 use encke::{Attention, Builder, CacheStats, Kernel, Request, Shape};
-use encke_sim::clock::Rehearsal;
+use encke_cost::Rehearsal;
 
 use crate::table::Table;
 use crate::terminal::{Paint, bar};

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::Result;
 use encke::explain::bytes;
 use encke::{Attention, Builder, CheckpointPolicy, Kernel, Request};
-use encke_sim::clock::{Rehearsal, median};
+use encke_cost::{Rehearsal, median};
 
 use crate::simulate::report::seconds;
 use crate::table::Table;

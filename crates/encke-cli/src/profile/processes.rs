@@ -15,7 +15,7 @@ use encke::explain::bytes;
 use encke::plan::program::{Component, RankPlan, Role};
 use encke::{Activity, Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request};
 use encke_core::transport::{Address, Incoming, Outgoing, Transport};
-use encke_sim::stream::{Generator, Member, RowRange, Source, StreamError};
+use encke_ring::out_of_core::{Generator, Member, RowRange, Source, StreamError};
 use serde::{Deserialize, Serialize};
 
 use super::{Options, output, report};

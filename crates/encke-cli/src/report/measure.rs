@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use encke::plan::program::{Component, RankPlan};
 use encke::{Attention, Backward, Forward, Plan, Queries, Report, Trace};
+use encke_cost::median;
 use encke_cpu::CpuKernel;
 use encke_ring::{Rank, memory};
-use encke_sim::clock::median;
 
 use super::environment;
 use super::findings::{Findings, PassFindings, RingFindings, Setup, ShownRing, Span};

@@ -5,9 +5,9 @@
 
 use anyhow::Result;
 use encke::{Plan, Request};
+use encke_cost::{PATIENCE, Pick, Profile, Sizes, simulate};
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
-use encke_sim::clock::{PATIENCE, Pick, Profile, Sizes, simulate};
 
 use super::axis::{Anchor, Frame, Screen, canvas, label, line};
 use super::findings::{Prediction, Predictions};

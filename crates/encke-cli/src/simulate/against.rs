@@ -2,8 +2,8 @@
 
 use anyhow::{Result, bail};
 use encke::{DType, Shape};
+use encke_cost::{Comparison, Findings, compare, median, settings};
 use encke_cpu::CpuKernel;
-use encke_sim::clock::{Comparison, Findings, compare, median, settings};
 
 use super::options::Options;
 use super::report::{flops, seconds};

@@ -3,9 +3,9 @@
 use anyhow::{Context, Result, anyhow, bail};
 use encke::DType;
 use encke::tune::{Here, MachineProfile};
+use encke_cost::{Device, Machine, PATIENCE, Pick, Profile, Sizes, find_device, find_link};
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
-use encke_sim::clock::{Device, Machine, PATIENCE, Pick, Profile, Sizes, find_device, find_link};
 
 use super::options::MachineOptions;
 use crate::shape_options::ShapeOptions;

@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::Result;
 use encke::tune::Source;
 use encke::{Attention, DType, Pass};
-use encke_sim::clock::{Machine, Run, simulate};
+use encke_cost::{Machine, Run, simulate};
 use serde::Serialize;
 
 use crate::Verdict;

@@ -2,7 +2,7 @@
 
 use encke::explain::{bytes, grouped};
 use encke::{Cut, Request};
-use encke_sim::clock::{Machine, RankTime, Run, devices, links};
+use encke_cost::{Machine, RankTime, Run, devices, links};
 
 use crate::pattern_options;
 use crate::ring_options;

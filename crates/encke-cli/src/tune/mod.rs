@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use encke::clock::Machine;
+use encke::cost::Machine;
 use encke::tune::{Here, LIMIT, MachineProfile, measure, usual};
 
 use crate::Verdict;

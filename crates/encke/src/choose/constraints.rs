@@ -8,7 +8,7 @@ use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Pattern, Shape};
-use encke_sim::clock::ClockError;
+use encke_cost::ClockError;
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointPolicy;

@@ -15,8 +15,8 @@ use encke_core::kernel::Kernel;
 use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::Cut;
+use encke_cost::{ClockError, Machine, Run, simulate};
 use encke_ring::memory;
-use encke_sim::clock::{ClockError, Machine, Run, simulate};
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointPolicy;

@@ -10,7 +10,7 @@ use encke_core::plan::rings::Rotating;
 use serde::Serialize;
 
 use super::{ALIKE, ChoiceError, Constraints, choose};
-use encke_sim::clock::Machine;
+use encke_cost::Machine;
 
 /// Lengths that are looked at.
 const SHORTEST: usize = 256;

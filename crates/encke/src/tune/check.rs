@@ -12,10 +12,10 @@ use encke_core::kernel::Kernel;
 use encke_core::plan::{Pass, Request};
 use encke_core::sharding::Sharding;
 use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape};
-use encke_ring::ThreadRing;
-use encke_sim::clock::{
+use encke_cost::{
     CalibrationKind, ClockError, Machine, PATIENCE, Rehearsal, RingCalibration, median,
 };
+use encke_ring::ThreadRing;
 use serde::Serialize;
 
 use super::measure::yardstick;

@@ -9,8 +9,8 @@ use encke_core::DType;
 use encke_core::Tensor;
 use encke_core::kernel::{Kernel, KernelError};
 use encke_core::sharding::Run as Tokens;
+use encke_cost::{Carrier, Device, DeviceProfile, DeviceWork, Link, Machine, Sizes};
 use encke_cuda::{Buffer, CudaKernel, Summation};
-use encke_sim::clock::{Carrier, Device, DeviceProfile, DeviceWork, Link, Machine, Sizes};
 
 use super::TuneError;
 

@@ -7,11 +7,11 @@
 use std::time::{Duration, Instant};
 
 use encke_core::DType;
-use encke_cpu::CpuKernel;
-use encke_ring::ThreadRing;
-use encke_sim::clock::{
+use encke_cost::{
     ClockError, Machine, PATIENCE, Pick, Profile, Rate, RingCalibration, Sizes, Speed, median,
 };
+use encke_cpu::CpuKernel;
+use encke_ring::ThreadRing;
 
 use super::gpu;
 use super::here::Here;

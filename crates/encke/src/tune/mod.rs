@@ -19,7 +19,7 @@ use std::path::PathBuf;
 
 use encke_core::host::checksum;
 use encke_core::kernel::KernelError;
-use encke_sim::clock::{ClockError, Machine};
+use encke_cost::{ClockError, Machine};
 use serde::{Deserialize, Serialize};
 
 pub use check::{Checked, GOOD, Tried, check, median_error, raw_median_error};

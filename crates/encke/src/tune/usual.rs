@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use encke_core::DType;
-use encke_sim::clock::{Carrier, Device, Link, Machine, Rate, Speed};
+use encke_cost::{Carrier, Device, Link, Machine, Rate, Speed};
 
 use super::here::Here;
 

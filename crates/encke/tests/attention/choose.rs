@@ -2,7 +2,7 @@
 //! of a result.
 
 use encke::choose::{ALIKE, ChoiceError, Constraints, Threshold, Work, choose, one_device_until};
-use encke::clock::{Machine, find_device, find_link};
+use encke::cost::{Machine, find_device, find_link};
 use encke::tune::{Here, Source, usual};
 use encke::{
     Attention, Auto, CheckpointPolicy, CpuKernel, Cut, DType, Kernel, Pass, Pattern, Precision,

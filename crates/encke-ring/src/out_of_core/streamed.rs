@@ -79,7 +79,7 @@ impl<'s, K: Kernel> Streamed<'s, K> {
             let filled = self.kernel.fill(to, 0.0);
             return filled.map_err(|source| StreamError::Rank {
                 rank: self.rank,
-                source: encke_ring::RankError::Kernel { round: 0, source },
+                source: crate::RankError::Kernel { round: 0, source },
             });
         }
         for (index, batch, mut at) in self.stretches(origin) {

@@ -14,7 +14,7 @@ use super::operands::Operands;
 use super::probes::DILATION;
 use super::timing::seconds;
 use super::{Reading, Sizes};
-use crate::clock::ClockError;
+use crate::ClockError;
 
 /// Where rows are copied to and from.
 #[derive(Debug)]

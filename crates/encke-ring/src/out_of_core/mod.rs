@@ -3,7 +3,7 @@
 //! A rank needs its own rows and, a few at a time, rows of others. Where all inputs can be read at
 //! any place, nobody has to be there to send them: one rank is resident, what it would receive is
 //! read from the [`Source`], what it finds out goes to the [`Sink`], and then the next rank takes
-//! over its memory. The rank is the very [`Rank`](encke_ring::Rank) of every ring, and it carries
+//! over its memory. The rank is the very [`Rank`](crate::Rank) of every ring, and it carries
 //! out the very same plan, so a forward pass has the same bits.
 //!
 //! The decision that shaped it: the plan says of every message which rows it holds
@@ -26,10 +26,10 @@ mod staging;
 mod streamed;
 mod transfer;
 
+use crate::RankError;
 use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data};
-use encke_ring::RankError;
 
 pub use checksum::Checksum;
 pub use drive::{RankDone, Stream};

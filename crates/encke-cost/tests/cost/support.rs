@@ -3,7 +3,7 @@
 use encke_core::plan::{Plan, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Pattern, Shape};
-use encke_sim::clock::{Carrier, Device, Link, Machine, Rate, Speed};
+use encke_cost::{Carrier, Device, Link, Machine, Rate, Speed};
 use std::collections::BTreeMap;
 
 /// A device that does `flops` operations a second and everything else in no time.

@@ -7,17 +7,17 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::call::guarded;
+use crate::memory::planned;
+use crate::rank::BorrowedInputs;
+use crate::survive::survive;
+use crate::trace::{Activity, Recorder};
+use crate::{Rank, RankError, RankMemory};
 use encke_core::kernel::Kernel;
 use encke_core::plan::Plan;
 use encke_core::plan::membership::Epoch;
 use encke_core::plan::program::Component;
 use encke_core::transport::{Moved, Survivors, Transport};
-use encke_ring::call::guarded;
-use encke_ring::memory::planned;
-use encke_ring::rank::BorrowedInputs;
-use encke_ring::survive::survive;
-use encke_ring::trace::{Activity, Recorder};
-use encke_ring::{Rank, RankError, RankMemory};
 
 use super::drive::check_slots;
 use super::row_io::{HostRowIo, NoIo};

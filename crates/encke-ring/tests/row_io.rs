@@ -9,7 +9,7 @@ use encke_core::{DType, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor
 use encke_cpu::CpuKernel;
 use encke_ring::RankMemory;
 use encke_ring::ledger::Entry;
-use encke_sim::stream::{
+use encke_ring::out_of_core::{
     BufferSlot, Gathered, Generator, RowIo, RowRange, Samples, Stream, StreamError,
 };
 

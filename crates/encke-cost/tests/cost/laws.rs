@@ -11,7 +11,7 @@ use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape};
-use encke_sim::clock::{Machine, simulate};
+use encke_cost::{Machine, simulate};
 use proptest::prelude::*;
 
 use crate::support::{dense, link, machine};
@@ -152,7 +152,7 @@ proptest! {
         let plan = Plan::new(request).unwrap();
         let run = simulate(&plan, &machine, 0..usize::MAX).unwrap();
         prop_assert_eq!(run.bytes(), plan.explain().unwrap().sent_bytes as u64);
-        let sum = |of: fn(&encke_sim::clock::RankTime) -> u64| run.ranks.iter().map(of).sum::<u64>();
+        let sum = |of: fn(&encke_cost::RankTime) -> u64| run.ranks.iter().map(of).sum::<u64>();
         prop_assert_eq!(sum(|rank| rank.sent_bytes), run.bytes());
         prop_assert_eq!(sum(|rank| rank.received_bytes), run.bytes());
         prop_assert_eq!(run.transfers.iter().map(|hop| hop.bytes).sum::<u64>(), run.bytes());

@@ -5,8 +5,8 @@
 
 use encke_core::sharding::Cut;
 use encke_core::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
+use encke_cost::{Carrier, Machine, Run, simulate};
 use encke_ring::trace::Activity;
-use encke_sim::clock::{Carrier, Machine, Run, simulate};
 
 use crate::support::{dense, link, machine, plan};
 

@@ -13,7 +13,7 @@ use encke_core::{
 };
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
-use encke_sim::stream::{
+use encke_ring::out_of_core::{
     Checksum, Files, Generator, GradientFile, RowRange, Samples, Sink, Source, Stream, StreamError,
     TensorFile, fit, width,
 };

@@ -2,14 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use crate::memory::planned;
+use crate::trace::{Activity, Event, Recorder};
+use crate::{Rank, RankError, RankMemory};
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::Component;
 use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::transport::Moved;
-use encke_ring::memory::planned;
-use encke_ring::trace::{Activity, Event, Recorder};
-use encke_ring::{Rank, RankError, RankMemory};
 
 use super::row_io::{HostRowIo, RowIo};
 use super::staging::StagingBuffer;

@@ -3,7 +3,7 @@
 use encke_core::Pattern;
 use encke_core::plan::balance::by_speed;
 use encke_core::sharding::Cut;
-use encke_sim::clock::simulate;
+use encke_cost::simulate;
 
 use crate::support::{link, machine, plan};
 

@@ -7,7 +7,7 @@
 use encke_core::job::{Causal, Job, Operand};
 
 use super::Sizes;
-use crate::clock::cost::is_few;
+use crate::cost::is_few;
 
 /// The most places of one shape; enough for a cache to forget the first.
 const PLACES: usize = 16;
@@ -137,7 +137,7 @@ fn job(sizes: Sizes, figure: Figure, (token, head): (usize, usize), causal: bool
 #[cfg(test)]
 mod tests {
     use super::probes;
-    use crate::clock::profile::Sizes;
+    use crate::profile::Sizes;
     use encke_core::DType;
 
     #[test]

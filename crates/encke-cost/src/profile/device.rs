@@ -13,7 +13,7 @@ use super::moves::{apart, block};
 use super::operands::Operands;
 use super::probes::{Probe, probes};
 use super::{ClockError, Costs, Pick, Reading, Sizes, costs, fit, misfit, speed_of};
-use crate::clock::machine::{Device, Rate};
+use crate::machine::{Device, Rate};
 
 /// Something that is done again and again; it is told how often it has been done.
 pub type Work<'a> = dyn FnMut(usize) -> Result<(), KernelError> + 'a;

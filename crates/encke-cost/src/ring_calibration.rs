@@ -140,7 +140,7 @@ fn solve(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clock::{Rate, find_device, find_link};
+    use crate::{Rate, find_device, find_link};
     use encke_core::DType;
 
     #[test]

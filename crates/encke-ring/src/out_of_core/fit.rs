@@ -3,11 +3,11 @@
 //! Everything that is resident is planned, so the number of ranks is found by planning: doubled
 //! until a plan fits, then halved towards the smallest that does.
 
+use crate::memory::planned;
 use encke_core::DType;
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Plan, Request};
 use encke_core::sharding::Sharding;
-use encke_ring::memory::planned;
 
 use super::{StreamError, drive, staging};
 

@@ -132,7 +132,7 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
     fn failed(&self, source: KernelError) -> StreamError {
         StreamError::Rank {
             rank: self.rank,
-            source: encke_ring::RankError::Kernel { round: 0, source },
+            source: crate::RankError::Kernel { round: 0, source },
         }
     }
 

@@ -3,7 +3,7 @@
 use encke_core::plan::{Plan, Request};
 use encke_core::sharding::Sharding;
 use encke_core::{DType, Pattern, Shape};
-use encke_sim::clock::{ClockError, Machine, devices, find_device, find_link, links, simulate};
+use encke_cost::{ClockError, Machine, devices, find_device, find_link, links, simulate};
 
 use crate::support::{dense, link, machine};
 

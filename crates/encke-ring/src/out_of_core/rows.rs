@@ -1,11 +1,11 @@
 //! Rows of a rank's inputs and outputs, between a dock and its buffers.
 
+use crate::Rank;
 use encke_core::Shape;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::{Port, Role};
 use encke_core::plan::{Queries, Request};
 use encke_core::sharding::Run;
-use encke_ring::Rank;
 
 use super::row_io::{BufferSlot, RowIo};
 use super::{RowRange, StreamError};
