@@ -107,12 +107,14 @@ impl Call<'_> {
         // SAFETY: passed on to the caller.
         let guest = unsafe { ForeignStream::begin(self.kernel.device(), self.stream) };
         let guest = guest.map_err(KernelError::from)?;
-        let lend = |tensors: &[(Role, Lent)], writable: bool| -> Vec<(Role, encke::Lent<'_>)> {
+        let lend = |tensors: &[(Role, Lent)],
+                    writable: bool|
+         -> Vec<(Role, encke::DeviceView<'_>)> {
             let lend = |(role, lent): &(Role, Lent)| {
                 let address = lent.address as u64;
                 // SAFETY: passed on to the caller.
                 let lent = unsafe {
-                    encke::Lent::new(lent.dtype, address, lent.dims, lent.strides, writable)
+                    encke::DeviceView::new(lent.dtype, address, lent.dims, lent.strides, writable)
                 };
                 (*role, lent)
             };

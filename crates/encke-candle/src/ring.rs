@@ -6,8 +6,8 @@
 use std::sync::{Mutex, PoisonError};
 
 use encke::{
-    Attention, Backward, Checkpoint, CpuKernel, Error, Forward, Kept, Kernel, ShardAttention,
-    Transport, View,
+    Attention, Backward, Checkpoint, CpuKernel, Error, Forward, Kept, Kernel, Memory,
+    ShardAttention, Transport, View,
 };
 
 /// What the backward pass starts from.
@@ -62,7 +62,7 @@ pub struct Shard<T> {
     begin: fn(&mut T),
 }
 
-impl<T: Transport<<CpuKernel as Kernel>::Buffer>> Shard<T> {
+impl<T: Transport<<CpuKernel as Memory>::Buffer>> Shard<T> {
     /// A rank of sequences of `tokens` tokens in all. `begin` is what the transport is told before
     /// each pass, where it has to be told anything.
     pub fn new(
@@ -95,7 +95,7 @@ impl<T: Transport<<CpuKernel as Kernel>::Buffer>> Shard<T> {
     }
 }
 
-impl<T: Transport<<CpuKernel as Kernel>::Buffer> + Send> Ring for Shard<T> {
+impl<T: Transport<<CpuKernel as Memory>::Buffer> + Send> Ring for Shard<T> {
     fn forward(&self, qkv: [&View<'_>; 3]) -> Result<Forward, Error> {
         self.pass(|transport| self.attention.forward(self.tokens, qkv, transport))
     }

@@ -1,15 +1,17 @@
-//! The port for arithmetic: what one device must be able to do.
+//! The port for arithmetic: what one device must be able to compute.
 //!
 //! A kernel runs jobs and accumulates into the carry, so there is no separate merge pass after a
-//! ring step. It decides nothing: masks, strides and order come with the job. Buffers are typed at
-//! run time: a kernel checks the types it is given and refuses those it has no path for.
+//! ring step. It decides nothing: masks, strides and order come with the job. Buffers
+//! ([`Memory`]) are typed at run time: a kernel checks the types and refuses those it has no path
+//! for.
+//!
+//! Attention is one operation on a softmax state ([`SoftmaxState`]): a job continues a running
+//! softmax, starts one, finishes one, or does all of it at once.
 
-use crate::dtype::{DType, Data, Slice};
+use crate::dtype::DType;
 use crate::job::{Block, Job};
+use crate::memory::Memory;
 use crate::plan::Pass;
-use crate::sharding::Run;
-use crate::tensor::{Tensor, View};
-use crate::transport::WireBuffer;
 
 /// Why a kernel could not do what it was told.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -51,6 +53,27 @@ pub struct Carry<B> {
     pub l: B,
 }
 
+/// The softmax of a job's queries before and after the job. Cells of other queries are not touched.
+#[derive(Debug)]
+pub enum SoftmaxState<'a, B> {
+    /// Accumulates into the carry.
+    Accumulate {
+        /// Where the sums are read and written.
+        carry: &'a mut Carry<B>,
+        /// True if no job has written these cells yet: what the carry holds for them is not read.
+        starts: bool,
+    },
+    /// Finishes the softmax: writes out (times the job's gain) and lse.
+    Finish {
+        /// The sums of earlier jobs; None if this job is all its queries see.
+        carry: Option<&'a Carry<B>>,
+        /// The output.
+        out: &'a mut B,
+        /// The log-sum-exp.
+        lse: &'a mut B,
+    },
+}
+
 /// What the backward pass knows of the queries of a job, as the forward pass left it: where a query
 /// holds something that is not finite, neither is its lse, and where dout does, neither is delta. A
 /// kernel may rely on that.
@@ -78,116 +101,16 @@ pub struct Gradients<'a, B> {
 /// A result of a kernel.
 pub type Result<T> = std::result::Result<T, KernelError>;
 
-/// Arithmetic on one device.
-pub trait Kernel: Send + Sync {
-    /// Memory of the device.
-    type Buffer: WireBuffer + Sync;
-
-    /// What jobs read: numbers of a buffer, or of the caller where they can be read in place.
-    type Input<'a>: Copy;
-
-    /// The name it is known by, for reports and errors.
-    fn name(&self) -> &'static str;
-
-    /// A buffer as jobs read it.
-    fn input<'a>(&self, buffer: &'a Self::Buffer) -> Self::Input<'a>;
-
-    /// The caller's numbers as jobs read them, if they can be read where they are.
-    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Self::Input<'a>> {
-        let _ = numbers;
-        None
-    }
-
-    /// `elements` zeros.
-    fn allocate(&self, dtype: DType, elements: usize) -> Result<Self::Buffer>;
-
-    /// Copies the rows of `runs`, in that order, into a `[b, rows, h, d]` buffer, rounding to the
-    /// buffer's type.
-    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Self::Buffer) -> Result<()>;
-
-    /// The way back: rows of the buffer, in the order of `runs`, to their tokens.
-    fn download(&self, from: &Self::Buffer, runs: &[Run], to: &mut Tensor) -> Result<()>;
-
-    /// The same for all rows of a buffer in their order, where all numbers but those of blocks are
-    /// zeros on both sides; a kernel may copy them, too.
-    fn download_rows(&self, from: &Self::Buffer, blocks: &[Block], to: &mut Tensor) -> Result<()> {
-        let _ = blocks;
-        let all = Run {
-            first: 0,
-            stride: 1,
-            count: to.dims()[1],
-        };
-        self.download(from, &[all], to)
-    }
-
-    /// All numbers of a buffer that is not needed any more.
-    fn hand_over(&self, buffer: Self::Buffer) -> Result<Data>;
-
-    /// The way back: memory of numbers as a buffer, whatever they are; itself where it cannot be one.
-    fn adopt(&self, numbers: Data) -> std::result::Result<Self::Buffer, Data> {
-        Err(numbers)
-    }
-
-    /// Sets every element.
-    fn fill(&self, buffer: &mut Self::Buffer, value: f64) -> Result<()>;
-
-    /// Makes the rows of blocks zeros (those they go to); a kernel may do so with all numbers.
-    fn clear(&self, blocks: &[Block], buffer: &mut Self::Buffer) -> Result<()> {
-        let _ = blocks;
-        self.fill(buffer, 0.0)
-    }
-
-    /// Copies (or adds) rows from one buffer into another.
-    fn copy(
-        &self,
-        block: &Block,
-        add: bool,
-        from: Self::Input<'_>,
-        to: &mut Self::Buffer,
-    ) -> Result<()>;
-
-    /// Copies rows into a buffer that holds nothing else from then on.
-    fn pack(&self, blocks: &[Block], from: Self::Input<'_>, to: &mut Self::Buffer) -> Result<()> {
-        let mut blocks = blocks.iter();
-        blocks.try_for_each(|block| self.copy(block, false, from, to))
-    }
-
-    /// Attends the queries of the job to its keys, continuing the carry. Where it `begins`, cells of
-    /// the job have seen nothing yet: whatever the carry holds for them is overwritten unread.
-    fn forward(
-        &self,
-        job: &Job,
-        q: Self::Input<'_>,
-        k: Self::Input<'_>,
-        v: Self::Input<'_>,
-        begins: bool,
-        carry: &mut Carry<Self::Buffer>,
-    ) -> Result<()>;
-
-    /// The same for the last job of its queries: what the carry holds is continued to the end, into
-    /// out (times the job's gain) and lse of its cells; other cells are left alone.
-    #[allow(clippy::too_many_arguments, reason = "a carry, its end, and a job")]
-    fn conclude(
-        &self,
-        job: &Job,
-        q: Self::Input<'_>,
-        k: Self::Input<'_>,
-        v: Self::Input<'_>,
-        carry: &Carry<Self::Buffer>,
-        out: &mut Self::Buffer,
-        lse: &mut Self::Buffer,
-    ) -> Result<()>;
-
-    /// The same for a job that is all its queries ever see: no carry, but out (times the job's
-    /// gain) and lse of its cells; other cells are left alone.
+/// Attention on one device.
+pub trait Kernel: Memory {
+    /// Attends the queries of the job to its keys, from and into the given softmax state.
     fn attend(
         &self,
         job: &Job,
         q: Self::Input<'_>,
         k: Self::Input<'_>,
         v: Self::Input<'_>,
-        out: &mut Self::Buffer,
-        lse: &mut Self::Buffer,
+        state: SoftmaxState<'_, Self::Buffer>,
     ) -> Result<()>;
 
     /// Merges the cells of one carry into another; `block.width` is the head dimension.
@@ -198,7 +121,7 @@ pub trait Kernel: Send + Sync {
         to: &mut Carry<Self::Buffer>,
     ) -> Result<()>;
 
-    /// Ends the softmax of `cells` cells: out = gain·acc/l (0 where l = 0), lse = m + ln l.
+    /// Finishes the softmax of `cells` cells: out = gain·acc/l (0 where l = 0), lse = m + ln l.
     fn finish(
         &self,
         cells: usize,

@@ -12,6 +12,7 @@ pub mod host;
 pub mod job;
 mod join;
 pub mod kernel;
+pub mod memory;
 pub mod mixing;
 pub mod naive;
 pub mod partial;

@@ -7,114 +7,51 @@
 //! with the [`Carry`](partial::Carry) of the specification, and only results are rounded.
 
 use crate::dtype::{DType, Data, Slice};
-use crate::host;
 use crate::job::{Block, Job};
-use crate::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use crate::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
+use crate::memory::HostKernel;
 use crate::partial;
 use crate::plan::Pass;
-use crate::sharding::Run;
-use crate::tensor::{Tensor, View};
 
 /// The kernel every other one is judged by.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NaiveKernel;
 
-impl Kernel for NaiveKernel {
-    type Buffer = Data;
-    type Input<'a> = Slice<'a>;
-
+impl HostKernel for NaiveKernel {
     fn name(&self) -> &'static str {
         "naive"
     }
+}
 
-    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
-        buffer.as_slice()
-    }
-
-    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
-        Some(numbers)
-    }
-
-    fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
-        host::allocate(self.name(), dtype, elements)
-    }
-
-    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
-        host::upload(from, runs, to);
-        Ok(())
-    }
-
-    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
-        host::download(from, runs, to);
-        Ok(())
-    }
-
-    fn hand_over(&self, buffer: Data) -> Result<Data> {
-        Ok(buffer)
-    }
-
-    fn adopt(&self, numbers: Data) -> std::result::Result<Data, Data> {
-        Ok(numbers)
-    }
-
-    fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
-        host::fill(buffer, value);
-        Ok(())
-    }
-
-    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
-        host::copy(block, add, from, to);
-        Ok(())
-    }
-
-    fn forward(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        begins: bool,
-        carry: &mut Carry<Data>,
-    ) -> Result<()> {
-        let cells = seen_by_cells(job, [q, k, v], |cell| match begins {
-            true => partial::Carry::new(job.dim),
-            false => load(carry, cell, job.dim),
-        });
-        for (cell, running) in cells {
-            store(&running, carry, cell);
-        }
-        Ok(())
-    }
-
-    fn conclude(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        carry: &Carry<Data>,
-        out: &mut Data,
-        lse: &mut Data,
-    ) -> Result<()> {
-        let from = |cell: usize| load(carry, cell, job.dim);
-        for (cell, running) in seen_by_cells(job, [q, k, v], from) {
-            end(job, cell, &running, out, lse);
-        }
-        Ok(())
-    }
-
+impl Kernel for NaiveKernel {
     fn attend(
         &self,
         job: &Job,
         q: Slice<'_>,
         k: Slice<'_>,
         v: Slice<'_>,
-        out: &mut Data,
-        lse: &mut Data,
+        state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
-        let nothing = |_| partial::Carry::new(job.dim);
-        for (cell, running) in seen_by_cells(job, [q, k, v], nothing) {
-            end(job, cell, &running, out, lse);
+        let nothing = || partial::Carry::new(job.dim);
+        match state {
+            SoftmaxState::Accumulate { carry, starts } => {
+                let cells = seen_by_cells(job, [q, k, v], |cell| match starts {
+                    true => nothing(),
+                    false => load(carry, cell, job.dim),
+                });
+                for (cell, running) in cells {
+                    store(&running, carry, cell);
+                }
+            }
+            SoftmaxState::Finish { carry, out, lse } => {
+                let before = |cell| match carry {
+                    Some(carry) => load(carry, cell, job.dim),
+                    None => nothing(),
+                };
+                for (cell, running) in seen_by_cells(job, [q, k, v], before) {
+                    end(job, cell, &running, out, lse);
+                }
+            }
         }
         Ok(())
     }

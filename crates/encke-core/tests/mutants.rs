@@ -6,7 +6,8 @@
 use encke_core::conformance::{self, Suite};
 use encke_core::dtype::Slice;
 use encke_core::job::{Block, Causal, Job};
-use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
+use encke_core::memory::Memory;
 use encke_core::naive::NaiveKernel;
 use encke_core::partial::Partial;
 use encke_core::plan::Pass;
@@ -229,57 +230,12 @@ fn poison_keys(
     });
 }
 
-impl Kernel for Mutant {
-    type Buffer = Data;
-    type Input<'a> = Slice<'a>;
-
-    fn name(&self) -> &'static str {
-        "mutant"
-    }
-
-    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
-        buffer.as_slice()
-    }
-
-    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
-        Some(numbers)
-    }
-
-    fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
-        NaiveKernel.allocate(dtype, elements)
-    }
-
-    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
-        let unit = |run: &Run| Run { stride: 1, ..*run };
-        if self.0 == Fault::UploadIgnoresStride {
-            return NaiveKernel.upload(from, &runs.iter().map(unit).collect::<Vec<_>>(), to);
-        }
-        NaiveKernel.upload(from, runs, to)
-    }
-
-    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
-        NaiveKernel.download(from, runs, to)
-    }
-
-    fn hand_over(&self, buffer: Data) -> Result<Data> {
-        Ok(buffer)
-    }
-
-    fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
-        NaiveKernel.fill(buffer, value)
-    }
-
-    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
-        NaiveKernel.copy(block, add && self.0 != Fault::CopyIgnoresAdd, from, to)
-    }
-
-    fn forward(
+impl Mutant {
+    fn accumulate(
         &self,
         job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        begins: bool,
+        [q, k, v]: [Slice<'_>; 3],
+        starts: bool,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let job = self.misread(job);
@@ -289,9 +245,13 @@ impl Kernel for Mutant {
             reset(carry, &inside, job.dim);
         }
         let reads = self.0 == Fault::BeginReadsCarry;
-        NaiveKernel.forward(&job, q, k, v, begins && !reads, carry)?;
+        let state = SoftmaxState::Accumulate {
+            starts: starts && !reads,
+            carry: &mut *carry,
+        };
+        NaiveKernel.attend(&job, q, k, v, state)?;
         match self.0 {
-            Fault::BeginLeavesEmptyCells if begins => {
+            Fault::BeginLeavesEmptyCells if starts => {
                 let saw_nothing = |&&cell: &&usize| carry.l.as_slice().get(cell) == 0.0;
                 let empty: Vec<usize> = inside.iter().filter(saw_nothing).copied().collect();
                 for cell in empty {
@@ -314,9 +274,7 @@ impl Kernel for Mutant {
     fn conclude(
         &self,
         job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
+        [q, k, v]: [Slice<'_>; 3],
         carry: &Carry<Data>,
         out: &mut Data,
         lse: &mut Data,
@@ -329,7 +287,12 @@ impl Kernel for Mutant {
             Fault::ConcludeIgnoresGain => job.gain = 1.0,
             _ => {}
         }
-        NaiveKernel.conclude(&job, q, k, v, &carry, out, lse)?;
+        let state = SoftmaxState::Finish {
+            carry: Some(&carry),
+            out: &mut *out,
+            lse: &mut *lse,
+        };
+        NaiveKernel.attend(&job, q, k, v, state)?;
         if self.0 == Fault::ConcludeLeavesUnseen {
             for i in (0..job.queries).filter(|&i| job.visible(i) == 0) {
                 let row = Job {
@@ -351,12 +314,10 @@ impl Kernel for Mutant {
         Ok(())
     }
 
-    fn attend(
+    fn attend_alone(
         &self,
         job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
+        [q, k, v]: [Slice<'_>; 3],
         out: &mut Data,
         lse: &mut Data,
     ) -> Result<()> {
@@ -364,13 +325,90 @@ impl Kernel for Mutant {
         if self.0 == Fault::AttendIgnoresGain {
             job.gain = 1.0;
         }
-        NaiveKernel.attend(&job, q, k, v, out, lse)?;
+        let state = SoftmaxState::Finish {
+            carry: None,
+            out: &mut *out,
+            lse: &mut *lse,
+        };
+        NaiveKernel.attend(&job, q, k, v, state)?;
         if self.0 == Fault::AttendLeavesEmptyCells {
             let seen = |&cell: &usize| lse.as_slice().get(cell) == f64::NEG_INFINITY;
             let empty: Vec<usize> = cells(&job, 0).into_iter().filter(seen).collect();
             empty.into_iter().for_each(|cell| lse.set(cell, 7.5));
         }
         Ok(())
+    }
+}
+
+impl Memory for Mutant {
+    type Buffer = Data;
+    type Input<'a> = Slice<'a>;
+
+    fn name(&self) -> &'static str {
+        "mutant"
+    }
+
+    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
+        buffer.as_slice()
+    }
+
+    fn borrow<'a>(&self, elements: Slice<'a>) -> Option<Slice<'a>> {
+        Some(elements)
+    }
+
+    fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
+        NaiveKernel.allocate(dtype, elements)
+    }
+
+    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
+        let unit = |run: &Run| Run { stride: 1, ..*run };
+        if self.0 == Fault::UploadIgnoresStride {
+            return NaiveKernel.upload(from, &runs.iter().map(unit).collect::<Vec<_>>(), to);
+        }
+        NaiveKernel.upload(from, runs, to)
+    }
+
+    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
+        NaiveKernel.download(from, runs, to)
+    }
+
+    fn into_host(&self, buffer: Data) -> Result<Data> {
+        Ok(buffer)
+    }
+
+    fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
+        NaiveKernel.fill(buffer, value)
+    }
+
+    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
+        NaiveKernel.copy(block, add && self.0 != Fault::CopyIgnoresAdd, from, to)
+    }
+}
+
+impl Kernel for Mutant {
+    fn attend(
+        &self,
+        job: &Job,
+        q: Slice<'_>,
+        k: Slice<'_>,
+        v: Slice<'_>,
+        state: SoftmaxState<'_, Data>,
+    ) -> Result<()> {
+        match state {
+            SoftmaxState::Accumulate { carry, starts } => {
+                self.accumulate(job, [q, k, v], starts, carry)
+            }
+            SoftmaxState::Finish {
+                carry: Some(carry),
+                out,
+                lse,
+            } => self.conclude(job, [q, k, v], carry, out, lse),
+            SoftmaxState::Finish {
+                carry: None,
+                out,
+                lse,
+            } => self.attend_alone(job, [q, k, v], out, lse),
+        }
     }
 
     fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {

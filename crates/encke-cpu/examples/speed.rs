@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use encke_core::conformance;
 use encke_core::job::{Causal, Job, Operand};
-use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
+use encke_core::memory::Memory;
 use encke_core::{DType, Data};
 use encke_cpu::CpuKernel;
 
@@ -73,15 +74,12 @@ fn measure(kernel: &CpuKernel, dtype: DType, causal: bool) {
         kernel.fill(&mut carry.acc, 0.0).unwrap();
         kernel.fill(&mut carry.l, 0.0).unwrap();
         kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
+        let state = SoftmaxState::Accumulate {
+            carry: &mut carry,
+            starts: false,
+        };
         kernel
-            .forward(
-                &job,
-                q.as_slice(),
-                k.as_slice(),
-                v.as_slice(),
-                false,
-                &mut carry,
-            )
+            .attend(&job, q.as_slice(), k.as_slice(), v.as_slice(), state)
             .unwrap();
     });
     let (mut out, mut lse) = (Data::zeros(dtype, cells * DIM), Data::zeros(sum, cells));

@@ -66,7 +66,7 @@ pub(crate) fn convert(from: &Data, to: &mut Data, range: Range<usize>) {
 }
 
 /// Makes rows zeros.
-pub(crate) fn clear(blocks: &[Block], buffer: &mut Data) {
+pub(crate) fn zero_rows(blocks: &[Block], buffer: &mut Data) {
     with_typed!(Data, buffer, x => {
         for block in blocks {
             in_rows(block, x, |_, row| row.fill(Element::from_f64(0.0)));
@@ -250,7 +250,7 @@ mod tests {
                 expected[to..to + 8].fill(0.0);
             }
             let mut cleared = Data::F32(vec![1.0; count]);
-            clear(std::slice::from_ref(&block), &mut cleared);
+            zero_rows(std::slice::from_ref(&block), &mut cleared);
             assert_eq!(cleared.to_f64(), expected);
             let mut copied = Data::Bf16(vec![half::bf16::ONE; count]);
             let numbers: Vec<f32> = (0..count).map(|i| (i % 251) as f32).collect();
@@ -266,7 +266,7 @@ mod tests {
         let mut close = thinned(2 * NUMBERS);
         (close.segments, close.to.row) = (1, 1);
         let mut cleared = Data::F32(vec![1.0; 2 * NUMBERS + 40]);
-        clear(&[close], &mut cleared);
+        zero_rows(&[close], &mut cleared);
         assert_eq!(
             cleared.to_f64().iter().filter(|&&x| x == 0.0).count(),
             2 * NUMBERS + 8 + 15

@@ -39,7 +39,8 @@ mod vector;
 use encke_core::dtype::Slice;
 use encke_core::host;
 use encke_core::job::{Block, Job};
-use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Result, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Result, SoftmaxState, Upstream};
+use encke_core::memory::Memory;
 use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
@@ -193,7 +194,7 @@ fn writable(what: &str, disjoint: bool) -> Result<()> {
     }
 }
 
-impl Kernel for CpuKernel {
+impl Memory for CpuKernel {
     type Buffer = Data;
     type Input<'a> = Slice<'a>;
 
@@ -205,24 +206,8 @@ impl Kernel for CpuKernel {
         buffer.as_slice()
     }
 
-    fn fastest_dtype(&self) -> DType {
-        match self.arm {
-            Arm::Amx => DType::Bf16,
-            Arm::Portable | Arm::Avx2 | Arm::Avx512 => DType::F32,
-        }
-    }
-
-    fn tile(&self, dtype: DType) -> [usize; 2] {
-        match dtype {
-            #[cfg(target_arch = "x86_64")]
-            DType::Bf16 | DType::F16 | DType::F32 if self.arm == Arm::Amx => amx::TILE,
-            DType::F64 => on_arm!(self, f64, F64, shape::tile()),
-            DType::F32 | DType::Bf16 | DType::F16 => on_arm!(self, f32, F32, shape::tile()),
-        }
-    }
-
-    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
-        Some(numbers)
+    fn borrow<'a>(&self, elements: Slice<'a>) -> Option<Slice<'a>> {
+        Some(elements)
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
@@ -256,12 +241,12 @@ impl Kernel for CpuKernel {
         Ok(())
     }
 
-    fn hand_over(&self, buffer: Data) -> Result<Data> {
+    fn into_host(&self, buffer: Data) -> Result<Data> {
         Ok(buffer)
     }
 
-    fn adopt(&self, numbers: Data) -> std::result::Result<Data, Data> {
-        Ok(numbers)
+    fn from_host(&self, elements: Data) -> std::result::Result<Data, Data> {
+        Ok(elements)
     }
 
     fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
@@ -269,8 +254,8 @@ impl Kernel for CpuKernel {
         Ok(())
     }
 
-    fn clear(&self, blocks: &[Block], buffer: &mut Data) -> Result<()> {
-        cells::clear(blocks, buffer);
+    fn zero_rows(&self, blocks: &[Block], buffer: &mut Data) -> Result<()> {
+        cells::zero_rows(blocks, buffer);
         Ok(())
     }
 
@@ -278,61 +263,30 @@ impl Kernel for CpuKernel {
         host::copy(block, add, from, to);
         Ok(())
     }
+}
 
-    fn forward(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        begins: bool,
-        carry: &mut Carry<Data>,
-    ) -> Result<()> {
-        let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l])?;
-        self.writable_cells(job)?;
-        match dtype {
-            DType::F64 => self.forward_wide(job, [q, k, v], Target::carry(carry, begins)),
-            _ => self.forward_narrow(job, [q, k, v], Target::carry(carry, begins)),
-        }
-        Ok(())
-    }
-
-    fn conclude(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        carry: &Carry<Data>,
-        out: &mut Data,
-        lse: &mut Data,
-    ) -> Result<()> {
-        let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l, lse])?;
-        self.writable_cells(job)?;
-        let (given, gain) = ([q, k, v], job.gain);
-        match dtype {
-            DType::F64 => {
-                self.forward_wide(job, given, Target::conclusion(carry, out, lse, gain));
-            }
-            _ => self.forward_narrow(job, given, Target::conclusion(carry, out, lse, gain)),
-        }
-        Ok(())
-    }
-
+impl Kernel for CpuKernel {
     fn attend(
         &self,
         job: &Job,
         q: Slice<'_>,
         k: Slice<'_>,
         v: Slice<'_>,
-        out: &mut Data,
-        lse: &mut Data,
+        state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
-        let dtype = sums_in(&[lse])?;
+        let dtype = match &state {
+            SoftmaxState::Accumulate { carry, .. } => sums_in(&[&carry.acc, &carry.m, &carry.l])?,
+            SoftmaxState::Finish {
+                carry: Some(carry),
+                lse,
+                ..
+            } => sums_in(&[&carry.acc, &carry.m, &carry.l, lse])?,
+            SoftmaxState::Finish { lse, .. } => sums_in(&[lse])?,
+        };
         self.writable_cells(job)?;
         match dtype {
-            DType::F64 => self.forward_wide(job, [q, k, v], Target::end(out, lse, job.gain)),
-            _ => self.forward_narrow(job, [q, k, v], Target::end(out, lse, job.gain)),
+            DType::F64 => self.forward_wide(job, [q, k, v], Target::new(state, job.gain)),
+            _ => self.forward_narrow(job, [q, k, v], Target::new(state, job.gain)),
         }
         Ok(())
     }
@@ -442,6 +396,22 @@ impl Kernel for CpuKernel {
             };
         }
         bytes
+    }
+
+    fn fastest_dtype(&self) -> DType {
+        match self.arm {
+            Arm::Amx => DType::Bf16,
+            Arm::Portable | Arm::Avx2 | Arm::Avx512 => DType::F32,
+        }
+    }
+
+    fn tile(&self, dtype: DType) -> [usize; 2] {
+        match dtype {
+            #[cfg(target_arch = "x86_64")]
+            DType::Bf16 | DType::F16 | DType::F32 if self.arm == Arm::Amx => amx::TILE,
+            DType::F64 => on_arm!(self, f64, F64, shape::tile()),
+            DType::F32 | DType::Bf16 | DType::F16 => on_arm!(self, f32, F32, shape::tile()),
+        }
     }
 
     fn scratch_bytes(&self) -> usize {

@@ -2,7 +2,7 @@
 //! job is the first that its queries see; into a carry that is continued, or, where it is the last,
 //! finished into out and lse.
 
-use encke_core::kernel::Carry;
+use encke_core::kernel::{Carry, SoftmaxState};
 use encke_core::{Data, Element};
 use half::{bf16, f16};
 
@@ -73,46 +73,32 @@ pub(crate) enum After<'a, A> {
 }
 
 impl<'a, A: Real> Target<'a, A> {
-    /// Rows that leave a carry; where they do not begin, the same one that they found.
-    pub fn carry(carry: &'a mut Carry<Data>, begins: bool) -> Target<'a, A> {
-        let after = Carry {
-            acc: Shared::new(A::numbers(&mut carry.acc)),
-            m: Shared::new(A::numbers(&mut carry.m)),
-            l: Shared::new(A::numbers(&mut carry.l)),
-        };
-        let Carry { acc, m, l } = after;
-        Target {
-            before: (!begins).then_some(Carry { acc, m, l }),
-            after: After::Carry(Carry { acc, m, l }),
-        }
-    }
-
-    /// Rows that begin and end.
-    pub fn end(out: &'a mut Data, lse: &'a mut Data, gain: f64) -> Target<'a, A> {
-        Target {
-            before: None,
-            after: After::End {
-                out: Rows::new(out),
-                lse: Shared::new(A::numbers(lse)),
-                gain: A::from_f64(gain),
+    /// Where a job's rows start from and go to; out is multiplied by `gain`.
+    pub fn new(state: SoftmaxState<'a, Data>, gain: f64) -> Target<'a, A> {
+        match state {
+            SoftmaxState::Accumulate { carry, starts } => {
+                let Carry { acc, m, l } = Carry {
+                    acc: Shared::new(A::numbers(&mut carry.acc)),
+                    m: Shared::new(A::numbers(&mut carry.m)),
+                    l: Shared::new(A::numbers(&mut carry.l)),
+                };
+                Target {
+                    before: (!starts).then_some(Carry { acc, m, l }),
+                    after: After::Carry(Carry { acc, m, l }),
+                }
+            }
+            SoftmaxState::Finish { carry, out, lse } => Target {
+                before: carry.map(|carry| Carry {
+                    acc: Shared::of(A::seen(&carry.acc)),
+                    m: Shared::of(A::seen(&carry.m)),
+                    l: Shared::of(A::seen(&carry.l)),
+                }),
+                after: After::End {
+                    out: Rows::new(out),
+                    lse: Shared::new(A::numbers(lse)),
+                    gain: A::from_f64(gain),
+                },
             },
-        }
-    }
-
-    /// Rows that end what a carry has seen.
-    pub fn conclusion(
-        carry: &'a Carry<Data>,
-        out: &'a mut Data,
-        lse: &'a mut Data,
-        gain: f64,
-    ) -> Target<'a, A> {
-        Target {
-            before: Some(Carry {
-                acc: Shared::of(A::seen(&carry.acc)),
-                m: Shared::of(A::seen(&carry.m)),
-                l: Shared::of(A::seen(&carry.l)),
-            }),
-            ..Target::end(out, lse, gain)
         }
     }
 

@@ -2,7 +2,8 @@
 
 use encke_core::conformance::{self, Random};
 use encke_core::job::{Causal, Job, Operand};
-use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
+use encke_core::memory::Memory;
 use encke_core::plan::Pass;
 use encke_core::{DType, Data};
 use encke_cpu::{Arm, CpuKernel};
@@ -103,15 +104,12 @@ fn run(kernel: &CpuKernel, job: &Job, dtype: DType) -> Vec<Data> {
         l: zeros(cells),
     };
     kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
+    let state = SoftmaxState::Accumulate {
+        carry: &mut carry,
+        starts: false,
+    };
     kernel
-        .forward(
-            job,
-            q.as_slice(),
-            k.as_slice(),
-            v.as_slice(),
-            false,
-            &mut carry,
-        )
+        .attend(job, q.as_slice(), k.as_slice(), v.as_slice(), state)
         .unwrap();
     let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));
     kernel

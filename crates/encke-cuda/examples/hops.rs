@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use encke_core::conformance::Random;
-use encke_core::kernel::Kernel;
+use encke_core::memory::Memory;
 use encke_core::plan::program::{RankPlan, Role};
 use encke_core::plan::{Plan, Request};
 use encke_core::sharding::{Cut, Sharding};

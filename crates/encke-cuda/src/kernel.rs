@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use encke_core::host;
 use encke_core::job::{Block, Job};
-use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
 use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::transport::WireBuffer;
@@ -22,7 +22,7 @@ use crate::launch::chains::Chains;
 use crate::launch::rows::{self, RowSums};
 use crate::launch::{LaunchContext, cells, hopper_backward, hopper_forward, mma, moving, plain};
 use crate::memory::Memory;
-use crate::operands::{Ends, Gradient, Operands};
+use crate::operands::{Gradient, Operands};
 
 /// Which family of kernels computes attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -147,32 +147,28 @@ impl CudaKernel {
         })
     }
 
-    fn attention(&self, job: &Job, operands: Operands<'_>, ends: Ends<'_>) -> crate::Result<()> {
+    fn attention(
+        &self,
+        job: &Job,
+        operands: Operands<'_>,
+        state: SoftmaxState<'_, Buffer>,
+    ) -> crate::Result<()> {
         let dtype = operands.dtype();
         let on_hopper = hopper_forward::takes(&self.site().device, job, dtype);
         match self.family(job, dtype, on_hopper)? {
-            Path::Hopper => self.chains.forward(job, operands, ends),
-            Path::Mma => mma::forward(self.site(), job, operands, ends),
-            _ => plain::forward(self.site(), job, operands, ends),
+            Path::Hopper => self.chains.forward(job, operands, state),
+            Path::Mma => mma::forward(self.site(), job, operands, state),
+            _ => plain::forward(self.site(), job, operands, state),
         }
     }
 }
 
-impl Kernel for CudaKernel {
+impl encke_core::memory::Memory for CudaKernel {
     type Buffer = Buffer;
     type Input<'a> = &'a Buffer;
 
     fn name(&self) -> &'static str {
         NAME
-    }
-
-    fn fastest_dtype(&self) -> DType {
-        // Matrix instructions take bf16 since Ampere, and f16 since Volta.
-        match self.device().capability() {
-            (major, _) if major >= 8 => DType::Bf16,
-            (7, _) => DType::F16,
-            _ => DType::F32,
-        }
     }
 
     fn input<'a>(&self, buffer: &'a Buffer) -> &'a Buffer {
@@ -205,7 +201,7 @@ impl Kernel for CudaKernel {
         Ok(())
     }
 
-    fn hand_over(&self, buffer: Buffer) -> Result<Data> {
+    fn into_host(&self, buffer: Buffer) -> Result<Data> {
         Ok(buffer.read(buffer.elements())?)
     }
 
@@ -220,44 +216,18 @@ impl Kernel for CudaKernel {
     fn pack(&self, blocks: &[Block], from: &Buffer, to: &mut Buffer) -> Result<()> {
         Ok(moving::pack(self.site(), blocks, from, to)?)
     }
+}
 
-    fn forward(
-        &self,
-        job: &Job,
-        q: &Buffer,
-        k: &Buffer,
-        v: &Buffer,
-        begins: bool,
-        carry: &mut Carry<Buffer>,
-    ) -> Result<()> {
-        let ends = Ends::Carry { begins, carry };
-        Ok(self.attention(job, Operands::new(q, k, v)?, ends)?)
-    }
-
-    fn conclude(
-        &self,
-        job: &Job,
-        q: &Buffer,
-        k: &Buffer,
-        v: &Buffer,
-        carry: &Carry<Buffer>,
-        out: &mut Buffer,
-        lse: &mut Buffer,
-    ) -> Result<()> {
-        let ends = Ends::Conclusion { carry, out, lse };
-        Ok(self.attention(job, Operands::new(q, k, v)?, ends)?)
-    }
-
+impl Kernel for CudaKernel {
     fn attend(
         &self,
         job: &Job,
         q: &Buffer,
         k: &Buffer,
         v: &Buffer,
-        out: &mut Buffer,
-        lse: &mut Buffer,
+        state: SoftmaxState<'_, Buffer>,
     ) -> Result<()> {
-        Ok(self.attention(job, Operands::new(q, k, v)?, Ends::All(out, lse))?)
+        Ok(self.attention(job, Operands::new(q, k, v)?, state)?)
     }
 
     fn merge(&self, block: &Block, from: &Carry<Buffer>, to: &mut Carry<Buffer>) -> Result<()> {
@@ -337,6 +307,15 @@ impl Kernel for CudaKernel {
             Pass::Backward { .. } => {
                 hopper_backward::workspace_bytes(&self.site().device, job, dtype)
             }
+        }
+    }
+
+    fn fastest_dtype(&self) -> DType {
+        // Matrix instructions take bf16 since Ampere, and f16 since Volta.
+        match self.device().capability() {
+            (major, _) if major >= 8 => DType::Bf16,
+            (7, _) => DType::F16,
+            _ => DType::F32,
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use encke_core::DType;
-use encke_core::kernel::{Carry, Gradients, Upstream};
+use encke_core::kernel::{Carry, Gradients, SoftmaxState, Upstream};
 
 use crate::buffer::Buffer;
 use crate::error::Result;
@@ -35,24 +35,7 @@ impl<'a> Operands<'a> {
     }
 }
 
-/// Where a softmax comes from and goes to in a forward pass.
-pub(crate) enum Ends<'a> {
-    /// It is left in this carry, where it was before unless it begins.
-    Carry {
-        begins: bool,
-        carry: &'a mut Carry<Buffer>,
-    },
-    /// It goes on from this carry, and ends in out and lse.
-    Conclusion {
-        carry: &'a Carry<Buffer>,
-        out: &'a mut Buffer,
-        lse: &'a mut Buffer,
-    },
-    /// It begins, and ends in out and lse.
-    All(&'a mut Buffer, &'a mut Buffer),
-}
-
-/// The same as memory.
+/// The memory of a softmax state.
 #[derive(Clone)]
 pub(crate) struct Targets {
     /// Whether what the carry holds is not read.
@@ -63,52 +46,50 @@ pub(crate) struct Targets {
     outputs: Vec<Arc<Memory>>,
 }
 
-impl Ends<'_> {
+impl Targets {
     /// Memory of its own for what is written, of the types that jobs of `dtype` write.
-    pub fn own(self, dtype: DType) -> Result<Targets> {
-        let one_type = |carry: &Carry<Buffer>| {
+    pub fn new(state: SoftmaxState<'_, Buffer>, dtype: DType) -> Result<Targets> {
+        let checked = |carry: &Carry<Buffer>| {
             let Carry { acc, m, l } = carry;
             let mut all = [("acc", acc), ("m", m), ("l", l)].into_iter();
             all.try_for_each(|(what, of)| expect(what, of, dtype.sum()))
         };
-        let outputs = |out: &mut Buffer, lse: &mut Buffer| -> Result<Vec<Arc<Memory>>> {
-            expect("out", out, dtype)?;
-            expect("lse", lse, dtype.sum())?;
-            Ok(vec![out.own()?.clone(), lse.own()?.clone()])
-        };
-        Ok(match self {
-            Ends::Carry { begins, carry } => {
-                one_type(carry)?;
+        Ok(match state {
+            SoftmaxState::Accumulate { carry, starts } => {
+                checked(carry)?;
                 let Carry { acc, m, l } = carry;
                 Targets {
-                    begins,
+                    begins: starts,
                     ends: false,
                     carry: vec![acc.own()?.clone(), m.own()?.clone(), l.own()?.clone()],
                     outputs: Vec::new(),
                 }
             }
-            Ends::Conclusion { carry, out, lse } => {
-                one_type(carry)?;
-                let Carry { acc, m, l } = carry;
-                let carry = [acc, m, l].map(|part| part.memory().cloned());
+            SoftmaxState::Finish { carry, out, lse } => {
+                expect("out", out, dtype)?;
+                expect("lse", lse, dtype.sum())?;
+                let read = match carry {
+                    Some(carry) => {
+                        checked(carry)?;
+                        let Carry { acc, m, l } = carry;
+                        vec![
+                            acc.memory()?.clone(),
+                            m.memory()?.clone(),
+                            l.memory()?.clone(),
+                        ]
+                    }
+                    None => Vec::new(),
+                };
                 Targets {
-                    begins: false,
+                    begins: carry.is_none(),
                     ends: true,
-                    carry: carry.into_iter().collect::<Result<_>>()?,
-                    outputs: outputs(out, lse)?,
+                    carry: read,
+                    outputs: vec![out.own()?.clone(), lse.own()?.clone()],
                 }
             }
-            Ends::All(out, lse) => Targets {
-                begins: true,
-                ends: true,
-                carry: Vec::new(),
-                outputs: outputs(out, lse)?,
-            },
         })
     }
-}
 
-impl Targets {
     /// A carry that is gone on from, and left where it was.
     pub fn going_on(carry: Vec<Arc<Memory>>) -> Targets {
         Targets {

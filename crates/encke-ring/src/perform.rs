@@ -4,7 +4,7 @@
 //! done with them is the kernel's. What a task writes is held ([`CheckedOut`]), what it reads is borrowed
 //! from the shelf or from the caller.
 
-use encke_core::kernel::{Gradients, Kernel, KernelError, Upstream};
+use encke_core::kernel::{Gradients, Kernel, KernelError, SoftmaxState, Upstream};
 use encke_core::plan::program::{BufferId, Fill, Task};
 
 use crate::buffer_table::{BorrowedInputs, BufferTable, CheckedOut};
@@ -32,7 +32,7 @@ fn read<'x, K: Kernel>(
 ) -> K::Input<'x> {
     match loans.get(id) {
         Some(slice) => {
-            let input = kernel.lent(slice);
+            let input = kernel.borrow(slice);
             input.expect("only what the kernel can read in place is lent")
         }
         None => kernel.input(shelf.get(id)),
@@ -73,7 +73,11 @@ pub(crate) fn perform<K: Kernel>(
             begins,
             carry,
         } => held.with_carry(*carry, |_, carry| {
-            kernel.forward(job, read(*q), read(*k), read(*v), *begins, carry)
+            let state = SoftmaxState::Accumulate {
+                carry,
+                starts: *begins,
+            };
+            kernel.attend(job, read(*q), read(*k), read(*v), state)
         }),
         Task::Conclude {
             job,
@@ -86,7 +90,8 @@ pub(crate) fn perform<K: Kernel>(
         } => held.with_carry(*carry, |held, carry| {
             let (q, k, v) = (read(*q), read(*k), read(*v));
             held.with_ends(*out, *lse, |out, lse| {
-                kernel.conclude(job, q, k, v, carry, out, lse)
+                let carry = Some(&*carry);
+                kernel.attend(job, q, k, v, SoftmaxState::Finish { carry, out, lse })
             })
         }),
         Task::Attend {
@@ -98,7 +103,10 @@ pub(crate) fn perform<K: Kernel>(
             lse,
         } => {
             let (q, k, v) = (read(*q), read(*k), read(*v));
-            held.with_ends(*out, *lse, |out, lse| kernel.attend(job, q, k, v, out, lse))
+            held.with_ends(*out, *lse, |out, lse| {
+                let carry = None;
+                kernel.attend(job, q, k, v, SoftmaxState::Finish { carry, out, lse })
+            })
         }
         Task::Merge { blocks, from, to } => held.with_carry(*from, |held, from| {
             held.with_carry(*to, |_, to| {

@@ -122,7 +122,7 @@ impl<K: Kernel> Rank<K> {
                 continue;
             };
             let slice = host::in_place(&view, &runs, dtype);
-            match slice.filter(|slice| kernel.lent(*slice).is_some()) {
+            match slice.filter(|slice| kernel.borrow(*slice).is_some()) {
                 Some(slice) => slices[port.buffer.0] = Some(slice),
                 None => copied.push((port.buffer, view, runs)),
             }
@@ -302,7 +302,7 @@ impl<K: Kernel> Rank<K> {
             let done = match zeros.rows_to_clear(task) {
                 Some((id, rows)) => {
                     let mut buffer = shelf.take(id);
-                    let cleared = kernel.clear(rows, &mut buffer);
+                    let cleared = kernel.zero_rows(rows, &mut buffer);
                     shelf.put(id, buffer);
                     cleared
                 }

@@ -1,7 +1,7 @@
 //! A dock beside the device: rows made and picked without the host's desk are the rows it brings.
 
 use encke_core::job::Block;
-use encke_core::kernel::Kernel;
+use encke_core::memory::Memory;
 use encke_core::plan::program::{Component, Role};
 use encke_core::plan::{Pass, Plan, Request};
 use encke_core::sharding::{Cut, Run, Sharding};
@@ -15,7 +15,7 @@ use encke_ring::out_of_core::{
 
 const DIM: usize = 8;
 
-type Buffer = <CpuKernel as Kernel>::Buffer;
+type Buffer = <CpuKernel as Memory>::Buffer;
 
 /// Makes rows one by one, and keeps what it picked until it is asked.
 struct Near<'a> {

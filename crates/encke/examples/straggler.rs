@@ -13,12 +13,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use encke::conformance::Random;
-use encke::{
-    Attention, CpuKernel, DType, Data, Kernel, Pass, Report, Sharded, Slice, Tensor, View,
-};
+use encke::{Attention, CpuKernel, DType, Data, Kernel, Pass, Report, Sharded, Slice, View};
 use encke_core::job::{Block, Job};
-use encke_core::kernel::{Carry, Gradients, Result as Done, Upstream};
-use encke_core::sharding::Run;
+use encke_core::kernel::{Carry, Gradients, Result as Done, SoftmaxState, Upstream};
+use encke_core::memory::{HostKernel, Memory};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -50,67 +48,22 @@ impl Uneven {
     }
 }
 
-impl Kernel for Uneven {
-    type Buffer = Data;
-    type Input<'a> = Slice<'a>;
-
+impl HostKernel for Uneven {
     fn name(&self) -> &'static str {
-        self.0.name()
+        Memory::name(&self.0)
     }
-    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
-        self.0.input(buffer)
-    }
-    fn allocate(&self, dtype: DType, elements: usize) -> Done<Data> {
-        self.0.allocate(dtype, elements)
-    }
-    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Done<()> {
-        self.0.upload(from, runs, to)
-    }
-    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Done<()> {
-        self.0.download(from, runs, to)
-    }
-    fn hand_over(&self, buffer: Data) -> Done<Data> {
-        self.0.hand_over(buffer)
-    }
-    fn fill(&self, buffer: &mut Data, value: f64) -> Done<()> {
-        self.0.fill(buffer, value)
-    }
-    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Done<()> {
-        self.0.copy(block, add, from, to)
-    }
-    fn forward(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        begins: bool,
-        carry: &mut Carry<Data>,
-    ) -> Done<()> {
-        self.job(|| self.0.forward(job, q, k, v, begins, carry))
-    }
-    fn conclude(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        carry: &Carry<Data>,
-        out: &mut Data,
-        lse: &mut Data,
-    ) -> Done<()> {
-        self.job(|| self.0.conclude(job, q, k, v, carry, out, lse))
-    }
+}
+
+impl Kernel for Uneven {
     fn attend(
         &self,
         job: &Job,
         q: Slice<'_>,
         k: Slice<'_>,
         v: Slice<'_>,
-        out: &mut Data,
-        lse: &mut Data,
+        state: SoftmaxState<'_, Data>,
     ) -> Done<()> {
-        self.job(|| self.0.attend(job, q, k, v, out, lse))
+        self.job(|| self.0.attend(job, q, k, v, state))
     }
     fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Done<()> {
         self.0.merge(block, from, to)

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use encke_core::host;
 use encke_core::job::{Block, Operand};
-use encke_core::kernel::{Kernel, KernelError};
+use encke_core::kernel::KernelError;
+use encke_core::memory::Memory;
 use encke_core::plan::Plan;
 use encke_core::plan::program::{BufferId, Port, Role};
 use encke_core::sharding::Run;

@@ -90,6 +90,7 @@ pub use auto::Auto;
 pub use checkpoint::{Checkpoint, CheckpointPolicy, Kept};
 pub use elastic::{NewRing, Proposal, Resizing, ShardedBackward, ShardedForward};
 pub use encke_core::kernel::{Kernel, KernelError};
+pub use encke_core::memory::Memory;
 pub use encke_core::plan::explain;
 pub use encke_core::plan::rings::Rotating;
 pub use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};

@@ -5,7 +5,8 @@
 
 use std::sync::Arc;
 
-use encke_core::kernel::{Kernel, KernelError};
+use encke_core::kernel::KernelError;
+use encke_core::memory::Memory;
 use encke_core::plan::program::Role;
 use encke_core::plan::{Pass, Plan};
 use encke_core::{DType, Error as RequestError, Shape};

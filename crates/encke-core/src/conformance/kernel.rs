@@ -10,7 +10,7 @@ use super::judge::Judge;
 use super::layout::GAP;
 use super::{Failure, Random, cells, moving, softmax_ends};
 use crate::dtype::{DType, Data};
-use crate::kernel::{Carry, Gradients, Kernel, Upstream};
+use crate::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use crate::naive::NaiveKernel;
 
 /// Random attention cases for each type.
@@ -148,7 +148,11 @@ impl<K: Kernel> Bench<'_, K> {
                 self.put(self.dtype, &part.v)?,
             );
             let [q, k, v] = [&q, &k, &v].map(|buffer| self.kernel.input(buffer));
-            self.done(self.kernel.forward(&part.job, q, k, v, false, &mut carry))?;
+            let state = SoftmaxState::Accumulate {
+                carry: &mut carry,
+                starts: false,
+            };
+            self.done(self.kernel.attend(&part.job, q, k, v, state))?;
         }
         self.get_carry(case.cells, case.dim, &carry)
     }

@@ -8,6 +8,7 @@ use super::{Failure, Random};
 use crate::dtype::{DType, Data};
 use crate::job::{Block, Operand};
 use crate::kernel::Kernel;
+use crate::memory::Memory;
 use crate::naive::NaiveKernel;
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};

@@ -12,7 +12,7 @@ use super::hidden::same_carry;
 use super::judge::{Judge, largest};
 use super::kernel::finished;
 use crate::dtype::Data;
-use crate::kernel::{Carry, Kernel};
+use crate::kernel::{Carry, Kernel, SoftmaxState};
 use crate::naive::NaiveKernel;
 
 /// What cells hold that a job must not touch.
@@ -136,8 +136,11 @@ impl<K: Kernel> Bench<'_, K> {
         };
         let operands = self.operands(case, part)?;
         let [q, k, v] = [0, 1, 2].map(|i| self.kernel.input(&operands[i]));
-        let done = self.kernel.forward(&part.job, q, k, v, true, &mut carry);
-        self.done(done)?;
+        let state = SoftmaxState::Accumulate {
+            carry: &mut carry,
+            starts: true,
+        };
+        self.done(self.kernel.attend(&part.job, q, k, v, state))?;
         self.get_carry(case.cells, case.dim, &carry)
     }
 
@@ -149,33 +152,32 @@ impl<K: Kernel> Bench<'_, K> {
             m: self.put(sum, &before.m.to_f64())?,
             l: self.put(sum, &before.l.to_f64())?,
         };
-        let operands = self.operands(case, part)?;
-        let [q, k, v] = [0, 1, 2].map(|i| self.kernel.input(&operands[i]));
-        self.marked(case, |out, lse| {
-            self.kernel.conclude(&part.job, q, k, v, &carry, out, lse)
-        })
+        self.marked(case, part, Some(&carry))
     }
 
     /// out and lse of a case whose first part is all there is.
     fn attend(&self, case: &Case) -> Result<(Data, Data), Failure> {
-        let part = &case.parts[0];
-        let operands = self.operands(case, part)?;
-        let [q, k, v] = [0, 1, 2].map(|i| self.kernel.input(&operands[i]));
-        self.marked(case, |out, lse| {
-            self.kernel.attend(&part.job, q, k, v, out, lse)
-        })
+        self.marked(case, &case.parts[0], None)
     }
 
-    /// What becomes of marks in out and lse.
+    /// out and lse, filled with a mark before a part finishes into them.
     fn marked(
         &self,
         case: &Case,
-        work: impl FnOnce(&mut K::Buffer, &mut K::Buffer) -> crate::kernel::Result<()>,
+        part: &Part,
+        carry: Option<&Carry<K::Buffer>>,
     ) -> Result<(Data, Data), Failure> {
         let sum = self.dtype.sum();
+        let operands = self.operands(case, part)?;
+        let [q, k, v] = [0, 1, 2].map(|i| self.kernel.input(&operands[i]));
         let mut out = self.put(self.dtype, &vec![MARK; case.cells * case.dim])?;
         let mut lse = self.put(sum, &vec![MARK; case.cells])?;
-        self.done(work(&mut out, &mut lse))?;
+        let state = SoftmaxState::Finish {
+            carry,
+            out: &mut out,
+            lse: &mut lse,
+        };
+        self.done(self.kernel.attend(&part.job, q, k, v, state))?;
         Ok((
             self.get(self.dtype, case.cells * case.dim, &out)?,
             self.get(sum, case.cells, &lse)?,

@@ -2,7 +2,7 @@
 
 use encke_core::conformance::Random;
 use encke_core::job::Job;
-use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, SoftmaxState, Upstream};
 use encke_core::sharding::Run as Tokens;
 use encke_core::{Data, Tensor};
 
@@ -80,7 +80,11 @@ impl<B> Operands<B> {
     ) -> Result<(), KernelError> {
         let [q, k, v, dout] = self.inputs.each_ref().map(|data| kernel.input(data));
         if !backward {
-            return kernel.forward(job, q, k, v, false, &mut self.carry);
+            let state = SoftmaxState::Accumulate {
+                carry: &mut self.carry,
+                starts: false,
+            };
+            return kernel.attend(job, q, k, v, state);
         }
         let (lse, delta) = (kernel.input(&self.lse), kernel.input(&self.delta));
         let [dq, dk, dv] = &mut self.gradients;

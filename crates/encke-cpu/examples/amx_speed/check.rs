@@ -1,7 +1,7 @@
 //! Every variant's answer, before any figure.
 
 use encke_core::dtype::Slice;
-use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::naive::NaiveKernel;
 use encke_core::{DType, Data};
 
@@ -34,15 +34,12 @@ pub fn check<T: Tiles, N: Timed>() {
             l: zeros(cells),
         };
         let [q, k, v, dout] = numbers.data.clone();
+        let state = SoftmaxState::Accumulate {
+            carry: &mut carry,
+            starts: false,
+        };
         NaiveKernel
-            .forward(
-                &job,
-                q.as_slice(),
-                k.as_slice(),
-                v.as_slice(),
-                false,
-                &mut carry,
-            )
+            .attend(&job, q.as_slice(), k.as_slice(), v.as_slice(), state)
             .unwrap();
         let mut worst = [0.0f64; 2];
         let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));

@@ -1,13 +1,12 @@
 //! Attention on tiles as a kernel, so that the suite can run it.
 
 use encke_core::dtype::Slice;
-use encke_core::host;
 use encke_core::job::{Block, Job};
-use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
+use encke_core::memory::HostKernel;
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::Pass;
-use encke_core::sharding::Run;
-use encke_core::{DType, Data, Tensor, View};
+use encke_core::{DType, Data};
 use half::{bf16, f16};
 use std::marker::PhantomData;
 
@@ -59,87 +58,23 @@ pub fn wide(data: &mut Data) -> &mut [f32] {
     }
 }
 
-impl<T: Tiles, N: Tested> Kernel for TileKernel<T, N> {
-    type Buffer = Data;
-    type Input<'a> = Slice<'a>;
-
+impl<T: Tiles, N: Tested> HostKernel for TileKernel<T, N> {
     fn name(&self) -> &'static str {
         T::NAME
     }
+}
 
-    fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
-        buffer.as_slice()
-    }
-
-    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
-        Some(numbers)
-    }
-
-    fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
-        host::allocate(self.name(), dtype, elements)
-    }
-
-    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
-        NaiveKernel.upload(from, runs, to)
-    }
-
-    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
-        NaiveKernel.download(from, runs, to)
-    }
-
-    fn hand_over(&self, buffer: Data) -> Result<Data> {
-        Ok(buffer)
-    }
-
-    fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
-        NaiveKernel.fill(buffer, value)
-    }
-
-    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
-        NaiveKernel.copy(block, add, from, to)
-    }
-
-    fn forward(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        begins: bool,
-        carry: &mut Carry<Data>,
-    ) -> Result<()> {
-        let given = [q, k, v].map(of::<N>);
-        amx::forward::<T, N>(&self.pool, job, given, Target::carry(carry, begins));
-        Ok(())
-    }
-
-    fn conclude(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        carry: &Carry<Data>,
-        out: &mut Data,
-        lse: &mut Data,
-    ) -> Result<()> {
-        let given = [q, k, v].map(of::<N>);
-        let target = Target::conclusion(carry, out, lse, job.gain);
-        amx::forward::<T, N>(&self.pool, job, given, target);
-        Ok(())
-    }
-
+impl<T: Tiles, N: Tested> Kernel for TileKernel<T, N> {
     fn attend(
         &self,
         job: &Job,
         q: Slice<'_>,
         k: Slice<'_>,
         v: Slice<'_>,
-        out: &mut Data,
-        lse: &mut Data,
+        state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
         let given = [q, k, v].map(of::<N>);
-        amx::forward::<T, N>(&self.pool, job, given, Target::end(out, lse, job.gain));
+        amx::forward::<T, N>(&self.pool, job, given, Target::new(state, job.gain));
         Ok(())
     }
 

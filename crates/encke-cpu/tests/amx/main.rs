@@ -37,7 +37,8 @@ use amx::tiles::{Hardware, Tiles};
 use encke_core::conformance::{self, Random};
 use encke_core::dtype::Slice;
 use encke_core::job::{Causal, Job, Operand};
-use encke_core::kernel::{Carry, Gradients, Kernel, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
+use encke_core::memory::Memory;
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::Pass;
 use encke_core::{DType, Data};
@@ -165,7 +166,11 @@ fn run<K: for<'a> Kernel<Buffer = Data, Input<'a> = Slice<'a>>>(
     };
     kernel.fill(&mut carry.m, f64::NEG_INFINITY).unwrap();
     let [q, k, v, dout] = [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(Data::as_slice);
-    kernel.forward(job, q, k, v, false, &mut carry).unwrap();
+    let state = SoftmaxState::Accumulate {
+        carry: &mut carry,
+        starts: false,
+    };
+    kernel.attend(job, q, k, v, state).unwrap();
     let (mut out, mut lse) = (zeros(cells * dim), zeros(cells));
     let oracle = NaiveKernel;
     oracle
@@ -460,7 +465,13 @@ fn change_shapes<N: Tested>() {
         &pool,
         &job,
         [q, k, v],
-        Target::carry(&mut got.carry, false),
+        Target::new(
+            SoftmaxState::Accumulate {
+                carry: &mut got.carry,
+                starts: false,
+            },
+            1.0,
+        ),
     );
     NaiveKernel
         .finish(

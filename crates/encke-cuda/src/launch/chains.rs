@@ -15,13 +15,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, ThreadId};
 
 use encke_core::job::Job;
+use encke_core::kernel::SoftmaxState;
 
 use super::chain::Chain;
 use super::{LaunchContext, hopper_forward};
+use crate::buffer::Buffer;
 use crate::device::{Deferred, Reason};
 use crate::error::Result;
 use crate::memory::Memory;
-use crate::operands::{Ends, Operands, Targets};
+use crate::operands::{Operands, Targets};
 
 /// How many may wait to go on from one carry.
 const WAITING: usize = 4;
@@ -89,8 +91,13 @@ impl Chains {
     }
 
     /// Forward on Hopper, now or with what comes next.
-    pub fn forward(&self, job: &Job, operands: Operands<'_>, ends: Ends<'_>) -> Result<()> {
-        let targets = ends.own(operands.dtype())?;
+    pub fn forward(
+        &self,
+        job: &Job,
+        operands: Operands<'_>,
+        state: SoftmaxState<'_, Buffer>,
+    ) -> Result<()> {
+        let targets = Targets::new(state, operands.dtype())?;
         let chain = Chain::new(job, operands)?;
         if targets.begins && targets.ends {
             return self.launch(&chain, &targets);

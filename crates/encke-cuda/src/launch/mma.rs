@@ -5,13 +5,15 @@
 use cudarc::driver::PushKernelArg;
 use encke_core::DType;
 use encke_core::job::Job;
+use encke_core::kernel::SoftmaxState;
 
 use super::mma_tiles::{self, DIM, Half, TILINGS, Tiling};
 use super::{LaunchContext, grid};
+use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::operands::{Ends, Gradient, Operands};
+use crate::operands::{Gradient, Operands, Targets};
 use crate::program::Program;
 
 /// The first GPUs with these instructions.
@@ -129,14 +131,14 @@ pub(crate) fn forward(
     site: &LaunchContext,
     job: &Job,
     operands: Operands<'_>,
-    ends: Ends<'_>,
+    state: SoftmaxState<'_, Buffer>,
 ) -> Result<()> {
     if job.queries == 0 {
         return Ok(());
     }
     let dtype = operands.dtype();
     let launch = Launch::new(site, job, Half::Forward, dtype)?;
-    let targets = ends.own(dtype)?;
+    let targets = Targets::new(state, dtype)?;
     let mut reads = operands.memory()?.map(|memory| &**memory).to_vec();
     let mut all = pointers(&reads);
     all.extend(targets.pointers());

@@ -3,12 +3,14 @@
 use cudarc::driver::PushKernelArg;
 use encke_core::DType;
 use encke_core::job::Job;
+use encke_core::kernel::SoftmaxState;
 
 use super::{LaunchContext, grid};
+use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::jobs::groups;
 use crate::memory::Memory;
-use crate::operands::{Ends, Gradient, Operands};
+use crate::operands::{Gradient, Operands, Targets};
 use crate::program::Program;
 
 const TEXTS: &[fn() -> String] = &[
@@ -55,12 +57,12 @@ pub(crate) fn forward(
     site: &LaunchContext,
     job: &Job,
     operands: Operands<'_>,
-    ends: Ends<'_>,
+    state: SoftmaxState<'_, Buffer>,
 ) -> Result<()> {
     check(job)?;
     let (device, dtype) = (&site.device, operands.dtype());
     let told = site.tables.job(device, job)?;
-    let targets = ends.own(dtype)?;
+    let targets = Targets::new(state, dtype)?;
     let program = program(dtype, job.dim);
     let shared = shared_bytes(dtype, job.dim, 3, 1);
     let function = device.function(&program, "plain_forward", shared)?;

@@ -1,7 +1,7 @@
 //! Rows made and summed on the GPU, against the generator and the checksum they repeat.
 
 use encke_core::job::Block;
-use encke_core::kernel::Kernel;
+use encke_core::memory::Memory;
 use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, host};
@@ -74,7 +74,7 @@ fn check(
     generated.map_err(|e| told(&e))?;
     let sums = kernel.sum_rows(batch, tokens, heads, dim, (&buffer, at));
     let (signed, squares, summed) = sums.and_then(|sums| sums.read()).map_err(|e| told(&e))?;
-    let numbers = kernel.hand_over(buffer).map_err(|e| told(&e))?;
+    let numbers = kernel.into_host(buffer).map_err(|e| told(&e))?;
     if numbers.bytes() != expected.bytes() {
         return Err("other rows than the host's".into());
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use encke_core::conformance::{self, Random};
 use encke_core::job::{Block, Operand};
-use encke_core::kernel::Kernel;
+use encke_core::memory::Memory;
 use encke_core::sharding::Run;
 use encke_core::transport::{
     Address, HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError,
@@ -62,7 +62,7 @@ fn made(kernel: &CudaKernel, numbers: &[f32]) -> Buffer {
 }
 
 fn numbers(kernel: &CudaKernel, buffer: Buffer) -> Vec<f32> {
-    match kernel.hand_over(buffer).expect("numbers") {
+    match kernel.into_host(buffer).expect("numbers") {
         Data::F32(numbers) => numbers,
         other => panic!("{:?} came back", other.as_slice().dtype()),
     }

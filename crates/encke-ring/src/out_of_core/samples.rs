@@ -109,7 +109,7 @@ impl Samples {
         kernel: &K,
         gathered: Gathered<K::Buffer>,
     ) -> KernelResult<()> {
-        let numbers = kernel.hand_over(gathered.numbers)?.to_f64();
+        let numbers = kernel.into_host(gathered.numbers)?.to_f64();
         let width = numbers.len() / gathered.places.len();
         for (place, row) in gathered.places.iter().zip(numbers.chunks(width)) {
             self.keep(*place, gathered.role, row.to_vec());

@@ -77,10 +77,10 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
                     let block = Block::contiguous(count, 0, at + offset);
                     // A kernel that can read the host's memory needs no staging of its own.
                     let kernel = self.kernel;
-                    let lent = kernel.lent(host.data().as_slice()).is_some();
+                    let lent = kernel.borrow(host.data().as_slice()).is_some();
                     let mut device = self.device(dtype, if lent { 0 } else { count })?;
                     let mut copy = || {
-                        if let Some(lent) = kernel.lent(host.data().as_slice()) {
+                        if let Some(lent) = kernel.borrow(host.data().as_slice()) {
                             return kernel.copy(&block, false, lent, to);
                         }
                         kernel.upload(&host.view(), &[ONE], &mut device.2)?;

@@ -80,7 +80,7 @@ impl<K: Kernel> Rank<K> {
             let Some(Kept { data, mark }) = spare.take(dtype, elements, own) else {
                 continue;
             };
-            match kernel.adopt(data) {
+            match kernel.from_host(data) {
                 Ok(mut buffer) => {
                     if sparse.contains(&port.buffer) && mark != own {
                         kernel.fill(&mut buffer, 0.0)?;
@@ -139,6 +139,6 @@ impl<K: Kernel> Rank<K> {
         let (after, planned) = (self.plan.rounds.len(), &self.plan.buffers[port.buffer.0]);
         let bytes = buffer.allocated_bytes();
         self.ledger.give_back(after, planned.component, bytes);
-        kernel.hand_over(buffer).map(Some)
+        kernel.into_host(buffer).map(Some)
     }
 }

@@ -3,7 +3,8 @@
 
 use encke_core::dtype::Slice;
 use encke_core::job::{Block, Job};
-use encke_core::kernel::{Carry, Gradients, Kernel, Result, Upstream};
+use encke_core::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
+use encke_core::memory::Memory;
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::Pass;
 use encke_core::sharding::Run;
@@ -31,7 +32,7 @@ pub fn caller() -> usize {
         .expect("ranks are numbered")
 }
 
-impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
+impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Memory for Watched<F> {
     type Buffer = Data;
     type Input<'a> = Slice<'a>;
 
@@ -43,8 +44,8 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         buffer.as_slice()
     }
 
-    fn lent<'a>(&self, numbers: Slice<'a>) -> Option<Slice<'a>> {
-        Some(numbers)
+    fn borrow<'a>(&self, elements: Slice<'a>) -> Option<Slice<'a>> {
+        Some(elements)
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
@@ -61,7 +62,7 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         NaiveKernel.download(from, runs, to)
     }
 
-    fn hand_over(&self, buffer: Data) -> Result<Data> {
+    fn into_host(&self, buffer: Data) -> Result<Data> {
         Ok(buffer)
     }
 
@@ -73,45 +74,19 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         (self.0)(Call::Other)?;
         NaiveKernel.copy(block, add, from, to)
     }
+}
 
-    fn forward(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        begins: bool,
-        carry: &mut Carry<Data>,
-    ) -> Result<()> {
-        (self.0)(Call::Attend { job, q, k })?;
-        NaiveKernel.forward(job, q, k, v, begins, carry)
-    }
-
-    fn conclude(
-        &self,
-        job: &Job,
-        q: Slice<'_>,
-        k: Slice<'_>,
-        v: Slice<'_>,
-        carry: &Carry<Data>,
-        out: &mut Data,
-        lse: &mut Data,
-    ) -> Result<()> {
-        (self.0)(Call::Attend { job, q, k })?;
-        NaiveKernel.conclude(job, q, k, v, carry, out, lse)
-    }
-
+impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
     fn attend(
         &self,
         job: &Job,
         q: Slice<'_>,
         k: Slice<'_>,
         v: Slice<'_>,
-        out: &mut Data,
-        lse: &mut Data,
+        state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
         (self.0)(Call::Attend { job, q, k })?;
-        NaiveKernel.attend(job, q, k, v, out, lse)
+        NaiveKernel.attend(job, q, k, v, state)
     }
 
     fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {

@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use encke_core::DType;
 use encke_core::Tensor;
-use encke_core::kernel::{Kernel, KernelError};
+use encke_core::kernel::KernelError;
+use encke_core::memory::Memory;
 use encke_core::sharding::Run as Tokens;
 use encke_cost::{Carrier, Device, DeviceProfile, DeviceWork, Link, Machine, Sizes};
 use encke_cuda::{Buffer, CudaKernel, Summation};
