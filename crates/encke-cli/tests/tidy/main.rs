@@ -1,0 +1,187 @@
+//! Keeps the tree tidy: what a reviewer would otherwise have to say again and again.
+//!
+//! Each test reads the files that git tracks and fails with one line per finding, which ends in
+//! what to do. It checks text only; rustfmt and clippy check the rest.
+
+mod files;
+mod types;
+
+use std::process::Command;
+
+use files::{Source, root, sources, tracked};
+
+/// Columns of a line of code.
+const COLUMNS: usize = 100;
+/// Lines of a file of code.
+const LINES: usize = 600;
+/// Words of ARCHITECTURE.md.
+const ARCHITECTURE_WORDS: usize = 2500;
+/// Lines of README.md: one screen and the ways in.
+const README_LINES: usize = 120;
+/// Type names that several crates may define, each with the reason.
+const SHARED_TYPE_NAMES: [(&str, &str); 4] = [
+    ("Error", "one error enum for each crate that people import"),
+    ("Result", "the result type beside it"),
+    (
+        "Options",
+        "the options of one command, in that command's module",
+    ),
+    (
+        "Attention",
+        "the same idea in Rust, in candle and in Python",
+    ),
+];
+/// Words that hide the subject of a sentence.
+const VAGUE_WORDS: [&str; 3] = ["whoever", "nobody", "somebody"];
+
+/// Fails with all findings, and what to do about them.
+fn none(findings: Vec<String>, advice: &str) {
+    let count = findings.len();
+    assert!(
+        findings.is_empty(),
+        "{count} findings:\n{}\n{advice}",
+        findings.join("\n")
+    );
+}
+
+#[test]
+fn type_names_are_unique_in_the_workspace() {
+    let mut findings = Vec::new();
+    for (name, places) in types::definitions(&sources()) {
+        let shared = SHARED_TYPE_NAMES.iter().any(|(shared, _)| *shared == name);
+        if places.len() > 1 && !shared {
+            findings.push(format!("{name}: {}", places.join(", ")));
+        }
+    }
+    none(
+        findings,
+        "Rename all but one of each: a type name means one thing in this workspace.",
+    );
+}
+
+#[test]
+fn every_shared_type_name_is_still_shared() {
+    let definitions = types::definitions(&sources());
+    let once = SHARED_TYPE_NAMES.iter().filter(|(name, _)| {
+        let places = definitions.get(*name);
+        places.is_none_or(|places| places.len() < 2)
+    });
+    let findings = once.map(|(name, reason)| format!("{name} ({reason})"));
+    none(
+        findings.collect(),
+        "Remove them from SHARED_TYPE_NAMES: they no longer need an exception.",
+    );
+}
+
+#[test]
+fn lines_have_at_most_100_columns() {
+    let mut findings = Vec::new();
+    for Source { path, text } in sources() {
+        for (number, line) in text.lines().enumerate() {
+            let columns = line.chars().count();
+            if columns > COLUMNS {
+                findings.push(format!("{path}:{}: {columns} columns", number + 1));
+            }
+        }
+    }
+    none(findings, "Wrap them at 100 columns.");
+}
+
+#[test]
+fn files_have_at_most_600_lines() {
+    let sizes = sources().into_iter();
+    let sizes = sizes.map(|Source { path, text }| (path, text.lines().count()));
+    let long = sizes.filter(|(_, lines)| *lines > LINES);
+    let findings = long.map(|(path, lines)| format!("{path}: {lines} lines"));
+    none(
+        findings.collect(),
+        "Split them by concern: one file, one idea.",
+    );
+}
+
+#[test]
+fn sources_are_compiled_where_they_lie() {
+    let mut findings = Vec::new();
+    for Source { path, text } in sources().iter().filter(|s| s.path.ends_with(".rs")) {
+        let lines = text.lines().enumerate();
+        for (number, _) in lines.filter(|(_, line)| line.trim_start().starts_with("#[path")) {
+            findings.push(format!("{path}:{}", number + 1));
+        }
+    }
+    none(
+        findings,
+        "No #[path]: make the items reachable through the crate (a hidden module) instead.",
+    );
+}
+
+#[test]
+fn comments_name_their_subject() {
+    let mut findings = Vec::new();
+    for Source { path, text } in sources() {
+        if path.starts_with("crates/encke-cli/tests/tidy/") {
+            continue;
+        }
+        for (number, line) in text.lines().enumerate() {
+            let words = line.split(|c: char| !c.is_alphabetic());
+            let lower = words.map(str::to_lowercase).collect::<Vec<_>>();
+            for vague in VAGUE_WORDS {
+                if lower.iter().any(|word| word == vague) {
+                    findings.push(format!("{path}:{}: {vague}", number + 1));
+                }
+            }
+        }
+    }
+    none(
+        findings,
+        "Name the caller, the rank, the thread or the kernel that does it.",
+    );
+}
+
+#[test]
+fn documents_are_short_enough_to_be_read() {
+    let read = |name: &str| std::fs::read_to_string(root().join(name)).expect(name);
+    let words = read("ARCHITECTURE.md").split_whitespace().count();
+    assert!(
+        words <= ARCHITECTURE_WORDS,
+        "ARCHITECTURE.md has {words} words, at most {ARCHITECTURE_WORDS}: move measurements and \
+         what was tried to docs/notes/"
+    );
+    let lines = read("README.md").lines().count();
+    assert!(
+        lines <= README_LINES,
+        "README.md has {lines} lines, at most {README_LINES}: move details to docs/"
+    );
+}
+
+#[test]
+fn links_between_documents_lead_somewhere() {
+    let mut findings = Vec::new();
+    for path in tracked().iter().filter(|path| path.ends_with(".md")) {
+        let file = root().join(path);
+        let text = std::fs::read_to_string(&file).expect(path);
+        for target in files::links(&text) {
+            let folder = file.parent().expect("a file lies in a folder");
+            if !folder.join(target).exists() {
+                findings.push(format!("{path}: {target}"));
+            }
+        }
+    }
+    none(findings, "Correct the link or write the page.");
+}
+
+#[test]
+fn figures_in_documents_are_those_of_the_records() {
+    let script = root().join("bench/tables.py");
+    let run = Command::new("python3").arg(script).arg("--check").output();
+    let Ok(run) = run else {
+        eprintln!("skipped: there is no python3 to run bench/tables.py with");
+        return;
+    };
+    assert!(
+        run.status.success(),
+        "figures in documents differ from bench/record:\n{}{}\nRun python3 bench/tables.py and \
+         commit what it changed.",
+        String::from_utf8_lossy(&run.stdout),
+        String::from_utf8_lossy(&run.stderr)
+    );
+}
