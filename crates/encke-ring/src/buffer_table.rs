@@ -1,14 +1,14 @@
-//! Where a rank's buffers stand between tasks, and who holds them meanwhile.
+//! The buffers of one rank, and which of them a task is writing.
 //!
-//! Nothing here knows what a buffer is for. A buffer that is written is taken off the shelf, so that
-//! what is read and what is written can never be the same memory: a gap where a buffer should be is
-//! a mistake of the program, and is said at once.
+//! A buffer that is written is taken out of the table, so that a task never reads and writes the same
+//! memory: a missing buffer is a bug in the program and panics at once. Nothing here knows what a
+//! buffer is for.
 
 use encke_core::dtype::Slice;
 use encke_core::kernel::Carry;
 use encke_core::plan::program::{BufferId, CarryIds, Task};
 
-/// Buffers by number; a gap is a buffer that somebody holds exclusively, or that was lent.
+/// Buffers by id. `None` is a buffer that is checked out, or an input that is read in place.
 #[derive(Debug)]
 pub(crate) struct BufferTable<B> {
     pub(crate) buffers: Vec<Option<B>>,
@@ -32,32 +32,32 @@ impl<B> BufferTable<B> {
     }
 }
 
-/// Buffers taken from the shelf to be written.
+/// Buffers taken out of the table to be written.
 pub(crate) struct CheckedOut<B> {
     buffers: Vec<(BufferId, Option<B>)>,
 }
 
 impl<B> CheckedOut<B> {
-    /// Takes every buffer that one of `tasks` needs for itself.
-    pub(crate) fn take(shelf: &mut BufferTable<B>, tasks: &[Task]) -> CheckedOut<B> {
+    /// Takes every buffer that one of `tasks` writes.
+    pub(crate) fn take(table: &mut BufferTable<B>, tasks: &[Task]) -> CheckedOut<B> {
         let mut ids: Vec<BufferId> = tasks.iter().flat_map(Task::holds).collect();
         ids.sort_unstable();
         ids.dedup();
-        let buffers = ids.into_iter().map(|id| (id, Some(shelf.take(id))));
+        let buffers = ids.into_iter().map(|id| (id, Some(table.take(id))));
         CheckedOut {
             buffers: buffers.collect(),
         }
     }
 
-    pub(crate) fn give_back(self, shelf: &mut BufferTable<B>) {
+    pub(crate) fn give_back(self, table: &mut BufferTable<B>) {
         for (id, buffer) in self.buffers {
-            shelf.put(id, buffer.expect("a task gives back what it wrote"));
+            table.put(id, buffer.expect("a task returns what it wrote"));
         }
     }
 
     pub(crate) fn slot(&mut self, id: BufferId) -> &mut Option<B> {
         let at = self.buffers.binary_search_by_key(&id, |(id, _)| *id);
-        &mut self.buffers[at.expect("a task's writes are held")].1
+        &mut self.buffers[at.expect("a task's outputs are checked out")].1
     }
 
     pub(crate) fn get(&mut self, id: BufferId) -> &mut B {
@@ -71,7 +71,8 @@ impl<B> CheckedOut<B> {
         buffer.expect("a buffer has one writer at a time")
     }
 
-    /// Runs `work` with the three buffers of a carry, and with what else is held.
+    /// Runs `work` with the three buffers of a carry, and with the other buffers that are checked
+    /// out.
     pub(crate) fn with_carry<R>(
         &mut self,
         ids: CarryIds,
@@ -89,8 +90,8 @@ impl<B> CheckedOut<B> {
         result
     }
 
-    /// Runs `work` with out and lse.
-    pub(crate) fn with_ends<R>(
+    /// Runs `work` with the buffers of out and lse.
+    pub(crate) fn with_outputs<R>(
         &mut self,
         out: BufferId,
         lse: BufferId,
@@ -104,7 +105,7 @@ impl<B> CheckedOut<B> {
     }
 }
 
-/// Inputs of the caller that a rank reads in place, by buffer. They last as long as the call.
+/// Inputs of the caller that a rank reads in place, by buffer. They stay borrowed for the call.
 #[derive(Debug, Default)]
 pub struct BorrowedInputs<'a> {
     pub(crate) slices: Vec<Option<Slice<'a>>>,

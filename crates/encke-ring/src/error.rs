@@ -1,4 +1,6 @@
-//! How a call can fail, and who is named when it does.
+//! How a rank and a call can fail, and which rank the error names.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use encke_core::kernel::KernelError;
 use encke_core::sharding::Sharding;
@@ -7,18 +9,18 @@ use encke_core::transport::TransportError;
 /// How one rank failed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RankError {
-    /// Its kernel refused.
+    /// Its kernel failed.
     #[error("in round {round}: {source}")]
     Kernel {
-        /// The round; 0 also stands for the time before the first.
+        /// The round; 0 also stands for the time before the first round.
         round: usize,
-        /// What the kernel said.
+        /// The kernel's error.
         source: KernelError,
     },
     /// An exchange failed.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// It was gone: its process or its machine ended, and it could not say so itself.
+    /// Its process or its machine ended without a message.
     #[error("rank {rank} died in round {round}; start it again, or the call without it")]
     Died {
         /// The rank.
@@ -26,25 +28,30 @@ pub enum RankError {
         /// The round it did not begin.
         round: usize,
     },
-    /// It lives, but the tokens of one that died are lost.
+    /// The tokens of a dead rank are lost, so the surviving ranks cannot finish.
     #[error(transparent)]
     Lost(encke_core::Error),
-    /// What it found out could not be put where it belongs.
+    /// Its outputs could not be stored.
     #[error("{reason}")]
     Deliver {
         /// Why.
         reason: String,
     },
-    /// It panicked: a bug, but never a hang.
+    /// It panicked: a bug, which fails the call but does not hang it.
     #[error("panicked: {message}")]
     Panic {
-        /// What the panic said.
+        /// The panic's message.
         message: String,
     },
 }
 
 impl RankError {
-    /// Whether this rank only stopped because another one did.
+    /// A kernel error before the first round.
+    pub fn before_start(source: KernelError) -> RankError {
+        RankError::Kernel { round: 0, source }
+    }
+
+    /// True if this rank stopped only because another one did.
     pub fn is_consequence(&self) -> bool {
         matches!(
             self,
@@ -52,16 +59,26 @@ impl RankError {
         )
     }
 
-    /// Whether it is gone: others can adopt its tokens.
+    /// True if the rank died: other ranks can adopt its tokens.
     pub fn is_death(&self) -> bool {
         matches!(self, RankError::Died { .. } | RankError::Panic { .. })
     }
 
-    /// Whether it ends the call for everyone, who must be told: a death can be survived, and that
-    /// a shard is lost all survivors find by themselves.
+    /// True if the error ends the call and the other ranks must be notified. A death can be
+    /// survived, and every survivor detects a lost shard by itself.
     pub fn is_to_blame(&self) -> bool {
         !self.is_consequence() && !self.is_death() && !matches!(self, RankError::Lost(_))
     }
+}
+
+/// Runs a rank's work; a panic in it becomes [`RankError::Panic`].
+pub fn catch_panic<R>(work: impl FnOnce() -> Result<R, RankError>) -> Result<R, RankError> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        let message = text.unwrap_or_else(|| "no message".to_string());
+        Err(RankError::Panic { message })
+    })
 }
 
 /// How a call can fail.
@@ -76,7 +93,7 @@ pub enum RingError {
         /// Which tensor.
         role: encke_core::plan::program::Role,
     },
-    /// A tensor lies in other shards than the ring's.
+    /// A tensor has another sharding than the ring.
     #[error(
         "{tensor} lies in the shards of {} ranks ({:?}), the ring has {} ({:?}); resize it first",
         got.ranks(), got.cut(), expected.ranks(), expected.cut()
@@ -84,30 +101,30 @@ pub enum RingError {
     Sharding {
         /// The tensor's name.
         tensor: &'static str,
-        /// How it lies.
+        /// The tensor's sharding.
         got: Sharding,
-        /// How the ring would have it.
+        /// The ring's sharding.
         expected: Sharding,
     },
-    /// Replicated queries are no shards.
+    /// Replicated queries cannot be given as shards.
     #[error(
         "every rank would hold all queries, and these lie in shards; use sharded queries, or give \
          whole tensors"
     )]
     ReplicatedShards,
-    /// A choice that was left open could not be made.
+    /// A setting that was left open could not be chosen.
     #[error("{reason}")]
     Undecided {
         /// Why not.
         reason: String,
     },
-    /// A checkpoint could not be put out of memory, or fetched back.
+    /// A checkpoint could not be offloaded to a file, or read back.
     #[error(
         "the checkpoint could not be written to, or read from, a temporary file: {reason}; make \
          room there, or let TMPDIR name another folder"
     )]
     Offload {
-        /// What the system said.
+        /// The error of the operating system.
         reason: String,
     },
     /// A thread could not be started.
@@ -115,10 +132,10 @@ pub enum RingError {
     Thread {
         /// The rank.
         rank: usize,
-        /// What the system said.
+        /// The error of the operating system.
         reason: String,
     },
-    /// What needs all ranks of a call in one place.
+    /// A feature that needs all ranks of a call in one process.
     #[error("{what} is not supported where the other ranks are elsewhere; {hint}")]
     Elsewhere {
         /// What was asked for.
@@ -126,17 +143,28 @@ pub enum RingError {
         /// What to do instead.
         hint: &'static str,
     },
-    /// The kernel that was asked for is not to be had here.
+    /// The requested kernel is not available here.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// A rank failed and took the call with it.
+    /// A rank failed, and with it the call.
     #[error("rank {rank} failed: {source}")]
     Rank {
         /// The rank that failed first.
         rank: usize,
         /// How.
         source: RankError,
-        /// How every other rank ended that did not finish.
+        /// How every other rank failed that did not finish.
         others: Vec<(usize, RankError)>,
     },
+}
+
+impl RingError {
+    /// The failure of one rank, where nothing is known of the others.
+    pub fn of_rank(rank: usize, source: RankError) -> RingError {
+        RingError::Rank {
+            rank,
+            source,
+            others: Vec::new(),
+        }
+    }
 }

@@ -1,8 +1,8 @@
-//! One participant: the buffers of its program, and the interpreter that carries it out.
+//! One rank: the buffers of its program, and the interpreter that runs it.
 //!
-//! Aliasing is settled by ownership. For the time of a round, buffers that are received into or
-//! computed into are taken out of the rank's shelf; what is sent or read is borrowed from the
-//! shelf. A program that wanted to write what it sends would find the shelf empty and be told so.
+//! Ownership rules out aliasing. During a round, buffers that are received into or computed into are
+//! taken out of the rank's table; buffers that are sent or read are borrowed from it. A program that
+//! writes what it sends finds no buffer in the table and panics.
 
 mod results;
 
@@ -21,18 +21,18 @@ pub use crate::buffer_table::BorrowedInputs;
 use crate::buffer_table::{BufferTable, CheckedOut};
 use crate::error::RankError;
 use crate::ledger::Ledger;
-use crate::perform::{perform, perform_all};
+use crate::task::{run_task, run_tasks};
 use crate::trace::{Activity, Recorder};
-use results::Zeros;
+use results::ZeroTracker;
 
-/// One participant's state between rounds.
+/// One rank between two rounds.
 pub struct Rank<K: Kernel> {
     plan: RankPlan,
-    shelf: BufferTable<K::Buffer>,
+    table: BufferTable<K::Buffer>,
     ledger: Ledger,
-    done: usize,
+    rounds_done: usize,
     pairs: u128,
-    zeros: Zeros,
+    zeros: ZeroTracker,
 }
 
 impl<K: Kernel> Rank<K> {
@@ -43,33 +43,33 @@ impl<K: Kernel> Rank<K> {
         Ok(rank)
     }
 
-    /// A rank that has not allocated anything yet.
+    /// A rank without buffers.
     pub fn idle(plan: RankPlan) -> Rank<K> {
         let buffers = plan.buffers.iter().map(|_| None).collect();
         Rank {
-            zeros: Zeros::new(&plan),
+            zeros: ZeroTracker::new(&plan),
             plan,
-            shelf: BufferTable { buffers },
+            table: BufferTable { buffers },
             ledger: Ledger::default(),
-            done: 0,
+            rounds_done: 0,
             pairs: 0,
         }
     }
 
-    /// Begins a call: what the caller's inputs can be read in place of is given back, what else
-    /// is missing is allocated, and the ledger is opened anew with what is held.
-    fn allocate(&mut self, kernel: &K, loans: &BorrowedInputs<'_>) -> Result<(), KernelError> {
+    /// Starts a call: frees the buffers of inputs that are read in place, allocates the other buffers
+    /// that are missing, and starts a new ledger with what is allocated.
+    fn allocate(&mut self, kernel: &K, borrowed: &BorrowedInputs<'_>) -> Result<(), KernelError> {
         self.ledger = Ledger::default();
-        (self.done, self.pairs) = (0, 0);
+        (self.rounds_done, self.pairs) = (0, 0);
         for (i, planned) in self.plan.buffers.iter().enumerate() {
-            let buffer = &mut self.shelf.buffers[i];
-            if loans.get(BufferId(i)).is_some() {
+            let buffer = &mut self.table.buffers[i];
+            if borrowed.get(BufferId(i)).is_some() {
                 *buffer = None;
                 continue;
             }
             if buffer.is_none() {
                 *buffer = Some(kernel.allocate(planned.dtype, planned.elements)?);
-                self.zeros.know(BufferId(i), true);
+                self.zeros.set(BufferId(i), true);
             }
             let bytes = buffer.as_ref().map_or(0, WireBuffer::allocated_bytes);
             self.ledger.take(0, planned.component, bytes);
@@ -77,48 +77,36 @@ impl<K: Kernel> Rank<K> {
         Ok(())
     }
 
-    /// Puts memory of the caller in the place of a buffer, before a call begins.
-    pub fn place(&mut self, id: BufferId, buffer: K::Buffer) {
-        self.shelf.put(id, buffer);
-        self.zeros.know(id, false);
+    /// Uses memory of the caller as a buffer. Must be called before the call starts.
+    pub fn set_buffer(&mut self, id: BufferId, buffer: K::Buffer) {
+        self.table.put(id, buffer);
+        self.zeros.set(id, false);
     }
 
-    /// Begins a call on buffers that were put in their places: what is missing is allocated, and
-    /// outputs whose untouched cells are to be zeros are made so.
+    /// Starts a call on the buffers that are there: allocates the missing ones, and zeroes outputs
+    /// that the program writes only in part.
     pub fn begin(&mut self, kernel: &K) -> Result<(), KernelError> {
         for id in self.plan.sparse_outputs() {
-            if let Some(buffer) = &mut self.shelf.buffers[id.0] {
+            if let Some(buffer) = &mut self.table.buffers[id.0] {
                 kernel.fill(buffer, 0.0)?;
             }
         }
         self.allocate(kernel, &BorrowedInputs::default())
     }
 
-    /// Begins a call on inputs of the caller: those that lie as this rank would hold them are read
-    /// in place, the rows of the others are copied in.
+    /// Starts a call on the caller's inputs. Inputs whose layout is that of the rank's buffers are
+    /// read in place, the rows of the others are copied. `rows` returns, for an input's index, its
+    /// port and the rank whose tokens it holds, the tensor with its rows and which rows they are.
     pub fn bind_inputs<'a>(
         &mut self,
         kernel: &K,
-        inputs: &[(Role, View<'a>)],
-    ) -> Result<BorrowedInputs<'a>, KernelError> {
-        self.admit_rows(kernel, |_, port, _| {
-            let of = inputs.iter().find(|(role, _)| *role == port.role);
-            of.map(|(_, view)| (*view, port.runs.clone()))
-        })
-    }
-
-    /// The same for rows that lie anywhere: `given` is told which input it is, its port and whose
-    /// tokens they are, and says where its rows are: a tensor, and which of its tokens.
-    pub fn admit_rows<'a>(
-        &mut self,
-        kernel: &K,
-        given: impl Fn(usize, &Port, usize) -> Option<(View<'a>, Vec<Run>)>,
+        rows: impl Fn(usize, &Port, usize) -> Option<(View<'a>, Vec<Run>)>,
     ) -> Result<BorrowedInputs<'a>, KernelError> {
         let mut slices = vec![None; self.plan.buffers.len()];
         let mut copied = Vec::new();
         for (index, port) in self.plan.inputs.iter().enumerate() {
             let BufferPlan { dtype, shard, .. } = self.plan.buffers[port.buffer.0];
-            let Some((view, runs)) = given(index, port, shard) else {
+            let Some((view, runs)) = rows(index, port, shard) else {
                 continue;
             };
             let slice = host::in_place(&view, &runs, dtype);
@@ -127,35 +115,35 @@ impl<K: Kernel> Rank<K> {
                 None => copied.push((port.buffer, view, runs)),
             }
         }
-        let loans = BorrowedInputs { slices };
-        self.allocate(kernel, &loans)?;
+        let borrowed = BorrowedInputs { slices };
+        self.allocate(kernel, &borrowed)?;
         for (id, view, runs) in copied {
             kernel.upload(&view, &runs, self.buffer_mut(id))?;
         }
-        Ok(loans)
+        Ok(borrowed)
     }
 
-    /// Bytes that the plan lists and nobody allocated, because they were lent.
+    /// Planned bytes that were not allocated, because the inputs are read in place.
     pub fn lent_bytes(&self) -> usize {
         let ports = self.plan.inputs.iter().map(|port| port.buffer.0);
-        let lent = ports.filter(|&at| self.shelf.buffers[at].is_none());
+        let lent = ports.filter(|&at| self.table.buffers[at].is_none());
         lent.map(|at| self.plan.buffers[at].bytes()).sum()
     }
 
-    /// What it has taken and given back so far.
+    /// What it has allocated and freed so far.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    /// The same, for whoever knows of memory that was taken on its behalf.
+    /// The ledger, to book memory that was allocated on the rank's behalf.
     pub fn ledger_mut(&mut self) -> &mut Ledger {
         &mut self.ledger
     }
 
-    /// Frees every buffer, and returns the ledger in which that is booked too.
+    /// Frees every buffer, and returns the ledger with those entries.
     pub fn free(mut self) -> Ledger {
         let after = self.plan.rounds.len();
-        for (planned, buffer) in self.plan.buffers.iter().zip(self.shelf.buffers) {
+        for (planned, buffer) in self.plan.buffers.iter().zip(self.table.buffers) {
             let Some(buffer) = buffer else { continue };
             let bytes = buffer.allocated_bytes();
             drop(buffer);
@@ -164,54 +152,46 @@ impl<K: Kernel> Rank<K> {
         self.ledger
     }
 
-    /// Another rank in this one's memory: buffers of the right size are taken over with whatever
-    /// they hold (a program clears what it adds to), the others are freed before new ones are made.
-    /// Outputs whose untouched cells are to be zeros are made so again.
-    pub fn reuse_for(mut self, kernel: &K, plan: RankPlan) -> Result<Rank<K>, KernelError> {
+    /// Another rank in this one's memory: it takes the buffers of the right size and type with their
+    /// contents (a program clears what it adds to), the others are freed.
+    pub fn reuse_for(mut self, plan: RankPlan) -> Rank<K> {
         let mut next = Rank::idle(plan);
-        for (wanted, buffer) in next.plan.buffers.iter().zip(&mut next.shelf.buffers) {
+        for (wanted, buffer) in next.plan.buffers.iter().zip(&mut next.table.buffers) {
             let fits = |(at, had): &(usize, &BufferPlan)| {
                 let same = had.dtype == wanted.dtype && had.elements == wanted.elements;
-                same && self.shelf.buffers[*at].is_some()
+                same && self.table.buffers[*at].is_some()
             };
             if let Some((at, _)) = self.plan.buffers.iter().enumerate().find(fits) {
-                *buffer = self.shelf.buffers[at].take();
+                *buffer = self.table.buffers[at].take();
             }
         }
-        drop(self);
-        for id in next.plan.sparse_outputs() {
-            if let Some(buffer) = &mut next.shelf.buffers[id.0] {
-                kernel.fill(buffer, 0.0)?;
-            }
-        }
-        next.allocate(kernel, &BorrowedInputs::default())?;
-        Ok(next)
+        next
     }
 
-    /// Goes on after a death: keeps the buffers that the continuation goes on with, frees the
-    /// others before new ones are made. The ledger is that of the new program.
+    /// Continues after a death: keeps the buffers that the continuation uses and frees the others
+    /// before it allocates new ones. The ledger starts anew.
     pub fn resume<'a>(
         &mut self,
         kernel: &K,
         continuation: Continuation,
-        loans: BorrowedInputs<'a>,
+        borrowed: BorrowedInputs<'a>,
     ) -> Result<BorrowedInputs<'a>, KernelError> {
         let Continuation { program, keeps } = continuation;
         let (mut next, pairs) = (Rank::idle(program), self.pairs);
-        let kept = |of: &Option<BufferId>| of.and_then(|id| self.shelf.buffers[id.0].take());
-        next.shelf.buffers = keeps.iter().map(kept).collect();
-        let lent = |of: &Option<BufferId>| of.and_then(|id| loans.get(id));
+        let kept = |of: &Option<BufferId>| of.and_then(|id| self.table.buffers[id.0].take());
+        next.table.buffers = keeps.iter().map(kept).collect();
+        let lent = |of: &Option<BufferId>| of.and_then(|id| borrowed.get(id));
         let slices = keeps.iter().map(lent).collect();
         *self = next;
-        let loans = BorrowedInputs { slices };
-        self.allocate(kernel, &loans)?;
+        let borrowed = BorrowedInputs { slices };
+        self.allocate(kernel, &borrowed)?;
         self.pairs = pairs;
-        Ok(loans)
+        Ok(borrowed)
     }
 
-    /// Rounds of its program whose tasks it has done, whatever became of their messages.
-    pub fn done(&self) -> usize {
-        self.done
+    /// Rounds of its program whose tasks are done, whether or not their messages arrived.
+    pub fn rounds_done(&self) -> usize {
+        self.rounds_done
     }
 
     /// (query, key) pairs it has computed in this call.
@@ -219,9 +199,9 @@ impl<K: Kernel> Rank<K> {
         self.pairs
     }
 
-    /// Notes that the tasks of a round are done.
-    fn note_done(&mut self, round: usize) {
-        self.done = round + 1;
+    /// Counts a round whose tasks are done.
+    fn count_round(&mut self, round: usize) {
+        self.rounds_done = round + 1;
         let jobs = self.plan.rounds[round].meanwhile.iter();
         let pairs = jobs.filter_map(Task::job).map(Job::pairs);
         self.pairs += pairs.sum::<u128>();
@@ -232,35 +212,35 @@ impl<K: Kernel> Rank<K> {
         &self.plan
     }
 
-    /// Bytes its buffers really hold on to.
+    /// Bytes that its buffers occupy.
     pub fn allocated_bytes(&self) -> usize {
-        let buffers = self.shelf.buffers.iter().flatten();
+        let buffers = self.table.buffers.iter().flatten();
         buffers.map(WireBuffer::allocated_bytes).sum()
     }
 
-    /// A buffer of an input, to be filled by whoever does not have the tensor as a whole.
+    /// A buffer, to be overwritten between rounds.
     pub fn buffer_mut(&mut self, id: BufferId) -> &mut K::Buffer {
-        let buffer = self.shelf.buffers[id.0].as_mut();
-        buffer.expect("between rounds every buffer is on the shelf")
+        let buffer = self.table.buffers[id.0].as_mut();
+        buffer.expect("between rounds no buffer is checked out")
     }
 
-    /// A buffer as it stands between rounds.
+    /// A buffer, between rounds.
     pub fn buffer(&self, id: BufferId) -> &K::Buffer {
-        self.shelf.get(id)
+        self.table.get(id)
     }
 
-    /// Copies this rank's rows of an input in, if it has any use for it.
+    /// Copies this rank's rows of an input into its buffers, if the rank needs the input.
     pub fn load(&mut self, kernel: &K, role: Role, from: &View<'_>) -> Result<(), KernelError> {
         for port in self.plan.inputs.iter().filter(|port| port.role == role) {
-            // What is not on the shelf between rounds was lent.
-            if let Some(buffer) = &mut self.shelf.buffers[port.buffer.0] {
+            // A buffer that is missing between rounds is an input that is read in place.
+            if let Some(buffer) = &mut self.table.buffers[port.buffer.0] {
                 kernel.upload(from, &port.runs, buffer)?;
             }
         }
         Ok(())
     }
 
-    /// Carries out the whole program on rows that were loaded.
+    /// Runs the whole program on inputs that were copied into its buffers.
     pub fn run(
         &mut self,
         kernel: &K,
@@ -270,43 +250,43 @@ impl<K: Kernel> Rank<K> {
         self.run_on(kernel, &BorrowedInputs::default(), transport, recorder)
     }
 
-    /// Carries out the whole program on rows that were lent or loaded.
+    /// Runs the whole program on inputs that were copied or are read in place.
     pub fn run_on(
         &mut self,
         kernel: &K,
-        loans: &BorrowedInputs<'_>,
+        borrowed: &BorrowedInputs<'_>,
         transport: &mut dyn Transport<K::Buffer>,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
         for round in 0..self.plan.rounds.len() {
-            self.prepare(kernel, loans, round, recorder)?;
-            self.exchange(kernel, loans, round, transport, recorder)?;
+            self.prepare(kernel, borrowed, round, recorder)?;
+            self.exchange(kernel, borrowed, round, transport, recorder)?;
         }
         Ok(())
     }
 
-    /// The first part of a round: what is done before anything is sent.
+    /// The first part of a round: the tasks that come before its messages.
     pub fn prepare(
         &mut self,
         kernel: &K,
-        loans: &BorrowedInputs<'_>,
+        borrowed: &BorrowedInputs<'_>,
         round: usize,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
         let Rank {
-            plan, shelf, zeros, ..
+            plan, table, zeros, ..
         } = self;
         let tasks = &plan.rounds[round].before;
         let begin = Instant::now();
         for task in tasks {
-            let done = match zeros.rows_to_clear(task) {
+            let done = match zeros.rows_to_zero(task) {
                 Some((id, rows)) => {
-                    let mut buffer = shelf.take(id);
+                    let mut buffer = table.take(id);
                     let cleared = kernel.zero_rows(rows, &mut buffer);
-                    shelf.put(id, buffer);
+                    table.put(id, buffer);
                     cleared
                 }
-                None => perform_all(kernel, loans, std::slice::from_ref(task), shelf),
+                None => run_tasks(kernel, borrowed, std::slice::from_ref(task), table),
             };
             done.map_err(|source| RankError::Kernel { round, source })?;
         }
@@ -316,59 +296,59 @@ impl<K: Kernel> Rank<K> {
         Ok(())
     }
 
-    /// The jobs of a round alone, for whoever delivers its messages with [`Rank::accept`]. What
-    /// jobs read is never what the round receives into, so either may come first.
+    /// The jobs of a round without its messages, for drivers that deliver those with
+    /// [`Rank::accept`]. Jobs never read what their round receives into, so either may come first.
     pub fn compute(
         &mut self,
         kernel: &K,
-        loans: &BorrowedInputs<'_>,
+        borrowed: &BorrowedInputs<'_>,
         round: usize,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
-        let Rank { plan, shelf, .. } = self;
+        let Rank { plan, table, .. } = self;
         let tasks = &plan.rounds[round].meanwhile;
         let begin = Instant::now();
-        perform_all(kernel, loans, tasks, shelf)
+        run_tasks(kernel, borrowed, tasks, table)
             .map_err(|source| RankError::Kernel { round, source })?;
         if !tasks.is_empty() {
             recorder.note(round, Activity::Compute, begin, Moved::default());
         }
-        self.note_done(round);
+        self.count_round(round);
         Ok(())
     }
 
-    /// The buffer that a message of this rank's program is received into.
+    /// The buffer that receives a message.
     pub fn accept(&mut self, message: &Message) -> &mut K::Buffer {
         self.buffer_mut(message.buffer)
     }
 
-    /// The second part of a round: its hops, and its jobs while they fly.
+    /// The second part of a round: its messages, and its jobs while they are in flight.
     pub fn exchange(
         &mut self,
         kernel: &K,
-        loans: &BorrowedInputs<'_>,
+        borrowed: &BorrowedInputs<'_>,
         round: usize,
         transport: &mut dyn Transport<K::Buffer>,
         recorder: &mut Recorder,
     ) -> Result<(), RankError> {
-        let Rank { plan, shelf, .. } = self;
+        let Rank { plan, table, .. } = self;
         let steps = &plan.rounds[round];
         if steps.sends.is_empty() && steps.receives.is_empty() && steps.meanwhile.is_empty() {
-            self.note_done(round);
+            self.count_round(round);
             return Ok(());
         }
-        let mut held = CheckedOut::take(shelf, &steps.meanwhile);
+        let mut outputs = CheckedOut::take(table, &steps.meanwhile);
         let mut received: Vec<K::Buffer> = steps
             .receives
             .iter()
-            .map(|message| shelf.take(message.buffer))
+            .map(|message| table.take(message.buffer))
             .collect();
         let outgoing: Vec<Outgoing<'_, K::Buffer>> = steps
             .sends
             .iter()
             .map(|message| Outgoing {
                 to: message.address,
-                parcel: shelf.get(message.buffer),
+                parcel: table.get(message.buffer),
             })
             .collect();
         let mut incoming: Vec<Incoming<'_, K::Buffer>> = steps
@@ -385,7 +365,8 @@ impl<K: Kernel> Rank<K> {
         let exchanged = transport.exchange(round, &outgoing, &mut incoming, &mut || {
             let begin = Instant::now();
             let mut tasks = steps.meanwhile.iter();
-            let done = tasks.try_for_each(|task| perform(kernel, loans, task, shelf, &mut held));
+            let done =
+                tasks.try_for_each(|task| run_task(kernel, borrowed, task, table, &mut outputs));
             computed = Some(done);
             if !steps.meanwhile.is_empty() {
                 recorder.note(round, Activity::Compute, begin, Moved::default());
@@ -394,24 +375,24 @@ impl<K: Kernel> Rank<K> {
         });
         if let Ok(moved) = &exchanged {
             let planned = plan.moved(round);
-            assert_eq!(*moved, planned, "what moved is what was planned");
+            assert_eq!(*moved, planned, "the bytes moved are those planned");
             if planned != Moved::default() {
                 recorder.note(round, Activity::Wait, waiting_since, *moved);
             }
         }
         for (message, buffer) in steps.receives.iter().zip(received) {
-            shelf.put(message.buffer, buffer);
+            table.put(message.buffer, buffer);
         }
-        held.give_back(shelf);
+        outputs.give_back(table);
         match computed {
-            // The kernel's own word comes first: an exchange can fail because of it.
+            // The kernel's error comes first: the exchange may have failed because of it.
             Some(computed) => {
                 computed.map_err(|source| RankError::Kernel { round, source })?;
-                self.note_done(round);
+                self.count_round(round);
             }
-            // Jobs need nothing that the messages of their round bring, so an exchange that has
-            // failed before it came to them does not keep them from being done.
-            None => self.compute(kernel, loans, round, recorder)?,
+            // The exchange failed before it ran the jobs. They do not depend on its messages, so
+            // they run now.
+            None => self.compute(kernel, borrowed, round, recorder)?,
         }
         exchanged?;
         Ok(())

@@ -1,36 +1,39 @@
-//! A ring changes its size: tensors in shards go from one sharding to another.
+//! Moves sharded tensors from one sharding to another.
 //!
-//! Whoever drives the ranks, threads or the simulator, they are recruited and their rows collected
-//! here. What moves where was decided by [`Resize`]; a rank carries it out as any other program.
+//! [`Resize`] has decided which rows move where; a rank runs that as any other program. Every driver
+//! of ranks makes them, gives them their old shards and collects the new ones here.
 
-use encke_core::kernel::{Kernel, KernelError};
+use encke_core::DType;
+use encke_core::kernel::Kernel;
 use encke_core::plan::resize::{Moving, Resize};
-use encke_core::tensor::Tensor;
+use encke_core::tensor::{Tensor, View};
 
+use crate::call::check_dims;
 use crate::error::{RankError, RingError};
 use crate::memory::RankMemory;
+use crate::outcome::failed;
 use crate::rank::{BorrowedInputs, Rank};
 use crate::sharded::{Sharded, all_rows};
 use crate::trace::Trace;
 
-/// What a resize did.
+/// What a resize returned.
 #[derive(Debug)]
 pub struct Resized {
-    /// The tensors, in the order they were given in.
+    /// The tensors, in the order of the call.
     pub tensors: Vec<Sharded>,
     /// What happened, by place.
     pub trace: Trace,
-    /// What each place held meanwhile.
+    /// The memory of each place.
     pub memory: Vec<RankMemory>,
 }
 
-/// Refuses tensors that do not lie as the resize begins.
+/// Refuses tensors that do not have the old sharding.
 pub fn check_tensors(resize: &Resize, tensors: &[&Sharded]) -> Result<(), RingError> {
     for tensor in tensors {
         let tokens = tensor.dims()[1];
         if tensor.sharding() != resize.from() || tokens != resize.tokens() {
             return Err(RingError::Sharding {
-                tensor: "a tensor that is to move",
+                tensor: "a tensor to be resized",
                 got: tensor.sharding().clone(),
                 expected: resize.from().clone(),
             });
@@ -39,61 +42,108 @@ pub fn check_tensors(resize: &Resize, tensors: &[&Sharded]) -> Result<(), RingEr
     Ok(())
 }
 
-/// The ranks of all places, with nothing allocated yet.
-pub fn recruits<K: Kernel>(resize: &Resize, tensors: &[&Sharded]) -> Vec<Rank<K>> {
-    let moving: Vec<Moving> = tensors.iter().map(|tensor| tensor.moving()).collect();
+/// Refuses shards that are not the old shards of a place.
+pub(crate) fn check_shards(
+    resize: &Resize,
+    place: usize,
+    tensors: &[([usize; 4], DType)],
+    shards: &[View<'_>],
+) -> Result<(), RingError> {
+    let expected = match place < resize.from().ranks() {
+        true => tensors,
+        false => &[],
+    };
+    check_dims("the list of shards", &[shards.len()], &[expected.len()])?;
+    let rows = resize
+        .from()
+        .rows(resize.tokens(), place.min(resize.from().ranks() - 1));
+    for (shard, ([b, _, h, d], _)) in shards.iter().zip(expected) {
+        check_dims("a shard to be resized", &shard.dims(), &[*b, rows, *h, *d])?;
+    }
+    Ok(())
+}
+
+/// The rank of a place, without buffers.
+pub(crate) fn idle_rank<K: Kernel>(
+    resize: &Resize,
+    place: usize,
+    tensors: &[([usize; 4], DType)],
+) -> Rank<K> {
+    let moving = tensors
+        .iter()
+        .map(|([batch, _, heads, dim], dtype)| Moving {
+            batch: *batch,
+            width: heads * dim,
+            dtype: *dtype,
+        });
+    Rank::idle(resize.program(place, &moving.collect::<Vec<_>>()))
+}
+
+fn sizes(tensors: &[&Sharded]) -> Vec<([usize; 4], DType)> {
+    let sizes = tensors.iter().map(|tensor| (tensor.dims(), tensor.dtype()));
+    sizes.collect()
+}
+
+/// The ranks of all places, without buffers.
+pub fn idle_ranks<K: Kernel>(resize: &Resize, tensors: &[&Sharded]) -> Vec<Rank<K>> {
+    let sizes = sizes(tensors);
     let places = 0..resize.places_in_all();
     places
-        .map(|place| Rank::idle(resize.program(place, &moving)))
+        .map(|place| idle_rank(resize, place, &sizes))
         .collect()
 }
 
-/// Gives a rank its old rows, where they lie if they can be read there.
+/// Gives a rank its old shards, which it reads in place if it can.
 pub fn bind_inputs<'a, K: Kernel>(
     kernel: &K,
     rank: &mut Rank<K>,
-    tensors: &[&'a Sharded],
+    shard: impl Fn(usize) -> View<'a>,
 ) -> Result<BorrowedInputs<'a>, RankError> {
-    let place = rank.plan().rank;
-    let loans = rank.admit_rows(kernel, |index, _, _| {
-        let shard = tensors[index].shard(place);
-        Some((shard.view(), all_rows(shard.dims()[1])))
+    let bound = rank.bind_inputs(kernel, |index, _, _| {
+        let shard = shard(index);
+        Some((shard, all_rows(shard.dims()[1])))
     });
-    loans.map_err(|source| RankError::Kernel { round: 0, source })
+    bound.map_err(RankError::before_start)
 }
 
-/// The tensors as the ranks now hold them.
+/// The new shards that a rank holds, one of each tensor.
+pub(crate) fn new_shards<K: Kernel>(
+    kernel: &K,
+    resize: &Resize,
+    rank: &Rank<K>,
+    tensors: &[([usize; 4], DType)],
+) -> Result<Vec<Tensor>, RingError> {
+    let plan = rank.plan();
+    let new_rank = resize.new_rank(plan.rank);
+    let rows = new_rank.map_or(0, |rank| resize.to().rows(resize.tokens(), rank));
+    let shard = |(port, ([b, _, h, d], dtype)): (_, &([usize; 4], DType))| {
+        let port: &encke_core::plan::program::Port = port;
+        let mut shard = Tensor::zeros(*dtype, [*b, rows, *h, *d]);
+        let stored = kernel.download(rank.buffer(port.buffer), &all_rows(rows), &mut shard);
+        stored.map_err(|source| failed(plan, source))?;
+        Ok(shard)
+    };
+    plan.outputs.iter().zip(tensors).map(shard).collect()
+}
+
+/// The tensors in the new sharding, from the ranks of all places.
 pub fn collect<K: Kernel>(
     kernel: &K,
     resize: &Resize,
     ranks: &[Rank<K>],
     tensors: &[&Sharded],
 ) -> Result<Vec<Sharded>, RingError> {
-    let collected = tensors.iter().enumerate().map(|(index, tensor)| {
-        let [b, n, h, d] = tensor.dims();
-        let shard = |rank: usize| -> Result<Tensor, RingError> {
-            let of = &ranks[resize.places()[rank]];
-            let rows = resize.to().rows(n, rank);
-            let mut shard = Tensor::zeros(tensor.dtype(), [b, rows, h, d]);
-            let buffer = of.buffer(of.plan().outputs[index].buffer);
-            let stored = kernel.download(buffer, &all_rows(rows), &mut shard);
-            stored.map_err(|source| failed(of, source))?;
-            Ok(shard)
-        };
-        let shards = (0..resize.to().ranks()).map(shard);
-        let shards = shards.collect::<Result<Vec<Tensor>, RingError>>()?;
-        Ok(Sharded::from_shards(shards, resize.to())?)
-    });
-    collected.collect()
-}
-
-fn failed<K: Kernel>(rank: &Rank<K>, source: KernelError) -> RingError {
-    RingError::Rank {
-        rank: rank.plan().rank,
-        source: RankError::Kernel {
-            round: rank.plan().rounds.len(),
-            source,
-        },
-        others: Vec::new(),
+    let sizes = sizes(tensors);
+    let mut shards: Vec<Vec<Tensor>> = tensors.iter().map(|_| Vec::new()).collect();
+    for &place in resize.places() {
+        let new = new_shards(kernel, resize, &ranks[place], &sizes)?;
+        shards
+            .iter_mut()
+            .zip(new)
+            .for_each(|(shards, shard)| shards.push(shard));
     }
+    let sharded = shards.into_iter();
+    sharded
+        .map(|shards| Ok(Sharded::from_shards(shards, resize.to())?))
+        .collect()
 }

@@ -1,65 +1,50 @@
-//! One rank of a ring whose other ranks are elsewhere, with its shard as tensors of the caller.
+//! One rank of a ring whose other ranks are elsewhere, on tensors of the caller.
 //!
-//! Not a launcher and not a wire: whoever started the processes brings a [`Transport`] between
-//! them, and every process makes the same calls in the same order. Plans and buffers outlive a
-//! call, as in [`ThreadRing`](crate::ThreadRing).
+//! Not a launcher and not a transport: the program that started the processes provides a
+//! [`Transport`] between them, and every process makes the same calls in the same order. Plans and
+//! buffers outlive a call, as in [`ThreadRing`](crate::ThreadRing).
 //!
-//! The decision here: a call that failed keeps its buffers for ever. A wire that has given up may
-//! still be at them, and memory that is lost with a failed call is cheaper than memory that is
-//! written to after it was given back.
+//! The decision here: a call that failed leaks its buffers. A transport that has given up may still
+//! write to them, and leaked memory is cheaper than a write to memory that was freed.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
+use encke_core::DType;
 use encke_core::kernel::Kernel;
-use encke_core::plan::program::{Component, Role};
+use encke_core::plan::program::Role;
+use encke_core::plan::resize::Resize;
 use encke_core::plan::{Plan, Queries, Request};
-use encke_core::spare::TensorPool;
-use encke_core::tensor::View;
+use encke_core::tensor::{Tensor, View};
 use encke_core::transport::Transport;
 
-use crate::cache::{CacheLimits, CacheStats, Plans, Recent};
-use crate::call::{Given, Outcome, bind_inputs, check_rows, guarded};
-use crate::error::{RankError, RingError};
-use crate::memory::{RankMemory, planned};
+use crate::cache::{CacheLimits, CacheStats, RingCache};
+use crate::call::{CallInputs, check_rows};
+use crate::error::{RankError, RingError, catch_panic};
+use crate::outcome::Outcome;
 use crate::rank::Rank;
+use crate::resize;
+use crate::shard_call::ShardCall;
 use crate::trace::Recorder;
 
-/// How many plans are remembered.
-const PLANS: usize = 64;
-/// How many plans keep their buffers: a forward and a backward of two shapes.
-const POOLS: usize = 4;
-
-/// One rank, with what it keeps between calls.
+/// One rank, and what it keeps between calls.
 pub struct ShardRing<K: Kernel> {
     kernel: K,
     rank: usize,
-    spare: Arc<TensorPool>,
-    state: Mutex<State<K>>,
-}
-
-struct State<K: Kernel> {
-    plans: Plans,
-    idle: Recent<Arc<Plan>, Rank<K>>,
-    stats: CacheStats,
+    cache: RingCache<K>,
 }
 
 impl<K: Kernel> ShardRing<K> {
-    /// The rank of this number, on a kernel.
+    /// Rank `rank`, on a kernel.
     pub fn new(kernel: K, rank: usize) -> ShardRing<K> {
         ShardRing {
             kernel,
             rank,
-            spare: Arc::new(TensorPool::new(CacheLimits::default().pool_bytes)),
-            state: Mutex::new(State {
-                plans: Plans::new(PLANS),
-                idle: Recent::new(POOLS),
-                stats: CacheStats::default(),
-            }),
+            cache: RingCache::new(CacheLimits::default()),
         }
     }
 
-    /// Its number.
+    /// The number of the rank.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -69,28 +54,18 @@ impl<K: Kernel> ShardRing<K> {
         &self.kernel
     }
 
-    /// How often plans and buffers were found rather than made.
+    /// Cache hits and misses of plans and buffers.
     pub fn stats(&self) -> CacheStats {
-        CacheStats {
-            pooled_bytes: self.spare.bytes(),
-            ..self.state().stats
-        }
+        self.cache.stats()
     }
 
-    /// The plan for a request, from the cache if it is there.
+    /// The plan for a request, cached if there is one.
     pub fn plan(&self, request: &Request) -> Result<Arc<Plan>, RingError> {
-        let mut state = self.state();
-        let State { plans, stats, .. } = &mut *state;
-        Ok(plans.get(request, stats)?)
+        Ok(self.cache.plan(request)?)
     }
 
-    fn state(&self) -> MutexGuard<'_, State<K>> {
-        // A panic elsewhere cannot leave the caches half changed.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Carries out this rank's part of a request on its shard: tensors `[b, rows, h, d]`, with rows
-    /// in the order of [`Sharding::runs`](encke_core::sharding::Sharding::runs). So are the results.
+    /// Computes this rank's part of a request on its shard: tensors `[b, rows, h, d]`, with rows in
+    /// the order of [`Sharding::runs`](encke_core::sharding::Sharding::runs). So are the results.
     pub fn run(
         &self,
         request: &Request,
@@ -101,58 +76,66 @@ impl<K: Kernel> ShardRing<K> {
         let plan = self.plan(request)?;
         let rows = request.sharding.rows(request.shape.tokens, self.rank);
         check_rows(&plan, rows, inputs)?;
-        let mut rank = self.recruit(&plan)?;
-        let mut recorder = Recorder::new(self.rank, Instant::now());
-        let ran = guarded(|| {
-            let fitted = rank.refit(&self.kernel, &self.spare);
-            fitted.map_err(|source| RankError::Kernel { round: 0, source })?;
-            let loans = bind_inputs(&self.kernel, &mut rank, Given::Whole(inputs), &mut recorder)?;
-            rank.run_on(&self.kernel, &loans, transport, &mut recorder)
+        let idle = self
+            .cache
+            .take_ranks(&plan)
+            .and_then(|mut ranks| ranks.pop());
+        let mut rank = match idle {
+            Some(rank) => rank,
+            None => Rank::idle(plan.rank(self.rank)?.on_shard()),
+        };
+        let reused = catch_panic(|| {
+            let reused = rank.reuse_outputs(&self.kernel, self.cache.outputs());
+            reused.map_err(RankError::before_start)
         });
-        if let Err(source) = ran {
-            std::mem::forget(rank);
-            return Err(RingError::Rank {
-                rank: self.rank,
-                source,
-                others: Vec::new(),
-            });
+        reused.map_err(|source| RingError::of_rank(self.rank, source))?;
+        let mut call = ShardCall::on_rank(&self.kernel, &plan, rank);
+        let loaded = call.load(&mut CallInputs::Whole(inputs));
+        let failed = |source| RingError::of_rank(self.rank, source);
+        if let Err(error) = loaded.and_then(|()| call.run(transport).map_err(failed)) {
+            std::mem::forget(call);
+            return Err(error);
         }
-        let memory = vec![self.memory(&rank, request)];
-        let (kernel, ranks) = (&self.kernel, std::slice::from_mut(&mut rank));
-        let events = recorder.finish();
-        let spare = &self.spare;
-        let outcome = Outcome::collect_rows(kernel, &plan, rows, ranks, events, memory, spare)?;
-        self.state().idle.put(plan, rank);
+        let (rank, report) = call.into_parts();
+        let (mut ranks, memory) = (vec![rank], vec![report.memory]);
+        let (events, pool) = (report.events, self.cache.outputs());
+        let kernel = &self.kernel;
+        let outcome = Outcome::collect_rows(kernel, &plan, rows, &mut ranks, events, memory, pool)?;
+        // No limit on the bytes: a forward and a backward pass both need theirs again.
+        self.cache.put_ranks(plan, ranks, usize::MAX);
         Ok(outcome)
     }
 
-    /// This rank with its buffers: those of an earlier call with this plan, or none yet.
-    fn recruit(&self, plan: &Arc<Plan>) -> Result<Rank<K>, RingError> {
-        let mut state = self.state();
-        if let Some((_, rank)) = state.idle.take(|key| Arc::ptr_eq(key, plan)) {
-            state.stats.buffer_hits += 1;
-            return Ok(rank);
+    /// Moves this rank's shards of some tensors from one sharding to another, as the place of this
+    /// rank's number. `tensors` lists the dimensions of the whole tensors and their types; `shards`
+    /// are this place's old shards, none where it was not part of the old ring. Returns its new
+    /// shards, none where it is not part of the new ring.
+    pub fn resize(
+        &self,
+        resize: &Resize,
+        tensors: &[([usize; 4], DType)],
+        shards: &[View<'_>],
+        transport: &mut dyn Transport<K::Buffer>,
+    ) -> Result<Vec<Tensor>, RingError> {
+        resize::check_shards(resize, self.rank, tensors, shards)?;
+        let mut rank = resize::idle_rank(resize, self.rank, tensors);
+        let mut recorder = Recorder::new(self.rank, Instant::now());
+        let ran = catch_panic(|| {
+            let borrowed = resize::bind_inputs(&self.kernel, &mut rank, |index| shards[index])?;
+            rank.run_on(&self.kernel, &borrowed, transport, &mut recorder)
+        });
+        if let Err(source) = ran {
+            std::mem::forget(rank);
+            return Err(RingError::of_rank(self.rank, source));
         }
-        state.stats.buffer_misses += 1;
-        drop(state);
-        Ok(Rank::idle(plan.rank(self.rank)?.on_shard()))
-    }
-
-    fn memory(&self, rank: &Rank<K>, request: &Request) -> RankMemory {
-        let mut ledger = rank.ledger().clone();
-        let scratch = self.kernel.scratch_bytes();
-        ledger.hold(rank.plan().rounds.len(), Component::Workspace, scratch);
-        RankMemory {
-            rank: self.rank,
-            planned: planned(&self.kernel, rank.plan(), 1, request),
-            lent_bytes: rank.lent_bytes(),
-            allocated_bytes: rank.allocated_bytes(),
-            ledger,
+        match resize.new_rank(self.rank) {
+            Some(_) => resize::new_shards(&self.kernel, resize, &rank, tensors),
+            None => Ok(Vec::new()),
         }
     }
 }
 
-/// Refuses what a rank with nothing but its own rows cannot do.
+/// Refuses requests that need more than this rank's rows.
 fn check_request(request: &Request) -> Result<(), RingError> {
     if request.queries == Queries::Replicated {
         return Err(RingError::Elsewhere {

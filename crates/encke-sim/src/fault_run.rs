@@ -23,8 +23,10 @@ use encke_core::plan::Plan;
 use encke_core::plan::program::{Message, Role};
 use encke_core::tensor::View;
 use encke_core::transport::{Moved, TransportError, WireBuffer};
-use encke_ring::call::{self, check_inputs, conclude, guarded, recruit};
+use encke_ring::call::{self, check_inputs, new_rank};
+use encke_ring::error::catch_panic;
 use encke_ring::rank::BorrowedInputs;
+use encke_ring::rank_threads::collect_events;
 use encke_ring::trace::Recorder;
 use encke_ring::{Outcome, Rank, RankError, RingError};
 
@@ -126,12 +128,14 @@ pub fn run<K: Kernel<Buffer = Data>>(
     };
     let origin = Instant::now();
     for number in 0..plan.ranks() {
-        let mut rank = recruit(kernel, plan, number)?;
+        let mut rank = new_rank(kernel, plan, number)?;
         let mut recorder = Recorder::new(number, origin);
-        call::load(kernel, &mut rank, inputs, &mut recorder).map_err(|source| RingError::Rank {
-            rank: number,
-            source,
-            others: Vec::new(),
+        call::load_inputs(kernel, &mut rank, inputs, &mut recorder).map_err(|source| {
+            RingError::Rank {
+                rank: number,
+                source,
+                others: Vec::new(),
+            }
         })?;
         world.players.push(Player::new(rank, recorder));
     }
@@ -268,7 +272,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             moved,
             ..
         } = &mut self.players[rank];
-        guarded(|| {
+        catch_panic(|| {
             player.prepare(kernel, &BorrowedInputs::default(), round, recorder)?;
             player.compute(kernel, &BorrowedInputs::default(), round, recorder)
         })?;
@@ -392,8 +396,8 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             });
             ranks.push(player.rank);
         }
-        let result =
-            conclude(ended, first).and_then(|noted| lockstep::conclude(kernel, plan, ranks, noted));
+        let result = collect_events(ended, first)
+            .and_then(|noted| lockstep::conclude(kernel, plan, ranks, noted));
         let result = result.map(|mut outcome| {
             outcome.record_deaths(deaths, pairs);
             outcome

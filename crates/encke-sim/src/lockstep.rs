@@ -16,7 +16,8 @@ use encke_core::plan::program::{Component, Message, Role};
 use encke_core::plan::resize::Resize;
 use encke_core::tensor::View;
 use encke_core::transport::{Moved, WireBuffer};
-use encke_ring::call::{self, check_inputs, guarded, recruit};
+use encke_ring::call::{self, check_inputs, new_rank};
+use encke_ring::error::catch_panic;
 use encke_ring::memory::{of_buffers, planned, share_workspace};
 use encke_ring::rank::BorrowedInputs;
 use encke_ring::trace::{Activity, Event, Recorder, Trace};
@@ -33,9 +34,9 @@ pub fn run<K: Kernel>(
     let mut ranks = Vec::with_capacity(plan.ranks());
     let mut recorders = Vec::with_capacity(plan.ranks());
     for number in 0..plan.ranks() {
-        let mut rank = recruit(kernel, plan, number)?;
+        let mut rank = new_rank(kernel, plan, number)?;
         let mut recorder = Recorder::new(number, origin);
-        let loaded = guarded(|| call::load(kernel, &mut rank, inputs, &mut recorder));
+        let loaded = catch_panic(|| call::load_inputs(kernel, &mut rank, inputs, &mut recorder));
         loaded.map_err(|source| failed(number, source))?;
         ranks.push(rank);
         recorders.push(recorder);
@@ -52,11 +53,12 @@ pub fn resize<K: Kernel>(
 ) -> Result<Resized, RingError> {
     resize::check_tensors(resize, tensors)?;
     let origin = Instant::now();
-    let mut ranks = resize::recruits(resize, tensors);
+    let mut ranks = resize::idle_ranks(resize, tensors);
     let mut loans = Vec::with_capacity(ranks.len());
     for rank in &mut ranks {
         let number = rank.plan().rank;
-        let admitted = guarded(|| resize::bind_inputs(kernel, rank, tensors));
+        let shard = |index: usize| tensors[index].shard(number).view();
+        let admitted = catch_panic(|| resize::bind_inputs(kernel, rank, shard));
         loans.push(admitted.map_err(|source| failed(number, source))?);
     }
     let recorders = (0..ranks.len()).map(|place| Recorder::new(place, origin));
@@ -114,7 +116,7 @@ fn step<K: Kernel>(
         }
         let number = rank.plan().rank;
         let loans = loans.get(number).unwrap_or(&nothing);
-        let done = guarded(|| {
+        let done = catch_panic(|| {
             rank.prepare(kernel, loans, round, recorder)?;
             rank.compute(kernel, loans, round, recorder)
         });

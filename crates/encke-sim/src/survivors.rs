@@ -1,6 +1,6 @@
 //! Survival in a simulated call: deaths become known, ranks come together, and go on.
 //!
-//! The steps are those of every ring ([`encke_ring::survive`]); only the knowledge that a transport
+//! The steps are those of every ring ([`encke_ring::survival`]); only the knowledge that a transport
 //! has of who is away is simulated here: a death is known to all after a while, and that a rank has
 //! come to agree, after the time of a message. Agreeing itself takes no time and cannot fail: what
 //! it stands for, consensus among processes of which some die, is not what is tried here.
@@ -19,7 +19,7 @@ use encke_core::plan::membership::{Agreement, Epoch, RankProgress};
 use encke_core::transport::TransportError;
 use encke_ring::RankError;
 use encke_ring::rank::BorrowedInputs;
-use encke_ring::survive::go_on;
+use encke_ring::survival::resume;
 
 use crate::fault_run::{Event, World};
 
@@ -120,7 +120,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             let round = self.players[rank].round;
             return self.die(rank, round, now);
         }
-        let done = self.players[rank].rank.done();
+        let done = self.players[rank].rank.rounds_done();
         self.council.standings[rank] = Some(RankProgress { done, finished });
         if self.council.is_dissolved {
             return self.dissolve(now);
@@ -151,7 +151,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         for &rank in &came {
             let mut epoch = before.clone();
             let player = &mut self.players[rank];
-            let resumed = go_on(
+            let resumed = resume(
                 self.kernel,
                 &mut player.rank,
                 &mut epoch,

@@ -1,73 +1,90 @@
 //! Calls on tensors that are on a GPU already, in memory of another library.
 //!
-//! Inputs are read and outputs written where they are, on behalf of the stream their owner is on (see
-//! [`ForeignStream`]). The decision here: a rank is seated on the caller's memory wherever it lies as the rank
-//! would hold it; other rows are copied on the GPU. Ranks do not outlive a call, since they must not
-//! keep what was only lent.
+//! Inputs are read and outputs written where they are, in the order of their owner's stream (see
+//! [`ForeignStream`]). The decision here: a rank uses the caller's memory as its buffers where the
+//! layout is the same; other rows are copied on the GPU. Ranks do not outlive a call, since they
+//! must not keep memory that is only borrowed.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use encke_core::host;
 use encke_core::job::{Block, Operand};
 use encke_core::kernel::KernelError;
 use encke_core::memory::Memory;
-use encke_core::plan::Plan;
 use encke_core::plan::program::{BufferId, Port, Role};
+use encke_core::plan::{Plan, Request};
 use encke_core::sharding::Run;
 use encke_core::transport::Transport;
 use encke_cuda::{Buffer, CudaKernel, DeviceView, ForeignStream};
-use encke_ring::call::{conclude, guarded};
-use encke_ring::thread_ring::on_threads;
-use encke_ring::trace::{Event, Recorder};
-use encke_ring::{Rank, RankMemory, RingError as Error, Trace, memory};
+use encke_ring::rank::BorrowedInputs;
+use encke_ring::rank_threads::{JoinedRanks, run_on_threads};
+use encke_ring::{
+    Rank, RankMemory, RingError as Error, ShardCall, ShardInput, ShardOutput, Trace, memory,
+};
 
-/// What copies of whole vectors and Hopper's copy engine ask of an address.
+/// The alignment that vector copies and Hopper's copy engine need.
 const ALIGNMENT: usize = 16;
 
-/// A call: what it reads and what it writes. Outputs are contiguous, and of any type that numbers can
-/// be rounded to.
+/// A call: what it reads and what it writes. Outputs are contiguous, and of any type that elements
+/// can be rounded to.
 pub struct GpuCall<'a> {
-    /// Who computes.
+    /// The kernel.
     pub kernel: &'a CudaKernel,
-    /// What is computed.
+    /// The plan.
     pub plan: &'a Plan,
-    /// All tensors the plan takes.
+    /// All tensors that the plan takes.
     pub inputs: &'a [(Role, DeviceView<'a>)],
-    /// Those it returns that are wanted.
+    /// The tensors that the plan returns and the caller needs.
     pub outputs: &'a [(Role, DeviceView<'a>)],
     /// How long an exchange may wait for another rank.
     pub deadline: Duration,
 }
 
-/// What a call did, beside its results.
+/// What a call did, apart from its results.
 #[derive(Debug)]
 pub struct Enqueued {
-    /// When what was enqueued, which is not when it was computed.
+    /// When work was enqueued, which is not when it was computed.
     pub trace: Trace,
-    /// What each rank held.
+    /// The memory of each rank.
     pub memory: Vec<RankMemory>,
     /// Bytes of the inputs that are read where they are.
     pub lent_bytes: usize,
 }
 
+/// The tensors of a call, on the stream of their owner.
+struct DeviceTensors<'a> {
+    call: &'a GpuCall<'a>,
+    stream: &'a ForeignStream,
+    /// True if the rank is the only one that writes the outputs, so that it can write them in place.
+    alone: bool,
+    /// Bytes of inputs that are read in place.
+    lent_bytes: usize,
+}
+
 impl GpuCall<'_> {
-    /// Enqueues it, all ranks on the kernel's GPU, and ends the guest's call.
-    pub fn run(&self, guest: ForeignStream) -> Result<Enqueued, Error> {
-        let rank = |rank: usize| Ok(Rank::idle(self.plan.rank(rank)?));
-        let mut ranks: Vec<Rank<CudaKernel>> = (0..self.plan.ranks())
-            .map(rank)
-            .collect::<Result<_, Error>>()?;
-        let alone = ranks.len() == 1;
-        let seat = |rank| self.seat(&guest, rank, alone);
-        let lent = ranks.iter_mut().map(seat).collect::<Result<Vec<_>, _>>()?;
-        let events = self.drive(&mut ranks)?;
-        self.collect(&guest, &ranks)?;
+    /// Enqueues the call, all ranks on the kernel's GPU, and ends the call on the owner's stream.
+    pub fn run(&self, stream: ForeignStream) -> Result<Enqueued, Error> {
+        let mut ranks = Vec::new();
+        let mut lent = Vec::new();
+        for number in 0..self.plan.ranks() {
+            let mut rank = Rank::idle(self.plan.rank(number)?);
+            let mut tensors = self.tensors(&stream, self.plan.ranks() == 1);
+            tensors.bind(&mut rank)?;
+            lent.push(tensors.lent_bytes);
+            ranks.push(rank);
+        }
+        let work = |rank: &mut Rank<CudaKernel>, mut endpoint, recorder: &mut _| {
+            rank.run(self.kernel, &mut endpoint, recorder)
+        };
+        // Everything is enqueued when this returns, not yet computed.
+        let JoinedRanks { events, .. } = run_on_threads(&mut ranks, self.deadline, false, work)?;
+        self.tensors(&stream, ranks.len() == 1).collect(&ranks)?;
         let mut memory = memory::of_ranks(self.kernel, &ranks, self.plan.request());
         for (memory, lent_bytes) in memory.iter_mut().zip(&lent) {
             memory.lent_bytes = *lent_bytes;
         }
         drop(ranks);
-        guest.end().map_err(KernelError::from)?;
+        stream.end().map_err(KernelError::from)?;
         Ok(Enqueued {
             trace: Trace { events },
             memory,
@@ -75,116 +92,128 @@ impl GpuCall<'_> {
         })
     }
 
-    /// Enqueues one rank of it, whose rows these are, where the other ranks are at the ends of a
-    /// transport. Its hops have landed when this returns.
+    /// Enqueues rank `number` of the call, whose rows these are; a transport connects it to the
+    /// others. Its messages have arrived when this returns.
     pub fn run_shard(
         &self,
-        guest: ForeignStream,
+        stream: ForeignStream,
         number: usize,
         transport: &mut dyn Transport<Buffer>,
     ) -> Result<(), Error> {
-        let mut rank = Rank::idle(self.plan.rank(number)?.on_shard());
-        self.seat(&guest, &mut rank, true)?;
-        let mut recorder = Recorder::new(number, Instant::now());
-        let ran = guarded(|| rank.run(self.kernel, transport, &mut recorder));
-        ran.map_err(|source| Error::Rank {
-            rank: number,
-            source,
-            others: Vec::new(),
-        })?;
-        self.collect(&guest, std::slice::from_ref(&rank))?;
-        drop(rank);
-        Ok(guest.end().map_err(KernelError::from)?)
+        let rank = Rank::idle(self.plan.rank(number)?.on_shard());
+        let mut tensors = self.tensors(&stream, true);
+        let mut call = ShardCall::on_rank(self.kernel, self.plan, rank);
+        call.load(&mut tensors)?;
+        let ran = call.run(transport);
+        ran.map_err(|source| Error::of_rank(number, source))?;
+        call.store(&mut tensors)?;
+        call.finish();
+        Ok(stream.end().map_err(KernelError::from)?)
     }
 
-    /// Seats a rank on the caller's memory, and copies in the rows that do not lie right. A rank that
-    /// is `alone` with the outputs is seated on them too.
-    fn seat(
-        &self,
-        guest: &ForeignStream,
+    fn tensors<'t>(&'t self, stream: &'t ForeignStream, alone: bool) -> DeviceTensors<'t> {
+        DeviceTensors {
+            call: self,
+            stream,
+            alone,
+            lent_bytes: 0,
+        }
+    }
+}
+
+impl<'a> ShardInput<'a, CudaKernel> for DeviceTensors<'_> {
+    type Error = Error;
+
+    fn load(
+        &mut self,
+        _: &CudaKernel,
+        _: &Request,
         rank: &mut Rank<CudaKernel>,
-        alone: bool,
-    ) -> Result<usize, Error> {
-        let lend = |lent: &DeviceView<'_>, first: usize, elements: usize| {
-            let buffer = guest.buffer(lent, first, elements);
-            buffer.map_err(KernelError::from)
-        };
-        let mut lent_bytes = 0;
+    ) -> Result<BorrowedInputs<'a>, Error> {
+        self.bind(rank)?;
+        Ok(BorrowedInputs::default())
+    }
+}
+
+impl ShardOutput<CudaKernel> for DeviceTensors<'_> {
+    type Error = Error;
+
+    fn store(&mut self, _: &CudaKernel, _: &Request, rank: &Rank<CudaKernel>) -> Result<(), Error> {
+        self.collect(std::slice::from_ref(rank))
+    }
+}
+
+impl DeviceTensors<'_> {
+    /// Elements of a tensor, as a buffer of a rank.
+    fn buffer(
+        &self,
+        tensor: &DeviceView<'_>,
+        first: usize,
+        elements: usize,
+    ) -> Result<Buffer, KernelError> {
+        let buffer = self.stream.buffer(tensor, first, elements);
+        buffer.map_err(KernelError::from)
+    }
+
+    /// Gives a rank the caller's memory as buffers, and copies the rows whose layout differs.
+    fn bind(&mut self, rank: &mut Rank<CudaKernel>) -> Result<(), Error> {
+        let kernel = self.call.kernel;
         let mut copied: Vec<(BufferId, &DeviceView<'_>, Vec<Run>)> = Vec::new();
         for port in rank.plan().inputs.clone() {
-            let given = self.inputs.iter().find(|(role, _)| *role == port.role);
-            let (_, lent) = given.ok_or(Error::MissingInput { role: port.role })?;
+            let found = self.call.inputs.iter().find(|(role, _)| *role == port.role);
+            let (_, tensor) = found.ok_or(Error::MissingInput { role: port.role })?;
             let planned = &rank.plan().buffers[port.buffer.0];
             let (dtype, elements) = (planned.dtype, planned.elements);
-            match in_place(lent, &port.runs).filter(|_| dtype == lent.dtype()) {
+            match in_place(tensor, &port.runs).filter(|_| dtype == tensor.dtype()) {
                 Some(first) => {
-                    rank.place(port.buffer, lend(lent, first, elements)?);
-                    lent_bytes += elements * dtype.bytes();
+                    rank.set_buffer(port.buffer, self.buffer(tensor, first, elements)?);
+                    self.lent_bytes += elements * dtype.bytes();
                 }
-                None => copied.push((port.buffer, lent, port.runs)),
+                None => copied.push((port.buffer, tensor, port.runs)),
             }
         }
-        if alone {
+        if self.alone {
             for port in rank.plan().outputs.clone() {
-                let given = self.outputs.iter().find(|(role, _)| *role == port.role);
+                let mut outputs = self.call.outputs.iter();
+                let found = outputs.find(|(role, _)| *role == port.role);
                 let planned = &rank.plan().buffers[port.buffer.0];
                 let (dtype, elements) = (planned.dtype, planned.elements);
-                if let Some((_, lent)) = given.filter(|(_, lent)| lent.dtype() == dtype) {
-                    rank.place(port.buffer, lend(lent, 0, elements)?);
+                if let Some((_, tensor)) = found.filter(|(_, tensor)| tensor.dtype() == dtype) {
+                    rank.set_buffer(port.buffer, self.buffer(tensor, 0, elements)?);
                 }
             }
         }
-        rank.begin(self.kernel)?;
-        for (id, lent, runs) in copied {
-            let from = lend(lent, 0, lent.extent())?;
-            for block in blocks(lent, &runs) {
-                self.kernel
-                    .copy(&block, false, &from, rank.buffer_mut(id))?;
+        rank.begin(kernel)?;
+        for (id, tensor, runs) in copied {
+            let from = self.buffer(tensor, 0, tensor.extent())?;
+            for block in blocks(tensor, &runs) {
+                kernel.copy(&block, false, &from, rank.buffer_mut(id))?;
             }
         }
-        Ok(lent_bytes)
-    }
-
-    /// All ranks to their end: everything is enqueued, not yet computed.
-    fn drive(&self, ranks: &mut [Rank<CudaKernel>]) -> Result<Vec<Event>, Error> {
-        let origin = Instant::now();
-        let (ended, first) = on_threads(ranks, self.deadline, |rank, mut endpoint| {
-            let number = rank.plan().rank;
-            let mut recorder = Recorder::new(number, origin);
-            let hub = endpoint.observer();
-            let ended = guarded(|| rank.run(self.kernel, &mut endpoint, &mut recorder));
-            if let Err(error) = &ended
-                && !error.is_consequence()
-            {
-                hub.fail(number, error.to_string());
-            }
-            ended.map(|()| recorder.finish())
-        })?;
-        conclude(ended, first)
+        Ok(())
     }
 
     /// Copies the rows of every output that no rank has written in place to their tokens.
-    fn collect(&self, guest: &ForeignStream, ranks: &[Rank<CudaKernel>]) -> Result<(), Error> {
-        for (role, lent) in self.outputs {
+    fn collect(&self, ranks: &[Rank<CudaKernel>]) -> Result<(), Error> {
+        for (role, tensor) in self.call.outputs {
             let port = |rank: &Rank<CudaKernel>| -> Option<Port> {
                 let found = rank.plan().outputs.iter().find(|port| port.role == *role);
                 found.cloned()
             };
             let count = |runs: &[Run]| runs.iter().map(|run| run.count).sum::<usize>();
-            // Where every rank has all of an output, the first one's word is as good as any.
+            // Where several ranks hold all of an output, they hold the same bits.
             let whole = ranks.iter().position(|rank| {
-                port(rank).is_some_and(|port| count(&port.runs) == lent.dims()[1])
+                port(rank).is_some_and(|port| count(&port.runs) == tensor.dims()[1])
             });
             let from = whole.map_or(ranks, |at| std::slice::from_ref(&ranks[at]));
             for rank in from {
                 let Some(port) = port(rank) else { continue };
                 let buffer = rank.buffer(port.buffer);
-                if ranks.len() == 1 && buffer.dtype() == lent.dtype() {
+                if self.alone && buffer.dtype() == tensor.dtype() {
                     continue; // it was written in place
                 }
-                let to = guest.buffer(lent, 0, lent.extent());
-                let mut to = to.map_err(KernelError::from)?;
-                for block in blocks(lent, &port.runs) {
+                let mut to = self.buffer(tensor, 0, tensor.extent())?;
+                for block in blocks(tensor, &port.runs) {
                     let Block {
                         from, to: there, ..
                     } = block.clone();
@@ -193,7 +222,7 @@ impl GpuCall<'_> {
                         to: from,
                         ..block
                     };
-                    self.kernel.copy(&back, false, buffer, &mut to)?;
+                    self.call.kernel.copy(&back, false, buffer, &mut to)?;
                 }
             }
         }
@@ -201,19 +230,19 @@ impl GpuCall<'_> {
     }
 }
 
-/// Which number the rows of `runs` begin with, if they lie as a rank would hold them.
-fn in_place(lent: &DeviceView<'_>, runs: &[Run]) -> Option<usize> {
-    let ([b, n, h, d], strides) = (lent.dims(), lent.strides());
+/// The element that the rows of `runs` begin with, if their layout is that of a rank's buffer.
+fn in_place(tensor: &DeviceView<'_>, runs: &[Run]) -> Option<usize> {
+    let ([b, n, h, d], strides) = (tensor.dims(), tensor.strides());
     let (first, count) = host::whole_run(runs)?;
     let dense = strides[1] == h * d && (strides[2] == d || h == 1);
     let batches = b == 1 || (count == n && strides[0] == n * h * d);
     let first = first * strides[1];
-    (dense && batches && lent.is_aligned(first, ALIGNMENT)).then_some(first)
+    (dense && batches && tensor.is_aligned(first, ALIGNMENT)).then_some(first)
 }
 
-/// The rows of `runs`, from where a tensor has them to a buffer `[b, rows, h, d]`.
-fn blocks(lent: &DeviceView<'_>, runs: &[Run]) -> Vec<Block> {
-    let ([b, _, h, d], strides) = (lent.dims(), lent.strides());
+/// Copies of the rows of `runs` from a tensor into a buffer `[b, rows, h, d]`.
+fn blocks(tensor: &DeviceView<'_>, runs: &[Run]) -> Vec<Block> {
+    let ([b, _, h, d], strides) = (tensor.dims(), tensor.strides());
     let rows: usize = runs.iter().map(|run| run.count).sum();
     let mut before = 0;
     let block = |run: &Run| {

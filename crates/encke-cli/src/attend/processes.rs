@@ -5,14 +5,14 @@
 //! one, when everyone has written. Between the passes nothing is kept but that file.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use encke::plan::program::Role;
 use encke::trace::Event;
 use encke::{Attention, DType, Plan, RankMemory, Request, Trace};
-use encke_ring::out_of_core::{Files, Member};
+use encke_ring::ShardCall;
+use encke_ring::out_of_core::{Files, FromSource, ToSink};
 use serde::{Deserialize, Serialize};
 
 use super::inputs::Inputs;
@@ -166,7 +166,7 @@ fn pass(
 ) -> Result<RankPass> {
     let kernel = call.attention.kernel();
     let ready = (|| {
-        let plan = Arc::new(Plan::new(request.clone())?);
+        let plan = Plan::new(request.clone())?;
         let mut source = Inspected::new(options, &call.inputs, call.compute)?;
         for role in [Role::Out, Role::Lse] {
             source.files.add(role, of(sink, role)?);
@@ -175,22 +175,22 @@ fn pass(
     })();
     let (plan, source) = cluster.agree(ready)?;
     let loaded = (|| {
-        let mut member = Member::new(kernel, &plan, cluster.rank())?;
-        member.load(&source)?;
-        Ok(member)
+        let mut shard = ShardCall::new(kernel, &plan, cluster.rank())?;
+        shard.load(&mut FromSource(&source))?;
+        Ok(shard)
     })();
-    let mut member = cluster.agree(loaded)?;
+    let mut shard = cluster.agree(loaded)?;
     cluster.wire.begin();
     let begin = Instant::now();
-    member.start();
+    shard.restart_clock();
     let mut stored = Ok(());
     match request.redundancy {
-        0 => member.run(&mut cluster.wire)?,
-        _ => member.survive(&mut cluster.wire, sink)?,
+        0 => shard.run(&mut cluster.wire)?,
+        _ => shard.run_surviving(&mut cluster.wire, &mut ToSink(sink))?,
     }
     let seconds = begin.elapsed().as_secs_f64();
     if request.redundancy == 0 {
-        stored = member.store(sink).map_err(anyhow::Error::from);
+        stored = shard.store(&mut ToSink(sink)).map_err(anyhow::Error::from);
     }
     // Others may read these rows, and one of them puts the file in its place.
     let stored = stored.and_then(|()| {
@@ -198,7 +198,7 @@ fn pass(
         file.sync_data().context("cannot write the output")
     });
     cluster.agree(stored)?;
-    let done = member.finish();
+    let done = shard.finish();
     Ok(RankPass {
         events: done.events,
         memory: done.memory,

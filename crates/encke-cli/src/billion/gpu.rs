@@ -15,9 +15,9 @@ use encke::{CudaError, CudaKernel, DType, KernelError, RankError, RankMemory};
 use encke_cuda::{Buffer, Device, Instant, RowSums};
 use encke_ring::memory::planned;
 use encke_ring::out_of_core::{
-    BufferSlot, Checksum, Gathered, Generator, RankDone, RowIo, RowRange, Samples, Stream,
-    StreamError,
+    BufferSlot, Checksum, Gathered, Generator, RowIo, RowRange, Samples, Stream, StreamError,
 };
+use encke_ring::{RankReport, RingError};
 use serde::Serialize;
 
 use super::options::Settings;
@@ -145,7 +145,7 @@ impl Works<CudaKernel> for Gpu<'_> {
         number: usize,
         generator: &Generator,
         samples: &mut Samples,
-    ) -> Result<RankDone> {
+    ) -> Result<RankReport> {
         self.underway = Underway::default();
         let begin = self.device().instant()?;
         let mut dock = DeviceRowIo {
@@ -161,7 +161,7 @@ impl Works<CudaKernel> for Gpu<'_> {
         Ok(done)
     }
 
-    fn collect(&mut self, _: &RankDone, samples: &mut Samples) -> Result<Harvest> {
+    fn collect(&mut self, _: &RankReport, samples: &mut Samples) -> Result<Harvest> {
         let underway = std::mem::take(&mut self.underway);
         let mut checksum = Checksum::default();
         for sums in &underway.sums {
@@ -217,10 +217,7 @@ struct DeviceRowIo<'a> {
 
 impl DeviceRowIo<'_> {
     fn failed(&self, source: KernelError) -> StreamError {
-        StreamError::Rank {
-            rank: self.rank,
-            source: RankError::Kernel { round: 0, source },
-        }
+        RingError::of_rank(self.rank, RankError::before_start(source)).into()
     }
 
     fn done<T>(&self, result: Result<T, CudaError>) -> Result<T, StreamError> {

@@ -5,9 +5,8 @@ use std::time::Duration;
 use anyhow::Result;
 use encke::trace::Activity;
 use encke::{CpuKernel, Data, RankMemory};
-use encke_ring::out_of_core::{
-    Checksum, Generator, RankDone, RowRange, Samples, Sink, Stream, StreamError,
-};
+use encke_ring::RankReport;
+use encke_ring::out_of_core::{Checksum, Generator, RowRange, Samples, Sink, Stream, StreamError};
 
 use super::gpu::DeviceMemory;
 use super::{Harvest, Works};
@@ -47,7 +46,7 @@ impl Works<CpuKernel> for Host<'_> {
         number: usize,
         generator: &Generator,
         samples: &mut Samples,
-    ) -> Result<RankDone> {
+    ) -> Result<RankReport> {
         let mut output = Output {
             checksum: &mut self.checksum,
             samples,
@@ -55,7 +54,7 @@ impl Works<CpuKernel> for Host<'_> {
         Ok(stream.rank(number, generator, &mut output, None)?)
     }
 
-    fn collect(&mut self, done: &RankDone, samples: &mut Samples) -> Result<Harvest> {
+    fn collect(&mut self, done: &RankReport, samples: &mut Samples) -> Result<Harvest> {
         let time = |of: Activity| -> Duration {
             let events = done.events.iter().filter(|event| event.activity == of);
             events.map(|event| event.duration).sum()

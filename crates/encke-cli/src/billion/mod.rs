@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use encke::plan::Plan;
 use encke::{CpuKernel, Kernel, RankMemory};
-use encke_ring::out_of_core::{Checksum, Generator, RankDone, Sampled, Samples, Stream};
+use encke_ring::RankReport;
+use encke_ring::out_of_core::{Checksum, Generator, Sampled, Samples, Stream};
 use indicatif::ProgressBar;
 
 use crate::Verdict;
@@ -42,10 +43,10 @@ trait Works<K: Kernel> {
         number: usize,
         generator: &Generator,
         samples: &mut Samples,
-    ) -> Result<RankDone>;
+    ) -> Result<RankReport>;
 
     /// What came of it.
-    fn collect(&mut self, done: &RankDone, samples: &mut Samples) -> Result<Harvest>;
+    fn collect(&mut self, done: &RankReport, samples: &mut Samples) -> Result<Harvest>;
 
     /// What computes.
     fn kernel(&self) -> String;
@@ -104,7 +105,7 @@ fn carry_out<K: Kernel>(
     let mut largest: Option<RankMemory> = None;
     let mut progress = Progress::new(settings.ranks, state.finished, settings.tokens);
     let mut clock = Instant::now();
-    let mut book = |state: &mut State, (done, harvest): (RankDone, Harvest)| {
+    let mut book = |state: &mut State, (done, harvest): (RankReport, Harvest)| {
         let checked = &mut state.checked;
         checked.check(plan.request(), &generator, harvest.samples)?;
         state.checksum = state.checksum + harvest.checksum;
@@ -121,7 +122,7 @@ fn carry_out<K: Kernel>(
         anyhow::Ok(())
     };
     // A rank is booked while the next one is at work, where that is another device.
-    let mut before: Option<(RankDone, Harvest)> = None;
+    let mut before: Option<(RankReport, Harvest)> = None;
     for rank in state.finished..settings.ranks {
         let done = works.rank(&mut stream, rank, &generator, &mut samples)?;
         if let Some(before) = before.take() {
@@ -171,7 +172,7 @@ fn resumed(options: &Options, settings: &Settings) -> Result<State> {
 }
 
 /// Books what a rank did.
-fn add(state: &mut State, done: &RankDone, took: Duration) {
+fn add(state: &mut State, done: &RankReport, took: Duration) {
     state.finished += 1;
     state.pairs += done.pairs as u64;
     let received = done.events.iter().map(|event| event.received_bytes as u64);

@@ -7,7 +7,6 @@
 //! round take alone: a longer wait is for a rank that computes longer.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -15,7 +14,8 @@ use encke::explain::bytes;
 use encke::plan::program::{Component, RankPlan, Role};
 use encke::{Activity, Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request};
 use encke_core::transport::{Address, Incoming, Outgoing, Transport};
-use encke_ring::out_of_core::{Generator, Member, RowRange, Source, StreamError};
+use encke_ring::ShardCall;
+use encke_ring::out_of_core::{FromSource, Generator, RowRange, Source, StreamError};
 use serde::{Deserialize, Serialize};
 
 use super::{Options, output, report};
@@ -168,26 +168,24 @@ fn measure(
         wide: Generator::new(seed, request.shape.dim),
         narrow: Generator::new(seed, 1),
     };
-    let made = Plan::new(request)
-        .map(Arc::new)
-        .map_err(anyhow::Error::from);
+    let made = Plan::new(request).map_err(anyhow::Error::from);
     let plan = cluster.agree(made)?;
     attention.kernel().release_scratch();
     let before = resident_bytes();
     let loaded = (|| {
-        let mut member = Member::new(attention.kernel(), &plan, cluster.rank())?;
-        member.load(&rows)?;
-        Ok(member)
+        let mut shard = ShardCall::new(attention.kernel(), &plan, cluster.rank())?;
+        shard.load(&mut FromSource(&rows))?;
+        Ok(shard)
     })();
-    let mut member = cluster.agree(loaded)?;
+    let mut shard = cluster.agree(loaded)?;
     cluster.wire.begin();
     let begin = Instant::now();
-    member.start();
-    member.run(&mut cluster.wire)?;
+    shard.restart_clock();
+    shard.run(&mut cluster.wire)?;
     let seconds = begin.elapsed().as_secs_f64();
     let after = resident_bytes();
-    let program = member.rank().plan().clone();
-    let done = member.finish();
+    let program = shard.rank().plan().clone();
+    let done = shard.finish();
     let total = |of: Activity| -> f64 {
         let events = done.events.iter().filter(|event| event.activity == of);
         events.map(|event| event.duration.as_secs_f64()).sum()

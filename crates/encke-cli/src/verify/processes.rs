@@ -12,8 +12,7 @@ use encke::conformance::{self, Configuration};
 use encke::plan::program::Role;
 use encke::{Attention, Data, Pass, Tensor};
 use encke_cpu::CpuKernel;
-use encke_ring::trace::Recorder;
-use encke_ring::{Rank, ThreadRing, call};
+use encke_ring::{CallInputs, Rank, ShardCall, ThreadRing};
 use encke_sim::lockstep;
 use encke_sim::sample::Sample;
 
@@ -127,16 +126,15 @@ fn compare(cluster: &mut Cluster, attention: &Attention, case: &Case) -> Result<
         };
         let sample = Sample::new(&configuration, backward)?;
         let (plan, inputs) = (&sample.plan, sample.inputs());
-        let mut rank = call::recruit(kernel, plan, cluster.rank())?;
-        let mut recorder = Recorder::new(cluster.rank(), Instant::now());
-        call::load(kernel, &mut rank, &inputs, &mut recorder)?;
+        let mut shard = ShardCall::new(kernel, plan, cluster.rank())?;
+        shard.load(&mut CallInputs::Whole(&inputs))?;
         cluster.wire.begin();
-        call::guarded(|| rank.run(kernel, &mut cluster.wire, &mut recorder))?;
+        shard.run(&mut cluster.wire)?;
         let threads = ThreadRing::new(CpuKernel::new()?, DEADLINE).run(plan.request(), &inputs)?;
         let simulated = lockstep::run(kernel, plan, &inputs)?;
         for (what, outcome) in [("threads", threads), ("the simulator", simulated)] {
             for (role, tensor) in outcome.tensors() {
-                let same = same_rows(kernel, &rank, *role, tensor);
+                let same = same_rows(kernel, shard.rank(), *role, tensor);
                 let same = same.map_err(|e| anyhow!("{pass}, {role:?}, against {what}: {e}"));
                 if same.is_err() {
                     return Ok(same);

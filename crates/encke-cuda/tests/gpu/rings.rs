@@ -13,6 +13,7 @@ use encke_core::sharding::{Cut, Sharding};
 use encke_core::transport::Transport;
 use encke_core::{DType, Pattern, Shape, Tensor, View, reference};
 use encke_cuda::{Buffer, CudaKernel, Nccl, Staged};
+use encke_ring::error::catch_panic;
 use encke_ring::threads::endpoints;
 use encke_ring::trace::Recorder;
 use encke_ring::{Outcome, Rank, ThreadRing, call};
@@ -78,12 +79,12 @@ fn apart<'a, T: Transport<Buffer> + Send>(
     Box::new(move |request, inputs| {
         let words = |error: encke_ring::RingError| error.to_string();
         let plan = Arc::new(Plan::new(request.clone()).map_err(|error| error.to_string())?);
-        let ranks = (0..plan.ranks()).map(|rank| call::recruit(kernel, &plan, rank));
+        let ranks = (0..plan.ranks()).map(|rank| call::new_rank(kernel, &plan, rank));
         let mut ranks = ranks.collect::<Result<Vec<_>, _>>().map_err(words)?;
         let wires = wires(ranks.len())?;
         let load =
             |rank: &mut Rank<CudaKernel>, recorder: &mut Recorder, by: Loader| match loader == by {
-                true => call::load(kernel, rank, inputs, recorder),
+                true => call::load_inputs(kernel, rank, inputs, recorder),
                 false => Ok(()),
             };
         for rank in &mut ranks {
@@ -95,7 +96,7 @@ fn apart<'a, T: Transport<Buffer> + Send>(
             let members = ranks.iter_mut().zip(wires);
             let live = |(rank, mut wire): (&'_ mut Rank<CudaKernel>, T)| {
                 let mut recorder = Recorder::new(rank.plan().rank, Instant::now());
-                call::guarded(|| {
+                catch_panic(|| {
                     load(rank, &mut recorder, Loader::Own)?;
                     rank.run(kernel, &mut wire, &mut recorder)
                 })

@@ -12,7 +12,8 @@ use pulp::Arch;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{RowRange, Sink, StreamError};
+use super::error::StreamError;
+use super::source::{RowRange, Sink};
 
 /// Rows that one task sums.
 const ROWS: usize = 512;
@@ -118,8 +119,8 @@ impl Checksum {
 }
 
 impl Sink for Checksum {
-    fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
-        if stretch.role != Role::Out {
+    fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
+        if range.role != Role::Out {
             return Ok(());
         }
         let RowRange {
@@ -127,7 +128,7 @@ impl Sink for Checksum {
             tokens,
             heads,
             ..
-        } = *stretch;
+        } = *range;
         let rows = tokens.count * heads.len();
         let arch = Arch::new();
         let sum = with_typed!(Data, from, numbers => {

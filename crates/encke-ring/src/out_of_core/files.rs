@@ -11,7 +11,8 @@ use std::sync::Arc;
 use encke_core::plan::program::Role;
 use encke_core::{DType, Data};
 
-use super::{RowRange, Sink, Source, StreamError};
+use super::error::StreamError;
+use super::source::{RowRange, Sink, Source};
 
 /// Where a tensor `[b, n, h, width]` lies.
 #[derive(Debug, Clone)]
@@ -26,11 +27,11 @@ pub struct TensorFile {
     pub dims: [usize; 4],
 }
 
-/// Numbers that lie side by side in the file and in a stretch.
+/// Numbers that lie side by side in the file and in a range.
 struct Piece {
     /// The byte in the file.
     at: u64,
-    /// The bytes in the stretch.
+    /// The bytes in the range.
     bytes: std::ops::Range<usize>,
 }
 
@@ -40,7 +41,7 @@ impl TensorFile {
         self.dims.iter().product::<usize>() as u64 * self.dtype.bytes() as u64
     }
 
-    fn pieces<'a>(&self, stretch: &RowRange<'a>) -> impl Iterator<Item = Piece> + use<'a> {
+    fn pieces<'a>(&self, range: &RowRange<'a>) -> impl Iterator<Item = Piece> + use<'a> {
         let [_, n, h, d] = self.dims;
         let (width, offset) = (d * self.dtype.bytes(), self.offset);
         let RowRange {
@@ -48,7 +49,7 @@ impl TensorFile {
             tokens,
             heads,
             ..
-        } = *stretch;
+        } = *range;
         assert!(
             tokens.count == 0 || tokens.end() <= n,
             "tokens of the tensor"
@@ -70,28 +71,28 @@ impl TensorFile {
         })
     }
 
-    /// Overwrites the first numbers of `to` with the rows of a stretch.
-    pub fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
+    /// Overwrites the first numbers of `to` with the rows of a range.
+    pub fn read(&self, range: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
         let bytes = to.bytes_mut();
         let read = |piece: Piece| read_at(&self.file, &mut bytes[piece.bytes], piece.at);
-        let done = self.pieces(stretch).try_for_each(read);
-        done.map_err(|source| failed("read", stretch, source))
+        let done = self.pieces(range).try_for_each(read);
+        done.map_err(|source| failed("read", range, source))
     }
 
-    /// Writes the rows of a stretch.
-    pub fn write(&self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
+    /// Writes the rows of a range.
+    pub fn write(&self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         let bytes = from.bytes();
         let write = |piece: Piece| write_at(&self.file, &bytes[piece.bytes], piece.at);
-        let done = self.pieces(stretch).try_for_each(write);
-        done.map_err(|source| failed("write", stretch, source))
+        let done = self.pieces(range).try_for_each(write);
+        done.map_err(|source| failed("write", range, source))
     }
 }
 
-fn failed(verb: &'static str, stretch: &RowRange<'_>, source: io::Error) -> StreamError {
+fn failed(verb: &'static str, range: &RowRange<'_>, source: io::Error) -> StreamError {
     StreamError::File {
         verb,
-        role: stretch.role,
-        token: stretch.tokens.first,
+        role: range.role,
+        token: range.tokens.first,
         source,
     }
 }
@@ -125,18 +126,18 @@ impl Source for Files {
         self.get(role).map_or(DType::F32, |tensor| tensor.dtype)
     }
 
-    fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
-        let (verb, role) = ("read", stretch.role);
+    fn read(&self, range: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
+        let (verb, role) = ("read", range.role);
         let tensor = self.get(role).ok_or(StreamError::Missing { verb, role })?;
-        tensor.read(stretch, to)
+        tensor.read(range, to)
     }
 }
 
 impl Sink for Files {
-    fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
-        let (verb, role) = ("write", stretch.role);
+    fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
+        let (verb, role) = ("write", range.role);
         let tensor = self.get(role).ok_or(StreamError::Missing { verb, role })?;
-        tensor.write(stretch, from)
+        tensor.write(range, from)
     }
 }
 

@@ -9,7 +9,8 @@ use encke_core::kernel::Kernel;
 use encke_core::plan::{Plan, Request};
 use encke_core::sharding::Sharding;
 
-use super::{StreamError, drive, staging};
+use super::error::StreamError;
+use super::{sequential, staging};
 
 /// What the program itself may take beside the buffers of a rank: its code, its threads' stacks,
 /// the plan, and what the allocator holds back. Measured at about 8 MiB with 2 threads.
@@ -80,7 +81,7 @@ fn resident<K: Kernel>(
 ) -> Result<usize, StreamError> {
     let mut request = request.clone();
     request.sharding = Sharding::new(ranks, request.sharding.cut().clone())?;
-    drive::check(&request)?;
+    sequential::check(&request)?;
     let shape = request.shape;
     let row = shape.heads.max(shape.kv_heads) * shape.dim;
     // What is added to sums in a file is kept once more, in the widest type there is.

@@ -14,7 +14,8 @@ use encke_core::{DType, Data, Slice};
 use pulp::Arch;
 use rayon::prelude::*;
 
-use super::{RowRange, Source, StreamError};
+use super::error::StreamError;
+use super::source::{RowRange, Source};
 
 /// Rows that one task makes.
 const ROWS: usize = 256;
@@ -80,7 +81,7 @@ impl Source for Generator {
         DType::F32
     }
 
-    fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
+    fn read(&self, range: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
         let Data::F32(to) = to else {
             unreachable!("a generator's numbers are f32");
         };
@@ -89,7 +90,7 @@ impl Source for Generator {
             batch,
             tokens,
             heads,
-        } = *stretch;
+        } = *range;
         let arch = Arch::new();
         let some_rows = |(first, rows): (usize, &mut [f32])| {
             arch.dispatch(
@@ -146,13 +147,13 @@ mod tests {
 
     fn read(generator: &Generator, role: Role, tokens: Run, heads: &[usize]) -> Vec<f32> {
         let mut to = Data::zeros(DType::F32, tokens.count * heads.len() * generator.dim);
-        let stretch = RowRange {
+        let range = RowRange {
             role,
             batch: 0,
             tokens,
             heads,
         };
-        generator.read(&stretch, &mut to).unwrap();
+        generator.read(&range, &mut to).unwrap();
         match to {
             Data::F32(numbers) => numbers,
             _ => unreachable!(),

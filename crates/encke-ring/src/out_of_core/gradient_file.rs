@@ -13,8 +13,10 @@ use encke_core::job::Block;
 use encke_core::plan::Request;
 use encke_core::plan::program::Role;
 
+use super::error::StreamError;
 use super::files::{Files, TensorFile};
-use super::{RowRange, Sink, Source, StreamError, transfer};
+use super::source::{RowRange, Sink, Source};
+use super::transfer::transfer;
 
 /// Two tensors of sums in a file.
 #[derive(Debug)]
@@ -50,16 +52,16 @@ impl GradientFile {
         })
     }
 
-    /// Adds to the rows of a stretch.
-    pub fn add(&mut self, stretch: &RowRange<'_>, numbers: &Data) -> Result<(), StreamError> {
+    /// Adds to the rows of a range.
+    pub fn add(&mut self, range: &RowRange<'_>, numbers: &Data) -> Result<(), StreamError> {
         let count = numbers.as_slice().len();
         if self.row.as_slice().len() != count {
             self.row = Data::zeros(self.request.dtype.sum(), count);
         }
-        self.sums.read(stretch, &mut self.row)?;
+        self.sums.read(range, &mut self.row)?;
         let block = Block::contiguous(count, 0, 0);
         host::copy(&block, true, numbers.as_slice(), &mut self.row);
-        self.sums.write(stretch, &self.row)
+        self.sums.write(range, &self.row)
     }
 
     /// Rounds all sums and hands them over.

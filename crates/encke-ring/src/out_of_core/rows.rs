@@ -1,16 +1,21 @@
-//! Rows of a rank's inputs and outputs, between a dock and its buffers.
+//! A rank's inputs and outputs as rows of a [`RowIo`]: which tokens and heads lie where in which
+//! buffer.
 
-use crate::Rank;
 use encke_core::Shape;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::{Port, Role};
 use encke_core::plan::{Queries, Request};
 use encke_core::sharding::Run;
 
-use super::row_io::{BufferSlot, RowIo};
-use super::{RowRange, StreamError};
+use crate::error::{RankError, RingError};
+use crate::rank::{BorrowedInputs, Rank};
+use crate::shard_call::{ShardInput, ShardOutput};
 
-/// Numbers in a row of one head of a tensor.
+use super::error::StreamError;
+use super::row_io::{BufferSlot, RowIo};
+use super::source::RowRange;
+
+/// Elements in a row of one head of a tensor.
 pub fn width(role: Role, shape: &Shape) -> usize {
     match role {
         Role::Lse | Role::Dlse => 1,
@@ -27,85 +32,111 @@ fn heads(role: Role, shape: &Shape) -> Vec<usize> {
     (0..count).collect()
 }
 
-/// Brings a rank its rows of an input.
-pub(super) fn load<K: Kernel>(
-    rank: &mut Rank<K>,
-    port: &Port,
-    shape: &Shape,
-    dock: &mut dyn RowIo<K>,
-) -> Result<(), StreamError> {
-    let (heads, width) = (heads(port.role, shape), width(port.role, shape));
-    let dtype = rank.plan().buffers[port.buffer.0].dtype;
-    let buffer = rank.buffer_mut(port.buffer);
-    for (at, batch, tokens) in places(port, shape, heads.len() * width) {
-        let stretch = RowRange {
-            role: port.role,
-            batch,
-            tokens,
-            heads: &heads,
-        };
-        let to = BufferSlot {
-            buffer: &mut *buffer,
-            dtype,
-            at,
-        };
-        dock.fetch(&stretch, width, to)?;
+/// Refuses patterns whose branches are combined from all rows of the sequence: a row of their
+/// outputs is not a row of the result.
+pub(super) fn check_slots(request: &Request) -> Result<(), StreamError> {
+    if request.pattern.splits_slots() {
+        return Err(StreamError::Unsupported {
+            what: "a pattern whose branches are combined after the last rank (fkodom, detached \
+                   mixing gradients)",
+            hint: "use group mode, or mix mode with exact gradients",
+        });
     }
     Ok(())
 }
 
-/// Takes a rank's rows of an output. A dock that adds gradients up does so before they are rounded.
-pub(super) fn store<K: Kernel>(
-    rank: &Rank<K>,
-    port: &Port,
-    request: &Request,
-    dock: &mut dyn RowIo<K>,
-) -> Result<(), StreamError> {
-    let shape = &request.shape;
-    let (heads, width) = (heads(port.role, shape), width(port.role, shape));
-    let dtype = rank.plan().buffers[port.buffer.0].dtype;
-    let rounded = match port.role {
-        Role::Lse => request.dtype.sum(),
-        _ => request.dtype,
-    };
-    for (at, batch, tokens) in own_places(port, request, rank.plan().rank, heads.len() * width) {
-        let stretch = RowRange {
-            role: port.role,
-            batch,
-            tokens,
-            heads: &heads,
-        };
-        let from = BufferSlot {
-            buffer: rank.buffer(port.buffer),
-            dtype,
-            at,
-        };
-        dock.deliver(from, &stretch, width, rounded)?;
+/// A rank's inputs and outputs, moved by a [`RowIo`].
+pub(super) struct RankRows<'s, K: Kernel>(pub &'s mut dyn RowIo<K>);
+
+impl<'a, K: Kernel> ShardInput<'a, K> for RankRows<'_, K> {
+    type Error = StreamError;
+
+    fn load(
+        &mut self,
+        kernel: &K,
+        request: &Request,
+        rank: &mut Rank<K>,
+    ) -> Result<BorrowedInputs<'a>, StreamError> {
+        check_slots(request)?;
+        let (number, shape) = (rank.plan().rank, &request.shape);
+        let begun = rank.begin(kernel);
+        begun.map_err(|source| RingError::of_rank(number, RankError::before_start(source)))?;
+        for port in rank.plan().inputs.clone() {
+            let (heads, width) = (heads(port.role, shape), width(port.role, shape));
+            let dtype = rank.plan().buffers[port.buffer.0].dtype;
+            let buffer = rank.buffer_mut(port.buffer);
+            for (at, batch, tokens) in offsets(&port, shape, heads.len() * width) {
+                let range = RowRange {
+                    role: port.role,
+                    batch,
+                    tokens,
+                    heads: &heads,
+                };
+                let buffer = &mut *buffer;
+                self.0
+                    .fetch(&range, width, BufferSlot { buffer, dtype, at })?;
+            }
+        }
+        Ok(BorrowedInputs::default())
     }
-    Ok(())
 }
 
-/// Where each run of a port begins in its buffer `[batch, rows, …]`: (address, batch entry, run).
-fn places(port: &Port, shape: &Shape, row: usize) -> Vec<(usize, usize, Run)> {
+impl<K: Kernel> ShardOutput<K> for RankRows<'_, K> {
+    type Error = StreamError;
+
+    /// A [`RowIo`] that sums gradients does so before they are rounded.
+    fn store(&mut self, _: &K, request: &Request, rank: &Rank<K>) -> Result<(), StreamError> {
+        let shape = &request.shape;
+        for port in &rank.plan().outputs {
+            let (heads, width) = (heads(port.role, shape), width(port.role, shape));
+            let dtype = rank.plan().buffers[port.buffer.0].dtype;
+            let rounded = match port.role {
+                Role::Lse => request.dtype.sum(),
+                _ => request.dtype,
+            };
+            let row = heads.len() * width;
+            for (at, batch, tokens) in own_offsets(port, request, rank.plan().rank, row) {
+                let range = RowRange {
+                    role: port.role,
+                    batch,
+                    tokens,
+                    heads: &heads,
+                };
+                let buffer = rank.buffer(port.buffer);
+                let from = BufferSlot { buffer, dtype, at };
+                self.0.deliver(from, &range, width, rounded)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where each run of a port begins in its buffer `[batch, rows, …]`: (element, batch entry, run).
+fn offsets(port: &Port, shape: &Shape, row: usize) -> Vec<(usize, usize, Run)> {
     let mut at = 0;
-    let mut places = Vec::new();
+    let mut offsets = Vec::new();
     for batch in 0..shape.batch {
         for &run in &port.runs {
-            places.push((at, batch, run));
+            offsets.push((at, batch, run));
             at += run.count * row;
         }
     }
-    places
+    offsets
 }
 
-/// The same for the rows that are this rank's to write: where all ranks have all rows, shard by
-/// shard, each writes those of its own tokens.
-fn own_places(port: &Port, request: &Request, rank: usize, row: usize) -> Vec<(usize, usize, Run)> {
+/// The same for the rows that this rank writes. Where every rank holds all queries, shard by shard,
+/// each rank writes those of its own tokens.
+fn own_offsets(
+    port: &Port,
+    request: &Request,
+    rank: usize,
+    row: usize,
+) -> Vec<(usize, usize, Run)> {
     let shape = &request.shape;
-    let mut places = places(port, shape, row);
+    let mut offsets = offsets(port, shape, row);
     if request.queries == Queries::Replicated && port.runs.len() > 1 {
         let own = request.sharding.runs(shape.tokens, rank);
-        places.retain(|(_, _, run)| own.contains(run));
+        offsets.retain(|(_, _, run)| own.contains(run));
     }
-    places
+    offsets
 }

@@ -9,7 +9,9 @@ use encke_core::job::{Block, Operand};
 use encke_core::kernel::{Kernel, Result as KernelResult};
 use encke_core::plan::program::Role;
 
-use super::{BufferSlot, RowRange, Sink, StreamError};
+use super::error::StreamError;
+use super::row_io::BufferSlot;
+use super::source::{RowRange, Sink};
 
 /// A row of the output.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -49,10 +51,10 @@ impl Samples {
         self.wanted.len()
     }
 
-    /// Those of a stretch of the first batch entry, each with the number of its row there.
-    fn within(&self, stretch: &RowRange<'_>) -> Vec<((usize, usize), usize)> {
-        let RowRange { tokens, heads, .. } = *stretch;
-        if stretch.batch != 0 || tokens.count == 0 {
+    /// Those of a range of the first batch entry, each with the number of its row there.
+    fn within(&self, range: &RowRange<'_>) -> Vec<((usize, usize), usize)> {
+        let RowRange { tokens, heads, .. } = *range;
+        if range.batch != 0 || tokens.count == 0 {
             return Vec::new();
         }
         let range = self.wanted.range((tokens.first, 0)..(tokens.end(), 0));
@@ -65,16 +67,16 @@ impl Samples {
         range.filter_map(row).collect()
     }
 
-    /// Copies those of a stretch of out or lse out of a buffer, on the device.
+    /// Copies those of a range of out or lse out of a buffer, on the device.
     pub fn gather<K: Kernel>(
         &self,
         kernel: &K,
         from: &BufferSlot<&K::Buffer>,
-        stretch: &RowRange<'_>,
+        range: &RowRange<'_>,
         width: usize,
     ) -> KernelResult<Option<Gathered<K::Buffer>>> {
-        let wanted = self.within(stretch);
-        if wanted.is_empty() || !matches!(stretch.role, Role::Out | Role::Lse) {
+        let wanted = self.within(range);
+        if wanted.is_empty() || !matches!(range.role, Role::Out | Role::Lse) {
             return Ok(None);
         }
         // An address for each row is what the table of an operand's heads is.
@@ -97,7 +99,7 @@ impl Samples {
         let mut numbers = kernel.allocate(from.dtype, wanted.len() * width)?;
         kernel.copy(&block, false, kernel.input(from.buffer), &mut numbers)?;
         Ok(Some(Gathered {
-            role: stretch.role,
+            role: range.role,
             places: wanted.into_iter().map(|(place, _)| place).collect(),
             numbers,
         }))
@@ -133,15 +135,15 @@ impl Samples {
 }
 
 impl Sink for Samples {
-    fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
-        if !matches!(stretch.role, Role::Out | Role::Lse) {
+    fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
+        if !matches!(range.role, Role::Out | Role::Lse) {
             return Ok(());
         }
         let slice = from.as_slice();
-        let width = slice.len() / (stretch.tokens.count * stretch.heads.len()).max(1);
-        for (place, row) in self.within(stretch) {
+        let width = slice.len() / (range.tokens.count * range.heads.len()).max(1);
+        for (place, row) in self.within(range) {
             let numbers = (row * width..(row + 1) * width).map(|i| slice.get(i));
-            self.keep(place, stretch.role, numbers.collect());
+            self.keep(place, range.role, numbers.collect());
         }
         Ok(())
     }

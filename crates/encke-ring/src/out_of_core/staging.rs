@@ -8,8 +8,11 @@ use encke_core::kernel::{Kernel, KernelError};
 use encke_core::sharding::Run;
 use encke_core::{DType, Tensor, with_typed};
 
+use crate::error::{RankError, RingError};
+
+use super::error::StreamError;
 use super::row_io::BufferSlot;
-use super::{RowRange, Source, StreamError};
+use super::source::{RowRange, Source};
 
 /// Numbers of a piece, unless one token has more.
 const PIECE: usize = 1 << 18;
@@ -30,26 +33,20 @@ pub(super) fn bytes(row: usize, stored: DType, sum: DType) -> usize {
 }
 
 impl<'a, K: Kernel> StagingBuffer<'a, K> {
-    pub fn new(kernel: &'a K) -> StagingBuffer<'a, K> {
+    pub fn new(kernel: &'a K, rank: usize) -> StagingBuffer<'a, K> {
         StagingBuffer {
             kernel,
-            rank: 0,
+            rank,
             host: Vec::new(),
             device: Vec::new(),
         }
     }
 
-    /// Gives its memory back, when nothing comes or goes for a while.
-    pub fn clear(&mut self) {
-        self.host = Vec::new();
-        self.device = Vec::new();
-    }
-
-    /// Copies the rows of a stretch, `width` numbers each, from a source to their place.
+    /// Copies the rows of a range, `width` numbers each, from a source to their place.
     pub fn fetch(
         &mut self,
         source: &dyn Source,
-        stretch: &RowRange<'_>,
+        range: &RowRange<'_>,
         width: usize,
         to: BufferSlot<&mut K::Buffer>,
     ) -> Result<(), StreamError> {
@@ -58,9 +55,9 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
             dtype,
             at,
         } = to;
-        let stored = source.dtype(stretch.role);
+        let stored = source.dtype(range.role);
         let numbers = |piece: &RowRange<'_>| piece.tokens.count * piece.heads.len() * width;
-        let mut pieces = pieces(stretch, width);
+        let mut pieces = pieces(range, width);
         let mut coming = pieces.next();
         let mut ready: Option<(usize, Tensor)> = None;
         // While one piece is copied into the buffer, the next one is read.
@@ -102,17 +99,17 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
         Ok(())
     }
 
-    /// Hands the rows of a stretch over as numbers of type `rounded`, piece by piece.
+    /// Hands the rows of a range over as numbers of type `rounded`, piece by piece.
     pub fn deliver(
         &mut self,
         from: BufferSlot<&K::Buffer>,
-        stretch: &RowRange<'_>,
+        range: &RowRange<'_>,
         width: usize,
         rounded: DType,
         take: &mut dyn FnMut(&RowRange<'_>, &Tensor) -> Result<(), StreamError>,
     ) -> Result<(), StreamError> {
         let BufferSlot { dtype, at, .. } = from;
-        for (offset, piece) in pieces(stretch, width) {
+        for (offset, piece) in pieces(range, width) {
             let numbers = piece.tokens.count * piece.heads.len() * width;
             let mut host = self.host(rounded, numbers);
             let mut device = self.device(dtype, numbers)?;
@@ -130,10 +127,7 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
     }
 
     fn failed(&self, source: KernelError) -> StreamError {
-        StreamError::Rank {
-            rank: self.rank,
-            source: crate::RankError::Kernel { round: 0, source },
-        }
+        RingError::of_rank(self.rank, RankError::before_start(source)).into()
     }
 
     /// A host tensor of exactly so many numbers, in memory that is used again.
@@ -179,12 +173,12 @@ const ONE: Run = Run {
     count: 1,
 };
 
-/// A stretch cut into pieces of whole tokens, each with the number of numbers before it.
-fn pieces<'a>(stretch: &RowRange<'a>, width: usize) -> impl Iterator<Item = (usize, RowRange<'a>)> {
-    let stretch = *stretch;
-    let row = stretch.heads.len() * width;
+/// A range cut into pieces of whole tokens, each with the number of numbers before it.
+fn pieces<'a>(range: &RowRange<'a>, width: usize) -> impl Iterator<Item = (usize, RowRange<'a>)> {
+    let range = *range;
+    let row = range.heads.len() * width;
     let most = (PIECE / row.max(1)).max(1);
-    let tokens = stretch.tokens;
+    let tokens = range.tokens;
     (0..tokens.count).step_by(most).map(move |skipped| {
         let piece = RowRange {
             tokens: Run {
@@ -192,7 +186,7 @@ fn pieces<'a>(stretch: &RowRange<'a>, width: usize) -> impl Iterator<Item = (usi
                 stride: tokens.stride,
                 count: most.min(tokens.count - skipped),
             },
-            ..stretch
+            ..range
         };
         (skipped * row, piece)
     })

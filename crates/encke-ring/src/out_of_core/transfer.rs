@@ -6,7 +6,8 @@ use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data};
 
-use super::{RowRange, Sink, Source, StreamError};
+use super::error::StreamError;
+use super::source::{RowRange, Sink, Source};
 
 /// Numbers of a piece, unless one token has more.
 const PIECE: usize = 1 << 18;
@@ -36,20 +37,20 @@ pub fn transfer(
                 stride: 1,
                 count,
             };
-            let stretch = RowRange {
+            let range = RowRange {
                 role,
                 batch,
                 tokens,
                 heads: &heads,
             };
-            source.read(&stretch, &mut read)?;
+            source.read(&range, &mut read)?;
             host::copy(
                 &Block::contiguous(numbers, 0, 0),
                 false,
                 read.as_slice(),
                 &mut rounded,
             );
-            sink.write(&stretch, &rounded)?;
+            sink.write(&range, &rounded)?;
         }
         if !n.is_multiple_of(most) {
             read = Data::zeros(source.dtype(role), most * h * width);

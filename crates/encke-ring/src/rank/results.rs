@@ -1,8 +1,8 @@
-//! What a rank returns, and the memory it lies in.
+//! The outputs of a rank, and the memory they lie in.
 //!
-//! The decision here: zeros that nobody has written since are not written again. A rank knows which
-//! rows of its gradients it adds to, of each buffer whether all others are zeros, and by its mark
-//! which memory it has left so elsewhere.
+//! The decision here: elements that are zeros already are not zeroed again. A rank knows which rows
+//! of its gradients it adds to, and tracks for each buffer whether all other elements are zeros. Its
+//! mark identifies memory elsewhere that it has left in that condition.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -17,40 +17,40 @@ use encke_core::transport::WireBuffer;
 
 use super::Rank;
 
-/// Marks of ranks, none of which is given twice.
+/// The next rank's mark; each is used once.
 static MARKS: AtomicU64 = AtomicU64::new(0);
 
-/// What is known of zeros.
-pub(super) struct Zeros {
+/// Which elements of a rank's buffers are known to be zeros.
+pub(super) struct ZeroTracker {
     mark: u64,
     /// Gradients that are mostly zeros, and the rows that are not.
     sparse: Vec<(BufferId, Vec<Block>)>,
-    /// Of every buffer, whether all its other numbers are known to be zeros.
-    clean: Vec<bool>,
+    /// For each buffer: true if all elements outside those rows are zeros.
+    zeroed: Vec<bool>,
 }
 
-impl Zeros {
-    pub fn new(plan: &RankPlan) -> Zeros {
-        Zeros {
+impl ZeroTracker {
+    pub fn new(plan: &RankPlan) -> ZeroTracker {
+        ZeroTracker {
             mark: MARKS.fetch_add(1, Ordering::Relaxed),
             sparse: plan.sparse_gradients(),
-            clean: vec![false; plan.buffers.len()],
+            zeroed: vec![false; plan.buffers.len()],
         }
     }
 
-    /// Notes whether all numbers of a buffer are zeros but those that its rank writes.
-    pub fn know(&mut self, id: BufferId, clean: bool) {
-        self.clean[id.0] = clean;
+    /// Sets whether all elements of a buffer are zeros except those that its rank writes.
+    pub fn set(&mut self, id: BufferId, zeroed: bool) {
+        self.zeroed[id.0] = zeroed;
     }
 
-    /// The rows of a buffer that is mostly zeros.
+    /// The nonzero rows of a buffer that is mostly zeros.
     fn rows(&self, id: BufferId) -> Option<&[Block]> {
         let of = self.sparse.iter().find(|(sparse, _)| *sparse == id);
         of.map(|(_, rows)| &rows[..])
     }
 
-    /// Where a task makes all of a buffer zeros and all but some rows are: those.
-    pub fn rows_to_clear(&mut self, task: &Task) -> Option<(BufferId, &[Block])> {
+    /// The rows that a task still has to zero, if it zeroes a whole buffer that is zero elsewhere.
+    pub fn rows_to_zero(&mut self, task: &Task) -> Option<(BufferId, &[Block])> {
         let Task::Fill {
             buffer,
             value: Fill::Zero,
@@ -58,26 +58,26 @@ impl Zeros {
         else {
             return None;
         };
-        let clean = std::mem::replace(&mut self.clean[buffer.0], true);
-        let rows = self.rows(*buffer).filter(|_| clean)?;
+        let zeroed = std::mem::replace(&mut self.zeroed[buffer.0], true);
+        let rows = self.rows(*buffer).filter(|_| zeroed)?;
         Some((*buffer, rows))
     }
 }
 
 impl<K: Kernel> Rank<K> {
-    /// Takes memory of earlier outputs for those that were given away. Numbers that are to be zeros
-    /// are made so, unless all they have been since is outputs of this very rank.
-    pub fn refit(&mut self, kernel: &K, spare: &TensorPool) -> Result<(), KernelError> {
+    /// Takes pooled memory for outputs whose buffers were given away. Zeroes the elements that must
+    /// be zeros, unless this rank was the last to write the memory.
+    pub fn reuse_outputs(&mut self, kernel: &K, pool: &TensorPool) -> Result<(), KernelError> {
         let sparse = self.plan.sparse_outputs();
         for port in &self.plan.outputs {
             let BufferPlan {
                 dtype, elements, ..
             } = self.plan.buffers[port.buffer.0];
-            if self.shelf.buffers[port.buffer.0].is_some() {
+            if self.table.buffers[port.buffer.0].is_some() {
                 continue;
             }
             let own = Some(self.mark(port.role));
-            let Some(Kept { data, mark }) = spare.take(dtype, elements, own) else {
+            let Some(Kept { data, mark }) = pool.take(dtype, elements, own) else {
                 continue;
             };
             match kernel.from_host(data) {
@@ -85,21 +85,21 @@ impl<K: Kernel> Rank<K> {
                     if sparse.contains(&port.buffer) && mark != own {
                         kernel.fill(&mut buffer, 0.0)?;
                     }
-                    self.shelf.put(port.buffer, buffer);
-                    self.zeros.know(port.buffer, mark == own);
+                    self.table.put(port.buffer, buffer);
+                    self.zeros.set(port.buffer, mark == own);
                 }
-                Err(data) => spare.keep(Kept { data, mark }),
+                Err(data) => pool.keep(Kept { data, mark }),
             }
         }
         Ok(())
     }
 
-    /// What memory of an output of this rank is known by ([`Kept`]).
+    /// The mark on pooled memory that this rank wrote an output to ([`Kept`]).
     pub fn mark(&self, role: Role) -> u64 {
         self.zeros.mark << 8 | role as u64
     }
 
-    /// How many rows of an output it has, those it has adopted included.
+    /// How many rows of an output it holds, including those of adopted shards.
     pub fn rows_of(&self, role: Role) -> usize {
         let ports = self.plan.outputs.iter().filter(|port| port.role == role);
         let runs = ports.flat_map(|port| &port.runs);
@@ -109,31 +109,36 @@ impl<K: Kernel> Rank<K> {
     /// Copies this rank's rows of an output out.
     pub fn store(&self, kernel: &K, role: Role, to: &mut Tensor) -> Result<(), KernelError> {
         for port in self.plan.outputs.iter().filter(|port| port.role == role) {
-            kernel.download(self.shelf.get(port.buffer), &port.runs, to)?;
+            kernel.download(self.table.get(port.buffer), &port.runs, to)?;
         }
         Ok(())
     }
 
-    /// The same where this rank has all of the output and its `mark` is on the memory: numbers that
-    /// are always zeros are left as they are.
-    pub fn store_again(&self, kernel: &K, role: Role, to: &mut Tensor) -> Result<(), KernelError> {
+    /// The same where this rank holds all of the output and its `mark` is on the memory: elements
+    /// that are always zeros are not written.
+    pub fn store_nonzero(
+        &self,
+        kernel: &K,
+        role: Role,
+        to: &mut Tensor,
+    ) -> Result<(), KernelError> {
         let port = self.plan.outputs.iter().find(|port| port.role == role);
         let whole = port.filter(|port| host::whole_run(&port.runs).is_some());
         let rows = whole.and_then(|port| Some((port.buffer, self.zeros.rows(port.buffer)?)));
         match rows {
-            Some((id, rows)) => kernel.download_rows(self.shelf.get(id), rows, to),
+            Some((id, rows)) => kernel.download_rows(self.table.get(id), rows, to),
             None => self.store(kernel, role, to),
         }
     }
 
-    /// Takes an output that this rank has all of, in the order of its tokens; the buffer that held
-    /// it is not copied but given away.
+    /// Takes an output that this rank holds completely, in token order. The buffer is given away, not
+    /// copied.
     pub fn take_output(&mut self, kernel: &K, role: Role) -> Result<Option<Data>, KernelError> {
         let of = self.plan.outputs.iter().find(|port| port.role == role);
         let Some(port) = of.filter(|port| host::whole_run(&port.runs).is_some()) else {
             return Ok(None);
         };
-        let Some(buffer) = self.shelf.buffers[port.buffer.0].take() else {
+        let Some(buffer) = self.table.buffers[port.buffer.0].take() else {
             return Ok(None);
         };
         let (after, planned) = (self.plan.rounds.len(), &self.plan.buffers[port.buffer.0]);

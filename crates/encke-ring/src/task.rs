@@ -1,60 +1,60 @@
-//! One task of a program, said to the kernel.
+//! Runs one task of a program on the kernel.
 //!
-//! A translation without decisions: which buffers a task reads and writes is in the task, what is
-//! done with them is the kernel's. What a task writes is held ([`CheckedOut`]), what it reads is borrowed
-//! from the shelf or from the caller.
+//! A translation without decisions: the task names the buffers it reads and writes, the kernel
+//! computes. A task writes buffers that are checked out ([`CheckedOut`]); it reads buffers in the
+//! table, or the caller's inputs in place.
 
 use encke_core::kernel::{Gradients, Kernel, KernelError, SoftmaxState, Upstream};
 use encke_core::plan::program::{BufferId, Fill, Task};
 
 use crate::buffer_table::{BorrowedInputs, BufferTable, CheckedOut};
 
-/// Carries out tasks, none of which reads what another one writes.
-pub(crate) fn perform_all<K: Kernel>(
+/// Runs tasks, none of which reads what another one writes.
+pub(crate) fn run_tasks<K: Kernel>(
     kernel: &K,
-    loans: &BorrowedInputs<'_>,
+    borrowed: &BorrowedInputs<'_>,
     tasks: &[Task],
-    shelf: &mut BufferTable<K::Buffer>,
+    table: &mut BufferTable<K::Buffer>,
 ) -> Result<(), KernelError> {
-    let mut held = CheckedOut::take(shelf, tasks);
+    let mut outputs = CheckedOut::take(table, tasks);
     let mut tasks = tasks.iter();
-    let done = tasks.try_for_each(|task| perform(kernel, loans, task, shelf, &mut held));
-    held.give_back(shelf);
+    let done = tasks.try_for_each(|task| run_task(kernel, borrowed, task, table, &mut outputs));
+    outputs.give_back(table);
     done
 }
 
-/// A buffer as jobs read it: the caller's where it was lent, the rank's own otherwise.
+/// A buffer as jobs read it: the caller's where it is borrowed, the rank's own otherwise.
 fn read<'x, K: Kernel>(
     kernel: &K,
-    loans: &BorrowedInputs<'x>,
-    shelf: &'x BufferTable<K::Buffer>,
+    borrowed: &BorrowedInputs<'x>,
+    table: &'x BufferTable<K::Buffer>,
     id: BufferId,
 ) -> K::Input<'x> {
-    match loans.get(id) {
+    match borrowed.get(id) {
         Some(slice) => {
             let input = kernel.borrow(slice);
-            input.expect("only what the kernel can read in place is lent")
+            input.expect("inputs are borrowed only where the kernel can read them in place")
         }
-        None => kernel.input(shelf.get(id)),
+        None => kernel.input(table.get(id)),
     }
 }
 
-/// Tells the kernel what a task says.
-pub(crate) fn perform<K: Kernel>(
+/// Runs one task.
+pub(crate) fn run_task<K: Kernel>(
     kernel: &K,
-    loans: &BorrowedInputs<'_>,
+    borrowed: &BorrowedInputs<'_>,
     task: &Task,
-    shelf: &BufferTable<K::Buffer>,
-    held: &mut CheckedOut<K::Buffer>,
+    table: &BufferTable<K::Buffer>,
+    outputs: &mut CheckedOut<K::Buffer>,
 ) -> Result<(), KernelError> {
-    let read = |id: BufferId| read(kernel, loans, shelf, id);
+    let read = |id: BufferId| read(kernel, borrowed, table, id);
     match task {
         Task::Fill { buffer, value } => {
             let value = match value {
                 Fill::Zero => 0.0,
                 Fill::MinusInfinity => f64::NEG_INFINITY,
             };
-            kernel.fill(held.get(*buffer), value)
+            kernel.fill(outputs.get(*buffer), value)
         }
         Task::Copy {
             blocks,
@@ -63,8 +63,8 @@ pub(crate) fn perform<K: Kernel>(
             to,
         } => blocks
             .iter()
-            .try_for_each(|block| kernel.copy(block, *add, read(*from), held.get(*to))),
-        Task::Pack { blocks, from, to } => kernel.pack(blocks, read(*from), held.get(*to)),
+            .try_for_each(|block| kernel.copy(block, *add, read(*from), outputs.get(*to))),
+        Task::Pack { blocks, from, to } => kernel.pack(blocks, read(*from), outputs.get(*to)),
         Task::Forward {
             job,
             q,
@@ -72,7 +72,7 @@ pub(crate) fn perform<K: Kernel>(
             v,
             begins,
             carry,
-        } => held.with_carry(*carry, |_, carry| {
+        } => outputs.with_carry(*carry, |_, carry| {
             let state = SoftmaxState::Accumulate {
                 carry,
                 starts: *begins,
@@ -87,9 +87,9 @@ pub(crate) fn perform<K: Kernel>(
             carry,
             out,
             lse,
-        } => held.with_carry(*carry, |held, carry| {
+        } => outputs.with_carry(*carry, |outputs, carry| {
             let (q, k, v) = (read(*q), read(*k), read(*v));
-            held.with_ends(*out, *lse, |out, lse| {
+            outputs.with_outputs(*out, *lse, |out, lse| {
                 let carry = Some(&*carry);
                 kernel.attend(job, q, k, v, SoftmaxState::Finish { carry, out, lse })
             })
@@ -103,13 +103,13 @@ pub(crate) fn perform<K: Kernel>(
             lse,
         } => {
             let (q, k, v) = (read(*q), read(*k), read(*v));
-            held.with_ends(*out, *lse, |out, lse| {
+            outputs.with_outputs(*out, *lse, |out, lse| {
                 let carry = None;
                 kernel.attend(job, q, k, v, SoftmaxState::Finish { carry, out, lse })
             })
         }
-        Task::Merge { blocks, from, to } => held.with_carry(*from, |held, from| {
-            held.with_carry(*to, |_, to| {
+        Task::Merge { blocks, from, to } => outputs.with_carry(*from, |outputs, from| {
+            outputs.with_carry(*to, |_, to| {
                 let mut blocks = blocks.iter();
                 blocks.try_for_each(|block| kernel.merge(block, from, to))
             })
@@ -121,8 +121,8 @@ pub(crate) fn perform<K: Kernel>(
             carry,
             out,
             lse,
-        } => held.with_carry(*carry, |held, carry| {
-            held.with_ends(*out, *lse, |out, lse| {
+        } => outputs.with_carry(*carry, |outputs, carry| {
+            outputs.with_outputs(*out, *lse, |out, lse| {
                 kernel.finish(*cells, *dim, *gain, carry, out, lse)
             })
         }),
@@ -139,7 +139,7 @@ pub(crate) fn perform<K: Kernel>(
             read(*out),
             read(*dout),
             dlse.map(read),
-            held.get(*delta),
+            outputs.get(*delta),
         ),
         Task::Backward {
             job,
@@ -153,7 +153,7 @@ pub(crate) fn perform<K: Kernel>(
             dk,
             dv,
         } => {
-            let mut gradients = [*dq, *dk, *dv].map(|id| held.take_one(id));
+            let mut gradients = [*dq, *dk, *dv].map(|id| outputs.take_one(id));
             let upstream = Upstream {
                 dout: read(*dout),
                 lse: read(*lse),
@@ -168,7 +168,7 @@ pub(crate) fn perform<K: Kernel>(
             };
             let done = kernel.backward(job, q, k, v, upstream, into);
             for (id, buffer) in [*dq, *dk, *dv].into_iter().zip(gradients) {
-                *held.slot(id) = Some(buffer);
+                *outputs.slot(id) = Some(buffer);
             }
             done
         }
