@@ -21,7 +21,6 @@ pub mod reference;
 pub mod rows;
 pub mod shape;
 pub mod sharding;
-pub mod spare;
 pub mod tensor;
 pub mod transport;
 

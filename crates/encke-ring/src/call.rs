@@ -7,11 +7,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::tensor_pool::TensorPool;
 use encke_core::kernel::{Kernel, KernelError};
 use encke_core::plan::program::{Port, RankPlan, Role};
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::Run;
-use encke_core::spare::TensorPool;
 use encke_core::tensor::{Tensor, View};
 use encke_core::transport::Moved;
 use encke_core::{DType, Error};
@@ -114,7 +114,7 @@ impl Outcome {
                 if let Some(data) = given {
                     let tensor = Tensor::from_data(data, dims)?;
                     let mark = Some(rank.mark(role));
-                    tensors.push((role, tensor.returning_to(spare, mark)));
+                    tensors.push((role, tensor.recycle_into(spare, mark)));
                     continue;
                 }
             }
@@ -132,7 +132,7 @@ impl Outcome {
                 };
                 stored.map_err(|source| failed(rank.plan(), source))?;
             }
-            tensors.push((role, tensor.returning_to(spare, mark)));
+            tensors.push((role, tensor.recycle_into(spare, mark)));
         }
         Ok(Outcome::new(plan, ranks, tensors, events, memory))
     }

@@ -24,6 +24,7 @@ pub mod sequence;
 pub mod shard_ring;
 pub mod sharded;
 pub mod survive;
+pub mod tensor_pool;
 pub mod thread_ring;
 pub mod threads;
 pub mod trace;

@@ -11,10 +11,10 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use crate::tensor_pool::TensorPool;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::{Component, Role};
 use encke_core::plan::{Plan, Queries, Request};
-use encke_core::spare::TensorPool;
 use encke_core::tensor::View;
 use encke_core::transport::Transport;
 

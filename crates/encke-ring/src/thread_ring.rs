@@ -6,12 +6,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::tensor_pool::TensorPool;
 use encke_core::kernel::Kernel;
 use encke_core::plan::membership::Epoch;
 use encke_core::plan::program::Role;
 use encke_core::plan::resize::Resize;
 use encke_core::plan::{Plan, Request};
-use encke_core::spare::TensorPool;
 use encke_core::tensor::View;
 
 use crate::cache::{CacheLimits, CacheStats, Plans, Recent};
