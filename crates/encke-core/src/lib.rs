@@ -1,10 +1,12 @@
-//! What Encke computes, and who computes it when.
+//! What Encke computes, and which rank computes it when.
 //!
-//! Pattern + Shape + Sharding → [`Plan`](plan::Plan) → a rank carries it out with a
+//! Pattern + Shape + Sharding → [`Plan`](plan::Plan) → a rank executes its program with a
 //! [`Kernel`](kernel::Kernel) and a [`Transport`](transport::Transport). This crate decides and
-//! specifies; it does no I/O, starts no thread, reads no clock and contains no unsafe code.
+//! specifies: it does no I/O, starts no thread, takes no lock, reads no clock and contains no unsafe
+//! code.
 #![forbid(unsafe_code)]
 
+pub mod agreement;
 pub mod conformance;
 pub mod dtype;
 pub mod error;
@@ -22,7 +24,6 @@ pub mod reference;
 pub mod rows;
 pub mod shape;
 pub mod sharding;
-pub mod spare;
 pub mod tensor;
 pub mod transport;
 

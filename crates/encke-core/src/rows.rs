@@ -1,14 +1,14 @@
 //! Index sets as affine rows: which rows of a shard belong to which segments of a lane.
 //!
-//! The one decision: an index set is never a list of tokens. For a lane and a run it is solved once
-//! (two congruences) for a whole family of segments, so a plan's size does not grow with n.
+//! The decision here: an index set is never a list of tokens. For a lane and a run it is the solution
+//! of two congruences, solved once for a whole family of segments, so a plan does not grow with n.
 
 use serde::Serialize;
 
 use crate::pattern::Lane;
 use crate::sharding::{Cut, Run, Sharding};
 
-/// Segments `first, first + step, …`, `count` of them, in all of which a shard has like rows.
+/// Segments `first, first + step, …`, `count` of them. A shard selects the same relative rows in each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct Segments {
     /// The first segment.
@@ -29,15 +29,15 @@ impl Segments {
     }
 }
 
-/// The rows of a run that a lane selects in each of some [`Segments`]. Positions count from the
+/// The rows of a run that a lane selects in each of some [`Segments`]. Positions are relative to the
 /// start of the segment, so they are the same in all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Rows {
     /// Rows in one segment; at least 1.
     pub count: usize,
-    /// The shard's row of the first one in the first segment.
+    /// The first one in the first segment, as a row of the shard.
     pub row: usize,
-    /// Shard rows from one to the next.
+    /// Shard rows from one selected row to the next.
     pub row_step: usize,
     /// Shard rows from one segment to the next.
     pub segment_step: usize,
@@ -54,34 +54,34 @@ impl Rows {
     }
 }
 
-/// Which queries of a job see which of its keys.
+/// How many of a job's (query, key) pairs the mask leaves visible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sight {
+pub enum Visibility {
     /// No query sees any key: there is no job.
     None,
-    /// Some queries see some keys, decided by position.
-    Part,
+    /// Some pairs are visible; positions decide which.
+    Partial,
     /// Every query sees every key.
     All,
 }
 
-/// What `q` sees of `k`, both rows of the same segments.
-pub fn sight(causal: bool, q: &Rows, k: &Rows) -> Sight {
+/// What the queries `q` see of the keys `k`; both are rows of the same segments.
+pub fn visibility(causal: bool, q: &Rows, k: &Rows) -> Visibility {
     if !causal || k.last_position() <= q.position {
-        Sight::All
+        Visibility::All
     } else if k.position > q.last_position() {
-        Sight::None
+        Visibility::None
     } else {
-        Sight::Part
+        Visibility::Partial
     }
 }
 
 /// The rows of `run` (whose first token is row `base` of its shard) that `lane` selects in
-/// `segments`. None when there are none.
+/// `segments`; None if there are none.
 ///
 /// A token `segment_start + u` belongs to the lane when `u = offset (mod dilation)`, and to the run
-/// when `u = run.first - segment_start (mod run.stride)`. `segments` must be of one class: see
-/// [`Shards::groups`].
+/// when `u = run.first - segment_start (mod run.stride)`. All `segments` must have the same start
+/// modulo the stride, as [`Shards::groups`] returns them.
 pub fn rows(
     lane: &Lane,
     tokens: usize,
@@ -138,28 +138,28 @@ fn extended_gcd(m: i128, n: i128) -> (i128, i128) {
     old
 }
 
-/// Segments of a lane that the same ranks have a share in, each rank with like rows in all of them.
+/// Segments of a lane that the same ranks share, each rank with the same relative rows in all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
     /// The segments.
     pub segments: Segments,
-    /// The ranks with rows in them, rising. One member: nothing needs to travel.
+    /// The ranks with rows in them, ascending. A group of one member exchanges nothing.
     pub members: Vec<usize>,
 }
 
-/// All shards of a sequence, looked up by rank and by position.
+/// All shards of a sequence, indexed by rank and by token.
 #[derive(Debug, Clone)]
 pub struct Shards {
     tokens: usize,
     /// (run, its first row) of each rank.
     by_rank: Vec<Vec<(Run, usize)>>,
-    /// (run, rank) in order of the first token; contiguous runs only.
+    /// (run, rank) in order of the first token.
     by_token: Vec<(Run, usize)>,
     striped: bool,
 }
 
 impl Shards {
-    /// The shards that `sharding` makes of `tokens`.
+    /// The shards of a sequence of `tokens` tokens.
     pub fn new(sharding: &Sharding, tokens: usize) -> Shards {
         let by_rank: Vec<Vec<(Run, usize)>> = (0..sharding.ranks())
             .map(|rank| {
@@ -204,8 +204,8 @@ impl Shards {
         self.by_rank[rank].iter().map(|(run, _)| run.count).sum()
     }
 
-    /// The rows of each run of `rank` that `lane` selects in `segments`; runs without any are
-    /// left out. Each comes with the index of its run.
+    /// The rows of each run of `rank` that `lane` selects in `segments`, with the index of the run.
+    /// Runs without such rows are left out.
     pub fn select(
         &self,
         lane: &Lane,
@@ -220,7 +220,7 @@ impl Shards {
             })
     }
 
-    /// All segments of `lane`, grouped by who shares them.
+    /// All segments of `lane`, grouped by the ranks that share them.
     pub fn groups(&self, lane: &Lane) -> Vec<Group> {
         let families = if self.striped {
             self.striped_families(lane)
@@ -237,7 +237,7 @@ impl Shards {
     }
 
     /// Contiguous runs: the segments inside a run are one family of that rank alone; a segment
-    /// that a border cuts is a family of its own, shared by the ranks it spans.
+    /// across a shard boundary is a family of its own, shared by the ranks it spans.
     fn contiguous_families(&self, lane: &Lane) -> Vec<(Segments, Vec<usize>)> {
         let w = lane.segment;
         let mut families = Vec::new();
@@ -267,7 +267,7 @@ impl Shards {
     }
 
     /// Striped runs: a rank's rows in a segment depend on the segment's start modulo the stride,
-    /// so segments fall into a few classes; a short last segment is a family of its own.
+    /// so there is one family per residue; a short last segment is a family of its own.
     fn striped_families(&self, lane: &Lane) -> Vec<(Segments, Vec<usize>)> {
         let (w, p) = (lane.segment, self.by_rank.len());
         let whole = self.tokens / w;
@@ -291,7 +291,7 @@ impl Shards {
         families
     }
 
-    /// Ranks with a contiguous run that touches tokens `start..end`, rising.
+    /// Ranks with a contiguous run that overlaps tokens `start..end`, ascending.
     fn ranks_between(&self, start: usize, end: usize) -> Vec<usize> {
         let first = self.by_token.partition_point(|(run, _)| run.end() <= start);
         let mut ranks: Vec<usize> = self.by_token[first..]

@@ -1,14 +1,13 @@
-//! Host tensors: what a caller lends ([`View`]) and what a call returns ([`Tensor`]).
+//! Host tensors: borrowed inputs ([`View`]) and owned results ([`Tensor`]).
 //!
 //! All are `[b, n, h, d]`. A view may have any strides as long as its last dimension is contiguous:
-//! rows are what kernels read, and a row that is not contiguous would have to be copied behind the
-//! caller's back. Such a view is refused with an error that says so.
+//! kernels read whole rows, and a strided row would need a hidden copy. Other views are refused
+//! with an error.
 
 use std::sync::{Arc, Weak};
 
 use crate::dtype::{DType, Data, Element, Slice};
 use crate::error::{Error, Result};
-use crate::spare::{Kept, TensorPool};
 
 /// A borrowed strided tensor `[b, n, h, d]`.
 #[derive(Debug, Clone, Copy)]
@@ -19,7 +18,7 @@ pub struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    /// A view with explicit strides, in elements. The last stride must be 1 (any value where `d` is 1).
+    /// A view with explicit strides, in elements. The last stride must be 1 (any value if `d` is 1).
     pub fn strided<T: Element>(
         data: &'a [T],
         dims: [usize; 4],
@@ -74,22 +73,22 @@ impl<'a> View<'a> {
         self.strides
     }
 
-    /// The type of the numbers.
+    /// The element type.
     pub fn dtype(&self) -> DType {
         self.data.dtype()
     }
 
-    /// The underlying numbers; index them with [`View::row`].
+    /// The underlying elements; index them with [`View::row`].
     pub fn data(&self) -> Slice<'a> {
         self.data
     }
 
-    /// Index of the first number of one row.
+    /// Index of the first element of one row.
     pub fn row(&self, batch: usize, token: usize, head: usize) -> usize {
         batch * self.strides[0] + token * self.strides[1] + head * self.strides[2]
     }
 
-    /// The numbers in row-major order, widened: for the reference and for tests.
+    /// All elements in row-major order, widened to f64: for the reference and for tests.
     pub fn to_f64(&self) -> Vec<f64> {
         let [b, n, h, d] = self.dims;
         let mut values = Vec::with_capacity(b * n * h * d);
@@ -101,28 +100,35 @@ impl<'a> View<'a> {
     }
 }
 
+/// Receives the storage of a dropped [`Tensor`] for reuse.
+pub trait StorageSink: Send + Sync {
+    /// Takes the storage. If `mark` is set, the data has not been modified since the tensor was
+    /// attached with that mark.
+    fn recycle(&self, data: Data, mark: Option<u64>);
+}
+
 /// An owned row-major tensor `[b, n, h, d]`; an lse has d = 1.
 #[derive(Debug)]
 pub struct Tensor {
     data: Data,
     dims: [usize; 4],
-    home: Option<Home>,
+    recycling: Option<Recycling>,
 }
 
-/// Where memory goes when it is not needed any more, and its mark there ([`Kept`]).
+/// Where the storage goes when the tensor is dropped, and under which mark.
 #[derive(Debug)]
-struct Home {
-    spare: Weak<TensorPool>,
+struct Recycling {
+    sink: Weak<dyn StorageSink>,
     mark: Option<u64>,
 }
 
 impl Clone for Tensor {
-    /// The same numbers in memory of their own, which has no home.
+    /// A copy in storage of its own, which is not recycled.
     fn clone(&self) -> Tensor {
         Tensor {
             data: self.data.clone(),
             dims: self.dims,
-            home: None,
+            recycling: None,
         }
     }
 }
@@ -135,11 +141,10 @@ impl PartialEq for Tensor {
 
 impl Drop for Tensor {
     fn drop(&mut self) {
-        let home = self.home.take();
-        if let Some((spare, mark)) = home.and_then(|home| Some((home.spare.upgrade()?, home.mark)))
+        if let Some(Recycling { sink, mark }) = self.recycling.take()
+            && let Some(sink) = sink.upgrade()
         {
-            let data = std::mem::take(&mut self.data);
-            spare.keep(Kept { data, mark });
+            sink.recycle(std::mem::take(&mut self.data), mark);
         }
     }
 }
@@ -150,16 +155,16 @@ impl Tensor {
         Tensor {
             data: Data::zeros(dtype, dims.iter().product()),
             dims,
-            home: None,
+            recycling: None,
         }
     }
 
-    /// Numbers rounded to `dtype`; refused where their count is not that of `dims`.
+    /// Values rounded to `dtype`; an error if their count does not match `dims`.
     pub fn from_f64(dtype: DType, dims: [usize; 4], values: &[f64]) -> Result<Tensor> {
         Tensor::from_data(Data::from_f64(dtype, values), dims)
     }
 
-    /// Numbers as they are; refused where their count is not that of `dims`.
+    /// A tensor over existing storage; an error if its length does not match `dims`.
     pub fn from_data(data: Data, dims: [usize; 4]) -> Result<Tensor> {
         let needed: usize = dims.iter().product();
         let got = data.as_slice().len();
@@ -171,17 +176,23 @@ impl Tensor {
                 got,
             });
         }
-        let home = None;
-        Ok(Tensor { data, dims, home })
+        Ok(Tensor {
+            data,
+            dims,
+            recycling: None,
+        })
     }
 
-    /// The same tensor, which leaves its memory to others when it is dropped. With a mark, whoever
-    /// has it may take all numbers for zeros that he does not write, as long as nobody has changed
-    /// them here.
+    /// Attaches the tensor to a sink that receives its storage on drop. The sink is held weakly. It
+    /// gets `mark` back as long as the data was not borrowed mutably in between.
     #[must_use]
-    pub fn returning_to(mut self, spare: &Arc<TensorPool>, mark: Option<u64>) -> Tensor {
-        let spare = Arc::downgrade(spare);
-        self.home = Some(Home { spare, mark });
+    pub fn recycle_into<S: StorageSink + 'static>(
+        mut self,
+        sink: &Arc<S>,
+        mark: Option<u64>,
+    ) -> Tensor {
+        let sink: Weak<S> = Arc::downgrade(sink);
+        self.recycling = Some(Recycling { sink, mark });
         self
     }
 
@@ -190,31 +201,31 @@ impl Tensor {
         self.dims
     }
 
-    /// The type of the numbers.
+    /// The element type.
     pub fn dtype(&self) -> DType {
         self.data.as_slice().dtype()
     }
 
-    /// The numbers.
+    /// The elements.
     pub fn data(&self) -> &Data {
         &self.data
     }
 
-    /// The numbers alone.
+    /// The storage; it is no longer recycled.
     pub fn into_data(mut self) -> Data {
-        self.home = None;
+        self.recycling = None;
         std::mem::take(&mut self.data)
     }
 
-    /// The numbers, to be written.
+    /// The elements for writing. Clears the mark of [`Tensor::recycle_into`].
     pub fn data_mut(&mut self) -> &mut Data {
-        if let Some(home) = &mut self.home {
-            home.mark = None;
+        if let Some(recycling) = &mut self.recycling {
+            recycling.mark = None;
         }
         &mut self.data
     }
 
-    /// The numbers, widened.
+    /// The elements, widened to f64.
     pub fn to_f64(&self) -> Vec<f64> {
         self.data.to_f64()
     }

@@ -11,7 +11,7 @@
 use serde::Serialize;
 use std::time::Duration;
 
-use crate::plan::membership::{Agreement, RankProgress};
+use crate::agreement::{Agreement, RankProgress};
 
 /// What a transport can carry.
 pub trait WireBuffer: Send + Sized {

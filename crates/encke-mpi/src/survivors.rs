@@ -101,7 +101,9 @@ impl Wire {
         for (member, bytes) in members.iter().zip(all.chunks(STANDING_BYTES)) {
             standings[*member] = standing(bytes);
         }
-        Ok(Agreement { standings })
+        Ok(Agreement {
+            progress: standings,
+        })
     }
 
     /// Does something together with all ranks that are left, again with fewer when one of them dies

@@ -7,9 +7,9 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::tensor_pool::TensorPool;
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Plan, Request};
-use encke_core::spare::TensorPool;
 
 use crate::rank::Rank;
 

@@ -30,6 +30,7 @@ pub mod shard_ring;
 pub mod sharded;
 pub mod survival;
 mod task;
+pub mod tensor_pool;
 pub mod thread_ring;
 pub mod threads;
 pub mod trace;

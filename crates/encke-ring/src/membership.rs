@@ -49,7 +49,9 @@ impl State {
         }
         let ranks = self.gone.len();
         let standings = std::mem::replace(&mut self.standings, vec![None; ranks]);
-        self.agreed = Some(Agreement { standings });
+        self.agreed = Some(Agreement {
+            progress: standings,
+        });
         self.closed += 1;
     }
 }

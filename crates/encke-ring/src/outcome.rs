@@ -6,11 +6,11 @@
 
 use std::sync::Arc;
 
+use crate::tensor_pool::TensorPool;
 use encke_core::DType;
 use encke_core::kernel::{Kernel, KernelError};
 use encke_core::plan::Plan;
 use encke_core::plan::program::{Port, RankPlan, Role};
-use encke_core::spare::TensorPool;
 use encke_core::tensor::Tensor;
 
 use crate::call::outputs_of;
@@ -78,7 +78,7 @@ impl Outcome {
                 if let Some(data) = taken {
                     let tensor = Tensor::from_data(data, dims)?;
                     let mark = Some(rank.mark(role));
-                    tensors.push((role, tensor.returning_to(pool, mark)));
+                    tensors.push((role, tensor.recycle_into(pool, mark)));
                     continue;
                 }
             }
@@ -96,7 +96,7 @@ impl Outcome {
                 };
                 stored.map_err(|source| failed(rank.plan(), source))?;
             }
-            tensors.push((role, tensor.returning_to(pool, mark)));
+            tensors.push((role, tensor.recycle_into(pool, mark)));
         }
         Ok(Outcome::new(plan, ranks, tensors, events, memory))
     }

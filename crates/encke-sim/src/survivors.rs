@@ -139,7 +139,9 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         let came: Vec<usize> = (0..ranks)
             .filter(|rank| standings[*rank].is_some())
             .collect();
-        let agreement = Agreement { standings };
+        let agreement = Agreement {
+            progress: standings,
+        };
         if self.council.epoch.is_last(&agreement) {
             self.council.is_over = true;
             for rank in came {

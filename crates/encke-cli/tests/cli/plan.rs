@@ -40,9 +40,9 @@ fn a_plan_that_survives_says_what_it_keeps() {
     let plan = folder.succeeds(&format!("{sizes} --redundancy 1"));
     // q, k and v of 1024 rows of 8 heads of 64 numbers in f32.
     for words in [
-        "and the inputs of its neighbour",
+        "a replica of the inputs of 1 neighbour",
         "replica                   6.00 MiB",
-        "if rank 2 died, rank 3 would adopt its tokens and hold 44.2 MiB",
+        "if rank 2 dies, rank 3 adopts its tokens and holds 44.2 MiB",
     ] {
         assert!(plan.contains(words), "{plan}");
     }
@@ -59,10 +59,13 @@ fn schedules_are_planned_and_weighed() {
     let folder = Folder::new();
     let sizes = "plan --tokens 4k --heads 8 --dim 64 --ranks 8";
     for (schedule, words) in [
-        ("ring", "passed upwards, at most 7 hops"),
-        ("1", "passed upwards, at most 7 hops"),
-        ("4", "passed upwards, 4 together, in 2 rounds"),
-        ("gather", "sent upwards to all who need them at once"),
+        ("ring", "forwarded towards higher ranks, at most 7 hops"),
+        ("1", "forwarded towards higher ranks, at most 7 hops"),
+        (
+            "4",
+            "forwarded towards higher ranks in batches of 4, 2 rounds",
+        ),
+        ("gather", "sent directly to every reader, in 1 round"),
     ] {
         let plan = folder.succeeds(&format!("{sizes} --schedule {schedule}"));
         assert!(plan.contains(words), "{plan}");
@@ -102,11 +105,7 @@ fn words_say_who_sends_and_what_a_rank_does() {
     let folder = Folder::new();
     let sizes = "plan --tokens 4k --heads 8 --dim 64 --ranks 4 --causal";
     let whole = folder.succeeds(sizes);
-    for words in [
-        "4,096 tokens",
-        "Who sends to whom",
-        "Memory of the fullest rank",
-    ] {
+    for words in ["4,096 tokens", "Rings", "Memory of rank", "all buffers"] {
         assert!(whole.contains(words), "{whole}");
     }
     let rank = folder.succeeds(&format!("{sizes} --backward --rank 2"));

@@ -1,31 +1,33 @@
 //! The backward program of one rank.
 
-use super::builder::Builder;
-use super::direct::RingPair;
-use super::flow::{DKV, DQ};
+use super::builder::ProgramBuilder;
 use super::jobs::QueryRows;
-use super::layout::{Width, flat};
-use super::membership::Progress;
+use super::layout::flat;
+use super::position::RingPair;
 use super::program::{BufferId, Component, Fill, RankPlan, Role, Task};
+use super::progress::ShardProgress;
+use super::reduce::{DKV, DQ, ReducePath};
+use super::request::Queries;
 use super::rings::Rotating;
 use super::rotation::RotatingTensor;
-use super::{Plan, Queries};
+use super::topology::Plan;
+use super::width::Width;
 use crate::job::Job;
 use crate::sharding::Run;
 
 pub(super) fn program(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     match plan.request.queries {
         Queries::Sharded => match plan.request.schedule.backward {
-            Rotating::Keys => sharded(plan, rank, dlse, None),
-            Rotating::Queries => visited(plan, rank, dlse),
+            Rotating::Keys => rotating_keys(plan, rank, dlse, None),
+            Rotating::Queries => rotating_queries(plan, rank, dlse),
         },
         Queries::Replicated => replicated(plan, rank, dlse),
     }
 }
 
-/// Everything a backward job may read or write at home.
+/// The buffers of a backward job.
 #[derive(Clone, Copy)]
-struct Buffers {
+struct BackwardBuffers {
     q: BufferId,
     k: BufferId,
     v: BufferId,
@@ -37,12 +39,105 @@ struct Buffers {
     dv: BufferId,
 }
 
-impl Buffers {
-    /// What visits where queries do, in this order.
-    fn cargo(&self, plan: &Plan) -> [RotatingTensor; 4] {
-        let own = [self.q, self.dout, self.lse, self.delta];
-        let mut own = own.into_iter();
-        plan.query_cargo()
+impl BackwardBuffers {
+    /// Plans this rank's buffers and inputs, and if the shard `begins`, its first tasks. Tensors of
+    /// queries have the rows `runs` (all rows or this rank's).
+    fn new(
+        b: &mut ProgramBuilder<'_>,
+        runs: &[Run],
+        with_dlse: bool,
+        begins: bool,
+    ) -> BackwardBuffers {
+        let plan = b.plan;
+        let request = &plan.request;
+        let (dtype, sum) = (request.dtype, request.dtype.sum());
+        let own = b.rows;
+        let rows = runs.iter().map(|run| run.count).sum();
+        let out_dtype = request.out_dtype();
+        let q = b.resident("q", Component::Queries, dtype, rows, Width::Query);
+        let k = b.resident("k", Component::OwnKv, dtype, own, Width::Kv);
+        let v = b.resident("v", Component::OwnKv, dtype, own, Width::Kv);
+        let out = b.resident("out", Component::Output, out_dtype, rows, Width::WideCell);
+        let lse = b.resident("lse", Component::Output, sum, rows, Width::Cell);
+        let dout = b.resident("dout", Component::Upstream, dtype, rows, Width::WideCell);
+        let dlse =
+            with_dlse.then(|| b.resident("dlse", Component::Upstream, sum, rows, Width::Cell));
+        let delta = b.resident("delta", Component::Upstream, sum, rows, Width::Cell);
+        let dq = b.resident("dq", Component::Gradients, sum, own, Width::Query);
+        let dk = b.resident("dk", Component::Gradients, sum, own, Width::Kv);
+        let dv = b.resident("dv", Component::Gradients, sum, own, Width::Kv);
+
+        let of_queries = [
+            (Role::Q, Some(q)),
+            (Role::Out, Some(out)),
+            (Role::Lse, Some(lse)),
+            (Role::Dout, Some(dout)),
+            (Role::Dlse, dlse),
+        ];
+        for (role, buffer) in of_queries {
+            if let Some(buffer) = buffer {
+                b.input(role, buffer, runs.to_vec());
+            }
+        }
+        for (role, buffer) in [(Role::K, k), (Role::V, v)] {
+            b.input(role, buffer, b.runs_of(b.rank));
+        }
+        if begins {
+            for buffer in [dq, dk, dv] {
+                b.fill(0, buffer, Fill::Zero);
+            }
+            b.round(0).before.push(Task::Delta {
+                cells: request.shape.batch * rows * plan.slots,
+                dim: request.shape.dim,
+                out,
+                dout,
+                dlse,
+                delta,
+            });
+        }
+        BackwardBuffers {
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            dk,
+            dv,
+        }
+    }
+
+    fn task(self, job: Job) -> Task {
+        let BackwardBuffers {
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            dk,
+            dv,
+        } = self;
+        Task::Backward {
+            job,
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            dk,
+            dv,
+        }
+    }
+
+    /// The tensors that rotate with the queries, in the order of [`Plan::query_tensors`].
+    fn rotating_queries(&self, plan: &Plan) -> [RotatingTensor; 4] {
+        let mut own = [self.q, self.dout, self.lse, self.delta].into_iter();
+        plan.query_tensors()
             .map(|(name, dtype, width, role)| RotatingTensor {
                 name,
                 own: own.next().expect("as many buffers as tensors"),
@@ -52,248 +147,180 @@ impl Buffers {
             })
     }
 
-    /// A job on `k` and `v`, adding to `dq`, `dk` and `dv`.
-    fn task(&self, job: Job, [k, v]: [BufferId; 2], dq: BufferId, [dk, dv]: [BufferId; 2]) -> Task {
-        Task::Backward {
-            job,
-            q: self.q,
-            k,
-            v,
-            dout: self.dout,
-            lse: self.lse,
-            delta: self.delta,
-            dq,
-            dk,
-            dv,
-        }
+    /// Adds the output ports: dq of `queries`, dk and dv of this rank's rows.
+    fn outputs(&self, b: &mut ProgramBuilder<'_>, dq: BufferId, queries: Vec<Run>) {
+        let runs = b.runs_of(b.rank);
+        b.output(Role::Dq, dq, queries);
+        b.output(Role::Dk, self.dk, runs.clone());
+        b.output(Role::Dv, self.dv, runs);
     }
 }
 
-/// Buffers and inputs, and where a shard `begins` its first tasks. What belongs to queries has
-/// `runs` (all rows or the own ones).
-fn buffers(b: &mut Builder<'_>, runs: &[Run], with_dlse: bool, begins: bool) -> Buffers {
-    let plan = b.plan;
-    let request = &plan.request;
-    let (dtype, sum) = (request.dtype, request.dtype.sum());
-    let own = b.rows;
-    let rows = runs.iter().map(|run| run.count).sum();
-    let out_dtype = request.out_dtype();
-    let q = b.resident("q", Component::Queries, dtype, rows, Width::Query);
-    let k = b.resident("k", Component::OwnKv, dtype, own, Width::Kv);
-    let v = b.resident("v", Component::OwnKv, dtype, own, Width::Kv);
-    let out = b.resident("out", Component::Output, out_dtype, rows, Width::WideCell);
-    let lse = b.resident("lse", Component::Output, sum, rows, Width::Cell);
-    let dout = b.resident("dout", Component::Upstream, dtype, rows, Width::WideCell);
-    let dlse = with_dlse.then(|| b.resident("dlse", Component::Upstream, sum, rows, Width::Cell));
-    let delta = b.resident("delta", Component::Upstream, sum, rows, Width::Cell);
-    let dq = b.resident("dq", Component::Gradients, sum, own, Width::Query);
-    let dk = b.resident("dk", Component::Gradients, sum, own, Width::Kv);
-    let dv = b.resident("dv", Component::Gradients, sum, own, Width::Kv);
-
-    let of_queries = [
-        (Role::Q, q),
-        (Role::Out, out),
-        (Role::Lse, lse),
-        (Role::Dout, dout),
-    ];
-    for (role, buffer) in of_queries {
-        b.input(role, buffer, runs.to_vec());
-    }
-    if let Some(dlse) = dlse {
-        b.input(Role::Dlse, dlse, runs.to_vec());
-    }
-    for (role, buffer) in [(Role::K, k), (Role::V, v)] {
-        b.input(role, buffer, b.runs_of(b.rank));
-    }
-    if begins {
-        let before = &mut b.round(0).before;
-        for buffer in [dq, dk, dv] {
-            let value = Fill::Zero;
-            before.push(Task::Fill { buffer, value });
-        }
-        before.push(Task::Delta {
-            cells: request.shape.batch * rows * plan.slots,
-            dim: request.shape.dim,
-            out,
-            dout,
-            dlse,
-            delta,
-        });
-    }
-    Buffers {
-        q,
-        k,
-        v,
-        dout,
-        lse,
-        delta,
-        dq,
-        dk,
-        dv,
+/// This rank's queries with sharded queries.
+fn own_queries(b: &ProgramBuilder<'_>) -> QueryRows {
+    QueryRows {
+        q: b.own(),
+        cells: b.own(),
+        dq: None,
     }
 }
 
-/// dQ stays; keys visit, and their gradients follow one round behind and come home: added up on the
-/// way, or, where a death is to be survived, each by itself. A program that continues does what is
-/// not done yet; what a job finds that is there already goes to waste.
-pub(super) fn sharded(
+/// Sharded queries with rotating keys: q and dq stay; k and v rotate, and dk and dv follow one
+/// round behind. They are reduced along the ring or, with redundancy, returned directly. A
+/// continuation (`progress` is set) computes only what is missing; the parts of its jobs' results
+/// that were already added are discarded.
+pub(super) fn rotating_keys(
     plan: &Plan,
     rank: usize,
     dlse: bool,
-    so_far: Option<&[Progress]>,
+    progress: Option<&[ShardProgress]>,
 ) -> RankPlan {
-    let mut b = Builder::new(plan, rank);
-    let (runs, own) = (b.runs_of(rank), b.own());
-    let begins = so_far.is_none_or(|so_far| !so_far[rank].begun);
-    let at_home = buffers(&mut b, &runs, dlse, begins);
-    let Buffers {
-        k, v, dq, dk, dv, ..
-    } = at_home;
-    let at = QueryRows {
-        q: own,
-        cells: own,
-        dq: None,
-    };
+    let mut b = ProgramBuilder::new(plan, rank);
+    let (runs, at) = (b.runs_of(rank), own_queries(&b));
+    let begins = progress.is_none_or(|progress| !progress[rank].begun);
+    let own = BackwardBuffers::new(&mut b, &runs, dlse, begins);
     if begins {
-        b.local_jobs(at, |job| at_home.task(job, [k, v], dq, [dk, dv]));
+        b.local_jobs(at, |job| own.task(job));
     }
-    let to_queries = |of: RingPair| so_far.is_none_or(|so_far| of.is_new_to_queries(so_far));
-    let to_keys = |of: RingPair| so_far.is_none_or(|so_far| of.is_new_to_keys(so_far));
+    let to_queries = |of: RingPair| progress.is_none_or(|done| of.is_new_to_queries(done));
+    let to_keys = |of: RingPair| progress.is_none_or(|done| of.is_new_to_keys(done));
     let wanted = |of: RingPair| to_queries(of) || to_keys(of);
-    let waste = so_far.map(|_| waste(&mut b, (to_queries, to_keys)));
-    let gradients = Component::TravellingGradients;
-    let width = so_far.map_or(plan.request.schedule.width, |_| 1);
-    for seat in b.seats_of(width) {
-        let visit = match so_far {
-            None => b.visit(seat, Component::TravellingKv, &b.keys([k, v])),
-            Some(_) => b.fetch(seat, [k, v], wanted),
+    let discarded = progress.map(|_| discard_buffers(&mut b, (to_queries, to_keys)));
+    let component = Component::TravellingGradients;
+    let path = match plan.request.redundancy {
+        0 => ReducePath::Ring,
+        _ => ReducePath::Direct,
+    };
+    let width = progress.map_or(plan.request.schedule.width, |_| 1);
+    for position in b.positions(width) {
+        let (kv, dkv, rows) = ([own.k, own.v], [own.dk, own.dv], b.own());
+        let (rotation, reduction) = match progress {
+            None => (
+                b.rotate(position, Component::TravellingKv, &b.keys(kv)),
+                b.reduce(position, component, &DKV, (&dkv, rows), path),
+            ),
+            Some(_) => (
+                b.fetch(position, kv, wanted),
+                b.return_gradients(position, &DKV, &dkv, rows, to_keys),
+            ),
         };
-        let gather = match (so_far, plan.request.redundancy) {
-            (None, 0) => b.gather(seat, gradients, &DKV, &[dk, dv], own),
-            (None, _) => b.gather_straight(seat, gradients, &DKV, &[dk, dv], own),
-            (Some(_), _) => b.deliver(seat, &DKV, &[dk, dv], own, to_keys),
-        };
-        b.jobs_with_keys(seat, at, |stop, meeting, job| {
-            let (kv, into) = (visit.at(stop), gather.at(stop));
-            let (mut dq, mut dkv) = (dq, [into[0], into[1]]);
-            if let Some([waste_q, waste_k, waste_v]) = waste {
-                if !to_queries(meeting) {
-                    dq = waste_q;
+        b.jobs_with_keys(position, at, |slot, pair, job| {
+            let (kv, dkv) = (rotation.at(slot), reduction.at(slot));
+            let mut buffers = BackwardBuffers {
+                k: kv[0],
+                v: kv[1],
+                dk: dkv[0],
+                dv: dkv[1],
+                ..own
+            };
+            if let Some([dq, dk, dv]) = discarded {
+                if !to_queries(pair) {
+                    buffers.dq = dq;
                 }
-                if !to_keys(meeting) {
-                    dkv = [waste_k, waste_v];
+                if !to_keys(pair) {
+                    (buffers.dk, buffers.dv) = (dk, dv);
                 }
             }
-            wanted(meeting).then(|| at_home.task(job, [kv[0], kv[1]], dq, dkv))
+            wanted(pair).then(|| buffers.task(job))
         });
     }
-    if so_far.is_none() {
+    if progress.is_none() {
         b.replicas(plan.kept(rank));
     }
-    b.output(Role::Dq, dq, runs.clone());
-    b.output(Role::Dk, dk, runs.clone());
-    b.output(Role::Dv, dv, runs);
-    match (so_far, plan.request.redundancy) {
-        (None, 0) => b.finish_at_home(),
-        // Whoever takes over asks whether a shard has begun, and then all of its own is done.
+    own.outputs(&mut b, own.dq, runs);
+    match (progress, path) {
+        (None, ReducePath::Ring) => b.finish_balanced(),
+        // A successor only knows whether the shard has begun, so all local work is in round 0.
         _ => b.finish(),
     }
 }
 
-/// Where dq, dk and dv go that are known already: as large as the meetings need that are new to one
-/// side only.
-fn waste(
-    b: &mut Builder<'_>,
+/// Buffers for the dq, dk and dv of pairs that are new to one side only: large enough for the
+/// results that were already added on the other side.
+fn discard_buffers(
+    b: &mut ProgramBuilder<'_>,
     (to_queries, to_keys): (impl Fn(RingPair) -> bool, impl Fn(RingPair) -> bool),
 ) -> [BufferId; 3] {
     let (plan, sum) = (b.plan, b.plan.request.dtype.sum());
-    let seats = b.seats_of(1);
-    let met = || {
-        let rotating = seats.iter().flat_map(|seat| {
-            let rotating = seat.rotating();
-            rotating.map(|(distance, home, parcel)| (seat.meeting(distance, home), parcel))
-        });
-        rotating.map(|(of, parcel)| (to_queries(of), to_keys(of), parcel))
+    let positions = b.positions(1);
+    let pairs = || {
+        let incoming = positions.iter().flat_map(|position| position.incoming());
+        incoming.map(|(pair, parcel)| (to_queries(pair), to_keys(pair), parcel))
     };
-    let of_queries = met().any(|(queries, keys, _)| !queries && keys);
-    let of_keys = met().filter(|(queries, keys, _)| *queries && !keys);
-    let most = of_keys.map(|(_, _, parcel)| plan.parcel_elements(parcel, Width::Kv));
-    let most = most.max().unwrap_or(0);
-    let all = plan.request.shape.batch * b.rows * plan.resident_width(Width::Query);
-    let elements = [if of_queries { all } else { 0 }, most, most];
+    let discards_dq = pairs().any(|(queries, keys, _)| !queries && keys);
+    let for_queries_only = pairs().filter(|(queries, keys, _)| *queries && !keys);
+    let kv_elements = b.largest(for_queries_only.map(|(_, _, parcel)| parcel), Width::Kv);
+    let q_elements = plan.request.shape.batch * b.rows * plan.resident_width(Width::Query);
+    let elements = [
+        if discards_dq { q_elements } else { 0 },
+        kv_elements,
+        kv_elements,
+    ];
     elements.map(|elements| b.buffer("waste", Component::TravellingGradients, sum, elements))
 }
 
-/// Keys and their gradients stay; queries visit with all that is known of them, and what is found
-/// for their gradients follows one round behind and comes home. For each number of a query that is
-/// two stored numbers and one sum on the way (q, dout, dq); keys have two sums (k, v, dk, dv), and
-/// fewer heads where several queries share one.
-fn visited(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
-    let mut b = Builder::new(plan, rank);
-    let (runs, own) = (b.runs_of(rank), b.own());
-    let at_home = buffers(&mut b, &runs, dlse, true);
-    let Buffers {
-        k, v, dq, dk, dv, ..
-    } = at_home;
-    let at = QueryRows {
-        q: own,
-        cells: own,
-        dq: None,
-    };
-    b.local_jobs(at, |job| at_home.task(job, [k, v], dq, [dk, dv]));
-    let cargo = at_home.cargo(plan);
-    for seat in b.seats() {
-        let visit = b.visit(seat, Component::TravellingQueries, &cargo);
-        let gather = b.gather(seat, Component::TravellingGradients, &DQ, &[dq], own);
-        b.jobs_with_rotating(seat, |stop, job| {
-            let met = visit.at(stop);
-            let rotating = Buffers {
-                q: met[0],
-                dout: met[1],
-                lse: met[2],
-                delta: met[3],
-                ..at_home
+/// Sharded queries with rotating queries: k, v, dk and dv stay; q, dout, lse and delta rotate, and
+/// dq follows one round behind. Per element of a query row, that sends two stored elements and one
+/// sum (q, dout, dq); rotating keys send two stored elements and two sums (k, v, dk, dv), but have
+/// fewer heads under grouped-query attention.
+fn rotating_queries(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
+    let mut b = ProgramBuilder::new(plan, rank);
+    let (runs, at) = (b.runs_of(rank), own_queries(&b));
+    let own = BackwardBuffers::new(&mut b, &runs, dlse, true);
+    b.local_jobs(at, |job| own.task(job));
+    let tensors = own.rotating_queries(plan);
+    let component = Component::TravellingGradients;
+    for position in b.positions(plan.request.schedule.width) {
+        let rotation = b.rotate(position, Component::TravellingQueries, &tensors);
+        let dq = (&[own.dq][..], b.own());
+        let reduction = b.reduce(position, component, &DQ, dq, ReducePath::Ring);
+        b.jobs_with_rotating(position, |slot, job| {
+            let tensors = rotation.at(slot);
+            let rotating = BackwardBuffers {
+                q: tensors[0],
+                dout: tensors[1],
+                lse: tensors[2],
+                delta: tensors[3],
+                dq: reduction.at(slot)[0],
+                ..own
             };
-            rotating.task(job, [k, v], gather.at(stop)[0], [dk, dv])
+            rotating.task(job)
         });
     }
-    b.output(Role::Dq, dq, runs.clone());
-    b.output(Role::Dk, dk, runs.clone());
-    b.output(Role::Dv, dv, runs);
-    b.finish_at_home()
+    own.outputs(&mut b, own.dq, runs);
+    b.finish_balanced()
 }
 
-/// Keys and their gradients stay; each rank has everyone's queries, and what it finds for their
-/// gradients is gathered. Then dq is shared.
+/// Replicated queries: each rank holds all queries and adds to dk and dv of its own keys; its
+/// contributions to dq are reduced to the owners of the queries, and dq is all-gathered.
 fn replicated(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
-    let mut b = Builder::new(plan, rank);
+    let mut b = ProgramBuilder::new(plan, rank);
     let all_runs = b.all_runs();
-    let at_home = buffers(&mut b, &all_runs, dlse, true);
-    let Buffers {
-        k, v, dq, dk, dv, ..
-    } = at_home;
+    let own = BackwardBuffers::new(&mut b, &all_runs, dlse, true);
     let at = QueryRows {
         q: b.among_all(rank),
         cells: b.among_all(rank),
         dq: Some(b.own()),
     };
-    b.local_jobs(at, |job| at_home.task(job, [k, v], dq, [dk, dv]));
-    for seat in b.seats() {
-        let own = b.own();
-        let gather = b.gather(seat, Component::TravellingGradients, &DQ, &[dq], own);
-        b.jobs_with_queries(seat, true, |stop, job| {
-            at_home.task(job, [k, v], gather.at(stop)[0], [dk, dv])
+    b.local_jobs(at, |job| own.task(job));
+    let component = Component::TravellingGradients;
+    for position in b.positions(plan.request.schedule.width) {
+        let dq = (&[own.dq][..], b.own());
+        let reduction = b.reduce(position, component, &DQ, dq, ReducePath::Ring);
+        b.jobs_with_queries(position, true, |slot, job| {
+            let dq = reduction.at(slot)[0];
+            BackwardBuffers { dq, ..own }.task(job)
         });
     }
     let (n, sum) = (plan.request.shape.tokens, plan.request.dtype.sum());
     let all_dq = b.resident("all dq", Component::Gradients, sum, n, Width::Query);
-    let (start, travel) = (plan.settled_round(), b.sharing(sum, Width::Query));
-    let own = plan.request.shape.batch * b.rows * plan.resident_width(Width::Query);
-    b.copy(start, vec![flat(1, own, 0, 0)], false, dq, travel[0]);
-    b.share(start, 0, travel, all_dq, Width::Query);
-    let runs = b.runs_of(rank);
-    b.output(Role::Dq, all_dq, all_runs);
-    b.output(Role::Dk, dk, runs.clone());
-    b.output(Role::Dv, dv, runs);
+    let (start, rotating) = (
+        plan.settled_round(),
+        b.all_gather_buffers(sum, Width::Query),
+    );
+    let elements = plan.request.shape.batch * b.rows * plan.resident_width(Width::Query);
+    b.copy(start, vec![flat(1, elements)], false, own.dq, rotating[0]);
+    b.all_gather(start, 0, rotating, all_dq, Width::Query);
+    own.outputs(&mut b, all_dq, all_runs);
     b.finish()
 }

@@ -1,221 +1,283 @@
-//! Loads: the parcels that are with one member in the same round.
+//! Batches: the parcels that are with one member in the same round and move on together.
 //!
-//! A round of width w takes w distances. What a member has then came to it together (in the first
-//! round: straight from the homes) and goes on together, to the member w places further, as one
-//! message. The decision here: whatever goes on is the beginning of what is there. Parcels are laid
-//! out by how far they still go, so a load that has become shorter needs no packing; those that go
-//! equally far lie row by row in the order of their tokens, so that jobs on them are one.
+//! A round of width w covers w distances. The parcels of a round arrive together (in the first
+//! round: directly from their owners) and are forwarded together, w members further, as one message.
 //!
-//! Parcels that are needed from different rounds on are different loads: what is added up for them
-//! does not begin in the same round.
+//! The decision here: the parcels that are forwarded are a prefix of the batch. Parcels are ordered
+//! by how many hops they have left, so a shrinking batch needs no repacking. Parcels with equally
+//! many hops left are interleaved row by row in token order, so that the jobs on them can be joined.
+//!
+//! Parcels that are first needed in different rounds are in different batches, because their
+//! reductions start in different rounds.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use super::Plan;
-use super::flow::RingPosition;
-use super::layout::{Place, Width};
-use super::program::TokenRows;
+use super::builder::ProgramBuilder;
+use super::layout::PackedLocation;
+use super::position::RingPosition;
+use super::program::{BufferId, Component, Message, Origin, Role};
 use super::rings::{Parcel, Section};
+use super::topology::Plan;
+use super::width::Width;
+use crate::dtype::DType;
 use crate::job::Block;
+use crate::transport::Address;
 
-/// A parcel that has come some way.
+/// A parcel at some distance from its owner.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BatchedParcel<'a> {
-    /// How many places from home.
+    /// Ring steps from the owner.
     pub distance: usize,
-    /// The member that is its home.
-    pub home: usize,
-    /// What it holds.
+    /// The member that owns it.
+    pub owner: usize,
+    /// Its rows.
     pub parcel: &'a Parcel,
-    /// How many more times it is passed on.
-    pub left: usize,
-    /// Those that lie row by row have this in common.
-    pub pile: usize,
+    /// How many more times it is forwarded.
+    pub hops_left: usize,
+    /// Parcels with equal values are interleaved row by row.
+    pub interleave: usize,
 }
 
-/// Where a load is: the round, and which load of that round.
+/// Identifies a batch of one member: the round, and the index within that round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Stop {
+pub(super) struct BatchSlot {
     pub round: usize,
-    pub slot: usize,
+    pub index: usize,
 }
 
-/// The parcels that are together.
+/// The parcels that move together.
 #[derive(Debug, Clone)]
 pub(super) struct ParcelBatch<'a> {
-    pub stop: Stop,
-    /// The round from which on they are needed; before, they only pass.
+    pub slot: BatchSlot,
+    /// The first round in which a member computes with them; before that they only pass through.
     pub since: usize,
-    /// In the order in which they lie.
-    pub items: Vec<BatchedParcel<'a>>,
+    /// In storage order.
+    pub parcels: Vec<BatchedParcel<'a>>,
 }
 
 impl<'a> ParcelBatch<'a> {
     /// Whether this member computes with it.
     pub fn is_needed(&self) -> bool {
-        self.since <= self.stop.round
+        self.since <= self.slot.round
     }
 
-    /// Whether the member it came from computed with it as well.
+    /// Whether the previous member computed with it as well.
     pub fn was_needed(&self) -> bool {
-        self.since < self.stop.round
+        self.since < self.slot.round
     }
 
-    /// Those that are passed on: the first ones.
-    pub fn going(&self) -> &[BatchedParcel<'a>] {
-        let going = self.items.iter().take_while(|item| item.left > 0).count();
-        &self.items[..going]
+    /// The parcels that are forwarded: a prefix.
+    pub fn forwarded(&self) -> &[BatchedParcel<'a>] {
+        let parcels = self.parcels.iter();
+        let count = parcels.take_while(|parcel| parcel.hops_left > 0).count();
+        &self.parcels[..count]
     }
 
-    /// Lets every way end here. Where things lie does not change.
-    pub fn part(&mut self) {
-        for item in &mut self.items {
-            item.left = 0;
+    /// The parcels that go no further.
+    pub fn finished(&self) -> &[BatchedParcel<'a>] {
+        &self.parcels[self.forwarded().len()..]
+    }
+
+    /// Ends the route of every parcel here, without changing the storage order.
+    pub fn end_here(&mut self) {
+        for parcel in &mut self.parcels {
+            parcel.hops_left = 0;
         }
-    }
-
-    /// Those whose way ends here.
-    pub fn ended(&self) -> &[BatchedParcel<'a>] {
-        &self.items[self.going().len()..]
     }
 }
 
 impl<'a> RingPosition<'a> {
-    /// What is with this rank in each round, round after round.
-    pub fn loads(self) -> Vec<ParcelBatch<'a>> {
+    /// The batches of this member, round by round.
+    pub fn batches(self) -> Vec<ParcelBatch<'a>> {
         let RingPosition {
-            ring, place, width, ..
+            ring,
+            member,
+            width,
+            ..
         } = self;
-        let mut loads = Vec::new();
+        let mut batches = Vec::new();
         for round in 1..=ring.rounds(width) {
             let first = (round - 1) * width + 1;
-            let mut together: BTreeMap<usize, Vec<BatchedParcel<'a>>> = BTreeMap::new();
+            let mut by_start: BTreeMap<usize, Vec<BatchedParcel<'a>>> = BTreeMap::new();
             for distance in first..(first + width).min(ring.members.len()) {
-                let Some(parcel) = ring.parcel_at(place, distance) else {
+                let Some(parcel) = ring.parcel_at(member, distance) else {
                     continue;
                 };
                 let Some(since) = parcel.needed_from(distance, width) else {
                     continue;
                 };
-                together
-                    .entry((since - 1) / width + 1)
-                    .or_default()
-                    .push(BatchedParcel {
-                        distance,
-                        home: ring.home_index(place, distance),
-                        parcel,
-                        left: (parcel.last - distance) / width,
-                        pile: (parcel.last - distance) / width,
-                    });
+                let hops_left = (parcel.last - distance) / width;
+                let start = (since - 1) / width + 1;
+                by_start.entry(start).or_default().push(BatchedParcel {
+                    distance,
+                    owner: ring.owner_index(member, distance),
+                    parcel,
+                    hops_left,
+                    interleave: hops_left,
+                });
             }
-            for (slot, (since, mut items)) in together.into_iter().enumerate() {
-                let position = |item: &BatchedParcel<'_>| {
-                    let section = item.parcel.sections.first();
+            for (index, (since, mut parcels)) in by_start.into_iter().enumerate() {
+                let token = |of: &BatchedParcel<'_>| {
+                    let section = of.parcel.sections.first();
                     section.map(|section| section.rows.position)
                 };
-                items.sort_by_key(|item| (Reverse(item.left), position(item), item.home));
-                let stop = Stop { round, slot };
-                loads.push(ParcelBatch { stop, since, items });
+                parcels.sort_by_key(|of| (Reverse(of.hops_left), token(of), of.owner));
+                batches.push(ParcelBatch {
+                    slot: BatchSlot { round, index },
+                    since,
+                    parcels,
+                });
             }
         }
-        loads
+        batches
+    }
+
+    /// The batches this member computes with.
+    pub fn needed_batches(self) -> Vec<ParcelBatch<'a>> {
+        let mut batches = self.batches();
+        batches.retain(ParcelBatch::is_needed);
+        batches
     }
 }
 
-/// A section of a load: whose it is, and where it lies.
+/// A section within a batch.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Laid<'a> {
-    /// Which of the items.
-    pub item: usize,
+pub(super) struct BatchedSection<'a> {
+    /// Index of its parcel in the batch.
+    pub parcel: usize,
     pub section: &'a Section,
-    pub place: Place,
+    pub location: PackedLocation,
 }
 
-/// The sections of a load that lie row by row, class after class: equally far to go, the same lane
-/// and the same segments.
-fn classes<'a>(items: &[BatchedParcel<'a>]) -> Vec<Vec<(usize, &'a Section)>> {
-    let mut classes: Vec<(usize, Vec<(usize, &Section)>)> = Vec::new();
-    for (index, item) in items.iter().enumerate() {
-        for section in &item.parcel.sections {
-            let like = classes.iter_mut().find(|(pile, class)| {
-                let other = class[0].1;
+/// The sections of a batch in groups that are interleaved row by row: equal `interleave` value, same
+/// lane and same segments.
+fn interleaved<'a>(parcels: &[BatchedParcel<'a>]) -> Vec<Vec<(usize, &'a Section)>> {
+    let mut groups: Vec<(usize, Vec<(usize, &Section)>)> = Vec::new();
+    for (index, of) in parcels.iter().enumerate() {
+        for section in &of.parcel.sections {
+            let group = groups.iter_mut().find(|(interleave, group)| {
+                let other = group[0].1;
                 let same = (other.lane, other.segments) == (section.lane, section.segments);
-                *pile == item.pile && same
+                *interleave == of.interleave && same
             });
-            match like {
-                Some((_, class)) => class.push((index, section)),
-                None => classes.push((item.pile, vec![(index, section)])),
+            match group {
+                Some((_, group)) => group.push((index, section)),
+                None => groups.push((of.interleave, vec![(index, section)])),
             }
         }
     }
-    classes.into_iter().map(|(_, class)| class).collect()
+    groups.into_iter().map(|(_, group)| group).collect()
 }
 
 impl Plan {
     /// Elements of some parcels.
-    pub(super) fn items_elements(&self, items: &[BatchedParcel<'_>], width: Width) -> usize {
-        let each = items.iter();
-        each.map(|item| self.parcel_elements(item.parcel, width))
-            .sum()
+    pub(super) fn batch_elements(&self, parcels: &[BatchedParcel<'_>], width: Width) -> usize {
+        let each = parcels.iter();
+        each.map(|of| self.parcel_elements(of.parcel, width)).sum()
     }
 
-    /// The sections of a load in the order in which they lie.
-    pub(super) fn laid<'a>(&self, items: &[BatchedParcel<'a>], width: Width) -> Vec<Laid<'a>> {
-        let (mut laid, mut offset) = (Vec::new(), 0);
-        for class in classes(items) {
-            let rows = class.iter().map(|(_, section)| section.rows.count).sum();
+    /// The sections of a batch in storage order.
+    pub(super) fn batch_sections<'a>(
+        &self,
+        parcels: &[BatchedParcel<'a>],
+        width: Width,
+    ) -> Vec<BatchedSection<'a>> {
+        let (mut sections, mut offset) = (Vec::new(), 0);
+        for group in interleaved(parcels) {
+            let rows = group.iter().map(|(_, section)| section.rows.count).sum();
+            let row = self.section_row(group[0].1, width);
+            let segments = group[0].1.segments.count;
             let mut before = 0;
-            for (item, section) in class {
-                let row = self.section_row(section, width);
-                let place = Place {
+            for (parcel, section) in group {
+                let location = PackedLocation {
                     offset: offset + before * row,
                     rows,
                 };
-                laid.push(Laid {
-                    item,
+                sections.push(BatchedSection {
+                    parcel,
                     section,
-                    place,
+                    location,
                 });
                 before += section.rows.count;
             }
-            let last = laid.last().map_or(0, |laid| {
-                let row = self.section_row(laid.section, width);
-                self.request.shape.batch * laid.section.segments.count * rows * row
-            });
-            offset += last;
+            offset += self.request.shape.batch * segments * rows * row;
         }
-        laid
+        sections
     }
 
-    /// The copies that bring a parcel from a buffer of its own to its place in a load.
-    pub(super) fn stowing(
+    /// The copies that move a parcel from a buffer of its own to its location in a batch.
+    pub(super) fn batching(
         &self,
-        items: &[BatchedParcel<'_>],
-        item: usize,
+        parcels: &[BatchedParcel<'_>],
+        parcel: usize,
         width: Width,
     ) -> Vec<Block> {
-        let alone = self.sections(items[item].parcel, width);
-        let laid = self.laid(items, width);
-        let of_item = laid.into_iter().filter(|laid| laid.item == item);
-        // Both list the sections of a parcel, but not in the same order.
-        let mut blocks = Vec::new();
-        let alone: Vec<_> = alone.collect();
-        for laid in of_item {
-            let from = alone.iter().find(|(_, section)| *section == laid.section);
-            let &(from, _) = from.expect("a load has the sections of its parcels");
-            blocks.push(self.between(laid.section, from, laid.place, width));
-        }
-        blocks
+        let alone: Vec<_> = self.sections(parcels[parcel].parcel, width).collect();
+        let sections = self.batch_sections(parcels, width).into_iter();
+        // Both list the sections of the parcel, but not in the same order.
+        let copy = |of: BatchedSection<'_>| {
+            let from = alone.iter().find(|(_, section)| *section == of.section);
+            let &(from, _) = from.expect("a batch has the sections of its parcels");
+            self.between(of.section, from, of.location, width)
+        };
+        sections
+            .filter(|of| of.parcel == parcel)
+            .map(copy)
+            .collect()
     }
 
-    /// The rows of a load by token, in the order in which they lie.
-    pub(super) fn load_rows(&self, items: &[BatchedParcel<'_>], width: Width) -> Arc<[TokenRows]> {
-        let of = |class: Vec<(usize, &Section)>| {
-            let sections: Vec<&Section> = class.into_iter().map(|(_, section)| section).collect();
+    /// A message of some parcels of a batch; `address.elements` is set here.
+    pub(super) fn batch_message(
+        &self,
+        address: Address,
+        buffer: BufferId,
+        (role, width): (Option<Role>, Width),
+        parcels: &[BatchedParcel<'_>],
+    ) -> Message {
+        let of = |group: Vec<(usize, &Section)>| {
+            let sections: Vec<&Section> = group.into_iter().map(|(_, section)| section).collect();
             self.section_rows(&sections, width)
         };
-        classes(items).into_iter().map(of).collect()
+        Message {
+            address: Address {
+                elements: self.batch_elements(parcels, width),
+                ..address
+            },
+            buffer,
+            origin: role.map(|role| Origin {
+                role,
+                rows: interleaved(parcels).into_iter().map(of).collect(),
+            }),
+        }
+    }
+}
+
+impl<'a> ProgramBuilder<'a> {
+    /// Buffers for batches of some tensors (name, type, row width): one set for each batch index of
+    /// a round, each buffer large enough for every batch with that index. The first set is also
+    /// large enough for the parcel `own`.
+    pub fn batch_buffers(
+        &mut self,
+        component: Component,
+        tensors: impl Iterator<Item = (&'static str, DType, Width)> + Clone,
+        batches: &[&ParcelBatch<'a>],
+        own: Option<&Parcel>,
+    ) -> Vec<Vec<BufferId>> {
+        let plan = self.plan;
+        let count = batches.iter().map(|batch| batch.slot.index + 1).max();
+        let mut sets = Vec::new();
+        for index in 0..count.unwrap_or(1) {
+            let buffers = tensors.clone().map(|(name, dtype, width)| {
+                let held = batches.iter().filter(|batch| batch.slot.index == index);
+                let held = held.map(|batch| plan.batch_elements(&batch.parcels, width));
+                let own = own.filter(|_| index == 0);
+                let own = own.map(|parcel| plan.parcel_elements(parcel, width));
+                let elements = held.chain(own).max().unwrap_or(0);
+                self.buffer(name, component, dtype, elements)
+            });
+            sets.push(buffers.collect());
+        }
+        sets
     }
 }

@@ -1,16 +1,22 @@
-//! A program under construction.
+//! A program under construction: buffers, ports and rounds of one rank.
+//!
+//! The forward and backward programs, the rotation of parcels and the reduction of sums all add
+//! tasks and messages through this type, each in an `impl ProgramBuilder` of its own file.
 
-use super::Plan;
-use super::layout::{Resident, Width};
+use super::layout::Resident;
+use super::position::{RingPosition, TAGS};
 use super::program::{
-    BufferId, BufferPlan, CarryIds, Component, Fill, Port, RankPlan, Role, Round, Task,
+    BufferId, BufferPlan, CarryIds, Component, Fill, Message, Port, RankPlan, Role, Round, Task,
 };
+use super::rings::Parcel;
+use super::topology::Plan;
+use super::width::Width;
 use crate::dtype::DType;
-use crate::job::Job;
+use crate::job::{Block, Job};
 use crate::sharding::Run;
 
-/// The buffers and rounds of one rank as they are put together.
-pub(super) struct Builder<'a> {
+/// The buffers, ports and rounds of one rank's program.
+pub(super) struct ProgramBuilder<'a> {
     pub plan: &'a Plan,
     pub rank: usize,
     /// Rows of this rank's shard.
@@ -21,9 +27,9 @@ pub(super) struct Builder<'a> {
     outputs: Vec<Port>,
 }
 
-impl<'a> Builder<'a> {
-    pub fn new(plan: &'a Plan, rank: usize) -> Builder<'a> {
-        Builder {
+impl<'a> ProgramBuilder<'a> {
+    pub fn new(plan: &'a Plan, rank: usize) -> ProgramBuilder<'a> {
+        ProgramBuilder {
             plan,
             rank,
             rows: plan.shards.rows(rank),
@@ -34,23 +40,24 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// The program. Jobs that lie side by side have become one.
+    /// The program, with adjacent jobs joined.
     pub fn finish(mut self) -> RankPlan {
         self.join();
         self.program()
     }
 
-    /// The same where sums come home in the end: they would travel while nobody computes, so half of
-    /// what the rank has to do with itself, which could be done at any time, waits for that round.
-    pub fn finish_at_home(mut self) -> RankPlan {
+    /// The program, with adjacent jobs joined and local work moved to overlap the last messages.
+    /// The round in which sums return to their owners has no jobs of its own, so half of the rank's
+    /// attention to itself, which depends on no message, is deferred to it.
+    pub fn finish_balanced(mut self) -> RankPlan {
         self.join();
         let idle = |round: &Round| {
-            let travels = !round.sends.is_empty() || !round.receives.is_empty();
-            travels && round.meanwhile.is_empty()
+            let exchanges = !round.sends.is_empty() || !round.receives.is_empty();
+            exchanges && round.meanwhile.is_empty()
         };
         if let Some(last) = self.rounds.iter().rposition(idle).filter(|last| *last > 0) {
-            let own = std::mem::take(&mut self.rounds[0].meanwhile);
-            let (now, later) = halves(own);
+            let local = std::mem::take(&mut self.rounds[0].meanwhile);
+            let (now, later) = halves(local);
             self.rounds[0].meanwhile = now;
             self.rounds[last].meanwhile = later;
         }
@@ -75,7 +82,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// The round with this number; earlier ones come into being with it.
+    /// The round with this number; creates it and all earlier rounds as needed.
     pub fn round(&mut self, round: usize) -> &mut Round {
         if self.rounds.len() <= round {
             self.rounds.resize_with(round + 1, Round::default);
@@ -88,6 +95,7 @@ impl<'a> Builder<'a> {
         self.rounds.len()
     }
 
+    /// Plans a buffer.
     pub fn buffer(
         &mut self,
         name: &'static str,
@@ -105,7 +113,7 @@ impl<'a> Builder<'a> {
         BufferId(self.buffers.len() - 1)
     }
 
-    /// A buffer `[batch, rows, width]`.
+    /// Plans a buffer `[batch, rows, width]`.
     pub fn resident(
         &mut self,
         name: &'static str,
@@ -118,7 +126,7 @@ impl<'a> Builder<'a> {
         self.buffer(name, component, dtype, elements)
     }
 
-    /// Room for the inputs of each of `shards`, under the names that their own ranks give them.
+    /// Plans replicas of the inputs of each of `shards`, named as their owners name them.
     pub fn replicas(&mut self, shards: impl Iterator<Item = usize>) {
         let rank = self.rank;
         for shard in shards {
@@ -132,7 +140,7 @@ impl<'a> Builder<'a> {
         self.rank = rank;
     }
 
-    /// A carry for `[batch, rows]`.
+    /// Plans a carry for `[batch, rows]`.
     pub fn carry(&mut self, component: Component, rows: usize) -> CarryIds {
         let sum = self.plan.request.dtype.sum();
         CarryIds {
@@ -181,20 +189,85 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Tasks that make a carry empty.
+    /// This rank's positions in its rings, for rounds of `width` distances.
+    pub fn positions(&self, width: usize) -> Vec<RingPosition<'a>> {
+        let plan = self.plan;
+        let position = |&(index, member): &(usize, usize)| {
+            let ring = &plan.rings[index];
+            RingPosition {
+                index,
+                ring,
+                member,
+                width: ring.width(width),
+                tags: (plan.rings.len() + 1) * TAGS,
+            }
+        };
+        plan.rings_of[self.rank].iter().map(position).collect()
+    }
+
+    /// Elements of the largest of some parcels.
+    pub fn largest<'p>(&self, parcels: impl Iterator<Item = &'p Parcel>, width: Width) -> usize {
+        let elements = parcels.map(|parcel| self.plan.parcel_elements(parcel, width));
+        elements.max().unwrap_or(0)
+    }
+
+    /// Tasks that reset a carry to "no key seen".
     pub fn clear_carry(&mut self, round: usize, carry: CarryIds) {
         for (buffer, value) in [
             (carry.acc, Fill::Zero),
             (carry.m, Fill::MinusInfinity),
             (carry.l, Fill::Zero),
         ] {
-            self.round(round).before.push(Task::Fill { buffer, value });
+            self.fill(round, buffer, value);
         }
+    }
+
+    pub fn fill(&mut self, round: usize, buffer: BufferId, value: Fill) {
+        let task = Task::Fill { buffer, value };
+        self.round(round).before.push(task);
+    }
+
+    pub fn copy(
+        &mut self,
+        round: usize,
+        blocks: Vec<Block>,
+        add: bool,
+        from: BufferId,
+        to: BufferId,
+    ) {
+        self.round(round).before.push(Task::Copy {
+            blocks,
+            add,
+            from,
+            to,
+        });
+    }
+
+    /// Packs a parcel. Blocks that are adjacent in both buffers become one.
+    pub fn pack(&mut self, round: usize, blocks: Vec<Block>, from: BufferId, to: BufferId) {
+        let mut joined: Vec<Block> = Vec::new();
+        for block in blocks {
+            match joined.last().and_then(|last| last.join_rows(&block)) {
+                Some(both) => *joined.last_mut().expect("joined with the last block") = both,
+                None => joined.push(block),
+            }
+        }
+        let blocks = joined;
+        let task = Task::Pack { blocks, from, to };
+        self.round(round).before.push(task);
+    }
+
+    pub fn send(&mut self, round: usize, message: Message) {
+        self.round(round).sends.push(message);
+    }
+
+    pub fn receive(&mut self, round: usize, message: Message) {
+        self.round(round).receives.push(message);
     }
 }
 
-/// Tasks in two parts, split where half of the work is done; a job that lies across that place is cut in
-/// the middle of its queries.
+/// Splits tasks where half of the pairs are done. A job across that point is cut in the middle of
+/// its queries.
 fn halves(tasks: Vec<Task>) -> (Vec<Task>, Vec<Task>) {
     let pairs = |task: &Task| task.job().map_or(0, Job::pairs);
     let all: u128 = tasks.iter().map(pairs).sum();
@@ -222,21 +295,22 @@ fn halves(tasks: Vec<Task>) -> (Vec<Task>, Vec<Task>) {
     (now, later)
 }
 
-/// How far back a task looks for one to be joined to: the pieces of a shard come together.
+/// How many earlier tasks are considered for joining: the jobs of one shard are adjacent in the
+/// list.
 const WINDOW: usize = 4;
 
-/// Joins tasks to earlier ones of the same round where `pair` says that their jobs are one. Tasks of
-/// a round do not depend on one another, so the order does not matter.
-fn join(tasks: &mut Vec<Task>, pair: fn(&Job, &Job) -> Option<Job>) {
+/// Joins tasks to earlier ones of the same round where `join_jobs` can join their jobs. Tasks of a
+/// round do not depend on one another, so reordering them is safe.
+fn join(tasks: &mut Vec<Task>, join_jobs: fn(&Job, &Job) -> Option<Job>) {
     let mut done: Vec<Task> = Vec::with_capacity(tasks.len());
     for task in tasks.drain(..) {
-        let from = done.len().saturating_sub(WINDOW);
-        let found = done[from..].iter().enumerate().find_map(|(at, earlier)| {
-            let job = pair(earlier.job()?, task.job()?)?;
-            Some((from + at, earlier.joined(&task, job)?))
+        let start = done.len().saturating_sub(WINDOW);
+        let found = done[start..].iter().enumerate().find_map(|(i, earlier)| {
+            let job = join_jobs(earlier.job()?, task.job()?)?;
+            Some((start + i, earlier.joined(&task, job)?))
         });
         match found {
-            Some((at, joined)) => done[at] = joined,
+            Some((index, joined)) => done[index] = joined,
             None => done.push(task),
         }
     }

@@ -1,7 +1,7 @@
-//! What memory is for: the names under which plans, ledgers and reports account for it.
+//! Memory components: the names under which plans, ledgers and reports account for memory.
 //!
-//! The decision here: a buffer has one purpose all its life, so that bytes by purpose add up to all
-//! bytes, in a plan as in a ledger.
+//! The decision here: a buffer has one component for its whole life, so the bytes of all components
+//! add up to the total, in a plan and in a ledger.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,28 +13,28 @@ pub enum Component {
     Queries,
     /// The rank's own k and v.
     OwnKv,
-    /// k and v of others, passing through. The own rows are packed where their journey begins, in
-    /// one of these buffers, so packing takes no memory of its own.
+    /// k and v of other ranks, rotating. The own parcel is packed into one of these buffers, so
+    /// packing takes no extra memory.
     TravellingKv,
-    /// Queries of others, with dout, lse and delta, passing through.
+    /// Queries of other ranks, with dout, lse and delta, rotating.
     TravellingQueries,
     /// acc, m and l of the rank's own queries.
     Carry,
-    /// acc, m and l of others' queries, passing through.
+    /// acc, m and l of other ranks' queries, being reduced.
     TravellingCarry,
     /// out and lse.
     Output,
-    /// What backward is given beside q, k and v: dout, dlse, and delta made of them.
+    /// Inputs of the backward pass beside q, k and v: dout, dlse, and the delta computed from them.
     Upstream,
-    /// dq, dk and dv in the type sums are kept in.
+    /// dq, dk and dv in the accumulation type.
     Gradients,
-    /// Gradients of others, passing through.
+    /// Gradients of other ranks, being reduced.
     TravellingGradients,
-    /// Finished rows on their way to every rank (queries replicated).
+    /// Finished rows in an all-gather (replicated queries).
     Sharing,
-    /// Inputs of another rank, kept so that its tokens can be adopted when it dies.
+    /// Inputs of another rank, held so that its tokens can be adopted when it dies.
     Replica,
-    /// Rows of any tensor, held or on their way, while a ring changes its size.
+    /// Rows of any tensor, resident or in flight, while a ring changes its size.
     Rows,
     /// Scratch memory of the kernel.
     Workspace,
@@ -61,8 +61,8 @@ impl Component {
         }
     }
 
-    /// Whether it stays at home: what it holds is of its shard's own rows, and of no round in
-    /// particular.
+    /// Whether the buffer holds rows of its own shard for the whole program, rather than rows that
+    /// change from round to round.
     pub fn is_resident(self) -> bool {
         match self {
             Component::Queries

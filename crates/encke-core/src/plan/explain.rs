@@ -1,9 +1,9 @@
-//! A plan in words and in numbers: who computes what, who sends what to whom, and what it takes.
+//! A plan summarised: the pattern, the rings, and the pairs, traffic and memory of each rank.
 //!
-//! Nothing is estimated: ranks are read off their programs, totals off the pattern and the rings
-//! (a test holds the one against the other). Of many ranks the first and the last are shown. Two
-//! figures are given to compare with: what a dense ring would have sent, and what each rank would
-//! hold after an all-gather.
+//! Nothing is estimated: figures of ranks are counted in their programs, totals are computed from the
+//! pattern and the rings, and a test compares the two. Of many ranks only the first and the last are
+//! shown. Two figures serve as a comparison: the bytes a dense ring would send, and the bytes each
+//! rank would hold after an all-gather.
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -12,45 +12,47 @@ use std::sync::Arc;
 
 use super::membership::{Agreement, Epoch, RankProgress};
 use super::program::{Component, RankPlan};
+use super::request::{Pass, Queries, Request};
 use super::rings::Rotating;
-use super::{Pass, Plan, Queries, Request};
+use super::topology::Plan;
 use crate::error::Result;
 use crate::pattern::{Lane, Mode};
 use crate::sharding::Cut;
 
-/// A plan, summed up.
+/// A plan, summarised.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Explanation {
-    /// What was asked for.
+    /// The request.
     pub request: Request,
-    /// The pattern, resolved.
+    /// The resolved pattern.
     pub lanes: Vec<Lane>,
-    /// Each ring in which parcels travel.
+    /// The rings in which parcels rotate.
     pub rings: Vec<RingSummary>,
-    /// Each rank; of more than 64, the first and the last 8.
+    /// All ranks; of more than 64, the first and the last 8.
     pub ranks: Vec<RankSummary>,
     /// (query, key) pairs computed by all ranks.
     pub pairs: u128,
-    /// Pairs that plain attention would compute.
+    /// Pairs of dense attention with the same mask.
     pub dense_pairs: u128,
     /// Bytes sent by all ranks.
     pub sent_bytes: usize,
-    /// Bytes that a dense ring would send: every chunk all the way round.
+    /// Bytes that a dense ring would send: every shard's k and v all the way round.
     pub dense_ring_bytes: usize,
     /// Bytes of keys and values that each rank would hold after an all-gather.
     pub all_gather_bytes: usize,
-    /// What it would take to survive a death, where the plan can.
+    /// The memory needed after a death, if the plan has redundancy.
     pub adoption: Option<Adoption>,
 }
 
-/// What the fullest rank would hold if the rank whose inputs it keeps died at the beginning.
+/// The memory of the rank with the largest buffers after it adopts the neighbour whose inputs it
+/// replicates, if that neighbour dies in the first round.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Adoption {
     /// The rank that adopts.
     pub rank: usize,
-    /// The one that died.
+    /// The rank that died.
     pub dead: usize,
-    /// Bytes of its buffers from then on.
+    /// Bytes of the adopting rank's buffers after that.
     pub memory_bytes: usize,
 }
 
@@ -59,19 +61,19 @@ pub struct Adoption {
 pub struct RingSummary {
     /// The ranks.
     pub members: Vec<usize>,
-    /// Whether parcels go from lower to higher ranks.
+    /// Whether parcels move from lower to higher ranks.
     pub rising: bool,
-    /// Ranks whose rows travel.
+    /// The number of parcels.
     pub parcels: usize,
-    /// How far from home any of them comes at most.
+    /// The largest number of hops of any of them.
     pub hops: usize,
     /// How many distances a round takes.
     pub width: usize,
-    /// In how many rounds everything has been everywhere.
+    /// The number of rounds until every parcel has reached all its readers.
     pub rounds: usize,
 }
 
-/// What one rank does, holds and moves.
+/// Work, traffic and memory of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RankSummary {
     /// The rank.
@@ -82,15 +84,15 @@ pub struct RankSummary {
     pub rounds: usize,
     /// (query, key) pairs it computes.
     pub pairs: u128,
-    /// Bytes it sends to each other rank.
+    /// Bytes it sends, by destination.
     pub sends: BTreeMap<usize, usize>,
     /// Bytes it sends.
     pub sent_bytes: usize,
     /// Bytes it receives.
     pub received_bytes: usize,
-    /// Bytes of its buffers, by what they are for.
+    /// Bytes of its buffers, by component.
     pub memory: BTreeMap<Component, usize>,
-    /// All of them.
+    /// Bytes of all its buffers.
     pub memory_bytes: usize,
 }
 
@@ -112,7 +114,7 @@ impl RankSummary {
 }
 
 impl Plan {
-    /// The plan, summed up; display it for words, serialise it for numbers.
+    /// Summarises the plan; the result can be displayed as text or serialised.
     pub fn explain(&self) -> Result<Explanation> {
         let request = &self.request;
         let shape = &request.shape;
@@ -127,7 +129,7 @@ impl Plan {
                 members: ring.members.clone(),
                 rising: ring.rising,
                 parcels: ring.parcels.iter().flatten().count(),
-                hops: ring.last(),
+                hops: ring.max_distance(),
                 width,
                 rounds: ring.rounds(width),
             }
@@ -142,7 +144,7 @@ impl Plan {
         let hops = self.ranks() - 1;
         let gradients = match request.pass {
             Pass::Forward => 0,
-            // Gradients go round as well, and one hop further: home.
+            // Gradients go round too, with one more hop back to their owner.
             Pass::Backward { .. } => self.ranks() * usize::from(hops > 0),
         };
         Ok(Explanation {
@@ -159,23 +161,21 @@ impl Plan {
             request: request.clone(),
         })
     }
-}
 
-impl Plan {
-    /// What the fullest of some ranks would hold if its neighbour died.
+    /// The memory of the rank with the largest buffers after its neighbour dies.
     fn adoption(&self, ranks: &[RankSummary]) -> Result<Option<Adoption>> {
-        let fullest = ranks.iter().max_by_key(|rank| rank.memory_bytes);
-        let Some((rank, dead)) = fullest.and_then(|of| Some((of.rank, self.kept(of.rank).next()?)))
+        let largest = ranks.iter().max_by_key(|rank| rank.memory_bytes);
+        let Some((rank, dead)) = largest.and_then(|of| Some((of.rank, self.kept(of.rank).next()?)))
         else {
             return Ok(None);
         };
-        let standing = RankProgress {
+        let alive = RankProgress {
             done: 1,
             finished: false,
         };
-        let standings = (0..self.ranks()).map(|rank| (rank != dead).then_some(standing));
+        let progress = (0..self.ranks()).map(|rank| (rank != dead).then_some(alive));
         let agreement = Agreement {
-            standings: standings.collect(),
+            progress: progress.collect(),
         };
         let epoch = Epoch::first(&Arc::new(self.clone())).next(&agreement)?;
         let memory_bytes = epoch.program(rank)?.memory().values().sum();
@@ -186,7 +186,7 @@ impl Plan {
         }))
     }
 
-    /// (query, key) pairs of a lane, by the definition of its index sets.
+    /// (query, key) pairs of a lane, computed from the definition of its index sets.
     fn lane_pairs(&self, lane: &Lane) -> u128 {
         let shape = &self.request.shape;
         let in_segment = |tokens: usize| {
@@ -202,7 +202,7 @@ impl Plan {
     }
 }
 
-/// A whole number with its thousands set apart.
+/// An integer with thousands separators.
 pub fn grouped(number: u128) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -219,7 +219,7 @@ fn count_of(number: usize) -> String {
     grouped(number as u128)
 }
 
-/// Bytes as people read them.
+/// A byte count in binary units.
 pub fn bytes(count: usize) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let (mut value, mut unit) = (count as f64, 0);
@@ -243,9 +243,9 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// Ranks shown in words before the middle is left out.
+/// Ranks shown in the text before the middle is left out.
 const SHOWN: usize = 16;
-/// Ranks whose programs are all made.
+/// The largest number of ranks whose programs are all built.
 const RESOLVED: usize = 64;
 
 impl Explanation {
@@ -265,18 +265,18 @@ impl Explanation {
             Pass::Backward { .. } => "backward",
         };
         let held = match queries {
-            Queries::Sharded => "each holding its own queries",
-            Queries::Replicated => "each holding all queries",
+            Queries::Sharded => "sharded queries",
+            Queries::Replicated => "replicated queries",
         };
         let cut = match sharding.cut() {
             Cut::Contiguous => "contiguous",
-            Cut::Firsts(_) => "contiguous, as given",
+            Cut::Firsts(_) => "contiguous, explicit",
             Cut::Zigzag => "zigzag",
             Cut::Striped => "striped",
         };
         writeln!(
             f,
-            "{direction}: {} tokens x {} heads ({} key heads) x {} numbers, batch {}, {dtype}",
+            "{direction}: {} tokens, {} heads ({} key heads) of dim {}, batch {}, {dtype}",
             count_of(shape.tokens),
             shape.heads,
             shape.kv_heads,
@@ -286,8 +286,8 @@ impl Explanation {
         let causal = if pattern.is_causal() { ", causal" } else { "" };
         let kept = match redundancy {
             0 => String::new(),
-            1 => ", and the inputs of its neighbour".to_string(),
-            more => format!(", and the inputs of {more} neighbours"),
+            1 => ", a replica of the inputs of 1 neighbour".to_string(),
+            more => format!(", replicas of the inputs of {more} neighbours"),
         };
         writeln!(
             f,
@@ -298,7 +298,7 @@ impl Explanation {
     }
 
     fn write_lanes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "\nWho sees whom")?;
+        writeln!(f, "\nPattern")?;
         let mut lanes = &self.lanes[..];
         while let Some(lane) = lanes.first() {
             let count = lanes.iter().take_while(|l| l.branch == lane.branch).count();
@@ -322,29 +322,32 @@ impl Explanation {
         if let Mode::Fkodom = self.request.pattern.mode() {
             writeln!(
                 f,
-                "  (outputs divided by their sum over the sequence: compatibility only)"
+                "  (outputs divided by their sum over the sequence: for compatibility only)"
             )?;
         }
         Ok(())
     }
 
     fn write_rings(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "\nWho sends to whom")?;
+        writeln!(f, "\nRings")?;
         if self.rings.is_empty() {
-            return writeln!(f, "  nobody: every segment lies inside one rank's tokens");
+            return writeln!(f, "  none: every segment is within one rank's tokens");
         }
         let shown = self.rings.iter().take(SHOWN);
         for ring in shown {
-            let way = if ring.rising { "upwards" } else { "downwards" };
+            let way = match ring.rising {
+                true => "towards higher ranks",
+                false => "towards lower ranks",
+            };
             let how = match (ring.width, ring.rounds) {
-                (1, _) => format!("passed {way}, at most {} hops", ring.hops),
-                (_, 1) => format!("sent {way} to all who need them at once"),
+                (1, _) => format!("forwarded {way}, at most {} hops", ring.hops),
+                (_, 1) => "sent directly to every reader, in 1 round".to_string(),
                 (width, rounds) => {
-                    format!("passed {way}, {width} together, in {rounds} rounds")
+                    format!("forwarded {way} in batches of {width}, {rounds} rounds")
                 }
             };
             let (members, parcels) = (ranges(&ring.members), ring.parcels);
-            let rotating = match (self.request.queries, self.request.freight()) {
+            let rotating = match (self.request.queries, self.request.rotating()) {
                 (Queries::Sharded, Rotating::Queries) => " of queries",
                 _ => "",
             };
@@ -360,7 +363,7 @@ impl Explanation {
     }
 
     fn write_ranks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "\nEach rank")?;
+        writeln!(f, "\nRanks")?;
         writeln!(
             f,
             "  {:>6} {:>15} {:>22} {:>11} {:>11} {:>11} {:>7}",
@@ -388,9 +391,13 @@ impl Explanation {
             )?;
         }
         let largest = self.ranks.iter().max_by_key(|rank| rank.memory_bytes);
-        let of = if all > RESOLVED { " of these" } else { "" };
+        let of = if all > RESOLVED {
+            " of the ranks shown"
+        } else {
+            ""
+        };
         if let Some(rank) = largest {
-            writeln!(f, "\nMemory of the fullest rank{of} ({})", rank.rank)?;
+            writeln!(f, "\nMemory of rank {}, the largest{of}", rank.rank)?;
             for (component, held) in &rank.memory {
                 writeln!(f, "  {:<22} {:>11}", component.name(), bytes(*held))?;
             }
@@ -404,7 +411,7 @@ impl Explanation {
         if let Some(adoption) = &self.adoption {
             writeln!(
                 f,
-                "  if rank {} died, rank {} would adopt its tokens and hold {}",
+                "  if rank {} dies, rank {} adopts its tokens and holds {}",
                 adoption.dead,
                 adoption.rank,
                 bytes(adoption.memory_bytes)
@@ -414,17 +421,17 @@ impl Explanation {
     }
 
     fn write_totals(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "\nAll ranks")?;
+        writeln!(f, "\nTotal")?;
         writeln!(
             f,
-            "  {} pairs computed, {:.4} % of plain attention's {}",
+            "  {} (query, key) pairs, {:.4} % of the {} of dense attention",
             grouped(self.pairs),
             100.0 * self.pairs as f64 / self.dense_pairs as f64,
             grouped(self.dense_pairs)
         )?;
         writeln!(
             f,
-            "  {} sent; a dense ring would send {}, after an all-gather each rank would hold {}",
+            "  {} sent; a dense ring sends {}; after an all-gather each rank holds {} of K/V",
             bytes(self.sent_bytes),
             bytes(self.dense_ring_bytes),
             bytes(self.all_gather_bytes)
@@ -432,7 +439,7 @@ impl Explanation {
     }
 }
 
-/// Rising numbers, with runs of them drawn together: `0-3, 5, 8-9`.
+/// Ascending numbers with consecutive ones joined: `0-3, 5, 8-9`.
 fn ranges(numbers: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &number in numbers {
@@ -445,11 +452,11 @@ fn ranges(numbers: &[usize]) -> String {
         true => first.to_string(),
         false => format!("{first}-{last}"),
     };
-    let mut words: Vec<String> = runs.iter().map(text).collect();
-    if words.len() > SHOWN {
-        let left_out = words.len() - SHOWN;
-        words.truncate(SHOWN);
-        words.push(format!("and {left_out} more"));
+    let mut parts: Vec<String> = runs.iter().map(text).collect();
+    if parts.len() > SHOWN {
+        let left_out = parts.len() - SHOWN;
+        parts.truncate(SHOWN);
+        parts.push(format!("and {left_out} more"));
     }
-    words.join(", ")
+    parts.join(", ")
 }

@@ -1,13 +1,14 @@
 //! The forward program of one rank.
 
-use super::builder::Builder;
-use super::direct::RingPair;
-use super::flow::CARRY;
+use super::builder::ProgramBuilder;
 use super::jobs::QueryRows;
-use super::layout::Width;
-use super::membership::Progress;
+use super::position::RingPair;
 use super::program::{BufferId, CarryIds, Component, Fill, RankPlan, Role, Task};
-use super::{Plan, Queries};
+use super::progress::ShardProgress;
+use super::reduce::{CARRY, ReducePath};
+use super::request::Queries;
+use super::topology::Plan;
+use super::width::Width;
 
 pub(super) fn program(plan: &Plan, rank: usize) -> RankPlan {
     match plan.request.queries {
@@ -16,17 +17,17 @@ pub(super) fn program(plan: &Plan, rank: usize) -> RankPlan {
     }
 }
 
-/// The buffers that all kinds have: q (all rows or the own ones), k and v.
-struct Buffers {
+/// q (all rows or this rank's), k and v.
+struct ForwardBuffers {
     q: BufferId,
     k: BufferId,
     v: BufferId,
 }
 
-fn buffers(b: &mut Builder<'_>, q_rows: usize) -> Buffers {
+fn buffers(b: &mut ProgramBuilder<'_>, q_rows: usize) -> ForwardBuffers {
     let dtype = b.plan.request.dtype;
     let rows = b.rows;
-    let buffers = Buffers {
+    let buffers = ForwardBuffers {
         q: b.resident("q", Component::Queries, dtype, q_rows, Width::Query),
         k: b.resident("k", Component::OwnKv, dtype, rows, Width::Kv),
         v: b.resident("v", Component::OwnKv, dtype, rows, Width::Kv),
@@ -37,8 +38,8 @@ fn buffers(b: &mut Builder<'_>, q_rows: usize) -> Buffers {
     buffers
 }
 
-/// out and lse of the own rows.
-fn ends(b: &mut Builder<'_>) -> (BufferId, BufferId) {
+/// out and lse of this rank's rows.
+fn outputs(b: &mut ProgramBuilder<'_>) -> (BufferId, BufferId) {
     let request = &b.plan.request;
     let (out_dtype, sum) = (request.out_dtype(), request.dtype.sum());
     let out = b.resident("out", Component::Output, out_dtype, b.rows, Width::WideCell);
@@ -46,8 +47,8 @@ fn ends(b: &mut Builder<'_>) -> (BufferId, BufferId) {
     (out, lse)
 }
 
-/// Makes out and lse of the own rows from the carry, in the round after the last.
-fn finish(b: &mut Builder<'_>, carry: CarryIds, out: BufferId, lse: BufferId) {
+/// Computes out and lse of this rank's rows from the carry, in a round after the last one.
+fn finish_softmax(b: &mut ProgramBuilder<'_>, carry: CarryIds, out: BufferId, lse: BufferId) {
     let plan = b.plan;
     let request = &plan.request;
     let (rows, round) = (b.rows, b.next_round());
@@ -61,43 +62,35 @@ fn finish(b: &mut Builder<'_>, carry: CarryIds, out: BufferId, lse: BufferId) {
     });
 }
 
-/// Queries that see everything at once, attended to the end.
-fn attend(b: &mut Builder<'_>, at: QueryRows, of: Buffers, (out, lse): (BufferId, BufferId)) {
-    let Buffers { q, k, v } = of;
-    // Cells that see nothing keep the zeros that out begins with.
-    let value = Fill::MinusInfinity;
-    let empty = Task::Fill { buffer: lse, value };
-    b.round(0).before.push(empty);
-    b.local_jobs(at, |job| Task::Attend {
-        job,
-        q,
-        k,
-        v,
-        out,
-        lse,
-    });
-}
-
-/// Queries stay, keys visit. Where none visits and one job is all that a query sees, it is attended
-/// to the end, without a carry. A program that continues does what is not done yet, and gets keys
-/// straight from where they are.
-pub(super) fn sharded(plan: &Plan, rank: usize, so_far: Option<&[Progress]>) -> RankPlan {
-    let mut b = Builder::new(plan, rank);
+/// Sharded queries: queries stay, keys and values rotate. If every cell is complete after one local
+/// job, that job writes out and lse without a carry. A continuation (`progress` is set) computes
+/// only what is missing and fetches keys directly from their owners.
+pub(super) fn sharded(plan: &Plan, rank: usize, progress: Option<&[ShardProgress]>) -> RankPlan {
+    let mut b = ProgramBuilder::new(plan, rank);
     let rows = b.rows;
-    let Buffers { q, k, v } = buffers(&mut b, rows);
+    let ForwardBuffers { q, k, v } = buffers(&mut b, rows);
     b.input(Role::Q, q, b.runs_of(rank));
     let at = QueryRows {
         q: b.own(),
         cells: b.own(),
         dq: None,
     };
-    let begins = so_far.is_none_or(|so_far| !so_far[rank].begun);
-    if b.sees_all_at_once() {
-        let (out, lse) = ends(&mut b);
+    let begins = progress.is_none_or(|progress| !progress[rank].begun);
+    if b.one_job_per_cell() {
+        let (out, lse) = outputs(&mut b);
         if begins {
-            attend(&mut b, at, Buffers { q, k, v }, (out, lse));
+            // Cells that see no key keep the zeros that out is allocated with.
+            b.fill(0, lse, Fill::MinusInfinity);
+            b.local_jobs(at, |job| Task::Attend {
+                job,
+                q,
+                k,
+                v,
+                out,
+                lse,
+            });
         }
-        return ended(b, out, lse, so_far.is_none());
+        return with_outputs(b, out, lse, progress.is_none());
     }
     let carry = b.carry(Component::Carry, rows);
     let forward = |job, k, v| Task::Forward {
@@ -112,27 +105,32 @@ pub(super) fn sharded(plan: &Plan, rank: usize, so_far: Option<&[Progress]>) -> 
         b.clear_carry(0, carry);
         b.local_jobs(at, |job| forward(job, k, v));
     }
-    // What is left after a death comes by itself, and one distance at a time.
-    let width = so_far.map_or(plan.request.schedule.width, |_| 1);
-    for seat in b.seats_of(width) {
-        let wanted = |of: RingPair| so_far.is_none_or(|so_far| of.is_new_to_queries(so_far));
-        let visit = match so_far {
-            None => b.visit(seat, Component::TravellingKv, &b.keys([k, v])),
-            Some(_) => b.fetch(seat, [k, v], wanted),
+    // A continuation takes one distance per round.
+    let width = progress.map_or(plan.request.schedule.width, |_| 1);
+    for position in b.positions(width) {
+        let wanted = |of: RingPair| progress.is_none_or(|progress| of.is_new_to_queries(progress));
+        let rotation = match progress {
+            None => b.rotate(position, Component::TravellingKv, &b.keys([k, v])),
+            Some(_) => b.fetch(position, [k, v], wanted),
         };
-        b.jobs_with_keys(seat, at, |stop, meeting, job| {
-            let kv = visit.at(stop);
-            wanted(meeting).then(|| forward(job, kv[0], kv[1]))
+        b.jobs_with_keys(position, at, |slot, pair, job| {
+            let kv = rotation.at(slot);
+            wanted(pair).then(|| forward(job, kv[0], kv[1]))
         });
     }
-    let (out, lse) = ends(&mut b);
-    finish(&mut b, carry, out, lse);
-    ended(b, out, lse, so_far.is_none())
+    let (out, lse) = outputs(&mut b);
+    finish_softmax(&mut b, carry, out, lse);
+    with_outputs(b, out, lse, progress.is_none())
 }
 
-/// The program that ends with these rows, and in a `first` epoch what it keeps for others.
-fn ended(mut b: Builder<'_>, out: BufferId, lse: BufferId, first: bool) -> RankPlan {
-    if first {
+/// Adds the output ports and, in the first epoch, the replicas this rank holds.
+fn with_outputs(
+    mut b: ProgramBuilder<'_>,
+    out: BufferId,
+    lse: BufferId,
+    first_epoch: bool,
+) -> RankPlan {
+    if first_epoch {
         b.replicas(b.plan.kept(b.rank));
     }
     b.output(Role::Out, out, b.runs_of(b.rank));
@@ -140,12 +138,12 @@ fn ended(mut b: Builder<'_>, out: BufferId, lse: BufferId, first: bool) -> RankP
     b.finish()
 }
 
-/// Keys stay; each rank attends everyone's queries to its own keys once, and the carries are
-/// gathered. Then the finished rows are shared.
+/// Replicated queries: each rank attends all queries to its own keys, the carries are reduced to
+/// the owners of the queries, and the finished rows are all-gathered.
 fn replicated(plan: &Plan, rank: usize) -> RankPlan {
-    let mut b = Builder::new(plan, rank);
+    let mut b = ProgramBuilder::new(plan, rank);
     let request = &plan.request;
-    let Buffers { q, k, v } = buffers(&mut b, request.shape.tokens);
+    let ForwardBuffers { q, k, v } = buffers(&mut b, request.shape.tokens);
     let carry = b.carry(Component::Carry, b.rows);
     b.clear_carry(0, carry);
     b.input(Role::Q, q, b.all_runs());
@@ -163,22 +161,26 @@ fn replicated(plan: &Plan, rank: usize) -> RankPlan {
         carry,
     };
     b.local_jobs(at, |job| forward(job, carry));
-    for seat in b.seats() {
+    let component = Component::TravellingCarry;
+    for position in b.positions(request.schedule.width) {
         let into = [carry.acc, carry.m, carry.l];
-        let gather = b.gather(seat, Component::TravellingCarry, &CARRY, &into, b.own());
-        b.jobs_with_queries(seat, false, |stop, job| forward(job, gather.carry_at(stop)));
+        let own = b.own();
+        let reduction = b.reduce(position, component, &CARRY, (&into, own), ReducePath::Ring);
+        b.jobs_with_queries(position, false, |slot, job| {
+            forward(job, reduction.carry_at(slot))
+        });
     }
     let (n, sum) = (request.shape.tokens, request.dtype.sum());
     let out_dtype = request.out_dtype();
     let out = b.resident("all out", Component::Output, out_dtype, n, Width::WideCell);
     let lse = b.resident("all lse", Component::Output, sum, n, Width::Cell);
-    // The own rows are finished where their journey begins: no rank holds them a third time.
-    let out_travel = b.sharing(out_dtype, Width::WideCell);
-    let lse_travel = b.sharing(sum, Width::Cell);
-    finish(&mut b, carry, out_travel[0], lse_travel[0]);
+    // This rank's rows are finished directly in the buffer they rotate from.
+    let rotating_out = b.all_gather_buffers(out_dtype, Width::WideCell);
+    let rotating_lse = b.all_gather_buffers(sum, Width::Cell);
+    finish_softmax(&mut b, carry, rotating_out[0], rotating_lse[0]);
     let start = plan.settled_round() + 1;
-    b.share(start, 0, out_travel, out, Width::WideCell);
-    b.share(start, 1, lse_travel, lse, Width::Cell);
+    b.all_gather(start, 0, rotating_out, out, Width::WideCell);
+    b.all_gather(start, 1, rotating_lse, lse, Width::Cell);
     b.output(Role::Out, out, b.all_runs());
     b.output(Role::Lse, lse, b.all_runs());
     b.finish()

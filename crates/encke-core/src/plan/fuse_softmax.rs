@@ -43,7 +43,7 @@ impl RankPlan {
 
 /// The program with a softmax that begins in its first job and ends in its last one, where that can
 /// be; only the beginning where somebody `can_go_on` from it.
-pub(super) fn straight(mut program: RankPlan, can_go_on: bool) -> RankPlan {
+pub(super) fn fuse(mut program: RankPlan, can_go_on: bool) -> RankPlan {
     let Some(softmax) = Softmax::of(&program) else {
         return program;
     };

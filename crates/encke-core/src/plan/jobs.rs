@@ -1,18 +1,19 @@
-//! The jobs of a rank: with its own rows, with keys that visit its queries, and with queries that
-//! its keys are visited by. Forward and backward programs differ in what they make of a job, not
-//! in which jobs there are.
+//! The jobs of a rank: with its own rows, of its queries with rotating keys, and of its keys with
+//! the queries of other ranks. Forward and backward programs differ in the task they make of a job,
+//! not in which jobs there are.
 
-use super::batches::Stop;
-use super::builder::Builder;
-use super::direct::RingPair;
-use super::flow::RingPosition;
-use super::layout::{Resident, Width};
-use super::program::Task;
-use crate::job::{Job, Operand};
-use crate::rows::{Rows, Segments};
 use std::collections::BTreeSet;
 
-/// Where the rows of one rank's queries lie: in q, in cells, and in dq if that is another layout.
+use super::batches::{BatchSlot, BatchedSection};
+use super::builder::ProgramBuilder;
+use super::layout::Resident;
+use super::position::{RingPair, RingPosition};
+use super::program::Task;
+use super::width::Width;
+use crate::job::{Job, Operand};
+use crate::rows::{Rows, Segments};
+
+/// Where the rows of one rank's queries are: in q, in cells, and in dq if that layout differs.
 #[derive(Clone, Copy)]
 pub(super) struct QueryRows {
     pub q: Resident,
@@ -20,23 +21,25 @@ pub(super) struct QueryRows {
     pub dq: Option<Resident>,
 }
 
-impl Builder<'_> {
-    /// Whether no keys visit this rank, and no cell of its is in more than one of its jobs, which
-    /// can write the end of it.
-    pub fn sees_all_at_once(&self) -> bool {
+impl ProgramBuilder<'_> {
+    /// Whether every cell of this rank is complete after one local job: no keys rotate to this
+    /// rank, no cell is in two jobs, and jobs can write the output.
+    pub fn one_job_per_cell(&self) -> bool {
         let (plan, rank) = (self.plan, self.rank);
         let mut slots = BTreeSet::new();
-        let alone = |&(lane, group): &(usize, usize)| {
+        let one_run = |&(lane, group): &(usize, usize)| {
             let segments = plan.groups[lane][group].segments;
             let runs = plan.shards.select(&plan.lanes[lane], rank, segments);
             runs.count() <= 1
         };
-        let own = plan.lanes.iter().all(|lane| {
+        let distinct_slots = plan.lanes.iter().all(|lane| {
             let mut heads = lane.heads.iter();
             heads.all(|head| slots.insert(head.slot))
         });
-        let ends = plan.request.ends_in_jobs() && plan.rings_of[rank].is_empty();
-        ends && own && plan.groups_of[rank].iter().all(alone)
+        plan.request.jobs_write_output()
+            && plan.rings_of[rank].is_empty()
+            && distinct_slots
+            && plan.groups_of[rank].iter().all(one_run)
     }
 
     /// Jobs of this rank with itself, in round 0.
@@ -55,102 +58,112 @@ impl Builder<'_> {
         }
     }
 
-    /// Jobs of this rank's queries with the keys that visit it, each in the round of its load;
-    /// `task` may do without some.
+    /// Jobs of this rank's queries with rotating keys, each in the round of its batch; `task` may
+    /// skip some.
     pub fn jobs_with_keys(
         &mut self,
-        seat: RingPosition<'_>,
+        position: RingPosition<'_>,
         at: QueryRows,
-        task: impl Fn(Stop, RingPair, Job) -> Option<Task>,
+        task: impl Fn(BatchSlot, RingPair, Job) -> Option<Task>,
     ) {
         let plan = self.plan;
-        for load in seat.loads().iter().filter(|load| load.is_needed()) {
-            for laid in plan.laid(&load.items, Width::Kv) {
-                let (item, section) = (&load.items[laid.item], laid.section);
-                let meeting = seat.meeting(item.distance, seat.ring.members[item.home]);
-                let lane = section.lane;
-                let own = plan
-                    .shards
-                    .select(&plan.lanes[lane], self.rank, section.segments);
-                for (_, q_rows) in own {
-                    let k = plan.packed(laid.place, section, Width::Kv);
-                    let keys = (&section.rows, k);
-                    let job = self.resident_job(lane, section.segments, (&q_rows, at), keys);
-                    if let Some(task) = job.and_then(|job| task(load.stop, meeting, job)) {
-                        self.round(load.stop.round).meanwhile.push(task);
-                    }
+        for batch in position.needed_batches() {
+            for of in plan.batch_sections(&batch.parcels, Width::Kv) {
+                let parcel = &batch.parcels[of.parcel];
+                let pair = position.pair(parcel.distance, parcel.owner);
+                for q_rows in self.own_rows(&of) {
+                    let k = plan.packed(of.location, of.section, Width::Kv);
+                    let keys = (&of.section.rows, k);
+                    let segments = of.section.segments;
+                    let job = self.resident_job(of.section.lane, segments, (&q_rows, at), keys);
+                    let task = job.and_then(|job| task(batch.slot, pair, job));
+                    self.round(batch.slot.round).meanwhile.extend(task);
                 }
             }
         }
     }
 
-    /// Jobs of this rank's keys with the queries that visit it, each in the round of its load.
-    pub fn jobs_with_rotating(&mut self, seat: RingPosition<'_>, task: impl Fn(Stop, Job) -> Task) {
+    /// Jobs of this rank's keys with rotating queries, each in the round of its batch.
+    pub fn jobs_with_rotating(
+        &mut self,
+        position: RingPosition<'_>,
+        task: impl Fn(BatchSlot, Job) -> Task,
+    ) {
         let plan = self.plan;
-        for load in seat.loads().iter().filter(|load| load.is_needed()) {
-            let cells = plan.laid(&load.items, Width::Cell);
-            for (laid, cell) in plan.laid(&load.items, Width::Query).iter().zip(cells) {
-                let section = laid.section;
-                let lane = section.lane;
-                let own = plan
-                    .shards
-                    .select(&plan.lanes[lane], self.rank, section.segments);
-                for (_, k_rows) in own {
-                    let job = plan.job(
-                        lane,
-                        section.segments.count,
-                        (
-                            &section.rows,
-                            plan.packed(laid.place, section, Width::Query),
-                        ),
-                        (&k_rows, plan.resident(lane, &k_rows, self.own(), Width::Kv)),
-                        plan.packed(cell.place, section, Width::Cell),
-                        None,
-                    );
-                    let task = job.map(|job| task(load.stop, job));
-                    self.round(load.stop.round).meanwhile.extend(task);
+        for batch in position.needed_batches() {
+            let cells = plan.batch_sections(&batch.parcels, Width::Cell);
+            let queries = plan.batch_sections(&batch.parcels, Width::Query);
+            for (of, cell) in queries.iter().zip(cells) {
+                for k_rows in self.own_rows(of) {
+                    let q = plan.packed(of.location, of.section, Width::Query);
+                    let cells = plan.packed(cell.location, of.section, Width::Cell);
+                    let job = self.own_keys_job(of, q, &k_rows, cells, None);
+                    let task = job.map(|job| task(batch.slot, job));
+                    self.round(batch.slot.round).meanwhile.extend(task);
                 }
             }
         }
     }
 
-    /// Jobs of this rank's keys with the queries of others, all of which it holds a copy of. What
-    /// is computed for them goes into the load: cells or (with `gradient`) dq.
+    /// Jobs of this rank's keys with the queries of other ranks, of which every rank holds a copy.
+    /// The result goes into the batch: cells, or dq if `gradient` is set.
     pub fn jobs_with_queries(
         &mut self,
-        seat: RingPosition<'_>,
+        position: RingPosition<'_>,
         gradient: bool,
-        task: impl Fn(Stop, Job) -> Task,
+        task: impl Fn(BatchSlot, Job) -> Task,
     ) {
         let plan = self.plan;
         let width = if gradient { Width::Query } else { Width::Cell };
-        for load in seat.loads().iter().filter(|load| load.is_needed()) {
-            for laid in plan.laid(&load.items, width) {
-                let section = laid.section;
-                let home = seat.ring.members[load.items[laid.item].home];
-                let (lane, rows, all) = (section.lane, &section.rows, self.among_all(home));
-                let own = plan
-                    .shards
-                    .select(&plan.lanes[lane], self.rank, section.segments);
-                for (_, k_rows) in own {
-                    let packed = plan.packed(laid.place, section, width);
+        for batch in position.needed_batches() {
+            for of in plan.batch_sections(&batch.parcels, width) {
+                let owner = position.ring.members[batch.parcels[of.parcel].owner];
+                let (lane, rows) = (of.section.lane, &of.section.rows);
+                let all = self.among_all(owner);
+                for k_rows in self.own_rows(&of) {
+                    let packed = plan.packed(of.location, of.section, width);
                     let (cells, dq) = match gradient {
                         true => (plan.resident(lane, rows, all, Width::Cell), Some(packed)),
                         false => (packed, None),
                     };
-                    let job = plan.job(
-                        lane,
-                        section.segments.count,
-                        (rows, plan.resident(lane, rows, all, Width::Query)),
-                        (&k_rows, plan.resident(lane, &k_rows, self.own(), Width::Kv)),
-                        cells,
-                        dq,
-                    );
-                    let task = job.map(|job| task(load.stop, job));
-                    self.round(load.stop.round).meanwhile.extend(task);
+                    let q = plan.resident(lane, rows, all, Width::Query);
+                    let job = self.own_keys_job(&of, q, &k_rows, cells, dq);
+                    let task = job.map(|job| task(batch.slot, job));
+                    self.round(batch.slot.round).meanwhile.extend(task);
                 }
             }
         }
+    }
+
+    /// This rank's rows in the lane and segments of a section.
+    fn own_rows(&self, of: &BatchedSection<'_>) -> Vec<Rows> {
+        let lane = &self.plan.lanes[of.section.lane];
+        let rows = self
+            .plan
+            .shards
+            .select(lane, self.rank, of.section.segments);
+        rows.map(|(_, rows)| rows).collect()
+    }
+
+    /// A job of a section's queries with this rank's keys.
+    fn own_keys_job(
+        &self,
+        of: &BatchedSection<'_>,
+        q: Operand,
+        k_rows: &Rows,
+        cells: Operand,
+        dq: Option<Operand>,
+    ) -> Option<Job> {
+        let (lane, segments) = (of.section.lane, of.section.segments.count);
+        let k = self.plan.resident(lane, k_rows, self.own(), Width::Kv);
+        self.plan.job(
+            lane,
+            segments,
+            (&of.section.rows, q),
+            (k_rows, k),
+            cells,
+            dq,
+        )
     }
 
     /// A job whose queries are resident.

@@ -1,84 +1,23 @@
-//! Where things lie: operands for rows in a shard and for rows packed into a parcel.
+//! Addresses: operands for rows of a shard and for rows packed into a parcel.
 
 use std::sync::Arc;
 
-use super::Plan;
-use super::program::TokenRows;
+use super::program::{BufferId, Message, Origin, Role, TokenRows};
 use super::rings::{Parcel, Section};
+use super::topology::Plan;
+use super::width::Width;
 use crate::job::{Block, Causal, Job, Operand};
 use crate::pattern::Lane;
-use crate::rows::{Rows, Sight, sight};
+use crate::rows::{Rows, Visibility, visibility};
 use crate::sharding::Run;
+use crate::transport::Address;
 
-/// What a row of a buffer consists of.
+/// Where a packed section is. Its rows may be interleaved with those of other parcels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Width {
-    /// A key or value: `dim` numbers for each key head.
-    Kv,
-    /// A query or its gradient: `dim` numbers for each head.
-    Query,
-    /// One number for each slot.
-    Cell,
-    /// `dim` numbers for each slot.
-    WideCell,
-}
-
-impl Width {
-    /// All of them, in the order of their declaration.
-    const ALL: [Width; 4] = [Width::Kv, Width::Query, Width::Cell, Width::WideCell];
-}
-
-/// What each head of a lane adds to an address, in buffers of every width. Made once per lane:
-/// all of its jobs share them.
-#[derive(Debug, Clone)]
-pub(super) struct HeadAddresses {
-    resident: [Arc<[usize]>; 4],
-    packed: [Arc<[usize]>; 4],
-}
-
-impl HeadAddresses {
-    pub fn new(lane: &Lane, dim: usize) -> HeadAddresses {
-        let resident = |width: Width| {
-            let heads = lane.heads.iter().map(|head| match width {
-                Width::Kv => head.kv_head * dim,
-                Width::Query => head.head * dim,
-                Width::Cell => head.slot,
-                Width::WideCell => head.slot * dim,
-            });
-            heads.collect()
-        };
-        let packed = |width: Width| {
-            let heads = lane.heads.iter().enumerate().map(|(i, head)| match width {
-                Width::Kv => {
-                    let kv = lane.kv_heads.binary_search(&head.kv_head);
-                    kv.expect("a lane lists every key head its heads read") * dim
-                }
-                Width::Query | Width::WideCell => i * dim,
-                Width::Cell => i,
-            });
-            heads.collect()
-        };
-        HeadAddresses {
-            resident: Width::ALL.map(resident),
-            packed: Width::ALL.map(packed),
-        }
-    }
-
-    fn resident(&self, width: Width) -> Arc<[usize]> {
-        Arc::clone(&self.resident[width as usize])
-    }
-
-    fn packed(&self, width: Width) -> Arc<[usize]> {
-        Arc::clone(&self.packed[width as usize])
-    }
-}
-
-/// Where a section lies packed: its rows may have those of other parcels beside them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct PackedLocation {
     /// Address of its first row.
     pub offset: usize,
-    /// Rows of one segment, with those of the others.
+    /// Rows of one segment, interleaved ones included.
     pub rows: usize,
 }
 
@@ -92,7 +31,7 @@ pub(super) struct Resident {
 }
 
 impl Plan {
-    /// Numbers in a row of a resident buffer.
+    /// Elements in a row of a resident buffer.
     pub(super) fn resident_width(&self, width: Width) -> usize {
         let shape = &self.request.shape;
         match width {
@@ -103,7 +42,7 @@ impl Plan {
         }
     }
 
-    /// Numbers in a row of a section: only the heads of its lane travel.
+    /// Elements in a packed row: only the heads of its lane are sent.
     fn packed_width(&self, lane: &Lane, width: Width) -> usize {
         let dim = self.request.shape.dim;
         match width {
@@ -123,24 +62,24 @@ impl Plan {
         self.request.shape.batch * section.total_rows() * self.section_row(section, width)
     }
 
-    /// Numbers in a row of a section.
+    /// Elements in a row of a section.
     pub(super) fn section_row(&self, section: &Section, width: Width) -> usize {
         self.packed_width(&self.lanes[section.lane], width)
     }
 
-    /// The sections of a parcel that has a buffer to itself, each with where it lies.
+    /// The sections of a parcel in a buffer of its own, each with its location.
     pub(super) fn sections<'a>(
         &self,
         parcel: &'a Parcel,
         width: Width,
-    ) -> impl Iterator<Item = (Place, &'a Section)> {
+    ) -> impl Iterator<Item = (PackedLocation, &'a Section)> {
         parcel.sections.iter().scan(0, move |end, section| {
-            let place = Place {
+            let location = PackedLocation {
                 offset: *end,
                 rows: section.rows.count,
             };
             *end += self.section_elements(section, width);
-            Some((place, section))
+            Some((location, section))
         })
     }
 
@@ -167,33 +106,39 @@ impl Plan {
         }
     }
 
-    /// Rows of a section that lies packed.
-    pub(super) fn packed(&self, place: Place, section: &Section, width: Width) -> Operand {
+    /// Rows of a packed section.
+    pub(super) fn packed(&self, at: PackedLocation, section: &Section, width: Width) -> Operand {
         let heads = self.heads[section.lane].packed(width);
-        self.packed_with(place, section, width, heads)
+        self.packed_with(at, section, width, heads)
     }
 
     fn packed_with(
         &self,
-        place: Place,
+        at: PackedLocation,
         section: &Section,
         width: Width,
         heads: Arc<[usize]>,
     ) -> Operand {
         let row = self.section_row(section, width);
         Operand {
-            offset: place.offset,
-            batch: section.segments.count * place.rows * row,
-            segment: place.rows * row,
+            offset: at.offset,
+            batch: section.segments.count * at.rows * row,
+            segment: at.rows * row,
             row,
             heads,
         }
     }
 
-    /// The copy of a section from one place to another: all rows of a segment at once, since they
-    /// lie side by side in both.
-    pub(super) fn between(&self, section: &Section, from: Place, to: Place, width: Width) -> Block {
-        let at = |place| self.packed_with(place, section, width, Arc::new([0]));
+    /// The copy of a section from one location to another. The rows of a segment are contiguous in
+    /// both, so each segment is one piece.
+    pub(super) fn between(
+        &self,
+        section: &Section,
+        from: PackedLocation,
+        to: PackedLocation,
+        width: Width,
+    ) -> Block {
+        let at = |location| self.packed_with(location, section, width, Arc::new([0]));
         Block {
             batch: self.request.shape.batch,
             segments: section.segments.count,
@@ -205,11 +150,11 @@ impl Plan {
         }
     }
 
-    /// The copies between a shard (`at`) and its parcel: (resident, packed) operands, whole rows.
+    /// The copies that pack the rows of a shard (`at`) into its parcel.
     pub(super) fn packing(&self, parcel: &Parcel, at: Resident, width: Width) -> Vec<Block> {
         let dim = self.request.shape.dim;
         self.sections(parcel, width)
-            .map(|(place, section)| {
+            .map(|(location, section)| {
                 let lane = &self.lanes[section.lane];
                 let heads = &self.heads[section.lane];
                 // A key head is packed once, however many heads of the lane read it.
@@ -227,19 +172,35 @@ impl Plan {
                     heads: resident.len(),
                     width: if width == Width::Cell { 1 } else { dim },
                     from: self.resident_with(&section.rows, at, width, resident),
-                    to: self.packed_with(place, section, width, packed),
+                    to: self.packed_with(location, section, width, packed),
                 }
             })
             .collect()
     }
 
-    /// The rows of a parcel by token, in the order they are packed in.
-    pub(super) fn token_rows(&self, parcel: &Parcel, width: Width) -> Arc<[TokenRows]> {
+    /// A message of one parcel; `address.elements` is set here.
+    pub(super) fn parcel_message(
+        &self,
+        address: Address,
+        buffer: BufferId,
+        (role, width): (Option<Role>, Width),
+        parcel: &Parcel,
+    ) -> Message {
         let of = |section: &Section| self.section_rows(&[section], width);
-        parcel.sections.iter().map(of).collect()
+        Message {
+            address: Address {
+                elements: self.parcel_elements(parcel, width),
+                ..address
+            },
+            buffer,
+            origin: role.map(|role| Origin {
+                role,
+                rows: parcel.sections.iter().map(of).collect(),
+            }),
+        }
     }
 
-    /// The rows of sections of one lane and the same segments, side by side in each of these.
+    /// The tokens of sections of one lane and the same segments, interleaved in each segment.
     pub(super) fn section_rows(&self, sections: &[&Section], width: Width) -> TokenRows {
         let section = sections[0];
         let lane = &self.lanes[section.lane];
@@ -260,7 +221,7 @@ impl Plan {
         }
     }
 
-    /// A job of `lane` over `segments` segments, if any query of it sees any key.
+    /// A job of `lane` over `segments` segments; None if the mask hides every key from every query.
     pub(super) fn job(
         &self,
         lane: usize,
@@ -271,10 +232,10 @@ impl Plan {
         dq: Option<Operand>,
     ) -> Option<Job> {
         let request = &self.request;
-        let causal = match sight(request.pattern.is_causal(), q_rows, k_rows) {
-            Sight::None => return None,
-            Sight::All => None,
-            Sight::Part => Some(Causal {
+        let causal = match visibility(request.pattern.is_causal(), q_rows, k_rows) {
+            Visibility::None => return None,
+            Visibility::All => None,
+            Visibility::Partial => Some(Causal {
                 query: q_rows.position,
                 query_step: q_rows.position_step,
                 key: k_rows.position,
@@ -299,7 +260,7 @@ impl Plan {
     }
 }
 
-/// The same copies, the other way.
+/// The same copies in the opposite direction.
 pub(super) fn reversed(blocks: Vec<Block>) -> Vec<Block> {
     let reverse = |block: Block| Block {
         from: block.to,
@@ -309,10 +270,11 @@ pub(super) fn reversed(blocks: Vec<Block>) -> Vec<Block> {
     blocks.into_iter().map(reverse).collect()
 }
 
-/// A copy of `elements` contiguous numbers, or (with a `width`) of so many cells.
-pub(super) fn flat(rows: usize, width: usize, from: usize, to: usize) -> Block {
-    let at = |offset| Operand {
-        offset,
+/// A copy of `rows` adjacent cells of `width` elements from the start of one buffer to the start of
+/// another; with one row, of `width` contiguous elements.
+pub(super) fn flat(rows: usize, width: usize) -> Block {
+    let start = Operand {
+        offset: 0,
         batch: 0,
         segment: 0,
         row: 1,
@@ -324,7 +286,7 @@ pub(super) fn flat(rows: usize, width: usize, from: usize, to: usize) -> Block {
         rows,
         heads: 1,
         width,
-        from: at(from),
-        to: at(to),
+        from: start.clone(),
+        to: start,
     }
 }

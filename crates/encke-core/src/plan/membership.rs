@@ -1,63 +1,43 @@
-//! What becomes of a call when a rank dies: who goes on with its tokens, and what is left to do.
+//! What happens to a call when a rank dies: who takes over its tokens, and what remains to be done.
 //!
-//! A call is a sequence of epochs. In the first, everyone carries out the plan. When somebody has
-//! died, the survivors agree on who is gone and how far each of them has come ([`Agreement`]), and
-//! [`Epoch::next`] makes of it, on every survivor alike, who hosts which shard from now on and what
-//! each shard has got so far ([`Progress`]); [`Epoch::continuation`] is a survivor's program for the
-//! rest. A pure function of plan and agreements: the same fault, the same bits.
+//! A call is a sequence of epochs. In the first one every rank executes the plan. After a death, the
+//! survivors agree on which ranks are gone and how far each survivor got ([`Agreement`]).
+//! [`Epoch::next`] derives from that, identically on every survivor, which rank hosts which shard
+//! and what each shard has completed ([`ShardProgress`]); [`Epoch::continuation`] is a survivor's
+//! program for the rest. All of this is a pure function of plan and agreements: the same fault gives
+//! the same bits.
 //!
-//! The decision here: a shard outlives its rank. Programs are made shard by shard, as if each still
-//! had a rank of its own; one whose rank died is begun anew on the inputs that its keeper has, by
-//! the keeper, in the same rounds as the keeper's own. So a continuation is no new kind of program,
-//! and all that is known of plans is true of it.
+//! The decision here: a shard outlives its rank. Programs are built per shard, as if each shard
+//! still had a rank of its own. The shard of a dead rank restarts on one of its keepers, from the
+//! replica of its inputs, in the same rounds as the keeper's own shard. So a continuation is an
+//! ordinary program, and every property of programs holds for it.
 //!
-//! What a shard has got is known from the number of rounds its rank has come through, because what
-//! is done in a round is in the plan: its queries have seen the parcels of every round below that
-//! number, and gradients of its keys computed in a round are at home two rounds later. Nothing else
-//! needs to be remembered or told. Only the first epoch is as wide as the schedule says: what is left
-//! to do after a death is taken one distance at a time.
+//! Progress follows from the number of rounds a rank has completed, because the plan says what
+//! happens in each round: after `done` rounds a shard's queries have seen the parcels of every round
+//! below `done`, and gradients for its keys that were computed in a round have been added two rounds
+//! later. Nothing else is recorded or exchanged. Only the first epoch uses the schedule's width;
+//! continuations take one distance per round.
 
 use serde::Serialize;
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use super::adoption::combine;
+use super::backward;
+use super::forward;
 use super::program::{BufferId, RankPlan};
-use super::{Pass, Plan, adoption, backward, forward};
+use super::progress::ShardProgress;
+use super::request::Pass;
+use super::topology::Plan;
+pub use crate::agreement::{Agreement, RankProgress};
 use crate::error::{Error, Result};
 
-/// How far a rank has come in an epoch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct RankProgress {
-    /// Rounds of its program whose tasks it has done, whatever became of the messages of the last.
-    pub done: usize,
-    /// Whether that was all, and all messages have come.
-    pub finished: bool,
-}
-
-/// What the survivors of an epoch agree on when it ends: the same on each of them.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Agreement {
-    /// How far each rank has come; None for those that are gone, in this epoch or before.
-    pub standings: Vec<Option<RankProgress>>,
-}
-
-/// What one shard has got so far.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Progress {
-    /// Whether it has begun, and so met its own rows.
-    pub begun: bool,
-    /// (ring, distance) of the parcels that its queries have seen.
-    pub seen: BTreeSet<(usize, usize)>,
-    /// (ring, distance) of those that its parcel met and whose gradients for it are at home.
-    pub gathered: BTreeSet<(usize, usize)>,
-}
-
-/// A rank's program after a death, and where it finds what it has got so far.
+/// A rank's program after a death, and the buffers it inherits.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Continuation {
-    /// What it does.
+    /// The program.
     pub program: RankPlan,
-    /// For each buffer of the program, the one of the program before that it goes on with.
+    /// For each buffer of the program, the buffer of the previous program whose contents it
+    /// inherits.
     pub keeps: Vec<Option<BufferId>>,
 }
 
@@ -67,13 +47,13 @@ pub struct Epoch {
     plan: Arc<Plan>,
     number: usize,
     alive: Vec<bool>,
-    /// Who hosts each shard; nobody needs to where it is empty.
+    /// The rank that hosts each shard; None for an empty shard whose rank is gone.
     hosts: Vec<Option<usize>>,
-    so_far: Vec<Progress>,
+    progress: Vec<ShardProgress>,
 }
 
 impl Epoch {
-    /// The first epoch of a call: everyone is there, and hosts its own tokens.
+    /// The first epoch of a call: every rank is alive and hosts its own shard.
     pub fn first(plan: &Arc<Plan>) -> Epoch {
         let ranks = plan.ranks();
         Epoch {
@@ -81,11 +61,11 @@ impl Epoch {
             number: 0,
             alive: vec![true; ranks],
             hosts: (0..ranks).map(Some).collect(),
-            so_far: vec![Progress::default(); ranks],
+            progress: vec![ShardProgress::default(); ranks],
         }
     }
 
-    /// Which one it is, from 0.
+    /// The epoch's number, from 0.
     pub fn number(&self) -> usize {
         self.number
     }
@@ -95,48 +75,48 @@ impl Epoch {
         &self.plan
     }
 
-    /// Whether `rank` takes part.
+    /// Whether `rank` is alive.
     pub fn is_alive(&self, rank: usize) -> bool {
         self.alive[rank]
     }
 
-    /// The ranks that take part, rising.
+    /// The living ranks, in ascending order.
     pub fn living(&self) -> impl Iterator<Item = usize> {
         (0..self.alive.len()).filter(|rank| self.alive[*rank])
     }
 
-    /// Who hosts a shard.
+    /// The rank that hosts a shard.
     pub fn host(&self, shard: usize) -> Option<usize> {
         self.hosts[shard]
     }
 
-    /// What a shard had got when the epoch began.
-    pub fn progress(&self, shard: usize) -> &Progress {
-        &self.so_far[shard]
+    /// What a shard had completed when the epoch began.
+    pub fn progress(&self, shard: usize) -> &ShardProgress {
+        &self.progress[shard]
     }
 
-    /// Whether an epoch that ends like this ends the call: nobody died, and everyone has finished.
+    /// Whether this agreement ends the call: no rank died, and every rank has finished.
     pub fn is_last(&self, agreement: &Agreement) -> bool {
         self.living().all(|rank| {
-            let standing = agreement.standings[rank];
-            standing.is_some_and(|standing| standing.finished)
+            let progress = agreement.progress[rank];
+            progress.is_some_and(|progress| progress.finished)
         })
     }
 
-    /// The epoch after this one, or which shard is lost.
+    /// The epoch after this one, or the shard that is lost.
     pub fn next(&self, agreement: &Agreement) -> Result<Epoch> {
         let mut next = self.clone();
         next.number += 1;
         for rank in 0..self.alive.len() {
-            next.alive[rank] &= agreement.standings[rank].is_some();
+            next.alive[rank] &= agreement.progress[rank].is_some();
         }
         for shard in 0..self.hosts.len() {
-            let standing = self.hosts[shard].and_then(|host| agreement.standings[host]);
-            if let Some(RankProgress { done, .. }) = standing {
-                self.note(shard, done, &mut next.so_far[shard]);
+            let host = self.hosts[shard].and_then(|host| agreement.progress[host]);
+            if let Some(RankProgress { done, .. }) = host {
+                self.add_rounds(shard, done, &mut next.progress[shard]);
                 continue;
             }
-            next.so_far[shard] = Progress::default();
+            next.progress[shard] = ShardProgress::default();
             next.hosts[shard] = self.plan.keepers(shard).find(|rank| next.alive[*rank]);
             if next.hosts[shard].is_none() && self.plan.shards().rows(shard) > 0 {
                 let keepers = self.plan.keepers(shard).collect();
@@ -146,36 +126,36 @@ impl Epoch {
         Ok(next)
     }
 
-    /// Adds what a shard has got in so many rounds. What these rounds left out it had before.
-    fn note(&self, shard: usize, done: usize, progress: &mut Progress) {
+    /// Adds what a shard completed in the first `done` rounds of this epoch. Pairs that the epoch's
+    /// program skipped were completed before.
+    fn add_rounds(&self, shard: usize, done: usize, progress: &mut ShardProgress) {
         progress.begun |= done > 0;
-        for &(index, place) in &self.plan.rings_of[shard] {
+        for &(index, member) in &self.plan.rings_of[shard] {
             let ring = &self.plan.rings[index];
             let width = match self.number {
                 0 => ring.width(self.plan.request.schedule.width),
                 _ => 1,
             };
             let round = |distance: usize| (distance - 1) / width + 1;
-            let seen = (1..=ring.last()).filter(|&distance| round(distance) < done);
-            let met = seen.filter(|&distance| {
-                let parcel = ring.parcel_at(place, distance);
+            let passed = (1..=ring.max_distance()).filter(|&distance| round(distance) < done);
+            let seen = passed.filter(|&distance| {
+                let parcel = ring.parcel_at(member, distance);
                 parcel.is_some_and(|parcel| parcel.first <= distance)
             });
-            progress.seen.extend(met.map(|distance| (index, distance)));
+            progress.seen.extend(seen.map(|distance| (index, distance)));
             if let (Pass::Backward { .. }, Some(parcel)) =
-                (self.plan.request.pass, &ring.parcels[place])
+                (self.plan.request.pass, &ring.parcels[member])
             {
                 // Sent in the round after their own, added in the one after that.
-                let home = parcel.first..=parcel.last;
-                let home = home.filter(|distance| round(*distance) + 3 <= done);
-                progress
-                    .gathered
-                    .extend(home.map(|distance| (index, distance)));
+                let gathered = parcel.first..=parcel.last;
+                let gathered = gathered.filter(|distance| round(*distance) + 3 <= done);
+                let gathered = gathered.map(|distance| (index, distance));
+                progress.gathered.extend(gathered);
             }
         }
     }
 
-    /// The program of a rank that takes part.
+    /// The program of a living rank.
     pub fn program(&self, rank: usize) -> Result<RankPlan> {
         let ranks = self.alive.len();
         if self.number == 0 || !self.alive.get(rank).is_some_and(|alive| *alive) {
@@ -184,36 +164,29 @@ impl Epoch {
                 _ => Err(Error::NoSuchRank { rank, ranks }),
             };
         }
-        // The own shard first; then what was adopted, the nearest first.
-        let mine = (0..ranks)
+        // The own shard first, then adopted ones, the nearest first.
+        let hosted = (0..ranks)
             .map(|away| (rank + ranks - away) % ranks)
             .filter(|shard| self.hosts[*shard] == Some(rank));
-        let programs = mine.map(|shard| match self.plan.request.pass {
-            Pass::Forward => forward::sharded(&self.plan, shard, Some(&self.so_far)),
-            Pass::Backward { dlse } => {
-                backward::sharded(&self.plan, shard, dlse, Some(&self.so_far))
-            }
+        let progress = Some(&self.progress[..]);
+        let programs = hosted.map(|shard| match self.plan.request.pass {
+            Pass::Forward => forward::sharded(&self.plan, shard, progress),
+            Pass::Backward { dlse } => backward::rotating_keys(&self.plan, shard, dlse, progress),
         });
         let kept = self.plan.kept(rank);
         let kept = kept.filter(|shard| self.hosts[*shard] != Some(rank));
-        Ok(adoption::together(
-            &self.plan,
-            rank,
-            &self.hosts,
-            programs,
-            kept,
-        ))
+        Ok(combine(&self.plan, rank, &self.hosts, programs, kept))
     }
 
-    /// The program of a rank that takes part, as the continuation of the one it had before.
+    /// The program of a living rank, as the continuation of its previous program.
     pub fn continuation(&self, rank: usize, before: &RankPlan) -> Result<Continuation> {
         let program = self.program(rank)?;
-        let keeps = program.buffers.iter().map(|wanted| {
-            let same = before.buffers.iter().position(|had| {
-                let same = (had.shard, had.name) == (wanted.shard, wanted.name);
-                same && had.is_resident() && wanted.is_resident()
+        let keeps = program.buffers.iter().map(|new| {
+            let inherited = before.buffers.iter().position(|old| {
+                let same = (old.shard, old.name) == (new.shard, new.name);
+                same && old.is_resident() && new.is_resident()
             });
-            same.map(BufferId)
+            inherited.map(BufferId)
         });
         Ok(Continuation {
             keeps: keeps.collect(),
@@ -221,7 +194,7 @@ impl Epoch {
         })
     }
 
-    /// (query, key) pairs that the ranks of this epoch compute, if nobody dies.
+    /// (query, key) pairs that the ranks compute in this epoch if none of them dies.
     pub fn pairs(&self) -> Result<u128> {
         let each = self.living().map(|rank| Ok(self.program(rank)?.pairs()));
         each.sum()

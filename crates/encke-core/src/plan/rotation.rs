@@ -1,48 +1,70 @@
-//! Rows that visit: parcels of some tensors go from member to member, read by each, in two sets of
-//! buffers that take turns.
+//! Rotation: the parcels of some tensors move from member to member, in two buffer sets that
+//! alternate between being read and being received into.
 //!
-//! The own parcel is packed where nothing else lies yet. In the first round a load comes in pieces,
-//! each straight from its home; a message fills a buffer from its beginning, so the pieces arrive
-//! beside the load and are stowed in it. That is the one copy a wide schedule costs: from then on
-//! a load is one message, and a load of one parcel never needs it. Where there are pieces the own
-//! parcel has a buffer to itself, as they have: whole buffers can be handed over instead of copied.
+//! A rank packs its own parcel into a buffer that is still unused. In the first round a batch of
+//! several parcels arrives in several messages, one from each owner. A message fills a buffer from
+//! its start, so these parcels arrive in buffers of their own and are copied into the batch. That is
+//! the only extra copy of a wide schedule: later rounds receive a batch as one message, and a batch
+//! of one parcel is received in place. Where parcels arrive one by one, the own parcel has a buffer
+//! of its own too, so that transports can hand whole buffers over instead of copying them.
 
-use super::batches::{BatchedParcel, ParcelBatch, Stop};
-use super::builder::Builder;
-use super::flow::{RingPosition, VISIT, origin};
-use super::layout::Width;
-use super::program::{BufferId, Component, Message, Role, TokenRows};
+use super::batches::{BatchSlot, ParcelBatch};
+use super::builder::ProgramBuilder;
+use super::position::{ROTATE_TAG, RingPosition};
+use super::program::{BufferId, Component, Role};
+use super::topology::Plan;
+use super::width::Width;
 use crate::dtype::DType;
-use std::sync::Arc;
 
-/// A tensor whose rows visit.
+/// A tensor whose rows rotate.
 #[derive(Clone, Copy)]
 pub(super) struct RotatingTensor {
-    /// What its travelling buffers are called.
+    /// The name of its rotation buffers.
     pub name: &'static str,
-    /// Where the own rows are.
+    /// The buffer with this rank's rows.
     pub own: BufferId,
     pub dtype: DType,
     pub width: Width,
-    /// The tensor of the call that it is, if it is one.
+    /// The tensor of the call, if it is one.
     pub role: Option<Role>,
 }
 
-/// Rows on their way.
-pub(super) struct Visit {
-    /// By turn, by load of a round, by cargo.
-    pub travel: [Vec<Vec<BufferId>>; 2],
+/// The buffers of a rotation.
+pub(super) struct Rotation {
+    /// By parity of the round, by batch of the round, by tensor.
+    buffers: [Vec<Vec<BufferId>>; 2],
 }
 
-impl Visit {
-    /// The buffers of a load, cargo by cargo.
-    pub fn at(&self, stop: Stop) -> &[BufferId] {
-        &self.travel[stop.round % 2][stop.slot]
+impl Rotation {
+    /// A rotation of one parcel per round.
+    pub fn single(buffers: [Vec<BufferId>; 2]) -> Rotation {
+        Rotation {
+            buffers: buffers.map(|set| vec![set]),
+        }
+    }
+
+    /// The buffers of a batch, one per tensor.
+    pub fn at(&self, slot: BatchSlot) -> &[BufferId] {
+        &self.buffers[slot.round % 2][slot.index]
     }
 }
 
-impl<'a> Builder<'a> {
-    /// Keys and values, to be visited by.
+impl Plan {
+    /// The tensors that rotate with the queries of a backward pass: (name, type, row width, tensor).
+    pub(super) fn query_tensors(&self) -> [(&'static str, DType, Width, Option<Role>); 4] {
+        let (dtype, sum) = (self.request.dtype, self.request.dtype.sum());
+        let wide = Width::WideCell;
+        [
+            ("travelling q", dtype, Width::Query, Some(Role::Q)),
+            ("travelling dout", dtype, wide, Some(Role::Dout)),
+            ("travelling lse", sum, Width::Cell, Some(Role::Lse)),
+            ("travelling delta", sum, Width::Cell, None),
+        ]
+    }
+}
+
+impl<'a> ProgramBuilder<'a> {
+    /// Keys and values as rotating tensors.
     pub fn keys(&self, [k, v]: [BufferId; 2]) -> [RotatingTensor; 2] {
         let dtype = self.plan.request.dtype;
         let of = |name, own, role| RotatingTensor {
@@ -58,207 +80,143 @@ impl<'a> Builder<'a> {
         ]
     }
 
-    /// Sends the parcels of a ring round, starting in round 0.
-    pub fn visit(
+    /// Rotates the parcels of a ring, starting in round 0.
+    pub fn rotate(
         &mut self,
-        seat: RingPosition<'a>,
+        position: RingPosition<'a>,
         component: Component,
-        cargo: &[RotatingTensor],
-    ) -> Visit {
-        let loads = seat.loads();
-        let in_first = loads.iter().filter(|load| load.stop.round == 1);
-        let in_pieces = in_first.clone().any(|load| load.items.len() > 1);
-        let travel = [0, 1].map(|turn| {
-            let mine = loads.iter().filter(|load| load.stop.round % 2 == turn);
-            let own = (turn == 0 && !in_pieces).then_some(seat);
-            self.travelling(component, cargo, mine, own)
+        tensors: &[RotatingTensor],
+    ) -> Rotation {
+        let batches = position.batches();
+        let specs = tensors.iter().map(|t| (t.name, t.dtype, t.width));
+        let first_round: Vec<_> = batches.iter().filter(|of| of.slot.round == 1).collect();
+        let separate = first_round.iter().any(|batch| batch.parcels.len() > 1);
+        let own = position.own_parcel();
+        let buffers = [0, 1].map(|parity| {
+            let of_round = batches.iter().filter(|of| of.slot.round % 2 == parity);
+            let of_round: Vec<_> = of_round.collect();
+            let own = own.filter(|_| parity == 0 && !separate);
+            self.batch_buffers(component, specs.clone(), &of_round, own)
         });
-        let visit = Visit { travel };
-        let pieces = self.pieces(component, cargo, in_first);
-        let home = match in_pieces {
-            false => visit.travel[0][0].clone(),
-            true => self.travelling(component, cargo, std::iter::empty(), Some(seat))[0].clone(),
+        let rotation = Rotation { buffers };
+        let mut arrivals = Vec::new();
+        for batch in first_round.iter().filter(|of| of.parcels.len() > 1) {
+            for of in &batch.parcels {
+                let buffers = self.batch_buffers(component, specs.clone(), &[], Some(of.parcel));
+                arrivals.push((of.distance, buffers[0].clone()));
+            }
+        }
+        let packed = match separate {
+            false => rotation.buffers[0][0].clone(),
+            true => self.batch_buffers(component, specs, &[], own)[0].clone(),
         };
-        if let Some(parcel) = &seat.ring.parcels[seat.place] {
-            for (cargo, &to) in cargo.iter().zip(&home) {
-                let blocks = self.plan.packing(parcel, self.own(), cargo.width);
-                self.pack(0, blocks, cargo.own, to);
+        self.send_own(position, tensors, &packed);
+        for batch in &batches {
+            match batch.slot.round {
+                1 => self.receive_from_owners(position, tensors, batch, (&rotation, &arrivals)),
+                _ => self.receive_batch(position, tensors, batch, &rotation),
             }
+            self.forward_batch(position, tensors, batch, &rotation);
         }
-        self.send_out(seat, cargo, &home);
-        for load in &loads {
-            match load.stop.round {
-                1 => self.take_in(seat, cargo, load, (&visit, &pieces)),
-                _ => self.take_over(seat, cargo, load, &visit),
-            }
-            self.pass_on(seat, cargo, load, &visit);
-        }
-        visit
+        rotation
     }
 
-    /// Buffers that are large enough for some loads, one set for each load of a round; the first set
-    /// also for the own parcel of a seat.
-    fn travelling<'l>(
+    /// Packs this rank's parcel and sends it to the members of the first round.
+    fn send_own(
         &mut self,
-        component: Component,
-        cargo: &[RotatingTensor],
-        loads: impl Iterator<Item = &'l ParcelBatch<'a>>,
-        own: Option<RingPosition<'a>>,
-    ) -> Vec<Vec<BufferId>>
-    where
-        'a: 'l,
-    {
-        let plan = self.plan;
-        let own = own.and_then(|seat| seat.ring.parcels[seat.place].as_ref());
-        let loads: Vec<&ParcelBatch<'a>> = loads.collect();
-        let slots = loads.iter().map(|load| load.stop.slot + 1).max();
-        let mut travel = Vec::new();
-        for slot in 0..slots.unwrap_or(1) {
-            let buffers = cargo.iter().map(|cargo| {
-                let held = loads.iter().filter(|load| load.stop.slot == slot);
-                let held = held.map(|load| plan.items_elements(&load.items, cargo.width));
-                let own = own.filter(|_| slot == 0);
-                let own = own.map(|parcel| plan.parcel_elements(parcel, cargo.width));
-                let elements = held.chain(own).max().unwrap_or(0);
-                self.buffer(cargo.name, component, cargo.dtype, elements)
-            });
-            travel.push(buffers.collect());
-        }
-        travel
-    }
-
-    /// A buffer for each parcel that arrives by itself to be stowed in a load.
-    fn pieces<'l>(
-        &mut self,
-        component: Component,
-        cargo: &[RotatingTensor],
-        in_first: impl Iterator<Item = &'l ParcelBatch<'a>>,
-    ) -> Vec<(usize, Vec<BufferId>)>
-    where
-        'a: 'l,
-    {
-        let mut pieces = Vec::new();
-        let stowed = in_first.filter(|load| load.items.len() > 1);
-        for item in stowed.flat_map(|load| &load.items) {
-            let buffers = cargo.iter().map(|cargo| {
-                let elements = self.plan.parcel_elements(item.parcel, cargo.width);
-                self.buffer(cargo.name, component, cargo.dtype, elements)
-            });
-            pieces.push((item.distance, buffers.collect()));
-        }
-        pieces
-    }
-
-    /// The own parcel, to the members of the first round.
-    fn send_out(&mut self, seat: RingPosition<'a>, cargo: &[RotatingTensor], home: &[BufferId]) {
-        let RingPosition { ring, place, .. } = seat;
-        let Some(parcel) = &ring.parcels[place] else {
+        position: RingPosition<'a>,
+        tensors: &[RotatingTensor],
+        packed: &[BufferId],
+    ) {
+        let RingPosition {
+            ring,
+            member,
+            width,
+            ..
+        } = position;
+        let Some(parcel) = position.own_parcel() else {
             return;
         };
-        let width = seat.width;
+        let plan = self.plan;
+        for (tensor, &to) in tensors.iter().zip(packed) {
+            let blocks = plan.packing(parcel, self.own(), tensor.width);
+            self.pack(0, blocks, tensor.own, to);
+        }
         for distance in 1..=width.min(parcel.last) {
             if parcel.needed_from(distance, width).is_none() {
                 continue;
             }
-            for (i, cargo) in cargo.iter().enumerate() {
-                let elements = self.plan.parcel_elements(parcel, cargo.width);
-                let rows = self.plan.token_rows(parcel, cargo.width);
-                let to = seat.address(ring.away(place, distance), VISIT + i, elements);
-                self.send(
-                    0,
-                    Message {
-                        address: to,
-                        buffer: home[i],
-                        origin: origin(cargo.role, &rows),
-                    },
-                );
+            for (i, tensor) in tensors.iter().enumerate() {
+                let to = position.address(ring.member_at(member, distance), ROTATE_TAG + i);
+                let rows = (tensor.role, tensor.width);
+                self.send(0, plan.parcel_message(to, packed[i], rows, parcel));
             }
         }
     }
 
-    /// A load of the first round, from the homes of its parcels.
-    fn take_in(
+    /// Receives a batch of the first round, each parcel from its owner.
+    fn receive_from_owners(
         &mut self,
-        seat: RingPosition<'a>,
-        cargo: &[RotatingTensor],
-        load: &ParcelBatch<'a>,
-        (visit, pieces): (&Visit, &[(usize, Vec<BufferId>)]),
+        position: RingPosition<'a>,
+        tensors: &[RotatingTensor],
+        batch: &ParcelBatch<'a>,
+        (rotation, arrivals): (&Rotation, &[(usize, Vec<BufferId>)]),
     ) {
-        for (index, item) in load.items.iter().enumerate() {
-            let piece = pieces
-                .iter()
-                .find(|(distance, _)| *distance == item.distance);
-            for (i, cargo) in cargo.iter().enumerate() {
-                let to = visit.at(load.stop)[i];
-                let buffer = piece.map_or(to, |(_, buffers)| buffers[i]);
-                let elements = self.plan.parcel_elements(item.parcel, cargo.width);
-                let rows = self.plan.token_rows(item.parcel, cargo.width);
-                self.receive(
-                    0,
-                    Message {
-                        address: seat.address(item.home, VISIT + i, elements),
-                        buffer,
-                        origin: origin(cargo.role, &rows),
-                    },
-                );
-                if piece.is_some() {
-                    let blocks = self.plan.stowing(&load.items, index, cargo.width);
+        let plan = self.plan;
+        for (index, of) in batch.parcels.iter().enumerate() {
+            let arrival = arrivals.iter().find(|arrival| arrival.0 == of.distance);
+            for (i, tensor) in tensors.iter().enumerate() {
+                let to = rotation.at(batch.slot)[i];
+                let buffer = arrival.map_or(to, |(_, buffers)| buffers[i]);
+                let from = position.address(of.owner, ROTATE_TAG + i);
+                let rows = (tensor.role, tensor.width);
+                self.receive(0, plan.parcel_message(from, buffer, rows, of.parcel));
+                if arrival.is_some() {
+                    let blocks = plan.batching(&batch.parcels, index, tensor.width);
                     self.copy(1, blocks, false, buffer, to);
                 }
             }
         }
     }
 
-    /// A later load, from the member that had it before.
-    fn take_over(
+    /// Receives a batch of a later round, from the member that had it before.
+    fn receive_batch(
         &mut self,
-        seat: RingPosition<'a>,
-        cargo: &[RotatingTensor],
-        load: &ParcelBatch<'a>,
-        visit: &Visit,
+        position: RingPosition<'a>,
+        tensors: &[RotatingTensor],
+        batch: &ParcelBatch<'a>,
+        rotation: &Rotation,
     ) {
-        let from = seat.ring.home_index(seat.place, seat.width);
-        for (i, cargo) in cargo.iter().enumerate() {
-            let (elements, rows) = self.sized(&load.items, cargo.width);
-            self.receive(
-                load.stop.round - 1,
-                Message {
-                    address: seat.passed(from, VISIT + i, load, elements),
-                    buffer: visit.at(load.stop)[i],
-                    origin: origin(cargo.role, &rows),
-                },
-            );
+        let RingPosition { ring, member, .. } = position;
+        let from = ring.owner_index(member, position.width);
+        for (i, tensor) in tensors.iter().enumerate() {
+            let from = position.batch_address(from, ROTATE_TAG + i, batch.since);
+            let rows = (tensor.role, tensor.width);
+            let buffer = rotation.at(batch.slot)[i];
+            let message = self.plan.batch_message(from, buffer, rows, &batch.parcels);
+            self.receive(batch.slot.round - 1, message);
         }
     }
 
-    /// What of a load goes further.
-    fn pass_on(
+    /// Sends on the parcels of a batch that have hops left.
+    fn forward_batch(
         &mut self,
-        seat: RingPosition<'a>,
-        cargo: &[RotatingTensor],
-        load: &ParcelBatch<'a>,
-        visit: &Visit,
+        position: RingPosition<'a>,
+        tensors: &[RotatingTensor],
+        batch: &ParcelBatch<'a>,
+        rotation: &Rotation,
     ) {
-        if load.going().is_empty() {
+        if batch.forwarded().is_empty() {
             return;
         }
-        let to = seat.ring.away(seat.place, seat.width);
-        for (i, cargo) in cargo.iter().enumerate() {
-            let (elements, rows) = self.sized(load.going(), cargo.width);
-            self.send(
-                load.stop.round,
-                Message {
-                    address: seat.passed(to, VISIT + i, load, elements),
-                    buffer: visit.at(load.stop)[i],
-                    origin: origin(cargo.role, &rows),
-                },
-            );
+        let RingPosition { ring, member, .. } = position;
+        let to = ring.member_at(member, position.width);
+        for (i, tensor) in tensors.iter().enumerate() {
+            let to = position.batch_address(to, ROTATE_TAG + i, batch.since);
+            let rows = (tensor.role, tensor.width);
+            let buffer = rotation.at(batch.slot)[i];
+            let message = self.plan.batch_message(to, buffer, rows, batch.forwarded());
+            self.send(batch.slot.round, message);
         }
-    }
-
-    /// Elements and rows of a message of some parcels.
-    pub fn sized(&self, items: &[BatchedParcel<'_>], width: Width) -> (usize, Arc<[TokenRows]>) {
-        let elements = self.plan.items_elements(items, width);
-        (elements, self.plan.load_rows(items, width))
     }
 }

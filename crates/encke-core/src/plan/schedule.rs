@@ -1,22 +1,22 @@
-//! How the same attention is moved.
+//! How parcels rotate.
 //!
-//! The decision here: a schedule is a value of the request. Which pairs are computed does not depend
-//! on it, only who has what when; so every proof about plans is a proof about every schedule.
+//! The decision here: the schedule is part of the request. It does not change which pairs are
+//! computed, only which rank holds what when, so every proof about plans covers every schedule.
 
 use serde::Serialize;
 
 use super::rings::Rotating;
 
-/// How parcels go round, where there is more than one way.
+/// How parcels rotate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 pub struct Schedule {
     /// How many distances a round takes. With 1, the ring, a rank computes with one parcel while
-    /// the next one arrives. With more, so many parcels lie side by side in its memory, their keys
-    /// are one job where they lie right, and all of them go on together to the member that many
-    /// places further. With as many as there are other ranks nothing is passed on at all: a gather.
+    /// the next one arrives. With w, a rank holds w parcels at a time, computes with adjacent keys
+    /// in one job, and forwards all of them to the member w positions further. With as many as
+    /// there are other ranks nothing is forwarded: an all-gather.
     pub width: usize,
-    /// What travels in a backward pass whose queries are sharded: keys and values, with their
-    /// gradients one round behind, or queries and what is known of them, with theirs.
+    /// What rotates in a backward pass with sharded queries: keys and values, followed by dk and
+    /// dv, or queries with dout, lse and delta, followed by dq.
     pub backward: Rotating,
 }
 
@@ -27,19 +27,19 @@ impl Schedule {
         backward: Rotating::Keys,
     };
 
-    /// Everything at once.
+    /// All parcels at once.
     pub const GATHER: Schedule = Schedule {
         width: usize::MAX,
         ..Schedule::RING
     };
 
-    /// This schedule as so many ranks can have it: no round takes more than all others.
+    /// This schedule on `ranks` ranks: a round takes at most all other ranks.
     #[must_use]
     pub fn on(self, ranks: usize) -> Schedule {
         self.with_width(self.width.min(ranks.saturating_sub(1).max(1)))
     }
 
-    /// This schedule with other freight in the backward pass.
+    /// This schedule with other tensors rotating in the backward pass.
     #[must_use]
     pub fn with_backward(self, backward: Rotating) -> Schedule {
         Schedule { backward, ..self }

@@ -310,7 +310,7 @@ impl World {
             })
         };
         Agreement {
-            standings: self.players.iter().map(standing).collect(),
+            progress: self.players.iter().map(standing).collect(),
         }
     }
 

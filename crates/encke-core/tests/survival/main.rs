@@ -107,7 +107,7 @@ fn lives(seed: u64, redundancy: usize, deaths: usize) {
         match world.go_on(&agreement) {
             Ok(()) => {}
             Err(Error::LostShard { shard, keepers }) => {
-                let gone = |rank: &usize| agreement.standings[*rank].is_none();
+                let gone = |rank: &usize| agreement.progress[*rank].is_none();
                 assert!(gone(&shard) && keepers.iter().all(gone));
                 assert!(plan.shards().rows(shard) > 0);
                 return;
@@ -216,7 +216,7 @@ fn what_cannot_be_survived_is_refused() {
                  there are 3";
     assert!(many.to_string().starts_with(words), "{many}");
     let gone = |ranks: &[usize]| Agreement {
-        standings: (0..4)
+        progress: (0..4)
             .map(|rank| {
                 let standing = RankProgress {
                     done: 1,

@@ -6,13 +6,13 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::tensor_pool::{PooledStorage, TensorPool};
 use encke_core::dtype::Data;
 use encke_core::host;
 use encke_core::job::Block;
 use encke_core::kernel::{Kernel, KernelError};
 use encke_core::plan::program::{BufferId, BufferPlan, Fill, RankPlan, Role, Task};
-use encke_core::spare::{Kept, TensorPool};
-use encke_core::tensor::Tensor;
+use encke_core::tensor::{StorageSink, Tensor};
 use encke_core::transport::WireBuffer;
 
 use super::Rank;
@@ -77,7 +77,7 @@ impl<K: Kernel> Rank<K> {
                 continue;
             }
             let own = Some(self.mark(port.role));
-            let Some(Kept { data, mark }) = pool.take(dtype, elements, own) else {
+            let Some(PooledStorage { data, mark }) = pool.take(dtype, elements, own) else {
                 continue;
             };
             match kernel.from_host(data) {
@@ -88,13 +88,13 @@ impl<K: Kernel> Rank<K> {
                     self.table.put(port.buffer, buffer);
                     self.zeros.set(port.buffer, mark == own);
                 }
-                Err(data) => pool.keep(Kept { data, mark }),
+                Err(data) => pool.recycle(data, mark),
             }
         }
         Ok(())
     }
 
-    /// The mark on pooled memory that this rank wrote an output to ([`Kept`]).
+    /// The mark on pooled memory that this rank wrote an output to ([`PooledStorage`]).
     pub fn mark(&self, role: Role) -> u64 {
         self.zeros.mark << 8 | role as u64
     }

@@ -1,0 +1,128 @@
+//! Everything a plan depends on: the request, and the checks it must pass.
+//!
+//! The decision here: a request is a plain value. Equal requests give equal plans on every rank, so
+//! ranks never exchange plans, and callers can cache them by request.
+
+use serde::Serialize;
+
+use super::rings::Rotating;
+use super::schedule::Schedule;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::pattern::Pattern;
+use crate::shape::Shape;
+use crate::sharding::Sharding;
+
+/// Which ranks hold the queries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Queries {
+    /// Each rank holds the queries of its own tokens; keys and values rotate.
+    Sharded,
+    /// Every rank holds all queries and returns the whole output; keys and values do not move.
+    Replicated,
+}
+
+/// The direction of the call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Pass {
+    /// q, k, v to out, lse.
+    Forward,
+    /// q, k, v, out, lse, dout (and dlse) to dq, dk, dv.
+    Backward {
+        /// Whether the lse has an upstream gradient too.
+        dlse: bool,
+    },
+}
+
+/// Everything a plan depends on.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Request {
+    /// The sizes of the tensors.
+    pub shape: Shape,
+    /// Which query attends to which key.
+    pub pattern: Pattern,
+    /// Which rank owns which tokens.
+    pub sharding: Sharding,
+    /// Which ranks hold the queries.
+    pub queries: Queries,
+    /// The storage type.
+    pub dtype: DType,
+    /// The softmax scale; None for 1/sqrt(dim).
+    pub scale: Option<f64>,
+    /// The direction.
+    pub pass: Pass,
+    /// How many other ranks hold a replica of each rank's inputs. That many consecutive ranks may
+    /// die without losing the call.
+    pub redundancy: usize,
+    /// What rotates, and how many ring steps a round takes.
+    pub schedule: Schedule,
+}
+
+impl Request {
+    /// A request for a forward pass with every option at its default.
+    pub fn new(shape: Shape, pattern: Pattern, sharding: Sharding, dtype: DType) -> Request {
+        Request {
+            shape,
+            pattern,
+            sharding,
+            queries: Queries::Sharded,
+            dtype,
+            scale: None,
+            pass: Pass::Forward,
+            redundancy: 0,
+            schedule: Schedule::RING,
+        }
+    }
+
+    /// The softmax scale in effect.
+    pub fn scale(&self) -> f64 {
+        self.scale.unwrap_or_else(|| self.shape.default_scale())
+    }
+
+    /// The type of out. Slots that are combined after attention are not rounded before that.
+    pub fn out_dtype(&self) -> DType {
+        if self.pattern.splits_slots() {
+            self.dtype.sum()
+        } else {
+            self.dtype
+        }
+    }
+
+    /// Whether a job may write out directly: kernels write the type they read.
+    pub(super) fn jobs_write_output(&self) -> bool {
+        self.out_dtype() == self.dtype
+    }
+
+    /// Which tensors rotate.
+    pub fn rotating(&self) -> Rotating {
+        match (self.queries, self.pass) {
+            (Queries::Sharded, Pass::Forward) => Rotating::Keys,
+            (Queries::Sharded, Pass::Backward { .. }) => self.schedule.backward,
+            (Queries::Replicated, _) => Rotating::Queries,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        self.pattern.check(&self.shape)?;
+        self.sharding.check(self.shape.tokens)?;
+        if !self.scale().is_finite() {
+            return Err(Error::Scale { got: self.scale() });
+        }
+        let (redundancy, ranks) = (self.redundancy, self.sharding.ranks());
+        if redundancy >= ranks && redundancy > 0 {
+            return Err(Error::Redundancy { redundancy, ranks });
+        }
+        if redundancy > 0 && self.queries == Queries::Replicated {
+            return Err(Error::RedundantQueries { redundancy });
+        }
+        if self.schedule.width == 0 {
+            return Err(Error::NoWidth);
+        }
+        if redundancy > 0 && self.schedule.backward == Rotating::Queries {
+            return Err(Error::RedundantRotation { redundancy });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,58 @@
+//! The bytes a plan sends, summed over parcels instead of over programs: independent of the number
+//! of rounds, and checked against the programs by a test.
+
+use super::reduce::{CARRY, DKV, DQ, ReducedTensor};
+use super::request::{Pass, Queries};
+use super::rings::{Parcel, Rotating};
+use super::topology::Plan;
+use super::width::Width;
+
+impl Plan {
+    /// Bytes that all ranks send.
+    pub(super) fn sent_bytes(&self) -> usize {
+        let request = &self.request;
+        let (stored, sum) = (request.dtype.bytes(), request.dtype.sum().bytes());
+        let parcels = || {
+            self.rings.iter().flat_map(|ring| {
+                let width = ring.width(request.schedule.width);
+                let parcels = ring.parcels.iter().flatten();
+                parcels.map(move |parcel| (parcel, width))
+            })
+        };
+        let rotated = |bytes: &dyn Fn(&Parcel) -> usize| -> usize {
+            let each = parcels().map(|(parcel, width)| bytes(parcel) * parcel.hops(width));
+            each.sum()
+        };
+        let keys = |parcel: &Parcel| 2 * self.parcel_elements(parcel, Width::Kv) * stored;
+        let queries = |parcel: &Parcel| -> usize {
+            let tensors = self.query_tensors().into_iter();
+            let bytes = tensors
+                .map(|(_, dtype, width, _)| self.parcel_elements(parcel, width) * dtype.bytes());
+            bytes.sum()
+        };
+        let reduced = |tensors: &[ReducedTensor]| -> usize {
+            let of = |(parcel, _): (&Parcel, usize)| {
+                let tensors = tensors.iter();
+                let elements = tensors.map(|t| self.parcel_elements(parcel, t.width));
+                elements.sum::<usize>() * (parcel.last - parcel.first + 1)
+            };
+            parcels().map(of).sum::<usize>() * sum
+        };
+        let rows = request.shape.batch * request.shape.tokens;
+        let all_gathered = |width: Width| (self.ranks() - 1) * rows * self.resident_width(width);
+        match (request.queries, request.pass) {
+            (Queries::Sharded, Pass::Forward) => rotated(&keys),
+            (Queries::Sharded, Pass::Backward { .. }) => match request.schedule.backward {
+                Rotating::Keys => rotated(&keys) + reduced(&DKV),
+                Rotating::Queries => rotated(&queries) + reduced(&DQ),
+            },
+            (Queries::Replicated, Pass::Forward) => {
+                let out = all_gathered(Width::WideCell) * request.out_dtype().bytes();
+                reduced(&CARRY) + out + all_gathered(Width::Cell) * sum
+            }
+            (Queries::Replicated, Pass::Backward { .. }) => {
+                reduced(&DQ) + all_gathered(Width::Query) * sum
+            }
+        }
+    }
+}
