@@ -39,8 +39,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The same on a GPU is `builder().build_on(CudaKernel::new(0)?)`: kernels are compiled for the GPU at
-//! hand when they are first used, and where there is none the error says what was looked for.
+//! The same on a GPU is `builder().build_on(CudaKernel::new(0)?)`: kernels are compiled for the
+//! installed GPU at first use; without a GPU the error names what was looked for. The default feature
+//! `cuda` brings this; with `default-features = false` no CUDA crate is compiled.
 //!
 //! How many ranks, and how cut, can be left open: [`Builder::auto`] plans and times the alternatives
 //! on a described machine ([`tune`] describes this one) and takes the best that fits ([`choose`]).
@@ -78,8 +79,10 @@ mod auto;
 mod checkpoint;
 pub mod choose;
 mod elastic;
+#[cfg(feature = "cuda")]
 mod gpu_call;
 mod offload;
+#[cfg(feature = "cuda")]
 mod on_gpu;
 mod passes;
 mod shard;
@@ -104,10 +107,12 @@ pub use encke_core::{
 pub use encke_core::{conformance, plan, reference};
 pub use encke_cost as cost;
 pub use encke_cpu::CpuKernel;
+#[cfg(feature = "cuda")]
 pub use encke_cuda::{CudaKernel, DeviceView, Error as CudaError, ForeignStream};
 pub use encke_ring::{
     Activity, CacheLimits, CacheStats, Fault, Phase, RankError, RankMemory, RingError as Error,
     Sharded, Trace, gather_sequence, split_sequence, threads, trace,
 };
+#[cfg(feature = "cuda")]
 pub use gpu_call::{Enqueued, GpuCall};
 pub use shard::ShardAttention;

@@ -1,8 +1,9 @@
 //! Which machine this is: what a profile depends on, and nothing that changes from day to day.
 
 use encke_cpu::CpuKernel;
-use encke_cuda::CudaKernel;
 use serde::{Deserialize, Serialize};
+
+use super::gpu;
 
 /// This machine, and this version on it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,12 +27,11 @@ impl Here {
         let name = about.lines().find(|line| line.starts_with("model name"));
         let name = name.and_then(|line| line.split_once(':'));
         let arm = CpuKernel::new().map(|kernel| format!("{:?}", kernel.arm()));
-        let gpu = CudaKernel::new(0).ok();
         Here {
             processor: name.map_or("unknown", |(_, name)| name.trim()).to_string(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             instructions: arm.unwrap_or_else(|_| "none".to_string()).to_lowercase(),
-            gpu: gpu.map(|kernel| kernel.device().name().to_string()),
+            gpu: gpu::name(),
             version: env!("CARGO_PKG_VERSION").to_string(),
         }
     }

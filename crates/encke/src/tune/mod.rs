@@ -8,6 +8,7 @@
 //! does not find it, and a home directory may be shared.
 
 mod check;
+#[cfg(feature = "cuda")]
 mod gpu;
 mod here;
 mod measure;
@@ -26,6 +27,18 @@ pub use check::{Checked, GOOD, Tried, check, median_error, raw_median_error};
 pub use here::Here;
 pub use measure::{LIMIT, measure};
 pub use usual::usual;
+
+/// Built without the feature `cuda`, a machine has no GPU that could be measured.
+#[cfg(not(feature = "cuda"))]
+mod gpu {
+    pub fn measure() -> Result<Option<super::Machine>, super::TuneError> {
+        Ok(None)
+    }
+
+    pub fn name() -> Option<String> {
+        None
+    }
+}
 
 /// The form of the file.
 pub const FORMAT: u32 = 1;
