@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
-use encke::{Checkpoint, Forward, Kept, View};
+use encke::{Checkpoint, Forward, SavedOutput, View};
 
 use crate::attention::Attention;
 use crate::error::Error;
@@ -58,7 +58,7 @@ impl Operation {
         } = forward;
         self.settings
             .note(|reports| reports.forward = Some(Arc::new(report)));
-        let left = match checkpoint.kept().is_some() {
+        let left = match checkpoint.saved().is_some() {
             false => Remains::Checkpoint(checkpoint),
             true => match checkpoint.into_slots() {
                 Some((slot_out, slot_lse)) if !Arc::ptr_eq(&slot_lse, &lse) => Remains::Slots {
@@ -80,7 +80,7 @@ impl Operation {
         result: View<'_>,
         dout: &View<'_>,
     ) -> std::result::Result<[encke::Tensor; 3], Error> {
-        let kept = |slot_out, slot_lse, lse| Kept {
+        let kept = |slot_out, slot_lse, lse| SavedOutput {
             slot_out,
             slot_lse,
             lse,
@@ -89,11 +89,11 @@ impl Operation {
         let backward = match self.left.get().ok_or(Error::NothingKept)? {
             Remains::Lse(lse) => {
                 let kept = kept(result, lse.view(), lse.view());
-                ring.backward(qkv, Left::Kept(&kept), dout)
+                ring.backward(qkv, Left::SavedOutput(&kept), dout)
             }
             Remains::Slots { out, slot_lse, lse } => {
                 let kept = kept(out.view(), slot_lse.view(), lse.view());
-                ring.backward(qkv, Left::Kept(&kept), dout)
+                ring.backward(qkv, Left::SavedOutput(&kept), dout)
             }
             Remains::Checkpoint(checkpoint) => {
                 ring.backward(qkv, Left::Checkpoint(checkpoint), dout)

@@ -6,15 +6,15 @@
 use std::sync::{Mutex, PoisonError};
 
 use encke::{
-    Attention, Backward, Checkpoint, CpuKernel, Error, Forward, Kept, Kernel, ShardAttention,
-    Transport, View,
+    Attention, Backward, Checkpoint, CpuKernel, Error, Forward, Kernel, SavedOutput,
+    ShardAttention, Transport, View,
 };
 
 /// What the backward pass starts from.
 #[derive(Debug, Clone, Copy)]
 pub enum Left<'a> {
     /// The output and its log-sum-exp.
-    Kept(&'a Kept<'a>),
+    SavedOutput(&'a SavedOutput<'a>),
     /// What the checkpoint's policy kept: a file, or nothing.
     Checkpoint(&'a Checkpoint),
 }
@@ -45,7 +45,7 @@ impl<K: Kernel> Ring for Attention<K> {
         dout: &View<'_>,
     ) -> Result<Backward, Error> {
         match left {
-            Left::Kept(kept) => self.backward_from(q, k, v, kept, dout, None),
+            Left::SavedOutput(kept) => self.backward_from(q, k, v, kept, dout, None),
             Left::Checkpoint(checkpoint) => {
                 Attention::backward(self, q, k, v, checkpoint, dout, None)
             }
@@ -108,7 +108,7 @@ impl<T: Transport<<CpuKernel as Kernel>::Buffer> + Send> Ring for Shard<T> {
     ) -> Result<Backward, Error> {
         let (shard, tokens, gradients) = (&self.attention, self.tokens, (dout, None));
         self.pass(|transport| match left {
-            Left::Kept(kept) => shard.backward_from(tokens, qkv, kept, gradients, transport),
+            Left::SavedOutput(kept) => shard.backward_from(tokens, qkv, kept, gradients, transport),
             Left::Checkpoint(left) => shard.backward(tokens, qkv, left, gradients, transport),
         })
     }

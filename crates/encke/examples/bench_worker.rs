@@ -13,10 +13,10 @@ use encke::{
 };
 use encke_cpu::{Arm, peak};
 
-type Failure = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error>;
 
 /// A configuration: `dtype batch tokens heads dim causal segment dilation ranks backward`.
-struct Contest {
+struct CpuBenchmark {
     attention: Attention,
     q: Tensor,
     k: Tensor,
@@ -25,7 +25,7 @@ struct Contest {
     backward: bool,
 }
 
-fn field<T: std::str::FromStr>(words: &[&str], at: usize) -> Result<T, Failure>
+fn field<T: std::str::FromStr>(words: &[&str], at: usize) -> Result<T, Error>
 where
     T::Err: std::error::Error + 'static,
 {
@@ -33,7 +33,7 @@ where
     Ok(word.parse()?)
 }
 
-fn attention(words: &[&str], tokens: usize, ranks: usize) -> Result<Attention, Failure> {
+fn attention(words: &[&str], tokens: usize, ranks: usize) -> Result<Attention, Error> {
     let causal: usize = field(words, 5)?;
     let (segment, dilation): (usize, usize) = (field(words, 6)?, field(words, 7)?);
     let mode = Mode::Group {
@@ -52,8 +52,8 @@ fn attention(words: &[&str], tokens: usize, ranks: usize) -> Result<Attention, F
     Ok(builder.ranks(ranks).sharding(cut).build()?)
 }
 
-impl Contest {
-    fn new(words: &[&str]) -> Result<Contest, Failure> {
+impl CpuBenchmark {
+    fn new(words: &[&str]) -> Result<CpuBenchmark, Error> {
         let dtype: DType = field(words, 0)?;
         let dims: [usize; 4] = [
             field(words, 1)?,
@@ -65,7 +65,7 @@ impl Contest {
         check(words, dtype, dims, ranks)?;
         let mut random = Random::new(7);
         let mut tensor = || tensor(&mut random, dtype, dims);
-        Ok(Contest {
+        Ok(CpuBenchmark {
             attention: attention(words, dims[1], ranks)?,
             q: tensor()?,
             k: tensor()?,
@@ -76,7 +76,7 @@ impl Contest {
     }
 
     /// Milliseconds of one forward pass by activity, summed over ranks, and as a whole.
-    fn times(&self) -> Result<String, Failure> {
+    fn times(&self) -> Result<String, Error> {
         let [q, k, v]: [View<'_>; 3] = [&self.q, &self.k, &self.v].map(Tensor::view);
         let begin = Instant::now();
         let forward = self.attention.forward(&q, &k, &v)?;
@@ -94,7 +94,7 @@ impl Contest {
         Ok(format!("{} of {whole:.2}", times.join(" ")))
     }
 
-    fn run(&self) -> Result<f64, Failure> {
+    fn run(&self) -> Result<f64, Error> {
         let [q, k, v, dout]: [View<'_>; 4] =
             [&self.q, &self.k, &self.v, &self.dout].map(Tensor::view);
         let begin = Instant::now();
@@ -111,14 +111,14 @@ impl Contest {
     }
 }
 
-fn tensor(random: &mut Random, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Failure> {
+fn tensor(random: &mut Random, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Error> {
     let count: usize = dims.iter().product();
     let values: Vec<f64> = (0..count).map(|_| 1.7 * random.unit()).collect();
     Ok(Tensor::from_data(Data::from_f64(dtype, &values), dims)?)
 }
 
 /// The answer first: the same settings on a short sequence against the reference.
-fn check(words: &[&str], dtype: DType, dims: [usize; 4], ranks: usize) -> Result<(), Failure> {
+fn check(words: &[&str], dtype: DType, dims: [usize; 4], ranks: usize) -> Result<(), Error> {
     let [_, tokens, _, dim] = dims;
     let dims = [1, tokens.min(257), 2, dim];
     let shape = Shape::new(1, dims[1], 2, 2, dim)?;
@@ -146,12 +146,12 @@ fn resident_kib(which: &str) -> String {
     words.unwrap_or("0").to_string()
 }
 
-fn main() -> Result<(), Failure> {
-    let mut contest: Option<Contest> = None;
+fn main() -> Result<(), Error> {
+    let mut benchmark: Option<CpuBenchmark> = None;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let words: Vec<&str> = line.split_whitespace().collect();
-        let answer = match (&words[..], &contest) {
+        let answer = match (&words[..], &benchmark) {
             (["peak", dtype], _) => peak(Arm::chosen()?, dtype.parse()?).to_string(),
             (["resident"], _) => resident_kib("VmRSS"),
             (["forget"], _) => {
@@ -160,10 +160,10 @@ fn main() -> Result<(), Failure> {
                 "forgotten".to_string()
             }
             (["memory"], _) => resident_kib("VmHWM"),
-            (["times"], Some(contest)) => contest.times()?,
-            (["run"], Some(contest)) => contest.run()?.to_string(),
+            (["times"], Some(benchmark)) => benchmark.times()?,
+            (["run"], Some(benchmark)) => benchmark.run()?.to_string(),
             _ => {
-                contest = Some(Contest::new(&words)?);
+                benchmark = Some(CpuBenchmark::new(&words)?);
                 "ready".to_string()
             }
         };

@@ -21,7 +21,7 @@ use encke_ring::Rank;
 use encke_ring::threads::{Endpoint, endpoints};
 use encke_ring::trace::Recorder;
 
-type Failure = Box<dyn std::error::Error + Send + Sync>;
+type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// Longer than any call here takes.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -29,10 +29,10 @@ const DEADLINE: Duration = Duration::from_secs(60);
 /// `dtype tokens heads kv_heads dim causal segment dilation ranks backward path summation hops`, and
 /// the width of the schedule where it is not 1.
 #[derive(Clone)]
-struct Words(Vec<String>);
+struct GpuBenchConfig(Vec<String>);
 
-impl Words {
-    fn get<T: std::str::FromStr>(&self, at: usize) -> Result<T, Failure>
+impl GpuBenchConfig {
+    fn get<T: std::str::FromStr>(&self, at: usize) -> Result<T, Error>
     where
         T::Err: std::error::Error + Send + Sync + 'static,
     {
@@ -40,7 +40,7 @@ impl Words {
         Ok(word.ok_or("too few words in the configuration")?.parse()?)
     }
 
-    fn pattern(&self, tokens: usize) -> Result<Pattern, Failure> {
+    fn pattern(&self, tokens: usize) -> Result<Pattern, Error> {
         let (causal, segment, dilation): (usize, usize, usize) =
             (self.get(5)?, self.get(6)?, self.get(7)?);
         let mode = Mode::Group {
@@ -53,7 +53,7 @@ impl Words {
         Ok(pattern.causal(causal == 1))
     }
 
-    fn cut(&self) -> Result<Cut, Failure> {
+    fn cut(&self) -> Result<Cut, Error> {
         let (causal, ranks): (usize, usize) = (self.get(5)?, self.get(8)?);
         Ok(match causal == 1 && ranks > 1 {
             true => Cut::Zigzag,
@@ -61,7 +61,7 @@ impl Words {
         })
     }
 
-    fn schedule(&self) -> Result<Schedule, Failure> {
+    fn schedule(&self) -> Result<Schedule, Error> {
         let width = match self.0.len() > 13 {
             true => self.get(13)?,
             false => 1,
@@ -69,7 +69,7 @@ impl Words {
         Ok(Schedule::RING.with_width(width))
     }
 
-    fn kernel(&self) -> Result<CudaKernel, Failure> {
+    fn kernel(&self) -> Result<CudaKernel, Error> {
         let path = match self.get::<String>(10)?.as_str() {
             "auto" => Path::Auto,
             "hopper" => Path::Hopper,
@@ -93,13 +93,13 @@ impl Words {
 }
 
 /// Ranks with their inputs.
-struct Contest {
+struct GpuBenchmark {
     kernel: CudaKernel,
     ranks: Vec<Rank<CudaKernel>>,
 }
 
-impl Contest {
-    fn new(words: &Words) -> Result<Contest, Failure> {
+impl GpuBenchmark {
+    fn new(words: &GpuBenchConfig) -> Result<GpuBenchmark, Error> {
         let kernel = words.kernel()?;
         let kernel = check(words, kernel)?;
         let dtype: DType = words.get(0)?;
@@ -122,8 +122,8 @@ impl Contest {
         ];
         if words.get::<usize>(9)? == 1 {
             // The forward pass's own output, so that weights are those of a softmax.
-            let mut forward = Contest::made(&kernel, &request, &inputs)?;
-            Contest::call(&kernel, &mut forward)?;
+            let mut forward = GpuBenchmark::made(&kernel, &request, &inputs)?;
+            GpuBenchmark::call(&kernel, &mut forward)?;
             let cells = [1, shape.tokens, shape.heads, 1];
             for (role, kind, dims) in [(Role::Out, dtype, rows), (Role::Lse, dtype.sum(), cells)] {
                 let mut tensor = Tensor::zeros(kind, dims);
@@ -135,15 +135,15 @@ impl Contest {
             inputs.push((Role::Dout, numbers(4, dtype, rows)?));
             request.pass = Pass::Backward { dlse: false };
         }
-        let ranks = Contest::made(&kernel, &request, &inputs)?;
-        Ok(Contest { kernel, ranks })
+        let ranks = GpuBenchmark::made(&kernel, &request, &inputs)?;
+        Ok(GpuBenchmark { kernel, ranks })
     }
 
     fn made(
         kernel: &CudaKernel,
         request: &Request,
         inputs: &[(Role, Tensor)],
-    ) -> Result<Vec<Rank<CudaKernel>>, Failure> {
+    ) -> Result<Vec<Rank<CudaKernel>>, Error> {
         let plan = Plan::new(request.clone())?;
         let mut ranks = Vec::new();
         for number in 0..plan.ranks() {
@@ -157,7 +157,7 @@ impl Contest {
     }
 
     /// All ranks to their end: everything is enqueued, not yet computed.
-    fn call(kernel: &CudaKernel, ranks: &mut [Rank<CudaKernel>]) -> Result<(), Failure> {
+    fn call(kernel: &CudaKernel, ranks: &mut [Rank<CudaKernel>]) -> Result<(), Error> {
         let run = |rank: &mut Rank<CudaKernel>, mut endpoint: Endpoint<_>| {
             let mut recorder = Recorder::new(rank.plan().rank, Instant::now());
             let ended = rank.run(kernel, &mut endpoint, &mut recorder);
@@ -183,12 +183,12 @@ impl Contest {
     }
 
     /// Milliseconds of a call, and those of them that the host takes to enqueue it.
-    fn run(&mut self, repeats: usize) -> Result<(f64, f64), Failure> {
+    fn run(&mut self, repeats: usize) -> Result<(f64, f64), Error> {
         let device = self.kernel.device();
         let begin = device.instant()?;
         let host = Instant::now();
         for _ in 0..repeats {
-            Contest::call(&self.kernel, &mut self.ranks)?;
+            GpuBenchmark::call(&self.kernel, &mut self.ranks)?;
         }
         let host = 1000.0 * host.elapsed().as_secs_f64();
         let all = device.instant()?.since(&begin)?;
@@ -197,7 +197,7 @@ impl Contest {
 }
 
 /// Random numbers, the same for the same seed, made by all cores.
-fn numbers(seed: u64, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Failure> {
+fn numbers(seed: u64, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Error> {
     let row = dims[2] * dims[3];
     let rows = dims[0] * dims[1];
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -219,7 +219,7 @@ fn numbers(seed: u64, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Failure>
 }
 
 /// The answer first: the same settings on a short sequence against the reference.
-fn check(words: &Words, kernel: CudaKernel) -> Result<CudaKernel, Failure> {
+fn check(words: &GpuBenchConfig, kernel: CudaKernel) -> Result<CudaKernel, Error> {
     let dtype: DType = words.get(0)?;
     let tokens = words.get::<usize>(1)?.min(600);
     let shape = Shape::new(1, tokens, 2, 1, words.get(4)?)?;
@@ -253,7 +253,7 @@ fn check(words: &Words, kernel: CudaKernel) -> Result<CudaKernel, Failure> {
     Ok(attention.into_kernel())
 }
 
-fn near(what: &str, got: &[f64], expected: &[f64], dtype: DType) -> Result<(), Failure> {
+fn near(what: &str, got: &[f64], expected: &[f64], dtype: DType) -> Result<(), Error> {
     let size = expected.iter().fold(0.0f64, |most, x| most.max(x.abs()));
     let pairs = got.iter().zip(expected);
     let worst = pairs.fold(0.0f64, |most, (a, b)| {
@@ -269,33 +269,33 @@ fn near(what: &str, got: &[f64], expected: &[f64], dtype: DType) -> Result<(), F
     Ok(())
 }
 
-fn answer(line: &str, contest: &mut Option<Contest>) -> Result<String, Failure> {
+fn answer(line: &str, benchmark: &mut Option<GpuBenchmark>) -> Result<String, Error> {
     let words: Vec<&str> = line.split_whitespace().collect();
     match words.as_slice() {
-        ["run", repeats] => match contest {
-            Some(contest) => {
-                let (call, host) = contest.run(repeats.parse()?)?;
+        ["run", repeats] => match benchmark {
+            Some(benchmark) => {
+                let (call, host) = benchmark.run(repeats.parse()?)?;
                 Ok(format!("{call} {host}"))
             }
             None => Err("run before a configuration".into()),
         },
         ["end"] => {
-            *contest = None;
+            *benchmark = None;
             Ok("ended".into())
         }
         _ => {
-            *contest = None; // its memory first
-            let words = Words(words.iter().map(|word| word.to_string()).collect());
-            *contest = Some(Contest::new(&words)?);
+            *benchmark = None; // its memory first
+            let words = GpuBenchConfig(words.iter().map(|word| word.to_string()).collect());
+            *benchmark = Some(GpuBenchmark::new(&words)?);
             Ok("ready".into())
         }
     }
 }
 
-fn main() -> Result<(), Failure> {
-    let mut contest = None;
+fn main() -> Result<(), Error> {
+    let mut benchmark = None;
     for line in std::io::stdin().lock().lines() {
-        let said = match answer(&line?, &mut contest) {
+        let said = match answer(&line?, &mut benchmark) {
             Ok(said) => said,
             Err(error) => format!("error: {}", error.to_string().replace('\n', " ")),
         };

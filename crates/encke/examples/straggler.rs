@@ -17,10 +17,10 @@ use encke::{
     Attention, CpuKernel, DType, Data, Kernel, Pass, Report, Sharded, Slice, Tensor, View,
 };
 use encke_core::job::{Block, Job};
-use encke_core::kernel::{Carry, Gradients, Result as Done, Upstream};
+use encke_core::kernel::{Carry, Gradients, Result as KernelResult, Upstream};
 use encke_core::sharding::Run;
 
-type Failure = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error>;
 
 /// The rank that is slow.
 const SLOW: &str = "encke-rank-1";
@@ -36,10 +36,10 @@ std::thread_local! {
 }
 
 /// The CPU's kernel with a core for each rank, one of which may be half as fast.
-struct Uneven(CpuKernel);
+struct ThrottledKernel(CpuKernel);
 
-impl Uneven {
-    fn job(&self, work: impl FnOnce() -> Done<()> + Send) -> Done<()> {
+impl ThrottledKernel {
+    fn job(&self, work: impl FnOnce() -> KernelResult<()> + Send) -> KernelResult<()> {
         let begin = Instant::now();
         CORE.with(|core| core.install(work))?;
         let slow = std::thread::current().name() == Some(SLOW);
@@ -50,7 +50,7 @@ impl Uneven {
     }
 }
 
-impl Kernel for Uneven {
+impl Kernel for ThrottledKernel {
     type Buffer = Data;
     type Input<'a> = Slice<'a>;
 
@@ -60,22 +60,22 @@ impl Kernel for Uneven {
     fn input<'a>(&self, buffer: &'a Data) -> Slice<'a> {
         self.0.input(buffer)
     }
-    fn allocate(&self, dtype: DType, elements: usize) -> Done<Data> {
+    fn allocate(&self, dtype: DType, elements: usize) -> KernelResult<Data> {
         self.0.allocate(dtype, elements)
     }
-    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Done<()> {
+    fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> KernelResult<()> {
         self.0.upload(from, runs, to)
     }
-    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Done<()> {
+    fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> KernelResult<()> {
         self.0.download(from, runs, to)
     }
-    fn hand_over(&self, buffer: Data) -> Done<Data> {
+    fn hand_over(&self, buffer: Data) -> KernelResult<Data> {
         self.0.hand_over(buffer)
     }
-    fn fill(&self, buffer: &mut Data, value: f64) -> Done<()> {
+    fn fill(&self, buffer: &mut Data, value: f64) -> KernelResult<()> {
         self.0.fill(buffer, value)
     }
-    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Done<()> {
+    fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> KernelResult<()> {
         self.0.copy(block, add, from, to)
     }
     fn forward(
@@ -86,7 +86,7 @@ impl Kernel for Uneven {
         v: Slice<'_>,
         begins: bool,
         carry: &mut Carry<Data>,
-    ) -> Done<()> {
+    ) -> KernelResult<()> {
         self.job(|| self.0.forward(job, q, k, v, begins, carry))
     }
     fn conclude(
@@ -98,7 +98,7 @@ impl Kernel for Uneven {
         carry: &Carry<Data>,
         out: &mut Data,
         lse: &mut Data,
-    ) -> Done<()> {
+    ) -> KernelResult<()> {
         self.job(|| self.0.conclude(job, q, k, v, carry, out, lse))
     }
     fn attend(
@@ -109,10 +109,10 @@ impl Kernel for Uneven {
         v: Slice<'_>,
         out: &mut Data,
         lse: &mut Data,
-    ) -> Done<()> {
+    ) -> KernelResult<()> {
         self.job(|| self.0.attend(job, q, k, v, out, lse))
     }
-    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Done<()> {
+    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> KernelResult<()> {
         self.0.merge(block, from, to)
     }
     fn finish(
@@ -123,7 +123,7 @@ impl Kernel for Uneven {
         carry: &Carry<Data>,
         out: &mut Data,
         lse: &mut Data,
-    ) -> Done<()> {
+    ) -> KernelResult<()> {
         self.0.finish(cells, dim, gain, carry, out, lse)
     }
     fn delta(
@@ -134,7 +134,7 @@ impl Kernel for Uneven {
         dout: Slice<'_>,
         dlse: Option<Slice<'_>>,
         delta: &mut Data,
-    ) -> Done<()> {
+    ) -> KernelResult<()> {
         self.0.delta(cells, dim, out, dout, dlse, delta)
     }
     fn backward(
@@ -145,7 +145,7 @@ impl Kernel for Uneven {
         v: Slice<'_>,
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
-    ) -> Done<()> {
+    ) -> KernelResult<()> {
         self.job(|| self.0.backward(job, q, k, v, upstream, gradients))
     }
     fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
@@ -154,26 +154,30 @@ impl Kernel for Uneven {
 }
 
 /// A ring and what it attends to.
-struct Ring {
-    attention: Attention<Uneven>,
+struct StragglerRing {
+    attention: Attention<ThrottledKernel>,
     inputs: [Sharded; 3],
 }
 
-impl Ring {
+impl StragglerRing {
     /// An even ring.
-    fn new(ranks: usize, dims: [usize; 4], tensors: &[Vec<f32>; 3]) -> Result<Ring, Failure> {
+    fn new(
+        ranks: usize,
+        dims: [usize; 4],
+        tensors: &[Vec<f32>; 3],
+    ) -> Result<StragglerRing, Error> {
         let builder = Attention::builder().ranks(ranks);
-        let attention = builder.build_on(Uneven(CpuKernel::new()?))?;
-        let shard = |numbers: &Vec<f32>| -> Result<Sharded, Failure> {
+        let attention = builder.build_on(ThrottledKernel(CpuKernel::new()?))?;
+        let shard = |numbers: &Vec<f32>| -> Result<Sharded, Error> {
             Ok(attention.shard(&View::contiguous(numbers, dims)?)?)
         };
         let [q, k, v] = tensors.each_ref().map(shard);
         let inputs = [q?, k?, v?];
-        Ok(Ring { attention, inputs })
+        Ok(StragglerRing { attention, inputs })
     }
 
     /// What a call takes, with or without somebody slow, and what it says.
-    fn call(&self, disturbed: bool) -> Result<(f64, Report), Failure> {
+    fn call(&self, disturbed: bool) -> Result<(f64, Report), Error> {
         let [q, k, v] = &self.inputs;
         DISTURBED.store(disturbed, Ordering::Relaxed);
         let begin = Instant::now();
@@ -182,7 +186,7 @@ impl Ring {
     }
 }
 
-fn main() -> Result<(), Failure> {
+fn main() -> Result<(), Error> {
     let mut words = std::env::args().skip(1);
     let mut number = |usual: usize| words.next().map_or(Ok(usual), |word| word.parse());
     let (ranks, tokens) = (number(2)?, number(8192)?);
@@ -195,8 +199,8 @@ fn main() -> Result<(), Failure> {
     };
     let tensors = [numbers(), numbers(), numbers()];
     let dims = [1, tokens, heads, dim];
-    let even = Ring::new(ranks, dims, &tensors)?;
-    let mut ring = Ring::new(ranks, dims, &tensors)?;
+    let even = StragglerRing::new(ranks, dims, &tensors)?;
+    let mut ring = StragglerRing::new(ranks, dims, &tensors)?;
     println!("{ranks} ranks, a core each; {tokens} tokens x {heads} heads x {dim}, f32, forward");
 
     // What the ring itself sees of its slow rank; the first call has its memory to get.

@@ -1,9 +1,9 @@
-//! Calls on tensors that are on a GPU already, in memory of another library.
+//! Calls on tensors that another library allocated on a GPU.
 //!
-//! Inputs are read and outputs written where they are, on behalf of the stream their owner is on (see
-//! [`ForeignStream`]). The decision here: a rank is seated on the caller's memory wherever it lies as the rank
-//! would hold it; other rows are copied on the GPU. Ranks do not outlive a call, since they must not
-//! keep what was only lent.
+//! Inputs are read and outputs written in place, ordered after the work on the owner's stream (see
+//! [`ForeignStream`]). The decision here: a rank uses the caller's memory as its own buffer wherever
+//! the layout matches; other rows are copied on the GPU. Ranks are dropped at the end of the call,
+//! because they must not keep borrowed memory.
 
 use std::time::{Duration, Instant};
 
@@ -20,70 +20,70 @@ use encke_ring::thread_ring::on_threads;
 use encke_ring::trace::{Event, Recorder};
 use encke_ring::{Rank, RankMemory, RingError as Error, Trace, memory};
 
-/// What copies of whole vectors and Hopper's copy engine ask of an address.
+/// Alignment in bytes that vector loads and Hopper's TMA need.
 const ALIGNMENT: usize = 16;
 
-/// A call: what it reads and what it writes. Outputs are contiguous, and of any type that numbers can
-/// be rounded to.
+/// A call with its input and output tensors. Outputs are contiguous; values are rounded to their
+/// type.
 pub struct GpuCall<'a> {
-    /// Who computes.
+    /// The kernel that computes.
     pub kernel: &'a CudaKernel,
-    /// What is computed.
+    /// The plan to execute.
     pub plan: &'a Plan,
-    /// All tensors the plan takes.
+    /// All inputs of the plan.
     pub inputs: &'a [(Role, DeviceView<'a>)],
-    /// Those it returns that are wanted.
+    /// The outputs to write; others are dropped.
     pub outputs: &'a [(Role, DeviceView<'a>)],
     /// How long an exchange may wait for another rank.
     pub deadline: Duration,
 }
 
-/// What a call did, beside its results.
+/// Times and memory of an enqueued call.
 #[derive(Debug)]
-pub struct Enqueued {
-    /// When what was enqueued, which is not when it was computed.
+pub struct EnqueueReport {
+    /// When each step was enqueued, which is not when the GPU executed it.
     pub trace: Trace,
-    /// What each rank held.
+    /// Memory of each rank.
     pub memory: Vec<RankMemory>,
-    /// Bytes of the inputs that are read where they are.
-    pub lent_bytes: usize,
+    /// Bytes of inputs read in place.
+    pub borrowed_bytes: usize,
 }
 
 impl GpuCall<'_> {
-    /// Enqueues it, all ranks on the kernel's GPU, and ends the guest's call.
-    pub fn run(&self, guest: ForeignStream) -> Result<Enqueued, Error> {
+    /// Enqueues the call, all ranks on the kernel's GPU, and makes `stream` wait for it.
+    pub fn run(&self, stream: ForeignStream) -> Result<EnqueueReport, Error> {
         let rank = |rank: usize| Ok(Rank::idle(self.plan.rank(rank)?));
         let mut ranks: Vec<Rank<CudaKernel>> = (0..self.plan.ranks())
             .map(rank)
             .collect::<Result<_, Error>>()?;
         let alone = ranks.len() == 1;
-        let seat = |rank| self.seat(&guest, rank, alone);
-        let lent = ranks.iter_mut().map(seat).collect::<Result<Vec<_>, _>>()?;
+        let bind = |rank| self.bind(&stream, rank, alone);
+        let borrowed = ranks.iter_mut().map(bind).collect::<Result<Vec<_>, _>>()?;
         let events = self.drive(&mut ranks)?;
-        self.collect(&guest, &ranks)?;
+        self.collect(&stream, &ranks)?;
         let mut memory = memory::of_ranks(self.kernel, &ranks, self.plan.request());
-        for (memory, lent_bytes) in memory.iter_mut().zip(&lent) {
-            memory.lent_bytes = *lent_bytes;
+        for (memory, bytes) in memory.iter_mut().zip(&borrowed) {
+            memory.lent_bytes = *bytes;
         }
         drop(ranks);
-        guest.end().map_err(KernelError::from)?;
-        Ok(Enqueued {
+        stream.end().map_err(KernelError::from)?;
+        Ok(EnqueueReport {
             trace: Trace { events },
             memory,
-            lent_bytes: lent.iter().sum(),
+            borrowed_bytes: borrowed.iter().sum(),
         })
     }
 
-    /// Enqueues one rank of it, whose rows these are, where the other ranks are at the ends of a
-    /// transport. Its hops have landed when this returns.
+    /// Enqueues one rank of the call on that rank's rows; a transport connects it to the other ranks.
+    /// Its hops are complete on return.
     pub fn run_shard(
         &self,
-        guest: ForeignStream,
+        stream: ForeignStream,
         number: usize,
         transport: &mut dyn Transport<Buffer>,
     ) -> Result<(), Error> {
         let mut rank = Rank::idle(self.plan.rank(number)?.on_shard());
-        self.seat(&guest, &mut rank, true)?;
+        self.bind(&stream, &mut rank, true)?;
         let mut recorder = Recorder::new(number, Instant::now());
         let ran = guarded(|| rank.run(self.kernel, transport, &mut recorder));
         ran.map_err(|source| Error::Rank {
@@ -91,36 +91,36 @@ impl GpuCall<'_> {
             source,
             others: Vec::new(),
         })?;
-        self.collect(&guest, std::slice::from_ref(&rank))?;
+        self.collect(&stream, std::slice::from_ref(&rank))?;
         drop(rank);
-        Ok(guest.end().map_err(KernelError::from)?)
+        Ok(stream.end().map_err(KernelError::from)?)
     }
 
-    /// Seats a rank on the caller's memory, and copies in the rows that do not lie right. A rank that
-    /// is `alone` with the outputs is seated on them too.
-    fn seat(
+    /// Binds a rank's input buffers to the caller's memory, and copies the rows whose layout differs.
+    /// The outputs are bound too if the rank is `alone`. Returns the bytes bound.
+    fn bind(
         &self,
-        guest: &ForeignStream,
+        stream: &ForeignStream,
         rank: &mut Rank<CudaKernel>,
         alone: bool,
     ) -> Result<usize, Error> {
-        let lend = |lent: &DeviceView<'_>, first: usize, elements: usize| {
-            let buffer = guest.buffer(lent, first, elements);
+        let buffer = |view: &DeviceView<'_>, first: usize, elements: usize| {
+            let buffer = stream.buffer(view, first, elements);
             buffer.map_err(KernelError::from)
         };
-        let mut lent_bytes = 0;
+        let mut borrowed_bytes = 0;
         let mut copied: Vec<(BufferId, &DeviceView<'_>, Vec<Run>)> = Vec::new();
         for port in rank.plan().inputs.clone() {
             let given = self.inputs.iter().find(|(role, _)| *role == port.role);
-            let (_, lent) = given.ok_or(Error::MissingInput { role: port.role })?;
+            let (_, view) = given.ok_or(Error::MissingInput { role: port.role })?;
             let planned = &rank.plan().buffers[port.buffer.0];
             let (dtype, elements) = (planned.dtype, planned.elements);
-            match in_place(lent, &port.runs).filter(|_| dtype == lent.dtype()) {
+            match in_place(view, &port.runs).filter(|_| dtype == view.dtype()) {
                 Some(first) => {
-                    rank.place(port.buffer, lend(lent, first, elements)?);
-                    lent_bytes += elements * dtype.bytes();
+                    rank.place(port.buffer, buffer(view, first, elements)?);
+                    borrowed_bytes += elements * dtype.bytes();
                 }
-                None => copied.push((port.buffer, lent, port.runs)),
+                None => copied.push((port.buffer, view, port.runs)),
             }
         }
         if alone {
@@ -128,23 +128,23 @@ impl GpuCall<'_> {
                 let given = self.outputs.iter().find(|(role, _)| *role == port.role);
                 let planned = &rank.plan().buffers[port.buffer.0];
                 let (dtype, elements) = (planned.dtype, planned.elements);
-                if let Some((_, lent)) = given.filter(|(_, lent)| lent.dtype() == dtype) {
-                    rank.place(port.buffer, lend(lent, 0, elements)?);
+                if let Some((_, view)) = given.filter(|(_, view)| view.dtype() == dtype) {
+                    rank.place(port.buffer, buffer(view, 0, elements)?);
                 }
             }
         }
         rank.begin(self.kernel)?;
-        for (id, lent, runs) in copied {
-            let from = lend(lent, 0, lent.extent())?;
-            for block in blocks(lent, &runs) {
+        for (id, view, runs) in copied {
+            let from = buffer(view, 0, view.extent())?;
+            for block in blocks(view, &runs) {
                 self.kernel
                     .copy(&block, false, &from, rank.buffer_mut(id))?;
             }
         }
-        Ok(lent_bytes)
+        Ok(borrowed_bytes)
     }
 
-    /// All ranks to their end: everything is enqueued, not yet computed.
+    /// Runs all ranks, one thread each. On return everything is enqueued, not necessarily computed.
     fn drive(&self, ranks: &mut [Rank<CudaKernel>]) -> Result<Vec<Event>, Error> {
         let origin = Instant::now();
         let (ended, first) = on_threads(ranks, self.deadline, |rank, mut endpoint| {
@@ -162,28 +162,28 @@ impl GpuCall<'_> {
         conclude(ended, first)
     }
 
-    /// Copies the rows of every output that no rank has written in place to their tokens.
-    fn collect(&self, guest: &ForeignStream, ranks: &[Rank<CudaKernel>]) -> Result<(), Error> {
-        for (role, lent) in self.outputs {
+    /// Copies the rows of every output that was not written in place.
+    fn collect(&self, stream: &ForeignStream, ranks: &[Rank<CudaKernel>]) -> Result<(), Error> {
+        for (role, view) in self.outputs {
             let port = |rank: &Rank<CudaKernel>| -> Option<Port> {
                 let found = rank.plan().outputs.iter().find(|port| port.role == *role);
                 found.cloned()
             };
             let count = |runs: &[Run]| runs.iter().map(|run| run.count).sum::<usize>();
-            // Where every rank has all of an output, the first one's word is as good as any.
+            // Where every rank holds the whole output, the first one's is copied.
             let whole = ranks.iter().position(|rank| {
-                port(rank).is_some_and(|port| count(&port.runs) == lent.dims()[1])
+                port(rank).is_some_and(|port| count(&port.runs) == view.dims()[1])
             });
             let from = whole.map_or(ranks, |at| std::slice::from_ref(&ranks[at]));
             for rank in from {
                 let Some(port) = port(rank) else { continue };
                 let buffer = rank.buffer(port.buffer);
-                if ranks.len() == 1 && buffer.dtype() == lent.dtype() {
+                if ranks.len() == 1 && buffer.dtype() == view.dtype() {
                     continue; // it was written in place
                 }
-                let to = guest.buffer(lent, 0, lent.extent());
+                let to = stream.buffer(view, 0, view.extent());
                 let mut to = to.map_err(KernelError::from)?;
-                for block in blocks(lent, &port.runs) {
+                for block in blocks(view, &port.runs) {
                     let Block {
                         from, to: there, ..
                     } = block.clone();
@@ -200,19 +200,19 @@ impl GpuCall<'_> {
     }
 }
 
-/// Which number the rows of `runs` begin with, if they lie as a rank would hold them.
-fn in_place(lent: &DeviceView<'_>, runs: &[Run]) -> Option<usize> {
-    let ([b, n, h, d], strides) = (lent.dims(), lent.strides());
+/// The index of the first element of `runs`, if their layout is that of a rank's buffer.
+fn in_place(view: &DeviceView<'_>, runs: &[Run]) -> Option<usize> {
+    let ([b, n, h, d], strides) = (view.dims(), view.strides());
     let (first, count) = host::whole_run(runs)?;
     let dense = strides[1] == h * d && (strides[2] == d || h == 1);
     let batches = b == 1 || (count == n && strides[0] == n * h * d);
     let first = first * strides[1];
-    (dense && batches && lent.is_aligned(first, ALIGNMENT)).then_some(first)
+    (dense && batches && view.is_aligned(first, ALIGNMENT)).then_some(first)
 }
 
-/// The rows of `runs`, from where a tensor has them to a buffer `[b, rows, h, d]`.
-fn blocks(lent: &DeviceView<'_>, runs: &[Run]) -> Vec<Block> {
-    let ([b, _, h, d], strides) = (lent.dims(), lent.strides());
+/// Copies of the rows of `runs` from a tensor to a buffer `[b, rows, h, d]`.
+fn blocks(view: &DeviceView<'_>, runs: &[Run]) -> Vec<Block> {
+    let ([b, _, h, d], strides) = (view.dims(), view.strides());
     let rows: usize = runs.iter().map(|run| run.count).sum();
     let mut before = 0;
     let block = |run: &Run| {

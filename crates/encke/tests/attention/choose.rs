@@ -1,15 +1,17 @@
 //! What is left open is decided: by predicted time, under a limit on memory, and never at the price
 //! of a result.
 
-use encke::choose::{ALIKE, ChoiceError, Constraints, Threshold, Work, choose, one_device_until};
+use encke::choose::{
+    ChoiceError, Constraints, TIE_TOLERANCE, Threshold, Workload, choose, one_device_until,
+};
 use encke::cost::{Machine, find_device, find_link};
-use encke::tune::{Here, Source, usual};
+use encke::tune::{MachineId, MachineSource, builtin_machine};
 use encke::{
     Attention, Auto, CheckpointPolicy, CpuKernel, Cut, DType, Kernel, Pass, Pattern, Precision,
     Queries, Rotating, Schedule, Shape,
 };
 
-use crate::support::Tensors;
+use crate::support::AttentionInputs;
 
 /// Nodes of 8 GPUs.
 fn gpus() -> Machine {
@@ -25,7 +27,7 @@ fn gpus() -> Machine {
 
 /// Two cores that nobody has measured.
 fn cores() -> Machine {
-    usual(&Here {
+    builtin_machine(&MachineId {
         processor: "any".to_string(),
         cores: 2,
         instructions: "avx2".to_string(),
@@ -34,7 +36,7 @@ fn cores() -> Machine {
     })
 }
 
-fn wish(tokens: usize) -> Constraints {
+fn constraints(tokens: usize) -> Constraints {
     let shape = Shape::new(1, tokens, 16, 16, 128).expect("legal");
     Constraints::new(shape, Pattern::dense().causal(true), DType::Bf16, 8)
 }
@@ -46,9 +48,9 @@ fn kernel() -> CpuKernel {
 #[test]
 fn a_ring_where_it_pays_and_one_device_where_it_does_not() {
     let (kernel, machine) = (kernel(), gpus());
-    let short = choose(&kernel, &wish(512), &machine).expect("legal");
+    let short = choose(&kernel, &constraints(512), &machine).expect("legal");
     assert_eq!(short.winner().ranks, 1, "{}", short.reason);
-    let long = choose(&kernel, &wish(1 << 18), &machine).expect("legal");
+    let long = choose(&kernel, &constraints(1 << 18), &machine).expect("legal");
     assert_eq!(long.winner().ranks, 8, "{}", long.reason);
     // The mask leaves contiguous ranks idle, and the clock sees it.
     assert_ne!(long.winner().cut, Cut::Contiguous);
@@ -60,18 +62,18 @@ fn a_ring_where_it_pays_and_one_device_where_it_does_not() {
     let times: Vec<f64> = long.alternatives.iter().map(|of| of.seconds).collect();
     assert!(times.is_sorted(), "{times:?}");
 
-    let threshold = one_device_until(&kernel, &wish(512), &machine).expect("legal");
+    let threshold = one_device_until(&kernel, &constraints(512), &machine).expect("legal");
     let Threshold::Tokens(tokens) = threshold else {
         panic!("{threshold:?}")
     };
     assert!((512..1 << 18).contains(&tokens), "{tokens}");
-    let beyond = choose(&kernel, &wish(2 * tokens), &machine).expect("legal");
-    let before = choose(&kernel, &wish(tokens / 2), &machine).expect("legal");
+    let beyond = choose(&kernel, &constraints(2 * tokens), &machine).expect("legal");
+    let before = choose(&kernel, &constraints(tokens / 2), &machine).expect("legal");
     assert!(beyond.winner().ranks > 1, "{}", beyond.reason);
     assert_eq!(before.winner().ranks, 1, "{}", before.reason);
     let told = Constraints {
         one_device_below: Some(1 << 20),
-        ..wish(1 << 18)
+        ..constraints(1 << 18)
     };
     let told = choose(&kernel, &told, &machine).expect("legal");
     assert_eq!((told.winner().ranks, told.alternatives.len()), (1, 1));
@@ -80,12 +82,12 @@ fn a_ring_where_it_pays_and_one_device_where_it_does_not() {
 #[test]
 fn ranks_that_share_their_cores_gain_nothing_but_memory() {
     let (kernel, machine) = (kernel(), cores());
-    let choice = choose(&kernel, &wish(4096), &machine).expect("legal");
+    let choice = choose(&kernel, &constraints(4096), &machine).expect("legal");
     assert_eq!(choice.winner().ranks, 1, "{}", choice.reason);
     let whole = choice.winner().memory_bytes;
     let limited = |limit: usize| Constraints {
         memory_limit: Some(limit),
-        ..wish(4096)
+        ..constraints(4096)
     };
     let choice = choose(&kernel, &limited(whole / 2), &machine).expect("legal");
     assert!(choice.winner().ranks > 1 && choice.winner().fits);
@@ -107,7 +109,7 @@ fn ranks_that_share_their_cores_gain_nothing_but_memory() {
         ),
         "{refused}"
     );
-    let threshold = one_device_until(&kernel, &wish(4096), &machine).expect("legal");
+    let threshold = one_device_until(&kernel, &constraints(4096), &machine).expect("legal");
     assert!(
         matches!(threshold, Threshold::NeverRing { .. }),
         "{threshold:?}"
@@ -117,14 +119,14 @@ fn ranks_that_share_their_cores_gain_nothing_but_memory() {
 #[test]
 fn of_schedules_alike_the_simplest_or_on_the_way_back_of_threads_the_fewest_rounds() {
     let kernel = kernel();
-    let widths = |work: Work, machine: &Machine| {
-        let wish = Constraints {
+    let widths = |work: Workload, machine: &Machine| {
+        let constraints = Constraints {
             work,
             ranks: Some(4),
-            ..wish(1 << 16)
+            ..constraints(1 << 16)
         };
-        let choice = choose(&kernel, &wish, machine).expect("legal");
-        let near = choice.alternatives[0].seconds * (1.0 + ALIKE);
+        let choice = choose(&kernel, &constraints, machine).expect("legal");
+        let near = choice.alternatives[0].seconds * (1.0 + TIE_TOLERANCE);
         let of = choice.winner();
         let alike = choice.alternatives.iter();
         let alike = alike.filter(|other| other.seconds <= near && other.cut == of.cut);
@@ -134,9 +136,9 @@ fn of_schedules_alike_the_simplest_or_on_the_way_back_of_threads_the_fewest_roun
         assert!(least < most, "{work:?}: nothing to choose from");
         (of.schedule.width, least, most)
     };
-    let (chosen, _, most) = widths(Work::Backward, &cores());
+    let (chosen, _, most) = widths(Workload::Backward, &cores());
     assert_eq!(chosen, most);
-    for (work, machine) in [(Work::Forward, cores()), (Work::Backward, gpus())] {
+    for (work, machine) in [(Workload::Forward, cores()), (Workload::Backward, gpus())] {
         let (chosen, least, _) = widths(work, &machine);
         assert_eq!(chosen, least, "{work:?}");
     }
@@ -146,13 +148,13 @@ fn of_schedules_alike_the_simplest_or_on_the_way_back_of_threads_the_fewest_roun
 fn what_is_kept_for_many_layers_is_weighed_against_doing_it_again() {
     let (kernel, machine) = (kernel(), gpus());
     let training = |layers: usize, limit: Option<usize>| {
-        let wish = Constraints {
-            work: Work::Training { layers },
+        let constraints = Constraints {
+            work: Workload::Training { layers },
             ranks: Some(4),
             memory_limit: limit,
-            ..wish(1 << 16)
+            ..constraints(1 << 16)
         };
-        choose(&kernel, &wish, &machine).expect("legal")
+        choose(&kernel, &constraints, &machine).expect("legal")
     };
     let one = training(1, None);
     assert_eq!(one.winner().checkpoint, Some(CheckpointPolicy::KeepOutput));
@@ -173,7 +175,7 @@ fn what_was_given_is_not_decided() {
         cut: Some(Cut::Zigzag),
         queries: None,
         width: Some(1),
-        ..wish(1 << 14)
+        ..constraints(1 << 14)
     };
     let choice = choose(&kernel, &given, &machine).expect("legal");
     assert_eq!(choice.alternatives.len(), 2);
@@ -188,10 +190,10 @@ fn what_was_given_is_not_decided() {
 fn schedules_are_weighed_where_they_are_open() {
     let (kernel, machine) = (kernel(), gpus());
     let open = Constraints {
-        work: Work::Backward,
+        work: Workload::Backward,
         ranks: Some(8),
         cut: Some(Cut::Contiguous),
-        ..wish(1 << 14)
+        ..constraints(1 << 14)
     };
     let choice = choose(&kernel, &open, &machine).expect("legal");
     let mut seen: Vec<Schedule> = choice.alternatives.iter().map(|of| of.schedule).collect();
@@ -234,10 +236,10 @@ fn schedules_are_weighed_where_they_are_open() {
 #[test]
 fn a_ring_that_was_chosen_computes_what_a_given_one_does() {
     let shape = Shape::new(1, 300, 4, 2, 16).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F32, 6);
+    let tensors = AttentionInputs::random(&shape, DType::F32, 6);
     let auto = Auto {
         machine: cores(),
-        source: Source::BuiltIn,
+        source: MachineSource::BuiltIn,
         ranks: true,
         cut: true,
         queries: false,
@@ -304,7 +306,7 @@ fn the_fastest_type_is_the_hardwares_and_nothing_asked_for_is_lowered() {
         );
     }
     let shape = Shape::new(1, 64, 2, 2, 16).expect("legal");
-    let forward = Tensors::random(&shape, DType::F32, 1).forward(&fastest);
+    let forward = AttentionInputs::random(&shape, DType::F32, 1).forward(&fastest);
     assert_eq!(
         (forward.out.dtype(), forward.lse.dtype()),
         (expected, DType::F32)

@@ -5,7 +5,7 @@ use encke::{
     Sharding,
 };
 
-use crate::support::Tensors;
+use crate::support::AttentionInputs;
 
 fn longnet() -> Pattern {
     let mode = Mode::Mix {
@@ -30,7 +30,7 @@ fn four_three_six_one_in_mid_run_has_the_bits_of_new_rings() {
         (DType::Bf16, Pattern::dense().causal(true)),
     ] {
         for cut in [Cut::Contiguous, Cut::Zigzag, Cut::Striped] {
-            let tensors = Tensors::random(&shape, dtype, 4);
+            let tensors = AttentionInputs::random(&shape, dtype, 4);
             let mut ring = fresh(&pattern, 4, cut.clone());
             let shard = |tensor: &encke::Tensor| ring.shard(&tensor.view()).expect("legal");
             let [mut q, mut k, mut v, mut dout] =
@@ -89,7 +89,7 @@ fn four_three_six_one_in_mid_run_has_the_bits_of_new_rings() {
 #[test]
 fn sizes_are_for_who_is_there_and_must_add_up() {
     let shape = Shape::new(1, 100, 2, 2, 8).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F32, 9);
+    let tensors = AttentionInputs::random(&shape, DType::F32, 9);
     let mut ring = fresh(&Pattern::dense(), 4, Cut::Contiguous);
     let mut q = ring.shard(&tensors.q.view()).expect("legal");
     let before = q.clone();
@@ -130,7 +130,9 @@ fn sizes_are_for_who_is_there_and_must_add_up() {
 fn a_trace_proposes_shards_by_speed() {
     let shape = Shape::new(1, 400, 2, 2, 8).expect("legal");
     let ring = fresh(&Pattern::dense(), 4, Cut::Contiguous);
-    let mut report = Tensors::random(&shape, DType::F32, 9).forward(&ring).report;
+    let mut report = AttentionInputs::random(&shape, DType::F32, 9)
+        .forward(&ring)
+        .report;
     // Every rank takes as long as every other, but the third, which takes twice as long.
     for event in &mut report.trace.events {
         let slower = if event.rank == 2 { 2 } else { 1 };

@@ -5,7 +5,7 @@ use encke::{
     OffsetRule, Pattern, Phase, Queries, Shape, Tensor,
 };
 
-use crate::support::{Tensors, difference, errors};
+use crate::support::{AttentionInputs, difference, errors};
 
 fn patterns() -> Vec<Pattern> {
     let mut patterns = vec![Pattern::dense()];
@@ -82,7 +82,7 @@ fn more_ranks_than_tokens() {
 fn what_is_kept_changes_memory_and_no_bit() {
     let shape = Shape::new(1, 48, 4, 2, 5).expect("legal");
     for pattern in patterns() {
-        let tensors = Tensors::random(&shape, DType::F32, 5);
+        let tensors = AttentionInputs::random(&shape, DType::F32, 5);
         let policies = [
             CheckpointPolicy::KeepOutput,
             CheckpointPolicy::Recompute,
@@ -110,7 +110,7 @@ fn what_is_kept_changes_memory_and_no_bit() {
 #[test]
 fn the_gradient_of_the_lse_is_added() {
     let shape = Shape::new(1, 20, 2, 2, 4).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F64, 1);
+    let tensors = AttentionInputs::random(&shape, DType::F64, 1);
     let dlse = crate::support::tensor(
         &mut encke::conformance::Random::new(8),
         DType::F64,
@@ -137,7 +137,7 @@ fn the_gradient_of_the_lse_is_added() {
 #[test]
 fn the_scale_is_the_callers() {
     let shape = Shape::new(1, 12, 1, 1, 4).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F64, 2);
+    let tensors = AttentionInputs::random(&shape, DType::F64, 2);
     let attention = Attention::builder()
         .scale(0.0)
         .ranks(2)
@@ -161,7 +161,7 @@ fn the_scale_is_the_callers() {
 #[test]
 fn wrong_requests_are_refused_with_their_numbers() {
     let shape = Shape::new(1, 10, 3, 3, 2).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F32, 4);
+    let tensors = AttentionInputs::random(&shape, DType::F32, 4);
     let (q, k, v) = (tensors.q.view(), tensors.k.view(), tensors.v.view());
     let refused = |builder: encke::Builder| -> String {
         let built = builder.build();
@@ -212,7 +212,7 @@ fn wrong_requests_are_refused_with_their_numbers() {
             .to_string()
             .contains("2 segment lengths")
     );
-    let wide = Tensors::random(&shape, DType::F64, 4);
+    let wide = AttentionInputs::random(&shape, DType::F64, 4);
     let attention = Attention::builder().build().expect("legal");
     let mixed = attention.forward(&q, &wide.k.view(), &v).map(|_| ());
     assert!(

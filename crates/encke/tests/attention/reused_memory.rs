@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use encke::{Attention, CacheLimits, DType, Data, GroupScale, Mode, Pattern, Shape, Tensor};
 
-use crate::support::Tensors;
+use crate::support::AttentionInputs;
 
 /// Large enough for its results to be kept, and quick: segments of 64.
 fn shape() -> Shape {
@@ -25,7 +25,7 @@ fn attention(dilation: usize, ranks: usize) -> Attention {
 }
 
 /// Every bit of both passes.
-fn results(tensors: &Tensors, attention: &Attention) -> Vec<Tensor> {
+fn results(tensors: &AttentionInputs, attention: &Attention) -> Vec<Tensor> {
     let forward = tensors.forward(attention);
     let backward = tensors.backward(attention, &forward);
     let (out, lse) = ((*forward.out).clone(), (*forward.lse).clone());
@@ -41,7 +41,7 @@ fn results(tensors: &Tensors, attention: &Attention) -> Vec<Tensor> {
 #[test]
 fn results_do_not_depend_on_what_their_memory_held() {
     for (dtype, ranks) in [(DType::F32, 1), (DType::Bf16, 1), (DType::F32, 3)] {
-        let tensors = Tensors::random(&shape(), dtype, 5);
+        let tensors = AttentionInputs::random(&shape(), dtype, 5);
         let attention = attention(4, ranks);
         let expected = results(&tensors, &attention);
         let kept = attention.stats().pooled_bytes;
@@ -74,8 +74,8 @@ fn results_do_not_depend_on_what_their_memory_held() {
 fn results_of_one_shape_are_memory_for_another() {
     // As many numbers, but other rows of zeros among them.
     let wide = Shape::new(1, 4096, 2, 2, 64).expect("legal");
-    let [tall, wide] = [shape(), wide].map(|shape| Tensors::random(&shape, DType::F32, 6));
-    let fresh = |tensors: &Tensors| results(tensors, &attention(16, 1));
+    let [tall, wide] = [shape(), wide].map(|shape| AttentionInputs::random(&shape, DType::F32, 6));
+    let fresh = |tensors: &AttentionInputs| results(tensors, &attention(16, 1));
     let expected = [fresh(&tall), fresh(&wide)];
     let shared = attention(16, 1);
     for _ in 0..3 {
@@ -92,6 +92,9 @@ fn whoever_wants_nothing_kept_keeps_nothing() {
     };
     let builder = Attention::builder().pattern(pattern(4)).keep_at_most(none);
     let attention = builder.build().expect("legal");
-    results(&Tensors::random(&shape(), DType::F32, 7), &attention);
+    results(
+        &AttentionInputs::random(&shape(), DType::F32, 7),
+        &attention,
+    );
     assert_eq!(attention.stats().pooled_bytes, 0);
 }
