@@ -1,8 +1,8 @@
 //! What a forward pass saves for the backward pass: its output in memory, its output in a file, or
 //! nothing.
 //!
-//! The decision here: the backward pass sees the same tensors under every policy, so policies differ
-//! in memory and time and not in a bit.
+//! The decision here: the backward pass sees the same tensors under every policy, so policies
+//! differ in memory and time and not in a bit.
 
 use std::sync::Arc;
 
@@ -31,8 +31,8 @@ pub struct Checkpoint {
     offloaded: Option<Offloaded>,
 }
 
-/// The output as the ring computed it: by slot. Slots are heads, except where branches keep slots of
-/// their own (see [`Pattern::splits_slots`](crate::Pattern::splits_slots)).
+/// The output as the ring computed it: by slot. Slots are heads, except where branches keep slots
+/// of their own (see [`Pattern::splits_slots`](crate::Pattern::splits_slots)).
 #[derive(Debug, Clone)]
 pub(crate) struct SlotResults {
     pub slot_out: Arc<Tensor>,

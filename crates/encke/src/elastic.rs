@@ -91,8 +91,8 @@ pub struct Proposal {
 }
 
 impl Report {
-    /// The partition with which all ranks would have computed equally long, from the query-key pairs
-    /// and the compute time of each rank. `None` where the trace shows no computation.
+    /// The partition with which all ranks would have computed equally long, from the query-key
+    /// pairs and the compute time of each rank. `None` where the trace shows no computation.
     pub fn proposal(&self) -> Result<Option<Proposal>, Error> {
         let request = self.plan.request();
         let (mut pairs, mut seconds) = (Vec::new(), vec![0.0; self.plan.ranks()]);

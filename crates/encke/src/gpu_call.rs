@@ -74,8 +74,8 @@ impl GpuCall<'_> {
         })
     }
 
-    /// Enqueues one rank of the call on that rank's rows; a transport connects it to the other ranks.
-    /// Its hops are complete on return.
+    /// Enqueues one rank of the call on that rank's rows; a transport connects it to the other
+    /// ranks. Its hops are complete on return.
     pub fn run_shard(
         &self,
         stream: ForeignStream,
@@ -96,8 +96,8 @@ impl GpuCall<'_> {
         Ok(stream.end().map_err(KernelError::from)?)
     }
 
-    /// Binds a rank's input buffers to the caller's memory, and copies the rows whose layout differs.
-    /// The outputs are bound too if the rank is `alone`. Returns the bytes bound.
+    /// Binds a rank's input buffers to the caller's memory, and copies the rows whose layout
+    /// differs. The outputs are bound too if the rank is `alone`. Returns the bytes bound.
     fn bind(
         &self,
         stream: &ForeignStream,

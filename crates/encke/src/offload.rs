@@ -1,8 +1,8 @@
 //! Tensors in a temporary file: the storage of [`CheckpointPolicy::Offload`].
 //!
-//! A forward pass returns its results in host memory, whatever device it ran on, so offloading means
-//! a file. The decision here: the file has no name, so none is left behind however the process ends.
-//! It can be read any number of times.
+//! A forward pass returns its results in host memory, whatever device it ran on, so offloading
+//! means a file. The decision here: the file has no name, so none is left behind however the
+//! process ends. It can be read any number of times.
 //!
 //! [`CheckpointPolicy::Offload`]: crate::CheckpointPolicy::Offload
 

@@ -1,7 +1,7 @@
 //! Passes on tensors that stay on a GPU: the checks before the call is enqueued.
 //!
-//! The decision here: the caller allocates all tensors, outputs too, because its own library must own
-//! them; their shapes and types follow from the plan.
+//! The decision here: the caller allocates all tensors, outputs too, because its own library must
+//! own them; their shapes and types follow from the plan.
 
 use std::sync::Arc;
 
@@ -20,9 +20,9 @@ use crate::passes::{same_shape, shape_of};
 use crate::results::Report;
 
 impl Attention<CudaKernel> {
-    /// Enqueues a pass on tensors that are on the kernel's GPU already. It runs after the work that is
-    /// on `stream` now and before the work enqueued on it after this returns; on return the GPU may
-    /// not have started. The caller gives all outputs, contiguous and in the shapes of
+    /// Enqueues a pass on tensors that are on the kernel's GPU already. It runs after the work that
+    /// is on `stream` now and before the work enqueued on it after this returns; on return the GPU
+    /// may not have started. The caller gives all outputs, contiguous and in the shapes of
     /// [`Attention::plan`]. The backward pass reads the forward pass's out and lse.
     pub fn enqueue(
         &self,

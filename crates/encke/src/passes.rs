@@ -1,8 +1,8 @@
 //! What a forward and a backward pass do around their ring: check tensors, combine branches that
 //! keep separate slots (row by row, on the host; see `mixing`), name the results.
 //!
-//! The decision here: a ring is a function from inputs to an outcome, so that [`Attention`] with all
-//! ranks and [`ShardAttention`] with one rank share this code.
+//! The decision here: a ring is a function from inputs to an outcome, so that [`Attention`] with
+//! all ranks and [`ShardAttention`] with one rank share this code.
 //!
 //! [`Attention`]: crate::Attention
 //! [`ShardAttention`]: crate::ShardAttention

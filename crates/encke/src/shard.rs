@@ -1,9 +1,9 @@
 //! One rank of an attention whose other ranks are in other processes or on other machines.
 //!
-//! Each rank has its rows of q, k and v and gets its rows of the results. The caller's [`Transport`]
-//! moves the messages, and its deadline applies. Every rank must have the same settings and make the
-//! same calls in the same order. That cannot be checked here; the launcher must compare the settings
-//! before the first call.
+//! Each rank has its rows of q, k and v and gets its rows of the results. The caller's
+//! [`Transport`] moves the messages, and its deadline applies. Every rank must have the same
+//! settings and make the same calls in the same order. That cannot be checked here; the launcher
+//! must compare the settings before the first call.
 
 use std::sync::Arc;
 
@@ -145,8 +145,8 @@ impl<K: Kernel> ShardAttention<K> {
         })
     }
 
-    /// The request for this rank's rows, if their shapes and types agree and they are as many as the
-    /// sharding gives it.
+    /// The request for this rank's rows, if their shapes and types agree and they are as many as
+    /// the sharding gives it.
     fn request_for(
         &self,
         tokens: usize,

@@ -1,7 +1,8 @@
 //! The fixed and the open settings of a choice, and the alternatives that follow.
 //!
-//! The decision here: a fixed setting is never varied, and an open size is tried at a few values, each
-//! about 1.5 or 2 times the one before: between them, times change by less than the prediction error.
+//! The decision here: a fixed setting is never varied, and an open size is tried at a few values,
+//! each about 1.5 or 2 times the one before: between them, times change by less than the prediction
+//! error.
 
 use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Queries, Request, Schedule};

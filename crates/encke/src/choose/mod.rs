@@ -93,8 +93,8 @@ pub enum ChoiceError {
     Clock(#[from] ClockError),
 }
 
-/// Times every alternative that the constraints leave open, and chooses one. The kernel is only used
-/// for the size of its workspace.
+/// Times every alternative that the constraints leave open, and chooses one. The kernel is only
+/// used for the size of its workspace.
 pub fn choose<K: Kernel>(
     kernel: &K,
     constraints: &Constraints,
@@ -118,8 +118,8 @@ pub fn choose<K: Kernel>(
             alternatives.push(alternative(constraints, &request, passes, policy));
         }
     }
-    // In the backward pass every round waits for gradient sums of the round before; ranks that share
-    // cores also wait for the scheduler. Fewer rounds mean fewer waits.
+    // In the backward pass every round waits for gradient sums of the round before; ranks that
+    // share cores also wait for the scheduler. Fewer rounds mean fewer waits.
     let rounds_wait =
         constraints.work != Workload::Forward && machine.device.shared_cores.is_some();
     let simplicity = |of: &Alternative| {

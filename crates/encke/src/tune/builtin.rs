@@ -1,7 +1,8 @@
-//! Built-in figures for a machine without a profile, of the order of magnitude of current processors.
+//! Built-in figures for a machine without a profile, of the order of magnitude of current
+//! processors.
 //!
-//! They can decide between one rank and a ring of threads, and nothing finer; a choice made with them
-//! is marked [`MachineSource::BuiltIn`](super::MachineSource::BuiltIn).
+//! They can decide between one rank and a ring of threads, and nothing finer; a choice made with
+//! them is marked [`MachineSource::BuiltIn`](super::MachineSource::BuiltIn).
 
 use std::collections::BTreeMap;
 

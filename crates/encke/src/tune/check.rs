@@ -4,10 +4,11 @@
 //! Mixed configurations, each with all alternatives that fit, run on threads of this machine. The
 //! decision here: the alternatives of a configuration take turns, and times of the same turn are
 //! compared, so that other load on the machine affects all of them alike. The minimum of many noisy
-//! times is biased, so the fastest run again (the finals), an alternative that still beats the chosen
-//! one runs against it alone (the duel), and only the last measurement counts. Predictions are for the
-//! speed that the machine had when it was measured; the calibration ring of that measurement runs
-//! again beside each configuration, and predictions are scaled by the ratio of its times (the pace).
+//! times is biased, so the fastest run again (the finals), an alternative that still beats the
+//! chosen one runs against it alone (the duel), and only the last measurement counts. Predictions
+//! are for the speed that the machine had when it was measured; the calibration ring of that
+//! measurement runs again beside each configuration, and predictions are scaled by the ratio of its
+//! times (the pace).
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Pass, Request};
@@ -58,8 +59,8 @@ pub struct ChoiceCheck {
     pub tried: Vec<MeasuredAlternative>,
     /// Index of the one that the prediction chose.
     pub chosen: usize,
-    /// Seconds of the calibration ring during this check divided by its seconds when the machine was
-    /// measured; 1 if the latter is unknown.
+    /// Seconds of the calibration ring during this check divided by its seconds when the machine
+    /// was measured; 1 if the latter is unknown.
     pub pace: f64,
 }
 
@@ -107,8 +108,8 @@ struct CheckConfig {
     memory_share: Option<f64>,
 }
 
-/// Five shapes in six variants: dense and dilated, forward and backward, two types, with and without
-/// a limit on memory.
+/// Five shapes in six variants: dense and dilated, forward and backward, two types, with and
+/// without a limit on memory.
 fn configurations() -> Result<Vec<CheckConfig>, ClockError> {
     let shapes = [
         (1024, 4, 64),
@@ -188,8 +189,8 @@ impl SpeedBaseline {
     }
 }
 
-/// Chooses for each configuration, then runs every alternative `repeats` times. `yardstick_s` is the
-/// time of the calibration ring when the machine was measured. `progress` gets the name of the
+/// Chooses for each configuration, then runs every alternative `repeats` times. `yardstick_s` is
+/// the time of the calibration ring when the machine was measured. `progress` gets the name of the
 /// configuration and the fraction done.
 pub fn check<K: Kernel<Buffer = Data>>(
     kernel: K,

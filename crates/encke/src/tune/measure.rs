@@ -109,9 +109,9 @@ fn merge(profiles: &[Profile]) -> Result<Machine, ClockError> {
 }
 
 /// Replaces the overheads of rings and branches by their median over all types. They are waits for
-/// memory, which do not depend on the type, and each type's measurement is short and noisy. The median
-/// is taken in seconds per operation: for tiles five times as fast the same wait is a fraction five
-/// times as large.
+/// memory, which do not depend on the type, and each type's measurement is short and noisy. The
+/// median is taken in seconds per operation: for tiles five times as fast the same wait is a
+/// fraction five times as large.
 fn pool(rates: &mut [Rate]) {
     for pass in [
         (|rate: &mut Rate| &mut rate.forward) as fn(&mut Rate) -> &mut Speed,

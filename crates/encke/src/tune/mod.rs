@@ -1,10 +1,11 @@
-//! The profile of this machine: measured once, stored in the user's configuration directory, optional.
+//! The profile of this machine: measured once, stored in the user's configuration directory,
+//! optional.
 //!
-//! The description itself is the cost model's [`Machine`]. This module adds which machine it belongs
-//! to ([`MachineId`]), where it is stored, and the figures used without a profile.
+//! The description itself is the cost model's [`Machine`]. This module adds which machine it
+//! belongs to ([`MachineId`]), where it is stored, and the figures used without a profile.
 //!
-//! The decision here: the file name is a hash of everything the profile depends on (processor, cores,
-//! GPU, version), so that machines and versions can share a home directory.
+//! The decision here: the file name is a hash of everything the profile depends on (processor,
+//! cores, GPU, version), so that machines and versions can share a home directory.
 
 mod builtin;
 mod check;
@@ -61,7 +62,8 @@ pub struct MachineProfile {
     pub yardstick_s: Option<f64>,
     /// Threads of this machine as ranks.
     pub machine: Machine,
-    /// Its GPU, if it has one, as the device of a rank; hops stay on the GPU or go through the host.
+    /// Its GPU, if it has one, as the device of a rank; hops stay on the GPU or go through the
+    /// host.
     pub gpu: Option<Machine>,
 }
 

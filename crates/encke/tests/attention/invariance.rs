@@ -1,5 +1,5 @@
-//! What must not change: earlier rows under a causal mask, rows outside an index set, any bit
-//! from one run to the next; and what NaN may not reach.
+//! A changed key, NaN included, changes only the rows that attend to it; every run gives the same
+//! bits.
 
 use encke::{Attention, Cut, DType, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor};
 
@@ -36,7 +36,7 @@ fn changed(a: &Tensor, b: &Tensor) -> Vec<(usize, usize)> {
 }
 
 #[test]
-fn a_key_reaches_exactly_the_rows_that_see_it() {
+fn a_key_changes_only_the_rows_that_attend_to_it() {
     let shape = Shape::new(1, 150, 4, 2, 8).expect("legal");
     for pattern in [
         longnet(),

@@ -10,7 +10,7 @@ fn errors_are_those_of_rounding_and_do_not_grow_with_the_ring() {
     let shape = Shape::new(1, 512, 2, 1, 64).expect("legal");
     for dtype in [DType::F32, DType::Bf16, DType::F16] {
         // Rounding the exact result once costs half a unit in the last place of its largest
-        // number; gradients of bf16 inputs see the rounded output as well.
+        // element; gradients of bf16 inputs depend on the rounded output as well.
         let floor = dtype.epsilon();
         for causal in [false, true] {
             let of = |ranks: usize, cut: Cut| {
@@ -45,7 +45,7 @@ fn errors_are_those_of_rounding_and_do_not_grow_with_the_ring() {
 }
 
 #[test]
-fn large_scores_are_survived() {
+fn large_scores_do_not_overflow() {
     let shape = Shape::new(1, 64, 1, 1, 16).expect("legal");
     let tensors = AttentionInputs::random(&shape, DType::F64, 13);
     // Scores up to about ten thousand.
@@ -70,8 +70,8 @@ fn large_scores_are_survived() {
         (backward.dk.data(), &dk),
         (backward.dv.data(), &dv),
     ] {
-        // With one key taking all the weight, gradients are differences of nearly equal numbers
-        // and can vanish, so the error is measured against 1 where they do.
+        // With one key taking all the weight, gradients are differences of nearly equal values
+        // and can vanish, so the error is relative to at least 1.
         let one: Vec<f64> = expected.iter().copied().chain([1.0]).collect();
         let got = Data::F64(got.to_f64().into_iter().chain([1.0]).collect());
         assert!(difference(&got, &one) < 1e-10);
@@ -79,7 +79,7 @@ fn large_scores_are_survived() {
 }
 
 #[test]
-fn the_compute_type_is_the_callers() {
+fn an_explicit_compute_type_is_used() {
     let shape = Shape::new(1, 40, 2, 2, 8).expect("legal");
     let tensors = AttentionInputs::random(&shape, DType::Bf16, 6);
     let builder = Attention::builder().ranks(2);

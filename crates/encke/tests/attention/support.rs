@@ -44,7 +44,7 @@ impl AttentionInputs {
     }
 }
 
-/// Largest difference, relative to the largest expected number; infinities must agree.
+/// Largest difference, relative to the largest expected element; infinities must agree.
 pub fn difference(got: &Data, expected: &[f64]) -> f64 {
     let finite = expected.iter().filter(|x| x.is_finite());
     let scale = finite.fold(1e-30, |most: f64, x| most.max(x.abs()));
