@@ -1,9 +1,9 @@
 //! Calls on tensors that another library allocated on a GPU.
 //!
 //! Inputs are read and outputs written in place, ordered after the work on the owner's stream (see
-//! [`ForeignStream`]). The decision here: a rank uses the caller's memory as its own buffer wherever
-//! the layout matches; other rows are copied on the GPU. Ranks are dropped at the end of the call,
-//! because they must not keep borrowed memory.
+//! [`ForeignStream`]). The decision here: a rank uses the caller's memory as its own buffer
+//! wherever the layout matches; other rows are copied on the GPU. Ranks are dropped at the end of
+//! the call, because they must not keep borrowed memory.
 
 use std::time::{Duration, Instant};
 

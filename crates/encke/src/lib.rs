@@ -1,7 +1,7 @@
 //! Exact attention over sequences that are too long for one device.
 //!
-//! [`Attention`] is the interface, on 1 rank and on 32: the number of ranks changes where the work is
-//! done, not the result. Tensors are `[b, n, h, d]`; [`View`] borrows the caller's, with any
+//! [`Attention`] is the interface, on 1 rank and on 32: the number of ranks changes where the work
+//! is done, not the result. Tensors are `[b, n, h, d]`; [`View`] borrows the caller's, with any
 //! strides whose last dimension is contiguous.
 //!
 //! ```
@@ -43,9 +43,9 @@
 //! installed GPU at first use; without a GPU the error names what was looked for. The default
 //! feature `cuda` brings this; with `default-features = false` no CUDA crate is compiled.
 //!
-//! [`Builder::auto`] chooses the number of ranks and the sharding: it plans and times the alternatives
-//! on a described machine ([`tune`] describes this one) and takes the fastest that fits
-//! ([`choose`]).
+//! [`Builder::auto`] chooses the number of ranks and the sharding: it plans and times the
+//! alternatives on a described machine ([`tune`] describes this one) and takes the fastest that
+//! fits ([`choose`]).
 //!
 //! Tensors can stay sharded between calls, and the ring can change its size: a resize moves the
 //! fewest bytes, and later calls give the bits of a new ring of that size.

@@ -59,9 +59,9 @@ impl Attention<CudaKernel> {
         let settings = &self.settings;
         if settings.pattern.splits_slots() {
             return refused(
-                "a pattern whose branches are combined after attention, on tensors that stay on a GPU: \
-                 branches are combined on the host; use an exact mixing gradient or groups, or move \
-                 the tensors to the CPU",
+                "a pattern whose branches are combined after attention, on tensors that stay on a \
+                 GPU: branches are combined on the host; use an exact mixing gradient or groups, \
+                 or move the tensors to the CPU",
             );
         }
         if settings.auto.is_some() {

@@ -77,8 +77,8 @@ impl Choice {
 pub enum ChoiceError {
     /// No alternative is within the limit.
     #[error(
-        "nothing fits {limit} bytes per rank: the smallest alternative needs {least} bytes per rank, \
-         with {ranks} ranks; allow more memory or more ranks"
+        "nothing fits {limit} bytes per rank: the smallest alternative, with {ranks} ranks, needs \
+         {least} bytes per rank; allow more memory or more ranks"
     )]
     NothingFits {
         /// Bytes that a rank may hold.
