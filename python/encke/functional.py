@@ -215,7 +215,7 @@ def report(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> dict[str, Any]:
     >>> import numpy as np
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 2, 8))
     >>> told = report(q, k, v, causal=True)
-    >>> told["ranks"][0]["lent_bytes"] == q.nbytes + k.nbytes + v.nbytes
+    >>> told["ranks"][0]["borrowed_bytes"] == q.nbytes + k.nbytes + v.nbytes
     True
     """
     return find(tuple(gathered(options))).report(q, k, v)

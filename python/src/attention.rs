@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
 use encke::{
-    Attention as Library, Backward, Checkpoint, DType, Forward, Kept, Pass, Report, Shape, View,
+    Attention as Library, Backward, Checkpoint, DType, Forward, SavedOutput, Pass, Report, Shape, View,
 };
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -102,11 +102,11 @@ impl Upstream {
     ///
     /// # Safety
     /// As for [`Lent::view`].
-    pub unsafe fn views<'a>(&self) -> PyResult<(Option<Kept<'a>>, View<'a>, Option<View<'a>>)> {
+    pub unsafe fn views<'a>(&self) -> PyResult<(Option<SavedOutput<'a>>, View<'a>, Option<View<'a>>)> {
         // SAFETY: passed on to the caller.
         let view = |lent: &Lent| unsafe { lent.view() };
         let kept = self.kept.as_ref().map(|[slot_out, slot_lse, lse]| {
-            Ok::<_, PyErr>(Kept {
+            Ok::<_, PyErr>(SavedOutput {
                 slot_out: view(slot_out)?,
                 slot_lse: view(slot_lse)?,
                 lse: view(lse)?,
@@ -357,7 +357,7 @@ fn described<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDic
         let memory = PyDict::new(py);
         memory.set_item("rank", rank.rank)?;
         memory.set_item("planned_bytes", rank.planned_bytes())?;
-        memory.set_item("lent_bytes", rank.lent_bytes)?;
+        memory.set_item("borrowed_bytes", rank.borrowed_bytes)?;
         memory.set_item("allocated_bytes", rank.allocated_bytes)?;
         Ok(memory)
     });

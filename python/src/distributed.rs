@@ -31,7 +31,7 @@ pub(crate) struct Shard {
     recomputes: bool,
     deterministic: bool,
     /// Bytes of the inputs that the last forward pass read in place.
-    lent_bytes: AtomicUsize,
+    borrowed_bytes: AtomicUsize,
 }
 
 /// A message of a round as Python sees it: the other rank, the tag, where the bytes are, how many.
@@ -174,14 +174,14 @@ impl Shard {
             splits,
             recomputes: ring.recomputes(),
             deterministic: ring.deterministic,
-            lent_bytes: AtomicUsize::new(0),
+            borrowed_bytes: AtomicUsize::new(0),
         })
     }
 
     /// Bytes of q, k and v that the last forward pass on the cpu read where they are.
     #[getter]
-    fn lent_bytes(&self) -> usize {
-        self.lent_bytes.load(Ordering::Relaxed)
+    fn borrowed_bytes(&self) -> usize {
+        self.borrowed_bytes.load(Ordering::Relaxed)
     }
 
     /// Whether branches keep slots of their own until the end.
@@ -236,8 +236,8 @@ impl Shard {
             checkpoint,
             report,
         } = told(&raised, forward)?;
-        let lent = report.memory.iter().map(|rank| rank.lent_bytes).sum();
-        self.lent_bytes.store(lent, Ordering::Relaxed);
+        let lent = report.memory.iter().map(|rank| rank.borrowed_bytes).sum();
+        self.borrowed_bytes.store(lent, Ordering::Relaxed);
         let slots = self.splits.then(|| checkpoint.into_slots()).flatten();
         let (slot_out, slot_lse) = slots.unzip();
         let given = |tensor, cells| give(py, inputs.q.kind, alone(tensor), cells);

@@ -67,7 +67,7 @@ impl Call<'_> {
     pub unsafe fn run(&self) -> Result<usize, Error> {
         // SAFETY: passed on to the caller.
         let enqueued = unsafe { self.carry_out(|call, guest| call.run(guest)) }?;
-        Ok(enqueued.lent_bytes)
+        Ok(enqueued.borrowed_bytes)
     }
 
     /// Enqueues one rank of it, whose rows these are, where the other ranks are at the ends of a

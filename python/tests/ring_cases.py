@@ -135,8 +135,8 @@ def strided_inputs():
         ring.ring_attention(*given, sizes=ring.sizes_of(30))
         (rank,) = encke.report(*given)["ranks"]
         request = Request(sizes=tuple(ring.sizes_of(30)))
-        lent = agreed(_wire.wire_of(None), tuple(given), request).shard.lent_bytes
-        assert lent == rank["lent_bytes"], (lent, rank)
+        lent = agreed(_wire.wire_of(None), tuple(given), request).shard.borrowed_bytes
+        assert lent == rank["borrowed_bytes"], (lent, rank)
         assert lent == sum(x.nbytes for x in given if x.is_contiguous()), lent
 
 

@@ -15,7 +15,7 @@ def test_inputs_are_read_where_they_are_and_outputs_are_what_was_computed_into(n
     assert (at["q"], at["k"], at["v"]) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
     assert (at["out"], at["lse"]) == (told["out"].data_ptr(), told["lse"].data_ptr())
     (rank,) = told["ranks"]
-    assert rank["lent_bytes"] == q.nbytes + k.nbytes + v.nbytes
+    assert rank["borrowed_bytes"] == q.nbytes + k.nbytes + v.nbytes
     assert torch.equal(told["out"], encke.attention(q, k, v, causal=True))
 
 
@@ -25,13 +25,13 @@ def test_the_same_for_numpy():
     at = told["addresses"]
     assert [at[name] for name in "qkv"] == [x.ctypes.data for x in (q, k, v)]
     assert at["out"] == told["out"].ctypes.data
-    assert told["ranks"][0]["lent_bytes"] == q.nbytes + k.nbytes + v.nbytes
+    assert told["ranks"][0]["borrowed_bytes"] == q.nbytes + k.nbytes + v.nbytes
 
 
 def test_each_rank_of_a_contiguous_cut_reads_its_own_rows_in_place(numbers):
     q, k, v = (numbers(1, 32, 2, 8) for _ in range(3))
     told = encke.report(q, k, v, ranks=4)
-    assert sum(rank["lent_bytes"] for rank in told["ranks"]) == 3 * q.nbytes
+    assert sum(rank["borrowed_bytes"] for rank in told["ranks"]) == 3 * q.nbytes
     assert told["sent_bytes"] > 0 and "4 ranks" in told["plan"]
 
 

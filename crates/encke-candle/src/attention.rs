@@ -1,84 +1,97 @@
-//! The one line: `attention(&q, &k, &v, &settings)`.
+//! [`Attention`]: settings with their plans, buffers and reports, shared by any number of layers.
 //!
-//! The decision here: settings are a handle that many layers share, so plans and buffers are made once
-//! for all layers of one shape, and what the last passes held can be asked of it. Where the tensors are
-//! decides who computes: settings are for any device that this build has a kernel for.
+//! The decision here: layers share one handle, so plans and buffers are made once for all layers of
+//! one shape, and the reports of the last passes can be read from it. The device of the tensors
+//! decides which kernel computes.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::{DeviceLocation, Result, Tensor};
+#[cfg(feature = "cuda")]
+use candle_core::{CudaDevice, DeviceLocation, backend::BackendDevice};
 use encke::{Builder, Report};
 
+use crate::backend::AttentionBackend;
+#[cfg(feature = "cuda")]
+use crate::cuda::{GpuAttention, GpuAttentions};
 use crate::error::Error;
 #[cfg(feature = "cuda")]
-use crate::gpus::Gpus;
-use crate::operation::Operation;
-use crate::ring::Ring;
-use crate::storage::{check, readable};
+use crate::storage::device_name;
 
-/// Attention with fixed settings, for any number of layers. Clones share plans, buffers and reports.
+/// Attention with fixed settings, for any number of layers. Clones share plans, buffers and
+/// reports.
 #[derive(Clone)]
 pub struct Attention {
-    ring: Arc<dyn Ring>,
+    backend: Arc<dyn AttentionBackend>,
     reports: Arc<Mutex<Reports>>,
-    /// None where the ring was made elsewhere.
+    /// `None` if the attention was made of a backend.
     #[cfg(feature = "cuda")]
-    gpus: Option<Arc<Gpus>>,
+    gpus: Option<Arc<GpuAttentions>>,
 }
 
-/// What the last passes did: their plans, traces, and the memory of each rank.
+/// Reports of the last passes: plan, trace, and memory of each rank.
 #[derive(Debug, Clone, Default)]
 pub struct Reports {
-    /// Of the last forward pass.
+    /// The last forward pass.
     pub forward: Option<Arc<Report>>,
-    /// Of the last backward pass.
+    /// The last backward pass.
     pub backward: Option<Arc<Report>>,
 }
 
 impl Attention {
-    /// The attention with these settings, its ranks in this process: on the CPU, or (feature `cuda`)
-    /// on the GPU that tensors are on.
-    pub fn new(settings: Builder) -> std::result::Result<Attention, Error> {
+    /// The attention with these settings, its ranks in this process: on the CPU, or (feature
+    /// `cuda`) on the GPU of the tensors.
+    pub fn new(settings: Builder) -> Result<Attention, Error> {
         #[cfg(feature = "cuda")]
-        let gpus = Some(Arc::new(Gpus::new(settings.clone())));
+        let gpus = Some(Arc::new(GpuAttentions::new(settings.clone())));
         Ok(Attention {
-            ring: Arc::new(settings.build()?),
+            backend: Arc::new(settings.build()?),
             reports: Arc::default(),
             #[cfg(feature = "cuda")]
             gpus,
         })
     }
 
-    /// The attention that a ring computes on tensors of the host, wherever its ranks are.
-    pub fn on(ring: Arc<dyn Ring>) -> Attention {
+    /// The attention that a backend computes on tensors in host memory, wherever its ranks are.
+    pub fn from_backend(backend: Arc<dyn AttentionBackend>) -> Attention {
         Attention {
-            ring,
+            backend,
             reports: Arc::default(),
             #[cfg(feature = "cuda")]
             gpus: None,
         }
     }
 
-    /// What the last passes did.
+    /// Reports of the last passes.
     pub fn reports(&self) -> Reports {
         self.lock().clone()
     }
 
-    pub(crate) fn ring(&self) -> &dyn Ring {
-        self.ring.as_ref()
+    pub(crate) fn backend(&self) -> &dyn AttentionBackend {
+        self.backend.as_ref()
     }
 
+    /// The attention on the GPU of candle's device.
     #[cfg(feature = "cuda")]
-    pub(crate) fn gpus(&self) -> Option<&Gpus> {
-        self.gpus.as_deref()
+    pub(crate) fn on_gpu(&self, device: &CudaDevice) -> Result<Arc<GpuAttention>, Error> {
+        let location = device.location();
+        match (&self.gpus, location) {
+            (Some(gpus), DeviceLocation::Cuda { gpu_id }) => gpus.on(gpu_id),
+            _ => Err(Error::HostBackend {
+                device: device_name(location),
+            }),
+        }
     }
 
-    pub(crate) fn note(&self, change: impl FnOnce(&mut Reports)) {
-        change(&mut self.lock());
+    pub(crate) fn set_forward_report(&self, report: Report) {
+        self.lock().forward = Some(Arc::new(report));
+    }
+
+    pub(crate) fn set_backward_report(&self, report: Report) {
+        self.lock().backward = Some(Arc::new(report));
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Reports> {
-        // Nothing is computed under the lock, so there is nothing half done behind a panic.
+        // Reports are only replaced under the lock, so a panic cannot leave them half written.
         self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -86,35 +99,5 @@ impl Attention {
 impl std::fmt::Debug for Attention {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Attention").finish_non_exhaustive()
-    }
-}
-
-/// Attention of `q` `[b, n, heads, d]` to `k` and `v` `[b, n, kv_heads, d]`, with gradients. The
-/// result is `[b, n, heads, d]`, contiguous.
-///
-/// Tensors are read in place, with any strides whose last one is 1; others are copied first. All are on
-/// one device, and so is the result: the CPU, or in a build with the feature `cuda` a GPU, on whose
-/// memory Encke's kernels then work, on behalf of candle's stream. There, rows that do not lie as a rank
-/// holds them (tokens, then heads, contiguous) are copied on the GPU first.
-pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, settings: &Attention) -> Result<Tensor> {
-    for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
-        check(name, tensor)?;
-        let (place, of_q) = (tensor.device().location(), q.device().location());
-        if place != of_q {
-            let (device, q) = (words(place), words(of_q));
-            let tensor = name;
-            return Err(Error::Apart { tensor, device, q }.into());
-        }
-    }
-    let operation = Operation::new(settings.clone());
-    readable(q)?.apply_op3(&readable(k)?, &readable(v)?, operation)
-}
-
-/// A place as candle's users write it.
-pub(crate) fn words(place: DeviceLocation) -> String {
-    match place {
-        DeviceLocation::Cpu => "the CPU".to_string(),
-        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
-        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
     }
 }

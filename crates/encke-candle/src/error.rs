@@ -1,13 +1,13 @@
-//! What this crate refuses itself; what the library refuses keeps the library's words.
+//! Errors of this crate; errors of the library pass through unchanged.
 //!
-//! candle's operations return candle's errors, so these travel inside one of those.
+//! candle's operations return candle's errors, so these are wrapped in one.
 
 use candle_core::DType;
 
-/// Why tensors of candle cannot be attended.
+/// Why attention on these candle tensors failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Attention has four dimensions.
+    /// A tensor does not have four dimensions.
     #[error(
         "{tensor} has {got} dimensions, {dims:?}; attention takes [batch, tokens, heads, head \
          dimension]: reshape it, and transpose(1, 2) it where heads come first"
@@ -15,74 +15,75 @@ pub enum Error {
     Rank {
         /// Which tensor.
         tensor: &'static str,
-        /// How many dimensions it has.
+        /// Its number of dimensions.
         got: usize,
-        /// They.
+        /// Its dimensions.
         dims: Vec<usize>,
     },
-    /// Only floating-point numbers are attended.
+    /// A tensor is not of a floating-point type.
     #[error(
         "{tensor} holds {got:?}; attention takes f64, f32, bf16 and f16: convert it with to_dtype"
     )]
     Type {
         /// Which tensor.
         tensor: &'static str,
-        /// What it holds.
+        /// Its type.
         got: DType,
     },
-    /// Memory of a device that this build has no kernel for.
-    #[error("{tensor} is on {device}; this build attends on the CPU: move it with to_device")]
+    /// A tensor is on a device that this build has no kernel for.
+    #[error("{tensor} is on {device}; this build computes on the CPU: move it with to_device")]
     Device {
         /// Which tensor.
         tensor: &'static str,
-        /// Where it is.
+        /// Its device.
         device: &'static str,
     },
-    /// Tensors of one call in different places.
+    /// Tensors of one call are on different devices.
     #[error("{tensor} is on {device}, but q is on {q}: move them to one device with to_device")]
-    Apart {
+    DeviceMismatch {
         /// Which tensor.
         tensor: &'static str,
-        /// Where it is.
+        /// Its device.
         device: String,
-        /// Where q is.
+        /// The device of q.
         q: String,
     },
-    /// An attention that somebody made of a ring, on tensors that are not in the host's memory.
+    /// An attention made of a host backend was applied to tensors on a GPU.
     #[error(
-        "q is on {device}, and this attention was made of a ring of the host: make it with \
+        "q is on {device}, but this attention was made of a host backend: make it with \
          Attention::new, or move the tensors with to_device"
     )]
-    HostRing {
-        /// Where q is.
+    HostBackend {
+        /// The device of q.
         device: String,
     },
-    /// A backward pass through an operation whose forward pass has left nothing.
+    /// A backward pass through an operation whose forward pass saved nothing.
     #[error(
-        "the forward pass of this attention left nothing for its backward pass: a bug in encke-candle"
+        "the forward pass of this attention saved nothing for its backward pass: a bug in \
+         encke-candle"
     )]
-    NothingKept,
-    /// Heads that do not go together.
+    NothingSaved,
+    /// Numbers of heads that do not fit together.
     #[error(
-        "{heads} heads cannot share {kv_heads} key heads, or have {dim} numbers each; all must be at \
-         least 1, and the key heads divide the heads"
+        "{heads} heads cannot share {kv_heads} key heads with head dimension {dim}; all must be at \
+         least 1, and the key heads must divide the heads"
     )]
     Heads {
         /// Query heads.
         heads: usize,
         /// Key heads.
         kv_heads: usize,
-        /// Numbers of a head.
+        /// Head dimension.
         dim: usize,
     },
-    /// The library's own word.
+    /// An error of the library.
     #[error(transparent)]
     Encke(#[from] encke::Error),
 }
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> candle_core::Error {
-        // Words for whoever called, without the way the call took: `wrap` would add that to them.
+        // `candle_core::Error::wrap` would append a backtrace to the message.
         candle_core::Error::Wrapped(Box::new(error))
     }
 }
@@ -93,14 +94,14 @@ mod tests {
 
     /// With `RUST_BACKTRACE` set, candle would add some ten thousand characters.
     #[test]
-    fn what_is_said_is_said_without_a_backtrace() {
+    fn messages_carry_no_backtrace() {
         let refused = Error::Device {
             tensor: "q",
             device: "metal",
         };
-        let said = refused.to_string();
+        let message = refused.to_string();
         let wrapped = candle_core::Error::from(refused);
         assert!(matches!(wrapped, candle_core::Error::Wrapped(_)));
-        assert_eq!(wrapped.to_string(), said);
+        assert_eq!(wrapped.to_string(), message);
     }
 }

@@ -1,9 +1,9 @@
 //! Encke's attention in candle: an operation with gradients, and a module.
 //!
-//! [`attention`] takes candle's tensors `[b, n, h, d]` (k and v may have fewer heads) and reads them
-//! where they are, whatever their strides, as long as the last dimension is contiguous: a tensor
-//! `[b, h, n, d]` is transposed on its way in, which in candle moves nothing. Its gradients come from
-//! Encke's backward pass, out of the output and the log-sum-exp of the forward pass and nothing else.
+//! [`attention`] takes candle's tensors `[b, n, h, d]` (k and v may have fewer heads) and reads
+//! them in place, with any strides whose last one is 1: for a tensor `[b, h, n, d]` pass its
+//! `transpose(1, 2)`, which in candle copies nothing. Gradients come from Encke's backward pass;
+//! the forward pass saves the output and the log-sum-exp for it.
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -25,30 +25,31 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Tensors on an NVIDIA GPU stay there (feature `cuda`, off by default): `attention` is the same line,
-//! Encke's kernels work on candle's memory in the order of candle's stream, and gradients are tensors of
-//! the same GPU. The feature is candle's own with what it asks for: a CUDA toolkit with `nvcc` when it is
-//! built, CUDA's libraries and a driver when it runs. Both libraries use one cudarc, for CUDA 13.0; the
-//! default build knows nothing of it.
+//! Tensors on an NVIDIA GPU stay there (feature `cuda`, off by default): the call is the same,
+//! Encke's kernels work on candle's memory in the order of candle's stream, and gradients are on
+//! the same GPU. The feature turns on candle's own `cuda`, which needs a CUDA toolkit with `nvcc`
+//! to build, and CUDA's libraries and a driver to run. Both libraries use the same cudarc, for CUDA
+//! 13.0.
 //!
-//! [`RingDilatedAttention`] is the same with its projections, as one layer of a model.
+//! [`RingDilatedAttention`] is a layer: attention with its projections.
 //!
-//! The decision that shaped it: whoever runs the ring is a [`Ring`], so ranks in this process and one
-//! rank whose neighbours are other processes ([`Shard`]) are the same operation to candle.
+//! The decision that shaped it: an [`AttentionBackend`] runs the ring, so all ranks in this process
+//! and one rank of several processes ([`ShardBackend`]) are the same operation to candle.
 #![forbid(unsafe_code)]
 
 mod attention;
-mod error;
+mod backend;
 #[cfg(feature = "cuda")]
-mod gpus;
+mod cuda;
+mod error;
 mod module;
 mod norm;
 mod operation;
-mod ring;
 mod storage;
 
-pub use attention::{Attention, Reports, attention};
+pub use attention::{Attention, Reports};
+pub use backend::{AttentionBackend, SavedForward, ShardBackend};
 pub use error::Error;
-pub use module::{Config, RingDilatedAttention};
+pub use module::{LayerConfig, RingDilatedAttention};
 pub use norm::rms_norm;
-pub use ring::{Left, Ring, Shard};
+pub use operation::attention;

@@ -1,34 +1,35 @@
 //! A layer: projections into heads, attention, and the projection back.
 //!
-//! Rows are independent of one another everywhere but in the attention, so a process that has only its
+//! Outside the attention every row is independent of the others, so a process that has only its
 //! rows of a sequence applies the same module.
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder, linear_no_bias};
 
-use crate::attention::{Attention, attention};
+use crate::attention::Attention;
 use crate::error::Error;
 use crate::norm::rms_norm;
+use crate::operation::attention;
 
 /// The sizes of a [`RingDilatedAttention`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Config {
-    /// Numbers of a row.
+pub struct LayerConfig {
+    /// Features of a row.
     pub width: usize,
     /// Query heads.
     pub heads: usize,
     /// Key and value heads; query heads share them.
     pub kv_heads: usize,
-    /// Numbers of a head.
+    /// Head dimension.
     pub head_dim: usize,
-    /// Whether queries and keys are normalised before they meet.
+    /// Whether queries and keys are RMS-normalised (QK norm).
     pub qk_norm: bool,
 }
 
-impl Config {
-    /// Heads that share a row's numbers evenly, each with keys of its own.
-    pub fn new(width: usize, heads: usize) -> Config {
-        Config {
+impl LayerConfig {
+    /// Multi-head attention with head dimension `width / heads` and as many key heads as heads.
+    pub fn new(width: usize, heads: usize) -> LayerConfig {
+        LayerConfig {
             width,
             heads,
             kv_heads: heads,
@@ -41,7 +42,7 @@ impl Config {
 /// Multi-head attention with the pattern and the ring of an [`Attention`].
 #[derive(Debug, Clone)]
 pub struct RingDilatedAttention {
-    config: Config,
+    config: LayerConfig,
     attention: Attention,
     q: Linear,
     k: Linear,
@@ -51,9 +52,13 @@ pub struct RingDilatedAttention {
 }
 
 impl RingDilatedAttention {
-    /// The layer, with weights `q`, `k`, `v`, `out` (and `q_norm`, `k_norm`) of `weights`.
-    pub fn new(config: Config, attention: &Attention, weights: VarBuilder<'_>) -> Result<Self> {
-        let Config {
+    /// The layer, with the weights `q`, `k`, `v`, `out` (and `q_norm`, `k_norm`) of `weights`.
+    pub fn new(
+        config: LayerConfig,
+        attention: &Attention,
+        weights: VarBuilder<'_>,
+    ) -> Result<Self> {
+        let LayerConfig {
             width,
             heads,
             kv_heads,
@@ -87,26 +92,26 @@ impl RingDilatedAttention {
         })
     }
 
-    /// Its attention.
+    /// The attention of the layer.
     pub fn attention(&self) -> &Attention {
         &self.attention
     }
 }
 
 impl Module for RingDilatedAttention {
-    /// `[b, n, width]` to the same.
+    /// `[b, n, width]` to `[b, n, width]`.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let Config {
+        let LayerConfig {
             heads,
             kv_heads,
             head_dim,
             ..
         } = self.config;
         let (batch, tokens, _) = x.dims3()?;
-        let apart = |x: Tensor, heads: usize| x.reshape((batch, tokens, heads, head_dim));
-        let mut q = apart(self.q.forward(x)?, heads)?;
-        let mut k = apart(self.k.forward(x)?, kv_heads)?;
-        let v = apart(self.v.forward(x)?, kv_heads)?;
+        let split = |x: Tensor, heads: usize| x.reshape((batch, tokens, heads, head_dim));
+        let mut q = split(self.q.forward(x)?, heads)?;
+        let mut k = split(self.k.forward(x)?, kv_heads)?;
+        let v = split(self.v.forward(x)?, kv_heads)?;
         if let Some((q_norm, k_norm)) = &self.norms {
             q = rms_norm(&q, q_norm)?;
             k = rms_norm(&k, k_norm)?;

@@ -1,7 +1,7 @@
-//! A row over the root of its mean square, times learned gains: in one pass, with a gradient.
+//! RMS norm in one pass over the rows, with a gradient.
 //!
-//! candle's own fast one has no gradient, and its slow one passes over the rows a dozen times. Sums over
-//! rows are taken in blocks of a fixed size, so the number of threads changes no bit.
+//! candle's fast RMS norm has no gradient, and its slow one passes over the rows a dozen times.
+//! Sums over rows are taken in blocks of a fixed size, so the number of threads changes no bit.
 
 use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
@@ -13,10 +13,10 @@ const EPSILON: f32 = 1e-6;
 /// Rows of a block.
 const ROWS: usize = 256;
 
-/// `x` `[.., width]` normalised row by row, times `gains` `[width]`.
+/// `x` `[.., width]` divided row by row by its root mean square, times `gains` `[width]`.
 pub fn rms_norm(x: &Tensor, gains: &Tensor) -> Result<Tensor> {
     if x.dtype() == DType::F32 && gains.dtype() == DType::F32 && x.device().is_cpu() {
-        return x.contiguous()?.apply_op2(&gains.contiguous()?, Norm);
+        return x.contiguous()?.apply_op2(&gains.contiguous()?, RmsNormOp);
     }
     let stored = x.dtype();
     let x = match stored {
@@ -28,7 +28,7 @@ pub fn rms_norm(x: &Tensor, gains: &Tensor) -> Result<Tensor> {
     x.to_dtype(stored)?.broadcast_mul(gains)
 }
 
-struct Norm;
+struct RmsNormOp;
 
 /// One over the root of a row's mean square.
 fn scale(row: &[f32]) -> f32 {
@@ -36,14 +36,14 @@ fn scale(row: &[f32]) -> f32 {
     1.0 / (square / row.len() as f32 + EPSILON).sqrt()
 }
 
-fn numbers<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+fn elements<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     let (from, to) = layout.contiguous_offsets().ok_or_else(|| {
         candle_core::Error::msg("a norm reads contiguous rows: a bug in encke-candle")
     })?;
     Ok(&storage.as_slice::<f32>()?[from..to])
 }
 
-impl CustomOp2 for Norm {
+impl CustomOp2 for RmsNormOp {
     fn name(&self) -> &'static str {
         "encke-rms-norm"
     }
@@ -55,7 +55,7 @@ impl CustomOp2 for Norm {
         gains: &CpuStorage,
         gains_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, gains) = (numbers(x, x_layout)?, numbers(gains, gains_layout)?);
+        let (x, gains) = (elements(x, x_layout)?, elements(gains, gains_layout)?);
         let width = gains.len();
         if width == 0 || x_layout.dims().last() != Some(&width) {
             return Err(candle_core::Error::msg(format!(
@@ -87,10 +87,10 @@ impl CustomOp2 for Norm {
         let gradient = gradient.contiguous()?;
         let (dx, dgains) = {
             let [x, gains, gradient] = [x, gains, &gradient].map(Tensor::storage_and_layout);
-            back(
-                numbers(on_host("x", &x.0)?, x.1)?,
-                numbers(on_host("gains", &gains.0)?, gains.1)?,
-                numbers(on_host("a gradient", &gradient.0)?, gradient.1)?,
+            backward(
+                elements(on_host("x", &x.0)?, x.1)?,
+                elements(on_host("gains", &gains.0)?, gains.1)?,
+                elements(on_host("a gradient", &gradient.0)?, gradient.1)?,
             )
         };
         Ok((
@@ -101,7 +101,7 @@ impl CustomOp2 for Norm {
 }
 
 /// Gradients of the rows and of the gains.
-fn back(x: &[f32], gains: &[f32], gradient: &[f32]) -> (Vec<f32>, Vec<f32>) {
+fn backward(x: &[f32], gains: &[f32], gradient: &[f32]) -> (Vec<f32>, Vec<f32>) {
     let width = gains.len();
     let block = ROWS * width;
     let mut dx = vec![0.0; x.len()];
@@ -113,16 +113,16 @@ fn back(x: &[f32], gains: &[f32], gradient: &[f32]) -> (Vec<f32>, Vec<f32>) {
             let rows = dx.chunks_mut(width).zip(x.chunks(width));
             for ((dx, x), gradient) in rows.zip(gradient.chunks(width)) {
                 let scale = scale(x);
-                let mut along = 0.0;
+                let mut dot = 0.0;
                 for (((x, gradient), gain), dgain) in
                     x.iter().zip(gradient).zip(gains).zip(&mut dgains)
                 {
-                    along += x * gradient * gain;
+                    dot += x * gradient * gain;
                     *dgain += x * gradient * scale;
                 }
-                let along = along * scale * scale * scale / width as f32;
+                let projection = dot * scale * scale * scale / width as f32;
                 for (((dx, x), gradient), gain) in dx.iter_mut().zip(x).zip(gradient).zip(gains) {
-                    *dx = gradient * gain * scale - x * along;
+                    *dx = gradient * gain * scale - x * projection;
                 }
             }
             dgains

@@ -1,113 +1,130 @@
-//! The operation as candle's autograd knows it.
+//! [`attention`] and its operation in candle's autograd.
 //!
-//! candle hands a backward pass the arguments, the result and its gradient, but not what else the
-//! forward pass made. The log-sum-exp is kept in the operation itself. An operation belongs to one call:
-//! `attention` makes one for each, nobody else can, and candle frees it with the graph (at once, where
-//! no gradient is wanted). Going back twice through one graph reads it twice.
+//! candle passes a backward pass the arguments, the result and its gradient, but nothing else of
+//! the forward pass. The decision here: the operation itself saves the log-sum-exp. `attention`
+//! makes one operation per call, and candle drops it with the graph (at once, where no gradient is
+//! tracked). A second backward pass through the same graph reads it again.
 
 use std::sync::{Arc, OnceLock};
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
-use encke::{Checkpoint, Forward, Kept, View};
+use encke::{Checkpoint, Data, Forward, SavedOutput, View};
 
 use crate::attention::Attention;
+use crate::backend::SavedForward;
 use crate::error::Error;
-use crate::ring::Left;
-use crate::storage::{on_host, owned, readable, view};
+use crate::storage::{check, device_name, into_storage, on_host, readable, view};
 
-/// One call of attention.
-pub struct Operation {
-    settings: Attention,
-    left: OnceLock<Remains>,
+/// Attention of `q` `[b, n, heads, d]` to `k` and `v` `[b, n, kv_heads, d]`, with gradients. The
+/// result is `[b, n, heads, d]`, contiguous.
+///
+/// Tensors with a last stride of 1 are read in place; others are copied first. All must be on one
+/// device, and the result is on it too: the CPU, or with the feature `cuda` a GPU. On a GPU Encke's
+/// kernels work on candle's memory, ordered with candle's stream; rows that are not contiguous
+/// (tokens, then heads) are copied on the GPU first.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, settings: &Attention) -> Result<Tensor> {
+    for (tensor, of) in [("q", q), ("k", k), ("v", v)] {
+        check(tensor, of)?;
+        let [device, q] = [of, q].map(|of| of.device().location());
+        if device != q {
+            let [device, q] = [device, q].map(device_name);
+            return Err(Error::DeviceMismatch { tensor, device, q }.into());
+        }
+    }
+    let operation = AttentionOp {
+        settings: settings.clone(),
+        saved: OnceLock::new(),
+    };
+    readable(q)?.apply_op3(&readable(k)?, &readable(v)?, operation)
 }
 
-/// What a forward pass left beside its result.
-enum Remains {
-    /// The log-sum-exp; the output is candle's.
+/// One call of attention.
+struct AttentionOp {
+    settings: Attention,
+    saved: OnceLock<SavedState>,
+}
+
+/// What a forward pass saves for its backward pass, beside the output that candle keeps.
+enum SavedState {
+    /// The log-sum-exp.
     Lse(Arc<encke::Tensor>),
-    /// Output and log-sum-exp by branch, where branches stay apart.
+    /// Output and log-sum-exp by branch, where branches keep slots of their own.
     Slots {
         out: Arc<encke::Tensor>,
         slot_lse: Arc<encke::Tensor>,
         lse: Arc<encke::Tensor>,
     },
-    /// What a policy kept that is not in memory.
+    /// A checkpoint that is not in memory: a file, or nothing.
     Checkpoint(Checkpoint),
-    /// The log-sum-exp on a GPU, unless it is to be computed again.
+    /// The log-sum-exp on a GPU; `None` if the backward pass recomputes the forward pass.
     #[cfg(feature = "cuda")]
-    OnGpu(Option<CudaStorage>),
+    Cuda(Option<CudaStorage>),
 }
 
-impl Operation {
-    pub fn new(settings: Attention) -> Operation {
-        Operation {
-            settings,
-            left: OnceLock::new(),
-        }
-    }
-
-    /// Takes the output out of a result, and keeps what is left of it.
-    fn take(&self, forward: Forward) -> Arc<encke::Tensor> {
+impl AttentionOp {
+    /// Saves what the backward pass needs, and returns the output.
+    fn save(&self, forward: Forward) -> Arc<encke::Tensor> {
         let Forward {
             out,
             lse,
             checkpoint,
             report,
         } = forward;
-        self.settings
-            .note(|reports| reports.forward = Some(Arc::new(report)));
-        let left = match checkpoint.kept().is_some() {
-            false => Remains::Checkpoint(checkpoint),
+        self.settings.set_forward_report(report);
+        let saved = match checkpoint.saved().is_some() {
+            false => SavedState::Checkpoint(checkpoint),
             true => match checkpoint.into_slots() {
-                Some((slot_out, slot_lse)) if !Arc::ptr_eq(&slot_lse, &lse) => Remains::Slots {
+                Some((slot_out, slot_lse)) if !Arc::ptr_eq(&slot_lse, &lse) => SavedState::Slots {
                     out: slot_out,
                     slot_lse,
                     lse,
                 },
-                _ => Remains::Lse(lse),
+                _ => SavedState::Lse(lse),
             },
         };
-        assert!(self.left.set(left).is_ok(), "an operation is one call");
+        self.set_saved(saved);
         out
     }
 
-    /// Gradients of q, k and v, in the types the kernel sums them in.
+    fn set_saved(&self, saved: SavedState) {
+        assert!(self.saved.set(saved).is_ok(), "an operation is one call");
+    }
+
+    /// Gradients of q, k and v, in the accumulation types of the kernel.
     fn gradients(
         &self,
         qkv: [&View<'_>; 3],
         result: View<'_>,
         dout: &View<'_>,
     ) -> std::result::Result<[encke::Tensor; 3], Error> {
-        let kept = |slot_out, slot_lse, lse| Kept {
-            slot_out,
-            slot_lse,
-            lse,
+        let backend = self.settings.backend();
+        let from_output = |slot_out, slot_lse, lse| {
+            let saved = SavedOutput {
+                slot_out,
+                slot_lse,
+                lse,
+            };
+            backend.backward(qkv, SavedForward::Output(&saved), dout)
         };
-        let ring = self.settings.ring();
-        let backward = match self.left.get().ok_or(Error::NothingKept)? {
-            Remains::Lse(lse) => {
-                let kept = kept(result, lse.view(), lse.view());
-                ring.backward(qkv, Left::Kept(&kept), dout)
+        let backward = match self.saved.get().ok_or(Error::NothingSaved)? {
+            SavedState::Lse(lse) => from_output(result, lse.view(), lse.view()),
+            SavedState::Slots { out, slot_lse, lse } => {
+                from_output(out.view(), slot_lse.view(), lse.view())
             }
-            Remains::Slots { out, slot_lse, lse } => {
-                let kept = kept(out.view(), slot_lse.view(), lse.view());
-                ring.backward(qkv, Left::Kept(&kept), dout)
-            }
-            Remains::Checkpoint(checkpoint) => {
-                ring.backward(qkv, Left::Checkpoint(checkpoint), dout)
+            SavedState::Checkpoint(checkpoint) => {
+                backend.backward(qkv, SavedForward::Checkpoint(checkpoint), dout)
             }
             #[cfg(feature = "cuda")]
-            Remains::OnGpu(_) => return Err(Error::NothingKept),
+            SavedState::Cuda(_) => return Err(Error::NothingSaved),
         }?;
-        self.settings
-            .note(|reports| reports.backward = Some(Arc::new(backward.report)));
+        self.settings.set_backward_report(backward.report);
         Ok([backward.dq, backward.dk, backward.dv])
     }
 }
 
-impl CustomOp3 for Operation {
+impl CustomOp3 for AttentionOp {
     fn name(&self) -> &'static str {
         "encke-attention"
     }
@@ -126,12 +143,12 @@ impl CustomOp3 for Operation {
             view("k", k, k_layout)?,
             view("v", v, v_layout)?,
         );
-        let forward = self.settings.ring().forward([&q, &k, &v]);
-        let out = self.take(forward.map_err(Error::from)?);
+        let forward = self.settings.backend().forward([&q, &k, &v]);
+        let out = self.save(forward.map_err(Error::from)?);
         let shape = Shape::from(out.dims().to_vec());
-        // Branches that stay apart are combined into a tensor of its own; otherwise ours is the last.
+        // This is the last reference to `out`, so nothing is copied.
         let out = Arc::unwrap_or_clone(out);
-        Ok((owned(out.into_data()), shape))
+        Ok((into_storage(out.into_data()), shape))
     }
 
     #[cfg(feature = "cuda")]
@@ -145,9 +162,10 @@ impl CustomOp3 for Operation {
         v_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let qkv = [(q, q_layout), (k, k_layout), (v, v_layout)];
-        let (out, lse) = crate::gpus::forward(&self.settings, qkv)?;
-        let left = Remains::OnGpu(lse);
-        assert!(self.left.set(left).is_ok(), "an operation is one call");
+        let attention = self.settings.on_gpu(&q.device)?;
+        let (out, lse, report) = crate::cuda::forward(&attention, qkv)?;
+        self.settings.set_forward_report(report);
+        self.set_saved(SavedState::Cuda(lse));
         Ok((out, q_layout.shape().clone()))
     }
 
@@ -161,9 +179,12 @@ impl CustomOp3 for Operation {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let dout = readable(dout)?;
         #[cfg(feature = "cuda")]
-        if let Some(Remains::OnGpu(lse)) = self.left.get() {
+        if let Some(SavedState::Cuda(lse)) = self.saved.get() {
+            let attention = self.settings.on_gpu(q.device().as_cuda_device()?)?;
             let tensors = [q, k, v, result, &dout];
-            let [dq, dk, dv] = crate::gpus::backward(&self.settings, tensors, lse.as_ref())?;
+            let (gradients, report) = crate::cuda::backward(&attention, tensors, lse.as_ref())?;
+            self.settings.set_backward_report(report);
+            let [dq, dk, dv] = gradients;
             return Ok((Some(dq), Some(dk), Some(dv)));
         }
         let gradients = {
@@ -177,12 +198,11 @@ impl CustomOp3 for Operation {
         };
         let mut gradients = gradients.into_iter().zip([q, k, v]).map(|(gradient, of)| {
             let dims = gradient.dims().to_vec();
-            let gradient = match owned(gradient.into_data()) {
-                CpuStorage::F64(numbers) => Tensor::from_vec(numbers, dims, of.device()),
-                CpuStorage::F32(numbers) => Tensor::from_vec(numbers, dims, of.device()),
-                CpuStorage::BF16(numbers) => Tensor::from_vec(numbers, dims, of.device()),
-                CpuStorage::F16(numbers) => Tensor::from_vec(numbers, dims, of.device()),
-                _ => unreachable!("gradients are floating-point numbers"),
+            let gradient = match gradient.into_data() {
+                Data::F64(values) => Tensor::from_vec(values, dims, of.device()),
+                Data::F32(values) => Tensor::from_vec(values, dims, of.device()),
+                Data::Bf16(values) => Tensor::from_vec(values, dims, of.device()),
+                Data::F16(values) => Tensor::from_vec(values, dims, of.device()),
             };
             gradient?.to_dtype(of.dtype())
         });

@@ -1,11 +1,20 @@
-//! candle's memory as Encke reads it, and Encke's as candle keeps it: neither is copied.
+//! candle's storage as Encke's views, and Encke's data as candle's storage, both without a copy.
 
-use candle_core::{CpuStorage, DType, Layout, Storage, Tensor};
+use candle_core::{CpuStorage, DType, DeviceLocation, Layout, Storage, Tensor};
 use encke::{Data, Slice, View};
 
 use crate::error::Error;
 
-/// Four dimensions, or which tensor has not.
+/// A device as candle's users write it.
+pub fn device_name(location: DeviceLocation) -> String {
+    match location {
+        DeviceLocation::Cpu => "the CPU".to_string(),
+        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
+        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
+    }
+}
+
+/// Four dimensions, or an error that names the tensor.
 pub fn four(tensor: &'static str, dims: &[usize]) -> Result<[usize; 4], Error> {
     dims.try_into().map_err(|_| Error::Rank {
         tensor,
@@ -14,8 +23,8 @@ pub fn four(tensor: &'static str, dims: &[usize]) -> Result<[usize; 4], Error> {
     })
 }
 
-/// The numbers of a tensor, borrowed with its strides. Those of its last dimension must lie side by
-/// side, which [`readable`] sees to.
+/// A tensor borrowed with its strides. Its last dimension must be contiguous, which [`readable`]
+/// ensures.
 pub fn view<'a>(
     tensor: &'static str,
     storage: &'a CpuStorage,
@@ -24,11 +33,11 @@ pub fn view<'a>(
     let dims = four(tensor, layout.dims())?;
     let strides = four(tensor, layout.stride())?;
     let from = layout.start_offset();
-    let numbers = match storage {
-        CpuStorage::F64(numbers) => Slice::F64(&numbers[from..]),
-        CpuStorage::F32(numbers) => Slice::F32(&numbers[from..]),
-        CpuStorage::BF16(numbers) => Slice::Bf16(&numbers[from..]),
-        CpuStorage::F16(numbers) => Slice::F16(&numbers[from..]),
+    let elements = match storage {
+        CpuStorage::F64(elements) => Slice::F64(&elements[from..]),
+        CpuStorage::F32(elements) => Slice::F32(&elements[from..]),
+        CpuStorage::BF16(elements) => Slice::Bf16(&elements[from..]),
+        CpuStorage::F16(elements) => Slice::F16(&elements[from..]),
         _ => {
             return Err(Error::Type {
                 tensor,
@@ -36,11 +45,11 @@ pub fn view<'a>(
             });
         }
     };
-    let view = View::from_slice(numbers, dims, strides).map_err(encke::Error::from)?;
+    let view = View::from_slice(elements, dims, strides).map_err(encke::Error::from)?;
     Ok(view)
 }
 
-/// The memory of a tensor on the host. Where tensors of a GPU are taken, they do not come here.
+/// The storage of a tensor in host memory.
 pub fn on_host<'a>(tensor: &'static str, storage: &'a Storage) -> Result<&'a CpuStorage, Error> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
@@ -55,17 +64,17 @@ pub fn on_host<'a>(tensor: &'static str, storage: &'a Storage) -> Result<&'a Cpu
     }
 }
 
-/// Numbers for candle to own.
-pub fn owned(data: Data) -> CpuStorage {
+/// Data as candle's storage.
+pub fn into_storage(data: Data) -> CpuStorage {
     match data {
-        Data::F64(numbers) => CpuStorage::F64(numbers),
-        Data::F32(numbers) => CpuStorage::F32(numbers),
-        Data::Bf16(numbers) => CpuStorage::BF16(numbers),
-        Data::F16(numbers) => CpuStorage::F16(numbers),
+        Data::F64(elements) => CpuStorage::F64(elements),
+        Data::F32(elements) => CpuStorage::F32(elements),
+        Data::Bf16(elements) => CpuStorage::BF16(elements),
+        Data::F16(elements) => CpuStorage::F16(elements),
     }
 }
 
-/// The tensor itself where rows of it can be read, and otherwise a copy whose rows can.
+/// The tensor itself if its last dimension is contiguous, otherwise a contiguous copy.
 pub fn readable(tensor: &Tensor) -> candle_core::Result<Tensor> {
     let contiguous_rows = match (tensor.dims().last(), tensor.stride().last()) {
         (Some(&dim), Some(&stride)) => dim <= 1 || stride == 1,
@@ -77,7 +86,7 @@ pub fn readable(tensor: &Tensor) -> candle_core::Result<Tensor> {
     }
 }
 
-/// Refuses what no kernel takes, before anything is done.
+/// Refuses dimensions and types that no kernel supports.
 pub fn check(name: &'static str, tensor: &Tensor) -> Result<(), Error> {
     four(name, tensor.dims())?;
     match tensor.dtype() {
@@ -91,9 +100,8 @@ mod tests {
     use super::*;
     use candle_core::Device;
 
-    /// Whatever the strides, what the library reads is candle's own memory.
     #[test]
-    fn strided_tensors_are_borrowed_where_they_are() {
+    fn strided_tensors_are_borrowed_in_place() {
         let x = Tensor::zeros((2, 3, 6, 4), DType::F32, &Device::Cpu).unwrap();
         let strided = [
             x.transpose(1, 2).unwrap(),
@@ -109,11 +117,11 @@ mod tests {
             let (storage, layout) = tensor.storage_and_layout();
             let storage = on_host("x", &storage).unwrap();
             let view = view("x", storage, layout).unwrap();
-            let Slice::F32(numbers) = view.data() else {
+            let Slice::F32(elements) = view.data() else {
                 panic!("f32 stays f32")
             };
             let own = &storage.as_slice::<f32>().unwrap()[layout.start_offset()];
-            assert!(std::ptr::eq(&numbers[0], own), "its own memory");
+            assert!(std::ptr::eq(&elements[0], own), "its own memory");
             assert_eq!(view.strides()[..], *layout.stride());
         }
         let columns = x.transpose(2, 3).unwrap();

@@ -1,7 +1,7 @@
 //! Why a plan is what it is: the alternatives that were considered, in a table and in a sentence.
 
 use anyhow::{Result, anyhow};
-use encke::choose::{Alternative, Choice, Constraints, Threshold, Work, one_device_until};
+use encke::choose::{Alternative, Choice, Constraints, Threshold, Workload, one_device_until};
 use encke::explain::bytes;
 use encke::{Attention, Auto, CheckpointPolicy, Cut, DType, Pass, Queries, Rotating, Shape};
 use serde::Serialize;
@@ -66,8 +66,8 @@ fn threshold(
     let dtype = attention.compute_dtype(dtype);
     let wish = Constraints {
         work: match pass {
-            Pass::Forward => Work::Forward,
-            Pass::Backward { .. } => Work::Backward,
+            Pass::Forward => Workload::Forward,
+            Pass::Backward { .. } => Workload::Backward,
         },
         ..Constraints::new(shape, attention.pattern().clone(), dtype, auto.most_ranks)
     };

@@ -59,7 +59,7 @@ fn cells(ranks: &[(String, &RankMemory)], memory: &RankMemory) -> Vec<String> {
     let parts = components(ranks).into_iter().map(of);
     let totals = [
         planned,
-        memory.lent_bytes,
+        memory.borrowed_bytes,
         memory.allocated_bytes,
         workspace,
     ];

@@ -4,7 +4,7 @@
 
 use anyhow::Result;
 use clap::Args;
-use encke::tune::Source;
+use encke::tune::MachineSource;
 use encke::{Attention, Pass};
 
 use crate::draw::draw;
@@ -113,7 +113,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
         false => ring.apply(builder, MOST_RANKS, reason)?,
         true => {
             let machine = machine::machine(&options.machine, &options.sizes, dtype)?;
-            let source = Source::Described(machine.device.name.clone());
+            let source = MachineSource::Described(machine.device.name.clone());
             ring.apply_on(builder, MOST_RANKS, reason, (machine, source))?
         }
     };

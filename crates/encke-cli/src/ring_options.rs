@@ -5,7 +5,7 @@
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use encke::cost::Machine;
-use encke::tune::Source;
+use encke::tune::MachineSource;
 use encke::{Auto, Builder, Cut, Queries, Rotating, Schedule};
 
 use crate::number::{bytes, count};
@@ -211,7 +211,7 @@ impl RingOptions {
         builder: Builder,
         most: usize,
         reason: &str,
-        (machine, source): (Machine, Source),
+        (machine, source): (Machine, MachineSource),
     ) -> Result<Builder> {
         let builder = self.given(builder, most, reason)?;
         if !self.leaves_open() {

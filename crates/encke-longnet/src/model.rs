@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Embedding, Linear, VarBuilder, linear_no_bias};
-use encke_candle::{Attention, Config as Heads, RingDilatedAttention, rms_norm};
+use encke_candle::{Attention, LayerConfig as Heads, RingDilatedAttention, rms_norm};
 use serde::{Deserialize, Serialize};
 
 /// The sizes of a model.

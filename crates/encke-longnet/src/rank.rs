@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use encke::{Cut, Data, ShardAttention, Transport};
-use encke_candle::{Attention, Shard};
+use encke_candle::{Attention, ShardBackend};
 
 use crate::course::Ready;
 use crate::settings::Settings;
@@ -36,8 +36,8 @@ pub fn training<T: Transport<Data> + Send + 'static>(
 ) -> Result<Training> {
     let runs = shard.sharding().runs(settings.tokens, shard.rank());
     let rows = runs.into_iter().flat_map(|run| run.tokens()).collect();
-    let ring = Shard::new(shard, settings.tokens, transport, begin);
-    let attention = Attention::on(Arc::new(ring));
+    let ring = ShardBackend::new(shard, settings.tokens, transport, begin);
+    let attention = Attention::from_backend(Arc::new(ring));
     let text = Arc::clone(&ready.text);
     let mut training = Training::new(settings.clone(), text, attention, rows, Some(company))?;
     if let Some(from) = &ready.resumed {

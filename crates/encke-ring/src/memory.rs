@@ -17,7 +17,7 @@ pub struct RankMemory {
     /// Bytes the plan lists, by what they are for, the kernel's workspace included.
     pub planned: BTreeMap<Component, usize>,
     /// Of those, bytes that were not allocated, because the caller's own could be read in place.
-    pub lent_bytes: usize,
+    pub borrowed_bytes: usize,
     /// Bytes its buffers really hold on to.
     pub allocated_bytes: usize,
     /// Everything it took and gave back, the kernel's workspace included.
@@ -36,7 +36,7 @@ pub fn of_buffers<K: Kernel>(rank: &Rank<K>) -> RankMemory {
     RankMemory {
         rank: rank.plan().rank,
         planned: rank.plan().memory(),
-        lent_bytes: rank.lent_bytes(),
+        borrowed_bytes: rank.borrowed_bytes(),
         allocated_bytes: rank.allocated_bytes(),
         ledger: rank.ledger().clone(),
     }

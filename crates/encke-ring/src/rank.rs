@@ -124,7 +124,7 @@ impl<K: Kernel> Rank<K> {
     }
 
     /// Planned bytes that were not allocated, because the inputs are read in place.
-    pub fn lent_bytes(&self) -> usize {
+    pub fn borrowed_bytes(&self) -> usize {
         let ports = self.plan.inputs.iter().map(|port| port.buffer.0);
         let lent = ports.filter(|&at| self.table.buffers[at].is_none());
         lent.map(|at| self.plan.buffers[at].bytes()).sum()

@@ -187,7 +187,7 @@ fn memory<K: Kernel>(kernel: &K, plan: &Plan, rank: Rank<K>, allocated_bytes: us
     RankMemory {
         rank: number,
         planned: memory,
-        lent_bytes: 0,
+        borrowed_bytes: 0,
         allocated_bytes,
         ledger,
     }

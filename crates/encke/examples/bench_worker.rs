@@ -1,7 +1,7 @@
-//! One contestant of `bench/cpu.py`: reads a configuration from a line of standard input, then
-//! answers each further `run` with the seconds of one call, so that the script can take turns with
-//! its rival. `peak DTYPE` answers with the GFLOP/s that registers alone do in the same minute, `times`
-//! with where the milliseconds of one call went.
+//! Encke's worker of `bench/cpu.py`: reads a configuration from a line of standard input, then
+//! answers each `run` with the seconds of one call, so that the script can alternate with a rival
+//! library. `peak DTYPE` answers with the peak GFLOP/s of register arithmetic at that moment,
+//! `times` with the milliseconds of one call by activity.
 
 use std::io::{BufRead, Write};
 use std::time::Instant;
@@ -13,10 +13,11 @@ use encke::{
 };
 use encke_cpu::{Arm, peak};
 
-type Failure = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error>;
 
-/// A configuration: `dtype batch tokens heads dim causal segment dilation ranks backward`.
-struct Contest {
+/// A configuration and its inputs. The line on standard input is
+/// `dtype batch tokens heads dim causal segment dilation ranks backward`.
+struct CpuBenchmark {
     attention: Attention,
     q: Tensor,
     k: Tensor,
@@ -25,17 +26,19 @@ struct Contest {
     backward: bool,
 }
 
-fn field<T: std::str::FromStr>(words: &[&str], at: usize) -> Result<T, Failure>
+fn field<T: std::str::FromStr>(fields: &[&str], at: usize) -> Result<T, Error>
 where
     T::Err: std::error::Error + 'static,
 {
-    let word = words.get(at).ok_or("too few words in the configuration")?;
-    Ok(word.parse()?)
+    let value = fields
+        .get(at)
+        .ok_or("too few fields in the configuration")?;
+    Ok(value.parse()?)
 }
 
-fn attention(words: &[&str], tokens: usize, ranks: usize) -> Result<Attention, Failure> {
-    let causal: usize = field(words, 5)?;
-    let (segment, dilation): (usize, usize) = (field(words, 6)?, field(words, 7)?);
+fn attention(fields: &[&str], tokens: usize, ranks: usize) -> Result<Attention, Error> {
+    let causal: usize = field(fields, 5)?;
+    let (segment, dilation): (usize, usize) = (field(fields, 6)?, field(fields, 7)?);
     let mode = Mode::Group {
         scale: GroupScale::One,
     };
@@ -52,31 +55,31 @@ fn attention(words: &[&str], tokens: usize, ranks: usize) -> Result<Attention, F
     Ok(builder.ranks(ranks).sharding(cut).build()?)
 }
 
-impl Contest {
-    fn new(words: &[&str]) -> Result<Contest, Failure> {
-        let dtype: DType = field(words, 0)?;
+impl CpuBenchmark {
+    fn new(fields: &[&str]) -> Result<CpuBenchmark, Error> {
+        let dtype: DType = field(fields, 0)?;
         let dims: [usize; 4] = [
-            field(words, 1)?,
-            field(words, 2)?,
-            field(words, 3)?,
-            field(words, 4)?,
+            field(fields, 1)?,
+            field(fields, 2)?,
+            field(fields, 3)?,
+            field(fields, 4)?,
         ];
-        let ranks = field(words, 8)?;
-        check(words, dtype, dims, ranks)?;
+        let ranks = field(fields, 8)?;
+        check(fields, dtype, dims, ranks)?;
         let mut random = Random::new(7);
         let mut tensor = || tensor(&mut random, dtype, dims);
-        Ok(Contest {
-            attention: attention(words, dims[1], ranks)?,
+        Ok(CpuBenchmark {
+            attention: attention(fields, dims[1], ranks)?,
             q: tensor()?,
             k: tensor()?,
             v: tensor()?,
             dout: tensor()?,
-            backward: field::<usize>(words, 9)? == 1,
+            backward: field::<usize>(fields, 9)? == 1,
         })
     }
 
-    /// Milliseconds of one forward pass by activity, summed over ranks, and as a whole.
-    fn times(&self) -> Result<String, Failure> {
+    /// Milliseconds of one forward pass by activity, summed over ranks, and in total.
+    fn times(&self) -> Result<String, Error> {
         let [q, k, v]: [View<'_>; 3] = [&self.q, &self.k, &self.v].map(Tensor::view);
         let begin = Instant::now();
         let forward = self.attention.forward(&q, &k, &v)?;
@@ -94,7 +97,7 @@ impl Contest {
         Ok(format!("{} of {whole:.2}", times.join(" ")))
     }
 
-    fn run(&self) -> Result<f64, Failure> {
+    fn run(&self) -> Result<f64, Error> {
         let [q, k, v, dout]: [View<'_>; 4] =
             [&self.q, &self.k, &self.v, &self.dout].map(Tensor::view);
         let begin = Instant::now();
@@ -111,18 +114,18 @@ impl Contest {
     }
 }
 
-fn tensor(random: &mut Random, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Failure> {
+fn tensor(random: &mut Random, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Error> {
     let count: usize = dims.iter().product();
     let values: Vec<f64> = (0..count).map(|_| 1.7 * random.unit()).collect();
     Ok(Tensor::from_data(Data::from_f64(dtype, &values), dims)?)
 }
 
-/// The answer first: the same settings on a short sequence against the reference.
-fn check(words: &[&str], dtype: DType, dims: [usize; 4], ranks: usize) -> Result<(), Failure> {
+/// Checks the same settings on a short sequence against the f64 reference before anything is timed.
+fn check(fields: &[&str], dtype: DType, dims: [usize; 4], ranks: usize) -> Result<(), Error> {
     let [_, tokens, _, dim] = dims;
     let dims = [1, tokens.min(257), 2, dim];
     let shape = Shape::new(1, dims[1], 2, 2, dim)?;
-    let attention = attention(words, dims[1], ranks)?;
+    let attention = attention(fields, dims[1], ranks)?;
     let mut random = Random::new(3);
     let mut tensor = || tensor(&mut random, dtype, dims);
     let (q, k, v) = (tensor()?, tensor()?, tensor()?);
@@ -138,32 +141,32 @@ fn check(words: &[&str], dtype: DType, dims: [usize; 4], ranks: usize) -> Result
     Ok(())
 }
 
-/// Resident size of this process, now or at most so far, in KiB.
+/// A field of /proc/self/status in KiB: VmRSS is the resident size now, VmHWM its peak.
 fn resident_kib(which: &str) -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find(|line| line.starts_with(which));
-    let words = line.and_then(|line| line.split_whitespace().nth(1));
-    words.unwrap_or("0").to_string()
+    let value = line.and_then(|line| line.split_whitespace().nth(1));
+    value.unwrap_or("0").to_string()
 }
 
-fn main() -> Result<(), Failure> {
-    let mut contest: Option<Contest> = None;
+fn main() -> Result<(), Error> {
+    let mut benchmark: Option<CpuBenchmark> = None;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let answer = match (&words[..], &contest) {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let answer = match (&fields[..], &benchmark) {
             (["peak", dtype], _) => peak(Arm::chosen()?, dtype.parse()?).to_string(),
             (["resident"], _) => resident_kib("VmRSS"),
             (["forget"], _) => {
-                // The system counts the largest resident size anew from here.
+                // Resets VmHWM, the peak resident size.
                 std::fs::write("/proc/self/clear_refs", "5")?;
                 "forgotten".to_string()
             }
             (["memory"], _) => resident_kib("VmHWM"),
-            (["times"], Some(contest)) => contest.times()?,
-            (["run"], Some(contest)) => contest.run()?.to_string(),
+            (["times"], Some(benchmark)) => benchmark.times()?,
+            (["run"], Some(benchmark)) => benchmark.run()?.to_string(),
             _ => {
-                contest = Some(Contest::new(&words)?);
+                benchmark = Some(CpuBenchmark::new(&fields)?);
                 "ready".to_string()
             }
         };

@@ -1,10 +1,10 @@
-//! One contestant of `bench/gpu.py`: ranks on one GPU, their inputs already there. Reads a
-//! configuration from a line of standard input, then answers each `run R` with the milliseconds of
-//! one of R calls in a row, measured by events on the GPU, and those that the host took to enqueue
-//! it, so that the script can take turns with its rivals.
+//! Encke's worker of `bench/gpu.py`: ranks on one GPU with their inputs already in device memory.
+//! Reads a configuration from a line of standard input, then answers each `run R` with the mean
+//! milliseconds of R consecutive calls, measured by CUDA events, and the host's milliseconds to
+//! enqueue one, so that the script can alternate with rival libraries.
 //!
-//! A call is what a rank does between its inputs and its outputs: all ranks as threads, hops and
-//! all. Inputs are random; the answer is checked on a short sequence before anything is timed.
+//! A call runs all ranks as threads, hops included, without the transfer of inputs and outputs.
+//! Inputs are random; the result is checked on a short sequence before anything is timed.
 
 use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
@@ -21,26 +21,28 @@ use encke_ring::Rank;
 use encke_ring::threads::{Endpoint, endpoints};
 use encke_ring::trace::Recorder;
 
-type Failure = Box<dyn std::error::Error + Send + Sync>;
+type Error = Box<dyn std::error::Error + Send + Sync>;
 
 /// Longer than any call here takes.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// `dtype tokens heads kv_heads dim causal segment dilation ranks backward path summation hops`, and
-/// the width of the schedule where it is not 1.
+/// `dtype tokens heads kv_heads dim causal segment dilation ranks backward path summation hops`,
+/// and the width of the schedule where it is not 1.
 #[derive(Clone)]
-struct Words(Vec<String>);
+struct GpuBenchConfig(Vec<String>);
 
-impl Words {
-    fn get<T: std::str::FromStr>(&self, at: usize) -> Result<T, Failure>
+impl GpuBenchConfig {
+    fn get<T: std::str::FromStr>(&self, at: usize) -> Result<T, Error>
     where
         T::Err: std::error::Error + Send + Sync + 'static,
     {
-        let word = self.0.get(at);
-        Ok(word.ok_or("too few words in the configuration")?.parse()?)
+        let value = self.0.get(at);
+        Ok(value
+            .ok_or("too few fields in the configuration")?
+            .parse()?)
     }
 
-    fn pattern(&self, tokens: usize) -> Result<Pattern, Failure> {
+    fn pattern(&self, tokens: usize) -> Result<Pattern, Error> {
         let (causal, segment, dilation): (usize, usize, usize) =
             (self.get(5)?, self.get(6)?, self.get(7)?);
         let mode = Mode::Group {
@@ -53,7 +55,7 @@ impl Words {
         Ok(pattern.causal(causal == 1))
     }
 
-    fn cut(&self) -> Result<Cut, Failure> {
+    fn cut(&self) -> Result<Cut, Error> {
         let (causal, ranks): (usize, usize) = (self.get(5)?, self.get(8)?);
         Ok(match causal == 1 && ranks > 1 {
             true => Cut::Zigzag,
@@ -61,7 +63,7 @@ impl Words {
         })
     }
 
-    fn schedule(&self) -> Result<Schedule, Failure> {
+    fn schedule(&self) -> Result<Schedule, Error> {
         let width = match self.0.len() > 13 {
             true => self.get(13)?,
             false => 1,
@@ -69,61 +71,61 @@ impl Words {
         Ok(Schedule::RING.with_width(width))
     }
 
-    fn kernel(&self) -> Result<CudaKernel, Failure> {
+    fn kernel(&self) -> Result<CudaKernel, Error> {
         let path = match self.get::<String>(10)?.as_str() {
             "auto" => Path::Auto,
             "hopper" => Path::Hopper,
             "mma" => Path::Mma,
             "plain" => Path::Plain,
-            other => return Err(format!("no kernels are called {other}").into()),
+            other => return Err(format!("unknown kernel path {other}").into()),
         };
         let summation = match self.get::<String>(11)?.as_str() {
             "fast" => Summation::Fast,
             "deterministic" => Summation::Deterministic,
-            other => return Err(format!("no summation is called {other}").into()),
+            other => return Err(format!("unknown summation {other}").into()),
         };
         let hops = match self.get::<String>(12)?.as_str() {
             "pointer" => Hops::Pointer,
             "pinned" => Hops::Pinned,
-            other => return Err(format!("no hops are called {other}").into()),
+            other => return Err(format!("unknown hops {other}").into()),
         };
         let kernel = CudaKernel::new(0)?;
         Ok(kernel.path(path).summation(summation).hops(hops))
     }
 }
 
-/// Ranks with their inputs.
-struct Contest {
+/// Ranks with their inputs in device memory.
+struct GpuBenchmark {
     kernel: CudaKernel,
     ranks: Vec<Rank<CudaKernel>>,
 }
 
-impl Contest {
-    fn new(words: &Words) -> Result<Contest, Failure> {
-        let kernel = words.kernel()?;
-        let kernel = check(words, kernel)?;
-        let dtype: DType = words.get(0)?;
+impl GpuBenchmark {
+    fn new(config: &GpuBenchConfig) -> Result<GpuBenchmark, Error> {
+        let kernel = config.kernel()?;
+        let kernel = check(config, kernel)?;
+        let dtype: DType = config.get(0)?;
         let shape = Shape::new(
             1,
-            words.get(1)?,
-            words.get(2)?,
-            words.get(3)?,
-            words.get(4)?,
+            config.get(1)?,
+            config.get(2)?,
+            config.get(3)?,
+            config.get(4)?,
         )?;
-        let sharding = Sharding::new(words.get(8)?, words.cut()?)?;
-        let mut request = Request::new(shape, words.pattern(shape.tokens)?, sharding, dtype);
-        request.schedule = words.schedule()?;
+        let sharding = Sharding::new(config.get(8)?, config.cut()?)?;
+        let mut request = Request::new(shape, config.pattern(shape.tokens)?, sharding, dtype);
+        request.schedule = config.schedule()?;
         let rows = [1, shape.tokens, shape.heads, shape.dim];
         let kv_rows = [1, shape.tokens, shape.kv_heads, shape.dim];
         let mut inputs = vec![
-            (Role::Q, numbers(1, dtype, rows)?),
-            (Role::K, numbers(2, dtype, kv_rows)?),
-            (Role::V, numbers(3, dtype, kv_rows)?),
+            (Role::Q, random_tensor(1, dtype, rows)?),
+            (Role::K, random_tensor(2, dtype, kv_rows)?),
+            (Role::V, random_tensor(3, dtype, kv_rows)?),
         ];
-        if words.get::<usize>(9)? == 1 {
-            // The forward pass's own output, so that weights are those of a softmax.
-            let mut forward = Contest::made(&kernel, &request, &inputs)?;
-            Contest::call(&kernel, &mut forward)?;
+        if config.get::<usize>(9)? == 1 {
+            // The real output of the forward pass, so that the recomputed weights are a softmax's.
+            let mut forward = GpuBenchmark::load_ranks(&kernel, &request, &inputs)?;
+            GpuBenchmark::call(&kernel, &mut forward)?;
             let cells = [1, shape.tokens, shape.heads, 1];
             for (role, kind, dims) in [(Role::Out, dtype, rows), (Role::Lse, dtype.sum(), cells)] {
                 let mut tensor = Tensor::zeros(kind, dims);
@@ -132,18 +134,18 @@ impl Contest {
                 }
                 inputs.push((role, tensor));
             }
-            inputs.push((Role::Dout, numbers(4, dtype, rows)?));
+            inputs.push((Role::Dout, random_tensor(4, dtype, rows)?));
             request.pass = Pass::Backward { dlse: false };
         }
-        let ranks = Contest::made(&kernel, &request, &inputs)?;
-        Ok(Contest { kernel, ranks })
+        let ranks = GpuBenchmark::load_ranks(&kernel, &request, &inputs)?;
+        Ok(GpuBenchmark { kernel, ranks })
     }
 
-    fn made(
+    fn load_ranks(
         kernel: &CudaKernel,
         request: &Request,
         inputs: &[(Role, Tensor)],
-    ) -> Result<Vec<Rank<CudaKernel>>, Failure> {
+    ) -> Result<Vec<Rank<CudaKernel>>, Error> {
         let plan = Plan::new(request.clone())?;
         let mut ranks = Vec::new();
         for number in 0..plan.ranks() {
@@ -156,8 +158,8 @@ impl Contest {
         Ok(ranks)
     }
 
-    /// All ranks to their end: everything is enqueued, not yet computed.
-    fn call(kernel: &CudaKernel, ranks: &mut [Rank<CudaKernel>]) -> Result<(), Failure> {
+    /// Runs all ranks. On return everything is enqueued, not necessarily computed.
+    fn call(kernel: &CudaKernel, ranks: &mut [Rank<CudaKernel>]) -> Result<(), Error> {
         let run = |rank: &mut Rank<CudaKernel>, mut endpoint: Endpoint<_>| {
             let mut recorder = Recorder::new(rank.plan().rank, Instant::now());
             let ended = rank.run(kernel, &mut endpoint, &mut recorder);
@@ -182,13 +184,13 @@ impl Contest {
         })
     }
 
-    /// Milliseconds of a call, and those of them that the host takes to enqueue it.
-    fn run(&mut self, repeats: usize) -> Result<(f64, f64), Failure> {
+    /// Mean milliseconds of a call on the GPU, and of its enqueueing on the host.
+    fn run(&mut self, repeats: usize) -> Result<(f64, f64), Error> {
         let device = self.kernel.device();
         let begin = device.instant()?;
         let host = Instant::now();
         for _ in 0..repeats {
-            Contest::call(&self.kernel, &mut self.ranks)?;
+            GpuBenchmark::call(&self.kernel, &mut self.ranks)?;
         }
         let host = 1000.0 * host.elapsed().as_secs_f64();
         let all = device.instant()?.since(&begin)?;
@@ -196,8 +198,8 @@ impl Contest {
     }
 }
 
-/// Random numbers, the same for the same seed, made by all cores.
-fn numbers(seed: u64, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Failure> {
+/// A random tensor, the same for the same seed, generated on all cores.
+fn random_tensor(seed: u64, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Error> {
     let row = dims[2] * dims[3];
     let rows = dims[0] * dims[1];
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -218,22 +220,22 @@ fn numbers(seed: u64, dtype: DType, dims: [usize; 4]) -> Result<Tensor, Failure>
     Ok(tensor)
 }
 
-/// The answer first: the same settings on a short sequence against the reference.
-fn check(words: &Words, kernel: CudaKernel) -> Result<CudaKernel, Failure> {
-    let dtype: DType = words.get(0)?;
-    let tokens = words.get::<usize>(1)?.min(600);
-    let shape = Shape::new(1, tokens, 2, 1, words.get(4)?)?;
+/// Checks the same settings on a short sequence against the f64 reference before anything is timed.
+fn check(config: &GpuBenchConfig, kernel: CudaKernel) -> Result<CudaKernel, Error> {
+    let dtype: DType = config.get(0)?;
+    let tokens = config.get::<usize>(1)?.min(600);
+    let shape = Shape::new(1, tokens, 2, 1, config.get(4)?)?;
     let builder = Attention::builder()
-        .pattern(words.pattern(tokens)?)
-        .schedule(words.schedule()?);
+        .pattern(config.pattern(tokens)?)
+        .schedule(config.schedule()?);
     let attention = builder
-        .ranks(words.get(8)?)
-        .sharding(words.cut()?)
+        .ranks(config.get(8)?)
+        .sharding(config.cut()?)
         .build_on(kernel)?;
-    let q = numbers(1, dtype, [1, tokens, 2, shape.dim])?;
-    let k = numbers(2, dtype, [1, tokens, 1, shape.dim])?;
-    let v = numbers(3, dtype, [1, tokens, 1, shape.dim])?;
-    let dout = numbers(4, dtype, [1, tokens, 2, shape.dim])?;
+    let q = random_tensor(1, dtype, [1, tokens, 2, shape.dim])?;
+    let k = random_tensor(2, dtype, [1, tokens, 1, shape.dim])?;
+    let v = random_tensor(3, dtype, [1, tokens, 1, shape.dim])?;
+    let dout = random_tensor(4, dtype, [1, tokens, 2, shape.dim])?;
     let [q, k, v, dout] = [&q, &k, &v, &dout].map(Tensor::view);
     let got = attention.forward(&q, &k, &v)?;
     let wide = |x: &View<'_>| x.to_f64();
@@ -241,7 +243,7 @@ fn check(words: &Words, kernel: CudaKernel) -> Result<CudaKernel, Failure> {
     let (wq, wk, wv) = (wide(&q), wide(&k), wide(&v));
     let expected = reference::forward(&shape, attention.pattern(), scale, &wq, &wk, &wv)?;
     near("out", &got.out.to_f64(), &expected.out, dtype)?;
-    if words.get::<usize>(9)? == 1 {
+    if config.get::<usize>(9)? == 1 {
         let got = attention.backward(&q, &k, &v, &got.checkpoint, &dout, None)?;
         let pattern = attention.pattern();
         let expected =
@@ -253,7 +255,7 @@ fn check(words: &Words, kernel: CudaKernel) -> Result<CudaKernel, Failure> {
     Ok(attention.into_kernel())
 }
 
-fn near(what: &str, got: &[f64], expected: &[f64], dtype: DType) -> Result<(), Failure> {
+fn near(what: &str, got: &[f64], expected: &[f64], dtype: DType) -> Result<(), Error> {
     let size = expected.iter().fold(0.0f64, |most, x| most.max(x.abs()));
     let pairs = got.iter().zip(expected);
     let worst = pairs.fold(0.0f64, |most, (a, b)| {
@@ -269,37 +271,37 @@ fn near(what: &str, got: &[f64], expected: &[f64], dtype: DType) -> Result<(), F
     Ok(())
 }
 
-fn answer(line: &str, contest: &mut Option<Contest>) -> Result<String, Failure> {
-    let words: Vec<&str> = line.split_whitespace().collect();
-    match words.as_slice() {
-        ["run", repeats] => match contest {
-            Some(contest) => {
-                let (call, host) = contest.run(repeats.parse()?)?;
+fn answer(line: &str, benchmark: &mut Option<GpuBenchmark>) -> Result<String, Error> {
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    match fields.as_slice() {
+        ["run", repeats] => match benchmark {
+            Some(benchmark) => {
+                let (call, host) = benchmark.run(repeats.parse()?)?;
                 Ok(format!("{call} {host}"))
             }
             None => Err("run before a configuration".into()),
         },
         ["end"] => {
-            *contest = None;
+            *benchmark = None;
             Ok("ended".into())
         }
         _ => {
-            *contest = None; // its memory first
-            let words = Words(words.iter().map(|word| word.to_string()).collect());
-            *contest = Some(Contest::new(&words)?);
+            *benchmark = None; // frees its memory first
+            let config = GpuBenchConfig(fields.iter().map(|field| field.to_string()).collect());
+            *benchmark = Some(GpuBenchmark::new(&config)?);
             Ok("ready".into())
         }
     }
 }
 
-fn main() -> Result<(), Failure> {
-    let mut contest = None;
+fn main() -> Result<(), Error> {
+    let mut benchmark = None;
     for line in std::io::stdin().lock().lines() {
-        let said = match answer(&line?, &mut contest) {
-            Ok(said) => said,
+        let reply = match answer(&line?, &mut benchmark) {
+            Ok(reply) => reply,
             Err(error) => format!("error: {}", error.to_string().replace('\n', " ")),
         };
-        println!("{said}");
+        println!("{reply}");
         std::io::stdout().flush()?;
     }
     Ok(())

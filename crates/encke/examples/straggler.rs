@@ -1,9 +1,9 @@
-//! Shards by speed, by the clock on the wall: a ring with one rank slowed to half, its proposal for
-//! another partition, and the ring after it.
+//! Load balancing against a straggler, in wall-clock time: a ring with one rank slowed to half
+//! speed, the partition it proposes, and the ring after the resize.
 //!
-//! Every rank computes on one core of its own (a pool of one thread), and the slow one sleeps as
-//! long as each of its jobs took. What is ideal follows: p cores of which one is half gone take
-//! p / (p - 1/2) times as long as p whole ones.
+//! Every rank computes on one core of its own (a pool of one thread); the slow one sleeps after
+//! each job for as long as the job took. The ideal time follows: p cores of which one has half its
+//! speed take p / (p - 1/2) times as long as p full ones.
 //!
 //! ```text
 //! cargo run --release -p encke --example straggler -- [ranks] [tokens]
@@ -15,10 +15,10 @@ use std::time::Instant;
 use encke::conformance::Random;
 use encke::{Attention, CpuKernel, DType, Data, Kernel, Pass, Report, Sharded, Slice, View};
 use encke_core::job::{Block, Job};
-use encke_core::kernel::{Carry, Gradients, Result as Done, SoftmaxState, Upstream};
+use encke_core::kernel::{Carry, Gradients, Result as KernelResult, SoftmaxState, Upstream};
 use encke_core::memory::{HostKernel, Memory};
 
-type Failure = Box<dyn std::error::Error>;
+type Error = Box<dyn std::error::Error>;
 
 /// The rank that is slow.
 const SLOW: &str = "encke-rank-1";
@@ -34,10 +34,10 @@ std::thread_local! {
 }
 
 /// The CPU's kernel with a core for each rank, one of which may be half as fast.
-struct Uneven(CpuKernel);
+struct ThrottledKernel(CpuKernel);
 
-impl Uneven {
-    fn job(&self, work: impl FnOnce() -> Done<()> + Send) -> Done<()> {
+impl ThrottledKernel {
+    fn job(&self, work: impl FnOnce() -> KernelResult<()> + Send) -> KernelResult<()> {
         let begin = Instant::now();
         CORE.with(|core| core.install(work))?;
         let slow = std::thread::current().name() == Some(SLOW);
@@ -48,13 +48,13 @@ impl Uneven {
     }
 }
 
-impl HostKernel for Uneven {
+impl HostKernel for ThrottledKernel {
     fn name(&self) -> &'static str {
         Memory::name(&self.0)
     }
 }
 
-impl Kernel for Uneven {
+impl Kernel for ThrottledKernel {
     fn attend(
         &self,
         job: &Job,
@@ -62,10 +62,10 @@ impl Kernel for Uneven {
         k: Slice<'_>,
         v: Slice<'_>,
         state: SoftmaxState<'_, Data>,
-    ) -> Done<()> {
+    ) -> KernelResult<()> {
         self.job(|| self.0.attend(job, q, k, v, state))
     }
-    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Done<()> {
+    fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> KernelResult<()> {
         self.0.merge(block, from, to)
     }
     fn finish(
@@ -76,7 +76,7 @@ impl Kernel for Uneven {
         carry: &Carry<Data>,
         out: &mut Data,
         lse: &mut Data,
-    ) -> Done<()> {
+    ) -> KernelResult<()> {
         self.0.finish(cells, dim, gain, carry, out, lse)
     }
     fn delta(
@@ -87,7 +87,7 @@ impl Kernel for Uneven {
         dout: Slice<'_>,
         dlse: Option<Slice<'_>>,
         delta: &mut Data,
-    ) -> Done<()> {
+    ) -> KernelResult<()> {
         self.0.delta(cells, dim, out, dout, dlse, delta)
     }
     fn backward(
@@ -98,7 +98,7 @@ impl Kernel for Uneven {
         v: Slice<'_>,
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
-    ) -> Done<()> {
+    ) -> KernelResult<()> {
         self.job(|| self.0.backward(job, q, k, v, upstream, gradients))
     }
     fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
@@ -106,27 +106,31 @@ impl Kernel for Uneven {
     }
 }
 
-/// A ring and what it attends to.
-struct Ring {
-    attention: Attention<Uneven>,
+/// A ring with its sharded q, k and v.
+struct StragglerRing {
+    attention: Attention<ThrottledKernel>,
     inputs: [Sharded; 3],
 }
 
-impl Ring {
-    /// An even ring.
-    fn new(ranks: usize, dims: [usize; 4], tensors: &[Vec<f32>; 3]) -> Result<Ring, Failure> {
+impl StragglerRing {
+    /// A ring with equal shards.
+    fn new(
+        ranks: usize,
+        dims: [usize; 4],
+        tensors: &[Vec<f32>; 3],
+    ) -> Result<StragglerRing, Error> {
         let builder = Attention::builder().ranks(ranks);
-        let attention = builder.build_on(Uneven(CpuKernel::new()?))?;
-        let shard = |numbers: &Vec<f32>| -> Result<Sharded, Failure> {
-            Ok(attention.shard(&View::contiguous(numbers, dims)?)?)
+        let attention = builder.build_on(ThrottledKernel(CpuKernel::new()?))?;
+        let shard = |values: &Vec<f32>| -> Result<Sharded, Error> {
+            Ok(attention.shard(&View::contiguous(values, dims)?)?)
         };
         let [q, k, v] = tensors.each_ref().map(shard);
         let inputs = [q?, k?, v?];
-        Ok(Ring { attention, inputs })
+        Ok(StragglerRing { attention, inputs })
     }
 
-    /// What a call takes, with or without somebody slow, and what it says.
-    fn call(&self, disturbed: bool) -> Result<(f64, Report), Failure> {
+    /// Seconds and report of a call, with or without the slow rank.
+    fn call(&self, disturbed: bool) -> Result<(f64, Report), Error> {
         let [q, k, v] = &self.inputs;
         DISTURBED.store(disturbed, Ordering::Relaxed);
         let begin = Instant::now();
@@ -135,34 +139,34 @@ impl Ring {
     }
 }
 
-fn main() -> Result<(), Failure> {
-    let mut words = std::env::args().skip(1);
-    let mut number = |usual: usize| words.next().map_or(Ok(usual), |word| word.parse());
+fn main() -> Result<(), Error> {
+    let mut arguments = std::env::args().skip(1);
+    let mut number = |default: usize| arguments.next().map_or(Ok(default), |text| text.parse());
     let (ranks, tokens) = (number(2)?, number(8192)?);
     let (heads, dim) = (4, 64);
     let mut random = Random::new(1);
-    let mut numbers = || -> Vec<f32> {
+    let mut values = || -> Vec<f32> {
         (0..tokens * heads * dim)
             .map(|_| random.unit() as f32)
             .collect()
     };
-    let tensors = [numbers(), numbers(), numbers()];
+    let tensors = [values(), values(), values()];
     let dims = [1, tokens, heads, dim];
-    let even = Ring::new(ranks, dims, &tensors)?;
-    let mut ring = Ring::new(ranks, dims, &tensors)?;
+    let even = StragglerRing::new(ranks, dims, &tensors)?;
+    let mut ring = StragglerRing::new(ranks, dims, &tensors)?;
     println!("{ranks} ranks, a core each; {tokens} tokens x {heads} heads x {dim}, f32, forward");
 
-    // What the ring itself sees of its slow rank; the first call has its memory to get.
+    // The proposal comes from the report of a median call; the first call allocates.
     ring.call(true)?;
-    let mut seen = Vec::new();
+    let mut calls = Vec::new();
     for _ in 0..CALLS {
-        seen.push(ring.call(true)?);
+        calls.push(ring.call(true)?);
     }
-    seen.sort_by(|one, other| one.0.total_cmp(&other.0));
-    let proposal = seen[CALLS / 2].1.proposal()?;
-    let proposal = proposal.ok_or("no rank was seen at work")?;
+    calls.sort_by(|one, other| one.0.total_cmp(&other.0));
+    let proposal = calls[CALLS / 2].1.proposal()?;
+    let proposal = proposal.ok_or("the trace shows no computation")?;
     println!(
-        "proposed tokens a rank          {:?}, by speeds {:.2?}",
+        "proposed tokens per rank        {:?}, from speeds {:.2?}",
         proposal.sizes, proposal.speeds
     );
     let [q, k, v] = &mut ring.inputs;
@@ -172,7 +176,7 @@ fn main() -> Result<(), Failure> {
         moved.sent_bytes
     );
 
-    // All three take turns: what else the machine does falls on all alike.
+    // All three take turns, so that other load on the machine affects them alike.
     for ring in [&even, &ring] {
         ring.call(true)?;
     }
@@ -188,13 +192,13 @@ fn main() -> Result<(), Failure> {
         let column: Vec<f64> = turns.iter().map(|turn| turn[of]).collect();
         encke::cost::median(&column)
     };
-    for (words, of) in [
-        ("undisturbed", 0),
-        ("rank 1 at half its speed", 1),
+    for (label, of) in [
+        ("all ranks at full speed", 0),
+        ("rank 1 at half speed", 1),
         ("the same, shards by speed", 2),
         ("ideal", 3),
     ] {
-        println!("{words:30}  {:8.1} ms", 1e3 * median(of));
+        println!("{label:30}  {:8.1} ms", 1e3 * median(of));
     }
     println!(
         "behind the ideal                {:8.1} % (median of {CALLS} turns' ratios)",

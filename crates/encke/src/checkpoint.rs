@@ -1,7 +1,8 @@
-//! What a forward pass leaves for the backward pass: its output, nothing, or its output in a file.
+//! What a forward pass saves for the backward pass: its output in memory, its output in a file, or
+//! nothing.
 //!
-//! The decision here: whatever was kept, the backward pass sees the same thing, so policies differ in
-//! memory and time and not in a bit.
+//! The decision here: the backward pass sees the same tensors under every policy, so policies
+//! differ in memory and time and not in a bit.
 
 use std::sync::Arc;
 
@@ -10,50 +11,50 @@ use encke_ring::RingError as Error;
 
 use crate::offload::Offloaded;
 
-/// What is kept from the forward pass for the backward pass.
+/// What the forward pass saves for the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CheckpointPolicy {
-    /// out and lse: the backward pass recomputes nothing and communicates nothing twice.
+    /// out and lse, in memory: the backward pass recomputes nothing and sends nothing twice.
     #[default]
     KeepOutput,
-    /// Nothing: the backward pass runs the forward pass again first, with all it communicates.
+    /// Nothing: the backward pass first runs the forward pass again, communication included.
     Recompute,
-    /// out and lse, but in a file instead of in memory; the backward pass reads them back.
+    /// out and lse, in a file; the backward pass reads them back.
     Offload,
 }
 
-/// What a forward pass kept. Sharing `out` with the caller costs no memory.
+/// What a forward pass saved. `out` is shared with the caller, so it costs no further memory.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
-    kept: Option<Slots>,
+    saved: Option<SlotResults>,
     offloaded: Option<Offloaded>,
 }
 
-/// The output as the ring made it: by slot, which is by head except where branches stay apart
-/// (see [`Pattern::splits_slots`](crate::Pattern::splits_slots)).
+/// The output as the ring computed it: by slot. Slots are heads, except where branches keep slots
+/// of their own (see [`Pattern::splits_slots`](crate::Pattern::splits_slots)).
 #[derive(Debug, Clone)]
-pub(crate) struct Slots {
+pub(crate) struct SlotResults {
     pub slot_out: Arc<Tensor>,
     pub slot_lse: Arc<Tensor>,
     pub lse: Arc<Tensor>,
 }
 
-/// What a forward pass left, in memory of the caller: a checkpoint for those who keep tensors
-/// themselves.
+/// A forward pass's output in the caller's memory: a checkpoint for callers that save the tensors
+/// themselves, as autograd engines do.
 #[derive(Debug, Clone, Copy)]
-pub struct Kept<'a> {
+pub struct SavedOutput<'a> {
     /// The output by slot.
     pub slot_out: View<'a>,
-    /// Its lse by slot.
+    /// The lse by slot.
     pub slot_lse: View<'a>,
     /// The lse by head.
     pub lse: View<'a>,
 }
 
-impl Slots {
-    pub fn view(&self) -> Kept<'_> {
-        Kept {
+impl SlotResults {
+    pub fn view(&self) -> SavedOutput<'_> {
+        SavedOutput {
             slot_out: self.slot_out.view(),
             slot_lse: self.slot_lse.view(),
             lse: self.lse.view(),
@@ -62,39 +63,38 @@ impl Slots {
 }
 
 impl Checkpoint {
-    /// Keeps nothing: the backward pass will run the forward pass again.
+    /// An empty checkpoint: the backward pass will run the forward pass again.
     pub fn nothing() -> Checkpoint {
         Checkpoint {
-            kept: None,
+            saved: None,
             offloaded: None,
         }
     }
 
-    /// What it holds in memory, to be read.
-    pub fn kept(&self) -> Option<Kept<'_>> {
-        self.kept.as_ref().map(Slots::view)
+    /// The tensors it holds in memory, if any.
+    pub fn saved(&self) -> Option<SavedOutput<'_>> {
+        self.saved.as_ref().map(SlotResults::view)
     }
 
-    /// Out and lse by slot, for a caller who keeps them in ways of its own; none where they are not
-    /// in memory.
+    /// out and lse by slot, if they are in memory.
     pub fn into_slots(self) -> Option<(Arc<Tensor>, Arc<Tensor>)> {
-        self.kept.map(|kept| (kept.slot_out, kept.slot_lse))
+        self.saved.map(|saved| (saved.slot_out, saved.slot_lse))
     }
 
-    pub(crate) fn new(kept: Slots, policy: CheckpointPolicy) -> Result<Checkpoint, Error> {
+    pub(crate) fn new(saved: SlotResults, policy: CheckpointPolicy) -> Result<Checkpoint, Error> {
         let nothing = Checkpoint::nothing();
         Ok(match policy {
             CheckpointPolicy::KeepOutput => Checkpoint {
-                kept: Some(kept),
+                saved: Some(saved),
                 ..nothing
             },
             CheckpointPolicy::Recompute => nothing,
             CheckpointPolicy::Offload => {
-                let Slots {
+                let SlotResults {
                     slot_out,
                     slot_lse,
                     lse,
-                } = &kept;
+                } = &saved;
                 let offloaded = match Arc::ptr_eq(slot_lse, lse) {
                     true => Offloaded::store(&[slot_out, slot_lse])?,
                     false => Offloaded::store(&[slot_out, slot_lse, lse])?,
@@ -107,15 +107,15 @@ impl Checkpoint {
         })
     }
 
-    /// Bytes that it keeps in memory, what it shares with the caller included, and in a file.
+    /// Bytes in memory (tensors shared with the caller included) and bytes in the file.
     pub fn kept_bytes(&self) -> (usize, usize) {
         let of = |tensor: &Arc<Tensor>| tensor.data().bytes().len();
-        let in_memory = self.kept.as_ref().map_or(0, |kept| {
-            let apart = match Arc::ptr_eq(&kept.slot_lse, &kept.lse) {
+        let in_memory = self.saved.as_ref().map_or(0, |saved| {
+            let head_lse = match Arc::ptr_eq(&saved.slot_lse, &saved.lse) {
                 true => 0,
-                false => of(&kept.lse),
+                false => of(&saved.lse),
             };
-            of(&kept.slot_out) + of(&kept.slot_lse) + apart
+            of(&saved.slot_out) + of(&saved.slot_lse) + head_lse
         });
         (
             in_memory,
@@ -123,16 +123,16 @@ impl Checkpoint {
         )
     }
 
-    /// What was kept, fetched back if it has to be; none where nothing was.
-    pub(crate) fn fetch(&self) -> Result<Option<Slots>, Error> {
+    /// The saved tensors, read from the file if they were offloaded; `None` if nothing was saved.
+    pub(crate) fn fetch(&self) -> Result<Option<SlotResults>, Error> {
         let Some(offloaded) = &self.offloaded else {
-            return Ok(self.kept.clone());
+            return Ok(self.saved.clone());
         };
         let mut tensors = offloaded.load()?.into_iter().map(Arc::new);
-        let mut next = || tensors.next().expect("as many as were stored");
+        let mut next = || tensors.next().expect("two or three tensors were stored");
         let (slot_out, slot_lse) = (next(), next());
         let lse = tensors.next().unwrap_or_else(|| Arc::clone(&slot_lse));
-        Ok(Some(Slots {
+        Ok(Some(SlotResults {
             slot_out,
             slot_lse,
             lse,

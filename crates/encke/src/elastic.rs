@@ -1,8 +1,8 @@
-//! A ring that changes its size between calls: tensors that stay in shards, calls on them, and the
+//! A ring that changes its size between calls: tensors that stay sharded, calls on them, and the
 //! partition that a trace suggests.
 //!
-//! The decision here: a ring has no memory of tensors. Those that are to stay distributed are the
-//! caller's [`Sharded`] tensors, and whoever resizes the ring names the ones that shall come along.
+//! The decision here: the ring keeps no list of tensors. Tensors that stay distributed are the
+//! caller's [`Sharded`] tensors; [`Attention::resize`] moves those that the caller passes to it.
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::balance;
@@ -10,25 +10,25 @@ use encke_core::plan::program::Role;
 use encke_core::plan::resize::{Moving, Resize};
 use encke_core::plan::{Pass, Request};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::{Error as RequestError, Shape, View};
-use encke_ring::{Activity, Outcome, RingError as Error, Sharded, Trace};
+use encke_core::{Error as RequestError, View};
+use encke_ring::{Activity, RingError as Error, Sharded, Trace};
 
-use crate::attention::{Attention, Report};
-use crate::passes::report;
+use crate::attention::Attention;
+use crate::passes::{backward_inputs, report, shape_of, take_output};
+use crate::results::Report;
 
-/// What a forward pass on shards returns.
+/// Results of a forward pass on shards.
 #[derive(Debug)]
 pub struct ShardedForward {
     /// The output, in the compute type.
     pub out: Sharded,
-    /// The log-sum-exp of each row, in f32 (f64 for f64). With `out` it is all that the backward
-    /// pass wants.
+    /// The log-sum-exp of each row, in f32 (f64 for f64). The backward pass needs `out` and `lse`.
     pub lse: Sharded,
-    /// What happened.
+    /// Plan, times, bytes and memory of the call.
     pub report: Report,
 }
 
-/// What a backward pass on shards returns.
+/// Results of a backward pass on shards.
 #[derive(Debug)]
 pub struct ShardedBackward {
     /// Gradient of q.
@@ -37,20 +37,20 @@ pub struct ShardedBackward {
     pub dk: Sharded,
     /// Gradient of v.
     pub dv: Sharded,
-    /// What happened.
+    /// Plan, times, bytes and memory of the call.
     pub report: Report,
 }
 
-/// What a ring is changed to.
+/// The target of a resize.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NewRing {
-    /// So many ranks, cut as before (contiguous and even, if the tokens were cut by hand). Who takes
-    /// whose place is chosen so that the fewest bytes move.
+    /// This number of ranks, cut as before (contiguous and even, if the old cut was explicit). Old
+    /// ranks are matched to new ones so that the fewest bytes move.
     Ranks(usize),
-    /// As many ranks as there are sizes, each with so many tokens in one piece. Rank a stays rank a:
-    /// sizes are cut for who is there.
+    /// One rank for each size, with that many contiguous tokens. Rank a stays rank a, because sizes
+    /// are chosen for the speed of a particular rank.
     Sizes(Vec<usize>),
-    /// This sharding, with the fewest bytes.
+    /// This sharding; ranks are matched so that the fewest bytes move.
     Sharding(Sharding),
 }
 
@@ -66,33 +66,33 @@ impl From<Vec<usize>> for NewRing {
     }
 }
 
-/// What a resize planned and did.
+/// Report of a resize.
 #[derive(Debug)]
 pub struct Resizing {
-    /// Bytes that travelled: as planned, and as counted.
+    /// Bytes sent; the planned and the counted bytes agree.
     pub sent_bytes: usize,
-    /// The place of each new rank among the old ones; those beyond are newcomers.
+    /// The old rank that each new rank was; numbers beyond the old ring are ranks that joined.
     pub places: Vec<usize>,
-    /// What happened, by place.
+    /// Times and bytes, by place.
     pub trace: Trace,
 }
 
 /// A partition by the speeds that a trace shows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Proposal {
-    /// Tokens for each rank, to be applied with [`Attention::resize`].
+    /// Tokens for each rank, for [`Attention::resize`].
     pub sizes: Vec<usize>,
-    /// The speed of each rank, as a part of the fastest one's.
+    /// The speed of each rank, relative to the fastest.
     pub speeds: Vec<f64>,
-    /// The rank that computed longest, and for how long.
+    /// The rank that computed longest, and its seconds.
     pub slowest: (usize, f64),
-    /// How long every rank would compute with these sizes.
+    /// Predicted compute seconds of every rank with these sizes.
     pub seconds: f64,
 }
 
 impl Report {
-    /// The partition in which all ranks would have computed equally long: by what each of them did
-    /// and how long it took. None where the trace shows no rank at work.
+    /// The partition with which all ranks would have computed equally long, from the query-key
+    /// pairs and the compute time of each rank. `None` where the trace shows no computation.
     pub fn proposal(&self) -> Result<Option<Proposal>, Error> {
         let request = self.plan.request();
         let (mut pairs, mut seconds) = (Vec::new(), vec![0.0; self.plan.ranks()]);
@@ -105,13 +105,13 @@ impl Report {
             }
         }
         let measured = |rank: usize| pairs[rank] > 0.0 && seconds[rank] > 0.0;
-        let known = (0..pairs.len()).filter(|rank| measured(*rank));
-        let known: Vec<f64> = known.map(|rank| pairs[rank] / seconds[rank]).collect();
-        let Some(fastest) = known.iter().copied().reduce(f64::max) else {
+        let active = (0..pairs.len()).filter(|rank| measured(*rank));
+        let active: Vec<f64> = active.map(|rank| pairs[rank] / seconds[rank]).collect();
+        let Some(fastest) = active.iter().copied().reduce(f64::max) else {
             return Ok(None);
         };
-        // Of a rank that had nothing to do, one can only think the usual.
-        let mean = known.iter().sum::<f64>() / known.len() as f64;
+        // A rank without work is assumed to have the mean speed.
+        let mean = active.iter().sum::<f64>() / active.len() as f64;
         let speed = |rank: usize| match measured(rank) {
             true => pairs[rank] / seconds[rank],
             false => mean,
@@ -134,17 +134,17 @@ impl Report {
 }
 
 impl<K: Kernel> Attention<K> {
-    /// Who owns which tokens.
+    /// Which rank owns which tokens.
     pub fn sharding(&self) -> &Sharding {
         &self.sharding
     }
 
-    /// Cuts a tensor into the shards of this ring, where it stays between calls.
+    /// Shards a tensor for this ring; it stays sharded between calls.
     pub fn shard(&self, tensor: &View<'_>) -> Result<Sharded, Error> {
         Ok(Sharded::split(tensor, &self.sharding)?)
     }
 
-    /// Attention of tensors that lie in this ring's shards.
+    /// Forward pass on tensors sharded for this ring.
     pub fn forward_shards(
         &self,
         q: &Sharded,
@@ -155,8 +155,8 @@ impl<K: Kernel> Attention<K> {
         let inputs = [(Role::Q, q), (Role::K, k), (Role::V, v)];
         let mut outcome = self.ring.run_shards(&request, &inputs)?;
         Ok(ShardedForward {
-            out: taken(&mut outcome, Role::Out),
-            lse: taken(&mut outcome, Role::Lse),
+            out: take_output(&mut outcome, Role::Out),
+            lse: take_output(&mut outcome, Role::Lse),
             report: report(outcome),
         })
     }
@@ -174,26 +174,18 @@ impl<K: Kernel> Attention<K> {
             dlse: dlse.is_some(),
         };
         let request = self.request_for_shards(q, k, v, pass)?;
-        let mut inputs = vec![
-            (Role::Q, q),
-            (Role::K, k),
-            (Role::V, v),
-            (Role::Out, out),
-            (Role::Lse, lse),
-            (Role::Dout, dout),
-        ];
-        inputs.extend(dlse.map(|dlse| (Role::Dlse, dlse)));
+        let inputs = backward_inputs([q, k, v], [out, lse, dout], dlse);
         let mut outcome = self.ring.run_shards(&request, &inputs)?;
         Ok(ShardedBackward {
-            dq: taken(&mut outcome, Role::Dq),
-            dk: taken(&mut outcome, Role::Dk),
-            dv: taken(&mut outcome, Role::Dv),
+            dq: take_output(&mut outcome, Role::Dq),
+            dk: take_output(&mut outcome, Role::Dk),
+            dv: take_output(&mut outcome, Role::Dv),
             report: report(outcome),
         })
     }
 
-    /// Changes the ring, and moves the tensors that come along to its new shards. Later calls give
-    /// the bits that a new ring like it would. Where it fails, ring and tensors are as before.
+    /// Changes the ring, and moves these tensors to its new shards. Later calls give the bits of a
+    /// new ring of that size. After an error, ring and tensors are unchanged.
     pub fn resize(
         &mut self,
         to: impl Into<NewRing>,
@@ -220,20 +212,20 @@ impl<K: Kernel> Attention<K> {
                 Resize::new(&self.sharding, &sharding, tokens)
             }
         }?;
-        let held: Vec<&Sharded> = tensors.iter().map(|tensor| &**tensor).collect();
-        let moving: Vec<Moving> = held.iter().map(|tensor| tensor.moving()).collect();
-        let resized = self.ring.resize(&resize, &held)?;
+        let borrowed: Vec<&Sharded> = tensors.iter().map(|tensor| &**tensor).collect();
+        let moving: Vec<Moving> = borrowed.iter().map(|tensor| tensor.moving()).collect();
+        let resized = self.ring.resize(&resize, &borrowed)?;
         let sent_bytes = resized.trace.sent_bytes();
         assert_eq!(
             sent_bytes,
             resize.sent_bytes(&moving),
-            "what moved is what was planned"
+            "the bytes sent are the bytes planned"
         );
         for (tensor, moved) in tensors.iter_mut().zip(resized.tensors) {
             **tensor = moved;
         }
         self.sharding = sharding;
-        // From now on the ring is what it was made, whatever was left open before.
+        // From now on the ring's size is explicit and no longer chosen automatically.
         self.settings.auto = None;
         Ok(Resizing {
             sent_bytes,
@@ -275,23 +267,9 @@ impl<K: Kernel> Attention<K> {
                 hint: "give whole tensors: branches are combined over the whole sequence",
             }));
         }
-        for (tensor, of) in [("k", k), ("v", v)] {
-            if of.dtype() != q.dtype() {
-                return Err(Error::Request(RequestError::DTypeMismatch {
-                    tensor,
-                    got: of.dtype(),
-                    expected: q.dtype(),
-                }));
-            }
-        }
-        let [batch, tokens, heads, dim] = q.dims();
-        let shape = Shape::new(batch, tokens, heads, k.dims()[2], dim)?;
-        let way = self.settings.way(&self.sharding);
-        Ok(self.request_on(way, shape, q.dtype(), pass))
+        let signatures = [q, k, v].map(|of| (of.dims(), of.dtype()));
+        let shape = shape_of(signatures, q.dims()[1])?;
+        let ring_config = self.settings.ring_config(&self.sharding);
+        Ok(self.request_on(ring_config, shape, q.dtype(), pass))
     }
-}
-
-fn taken(outcome: &mut Outcome<Sharded>, role: Role) -> Sharded {
-    let tensor = outcome.take(role);
-    tensor.expect("a pass returns every output it has")
 }

@@ -42,13 +42,13 @@ pub struct GpuCall<'a> {
 
 /// What a call did, apart from its results.
 #[derive(Debug)]
-pub struct Enqueued {
+pub struct EnqueueReport {
     /// When work was enqueued, which is not when it was computed.
     pub trace: Trace,
     /// The memory of each rank.
     pub memory: Vec<RankMemory>,
     /// Bytes of the inputs that are read where they are.
-    pub lent_bytes: usize,
+    pub borrowed_bytes: usize,
 }
 
 /// The tensors of a call, on the stream of their owner.
@@ -58,19 +58,19 @@ struct DeviceTensors<'a> {
     /// True if the rank is the only one that writes the outputs, so that it can write them in place.
     alone: bool,
     /// Bytes of inputs that are read in place.
-    lent_bytes: usize,
+    borrowed_bytes: usize,
 }
 
 impl GpuCall<'_> {
     /// Enqueues the call, all ranks on the kernel's GPU, and ends the call on the owner's stream.
-    pub fn run(&self, stream: ForeignStream) -> Result<Enqueued, Error> {
+    pub fn run(&self, stream: ForeignStream) -> Result<EnqueueReport, Error> {
         let mut ranks = Vec::new();
         let mut lent = Vec::new();
         for number in 0..self.plan.ranks() {
             let mut rank = Rank::idle(self.plan.rank(number)?);
             let mut tensors = self.tensors(&stream, self.plan.ranks() == 1);
             tensors.bind(&mut rank)?;
-            lent.push(tensors.lent_bytes);
+            lent.push(tensors.borrowed_bytes);
             ranks.push(rank);
         }
         let work = |rank: &mut Rank<CudaKernel>, mut endpoint, recorder: &mut _| {
@@ -80,15 +80,15 @@ impl GpuCall<'_> {
         let JoinedRanks { events, .. } = run_on_threads(&mut ranks, self.deadline, false, work)?;
         self.tensors(&stream, ranks.len() == 1).collect(&ranks)?;
         let mut memory = memory::of_ranks(self.kernel, &ranks, self.plan.request());
-        for (memory, lent_bytes) in memory.iter_mut().zip(&lent) {
-            memory.lent_bytes = *lent_bytes;
+        for (memory, borrowed_bytes) in memory.iter_mut().zip(&lent) {
+            memory.borrowed_bytes = *borrowed_bytes;
         }
         drop(ranks);
         stream.end().map_err(KernelError::from)?;
-        Ok(Enqueued {
+        Ok(EnqueueReport {
             trace: Trace { events },
             memory,
-            lent_bytes: lent.iter().sum(),
+            borrowed_bytes: lent.iter().sum(),
         })
     }
 
@@ -116,7 +116,7 @@ impl GpuCall<'_> {
             call: self,
             stream,
             alone,
-            lent_bytes: 0,
+            borrowed_bytes: 0,
         }
     }
 }
@@ -167,7 +167,7 @@ impl DeviceTensors<'_> {
             match in_place(tensor, &port.runs).filter(|_| dtype == tensor.dtype()) {
                 Some(first) => {
                     rank.set_buffer(port.buffer, self.buffer(tensor, first, elements)?);
-                    self.lent_bytes += elements * dtype.bytes();
+                    self.borrowed_bytes += elements * dtype.bytes();
                 }
                 None => copied.push((port.buffer, tensor, port.runs)),
             }

@@ -1,8 +1,8 @@
 //! Exact attention over sequences that are too long for one device.
 //!
-//! [`Attention`] is the whole interface. It reads the same on 1 rank and on 32: the ranks are where
-//! the work is done, never what is computed. Tensors are `[b, n, h, d]`; [`View`] borrows yours,
-//! with any strides whose last dimension is contiguous.
+//! [`Attention`] is the interface, on 1 rank and on 32: the number of ranks changes where the work
+//! is done, not the result. Tensors are `[b, n, h, d]`; [`View`] borrows the caller's, with any
+//! strides whose last dimension is contiguous.
 //!
 //! ```
 //! use encke::{Attention, Mode, OffsetRule, MixingGradient, Pattern, View};
@@ -12,10 +12,10 @@
 //! let pattern = Pattern::dilated(&[16, 64], &[1, 4], mode)?.causal(true);
 //! let attention = Attention::builder().pattern(pattern).ranks(4).build()?;
 //!
-//! // One batch entry, 64 tokens, 2 heads (sharing one key head), 8 numbers a head.
-//! let numbers = |n: usize, phase: f32| (0..n).map(|i| (i as f32 * 0.37 + phase).sin()).collect();
+//! // One batch entry, 64 tokens, 2 heads (sharing one key head), head dimension 8.
+//! let values = |n: usize, phase: f32| (0..n).map(|i| (i as f32 * 0.37 + phase).sin()).collect();
 //! let (q, k, v): (Vec<f32>, Vec<f32>, Vec<f32>) =
-//!     (numbers(64 * 2 * 8, 0.0), numbers(64 * 8, 1.0), numbers(64 * 8, 2.0));
+//!     (values(64 * 2 * 8, 0.0), values(64 * 8, 1.0), values(64 * 8, 2.0));
 //! let q = View::contiguous(&q, [1, 64, 2, 8])?;
 //! let k = View::contiguous(&k, [1, 64, 1, 8])?;
 //! let v = View::contiguous(&v, [1, 64, 1, 8])?;
@@ -24,7 +24,7 @@
 //! assert_eq!(forward.out.dims(), [1, 64, 2, 8]);
 //! assert_eq!(forward.lse.dims(), [1, 64, 2, 1]);
 //!
-//! // The gradient of the loss "sum of all outputs". Nothing but (out, lse) was kept for it.
+//! // The gradient of the loss "sum of all outputs". Only (out, lse) was saved for it.
 //! let ones = vec![1.0f32; 64 * 2 * 8];
 //! let dout = View::contiguous(&ones, [1, 64, 2, 8])?;
 //! let backward = attention.backward(&q, &k, &v, &forward.checkpoint, &dout, None)?;
@@ -39,19 +39,21 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The same on a GPU is `builder().build_on(CudaKernel::new(0)?)`: kernels are compiled for the GPU at
-//! hand when they are first used, and where there is none the error says what was looked for.
+//! The same on a GPU is `builder().build_on(CudaKernel::new(0)?)`: kernels are compiled for the
+//! installed GPU at first use; without a GPU the error names what was looked for. The default
+//! feature `cuda` brings this; with `default-features = false` no CUDA crate is compiled.
 //!
-//! How many ranks, and how cut, can be left open: [`Builder::auto`] plans and times the alternatives
-//! on a described machine ([`tune`] describes this one) and takes the best that fits ([`choose`]).
+//! [`Builder::auto`] chooses the number of ranks and the sharding: it plans and times the
+//! alternatives on a described machine ([`tune`] describes this one) and takes the fastest that
+//! fits ([`choose`]).
 //!
-//! Tensors can stay in shards between calls, and the ring they lie in can change its size: rows move
-//! in the fewest bytes, and later calls have the bits of a new ring of that size.
+//! Tensors can stay sharded between calls, and the ring can change its size: a resize moves the
+//! fewest bytes, and later calls give the bits of a new ring of that size.
 //!
 //! ```
 //! # use encke::{Attention, View};
-//! # let numbers: Vec<f32> = (0..48 * 2 * 8).map(|i| (i as f32 * 0.37).sin()).collect();
-//! # let tensor = View::contiguous(&numbers, [1, 48, 2, 8])?;
+//! # let values: Vec<f32> = (0..48 * 2 * 8).map(|i| (i as f32 * 0.37).sin()).collect();
+//! # let tensor = View::contiguous(&values, [1, 48, 2, 8])?;
 //! let mut ring = Attention::builder().ranks(4).build()?;
 //! let mut x = ring.shard(&tensor)?;
 //! let four = ring.forward_shards(&x, &x, &x)?;
@@ -63,31 +65,36 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! What each rank held and what travelled comes with every result ([`Report`]); what would be held
-//! and sent can be asked beforehand, for any size, with [`Attention::plan`].
+//! Every result carries the memory and the traffic of each rank ([`Report`]); [`Attention::plan`]
+//! computes both beforehand, for any shape.
 //!
-//! Where each process has one rank and its rows, [`Builder::build_shard`] makes a [`ShardAttention`],
-//! which takes any [`Transport`] between them.
+//! Where each process is one rank with its own rows, [`Builder::build_shard`] makes a
+//! [`ShardAttention`], which communicates through any [`Transport`].
 //!
-//! NaN and infinity are not looked for: they go where IEEE arithmetic takes them, which is to the
-//! rows that see them and to no other.
+//! NaN and infinity are not treated specially: they propagate by IEEE arithmetic, to the rows that
+//! attend to them and to no others.
 #![forbid(unsafe_code)]
 
 mod attention;
 mod auto;
+mod builder;
 mod checkpoint;
 pub mod choose;
 mod elastic;
+#[cfg(feature = "cuda")]
 mod gpu_call;
 mod offload;
+#[cfg(feature = "cuda")]
 mod on_gpu;
 mod passes;
+mod results;
 mod shard;
 pub mod tune;
 
-pub use attention::{Attention, Backward, Builder, Forward, Precision, Report};
+pub use attention::Attention;
 pub use auto::Auto;
-pub use checkpoint::{Checkpoint, CheckpointPolicy, Kept};
+pub use builder::{Builder, Precision};
+pub use checkpoint::{Checkpoint, CheckpointPolicy, SavedOutput};
 pub use elastic::{NewRing, Proposal, Resizing, ShardedBackward, ShardedForward};
 pub use encke_core::kernel::{Kernel, KernelError};
 pub use encke_core::memory::Memory;
@@ -105,10 +112,13 @@ pub use encke_core::{
 pub use encke_core::{conformance, plan, reference};
 pub use encke_cost as cost;
 pub use encke_cpu::CpuKernel;
+#[cfg(feature = "cuda")]
 pub use encke_cuda::{CudaKernel, DeviceView, Error as CudaError, ForeignStream};
 pub use encke_ring::{
     Activity, CacheLimits, CacheStats, Fault, Phase, RankError, RankMemory, RingError as Error,
     Sharded, Trace, gather_sequence, split_sequence, threads, trace,
 };
-pub use gpu_call::{Enqueued, GpuCall};
+#[cfg(feature = "cuda")]
+pub use gpu_call::{EnqueueReport, GpuCall};
+pub use results::{Backward, Forward, Report};
 pub use shard::ShardAttention;

@@ -1,8 +1,10 @@
-//! Tensors out of memory and back: what a checkpoint keeps where it is not to take any.
+//! Tensors in a temporary file: the storage of [`CheckpointPolicy::Offload`].
 //!
-//! A forward pass returns its results in the host's memory, whatever device it ran on; what lies
-//! beyond that is a file. The decision here: the file has no name, so nothing is left behind however
-//! the process ends, and it is read back as often as one likes.
+//! A forward pass returns its results in host memory, whatever device it ran on, so offloading
+//! means a file. The decision here: the file has no name, so none is left behind however the
+//! process ends. It can be read any number of times.
+//!
+//! [`CheckpointPolicy::Offload`]: crate::CheckpointPolicy::Offload
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -19,7 +21,7 @@ pub(crate) struct Offloaded {
 }
 
 impl Offloaded {
-    /// Writes tensors to a file of their own, in the system's folder for such files.
+    /// Writes tensors to a new file in the system's temporary directory.
     pub fn store(tensors: &[&Tensor]) -> Result<Offloaded, Error> {
         let mut file = tempfile::tempfile().map_err(failed)?;
         for tensor in tensors {
@@ -31,9 +33,9 @@ impl Offloaded {
         })
     }
 
-    /// The tensors, in the order they were given in.
+    /// Reads the tensors back, in the order of `store`.
     pub fn load(&self) -> Result<Vec<Tensor>, Error> {
-        // Whoever panicked while reading has left the place in the file changed, which is set anew.
+        // A panic while reading changes nothing but the file position, which is reset here.
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         file.seek(SeekFrom::Start(0)).map_err(failed)?;
         let tensor = |&(dtype, dims): &(DType, [usize; 4])| {

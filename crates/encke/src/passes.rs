@@ -1,92 +1,95 @@
-//! A forward and a backward pass, whoever runs the ring: what goes in, what comes out, and the
-//! combination of branches that keep slots of their own, which is row by row and on the host (see
-//! `mixing`).
+//! What a forward and a backward pass do around their ring: check tensors, combine branches that
+//! keep separate slots (row by row, on the host; see `mixing`), name the results.
 //!
-//! The decision here: a ring is a function from inputs to an outcome, so that all ranks in this
-//! process and one rank with its shard are the same to everything above them.
+//! The decision here: a ring is a function from inputs to an outcome, so that [`Attention`] with
+//! all ranks and [`ShardAttention`] with one rank share this code.
+//!
+//! [`Attention`]: crate::Attention
+//! [`ShardAttention`]: crate::ShardAttention
 
 use std::sync::Arc;
 
 use encke_core::mixing::{self, SlotBackward};
 use encke_core::plan::Request;
 use encke_core::plan::program::Role;
-use encke_core::{Shape, Tensor, View};
+use encke_core::{DType, Error as RequestError, Shape, Tensor, View};
 use encke_ring::{Outcome, RingError as Error};
 
-use crate::attention::{Backward, Report, same_shape, same_type};
-use crate::checkpoint::{Kept, Slots};
+use crate::checkpoint::{Checkpoint, CheckpointPolicy, SavedOutput, SlotResults};
+use crate::results::{Backward, Forward, Report};
 
-/// What a forward pass made.
-pub(crate) struct Attended {
-    pub kept: Slots,
+/// A forward pass's results, before the checkpoint policy is applied.
+pub(crate) struct ForwardResult {
+    pub saved: SlotResults,
     pub out: Arc<Tensor>,
     pub report: Report,
 }
 
-/// Runs the forward pass and combines slots into heads where they are apart.
+impl ForwardResult {
+    pub(crate) fn into_forward(self, policy: CheckpointPolicy) -> Result<Forward, Error> {
+        let lse = Arc::clone(&self.saved.lse);
+        Ok(Forward {
+            out: self.out,
+            lse,
+            checkpoint: Checkpoint::new(self.saved, policy)?,
+            report: self.report,
+        })
+    }
+}
+
+/// Runs the forward pass, then combines slots into heads where branches keep separate slots.
 pub(crate) fn attend(
     request: &Request,
     [q, k, v]: [View<'_>; 3],
     ring: impl FnOnce(&[(Role, View<'_>)]) -> Result<Outcome, Error>,
-) -> Result<Attended, Error> {
+) -> Result<ForwardResult, Error> {
     let mut outcome = ring(&[(Role::Q, q), (Role::K, k), (Role::V, v)])?;
-    let slot_out = Arc::new(taken(&mut outcome, Role::Out));
-    let slot_lse = Arc::new(taken(&mut outcome, Role::Lse));
+    let slot_out = Arc::new(take_output(&mut outcome, Role::Out));
+    let slot_lse = Arc::new(take_output(&mut outcome, Role::Lse));
     let pattern = &request.pattern;
     let (out, lse) = if pattern.splits_slots() {
-        let shape = shape_here(request, &q);
+        let shape = local_shape(request, &q);
         let (out, lse) = mixing::combine(pattern, &shape, &slot_out, &slot_lse, request.dtype);
         (Arc::new(out), Arc::new(lse))
     } else {
         (Arc::clone(&slot_out), Arc::clone(&slot_lse))
     };
-    let kept = Slots {
+    let saved = SlotResults {
         slot_out,
         slot_lse,
         lse,
     };
-    Ok(Attended {
-        kept,
+    Ok(ForwardResult {
+        saved,
         out,
         report: report(outcome),
     })
 }
 
-/// Runs the backward pass, given what the forward pass left and the gradients of out and the lse.
+/// Runs the backward pass, given the saved forward output and the gradients of out and the lse.
 pub(crate) fn differentiate(
     request: &Request,
-    [q, k, v]: [View<'_>; 3],
-    kept: &Kept<'_>,
+    qkv: [View<'_>; 3],
+    saved: &SavedOutput<'_>,
     (dout, dlse): (&View<'_>, Option<&View<'_>>),
     ring: impl FnOnce(&[(Role, View<'_>)]) -> Result<Outcome, Error>,
 ) -> Result<Backward, Error> {
-    let Kept {
+    let SavedOutput {
         slot_out,
         slot_lse,
         lse,
-    } = kept;
-    let shape = shape_here(request, &q);
-    same_shape("dout", dout, q.dims())?;
+    } = saved;
+    let q = &qkv[0];
+    let shape = local_shape(request, q);
+    same_shape("dout", dout.dims(), q.dims())?;
     if dout.dtype() != request.dtype {
-        same_type("dout", dout, &q)?;
+        same_type("dout", dout.dtype(), q.dtype())?;
     }
     let cells = [shape.batch, shape.tokens, shape.heads, 1];
-    same_shape("lse", lse, cells)?;
+    same_shape("lse", lse.dims(), cells)?;
     if let Some(dlse) = dlse {
-        same_shape("dlse", dlse, cells)?;
+        same_shape("dlse", dlse.dims(), cells)?;
     }
-    let run = |out: &View<'_>, lse: &View<'_>, dout: &View<'_>, dlse: Option<&View<'_>>| {
-        let mut inputs = vec![
-            (Role::Q, q),
-            (Role::K, k),
-            (Role::V, v),
-            (Role::Out, *out),
-            (Role::Lse, *lse),
-            (Role::Dout, *dout),
-        ];
-        inputs.extend(dlse.map(|dlse| (Role::Dlse, *dlse)));
-        ring(&inputs)
-    };
     let pattern = &request.pattern;
     let mut outcome = if pattern.splits_slots() {
         let slots = mixing::spread(pattern, &shape, (slot_out, slot_lse), lse, dout, dlse)?;
@@ -97,29 +100,49 @@ pub(crate) fn differentiate(
             dlse,
         } = &slots;
         let dlse = dlse.as_ref().map(Tensor::view);
-        run(&out.view(), &lse.view(), &dout.view(), dlse.as_ref())?
+        let results = [out.view(), lse.view(), dout.view()];
+        ring(&backward_inputs(qkv, results, dlse))?
     } else {
-        run(slot_out, slot_lse, dout, dlse)?
+        let results = [*slot_out, *slot_lse, *dout];
+        ring(&backward_inputs(qkv, results, dlse.copied()))?
     };
     Ok(Backward {
-        dq: taken(&mut outcome, Role::Dq),
-        dk: taken(&mut outcome, Role::Dk),
-        dv: taken(&mut outcome, Role::Dv),
+        dq: take_output(&mut outcome, Role::Dq),
+        dk: take_output(&mut outcome, Role::Dk),
+        dv: take_output(&mut outcome, Role::Dv),
         report: report(outcome),
     })
 }
 
-/// The shape of the rows that are here, which may be all or a rank's.
-fn shape_here(request: &Request, q: &View<'_>) -> Shape {
+/// The inputs of a backward pass by role.
+pub(crate) fn backward_inputs<T>(
+    [q, k, v]: [T; 3],
+    [out, lse, dout]: [T; 3],
+    dlse: Option<T>,
+) -> Vec<(Role, T)> {
+    let mut inputs = vec![
+        (Role::Q, q),
+        (Role::K, k),
+        (Role::V, v),
+        (Role::Out, out),
+        (Role::Lse, lse),
+        (Role::Dout, dout),
+    ];
+    inputs.extend(dlse.map(|dlse| (Role::Dlse, dlse)));
+    inputs
+}
+
+/// The shape of the rows given: those of the whole sequence, or of one rank.
+fn local_shape(request: &Request, q: &View<'_>) -> Shape {
     Shape {
         tokens: q.dims()[1],
         ..request.shape
     }
 }
 
-fn taken(outcome: &mut Outcome, role: Role) -> Tensor {
+pub(crate) fn take_output<T>(outcome: &mut Outcome<T>, role: Role) -> T {
     let tensor = outcome.take(role);
-    tensor.expect("a pass returns every output it has")
+    tensor.expect("a pass returns all its outputs")
 }
 
 pub(crate) fn report<T>(outcome: Outcome<T>) -> Report {
@@ -129,4 +152,49 @@ pub(crate) fn report<T>(outcome: Outcome<T>) -> Report {
         memory: outcome.memory,
         deaths: outcome.deaths,
     }
+}
+
+/// Dimensions and type of a tensor.
+pub(crate) fn signature(view: &View<'_>) -> ([usize; 4], DType) {
+    (view.dims(), view.dtype())
+}
+
+/// The shape of a call on `tokens` tokens with these q, k and v, if they agree with one another.
+pub(crate) fn shape_of(
+    [q, k, v]: [([usize; 4], DType); 3],
+    tokens: usize,
+) -> Result<Shape, RequestError> {
+    let ([batch, rows, heads, dim], dtype) = q;
+    let kv_heads = k.0[2];
+    for (name, (dims, of)) in [("k", k), ("v", v)] {
+        same_shape(name, dims, [batch, rows, kv_heads, dim])?;
+        same_type(name, of, dtype)?;
+    }
+    Shape::new(batch, tokens, heads, kv_heads, dim)
+}
+
+pub(crate) fn same_shape(
+    tensor: &'static str,
+    got: [usize; 4],
+    expected: [usize; 4],
+) -> Result<(), RequestError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(RequestError::ShapeMismatch {
+        tensor,
+        got: got.to_vec(),
+        expected: expected.to_vec(),
+    })
+}
+
+fn same_type(tensor: &'static str, got: DType, expected: DType) -> Result<(), RequestError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(RequestError::DTypeMismatch {
+        tensor,
+        got,
+        expected,
+    })
 }

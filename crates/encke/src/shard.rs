@@ -1,9 +1,9 @@
-//! One rank of an attention whose other ranks are elsewhere: in other processes, on other machines.
+//! One rank of an attention whose other ranks are in other processes or on other machines.
 //!
-//! Each rank has its own rows of q, k and v and gets its own rows of the results; a [`Transport`]
-//! that the caller brings moves what travels, and its deadline is the one that holds. Every rank
-//! must have the same settings and make the same calls in the same order: nothing here can find out
-//! whether they do, so whoever starts them asks them first.
+//! Each rank has its rows of q, k and v and gets its rows of the results. The caller's
+//! [`Transport`] moves the messages, and its deadline applies. Every rank must have the same
+//! settings and make the same calls in the same order. That cannot be checked here; the launcher
+//! must compare the settings before the first call.
 
 use std::sync::Arc;
 
@@ -15,38 +15,51 @@ use encke_core::{DType, Error as RequestError, Mode, Shape, View};
 use encke_cpu::CpuKernel;
 use encke_ring::{CacheStats, RingError as Error, ShardRing};
 
-use crate::attention::{Backward, Builder, Forward, same_shape, shape_of};
-use crate::checkpoint::{Checkpoint, Kept};
-use crate::passes::{self, Attended};
+use crate::builder::Builder;
+use crate::checkpoint::{Checkpoint, SavedOutput};
+use crate::passes::{self, ForwardResult, same_shape, shape_of, signature};
+use crate::results::{Backward, Forward};
 
-/// One rank of an attention with fixed settings. Plans and buffers are kept between calls.
+/// One rank of an attention with fixed settings. Plans and buffers are cached between calls.
 pub struct ShardAttention<K: Kernel = CpuKernel> {
     settings: Builder,
     sharding: Sharding,
     ring: ShardRing<K>,
 }
 
-impl<K: Kernel> ShardAttention<K> {
-    pub(crate) fn new(settings: Builder, kernel: K, rank: usize) -> Result<Self, Error> {
-        let sharding = settings.new_sharding()?;
+impl Builder {
+    /// One rank of the attention with these settings, on the CPU; the other ranks are elsewhere.
+    pub fn build_shard(self, rank: usize) -> Result<ShardAttention, Error> {
+        self.build_shard_on(CpuKernel::new()?, rank)
+    }
+
+    /// One rank of the attention with these settings; the other ranks are elsewhere.
+    pub fn build_shard_on<K: Kernel>(
+        self,
+        kernel: K,
+        rank: usize,
+    ) -> Result<ShardAttention<K>, Error> {
+        let sharding = self.new_sharding()?;
         let ranks = sharding.ranks();
         if rank >= ranks {
             return Err(RequestError::NoSuchRank { rank, ranks }.into());
         }
-        if settings.pattern.mode() == Mode::Fkodom && ranks > 1 {
+        if self.pattern.mode() == Mode::Fkodom && ranks > 1 {
             return Err(Error::Elsewhere {
                 what: "fkodom mode, which divides by sums over the whole sequence,",
                 hint: "use group mode, or one rank",
             });
         }
         Ok(ShardAttention {
-            settings,
+            settings: self,
             sharding,
             ring: ShardRing::new(kernel, rank),
         })
     }
+}
 
-    /// Its number.
+impl<K: Kernel> ShardAttention<K> {
+    /// This rank.
     pub fn rank(&self) -> usize {
         self.ring.rank()
     }
@@ -56,12 +69,12 @@ impl<K: Kernel> ShardAttention<K> {
         &self.sharding
     }
 
-    /// How often plans and buffers were found rather than made.
+    /// Hits and misses of the caches of plans and buffers.
     pub fn stats(&self) -> CacheStats {
         self.ring.stats()
     }
 
-    /// The plan for a shape, which is that of the whole sequence. Nothing is allocated.
+    /// The plan for a shape, which is that of the whole sequence. Allocates nothing.
     pub fn plan(&self, shape: Shape, dtype: DType, pass: Pass) -> Result<Arc<Plan>, Error> {
         self.ring.plan(&self.request(shape, dtype, pass))
     }
@@ -69,10 +82,10 @@ impl<K: Kernel> ShardAttention<K> {
     fn request(&self, shape: Shape, dtype: DType, pass: Pass) -> Request {
         let settings = &self.settings;
         let dtype = settings.compute_dtype(dtype, self.ring.kernel());
-        settings.request(settings.way(&self.sharding), shape, dtype, pass)
+        settings.request(settings.ring_config(&self.sharding), shape, dtype, pass)
     }
 
-    /// Attention of this rank's rows of a sequence of `tokens` tokens.
+    /// Forward pass on this rank's rows of a sequence of `tokens` tokens.
     pub fn forward(
         &self,
         tokens: usize,
@@ -80,8 +93,8 @@ impl<K: Kernel> ShardAttention<K> {
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Forward, Error> {
         let request = self.request_for(tokens, qkv, Pass::Forward)?;
-        let attended = self.attend(&request, qkv, transport)?;
-        Forward::new(attended, self.settings.policy)
+        let result = self.attend(&request, qkv, transport)?;
+        result.into_forward(self.settings.policy)
     }
 
     /// Gradients with respect to this rank's rows of q, k and v, given those with respect to its
@@ -94,20 +107,20 @@ impl<K: Kernel> ShardAttention<K> {
         gradients: (&View<'_>, Option<&View<'_>>),
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Backward, Error> {
-        if let Some(kept) = checkpoint.fetch()? {
-            return self.backward_from(tokens, qkv, &kept.view(), gradients, transport);
+        if let Some(saved) = checkpoint.fetch()? {
+            return self.backward_from(tokens, qkv, &saved.view(), gradients, transport);
         }
         let forward = self.request_for(tokens, qkv, Pass::Forward)?;
-        let recomputed = self.attend(&forward, qkv, transport)?.kept;
+        let recomputed = self.attend(&forward, qkv, transport)?.saved;
         self.backward_from(tokens, qkv, &recomputed.view(), gradients, transport)
     }
 
-    /// The same from what the caller kept of the forward pass.
+    /// The same from a forward output that the caller saved.
     pub fn backward_from(
         &self,
         tokens: usize,
         qkv: [&View<'_>; 3],
-        kept: &Kept<'_>,
+        saved: &SavedOutput<'_>,
         (dout, dlse): (&View<'_>, Option<&View<'_>>),
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Backward, Error> {
@@ -116,7 +129,7 @@ impl<K: Kernel> ShardAttention<K> {
         };
         let request = self.request_for(tokens, qkv, pass)?;
         let views = qkv.map(|view| *view);
-        passes::differentiate(&request, views, kept, (dout, dlse), |inputs| {
+        passes::differentiate(&request, views, saved, (dout, dlse), |inputs| {
             self.ring.run(&request, inputs, transport)
         })
     }
@@ -126,25 +139,25 @@ impl<K: Kernel> ShardAttention<K> {
         request: &Request,
         qkv: [&View<'_>; 3],
         transport: &mut dyn Transport<K::Buffer>,
-    ) -> Result<Attended, Error> {
+    ) -> Result<ForwardResult, Error> {
         passes::attend(request, qkv.map(|view| *view), |inputs| {
             self.ring.run(request, inputs, transport)
         })
     }
 
-    /// The request that this rank's rows amount to, if they agree with one another and are as many
-    /// as the sharding gives it.
+    /// The request for this rank's rows, if their shapes and types agree and they are as many as
+    /// the sharding gives it.
     fn request_for(
         &self,
         tokens: usize,
         [q, k, v]: [&View<'_>; 3],
         pass: Pass,
     ) -> Result<Request, Error> {
-        let shape = shape_of(q, k, v, tokens)?;
+        let shape = shape_of([q, k, v].map(signature), tokens)?;
         self.sharding.check(tokens)?;
         let [batch, _, heads, dim] = q.dims();
         let rows = self.sharding.rows(tokens, self.rank());
-        same_shape("q", q, [batch, rows, heads, dim])?;
+        same_shape("q", q.dims(), [batch, rows, heads, dim])?;
         Ok(self.request(shape, q.dtype(), pass))
     }
 }

@@ -1,4 +1,4 @@
-//! Memory, measured by the allocator: what a call really takes against what the plan says.
+//! Peak memory of a call, measured by the allocator, against the planned bytes.
 
 use encke::conformance::Random;
 use encke::{Attention, Cut, DType, Kernel, Pattern, Queries, RankMemory, Report, Tensor};
@@ -7,8 +7,7 @@ use peak_alloc::PeakAlloc;
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// What a call took at its peak beyond what was there before, without what it returned beside the
-/// buffers of its ranks.
+/// Peak bytes that a call allocated, without the returned tensors that are not rank buffers.
 fn measured<R>(call: impl FnOnce() -> R, returned: impl Fn(&R) -> usize) -> (R, usize) {
     ALLOCATOR.reset_peak_usage();
     let before = ALLOCATOR.current_usage();
@@ -25,13 +24,13 @@ fn bytes(tensors: &[&Tensor]) -> usize {
         .sum()
 }
 
-/// What a rank's program and its thread may take beside its buffers, whatever their size.
+/// Bytes allowed for a rank's program and thread beside its buffers.
 const PROGRAM: usize = 256 * 1024;
 
-/// The measured peak is at most what the plan says, and within 5 % of it.
+/// Asserts that the measured peak is at most the planned bytes, and within 5 % of them.
 fn check(what: &str, report: &Report, peak: usize) {
-    // What is lent is the caller's own and was there before.
-    let own = |rank: &RankMemory| rank.planned_bytes() - rank.lent_bytes;
+    // Borrowed inputs are the caller's and were allocated before.
+    let own = |rank: &RankMemory| rank.planned_bytes() - rank.borrowed_bytes;
     let planned: usize = report.memory.iter().map(own).sum();
     assert!(
         peak <= planned + PROGRAM * report.memory.len(),
@@ -46,9 +45,9 @@ fn check(what: &str, report: &Report, peak: usize) {
     }
 }
 
-/// One test, so that nothing else allocates meanwhile.
+/// A single test, so that nothing else allocates at the same time.
 #[test]
-fn a_call_takes_what_the_plan_says() {
+fn peak_memory_equals_the_planned_bytes() {
     let dims = [1, 8192, 8, 64];
     let mut random = Random::new(1);
     let mut tensor = || {
@@ -96,14 +95,14 @@ fn a_call_takes_what_the_plan_says() {
             .queries(queries)
             .build()
             .expect("legal");
-        // One rank gives its own buffers away; several copy theirs together.
+        // One rank returns its own buffers; several ranks copy theirs into one tensor.
         let copied = usize::from(ranks > 1);
         let (forward, peak) = measured(
             || attention.forward(&q, &k, &v).expect("legal"),
             |forward| copied * bytes(&[&forward.out, &forward.lse]),
         );
         check(&format!("forward, {what}"), &forward.report, peak);
-        // What is left of the forward pass is no part of the next one.
+        // The workspace of the forward pass must not count for the backward pass.
         attention.kernel().release_scratch();
         let (backward, peak) = measured(
             || {
@@ -115,8 +114,8 @@ fn a_call_takes_what_the_plan_says() {
             |backward| copied * bytes(&[&backward.dq, &backward.dk, &backward.dv]),
         );
         check(&format!("backward, {what}"), &backward.report, peak);
-        // Another call takes next to nothing: its buffers are those of the first, and its scratch
-        // memory is that of whoever needed most since it was given back.
+        // Another call allocates almost nothing: it reuses the buffers of the first and the
+        // workspace.
         let _kept = attention.forward(&q, &k, &v).expect("legal");
         let (again, peak) = measured(
             || attention.forward(&q, &k, &v).expect("legal"),

@@ -1,4 +1,4 @@
-//! The golden files through the operation: outputs and gradients as the peers' own code has them.
+//! Golden files: outputs and gradients against those of other implementations.
 
 use std::path::{Path, PathBuf};
 
@@ -9,16 +9,17 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::plain::distance;
 
-struct Golden {
+struct GoldenFile {
     name: String,
     pattern: Pattern,
     dims: [usize; 4],
     bytes: Vec<u8>,
 }
 
-impl Golden {
-    /// The file, unless its numbers hold a defect of the peer that the specification names.
-    fn read(path: &Path) -> Option<Golden> {
+impl GoldenFile {
+    /// The file; `None` if it reproduces a defect of the other implementation that the
+    /// specification lists.
+    fn read(path: &Path) -> Option<GoldenFile> {
         let name = path.file_stem().unwrap().to_str().unwrap().to_string();
         if name.contains("quirk") || name.starts_with("torchscale_05") {
             return None;
@@ -50,7 +51,7 @@ impl Golden {
                 Pattern::dilated(&sizes("segment_lengths"), &sizes("dilation_rates"), mode).unwrap()
             }
         };
-        Some(Golden {
+        Some(GoldenFile {
             pattern: pattern.causal(config["causal"].as_bool().unwrap()),
             dims: ["b", "n", "h", "d"].map(|key| config[key].as_u64().unwrap() as usize),
             name,
@@ -60,36 +61,39 @@ impl Golden {
 
     fn tensor(&self, key: &str) -> Tensor {
         let file = SafeTensors::deserialize(&self.bytes).unwrap();
-        // Files in f32 have what the peer computes in f64 beside their own.
+        // Files in f32 also contain the other implementation's f64 results.
         let wide = file.tensor(&format!("{key}_f64"));
         let view = wide.or_else(|_| file.tensor(key)).unwrap();
-        let numbers: Vec<f64> = match view.dtype() {
+        let values: Vec<f64> = match view.dtype() {
             Dtype::F64 => {
-                let numbers = view.data().chunks_exact(8);
-                numbers
+                let values = view.data().chunks_exact(8);
+                values
                     .map(|x| f64::from_le_bytes(x.try_into().unwrap()))
                     .collect()
             }
             _ => {
-                let numbers = view.data().chunks_exact(4);
-                numbers
+                let values = view.data().chunks_exact(4);
+                values
                     .map(|x| f64::from(f32::from_le_bytes(x.try_into().unwrap())))
                     .collect()
             }
         };
-        Tensor::from_vec(numbers, &self.dims, &candle_core::Device::Cpu).unwrap()
+        Tensor::from_vec(values, &self.dims, &candle_core::Device::Cpu).unwrap()
     }
 }
 
 #[test]
-fn the_operation_is_what_the_peers_compute() {
+fn results_equal_those_of_other_implementations() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../testdata/golden");
     let mut paths: Vec<PathBuf> = std::fs::read_dir(folder)
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .collect();
     paths.sort();
-    let files: Vec<Golden> = paths.iter().filter_map(|path| Golden::read(path)).collect();
+    let files: Vec<GoldenFile> = paths
+        .iter()
+        .filter_map(|path| GoldenFile::read(path))
+        .collect();
     assert!(files.len() >= 20, "only {} golden files", files.len());
     for file in files {
         for ranks in [1, 3] {

@@ -33,7 +33,7 @@ fn patterns() -> Vec<Pattern> {
     ]
 }
 
-/// A loss that uses every number of the output differently, and the gradients of its arguments.
+/// The output, and the gradients of a loss that weighs every output element differently.
 fn loss_and_gradients(
     qkv: &[Tensor; 3],
     run: impl Fn(&Tensor, &Tensor, &Tensor) -> Tensor,
@@ -65,7 +65,7 @@ fn compare(settings: encke::Builder, pattern: &Pattern, dtype: DType, tolerance:
     let (out, gradients) =
         loss_and_gradients(&inputs, |q, k, v| attention(q, k, v, &attend).unwrap());
     assert_eq!(out.dtype(), dtype);
-    // The oracle computes in f64 from the same rounded numbers.
+    // The oracle computes in f64 from the same rounded inputs.
     let wide = inputs.map(|x| x.to_dtype(DType::F64).unwrap());
     let (expected, expected_gradients) =
         loss_and_gradients(&wide, |q, k, v| plain::attention(q, k, v, pattern).unwrap());
@@ -88,7 +88,7 @@ fn compare(settings: encke::Builder, pattern: &Pattern, dtype: DType, tolerance:
 }
 
 #[test]
-fn every_pattern_and_ring_is_candles_own_attention() {
+fn every_pattern_and_ring_equals_candles_own_attention() {
     for pattern in patterns() {
         for (ranks, cut) in [(1, Cut::Contiguous), (2, Cut::Zigzag), (5, Cut::Striped)] {
             let settings = encke::Attention::builder().ranks(ranks).sharding(cut);
@@ -98,7 +98,7 @@ fn every_pattern_and_ring_is_candles_own_attention() {
 }
 
 #[test]
-fn every_type_is_as_close_as_it_can_be() {
+fn every_type_is_within_its_rounding_error() {
     for (dtype, tolerance) in [(DType::F32, 2e-6), (DType::BF16, 3e-2), (DType::F16, 4e-3)] {
         for pattern in patterns() {
             compare(
@@ -112,7 +112,7 @@ fn every_type_is_as_close_as_it_can_be() {
 }
 
 #[test]
-fn whatever_is_kept_the_gradients_have_the_same_bits() {
+fn every_checkpoint_policy_gives_the_same_gradient_bits() {
     let pattern = patterns().remove(2);
     let inputs = inputs(DType::F32);
     let run = |policy| {
@@ -129,8 +129,8 @@ fn whatever_is_kept_the_gradients_have_the_same_bits() {
     assert_eq!(kept, run(CheckpointPolicy::Offload));
 }
 
-/// Each call has an operation of its own: one attention applied twice in a graph, with different
-/// tensors, and a graph gone back through twice, are what they would be apart.
+/// Each call has its own operation: one attention applied twice in a graph, and two backward passes
+/// through one graph, do not disturb each other.
 #[test]
 fn one_attention_serves_many_calls_and_many_backward_passes() {
     let pattern = patterns().remove(1);
@@ -170,19 +170,19 @@ fn narrow_arithmetic_returns_gradients_in_the_arguments_type() {
 }
 
 #[test]
-fn what_cannot_be_attended_is_refused_with_the_number() {
+fn errors_name_the_offending_dimension_or_type() {
     let attend = Attention::new(encke::Attention::builder()).unwrap();
     let x = random(1, [1, 8, 4, 4]);
-    let say =
+    let message =
         |q: &Tensor, k: &Tensor, v: &Tensor| attention(q, k, v, &attend).unwrap_err().to_string();
     let flat = x.reshape((8, 16)).unwrap();
-    assert!(say(&flat, &x, &x).contains("q has 2 dimensions, [8, 16]"));
+    assert!(message(&flat, &x, &x).contains("q has 2 dimensions, [8, 16]"));
     let whole = Tensor::zeros((1, 8, 4, 4), DType::U32, &Device::Cpu).unwrap();
-    assert!(say(&x, &whole, &x).contains("k holds U32"));
+    assert!(message(&x, &whole, &x).contains("k holds U32"));
     let shorter = x.narrow(1, 0, 7).unwrap();
-    assert!(say(&x, &x, &shorter).contains('7'));
+    assert!(message(&x, &x, &shorter).contains('7'));
     let three = x.narrow(2, 0, 3).unwrap();
-    assert!(say(&x, &three, &three).contains("4 query heads cannot be grouped over 3"));
+    assert!(message(&x, &three, &three).contains("4 query heads cannot be grouped over 3"));
     let narrow = x.to_dtype(DType::F32).unwrap();
-    assert!(say(&x, &narrow, &x).contains("f32"));
+    assert!(message(&x, &narrow, &x).contains("f32"));
 }

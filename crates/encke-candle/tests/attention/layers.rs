@@ -1,9 +1,9 @@
-//! The module: its weights, its heads, and that the ring it runs on changes nothing but bits.
+//! The module: its weights and heads, and the same results on every ring.
 
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use encke::{MixingGradient, Mode, OffsetRule, Pattern};
-use encke_candle::{Attention, Config, RingDilatedAttention, attention, rms_norm};
+use encke_candle::{Attention, LayerConfig, RingDilatedAttention, attention, rms_norm};
 
 use crate::plain::{distance, random};
 
@@ -23,11 +23,11 @@ fn rows(seed: usize) -> Tensor {
 }
 
 #[test]
-fn a_layer_learns_and_is_the_same_on_every_ring() {
-    let config = Config {
+fn a_layer_has_gradients_and_the_same_output_on_every_ring() {
+    let config = LayerConfig {
         kv_heads: 2,
         qk_norm: true,
-        ..Config::new(16, 4)
+        ..LayerConfig::new(16, 4)
     };
     let weights = VarMap::new();
     let built = |ranks| {
@@ -66,12 +66,12 @@ fn a_layer_learns_and_is_the_same_on_every_ring() {
     }
 }
 
-/// The layer is projections around the operation, and nothing else.
+/// The layer is the projections around the operation.
 #[test]
-fn a_layer_is_its_parts() {
+fn a_layer_equals_its_projections_around_attention() {
     let weights = VarMap::new();
     let builder = VarBuilder::from_varmap(&weights, DType::F64, &Device::Cpu);
-    let layer = RingDilatedAttention::new(Config::new(16, 4), &longnet(1), builder).unwrap();
+    let layer = RingDilatedAttention::new(LayerConfig::new(16, 4), &longnet(1), builder).unwrap();
     let x = rows(2);
     let by_name = |name: &str| weights.data().lock().unwrap()[name].as_tensor().clone();
     let project = |x: &Tensor, name: &str| {
@@ -85,12 +85,12 @@ fn a_layer_is_its_parts() {
 }
 
 #[test]
-fn heads_that_do_not_go_together_are_refused() {
+fn key_heads_must_divide_heads() {
     let weights = VarMap::new();
     let builder = VarBuilder::from_varmap(&weights, DType::F32, &Device::Cpu);
-    let config = Config {
+    let config = LayerConfig {
         kv_heads: 3,
-        ..Config::new(16, 4)
+        ..LayerConfig::new(16, 4)
     };
     let refused = RingDilatedAttention::new(config, &longnet(1), builder).unwrap_err();
     assert!(
@@ -100,9 +100,9 @@ fn heads_that_do_not_go_together_are_refused() {
     );
 }
 
-/// The one pass for f32 against candle's own arithmetic in f64, gradients included.
+/// The one-pass f32 norm against candle's own arithmetic in f64, gradients included.
 #[test]
-fn the_norm_and_its_gradients_are_what_they_are_in_f64() {
+fn the_f32_norm_and_its_gradients_equal_those_in_f64() {
     let (x, gains) = (rows(3), random(4, [1, 1, 1, 16]).flatten_all().unwrap());
     let weights = rows(5);
     let run = |dtype: DType| {

@@ -1,4 +1,4 @@
-//! The operation and the module against candle's own arithmetic and the peers' numbers.
+//! The operation and the module against candle's own arithmetic and other implementations.
 
 mod golden;
 mod gradients;

@@ -1,10 +1,10 @@
-//! Attention as candle writes it: matrix products, a softmax, a mask. The oracle of these tests.
+//! Attention from candle's matrix products, softmax and a mask: the oracle of these tests.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use encke::{Pattern, Shape};
 
-/// Attention with a pattern, for tensors `[b, n, h, d]`: the logarithm of how often a pair counts is
-/// added to its score, which is the multiset softmax; a row that sees nothing is 0.
+/// Attention with a pattern, for tensors `[b, n, h, d]`: the logarithm of a pair's multiplicity is
+/// added to its score, which is the multiset softmax; a row without keys is 0.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, pattern: &Pattern) -> Result<Tensor> {
     let (batch, tokens, heads, dim) = q.dims4()?;
     let kv_heads = k.dim(2)?;
@@ -42,23 +42,23 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, pattern: &Pattern) -> Resul
     weights.matmul(&v)?.transpose(1, 2)?.contiguous()
 }
 
-/// Seeded numbers.
+/// A random tensor.
 pub fn random(seed: usize, dims: [usize; 4]) -> Tensor {
     let mut random = encke::conformance::Random::new(seed as u64);
-    let numbers: Vec<f64> = (0..dims.iter().product())
+    let values: Vec<f64> = (0..dims.iter().product())
         .map(|_| 3.0 * random.unit())
         .collect();
-    Tensor::from_vec(numbers, &dims, &Device::Cpu).unwrap()
+    Tensor::from_vec(values, &dims, &Device::Cpu).unwrap()
 }
 
-/// The largest difference, over the largest expected number.
+/// The largest difference, relative to the largest expected element.
 pub fn distance(got: &Tensor, expected: &Tensor) -> f64 {
     assert_eq!(got.dims(), expected.dims());
-    let numbers = |x: &Tensor| -> Vec<f64> {
+    let values = |x: &Tensor| -> Vec<f64> {
         let x = x.to_dtype(DType::F64).unwrap();
         x.flatten_all().unwrap().to_vec1().unwrap()
     };
-    let (got, expected) = (numbers(got), numbers(expected));
+    let (got, expected) = (values(got), values(expected));
     let largest = expected.iter().fold(0.0, |a: f64, x| a.max(x.abs()));
     let pairs = got.iter().zip(&expected);
     let furthest = pairs

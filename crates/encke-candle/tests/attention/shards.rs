@@ -1,4 +1,4 @@
-//! One operation for each rank, each with its rows: what processes do, here on threads.
+//! One operation per rank with that rank's rows, as in several processes, here on threads.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,12 +6,12 @@ use std::time::Duration;
 use candle_core::{Tensor, Var};
 use encke::threads::endpoints;
 use encke::{Attention as Whole, Cut, MixingGradient, Mode, OffsetRule, Pattern};
-use encke_candle::{Attention, Shard, attention};
+use encke_candle::{Attention, ShardBackend, attention};
 
 use crate::plain::{distance, random};
 
 #[test]
-fn ranks_with_their_own_rows_have_the_gradients_of_the_whole() {
+fn shards_have_the_gradients_of_the_whole_sequence() {
     let (tokens, ranks) = (40, 4);
     let mode = Mode::Mix {
         offsets: OffsetRule::HeadMod,
@@ -48,7 +48,12 @@ fn ranks_with_their_own_rows_have_the_gradients_of_the_whole() {
                 let shard = settings.build_shard(rank).unwrap();
                 let rows = shard.sharding().rows(tokens, rank);
                 let own = |x: &Tensor| x.narrow(1, rank * rows, rows).unwrap();
-                let attend = Attention::on(Arc::new(Shard::new(shard, tokens, transport, |_| ())));
+                let attend = Attention::from_backend(Arc::new(ShardBackend::new(
+                    shard,
+                    tokens,
+                    transport,
+                    |_| (),
+                )));
                 gradients(&inputs.each_ref().map(own), &own(weights), &attend)
             })
         });

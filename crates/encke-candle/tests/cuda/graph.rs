@@ -1,18 +1,17 @@
-//! What the groups share: a loss with gradients, words of errors, and how far results are apart.
+//! Shared by the groups: a loss with gradients, error texts, and comparisons.
 
 use candle_core::{DType, Device, Tensor, Var};
 use encke::{MixingGradient, Mode, OffsetRule, Pattern};
 
 use crate::plain::{distance, random};
 
-/// An outcome of a check, with words.
-pub type Told<T> = Result<T, String>;
+/// A check's result; the error is a message.
+pub type CheckResult<T> = Result<T, String>;
 
-/// A check on a device. Groups run theirs one by one, so that the times they print are theirs.
-pub type Check = fn(&Device) -> Told<()>;
+/// A check on a device. Checks run one at a time, so that printed times are not disturbed.
+pub type DeviceCheck = fn(&Device) -> CheckResult<()>;
 
-/// An error in its words.
-pub fn told(error: impl std::fmt::Display) -> String {
+pub fn to_text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
@@ -23,28 +22,35 @@ pub fn longnet(segments: [usize; 2], rates: [usize; 2]) -> Pattern {
         gradient: MixingGradient::Exact,
     };
     let pattern = Pattern::dilated(&segments, &rates, mode);
-    pattern.expect("a pattern that is one").causal(true)
+    pattern.expect("a valid pattern").causal(true)
 }
 
-/// Seeded numbers of a type on a device.
-pub fn numbers(seed: usize, dims: [usize; 4], dtype: DType, device: &Device) -> Told<Tensor> {
-    let numbers = random(seed, dims).to_dtype(dtype);
-    numbers.and_then(|x| x.to_device(device)).map_err(told)
+/// A random tensor on a device.
+pub fn random_on(
+    seed: usize,
+    dims: [usize; 4],
+    dtype: DType,
+    device: &Device,
+) -> CheckResult<Tensor> {
+    let values = random(seed, dims).to_dtype(dtype);
+    values.and_then(|x| x.to_device(device)).map_err(to_text)
 }
 
-/// The output and the gradients of q, k and v of a loss that uses every number of the output
+/// The output, and the gradients of q, k and v of a loss that weighs every output element
 /// differently.
 pub fn pass(
     qkv: &[Tensor; 3],
     run: impl Fn(&Tensor, &Tensor, &Tensor) -> candle_core::Result<Tensor>,
-) -> Told<[Tensor; 4]> {
-    let of = |x: &Tensor| Var::from_tensor(x).map_err(told);
+) -> CheckResult<[Tensor; 4]> {
+    let of = |x: &Tensor| Var::from_tensor(x).map_err(to_text);
     let (q, k, v) = (of(&qkv[0])?, of(&qkv[1])?, of(&qkv[2])?);
-    let out = run(&q, &k, &v).map_err(told)?;
+    let out = run(&q, &k, &v).map_err(to_text)?;
     let dims: [usize; 4] = out.dims().try_into().map_err(|_| "not four dimensions")?;
-    let weights = numbers(99, dims, out.dtype(), out.device())?;
-    let loss = (&out * weights).and_then(|x| x.sum_all()).map_err(told)?;
-    let gradients = loss.backward().map_err(told)?;
+    let weights = random_on(99, dims, out.dtype(), out.device())?;
+    let loss = (&out * weights)
+        .and_then(|x| x.sum_all())
+        .map_err(to_text)?;
+    let gradients = loss.backward().map_err(to_text)?;
     let gradient = |x: &Var, name: &str| {
         let found = gradients.get(x).cloned();
         found.ok_or_else(|| format!("{name} has no gradient"))
@@ -57,14 +63,14 @@ pub fn pass(
     ])
 }
 
-/// The same numbers in f64 on the CPU.
-pub fn wide(x: &Tensor) -> Told<Tensor> {
+/// The tensor in f64 on the CPU.
+pub fn wide(x: &Tensor) -> CheckResult<Tensor> {
     let host = x.to_device(&Device::Cpu);
-    host.and_then(|x| x.to_dtype(DType::F64)).map_err(told)
+    host.and_then(|x| x.to_dtype(DType::F64)).map_err(to_text)
 }
 
-/// How far results are from what is expected; fails above a tolerance, naming the tensor.
-pub fn compare(got: &[Tensor; 4], expected: &[Tensor; 4], tolerance: f64) -> Told<f64> {
+/// The largest relative difference; an error that names the tensor if it exceeds the tolerance.
+pub fn compare(got: &[Tensor; 4], expected: &[Tensor; 4], tolerance: f64) -> CheckResult<f64> {
     let mut furthest: f64 = 0.0;
     for (name, (got, expected)) in ["out", "dq", "dk", "dv"]
         .into_iter()
@@ -84,7 +90,7 @@ pub fn compare(got: &[Tensor; 4], expected: &[Tensor; 4], tolerance: f64) -> Tol
     Ok(furthest)
 }
 
-/// Refuses a single other bit.
-pub fn same_bits(got: &[Tensor; 4], expected: &[Tensor; 4]) -> Told<()> {
+/// Fails if a single bit differs.
+pub fn same_bits(got: &[Tensor; 4], expected: &[Tensor; 4]) -> CheckResult<()> {
     compare(got, expected, 0.0).map(|_| ())
 }

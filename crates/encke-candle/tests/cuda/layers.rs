@@ -4,9 +4,9 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_nn::VarBuilder;
-use encke_candle::{Attention, Config, RingDilatedAttention};
+use encke_candle::{Attention, LayerConfig, RingDilatedAttention};
 
-use crate::graph::{Told, longnet, numbers, told, wide};
+use crate::graph::{CheckResult, longnet, random_on, to_text, wide};
 use crate::plain::distance;
 use crate::tally::Tally;
 
@@ -25,7 +25,7 @@ pub fn run(tally: &mut Tally, device: &Device) {
 }
 
 /// A ring on the GPU against one rank on the CPU, in f64 from the same rounded weights.
-fn compare(ranks: usize, dtype: DType, device: &Device, tolerance: f64) -> Told<()> {
+fn compare(ranks: usize, dtype: DType, device: &Device, tolerance: f64) -> CheckResult<()> {
     let got = layer(ranks, dtype, device, dtype)?;
     for (name, right) in layer(1, DType::F64, &Device::Cpu, dtype)? {
         let apart = distance(&wide(&got[&name])?, &right);
@@ -36,25 +36,25 @@ fn compare(ranks: usize, dtype: DType, device: &Device, tolerance: f64) -> Told<
     Ok(())
 }
 
-/// The output and the gradients of all weights, from weights that were rounded to a type.
+/// The output and the gradients of all weights, from weights rounded to `rounded`.
 fn layer(
     ranks: usize,
     dtype: DType,
     device: &Device,
     rounded: DType,
-) -> Told<HashMap<String, Tensor>> {
-    let config = Config {
+) -> CheckResult<HashMap<String, Tensor>> {
+    let config = LayerConfig {
         kv_heads: 2,
         qk_norm: true,
-        ..Config::new(WIDTH, 4)
+        ..LayerConfig::new(WIDTH, 4)
     };
-    let make = |seed: usize, dims: &[usize]| -> Told<Tensor> {
+    let make = |seed: usize, dims: &[usize]| -> CheckResult<Tensor> {
         let (rows, columns) = (dims[0], dims.get(1).copied().unwrap_or(1));
-        let numbers = numbers(seed, [1, 1, rows, columns], DType::F64, &Device::Cpu)?;
-        // As small as weights are.
-        let numbers = (numbers * 0.1).and_then(|x| x.reshape(dims));
-        let numbers = numbers.and_then(|x| x.to_dtype(rounded)?.to_dtype(dtype));
-        numbers.and_then(|x| x.to_device(device)).map_err(told)
+        let values = random_on(seed, [1, 1, rows, columns], DType::F64, &Device::Cpu)?;
+        // The size of typical weights.
+        let values = (values * 0.1).and_then(|x| x.reshape(dims));
+        let values = values.and_then(|x| x.to_dtype(rounded)?.to_dtype(dtype));
+        values.and_then(|x| x.to_device(device)).map_err(to_text)
     };
     let dim = config.head_dim;
     let shapes: [(&str, Vec<usize>); 6] = [
@@ -67,22 +67,22 @@ fn layer(
     ];
     let mut weights = HashMap::new();
     for (seed, (name, dims)) in shapes.iter().enumerate() {
-        let var = Var::from_tensor(&make(seed + 1, dims)?).map_err(told)?;
+        let var = Var::from_tensor(&make(seed + 1, dims)?).map_err(to_text)?;
         weights.insert((*name).to_string(), var);
     }
     let tensors = weights.iter();
     let tensors = tensors.map(|(name, var)| (name.clone(), var.as_tensor().clone()));
     let builder = VarBuilder::from_tensors(tensors.collect(), dtype, device);
     let settings = encke::Attention::builder().pattern(longnet([16, 64], [1, 4]));
-    let attention = Attention::new(settings.ranks(ranks)).map_err(told)?;
-    let layer = RingDilatedAttention::new(config, &attention, builder).map_err(told)?;
+    let attention = Attention::new(settings.ranks(ranks)).map_err(to_text)?;
+    let layer = RingDilatedAttention::new(config, &attention, builder).map_err(to_text)?;
     let x = make(20, &[2 * 64, WIDTH])?
         .reshape((2, 64, WIDTH))
-        .map_err(told)?;
-    let x = (x * 10.0).map_err(told)?;
-    let out = layer.forward(&x).map_err(told)?;
-    let loss = out.sqr().and_then(|x| x.sum_all()).map_err(told)?;
-    let gradients = loss.backward().map_err(told)?;
+        .map_err(to_text)?;
+    let x = (x * 10.0).map_err(to_text)?;
+    let out = layer.forward(&x).map_err(to_text)?;
+    let loss = out.sqr().and_then(|x| x.sum_all()).map_err(to_text)?;
+    let gradients = loss.backward().map_err(to_text)?;
     let mut results = HashMap::from([("out".to_string(), wide(&out)?)]);
     for (name, var) in &weights {
         let gradient = gradients.get(var);

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, anyhow, bail};
 use encke::DType;
-use encke::tune::{Here, MachineProfile};
+use encke::tune::{MachineId, MachineProfile};
 use encke_cost::{Device, Machine, PATIENCE, Pick, Profile, Sizes, find_device, find_link};
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
@@ -109,7 +109,7 @@ fn here(sizes: &ShapeOptions, dtype: DType) -> Result<Device> {
 
 /// The GPU of this machine, from its profile.
 fn tuned() -> Result<Device> {
-    let profile = MachineProfile::load(&Here::now())?;
+    let profile = MachineProfile::load(&MachineId::current())?;
     let gpu = profile.and_then(|profile| profile.gpu);
     let gpu = gpu.context(
         "no GPU was measured here with this version; encke tune does, where there is one",

@@ -11,7 +11,7 @@ pub mod report;
 use std::time::Duration;
 
 use anyhow::Result;
-use encke::tune::Source;
+use encke::tune::MachineSource;
 use encke::{Attention, DType, Pass};
 use encke_cost::{Machine, Run, simulate};
 use serde::Serialize;
@@ -53,7 +53,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let shape = options.sizes.shape()?;
     let builder = Attention::builder().pattern(options.pattern.pattern()?);
     let reason = "the clock would take too long";
-    let source = Source::Described(machine.device.name.clone());
+    let source = MachineSource::Described(machine.device.name.clone());
     let builder = options
         .ring
         .apply_on(builder, MOST_RANKS, reason, (machine.clone(), source))?;

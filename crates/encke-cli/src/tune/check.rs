@@ -5,8 +5,8 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use encke::CpuKernel;
 use encke::tune::{
-    Checked, GOOD, Here, MachineProfile, Source, check, median_error, raw_median_error,
-    threads_here,
+    ChoiceCheck, GOOD_MARGIN, MachineId, MachineProfile, MachineSource, check, median_error,
+    raw_median_error, threads_here,
 };
 use serde::Serialize;
 
@@ -29,7 +29,7 @@ struct Record<'a> {
     repeats: usize,
     median_error: f64,
     raw_median_error: f64,
-    configurations: &'a [Checked],
+    configurations: &'a [ChoiceCheck],
 }
 
 /// Runs the check.
@@ -44,9 +44,9 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
     let (machine, source) = threads_here()?;
     // A record goes to other people, to whom the place of a file means nothing.
     let (source, profile) = match source {
-        Source::Measured(_) => (
+        MachineSource::Measured(_) => (
             "measured here".to_string(),
-            MachineProfile::load(&Here::now())?,
+            MachineProfile::load(&MachineId::current())?,
         ),
         source => (source.to_string(), None),
     };
@@ -76,7 +76,7 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
     }
     let good = checked
         .iter()
-        .filter(|of| of.behind() <= 1.0 + GOOD)
+        .filter(|of| of.behind() <= 1.0 + GOOD_MARGIN)
         .count();
     let tried: usize = checked.iter().map(|of| of.tried.len()).sum();
     let mut text = format!(
@@ -90,7 +90,7 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
         "\n{good} of {} choices are within {:.0} % of the best of an exhaustive search; \
          median error of {tried} predictions {:.1} %, at the pace of their time {:.1} %\n",
         checked.len(),
-        100.0 * GOOD,
+        100.0 * GOOD_MARGIN,
         100.0 * raw_median_error(&checked),
         100.0 * error,
     );
@@ -101,7 +101,7 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
     })
 }
 
-fn table(checked: &[Checked]) -> Table {
+fn table(checked: &[ChoiceCheck]) -> Table {
     let headings = [
         "",
         "pace",

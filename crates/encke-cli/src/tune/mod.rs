@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use encke::cost::Machine;
-use encke::tune::{Here, LIMIT, MachineProfile, measure, usual};
+use encke::tune::{DEFAULT_LIMIT, MachineId, MachineProfile, builtin_machine, measure};
 
 use crate::Verdict;
 use crate::number::count;
@@ -77,12 +77,12 @@ pub fn run(options: &Options) -> Result<Verdict> {
     if options.check {
         return check::run(options.repeats, options.record.as_deref());
     }
-    let here = Here::now();
+    let here = MachineId::current();
     if options.show {
         return show(&here, options.json);
     }
     let limit = match options.seconds {
-        None => LIMIT,
+        None => DEFAULT_LIMIT,
         Some(seconds) => match Duration::try_from_secs_f64(seconds) {
             Ok(limit) if !limit.is_zero() => limit,
             _ => bail!("--seconds {seconds} is no length of time; give seconds, more than 0"),
@@ -110,16 +110,16 @@ pub fn run(options: &Options) -> Result<Verdict> {
     Ok(Verdict::Fine)
 }
 
-fn show(here: &Here, json: bool) -> Result<Verdict> {
+fn show(here: &MachineId, json: bool) -> Result<Verdict> {
     let path = MachineProfile::path(here)?;
     let text = match (MachineProfile::load(here)?, json) {
         (Some(profile), true) => serde_json::to_string_pretty(&profile)? + "\n",
         (Some(profile), false) => words(&profile) + &format!("kept in {}\n", path.display()),
-        (None, true) => serde_json::to_string_pretty(&usual(here))? + "\n",
+        (None, true) => serde_json::to_string_pretty(&builtin_machine(here))? + "\n",
         (None, false) => format!(
             "{}\nNothing was measured here with this version, so built-in figures are used.\n\
              encke tune measures, and keeps the profile in {}\n",
-            here.words(),
+            here.to_text(),
             path.display()
         ),
     };
@@ -139,7 +139,7 @@ fn words(profile: &MachineProfile) -> String {
     } = profile;
     let mut text = format!(
         "{}\nmeasured in {}; readings are told within {:.1} %\n\n",
-        here.words(),
+        here.to_text(),
         seconds(*measured_s),
         100.0 * misfit
     );

@@ -26,7 +26,7 @@ fn a_profile_is_measured_kept_shown_and_used() {
     let before = encke(&folder, "tune --show").unwrap();
     assert!(before.contains("built-in figures"), "{before}");
     let plan = encke(&folder, explain).unwrap();
-    assert!(plan.contains("nothing was measured here"), "{plan}");
+    assert!(plan.contains("this machine was not measured"), "{plan}");
 
     // As short as it goes: one turn of everything.
     let tuned = encke(&folder, "tune --seconds 0.01").unwrap();
@@ -53,7 +53,7 @@ fn a_profile_is_measured_kept_shown_and_used() {
     // A profile that was damaged is refused by name, and one of another machine is not taken.
     std::fs::write(&path, "{}").unwrap();
     let refused = encke(&folder, explain).unwrap_err();
-    assert!(refused.contains("no machine profile"), "{refused}");
+    assert!(refused.contains("not a machine profile"), "{refused}");
     assert_eq!(refused.lines().count(), 1, "{refused}");
     let mut other = profile;
     other["here"]["cores"] = 4096.into();

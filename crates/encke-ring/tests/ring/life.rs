@@ -111,7 +111,7 @@ fn ranks_allocate_what_the_plan_lists() {
         let ring = ThreadRing::new(NaiveKernel, DEADLINE);
         let outcome = ring.run(&case.request, &inputs).expect("nothing fails");
         for memory in &outcome.memory {
-            let own = memory.planned_bytes() - memory.lent_bytes;
+            let own = memory.planned_bytes() - memory.borrowed_bytes;
             assert_eq!(memory.allocated_bytes, own, "{case:?}");
         }
         let planned = outcome

@@ -99,7 +99,7 @@ proptest! {
         prop_assert_eq!(resized.trace.sent_bytes(), resize.sent_bytes(&moving));
         for memory in &resized.memory {
             prop_assert!(memory.planned.keys().all(|of| *of == Component::Rows));
-            let had = memory.allocated_bytes + memory.lent_bytes;
+            let had = memory.allocated_bytes + memory.borrowed_bytes;
             prop_assert_eq!(memory.planned_bytes(), had);
         }
     }
@@ -159,7 +159,7 @@ fn calls_on_shards_have_the_bits_of_calls_on_whole_tensors() {
             }
             // Shards lie as a rank would hold them, so nothing is copied in.
             let inputs = 41 * 2 * (4 + 2 + 2) * 3 * 8;
-            let lent: usize = got.memory.iter().map(|memory| memory.lent_bytes).sum();
+            let lent: usize = got.memory.iter().map(|memory| memory.borrowed_bytes).sum();
             assert_eq!(lent, inputs * (1 + redundancy));
         }
     }

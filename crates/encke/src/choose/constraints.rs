@@ -1,8 +1,8 @@
-//! What is wanted, and which alternatives that leaves open.
+//! The fixed and the open settings of a choice, and the alternatives that follow.
 //!
-//! The decision here: what was given is never weighed, and what is open is taken at a few sizes, each
-//! about half as large again or twice as large as the one before: in between nothing changes by more
-//! than the clock can tell.
+//! The decision here: a fixed setting is never varied, and an open size is tried at a few values,
+//! each about 1.5 or 2 times the one before: between them, times change by less than the prediction
+//! error.
 
 use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Queries, Request, Schedule};
@@ -13,62 +13,62 @@ use serde::Serialize;
 
 use crate::checkpoint::CheckpointPolicy;
 
-/// What is to be done.
+/// The passes that are timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Work {
+pub enum Workload {
     /// A forward pass.
     Forward,
     /// A backward pass.
     Backward,
-    /// A forward pass and, some time later, the backward pass: what is kept meanwhile is memory.
+    /// A forward pass and later the backward pass; the saved output takes memory in between.
     Training {
-        /// Layers that keep their output at the same time.
+        /// Layers whose outputs are saved at the same time.
         layers: usize,
     },
 }
 
-/// What is wanted, and what of it is left open: everything that is `None`.
+/// A workload with its settings. A setting that is `None` is open: its alternatives are tried.
 #[derive(Debug, Clone)]
 pub struct Constraints {
-    /// Sizes.
+    /// Batch, tokens, heads and head dimension.
     pub shape: Shape,
-    /// Who sees whom.
+    /// Which query attends to which key.
     pub pattern: Pattern,
     /// The storage type.
     pub dtype: DType,
-    /// What is to be done.
-    pub work: Work,
-    /// How many ranks.
+    /// The passes.
+    pub work: Workload,
+    /// Number of ranks.
     pub ranks: Option<usize>,
-    /// How tokens are cut.
+    /// How tokens are divided.
     pub cut: Option<Cut>,
-    /// Who holds the queries; open, it is chosen with the rest: K/V travel, or carries do.
+    /// Sharded queries (K/V rotate) or replicated ones (softmax states travel).
     pub queries: Option<Queries>,
-    /// How many distances a round takes; see [`Schedule`].
+    /// How many ring distances a round covers; see [`Schedule`].
     pub width: Option<usize>,
-    /// What travels in the backward pass; see [`Schedule`].
+    /// What rotates in the backward pass; see [`Schedule`].
     pub rotate: Option<Rotating>,
-    /// What is kept for the backward pass.
+    /// What the forward pass saves for the backward pass.
     pub checkpoint: Option<CheckpointPolicy>,
-    /// How many other ranks keep each rank's inputs.
+    /// Number of other ranks that hold a copy of each rank's inputs.
     pub redundancy: usize,
-    /// The largest ring there can be.
+    /// The largest number of ranks.
     pub most_ranks: usize,
     /// Bytes that a rank may hold.
     pub memory_limit: Option<usize>,
-    /// Below so many tokens only one device is considered.
+    /// Below this many tokens only one device is considered.
     pub one_device_below: Option<usize>,
 }
 
 impl Constraints {
-    /// A forward pass with everything else left open, on at most so many ranks.
+    /// A forward pass with sharded queries on at most `most_ranks` ranks; the rest is open.
     pub fn new(shape: Shape, pattern: Pattern, dtype: DType, most_ranks: usize) -> Constraints {
         Constraints {
             shape,
             pattern,
             dtype,
-            work: Work::Forward,
+            work: Workload::Forward,
             ranks: None,
             cut: None,
             queries: Some(Queries::Sharded),
@@ -82,7 +82,7 @@ impl Constraints {
         }
     }
 
-    /// Ring sizes that are looked at: the one given, or 1, 2, 3, 4, 6, 8, 12, 16, … and the largest.
+    /// The ring sizes tried: the fixed one, or 1, 2, 3, 4, 6, 8, 12, 16, … and the largest.
     fn sizes(&self) -> Vec<usize> {
         if let Some(ranks) = self.ranks {
             return vec![ranks];
@@ -107,7 +107,7 @@ impl Constraints {
         sizes
     }
 
-    /// Every ring that is looked at, the simplest first.
+    /// The requests of all alternatives, the simplest first.
     pub(super) fn requests(&self) -> Result<Vec<Request>, ClockError> {
         let mut requests = Vec::new();
         for ranks in self.sizes() {
@@ -117,7 +117,7 @@ impl Constraints {
                 None => vec![Cut::Contiguous, Cut::Zigzag, Cut::Striped],
             };
             let queries = match self.queries {
-                // One rank has all queries either way.
+                // One rank has all queries in both cases.
                 _ if ranks == 1 => vec![Queries::Sharded],
                 Some(queries) => vec![queries],
                 None if self.redundancy > 0 => vec![Queries::Sharded],
@@ -142,8 +142,8 @@ impl Constraints {
         Ok(requests)
     }
 
-    /// The schedules of a ring that are looked at: a ring, twice and four times as wide, and
-    /// everything at once; with keys that travel in the backward pass and with queries that do.
+    /// The schedules tried: widths 1, 2, 4 and all distances at once, each with keys and with
+    /// queries rotating in the backward pass.
     fn schedules(&self, ranks: usize, queries: Queries) -> Vec<Schedule> {
         let most = ranks.saturating_sub(1).max(1);
         let widths = match self.width {
@@ -154,7 +154,7 @@ impl Constraints {
             }
         };
         let either = ranks > 1
-            && self.work != Work::Forward
+            && self.work != Workload::Forward
             && queries == Queries::Sharded
             && self.redundancy == 0;
         let rotate = match self.rotate {

@@ -1,12 +1,11 @@
-//! One device or a ring, of what size, how cut and how scheduled: alternatives are planned, timed and weighed.
+//! Chooses between one device and a ring, and the ring's size, sharding and schedule.
 //!
-//! Nothing is run and nothing is measured here. What a machine can do is told by its description
-//! ([`Machine`]); what an alternative would do is its very plan, and how long it would take is what
-//! the simulator's clock says of it.
+//! Nothing is run or measured here. [`Machine`] describes the hardware, an alternative's plan says
+//! what it would do, and the cost model (`encke-cost`) predicts how long that takes.
 //!
-//! The decision here: there is no rule of thumb. Every alternative is planned and timed like a call,
-//! which takes milliseconds; of those that fit, the fastest wins, and among those that the clock
-//! cannot tell apart the simplest.
+//! The decision here: there is no rule of thumb. Every alternative is planned and simulated, which
+//! takes milliseconds; of those that fit in memory the fastest wins, and among those within
+//! [`TIE_TOLERANCE`] of it the simplest.
 
 mod constraints;
 mod threshold;
@@ -20,73 +19,73 @@ use encke_ring::memory;
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointPolicy;
-pub use constraints::{Constraints, Work};
+pub use constraints::{Constraints, Workload};
 pub use threshold::{Threshold, one_device_until};
 
-/// What differs by less than this, as a part, the clock does not tell apart.
-pub const ALIKE: f64 = 0.01;
+/// Predicted times within this fraction of each other count as equal.
+pub const TIE_TOLERANCE: f64 = 0.01;
 
-/// One way to do it.
+/// A ring with its predicted times and memory.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Alternative {
-    /// How many ranks.
+    /// Number of ranks.
     pub ranks: usize,
-    /// How tokens are cut.
+    /// How tokens are divided.
     pub cut: Cut,
-    /// Who holds the queries.
+    /// Sharded or replicated queries.
     pub queries: Queries,
-    /// How parcels go round.
+    /// How parcels travel.
     pub schedule: Schedule,
-    /// What is kept between the passes, where there are two.
+    /// What is saved between the passes, where there are two.
     pub checkpoint: Option<CheckpointPolicy>,
     /// Predicted time of the forward pass.
     pub forward_s: Option<f64>,
     /// Predicted time of the backward pass.
     pub backward_s: Option<f64>,
-    /// Predicted time of all that is done, a forward pass that is done again included.
+    /// Predicted time of all passes, a recomputed forward pass included.
     pub seconds: f64,
-    /// Bytes that the fullest rank holds, with what is kept for other layers.
+    /// Peak bytes of the fullest rank, with the outputs saved for other layers.
     pub memory_bytes: usize,
-    /// Bytes that travel.
+    /// Bytes sent.
     pub sent_bytes: u64,
-    /// Part of the ranks' time that they wait for hops or for each other.
+    /// Fraction of the ranks' time spent waiting for hops or for each other.
     pub waiting: f64,
     /// Whether the memory is within the limit.
     pub fits: bool,
 }
 
-/// What was considered, and what was chosen.
+/// The alternatives, the one chosen, and the reason.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Choice {
-    /// Everything that was considered: what fits first, the fastest first.
+    /// All alternatives: those that fit first, each group by time.
     pub alternatives: Vec<Alternative>,
-    /// Which of them was chosen.
+    /// Index of the chosen one.
     pub chosen: usize,
-    /// Why.
+    /// Why it was chosen, in a sentence.
     pub reason: String,
 }
 
 impl Choice {
-    /// What was chosen.
+    /// The chosen alternative.
     pub fn winner(&self) -> &Alternative {
         &self.alternatives[self.chosen]
     }
 }
 
-/// Why nothing could be chosen.
+/// Why no alternative could be chosen.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ChoiceError {
     /// No alternative is within the limit.
     #[error(
-        "nothing fits {limit} bytes a rank: the least that a rank would hold is {least} bytes, in a \
-         ring of {ranks}; allow more memory or more ranks"
+        "nothing fits {limit} bytes per rank: the smallest alternative, with {ranks} ranks, needs \
+         {least} bytes per rank; allow more memory or more ranks"
     )]
     NothingFits {
         /// Bytes that a rank may hold.
         limit: usize,
-        /// Bytes that the fullest rank of the least demanding alternative would.
+        /// Bytes of the fullest rank of the smallest alternative.
         least: usize,
-        /// Its ranks.
+        /// Ranks of that alternative.
         ranks: usize,
     },
     /// An alternative could not be planned or timed.
@@ -94,34 +93,35 @@ pub enum ChoiceError {
     Clock(#[from] ClockError),
 }
 
-/// Considers every alternative that a wish leaves open, on a machine. The kernel is asked for its
-/// scratch memory only.
+/// Times every alternative that the constraints leave open, and chooses one. The kernel is only
+/// used for the size of its workspace.
 pub fn choose<K: Kernel>(
     kernel: &K,
-    wish: &Constraints,
+    constraints: &Constraints,
     machine: &Machine,
 ) -> Result<Choice, ChoiceError> {
     let mut alternatives = Vec::new();
-    for request in wish.requests()? {
+    for request in constraints.requests()? {
         let backward = Pass::Backward { dlse: false };
-        let (first, second) = match wish.work {
-            Work::Forward => (Some(Pass::Forward), None),
-            Work::Backward => (None, Some(backward)),
-            Work::Training { .. } => (Some(Pass::Forward), Some(backward)),
+        let (first, second) = match constraints.work {
+            Workload::Forward => (Some(Pass::Forward), None),
+            Workload::Backward => (None, Some(backward)),
+            Workload::Training { .. } => (Some(Pass::Forward), Some(backward)),
         };
         let timed = |pass: Option<Pass>| match pass {
-            Some(pass) => Timed::new(kernel, &request, pass, machine).map(Some),
+            Some(pass) => TimedPass::new(kernel, &request, pass, machine).map(Some),
             None => Ok(None),
         };
         let (forward, backward) = (timed(first)?, timed(second)?);
-        for policy in policies(wish) {
-            let weighed = weigh(wish, &request, [&forward, &backward], policy);
-            alternatives.push(weighed);
+        for policy in policies(constraints) {
+            let passes = [&forward, &backward];
+            alternatives.push(alternative(constraints, &request, passes, policy));
         }
     }
-    // On the way back every round waits for sums of the one before, and with ranks that share their cores for
-    // the system to run them: fewer rounds, fewer waits.
-    let rounds_wait = wish.work != Work::Forward && machine.device.shared_cores.is_some();
+    // In the backward pass every round waits for gradient sums of the round before; ranks that
+    // share cores also wait for the scheduler. Fewer rounds mean fewer waits.
+    let rounds_wait =
+        constraints.work != Workload::Forward && machine.device.shared_cores.is_some();
     let simplicity = |of: &Alternative| {
         let Schedule { width, backward } = of.schedule;
         let plain = (of.cut != Cut::Contiguous, backward != Rotating::Keys);
@@ -137,20 +137,22 @@ pub fn choose<K: Kernel>(
     });
     let Some(fastest) = alternatives.first().filter(|of| of.fits) else {
         let least = alternatives.iter().min_by_key(|of| of.memory_bytes);
-        let least = least.map_or((0, wish.most_ranks), |of| (of.memory_bytes, of.ranks));
+        let least = least.map_or((0, constraints.most_ranks), |of| {
+            (of.memory_bytes, of.ranks)
+        });
         return Err(ChoiceError::NothingFits {
-            limit: wish.memory_limit.unwrap_or(0),
+            limit: constraints.memory_limit.unwrap_or(0),
             least: least.0,
             ranks: least.1,
         });
     };
-    let near = fastest.seconds * (1.0 + ALIKE);
-    let alike = alternatives.iter().enumerate();
-    let alike = alike.filter(|(_, of)| of.fits && of.seconds <= near);
-    let chosen = alike
+    let limit = fastest.seconds * (1.0 + TIE_TOLERANCE);
+    let tied = alternatives.iter().enumerate();
+    let tied = tied.filter(|(_, of)| of.fits && of.seconds <= limit);
+    let chosen = tied
         .min_by_key(|(_, of)| simplicity(of))
         .map_or(0, |(at, _)| at);
-    let reason = reason(wish, &alternatives, chosen);
+    let reason = reason(constraints, &alternatives, chosen);
     Ok(Choice {
         alternatives,
         chosen,
@@ -158,40 +160,40 @@ pub fn choose<K: Kernel>(
     })
 }
 
-fn policies(wish: &Constraints) -> Vec<Option<CheckpointPolicy>> {
-    match (wish.work, wish.checkpoint) {
-        (Work::Training { .. }, None) => {
+fn policies(constraints: &Constraints) -> Vec<Option<CheckpointPolicy>> {
+    match (constraints.work, constraints.checkpoint) {
+        (Workload::Training { .. }, None) => {
             vec![
                 Some(CheckpointPolicy::KeepOutput),
                 Some(CheckpointPolicy::Recompute),
             ]
         }
-        (Work::Training { .. }, policy) => vec![policy],
+        (Workload::Training { .. }, policy) => vec![policy],
         _ => vec![None],
     }
 }
 
 /// One pass of one ring, planned and timed.
-struct Timed {
+struct TimedPass {
     run: Run,
-    /// Of the fullest rank.
+    /// Peak bytes of the fullest rank.
     memory_bytes: usize,
 }
 
-impl Timed {
+impl TimedPass {
     fn new<K: Kernel>(
         kernel: &K,
         request: &Request,
         pass: Pass,
         machine: &Machine,
-    ) -> Result<Timed, ClockError> {
+    ) -> Result<TimedPass, ClockError> {
         let request = Request {
             pass,
             ..request.clone()
         };
         let plan = Plan::new(request)?;
         let run = simulate(&plan, machine, 0..0)?;
-        // Ranks that share a device share its scratch memory.
+        // Ranks that share a device share its workspace.
         let sharing = plan.ranks().div_ceil(machine.devices(plan.ranks()).max(1));
         let mut memory_bytes = 0;
         for rank in 0..plan.ranks() {
@@ -199,26 +201,26 @@ impl Timed {
             let planned = memory::planned(kernel, &program, sharing, plan.request());
             memory_bytes = memory_bytes.max(planned.values().sum());
         }
-        Ok(Timed { run, memory_bytes })
+        Ok(TimedPass { run, memory_bytes })
     }
 }
 
-/// An alternative made of its passes and of what is kept between them.
-fn weigh(
-    wish: &Constraints,
+/// The alternative with these passes and this checkpoint policy.
+fn alternative(
+    constraints: &Constraints,
     request: &Request,
-    [forward, backward]: [&Option<Timed>; 2],
+    [forward, backward]: [&Option<TimedPass>; 2],
     checkpoint: Option<CheckpointPolicy>,
 ) -> Alternative {
-    let seconds_of = |of: &Option<Timed>| of.as_ref().map(|timed| timed.run.seconds);
+    let seconds_of = |of: &Option<TimedPass>| of.as_ref().map(|timed| timed.run.seconds);
     let (forward_s, backward_s) = (seconds_of(forward), seconds_of(backward));
     let passes = || [forward, backward].into_iter().flatten();
     let again = match checkpoint {
         Some(CheckpointPolicy::Recompute) => forward.as_ref(),
         _ => None,
     };
-    let kept = match (wish.work, checkpoint) {
-        (Work::Training { layers }, Some(CheckpointPolicy::KeepOutput)) => {
+    let kept = match (constraints.work, checkpoint) {
+        (Workload::Training { layers }, Some(CheckpointPolicy::KeepOutput)) => {
             layers.saturating_sub(1) * kept_bytes(request)
         }
         _ => 0,
@@ -241,11 +243,13 @@ fn weigh(
         memory_bytes,
         sent_bytes: runs().map(Run::bytes).sum(),
         waiting: if ended > 0.0 { waited / ended } else { 0.0 },
-        fits: wish.memory_limit.is_none_or(|limit| memory_bytes <= limit),
+        fits: constraints
+            .memory_limit
+            .is_none_or(|limit| memory_bytes <= limit),
     }
 }
 
-/// Bytes of out and lse of the fullest rank: what one layer keeps.
+/// Bytes of out and lse of the fullest rank: what one layer saves.
 fn kept_bytes(request: &Request) -> usize {
     let Request {
         shape, sharding, ..
@@ -259,51 +263,52 @@ fn kept_bytes(request: &Request) -> usize {
     shape.batch * rows * request.pattern.slots(shape.heads).len() * row
 }
 
-/// Why the chosen one won, in a sentence.
-fn reason(wish: &Constraints, all: &[Alternative], chosen: usize) -> String {
+/// Why the chosen alternative won, in a sentence.
+fn reason(constraints: &Constraints, all: &[Alternative], chosen: usize) -> String {
     let winner = &all[chosen];
     let fitting = all.iter().filter(|of| of.fits).count();
     if fitting == 1 && all.len() == 1 {
-        return "nothing else was left open".to_string();
+        return "it is the only alternative".to_string();
     }
-    let mut words = Vec::new();
+    let mut clauses = Vec::new();
     if fitting < all.len() {
         let one = all.iter().find(|of| of.ranks == 1 && !of.fits);
-        words.push(match one {
+        clauses.push(match one {
             Some(one) => format!(
-                "one device would hold {} bytes, and {} of {} alternatives fit",
+                "one device would hold {} bytes, and {} of {} alternatives fit in memory",
                 one.memory_bytes,
                 fitting,
                 all.len()
             ),
-            None => format!("{fitting} of {} alternatives fit the memory", all.len()),
+            None => format!("{fitting} of {} alternatives fit in memory", all.len()),
         });
     }
     let fastest = &all[0];
     if chosen != 0 {
         let behind = 100.0 * (winner.seconds / fastest.seconds - 1.0);
-        words.push(format!(
-            "it is the simplest of those that the clock cannot tell apart ({behind:.1} % behind the \
-             fastest)"
+        clauses.push(format!(
+            "it is the simplest of those whose predicted times are equal within {:.0} % \
+             ({behind:.1} % behind the fastest)",
+            100.0 * TIE_TOLERANCE
         ));
     } else if let Some(next) = all[1..].iter().find(|of| of.fits) {
         let ahead = 100.0 * (next.seconds / winner.seconds - 1.0);
-        words.push(format!("it is the fastest, {ahead:.1} % ahead of the next"));
+        clauses.push(format!("it is the fastest, {ahead:.1} % ahead of the next"));
     }
     let rival = |of: &&Alternative| of.fits && (of.ranks == 1) != (winner.ranks == 1);
     if let Some(rival) = all.iter().find(rival) {
-        let who = match rival.ranks {
+        let name = match rival.ranks {
             1 => "one device".to_string(),
             ranks => format!("the best ring ({ranks} ranks)"),
         };
         let times = rival.seconds / winner.seconds;
-        words.push(format!("{who} would take {times:.2} times as long"));
+        clauses.push(format!("{name} would take {times:.2} times as long"));
     }
-    if wish
+    if constraints
         .one_device_below
-        .is_some_and(|limit| wish.shape.tokens < limit)
+        .is_some_and(|limit| constraints.shape.tokens < limit)
     {
-        words.push("below the given length only one device is considered".to_string());
+        clauses.push("below the given length only one device is considered".to_string());
     }
-    words.join("; ")
+    clauses.join("; ")
 }

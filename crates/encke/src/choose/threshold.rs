@@ -1,72 +1,72 @@
-//! Up to how many tokens one device is enough: a length that is computed, not a rule.
+//! The sequence length up to which one device is faster than a ring.
 //!
 //! The decision here: the same pattern, heads and type are timed at doubling lengths, on one device
-//! and on rings of two and of the most ranks, until a ring wins; the length in between is then
-//! found by halving, to within a sixteenth.
+//! and on rings of two and of the most ranks, until a ring is faster; bisection then finds the
+//! length to within a sixteenth.
 
 use encke_core::Shape;
 use encke_core::kernel::Kernel;
 use encke_core::plan::rings::Rotating;
 use serde::Serialize;
 
-use super::{ALIKE, ChoiceError, Constraints, choose};
+use super::{ChoiceError, Constraints, TIE_TOLERANCE, choose};
 use encke_cost::Machine;
 
-/// Lengths that are looked at.
+/// The lengths tried.
 const SHORTEST: usize = 256;
 const LONGEST: usize = 1 << 24;
 
-/// Up to how many tokens one device is enough.
+/// From how many tokens on a ring is faster than one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Threshold {
-    /// From about so many tokens on a ring is faster.
+    /// A ring is faster from about this many tokens on.
     Tokens(usize),
-    /// A ring is faster at every length that was looked at.
+    /// A ring is faster at every length tried.
     AlwaysRing,
-    /// No ring is faster up to this length: ranks share what they compute on, or there is one.
+    /// No ring is faster: the ranks share one device, or only one rank is allowed.
     NeverRing {
-        /// The longest length that was looked at.
+        /// The longest length tried.
         up_to: usize,
     },
 }
 
-/// Finds the length from which a ring of at most the wish's ranks is faster than one device.
-/// Memory is left out of it.
+/// Finds the length from which a ring of at most `most_ranks` ranks is faster than one device,
+/// without regard to memory.
 pub fn one_device_until<K: Kernel>(
     kernel: &K,
-    wish: &Constraints,
+    constraints: &Constraints,
     machine: &Machine,
 ) -> Result<Threshold, ChoiceError> {
     let ring_wins = |tokens: usize| -> Result<bool, ChoiceError> {
         let best = |ranks: usize| -> Result<f64, ChoiceError> {
             let shape = Shape {
                 tokens,
-                ..wish.shape
+                ..constraints.shape
             };
-            let wish = Constraints {
+            let constraints = Constraints {
                 shape,
                 ranks: Some(ranks),
-                // How parcels go round moves the length by less than the clock can tell.
-                width: wish.width.or(Some(1)),
-                rotate: wish.rotate.or(Some(Rotating::Keys)),
+                // The schedule moves the length by less than the prediction error.
+                width: constraints.width.or(Some(1)),
+                rotate: constraints.rotate.or(Some(Rotating::Keys)),
                 redundancy: 0,
                 memory_limit: None,
                 one_device_below: None,
-                ..wish.clone()
+                ..constraints.clone()
             };
-            Ok(choose(kernel, &wish, machine)?.alternatives[0].seconds)
+            Ok(choose(kernel, &constraints, machine)?.alternatives[0].seconds)
         };
-        let alone = best(1)? / (1.0 + ALIKE);
-        for ranks in [2, wish.most_ranks.min(8)] {
+        let alone = best(1)? / (1.0 + TIE_TOLERANCE);
+        for ranks in [2, constraints.most_ranks.min(8)] {
             if ranks > 1 && best(ranks)? < alone {
                 return Ok(true);
             }
         }
         Ok(false)
     };
-    let longest = LONGEST.max(wish.shape.tokens);
-    if wish.most_ranks < 2 {
+    let longest = LONGEST.max(constraints.shape.tokens);
+    if constraints.most_ranks < 2 {
         return Ok(Threshold::NeverRing { up_to: longest });
     }
     let mut high = SHORTEST;

@@ -1,12 +1,14 @@
-//! Decisions held against reality: what is chosen beside the best of everything that could have been.
+//! Checks the automatic choice by exhaustive search: every alternative is run and compared with the
+//! one chosen.
 //!
-//! Mixed configurations, each with all alternatives that fit, every one of them really run on threads
-//! of this machine. The decision here: alternatives of a configuration take turns, and ratios of one turn
-//! are compared, so that a machine that is busy with other things is busy for all of them alike. Of many
-//! the fastest is partly the luckiest: those in front run again, who then still beats the chosen one
-//! meets it alone, and only the last that was measured counts. Predictions are of the machine as it was
-//! when it was measured; the yardstick that was run then runs again beside each configuration, and
-//! what a prediction is held against is the time at the pace of then.
+//! Mixed configurations, each with all alternatives that fit, run on threads of this machine. The
+//! decision here: the alternatives of a configuration take turns, and times of the same turn are
+//! compared, so that other load on the machine affects all of them alike. The minimum of many noisy
+//! times is biased, so the fastest run again (the finals), an alternative that still beats the
+//! chosen one runs against it alone (the duel), and only the last measurement counts. Predictions
+//! are for the speed that the machine had when it was measured; the calibration ring of that
+//! measurement runs again beside each configuration, and predictions are scaled by the ratio of its
+//! times (the pace).
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Pass, Request};
@@ -18,97 +20,97 @@ use encke_cost::{
 use encke_ring::ThreadRing;
 use serde::Serialize;
 
-use super::measure::yardstick;
-use crate::choose::{Alternative, Choice, ChoiceError, Constraints, Work, choose};
+use super::measure::calibration_ring;
+use crate::choose::{Alternative, Choice, ChoiceError, Constraints, Workload, choose};
 
-/// The largest ring that is tried.
+/// The largest ring tried.
 const MOST_RANKS: usize = 8;
-/// A choice is good if nothing else is faster by more than this part.
-pub const GOOD: f64 = 0.05;
-/// How long a run takes if it can, and how many calls it is at most.
+/// A choice is good if no alternative is faster by more than this fraction.
+pub const GOOD_MARGIN: f64 = 0.05;
+/// Target seconds of a run, and the most calls it consists of.
 const RUN_S: f64 = 0.04;
 const MOST_CALLS: usize = 15;
-/// How many of the fastest run again, so that the best is not merely the luckiest.
+/// How many of the fastest alternatives run again.
 const FINALISTS: usize = 8;
-/// How often they do.
+/// Turns of the finals.
 const FINALS: usize = 7;
-/// How often one that was faster than the chosen one runs beside it.
+/// Turns of a duel.
 const DUELS: usize = 31;
 
 /// An alternative, predicted and measured.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Tried {
-    /// What was predicted.
+pub struct MeasuredAlternative {
+    /// The prediction.
     pub predicted: Alternative,
-    /// The median of its runs.
+    /// Median seconds of the runs.
     pub measured_s: f64,
-    /// All of them.
+    /// Seconds of every run.
     pub runs_s: Vec<f64>,
-    /// For those in front: how many times as long the chosen one took, in the median of the turns.
+    /// For finalists: the chosen alternative's time divided by this one's, median of the turns.
     pub ahead: Option<f64>,
 }
 
-/// A configuration, with everything that was tried.
+/// A configuration with the alternatives measured.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Checked {
-    /// In a few words.
+pub struct ChoiceCheck {
+    /// Pass, pattern, type and sizes.
     pub name: String,
-    /// Alternatives that fit.
-    pub tried: Vec<Tried>,
-    /// Which of them was chosen beforehand.
+    /// The alternatives that fit in memory.
+    pub tried: Vec<MeasuredAlternative>,
+    /// Index of the one that the prediction chose.
     pub chosen: usize,
-    /// How many times as long the yardstick took meanwhile as when the machine was measured; 1 where
-    /// that is not known.
+    /// Seconds of the calibration ring during this check divided by its seconds when the machine
+    /// was measured; 1 if the latter is unknown.
     pub pace: f64,
 }
 
-impl Checked {
-    /// How far the predictions were off, as parts of what was measured, if the machine was so many
-    /// times as slow as when it was measured: at its [`pace`](Checked::pace), or at 1.
+impl ChoiceCheck {
+    /// Relative errors of the predictions, scaled by `pace`: the configuration's
+    /// [`pace`](ChoiceCheck::pace), or 1 for unscaled predictions.
     pub fn errors(&self, pace: f64) -> impl Iterator<Item = f64> {
         let tried = self.tried.iter();
         tried.map(move |of| of.predicted.seconds * pace / of.measured_s - 1.0)
     }
 
-    /// The alternative that was fastest, of those in front.
-    pub fn best(&self) -> &Tried {
-        let ahead = |tried: &Tried| tried.ahead.unwrap_or(0.0);
+    /// The fastest of the finalists.
+    pub fn best(&self) -> &MeasuredAlternative {
+        let ahead = |tried: &MeasuredAlternative| tried.ahead.unwrap_or(0.0);
         let tried = self.tried.iter();
         let best = tried.max_by(|a, b| ahead(a).total_cmp(&ahead(b)));
-        best.expect("something was tried")
+        best.expect("at least one alternative was measured")
     }
 
-    /// How many times as long as the fastest the chosen one took.
+    /// The chosen alternative's time divided by the fastest one's.
     pub fn behind(&self) -> f64 {
         self.best().ahead.unwrap_or(1.0)
     }
 }
 
-/// The median error of all predictions, at the pace of each configuration.
-pub fn median_error(checked: &[Checked]) -> f64 {
+/// The median error of all predictions, each scaled by the pace of its configuration.
+pub fn median_error(checked: &[ChoiceCheck]) -> f64 {
     error_at(checked, |of| of.pace)
 }
 
-/// The same, as if the machine were always as fast as when it was measured.
-pub fn raw_median_error(checked: &[Checked]) -> f64 {
+/// The same without scaling.
+pub fn raw_median_error(checked: &[ChoiceCheck]) -> f64 {
     error_at(checked, |_| 1.0)
 }
 
-fn error_at(checked: &[Checked], pace: impl Fn(&Checked) -> f64) -> f64 {
+fn error_at(checked: &[ChoiceCheck], pace: impl Fn(&ChoiceCheck) -> f64) -> f64 {
     let errors = checked.iter().flat_map(|of| of.errors(pace(of)));
     median(&errors.map(f64::abs).collect::<Vec<f64>>())
 }
 
-/// A configuration with what a rank may hold, as a part of what one rank would.
-struct Case {
+/// A configuration. `memory_share` limits a rank's bytes to this share of what one rank would hold.
+struct CheckConfig {
     name: String,
-    wish: Constraints,
-    part: Option<f64>,
+    constraints: Constraints,
+    memory_share: Option<f64>,
 }
 
-/// Five shapes of six kinds: dense and dilated, forward and backward, two types, with and without a
-/// limit on memory.
-fn cases() -> Result<Vec<Case>, ClockError> {
+/// Five shapes in six variants: dense and dilated, forward and backward, two types, with and
+/// without a limit on memory.
+fn configurations() -> Result<Vec<CheckConfig>, ClockError> {
     let shapes = [
         (1024, 4, 64),
         (4096, 4, 64),
@@ -120,81 +122,99 @@ fn cases() -> Result<Vec<Case>, ClockError> {
         offsets: OffsetRule::HeadMod,
         gradient: MixingGradient::Exact,
     };
-    let mut cases = Vec::new();
+    let mut configurations = Vec::new();
     for (tokens, heads, dim) in shapes {
         let shape = Shape::new(1, tokens, heads, heads, dim)?;
         let segments = [tokens / 8, tokens / 2, tokens];
         let dilated = Pattern::dilated(&segments, &[1, 2, 4], mix)?.causal(true);
         let dense = || Pattern::dense().causal(true);
-        let kinds = [
-            ("full", Pattern::dense(), Work::Forward, DType::F32, None),
-            ("causal", dense(), Work::Forward, DType::Bf16, Some(0.5)),
-            ("causal", dense(), Work::Backward, DType::F32, Some(0.4)),
-            ("dilated", dilated.clone(), Work::Forward, DType::F32, None),
-            ("dilated", dilated, Work::Backward, DType::Bf16, Some(0.5)),
-            ("causal", dense(), Work::Forward, DType::F32, Some(0.25)),
+        let variants = [
+            (
+                "full",
+                Pattern::dense(),
+                Workload::Forward,
+                DType::F32,
+                None,
+            ),
+            ("causal", dense(), Workload::Forward, DType::Bf16, Some(0.5)),
+            ("causal", dense(), Workload::Backward, DType::F32, Some(0.4)),
+            (
+                "dilated",
+                dilated.clone(),
+                Workload::Forward,
+                DType::F32,
+                None,
+            ),
+            (
+                "dilated",
+                dilated,
+                Workload::Backward,
+                DType::Bf16,
+                Some(0.5),
+            ),
+            ("causal", dense(), Workload::Forward, DType::F32, Some(0.25)),
         ];
-        for (words, pattern, work, dtype, part) in kinds {
-            let way = match work {
-                Work::Backward => "backward",
+        for (mask, pattern, work, dtype, memory_share) in variants {
+            let pass = match work {
+                Workload::Backward => "backward",
                 _ => "forward",
             };
-            let limit = match part {
-                Some(part) => format!(", {:.0} % a rank", 100.0 * part),
+            let limit = match memory_share {
+                Some(share) => format!(", {:.0} % a rank", 100.0 * share),
                 None => String::new(),
             };
-            cases.push(Case {
-                name: format!("{way} {words} {dtype}, {tokens} x {heads} x {dim}{limit}"),
-                wish: Constraints {
+            configurations.push(CheckConfig {
+                name: format!("{pass} {mask} {dtype}, {tokens} x {heads} x {dim}{limit}"),
+                constraints: Constraints {
                     work,
                     ..Constraints::new(shape, pattern, dtype, MOST_RANKS)
                 },
-                part,
+                memory_share,
             });
         }
     }
-    Ok(cases)
+    Ok(configurations)
 }
 
-/// The yardstick, and what it took when the machine was measured.
-struct Pace {
-    yardstick: RingCalibration,
-    then_s: Option<f64>,
+/// The calibration ring, and its seconds when the machine was measured.
+struct SpeedBaseline {
+    calibration_ring: RingCalibration,
+    seconds: Option<f64>,
 }
 
-impl Pace {
-    /// How many times as long as then it took, in the median of some runs.
-    fn of(&self, now_s: &[f64]) -> f64 {
-        self.then_s.map_or(1.0, |then_s| median(now_s) / then_s)
+impl SpeedBaseline {
+    /// The median of `now_s` divided by the seconds of the baseline.
+    fn pace(&self, now_s: &[f64]) -> f64 {
+        self.seconds.map_or(1.0, |then_s| median(now_s) / then_s)
     }
 }
 
-/// Chooses for each configuration, then runs every alternative `repeats` times. `yardstick_s` is what
-/// the yardstick took when the machine was measured. `progress` is told the configuration and which
-/// part is done.
+/// Chooses for each configuration, then runs every alternative `repeats` times. `yardstick_s` is
+/// the time of the calibration ring when the machine was measured. `progress` gets the name of the
+/// configuration and the fraction done.
 pub fn check<K: Kernel<Buffer = Data>>(
     kernel: K,
     machine: &Machine,
     yardstick_s: Option<f64>,
     repeats: usize,
     progress: &mut dyn FnMut(&str, f64),
-) -> Result<Vec<Checked>, ChoiceError> {
-    let pace = Pace {
-        yardstick: yardstick()?,
-        then_s: yardstick_s,
+) -> Result<Vec<ChoiceCheck>, ChoiceError> {
+    let baseline = SpeedBaseline {
+        calibration_ring: calibration_ring()?,
+        seconds: yardstick_s,
     };
     let ring = ThreadRing::new(kernel, PATIENCE);
-    let cases = cases()?;
-    let all = cases.len();
+    let configurations = configurations()?;
+    let all = configurations.len();
     let mut checked = Vec::new();
-    for (at, case) in cases.into_iter().enumerate() {
-        progress(&case.name, at as f64 / all as f64);
-        checked.push(case.check(&ring, machine, &pace, repeats)?);
+    for (at, configuration) in configurations.into_iter().enumerate() {
+        progress(&configuration.name, at as f64 / all as f64);
+        checked.push(configuration.check(&ring, machine, &baseline, repeats)?);
     }
     Ok(checked)
 }
 
-/// Those that may be the fastest by a first look, and the one that was chosen.
+/// The alternatives that were fastest in the first turns, and the chosen one.
 fn finalists(runs_s: &[Vec<f64>], chosen: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..runs_s.len()).collect();
     order.sort_by(|a, b| median(&runs_s[*a]).total_cmp(&median(&runs_s[*b])));
@@ -205,33 +225,33 @@ fn finalists(runs_s: &[Vec<f64>], chosen: usize) -> Vec<usize> {
     order
 }
 
-impl Case {
-    /// What is decided for it, with every alternative.
+impl CheckConfig {
+    /// The automatic choice, with every alternative.
     fn choose<K: Kernel>(&mut self, kernel: &K, machine: &Machine) -> Result<Choice, ChoiceError> {
-        if let Some(part) = self.part {
+        if let Some(share) = self.memory_share {
             let alone = Constraints {
                 ranks: Some(1),
-                ..self.wish.clone()
+                ..self.constraints.clone()
             };
             let alone = choose(kernel, &alone, machine)?;
             let bytes = alone.winner().memory_bytes as f64;
-            self.wish.memory_limit = Some((part * bytes) as usize);
+            self.constraints.memory_limit = Some((share * bytes) as usize);
         }
-        match choose(kernel, &self.wish, machine) {
-            // Of a short sequence even the largest ring may hold more than that part.
+        match choose(kernel, &self.constraints, machine) {
+            // For a short sequence even the largest ring may exceed that share.
             Err(ChoiceError::NothingFits { least, .. }) => {
-                self.wish.memory_limit = Some(least + least / 16);
-                choose(kernel, &self.wish, machine)
+                self.constraints.memory_limit = Some(least + least / 16);
+                choose(kernel, &self.constraints, machine)
             }
             choice => choice,
         }
     }
 
-    /// An alternative as it is carried out.
+    /// The request of an alternative.
     fn request(&self, of: &Alternative) -> Result<Request, ChoiceError> {
         let sharding = Sharding::new(of.ranks, of.cut.clone()).map_err(ClockError::from)?;
-        let pass = match self.wish.work {
-            Work::Backward => Pass::Backward { dlse: false },
+        let pass = match self.constraints.work {
+            Workload::Backward => Pass::Backward { dlse: false },
             _ => Pass::Forward,
         };
         let Constraints {
@@ -239,7 +259,7 @@ impl Case {
             pattern,
             dtype,
             ..
-        } = &self.wish;
+        } = &self.constraints;
         Ok(Request {
             pass,
             queries: of.queries,
@@ -252,15 +272,15 @@ impl Case {
         mut self,
         ring: &ThreadRing<K>,
         machine: &Machine,
-        pace: &Pace,
+        baseline: &SpeedBaseline,
         repeats: usize,
-    ) -> Result<Checked, ChoiceError> {
+    ) -> Result<ChoiceCheck, ChoiceError> {
         let Choice {
             alternatives,
             chosen,
             ..
         } = self.choose(ring.kernel(), machine)?;
-        // What fits comes first, so places are the same.
+        // Alternatives that fit come first, so `chosen` indexes `fitting` too.
         let fitting: Vec<Alternative> = alternatives.into_iter().filter(|of| of.fits).collect();
         let requests: Vec<Request> = fitting
             .iter()
@@ -268,15 +288,14 @@ impl Case {
             .collect::<Result<_, _>>()?;
         let rehearsal = Rehearsal::new(&requests[0]).map_err(ClockError::from)?;
         let none = || vec![Vec::new(); requests.len()];
-        let mut yardstick_s = Vec::new();
+        let mut calibration_s = Vec::new();
         let mut turn = |which: &[usize], runs_s: &mut Vec<Vec<f64>>| {
             for &at in which {
-                yardstick_s.push(
-                    pace.yardstick
-                        .seconds(ring, CalibrationKind::Dense, false)?,
-                );
+                let calibration = &baseline.calibration_ring;
+                calibration_s.push(calibration.seconds(ring, CalibrationKind::Dense, false)?);
                 let call = || rehearsal.seconds(ring, &requests[at]);
-                // The first one has all its memory to get, because others have run since.
+                // The first call allocates, because other alternatives have run since; it is not
+                // counted.
                 let first_s = call().map_err(ClockError::from)?;
                 let calls = (0..calls(first_s)).map(|_| call());
                 let calls_s: Vec<f64> =
@@ -285,10 +304,10 @@ impl Case {
             }
             Ok::<(), ChoiceError>(())
         };
-        let everyone: Vec<usize> = (0..requests.len()).collect();
+        let every: Vec<usize> = (0..requests.len()).collect();
         let (mut runs_s, mut finals_s) = (none(), none());
         for _ in 0..repeats {
-            turn(&everyone, &mut runs_s)?;
+            turn(&every, &mut runs_s)?;
         }
         let mut ahead_of = vec![None; requests.len()];
         let finalists = finalists(&runs_s, chosen);
@@ -297,7 +316,7 @@ impl Case {
         }
         for &at in &finalists {
             let mut ahead = ratio(&finals_s[chosen], &finals_s[at]);
-            if ahead > 1.0 + GOOD {
+            if ahead > 1.0 + GOOD_MARGIN {
                 let mut duel_s = none();
                 for number in 0..DUELS {
                     let pair = match number % 2 {
@@ -314,27 +333,27 @@ impl Case {
             ahead_of[at] = Some(ahead);
         }
         let tried = fitting.into_iter().zip(runs_s).zip(ahead_of);
-        let tried = tried.map(|((predicted, runs_s), ahead)| Tried {
+        let tried = tried.map(|((predicted, runs_s), ahead)| MeasuredAlternative {
             predicted,
             measured_s: median(&runs_s),
             runs_s,
             ahead,
         });
-        Ok(Checked {
+        Ok(ChoiceCheck {
             name: self.name,
             tried: tried.collect(),
             chosen,
-            pace: pace.of(&yardstick_s),
+            pace: baseline.pace(&calibration_s),
         })
     }
 }
 
-/// How many calls make a run, whose median is its time: one of a few milliseconds says little.
+/// Calls in a run; its time is their median, because a single call of a few milliseconds is noisy.
 fn calls(seconds: f64) -> usize {
     ((RUN_S / seconds) as usize).clamp(1, MOST_CALLS)
 }
 
-/// How many times as long one took as the other, in the median of their turns.
+/// The median over the turns of one time divided by the other.
 fn ratio(one_s: &[f64], other_s: &[f64]) -> f64 {
     let ratios = one_s.iter().zip(other_s).map(|(one, other)| one / other);
     median(&ratios.collect::<Vec<f64>>())

@@ -1,7 +1,6 @@
-//! This machine's first GPU in numbers, if it has one.
+//! Measures this machine's first GPU, if it has one.
 //!
-//! The decision here: no GPU, or one that cannot be used, is nothing to fail about, because whoever
-//! tunes a machine wants to know what it has.
+//! The decision here: a missing or unusable GPU is no error; the profile then has no GPU.
 
 use std::time::Instant;
 
@@ -19,12 +18,12 @@ use super::TuneError;
 const ROWS: usize = 8192;
 /// Heads of every job.
 const HEADS: usize = 16;
-/// How often everything is read.
+/// How often everything is measured.
 const READINGS: usize = 3;
-/// Seconds that a reading takes, about.
+/// Approximate seconds of one measurement.
 const READING_S: f64 = 5e-3;
 
-/// Types and head dimensions that its fast kernels take.
+/// Types and head dimensions of the tensor-core kernels.
 const KINDS: [(DType, usize); 4] = [
     (DType::Bf16, 64),
     (DType::Bf16, 128),
@@ -32,7 +31,13 @@ const KINDS: [(DType, usize); 4] = [
     (DType::F16, 128),
 ];
 
-/// The first GPU as the device of a rank; none where there is none.
+/// The first GPU's name.
+pub fn name() -> Option<String> {
+    let kernel = CudaKernel::new(0).ok()?;
+    Some(kernel.device().name().to_string())
+}
+
+/// The first GPU as the device of a rank; `None` without a usable GPU.
 pub fn measure() -> Result<Option<Machine>, TuneError> {
     let Ok(kernel) = CudaKernel::new(0) else {
         return Ok(None);
@@ -78,14 +83,14 @@ pub fn measure() -> Result<Option<Machine>, TuneError> {
     Ok(Some(machine))
 }
 
-/// Mean seconds of some work by the GPU's clock, after a first time that may compile.
+/// Mean seconds of `work`, from GPU events, after a first call that may compile kernels.
 fn seconds(kernel: &CudaKernel, work: &mut DeviceWork<'_>) -> Result<f64, KernelError> {
     let device = kernel.device();
     let mut timed = |first: usize, times: usize| {
         let begin = device.instant()?;
         for time in first..first + times {
             work(time)?;
-            device.launch_waiting()?; // each by itself, as where ranks have GPUs of their own
+            device.launch_waiting()?; // one at a time, as on a GPU that belongs to one rank
         }
         let end = device.instant()?;
         device.synchronize()?;
@@ -98,7 +103,7 @@ fn seconds(kernel: &CudaKernel, work: &mut DeviceWork<'_>) -> Result<f64, Kernel
     timed(3, times)
 }
 
-/// The way through the host, as rows go up it.
+/// The link through the host, measured by uploads.
 fn host_link(kernel: &CudaKernel) -> Result<Link, TuneError> {
     let dims = [1, ROWS, HEADS, 64];
     let tensor = Tensor::zeros(DType::Bf16, dims);

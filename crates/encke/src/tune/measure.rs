@@ -1,8 +1,7 @@
-//! Measuring this machine in under a minute: the kernel in every type, memory, hops between threads.
+//! Measures this machine in under a minute: the kernel in every type, memory, hops between threads.
 //!
-//! What is measured and how it is fitted is the simulator's ([`Profile`]); here it is decided what is
-//! worth the time. Types and head dimensions take turns, so that whatever else the machine does
-//! disturbs all of them alike, and turns are taken until the time is over.
+//! [`Profile`] measures and fits; this file decides which types and sizes are worth the time. They
+//! take turns, so that other load on the machine affects all of them alike, until the time limit.
 
 use std::time::{Duration, Instant};
 
@@ -14,18 +13,18 @@ use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
 
 use super::gpu;
-use super::here::Here;
+use super::machine_id::MachineId;
 use super::{FORMAT, MachineProfile, TuneError};
 
-/// How long measuring takes unless told otherwise. One turn is taken in any case.
-pub const LIMIT: Duration = Duration::from_secs(50);
+/// Default time limit. At least one turn is always completed.
+pub const DEFAULT_LIMIT: Duration = Duration::from_secs(50);
 
 /// Rows of the largest job.
 const ROWS: usize = 2048;
 /// Heads of every job.
 const HEADS: usize = 4;
 
-/// Types and head dimensions, the most used first.
+/// Types and head dimensions, the most common first.
 const KINDS: [(DType, usize); 6] = [
     (DType::F32, 64),
     (DType::Bf16, 64),
@@ -44,27 +43,29 @@ fn sizes(dtype: DType, dim: usize) -> Sizes {
     }
 }
 
-/// The ring by which it is told later how fast the machine is: that of the first kind.
-pub(super) fn yardstick() -> Result<RingCalibration, ClockError> {
+/// The ring whose time is stored in the profile, and compared later to see whether the machine's
+/// speed has changed: that of the first type and head dimension.
+pub(super) fn calibration_ring() -> Result<RingCalibration, ClockError> {
     let (dtype, dim) = KINDS[0];
     RingCalibration::new(sizes(dtype, dim))
 }
 
-/// Measures this machine. `progress` is told what comes next, and which part of the time is over.
+/// Measures this machine. `progress` gets the name of the next measurement and the fraction of the
+/// time used.
 pub fn measure(
-    here: Here,
+    here: MachineId,
     limit: Duration,
     progress: &mut dyn FnMut(&str, f64),
 ) -> Result<MachineProfile, TuneError> {
     let begin = Instant::now();
     let kernel = CpuKernel::new()?;
-    // The GPU first, because its programs may have to be compiled: the CPU has what is left.
+    // The GPU first: compiling its kernels takes an unknown time, and the CPU gets the remainder.
     progress("the GPU", 0.0);
     let gpu = gpu::measure()?;
     let mut profiles: Vec<(String, Profile)> = Vec::new();
     for (dtype, dim) in KINDS {
         let sizes = sizes(dtype, dim);
-        let name = format!("{dtype}, {dim} numbers a head");
+        let name = format!("{dtype}, head dimension {dim}");
         profiles.push((name, Profile::new(&kernel, sizes)?));
     }
     let ring = ThreadRing::new(kernel, PATIENCE);
@@ -83,7 +84,7 @@ pub fn measure(
     }
     let profiles: Vec<Profile> = profiles.into_iter().map(|(_, profile)| profile).collect();
     let misfits: Vec<f64> = profiles.iter().map(Profile::misfit).collect();
-    let machine = joined(&profiles)?;
+    let machine = merge(&profiles)?;
     machine.check(1)?;
     Ok(MachineProfile {
         format: FORMAT,
@@ -96,10 +97,10 @@ pub fn measure(
     })
 }
 
-/// One machine: the rates of all, and everything else from the first.
-fn joined(profiles: &[Profile]) -> Result<Machine, ClockError> {
+/// One machine with the rates of all profiles; everything else is from the first.
+fn merge(profiles: &[Profile]) -> Result<Machine, ClockError> {
     let mut machines = profiles.iter().map(|profile| profile.machine(Pick::Median));
-    let mut machine = machines.next().expect("something was measured")?;
+    let mut machine = machines.next().expect("at least one type was measured")?;
     for other in machines {
         machine.device.rates.extend(other?.device.rates);
     }
@@ -107,9 +108,10 @@ fn joined(profiles: &[Profile]) -> Result<Machine, ClockError> {
     Ok(machine)
 }
 
-/// What rings and branches cost beyond their jobs is waiting for memory, the same for all types, and
-/// each type's own reading of it is a short one: the median of them is everybody's. As time for an
-/// operation: to tiles that are five times as fast the same time is five times as large a part.
+/// Replaces the overheads of rings and branches by their median over all types. They are waits for
+/// memory, which do not depend on the type, and each type's measurement is short and noisy. The
+/// median is taken in seconds per operation: for tiles five times as fast the same wait is a
+/// fraction five times as large.
 fn pool(rates: &mut [Rate]) {
     for pass in [
         (|rate: &mut Rate| &mut rate.forward) as fn(&mut Rate) -> &mut Speed,
@@ -133,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_rings_cost_is_the_median_of_all_types() {
+    fn ring_overhead_is_the_median_over_all_types() {
         let speed = |flops: f64, ring_slower: f64, apart_slower: f64| Speed {
             flops,
             diagonal_keys: 0.0,
@@ -157,7 +159,7 @@ mod tests {
             })
             .collect();
         pool(&mut rates);
-        // By operation: 250, 500 and 125 ps in rings, 500, 250 and 375 ps with gaps.
+        // Per operation: 250, 500 and 125 ps in rings, 500, 250 and 375 ps with gaps.
         for (rate, times) in rates.iter().zip([1.0, 1.0, 4.0]) {
             let close = |speed: &Speed, ring: f64, apart: f64| {
                 assert!((speed.ring_slower / times - ring).abs() < 1e-12);

@@ -1,17 +1,18 @@
-//! This machine in numbers: measured once, kept in the user's configuration, never required.
+//! The profile of this machine: measured once, stored in the user's configuration directory,
+//! optional.
 //!
-//! The description is the simulator's [`Machine`]; there is no second one. What is added here is whose
-//! it is ([`Here`]), where it is kept, and what is assumed where nothing was measured.
+//! The description itself is the cost model's [`Machine`]. This module adds which machine it
+//! belongs to ([`MachineId`]), where it is stored, and the figures used without a profile.
 //!
-//! The decision here: a profile is kept under a name made of everything it depends on, the
-//! processor, its cores, the GPU and this version, so that another machine, or another version,
-//! does not find it, and a home directory may be shared.
+//! The decision here: the file name is a hash of everything the profile depends on (processor,
+//! cores, GPU, version), so that machines and versions can share a home directory.
 
+mod builtin;
 mod check;
+#[cfg(feature = "cuda")]
 mod gpu;
-mod here;
+mod machine_id;
 mod measure;
-mod usual;
 
 use std::fs;
 use std::io;
@@ -22,56 +23,71 @@ use encke_core::kernel::KernelError;
 use encke_cost::{ClockError, Machine};
 use serde::{Deserialize, Serialize};
 
-pub use check::{Checked, GOOD, Tried, check, median_error, raw_median_error};
-pub use here::Here;
-pub use measure::{LIMIT, measure};
-pub use usual::usual;
+pub use builtin::builtin_machine;
+pub use check::{
+    ChoiceCheck, GOOD_MARGIN, MeasuredAlternative, check, median_error, raw_median_error,
+};
+pub use machine_id::MachineId;
+pub use measure::{DEFAULT_LIMIT, measure};
 
-/// The form of the file.
+/// Built without the feature `cuda`, a machine has no GPU that could be measured.
+#[cfg(not(feature = "cuda"))]
+mod gpu {
+    pub fn measure() -> Result<Option<super::Machine>, super::TuneError> {
+        Ok(None)
+    }
+
+    pub fn name() -> Option<String> {
+        None
+    }
+}
+
+/// Version of the file format.
 pub const FORMAT: u32 = 1;
 
-/// What was measured, and where.
+/// The measured description of a machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MachineProfile {
-    /// The form of the file: [`FORMAT`].
+    /// Version of the file format: [`FORMAT`].
     pub format: u32,
-    /// Where it was measured.
-    pub here: Here,
-    /// How long that took.
+    /// The machine it was measured on.
+    pub here: MachineId,
+    /// Seconds the measurement took.
     pub measured_s: f64,
-    /// How far the description is from the readings it was made of: the median over all jobs.
+    /// Median relative error of the fit, over all measured jobs.
     pub misfit: f64,
-    /// Seconds of the yardstick, the ring by which it is told later whether the machine is still as
-    /// fast as it was.
+    /// Seconds of the calibration ring, which is run again later to see whether the machine's speed
+    /// has changed.
     #[serde(default)]
     pub yardstick_s: Option<f64>,
     /// Threads of this machine as ranks.
     pub machine: Machine,
-    /// Its GPU, if it has one, as the device of a rank; hops stay on it, or go through the host.
+    /// Its GPU, if it has one, as the device of a rank; hops stay on the GPU or go through the
+    /// host.
     pub gpu: Option<Machine>,
 }
 
-/// Where a description comes from.
+/// Where the description of a machine comes from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Source {
+pub enum MachineSource {
     /// A profile of this machine.
     Measured(PathBuf),
-    /// A description that was given, or put together from names.
+    /// A description given by the user, or composed of named devices and links.
     Described(String),
-    /// What is built in, because nothing was measured here with this version.
+    /// Built-in figures: there is no profile of this machine and version.
     BuiltIn,
 }
 
-impl std::fmt::Display for Source {
+impl std::fmt::Display for MachineSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Source::Measured(path) => write!(f, "measured here, {}", path.display()),
-            Source::Described(name) => write!(f, "as described, {name}"),
-            Source::BuiltIn => {
+            MachineSource::Measured(path) => write!(f, "measured here, {}", path.display()),
+            MachineSource::Described(name) => write!(f, "as described, {name}"),
+            MachineSource::BuiltIn => {
                 write!(
                     f,
-                    "built-in figures, nothing was measured here (encke tune does)"
+                    "built-in figures, this machine was not measured (run encke tune)"
                 )
             }
         }
@@ -81,48 +97,48 @@ impl std::fmt::Display for Source {
 /// Why there is no profile.
 #[derive(Debug, thiserror::Error)]
 pub enum TuneError {
-    /// Nobody says where configurations are.
-    #[error("there is no place for a profile: set XDG_CONFIG_HOME or HOME")]
-    NoPlace,
+    /// Neither XDG_CONFIG_HOME nor HOME is set.
+    #[error("there is no directory for a profile: set XDG_CONFIG_HOME or HOME")]
+    NoConfigDir,
     /// The file cannot be read.
     #[error("cannot read {}: {error}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
     },
-    /// The file is no profile.
-    #[error("{} is no machine profile ({reason}); measure again with encke tune", path.display())]
+    /// The file is not a profile.
+    #[error("{} is not a machine profile ({reason}); run encke tune again", path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
         reason: String,
     },
-    /// A kernel is not to be had, or failed.
+    /// A kernel is unavailable or failed.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// What was measured makes no description.
+    /// The measurements do not make a valid description.
     #[error(transparent)]
     Clock(#[from] ClockError),
 }
 
 impl MachineProfile {
-    /// Where the profile of a machine is kept.
-    pub fn path(here: &Here) -> Result<PathBuf, TuneError> {
+    /// The file of a machine's profile.
+    pub fn path(here: &MachineId) -> Result<PathBuf, TuneError> {
         let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         let folder = set("XDG_CONFIG_HOME").map(PathBuf::from);
         let folder = folder.or_else(|| set("HOME").map(|home| PathBuf::from(home).join(".config")));
-        let folder = folder.ok_or(TuneError::NoPlace)?;
-        let key = checksum(here.words().as_bytes());
+        let folder = folder.ok_or(TuneError::NoConfigDir)?;
+        let key = checksum(here.to_text().as_bytes());
         Ok(folder
             .join("encke")
             .join(format!("machine-{key:016x}.json")))
     }
 
-    /// The profile of a machine, if it was measured with this version.
-    pub fn load(here: &Here) -> Result<Option<MachineProfile>, TuneError> {
+    /// Reads the profile of a machine; `None` if it was not measured with this version.
+    pub fn load(here: &MachineId) -> Result<Option<MachineProfile>, TuneError> {
         let path = MachineProfile::path(here)?;
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
@@ -137,29 +153,29 @@ impl MachineProfile {
             serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
         if profile.format != FORMAT {
             return Err(malformed(format!(
-                "format {}, known is {FORMAT}",
+                "format {}, expected {FORMAT}",
                 profile.format
             )));
         }
         if profile.here != *here {
-            return Err(malformed("it is another machine's".to_string()));
+            return Err(malformed("it belongs to another machine".to_string()));
         }
         profile.machine.check(1)?;
         Ok(Some(profile))
     }
 }
 
-/// Threads of this machine as ranks: as measured, or as built in where nothing was.
-pub fn threads_here() -> Result<(Machine, Source), TuneError> {
-    let here = Here::now();
-    let built_in = || (usual(&here), Source::BuiltIn);
+/// Threads of this machine as ranks: from its profile, or else from built-in figures.
+pub fn threads_here() -> Result<(Machine, MachineSource), TuneError> {
+    let here = MachineId::current();
+    let built_in = || (builtin_machine(&here), MachineSource::BuiltIn);
     let path = match MachineProfile::path(&here) {
         Ok(path) => path,
-        Err(TuneError::NoPlace) => return Ok(built_in()),
+        Err(TuneError::NoConfigDir) => return Ok(built_in()),
         Err(error) => return Err(error),
     };
     Ok(match MachineProfile::load(&here)? {
-        Some(profile) => (profile.machine, Source::Measured(path)),
+        Some(profile) => (profile.machine, MachineSource::Measured(path)),
         None => built_in(),
     })
 }

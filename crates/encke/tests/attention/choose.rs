@@ -1,15 +1,16 @@
-//! What is left open is decided: by predicted time, under a limit on memory, and never at the price
-//! of a result.
+//! The automatic choice: by predicted time, under a memory limit, without effect on results.
 
-use encke::choose::{ALIKE, ChoiceError, Constraints, Threshold, Work, choose, one_device_until};
+use encke::choose::{
+    ChoiceError, Constraints, TIE_TOLERANCE, Threshold, Workload, choose, one_device_until,
+};
 use encke::cost::{Machine, find_device, find_link};
-use encke::tune::{Here, Source, usual};
+use encke::tune::{MachineId, MachineSource, builtin_machine};
 use encke::{
     Attention, Auto, CheckpointPolicy, CpuKernel, Cut, DType, Kernel, Pass, Pattern, Precision,
     Queries, Rotating, Schedule, Shape,
 };
 
-use crate::support::Tensors;
+use crate::support::AttentionInputs;
 
 /// Nodes of 8 GPUs.
 fn gpus() -> Machine {
@@ -23,9 +24,9 @@ fn gpus() -> Machine {
     }
 }
 
-/// Two cores that nobody has measured.
+/// Two cores with built-in figures.
 fn cores() -> Machine {
-    usual(&Here {
+    builtin_machine(&MachineId {
         processor: "any".to_string(),
         cores: 2,
         instructions: "avx2".to_string(),
@@ -34,7 +35,7 @@ fn cores() -> Machine {
     })
 }
 
-fn wish(tokens: usize) -> Constraints {
+fn constraints(tokens: usize) -> Constraints {
     let shape = Shape::new(1, tokens, 16, 16, 128).expect("legal");
     Constraints::new(shape, Pattern::dense().causal(true), DType::Bf16, 8)
 }
@@ -44,13 +45,13 @@ fn kernel() -> CpuKernel {
 }
 
 #[test]
-fn a_ring_where_it_pays_and_one_device_where_it_does_not() {
+fn long_sequences_get_a_ring_and_short_ones_one_device() {
     let (kernel, machine) = (kernel(), gpus());
-    let short = choose(&kernel, &wish(512), &machine).expect("legal");
+    let short = choose(&kernel, &constraints(512), &machine).expect("legal");
     assert_eq!(short.winner().ranks, 1, "{}", short.reason);
-    let long = choose(&kernel, &wish(1 << 18), &machine).expect("legal");
+    let long = choose(&kernel, &constraints(1 << 18), &machine).expect("legal");
     assert_eq!(long.winner().ranks, 8, "{}", long.reason);
-    // The mask leaves contiguous ranks idle, and the clock sees it.
+    // The causal mask leaves contiguous ranks idle, and the predicted time shows it.
     assert_ne!(long.winner().cut, Cut::Contiguous);
     assert!(
         long.reason.contains("one device would take"),
@@ -60,32 +61,32 @@ fn a_ring_where_it_pays_and_one_device_where_it_does_not() {
     let times: Vec<f64> = long.alternatives.iter().map(|of| of.seconds).collect();
     assert!(times.is_sorted(), "{times:?}");
 
-    let threshold = one_device_until(&kernel, &wish(512), &machine).expect("legal");
+    let threshold = one_device_until(&kernel, &constraints(512), &machine).expect("legal");
     let Threshold::Tokens(tokens) = threshold else {
         panic!("{threshold:?}")
     };
     assert!((512..1 << 18).contains(&tokens), "{tokens}");
-    let beyond = choose(&kernel, &wish(2 * tokens), &machine).expect("legal");
-    let before = choose(&kernel, &wish(tokens / 2), &machine).expect("legal");
+    let beyond = choose(&kernel, &constraints(2 * tokens), &machine).expect("legal");
+    let before = choose(&kernel, &constraints(tokens / 2), &machine).expect("legal");
     assert!(beyond.winner().ranks > 1, "{}", beyond.reason);
     assert_eq!(before.winner().ranks, 1, "{}", before.reason);
-    let told = Constraints {
+    let below = Constraints {
         one_device_below: Some(1 << 20),
-        ..wish(1 << 18)
+        ..constraints(1 << 18)
     };
-    let told = choose(&kernel, &told, &machine).expect("legal");
-    assert_eq!((told.winner().ranks, told.alternatives.len()), (1, 1));
+    let below = choose(&kernel, &below, &machine).expect("legal");
+    assert_eq!((below.winner().ranks, below.alternatives.len()), (1, 1));
 }
 
 #[test]
-fn ranks_that_share_their_cores_gain_nothing_but_memory() {
+fn ranks_on_shared_cores_are_chosen_only_to_save_memory() {
     let (kernel, machine) = (kernel(), cores());
-    let choice = choose(&kernel, &wish(4096), &machine).expect("legal");
+    let choice = choose(&kernel, &constraints(4096), &machine).expect("legal");
     assert_eq!(choice.winner().ranks, 1, "{}", choice.reason);
     let whole = choice.winner().memory_bytes;
     let limited = |limit: usize| Constraints {
         memory_limit: Some(limit),
-        ..wish(4096)
+        ..constraints(4096)
     };
     let choice = choose(&kernel, &limited(whole / 2), &machine).expect("legal");
     assert!(choice.winner().ranks > 1 && choice.winner().fits);
@@ -107,7 +108,7 @@ fn ranks_that_share_their_cores_gain_nothing_but_memory() {
         ),
         "{refused}"
     );
-    let threshold = one_device_until(&kernel, &wish(4096), &machine).expect("legal");
+    let threshold = one_device_until(&kernel, &constraints(4096), &machine).expect("legal");
     assert!(
         matches!(threshold, Threshold::NeverRing { .. }),
         "{threshold:?}"
@@ -115,44 +116,44 @@ fn ranks_that_share_their_cores_gain_nothing_but_memory() {
 }
 
 #[test]
-fn of_schedules_alike_the_simplest_or_on_the_way_back_of_threads_the_fewest_rounds() {
+fn tied_schedules_prefer_the_narrowest_or_for_backward_on_threads_the_widest() {
     let kernel = kernel();
-    let widths = |work: Work, machine: &Machine| {
-        let wish = Constraints {
+    let widths = |work: Workload, machine: &Machine| {
+        let constraints = Constraints {
             work,
             ranks: Some(4),
-            ..wish(1 << 16)
+            ..constraints(1 << 16)
         };
-        let choice = choose(&kernel, &wish, machine).expect("legal");
-        let near = choice.alternatives[0].seconds * (1.0 + ALIKE);
+        let choice = choose(&kernel, &constraints, machine).expect("legal");
+        let limit = choice.alternatives[0].seconds * (1.0 + TIE_TOLERANCE);
         let of = choice.winner();
-        let alike = choice.alternatives.iter();
-        let alike = alike.filter(|other| other.seconds <= near && other.cut == of.cut);
-        let mut widths: Vec<usize> = alike.map(|other| other.schedule.width).collect();
+        let tied = choice.alternatives.iter();
+        let tied = tied.filter(|other| other.seconds <= limit && other.cut == of.cut);
+        let mut widths: Vec<usize> = tied.map(|other| other.schedule.width).collect();
         widths.sort_unstable();
         let (least, most) = (widths[0], widths[widths.len() - 1]);
         assert!(least < most, "{work:?}: nothing to choose from");
         (of.schedule.width, least, most)
     };
-    let (chosen, _, most) = widths(Work::Backward, &cores());
+    let (chosen, _, most) = widths(Workload::Backward, &cores());
     assert_eq!(chosen, most);
-    for (work, machine) in [(Work::Forward, cores()), (Work::Backward, gpus())] {
+    for (work, machine) in [(Workload::Forward, cores()), (Workload::Backward, gpus())] {
         let (chosen, least, _) = widths(work, &machine);
         assert_eq!(chosen, least, "{work:?}");
     }
 }
 
 #[test]
-fn what_is_kept_for_many_layers_is_weighed_against_doing_it_again() {
+fn outputs_saved_for_many_layers_are_weighed_against_recomputing() {
     let (kernel, machine) = (kernel(), gpus());
     let training = |layers: usize, limit: Option<usize>| {
-        let wish = Constraints {
-            work: Work::Training { layers },
+        let constraints = Constraints {
+            work: Workload::Training { layers },
             ranks: Some(4),
             memory_limit: limit,
-            ..wish(1 << 16)
+            ..constraints(1 << 16)
         };
-        choose(&kernel, &wish, &machine).expect("legal")
+        choose(&kernel, &constraints, &machine).expect("legal")
     };
     let one = training(1, None);
     assert_eq!(one.winner().checkpoint, Some(CheckpointPolicy::KeepOutput));
@@ -160,38 +161,38 @@ fn what_is_kept_for_many_layers_is_weighed_against_doing_it_again() {
     let many = training(64, Some(limit));
     assert_eq!(many.winner().checkpoint, Some(CheckpointPolicy::Recompute));
     let (one, many) = (one.winner(), many.winner());
-    assert!(many.seconds > one.seconds, "a forward pass more");
+    assert!(many.seconds > one.seconds, "one more forward pass");
     let passes = many.forward_s.expect("timed") * 2.0 + many.backward_s.expect("timed");
     assert!((many.seconds / passes - 1.0).abs() < 1e-9);
 }
 
 #[test]
-fn what_was_given_is_not_decided() {
+fn fixed_settings_are_not_varied() {
     let (kernel, machine) = (kernel(), gpus());
-    let given = Constraints {
+    let fixed = Constraints {
         ranks: Some(3),
         cut: Some(Cut::Zigzag),
         queries: None,
         width: Some(1),
-        ..wish(1 << 14)
+        ..constraints(1 << 14)
     };
-    let choice = choose(&kernel, &given, &machine).expect("legal");
+    let choice = choose(&kernel, &fixed, &machine).expect("legal");
     assert_eq!(choice.alternatives.len(), 2);
     for of in &choice.alternatives {
         assert_eq!((of.ranks, &of.cut), (3, &Cut::Zigzag));
     }
-    let who: Vec<Queries> = choice.alternatives.iter().map(|of| of.queries).collect();
-    assert!(who.contains(&Queries::Sharded) && who.contains(&Queries::Replicated));
+    let queries: Vec<Queries> = choice.alternatives.iter().map(|of| of.queries).collect();
+    assert!(queries.contains(&Queries::Sharded) && queries.contains(&Queries::Replicated));
 }
 
 #[test]
-fn schedules_are_weighed_where_they_are_open() {
+fn open_schedules_are_all_tried() {
     let (kernel, machine) = (kernel(), gpus());
     let open = Constraints {
-        work: Work::Backward,
+        work: Workload::Backward,
         ranks: Some(8),
         cut: Some(Cut::Contiguous),
-        ..wish(1 << 14)
+        ..constraints(1 << 14)
     };
     let choice = choose(&kernel, &open, &machine).expect("legal");
     let mut seen: Vec<Schedule> = choice.alternatives.iter().map(|of| of.schedule).collect();
@@ -213,7 +214,7 @@ fn schedules_are_weighed_where_they_are_open() {
         assert_eq!(of(keys).sent_bytes, of(Schedule::RING).sent_bytes);
         assert!(of(keys).memory_bytes >= of(Schedule::RING).memory_bytes);
     }
-    // Where memory is short, the narrow ones are left.
+    // With little memory only the narrow ones fit.
     let short = Constraints {
         memory_limit: Some(of(Schedule::RING).memory_bytes),
         ..open.clone()
@@ -221,7 +222,7 @@ fn schedules_are_weighed_where_they_are_open() {
     let short = choose(&kernel, &short, &machine).expect("legal");
     assert!(short.alternatives.iter().any(|of| !of.fits));
     assert!(short.winner().schedule.width < 7, "{}", short.reason);
-    // Whoever is to survive sends gradients of keys straight home.
+    // With redundancy, key gradients are sent directly to their owner, so keys rotate.
     let surviving = Constraints {
         redundancy: 1,
         ..open
@@ -232,19 +233,19 @@ fn schedules_are_weighed_where_they_are_open() {
 }
 
 #[test]
-fn a_ring_that_was_chosen_computes_what_a_given_one_does() {
+fn a_chosen_ring_gives_the_bits_of_the_same_explicit_ring() {
     let shape = Shape::new(1, 300, 4, 2, 16).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F32, 6);
+    let tensors = AttentionInputs::random(&shape, DType::F32, 6);
     let auto = Auto {
         machine: cores(),
-        source: Source::BuiltIn,
+        source: MachineSource::BuiltIn,
         ranks: true,
         cut: true,
         queries: false,
         width: true,
         rotate: true,
         most_ranks: 6,
-        // Less than one rank would hold.
+        // Less than one rank needs.
         memory_limit: Some(300 * (4 + 2 + 2 + 4) * 16 * 4),
         one_device_below: None,
     };
@@ -254,7 +255,7 @@ fn a_ring_that_was_chosen_computes_what_a_given_one_does() {
     let choice = chosen
         .choice(shape, DType::F32, Pass::Forward)
         .expect("legal");
-    let choice = choice.expect("it was left open");
+    let choice = choice.expect("settings are automatic");
     let winner = choice.winner();
     assert!(winner.ranks > 1, "{}", choice.reason);
     let given = builder().ranks(winner.ranks).sharding(winner.cut.clone());
@@ -262,15 +263,15 @@ fn a_ring_that_was_chosen_computes_what_a_given_one_does() {
     let (got, expected) = (tensors.forward(&chosen), tensors.forward(&given));
     assert_eq!((&got.out, &got.lse), (&expected.out, &expected.lse));
     assert_eq!(got.report.plan.ranks(), winner.ranks);
-    // The clock was asked once, however often the call is made.
+    // The second choice comes from the cache.
     let again = chosen
         .choice(shape, DType::F32, Pass::Forward)
         .expect("legal");
     assert!(std::sync::Arc::ptr_eq(
-        &again.expect("it was left open"),
+        &again.expect("settings are automatic"),
         &choice
     ));
-    // Gradients take more memory, and there is no ring that would fit.
+    // The backward pass takes more memory, and no ring fits.
     let (q, k, v) = (tensors.q.view(), tensors.k.view(), tensors.v.view());
     let dout = tensors.dout.view();
     let refused = chosen
@@ -283,7 +284,7 @@ fn a_ring_that_was_chosen_computes_what_a_given_one_does() {
 }
 
 #[test]
-fn the_fastest_type_is_the_hardwares_and_nothing_asked_for_is_lowered() {
+fn fastest_precision_lowers_f32_only_and_never_an_explicit_type() {
     let attention = |precision| {
         Attention::builder()
             .precision(precision)
@@ -297,14 +298,14 @@ fn the_fastest_type_is_the_hardwares_and_nothing_asked_for_is_lowered() {
     for stored in [DType::F64, DType::Bf16, DType::F16] {
         assert_eq!(fastest.compute_dtype(stored), stored);
     }
-    for asked in [DType::F64, DType::F32] {
+    for explicit in [DType::F64, DType::F32] {
         assert_eq!(
-            attention(Precision::Compute(asked)).compute_dtype(DType::F32),
-            asked
+            attention(Precision::Compute(explicit)).compute_dtype(DType::F32),
+            explicit
         );
     }
     let shape = Shape::new(1, 64, 2, 2, 16).expect("legal");
-    let forward = Tensors::random(&shape, DType::F32, 1).forward(&fastest);
+    let forward = AttentionInputs::random(&shape, DType::F32, 1).forward(&fastest);
     assert_eq!(
         (forward.out.dtype(), forward.lse.dtype()),
         (expected, DType::F32)

@@ -1,11 +1,11 @@
-//! A ring that changes its size: the same bits as a new ring of that size, in mid-run.
+//! A resized ring gives the bits of a new ring of that size, also between forward and backward.
 
 use encke::{
     Attention, Cut, DType, Error, MixingGradient, Mode, NewRing, OffsetRule, Pattern, Shape,
     Sharding,
 };
 
-use crate::support::Tensors;
+use crate::support::AttentionInputs;
 
 fn longnet() -> Pattern {
     let mode = Mode::Mix {
@@ -16,28 +16,28 @@ fn longnet() -> Pattern {
     pattern.expect("sizes are positive").causal(true)
 }
 
-/// A ring of so many ranks that has never been another.
+/// A new ring that was never resized.
 fn fresh(pattern: &Pattern, ranks: usize, cut: Cut) -> Attention {
     let builder = Attention::builder().pattern(pattern.clone());
     builder.ranks(ranks).sharding(cut).build().expect("legal")
 }
 
 #[test]
-fn four_three_six_one_in_mid_run_has_the_bits_of_new_rings() {
+fn resizing_to_three_six_and_one_ranks_gives_the_bits_of_new_rings() {
     let shape = Shape::new(2, 203, 4, 2, 16).expect("legal");
     for (dtype, pattern) in [
         (DType::F32, longnet()),
         (DType::Bf16, Pattern::dense().causal(true)),
     ] {
         for cut in [Cut::Contiguous, Cut::Zigzag, Cut::Striped] {
-            let tensors = Tensors::random(&shape, dtype, 4);
+            let tensors = AttentionInputs::random(&shape, dtype, 4);
             let mut ring = fresh(&pattern, 4, cut.clone());
             let shard = |tensor: &encke::Tensor| ring.shard(&tensor.view()).expect("legal");
             let [mut q, mut k, mut v, mut dout] =
                 [&tensors.q, &tensors.k, &tensors.v, &tensors.dout].map(shard);
             let mut forward = ring.forward_shards(&q, &k, &v).expect("legal");
             for ranks in [3, 6, 1] {
-                // The forward pass was another ring's; the backward pass is this one's.
+                // The forward pass ran before the resize, the backward pass runs after it.
                 let moved = ring.resize(
                     ranks,
                     &mut [
@@ -87,9 +87,9 @@ fn four_three_six_one_in_mid_run_has_the_bits_of_new_rings() {
 }
 
 #[test]
-fn sizes_are_for_who_is_there_and_must_add_up() {
+fn explicit_sizes_keep_rank_numbers_and_must_add_up() {
     let shape = Shape::new(1, 100, 2, 2, 8).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F32, 9);
+    let tensors = AttentionInputs::random(&shape, DType::F32, 9);
     let mut ring = fresh(&Pattern::dense(), 4, Cut::Contiguous);
     let mut q = ring.shard(&tensors.q.view()).expect("legal");
     let before = q.clone();
@@ -115,7 +115,7 @@ fn sizes_are_for_who_is_there_and_must_add_up() {
     assert_eq!((q.sharding(), ring.sharding()), (&striped, &striped));
     assert_eq!(q.gather().expect("legal"), tensors.q);
 
-    // What did not come along is refused, not read as if it had.
+    // A tensor that was not moved is refused.
     let old = before.clone();
     let refused = ring.forward_shards(&old, &old, &old).unwrap_err();
     assert!(
@@ -130,8 +130,10 @@ fn sizes_are_for_who_is_there_and_must_add_up() {
 fn a_trace_proposes_shards_by_speed() {
     let shape = Shape::new(1, 400, 2, 2, 8).expect("legal");
     let ring = fresh(&Pattern::dense(), 4, Cut::Contiguous);
-    let mut report = Tensors::random(&shape, DType::F32, 9).forward(&ring).report;
-    // Every rank takes as long as every other, but the third, which takes twice as long.
+    let mut report = AttentionInputs::random(&shape, DType::F32, 9)
+        .forward(&ring)
+        .report;
+    // All ranks take equally long, except the third, which takes twice as long.
     for event in &mut report.trace.events {
         let slower = if event.rank == 2 { 2 } else { 1 };
         event.duration = std::time::Duration::from_millis(10) * slower;
@@ -139,7 +141,7 @@ fn a_trace_proposes_shards_by_speed() {
     let proposal = report
         .proposal()
         .expect("legal")
-        .expect("ranks were at work");
+        .expect("the trace shows computation");
     assert_eq!(proposal.slowest.0, 2);
     assert_eq!(proposal.speeds, [1.0, 1.0, 0.5, 1.0]);
     assert_eq!(proposal.sizes.iter().sum::<usize>(), 400);

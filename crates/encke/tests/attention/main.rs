@@ -5,6 +5,6 @@ mod elastic;
 mod invariance;
 mod modes;
 mod precision;
-mod spare;
+mod reused_memory;
 mod support;
 mod views;

@@ -5,7 +5,7 @@ use encke::{
     OffsetRule, Pattern, Phase, Queries, Shape, Tensor,
 };
 
-use crate::support::{Tensors, difference, errors};
+use crate::support::{AttentionInputs, difference, errors};
 
 fn patterns() -> Vec<Pattern> {
     let mut patterns = vec![Pattern::dense()];
@@ -79,10 +79,10 @@ fn more_ranks_than_tokens() {
 }
 
 #[test]
-fn what_is_kept_changes_memory_and_no_bit() {
+fn checkpoint_policies_change_memory_and_no_bit() {
     let shape = Shape::new(1, 48, 4, 2, 5).expect("legal");
     for pattern in patterns() {
-        let tensors = Tensors::random(&shape, DType::F32, 5);
+        let tensors = AttentionInputs::random(&shape, DType::F32, 5);
         let policies = [
             CheckpointPolicy::KeepOutput,
             CheckpointPolicy::Recompute,
@@ -93,7 +93,7 @@ fn what_is_kept_changes_memory_and_no_bit() {
             let attention = builder.checkpoint(policy).build().expect("legal");
             let forward = tensors.forward(&attention);
             let backward = tensors.backward(&attention, &forward);
-            // What is in a file can be fetched more than once.
+            // A checkpoint can be read more than once, also from a file.
             let again = tensors.backward(&attention, &forward);
             assert_eq!(again.dq, backward.dq, "{pattern:?}");
             let bytes = forward.checkpoint.kept_bytes();
@@ -101,7 +101,7 @@ fn what_is_kept_changes_memory_and_no_bit() {
         });
         assert_eq!(keep, recompute, "{pattern:?}");
         assert_eq!(keep, offload, "{pattern:?}");
-        // out and lse of every slot, and the lse of every head where slots are apart.
+        // out and lse of every slot, and the lse of every head where slots are not heads.
         assert!(kept.0 >= 48 * 4 * (5 + 1) * 4 && kept.1 == 0, "{kept:?}");
         assert_eq!((nothing, file), ((0, 0), (0, kept.0)), "{pattern:?}");
     }
@@ -110,7 +110,7 @@ fn what_is_kept_changes_memory_and_no_bit() {
 #[test]
 fn the_gradient_of_the_lse_is_added() {
     let shape = Shape::new(1, 20, 2, 2, 4).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F64, 1);
+    let tensors = AttentionInputs::random(&shape, DType::F64, 1);
     let dlse = crate::support::tensor(
         &mut encke::conformance::Random::new(8),
         DType::F64,
@@ -135,9 +135,9 @@ fn the_gradient_of_the_lse_is_added() {
 }
 
 #[test]
-fn the_scale_is_the_callers() {
+fn an_explicit_scale_is_used_and_nan_is_refused() {
     let shape = Shape::new(1, 12, 1, 1, 4).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F64, 2);
+    let tensors = AttentionInputs::random(&shape, DType::F64, 2);
     let attention = Attention::builder()
         .scale(0.0)
         .ranks(2)
@@ -149,19 +149,19 @@ fn the_scale_is_the_callers() {
     let mean = |c: usize| v.iter().skip(c).step_by(4).sum::<f64>() / 12.0;
     let means: Vec<f64> = (0..12 * 4).map(|i| mean(i % 4)).collect();
     assert!(difference(forward.out.data(), &means) < 1e-14);
-    let nothing = Attention::builder()
+    let invalid = Attention::builder()
         .scale(f64::NAN)
         .build()
         .expect("checked with the call");
     let (q, k, v) = (tensors.q.view(), tensors.k.view(), tensors.v.view());
-    let error = nothing.forward(&q, &k, &v).expect_err("NaN is no scale");
+    let error = invalid.forward(&q, &k, &v).expect_err("NaN is no scale");
     assert!(error.to_string().contains("NaN"), "{error}");
 }
 
 #[test]
-fn wrong_requests_are_refused_with_their_numbers() {
+fn errors_of_invalid_requests_name_the_offending_values() {
     let shape = Shape::new(1, 10, 3, 3, 2).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F32, 4);
+    let tensors = AttentionInputs::random(&shape, DType::F32, 4);
     let (q, k, v) = (tensors.q.view(), tensors.k.view(), tensors.v.view());
     let refused = |builder: encke::Builder| -> String {
         let built = builder.build();
@@ -212,7 +212,7 @@ fn wrong_requests_are_refused_with_their_numbers() {
             .to_string()
             .contains("2 segment lengths")
     );
-    let wide = Tensors::random(&shape, DType::F64, 4);
+    let wide = AttentionInputs::random(&shape, DType::F64, 4);
     let attention = Attention::builder().build().expect("legal");
     let mixed = attention.forward(&q, &wide.k.view(), &v).map(|_| ());
     assert!(
@@ -223,7 +223,8 @@ fn wrong_requests_are_refused_with_their_numbers() {
     );
 }
 
-/// Every mode, slots of their own included: whoever dies, the results are those of the reference.
+/// Every mode, those with separate slots included: after a rank's death the results are still the
+/// reference's.
 #[test]
 fn every_mode_survives_a_death() {
     let shape = Shape::new(2, 48, 4, 2, 5).expect("legal");

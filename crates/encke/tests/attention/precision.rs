@@ -3,14 +3,14 @@
 
 use encke::{Attention, Cut, DType, Data, Pattern, Precision, Shape, Tensor};
 
-use crate::support::{Tensors, difference, errors, expected};
+use crate::support::{AttentionInputs, difference, errors, expected};
 
 #[test]
 fn errors_are_those_of_rounding_and_do_not_grow_with_the_ring() {
     let shape = Shape::new(1, 512, 2, 1, 64).expect("legal");
     for dtype in [DType::F32, DType::Bf16, DType::F16] {
         // Rounding the exact result once costs half a unit in the last place of its largest
-        // number; gradients of bf16 inputs see the rounded output as well.
+        // element; gradients of bf16 inputs depend on the rounded output as well.
         let floor = dtype.epsilon();
         for causal in [false, true] {
             let of = |ranks: usize, cut: Cut| {
@@ -45,9 +45,9 @@ fn errors_are_those_of_rounding_and_do_not_grow_with_the_ring() {
 }
 
 #[test]
-fn large_scores_are_survived() {
+fn large_scores_do_not_overflow() {
     let shape = Shape::new(1, 64, 1, 1, 16).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F64, 13);
+    let tensors = AttentionInputs::random(&shape, DType::F64, 13);
     // Scores up to about ten thousand.
     let factor = 1e4 / 16.0 * shape.dim as f64;
     let q: Vec<f64> = tensors
@@ -57,7 +57,7 @@ fn large_scores_are_survived() {
         .map(|x| x * factor / 4.0)
         .collect();
     let q = Tensor::from_f64(DType::F64, tensors.q.dims(), &q).expect("sizes agree");
-    let tensors = Tensors { q, ..tensors };
+    let tensors = AttentionInputs { q, ..tensors };
     let attention = Attention::builder().ranks(5).build().expect("legal");
     let forward = tensors.forward(&attention);
     let backward = tensors.backward(&attention, &forward);
@@ -70,8 +70,8 @@ fn large_scores_are_survived() {
         (backward.dk.data(), &dk),
         (backward.dv.data(), &dv),
     ] {
-        // With one key taking all the weight, gradients are differences of nearly equal numbers
-        // and can vanish, so the error is measured against 1 where they do.
+        // With one key taking all the weight, gradients are differences of nearly equal values
+        // and can vanish, so the error is relative to at least 1.
         let one: Vec<f64> = expected.iter().copied().chain([1.0]).collect();
         let got = Data::F64(got.to_f64().into_iter().chain([1.0]).collect());
         assert!(difference(&got, &one) < 1e-10);
@@ -79,9 +79,9 @@ fn large_scores_are_survived() {
 }
 
 #[test]
-fn the_compute_type_is_the_callers() {
+fn an_explicit_compute_type_is_used() {
     let shape = Shape::new(1, 40, 2, 2, 8).expect("legal");
-    let tensors = Tensors::random(&shape, DType::Bf16, 6);
+    let tensors = AttentionInputs::random(&shape, DType::Bf16, 6);
     let builder = Attention::builder().ranks(2);
     let wide = builder
         .precision(Precision::Compute(DType::F64))

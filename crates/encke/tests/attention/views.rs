@@ -2,9 +2,9 @@
 
 use encke::{Attention, DType, Shape, Tensor, View};
 
-use crate::support::Tensors;
+use crate::support::AttentionInputs;
 
-/// The same numbers laid out `[b, h, n, d]` with gaps, as a view `[b, n, h, d]`.
+/// The same elements laid out `[b, h, n, d]` with gaps, as a view `[b, n, h, d]`.
 fn transposed(tensor: &Tensor) -> (Vec<f32>, [usize; 4]) {
     let [b, n, h, d] = tensor.dims();
     let row = d + 3;
@@ -20,7 +20,7 @@ fn transposed(tensor: &Tensor) -> (Vec<f32>, [usize; 4]) {
 #[test]
 fn strides_do_not_matter() {
     let shape = Shape::new(2, 37, 4, 2, 5).expect("legal");
-    let tensors = Tensors::random(&shape, DType::F32, 10);
+    let tensors = AttentionInputs::random(&shape, DType::F32, 10);
     let attention = Attention::builder().ranks(3).build().expect("legal");
     let plain = tensors.forward(&attention);
     let expected = tensors.backward(&attention, &plain);
@@ -42,8 +42,8 @@ fn strides_do_not_matter() {
 }
 
 #[test]
-fn one_token_may_stand_for_all() {
-    // A stride of zero repeats a row: legal, since views are only read.
+fn a_token_stride_of_zero_repeats_a_row() {
+    // Legal, because views are only read.
     let values = [1.0f32, 2.0, 3.0];
     let view = View::strided(&values, [1, 9, 1, 3], [0, 0, 0, 1]).expect("it fits");
     let attention = Attention::builder().ranks(2).build().expect("legal");

@@ -1,15 +1,16 @@
-//! Which machine this is: what a profile depends on, and nothing that changes from day to day.
+//! What identifies a machine for its profile: everything the measured rates depend on.
 
 use encke_cpu::CpuKernel;
-use encke_cuda::CudaKernel;
 use serde::{Deserialize, Serialize};
 
-/// This machine, and this version on it.
+use super::gpu;
+
+/// A machine and the version of Encke on it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Here {
+pub struct MachineId {
     /// The processor's name.
     pub processor: String,
-    /// Threads it runs at a time for this process.
+    /// Hardware threads available to this process.
     pub cores: usize,
     /// The instruction set that the CPU kernel uses.
     pub instructions: String,
@@ -19,25 +20,24 @@ pub struct Here {
     pub version: String,
 }
 
-impl Here {
+impl MachineId {
     /// This machine.
-    pub fn now() -> Here {
+    pub fn current() -> MachineId {
         let about = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let name = about.lines().find(|line| line.starts_with("model name"));
         let name = name.and_then(|line| line.split_once(':'));
         let arm = CpuKernel::new().map(|kernel| format!("{:?}", kernel.arm()));
-        let gpu = CudaKernel::new(0).ok();
-        Here {
+        MachineId {
             processor: name.map_or("unknown", |(_, name)| name.trim()).to_string(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             instructions: arm.unwrap_or_else(|_| "none".to_string()).to_lowercase(),
-            gpu: gpu.map(|kernel| kernel.device().name().to_string()),
+            gpu: gpu::name(),
             version: env!("CARGO_PKG_VERSION").to_string(),
         }
     }
 
-    /// All of it in one line.
-    pub fn words(&self) -> String {
+    /// One line with all fields.
+    pub fn to_text(&self) -> String {
         let gpu = self.gpu.as_deref().unwrap_or("no GPU");
         format!(
             "{}, {} cores, {}, {gpu}, encke {}",

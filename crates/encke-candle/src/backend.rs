@@ -1,39 +1,39 @@
-//! Whoever carries out a pass on host memory: all ranks of this process, or one rank of several.
+//! What runs a pass on host memory: all ranks in this process, or one rank of several processes.
 //!
-//! Nothing is computed here. The decision: a ring is two functions from views to results, and what it
-//! needs beside them (a transport, the length of the whole sequence) is its own affair.
+//! The decision here: a backend is two functions from views to results; whatever else it needs (a
+//! transport, the length of the whole sequence) it holds itself.
 
 use std::sync::{Mutex, PoisonError};
 
 use encke::{
-    Attention, Backward, Checkpoint, CpuKernel, Error, Forward, Kept, Kernel, Memory,
+    Attention, Backward, Checkpoint, CpuKernel, Error, Forward, Kernel, Memory, SavedOutput,
     ShardAttention, Transport, View,
 };
 
-/// What the backward pass starts from.
+/// What the forward pass saved for the backward pass.
 #[derive(Debug, Clone, Copy)]
-pub enum Left<'a> {
+pub enum SavedForward<'a> {
     /// The output and its log-sum-exp.
-    Kept(&'a Kept<'a>),
-    /// What the checkpoint's policy kept: a file, or nothing.
+    Output(&'a SavedOutput<'a>),
+    /// A checkpoint that is not in memory: a file, or nothing.
     Checkpoint(&'a Checkpoint),
 }
 
-/// Attention, forward and backward, over tensors of the host.
-pub trait Ring: Send + Sync {
-    /// Attention of q to k and v.
+/// Attention, forward and backward, on tensors in host memory.
+pub trait AttentionBackend: Send + Sync {
+    /// Forward pass.
     fn forward(&self, qkv: [&View<'_>; 3]) -> Result<Forward, Error>;
 
     /// Gradients of q, k and v, given that of the output.
     fn backward(
         &self,
         qkv: [&View<'_>; 3],
-        left: Left<'_>,
+        saved: SavedForward<'_>,
         dout: &View<'_>,
     ) -> Result<Backward, Error>;
 }
 
-impl<K: Kernel> Ring for Attention<K> {
+impl<K: Kernel> AttentionBackend for Attention<K> {
     fn forward(&self, [q, k, v]: [&View<'_>; 3]) -> Result<Forward, Error> {
         Attention::forward(self, q, k, v)
     }
@@ -41,37 +41,37 @@ impl<K: Kernel> Ring for Attention<K> {
     fn backward(
         &self,
         [q, k, v]: [&View<'_>; 3],
-        left: Left<'_>,
+        saved: SavedForward<'_>,
         dout: &View<'_>,
     ) -> Result<Backward, Error> {
-        match left {
-            Left::Kept(kept) => self.backward_from(q, k, v, kept, dout, None),
-            Left::Checkpoint(checkpoint) => {
+        match saved {
+            SavedForward::Output(saved) => self.backward_from(q, k, v, saved, dout, None),
+            SavedForward::Checkpoint(checkpoint) => {
                 Attention::backward(self, q, k, v, checkpoint, dout, None)
             }
         }
     }
 }
 
-/// One rank's rows of a sequence whose other rows are in other processes. Every process must apply
-/// the operation, and go back through it, in the same order: each call is a call of all of them.
-pub struct Shard<T> {
+/// One rank with its rows of a sequence; the other rows are in other processes. Every pass is
+/// collective: all processes must run the same forward and backward passes in the same order.
+pub struct ShardBackend<T> {
     attention: ShardAttention,
     tokens: usize,
     transport: Mutex<T>,
     begin: fn(&mut T),
 }
 
-impl<T: Transport<<CpuKernel as Memory>::Buffer>> Shard<T> {
-    /// A rank of sequences of `tokens` tokens in all. `begin` is what the transport is told before
-    /// each pass, where it has to be told anything.
+impl<T: Transport<<CpuKernel as Memory>::Buffer>> ShardBackend<T> {
+    /// One rank of sequences of `tokens` tokens in total. `begin` is called with the transport
+    /// before each pass.
     pub fn new(
         attention: ShardAttention,
         tokens: usize,
         transport: T,
         begin: fn(&mut T),
-    ) -> Shard<T> {
-        Shard {
+    ) -> ShardBackend<T> {
+        ShardBackend {
             attention,
             tokens,
             transport: Mutex::new(transport),
@@ -95,7 +95,7 @@ impl<T: Transport<<CpuKernel as Memory>::Buffer>> Shard<T> {
     }
 }
 
-impl<T: Transport<<CpuKernel as Memory>::Buffer> + Send> Ring for Shard<T> {
+impl<T: Transport<<CpuKernel as Memory>::Buffer> + Send> AttentionBackend for ShardBackend<T> {
     fn forward(&self, qkv: [&View<'_>; 3]) -> Result<Forward, Error> {
         self.pass(|transport| self.attention.forward(self.tokens, qkv, transport))
     }
@@ -103,13 +103,17 @@ impl<T: Transport<<CpuKernel as Memory>::Buffer> + Send> Ring for Shard<T> {
     fn backward(
         &self,
         qkv: [&View<'_>; 3],
-        left: Left<'_>,
+        saved: SavedForward<'_>,
         dout: &View<'_>,
     ) -> Result<Backward, Error> {
         let (shard, tokens, gradients) = (&self.attention, self.tokens, (dout, None));
-        self.pass(|transport| match left {
-            Left::Kept(kept) => shard.backward_from(tokens, qkv, kept, gradients, transport),
-            Left::Checkpoint(left) => shard.backward(tokens, qkv, left, gradients, transport),
+        self.pass(|transport| match saved {
+            SavedForward::Output(saved) => {
+                shard.backward_from(tokens, qkv, saved, gradients, transport)
+            }
+            SavedForward::Checkpoint(saved) => {
+                shard.backward(tokens, qkv, saved, gradients, transport)
+            }
         })
     }
 }

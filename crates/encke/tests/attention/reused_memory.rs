@@ -1,17 +1,17 @@
-//! Results in memory that earlier ones have left: the same bits as in fresh memory.
+//! Results in memory reused from earlier results: the same bits as in fresh memory.
 
 use std::sync::Arc;
 
 use encke::{Attention, CacheLimits, DType, Data, GroupScale, Mode, Pattern, Shape, Tensor};
 
-use crate::support::Tensors;
+use crate::support::AttentionInputs;
 
-/// Large enough for its results to be kept, and quick: segments of 64.
+/// Large enough for its results to be pooled, and fast: segments of 64.
 fn shape() -> Shape {
     Shape::new(1, 8192, 2, 2, 32).expect("legal")
 }
 
-/// One token in so many takes part; the others are zeros.
+/// One token in `dilation` takes part; the other rows of the output are zero.
 fn pattern(dilation: usize) -> Pattern {
     let mode = Mode::Group {
         scale: GroupScale::One,
@@ -24,8 +24,8 @@ fn attention(dilation: usize, ranks: usize) -> Attention {
     builder.ranks(ranks).build().expect("legal")
 }
 
-/// Every bit of both passes.
-fn results(tensors: &Tensors, attention: &Attention) -> Vec<Tensor> {
+/// The results of both passes.
+fn results(tensors: &AttentionInputs, attention: &Attention) -> Vec<Tensor> {
     let forward = tensors.forward(attention);
     let backward = tensors.backward(attention, &forward);
     let (out, lse) = ((*forward.out).clone(), (*forward.lse).clone());
@@ -39,19 +39,19 @@ fn results(tensors: &Tensors, attention: &Attention) -> Vec<Tensor> {
 }
 
 #[test]
-fn results_do_not_depend_on_what_their_memory_held() {
+fn results_do_not_depend_on_the_previous_contents_of_their_memory() {
     for (dtype, ranks) in [(DType::F32, 1), (DType::Bf16, 1), (DType::F32, 3)] {
-        let tensors = Tensors::random(&shape(), dtype, 5);
+        let tensors = AttentionInputs::random(&shape(), dtype, 5);
         let attention = attention(4, ranks);
         let expected = results(&tensors, &attention);
         let kept = attention.stats().pooled_bytes;
         assert!(kept >= 3 << 20, "results were dropped: {kept} bytes");
         assert_eq!(results(&tensors, &attention), expected, "as they were left");
-        // Somebody writes to what he was given before he lets it go.
+        // The caller overwrites the results before dropping them.
         let forward = tensors.forward(&attention);
         let mut backward = tensors.backward(&attention, &forward);
         drop(forward.checkpoint);
-        let mut out = Arc::try_unwrap(forward.out).expect("nobody else has it");
+        let mut out = Arc::try_unwrap(forward.out).expect("the only reference");
         for tensor in [
             &mut out,
             &mut backward.dq,
@@ -72,10 +72,10 @@ fn results_do_not_depend_on_what_their_memory_held() {
 
 #[test]
 fn results_of_one_shape_are_memory_for_another() {
-    // As many numbers, but other rows of zeros among them.
+    // As many elements, but other rows are zero.
     let wide = Shape::new(1, 4096, 2, 2, 64).expect("legal");
-    let [tall, wide] = [shape(), wide].map(|shape| Tensors::random(&shape, DType::F32, 6));
-    let fresh = |tensors: &Tensors| results(tensors, &attention(16, 1));
+    let [tall, wide] = [shape(), wide].map(|shape| AttentionInputs::random(&shape, DType::F32, 6));
+    let fresh = |tensors: &AttentionInputs| results(tensors, &attention(16, 1));
     let expected = [fresh(&tall), fresh(&wide)];
     let shared = attention(16, 1);
     for _ in 0..3 {
@@ -85,13 +85,16 @@ fn results_of_one_shape_are_memory_for_another() {
 }
 
 #[test]
-fn whoever_wants_nothing_kept_keeps_nothing() {
+fn a_cache_limit_of_zero_pools_nothing() {
     let none = CacheLimits {
         pools: 0,
         ..CacheLimits::default()
     };
     let builder = Attention::builder().pattern(pattern(4)).keep_at_most(none);
     let attention = builder.build().expect("legal");
-    results(&Tensors::random(&shape(), DType::F32, 7), &attention);
+    results(
+        &AttentionInputs::random(&shape(), DType::F32, 7),
+        &attention,
+    );
     assert_eq!(attention.stats().pooled_bytes, 0);
 }

@@ -1,50 +1,50 @@
-//! candle's tensors on NVIDIA GPUs: Encke's kernels on candle's memory, on behalf of candle's stream.
+//! candle's tensors on NVIDIA GPUs: Encke's kernels on candle's memory, ordered with candle's
+//! stream.
 //!
-//! Nothing goes through the host and nothing waits there. The decision here: results are candle's own
-//! memory, allocated in the order of its stream, so candle frees and reuses them as it does any other;
-//! kernels are opened when the first tensor of a GPU comes, once for all layers that share settings.
+//! Nothing goes through the host, and the host does not wait. The decision here: results are
+//! candle's own memory, allocated in the order of its stream, so candle frees and reuses them like
+//! any other; a GPU's kernels are loaded at its first tensor, once for all layers that share
+//! settings.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, CudaStorage, DType, Layout, Storage, Tensor};
+use candle_core::{CudaStorage, DType, Layout, Storage, Tensor};
 use encke::plan::program::Role;
 use encke::{
     Builder, CheckpointPolicy, CudaError, CudaKernel, DeviceView, ForeignStream, KernelError, Pass,
     Report, Shape,
 };
 
-use crate::attention::{Attention, words};
 use crate::error::Error;
 use crate::storage::four;
 
-/// The attention with some settings on every GPU that tensors came from.
-pub struct Gpus {
+/// The attention with some settings on every GPU used so far.
+pub struct GpuAttentions {
     settings: Builder,
-    open: Mutex<HashMap<usize, Arc<OnGpu>>>,
+    open: Mutex<HashMap<usize, Arc<GpuAttention>>>,
 }
 
-type OnGpu = encke::Attention<CudaKernel>;
-/// Memory of candle and how a tensor lies in it.
-type Given<'a> = (&'a CudaStorage, &'a Layout);
+pub type GpuAttention = encke::Attention<CudaKernel>;
+/// A tensor: candle's storage, and its layout.
+type CudaInput<'a> = (&'a CudaStorage, &'a Layout);
 
-impl Gpus {
-    pub fn new(settings: Builder) -> Gpus {
-        Gpus {
+impl GpuAttentions {
+    pub fn new(settings: Builder) -> GpuAttentions {
+        GpuAttentions {
             settings,
             open: Mutex::default(),
         }
     }
 
-    /// The attention on a GPU; the first call opens it.
-    fn on(&self, number: usize) -> Result<Arc<OnGpu>, Error> {
+    /// The attention on a GPU; the first call loads its kernels.
+    pub fn on(&self, number: usize) -> Result<Arc<GpuAttention>, Error> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = open.get(&number) {
-            return Ok(Arc::clone(known));
+        if let Some(attention) = open.get(&number) {
+            return Ok(Arc::clone(attention));
         }
         let kernel = CudaKernel::new(number).map_err(refused)?;
         let attention = Arc::new(self.settings.clone().build_on(kernel)?);
@@ -53,48 +53,35 @@ impl Gpus {
     }
 }
 
-/// The attention of these settings where candle has its tensors.
-fn on(settings: &Attention, device: &CudaDevice) -> Result<Arc<OnGpu>, Error> {
-    let place = device.location();
-    match (settings.gpus(), place) {
-        (Some(gpus), candle_core::DeviceLocation::Cuda { gpu_id }) => gpus.on(gpu_id),
-        _ => Err(Error::HostRing {
-            device: words(place),
-        }),
-    }
-}
-
 fn refused(error: CudaError) -> Error {
     encke::Error::from(KernelError::from(error)).into()
 }
 
-/// The output, and the log-sum-exp where it is kept for the backward pass.
+/// The output, the log-sum-exp if it is saved for the backward pass, and the report.
 pub fn forward(
-    settings: &Attention,
-    qkv: [Given<'_>; 3],
-) -> candle_core::Result<(CudaStorage, Option<CudaStorage>)> {
-    let attention = on(settings, &qkv[0].0.device)?;
-    let keeps = match attention.checkpoint_policy() {
+    attention: &GpuAttention,
+    qkv: [CudaInput<'_>; 3],
+) -> candle_core::Result<(CudaStorage, Option<CudaStorage>, Report)> {
+    let saves_lse = match attention.checkpoint_policy() {
         CheckpointPolicy::KeepOutput => true,
         CheckpointPolicy::Recompute => false,
         CheckpointPolicy::Offload => {
             return Err(refused(CudaError::Unsupported {
-                what: "a checkpoint in a file for tensors that stay on a GPU; keep the output, or \
-                       compute it again"
+                what: "a checkpoint in a file for tensors that stay on a GPU; use the policy \
+                       KeepOutput or Recompute"
                     .into(),
             })
             .into());
         }
     };
-    let (out, lse, report) = attend(&attention, qkv)?;
-    settings.note(|reports| reports.forward = Some(Arc::new(report)));
-    Ok((out, keeps.then_some(lse)))
+    let (out, lse, report) = attend(attention, qkv)?;
+    Ok((out, saves_lse.then_some(lse), report))
 }
 
 /// Enqueues a forward pass.
 fn attend(
-    attention: &OnGpu,
-    qkv: [Given<'_>; 3],
+    attention: &GpuAttention,
+    qkv: [CudaInput<'_>; 3],
 ) -> candle_core::Result<(CudaStorage, CudaStorage, Report)> {
     let [(q, q_layout), (_, k_layout), _] = qkv;
     let dims = four("q", q_layout.dims())?;
@@ -104,18 +91,18 @@ fn attend(
     let plan = attention
         .plan_on_gpu(
             shape.map_err(Error::from)?,
-            number_type("q", q)?,
+            encke_dtype("q", q)?,
             Pass::Forward,
         )
         .map_err(Error::from)?;
     let request = plan.request();
     let cells = [batch, tokens, heads, 1];
     let device = &q.device;
-    let mut out = device.zeros_impl(&(&dims).into(), stored(request.out_dtype()))?;
-    let mut lse = device.zeros_impl(&(&cells).into(), stored(request.dtype.sum()))?;
+    let mut out = device.zeros_impl(&(&dims).into(), candle_dtype(request.out_dtype()))?;
+    let mut lse = device.zeros_impl(&(&cells).into(), candle_dtype(request.dtype.sum()))?;
     let stream = device.cuda_stream();
     let report = {
-        let inputs = named(["q", "k", "v"], [Role::Q, Role::K, Role::V], qkv, &stream)?;
+        let inputs = by_role(["q", "k", "v"], [Role::Q, Role::K, Role::V], qkv, &stream)?;
         let outputs = [
             (Role::Out, writing(&mut out, dims, &stream)?),
             (Role::Lse, writing(&mut lse, cells, &stream)?),
@@ -125,36 +112,35 @@ fn attend(
     Ok((out, lse, report))
 }
 
-/// Gradients of q, k and v, from these, the output and its gradient; without a log-sum-exp the forward
-/// pass is computed again.
+/// Gradients of q, k and v, from q, k, v, the output and its gradient, and the report. Without a
+/// log-sum-exp the forward pass is recomputed.
 pub fn backward(
-    settings: &Attention,
+    attention: &GpuAttention,
     tensors: [&Tensor; 5],
     lse: Option<&CudaStorage>,
-) -> candle_core::Result<[Tensor; 3]> {
+) -> candle_core::Result<([Tensor; 3], Report)> {
     let names = ["q", "k", "v", "out", "dout"];
-    let held = tensors.map(Tensor::storage_and_layout);
-    let mut given = Vec::with_capacity(held.len());
-    for (name, (storage, layout)) in names.into_iter().zip(&held) {
-        given.push((on_gpu(name, storage)?, *layout));
+    let guards = tensors.map(Tensor::storage_and_layout);
+    let mut inputs = Vec::with_capacity(guards.len());
+    for (name, (storage, layout)) in names.into_iter().zip(&guards) {
+        inputs.push((on_gpu(name, storage)?, *layout));
     }
-    let (qkv, device) = ([given[0], given[1], given[2]], &given[0].0.device);
-    let attention = on(settings, device)?;
-    let again = match lse {
+    let (qkv, device) = ([inputs[0], inputs[1], inputs[2]], &inputs[0].0.device);
+    let recomputed = match lse {
         Some(_) => None,
-        None => Some(attend(&attention, qkv)?),
+        None => Some(attend(attention, qkv)?),
     };
-    let (out, lse) = match (&again, lse) {
+    let (out, lse) = match (&recomputed, lse) {
         (Some((out, lse, _)), _) => (out, lse),
-        (None, Some(lse)) => (given[3].0, lse),
-        (None, None) => return Err(Error::NothingKept.into()),
+        (None, Some(lse)) => (inputs[3].0, lse),
+        (None, None) => return Err(Error::NothingSaved.into()),
     };
-    let [batch, tokens, heads, dim] = four("q", given[0].1.dims())?;
+    let [batch, tokens, heads, dim] = four("q", inputs[0].1.dims())?;
     let out_layout = Layout::contiguous((batch, tokens, heads, dim));
     let cells = Layout::contiguous((batch, tokens, heads, 1));
-    let out_layout = match again {
+    let out_layout = match recomputed {
         Some(_) => &out_layout,
-        None => given[3].1,
+        None => inputs[3].1,
     };
 
     let mut gradients = Vec::with_capacity(qkv.len());
@@ -167,8 +153,8 @@ pub fn backward(
         let names = ["q", "k", "v", "out", "lse", "dout"];
         let roles = [Role::Q, Role::K, Role::V, Role::Out, Role::Lse, Role::Dout];
         let [q, k, v] = qkv;
-        let all = [q, k, v, (out, out_layout), (lse, &cells), given[4]];
-        let inputs = named(names, roles, all, &stream)?;
+        let all = [q, k, v, (out, out_layout), (lse, &cells), inputs[4]];
+        let inputs = by_role(names, roles, all, &stream)?;
         let roles = [Role::Dq, Role::Dk, Role::Dv];
         let mut outputs = Vec::with_capacity(roles.len());
         for ((role, gradient), (_, layout)) in roles.into_iter().zip(&mut gradients).zip(qkv) {
@@ -176,9 +162,8 @@ pub fn backward(
             outputs.push((role, writing(gradient, dims, &stream)?));
         }
         let pass = Pass::Backward { dlse: false };
-        enqueue(&attention, &stream, pass, &inputs, &outputs)?
+        enqueue(attention, &stream, pass, &inputs, &outputs)?
     };
-    settings.note(|reports| reports.backward = Some(Arc::new(report)));
     let mut tensors = gradients
         .into_iter()
         .zip(qkv)
@@ -186,31 +171,31 @@ pub fn backward(
             let storage = Storage::Cuda(gradient);
             Tensor::from_storage(storage, layout.shape().clone(), BackpropOp::none(), false)
         });
-    let mut next = || tensors.next().ok_or(Error::NothingKept);
-    Ok([next()?, next()?, next()?])
+    let mut next = || tensors.next().ok_or(Error::NothingSaved);
+    Ok(([next()?, next()?, next()?], report))
 }
 
-/// Enqueues a pass on behalf of candle's stream. What is lent was lent before: its owner's waits are on
-/// the stream already.
+/// Enqueues a pass, ordered with candle's stream. The views were made before, so the stream already
+/// waits for the writes of their owners.
 fn enqueue(
-    attention: &OnGpu,
+    attention: &GpuAttention,
     stream: &Arc<CudaStream>,
     pass: Pass,
     inputs: &[(Role, DeviceView<'_>)],
     outputs: &[(Role, DeviceView<'_>)],
 ) -> Result<Report, Error> {
-    let guest = ForeignStream::on(attention.kernel().device(), stream).map_err(refused)?;
-    Ok(attention.enqueue(guest, pass, inputs, outputs)?)
+    let stream = ForeignStream::on(attention.kernel().device(), stream).map_err(refused)?;
+    Ok(attention.enqueue(stream, pass, inputs, outputs)?)
 }
 
-/// Tensors to be read, by role.
-fn named<'a, const COUNT: usize>(
+/// Views of the inputs by role.
+fn by_role<'a, const COUNT: usize>(
     names: [&'static str; COUNT],
     roles: [Role; COUNT],
-    given: [Given<'a>; COUNT],
+    inputs: [CudaInput<'a>; COUNT],
     stream: &'a Arc<CudaStream>,
 ) -> Result<Vec<(Role, DeviceView<'a>)>, Error> {
-    let all = names.into_iter().zip(roles).zip(given);
+    let all = names.into_iter().zip(roles).zip(inputs);
     all.map(|((name, role), (storage, layout))| Ok((role, reading(name, storage, layout, stream)?)))
         .collect()
 }
@@ -228,7 +213,7 @@ fn reading<'a>(
         CudaStorageSlice::F32(slice) => DeviceView::reading(slice, first, dims, strides, stream),
         CudaStorageSlice::BF16(slice) => DeviceView::reading(slice, first, dims, strides, stream),
         CudaStorageSlice::F16(slice) => DeviceView::reading(slice, first, dims, strides, stream),
-        _ => return Err(unknown(tensor, storage)),
+        _ => return Err(wrong_type(tensor, storage)),
     }
     .map_err(refused)
 }
@@ -238,7 +223,7 @@ fn writing<'a>(
     dims: [usize; 4],
     stream: &'a Arc<CudaStream>,
 ) -> Result<DeviceView<'a>, Error> {
-    let wrong = unknown("a result", storage);
+    let wrong = wrong_type("a result", storage);
     match &mut storage.slice {
         CudaStorageSlice::F64(slice) => DeviceView::writing(slice, dims, stream),
         CudaStorageSlice::F32(slice) => DeviceView::writing(slice, dims, stream),
@@ -249,23 +234,22 @@ fn writing<'a>(
     .map_err(refused)
 }
 
-/// The memory of a tensor on a GPU.
+/// The storage of a tensor on a GPU.
 fn on_gpu<'a>(tensor: &'static str, storage: &'a Storage) -> Result<&'a CudaStorage, Error> {
     let (device, q) = match storage {
         Storage::Cuda(storage) => return Ok(storage),
         Storage::Cpu(_) => ("the CPU".to_string(), "a CUDA device".to_string()),
         Storage::Metal(_) => ("a Metal device".to_string(), "a CUDA device".to_string()),
     };
-    Err(Error::Apart { tensor, device, q })
+    Err(Error::DeviceMismatch { tensor, device, q })
 }
 
-fn unknown(tensor: &'static str, storage: &CudaStorage) -> Error {
+fn wrong_type(tensor: &'static str, storage: &CudaStorage) -> Error {
     let got = candle_core::backend::BackendStorage::dtype(storage);
     Error::Type { tensor, got }
 }
 
-/// candle's name of a type.
-fn stored(dtype: encke::DType) -> DType {
+fn candle_dtype(dtype: encke::DType) -> DType {
     match dtype {
         encke::DType::F64 => DType::F64,
         encke::DType::F32 => DType::F32,
@@ -274,13 +258,9 @@ fn stored(dtype: encke::DType) -> DType {
     }
 }
 
-/// Encke's name of a type.
-fn number_type(tensor: &'static str, storage: &CudaStorage) -> Result<encke::DType, Error> {
+fn encke_dtype(tensor: &'static str, storage: &CudaStorage) -> Result<encke::DType, Error> {
     let got = candle_core::backend::BackendStorage::dtype(storage);
-    let known = encke::DType::ALL.into_iter();
-    let known = known.map(|dtype| (dtype, stored(dtype)));
-    let found = known.into_iter().find(|(_, theirs)| *theirs == got);
-    found
-        .map(|(dtype, _)| dtype)
+    let mut all = encke::DType::ALL.into_iter();
+    all.find(|dtype| candle_dtype(*dtype) == got)
         .ok_or(Error::Type { tensor, got })
 }

@@ -1,14 +1,15 @@
-//! A machine that nobody has measured: figures of the order that processors have.
+//! Built-in figures for a machine without a profile, of the order of magnitude of current
+//! processors.
 //!
-//! They are good for telling a ring of threads from one rank and for nothing finer, and whatever is
-//! decided by them says so.
+//! They can decide between one rank and a ring of threads, and nothing finer; a choice made with
+//! them is marked [`MachineSource::BuiltIn`](super::MachineSource::BuiltIn).
 
 use std::collections::BTreeMap;
 
 use encke_core::DType;
 use encke_cost::{Carrier, Device, Link, Machine, Rate, Speed};
 
-use super::here::Here;
+use super::machine_id::MachineId;
 
 const SOURCE: &str = "built in: assumed, not measured";
 
@@ -21,8 +22,8 @@ fn flops_of_core(instructions: &str) -> f64 {
     }
 }
 
-/// Threads of a machine as ranks, by what is usual.
-pub fn usual(here: &Here) -> Machine {
+/// Threads of a machine as ranks, with built-in figures.
+pub fn builtin_machine(here: &MachineId) -> Machine {
     let cores = here.cores.max(1);
     let rate = |dtype: DType| {
         let faster = match dtype {

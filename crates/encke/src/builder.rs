@@ -1,0 +1,213 @@
+//! Settings of an attention, and the [`Request`] that a call with them makes.
+//!
+//! The builder computes nothing. `build` and `build_on` are in `attention`, `build_shard` and
+//! `build_shard_on` in `shard`, beside what they make.
+
+use std::time::Duration;
+
+use encke_core::kernel::Kernel;
+use encke_core::plan::{Pass, Queries, Request, Schedule};
+use encke_core::sharding::{Cut, Sharding};
+use encke_core::{DType, Error as RequestError, Pattern, Shape};
+use encke_ring::{CacheLimits, Fault};
+
+use crate::auto::Auto;
+use crate::checkpoint::CheckpointPolicy;
+
+/// Default limit for one exchange with a neighbour. A neighbour may be busy with a long job of its
+/// own, so this guards against waiting for ever, not against slowness.
+const DEADLINE: Duration = Duration::from_secs(600);
+
+/// The compute type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Precision {
+    /// The type the inputs are stored in.
+    #[default]
+    Stored,
+    /// This type; inputs are rounded or widened to it.
+    Compute(DType),
+    /// For f32 inputs, the type that the kernel's hardware multiplies fastest, with f32 sums; for
+    /// other inputs, the type they are stored in. The plan of the report names the type.
+    Fastest,
+}
+
+/// Settings of an [`Attention`](crate::Attention). The default is dense attention on one rank.
+#[derive(Debug, Clone)]
+pub struct Builder {
+    pub(crate) pattern: Pattern,
+    pub(crate) ranks: usize,
+    pub(crate) cut: Cut,
+    pub(crate) queries: Queries,
+    pub(crate) auto: Option<Auto>,
+    precision: Precision,
+    scale: Option<f64>,
+    pub(crate) policy: CheckpointPolicy,
+    pub(crate) deadline: Duration,
+    pub(crate) redundancy: usize,
+    pub(crate) schedule: Schedule,
+    pub(crate) drill: Vec<Fault>,
+    pub(crate) limits: CacheLimits,
+}
+
+impl Default for Builder {
+    fn default() -> Builder {
+        Builder {
+            pattern: Pattern::dense(),
+            ranks: 1,
+            cut: Cut::Contiguous,
+            queries: Queries::Sharded,
+            auto: None,
+            precision: Precision::Stored,
+            scale: None,
+            policy: CheckpointPolicy::KeepOutput,
+            deadline: DEADLINE,
+            redundancy: 0,
+            schedule: Schedule::RING,
+            drill: Vec::new(),
+            limits: CacheLimits::default(),
+        }
+    }
+}
+
+impl Builder {
+    /// Which query attends to which key.
+    pub fn pattern(mut self, pattern: Pattern) -> Builder {
+        self.pattern = pattern;
+        self
+    }
+
+    /// Number of ranks that the tokens are sharded over.
+    pub fn ranks(mut self, ranks: usize) -> Builder {
+        self.ranks = ranks;
+        self
+    }
+
+    /// How the tokens are divided among the ranks.
+    pub fn sharding(mut self, cut: Cut) -> Builder {
+        self.cut = cut;
+        self
+    }
+
+    /// Chooses settings automatically: for each shape, Encke plans and times the alternatives and
+    /// runs the fastest that fits. A setting that `auto` leaves open overrides the one given here.
+    pub fn auto(mut self, auto: Auto) -> Builder {
+        self.auto = Some(auto);
+        self
+    }
+
+    /// Whether each rank holds its own queries or all of them.
+    pub fn queries(mut self, queries: Queries) -> Builder {
+        self.queries = queries;
+        self
+    }
+
+    /// The compute type.
+    pub fn precision(mut self, precision: Precision) -> Builder {
+        self.precision = precision;
+        self
+    }
+
+    /// The softmax scale; the default is 1/sqrt(d).
+    pub fn scale(mut self, scale: f64) -> Builder {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// What the forward pass saves for the backward pass.
+    pub fn checkpoint(mut self, policy: CheckpointPolicy) -> Builder {
+        self.policy = policy;
+        self
+    }
+
+    /// Number of other ranks that hold a copy of each rank's inputs: a call survives the deaths of
+    /// that many neighbouring ranks. Needs more ranks than that, and sharded queries.
+    pub fn redundancy(mut self, redundancy: usize) -> Builder {
+        self.redundancy = redundancy;
+        self
+    }
+
+    /// How parcels travel: one at a time (the default), or several at once for more memory.
+    pub fn schedule(mut self, schedule: Schedule) -> Builder {
+        self.schedule = schedule;
+        self
+    }
+
+    /// Fault injection: these ranks die in every call. Ignored where redundancy is 0.
+    pub fn drill(mut self, faults: Vec<Fault>) -> Builder {
+        self.drill = faults;
+        self
+    }
+
+    /// Limits of the plans and buffers that are cached between calls.
+    pub fn keep_at_most(mut self, limits: CacheLimits) -> Builder {
+        self.limits = limits;
+        self
+    }
+
+    /// How long an exchange may wait for another rank before the call fails.
+    pub fn deadline(mut self, deadline: Duration) -> Builder {
+        self.deadline = deadline;
+        self
+    }
+
+    pub(crate) fn new_sharding(&self) -> Result<Sharding, RequestError> {
+        Sharding::new(self.ranks, self.cut.clone())
+    }
+
+    /// The compute type for inputs stored as `stored`.
+    pub(crate) fn compute_dtype<K: Kernel>(&self, stored: DType, kernel: &K) -> DType {
+        match (self.precision, stored) {
+            (Precision::Compute(dtype), _) => dtype,
+            (Precision::Fastest, DType::F32) => kernel.fastest_dtype(),
+            (Precision::Stored | Precision::Fastest, stored) => stored,
+        }
+    }
+
+    /// The ring of a call where no setting is chosen automatically.
+    pub(crate) fn ring_config(&self, sharding: &Sharding) -> RingConfig {
+        RingConfig {
+            sharding: sharding.clone(),
+            queries: self.queries,
+            schedule: self.schedule,
+        }
+    }
+
+    /// The request of a call with these settings; `dtype` is the compute type.
+    pub(crate) fn request(
+        &self,
+        ring_config: RingConfig,
+        shape: Shape,
+        dtype: DType,
+        pass: Pass,
+    ) -> Request {
+        let RingConfig {
+            sharding,
+            queries,
+            schedule,
+        } = ring_config;
+        // One rank has all queries either way, and needs no second copy of its output.
+        let queries = match sharding.ranks() {
+            1 => Queries::Sharded,
+            _ => queries,
+        };
+        Request {
+            schedule: schedule.on(sharding.ranks()),
+            shape,
+            pattern: self.pattern.clone(),
+            sharding,
+            queries,
+            dtype,
+            scale: self.scale,
+            pass,
+            redundancy: self.redundancy,
+        }
+    }
+}
+
+/// The settings of one call that [`Auto`] can choose.
+#[derive(Debug, Clone)]
+pub(crate) struct RingConfig {
+    pub sharding: Sharding,
+    pub queries: Queries,
+    pub schedule: Schedule,
+}
