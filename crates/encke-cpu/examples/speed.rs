@@ -60,11 +60,11 @@ fn best(mut body: impl FnMut()) -> f64 {
 fn measure(kernel: &CpuKernel, dtype: DType, causal: bool) {
     let (cells, sum, job) = (TOKENS * HEADS, dtype.sum(), job(causal));
     let mut random = conformance::Random::new(7);
-    let mut numbers = || {
+    let mut elements = || {
         let values: Vec<f64> = (0..cells * DIM).map(|_| random.unit()).collect();
         Data::from_f64(dtype, &values)
     };
-    let [q, k, v, dout] = [numbers(), numbers(), numbers(), numbers()];
+    let [q, k, v, dout] = [elements(), elements(), elements(), elements()];
     let mut carry = Carry {
         acc: Data::zeros(sum, cells * DIM),
         m: Data::zeros(sum, cells),

@@ -13,7 +13,7 @@ use encke_core::{Element, with_typed};
 use rayon::prelude::*;
 
 use crate::real::Real;
-use crate::shared::{Shared, disjoint};
+use crate::shared::{SharedRows, disjoint};
 
 /// Merges the cells of one carry into another.
 pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) {
@@ -51,15 +51,15 @@ pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<D
 pub(crate) fn fill(buffer: &mut Data, value: f64) {
     with_typed!(Data, buffer, x => {
         let value = Element::from_f64(value);
-        in_pieces(x, NUMBERS, |_, piece| piece.fill(value));
+        in_chunks(x, ELEMENTS, |_, piece| piece.fill(value));
     });
 }
 
 /// Copies the first numbers of one buffer to a range of another, rounding where their types differ.
 pub(crate) fn convert(from: &Data, to: &mut Data, range: Range<usize>) {
     with_typed!(Data, from, source => with_typed!(Data, to, target => {
-        in_pieces(&mut target[range], NUMBERS, |place, target| {
-            let first = place * NUMBERS;
+        in_chunks(&mut target[range], ELEMENTS, |place, target| {
+            let first = place * ELEMENTS;
             host::convert(&source[first..first + target.len()], target);
         });
     }));
@@ -69,7 +69,7 @@ pub(crate) fn convert(from: &Data, to: &mut Data, range: Range<usize>) {
 pub(crate) fn zero_rows(blocks: &[Block], buffer: &mut Data) {
     with_typed!(Data, buffer, x => {
         for block in blocks {
-            in_rows(block, x, |_, row| row.fill(Element::from_f64(0.0)));
+            for_each_row(block, x, |_, row| row.fill(Element::from_f64(0.0)));
         }
     });
 }
@@ -78,7 +78,7 @@ pub(crate) fn zero_rows(blocks: &[Block], buffer: &mut Data) {
 pub(crate) fn convert_rows(from: &Data, to: &mut Data, blocks: &[Block]) {
     with_typed!(Data, from, source => with_typed!(Data, to, target => {
         for block in blocks {
-            in_rows(block, target, |from, row| {
+            for_each_row(block, target, |from, row| {
                 host::convert(&source[from..from + row.len()], row);
             });
         }
@@ -87,7 +87,7 @@ pub(crate) fn convert_rows(from: &Data, to: &mut Data, blocks: &[Block]) {
 
 /// Hands out the rows that a block goes to, with where they come from, to the threads of the current
 /// pool; one after the other where rows could overlap.
-fn in_rows<T: Send>(block: &Block, numbers: &mut [T], work: impl Fn(usize, &mut [T]) + Sync) {
+fn for_each_row<T: Send>(block: &Block, elements: &mut [T], work: impl Fn(usize, &mut [T]) + Sync) {
     let block = block.in_few_pieces();
     let Block {
         batch,
@@ -100,10 +100,10 @@ fn in_rows<T: Send>(block: &Block, numbers: &mut [T], work: impl Fn(usize, &mut 
     let each = batch * segments * rows;
     let apart = disjoint(&block.to, [batch, segments, rows], width, false);
     let piece = match apart {
-        true => (NUMBERS / (heads * width).max(1)).max(1),
+        true => (ELEMENTS / (heads * width).max(1)).max(1),
         false => each.max(1),
     };
-    let numbers = Shared::new(numbers);
+    let elements = SharedRows::new(elements);
     let some = |first: usize| {
         for at in first..(first + piece).min(each) {
             let (place, row) = (at / rows, at % rows);
@@ -112,7 +112,7 @@ fn in_rows<T: Send>(block: &Block, numbers: &mut [T], work: impl Fn(usize, &mut 
                 let [from, to] =
                     [&block.from, &block.to].map(|of| of.at(batch, segment, row, head));
                 // SAFETY: rows are handed out once, and do not overlap or are not shared.
-                work(from, unsafe { numbers.row(to, width) });
+                work(from, unsafe { elements.row(to, width) });
             }
         }
     };
@@ -127,15 +127,15 @@ fn in_rows<T: Send>(block: &Block, numbers: &mut [T], work: impl Fn(usize, &mut 
 /// Cells that one task ends or prepares: enough work to be worth a task.
 const CELLS: usize = 1024;
 /// Numbers that one task fills or copies.
-const NUMBERS: usize = 64 * CELLS;
+const ELEMENTS: usize = 64 * CELLS;
 
 /// Hands out pieces of so many numbers, with their place, to the threads of the current pool. A single
 /// one is done by the caller: to wake a thread for it takes longer than a short call.
-fn in_pieces<T: Send>(numbers: &mut [T], piece: usize, work: impl Fn(usize, &mut [T]) + Sync) {
-    if numbers.len() <= piece {
-        return work(0, numbers);
+fn in_chunks<T: Send>(elements: &mut [T], piece: usize, work: impl Fn(usize, &mut [T]) + Sync) {
+    if elements.len() <= piece {
+        return work(0, elements);
     }
-    let pieces = numbers.par_chunks_mut(piece).enumerate();
+    let pieces = elements.par_chunks_mut(piece).enumerate();
     pieces.for_each(|(place, piece)| work(place, piece));
 }
 
@@ -149,8 +149,8 @@ pub(crate) fn finish<A: Real>(
     lse: &mut Data,
 ) {
     let gain = A::from_f64(gain);
-    let lse = &mut A::numbers(lse)[..cells];
-    let [acc, m, l] = [&carry.acc, &carry.m, &carry.l].map(A::seen);
+    let lse = &mut A::slice_mut(lse)[..cells];
+    let [acc, m, l] = [&carry.acc, &carry.m, &carry.l].map(A::slice);
     let end = |first: usize, row: &mut [A], lse: &mut A, cell: usize| {
         let cell = first + cell;
         if l[cell] == A::ZERO {
@@ -167,7 +167,7 @@ pub(crate) fn finish<A: Real>(
     with_typed!(Data, out, out => {
         let rows = out[..cells * dim].chunks_mut(CELLS * dim).zip(lse.chunks_mut(CELLS));
         let mut rows: Vec<_> = rows.collect();
-        in_pieces(&mut rows, 1, |piece, rows| {
+        in_chunks(&mut rows, 1, |piece, rows| {
             let mut row = vec![A::ZERO; dim];
             for (out, lse) in rows {
                 let rows = out.chunks_exact_mut(dim).zip(lse.iter_mut()).enumerate();
@@ -189,8 +189,8 @@ pub(crate) fn delta<A: Real>(
     dlse: Option<Slice<'_>>,
     delta: &mut Data,
 ) {
-    let delta = &mut A::numbers(delta)[..cells];
-    in_pieces(delta, CELLS, |piece, delta| {
+    let delta = &mut A::slice_mut(delta)[..cells];
+    in_chunks(delta, CELLS, |piece, delta| {
         let (mut x, mut y) = (vec![A::ZERO; dim], vec![A::ZERO; dim]);
         for (cell, delta) in delta.iter_mut().enumerate() {
             let cell = piece * CELLS + cell;
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn rows_are_cleared_and_copied_and_no_others() {
-        for rows in [1, 7, 3 * NUMBERS / 16] {
+        for rows in [1, 7, 3 * ELEMENTS / 16] {
             let block = thinned(rows);
             let count = 2 * 3 * rows * 32;
             let mut expected = vec![1.0; count];
@@ -253,35 +253,35 @@ mod tests {
             zero_rows(std::slice::from_ref(&block), &mut cleared);
             assert_eq!(cleared.to_f64(), expected);
             let mut copied = Data::Bf16(vec![half::bf16::ONE; count]);
-            let numbers: Vec<f32> = (0..count).map(|i| (i % 251) as f32).collect();
+            let elements: Vec<f32> = (0..count).map(|i| (i % 251) as f32).collect();
             for (from, to) in block.addresses() {
-                let row = numbers[from..from + 8].iter().map(|&x| f64::from(x));
+                let row = elements[from..from + 8].iter().map(|&x| f64::from(x));
                 expected.splice(to..to + 8, row);
             }
-            let from = Data::F32(numbers);
+            let from = Data::F32(elements);
             convert_rows(&from, &mut copied, std::slice::from_ref(&block));
             assert_eq!(copied.to_f64(), expected);
         }
         // Rows that overlap are one thread's.
-        let mut close = thinned(2 * NUMBERS);
+        let mut close = thinned(2 * ELEMENTS);
         (close.segments, close.to.row) = (1, 1);
-        let mut cleared = Data::F32(vec![1.0; 2 * NUMBERS + 40]);
+        let mut cleared = Data::F32(vec![1.0; 2 * ELEMENTS + 40]);
         zero_rows(&[close], &mut cleared);
         assert_eq!(
             cleared.to_f64().iter().filter(|&&x| x == 0.0).count(),
-            2 * NUMBERS + 8 + 15
+            2 * ELEMENTS + 8 + 15
         );
     }
 
     #[test]
     fn pieces_are_copied_to_where_they_belong() {
-        let count = 2 * NUMBERS + 77;
-        let numbers: Vec<f32> = (0..count + 5).map(|i| (i % 251) as f32).collect();
+        let count = 2 * ELEMENTS + 77;
+        let elements: Vec<f32> = (0..count + 5).map(|i| (i % 251) as f32).collect();
         let mut to = Data::Bf16(vec![half::bf16::from_f32(-1.0); count + 9]);
-        convert(&Data::F32(numbers.clone()), &mut to, 3..3 + count);
+        convert(&Data::F32(elements.clone()), &mut to, 3..3 + count);
         let to = to.to_f64();
         assert!(to[..3].iter().chain(&to[3 + count..]).all(|&x| x == -1.0));
-        let pairs = to[3..3 + count].iter().zip(&numbers);
+        let pairs = to[3..3 + count].iter().zip(&elements);
         assert!(pairs.into_iter().all(|(&x, &y)| x == f64::from(y)));
     }
 }

@@ -10,18 +10,16 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 #[cfg(target_arch = "x86_64")]
-#[allow(
-    dead_code,
-    unused_imports,
-    reason = "parts are there for tests and timings only"
-)]
 mod amx;
 mod arm;
 mod backward;
 mod cells;
 mod forward;
 mod grid;
-mod micro;
+#[cfg(target_arch = "x86_64")]
+#[doc(hidden)]
+pub mod internals;
+mod microkernel;
 mod pages;
 mod panel;
 mod peak;
@@ -49,9 +47,9 @@ use half::{bf16, f16};
 
 pub use arm::{Arm, VARIABLE};
 pub use peak::peak;
-use scratch::{Pool, Scratch};
+use scratch::{Scratch, ScratchPool};
 use target::Target;
-use vector::{F32, F64, Plain};
+use vector::{F32, F64, PortableVector};
 
 /// Calls a function in the precision of some sums.
 macro_rules! in_precision {
@@ -67,7 +65,7 @@ macro_rules! in_precision {
 macro_rules! on_arm {
     ($kernel:expr, $a:ty, $vectors:ident, $($call:ident)::+ ($($argument:expr),*)) => {
         match $kernel.arm {
-            Arm::Portable => $($call)::+::<_, 4>(Plain::<$a>::new(), $($argument),*),
+            Arm::Portable => $($call)::+::<_, 4>(PortableVector::<$a>::new(), $($argument),*),
             #[cfg(target_arch = "x86_64")]
             Arm::Avx2 => {
                 let simd = pulp::x86::V3::try_new().expect("the arm was checked");
@@ -105,10 +103,10 @@ macro_rules! for_each_type {
 #[derive(Debug)]
 pub struct CpuKernel {
     arm: Arm,
-    narrow: Pool<f32>,
-    wide: Pool<f64>,
+    narrow: ScratchPool<Scratch<f32>>,
+    wide: ScratchPool<Scratch<f64>>,
     #[cfg(target_arch = "x86_64")]
-    tiles: amx::Pool,
+    tiles: amx::PagePool,
 }
 
 impl CpuKernel {
@@ -121,10 +119,10 @@ impl CpuKernel {
     pub fn with(arm: Arm) -> Result<CpuKernel> {
         Ok(CpuKernel {
             arm: arm.check()?,
-            narrow: Pool::default(),
-            wide: Pool::default(),
+            narrow: ScratchPool::default(),
+            wide: ScratchPool::default(),
             #[cfg(target_arch = "x86_64")]
-            tiles: amx::Pool::default(),
+            tiles: amx::PagePool::default(),
         })
     }
 
@@ -151,7 +149,7 @@ impl CpuKernel {
     fn forward_narrow(&self, job: &Job, given: [Slice<'_>; 3], target: Target<'_, f32>) {
         #[cfg(target_arch = "x86_64")]
         if self.arm == Arm::Amx {
-            for_each_type!(N => if let [Some(q), Some(k), Some(v)] = given.map(<N as amx::Number>::of) {
+            for_each_type!(N => if let [Some(q), Some(k), Some(v)] = given.map(<N as amx::TileElement>::of_slice) {
                 return amx::forward::<amx::Hardware, N>(&self.tiles, job, [q, k, v], target);
             });
         }
@@ -212,7 +210,7 @@ impl Memory for CpuKernel {
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
         let mut data = host::allocate(self.name(), dtype, elements)?;
-        pages::ask_for_large(data.bytes_mut());
+        pages::advise_huge_pages(data.bytes_mut());
         Ok(data)
     }
 
@@ -222,14 +220,14 @@ impl Memory for CpuKernel {
     }
 
     fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
-        pages::ask_for_large(to.data_mut().bytes_mut());
+        pages::advise_huge_pages(to.data_mut().bytes_mut());
         let [batch, tokens, heads, dim] = to.dims();
         match host::whole_run(runs) {
             // Side by side in both: all threads can copy.
             Some((first, count)) if batch == 1 || count == tokens => {
                 let row = heads * dim;
-                let numbers = first * row..(first + batch * count) * row;
-                cells::convert(from, to.data_mut(), numbers);
+                let elements = first * row..(first + batch * count) * row;
+                cells::convert(from, to.data_mut(), elements);
             }
             _ => host::download(from, runs, to),
         }
@@ -334,7 +332,7 @@ impl Kernel for CpuKernel {
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
-        let given = backward::Given { q, k, v, upstream };
+        let given = backward::BackwardInputs { q, k, v, upstream };
         let dtype = sums_in(&[gradients.dq, gradients.dk, gradients.dv])?;
         let queries = [job.batch, job.segments, job.queries];
         let dq = job.dq.as_ref().unwrap_or(&job.q);
@@ -349,7 +347,7 @@ impl Kernel for CpuKernel {
                 dv: Data::F32(dv),
             } = gradients
         {
-            for_each_type!(N => if let Some(given) = amx::Given::<N>::of([q, k, v], upstream) {
+            for_each_type!(N => if let Some(given) = amx::AmxBackwardInputs::<N>::of([q, k, v], upstream) {
                 amx::backward::<amx::Hardware, N>(&self.tiles, job, given, dq, dk, dv);
                 return Ok(());
             });

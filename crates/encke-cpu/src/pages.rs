@@ -5,15 +5,15 @@
 
 /// A large page, of x86-64 as of most.
 #[cfg(target_os = "linux")]
-const LARGE: usize = 2 << 20;
+const HUGE_PAGE: usize = 2 << 20;
 
 /// Asks for large pages for memory that nobody has touched yet. Little memory is left as it is, and a
 /// system that refuses, too.
 #[cfg(target_os = "linux")]
-pub(crate) fn ask_for_large(memory: &mut [u8]) {
-    let skip = memory.as_ptr().align_offset(LARGE);
-    let whole = memory.len().saturating_sub(skip) / LARGE * LARGE;
-    if whole < 2 * LARGE {
+pub(crate) fn advise_huge_pages(memory: &mut [u8]) {
+    let skip = memory.as_ptr().align_offset(HUGE_PAGE);
+    let whole = memory.len().saturating_sub(skip) / HUGE_PAGE * HUGE_PAGE;
+    if whole < 2 * HUGE_PAGE {
         return;
     }
     let first = memory[skip..].as_mut_ptr();
@@ -23,11 +23,11 @@ pub(crate) fn ask_for_large(memory: &mut [u8]) {
 
 /// Elsewhere pages are as they are.
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn ask_for_large(_: &mut [u8]) {}
+pub(crate) fn advise_huge_pages(_: &mut [u8]) {}
 
 #[cfg(test)]
 mod tests {
-    use super::ask_for_large;
+    use super::advise_huge_pages;
 
     #[test]
     fn asking_changes_no_byte() {
@@ -36,7 +36,7 @@ mod tests {
             for from in [0, 1, 64] {
                 let part = &mut memory[from..from + bytes];
                 part.iter_mut().step_by(4096).for_each(|byte| *byte = 7);
-                ask_for_large(part);
+                advise_huge_pages(part);
                 assert!(part.iter().step_by(4096).all(|&byte| byte == 7), "{bytes}");
                 part.fill(0);
             }

@@ -31,8 +31,8 @@ pub(crate) fn rows<A: Real>(
 
 /// Asks for the numbers of a row that will be copied soon.
 #[inline(always)]
-pub(crate) fn expect(source: Slice<'_>, at: usize, dim: usize) {
-    with_typed!(Slice, source, x => shared::expect(x[at..at + dim].as_ptr(), dim));
+pub(crate) fn prefetch(source: Slice<'_>, at: usize, dim: usize) {
+    with_typed!(Slice, source, x => shared::prefetch(x[at..at + dim].as_ptr(), dim));
 }
 
 /// Whether all numbers of a panel are finite.
@@ -76,11 +76,11 @@ pub(crate) fn scale<A: Real>(panel: &mut [A], factor: A) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vector::{F32, Plain, Task};
+    use crate::vector::{F32, PortableVector, SimdTask};
 
-    struct Check<X: Vector>(X);
+    struct TransposeCheck<X: Vector>(X);
 
-    impl<X: Vector<A = f32>> Task for Check<X> {
+    impl<X: Vector<A = f32>> SimdTask for TransposeCheck<X> {
         #[inline(always)]
         fn run(self) {
             let (rows, columns) = (3 * X::WIDTH, 2 * X::WIDTH);
@@ -100,15 +100,15 @@ mod tests {
 
     #[test]
     fn whatever_is_transposed_comes_back() {
-        let plain = Plain::new();
-        plain.run(Check(plain));
+        let plain = PortableVector::new();
+        plain.run(TransposeCheck(plain));
         #[cfg(target_arch = "x86_64")]
         {
             if let Some(x) = pulp::x86::V3::try_new().map(F32) {
-                x.run(Check(x));
+                x.run(TransposeCheck(x));
             }
             if let Some(x) = pulp::x86::V4::try_new().map(F32) {
-                x.run(Check(x));
+                x.run(TransposeCheck(x));
             }
         }
     }

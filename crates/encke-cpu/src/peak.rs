@@ -37,23 +37,23 @@ pub fn peak(arm: Arm, dtype: DType) -> f64 {
 }
 
 /// Runs `work` on every thread at once and returns the seconds it took.
-fn everywhere(work: impl Fn() + Sync) -> f64 {
+fn seconds_on_all_threads(work: impl Fn() + Sync) -> f64 {
     let begin = Instant::now();
     rayon::broadcast(|_| work());
     begin.elapsed().as_secs_f64()
 }
 
 fn vectors<S: Simd>(simd: S) -> f64 {
-    let seconds = everywhere(|| {
-        black_box(simd.vectorize(Fuse(simd)));
+    let seconds = seconds_on_all_threads(|| {
+        black_box(simd.vectorize(FmaLoop(simd)));
     });
     let operations = rayon::current_num_threads() * STEPS * SUMS * 2 * S::F32_LANES;
     operations as f64 / seconds / 1e9
 }
 
-struct Fuse<S>(S);
+struct FmaLoop<S>(S);
 
-impl<S: Simd> NullaryFnOnce for Fuse<S> {
+impl<S: Simd> NullaryFnOnce for FmaLoop<S> {
     type Output = f32;
 
     #[inline(always)]
@@ -72,13 +72,13 @@ impl<S: Simd> NullaryFnOnce for Fuse<S> {
 
 #[cfg(target_arch = "x86_64")]
 fn tiles() -> f64 {
-    use crate::amx::tiles::{Hardware, Tiles};
+    use crate::amx::tiles::{Hardware, TileUnit};
     /// Rounds of four products of tiles, each 16 by 16 by 32.
     const ROUNDS: usize = 4_000_000;
     if !Hardware::available() {
         return 0.0;
     }
-    let seconds = everywhere(|| {
+    let seconds = seconds_on_all_threads(|| {
         // SAFETY: the tiles are available, configured first and released last.
         unsafe {
             Hardware::configure();

@@ -8,15 +8,15 @@ use crate::vector::Vector;
 /// Vectors in a tile.
 pub(crate) const VECTORS: usize = 3;
 /// The most tiles of queries that one packing of keys serves, in the forward pass.
-pub(crate) const TILES: usize = 24;
+pub(crate) const FORWARD_TILES: usize = 24;
 /// The same in the backward pass, which has more to keep of each.
 pub(crate) const BACKWARD_TILES: usize = 16;
 /// Tiles below which a block is not cut further: keys are packed for each block.
-pub(crate) const FEWEST_TILES: usize = 8;
+pub(crate) const MIN_TILES: usize = 8;
 /// Keys in a panel: a multiple of every number of rows held in registers.
 pub(crate) const KEYS: usize = 128;
 /// Lanes of the widest tile.
-pub(crate) const MOST_LANES: usize = VECTORS * 16;
+pub(crate) const MAX_LANES: usize = VECTORS * 16;
 
 /// Queries in a tile.
 pub(crate) const fn lanes<X: Vector>() -> usize {

@@ -1,7 +1,7 @@
 //! Buffers that several tasks write at once, each its own rows.
 //!
 //! Rows of different tasks interleave in memory, so they cannot be handed out as slices of one
-//! vector. A [`Shared`] hands them out one at a time, and [`disjoint`] is what makes that sound:
+//! vector. A [`SharedRows`] hands them out one at a time, and [`disjoint`] is what makes that sound:
 //! a job whose addresses could meet is refused before any task runs.
 
 #[cfg(target_arch = "x86_64")]
@@ -12,32 +12,32 @@ use encke_core::job::Operand;
 
 /// A slice of which tasks borrow rows.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Shared<'a, T> {
+pub struct SharedRows<'a, T> {
     start: *mut T,
     len: usize,
     lifetime: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: a `Shared` is a `&mut [T]` whose elements are borrowed in pieces; sending or sharing it
+// SAFETY: a `SharedRows` is a `&mut [T]` whose elements are borrowed in pieces; sending or sharing it
 // hands out pieces to other threads, which is sound for `T: Send` as long as no two pieces that
 // live at once overlap. That is the contract of `row`.
-unsafe impl<T: Send> Send for Shared<'_, T> {}
+unsafe impl<T: Send> Send for SharedRows<'_, T> {}
 // SAFETY: as above.
-unsafe impl<T: Send> Sync for Shared<'_, T> {}
+unsafe impl<T: Send> Sync for SharedRows<'_, T> {}
 
-impl<'a, T> Shared<'a, T> {
+impl<'a, T> SharedRows<'a, T> {
     /// Shares a slice.
-    pub fn new(slice: &'a mut [T]) -> Shared<'a, T> {
-        Shared {
+    pub fn new(slice: &'a mut [T]) -> SharedRows<'a, T> {
+        SharedRows {
             start: slice.as_mut_ptr(),
             len: slice.len(),
             lifetime: PhantomData,
         }
     }
 
-    /// Shares a slice of which rows are read ([`Shared::read`]) and never written.
-    pub fn of(slice: &'a [T]) -> Shared<'a, T> {
-        Shared {
+    /// Shares a slice of which rows are read ([`SharedRows::read`]) and never written.
+    pub fn of(slice: &'a [T]) -> SharedRows<'a, T> {
+        SharedRows {
             start: slice.as_ptr().cast_mut(),
             len: slice.len(),
             lifetime: PhantomData,
@@ -46,9 +46,9 @@ impl<'a, T> Shared<'a, T> {
 
     /// Asks for a row that is needed soon; for nothing if it lies outside the buffer.
     #[inline(always)]
-    pub fn expect(&self, at: usize, len: usize) {
+    pub fn prefetch(&self, at: usize, len: usize) {
         if at.checked_add(len).is_some_and(|end| end <= self.len) {
-            expect(self.start.wrapping_add(at), len);
+            prefetch(self.start.wrapping_add(at), len);
         }
     }
 
@@ -88,7 +88,7 @@ impl<'a, T> Shared<'a, T> {
 /// Asks for numbers that are needed soon, while there is something else to do: rows of one head lie
 /// apart, no processor expects them, and whoever waits for memory computes nothing.
 #[inline(always)]
-pub(crate) fn expect<T>(numbers: *const T, len: usize) {
+pub fn prefetch<T>(numbers: *const T, len: usize) {
     #[cfg(target_arch = "x86_64")]
     for byte in (0..len * size_of::<T>()).step_by(64) {
         let line = numbers.cast::<i8>().wrapping_add(byte);
@@ -104,7 +104,7 @@ pub(crate) fn expect<T>(numbers: *const T, len: usize) {
 /// overlap are refused as well; those of plans never are.
 ///
 /// Heads at the same address overlap, unless they are `grouped`: then one task has all of them.
-pub(crate) fn disjoint(operand: &Operand, counts: [usize; 3], width: usize, grouped: bool) -> bool {
+pub fn disjoint(operand: &Operand, counts: [usize; 3], width: usize, grouped: bool) -> bool {
     let mut heads = operand.heads.to_vec();
     heads.sort_unstable();
     if grouped {

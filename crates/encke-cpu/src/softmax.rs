@@ -1,7 +1,7 @@
 //! Weights from scores, and masks for the diagonal.
 
 use crate::real::Real;
-use crate::shape::{MOST_LANES, VECTORS};
+use crate::shape::{MAX_LANES, VECTORS};
 use crate::vector::Vector;
 
 /// Turns scores into weights relative to the new maximum, continuing m and l; returns what old
@@ -25,8 +25,8 @@ pub(crate) fn weights<X: Vector>(
     // A lane that has seen nothing subtracts 0: minus infinity minus itself would be NaN.
     let mut base = top;
     for base in &mut base {
-        let unseen = x.where_less(*base, zero, zero, *base);
-        *base = x.where_less(nothing, *base, *base, unseen);
+        let unseen = x.select_less(*base, zero, zero, *base);
+        *base = x.select_less(nothing, *base, *base, unseen);
     }
     let mut sums = [zero; VECTORS];
     for row in scores.chunks_exact_mut(VECTORS) {
@@ -46,19 +46,23 @@ pub(crate) fn weights<X: Vector>(
 
 /// Who sees whom in a tile on the diagonal: row j and the lanes that see more than j rows.
 #[derive(Debug)]
-pub(crate) struct Mask<A> {
-    seen: [A; MOST_LANES],
+pub(crate) struct CausalMask<A> {
+    seen: [A; MAX_LANES],
 }
 
-impl<A: Real> Mask<A> {
+impl<A: Real> CausalMask<A> {
     /// The mask for `rows` rows from `start` on; none where every lane sees all of them.
     #[inline(always)]
-    pub fn new<X: Vector<A = A>>(visible: &[usize], start: usize, rows: usize) -> Option<Mask<A>> {
+    pub fn new<X: Vector<A = A>>(
+        visible: &[usize],
+        start: usize,
+        rows: usize,
+    ) -> Option<CausalMask<A>> {
         if visible.iter().all(|&seen| seen >= start + rows) {
             return None;
         }
-        let mut mask = Mask {
-            seen: [A::ZERO; MOST_LANES],
+        let mut mask = CausalMask {
+            seen: [A::ZERO; MAX_LANES],
         };
         for (x, seen) in mask.seen.iter_mut().zip(visible) {
             *x = A::from_f64(seen.saturating_sub(start).min(rows) as f64);
@@ -80,7 +84,7 @@ impl<A: Real> Mask<A> {
         for (j, row) in scores.chunks_exact_mut(VECTORS).enumerate() {
             let j = x.splat(A::from_f64(j as f64));
             for n in 0..VECTORS {
-                row[n] = x.where_less(j, seen[n], row[n], hidden);
+                row[n] = x.select_less(j, seen[n], row[n], hidden);
             }
         }
     }
@@ -106,7 +110,7 @@ impl<A: Real> Mask<A> {
                 let (factor, j) = (x.splat(row[c]), x.splat(A::from_f64(j as f64)));
                 for n in 0..VECTORS {
                     let sum = x.mul_add(factor, weights[n], sums[n]);
-                    sums[n] = x.where_less(j, seen[n], sum, sums[n]);
+                    sums[n] = x.select_less(j, seen[n], sum, sums[n]);
                 }
             }
             for n in 0..VECTORS {
@@ -116,9 +120,9 @@ impl<A: Real> Mask<A> {
     }
 
     /// sums[j] += Σ_i weights[j][i] · rows[i] over the lanes i that see row j; see
-    /// [`Mask::accumulate`] for why this is not left to zeros.
+    /// [`CausalMask::accumulate`] for why this is not left to zeros.
     #[inline(always)]
-    pub fn scatter<X: Vector<A = A>>(
+    pub fn accumulate_keys<X: Vector<A = A>>(
         &self,
         x: X,
         weights: &[A],

@@ -14,13 +14,13 @@ use crate::real::Real;
 use crate::transpose;
 
 /// Work that is compiled anew for each instruction set. `run` must be inlined into it.
-pub(crate) trait Task {
+pub(crate) trait SimdTask {
     fn run(self);
 }
 
-struct Run<T>(T);
+struct Vectorized<T>(T);
 
-impl<T: Task> pulp::NullaryFnOnce for Run<T> {
+impl<T: SimdTask> pulp::NullaryFnOnce for Vectorized<T> {
     type Output = ();
 
     #[inline(always)]
@@ -47,7 +47,7 @@ pub(crate) trait Vector: Copy + Send + Sync {
     /// The larger one; `y` where that is NaN, and either where `x` is.
     fn max(self, x: Self::V, y: Self::V) -> Self::V;
     /// `yes` where x < y, `no` elsewhere.
-    fn where_less(self, x: Self::V, y: Self::V, yes: Self::V, no: Self::V) -> Self::V;
+    fn select_less(self, x: Self::V, y: Self::V, yes: Self::V, no: Self::V) -> Self::V;
     /// e^x for powers that are weights: at most 1, give or take rounding.
     fn exp(self, x: Self::V) -> Self::V;
 
@@ -62,7 +62,7 @@ pub(crate) trait Vector: Copy + Send + Sync {
     }
 
     /// Runs a task compiled for the instruction set.
-    fn run(self, task: impl Task);
+    fn run(self, task: impl SimdTask);
 
     #[inline(always)]
     fn zero(self) -> Self::V {
@@ -83,68 +83,73 @@ pub(crate) trait Vector: Copy + Send + Sync {
 /// Four numbers at a time in plain Rust, for machines without any of the arms. Nothing is fused,
 /// since a fused product without the instruction is a slow call.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Plain<A>(PhantomData<A>);
+pub(crate) struct PortableVector<A>(PhantomData<A>);
 
-impl<A> Plain<A> {
-    pub fn new() -> Plain<A> {
-        Plain(PhantomData)
+impl<A> PortableVector<A> {
+    pub fn new() -> PortableVector<A> {
+        PortableVector(PhantomData)
     }
 }
 
 /// Numbers in a plain vector: one register of f32 on the smallest x86-64.
-pub(crate) const PLAIN: usize = 4;
+pub(crate) const PORTABLE_WIDTH: usize = 4;
 
 #[inline(always)]
-fn lanes<A: Real>(f: impl Fn(usize) -> A) -> [A; PLAIN] {
+fn lanes<A: Real>(f: impl Fn(usize) -> A) -> [A; PORTABLE_WIDTH] {
     std::array::from_fn(f)
 }
 
-impl<A: Real> Vector for Plain<A> {
+impl<A: Real> Vector for PortableVector<A> {
     type A = A;
-    type V = [A; PLAIN];
-    const WIDTH: usize = PLAIN;
+    type V = [A; PORTABLE_WIDTH];
+    const WIDTH: usize = PORTABLE_WIDTH;
 
     #[inline(always)]
-    fn run(self, task: impl Task) {
+    fn run(self, task: impl SimdTask) {
         task.run();
     }
     #[inline(always)]
-    fn splat(self, x: A) -> [A; PLAIN] {
-        [x; PLAIN]
+    fn splat(self, x: A) -> [A; PORTABLE_WIDTH] {
+        [x; PORTABLE_WIDTH]
     }
     #[inline(always)]
-    fn add(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+    fn add(self, x: [A; PORTABLE_WIDTH], y: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
         lanes(|i| x[i] + y[i])
     }
     #[inline(always)]
-    fn sub(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+    fn sub(self, x: [A; PORTABLE_WIDTH], y: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
         lanes(|i| x[i] - y[i])
     }
     #[inline(always)]
-    fn mul(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+    fn mul(self, x: [A; PORTABLE_WIDTH], y: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
         lanes(|i| x[i] * y[i])
     }
     #[inline(always)]
-    fn mul_add(self, x: [A; PLAIN], y: [A; PLAIN], z: [A; PLAIN]) -> [A; PLAIN] {
+    fn mul_add(
+        self,
+        x: [A; PORTABLE_WIDTH],
+        y: [A; PORTABLE_WIDTH],
+        z: [A; PORTABLE_WIDTH],
+    ) -> [A; PORTABLE_WIDTH] {
         lanes(|i| x[i] * y[i] + z[i])
     }
     #[inline(always)]
-    fn max(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+    fn max(self, x: [A; PORTABLE_WIDTH], y: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
         lanes(|i| if y[i] < x[i] { x[i] } else { y[i] })
     }
     #[inline(always)]
-    fn where_less(
+    fn select_less(
         self,
-        x: [A; PLAIN],
-        y: [A; PLAIN],
-        yes: [A; PLAIN],
-        no: [A; PLAIN],
-    ) -> [A; PLAIN] {
+        x: [A; PORTABLE_WIDTH],
+        y: [A; PORTABLE_WIDTH],
+        yes: [A; PORTABLE_WIDTH],
+        no: [A; PORTABLE_WIDTH],
+    ) -> [A; PORTABLE_WIDTH] {
         lanes(|i| if x[i] < y[i] { yes[i] } else { no[i] })
     }
     #[inline(always)]
-    fn exp(self, power: [A; PLAIN]) -> [A; PLAIN] {
-        A::exp_plain(power)
+    fn exp(self, power: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
+        A::exp_portable(power)
     }
 }
 
@@ -163,8 +168,8 @@ macro_rules! arithmetic {
         const WIDTH: usize = size_of::<S::$v>() / size_of::<$a>();
 
         #[inline(always)]
-        fn run(self, task: impl Task) {
-            self.0.vectorize(Run(task));
+        fn run(self, task: impl SimdTask) {
+            self.0.vectorize(Vectorized(task));
         }
 
         #[inline(always)]
@@ -192,7 +197,7 @@ macro_rules! arithmetic {
             self.0.$max(x, y)
         }
         #[inline(always)]
-        fn where_less(self, x: S::$v, y: S::$v, yes: S::$v, no: S::$v) -> S::$v {
+        fn select_less(self, x: S::$v, y: S::$v, yes: S::$v, no: S::$v) -> S::$v {
             self.0.$select(self.0.$less(x, y), yes, no)
         }
     };
@@ -310,7 +315,7 @@ mod tests {
     use super::*;
 
     fn exp_of(power: f32) -> f32 {
-        Plain::<f32>::new().exp([power; PLAIN])[0]
+        PortableVector::<f32>::new().exp([power; PORTABLE_WIDTH])[0]
     }
 
     #[test]

@@ -13,42 +13,11 @@
 //! then mean nothing.
 
 #[cfg(target_arch = "x86_64")]
-#[allow(dead_code, unused_imports)]
-#[path = "../../src/amx/mod.rs"]
-mod amx;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/real.rs"]
-mod real;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/schedule.rs"]
-mod schedule;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/shared.rs"]
-mod shared;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/target.rs"]
-mod target;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/transpose.rs"]
-mod transpose;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/vector.rs"]
-mod vector;
-
-#[cfg(target_arch = "x86_64")]
 mod block;
 #[cfg(target_arch = "x86_64")]
 mod check;
 #[cfg(target_arch = "x86_64")]
 mod memory;
-#[cfg(target_arch = "x86_64")]
-mod numbers;
 #[cfg(target_arch = "x86_64")]
 mod peak;
 #[cfg(target_arch = "x86_64")]
@@ -56,15 +25,20 @@ mod phases;
 #[cfg(target_arch = "x86_64")]
 mod table;
 #[cfg(target_arch = "x86_64")]
+mod tensors;
+#[cfg(target_arch = "x86_64")]
 mod variants;
 
 #[cfg(target_arch = "x86_64")]
+use encke_cpu::internals;
+
+#[cfg(target_arch = "x86_64")]
 fn main() {
-    if amx::available() {
-        all::<amx::Hardware>(true);
-    } else if amx::detect::vectors() {
-        println!("NO TILES HERE: emulated ones, tiny sizes, figures that mean nothing");
-        all::<amx::emulated::Emulated>(false);
+    if internals::available() {
+        run::<internals::Hardware>(true);
+    } else if internals::has_avx512() {
+        println!("NO QUERY_TILES HERE: emulated ones, tiny sizes, figures that mean nothing");
+        run::<internals::Emulated>(false);
     } else {
         println!("neither tiles nor AVX-512 here: nothing to measure");
     }
@@ -77,7 +51,7 @@ fn main() {
 
 /// Everything that the arguments ask for.
 #[cfg(target_arch = "x86_64")]
-fn all<T: amx::tiles::Tiles>(real: bool) {
+fn run<T: internals::TileUnit>(real: bool) {
     let mut arguments = std::env::args().skip(1).peekable();
     let threads = arguments.peek().and_then(|word| word.parse().ok());
     if threads.is_some() {

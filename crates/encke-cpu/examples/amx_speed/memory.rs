@@ -1,17 +1,17 @@
 //! Memory for tiles.
 
 /// Memory that begins at a page.
-pub struct Memory(Vec<Page>);
+pub struct TileMemory(Vec<Page>);
 
 #[derive(Clone)]
 #[repr(C, align(4096))]
 struct Page([u8; 4096]);
 
-impl Memory {
+impl TileMemory {
     /// So many pages of bf16 between 1 and 2: zeros would be multiplied faster.
-    pub fn new(pages: usize) -> Memory {
+    pub fn new(pages: usize) -> TileMemory {
         let byte = |i: usize| [0x80 | (i * 37) as u8, 0x3f][i % 2];
-        Memory(vec![Page(std::array::from_fn(byte)); pages])
+        TileMemory(vec![Page(std::array::from_fn(byte)); pages])
     }
 
     /// Where it begins.

@@ -1,14 +1,14 @@
 //! What the tiles could do at most: from registers, and fed from the first-level cache.
 
-use crate::amx;
-use crate::amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, Tiles};
-use crate::memory::Memory;
-use crate::numbers::time;
+use crate::memory::TileMemory;
+use crate::tensors::time;
+use encke_cpu::internals as amx;
+use encke_cpu::internals::{ROW_BYTES, SLAB_BYTES, TileProduct, TileUnit};
 
 const FLOP_PER_TILE: f64 = 16.0 * 16.0 * 32.0 * 2.0;
 
 /// GFLOP/s of tiles from registers, on all threads of the pool together.
-pub fn peak<T: Tiles>(threads: usize) -> f64 {
+pub fn peak<T: TileUnit>(threads: usize) -> f64 {
     const ROUNDS: usize = 200_000;
     let (best, _) = time(5, || {
         rayon::broadcast(|_| {
@@ -24,17 +24,17 @@ pub fn peak<T: Tiles>(threads: usize) -> f64 {
 }
 
 /// Both peaks, in words.
-pub fn peaks<T: Tiles>(threads: usize) {
+pub fn peaks<T: TileUnit>(threads: usize) {
     const ROUNDS: usize = 20_000;
     let (best, _) = time(5, || {
         rayon::broadcast(|_| {
-            let mut memory = Memory::new(16);
+            let mut memory = TileMemory::new(16);
             let at = memory.at();
             // SAFETY: the product stays in the memory, and tiles are configured.
             unsafe {
                 T::configure();
                 for _ in 0..ROUNDS {
-                    T::multiply::<false, 1>(Product {
+                    T::multiply::<false, 1>(TileProduct {
                         a: at,
                         a_step: SLAB_BYTES,
                         b: [at.wrapping_add(12 << 10), at.wrapping_add(13 << 10)],

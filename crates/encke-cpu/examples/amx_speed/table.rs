@@ -2,32 +2,44 @@
 
 use encke_core::job::Job;
 
-use crate::amx;
-use crate::amx::Pool;
-use crate::amx::tiles::Tiles;
-use crate::numbers::{Numbers, Timed, job, time};
 use crate::peak::peak;
-use crate::variants::{Backward, Forward, backwards, forwards};
+use crate::tensors::{BenchElement, BenchTensors, job, time};
+use crate::variants::{BackwardFn, ForwardFn, backwards, forwards};
+use encke_cpu::internals as amx;
+use encke_cpu::internals::PagePool;
+use encke_cpu::internals::TileUnit;
 
 /// One call of a variant.
-type Body<'a, N> = Box<dyn Fn(&mut Numbers<N>) + 'a>;
+type BenchBody<'a, N> = Box<dyn Fn(&mut BenchTensors<N>) + 'a>;
 
-fn forward_body<'a, N: Timed>(run: Forward<N>, scratch: &'a Pool, job: &'a Job) -> Body<'a, N> {
-    Box::new(move |numbers| numbers.forward(run, scratch, job))
+fn forward_body<'a, N: BenchElement>(
+    run: ForwardFn<N>,
+    scratch: &'a PagePool,
+    job: &'a Job,
+) -> BenchBody<'a, N> {
+    Box::new(move |tensors| tensors.forward(run, scratch, job))
 }
 
-fn backward_body<'a, N: Timed>(run: Backward<N>, scratch: &'a Pool, job: &'a Job) -> Body<'a, N> {
-    Box::new(move |numbers| numbers.backward(run, scratch, job))
+fn backward_body<'a, N: BenchElement>(
+    run: BackwardFn<N>,
+    scratch: &'a PagePool,
+    job: &'a Job,
+) -> BenchBody<'a, N> {
+    Box::new(move |tensors| tensors.backward(run, scratch, job))
 }
 
 /// The shortest and the median time of each variant, taken in turns: how fast a machine is changes
 /// from one second to the next, and by more than variants differ.
-fn turns<N>(real: bool, runs: &[Body<'_, N>], numbers: &mut Numbers<N>) -> Vec<(f64, f64)> {
+fn turns<N>(
+    real: bool,
+    runs: &[BenchBody<'_, N>],
+    tensors: &mut BenchTensors<N>,
+) -> Vec<(f64, f64)> {
     let rounds = if real { 9 } else { 1 };
     let mut seconds = vec![Vec::new(); runs.len()];
     for _ in 0..rounds {
         for (run, seconds) in runs.iter().zip(&mut seconds) {
-            seconds.push(time(1, || run(numbers)).0);
+            seconds.push(time(1, || run(tensors)).0);
         }
     }
     let summary = |mut seconds: Vec<f64>| {
@@ -38,17 +50,17 @@ fn turns<N>(real: bool, runs: &[Body<'_, N>], numbers: &mut Numbers<N>) -> Vec<(
 }
 
 /// GFLOP/s of every variant.
-pub fn table<T: Tiles, N: Timed>(real: bool, threads: usize, forward: bool) {
+pub fn table<T: TileUnit, N: BenchElement>(real: bool, threads: usize, forward: bool) {
     let sizes: &[(usize, usize)] = match real {
         true => &[(1024, 8), (4096, 8), (16384, 2)],
         false => &[(64, 1), (192, 1)],
     };
-    let scratch = Pool::default();
+    let scratch = PagePool::default();
     for dim in [64, 128] {
         for &(tokens, heads) in sizes {
             for causal in [false, true] {
                 let job = job(tokens, heads, dim, causal);
-                let mut numbers = Numbers::<N>::new(&job);
+                let mut tensors = BenchTensors::<N>::new(&job);
                 let operations = job.pairs() as f64 * dim as f64 * 1e-9;
                 let peak = if real { peak::<T>(threads) } else { f64::NAN };
                 println!(
@@ -58,10 +70,10 @@ pub fn table<T: Tiles, N: Timed>(real: bool, threads: usize, forward: bool) {
                     if causal { "causal" } else { "full" },
                 );
                 if !forward {
-                    numbers.forward(amx::forward::<T, N>, &scratch, &job);
-                    numbers.finish(&job);
+                    tensors.forward(amx::forward::<T, N>, &scratch, &job);
+                    tensors.finish(&job);
                 }
-                let (names, runs): (Vec<_>, Vec<Body<'_, N>>) = match forward {
+                let (names, runs): (Vec<_>, Vec<BenchBody<'_, N>>) = match forward {
                     true => forwards::<T, N>()
                         .into_iter()
                         .map(|(name, run)| (name, forward_body(run, &scratch, &job)))
@@ -72,7 +84,7 @@ pub fn table<T: Tiles, N: Timed>(real: bool, threads: usize, forward: bool) {
                         .unzip(),
                 };
                 let flop = if forward { 4.0 } else { 10.0 } * operations;
-                for (name, (best, median)) in names.iter().zip(turns(real, &runs, &mut numbers)) {
+                for (name, (best, median)) in names.iter().zip(turns(real, &runs, &mut tensors)) {
                     println!(
                         "  {name:<56} {:7.0} GFLOP/s ({:4.1}%), median {:7.0}",
                         flop / best,

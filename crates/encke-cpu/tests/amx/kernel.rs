@@ -10,61 +10,61 @@ use encke_core::{DType, Data};
 use half::{bf16, f16};
 use std::marker::PhantomData;
 
-use crate::amx::tiles::Tiles;
-use crate::amx::{self, Number};
-use crate::target::Target;
+use encke_cpu::internals::Target;
+use encke_cpu::internals::TileUnit;
+use encke_cpu::internals::{self as amx, TileElement};
 
 /// Attention on tiles; everything else is left to the oracle.
 pub struct TileKernel<T, N> {
-    pub pool: amx::Pool,
+    pub pool: amx::PagePool,
     tiles: PhantomData<(T, N)>,
 }
 
 /// Numbers that the suite can be run with.
-pub trait Tested: Number {
+pub trait TestedElement: TileElement {
     /// How far the lse and the output may be off, relative to the largest number.
     const TOLERANCE: [f64; 2];
 }
 
-impl Tested for bf16 {
+impl TestedElement for bf16 {
     const TOLERANCE: [f64; 2] = [4e-6, 4e-3];
 }
 
-impl Tested for f16 {
+impl TestedElement for f16 {
     const TOLERANCE: [f64; 2] = [2e-6, 4e-5];
 }
 
-impl Tested for f32 {
+impl TestedElement for f32 {
     const TOLERANCE: [f64; 2] = [5e-7, 4e-6];
 }
 
-impl<T: Tiles, N: Tested> TileKernel<T, N> {
+impl<T: TileUnit, N: TestedElement> TileKernel<T, N> {
     pub fn new() -> TileKernel<T, N> {
         TileKernel {
-            pool: amx::Pool::default(),
+            pool: amx::PagePool::default(),
             tiles: PhantomData,
         }
     }
 }
 
-pub fn of<N: Number>(data: Slice<'_>) -> &[N] {
-    N::of(data).expect("numbers of this type")
+pub fn of<N: TileElement>(data: Slice<'_>) -> &[N] {
+    N::of_slice(data).expect("numbers of this type")
 }
 
 pub fn wide(data: &mut Data) -> &mut [f32] {
     match data {
-        Data::F32(numbers) => numbers,
+        Data::F32(elements) => elements,
         _ => panic!("sums are f32"),
     }
 }
 
-impl<T: Tiles, N: Tested> HostKernel for TileKernel<T, N> {
+impl<T: TileUnit, N: TestedElement> HostKernel for TileKernel<T, N> {
     fn name(&self) -> &'static str {
         T::NAME
     }
 }
 
-impl<T: Tiles, N: Tested> Kernel for TileKernel<T, N> {
+impl<T: TileUnit, N: TestedElement> Kernel for TileKernel<T, N> {
     fn attend(
         &self,
         job: &Job,
@@ -115,7 +115,7 @@ impl<T: Tiles, N: Tested> Kernel for TileKernel<T, N> {
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
-        let given = amx::Given::of([q, k, v], upstream).expect("numbers of this type");
+        let given = amx::AmxBackwardInputs::of([q, k, v], upstream).expect("numbers of this type");
         let (dq, dk, dv) = (wide(gradients.dq), wide(gradients.dk), wide(gradients.dv));
         amx::backward::<T, N>(&self.pool, job, given, dq, dk, dv);
         Ok(())

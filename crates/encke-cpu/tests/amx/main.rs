@@ -4,36 +4,9 @@
 //! may use. On a machine with tiles the suite runs on those as well.
 #![cfg(target_arch = "x86_64")]
 
-#[allow(dead_code, unused_imports)]
-#[path = "../../src/amx/mod.rs"]
-mod amx;
-#[allow(dead_code)]
-#[path = "../../src/real.rs"]
-mod real;
-#[allow(dead_code)]
-#[path = "../../src/schedule.rs"]
-mod schedule;
-#[allow(dead_code)]
-#[path = "../../src/shared.rs"]
-mod shared;
-#[allow(dead_code)]
-#[path = "../../src/target.rs"]
-mod target;
-#[allow(dead_code)]
-#[path = "../../src/transpose.rs"]
-mod transpose;
-#[allow(dead_code)]
-#[path = "../../src/vector.rs"]
-mod vector;
-
 mod kernel;
 mod packing;
 
-use amx::backward::backward_shaped;
-use amx::emulated::Emulated;
-use amx::forward::forward_shaped;
-use amx::shape::{BackwardShape, Shape};
-use amx::tiles::{Hardware, Tiles};
 use encke_core::conformance::{self, Random};
 use encke_core::dtype::Slice;
 use encke_core::job::{Causal, Job, Operand};
@@ -42,19 +15,22 @@ use encke_core::memory::Memory;
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::Pass;
 use encke_core::{DType, Data};
+use encke_cpu::internals::{
+    self, AmxBackwardConfig, AmxForwardConfig, Emulated, Hardware, Target, TileUnit,
+    backward_with_config, forward_with_config,
+};
 use half::{bf16, f16};
-use kernel::{Tested, TileKernel, of, wide};
-use target::Target;
+use kernel::{TestedElement, TileKernel, of, wide};
 
 /// Whether a test of these tiles can run here; says so where it cannot.
-fn here<T: Tiles>() -> bool {
+fn here<T: TileUnit>() -> bool {
     if !T::available() {
         eprintln!("skipped: {} tiles are not available here", T::NAME);
     }
     T::available()
 }
 
-fn conform<T: Tiles, N: Tested>() {
+fn conform<T: TileUnit, N: TestedElement>() {
     conformance::kernel(&TileKernel::<T, N>::new(), &[N::DTYPE]).unwrap();
 }
 
@@ -104,34 +80,34 @@ fn job(queries: usize, keys: usize, heads: usize, dim: usize, causal: Option<Cau
 
 /// What a job is given.
 #[derive(Clone)]
-struct Inputs {
+struct TileKernelInputs {
     q: Data,
     k: Data,
     v: Data,
     dout: Data,
 }
 
-impl Inputs {
-    fn new<N: Tested>(job: &Job, seed: u64) -> Inputs {
+impl TileKernelInputs {
+    fn new<N: TestedElement>(job: &Job, seed: u64) -> TileKernelInputs {
         let mut random = Random::new(seed);
-        let mut numbers = |rows: usize, heads: usize| {
+        let mut elements = |rows: usize, heads: usize| {
             let values: Vec<f64> = (0..rows * heads * job.dim)
                 .map(|_| 2.0 * random.unit())
                 .collect();
             Data::from_f64(N::DTYPE, &values)
         };
         let key_heads = job.heads.div_ceil(2);
-        Inputs {
-            q: numbers(job.queries, job.heads),
-            k: numbers(job.keys, key_heads),
-            v: numbers(job.keys, key_heads),
-            dout: numbers(job.queries, job.heads),
+        TileKernelInputs {
+            q: elements(job.queries, job.heads),
+            k: elements(job.keys, key_heads),
+            v: elements(job.keys, key_heads),
+            dout: elements(job.queries, job.heads),
         }
     }
 }
 
 /// What comes of it.
-struct Outputs {
+struct TileKernelOutputs {
     /// acc, m and l, and what the caller makes of them.
     carry: Carry<Data>,
     out: Data,
@@ -140,7 +116,7 @@ struct Outputs {
     gradients: [Data; 3],
 }
 
-impl Outputs {
+impl TileKernelOutputs {
     /// acc, dq, dk or dv.
     fn tensor(&self, number: usize) -> Vec<f64> {
         match number {
@@ -154,9 +130,9 @@ impl Outputs {
 fn run<K: for<'a> Kernel<Buffer = Data, Input<'a> = Slice<'a>>>(
     kernel: &K,
     job: &Job,
-    inputs: &Inputs,
-    told: Option<&Outputs>,
-) -> Outputs {
+    inputs: &TileKernelInputs,
+    told: Option<&TileKernelOutputs>,
+) -> TileKernelOutputs {
     let (cells, dim) = (job.queries * job.heads, job.dim);
     let zeros = |count: usize| Data::zeros(DType::F32, count);
     let mut carry = Carry {
@@ -193,7 +169,7 @@ fn run<K: for<'a> Kernel<Buffer = Data, Input<'a> = Slice<'a>>>(
     kernel
         .backward(job, q, k, v, upstream, gradients_mut)
         .unwrap();
-    Outputs {
+    TileKernelOutputs {
         carry,
         out,
         lse,
@@ -215,8 +191,8 @@ fn close(what: &str, got: &Data, expected: &Data, tolerance: f64) {
     }
 }
 
-fn check<N: Tested>(job: &Job, seed: u64, what: &str) {
-    let inputs = Inputs::new::<N>(job, seed);
+fn check<N: TestedElement>(job: &Job, seed: u64, what: &str) {
+    let inputs = TileKernelInputs::new::<N>(job, seed);
     let expected = run(&NaiveKernel, job, &inputs, None);
     let kernel = TileKernel::<Emulated, N>::new();
     let got = run(&kernel, job, &inputs, Some(&expected));
@@ -233,7 +209,11 @@ fn check<N: Tested>(job: &Job, seed: u64, what: &str) {
     }
 }
 
-fn close_outputs<N: Tested>(what: &str, got: &Outputs, expected: &Outputs) {
+fn close_outputs<N: TestedElement>(
+    what: &str,
+    got: &TileKernelOutputs,
+    expected: &TileKernelOutputs,
+) {
     let [of_lse, of_out] = N::TOLERANCE;
     close(&format!("{what}, lse"), &got.lse, &expected.lse, of_lse);
     close(&format!("{what}, out"), &got.out, &expected.out, of_out);
@@ -314,9 +294,9 @@ fn a_maximum_that_rises_is_noticed() {
     }
 }
 
-fn notice_a_maximum<N: Tested>() {
+fn notice_a_maximum<N: TestedElement>() {
     let job = job(96, 1500, 1, 64, None);
-    let mut inputs = Inputs::new::<N>(&job, 12);
+    let mut inputs = TileKernelInputs::new::<N>(&job, 12);
     // Every third query is along the first channel, in which keys grow by block.
     let (mut q, mut k) = (inputs.q.to_f64(), inputs.k.to_f64());
     for (i, row) in q.chunks_mut(64).enumerate() {
@@ -344,9 +324,9 @@ fn the_number_of_threads_changes_no_bit() {
     }
 }
 
-fn count_threads<N: Tested>() {
+fn count_threads<N: TestedElement>() {
     let job = job(1100, 1100, 3, 24, Some(DENSE));
-    let inputs = Inputs::new::<N>(&job, 5);
+    let inputs = TileKernelInputs::new::<N>(&job, 5);
     let bits = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
         pool.unwrap().install(|| {
@@ -354,7 +334,7 @@ fn count_threads<N: Tested>() {
             let got = run(&kernel, &job, &inputs, None);
             let Carry { acc, m, l } = &got.carry;
             let held = kernel.pool.bytes();
-            let of = |pass| amx::workspace_bytes::<N>(&job, pass);
+            let of = |pass| internals::workspace_bytes::<N>(&job, pass);
             let announced = of(Pass::Forward).max(of(Pass::Backward { dlse: false }));
             assert!(held > 0 && held <= announced);
             let all = [acc, m, l].into_iter().chain(&got.gradients);
@@ -376,10 +356,10 @@ fn what_is_hidden_poisons_nothing() {
     }
 }
 
-fn poison_what_is_hidden<N: Tested>() {
+fn poison_what_is_hidden<N: TestedElement>() {
     let kernel = TileKernel::<Emulated, N>::new();
     let job = job(150, 150, 2, 40, Some(DENSE));
-    let inputs = Inputs::new::<N>(&job, 6);
+    let inputs = TileKernelInputs::new::<N>(&job, 6);
     let before = run(&kernel, &job, &inputs, None);
     for (value, row) in [(f64::NAN, 70), (f64::INFINITY, 7), (f64::NEG_INFINITY, 149)] {
         // Element 3 of the row, for the first head.
@@ -423,20 +403,20 @@ fn poison_what_is_hidden<N: Tested>() {
 }
 
 /// A shape with everything as unusual as it may be.
-struct Odd;
+struct OddConfig;
 
-impl Shape for Odd {
-    const DEGREE: usize = 5;
+impl AmxForwardConfig for OddConfig {
+    const EXP_DEGREE: usize = 5;
     const KEYS: usize = 96;
-    const PACKED: usize = 192;
-    const NUMBERS: usize = 1 << 13;
+    const PACKED_KEYS: usize = 192;
+    const QUERY_ELEMENTS: usize = 1 << 13;
 }
 
-impl BackwardShape for Odd {
-    const DEGREE: usize = 5;
+impl AmxBackwardConfig for OddConfig {
+    const EXP_DEGREE: usize = 5;
     const KEYS: usize = 96;
-    const TILES: usize = 3;
-    const NUMBERS: usize = 1 << 12;
+    const QUERY_TILES: usize = 3;
+    const QUERY_ELEMENTS: usize = 1 << 12;
 }
 
 #[test]
@@ -448,11 +428,11 @@ fn shapes_change_only_the_order_of_sums() {
     }
 }
 
-fn change_shapes<N: Tested>() {
+fn change_shapes<N: TestedElement>() {
     let job = job(333, 444, 2, 64, Some(DENSE));
-    let inputs = Inputs::new::<N>(&job, 8);
+    let inputs = TileKernelInputs::new::<N>(&job, 8);
     let expected = run(&NaiveKernel, &job, &inputs, None);
-    let pool = amx::Pool::default();
+    let pool = internals::PagePool::default();
     let mut got = run(&NaiveKernel, &job, &inputs, None);
     let cells = job.queries * job.heads;
     let Carry { acc, m, l } = &mut got.carry;
@@ -461,7 +441,7 @@ fn change_shapes<N: Tested>() {
     NaiveKernel.fill(l, 0.0).unwrap();
     let [q, k, v, dout] =
         [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(|data| of::<N>(data.as_slice()));
-    forward_shaped::<Emulated, N, Odd>(
+    forward_with_config::<Emulated, N, OddConfig>(
         &pool,
         &job,
         [q, k, v],
@@ -495,7 +475,7 @@ fn change_shapes<N: Tested>() {
             &mut delta,
         )
         .unwrap();
-    let given = amx::Given {
+    let given = internals::AmxBackwardInputs {
         q,
         k,
         v,
@@ -507,7 +487,14 @@ fn change_shapes<N: Tested>() {
         NaiveKernel.fill(data, 0.0).unwrap();
     }
     let [dq, dk, dv] = &mut got.gradients;
-    backward_shaped::<Emulated, N, Odd>(&pool, &job, given, wide(dq), wide(dk), wide(dv));
+    backward_with_config::<Emulated, N, OddConfig>(
+        &pool,
+        &job,
+        given,
+        wide(dq),
+        wide(dk),
+        wide(dv),
+    );
     for (i, name) in ["dq", "dk", "dv"].into_iter().enumerate() {
         close(
             name,

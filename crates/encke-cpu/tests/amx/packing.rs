@@ -4,10 +4,10 @@ use encke_core::Data;
 use encke_core::conformance::Random;
 use half::{bf16, f16};
 
-use crate::amx::emulated::Emulated;
-use crate::amx::tiles::{Hardware, Tiles};
-use crate::kernel::{Tested, of};
-use crate::{amx, here};
+use crate::here;
+use crate::kernel::{TestedElement, of};
+use encke_cpu::internals::Emulated;
+use encke_cpu::internals::{Hardware, TileUnit};
 
 /// A page for tiles.
 #[repr(C, align(64))]
@@ -34,7 +34,7 @@ fn packed_tiles_multiply_like_matrices() {
 }
 
 /// Numbers of one piece, and of up to three on each side.
-fn multiply_all<T: Tiles>() {
+fn multiply_all<T: TileUnit>() {
     multiply::<T, bf16>([16, 16]);
     multiply::<T, f16>([400, 400]);
     multiply::<T, f32>([400, 400]);
@@ -42,28 +42,28 @@ fn multiply_all<T: Tiles>() {
     multiply::<T, f32>([2, 90_000]);
 }
 
-fn multiply<T: Tiles, N: Tested>(most: [usize; 2]) {
-    use amx::pack::{self, Sign, Source};
-    use amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES};
+fn multiply<T: TileUnit, N: TestedElement>(most: [usize; 2]) {
+    use encke_cpu::internals::pack::{self, RowSource, Sign};
+    use encke_cpu::internals::{ROW_BYTES, SLAB_BYTES, TILE_BYTES, TileProduct};
     // 29 rows of 43 channels, 50 numbers apart: x·yᵀ sums over channels, xᵀ·y over rows.
     let (rows, dim, apart) = (29, 43, 50);
     let [x, y] =
         [(most[0], 1), (most[1], 2)].map(|(most, seed)| integers(rows * apart, most, seed));
-    let given = [&x, &y].map(|numbers| Data::from_f64(N::DTYPE, numbers));
+    let given = [&x, &y].map(|elements| Data::from_f64(N::DTYPE, elements));
     let [x_given, y_given] = given.each_ref().map(|data| of::<N>(data.as_slice()));
-    let source = |numbers| Source {
-        numbers,
+    let source = |elements| RowSource {
+        elements,
         dim,
         count: rows,
         address: |row: usize| Some(row * apart),
     };
     let mut memory = [(); 5].map(|()| Box::new(Memory([0xee; 1 << 14])));
     let [a, b, c, d, sums] = memory.each_mut().map(|memory| memory.0.as_mut_ptr());
-    let product = |a: *mut u8, b: *mut u8, steps: usize| Product {
+    let product = |a: *mut u8, b: *mut u8, steps: usize| TileProduct {
         a,
-        a_step: N::STACK,
+        a_step: N::STACK_BYTES,
         b: [b, b.wrapping_add(TILE_BYTES)],
-        b_step: N::STACK,
+        b_step: N::STACK_BYTES,
         b_row: ROW_BYTES,
         c: [sums, sums.wrapping_add(SLAB_BYTES)],
         steps,
@@ -73,8 +73,8 @@ fn multiply<T: Tiles, N: Tested>(most: [usize; 2]) {
         // SAFETY: the sums are 32 by 32 numbers.
         unsafe { sums.add(at).cast::<f32>().read() }
     };
-    let number = |numbers: &[f64], row: usize, c: usize| match row < rows && c < dim {
-        true => numbers[row * apart + c],
+    let number = |elements: &[f64], row: usize, c: usize| match row < rows && c < dim {
+        true => elements[row * apart + c],
         false => 0.0,
     };
     // SAFETY: two stacks fit each memory, and the tiles are available.
@@ -96,8 +96,8 @@ fn multiply<T: Tiles, N: Tested>(most: [usize; 2]) {
     }
     // Columns pair rows as (2r, 2r + 1), pairs as (r, r + 16): the same sums from a turned order.
     let turn = |i: usize| i / 2 + i % 2 * 16;
-    let turned = Source {
-        numbers: x_given,
+    let turned = RowSource {
+        elements: x_given,
         dim,
         count: 32,
         address: |i: usize| (turn(i) < rows).then_some(turn(i) * apart),
@@ -126,16 +126,16 @@ fn packing_notices_what_is_not_finite() {
     notice::<f32>();
 }
 
-fn notice<N: Tested>() {
-    use amx::pack::{self, Source};
-    let mut numbers = integers(32 * 40, 16, 3);
-    numbers[31 * 40 + 39] = f64::NEG_INFINITY;
-    let numbers = Data::from_f64(N::DTYPE, &numbers);
+fn notice<N: TestedElement>() {
+    use encke_cpu::internals::pack::{self, RowSource};
+    let mut elements = integers(32 * 40, 16, 3);
+    elements[31 * 40 + 39] = f64::NEG_INFINITY;
+    let elements = Data::from_f64(N::DTYPE, &elements);
     let mut memory = Box::new(Memory([0; 1 << 14]));
     let to = memory.0.as_mut_ptr();
     for (dim, expected) in [(40, true), (39, false)] {
-        let source = Source {
-            numbers: of::<N>(numbers.as_slice()),
+        let source = RowSource {
+            elements: of::<N>(elements.as_slice()),
             dim,
             count: 32,
             address: |row: usize| Some(row * 40),
@@ -157,8 +157,8 @@ fn pieces_add_up() {
     }
     let mut random = Random::new(9);
     let usual = |_| (2.0 * random.unit()) as f32 * 2f32.powi(random.below(200) as i32 - 100);
-    let mut numbers: Vec<f32> = (0..32 * 32).map(usual).collect();
-    add_up(&numbers);
+    let mut elements: Vec<f32> = (0..32 * 32).map(usual).collect();
+    add_up(&elements);
     let unusual = [
         f32::MAX,
         f32::MIN,
@@ -169,25 +169,25 @@ fn pieces_add_up() {
     ];
     let signalling = f32::from_bits(0x7f80_0001);
     for (i, x) in unusual.into_iter().chain([signalling]).enumerate() {
-        numbers[37 * i + 5] = x;
+        elements[37 * i + 5] = x;
     }
-    add_up(&numbers);
+    add_up(&elements);
 }
 
-fn add_up(numbers: &[f32]) {
-    use amx::pack::{self, Source};
-    use amx::tiles::SLAB_BYTES;
+fn add_up(elements: &[f32]) {
+    use encke_cpu::internals::SLAB_BYTES;
+    use encke_cpu::internals::pack::{self, RowSource};
     let mut memory = Box::new(Memory([0; 1 << 14]));
-    let source = Source {
-        numbers,
+    let source = RowSource {
+        elements,
         dim: 32,
         count: 32,
         address: |row: usize| Some(row * 32),
     };
     // SAFETY: a stack fits the memory, and the vectors are there.
     let broken = unsafe { pack::rows(&source, memory.0.as_mut_ptr()) };
-    assert_eq!(broken, numbers.iter().any(|x| !x.is_finite()));
-    for (i, &x) in numbers.iter().enumerate() {
+    assert_eq!(broken, elements.iter().any(|x| !x.is_finite()));
+    for (i, &x) in elements.iter().enumerate() {
         let pieces = [0, 1, 2].map(|piece| {
             let at = piece * SLAB_BYTES + 2 * i;
             bf16::from_le_bytes([memory.0[at], memory.0[at + 1]]).to_f64()
@@ -213,7 +213,7 @@ fn exp2_is_as_good_as_it_says() {
 /// The largest relative error over all powers with normal results, and the rules at the ends.
 #[target_feature(enable = "avx512f,avx512dq")]
 fn exp2_error<const DEGREE: usize>() -> f64 {
-    use amx::vector::{exp2, splat};
+    use encke_cpu::internals::vector::{exp2, splat};
     use std::arch::x86_64::{_mm512_cvtss_f32, _mm512_loadu_ps, _mm512_storeu_ps};
     let one = |x: f32| _mm512_cvtss_f32(exp2::<DEGREE>(splat(x)));
     assert_eq!(one(f32::NEG_INFINITY), 0.0);

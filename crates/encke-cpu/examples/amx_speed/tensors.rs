@@ -9,10 +9,10 @@ use encke_core::job::{Causal, Job, Operand};
 use encke_core::kernel::Carry;
 use half::bf16;
 
-use crate::amx::{Given, Number, Pool};
-use crate::shared::Shared;
-use crate::target::{After, Target};
-use crate::variants::{Backward, Forward};
+use crate::variants::{BackwardFn, ForwardFn};
+use encke_cpu::internals::SharedRows;
+use encke_cpu::internals::{AmxBackwardInputs, PagePool, TileElement};
+use encke_cpu::internals::{ForwardOutput, Target};
 
 /// The shortest and the median time of `runs` runs, in seconds.
 pub fn time(runs: usize, mut body: impl FnMut()) -> (f64, f64) {
@@ -60,27 +60,27 @@ pub fn job(tokens: usize, heads: usize, dim: usize, causal: bool) -> Job {
 }
 
 /// A type of numbers that is timed.
-pub trait Timed: Number {
+pub trait BenchElement: TileElement {
     /// How far variants may be off, relative to the largest number: forward and backward.
     const TOLERANCE: [f64; 2];
 }
 
-impl Timed for bf16 {
+impl BenchElement for bf16 {
     const TOLERANCE: [f64; 2] = [5e-3, 1e-2];
 }
 
-impl Timed for f32 {
+impl BenchElement for f32 {
     // Wide enough for the exponential of degree 3.
     const TOLERANCE: [f64; 2] = [1e-4, 2e-4];
 }
 
 /// The numbers of a buffer of this type.
-pub fn numbers_of<N: Timed>(data: &Data) -> &[N] {
-    N::of(data.as_slice()).expect("they are of this type")
+pub fn elements_of<N: BenchElement>(data: &Data) -> &[N] {
+    N::of_slice(data.as_slice()).expect("they are of this type")
 }
 
 /// A job's numbers, in and out.
-pub struct Numbers<N> {
+pub struct BenchTensors<N> {
     /// q, k, v and dout.
     pub data: [Data; 4],
     kind: PhantomData<N>,
@@ -92,17 +92,17 @@ pub struct Numbers<N> {
     pub gradients: [Vec<f32>; 3],
 }
 
-impl<N: Timed> Numbers<N> {
-    pub fn new(job: &Job) -> Numbers<N> {
+impl<N: BenchElement> BenchTensors<N> {
+    pub fn new(job: &Job) -> BenchTensors<N> {
         let cells = job.queries * job.heads;
         let mut random = Random::new(7);
-        let mut numbers = || {
+        let mut tensor = || {
             let number = |_| 1.7 * random.unit();
             let values: Vec<f64> = (0..cells * job.dim).map(number).collect();
             Data::from_f64(N::DTYPE, &values)
         };
-        Numbers {
-            data: [numbers(), numbers(), numbers(), numbers()],
+        BenchTensors {
+            data: [tensor(), tensor(), tensor(), tensor()],
             kind: PhantomData,
             acc: vec![0.0; cells * job.dim],
             m: vec![f32::NEG_INFINITY; cells],
@@ -113,20 +113,20 @@ impl<N: Timed> Numbers<N> {
         }
     }
 
-    pub fn forward(&mut self, run: Forward<N>, pool: &Pool, job: &Job) {
+    pub fn forward(&mut self, run: ForwardFn<N>, pool: &PagePool, job: &Job) {
         self.acc.fill(0.0);
         self.m.fill(f32::NEG_INFINITY);
         self.l.fill(0.0);
         let (acc, m, l) = (
-            Shared::new(&mut self.acc),
-            Shared::new(&mut self.m),
-            Shared::new(&mut self.l),
+            SharedRows::new(&mut self.acc),
+            SharedRows::new(&mut self.m),
+            SharedRows::new(&mut self.l),
         );
         let target = Target {
-            before: Some(Carry { acc, m, l }),
-            after: After::Carry(Carry { acc, m, l }),
+            previous: Some(Carry { acc, m, l }),
+            output: ForwardOutput::Carry(Carry { acc, m, l }),
         };
-        let [q, k, v, _] = self.data.each_ref().map(numbers_of);
+        let [q, k, v, _] = self.data.each_ref().map(elements_of);
         run(pool, job, [q, k, v], target);
     }
 
@@ -142,9 +142,9 @@ impl<N: Timed> Numbers<N> {
         }
     }
 
-    pub fn backward(&mut self, run: Backward<N>, pool: &Pool, job: &Job) {
-        let [q, k, v, dout] = self.data.each_ref().map(numbers_of);
-        let given = Given {
+    pub fn backward(&mut self, run: BackwardFn<N>, pool: &PagePool, job: &Job) {
+        let [q, k, v, dout] = self.data.each_ref().map(elements_of);
+        let given = AmxBackwardInputs {
             q,
             k,
             v,
