@@ -1,11 +1,12 @@
-//! The backward pass: scores once more, and from them the gradients of both sides.
+//! The backward pass: recomputes the scores, and from them the gradients of queries, keys and
+//! values.
 //!
-//! A sweep takes some blocks of queries over some panels of keys, and adds to dq, to dk and dv, or
-//! to all three. Where a job has enough segments and heads, each of them is one sweep that owns all
-//! of its rows: five products for every pair. Where it has few, one set of sweeps owns the queries
-//! and another one the keys: seven products, but as many tasks as one likes. The choice depends
-//! on the job alone, and no two tasks ever add to the same row, so the result is the same for any
-//! number of threads.
+//! A task takes blocks of queries over panels of keys, and adds to dq, to dk and dv, or to all
+//! three. If a job has enough (batch, segment, head group) combinations, each of them is one task
+//! that owns all of its rows: five products per pair. If it has few, one set of tasks owns the
+//! queries and another one owns the keys: seven products, but any number of tasks. The choice
+//! depends on the job alone, and no two tasks add to the same row, so the result is the same for
+//! any number of threads.
 
 use std::ops::Range;
 
@@ -26,12 +27,12 @@ use crate::shared::SharedRows;
 use crate::softmax::CausalMask;
 use crate::vector::{SimdTask, Vector};
 
-/// From how many (batch, segment, head group) on each is a sweep of its own.
+/// From this many (batch, segment, head group) combinations on, each of them is one task.
 const MIN_GROUPS_FOR_ONE_SWEEP: usize = 4;
-/// Keys of a sweep that owns keys only: many panels, since queries are packed anew for each sweep.
+/// Keys of a task that owns keys only: many panels, since each task packs the queries again.
 const KEYS_PER_TASK: usize = 8 * KEYS;
 
-/// Everything backward reads.
+/// The tensors that the backward pass reads.
 pub(crate) struct BackwardInputs<'a> {
     pub q: Slice<'a>,
     pub k: Slice<'a>,
@@ -40,7 +41,7 @@ pub(crate) struct BackwardInputs<'a> {
 }
 
 /// Sizes of one task's panels: q, dout and dq as lanes; q and dout as rows; lse and delta; scores
-/// and products; k, v, dk and dv.
+/// and dp; k, v, dk and dv.
 pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 13] {
     let (tile, width) = (lanes::<X>(), padded::<X>(dim));
     let (block, cells) = (
@@ -53,7 +54,7 @@ pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 13] {
     ]
 }
 
-/// What the sweeps of a job share.
+/// The data that all tasks of a job share.
 struct BackwardCall<'a, X: Vector> {
     x: X,
     job: &'a Job,
@@ -64,7 +65,7 @@ struct BackwardCall<'a, X: Vector> {
     dv: SharedRows<'a, X::A>,
 }
 
-/// Some blocks of queries over some keys, and whose gradients are wanted.
+/// Blocks of queries over a range of keys, and which gradients the task adds to.
 struct BackwardTask {
     batch: usize,
     segment: usize,
@@ -154,17 +155,17 @@ struct BackwardPanels<'a, A> {
     lse: &'a mut [A],
     delta: &'a mut [A],
     scores: &'a mut [A],
-    products: &'a mut [A],
+    dp: &'a mut [A],
     k: &'a mut [A],
     v: &'a mut [A],
     dk: &'a mut [A],
     dv: &'a mut [A],
 }
 
-/// What is known of the tiles of a block.
+/// Properties of the queries of a block.
 struct BlockVisibility {
     visible: [[usize; MAX_LANES]; BACKWARD_TILES],
-    /// Whether all numbers of the queries are finite.
+    /// Whether all elements of q and dout are finite.
     finite: bool,
 }
 
@@ -185,7 +186,7 @@ impl<X: Vector, const R: usize> SimdTask for BackwardTaskRun<'_, X, R> {
             lse,
             delta,
             scores,
-            products,
+            dp,
             k,
             v,
             dk,
@@ -200,7 +201,7 @@ impl<X: Vector, const R: usize> SimdTask for BackwardTaskRun<'_, X, R> {
             lse,
             delta,
             scores,
-            products,
+            dp,
             k,
             v,
             dk,
@@ -213,15 +214,15 @@ impl<X: Vector, const R: usize> SimdTask for BackwardTaskRun<'_, X, R> {
                 group: task.group,
                 tiles: tiles.clone(),
             };
-            let mut seen = BlockVisibility {
+            let mut visibility = BlockVisibility {
                 visible: [[0; MAX_LANES]; BACKWARD_TILES],
                 finite: true,
             };
             for i in 0..tiles.len() {
-                call.load(&block, i, &mut seen, &mut panels);
+                call.load(&block, i, &mut visibility, &mut panels);
             }
             panels.dq.fill(X::A::ZERO);
-            call.attend_keys::<R>(task, &block, &seen, &mut panels);
+            call.attend_keys::<R>(task, &block, &visibility, &mut panels);
             if task.writes_dq {
                 for i in 0..tiles.len() {
                     call.store_queries(&block, i, &mut panels);
@@ -237,14 +238,14 @@ impl<X: Vector> BackwardCall<'_, X> {
         self.grid.tile(block.group, block.tiles.start + i)
     }
 
-    /// Queries (times the scale) and their gradients (times the gain), as rows and as lanes. Rows
-    /// that saw nothing anywhere become zeros that see nothing: nothing depends on them.
+    /// Packs queries (times the scale) and dout (times the gain), as rows and as lanes. Rows
+    /// without any visible key, in this job or another, become zeros with no visible key.
     #[inline(always)]
     fn load(
         &self,
         block: &QueryBlock,
         i: usize,
-        seen: &mut BlockVisibility,
+        visibility: &mut BlockVisibility,
         panels: &mut BackwardPanels<'_, X::A>,
     ) {
         let (job, lanes) = (self.job, lanes::<X>());
@@ -265,43 +266,43 @@ impl<X: Vector> BackwardCall<'_, X> {
         lse.fill(X::A::ZERO);
         delta.fill(X::A::ZERO);
         for lane in 0..lanes {
-            seen.visible[i][lane] = 0;
+            visibility.visible[i][lane] = 0;
             if lane >= count {
                 continue;
             }
-            let of_row = X::A::get(upstream.lse, cell(lane));
-            if of_row == X::A::NEG_INFINITY {
+            let row_lse = X::A::get(upstream.lse, cell(lane));
+            if row_lse == X::A::NEG_INFINITY {
                 q_rows[lane * width..][..width].fill(X::A::ZERO);
                 dout_rows[lane * width..][..width].fill(X::A::ZERO);
                 continue;
             }
-            lse[lane] = of_row;
+            lse[lane] = row_lse;
             delta[lane] = X::A::get(upstream.delta, cell(lane));
-            seen.visible[i][lane] = job.visible(first + lane);
+            visibility.visible[i][lane] = job.visible(first + lane);
         }
         let (scale, gain) = (X::A::from_f64(job.scale), X::A::from_f64(job.gain));
         for (rows, factor) in [(&mut *q_rows, scale), (&mut *dout_rows, gain)] {
             panel::scale(rows, factor);
-            seen.finite &= panel::finite(rows);
+            visibility.finite &= panel::finite(rows);
         }
         let (x, size) = (self.x, (lanes, width));
         panel::transpose(x, q_rows, size, &mut panels.q[at.clone()]);
         panel::transpose(x, dout_rows, size, &mut panels.dout[at]);
     }
 
-    /// All panels of keys of the sweep that any query of the block sees.
+    /// Processes all panels of the task's keys that are visible to some query of the block.
     #[inline(always)]
     fn attend_keys<const R: usize>(
         &self,
         task: &BackwardTask,
         block: &QueryBlock,
-        seen: &BlockVisibility,
+        visibility: &BlockVisibility,
         panels: &mut BackwardPanels<'_, X::A>,
     ) {
         let (job, lanes) = (self.job, lanes::<X>());
         let width = padded::<X>(job.dim);
         let tiles = block.tiles.len();
-        let most = seen.visible[..tiles]
+        let most = visibility.visible[..tiles]
             .iter()
             .flatten()
             .copied()
@@ -320,21 +321,21 @@ impl<X: Vector> BackwardCall<'_, X> {
                 panels.dv.fill(X::A::ZERO);
             }
             for i in 0..tiles {
-                let visible = &seen.visible[i][..lanes];
+                let visible = &visibility.visible[i][..lanes];
                 let last = visible.iter().copied().max().unwrap_or(0);
                 if last <= start {
                     continue;
                 }
                 let rows = (last - start).min(count).next_multiple_of(R);
                 let mask = CausalMask::new::<X>(visible, start, rows);
-                let exact = finite && seen.finite;
-                self.pairs::<R>(task, i, rows, mask, exact, panels);
+                let finite = finite && visibility.finite;
+                self.pairs::<R>(task, i, rows, mask, finite, panels);
             }
             if task.writes_dk_dv {
                 for j in 0..count {
                     let row = j * width..j * width + job.dim;
                     // SAFETY: keys of different (batch, segment, row, key head) do not overlap
-                    // (checked before the job began), and this sweep alone has these.
+                    // (`CpuKernel::backward` checks that), and no other task has these.
                     let (dk, dv) = unsafe {
                         (
                             self.dk.row(address(j), job.dim),
@@ -348,7 +349,7 @@ impl<X: Vector> BackwardCall<'_, X> {
         }
     }
 
-    /// One tile of queries and `rows` keys.
+    /// One tile of queries and `rows` keys. `finite` means that all elements are finite.
     #[inline(always)]
     fn pairs<const R: usize>(
         &self,
@@ -356,7 +357,7 @@ impl<X: Vector> BackwardCall<'_, X> {
         i: usize,
         rows: usize,
         mask: Option<CausalMask<X::A>>,
-        exact: bool,
+        finite: bool,
         panels: &mut BackwardPanels<'_, X::A>,
     ) {
         let (x, dim, lanes) = (self.x, self.job.dim, lanes::<X>());
@@ -365,7 +366,7 @@ impl<X: Vector> BackwardCall<'_, X> {
         let cells = i * lanes..(i + 1) * lanes;
         let (k, v) = (&panels.k[..rows * width], &panels.v[..rows * width]);
         let scores = X::of_mut(&mut panels.scores[..rows * lanes]);
-        let dp = X::of_mut(&mut panels.products[..rows * lanes]);
+        let dp = X::of_mut(&mut panels.dp[..rows * lanes]);
         products::<X, R>(x, k, width, dim, X::of(&panels.q[at.clone()]), scores);
         products::<X, R>(x, v, width, dim, X::of(&panels.dout[at.clone()]), dp);
         let lse: [X::V; VECTORS] = vectors(x, &panels.lse[cells.clone()]);
@@ -373,10 +374,10 @@ impl<X: Vector> BackwardCall<'_, X> {
         let pairs = scores
             .chunks_exact_mut(VECTORS)
             .zip(dp.chunks_exact_mut(VECTORS));
-        for (score, product) in pairs {
+        for (score, dp) in pairs {
             for n in 0..VECTORS {
                 let p = x.exp(x.sub(score[n], lse[n]));
-                product[n] = x.mul(p, x.sub(product[n], delta[n]));
+                dp[n] = x.mul(p, x.sub(dp[n], delta[n]));
                 score[n] = p;
             }
         }
@@ -384,11 +385,11 @@ impl<X: Vector> BackwardCall<'_, X> {
             mask.hide(x, scores, X::A::ZERO);
             mask.hide(x, dp, X::A::ZERO);
         }
-        let slow = mask.filter(|_| !exact);
+        let skip_hidden = mask.filter(|_| !finite);
         if task.writes_dq {
             let (ones, dq) = ([x.splat(X::A::ONE); VECTORS], &mut panels.dq[at.clone()]);
             let dq = X::of_mut(dq);
-            match &slow {
+            match &skip_hidden {
                 None => accumulate::<X, R>(x, k, width, dp, &ones, dq),
                 Some(mask) => mask.accumulate(x, k, width, dp, &ones, dq),
             }
@@ -396,11 +397,11 @@ impl<X: Vector> BackwardCall<'_, X> {
         if task.writes_dk_dv {
             let (q_rows, dout_rows) = (&panels.q_rows[at.clone()], &panels.dout_rows[at]);
             let both = [
-                (&panels.products[..rows * lanes], q_rows, &mut *panels.dk),
+                (&panels.dp[..rows * lanes], q_rows, &mut *panels.dk),
                 (&panels.scores[..rows * lanes], dout_rows, &mut *panels.dv),
             ];
             for (weights, rows, sums) in both {
-                match &slow {
+                match &skip_hidden {
                     None => accumulate_keys::<X, R>(x, weights, rows, width, sums),
                     Some(mask) => mask.accumulate_keys(x, weights, rows, width, sums),
                 }
@@ -421,8 +422,8 @@ impl<X: Vector> BackwardCall<'_, X> {
         for lane in 0..tile.count {
             let row = &rows[lane * width..][..job.dim];
             let address = target.at(block.batch, block.segment, tile.first + lane, tile.head);
-            // SAFETY: rows of different (batch, segment, row, head) do not overlap (checked before
-            // the job began), and this sweep alone has these.
+            // SAFETY: rows of different (batch, segment, row, head) do not overlap
+            // (`CpuKernel::backward` checks that), and no other task has these.
             let sums = unsafe { self.dq.row(address, job.dim) };
             for (sum, &x) in sums.iter_mut().zip(row) {
                 *sum += scale * x;
@@ -439,9 +440,9 @@ fn add<A: Real>(from: &[A], to: &mut [A]) {
 }
 
 #[inline(always)]
-fn vectors<X: Vector>(x: X, numbers: &[X::A]) -> [X::V; VECTORS] {
+fn vectors<X: Vector>(x: X, lanes: &[X::A]) -> [X::V; VECTORS] {
     let mut vectors = [x.zero(); VECTORS];
-    vectors.copy_from_slice(X::of(numbers));
+    vectors.copy_from_slice(X::of(lanes));
     vectors
 }
 

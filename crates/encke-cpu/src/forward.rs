@@ -1,7 +1,7 @@
-//! The forward pass: a block of queries against the keys they see, continuing the carry.
+//! The forward pass: a block of queries against the keys visible to them, continuing the carry.
 //!
 //! Scores exist for one panel of keys and one tile of queries at a time. Panels past the last
-//! visible key are not packed, tiles that see nothing of a panel skip it, and only tiles on the
+//! visible key are not packed, a tile skips panels that are hidden from it, and only tiles on the
 //! diagonal are masked.
 
 use encke_core::Element;
@@ -36,7 +36,7 @@ pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 7] {
     ]
 }
 
-/// What the tasks of a job share.
+/// The data that all tasks of a job share.
 struct ForwardCall<'a, X: Vector> {
     x: X,
     job: &'a Job,
@@ -85,7 +85,7 @@ pub(crate) fn forward<X: Vector, const R: usize>(
     });
 }
 
-/// One block of queries.
+/// One run of a task: a block of queries.
 struct ForwardTaskRun<'a, X: Vector, const R: usize> {
     call: &'a ForwardCall<'a, X>,
     block: &'a QueryBlock,
@@ -125,8 +125,8 @@ impl<X: Vector, const R: usize> SimdTask for ForwardTaskRun<'_, X, R> {
         for (i, tile) in block.tiles.clone().enumerate() {
             let tile = call.grid.tile(block.group, tile);
             call.load(block, i, tile, &mut panels);
-            for (lane, seen) in visible[i][..lanes::<X>()].iter_mut().enumerate() {
-                *seen = call.job.visible(tile.first + lane.min(tile.count - 1));
+            for (lane, count) in visible[i][..lanes::<X>()].iter_mut().enumerate() {
+                *count = call.job.visible(tile.first + lane.min(tile.count - 1));
             }
         }
         call.attend::<R>(block, &visible, &mut panels);
@@ -146,8 +146,8 @@ impl<X: Vector> ForwardCall<'_, X> {
             .at(block.batch, block.segment, row, tile.head)
     }
 
-    /// Queries (times the scale) of tile `i` as lanes, and what they go on from. What was summed
-    /// before stays where it is until the tile ends.
+    /// Packs the queries (times the scale) of tile `i` as lanes, and loads the row max and the sum
+    /// of weights they start with. The carry's sums stay in memory until `store` adds them.
     #[inline(always)]
     fn load(&self, block: &QueryBlock, i: usize, tile: Tile, panels: &mut ForwardPanels<'_, X::A>) {
         let (job, lanes) = (self.job, lanes::<X>());
@@ -168,13 +168,13 @@ impl<X: Vector> ForwardCall<'_, X> {
         l.fill(X::A::ZERO);
         for lane in 0..tile.count {
             let cell = self.cell(block, tile, lane);
-            // SAFETY: cells of different (batch, segment, row, head) do not overlap (checked
-            // before the job began), and this task alone has these.
+            // SAFETY: cells of different (batch, segment, row, head) do not overlap
+            // (`CpuKernel::attend` checks that), and no other task has these.
             (m[lane], l[lane]) = unsafe { self.target.initial_max_and_sum(cell) };
         }
     }
 
-    /// Adds what the tile has summed to what was summed before.
+    /// Adds the carry's sums to those of the tile, and stores the result.
     #[inline(always)]
     fn store(
         &self,
@@ -197,7 +197,7 @@ impl<X: Vector> ForwardCall<'_, X> {
         }
     }
 
-    /// All panels of keys that any query of the block sees.
+    /// Processes all panels of keys that are visible to some query of the block.
     #[inline(always)]
     fn attend<const R: usize>(
         &self,
@@ -208,7 +208,7 @@ impl<X: Vector> ForwardCall<'_, X> {
         let (job, lanes) = (self.job, lanes::<X>());
         let width = padded::<X>(job.dim);
         let count_of_tiles = block.tiles.len();
-        // Positions rise, so the last lane of a tile sees the most keys.
+        // Positions are ascending, so the last lane of a tile has the most visible keys.
         let most = (0..count_of_tiles)
             .map(|i| visible[i][lanes - 1])
             .max()
@@ -220,7 +220,7 @@ impl<X: Vector> ForwardCall<'_, X> {
             let (k, v) = (&mut *panels.k, &mut *panels.v);
             panel::rows(self.k, job.dim, count, address, width, k);
             panel::rows(self.v, job.dim, count, address, width, v);
-            // Only where something is hidden does it matter whether zeros hide it well.
+            // Hidden values are multiplied by zero weights, which hides only finite ones.
             let finite = job.causal.is_none() || panel::finite(&v[..count * width]);
             let next = most.saturating_sub(start + KEYS).min(KEYS);
             for (i, visible) in visible.iter().enumerate().take(count_of_tiles) {
@@ -231,13 +231,13 @@ impl<X: Vector> ForwardCall<'_, X> {
                 if visible[lanes - 1] <= start {
                     continue;
                 }
-                let seen = (visible[lanes - 1] - start).min(count).next_multiple_of(R);
-                let mask = CausalMask::new::<X>(&visible[..lanes], start, seen);
+                let rows = (visible[lanes - 1] - start).min(count).next_multiple_of(R);
+                let mask = CausalMask::new::<X>(&visible[..lanes], start, rows);
                 let at = i * width * lanes..(i + 1) * width * lanes;
                 let q = X::of(&panels.q[at.clone()]);
                 let out = X::of_mut(&mut panels.out[at]);
-                let scores = X::of_mut(&mut panels.scores[..seen * lanes]);
-                products::<X, R>(self.x, &k[..seen * width], width, job.dim, q, scores);
+                let scores = X::of_mut(&mut panels.scores[..rows * lanes]);
+                products::<X, R>(self.x, &k[..rows * width], width, job.dim, q, scores);
                 if let Some(mask) = &mask {
                     mask.hide(self.x, scores, X::A::NEG_INFINITY);
                 }
@@ -245,7 +245,7 @@ impl<X: Vector> ForwardCall<'_, X> {
                 let m = X::of_mut(&mut panels.m[cells.clone()]);
                 let l = X::of_mut(&mut panels.l[cells]);
                 let keep = softmax::weights(self.x, scores, m, l);
-                let v = &v[..seen * width];
+                let v = &v[..rows * width];
                 match mask.filter(|_| !finite) {
                     None => accumulate::<X, R>(self.x, v, width, scores, &keep, out),
                     Some(mask) => mask.accumulate(self.x, v, width, scores, &keep, out),
@@ -255,7 +255,7 @@ impl<X: Vector> ForwardCall<'_, X> {
     }
 }
 
-/// scores[j] = Σ_c rows[j][c] · lanes[c], for as many rows as there are.
+/// scores[j] = Σ_c rows[j][c] · lanes[c], for every row.
 #[inline(always)]
 pub(crate) fn products<X: Vector, const R: usize>(
     x: X,

@@ -1,8 +1,8 @@
-//! The two products that all of attention is made of, a block of registers at a time.
+//! The two products that attention consists of, computed one register block at a time.
 //!
-//! [`multiply_rows`] sums along rows (scores from keys and queries), [`multiply_columns`] sums along columns (outputs
-//! from values and weights). Both keep `R` rows of `N` vectors in registers for the whole sum;
-//! nothing is ever reduced across the lanes of a vector.
+//! [`multiply_rows`] sums along rows (scores from keys and queries), [`multiply_columns`] sums
+//! along columns (outputs from values and weights). Both keep `R` rows of `N` vectors in registers
+//! for the whole sum, and never reduce across the lanes of a vector.
 
 use crate::vector::Vector;
 

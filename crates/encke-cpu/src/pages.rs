@@ -1,14 +1,14 @@
-//! Large memory in large pages, where the system gives them to those who ask.
+//! Huge pages for large buffers, on Linux.
 //!
-//! A tensor of 128 MiB is 32768 small pages, each of which interrupts whoever touches it first; and
-//! rows of a dilated branch lie in a page each.
+//! A tensor of 128 MiB is 32768 small pages, each with a page fault at its first access, and each
+//! row of a dilated branch lies in a page of its own.
 
-/// A large page, of x86-64 as of most.
+/// Bytes of a huge page, on x86-64 and most other architectures.
 #[cfg(target_os = "linux")]
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Asks for large pages for memory that nobody has touched yet. Little memory is left as it is, and a
-/// system that refuses, too.
+/// Asks for huge pages for memory that has not been accessed yet. Does nothing for less than two
+/// huge pages, and ignores a refusal.
 #[cfg(target_os = "linux")]
 pub(crate) fn advise_huge_pages(memory: &mut [u8]) {
     let skip = memory.as_ptr().align_offset(HUGE_PAGE);
@@ -17,11 +17,11 @@ pub(crate) fn advise_huge_pages(memory: &mut [u8]) {
         return;
     }
     let first = memory[skip..].as_mut_ptr();
-    // SAFETY: the range lies inside memory that is ours alone, and advice changes no byte of it.
+    // SAFETY: the range lies inside `memory`, and the advice changes no byte of it.
     unsafe { libc::madvise(first.cast(), whole, libc::MADV_HUGEPAGE) };
 }
 
-/// Elsewhere pages are as they are.
+/// Other systems have no such advice.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn advise_huge_pages(_: &mut [u8]) {}
 

@@ -1,8 +1,8 @@
-//! The two precisions in which sums are computed, f32 and f64, and conversion from and to the storage
-//! types.
+//! The two precisions in which sums are computed, f32 and f64, and conversion from and to the
+//! storage types.
 //!
-//! The decision here: kernels are generic over this trait, and stored elements are converted a row at
-//! a time. So a kernel is compiled once per precision, not once for each combination of types.
+//! The decision here: kernels are generic over this trait, and stored elements are converted a row
+//! at a time. So a kernel is compiled once per precision, not once for each combination of types.
 
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
@@ -35,7 +35,8 @@ pub trait Real:
 
     /// e to the power of `self`.
     fn exp(self) -> Self;
-    /// e to the power of each element of a portable vector, as [`Vector::exp`](vector::Vector::exp).
+    /// e to the power of each element of a portable vector, as
+    /// [`Vector::exp`](vector::Vector::exp).
     fn exp_portable(powers: [Self; PORTABLE_WIDTH]) -> [Self; PORTABLE_WIDTH];
     /// Neither infinite nor NaN.
     fn is_finite(self) -> bool;

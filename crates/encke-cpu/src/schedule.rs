@@ -55,8 +55,8 @@ impl<'a, K> TaskQueue<'a, K> {
     }
 }
 
-/// Runs tasks on the threads of the current pool. Each thread calls `worker` once, which takes tasks
-/// until none is left. The result of a task must not depend on the thread that runs it.
+/// Runs tasks on the threads of the current pool. Each thread calls `worker` once, which takes
+/// tasks until none is left. The result of a task must not depend on the thread that runs it.
 pub(crate) fn run<K: Sync>(tasks: &[K], worker: impl Fn(&TaskQueue<'_, K>) + Sync) {
     let queue = TaskQueue {
         tasks,

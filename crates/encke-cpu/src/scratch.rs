@@ -1,8 +1,8 @@
 //! Scratch memory of the kernels, kept between calls.
 //!
-//! A task of the vector kernels borrows one [`Scratch`] and divides it into panels. Its size depends
-//! on the head dimension alone, so a second call with the same dimension allocates nothing, and the
-//! bytes held can be compared with the bytes that the kernel announced.
+//! A task of the vector kernels borrows one [`Scratch`] and divides it into panels. Its size
+//! depends on the head dimension alone, so a second call with the same dimension allocates nothing,
+//! and the bytes held can be compared with the bytes that the kernel announced.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -28,7 +28,8 @@ impl<A: Real> Scratch<A> {
             + line
     }
 
-    /// Divides the memory into panels of these sizes. Their contents are left over from earlier uses.
+    /// Divides the memory into panels of these sizes. Their contents are left over from earlier
+    /// uses.
     pub fn panels<const N: usize>(&mut self, sizes: [usize; N]) -> [&mut [A]; N] {
         let needed = Scratch::<A>::elements(&sizes);
         if self.memory.len() < needed {

@@ -1,7 +1,7 @@
 //! Where the softmax state of a forward job comes from and where its result goes.
 //!
-//! A job starts from a carry, or from nothing if it is the first of its queries. Its result goes to a
-//! carry, or, if it is the last job of its queries, normalized to out and lse.
+//! A job starts from a carry, or from nothing if it is the first of its queries. Its result goes to
+//! a carry, or, if it is the last job of its queries, normalized to out and lse.
 
 use encke_core::kernel::{Carry, SoftmaxState};
 use encke_core::{Data, Element};
@@ -55,8 +55,8 @@ impl<'a> OutputRows<'a> {
     }
 }
 
-/// The carry that a forward job starts from, and the destination of its result. Each cell of a carry is
-/// read and written by one task only.
+/// The carry that a forward job starts from, and the destination of its result. Each cell of a
+/// carry is read and written by one task only.
 #[derive(Debug)]
 pub struct Target<'a, A> {
     /// The carry to continue; `None` if the job is the first of its queries.
@@ -151,8 +151,9 @@ impl<'a, A: Real> Target<'a, A> {
         }
     }
 
-    /// Stores the result of a cell: `row` holds the sums of this job, `m` and `l` the final row max and
-    /// sum of weights. Always inlined, so that it is compiled for the instruction set of its caller.
+    /// Stores the result of a cell: `row` holds the sums of this job, `m` and `l` the final row max
+    /// and sum of weights. Always inlined, so that it is compiled for the instruction set of its
+    /// caller.
     ///
     /// # Safety
     /// As for [`Target::initial_max_and_sum`].

@@ -1,14 +1,15 @@
-//! Squares of f32 transposed in registers: 16 x 16 with AVX-512, 8 x 8 with AVX.
+//! Transposition of f32 squares in registers: 16 x 16 with AVX-512, 8 x 8 with AVX.
 //!
-//! Queries enter as rows, are computed with as lanes and leave as rows. Number by number that is
-//! a tenth of a short job; in registers it is hardly seen.
+//! Queries are rows in memory and lanes in the kernels. Transposing them element by element takes a
+//! tenth of a short job; in registers it takes hardly any time.
 
 use std::arch::x86_64::*;
 
 /// to[j][i] = from[i][j] for 16 rows of 16.
 ///
 /// # Safety
-/// The processor has AVX-512F; 16 rows of 16 numbers lie at both places, so far apart.
+/// The processor has AVX-512F; `from` and `to` are 16 rows of 16 elements, `from_step` and
+/// `to_step` elements apart.
 #[target_feature(enable = "avx512f")]
 #[inline]
 pub(crate) unsafe fn sixteen(from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
@@ -39,7 +40,7 @@ pub(crate) unsafe fn sixteen(from: *const f32, from_step: usize, to: *mut f32, t
             *row = _mm512_castpd_ps(column);
         }
     }
-    // Then quarters of the same number are put side by side.
+    // Then quarters with the same index are joined.
     for j in 0..4 {
         let [a, b, c, d] = [rows[j], rows[4 + j], rows[8 + j], rows[12 + j]];
         let even = (
@@ -63,10 +64,11 @@ pub(crate) unsafe fn sixteen(from: *const f32, from_step: usize, to: *mut f32, t
     }
 }
 
-/// The same for 8 rows of 8.
+/// to[j][i] = from[i][j] for 8 rows of 8.
 ///
 /// # Safety
-/// The processor has AVX; 8 rows of 8 numbers lie at both places, so far apart.
+/// The processor has AVX; `from` and `to` are 8 rows of 8 elements, `from_step` and `to_step`
+/// elements apart.
 #[target_feature(enable = "avx")]
 #[inline]
 pub(crate) unsafe fn eight(from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {

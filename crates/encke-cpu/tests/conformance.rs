@@ -6,10 +6,10 @@ use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
 use encke_core::plan::Pass;
 use encke_core::{DType, Data};
-use encke_cpu::{Arm, CpuKernel};
+use encke_cpu::{CpuKernel, InstructionSet};
 
 /// Runs the suite on one arm, or says why not.
-fn conforms(arm: Arm) {
+fn conforms(arm: InstructionSet) {
     match CpuKernel::with(arm) {
         Ok(kernel) => conformance::kernel(&kernel, &DType::ALL).unwrap(),
         Err(error) => println!("skipped: {error}"),
@@ -18,28 +18,28 @@ fn conforms(arm: Arm) {
 
 #[test]
 fn portable_conforms() {
-    conforms(Arm::Portable);
+    conforms(InstructionSet::Portable);
 }
 
 #[test]
 fn avx2_conforms() {
-    conforms(Arm::Avx2);
+    conforms(InstructionSet::Avx2);
 }
 
 #[test]
 fn avx512_conforms() {
-    conforms(Arm::Avx512);
+    conforms(InstructionSet::Avx512);
 }
 
 #[test]
 fn amx_conforms() {
-    conforms(Arm::Amx);
+    conforms(InstructionSet::Amx);
 }
 
 #[test]
 fn arms_are_known_by_name_and_never_replaced() {
-    for arm in Arm::ALL {
-        match arm.to_string().parse::<Arm>() {
+    for arm in InstructionSet::ALL {
+        match arm.to_string().parse::<InstructionSet>() {
             Ok(parsed) => assert_eq!(parsed, arm),
             Err(error) => {
                 assert!(!arm.is_available());
@@ -47,12 +47,14 @@ fn arms_are_known_by_name_and_never_replaced() {
             }
         }
     }
-    let error = "sse9".parse::<Arm>().expect_err("there is no such thing");
+    let error = "sse9"
+        .parse::<InstructionSet>()
+        .expect_err("there is no such thing");
     assert!(
         error.to_string().contains("portable, avx2, avx512"),
         "{error}"
     );
-    assert!(Arm::best().is_available());
+    assert!(InstructionSet::best().is_available());
 }
 
 const HEADS: usize = 3;

@@ -11,7 +11,7 @@ use encke::{
     Activity, Attention, Cut, DType, Data, GroupScale, Mode, Pattern, Shape, Tensor, View,
     reference,
 };
-use encke_cpu::{Arm, peak};
+use encke_cpu::{InstructionSet, peak};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -152,7 +152,7 @@ fn main() -> Result<(), Failure> {
         let line = line?;
         let words: Vec<&str> = line.split_whitespace().collect();
         let answer = match (&words[..], &contest) {
-            (["peak", dtype], _) => peak(Arm::chosen()?, dtype.parse()?).to_string(),
+            (["peak", dtype], _) => peak(InstructionSet::chosen()?, dtype.parse()?).to_string(),
             (["resident"], _) => resident_kib("VmRSS"),
             (["forget"], _) => {
                 // The system counts the largest resident size anew from here.

@@ -1,5 +1,5 @@
-//! How fast the tile kernels are, and where their time goes:
-//! `cargo run --release -p encke-cpu --example amx_speed -- [threads] [check|peak|phases|forward|backward|f32 ...]`.
+//! How fast the tile kernels are, and where their time goes: `cargo run --release -p encke-cpu
+//! --example amx_speed -- [threads] [check|peak|phases|forward|backward|f32 ...]`.
 //!
 //! Checks every variant's answer first. Then, from one run and best of several: the peak of the
 //! tiles (registers only, and fed from the first-level cache), the phases of the forward pass one

@@ -1,8 +1,8 @@
 //! The backward pass: five products of tiles for each pair of blocks, one exponential.
 //!
-//! A task packs some hundred queries of a head, keeps their dq in scratch memory, and passes over all
-//! keys that are visible to them, block by block. dk and dv of a block are summed over the packed
-//! queries and then added to their rows.
+//! A task packs some hundred queries of a head, keeps their dq in scratch memory, and passes over
+//! all keys that are visible to them, block by block. dk and dv of a block are summed over the
+//! packed queries and then added to their rows.
 
 mod block;
 mod call;
@@ -26,9 +26,9 @@ use chain::{AmxBackwardTask, ChainGuard, tasks};
 
 /// Adds the job's share of the gradients.
 ///
-/// Rows of different batch entries and segments, query rows of different heads, and key rows of heads
-/// at different addresses must not overlap. Panics if the tiles are not available, or if a row lies
-/// outside its buffer.
+/// Rows of different batch entries and segments, query rows of different heads, and key rows of
+/// heads at different addresses must not overlap. Panics if the tiles are not available, or if a
+/// row lies outside its buffer.
 pub fn backward<T: TileUnit, N: TileElement>(
     pool: &PagePool,
     job: &Job,
@@ -92,8 +92,8 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
     ///
     /// # Safety
     /// The tiles are available and configured on this thread, `scratch` is memory as the layout
-    /// says, no other task has these query rows, all tasks with these key rows are in its chain, and
-    /// the tasks before it in the chain have started.
+    /// says, no other task has these query rows, all tasks with these key rows are in its chain,
+    /// and the tasks before it in the chain have started.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn run_task<T: TileUnit, S: AmxBackwardConfig>(
         &self,

@@ -7,11 +7,11 @@
 pub trait AmxForwardConfig: Send + Sync + 'static {
     /// Keys of a block, whose scores exist at once for a tile of queries; a multiple of 32.
     const KEYS: usize;
-    /// Degree of the exponential's polynomial: higher than weights rounded to bf16 need, because the lse
-    /// is computed from their unrounded sums.
+    /// Degree of the exponential's polynomial: higher than weights rounded to bf16 need, because
+    /// the lse is computed from their unrounded sums.
     const EXP_DEGREE: usize = 4;
-    /// Keys that are packed at a time, so that they stay in the L2 cache; a multiple of KEYS and at most
-    /// 64 · 32.
+    /// Keys that are packed at a time, so that they stay in the L2 cache; a multiple of KEYS and at
+    /// most 64 · 32.
     const PACKED_KEYS: usize = 1024;
     /// Elements of q in a task, over all its heads.
     const QUERY_ELEMENTS: usize = 1 << 16;
@@ -40,8 +40,8 @@ impl AmxForwardConfig for Dim128Split1 {
     const QUERY_ELEMENTS: usize = 1 << 18;
 }
 
-/// Elements of two or three splits: four or six times the products for the same sums, so that blocks
-/// may come from the L2 cache, and larger blocks store sums there less often.
+/// Elements of two or three splits: four or six times the products for the same sums, so that
+/// blocks may come from the L2 cache, and larger blocks store sums there less often.
 #[derive(Debug)]
 pub struct MultiSplit;
 

@@ -1,8 +1,9 @@
 //! Detection of matrix tiles that this process may use.
 //!
-//! Four conditions must hold: the processor has tiles for bf16, the operating system saves them, Linux
-//! has granted them to this process (a process must request them), and the processor has the vector
-//! instructions of the softmax. On a stable compiler the standard library detects only the last one.
+//! Four conditions must hold: the processor has tiles for bf16, the operating system saves them,
+//! Linux has granted them to this process (a process must request them), and the processor has the
+//! vector instructions of the softmax. On a stable compiler the standard library detects only the
+//! last one.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
@@ -44,8 +45,8 @@ fn os_saves_tiles() -> bool {
     enabled & BOTH == BOTH
 }
 
-/// Requests tile data from Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). The permission
-/// covers all existing and future threads of the process.
+/// Requests tile data from Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). The
+/// permission covers all existing and future threads of the process.
 #[cfg(target_os = "linux")]
 fn request_permission() -> bool {
     const SYS_ARCH_PRCTL: i64 = 158;

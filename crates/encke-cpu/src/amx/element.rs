@@ -1,14 +1,16 @@
 //! Element types of the tile kernels, split into bf16 for multiplication.
 //!
 //! A bf16 is one split. An f32 has 24 significant bits and a bf16 has 8, so three splits hold it
-//! exactly: the nearest bf16, the bf16 nearest to the remainder, and the rest. Of the nine products of
-//! the splits of two f32, six are computed; the other three together are at most 2⁻²² of the whole,
-//! seldom near that, and of either sign. The tiles multiply sixteen times as fast as the vectors, so
-//! six products take less than half the time of one in f32, and their sums are rounded once for 32
-//! terms instead of once for each. An f16 is two splits, and all four products are computed.
+//! exactly: the nearest bf16, the bf16 nearest to the remainder, and the rest. Of the nine products
+//! of the splits of two f32, six are computed; the other three together are at most 2⁻²² of the
+//! whole, seldom near that, and of either sign. The tiles multiply sixteen times as fast as the
+//! vectors, so six products take less than half the time of one in f32, and their sums are rounded
+//! once for 32 terms instead of once for each. An f16 is two splits, and all four products are
+//! computed.
 //!
-//! The first split of a non-finite element is the element itself, the others are 0. So a sum with an
-//! infinite term may be NaN where a sum in f32 would be infinite: infinity times a split that is 0.
+//! The first split of a non-finite element is the element itself, the others are 0. So a sum with
+//! an infinite term may be NaN where a sum in f32 would be infinite: infinity times a split that is
+//! 0.
 
 use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
@@ -21,8 +23,8 @@ use super::config::{self, AmxBackwardConfig, AmxForwardConfig};
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES, TileProduct, TileUnit};
 use super::vector::{TRUNCATION_BIAS_INVERSE, TRUNCATION_BIAS_LOG2, splat};
 
-/// Layout of the weights: bytes from one group of 32 keys to the next, from queries 0..16 to 16..32,
-/// and from one pair of keys to the next.
+/// Layout of the weights: bytes from one group of 32 keys to the next, from queries 0..16 to
+/// 16..32, and from one pair of keys to the next.
 #[derive(Debug, Clone, Copy)]
 pub struct WeightStrides {
     /// From one group of 32 keys to the next.
@@ -67,13 +69,13 @@ pub trait TileElement: Element {
     };
     /// Whether weights are stored in place of their scores.
     const IN_PLACE: bool = Self::SPLITS == 1;
-    /// Whether the row max is subtracted before the multiplication by log2 e, so that the part common to
-    /// both is not rounded.
+    /// Whether the row max is subtracted before the multiplication by log2 e, so that the part
+    /// common to both is not rounded.
     const EXACT: bool = false;
     /// The factor of a row max or an lse before [`exp2_argument`] subtracts it.
     const UNIT: f32 = if Self::EXACT { 1.0 } else { LOG2_E };
-    /// Truncation makes weights smaller on average; this log2 factor makes them larger beforehand, and
-    /// the second value undoes it in their sum.
+    /// Truncation makes weights smaller on average; this log2 factor makes them larger beforehand,
+    /// and the second value undoes it in their sum.
     const WEIGHT_BIAS: [f32; 2] = [0.0, 1.0];
 
     /// Configuration for head dimensions up to [`SMALL_DIM_MAX`](config::SMALL_DIM_MAX).
@@ -104,8 +106,8 @@ pub trait TileElement: Element {
     /// As for [`TileElement::load`].
     unsafe fn max_magnitude(from: *const Self, mask: u32, so_far: __m512i) -> __m512i;
 
-    /// Whether one of these magnitudes belongs to an element that is not finite, or so large that its
-    /// nearest bf16 may be infinite.
+    /// Whether one of these magnitudes belongs to an element that is not finite, or so large that
+    /// its nearest bf16 may be infinite.
     ///
     /// # Safety
     /// The processor has AVX-512.
@@ -276,7 +278,8 @@ fn nth_split<const SPLIT: usize, const CHECKED: bool>(halves: [__m512; 2]) -> __
             let finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(size, splat(f32::INFINITY));
             rest = _mm512_maskz_mov_ps(finite, rest);
         }
-        // Only the upper words are used, so nothing has to be masked off; the third split fits them.
+        // Only the upper words are used, so nothing has to be masked off; the third split fits
+        // them.
         match (SPLIT, CHECKED) {
             (0, true) => _mm512_castps_si512(round_to_bf16_checked(rest)),
             (2, _) => _mm512_castps_si512(rest),
@@ -334,8 +337,8 @@ fn truncate_to_bf16(elements: __m512) -> __m512 {
     _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(elements), upper))
 }
 
-/// Calls `put` with the splits of two vectors in pairs, the first vector in the low halves. Splits are
-/// truncated here, which loses nothing as long as the splits of the other factor are rounded.
+/// Calls `put` with the splits of two vectors in pairs, the first vector in the low halves. Splits
+/// are truncated here, which loses nothing as long as the splits of the other factor are rounded.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn for_each_split_pair<N: TileElement>(

@@ -33,7 +33,8 @@ unsafe fn pairs(tile: *const u8, row: usize) -> [[f32; 16]; 2] {
 }
 
 impl Emulated {
-    /// sums += a · b; even and odd elements of the pairs are summed separately until the end of a step.
+    /// sums += a · b; even and odd elements of the pairs are summed separately until the end of a
+    /// step.
     ///
     /// # Safety
     /// Both tiles can be read.

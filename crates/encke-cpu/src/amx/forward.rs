@@ -28,8 +28,8 @@ use tasks::AmxForwardTask;
 
 /// Attends the queries of the job to its keys.
 ///
-/// No two (batch entry, segment, row, head) may share a cell. Panics if the tiles are not available,
-/// or if a row lies outside its buffer.
+/// No two (batch entry, segment, row, head) may share a cell. Panics if the tiles are not
+/// available, or if a row lies outside its buffer.
 pub fn forward<T: TileUnit, N: TileElement>(
     pool: &PagePool,
     job: &Job,

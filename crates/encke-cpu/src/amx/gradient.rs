@@ -1,8 +1,9 @@
-//! Weights p and their gradients ds from scores and dp = dout·v, for 32 queries and a block of keys.
+//! Weights p and their gradients ds from scores and dp = dout·v, for 32 queries and a block of
+//! keys.
 //!
-//! Lanes are queries. p is stored once, as left factor of dv; ds is stored twice, as left factor of dk
-//! and as right factor of dq, because tiles cannot be transposed. Each stored row interleaves two
-//! vectors: the two halves of the queries in the left factors, two keys in the right factor.
+//! Lanes are queries. p is stored once, as left factor of dv; ds is stored twice, as left factor of
+//! dk and as right factor of dq, because tiles cannot be transposed. Each stored row interleaves
+//! two vectors: the two halves of the queries in the left factors, two keys in the right factor.
 
 use std::arch::x86_64::*;
 

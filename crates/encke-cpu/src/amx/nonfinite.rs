@@ -1,9 +1,9 @@
 //! Non-finite terms of masked products, which belong to some sums and must not reach others.
 //!
 //! A product multiplies hidden elements by 0, and 0 times infinity is NaN. So masked blocks are
-//! multiplied with 0 in place of every non-finite element ([`zero_nonfinite`]), which changes no bit of
-//! the sums those elements are hidden from, and the missing terms are added here to the sums they are
-//! visible to. This is slow, but only data with infinities or NaN comes here.
+//! multiplied with 0 in place of every non-finite element ([`zero_nonfinite`]), which changes no
+//! bit of the sums those elements are hidden from, and the missing terms are added here to the sums
+//! they are visible to. This is slow, but only data with infinities or NaN comes here.
 //!
 //! [`zero_nonfinite`]: super::pack::zero_nonfinite
 

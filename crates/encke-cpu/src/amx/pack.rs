@@ -1,9 +1,9 @@
 //! Packing: rows of q, k, v and dout in the layouts that tile products need.
 //!
 //! Every function packs 32 rows into consecutive stacks of 32 channels each. Rows may lie anywhere
-//! (after packing, dilation no longer matters), there may be fewer than 32 rows, and the last step may
-//! have fewer than 32 channels: missing elements are zero. There are four layouts, because tiles
-//! cannot be transposed:
+//! (after packing, dilation no longer matters), there may be fewer than 32 rows, and the last step
+//! may have fewer than 32 channels: missing elements are zero. There are four layouts, because
+//! tiles cannot be transposed:
 //!
 //! | function | slabs of step s | used as |
 //! |---|---|---|
@@ -111,14 +111,14 @@ impl<N: TileElement> RowPointers<N> {
     }
 }
 
-/// How the rows of a step are loaded: without a mask ([`RowPointers::full`]), with a mask, or with a
-/// mask and with checks for [`TileElement::overflows_bf16`].
+/// How the rows of a step are loaded: without a mask ([`RowPointers::full`]), with a mask, or with
+/// a mask and with checks for [`TileElement::overflows_bf16`].
 const FULL: u8 = 0;
 const MASKED: u8 = 1;
 const CHECKED: u8 = 2;
 
-/// Calls a function for each split of each step, instantiated for the load mode that the step needs.
-/// Evaluates to a nonzero value if an element is not finite.
+/// Calls a function for each split of each step, instantiated for the load mode that the step
+/// needs. Evaluates to a nonzero value if an element is not finite.
 macro_rules! each_slab {
     ($rows:ident, $function:ident($to:ident $(, $argument:expr)*)) => {{
         let mut nonfinite = 0;
@@ -370,8 +370,8 @@ unsafe fn pairs_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
     magnitudes.nonfinite()
 }
 
-/// The sign of the scale, applied to q when it is packed, so that the kernels handle positive scales
-/// only.
+/// The sign of the scale, applied to q when it is packed, so that the kernels handle positive
+/// scales only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sign {
     /// q is unchanged.

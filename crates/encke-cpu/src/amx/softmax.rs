@@ -1,7 +1,7 @@
 //! The online softmax of one tile of queries over one block of keys.
 //!
-//! Lanes are queries. Two rows of scores (two keys, f32) become one row of bf16 pairs for each split
-//! of the weights. If weights have only one split, it overwrites the first of the two rows.
+//! Lanes are queries. Two rows of scores (two keys, f32) become one row of bf16 pairs for each
+//! split of the weights. If weights have only one split, it overwrites the first of the two rows.
 
 use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
@@ -115,10 +115,10 @@ pub unsafe fn softmax<N: TileElement, S: AmxForwardConfig>(
 }
 
 /// Turns scores into weights relative to the old row max, without computing a new one. That is as
-/// accurate as long as the weights stay small. Returns the lanes that need a new row max, because they
-/// have none yet or because their weights are too large or NaN; if there are any, `state` is
-/// unchanged, and so are the scores unless weights overwrite them. Which path a lane takes depends on
-/// its own scores alone, so no query affects the bits of another.
+/// accurate as long as the weights stay small. Returns the lanes that need a new row max, because
+/// they have none yet or because their weights are too large or NaN; if there are any, `state` is
+/// unchanged, and so are the scores unless weights overwrite them. Which path a lane takes depends
+/// on its own scores alone, so no query affects the bits of another.
 ///
 /// # Safety
 /// As for [`softmax`]; every key of the block is visible to every query.
@@ -219,7 +219,8 @@ fn base_of<N: TileElement>(m: __m512) -> __m512 {
     _mm512_mul_ps(m, splat(N::UNIT))
 }
 
-/// Computes the weights of scores relative to `base`, and returns their sums, taken before rounding.
+/// Computes the weights of scores relative to `base`, and returns their sums, taken before
+/// rounding.
 ///
 /// # Safety
 /// As for [`softmax`].

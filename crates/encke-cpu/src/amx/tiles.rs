@@ -1,11 +1,11 @@
 //! The matrix tiles: one primitive, implemented in hardware and emulated.
 //!
 //! A tile is 16 rows of 64 bytes. A row of the left factor of a product holds 32 bf16. The right
-//! factor holds them in pairs: its row r has, for each of 16 columns, elements 2r and 2r + 1 of that
-//! column. Sums are 16 by 16 f32.
+//! factor holds them in pairs: its row r has, for each of 16 columns, elements 2r and 2r + 1 of
+//! that column. Sums are 16 by 16 f32.
 //!
-//! The decision here: the only operation is a product of two by two tiles whose sums are loaded from
-//! and stored to memory. It uses all eight tile registers, feeds each loaded tile to two
+//! The decision here: the only operation is a product of two by two tiles whose sums are loaded
+//! from and stored to memory. It uses all eight tile registers, feeds each loaded tile to two
 //! multiplications, and is one block of assembly, so that no tile register is live in code that the
 //! compiler generates.
 //!
@@ -185,8 +185,8 @@ macro_rules! one_split {
     };
 }
 
-/// The four products of the tiles in registers. A factor that changes afterwards is loaded as soon as
-/// one of its registers is free, two products before it is needed.
+/// The four products of the tiles in registers. A factor that changes afterwards is loaded as soon
+/// as one of its registers is free, two products before it is needed.
 macro_rules! four_products {
     (then) => {
         "tdpbf16ps tmm0, tmm4, tmm6

@@ -12,8 +12,8 @@ pub fn splat(x: f32) -> __m512 {
 /// 2 to the power of `x`: a polynomial of the fraction, times 2 to the power of the floor.
 ///
 /// The polynomials are minimax for the relative error on [0, 1]: 7.5e-5, 2.9e-6 and 7.5e-8 for
-/// degrees 3, 4 and 5, plus the rounding of f32. The one of degree 4 is the best that is exact at 0,
-/// where the largest weight is. Minus infinity gives 0, NaN stays NaN, and subnormal results are
+/// degrees 3, 4 and 5, plus the rounding of f32. The one of degree 4 is the best that is exact at
+/// 0, where the largest weight is. Minus infinity gives 0, NaN stays NaN, and subnormal results are
 /// rounded as usual.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]

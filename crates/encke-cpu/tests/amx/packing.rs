@@ -13,8 +13,8 @@ use encke_cpu::internals::{Hardware, TileUnit};
 #[repr(C, align(64))]
 struct Memory([u8; 1 << 14]);
 
-/// Integers up to `most`. Where those of two factors are small enough, every sum of their products is
-/// exact, in whatever order.
+/// Integers up to `most`. Where those of two factors are small enough, every sum of their products
+/// is exact, in whatever order.
 fn integers(count: usize, most: usize, seed: u64) -> Vec<f64> {
     let mut random = Random::new(seed);
     let number = |_| random.below(2 * most + 1) as f64 - most as f64;

@@ -25,7 +25,7 @@ impl Here {
         let about = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let name = about.lines().find(|line| line.starts_with("model name"));
         let name = name.and_then(|line| line.split_once(':'));
-        let arm = CpuKernel::new().map(|kernel| format!("{:?}", kernel.arm()));
+        let arm = CpuKernel::new().map(|kernel| format!("{:?}", kernel.instruction_set()));
         let gpu = CudaKernel::new(0).ok();
         Here {
             processor: name.map_or("unknown", |(_, name)| name.trim()).to_string(),

@@ -157,7 +157,8 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                 // SAFETY: both regions have this many slabs.
                 unsafe { self.clean_tiles(tiles, needs_cleaning, pairs, factor) };
             }
-            // The factors of one step of channels are used with all keys while they are in the L1 cache.
+            // The factors of one step of channels are used with all keys while they are in the L1
+            // cache.
             for step in 0..self.steps {
                 for key in 0..steps {
                     let c = sums + (key * self.steps + step) * 2 * SLAB_BYTES;

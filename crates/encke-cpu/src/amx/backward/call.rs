@@ -31,7 +31,8 @@ pub struct AmxBackwardInputs<'a, N> {
 }
 
 impl<'a, N: TileElement> AmxBackwardInputs<'a, N> {
-    /// The inputs as slices of `N`; `None` unless q, k, v and dout are `N`, and lse and delta are f32.
+    /// The inputs as slices of `N`; `None` unless q, k, v and dout are `N`, and lse and delta are
+    /// f32.
     pub fn of(
         [q, k, v]: [Slice<'a>; 3],
         upstream: Upstream<Slice<'a>>,

@@ -3,8 +3,8 @@
 //! The decision here: tasks that add to the same rows of dk and dv form a chain. A task adds to a
 //! block of keys after all tasks before it in the chain have done so. One task at a time adds to a
 //! row, in an order that the job alone determines, without atomic additions and without a second
-//! pass. The tasks of a chain compute at the same time, each at least one block behind the one before
-//! it, and wait only for tasks that have started.
+//! pass. The tasks of a chain compute at the same time, each at least one block behind the one
+//! before it, and wait only for tasks that have started.
 
 use std::cmp::Reverse;
 use std::sync::Arc;

@@ -43,7 +43,8 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                 let row = first + lane.min(count - 1);
                 job.cells.at(task.batch, task.segment, row, head)
             });
-            // A query with no visible key at all contributes nothing, even if its row is not finite.
+            // A query with no visible key at all contributes nothing, even if its row is not
+            // finite.
             let live: [bool; WIDTH] = std::array::from_fn(|lane| {
                 lane < count && inputs.lse[cells[lane]] != f32::NEG_INFINITY
             });

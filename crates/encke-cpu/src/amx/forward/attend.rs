@@ -92,8 +92,8 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
 
     /// The softmax of one block.
     ///
-    /// Weights first stay relative to the row max so far. If some lanes need a new one, the block is
-    /// done again with it; its scores are recomputed if the weights have overwritten them.
+    /// Weights first stay relative to the row max so far. If some lanes need a new one, the block
+    /// is done again with it; its scores are recomputed if the weights have overwritten them.
     ///
     /// # Safety
     /// As for [`AmxForwardCall::run_task`].
