@@ -12,8 +12,7 @@ pub use crate::amx::forward::{forward, forward_with_config};
 pub use crate::amx::scratch::{PagePool, PageScratch};
 pub use crate::amx::tiles::{Hardware, ROW_BYTES, SLAB_BYTES, TILE_BYTES, TileProduct, TileUnit};
 pub use crate::amx::workspace_bytes;
-pub use crate::shared::SharedRows;
-pub use crate::target::{ForwardOutput, Target};
+pub use crate::target::Target;
 
 /// Packing of rows into tiles.
 pub mod pack {

@@ -1,21 +1,21 @@
-//! The phases of the forward pass on blocks of keys, one by one.
+//! The phases of the forward pass on blocks of keys, as separate functions.
 
 use std::hint::black_box;
 
+use encke_cpu::internals::pack::{self, RowSource, Sign};
+use encke_cpu::internals::softmax::{self, Lanes, ScoreBlock, TileSoftmax};
+use encke_cpu::internals::{
+    Dim64Split1, ROW_BYTES, SLAB_BYTES, ScoreScale, TILE_BYTES, TileProduct, TileUnit,
+};
 use half::bf16;
 
 use crate::memory::TileMemory;
 use crate::tensors::{BenchTensors, elements_of, job};
-use encke_cpu::internals::Dim64Split1;
-use encke_cpu::internals::ScoreScale;
-use encke_cpu::internals::pack::{self, RowSource, Sign};
-use encke_cpu::internals::softmax::{self, Lanes, ScoreBlock, TileSoftmax};
-use encke_cpu::internals::{ROW_BYTES, SLAB_BYTES, TILE_BYTES, TileProduct, TileUnit};
 
-/// Blocks of keys that do not fit the first-level cache together, but the second.
+/// Blocks of keys: together they fit the L2 cache, but not the L1 cache.
 pub const BLOCKS: usize = 16;
 
-/// Two tiles of queries and some blocks of keys; one block fits the first-level cache.
+/// Two tiles of queries and some blocks of keys; one block fits the L1 cache.
 pub struct BlockBench {
     q: TileMemory,
     k: TileMemory,
@@ -30,7 +30,7 @@ pub struct BlockBench {
 impl BlockBench {
     pub fn new(dim: usize, keys: usize) -> BlockBench {
         let steps = dim / 32;
-        // Odd numbers of pages keep the buffers from looking alike.
+        // Odd numbers of pages spread the buffers over different cache sets.
         let memory = |slabs: usize| TileMemory::new(slabs.div_ceil(2) | 1);
         let mut bench = BlockBench {
             q: memory(2 * steps),
@@ -46,8 +46,8 @@ impl BlockBench {
                 visible: Lanes([i32::MAX; 32]),
             },
         };
-        let elements = BenchTensors::<bf16>::new(&job(keys.max(64), 1, dim, false));
-        bench.pack(&elements, dim);
+        let tensors = BenchTensors::<bf16>::new(&job(keys.max(64), 1, dim, false));
+        bench.pack(&tensors, dim);
         let bytes = bench.block_bytes();
         for memory in [&mut bench.k, &mut bench.v] {
             for block in 1..BLOCKS {
@@ -61,24 +61,24 @@ impl BlockBench {
         bench
     }
 
-    fn pack(&mut self, elements: &BenchTensors<bf16>, dim: usize) {
+    fn pack(&mut self, tensors: &BenchTensors<bf16>, dim: usize) {
         for tile in 0..2 {
-            let source = source(elements_of(&elements.data[0]), dim, tile * 32);
+            let source = source(elements_of(&tensors.data[0]), dim, tile * 32);
             let to = self.q.at().wrapping_add(tile * self.steps * SLAB_BYTES);
-            // SAFETY: the memory has these slabs, and the vectors are there.
+            // SAFETY: the memory has these slabs, and the processor has AVX-512.
             unsafe { pack::lanes(&source, Sign::Plus, to) };
         }
-        self.pack_keys(elements, dim);
+        self.pack_keys(tensors, dim);
     }
 
-    pub fn pack_keys(&mut self, elements: &BenchTensors<bf16>, dim: usize) {
+    pub fn pack_keys(&mut self, tensors: &BenchTensors<bf16>, dim: usize) {
         for step in 0..self.keys / 32 {
             let at = step * self.steps * SLAB_BYTES;
-            // SAFETY: the memory has these slabs, and the vectors are there.
+            // SAFETY: the memory has these slabs, and the processor has AVX-512.
             unsafe {
-                let keys = source(elements_of(&elements.data[1]), dim, step * 32);
+                let keys = source(elements_of(&tensors.data[1]), dim, step * 32);
                 pack::rows(&keys, self.k.at().wrapping_add(at));
-                let values = source(elements_of(&elements.data[2]), dim, step * 32);
+                let values = source(elements_of(&tensors.data[2]), dim, step * 32);
                 pack::columns(&values, self.v.at().wrapping_add(at));
             }
         }
@@ -101,7 +101,7 @@ impl BlockBench {
         for step in 0..self.keys / 32 {
             let c = self.buffer(tile).wrapping_add(2 * step * SLAB_BYTES);
             let a = step * self.steps * SLAB_BYTES;
-            // SAFETY: all slabs are there, and tiles are configured.
+            // SAFETY: the memory has these slabs, and tiles are configured.
             unsafe {
                 T::multiply::<false, 1>(TileProduct {
                     a: k.wrapping_add(a),
@@ -124,7 +124,7 @@ impl BlockBench {
             start: 0,
             masked: false,
         };
-        // SAFETY: the scores are there, and so are the vectors.
+        // SAFETY: the memory has these slabs, and the processor has AVX-512.
         let rescale = unsafe {
             softmax::softmax::<bf16, Dim64Split1>(
                 &block,
@@ -144,7 +144,7 @@ impl BlockBench {
         let sums = tile * 2 * self.steps * SLAB_BYTES;
         for step in 0..self.steps {
             let c = self.sums.at().wrapping_add(sums + 2 * step * SLAB_BYTES);
-            // SAFETY: all slabs are there, and tiles are configured.
+            // SAFETY: the memory has these slabs, and tiles are configured.
             unsafe {
                 T::multiply::<true, 1>(TileProduct {
                     a: v.wrapping_add(step * SLAB_BYTES),

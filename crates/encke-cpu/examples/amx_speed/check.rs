@@ -1,16 +1,15 @@
-//! Every variant's answer, before any figure.
+//! Checks the results of every variant.
 
 use encke_core::dtype::Slice;
 use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::naive::NaiveKernel;
 use encke_core::{DType, Data};
+use encke_cpu::internals::{PagePool, TileUnit};
 
-use crate::tensors::{BenchElement, BenchTensors, job};
+use crate::tensors::{BenchElement, BenchTensors, elements_of, job};
 use crate::variants::{backwards, forwards};
-use encke_cpu::internals::PagePool;
-use encke_cpu::internals::TileUnit;
 
-/// The largest difference, relative to the largest number.
+/// The largest difference, relative to the largest element.
 fn error(got: &[f32], expected: &Data) -> f64 {
     let expected = expected.to_f64();
     let size = expected.iter().fold(0.0, |size: f64, x| size.max(x.abs()));
@@ -20,7 +19,7 @@ fn error(got: &[f32], expected: &Data) -> f64 {
     }) / size
 }
 
-/// Every variant against the oracle, at a size that crosses its blocks.
+/// Compares every variant with the oracle, at a size that is no multiple of its blocks.
 pub fn check<T: TileUnit, N: BenchElement>() {
     let pool = PagePool::default();
     for (dim, causal) in [(64, true), (128, false), (40, true)] {
@@ -48,8 +47,9 @@ pub fn check<T: TileUnit, N: BenchElement>() {
             .unwrap();
         for (name, run) in forwards::<T, N>() {
             tensors.forward(run, &pool, &job);
-            let mut mean = tensors.acc.clone();
-            for (row, l) in mean.chunks_mut(dim).zip(&tensors.l) {
+            let mut mean = elements_of::<f32>(&tensors.carry.acc).to_vec();
+            let sums = elements_of::<f32>(&tensors.carry.l);
+            for (row, l) in mean.chunks_mut(dim).zip(sums) {
                 row.iter_mut().for_each(|x| *x /= l);
             }
             let off = error(&mean, &out);

@@ -1,9 +1,9 @@
-//! What the tiles could do at most: from registers, and fed from the first-level cache.
+//! The peak of the tiles: from registers, and fed from the L1 cache.
+
+use encke_cpu::internals::{Hardware, ROW_BYTES, SLAB_BYTES, TileProduct, TileUnit};
 
 use crate::memory::TileMemory;
 use crate::tensors::time;
-use encke_cpu::internals as amx;
-use encke_cpu::internals::{ROW_BYTES, SLAB_BYTES, TileProduct, TileUnit};
 
 const FLOP_PER_TILE: f64 = 16.0 * 16.0 * 32.0 * 2.0;
 
@@ -12,10 +12,10 @@ pub fn peak<T: TileUnit>(threads: usize) -> f64 {
     const ROUNDS: usize = 200_000;
     let (best, _) = time(5, || {
         rayon::broadcast(|_| {
-            // SAFETY: only called with tiles of the processor.
+            // SAFETY: the caller has hardware tiles.
             unsafe {
                 T::configure();
-                amx::Hardware::multiply_registers(ROUNDS);
+                Hardware::multiply_registers(ROUNDS);
                 T::release();
             }
         });
@@ -23,7 +23,7 @@ pub fn peak<T: TileUnit>(threads: usize) -> f64 {
     threads as f64 * 4.0 * ROUNDS as f64 * FLOP_PER_TILE / best * 1e-9
 }
 
-/// Both peaks, in words.
+/// Measures and prints both peaks.
 pub fn peaks<T: TileUnit>(threads: usize) {
     const ROUNDS: usize = 20_000;
     let (best, _) = time(5, || {
@@ -50,7 +50,7 @@ pub fn peaks<T: TileUnit>(threads: usize) {
     });
     let fed = threads as f64 * 24.0 * ROUNDS as f64 * FLOP_PER_TILE / best * 1e-9;
     println!(
-        "peak: {:.0} GFLOP/s from registers, {fed:.0} fed from the first-level cache \
+        "peak: {:.0} GFLOP/s from registers, {fed:.0} fed from the L1 cache \
          (products of 6 steps, sums stored)",
         peak::<T>(threads)
     );

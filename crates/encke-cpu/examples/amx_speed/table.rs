@@ -1,13 +1,11 @@
-//! The speed of every variant, beside the peak measured just before.
+//! The speed of every variant, and its share of the peak measured just before.
 
 use encke_core::job::Job;
+use encke_cpu::internals::{PagePool, TileUnit, forward};
 
 use crate::peak::peak;
 use crate::tensors::{BenchElement, BenchTensors, job, time};
 use crate::variants::{BackwardFn, ForwardFn, backwards, forwards};
-use encke_cpu::internals as amx;
-use encke_cpu::internals::PagePool;
-use encke_cpu::internals::TileUnit;
 
 /// One call of a variant.
 type BenchBody<'a, N> = Box<dyn Fn(&mut BenchTensors<N>) + 'a>;
@@ -28,14 +26,14 @@ fn backward_body<'a, N: BenchElement>(
     Box::new(move |tensors| tensors.backward(run, scratch, job))
 }
 
-/// The shortest and the median time of each variant, taken in turns: how fast a machine is changes
-/// from one second to the next, and by more than variants differ.
-fn turns<N>(
-    real: bool,
+/// The shortest and the median time of each variant. Runs of different variants alternate, because
+/// the speed of a machine changes from second to second by more than variants differ.
+fn alternate<N>(
+    hardware: bool,
     runs: &[BenchBody<'_, N>],
     tensors: &mut BenchTensors<N>,
 ) -> Vec<(f64, f64)> {
-    let rounds = if real { 9 } else { 1 };
+    let rounds = if hardware { 9 } else { 1 };
     let mut seconds = vec![Vec::new(); runs.len()];
     for _ in 0..rounds {
         for (run, seconds) in runs.iter().zip(&mut seconds) {
@@ -50,8 +48,8 @@ fn turns<N>(
 }
 
 /// GFLOP/s of every variant.
-pub fn table<T: TileUnit, N: BenchElement>(real: bool, threads: usize, forward: bool) {
-    let sizes: &[(usize, usize)] = match real {
+pub fn table<T: TileUnit, N: BenchElement>(hardware: bool, threads: usize, is_forward: bool) {
+    let sizes: &[(usize, usize)] = match hardware {
         true => &[(1024, 8), (4096, 8), (16384, 2)],
         false => &[(64, 1), (192, 1)],
     };
@@ -62,18 +60,22 @@ pub fn table<T: TileUnit, N: BenchElement>(real: bool, threads: usize, forward: 
                 let job = job(tokens, heads, dim, causal);
                 let mut tensors = BenchTensors::<N>::new(&job);
                 let operations = job.pairs() as f64 * dim as f64 * 1e-9;
-                let peak = if real { peak::<T>(threads) } else { f64::NAN };
+                let peak = if hardware {
+                    peak::<T>(threads)
+                } else {
+                    f64::NAN
+                };
                 println!(
                     "{} {} dim {dim}, {tokens} tokens, {heads} heads, {}; peak {peak:.0} GFLOP/s",
                     N::DTYPE,
-                    if forward { "forward" } else { "backward" },
+                    if is_forward { "forward" } else { "backward" },
                     if causal { "causal" } else { "full" },
                 );
-                if !forward {
-                    tensors.forward(amx::forward::<T, N>, &scratch, &job);
+                if !is_forward {
+                    tensors.forward(forward::<T, N>, &scratch, &job);
                     tensors.finish(&job);
                 }
-                let (names, runs): (Vec<_>, Vec<BenchBody<'_, N>>) = match forward {
+                let (names, runs): (Vec<_>, Vec<BenchBody<'_, N>>) = match is_forward {
                     true => forwards::<T, N>()
                         .into_iter()
                         .map(|(name, run)| (name, forward_body(run, &scratch, &job)))
@@ -83,8 +85,10 @@ pub fn table<T: TileUnit, N: BenchElement>(real: bool, threads: usize, forward: 
                         .map(|(name, run)| (name, backward_body(run, &scratch, &job)))
                         .unzip(),
                 };
-                let flop = if forward { 4.0 } else { 10.0 } * operations;
-                for (name, (best, median)) in names.iter().zip(turns(real, &runs, &mut tensors)) {
+                let flop = if is_forward { 4.0 } else { 10.0 } * operations;
+                for (name, (best, median)) in
+                    names.iter().zip(alternate(hardware, &runs, &mut tensors))
+                {
                     println!(
                         "  {name:<56} {:7.0} GFLOP/s ({:4.1}%), median {:7.0}",
                         flop / best,

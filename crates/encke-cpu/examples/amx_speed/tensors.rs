@@ -1,18 +1,18 @@
-//! A job, its numbers, and how long something takes.
+//! The job and the tensors of a benchmark, and a timer.
 
 use std::marker::PhantomData;
 use std::time::Instant;
 
-use encke_core::Data;
 use encke_core::conformance::Random;
 use encke_core::job::{Causal, Job, Operand};
-use encke_core::kernel::Carry;
+use encke_core::kernel::{Carry, SoftmaxState};
+use encke_core::memory::Memory;
+use encke_core::naive::NaiveKernel;
+use encke_core::{DType, Data};
+use encke_cpu::internals::{AmxBackwardInputs, PagePool, Target, TileElement};
 use half::bf16;
 
 use crate::variants::{BackwardFn, ForwardFn};
-use encke_cpu::internals::SharedRows;
-use encke_cpu::internals::{AmxBackwardInputs, PagePool, TileElement};
-use encke_cpu::internals::{ForwardOutput, Target};
 
 /// The shortest and the median time of `runs` runs, in seconds.
 pub fn time(runs: usize, mut body: impl FnMut()) -> (f64, f64) {
@@ -27,7 +27,7 @@ pub fn time(runs: usize, mut body: impl FnMut()) -> (f64, f64) {
     (seconds[0], seconds[runs / 2])
 }
 
-/// Attention of so many tokens to themselves.
+/// Self-attention of `tokens` tokens.
 pub fn job(tokens: usize, heads: usize, dim: usize, causal: bool) -> Job {
     let operand = |unit: usize| Operand {
         offset: 0,
@@ -59,9 +59,9 @@ pub fn job(tokens: usize, heads: usize, dim: usize, causal: bool) -> Job {
     }
 }
 
-/// A type of numbers that is timed.
+/// An element type that is benchmarked.
 pub trait BenchElement: TileElement {
-    /// How far variants may be off, relative to the largest number: forward and backward.
+    /// The largest allowed errors, forward and backward, relative to the largest element.
     const TOLERANCE: [f64; 2];
 }
 
@@ -70,23 +70,21 @@ impl BenchElement for bf16 {
 }
 
 impl BenchElement for f32 {
-    // Wide enough for the exponential of degree 3.
+    // Loose enough for the exponential of degree 3.
     const TOLERANCE: [f64; 2] = [1e-4, 2e-4];
 }
 
-/// The numbers of a buffer of this type.
-pub fn elements_of<N: BenchElement>(data: &Data) -> &[N] {
-    N::of_slice(data.as_slice()).expect("they are of this type")
+/// The elements of a buffer of this type.
+pub fn elements_of<N: TileElement>(data: &Data) -> &[N] {
+    N::of_slice(data.as_slice()).expect("elements of type N")
 }
 
-/// A job's numbers, in and out.
+/// The tensors of a job, inputs and results.
 pub struct BenchTensors<N> {
     /// q, k, v and dout.
     pub data: [Data; 4],
-    kind: PhantomData<N>,
-    pub acc: Vec<f32>,
-    pub m: Vec<f32>,
-    pub l: Vec<f32>,
+    element: PhantomData<N>,
+    pub carry: Carry<Data>,
     pub lse: Vec<f32>,
     pub delta: Vec<f32>,
     pub gradients: [Vec<f32>; 3],
@@ -97,16 +95,18 @@ impl<N: BenchElement> BenchTensors<N> {
         let cells = job.queries * job.heads;
         let mut random = Random::new(7);
         let mut tensor = || {
-            let number = |_| 1.7 * random.unit();
-            let values: Vec<f64> = (0..cells * job.dim).map(number).collect();
+            let value = |_| 1.7 * random.unit();
+            let values: Vec<f64> = (0..cells * job.dim).map(value).collect();
             Data::from_f64(N::DTYPE, &values)
         };
         BenchTensors {
             data: [tensor(), tensor(), tensor(), tensor()],
-            kind: PhantomData,
-            acc: vec![0.0; cells * job.dim],
-            m: vec![f32::NEG_INFINITY; cells],
-            l: vec![0.0; cells],
+            element: PhantomData,
+            carry: Carry {
+                acc: Data::zeros(DType::F32, cells * job.dim),
+                m: Data::zeros(DType::F32, cells),
+                l: Data::zeros(DType::F32, cells),
+            },
             lse: vec![0.0; cells],
             delta: vec![0.0; cells],
             gradients: [(); 3].map(|()| vec![0.0; cells * job.dim]),
@@ -114,37 +114,36 @@ impl<N: BenchElement> BenchTensors<N> {
     }
 
     pub fn forward(&mut self, run: ForwardFn<N>, pool: &PagePool, job: &Job) {
-        self.acc.fill(0.0);
-        self.m.fill(f32::NEG_INFINITY);
-        self.l.fill(0.0);
-        let (acc, m, l) = (
-            SharedRows::new(&mut self.acc),
-            SharedRows::new(&mut self.m),
-            SharedRows::new(&mut self.l),
-        );
-        let target = Target {
-            previous: Some(Carry { acc, m, l }),
-            output: ForwardOutput::Carry(Carry { acc, m, l }),
+        let Carry { acc, m, l } = &mut self.carry;
+        for (buffer, value) in [(acc, 0.0), (m, f64::NEG_INFINITY), (l, 0.0)] {
+            NaiveKernel.fill(buffer, value).unwrap();
+        }
+        let state = SoftmaxState::Accumulate {
+            carry: &mut self.carry,
+            starts: false,
         };
+        let target = Target::new(state, job.gain);
         let [q, k, v, _] = self.data.each_ref().map(elements_of);
         run(pool, job, [q, k, v], target);
     }
 
-    /// What backward is told, from what forward left.
+    /// Computes lse and delta, which backward reads, from the carry of forward.
     pub fn finish(&mut self, job: &Job) {
         let dout = self.data[3].to_f64();
-        for cell in 0..self.m.len() {
+        let Carry { acc, m, l } = &self.carry;
+        let [acc, m, l] = [acc, m, l].map(elements_of::<f32>);
+        for cell in 0..m.len() {
             let row = cell * job.dim..(cell + 1) * job.dim;
-            let pairs = self.acc[row.clone()].iter().zip(&dout[row]);
+            let pairs = acc[row.clone()].iter().zip(&dout[row]);
             let product: f32 = pairs.map(|(x, &y)| x * y as f32).sum();
-            self.lse[cell] = self.m[cell] + self.l[cell].ln();
-            self.delta[cell] = product / self.l[cell];
+            self.lse[cell] = m[cell] + l[cell].ln();
+            self.delta[cell] = product / l[cell];
         }
     }
 
     pub fn backward(&mut self, run: BackwardFn<N>, pool: &PagePool, job: &Job) {
         let [q, k, v, dout] = self.data.each_ref().map(elements_of);
-        let given = AmxBackwardInputs {
+        let inputs = AmxBackwardInputs {
             q,
             k,
             v,
@@ -153,6 +152,6 @@ impl<N: BenchElement> BenchTensors<N> {
             delta: &self.delta,
         };
         let [dq, dk, dv] = &mut self.gradients;
-        run(pool, job, given, dq, dk, dv);
+        run(pool, job, inputs, dq, dk, dv);
     }
 }

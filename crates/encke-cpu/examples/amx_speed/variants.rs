@@ -1,13 +1,10 @@
-//! The kernels in shapes that differ from the usual ones, each under a name that says how.
+//! The kernels in configurations that differ from the defaults; the name of each lists its values.
 
 use encke_core::job::Job;
-
-use encke_cpu::internals::Target;
-use encke_cpu::internals::TileUnit;
-use encke_cpu::internals::backward_with_config;
-use encke_cpu::internals::forward_with_config;
-use encke_cpu::internals::{AmxBackwardConfig, AmxForwardConfig};
-use encke_cpu::internals::{AmxBackwardInputs, PagePool, TileElement};
+use encke_cpu::internals::{
+    AmxBackwardConfig, AmxBackwardInputs, AmxForwardConfig, PagePool, Target, TileElement,
+    TileUnit, backward_with_config, forward_with_config,
+};
 
 /// A forward pass.
 pub type ForwardFn<N> = fn(&PagePool, &Job, [&[N]; 3], Target<'_, f32>);
@@ -15,7 +12,7 @@ pub type ForwardFn<N> = fn(&PagePool, &Job, [&[N]; 3], Target<'_, f32>);
 pub type BackwardFn<N> =
     fn(&PagePool, &Job, AmxBackwardInputs<'_, N>, &mut [f32], &mut [f32], &mut [f32]);
 
-/// A list of names and functions, from shapes that differ from the usual in the given sizes.
+/// A list of (name, function), one for each set of values that override the default configuration.
 macro_rules! variants {
     ($config:ident, $run:ident as $kind:ty, [$({$($size:ident: $value:expr),*}),* $(,)?]) => {
         vec![$({
@@ -30,7 +27,7 @@ macro_rules! variants {
     (@size $size:ident, $value:expr) => { const $size: usize = $value; };
 }
 
-/// Every forward pass.
+/// All variants of the forward pass.
 pub fn forwards<T: TileUnit, N: TileElement>() -> Vec<(&'static str, ForwardFn<N>)> {
     variants!(
         AmxForwardConfig,
@@ -51,7 +48,7 @@ pub fn forwards<T: TileUnit, N: TileElement>() -> Vec<(&'static str, ForwardFn<N
     )
 }
 
-/// Every backward pass.
+/// All variants of the backward pass.
 pub fn backwards<T: TileUnit, N: TileElement>() -> Vec<(&'static str, BackwardFn<N>)> {
     variants!(
         AmxBackwardConfig,
