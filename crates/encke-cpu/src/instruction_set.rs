@@ -27,48 +27,40 @@ pub enum InstructionSet {
 
 impl InstructionSet {
     /// All instruction sets, the slowest first.
-    pub const ALL: [InstructionSet; 4] = [
-        InstructionSet::Portable,
-        InstructionSet::Avx2,
-        InstructionSet::Avx512,
-        InstructionSet::Amx,
-    ];
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
 
     /// Whether this machine has it.
     pub fn is_available(self) -> bool {
         match self {
-            InstructionSet::Portable => true,
+            Self::Portable => true,
             #[cfg(target_arch = "x86_64")]
-            InstructionSet::Avx2 => pulp::x86::V3::is_available(),
+            Self::Avx2 => pulp::x86::V3::is_available(),
             #[cfg(target_arch = "x86_64")]
-            InstructionSet::Avx512 => pulp::x86::V4::is_available(),
+            Self::Avx512 => pulp::x86::V4::is_available(),
             #[cfg(target_arch = "x86_64")]
-            InstructionSet::Amx => InstructionSet::Avx512.is_available() && crate::amx::available(),
+            Self::Amx => Self::Avx512.is_available() && crate::amx::available(),
             #[cfg(not(target_arch = "x86_64"))]
-            InstructionSet::Avx2 | InstructionSet::Avx512 | InstructionSet::Amx => false,
+            Self::Avx2 | Self::Avx512 | Self::Amx => false,
         }
     }
 
     /// The fastest instruction set of this machine.
-    pub fn best() -> InstructionSet {
-        let available = InstructionSet::ALL
-            .into_iter()
-            .rev()
-            .find(|set| set.is_available());
-        available.unwrap_or(InstructionSet::Portable)
+    pub fn best() -> Self {
+        let available = Self::ALL.into_iter().rev().find(|set| set.is_available());
+        available.unwrap_or(Self::Portable)
     }
 
     /// The instruction set that [`ENV_VARIABLE`] names, or the fastest one if it is not set.
-    pub fn from_env() -> Result<InstructionSet, KernelError> {
+    pub fn from_env() -> Result<Self, KernelError> {
         match std::env::var(ENV_VARIABLE) {
             Ok(name) => name.parse(),
-            Err(std::env::VarError::NotPresent) => Ok(InstructionSet::best()),
+            Err(std::env::VarError::NotPresent) => Ok(Self::best()),
             Err(std::env::VarError::NotUnicode(name)) => Err(unknown(&name.to_string_lossy())),
         }
     }
 
     /// Returns `self`, or an error if this machine does not have it.
-    pub fn check(self) -> Result<InstructionSet, KernelError> {
+    pub fn check(self) -> Result<Self, KernelError> {
         if self.is_available() {
             return Ok(self);
         }
@@ -76,7 +68,7 @@ impl InstructionSet {
             kernel: "cpu",
             what: format!(
                 "{self} on this machine, which has {}; change {ENV_VARIABLE}",
-                InstructionSet::best()
+                Self::best()
             ),
         })
     }
@@ -85,10 +77,10 @@ impl InstructionSet {
 impl fmt::Display for InstructionSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            InstructionSet::Portable => "portable",
-            InstructionSet::Avx2 => "avx2",
-            InstructionSet::Avx512 => "avx512",
-            InstructionSet::Amx => "amx",
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Amx => "amx",
         })
     }
 }
@@ -96,13 +88,9 @@ impl fmt::Display for InstructionSet {
 impl FromStr for InstructionSet {
     type Err = KernelError;
 
-    fn from_str(name: &str) -> Result<InstructionSet, KernelError> {
-        let named = InstructionSet::ALL
-            .into_iter()
-            .find(|set| set.to_string() == name);
-        named
-            .ok_or_else(|| unknown(name))
-            .and_then(InstructionSet::check)
+    fn from_str(name: &str) -> Result<Self, KernelError> {
+        let named = Self::ALL.into_iter().find(|set| set.to_string() == name);
+        named.ok_or_else(|| unknown(name)).and_then(Self::check)
     }
 }
 

@@ -68,27 +68,32 @@ pub trait Real:
     }
 }
 
-impl Real for f64 {
-    const ZERO: f64 = 0.0;
-    const ONE: f64 = 1.0;
-    const NEG_INFINITY: f64 = f64::NEG_INFINITY;
+/// Constants and functions that the float types of the standard library have under the same names.
+macro_rules! float_functions {
+    () => {
+        const ZERO: Self = 0.0;
+        const ONE: Self = 1.0;
+        const NEG_INFINITY: Self = Self::NEG_INFINITY;
 
-    fn exp(self) -> f64 {
-        f64::exp(self)
-    }
+        fn exp(self) -> Self {
+            self.exp()
+        }
+        #[inline(always)]
+        fn is_finite(self) -> bool {
+            self.is_finite()
+        }
+        fn ln(self) -> Self {
+            self.ln()
+        }
+    };
+}
+
+impl Real for f64 {
+    float_functions!();
 
     #[inline(always)]
     fn exp_portable(powers: [f64; PORTABLE_WIDTH]) -> [f64; PORTABLE_WIDTH] {
         powers.map(f64::exp)
-    }
-
-    #[inline(always)]
-    fn is_finite(self) -> bool {
-        f64::is_finite(self)
-    }
-
-    fn ln(self) -> f64 {
-        f64::ln(self)
     }
 
     fn load(source: Slice<'_>, at: usize, row: &mut [f64]) {
@@ -114,13 +119,7 @@ impl Real for f64 {
 }
 
 impl Real for f32 {
-    const ZERO: f32 = 0.0;
-    const ONE: f32 = 1.0;
-    const NEG_INFINITY: f32 = f32::NEG_INFINITY;
-
-    fn exp(self) -> f32 {
-        f32::exp(self)
-    }
+    float_functions!();
 
     #[inline(always)]
     fn exp_portable(powers: [f32; PORTABLE_WIDTH]) -> [f32; PORTABLE_WIDTH] {
@@ -128,15 +127,6 @@ impl Real for f32 {
         vector::exp(PortableVector::<f32>::new(), powers, |shifted| {
             shifted.map(shift)
         })
-    }
-
-    #[inline(always)]
-    fn is_finite(self) -> bool {
-        f32::is_finite(self)
-    }
-
-    fn ln(self) -> f32 {
-        f32::ln(self)
     }
 
     fn load(source: Slice<'_>, at: usize, row: &mut [f32]) {

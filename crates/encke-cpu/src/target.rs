@@ -3,8 +3,8 @@
 //! A job starts from a carry, or from nothing if it is the first of its queries. Its result goes to
 //! a carry, or, if it is the last job of its queries, normalized to out and lse.
 
+use encke_core::Data;
 use encke_core::kernel::{Carry, SoftmaxState};
-use encke_core::{Data, Element};
 use half::{bf16, f16};
 
 use crate::real::Real;
@@ -40,16 +40,13 @@ impl<'a> OutputRows<'a> {
     /// As for [`SharedRows::row`].
     #[inline]
     pub unsafe fn write<A: Real>(&self, at: usize, row: &[A]) {
-        fn round<A: Real, T: Element>(row: &[A], to: &mut [T]) {
-            A::round(row, to);
-        }
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                OutputRows::F64(x) => round(row, x.row(at, row.len())),
-                OutputRows::F32(x) => round(row, x.row(at, row.len())),
-                OutputRows::Bf16(x) => round(row, x.row(at, row.len())),
-                OutputRows::F16(x) => round(row, x.row(at, row.len())),
+                OutputRows::F64(x) => A::round(row, x.row(at, row.len())),
+                OutputRows::F32(x) => A::round(row, x.row(at, row.len())),
+                OutputRows::Bf16(x) => A::round(row, x.row(at, row.len())),
+                OutputRows::F16(x) => A::round(row, x.row(at, row.len())),
             }
         }
     }

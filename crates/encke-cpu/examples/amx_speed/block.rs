@@ -5,7 +5,7 @@ use std::hint::black_box;
 use encke_cpu::internals::pack::{self, RowSource, Sign};
 use encke_cpu::internals::softmax::{self, Lanes, ScoreBlock, TileSoftmax};
 use encke_cpu::internals::{
-    Dim64Split1, ROW_BYTES, SLAB_BYTES, ScoreScale, TILE_BYTES, TileProduct, TileUnit,
+    Dim64Split1, ROW_BYTES, SLAB_BYTES, ScoreScale, TileProduct, TileUnit, multiply_keys,
 };
 use half::bf16;
 
@@ -98,22 +98,9 @@ impl BlockBench {
     pub unsafe fn qk<T: TileUnit>(&mut self, tile: usize, block: usize) {
         let k = self.k.at().wrapping_add(block * self.block_bytes());
         let q = self.q.at().wrapping_add(tile * self.steps * SLAB_BYTES);
-        for step in 0..self.keys / 32 {
-            let c = self.buffer(tile).wrapping_add(2 * step * SLAB_BYTES);
-            let a = step * self.steps * SLAB_BYTES;
-            // SAFETY: the memory has these slabs, and tiles are configured.
-            unsafe {
-                T::multiply::<false, 1>(TileProduct {
-                    a: k.wrapping_add(a),
-                    a_step: SLAB_BYTES,
-                    b: [q, q.wrapping_add(TILE_BYTES)],
-                    b_step: SLAB_BYTES,
-                    b_row: ROW_BYTES,
-                    c: [c, c.wrapping_add(SLAB_BYTES)],
-                    steps: self.steps,
-                });
-            }
-        }
+        let (sums, steps) = (self.buffer(tile), self.steps);
+        // SAFETY: the memory has these slabs, and tiles are configured.
+        unsafe { multiply_keys::<T, bf16>(k, q, sums, steps, self.keys / 32) };
     }
 
     pub fn softmax(&mut self, tile: usize) {

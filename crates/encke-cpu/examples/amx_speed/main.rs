@@ -80,8 +80,8 @@ fn run<T: internals::TileUnit>(hardware: bool) {
         for (word, forward) in [("forward", true), ("backward", false)] {
             if selected(word) {
                 match in_f32 {
-                    true => table::table::<T, f32>(hardware, threads, forward),
-                    false => table::table::<T, half::bf16>(hardware, threads, forward),
+                    true => table::table::<T, f32>(hardware, forward),
+                    false => table::table::<T, half::bf16>(hardware, forward),
                 }
             }
         }

@@ -1,26 +1,18 @@
 //! The peak of the tiles: from registers, and fed from the L1 cache.
 
-use encke_cpu::internals::{Hardware, ROW_BYTES, SLAB_BYTES, TileProduct, TileUnit};
+use encke_core::DType;
+use encke_cpu::InstructionSet;
+use encke_cpu::internals::{ROW_BYTES, SLAB_BYTES, TileProduct, TileUnit};
 
 use crate::memory::TileMemory;
 use crate::tensors::time;
 
 const FLOP_PER_TILE: f64 = 16.0 * 16.0 * 32.0 * 2.0;
 
-/// GFLOP/s of tiles from registers, on all threads of the pool together.
-pub fn peak<T: TileUnit>(threads: usize) -> f64 {
-    const ROUNDS: usize = 200_000;
-    let (best, _) = time(5, || {
-        rayon::broadcast(|_| {
-            // SAFETY: the caller has hardware tiles.
-            unsafe {
-                T::configure();
-                Hardware::multiply_registers(ROUNDS);
-                T::release();
-            }
-        });
-    });
-    threads as f64 * 4.0 * ROUNDS as f64 * FLOP_PER_TILE / best * 1e-9
+/// GFLOP/s of the hardware's tiles from registers, on all threads of the pool together, best of 5.
+pub fn peak() -> f64 {
+    let run = |_| encke_cpu::peak(InstructionSet::Amx, DType::Bf16);
+    (0..5).map(run).fold(0.0, f64::max)
 }
 
 /// Measures and prints both peaks.
@@ -52,6 +44,6 @@ pub fn peaks<T: TileUnit>(threads: usize) {
     println!(
         "peak: {:.0} GFLOP/s from registers, {fed:.0} fed from the L1 cache \
          (products of 6 steps, sums stored)",
-        peak::<T>(threads)
+        peak()
     );
 }

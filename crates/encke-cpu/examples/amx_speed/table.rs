@@ -48,7 +48,7 @@ fn alternate<N>(
 }
 
 /// GFLOP/s of every variant.
-pub fn table<T: TileUnit, N: BenchElement>(hardware: bool, threads: usize, is_forward: bool) {
+pub fn table<T: TileUnit, N: BenchElement>(hardware: bool, is_forward: bool) {
     let sizes: &[(usize, usize)] = match hardware {
         true => &[(1024, 8), (4096, 8), (16384, 2)],
         false => &[(64, 1), (192, 1)],
@@ -60,11 +60,7 @@ pub fn table<T: TileUnit, N: BenchElement>(hardware: bool, threads: usize, is_fo
                 let job = job(tokens, heads, dim, causal);
                 let mut tensors = BenchTensors::<N>::new(&job);
                 let operations = job.pairs() as f64 * dim as f64 * 1e-9;
-                let peak = if hardware {
-                    peak::<T>(threads)
-                } else {
-                    f64::NAN
-                };
+                let peak = if hardware { peak() } else { f64::NAN };
                 println!(
                     "{} {} dim {dim}, {tokens} tokens, {heads} heads, {}; peak {peak:.0} GFLOP/s",
                     N::DTYPE,

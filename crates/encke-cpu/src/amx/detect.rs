@@ -5,8 +5,7 @@
 //! vector instructions of the softmax. On a stable compiler the standard library detects only the
 //! last one.
 
-use std::arch::asm;
-use std::arch::x86_64::{__cpuid, __cpuid_count};
+use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 use std::sync::OnceLock;
 
 /// Whether the tile kernels run here; queries the operating system once per process.
@@ -33,15 +32,12 @@ fn cpu_has_tiles() -> bool {
 /// Whether the operating system saves tile configuration (bit 17) and tile data (bit 18).
 fn os_saves_tiles() -> bool {
     const OSXSAVE: u32 = 1 << 27;
-    const BOTH: u32 = 1 << 17 | 1 << 18;
+    const BOTH: u64 = 1 << 17 | 1 << 18;
     if __cpuid(1).ecx & OSXSAVE == 0 {
         return false;
     }
-    let enabled: u32;
-    // SAFETY: OSXSAVE tells that the instruction exists; it only writes eax and edx.
-    unsafe {
-        asm!("xgetbv", in("ecx") 0, out("eax") enabled, out("edx") _, options(nomem, nostack));
-    }
+    // SAFETY: OSXSAVE tells that the instruction exists; it reads no memory.
+    let enabled = unsafe { _xgetbv(0) };
     enabled & BOTH == BOTH
 }
 
@@ -49,23 +45,16 @@ fn os_saves_tiles() -> bool {
 /// permission covers all existing and future threads of the process.
 #[cfg(target_os = "linux")]
 fn request_permission() -> bool {
-    const SYS_ARCH_PRCTL: i64 = 158;
-    const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
-    const XFEATURE_XTILEDATA: i64 = 18;
-    let result: i64;
-    // SAFETY: this system call reads its two arguments and no memory; the kernel overwrites rcx
-    // and r11.
-    unsafe {
-        asm!(
-            "syscall",
-            inlateout("rax") SYS_ARCH_PRCTL => result,
-            in("rdi") ARCH_REQ_XCOMP_PERM,
-            in("rsi") XFEATURE_XTILEDATA,
-            out("rcx") _,
-            out("r11") _,
-            options(nostack),
-        );
-    }
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    // SAFETY: this system call reads its two arguments and no memory.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_arch_prctl,
+            ARCH_REQ_XCOMP_PERM,
+            XFEATURE_XTILEDATA,
+        )
+    };
     result == 0
 }
 

@@ -354,3 +354,33 @@ pub fn for_each_split_pair<N: TileElement>(
         }
     }
 }
+
+/// sums = rows · lanes for `key_steps` groups of 32 keys: the products of keys, packed as rows,
+/// with 32 queries, packed as lanes.
+///
+/// # Safety
+/// As for [`TileUnit::multiply`], for all groups.
+#[inline]
+pub unsafe fn multiply_keys<T: TileUnit, N: TileElement>(
+    rows: *const u8,
+    lanes: *const u8,
+    sums: *mut u8,
+    channel_steps: usize,
+    key_steps: usize,
+) {
+    for step in 0..key_steps {
+        let sums = sums.wrapping_add(2 * step * SLAB_BYTES);
+        // SAFETY: the caller's promise.
+        unsafe {
+            N::multiply::<T, false>(TileProduct {
+                a: rows.wrapping_add(step * channel_steps * N::STACK_BYTES),
+                a_step: N::STACK_BYTES,
+                b: [lanes, lanes.wrapping_add(TILE_BYTES)],
+                b_step: N::STACK_BYTES,
+                b_row: ROW_BYTES,
+                c: [sums, sums.wrapping_add(SLAB_BYTES)],
+                steps: channel_steps,
+            });
+        }
+    }
+}

@@ -16,7 +16,7 @@ use std::arch::x86_64::*;
 
 use super::element::TileElement;
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
-use super::vector::transpose;
+use crate::transpose::sixteen_registers;
 
 /// Rows of a pack, and channels of a step.
 pub const WIDTH: usize = 32;
@@ -281,7 +281,7 @@ unsafe fn columns_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
             };
             magnitudes.update(*r);
         }
-        transpose(&mut r);
+        sixteen_registers(&mut r);
         for (i, r) in r.into_iter().enumerate() {
             let channel = i / 4 * 8 + upper * 4 + i % 4;
             // SAFETY: the caller's promise.
@@ -323,7 +323,7 @@ unsafe fn lanes_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
             let elements = rows.load::<MODE, SPLIT>(half * 16 + i, step);
             *r = _mm512_xor_si512(_mm512_and_si512(elements, keep), flip);
         }
-        transpose(&mut r);
+        sixteen_registers(&mut r);
         for (i, r) in r.into_iter().enumerate() {
             // SAFETY: the caller's promise.
             unsafe { put(tile, i, r) };
@@ -439,7 +439,7 @@ pub unsafe fn transpose_sums(slab: *const u8) -> [[__m512; 16]; 2] {
             // SAFETY: the caller's promise.
             *r = unsafe { _mm512_load_si512(at.cast()) };
         }
-        transpose(&mut r);
+        sixteen_registers(&mut r);
         for (column, r) in columns.iter_mut().zip(r) {
             *column = _mm512_castsi512_ps(r);
         }

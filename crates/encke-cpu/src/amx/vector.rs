@@ -1,4 +1,4 @@
-//! Functions on vectors of 16 f32: exp2, transposition, and truncation to bf16.
+//! Functions on vectors of 16 f32: exp2, and truncation to bf16.
 
 use std::arch::x86_64::*;
 
@@ -39,33 +39,6 @@ pub fn exp2<const DEGREE: usize>(x: __m512) -> __m512 {
         _ => unreachable!("polynomials of degree 3, 4 and 5 are there"),
     };
     _mm512_scalef_ps(power, x)
-}
-
-/// Transposes 16 rows of 16 double words.
-#[inline]
-#[target_feature(enable = "avx512f")]
-pub fn transpose(r: &mut [__m512i; 16]) {
-    let mut t = *r;
-    for i in 0..8 {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for i in 0..4 {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for i in 0..4 {
-        t[i] = _mm512_shuffle_i32x4::<0x88>(r[i], r[i + 4]);
-        t[i + 4] = _mm512_shuffle_i32x4::<0xdd>(r[i], r[i + 4]);
-        t[i + 8] = _mm512_shuffle_i32x4::<0x88>(r[i + 8], r[i + 12]);
-        t[i + 12] = _mm512_shuffle_i32x4::<0xdd>(r[i + 8], r[i + 12]);
-    }
-    for i in 0..8 {
-        r[i] = _mm512_shuffle_i32x4::<0x88>(t[i], t[i + 8]);
-        r[i + 8] = _mm512_shuffle_i32x4::<0xdd>(t[i], t[i + 8]);
-    }
 }
 
 /// log2(1 + 0.72 · 2⁻⁸): the factor, in powers of 2, that compensates [`pair`]'s truncation, which

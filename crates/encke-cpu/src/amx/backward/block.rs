@@ -1,7 +1,7 @@
 //! A block of keys against the packed queries: five products and one exponential.
 
 use super::super::config::AmxBackwardConfig;
-use super::super::element::TileElement;
+use super::super::element::{TileElement, multiply_keys};
 use super::super::gradient::{self, Factors, QueryStats};
 use super::super::nonfinite::{FactorSide, add_nonfinite_terms};
 use super::super::pack::{self, WIDTH};
@@ -67,22 +67,10 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             (layout.k_rows, layout.q_lanes, layout.scores),
             (layout.v_rows, layout.dout_lanes, layout.dp),
         ] {
-            let b = scratch.wrapping_add(lanes + tile * self.steps * N::STACK_BYTES);
-            for step in 0..of.steps(keys) {
-                let c = scratch.wrapping_add(to + 2 * step * SLAB_BYTES);
-                // SAFETY: tiles are configured, and all slabs lie in their regions.
-                unsafe {
-                    N::multiply::<T, false>(TileProduct {
-                        a: scratch.wrapping_add(rows + step * self.steps * N::STACK_BYTES),
-                        a_step: N::STACK_BYTES,
-                        b: [b, b.wrapping_add(TILE_BYTES)],
-                        b_step: N::STACK_BYTES,
-                        b_row: ROW_BYTES,
-                        c: [c, c.wrapping_add(SLAB_BYTES)],
-                        steps: self.steps,
-                    });
-                }
-            }
+            let lanes = lanes + tile * self.steps * N::STACK_BYTES;
+            let [rows, lanes, to] = [rows, lanes, to].map(|at| scratch.wrapping_add(at));
+            // SAFETY: tiles are configured, and all slabs lie in their regions.
+            unsafe { multiply_keys::<T, N>(rows, lanes, to, self.steps, of.steps(keys)) };
         }
     }
 

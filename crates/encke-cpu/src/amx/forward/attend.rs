@@ -1,11 +1,11 @@
 //! One tile of queries against the packed keys: scores, softmax and values, block by block.
 
 use super::super::config::AmxForwardConfig;
-use super::super::element::TileElement;
+use super::super::element::{TileElement, multiply_keys};
 use super::super::nonfinite::{FactorSide, add_nonfinite_terms};
 use super::super::pack::{self, WIDTH};
 use super::super::softmax::{self, Rescale, ScoreBlock};
-use super::super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES, TileProduct, TileUnit};
+use super::super::tiles::{SLAB_BYTES, TileProduct, TileUnit};
 use super::call::{AmxForwardCall, AmxForwardTile, PackedKeys};
 
 /// One block of keys for one tile.
@@ -73,21 +73,8 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         let q = self.queries(block.tile, scratch);
         let k = self.packed(self.layout.keys, block.from, scratch);
         let scores = scratch.wrapping_add(self.layout.scores);
-        for step in 0..block.steps {
-            let sums = scores.wrapping_add(2 * step * SLAB_BYTES);
-            // SAFETY: tiles are configured, and all slabs lie in their regions.
-            unsafe {
-                N::multiply::<T, false>(TileProduct {
-                    a: k.wrapping_add(step * self.steps * N::STACK_BYTES),
-                    a_step: N::STACK_BYTES,
-                    b: [q, q.wrapping_add(TILE_BYTES)],
-                    b_step: N::STACK_BYTES,
-                    b_row: ROW_BYTES,
-                    c: [sums, sums.wrapping_add(SLAB_BYTES)],
-                    steps: self.steps,
-                });
-            }
-        }
+        // SAFETY: tiles are configured, and all slabs lie in their regions.
+        unsafe { multiply_keys::<T, N>(k, q, scores, self.steps, block.steps) };
     }
 
     /// The softmax of one block.

@@ -6,10 +6,11 @@ use super::super::element::TileElement;
 use super::super::pack::{self, RowSource, Sign, WIDTH};
 use super::super::softmax::{Lanes, TileSoftmax};
 use super::super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
-use super::super::vector::{splat, transpose};
+use super::super::vector::splat;
 use super::call::{AmxForwardCall, AmxForwardTile, PackedKeys};
 use super::tasks::AmxForwardTask;
 use crate::target::{ForwardOutput, OutputRows, normalizer};
+use crate::transpose::sixteen_registers;
 
 impl<N: TileElement> AmxForwardCall<'_, N> {
     /// Packs a tile's queries and loads its carry.
@@ -78,7 +79,7 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
                         }
                     }
                 }
-                transpose(&mut r);
+                sixteen_registers(&mut r);
                 for (row, r) in r.into_iter().enumerate() {
                     // SAFETY: the region of sums has this slab.
                     unsafe { _mm512_store_si512(to.add(row * ROW_BYTES).cast(), r) };
