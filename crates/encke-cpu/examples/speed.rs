@@ -1,7 +1,7 @@
-//! How fast the portable kernel is: `cargo run --release -p encke-cpu --example speed`.
+//! Benchmark of the CPU kernel: `cargo run --release -p encke-cpu --example speed`.
 //!
-//! Checks the answer first. Operations are counted as attention counts them (four per pair and
-//! channel forward, ten backward), so work a kernel does twice does not count as speed.
+//! Runs the conformance suite first. Attention counts four operations per pair and channel forward
+//! and ten backward, so work that a kernel does twice does not count as speed.
 
 use std::time::Instant;
 
@@ -60,11 +60,11 @@ fn best(mut body: impl FnMut()) -> f64 {
 fn measure(kernel: &CpuKernel, dtype: DType, causal: bool) {
     let (cells, sum, job) = (TOKENS * HEADS, dtype.sum(), job(causal));
     let mut random = conformance::Random::new(7);
-    let mut numbers = || {
+    let mut tensor = || {
         let values: Vec<f64> = (0..cells * DIM).map(|_| random.unit()).collect();
         Data::from_f64(dtype, &values)
     };
-    let [q, k, v, dout] = [numbers(), numbers(), numbers(), numbers()];
+    let [q, k, v, dout] = [tensor(), tensor(), tensor(), tensor()];
     let mut carry = Carry {
         acc: Data::zeros(sum, cells * DIM),
         m: Data::zeros(sum, cells),
@@ -130,8 +130,8 @@ fn measure(kernel: &CpuKernel, dtype: DType, causal: bool) {
 }
 
 fn main() {
-    let kernel = CpuKernel::new().expect("an arm");
-    conformance::kernel(&kernel, &[DType::F32]).expect("a wrong answer has no speed");
+    let kernel = CpuKernel::new().expect("an instruction set");
+    conformance::kernel(&kernel, &[DType::F32]).expect("the kernel conforms");
     println!(
         "{TOKENS} tokens, dim {DIM}, {} threads",
         rayon::current_num_threads()

@@ -1,6 +1,6 @@
-//! What is done cell by cell, or number by number: merge, fill, convert, finish and delta.
+//! Operations on single cells and elements: merge, fill, convert, finish and delta.
 //!
-//! These read and write each number once and are bound by memory.
+//! They read and write each element once, so memory bandwidth limits them.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use encke_core::{Element, with_typed};
 use rayon::prelude::*;
 
 use crate::real::Real;
-use crate::shared::{Shared, disjoint};
+use crate::shared::{SharedRows, disjoint};
 
 /// Merges the cells of one carry into another.
 pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) {
@@ -22,7 +22,7 @@ pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<D
     for (there, here) in block.addresses() {
         let l = A::get(from.l.as_slice(), there);
         if l == A::ZERO {
-            continue; // nothing was seen there, and its maximum is minus infinity
+            continue; // an empty cell; its row max is minus infinity
         }
         let (m, old_m) = (
             A::get(from.m.as_slice(), there),
@@ -47,47 +47,47 @@ pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<D
     }
 }
 
-/// Sets every number.
+/// Sets every element to `value`.
 pub(crate) fn fill(buffer: &mut Data, value: f64) {
     with_typed!(Data, buffer, x => {
         let value = Element::from_f64(value);
-        in_pieces(x, NUMBERS, |_, piece| piece.fill(value));
+        in_chunks(x, ELEMENTS, |_, chunk| chunk.fill(value));
     });
 }
 
-/// Copies the first numbers of one buffer to a range of another, rounding where their types differ.
+/// Copies the first elements of one buffer to a range of another, rounding if their types differ.
 pub(crate) fn convert(from: &Data, to: &mut Data, range: Range<usize>) {
     with_typed!(Data, from, source => with_typed!(Data, to, target => {
-        in_pieces(&mut target[range], NUMBERS, |place, target| {
-            let first = place * NUMBERS;
+        in_chunks(&mut target[range], ELEMENTS, |index, target| {
+            let first = index * ELEMENTS;
             host::convert(&source[first..first + target.len()], target);
         });
     }));
 }
 
-/// Makes rows zeros.
+/// Fills rows with zeros.
 pub(crate) fn zero_rows(blocks: &[Block], buffer: &mut Data) {
     with_typed!(Data, buffer, x => {
         for block in blocks {
-            in_rows(block, x, |_, row| row.fill(Element::from_f64(0.0)));
+            for_each_row(block, x, |_, row| row.fill(Element::from_f64(0.0)));
         }
     });
 }
 
-/// Copies rows of one buffer to another, rounding where their types differ.
+/// Copies rows of one buffer to another, rounding if their types differ.
 pub(crate) fn convert_rows(from: &Data, to: &mut Data, blocks: &[Block]) {
     with_typed!(Data, from, source => with_typed!(Data, to, target => {
         for block in blocks {
-            in_rows(block, target, |from, row| {
+            for_each_row(block, target, |from, row| {
                 host::convert(&source[from..from + row.len()], row);
             });
         }
     }));
 }
 
-/// Hands out the rows that a block goes to, with where they come from, to the threads of the current
-/// pool; one after the other where rows could overlap.
-fn in_rows<T: Send>(block: &Block, numbers: &mut [T], work: impl Fn(usize, &mut [T]) + Sync) {
+/// Calls `work` with the source address and the destination of each row of a block, on the threads
+/// of the current pool, or on one thread if rows could overlap.
+fn for_each_row<T: Send>(block: &Block, elements: &mut [T], work: impl Fn(usize, &mut [T]) + Sync) {
     let block = block.in_few_pieces();
     let Block {
         batch,
@@ -97,49 +97,50 @@ fn in_rows<T: Send>(block: &Block, numbers: &mut [T], work: impl Fn(usize, &mut 
         width,
         ..
     } = block;
-    let each = batch * segments * rows;
-    let apart = disjoint(&block.to, [batch, segments, rows], width, false);
-    let piece = match apart {
-        true => (NUMBERS / (heads * width).max(1)).max(1),
-        false => each.max(1),
+    let count = batch * segments * rows;
+    let disjoint_rows = disjoint(&block.to, [batch, segments, rows], width, false);
+    let chunk = match disjoint_rows {
+        true => (ELEMENTS / (heads * width).max(1)).max(1),
+        false => count.max(1),
     };
-    let numbers = Shared::new(numbers);
-    let some = |first: usize| {
-        for at in first..(first + piece).min(each) {
-            let (place, row) = (at / rows, at % rows);
-            let (batch, segment) = (place / segments, place % segments);
+    let elements = SharedRows::new(elements);
+    let rows_from = |first: usize| {
+        for at in first..(first + chunk).min(count) {
+            let (outer, row) = (at / rows, at % rows);
+            let (batch, segment) = (outer / segments, outer % segments);
             for head in 0..heads {
                 let [from, to] =
                     [&block.from, &block.to].map(|of| of.at(batch, segment, row, head));
-                // SAFETY: rows are handed out once, and do not overlap or are not shared.
-                work(from, unsafe { numbers.row(to, width) });
+                // SAFETY: each row is borrowed once, and rows do not overlap or only one thread
+                // runs.
+                work(from, unsafe { elements.row(to, width) });
             }
         }
     };
-    match each <= piece {
-        true => some(0),
-        false => (0..each.div_ceil(piece))
+    match count <= chunk {
+        true => rows_from(0),
+        false => (0..count.div_ceil(chunk))
             .into_par_iter()
-            .for_each(|place| some(place * piece)),
+            .for_each(|index| rows_from(index * chunk)),
     }
 }
 
-/// Cells that one task ends or prepares: enough work to be worth a task.
+/// Cells per task, for finish and delta: enough work to be worth a task.
 const CELLS: usize = 1024;
-/// Numbers that one task fills or copies.
-const NUMBERS: usize = 64 * CELLS;
+/// Elements per task, for fill and copy.
+const ELEMENTS: usize = 64 * CELLS;
 
-/// Hands out pieces of so many numbers, with their place, to the threads of the current pool. A single
-/// one is done by the caller: to wake a thread for it takes longer than a short call.
-fn in_pieces<T: Send>(numbers: &mut [T], piece: usize, work: impl Fn(usize, &mut [T]) + Sync) {
-    if numbers.len() <= piece {
-        return work(0, numbers);
+/// Calls `work` with chunks of `chunk` elements and their indices, on the threads of the current
+/// pool. A single chunk is processed by the caller: waking a thread takes longer than a short call.
+fn in_chunks<T: Send>(elements: &mut [T], chunk: usize, work: impl Fn(usize, &mut [T]) + Sync) {
+    if elements.len() <= chunk {
+        return work(0, elements);
     }
-    let pieces = numbers.par_chunks_mut(piece).enumerate();
-    pieces.for_each(|(place, piece)| work(place, piece));
+    let chunks = elements.par_chunks_mut(chunk).enumerate();
+    chunks.for_each(|(index, chunk)| work(index, chunk));
 }
 
-/// Ends the softmax of cells.
+/// Normalizes the sums of cells into out, and computes their lse.
 pub(crate) fn finish<A: Real>(
     cells: usize,
     dim: usize,
@@ -149,9 +150,9 @@ pub(crate) fn finish<A: Real>(
     lse: &mut Data,
 ) {
     let gain = A::from_f64(gain);
-    let lse = &mut A::numbers(lse)[..cells];
-    let [acc, m, l] = [&carry.acc, &carry.m, &carry.l].map(A::seen);
-    let end = |first: usize, row: &mut [A], lse: &mut A, cell: usize| {
+    let lse = &mut A::slice_mut(lse)[..cells];
+    let [acc, m, l] = [&carry.acc, &carry.m, &carry.l].map(A::slice);
+    let finish_cell = |first: usize, row: &mut [A], lse: &mut A, cell: usize| {
         let cell = first + cell;
         if l[cell] == A::ZERO {
             row.fill(A::ZERO);
@@ -167,12 +168,12 @@ pub(crate) fn finish<A: Real>(
     with_typed!(Data, out, out => {
         let rows = out[..cells * dim].chunks_mut(CELLS * dim).zip(lse.chunks_mut(CELLS));
         let mut rows: Vec<_> = rows.collect();
-        in_pieces(&mut rows, 1, |piece, rows| {
+        in_chunks(&mut rows, 1, |chunk, rows| {
             let mut row = vec![A::ZERO; dim];
             for (out, lse) in rows {
                 let rows = out.chunks_exact_mut(dim).zip(lse.iter_mut()).enumerate();
                 for (cell, (out, lse)) in rows {
-                    end(piece * CELLS, &mut row, lse, cell);
+                    finish_cell(chunk * CELLS, &mut row, lse, cell);
                     A::round(&row, out);
                 }
             }
@@ -189,11 +190,11 @@ pub(crate) fn delta<A: Real>(
     dlse: Option<Slice<'_>>,
     delta: &mut Data,
 ) {
-    let delta = &mut A::numbers(delta)[..cells];
-    in_pieces(delta, CELLS, |piece, delta| {
+    let delta = &mut A::slice_mut(delta)[..cells];
+    in_chunks(delta, CELLS, |chunk, delta| {
         let (mut x, mut y) = (vec![A::ZERO; dim], vec![A::ZERO; dim]);
         for (cell, delta) in delta.iter_mut().enumerate() {
-            let cell = piece * CELLS + cell;
+            let cell = chunk * CELLS + cell;
             A::load(out, cell * dim, &mut x);
             A::load(dout, cell * dim, &mut y);
             let from_lse = dlse.map_or(A::ZERO, |dlse| A::get(dlse, cell));
@@ -202,7 +203,7 @@ pub(crate) fn delta<A: Real>(
     });
 }
 
-/// A dot product in eight running sums, which is what lets it be vector code.
+/// A dot product in eight partial sums, which lets the compiler vectorize it.
 fn dot<A: Real>(x: &[A], y: &[A]) -> A {
     let mut sums = [A::ZERO; 8];
     let (x, x_rest) = x.as_chunks::<8>();
@@ -221,7 +222,7 @@ mod tests {
     use super::*;
 
     /// One row in three, of two heads of four, in two segments.
-    fn thinned(rows: usize) -> Block {
+    fn every_third_row(rows: usize) -> Block {
         let at = encke_core::job::Operand {
             offset: 8,
             batch: 0,
@@ -241,47 +242,47 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_cleared_and_copied_and_no_others() {
-        for rows in [1, 7, 3 * NUMBERS / 16] {
-            let block = thinned(rows);
+    fn only_the_rows_of_the_block_are_zeroed_and_copied() {
+        for rows in [1, 7, 3 * ELEMENTS / 16] {
+            let block = every_third_row(rows);
             let count = 2 * 3 * rows * 32;
             let mut expected = vec![1.0; count];
             for (_, to) in block.addresses() {
                 expected[to..to + 8].fill(0.0);
             }
-            let mut cleared = Data::F32(vec![1.0; count]);
-            zero_rows(std::slice::from_ref(&block), &mut cleared);
-            assert_eq!(cleared.to_f64(), expected);
+            let mut zeroed = Data::F32(vec![1.0; count]);
+            zero_rows(std::slice::from_ref(&block), &mut zeroed);
+            assert_eq!(zeroed.to_f64(), expected);
             let mut copied = Data::Bf16(vec![half::bf16::ONE; count]);
-            let numbers: Vec<f32> = (0..count).map(|i| (i % 251) as f32).collect();
+            let elements: Vec<f32> = (0..count).map(|i| (i % 251) as f32).collect();
             for (from, to) in block.addresses() {
-                let row = numbers[from..from + 8].iter().map(|&x| f64::from(x));
+                let row = elements[from..from + 8].iter().map(|&x| f64::from(x));
                 expected.splice(to..to + 8, row);
             }
-            let from = Data::F32(numbers);
+            let from = Data::F32(elements);
             convert_rows(&from, &mut copied, std::slice::from_ref(&block));
             assert_eq!(copied.to_f64(), expected);
         }
-        // Rows that overlap are one thread's.
-        let mut close = thinned(2 * NUMBERS);
+        // Rows that overlap are processed by one thread.
+        let mut close = every_third_row(2 * ELEMENTS);
         (close.segments, close.to.row) = (1, 1);
-        let mut cleared = Data::F32(vec![1.0; 2 * NUMBERS + 40]);
-        zero_rows(&[close], &mut cleared);
+        let mut zeroed = Data::F32(vec![1.0; 2 * ELEMENTS + 40]);
+        zero_rows(&[close], &mut zeroed);
         assert_eq!(
-            cleared.to_f64().iter().filter(|&&x| x == 0.0).count(),
-            2 * NUMBERS + 8 + 15
+            zeroed.to_f64().iter().filter(|&&x| x == 0.0).count(),
+            2 * ELEMENTS + 8 + 15
         );
     }
 
     #[test]
-    fn pieces_are_copied_to_where_they_belong() {
-        let count = 2 * NUMBERS + 77;
-        let numbers: Vec<f32> = (0..count + 5).map(|i| (i % 251) as f32).collect();
+    fn chunks_are_converted_to_their_own_positions() {
+        let count = 2 * ELEMENTS + 77;
+        let elements: Vec<f32> = (0..count + 5).map(|i| (i % 251) as f32).collect();
         let mut to = Data::Bf16(vec![half::bf16::from_f32(-1.0); count + 9]);
-        convert(&Data::F32(numbers.clone()), &mut to, 3..3 + count);
+        convert(&Data::F32(elements.clone()), &mut to, 3..3 + count);
         let to = to.to_f64();
         assert!(to[..3].iter().chain(&to[3 + count..]).all(|&x| x == -1.0));
-        let pairs = to[3..3 + count].iter().zip(&numbers);
+        let pairs = to[3..3 + count].iter().zip(&elements);
         assert!(pairs.into_iter().all(|(&x, &y)| x == f64::from(y)));
     }
 }

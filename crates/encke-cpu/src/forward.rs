@@ -1,29 +1,30 @@
-//! The forward pass: a block of queries against the keys they see, continuing the carry.
+//! The forward pass: a block of queries against the keys visible to them, continuing the carry.
 //!
 //! Scores exist for one panel of keys and one tile of queries at a time. Panels past the last
-//! visible key are not packed, tiles that see nothing of a panel skip it, and only tiles on the
+//! visible key are not packed, a tile skips panels that are hidden from it, and only tiles on the
 //! diagonal are masked.
 
+use encke_core::Element;
 use encke_core::dtype::Slice;
 use encke_core::job::Job;
 
-use crate::grid::{Block, Grid, Tile};
-use crate::micro::{across, down};
+use crate::grid::{QueryBlock, QueryGrid, Tile};
+use crate::microkernel::{multiply_columns, multiply_rows};
 use crate::panel;
 use crate::real::Real;
 use crate::schedule;
-use crate::scratch::{Pool, Scratch};
-use crate::shape::{KEYS, MOST_LANES, TILES, VECTORS, lanes, padded, tiles};
-use crate::softmax::{self, Mask};
+use crate::scratch::{Scratch, ScratchPool};
+use crate::shape::{FORWARD_TILES, KEYS, MAX_LANES, VECTORS, lanes, padded, tiles};
+use crate::softmax::{self, CausalMask};
 use crate::target::Target;
-use crate::vector::{Task, Vector};
+use crate::vector::{SimdTask, Vector};
 
 /// Sizes of one task's panels: queries and outputs as lanes, m and l of each lane, scores, keys
 /// and values.
 pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 7] {
     let (tile, width) = (lanes::<X>(), padded::<X>(dim));
-    let panel = tiles(TILES, dim) * width * tile;
-    let cells = tiles(TILES, dim) * tile;
+    let panel = tiles(FORWARD_TILES, dim) * width * tile;
+    let cells = tiles(FORWARD_TILES, dim) * tile;
     [
         panel,
         panel,
@@ -35,11 +36,11 @@ pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 7] {
     ]
 }
 
-/// What the tasks of a job share.
-struct Attention<'a, X: Vector> {
+/// The data that all tasks of a job share.
+struct ForwardCall<'a, X: Vector> {
     x: X,
     job: &'a Job,
-    grid: &'a Grid,
+    grid: &'a QueryGrid,
     q: Slice<'a>,
     k: Slice<'a>,
     v: Slice<'a>,
@@ -49,14 +50,19 @@ struct Attention<'a, X: Vector> {
 /// Attends the queries of a job to its keys, `R` rows in registers at a time.
 pub(crate) fn forward<X: Vector, const R: usize>(
     x: X,
-    pool: &Pool<X::A>,
+    pool: &ScratchPool<Scratch<X::A>>,
     job: &Job,
     [q, k, v]: [Slice<'_>; 3],
     target: Target<'_, X::A>,
 ) {
-    let share = schedule::Share::new();
-    let grid = Grid::new(job, lanes::<X>(), tiles(TILES, job.dim), share.tasks());
-    let attention = Attention {
+    let active = schedule::ActiveCall::new();
+    let grid = QueryGrid::new(
+        job,
+        lanes::<X>(),
+        tiles(FORWARD_TILES, job.dim),
+        active.task_target(),
+    );
+    let call = ForwardCall {
         x,
         job,
         grid: &grid,
@@ -69,8 +75,8 @@ pub(crate) fn forward<X: Vector, const R: usize>(
     schedule::run(&blocks, |queue| {
         pool.with(|scratch| {
             while let Some(block) = queue.take() {
-                x.run(Attend::<X, R> {
-                    attention: &attention,
+                x.run(ForwardTaskRun::<X, R> {
+                    call: &call,
                     block,
                     scratch,
                 });
@@ -79,15 +85,15 @@ pub(crate) fn forward<X: Vector, const R: usize>(
     });
 }
 
-/// One block of queries.
-struct Attend<'a, X: Vector, const R: usize> {
-    attention: &'a Attention<'a, X>,
-    block: &'a Block,
+/// One run of a task: a block of queries.
+struct ForwardTaskRun<'a, X: Vector, const R: usize> {
+    call: &'a ForwardCall<'a, X>,
+    block: &'a QueryBlock,
     scratch: &'a mut Scratch<X::A>,
 }
 
 /// The panels of a task.
-struct Panels<'a, A> {
+struct ForwardPanels<'a, A> {
     q: &'a mut [A],
     out: &'a mut [A],
     m: &'a mut [A],
@@ -97,16 +103,16 @@ struct Panels<'a, A> {
     v: &'a mut [A],
 }
 
-impl<X: Vector, const R: usize> Task for Attend<'_, X, R> {
+impl<X: Vector, const R: usize> SimdTask for ForwardTaskRun<'_, X, R> {
     #[inline(always)]
     fn run(self) {
-        let Attend {
-            attention,
+        let ForwardTaskRun {
+            call,
             block,
             scratch,
         } = self;
-        let [q, out, m, l, scores, k, v] = scratch.panels(sizes::<X>(attention.job.dim));
-        let mut panels = Panels {
+        let [q, out, m, l, scores, k, v] = scratch.panels(sizes::<X>(call.job.dim));
+        let mut panels = ForwardPanels {
             q,
             out,
             m,
@@ -115,35 +121,35 @@ impl<X: Vector, const R: usize> Task for Attend<'_, X, R> {
             k,
             v,
         };
-        let mut visible = [[0; MOST_LANES]; TILES];
+        let mut visible = [[0; MAX_LANES]; FORWARD_TILES];
         for (i, tile) in block.tiles.clone().enumerate() {
-            let tile = attention.grid.tile(block.group, tile);
-            attention.load(block, i, tile, &mut panels);
-            for (lane, seen) in visible[i][..lanes::<X>()].iter_mut().enumerate() {
-                *seen = attention.job.visible(tile.first + lane.min(tile.count - 1));
+            let tile = call.grid.tile(block.group, tile);
+            call.load(block, i, tile, &mut panels);
+            for (lane, count) in visible[i][..lanes::<X>()].iter_mut().enumerate() {
+                *count = call.job.visible(tile.first + lane.min(tile.count - 1));
             }
         }
-        attention.attend::<R>(block, &visible, &mut panels);
+        call.attend::<R>(block, &visible, &mut panels);
         for (i, tile) in block.tiles.clone().enumerate() {
-            let tile = attention.grid.tile(block.group, tile);
-            attention.store(block, i, tile, &mut panels);
+            let tile = call.grid.tile(block.group, tile);
+            call.store(block, i, tile, &mut panels);
         }
     }
 }
 
-impl<X: Vector> Attention<'_, X> {
+impl<X: Vector> ForwardCall<'_, X> {
     #[inline(always)]
-    fn cell(&self, block: &Block, tile: Tile, lane: usize) -> usize {
+    fn cell(&self, block: &QueryBlock, tile: Tile, lane: usize) -> usize {
         let row = tile.first + lane;
         self.job
             .cells
             .at(block.batch, block.segment, row, tile.head)
     }
 
-    /// Queries (times the scale) of tile `i` as lanes, and what they go on from. What was summed
-    /// before stays where it is until the tile ends.
+    /// Packs the queries (times the scale) of tile `i` as lanes, and loads the row max and the sum
+    /// of weights they start with. The carry's sums stay in memory until `store` adds them.
     #[inline(always)]
-    fn load(&self, block: &Block, i: usize, tile: Tile, panels: &mut Panels<'_, X::A>) {
+    fn load(&self, block: &QueryBlock, i: usize, tile: Tile, panels: &mut ForwardPanels<'_, X::A>) {
         let (job, lanes) = (self.job, lanes::<X>());
         let width = padded::<X>(job.dim);
         let at = i * width * lanes..(i + 1) * width * lanes;
@@ -162,15 +168,21 @@ impl<X: Vector> Attention<'_, X> {
         l.fill(X::A::ZERO);
         for lane in 0..tile.count {
             let cell = self.cell(block, tile, lane);
-            // SAFETY: cells of different (batch, segment, row, head) do not overlap (checked
-            // before the job began), and this task alone has these.
-            (m[lane], l[lane]) = unsafe { self.target.begin(cell) };
+            // SAFETY: cells of different (batch, segment, row, head) do not overlap
+            // (`CpuKernel::attend` checks that), and no other task has these.
+            (m[lane], l[lane]) = unsafe { self.target.initial_max_and_sum(cell) };
         }
     }
 
-    /// Adds what the tile has summed to what was summed before.
+    /// Adds the carry's sums to those of the tile, and stores the result.
     #[inline(always)]
-    fn store(&self, block: &Block, i: usize, tile: Tile, panels: &mut Panels<'_, X::A>) {
+    fn store(
+        &self,
+        block: &QueryBlock,
+        i: usize,
+        tile: Tile,
+        panels: &mut ForwardPanels<'_, X::A>,
+    ) {
         let (dim, lanes) = (self.job.dim, lanes::<X>());
         let width = padded::<X>(dim);
         let out = &panels.out[i * width * lanes..(i + 1) * width * lanes];
@@ -181,22 +193,22 @@ impl<X: Vector> Attention<'_, X> {
             let row = &mut rows[lane * width..][..dim];
             let (m, l) = (panels.m[i * lanes + lane], panels.l[i * lanes + lane]);
             // SAFETY: as in `load`.
-            unsafe { self.target.end_with(cell, row, m, l) };
+            unsafe { self.target.write_row(cell, row, m, l) };
         }
     }
 
-    /// All panels of keys that any query of the block sees.
+    /// Processes all panels of keys that are visible to some query of the block.
     #[inline(always)]
     fn attend<const R: usize>(
         &self,
-        block: &Block,
-        visible: &[[usize; MOST_LANES]; TILES],
-        panels: &mut Panels<'_, X::A>,
+        block: &QueryBlock,
+        visible: &[[usize; MAX_LANES]; FORWARD_TILES],
+        panels: &mut ForwardPanels<'_, X::A>,
     ) {
         let (job, lanes) = (self.job, lanes::<X>());
         let width = padded::<X>(job.dim);
         let count_of_tiles = block.tiles.len();
-        // Positions rise, so the last lane of a tile sees the most keys.
+        // Positions are ascending, so the last lane of a tile has the most visible keys.
         let most = (0..count_of_tiles)
             .map(|i| visible[i][lanes - 1])
             .max()
@@ -208,24 +220,24 @@ impl<X: Vector> Attention<'_, X> {
             let (k, v) = (&mut *panels.k, &mut *panels.v);
             panel::rows(self.k, job.dim, count, address, width, k);
             panel::rows(self.v, job.dim, count, address, width, v);
-            // Only where something is hidden does it matter whether zeros hide it well.
+            // Hidden values are multiplied by zero weights, which hides only finite ones.
             let finite = job.causal.is_none() || panel::finite(&v[..count * width]);
             let next = most.saturating_sub(start + KEYS).min(KEYS);
             for (i, visible) in visible.iter().enumerate().take(count_of_tiles) {
                 for j in i * next / count_of_tiles..(i + 1) * next / count_of_tiles {
-                    panel::expect(self.k, address(KEYS + j), job.dim);
-                    panel::expect(self.v, address(KEYS + j), job.dim);
+                    panel::prefetch(self.k, address(KEYS + j), job.dim);
+                    panel::prefetch(self.v, address(KEYS + j), job.dim);
                 }
                 if visible[lanes - 1] <= start {
                     continue;
                 }
-                let seen = (visible[lanes - 1] - start).min(count).next_multiple_of(R);
-                let mask = Mask::new::<X>(&visible[..lanes], start, seen);
+                let rows = (visible[lanes - 1] - start).min(count).next_multiple_of(R);
+                let mask = CausalMask::new::<X>(&visible[..lanes], start, rows);
                 let at = i * width * lanes..(i + 1) * width * lanes;
                 let q = X::of(&panels.q[at.clone()]);
                 let out = X::of_mut(&mut panels.out[at]);
-                let scores = X::of_mut(&mut panels.scores[..seen * lanes]);
-                products::<X, R>(self.x, &k[..seen * width], width, job.dim, q, scores);
+                let scores = X::of_mut(&mut panels.scores[..rows * lanes]);
+                products::<X, R>(self.x, &k[..rows * width], width, job.dim, q, scores);
                 if let Some(mask) = &mask {
                     mask.hide(self.x, scores, X::A::NEG_INFINITY);
                 }
@@ -233,7 +245,7 @@ impl<X: Vector> Attention<'_, X> {
                 let m = X::of_mut(&mut panels.m[cells.clone()]);
                 let l = X::of_mut(&mut panels.l[cells]);
                 let keep = softmax::weights(self.x, scores, m, l);
-                let v = &v[..seen * width];
+                let v = &v[..rows * width];
                 match mask.filter(|_| !finite) {
                     None => accumulate::<X, R>(self.x, v, width, scores, &keep, out),
                     Some(mask) => mask.accumulate(self.x, v, width, scores, &keep, out),
@@ -243,7 +255,7 @@ impl<X: Vector> Attention<'_, X> {
     }
 }
 
-/// scores[j] = Σ_c rows[j][c] · lanes[c], for as many rows as there are.
+/// scores[j] = Σ_c rows[j][c] · lanes[c], for every row.
 #[inline(always)]
 pub(crate) fn products<X: Vector, const R: usize>(
     x: X,
@@ -259,7 +271,7 @@ pub(crate) fn products<X: Vector, const R: usize>(
         for (slot, row) in by_row.iter_mut().zip(rows.chunks_exact(width)) {
             *slot = &row[..dim];
         }
-        let sums = across::<X, R, VECTORS>(x, by_row, lanes, VECTORS, 0);
+        let sums = multiply_rows::<X, R, VECTORS>(x, by_row, lanes, VECTORS, 0);
         for (scores, sums) in scores.chunks_exact_mut(VECTORS).zip(sums) {
             scores.copy_from_slice(&sums);
         }
@@ -277,7 +289,7 @@ pub(crate) fn accumulate<X: Vector, const R: usize>(
     out: &mut [X::V],
 ) {
     for (group, out) in out.chunks_exact_mut(R * VECTORS).enumerate() {
-        let sums = down::<X, R, VECTORS>(x, rows, width, group * R, weights);
+        let sums = multiply_columns::<X, R, VECTORS>(x, rows, width, group * R, weights);
         for (out, sums) in out.chunks_exact_mut(VECTORS).zip(sums) {
             for n in 0..VECTORS {
                 out[n] = x.mul_add(keep[n], out[n], sums[n]);

@@ -1,28 +1,30 @@
-//! The tasks of a job: which heads, tiles and rows each of them has.
+//! Division of a job's queries into tiles and blocks of tiles.
 //!
-//! Query heads that read the same keys are one group, and a block of tiles may span them: keys are
-//! packed once for all. The longest tasks come first, so that the last to finish is a short one.
+//! Query heads that read the same keys form one group, and a block of tiles may span the heads of a
+//! group, so that each key is packed once for all of them. The longest blocks come first, so that
+//! the last one to finish is short.
 
 use std::ops::Range;
 
 use encke_core::job::Job;
 
-use crate::shape::FEWEST_TILES;
+use crate::schedule::{batch_segments, head_groups};
+use crate::shape::MIN_TILES;
 
-/// How the queries of a job are cut up.
+/// How the queries of a job are divided.
 #[derive(Debug)]
-pub(crate) struct Grid {
-    /// Heads that read the same keys, told apart by the address of those.
+pub(crate) struct QueryGrid {
+    /// Heads that read the same keys.
     pub groups: Vec<Vec<usize>>,
     /// Queries in a tile.
     lanes: usize,
     queries: usize,
     tiles_per_head: usize,
-    /// The most tiles of a block.
-    most: usize,
+    /// The most tiles in a block.
+    max_tiles: usize,
 }
 
-/// Queries of one head that fill a tile, or what is left of them.
+/// Queries of one head: a full tile, or the rest at the end of the head.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tile {
     pub head: usize,
@@ -30,52 +32,44 @@ pub(crate) struct Tile {
     pub count: usize,
 }
 
-/// Some tiles of one group in one segment.
+/// Consecutive tiles of one group in one segment.
 #[derive(Debug, Clone)]
-pub(crate) struct Block {
+pub(crate) struct QueryBlock {
     pub batch: usize,
     pub segment: usize,
     pub group: usize,
     pub tiles: Range<usize>,
 }
 
-impl Grid {
-    /// Blocks have at most `most` tiles, and fewer where there would not be `tasks` of them.
-    pub fn new(job: &Job, lanes: usize, most: usize, tasks: usize) -> Grid {
-        let mut groups: Vec<Vec<usize>> = Vec::new();
-        for head in 0..job.heads {
-            let same = |group: &&mut Vec<usize>| job.k.heads[group[0]] == job.k.heads[head];
-            match groups.iter_mut().find(same) {
-                Some(group) => group.push(head),
-                None => groups.push(vec![head]),
-            }
-        }
-        let mut grid = Grid {
-            groups,
+impl QueryGrid {
+    /// Blocks have at most `max_tiles` tiles, and fewer if there would be less than `tasks` blocks.
+    pub fn new(job: &Job, lanes: usize, max_tiles: usize, tasks: usize) -> QueryGrid {
+        let mut grid = QueryGrid {
+            groups: head_groups(job),
             lanes,
             queries: job.queries,
             tiles_per_head: job.queries.div_ceil(lanes),
-            most,
+            max_tiles,
         };
-        let places = job.batch * job.segments;
-        let blocks = |grid: &Grid| -> usize {
+        let segments = job.batch * job.segments;
+        let blocks = |grid: &QueryGrid| -> usize {
             let groups = 0..grid.groups.len();
             groups
-                .map(|group| places * grid.blocks(group).count())
+                .map(|group| segments * grid.blocks(group).count())
                 .sum()
         };
-        while grid.most >= 2 * FEWEST_TILES && blocks(&grid) < tasks {
-            grid.most /= 2;
+        while grid.max_tiles >= 2 * MIN_TILES && blocks(&grid) < tasks {
+            grid.max_tiles /= 2;
         }
         grid
     }
 
-    /// Tiles of a group.
+    /// The number of tiles of a group.
     pub fn tiles(&self, group: usize) -> usize {
         self.groups[group].len() * self.tiles_per_head
     }
 
-    /// A tile of a group.
+    /// One tile of a group.
     #[inline]
     pub fn tile(&self, group: usize, tile: usize) -> Tile {
         let first = tile % self.tiles_per_head * self.lanes;
@@ -86,20 +80,20 @@ impl Grid {
         }
     }
 
-    /// The tiles of a group in pieces of about one size that are computed together.
+    /// The tiles of a group, divided into blocks of about equal size.
     pub fn blocks(&self, group: usize) -> impl Iterator<Item = Range<usize>> {
         let tiles = self.tiles(group);
-        let step = tiles.div_ceil(tiles.div_ceil(self.most).max(1)).max(1);
+        let step = tiles.div_ceil(tiles.div_ceil(self.max_tiles).max(1)).max(1);
         let firsts = (0..tiles).step_by(step);
         firsts.map(move |first| first..(first + step).min(tiles))
     }
 
-    /// Every block of a job, the longest first where some are longer than others.
-    pub fn all_blocks(&self, job: &Job) -> Vec<Block> {
-        let mut blocks: Vec<Block> = self
-            .pieces(job)
+    /// Every block of a job. In a causal job the longest come first.
+    pub fn all_blocks(&self, job: &Job) -> Vec<QueryBlock> {
+        let mut blocks: Vec<QueryBlock> = self
+            .group_indices(job)
             .flat_map(|(batch, segment, group)| {
-                self.blocks(group).map(move |tiles| Block {
+                self.blocks(group).map(move |tiles| QueryBlock {
                     batch,
                     segment,
                     group,
@@ -108,8 +102,8 @@ impl Grid {
             })
             .collect();
         if job.causal.is_some() {
-            // A block sees about as many keys as its last query.
-            let last = |block: &Block| {
+            // A block attends to about as many keys as its last query.
+            let last = |block: &QueryBlock| {
                 let tile = self.tile(block.group, block.tiles.end - 1);
                 tile.first + tile.count
             };
@@ -119,9 +113,8 @@ impl Grid {
     }
 
     /// Every (batch, segment, group) of a job.
-    pub fn pieces(&self, job: &Job) -> impl Iterator<Item = (usize, usize, usize)> {
-        let (segments, groups) = (job.segments, self.groups.len());
-        let all = (0..job.batch).flat_map(move |b| (0..segments).map(move |s| (b, s)));
-        all.flat_map(move |(b, s)| (0..groups).map(move |g| (b, s, g)))
+    pub fn group_indices(&self, job: &Job) -> impl Iterator<Item = (usize, usize, usize)> {
+        let groups = self.groups.len();
+        batch_segments(job).flat_map(move |(b, s)| (0..groups).map(move |g| (b, s, g)))
     }
 }

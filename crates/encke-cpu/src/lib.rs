@@ -1,27 +1,26 @@
 //! Attention kernels for the CPU, flash-style.
 //!
-//! Scores exist one tile at a time and the carry is updated in place, so memory beside the
-//! operands does not grow with the sequence. Nothing here knows of patterns or ranks: a job says
-//! it all.
+//! Scores exist one tile at a time and the carry is updated in place, so memory beside the operands
+//! does not grow with the sequence. This crate knows neither patterns nor ranks: a job describes
+//! all that a kernel computes.
 //!
-//! The decision that shaped this crate: lanes of a vector are queries, never channels. A softmax
+//! The decision that shaped this crate: lanes of a vector are queries, never channels. The softmax
 //! then needs no reduction across lanes, and rows of any dimension fill vectors. The algorithm is
-//! written once, over a trait for vectors, and compiled for each instruction set ([`Arm`]).
+//! written once, over a trait for vectors, and compiled for each instruction set
+//! ([`InstructionSet`]).
 #![deny(unsafe_op_in_unsafe_fn)]
 
 #[cfg(target_arch = "x86_64")]
-#[allow(
-    dead_code,
-    unused_imports,
-    reason = "parts are there for tests and timings only"
-)]
 mod amx;
-mod arm;
 mod backward;
 mod cells;
 mod forward;
 mod grid;
-mod micro;
+mod instruction_set;
+#[cfg(target_arch = "x86_64")]
+#[doc(hidden)]
+pub mod internals;
+mod microkernel;
 mod pages;
 mod panel;
 mod peak;
@@ -47,13 +46,13 @@ use encke_core::{DType, Data, Tensor, View};
 #[cfg(target_arch = "x86_64")]
 use half::{bf16, f16};
 
-pub use arm::{Arm, VARIABLE};
+pub use instruction_set::{ENV_VARIABLE, InstructionSet};
 pub use peak::peak;
-use scratch::{Pool, Scratch};
+use scratch::{Scratch, ScratchPool};
 use target::Target;
-use vector::{F32, F64, Plain};
+use vector::{F32, F64, PortableVector};
 
-/// Calls a function in the precision of some sums.
+/// Calls a generic function with the type of the sums.
 macro_rules! in_precision {
     ($dtype:expr, $($call:ident)::* ($($argument:expr),*)) => {
         match $dtype {
@@ -63,36 +62,39 @@ macro_rules! in_precision {
     };
 }
 
-/// Calls a function with the vectors of the arm in use and as many rows as fit its registers.
-macro_rules! on_arm {
+/// Calls a function with the vectors of the kernel's instruction set and as many rows as fit its
+/// registers.
+macro_rules! dispatch {
     ($kernel:expr, $a:ty, $vectors:ident, $($call:ident)::+ ($($argument:expr),*)) => {
-        match $kernel.arm {
-            Arm::Portable => $($call)::+::<_, 4>(Plain::<$a>::new(), $($argument),*),
+        match $kernel.instruction_set {
+            InstructionSet::Portable => {
+                $($call)::+::<_, 4>(PortableVector::<$a>::new(), $($argument),*)
+            }
             #[cfg(target_arch = "x86_64")]
-            Arm::Avx2 => {
-                let simd = pulp::x86::V3::try_new().expect("the arm was checked");
+            InstructionSet::Avx2 => {
+                let simd = pulp::x86::V3::try_new().expect("checked by CpuKernel::with");
                 $($call)::+::<_, 4>($vectors(simd), $($argument),*)
             }
             #[cfg(target_arch = "x86_64")]
-            Arm::Avx512 | Arm::Amx => {
-                let simd = pulp::x86::V4::try_new().expect("the arm was checked");
+            InstructionSet::Avx512 | InstructionSet::Amx => {
+                let simd = pulp::x86::V4::try_new().expect("checked by CpuKernel::with");
                 $($call)::+::<_, 8>($vectors(simd), $($argument),*)
             }
             #[cfg(not(target_arch = "x86_64"))]
-            Arm::Avx2 | Arm::Avx512 | Arm::Amx => unreachable!("the arm was checked"),
+            _ => unreachable!("checked by CpuKernel::with"),
         }
     };
 }
 
-/// Does something for every type of numbers that tiles multiply.
+/// Evaluates an expression for every element type that the tiles multiply.
 #[cfg(target_arch = "x86_64")]
 macro_rules! for_each_type {
-    ($number:ident => $body:expr) => {{
-        for_each_type!(@ $number, [bf16, f16, f32], $body);
+    ($element:ident => $body:expr) => {{
+        for_each_type!(@ $element, [bf16, f16, f32], $body);
     }};
-    (@ $number:ident, [$($kind:ty),*], $body:expr) => {
+    (@ $element:ident, [$($type:ty),*], $body:expr) => {
         $({
-            type $number = $kind;
+            type $element = $type;
             $body
         })*
     };
@@ -100,77 +102,80 @@ macro_rules! for_each_type {
 
 /// Attention on the CPU, on the threads of the rayon pool it is called from.
 ///
-/// Results do not depend on the number of threads. Sums are f64 where any operand is f64 and f32
+/// Results do not depend on the number of threads. Sums are f64 if any operand is f64, and f32
 /// otherwise. Scratch memory is kept for the next call.
 #[derive(Debug)]
 pub struct CpuKernel {
-    arm: Arm,
-    narrow: Pool<f32>,
-    wide: Pool<f64>,
+    instruction_set: InstructionSet,
+    scratch_f32: ScratchPool<Scratch<f32>>,
+    scratch_f64: ScratchPool<Scratch<f64>>,
     #[cfg(target_arch = "x86_64")]
-    tiles: amx::Pool,
+    scratch_tiles: amx::PagePool,
 }
 
 impl CpuKernel {
     /// A kernel on the fastest instruction set of this machine, or the one that `ENCKE_CPU` names.
     pub fn new() -> Result<CpuKernel> {
-        CpuKernel::with(Arm::chosen()?)
+        CpuKernel::with(InstructionSet::from_env()?)
     }
 
-    /// A kernel on one instruction set; refused where the machine does not have it.
-    pub fn with(arm: Arm) -> Result<CpuKernel> {
+    /// A kernel on one instruction set; an error if the machine does not have it.
+    pub fn with(instruction_set: InstructionSet) -> Result<CpuKernel> {
         Ok(CpuKernel {
-            arm: arm.check()?,
-            narrow: Pool::default(),
-            wide: Pool::default(),
+            instruction_set: instruction_set.check()?,
+            scratch_f32: ScratchPool::default(),
+            scratch_f64: ScratchPool::default(),
             #[cfg(target_arch = "x86_64")]
-            tiles: amx::Pool::default(),
+            scratch_tiles: amx::PagePool::default(),
         })
     }
 
     /// The instruction set in use.
-    pub fn arm(&self) -> Arm {
-        self.arm
+    pub fn instruction_set(&self) -> InstructionSet {
+        self.instruction_set
     }
 
-    /// Refuses a job two of whose queries have one cell.
+    /// Rejects a job in which two queries have the same cell.
     fn writable_cells(&self, job: &Job) -> Result<()> {
         let cells = [job.batch, job.segments, job.queries];
         writable("cells", shared::disjoint(&job.cells, cells, 1, false))
     }
 
-    fn forward_wide(&self, job: &Job, given: [Slice<'_>; 3], target: Target<'_, f64>) {
-        on_arm!(
+    fn forward_f64(&self, job: &Job, inputs: [Slice<'_>; 3], target: Target<'_, f64>) {
+        dispatch!(
             self,
             f64,
             F64,
-            forward::forward(&self.wide, job, given, target)
+            forward::forward(&self.scratch_f64, job, inputs, target)
         );
     }
 
-    fn forward_narrow(&self, job: &Job, given: [Slice<'_>; 3], target: Target<'_, f32>) {
+    fn forward_f32(&self, job: &Job, inputs: [Slice<'_>; 3], target: Target<'_, f32>) {
         #[cfg(target_arch = "x86_64")]
-        if self.arm == Arm::Amx {
-            for_each_type!(N => if let [Some(q), Some(k), Some(v)] = given.map(<N as amx::Number>::of) {
-                return amx::forward::<amx::Hardware, N>(&self.tiles, job, [q, k, v], target);
+        if self.instruction_set == InstructionSet::Amx {
+            for_each_type!(N => {
+                if let [Some(q), Some(k), Some(v)] = inputs.map(<N as amx::TileElement>::of_slice) {
+                    let pool = &self.scratch_tiles;
+                    return amx::forward::<amx::Hardware, N>(pool, job, [q, k, v], target);
+                }
             });
         }
-        on_arm!(
+        dispatch!(
             self,
             f32,
             F32,
-            forward::forward(&self.narrow, job, given, target)
+            forward::forward(&self.scratch_f32, job, inputs, target)
         );
     }
 }
 
-/// The type that sums are kept in, the same for all of `buffers`.
+/// The type of the sums, which must be the same for all of `buffers`.
 fn sums_in(buffers: &[&Data]) -> Result<DType> {
     let types = || buffers.iter().map(|buffer| buffer.as_slice().dtype());
     match types().next() {
         Some(dtype @ (DType::F32 | DType::F64)) if types().all(|other| other == dtype) => Ok(dtype),
         _ => Err(unsupported(format!(
-            "sums in {}; they are kept in f32 or f64, all in the same",
+            "sums in {}; sums must be all f32 or all f64",
             types()
                 .map(|dtype| dtype.to_string())
                 .collect::<Vec<_>>()
@@ -186,7 +191,7 @@ fn unsupported(what: String) -> KernelError {
     }
 }
 
-/// Refuses a job whose tasks would write the same numbers.
+/// Rejects a job in which several tasks would write the same elements.
 fn writable(what: &str, disjoint: bool) -> Result<()> {
     match disjoint {
         true => Ok(()),
@@ -212,7 +217,7 @@ impl Memory for CpuKernel {
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
         let mut data = host::allocate(self.name(), dtype, elements)?;
-        pages::ask_for_large(data.bytes_mut());
+        pages::advise_huge_pages(data.bytes_mut());
         Ok(data)
     }
 
@@ -222,14 +227,14 @@ impl Memory for CpuKernel {
     }
 
     fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
-        pages::ask_for_large(to.data_mut().bytes_mut());
+        pages::advise_huge_pages(to.data_mut().bytes_mut());
         let [batch, tokens, heads, dim] = to.dims();
         match host::whole_run(runs) {
-            // Side by side in both: all threads can copy.
+            // Contiguous in both buffers: all threads can copy.
             Some((first, count)) if batch == 1 || count == tokens => {
                 let row = heads * dim;
-                let numbers = first * row..(first + batch * count) * row;
-                cells::convert(from, to.data_mut(), numbers);
+                let elements = first * row..(first + batch * count) * row;
+                cells::convert(from, to.data_mut(), elements);
             }
             _ => host::download(from, runs, to),
         }
@@ -285,8 +290,8 @@ impl Kernel for CpuKernel {
         };
         self.writable_cells(job)?;
         match dtype {
-            DType::F64 => self.forward_wide(job, [q, k, v], Target::new(state, job.gain)),
-            _ => self.forward_narrow(job, [q, k, v], Target::new(state, job.gain)),
+            DType::F64 => self.forward_f64(job, [q, k, v], Target::new(state, job.gain)),
+            _ => self.forward_f32(job, [q, k, v], Target::new(state, job.gain)),
         }
         Ok(())
     }
@@ -334,7 +339,7 @@ impl Kernel for CpuKernel {
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
-        let given = backward::Given { q, k, v, upstream };
+        let inputs = backward::BackwardInputs { q, k, v, upstream };
         let dtype = sums_in(&[gradients.dq, gradients.dk, gradients.dv])?;
         let queries = [job.batch, job.segments, job.queries];
         let dq = job.dq.as_ref().unwrap_or(&job.q);
@@ -342,32 +347,35 @@ impl Kernel for CpuKernel {
         let keys = [job.batch, job.segments, job.keys];
         writable("dk and dv", shared::disjoint(&job.k, keys, job.dim, true))?;
         #[cfg(target_arch = "x86_64")]
-        if self.arm == Arm::Amx
+        if self.instruction_set == InstructionSet::Amx
             && let Gradients {
                 dq: Data::F32(dq),
                 dk: Data::F32(dk),
                 dv: Data::F32(dv),
             } = gradients
         {
-            for_each_type!(N => if let Some(given) = amx::Given::<N>::of([q, k, v], upstream) {
-                amx::backward::<amx::Hardware, N>(&self.tiles, job, given, dq, dk, dv);
-                return Ok(());
+            for_each_type!(N => {
+                if let Some(inputs) = amx::AmxBackwardInputs::<N>::of([q, k, v], upstream) {
+                    let pool = &self.scratch_tiles;
+                    amx::backward::<amx::Hardware, N>(pool, job, inputs, dq, dk, dv);
+                    return Ok(());
+                }
             });
         }
         match dtype {
             DType::F64 => {
-                on_arm!(
+                dispatch!(
                     self,
                     f64,
                     F64,
-                    backward::backward(&self.wide, job, given, gradients)
+                    backward::backward(&self.scratch_f64, job, inputs, gradients)
                 );
             }
-            _ => on_arm!(
+            _ => dispatch!(
                 self,
                 f32,
                 F32,
-                backward::backward(&self.narrow, job, given, gradients)
+                backward::backward(&self.scratch_f32, job, inputs, gradients)
             ),
         }
         Ok(())
@@ -382,12 +390,12 @@ impl Kernel for CpuKernel {
             elements * size_of::<X::A>()
         }
         let task = match dtype.sum() {
-            DType::F64 => on_arm!(self, f64, F64, of(job.dim, pass)),
-            _ => on_arm!(self, f32, F32, of(job.dim, pass)),
+            DType::F64 => dispatch!(self, f64, F64, of(job.dim, pass)),
+            _ => dispatch!(self, f32, F32, of(job.dim, pass)),
         };
         let bytes = task * rayon::current_num_threads();
         #[cfg(target_arch = "x86_64")]
-        if self.arm == Arm::Amx {
+        if self.instruction_set == InstructionSet::Amx {
             return match dtype {
                 DType::Bf16 => amx::workspace_bytes::<bf16>(job, pass),
                 DType::F16 => amx::workspace_bytes::<f16>(job, pass),
@@ -399,33 +407,37 @@ impl Kernel for CpuKernel {
     }
 
     fn fastest_dtype(&self) -> DType {
-        match self.arm {
-            Arm::Amx => DType::Bf16,
-            Arm::Portable | Arm::Avx2 | Arm::Avx512 => DType::F32,
+        match self.instruction_set {
+            InstructionSet::Amx => DType::Bf16,
+            InstructionSet::Portable | InstructionSet::Avx2 | InstructionSet::Avx512 => DType::F32,
         }
     }
 
     fn tile(&self, dtype: DType) -> [usize; 2] {
         match dtype {
             #[cfg(target_arch = "x86_64")]
-            DType::Bf16 | DType::F16 | DType::F32 if self.arm == Arm::Amx => amx::TILE,
-            DType::F64 => on_arm!(self, f64, F64, shape::tile()),
-            DType::F32 | DType::Bf16 | DType::F16 => on_arm!(self, f32, F32, shape::tile()),
+            DType::Bf16 | DType::F16 | DType::F32
+                if self.instruction_set == InstructionSet::Amx =>
+            {
+                amx::TILE
+            }
+            DType::F64 => dispatch!(self, f64, F64, shape::tile()),
+            DType::F32 | DType::Bf16 | DType::F16 => dispatch!(self, f32, F32, shape::tile()),
         }
     }
 
     fn scratch_bytes(&self) -> usize {
         #[cfg(target_arch = "x86_64")]
-        let tiles = self.tiles.bytes();
+        let tiles = self.scratch_tiles.bytes();
         #[cfg(not(target_arch = "x86_64"))]
         let tiles = 0;
-        self.narrow.bytes() + self.wide.bytes() + tiles
+        self.scratch_f32.bytes() + self.scratch_f64.bytes() + tiles
     }
 
     fn release_scratch(&self) {
-        self.narrow.clear();
-        self.wide.clear();
+        self.scratch_f32.clear();
+        self.scratch_f64.clear();
         #[cfg(target_arch = "x86_64")]
-        self.tiles.clear();
+        self.scratch_tiles.clear();
     }
 }

@@ -1,33 +1,33 @@
-//! Large memory in large pages, where the system gives them to those who ask.
+//! Huge pages for large buffers, on Linux.
 //!
-//! A tensor of 128 MiB is 32768 small pages, each of which interrupts whoever touches it first; and
-//! rows of a dilated branch lie in a page each.
+//! A tensor of 128 MiB is 32768 small pages, each with a page fault at its first access, and each
+//! row of a dilated branch lies in a page of its own.
 
-/// A large page, of x86-64 as of most.
+/// Bytes of a huge page, on x86-64 and most other architectures.
 #[cfg(target_os = "linux")]
-const LARGE: usize = 2 << 20;
+const HUGE_PAGE: usize = 2 << 20;
 
-/// Asks for large pages for memory that nobody has touched yet. Little memory is left as it is, and a
-/// system that refuses, too.
+/// Asks for huge pages for memory that has not been accessed yet. Does nothing for less than two
+/// huge pages, and ignores a refusal.
 #[cfg(target_os = "linux")]
-pub(crate) fn ask_for_large(memory: &mut [u8]) {
-    let skip = memory.as_ptr().align_offset(LARGE);
-    let whole = memory.len().saturating_sub(skip) / LARGE * LARGE;
-    if whole < 2 * LARGE {
+pub(crate) fn advise_huge_pages(memory: &mut [u8]) {
+    let skip = memory.as_ptr().align_offset(HUGE_PAGE);
+    let whole = memory.len().saturating_sub(skip) / HUGE_PAGE * HUGE_PAGE;
+    if whole < 2 * HUGE_PAGE {
         return;
     }
     let first = memory[skip..].as_mut_ptr();
-    // SAFETY: the range lies inside memory that is ours alone, and advice changes no byte of it.
+    // SAFETY: the range lies inside `memory`, and the advice changes no byte of it.
     unsafe { libc::madvise(first.cast(), whole, libc::MADV_HUGEPAGE) };
 }
 
-/// Elsewhere pages are as they are.
+/// Other systems have no such advice.
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn ask_for_large(_: &mut [u8]) {}
+pub(crate) fn advise_huge_pages(_: &mut [u8]) {}
 
 #[cfg(test)]
 mod tests {
-    use super::ask_for_large;
+    use super::advise_huge_pages;
 
     #[test]
     fn asking_changes_no_byte() {
@@ -36,7 +36,7 @@ mod tests {
             for from in [0, 1, 64] {
                 let part = &mut memory[from..from + bytes];
                 part.iter_mut().step_by(4096).for_each(|byte| *byte = 7);
-                ask_for_large(part);
+                advise_huge_pages(part);
                 assert!(part.iter().step_by(4096).all(|&byte| byte == 7), "{bytes}");
                 part.fill(0);
             }

@@ -1,8 +1,8 @@
-//! Packing: rows as they lie in a buffer become panels that fit the products.
+//! Packing: copies rows of a buffer into panels with the layout that the products need.
 //!
-//! A *row panel* holds rows one below the other, padded with zeros to a width that vectors divide.
-//! A *lane panel* holds up to one tile of rows transposed: all first numbers, all second numbers, …
-//! so that a vector holds one channel of several rows.
+//! A *row panel* holds rows one after the other, padded with zeros to a multiple of the vector
+//! width. A *lane panel* holds up to one tile of rows transposed: all first channels, all second
+//! channels, and so on, so that a vector holds one channel of several rows.
 
 use encke_core::dtype::Slice;
 use encke_core::with_typed;
@@ -11,7 +11,7 @@ use crate::real::Real;
 use crate::shared;
 use crate::vector::Vector;
 
-/// Copies `count` rows into a row panel, and zeros into the rest of its rows.
+/// Copies `count` rows into a row panel, and fills the rest of the panel with zeros.
 #[inline(always)]
 pub(crate) fn rows<A: Real>(
     source: Slice<'_>,
@@ -29,13 +29,13 @@ pub(crate) fn rows<A: Real>(
     rest.fill(A::ZERO);
 }
 
-/// Asks for the numbers of a row that will be copied soon.
+/// Prefetches a row into the L2 cache.
 #[inline(always)]
-pub(crate) fn expect(source: Slice<'_>, at: usize, dim: usize) {
-    with_typed!(Slice, source, x => shared::expect(x[at..at + dim].as_ptr(), dim));
+pub(crate) fn prefetch(source: Slice<'_>, at: usize, dim: usize) {
+    with_typed!(Slice, source, x => shared::prefetch(x[at..at + dim].as_ptr(), dim));
 }
 
-/// Whether all numbers of a panel are finite.
+/// Whether all elements of a panel are finite.
 #[inline(always)]
 pub(crate) fn finite<A: Real>(panel: &[A]) -> bool {
     let mut finite = true;
@@ -45,8 +45,8 @@ pub(crate) fn finite<A: Real>(panel: &[A]) -> bool {
     finite
 }
 
-/// Transposes `rows` rows of `columns` numbers into as many columns: a row panel into a lane panel, or
-/// back. Vectors divide both.
+/// Transposes `rows` rows of `columns` elements: a row panel into a lane panel, or back. Both
+/// counts are multiples of the vector width.
 #[inline(always)]
 pub(crate) fn transpose<X: Vector>(
     x: X,
@@ -65,7 +65,7 @@ pub(crate) fn transpose<X: Vector>(
     }
 }
 
-/// Multiplies all numbers of a panel.
+/// Multiplies all elements of a panel by `factor`.
 #[inline(always)]
 pub(crate) fn scale<A: Real>(panel: &mut [A], factor: A) {
     for x in panel {
@@ -76,11 +76,11 @@ pub(crate) fn scale<A: Real>(panel: &mut [A], factor: A) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vector::{F32, Plain, Task};
+    use crate::vector::{F32, PortableVector, SimdTask};
 
-    struct Check<X: Vector>(X);
+    struct TransposeCheck<X: Vector>(X);
 
-    impl<X: Vector<A = f32>> Task for Check<X> {
+    impl<X: Vector<A = f32>> SimdTask for TransposeCheck<X> {
         #[inline(always)]
         fn run(self) {
             let (rows, columns) = (3 * X::WIDTH, 2 * X::WIDTH);
@@ -100,15 +100,15 @@ mod tests {
 
     #[test]
     fn whatever_is_transposed_comes_back() {
-        let plain = Plain::new();
-        plain.run(Check(plain));
+        let plain = PortableVector::new();
+        plain.run(TransposeCheck(plain));
         #[cfg(target_arch = "x86_64")]
         {
             if let Some(x) = pulp::x86::V3::try_new().map(F32) {
-                x.run(Check(x));
+                x.run(TransposeCheck(x));
             }
             if let Some(x) = pulp::x86::V4::try_new().map(F32) {
-                x.run(Check(x));
+                x.run(TransposeCheck(x));
             }
         }
     }

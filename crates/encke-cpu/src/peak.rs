@@ -1,5 +1,5 @@
-//! What the arithmetic of this machine could do: multiply-adds from registers only, on every thread
-//! of the pool. The ceiling that figures are held against, measured in the same minute.
+//! The arithmetic peak of this machine: multiply-adds from registers only, on every thread of the
+//! pool. Benchmarks measure it in the same run and report their speed as a share of it.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -7,53 +7,53 @@ use std::time::Instant;
 use encke_core::DType;
 use pulp::{NullaryFnOnce, Simd};
 
-use crate::arm::Arm;
+use crate::instruction_set::InstructionSet;
 
-/// Running sums, more than any machine needs to keep its units busy.
+/// Independent sums, more than any machine needs to hide the latency of a multiply-add.
 const SUMS: usize = 12;
 /// Multiply-adds of each sum: some tenths of a second.
 const STEPS: usize = 20_000_000;
 
-/// GFLOP/s of `arm` on numbers stored as `dtype`: of vectors, or of tiles where it multiplies with
-/// those.
-pub fn peak(arm: Arm, dtype: DType) -> f64 {
+/// GFLOP/s of an instruction set on elements of type `dtype`: of the tiles for bf16 on AMX, and of
+/// the vectors otherwise.
+pub fn peak(instruction_set: InstructionSet, dtype: DType) -> f64 {
     #[cfg(target_arch = "x86_64")]
-    match arm {
-        Arm::Amx if dtype == DType::Bf16 => return tiles(),
-        Arm::Amx | Arm::Avx512 => {
+    match instruction_set {
+        InstructionSet::Amx if dtype == DType::Bf16 => return tiles(),
+        InstructionSet::Amx | InstructionSet::Avx512 => {
             if let Some(simd) = pulp::x86::V4::try_new() {
                 return vectors(simd);
             }
         }
-        Arm::Avx2 => {
+        InstructionSet::Avx2 => {
             if let Some(simd) = pulp::x86::V3::try_new() {
                 return vectors(simd);
             }
         }
-        Arm::Portable => {}
+        InstructionSet::Portable => {}
     }
-    let _ = (arm, dtype);
+    let _ = (instruction_set, dtype);
     vectors(pulp::Scalar::new())
 }
 
-/// Runs `work` on every thread at once and returns the seconds it took.
-fn everywhere(work: impl Fn() + Sync) -> f64 {
+/// Runs `work` on every thread of the pool at once, and returns the elapsed seconds.
+fn seconds_on_all_threads(work: impl Fn() + Sync) -> f64 {
     let begin = Instant::now();
     rayon::broadcast(|_| work());
     begin.elapsed().as_secs_f64()
 }
 
 fn vectors<S: Simd>(simd: S) -> f64 {
-    let seconds = everywhere(|| {
-        black_box(simd.vectorize(Fuse(simd)));
+    let seconds = seconds_on_all_threads(|| {
+        black_box(simd.vectorize(FmaLoop(simd)));
     });
     let operations = rayon::current_num_threads() * STEPS * SUMS * 2 * S::F32_LANES;
     operations as f64 / seconds / 1e9
 }
 
-struct Fuse<S>(S);
+struct FmaLoop<S>(S);
 
-impl<S: Simd> NullaryFnOnce for Fuse<S> {
+impl<S: Simd> NullaryFnOnce for FmaLoop<S> {
     type Output = f32;
 
     #[inline(always)]
@@ -72,13 +72,13 @@ impl<S: Simd> NullaryFnOnce for Fuse<S> {
 
 #[cfg(target_arch = "x86_64")]
 fn tiles() -> f64 {
-    use crate::amx::tiles::{Hardware, Tiles};
+    use crate::amx::tiles::{Hardware, TileUnit};
     /// Rounds of four products of tiles, each 16 by 16 by 32.
     const ROUNDS: usize = 4_000_000;
     if !Hardware::available() {
         return 0.0;
     }
-    let seconds = everywhere(|| {
+    let seconds = seconds_on_all_threads(|| {
         // SAFETY: the tiles are available, configured first and released last.
         unsafe {
             Hardware::configure();

@@ -1,8 +1,8 @@
-//! The two precisions sums are made in, and the way between them and the storage types.
+//! The two precisions in which sums are computed, f32 and f64, and conversion from and to the
+//! storage types.
 //!
-//! The decision here: kernels are written once, over this trait, and everything that is stored is
-//! converted a row at a time, so there is one instance of a kernel per precision and not one for
-//! each pair of types.
+//! The decision here: kernels are generic over this trait, and stored elements are converted a row
+//! at a time. So a kernel is compiled once per precision, not once for each combination of types.
 
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
@@ -12,96 +12,88 @@ use encke_core::{DType, Data, Element, with_typed};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use crate::vector::{self, PLAIN, Plain};
+use crate::vector::{self, PORTABLE_WIDTH, PortableVector};
 
-/// A type to sum in.
-pub(crate) trait Real:
-    Copy
+/// A type in which sums are computed.
+pub trait Real:
+    Element
     + Debug
     + Default
-    + bytemuck::Pod
     + PartialOrd
-    + Send
-    + Sync
     + Add<Output = Self>
     + AddAssign
     + Sub<Output = Self>
     + Mul<Output = Self>
     + Div<Output = Self>
 {
+    /// 0.
     const ZERO: Self;
+    /// 1.
     const ONE: Self;
+    /// −∞.
     const NEG_INFINITY: Self;
 
-    /// The nearest number.
-    fn from_f64(x: f64) -> Self;
     /// e to the power of `self`.
     fn exp(self) -> Self;
-    /// e to the power of each of a plain vector's numbers, for powers that are weights.
-    fn exp_plain(powers: [Self; PLAIN]) -> [Self; PLAIN];
+    /// e to the power of each element of a portable vector, as
+    /// [`Vector::exp`](vector::Vector::exp).
+    fn exp_portable(powers: [Self; PORTABLE_WIDTH]) -> [Self; PORTABLE_WIDTH];
     /// Neither infinite nor NaN.
     fn is_finite(self) -> bool;
     /// The natural logarithm.
     fn ln(self) -> Self;
-    /// Reads a row.
+    /// Converts the elements of `source` from `at` on to this precision.
     fn load(source: Slice<'_>, at: usize, row: &mut [Self]);
-    /// Rounds a row.
+    /// Rounds a row to a storage type.
     fn round<T: Element>(row: &[Self], target: &mut [T]);
-    /// Rounds a row into its place.
+    /// Rounds a row to the storage type of `target`, and stores it from `at` on.
     fn store(row: &[Self], target: &mut Data, at: usize) {
         with_typed!(Data, target, x => Self::round(row, &mut x[at..at + row.len()]));
     }
 
-    /// The numbers of a buffer that sums are kept in; it has this type.
-    fn numbers(data: &mut Data) -> &mut [Self];
-    /// The same, to be read.
-    fn seen(data: &Data) -> &[Self];
+    /// The elements of a buffer of this type; panics if it is of another type.
+    fn slice_mut(data: &mut Data) -> &mut [Self] {
+        assert_eq!(data.as_slice().dtype(), Self::DTYPE, "the type of sums");
+        with_typed!(Data, data, x => bytemuck::cast_slice_mut(x.as_mut_slice()))
+    }
+    /// The elements of a buffer of this type; panics if it is of another type.
+    fn slice(data: &Data) -> &[Self] {
+        assert_eq!(data.as_slice().dtype(), Self::DTYPE, "the type of sums");
+        with_typed!(Data, data, x => bytemuck::cast_slice(x.as_slice()))
+    }
 
-    /// Reads one number.
+    /// Converts one element.
     fn get(source: Slice<'_>, at: usize) -> Self {
         Self::from_f64(source.get(at))
     }
 }
 
+/// Constants and functions that the float types of the standard library have under the same names.
+macro_rules! float_functions {
+    () => {
+        const ZERO: Self = 0.0;
+        const ONE: Self = 1.0;
+        const NEG_INFINITY: Self = Self::NEG_INFINITY;
+
+        fn exp(self) -> Self {
+            self.exp()
+        }
+        #[inline(always)]
+        fn is_finite(self) -> bool {
+            self.is_finite()
+        }
+        fn ln(self) -> Self {
+            self.ln()
+        }
+    };
+}
+
 impl Real for f64 {
-    const ZERO: f64 = 0.0;
-    const ONE: f64 = 1.0;
-    const NEG_INFINITY: f64 = f64::NEG_INFINITY;
-
-    fn from_f64(x: f64) -> f64 {
-        x
-    }
-
-    fn exp(self) -> f64 {
-        f64::exp(self)
-    }
+    float_functions!();
 
     #[inline(always)]
-    fn exp_plain(powers: [f64; PLAIN]) -> [f64; PLAIN] {
+    fn exp_portable(powers: [f64; PORTABLE_WIDTH]) -> [f64; PORTABLE_WIDTH] {
         powers.map(f64::exp)
-    }
-
-    #[inline(always)]
-    fn is_finite(self) -> bool {
-        f64::is_finite(self)
-    }
-
-    fn ln(self) -> f64 {
-        f64::ln(self)
-    }
-
-    fn seen(data: &Data) -> &[f64] {
-        let Data::F64(numbers) = data else {
-            unreachable!("sums of f64 are kept in f64");
-        };
-        numbers
-    }
-
-    fn numbers(data: &mut Data) -> &mut [f64] {
-        let Data::F64(numbers) = data else {
-            unreachable!("sums of f64 are kept in f64");
-        };
-        numbers
     }
 
     fn load(source: Slice<'_>, at: usize, row: &mut [f64]) {
@@ -127,45 +119,14 @@ impl Real for f64 {
 }
 
 impl Real for f32 {
-    const ZERO: f32 = 0.0;
-    const ONE: f32 = 1.0;
-    const NEG_INFINITY: f32 = f32::NEG_INFINITY;
-
-    fn from_f64(x: f64) -> f32 {
-        x as f32
-    }
-
-    fn exp(self) -> f32 {
-        f32::exp(self)
-    }
+    float_functions!();
 
     #[inline(always)]
-    fn exp_plain(powers: [f32; PLAIN]) -> [f32; PLAIN] {
+    fn exp_portable(powers: [f32; PORTABLE_WIDTH]) -> [f32; PORTABLE_WIDTH] {
         let shift = |x: f32| f32::from_bits(x.to_bits() << 23);
-        vector::exp(Plain::<f32>::new(), powers, |shifted| shifted.map(shift))
-    }
-
-    #[inline(always)]
-    fn is_finite(self) -> bool {
-        f32::is_finite(self)
-    }
-
-    fn ln(self) -> f32 {
-        f32::ln(self)
-    }
-
-    fn seen(data: &Data) -> &[f32] {
-        let Data::F32(numbers) = data else {
-            unreachable!("sums of f32 are kept in f32");
-        };
-        numbers
-    }
-
-    fn numbers(data: &mut Data) -> &mut [f32] {
-        let Data::F32(numbers) = data else {
-            unreachable!("sums of f32 are kept in f32");
-        };
-        numbers
+        vector::exp(PortableVector::<f32>::new(), powers, |shifted| {
+            shifted.map(shift)
+        })
     }
 
     fn load(source: Slice<'_>, at: usize, row: &mut [f32]) {

@@ -1,32 +1,34 @@
-//! Who computes what: workers that take the longest task that is left.
+//! Distribution of tasks over threads: each worker takes the longest task that is left.
 //!
-//! The decision here: workers count tasks down from a shared counter. Rayon's own splitting would
-//! give the first half of a list to one thread and the second to another, and then an order from
-//! long to short is the worst there is.
+//! The decision here: workers take tasks from one shared counter. Rayon's own splitting would give
+//! the first half of the list to one thread and the second half to another, which balances worst
+//! when the list is sorted from long to short.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Calls of this process that compute at the moment: ranks that are threads share their pool.
+use encke_core::job::Job;
+
+/// Kernel calls that are running in this process: ranks that are threads share one pool.
 static CALLS: AtomicUsize = AtomicUsize::new(0);
 
-/// A call's share of the threads, as long as it computes.
+/// A running kernel call, counted until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Share {
+pub(crate) struct ActiveCall {
     calls: usize,
 }
 
-impl Share {
-    /// Begins to compute.
-    pub fn new() -> Share {
-        Share {
+impl ActiveCall {
+    /// Registers a call that starts now.
+    pub fn new() -> ActiveCall {
+        ActiveCall {
             calls: 1 + CALLS.fetch_add(1, Ordering::Relaxed),
         }
     }
 
-    /// How many tasks the call should have for the threads of the current pool to end together;
-    /// fewer where others keep them busy, because what tasks share is done for each. What a task
-    /// computes for a row does not depend on how many there are.
-    pub fn tasks(&self) -> usize {
+    /// How many tasks the call should have so that the threads of the current pool finish together.
+    /// Fewer while other calls use the pool, because each task repeats the packing of its keys. The
+    /// result of a row does not depend on the number of tasks.
+    pub fn task_target(&self) -> usize {
         match rayon::current_num_threads() {
             1 => 1,
             threads => (4 * threads).div_ceil(self.calls),
@@ -34,29 +36,29 @@ impl Share {
     }
 }
 
-impl Drop for Share {
+impl Drop for ActiveCall {
     fn drop(&mut self) {
         CALLS.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Tasks that are handed out in their order.
-pub(crate) struct Queue<'a, K> {
+/// Tasks, handed out in order.
+pub(crate) struct TaskQueue<'a, K> {
     tasks: &'a [K],
     next: AtomicUsize,
 }
 
-impl<'a, K> Queue<'a, K> {
-    /// The next task, while there is one.
+impl<'a, K> TaskQueue<'a, K> {
+    /// The next task, if any is left.
     pub fn take(&self) -> Option<&'a K> {
         self.tasks.get(self.next.fetch_add(1, Ordering::Relaxed))
     }
 }
 
-/// Runs tasks on the threads of the current pool; each thread has one call of `worker`, which
-/// takes tasks until there are none. What a task computes must not depend on who runs it.
-pub(crate) fn run<K: Sync>(tasks: &[K], worker: impl Fn(&Queue<'_, K>) + Sync) {
-    let queue = Queue {
+/// Runs tasks on the threads of the current pool. Each thread calls `worker` once, which takes
+/// tasks until none is left. The result of a task must not depend on the thread that runs it.
+pub(crate) fn run<K: Sync>(tasks: &[K], worker: impl Fn(&TaskQueue<'_, K>) + Sync) {
+    let queue = TaskQueue {
         tasks,
         next: AtomicUsize::new(0),
     };
@@ -69,4 +71,23 @@ pub(crate) fn run<K: Sync>(tasks: &[K], worker: impl Fn(&Queue<'_, K>) + Sync) {
             }
         }),
     }
+}
+
+/// Query heads grouped by the key head they read, which is identified by its address.
+pub(crate) fn head_groups(job: &Job) -> Vec<Vec<usize>> {
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    for head in 0..job.heads {
+        let same = |group: &&mut Vec<usize>| job.k.heads[group[0]] == job.k.heads[head];
+        match groups.iter_mut().find(same) {
+            Some(group) => group.push(head),
+            None => groups.push(vec![head]),
+        }
+    }
+    groups
+}
+
+/// Every (batch, segment) of a job.
+pub(crate) fn batch_segments(job: &Job) -> impl Iterator<Item = (usize, usize)> + use<> {
+    let segments = job.segments;
+    (0..job.batch).flat_map(move |batch| (0..segments).map(move |segment| (batch, segment)))
 }

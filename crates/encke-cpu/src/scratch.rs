@@ -1,19 +1,19 @@
-//! Scratch memory, kept between calls.
+//! Scratch memory of the kernels, kept between calls.
 //!
-//! Each task borrows one [`Scratch`]: a single piece of memory, cut into panels as the task needs
-//! them. Its size depends on the head dimension alone, so a second call with the same dimension
-//! allocates nothing, and what is held can be compared with what was announced.
+//! A task of the vector kernels borrows one [`Scratch`] and divides it into panels. Its size
+//! depends on the head dimension alone, so a second call with the same dimension allocates nothing,
+//! and the bytes held can be compared with the bytes that the kernel announced.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::real::Real;
 
-/// Panels begin at multiples of this many bytes, so that no vector straddles two cache lines.
+/// Panels start at multiples of this many bytes, so that no vector straddles two cache lines.
 const ALIGNMENT: usize = 64;
 
-/// Memory of one task.
+/// Scratch memory of one task of a vector kernel.
 #[derive(Debug, Default)]
-pub(crate) struct Scratch<A> {
+pub struct Scratch<A> {
     memory: Vec<A>,
 }
 
@@ -28,7 +28,8 @@ impl<A: Real> Scratch<A> {
             + line
     }
 
-    /// Cuts the memory into panels of these sizes. Their contents are left over from before.
+    /// Divides the memory into panels of these sizes. Their contents are left over from earlier
+    /// uses.
     pub fn panels<const N: usize>(&mut self, sizes: [usize; N]) -> [&mut [A]; N] {
         let needed = Scratch::<A>::elements(&sizes);
         if self.memory.len() < needed {
@@ -49,43 +50,54 @@ impl<A: Real> Scratch<A> {
     }
 }
 
-/// Scratch memory nobody uses at the moment.
-#[derive(Debug)]
-pub(crate) struct Pool<A> {
-    idle: Mutex<Vec<Scratch<A>>>,
+/// Memory whose size a [`ScratchPool`] can report.
+pub trait HeldBytes {
+    /// Allocated bytes.
+    fn held_bytes(&self) -> usize;
 }
 
-impl<A> Default for Pool<A> {
-    fn default() -> Pool<A> {
-        Pool {
+impl<A> HeldBytes for Scratch<A> {
+    fn held_bytes(&self) -> usize {
+        self.memory.capacity() * size_of::<A>()
+    }
+}
+
+/// Scratch memory that no task uses at the moment.
+#[derive(Debug)]
+pub struct ScratchPool<S> {
+    idle: Mutex<Vec<S>>,
+}
+
+impl<S> Default for ScratchPool<S> {
+    fn default() -> ScratchPool<S> {
+        ScratchPool {
             idle: Mutex::default(),
         }
     }
 }
 
-/// A panic elsewhere leaves a vector of whole pieces behind, so the lock is good to use.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl<A: Real> Pool<A> {
-    /// Lends one task's memory.
-    pub fn with<R>(&self, run: impl FnOnce(&mut Scratch<A>) -> R) -> R {
-        let idle = lock(&self.idle).pop();
+impl<S: Default + HeldBytes> ScratchPool<S> {
+    /// Calls `run` with scratch memory, and keeps that memory afterwards.
+    pub fn with<R>(&self, run: impl FnOnce(&mut S) -> R) -> R {
+        let idle = self.lock().pop();
         let mut scratch = idle.unwrap_or_default();
         let result = run(&mut scratch);
-        lock(&self.idle).push(scratch);
+        self.lock().push(scratch);
         result
     }
 
-    /// Bytes held by pieces nobody uses at the moment.
+    /// Bytes of the idle scratch memory.
     pub fn bytes(&self) -> usize {
-        let held = |scratch: &Scratch<A>| scratch.memory.capacity() * size_of::<A>();
-        lock(&self.idle).iter().map(held).sum()
+        self.lock().iter().map(S::held_bytes).sum()
     }
 
-    /// Gives those back.
+    /// Frees the idle scratch memory.
     pub fn clear(&self) {
-        lock(&self.idle).clear();
+        self.lock().clear();
+    }
+
+    /// A thread that panicked left a valid vector behind, so a poisoned lock is safe to use.
+    fn lock(&self) -> MutexGuard<'_, Vec<S>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,8 +1,8 @@
-//! Buffers that several tasks write at once, each its own rows.
+//! Buffers whose rows are written by several tasks at once.
 //!
 //! Rows of different tasks interleave in memory, so they cannot be handed out as slices of one
-//! vector. A [`Shared`] hands them out one at a time, and [`disjoint`] is what makes that sound:
-//! a job whose addresses could meet is refused before any task runs.
+//! vector. [`SharedRows`] lends them one at a time, and [`disjoint`] makes that sound: kernels
+//! reject a job whose rows could overlap before any task runs.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
@@ -10,49 +10,49 @@ use std::marker::PhantomData;
 
 use encke_core::job::Operand;
 
-/// A slice of which tasks borrow rows.
+/// A slice from which tasks borrow rows.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Shared<'a, T> {
+pub struct SharedRows<'a, T> {
     start: *mut T,
     len: usize,
     lifetime: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: a `Shared` is a `&mut [T]` whose elements are borrowed in pieces; sending or sharing it
-// hands out pieces to other threads, which is sound for `T: Send` as long as no two pieces that
-// live at once overlap. That is the contract of `row`.
-unsafe impl<T: Send> Send for Shared<'_, T> {}
+// SAFETY: a `SharedRows` is a `&mut [T]` whose elements are borrowed row by row. Sending or sharing
+// it lets other threads borrow rows, which is sound for `T: Send` as long as no two rows that are
+// borrowed at the same time overlap. That is the contract of `row`.
+unsafe impl<T: Send> Send for SharedRows<'_, T> {}
 // SAFETY: as above.
-unsafe impl<T: Send> Sync for Shared<'_, T> {}
+unsafe impl<T: Send> Sync for SharedRows<'_, T> {}
 
-impl<'a, T> Shared<'a, T> {
-    /// Shares a slice.
-    pub fn new(slice: &'a mut [T]) -> Shared<'a, T> {
-        Shared {
+impl<'a, T> SharedRows<'a, T> {
+    /// Shares a slice whose rows are read and written.
+    pub fn new(slice: &'a mut [T]) -> SharedRows<'a, T> {
+        SharedRows {
             start: slice.as_mut_ptr(),
             len: slice.len(),
             lifetime: PhantomData,
         }
     }
 
-    /// Shares a slice of which rows are read ([`Shared::read`]) and never written.
-    pub fn of(slice: &'a [T]) -> Shared<'a, T> {
-        Shared {
+    /// Shares a slice whose rows are only read ([`SharedRows::read`]).
+    pub fn of(slice: &'a [T]) -> SharedRows<'a, T> {
+        SharedRows {
             start: slice.as_ptr().cast_mut(),
             len: slice.len(),
             lifetime: PhantomData,
         }
     }
 
-    /// Asks for a row that is needed soon; for nothing if it lies outside the buffer.
+    /// Prefetches a row into the L2 cache; does nothing if it lies outside the buffer.
     #[inline(always)]
-    pub fn expect(&self, at: usize, len: usize) {
+    pub fn prefetch(&self, at: usize, len: usize) {
         if at.checked_add(len).is_some_and(|end| end <= self.len) {
-            expect(self.start.wrapping_add(at), len);
+            prefetch(self.start.wrapping_add(at), len);
         }
     }
 
-    /// One row, to be read.
+    /// Borrows one row for reading.
     ///
     /// # Safety
     /// No row that overlaps this one may be written while it is alive.
@@ -63,15 +63,16 @@ impl<'a, T> Shared<'a, T> {
             end.is_some_and(|end| end <= self.len),
             "a row outside its buffer"
         );
-        // SAFETY: the row lies inside the slice this was made from, and the caller promises that
-        // nobody writes it.
+        // SAFETY: the row lies inside the slice this was made from, and the caller promises that no
+        // task writes it.
         unsafe { std::slice::from_raw_parts(self.start.add(at), len) }
     }
 
-    /// One row.
+    /// Borrows one row for writing.
     ///
     /// # Safety
-    /// The slice was shared to be written, and no other row that overlaps this one may be alive, in any thread.
+    /// The `SharedRows` was made by [`SharedRows::new`], and no overlapping row is borrowed at the
+    /// same time, in any thread.
     #[inline]
     pub unsafe fn row(&self, at: usize, len: usize) -> &'a mut [T] {
         let end = at.checked_add(len);
@@ -79,39 +80,39 @@ impl<'a, T> Shared<'a, T> {
             end.is_some_and(|end| end <= self.len),
             "a row outside its buffer"
         );
-        // SAFETY: the row lies inside the slice this was made from, which is borrowed for as long
-        // as `self` can be, and the caller promises that nobody else has any of it.
+        // SAFETY: the row lies inside the slice this was made from, which is borrowed for 'a, and
+        // the caller promises that no other borrow overlaps it.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
     }
 }
 
-/// Asks for numbers that are needed soon, while there is something else to do: rows of one head lie
-/// apart, no processor expects them, and whoever waits for memory computes nothing.
+/// Prefetches `len` elements into the L2 cache. Rows of one head are strided, so the hardware
+/// prefetcher does not follow them.
 #[inline(always)]
-pub(crate) fn expect<T>(numbers: *const T, len: usize) {
+pub fn prefetch<T>(elements: *const T, len: usize) {
     #[cfg(target_arch = "x86_64")]
     for byte in (0..len * size_of::<T>()).step_by(64) {
-        let line = numbers.cast::<i8>().wrapping_add(byte);
-        // SAFETY: a hint, which changes nothing whatever the address.
+        let line = elements.cast::<i8>().wrapping_add(byte);
+        // SAFETY: a prefetch has no effect on memory, for any address.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(line) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (numbers, len);
+    let _ = (elements, len);
 }
 
-/// Whether no two of the rows that an operand names can overlap: (batch, segment, row, head) of
-/// the given counts, each `width` long. Judged by the strides alone, so some operands without
-/// overlap are refused as well; those of plans never are.
+/// Whether no two rows of an operand can overlap, for every (batch, segment, row, head) of the
+/// given counts and rows of `width` elements. The strides alone decide, so some operands without
+/// overlap are rejected as well; those of plans never are.
 ///
 /// Heads at the same address overlap, unless they are `grouped`: then one task has all of them.
-pub(crate) fn disjoint(operand: &Operand, counts: [usize; 3], width: usize, grouped: bool) -> bool {
+pub fn disjoint(operand: &Operand, counts: [usize; 3], width: usize, grouped: bool) -> bool {
     let mut heads = operand.heads.to_vec();
     heads.sort_unstable();
     if grouped {
         heads.dedup();
     }
     let gaps = heads.windows(2).map(|pair| pair[1] - pair[0]);
-    // (smallest distance, whole extent) of each index; a single value has neither.
+    // (smallest distance, whole extent) of each dimension with more than one index.
     let mut extents: Vec<(usize, usize)> = Vec::new();
     extents.extend(
         gaps.min()
@@ -171,7 +172,7 @@ mod tests {
             disjoint(&operand(0, 0, 0, &[0, 4]), [1, 1, 1], 4, false),
             "a single row"
         );
-        // Heads at one address are one row: fine for whoever has both, a race for two tasks.
+        // Heads at one address are one row: fine for one task, a race for two.
         let twice = operand(0, 0, 8, &[0, 0, 4]);
         assert!(disjoint(&twice, [1, 1, 3], 4, true));
         assert!(!disjoint(&twice, [1, 1, 3], 4, false));

@@ -1,11 +1,11 @@
-//! Weights from scores, and masks for the diagonal.
+//! Weights from scores, and masks for tiles on the diagonal.
 
 use crate::real::Real;
-use crate::shape::{MOST_LANES, VECTORS};
+use crate::shape::{MAX_LANES, VECTORS};
 use crate::vector::Vector;
 
-/// Turns scores into weights relative to the new maximum, continuing m and l; returns what old
-/// sums are to be multiplied with.
+/// Turns scores into weights relative to the new row max, and updates m and l. Returns the factors
+/// that rescale older sums.
 #[inline(always)]
 pub(crate) fn weights<X: Vector>(
     x: X,
@@ -22,11 +22,11 @@ pub(crate) fn weights<X: Vector>(
             top[n] = x.max(top[n], row[n]);
         }
     }
-    // A lane that has seen nothing subtracts 0: minus infinity minus itself would be NaN.
+    // A lane without visible keys subtracts 0: minus infinity minus itself would be NaN.
     let mut base = top;
     for base in &mut base {
-        let unseen = x.where_less(*base, zero, zero, *base);
-        *base = x.where_less(nothing, *base, *base, unseen);
+        let empty = x.select_less(*base, zero, zero, *base);
+        *base = x.select_less(nothing, *base, *base, empty);
     }
     let mut sums = [zero; VECTORS];
     for row in scores.chunks_exact_mut(VECTORS) {
@@ -44,24 +44,28 @@ pub(crate) fn weights<X: Vector>(
     keep
 }
 
-/// Who sees whom in a tile on the diagonal: row j and the lanes that see more than j rows.
+/// The mask of a tile on the diagonal: row j is visible to the lanes whose count exceeds j.
 #[derive(Debug)]
-pub(crate) struct Mask<A> {
-    seen: [A; MOST_LANES],
+pub(crate) struct CausalMask<A> {
+    visible: [A; MAX_LANES],
 }
 
-impl<A: Real> Mask<A> {
-    /// The mask for `rows` rows from `start` on; none where every lane sees all of them.
+impl<A: Real> CausalMask<A> {
+    /// The mask of `rows` rows from `start` on; `None` if all of them are visible to every lane.
     #[inline(always)]
-    pub fn new<X: Vector<A = A>>(visible: &[usize], start: usize, rows: usize) -> Option<Mask<A>> {
-        if visible.iter().all(|&seen| seen >= start + rows) {
+    pub fn new<X: Vector<A = A>>(
+        visible: &[usize],
+        start: usize,
+        rows: usize,
+    ) -> Option<CausalMask<A>> {
+        if visible.iter().all(|&count| count >= start + rows) {
             return None;
         }
-        let mut mask = Mask {
-            seen: [A::ZERO; MOST_LANES],
+        let mut mask = CausalMask {
+            visible: [A::ZERO; MAX_LANES],
         };
-        for (x, seen) in mask.seen.iter_mut().zip(visible) {
-            *x = A::from_f64(seen.saturating_sub(start).min(rows) as f64);
+        for (x, count) in mask.visible.iter_mut().zip(visible) {
+            *x = A::from_f64(count.saturating_sub(start).min(rows) as f64);
         }
         Some(mask)
     }
@@ -69,25 +73,25 @@ impl<A: Real> Mask<A> {
     #[inline(always)]
     fn vectors<X: Vector<A = A>>(&self, x: X) -> [X::V; VECTORS] {
         let mut vectors = [x.zero(); VECTORS];
-        vectors.copy_from_slice(X::of(&self.seen[..VECTORS * X::WIDTH]));
+        vectors.copy_from_slice(X::of(&self.visible[..VECTORS * X::WIDTH]));
         vectors
     }
 
-    /// Replaces what is not seen.
+    /// Replaces the scores of hidden pairs.
     #[inline(always)]
     pub fn hide<X: Vector<A = A>>(&self, x: X, scores: &mut [X::V], hidden: A) {
-        let (seen, hidden) = (self.vectors(x), x.splat(hidden));
+        let (visible, hidden) = (self.vectors(x), x.splat(hidden));
         for (j, row) in scores.chunks_exact_mut(VECTORS).enumerate() {
             let j = x.splat(A::from_f64(j as f64));
             for n in 0..VECTORS {
-                row[n] = x.where_less(j, seen[n], row[n], hidden);
+                row[n] = x.select_less(j, visible[n], row[n], hidden);
             }
         }
     }
 
-    /// out = keep · out + the sum of what is seen. Terms that are not are left out rather than
-    /// multiplied by 0, because 0 times an infinite value is not 0. The others are summed as the
-    /// fast path sums them, to the last bit.
+    /// out = keep · out + the sum of the visible terms. Hidden terms are skipped rather than
+    /// multiplied by 0, because 0 times an infinite value is not 0. The others are summed exactly
+    /// as the fast path sums them, to the last bit.
     #[inline(always)]
     pub fn accumulate<X: Vector<A = A>>(
         &self,
@@ -98,7 +102,7 @@ impl<A: Real> Mask<A> {
         keep: &[X::V; VECTORS],
         out: &mut [X::V],
     ) {
-        let (seen, zero) = (self.vectors(x), x.zero());
+        let (visible, zero) = (self.vectors(x), x.zero());
         for (c, out) in out.chunks_exact_mut(VECTORS).enumerate() {
             let mut sums = [zero; VECTORS];
             let rows = rows.chunks_exact(width).zip(weights.chunks_exact(VECTORS));
@@ -106,7 +110,7 @@ impl<A: Real> Mask<A> {
                 let (factor, j) = (x.splat(row[c]), x.splat(A::from_f64(j as f64)));
                 for n in 0..VECTORS {
                     let sum = x.mul_add(factor, weights[n], sums[n]);
-                    sums[n] = x.where_less(j, seen[n], sum, sums[n]);
+                    sums[n] = x.select_less(j, visible[n], sum, sums[n]);
                 }
             }
             for n in 0..VECTORS {
@@ -115,10 +119,10 @@ impl<A: Real> Mask<A> {
         }
     }
 
-    /// sums[j] += Σ_i weights[j][i] · rows[i] over the lanes i that see row j; see
-    /// [`Mask::accumulate`] for why this is not left to zeros.
+    /// sums[j] += Σ_i weights[j][i] · rows[i] over the lanes i that row j is visible to;
+    /// [`CausalMask::accumulate`] explains why hidden terms are skipped.
     #[inline(always)]
-    pub fn scatter<X: Vector<A = A>>(
+    pub fn accumulate_keys<X: Vector<A = A>>(
         &self,
         x: X,
         weights: &[A],
@@ -134,7 +138,7 @@ impl<A: Real> Mask<A> {
             for (c, sum) in sums.iter_mut().enumerate() {
                 let mut found = x.zero();
                 for (i, row) in rows.chunks_exact(step).enumerate() {
-                    if j < self.seen[i] {
+                    if j < self.visible[i] {
                         found = x.mul_add(x.splat(weights[i]), row[c], found);
                     }
                 }

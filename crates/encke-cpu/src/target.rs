@@ -1,163 +1,173 @@
-//! Where the rows of a forward job come from and go to: what a carry has seen, or nothing where the
-//! job is the first that its queries see; into a carry that is continued, or, where it is the last,
-//! finished into out and lse.
+//! Where the softmax state of a forward job comes from and where its result goes.
+//!
+//! A job starts from a carry, or from nothing if it is the first of its queries. Its result goes to
+//! a carry, or, if it is the last job of its queries, normalized to out and lse.
 
+use encke_core::Data;
 use encke_core::kernel::{Carry, SoftmaxState};
-use encke_core::{Data, Element};
 use half::{bf16, f16};
 
 use crate::real::Real;
-use crate::shared::Shared;
+use crate::shared::SharedRows;
 
-/// Rows of some type that tasks write.
+/// Output rows of any storage type, written by tasks.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Rows<'a> {
-    F64(Shared<'a, f64>),
-    F32(Shared<'a, f32>),
-    Bf16(Shared<'a, bf16>),
-    F16(Shared<'a, f16>),
+pub enum OutputRows<'a> {
+    /// 64-bit floats.
+    F64(SharedRows<'a, f64>),
+    /// 32-bit floats.
+    F32(SharedRows<'a, f32>),
+    /// bfloat16.
+    Bf16(SharedRows<'a, bf16>),
+    /// Half precision.
+    F16(SharedRows<'a, f16>),
 }
 
-impl<'a> Rows<'a> {
-    pub fn new(data: &'a mut Data) -> Rows<'a> {
+impl<'a> OutputRows<'a> {
+    /// Shares the rows of a buffer.
+    pub fn new(data: &'a mut Data) -> OutputRows<'a> {
         match data {
-            Data::F64(x) => Rows::F64(Shared::new(x)),
-            Data::F32(x) => Rows::F32(Shared::new(x)),
-            Data::Bf16(x) => Rows::Bf16(Shared::new(x)),
-            Data::F16(x) => Rows::F16(Shared::new(x)),
+            Data::F64(x) => OutputRows::F64(SharedRows::new(x)),
+            Data::F32(x) => OutputRows::F32(SharedRows::new(x)),
+            Data::Bf16(x) => OutputRows::Bf16(SharedRows::new(x)),
+            Data::F16(x) => OutputRows::F16(SharedRows::new(x)),
         }
     }
 
-    /// Rounds numbers into their place.
+    /// Rounds a row and stores it from `at` on.
     ///
     /// # Safety
-    /// As for [`Shared::row`].
+    /// As for [`SharedRows::row`].
     #[inline]
     pub unsafe fn write<A: Real>(&self, at: usize, row: &[A]) {
-        fn round<A: Real, T: Element>(row: &[A], to: &mut [T]) {
-            A::round(row, to);
-        }
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                Rows::F64(x) => round(row, x.row(at, row.len())),
-                Rows::F32(x) => round(row, x.row(at, row.len())),
-                Rows::Bf16(x) => round(row, x.row(at, row.len())),
-                Rows::F16(x) => round(row, x.row(at, row.len())),
+                OutputRows::F64(x) => A::round(row, x.row(at, row.len())),
+                OutputRows::F32(x) => A::round(row, x.row(at, row.len())),
+                OutputRows::Bf16(x) => A::round(row, x.row(at, row.len())),
+                OutputRows::F16(x) => A::round(row, x.row(at, row.len())),
             }
         }
     }
 }
 
-/// What rows had seen before, and where they go. The numbers of a carry are read or written, never
-/// both by different tasks.
+/// The carry that a forward job starts from, and the destination of its result. Each cell of a
+/// carry is read and written by one task only.
 #[derive(Debug)]
-pub(crate) struct Target<'a, A> {
-    /// What they go on from; nothing where they begin.
-    pub before: Option<Carry<Shared<'a, A>>>,
-    /// Where they go.
-    pub after: After<'a, A>,
+pub struct Target<'a, A> {
+    /// The carry to continue; `None` if the job is the first of its queries.
+    pub previous: Option<Carry<SharedRows<'a, A>>>,
+    /// The destination.
+    pub output: ForwardOutput<'a, A>,
 }
 
-/// Where rows go.
+/// The destination of a forward job's result.
 #[derive(Debug)]
-pub(crate) enum After<'a, A> {
-    /// A carry that somebody continues.
-    Carry(Carry<Shared<'a, A>>),
-    /// Their end: out is multiplied with the gain.
-    End {
-        out: Rows<'a>,
-        lse: Shared<'a, A>,
+pub enum ForwardOutput<'a, A> {
+    /// A carry that another job continues.
+    Carry(Carry<SharedRows<'a, A>>),
+    /// The normalized output and its lse.
+    Final {
+        /// The output, multiplied by `gain`.
+        out: OutputRows<'a>,
+        /// The logarithm of the sum of exponentials of each row.
+        lse: SharedRows<'a, A>,
+        /// The factor of the output.
         gain: A,
     },
 }
 
 impl<'a, A: Real> Target<'a, A> {
-    /// Where a job's rows start from and go to; out is multiplied by `gain`.
+    /// The target that `state` describes; out is multiplied by `gain`.
     pub fn new(state: SoftmaxState<'a, Data>, gain: f64) -> Target<'a, A> {
         match state {
             SoftmaxState::Accumulate { carry, starts } => {
                 let Carry { acc, m, l } = Carry {
-                    acc: Shared::new(A::numbers(&mut carry.acc)),
-                    m: Shared::new(A::numbers(&mut carry.m)),
-                    l: Shared::new(A::numbers(&mut carry.l)),
+                    acc: SharedRows::new(A::slice_mut(&mut carry.acc)),
+                    m: SharedRows::new(A::slice_mut(&mut carry.m)),
+                    l: SharedRows::new(A::slice_mut(&mut carry.l)),
                 };
                 Target {
-                    before: (!starts).then_some(Carry { acc, m, l }),
-                    after: After::Carry(Carry { acc, m, l }),
+                    previous: (!starts).then_some(Carry { acc, m, l }),
+                    output: ForwardOutput::Carry(Carry { acc, m, l }),
                 }
             }
             SoftmaxState::Finish { carry, out, lse } => Target {
-                before: carry.map(|carry| Carry {
-                    acc: Shared::of(A::seen(&carry.acc)),
-                    m: Shared::of(A::seen(&carry.m)),
-                    l: Shared::of(A::seen(&carry.l)),
+                previous: carry.map(|carry| Carry {
+                    acc: SharedRows::of(A::slice(&carry.acc)),
+                    m: SharedRows::of(A::slice(&carry.m)),
+                    l: SharedRows::of(A::slice(&carry.l)),
                 }),
-                after: After::End {
-                    out: Rows::new(out),
-                    lse: Shared::new(A::numbers(lse)),
+                output: ForwardOutput::Final {
+                    out: OutputRows::new(out),
+                    lse: SharedRows::new(A::slice_mut(lse)),
                     gain: A::from_f64(gain),
                 },
             },
         }
     }
 
-    /// m and l that a cell begins with.
+    /// The row max and the sum of weights that a cell starts with.
     ///
     /// # Safety
-    /// No other task may have this cell.
+    /// No other task may access this cell.
     #[inline]
-    pub unsafe fn begin(&self, cell: usize) -> (A, A) {
-        match &self.before {
+    pub unsafe fn initial_max_and_sum(&self, cell: usize) -> (A, A) {
+        match &self.previous {
             // SAFETY: the caller's promise.
             Some(Carry { m, l, .. }) => unsafe { (m.read(cell, 1)[0], l.read(cell, 1)[0]) },
             None => (A::NEG_INFINITY, A::ZERO),
         }
     }
 
-    /// Adds what a cell had summed before to what it has summed since.
+    /// Adds the carry's sums, rescaled to the row max `m`, to the sums of this job.
     ///
     /// # Safety
-    /// As for [`Target::begin`].
+    /// As for [`Target::initial_max_and_sum`].
     #[inline(always)]
-    unsafe fn add_before(&self, cell: usize, row: &mut [A], m: A) {
-        let Some(before) = &self.before else {
+    unsafe fn add_previous(&self, cell: usize, row: &mut [A], m: A) {
+        let Some(previous) = &self.previous else {
             return;
         };
         // SAFETY: the caller's promise.
         let (acc, old) = unsafe {
             let dim = row.len();
-            (before.acc.read(cell * dim, dim), before.m.read(cell, 1)[0])
+            (
+                previous.acc.read(cell * dim, dim),
+                previous.m.read(cell, 1)[0],
+            )
         };
-        // Minus infinity minus itself would be NaN, where nothing has been seen.
+        // An empty carry: minus infinity minus itself would be NaN.
         let kept = match old == A::NEG_INFINITY {
             true => A::ZERO,
             false => (old - m).exp(),
         };
-        for (x, &before) in row.iter_mut().zip(acc) {
-            *x = kept * before + *x;
+        for (x, &previous) in row.iter_mut().zip(acc) {
+            *x = kept * previous + *x;
         }
     }
 
-    /// What a cell ends with, given what it has summed since it began, its m and its l. Always inlined, to
-    /// be compiled for the vectors of whoever calls.
+    /// Stores the result of a cell: `row` holds the sums of this job, `m` and `l` the final row max
+    /// and sum of weights. Always inlined, so that it is compiled for the instruction set of its
+    /// caller.
     ///
     /// # Safety
-    /// As for [`Target::begin`].
+    /// As for [`Target::initial_max_and_sum`].
     #[inline(always)]
-    pub unsafe fn end_with(&self, cell: usize, row: &mut [A], m: A, l: A) {
+    pub unsafe fn write_row(&self, cell: usize, row: &mut [A], m: A, l: A) {
         let dim = row.len();
         // SAFETY: the caller's promise.
         unsafe {
-            self.add_before(cell, row, m);
-            match &self.after {
-                After::Carry(carry) => {
+            self.add_previous(cell, row, m);
+            match &self.output {
+                ForwardOutput::Carry(carry) => {
                     carry.acc.row(cell * dim, dim).copy_from_slice(row);
                     carry.m.row(cell, 1)[0] = m;
                     carry.l.row(cell, 1)[0] = l;
                 }
-                After::End { out, lse, gain } => {
-                    let (factor, of_row) = ended(m, l, *gain);
+                ForwardOutput::Final { out, lse, gain } => {
+                    let (factor, row_lse) = normalizer(m, l, *gain);
                     for x in row.iter_mut() {
                         *x = factor * *x;
                     }
@@ -165,16 +175,16 @@ impl<'a, A: Real> Target<'a, A> {
                         row.fill(A::ZERO);
                     }
                     out.write(cell * dim, row);
-                    lse.row(cell, 1)[0] = of_row;
+                    lse.row(cell, 1)[0] = row_lse;
                 }
             }
         }
     }
 }
 
-/// The factor of a finished row, and its lse.
+/// The factor that normalizes a row, and its lse.
 #[inline]
-pub(crate) fn ended<A: Real>(m: A, l: A, gain: A) -> (A, A) {
+pub fn normalizer<A: Real>(m: A, l: A, gain: A) -> (A, A) {
     if l == A::ZERO {
         (A::ZERO, A::NEG_INFINITY)
     } else {

@@ -1,8 +1,8 @@
-//! Vectors: the few operations that attention needs, in both precisions, on every instruction set.
+//! Vectors: the operations that attention needs, in both precisions, on every instruction set.
 //!
-//! Instruction sets come from the `pulp` crate, which knows how to call them safely; this is the
-//! layer that makes f32 and f64 look alike. Everything here is inlined into code that was compiled
-//! for the instruction set at hand; a call that is not would be slow, never wrong.
+//! Instruction sets come from the `pulp` crate, which makes calling them safe; this layer gives f32
+//! and f64 the same interface. Everything here is inlined into code that is compiled for the
+//! instruction set; a call that is not inlined is slow, but correct.
 
 use std::marker::PhantomData;
 
@@ -13,14 +13,14 @@ use crate::real::Real;
 #[cfg(target_arch = "x86_64")]
 use crate::transpose;
 
-/// Work that is compiled anew for each instruction set. `run` must be inlined into it.
-pub(crate) trait Task {
+/// Code that is compiled once for each instruction set. Its `run` must be inlined.
+pub(crate) trait SimdTask {
     fn run(self);
 }
 
-struct Run<T>(T);
+struct Vectorized<T>(T);
 
-impl<T: Task> pulp::NullaryFnOnce for Run<T> {
+impl<T: SimdTask> pulp::NullaryFnOnce for Vectorized<T> {
     type Output = ();
 
     #[inline(always)]
@@ -31,27 +31,27 @@ impl<T: Task> pulp::NullaryFnOnce for Run<T> {
 
 /// Vectors of `Self::A` on one instruction set.
 pub(crate) trait Vector: Copy + Send + Sync {
-    /// The numbers.
+    /// The element type.
     type A: Real;
-    /// A vector of them.
+    /// A vector of elements.
     type V: Copy + Pod + Send + Sync;
-    /// Numbers in a vector.
+    /// Elements in a vector.
     const WIDTH: usize;
 
     fn splat(self, x: Self::A) -> Self::V;
     fn add(self, x: Self::V, y: Self::V) -> Self::V;
     fn sub(self, x: Self::V, y: Self::V) -> Self::V;
     fn mul(self, x: Self::V, y: Self::V) -> Self::V;
-    /// x·y + z, fused where the hardware does so.
+    /// x·y + z, fused if the hardware has the instruction.
     fn mul_add(self, x: Self::V, y: Self::V, z: Self::V) -> Self::V;
-    /// The larger one; `y` where that is NaN, and either where `x` is.
+    /// The larger of both; `y` if `y` is NaN, and either if `x` is NaN.
     fn max(self, x: Self::V, y: Self::V) -> Self::V;
     /// `yes` where x < y, `no` elsewhere.
-    fn where_less(self, x: Self::V, y: Self::V, yes: Self::V, no: Self::V) -> Self::V;
-    /// e^x for powers that are weights: at most 1, give or take rounding.
+    fn select_less(self, x: Self::V, y: Self::V, yes: Self::V, no: Self::V) -> Self::V;
+    /// e^x for exponents of softmax weights: at most 0, up to rounding.
     fn exp(self, x: Self::V) -> Self::V;
 
-    /// Transposes a square of [`Vector::WIDTH`] rows, which lie so far apart here and there.
+    /// Transposes a square of [`Vector::WIDTH`] rows, `from_step` and `to_step` elements apart.
     #[inline(always)]
     fn transpose(self, from: &[Self::A], from_step: usize, to: &mut [Self::A], to_step: usize) {
         for j in 0..Self::WIDTH {
@@ -61,90 +61,95 @@ pub(crate) trait Vector: Copy + Send + Sync {
         }
     }
 
-    /// Runs a task compiled for the instruction set.
-    fn run(self, task: impl Task);
+    /// Runs a task that is compiled for the instruction set.
+    fn run(self, task: impl SimdTask);
 
     #[inline(always)]
     fn zero(self) -> Self::V {
         self.splat(Self::A::ZERO)
     }
-    /// Numbers as vectors.
+    /// Elements as vectors.
     #[inline(always)]
-    fn of(numbers: &[Self::A]) -> &[Self::V] {
-        bytemuck::cast_slice(numbers)
+    fn of(elements: &[Self::A]) -> &[Self::V] {
+        bytemuck::cast_slice(elements)
     }
-    /// Numbers as vectors, to be written.
+    /// Elements as mutable vectors.
     #[inline(always)]
-    fn of_mut(numbers: &mut [Self::A]) -> &mut [Self::V] {
-        bytemuck::cast_slice_mut(numbers)
+    fn of_mut(elements: &mut [Self::A]) -> &mut [Self::V] {
+        bytemuck::cast_slice_mut(elements)
     }
 }
 
-/// Four numbers at a time in plain Rust, for machines without any of the arms. Nothing is fused,
-/// since a fused product without the instruction is a slow call.
+/// Four elements at a time in plain Rust, for machines without the other instruction sets. Products
+/// are not fused, since without the instruction a fused product is a slow library call.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Plain<A>(PhantomData<A>);
+pub(crate) struct PortableVector<A>(PhantomData<A>);
 
-impl<A> Plain<A> {
-    pub fn new() -> Plain<A> {
-        Plain(PhantomData)
+impl<A> PortableVector<A> {
+    pub fn new() -> PortableVector<A> {
+        PortableVector(PhantomData)
     }
 }
 
-/// Numbers in a plain vector: one register of f32 on the smallest x86-64.
-pub(crate) const PLAIN: usize = 4;
+/// Elements in a portable vector: one f32 register of the x86-64 baseline.
+pub(crate) const PORTABLE_WIDTH: usize = 4;
 
 #[inline(always)]
-fn lanes<A: Real>(f: impl Fn(usize) -> A) -> [A; PLAIN] {
+fn lanes<A: Real>(f: impl Fn(usize) -> A) -> [A; PORTABLE_WIDTH] {
     std::array::from_fn(f)
 }
 
-impl<A: Real> Vector for Plain<A> {
+impl<A: Real> Vector for PortableVector<A> {
     type A = A;
-    type V = [A; PLAIN];
-    const WIDTH: usize = PLAIN;
+    type V = [A; PORTABLE_WIDTH];
+    const WIDTH: usize = PORTABLE_WIDTH;
 
     #[inline(always)]
-    fn run(self, task: impl Task) {
+    fn run(self, task: impl SimdTask) {
         task.run();
     }
     #[inline(always)]
-    fn splat(self, x: A) -> [A; PLAIN] {
-        [x; PLAIN]
+    fn splat(self, x: A) -> [A; PORTABLE_WIDTH] {
+        [x; PORTABLE_WIDTH]
     }
     #[inline(always)]
-    fn add(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+    fn add(self, x: [A; PORTABLE_WIDTH], y: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
         lanes(|i| x[i] + y[i])
     }
     #[inline(always)]
-    fn sub(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+    fn sub(self, x: [A; PORTABLE_WIDTH], y: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
         lanes(|i| x[i] - y[i])
     }
     #[inline(always)]
-    fn mul(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+    fn mul(self, x: [A; PORTABLE_WIDTH], y: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
         lanes(|i| x[i] * y[i])
     }
     #[inline(always)]
-    fn mul_add(self, x: [A; PLAIN], y: [A; PLAIN], z: [A; PLAIN]) -> [A; PLAIN] {
+    fn mul_add(
+        self,
+        x: [A; PORTABLE_WIDTH],
+        y: [A; PORTABLE_WIDTH],
+        z: [A; PORTABLE_WIDTH],
+    ) -> [A; PORTABLE_WIDTH] {
         lanes(|i| x[i] * y[i] + z[i])
     }
     #[inline(always)]
-    fn max(self, x: [A; PLAIN], y: [A; PLAIN]) -> [A; PLAIN] {
+    fn max(self, x: [A; PORTABLE_WIDTH], y: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
         lanes(|i| if y[i] < x[i] { x[i] } else { y[i] })
     }
     #[inline(always)]
-    fn where_less(
+    fn select_less(
         self,
-        x: [A; PLAIN],
-        y: [A; PLAIN],
-        yes: [A; PLAIN],
-        no: [A; PLAIN],
-    ) -> [A; PLAIN] {
+        x: [A; PORTABLE_WIDTH],
+        y: [A; PORTABLE_WIDTH],
+        yes: [A; PORTABLE_WIDTH],
+        no: [A; PORTABLE_WIDTH],
+    ) -> [A; PORTABLE_WIDTH] {
         lanes(|i| if x[i] < y[i] { yes[i] } else { no[i] })
     }
     #[inline(always)]
-    fn exp(self, power: [A; PLAIN]) -> [A; PLAIN] {
-        A::exp_plain(power)
+    fn exp(self, power: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
+        A::exp_portable(power)
     }
 }
 
@@ -163,8 +168,8 @@ macro_rules! arithmetic {
         const WIDTH: usize = size_of::<S::$v>() / size_of::<$a>();
 
         #[inline(always)]
-        fn run(self, task: impl Task) {
-            self.0.vectorize(Run(task));
+        fn run(self, task: impl SimdTask) {
+            self.0.vectorize(Vectorized(task));
         }
 
         #[inline(always)]
@@ -192,7 +197,7 @@ macro_rules! arithmetic {
             self.0.$max(x, y)
         }
         #[inline(always)]
-        fn where_less(self, x: S::$v, y: S::$v, yes: S::$v, no: S::$v) -> S::$v {
+        fn select_less(self, x: S::$v, y: S::$v, yes: S::$v, no: S::$v) -> S::$v {
             self.0.$select(self.0.$less(x, y), yes, no)
         }
     };
@@ -221,8 +226,8 @@ impl<S: Simd> Vector for F32<S> {
             &mut to[..last * to_step + Self::WIDTH],
         );
         let (from, to) = (from.as_ptr(), to.as_mut_ptr());
-        // SAFETY: there are as many numbers, and on this architecture vectors of 16 are AVX-512's
-        // and those of 8 are AVX's: whoever has a value of `S` has the instructions.
+        // SAFETY: the slices above are long enough; on this architecture vectors of 16 are AVX-512
+        // and vectors of 8 are AVX, and a value of `S` proves that the processor has them.
         unsafe {
             match Self::WIDTH {
                 16 => transpose::sixteen(from, from_step, to, to_step),
@@ -247,21 +252,21 @@ impl<S: Simd> Vector for F32<S> {
     }
 }
 
-/// e^x in f32: 2^n · e^r with r within half of ln 2, and for e^r a polynomial of degree six that is
-/// right to 1e-8. `shift_left_23` shifts the bits of each number.
+/// e^x in f32: 2^n · e^r with |r| at most half of ln 2, and for e^r a polynomial of degree six with
+/// an error of 1e-8. `shift_left_23` shifts the bits of each lane.
 ///
-/// It is for weights, whose powers are at most 0, give or take rounding: powers that would be
-/// subnormal give exactly 0, those above 88 give nonsense that nobody reads. A NaN stays one.
+/// It is meant for exponents of softmax weights, which are at most 0 up to rounding: subnormal
+/// results become exactly 0, and results for exponents above 88 are meaningless. A NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp<X: Vector<A = f32>>(
     x: X,
     power: X::V,
     shift_left_23: impl Fn(X::V) -> X::V,
 ) -> X::V {
-    // Lower powers are this one, whose n of −127 makes 2^n zero.
+    // Smaller exponents are raised to this one, whose n of −127 makes 2^n zero.
     const LOW: f32 = -88.03;
-    // Adding 1.5·2^23 rounds to the nearest integer and leaves it in the low bits; adding 127 with
-    // it makes those the exponent of 2^n.
+    // Adding 1.5·2^23 rounds to the nearest integer and leaves it in the low bits; the additional
+    // 127 turns those into the exponent bits of 2^n.
     const ROUND: f32 = 12_582_912.0 + 127.0;
     // ln 2 in two parts: the first has so few bits that its products with integers are exact.
     const LN_2_HIGH: f32 = 0.693_359_4;
@@ -294,11 +299,11 @@ impl<S: Simd> Vector for F64<S> {
         select_f64s
     );
 
-    /// The library's, number by number: f64 is for being right.
+    /// The standard library's exp for each lane: f64 favours accuracy over speed.
     #[inline(always)]
     fn exp(self, mut power: S::f64s) -> S::f64s {
-        let numbers: &mut [f64] = bytemuck::cast_slice_mut(std::slice::from_mut(&mut power));
-        for x in numbers {
+        let lanes: &mut [f64] = bytemuck::cast_slice_mut(std::slice::from_mut(&mut power));
+        for x in lanes {
             *x = x.exp();
         }
         power
@@ -310,7 +315,7 @@ mod tests {
     use super::*;
 
     fn exp_of(power: f32) -> f32 {
-        Plain::<f32>::new().exp([power; PLAIN])[0]
+        PortableVector::<f32>::new().exp([power; PORTABLE_WIDTH])[0]
     }
 
     #[test]

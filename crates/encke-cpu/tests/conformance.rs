@@ -1,4 +1,4 @@
-//! The suite every kernel runs, on every instruction set, and what this kernel promises beyond it.
+//! The conformance suite on every instruction set, and the guarantees of this kernel beyond it.
 
 use encke_core::conformance::{self, Random};
 use encke_core::job::{Causal, Job, Operand};
@@ -6,11 +6,11 @@ use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
 use encke_core::plan::Pass;
 use encke_core::{DType, Data};
-use encke_cpu::{Arm, CpuKernel};
+use encke_cpu::{CpuKernel, InstructionSet};
 
-/// Runs the suite on one arm, or says why not.
-fn conforms(arm: Arm) {
-    match CpuKernel::with(arm) {
+/// Runs the suite on one instruction set, or prints why it cannot.
+fn conforms(set: InstructionSet) {
+    match CpuKernel::with(set) {
         Ok(kernel) => conformance::kernel(&kernel, &DType::ALL).unwrap(),
         Err(error) => println!("skipped: {error}"),
     }
@@ -18,41 +18,43 @@ fn conforms(arm: Arm) {
 
 #[test]
 fn portable_conforms() {
-    conforms(Arm::Portable);
+    conforms(InstructionSet::Portable);
 }
 
 #[test]
 fn avx2_conforms() {
-    conforms(Arm::Avx2);
+    conforms(InstructionSet::Avx2);
 }
 
 #[test]
 fn avx512_conforms() {
-    conforms(Arm::Avx512);
+    conforms(InstructionSet::Avx512);
 }
 
 #[test]
 fn amx_conforms() {
-    conforms(Arm::Amx);
+    conforms(InstructionSet::Amx);
 }
 
 #[test]
-fn arms_are_known_by_name_and_never_replaced() {
-    for arm in Arm::ALL {
-        match arm.to_string().parse::<Arm>() {
-            Ok(parsed) => assert_eq!(parsed, arm),
+fn instruction_sets_parse_by_name_and_missing_ones_are_errors() {
+    for set in InstructionSet::ALL {
+        match set.to_string().parse::<InstructionSet>() {
+            Ok(parsed) => assert_eq!(parsed, set),
             Err(error) => {
-                assert!(!arm.is_available());
+                assert!(!set.is_available());
                 assert!(error.to_string().contains("ENCKE_CPU"), "{error}");
             }
         }
     }
-    let error = "sse9".parse::<Arm>().expect_err("there is no such thing");
+    let error = "sse9"
+        .parse::<InstructionSet>()
+        .expect_err("an unknown name");
     assert!(
         error.to_string().contains("portable, avx2, avx512"),
         "{error}"
     );
-    assert!(Arm::best().is_available());
+    assert!(InstructionSet::best().is_available());
 }
 
 const HEADS: usize = 3;
@@ -92,11 +94,11 @@ fn job(tokens: usize, dim: usize) -> Job {
 fn run(kernel: &CpuKernel, job: &Job, dtype: DType) -> Vec<Data> {
     let (cells, dim, sum) = (job.queries * HEADS, job.dim, dtype.sum());
     let mut random = Random::new(1);
-    let mut numbers = || {
+    let mut tensor = || {
         let values: Vec<f64> = (0..cells * dim).map(|_| random.unit()).collect();
         Data::from_f64(dtype, &values)
     };
-    let [q, k, v, dout] = [numbers(), numbers(), numbers(), numbers()];
+    let [q, k, v, dout] = [tensor(), tensor(), tensor(), tensor()];
     let zeros = |count: usize| kernel.allocate(sum, count).unwrap();
     let mut carry = Carry {
         acc: zeros(cells * dim),
@@ -156,12 +158,12 @@ fn on_threads<R: Send>(threads: usize, body: impl FnOnce() -> R + Send) -> R {
 }
 
 #[test]
-fn the_number_of_threads_changes_no_bit() {
+fn results_are_bitwise_equal_for_any_number_of_threads() {
     let job = job(150, 24);
     for dtype in DType::ALL {
         let bits = |threads: usize| {
             let results = on_threads(threads, || {
-                run(&CpuKernel::new().expect("an arm"), &job, dtype)
+                run(&CpuKernel::new().expect("an instruction set"), &job, dtype)
             });
             results
                 .iter()
@@ -174,25 +176,25 @@ fn the_number_of_threads_changes_no_bit() {
     }
 }
 
-/// What both passes together may keep.
-fn announced(kernel: &CpuKernel, job: &Job, dtype: DType) -> usize {
+/// The larger workspace of both passes.
+fn workspace(kernel: &CpuKernel, job: &Job, dtype: DType) -> usize {
     let of = |pass| kernel.workspace_bytes(job, pass, dtype);
     of(Pass::Forward).max(of(Pass::Backward { dlse: false }))
 }
 
 #[test]
-fn scratch_is_what_was_announced_and_is_kept() {
+fn held_scratch_is_within_workspace_bytes_and_is_reused() {
     for dtype in [DType::F64, DType::F32, DType::Bf16] {
-        let kernel = CpuKernel::new().expect("an arm");
+        let kernel = CpuKernel::new().expect("an instruction set");
         assert_eq!(kernel.scratch_bytes(), 0);
         on_threads(2, || {
             let job = job(300, 64);
             run(&kernel, &job, dtype);
             let held = kernel.scratch_bytes();
-            assert!(held > 0 && held <= announced(&kernel, &job, dtype));
+            assert!(held > 0 && held <= workspace(&kernel, &job, dtype));
             run(&kernel, &job, dtype);
-            // Which threads take part is up to the scheduler, so only tiles are sure to be there.
-            assert!(kernel.scratch_bytes() <= announced(&kernel, &job, dtype));
+            // The scheduler decides which threads take part, so the second run may hold more.
+            assert!(kernel.scratch_bytes() <= workspace(&kernel, &job, dtype));
             assert!(kernel.scratch_bytes() >= held);
             kernel.release_scratch();
             assert_eq!(kernel.scratch_bytes(), 0);
@@ -204,17 +206,17 @@ fn scratch_is_what_was_announced_and_is_kept() {
 
 #[test]
 fn workspace_does_not_grow_with_the_sequence() {
-    let kernel = CpuKernel::new().expect("an arm");
+    let kernel = CpuKernel::new().expect("an instruction set");
     for dtype in [DType::F32, DType::Bf16, DType::F64] {
-        let bytes = |tokens: usize| announced(&kernel, &job(tokens, 64), dtype);
+        let bytes = |tokens: usize| workspace(&kernel, &job(tokens, 64), dtype);
         assert_eq!(bytes(2048), bytes(1 << 20));
-        // A short one may need less.
+        // A short sequence may need less.
         assert!(bytes(1) <= bytes(2048));
     }
 }
 
 #[test]
-fn too_much_memory_is_a_typed_error() {
-    let kernel = CpuKernel::new().expect("an arm");
+fn an_impossible_allocation_is_a_typed_error() {
+    let kernel = CpuKernel::new().expect("an instruction set");
     assert!(kernel.allocate(DType::F32, usize::MAX / 8).is_err());
 }

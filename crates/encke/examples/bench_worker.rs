@@ -11,7 +11,7 @@ use encke::{
     Activity, Attention, Cut, DType, Data, GroupScale, Mode, Pattern, Shape, Tensor, View,
     reference,
 };
-use encke_cpu::{Arm, peak};
+use encke_cpu::{InstructionSet, peak};
 
 type Error = Box<dyn std::error::Error>;
 
@@ -155,7 +155,7 @@ fn main() -> Result<(), Error> {
         let line = line?;
         let fields: Vec<&str> = line.split_whitespace().collect();
         let answer = match (&fields[..], &benchmark) {
-            (["peak", dtype], _) => peak(Arm::chosen()?, dtype.parse()?).to_string(),
+            (["peak", dtype], _) => peak(InstructionSet::from_env()?, dtype.parse()?).to_string(),
             (["resident"], _) => resident_kib("VmRSS"),
             (["forget"], _) => {
                 // Resets VmHWM, the peak resident size.

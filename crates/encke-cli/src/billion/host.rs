@@ -68,7 +68,7 @@ impl Works<CpuKernel> for Host<'_> {
     }
 
     fn kernel(&self) -> String {
-        self.kernel.arm().to_string()
+        self.kernel.instruction_set().to_string()
     }
 
     fn memory(&self, _: Option<&RankMemory>) -> Result<Option<DeviceMemory>> {

@@ -178,7 +178,7 @@ fn conclude(work: &mut Work, all: Vec<Found>) -> Result<usize> {
             .or(largest);
         resident.push(found.resident_bytes.map_or("unknown".to_string(), bytes));
     }
-    let kernel = work.kernel.arm().to_string();
+    let kernel = work.kernel.instruction_set().to_string();
     let report = Report::new(&work.plan, &sum, largest.as_ref(), kernel, None);
     say(&report.words())?;
     say(&format!(

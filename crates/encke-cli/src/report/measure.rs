@@ -75,7 +75,7 @@ pub fn measure(work: &Work, grad: bool, seed: u64) -> Result<(Findings, Timeline
         passes: pass_findings,
         picture: Picture::new(plan),
         predictions: prediction::predict(&requests)?,
-        environment: environment::facts(&attention.kernel().arm().to_string(), seed),
+        environment: environment::facts(&attention.kernel().instruction_set().to_string(), seed),
     };
     let backward = run.backward.as_ref().map(|backward| &backward.report.trace);
     let forward = &run.forward.report.trace;

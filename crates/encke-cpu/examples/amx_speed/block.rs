@@ -1,38 +1,38 @@
-//! The phases of the forward pass on blocks of keys, one by one.
+//! The phases of the forward pass on blocks of keys, as separate functions.
 
 use std::hint::black_box;
 
+use encke_cpu::internals::pack::{self, RowSource, Sign};
+use encke_cpu::internals::softmax::{self, Lanes, ScoreBlock, TileSoftmax};
+use encke_cpu::internals::{
+    Dim64Split1, ROW_BYTES, SLAB_BYTES, ScoreScale, TileProduct, TileUnit, multiply_keys,
+};
 use half::bf16;
 
-use crate::amx::number::Scale;
-use crate::amx::pack::{self, Sign, Source};
-use crate::amx::shape::Short;
-use crate::amx::softmax::{self, Block, Lanes, Running};
-use crate::amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
-use crate::memory::Memory;
-use crate::numbers::{Numbers, job, numbers_of};
+use crate::memory::TileMemory;
+use crate::tensors::{BenchTensors, elements_of, job};
 
-/// Blocks of keys that do not fit the first-level cache together, but the second.
+/// Blocks of keys: together they fit the L2 cache, but not the L1 cache.
 pub const BLOCKS: usize = 16;
 
-/// Two tiles of queries and some blocks of keys; one block fits the first-level cache.
-pub struct Bench {
-    q: Memory,
-    k: Memory,
-    v: Memory,
-    sums: Memory,
-    scores: Memory,
+/// Two tiles of queries and some blocks of keys; one block fits the L1 cache.
+pub struct BlockBench {
+    q: TileMemory,
+    k: TileMemory,
+    v: TileMemory,
+    sums: TileMemory,
+    scores: TileMemory,
     steps: usize,
     keys: usize,
-    running: Running,
+    state: TileSoftmax,
 }
 
-impl Bench {
-    pub fn new(dim: usize, keys: usize) -> Bench {
+impl BlockBench {
+    pub fn new(dim: usize, keys: usize) -> BlockBench {
         let steps = dim / 32;
-        // Odd numbers of pages keep the buffers from looking alike.
-        let memory = |slabs: usize| Memory::new(slabs.div_ceil(2) | 1);
-        let mut bench = Bench {
+        // Odd numbers of pages spread the buffers over different cache sets.
+        let memory = |slabs: usize| TileMemory::new(slabs.div_ceil(2) | 1);
+        let mut bench = BlockBench {
             q: memory(2 * steps),
             k: memory(BLOCKS * keys / 32 * steps),
             v: memory(BLOCKS * keys / 32 * steps),
@@ -40,14 +40,14 @@ impl Bench {
             scores: memory(2 * 2 * keys / 32),
             steps,
             keys,
-            running: Running {
+            state: TileSoftmax {
                 m: Lanes([f32::NEG_INFINITY; 32]),
                 l: Lanes([0.0; 32]),
                 visible: Lanes([i32::MAX; 32]),
             },
         };
-        let numbers = Numbers::<bf16>::new(&job(keys.max(64), 1, dim, false));
-        bench.pack(&numbers, dim);
+        let tensors = BenchTensors::<bf16>::new(&job(keys.max(64), 1, dim, false));
+        bench.pack(&tensors, dim);
         let bytes = bench.block_bytes();
         for memory in [&mut bench.k, &mut bench.v] {
             for block in 1..BLOCKS {
@@ -61,24 +61,24 @@ impl Bench {
         bench
     }
 
-    fn pack(&mut self, numbers: &Numbers<bf16>, dim: usize) {
+    fn pack(&mut self, tensors: &BenchTensors<bf16>, dim: usize) {
         for tile in 0..2 {
-            let source = source(numbers_of(&numbers.data[0]), dim, tile * 32);
+            let source = source(elements_of(&tensors.data[0]), dim, tile * 32);
             let to = self.q.at().wrapping_add(tile * self.steps * SLAB_BYTES);
-            // SAFETY: the memory has these slabs, and the vectors are there.
+            // SAFETY: the memory has these slabs, and the processor has AVX-512.
             unsafe { pack::lanes(&source, Sign::Plus, to) };
         }
-        self.pack_keys(numbers, dim);
+        self.pack_keys(tensors, dim);
     }
 
-    pub fn pack_keys(&mut self, numbers: &Numbers<bf16>, dim: usize) {
+    pub fn pack_keys(&mut self, tensors: &BenchTensors<bf16>, dim: usize) {
         for step in 0..self.keys / 32 {
             let at = step * self.steps * SLAB_BYTES;
-            // SAFETY: the memory has these slabs, and the vectors are there.
+            // SAFETY: the memory has these slabs, and the processor has AVX-512.
             unsafe {
-                let keys = source(numbers_of(&numbers.data[1]), dim, step * 32);
+                let keys = source(elements_of(&tensors.data[1]), dim, step * 32);
                 pack::rows(&keys, self.k.at().wrapping_add(at));
-                let values = source(numbers_of(&numbers.data[2]), dim, step * 32);
+                let values = source(elements_of(&tensors.data[2]), dim, step * 32);
                 pack::columns(&values, self.v.at().wrapping_add(at));
             }
         }
@@ -95,42 +95,29 @@ impl Bench {
 
     /// # Safety
     /// Tiles are configured.
-    pub unsafe fn qk<T: Tiles>(&mut self, tile: usize, block: usize) {
+    pub unsafe fn qk<T: TileUnit>(&mut self, tile: usize, block: usize) {
         let k = self.k.at().wrapping_add(block * self.block_bytes());
         let q = self.q.at().wrapping_add(tile * self.steps * SLAB_BYTES);
-        for step in 0..self.keys / 32 {
-            let c = self.buffer(tile).wrapping_add(2 * step * SLAB_BYTES);
-            let a = step * self.steps * SLAB_BYTES;
-            // SAFETY: all slabs are there, and tiles are configured.
-            unsafe {
-                T::multiply::<false, 1>(Product {
-                    a: k.wrapping_add(a),
-                    a_step: SLAB_BYTES,
-                    b: [q, q.wrapping_add(TILE_BYTES)],
-                    b_step: SLAB_BYTES,
-                    b_row: ROW_BYTES,
-                    c: [c, c.wrapping_add(SLAB_BYTES)],
-                    steps: self.steps,
-                });
-            }
-        }
+        let (sums, steps) = (self.buffer(tile), self.steps);
+        // SAFETY: the memory has these slabs, and tiles are configured.
+        unsafe { multiply_keys::<T, bf16>(k, q, sums, steps, self.keys / 32) };
     }
 
     pub fn softmax(&mut self, tile: usize) {
-        let block = Block {
+        let block = ScoreBlock {
             scores: self.buffer(tile),
             weights: self.buffer(tile),
             steps: self.keys / 32,
             start: 0,
             masked: false,
         };
-        // SAFETY: the scores are there, and so are the vectors.
+        // SAFETY: the memory has these slabs, and the processor has AVX-512.
         let rescale = unsafe {
-            softmax::softmax::<bf16, Short>(
+            softmax::softmax::<bf16, Dim64Split1>(
                 &block,
-                Scale::new(0.125),
-                &mut self.running,
-                softmax::EVERY,
+                ScoreScale::new(0.125),
+                &mut self.state,
+                softmax::ALL_LANES,
             )
         };
         black_box(rescale);
@@ -138,15 +125,15 @@ impl Bench {
 
     /// # Safety
     /// Tiles are configured.
-    pub unsafe fn pv<T: Tiles>(&mut self, tile: usize, block: usize) {
+    pub unsafe fn pv<T: TileUnit>(&mut self, tile: usize, block: usize) {
         let v = self.v.at().wrapping_add(block * self.block_bytes());
         let b = self.buffer(tile);
         let sums = tile * 2 * self.steps * SLAB_BYTES;
         for step in 0..self.steps {
             let c = self.sums.at().wrapping_add(sums + 2 * step * SLAB_BYTES);
-            // SAFETY: all slabs are there, and tiles are configured.
+            // SAFETY: the memory has these slabs, and tiles are configured.
             unsafe {
-                T::multiply::<true, 1>(Product {
+                T::multiply::<true, 1>(TileProduct {
                     a: v.wrapping_add(step * SLAB_BYTES),
                     a_step: self.steps * SLAB_BYTES,
                     b: [b, b.wrapping_add(SLAB_BYTES)],
@@ -161,12 +148,12 @@ impl Bench {
 }
 
 fn source(
-    numbers: &[bf16],
+    elements: &[bf16],
     dim: usize,
     first: usize,
-) -> Source<'_, bf16, impl Fn(usize) -> Option<usize>> {
-    Source {
-        numbers,
+) -> RowSource<'_, bf16, impl Fn(usize) -> Option<usize>> {
+    RowSource {
+        elements,
         dim,
         count: 32,
         address: move |row: usize| Some((first + row) * dim),

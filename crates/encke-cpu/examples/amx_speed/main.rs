@@ -1,45 +1,17 @@
-//! How fast the tile kernels are, and where their time goes:
-//! `cargo run --release -p encke-cpu --example amx_speed -- [threads] [check|peak|phases|forward|backward|f32 ...]`.
+//! Benchmark of the tile kernels:
+//! `cargo run --release -p encke-cpu --example amx_speed -- [THREADS] [PART ...] [f32]`,
+//! where PART is check, peak, phases, forward or backward; without any, all of them run.
 //!
-//! Checks every variant's answer first. Then, from one run and best of several: the peak of the
-//! tiles (registers only, and fed from the first-level cache), the phases of the forward pass one
-//! by one and one after the other, and GFLOP/s of all variants with the share of the peak that was
-//! measured just before. Operations are counted as attention counts them (four per pair and
-//! channel forward, ten backward).
+//! First it checks the results of every variant. Then it measures, best of several runs: the peak
+//! of the tiles (from registers only, and fed from the L1 cache), the phases of the forward pass
+//! separately and in sequence, and GFLOP/s of all variants with their share of the peak that was
+//! measured just before. Attention counts four operations per pair and channel forward, and ten
+//! backward.
 //!
-//! Variants compute in bf16, or with the word `f32` in that; phases are those of bf16.
+//! Variants compute in bf16, or in f32 if the arguments include `f32`; phases are always bf16.
 //!
-//! Without tiles it runs on emulated ones, with tiny sizes, to show that it works; its figures
-//! then mean nothing.
-
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code, unused_imports)]
-#[path = "../../src/amx/mod.rs"]
-mod amx;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/real.rs"]
-mod real;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/schedule.rs"]
-mod schedule;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/shared.rs"]
-mod shared;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/target.rs"]
-mod target;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/transpose.rs"]
-mod transpose;
-#[cfg(target_arch = "x86_64")]
-#[allow(dead_code)]
-#[path = "../../src/vector.rs"]
-mod vector;
+//! Without tiles it runs on emulated ones with tiny sizes, to show that it works; the figures are
+//! then meaningless.
 
 #[cfg(target_arch = "x86_64")]
 mod block;
@@ -48,25 +20,28 @@ mod check;
 #[cfg(target_arch = "x86_64")]
 mod memory;
 #[cfg(target_arch = "x86_64")]
-mod numbers;
-#[cfg(target_arch = "x86_64")]
 mod peak;
 #[cfg(target_arch = "x86_64")]
 mod phases;
 #[cfg(target_arch = "x86_64")]
 mod table;
 #[cfg(target_arch = "x86_64")]
+mod tensors;
+#[cfg(target_arch = "x86_64")]
 mod variants;
 
 #[cfg(target_arch = "x86_64")]
+use encke_cpu::internals;
+
+#[cfg(target_arch = "x86_64")]
 fn main() {
-    if amx::available() {
-        all::<amx::Hardware>(true);
-    } else if amx::detect::vectors() {
-        println!("NO TILES HERE: emulated ones, tiny sizes, figures that mean nothing");
-        all::<amx::emulated::Emulated>(false);
+    if internals::available() {
+        run::<internals::Hardware>(true);
+    } else if internals::has_avx512() {
+        println!("no tiles on this machine: emulated tiles, tiny sizes, meaningless figures");
+        run::<internals::Emulated>(false);
     } else {
-        println!("neither tiles nor AVX-512 here: nothing to measure");
+        println!("neither tiles nor AVX-512 on this machine: nothing to measure");
     }
 }
 
@@ -75,38 +50,38 @@ fn main() {
     println!("no tiles on this architecture");
 }
 
-/// Everything that the arguments ask for.
+/// Runs the parts that the arguments name. `hardware` is false for emulated tiles.
 #[cfg(target_arch = "x86_64")]
-fn all<T: amx::tiles::Tiles>(real: bool) {
+fn run<T: internals::TileUnit>(hardware: bool) {
     let mut arguments = std::env::args().skip(1).peekable();
     let threads = arguments.peek().and_then(|word| word.parse().ok());
     if threads.is_some() {
         arguments.next();
     }
     let threads: usize = threads.unwrap_or(2);
-    let (kind, wanted): (Vec<String>, Vec<String>) = arguments.partition(|word| word == "f32");
-    let want = |what: &str| wanted.is_empty() || wanted.iter().any(|word| word == what);
-    let wide = !kind.is_empty();
+    let (f32_words, parts): (Vec<String>, Vec<String>) = arguments.partition(|word| word == "f32");
+    let selected = |part: &str| parts.is_empty() || parts.iter().any(|word| word == part);
+    let in_f32 = !f32_words.is_empty();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     pool.expect("threads").install(|| {
         println!("{} tiles, {threads} threads", T::NAME);
-        if want("check") {
-            match wide {
+        if selected("check") {
+            match in_f32 {
                 true => check::check::<T, f32>(),
                 false => check::check::<T, half::bf16>(),
             }
         }
-        if real && want("peak") {
+        if hardware && selected("peak") {
             peak::peaks::<T>(threads);
         }
-        if want("phases") {
-            phases::phases::<T>(real);
+        if selected("phases") {
+            phases::phases::<T>(hardware);
         }
         for (word, forward) in [("forward", true), ("backward", false)] {
-            if want(word) {
-                match wide {
-                    true => table::table::<T, f32>(real, threads, forward),
-                    false => table::table::<T, half::bf16>(real, threads, forward),
+            if selected(word) {
+                match in_f32 {
+                    true => table::table::<T, f32>(hardware, forward),
+                    false => table::table::<T, half::bf16>(hardware, forward),
                 }
             }
         }

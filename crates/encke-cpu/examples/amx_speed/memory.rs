@@ -1,21 +1,25 @@
 //! Memory for tiles.
 
-/// Memory that begins at a page.
-pub struct Memory(Vec<Page>);
+use encke_cpu::internals::PageScratch;
 
-#[derive(Clone)]
-#[repr(C, align(4096))]
-struct Page([u8; 4096]);
+/// Memory that starts at a page.
+pub struct TileMemory(PageScratch);
 
-impl Memory {
-    /// So many pages of bf16 between 1 and 2: zeros would be multiplied faster.
-    pub fn new(pages: usize) -> Memory {
-        let byte = |i: usize| [0x80 | (i * 37) as u8, 0x3f][i % 2];
-        Memory(vec![Page(std::array::from_fn(byte)); pages])
+impl TileMemory {
+    /// `pages` pages of bf16 between 1 and 2: zeros would be multiplied faster.
+    pub fn new(pages: usize) -> TileMemory {
+        let mut memory = TileMemory(PageScratch::default());
+        let start = memory.0.reserve(pages * 4096);
+        for i in 0..pages * 4096 {
+            let byte = [0x80 | (i * 37) as u8, 0x3f][i % 2];
+            // SAFETY: the memory has this many bytes.
+            unsafe { start.add(i).write(byte) };
+        }
+        memory
     }
 
-    /// Where it begins.
+    /// Its first byte.
     pub fn at(&mut self) -> *mut u8 {
-        self.0.as_mut_ptr().cast()
+        self.0.reserve(0)
     }
 }

@@ -1,40 +1,32 @@
-//! What the tiles could do at most: from registers, and fed from the first-level cache.
+//! The peak of the tiles: from registers, and fed from the L1 cache.
 
-use crate::amx;
-use crate::amx::tiles::{Product, ROW_BYTES, SLAB_BYTES, Tiles};
-use crate::memory::Memory;
-use crate::numbers::time;
+use encke_core::DType;
+use encke_cpu::InstructionSet;
+use encke_cpu::internals::{ROW_BYTES, SLAB_BYTES, TileProduct, TileUnit};
+
+use crate::memory::TileMemory;
+use crate::tensors::time;
 
 const FLOP_PER_TILE: f64 = 16.0 * 16.0 * 32.0 * 2.0;
 
-/// GFLOP/s of tiles from registers, on all threads of the pool together.
-pub fn peak<T: Tiles>(threads: usize) -> f64 {
-    const ROUNDS: usize = 200_000;
-    let (best, _) = time(5, || {
-        rayon::broadcast(|_| {
-            // SAFETY: only called with tiles of the processor.
-            unsafe {
-                T::configure();
-                amx::Hardware::multiply_registers(ROUNDS);
-                T::release();
-            }
-        });
-    });
-    threads as f64 * 4.0 * ROUNDS as f64 * FLOP_PER_TILE / best * 1e-9
+/// GFLOP/s of the hardware's tiles from registers, on all threads of the pool together, best of 5.
+pub fn peak() -> f64 {
+    let run = |_| encke_cpu::peak(InstructionSet::Amx, DType::Bf16);
+    (0..5).map(run).fold(0.0, f64::max)
 }
 
-/// Both peaks, in words.
-pub fn peaks<T: Tiles>(threads: usize) {
+/// Measures and prints both peaks.
+pub fn peaks<T: TileUnit>(threads: usize) {
     const ROUNDS: usize = 20_000;
     let (best, _) = time(5, || {
         rayon::broadcast(|_| {
-            let mut memory = Memory::new(16);
+            let mut memory = TileMemory::new(16);
             let at = memory.at();
             // SAFETY: the product stays in the memory, and tiles are configured.
             unsafe {
                 T::configure();
                 for _ in 0..ROUNDS {
-                    T::multiply::<false, 1>(Product {
+                    T::multiply::<false, 1>(TileProduct {
                         a: at,
                         a_step: SLAB_BYTES,
                         b: [at.wrapping_add(12 << 10), at.wrapping_add(13 << 10)],
@@ -50,8 +42,8 @@ pub fn peaks<T: Tiles>(threads: usize) {
     });
     let fed = threads as f64 * 24.0 * ROUNDS as f64 * FLOP_PER_TILE / best * 1e-9;
     println!(
-        "peak: {:.0} GFLOP/s from registers, {fed:.0} fed from the first-level cache \
+        "peak: {:.0} GFLOP/s from registers, {fed:.0} fed from the L1 cache \
          (products of 6 steps, sums stored)",
-        peak::<T>(threads)
+        peak()
     );
 }

@@ -1,21 +1,21 @@
-//! Where the time of a block goes.
+//! Time of each phase of a block.
 
-use crate::amx;
-use crate::amx::tiles::Tiles;
-use crate::block::{BLOCKS, Bench};
-use crate::numbers::{Numbers, job, time};
+use encke_cpu::internals::{Hardware, TileUnit};
 
-/// Where the time of 32 queries and a block of keys goes, on one thread, in the time one tile
-/// multiplication takes at its peak (16 cycles).
-pub fn phases<T: Tiles>(real: bool) {
-    // Packing and softmax run on vectors and can be timed anywhere.
-    let (rounds, vector_rounds) = (if real { 20_000 } else { 2 }, 20_000);
-    let unit = if real {
+use crate::block::{BLOCKS, BlockBench};
+use crate::tensors::{BenchTensors, job, time};
+
+/// Measures each phase of 32 queries and a block of keys, on one thread. The unit is the time of
+/// one tile multiplication at the peak (16 cycles).
+pub fn phases<T: TileUnit>(hardware: bool) {
+    // Packing and softmax run on vectors and can be timed without tiles.
+    let (rounds, vector_rounds) = (if hardware { 20_000 } else { 2 }, 20_000);
+    let unit = if hardware {
         let (best, _) = time(7, || {
-            // SAFETY: tiles are there.
+            // SAFETY: tiles are available.
             unsafe {
                 T::configure();
-                amx::Hardware::multiply_registers(100_000);
+                Hardware::multiply_registers(100_000);
                 T::release();
             }
         });
@@ -39,15 +39,15 @@ pub fn phases<T: Tiles>(real: bool) {
         (128, 128),
         (128, 256),
     ] {
-        let numbers = Numbers::new(&job(keys.max(64), 1, dim, false));
-        let mut bench = Bench::new(dim, keys);
-        let mut units = |rounds: usize, body: &mut dyn FnMut(&mut Bench)| {
-            // SAFETY: tiles are there; they stay configured for this thread.
+        let tensors = BenchTensors::new(&job(keys.max(64), 1, dim, false));
+        let mut bench = BlockBench::new(dim, keys);
+        let mut units = |rounds: usize, body: &mut dyn FnMut(&mut BlockBench)| {
+            // SAFETY: tiles are available; they stay configured on this thread.
             unsafe { T::configure() };
             let (best, _) = time(7, || (0..rounds).for_each(|_| body(&mut bench)));
             best / rounds as f64 / unit
         };
-        let pack = units(vector_rounds, &mut |bench| bench.pack_keys(&numbers, dim));
+        let pack = units(vector_rounds, &mut |bench| bench.pack_keys(&tensors, dim));
         // SAFETY: tiles are configured, here and below.
         let qk = units(rounds, &mut |bench| unsafe { bench.qk::<T>(0, 0) });
         let softmax = units(vector_rounds, &mut |bench| bench.softmax(0));

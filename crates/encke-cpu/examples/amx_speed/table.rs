@@ -1,33 +1,43 @@
-//! The speed of every variant, beside the peak measured just before.
+//! The speed of every variant, and its share of the peak measured just before.
 
 use encke_core::job::Job;
+use encke_cpu::internals::{PagePool, TileUnit, forward};
 
-use crate::amx;
-use crate::amx::Pool;
-use crate::amx::tiles::Tiles;
-use crate::numbers::{Numbers, Timed, job, time};
 use crate::peak::peak;
-use crate::variants::{Backward, Forward, backwards, forwards};
+use crate::tensors::{BenchElement, BenchTensors, job, time};
+use crate::variants::{BackwardFn, ForwardFn, backwards, forwards};
 
 /// One call of a variant.
-type Body<'a, N> = Box<dyn Fn(&mut Numbers<N>) + 'a>;
+type BenchBody<'a, N> = Box<dyn Fn(&mut BenchTensors<N>) + 'a>;
 
-fn forward_body<'a, N: Timed>(run: Forward<N>, scratch: &'a Pool, job: &'a Job) -> Body<'a, N> {
-    Box::new(move |numbers| numbers.forward(run, scratch, job))
+fn forward_body<'a, N: BenchElement>(
+    run: ForwardFn<N>,
+    scratch: &'a PagePool,
+    job: &'a Job,
+) -> BenchBody<'a, N> {
+    Box::new(move |tensors| tensors.forward(run, scratch, job))
 }
 
-fn backward_body<'a, N: Timed>(run: Backward<N>, scratch: &'a Pool, job: &'a Job) -> Body<'a, N> {
-    Box::new(move |numbers| numbers.backward(run, scratch, job))
+fn backward_body<'a, N: BenchElement>(
+    run: BackwardFn<N>,
+    scratch: &'a PagePool,
+    job: &'a Job,
+) -> BenchBody<'a, N> {
+    Box::new(move |tensors| tensors.backward(run, scratch, job))
 }
 
-/// The shortest and the median time of each variant, taken in turns: how fast a machine is changes
-/// from one second to the next, and by more than variants differ.
-fn turns<N>(real: bool, runs: &[Body<'_, N>], numbers: &mut Numbers<N>) -> Vec<(f64, f64)> {
-    let rounds = if real { 9 } else { 1 };
+/// The shortest and the median time of each variant. Runs of different variants alternate, because
+/// the speed of a machine changes from second to second by more than variants differ.
+fn alternate<N>(
+    hardware: bool,
+    runs: &[BenchBody<'_, N>],
+    tensors: &mut BenchTensors<N>,
+) -> Vec<(f64, f64)> {
+    let rounds = if hardware { 9 } else { 1 };
     let mut seconds = vec![Vec::new(); runs.len()];
     for _ in 0..rounds {
         for (run, seconds) in runs.iter().zip(&mut seconds) {
-            seconds.push(time(1, || run(numbers)).0);
+            seconds.push(time(1, || run(tensors)).0);
         }
     }
     let summary = |mut seconds: Vec<f64>| {
@@ -38,30 +48,30 @@ fn turns<N>(real: bool, runs: &[Body<'_, N>], numbers: &mut Numbers<N>) -> Vec<(
 }
 
 /// GFLOP/s of every variant.
-pub fn table<T: Tiles, N: Timed>(real: bool, threads: usize, forward: bool) {
-    let sizes: &[(usize, usize)] = match real {
+pub fn table<T: TileUnit, N: BenchElement>(hardware: bool, is_forward: bool) {
+    let sizes: &[(usize, usize)] = match hardware {
         true => &[(1024, 8), (4096, 8), (16384, 2)],
         false => &[(64, 1), (192, 1)],
     };
-    let scratch = Pool::default();
+    let scratch = PagePool::default();
     for dim in [64, 128] {
         for &(tokens, heads) in sizes {
             for causal in [false, true] {
                 let job = job(tokens, heads, dim, causal);
-                let mut numbers = Numbers::<N>::new(&job);
+                let mut tensors = BenchTensors::<N>::new(&job);
                 let operations = job.pairs() as f64 * dim as f64 * 1e-9;
-                let peak = if real { peak::<T>(threads) } else { f64::NAN };
+                let peak = if hardware { peak() } else { f64::NAN };
                 println!(
                     "{} {} dim {dim}, {tokens} tokens, {heads} heads, {}; peak {peak:.0} GFLOP/s",
                     N::DTYPE,
-                    if forward { "forward" } else { "backward" },
+                    if is_forward { "forward" } else { "backward" },
                     if causal { "causal" } else { "full" },
                 );
-                if !forward {
-                    numbers.forward(amx::forward::<T, N>, &scratch, &job);
-                    numbers.finish(&job);
+                if !is_forward {
+                    tensors.forward(forward::<T, N>, &scratch, &job);
+                    tensors.finish(&job);
                 }
-                let (names, runs): (Vec<_>, Vec<Body<'_, N>>) = match forward {
+                let (names, runs): (Vec<_>, Vec<BenchBody<'_, N>>) = match is_forward {
                     true => forwards::<T, N>()
                         .into_iter()
                         .map(|(name, run)| (name, forward_body(run, &scratch, &job)))
@@ -71,8 +81,10 @@ pub fn table<T: Tiles, N: Timed>(real: bool, threads: usize, forward: bool) {
                         .map(|(name, run)| (name, backward_body(run, &scratch, &job)))
                         .unzip(),
                 };
-                let flop = if forward { 4.0 } else { 10.0 } * operations;
-                for (name, (best, median)) in names.iter().zip(turns(real, &runs, &mut numbers)) {
+                let flop = if is_forward { 4.0 } else { 10.0 } * operations;
+                for (name, (best, median)) in
+                    names.iter().zip(alternate(hardware, &runs, &mut tensors))
+                {
                     println!(
                         "  {name:<56} {:7.0} GFLOP/s ({:4.1}%), median {:7.0}",
                         flop / best,

@@ -1,29 +1,30 @@
-//! Tiles in plain Rust, for machines without them: tests run everything but assembly on these.
+//! Tiles in plain Rust, for machines without AMX: tests run all code except the assembly on these.
 //!
-//! The same memory, the same pairs and, as far as it is documented, the same order of sums.
+//! Memory layout and pairing are those of the hardware, and so is the order of sums as far as it is
+//! documented.
 
 use super::detect;
-use super::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles, products};
+use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES, TileProduct, TileUnit, split_products};
 
-/// Tiles that are arrays.
+/// Emulated tiles.
 #[derive(Debug)]
-pub(crate) struct Emulated;
+pub struct Emulated;
 
-/// A tile of f32 numbers.
-type Sums = [[f32; 16]; 16];
+/// A tile of f32 sums.
+type SumTile = [[f32; 16]; 16];
 
-/// Widens a bf16 as the tiles do: what is too small to be normal counts as zero.
+/// Widens a bf16 as the hardware does: subnormal values become zero.
 fn widen(bits: u32) -> f32 {
     let exponent = bits & 0x7f80;
     f32::from_bits(if exponent == 0 { bits & 0x8000 } else { bits } << 16)
 }
 
-/// Row `row` of a tile as 16 pairs of numbers.
+/// Row `row` of a tile as 16 pairs: the even elements, then the odd ones.
 ///
 /// # Safety
 /// The 64 bytes at `tile + row` can be read.
 unsafe fn pairs(tile: *const u8, row: usize) -> [[f32; 16]; 2] {
-    // SAFETY: the caller's promise; a row may lie anywhere.
+    // SAFETY: the caller's promise; the read is unaligned.
     let words: [u32; 16] = unsafe { tile.add(row).cast::<[u32; 16]>().read_unaligned() };
     [
         words.map(|word| widen(word & 0xffff)),
@@ -32,11 +33,12 @@ unsafe fn pairs(tile: *const u8, row: usize) -> [[f32; 16]; 2] {
 }
 
 impl Emulated {
-    /// sums += a · b, even numbers of a pair apart from odd ones until the end of the step.
+    /// sums += a · b; even and odd elements of the pairs are summed separately until the end of a
+    /// step.
     ///
     /// # Safety
     /// Both tiles can be read.
-    unsafe fn step(a: *const u8, b: *const u8, b_row: usize, sums: &mut Sums) {
+    unsafe fn step(a: *const u8, b: *const u8, b_row: usize, sums: &mut SumTile) {
         // SAFETY: the caller's promise.
         let b: [[[f32; 16]; 2]; 16] = std::array::from_fn(|r| unsafe { pairs(b, r * b_row) });
         for (m, sums) in sums.iter_mut().enumerate() {
@@ -56,24 +58,24 @@ impl Emulated {
     }
 }
 
-impl Tiles for Emulated {
+impl TileUnit for Emulated {
     const NAME: &'static str = "emulated";
 
     fn available() -> bool {
-        detect::vectors()
+        detect::has_avx512()
     }
 
     unsafe fn configure() {}
 
     unsafe fn release() {}
 
-    unsafe fn multiply<const ADD: bool, const PIECES: usize>(product: Product) {
+    unsafe fn multiply<const ADD: bool, const SPLITS: usize>(product: TileProduct) {
         for half in 0..2 {
             for column in 0..2 {
                 let c = product.c[column].wrapping_add(half * TILE_BYTES);
-                let c = c.cast::<Sums>();
+                let c = c.cast::<SumTile>();
                 let mut sums = if ADD {
-                    // SAFETY: the caller vouches for the sums.
+                    // SAFETY: the caller's promise about the sums.
                     unsafe { c.read_unaligned() }
                 } else {
                     [[0.0; 16]; 16]
@@ -83,14 +85,14 @@ impl Tiles for Emulated {
                         .a
                         .wrapping_add(step * product.a_step + half * TILE_BYTES);
                     let b = product.b[column].wrapping_add(step * product.b_step);
-                    for pieces in products(PIECES) {
-                        let [a, b] = [(a, pieces[0]), (b, pieces[1])]
-                            .map(|(factor, piece)| factor.wrapping_add(piece * SLAB_BYTES));
-                        // SAFETY: the caller vouches for every step of both factors.
+                    for splits in split_products(SPLITS) {
+                        let [a, b] = [(a, splits[0]), (b, splits[1])]
+                            .map(|(factor, split)| factor.wrapping_add(split * SLAB_BYTES));
+                        // SAFETY: the caller's promise about every step of both factors.
                         unsafe { Emulated::step(a, b, product.b_row, &mut sums) };
                     }
                 }
-                // SAFETY: the caller vouches for the sums.
+                // SAFETY: the caller's promise about the sums.
                 unsafe { c.write_unaligned(sums) };
             }
         }

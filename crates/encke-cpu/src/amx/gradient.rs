@@ -1,73 +1,74 @@
-//! From scores and dout·v to weights and their gradients, for 32 queries and a block of keys.
+//! Weights p and their gradients ds from scores and dp = dout·v, for 32 queries and a block of
+//! keys.
 //!
-//! Lanes are queries. Weights are stored once, as left factor of dv; their gradients twice, as
-//! left factor of dk and as right factor of dq, because tiles cannot be transposed. All three are
-//! blends of two vectors: two halves of the queries for the first two, two keys for the third.
+//! Lanes are queries. p is stored once, as left factor of dv; ds is stored twice, as left factor of
+//! dk and as right factor of dq, because tiles cannot be transposed. Each stored row interleaves
+//! two vectors: the two halves of the queries in the left factors, two keys in the right factor.
 
 use std::arch::x86_64::*;
 
-use super::number::{Number, Scale, each_pair, power};
+use super::element::{ScoreScale, TileElement, exp2_argument, for_each_split_pair};
 use super::softmax::Lanes;
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::vector::{exp2, splat};
 
-/// What is known of 32 queries.
+/// Per-query inputs of the gradient, for 32 queries.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-pub(crate) struct Known {
-    /// The lse, in the unit that [`power`] subtracts.
+pub struct QueryStats {
+    /// The lse, in the unit that [`exp2_argument`] subtracts.
     pub lse: Lanes<f32>,
     /// dout·out − dlse.
     pub delta: Lanes<f32>,
-    /// How many keys each query sees: none, if its lse says so.
+    /// How many keys are visible to each query; 0 if its lse is minus infinity.
     pub visible: Lanes<i32>,
 }
 
-/// A block on its way.
+/// A block of scores and dp, and where its weights and gradients are stored.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Block {
-    /// Slabs of scores and of dout·v: for each 32 keys one of queries 0..16 and one of 16..32.
+pub struct GradientBlock {
+    /// Slabs of scores and of dp: for each 32 keys, one of queries 0..16 and one of 16..32.
     pub scores: *const u8,
-    pub products: *const u8,
-    /// How many times 32 keys there are.
+    pub dp: *const u8,
+    /// The number of groups of 32 keys.
     pub steps: usize,
-    /// The number of the first key.
+    /// The index of the first key.
     pub start: usize,
-    /// Whether some query does not see all keys of the block.
+    /// Whether some key of the block is hidden from some query.
     pub masked: bool,
-    /// Weights and gradients as left factors: for each 32 keys a slab, so many bytes apart.
+    /// Weights and ds as left factors: one stack for each 32 keys, `left_stride` bytes apart.
     pub weights: *mut u8,
-    pub gradients: *mut u8,
+    pub ds: *mut u8,
     pub left_stride: usize,
-    /// Gradients as right factors: for each 32 keys a slab, so many bytes apart.
-    pub turned: *mut u8,
+    /// ds as right factor: one stack for each 32 keys, `right_stride` bytes apart.
+    pub ds_right: *mut u8,
     pub right_stride: usize,
 }
 
 /// Factors that all pairs of a job share.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Factors {
-    pub scale: Scale,
+pub struct Factors {
+    pub scale: ScoreScale,
     pub gain: f32,
 }
 
-/// Computes weights and gradients of a block.
+/// Computes the weights of a block and their gradients.
 ///
 /// # Safety
-/// The slabs of the block can be read and written, and the processor has the vectors.
+/// The slabs of the block can be read and written, and the processor has AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-pub(crate) unsafe fn gradient<N: Number, const DEGREE: usize>(
-    block: &Block,
+pub unsafe fn gradient<N: TileElement, const DEGREE: usize>(
+    block: &GradientBlock,
     factors: Factors,
-    known: &Known,
+    stats: &QueryStats,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
         if block.masked {
-            pass::<N, DEGREE, true>(block, factors, known);
+            gradient_pass::<N, DEGREE, true>(block, factors, stats);
         } else {
-            pass::<N, DEGREE, false>(block, factors, known);
+            gradient_pass::<N, DEGREE, false>(block, factors, stats);
         }
     }
 }
@@ -76,17 +77,17 @@ pub(crate) unsafe fn gradient<N: Number, const DEGREE: usize>(
 /// As for [`gradient`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-unsafe fn pass<N: Number, const DEGREE: usize, const MASKED: bool>(
-    block: &Block,
+unsafe fn gradient_pass<N: TileElement, const DEGREE: usize, const MASKED: bool>(
+    block: &GradientBlock,
     factors: Factors,
-    known: &Known,
+    stats: &QueryStats,
 ) {
     let gain = splat(factors.gain);
-    // SAFETY: lanes are 32 numbers.
+    // SAFETY: `Lanes` holds 32 values.
     let ([lse, delta], visible) = unsafe {
-        let visible = known.visible.0.as_ptr();
+        let visible = stats.visible.0.as_ptr();
         (
-            [known.lse.0.as_ptr(), known.delta.0.as_ptr()]
+            [stats.lse.0.as_ptr(), stats.delta.0.as_ptr()]
                 .map(|lanes| [_mm512_load_ps(lanes), _mm512_load_ps(lanes.add(16))]),
             [
                 _mm512_load_si512(visible.cast()),
@@ -94,14 +95,14 @@ unsafe fn pass<N: Number, const DEGREE: usize, const MASKED: bool>(
             ],
         )
     };
-    // Weights, and with them their gradients, are lifted because storing them cuts.
-    let lse = lse.map(|lse| _mm512_sub_ps(lse, splat(N::LIFT[0])));
+    // Storing truncates weights and their gradients; the bias compensates that in both.
+    let lse = lse.map(|lse| _mm512_sub_ps(lse, splat(N::WEIGHT_BIAS[0])));
     for step in 0..block.steps {
         let slab = 2 * step * SLAB_BYTES;
         let left = step * block.left_stride;
-        let turned = block.turned.wrapping_add(step * block.right_stride);
+        let ds_right = block.ds_right.wrapping_add(step * block.right_stride);
         for row in (0..32).step_by(2) {
-            // Two keys at a time, because the right factor pairs them.
+            // Two keys at a time, because the right factor stores them in pairs.
             let mut keys = [[splat(0.0); 2]; 2];
             for (next, gradients) in keys.iter_mut().enumerate() {
                 let row = row + next;
@@ -109,14 +110,14 @@ unsafe fn pass<N: Number, const DEGREE: usize, const MASKED: bool>(
                 for half in 0..2 {
                     let at = slab + half * SLAB_BYTES + row * ROW_BYTES;
                     // SAFETY: the caller's promise.
-                    let (score, product) = unsafe {
+                    let (score, dp_row) = unsafe {
                         (
                             _mm512_load_ps(block.scores.add(at).cast()),
-                            _mm512_load_ps(block.products.add(at).cast()),
+                            _mm512_load_ps(block.dp.add(at).cast()),
                         )
                     };
-                    let mut p = exp2::<DEGREE>(power::<N>(score, factors.scale, lse[half]));
-                    let mut ds = _mm512_mul_ps(p, _mm512_fmsub_ps(product, gain, delta[half]));
+                    let mut p = exp2::<DEGREE>(exp2_argument::<N>(score, factors.scale, lse[half]));
+                    let mut ds = _mm512_mul_ps(p, _mm512_fmsub_ps(dp_row, gain, delta[half]));
                     if MASKED {
                         let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);
                         let seen = _mm512_cmpgt_epi32_mask(visible[half], key);
@@ -128,29 +129,29 @@ unsafe fn pass<N: Number, const DEGREE: usize, const MASKED: bool>(
                 }
                 let at = left + row * ROW_BYTES;
                 // SAFETY: the caller's promise.
-                unsafe { put::<N>(block.weights.wrapping_add(at), weights) };
+                unsafe { store_splits::<N>(block.weights.wrapping_add(at), weights) };
                 // SAFETY: the caller's promise.
-                unsafe { put::<N>(block.gradients.wrapping_add(at), *gradients) };
+                unsafe { store_splits::<N>(block.ds.wrapping_add(at), *gradients) };
             }
             let [first, second] = keys;
             for (half, (first, second)) in first.into_iter().zip(second).enumerate() {
                 let at = half * TILE_BYTES + row / 2 * ROW_BYTES;
                 // SAFETY: the caller's promise.
-                unsafe { put::<N>(turned.wrapping_add(at), [first, second]) };
+                unsafe { store_splits::<N>(ds_right.wrapping_add(at), [first, second]) };
             }
         }
     }
 }
 
-/// Stores a row of pairs, piece by piece.
+/// Stores a row of pairs, one split after the other.
 ///
 /// # Safety
-/// The slabs of all pieces can be written at `at`, a cache line.
+/// The slabs of all splits can be written at `at`, which is aligned to a cache line.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn put<N: Number>(at: *mut u8, [low, high]: [__m512; 2]) {
-    each_pair::<N>(low, high, |piece, pairs| {
+unsafe fn store_splits<N: TileElement>(at: *mut u8, [low, high]: [__m512; 2]) {
+    for_each_split_pair::<N>(low, high, |split, pairs| {
         // SAFETY: the caller's promise.
-        unsafe { _mm512_store_si512(at.add(piece * SLAB_BYTES).cast(), pairs) };
+        unsafe { _mm512_store_si512(at.add(split * SLAB_BYTES).cast(), pairs) };
     });
 }

@@ -1,8 +1,9 @@
-//! Rows of q, k, v and dout as the tiles want them.
+//! Packing: rows of q, k, v and dout in the layouts that tile products need.
 //!
-//! Every function packs 32 rows into stacks of 32 channels each, one behind the other. Rows
-//! lie anywhere (that is where dilation ends) and may be fewer than 32, channels fewer than 32 a
-//! step: what is missing is zero. There are four forms, because tiles cannot be transposed:
+//! Every function packs 32 rows into consecutive stacks of 32 channels each. Rows may lie anywhere
+//! (after packing, dilation no longer matters), there may be fewer than 32 rows, and the last step
+//! may have fewer than 32 channels: missing elements are zero. There are four layouts, because
+//! tiles cannot be transposed:
 //!
 //! | function | slabs of step s | used as |
 //! |---|---|---|
@@ -13,171 +14,171 @@
 
 use std::arch::x86_64::*;
 
-use super::number::Number;
+use super::element::TileElement;
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
-use super::vector::transpose;
+use crate::transpose::sixteen_registers;
 
 /// Rows of a pack, and channels of a step.
-pub(crate) const WIDTH: usize = 32;
+pub const WIDTH: usize = 32;
 
-/// Up to 32 rows of one head in one segment, with an address for each.
+/// Up to 32 rows of one head in one segment.
 #[derive(Clone, Copy)]
-pub(crate) struct Source<'a, N, F> {
-    /// The buffer they lie in.
-    pub numbers: &'a [N],
-    /// Numbers in a row.
+pub struct RowSource<'a, N, F> {
+    /// The buffer that holds them.
+    pub elements: &'a [N],
+    /// Elements in a row.
     pub dim: usize,
-    /// How many rows there are.
+    /// The number of rows.
     pub count: usize,
-    /// Where row i lies; None leaves it zero.
+    /// The address of row i in the buffer; a row without one is zero.
     pub address: F,
 }
 
-/// The rows of a source, looked up once.
-struct Rows<N> {
+/// The rows of a source, with their addresses resolved.
+struct RowPointers<N> {
     at: [*const N; WIDTH],
-    /// A bit for each row that is there.
+    /// Bit i: row i has an address.
     present: u32,
     dim: usize,
 }
 
-impl<N: Number> Rows<N> {
-    fn new<F: Fn(usize) -> Option<usize>>(source: &Source<'_, N, F>) -> Rows<N> {
-        let mut rows = Rows {
+impl<N: TileElement> RowPointers<N> {
+    fn new<F: Fn(usize) -> Option<usize>>(source: &RowSource<'_, N, F>) -> RowPointers<N> {
+        let mut rows = RowPointers {
             at: [std::ptr::null(); WIDTH],
             present: 0,
             dim: source.dim,
         };
         for i in 0..source.count {
             if let Some(at) = (source.address)(i) {
-                rows.at[i] = source.numbers[at..at + source.dim].as_ptr();
+                rows.at[i] = source.elements[at..at + source.dim].as_ptr();
                 rows.present |= 1 << i;
             }
         }
         rows
     }
 
-    /// How many steps of 32 channels there are, the last of them perhaps not full.
+    /// The number of steps of 32 channels; the last one may be partial.
     fn steps(&self) -> usize {
         self.dim.div_ceil(WIDTH)
     }
 
-    /// Whether every row is there and a step is full: what can be loaded without a mask.
+    /// Whether all 32 rows are present and a step has 32 channels, so that loads need no mask.
     fn full(&self, step: usize) -> bool {
         self.present == u32::MAX && (step + 1) * WIDTH <= self.dim
     }
 
-    /// Whether a number of a step is [unusual](Number::unusual).
+    /// Whether [`TileElement::overflows_bf16`] holds for an element of a step.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn unusual(&self, step: usize) -> bool {
-        let mut largest = _mm512_setzero_si512();
+    fn overflows_bf16(&self, step: usize) -> bool {
+        let mut max_magnitude = _mm512_setzero_si512();
         for (i, at) in self.at.iter().enumerate() {
             if self.present >> i & 1 != 0 {
                 let from = at.wrapping_add(step * WIDTH);
-                // SAFETY: the mask reads the numbers of the row and nothing behind them.
-                largest = unsafe { N::largest(from, self.mask(step), largest) };
+                // SAFETY: the mask limits the load to the elements of the row.
+                max_magnitude = unsafe { N::max_magnitude(from, self.mask(step), max_magnitude) };
             }
         }
-        // SAFETY: the vectors are there.
-        unsafe { N::unusual(largest) }
+        // SAFETY: the processor has AVX-512, as this function requires.
+        unsafe { N::overflows_bf16(max_magnitude) }
     }
 
-    /// A bit for each channel of a step.
+    /// Bit i: channel i of a step exists.
     fn mask(&self, step: usize) -> u32 {
         u32::MAX >> (WIDTH - WIDTH.min(self.dim - step * WIDTH))
     }
 
-    /// A piece of the channels of one step of row i.
+    /// One split of the channels of one step of row i.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn load<const HOW: u8, const PIECE: usize>(&self, i: usize, step: usize) -> __m512i {
+    fn load<const MODE: u8, const SPLIT: usize>(&self, i: usize, step: usize) -> __m512i {
         let from = self.at[i].wrapping_add(step * WIDTH);
-        if HOW == FULL {
-            // SAFETY: the row is there, and so are 32 channels of the step.
-            return unsafe { N::load::<PIECE, false>(from, u32::MAX) };
+        if MODE == FULL {
+            // SAFETY: the row is present and has 32 channels in this step.
+            return unsafe { N::load::<SPLIT, false>(from, u32::MAX) };
         }
         if self.present >> i & 1 == 0 {
             return _mm512_setzero_si512();
         }
-        // SAFETY: the mask reads the numbers of the row and nothing behind them.
+        // SAFETY: the mask limits the load to the elements of the row.
         unsafe {
-            match HOW {
-                PART => N::load::<PIECE, false>(from, self.mask(step)),
-                _ => N::load::<PIECE, true>(from, self.mask(step)),
+            match MODE {
+                MASKED => N::load::<SPLIT, false>(from, self.mask(step)),
+                _ => N::load::<SPLIT, true>(from, self.mask(step)),
             }
         }
     }
 }
 
-/// How a step is read: without a mask ([`Rows::full`]), with one, or minding
-/// [unusual](Number::unusual) numbers, too.
+/// How the rows of a step are loaded: without a mask ([`RowPointers::full`]), with a mask, or with
+/// a mask and with checks for [`TileElement::overflows_bf16`].
 const FULL: u8 = 0;
-const PART: u8 = 1;
-const CAREFUL: u8 = 2;
+const MASKED: u8 = 1;
+const CHECKED: u8 = 2;
 
-/// Calls a function that makes a slab for each piece of each step, in its version for what the step
-/// is like.
+/// Calls a function for each split of each step, instantiated for the load mode that the step
+/// needs. Evaluates to a nonzero value if an element is not finite.
 macro_rules! each_slab {
     ($rows:ident, $function:ident($to:ident $(, $argument:expr)*)) => {{
-        let mut odd = 0;
+        let mut nonfinite = 0;
         for step in 0..$rows.steps() {
-            let at = $to.wrapping_add(step * N::STACK);
-            // SAFETY: the caller of the function around this promises what these ask for.
-            odd |= unsafe {
-                if $rows.unusual(step) {
-                    each_slab!(@ CAREFUL, $function(&$rows, step, at $(, $argument)*))
+            let at = $to.wrapping_add(step * N::STACK_BYTES);
+            // SAFETY: the enclosing function has the same contract as the called one.
+            nonfinite |= unsafe {
+                if $rows.overflows_bf16(step) {
+                    each_slab!(@ CHECKED, $function(&$rows, step, at $(, $argument)*))
                 } else if $rows.full(step) {
                     each_slab!(@ FULL, $function(&$rows, step, at $(, $argument)*))
                 } else {
-                    each_slab!(@ PART, $function(&$rows, step, at $(, $argument)*))
+                    each_slab!(@ MASKED, $function(&$rows, step, at $(, $argument)*))
                 }
             };
         }
-        odd
+        nonfinite
     }};
-    (@ $how:ident, $function:ident($rows:expr, $step:ident, $at:ident $(, $argument:expr)*)) => {{
-        let odd = $function::<N, $how, 0>($rows, $step, $at $(, $argument)*);
-        if N::PIECES > 1 {
+    (@ $mode:ident, $function:ident($rows:expr, $step:ident, $at:ident $(, $argument:expr)*)) => {{
+        let nonfinite = $function::<N, $mode, 0>($rows, $step, $at $(, $argument)*);
+        if N::SPLITS > 1 {
             let second = $at.wrapping_add(SLAB_BYTES);
-            $function::<N, $how, 1>($rows, $step, second $(, $argument)*);
+            $function::<N, $mode, 1>($rows, $step, second $(, $argument)*);
         }
-        if N::PIECES > 2 {
+        if N::SPLITS > 2 {
             let third = $at.wrapping_add(2 * SLAB_BYTES);
-            $function::<N, $how, 2>($rows, $step, third $(, $argument)*);
+            $function::<N, $mode, 2>($rows, $step, third $(, $argument)*);
         }
-        odd
+        nonfinite
     }};
 }
 
-/// The largest absolute values seen in 32 places; infinities and NaN are larger than the rest.
+/// The largest magnitudes in 32 lanes of bf16; infinities and NaN compare larger than all others.
 #[derive(Clone, Copy)]
-struct Sizes(__m512i);
+struct MaxMagnitudes(__m512i);
 
-impl Sizes {
+impl MaxMagnitudes {
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn new() -> Sizes {
-        Sizes(_mm512_setzero_si512())
+    fn new() -> MaxMagnitudes {
+        MaxMagnitudes(_mm512_setzero_si512())
     }
 
-    /// Without masks, because those need the port that transposing is waiting for.
+    /// Without mask registers, because they need the port that the transposition is limited by.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn note(&mut self, numbers: __m512i) {
-        let size = _mm512_and_si512(numbers, _mm512_set1_epi16(i16::MAX));
+    fn update(&mut self, elements: __m512i) {
+        let size = _mm512_and_si512(elements, _mm512_set1_epi16(i16::MAX));
         self.0 = _mm512_max_epu16(self.0, size);
     }
 
-    /// The places where an infinity or a NaN was seen.
+    /// The lanes with an infinity or a NaN.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn broken(self) -> u32 {
+    fn nonfinite(self) -> u32 {
         _mm512_cmpge_epu16_mask(self.0, _mm512_set1_epi16(0x7f80))
     }
 }
 
-/// Even words of the result come from 16 words of `a`, odd ones from those of `b`.
+/// Even words of the result are 16 words of `a`, odd words 16 words of `b`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn interleave(a: __m512i, b: __m512i, index: &[u16; 32]) -> __m512i {
@@ -186,8 +187,8 @@ fn interleave(a: __m512i, b: __m512i, index: &[u16; 32]) -> __m512i {
     _mm512_permutex2var_epi16(a, index, b)
 }
 
-/// Word numbers for [`interleave`]: from the first 16 words or the last.
-const fn words(first: u16) -> [u16; 32] {
+/// Word indices for [`interleave`]: of the first 16 words, or of the last 16.
+const fn interleave_index(first: u16) -> [u16; 32] {
     let mut index = [0; 32];
     let mut i = 0;
     while i < 16 {
@@ -198,13 +199,13 @@ const fn words(first: u16) -> [u16; 32] {
     index
 }
 
-static LOW: [u16; 32] = words(0);
-static HIGH: [u16; 32] = words(16);
+static LOW: [u16; 32] = interleave_index(0);
+static HIGH: [u16; 32] = interleave_index(16);
 
 /// Stores a row of a tile.
 ///
 /// # Safety
-/// The slab at `at` can be written and begins at a cache line.
+/// The slab at `at` can be written and is aligned to a cache line.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn put(at: *mut u8, row: usize, value: __m512i) {
@@ -212,117 +213,117 @@ unsafe fn put(at: *mut u8, row: usize, value: __m512i) {
     unsafe { _mm512_store_si512(at.add(row * ROW_BYTES).cast(), value) };
 }
 
-/// Rows as they lie. Returns whether any number is not finite.
+/// Packs rows in their own order. Returns whether an element is not finite.
 ///
 /// # Safety
-/// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
+/// The slabs at `to`, aligned to a cache line, can be written, and the processor has AVX-512.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) unsafe fn rows<N: Number, F: Fn(usize) -> Option<usize>>(
-    source: &Source<'_, N, F>,
+pub unsafe fn rows<N: TileElement, F: Fn(usize) -> Option<usize>>(
+    source: &RowSource<'_, N, F>,
     to: *mut u8,
 ) -> bool {
-    let rows = Rows::new(source);
+    let rows = RowPointers::new(source);
     each_slab!(rows, rows_step(to)) != 0
 }
 
 /// # Safety
 /// As for [`rows`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn rows_step<N: Number, const HOW: u8, const PIECE: usize>(
-    rows: &Rows<N>,
+unsafe fn rows_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
+    rows: &RowPointers<N>,
     step: usize,
     slab: *mut u8,
 ) -> u32 {
-    let mut sizes = Sizes::new();
+    let mut magnitudes = MaxMagnitudes::new();
     for i in 0..WIDTH {
-        let numbers = rows.load::<HOW, PIECE>(i, step);
-        sizes.note(numbers);
+        let elements = rows.load::<MODE, SPLIT>(i, step);
+        magnitudes.update(elements);
         // SAFETY: the caller's promise.
-        unsafe { put(slab, i, numbers) };
+        unsafe { put(slab, i, elements) };
     }
-    sizes.broken()
+    magnitudes.nonfinite()
 }
 
-/// Channels as rows. Returns whether any number is not finite.
+/// Packs channels as rows. Returns whether an element is not finite.
 ///
 /// # Safety
-/// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
+/// The slabs at `to`, aligned to a cache line, can be written, and the processor has AVX-512.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) unsafe fn columns<N: Number, F: Fn(usize) -> Option<usize>>(
-    source: &Source<'_, N, F>,
+pub unsafe fn columns<N: TileElement, F: Fn(usize) -> Option<usize>>(
+    source: &RowSource<'_, N, F>,
     to: *mut u8,
 ) -> bool {
-    let rows = Rows::new(source);
+    let rows = RowPointers::new(source);
     each_slab!(rows, columns_step(to)) != 0
 }
 
 /// # Safety
 /// As for [`columns`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn columns_step<N: Number, const HOW: u8, const PIECE: usize>(
-    rows: &Rows<N>,
+unsafe fn columns_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
+    rows: &RowPointers<N>,
     step: usize,
     slab: *mut u8,
 ) -> u32 {
-    let mut sizes = Sizes::new();
-    // Sixteen channels at a time, so that everything stays in registers.
+    let mut magnitudes = MaxMagnitudes::new();
+    // Sixteen channels at a time, so that all of them stay in registers.
     for upper in 0..2 {
         let mut r = [_mm512_setzero_si512(); 16];
         for (i, r) in r.iter_mut().enumerate() {
             let (a, b) = (
-                rows.load::<HOW, PIECE>(2 * i, step),
-                rows.load::<HOW, PIECE>(2 * i + 1, step),
+                rows.load::<MODE, SPLIT>(2 * i, step),
+                rows.load::<MODE, SPLIT>(2 * i + 1, step),
             );
             // Four channels of every eight, in pairs of rows.
             *r = match upper {
                 0 => _mm512_unpacklo_epi16(a, b),
                 _ => _mm512_unpackhi_epi16(a, b),
             };
-            sizes.note(*r);
+            magnitudes.update(*r);
         }
-        transpose(&mut r);
+        sixteen_registers(&mut r);
         for (i, r) in r.into_iter().enumerate() {
             let channel = i / 4 * 8 + upper * 4 + i % 4;
             // SAFETY: the caller's promise.
             unsafe { put(slab, channel, r) };
         }
     }
-    sizes.broken()
+    magnitudes.nonfinite()
 }
 
-/// Rows as lanes, in pairs of channels, with the sign of the scale.
+/// Packs rows as lanes, in pairs of channels, multiplied by the sign of the scale.
 ///
 /// # Safety
-/// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
+/// The slabs at `to`, aligned to a cache line, can be written, and the processor has AVX-512.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) unsafe fn lanes<N: Number, F: Fn(usize) -> Option<usize>>(
-    source: &Source<'_, N, F>,
+pub unsafe fn lanes<N: TileElement, F: Fn(usize) -> Option<usize>>(
+    source: &RowSource<'_, N, F>,
     sign: Sign,
     to: *mut u8,
 ) {
-    let rows = Rows::new(source);
+    let rows = RowPointers::new(source);
     each_slab!(rows, lanes_step(to, sign));
 }
 
 /// # Safety
 /// As for [`lanes`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn lanes_step<N: Number, const HOW: u8, const PIECE: usize>(
-    rows: &Rows<N>,
+unsafe fn lanes_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
+    rows: &RowPointers<N>,
     step: usize,
     slab: *mut u8,
     sign: Sign,
 ) -> u32 {
-    let (keep, flip) = sign.words();
+    let (keep, flip) = sign.bit_masks();
     let (keep, flip) = (_mm512_set1_epi16(keep), _mm512_set1_epi16(flip));
     for half in 0..2 {
         let tile = slab.wrapping_add(half * TILE_BYTES);
         let mut r = [_mm512_setzero_si512(); 16];
         for (i, r) in r.iter_mut().enumerate() {
-            let numbers = rows.load::<HOW, PIECE>(half * 16 + i, step);
-            *r = _mm512_xor_si512(_mm512_and_si512(numbers, keep), flip);
+            let elements = rows.load::<MODE, SPLIT>(half * 16 + i, step);
+            *r = _mm512_xor_si512(_mm512_and_si512(elements, keep), flip);
         }
-        transpose(&mut r);
+        sixteen_registers(&mut r);
         for (i, r) in r.into_iter().enumerate() {
             // SAFETY: the caller's promise.
             unsafe { put(tile, i, r) };
@@ -331,58 +332,59 @@ unsafe fn lanes_step<N: Number, const HOW: u8, const PIECE: usize>(
     0
 }
 
-/// Rows r and r + 16 in pairs. Returns whether any number is not finite.
+/// Packs rows r and r + 16 in pairs. Returns whether an element is not finite.
 ///
 /// # Safety
-/// The slabs at `to`, a cache line, can be written, and the processor has the vectors.
+/// The slabs at `to`, aligned to a cache line, can be written, and the processor has AVX-512.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) unsafe fn pairs<N: Number, F: Fn(usize) -> Option<usize>>(
-    source: &Source<'_, N, F>,
+pub unsafe fn pairs<N: TileElement, F: Fn(usize) -> Option<usize>>(
+    source: &RowSource<'_, N, F>,
     to: *mut u8,
 ) -> bool {
-    let rows = Rows::new(source);
+    let rows = RowPointers::new(source);
     each_slab!(rows, pairs_step(to)) != 0
 }
 
 /// # Safety
 /// As for [`pairs`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn pairs_step<N: Number, const HOW: u8, const PIECE: usize>(
-    rows: &Rows<N>,
+unsafe fn pairs_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
+    rows: &RowPointers<N>,
     step: usize,
     slab: *mut u8,
 ) -> u32 {
-    let mut sizes = Sizes::new();
+    let mut magnitudes = MaxMagnitudes::new();
     for r in 0..16 {
         let (a, b) = (
-            rows.load::<HOW, PIECE>(r, step),
-            rows.load::<HOW, PIECE>(r + 16, step),
+            rows.load::<MODE, SPLIT>(r, step),
+            rows.load::<MODE, SPLIT>(r + 16, step),
         );
-        sizes.note(a);
-        sizes.note(b);
+        magnitudes.update(a);
+        magnitudes.update(b);
         // SAFETY: the caller's promise.
         unsafe {
             put(slab, r, interleave(a, b, &LOW));
             put(slab, 16 + r, interleave(a, b, &HIGH));
         }
     }
-    sizes.broken()
+    magnitudes.nonfinite()
 }
 
-/// What the sign of the scale does to q, so that kernels need to know positive scales only.
+/// The sign of the scale, applied to q when it is packed, so that the kernels handle positive
+/// scales only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sign {
-    /// Nothing.
+pub enum Sign {
+    /// q is unchanged.
     Plus,
-    /// Every number changes its sign.
+    /// q is negated.
     Minus,
-    /// Every number becomes 0.
+    /// q becomes 0.
     Zero,
 }
 
 impl Sign {
     /// The sign of a scale.
-    pub(crate) fn of(scale: f64) -> Sign {
+    pub fn of(scale: f64) -> Sign {
         match scale {
             x if x > 0.0 => Sign::Plus,
             x if x < 0.0 => Sign::Minus,
@@ -390,8 +392,8 @@ impl Sign {
         }
     }
 
-    /// (keep, flip) for words.
-    fn words(self) -> (i16, i16) {
+    /// (keep, flip): the masks for `and` and `xor` on 16-bit words.
+    fn bit_masks(self) -> (i16, i16) {
         match self {
             Sign::Plus => (-1, 0),
             Sign::Minus => (-1, i16::MIN),
@@ -400,35 +402,35 @@ impl Sign {
     }
 }
 
-/// Copies slabs with 0 in place of every number that is not finite.
+/// Copies slabs with 0 in place of every element that is not finite.
 ///
 /// # Safety
 /// `count` slabs can be read at `from` and written at `to`.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(crate) unsafe fn clean(from: *const u8, to: *mut u8, count: usize) {
+pub unsafe fn zero_nonfinite(from: *const u8, to: *mut u8, count: usize) {
     for slab in 0..count {
         for row in 0..2 * 16 {
             let at = slab * SLAB_BYTES + row * ROW_BYTES;
             // SAFETY: the caller's promise.
             unsafe {
-                let numbers = _mm512_load_si512(from.add(at).cast());
-                let mut sizes = Sizes::new();
-                sizes.note(numbers);
-                let finite = !sizes.broken();
-                let numbers = _mm512_maskz_mov_epi16(finite, numbers);
-                _mm512_store_si512(to.add(at).cast(), numbers);
+                let elements = _mm512_load_si512(from.add(at).cast());
+                let mut magnitudes = MaxMagnitudes::new();
+                magnitudes.update(elements);
+                let finite = !magnitudes.nonfinite();
+                let elements = _mm512_maskz_mov_epi16(finite, elements);
+                _mm512_store_si512(to.add(at).cast(), elements);
             }
         }
     }
 }
 
-/// The sums of a slab (32 rows of 16 columns) by columns: rows 0..16 of each, then 16..32.
+/// The sums of a slab (32 rows of 16 columns), transposed: rows 0..16 of each column, then 16..32.
 ///
 /// # Safety
-/// The slab can be read and begins at a cache line.
+/// The slab can be read and is aligned to a cache line.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(crate) unsafe fn transpose_sums(slab: *const u8) -> [[__m512; 16]; 2] {
+pub unsafe fn transpose_sums(slab: *const u8) -> [[__m512; 16]; 2] {
     let mut halves = [[_mm512_setzero_ps(); 16]; 2];
     for (half, columns) in halves.iter_mut().enumerate() {
         let mut r = [_mm512_setzero_si512(); 16];
@@ -437,7 +439,7 @@ pub(crate) unsafe fn transpose_sums(slab: *const u8) -> [[__m512; 16]; 2] {
             // SAFETY: the caller's promise.
             *r = unsafe { _mm512_load_si512(at.cast()) };
         }
-        transpose(&mut r);
+        sixteen_registers(&mut r);
         for (column, r) in columns.iter_mut().zip(r) {
             *column = _mm512_castsi512_ps(r);
         }

@@ -1,66 +1,53 @@
-//! Scratch memory of the tile kernels: one piece for each thread, kept between calls.
+//! Scratch memory of the tile kernels: whole pages for each thread, divided into regions.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use crate::scratch::{HeldBytes, ScratchPool};
 
-/// What scratch memory is made of: a page, so that slabs can be placed within pages.
+/// The unit of scratch memory: a page, so that slabs do not straddle pages.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(4096))]
 struct Page([u8; 4096]);
 
-/// The memory of one thread.
+/// Scratch memory of one thread.
 #[derive(Debug, Default)]
-struct Scratch(Vec<Page>);
+pub struct PageScratch(Vec<Page>);
 
-/// Scratch memory nobody uses at the moment.
-#[derive(Debug, Default)]
-pub(crate) struct Pool(Mutex<Vec<Scratch>>);
+/// Scratch memory that no thread uses at the moment.
+pub type PagePool = ScratchPool<PageScratch>;
 
-impl Pool {
-    /// Lends `bytes` of memory, whose contents are whatever was there last.
-    pub(crate) fn with<R>(&self, bytes: usize, run: impl FnOnce(*mut u8) -> R) -> R {
-        let mut scratch = self.lock().pop().unwrap_or_default();
+impl PageScratch {
+    /// The start of at least `bytes` bytes, at a page boundary. Contents are left over from earlier
+    /// uses, or zero.
+    pub fn reserve(&mut self, bytes: usize) -> *mut u8 {
         let pages = bytes.div_ceil(size_of::<Page>());
-        let missing = pages.saturating_sub(scratch.0.len());
-        scratch.0.reserve_exact(missing);
-        scratch.0.resize(scratch.0.len() + missing, Page([0; 4096]));
-        let result = run(scratch.0.as_mut_ptr().cast());
-        self.lock().push(scratch);
-        result
-    }
-
-    /// Bytes held for the next call.
-    pub(crate) fn bytes(&self) -> usize {
-        let pages: usize = self.lock().iter().map(|scratch| scratch.0.capacity()).sum();
-        pages * size_of::<Page>()
-    }
-
-    /// Gives those back.
-    pub(crate) fn clear(&self) {
-        self.lock().clear();
-    }
-
-    /// A panic elsewhere leaves a vector of whole pieces behind, so the lock is good to use.
-    fn lock(&self) -> MutexGuard<'_, Vec<Scratch>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        let missing = pages.saturating_sub(self.0.len());
+        self.0.reserve_exact(missing);
+        self.0.resize(self.0.len() + missing, Page([0; 4096]));
+        self.0.as_mut_ptr().cast()
     }
 }
 
-/// Divides scratch memory into regions, in the order they are asked for.
+impl HeldBytes for PageScratch {
+    fn held_bytes(&self) -> usize {
+        self.0.capacity() * size_of::<Page>()
+    }
+}
+
+/// Divides scratch memory into regions, each of which starts at a page.
 #[derive(Debug, Default)]
-pub(crate) struct Divider {
+pub struct RegionAllocator {
     bytes: usize,
 }
 
-impl Divider {
-    /// The offset of a region that begins at a page.
-    pub(crate) fn take(&mut self, bytes: usize) -> usize {
+impl RegionAllocator {
+    /// The offset of a new region of `bytes` bytes.
+    pub fn take(&mut self, bytes: usize) -> usize {
         let at = self.bytes;
         self.bytes += bytes.next_multiple_of(size_of::<Page>());
         at
     }
 
     /// Bytes of all regions.
-    pub(crate) fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         self.bytes
     }
 }

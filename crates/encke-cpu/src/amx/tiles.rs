@@ -1,84 +1,84 @@
-//! The matrix tiles: one primitive, in hardware and emulated.
+//! The matrix tiles: one primitive, implemented in hardware and emulated.
 //!
-//! A tile is 16 rows of 64 bytes. The left factor of a product holds 32 bf16 a row; the right
-//! factor holds them in pairs, so that its row r has for each of 16 columns the numbers 2r and
-//! 2r + 1 of that column; sums are 16 by 16 f32.
+//! A tile is 16 rows of 64 bytes. A row of the left factor of a product holds 32 bf16. The right
+//! factor holds them in pairs: its row r has, for each of 16 columns, elements 2r and 2r + 1 of
+//! that column. Sums are 16 by 16 f32.
 //!
-//! The decision here: everything is said in products of two by two tiles, whose sums begin and end
-//! in memory. Such a product needs all eight tile registers, feeds each loaded tile to two
-//! multiplications, and is one block of assembly, so that no tile register is alive where the
-//! compiler could know of it.
+//! The decision here: the only operation is a product of two by two tiles whose sums are loaded
+//! from and stored to memory. It uses all eight tile registers, feeds each loaded tile to two
+//! multiplications, and is one block of assembly, so that no tile register is live in code that the
+//! compiler generates.
 //!
-//! Two tiles that are always used together form a *slab*: 2 KiB, the second tile behind the first.
-//! Numbers that are sums of several bf16 have a slab for each of those pieces, one behind the other:
-//! a *stack*. Products of two stacks leave out what is smaller than what sums can hold.
+//! Two tiles that are always used together form a *slab*: 2 KiB, the second tile after the first.
+//! Elements that are split into several bf16 have one slab for each split, one after the other: a
+//! *stack*. Products of two stacks leave out terms below the precision of the sums.
 
 use std::arch::asm;
 
 use super::detect;
 
 /// Bytes of a tile.
-pub(crate) const TILE_BYTES: usize = 1024;
+pub const TILE_BYTES: usize = 1024;
 /// Bytes of a slab.
-pub(crate) const SLAB_BYTES: usize = 2 * TILE_BYTES;
+pub const SLAB_BYTES: usize = 2 * TILE_BYTES;
 /// Bytes of a row of a tile, and a cache line.
-pub(crate) const ROW_BYTES: usize = 64;
+pub const ROW_BYTES: usize = 64;
 
-/// A product of two by two tiles, summed over `steps` of 32 numbers each.
+/// A product of two by two tiles, summed over `steps` groups of 32 terms.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Product {
+pub struct TileProduct {
     /// The slab of the left factor: its tiles are rows 0..16 and 16..32 of the sums.
     pub a: *const u8,
-    /// Bytes from one step of it to the next.
+    /// Bytes from one step of the left factor to the next.
     pub a_step: usize,
     /// The two tiles of the right factor: columns 0..16 and 16..32 of the sums.
     pub b: [*const u8; 2],
-    /// Bytes from one step of it to the next.
+    /// Bytes from one step of the right factor to the next.
     pub b_step: usize,
-    /// Bytes from one row of it to the next.
+    /// Bytes from one row of the right factor to the next.
     pub b_row: usize,
     /// The slabs of the sums: 32 rows each, columns 0..16 and 16..32.
     pub c: [*mut u8; 2],
-    /// How many steps; at least one.
+    /// The number of steps, at least one.
     pub steps: usize,
 }
 
-/// Something that multiplies tiles.
-pub(crate) trait Tiles: Send + Sync + 'static {
-    /// What it is called in reports.
+/// A unit that multiplies tiles.
+pub trait TileUnit: Send + Sync + 'static {
+    /// Its name in reports.
     const NAME: &'static str;
 
-    /// Whether this process can use them, and the vectors that go with them.
+    /// Whether this process can use the tiles, and the vector instructions of the kernels.
     fn available() -> bool;
 
-    /// Prepares the tiles of this thread.
+    /// Configures the tiles of this thread.
     ///
     /// # Safety
-    /// Only where the implementation is available.
+    /// [`TileUnit::available`] returned true.
     unsafe fn configure();
 
-    /// Gives the tiles of this thread back, which makes switching threads cheap again.
+    /// Releases the tiles of this thread, which makes its context switches cheap again.
     ///
     /// # Safety
-    /// Only where the implementation is available.
+    /// [`TileUnit::available`] returned true.
     unsafe fn release();
 
-    /// Computes a product of numbers in so many pieces, up to three; `ADD` adds it to the sums
-    /// that are there, otherwise they are replaced.
+    /// Computes a product of elements of `SPLITS` splits, up to three. `ADD` adds it to the sums in
+    /// memory; otherwise it replaces them.
     ///
     /// # Safety
     /// This thread's tiles are configured, every tile of the product lies in memory that may be
     /// read (and the sums written), and no other thread writes there.
-    unsafe fn multiply<const ADD: bool, const PIECES: usize>(product: Product);
+    unsafe fn multiply<const ADD: bool, const SPLITS: usize>(product: TileProduct);
 }
 
 /// The tiles of the processor.
 #[derive(Debug)]
-pub(crate) struct Hardware;
+pub struct Hardware;
 
-/// What `ldtilecfg` reads: palette 1, eight tiles of 16 rows of 64 bytes.
+/// The operand of `ldtilecfg`: palette 1, eight tiles of 16 rows of 64 bytes.
 #[repr(C, align(64))]
-struct Configuration {
+struct TileConfig {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -86,7 +86,7 @@ struct Configuration {
     rows: [u8; 16],
 }
 
-static CONFIGURATION: Configuration = {
+static TILE_CONFIG: TileConfig = {
     let mut row_bytes = [0; 16];
     let mut rows = [0; 16];
     let mut tile = 0;
@@ -95,7 +95,7 @@ static CONFIGURATION: Configuration = {
         rows[tile] = 16;
         tile += 1;
     }
-    Configuration {
+    TileConfig {
         palette: 1,
         start_row: 0,
         reserved: [0; 14],
@@ -104,18 +104,18 @@ static CONFIGURATION: Configuration = {
     }
 };
 
-/// Pieces of both factors that are multiplied, of numbers that have so many, in this order: from one
-/// to the next only one factor changes, and the largest is not the first, because its sums hide what
-/// follows.
-pub(crate) const fn products(pieces: usize) -> &'static [[usize; 2]] {
-    match pieces {
+/// The splits of both factors that are multiplied, in this order: from one product to the next only
+/// one factor changes, and the largest product is not the first, because smaller terms would be
+/// rounded away in its sums.
+pub const fn split_products(splits: usize) -> &'static [[usize; 2]] {
+    match splits {
         1 => &[[0, 0]],
         2 => &[[1, 1], [0, 1], [0, 0], [1, 0]],
         _ => &[[1, 1], [0, 1], [0, 2], [0, 0], [1, 0], [2, 0]],
     }
 }
 
-/// The assembly of a product: how its sums begin and what a step does is all that differs.
+/// The assembly of a product. Variants differ in how the sums start and in what a step does.
 macro_rules! multiply {
     ($product:ident, $begin:ident, $step:ident) => {
         multiply!(@ $product, $begin!(), $step!())
@@ -151,8 +151,8 @@ macro_rules! multiply {
     };
 }
 
-/// Sums that begin with what is there.
-macro_rules! loaded {
+/// Starts with the sums in memory.
+macro_rules! load_sums {
     () => {
         "tileloadd tmm0, [{c0} + {row}]
          tileloadd tmm1, [{c1} + {row}]
@@ -161,8 +161,8 @@ macro_rules! loaded {
     };
 }
 
-/// Sums that begin with 0.
-macro_rules! zero {
+/// Starts with zeros.
+macro_rules! zero_sums {
     () => {
         "tilezero tmm0
          tilezero tmm1
@@ -171,8 +171,8 @@ macro_rules! zero {
     };
 }
 
-/// Numbers of one piece.
-macro_rules! one_piece {
+/// A step for elements of one split.
+macro_rules! one_split {
     () => {
         "tileloadd tmm4, [{a} + {row}]
          tileloadd tmm6, [{b0} + {b_row}]
@@ -185,9 +185,9 @@ macro_rules! one_piece {
     };
 }
 
-/// The four products of the tiles in registers. A factor that changes after them is loaded as soon as
-/// a register of it is free, which is two products before it is needed.
-macro_rules! four {
+/// The four products of the tiles in registers. A factor that changes afterwards is loaded as soon
+/// as one of its registers is free, two products before it is needed.
+macro_rules! four_products {
     (then) => {
         "tdpbf16ps tmm0, tmm4, tmm6
          tdpbf16ps tmm1, tmm4, tmm7
@@ -227,8 +227,8 @@ macro_rules! four {
     };
 }
 
-/// Loads the second piece of both factors.
-macro_rules! second_pieces {
+/// Loads the second split of both factors.
+macro_rules! load_second_splits {
     () => {
         "tileloadd tmm4, [{a} + {row} + 2048]
          tileloadd tmm6, [{b0} + {b_row} + 2048]
@@ -238,35 +238,35 @@ macro_rules! second_pieces {
     };
 }
 
-/// Numbers of two pieces, multiplied in the order of [`products`].
-macro_rules! two_pieces {
+/// A step for elements of two splits, in the order of [`split_products`].
+macro_rules! two_splits {
     () => {
         concat!(
-            second_pieces!(),
-            four!(then a 0 1024),
-            four!(then b 0),
-            four!(then a 2048 3072),
-            four!(then)
+            load_second_splits!(),
+            four_products!(then a 0 1024),
+            four_products!(then b 0),
+            four_products!(then a 2048 3072),
+            four_products!(then)
         )
     };
 }
 
-/// Numbers of three pieces, multiplied in the order of [`products`].
-macro_rules! three_pieces {
+/// A step for elements of three splits, in the order of [`split_products`].
+macro_rules! three_splits {
     () => {
         concat!(
-            second_pieces!(),
-            four!(then a 0 1024),
-            four!(then b 4096),
-            four!(then b 0),
-            four!(then a 2048 3072),
-            four!(then a 4096 5120),
-            four!(then)
+            load_second_splits!(),
+            four_products!(then a 0 1024),
+            four_products!(then b 4096),
+            four_products!(then b 0),
+            four_products!(then a 2048 3072),
+            four_products!(then a 4096 5120),
+            four_products!(then)
         )
     };
 }
 
-/// A tile of numbers between 1 and 2, of either sign: zeros would be multiplied faster.
+/// A tile of values between 1 and 2, of either sign: zeros would be multiplied faster.
 static FACTOR: [u16; TILE_BYTES / 2] = {
     let mut factor = [0; TILE_BYTES / 2];
     let (mut bits, mut i) = (1u32, 0);
@@ -279,12 +279,12 @@ static FACTOR: [u16; TILE_BYTES / 2] = {
 };
 
 impl Hardware {
-    /// Four products of tiles from registers only, `rounds` times: what the tiles can do at most.
+    /// Four products of tiles from registers only, `rounds` times: the peak of the tiles.
     ///
     /// # Safety
     /// The tiles of this thread are configured.
-    pub(crate) unsafe fn multiply_registers(rounds: usize) {
-        // SAFETY: the caller's promise; what is read is a tile.
+    pub unsafe fn multiply_registers(rounds: usize) {
+        // SAFETY: the caller's promise; `FACTOR` is one tile.
         unsafe {
             asm!(
                 "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
@@ -310,7 +310,7 @@ impl Hardware {
     }
 }
 
-impl Tiles for Hardware {
+impl TileUnit for Hardware {
     const NAME: &'static str = "amx";
 
     fn available() -> bool {
@@ -319,11 +319,11 @@ impl Tiles for Hardware {
 
     #[inline]
     unsafe fn configure() {
-        // SAFETY: the caller knows that tiles are there; the instruction reads 64 bytes.
+        // SAFETY: the caller's promise that tiles are available; the instruction reads 64 bytes.
         unsafe {
             asm!(
                 "ldtilecfg [{}]",
-                in(reg) &raw const CONFIGURATION,
+                in(reg) &raw const TILE_CONFIG,
                 options(nostack, readonly),
             );
         }
@@ -331,23 +331,23 @@ impl Tiles for Hardware {
 
     #[inline]
     unsafe fn release() {
-        // SAFETY: the caller knows that tiles are there, and no tile is alive between products.
+        // SAFETY: the caller's promise that tiles are available; none is live between products.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 
     #[inline(always)]
-    unsafe fn multiply<const ADD: bool, const PIECES: usize>(product: Product) {
-        debug_assert!(product.steps > 0 && matches!(PIECES, 1..=3));
-        // SAFETY: the caller vouches for the memory of the product and for the configuration; the
-        // block changes only registers it names and the sums.
+    unsafe fn multiply<const ADD: bool, const SPLITS: usize>(product: TileProduct) {
+        debug_assert!(product.steps > 0 && matches!(SPLITS, 1..=3));
+        // SAFETY: the caller's promise about the memory and the configuration; the block changes
+        // only the registers it names and the sums.
         unsafe {
-            match (ADD, PIECES) {
-                (true, 1) => multiply!(product, loaded, one_piece),
-                (false, 1) => multiply!(product, zero, one_piece),
-                (true, 2) => multiply!(product, loaded, two_pieces),
-                (false, 2) => multiply!(product, zero, two_pieces),
-                (true, _) => multiply!(product, loaded, three_pieces),
-                (false, _) => multiply!(product, zero, three_pieces),
+            match (ADD, SPLITS) {
+                (true, 1) => multiply!(product, load_sums, one_split),
+                (false, 1) => multiply!(product, zero_sums, one_split),
+                (true, 2) => multiply!(product, load_sums, two_splits),
+                (false, 2) => multiply!(product, zero_sums, two_splits),
+                (true, _) => multiply!(product, load_sums, three_splits),
+                (false, _) => multiply!(product, zero_sums, three_splits),
             }
         }
     }

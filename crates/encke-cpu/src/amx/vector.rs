@@ -1,23 +1,23 @@
-//! What vectors of 16 numbers are used for beside arithmetic: exp2, transposing, rounding.
+//! Functions on vectors of 16 f32: exp2, and truncation to bf16.
 
 use std::arch::x86_64::*;
 
-/// The same number in every lane.
+/// The same value in every lane.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(crate) fn splat(x: f32) -> __m512 {
+pub fn splat(x: f32) -> __m512 {
     _mm512_set1_ps(x)
 }
 
 /// 2 to the power of `x`: a polynomial of the fraction, times 2 to the power of the floor.
 ///
-/// Polynomials are the minimax ones for the relative error on [0, 1]: 7.5e-5, 2.9e-6 and 7.5e-8
-/// for degrees 3, 4 and 5, to which the rounding of f32 is added; the one of degree 4 is the best
-/// that is exact at 0, where the largest weight is. Minus infinity gives 0, NaN stays NaN, and
-/// results too small to be normal are rounded as usual.
+/// The polynomials are minimax for the relative error on [0, 1]: 7.5e-5, 2.9e-6 and 7.5e-8 for
+/// degrees 3, 4 and 5, plus the rounding of f32. The one of degree 4 is the best that is exact at
+/// 0, where the largest weight is. Minus infinity gives 0, NaN stays NaN, and subnormal results are
+/// rounded as usual.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
-pub(crate) fn exp2<const DEGREE: usize>(x: __m512) -> __m512 {
+pub fn exp2<const DEGREE: usize>(x: __m512) -> __m512 {
     const FLOOR_QUIETLY: i32 = 0x09;
     let fraction = _mm512_reduce_ps::<FLOOR_QUIETLY>(x);
     let horner = |y: __m512, c: f32| _mm512_fmadd_ps(y, fraction, splat(c));
@@ -41,45 +41,18 @@ pub(crate) fn exp2<const DEGREE: usize>(x: __m512) -> __m512 {
     _mm512_scalef_ps(power, x)
 }
 
-/// Transposes 16 rows of 16 double words.
+/// log2(1 + 0.72 · 2⁻⁸): the factor, in powers of 2, that compensates [`pair`]'s truncation, which
+/// makes a value smaller by 0.72 · 2⁻⁸ of it on average. The factor is free where it is added to an
+/// exponent anyway, while rounding would cost an instruction per value; the largest error is 0.72
+/// instead of 0.5 units in the last place.
+pub const TRUNCATION_BIAS_LOG2: f32 = 0.004_059_457;
+/// 2 to the power of minus [`TRUNCATION_BIAS_LOG2`].
+pub const TRUNCATION_BIAS_INVERSE: f32 = 0.997_190_2;
+
+/// Truncates two vectors to bf16 and interleaves them, the first one in the low halves.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(crate) fn transpose(r: &mut [__m512i; 16]) {
-    let mut t = *r;
-    for i in 0..8 {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for i in 0..4 {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for i in 0..4 {
-        t[i] = _mm512_shuffle_i32x4::<0x88>(r[i], r[i + 4]);
-        t[i + 4] = _mm512_shuffle_i32x4::<0xdd>(r[i], r[i + 4]);
-        t[i + 8] = _mm512_shuffle_i32x4::<0x88>(r[i + 8], r[i + 12]);
-        t[i + 12] = _mm512_shuffle_i32x4::<0xdd>(r[i + 8], r[i + 12]);
-    }
-    for i in 0..8 {
-        r[i] = _mm512_shuffle_i32x4::<0x88>(t[i], t[i + 8]);
-        r[i + 8] = _mm512_shuffle_i32x4::<0xdd>(t[i], t[i + 8]);
-    }
-}
-
-/// By how much numbers are made larger before [`pair`] cuts off their low halves, in powers of 2:
-/// log2(1 + 0.72 · 2⁻⁸), where 0.72 · 2⁻⁸ is what cutting takes away on average, relative to the
-/// number. The factor costs nothing where it joins another exponent, and rounding would cost an
-/// instruction for each number; the largest error is 0.72 instead of 0.5 units in the last place.
-pub(crate) const LIFT: f32 = 0.004_059_457;
-/// 2 to the power of minus [`LIFT`].
-pub(crate) const LOWER: f32 = 0.997_190_2;
-
-/// Pairs of bf16 from two vectors, of which the first is the low half; what does not fit is cut off.
-#[inline]
-#[target_feature(enable = "avx512f")]
-pub(crate) fn pair(low: __m512, high: __m512) -> __m512i {
+pub fn pair(low: __m512, high: __m512) -> __m512i {
     const FIRST_OR_BOTH_OTHERS: i32 = 0xf8;
     let upper = _mm512_set1_epi32(-0x1_0000);
     let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));

@@ -1,4 +1,4 @@
-//! Attention on tiles as a kernel, so that the suite can run it.
+//! The tile kernels behind the `Kernel` trait, so that the conformance suite can run them.
 
 use encke_core::dtype::Slice;
 use encke_core::job::{Block, Job};
@@ -7,64 +7,69 @@ use encke_core::memory::HostKernel;
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::Pass;
 use encke_core::{DType, Data};
+use encke_cpu::internals::{self as amx, Target, TileElement, TileUnit};
 use half::{bf16, f16};
 use std::marker::PhantomData;
 
-use crate::amx::tiles::Tiles;
-use crate::amx::{self, Number};
-use crate::target::Target;
-
-/// Attention on tiles; everything else is left to the oracle.
+/// Attention on tiles; [`NaiveKernel`] computes everything else.
 pub struct TileKernel<T, N> {
-    pub pool: amx::Pool,
+    pub pool: amx::PagePool,
     tiles: PhantomData<(T, N)>,
 }
 
-/// Numbers that the suite can be run with.
-pub trait Tested: Number {
-    /// How far the lse and the output may be off, relative to the largest number.
+/// An element type that the suite runs with.
+pub trait TestedElement: TileElement {
+    /// The largest allowed errors of the lse and of the output, relative to the largest element.
     const TOLERANCE: [f64; 2];
 }
 
-impl Tested for bf16 {
+impl TestedElement for bf16 {
     const TOLERANCE: [f64; 2] = [4e-6, 4e-3];
 }
 
-impl Tested for f16 {
+impl TestedElement for f16 {
     const TOLERANCE: [f64; 2] = [2e-6, 4e-5];
 }
 
-impl Tested for f32 {
+impl TestedElement for f32 {
     const TOLERANCE: [f64; 2] = [5e-7, 4e-6];
 }
 
-impl<T: Tiles, N: Tested> TileKernel<T, N> {
+impl<T: TileUnit, N: TestedElement> TileKernel<T, N> {
     pub fn new() -> TileKernel<T, N> {
         TileKernel {
-            pool: amx::Pool::default(),
+            pool: amx::PagePool::default(),
             tiles: PhantomData,
         }
     }
 }
 
-pub fn of<N: Number>(data: Slice<'_>) -> &[N] {
-    N::of(data).expect("numbers of this type")
+/// Whether a test of these tiles can run here; prints a note if it cannot.
+pub fn available<T: TileUnit>() -> bool {
+    if !T::available() {
+        eprintln!("skipped: {} tiles are not available here", T::NAME);
+    }
+    T::available()
 }
 
-pub fn wide(data: &mut Data) -> &mut [f32] {
+pub fn elements<N: TileElement>(data: Slice<'_>) -> &[N] {
+    N::of_slice(data).expect("elements of type N")
+}
+
+pub fn f32_elements(data: &mut Data) -> &mut [f32] {
     match data {
-        Data::F32(numbers) => numbers,
+        Data::F32(elements) => elements,
         _ => panic!("sums are f32"),
     }
 }
 
-impl<T: Tiles, N: Tested> HostKernel for TileKernel<T, N> {
+impl<T: TileUnit, N: TestedElement> HostKernel for TileKernel<T, N> {
     fn name(&self) -> &'static str {
         T::NAME
     }
 }
 
-impl<T: Tiles, N: Tested> Kernel for TileKernel<T, N> {
+impl<T: TileUnit, N: TestedElement> Kernel for TileKernel<T, N> {
     fn attend(
         &self,
         job: &Job,
@@ -73,8 +78,8 @@ impl<T: Tiles, N: Tested> Kernel for TileKernel<T, N> {
         v: Slice<'_>,
         state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
-        let given = [q, k, v].map(of::<N>);
-        amx::forward::<T, N>(&self.pool, job, given, Target::new(state, job.gain));
+        let inputs = [q, k, v].map(elements::<N>);
+        amx::forward::<T, N>(&self.pool, job, inputs, Target::new(state, job.gain));
         Ok(())
     }
 
@@ -115,9 +120,9 @@ impl<T: Tiles, N: Tested> Kernel for TileKernel<T, N> {
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
-        let given = amx::Given::of([q, k, v], upstream).expect("numbers of this type");
-        let (dq, dk, dv) = (wide(gradients.dq), wide(gradients.dk), wide(gradients.dv));
-        amx::backward::<T, N>(&self.pool, job, given, dq, dk, dv);
+        let inputs = amx::AmxBackwardInputs::of([q, k, v], upstream).expect("elements of type N");
+        let [dq, dk, dv] = [gradients.dq, gradients.dk, gradients.dv].map(f32_elements);
+        amx::backward::<T, N>(&self.pool, job, inputs, dq, dk, dv);
         Ok(())
     }
 

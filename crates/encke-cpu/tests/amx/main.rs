@@ -1,39 +1,12 @@
-//! The tile kernels, on emulated tiles: packing, products, and the suite every kernel runs.
+//! The tile kernels on emulated tiles: packing, products, and the conformance suite.
 //!
-//! The module is compiled into this test, so that parts of it can be looked at which nobody else
-//! may use. On a machine with tiles the suite runs on those as well.
+//! The tests reach the parts of the kernels through `encke_cpu::internals`. On a machine with tiles
+//! the suite runs on those as well.
 #![cfg(target_arch = "x86_64")]
-
-#[allow(dead_code, unused_imports)]
-#[path = "../../src/amx/mod.rs"]
-mod amx;
-#[allow(dead_code)]
-#[path = "../../src/real.rs"]
-mod real;
-#[allow(dead_code)]
-#[path = "../../src/schedule.rs"]
-mod schedule;
-#[allow(dead_code)]
-#[path = "../../src/shared.rs"]
-mod shared;
-#[allow(dead_code)]
-#[path = "../../src/target.rs"]
-mod target;
-#[allow(dead_code)]
-#[path = "../../src/transpose.rs"]
-mod transpose;
-#[allow(dead_code)]
-#[path = "../../src/vector.rs"]
-mod vector;
 
 mod kernel;
 mod packing;
 
-use amx::backward::backward_shaped;
-use amx::emulated::Emulated;
-use amx::forward::forward_shaped;
-use amx::shape::{BackwardShape, Shape};
-use amx::tiles::{Hardware, Tiles};
 use encke_core::conformance::{self, Random};
 use encke_core::dtype::Slice;
 use encke_core::job::{Causal, Job, Operand};
@@ -42,25 +15,20 @@ use encke_core::memory::Memory;
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::Pass;
 use encke_core::{DType, Data};
+use encke_cpu::internals::{
+    self, AmxBackwardConfig, AmxForwardConfig, Emulated, Hardware, Target, TileUnit,
+    backward_with_config, forward_with_config,
+};
 use half::{bf16, f16};
-use kernel::{Tested, TileKernel, of, wide};
-use target::Target;
+use kernel::{TestedElement, TileKernel, available, elements, f32_elements};
 
-/// Whether a test of these tiles can run here; says so where it cannot.
-fn here<T: Tiles>() -> bool {
-    if !T::available() {
-        eprintln!("skipped: {} tiles are not available here", T::NAME);
-    }
-    T::available()
-}
-
-fn conform<T: Tiles, N: Tested>() {
+fn conform<T: TileUnit, N: TestedElement>() {
     conformance::kernel(&TileKernel::<T, N>::new(), &[N::DTYPE]).unwrap();
 }
 
 #[test]
 fn emulated_tiles_conform() {
-    if here::<Emulated>() {
+    if available::<Emulated>() {
         conform::<Emulated, bf16>();
         conform::<Emulated, f16>();
         conform::<Emulated, f32>();
@@ -68,15 +36,15 @@ fn emulated_tiles_conform() {
 }
 
 #[test]
-fn tiles_conform() {
-    if here::<Hardware>() {
+fn hardware_tiles_conform() {
+    if available::<Hardware>() {
         conform::<Hardware, bf16>();
         conform::<Hardware, f16>();
         conform::<Hardware, f32>();
     }
 }
 
-/// One batch entry, heads that share keys in pairs, rows of tokens behind each other.
+/// One batch entry; pairs of heads share their keys; rows of consecutive tokens are contiguous.
 fn job(queries: usize, keys: usize, heads: usize, dim: usize, causal: Option<Causal>) -> Job {
     let operand = |unit: usize, heads: Vec<usize>| Operand {
         offset: 0,
@@ -102,37 +70,37 @@ fn job(queries: usize, keys: usize, heads: usize, dim: usize, causal: Option<Cau
     }
 }
 
-/// What a job is given.
+/// The input tensors of a job.
 #[derive(Clone)]
-struct Inputs {
+struct TileKernelInputs {
     q: Data,
     k: Data,
     v: Data,
     dout: Data,
 }
 
-impl Inputs {
-    fn new<N: Tested>(job: &Job, seed: u64) -> Inputs {
+impl TileKernelInputs {
+    fn new<N: TestedElement>(job: &Job, seed: u64) -> TileKernelInputs {
         let mut random = Random::new(seed);
-        let mut numbers = |rows: usize, heads: usize| {
+        let mut tensor = |rows: usize, heads: usize| {
             let values: Vec<f64> = (0..rows * heads * job.dim)
                 .map(|_| 2.0 * random.unit())
                 .collect();
             Data::from_f64(N::DTYPE, &values)
         };
         let key_heads = job.heads.div_ceil(2);
-        Inputs {
-            q: numbers(job.queries, job.heads),
-            k: numbers(job.keys, key_heads),
-            v: numbers(job.keys, key_heads),
-            dout: numbers(job.queries, job.heads),
+        TileKernelInputs {
+            q: tensor(job.queries, job.heads),
+            k: tensor(job.keys, key_heads),
+            v: tensor(job.keys, key_heads),
+            dout: tensor(job.queries, job.heads),
         }
     }
 }
 
-/// What comes of it.
-struct Outputs {
-    /// acc, m and l, and what the caller makes of them.
+/// The results of both passes.
+struct TileKernelOutputs {
+    /// acc, m and l; then the output and lse computed from them.
     carry: Carry<Data>,
     out: Data,
     lse: Data,
@@ -140,23 +108,24 @@ struct Outputs {
     gradients: [Data; 3],
 }
 
-impl Outputs {
+impl TileKernelOutputs {
     /// acc, dq, dk or dv.
-    fn tensor(&self, number: usize) -> Vec<f64> {
-        match number {
+    fn tensor(&self, index: usize) -> Vec<f64> {
+        match index {
             0 => self.carry.acc.to_f64(),
-            _ => self.gradients[number - 1].to_f64(),
+            _ => self.gradients[index - 1].to_f64(),
         }
     }
 }
 
-/// Forward and backward; backward is told what `told` found, if given.
+/// Forward and backward. Backward gets the output and lse of `forward`, if given, instead of its
+/// own.
 fn run<K: for<'a> Kernel<Buffer = Data, Input<'a> = Slice<'a>>>(
     kernel: &K,
     job: &Job,
-    inputs: &Inputs,
-    told: Option<&Outputs>,
-) -> Outputs {
+    inputs: &TileKernelInputs,
+    forward: Option<&TileKernelOutputs>,
+) -> TileKernelOutputs {
     let (cells, dim) = (job.queries * job.heads, job.dim);
     let zeros = |count: usize| Data::zeros(DType::F32, count);
     let mut carry = Carry {
@@ -176,24 +145,24 @@ fn run<K: for<'a> Kernel<Buffer = Data, Input<'a> = Slice<'a>>>(
     oracle
         .finish(cells, dim, job.gain, &carry, &mut out, &mut lse)
         .unwrap();
-    let (told_out, told_lse) = told.map_or((&out, &lse), |told| (&told.out, &told.lse));
+    let (final_out, final_lse) = forward.map_or((&out, &lse), |x| (&x.out, &x.lse));
     let mut delta = zeros(cells);
     oracle
-        .delta(cells, dim, told_out.as_slice(), dout, None, &mut delta)
+        .delta(cells, dim, final_out.as_slice(), dout, None, &mut delta)
         .unwrap();
     let keys = k.len();
     let mut gradients = [zeros(cells * dim), zeros(keys), zeros(keys)];
     let [dq, dk, dv] = &mut gradients;
     let upstream = Upstream {
         dout,
-        lse: told_lse.as_slice(),
+        lse: final_lse.as_slice(),
         delta: delta.as_slice(),
     };
     let gradients_mut = Gradients { dq, dk, dv };
     kernel
         .backward(job, q, k, v, upstream, gradients_mut)
         .unwrap();
-    Outputs {
+    TileKernelOutputs {
         carry,
         out,
         lse,
@@ -201,7 +170,7 @@ fn run<K: for<'a> Kernel<Buffer = Data, Input<'a> = Slice<'a>>>(
     }
 }
 
-/// Fails where numbers differ by more than `tolerance` times the largest of them.
+/// Fails if elements differ by more than `tolerance` times the largest expected one.
 fn close(what: &str, got: &Data, expected: &Data, tolerance: f64) {
     let (got, expected) = (got.to_f64(), expected.to_f64());
     let finite = expected.iter().filter(|x| x.is_finite());
@@ -210,13 +179,13 @@ fn close(what: &str, got: &Data, expected: &Data, tolerance: f64) {
         let same = x == y || (x.is_nan() && y.is_nan());
         assert!(
             same || (x - y).abs() <= tolerance * size,
-            "{what}: number {i} is {x} instead of {y} (largest {size})"
+            "{what}: element {i} is {x} instead of {y} (largest {size})"
         );
     }
 }
 
-fn check<N: Tested>(job: &Job, seed: u64, what: &str) {
-    let inputs = Inputs::new::<N>(job, seed);
+fn check<N: TestedElement>(job: &Job, seed: u64, what: &str) {
+    let inputs = TileKernelInputs::new::<N>(job, seed);
     let expected = run(&NaiveKernel, job, &inputs, None);
     let kernel = TileKernel::<Emulated, N>::new();
     let got = run(&kernel, job, &inputs, Some(&expected));
@@ -233,7 +202,11 @@ fn check<N: Tested>(job: &Job, seed: u64, what: &str) {
     }
 }
 
-fn close_outputs<N: Tested>(what: &str, got: &Outputs, expected: &Outputs) {
+fn close_outputs<N: TestedElement>(
+    what: &str,
+    got: &TileKernelOutputs,
+    expected: &TileKernelOutputs,
+) {
     let [of_lse, of_out] = N::TOLERANCE;
     close(&format!("{what}, lse"), &got.lse, &expected.lse, of_lse);
     close(&format!("{what}, out"), &got.out, &expected.out, of_out);
@@ -247,8 +220,8 @@ const DENSE: Causal = Causal {
 };
 
 #[test]
-fn long_sequences_cross_every_block() {
-    if !here::<Emulated>() {
+fn long_sequences_match_the_oracle_across_block_boundaries() {
+    if !available::<Emulated>() {
         return;
     }
     for (queries, keys, heads, dim, causal) in [
@@ -289,8 +262,8 @@ fn long_sequences_cross_every_block() {
 }
 
 #[test]
-fn the_sign_of_the_scale_is_kept() {
-    if !here::<Emulated>() {
+fn negative_and_zero_scales_match_the_oracle() {
+    if !available::<Emulated>() {
         return;
     }
     for scale in [-0.3, 0.0] {
@@ -303,21 +276,21 @@ fn the_sign_of_the_scale_is_kept() {
     }
 }
 
-/// Weights relative to an old maximum would overflow here: some lanes have to look for a new one,
-/// in the middle of a tile whose other lanes have no need to.
+/// Weights relative to the old row max would overflow here: some lanes need a new one, in a tile
+/// whose other lanes do not.
 #[test]
-fn a_maximum_that_rises_is_noticed() {
-    if here::<Emulated>() {
-        notice_a_maximum::<bf16>();
-        notice_a_maximum::<f16>();
-        notice_a_maximum::<f32>();
+fn a_row_max_that_rises_late_does_not_overflow_the_weights() {
+    if available::<Emulated>() {
+        check_rising_max::<bf16>();
+        check_rising_max::<f16>();
+        check_rising_max::<f32>();
     }
 }
 
-fn notice_a_maximum<N: Tested>() {
+fn check_rising_max<N: TestedElement>() {
     let job = job(96, 1500, 1, 64, None);
-    let mut inputs = Inputs::new::<N>(&job, 12);
-    // Every third query is along the first channel, in which keys grow by block.
+    let mut inputs = TileKernelInputs::new::<N>(&job, 12);
+    // Every third query points along the first channel, in which keys grow from block to block.
     let (mut q, mut k) = (inputs.q.to_f64(), inputs.k.to_f64());
     for (i, row) in q.chunks_mut(64).enumerate() {
         row[0] = if i % 3 == 0 { 24.0 } else { 0.0 };
@@ -329,24 +302,24 @@ fn notice_a_maximum<N: Tested>() {
     inputs.k = Data::from_f64(N::DTYPE, &k);
     let expected = run(&NaiveKernel, &job, &inputs, None);
     let got = run(&TileKernel::<Emulated, N>::new(), &job, &inputs, None);
-    // Scores up to 168: f32 knows them, and so the logarithms of weights, to 1e-5.
+    // Scores are up to 168, so f32 holds them, and the logarithms of weights, to 1e-5.
     let [of_lse, of_out] = N::TOLERANCE;
     close("rising, lse", &got.lse, &expected.lse, of_lse);
     close("rising, out", &got.out, &expected.out, of_out.max(2e-5));
 }
 
 #[test]
-fn the_number_of_threads_changes_no_bit() {
-    if here::<Emulated>() {
-        count_threads::<bf16>();
-        count_threads::<f16>();
-        count_threads::<f32>();
+fn results_are_bitwise_equal_for_any_number_of_threads() {
+    if available::<Emulated>() {
+        compare_thread_counts::<bf16>();
+        compare_thread_counts::<f16>();
+        compare_thread_counts::<f32>();
     }
 }
 
-fn count_threads<N: Tested>() {
+fn compare_thread_counts<N: TestedElement>() {
     let job = job(1100, 1100, 3, 24, Some(DENSE));
-    let inputs = Inputs::new::<N>(&job, 5);
+    let inputs = TileKernelInputs::new::<N>(&job, 5);
     let bits = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
         pool.unwrap().install(|| {
@@ -354,9 +327,9 @@ fn count_threads<N: Tested>() {
             let got = run(&kernel, &job, &inputs, None);
             let Carry { acc, m, l } = &got.carry;
             let held = kernel.pool.bytes();
-            let of = |pass| amx::workspace_bytes::<N>(&job, pass);
-            let announced = of(Pass::Forward).max(of(Pass::Backward { dlse: false }));
-            assert!(held > 0 && held <= announced);
+            let of = |pass| internals::workspace_bytes::<N>(&job, pass);
+            let workspace = of(Pass::Forward).max(of(Pass::Backward { dlse: false }));
+            assert!(held > 0 && held <= workspace);
             let all = [acc, m, l].into_iter().chain(&got.gradients);
             all.map(|data| data.bytes().to_vec()).collect::<Vec<_>>()
         })
@@ -366,20 +339,21 @@ fn count_threads<N: Tested>() {
     assert!(one == bits(5), "five threads");
 }
 
-/// A row that is not finite must poison what sees it, and nothing else by a single bit.
+/// A row that is not finite must spoil the results it is visible to, and change no bit of the
+/// others.
 #[test]
-fn what_is_hidden_poisons_nothing() {
-    if here::<Emulated>() {
-        poison_what_is_hidden::<bf16>();
-        poison_what_is_hidden::<f16>();
-        poison_what_is_hidden::<f32>();
+fn hidden_nonfinite_elements_change_no_bit() {
+    if available::<Emulated>() {
+        hide_nonfinite_elements::<bf16>();
+        hide_nonfinite_elements::<f16>();
+        hide_nonfinite_elements::<f32>();
     }
 }
 
-fn poison_what_is_hidden<N: Tested>() {
+fn hide_nonfinite_elements<N: TestedElement>() {
     let kernel = TileKernel::<Emulated, N>::new();
     let job = job(150, 150, 2, 40, Some(DENSE));
-    let inputs = Inputs::new::<N>(&job, 6);
+    let inputs = TileKernelInputs::new::<N>(&job, 6);
     let before = run(&kernel, &job, &inputs, None);
     for (value, row) in [(f64::NAN, 70), (f64::INFINITY, 7), (f64::NEG_INFINITY, 149)] {
         // Element 3 of the row, for the first head.
@@ -388,7 +362,8 @@ fn poison_what_is_hidden<N: Tested>() {
             data.set(row * heads * job.dim + 3, value);
             data
         };
-        // One at a time: a broken k spoils weights, and then nobody sees what a broken v does.
+        // One tensor at a time: a non-finite k spoils the weights, which would mask the effect of
+        // v.
         let (mut k, mut v) = (inputs.clone(), inputs.clone());
         let (mut q, mut dout) = (inputs.clone(), inputs.clone());
         k.k = poison(&inputs.k, 1);
@@ -414,7 +389,7 @@ fn poison_what_is_hidden<N: Tested>() {
                     let same = same || (free && got.is_nan() == expected.is_nan());
                     assert!(
                         same,
-                        "{what}: number {i} of tensor {tensor}: {before} -> {got}"
+                        "{what}: element {i} of tensor {tensor}: {before} -> {got}"
                     );
                 }
             }
@@ -422,37 +397,37 @@ fn poison_what_is_hidden<N: Tested>() {
     }
 }
 
-/// A shape with everything as unusual as it may be.
-struct Odd;
+/// A configuration with unusual values everywhere.
+struct OddConfig;
 
-impl Shape for Odd {
-    const DEGREE: usize = 5;
+impl AmxForwardConfig for OddConfig {
+    const EXP_DEGREE: usize = 5;
     const KEYS: usize = 96;
-    const PACKED: usize = 192;
-    const NUMBERS: usize = 1 << 13;
+    const PACKED_KEYS: usize = 192;
+    const QUERY_ELEMENTS: usize = 1 << 13;
 }
 
-impl BackwardShape for Odd {
-    const DEGREE: usize = 5;
+impl AmxBackwardConfig for OddConfig {
+    const EXP_DEGREE: usize = 5;
     const KEYS: usize = 96;
-    const TILES: usize = 3;
-    const NUMBERS: usize = 1 << 12;
+    const QUERY_TILES: usize = 3;
+    const QUERY_ELEMENTS: usize = 1 << 12;
 }
 
 #[test]
-fn shapes_change_only_the_order_of_sums() {
-    if here::<Emulated>() {
-        change_shapes::<bf16>();
-        change_shapes::<f16>();
-        change_shapes::<f32>();
+fn configurations_change_only_the_order_of_sums() {
+    if available::<Emulated>() {
+        change_configuration::<bf16>();
+        change_configuration::<f16>();
+        change_configuration::<f32>();
     }
 }
 
-fn change_shapes<N: Tested>() {
+fn change_configuration<N: TestedElement>() {
     let job = job(333, 444, 2, 64, Some(DENSE));
-    let inputs = Inputs::new::<N>(&job, 8);
+    let inputs = TileKernelInputs::new::<N>(&job, 8);
     let expected = run(&NaiveKernel, &job, &inputs, None);
-    let pool = amx::Pool::default();
+    let pool = internals::PagePool::default();
     let mut got = run(&NaiveKernel, &job, &inputs, None);
     let cells = job.queries * job.heads;
     let Carry { acc, m, l } = &mut got.carry;
@@ -460,8 +435,8 @@ fn change_shapes<N: Tested>() {
     NaiveKernel.fill(m, f64::NEG_INFINITY).unwrap();
     NaiveKernel.fill(l, 0.0).unwrap();
     let [q, k, v, dout] =
-        [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(|data| of::<N>(data.as_slice()));
-    forward_shaped::<Emulated, N, Odd>(
+        [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].map(|data| elements::<N>(data.as_slice()));
+    forward_with_config::<Emulated, N, OddConfig>(
         &pool,
         &job,
         [q, k, v],
@@ -495,19 +470,26 @@ fn change_shapes<N: Tested>() {
             &mut delta,
         )
         .unwrap();
-    let given = amx::Given {
+    let inputs = internals::AmxBackwardInputs {
         q,
         k,
         v,
         dout,
-        lse: of(expected.lse.as_slice()),
-        delta: of(delta.as_slice()),
+        lse: elements(expected.lse.as_slice()),
+        delta: elements(delta.as_slice()),
     };
     for data in &mut got.gradients {
         NaiveKernel.fill(data, 0.0).unwrap();
     }
     let [dq, dk, dv] = &mut got.gradients;
-    backward_shaped::<Emulated, N, Odd>(&pool, &job, given, wide(dq), wide(dk), wide(dv));
+    backward_with_config::<Emulated, N, OddConfig>(
+        &pool,
+        &job,
+        inputs,
+        f32_elements(dq),
+        f32_elements(dk),
+        f32_elements(dv),
+    );
     for (i, name) in ["dq", "dk", "dv"].into_iter().enumerate() {
         close(
             name,

@@ -26,7 +26,7 @@ impl MachineId {
         let about = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let name = about.lines().find(|line| line.starts_with("model name"));
         let name = name.and_then(|line| line.split_once(':'));
-        let arm = CpuKernel::new().map(|kernel| format!("{:?}", kernel.arm()));
+        let arm = CpuKernel::new().map(|kernel| format!("{:?}", kernel.instruction_set()));
         MachineId {
             processor: name.map_or("unknown", |(_, name)| name.trim()).to_string(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),

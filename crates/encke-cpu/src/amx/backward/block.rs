@@ -1,34 +1,34 @@
 //! A block of keys against the packed queries: five products and one exponential.
 
-use super::super::gradient::{self, Factors, Known};
-use super::super::mend::{Side, mend};
-use super::super::number::Number;
+use super::super::config::AmxBackwardConfig;
+use super::super::element::{TileElement, multiply_keys};
+use super::super::gradient::{self, Factors, QueryStats};
+use super::super::nonfinite::{FactorSide, add_nonfinite_terms};
 use super::super::pack::{self, WIDTH};
-use super::super::shape::BackwardShape;
-use super::super::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
-use super::{Keys, Run, Tile};
+use super::super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES, TileProduct, TileUnit};
+use super::call::{AmxBackwardCall, AmxBackwardTile, PackedKeyBlock};
 
-impl<N: Number> Run<'_, N> {
-    /// A block of keys against all packed queries: sums dk and dv, and adds to dq.
+impl<N: TileElement> AmxBackwardCall<'_, N> {
+    /// Processes a block of keys against all packed queries: sums dk and dv, and adds to dq.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxBackwardCall::run_task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn block<T: Tiles, S: BackwardShape>(
+    pub(super) unsafe fn block<T: TileUnit, S: AmxBackwardConfig>(
         &self,
-        tiles: &mut [Tile],
-        keys: Keys,
+        tiles: &mut [AmxBackwardTile],
+        keys: PackedKeyBlock,
         scratch: *mut u8,
     ) {
         let mut fresh = true;
-        for start in (0..tiles.len()).step_by(S::TILES) {
-            let end = tiles.len().min(start + S::TILES);
-            let sees = |tile: &Tile| tile.most > keys.start;
-            // Tiles that see nothing of the block are left out at both ends.
-            let Some(first) = tiles[start..end].iter().position(sees) else {
+        for start in (0..tiles.len()).step_by(S::QUERY_TILES) {
+            let end = tiles.len().min(start + S::QUERY_TILES);
+            let visible = |tile: &AmxBackwardTile| tile.max_visible > keys.start;
+            // Tiles to which no key of the block is visible are skipped at both ends.
+            let Some(first) = tiles[start..end].iter().position(visible) else {
                 continue;
             };
-            let last = tiles[start..end].iter().rposition(sees).unwrap_or(first);
+            let last = tiles[start..end].iter().rposition(visible).unwrap_or(first);
             let first = start + first;
             let tiles = &mut tiles[first..=start + last];
             // SAFETY: the caller's promise.
@@ -50,118 +50,114 @@ impl<N: Number> Run<'_, N> {
         }
     }
 
-    /// Scores and dout·v of one tile of queries, packed at `tile`.
+    /// Scores and dp of one tile of queries, packed at index `tile`.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxBackwardCall::run_task`].
     #[inline]
-    unsafe fn scores<T: Tiles>(&self, of: &Tile, tile: usize, keys: Keys, scratch: *mut u8) {
+    unsafe fn scores<T: TileUnit>(
+        &self,
+        of: &AmxBackwardTile,
+        tile: usize,
+        keys: PackedKeyBlock,
+        scratch: *mut u8,
+    ) {
         let layout = &self.layout;
         for (rows, lanes, to) in [
             (layout.k_rows, layout.q_lanes, layout.scores),
-            (layout.v_rows, layout.dout_lanes, layout.products),
+            (layout.v_rows, layout.dout_lanes, layout.dp),
         ] {
-            let b = scratch.wrapping_add(lanes + tile * self.steps * N::STACK);
-            for step in 0..of.steps(keys) {
-                let c = scratch.wrapping_add(to + 2 * step * SLAB_BYTES);
-                // SAFETY: tiles are configured, and all slabs lie in their regions.
-                unsafe {
-                    N::multiply::<T, false>(Product {
-                        a: scratch.wrapping_add(rows + step * self.steps * N::STACK),
-                        a_step: N::STACK,
-                        b: [b, b.wrapping_add(TILE_BYTES)],
-                        b_step: N::STACK,
-                        b_row: ROW_BYTES,
-                        c: [c, c.wrapping_add(SLAB_BYTES)],
-                        steps: self.steps,
-                    });
-                }
-            }
+            let lanes = lanes + tile * self.steps * N::STACK_BYTES;
+            let [rows, lanes, to] = [rows, lanes, to].map(|at| scratch.wrapping_add(at));
+            // SAFETY: tiles are configured, and all slabs lie in their regions.
+            unsafe { multiply_keys::<T, N>(rows, lanes, to, self.steps, of.steps(keys)) };
         }
     }
 
-    /// Weights and gradients of the tile at place `i` of those at hand.
+    /// Weights and ds of a tile, which is number `i` of the current group.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxBackwardCall::run_task`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn gradients<S: BackwardShape>(
+    unsafe fn gradients<S: AmxBackwardConfig>(
         &self,
-        tile: &Tile,
+        tile: &AmxBackwardTile,
         i: usize,
-        keys: Keys,
+        keys: PackedKeyBlock,
         scratch: *mut u8,
     ) {
         let layout = &self.layout;
         let steps = tile.steps(keys);
-        // What it does not see at all has no part in dk and dv.
+        // Keys that are hidden from the whole tile get nothing from it in dk and dv.
         for step in steps..keys.count.div_ceil(WIDTH) {
-            for region in [layout.weights, layout.gradients] {
-                let stack = region + (step * S::TILES + i) * N::STACK;
+            for region in [layout.weights, layout.ds] {
+                let stack = region + (step * S::QUERY_TILES + i) * N::STACK_BYTES;
                 // SAFETY: the stack lies in its region.
-                unsafe { scratch.add(stack).write_bytes(0, N::STACK) };
+                unsafe { scratch.add(stack).write_bytes(0, N::STACK_BYTES) };
             }
         }
-        let block = gradient::Block {
+        let block = gradient::GradientBlock {
             scores: scratch.wrapping_add(layout.scores),
-            products: scratch.wrapping_add(layout.products),
+            dp: scratch.wrapping_add(layout.dp),
             steps,
             start: keys.start,
             masked: tile.masked(keys.start + steps * WIDTH),
-            weights: scratch.wrapping_add(layout.weights + i * N::STACK),
-            gradients: scratch.wrapping_add(layout.gradients + i * N::STACK),
-            left_stride: S::TILES * N::STACK,
-            turned: scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * N::STACK),
-            right_stride: N::STACK,
+            weights: scratch.wrapping_add(layout.weights + i * N::STACK_BYTES),
+            ds: scratch.wrapping_add(layout.ds + i * N::STACK_BYTES),
+            left_stride: S::QUERY_TILES * N::STACK_BYTES,
+            ds_right: scratch.wrapping_add(layout.ds_right + i * S::KEYS / WIDTH * N::STACK_BYTES),
+            right_stride: N::STACK_BYTES,
         };
         // SAFETY: all slabs lie in their regions.
-        unsafe { gradient_of::<N, S>(&block, self.factors, &tile.known) };
+        unsafe { gradient_of::<N, S>(&block, self.factors, &tile.stats) };
     }
 
-    /// dk and dv of the block from the tiles at hand, the first of which is packed at `first`.
+    /// Sums dk and dv of the block over the current group of tiles, packed from index `first` on.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxBackwardCall::run_task`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn sum_keys<T: Tiles, S: BackwardShape, const ADD: bool>(
+    unsafe fn sum_keys<T: TileUnit, S: AmxBackwardConfig, const ADD: bool>(
         &self,
-        tiles: &[Tile],
+        tiles: &[AmxBackwardTile],
         first: usize,
-        keys: Keys,
+        keys: PackedKeyBlock,
         scratch: *mut u8,
     ) {
         let layout = &self.layout;
         let steps = keys.count.div_ceil(WIDTH);
         let end = keys.start + steps * WIDTH;
         for (side, (left, pairs, sums)) in [
-            (layout.gradients, layout.q_pairs, layout.dk),
+            (layout.ds, layout.q_pairs, layout.dk),
             (layout.weights, layout.dout_pairs, layout.dv),
         ]
         .into_iter()
         .enumerate()
         {
-            let pairs = scratch.wrapping_add(pairs + first * self.steps * N::STACK);
-            let hurt = |tile: &Tile| tile.broken[side] != 0 && tile.masked(end);
+            let pairs = scratch.wrapping_add(pairs + first * self.steps * N::STACK_BYTES);
+            let needs_cleaning =
+                |tile: &AmxBackwardTile| tile.nonfinite[side] != 0 && tile.masked(end);
             let mut factor = pairs;
-            if tiles.iter().any(hurt) {
-                factor = scratch.wrapping_add(layout.clean[1 + side]);
+            if tiles.iter().any(needs_cleaning) {
+                factor = scratch.wrapping_add(layout.finite[1 + side]);
                 // SAFETY: both regions have this many slabs.
-                unsafe { self.clean_tiles(tiles, hurt, pairs, factor) };
+                unsafe { self.clean_tiles(tiles, needs_cleaning, pairs, factor) };
             }
-            // Factors of one step of channels meet all keys while the first-level cache has them.
+            // The factors of one step of channels are used with all keys while they are in the L1
+            // cache.
             for step in 0..self.steps {
                 for key in 0..steps {
                     let c = sums + (key * self.steps + step) * 2 * SLAB_BYTES;
                     let c = scratch.wrapping_add(c);
                     let product = |factor: *mut u8| {
-                        let b = factor.wrapping_add(step * N::STACK);
-                        Product {
-                            a: scratch.wrapping_add(left + key * S::TILES * N::STACK),
-                            a_step: N::STACK,
+                        let b = factor.wrapping_add(step * N::STACK_BYTES);
+                        TileProduct {
+                            a: scratch.wrapping_add(left + key * S::QUERY_TILES * N::STACK_BYTES),
+                            a_step: N::STACK_BYTES,
                             b: [b, b.wrapping_add(TILE_BYTES)],
-                            b_step: self.steps * N::STACK,
+                            b_step: self.steps * N::STACK_BYTES,
                             b_row: ROW_BYTES,
                             c: [c, c.wrapping_add(SLAB_BYTES)],
                             steps: tiles.len(),
@@ -171,38 +167,38 @@ impl<N: Number> Run<'_, N> {
                     unsafe { N::multiply::<T, ADD>(product(factor)) };
                     if factor != pairs {
                         let sees = |at: usize, row: usize, _: usize| {
-                            let (tile, place) = (&tiles[at / WIDTH], at % WIDTH);
-                            let lane = place / 2 + place % 2 * 16;
-                            let seen = tile.known.visible.0[lane] as usize;
-                            hurt(tile) && seen > keys.start + key * WIDTH + row
+                            let (tile, pair) = (&tiles[at / WIDTH], at % WIDTH);
+                            let lane = pair / 2 + pair % 2 * 16;
+                            let visible = tile.stats.visible.0[lane] as usize;
+                            needs_cleaning(tile) && visible > keys.start + key * WIDTH + row
                         };
                         // SAFETY: all slabs lie in their regions.
-                        unsafe { mend(&product(pairs), Side::Right, sees) };
+                        unsafe { add_nonfinite_terms(&product(pairs), FactorSide::Right, sees) };
                     }
                 }
             }
         }
     }
 
-    /// Copies the pairs of tiles, those of hurt ones without what is not finite.
+    /// Copies the packed pairs of tiles, without non-finite elements where `needs_cleaning` holds.
     ///
     /// # Safety
-    /// Both places have the slabs of as many tiles.
+    /// `from` and `to` have the slabs of all these tiles.
     #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn clean_tiles(
         &self,
-        tiles: &[Tile],
-        hurt: impl Fn(&Tile) -> bool,
+        tiles: &[AmxBackwardTile],
+        needs_cleaning: impl Fn(&AmxBackwardTile) -> bool,
         from: *const u8,
         to: *mut u8,
     ) {
-        let bytes = self.steps * N::STACK;
+        let bytes = self.steps * N::STACK_BYTES;
         for (i, tile) in tiles.iter().enumerate() {
             let (from, to) = (from.wrapping_add(i * bytes), to.wrapping_add(i * bytes));
             // SAFETY: the caller's promise.
             unsafe {
-                if hurt(tile) {
-                    pack::clean(from, to, self.steps * N::PIECES);
+                if needs_cleaning(tile) {
+                    pack::zero_nonfinite(from, to, self.steps * N::SPLITS);
                 } else {
                     std::ptr::copy_nonoverlapping(from, to, bytes);
                 }
@@ -210,18 +206,18 @@ impl<N: Number> Run<'_, N> {
         }
     }
 
-    /// dq of the tile packed at `tile` from the gradients at place `i`.
+    /// dq of the tile packed at index `tile`, from ds number `i` of the current group.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxBackwardCall::run_task`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn sum_queries<T: Tiles, S: BackwardShape>(
+    unsafe fn sum_queries<T: TileUnit, S: AmxBackwardConfig>(
         &self,
-        state: &mut Tile,
+        state: &mut AmxBackwardTile,
         tile: usize,
         i: usize,
-        keys: Keys,
+        keys: PackedKeyBlock,
         scratch: *mut u8,
     ) {
         let layout = &self.layout;
@@ -231,60 +227,61 @@ impl<N: Number> Run<'_, N> {
         }
         let columns = scratch.wrapping_add(layout.k_columns);
         let mut factor = columns;
-        if keys.broken && state.masked(keys.start + steps * WIDTH) {
-            factor = scratch.wrapping_add(layout.clean[0]);
+        if keys.nonfinite && state.masked(keys.start + steps * WIDTH) {
+            factor = scratch.wrapping_add(layout.finite[0]);
             // SAFETY: both regions have this many slabs.
-            unsafe { pack::clean(columns, factor, steps * self.steps * N::PIECES) };
+            unsafe { pack::zero_nonfinite(columns, factor, steps * self.steps * N::SPLITS) };
         }
-        let b = scratch.wrapping_add(layout.turned + i * S::KEYS / WIDTH * N::STACK);
+        let b = scratch.wrapping_add(layout.ds_right + i * S::KEYS / WIDTH * N::STACK_BYTES);
         for step in 0..self.steps {
             let c = layout.dq + (tile * self.steps + step) * 2 * SLAB_BYTES;
             let c = scratch.wrapping_add(c);
-            let product = |factor: *mut u8| Product {
-                a: factor.wrapping_add(step * N::STACK),
-                a_step: self.steps * N::STACK,
+            let product = |factor: *mut u8| TileProduct {
+                a: factor.wrapping_add(step * N::STACK_BYTES),
+                a_step: self.steps * N::STACK_BYTES,
                 b: [b, b.wrapping_add(TILE_BYTES)],
-                b_step: N::STACK,
+                b_step: N::STACK_BYTES,
                 b_row: ROW_BYTES,
                 c: [c, c.wrapping_add(SLAB_BYTES)],
                 steps,
             };
             // SAFETY: tiles are configured, and all slabs lie in their regions.
             unsafe {
-                if state.summed == 0 {
+                if state.dq_started == 0 {
                     N::multiply::<T, false>(product(factor));
                 } else {
                     N::multiply::<T, true>(product(factor));
                 }
             }
             if factor != columns {
-                let seen = &state.known.visible.0;
-                let sees = |at: usize, _: usize, lane: usize| seen[lane] as usize > keys.start + at;
+                let visible = &state.stats.visible.0;
+                let sees =
+                    |at: usize, _: usize, lane: usize| visible[lane] as usize > keys.start + at;
                 // SAFETY: all slabs lie in their regions.
-                unsafe { mend(&product(columns), Side::Left, sees) };
+                unsafe { add_nonfinite_terms(&product(columns), FactorSide::Left, sees) };
             }
         }
-        state.summed = 1;
+        state.dq_started = 1;
     }
 }
 
-/// The pass of a shape.
+/// [`gradient::gradient`] with the configuration's polynomial degree.
 ///
 /// # Safety
 /// As for [`gradient::gradient`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-unsafe fn gradient_of<N: Number, S: BackwardShape>(
-    block: &gradient::Block,
+unsafe fn gradient_of<N: TileElement, S: AmxBackwardConfig>(
+    block: &gradient::GradientBlock,
     factors: Factors,
-    known: &Known,
+    stats: &QueryStats,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        match S::DEGREE {
-            3 => gradient::gradient::<N, 3>(block, factors, known),
-            4 => gradient::gradient::<N, 4>(block, factors, known),
-            _ => gradient::gradient::<N, 5>(block, factors, known),
+        match S::EXP_DEGREE {
+            3 => gradient::gradient::<N, 3>(block, factors, stats),
+            4 => gradient::gradient::<N, 4>(block, factors, stats),
+            _ => gradient::gradient::<N, 5>(block, factors, stats),
         }
     }
 }

@@ -1,9 +1,10 @@
-//! Who adds to which keys when.
+//! The order in which tasks add to the rows of dk and dv.
 //!
-//! The decision here: tasks that add to the same rows of dk and dv are a chain. A task adds to a block
-//! of keys after those before it in its chain have, so that rows are added to by one task at a time, in
-//! an order that is part of the job, without atomic additions and without a second pass. They compute
-//! at the same time, each a block or more behind the other, and wait for none that has not begun.
+//! The decision here: tasks that add to the same rows of dk and dv form a chain. A task adds to a
+//! block of keys after all tasks before it in the chain have done so. One task at a time adds to a
+//! row, in an order that the job alone determines, without atomic additions and without a second
+//! pass. The tasks of a chain compute at the same time, each at least one block behind the one
+//! before it, and wait only for tasks that have started.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -12,34 +13,35 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use encke_core::job::Job;
 
 use super::super::pack::WIDTH;
-use super::super::schedule;
+use crate::schedule::batch_segments;
 
-/// Tasks of a job that is large enough.
+/// The number of tasks that a job is divided into if it is large enough.
 const TASKS: usize = 32;
-/// Tiles below which a task is not cut further: keys are packed, and added to, for each task.
-const FEWEST_TILES: usize = 16;
+/// Tasks of fewer than twice as many tiles are not divided: each task packs keys and adds to them.
+const MIN_TILES: usize = 16;
 
-/// Queries of one head, and the keys they see.
+/// Queries of one head, and the keys that are visible to them.
 #[derive(Debug)]
-pub(super) struct Task<'a> {
+pub struct AmxBackwardTask<'a> {
     pub batch: usize,
     pub segment: usize,
     /// The heads that share those keys.
     pub heads: &'a [usize],
     pub head: usize,
     pub queries: std::ops::Range<usize>,
+    /// About how many pairs of a query and a key the task computes, in units of 32.
     pairs: usize,
-    /// Its place in the chain of those with the same keys.
-    place: usize,
-    chain: Arc<[Progress]>,
+    /// Its position in the chain of tasks with the same keys.
+    position: usize,
+    chain: Arc<[ChainProgress]>,
 }
 
-/// How far a task has come: it has added to its keys before this one.
+/// The progress of a task: it has added to all its keys before this one.
 #[derive(Debug, Default)]
-struct Progress(AtomicUsize);
+struct ChainProgress(AtomicUsize);
 
-impl Progress {
-    /// Where a task is that adds to no more keys.
+impl ChainProgress {
+    /// The task adds to no more keys.
     const END: usize = usize::MAX;
 
     fn get(&self) -> usize {
@@ -51,85 +53,93 @@ impl Progress {
     }
 }
 
-/// A task that runs. When it ends, however it does, nobody waits for it any longer.
-pub(super) struct Running<'a> {
-    task: &'a Task<'a>,
-    /// How many of its chain have ended; those that may not have are behind them.
+/// A running task's place in its chain. Dropping it, also on a panic, releases the tasks that wait.
+pub struct ChainGuard<'a> {
+    task: &'a AmxBackwardTask<'a>,
+    /// How many tasks at the front of the chain have ended.
     ended: usize,
 }
 
-impl<'a> Running<'a> {
-    pub fn new(task: &'a Task<'a>) -> Running<'a> {
-        Running { task, ended: 0 }
+impl<'a> ChainGuard<'a> {
+    pub fn new(task: &'a AmxBackwardTask<'a>) -> ChainGuard<'a> {
+        ChainGuard { task, ended: 0 }
     }
 
-    /// Waits until all before it have added to their keys up to `start`. That the last of them has is
-    /// not enough: it may have seen fewer keys, and be at its end while others are not.
+    /// Waits until all tasks before this one have added to their keys up to `start`. Checking only
+    /// the last of them is not enough: fewer keys may be visible to it, so that it can end earlier
+    /// than the others.
     pub fn wait(&mut self, start: usize) {
-        let before = &self.task.chain[..self.task.place];
-        for (place, progress) in before.iter().enumerate().skip(self.ended) {
+        let before = &self.task.chain[..self.task.position];
+        for (position, progress) in before.iter().enumerate().skip(self.ended) {
             let mut at = progress.get();
             while at <= start {
                 std::thread::yield_now();
                 at = progress.get();
             }
-            if at == Progress::END && place == self.ended {
+            if at == ChainProgress::END && position == self.ended {
                 self.ended += 1;
             }
         }
     }
 
-    /// Says that it has added to all keys before `end`.
-    pub fn pass(&self, end: usize) {
-        self.task.chain[self.task.place].set(end);
+    /// Announces that this task has added to all keys before `end`.
+    pub fn publish(&self, end: usize) {
+        self.task.chain[self.task.position].set(end);
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for ChainGuard<'_> {
     fn drop(&mut self) {
-        self.pass(Progress::END);
+        self.publish(ChainProgress::END);
     }
 }
 
-/// All tasks of a job, the longest first, and those of a chain in its order. `most` is how many tiles a
-/// task may have.
-pub(super) fn tasks<'a>(job: &Job, groups: &'a [Vec<usize>], most: usize) -> Vec<Task<'a>> {
-    let each = job.batch * job.segments * job.heads;
-    let count = |tiles: usize| job.queries.div_ceil(tiles * WIDTH) * each;
-    let mut tiles = most;
-    while tiles >= 2 * FEWEST_TILES && count(tiles) < TASKS {
+/// All tasks of a job: the longest first, and the tasks of a chain in its order. A task has at most
+/// `max_tiles` tiles.
+pub fn tasks<'a>(
+    job: &Job,
+    groups: &'a [Vec<usize>],
+    max_tiles: usize,
+) -> Vec<AmxBackwardTask<'a>> {
+    let heads = job.batch * job.segments * job.heads;
+    let count = |tiles: usize| job.queries.div_ceil(tiles * WIDTH) * heads;
+    let mut tiles = max_tiles;
+    while tiles >= 2 * MIN_TILES && count(tiles) < TASKS {
         tiles /= 2;
     }
     let mut tasks = Vec::new();
-    for (batch, segment) in schedule::places(job) {
+    for (batch, segment) in batch_segments(job) {
         for heads in groups {
             let mut chain = Vec::new();
             for &head in heads {
                 for first in (0..job.queries).step_by(tiles * WIDTH) {
                     let queries = first..job.queries.min(first + tiles * WIDTH);
                     let rows = queries.clone().step_by(WIDTH);
-                    let seen = rows.map(|row| job.visible((row + WIDTH).min(queries.end) - 1));
-                    let pairs: usize = seen.sum();
+                    let visible = rows.map(|row| job.visible((row + WIDTH).min(queries.end) - 1));
+                    let pairs: usize = visible.sum();
                     if pairs > 0 {
                         chain.push((pairs, head, queries));
                     }
                 }
             }
             chain.sort_by_key(|(pairs, ..)| Reverse(*pairs));
-            let progress: Arc<[Progress]> = chain.iter().map(|_| Progress::default()).collect();
+            let progress: Arc<[ChainProgress]> =
+                chain.iter().map(|_| ChainProgress::default()).collect();
             let links = chain.into_iter().enumerate();
-            tasks.extend(links.map(|(place, (pairs, head, queries))| Task {
-                batch,
-                segment,
-                heads,
-                head,
-                queries,
-                pairs,
-                place,
-                chain: Arc::clone(&progress),
-            }));
+            tasks.extend(
+                links.map(|(position, (pairs, head, queries))| AmxBackwardTask {
+                    batch,
+                    segment,
+                    heads,
+                    head,
+                    queries,
+                    pairs,
+                    position,
+                    chain: Arc::clone(&progress),
+                }),
+            );
         }
     }
-    tasks.sort_by_key(|task| (Reverse(task.pairs), task.place));
+    tasks.sort_by_key(|task| (Reverse(task.pairs), task.position));
     tasks
 }

@@ -1,175 +1,167 @@
-//! A tile against the packed keys: scores, softmax, values, block by block.
+//! One tile of queries against the packed keys: scores, softmax and values, block by block.
 
-use super::super::mend::{Side, mend};
-use super::super::number::Number;
+use super::super::config::AmxForwardConfig;
+use super::super::element::{TileElement, multiply_keys};
+use super::super::nonfinite::{FactorSide, add_nonfinite_terms};
 use super::super::pack::{self, WIDTH};
-use super::super::shape::Shape;
-use super::super::softmax::{self, Block, Rescale};
-use super::super::tiles::{Product, ROW_BYTES, SLAB_BYTES, TILE_BYTES, Tiles};
-use super::{Packed, Run, Tile};
+use super::super::softmax::{self, Rescale, ScoreBlock};
+use super::super::tiles::{SLAB_BYTES, TileProduct, TileUnit};
+use super::call::{AmxForwardCall, AmxForwardTile, PackedKeys};
 
 /// One block of keys for one tile.
 #[derive(Debug, Clone, Copy)]
-struct Turn {
-    /// The number of the tile in its task.
+struct KeyBlock {
+    /// The index of the tile in its task.
     tile: usize,
-    /// The number of the first key, and its place among the packed ones.
+    /// The index of the first key in the job, and among the packed keys.
     key: usize,
     from: usize,
-    /// How many times 32 keys the tile sees of the block.
+    /// How many groups of 32 keys of the block are visible to the tile.
     steps: usize,
 }
 
-impl Tile {
-    /// Whether some query does not see all keys of a turn.
-    fn masked(&self, turn: Turn) -> bool {
-        self.least < turn.key + turn.steps * WIDTH
+impl AmxForwardTile {
+    /// Whether some key of a block is hidden from some query.
+    fn masked(&self, block: KeyBlock) -> bool {
+        self.min_visible < block.key + block.steps * WIDTH
     }
 }
 
-impl Packed {
-    /// Whether a value of a turn is not finite.
-    fn broken(&self, turn: Turn) -> bool {
-        self.broken >> (turn.from / WIDTH) & ((1 << turn.steps) - 1) != 0
+impl PackedKeys {
+    /// Whether a value of a block is not finite.
+    fn nonfinite(&self, block: KeyBlock) -> bool {
+        self.nonfinite >> (block.from / WIDTH) & ((1 << block.steps) - 1) != 0
     }
 }
 
-impl<N: Number> Run<'_, N> {
-    /// All packed keys that a tile sees, `number` being its place in the task.
+impl<N: TileElement> AmxForwardCall<'_, N> {
+    /// Attends a tile to all packed keys that are visible to it; `index` is its index in the task.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxForwardCall::run_task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn attend<T: Tiles, S: Shape>(
+    pub(super) unsafe fn attend<T: TileUnit, S: AmxForwardConfig>(
         &self,
-        tile: &mut Tile,
-        number: usize,
-        packed: Packed,
+        tile: &mut AmxForwardTile,
+        index: usize,
+        packed: PackedKeys,
         scratch: *mut u8,
     ) {
-        let end = tile.most.min(packed.first + packed.count);
+        let end = tile.max_visible.min(packed.first + packed.count);
         for key in (packed.first..end).step_by(S::KEYS) {
-            let turn = Turn {
-                tile: number,
+            let block = KeyBlock {
+                tile: index,
                 key,
                 from: key - packed.first,
                 steps: (end - key).min(S::KEYS).div_ceil(WIDTH),
             };
             // SAFETY: the caller's promise.
             unsafe {
-                self.scores::<T>(turn, scratch);
-                let rescale = self.weights::<T, S>(tile, turn, scratch);
-                self.values::<T>(tile, turn, packed, &rescale, scratch);
+                self.scores::<T>(block, scratch);
+                let rescale = self.weights::<T, S>(tile, block, scratch);
+                self.values::<T>(tile, block, packed, &rescale, scratch);
             }
         }
     }
 
-    /// Scores of one turn.
+    /// Scores of one block.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxForwardCall::run_task`].
     #[inline]
-    unsafe fn scores<T: Tiles>(&self, turn: Turn, scratch: *mut u8) {
-        let q = self.queries(turn.tile, scratch);
-        let k = self.block(self.layout.keys, turn.from, scratch);
-        let scores = self.block_of_scores(scratch);
-        for step in 0..turn.steps {
-            let sums = scores.wrapping_add(2 * step * SLAB_BYTES);
-            // SAFETY: tiles are configured, and all slabs lie in their regions.
-            unsafe {
-                N::multiply::<T, false>(Product {
-                    a: k.wrapping_add(step * self.steps * N::STACK),
-                    a_step: N::STACK,
-                    b: [q, q.wrapping_add(TILE_BYTES)],
-                    b_step: N::STACK,
-                    b_row: ROW_BYTES,
-                    c: [sums, sums.wrapping_add(SLAB_BYTES)],
-                    steps: self.steps,
-                });
-            }
-        }
+    unsafe fn scores<T: TileUnit>(&self, block: KeyBlock, scratch: *mut u8) {
+        let q = self.queries(block.tile, scratch);
+        let k = self.packed(self.layout.keys, block.from, scratch);
+        let scores = scratch.wrapping_add(self.layout.scores);
+        // SAFETY: tiles are configured, and all slabs lie in their regions.
+        unsafe { multiply_keys::<T, N>(k, q, scores, self.steps, block.steps) };
     }
 
-    /// The softmax of one turn.
+    /// The softmax of one block.
+    ///
+    /// Weights first stay relative to the row max so far. If some lanes need a new one, the block
+    /// is done again with it; its scores are recomputed if the weights have overwritten them.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxForwardCall::run_task`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn weights<T: Tiles, S: Shape>(
+    unsafe fn weights<T: TileUnit, S: AmxForwardConfig>(
         &self,
-        tile: &mut Tile,
-        turn: Turn,
+        tile: &mut AmxForwardTile,
+        block: KeyBlock,
         scratch: *mut u8,
     ) -> Rescale {
-        let block = Block {
-            scores: self.block_of_scores(scratch),
-            weights: self.block_of_weights(scratch),
-            steps: turn.steps,
-            start: turn.key,
-            masked: tile.masked(turn),
+        let scores = ScoreBlock {
+            scores: scratch.wrapping_add(self.layout.scores),
+            weights: scratch.wrapping_add(self.layout.weights),
+            steps: block.steps,
+            start: block.key,
+            masked: tile.masked(block),
         };
-        // SAFETY: the buffer of scores has these slabs.
+        // SAFETY: the region of scores has these slabs.
         unsafe {
-            let mut look = softmax::EVERY;
-            if !block.masked {
-                look = softmax::onward::<N, S>(&block, self.scale, &mut tile.running);
-                if look == 0 {
+            let mut new_max_lanes = softmax::ALL_LANES;
+            if !scores.masked {
+                new_max_lanes =
+                    softmax::softmax_keep_max::<N, S>(&scores, self.scale, &mut tile.softmax);
+                if new_max_lanes == 0 {
                     return Rescale::NONE;
                 }
                 if N::IN_PLACE {
-                    self.scores::<T>(turn, scratch);
+                    self.scores::<T>(block, scratch);
                 }
             }
-            softmax::softmax::<N, S>(&block, self.scale, &mut tile.running, look)
+            softmax::softmax::<N, S>(&scores, self.scale, &mut tile.softmax, new_max_lanes)
         }
     }
 
-    /// Weights times values of one turn.
+    /// Adds weights times values of one block to the sums.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxForwardCall::run_task`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn values<T: Tiles>(
+    unsafe fn values<T: TileUnit>(
         &self,
-        tile: &Tile,
-        turn: Turn,
-        packed: Packed,
+        tile: &AmxForwardTile,
+        block: KeyBlock,
+        packed: PackedKeys,
         rescale: &Rescale,
         scratch: *mut u8,
     ) {
-        let sums = self.sums(turn.tile, scratch);
+        let sums = self.sums(block.tile, scratch);
         if rescale.needed {
             // SAFETY: the tile has this many slabs of sums.
-            unsafe { softmax::multiply_sums(sums, 2 * self.steps, rescale) };
+            unsafe { softmax::rescale_sums(sums, 2 * self.steps, rescale) };
         }
-        let values = self.block(self.layout.values, turn.from, scratch);
-        let weights = self.block_of_weights(scratch);
+        let values = self.packed(self.layout.values, block.from, scratch);
+        let weights = scratch.wrapping_add(self.layout.weights);
         let mut factor = values;
-        if tile.masked(turn) && packed.broken(turn) {
-            factor = scratch.wrapping_add(self.layout.clean);
+        if tile.masked(block) && packed.nonfinite(block) {
+            factor = scratch.wrapping_add(self.layout.finite_values);
             // SAFETY: both regions have this many slabs.
-            unsafe { pack::clean(values, factor, turn.steps * self.steps * N::PIECES) };
+            unsafe { pack::zero_nonfinite(values, factor, block.steps * self.steps * N::SPLITS) };
         }
         for step in 0..self.steps {
             let sums = sums.wrapping_add(2 * step * SLAB_BYTES);
-            let product = |factor: *mut u8| Product {
-                a: factor.wrapping_add(step * N::STACK),
-                a_step: self.steps * N::STACK,
-                b: [weights, weights.wrapping_add(N::WEIGHTS.half)],
-                b_step: N::WEIGHTS.step,
-                b_row: N::WEIGHTS.row,
+            let product = |factor: *mut u8| TileProduct {
+                a: factor.wrapping_add(step * N::STACK_BYTES),
+                a_step: self.steps * N::STACK_BYTES,
+                b: [weights, weights.wrapping_add(N::WEIGHT_STRIDES.half)],
+                b_step: N::WEIGHT_STRIDES.step,
+                b_row: N::WEIGHT_STRIDES.row,
                 c: [sums, sums.wrapping_add(SLAB_BYTES)],
-                steps: turn.steps,
+                steps: block.steps,
             };
             // SAFETY: tiles are configured, and all slabs lie in their regions.
             unsafe { N::multiply::<T, true>(product(factor)) };
             if factor != values {
-                let seen = &tile.running.visible.0;
-                let sees = |at: usize, _: usize, lane: usize| seen[lane] as usize > turn.key + at;
+                let visible = &tile.softmax.visible.0;
+                let sees =
+                    |at: usize, _: usize, lane: usize| visible[lane] as usize > block.key + at;
                 // SAFETY: all slabs lie in their regions.
-                unsafe { mend(&product(values), Side::Left, sees) };
+                unsafe { add_nonfinite_terms(&product(values), FactorSide::Left, sees) };
             }
         }
     }

@@ -1,36 +1,39 @@
-//! Into scratch memory and back: queries and keys in, their gradients out.
+//! Packs queries and keys into scratch memory, and adds their gradients to dq, dk and dv.
 
 use std::arch::x86_64::*;
 
 use encke_core::job::Operand;
 
-use super::super::gradient::Known;
-use super::super::number::Number;
-use super::super::pack::{self, Sign, Source, WIDTH};
+use super::super::element::TileElement;
+use super::super::gradient::QueryStats;
+use super::super::pack::{self, RowSource, Sign, WIDTH};
 use super::super::softmax::Lanes;
 use super::super::tiles::{ROW_BYTES, SLAB_BYTES};
-use super::{Keys, Run, Task, Tile};
-use crate::shared::Shared;
+use super::call::{AmxBackwardCall, AmxBackwardTile, PackedKeyBlock};
+use super::chain::AmxBackwardTask;
+use crate::shared::SharedRows;
 
-/// How many rows ahead of the one that is added to the next one is asked for.
-const AHEAD: usize = 6;
+/// The distance in rows at which rows of dk and dv are prefetched.
+const PREFETCH_ROWS: usize = 6;
 
-impl<N: Number> Run<'_, N> {
-    /// Packs queries and what is known of them.
+impl<N: TileElement> AmxBackwardCall<'_, N> {
+    /// Packs the queries of a task, and loads their lse and delta.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxBackwardCall::run_task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn pack_queries<'s>(
         &self,
-        task: &Task<'_>,
+        task: &AmxBackwardTask<'_>,
         scratch: *mut u8,
-    ) -> &'s mut [Tile] {
-        let (job, given) = (self.job, &self.given);
+    ) -> &'s mut [AmxBackwardTile] {
+        let (job, inputs) = (self.job, &self.inputs);
         let (head, rows) = (task.head, &task.queries);
         let count = rows.len().div_ceil(WIDTH);
         assert!(count <= self.layout.tiles);
-        let states = scratch.wrapping_add(self.layout.states).cast::<Tile>();
+        let states = scratch
+            .wrapping_add(self.layout.states)
+            .cast::<AmxBackwardTile>();
         // SAFETY: the region is that large, aligned to a page, and any bits are a tile.
         let tiles = unsafe { std::slice::from_raw_parts_mut(states, count) };
         for (i, tile) in tiles.iter_mut().enumerate() {
@@ -40,49 +43,50 @@ impl<N: Number> Run<'_, N> {
                 let row = first + lane.min(count - 1);
                 job.cells.at(task.batch, task.segment, row, head)
             });
-            // A query that saw nothing anywhere contributes nothing, whatever its row holds.
+            // A query with no visible key at all contributes nothing, even if its row is not
+            // finite.
             let live: [bool; WIDTH] = std::array::from_fn(|lane| {
-                lane < count && given.lse[cells[lane]] != f32::NEG_INFINITY
+                lane < count && inputs.lse[cells[lane]] != f32::NEG_INFINITY
             });
             let visible: [usize; 32] = std::array::from_fn(|lane| match live[lane] {
                 true => job.visible(first + lane),
                 false => 0,
             });
-            let known = |numbers: &[f32], factor: f32| {
+            let stats = |elements: &[f32], factor: f32| {
                 Lanes(std::array::from_fn(|lane| match live[lane] {
-                    true => factor * numbers[cells[lane]],
+                    true => factor * elements[cells[lane]],
                     false => 0.0,
                 }))
             };
-            tile.known = Known {
-                lse: known(given.lse, N::UNIT),
-                delta: known(given.delta, 1.0),
+            tile.stats = QueryStats {
+                lse: stats(inputs.lse, N::UNIT),
+                delta: stats(inputs.delta, 1.0),
                 visible: Lanes(visible.map(|seen| seen as i32)),
             };
-            (tile.first, tile.count, tile.summed) = (first, count, 0);
-            tile.least = visible.into_iter().min().unwrap_or(0);
-            tile.most = visible.into_iter().max().unwrap_or(0);
-            let q = Source {
-                numbers: given.q,
+            (tile.first, tile.count, tile.dq_started) = (first, count, 0);
+            tile.min_visible = visible.into_iter().min().unwrap_or(0);
+            tile.max_visible = visible.into_iter().max().unwrap_or(0);
+            let q = RowSource {
+                elements: inputs.q,
                 dim: job.dim,
                 count,
                 address: |lane: usize| {
                     live[lane].then(|| job.q.at(task.batch, task.segment, first + lane, head))
                 },
             };
-            let dout = Source {
-                numbers: given.dout,
+            let dout = RowSource {
+                elements: inputs.dout,
                 dim: job.dim,
                 count,
                 address: |lane: usize| live[lane].then(|| cells[lane] * job.dim),
             };
-            let bytes = i * self.steps * N::STACK;
+            let bytes = i * self.steps * N::STACK_BYTES;
             let slabs = |region: usize| scratch.wrapping_add(region + bytes);
             // SAFETY: the regions have this many slabs.
             unsafe {
                 pack::lanes(&q, Sign::of(job.scale), slabs(self.layout.q_lanes));
                 pack::lanes(&dout, Sign::Plus, slabs(self.layout.dout_lanes));
-                tile.broken = [
+                tile.nonfinite = [
                     u32::from(pack::pairs(&q, slabs(self.layout.q_pairs))),
                     u32::from(pack::pairs(&dout, slabs(self.layout.dout_pairs))),
                 ];
@@ -94,21 +98,21 @@ impl<N: Number> Run<'_, N> {
     /// Packs a block of keys and values.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxBackwardCall::run_task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn pack_keys(
         &self,
-        task: &Task<'_>,
+        task: &AmxBackwardTask<'_>,
         start: usize,
         count: usize,
         scratch: *mut u8,
-    ) -> Keys {
+    ) -> PackedKeyBlock {
         let job = self.job;
-        let mut broken = false;
+        let mut nonfinite = false;
         for step in 0..count.div_ceil(WIDTH) {
             let first = start + step * WIDTH;
-            let source = |numbers| Source {
-                numbers,
+            let source = |elements| RowSource {
+                elements,
                 dim: job.dim,
                 count: WIDTH.min(start + count - first),
                 address: |row: usize| {
@@ -116,28 +120,33 @@ impl<N: Number> Run<'_, N> {
                     Some(job.k.at(task.batch, task.segment, first + row, head))
                 },
             };
-            let bytes = step * self.steps * N::STACK;
+            let bytes = step * self.steps * N::STACK_BYTES;
             let slabs = |region: usize| scratch.wrapping_add(region + bytes);
             // SAFETY: the regions have this many slabs.
             unsafe {
-                pack::rows(&source(self.given.k), slabs(self.layout.k_rows));
-                pack::rows(&source(self.given.v), slabs(self.layout.v_rows));
-                broken |= pack::columns(&source(self.given.k), slabs(self.layout.k_columns));
+                pack::rows(&source(self.inputs.k), slabs(self.layout.k_rows));
+                pack::rows(&source(self.inputs.v), slabs(self.layout.v_rows));
+                nonfinite |= pack::columns(&source(self.inputs.k), slabs(self.layout.k_columns));
             }
         }
-        Keys {
+        PackedKeyBlock {
             start,
             count,
-            broken,
+            nonfinite,
         }
     }
 
-    /// Adds dk and dv of a block to their rows.
+    /// Adds the sums of dk and dv of a block to their rows.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxBackwardCall::run_task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn add_keys(&self, task: &Task<'_>, keys: Keys, scratch: *mut u8) {
+    pub(super) unsafe fn add_dk_dv(
+        &self,
+        task: &AmxBackwardTask<'_>,
+        keys: PackedKeyBlock,
+        scratch: *mut u8,
+    ) {
         let job = self.job;
         for (sums, factor, target) in [
             (self.layout.dk, job.scale as f32, self.dk),
@@ -147,8 +156,8 @@ impl<N: Number> Run<'_, N> {
                 let head = task.heads[0];
                 let of_row = |row| job.k.at(task.batch, task.segment, keys.start + row, head);
                 let at = of_row(row);
-                if row + AHEAD < keys.count {
-                    target.expect(of_row(row + AHEAD), job.dim);
+                if row + PREFETCH_ROWS < keys.count {
+                    target.prefetch(of_row(row + PREFETCH_ROWS), job.dim);
                 }
                 for part in 0..job.dim.div_ceil(16) {
                     let slab = row / WIDTH * 2 * self.steps + part;
@@ -163,27 +172,32 @@ impl<N: Number> Run<'_, N> {
         }
     }
 
-    /// Adds dq of the packed queries to their rows.
+    /// Adds the sums of dq of the packed queries to their rows.
     ///
     /// # Safety
-    /// As for [`Run::task`].
+    /// As for [`AmxBackwardCall::run_task`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) unsafe fn add_queries(&self, task: &Task<'_>, tiles: &[Tile], scratch: *mut u8) {
+    pub(super) unsafe fn add_dq(
+        &self,
+        task: &AmxBackwardTask<'_>,
+        tiles: &[AmxBackwardTile],
+        scratch: *mut u8,
+    ) {
         let job = self.job;
         let target: &Operand = job.dq.as_ref().unwrap_or(&job.q);
         let address = |row: usize| target.at(task.batch, task.segment, row, task.head);
-        // Those of the next tile are asked for meanwhile.
+        // Rows of the next tile are prefetched meanwhile.
         let share = WIDTH.div_ceil(2 * self.steps);
         let last = tiles.last().map_or(0, |tile| tile.first + tile.count);
         for (i, tile) in tiles
             .iter()
             .enumerate()
-            .filter(|(_, tile)| tile.summed != 0)
+            .filter(|(_, tile)| tile.dq_started != 0)
         {
             for slab in 0..2 * self.steps {
                 let next = tile.first + WIDTH + slab * share;
                 for row in (next..next + share).take_while(|row| *row < last) {
-                    self.dq.expect(address(row), job.dim);
+                    self.dq.prefetch(address(row), job.dim);
                 }
                 let from = self.layout.dq + (i * 2 * self.steps + slab) * SLAB_BYTES;
                 // SAFETY: the slab lies in its region.
@@ -192,7 +206,7 @@ impl<N: Number> Run<'_, N> {
                     let part = slab / 2 * 2 + half;
                     for (lane, column) in columns.into_iter().enumerate() {
                         let lane = slab % 2 * 16 + lane;
-                        if tile.known.visible.0[lane] == 0 || part * 16 >= job.dim {
+                        if tile.stats.visible.0[lane] == 0 || part * 16 >= job.dim {
                             continue;
                         }
                         let at = address(tile.first + lane);
@@ -205,14 +219,14 @@ impl<N: Number> Run<'_, N> {
     }
 }
 
-/// Adds factor · sum to channels 16 · part and on of the row at `at`.
+/// Adds factor · sum to 16 channels, from channel 16 · part on, of the row at `at`.
 ///
 /// # Safety
 /// The calling task owns the row.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn add(
-    target: Shared<'_, f32>,
+    target: SharedRows<'_, f32>,
     at: usize,
     part: usize,
     dim: usize,
@@ -221,7 +235,7 @@ unsafe fn add(
 ) {
     let channels = (dim - 16 * part).min(16);
     let mask = ((1u32 << channels) - 1) as u16;
-    // SAFETY: the caller owns the row, and the mask ends where the row does.
+    // SAFETY: the caller owns the row, and the mask ends where the row ends.
     unsafe {
         let row = target.row(at + 16 * part, channels).as_mut_ptr();
         let old = _mm512_maskz_loadu_ps(mask, row);

@@ -1,14 +1,14 @@
-//! The two products that all of attention is made of, a block of registers at a time.
+//! The two products that attention consists of, computed one register block at a time.
 //!
-//! [`across`] sums along rows (scores from keys and queries), [`down`] sums along columns (outputs
-//! from values and weights). Both keep `R` rows of `N` vectors in registers for the whole sum;
-//! nothing is ever reduced across the lanes of a vector.
+//! [`multiply_rows`] sums along rows (scores from keys and queries), [`multiply_columns`] sums
+//! along columns (outputs from values and weights). Both keep `R` rows of `N` vectors in registers
+//! for the whole sum, and never reduce across the lanes of a vector.
 
 use crate::vector::Vector;
 
 /// Σ_s rows[r][s] · lanes[s·step + first + n]: `R` rows against `N` vectors.
 #[inline(always)]
-pub(crate) fn across<X: Vector, const R: usize, const N: usize>(
+pub(crate) fn multiply_rows<X: Vector, const R: usize, const N: usize>(
     x: X,
     rows: [&[X::A]; R],
     lanes: &[X::V],
@@ -35,7 +35,7 @@ pub(crate) fn across<X: Vector, const R: usize, const N: usize>(
 
 /// Σ_s rows[s][first + r] · lanes[s·N + n]: `R` columns against `N` vectors, rows of `width`.
 #[inline(always)]
-pub(crate) fn down<X: Vector, const R: usize, const N: usize>(
+pub(crate) fn multiply_columns<X: Vector, const R: usize, const N: usize>(
     x: X,
     rows: &[X::A],
     width: usize,

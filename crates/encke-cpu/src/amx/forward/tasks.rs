@@ -1,0 +1,59 @@
+//! Division of a forward call into tasks.
+
+use std::cmp::Reverse;
+
+use encke_core::job::Job;
+
+use super::super::pack::WIDTH;
+use super::call::MIN_TILES;
+use crate::schedule::batch_segments;
+
+/// A block of query rows of heads that share their keys.
+#[derive(Debug)]
+pub struct AmxForwardTask<'a> {
+    pub batch: usize,
+    pub segment: usize,
+    pub heads: &'a [usize],
+    pub first: usize,
+    pub count: usize,
+    /// About how many pairs of a query and a key the task computes, in units of 32.
+    pairs: usize,
+}
+
+/// All tasks of a job, the longest first. A task has at most `max_tiles` tiles, and fewer if there
+/// would be less than `target` tasks.
+pub fn tasks<'a>(
+    job: &Job,
+    groups: &'a [Vec<usize>],
+    max_tiles: usize,
+    target: usize,
+) -> Vec<AmxForwardTask<'a>> {
+    let tiles_each = job.queries.div_ceil(WIDTH);
+    let total = tiles_each * job.heads * job.batch * job.segments;
+    let mut limit = max_tiles;
+    while limit >= 2 * MIN_TILES && total.div_ceil(limit) < target {
+        limit /= 2;
+    }
+    let mut tasks = Vec::new();
+    for (batch, segment) in batch_segments(job) {
+        for heads in groups.iter().flat_map(|group| group.chunks(limit)) {
+            let rows = limit / heads.len() * WIDTH;
+            for first in (0..job.queries).step_by(rows) {
+                let count = rows.min(job.queries - first);
+                let visible = |row: usize| job.visible(row.min(first + count - 1));
+                let tiles = (first..first + count).step_by(WIDTH);
+                let pairs = tiles.map(|row| visible(row + WIDTH - 1)).sum::<usize>();
+                tasks.push(AmxForwardTask {
+                    batch,
+                    segment,
+                    heads,
+                    first,
+                    count,
+                    pairs: pairs * heads.len(),
+                });
+            }
+        }
+    }
+    tasks.sort_by_key(|task| Reverse(task.pairs));
+    tasks
+}
