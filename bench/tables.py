@@ -359,8 +359,6 @@ def headline(paths, records):
         lines.append([title, card, rate, f"{row[f'ratio_{rival}']:.2f} x {shown or rival}"])
 
     on_cpu("f32 forward, d 64, 16k, causal", "f32 forward d64 n16384 causal")
-    on_cpu("f32 forward + backward, d 64, 4k, causal", "f32 both d64 n4096 causal")
-    on_cpu("bf16 forward, d 64, 16k, causal", "bf16 forward d64 n16384 causal")
     on_cpu("bf16 forward + backward, d 64, 4k, causal", "bf16 both d64 n4096 causal")
     dense = [row for name, row in cpu.items() if re.search(r" d\d+ n\d+ (full|causal)$", name)]
     ratios = [row["ratio"] for row in dense]
