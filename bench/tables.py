@@ -188,6 +188,24 @@ def cpu_busy(_paths, records):
     return markdown(head, lines)
 
 
+@table("cpu-busy-rings")
+def cpu_busy_rings(_paths, records):
+    rows = merged(records)
+    rings, dilations = (2, 4, 8), (1, 4, 16)
+    head = [f"ring of {p}, CPU time of one rank" for p in rings]
+    head += [f"{dtype} dilated, r = {r}" for dtype in ("f32", "bf16") for r in dilations]
+    lines = []
+    for run in ("quiet", "busy"):
+        ring = [rows[f"{run} ring of {p}, f32 d64 n16384 causal zigzag"] for p in rings]
+        line = [run] + [f"{row['cpu_ratio']:.2f} x" for row in ring]
+        for dtype in ("f32", "bf16"):
+            for r in dilations:
+                row = rows[f"{run} {dtype} dilated r{r}, 2048 rows a segment"]
+                line.append(f"{row['ratio']:.2f}")
+        lines.append(line)
+    return markdown(["host", *head], lines)
+
+
 def gpu_cell(row, rivals):
     cell = f"{row['tflops']['ours']:.0f}"
     for rival in rivals:
