@@ -11,7 +11,7 @@ A document marks what this script writes with HTML comments, which a page does n
 
 NAME is a function below that is registered with @table; it gets the rows of the files. KEY of a
 figure is a path of keys with dots (.json), `ROW NAME / FIELD` (.jsonl), or `START OF LINE / NUMBER`
-(.txt: the NUMBER-th number of the first line that starts so, from 0). FORMAT is a format of Python
+(.txt: the NUMBER-th number, from 0, after that start of the first such line). FORMAT is a format of Python
 (`.2f`, `.1%`, `,d`), `GiB`, or `seconds`.
 
 A figure therefore stands in one place, a record. Only the standard library is used.
@@ -427,7 +427,7 @@ def figure(path, key, form):
                 value = value[part]
         else:
             start, index = key.rsplit(" / ", 1)
-            line = next(line for line in record if line.startswith(start))
+            line = next(line.strip() for line in record if line.strip().startswith(start))
             value = float(re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", line[len(start):])[int(index)])
     except (KeyError, IndexError, StopIteration, ValueError) as error:
         raise DocumentError(f"{path.name} has no figure `{key}` ({error!r})") from None
