@@ -10,9 +10,9 @@ A document marks what this script writes with HTML comments, which a page does n
     <!-- figure: FILE KEY as FORMAT -->0.97<!-- /figure -->
 
 NAME is a function below that is registered with @table; it gets the rows of the files. KEY of a
-figure is a path of keys with dots (.json), `ROW NAME / FIELD` (.jsonl), or `START OF LINE / NUMBER`
-(.txt: the NUMBER-th number, from 0, after that start of the first such line). FORMAT is a format of Python
-(`.2f`, `.1%`, `,d`), `GiB`, or `seconds`.
+figure is a path of keys with dots (.json), `ROW NAME / FIELD` (.jsonl), or `START / NUMBER` (.txt:
+the NUMBER-th number, from 0, of the first line that starts with START, after START). FORMAT is a
+format of Python (`.2f`, `.1%`, `,d`), `GiB`, or `seconds`.
 
 A figure therefore stands in one place, a record. Only the standard library is used.
 """
@@ -354,6 +354,28 @@ def longnet(_paths, records):
         mib = f"{run['rank_bytes'] / 2**20:.1f} MiB"
         lines.append([str(run["ranks"]), f"{loss:.6f}", apart, median, mib])
     return markdown(head, lines)
+
+
+@table("longnet-dense")
+def longnet_dense(_paths, records):
+    lines = []
+    for run in (record["training"] for record in records):
+        pattern = "dilated" if run["settings"]["dilation_rates"] else "dense"
+        median = f"{statistics.median(run['seconds']):.2f}"
+        lines.append([pattern, f"{run['losses'][-1]:.3f}", median])
+    return markdown(["attention", "loss after 300 steps", "seconds a step (median)"], lines)
+
+
+@table("retrieval")
+def retrieval(_paths, records):
+    run = records[0]["retrieval"]
+    lines = [
+        [model["reach"], f"{model['right']} of {model['asked']}",
+         f"{100 * model['right'] / model['asked']:.1f} %"]
+        for model in run["models"]
+    ]
+    lines.append(["guessing", "", f"{100 * run['chance']:.1f} %"])
+    return markdown(["model", "right answers", "share"], lines)
 
 
 @table("headline")
