@@ -230,12 +230,15 @@ def gpu_dense(_paths, records):
             title = f"{passes}, {tokens(n)}, {mask}"
             lines.setdefault((*order, mask != "full"), (title, {}))[1][d] = row
     head = ["TFLOP/s, Encke / cuDNN (ratio) / FlashAttention-2 (ratio)", "d 64", "d 128", "turns"]
-    return markdown(head, [
-        [title]
-        + [gpu_cell(cells[d], GPU_RIVALS) for d in (64, 128)]
-        + [" and ".join(sorted({str(cells[d]["turns"]) for d in (64, 128)}))]
-        for _, (title, cells) in sorted(lines.items())
-    ])
+    return markdown(
+        head,
+        [
+            [title]
+            + [gpu_cell(cells[d], GPU_RIVALS) for d in (64, 128)]
+            + [" and ".join(sorted({str(cells[d]["turns"]) for d in (64, 128)}))]
+            for _, (title, cells) in sorted(lines.items())
+        ],
+    )
 
 
 @table("gpu-dilated")
@@ -301,14 +304,16 @@ def billion(paths, records):
             where += f"{settings['dtype']}, {settings['ranks']} ranks"
         checked = run["checked"]
         link = f"[record](bench/record/{path.name})"
-        lines.append([
-            f"`{run['command']}` ({link})",
-            where,
-            f"{settings['heads']} × {settings['dim']}",
-            seconds(run["seconds"]),
-            power(run["pairs"]),
-            f"{checked['rows']:,d} rows, {checked['wrong']} wrong",
-        ])
+        lines.append(
+            [
+                f"`{run['command']}` ({link})",
+                where,
+                f"{settings['heads']} × {settings['dim']}",
+                seconds(run["seconds"]),
+                power(run["pairs"]),
+                f"{checked['rows']:,d} rows, {checked['wrong']} wrong",
+            ]
+        )
     return markdown(head, lines)
 
 
@@ -370,8 +375,11 @@ def longnet_dense(_paths, records):
 def retrieval(_paths, records):
     run = records[0]["retrieval"]
     lines = [
-        [model["reach"], f"{model['right']} of {model['asked']}",
-         f"{100 * model['right'] / model['asked']:.1f} %"]
+        [
+            model["reach"],
+            f"{model['right']} of {model['asked']}",
+            f"{100 * model['right'] / model['asked']:.1f} %",
+        ]
         for model in run["models"]
     ]
     lines.append(["guessing", "", f"{100 * run['chance']:.1f} %"])
@@ -419,15 +427,17 @@ def headline(paths, records):
     ring = cpu["ring of 8, f32 d64 n16384 causal zigzag"]
     cost = f"{ring['cpu_ratio']:.2f} x the CPU time of one rank"
     lines.append(["ring of 8 threads, f32, 16k, causal", cores, "", cost])
-    checked = run["checked"]
+    checked, settings = run["checked"], run["settings"]
     planned = run["device_memory"]["planned_bytes"] / 2**30
-    lines.append([
-        f"2³⁰ tokens, {run['settings']['heads']} heads of {run['settings']['dim']}, 11 branches",
-        card,
-        f"{run['seconds']:.1f} s",
-        f"{planned:.1f} GiB planned; {checked['rows']:,d} rows recomputed in f64, "
-        f"{checked['wrong']} wrong",
-    ])
+    lines.append(
+        [
+            f"2³⁰ tokens, {settings['heads']} heads of {settings['dim']}, 11 branches",
+            card,
+            f"{run['seconds']:.1f} s",
+            f"{planned:.1f} GiB planned; {checked['rows']:,d} rows recomputed in f64, "
+            f"{checked['wrong']} wrong",
+        ]
+    )
     return markdown(["attention", "machine", "Encke", "compared with"], lines)
 
 
@@ -450,7 +460,7 @@ def figure(path, key, form):
         else:
             start, index = key.rsplit(" / ", 1)
             line = next(line.strip() for line in record if line.strip().startswith(start))
-            value = float(re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", line[len(start):])[int(index)])
+            value = float(re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", line[len(start) :])[int(index)])
     except (KeyError, IndexError, StopIteration, ValueError) as error:
         raise DocumentError(f"{path.name} has no figure `{key}` ({error!r})") from None
     if form == "GiB":

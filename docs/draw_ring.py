@@ -150,8 +150,9 @@ def chords():
             pull = (INNER - 6) * (1 - apart / math.pi) ** 0.8 * 0.86
             path = f"M{point(INNER - 4, angle(QUERY))} Q{point(pull, middle)} "
             path += point(INNER - 4, angle(key))
-            yield (f'<path class="s{branch}" d="{path}" fill="none" stroke-width="1.7" '
-                   'opacity="0.8"/>')
+            yield (
+                f'<path class="s{branch}" d="{path}" fill="none" stroke-width="1.7" opacity="0.8"/>'
+            )
 
 
 def parcel(branch, theta, radius, rows):
@@ -160,16 +161,20 @@ def parcel(branch, theta, radius, rows):
         turn = (row - (rows - 1) / 2) * 0.052
         x, y = at(radius, theta + turn)
         degrees = math.degrees(theta + turn)
-        yield (f'<rect class="f{branch}" x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10" '
-               f'rx="2" transform="rotate({degrees:.1f} {x:.1f} {y:.1f})"/>')
+        yield (
+            f'<rect class="f{branch}" x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10" '
+            f'rx="2" transform="rotate({degrees:.1f} {x:.1f} {y:.1f})"/>'
+        )
 
 
 def arrow(branch, radius, theta, clockwise=True):
     """An arrow head along the circle."""
     x, y = at(radius, theta)
     degrees = math.degrees(theta) + (90 if clockwise else -90)
-    return (f'<path class="f{branch}" d="M7,0 L-5,-5.2 L-5,5.2 Z" '
-            f'transform="translate({x:.1f} {y:.1f}) rotate({degrees:.1f})"/>')
+    return (
+        f'<path class="f{branch}" d="M7,0 L-5,-5.2 L-5,5.2 Z" '
+        f'transform="translate({x:.1f} {y:.1f}) rotate({degrees:.1f})"/>'
+    )
 
 
 def way_back(branch, start, end, theta, rows):
@@ -179,8 +184,10 @@ def way_back(branch, start, end, theta, rows):
     path = f"M{point(radius, end)} C{point(radius, end + turn)} {point(inner, end + turn)} "
     path += f"{point(inner, end)} A{inner},{inner} 0 0 0 {point(inner, start)} "
     path += f"C{point(inner, start - turn)} {point(radius, start - turn)} {point(radius, start)}"
-    yield (f'<path class="s{branch}" d="{path}" fill="none" stroke-width="1.4" '
-           'stroke-dasharray="3 3"/>')
+    yield (
+        f'<path class="s{branch}" d="{path}" fill="none" stroke-width="1.4" '
+        'stroke-dasharray="3 3"/>'
+    )
     yield from parcel(branch, theta, inner, rows)
     yield arrow(branch, inner, theta - 0.052 * (rows - 1) / 2 - 0.078, clockwise=False)
 
@@ -197,8 +204,10 @@ def travels():
             yield line + 'fill="none" stroke-width="1.6"/>'
         else:
             end = start + (last - first) * span
-            yield (f'<path class="s{branch}" d="{arc(radius, start, end)}" fill="none" '
-                   'stroke-width="1.6"/>')
+            yield (
+                f'<path class="s{branch}" d="{arc(radius, start, end)}" fill="none" '
+                'stroke-width="1.6"/>'
+            )
             yield from way_back(branch, start, end, start + span, rows_sent(last, branch))
         for rank in range(first, last + (1 if whole else 0)):
             theta = start + (rank - first + 0.5) * span
@@ -226,16 +235,20 @@ def matrix(x0, y0, cell):
         for branch in range(len(BRANCHES)):
             for key in index_set(query, branch):
                 x, y = x0 + key * cell, y0 + query * cell
-                yield (f'<rect class="f{branch}" x="{x:.2f}" y="{y:.2f}" width="{cell - 0.6:.2f}" '
-                       f'height="{cell - 0.6:.2f}"/>')
+                yield (
+                    f'<rect class="f{branch}" x="{x:.2f}" y="{y:.2f}" width="{cell - 0.6:.2f}" '
+                    f'height="{cell - 0.6:.2f}"/>'
+                )
     for rank in range(1, RANKS):
         line = rank * CHUNK * cell
         path = f"M{x0 + line:.1f},{y0} v{side:.1f} M{x0},{y0 + line:.1f} h{side:.1f}"
         yield f'<path class="grid" d="{path}"/>'
     yield f'<rect class="frame" x="{x0}" y="{y0}" width="{side:.1f}" height="{side:.1f}"/>'
     y = y0 + QUERY * cell
-    yield (f'<rect class="row" x="{x0 - 2}" y="{y - 1.2:.2f}" width="{side + 4:.1f}" '
-           f'height="{cell + 1.8:.2f}"/>')
+    yield (
+        f'<rect class="row" x="{x0 - 2}" y="{y - 1.2:.2f}" width="{side + 4:.1f}" '
+        f'height="{cell + 1.8:.2f}"/>'
+    )
     yield text(x0 - 8, y + cell - 0.5, f"query {QUERY}", 11, "text", "end", 700)
     for rank in range(RANKS):
         middle = (rank + 0.5) * CHUNK * cell
@@ -260,14 +273,19 @@ def legend(x, y):
 
 
 def picture():
-    yield (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-           f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title">')
-    yield (f'<title id="title">A ring of {RANKS} ranks with {TOKENS} tokens. Head {HEAD} mixes '
-           "three branches; only the key and value rows that a branch selects travel, and only between "
-           "ranks that share one of its segments.</title>")
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title">'
+    )
+    yield (
+        f'<title id="title">A ring of {RANKS} ranks with {TOKENS} tokens. Head {HEAD} mixes '
+        "three branches; only the key and value rows that a branch selects travel, and only "
+        "between ranks that share one of its segments.</title>"
+    )
     yield f"<style>{STYLE}</style>"
-    yield (f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" '
-           'rx="14"/>')
+    yield (
+        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="14"/>'
+    )
     yield from (band(rank) for rank in range(RANKS))
     yield from chords()
     yield from dots()
