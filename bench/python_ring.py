@@ -24,8 +24,8 @@ Rivals run as published where they run on a CPU:
 - ring-attention-pytorch (PyPI): ring_flash_attn, buckets of 512; causal with its striped form. One
   process is its function without the ring, since gloo does not send to itself.
 - ring-flash-attn (PyPI): its kernel is flash-attn, which is for GPUs. Its ring runs as published
-  with torch's own flash attention for CPUs as the kernel: this measures its ring and not its kernel.
-  One process is that kernel alone. In bf16, since its gradients are not right in f32 (`.to(float32)`
+  with torch's own flash attention for CPUs as the kernel: this measures its ring, not its kernel.
+  One process is that kernel alone. In bf16, since its gradients are wrong in f32 (`.to(float32)`
   of a buffer that it goes on writing to is the buffer itself).
 """
 
