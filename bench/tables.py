@@ -508,6 +508,8 @@ def rendered(page, text, stale):
     for kind, pattern in (("table", TABLE), ("figure", FIGURE)):
         if text.count(f"<!-- {kind}: ") != len(pattern.findall(text)):
             raise DocumentError(f"{page}: a marker `<!-- {kind}:` is not closed or has no record")
+    if re.search(r"^\s*<!-- figure: ", text, re.MULTILINE):
+        raise DocumentError(f"{page}: a line starts with a figure, which would end its paragraph")
     return FIGURE.sub(write_figure, TABLE.sub(write_table, text))
 
 
