@@ -394,7 +394,7 @@ def headline(paths, records):
     dilated = by_stem["gpu-h200-chains", ".txt"]
     older = by_stem["gpu-h200", ".jsonl"]
     run = by_stem["billion-h200", ".json"]
-    cores, card = "2 cores, Sapphire Rapids", "H200"
+    cores, card = "2 Xeon cores", "H200"
     lines = []
 
     def on_cpu(title, name):
