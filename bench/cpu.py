@@ -4,22 +4,31 @@
     cargo build --release -p encke --example bench_worker
     python3 bench/cpu.py [--threads 2] [--quick] [--only WORDS] [--worker PATH] [--record FILE]
 
-PyTorch is the rival (pip install torch); without it our own figures are printed alone. Both get the
-same shapes, threads and number types; inputs are random, answers are checked before anything is
-timed (our output against the f64 reference, on a short sequence; gradients are left to the tests).
-In its turn each contestant makes two calls and the second one counts: threads of the other one may
-still be spinning during the first, on the same cores. FLOPs are counted as 4·n²·d·h forward and
-10·n²·d·h backward, half of that when causal, for both alike. `peak` is what registers alone
-multiply and add in the same minute, with vectors (f32) or tiles (bf16, where there are any); f32
-computed on tiles, in pieces, can be above what vectors can do.
+PyTorch is the rival (pip install torch); without it only Encke's figures are printed. Both get the
+same shapes, threads and types. Inputs are random. Encke's output is checked against the f64
+reference on a short sequence before anything is timed (tests check the gradients). In its turn each
+contestant makes two calls and the second one counts: during the first, threads of the other one may
+still spin on the same cores. FLOPs are counted as 4·n²·d·h forward and 10·n²·d·h backward, half of
+that when causal, for both. `peak` is the multiply-add rate from registers alone in the same minute,
+with vectors (f32) or AMX tiles (bf16, on machines that have them). f32 that is computed on tiles,
+as a sum of bf16, can exceed the peak of the vectors.
 """
+
 import argparse, json, os, platform, statistics, subprocess, sys, time
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--threads", type=int, default=2, help="threads of both contestants (default 2)")
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+    "--threads", type=int, default=2, help="threads of both contestants (default 2)"
+)
 parser.add_argument("--quick", action="store_true", help="one length, few turns")
-parser.add_argument("--long", action="store_true", help="16k tokens in the backward rows too (minutes more)")
-parser.add_argument("--worker", default="target/release/examples/bench_worker", help="our binary")
+parser.add_argument(
+    "--long", action="store_true", help="16k tokens in the backward rows too (minutes more)"
+)
+parser.add_argument(
+    "--worker", default="target/release/examples/bench_worker", help="Encke's binary"
+)
 parser.add_argument("--record", help="also write the rows as JSON lines to this file")
 parser.add_argument("--only", default="", help="only rows whose name contains this")
 parser.add_argument("--turns", type=int, help="turns of each row")
@@ -29,18 +38,21 @@ args = parser.parse_args()
 try:
     import torch
     import torch.nn.functional as F
+
     torch.set_num_threads(args.threads)
 except ImportError:
     torch = None
-    print("PyTorch is not importable (pip install torch): our own figures alone")
+    print("PyTorch is not importable (pip install torch): only Encke's figures")
 
 
 class Worker:
-    """Our contestant, a process of its own."""
+    """Encke's contestant, in a process of its own."""
 
     def __init__(self):
         environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads))
-        self.process = subprocess.Popen([args.worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            [args.worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def ask(self, line):
         self.process.stdin.write(line + "\n")
@@ -51,7 +63,7 @@ class Worker:
         return answer
 
     def run(self, calls=1):
-        """Seconds of a call by the wall, and of all its threads together; the system counts those in hundredths."""
+        """Wall seconds of a call, and CPU seconds of all its threads (counted in hundredths)."""
         before = self.cpu()
         wall = sum(float(self.ask("run")) for _ in range(calls))
         return wall / calls, (self.cpu() - before) / calls
@@ -66,7 +78,7 @@ class Worker:
 
 
 def torch_call(dtype, b, n, h, d, causal, segment, dilation, backward):
-    """The rival: SDPA, or for dilated patterns gather + SDPA + scatter as the published packages do."""
+    """The rival: SDPA; for dilated patterns gather + SDPA + scatter, as published packages do."""
     kind = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[dtype]
     generator = torch.Generator().manual_seed(1)
     q, k, v, dout = (torch.randn(b, n, h, d, generator=generator).to(kind) for _ in range(4))
@@ -75,7 +87,9 @@ def torch_call(dtype, b, n, h, d, causal, segment, dilation, backward):
 
     def attend(q, k, v):
         swap = lambda x: x.transpose(-3, -2)
-        return swap(F.scaled_dot_product_attention(swap(q), swap(k), swap(v), is_causal=bool(causal)))
+        return swap(
+            F.scaled_dot_product_attention(swap(q), swap(k), swap(v), is_causal=bool(causal))
+        )
 
     def forward():
         if not segment:
@@ -95,6 +109,7 @@ def torch_call(dtype, b, n, h, d, causal, segment, dilation, backward):
                 x.grad = None
             out.backward(dout)
         return time.perf_counter() - begin
+
     return call
 
 
@@ -104,7 +119,7 @@ def resident(which):
 
 
 if args.torch_memory:
-    # A process of its own: what one call takes beyond what is resident before it.
+    # In a process of its own: the peak of one call over the resident memory before it.
     dtype, *numbers = args.torch_memory.split()
     call = torch_call(dtype, *map(int, numbers))
     open("/proc/self/clear_refs", "w").write("5")
@@ -128,7 +143,15 @@ def contest(name, dtype, n, d, causal, backward, h=8, segment=0, dilation=1, tur
         return
     turns = args.turns or turns or (3 if args.quick else 7)
     rows = min(segment or n, n) // dilation
-    flops = (14 if backward else 4) * rows * rows * d * h * (n // min(segment or n, n)) / (2 if causal else 1)
+    flops = (
+        (14 if backward else 4)
+        * rows
+        * rows
+        * d
+        * h
+        * (n // min(segment or n, n))
+        / (2 if causal else 1)
+    )
     worker.ask(f"{dtype} 1 {n} {h} {d} {int(causal)} {segment} {dilation} 1 {int(backward)}")
     rival = torch_call(dtype, 1, n, h, d, causal, segment, dilation, backward) if torch else None
     ours, theirs = [], []
@@ -139,20 +162,35 @@ def contest(name, dtype, n, d, causal, backward, h=8, segment=0, dilation=1, tur
             rival()
             theirs.append(rival())
     peak = float(worker.ask(f"peak {dtype}"))
-    row = dict(name=name, dtype=dtype, n=n, h=h, d=d, causal=causal, backward=backward, segment=segment, dilation=dilation,
-               gflops=flops / statistics.median(ours) / 1e9, seconds=statistics.median(ours), best_seconds=min(ours), peak=peak)
+    row = dict(
+        name=name,
+        dtype=dtype,
+        n=n,
+        h=h,
+        d=d,
+        causal=causal,
+        backward=backward,
+        segment=segment,
+        dilation=dilation,
+        gflops=flops / statistics.median(ours) / 1e9,
+        seconds=statistics.median(ours),
+        best_seconds=min(ours),
+        peak=peak,
+    )
     ratio = ""
     if rival:
         row["torch_gflops"] = flops / statistics.median(theirs) / 1e9
         row["ratio"] = statistics.median(t / o for t, o in zip(theirs, ours))
         row["best_ratio"] = min(theirs) / min(ours)
-        ratio = f"{row['ratio']:6.2f} x torch ({row['torch_gflops']:7.1f}), fastest against fastest {row['best_ratio']:5.2f}"
-    note(row, f"{name:40} {row['gflops']:8.1f} GFLOP/s {ratio} {row['gflops'] / peak:5.2f} of peak {peak:6.1f}")
+        ratio = f"{row['ratio']:6.2f} x torch ({row['torch_gflops']:7.1f}), "
+        ratio += f"fastest against fastest {row['best_ratio']:5.2f}"
+    share = f"{row['gflops'] / peak:5.2f} of peak {peak:6.1f}"
+    note(row, f"{name:40} {row['gflops']:8.1f} GFLOP/s {ratio} {share}")
     return row
 
 
 def ring(ranks):
-    """The tax of a ring of threads: its CPU time against that of one rank, in turns."""
+    """The cost of a ring of threads: its CPU time against that of one rank, in turns."""
     name = f"ring of {ranks}, f32 d64 n16384 causal zigzag"
     if args.only not in name:
         return
@@ -168,11 +206,14 @@ def ring(ranks):
     cpu = statistics.median(m[1] / o[1] for o, m in pairs)
     wall = statistics.median(m[0] / o[0] for o, m in pairs)
     alone.end(), many.end()
-    note(dict(name=name, ranks=ranks, cpu_ratio=cpu, wall_ratio=wall), f"{name:40} {cpu:8.3f} x the CPU time of one rank, {wall:.3f} x by the wall")
+    note(
+        dict(name=name, ranks=ranks, cpu_ratio=cpu, wall_ratio=wall),
+        f"{name:40} {cpu:8.3f} x the CPU time of one rank, {wall:.3f} x by the wall",
+    )
 
 
 def memory(name, dtype, n, h, d, segment=0, dilation=1, backward=0):
-    """What a first call takes beyond its inputs, each contestant in a fresh process."""
+    """The memory of a first call beyond its inputs, each contestant in a new process."""
     if args.only not in name:
         return
     fresh = Worker()
@@ -188,14 +229,24 @@ def memory(name, dtype, n, h, d, segment=0, dilation=1, backward=0):
     if torch:
         spec = f"{dtype} 1 {n} {h} {d} 0 {segment} {dilation} {backward}"
         command = [sys.executable, __file__, "--threads", str(args.threads), "--torch-memory", spec]
-        row["torch_mib"] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
+        row["torch_mib"] = (
+            int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
+        )
         rival = f", torch {row['torch_mib']:8.1f} MiB"
-    note(row, f"{name:40} {ours:8.1f} MiB beyond the inputs{rival}; outputs alone {outputs:8.1f} MiB")
+    note(
+        row, f"{name:40} {ours:8.1f} MiB beyond the inputs{rival}; outputs alone {outputs:8.1f} MiB"
+    )
 
 
-model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
-print(f"{model}, {args.threads} threads, {platform.platform()}, torch {torch.__version__ if torch else 'absent'}, "
-      f"ENCKE_CPU={os.environ.get('ENCKE_CPU', 'best')}")
+model = next(
+    (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+    "?",
+)
+version = torch.__version__ if torch else "absent"
+print(
+    f"{model}, {args.threads} threads, {platform.platform()}, torch {version}, "
+    f"ENCKE_CPU={os.environ.get('ENCKE_CPU', 'best')}"
+)
 lengths = [4096] if args.quick else [1024, 4096, 16384]
 for dtype in ("f32", "bf16"):
     for backward in (False, True):
@@ -203,8 +254,11 @@ for dtype in ("f32", "bf16"):
             for n in lengths if args.long or not backward else [n for n in lengths if n <= 4096]:
                 for causal in (False, True):
                     heads = 2 if n > 8192 else 8
-                    name = f"{dtype} {'both' if backward else 'forward'} d{d} n{n} {'causal' if causal else 'full'}"
-                    contest(name, dtype, n, d, causal, backward, h=heads, turns=3 if n > 8192 else None)
+                    passes, mask = "both" if backward else "forward", "causal" if causal else "full"
+                    name = f"{dtype} {passes} d{d} n{n} {mask}"
+                    contest(
+                        name, dtype, n, d, causal, backward, h=heads, turns=3 if n > 8192 else None
+                    )
 # Equal work, whatever the dilation. On the same tensors: segments of 1024·r² tokens are r² times
 # fewer, and each has r times as many rows. And on a sequence r times as long: sixteen segments of
 # 2048 rows, but an output, mostly zeros, that is r times as large.
@@ -212,11 +266,31 @@ for dtype in ("f32", "bf16"):
     for backward in (False, True):
         passes = "both" if backward else "forward"
         for dilation in (1, 4, 16):
-            contest(f"{dtype} {passes} dilated r{dilation} same tensors", dtype, 262144, 64, False, backward, h=2,
-                    segment=1024 * dilation**2, dilation=dilation, turns=3)
+            contest(
+                f"{dtype} {passes} dilated r{dilation} same tensors",
+                dtype,
+                262144,
+                64,
+                False,
+                backward,
+                h=2,
+                segment=1024 * dilation**2,
+                dilation=dilation,
+                turns=3,
+            )
         for dilation in (1, 4, 16):
-            contest(f"{dtype} {passes} dilated r{dilation} longer sequence", dtype, 32768 * dilation, 64, False, backward, h=2,
-                    segment=2048 * dilation, dilation=dilation, turns=5)
+            contest(
+                f"{dtype} {passes} dilated r{dilation} longer sequence",
+                dtype,
+                32768 * dilation,
+                64,
+                False,
+                backward,
+                h=2,
+                segment=2048 * dilation,
+                dilation=dilation,
+                turns=5,
+            )
 for ranks in (2, 4, 8):
     ring(ranks)
 for n in (4096, 16384, 65536):

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""The error of a ring on a GPU by its number of ranks, against f64, beside that of plain attention in the same type.
+"""The error of a ring on a GPU by its number of ranks, against f64, beside plain attention's.
 
     pip install ./python torch
     python3 bench/gpu_accuracy.py
 
-Rounding is all that a ring may add, and sums are carried in f32, so the error must not grow with the ranks. The
-first four numbers are the largest error of a tensor, as a share of what FlashAttention's rule allows: twice the error
-of plain attention computed in the narrow type, plus one rounding of the largest number; 1 would be the limit. The next
-four are the root of the mean square error, relative to plain attention's; the last one is how much of out has other
-bits than on one rank, which shows that it is another ring.
+A ring may add rounding only, and sums are carried in f32, so the error must not grow with the
+number of ranks. The first four columns are the largest error of a tensor, as a share of what
+FlashAttention's rule allows: twice the error of plain attention computed in the narrow type, plus
+one rounding of the largest element; 1 would be the limit. The next four are the root-mean-square
+error, relative to plain attention's. The last one is the share of out whose bits differ from those
+of one rank, which shows that it is another ring.
 """
+
 import torch
 import encke
 
@@ -39,7 +41,9 @@ for dtype in (torch.bfloat16, torch.float16):
     off = lambda got: [(x.double() - right).abs().max().item() for x, right in zip(got, exact)]
     floor = [torch.finfo(dtype).eps * right.abs().max().item() for right in exact]
     allowed = [2 * other + least for other, least in zip(off(narrow), floor)]
-    mean = lambda got: [(x.double() - right).square().mean().sqrt().item() for x, right in zip(got, exact)]
+    mean = lambda got: [
+        (x.double() - right).square().mean().sqrt().item() for x, right in zip(got, exact)
+    ]
     usual = mean(narrow)
     names = "".join(f"{name:>8}" for name in ("out", "dq", "dk", "dv"))
     print(f"{str(dtype):16}{names}  |{names}  | other bits")

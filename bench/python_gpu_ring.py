@@ -1,11 +1,12 @@
-"""A training step of a ring over processes whose tensors are on GPUs, by the backend of their group:
+"""A training step of a ring over processes with GPU tensors, by the backend of their group.
 
     torchrun --nproc-per-node=2 bench/python_gpu_ring.py nccl   # hops from GPU to GPU
     torchrun --nproc-per-node=2 bench/python_gpu_ring.py gloo   # hops through the host's memory
 
-16 heads of 128 numbers, bf16, forward and backward; shortest and median of ten steps, by the first rank.
-Processes may share a GPU: with gloo always, with NCCL 2.30 and later where NCCL_MULTI_RANK_GPU_ENABLE=1;
-without MPS (nvidia-cuda-mps-control -d) they take turns on it, by milliseconds.
+16 heads of 128 channels, bf16, forward and backward; shortest and median of ten steps, on the first
+rank. Processes may share a GPU: with gloo always, with NCCL 2.30 and later if
+NCCL_MULTI_RANK_GPU_ENABLE=1. Without MPS (nvidia-cuda-mps-control -d) they take turns on it, for
+milliseconds each.
 """
 
 import sys
@@ -45,7 +46,10 @@ def main():
         took = steps(tokens, ranks)
         if rank == 0:
             words = f"{backend}, {ranks} ranks, {tokens} tokens"
-            print(f"{words}: {took[0] * 1e3:.2f} ms, median {took[REPEATS // 2] * 1e3:.2f} ms", flush=True)
+            print(
+                f"{words}: {took[0] * 1e3:.2f} ms, median {took[REPEATS // 2] * 1e3:.2f} ms",
+                flush=True,
+            )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
-"""What a call from Python costs beside the library's own work: bench/python_overhead.py [CALLS]
+"""The cost of a call from Python beside the library's own work: bench/python_overhead.py [CALLS]
 
-Each call of encke.attention is timed by Python; the extension adds up what was spent in the library
-during the same calls. The difference is everything else: reading the tensors, the options, autograd,
-and making tensors of the results. Tiny inputs, so that there is as little attention as can be. Prints
-microseconds: those of the tenth of all batches that was disturbed least, and the median difference.
+Each call of encke.attention is timed by Python; the extension adds up the time spent in the library
+during the same calls. The difference is everything else: reading the tensors and the options,
+autograd, and making tensors of the results. Inputs are tiny, so that there is little attention.
+Prints microseconds: those of the least disturbed tenth of all batches, and the median difference.
 """
 
 import statistics

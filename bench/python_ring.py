@@ -1,31 +1,32 @@
-"""Rings over torch.distributed processes on this machine's CPU: ours and those that are published.
+"""Rings over torch.distributed processes on this machine's CPU: Encke's and published ones.
 
-    python bench/python_ring.py                 # two processes, a table, a record under bench/record
+    python bench/python_ring.py                 # two processes; writes a record to bench/record
     python bench/python_ring.py --tokens 8192   # a longer sequence
-    taskset -c 0-3 python bench/python_ring.py --repeats 5   # minutes, on four cores that are idle
+    taskset -c 0-3 python bench/python_ring.py --repeats 5   # minutes, on four idle cores
 
-What is measured is a training step of one attention: forward, then backward from a given gradient, of a
-sequence of `--tokens` tokens, `--heads` heads of `--dim` numbers, not causal (so that contiguous shards have
-the same work whoever cuts them) and causal (each cut as its package cuts it for that).
+A step is one attention of a training step: forward, then backward from a given gradient, of a
+sequence of `--tokens` tokens with `--heads` heads of `--dim` channels, not causal (so that
+contiguous shards have equal work in every package) and causal (sharded as each package does it).
 
-step        shortest of `--repeats` steps after two that are not counted, each by its slowest rank: the
-            shortest, because whatever else the machine does only makes steps longer
+step        shortest of `--repeats` steps after two that are not counted, each by its slowest rank:
+            the shortest, because other load on the machine only makes steps longer
 efficiency  T(1 process) / (p x T(p processes)), each process with one thread; 1 is perfect
-memory      highest resident memory of a process during the first two steps, less that before them (with
-            torch loaded and this rank's inputs made); the largest of all ranks
-error       largest difference of out and dq from torch's attention of the whole sequence, relative to
-            the largest number; checked before anything is timed
+memory      highest resident memory of a process during the first two steps, less that before them
+            (with torch loaded and this rank's inputs made); the largest of all ranks
+error       largest difference of out and dq from torch's attention of the whole sequence, relative
+            to the largest element; checked before anything is timed
 
-Rivals are run as they are published where they run on a CPU:
-- torch: torch.distributed.tensor.experimental.context_parallel around scaled_dot_product_attention. It takes
-  CPU tensors and runs, but its ring knows the operators of GPUs alone: on the CPU each rank attends to its
-  own shard and to no other, without a word. Its rows are marked wrong, and its time is that of less work.
-- ring-attention-pytorch (PyPI): ring_flash_attn, buckets of 512; causal with its striped form. One process
-  is its function without the ring, since gloo does not send to itself.
-- ring-flash-attn (PyPI): its kernel is flash-attn, which is for GPUs. Its ring is run as published with
-  torch's own flash attention for CPUs in the kernel's place: this measures its ring and not its kernel. One
-  process is that kernel alone. In bf16, since its gradients are not right in f32 (`.to(float32)` of a
-  buffer that it goes on writing to is the buffer itself).
+Rivals run as published where they run on a CPU:
+- torch: torch.distributed.tensor.experimental.context_parallel around scaled_dot_product_attention.
+  It takes CPU tensors and runs, but its ring handles GPU operators only: on the CPU each rank
+  attends to its own shard and to no other, without an error. Its rows are marked wrong, and its
+  time is that of less work.
+- ring-attention-pytorch (PyPI): ring_flash_attn, buckets of 512; causal with its striped form. One
+  process is its function without the ring, since gloo does not send to itself.
+- ring-flash-attn (PyPI): its kernel is flash-attn, which is for GPUs. Its ring runs as published
+  with torch's own flash attention for CPUs as the kernel: this measures its ring, not its kernel.
+  One process is that kernel alone. In bf16, since its gradients are wrong in f32 (`.to(float32)`
+  of a buffer that it goes on writing to is the buffer itself).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ CONTENDERS = {
 
 
 def contender(name, causal, options):
-    """(cut, step): how a sequence [b, n, h, d] is cut, and out and dq of a step of this rank's rows."""
+    """(cut, step): how a sequence [b, n, h, d] is sharded; out and dq of this rank's rows."""
     import torch
     import torch.distributed as dist
 
@@ -115,8 +116,8 @@ def whole_attention(q, k, v, causal):
 
 
 def context_parallel_step(causal):
-    """A step as the documentation of torch's context parallel has it: buffers of the whole sequence are
-    cut in place while the context lasts. Returns the whole out and dq."""
+    """A step as in the documentation of torch's context parallel: buffers of the whole sequence are
+    sharded in place while the context lasts. Returns the whole out and dq."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -150,8 +151,17 @@ def stand_in_for_flash_attn():
     aten = torch.ops.aten
 
     def _flash_attn_forward(
-        q, k, v, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1,
-        softcap=0.0, alibi_slopes=None, return_softmax=False,
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
+        return_softmax=False,
     ):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -160,9 +170,24 @@ def stand_in_for_flash_attn():
         return out.transpose(1, 2), lse, None, None
 
     def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-        deterministic=False, rng_state=None,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        rng_state=None,
     ):
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -282,14 +307,18 @@ def launch(name, dtype, causal, ranks, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--masks", nargs="*", choices=["full", "causal"], default=["full", "causal"])
+    parser.add_argument(
+        "--masks", nargs="*", choices=["full", "causal"], default=["full", "causal"]
+    )
     parser.add_argument("--record", default=str(HERE / "record" / "python_ring.json"))
     parser.add_argument("--causal", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="f32", help=argparse.SUPPRESS)
@@ -300,19 +329,26 @@ def main():
     import torch
 
     ranks = options.ranks
-    cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), "")
+    cpu = next(
+        (l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), ""
+    )
     record = dict(
         command=f"python bench/python_ring.py --tokens {options.tokens} --heads {options.heads} "
         f"--dim {options.dim} --repeats {options.repeats} --ranks {ranks}",
-        machine=f"{cpu}, {os.cpu_count()} threads, {platform.system()}; torch {torch.__version__}, gloo",
+        machine=f"{cpu}, {os.cpu_count()} threads, {platform.system()}; "
+        f"torch {torch.__version__}, gloo",
         load_before=os.getloadavg()[0],
         rows=[],
     )
     print(record["machine"])
     head = f"{'':23} {'':5} {'causal':7} {'step, 1':>9} {f'step, {ranks}':>9} {'efficiency':>10} "
     print(head + f"{'memory, 1':>10} {f'memory, {ranks}':>10} {'error':>8}")
-    cases = [(mask == "causal", name, dtype) for mask in options.masks for name in options.only
-             for dtype in CONTENDERS[name]]
+    cases = [
+        (mask == "causal", name, dtype)
+        for mask in options.masks
+        for name in options.only
+        for dtype in CONTENDERS[name]
+    ]
     for causal, name, dtype in cases:
         one, many = (launch(name, dtype, causal, count, options) for count in (1, ranks))
         row = dict(name=name, dtype=dtype, causal=causal, one=one, many=many)
@@ -324,8 +360,9 @@ def main():
             row["efficiency"] = one["step"] / (ranks * many["step"])
             error = max(one["error"], many["error"])
             print(
-                f"{one['step'] * 1e3:6.0f} ms {many['step'] * 1e3:6.0f} ms {row['efficiency']:10.2f} "
-                f"{one['kilobytes'] / 1024:6.0f} MiB {many['kilobytes'] / 1024:6.0f} MiB {error:8.1e}"
+                f"{one['step'] * 1e3:6.0f} ms {many['step'] * 1e3:6.0f} ms "
+                f"{row['efficiency']:10.2f} {one['kilobytes'] / 1024:6.0f} MiB "
+                f"{many['kilobytes'] / 1024:6.0f} MiB {error:8.1e}"
                 + ("  wrong" if error > 0.05 else ""),
                 flush=True,
             )
