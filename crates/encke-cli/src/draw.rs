@@ -1,15 +1,15 @@
-//! Which query of one head sees which key, drawn with letters.
+//! The attention mask of one head, drawn with characters.
 //!
-//! Nothing is sampled or scaled: a letter is one pair, and what it says is the pattern's own
-//! multiplicity. So only the beginning of a long sequence is drawn.
+//! A character is one (query, key) pair and shows its multiplicity in the pattern; nothing is sampled
+//! or scaled, so only the beginning of a long sequence is drawn.
 
 use anyhow::{Result, ensure};
 use encke::{Pattern, Shape};
 
-/// Tokens that are drawn at most: a line of a terminal.
+/// The most tokens that are drawn: the width of a terminal.
 const MOST: usize = 64;
 
-/// The first tokens as one head sees them: a line a query, a letter a key.
+/// The mask of one head for the first tokens: a line for each query, a character for each key.
 pub fn draw(pattern: &Pattern, shape: &Shape, head: usize) -> Result<String> {
     let heads = shape.heads;
     ensure!(
@@ -17,20 +17,22 @@ pub fn draw(pattern: &Pattern, shape: &Shape, head: usize) -> Result<String> {
         "there is no head {head}: the pattern is drawn for one of {heads} heads, numbered from 0"
     );
     let tokens = shape.tokens.min(MOST);
-    let mut text = format!("Head {head}: a line for each query, a letter for each key\n");
+    let mut text = format!("Head {head}: a line for each query, a character for each key\n");
     for query in 0..tokens {
         text += "  ";
-        text.extend((0..tokens).map(|key| letter(pattern.multiplicity(shape, head, query, key))));
+        text.extend(
+            (0..tokens).map(|key| character(pattern.multiplicity(shape, head, query, key))),
+        );
         text += "\n";
     }
     if tokens < shape.tokens {
         text += &format!("The first {tokens} of {} tokens.\n", shape.tokens);
     }
-    text += ". not seen   # seen   2, 3 ... seen in so many branches\n";
+    text += ". masked   # attended   2, 3 ... attended in so many branches\n";
     Ok(text)
 }
 
-fn letter(multiplicity: usize) -> char {
+fn character(multiplicity: usize) -> char {
     match multiplicity {
         0 => '.',
         1 => '#',

@@ -1,28 +1,27 @@
-//! Why a plan is what it is: the alternatives that were considered, in a table and in a sentence.
+//! `encke plan --explain`: the alternatives that `auto` considered, and its choice.
 
 use anyhow::{Result, anyhow};
 use encke::choose::{Alternative, Choice, Constraints, Threshold, Workload, one_device_until};
 use encke::explain::bytes;
 use encke::{Attention, Auto, CheckpointPolicy, Cut, DType, Pass, Queries, Rotating, Shape};
+use encke_lab::Verdict;
+use encke_lab::format::{self, seconds};
+use encke_lab::table::Table;
+use encke_lab::terminal::{Paint, say};
 use serde::Serialize;
 
-use crate::simulate::report::seconds;
-use crate::table::Table;
-use crate::terminal::{Paint, say};
-use crate::{Verdict, ring_options};
-
-/// Alternatives that are shown; the others are counted.
+/// The number of alternatives that are shown.
 const SHOWN: usize = 16;
 
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
-struct Record<'a> {
+struct ExplainRecord<'a> {
     source: String,
     choice: &'a Choice,
     one_device: Option<Threshold>,
 }
 
-/// Says what would be chosen for a shape, and why.
+/// Prints what `auto` chooses for a shape, and why.
 pub fn run(
     attention: &Attention,
     shape: Shape,
@@ -33,26 +32,26 @@ pub fn run(
     let choice = attention.choice(shape, dtype, pass)?;
     let (Some(choice), Some(auto)) = (choice, attention.auto()) else {
         return Err(anyhow!(
-            "everything was given, so there is nothing to explain"
+            "every option was given, so there is nothing to explain"
         ));
     };
     let one_device = threshold(attention, auto, shape, dtype, pass)?;
     let text = match json {
         true => {
-            let record = Record {
+            let record = ExplainRecord {
                 source: auto.source.to_string(),
                 choice: &choice,
                 one_device,
             };
             serde_json::to_string_pretty(&record)? + "\n"
         }
-        false => words(&choice, auto, one_device),
+        false => to_text(&choice, auto, one_device),
     };
     say(&text)?;
     Ok(Verdict::Fine)
 }
 
-/// From which length on a ring is faster; not asked where the number of ranks was given.
+/// The length from which on a ring is faster; `None` if the number of ranks was given.
 fn threshold(
     attention: &Attention,
     auto: &Auto,
@@ -64,7 +63,7 @@ fn threshold(
         return Ok(None);
     }
     let dtype = attention.compute_dtype(dtype);
-    let wish = Constraints {
+    let constraints = Constraints {
         work: match pass {
             Pass::Forward => Workload::Forward,
             Pass::Backward { .. } => Workload::Backward,
@@ -73,18 +72,18 @@ fn threshold(
     };
     Ok(Some(one_device_until(
         attention.kernel(),
-        &wish,
+        &constraints,
         &auto.machine,
     )?))
 }
 
 /// The table, the choice and its reason.
-pub fn words(choice: &Choice, auto: &Auto, one_device: Option<Threshold>) -> String {
+fn to_text(choice: &Choice, auto: &Auto, one_device: Option<Threshold>) -> String {
     let paint = Paint::stdout();
-    let mut text = format!("{}\n", paint.bold("What was considered"));
+    let mut text = format!("{}\n", paint.bold("Alternatives"));
     text += &format!("  machine: {}\n", auto.source);
     if let Some(limit) = auto.memory_limit {
-        text += &format!("  a rank may hold {}\n", bytes(limit));
+        text += &format!("  memory limit of a rank: {}\n", bytes(limit));
     }
     text += &table(choice).to_string();
     if choice.alternatives.len() > SHOWN {
@@ -104,11 +103,11 @@ pub fn words(choice: &Choice, auto: &Auto, one_device: Option<Threshold>) -> Str
                  {tokens} tokens.\n"
             ),
             Threshold::AlwaysRing => {
-                "A ring is faster than one device at any length.\n".to_string()
+                "A ring is faster than one device at every length.\n".to_string()
             }
             Threshold::NeverRing { up_to } => format!(
-                "No ring of up to {} ranks is faster than one device at any length up to {up_to} \
-                 tokens; it is for what one cannot hold.\n",
+                "No ring of up to {} ranks is faster than one device up to {up_to} tokens; \
+                 a ring is for sequences that one device cannot hold.\n",
                 auto.most_ranks
             ),
         };
@@ -117,16 +116,16 @@ pub fn words(choice: &Choice, auto: &Auto, one_device: Option<Threshold>) -> Str
 }
 
 fn table(choice: &Choice) -> Table {
-    let two = choice.alternatives.iter().any(|of| of.checkpoint.is_some());
+    let both_passes = choice.alternatives.iter().any(|of| of.checkpoint.is_some());
     let mut headings = vec!["", "predicted"];
-    if two {
+    if both_passes {
         headings.extend(["forward", "backward"]);
     }
-    headings.extend(["a rank holds", "sent", "waiting", ""]);
+    headings.extend(["per rank", "sent", "waiting", ""]);
     let mut table = Table::new(2, headings);
     for (at, of) in choice.alternatives.iter().take(SHOWN).enumerate() {
         let mut cells = vec![name(of), seconds(of.seconds)];
-        if two {
+        if both_passes {
             let time = |time: Option<f64>| time.map_or("-".to_string(), seconds);
             cells.extend([time(of.forward_s), time(of.backward_s)]);
         }
@@ -145,12 +144,12 @@ fn table(choice: &Choice) -> Table {
     table
 }
 
-/// An alternative in a few words.
+/// An alternative as text.
 pub fn name(of: &Alternative) -> String {
     let mut name = match (of.ranks, &of.cut) {
         (1, _) => "one device".to_string(),
         (ranks, Cut::Firsts(_)) => format!("{ranks} ranks, cut as given"),
-        (ranks, cut) => format!("{ranks} ranks, {}", ring_options::words(cut)),
+        (ranks, cut) => format!("{ranks} ranks, {}", format::cut(cut)),
     };
     if of.ranks > 1 && of.queries == Queries::Replicated {
         name += ", queries replicated";
@@ -161,7 +160,7 @@ pub fn name(of: &Alternative) -> String {
         width => name += &format!(", {width} at a time"),
     }
     if of.schedule.backward == Rotating::Queries {
-        name += ", queries visit";
+        name += ", queries rotate";
     }
     name + match of.checkpoint {
         None => "",

@@ -1,36 +1,36 @@
-//! The policy on NaN and infinity: inputs are looked through, and such numbers are refused by name
-//! and place, unless the caller lets them in.
+//! The check for NaN and infinity: such elements of the inputs are refused by tensor and index, unless
+//! the caller accepts them.
 //!
-//! The library does not look: it lets them go where IEEE arithmetic takes them, to the rows that
-//! see them and to no other. A command is run on files of unknown origin, and a NaN in one is
-//! nearly always an accident upstream. A number that is finite as stored but too large for the
-//! compute type would become an infinity, so it is treated as one.
+//! The library does not check: such elements propagate by IEEE arithmetic, to the rows that attend to
+//! them and to no other. A command runs on files of unknown origin, where a NaN is nearly always an
+//! error of the program that wrote them. An element that is finite as stored but too large for the
+//! compute type would become an infinity, so it is refused as well.
 
 use anyhow::{Result, bail};
 use encke::{DType, Element, Slice};
 
-/// What was found in a tensor that should not be there.
+/// The elements of a tensor that are not finite.
 #[derive(Debug, PartialEq, Eq)]
-struct Found {
+struct NonFinite {
     nan: usize,
     infinite: usize,
     too_large: usize,
     first: usize,
 }
 
-/// Refuses a tensor that holds NaN, infinity, or what becomes infinity in type `compute`.
-pub fn check(name: &str, numbers: Slice<'_>, dims: [usize; 4], compute: DType) -> Result<()> {
-    check_some(name, numbers, compute, |at| place(at, dims))
+/// Refuses a tensor with elements that are NaN, infinite, or too large for type `compute`.
+pub fn check(name: &str, elements: Slice<'_>, dims: [usize; 4], compute: DType) -> Result<()> {
+    check_some(name, elements, compute, |at| index(at, dims))
 }
 
-/// The same for some numbers of a tensor; `place` says where in it one of them is.
+/// Refuses some elements of a tensor; `index` gives the index of one of them.
 pub fn check_some(
     name: &str,
-    numbers: Slice<'_>,
+    elements: Slice<'_>,
     compute: DType,
-    place: impl Fn(usize) -> Vec<usize>,
+    index: impl Fn(usize) -> Vec<usize>,
 ) -> Result<()> {
-    let found = match numbers {
+    let found = match elements {
         Slice::F64(x) => scan(x, compute),
         Slice::F32(x) => scan(x, compute),
         Slice::Bf16(x) => scan(x, compute),
@@ -45,24 +45,24 @@ pub fn check_some(
     let kinds = kinds.iter().filter(|(count, _)| *count > 0);
     let kinds: Vec<String> = kinds.map(|(n, what)| format!("{n} {what}")).collect();
     bail!(
-        "{name} holds numbers that are not finite: {}, the first at {:?}; mend the file, or let \
-         them through with --allow-non-finite",
+        "{name} has elements that are not finite: {}, the first at {:?}; correct the file, or \
+         accept them with --allow-non-finite",
         kinds.join(", "),
-        place(found.first),
+        index(found.first),
     );
 }
 
-fn scan<T: Element>(numbers: &[T], compute: DType) -> Option<Found> {
+fn scan<T: Element>(elements: &[T], compute: DType) -> Option<NonFinite> {
     let widening = compute.bytes() > T::DTYPE.bytes() || compute == T::DTYPE;
     let bad = |x: f64| !x.is_finite() || (!widening && !compute.round(x).is_finite());
-    let first = numbers.iter().position(|&x| bad(x.to_f64()))?;
-    let mut found = Found {
+    let first = elements.iter().position(|&x| bad(x.to_f64()))?;
+    let mut found = NonFinite {
         nan: 0,
         infinite: 0,
         too_large: 0,
         first,
     };
-    for x in numbers[first..].iter().map(|&x| x.to_f64()) {
+    for x in elements[first..].iter().map(|&x| x.to_f64()) {
         found.nan += usize::from(x.is_nan());
         found.infinite += usize::from(x.is_infinite());
         found.too_large += usize::from(x.is_finite() && bad(x));
@@ -70,8 +70,8 @@ fn scan<T: Element>(numbers: &[T], compute: DType) -> Option<Found> {
     Some(found)
 }
 
-/// The index of a number, without the last dimension where the tensor was stored without it.
-pub fn place(at: usize, [_, n, h, d]: [usize; 4]) -> Vec<usize> {
+/// The index of an element, without the last dimension if the tensor was stored without it.
+fn index(at: usize, [_, n, h, d]: [usize; 4]) -> Vec<usize> {
     let index = [at / (n * h * d), at / (h * d) % n, at / d % h, at % d];
     let shown = if d == 1 { 3 } else { 4 };
     index[..shown].to_vec()
@@ -82,24 +82,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_the_tensor_the_count_and_the_place() {
-        let mut numbers = vec![0.5f32; 2 * 3 * 2 * 4];
-        numbers[30] = f32::NAN;
-        numbers[47] = f32::INFINITY;
-        let error = check("k", Slice::F32(&numbers), [2, 3, 2, 4], DType::F32);
-        let said = error.unwrap_err().to_string();
-        assert!(said.starts_with("k holds"), "{said}");
+    fn the_error_names_the_tensor_the_counts_and_the_first_index() {
+        let mut elements = vec![0.5f32; 2 * 3 * 2 * 4];
+        elements[30] = f32::NAN;
+        elements[47] = f32::INFINITY;
+        let error = check("k", Slice::F32(&elements), [2, 3, 2, 4], DType::F32);
+        let message = error.unwrap_err().to_string();
+        assert!(message.starts_with("k has"), "{message}");
         assert!(
-            said.contains("1 NaN, 1 infinite, the first at [1, 0, 1, 2]"),
-            "{said}"
+            message.contains("1 NaN, 1 infinite, the first at [1, 0, 1, 2]"),
+            "{message}"
         );
     }
 
     #[test]
-    fn what_would_become_infinite_counts_as_infinite() {
-        let numbers = [1.0f32, 70_000.0];
-        assert!(check("q", Slice::F32(&numbers), [1, 1, 1, 2], DType::Bf16).is_ok());
-        let said = check("q", Slice::F32(&numbers), [1, 1, 1, 2], DType::F16).unwrap_err();
-        assert!(said.to_string().contains("1 too large for f16"), "{said}");
+    fn an_element_too_large_for_the_compute_type_is_refused() {
+        let elements = [1.0f32, 70_000.0];
+        assert!(check("q", Slice::F32(&elements), [1, 1, 1, 2], DType::Bf16).is_ok());
+        let error = check("q", Slice::F32(&elements), [1, 1, 1, 2], DType::F16).unwrap_err();
+        assert!(error.to_string().contains("1 too large for f16"), "{error}");
     }
 }

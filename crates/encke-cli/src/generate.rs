@@ -1,31 +1,31 @@
-//! `encke generate`: a file of generated tensors of any size, to try things with.
+//! `encke generate`: writes a file of generated tensors of any size.
 //!
-//! The numbers are those of `encke billion`'s generator: each depends on its place alone. The file
-//! is written piece by piece, so it may be larger than memory.
+//! The elements are those of `encke billion`'s generator: each depends on its index alone. The file is
+//! written piece by piece, so it may be larger than memory.
 
 use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
 use encke::plan::program::Role;
+use encke_lab::Verdict;
+use encke_lab::output::{OutputFile, TensorEntry};
+use encke_lab::terminal::long_bar;
 use encke_ring::out_of_core::{Files, Generator, transfer};
 
-use crate::Verdict;
-use crate::output::{Entry, OutputFile};
 use crate::shape_options::ShapeOptions;
-use crate::terminal::long_bar;
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
 Examples:
   encke generate qkv.safetensors --tokens 64k --heads 8 --kv-heads 2 --dim 64 --grad
-      q, k, v and do, to run `encke attend --grad` on.
+      q, k, v and do, for `encke attend --grad`.
   encke generate huge.safetensors --tokens 52e6 --heads 1 --dim 64 --dtype bf16
       20 GB; then: encke attend huge.safetensors -o out.safetensors --memory-limit 2GiB ...
 
-Numbers are spread evenly with mean 0 and variance 1. The same options give the same file.";
+Elements are uniform with mean 0 and variance 1. The same options give the same file.";
 
-/// A file of generated tensors.
+/// Writes a file of generated tensors.
 #[derive(Debug, Args)]
 #[command(mut_arg("tokens", |tokens| tokens.help("Tokens of the sequence")))]
 pub struct Options {
@@ -40,7 +40,7 @@ pub struct Options {
     #[arg(long)]
     grad: bool,
 
-    /// Another seed makes other numbers.
+    /// Seed of the elements.
     #[arg(long, value_name = "SEED", default_value = "0")]
     seed: u64,
 }
@@ -56,12 +56,12 @@ pub fn run(options: &Options) -> Result<Verdict> {
     ];
     tensors.extend(options.grad.then_some((Role::Dout, "do", of(shape.heads))));
     let output = OutputFile::create(&options.output, &[])?;
-    let entry = |&(_, name, dims): &(Role, &'static str, [usize; 4])| Entry {
+    let entry = |&(_, name, dims): &(Role, &'static str, [usize; 4])| TensorEntry {
         name,
         shape: dims.to_vec(),
         dtype,
     };
-    let entries: Vec<Entry> = tensors.iter().map(entry).collect();
+    let entries: Vec<TensorEntry> = tensors.iter().map(entry).collect();
     let mut files = Files::new();
     for ((role, ..), tensor) in tensors.iter().zip(output.prepare(&entries)?) {
         files.add(*role, tensor);

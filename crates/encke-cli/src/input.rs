@@ -1,13 +1,13 @@
-//! Tensors of a safetensors file, memory-mapped: read where they lie, copied only where they must.
+//! Tensors of a memory-mapped safetensors file.
 //!
-//! What is checked here is the file: that it is one, that it is complete, that the tensors asked
-//! for are there and of a type we compute with. Whether they fit together is the library's matter.
+//! What is checked here is the file: its format, its length, that it has the requested tensors, and
+//! that their types are supported. Whether the tensors fit together is checked elsewhere.
 //!
-//! Sequences larger than memory are described here too ([`Header`]) but read elsewhere, piece by
-//! piece: pages of a map count as this process's memory.
+//! Sequences larger than memory are described here too ([`TensorHeader`]) but read elsewhere, piece by
+//! piece, because pages of a map count as resident memory.
 //!
-//! The decision here: a tensor whose bytes are not aligned for its type is copied rather than
-//! refused, since the format does not promise alignment.
+//! The decision here: a tensor whose bytes are not aligned for its type is copied rather than refused,
+//! because the format does not guarantee alignment.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -22,7 +22,7 @@ use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensorError, SafeTensors};
 
 #[cfg(target_endian = "big")]
-compile_error!("safetensors files are little-endian and are read as they lie");
+compile_error!("safetensors files are little-endian and are mapped without conversion");
 
 /// A mapped file.
 #[derive(Debug)]
@@ -32,21 +32,20 @@ pub struct InputFile {
 }
 
 impl InputFile {
-    /// Maps a file. Pipes and devices are refused before they are opened.
+    /// Maps a file; refuses pipes and devices before opening them.
     pub fn open(path: &Path) -> Result<InputFile> {
         let shown = path.display();
         let metadata = path
             .metadata()
             .with_context(|| format!("cannot read {shown}"))?;
         if !metadata.is_file() {
-            bail!("cannot read {shown}: it is not a regular file, and only those can be mapped");
+            bail!("cannot read {shown}: it is not a regular file");
         }
         let file = File::open(path).with_context(|| format!("cannot read {shown}"))?;
-        // SAFETY: the map is only read, and only within the length it was made with. What remains
-        // is that another process must not write to or truncate the file meanwhile; `--help` says
-        // so, and it is the condition on which anyone may read a file in place. We never write to
-        // it ourselves: an output that is the input is refused, and outputs are renamed into
-        // place, which leaves a mapped file intact.
+        // SAFETY: the map is only read, and only within its length. Another process must not write
+        // to or truncate the file meanwhile, which `--help` states as a requirement. This process
+        // never writes to it: an output that is the input is refused, and outputs are renamed to
+        // their paths, which leaves a mapped file intact.
         #[allow(unsafe_code)]
         let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {shown}"))?;
         Ok(InputFile {
@@ -55,10 +54,10 @@ impl InputFile {
         })
     }
 
-    /// The tensors of the file, or how it is not a safetensors file.
-    pub fn tensors(&self) -> Result<Tensors<'_>> {
+    /// The tensors of the file, or why it is not a safetensors file.
+    pub fn tensors(&self) -> Result<InputTensors<'_>> {
         let file = SafeTensors::deserialize(&self.map).map_err(|error| self.broken(&error))?;
-        Ok(Tensors { file, from: self })
+        Ok(InputTensors { file, from: self })
     }
 
     fn broken(&self, error: &SafeTensorError) -> anyhow::Error {
@@ -75,8 +74,8 @@ impl InputFile {
                  after {length} bytes"
             ),
             SafeTensorError::MetadataIncompleteBuffer => anyhow!(
-                "{shown} is truncated or damaged: its {length} bytes are not as many as its \
-                 header says; write it again"
+                "{shown} is truncated or damaged: its header describes more or fewer than its \
+                 {length} bytes; write it again"
             ),
             other => anyhow!("{shown} is a damaged safetensors file: {other}; write it again"),
         }
@@ -85,14 +84,14 @@ impl InputFile {
 
 /// The tensors of a file.
 #[derive(Debug)]
-pub struct Tensors<'a> {
+pub struct InputTensors<'a> {
     file: SafeTensors<'a>,
     from: &'a InputFile,
 }
 
-/// One tensor as the file describes it.
+/// Name, shape, type and byte range of a tensor.
 #[derive(Debug, Clone)]
-pub struct Header {
+pub struct TensorHeader {
     name: &'static str,
     shape: Vec<usize>,
     dtype: DType,
@@ -100,29 +99,29 @@ pub struct Header {
     bytes: Range<usize>,
 }
 
-/// The numbers of a tensor.
+/// The elements of a tensor.
 #[derive(Debug)]
-pub struct Numbers<'a> {
-    data: Typed<'a>,
+pub struct TensorElements<'a> {
+    data: TypedCow<'a>,
 }
 
-/// Numbers in the file, or a copy of them.
+/// Elements in the file, or an aligned copy of them.
 #[derive(Debug)]
-enum Typed<'a> {
+enum TypedCow<'a> {
     F64(Cow<'a, [f64]>),
     F32(Cow<'a, [f32]>),
     Bf16(Cow<'a, [bf16]>),
     F16(Cow<'a, [f16]>),
 }
 
-impl<'a> Tensors<'a> {
+impl<'a> InputTensors<'a> {
     /// Whether there is a tensor of this name.
     pub fn has(&self, name: &str) -> bool {
         self.file.tensor(name).is_ok()
     }
 
-    /// A tensor of floating-point numbers. None of them is read yet.
-    pub fn get(&self, name: &'static str) -> Result<Header> {
+    /// The header of a floating-point tensor.
+    pub fn get(&self, name: &'static str) -> Result<TensorHeader> {
         let Ok(found) = self.file.tensor(name) else {
             let mut names = self.file.names();
             names.sort_unstable();
@@ -143,7 +142,7 @@ impl<'a> Tensors<'a> {
             other => bail!("{name} holds {other}; Encke computes with F64, F32, BF16 and F16"),
         };
         let start = found.data().as_ptr() as usize - self.from.map.as_ptr() as usize;
-        Ok(Header {
+        Ok(TensorHeader {
             name,
             shape: found.shape().to_vec(),
             dtype,
@@ -151,23 +150,23 @@ impl<'a> Tensors<'a> {
         })
     }
 
-    /// The numbers of a tensor of this file.
-    pub fn numbers(&self, header: &Header) -> Numbers<'a> {
+    /// The elements of a tensor of this file.
+    pub fn elements(&self, header: &TensorHeader) -> TensorElements<'a> {
         let bytes = &self.from.map[header.bytes.clone()];
         let data = match header.dtype {
-            DType::F64 => Typed::F64(typed(bytes)),
-            DType::F32 => Typed::F32(typed(bytes)),
-            DType::Bf16 => Typed::Bf16(typed(bytes)),
-            DType::F16 => Typed::F16(typed(bytes)),
+            DType::F64 => TypedCow::F64(typed(bytes)),
+            DType::F32 => TypedCow::F32(typed(bytes)),
+            DType::Bf16 => TypedCow::Bf16(typed(bytes)),
+            DType::F16 => TypedCow::F16(typed(bytes)),
         };
-        Numbers { data }
+        TensorElements { data }
     }
 }
 
-/// The bytes as numbers, where they lie if they are aligned.
+/// The bytes as elements: borrowed if they are aligned, otherwise copied.
 fn typed<T: Pod>(bytes: &[u8]) -> Cow<'_, [T]> {
     match bytemuck::try_cast_slice(bytes) {
-        Ok(numbers) => Cow::Borrowed(numbers),
+        Ok(elements) => Cow::Borrowed(elements),
         Err(_) => {
             let mut copy = vec![T::zeroed(); bytes.len() / size_of::<T>()];
             let whole = copy.len() * size_of::<T>();
@@ -177,27 +176,27 @@ fn typed<T: Pod>(bytes: &[u8]) -> Cow<'_, [T]> {
     }
 }
 
-impl Header {
+impl TensorHeader {
     /// The tensor's name.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// The type of the numbers.
+    /// The type of the elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The byte of the file at which they begin.
+    /// The offset of the first element in the file.
     pub fn offset(&self) -> u64 {
         self.bytes.start as u64
     }
 
-    /// The dimensions `[b, n, h, d]`, or why the tensor has none such.
+    /// The dimensions `[b, n, h, d]`, or why the tensor does not have them.
     pub fn dims(&self) -> Result<[usize; 4]> {
         match self.shape[..] {
             [b, n, h, d] if !self.shape.contains(&0) => Ok([b, n, h, d]),
-            _ => Err(self.misshapen("4: [b, n, h, d]")),
+            _ => Err(self.shape_error("4: [b, n, h, d]")),
         }
     }
 
@@ -205,12 +204,12 @@ impl Header {
     pub fn row_dims(&self) -> Result<[usize; 4]> {
         match self.shape[..] {
             [b, n, h] if !self.shape.contains(&0) => Ok([b, n, h, 1]),
-            _ => Err(self.misshapen("3: [b, n, h]")),
+            _ => Err(self.shape_error("3: [b, n, h]")),
         }
     }
 
-    fn misshapen(&self, expected: &str) -> anyhow::Error {
-        let Header { name, shape, .. } = self;
+    fn shape_error(&self, expected: &str) -> anyhow::Error {
+        let TensorHeader { name, shape, .. } = self;
         match shape.iter().position(|&size| size == 0) {
             Some(axis) => anyhow!("{name} has shape {shape:?}: dimension {axis} is empty"),
             None => anyhow!(
@@ -221,18 +220,18 @@ impl Header {
     }
 }
 
-impl Numbers<'_> {
-    /// The numbers.
+impl TensorElements<'_> {
+    /// The elements.
     pub fn slice(&self) -> Slice<'_> {
         match &self.data {
-            Typed::F64(x) => Slice::F64(x),
-            Typed::F32(x) => Slice::F32(x),
-            Typed::Bf16(x) => Slice::Bf16(x),
-            Typed::F16(x) => Slice::F16(x),
+            TypedCow::F64(x) => Slice::F64(x),
+            TypedCow::F32(x) => Slice::F32(x),
+            TypedCow::Bf16(x) => Slice::Bf16(x),
+            TypedCow::F16(x) => Slice::F16(x),
         }
     }
 
-    /// The numbers as the library takes them.
+    /// The elements as a tensor view.
     pub fn view(&self, dims: [usize; 4]) -> Result<View<'_>> {
         let [_, n, h, d] = dims;
         Ok(View::from_slice(

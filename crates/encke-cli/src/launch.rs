@@ -1,6 +1,6 @@
-//! `encke launch`: the command as several processes, with the mpirun that is found.
+//! `encke launch`: starts the command as several processes with mpirun.
 //!
-//! A convenience and nothing more: it says which line it runs, and that line can be typed instead.
+//! A convenience: it prints the command line that it runs, which can be typed instead.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -8,10 +8,10 @@ use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-
-use crate::number::count;
-use crate::terminal::note;
-use crate::{Told, Verdict};
+use encke_lab::arguments::shell_line;
+use encke_lab::number::count;
+use encke_lab::terminal::note;
+use encke_lab::{AlreadyReported, Verdict};
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
@@ -19,19 +19,19 @@ Examples:
   encke launch -n 4 attend qkv.safetensors -o out.safetensors --causal
       Four processes on this machine, each of them a rank.
   encke launch -n 4 verify --count 50
-      Whether this MPI moves messages as it should, and results have the bits of threads.
+      Whether this MPI delivers messages correctly, and results have the bits of threads.
   encke launch -n 8 --option=--hostfile --option=hosts attend qkv.safetensors -o out.safetensors
-      On the hosts of a file: whatever follows --option= goes to mpirun.
+      On the hosts of a file: every --option= is passed to mpirun.
 
-The mpirun is that of --mpirun, of the variable MPIRUN, or the first one in PATH. The line that is
-run is printed first. Needs an encke built with --features mpi; docs/cluster.md has more.
+The mpirun is that of --mpirun, of the variable MPIRUN, or the first one in PATH. The command line
+is printed before it runs. Needs an encke built with --features mpi; docs/cluster.md has more.
 
 Exit codes: those of the command, or of mpirun.";
 
-/// The command as several processes.
+/// Starts the command as several processes.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// How many processes.
+    /// Number of processes.
     #[arg(short, long, value_name = "P", value_parser = count)]
     number: usize,
 
@@ -53,38 +53,38 @@ pub struct Options {
     command: Vec<OsString>,
 }
 
-/// Whose mpirun it is.
+/// Implementations of mpirun.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum MpirunKind {
     /// Open MPI up to 4.
     OpenMpi4,
-    /// Open MPI from 5 on, which can tell the living of the dead.
+    /// Open MPI from 5 on, which supports fault tolerance (ULFM).
     OpenMpi5,
-    /// MPICH and its relatives.
+    /// MPICH and its derivatives.
     Hydra,
-    /// Anything else: given nothing but the number.
+    /// Any other: called with the number of processes alone.
     Unknown,
 }
 
-impl Kind {
-    /// From what `mpirun --version` says.
-    fn of(said: &str) -> Kind {
-        let open_mpi = said.split("(Open MPI)").nth(1);
+impl MpirunKind {
+    /// From the output of `mpirun --version`.
+    fn of(version: &str) -> MpirunKind {
+        let open_mpi = version.split("(Open MPI)").nth(1);
         let major = open_mpi.and_then(|rest| rest.trim().split('.').next()?.parse::<u32>().ok());
         match major {
-            Some(0..=4) => Kind::OpenMpi4,
-            Some(_) => Kind::OpenMpi5,
-            None if said.contains("HYDRA") || said.contains("MPICH") => Kind::Hydra,
-            None => Kind::Unknown,
+            Some(0..=4) => MpirunKind::OpenMpi4,
+            Some(_) => MpirunKind::OpenMpi5,
+            None if version.contains("HYDRA") || version.contains("MPICH") => MpirunKind::Hydra,
+            None => MpirunKind::Unknown,
         }
     }
 
     /// The options for `number` processes on a machine with `cores` cores.
     fn options(self, number: usize, cores: usize) -> Vec<&'static str> {
-        let crowded = number > cores;
+        let oversubscribed = number > cores;
         match self {
-            Kind::OpenMpi4 if crowded => vec!["--oversubscribe", "--bind-to", "none"],
-            Kind::OpenMpi5 if crowded => vec![
+            MpirunKind::OpenMpi4 if oversubscribed => vec!["--oversubscribe", "--bind-to", "none"],
+            MpirunKind::OpenMpi5 if oversubscribed => vec![
                 "--with-ft",
                 "ulfm",
                 "--map-by",
@@ -92,8 +92,8 @@ impl Kind {
                 "--bind-to",
                 "none",
             ],
-            Kind::OpenMpi5 => vec!["--with-ft", "ulfm"],
-            Kind::Hydra if crowded => vec!["-bind-to", "none"],
+            MpirunKind::OpenMpi5 => vec!["--with-ft", "ulfm"],
+            MpirunKind::Hydra if oversubscribed => vec!["-bind-to", "none"],
             _ => Vec::new(),
         }
     }
@@ -102,7 +102,7 @@ impl Kind {
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
     if options.number == 0 {
-        bail!("-n 0 starts nothing; give at least 1");
+        bail!("-n 0 starts no process; give at least 1");
     }
     if cfg!(not(feature = "mpi")) && options.number > 1 {
         bail!(
@@ -110,12 +110,12 @@ pub fn run(options: &Options) -> Result<Verdict> {
              cargo build --release -p encke-cli --features mpi"
         );
     }
-    let mpirun = options.mpirun.clone().or_else(found).ok_or_else(|| {
+    let mpirun = options.mpirun.clone().or_else(find_mpirun).ok_or_else(|| {
         anyhow!("no mpirun in PATH; install an MPI, or name it with --mpirun or MPIRUN")
     })?;
     let version = Command::new(&mpirun).arg("--version").output();
     let version = version.with_context(|| format!("cannot run {}", mpirun.display()))?;
-    let kind = Kind::of(&String::from_utf8_lossy(&version.stdout));
+    let kind = MpirunKind::of(&String::from_utf8_lossy(&version.stdout));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let own = std::env::current_exe().context("cannot find encke itself")?;
     if !own
@@ -123,13 +123,13 @@ pub fn run(options: &Options) -> Result<Verdict> {
         .is_some_and(|name| name.to_string_lossy().starts_with("encke"))
     {
         bail!(
-            "launch starts the program encke again, but this is a part of {}; use the program",
+            "launch starts the program encke again, but it runs inside {}; use the program",
             own.display()
         );
     }
     let mut command = Command::new(&mpirun);
     command.arg("-n").arg(options.number.to_string());
-    // Hosts of the user's choosing have cores that are not counted here.
+    // With options, the processes may run on other hosts, whose cores are unknown.
     if options.option.is_empty() {
         command.args(kind.options(options.number, cores));
     }
@@ -137,42 +137,29 @@ pub fn run(options: &Options) -> Result<Verdict> {
         .args(&options.option)
         .arg(own)
         .args(&options.command);
-    note(&shown(&command));
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    note(&shell_line(
+        words.map(|word| word.to_string_lossy().into_owned()),
+    ));
     let ended = command.status();
     let ended = ended.with_context(|| format!("cannot run {}", mpirun.display()))?;
     match ended.code() {
         Some(0) => Ok(Verdict::Fine),
         Some(1) => Ok(Verdict::CheckFailed),
-        // The processes, or mpirun, have said what is wrong.
-        Some(_) => Err(Told.into()),
-        None => bail!("{} was ended by a signal", mpirun.display()),
+        // The processes, or mpirun, have printed the error.
+        Some(_) => Err(AlreadyReported.into()),
+        None => bail!("{} was killed by a signal", mpirun.display()),
     }
 }
 
 /// The mpirun of the environment.
-fn found() -> Option<PathBuf> {
+fn find_mpirun() -> Option<PathBuf> {
     if let Some(named) = std::env::var_os("MPIRUN").filter(|name| !name.is_empty()) {
         return Some(named.into());
     }
     let path = std::env::var_os("PATH")?;
-    let places = std::env::split_paths(&path).map(|folder| folder.join("mpirun"));
-    places
-        .into_iter()
-        .find(|place: &PathBuf| Path::is_file(place))
-}
-
-/// A command as one could type it.
-fn shown(command: &Command) -> String {
-    let words = std::iter::once(command.get_program()).chain(command.get_args());
-    let words = words.map(|word| {
-        let word = word.to_string_lossy();
-        let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%".contains(c);
-        match !word.is_empty() && word.chars().all(plain) {
-            true => word.into_owned(),
-            false => format!("'{}'", word.replace('\'', "'\\''")),
-        }
-    });
-    words.collect::<Vec<_>>().join(" ")
+    let paths = std::env::split_paths(&path).map(|folder| folder.join("mpirun"));
+    paths.into_iter().find(|path: &PathBuf| Path::is_file(path))
 }
 
 #[cfg(test)]
@@ -180,27 +167,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn launchers_are_told_apart() {
-        assert_eq!(Kind::of("mpirun (Open MPI) 4.1.4\n"), Kind::OpenMpi4);
-        assert_eq!(Kind::of("mpirun (Open MPI) 5.0.11\n"), Kind::OpenMpi5);
+    fn mpirun_implementations_are_recognised_by_their_version() {
         assert_eq!(
-            Kind::of("HYDRA build details:\n  Version: 4.2"),
-            Kind::Hydra
+            MpirunKind::of("mpirun (Open MPI) 4.1.4\n"),
+            MpirunKind::OpenMpi4
         );
-        assert_eq!(Kind::of("something else"), Kind::Unknown);
+        assert_eq!(
+            MpirunKind::of("mpirun (Open MPI) 5.0.11\n"),
+            MpirunKind::OpenMpi5
+        );
+        assert_eq!(
+            MpirunKind::of("HYDRA build details:\n  Version: 4.2"),
+            MpirunKind::Hydra
+        );
+        assert_eq!(MpirunKind::of("something else"), MpirunKind::Unknown);
     }
 
     #[test]
-    fn only_a_crowd_is_told_to_share_cores() {
-        assert!(Kind::OpenMpi4.options(2, 2).is_empty());
-        assert!(Kind::OpenMpi4.options(3, 2).contains(&"--oversubscribe"));
-        assert!(Kind::OpenMpi5.options(2, 2).contains(&"ulfm"));
-    }
-
-    #[test]
-    fn a_line_can_be_typed_again() {
-        let mut command = Command::new("mpirun");
-        command.args(["-n", "4", "a b", "it's", ""]);
-        assert_eq!(shown(&command), "mpirun -n 4 'a b' 'it'\\''s' ''");
+    fn only_more_processes_than_cores_are_oversubscribed() {
+        assert!(MpirunKind::OpenMpi4.options(2, 2).is_empty());
+        assert!(
+            MpirunKind::OpenMpi4
+                .options(3, 2)
+                .contains(&"--oversubscribe")
+        );
+        assert!(MpirunKind::OpenMpi5.options(2, 2).contains(&"ulfm"));
     }
 }

@@ -1,21 +1,14 @@
-//! The `encke` command: a thin shell around the `encke` crate.
+//! The `encke` command: options in, text and files out.
 //!
-//! It reads options and files and writes tables and files; what is computed, and whether a request
-//! can be met, is the library's. The decision here is what a caller can rely on: exit code 0 for
-//! success, 1 for a check that failed, 2 for everything that could not be done, and then exactly
-//! one line on standard error that begins with `encke: `. It is a library, so that a program and
-//! the Python package are the same command, and so that other commands of this house ([`program`])
-//! speak, count, draw and write files as this one does.
+//! It computes nothing itself: attention is the `encke` crate's, measurements and checks are
+//! `encke-lab`'s. The decision here: the command is a library, so that the program and the Python
+//! package run the same code with the same exit codes ([`encke_lab::program()`]).
 #![deny(unsafe_code)]
 
 mod attend;
 mod bench;
 mod billion;
-mod check;
-mod chrome;
 mod cli;
-#[cfg(feature = "mpi")]
-pub mod cluster;
 mod demo;
 mod device_option;
 mod draw;
@@ -24,105 +17,33 @@ mod finite;
 mod generate;
 mod input;
 mod launch;
-mod memory;
-pub mod number;
-pub mod output;
 mod pattern_options;
 mod plan;
-pub mod process;
 mod profile;
-mod program;
-pub mod report;
+mod rank_program;
+mod report;
 mod ring_options;
-mod rings_options;
+mod ring_sizes_options;
 mod shape_options;
 mod simulate;
-pub mod table;
-mod tensors;
-pub mod terminal;
 mod tune;
 mod verify;
 
 use std::ffi::OsString;
-use std::io;
-use std::time::Duration;
 
-use clap::Parser;
+use anyhow::Result;
+use encke_lab::Verdict;
+use encke_mpi::launcher::Place;
 
 use cli::{Cli, Command};
-use encke_mpi::launcher::{self, Place};
-use terminal::note;
 
-/// What a command found, if it could do its work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// All is well.
-    Fine,
-    /// A number was not what it should have been.
-    CheckFailed,
+/// Runs the command with these arguments, of which the first is its name, and returns its exit code.
+/// Output goes to the process's standard output and standard error.
+pub fn command(arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    encke_lab::program("encke", arguments, run, run_as_rank)
 }
 
-/// An error that has been reported already, by this process or by another one of its launch.
-#[derive(Debug)]
-pub struct Told;
-
-impl std::fmt::Display for Told {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("the error has been reported")
-    }
-}
-
-impl std::error::Error for Told {}
-
-/// How long a process stays when another one of its launch says what is wrong.
-pub const PAUSE: Duration = Duration::from_millis(300);
-
-/// Does what the words of a command line say, the first of which is the command's name, and returns
-/// its exit code. What is said goes to the process's own standard output and error.
-pub fn command(words: impl IntoIterator<Item = OsString>) -> u8 {
-    program("encke", words, run, run_together)
-}
-
-/// The same for any command: it is parsed, and run alone or as one of several processes.
-pub fn program<C: Parser>(
-    name: &'static str,
-    words: impl IntoIterator<Item = OsString>,
-    alone: fn(C) -> anyhow::Result<Verdict>,
-    together: fn(C, &Place) -> anyhow::Result<Verdict>,
-) -> u8 {
-    cli::report_panics(name);
-    let words: Vec<OsString> = words.into_iter().collect();
-    cli::note_words(&words);
-    let others = launcher::place().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
-    let ended = std::panic::catch_unwind(|| match (C::try_parse_from(words), &others) {
-        (Ok(cli), None) => alone(cli),
-        (Ok(cli), Some(place)) => together(cli, place),
-        // Everyone was given the same words: one of them says what is wrong with them.
-        (Err(refused), Some(place)) if place.rank > 0 => match refused.use_stderr() {
-            // Not before it has been said: launchers end all processes when the first one fails.
-            true => {
-                std::thread::sleep(PAUSE);
-                Err(Told.into())
-            }
-            false => Ok(Verdict::Fine),
-        },
-        (Err(refused), _) => cli::usage(&refused, &C::command()),
-    });
-    match ended {
-        Ok(Ok(Verdict::Fine)) => 0,
-        Ok(Ok(Verdict::CheckFailed)) => 1,
-        Ok(Err(error)) if reader_left(&error) => 0,
-        Ok(Err(error)) if error.is::<Told>() => 2,
-        Ok(Err(error)) => {
-            note(&format!("{name}: {}", cli::one_line(&error)));
-            2
-        }
-        // The panic has already been reported, in one line.
-        Err(_) => 2,
-    }
-}
-
-fn run(cli: Cli) -> anyhow::Result<Verdict> {
+fn run(cli: Cli) -> Result<Verdict> {
     match cli.command {
         None => demo::run(),
         Some(Command::Attend(options)) => attend::run(&options),
@@ -139,34 +60,27 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
     }
 }
 
-/// The command as one of several processes.
+/// The command as one rank of an MPI job.
 #[cfg(feature = "mpi")]
-fn run_together(cli: Cli, place: &Place) -> anyhow::Result<Verdict> {
-    cluster::run("encke", place, |cluster| cluster::command(cluster, cli))
+fn run_as_rank(cli: Cli, place: &Place) -> Result<Verdict> {
+    encke_lab::cluster::run("encke", place, |shared| {
+        let cluster = &mut *encke_lab::cluster::locked(shared);
+        match &cli.command {
+            Some(Command::Attend(options)) => attend::processes::run(cluster, options),
+            Some(Command::Bench(options)) => bench::run_as_rank(cluster, options),
+            Some(Command::Billion(options)) => billion::run_as_rank(cluster, options),
+            Some(Command::Profile(options)) => profile::run_as_rank(cluster, options),
+            Some(Command::Verify(options)) => verify::run_as_rank(cluster, options),
+            _ if cluster.ranks() == 1 => run(cli),
+            _ => cluster.agree(Err(anyhow::anyhow!(
+                "this command runs alone; start it without a launcher (attend, bench, billion, \
+                 profile and verify run as several processes)"
+            ))),
+        }
+    })
 }
 
-/// Without MPI, each of them would do all of the work, and write the same file.
 #[cfg(not(feature = "mpi"))]
-fn run_together(_: Cli, place: &Place) -> anyhow::Result<Verdict> {
-    without_mpi("encke", place)
-}
-
-/// What a command that cannot run as several processes says when it is started so.
-pub fn without_mpi(name: &str, place: &Place) -> anyhow::Result<Verdict> {
-    if place.rank > 0 {
-        std::thread::sleep(PAUSE);
-        return Err(Told.into());
-    }
-    anyhow::bail!(
-        "a launcher started {} processes ({} says so), but this {name} was built without MPI, and \
-         each of them would do all of the work; build it with --features mpi, or start one",
-        place.ranks,
-        place.said_by
-    )
-}
-
-/// Whether whoever read our output has read enough, as `head` does.
-fn reader_left(error: &anyhow::Error) -> bool {
-    let cause = error.downcast_ref::<io::Error>();
-    cause.is_some_and(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
+fn run_as_rank(_: Cli, place: &Place) -> Result<Verdict> {
+    encke_lab::without_mpi("encke", place)
 }

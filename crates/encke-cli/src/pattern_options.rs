@@ -1,31 +1,30 @@
-//! The options that say which query sees which key, shared by all commands that have a pattern.
+//! The options of the attention pattern, shared by all commands that have one.
 //!
-//! Nothing is decided here but which options go together: an option that would have no effect is
-//! refused, since a user who gave it expects one. The library checks the numbers.
+//! The decision here: an option that would have no effect is refused, because a user who gives it
+//! expects one. The library checks the values.
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use encke::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
+use encke_lab::number::count;
 
-use crate::number::count;
-
-/// Which query sees which key.
+/// The attention pattern.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Pattern (none given: dense; for `report`, LongNet)")]
 pub struct PatternOptions {
-    /// Segment length of each branch, in tokens. A query sees keys of its own segment only.
+    /// Segment length of each branch, in tokens. A query attends to keys of its own segment only.
     #[arg(long, value_name = "W1,W2,...", value_delimiter = ',', value_parser = count)]
     segment_lengths: Vec<usize>,
 
-    /// Dilation rate of each branch: one token in so many takes part. As many as segment lengths.
+    /// Dilation rate r of each branch: every r-th token takes part. As many as segment lengths.
     #[arg(long, value_name = "R1,R2,...", value_delimiter = ',', value_parser = count)]
     dilation_rates: Vec<usize>,
 
-    /// How branches are handed to heads and their results combined [default: group].
+    /// How branches are assigned to heads and their results combined [default: group].
     #[arg(long, value_enum)]
     mode: Option<ModeName>,
 
-    /// What group mode multiplies its output with [default: one].
+    /// Factor of the output in group mode [default: one].
     #[arg(long, value_enum, value_name = "SCALE")]
     group_scale: Option<ScaleName>,
 
@@ -37,7 +36,7 @@ pub struct PatternOptions {
     #[arg(long, value_enum, value_name = "GRADIENT")]
     mixing_gradient: Option<GradientName>,
 
-    /// Let each query see only keys at or before its own position.
+    /// Causal mask: a query attends only to keys at or before its own position.
     #[arg(long)]
     causal: bool,
 }
@@ -57,7 +56,7 @@ enum ModeName {
 enum ScaleName {
     /// 1: the output is the attention
     One,
-    /// 1 / number of branches, as some packages have it
+    /// 1 / number of branches, as in some packages
     Groups,
 }
 
@@ -73,19 +72,19 @@ enum OffsetName {
 enum GradientName {
     /// The derivative of the forward pass
     Exact,
-    /// Mixing weights taken as constants, as torchscale ships it
+    /// Mixing weights taken as constants, as in torchscale
     Detached,
 }
 
 impl PatternOptions {
-    /// Whether no option was given, so that a command may show a pattern of its own.
+    /// Whether no option was given, so that a command may use a default pattern.
     pub fn none_given(&self) -> bool {
         let branches = self.segment_lengths.len() + self.dilation_rates.len();
         let choices = self.mode.is_some() || self.group_scale.is_some() || self.offsets.is_some();
         branches == 0 && !choices && self.mixing_gradient.is_none() && !self.causal
     }
 
-    /// The pattern asked for, or which options do not go together.
+    /// The pattern, or which options contradict each other.
     pub fn pattern(&self) -> Result<Pattern> {
         let mode = self.mode.unwrap_or(ModeName::Group);
         self.refuse_without_effect(mode)?;
@@ -135,43 +134,14 @@ impl PatternOptions {
             );
         }
         if self.group_scale.is_some() && (dense || mode != ModeName::Group) {
-            bail!("--group-scale has a meaning only for branches in group mode; leave it out");
+            bail!("--group-scale applies only to branches in group mode; leave it out");
         }
         if self.offsets.is_some() && mode != ModeName::Mix {
-            bail!("--offsets has a meaning only in mix mode; leave it out or add --mode mix");
+            bail!("--offsets applies only in mix mode; leave it out or add --mode mix");
         }
         if self.mixing_gradient.is_some() && mode != ModeName::Mix {
-            bail!(
-                "--mixing-gradient has a meaning only in mix mode; leave it out or add --mode mix"
-            );
+            bail!("--mixing-gradient applies only in mix mode; leave it out or add --mode mix");
         }
         Ok(())
     }
-}
-
-/// A pattern in a few words.
-pub fn words(pattern: &Pattern) -> String {
-    let branches = pattern.branches();
-    let causal = if pattern.is_causal() { ", causal" } else { "" };
-    if let [only] = branches
-        && only.segment == usize::MAX
-    {
-        return format!("dense{causal}");
-    }
-    let list = |number: fn(&encke::Branch) -> usize| {
-        let numbers: Vec<String> = branches.iter().map(|b| number(b).to_string()).collect();
-        numbers.join(",")
-    };
-    let (segments, dilations) = (list(|b| b.segment), list(|b| b.dilation));
-    let mode = match pattern.mode() {
-        Mode::Group {
-            scale: GroupScale::Groups,
-        } => "group (scaled by 1/branches)",
-        Mode::Mix {
-            gradient: MixingGradient::Detached,
-            ..
-        } => "mix (detached)",
-        other => other.name(),
-    };
-    format!("{mode}, segments {segments}, dilations {dilations}{causal}")
 }

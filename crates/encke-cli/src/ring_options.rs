@@ -1,76 +1,72 @@
-//! The options that say where the work is done, shared by all commands that have a ring.
-//!
-//! What they cannot do is change a result by more than rounding.
+//! The options of a ring: ranks, sharding, schedule. They change results only by rounding.
 
 use anyhow::{Result, bail};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use encke::cost::Machine;
 use encke::tune::MachineSource;
 use encke::{Auto, Builder, Cut, Queries, Rotating, Schedule};
+use encke_lab::number::{bytes, count};
 
-use crate::number::{bytes, count};
-
-/// Who owns which tokens.
+/// Ranks, sharding and schedule.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Ring (results differ by rounding only)")]
 pub struct RingOptions {
-    /// How many ranks share the tokens: threads for `attend`, any devices for `plan`; auto takes
-    /// what is predicted to be fastest [default: 1].
+    /// Number of ranks: threads for `attend`, any devices for `plan`; auto takes the number that is
+    /// predicted to be fastest [default: 1].
     #[arg(long, value_name = "P", value_parser = open(count))]
     ranks: Option<Open<usize>>,
 
-    /// How tokens are cut: contiguous, zigzag (even work under a causal mask), striped (rank a
-    /// owns every p-th token from a on), each rank's first token, as in 0,100,250, or auto
+    /// How tokens are cut into shards: contiguous, zigzag (equal work under a causal mask), striped
+    /// (rank a owns every p-th token from a on), each rank's first token, as in 0,100,250, or auto
     /// [default: contiguous].
     #[arg(long, value_name = "CUT", value_parser = open(cut))]
     sharding: Option<Open<Cut>>,
 
-    /// Who holds the queries: sharded (each rank those of its own tokens; keys and values travel),
-    /// replicated (every rank all of them, and all of the output; keys and values stay), or auto
-    /// [default: sharded].
-    #[arg(long, value_name = "WHO", value_parser = open(queries))]
-    queries: Option<Open<QueriesName>>,
+    /// Whether queries are sharded (each rank holds those of its own tokens; keys and values rotate),
+    /// replicated (every rank holds all of them, and all of the output; keys and values stay), or
+    /// auto [default: sharded].
+    #[arg(long, value_name = "HOW", value_parser = open(queries))]
+    queries: Option<Open<Queries>>,
 
-    /// How parcels go round: ring (one at a time), so many at a time (for more memory: they lie side
-    /// by side and are one job), gather (all at once), or auto [default: ring].
+    /// How parcels rotate: ring (one at a time), N at a time (side by side, as one job; needs more
+    /// memory), gather (all at once), or auto [default: ring].
     #[arg(long, value_name = "HOW", value_parser = open(width))]
     schedule: Option<Open<usize>>,
 
-    /// Who visits whom in the backward pass: keys (k and v travel, and dk and dv follow), queries
-    /// (q and dout travel, and dq follows: fewer bytes unless heads share keys), or auto
-    /// [default: keys].
-    #[arg(long, value_name = "WHO", value_parser = open(rotate))]
+    /// What rotates in the backward pass: keys (k and v, with dk and dv), queries (q and dout, with
+    /// dq: fewer bytes unless heads share keys), or auto [default: keys].
+    #[arg(long, value_name = "WHAT", value_parser = open(rotate))]
     rotate: Option<Open<Rotating>>,
 
-    /// How many other ranks keep each rank's inputs, so that the call survives when a rank dies
-    /// [default: 0].
+    /// Number of other ranks that keep each rank's inputs, so that the call survives when a rank
+    /// dies [default: 0].
     #[arg(long, value_name = "R", value_parser = count)]
     redundancy: Option<usize>,
 
-    /// With auto, the largest ring there can be [default: 8, or as many as there are cores].
+    /// With auto, the largest ring to consider [default: 8, or the number of cores if larger].
     #[arg(long, value_name = "P", value_parser = count)]
     most_ranks: Option<usize>,
 
-    /// With auto, what a rank may hold: 2GiB, 512MiB, 4e9 [default: no limit].
+    /// With auto, the memory limit of a rank: 2GiB, 512MiB, 4e9 [default: no limit].
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     memory_per_rank: Option<usize>,
 
-    /// With auto, consider only one device below so many tokens [default: as predicted].
+    /// With auto, use one device for sequences below so many tokens [default: as predicted].
     #[arg(long, value_name = "N", value_parser = count)]
     one_device_below: Option<usize>,
 }
 
-/// Something that is given, or left to be decided.
+/// An option that is given, or `auto`.
 #[derive(Debug, Clone)]
 pub enum Open<T> {
-    /// To be decided.
+    /// Chosen by the cost model.
     Auto,
-    /// This.
+    /// This value.
     Given(T),
 }
 
 impl<T: Clone> Open<T> {
-    /// What was given, if something was.
+    /// The given value; `None` for `auto` and for an absent option.
     fn given(of: &Option<Open<T>>) -> Option<T> {
         match of {
             Some(Open::Given(value)) => Some(value.clone()),
@@ -83,7 +79,7 @@ impl<T: Clone> Open<T> {
     }
 }
 
-/// Reads `auto`, or what `parse` reads.
+/// A parser of `auto`, or of what `parse` accepts.
 pub fn open<T>(
     parse: fn(&str) -> Result<T, String>,
 ) -> impl Fn(&str) -> Result<Open<T>, String> + Clone + Send + Sync + 'static
@@ -92,22 +88,30 @@ where
 {
     move |text| match text {
         "auto" => Ok(Open::Auto),
-        text => parse(text).map(Open::Given),
+        text => match parse(text) {
+            Ok(value) => Ok(Open::Given(value)),
+            Err(error) => Err(format!("{error}; or auto")),
+        },
     }
 }
 
-fn queries(text: &str) -> Result<QueriesName, String> {
-    QueriesName::from_str(text, false).map_err(|_| "write sharded, replicated or auto".to_string())
+/// Parses how queries are held.
+pub fn queries(text: &str) -> Result<Queries, String> {
+    match text {
+        "sharded" => Ok(Queries::Sharded),
+        "replicated" => Ok(Queries::Replicated),
+        _ => Err("write sharded or replicated".to_string()),
+    }
 }
 
-/// The words for a width, or a number.
+/// Parses the name of a width, or a number.
 fn width(text: &str) -> Result<usize, String> {
     match text {
         "ring" => Ok(Schedule::RING.width),
         "gather" => Ok(Schedule::GATHER.width),
         number => match count(number) {
             Ok(width) if width > 0 => Ok(width),
-            _ => Err("write ring, gather, auto, or how many parcels at a time, from 1".to_string()),
+            _ => Err("write ring, gather, or the number of parcels at a time, from 1".to_string()),
         },
     }
 }
@@ -116,30 +120,11 @@ fn rotate(text: &str) -> Result<Rotating, String> {
     match text {
         "keys" => Ok(Rotating::Keys),
         "queries" => Ok(Rotating::Queries),
-        _ => Err("write keys, queries or auto".to_string()),
+        _ => Err("write keys or queries".to_string()),
     }
 }
 
-/// Who holds the queries, by name.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum QueriesName {
-    /// Each rank holds those of its own tokens; keys and values travel
-    Sharded,
-    /// Every rank holds all queries and ends with all of the output; keys and values stay
-    Replicated,
-}
-
-impl QueriesName {
-    /// What the name means.
-    pub fn queries(self) -> Queries {
-        match self {
-            QueriesName::Sharded => Queries::Sharded,
-            QueriesName::Replicated => Queries::Replicated,
-        }
-    }
-}
-
-/// The words for a cut, or the first tokens of the ranks.
+/// Parses the name of a cut, or the first tokens of the ranks.
 pub fn cut(text: &str) -> Result<Cut, String> {
     Ok(match text {
         "contiguous" => Cut::Contiguous,
@@ -155,57 +140,57 @@ pub fn cut(text: &str) -> Result<Cut, String> {
 }
 
 impl RingOptions {
-    /// How many ranks were asked for, if any number was.
+    /// The number of ranks, if one was given.
     pub fn ranks(&self) -> Option<usize> {
         Open::given(&self.ranks)
     }
 
-    /// Whether anything is left to be decided.
-    pub fn leaves_open(&self) -> bool {
+    /// Whether any option is `auto`.
+    pub fn any_auto(&self) -> bool {
         let ring = Open::is_auto(&self.ranks) || Open::is_auto(&self.sharding);
         let schedule = Open::is_auto(&self.schedule) || Open::is_auto(&self.rotate);
         ring || schedule || Open::is_auto(&self.queries)
     }
 
-    /// Leaves everything open that was not given.
-    pub fn open_all(&mut self) {
+    /// Sets options that were not given to `auto`.
+    pub fn default_to_auto(&mut self) {
         self.ranks.get_or_insert(Open::Auto);
         self.sharding.get_or_insert(Open::Auto);
         self.schedule.get_or_insert(Open::Auto);
         self.rotate.get_or_insert(Open::Auto);
     }
 
-    /// Whether the cut names first tokens, which fixes the number of ranks.
+    /// Whether the cut lists first tokens, which determines the number of ranks.
     pub fn gives_first_tokens(&self) -> bool {
         matches!(self.sharding, Some(Open::Given(Cut::Firsts(_))))
     }
 
-    /// Whether the options say how many ranks there are.
+    /// Whether the options determine the number of ranks.
     pub fn gives_ranks(&self) -> bool {
         self.ranks.is_some() || self.gives_first_tokens()
     }
 
-    /// Whether every rank is to hold all queries.
+    /// Whether every rank holds all queries.
     pub fn replicates(&self) -> bool {
-        matches!(self.queries, Some(Open::Given(QueriesName::Replicated)))
+        matches!(self.queries, Some(Open::Given(Queries::Replicated)))
     }
 
-    /// Whether deaths are to be survived.
+    /// Whether the call survives deaths of ranks.
     pub fn survives(&self) -> bool {
         self.redundancy.is_some_and(|redundancy| redundancy > 0)
     }
 
-    /// Puts the options into a builder. `most` is the largest ring the command can do, and
-    /// `reason` says why.
+    /// Applies the options to a builder, with `auto` decided for this machine. `most` is the largest
+    /// ring that the command supports, and `reason` is why.
     pub fn apply(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {
-        let builder = self.given(builder, most, reason)?;
-        match self.leaves_open() {
+        let builder = self.apply_given(builder, most, reason)?;
+        match self.any_auto() {
             true => Ok(builder.auto(self.auto(Auto::here()?, most))),
             false => Ok(builder),
         }
     }
 
-    /// The same, with what is left open decided for a machine.
+    /// Applies the options to a builder, with `auto` decided for a given machine.
     pub fn apply_on(
         &self,
         builder: Builder,
@@ -213,15 +198,15 @@ impl RingOptions {
         reason: &str,
         (machine, source): (Machine, MachineSource),
     ) -> Result<Builder> {
-        let builder = self.given(builder, most, reason)?;
-        if !self.leaves_open() {
+        let builder = self.apply_given(builder, most, reason)?;
+        if !self.any_auto() {
             return Ok(builder);
         }
         let auto = Auto::on(machine, source);
         Ok(builder.auto(self.auto(auto, most)))
     }
 
-    /// What is left open, as the options have it.
+    /// Which decisions are left to `auto`, and their limits.
     fn auto(&self, auto: Auto, most: usize) -> Auto {
         Auto {
             ranks: Open::is_auto(&self.ranks),
@@ -236,15 +221,15 @@ impl RingOptions {
         }
     }
 
-    fn given(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {
+    /// Applies the given options alone.
+    fn apply_given(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {
         let cut = Open::given(&self.sharding).unwrap_or(Cut::Contiguous);
         let given = self.most_ranks.is_some()
             || self.memory_per_rank.is_some()
             || self.one_device_below.is_some();
-        if given && !self.leaves_open() {
+        if given && !self.any_auto() {
             bail!(
-                "--most-ranks, --memory-per-rank and --one-device-below are for what is decided \
-                 here; add --ranks auto"
+                "--most-ranks, --memory-per-rank and --one-device-below limit auto; add --ranks auto"
             );
         }
         let ranks = match (&cut, self.ranks()) {
@@ -255,15 +240,15 @@ impl RingOptions {
         if ranks > most {
             bail!("{ranks} ranks are too many: {reason}; use at most {most}");
         }
-        self.put(builder, ranks, cut)
+        self.set(builder, ranks, cut)
     }
 
-    /// The same where processes are the ranks, so that it is known how many there are.
+    /// Applies the options to a builder whose ranks are the processes of an MPI job.
     #[cfg(feature = "mpi")]
     pub fn apply_to(&self, builder: Builder, processes: usize) -> Result<Builder> {
-        if self.leaves_open() {
+        if self.any_auto() {
             bail!(
-                "auto decides for threads, and {processes} processes were started, each one rank; \
+                "auto decides for threads, but {processes} processes were started, each one rank; \
                  leave --ranks out and name the cut (encke plan --explain proposes one)"
             );
         }
@@ -283,12 +268,11 @@ impl RingOptions {
                 firsts.len()
             );
         }
-        self.put(builder, processes, cut)
+        self.set(builder, processes, cut)
     }
 
-    fn put(&self, builder: Builder, ranks: usize, cut: Cut) -> Result<Builder> {
-        let queries = Open::given(&self.queries).unwrap_or(QueriesName::Sharded);
-        let queries = queries.queries();
+    fn set(&self, builder: Builder, ranks: usize, cut: Cut) -> Result<Builder> {
+        let queries = Open::given(&self.queries).unwrap_or(Queries::Sharded);
         let redundancy = self.redundancy.unwrap_or(0);
         let schedule = Schedule {
             width: Open::given(&self.schedule).unwrap_or(Schedule::RING.width),
@@ -297,15 +281,5 @@ impl RingOptions {
         let builder = builder.ranks(ranks).sharding(cut).queries(queries);
         let builder = builder.schedule(schedule);
         Ok(builder.redundancy(redundancy))
-    }
-}
-
-/// A cut in one word.
-pub fn words(cut: &Cut) -> &'static str {
-    match cut {
-        Cut::Contiguous => "contiguous",
-        Cut::Firsts(_) => "contiguous, cut as given",
-        Cut::Zigzag => "zigzag",
-        Cut::Striped => "striped",
     }
 }

@@ -1,13 +1,12 @@
-//! The options that say how large the tensors are, shared by all commands that make a shape.
+//! The options for the sizes of the tensors, shared by all commands that need a shape.
 //!
-//! The decision here: names, words and order are the same everywhere, and what a command takes for
-//! granted is said where the command is ([`usual`]), so that its help shows it.
+//! The decision here: names, help and order are the same for every command, and a command sets its
+//! defaults with [`default`], so that its help shows them.
 
 use anyhow::{Result, anyhow};
 use clap::{Arg, Args};
 use encke::{DType, Shape};
-
-use crate::number::count;
+use encke_lab::number::count;
 
 /// Sizes of the tensors.
 #[derive(Debug, Args)]
@@ -21,11 +20,11 @@ pub struct ShapeOptions {
     #[arg(long, value_name = "H", value_parser = count)]
     pub heads: usize,
 
-    /// Key and value heads; they divide the query heads [default: as many as query heads].
+    /// Key and value heads; a divisor of the query heads [default: as many as query heads].
     #[arg(long, value_name = "HKV", value_parser = count)]
     kv_heads: Option<usize>,
 
-    /// Numbers per head and token.
+    /// Head dimension.
     #[arg(long, value_name = "D", value_parser = count)]
     pub dim: usize,
 
@@ -38,16 +37,16 @@ pub struct ShapeOptions {
     pub dtype: Option<DType>,
 }
 
-/// For `mut_arg`: the number that a command takes unless it is given another.
-pub fn usual(value: &'static str) -> impl FnOnce(Arg) -> Arg {
+/// For `mut_arg`: makes an option optional, with this default.
+pub fn default(value: &'static str) -> impl FnOnce(Arg) -> Arg {
     move |option| option.required(false).default_value(value)
 }
 
 impl ShapeOptions {
-    /// The shape that was asked for, or what is wrong with it.
+    /// The shape, or what is wrong with it.
     pub fn shape(&self) -> Result<Shape> {
         let tokens = self.tokens.ok_or_else(|| {
-            anyhow!("--tokens is missing: say how long the sequence is, as in --tokens 1e9")
+            anyhow!("--tokens is missing: give the length of the sequence, as in --tokens 1e9")
         })?;
         let kv_heads = self.kv_heads.unwrap_or(self.heads);
         let shape = Shape::new(self.batch, tokens, self.heads, kv_heads, self.dim);

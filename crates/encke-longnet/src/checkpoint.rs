@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
-use encke_cli::output::OutputFile;
+use encke_lab::output::OutputFile;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};

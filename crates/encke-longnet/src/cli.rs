@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
-use encke_cli::number::count;
+use encke_lab::number::count;
 
 use crate::{report, retrieval, sample, train};
 

@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 use encke::explain::bytes;
-use encke_cli::output::OutputFile;
-use encke_cli::terminal::{long_bar, note, say};
+use encke_lab::output::OutputFile;
+use encke_lab::terminal::{long_bar, note, say};
 use indicatif::ProgressBar;
 
 use crate::checkpoint::Read;

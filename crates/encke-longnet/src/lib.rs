@@ -29,15 +29,15 @@ mod weights;
 use std::ffi::OsString;
 
 use anyhow::Result;
-use encke_cli::Verdict;
-use encke_cli::output::OutputFile;
+use encke_lab::Verdict;
+use encke_lab::output::OutputFile;
 use encke_mpi::launcher::Place;
 
 use cli::{Cli, Command, TextOptions};
 
 /// Does what the words of a command line say, and returns its exit code.
 pub fn command(words: impl IntoIterator<Item = OsString>) -> u8 {
-    encke_cli::program("longnet", words, run, run_together)
+    encke_lab::program("longnet", words, run, run_together)
 }
 
 fn run(cli: Cli) -> Result<Verdict> {
@@ -59,7 +59,7 @@ fn run_together(cli: Cli, place: &Place) -> Result<Verdict> {
 /// Without MPI, each of them would do all of the work, and write the same file.
 #[cfg(not(feature = "mpi"))]
 fn run_together(_: Cli, place: &Place) -> Result<Verdict> {
-    encke_cli::without_mpi("longnet", place)
+    encke_lab::without_mpi("longnet", place)
 }
 
 fn text(options: &TextOptions) -> Result<Verdict> {

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex};
 use anyhow::{Result, anyhow, bail, ensure};
 use encke::explain::bytes;
 use encke::{HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError};
-use encke_cli::Verdict;
-use encke_cli::cluster::{self, Cluster, locked};
-use encke_cli::process::peak_resident_bytes;
-use encke_cli::terminal::note;
 use encke_core::host::checksum;
+use encke_lab::Verdict;
+use encke_lab::cluster::{self, Cluster, locked};
+use encke_lab::process::peak_resident_bytes;
+use encke_lab::terminal::note;
 use encke_mpi::launcher::Place;
 use serde::{Deserialize, Serialize};
 
@@ -38,7 +38,7 @@ pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
 fn train(shared: &Arc<Mutex<Cluster>>, options: &Options) -> Result<Verdict> {
     let (rank, ranks, speaks) = {
         let cluster = locked(shared);
-        (cluster.rank(), cluster.ranks(), cluster.speaks())
+        (cluster.rank(), cluster.ranks(), cluster.is_root())
     };
     let course = options.course();
     let prepared = (|| {
@@ -153,8 +153,8 @@ impl Company for Others {
 
     fn same(&mut self, what: &str, own: u64) -> Result<()> {
         let mut cluster = locked(&self.0);
-        let speaker = cluster.speaker();
-        let word = cluster.speaks().then_some(own);
+        let speaker = cluster.root();
+        let word = cluster.is_root().then_some(own);
         let first: u64 = cluster.broadcast(word)?;
         let equal = (|| {
             ensure!(

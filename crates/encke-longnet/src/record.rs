@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use encke_cli::output::OutputFile;
+use encke_lab::output::OutputFile;
 use serde::{Deserialize, Serialize};
 
 use crate::retrieval::Learned;

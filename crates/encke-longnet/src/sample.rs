@@ -9,9 +9,9 @@ use candle_core::D;
 use clap::Args;
 use encke::conformance::Random;
 use encke_candle::Attention;
-use encke_cli::Verdict;
-use encke_cli::number::count;
-use encke_cli::terminal::{bar, say};
+use encke_lab::Verdict;
+use encke_lab::number::count;
+use encke_lab::terminal::{bar, say};
 
 use crate::adamw::AdamW;
 use crate::checkpoint::Read;

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use encke::Data;
 use encke::threads::{Endpoint, endpoints};
-use encke_cli::Told;
+use encke_lab::AlreadyReported;
 use encke_ring::collectives::Collectives;
 
 use crate::course::{Course, Ready, Ring};
@@ -47,7 +47,9 @@ pub fn train(settings: &Settings, course: &Course<'_>, ranks: usize) -> Result<(
         };
         let threads: Vec<_> = members.into_iter().map(work).collect();
         let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Trained>>| {
-            thread.join().unwrap_or_else(|_| Err(Told.into()))
+            thread
+                .join()
+                .unwrap_or_else(|_| Err(AlreadyReported.into()))
         };
         threads.into_iter().map(|thread| join(thread?)).collect()
     });
@@ -105,7 +107,9 @@ impl Member {
             pool.install(|| self.take_steps(settings, course, ready))
         }));
         // A panic has been reported already.
-        ended.unwrap_or_else(|_| Err(Told.into())).map_err(alarm)
+        ended
+            .unwrap_or_else(|_| Err(AlreadyReported.into()))
+            .map_err(alarm)
     }
 
     fn take_steps(

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Args;
 use encke_candle::Attention;
-use encke_cli::Verdict;
-use encke_cli::number::count;
+use encke_lab::Verdict;
+use encke_lab::number::count;
 
 use crate::course::{Course, Ready, Ring};
 use crate::model::Sizes;

@@ -1,28 +1,28 @@
-//! The tensors that `encke attend` reads: which there must be, and that they fit together.
+//! The tensors that `encke attend` reads: their names, shapes and types are checked here.
 
 use anyhow::{Context, Result, bail};
 use encke::{Attention, DType, Kernel, Mode, Pass, Shape};
 
 use crate::finite;
-use crate::input::{Header, Tensors};
+use crate::input::{InputTensors, TensorHeader};
 
-/// The tensors of a call, and the sizes they agree on.
-pub struct Inputs {
-    pub q: Header,
-    pub k: Header,
-    pub v: Header,
-    pub dout: Option<Header>,
-    pub dlse: Option<Header>,
+/// The tensors of a call, and their common sizes.
+pub struct AttendInputs {
+    pub q: TensorHeader,
+    pub k: TensorHeader,
+    pub v: TensorHeader,
+    pub dout: Option<TensorHeader>,
+    pub dlse: Option<TensorHeader>,
     pub shape: Shape,
 }
 
-impl Inputs {
-    /// The tensors the command needs, of shapes that fit together and to the pattern.
+impl AttendInputs {
+    /// Reads the headers, and refuses shapes and types that do not fit each other or the pattern.
     pub fn read<K: Kernel>(
-        file: &Tensors<'_>,
+        file: &InputTensors<'_>,
         grad: bool,
         attention: &Attention<K>,
-    ) -> Result<Inputs> {
+    ) -> Result<AttendInputs> {
         let (q, k, v) = (file.get("q")?, file.get("k")?, file.get("v")?);
         let dout = match grad {
             true => Some(file.get("do").context("--grad needs the gradient of out")?),
@@ -34,13 +34,13 @@ impl Inputs {
         };
         let [b, n, h, d] = q.dims()?;
         let kv_heads = k.dims()?[2];
-        expect(&k, k.dims()?, [b, n, kv_heads, d])?;
-        expect(&v, v.dims()?, [b, n, kv_heads, d])?;
+        check_shape(&k, k.dims()?, [b, n, kv_heads, d])?;
+        check_shape(&v, v.dims()?, [b, n, kv_heads, d])?;
         if let Some(dout) = &dout {
-            expect(dout, dout.dims()?, [b, n, h, d])?;
+            check_shape(dout, dout.dims()?, [b, n, h, d])?;
         }
         if let Some(dlse) = &dlse {
-            expect(dlse, dlse.row_dims()?, [b, n, h, 1])?;
+            check_shape(dlse, dlse.row_dims()?, [b, n, h, 1])?;
             if attention.pattern().mode() == Mode::Fkodom {
                 bail!(
                     "the file has dlse, but fkodom mode has no gradient of the lse; remove the \
@@ -54,7 +54,7 @@ impl Inputs {
                 bail!("{name} is {got} but q is {expected}; convert one of them");
             }
         }
-        let inputs = Inputs {
+        let inputs = AttendInputs {
             shape: Shape::new(b, n, h, kv_heads, d)?,
             q,
             k,
@@ -66,7 +66,7 @@ impl Inputs {
         Ok(inputs)
     }
 
-    /// Makes the plans, which is where a pattern or a partition that does not fit is refused.
+    /// Makes the plans, which refuse a pattern or a sharding that does not fit.
     fn check_plans<K: Kernel>(&self, attention: &Attention<K>) -> Result<()> {
         let backward = Pass::Backward {
             dlse: self.dlse.is_some(),
@@ -78,27 +78,27 @@ impl Inputs {
         Ok(())
     }
 
-    /// Refuses NaN and infinity.
-    pub fn check_finite(&self, file: &Tensors<'_>, compute: DType) -> Result<()> {
-        let wide = [
+    /// Refuses NaN and infinite elements.
+    pub fn check_finite(&self, file: &InputTensors<'_>, compute: DType) -> Result<()> {
+        let tensors = [
             Some(&self.q),
             Some(&self.k),
             Some(&self.v),
             self.dout.as_ref(),
         ];
-        for tensor in wide.into_iter().flatten() {
-            let numbers = file.numbers(tensor);
-            finite::check(tensor.name(), numbers.slice(), tensor.dims()?, compute)?;
+        for tensor in tensors.into_iter().flatten() {
+            let elements = file.elements(tensor);
+            finite::check(tensor.name(), elements.slice(), tensor.dims()?, compute)?;
         }
         if let Some(dlse) = &self.dlse {
-            let (numbers, dims) = (file.numbers(dlse), dlse.row_dims()?);
-            finite::check(dlse.name(), numbers.slice(), dims, compute.sum())?;
+            let (elements, dims) = (file.elements(dlse), dlse.row_dims()?);
+            finite::check(dlse.name(), elements.slice(), dims, compute.sum())?;
         }
         Ok(())
     }
 }
 
-fn expect(tensor: &Header, got: [usize; 4], expected: [usize; 4]) -> Result<()> {
+fn check_shape(tensor: &TensorHeader, got: [usize; 4], expected: [usize; 4]) -> Result<()> {
     if got != expected {
         bail!(
             "{} has shape {got:?}, expected {expected:?} to fit q",

@@ -1,30 +1,31 @@
-//! `encke attend`: attention, and its gradients, of tensors in a file.
+//! `encke attend`: attention and its gradients of tensors in a file.
 //!
-//! Everything that can be refused is refused before any work starts, and in this order: options,
-//! the input file, its tensors, its numbers, the places of the outputs.
+//! The decision here: all errors of the caller are found before any computation, in this order:
+//! options, the input file, its tensors, their elements, the paths of the outputs.
 
 mod inputs;
 mod options;
 #[cfg(feature = "mpi")]
 pub mod processes;
-mod report;
 mod streamed;
+mod summary;
 
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use encke::{Attention, Backward, Forward, Kernel, Shape, Tensor};
+use encke_lab::Verdict;
+use encke_lab::chrome_trace::ChromeTrace;
+use encke_lab::device::{ComputeDevice, open_gpu};
+use encke_lab::output::{OutputFile, write_tensors};
+use encke_lab::terminal::spinner;
 
-use crate::Verdict;
-use crate::device_option::{Device, cuda};
-use crate::input::{InputFile, Tensors};
-use crate::output::{OutputFile, write_tensors};
-use crate::terminal::spinner;
-use inputs::Inputs;
+use crate::input::{InputFile, InputTensors};
+use inputs::AttendInputs;
 pub use options::{EXAMPLES, Options};
 
-/// Results, with the moments at which the passes returned.
-struct Done {
+/// The results of both passes, with the times at which they returned.
+struct AttendResult {
     forward: Forward,
     backward: Option<Backward>,
     forward_took: Duration,
@@ -35,62 +36,56 @@ struct Done {
 pub fn run(options: &Options) -> Result<Verdict> {
     let builder = options.builder()?;
     match options.device.device {
-        Device::Cpu => run_on(options, builder.build()?),
-        Device::Cuda(number) => run_on(options, builder.build_on(cuda(number)?)?),
+        ComputeDevice::Cpu => run_on(options, builder.build()?),
+        ComputeDevice::Cuda(index) => run_on(options, builder.build_on(open_gpu(index)?)?),
     }
 }
 
-/// The same on a device.
 fn run_on<K: Kernel>(options: &Options, attention: Attention<K>) -> Result<Verdict> {
-    if let Some(limit) = options.work.memory_limit {
+    if let Some(limit) = options.memory_limit {
         return streamed::run(options, &attention, limit);
     }
     let file = InputFile::open(&options.input)?;
     let tensors = file.tensors()?;
-    let inputs = Inputs::read(&tensors, options.work.grad, &attention)?;
+    let inputs = AttendInputs::read(&tensors, options.grad, &attention)?;
     let compute = attention.compute_dtype(inputs.q.dtype());
-    if !options.work.allow_non_finite {
+    if !options.allow_non_finite {
         inputs.check_finite(&tensors, compute)?;
     }
-    let (mut output, trace) = outputs(options)?;
-    let done = compute_all(&attention, &tensors, &inputs)?;
-    output.write(|to| write_tensors(to, &results(&done, &inputs.shape)))?;
-    if let Some(mut trace) = trace {
-        trace.write(|to| report::timeline(&done).write(to))?;
-        trace.keep()?;
+    let (mut output, trace_file) = outputs(options)?;
+    let result = run_passes(&attention, &tensors, &inputs)?;
+    output.write(|to| write_tensors(to, &named_outputs(&result, &inputs.shape)))?;
+    if let Some(mut file) = trace_file {
+        file.write(|to| trace(&result).write(to))?;
+        file.keep()?;
     }
     output.keep()?;
-    if options.work.memory {
-        report::print_memory(&done)?;
+    if options.memory {
+        summary::print_memory(&result)?;
     }
-    report::summarise(options, &attention, &inputs, &done);
+    summary::print(options, &attention, &inputs, &result);
     Ok(Verdict::Fine)
 }
 
-/// Claims the places of the output and of the trace.
+/// Creates the output file and the trace file.
 fn outputs(options: &Options) -> Result<(OutputFile, Option<OutputFile>)> {
     let input = ("the input", options.input.as_path());
     let output = OutputFile::create(&options.output, &[input])?;
-    let trace = match &options.work.trace {
-        Some(path) => {
-            let others = [input, ("the output", options.output.as_path())];
-            Some(OutputFile::create(path, &others)?)
-        }
-        None => None,
-    };
+    let others = [input, ("the output", options.output.as_path())];
+    let trace = OutputFile::create_optional(options.trace.as_deref(), &others)?;
     Ok((output, trace))
 }
 
-fn compute_all<K: Kernel>(
+fn run_passes<K: Kernel>(
     attention: &Attention<K>,
-    file: &Tensors<'_>,
-    inputs: &Inputs,
-) -> Result<Done> {
-    let numbers = [&inputs.q, &inputs.k, &inputs.v].map(|tensor| file.numbers(tensor));
+    file: &InputTensors<'_>,
+    inputs: &AttendInputs,
+) -> Result<AttendResult> {
+    let elements = [&inputs.q, &inputs.k, &inputs.v].map(|tensor| file.elements(tensor));
     let (q, k, v) = (
-        numbers[0].view(inputs.q.dims()?)?,
-        numbers[1].view(inputs.k.dims()?)?,
-        numbers[2].view(inputs.v.dims()?)?,
+        elements[0].view(inputs.q.dims()?)?,
+        elements[1].view(inputs.k.dims()?)?,
+        elements[2].view(inputs.v.dims()?)?,
     );
     let progress = spinner("forward");
     let begin = Instant::now();
@@ -100,13 +95,13 @@ fn compute_all<K: Kernel>(
         None => None,
         Some(dout) => {
             progress.set_message("backward");
-            let numbers = (
-                file.numbers(dout),
-                inputs.dlse.as_ref().map(|of| file.numbers(of)),
+            let elements = (
+                file.elements(dout),
+                inputs.dlse.as_ref().map(|of| file.elements(of)),
             );
-            let dout = numbers.0.view(dout.dims()?)?;
-            let dlse = match (&inputs.dlse, &numbers.1) {
-                (Some(dlse), Some(numbers)) => Some(numbers.view(dlse.row_dims()?)?),
+            let dout = elements.0.view(dout.dims()?)?;
+            let dlse = match (&inputs.dlse, &elements.1) {
+                (Some(dlse), Some(elements)) => Some(elements.view(dlse.row_dims()?)?),
                 _ => None,
             };
             let kept = &forward.checkpoint;
@@ -114,7 +109,7 @@ fn compute_all<K: Kernel>(
         }
     };
     progress.finish_and_clear();
-    Ok(Done {
+    Ok(AttendResult {
         forward,
         backward,
         forward_took,
@@ -122,18 +117,32 @@ fn compute_all<K: Kernel>(
     })
 }
 
-/// What is written, under which names and with which shapes.
-fn results<'a>(done: &'a Done, shape: &Shape) -> Vec<(&'static str, Vec<usize>, &'a Tensor)> {
-    let out = &done.forward.out;
+/// Both passes on one timeline.
+fn trace(result: &AttendResult) -> ChromeTrace {
+    let backward = result.backward.as_ref().map(|done| &done.report.trace);
+    ChromeTrace::new(
+        &result.forward.report.trace,
+        backward,
+        result.forward_took,
+        result.took,
+    )
+}
+
+/// The output tensors with their names and shapes in the file.
+fn named_outputs<'a>(
+    result: &'a AttendResult,
+    shape: &Shape,
+) -> Vec<(&'static str, Vec<usize>, &'a Tensor)> {
+    let out = &result.forward.out;
     let rows = vec![shape.batch, shape.tokens, shape.heads];
-    let mut results = vec![
+    let mut outputs = vec![
         ("out", out.dims().to_vec(), &**out),
-        ("lse", rows, &*done.forward.lse),
+        ("lse", rows, &*result.forward.lse),
     ];
-    if let Some(Backward { dq, dk, dv, .. }) = &done.backward {
+    if let Some(Backward { dq, dk, dv, .. }) = &result.backward {
         for (name, tensor) in [("dq", dq), ("dk", dk), ("dv", dv)] {
-            results.push((name, tensor.dims().to_vec(), tensor));
+            outputs.push((name, tensor.dims().to_vec(), tensor));
         }
     }
-    results
+    outputs
 }

@@ -1,8 +1,8 @@
-//! `encke attend` as several processes: each is a rank, reads its own rows of the input and writes its
-//! own rows of the output.
+//! `encke attend` as an MPI job: each process is a rank, reads its own rows of the input and writes
+//! its own rows of the output.
 //!
-//! There is one output file, of its full length from the start, written by all and put in its place by
-//! one, when everyone has written. Between the passes nothing is kept but that file.
+//! The decision here: there is one output file, of its full length from the start; all ranks write it,
+//! and the root renames it when all have written. The backward pass reads out and lse from that file.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -11,30 +11,32 @@ use anyhow::{Context, Result, bail};
 use encke::plan::program::Role;
 use encke::trace::Event;
 use encke::{Attention, DType, Plan, RankMemory, Request, Trace};
+use encke_lab::Verdict;
+use encke_lab::chrome_trace::ChromeTrace;
+use encke_lab::cluster::Cluster;
+use encke_lab::output::{OutputFile, prepared};
+use encke_lab::process::{peak_resident_bytes, resident_bytes};
+use encke_lab::terminal::spinner;
 use encke_ring::ShardCall;
 use encke_ring::out_of_core::{Files, FromSource, ToSink};
 use serde::{Deserialize, Serialize};
 
-use super::inputs::Inputs;
-use super::streamed::{Inspected, entries, named, of, output_files, requests};
-use super::{Options, report};
-use crate::Verdict;
-use crate::chrome::Timeline;
-use crate::cluster::Cluster;
+use super::inputs::AttendInputs;
+use super::streamed::{
+    CheckedInput, entries_alone, file_of, output_entries, output_files, requests,
+};
+use super::{Options, summary};
 use crate::input::InputFile;
-use crate::output::{OutputFile, prepared};
-use crate::process::{peak_resident_bytes, resident_bytes};
-use crate::terminal::spinner;
 
-/// What all processes agree on before anything is written.
-struct Call {
+/// What all ranks agree on before anything is written.
+struct PreparedCall {
     attention: Attention,
-    inputs: Inputs,
+    inputs: AttendInputs,
     compute: DType,
     requests: Vec<Request>,
 }
 
-/// What one rank did in one pass.
+/// Trace, memory and time of one rank in one pass.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct RankPass {
     pub events: Vec<Event>,
@@ -42,11 +44,11 @@ pub struct RankPass {
     pub seconds: f64,
 }
 
-/// What one process did.
+/// The result of one process.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct ProcessDone {
+pub struct ProcessResult {
     pub passes: Vec<RankPass>,
-    /// Resident before the first buffer of a rank, and at most.
+    /// Resident memory before the first buffer was allocated, and its peak.
     pub resident_bytes: Option<(usize, usize)>,
 }
 
@@ -61,15 +63,15 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         let ready = cluster.survive();
         cluster.agree(ready)?;
     }
-    let claimed = match cluster.speaks() {
+    let created = match cluster.is_root() {
         true => super::outputs(options).map(Some),
         false => Ok(None),
     };
-    let claimed = cluster.agree(claimed)?;
-    let (temporary, opened) = open(cluster, claimed.as_ref().map(|(output, _)| output), &call)?;
+    let mut created = cluster.agree(created)?;
+    let (temporary, opened) = open(cluster, created.as_ref().map(|(output, _)| output), &call)?;
     let mut sink = cluster.agree(opened)?;
     let before = resident_bytes();
-    let progress = cluster.speaks().then(|| spinner("forward"));
+    let progress = cluster.is_root().then(|| spinner("forward"));
     let mut passes = Vec::new();
     for request in &call.requests {
         if let (Some(progress), true) = (&progress, !passes.is_empty()) {
@@ -79,32 +81,31 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
     }
     drop(progress);
     let most = peak_resident_bytes();
-    let done = ProcessDone {
+    let done = ProcessResult {
         passes,
         resident_bytes: before.zip(most),
     };
     let mut all = cluster.gather(&done)?;
-    let mut claimed = claimed;
     loop {
-        let speaker = cluster.speaker();
-        let told = match (all.take(), cluster.speaks()) {
+        let root = cluster.root();
+        let finished = match (all.take(), cluster.is_root()) {
             (Some(all), true) => {
-                conclude(cluster, options, &call, &all, (&temporary, claimed.take()))
+                finish(cluster, options, &call, &all, (&temporary, created.take()))
             }
-            // Who spoke has died: the file may be in its place, or not yet.
-            (None, true) => put(options, &temporary, None),
+            // The former root has died: it may have renamed the file, or not yet.
+            (None, true) => rename(options, &temporary, None),
             _ => Ok(()),
         };
-        cluster.agree(told)?;
-        if cluster.speaker() == speaker {
+        cluster.agree(finished)?;
+        if cluster.root() == root {
             return Ok(Verdict::Fine);
         }
     }
 }
 
-/// Puts the output in its place: by whoever claimed it, or by whoever is left.
-fn put(options: &Options, temporary: &Path, claimed: Option<OutputFile>) -> Result<()> {
-    match claimed {
+/// Renames the output to its path: by the rank that created it, or by the root after its death.
+fn rename(options: &Options, temporary: &Path, created: Option<OutputFile>) -> Result<()> {
+    match created {
         Some(output) => output.keep(),
         None if temporary.exists() => std::fs::rename(temporary, &options.output)
             .with_context(|| format!("cannot write {}", options.output.display())),
@@ -112,29 +113,29 @@ fn put(options: &Options, temporary: &Path, claimed: Option<OutputFile>) -> Resu
     }
 }
 
-/// Everything that can be refused by looking at the options and at the input's header.
-fn prepare(processes: usize, options: &Options) -> Result<Call> {
-    if options.work.memory_limit.is_some() {
+/// Everything that can be refused from the options and the input's header alone.
+fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
+    if options.memory_limit.is_some() {
         bail!(
-            "--memory-limit lets ranks of one process follow one another; here every process is a \
-             rank: leave it out, or start one process"
+            "--memory-limit runs the ranks of one process one after another; here every process is \
+             a rank: leave it out, or start one process"
         );
     }
-    if options.drills() {
+    if options.injects_faults() {
         bail!("--drill is for threads; a process dies with kill -KILL");
     }
     let attention = options.attention_of(processes)?;
     let inputs = {
         let file = InputFile::open(&options.input)?;
-        Inputs::read(&file.tensors()?, options.work.grad, &attention)?
+        AttendInputs::read(&file.tensors()?, options.grad, &attention)?
     };
     if attention.pattern().splits_slots() {
         bail!(
-            "fkodom mode and detached mixing gradients combine branches where all rows are, which \
-             is in no one process; use group mode, or mix mode with exact gradients, or threads"
+            "fkodom mode and detached mixing gradients need all rows in one process; use group \
+             mode, or mix mode with exact gradients, or threads"
         );
     }
-    Ok(Call {
+    Ok(PreparedCall {
         compute: attention.compute_dtype(inputs.q.dtype()),
         requests: requests(&attention, &inputs)?,
         attention,
@@ -142,17 +143,17 @@ fn prepare(processes: usize, options: &Options) -> Result<Call> {
     })
 }
 
-/// Where the outputs lie, in the file that the speaking process has claimed.
+/// Opens the output file that the root has created, and returns its path.
 fn open(
     cluster: &mut Cluster,
-    claimed: Option<&OutputFile>,
-    call: &Call,
+    created: Option<&OutputFile>,
+    call: &PreparedCall,
 ) -> Result<(PathBuf, Result<Files>)> {
-    let entries = entries(&call.inputs, call.compute);
-    let made = claimed.map(|output| output.prepare(&named(&entries)));
-    let path = claimed.map(|output| output.temporary().to_path_buf());
+    let entries = output_entries(&call.inputs, call.compute);
+    let tensors = created.map(|output| output.prepare(&entries_alone(&entries)));
+    let path = created.map(|output| output.temporary().to_path_buf());
     let path: PathBuf = cluster.broadcast(path)?;
-    let tensors = made.unwrap_or_else(|| prepared(&path, &named(&entries)));
+    let tensors = tensors.unwrap_or_else(|| prepared(&path, &entries_alone(&entries)));
     Ok((path, tensors.map(|tensors| output_files(&entries, tensors))))
 }
 
@@ -160,16 +161,16 @@ fn open(
 fn pass(
     cluster: &mut Cluster,
     options: &Options,
-    call: &Call,
+    call: &PreparedCall,
     request: &Request,
     sink: &mut Files,
 ) -> Result<RankPass> {
     let kernel = call.attention.kernel();
     let ready = (|| {
         let plan = Plan::new(request.clone())?;
-        let mut source = Inspected::new(options, &call.inputs, call.compute)?;
+        let mut source = CheckedInput::new(options, &call.inputs, call.compute)?;
         for role in [Role::Out, Role::Lse] {
-            source.files.add(role, of(sink, role)?);
+            source.files.add(role, file_of(sink, role)?);
         }
         Ok((plan, source))
     })();
@@ -192,9 +193,9 @@ fn pass(
     if request.redundancy == 0 {
         stored = shard.store(&mut ToSink(sink)).map_err(anyhow::Error::from);
     }
-    // Others may read these rows, and one of them puts the file in its place.
+    // Other ranks may read these rows, and the root renames the file.
     let stored = stored.and_then(|()| {
-        let file = of(sink, request_output(request))?.file;
+        let file = file_of(sink, an_output(request))?.file;
         file.sync_data().context("cannot write the output")
     });
     cluster.agree(stored)?;
@@ -206,23 +207,23 @@ fn pass(
     })
 }
 
-/// An output of a pass; all of them are in one file.
-fn request_output(request: &Request) -> Role {
+/// One of the outputs of a pass; all of them are in one file.
+fn an_output(request: &Request) -> Role {
     match request.pass {
         encke::Pass::Forward => Role::Out,
         encke::Pass::Backward { .. } => Role::Dq,
     }
 }
 
-/// Puts the files in their places and says what was done.
-fn conclude(
+/// Writes the trace, renames the output and prints the summary.
+fn finish(
     cluster: &Cluster,
     options: &Options,
-    call: &Call,
-    all: &[ProcessDone],
-    (temporary, claimed): (&Path, Option<(OutputFile, Option<OutputFile>)>),
+    call: &PreparedCall,
+    all: &[ProcessResult],
+    (temporary, created): (&Path, Option<(OutputFile, Option<OutputFile>)>),
 ) -> Result<()> {
-    let (output, trace) = match claimed {
+    let (output, trace_file) = match created {
         Some((output, trace)) => (Some(output), trace),
         None => (None, None),
     };
@@ -240,19 +241,19 @@ fn conclude(
             of.fold(0.0, f64::max)
         })
         .collect();
-    if let Some(mut trace) = trace {
-        trace.write(|to| {
+    if let Some(mut file) = trace_file {
+        file.write(|to| {
             let seconds = |count: usize| {
                 let sum = took[..count].iter().sum();
                 std::time::Duration::from_secs_f64(sum)
             };
             let (forward, whole) = (seconds(1), seconds(took.len()));
-            Timeline::of(&traces[0], traces.get(1), forward, whole).write(to)
+            ChromeTrace::new(&traces[0], traces.get(1), forward, whole).write(to)
         })?;
-        trace.keep()?;
+        file.keep()?;
     }
-    put(options, temporary, output)?;
-    report::summarise_processes(
+    rename(options, temporary, output)?;
+    summary::print_processes(
         options,
         (&call.attention, &call.inputs),
         &cluster.library,

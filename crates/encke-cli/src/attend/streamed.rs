@@ -1,8 +1,8 @@
 //! `encke attend --memory-limit`: a file of any size, one rank at a time.
 //!
-//! The map of the input is closed once its header is read; rows are read at their place. The output
-//! file has its full length from the start and is written at its places; with `--grad` the
-//! backward pass reads out and lse back from it.
+//! The input is unmapped once its header is read, because pages of a map count as resident; rows are
+//! read with `pread`. The output file has its full length from the start, rows are written at their
+//! offsets, and with `--grad` the backward pass reads out and lse back from it.
 
 use std::fs::File;
 use std::path::Path;
@@ -13,32 +13,36 @@ use anyhow::{Context, Result};
 use encke::explain::bytes;
 use encke::plan::program::Role;
 use encke::{Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request, Sharding};
+use encke_lab::output::{OutputFile, TensorEntry};
+use encke_lab::process::peak_resident_bytes;
+use encke_lab::terminal::{long_bar, say};
+use encke_lab::{Verdict, memory_table};
 use encke_ring::out_of_core::{
     Files, Fit, GradientFile, PROGRAM_BYTES, RowRange, Sink, Source, Stream, StreamError,
     TensorFile, fit,
 };
 
-use super::inputs::Inputs;
-use super::{Options, report};
+use super::inputs::AttendInputs;
+use super::{Options, summary};
 use crate::finite;
-use crate::input::{Header, InputFile};
-use crate::output::{Entry, OutputFile};
-use crate::process::peak_resident_bytes;
-use crate::terminal::{long_bar, say};
-use crate::{Verdict, memory};
+use crate::input::{InputFile, TensorHeader};
 
-/// The input file as a source that refuses what is not finite, when it is first read.
-pub(super) struct Inspected<'a> {
+/// The input file as a source of rows that refuses elements that are not finite.
+pub(super) struct CheckedInput<'a> {
     pub files: Files,
     names: Vec<(Role, &'static str)>,
     compute: Option<DType>,
-    inputs: &'a Inputs,
+    inputs: &'a AttendInputs,
 }
 
-impl<'a> Inspected<'a> {
-    /// The inputs, where they lie.
-    pub fn new(options: &Options, inputs: &'a Inputs, compute: DType) -> Result<Inspected<'a>> {
-        Ok(Inspected {
+impl<'a> CheckedInput<'a> {
+    /// Opens the input file.
+    pub fn new(
+        options: &Options,
+        inputs: &'a AttendInputs,
+        compute: DType,
+    ) -> Result<CheckedInput<'a>> {
+        Ok(CheckedInput {
             files: input_files(&options.input, inputs)?,
             names: vec![
                 (Role::Q, "q"),
@@ -47,20 +51,20 @@ impl<'a> Inspected<'a> {
                 (Role::Dout, "do"),
                 (Role::Dlse, "dlse"),
             ],
-            compute: (!options.work.allow_non_finite).then_some(compute),
+            compute: (!options.allow_non_finite).then_some(compute),
             inputs,
         })
     }
 }
 
-impl Source for Inspected<'_> {
+impl Source for CheckedInput<'_> {
     fn dtype(&self, role: Role) -> DType {
         self.files.dtype(role)
     }
 
-    fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
-        Source::read(&self.files, stretch, to)?;
-        let named = self.names.iter().find(|(role, _)| *role == stretch.role);
+    fn read(&self, rows: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
+        Source::read(&self.files, rows, to)?;
+        let named = self.names.iter().find(|(role, _)| *role == rows.role);
         let (Some(compute), Some((role, name))) = (self.compute, named) else {
             return Ok(());
         };
@@ -68,22 +72,22 @@ impl Source for Inspected<'_> {
             Role::Dlse => (1, compute.sum()),
             _ => (self.inputs.shape.dim, compute),
         };
-        let heads = stretch.heads.len();
-        let place = |at: usize| {
-            let token = stretch.tokens.first + at / width / heads * stretch.tokens.stride;
-            let head = stretch.heads[at / width % heads];
-            let index = [stretch.batch, token, head, at % width];
-            index[..if width == 1 { 3 } else { 4 }].to_vec()
+        let heads = rows.heads.len();
+        let index = |at: usize| {
+            let token = rows.tokens.first + at / width / heads * rows.tokens.stride;
+            let head = rows.heads[at / width % heads];
+            let full = [rows.batch, token, head, at % width];
+            full[..if width == 1 { 3 } else { 4 }].to_vec()
         };
-        let checked = finite::check_some(name, to.as_slice(), compute, place);
+        let checked = finite::check_some(name, to.as_slice(), compute, index);
         checked.map_err(|error| StreamError::Refused {
             reason: error.to_string(),
         })
     }
 }
 
-/// What a pass did.
-pub(super) struct PassDone {
+/// Time, traffic and memory of a pass.
+pub(super) struct StreamedPass {
     pub name: &'static str,
     pub seconds: f64,
     pub moved_bytes: usize,
@@ -96,20 +100,20 @@ pub fn run<K: Kernel>(
     attention: &Attention<K>,
     limit: usize,
 ) -> Result<Verdict> {
-    options.refuse_beside_limit()?;
+    options.check_with_memory_limit()?;
     let inputs = {
         let file = InputFile::open(&options.input)?;
-        Inputs::read(&file.tensors()?, options.work.grad, attention)?
+        AttendInputs::read(&file.tensors()?, options.grad, attention)?
     };
     let compute = attention.compute_dtype(inputs.q.dtype());
     let requests = requests(attention, &inputs)?;
     let fit = fit(attention.kernel(), &requests, limit)?;
     let output = OutputFile::create(&options.output, &[("the input", options.input.as_path())])?;
-    let mut source = Inspected::new(options, &inputs, compute)?;
-    let entries = entries(&inputs, compute);
-    let mut sink = output_files(&entries, output.prepare(&named(&entries))?);
+    let mut source = CheckedInput::new(options, &inputs, compute)?;
+    let entries = output_entries(&inputs, compute);
+    let mut sink = output_files(&entries, output.prepare(&entries_alone(&entries))?);
     for role in [Role::Out, Role::Lse] {
-        source.files.add(role, of(&sink, role)?);
+        source.files.add(role, file_of(&sink, role)?);
     }
     let mut passes = Vec::new();
     let mut plans = Vec::new();
@@ -123,28 +127,28 @@ pub fn run<K: Kernel>(
         plans.push(plan);
     }
     output.keep()?;
-    if options.work.memory {
+    if options.memory {
         for done in &passes {
             let name = format!("rank {}, the largest", done.largest.rank);
-            let table = memory::by_rank(2, done.name, &[(name, &done.largest)]);
+            let table = memory_table::by_rank(2, done.name, &[(name, &done.largest)]);
             say(&table.to_string())?;
         }
     }
-    report::summarise_streamed(
+    summary::print_streamed(
         options,
         attention,
         &inputs,
         &plans[0],
         &passes,
-        &resident(fit, limit),
+        &memory_text(fit, limit),
     );
     Ok(Verdict::Fine)
 }
 
-/// The passes to be made. How many ranks they have may be decided later.
+/// The passes; their number of ranks may be replaced later.
 pub(super) fn requests<K: Kernel>(
     attention: &Attention<K>,
-    inputs: &Inputs,
+    inputs: &AttendInputs,
 ) -> Result<Vec<Request>> {
     let dlse = inputs.dlse.is_some();
     let passes = [Pass::Forward, Pass::Backward { dlse }];
@@ -156,12 +160,12 @@ pub(super) fn requests<K: Kernel>(
     passes[..count].iter().map(request).collect()
 }
 
-/// Where the inputs lie.
-fn input_files(path: &Path, inputs: &Inputs) -> Result<Files> {
+/// The inputs as ranges of the file.
+fn input_files(path: &Path, inputs: &AttendInputs) -> Result<Files> {
     let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
     let file = Arc::new(file);
     let mut files = Files::new();
-    let mut add = |role: Role, header: &Header, dims: [usize; 4]| {
+    let mut add = |role: Role, header: &TensorHeader, dims: [usize; 4]| {
         files.add(
             role,
             TensorFile {
@@ -184,8 +188,8 @@ fn input_files(path: &Path, inputs: &Inputs) -> Result<Files> {
     Ok(files)
 }
 
-/// The outputs: what they are, and how they are stored.
-pub(super) fn entries(inputs: &Inputs, compute: DType) -> Vec<(Role, Entry)> {
+/// The outputs: role, name, shape and type of each.
+pub(super) fn output_entries(inputs: &AttendInputs, compute: DType) -> Vec<(Role, TensorEntry)> {
     let shape = &inputs.shape;
     let of = |heads: usize, dim: usize| vec![shape.batch, shape.tokens, heads, dim];
     let (q, kv) = (of(shape.heads, shape.dim), of(shape.kv_heads, shape.dim));
@@ -201,17 +205,17 @@ pub(super) fn entries(inputs: &Inputs, compute: DType) -> Vec<(Role, Entry)> {
             (Role::Dv, "dv", kv, compute),
         ]);
     }
-    let entry = |(role, name, shape, dtype)| (role, Entry { name, shape, dtype });
+    let entry = |(role, name, shape, dtype)| (role, TensorEntry { name, shape, dtype });
     outputs.into_iter().map(entry).collect()
 }
 
-/// The outputs alone, as a file lists them.
-pub(super) fn named(entries: &[(Role, Entry)]) -> Vec<Entry> {
+/// The entries without their roles.
+pub(super) fn entries_alone(entries: &[(Role, TensorEntry)]) -> Vec<TensorEntry> {
     entries.iter().map(|(_, entry)| entry.clone()).collect()
 }
 
-/// Where the outputs lie.
-pub(super) fn output_files(entries: &[(Role, Entry)], tensors: Vec<TensorFile>) -> Files {
+/// The outputs as ranges of the file.
+pub(super) fn output_files(entries: &[(Role, TensorEntry)], tensors: Vec<TensorFile>) -> Files {
     let mut files = Files::new();
     for ((role, _), tensor) in entries.iter().zip(tensors) {
         files.add(*role, tensor);
@@ -219,26 +223,27 @@ pub(super) fn output_files(entries: &[(Role, Entry)], tensors: Vec<TensorFile>) 
     files
 }
 
-pub(super) fn of(files: &Files, role: Role) -> Result<TensorFile, StreamError> {
+/// The range of the file that holds an output.
+pub(super) fn file_of(files: &Files, role: Role) -> Result<TensorFile, StreamError> {
     let verb = "read";
     let found = files.get(role).cloned();
     found.ok_or(StreamError::Missing { verb, role })
 }
 
-/// One pass, rank after rank.
+/// One pass, one rank after another.
 fn pass<K: Kernel>(
     attention: &Attention<K>,
     plan: &Plan,
     source: &dyn Source,
     sink: &mut dyn Sink,
     output: &OutputFile,
-) -> Result<PassDone> {
+) -> Result<StreamedPass> {
     let begin = Instant::now();
-    let (name, mut spool) = match plan.request().pass {
+    let (name, mut gradient_sums) = match plan.request().pass {
         Pass::Forward => ("forward", None),
         Pass::Backward { .. } => {
-            let spool = GradientFile::new(output.beside()?, plan.request())?;
-            ("backward", Some(spool))
+            let sums = GradientFile::new(output.scratch_file()?, plan.request())?;
+            ("backward", Some(sums))
         }
     };
     let mut stream = Stream::new(attention.kernel(), plan)?;
@@ -247,7 +252,7 @@ fn pass<K: Kernel>(
     let mut largest: Option<RankMemory> = None;
     let mut moved_bytes = 0;
     for rank in 0..plan.ranks() {
-        let done = stream.rank(rank, source, sink, spool.as_mut())?;
+        let done = stream.rank(rank, source, sink, gradient_sums.as_mut())?;
         moved_bytes += done.events.iter().map(|e| e.received_bytes).sum::<usize>();
         let before = largest.as_ref().map_or(0, RankMemory::planned_bytes);
         if done.memory.planned_bytes() > before {
@@ -255,11 +260,11 @@ fn pass<K: Kernel>(
         }
         progress.inc(1);
     }
-    if let Some(spool) = spool {
-        spool.finish(sink)?;
+    if let Some(sums) = gradient_sums {
+        sums.finish(sink)?;
     }
     progress.finish_and_clear();
-    Ok(PassDone {
+    Ok(StreamedPass {
         name,
         seconds: begin.elapsed().as_secs_f64(),
         moved_bytes,
@@ -267,8 +272,8 @@ fn pass<K: Kernel>(
     })
 }
 
-/// What was planned to be resident, and what was.
-fn resident(fit: Fit, limit: usize) -> String {
+/// Limit, planned and peak resident memory.
+fn memory_text(fit: Fit, limit: usize) -> String {
     let peak = peak_resident_bytes().map_or("unknown".to_string(), bytes);
     format!(
         "limit {}, planned {} ({} of it for the program itself), resident at most {peak}",

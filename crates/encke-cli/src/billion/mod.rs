@@ -1,229 +1,173 @@
-//! `encke billion`: attention over a sequence that no memory holds, every pair of the pattern
-//! computed, on this machine.
-//!
-//! Nothing is extrapolated: what is printed is what was done. Ranks live one after another, each
-//! with the buffers of its own plan, and what is left of the output is a checksum and samples.
+//! `encke billion`: options and output of a run over a generated sequence. The run itself is
+//! [`encke_lab::billion`]'s.
 
-mod gpu;
-mod host;
-mod options;
-#[cfg(feature = "mpi")]
-pub mod processes;
-mod report;
-mod state;
+mod text;
 
-use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
 
-use anyhow::Result;
-use encke::plan::Plan;
-use encke::{CpuKernel, Kernel, RankMemory};
-use encke_ring::RankReport;
-use encke_ring::out_of_core::{Checksum, Generator, Sampled, Samples, Stream};
-use indicatif::ProgressBar;
+use anyhow::{Result, bail};
+use clap::Args;
+use encke::DType;
+use encke_lab::Verdict;
+use encke_lab::billion::{self, BillionRun, BillionSettings};
+use encke_lab::device::ComputeDevice;
+use encke_lab::longnet;
+use encke_lab::number::count;
+use encke_lab::output::OutputFile;
+use encke_lab::terminal::say;
 
-use crate::Verdict;
-use crate::check;
-use crate::device_option::{Device, cuda};
-use crate::output::OutputFile;
-use crate::terminal::{long_bar, note, say};
-use gpu::{DeviceMemory, Gpu};
-use host::Host;
-use options::Settings;
-pub use options::{EXAMPLES, Options};
-use state::State;
+use crate::device_option::DeviceOption;
 
-/// Where ranks are carried out. A rank may still be at work when [`Works::rank`] returns; what came
-/// of it is there when [`Works::collect`] does.
-trait Works<K: Kernel> {
-    /// One rank.
-    fn rank(
-        &mut self,
-        stream: &mut Stream<'_, K>,
-        number: usize,
-        generator: &Generator,
-        samples: &mut Samples,
-    ) -> Result<RankReport>;
+/// What `--help` ends with.
+pub const EXAMPLES: &str = "\
+Examples:
+  encke billion --tokens 16M
+      A sixty-fourth of it: seconds to minutes.
+  encke billion --record billion.json
+      2^30 tokens in 1024 ranks, one after another, and a record of the run.
+  encke billion --record billion.json
+      The same command again after Ctrl-C or a crash: it continues after the last finished rank.
+  encke billion --device cuda --record billion.json
+      On a GPU: 8 heads, bf16, in as few ranks as fit into its memory; rows are generated and summed
+      on the GPU.
+  encke billion --tokens 16M --ranks 7
+      Other ranks, other shards: the same checksum within its tolerance.
+  mpirun -n 4 encke billion --tokens 64M
+      Ranks are distributed over the processes; each continues from a state file of its own.
 
-    /// What came of it.
-    fn collect(&mut self, done: &RankReport, samples: &mut Samples) -> Result<Harvest>;
+The pattern is LongNet's in mix mode: segments of 1024 tokens with every token, of 4096 with every
+fourth, and so on, up to the whole sequence; all of them under one softmax, causal. Every pair of it
+is computed. A generator makes any input row on demand. The output is reduced to a checksum; the
+sampled rows are computed again in f64 from the generator.
 
-    /// What computes.
-    fn kernel(&self) -> String;
+Exit codes: 0 success, 1 a sampled row was wrong, 2 bad input or any other error.";
 
-    /// What was held on a device that has memory of its own, given the largest rank.
-    fn memory(&self, largest: Option<&RankMemory>) -> Result<Option<DeviceMemory>>;
+/// Computes attention over a generated sequence of any length, one rank after another.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// Tokens of the sequence.
+    #[arg(long, value_name = "N", value_parser = count, default_value = "1G")]
+    tokens: usize,
+
+    #[command(flatten)]
+    device: DeviceOption,
+
+    /// Number of ranks; one is in memory at a time [default: one for each 1M tokens; on a GPU the
+    /// first power of two with which a rank fits into seven eighths of its memory].
+    #[arg(long, value_name = "P", value_parser = count)]
+    ranks: Option<usize>,
+
+    /// Type of the tensors: f64, f32, bf16 or f16 [default: f32; bf16 on a GPU].
+    #[arg(long, value_name = "TYPE")]
+    dtype: Option<DType>,
+
+    /// Heads [default: 1; 8 on a GPU].
+    #[arg(long, value_name = "H", value_parser = count)]
+    heads: Option<usize>,
+
+    /// Head dimension.
+    #[arg(long, value_name = "D", value_parser = count, default_value = "64")]
+    dim: usize,
+
+    /// Segment length of the first branch, whose dilation rate is 1.
+    #[arg(long, value_name = "W", value_parser = count, default_value = "1024")]
+    segment: usize,
+
+    /// Factor by which segment length and dilation rate grow from branch to branch.
+    #[arg(long, value_name = "G", value_parser = count, default_value = "4")]
+    growth: usize,
+
+    /// Random rows to compute again in f64 and compare, in addition to 64 of each branch.
+    #[arg(long, value_name = "ROWS", value_parser = count, default_value = "4096")]
+    samples: usize,
+
+    /// Seed of the sequence.
+    #[arg(long, value_name = "SEED", default_value = "0")]
+    seed: u64,
+
+    /// State file to continue from after an interruption; removed at the end.
+    #[arg(long, value_name = "FILE", default_value = "encke-billion.state.json")]
+    state: PathBuf,
+
+    /// Begin at the first rank even if there is a state file.
+    #[arg(long)]
+    fresh: bool,
+
+    /// Write the results, with the machine and the command, as JSON.
+    #[arg(long, value_name = "FILE")]
+    record: Option<PathBuf>,
 }
 
-/// What is kept of a rank's output, and what it took.
-struct Harvest {
-    checksum: Checksum,
-    samples: BTreeMap<(usize, usize), Sampled>,
-    /// Making the rows of its own inputs.
-    load: Duration,
-    /// Attention proper.
-    compute: Duration,
+impl Options {
+    fn run(&self) -> Result<BillionRun> {
+        if self.growth < 2 {
+            bail!(
+                "--growth {} never reaches the whole sequence; use 2 or more",
+                self.growth
+            );
+        }
+        let (segment_lengths, dilation_rates) =
+            longnet::branches(self.tokens, self.segment, self.growth);
+        let device = self.device.device;
+        let (dtype, heads) = match device {
+            ComputeDevice::Cpu => (DType::F32, 1),
+            ComputeDevice::Cuda(_) => (DType::Bf16, 8),
+        };
+        Ok(BillionRun {
+            settings: BillionSettings {
+                device,
+                tokens: self.tokens,
+                ranks: self.ranks.unwrap_or(1),
+                dtype: self.dtype.unwrap_or(dtype),
+                heads: self.heads.unwrap_or(heads),
+                dim: self.dim,
+                segment_lengths,
+                dilation_rates,
+                samples: self.samples,
+                seed: self.seed,
+            },
+            choose_ranks: self.ranks.is_none(),
+            state: self.state.clone(),
+            fresh: self.fresh,
+        })
+    }
 }
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
-    match options.device.device {
-        Device::Cpu => {
-            let settings = options.settings(|settings| Ok(settings.cpu_ranks()))?;
-            let kernel = CpuKernel::new()?;
-            let works = Host::new(&kernel);
-            carry_out(options, settings, &kernel, works)
-        }
-        Device::Cuda(number) => {
-            let kernel = cuda(number)?;
-            let settings = options.settings(|settings| gpu::ranks(&kernel, settings))?;
-            let works = Gpu::new(&kernel)?;
-            carry_out(options, settings, &kernel, works)
-        }
-    }
-}
-
-/// Attends the whole sequence, rank after rank.
-fn carry_out<K: Kernel>(
-    options: &Options,
-    settings: Settings,
-    kernel: &K,
-    mut works: impl Works<K>,
-) -> Result<Verdict> {
-    let plan = Plan::new(settings.request()?)?;
-    let record = match &options.record {
-        Some(path) => {
-            let other = ("the state", options.state.as_path());
-            Some(OutputFile::create(path, &[other])?)
-        }
-        None => None,
-    };
-    let mut state = resumed(options, &settings)?;
-    let generator = Generator::new(settings.seed, settings.dim);
-    let mut samples = check::samples(plan.request(), &generator, settings.samples);
-    let mut stream = Stream::new(kernel, &plan)?;
-    let mut largest: Option<RankMemory> = None;
-    let mut progress = Progress::new(settings.ranks, state.finished, settings.tokens);
-    let mut clock = Instant::now();
-    let mut book = |state: &mut State, (done, harvest): (RankReport, Harvest)| {
-        let checked = &mut state.checked;
-        checked.check(plan.request(), &generator, harvest.samples)?;
-        state.checksum = state.checksum + harvest.checksum;
-        state.load_seconds += harvest.load.as_secs_f64();
-        state.compute_seconds += harvest.compute.as_secs_f64();
-        let since = std::mem::replace(&mut clock, Instant::now());
-        add(state, &done, since.elapsed());
-        state.save(&options.state)?;
-        progress.step(state);
-        let most = largest.as_ref().map_or(0, RankMemory::planned_bytes);
-        if done.memory.planned_bytes() > most {
-            largest = Some(done.memory);
-        }
-        anyhow::Ok(())
-    };
-    // A rank is booked while the next one is at work, where that is another device.
-    let mut before: Option<(RankReport, Harvest)> = None;
-    for rank in state.finished..settings.ranks {
-        let done = works.rank(&mut stream, rank, &generator, &mut samples)?;
-        if let Some(before) = before.take() {
-            book(&mut state, before)?;
-        }
-        let harvest = works.collect(&done, &mut samples)?;
-        before = Some((done, harvest));
-    }
-    if let Some(before) = before.take() {
-        book(&mut state, before)?;
-    }
-    progress.bar.finish_and_clear();
-    let device = works.memory(largest.as_ref())?;
-    let report = report::Report::new(&plan, &state, largest.as_ref(), works.kernel(), device);
-    say(&report.words())?;
-    if let Some(mut record) = record {
-        record.write(|to| report.write(to))?;
-        record.keep()?;
-    }
+    let run = options.run()?;
+    let state = ("the state", options.state.as_path());
+    let file = OutputFile::create_optional(options.record.as_deref(), &[state])?;
+    let record = billion::run(&run)?;
+    say(&text::record(&record))?;
+    OutputFile::write_json(file, &record)?;
     std::fs::remove_file(&options.state)?;
-    let held = device.is_none_or(|memory| memory.as_planned());
-    Ok(match (state.checked.wrong, held) {
-        (0, true) => Verdict::Fine,
-        _ => Verdict::CheckFailed,
-    })
+    Ok(Verdict::of(record.is_right()))
 }
 
-/// The state to go on from, whose place is then claimed.
-fn resumed(options: &Options, settings: &Settings) -> Result<State> {
-    let mut state = match options.fresh {
-        true => None,
-        false => State::load(&options.state, settings)?,
-    };
-    if let Some(state) = &mut state {
-        state.interruptions += 1;
-        note(&format!(
-            "going on after rank {} of {}, from {}",
-            state.finished,
-            settings.ranks,
-            options.state.display()
-        ));
-    }
-    let state = state.unwrap_or_else(|| State::new(settings.clone()));
-    // Claims the place before there is anything to lose.
-    state.save(&options.state)?;
-    Ok(state)
-}
-
-/// Books what a rank did.
-fn add(state: &mut State, done: &RankReport, took: Duration) {
-    state.finished += 1;
-    state.pairs += done.pairs as u64;
-    let received = done.events.iter().map(|event| event.received_bytes as u64);
-    state.received_bytes += received.sum::<u64>();
-    state.seconds += took.as_secs_f64();
-}
-
-/// A bar for who looks at a terminal, a line now and then for who reads a log.
-struct Progress {
-    bar: ProgressBar,
-    began: Instant,
-    told: Instant,
-    first: usize,
-    tokens: usize,
-}
-
-/// How often a log gets a line.
-const TELL: Duration = Duration::from_secs(60);
-
-impl Progress {
-    fn new(ranks: usize, finished: usize, tokens: usize) -> Progress {
-        let bar = long_bar(ranks);
-        bar.set_position(finished as u64);
-        bar.reset_eta();
-        bar.set_message("ranks");
-        bar.enable_steady_tick(Duration::from_millis(500));
-        Progress {
-            bar,
-            began: Instant::now(),
-            told: Instant::now(),
-            first: finished,
-            tokens,
-        }
-    }
-
-    fn step(&mut self, state: &State) {
-        let ranks = state.settings.ranks;
-        let speed = self.tokens as f64 / ranks as f64 * state.finished as f64 / state.seconds;
-        self.bar.set_position(state.finished as u64);
-        self.bar
-            .set_message(format!("ranks, {:.2} M tokens/s", speed / 1e6));
-        if self.bar.is_hidden() && self.told.elapsed() > TELL {
-            self.told = Instant::now();
-            let each = self.began.elapsed().as_secs_f64() / (state.finished - self.first) as f64;
-            let left = each * (ranks - state.finished) as f64;
-            note(&format!(
-                "{} of {ranks} ranks, {:.2} M tokens/s, about {:.0} s left",
-                state.finished,
-                speed / 1e6,
-                left,
-            ));
-        }
-    }
+/// Runs the command as one rank of an MPI job.
+#[cfg(feature = "mpi")]
+pub fn run_as_rank(
+    cluster: &mut encke_lab::cluster::Cluster,
+    options: &Options,
+) -> Result<Verdict> {
+    let ready = (|| {
+        options.device.refuse_in_processes()?;
+        let path = options.record.as_deref().filter(|_| cluster.is_root());
+        let file = OutputFile::create_optional(path, &[])?;
+        let share = billion::processes::prepare(cluster, &options.run()?)?;
+        Ok((file, share))
+    })();
+    let (file, mut share) = cluster.agree(ready)?;
+    let job = share.run(cluster)?;
+    let shown = job.map_or(Ok(true), |job| {
+        say(&text::record(&job.record))?;
+        say(&text::processes(&job.resident_bytes))?;
+        OutputFile::write_json(file, &job.record)?;
+        Ok(job.record.is_right())
+    });
+    let right = cluster.agree(shown)?;
+    share.remove_state()?;
+    let right = cluster.broadcast(cluster.is_root().then_some(right))?;
+    Ok(Verdict::of(right))
 }

@@ -3,52 +3,46 @@
 use std::time::Instant;
 
 use anyhow::Result;
-use encke::{
-    Attention, Backward, DType, Forward, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor,
-    reference,
-};
+use encke::{Attention, Backward, DType, Forward, Pattern, Shape, Tensor, reference};
+use encke_lab::longnet;
+use encke_lab::table::Table;
+use encke_lab::tensors::RandomTensors;
+use encke_lab::terminal::{Paint, bar, say};
 
-use super::{RINGS, SEED, answer, open};
-use crate::table::Table;
-use crate::tensors::Tensors;
-use crate::terminal::{Paint, bar, say};
+use super::{RINGS, SEED, answer, print_question};
 
-/// Of the largest number of a tensor: what f32 sums may be off by.
+/// The allowed error of f32 sums, relative to the largest value of a tensor.
 const TOLERANCE: f64 = 1e-5;
 
-const WORDS: &str = "\
-1,024 tokens, 4 heads over 2 key heads, 32 numbers a head, f32, causal. Plain
-attention is computed in f64, one query at a time. Shown is the largest difference
-anywhere in a tensor, as a share of the largest number in it; one rounding to f32
-is 6e-8. The time is that of both passes.
+const INTRODUCTION: &str = "\
+1,024 tokens, 4 heads over 2 key heads, head dimension 32, f32, causal. Plain
+attention is computed in f64, one query at a time. Shown is the largest error in a
+tensor, relative to its largest value; one rounding to f32 is 6e-8. The time is that
+of both passes.
 ";
 
 const RESULT: &str = "\
 The error does not grow with the ring: partial results
-  carry their softmax denominator with them, so merging loses nothing but rounding.
+  carry their softmax denominator, so merging adds nothing but rounding.
 ";
 
-/// Shows the table; false if a number was off by more than f32 explains.
+/// Prints the table; false if an error exceeds the tolerance.
 pub fn show(paint: Paint) -> Result<bool> {
     let question = "1. Does a ring compute what plain attention computes?";
-    open(paint, question, WORDS)?;
+    print_question(paint, question, INTRODUCTION)?;
     let shape = Shape::new(1, 1024, 4, 2, 32)?;
-    let mix = Mode::Mix {
-        offsets: OffsetRule::HeadMod,
-        gradient: MixingGradient::Exact,
-    };
     let patterns = [
         ("dense", Pattern::dense().causal(true)),
         (
             "LongNet: every head mixes segments 128, 512, 1024 with dilations 1, 4, 8",
-            Pattern::dilated(&[128, 512, 1024], &[1, 4, 8], mix)?.causal(true),
+            longnet::pattern(&[128, 512, 1024], &[1, 4, 8])?,
         ),
     ];
     let progress = bar(patterns.len() * (1 + RINGS.len()));
     let mut worst: f64 = 0.0;
     for (name, pattern) in patterns {
         progress.set_message("plain attention");
-        let plain = Plain::new(&shape, &pattern)?;
+        let plain = PlainAttention::new(&shape, &pattern)?;
         progress.inc(1);
         let mut table = Table::new(4, ["ranks", "out", "dq", "dk", "dv", "time"]);
         for ranks in RINGS {
@@ -73,28 +67,28 @@ pub fn show(paint: Paint) -> Result<bool> {
     Ok(fine)
 }
 
-/// Plain attention and its gradients, with what they were computed from.
-struct Plain {
-    tensors: Tensors,
+/// Plain attention and its gradients, with their inputs.
+struct PlainAttention {
+    tensors: RandomTensors,
     forward: reference::Forward,
     backward: reference::Gradients,
 }
 
-impl Plain {
-    fn new(shape: &Shape, pattern: &Pattern) -> Result<Plain> {
-        let tensors = Tensors::random(shape, DType::F32, SEED)?;
+impl PlainAttention {
+    fn new(shape: &Shape, pattern: &Pattern) -> Result<PlainAttention> {
+        let tensors = RandomTensors::new(shape, DType::F32, SEED)?;
         let scale = shape.default_scale();
         let wide = |tensor: &Tensor| tensor.to_f64();
         let (q, k, v) = (wide(&tensors.q), wide(&tensors.k), wide(&tensors.v));
         let dout = wide(&tensors.dout);
-        Ok(Plain {
+        Ok(PlainAttention {
             forward: reference::forward(shape, pattern, scale, &q, &k, &v)?,
             backward: reference::backward(shape, pattern, scale, &q, &k, &v, &dout, None)?,
             tensors,
         })
     }
 
-    /// The same on a ring.
+    /// The same attention on a ring.
     fn ring(&self, pattern: &Pattern, ranks: usize) -> Result<(Forward, Backward)> {
         let attention = Attention::builder().pattern(pattern.clone()).ranks(ranks);
         let attention = attention.build()?;
@@ -105,7 +99,7 @@ impl Plain {
         Ok((forward, backward))
     }
 
-    /// Largest differences of out, dq, dk, dv, as shares of the largest number.
+    /// The errors of out, dq, dk, dv.
     fn errors(&self, forward: &Forward, backward: &Backward) -> [f64; 4] {
         let exact = &self.backward;
         [
@@ -117,7 +111,7 @@ impl Plain {
     }
 }
 
-/// The largest difference as a share of the largest number; infinite where one is no number.
+/// The largest difference relative to the largest value; infinite if one is NaN.
 fn error(got: &Tensor, exact: &[f64]) -> f64 {
     let largest = exact.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
     let got = got.to_f64();

@@ -1,35 +1,36 @@
-//! The third table: what travelled, against a dense ring and an all-gather.
+//! The third table: bytes sent, against a dense ring and an all-gather.
 
 use anyhow::Result;
 use encke::explain::bytes;
-use encke::{Attention, DType, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape};
+use encke::{Attention, DType, GroupScale, Mode, Pattern, Shape};
+use encke_lab::longnet;
+use encke_lab::table::Table;
+use encke_lab::tensors::RandomTensors;
+use encke_lab::terminal::{Paint, bar, say};
 
-use super::{SEED, answer, open};
-use crate::table::Table;
-use crate::tensors::Tensors;
-use crate::terminal::{Paint, bar, say};
+use super::{SEED, answer, print_question};
 
 /// Ranks of the ring.
 const RANKS: usize = 8;
 
-const WORDS: &str = "\
-One forward pass on 8 ranks, f32, causal, 4 heads over 2 key heads, 16 numbers a head:
+const INTRODUCTION: &str = "\
+One forward pass on 8 ranks, f32, causal, 4 heads over 2 key heads, head dimension 16:
   A  4,096 tokens, dense
   B  65,536 tokens, head groups with segments 2048,4096,8192 and dilations 1,2,4
   C  65,536 tokens, all heads with segments 2048,16384,65536 and dilations 1,8,32
-A dense ring passes every chunk all the way round; an all-gather sends as much.
+A dense ring rotates every shard all the way round; an all-gather sends as much.
 ";
 
 const RESULT: &str = "\
-Causal attention needs half of a dense
-  ring (A): no rank sees the future. In B every segment lies inside the 8,192 tokens
-  of one rank, so nothing travels at all. In C segments span ranks, but only the
-  rows that dilation selects are sent: they are thinned out before they travel.
+Causal attention sends half of a dense
+  ring (A): no rank needs later tokens. In B every segment lies inside the 8,192
+  tokens of one rank, so nothing is sent. In C segments span ranks, but only the rows
+  that dilation selects are packed and sent.
 ";
 
-/// Shows the table; false if bytes that were sent differ from bytes that were planned.
+/// Prints the table; false if the bytes sent differ from the bytes planned.
 pub fn show(paint: Paint) -> Result<bool> {
-    open(paint, "3. What travels?", WORDS)?;
+    print_question(paint, "3. What is sent?", INTRODUCTION)?;
     let runs = runs()?;
     let progress = bar(runs.len());
     let mut rows = Vec::new();
@@ -47,29 +48,25 @@ pub fn show(paint: Paint) -> Result<bool> {
     Ok(counted)
 }
 
-/// The shapes and patterns that are run.
+/// The shapes and patterns that run.
 fn runs() -> Result<[(Shape, Pattern); 3]> {
     let group = Mode::Group {
         scale: GroupScale::One,
-    };
-    let mix = Mode::Mix {
-        offsets: OffsetRule::HeadMod,
-        gradient: MixingGradient::Exact,
     };
     let (small, large) = (
         Shape::new(1, 4096, 4, 2, 16)?,
         Shape::new(1, 65536, 4, 2, 16)?,
     );
     let local = Pattern::dilated(&[2048, 4096, 8192], &[1, 2, 4], group)?;
-    let remote = Pattern::dilated(&[2048, 16384, 65536], &[1, 8, 32], mix)?;
+    let remote = longnet::pattern(&[2048, 16384, 65536], &[1, 8, 32])?;
     Ok([(small, Pattern::dense()), (large, local), (large, remote)])
 }
 
-fn table(rows: &[Row]) -> Table {
+fn table(rows: &[TrafficRow]) -> Table {
     let mut table = Table::new(2, ["", "A", "B", "C"]);
-    let mut line = |what: &str, number: fn(&Row) -> usize| {
-        let cells = rows.iter().map(|row| bytes(number(row)));
-        table.row([what.to_string()].into_iter().chain(cells));
+    let mut line = |name: &str, of: fn(&TrafficRow) -> usize| {
+        let cells = rows.iter().map(|row| bytes(of(row)));
+        table.row([name.to_string()].into_iter().chain(cells));
     };
     line("sent by all ranks, counted", |row| row.sent);
     line("sent by all ranks, planned", |row| row.planned);
@@ -79,8 +76,8 @@ fn table(rows: &[Row]) -> Table {
     table
 }
 
-/// What one run moved and held, and what others would have.
-struct Row {
+/// Bytes that one run sent and held, and those of a dense ring and an all-gather.
+struct TrafficRow {
     sent: usize,
     planned: usize,
     dense_ring: usize,
@@ -88,9 +85,9 @@ struct Row {
     gathered: usize,
 }
 
-fn run(shape: &Shape, pattern: Pattern) -> Result<Row> {
+fn run(shape: &Shape, pattern: Pattern) -> Result<TrafficRow> {
     use encke::plan::program::Component::{OwnKv, TravellingKv};
-    let tensors = Tensors::random(shape, DType::F32, SEED)?;
+    let tensors = RandomTensors::new(shape, DType::F32, SEED)?;
     let (q, k, v) = tensors.views();
     let attention = Attention::builder().pattern(pattern).ranks(RANKS).build()?;
     let report = attention.forward(&q, &k, &v)?.report;
@@ -99,7 +96,7 @@ fn run(shape: &Shape, pattern: Pattern) -> Result<Row> {
         let of = |component| memory.planned.get(&component).copied().unwrap_or(0);
         of(OwnKv) + of(TravellingKv)
     });
-    Ok(Row {
+    Ok(TrafficRow {
         sent: report.trace.sent_bytes(),
         planned: explained.sent_bytes,
         dense_ring: explained.dense_ring_bytes,

@@ -1,171 +1,86 @@
-//! `encke profile`: what ranks really hold, beside what was planned, by the size of the ring.
-//!
-//! Every figure called measured is read off the ledgers of a run in this process; nothing is scaled
-//! up from another size.
+//! `encke profile`: output of memory profiles. What is measured is [`encke_lab::profile`]'s.
 
-mod caches;
-mod files;
 mod options;
-mod policies;
-#[cfg(feature = "mpi")]
-pub mod processes;
-mod report;
-
-use std::path::Path;
+mod text;
 
 use anyhow::Result;
-use encke::{Attention, Builder, Kernel, Pass, Request};
-use encke_sim::profile::{Inputs, RingProfile};
+use encke_lab::output::OutputFile;
+use encke_lab::profile::{
+    PassProfile, measure, measure_caches, measure_policies, write_csv, write_json,
+};
+use encke_lab::terminal::{Paint, say};
+use encke_lab::{Verdict, format};
 
-use crate::Verdict;
-use crate::device_option::{Device, cuda};
-use crate::output::OutputFile;
-use crate::terminal::{Paint, bar, say};
 pub use options::{EXAMPLES, Options};
-pub use report::heading;
-
-/// One pass over all ring sizes.
-pub struct PassProfile {
-    /// Its name.
-    pub pass: &'static str,
-    /// Rings that were run, by rising size.
-    pub run: Vec<RingProfile>,
-    /// Rings that were only planned.
-    pub planned: Vec<RingProfile>,
-}
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
-    let rings = options.rings()?;
-    let work = &options.work;
-    let csv = output(work.csv.as_deref(), None)?;
-    let json = output(work.json.as_deref(), work.csv.as_deref())?;
-    let passes = measure(options, &rings)?;
+    let settings = options.settings()?;
+    let csv_path = options.csv.as_deref();
+    let csv = OutputFile::create_optional(csv_path, &[])?;
+    let others: Vec<_> = csv_path
+        .iter()
+        .map(|path| ("the CSV file", *path))
+        .collect();
+    let json = OutputFile::create_optional(options.json.as_deref(), &others)?;
+    let passes = measure(&settings)?;
 
     let paint = Paint::stdout();
-    let first = rings.run.first().or(rings.planned.first());
-    if let Some(ring) = first {
-        say(&report::heading(&ring.request))?;
+    let first = settings.run.first().or(settings.planned.first());
+    if let Some(request) = first {
+        say(&format::request(request))?;
     }
     for pass in &passes {
-        say(&report::pass(paint, pass))?;
+        say(&text::pass(paint, pass))?;
     }
-    say(&report::summary(paint, &passes))?;
-    if let Some(ring) = rings.run.last() {
-        match options.device.device {
-            Device::Cpu => further(work, &ring.request, |of| Ok(of.build()?))?,
-            Device::Cuda(number) => {
-                further(work, &ring.request, |of| Ok(of.build_on(cuda(number)?)?))?;
-            }
+    say(&text::summary(paint, &passes))?;
+    if let Some(request) = settings.run.last() {
+        if options.policies {
+            let policies = measure_policies(request, settings.device)?;
+            say(&text::policies(paint, &policies))?;
+        }
+        if options.caches {
+            say(&text::caches(
+                paint,
+                &measure_caches(request, settings.device)?,
+            ))?;
         }
     }
     if let Some(mut csv) = csv {
-        csv.write(|to| files::csv(to, &passes))?;
+        csv.write(|to| write_csv(to, &passes))?;
         csv.keep()?;
     }
-    if let (Some(mut json), Some(ring)) = (json, first) {
-        json.write(|to| files::json(to, &ring.request, &passes))?;
+    if let (Some(mut json), Some(request)) = (json, first) {
+        json.write(|to| write_json(to, request, &passes))?;
         json.keep()?;
     }
-    let kept = passes.iter().all(report::kept);
-    Ok(if kept {
-        Verdict::Fine
-    } else {
-        Verdict::CheckFailed
-    })
+    Ok(Verdict::of(passes.iter().all(PassProfile::is_within_plan)))
 }
 
-/// What else was asked for, on the largest ring.
-fn further<K: Kernel>(
-    work: &options::WorkOptions,
-    request: &Request,
-    build: impl Fn(Builder) -> Result<Attention<K>>,
-) -> Result<()> {
-    let paint = Paint::stdout();
-    if work.policies {
-        say(&policies::words(paint, request, &build)?)?;
-    }
-    if work.caches {
-        say(&caches::words(paint, request, &build)?)?;
-    }
-    Ok(())
-}
-
-/// Claims the place of a file, if one was asked for.
-fn output(path: Option<&Path>, other: Option<&Path>) -> Result<Option<OutputFile>> {
-    let others: Vec<(&str, &Path)> = other.iter().map(|path| ("the CSV file", *path)).collect();
-    match path {
-        Some(path) => Ok(Some(OutputFile::create(path, &others)?)),
-        None => Ok(None),
-    }
-}
-
-/// Runs, and plans, every ring of either pass.
-fn measure(options: &Options, rings: &options::Rings) -> Result<Vec<PassProfile>> {
-    let grad = options.work.grad;
-    let names = if grad {
-        vec!["forward", "backward"]
-    } else {
-        vec!["forward"]
-    };
-    let mut passes: Vec<PassProfile> = names
-        .into_iter()
-        .map(|pass| PassProfile {
-            pass,
-            run: Vec::new(),
-            planned: Vec::new(),
-        })
-        .collect();
-    let progress = bar(rings.run.len() + rings.planned.len());
-    let inputs = rings.run.first();
-    let inputs = inputs.map(|ring| Inputs::random(&ring.request, options.work.seed));
-    for ring in &rings.run {
-        progress.set_message(format!("ring of {}", ring.ranks));
-        let Some(inputs) = &inputs else { break };
-        // A kernel of its own: no scratch memory is left from another ring.
-        let measured = match options.device.device {
-            Device::Cpu => {
-                let attention = Attention::builder().build()?;
-                inputs.measure(attention.kernel(), &ring.request, grad)?
-            }
-            Device::Cuda(number) => inputs.measure(&cuda(number)?, &ring.request, grad)?,
-        };
-        for (pass, profile) in passes.iter_mut().zip(measured) {
-            pass.run.push(profile);
+/// Runs the command as one rank of an MPI job.
+#[cfg(feature = "mpi")]
+pub fn run_as_rank(
+    cluster: &mut encke_lab::cluster::Cluster,
+    options: &Options,
+) -> Result<Verdict> {
+    let ready = (|| {
+        if options.csv.is_some() {
+            anyhow::bail!("--csv is not written by several processes; use --json");
         }
-        progress.inc(1);
-    }
-    match options.device.device {
-        Device::Cpu => {
-            let attention = Attention::builder().build()?;
-            plan_all(attention.kernel(), rings, &mut passes, &progress)?;
-        }
-        Device::Cuda(number) => plan_all(&cuda(number)?, rings, &mut passes, &progress)?,
-    }
-    progress.finish_and_clear();
-    Ok(passes)
-}
-
-/// The rings that are only planned, for a kernel's workspace.
-fn plan_all<K: Kernel>(
-    kernel: &K,
-    rings: &options::Rings,
-    passes: &mut [PassProfile],
-    progress: &indicatif::ProgressBar,
-) -> Result<()> {
-    for ring in &rings.planned {
-        progress.set_message(format!("plan for {}", ring.ranks));
-        for pass in passes.iter_mut() {
-            let request = Request {
-                pass: match pass.pass {
-                    "forward" => Pass::Forward,
-                    _ => Pass::Backward { dlse: false },
-                },
-                ..ring.request.clone()
-            };
-            pass.planned.push(RingProfile::planned(kernel, &request)?);
-        }
-        progress.inc(1);
-    }
-    Ok(())
+        options.device.refuse_in_processes()?;
+        let path = options.json.as_deref().filter(|_| cluster.is_root());
+        let json = OutputFile::create_optional(path, &[])?;
+        Ok((json, options.request(cluster.ranks())?))
+    })();
+    let (json, request) = cluster.agree(ready)?;
+    let (grad, seed) = (options.grad, options.seed);
+    let profile = encke_lab::profile::processes::measure(cluster, &request, grad, seed)?;
+    let shown = profile.map_or(Ok(true), |profile| {
+        say(&text::job(Paint::stdout(), &profile))?;
+        OutputFile::write_json(json, &profile)?;
+        Ok(profile.is_within_plan())
+    });
+    let within_plan = cluster.agree(shown)?;
+    let within_plan = cluster.broadcast(cluster.is_root().then_some(within_plan))?;
+    Ok(Verdict::of(within_plan))
 }

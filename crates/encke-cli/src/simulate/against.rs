@@ -1,35 +1,32 @@
-//! `encke simulate --against threads`: what the clock says beside what the wall says.
+//! `encke simulate --against threads`: predicted and measured times of rings of threads.
 
 use anyhow::{Result, bail};
 use encke::{DType, Shape};
 use encke_cost::{Comparison, Findings, compare, median, settings};
 use encke_cpu::CpuKernel;
+use encke_lab::Verdict;
+use encke_lab::format::{flops, seconds};
+use encke_lab::output::OutputFile;
+use encke_lab::table::Table;
+use encke_lab::terminal::{Paint, say, spinner};
 
 use super::options::Options;
-use super::report::{flops, seconds};
-use crate::Verdict;
-use crate::output::OutputFile;
-use crate::table::Table;
-use crate::terminal::{Paint, say, spinner};
 
-/// Tokens of the rings unless told otherwise: seconds a run on two cores.
+/// Tokens of the rings unless given: each run takes seconds on two cores.
 const TOKENS: usize = 4096;
-/// Heads and numbers a head of the rings: the command's defaults are a GPU's.
+/// Heads and head dimension of the rings; the defaults of the command are for a GPU.
 const HEADS: usize = 4;
 const DIM: usize = 64;
-/// What the clock aims at.
-const AIM: f64 = 0.15;
+/// The relative error within which predictions count as good.
+const GOOD_ERROR: f64 = 0.15;
 
-/// Runs the rings and predicts them.
+/// Runs the rings, predicts them, and prints the comparison.
 pub fn run(options: &Options) -> Result<Verdict> {
-    let view = &options.view;
-    if view.repeats == 0 {
-        bail!("--repeats 0 leaves nothing to compare with; give 1 or more");
+    let repeats = options.repeats;
+    if repeats == 0 {
+        bail!("--repeats 0 measures nothing; give 1 or more");
     }
-    let json = match &view.json {
-        Some(path) => Some(OutputFile::create(path, &[])?),
-        None => None,
-    };
+    let json = OutputFile::create_optional(options.json.as_deref(), &[])?;
     let dtype = options.dtype(DType::F32);
     let tokens = options.sizes.tokens.unwrap_or(TOKENS);
     let shape = Shape::new(1, tokens, HEADS, HEADS, DIM)?;
@@ -37,19 +34,16 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let found = compare(
         CpuKernel::new()?,
         &settings(shape, dtype)?,
-        view.repeats,
+        repeats,
         &mut |what| progress.set_message(what.to_string()),
     )?;
     progress.finish_and_clear();
-    if let Some(mut json) = json {
-        json.write(|to| Ok(serde_json::to_writer_pretty(to, &found)?))?;
-        json.keep()?;
-    }
-    say(&words(shape, dtype, view.repeats, &found))?;
+    OutputFile::write_json(json, &found)?;
+    say(&to_text(shape, dtype, repeats, &found))?;
     Ok(Verdict::Fine)
 }
 
-fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String {
+fn to_text(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String {
     let Findings {
         rings,
         machine,
@@ -59,8 +53,10 @@ fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String
     let paint = Paint::stdout();
     let device = &machine.device;
     let mut text = format!(
-        "{}\n{} tokens x {} heads x {} numbers, {dtype}; {repeats} runs of each; {} cores\n",
-        paint.bold("Rings of threads, predicted from the kernel alone and measured"),
+        "{}\n{} tokens, {} heads, head dimension {}, {dtype}; {repeats} runs of each; {} cores\n",
+        paint.bold(
+            "Rings of threads, predicted from measurements of the kernel alone, and measured"
+        ),
         shape.tokens,
         shape.heads,
         shape.dim,
@@ -68,8 +64,8 @@ fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String
     );
     if let Some(rate) = device.rates.first() {
         text += &format!(
-            "the kernel: {} forward, {} backward, its readings told within {:.1} %; \
-             a hop {} and {:.1} GB/s\n\n",
+            "the kernel: {} forward, {} backward, fitted within {:.1} %; a hop {} \
+             and {:.1} GB/s\n\n",
             flops(rate.forward.flops),
             flops(rate.backward.flops),
             100.0 * misfit,
@@ -96,12 +92,12 @@ fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String
     for (name, fastest) in [("medians", false), ("fastest", true)] {
         let times = |ring: &Comparison| if fastest { ring.fastest } else { ring.median };
         let errors: Vec<f64> = rings.iter().map(|ring| times(ring).error().abs()).collect();
-        let within = errors.iter().filter(|error| **error <= AIM).count();
+        let within = errors.iter().filter(|error| **error <= GOOD_ERROR).count();
         text += &format!(
             "\n{name}: median error {:.1} %, {within} of {} rings within {:.0} %",
             100.0 * median(&errors),
             rings.len(),
-            100.0 * AIM,
+            100.0 * GOOD_ERROR,
         );
     }
     text + "\n"

@@ -1,67 +1,116 @@
-//! A machine put together from names, a file and options.
+//! The machine of a prediction: from names, a file and options.
+
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow, bail};
+use clap::Args;
 use encke::DType;
 use encke::tune::{MachineId, MachineProfile};
 use encke_cost::{Device, Machine, PATIENCE, Pick, Profile, Sizes, find_device, find_link};
 use encke_cpu::CpuKernel;
+use encke_lab::number::count;
+use encke_lab::terminal::spinner;
 use encke_ring::ThreadRing;
 
-use super::options::MachineOptions;
 use crate::shape_options::ShapeOptions;
-use crate::terminal::spinner;
 
-/// Rows of the largest job that the CPU kernel is measured with.
+/// Rows of the largest job with which the CPU kernel is measured.
 const ROWS: usize = 2048;
-/// How often it is measured; medians count.
+/// How often it is measured; medians are taken.
 const READINGS: usize = 3;
 
-/// The machine that the options ask for.
-pub fn machine(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> Result<Machine> {
-    let mut machine = match &options.file {
-        Some(path) => {
-            let shown = path.display();
-            let text = std::fs::read_to_string(path);
-            let text = text.with_context(|| format!("cannot read {shown}"))?;
-            serde_json::from_str(&text)
-                .with_context(|| format!("{shown} is no description of a machine"))?
-        }
-        None => named(options, sizes, dtype)?,
-    };
-    match options.flops[..] {
-        [] => {}
-        [both] => set_flops(&mut machine.device, both, both)?,
-        [forward, backward] => set_flops(&mut machine.device, forward, backward)?,
-        _ => bail!("--flops takes one number, or two: forward and backward"),
-    }
-    machine.stragglers.extend(options.straggler.iter().copied());
-    Ok(machine)
+/// The machine of a prediction.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Machine")]
+pub struct MachineOptions {
+    /// The device of each rank: a name of --list; `here`, the CPU kernel as measured now; or `tuned`,
+    /// the GPU of this machine as encke tune measured it [default: h200].
+    #[arg(long, value_name = "NAME")]
+    pub gpu: Option<String>,
+
+    /// Ranks in a node [default: 8].
+    #[arg(long, value_name = "G", value_parser = count)]
+    pub node: Option<usize>,
+
+    /// The link inside a node and the link between nodes, names of --list [default: nvlink,ib400].
+    #[arg(long, value_name = "INSIDE,BETWEEN", value_delimiter = ',')]
+    pub link: Vec<String>,
+
+    /// Network cards in a node; its ranks are assigned to them in order [default: one for each rank
+    /// of a node].
+    #[arg(long, value_name = "C", value_parser = count)]
+    pub nics: Option<usize>,
+
+    /// Operations per second of a device, forward and backward, instead of its own figures: 5e14 or
+    /// 6e14,5e14.
+    #[arg(long, value_name = "F[,B]", value_delimiter = ',')]
+    pub flops: Vec<f64>,
+
+    /// A rank that is slower by a factor, as in 17:1.5; may be repeated.
+    #[arg(long, value_name = "RANK:FACTOR", value_parser = straggler)]
+    pub straggler: Vec<(usize, f64)>,
+
+    /// A machine as --describe prints it, instead of names.
+    #[arg(
+        long = "machine",
+        value_name = "M.json",
+        conflicts_with_all = ["gpu", "node", "link", "nics"]
+    )]
+    pub file: Option<PathBuf>,
 }
 
-/// Whether the options name any machine at all.
-pub fn names_one(options: &MachineOptions) -> bool {
-    let MachineOptions {
-        gpu,
-        node,
-        link,
-        nics,
-        flops,
-        straggler,
-        file,
-    } = options;
-    let named = gpu.is_some() || node.is_some() || nics.is_some() || file.is_some();
-    named || !link.is_empty() || !flops.is_empty() || !straggler.is_empty()
+impl MachineOptions {
+    /// The machine.
+    pub fn machine(&self, sizes: &ShapeOptions, dtype: DType) -> Result<Machine> {
+        let mut machine = match &self.file {
+            Some(path) => {
+                let shown = path.display();
+                let text = std::fs::read_to_string(path);
+                let text = text.with_context(|| format!("cannot read {shown}"))?;
+                serde_json::from_str(&text)
+                    .with_context(|| format!("{shown} is not a description of a machine"))?
+            }
+            None => named(self, sizes, dtype)?,
+        };
+        match self.flops[..] {
+            [] => {}
+            [both] => set_flops(&mut machine.device, both, both)?,
+            [forward, backward] => set_flops(&mut machine.device, forward, backward)?,
+            _ => bail!("--flops takes one number, or two: forward and backward"),
+        }
+        machine.stragglers.extend(self.straggler.iter().copied());
+        Ok(machine)
+    }
+
+    /// Whether any option was given.
+    pub fn any_given(&self) -> bool {
+        let MachineOptions {
+            gpu,
+            node,
+            link,
+            nics,
+            flops,
+            straggler,
+            file,
+        } = self;
+        let named = gpu.is_some() || node.is_some() || nics.is_some() || file.is_some();
+        named || !link.is_empty() || !flops.is_empty() || !straggler.is_empty()
+    }
 }
 
 fn named(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> Result<Machine> {
     let device = match options.gpu.as_deref() {
         Some("here") => here(sizes, dtype)?,
         Some("tuned") => tuned()?,
-        name => find_device(name.unwrap_or("h200"))
-            .map_err(|error| anyhow!("{error}, here: the CPU kernel as measured now, and tuned: this machine's GPU as encke tune measured it"))?,
+        name => find_device(name.unwrap_or("h200")).map_err(|error| {
+            anyhow!(
+                "{error}, here: the CPU kernel as measured now, and tuned: this machine's GPU as \
+                 encke tune measured it"
+            )
+        })?,
     };
-    let link = |at: usize, usual: &str| {
-        let name = options.link.get(at).map_or(usual, String::as_str);
+    let link = |at: usize, default: &str| {
+        let name = options.link.get(at).map_or(default, String::as_str);
         find_link(name)
     };
     if options.link.len() > 2 {
@@ -78,7 +127,7 @@ fn named(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> Result
     })
 }
 
-/// The CPU kernel of this machine as a device: each rank has a machine like it to itself.
+/// The CPU kernel of this machine as a device; each rank has such a machine to itself.
 fn here(sizes: &ShapeOptions, dtype: DType) -> Result<Device> {
     let progress = spinner("measuring the kernel");
     let kernel = CpuKernel::new()?;
@@ -112,7 +161,7 @@ fn tuned() -> Result<Device> {
     let profile = MachineProfile::load(&MachineId::current())?;
     let gpu = profile.and_then(|profile| profile.gpu);
     let gpu = gpu.context(
-        "no GPU was measured here with this version; encke tune does, where there is one",
+        "no GPU was measured on this machine with this version; encke tune measures it, if there is one",
     )?;
     Ok(gpu.device)
 }
@@ -120,18 +169,17 @@ fn tuned() -> Result<Device> {
 fn set_flops(device: &mut Device, forward: f64, backward: f64) -> Result<()> {
     for flops in [forward, backward] {
         if !(flops > 0.0 && flops.is_finite()) {
-            bail!("--flops {flops} is no speed; give operations per second, such as 5e14");
+            bail!("--flops {flops} is not a speed; give operations per second, such as 5e14");
         }
     }
-    let told = device.rates.first().cloned();
-    let Some(told) = told else {
-        bail!("the machine's device has no rates; give it one for the type in question");
+    let Some(first) = device.rates.first().cloned() else {
+        bail!("the machine's device has no rates; add one for the type of the tensors");
     };
-    // A speed that was given holds for every type, with the first one's other figures.
+    // A given speed applies to every type, with the other figures of the first rate.
     device.rates = DType::ALL
         .into_iter()
         .map(|dtype| {
-            let mut rate = told.clone();
+            let mut rate = first.clone();
             rate.dtype = dtype;
             rate.forward.flops = forward;
             rate.backward.flops = backward;
@@ -140,4 +188,15 @@ fn set_flops(device: &mut Device, forward: f64, backward: f64) -> Result<()> {
         })
         .collect();
     Ok(())
+}
+
+/// Parses a rank and its slowdown.
+fn straggler(text: &str) -> Result<(usize, f64), String> {
+    let error = || "write a rank and a factor, as in 17:1.5".to_string();
+    let (rank, factor) = text.split_once(':').ok_or_else(error)?;
+    let factor = factor.parse::<f64>().map_err(|_| error())?;
+    match factor.is_finite() && factor > 0.0 {
+        true => Ok((count(rank)?, factor)),
+        false => Err(error()),
+    }
 }

@@ -1,4 +1,4 @@
-//! `encke tune --check`: thirty decisions beside the best of an exhaustive search, in a table.
+//! `encke tune --check`: thirty decisions against the best of an exhaustive search.
 
 use std::path::Path;
 
@@ -8,23 +8,23 @@ use encke::tune::{
     ChoiceCheck, GOOD_MARGIN, MachineId, MachineProfile, MachineSource, check, median_error,
     raw_median_error, threads_here,
 };
+use encke_lab::Verdict;
+use encke_lab::format::seconds;
+use encke_lab::output::OutputFile;
+use encke_lab::process::MachineInfo;
+use encke_lab::table::Table;
+use encke_lab::terminal::{bar, say};
 use serde::Serialize;
 
-use crate::Verdict;
 use crate::explain::name;
-use crate::output::OutputFile;
-use crate::process::Machine;
-use crate::simulate::report::seconds;
-use crate::table::Table;
-use crate::terminal::{bar, say};
 
-/// What predictions aim at, in the middle.
-const AIM: f64 = 0.15;
+/// The largest median error of predictions that passes.
+const LARGEST_ERROR: f64 = 0.15;
 
 /// What `--record` writes.
 #[derive(Debug, Serialize)]
-struct Record<'a> {
-    machine: Machine,
+struct TuneCheckRecord<'a> {
+    machine: MachineInfo,
     source: String,
     repeats: usize,
     median_error: f64,
@@ -35,14 +35,11 @@ struct Record<'a> {
 /// Runs the check.
 pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
     if repeats == 0 {
-        bail!("--repeats 0 leaves nothing to compare; give 1 or more");
+        bail!("--repeats 0 measures nothing; give 1 or more");
     }
-    let mut file = match record {
-        Some(path) => Some(OutputFile::create(path, &[])?),
-        None => None,
-    };
+    let file = OutputFile::create_optional(record, &[])?;
     let (machine, source) = threads_here()?;
-    // A record goes to other people, to whom the place of a file means nothing.
+    // Records are published, and the path of the profile means nothing elsewhere.
     let (source, profile) = match source {
         MachineSource::Measured(_) => (
             "measured here".to_string(),
@@ -60,18 +57,16 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
     let checked = check(kernel, &machine, yardstick_s, repeats, &mut show)?;
     progress.finish_and_clear();
     let error = median_error(&checked);
-    if let Some(file) = &mut file {
-        let record = Record {
-            machine: Machine::here(),
-            source: source.clone(),
-            repeats,
-            median_error: error,
-            raw_median_error: raw_median_error(&checked),
-            configurations: &checked,
-        };
+    let record = TuneCheckRecord {
+        machine: MachineInfo::here(),
+        source: source.clone(),
+        repeats,
+        median_error: error,
+        raw_median_error: raw_median_error(&checked),
+        configurations: &checked,
+    };
+    if let Some(mut file) = file {
         file.write(|to| Ok(serde_json::to_writer(to, &record)?))?;
-    }
-    if let Some(file) = file {
         file.keep()?;
     }
     let good = checked
@@ -80,25 +75,22 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
         .count();
     let tried: usize = checked.iter().map(|of| of.tried.len()).sum();
     let mut text = format!(
-        "{}; {repeats} runs of each alternative and more of those in front, medians; behind: turn by \
-         turn; pace: how many times as long a yardstick took as when the machine was measured; machine: \
+        "{}; {repeats} runs of each alternative and more of the fastest, medians; behind: ratio of each \
+         turn; pace: time of a calibration call relative to that in the profile; machine: \
          {source}\n\n{}",
-        Machine::here().processor,
+        MachineInfo::here().processor,
         table(&checked)
     );
     text += &format!(
         "\n{good} of {} choices are within {:.0} % of the best of an exhaustive search; \
-         median error of {tried} predictions {:.1} %, at the pace of their time {:.1} %\n",
+         median error of {tried} predictions {:.1} %, corrected for pace {:.1} %\n",
         checked.len(),
         100.0 * GOOD_MARGIN,
         100.0 * raw_median_error(&checked),
         100.0 * error,
     );
     say(&text)?;
-    Ok(match good == checked.len() && error <= AIM {
-        true => Verdict::Fine,
-        false => Verdict::CheckFailed,
-    })
+    Ok(Verdict::of(good == checked.len() && error <= LARGEST_ERROR))
 }
 
 fn table(checked: &[ChoiceCheck]) -> Table {

@@ -1,8 +1,7 @@
-//! `encke tune`: this machine in numbers, kept for whatever is left open later.
+//! `encke tune`: measures this machine and stores the profile that `auto` options use.
 //!
-//! Measuring is the library's; here a file is written and shown. The decision here: tuning is asked
-//! for, never done on the side, because a command that measures for a minute before it does what it
-//! was told is a nuisance.
+//! Measuring is the library's; here the file is written and printed. The decision here: no other
+//! command measures on its own, because none should take a minute longer than its work.
 
 mod check;
 
@@ -13,13 +12,12 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use encke::cost::Machine;
 use encke::tune::{DEFAULT_LIMIT, MachineId, MachineProfile, builtin_machine, measure};
-
-use crate::Verdict;
-use crate::number::count;
-use crate::output::OutputFile;
-use crate::simulate::report::{flops, seconds};
-use crate::table::Table;
-use crate::terminal::{Paint, bar, say};
+use encke_lab::Verdict;
+use encke_lab::format::{flops, seconds};
+use encke_lab::number::count;
+use encke_lab::output::OutputFile;
+use encke_lab::table::Table;
+use encke_lab::terminal::{Paint, bar, say};
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
@@ -27,43 +25,43 @@ Examples:
   encke tune
       Measure this machine: kernels in every type, memory, hops between threads.
   encke tune --show
-      What was measured, or that nothing was, and where it is kept.
+      The stored profile, or that there is none, and its path.
   encke plan --tokens 64k --heads 8 --dim 64 --causal --explain
-      What is decided by it.
+      The decisions it is used for.
   encke tune --seconds 10
-      Measure for less long, and less well.
+      Measure for a shorter time, with less precision.
   encke tune --check --record auto.json
-      Thirty decisions beside the best of an exhaustive search; minutes, on a quiet machine.
+      Thirty decisions against the best of an exhaustive search; minutes, on an idle machine.
 
-The profile is kept in $XDG_CONFIG_HOME/encke (~/.config/encke) under a name made of the processor,
-its cores, the GPU and this version: another machine or another version does not find it. Nothing
-needs it; without it, built-in figures are used and said to be.
+The profile is stored in $XDG_CONFIG_HOME/encke (~/.config/encke) under a name made of the processor,
+its cores, the GPU and this version: another machine or another version does not use it. It is
+optional; without it, commands use built-in figures and say so.
 
-Exit codes: 0 success, 1 --check found a choice more than 5 % behind the best, or predictions
-more than 15 % off in the middle, 2 any other error.";
+Exit codes: 0 success, 1 --check found a choice more than 5 % slower than the best, or a
+median error of predictions above 15 %, 2 any other error.";
 
 /// Measures this machine.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Show what is known of this machine instead of measuring it.
+    /// Show the stored profile instead of measuring.
     #[arg(long)]
     show: bool,
 
-    /// How long to measure; one turn of everything is taken in any case [default: 50].
+    /// Seconds to measure; everything is measured at least once [default: 50].
     #[arg(long, value_name = "S")]
     seconds: Option<f64>,
 
-    /// Print JSON: the profile as it is kept.
+    /// Print the profile as JSON.
     #[arg(long)]
     json: bool,
 
-    /// Hold decisions against reality instead: thirty mixed configurations, what is chosen beside
-    /// the best of all alternatives, each of them run. For a machine with nothing else to do.
+    /// Check decisions instead: run all alternatives of thirty mixed configurations, and compare the
+    /// choice with the best. For an idle machine.
     #[arg(long, conflicts_with_all = ["show", "json", "seconds"])]
     check: bool,
 
-    /// With --check, how often each alternative runs before the eight in front run seven times more;
-    /// medians count.
+    /// With --check, how often each alternative runs before the eight fastest run seven times more;
+    /// medians are compared.
     #[arg(long, value_name = "TIMES", value_parser = count, default_value = "2")]
     repeats: usize,
 
@@ -85,13 +83,13 @@ pub fn run(options: &Options) -> Result<Verdict> {
         None => DEFAULT_LIMIT,
         Some(seconds) => match Duration::try_from_secs_f64(seconds) {
             Ok(limit) if !limit.is_zero() => limit,
-            _ => bail!("--seconds {seconds} is no length of time; give seconds, more than 0"),
+            _ => bail!("--seconds {seconds} is not a length of time; give seconds, more than 0"),
         },
     };
     let path = MachineProfile::path(&here)?;
     if let Some(folder) = path.parent() {
         let made = std::fs::create_dir_all(folder);
-        made.with_context(|| format!("cannot make {}", folder.display()))?;
+        made.with_context(|| format!("cannot create {}", folder.display()))?;
     }
     let mut file = OutputFile::create(&path, &[])?;
     let progress = bar(100);
@@ -104,7 +102,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     file.keep()?;
     let text = match options.json {
         true => serde_json::to_string_pretty(&profile)? + "\n",
-        false => words(&profile) + &format!("kept in {}\n", path.display()),
+        false => to_text(&profile) + &format!("stored in {}\n", path.display()),
     };
     say(&text)?;
     Ok(Verdict::Fine)
@@ -114,11 +112,11 @@ fn show(here: &MachineId, json: bool) -> Result<Verdict> {
     let path = MachineProfile::path(here)?;
     let text = match (MachineProfile::load(here)?, json) {
         (Some(profile), true) => serde_json::to_string_pretty(&profile)? + "\n",
-        (Some(profile), false) => words(&profile) + &format!("kept in {}\n", path.display()),
+        (Some(profile), false) => to_text(&profile) + &format!("stored in {}\n", path.display()),
         (None, true) => serde_json::to_string_pretty(&builtin_machine(here))? + "\n",
         (None, false) => format!(
             "{}\nNothing was measured here with this version, so built-in figures are used.\n\
-             encke tune measures, and keeps the profile in {}\n",
+             encke tune measures this machine and stores the profile in {}\n",
             here.to_text(),
             path.display()
         ),
@@ -127,7 +125,7 @@ fn show(here: &MachineId, json: bool) -> Result<Verdict> {
     Ok(Verdict::Fine)
 }
 
-fn words(profile: &MachineProfile) -> String {
+fn to_text(profile: &MachineProfile) -> String {
     let paint = Paint::stdout();
     let MachineProfile {
         here,
@@ -138,7 +136,7 @@ fn words(profile: &MachineProfile) -> String {
         ..
     } = profile;
     let mut text = format!(
-        "{}\nmeasured in {}; readings are told within {:.1} %\n\n",
+        "{}\nmeasured in {}; fitted within {:.1} %\n\n",
         here.to_text(),
         seconds(*measured_s),
         100.0 * misfit
@@ -158,7 +156,7 @@ fn words(profile: &MachineProfile) -> String {
 }
 
 fn rates(machine: &Machine) -> String {
-    let mut table = Table::new(2, ["type", "numbers a head", "forward", "backward"]);
+    let mut table = Table::new(2, ["type", "head dimension", "forward", "backward"]);
     for rate in &machine.device.rates {
         table.row([
             rate.dtype.to_string(),
@@ -174,7 +172,7 @@ fn memory(paint: &Paint, machine: &Machine, hop: &str) -> String {
     let speed = |bytes_per_s: f64| format!("{:.1} GB/s", bytes_per_s / 1e9);
     let device = &machine.device;
     format!(
-        "{}\n  copies {} (rows with gaps {}), cells {}, {hop} {} and {}\n",
+        "{}\n  copies {} (strided rows {}), cells {}, {hop} {} and {}\n",
         paint.bold("Memory"),
         speed(device.bytes_per_s),
         speed(device.apart_bytes_per_s.unwrap_or(device.bytes_per_s)),

@@ -1,10 +1,9 @@
 //! Curves over steps, drawn on even scales and named where they end.
 
-use encke_cli::report::axis::{Frame, Screen, canvas};
-use encke_cli::report::lines::{Series, ends_named, names_width};
-use encke_cli::report::markup::Element;
-use encke_cli::report::scale::{Scale, Unit};
-use encke_cli::report::stack::polyline;
+use encke_lab::charts::axis::{Frame, Screen, canvas, polyline};
+use encke_lab::charts::lines::{Series, ends_named, names_width};
+use encke_lab::charts::markup::Element;
+use encke_lab::charts::scale::{Scale, Unit};
 
 /// The colours of curves, as classes of the style sheet, in the order in which they are used. Two
 /// curves that may coincide are told apart by their width, too.

@@ -10,9 +10,9 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
-use encke_cli::Verdict;
-use encke_cli::output::OutputFile;
-use encke_cli::terminal::{Paint, note};
+use encke_lab::Verdict;
+use encke_lab::output::OutputFile;
+use encke_lab::terminal::{Paint, note};
 
 use crate::record::Record;
 

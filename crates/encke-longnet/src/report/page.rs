@@ -2,10 +2,10 @@
 
 use anyhow::Result;
 use encke::explain::{bytes, grouped};
-use encke_cli::report::axis::Screen;
-use encke_cli::report::markup::Element;
-use encke_cli::report::page::{around, charts, details, percent, section};
-use encke_cli::report::tables::table;
+use encke_lab::charts::axis::Screen;
+use encke_lab::charts::html::{self, charts, details, section, table};
+use encke_lab::charts::markup::Element;
+use encke_lab::format::percent;
 
 use super::curves::{Curve, draw};
 use crate::record::{Record, Retrieval, Training};
@@ -52,7 +52,11 @@ pub fn document(records: &[Record]) -> Result<String> {
         }
     }
     let data = serde_json::to_string(records)?;
-    Ok(around("longnet: a LongNet that learns", main, &data))
+    Ok(html::document(
+        "longnet: a LongNet that learns",
+        main,
+        &data,
+    ))
 }
 
 fn who(run: &Training) -> String {

@@ -11,11 +11,11 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use encke_cli::Verdict;
-use encke_cli::number::count;
-use encke_cli::output::OutputFile;
-use encke_cli::table::Table;
-use encke_cli::terminal::{long_bar, note, say};
+use encke_lab::Verdict;
+use encke_lab::number::count;
+use encke_lab::output::OutputFile;
+use encke_lab::table::Table;
+use encke_lab::terminal::{long_bar, note, say};
 
 use learn::Lessons;
 pub use learn::{Learned, Reach};

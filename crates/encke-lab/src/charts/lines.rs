@@ -1,0 +1,166 @@
+//! Lines on two ratio scales, where a power of the ring size is a straight line.
+//!
+//! The decision here: lines are labelled where they end, and labels that would meet are moved apart;
+//! lines that coincide still have a label each.
+
+use super::axis::{Anchor, Frame, LETTER, label, line, polyline, text_width};
+use super::markup::Element;
+use super::scale::{Scale, Unit};
+
+/// A line to draw.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Series {
+    /// What it is, in words.
+    pub name: String,
+    /// What is written where it ends.
+    pub end: String,
+    /// Its colour, as a class of the style sheet.
+    pub class: String,
+    /// (x, measured, planned); what is 0 is not drawn.
+    pub points: Vec<(f64, f64, f64)>,
+}
+
+/// Room that a chart leaves to the right of its plot for the names.
+pub fn names_width(series: &[Series]) -> f64 {
+    let widths = series.iter().map(|series| text_width(&series.end));
+    widths.fold(0.0, f64::max) + 22.0
+}
+
+/// The lines, with their axes. `guide` begins at a point and falls as 1/x.
+pub fn draw(
+    frame: Frame,
+    series: &[Series],
+    guide: Option<(f64, f64)>,
+    unit: Unit,
+    titles: (&str, &str),
+) -> Element {
+    let points = || series.iter().flat_map(|series| &series.points);
+    let shown = points().flat_map(|(_, measured, planned)| [*measured, *planned]);
+    let shown: Vec<f64> = shown.filter(|value| *value > 0.0).collect();
+    let (low, high) = ends(&shown);
+    let (first, last) = ends(&points().map(|point| point.0).collect::<Vec<_>>());
+    let x = Scale::doubling(
+        Unit::Count,
+        (first, last),
+        (frame.left + 8.0, frame.right() - 8.0),
+    );
+    let y = Scale::doubling(unit, (low / 1.3, high * 1.3), (frame.bottom(), frame.top));
+    let mut chart = Element::new("g")
+        .class("lines")
+        .with(frame.left_axis(&y, 6, titles.1))
+        .with(frame.bottom_axis(&x, 8, titles.0));
+    let mut names = Vec::new();
+    for series in series {
+        let places = series
+            .points
+            .iter()
+            .filter(|(_, measured, _)| *measured > 0.0);
+        let places: Vec<(f64, f64)> = places
+            .map(|(at, value, _)| (x.at(*at), y.at(*value)))
+            .collect();
+        chart = chart.with(polyline(&format!("line {}", series.class), &places));
+        for (at, measured, planned) in &series.points {
+            chart = chart.with_all(marks(&x, &y, series, (*at, *measured, *planned), unit));
+        }
+        names.extend(places.last().map(|place| (place.1, series)));
+    }
+    // Above the lines: it says the most where one of them lies under it.
+    if let Some((from, value)) = guide {
+        let end = value * from / last;
+        let points = [(x.at(from), y.at(value)), (x.at(last), y.at(end))];
+        chart = chart.with(polyline("guide", &points));
+    }
+    chart.with_all(ends_named(frame, names))
+}
+
+/// A filled dot for what was measured within a ring for what was planned.
+fn marks(
+    x: &Scale,
+    y: &Scale,
+    series: &Series,
+    (at, measured, planned): (f64, f64, f64),
+    unit: Unit,
+) -> Vec<Element> {
+    let words = format!(
+        "{} on {at:.0}: {} measured, {} planned",
+        series.name,
+        unit.words(measured),
+        unit.words(planned)
+    );
+    let dot = |kind: &str, value: f64, radius: f64| {
+        let class = format!("mark {kind} {}", series.class);
+        Element::new("circle")
+            .class(class)
+            .place([("cx", x.at(at)), ("cy", y.at(value)), ("r", radius)])
+            .set("data-tip", &words)
+    };
+    let rings = (planned > 0.0).then(|| dot("planned", planned, 5.0));
+    let dots = (measured > 0.0).then(|| dot("measured", measured, 2.8));
+    rings.into_iter().chain(dots).collect()
+}
+
+/// Names at the right, each with a thin line to the end it belongs to.
+pub fn ends_named(frame: Frame, mut names: Vec<(f64, &Series)>) -> Vec<Element> {
+    names.sort_by(|one, other| one.0.total_cmp(&other.0));
+    let wanted: Vec<f64> = names.iter().map(|(y, _)| *y).collect();
+    let places = apart(&wanted, LETTER + 3.0, (frame.top, frame.bottom()));
+    let named = names.iter().zip(places).flat_map(|((end, series), place)| {
+        let (from, to) = ((frame.right() - 2.0, *end), (frame.right() + 12.0, place));
+        [
+            line(&format!("leader {}", series.class), from, to),
+            label(
+                frame.right() + 16.0,
+                place + 4.0,
+                Anchor::Start,
+                &series.end,
+            )
+            .class("name"),
+        ]
+    });
+    named.collect()
+}
+
+/// Rising places moved as little as a few passes manage until they are `distance` apart, and
+/// within the bounds where there is room.
+fn apart(wanted: &[f64], distance: f64, (top, bottom): (f64, f64)) -> Vec<f64> {
+    let mut places = wanted.to_vec();
+    for i in 0..places.len() {
+        let above = if i == 0 {
+            top
+        } else {
+            places[i - 1] + distance
+        };
+        places[i] = places[i].max(above);
+    }
+    let mut below = bottom;
+    for place in places.iter_mut().rev() {
+        *place = place.min(below);
+        below = *place - distance;
+    }
+    places
+}
+
+fn ends(values: &[f64]) -> (f64, f64) {
+    let low = values.iter().copied().fold(f64::INFINITY, f64::min);
+    let high = values.iter().copied().fold(0.0, f64::max);
+    if low.is_finite() {
+        (low, high)
+    } else {
+        (1.0, 2.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::apart;
+
+    #[test]
+    fn names_are_moved_apart_and_stay_inside() {
+        let places = apart(&[10.0, 10.0, 10.0, 95.0, 99.0], 15.0, (0.0, 100.0));
+        for pair in places.windows(2) {
+            assert!(pair[1] - pair[0] >= 15.0 - 1e-9, "{places:?}");
+        }
+        assert!(places[0] >= 0.0 && places[4] <= 100.0, "{places:?}");
+        assert_eq!(apart(&[10.0, 50.0], 15.0, (0.0, 100.0)), [10.0, 50.0]);
+    }
+}

@@ -1,0 +1,116 @@
+//! Stacked bars, two for each name: what was measured, solid, and what was planned, pale.
+//!
+//! Not a general bar chart: heights are bytes, and a dashed line shows what 1/p would be.
+
+use super::axis::{Frame, polyline};
+use super::markup::Element;
+use super::scale::{Scale, Unit};
+
+/// A part of a bar.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Part {
+    /// What it is, in words.
+    pub name: &'static str,
+    /// Its colour, as a class of the style sheet.
+    pub class: String,
+    /// How much of it there is.
+    pub bytes: usize,
+}
+
+/// The two bars of a ring size.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Pair {
+    /// The ring size.
+    pub ranks: usize,
+    /// What was measured, from the bottom up.
+    pub measured: Vec<Part>,
+    /// What was planned, in the same order.
+    pub planned: Vec<Part>,
+}
+
+/// All bytes of a bar.
+pub fn total(parts: &[Part]) -> usize {
+    parts.iter().map(|part| part.bytes).sum()
+}
+
+/// The bars, with their axes. `guide` is the bytes that 1/p leads to on one rank; the line begins
+/// at the first ring that has `guide_from` ranks.
+pub fn draw(frame: Frame, pairs: &[Pair], guide: f64, guide_from: usize) -> Element {
+    let most = pairs
+        .iter()
+        .flat_map(|pair| [total(&pair.measured), total(&pair.planned)]);
+    let most = most.max().unwrap_or(0) as f64;
+    let scale = Scale::even(Unit::Bytes, (0.0, most * 1.02), (frame.bottom(), frame.top));
+    let band = frame.width / pairs.len().max(1) as f64;
+    let middle = |index: usize| frame.left + band * (index as f64 + 0.5);
+    let width = (band * 0.36).min(34.0);
+    let mut chart = Element::new("g").class("stack").with(frame.left_axis(
+        &scale,
+        6,
+        "bytes of the fullest rank",
+    ));
+    for (index, pair) in pairs.iter().enumerate() {
+        let gap = 1.0;
+        let left = middle(index) - width - gap;
+        chart = chart
+            .with(bar(
+                &scale,
+                left,
+                width,
+                pair.ranks,
+                "measured",
+                &pair.measured,
+            ))
+            .with(bar(
+                &scale,
+                left + width + 2.0 * gap,
+                width,
+                pair.ranks,
+                "planned",
+                &pair.planned,
+            ));
+    }
+    let on_guide = |(index, pair): (usize, &Pair)| {
+        (pair.ranks >= guide_from).then(|| (middle(index), scale.at(guide / pair.ranks as f64)))
+    };
+    let points: Vec<(f64, f64)> = pairs.iter().enumerate().filter_map(on_guide).collect();
+    if points.len() > 1 {
+        chart = chart.with(polyline("guide", &points));
+    }
+    let names = pairs.iter().enumerate();
+    let names = names.map(|(index, pair)| (middle(index), pair.ranks.to_string()));
+    chart.with(frame.bottom_labels(names, "ranks in the ring, p"))
+}
+
+/// One bar. Parts are set apart by a hair of background, for those who see no colours.
+fn bar(scale: &Scale, left: f64, width: f64, ranks: usize, kind: &str, parts: &[Part]) -> Element {
+    let mut bar = Element::new("g").class(format!("bar {kind}"));
+    let mut below = 0;
+    let all = total(parts);
+    for part in parts.iter().filter(|part| part.bytes > 0) {
+        let (low, high) = (
+            scale.at(below as f64),
+            scale.at((below + part.bytes) as f64),
+        );
+        let hair = if low - high > 2.5 { 0.75 } else { 0.0 };
+        let words = format!(
+            "{} on each of {ranks}: {} {kind}, of {} in all",
+            part.name,
+            Unit::Bytes.words(part.bytes as f64),
+            Unit::Bytes.words(all as f64),
+        );
+        bar = bar.with(
+            Element::new("rect")
+                .class(format!("mark {}", part.class))
+                .place([
+                    ("x", left),
+                    ("y", high),
+                    ("width", width),
+                    ("height", low - high - hair),
+                ])
+                .set("data-tip", words),
+        );
+        below += part.bytes;
+    }
+    bar
+}

@@ -1,0 +1,85 @@
+//! Devices by name: `cpu`, `cuda`, `cuda:N`.
+//!
+//! The decision here: a program that is asked for a GPU opens that GPU or fails with an error that
+//! says what is missing. It never falls back to the CPU.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::{Context, Result};
+use encke::CudaKernel;
+use serde::{Deserialize, Serialize};
+
+/// The device that computes attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub enum ComputeDevice {
+    /// The processor.
+    #[default]
+    Cpu,
+    /// The NVIDIA GPU with this index.
+    Cuda(usize),
+}
+
+impl FromStr for ComputeDevice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<ComputeDevice, String> {
+        let index = |digits: &str| digits.parse().ok().map(ComputeDevice::Cuda);
+        let device = match text {
+            "cpu" => Some(ComputeDevice::Cpu),
+            "cuda" => Some(ComputeDevice::Cuda(0)),
+            other => other.strip_prefix("cuda:").and_then(index),
+        };
+        device.ok_or_else(|| "write cpu, cuda, or cuda:N for the GPU with index N".to_string())
+    }
+}
+
+impl fmt::Display for ComputeDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ComputeDevice::Cpu => f.write_str("cpu"),
+            ComputeDevice::Cuda(index) => write!(f, "cuda:{index}"),
+        }
+    }
+}
+
+impl From<ComputeDevice> for String {
+    fn from(device: ComputeDevice) -> String {
+        device.to_string()
+    }
+}
+
+impl TryFrom<String> for ComputeDevice {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<ComputeDevice, String> {
+        text.parse()
+    }
+}
+
+/// The kernel of the GPU with this index, or why there is none.
+pub fn open_gpu(index: usize) -> Result<CudaKernel> {
+    CudaKernel::new(index).with_context(|| format!("--device cuda:{index}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn device_names_parse_back_and_other_text_is_refused() {
+        for (text, device) in [
+            ("cpu", ComputeDevice::Cpu),
+            ("cuda", ComputeDevice::Cuda(0)),
+            ("cuda:0", ComputeDevice::Cuda(0)),
+            ("cuda:11", ComputeDevice::Cuda(11)),
+        ] {
+            assert_eq!(text.parse(), Ok(device));
+            assert_eq!(device.to_string().parse(), Ok(device));
+        }
+        for text in ["", "gpu", "CUDA", "cuda:", "cuda:-1", "cuda:x", "cuda0"] {
+            assert!(text.parse::<ComputeDevice>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! What a rank holds as the ring grows: bars that show the parts, and lines that show the law.
+
+use std::collections::BTreeMap;
+
+use encke::plan::program::Component;
+
+use super::findings::{PassFindings, RingFindings};
+use crate::charts::axis::{Frame, Screen, canvas};
+use crate::charts::lines::{self, Series};
+use crate::charts::markup::Element;
+use crate::charts::scale::Unit;
+use crate::charts::stack::{self, Pair, Part};
+use crate::charts::theme::class;
+use crate::format::signed;
+
+/// How near to −1 an exponent is called so.
+const NEAR: f64 = 0.02;
+
+/// The finding, with its number.
+pub fn finding(passes: &[PassFindings]) -> String {
+    let exponents: Vec<f64> = passes
+        .iter()
+        .filter_map(PassFindings::buffers_exponent)
+        .collect();
+    let words: Vec<String> = exponents.iter().map(|exponent| signed(*exponent)).collect();
+    let near = exponents
+        .iter()
+        .all(|exponent| (exponent + 1.0).abs() <= NEAR);
+    let words = match &words[..] {
+        [forward, backward] => format!("exponent {forward} forward, {backward} backward"),
+        [only] => format!("exponent {only}"),
+        _ => return "What a rank holds".to_string(),
+    };
+    match near {
+        true => format!("Each rank holds 1/p: {words}"),
+        false => format!("What a rank holds falls with the ring: {words}"),
+    }
+}
+
+/// The components of a pass, how the two bars differ, and the dashed line.
+pub fn legend(pass: &PassFindings) -> Vec<(String, String)> {
+    let components = pass.components().into_iter();
+    let components = components.map(|component| (class(component), component.name()));
+    let others = [
+        ("all", "measured (left; dots)"),
+        ("all planned", "planned (right; circles)"),
+        ("dashes", "falls as 1/p"),
+    ];
+    let entries = components.chain(others);
+    entries
+        .map(|(class, words)| (class.to_string(), words.to_string()))
+        .collect()
+}
+
+/// Both charts, side by side where there is room.
+pub fn draw(pass: &PassFindings, screen: Screen) -> Element {
+    let series = series(pass, screen);
+    let names = lines::names_width(&series);
+    let (bars, plot, height) = match screen {
+        Screen::Wide => {
+            let bars = Frame {
+                left: 62.0,
+                top: 34.0,
+                width: 420.0,
+                height: 300.0,
+            };
+            let left = 574.0;
+            let plot = Frame {
+                left,
+                width: screen.width() - left - names,
+                ..bars
+            };
+            (bars, plot, 390.0)
+        }
+        Screen::Narrow => {
+            let bars = Frame {
+                left: 62.0,
+                top: 34.0,
+                width: 290.0,
+                height: 220.0,
+            };
+            let width = screen.width() - 62.0 - names;
+            (
+                bars,
+                Frame {
+                    top: 344.0,
+                    width,
+                    ..bars
+                },
+                620.0,
+            )
+        }
+    };
+    let (pairs, guide) = (pairs(pass), guide(pass));
+    let (ranks, bytes) = guide.unwrap_or((1.0, 0.0));
+    let words = format!(
+        "Memory of the fullest rank by ring size, {} pass",
+        pass.name
+    );
+    canvas(screen.width(), height, &words)
+        .with(stack::draw(bars, &pairs, ranks * bytes, ranks as usize))
+        .with(lines::draw(
+            plot,
+            &series,
+            guide,
+            Unit::Bytes,
+            ("ranks in the ring, p", "bytes, with exponents"),
+        ))
+}
+
+/// Where the 1/p line begins: at the first ring that is fitted.
+fn guide(pass: &PassFindings) -> Option<(f64, f64)> {
+    let ring = pass.fitted_rings().first()?;
+    let bytes = ring.buffer_bytes(|ring| &ring.measured);
+    Some((ring.ranks as f64, bytes as f64))
+}
+
+/// The bars. The workspace is on top, since the line is about what lies below it.
+fn pairs(pass: &PassFindings) -> Vec<Pair> {
+    let components = pass.components();
+    let parts = |held: &BTreeMap<Component, usize>| {
+        let part = |component: &Component| Part {
+            name: component.name(),
+            class: class(*component).to_string(),
+            bytes: held.get(component).copied().unwrap_or(0),
+        };
+        components.iter().map(part).collect()
+    };
+    let pair = |ring: &RingFindings| Pair {
+        ranks: ring.ranks,
+        measured: parts(&ring.measured),
+        planned: parts(&ring.planned),
+    };
+    pass.rings.iter().map(pair).collect()
+}
+
+/// A line for each component, and one for all buffers.
+fn series(pass: &PassFindings, screen: Screen) -> Vec<Series> {
+    // On a narrow screen the colour says which line it is, and the table says it in words.
+    let end = |name: &str, exponent: Option<f64>| match (screen, exponent) {
+        (Screen::Wide, Some(exponent)) => format!("{name} {}", signed(exponent)),
+        (Screen::Wide, None) => name.to_string(),
+        (Screen::Narrow, exponent) => exponent.map_or("–".to_string(), signed),
+    };
+    let of = |held: &BTreeMap<Component, usize>, component: Component| {
+        held.get(&component).copied().unwrap_or(0) as f64
+    };
+    let component = |component: Component| Series {
+        name: component.name().to_string(),
+        end: end(component.name(), pass.exponent(component)),
+        class: class(component).to_string(),
+        points: pass
+            .rings
+            .iter()
+            .map(|ring| {
+                let (measured, planned) = (&ring.measured, &ring.planned);
+                (
+                    ring.ranks as f64,
+                    of(measured, component),
+                    of(planned, component),
+                )
+            })
+            .collect(),
+    };
+    let all = Series {
+        name: "all buffers".to_string(),
+        end: end("all buffers", pass.buffers_exponent()),
+        class: "all".to_string(),
+        points: pass
+            .rings
+            .iter()
+            .map(|ring| {
+                let measured = ring.buffer_bytes(|ring| &ring.measured) as f64;
+                let planned = ring.buffer_bytes(|ring| &ring.planned) as f64;
+                (ring.ranks as f64, measured, planned)
+            })
+            .collect(),
+    };
+    let components = pass.components().into_iter().map(component);
+    [all].into_iter().chain(components).collect()
+}

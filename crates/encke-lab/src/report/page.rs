@@ -1,0 +1,267 @@
+//! The page: a heading, the findings in a row, and a section for each chart.
+//!
+//! The decision here: a section's heading is its finding, with the number, made from the data; the
+//! chart below is the evidence and the table below that is the chart for those who cannot see it.
+
+use encke::explain::grouped;
+use encke::trace::Activity;
+
+use super::findings::{Findings, PassFindings};
+use super::{memory_chart, panels, prediction_chart, tables, timeline, traffic};
+use crate::charts::html::{self, charts, details, legend, section};
+use crate::charts::markup::Element;
+use crate::format::{percent, signed};
+
+/// The whole document.
+pub fn document(findings: &Findings) -> serde_json::Result<String> {
+    let title = title(findings);
+    let main = Element::new("main")
+        .with(Element::new("p").class("eyebrow").text("encke report"))
+        .with(header(findings, &title))
+        .with(tiles(findings))
+        .with(memory_section(findings))
+        .with(timeline_section(findings))
+        .with(traffic_section(findings))
+        .with(pattern_section(findings))
+        .with_all(prediction_section(findings))
+        .with(environment_section(findings));
+    let data = serde_json::to_string(findings)?;
+    Ok(html::document(&format!("encke: {title}"), main, &data))
+}
+
+fn title(findings: &Findings) -> String {
+    let rings = findings.passes.iter().flat_map(|pass| &pass.rings);
+    let tokens = grouped(findings.setup.tokens as u128);
+    match rings.map(|ring| ring.ranks).max() {
+        None | Some(1) => format!("{tokens} tokens on one rank"),
+        Some(most) => format!("{tokens} tokens on rings of 1 to {most} ranks"),
+    }
+}
+
+fn header(findings: &Findings, title: &str) -> Element {
+    let setup = &findings.setup;
+    let words = format!(
+        "Exact attention with the pattern “{}”: {}. Tokens are cut {}. Everything below was run and \
+         measured for this page.",
+        setup.pattern, setup.sizes, setup.ring
+    );
+    Element::new("header")
+        .with(Element::new("h1").text(title))
+        .with(Element::new("p").text(words))
+}
+
+/// The findings in a row.
+fn tiles(findings: &Findings) -> Element {
+    let Some(forward) = findings.passes.first() else {
+        return Element::new("ul");
+    };
+    let setup = &findings.setup;
+    let mut tiles = Vec::new();
+    if let Some(exponent) = forward.buffers_exponent() {
+        tiles.push((
+            signed(exponent),
+            "exponent of a rank’s bytes against the ring size",
+        ));
+    }
+    let off = findings.passes.iter().map(PassFindings::largest_deviation);
+    tiles.push((
+        percent(off.fold(0.0, f64::max)),
+        "largest difference of measured and planned buffers",
+    ));
+    tiles.push((
+        percent(setup.pairs as f64 / setup.dense_pairs as f64),
+        "of plain attention’s pairs are computed",
+    ));
+    let shown = &forward.shown;
+    if shown.dense_ring_bytes > 0 {
+        tiles.push((
+            percent(shown.sent_bytes as f64 / shown.dense_ring_bytes as f64),
+            "of a dense ring’s bytes travel",
+        ));
+    }
+    let tile = |(number, words): (String, &str)| {
+        let number = Element::new("b").text(number);
+        Element::new("li").with(number).text(words)
+    };
+    Element::new("ul")
+        .class("tiles")
+        .with_all(tiles.into_iter().map(tile))
+}
+
+/// The heading of a pass, where there are several.
+fn pass_heading(findings: &Findings, pass: &PassFindings) -> Option<Element> {
+    let several = findings.passes.len() > 1;
+    several.then(|| Element::new("h3").text(format!("{} pass", capital(pass.name))))
+}
+
+fn capital(word: &str) -> String {
+    let mut letters = word.chars();
+    let first = letters.next().map(|letter| letter.to_ascii_uppercase());
+    first.into_iter().chain(letters).collect()
+}
+
+fn memory_section(findings: &Findings) -> Element {
+    let lead = "Bytes of the rank that holds most, for every ring size: measured from what it \
+                really allocates with buffers of its own, beside what the plan listed before. \
+                Exponents are fitted to what was measured (of what travels, from 4 ranks on: \
+                smaller rings need fewer buffers). The workspace is the kernel’s scratch memory, \
+                which ranks of one process share.";
+    let mut section = section("memory", &memory_chart::finding(&findings.passes), lead);
+    for pass in &findings.passes {
+        section = section
+            .with_all(pass_heading(findings, pass))
+            .with(legend(None, memory_chart::legend(pass)))
+            .with_all(charts(|screen| memory_chart::draw(pass, screen)));
+    }
+    section.with(details(findings.passes.iter().map(tables::memory)))
+}
+
+fn timeline_section(findings: &Findings) -> Element {
+    let Some(first) = findings.passes.first() else {
+        return Element::new("section");
+    };
+    let ranks = first.shown.ranks();
+    let finding = match ranks {
+        1 => "One rank computes, and waits for nobody".to_string(),
+        ranks => {
+            let share = |activity| percent(first.share(activity));
+            format!(
+                "On a ring of {ranks}, ranks compute {} of the time and wait {}",
+                share(Activity::Compute),
+                share(Activity::Wait)
+            )
+        }
+    };
+    let cores = findings
+        .environment
+        .iter()
+        .find(|(what, _)| what == "cores");
+    let cores = cores.map_or("the cores of this machine".to_string(), |(_, count)| {
+        format!("{count} core{}", if count == "1" { "" } else { "s" })
+    });
+    let lead = format!(
+        "What each rank did, from its own clock. Rows travel while it computes; only what is left \
+         of their flight when it is done is waiting. Ranks are threads that share {cores}: a rank \
+         also waits for a neighbour that has no core."
+    );
+    let mut section = section("timeline", &finding, &lead);
+    let entries = timeline::ACTIVITIES.map(|activity| {
+        (
+            timeline::class(activity).to_string(),
+            timeline::words(activity).to_string(),
+        )
+    });
+    section = section.with(legend(None, entries.to_vec()));
+    for pass in &findings.passes {
+        let words = format!("Timeline of the {} pass on {ranks} ranks", pass.name);
+        section = section
+            .with_all(pass_heading(findings, pass))
+            .with_all(charts(|screen| timeline::draw(&pass.shown, screen, &words)));
+    }
+    section.with(details(findings.passes.iter().map(tables::timeline)))
+}
+
+fn traffic_section(findings: &Findings) -> Element {
+    let Some(first) = findings.passes.first() else {
+        return Element::new("section");
+    };
+    let shown = &first.shown;
+    let finding = match (shown.ranks(), shown.sent_bytes) {
+        (1, _) => "One rank sends nothing".to_string(),
+        (_, 0) => "Nothing travels: every segment lies inside one rank’s tokens".to_string(),
+        (ranks, sent) => format!(
+            "{} travel on a ring of {ranks}, {} of what a dense ring sends",
+            encke::explain::bytes(sent),
+            percent(sent as f64 / shown.dense_ring_bytes as f64)
+        ),
+    };
+    let counted: usize = shown.sent.iter().flatten().sum();
+    let lead = format!(
+        "Bytes that each rank sends to each other one. Only rows that some rank further on needs \
+         are sent; {} were planned and {} were counted.",
+        encke::explain::bytes(counted),
+        encke::explain::bytes(shown.sent_bytes)
+    );
+    let mut section = section("traffic", &finding, &lead);
+    for pass in &findings.passes {
+        let words = format!("Bytes sent from rank to rank in the {} pass", pass.name);
+        section = section
+            .with_all(pass_heading(findings, pass))
+            .with(legend(None, traffic::legend(&pass.shown)))
+            .with_all(charts(|screen| traffic::draw(&pass.shown, screen, &words)));
+    }
+    section.with(details(findings.passes.iter().map(tables::traffic)))
+}
+
+fn pattern_section(findings: &Findings) -> Element {
+    let (setup, picture) = (&findings.setup, &findings.picture);
+    let share = setup.pairs as f64 / setup.dense_pairs as f64;
+    let finding = match setup.pairs == setup.dense_pairs {
+        true => "Every query sees every key it may".to_string(),
+        false => format!(
+            "The pattern computes {} of plain attention’s pairs",
+            percent(share)
+        ),
+    };
+    let more = match picture.more_kinds {
+        0 => String::new(),
+        1 => " One more kind of head differs from these by its phase or branch.".to_string(),
+        more => format!(" {more} more kinds of heads differ from these by their phase or branch."),
+    };
+    let lead = format!(
+        "Queries from top to bottom, keys from left to right. A pair that several branches see \
+         counts as often in the softmax.{more}"
+    );
+    let mut section = section("pattern", &finding, &lead);
+    if let Some(whole) = &picture.whole {
+        section = section.with(legend(
+            Some("all tokens: seen are"),
+            panels::whole_legend(whole),
+        ));
+    }
+    let close = match picture.whole {
+        Some(_) => "first tokens: seen",
+        None => "a pair is seen",
+    };
+    section
+        .with(legend(Some(close), panels::close_legend(picture)))
+        .with_all(charts(|screen| {
+            panels::draw(picture, screen, "Which query sees which key")
+        }))
+        .with(details([tables::pattern(findings)]))
+}
+
+fn prediction_section(findings: &Findings) -> Option<Element> {
+    let predictions = findings.predictions.as_ref()?;
+    let lead = format!(
+        "The virtual clock runs over the very plan with readings of the kernel alone; it has seen \
+         none of these rings. Measured is the median of {} runs of threads on this machine.",
+        predictions.runs
+    );
+    let mut section = section("prediction", &prediction_chart::finding(predictions), &lead)
+        .with(legend(None, prediction_chart::legend()));
+    for pass in &findings.passes {
+        let rings = predictions.rings.iter();
+        let rings: Vec<_> = rings.filter(|ring| ring.pass == pass.name).collect();
+        let words = format!("Time of the {} pass, predicted and measured", pass.name);
+        section = section
+            .with_all(pass_heading(findings, pass))
+            .with_all(charts(|screen| {
+                prediction_chart::draw(&rings, screen, &words)
+            }));
+    }
+    Some(section.with(details([tables::prediction(predictions)])))
+}
+
+fn environment_section(findings: &Findings) -> Element {
+    let entry = |(what, value): &(String, String)| {
+        [
+            Element::new("dt").text(what),
+            Element::new("dd").text(value),
+        ]
+    };
+    let entries = findings.environment.iter().flat_map(entry);
+    let lead = "Times depend on it; bytes and results do not.";
+    section("environment", "Where this was measured", lead)
+        .with(Element::new("dl").with_all(entries))
+}

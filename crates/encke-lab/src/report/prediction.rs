@@ -1,0 +1,58 @@
+//! What the virtual clock says beside what the wall says, for every ring of the page.
+//!
+//! Nothing is fitted to these rings: the clock knows the plan, readings of the kernel alone, and two
+//! small rings of its own.
+
+use anyhow::Result;
+use encke::{Plan, Request};
+use encke_cost::{PATIENCE, Pick, Profile, Sizes, simulate};
+use encke_cpu::CpuKernel;
+use encke_ring::ThreadRing;
+
+use super::findings::{Prediction, Predictions};
+use crate::terminal::spinner;
+
+/// Runs of each ring that count, and readings of the kernel.
+pub const RUNS: usize = 3;
+/// Rows of the largest job that is read: enough to know a kernel's pace.
+const ROWS: usize = 1024;
+
+/// Predicts requests whose time in the ring was measured (until the last rank was done; outputs are
+/// not collected yet), named by their pass. Nothing where branches keep slots of
+/// their own until the end: their time is not all spent in the ring.
+pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predictions>> {
+    let Some((_, first, _)) = measured.first() else {
+        return Ok(None);
+    };
+    if first.pattern.splits_slots() {
+        return Ok(None);
+    }
+    let progress = spinner("the clock");
+    let kernel = CpuKernel::new()?;
+    let mut profile = Profile::new(
+        &kernel,
+        Sizes {
+            rows: first.shape.tokens.clamp(8, ROWS),
+            heads: first.shape.heads,
+            dim: first.shape.dim,
+            dtype: first.dtype,
+        },
+    )?;
+    let ring = ThreadRing::new(kernel, PATIENCE);
+    for _ in 0..RUNS {
+        profile.read(&ring)?;
+    }
+    let machine = profile.machine(Pick::Median)?;
+    let mut rings = Vec::new();
+    for (pass, request, measured_s) in measured {
+        let plan = Plan::new(request.clone())?;
+        rings.push(Prediction {
+            pass,
+            ranks: plan.ranks(),
+            predicted_s: simulate(&plan, &machine, 0..0)?.seconds,
+            measured_s: *measured_s,
+        });
+    }
+    progress.finish_and_clear();
+    Ok(Some(Predictions { runs: RUNS, rings }))
+}

@@ -1,0 +1,239 @@
+//! One random configuration, drawn from a seed: sizes, pattern, ring, and its inputs.
+
+use std::fmt;
+
+use encke::conformance::Random;
+use encke::{
+    CheckpointPolicy, Cut, DType, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Queries,
+    Shape,
+};
+
+use crate::format;
+
+/// Largest ring drawn.
+const RANKS: usize = 32;
+/// Most tokens drawn; the time of the reference grows with their square.
+const TOKENS: usize = 256;
+
+/// One random configuration.
+#[derive(Debug)]
+pub struct RandomConfiguration {
+    /// The seed it was drawn from.
+    pub seed: u64,
+    /// Sizes of the tensors.
+    pub shape: Shape,
+    /// The attention pattern.
+    pub pattern: Pattern,
+    /// Ranks of the ring.
+    pub ranks: usize,
+    /// How tokens are cut into shards.
+    pub cut: Cut,
+    /// Whether queries are sharded or replicated.
+    pub queries: Queries,
+    /// The type of the inputs.
+    pub dtype: DType,
+    /// What the forward pass keeps for the backward pass.
+    pub policy: CheckpointPolicy,
+    /// The softmax scale, if it is not the default.
+    pub scale: Option<f64>,
+    /// Whether the lse has a gradient.
+    pub dlse: bool,
+    /// Largest absolute value in q and k.
+    spread: f64,
+}
+
+/// The inputs of a configuration, rounded to its type.
+pub struct ReferenceInputs {
+    /// `[b, n, heads, d]`.
+    pub q: Vec<f64>,
+    /// `[b, n, kv_heads, d]`.
+    pub k: Vec<f64>,
+    /// `[b, n, kv_heads, d]`.
+    pub v: Vec<f64>,
+    /// `[b, n, heads, d]`.
+    pub dout: Vec<f64>,
+    /// `[b, n, heads]`.
+    pub dlse: Option<Vec<f64>>,
+}
+
+impl RandomConfiguration {
+    /// Draws the configuration of a seed.
+    pub fn new(seed: u64) -> RandomConfiguration {
+        let mut random = Random::new(seed);
+        let kv_heads = random.size(4);
+        let mode = mode(&mut random);
+        let pattern_heads = kv_heads * random.size(3);
+        let drawn = random.size(TOKENS);
+        let (pattern, tokens) = pattern(&mut random, mode, pattern_heads, drawn);
+        let shape = Shape {
+            batch: 1 + usize::from(random.once_in(3)),
+            tokens,
+            heads: pattern_heads,
+            kv_heads,
+            dim: random.pick(&[1, 2, 3, 4, 8, 16, 20]),
+        };
+        let ranks = random.size(RANKS);
+        let fkodom = pattern.mode() == Mode::Fkodom;
+        RandomConfiguration {
+            seed,
+            shape,
+            ranks,
+            cut: cut(&mut random, ranks, tokens),
+            queries: random.pick(&[Queries::Sharded, Queries::Sharded, Queries::Replicated]),
+            dtype: match random.pick(&[DType::F64, DType::F64, DType::F32, DType::Bf16, DType::F16])
+            {
+                _ if fkodom => DType::F64,
+                dtype => dtype,
+            },
+            policy: match random.once_in(4) {
+                true => CheckpointPolicy::Recompute,
+                false => CheckpointPolicy::KeepOutput,
+            },
+            scale: random.once_in(4).then(|| 0.05 + random.unit().abs()),
+            dlse: random.once_in(3) && !fkodom,
+            spread: random.pick(&[0.0, 1.0, 1.0, 3.0]),
+            pattern,
+        }
+    }
+
+    /// The configuration of a seed on a ring of another size, with a cut of that size.
+    #[cfg(feature = "mpi")]
+    pub fn with_ranks(seed: u64, ranks: usize) -> RandomConfiguration {
+        let case = RandomConfiguration::new(seed);
+        let mut random = Random::new(seed ^ 0xc07);
+        RandomConfiguration {
+            ranks,
+            cut: cut(&mut random, ranks, case.shape.tokens),
+            ..case
+        }
+    }
+
+    /// The softmax scale.
+    pub fn scale(&self) -> f64 {
+        self.scale.unwrap_or_else(|| self.shape.default_scale())
+    }
+
+    /// The inputs of the configuration; they depend on its seed alone.
+    pub fn inputs(&self) -> ReferenceInputs {
+        let Shape {
+            batch,
+            tokens,
+            heads,
+            kv_heads,
+            dim,
+        } = self.shape;
+        let mut random = Random::new(!self.seed);
+        let mut draw = |count: usize, value: &dyn Fn(f64) -> f64| -> Vec<f64> {
+            let values = (0..count).map(|_| self.dtype.round(value(random.unit())));
+            values.collect()
+        };
+        let (rows, kv_rows) = (batch * tokens * heads, batch * tokens * kv_heads);
+        let wide = |x: f64| self.spread * x;
+        let value = |x: f64| match self.pattern.mode() {
+            Mode::Fkodom => 1.0 + 0.5 * x, // fkodom divides by sums of values
+            _ => x,
+        };
+        ReferenceInputs {
+            q: draw(rows * dim, &wide),
+            k: draw(kv_rows * dim, &wide),
+            v: draw(kv_rows * dim, &value),
+            dout: draw(rows * dim, &|x| x),
+            dlse: self.dlse.then(|| draw(rows, &|x| x)),
+        }
+    }
+}
+
+fn mode(random: &mut Random) -> Option<Mode> {
+    let offsets = random.pick(&[OffsetRule::HeadMod, OffsetRule::HeadBlock]);
+    let scale = random.pick(&[GroupScale::One, GroupScale::Groups]);
+    let mix = |gradient| Mode::Mix { offsets, gradient };
+    match random.below(8) {
+        0 => None,
+        1..=2 => Some(Mode::Group { scale }),
+        3..=4 => Some(mix(MixingGradient::Exact)),
+        5..=6 => Some(mix(MixingGradient::Detached)),
+        _ => Some(Mode::Fkodom),
+    }
+}
+
+/// Draws a pattern that is valid for the heads; returns the number of tokens valid for it too.
+fn pattern(
+    random: &mut Random,
+    mode: Option<Mode>,
+    heads: usize,
+    tokens: usize,
+) -> (Pattern, usize) {
+    let causal = random.once_in(2);
+    let Some(mode) = mode else {
+        return (Pattern::dense().causal(causal), tokens);
+    };
+    let most = match mode {
+        Mode::Mix { .. } => 4,
+        _ => heads.min(4),
+    };
+    let branches = 1 + random.below(most);
+    let mut segments: Vec<usize> = (0..branches).map(|_| random.size(tokens + 8)).collect();
+    let mut tokens = tokens;
+    if mode == Mode::Fkodom {
+        // The sequence must be a multiple of every segment: draw segments that divide one another.
+        let base = random.size(12);
+        segments = (0..branches).map(|i| base << i).collect();
+        tokens = (base << (branches - 1)) * (1 + random.below(2));
+    }
+    let dilations: Vec<usize> = segments
+        .iter()
+        .map(|&w| random.size(w.min(9) + 1))
+        .collect();
+    // There are as many rates as lengths and none is zero, so this cannot fail.
+    let drawn = Pattern::dilated(&segments, &dilations, mode).unwrap_or_else(|_| Pattern::dense());
+    (drawn.causal(causal), tokens)
+}
+
+fn cut(random: &mut Random, ranks: usize, tokens: usize) -> Cut {
+    match random.below(5) {
+        0 => Cut::Contiguous,
+        1 => Cut::Zigzag,
+        2 => Cut::Striped,
+        _ => {
+            let mut firsts: Vec<usize> = (0..ranks).map(|_| random.below(tokens + 1)).collect();
+            firsts[0] = 0;
+            firsts.sort_unstable();
+            Cut::Firsts(firsts)
+        }
+    }
+}
+
+impl fmt::Display for RandomConfiguration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Shape {
+            batch,
+            tokens,
+            heads,
+            kv_heads,
+            dim,
+        } = self.shape;
+        write!(
+            f,
+            "seed {}: {}; [{batch}, {tokens}, {heads} over {kv_heads}, {dim}] {}; {} ranks ({}), \
+             queries {}, checkpoint {}",
+            self.seed,
+            format::pattern(&self.pattern),
+            self.dtype,
+            self.ranks,
+            format::cut(&self.cut),
+            format::queries(self.queries),
+            match self.policy {
+                CheckpointPolicy::KeepOutput => "keep-output",
+                CheckpointPolicy::Recompute => "recompute",
+                CheckpointPolicy::Offload => "offload",
+            },
+        )?;
+        if let Some(scale) = self.scale {
+            write!(f, ", scale {scale:.3}")?;
+        }
+        if self.dlse {
+            write!(f, ", with dlse")?;
+        }
+        Ok(())
+    }
+}
