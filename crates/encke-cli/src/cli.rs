@@ -45,15 +45,15 @@ Exit codes: 0 success, 1 a check failed, 2 bad input or any other error.";
 /// The command line.
 #[derive(Debug, Parser)]
 #[command(name = "encke", version, about = ABOUT, after_help = EXAMPLES)]
-pub struct Cli {
+pub struct EnckeCli {
     /// The command, or none for the demonstration.
     #[command(subcommand)]
-    pub command: Option<Command>,
+    pub command: Option<EnckeCommand>,
 }
 
 /// The commands.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub enum EnckeCommand {
     /// Compute attention and its gradients of tensors in a file
     #[command(after_help = attend::EXAMPLES, allow_negative_numbers = true)]
     Attend(attend::Options),

@@ -6,7 +6,7 @@ use encke::explain::bytes;
 use encke::{Attention, Auto, CheckpointPolicy, Cut, DType, Pass, Queries, Rotating, Shape};
 use encke_lab::Verdict;
 use encke_lab::format::{self, seconds};
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 use encke_lab::terminal::{Paint, say};
 use serde::Serialize;
 
@@ -115,14 +115,14 @@ fn to_text(choice: &Choice, auto: &Auto, one_device: Option<Threshold>) -> Strin
     text
 }
 
-fn table(choice: &Choice) -> Table {
+fn table(choice: &Choice) -> TextTable {
     let both_passes = choice.alternatives.iter().any(|of| of.checkpoint.is_some());
     let mut headings = vec!["", "predicted"];
     if both_passes {
         headings.extend(["forward", "backward"]);
     }
     headings.extend(["per rank", "sent", "waiting", ""]);
-    let mut table = Table::new(2, headings);
+    let mut table = TextTable::new(2, headings);
     for (at, of) in choice.alternatives.iter().take(SHOWN).enumerate() {
         let mut cells = vec![name(of), seconds(of.seconds)];
         if both_passes {

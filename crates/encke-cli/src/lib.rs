@@ -35,7 +35,7 @@ use anyhow::Result;
 use encke_lab::Verdict;
 use encke_mpi::launcher::Place;
 
-use cli::{Cli, Command};
+use cli::{EnckeCli, EnckeCommand};
 
 /// Runs the command with these arguments, of which the first is its name, and returns its exit code.
 /// Output goes to the process's standard output and standard error.
@@ -43,34 +43,34 @@ pub fn command(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     encke_lab::program("encke", arguments, run, run_as_rank)
 }
 
-fn run(cli: Cli) -> Result<Verdict> {
+fn run(cli: EnckeCli) -> Result<Verdict> {
     match cli.command {
         None => demo::run(),
-        Some(Command::Attend(options)) => attend::run(&options),
-        Some(Command::Bench(options)) => bench::run(&options),
-        Some(Command::Billion(options)) => billion::run(&options),
-        Some(Command::Generate(options)) => generate::run(&options),
-        Some(Command::Launch(options)) => launch::run(&options),
-        Some(Command::Plan(options)) => plan::run(&options),
-        Some(Command::Report(options)) => report::run(&options),
-        Some(Command::Simulate(options)) => simulate::run(&options),
-        Some(Command::Profile(options)) => profile::run(&options),
-        Some(Command::Tune(options)) => tune::run(&options),
-        Some(Command::Verify(options)) => verify::run(&options),
+        Some(EnckeCommand::Attend(options)) => attend::run(&options),
+        Some(EnckeCommand::Bench(options)) => bench::run(&options),
+        Some(EnckeCommand::Billion(options)) => billion::run(&options),
+        Some(EnckeCommand::Generate(options)) => generate::run(&options),
+        Some(EnckeCommand::Launch(options)) => launch::run(&options),
+        Some(EnckeCommand::Plan(options)) => plan::run(&options),
+        Some(EnckeCommand::Report(options)) => report::run(&options),
+        Some(EnckeCommand::Simulate(options)) => simulate::run(&options),
+        Some(EnckeCommand::Profile(options)) => profile::run(&options),
+        Some(EnckeCommand::Tune(options)) => tune::run(&options),
+        Some(EnckeCommand::Verify(options)) => verify::run(&options),
     }
 }
 
 /// The command as one rank of an MPI job.
 #[cfg(feature = "mpi")]
-fn run_as_rank(cli: Cli, place: &Place) -> Result<Verdict> {
+fn run_as_rank(cli: EnckeCli, place: &Place) -> Result<Verdict> {
     encke_lab::cluster::run("encke", place, |shared| {
         let cluster = &mut *encke_lab::cluster::locked(shared);
         match &cli.command {
-            Some(Command::Attend(options)) => attend::processes::run(cluster, options),
-            Some(Command::Bench(options)) => bench::run_as_rank(cluster, options),
-            Some(Command::Billion(options)) => billion::run_as_rank(cluster, options),
-            Some(Command::Profile(options)) => profile::run_as_rank(cluster, options),
-            Some(Command::Verify(options)) => verify::run_as_rank(cluster, options),
+            Some(EnckeCommand::Attend(options)) => attend::processes::run(cluster, options),
+            Some(EnckeCommand::Bench(options)) => bench::run_as_rank(cluster, options),
+            Some(EnckeCommand::Billion(options)) => billion::run_as_rank(cluster, options),
+            Some(EnckeCommand::Profile(options)) => profile::run_as_rank(cluster, options),
+            Some(EnckeCommand::Verify(options)) => verify::run_as_rank(cluster, options),
             _ if cluster.ranks() == 1 => run(cli),
             _ => cluster.agree(Err(anyhow::anyhow!(
                 "this command runs alone; start it without a launcher (attend, bench, billion, \
@@ -81,6 +81,6 @@ fn run_as_rank(cli: Cli, place: &Place) -> Result<Verdict> {
 }
 
 #[cfg(not(feature = "mpi"))]
-fn run_as_rank(_: Cli, place: &Place) -> Result<Verdict> {
+fn run_as_rank(_: EnckeCli, place: &Place) -> Result<Verdict> {
     encke_lab::without_mpi("encke", place)
 }

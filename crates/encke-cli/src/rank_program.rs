@@ -5,7 +5,7 @@
 
 use encke::explain::{bytes, grouped};
 use encke::plan::program::{BufferId, Fill, Message, Port, RankPlan, Round, Task};
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 
 /// The program of a rank.
 pub fn to_text(program: &RankPlan, ranks: usize) -> String {
@@ -15,7 +15,7 @@ pub fn to_text(program: &RankPlan, ranks: usize) -> String {
         grouped(program.rows as u128),
         grouped(program.pairs()),
     );
-    let mut table = Table::new(2, ["buffer", "for", "type", "elements", "bytes"]);
+    let mut table = TextTable::new(2, ["buffer", "for", "type", "elements", "bytes"]);
     for (id, buffer) in program.buffers.iter().enumerate() {
         table.row([
             name(program, BufferId(id)),

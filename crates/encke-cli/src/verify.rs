@@ -8,7 +8,7 @@ use encke_lab::Verdict;
 use encke_lab::device::ComputeDevice;
 use encke_lab::number::count;
 use encke_lab::terminal::{Paint, say};
-use encke_lab::verify::{Suite, VerifyCounts, VerifySettings, clock_seed};
+use encke_lab::verify::{VerifyCounts, VerifySettings, VerifySuite, clock_seed};
 
 use crate::device_option::DeviceOption;
 
@@ -84,12 +84,12 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<Verdict> {
     let limit = options.limit()?;
     let mut suite = match (options.faults, options.device.device) {
-        (true, ComputeDevice::Cpu) => Suite::faults(options.redundancy)?,
+        (true, ComputeDevice::Cpu) => VerifySuite::faults(options.redundancy)?,
         (true, device) => bail!(
             "--faults tests messages and runs in the simulator, on the CPU; leave --device {device} \
              out"
         ),
-        (false, device) => Suite::reference(device)?,
+        (false, device) => VerifySuite::reference(device)?,
     };
     let settings = options.settings(limit, options.seed.unwrap_or_else(clock_seed));
     let paint = Paint::stdout();
@@ -118,7 +118,10 @@ pub fn run_as_rank(
             bail!("--faults runs in the simulator, in one process; start it without a launcher");
         }
         options.device.refuse_in_processes()?;
-        Ok((options.limit()?, Suite::reference(ComputeDevice::Cpu)?))
+        Ok((
+            options.limit()?,
+            VerifySuite::reference(ComputeDevice::Cpu)?,
+        ))
     })();
     let (limit, mut suite) = cluster.agree(ready)?;
     let is_root = cluster.is_root();
@@ -197,7 +200,7 @@ impl Options {
         }
     }
 
-    fn summary(&self, paint: Paint, counts: &VerifyCounts, suite: &Suite) -> String {
+    fn summary(&self, paint: Paint, counts: &VerifyCounts, suite: &VerifySuite) -> String {
         let ran = counts.ran;
         let configurations = match ran == self.count {
             true if ran == 1 => "1 configuration".to_string(),
@@ -208,8 +211,8 @@ impl Options {
             ),
         };
         let passed = match suite {
-            Suite::Reference(_) => "all agree with the reference",
-            Suite::Faults(_) => {
+            VerifySuite::Reference(_) => "all agree with the reference",
+            VerifySuite::Faults(_) => {
                 "each ended right, or with an error on every rank within its deadline"
             }
         };

@@ -10,11 +10,11 @@ use encke::RankMemory;
 use encke::explain::bytes;
 use encke::plan::program::Component;
 
-use crate::table::Table;
+use crate::table::TextTable;
 
 /// A table with a row for each (name, memory); components that no rank has are left out.
-pub fn by_rank(indent: usize, what: &str, ranks: &[(String, &RankMemory)]) -> Table {
-    let mut table = Table::new(
+pub fn by_rank(indent: usize, what: &str, ranks: &[(String, &RankMemory)]) -> TextTable {
+    let mut table = TextTable::new(
         indent,
         [what.to_string()].into_iter().chain(headings(ranks)),
     );
@@ -26,9 +26,9 @@ pub fn by_rank(indent: usize, what: &str, ranks: &[(String, &RankMemory)]) -> Ta
 }
 
 /// The transposed table, with a column for each (name, memory).
-pub fn by_component(indent: usize, what: &str, ranks: &[(String, &RankMemory)]) -> Table {
+pub fn by_component(indent: usize, what: &str, ranks: &[(String, &RankMemory)]) -> TextTable {
     let names = ranks.iter().map(|(name, _)| name.clone());
-    let mut table = Table::new(indent, [what.to_string()].into_iter().chain(names));
+    let mut table = TextTable::new(indent, [what.to_string()].into_iter().chain(names));
     let columns: Vec<Vec<String>> = ranks.iter().map(|(_, m)| cells(ranks, m)).collect();
     for (line, heading) in headings(ranks).into_iter().enumerate() {
         let cells = columns.iter().map(|column| column[line].clone());

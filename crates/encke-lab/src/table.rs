@@ -4,15 +4,15 @@ use std::fmt;
 
 /// A table with a row of headings.
 #[derive(Debug, Clone)]
-pub struct Table {
+pub struct TextTable {
     rows: Vec<Vec<String>>,
     indent: usize,
 }
 
-impl Table {
+impl TextTable {
     /// A table with these headings, indented by `indent` spaces.
-    pub fn new<S: Into<String>>(indent: usize, headings: impl IntoIterator<Item = S>) -> Table {
-        Table {
+    pub fn new<S: Into<String>>(indent: usize, headings: impl IntoIterator<Item = S>) -> TextTable {
+        TextTable {
             rows: vec![headings.into_iter().map(Into::into).collect()],
             indent,
         }
@@ -24,7 +24,7 @@ impl Table {
     }
 }
 
-impl fmt::Display for Table {
+impl fmt::Display for TextTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = |cell: &String| cell.chars().count();
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);

@@ -46,7 +46,7 @@ pub struct RankPass {
 
 /// The result of one process.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct ProcessResult {
+pub struct AttendProcess {
     pub passes: Vec<RankPass>,
     /// Resident memory before the first buffer was allocated, and its peak.
     pub resident_bytes: Option<(usize, usize)>,
@@ -81,7 +81,7 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
     }
     drop(progress);
     let most = peak_resident_bytes();
-    let done = ProcessResult {
+    let done = AttendProcess {
         passes,
         resident_bytes: before.zip(most),
     };
@@ -220,7 +220,7 @@ fn finish(
     cluster: &Cluster,
     options: &Options,
     call: &PreparedCall,
-    all: &[ProcessResult],
+    all: &[AttendProcess],
     (temporary, created): (&Path, Option<(OutputFile, Option<OutputFile>)>),
 ) -> Result<()> {
     let (output, trace_file) = match created {

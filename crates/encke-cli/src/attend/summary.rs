@@ -93,7 +93,7 @@ pub fn print_processes(
     options: &Options,
     (attention, inputs): (&Attention, &AttendInputs),
     library: &str,
-    all: &[super::processes::ProcessResult],
+    all: &[super::processes::AttendProcess],
     passes: &[(&encke::Trace, f64)],
 ) -> Result<()> {
     let plan = attention.plan(inputs.shape, inputs.q.dtype(), encke::Pass::Forward)?;

@@ -5,7 +5,7 @@ use encke_cost::median;
 use encke_lab::bench::{BenchRecord, gradient_tolerance};
 use encke_lab::format::{self, flops, seconds};
 use encke_lab::row_check::{RowCheck, RowTolerance};
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 use encke_lab::terminal::Paint;
 
 /// The whole record.
@@ -63,11 +63,11 @@ fn checks(record: &BenchRecord, paint: Paint) -> String {
 }
 
 /// One pass of all rings.
-fn table(record: &BenchRecord, pass: usize) -> Table {
+fn table(record: &BenchRecord, pass: usize) -> TextTable {
     let headings = [
         "ranks", "median", "fastest", "against", "speed", "tokens/s", "waiting", "sent", "per rank",
     ];
-    let mut table = Table::new(2, headings);
+    let mut table = TextTable::new(2, headings);
     let first = &record.rings[0].passes[pass];
     for ring in &record.rings {
         let pass = &ring.passes[pass];

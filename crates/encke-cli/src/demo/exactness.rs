@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::Result;
 use encke::{Attention, Backward, DType, Forward, Pattern, Shape, Tensor, reference};
 use encke_lab::longnet;
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 use encke_lab::tensors::RandomTensors;
 use encke_lab::terminal::{Paint, bar, say};
 
@@ -44,7 +44,7 @@ pub fn show(paint: Paint) -> Result<bool> {
         progress.set_message("plain attention");
         let plain = PlainAttention::new(&shape, &pattern)?;
         progress.inc(1);
-        let mut table = Table::new(4, ["ranks", "out", "dq", "dk", "dv", "time"]);
+        let mut table = TextTable::new(4, ["ranks", "out", "dq", "dk", "dv", "time"]);
         for ranks in RINGS {
             progress.set_message(format!("ring of {ranks}"));
             let begin = Instant::now();

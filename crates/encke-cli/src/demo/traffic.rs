@@ -4,7 +4,7 @@ use anyhow::Result;
 use encke::explain::bytes;
 use encke::{Attention, DType, GroupScale, Mode, Pattern, Shape};
 use encke_lab::longnet;
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 use encke_lab::tensors::RandomTensors;
 use encke_lab::terminal::{Paint, bar, say};
 
@@ -62,8 +62,8 @@ fn runs() -> Result<[(Shape, Pattern); 3]> {
     Ok([(small, Pattern::dense()), (large, local), (large, remote)])
 }
 
-fn table(rows: &[TrafficRow]) -> Table {
-    let mut table = Table::new(2, ["", "A", "B", "C"]);
+fn table(rows: &[TrafficRow]) -> TextTable {
+    let mut table = TextTable::new(2, ["", "A", "B", "C"]);
     let mut line = |name: &str, of: fn(&TrafficRow) -> usize| {
         let cells = rows.iter().map(|row| bytes(of(row)));
         table.row([name.to_string()].into_iter().chain(cells));

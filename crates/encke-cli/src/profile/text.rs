@@ -7,7 +7,7 @@ use encke::plan::program::Component;
 use encke_lab::format::seconds;
 use encke_lab::process::peak_resident_bytes;
 use encke_lab::profile::{CacheProfile, PassProfile, PolicyProfile};
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 use encke_lab::terminal::Paint;
 use encke_sim::profile::{Figure, RingProfile, component_exponent, total_exponent};
 
@@ -19,7 +19,7 @@ pub fn pass(paint: Paint, profile: &PassProfile) -> String {
     headings.extend(run.iter().map(|ring| ring.ranks.to_string()));
     headings.extend(planned.iter().map(|ring| ring.ranks.to_string()));
     headings.push("exponent".to_string());
-    let mut table = Table::new(2, headings);
+    let mut table = TextTable::new(2, headings);
     for component in components(profile) {
         let of = |ring: &RingProfile, figure| ring.largest(component, figure);
         let fit = |figure| component_exponent(run, component, figure);
@@ -39,7 +39,7 @@ fn components(profile: &PassProfile) -> BTreeSet<Component> {
 
 /// Adds two rows: measured, and planned below it.
 fn add_rows(
-    table: &mut Table,
+    table: &mut TextTable,
     name: &str,
     profile: &PassProfile,
     of: impl Fn(&RingProfile, Figure) -> Option<usize>,
@@ -96,7 +96,7 @@ pub fn policies(paint: Paint, policies: &[PolicyProfile]) -> String {
         "backward",
         "together",
     ];
-    let mut table = Table::new(2, headings);
+    let mut table = TextTable::new(2, headings);
     for policy in policies {
         table.row([
             policy.name.to_string(),
@@ -120,7 +120,7 @@ pub fn caches(paint: Paint, profile: &CacheProfile) -> String {
         peak,
         limits,
     } = profile;
-    let mut table = Table::new(
+    let mut table = TextTable::new(
         2,
         ["", "hits", "misses", "hit rate", "kept at most", "limit"],
     );
@@ -174,7 +174,7 @@ fn job_pass(paint: Paint, pass: &encke_lab::profile::processes::JobPass) -> Stri
     let names = components.iter().map(|component| component.name());
     let headings = ["rank"].into_iter().chain(names);
     let headings = headings.chain(["held", "planned", "resident", "compute", "waited"]);
-    let mut table = Table::new(2, headings);
+    let mut table = TextTable::new(2, headings);
     for rank in &pass.ranks {
         let total = rank.memory.ledger.total();
         let of = |component: &Component| total.peak.get(component).copied().unwrap_or(0);

@@ -7,7 +7,7 @@ use encke_cpu::CpuKernel;
 use encke_lab::Verdict;
 use encke_lab::format::{flops, seconds};
 use encke_lab::output::OutputFile;
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 use encke_lab::terminal::{Paint, say, spinner};
 
 use super::options::Options;
@@ -76,7 +76,7 @@ fn to_text(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> Stri
     text += &format!("{:>56}{:>34}\n", "medians", "fastest");
     let times = ["predicted", "measured", "error"];
     let headings = ["ring"].into_iter().chain(times).chain(times);
-    let mut table = Table::new(2, headings);
+    let mut table = TextTable::new(2, headings);
     for ring in rings {
         let mut cells = vec![ring.name.clone()];
         for times in [ring.median, ring.fastest] {

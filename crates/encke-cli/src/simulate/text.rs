@@ -4,7 +4,7 @@ use encke::explain::{bytes, grouped};
 use encke::{Cut, Request};
 use encke_cost::{Machine, RankTime, Run, devices, links};
 use encke_lab::format::{self, flops, seconds};
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 use encke_lab::terminal::Paint;
 
 /// Request, machine, times and traffic.
@@ -57,8 +57,8 @@ fn heading(request: &Request, machine: &Machine) -> String {
     text + "\n"
 }
 
-fn totals(runs: &[(&str, &Run)]) -> Table {
-    let mut table = Table::new(
+fn totals(runs: &[(&str, &Run)]) -> TextTable {
+    let mut table = TextTable::new(
         2,
         ["", "time", "one device", "efficiency", "hidden", "speed"],
     );
@@ -104,7 +104,7 @@ fn totals(runs: &[(&str, &Run)]) -> Table {
     table
 }
 
-fn shares(runs: &[(&str, &Run)]) -> Table {
+fn shares(runs: &[(&str, &Run)]) -> TextTable {
     let headings = [
         "",
         "compute",
@@ -113,7 +113,7 @@ fn shares(runs: &[(&str, &Run)]) -> Table {
         "waiting for others",
         "done after",
     ];
-    let mut table = Table::new(2, headings);
+    let mut table = TextTable::new(2, headings);
     for (name, run) in runs {
         let mut row = |who: String, time: &RankTime| {
             table.row([
@@ -153,9 +153,9 @@ fn mean(ranks: &[RankTime]) -> RankTime {
     }
 }
 
-fn traffic(runs: &[(&str, &Run)]) -> Table {
+fn traffic(runs: &[(&str, &Run)]) -> TextTable {
     let headings = ["", "bytes", "hops", "busiest port, at full speed"];
-    let mut table = Table::new(2, headings);
+    let mut table = TextTable::new(2, headings);
     for (name, run) in runs {
         for link in &run.links {
             let location = match link.between_nodes {

@@ -12,7 +12,7 @@ use encke_lab::Verdict;
 use encke_lab::format::seconds;
 use encke_lab::output::OutputFile;
 use encke_lab::process::MachineInfo;
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 use encke_lab::terminal::{bar, say};
 use serde::Serialize;
 
@@ -93,7 +93,7 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
     Ok(Verdict::of(good == checked.len() && error <= LARGEST_ERROR))
 }
 
-fn table(checked: &[ChoiceCheck]) -> Table {
+fn table(checked: &[ChoiceCheck]) -> TextTable {
     let headings = [
         "",
         "pace",
@@ -105,7 +105,7 @@ fn table(checked: &[ChoiceCheck]) -> Table {
         "measured",
         "behind",
     ];
-    let mut table = Table::new(0, headings);
+    let mut table = TextTable::new(0, headings);
     for of in checked {
         let (chosen, best) = (&of.tried[of.chosen], of.best());
         table.row([

@@ -16,7 +16,7 @@ use encke_lab::Verdict;
 use encke_lab::format::{flops, seconds};
 use encke_lab::number::count;
 use encke_lab::output::OutputFile;
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 use encke_lab::terminal::{Paint, bar, say};
 
 /// What `--help` ends with.
@@ -156,7 +156,7 @@ fn to_text(profile: &MachineProfile) -> String {
 }
 
 fn rates(machine: &Machine) -> String {
-    let mut table = Table::new(2, ["type", "head dimension", "forward", "backward"]);
+    let mut table = TextTable::new(2, ["type", "head dimension", "forward", "backward"]);
     for rate in &machine.device.rates {
         table.row([
             rate.dtype.to_string(),

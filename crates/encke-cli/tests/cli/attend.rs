@@ -1,21 +1,21 @@
-//! `encke attend` when all goes well: what is written, where, and in which type.
+//! `encke attend` without errors: outputs, their types, traces and summaries.
 
 use safetensors::Dtype;
 
-use crate::command::{Folder, text};
-use crate::files::{self, Stored};
+use crate::command::{CommandFolder, text};
+use crate::files::{self, StoredTensor};
 
 const MIX: &str = "--mode mix --segment-lengths 4,12 --dilation-rates 1,2 --causal";
 
 /// A folder with a small call in `in.safetensors`.
-fn prepared() -> Folder {
-    let folder = Folder::new();
+fn prepared() -> CommandFolder {
+    let folder = CommandFolder::new();
     files::write(&folder.join("in.safetensors"), &files::small());
     folder
 }
 
 #[test]
-fn output_has_the_promised_tensors_and_stdout_stays_clean() {
+fn the_output_has_the_documented_tensors_and_stdout_is_empty() {
     let folder = prepared();
     let printed = folder.succeeds("attend in.safetensors -o out.safetensors --ranks 3");
     assert_eq!(printed, "");
@@ -66,7 +66,7 @@ fn the_compute_type_is_the_type_of_the_output() {
 
 #[test]
 fn a_narrow_file_is_computed_in_its_own_type() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     for dtype in [Dtype::BF16, Dtype::F16] {
         let tensors = files::call(dtype, [2, 9, 2, 4], 1);
         files::write(&folder.join("in.safetensors"), &tensors);
@@ -94,7 +94,10 @@ fn the_gradient_of_the_lse_is_used_when_the_file_has_one() {
     let mut tensors = files::small();
     folder.succeeds("attend in.safetensors -o without.safetensors --grad");
     for dtype in [Dtype::F32, Dtype::F64] {
-        tensors.insert("dlse".to_string(), Stored::wave(dtype, &[1, 12, 4], 0.5));
+        tensors.insert(
+            "dlse".to_string(),
+            StoredTensor::wave(dtype, &[1, 12, 4], 0.5),
+        );
         files::write(&folder.join("with.safetensors"), &tensors);
         folder.succeeds("attend with.safetensors -o out.safetensors --grad --ranks 2");
         let without = files::read(&folder.join("without.safetensors"));
@@ -105,7 +108,7 @@ fn the_gradient_of_the_lse_is_used_when_the_file_has_one() {
 }
 
 #[test]
-fn numbers_need_not_be_aligned_in_the_file() {
+fn tensors_need_not_be_aligned_in_the_file() {
     let folder = prepared();
     let bytes = std::fs::read(folder.join("in.safetensors")).unwrap();
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap());
@@ -126,28 +129,28 @@ fn numbers_need_not_be_aligned_in_the_file() {
 }
 
 #[test]
-fn non_finite_numbers_that_are_let_through_stay_with_the_rows_that_see_them() {
-    let folder = Folder::new();
+fn accepted_non_finite_elements_affect_only_the_rows_that_attend_to_them() {
+    let folder = CommandFolder::new();
     let mut tensors = files::small();
-    let row = 2 * 8; // numbers of one token of v
-    tensors.get_mut("v").unwrap().numbers[5 * row] = f64::NAN;
+    let row = 2 * 8; // elements of one token of v
+    tensors.get_mut("v").unwrap().elements[5 * row] = f64::NAN;
     files::write(&folder.join("in.safetensors"), &tensors);
     folder
         .succeeds("attend in.safetensors -o out.safetensors --causal --ranks 3 --allow-non-finite");
     let out = files::read(&folder.join("out.safetensors"));
-    for (i, x) in out["out"].numbers.iter().enumerate() {
+    for (i, x) in out["out"].elements.iter().enumerate() {
         let (token, head, channel) = (i / 32, i / 8 % 4, i % 8);
-        let sees = token >= 5 && head < 2 && channel == 0;
+        let attends = token >= 5 && head < 2 && channel == 0;
         assert_eq!(
             x.is_nan(),
-            sees,
+            attends,
             "token {token}, head {head}, channel {channel}"
         );
     }
 }
 
 #[test]
-fn memory_goes_to_stdout_with_a_line_for_each_rank() {
+fn memory_is_printed_to_stdout_with_a_line_for_each_rank() {
     let folder = prepared();
     let printed = folder.succeeds("attend in.safetensors -o out --ranks 3 --grad --memory");
     let lines: Vec<&str> = printed.lines().collect();
@@ -163,7 +166,7 @@ fn memory_goes_to_stdout_with_a_line_for_each_rank() {
 }
 
 #[test]
-fn the_trace_opens_in_a_viewer_and_counts_what_was_planned() {
+fn the_trace_has_every_rank_and_the_planned_bytes() {
     let folder = prepared();
     let out = folder.encke(&format!(
         "attend in.safetensors -o out --ranks 4 --grad --trace t.json {MIX}"
@@ -197,7 +200,7 @@ fn the_trace_opens_in_a_viewer_and_counts_what_was_planned() {
 }
 
 #[test]
-fn an_output_that_is_there_is_replaced_and_a_refusal_leaves_it_alone() {
+fn an_existing_output_is_replaced_but_not_by_a_refused_call() {
     let folder = prepared();
     std::fs::write(folder.join("out"), b"old").unwrap();
     folder.refuses("attend in.safetensors -o out --ranks 0", &["ranks is 0"]);
@@ -208,7 +211,7 @@ fn an_output_that_is_there_is_replaced_and_a_refusal_leaves_it_alone() {
 
 #[cfg(unix)]
 #[test]
-fn an_output_can_be_read_by_others_as_any_new_file() {
+fn an_output_has_the_permissions_of_any_new_file() {
     use std::os::unix::fs::PermissionsExt;
     let folder = prepared();
     folder.succeeds("attend in.safetensors -o out");
@@ -240,7 +243,7 @@ fn every_schedule_has_the_same_result() {
 }
 
 #[test]
-fn a_ring_survives_the_death_of_a_rank_or_says_whose_tokens_are_lost() {
+fn a_ring_survives_the_death_of_a_rank_or_names_the_lost_tokens() {
     let folder = prepared();
     let ring = "attend in.safetensors --grad --ranks 4";
     folder.succeeds(&format!("{ring} -o expected.safetensors"));

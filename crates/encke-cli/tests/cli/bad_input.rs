@@ -1,15 +1,15 @@
-//! What is refused: exit code 2, one line that names what was wrong, nothing left behind.
+//! Wrong inputs: exit code 2, one line that names the error, no file left behind.
 
 use std::path::Path;
 
 use safetensors::Dtype;
 
-use crate::command::Folder;
-use crate::files::{self, Stored, Tensors};
+use crate::command::CommandFolder;
+use crate::files::{self, StoredTensor, StoredTensors};
 
 /// Runs `encke attend` on tensors and expects a refusal.
-fn refused(tensors: &Tensors, options: &str, words: &[&str]) {
-    let folder = Folder::new();
+fn refused(tensors: &StoredTensors, options: &str, words: &[&str]) {
+    let folder = CommandFolder::new();
     files::write(&folder.join("in.safetensors"), tensors);
     folder.refuses(
         &format!("attend in.safetensors -o out.safetensors {options}"),
@@ -18,14 +18,14 @@ fn refused(tensors: &Tensors, options: &str, words: &[&str]) {
 }
 
 /// The small call with one tensor replaced.
-fn with(name: &str, tensor: Stored) -> Tensors {
+fn with(name: &str, tensor: StoredTensor) -> StoredTensors {
     let mut tensors = files::small();
     tensors.insert(name.to_string(), tensor);
     tensors
 }
 
 #[test]
-fn tensors_that_are_missing() {
+fn missing_tensors_are_refused() {
     let mut tensors = files::small();
     tensors.remove("k");
     refused(&tensors, "", &["no tensor k", "it has do, q, v"]);
@@ -36,12 +36,16 @@ fn tensors_that_are_missing() {
         "--grad",
         &["no tensor do", "it has k, q, v", "--grad"],
     );
-    refused(&Tensors::new(), "", &["no tensor q", "no tensors at all"]);
+    refused(
+        &StoredTensors::new(),
+        "",
+        &["no tensor q", "no tensors at all"],
+    );
 }
 
 #[test]
-fn tensors_of_the_wrong_shape() {
-    let wave = |shape: &[usize]| Stored::wave(Dtype::F32, shape, 0.0);
+fn wrong_shapes_are_refused() {
+    let wave = |shape: &[usize]| StoredTensor::wave(Dtype::F32, shape, 0.0);
     refused(
         &with("q", wave(&[12, 4, 8])),
         "",
@@ -89,20 +93,20 @@ fn tensors_of_the_wrong_shape() {
 }
 
 #[test]
-fn tensors_of_the_wrong_type() {
-    let k = |dtype| with("k", Stored::wave(dtype, &[1, 12, 2, 8], 0.0));
+fn wrong_types_are_refused() {
+    let k = |dtype| with("k", StoredTensor::wave(dtype, &[1, 12, 2, 8], 0.0));
     refused(&k(Dtype::F64), "", &["k is f64 but q is f32"]);
     refused(
         &k(Dtype::I32),
         "",
         &["k holds I32", "F64, F32, BF16 and F16"],
     );
-    let dout = with("do", Stored::wave(Dtype::BF16, &[1, 12, 4, 8], 0.0));
+    let dout = with("do", StoredTensor::wave(Dtype::BF16, &[1, 12, 4, 8], 0.0));
     refused(&dout, "--grad", &["do is bf16 but q is f32"]);
 }
 
 #[test]
-fn numbers_that_are_not_finite() {
+fn elements_that_are_not_finite_are_refused() {
     for (name, bad, count) in [
         ("q", f64::NAN, "1 NaN"),
         ("k", f64::INFINITY, "1 infinite"),
@@ -112,19 +116,19 @@ fn numbers_that_are_not_finite() {
         let mut tensors = files::small();
         let tensor = tensors.get_mut(name).unwrap();
         let width = tensor.shape[2] * 8;
-        tensor.numbers[3 * width + 8 + 5] = bad;
-        let place = "the first at [0, 3, 1, 5]";
+        tensor.elements[3 * width + 8 + 5] = bad;
+        let index = "the first at [0, 3, 1, 5]";
         refused(
             &tensors,
             "--grad",
-            &[name, count, place, "--allow-non-finite"],
+            &[name, count, index, "--allow-non-finite"],
         );
-        let folder = Folder::new();
+        let folder = CommandFolder::new();
         files::write(&folder.join("in.safetensors"), &tensors);
         folder.succeeds("attend in.safetensors -o out --grad --allow-non-finite");
     }
     let mut tensors = files::small();
-    tensors.get_mut("q").unwrap().numbers[0] = 1e6;
+    tensors.get_mut("q").unwrap().elements[0] = 1e6;
     refused(
         &tensors,
         "--compute f16",
@@ -133,7 +137,7 @@ fn numbers_that_are_not_finite() {
 }
 
 #[test]
-fn patterns_that_cannot_be() {
+fn wrong_pattern_and_computation_options_are_refused() {
     let refusals = [
         (
             "--segment-lengths 4 --dilation-rates 0",
@@ -185,13 +189,13 @@ fn patterns_that_cannot_be() {
     for (options, words) in refusals {
         refused(&files::small(), options, &[words]);
     }
-    let dlse = with("dlse", Stored::wave(Dtype::F32, &[1, 12, 4], 0.0));
+    let dlse = with("dlse", StoredTensor::wave(Dtype::F32, &[1, 12, 4], 0.0));
     let fkodom = "--grad --mode fkodom --segment-lengths 4 --dilation-rates 1";
     refused(&dlse, fkodom, &["dlse", "fkodom"]);
 }
 
 #[test]
-fn rings_that_cannot_be() {
+fn wrong_ring_options_are_refused() {
     let refusals = [
         ("--ranks 0", "ranks is 0"),
         ("--ranks 1e9", "too many"),
@@ -204,12 +208,12 @@ fn rings_that_cannot_be() {
             "names 2 ranks but 3 were asked for",
         ),
         ("--sharding snake", "contiguous, zigzag, striped"),
-        ("--queries all", "write sharded, replicated or auto"),
+        ("--queries all", "write sharded or replicated; or auto"),
     ];
     for (options, words) in refusals {
         refused(&files::small(), options, &[words]);
     }
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     files::write(&folder.join("in.safetensors"), &files::small());
     let line = folder.refuses("attend in.safetensors -o out --ranks 0", &[]);
     assert_eq!(
@@ -219,8 +223,8 @@ fn rings_that_cannot_be() {
 }
 
 #[test]
-fn files_that_cannot_be_read() {
-    let folder = Folder::new();
+fn unreadable_files_are_refused() {
+    let folder = CommandFolder::new();
     files::write(&folder.join("in.safetensors"), &files::small());
     let whole = std::fs::read(folder.join("in.safetensors")).unwrap();
     let damaged: [(&str, Vec<u8>, &str); 6] = [
@@ -254,14 +258,14 @@ fn files_that_cannot_be_read() {
 
 #[cfg(unix)]
 #[test]
-fn a_file_without_permission() {
+fn a_file_without_permission_is_refused() {
     use std::os::unix::fs::PermissionsExt;
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     let path = folder.join("in.safetensors");
     files::write(&path, &files::small());
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o000)).unwrap();
     if std::fs::read(&path).is_ok() {
-        return; // nothing is unreadable for this user
+        return; // this user can read every file
     }
     folder.refuses(
         "attend in.safetensors -o out",
@@ -270,8 +274,8 @@ fn a_file_without_permission() {
 }
 
 #[test]
-fn outputs_that_cannot_be_written() {
-    let folder = Folder::new();
+fn outputs_that_cannot_be_written_are_refused() {
+    let folder = CommandFolder::new();
     files::write(&folder.join("in.safetensors"), &files::small());
     std::fs::create_dir(folder.join("folder")).unwrap();
     let refusals = [

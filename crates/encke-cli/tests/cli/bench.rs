@@ -1,12 +1,12 @@
-//! `encke bench`: what is timed was checked, and refusals come before any work.
+//! `encke bench`: results are checked before they are timed, and errors come before any work.
 
 use serde_json::Value;
 
-use crate::command::Folder;
+use crate::command::CommandFolder;
 
 #[test]
-fn rings_are_checked_and_timed_as_often_as_asked() {
-    let folder = Folder::new();
+fn rings_are_checked_and_timed_as_often_as_repeats_says() {
+    let folder = CommandFolder::new();
     let said = folder.succeeds(
         "bench --tokens 600 --heads 4 --kv-heads 2 --dim 16 --batch 2 --causal --sharding zigzag \
          --ranks 3,1 --grad --repeats 2 --json b.json",
@@ -39,16 +39,16 @@ fn rings_are_checked_and_timed_as_often_as_asked() {
 }
 
 #[test]
-fn what_cannot_be_timed_is_refused_in_a_line() {
-    let folder = Folder::new();
+fn wrong_options_are_refused_in_one_line() {
+    let folder = CommandFolder::new();
     for (options, words) in [
         ("--repeats 0", "--repeats 0 times nothing"),
         ("--ranks 5000", "use at most 1024"),
-        ("--sharding 0,10", "fit one ring size only"),
+        ("--sharding 0,10", "define one ring size"),
         ("--dim 0", "0"),
         (
             "--mode fkodom --segment-lengths 64 --dilation-rates 2",
-            "no row of it can be checked alone",
+            "cannot be checked one by one",
         ),
         ("--json missing/b.json", "missing"),
     ] {

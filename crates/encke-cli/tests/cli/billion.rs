@@ -1,14 +1,14 @@
-//! `encke billion`, a sixty-fourth of it, and runs that are interrupted.
+//! `encke billion`: a sixty-fourth of a billion tokens, and interrupted runs.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::command::Folder;
+use crate::command::CommandFolder;
 
-/// Runs the command with a record, and reads that.
-fn record(folder: &Folder, options: &str) -> Value {
+/// Runs the command with a record, and reads it.
+fn record(folder: &CommandFolder, options: &str) -> Value {
     let printed = folder.succeeds(&format!("billion {options} --record r.json"));
     for word in [
         "tokens/s",
@@ -46,8 +46,8 @@ fn pairs(tokens: u64, segment: u64, growth: u64) -> u64 {
 }
 
 #[test]
-fn sixteen_million_tokens_are_attended_and_checked() {
-    let folder = Folder::new();
+fn sixteen_million_tokens_are_computed_and_checked() {
+    let folder = CommandFolder::new();
     let record = record(&folder, "--tokens 16M");
     assert_eq!(record["settings"]["ranks"], 16);
     assert_eq!(record["pairs"].as_u64(), Some(pairs(1 << 24, 1024, 4)));
@@ -66,8 +66,8 @@ fn sixteen_million_tokens_are_attended_and_checked() {
 }
 
 #[test]
-fn the_checksum_is_the_same_for_other_ranks_and_other_for_other_numbers() {
-    let folder = Folder::new();
+fn the_checksum_does_not_depend_on_the_ranks_but_on_the_seed() {
+    let folder = CommandFolder::new();
     let options = "--tokens 100_000 --segment 128 --samples 50";
     let base = record(&folder, options);
     let (value, tolerance) = (
@@ -93,10 +93,10 @@ fn the_checksum_is_the_same_for_other_ranks_and_other_for_other_numbers() {
     }
 }
 
-/// The ring sizes that a billion is compared at, on a sequence that is a 4096th of it.
+/// The ring sizes at which a billion tokens are compared, on a sequence of a 4096th of them.
 #[test]
 fn the_checksum_of_512_1024_and_2048_ranks_is_the_same() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     let run = |ranks: usize| {
         let options = "--tokens 256k --segment 64 --dim 16 --samples 50";
         let record = record(&folder, &format!("{options} --ranks {ranks}"));
@@ -119,8 +119,8 @@ fn the_checksum_of_512_1024_and_2048_ranks_is_the_same() {
 }
 
 #[test]
-fn a_run_that_is_killed_goes_on_after_the_last_finished_rank() {
-    let folder = Folder::new();
+fn a_killed_run_continues_after_the_last_finished_rank() {
+    let folder = CommandFolder::new();
     let options = "--tokens 1M --ranks 64 --segment 512 --samples 100";
     let whole = record(&folder, options);
     let mut child = Command::new(assert_cmd::cargo::cargo_bin("encke"))
@@ -162,13 +162,13 @@ fn a_run_that_is_killed_goes_on_after_the_last_finished_rank() {
 }
 
 #[test]
-fn a_gpu_that_is_not_there_is_an_error_and_never_the_cpu() {
-    let folder = Folder::new();
-    let said = folder.refuses(
+fn a_missing_gpu_is_an_error_and_never_the_cpu() {
+    let folder = CommandFolder::new();
+    let error = folder.refuses(
         "billion --tokens 1k --device cuda:3",
         &["--device cuda:3", "CUDA driver", "no-driver-for-tests.so"],
     );
-    assert!(said.contains("ENCKE_LIBCUDA"), "{said}");
+    assert!(error.contains("ENCKE_LIBCUDA"), "{error}");
     for device in ["gpu", "cuda:", "cuda:one", "CPU"] {
         let command = format!("billion --tokens 1k --device {device}");
         folder.refuses(&command, &["--device", device, "cuda:N"]);
@@ -180,8 +180,8 @@ fn a_gpu_that_is_not_there_is_an_error_and_never_the_cpu() {
 }
 
 #[test]
-fn bad_numbers_and_bad_states_are_refused() {
-    let folder = Folder::new();
+fn wrong_options_and_wrong_states_are_refused() {
+    let folder = CommandFolder::new();
     folder.refuses("billion --tokens 0", &["tokens", "0"]);
     folder.refuses("billion --tokens 1k --growth 1", &["--growth 1"]);
     folder.refuses("billion --tokens 1k --segment 0", &["segment length", "0"]);

@@ -1,9 +1,9 @@
-//! A browser to open pages in: Chromium, spoken to over its DevTools protocol.
+//! Opens pages in Chromium through its DevTools protocol.
 //!
-//! Not a general client: one page at a time, every call waits for its answer, and events are kept
-//! until somebody asks. The decision here: the protocol is JSON over a WebSocket, so a WebSocket is
-//! all that is needed; the crates that wrap it bring seven times as many dependencies and fall
-//! behind the browser they speak to.
+//! Not a general client: one page at a time, every call waits for its answer, and events are stored
+//! until a test reads them. The decision here: the protocol is JSON over a WebSocket, so a WebSocket
+//! crate is enough; crates that wrap the protocol have seven times as many dependencies and lag behind
+//! the browser.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
@@ -16,10 +16,10 @@ use tempfile::TempDir;
 use tungstenite::stream::MaybeTlsStream;
 use tungstenite::{Message, WebSocket};
 
-/// Names under which browsers that speak the protocol are installed.
+/// Names of browsers with this protocol.
 const NAMES: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "chrome"];
 
-/// A running browser; it ends with the value.
+/// A running browser; dropping it ends the browser.
 pub struct Chromium {
     process: Child,
     socket: WebSocket<MaybeTlsStream<TcpStream>>,
@@ -29,27 +29,27 @@ pub struct Chromium {
     _profile: TempDir,
 }
 
-/// The browser that `CHROME` names, or the first one there is.
+/// The browser that `CHROME` names, or the first one in PATH.
 pub fn find() -> Option<PathBuf> {
     if let Some(named) = std::env::var_os("CHROME").filter(|named| !named.is_empty()) {
         return Some(PathBuf::from(named));
     }
     let folders = std::env::var_os("PATH")?;
     let folders: Vec<PathBuf> = std::env::split_paths(&folders).collect();
-    let places = NAMES
+    let paths = NAMES
         .iter()
         .flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
-    places.into_iter().find(|place| place.is_file())
+    paths.into_iter().find(|path| path.is_file())
 }
 
-/// A browser, or none where there is none to be found and none was demanded. That is said past the
-/// test harness, which keeps what passing tests print to itself.
-pub fn start_or_say_why_not() -> Option<Chromium> {
+/// Starts a browser. Without one, prints that the test is skipped, directly to standard error because
+/// the test harness hides the output of passing tests, or fails if ENCKE_REQUIRE_CHROMIUM is set.
+pub fn start_or_skip() -> Option<Chromium> {
     let Some(program) = find() else {
         let message = "no chromium in PATH and no CHROME: the page was NOT opened in a browser";
         assert!(
             std::env::var_os("ENCKE_REQUIRE_CHROMIUM").is_none(),
-            "{message}; ENCKE_REQUIRE_CHROMIUM demands it (apt-get install chromium)"
+            "{message}; ENCKE_REQUIRE_CHROMIUM requires it (apt-get install chromium)"
         );
         let line = format!("\nSKIPPED: {message} (apt-get install chromium)\n");
         let _ = std::io::stderr().lock().write_all(line.as_bytes());
@@ -63,7 +63,7 @@ impl Chromium {
         let profile = tempfile::tempdir().unwrap();
         let mut process = Command::new(program)
             .args(["--headless", "--remote-debugging-port=0", "--disable-gpu"])
-            // Tests may run as root, where the sandbox cannot be had, and in small containers.
+            // Tests may run as root, where there is no sandbox, and in small containers.
             .args(["--no-sandbox", "--disable-dev-shm-usage", "--no-first-run"])
             .args(["--disable-extensions", "--disable-background-networking"])
             .arg(format!("--user-data-dir={}", profile.path().display()))
@@ -72,14 +72,14 @@ impl Chromium {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap_or_else(|error| panic!("cannot start {}: {error}", program.display()));
-        let mut said = BufReader::new(process.stderr.take().unwrap());
-        let address = address(&mut said);
-        // It goes on talking; somebody has to listen, or it stops when the pipe is full.
-        std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
+        let mut stderr = BufReader::new(process.stderr.take().unwrap());
+        let address = address(&mut stderr);
+        // The browser keeps writing, and blocks when the pipe is full: a thread drains it.
+        std::thread::spawn(move || std::io::copy(&mut stderr, &mut std::io::sink()));
         let (socket, _) = tungstenite::connect(address.as_str()).unwrap();
         if let MaybeTlsStream::Plain(stream) = socket.get_ref() {
-            let patience = Some(Duration::from_secs(60));
-            stream.set_read_timeout(patience).unwrap();
+            let timeout = Some(Duration::from_secs(60));
+            stream.set_read_timeout(timeout).unwrap();
         }
         let mut browser = Chromium {
             process,
@@ -127,7 +127,7 @@ impl Chromium {
         }
     }
 
-    /// Opens a file on a screen of this width and colour, and forgets what happened before.
+    /// Opens a file on a screen of this width and colour scheme, and drops earlier events.
     pub fn open(&mut self, file: &Path, width: u32, scheme: &str) {
         let scheme = json!([{"name": "prefers-color-scheme", "value": scheme}]);
         self.call("Emulation.setEmulatedMedia", json!({"features": scheme}));
@@ -171,22 +171,22 @@ impl Chromium {
 
 impl Drop for Chromium {
     fn drop(&mut self) {
-        // It has children of its own, which it ends if it is asked to.
+        // A graceful close also ends its child processes.
         let close = json!({"id": 0, "method": "Browser.close"});
-        let asked = self.socket.send(Message::text(close.to_string()));
-        if asked.is_err() {
+        let sent = self.socket.send(Message::text(close.to_string()));
+        if sent.is_err() {
             let _ = self.process.kill();
         }
         let _ = self.process.wait();
     }
 }
 
-/// Where the browser listens, from the line in which it says so.
-fn address(said: &mut impl BufRead) -> String {
+/// The address from the line in which the browser prints it.
+fn address(stderr: &mut impl BufRead) -> String {
     let mut all = String::new();
     loop {
         let mut line = String::new();
-        let read = said.read_line(&mut line).unwrap();
+        let read = stderr.read_line(&mut line).unwrap();
         assert!(read > 0, "the browser ended before it listened: {all}");
         if let Some(address) = line.trim().strip_prefix("DevTools listening on ") {
             return address.to_string();

@@ -1,4 +1,4 @@
-//! Running the command in a folder of its own, and what every refusal has in common.
+//! Runs the command in a folder of its own, and checks what every refusal has in common.
 
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -6,12 +6,12 @@ use std::process::Output;
 use assert_cmd::Command;
 use tempfile::TempDir;
 
-/// A folder that is gone after the test.
-pub struct Folder(TempDir);
+/// A folder in which the command runs; deleted after the test.
+pub struct CommandFolder(TempDir);
 
-impl Folder {
-    pub fn new() -> Folder {
-        Folder(tempfile::tempdir().unwrap())
+impl CommandFolder {
+    pub fn new() -> CommandFolder {
+        CommandFolder(tempfile::tempdir().unwrap())
     }
 
     pub fn path(&self) -> &Path {
@@ -22,7 +22,7 @@ impl Folder {
         self.path().join(name)
     }
 
-    /// The names of everything in it, hidden files included.
+    /// The names of all files in it, hidden ones included.
     pub fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.path()).unwrap();
         let name = |entry: std::fs::DirEntry| entry.file_name().into_string().unwrap();
@@ -35,7 +35,7 @@ impl Folder {
     pub fn encke(&self, arguments: &str) -> Output {
         let mut command = Command::cargo_bin("encke").unwrap();
         command.current_dir(self.path());
-        // No test depends on whether the machine has a GPU: there is no driver here.
+        // Tests must not depend on a GPU: this driver does not exist.
         command.env("ENCKE_LIBCUDA", "no-driver-for-tests.so");
         command.args(arguments.split_whitespace());
         command.output().unwrap()
@@ -44,33 +44,29 @@ impl Folder {
     /// Runs `encke` and expects success; returns standard output.
     pub fn succeeds(&self, arguments: &str) -> String {
         let output = self.encke(arguments);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(0), "encke {arguments}: {said}");
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "encke {arguments}: {stderr}");
         text(&output.stdout)
     }
 
-    /// Runs `encke` and expects a refusal: exit code 2, one line that has all of `words`, nothing
-    /// on standard output, and no file that was not there before. Returns the line.
+    /// Runs `encke` and expects an error: exit code 2, one line that has all of `words`, no standard
+    /// output, and no new file. Returns the line.
     pub fn refuses(&self, arguments: &str, words: &[&str]) -> String {
         let before = self.names();
         let output = self.encke(arguments);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "encke {arguments}: {said}");
-        assert!(said.starts_with("encke: "), "encke {arguments}: {said}");
-        assert_eq!(said.lines().count(), 1, "encke {arguments}: {said}");
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "encke {arguments}: {stderr}");
+        assert!(stderr.starts_with("encke: "), "encke {arguments}: {stderr}");
+        assert_eq!(stderr.lines().count(), 1, "encke {arguments}: {stderr}");
         for word in words {
             assert!(
-                said.contains(word),
-                "encke {arguments}: no {word:?} in {said}"
+                stderr.contains(word),
+                "encke {arguments}: no {word:?} in {stderr}"
             );
         }
         assert!(output.stdout.is_empty(), "encke {arguments}");
-        assert_eq!(
-            self.names(),
-            before,
-            "encke {arguments} left something behind"
-        );
-        said
+        assert_eq!(self.names(), before, "encke {arguments} left a file behind");
+        stderr
     }
 }
 

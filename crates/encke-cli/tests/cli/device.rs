@@ -1,12 +1,12 @@
-//! `--device` of the commands that compute: whoever asks for a GPU that is not there hears what is
-//! missing, before any file is made.
+//! `--device` of the commands that compute: a missing GPU is an error that names what is missing,
+//! before any file is created.
 
-use crate::command::Folder;
+use crate::command::CommandFolder;
 use crate::files;
 
 #[test]
-fn a_gpu_that_is_not_there_is_never_the_cpu() {
-    let folder = Folder::new();
+fn a_missing_gpu_is_never_replaced_by_the_cpu() {
+    let folder = CommandFolder::new();
     files::write(&folder.join("in.safetensors"), &files::small());
     for command in [
         "attend in.safetensors -o out.safetensors --device cuda:3",
@@ -15,8 +15,8 @@ fn a_gpu_that_is_not_there_is_never_the_cpu() {
         "profile --tokens 64 --ranks 1 --plan-ranks 0 --device cuda:3",
         "profile --tokens 64 --ranks 1 --plan-ranks 0 --policies --device cuda:3",
     ] {
-        let said = folder.refuses(command, &["--device cuda:3", "CUDA driver"]);
-        assert!(said.contains("ENCKE_LIBCUDA"), "{command}: {said}");
+        let error = folder.refuses(command, &["--device cuda:3", "CUDA driver"]);
+        assert!(error.contains("ENCKE_LIBCUDA"), "{command}: {error}");
     }
     assert_eq!(folder.names(), ["in.safetensors"]);
     folder.refuses(
@@ -26,11 +26,11 @@ fn a_gpu_that_is_not_there_is_never_the_cpu() {
 }
 
 #[test]
-fn the_cpu_is_a_device_and_is_named() {
-    let folder = Folder::new();
+fn the_summary_names_the_cpu() {
+    let folder = CommandFolder::new();
     files::write(&folder.join("in.safetensors"), &files::small());
     let output = folder.encke("attend in.safetensors -o out.safetensors --device cpu --ranks 2");
-    let said = crate::command::text(&output.stderr);
-    assert!(output.status.success(), "{said}");
-    assert!(said.contains("2 ranks, contiguous, on cpu"), "{said}");
+    let stderr = crate::command::text(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    assert!(stderr.contains("2 ranks, contiguous, on cpu"), "{stderr}");
 }

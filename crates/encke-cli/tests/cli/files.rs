@@ -1,4 +1,4 @@
-//! Safetensors files for tests: made, read back, compared.
+//! Safetensors files for tests: written, read and compared.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,51 +7,51 @@ use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
-/// A tensor of a file, its numbers widened to f64.
+/// A tensor of a file, with its elements converted to f64.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Stored {
+pub struct StoredTensor {
     pub dtype: Dtype,
     pub shape: Vec<usize>,
-    pub numbers: Vec<f64>,
+    pub elements: Vec<f64>,
 }
 
-impl Stored {
-    /// Numbers that look random and are always the same.
-    pub fn wave(dtype: Dtype, shape: &[usize], phase: f64) -> Stored {
+impl StoredTensor {
+    /// Pseudo-random elements, the same on every call.
+    pub fn wave(dtype: Dtype, shape: &[usize], phase: f64) -> StoredTensor {
         let count: usize = shape.iter().product();
-        let number = |i: usize| ((i * i % 1013) as f64 * 0.7 + phase).sin();
-        Stored {
+        let element = |i: usize| ((i * i % 1013) as f64 * 0.7 + phase).sin();
+        StoredTensor {
             dtype,
             shape: shape.to_vec(),
-            numbers: (0..count).map(number).collect(),
+            elements: (0..count).map(element).collect(),
         }
     }
 
     fn bytes(&self) -> Vec<u8> {
-        let numbers = self.numbers.iter();
+        let elements = self.elements.iter();
         match self.dtype {
-            Dtype::F64 => numbers.flat_map(|x| x.to_le_bytes()).collect(),
-            Dtype::F32 => numbers.flat_map(|x| (*x as f32).to_le_bytes()).collect(),
-            Dtype::BF16 => numbers
+            Dtype::F64 => elements.flat_map(|x| x.to_le_bytes()).collect(),
+            Dtype::F32 => elements.flat_map(|x| (*x as f32).to_le_bytes()).collect(),
+            Dtype::BF16 => elements
                 .flat_map(|x| bf16::from_f64(*x).to_le_bytes())
                 .collect(),
-            Dtype::F16 => numbers
+            Dtype::F16 => elements
                 .flat_map(|x| f16::from_f64(*x).to_le_bytes())
                 .collect(),
-            Dtype::I32 => numbers.flat_map(|x| (*x as i32).to_le_bytes()).collect(),
+            Dtype::I32 => elements.flat_map(|x| (*x as i32).to_le_bytes()).collect(),
             other => panic!("no test writes {other:?}"),
         }
     }
 
     /// The largest absolute value.
     pub fn largest(&self) -> f64 {
-        self.numbers.iter().fold(0.0, |most, x| most.max(x.abs()))
+        self.elements.iter().fold(0.0, |most, x| most.max(x.abs()))
     }
 
     /// The largest difference to another tensor; equal infinities differ by nothing.
-    pub fn difference(&self, other: &Stored) -> f64 {
+    pub fn difference(&self, other: &StoredTensor) -> f64 {
         assert_eq!(self.shape, other.shape);
-        let pairs = self.numbers.iter().zip(&other.numbers);
+        let pairs = self.elements.iter().zip(&other.elements);
         pairs.fold(0.0, |most: f64, (a, b)| {
             let difference = if a == b { 0.0 } else { (a - b).abs() };
             assert!(!difference.is_nan(), "{a} against {b}");
@@ -61,15 +61,16 @@ impl Stored {
 }
 
 /// The tensors of a file by name.
-pub type Tensors = BTreeMap<String, Stored>;
+pub type StoredTensors = BTreeMap<String, StoredTensor>;
 
-/// q, k, v and do of a small call in f32: batch 1, 12 tokens, 4 heads over 2 key heads, 8 numbers.
-pub fn small() -> Tensors {
+/// q, k, v and do of a small call in f32: batch 1, 12 tokens, 4 heads over 2 key heads,
+/// head dimension 8.
+pub fn small() -> StoredTensors {
     call(Dtype::F32, [1, 12, 4, 8], 2)
 }
 
 /// q, k, v and do of a call.
-pub fn call(dtype: Dtype, [b, n, h, d]: [usize; 4], kv_heads: usize) -> Tensors {
+pub fn call(dtype: Dtype, [b, n, h, d]: [usize; 4], kv_heads: usize) -> StoredTensors {
     let tensors = [
         ("q", h, 0.1),
         ("k", kv_heads, 0.2),
@@ -77,15 +78,15 @@ pub fn call(dtype: Dtype, [b, n, h, d]: [usize; 4], kv_heads: usize) -> Tensors 
         ("do", h, 0.4),
     ];
     let named = tensors.map(|(name, heads, phase)| {
-        let tensor = Stored::wave(dtype, &[b, n, heads, d], phase);
+        let tensor = StoredTensor::wave(dtype, &[b, n, heads, d], phase);
         (name.to_string(), tensor)
     });
     named.into_iter().collect()
 }
 
 /// Writes a file.
-pub fn write(path: &Path, tensors: &Tensors) {
-    let bytes: Vec<(&String, &Stored, Vec<u8>)> = tensors
+pub fn write(path: &Path, tensors: &StoredTensors) {
+    let bytes: Vec<(&String, &StoredTensor, Vec<u8>)> = tensors
         .iter()
         .map(|(name, tensor)| (name, tensor, tensor.bytes()))
         .collect();
@@ -97,19 +98,19 @@ pub fn write(path: &Path, tensors: &Tensors) {
 }
 
 /// Reads a file.
-pub fn read(path: &Path) -> Tensors {
+pub fn read(path: &Path) -> StoredTensors {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
-    let stored = |view: TensorView<'_>| Stored {
+    let stored = |view: TensorView<'_>| StoredTensor {
         dtype: view.dtype(),
         shape: view.shape().to_vec(),
-        numbers: widened(&view),
+        elements: converted(&view),
     };
     let named = file.tensors().into_iter();
     named.map(|(name, view)| (name, stored(view))).collect()
 }
 
-fn widened(view: &TensorView<'_>) -> Vec<f64> {
+fn converted(view: &TensorView<'_>) -> Vec<f64> {
     let data = view.data();
     match view.dtype() {
         Dtype::F64 => each(data, f64::from_le_bytes),
@@ -120,8 +121,8 @@ fn widened(view: &TensorView<'_>) -> Vec<f64> {
     }
 }
 
-fn each<const N: usize>(bytes: &[u8], number: impl Fn([u8; N]) -> f64) -> Vec<f64> {
-    let (numbers, rest) = bytes.as_chunks::<N>();
+fn each<const N: usize>(bytes: &[u8], convert: impl Fn([u8; N]) -> f64) -> Vec<f64> {
+    let (chunks, rest) = bytes.as_chunks::<N>();
     assert!(rest.is_empty());
-    numbers.iter().map(|x| number(*x)).collect()
+    chunks.iter().map(|x| convert(*x)).collect()
 }

@@ -1,31 +1,31 @@
 //! The golden files through `encke attend --grad`, on rings of many sizes and cuts.
 //!
-//! The decision here: which options a file gets follows from its name and its recorded
-//! configuration, so a file that is added is tested without a line being written.
+//! The decision here: the options of a file follow from its name and its recorded configuration, so a
+//! new file is tested without new code.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use safetensors::{Dtype, SafeTensors};
 
-use crate::command::Folder;
-use crate::files::{self, Stored};
+use crate::command::CommandFolder;
+use crate::files::{self, StoredTensor};
 
 /// Commands that run at the same time.
 const AT_ONCE: usize = 4;
 
 /// One golden file with the options that reproduce it.
-struct Golden {
+struct GoldenCall {
     path: PathBuf,
     name: String,
     options: String,
     tokens: usize,
 }
 
-impl Golden {
-    /// The file, unless its numbers hold a defect of the peer that the specification names: zero
-    /// padding keys that take softmax mass, and a misaligned scatter.
-    fn new(path: &Path) -> Option<Golden> {
+impl GoldenCall {
+    /// The file, unless it reproduces a defect of the package it comes from that the specification
+    /// names: zero padding keys that take softmax mass, and a misaligned scatter.
+    fn new(path: &Path) -> Option<GoldenCall> {
         let name = path.file_stem().unwrap().to_str().unwrap().to_string();
         if name.contains("quirk") || name.starts_with("torchscale_05") {
             return None;
@@ -45,8 +45,8 @@ impl Golden {
             other => panic!("no options are known for files of {other}"),
         };
         let list = |key: &str| {
-            let numbers = config[key].as_array().into_iter().flatten();
-            numbers.map(|x| x.to_string()).collect::<Vec<_>>().join(",")
+            let values = config[key].as_array().into_iter().flatten();
+            values.map(|x| x.to_string()).collect::<Vec<_>>().join(",")
         };
         let mut options = mode.to_string();
         if !list("segment_lengths").is_empty() {
@@ -56,7 +56,7 @@ impl Golden {
         if config["causal"].as_bool().unwrap() {
             options += " --causal";
         }
-        Some(Golden {
+        Some(GoldenCall {
             path: path.to_path_buf(),
             tokens: config["n"].as_u64().unwrap() as usize,
             options,
@@ -65,15 +65,18 @@ impl Golden {
     }
 
     /// All files, in order.
-    fn all() -> Vec<Golden> {
+    fn all() -> Vec<GoldenCall> {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/golden");
         let entries = std::fs::read_dir(folder).unwrap();
         let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
         paths.sort();
-        paths.iter().filter_map(|path| Golden::new(path)).collect()
+        paths
+            .iter()
+            .filter_map(|path| GoldenCall::new(path))
+            .collect()
     }
 
-    /// The rings it is run on; one has an empty chunk and a chunk of one token.
+    /// The rings; one has an empty shard and a shard of one token.
     fn rings(&self) -> Vec<String> {
         let even = [1, 2, 3, 4, 7, 16, 32].map(|ranks| format!("--ranks {ranks}"));
         let (third, last) = (self.tokens / 3, self.tokens - 1);
@@ -84,7 +87,7 @@ impl Golden {
         rings
     }
 
-    fn check(&self, folder: &Folder, ring: &str, number: usize) {
+    fn check(&self, folder: &CommandFolder, ring: &str, number: usize) {
         let out = format!("{number}.safetensors");
         let input = self.path.display();
         let options = &self.options;
@@ -111,17 +114,17 @@ impl Golden {
     }
 }
 
-fn check_lse(name: &str, got: &Stored, expected: &Stored) {
+fn check_lse(name: &str, got: &StoredTensor, expected: &StoredTensor) {
     assert_eq!((got.dtype, &got.shape), (Dtype::F64, &expected.shape));
     let error = got.difference(expected) / expected.largest();
     assert!(error <= 1e-12, "{name}: lse is off by {error:.2e}");
 }
 
 #[test]
-fn every_golden_file_on_every_ring() {
-    let golden = Golden::all();
+fn every_golden_file_is_reproduced_on_every_ring() {
+    let golden = GoldenCall::all();
     assert!(golden.len() >= 20, "only {} golden files", golden.len());
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     let rings = golden
         .iter()
         .flat_map(|file| file.rings().into_iter().map(move |r| (file, r)));

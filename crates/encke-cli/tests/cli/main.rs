@@ -1,7 +1,7 @@
-//! The `encke` command from outside: files in, files out, exit codes, lines.
+//! The `encke` command from outside: files in, files out, exit codes, output.
 //!
-//! Nothing of the library is called here: what a user cannot see is tested elsewhere. All tests
-//! are one program, because linking is slower than running them.
+//! These tests run the program and call nothing of the library. They are one test program, because
+//! linking takes longer than running them.
 
 mod attend;
 mod bad_input;
@@ -9,11 +9,12 @@ mod bench;
 mod billion;
 mod chromium;
 mod command;
-mod console;
 mod demo;
 mod device;
 mod files;
 mod golden;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod pages;
 mod plan;
 mod profile;

@@ -1,13 +1,14 @@
-//! Every command that a page of the documentation shows is run, and says what the page says.
+//! Runs every command in the `console` blocks of the documentation and compares its output.
 //!
-//! A `console` block is a terminal. Commands of one page share a folder and are run from its top to its
-//! end. Only `encke` is run (the page about models, whose command is `longnet`, has a test beside that
-//! command); a block that needs other programs or a GPU is not a `console` block.
+//! Commands of one page share a folder and run in order. Only `encke` runs here; the page about models,
+//! whose command is `longnet`, has a test in that crate. Commands that need other programs or a GPU are
+//! not in `console` blocks.
 
 use std::path::{Path, PathBuf};
 
-use crate::command::{Folder, text};
-use crate::console::{agrees, steps};
+use encke_testing::console::{agrees, steps};
+
+use crate::command::{CommandFolder, text};
 
 fn pages() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
@@ -22,26 +23,26 @@ fn pages() -> Vec<PathBuf> {
 }
 
 #[test]
-fn every_command_of_the_documentation_runs_and_says_what_it_says() {
+fn every_command_of_the_documentation_has_the_output_it_shows() {
     let mut run = 0;
     for page in pages() {
         let name = page.file_name().unwrap().to_string_lossy().into_owned();
-        let folder = Folder::new();
+        let folder = CommandFolder::new();
         for step in steps(&std::fs::read_to_string(&page).unwrap()) {
             let place = format!("docs/{name}, line {}: {}", step.line, step.command);
             let arguments = step.command.strip_prefix("encke ");
             let arguments = arguments.unwrap_or_else(|| panic!("{place}: only encke is run"));
             let output = folder.encke(arguments);
-            // A page may show a refusal: then it shows the line.
+            // A page may show an error: then it shows the line.
             let (said, refused) = (text(&output.stdout), text(&output.stderr));
             let shown = match output.status.code() {
                 Some(0) => said.clone(),
                 _ => refused.clone(),
             };
             let lines: Vec<&str> = shown.trim_end().lines().collect();
-            let fine = match step.answer.is_empty() {
+            let fine = match step.output.is_empty() {
                 true => output.status.success(),
-                false => agrees(&step.answer, &lines),
+                false => agrees(&step.output, &lines),
             };
             assert!(fine, "{place}\n{said}{refused}");
             run += 1;

@@ -1,12 +1,12 @@
-//! `encke profile`: tables, files and refusals.
+//! `encke profile`: tables, files and errors.
 
 use serde_json::Value;
 
-use crate::command::Folder;
+use crate::command::CommandFolder;
 
 const SMALL: &str = "profile --tokens 1k --heads 2 --kv-heads 1 --dim 16 --plan-ranks 64";
 
-fn json(folder: &Folder, name: &str) -> Value {
+fn json(folder: &CommandFolder, name: &str) -> Value {
     let text = std::fs::read_to_string(folder.join(name)).unwrap();
     serde_json::from_str(&text).unwrap()
 }
@@ -17,15 +17,15 @@ fn exponent(document: &Value, pass: usize, component: &str) -> f64 {
 }
 
 #[test]
-fn memory_falls_as_one_over_p_and_is_what_was_planned() {
-    let folder = Folder::new();
+fn memory_decreases_as_one_over_p_and_is_as_planned() {
+    let folder = CommandFolder::new();
     let said = folder.succeeds(&format!("{SMALL} --grad --csv m.csv --json m.json"));
     for words in [
         "own K/V",
         "travelling K/V",
         "forward, bytes",
         "backward, bytes",
-        "no rank held more than was planned",
+        "no rank held more than planned",
         "exponent",
     ] {
         assert!(said.contains(words), "{words}: {said}");
@@ -46,7 +46,7 @@ fn memory_falls_as_one_over_p_and_is_what_was_planned() {
 
 #[test]
 fn the_csv_has_every_rank_and_round_and_none_above_its_plan() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     folder.succeeds("profile --tokens 1k --heads 2 --dim 16 --ranks 3 --plan-ranks 5 --csv m.csv");
     let text = std::fs::read_to_string(folder.join("m.csv")).unwrap();
     let mut lines = text.lines();
@@ -73,8 +73,8 @@ fn the_csv_has_every_rank_and_round_and_none_above_its_plan() {
 }
 
 #[test]
-fn replicated_queries_are_flat() {
-    let folder = Folder::new();
+fn replicated_queries_do_not_depend_on_the_ring_size() {
+    let folder = CommandFolder::new();
     folder.succeeds(&format!("{SMALL} --queries replicated --json m.json"));
     let document = json(&folder, "m.json");
     for (component, expected) in [("queries", 0.0), ("output", 0.0), ("own-kv", -1.0)] {
@@ -84,8 +84,8 @@ fn replicated_queries_are_flat() {
 }
 
 #[test]
-fn what_cannot_be_profiled_is_refused() {
-    let folder = Folder::new();
+fn wrong_options_are_refused() {
+    let folder = CommandFolder::new();
     let refusals = [
         ("--sharding 0,100", "several"),
         ("--ranks 0", "ranks is 0"),
@@ -102,7 +102,7 @@ fn what_cannot_be_profiled_is_refused() {
 
 #[test]
 fn caches_are_shown_with_hit_rates_and_limits() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     let said = folder.succeeds(
         "profile --tokens 96 --heads 2 --dim 8 --ranks 1,3 --plan-ranks 0 --caches --policies",
     );

@@ -1,24 +1,24 @@
-//! `encke report`: what it writes, what it refuses, and how a browser shows it.
+//! `encke report`: the page, its errors, and its display in a browser.
 
 use std::path::Path;
 
 use serde_json::Value;
 
-use crate::chromium::start_or_say_why_not;
-use crate::command::Folder;
+use crate::chromium::start_or_skip;
+use crate::command::CommandFolder;
 
-/// Small enough to be quick, large enough that rows travel.
+/// Small enough to be quick, large enough that rows are sent.
 const SMALL: &str = "--tokens 1k --heads 4 --kv-heads 2 --dim 16";
 
-/// The numbers that travel in a page.
-fn numbers(page: &Path) -> Value {
+/// The findings embedded in a page.
+fn findings(page: &Path) -> Value {
     let text = std::fs::read_to_string(page).unwrap();
     let (_, rest) = text.split_once("id=\"findings\">").unwrap();
     let (json, _) = rest.split_once("</script>").unwrap();
     serde_json::from_str(json).unwrap()
 }
 
-/// The exponent of measured bytes between 4 ranks and the last ring: two ranks need fewer buffers.
+/// The exponent of measured bytes between 4 ranks and the last ring; two ranks need fewer buffers.
 fn exponent(pass: &Value, component: &str) -> f64 {
     let rings = pass["rings"].as_array().unwrap();
     let of = |ring: &Value| {
@@ -30,13 +30,13 @@ fn exponent(pass: &Value, component: &str) -> f64 {
 }
 
 #[test]
-fn a_page_holds_what_was_measured_beside_what_was_planned() {
-    let folder = Folder::new();
+fn a_page_has_measured_and_planned_bytes_which_agree() {
+    let folder = CommandFolder::new();
     let options = "--causal --grad --show 4 --trace ring.json";
     folder.succeeds(&format!("report page.html {SMALL} {options}"));
     assert_eq!(folder.names(), ["page.html", "ring.json"]);
-    let numbers = numbers(&folder.join("page.html"));
-    let passes = numbers["passes"].as_array().unwrap();
+    let findings = findings(&folder.join("page.html"));
+    let passes = findings["passes"].as_array().unwrap();
     assert_eq!(passes.len(), 2);
     for pass in passes {
         let rings = pass["rings"].as_array().unwrap();
@@ -81,20 +81,20 @@ fn a_page_holds_what_was_measured_beside_what_was_planned() {
 }
 
 #[test]
-fn replicated_queries_stay_and_keys_are_shared_out() {
-    let folder = Folder::new();
+fn replicated_queries_do_not_depend_on_the_ring_and_keys_decrease() {
+    let folder = CommandFolder::new();
     folder.succeeds(&format!(
         "report page.html {SMALL} --causal --queries replicated --ranks 8"
     ));
-    let numbers = numbers(&folder.join("page.html"));
-    let pass = &numbers["passes"][0];
+    let findings = findings(&folder.join("page.html"));
+    let pass = &findings["passes"][0];
     assert!(exponent(pass, "queries").abs() < 0.02);
     assert!((exponent(pass, "own-kv") + 1.0).abs() < 0.02);
 }
 
 #[test]
-fn what_makes_no_page_is_refused() {
-    let folder = Folder::new();
+fn wrong_options_are_refused() {
+    let folder = CommandFolder::new();
     let refusals = [
         ("report", "OUT.html"),
         ("report page.html --tokens 0", "tokens is 0"),
@@ -115,10 +115,10 @@ fn what_makes_no_page_is_refused() {
 
 #[test]
 fn a_browser_shows_every_page_in_light_and_dark_wide_and_narrow() {
-    let Some(mut browser) = start_or_say_why_not() else {
+    let Some(mut browser) = start_or_skip() else {
         return;
     };
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     let pages = [
         // (name, options, charts that are seen at once)
         ("mix", String::new(), 5),
@@ -163,10 +163,10 @@ fn a_browser_shows_every_page_in_light_and_dark_wide_and_narrow() {
                 .as_f64()
                 .unwrap();
             browser.point_at(x, y);
-            let told = browser.evaluate("tip.hidden ? '' : tip.textContent");
+            let tip = browser.evaluate("tip.hidden ? '' : tip.textContent");
             assert!(
-                told.as_str().unwrap().contains("on each of"),
-                "{here}: {told}"
+                tip.as_str().unwrap().contains("on each of"),
+                "{here}: {tip}"
             );
             let complaints = browser.events(&[
                 "Runtime.exceptionThrown",

@@ -1,18 +1,18 @@
-//! `encke attend --memory-limit`: the same output, in less memory than the file is long.
+//! `encke attend --memory-limit`: the same output, in less memory than the size of the file.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::command::{Folder, text};
+use crate::command::{CommandFolder, text};
 use crate::files;
 
 const LONGNET: &str =
     "--mode mix --segment-lengths 256,1024,4096,262144 --dilation-rates 1,4,16,1024 --causal";
 
-/// Runs `encke` and watches it: its standard error, and the most memory it had resident.
+/// Runs `encke`; returns its standard error and its peak resident memory.
 #[cfg(target_os = "linux")]
-fn watched(folder: &Folder, arguments: &str) -> (String, usize) {
+fn watched(folder: &CommandFolder, arguments: &str) -> (String, usize) {
     let program = assert_cmd::cargo::cargo_bin("encke");
     let mut child = Command::new(program)
         .current_dir(folder.path())
@@ -50,7 +50,7 @@ fn length(path: &Path) -> usize {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_file_three_times_the_limit_gives_the_bytes_of_a_ring_in_memory() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     folder.succeeds("generate in.safetensors --tokens 270_001 --heads 1 --dim 64");
     let limit = 64 << 20;
     assert!(length(&folder.join("in.safetensors")) > 3 * limit);
@@ -70,7 +70,7 @@ fn a_file_three_times_the_limit_gives_the_bytes_of_a_ring_in_memory() {
 #[test]
 #[cfg(target_os = "linux")]
 fn gradients_stay_below_the_limit_too() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     folder
         .succeeds("generate in.safetensors --tokens 60_000 --heads 2 --kv-heads 1 --dim 32 --grad");
     let limit = 44 << 20;
@@ -101,8 +101,8 @@ fn gradients_stay_below_the_limit_too() {
 }
 
 #[test]
-fn every_kind_of_call_can_be_streamed() {
-    let folder = Folder::new();
+fn every_type_and_pattern_can_be_streamed() {
+    let folder = CommandFolder::new();
     for dtype in ["bf16", "f64"] {
         folder.succeeds(&format!(
             "generate in.safetensors --tokens 100 --batch 2 --heads 4 --kv-heads 2 --dim 8 --grad \
@@ -124,15 +124,15 @@ fn every_kind_of_call_can_be_streamed() {
 }
 
 #[test]
-fn what_cannot_be_streamed_is_refused_in_one_line() {
-    let folder = Folder::new();
+fn options_that_exclude_a_memory_limit_are_refused_in_one_line() {
+    let folder = CommandFolder::new();
     files::write(&folder.join("in"), &files::small());
     let attend = |options: &str, words: &[&str]| {
         folder.refuses(&format!("attend in -o out --memory-limit {options}"), words);
     };
     attend("1MiB", &["1048576 bytes is too small", "allow at least"]);
     attend("lots", &["--memory-limit", "2GiB"]);
-    attend("1GiB --ranks 4", &["--ranks", "the limit decides"]);
+    attend("1GiB --ranks 4", &["--ranks", "the limit determines"]);
     attend("1GiB --sharding 0,5", &["--ranks"]);
     attend("1GiB --queries replicated", &["--queries replicated"]);
     attend("1GiB --trace t.json", &["--trace"]);
@@ -144,18 +144,18 @@ fn what_cannot_be_streamed_is_refused_in_one_line() {
         &["cannot be streamed", "exact gradients"],
     );
     let mut tensors = files::small();
-    tensors.get_mut("v").unwrap().numbers[5 * 16 + 8 + 3] = f64::NAN;
+    tensors.get_mut("v").unwrap().elements[5 * 16 + 8 + 3] = f64::NAN;
     files::write(&folder.join("nan"), &tensors);
     folder.refuses(
         "attend nan -o out --memory-limit 1GiB",
-        &["v holds", "1 NaN", "[0, 5, 1, 3]"],
+        &["v has", "1 NaN", "[0, 5, 1, 3]"],
     );
     folder.succeeds("attend nan -o out --memory-limit 1GiB --allow-non-finite");
 }
 
 #[test]
 fn the_same_options_generate_the_same_file() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     let generate = |name: &str, options: &str| {
         folder.succeeds(&format!(
             "generate {name} --tokens 5_000 --heads 2 --dim 40 {options}"

@@ -1,12 +1,11 @@
-//! `encke tune`, `--ranks auto` and `plan --explain`: a profile in a folder of its own, and decisions
-//! that say what they are made of.
+//! `encke tune`, `--ranks auto` and `plan --explain`, with a profile in a folder of their own.
 
 use assert_cmd::Command;
 
-use crate::command::{Folder, text};
+use crate::command::{CommandFolder, text};
 
 /// Runs `encke` with its configuration in the folder; standard output, or the error.
-fn encke(folder: &Folder, arguments: &str) -> Result<String, String> {
+fn encke(folder: &CommandFolder, arguments: &str) -> Result<String, String> {
     let mut command = Command::cargo_bin("encke").unwrap();
     command.current_dir(folder.path());
     command.env("ENCKE_LIBCUDA", "no-driver-for-tests.so");
@@ -20,23 +19,23 @@ fn encke(folder: &Folder, arguments: &str) -> Result<String, String> {
 }
 
 #[test]
-fn a_profile_is_measured_kept_shown_and_used() {
-    let folder = Folder::new();
+fn a_profile_is_measured_stored_shown_and_used() {
+    let folder = CommandFolder::new();
     let explain = "plan --tokens 4k --heads 4 --dim 64 --causal --explain";
     let before = encke(&folder, "tune --show").unwrap();
     assert!(before.contains("built-in figures"), "{before}");
     let plan = encke(&folder, explain).unwrap();
     assert!(plan.contains("this machine was not measured"), "{plan}");
 
-    // As short as it goes: one turn of everything.
+    // The shortest measurement: everything once.
     let tuned = encke(&folder, "tune --seconds 0.01").unwrap();
-    for words in ["bf16", "FLOP/s", "a hop between threads", "kept in"] {
+    for words in ["bf16", "FLOP/s", "a hop between threads", "stored in"] {
         assert!(tuned.contains(words), "no {words:?} in {tuned}");
     }
     let kept: Vec<_> = std::fs::read_dir(folder.join("config/encke"))
         .unwrap()
         .collect();
-    assert_eq!(kept.len(), 1, "one profile, and nothing beside it");
+    assert_eq!(kept.len(), 1, "one profile, and no other file");
     let path = kept.into_iter().next().unwrap().unwrap().path();
     let profile: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
@@ -50,7 +49,7 @@ fn a_profile_is_measured_kept_shown_and_used() {
     let plan = encke(&folder, explain).unwrap();
     assert!(plan.contains("measured here"), "{plan}");
 
-    // A profile that was damaged is refused by name, and one of another machine is not taken.
+    // A damaged profile is refused by name, and one of another machine is not used.
     std::fs::write(&path, "{}").unwrap();
     let refused = encke(&folder, explain).unwrap_err();
     assert!(refused.contains("not a machine profile"), "{refused}");
@@ -63,8 +62,8 @@ fn a_profile_is_measured_kept_shown_and_used() {
 }
 
 #[test]
-fn explanations_name_alternatives_winner_and_reason() {
-    let folder = Folder::new();
+fn explanations_list_alternatives_the_choice_and_its_reason() {
+    let folder = CommandFolder::new();
     let sizes = "plan --tokens 64k --heads 16 --dim 128 --dtype bf16 --causal";
     let gpus = format!("{sizes} --gpu h200 --node 8 --explain");
     let plan = encke(&folder, &gpus).unwrap();
@@ -101,8 +100,8 @@ fn explanations_name_alternatives_winner_and_reason() {
 }
 
 #[test]
-fn attend_decides_for_itself() {
-    let folder = Folder::new();
+fn attend_accepts_auto_options() {
+    let folder = CommandFolder::new();
     folder.succeeds("generate in.safetensors --tokens 256 --heads 2 --dim 16");
     encke(
         &folder,
@@ -110,7 +109,7 @@ fn attend_decides_for_itself() {
     )
     .unwrap();
     folder.succeeds("attend in.safetensors -o one.safetensors");
-    // Threads share their cores, so one rank is enough, and says the same.
+    // Threads share their cores, so auto chooses one rank, with the same result.
     let bytes = |name: &str| std::fs::read(folder.join(name)).unwrap();
     assert_eq!(bytes("auto.safetensors"), bytes("one.safetensors"));
     let output = folder.encke("attend in.safetensors -o fast.safetensors --compute auto");
@@ -121,8 +120,8 @@ fn attend_decides_for_itself() {
     );
     folder.refuses(
         "attend in.safetensors -o x.safetensors --memory-limit 1GiB --sharding auto",
-        &["the limit decides"],
+        &["the limit determines"],
     );
     folder.refuses("report out.html --sharding auto", &["plan --explain"]);
-    folder.refuses("tune --seconds 0", &["no length of time"]);
+    folder.refuses("tune --seconds 0", &["not a length of time"]);
 }

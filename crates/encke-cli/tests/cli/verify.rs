@@ -1,10 +1,10 @@
-//! `encke verify`: what it says and how it ends.
+//! `encke verify`: output and exit codes.
 
-use crate::command::Folder;
+use crate::command::CommandFolder;
 
 #[test]
-fn twenty_configurations_agree() {
-    let folder = Folder::new();
+fn twenty_configurations_agree_with_the_reference() {
+    let folder = CommandFolder::new();
     let said = folder.succeeds("verify --count 20 --seed 7");
     assert_eq!(said.lines().next(), Some("seed 7"));
     assert!(said.contains("20 configurations in"), "{said}");
@@ -13,7 +13,7 @@ fn twenty_configurations_agree() {
 
 #[test]
 fn the_time_limit_ends_a_run_cleanly() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     let said = folder.succeeds("verify --count 1000000 --minutes 0.005");
     assert!(said.starts_with("seed "), "{said}");
     assert!(
@@ -23,12 +23,12 @@ fn the_time_limit_ends_a_run_cleanly() {
 }
 
 #[test]
-fn hardship_is_survived_or_refused_and_its_seed_brings_it_back() {
-    let folder = Folder::new();
+fn calls_with_faults_end_right_or_with_an_error_and_repeat_by_seed() {
+    let folder = CommandFolder::new();
     let said = folder.succeeds("verify --faults --count 48 --seed 3");
     assert!(said.contains("each ended right, or with an error on every rank"));
     let table = |said: &str| -> Vec<Vec<String>> {
-        let lines = said.lines().skip_while(|line| !line.contains("struck"));
+        let lines = said.lines().skip_while(|line| !line.contains("injected"));
         let cells = |line: &str| line.split_whitespace().map(str::to_string).collect();
         lines.map(cells).collect()
     };
@@ -48,21 +48,21 @@ fn hardship_is_survived_or_refused_and_its_seed_brings_it_back() {
 
 #[test]
 fn with_redundancy_deaths_are_survived() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     let said = folder.succeeds("verify --faults --redundancy 1 --count 160 --seed 5");
     let row = said
         .lines()
         .find(|line| line.trim_start().starts_with("death"));
     let cells: Vec<&str> = row.unwrap_or_default().split_whitespace().collect();
-    // fault calls struck right survived deadline corrupt died lost wrong
+    // fault calls injected right survived deadline corrupt died lost wrong
     let survived: usize = cells[4].parse().unwrap();
     assert!(survived > 5, "{said}");
     assert_eq!((cells[1], cells[9]), ("20", "0"), "{said}");
 }
 
 #[test]
-fn nothing_to_verify_is_refused() {
-    let folder = Folder::new();
+fn wrong_counts_and_limits_are_refused() {
+    let folder = CommandFolder::new();
     folder.refuses("verify --redundancy 1", &["--faults"]);
     folder.refuses("verify --faults --redundancy 99", &["at most 31"]);
     folder.refuses("verify --count 0", &["--count is 0"]);
@@ -72,7 +72,7 @@ fn nothing_to_verify_is_refused() {
 }
 
 #[test]
-fn an_instruction_set_that_is_not_there_is_an_error_and_no_finding() {
+fn a_missing_instruction_set_is_an_error_not_a_failed_check() {
     let mut command = assert_cmd::Command::cargo_bin("encke").unwrap();
     let output = command
         .env("ENCKE_CPU", "sse9")

@@ -21,7 +21,7 @@ use encke_ring::{RankReport, RingError};
 use serde::Serialize;
 
 use super::settings::BillionSettings;
-use super::{RankResult, RankRunner};
+use super::{RankOutput, RankRunner};
 
 /// Device bytes allowed beyond the plan: tables of heads, sums of blocks and sampled rows.
 const EXTRA_BYTES: usize = 64 << 20;
@@ -159,7 +159,7 @@ impl RankRunner<CudaKernel> for GpuRunner<'_> {
         Ok(done)
     }
 
-    fn collect(&mut self, _: &RankReport, samples: &mut Samples) -> Result<RankResult> {
+    fn collect(&mut self, _: &RankReport, samples: &mut Samples) -> Result<RankOutput> {
         let pending = std::mem::take(&mut self.pending);
         let mut checksum = Checksum::default();
         for sums in &pending.sums {
@@ -174,7 +174,7 @@ impl RankRunner<CudaKernel> for GpuRunner<'_> {
         };
         let loads: Result<Duration> = pending.loads.iter().map(elapsed).sum();
         let (load, span) = (loads?, pending.span.as_ref().map(elapsed).transpose()?);
-        Ok(RankResult {
+        Ok(RankOutput {
             checksum,
             samples: samples.take(),
             load,

@@ -9,7 +9,7 @@ use encke_ring::RankReport;
 use encke_ring::out_of_core::{Checksum, Generator, RowRange, Samples, Sink, Stream, StreamError};
 
 use super::gpu::DeviceMemory;
-use super::{RankResult, RankRunner};
+use super::{RankOutput, RankRunner};
 
 /// Runs ranks on the CPU.
 pub(super) struct HostRunner<'k> {
@@ -54,12 +54,12 @@ impl RankRunner<CpuKernel> for HostRunner<'_> {
         Ok(stream.rank(rank, generator, &mut output, None)?)
     }
 
-    fn collect(&mut self, done: &RankReport, samples: &mut Samples) -> Result<RankResult> {
+    fn collect(&mut self, done: &RankReport, samples: &mut Samples) -> Result<RankOutput> {
         let time = |of: Activity| -> Duration {
             let events = done.events.iter().filter(|event| event.activity == of);
             events.map(|event| event.duration).sum()
         };
-        Ok(RankResult {
+        Ok(RankOutput {
             checksum: std::mem::take(&mut self.checksum),
             samples: samples.take(),
             load: time(Activity::Load),

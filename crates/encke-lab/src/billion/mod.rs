@@ -61,7 +61,7 @@ trait RankRunner<K: Kernel> {
     ) -> Result<RankReport>;
 
     /// Waits for the result of the rank.
-    fn collect(&mut self, done: &RankReport, samples: &mut Samples) -> Result<RankResult>;
+    fn collect(&mut self, done: &RankReport, samples: &mut Samples) -> Result<RankOutput>;
 
     /// The name of what computes.
     fn kernel(&self) -> String;
@@ -71,7 +71,7 @@ trait RankRunner<K: Kernel> {
 }
 
 /// What is kept of a rank's output, and the time it took.
-struct RankResult {
+struct RankOutput {
     checksum: Checksum,
     samples: BTreeMap<(usize, usize), Sampled>,
     /// Time to generate the rows of its own inputs.
@@ -151,7 +151,7 @@ fn attend<K: Kernel, R: RankRunner<K>>(
     let mut stream = Stream::new(kernel, plan)?;
     let mut largest: Option<RankMemory> = None;
     let mut clock = Instant::now();
-    let mut finish = |(done, result): (RankReport, RankResult)| {
+    let mut finish = |(done, result): (RankReport, RankOutput)| {
         let checked = &mut state.checked;
         checked.check(plan.request(), &generator, result.samples)?;
         state.checksum = state.checksum + result.checksum;
@@ -170,7 +170,7 @@ fn attend<K: Kernel, R: RankRunner<K>>(
         anyhow::Ok(())
     };
     // On a GPU, the host finishes a rank while the device computes the next one.
-    let mut before: Option<(RankReport, RankResult)> = None;
+    let mut before: Option<(RankReport, RankOutput)> = None;
     for rank in ranks {
         let done = runner.start(&mut stream, rank, &generator, &mut samples)?;
         if let Some(before) = before.take() {

@@ -4,8 +4,8 @@
 //! style sheet shows one of them. Letters then have the same size on both, which a picture that is
 //! merely scaled cannot have.
 
-use super::markup::{Element, Short};
-use super::scale::Scale;
+use super::markup::{Markup, ShortNumber};
+use super::scale::AxisScale;
 
 /// The size of letters, in the units of the canvas; the style sheet says the same.
 pub const LETTER: f64 = 12.0;
@@ -41,8 +41,8 @@ impl Screen {
 }
 
 /// A drawing of this size, described for those who cannot see it.
-pub fn canvas(width: f64, height: f64, words: &str) -> Element {
-    Element::new("svg")
+pub fn canvas(width: f64, height: f64, words: &str) -> Markup {
+    Markup::new("svg")
         .set("viewBox", format!("0 0 {width:.0} {height:.0}"))
         .set("role", "img")
         .set("aria-label", words)
@@ -65,8 +65,8 @@ pub enum Anchor {
 }
 
 /// A text in a chart, standing on `y`.
-pub fn label(x: f64, y: f64, anchor: Anchor, text: &str) -> Element {
-    let element = Element::new("text").place([("x", x), ("y", y)]);
+pub fn label(x: f64, y: f64, anchor: Anchor, text: &str) -> Markup {
+    let element = Markup::new("text").place([("x", x), ("y", y)]);
     let element = match anchor {
         Anchor::Start => element,
         Anchor::Middle => element.set("text-anchor", "middle"),
@@ -76,18 +76,18 @@ pub fn label(x: f64, y: f64, anchor: Anchor, text: &str) -> Element {
 }
 
 /// A straight line.
-pub fn line(class: &str, from: (f64, f64), to: (f64, f64)) -> Element {
+pub fn line(class: &str, from: (f64, f64), to: (f64, f64)) -> Markup {
     let ends = [("x1", from.0), ("y1", from.1), ("x2", to.0), ("y2", to.1)];
-    Element::new("line").class(class).place(ends)
+    Markup::new("line").class(class).place(ends)
 }
 
 /// A line through points.
-pub fn polyline(class: &str, points: &[(f64, f64)]) -> Element {
+pub fn polyline(class: &str, points: &[(f64, f64)]) -> Markup {
     let points = points
         .iter()
-        .map(|(x, y)| format!("{},{}", Short(*x), Short(*y)));
+        .map(|(x, y)| format!("{},{}", ShortNumber(*x), ShortNumber(*y)));
     let points: Vec<String> = points.collect();
-    Element::new("polyline")
+    Markup::new("polyline")
         .class(class)
         .set("points", points.join(" "))
 }
@@ -117,8 +117,8 @@ impl Frame {
     }
 
     /// A vertical axis: a line across the plot and a number for each tick, the title above.
-    pub fn left_axis(&self, scale: &Scale, most: usize, title: &str) -> Element {
-        let mut axis = Element::new("g").class("axis");
+    pub fn left_axis(&self, scale: &AxisScale, most: usize, title: &str) -> Markup {
+        let mut axis = Markup::new("g").class("axis");
         let mut widest: f64 = 0.0;
         for tick in scale.ticks(most) {
             let (y, text) = (scale.at(tick), scale.label(tick));
@@ -133,7 +133,7 @@ impl Frame {
     }
 
     /// A horizontal axis below the plot, its title below the numbers.
-    pub fn bottom_axis(&self, scale: &Scale, most: usize, title: &str) -> Element {
+    pub fn bottom_axis(&self, scale: &AxisScale, most: usize, title: &str) -> Markup {
         let places = |most: usize| {
             let place = |tick: f64| (scale.at(tick), scale.label(tick));
             let places = scale.ticks(most).into_iter().map(place);
@@ -155,9 +155,9 @@ impl Frame {
         &self,
         places: impl IntoIterator<Item = (f64, String)>,
         title: &str,
-    ) -> Element {
+    ) -> Markup {
         let base = self.bottom();
-        let mut axis = Element::new("g").class("axis").with(line(
+        let mut axis = Markup::new("g").class("axis").with(line(
             "base",
             (self.left, base),
             (self.right(), base),

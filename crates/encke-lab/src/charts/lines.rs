@@ -4,8 +4,8 @@
 //! lines that coincide still have a label each.
 
 use super::axis::{Anchor, Frame, LETTER, label, line, polyline, text_width};
-use super::markup::Element;
-use super::scale::{Scale, Unit};
+use super::markup::Markup;
+use super::scale::{AxisScale, Unit};
 
 /// A line to draw.
 #[derive(Debug, Clone, PartialEq)]
@@ -33,19 +33,19 @@ pub fn draw(
     guide: Option<(f64, f64)>,
     unit: Unit,
     titles: (&str, &str),
-) -> Element {
+) -> Markup {
     let points = || series.iter().flat_map(|series| &series.points);
     let shown = points().flat_map(|(_, measured, planned)| [*measured, *planned]);
     let shown: Vec<f64> = shown.filter(|value| *value > 0.0).collect();
     let (low, high) = ends(&shown);
     let (first, last) = ends(&points().map(|point| point.0).collect::<Vec<_>>());
-    let x = Scale::doubling(
+    let x = AxisScale::doubling(
         Unit::Count,
         (first, last),
         (frame.left + 8.0, frame.right() - 8.0),
     );
-    let y = Scale::doubling(unit, (low / 1.3, high * 1.3), (frame.bottom(), frame.top));
-    let mut chart = Element::new("g")
+    let y = AxisScale::doubling(unit, (low / 1.3, high * 1.3), (frame.bottom(), frame.top));
+    let mut chart = Markup::new("g")
         .class("lines")
         .with(frame.left_axis(&y, 6, titles.1))
         .with(frame.bottom_axis(&x, 8, titles.0));
@@ -75,12 +75,12 @@ pub fn draw(
 
 /// A filled dot for what was measured within a ring for what was planned.
 fn marks(
-    x: &Scale,
-    y: &Scale,
+    x: &AxisScale,
+    y: &AxisScale,
     series: &Series,
     (at, measured, planned): (f64, f64, f64),
     unit: Unit,
-) -> Vec<Element> {
+) -> Vec<Markup> {
     let words = format!(
         "{} on {at:.0}: {} measured, {} planned",
         series.name,
@@ -89,7 +89,7 @@ fn marks(
     );
     let dot = |kind: &str, value: f64, radius: f64| {
         let class = format!("mark {kind} {}", series.class);
-        Element::new("circle")
+        Markup::new("circle")
             .class(class)
             .place([("cx", x.at(at)), ("cy", y.at(value)), ("r", radius)])
             .set("data-tip", &words)
@@ -100,7 +100,7 @@ fn marks(
 }
 
 /// Names at the right, each with a thin line to the end it belongs to.
-pub fn ends_named(frame: Frame, mut names: Vec<(f64, &Series)>) -> Vec<Element> {
+pub fn ends_named(frame: Frame, mut names: Vec<(f64, &Series)>) -> Vec<Markup> {
     names.sort_by(|one, other| one.0.total_cmp(&other.0));
     let wanted: Vec<f64> = names.iter().map(|(y, _)| *y).collect();
     let places = apart(&wanted, LETTER + 3.0, (frame.top, frame.bottom()));

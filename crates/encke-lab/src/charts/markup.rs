@@ -8,16 +8,16 @@ use std::fmt::{self, Display, Write};
 
 /// An element with its attributes and contents.
 #[derive(Debug, Clone)]
-pub struct Element {
+pub struct Markup {
     name: &'static str,
     attributes: String,
     contents: String,
 }
 
-impl Element {
+impl Markup {
     /// An empty element.
-    pub fn new(name: &'static str) -> Element {
-        Element {
+    pub fn new(name: &'static str) -> Markup {
+        Markup {
             name,
             attributes: String::new(),
             contents: String::new(),
@@ -25,39 +25,39 @@ impl Element {
     }
 
     /// With an attribute.
-    pub fn set(mut self, name: &str, value: impl Display) -> Element {
+    pub fn set(mut self, name: &str, value: impl Display) -> Markup {
         let value = escaped(&value.to_string());
         let _ = write!(self.attributes, " {name}=\"{value}\"");
         self
     }
 
     /// With a class.
-    pub fn class(self, name: impl Display) -> Element {
+    pub fn class(self, name: impl Display) -> Markup {
         self.set("class", name)
     }
 
     /// With lengths or positions, to a hundredth: finer than any screen.
-    pub fn place<const N: usize>(mut self, numbers: [(&str, f64); N]) -> Element {
+    pub fn place<const N: usize>(mut self, numbers: [(&str, f64); N]) -> Markup {
         for (name, number) in numbers {
-            self = self.set(name, Short(number));
+            self = self.set(name, ShortNumber(number));
         }
         self
     }
 
     /// With more text.
-    pub fn text(mut self, text: impl Display) -> Element {
+    pub fn text(mut self, text: impl Display) -> Markup {
         self.contents += &escaped(&text.to_string());
         self
     }
 
     /// With one more element in it.
-    pub fn with(mut self, child: Element) -> Element {
+    pub fn with(mut self, child: Markup) -> Markup {
         let _ = write!(self.contents, "{child}");
         self
     }
 
     /// With more elements in it.
-    pub fn with_all(mut self, children: impl IntoIterator<Item = Element>) -> Element {
+    pub fn with_all(mut self, children: impl IntoIterator<Item = Markup>) -> Markup {
         for child in children {
             self = self.with(child);
         }
@@ -65,13 +65,13 @@ impl Element {
     }
 
     /// With our own style sheet or script, which browsers read unescaped.
-    pub fn with_source(mut self, source: &'static str) -> Element {
+    pub fn with_source(mut self, source: &'static str) -> Markup {
         self.contents += source;
         self
     }
 
     /// With a value for machines to read, as JSON. No character of it can end the element.
-    pub fn with_json(mut self, json: &str) -> Element {
+    pub fn with_json(mut self, json: &str) -> Markup {
         for letter in json.chars() {
             match letter {
                 '<' | '>' | '&' => {
@@ -84,9 +84,9 @@ impl Element {
     }
 }
 
-impl Display for Element {
+impl Display for Markup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Element {
+        let Markup {
             name,
             attributes,
             contents,
@@ -100,9 +100,9 @@ impl Display for Element {
 
 /// A number to a hundredth, without zeros that say nothing.
 #[derive(Debug, Clone, Copy)]
-pub struct Short(pub f64);
+pub struct ShortNumber(pub f64);
 
-impl Display for Short {
+impl Display for ShortNumber {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = format!("{:.2}", self.0);
         let text = text.trim_end_matches('0').trim_end_matches('.');
@@ -132,18 +132,18 @@ fn escaped(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{Element, Short};
+    use super::{Markup, ShortNumber};
 
     #[test]
     fn what_comes_from_outside_stays_text() {
-        let element = Element::new("p")
+        let element = Markup::new("p")
             .set("title", "\"><script>")
             .text("a < b & 'c' \u{0}");
         assert_eq!(
             element.to_string(),
             "<p title=\"&quot;&gt;&lt;script&gt;\">a &lt; b &amp; &#39;c&#39; \u{fffd}</p>"
         );
-        let json = Element::new("script").with_json("{\"a\":\"</script>&\"}");
+        let json = Markup::new("script").with_json("{\"a\":\"</script>&\"}");
         assert_eq!(
             json.to_string(),
             "<script>{\"a\":\"\\u003c/script\\u003e\\u0026\"}</script>"
@@ -160,7 +160,7 @@ mod tests {
             (1.239, "1.24"),
         ];
         for (number, text) in written {
-            assert_eq!(Short(number).to_string(), text);
+            assert_eq!(ShortNumber(number).to_string(), text);
         }
     }
 }

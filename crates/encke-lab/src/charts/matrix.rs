@@ -4,7 +4,7 @@
 //! shades with a legend by eye, and cells of one shade are one path however many there are.
 
 use super::axis::Frame;
-use super::markup::{Element, Short};
+use super::markup::{Markup, ShortNumber};
 
 /// Shades beside none.
 pub const SHADES: usize = 6;
@@ -32,7 +32,7 @@ impl Matrix {
     }
 
     /// A path for each shade; cells of a row that lie side by side are drawn as one.
-    pub fn paths(&self, frame: Frame) -> Element {
+    pub fn paths(&self, frame: Frame) -> Markup {
         let cell = frame.width / self.side.max(1) as f64;
         let mut drawn = vec![String::new(); SHADES + 1];
         for row in 0..self.side {
@@ -47,24 +47,24 @@ impl Matrix {
         }
         let place = format!(
             "translate({} {}) scale({cell:.5})",
-            Short(frame.left),
-            Short(frame.top)
+            ShortNumber(frame.left),
+            ShortNumber(frame.top)
         );
         let paths = drawn
             .into_iter()
             .enumerate()
             .skip(1)
             .filter(|(_, path)| !path.is_empty());
-        Element::new("g")
+        Markup::new("g")
             .class("cells")
             .set("transform", place)
             .with_all(
-                paths.map(|(shade, path)| Element::new("path").class(class(shade)).set("d", path)),
+                paths.map(|(shade, path)| Markup::new("path").class(class(shade)).set("d", path)),
             )
     }
 
     /// A mark for each cell that has a shade, with the words that explain it.
-    pub fn marks(&self, frame: Frame, words: impl Fn(usize, usize) -> String) -> Element {
+    pub fn marks(&self, frame: Frame, words: impl Fn(usize, usize) -> String) -> Markup {
         let cell = frame.width / self.side.max(1) as f64;
         let gap = if cell > 12.0 { 1.5 } else { 0.5 };
         let cells = (0..self.side).flat_map(|row| (0..self.side).map(move |column| (row, column)));
@@ -74,7 +74,7 @@ impl Matrix {
                 frame.left + cell * column as f64,
                 frame.top + cell * row as f64,
             );
-            Element::new("rect")
+            Markup::new("rect")
                 .class(format!("mark {}", class(self.shade(row, column))))
                 .place([
                     ("x", left),
@@ -84,12 +84,12 @@ impl Matrix {
                 ])
                 .set("data-tip", words(row, column))
         });
-        Element::new("g").class("cells").with_all(marks)
+        Markup::new("g").class("cells").with_all(marks)
     }
 }
 
 /// The ground that cells are drawn on, so that emptiness has an edge.
-pub fn ground(frame: Frame) -> Element {
+pub fn ground(frame: Frame) -> Markup {
     let Frame {
         left,
         top,
@@ -102,7 +102,7 @@ pub fn ground(frame: Frame) -> Element {
         ("width", width),
         ("height", height),
     ];
-    Element::new("rect").class("ground").place(place)
+    Markup::new("rect").class("ground").place(place)
 }
 
 /// The class of a shade in the style sheet.

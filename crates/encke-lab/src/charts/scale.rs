@@ -3,7 +3,7 @@
 //! The decision here: a scale knows the unit of its numbers, because what is round depends on it.
 //! Bytes are round in KiB and MiB, ring sizes in powers of two, times in 1, 2 and 5.
 
-use super::markup::Short;
+use super::markup::ShortNumber;
 
 /// What the numbers of a scale are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,17 +27,17 @@ enum Spread {
 
 /// From numbers to places on a line.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Scale {
+pub struct AxisScale {
     unit: Unit,
     spread: Spread,
     domain: (f64, f64),
     range: (f64, f64),
 }
 
-impl Scale {
+impl AxisScale {
     /// Equal steps are equally far apart.
-    pub fn even(unit: Unit, domain: (f64, f64), range: (f64, f64)) -> Scale {
-        Scale {
+    pub fn even(unit: Unit, domain: (f64, f64), range: (f64, f64)) -> AxisScale {
+        AxisScale {
             unit,
             spread: Spread::Even,
             domain: (domain.0, wider(domain)),
@@ -46,9 +46,9 @@ impl Scale {
     }
 
     /// Equal ratios are equally far apart. The domain must be above 0.
-    pub fn doubling(unit: Unit, domain: (f64, f64), range: (f64, f64)) -> Scale {
+    pub fn doubling(unit: Unit, domain: (f64, f64), range: (f64, f64)) -> AxisScale {
         assert!(domain.0 > 0.0, "a ratio scale begins above 0");
-        Scale {
+        AxisScale {
             unit,
             spread: Spread::Doubling,
             domain: (domain.0, wider(domain)),
@@ -78,7 +78,7 @@ impl Scale {
     pub fn label(&self, tick: f64) -> String {
         match self.unit {
             Unit::Count => grouped(tick),
-            Unit::Number => Short(tick).to_string(),
+            Unit::Number => ShortNumber(tick).to_string(),
             unit => {
                 let (size, name) = unit.measure(match self.spread {
                     // One unit along the whole axis: 0, 500, 1000 KiB, never 1 MiB among them.
@@ -87,7 +87,7 @@ impl Scale {
                 });
                 match tick {
                     0.0 => "0".to_string(),
-                    tick => format!("{} {name}", Short(tick / size)),
+                    tick => format!("{} {name}", ShortNumber(tick / size)),
                 }
             }
         }
@@ -181,18 +181,18 @@ fn wider((low, high): (f64, f64)) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::{Scale, Unit};
+    use super::{AxisScale, Unit};
 
     #[test]
     fn ends_of_the_domain_are_at_the_ends_of_the_range() {
         for scale in [
-            Scale::even(Unit::Count, (2.0, 10.0), (100.0, 0.0)),
-            Scale::doubling(Unit::Count, (2.0, 10.0), (100.0, 0.0)),
+            AxisScale::even(Unit::Count, (2.0, 10.0), (100.0, 0.0)),
+            AxisScale::doubling(Unit::Count, (2.0, 10.0), (100.0, 0.0)),
         ] {
             assert!((scale.at(2.0) - 100.0).abs() < 1e-9);
             assert!(scale.at(10.0).abs() < 1e-9);
         }
-        let doubling = Scale::doubling(Unit::Count, (1.0, 32.0), (0.0, 50.0));
+        let doubling = AxisScale::doubling(Unit::Count, (1.0, 32.0), (0.0, 50.0));
         let steps = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0].map(|ranks| doubling.at(ranks));
         for (step, place) in steps.iter().zip([0.0, 10.0, 20.0, 30.0, 40.0, 50.0]) {
             assert!((step - place).abs() < 1e-9);
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn ticks_are_round_and_few_and_inside() {
-        let labels = |scale: Scale, most: usize| -> Vec<String> {
+        let labels = |scale: AxisScale, most: usize| -> Vec<String> {
             scale
                 .ticks(most)
                 .iter()
@@ -209,22 +209,22 @@ mod tests {
                 .collect()
         };
         let range = (0.0, 100.0);
-        let bytes = Scale::even(Unit::Bytes, (0.0, 4.5 * 1024.0 * 1024.0), range);
+        let bytes = AxisScale::even(Unit::Bytes, (0.0, 4.5 * 1024.0 * 1024.0), range);
         assert_eq!(labels(bytes, 5), ["0", "1 MiB", "2 MiB", "3 MiB", "4 MiB"]);
-        let small = Scale::even(Unit::Bytes, (0.0, 700.0), range);
+        let small = AxisScale::even(Unit::Bytes, (0.0, 700.0), range);
         assert_eq!(labels(small, 4), ["0", "200 B", "400 B", "600 B"]);
-        let time = Scale::even(Unit::Seconds, (0.0, 0.0123), range);
+        let time = AxisScale::even(Unit::Seconds, (0.0, 0.0123), range);
         assert_eq!(labels(time, 4), ["0", "5 ms", "10 ms"]);
-        let ranks = Scale::doubling(Unit::Count, (1.0, 32.0), range);
+        let ranks = AxisScale::doubling(Unit::Count, (1.0, 32.0), range);
         assert_eq!(labels(ranks, 6), ["1", "2", "4", "8", "16", "32"]);
-        let held = Scale::doubling(Unit::Bytes, (3000.0, 5e6), range);
+        let held = AxisScale::doubling(Unit::Bytes, (3000.0, 5e6), range);
         assert_eq!(
             labels(held, 6),
             ["4 KiB", "16 KiB", "64 KiB", "256 KiB", "1 MiB", "4 MiB"]
         );
-        let few = Scale::even(Unit::Count, (0.0, 3.0), range);
+        let few = AxisScale::even(Unit::Count, (0.0, 3.0), range);
         assert_eq!(labels(few, 10), ["0", "1", "2", "3"]);
-        let loss = Scale::even(Unit::Number, (0.0, 1.2), range);
+        let loss = AxisScale::even(Unit::Number, (0.0, 1.2), range);
         assert_eq!(labels(loss, 4), ["0", "0.5", "1"]);
     }
 
@@ -237,8 +237,8 @@ mod tests {
             let most = 1 + random.below(12);
             for unit in [Unit::Bytes, Unit::Seconds, Unit::Count, Unit::Number] {
                 for scale in [
-                    Scale::even(unit, (0.0, high), (0.0, 1.0)),
-                    Scale::doubling(unit, (low, high), (0.0, 1.0)),
+                    AxisScale::even(unit, (0.0, high), (0.0, 1.0)),
+                    AxisScale::doubling(unit, (low, high), (0.0, 1.0)),
                 ] {
                     let ticks = scale.ticks(most);
                     assert!(!ticks.is_empty() && ticks.len() <= most.max(1), "{scale:?}");
@@ -254,8 +254,8 @@ mod tests {
     #[test]
     fn a_domain_of_one_number_is_no_division_by_zero() {
         for scale in [
-            Scale::even(Unit::Bytes, (0.0, 0.0), (0.0, 10.0)),
-            Scale::doubling(Unit::Count, (1.0, 1.0), (0.0, 10.0)),
+            AxisScale::even(Unit::Bytes, (0.0, 0.0), (0.0, 10.0)),
+            AxisScale::doubling(Unit::Count, (1.0, 1.0), (0.0, 10.0)),
         ] {
             assert!(scale.at(1.0).is_finite());
             assert!(!scale.ticks(4).is_empty());

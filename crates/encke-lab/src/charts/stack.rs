@@ -3,12 +3,12 @@
 //! Not a general bar chart: heights are bytes, and a dashed line shows what 1/p would be.
 
 use super::axis::{Frame, polyline};
-use super::markup::Element;
-use super::scale::{Scale, Unit};
+use super::markup::Markup;
+use super::scale::{AxisScale, Unit};
 
 /// A part of a bar.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Part {
+pub struct BarPart {
     /// What it is, in words.
     pub name: &'static str,
     /// Its colour, as a class of the style sheet.
@@ -19,32 +19,32 @@ pub struct Part {
 
 /// The two bars of a ring size.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Pair {
+pub struct BarPair {
     /// The ring size.
     pub ranks: usize,
     /// What was measured, from the bottom up.
-    pub measured: Vec<Part>,
+    pub measured: Vec<BarPart>,
     /// What was planned, in the same order.
-    pub planned: Vec<Part>,
+    pub planned: Vec<BarPart>,
 }
 
 /// All bytes of a bar.
-pub fn total(parts: &[Part]) -> usize {
+pub fn total(parts: &[BarPart]) -> usize {
     parts.iter().map(|part| part.bytes).sum()
 }
 
 /// The bars, with their axes. `guide` is the bytes that 1/p leads to on one rank; the line begins
 /// at the first ring that has `guide_from` ranks.
-pub fn draw(frame: Frame, pairs: &[Pair], guide: f64, guide_from: usize) -> Element {
+pub fn draw(frame: Frame, pairs: &[BarPair], guide: f64, guide_from: usize) -> Markup {
     let most = pairs
         .iter()
         .flat_map(|pair| [total(&pair.measured), total(&pair.planned)]);
     let most = most.max().unwrap_or(0) as f64;
-    let scale = Scale::even(Unit::Bytes, (0.0, most * 1.02), (frame.bottom(), frame.top));
+    let scale = AxisScale::even(Unit::Bytes, (0.0, most * 1.02), (frame.bottom(), frame.top));
     let band = frame.width / pairs.len().max(1) as f64;
     let middle = |index: usize| frame.left + band * (index as f64 + 0.5);
     let width = (band * 0.36).min(34.0);
-    let mut chart = Element::new("g").class("stack").with(frame.left_axis(
+    let mut chart = Markup::new("g").class("stack").with(frame.left_axis(
         &scale,
         6,
         "bytes of the fullest rank",
@@ -70,7 +70,7 @@ pub fn draw(frame: Frame, pairs: &[Pair], guide: f64, guide_from: usize) -> Elem
                 &pair.planned,
             ));
     }
-    let on_guide = |(index, pair): (usize, &Pair)| {
+    let on_guide = |(index, pair): (usize, &BarPair)| {
         (pair.ranks >= guide_from).then(|| (middle(index), scale.at(guide / pair.ranks as f64)))
     };
     let points: Vec<(f64, f64)> = pairs.iter().enumerate().filter_map(on_guide).collect();
@@ -83,8 +83,15 @@ pub fn draw(frame: Frame, pairs: &[Pair], guide: f64, guide_from: usize) -> Elem
 }
 
 /// One bar. Parts are set apart by a hair of background, for those who see no colours.
-fn bar(scale: &Scale, left: f64, width: f64, ranks: usize, kind: &str, parts: &[Part]) -> Element {
-    let mut bar = Element::new("g").class(format!("bar {kind}"));
+fn bar(
+    scale: &AxisScale,
+    left: f64,
+    width: f64,
+    ranks: usize,
+    kind: &str,
+    parts: &[BarPart],
+) -> Markup {
+    let mut bar = Markup::new("g").class(format!("bar {kind}"));
     let mut below = 0;
     let all = total(parts);
     for part in parts.iter().filter(|part| part.bytes > 0) {
@@ -100,7 +107,7 @@ fn bar(scale: &Scale, left: f64, width: f64, ranks: usize, kind: &str, parts: &[
             Unit::Bytes.words(all as f64),
         );
         bar = bar.with(
-            Element::new("rect")
+            Markup::new("rect")
                 .class(format!("mark {}", part.class))
                 .place([
                     ("x", left),

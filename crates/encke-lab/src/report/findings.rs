@@ -14,7 +14,7 @@ use super::picture::Picture;
 
 /// What was found.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Findings {
+pub struct ReportFindings {
     /// What was computed, in words.
     pub setup: Setup,
     /// The forward pass and, if it was asked for, the backward pass.

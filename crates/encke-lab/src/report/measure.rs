@@ -13,7 +13,7 @@ use encke_cpu::CpuKernel;
 use encke_ring::{Rank, memory};
 
 use super::environment;
-use super::findings::{Findings, PassFindings, RingFindings, Setup, ShownRing, Span};
+use super::findings::{PassFindings, ReportFindings, RingFindings, Setup, ShownRing, Span};
 use super::picture::Picture;
 use super::{ReportSettings, prediction};
 use crate::chrome_trace::ChromeTrace;
@@ -30,7 +30,7 @@ struct TimedCall {
 }
 
 /// Runs every ring; returns the findings and the trace of the ring that is shown.
-pub fn measure(settings: &ReportSettings) -> Result<(Findings, ChromeTrace)> {
+pub fn measure(settings: &ReportSettings) -> Result<(ReportFindings, ChromeTrace)> {
     let &ReportSettings { grad, seed, .. } = settings;
     let tensors = RandomTensors::new(&settings.shape, settings.dtype, seed)?;
     let progress = bar(settings.rings.len());
@@ -70,7 +70,7 @@ pub fn measure(settings: &ReportSettings) -> Result<(Findings, ChromeTrace)> {
         let shown = shown_ring(report)?;
         pass_findings.push(PassFindings { name, rings, shown });
     }
-    let findings = Findings {
+    let findings = ReportFindings {
         setup: setup(plan)?,
         passes: pass_findings,
         picture: Picture::new(plan),

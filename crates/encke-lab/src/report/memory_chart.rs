@@ -7,9 +7,9 @@ use encke::plan::program::Component;
 use super::findings::{PassFindings, RingFindings};
 use crate::charts::axis::{Frame, Screen, canvas};
 use crate::charts::lines::{self, Series};
-use crate::charts::markup::Element;
+use crate::charts::markup::Markup;
 use crate::charts::scale::Unit;
-use crate::charts::stack::{self, Pair, Part};
+use crate::charts::stack::{self, BarPair, BarPart};
 use crate::charts::theme::class;
 use crate::format::signed;
 
@@ -53,7 +53,7 @@ pub fn legend(pass: &PassFindings) -> Vec<(String, String)> {
 }
 
 /// Both charts, side by side where there is room.
-pub fn draw(pass: &PassFindings, screen: Screen) -> Element {
+pub fn draw(pass: &PassFindings, screen: Screen) -> Markup {
     let series = series(pass, screen);
     let names = lines::names_width(&series);
     let (bars, plot, height) = match screen {
@@ -116,17 +116,17 @@ fn guide(pass: &PassFindings) -> Option<(f64, f64)> {
 }
 
 /// The bars. The workspace is on top, since the line is about what lies below it.
-fn pairs(pass: &PassFindings) -> Vec<Pair> {
+fn pairs(pass: &PassFindings) -> Vec<BarPair> {
     let components = pass.components();
     let parts = |held: &BTreeMap<Component, usize>| {
-        let part = |component: &Component| Part {
+        let part = |component: &Component| BarPart {
             name: component.name(),
             class: class(*component).to_string(),
             bytes: held.get(component).copied().unwrap_or(0),
         };
         components.iter().map(part).collect()
     };
-    let pair = |ring: &RingFindings| Pair {
+    let pair = |ring: &RingFindings| BarPair {
         ranks: ring.ranks,
         measured: parts(&ring.measured),
         planned: parts(&ring.planned),

@@ -2,7 +2,7 @@
 //! bytes sent, pattern and predicted times.
 //!
 //! The decision here: the page is complete when it is written. Charts are drawn here, as SVG, from
-//! one value ([`Findings`]), so a browser needs no network and no library to show the page, and equal
+//! one value ([`ReportFindings`]), so a browser needs no network and no library to show the page, and equal
 //! findings give equal bytes.
 
 mod environment;
@@ -22,7 +22,7 @@ mod traffic;
 
 use encke::{Builder, DType, Shape};
 
-pub use findings::Findings;
+pub use findings::ReportFindings;
 pub use measure::measure;
 pub use page::document;
 

@@ -6,17 +6,17 @@
 use encke::explain::grouped;
 use encke::trace::Activity;
 
-use super::findings::{Findings, PassFindings};
+use super::findings::{PassFindings, ReportFindings};
 use super::{memory_chart, panels, prediction_chart, tables, timeline, traffic};
 use crate::charts::html::{self, charts, details, legend, section};
-use crate::charts::markup::Element;
+use crate::charts::markup::Markup;
 use crate::format::{percent, signed};
 
 /// The whole document.
-pub fn document(findings: &Findings) -> serde_json::Result<String> {
+pub fn document(findings: &ReportFindings) -> serde_json::Result<String> {
     let title = title(findings);
-    let main = Element::new("main")
-        .with(Element::new("p").class("eyebrow").text("encke report"))
+    let main = Markup::new("main")
+        .with(Markup::new("p").class("eyebrow").text("encke report"))
         .with(header(findings, &title))
         .with(tiles(findings))
         .with(memory_section(findings))
@@ -29,7 +29,7 @@ pub fn document(findings: &Findings) -> serde_json::Result<String> {
     Ok(html::document(&format!("encke: {title}"), main, &data))
 }
 
-fn title(findings: &Findings) -> String {
+fn title(findings: &ReportFindings) -> String {
     let rings = findings.passes.iter().flat_map(|pass| &pass.rings);
     let tokens = grouped(findings.setup.tokens as u128);
     match rings.map(|ring| ring.ranks).max() {
@@ -38,22 +38,22 @@ fn title(findings: &Findings) -> String {
     }
 }
 
-fn header(findings: &Findings, title: &str) -> Element {
+fn header(findings: &ReportFindings, title: &str) -> Markup {
     let setup = &findings.setup;
     let words = format!(
         "Exact attention with the pattern “{}”: {}. Tokens are cut {}. Everything below was run and \
          measured for this page.",
         setup.pattern, setup.sizes, setup.ring
     );
-    Element::new("header")
-        .with(Element::new("h1").text(title))
-        .with(Element::new("p").text(words))
+    Markup::new("header")
+        .with(Markup::new("h1").text(title))
+        .with(Markup::new("p").text(words))
 }
 
 /// The findings in a row.
-fn tiles(findings: &Findings) -> Element {
+fn tiles(findings: &ReportFindings) -> Markup {
     let Some(forward) = findings.passes.first() else {
-        return Element::new("ul");
+        return Markup::new("ul");
     };
     let setup = &findings.setup;
     let mut tiles = Vec::new();
@@ -80,18 +80,18 @@ fn tiles(findings: &Findings) -> Element {
         ));
     }
     let tile = |(number, words): (String, &str)| {
-        let number = Element::new("b").text(number);
-        Element::new("li").with(number).text(words)
+        let number = Markup::new("b").text(number);
+        Markup::new("li").with(number).text(words)
     };
-    Element::new("ul")
+    Markup::new("ul")
         .class("tiles")
         .with_all(tiles.into_iter().map(tile))
 }
 
 /// The heading of a pass, where there are several.
-fn pass_heading(findings: &Findings, pass: &PassFindings) -> Option<Element> {
+fn pass_heading(findings: &ReportFindings, pass: &PassFindings) -> Option<Markup> {
     let several = findings.passes.len() > 1;
-    several.then(|| Element::new("h3").text(format!("{} pass", capital(pass.name))))
+    several.then(|| Markup::new("h3").text(format!("{} pass", capital(pass.name))))
 }
 
 fn capital(word: &str) -> String {
@@ -100,7 +100,7 @@ fn capital(word: &str) -> String {
     first.into_iter().chain(letters).collect()
 }
 
-fn memory_section(findings: &Findings) -> Element {
+fn memory_section(findings: &ReportFindings) -> Markup {
     let lead = "Bytes of the rank that holds most, for every ring size: measured from what it \
                 really allocates with buffers of its own, beside what the plan listed before. \
                 Exponents are fitted to what was measured (of what travels, from 4 ranks on: \
@@ -116,9 +116,9 @@ fn memory_section(findings: &Findings) -> Element {
     section.with(details(findings.passes.iter().map(tables::memory)))
 }
 
-fn timeline_section(findings: &Findings) -> Element {
+fn timeline_section(findings: &ReportFindings) -> Markup {
     let Some(first) = findings.passes.first() else {
-        return Element::new("section");
+        return Markup::new("section");
     };
     let ranks = first.shown.ranks();
     let finding = match ranks {
@@ -161,9 +161,9 @@ fn timeline_section(findings: &Findings) -> Element {
     section.with(details(findings.passes.iter().map(tables::timeline)))
 }
 
-fn traffic_section(findings: &Findings) -> Element {
+fn traffic_section(findings: &ReportFindings) -> Markup {
     let Some(first) = findings.passes.first() else {
-        return Element::new("section");
+        return Markup::new("section");
     };
     let shown = &first.shown;
     let finding = match (shown.ranks(), shown.sent_bytes) {
@@ -193,7 +193,7 @@ fn traffic_section(findings: &Findings) -> Element {
     section.with(details(findings.passes.iter().map(tables::traffic)))
 }
 
-fn pattern_section(findings: &Findings) -> Element {
+fn pattern_section(findings: &ReportFindings) -> Markup {
     let (setup, picture) = (&findings.setup, &findings.picture);
     let share = setup.pairs as f64 / setup.dense_pairs as f64;
     let finding = match setup.pairs == setup.dense_pairs {
@@ -231,7 +231,7 @@ fn pattern_section(findings: &Findings) -> Element {
         .with(details([tables::pattern(findings)]))
 }
 
-fn prediction_section(findings: &Findings) -> Option<Element> {
+fn prediction_section(findings: &ReportFindings) -> Option<Markup> {
     let predictions = findings.predictions.as_ref()?;
     let lead = format!(
         "The virtual clock runs over the very plan with readings of the kernel alone; it has seen \
@@ -253,15 +253,12 @@ fn prediction_section(findings: &Findings) -> Option<Element> {
     Some(section.with(details([tables::prediction(predictions)])))
 }
 
-fn environment_section(findings: &Findings) -> Element {
+fn environment_section(findings: &ReportFindings) -> Markup {
     let entry = |(what, value): &(String, String)| {
-        [
-            Element::new("dt").text(what),
-            Element::new("dd").text(value),
-        ]
+        [Markup::new("dt").text(what), Markup::new("dd").text(value)]
     };
     let entries = findings.environment.iter().flat_map(entry);
     let lead = "Times depend on it; bytes and results do not.";
     section("environment", "Where this was measured", lead)
-        .with(Element::new("dl").with_all(entries))
+        .with(Markup::new("dl").with_all(entries))
 }

@@ -4,7 +4,7 @@ use encke::explain::grouped;
 
 use super::picture::{Close, Picture, Whole};
 use crate::charts::axis::{Anchor, Frame, Screen, canvas, label, text_width};
-use crate::charts::markup::Element;
+use crate::charts::markup::Markup;
 use crate::charts::matrix::{Matrix, SHADES, class, ground};
 
 /// How many times fewer pairs the next lighter shade of the whole stands for.
@@ -71,7 +71,7 @@ pub fn whole_legend(whole: &Whole) -> Vec<(String, String)> {
 }
 
 /// The panels.
-pub fn draw(picture: &Picture, screen: Screen, words: &str) -> Element {
+pub fn draw(picture: &Picture, screen: Screen, words: &str) -> Markup {
     let count = picture.close.len() + usize::from(picture.whole.is_some());
     let columns = match screen {
         Screen::Wide => count.clamp(2, 4),
@@ -108,7 +108,7 @@ enum Panel<'a> {
 }
 
 impl Panel<'_> {
-    fn draw(&self, frame: Frame) -> Element {
+    fn draw(&self, frame: Frame) -> Markup {
         let (matrix, tokens, title) = match self {
             Panel::Whole(whole) => {
                 let side = whole.side;
@@ -135,7 +135,7 @@ impl Panel<'_> {
         };
         let last = last_token(tokens);
         let (top, bottom) = (frame.top + 10.0, frame.bottom());
-        Element::new("g")
+        Markup::new("g")
             .class("panel")
             .with(ground(frame))
             .with(matrix.paths(frame))

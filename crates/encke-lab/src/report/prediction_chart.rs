@@ -2,8 +2,8 @@
 
 use super::findings::{Prediction, Predictions};
 use crate::charts::axis::{Anchor, Frame, Screen, canvas, label, line};
-use crate::charts::markup::Element;
-use crate::charts::scale::{Scale, Unit};
+use crate::charts::markup::Markup;
+use crate::charts::scale::{AxisScale, Unit};
 use crate::format::percent;
 
 /// Upper bounds of the width of a letter and of the height of a line of the error labels.
@@ -38,7 +38,7 @@ pub fn legend() -> Vec<(String, String)> {
 }
 
 /// The rings of one pass: a dot for what was measured, a circle for what was predicted.
-pub fn draw(rings: &[&Prediction], screen: Screen, words: &str) -> Element {
+pub fn draw(rings: &[&Prediction], screen: Screen, words: &str) -> Markup {
     let height = if screen == Screen::Wide { 220.0 } else { 200.0 };
     let frame = Frame {
         left: 66.0,
@@ -51,7 +51,7 @@ pub fn draw(rings: &[&Prediction], screen: Screen, words: &str) -> Element {
         .flat_map(|ring| [ring.predicted_s, ring.measured_s]);
     let longest = longest.fold(0.0, f64::max).max(1e-9);
     // Room above for the errors, which are written over the marks.
-    let scale = Scale::even(
+    let scale = AxisScale::even(
         Unit::Seconds,
         (0.0, longest * 1.15),
         (frame.bottom(), frame.top),
@@ -96,7 +96,7 @@ fn apart(words: impl Iterator<Item = (f64, f64)>, band: f64) -> Vec<f64> {
     words.map(lift).collect()
 }
 
-fn marks(scale: &Scale, x: f64, above: f64, ring: &Prediction) -> Element {
+fn marks(scale: &AxisScale, x: f64, above: f64, ring: &Prediction) -> Markup {
     let (predicted, measured) = (scale.at(ring.predicted_s), scale.at(ring.measured_s));
     let words = format!(
         "{} ranks: {} measured, {} predicted ({})",
@@ -106,12 +106,12 @@ fn marks(scale: &Scale, x: f64, above: f64, ring: &Prediction) -> Element {
         signed_error(ring)
     );
     let dot = |class: &str, y: f64, radius: f64| {
-        Element::new("circle")
+        Markup::new("circle")
             .class(format!("mark {class} all"))
             .place([("cx", x), ("cy", y), ("r", radius)])
             .set("data-tip", &words)
     };
-    Element::new("g")
+    Markup::new("g")
         .class("pair")
         .with(line("leader all", (x, predicted), (x, measured)))
         .with(dot("planned", predicted, 7.0))

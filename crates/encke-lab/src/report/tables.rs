@@ -3,16 +3,16 @@
 use encke::explain::{bytes, grouped};
 use encke::plan::program::Component;
 
-use super::findings::{Findings, PassFindings, Prediction, Predictions, RingFindings};
+use super::findings::{PassFindings, Prediction, Predictions, ReportFindings, RingFindings};
 use super::prediction_chart::signed_error;
 use super::timeline::ACTIVITIES;
 use crate::charts::html::table;
-use crate::charts::markup::Element;
+use crate::charts::markup::Markup;
 use crate::charts::scale::Unit;
 use crate::format::{percent, signed};
 
 /// Bytes by component and ring size.
-pub fn memory(pass: &PassFindings) -> Element {
+pub fn memory(pass: &PassFindings) -> Markup {
     let mut headings = vec!["component".to_string()];
     headings.extend(pass.rings.iter().map(|ring| format!("p = {}", ring.ranks)));
     headings.push("exponent".to_string());
@@ -60,7 +60,7 @@ pub fn memory(pass: &PassFindings) -> Element {
 }
 
 /// Time of each rank by activity.
-pub fn timeline(pass: &PassFindings) -> Element {
+pub fn timeline(pass: &PassFindings) -> Markup {
     let mut headings = vec!["rank".to_string()];
     headings.extend(ACTIVITIES.map(|activity| activity.name().to_string()));
     headings.push("waiting".to_string());
@@ -86,7 +86,7 @@ pub fn timeline(pass: &PassFindings) -> Element {
 }
 
 /// Bytes from rank to rank.
-pub fn traffic(pass: &PassFindings) -> Element {
+pub fn traffic(pass: &PassFindings) -> Markup {
     let sent = &pass.shown.sent;
     let mut headings = vec!["from".to_string()];
     headings.extend((0..sent.len()).map(|rank| format!("to {rank}")));
@@ -105,7 +105,7 @@ pub fn traffic(pass: &PassFindings) -> Element {
 }
 
 /// Times, predicted and measured.
-pub fn prediction(predictions: &Predictions) -> Element {
+pub fn prediction(predictions: &Predictions) -> Markup {
     let headings = ["pass", "ranks", "predicted", "measured", "error"];
     let row = |ring: &Prediction| {
         vec![
@@ -125,7 +125,7 @@ pub fn prediction(predictions: &Predictions) -> Element {
 }
 
 /// The pattern in numbers.
-pub fn pattern(findings: &Findings) -> Element {
+pub fn pattern(findings: &ReportFindings) -> Markup {
     let setup = &findings.setup;
     let row = |what: &str, value: String| vec![what.to_string(), value];
     let rows = vec![

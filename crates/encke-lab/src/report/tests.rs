@@ -7,7 +7,7 @@ use encke::trace::Activity;
 use roxmltree::{Document, Node, ParsingOptions};
 
 use super::findings::{
-    Findings, PassFindings, Prediction, Predictions, RingFindings, Setup, ShownRing, Span,
+    PassFindings, Prediction, Predictions, ReportFindings, RingFindings, Setup, ShownRing, Span,
 };
 use super::page;
 use super::picture::{Close, Picture, Whole};
@@ -68,7 +68,7 @@ fn pass(name: &'static str, shown: usize) -> PassFindings {
     }
 }
 
-fn findings(passes: Vec<PassFindings>) -> Findings {
+fn findings(passes: Vec<PassFindings>) -> ReportFindings {
     let close = |head: usize| Close {
         heads: vec![head],
         tokens: 4,
@@ -76,7 +76,7 @@ fn findings(passes: Vec<PassFindings>) -> Findings {
             .map(|pair| usize::from(pair % 4 <= pair / 4))
             .collect(),
     };
-    Findings {
+    ReportFindings {
         setup: Setup {
             tokens: 1000,
             sizes: "2 heads".to_string(),

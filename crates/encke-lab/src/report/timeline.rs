@@ -6,8 +6,8 @@ use encke::trace::Activity;
 
 use super::findings::{ShownRing, Span};
 use crate::charts::axis::{Anchor, Frame, Screen, canvas, label};
-use crate::charts::markup::Element;
-use crate::charts::scale::{Scale, Unit};
+use crate::charts::markup::Markup;
+use crate::charts::scale::{AxisScale, Unit};
 
 /// Every activity, in the order of the legend.
 pub const ACTIVITIES: [Activity; 4] = [
@@ -38,7 +38,7 @@ pub fn words(activity: Activity) -> &'static str {
 }
 
 /// The timeline of a ring.
-pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Element {
+pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Markup {
     let ranks = ring.ranks();
     let row: f64 = match ranks {
         0..=8 => 22.0,
@@ -53,7 +53,7 @@ pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Element {
     };
     let end = ring.spans.iter().map(|span| span.start + span.seconds);
     let end = end.fold(0.0, f64::max).max(1e-9);
-    let scale = Scale::even(Unit::Seconds, (0.0, end), (frame.left, frame.right()));
+    let scale = AxisScale::even(Unit::Seconds, (0.0, end), (frame.left, frame.right()));
     let most = if screen == Screen::Wide { 9 } else { 4 };
     let mut chart = canvas(screen.width(), frame.bottom() + 48.0, words)
         .with(label(0.0, frame.top - 12.0, Anchor::Start, "rank").class("title"));
@@ -67,12 +67,12 @@ pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Element {
         let spans = ring.spans.iter().filter(|span| span.rank == rank);
         let top = frame.top + row * rank as f64 + 1.5;
         let marks = spans.map(|span| mark(&scale, span, top, row - 3.0));
-        chart = chart.with(Element::new("g").class("row").with_all(marks));
+        chart = chart.with(Markup::new("g").class("row").with_all(marks));
     }
     chart.with(frame.bottom_axis(&scale, most, "time since the call began"))
 }
 
-fn mark(scale: &Scale, span: &Span, top: f64, height: f64) -> Element {
+fn mark(scale: &AxisScale, span: &Span, top: f64, height: f64) -> Markup {
     let (left, right) = (scale.at(span.start), scale.at(span.start + span.seconds));
     let mut words = format!(
         "rank {}, round {}: {}, {}",
@@ -86,7 +86,7 @@ fn mark(scale: &Scale, span: &Span, top: f64, height: f64) -> Element {
         let (sent, received) = (Unit::Bytes.words(sent), Unit::Bytes.words(received));
         words += &format!("; the round sent {sent} and received {received}");
     }
-    Element::new("rect")
+    Markup::new("rect")
         .class(format!("mark {}", class(span.activity)))
         .place([
             ("x", left),

@@ -2,9 +2,9 @@
 
 use super::findings::ShownRing;
 use crate::charts::axis::{Anchor, Frame, Screen, canvas, label};
-use crate::charts::markup::Element;
+use crate::charts::markup::Markup;
 use crate::charts::matrix::{Matrix, SHADES, class, ground};
-use crate::charts::scale::{Scale, Unit};
+use crate::charts::scale::{AxisScale, Unit};
 
 /// The most any rank sends to any other.
 fn most(ring: &ShownRing) -> usize {
@@ -32,7 +32,7 @@ pub fn legend(ring: &ShownRing) -> Vec<(String, String)> {
 }
 
 /// The matrix of a ring.
-pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Element {
+pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Markup {
     let ranks = ring.ranks();
     let side = match screen {
         Screen::Wide => 380.0,
@@ -82,7 +82,7 @@ pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Element {
 }
 
 /// What each rank sends, as bars beside the rows of the matrix.
-fn totals(ring: &ShownRing, rows: Frame) -> Element {
+fn totals(ring: &ShownRing, rows: Frame) -> Markup {
     let frame = Frame {
         left: rows.right() + 60.0,
         width: 400.0,
@@ -90,7 +90,7 @@ fn totals(ring: &ShownRing, rows: Frame) -> Element {
     };
     let sent: Vec<usize> = ring.sent.iter().map(|to| to.iter().sum()).collect();
     let most = sent.iter().copied().max().unwrap_or(0).max(1);
-    let scale = Scale::even(Unit::Bytes, (0.0, most as f64), (frame.left, frame.right()));
+    let scale = AxisScale::even(Unit::Bytes, (0.0, most as f64), (frame.left, frame.right()));
     let row = frame.height / sent.len().max(1) as f64;
     let bars = sent
         .iter()
@@ -99,7 +99,7 @@ fn totals(ring: &ShownRing, rows: Frame) -> Element {
         .map(|(rank, bytes)| {
             let top = frame.top + row * rank as f64 + row * 0.2;
             let width = scale.at(*bytes as f64) - frame.left;
-            Element::new("rect")
+            Markup::new("rect")
                 .class("mark sum")
                 .place([
                     ("x", frame.left),
@@ -112,7 +112,7 @@ fn totals(ring: &ShownRing, rows: Frame) -> Element {
                     format!("rank {rank} sends {}", Unit::Bytes.words(*bytes as f64)),
                 )
         });
-    Element::new("g")
+    Markup::new("g")
         .class("totals")
         .with_all(bars)
         .with(frame.bottom_axis(&scale, 4, "sent by each rank in all"))

@@ -10,7 +10,7 @@ use encke_sim::fault_config::Kind;
 use encke_sim::fault_outcome::{self, FaultOutcome};
 use encke_sim::fault_run::End;
 
-use crate::table::Table;
+use crate::table::TextTable;
 
 /// The outcomes of the calls with one kind of fault.
 #[derive(Debug, Default)]
@@ -81,8 +81,8 @@ impl FaultSuite {
     }
 
     /// The outcomes by kind of fault.
-    pub(super) fn table(&self) -> Table {
-        let mut table = Table::new(
+    pub(super) fn table(&self) -> TextTable {
+        let mut table = TextTable::new(
             2,
             [
                 "fault", "calls", "injected", "right", "survived", "deadline", "corrupt", "died",

@@ -44,7 +44,7 @@ pub struct VerifyCounts {
 }
 
 /// What is verified.
-pub enum Suite {
+pub enum VerifySuite {
     /// Results against the reference.
     Reference(Box<ReferenceSuite>),
     /// Calls with injected faults.
@@ -63,21 +63,21 @@ impl ReferenceSuite {
     }
 }
 
-impl Suite {
+impl VerifySuite {
     /// Results of a device against the reference.
-    pub fn reference(device: ComputeDevice) -> Result<Suite> {
+    pub fn reference(device: ComputeDevice) -> Result<VerifySuite> {
         // Without a kernel no configuration can run: an error, not a failed check.
         Attention::builder().build()?;
-        Ok(Suite::Reference(Box::new(ReferenceSuite {
+        Ok(VerifySuite::Reference(Box::new(ReferenceSuite {
             comparer: Comparer::new(device)?,
             worst: WorstErrors::default(),
         })))
     }
 
     /// Calls with injected faults, in which `redundancy` other ranks keep each rank's inputs.
-    pub fn faults(redundancy: usize) -> Result<Suite> {
+    pub fn faults(redundancy: usize) -> Result<VerifySuite> {
         let attention = Attention::builder().build()?;
-        Ok(Suite::Faults(Box::new(FaultSuite::new(
+        Ok(VerifySuite::Faults(Box::new(FaultSuite::new(
             attention, redundancy,
         ))))
     }
@@ -85,12 +85,12 @@ impl Suite {
     /// Runs the configuration of a seed; the error describes the configuration and what is wrong.
     fn run_one(&mut self, seed: u64) -> Result<()> {
         match self {
-            Suite::Reference(suite) => {
+            VerifySuite::Reference(suite) => {
                 let case = RandomConfiguration::new(seed);
                 let compared = suite.run(&case);
                 compared.map_err(|error| anyhow!("{case}\n  {error:#}"))
             }
-            Suite::Faults(suite) => {
+            VerifySuite::Faults(suite) => {
                 let result = suite.run(seed);
                 result.map_err(|error| anyhow!("seed {seed}: {error:#}"))
             }
@@ -128,8 +128,8 @@ impl Suite {
     /// The largest errors, or the outcomes of the calls, as text.
     pub fn details(&self) -> String {
         match self {
-            Suite::Reference(suite) => suite.worst.to_string(),
-            Suite::Faults(suite) => suite.table().to_string(),
+            VerifySuite::Reference(suite) => suite.worst.to_string(),
+            VerifySuite::Faults(suite) => suite.table().to_string(),
         }
     }
 }

@@ -18,7 +18,7 @@ use encke_sim::sample::Sample;
 
 use super::compare::attention;
 use super::configuration::RandomConfiguration;
-use super::{Suite, VerifyCounts, VerifySettings};
+use super::{VerifyCounts, VerifySettings, VerifySuite};
 use crate::cluster::Cluster;
 use crate::terminal::bar;
 
@@ -49,7 +49,7 @@ pub fn check_transport(cluster: &mut Cluster) -> Result<Result<(), String>> {
 /// configuration that fails on any rank.
 pub fn run(
     cluster: &mut Cluster,
-    suite: &mut Suite,
+    suite: &mut VerifySuite,
     settings: &VerifySettings,
     mut on_failure: impl FnMut(u64, &str) -> Result<()>,
 ) -> Result<VerifyCounts> {
@@ -64,7 +64,7 @@ pub fn run(
         let case = RandomConfiguration::with_ranks(seed, cluster.ranks());
         let own = compare(cluster, &kernel, &case)?;
         let own = own.and_then(|()| match suite {
-            Suite::Reference(suite) if is_root => suite.run(&case),
+            VerifySuite::Reference(suite) if is_root => suite.run(&case),
             _ => Ok(()),
         });
         if let Err(error) = cluster.all_passed(own)? {

@@ -2,8 +2,8 @@
 
 use encke_lab::charts::axis::{Frame, Screen, canvas, polyline};
 use encke_lab::charts::lines::{Series, ends_named, names_width};
-use encke_lab::charts::markup::Element;
-use encke_lab::charts::scale::{Scale, Unit};
+use encke_lab::charts::markup::Markup;
+use encke_lab::charts::scale::{AxisScale, Unit};
 
 /// The colours of curves, as classes of the style sheet, in the order in which they are used. Two
 /// curves that may coincide are told apart by their width, too.
@@ -29,7 +29,7 @@ pub fn draw(
     low: f64,
     titles: (&str, &str),
     words: &str,
-) -> Element {
+) -> Markup {
     let series: Vec<Series> = curves
         .iter()
         .enumerate()
@@ -54,8 +54,8 @@ pub fn draw(
     let most = |values: &mut dyn Iterator<Item = f64>| values.fold(low, f64::max);
     let last = most(&mut all().map(|point| point.0));
     let high = most(&mut all().map(|point| point.1));
-    let x = Scale::even(Unit::Count, (0.0, last), (frame.left, frame.right()));
-    let y = Scale::even(Unit::Number, (low, high), (frame.bottom(), frame.top));
+    let x = AxisScale::even(Unit::Count, (0.0, last), (frame.left, frame.right()));
+    let y = AxisScale::even(Unit::Number, (low, high), (frame.bottom(), frame.top));
     let mut chart = canvas(screen.width(), height, words)
         .with(frame.left_axis(&y, 6, titles.1))
         .with(frame.bottom_axis(&x, 8, titles.0));

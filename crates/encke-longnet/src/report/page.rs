@@ -4,7 +4,7 @@ use anyhow::Result;
 use encke::explain::{bytes, grouped};
 use encke_lab::charts::axis::Screen;
 use encke_lab::charts::html::{self, charts, details, section, table};
-use encke_lab::charts::markup::Element;
+use encke_lab::charts::markup::Markup;
 use encke_lab::format::percent;
 
 use super::curves::{Curve, draw};
@@ -28,10 +28,10 @@ pub fn document(records: &[Record]) -> Result<String> {
     for group in &mut groups {
         group.sort_by_key(|run| run.ranks);
     }
-    let mut main = Element::new("main")
-        .with(Element::new("p").class("eyebrow").text("longnet report"))
-        .with(Element::new("header").with(Element::new("h1").text("A LongNet that learns")).with(
-            Element::new("p").text(
+    let mut main = Markup::new("main")
+        .with(Markup::new("p").class("eyebrow").text("longnet report"))
+        .with(Markup::new("header").with(Markup::new("h1").text("A LongNet that learns")).with(
+            Markup::new("p").text(
                 "A byte-level language model whose attention is Encke’s. Everything below was trained and \
                  recorded; nothing is drawn by hand.",
             ),
@@ -108,7 +108,7 @@ fn median(seconds: &[f64]) -> f64 {
 }
 
 /// Runs that differ in their ring alone.
-fn rings(at: usize, group: &[&Training]) -> Element {
+fn rings(at: usize, group: &[&Training]) -> Markup {
     let first = group[0];
     let last = group[1..]
         .iter()
@@ -158,12 +158,12 @@ fn rings(at: usize, group: &[&Training]) -> Element {
         )]))
 }
 
-fn curve_chart(curves: &[Curve], screen: Screen, words: &str) -> Element {
+fn curve_chart(curves: &[Curve], screen: Screen, words: &str) -> Markup {
     draw(curves, screen, 0.0, ("step", "loss, nats a byte"), words)
 }
 
 /// Runs that differ in more than their ring: the first of each group.
-fn patterns(groups: &[Vec<&Training>]) -> Element {
+fn patterns(groups: &[Vec<&Training>]) -> Markup {
     let runs: Vec<&Training> = groups.iter().map(|group| group[0]).collect();
     let last = |run: &Training| run.losses.last().copied().unwrap_or(0.0);
     let finding = match runs[..] {
@@ -220,7 +220,7 @@ fn patterns(groups: &[Vec<&Training>]) -> Element {
 }
 
 /// The retrieval task.
-fn retrieved(retrieval: &Retrieval) -> Element {
+fn retrieved(retrieval: &Retrieval) -> Markup {
     let name = |reach| match reach {
         Reach::Dilated => "local + dilated",
         Reach::Local => "local only",

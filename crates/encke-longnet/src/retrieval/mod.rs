@@ -14,7 +14,7 @@ use clap::Args;
 use encke_lab::Verdict;
 use encke_lab::number::count;
 use encke_lab::output::OutputFile;
-use encke_lab::table::Table;
+use encke_lab::table::TextTable;
 use encke_lab::terminal::{long_bar, note, say};
 
 use learn::Lessons;
@@ -137,7 +137,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
         .map(|path| OutputFile::create(path, &[]))
         .transpose()?;
     let mut models: Vec<Learned> = Vec::new();
-    let mut table = Table::new(
+    let mut table = TextTable::new(
         0,
         ["model", "right", "of", "share", "nearest fact", "steps"],
     );

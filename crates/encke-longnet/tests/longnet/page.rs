@@ -2,12 +2,13 @@
 
 use std::process::Output;
 
+use encke_testing::console::{agrees, steps};
+
 use crate::command::{Folder, text};
-use crate::console::{agrees, steps};
 
 /// How many commands were run.
 #[derive(Debug, Default)]
-pub struct Run {
+pub struct PageRun {
     /// In one process.
     pub alone: usize,
     /// With mpirun.
@@ -16,11 +17,11 @@ pub struct Run {
 
 /// Runs every command of the page. `mpirun` runs as many processes with these arguments, or nothing
 /// where that cannot be done.
-pub fn follow(mpirun: impl Fn(&Folder, usize, &str) -> Option<Output>) -> Run {
+pub fn follow(mpirun: impl Fn(&Folder, usize, &str) -> Option<Output>) -> PageRun {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/model.md");
     let page = std::fs::read_to_string(page).unwrap();
     let folder = Folder::new();
-    let mut run = Run::default();
+    let mut run = PageRun::default();
     for step in steps(&page) {
         let place = format!("docs/model.md, line {}: {}", step.line, step.command);
         let words = step.command.strip_prefix("mpirun -n ");
@@ -42,7 +43,7 @@ pub fn follow(mpirun: impl Fn(&Folder, usize, &str) -> Option<Output>) -> Run {
         let said = text(&output.stdout);
         let lines: Vec<&str> = said.trim_end().lines().collect();
         let fine =
-            output.status.success() && (step.answer.is_empty() || agrees(&step.answer, &lines));
+            output.status.success() && (step.output.is_empty() || agrees(&step.output, &lines));
         assert!(fine, "{place}\n{said}{}", text(&output.stderr));
     }
     run

@@ -1,4 +1,4 @@
-//! Starting processes, and looking at them while they run.
+//! Starts jobs, and finds their processes while they run.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -7,34 +7,34 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::command::Folder;
-use crate::mpirun::version;
+use encke_testing::mpirun::{job, lines_of, version};
 
-/// Whether deaths are told to the survivors; if not, says so.
+use crate::command::CommandFolder;
+
+/// Whether MPI reports deaths to the survivors; if not, prints that the test is skipped.
 pub fn ulfm(test: &str) -> bool {
-    let said = version();
-    let open_mpi = said.split("(Open MPI)").nth(1).map(str::trim);
+    let version = version();
+    let open_mpi = version.split("(Open MPI)").nth(1).map(str::trim);
     let has = open_mpi.is_some_and(|v| v.split('.').next().unwrap().parse::<u32>().unwrap() >= 5);
     if !has {
-        let name = said.lines().next().unwrap_or_default();
+        let name = version.lines().next().unwrap_or_default();
         println!("{test}: skipped, {name} ends all processes when one dies (no ULFM)");
     }
     has
 }
 
 /// `mpirun -n ranks encke arguments`, in a folder.
-pub fn together(folder: &Folder, ranks: usize, arguments: &str) -> Command {
-    let encke = env!("CARGO_BIN_EXE_encke");
-    crate::mpirun::together(encke, folder.path(), ranks, arguments)
+pub fn encke_job(folder: &CommandFolder, ranks: usize, arguments: &str) -> Command {
+    job(env!("CARGO_BIN_EXE_encke"), folder.path(), ranks, arguments)
 }
 
 /// Runs it to its end.
-pub fn run(folder: &Folder, ranks: usize, arguments: &str) -> Output {
-    together(folder, ranks, arguments).output().unwrap()
+pub fn run(folder: &CommandFolder, ranks: usize, arguments: &str) -> Output {
+    encke_job(folder, ranks, arguments).output().unwrap()
 }
 
 /// Runs it and expects success; returns standard output.
-pub fn succeeds(folder: &Folder, ranks: usize, arguments: &str) -> String {
+pub fn succeeds(folder: &CommandFolder, ranks: usize, arguments: &str) -> String {
     let output = run(folder, ranks, arguments);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let code = output.status.code();
@@ -42,44 +42,42 @@ pub fn succeeds(folder: &Folder, ranks: usize, arguments: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The lines of encke's own in what was said; launchers say things too.
-pub fn own_lines(said: &str) -> Vec<&str> {
-    said.lines()
-        .filter(|line| line.starts_with("encke: "))
-        .collect()
+/// The lines of standard error that encke itself wrote.
+pub fn own_lines(stderr: &str) -> Vec<&str> {
+    lines_of("encke", stderr)
 }
 
-/// Processes that are running, with everything they say and when.
-pub struct Running {
+/// A running job, with the lines of its standard error and their times.
+pub struct RunningJob {
     child: Child,
     lines: Arc<Mutex<Vec<(Instant, String)>>>,
     reader: JoinHandle<()>,
 }
 
-impl Running {
+impl RunningJob {
     /// Starts `mpirun -n ranks encke arguments`.
-    pub fn start(folder: &Folder, ranks: usize, arguments: &str) -> Running {
-        let mut command = together(folder, ranks, arguments);
+    pub fn start(folder: &CommandFolder, ranks: usize, arguments: &str) -> RunningJob {
+        let mut command = encke_job(folder, ranks, arguments);
         command.stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let lines = Arc::new(Mutex::new(Vec::new()));
-        let said = BufReader::new(child.stderr.take().unwrap());
+        let stderr = BufReader::new(child.stderr.take().unwrap());
         let into = Arc::clone(&lines);
         let reader = std::thread::spawn(move || {
-            for line in said.lines().map_while(Result::ok) {
+            for line in stderr.lines().map_while(Result::ok) {
                 let mut lines = into.lock().unwrap_or_else(PoisonError::into_inner);
                 lines.push((Instant::now(), line));
             }
         });
-        Running {
+        RunningJob {
             child,
             lines,
             reader,
         }
     }
 
-    /// The process of a rank, once it is there.
-    pub fn process(&self, folder: &Folder, rank: usize) -> u32 {
+    /// Waits for the process of a rank.
+    pub fn process(&self, folder: &CommandFolder, rank: usize) -> u32 {
         let since = Instant::now();
         loop {
             if let Some(found) = process_of(folder.path(), rank) {
@@ -87,13 +85,13 @@ impl Running {
             }
             assert!(
                 since.elapsed() < Duration::from_secs(60),
-                "rank {rank} has not come"
+                "rank {rank} did not start"
             );
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// Waits for the end, no longer than `limit`; what was said, with the times.
+    /// Waits for the end, no longer than `limit`; returns the lines with their times.
     pub fn end(mut self, limit: Duration) -> (ExitStatus, Vec<(Instant, String)>) {
         let since = Instant::now();
         let status = loop {
@@ -113,7 +111,7 @@ impl Running {
     }
 }
 
-/// The process that works in `folder` as this rank.
+/// The process of this rank whose working directory is `folder`.
 fn process_of(folder: &Path, rank: usize) -> Option<u32> {
     let variable = format!("OMPI_COMM_WORLD_RANK={rank}");
     for entry in std::fs::read_dir("/proc").ok()?.flatten() {
@@ -136,7 +134,7 @@ fn process_of(folder: &Path, rank: usize) -> Option<u32> {
     None
 }
 
-/// Sends a signal to a process; whether it was there to get it.
+/// Sends a signal to a process; false if there is no such process.
 pub fn signal(process: u32, name: &str) -> bool {
     let sent = Command::new("kill")
         .args([name, &process.to_string()])

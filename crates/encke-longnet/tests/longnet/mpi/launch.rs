@@ -3,12 +3,12 @@
 use std::process::Output;
 
 use crate::command::{Folder, text};
-use crate::mpirun::together;
+use encke_testing::mpirun::job;
 
 /// Runs `mpirun -n ranks longnet arguments` in a folder, to its end.
 pub fn run(folder: &Folder, ranks: usize, arguments: &str) -> Output {
     let longnet = env!("CARGO_BIN_EXE_longnet");
-    let mut command = together(longnet, folder.path(), ranks, arguments);
+    let mut command = job(longnet, folder.path(), ranks, arguments);
     command.output().unwrap()
 }
 

@@ -1,11 +1,11 @@
-//! What cannot be done is refused once, in one line, by all processes together, and leaves nothing.
+//! Errors of the caller are reported once, in one line, for all processes, and leave no file.
 
-use crate::command::{Folder, text};
+use super::launch::{own_lines, run};
+use crate::command::{CommandFolder, text};
 use crate::files;
-use crate::launch::{own_lines, run};
 
 /// Runs three processes and expects one line that has all of `words`.
-fn refused(folder: &Folder, arguments: &str, words: &[&str]) {
+fn refused(folder: &CommandFolder, arguments: &str, words: &[&str]) {
     let before = folder.names();
     let output = run(folder, 3, arguments);
     let said = text(&output.stderr);
@@ -19,14 +19,14 @@ fn refused(folder: &Folder, arguments: &str, words: &[&str]) {
 }
 
 #[test]
-fn what_cannot_be_done_is_refused_once() {
-    let folder = Folder::new();
+fn every_refusal_is_one_line_for_all_processes() {
+    let folder = CommandFolder::new();
     files::write(&folder.join("in.safetensors"), &files::small());
     let mut broken = files::small();
     // In rows of the last rank: only one process reads them.
     let v = broken.get_mut("v").unwrap();
-    let last = v.numbers.len() - 1;
-    v.numbers[last] = f64::NAN;
+    let last = v.elements.len() - 1;
+    v.elements[last] = f64::NAN;
     files::write(&folder.join("nan.safetensors"), &broken);
 
     let attend = "attend in.safetensors -o out.safetensors";
@@ -59,7 +59,7 @@ fn what_cannot_be_done_is_refused_once() {
     refused(
         &folder,
         "attend nan.safetensors -o out.safetensors",
-        &["rank 2", "v holds", "[0, 11, 1, 7]"],
+        &["rank 2", "v has", "[0, 11, 1, 7]"],
     );
     refused(
         &folder,

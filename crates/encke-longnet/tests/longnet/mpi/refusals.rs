@@ -1,8 +1,8 @@
 //! What cannot be done is refused once, in one line, by all processes together, and leaves nothing.
 
+use super::launch::run;
 use crate::command::{Folder, SMALL, WITHOUT_END, text, without_its_folder};
-use crate::launch::run;
-use crate::mpirun::together;
+use encke_testing::mpirun::{job, lines_of};
 
 fn names(folder: &Folder) -> Vec<String> {
     let entries = std::fs::read_dir(folder.path()).unwrap();
@@ -12,10 +12,8 @@ fn names(folder: &Folder) -> Vec<String> {
     names
 }
 
-fn own_lines(said: &str) -> Vec<&str> {
-    said.lines()
-        .filter(|line| line.starts_with("longnet: "))
-        .collect()
+fn own_lines(stderr: &str) -> Vec<&str> {
+    lines_of("longnet", stderr)
 }
 
 /// Runs three processes and expects one line that has all of `words`.
@@ -72,7 +70,7 @@ fn processes_that_read_different_files_are_told() {
         ("story.txt", "--steps 3", "the options"),
     ] {
         let first = format!("train story.txt {SMALL} --steps 2");
-        let mut command = together(longnet, folder.path(), 1, &first);
+        let mut command = job(longnet, folder.path(), 1, &first);
         command.args([":", "-n", "1", longnet, "train", text_read]);
         command.args(SMALL.split(' ').chain(options.split(' ')));
         let output = command.output().unwrap();
@@ -92,7 +90,7 @@ fn a_process_that_cannot_go_on_ends_all_of_them_with_its_words() {
     let folder = Folder::with_text();
     let arguments = format!("train story.txt {SMALL} {WITHOUT_END}");
     let longnet = env!("CARGO_BIN_EXE_longnet");
-    let training = together(longnet, folder.path(), 3, &arguments);
+    let training = job(longnet, folder.path(), 3, &arguments);
     let output = without_its_folder(&folder, training);
     let said = text(&output.stderr);
     assert_ne!(output.status.code(), Some(0), "{said}");

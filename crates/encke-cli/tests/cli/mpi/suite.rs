@@ -1,13 +1,14 @@
-//! The suites, at every size: the transport's, and random calls bit for bit against threads and
-//! simulator; and the commands that report.
+//! The conformance suite of the transport and random calls, bit for bit against threads and the
+//! simulator, at every size; and the commands that measure.
 
-use crate::command::{Folder, text};
-use crate::launch::{run, succeeds};
-use crate::mpirun::mpirun;
+use encke_testing::mpirun::mpirun;
+
+use super::launch::{run, succeeds};
+use crate::command::{CommandFolder, text};
 
 #[test]
 fn messages_and_bits_are_right_for_1_to_8_processes() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     for ranks in 1..=8 {
         let count = if ranks < 5 { 6 } else { 2 };
         let seed = 100 * ranks;
@@ -17,7 +18,7 @@ fn messages_and_bits_are_right_for_1_to_8_processes() {
             &format!("verify --count {count} --seed {seed}"),
         );
         assert!(
-            said.contains("the suite for transports is passed"),
+            said.contains("the transport passes its conformance suite"),
             "{said}"
         );
         assert!(
@@ -28,8 +29,8 @@ fn messages_and_bits_are_right_for_1_to_8_processes() {
 }
 
 #[test]
-fn a_profile_has_every_process_and_what_was_hidden() {
-    let folder = Folder::new();
+fn a_profile_has_every_process_and_the_hidden_fraction() {
+    let folder = CommandFolder::new();
     let said = succeeds(
         &folder,
         2,
@@ -56,7 +57,7 @@ fn a_profile_has_every_process_and_what_was_hidden() {
 
 #[test]
 fn a_bench_is_one_ring_whose_output_was_checked() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     let said = succeeds(
         &folder,
         3,
@@ -87,8 +88,8 @@ fn exponent(points: &[(f64, f64)]) -> f64 {
 }
 
 #[test]
-fn memory_of_a_process_falls_with_their_number() {
-    let folder = Folder::new();
+fn memory_of_a_process_decreases_with_their_number() {
+    let folder = CommandFolder::new();
     let mut held: Vec<(&str, Vec<(f64, f64)>)> = ["own-kv", "travelling-kv", "carry", "resident"]
         .map(|name| (name, Vec::new()))
         .into();
@@ -117,7 +118,7 @@ fn memory_of_a_process_falls_with_their_number() {
     for (name, points) in held {
         let exponent = exponent(&points);
         println!("{name}: {points:?}, exponent {exponent:.3}");
-        // What is resident has the kernel's scratch memory and MPI's own in it: only shown.
+        // Resident memory includes the kernel's workspace and MPI's own memory: it is only printed.
         assert!(
             name == "resident" || exponent <= -0.95,
             "{name}: {exponent}"
@@ -136,8 +137,8 @@ fn checksum(report: &str) -> (f64, String) {
 }
 
 #[test]
-fn billion_is_dealt_out() {
-    let folder = Folder::new();
+fn billion_distributes_its_ranks_and_has_the_same_checksum() {
+    let folder = CommandFolder::new();
     let arguments = "billion --tokens 40k --ranks 5 --samples 64 --segment 256 --dim 16";
     let (alone, rows) = checksum(&folder.succeeds(arguments));
     let (together, same) = checksum(&succeeds(&folder, 3, arguments));
@@ -146,8 +147,8 @@ fn billion_is_dealt_out() {
 }
 
 #[test]
-fn launch_says_what_it_runs() {
-    let folder = Folder::new();
+fn launch_prints_the_command_line_it_runs() {
+    let folder = CommandFolder::new();
     let mut command = assert_cmd::Command::cargo_bin("encke").unwrap();
     command.current_dir(folder.path()).env("MPIRUN", mpirun());
     command.env("OMPI_ALLOW_RUN_AS_ROOT", "1");
@@ -166,10 +167,10 @@ fn launch_says_what_it_runs() {
 
 #[test]
 fn other_commands_run_alone() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     let output = run(&folder, 2, "plan --tokens 1k --heads 1 --dim 8 --ranks 2");
     let said = text(&output.stderr);
     assert_ne!(output.status.code(), Some(0));
-    assert_eq!(crate::launch::own_lines(&said).len(), 1, "{said}");
+    assert_eq!(super::launch::own_lines(&said).len(), 1, "{said}");
     assert!(said.contains("runs alone"), "{said}");
 }

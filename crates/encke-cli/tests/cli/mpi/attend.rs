@@ -1,12 +1,12 @@
-//! `mpirun -n p encke attend`: the file that threads would have written, byte for byte.
+//! `mpirun -n p encke attend`: the file that threads write, byte for byte.
 
 use safetensors::Dtype;
 
-use crate::command::Folder;
+use super::launch::{run, succeeds};
+use crate::command::CommandFolder;
 use crate::files::{self, call};
-use crate::launch::{run, succeeds};
 
-/// Options that change who computes what, and the type and sizes they are tried on.
+/// Options, types and sizes of the calls.
 const CALLS: [(&str, Dtype, [usize; 4], usize); 6] = [
     ("--grad --causal", Dtype::F32, [2, 61, 4, 8], 2),
     ("--grad --sharding striped", Dtype::F64, [1, 50, 2, 4], 1),
@@ -38,7 +38,7 @@ const CALLS: [(&str, Dtype, [usize; 4], usize); 6] = [
 
 #[test]
 fn processes_write_the_bytes_that_threads_write() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     for (at, (options, dtype, dims, kv_heads)) in CALLS.into_iter().enumerate() {
         files::write(&folder.join("in.safetensors"), &call(dtype, dims, kv_heads));
         let numbers = if at == 0 {
@@ -56,12 +56,12 @@ fn processes_write_the_bytes_that_threads_write() {
             assert!(same, "{ranks} ranks, {options}");
         }
     }
-    assert_eq!(folder.names().len(), 3, "nothing else is left behind");
+    assert_eq!(folder.names().len(), 3, "no other file is left behind");
 }
 
 #[test]
 fn one_report_has_every_rank() {
-    let folder = Folder::new();
+    let folder = CommandFolder::new();
     files::write(&folder.join("in.safetensors"), &files::small());
     let arguments = "attend in.safetensors -o out.safetensors --grad --memory --trace t.json";
     let output = run(&folder, 3, arguments);

@@ -1,0 +1,47 @@
+//! Starts programs under the mpirun of `MPIRUN`, or the one in PATH.
+
+use std::path::Path;
+use std::process::Command;
+
+/// The mpirun of the tests.
+pub fn mpirun() -> String {
+    std::env::var("MPIRUN").unwrap_or_else(|_| "mpirun".to_string())
+}
+
+/// The output of `mpirun --version`.
+pub fn version() -> String {
+    let output = Command::new(mpirun()).arg("--version").output();
+    let output = output.expect("the tests of processes need an mpirun");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// `mpirun -n ranks program arguments`, in a folder.
+pub fn job(program: &str, folder: &Path, ranks: usize, arguments: &str) -> Command {
+    let mut command = Command::new(mpirun());
+    let version = version();
+    command.args(["-n", &ranks.to_string()]);
+    if version.contains("(Open MPI) 4") {
+        command.args(["--oversubscribe", "--bind-to", "none"]);
+    } else if version.contains("(Open MPI)") {
+        command.args("--with-ft ulfm --map-by :OVERSUBSCRIBE --bind-to none".split(' '));
+    }
+    command.arg(program);
+    command.args(arguments.split_whitespace());
+    command.current_dir(folder);
+    command.env("OMPI_ALLOW_RUN_AS_ROOT", "1");
+    command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    // One thread per process is enough for small calls; more would compete for the cores.
+    command.env("RAYON_NUM_THREADS", "1");
+    // Launchers keep short writes in one piece, and a backtrace is not short.
+    command.env("RUST_BACKTRACE", "0");
+    // Launchers may give processes a terminal of their own.
+    command.env("NO_COLOR", "1");
+    command
+}
+
+/// The lines of standard error that the program itself wrote; launchers write some too.
+pub fn lines_of<'a>(program: &str, stderr: &'a str) -> Vec<&'a str> {
+    let prefix = format!("{program}: ");
+    let lines = stderr.lines();
+    lines.filter(|line| line.starts_with(&prefix)).collect()
+}
