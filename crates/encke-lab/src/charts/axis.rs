@@ -1,16 +1,16 @@
-//! What surrounds the marks of a chart: the canvas, the plot within it, its axes.
+//! The frame of a chart: canvas, plot area, axes, labels.
 //!
 //! The decision here: every chart is drawn twice, for a wide screen and for a narrow one, and the
-//! style sheet shows one of them. Letters then have the same size on both, which a picture that is
-//! merely scaled cannot have.
+//! style sheet shows one of them, so that text has the same size on both. Scaling one drawing would
+//! scale its text.
 
 use super::markup::{Markup, ShortNumber};
 use super::scale::AxisScale;
 
-/// The size of letters, in the units of the canvas; the style sheet says the same.
-pub const LETTER: f64 = 12.0;
+/// The font size, in units of the canvas; the style sheet has the same.
+pub const FONT_SIZE: f64 = 12.0;
 
-/// The screen a chart is drawn for.
+/// The screen width that a chart is drawn for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Screen {
     /// A desk or a projector.
@@ -20,10 +20,10 @@ pub enum Screen {
 }
 
 impl Screen {
-    /// Both.
+    /// Both widths.
     pub const ALL: [Screen; 2] = [Screen::Wide, Screen::Narrow];
 
-    /// Units from left to right.
+    /// Width in units of the canvas.
     pub fn width(self) -> f64 {
         match self {
             Screen::Wide => 960.0,
@@ -40,31 +40,31 @@ impl Screen {
     }
 }
 
-/// A drawing of this size, described for those who cannot see it.
-pub fn canvas(width: f64, height: f64, words: &str) -> Markup {
+/// An SVG drawing of this size, with a description for screen readers.
+pub fn canvas(width: f64, height: f64, description: &str) -> Markup {
     Markup::new("svg")
         .set("viewBox", format!("0 0 {width:.0} {height:.0}"))
         .set("role", "img")
-        .set("aria-label", words)
+        .set("aria-label", description)
 }
 
-/// About how much room a text takes, from above: layouts must hold in any sans-serif type.
+/// An upper bound of the width of a text in any sans-serif font.
 pub fn text_width(text: &str) -> f64 {
-    0.62 * LETTER * text.chars().count() as f64
+    0.62 * FONT_SIZE * text.chars().count() as f64
 }
 
-/// Where a text stands relative to its place.
+/// Alignment of a text relative to its position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Anchor {
-    /// It begins there.
+    /// Begins there.
     Start,
-    /// It is centred there.
+    /// Centred there.
     Middle,
-    /// It ends there.
+    /// Ends there.
     End,
 }
 
-/// A text in a chart, standing on `y`.
+/// A text whose baseline is at `y`.
 pub fn label(x: f64, y: f64, anchor: Anchor, text: &str) -> Markup {
     let element = Markup::new("text").place([("x", x), ("y", y)]);
     let element = match anchor {
@@ -81,7 +81,7 @@ pub fn line(class: &str, from: (f64, f64), to: (f64, f64)) -> Markup {
     Markup::new("line").class(class).place(ends)
 }
 
-/// A line through points.
+/// A polygonal line through points.
 pub fn polyline(class: &str, points: &[(f64, f64)]) -> Markup {
     let points = points
         .iter()
@@ -92,31 +92,31 @@ pub fn polyline(class: &str, points: &[(f64, f64)]) -> Markup {
         .set("points", points.join(" "))
 }
 
-/// The part of a canvas that the marks are in.
+/// The plot area of a canvas.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Frame {
-    /// Its left edge.
+    /// Left edge.
     pub left: f64,
-    /// Its upper edge.
+    /// Upper edge.
     pub top: f64,
-    /// From left to right.
+    /// Width.
     pub width: f64,
-    /// From top to bottom.
+    /// Height.
     pub height: f64,
 }
 
 impl Frame {
-    /// Its right edge.
+    /// Right edge.
     pub fn right(&self) -> f64 {
         self.left + self.width
     }
 
-    /// Its lower edge.
+    /// Lower edge.
     pub fn bottom(&self) -> f64 {
         self.top + self.height
     }
 
-    /// A vertical axis: a line across the plot and a number for each tick, the title above.
+    /// A vertical axis: a grid line and a label for each tick, and the title above.
     pub fn left_axis(&self, scale: &AxisScale, most: usize, title: &str) -> Markup {
         let mut axis = Markup::new("g").class("axis");
         let mut widest: f64 = 0.0;
@@ -127,33 +127,32 @@ impl Frame {
                 .with(line("grid", (self.left, y), (self.right(), y)))
                 .with(label(self.left - 8.0, y + 4.0, Anchor::End, &text));
         }
-        // Above the numbers, so that it is read from left to right like everything else.
+        // Above the labels and not rotated, so that it is read like any other text.
         let x = (self.left - 8.0 - widest).max(0.0);
         axis.with(label(x, self.top - 14.0, Anchor::Start, title).class("title"))
     }
 
-    /// A horizontal axis below the plot, its title below the numbers.
+    /// A horizontal axis below the plot, with at most `most` ticks whose labels do not overlap.
     pub fn bottom_axis(&self, scale: &AxisScale, most: usize, title: &str) -> Markup {
-        let places = |most: usize| {
-            let place = |tick: f64| (scale.at(tick), scale.label(tick));
-            let places = scale.ticks(most).into_iter().map(place);
-            places.collect::<Vec<(f64, String)>>()
+        let labels = |most: usize| {
+            let label = |tick: f64| (scale.at(tick), scale.label(tick));
+            let labels = scale.ticks(most).into_iter().map(label);
+            labels.collect::<Vec<(f64, String)>>()
         };
-        // Fewer ticks, where their numbers would touch.
-        let apart = |places: &Vec<(f64, String)>| {
-            places.windows(2).all(|pair| {
+        let apart = |labels: &Vec<(f64, String)>| {
+            labels.windows(2).all(|pair| {
                 let room = (text_width(&pair[0].1) + text_width(&pair[1].1)) / 2.0;
                 pair[1].0 - pair[0].0 > room + 4.0
             })
         };
-        let places = (1..=most).rev().map(places).find(apart);
-        self.bottom_labels(places.unwrap_or_default(), title)
+        let labels = (1..=most).rev().map(labels).find(apart);
+        self.bottom_labels(labels.unwrap_or_default(), title)
     }
 
-    /// Names below the plot, each at its place, and a title below them.
+    /// Labels below the plot at these positions, and a title below them.
     pub fn bottom_labels(
         &self,
-        places: impl IntoIterator<Item = (f64, String)>,
+        labels: impl IntoIterator<Item = (f64, String)>,
         title: &str,
     ) -> Markup {
         let base = self.bottom();
@@ -162,7 +161,7 @@ impl Frame {
             (self.left, base),
             (self.right(), base),
         ));
-        for (x, text) in places {
+        for (x, text) in labels {
             axis = axis
                 .with(line("tick", (x, base), (x, base + 4.0)))
                 .with(label(x, base + 18.0, Anchor::Middle, &text));

@@ -1,12 +1,12 @@
-//! Elements of a page, written with everything escaped.
+//! Elements of a page, with escaped text and attributes.
 //!
 //! The decision here: text and attributes can only be added through functions that escape them, so
-//! nothing that came from outside can become markup. What is written is well-formed XML as well as
-//! HTML, which is how the tests can read it back.
+//! input cannot become markup. The output is well-formed XML as well as HTML, so that tests can parse
+//! it.
 
 use std::fmt::{self, Display, Write};
 
-/// An element with its attributes and contents.
+/// An HTML or SVG element with its attributes and contents.
 #[derive(Debug, Clone)]
 pub struct Markup {
     name: &'static str,
@@ -36,10 +36,10 @@ impl Markup {
         self.set("class", name)
     }
 
-    /// With lengths or positions, to a hundredth: finer than any screen.
-    pub fn place<const N: usize>(mut self, numbers: [(&str, f64); N]) -> Markup {
-        for (name, number) in numbers {
-            self = self.set(name, ShortNumber(number));
+    /// With lengths or positions, rounded to a hundredth.
+    pub fn place<const N: usize>(mut self, lengths: [(&str, f64); N]) -> Markup {
+        for (name, length) in lengths {
+            self = self.set(name, ShortNumber(length));
         }
         self
     }
@@ -64,13 +64,13 @@ impl Markup {
         self
     }
 
-    /// With our own style sheet or script, which browsers read unescaped.
+    /// With a style sheet or script of this crate, which browsers read unescaped.
     pub fn with_source(mut self, source: &'static str) -> Markup {
         self.contents += source;
         self
     }
 
-    /// With a value for machines to read, as JSON. No character of it can end the element.
+    /// With embedded JSON, escaped so that it cannot end the element.
     pub fn with_json(mut self, json: &str) -> Markup {
         for letter in json.chars() {
             match letter {
@@ -98,7 +98,7 @@ impl Display for Markup {
     }
 }
 
-/// A number to a hundredth, without zeros that say nothing.
+/// A number rounded to a hundredth, without trailing zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct ShortNumber(pub f64);
 
@@ -110,7 +110,7 @@ impl Display for ShortNumber {
     }
 }
 
-/// Text as it must be written to be read as text. Letters that no document may hold are replaced.
+/// Escapes text; characters that are invalid in documents are replaced.
 fn escaped(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for letter in text.chars() {
@@ -135,7 +135,7 @@ mod tests {
     use super::{Markup, ShortNumber};
 
     #[test]
-    fn what_comes_from_outside_stays_text() {
+    fn text_attributes_and_json_are_escaped() {
         let element = Markup::new("p")
             .set("title", "\"><script>")
             .text("a < b & 'c' \u{0}");
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_as_short_as_they_can_be() {
+    fn numbers_have_no_trailing_zeros() {
         let written = [
             (1.0, "1"),
             (-0.001, "0"),

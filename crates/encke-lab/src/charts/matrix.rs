@@ -1,15 +1,15 @@
-//! A square of shaded cells: who sends to whom, and which query sees which key.
+//! A square matrix of shaded cells: traffic between ranks, and attention masks.
 //!
-//! The decision here: shades are few and counted, never a continuous ramp. A reader can match six
-//! shades with a legend by eye, and cells of one shade are one path however many there are.
+//! The decision here: there are six shades and no continuous ramp. A reader can match six shades with a
+//! legend, and all cells of one shade are one SVG path.
 
 use super::axis::Frame;
 use super::markup::{Markup, ShortNumber};
 
-/// Shades beside none.
+/// Number of shades, not counting empty cells.
 pub const SHADES: usize = 6;
 
-/// Cells by row and column, each with a shade from 0 (nothing) to [`SHADES`].
+/// Cells by row and column, each with a shade from 0 (empty) to [`SHADES`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Matrix {
     side: usize,
@@ -31,7 +31,7 @@ impl Matrix {
         self.shades[row * self.side + column] as usize
     }
 
-    /// A path for each shade; cells of a row that lie side by side are drawn as one.
+    /// A path for each shade; adjacent cells of a row are drawn as one rectangle.
     pub fn paths(&self, frame: Frame) -> Markup {
         let cell = frame.width / self.side.max(1) as f64;
         let mut drawn = vec![String::new(); SHADES + 1];
@@ -45,7 +45,7 @@ impl Matrix {
                 column += length;
             }
         }
-        let place = format!(
+        let transform = format!(
             "translate({} {}) scale({cell:.5})",
             ShortNumber(frame.left),
             ShortNumber(frame.top)
@@ -57,14 +57,14 @@ impl Matrix {
             .filter(|(_, path)| !path.is_empty());
         Markup::new("g")
             .class("cells")
-            .set("transform", place)
+            .set("transform", transform)
             .with_all(
                 paths.map(|(shade, path)| Markup::new("path").class(class(shade)).set("d", path)),
             )
     }
 
-    /// A mark for each cell that has a shade, with the words that explain it.
-    pub fn marks(&self, frame: Frame, words: impl Fn(usize, usize) -> String) -> Markup {
+    /// A mark with a tooltip for each cell that is not empty.
+    pub fn marks(&self, frame: Frame, tip: impl Fn(usize, usize) -> String) -> Markup {
         let cell = frame.width / self.side.max(1) as f64;
         let gap = if cell > 12.0 { 1.5 } else { 0.5 };
         let cells = (0..self.side).flat_map(|row| (0..self.side).map(move |column| (row, column)));
@@ -82,27 +82,27 @@ impl Matrix {
                     ("width", cell - gap),
                     ("height", cell - gap),
                 ])
-                .set("data-tip", words(row, column))
+                .set("data-tip", tip(row, column))
         });
         Markup::new("g").class("cells").with_all(marks)
     }
 }
 
-/// The ground that cells are drawn on, so that emptiness has an edge.
-pub fn ground(frame: Frame) -> Markup {
+/// The background of the cells, which shows the edge of the matrix.
+pub fn background(frame: Frame) -> Markup {
     let Frame {
         left,
         top,
         width,
         height,
     } = frame;
-    let place = [
+    let lengths = [
         ("x", left),
         ("y", top),
         ("width", width),
         ("height", height),
     ];
-    Markup::new("rect").class("ground").place(place)
+    Markup::new("rect").class("ground").place(lengths)
 }
 
 /// The class of a shade in the style sheet.
@@ -123,7 +123,7 @@ mod tests {
     };
 
     #[test]
-    fn cells_side_by_side_are_drawn_as_one() {
+    fn adjacent_cells_of_a_row_are_one_rectangle() {
         let triangle = Matrix::new(4, |row, column| usize::from(column <= row));
         let drawn = triangle.paths(FRAME).to_string();
         assert_eq!(drawn.matches("<path").count(), 1);

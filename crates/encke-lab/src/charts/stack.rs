@@ -1,6 +1,6 @@
-//! Stacked bars, two for each name: what was measured, solid, and what was planned, pale.
+//! Stacked bars, two for each ring size: measured (solid) and planned (pale).
 //!
-//! Not a general bar chart: heights are bytes, and a dashed line shows what 1/p would be.
+//! Not a general bar chart: heights are bytes, and a dashed line is proportional to 1/p.
 
 use super::axis::{Frame, polyline};
 use super::markup::Markup;
@@ -9,11 +9,11 @@ use super::scale::{AxisScale, Unit};
 /// A part of a bar.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BarPart {
-    /// What it is, in words.
+    /// Its name.
     pub name: &'static str,
     /// Its colour, as a class of the style sheet.
     pub class: String,
-    /// How much of it there is.
+    /// Its height.
     pub bytes: usize,
 }
 
@@ -22,25 +22,25 @@ pub struct BarPart {
 pub struct BarPair {
     /// The ring size.
     pub ranks: usize,
-    /// What was measured, from the bottom up.
+    /// Measured parts, from the bottom up.
     pub measured: Vec<BarPart>,
-    /// What was planned, in the same order.
+    /// Planned parts, in the same order.
     pub planned: Vec<BarPart>,
 }
 
-/// All bytes of a bar.
-pub fn total(parts: &[BarPart]) -> usize {
+/// The height of a bar.
+fn total(parts: &[BarPart]) -> usize {
     parts.iter().map(|part| part.bytes).sum()
 }
 
-/// The bars, with their axes. `guide` is the bytes that 1/p leads to on one rank; the line begins
-/// at the first ring that has `guide_from` ranks.
+/// The bars, with their axes. The dashed line is `guide` bytes divided by the ring size, from the first
+/// ring of `guide_from` ranks on.
 pub fn draw(frame: Frame, pairs: &[BarPair], guide: f64, guide_from: usize) -> Markup {
     let most = pairs
         .iter()
         .flat_map(|pair| [total(&pair.measured), total(&pair.planned)]);
     let most = most.max().unwrap_or(0) as f64;
-    let scale = AxisScale::even(Unit::Bytes, (0.0, most * 1.02), (frame.bottom(), frame.top));
+    let scale = AxisScale::linear(Unit::Bytes, (0.0, most * 1.02), (frame.bottom(), frame.top));
     let band = frame.width / pairs.len().max(1) as f64;
     let middle = |index: usize| frame.left + band * (index as f64 + 0.5);
     let width = (band * 0.36).min(34.0);
@@ -82,7 +82,7 @@ pub fn draw(frame: Frame, pairs: &[BarPair], guide: f64, guide_from: usize) -> M
     chart.with(frame.bottom_labels(names, "ranks in the ring, p"))
 }
 
-/// One bar. Parts are set apart by a hair of background, for those who see no colours.
+/// One bar. Thin gaps separate its parts, for readers who do not see the colours.
 fn bar(
     scale: &AxisScale,
     left: f64,
@@ -99,12 +99,12 @@ fn bar(
             scale.at(below as f64),
             scale.at((below + part.bytes) as f64),
         );
-        let hair = if low - high > 2.5 { 0.75 } else { 0.0 };
-        let words = format!(
+        let gap = if low - high > 2.5 { 0.75 } else { 0.0 };
+        let tip = format!(
             "{} on each of {ranks}: {} {kind}, of {} in all",
             part.name,
-            Unit::Bytes.words(part.bytes as f64),
-            Unit::Bytes.words(all as f64),
+            Unit::Bytes.format(part.bytes as f64),
+            Unit::Bytes.format(all as f64),
         );
         bar = bar.with(
             Markup::new("rect")
@@ -113,9 +113,9 @@ fn bar(
                     ("x", left),
                     ("y", high),
                     ("width", width),
-                    ("height", low - high - hair),
+                    ("height", low - high - gap),
                 ])
-                .set("data-tip", words),
+                .set("data-tip", tip),
         );
         below += part.bytes;
     }

@@ -1,9 +1,9 @@
-//! Colours, type and the one script: how the page looks, in the light and in the dark.
+//! Style sheet and script of the pages, for light and dark colour schemes.
 //!
-//! The decision here: a colour means one thing. Components keep theirs in every chart (families
-//! share a hue: what is a rank's own is dark, what travels is light); activities and shades have
-//! hues that no component has. The components' colours are those of Okabe and Ito, which people
-//! with any of the usual colour blindnesses tell apart.
+//! The decision here: a colour means one thing. Components have the same colour in every chart (related
+//! ones share a hue: a rank's own rows are dark, travelling rows are light); activities and shades have
+//! other hues. The colours of components are those of Okabe and Ito, which people with the common forms
+//! of colour blindness can distinguish.
 
 use encke::plan::program::Component;
 
@@ -27,8 +27,8 @@ pub fn class(component: Component) -> &'static str {
     }
 }
 
-/// The style sheet. It names no file and no address: the page is all there is.
+/// The style sheet. It refers to no file and no address.
 pub const STYLE: &str = include_str!("page.css");
 
-/// What shows the words of the mark under the pointer.
+/// The script that shows the tooltip of the mark under the pointer.
 pub const SCRIPT: &str = include_str!("page.js");

@@ -1,7 +1,7 @@
-//! Everything the page shows, as one value: what was measured, beside what was planned.
+//! Everything the page shows, as one value: measured and planned bytes, times, traffic.
 //!
-//! The decision here: drawing knows nothing of rings, and measuring nothing of drawing. The value
-//! also travels in the page, as JSON, so that whoever is sent the picture has the numbers too.
+//! The decision here: the measurement does not draw, and the charts do not measure. The value is also
+//! embedded in the page as JSON, so that a reader of the page has the data.
 
 use std::collections::BTreeMap;
 
@@ -12,19 +12,19 @@ use serde::Serialize;
 
 use super::picture::Picture;
 
-/// What was found.
+/// The results of a report.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ReportFindings {
-    /// What was computed, in words.
+    /// What was computed.
     pub setup: Setup,
-    /// The forward pass and, if it was asked for, the backward pass.
+    /// The forward pass and, if it ran, the backward pass.
     pub passes: Vec<PassFindings>,
-    /// Which query sees which key; made from the setup, so not written out.
+    /// The attention mask; not serialised, because it follows from the setup.
     #[serde(skip)]
     pub picture: Picture,
-    /// What the clock says beside what the wall says, where it can say anything.
+    /// Predicted and measured times; `None` for patterns that the cost model does not cover.
     pub predictions: Option<Predictions>,
-    /// Where and how it was measured: (what, value).
+    /// Where and how it was measured: (name, value).
     pub environment: Vec<(String, String)>,
 }
 
@@ -33,19 +33,19 @@ pub struct ReportFindings {
 pub struct Setup {
     /// Tokens of the sequence.
     pub tokens: usize,
-    /// Sizes and types, in words.
+    /// Sizes and type, as text.
     pub sizes: String,
-    /// The pattern, in words.
+    /// The pattern, as text.
     pub pattern: String,
-    /// The cut and who holds the queries, in words.
+    /// The sharding, as text.
     pub ring: String,
-    /// (query, key) pairs computed, of those plain attention would compute.
+    /// (query, key) pairs of the pattern.
     pub pairs: u128,
-    /// Pairs that plain attention would compute.
+    /// Pairs of dense attention.
     pub dense_pairs: u128,
 }
 
-/// What one pass did, over all ring sizes and in the ring that is shown.
+/// One pass on all ring sizes, and in detail on the ring that is shown.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PassFindings {
     /// Forward or backward.
@@ -56,45 +56,45 @@ pub struct PassFindings {
     pub shown: ShownRing,
 }
 
-/// What one ring size took.
+/// Memory and time of one ring size.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RingFindings {
     /// Ranks of the ring.
     pub ranks: usize,
     /// The rank that holds most.
     pub fullest: usize,
-    /// What the plan lists for it.
+    /// Its planned bytes.
     pub planned: BTreeMap<Component, usize>,
-    /// What it really held.
+    /// Its measured bytes.
     pub measured: BTreeMap<Component, usize>,
-    /// From the call to its return.
+    /// Time of the call.
     pub seconds: f64,
 }
 
-/// A ring seen from close up.
+/// Traffic and timeline of one ring.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ShownRing {
-    /// Bytes sent, `[from][to]`, as planned.
+    /// Planned bytes sent, `[from][to]`.
     pub sent: Vec<Vec<usize>>,
-    /// Bytes sent by all ranks, as counted.
+    /// Measured bytes sent by all ranks.
     pub sent_bytes: usize,
-    /// Bytes a dense ring would have sent.
+    /// Bytes that a dense ring sends.
     pub dense_ring_bytes: usize,
-    /// What each rank did when.
+    /// The activities of all ranks.
     pub spans: Vec<Span>,
 }
 
 impl ShownRing {
-    /// How many ranks it has.
+    /// Number of ranks.
     pub fn ranks(&self) -> usize {
         self.sent.len()
     }
 }
 
-/// Times as the virtual clock says them, beside times by the wall.
+/// Predicted and measured times.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Predictions {
-    /// How many runs of each ring were measured.
+    /// Number of measured runs of each ring.
     pub runs: usize,
     /// Each pass on each ring.
     pub rings: Vec<Prediction>,
@@ -107,31 +107,31 @@ pub struct Prediction {
     pub pass: &'static str,
     /// Ranks of the ring.
     pub ranks: usize,
-    /// By the clock.
+    /// Predicted by the cost model.
     pub predicted_s: f64,
-    /// By the wall, until the last rank was done: the median of the runs.
+    /// Measured until the last rank was done: the median of the runs.
     pub measured_s: f64,
 }
 
 impl Prediction {
-    /// How far the prediction was off, as a part of what was measured; positive if it was longer.
+    /// The relative error of the prediction; positive if it is too long.
     pub fn error(&self) -> f64 {
         self.predicted_s / self.measured_s - 1.0
     }
 }
 
-/// A stretch of time of one rank.
+/// One activity of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Span {
     /// The rank.
     pub rank: usize,
     /// The round.
     pub round: usize,
-    /// What it did.
+    /// The activity.
     pub activity: Activity,
     /// Seconds since the call began.
     pub start: f64,
-    /// How long it took, in seconds.
+    /// Duration in seconds.
     pub seconds: f64,
     /// Bytes sent in the round.
     pub sent_bytes: usize,
@@ -140,7 +140,7 @@ pub struct Span {
 }
 
 impl RingFindings {
-    /// Bytes of the rank's own buffers: all but the kernel's scratch memory.
+    /// Bytes of all buffers, without the kernel's workspace.
     pub fn buffer_bytes(&self, held: fn(&RingFindings) -> &BTreeMap<Component, usize>) -> usize {
         let buffers = held(self)
             .iter()
@@ -150,7 +150,7 @@ impl RingFindings {
 }
 
 impl PassFindings {
-    /// Every component that any ring has bytes of.
+    /// Every component that any ring has.
     pub fn components(&self) -> Vec<Component> {
         let held = self
             .rings
@@ -164,9 +164,9 @@ impl PassFindings {
             .collect()
     }
 
-    /// The rings that exponents of what travels are fitted to: those of 4 ranks and more, if there
-    /// are two of them. On one rank nothing travels, and two need fewer buffers than any other
-    /// ring: they hold less than 1/p of what larger rings would lead one to expect.
+    /// The rings to which exponents of travelling buffers are fitted: those of 4 ranks and more, if
+    /// there are two of them. One rank sends nothing, and two ranks need fewer buffers than larger
+    /// rings.
     pub fn fitted_rings(&self) -> &[RingFindings] {
         let from = |least: usize| {
             let at = self.rings.iter().position(|ring| ring.ranks >= least);
@@ -178,8 +178,8 @@ impl PassFindings {
         }
     }
 
-    /// The exponent of measured bytes of a component against the ring size; nothing where fewer
-    /// than two rings have any.
+    /// The exponent of measured bytes of a component against the ring size; `None` if fewer than two
+    /// rings have the component.
     pub fn exponent(&self, component: Component) -> Option<f64> {
         let of = |ring: &RingFindings| ring.measured.get(&component).copied().unwrap_or(0);
         let rings = match component {
@@ -190,16 +190,16 @@ impl PassFindings {
             | Component::Sharing => self.fitted_rings(),
             _ => &self.rings,
         };
-        fitted(rings.iter().map(|ring| (ring.ranks, of(ring))))
+        fit_exponent(rings.iter().map(|ring| (ring.ranks, of(ring))))
     }
 
     /// The exponent of all measured buffers.
     pub fn buffers_exponent(&self) -> Option<f64> {
         let rings = self.fitted_rings().iter();
-        fitted(rings.map(|ring| (ring.ranks, ring.buffer_bytes(|ring| &ring.measured))))
+        fit_exponent(rings.map(|ring| (ring.ranks, ring.buffer_bytes(|ring| &ring.measured))))
     }
 
-    /// How far measured buffers were from planned ones at most, as a share of the planned.
+    /// The largest relative difference of measured and planned buffers.
     pub fn largest_deviation(&self) -> f64 {
         let off = self.rings.iter().map(|ring| {
             let planned = ring.buffer_bytes(|ring| &ring.planned) as f64;
@@ -209,21 +209,18 @@ impl PassFindings {
         off.fold(0.0, f64::max)
     }
 
-    /// Share of all ranks' time that went into an activity.
-    pub fn share(&self, activity: Activity) -> f64 {
-        let time = |span: &&Span| span.seconds;
+    /// The fraction of all ranks' time spent in an activity.
+    pub fn fraction(&self, activity: Activity) -> f64 {
         let spans = || self.shown.spans.iter();
         let all: f64 = spans().map(|span| span.seconds).sum();
-        let of: f64 = spans()
-            .filter(|span| span.activity == activity)
-            .map(|span| time(&span))
-            .sum();
+        let of_activity = spans().filter(|span| span.activity == activity);
+        let of: f64 = of_activity.map(|span| span.seconds).sum();
         if all > 0.0 { of / all } else { 0.0 }
     }
 }
 
 /// The exponent of bytes against ranks.
-fn fitted(points: impl Iterator<Item = (usize, usize)>) -> Option<f64> {
+fn fit_exponent(points: impl Iterator<Item = (usize, usize)>) -> Option<f64> {
     let points = points.map(|(ranks, bytes)| (ranks as f64, bytes as f64));
     exponent(&points.collect::<Vec<_>>())
 }

@@ -1,4 +1,4 @@
-//! What a rank holds as the ring grows: bars that show the parts, and lines that show the law.
+//! Memory of the largest rank by ring size: bars by component, and lines with exponents.
 
 use std::collections::BTreeMap;
 
@@ -13,46 +13,46 @@ use crate::charts::stack::{self, BarPair, BarPart};
 use crate::charts::theme::class;
 use crate::format::signed;
 
-/// How near to −1 an exponent is called so.
-const NEAR: f64 = 0.02;
+/// Exponents within this distance of −1 count as 1/p.
+const TOLERANCE: f64 = 0.02;
 
-/// The finding, with its number.
+/// The heading: the exponents.
 pub fn finding(passes: &[PassFindings]) -> String {
     let exponents: Vec<f64> = passes
         .iter()
         .filter_map(PassFindings::buffers_exponent)
         .collect();
-    let words: Vec<String> = exponents.iter().map(|exponent| signed(*exponent)).collect();
+    let texts: Vec<String> = exponents.iter().map(|exponent| signed(*exponent)).collect();
     let near = exponents
         .iter()
-        .all(|exponent| (exponent + 1.0).abs() <= NEAR);
-    let words = match &words[..] {
+        .all(|exponent| (exponent + 1.0).abs() <= TOLERANCE);
+    let text = match &texts[..] {
         [forward, backward] => format!("exponent {forward} forward, {backward} backward"),
         [only] => format!("exponent {only}"),
-        _ => return "What a rank holds".to_string(),
+        _ => return "Memory of a rank".to_string(),
     };
     match near {
-        true => format!("Each rank holds 1/p: {words}"),
-        false => format!("What a rank holds falls with the ring: {words}"),
+        true => format!("Each rank holds 1/p: {text}"),
+        false => format!("The memory of a rank decreases with the ring size: {text}"),
     }
 }
 
-/// The components of a pass, how the two bars differ, and the dashed line.
+/// The components of a pass, the two bars, and the dashed line.
 pub fn legend(pass: &PassFindings) -> Vec<(String, String)> {
     let components = pass.components().into_iter();
     let components = components.map(|component| (class(component), component.name()));
     let others = [
         ("all", "measured (left; dots)"),
         ("all planned", "planned (right; circles)"),
-        ("dashes", "falls as 1/p"),
+        ("dashes", "proportional to 1/p"),
     ];
     let entries = components.chain(others);
     entries
-        .map(|(class, words)| (class.to_string(), words.to_string()))
+        .map(|(class, text)| (class.to_string(), text.to_string()))
         .collect()
 }
 
-/// Both charts, side by side where there is room.
+/// Both charts, side by side on a wide screen.
 pub fn draw(pass: &PassFindings, screen: Screen) -> Markup {
     let series = series(pass, screen);
     let names = lines::names_width(&series);
@@ -93,11 +93,11 @@ pub fn draw(pass: &PassFindings, screen: Screen) -> Markup {
     };
     let (pairs, guide) = (pairs(pass), guide(pass));
     let (ranks, bytes) = guide.unwrap_or((1.0, 0.0));
-    let words = format!(
-        "Memory of the fullest rank by ring size, {} pass",
+    let description = format!(
+        "Memory of the largest rank by ring size, {} pass",
         pass.name
     );
-    canvas(screen.width(), height, &words)
+    canvas(screen.width(), height, &description)
         .with(stack::draw(bars, &pairs, ranks * bytes, ranks as usize))
         .with(lines::draw(
             plot,
@@ -108,14 +108,14 @@ pub fn draw(pass: &PassFindings, screen: Screen) -> Markup {
         ))
 }
 
-/// Where the 1/p line begins: at the first ring that is fitted.
+/// The first point of the 1/p line: the first ring that is fitted.
 fn guide(pass: &PassFindings) -> Option<(f64, f64)> {
     let ring = pass.fitted_rings().first()?;
     let bytes = ring.buffer_bytes(|ring| &ring.measured);
     Some((ring.ranks as f64, bytes as f64))
 }
 
-/// The bars. The workspace is on top, since the line is about what lies below it.
+/// The bars. The workspace is on top, because the line refers to the buffers below it.
 fn pairs(pass: &PassFindings) -> Vec<BarPair> {
     let components = pass.components();
     let parts = |held: &BTreeMap<Component, usize>| {
@@ -136,7 +136,7 @@ fn pairs(pass: &PassFindings) -> Vec<BarPair> {
 
 /// A line for each component, and one for all buffers.
 fn series(pass: &PassFindings, screen: Screen) -> Vec<Series> {
-    // On a narrow screen the colour says which line it is, and the table says it in words.
+    // A narrow screen has no room for names: the colour and the table identify the line.
     let end = |name: &str, exponent: Option<f64>| match (screen, exponent) {
         (Screen::Wide, Some(exponent)) => format!("{name} {}", signed(exponent)),
         (Screen::Wide, None) => name.to_string(),

@@ -1,7 +1,4 @@
-//! The page: a heading, the findings in a row, and a section for each chart.
-//!
-//! The decision here: a section's heading is its finding, with the number, made from the data; the
-//! chart below is the evidence and the table below that is the chart for those who cannot see it.
+//! The page of a report: a heading, the main numbers, and a section for each chart.
 
 use encke::explain::grouped;
 use encke::trace::Activity;
@@ -40,17 +37,17 @@ fn title(findings: &ReportFindings) -> String {
 
 fn header(findings: &ReportFindings, title: &str) -> Markup {
     let setup = &findings.setup;
-    let words = format!(
-        "Exact attention with the pattern “{}”: {}. Tokens are cut {}. Everything below was run and \
-         measured for this page.",
+    let text = format!(
+        "Exact attention with the pattern “{}”: {}. Tokens are cut {}. Everything below was measured \
+         for this page.",
         setup.pattern, setup.sizes, setup.ring
     );
     Markup::new("header")
         .with(Markup::new("h1").text(title))
-        .with(Markup::new("p").text(words))
+        .with(Markup::new("p").text(text))
 }
 
-/// The findings in a row.
+/// The main numbers in a row.
 fn tiles(findings: &ReportFindings) -> Markup {
     let Some(forward) = findings.passes.first() else {
         return Markup::new("ul");
@@ -70,25 +67,25 @@ fn tiles(findings: &ReportFindings) -> Markup {
     ));
     tiles.push((
         percent(setup.pairs as f64 / setup.dense_pairs as f64),
-        "of plain attention’s pairs are computed",
+        "of the pairs of dense attention are computed",
     ));
     let shown = &forward.shown;
     if shown.dense_ring_bytes > 0 {
         tiles.push((
             percent(shown.sent_bytes as f64 / shown.dense_ring_bytes as f64),
-            "of a dense ring’s bytes travel",
+            "of a dense ring’s bytes are sent",
         ));
     }
-    let tile = |(number, words): (String, &str)| {
+    let tile = |(number, text): (String, &str)| {
         let number = Markup::new("b").text(number);
-        Markup::new("li").with(number).text(words)
+        Markup::new("li").with(number).text(text)
     };
     Markup::new("ul")
         .class("tiles")
         .with_all(tiles.into_iter().map(tile))
 }
 
-/// The heading of a pass, where there are several.
+/// The heading of a pass, if there are several.
 fn pass_heading(findings: &ReportFindings, pass: &PassFindings) -> Option<Markup> {
     let several = findings.passes.len() > 1;
     several.then(|| Markup::new("h3").text(format!("{} pass", capital(pass.name))))
@@ -101,11 +98,11 @@ fn capital(word: &str) -> String {
 }
 
 fn memory_section(findings: &ReportFindings) -> Markup {
-    let lead = "Bytes of the rank that holds most, for every ring size: measured from what it \
-                really allocates with buffers of its own, beside what the plan listed before. \
-                Exponents are fitted to what was measured (of what travels, from 4 ranks on: \
-                smaller rings need fewer buffers). The workspace is the kernel’s scratch memory, \
-                which ranks of one process share.";
+    let lead = "Bytes of the rank that holds most, for every ring size: measured allocations with \
+                buffers of its own, and the plan made before. Exponents are fitted to the \
+                measured bytes (of travelling buffers from 4 ranks on, because smaller rings need \
+                fewer). The workspace is scratch memory of the kernel, which ranks of one process \
+                share.";
     let mut section = section("memory", &memory_chart::finding(&findings.passes), lead);
     for pass in &findings.passes {
         section = section
@@ -122,41 +119,43 @@ fn timeline_section(findings: &ReportFindings) -> Markup {
     };
     let ranks = first.shown.ranks();
     let finding = match ranks {
-        1 => "One rank computes, and waits for nobody".to_string(),
+        1 => "One rank computes without waiting".to_string(),
         ranks => {
-            let share = |activity| percent(first.share(activity));
+            let fraction = |activity| percent(first.fraction(activity));
             format!(
                 "On a ring of {ranks}, ranks compute {} of the time and wait {}",
-                share(Activity::Compute),
-                share(Activity::Wait)
+                fraction(Activity::Compute),
+                fraction(Activity::Wait)
             )
         }
     };
     let cores = findings
         .environment
         .iter()
-        .find(|(what, _)| what == "cores");
+        .find(|(name, _)| name == "cores");
     let cores = cores.map_or("the cores of this machine".to_string(), |(_, count)| {
         format!("{count} core{}", if count == "1" { "" } else { "s" })
     });
     let lead = format!(
-        "What each rank did, from its own clock. Rows travel while it computes; only what is left \
-         of their flight when it is done is waiting. Ranks are threads that share {cores}: a rank \
+        "The activities of each rank. Rows are sent while it computes; it waits only for the \
+         rest of the transfer after its jobs are done. Ranks are threads that share {cores}: a rank \
          also waits for a neighbour that has no core."
     );
     let mut section = section("timeline", &finding, &lead);
     let entries = timeline::ACTIVITIES.map(|activity| {
         (
             timeline::class(activity).to_string(),
-            timeline::words(activity).to_string(),
+            timeline::text(activity).to_string(),
         )
     });
     section = section.with(legend(None, entries.to_vec()));
     for pass in &findings.passes {
-        let words = format!("Timeline of the {} pass on {ranks} ranks", pass.name);
+        let description = format!("Timeline of the {} pass on {ranks} ranks", pass.name);
         section = section
             .with_all(pass_heading(findings, pass))
-            .with_all(charts(|screen| timeline::draw(&pass.shown, screen, &words)));
+            .with_all(charts(|screen| {
+                timeline::draw(&pass.shown, screen, &description)
+            }));
     }
     section.with(details(findings.passes.iter().map(tables::timeline)))
 }
@@ -168,39 +167,41 @@ fn traffic_section(findings: &ReportFindings) -> Markup {
     let shown = &first.shown;
     let finding = match (shown.ranks(), shown.sent_bytes) {
         (1, _) => "One rank sends nothing".to_string(),
-        (_, 0) => "Nothing travels: every segment lies inside one rank’s tokens".to_string(),
+        (_, 0) => "Nothing is sent: every segment lies inside one rank’s tokens".to_string(),
         (ranks, sent) => format!(
-            "{} travel on a ring of {ranks}, {} of what a dense ring sends",
+            "{} are sent on a ring of {ranks}, {} of what a dense ring sends",
             encke::explain::bytes(sent),
             percent(sent as f64 / shown.dense_ring_bytes as f64)
         ),
     };
     let counted: usize = shown.sent.iter().flatten().sum();
     let lead = format!(
-        "Bytes that each rank sends to each other one. Only rows that some rank further on needs \
-         are sent; {} were planned and {} were counted.",
+        "Bytes that each rank sends to each other one. Only rows that a later rank needs are \
+         sent; {} were planned and {} were counted.",
         encke::explain::bytes(counted),
         encke::explain::bytes(shown.sent_bytes)
     );
     let mut section = section("traffic", &finding, &lead);
     for pass in &findings.passes {
-        let words = format!("Bytes sent from rank to rank in the {} pass", pass.name);
+        let description = format!("Bytes sent from rank to rank in the {} pass", pass.name);
         section = section
             .with_all(pass_heading(findings, pass))
             .with(legend(None, traffic::legend(&pass.shown)))
-            .with_all(charts(|screen| traffic::draw(&pass.shown, screen, &words)));
+            .with_all(charts(|screen| {
+                traffic::draw(&pass.shown, screen, &description)
+            }));
     }
     section.with(details(findings.passes.iter().map(tables::traffic)))
 }
 
 fn pattern_section(findings: &ReportFindings) -> Markup {
     let (setup, picture) = (&findings.setup, &findings.picture);
-    let share = setup.pairs as f64 / setup.dense_pairs as f64;
+    let fraction = setup.pairs as f64 / setup.dense_pairs as f64;
     let finding = match setup.pairs == setup.dense_pairs {
-        true => "Every query sees every key it may".to_string(),
+        true => "Every query attends to every key".to_string(),
         false => format!(
-            "The pattern computes {} of plain attention’s pairs",
-            percent(share)
+            "The pattern computes {} of the pairs of dense attention",
+            percent(fraction)
         ),
     };
     let more = match picture.more_kinds {
@@ -209,24 +210,24 @@ fn pattern_section(findings: &ReportFindings) -> Markup {
         more => format!(" {more} more kinds of heads differ from these by their phase or branch."),
     };
     let lead = format!(
-        "Queries from top to bottom, keys from left to right. A pair that several branches see \
-         counts as often in the softmax.{more}"
+        "Queries from top to bottom, keys from left to right. A pair of several branches counts \
+         several times in the softmax.{more}"
     );
     let mut section = section("pattern", &finding, &lead);
     if let Some(whole) = &picture.whole {
         section = section.with(legend(
-            Some("all tokens: seen are"),
+            Some("all tokens: attended are"),
             panels::whole_legend(whole),
         ));
     }
     let close = match picture.whole {
-        Some(_) => "first tokens: seen",
-        None => "a pair is seen",
+        Some(_) => "first tokens: attended",
+        None => "a pair is attended",
     };
     section
         .with(legend(Some(close), panels::close_legend(picture)))
         .with_all(charts(|screen| {
-            panels::draw(picture, screen, "Which query sees which key")
+            panels::draw(picture, screen, "Attention mask")
         }))
         .with(details([tables::pattern(findings)]))
 }
@@ -234,8 +235,8 @@ fn pattern_section(findings: &ReportFindings) -> Markup {
 fn prediction_section(findings: &ReportFindings) -> Option<Markup> {
     let predictions = findings.predictions.as_ref()?;
     let lead = format!(
-        "The virtual clock runs over the very plan with readings of the kernel alone; it has seen \
-         none of these rings. Measured is the median of {} runs of threads on this machine.",
+        "The cost model executes the plan with measurements of the kernel alone, none of them from \
+         these rings. Measured is the median of {} runs of threads on this machine.",
         predictions.runs
     );
     let mut section = section("prediction", &prediction_chart::finding(predictions), &lead)
@@ -243,19 +244,19 @@ fn prediction_section(findings: &ReportFindings) -> Option<Markup> {
     for pass in &findings.passes {
         let rings = predictions.rings.iter();
         let rings: Vec<_> = rings.filter(|ring| ring.pass == pass.name).collect();
-        let words = format!("Time of the {} pass, predicted and measured", pass.name);
+        let description = format!("Time of the {} pass, predicted and measured", pass.name);
         section = section
             .with_all(pass_heading(findings, pass))
             .with_all(charts(|screen| {
-                prediction_chart::draw(&rings, screen, &words)
+                prediction_chart::draw(&rings, screen, &description)
             }));
     }
     Some(section.with(details([tables::prediction(predictions)])))
 }
 
 fn environment_section(findings: &ReportFindings) -> Markup {
-    let entry = |(what, value): &(String, String)| {
-        [Markup::new("dt").text(what), Markup::new("dd").text(value)]
+    let entry = |(name, value): &(String, String)| {
+        [Markup::new("dt").text(name), Markup::new("dd").text(value)]
     };
     let entries = findings.environment.iter().flat_map(entry);
     let lead = "Times depend on it; bytes and results do not.";

@@ -1,83 +1,85 @@
-//! The picture of a pattern, drawn: the whole sequence and its beginning, side by side.
+//! The attention mask as charts: the whole sequence and its beginning, side by side.
 
 use encke::explain::grouped;
 
 use super::picture::{Close, Picture, Whole};
 use crate::charts::axis::{Anchor, Frame, Screen, canvas, label, text_width};
 use crate::charts::markup::Markup;
-use crate::charts::matrix::{Matrix, SHADES, class, ground};
+use crate::charts::matrix::{Matrix, SHADES, background, class};
 
-/// How many times fewer pairs the next lighter shade of the whole stands for.
-const FEWER: f64 = 8.0;
+/// Ratio of the fractions that two successive shades of the whole sequence stand for.
+const SHADE_RATIO: f64 = 8.0;
 
-/// The shade of a share: the darkest for the largest there is, one lighter for each eighth of it.
-fn share_shade(share: f64, largest: f64) -> usize {
-    if share <= 0.0 {
+/// The shade of a fraction: the darkest for the largest one, one lighter for each factor of 8.
+fn fraction_shade(fraction: f64, largest: f64) -> usize {
+    if fraction <= 0.0 {
         return 0;
     }
-    let steps = ((largest / share).ln() / FEWER.ln()).max(0.0).round() as usize;
+    let steps = ((largest / fraction).ln() / SHADE_RATIO.ln())
+        .max(0.0)
+        .round() as usize;
     SHADES.saturating_sub(steps).max(1)
 }
 
 fn largest(whole: &Whole) -> f64 {
-    whole.shares.iter().copied().fold(0.0, f64::max)
+    whole.fractions.iter().copied().fold(0.0, f64::max)
 }
 
-/// Multiplicities from here on share the darkest shade: they are few, and lie on the diagonal.
+/// Multiplicities from here on have the darkest shade: they are few, and lie on the diagonal.
 const MANY: usize = 3;
 
-/// The shade of a multiplicity. One is dark enough to be seen where it stands alone.
-fn level_shade(level: usize) -> usize {
+/// The shade of a multiplicity; 1 is dark enough to be visible as a single cell.
+fn multiplicity_shade(level: usize) -> usize {
     match level {
         0 => 0,
         level => (SHADES - MANY + level).min(SHADES),
     }
 }
 
-/// The shades from close up, with what they stand for.
+/// The shades of the first tokens, and what they stand for.
 pub fn close_legend(picture: &Picture) -> Vec<(String, String)> {
-    let words = |level: usize| match level {
+    let text = |level: usize| match level {
         1 => "in 1 branch".to_string(),
         MANY => format!("in {MANY} or more"),
         level => format!("in {level}"),
     };
     let levels = 1..=picture.most().min(MANY);
     levels
-        .map(|level| (class(level_shade(level)), words(level)))
+        .map(|level| (class(multiplicity_shade(level)), text(level)))
         .collect()
 }
 
-/// The shades from afar, with what they stand for.
+/// The shades of the whole sequence, and what they stand for.
 pub fn whole_legend(whole: &Whole) -> Vec<(String, String)> {
     let largest = largest(whole);
     let shades = || {
         whole
-            .shares
+            .fractions
             .iter()
-            .map(|share| share_shade(*share, largest))
+            .map(|fraction| fraction_shade(*fraction, largest))
     };
     let used = |shade: &usize| shades().any(|other| other == *shade);
-    let words = |shade: usize| {
-        let one_in = FEWER.powi((SHADES - shade) as i32) / largest;
-        let words = match one_in {
+    let entry = |shade: usize| {
+        let one_in = SHADE_RATIO.powi((SHADES - shade) as i32) / largest;
+        let text = match one_in {
             ..1.2 => "all pairs".to_string(),
             ..9.5 => format!("1 pair in {one_in:.1}"),
             _ => format!("1 in {}", grouped(one_in.round() as u128)),
         };
         let fewer = if shade == 1 { " or fewer" } else { "" };
-        (class(shade), format!("{words}{fewer}"))
+        (class(shade), format!("{text}{fewer}"))
     };
-    (1..=SHADES).rev().filter(used).map(words).collect()
+    (1..=SHADES).rev().filter(used).map(entry).collect()
 }
 
 /// The panels.
-pub fn draw(picture: &Picture, screen: Screen, words: &str) -> Markup {
+pub fn draw(picture: &Picture, screen: Screen, description: &str) -> Markup {
     let count = picture.close.len() + usize::from(picture.whole.is_some());
     let columns = match screen {
         Screen::Wide => count.clamp(2, 4),
         Screen::Narrow => count.clamp(1, 2),
     };
-    // Only the first column has long numbers at its side, because the whole comes first.
+    // Only the first column has long labels, because the whole sequence comes first.
     let (first, next) = match &picture.whole {
         Some(whole) => (text_width(&last_token(whole.tokens)).max(24.0) + 8.0, 46.0),
         None => (34.0, 46.0),
@@ -86,7 +88,7 @@ pub fn draw(picture: &Picture, screen: Screen, words: &str) -> Markup {
     let side = (free / columns as f64).min(300.0);
     let height = side + 72.0;
     let rows = count.div_ceil(columns);
-    let mut chart = canvas(screen.width(), height * rows as f64, words);
+    let mut chart = canvas(screen.width(), height * rows as f64, description);
     let whole = picture.whole.iter().map(Panel::Whole);
     let panels = whole.chain(picture.close.iter().map(Panel::Close));
     for (index, panel) in panels.enumerate() {
@@ -114,7 +116,7 @@ impl Panel<'_> {
                 let side = whole.side;
                 let largest = largest(whole);
                 let shade = |row: usize, column: usize| {
-                    share_shade(whole.shares[row * side + column], largest)
+                    fraction_shade(whole.fractions[row * side + column], largest)
                 };
                 (
                     Matrix::new(side, shade),
@@ -124,12 +126,13 @@ impl Panel<'_> {
             }
             Panel::Close(close) => {
                 let side = close.tokens;
-                let shade =
-                    |query: usize, key: usize| level_shade(close.multiplicity[query * side + key]);
+                let shade = |query: usize, key: usize| {
+                    multiplicity_shade(close.multiplicity[query * side + key])
+                };
                 (
                     Matrix::new(side, shade),
                     side,
-                    heads_words(side, &close.heads),
+                    heads_text(side, &close.heads),
                 )
             }
         };
@@ -137,7 +140,7 @@ impl Panel<'_> {
         let (top, bottom) = (frame.top + 10.0, frame.bottom());
         Markup::new("g")
             .class("panel")
-            .with(ground(frame))
+            .with(background(frame))
             .with(matrix.paths(frame))
             .with(label(frame.left, frame.top - 14.0, Anchor::Start, &title).class("name"))
             .with(label(frame.left - 6.0, top, Anchor::End, "0"))
@@ -164,13 +167,13 @@ impl Panel<'_> {
     }
 }
 
-/// The number of the last token.
+/// The index of the last token.
 fn last_token(tokens: usize) -> String {
     grouped(tokens as u128 - 1)
 }
 
-/// Heads in few letters.
-fn heads_words(tokens: usize, heads: &[usize]) -> String {
+/// The tokens and heads of a panel, as text.
+fn heads_text(tokens: usize, heads: &[usize]) -> String {
     match heads {
         [head] => format!("first {tokens}, head {head}"),
         [first, .., last] if last - first + 1 == heads.len() => {
@@ -183,20 +186,21 @@ fn heads_words(tokens: usize, heads: &[usize]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{SHADES, level_shade, share_shade};
+    use super::{SHADES, fraction_shade, multiplicity_shade};
 
     #[test]
-    fn more_is_never_lighter_and_something_is_never_nothing() {
-        let levels: Vec<usize> = (0..9).map(level_shade).collect();
+    fn shades_are_monotonic_and_no_attended_cell_is_empty() {
+        let levels: Vec<usize> = (0..9).map(multiplicity_shade).collect();
         assert!(
             levels.is_sorted() && levels[0] == 0 && levels[1] > 0,
             "{levels:?}"
         );
         assert_eq!(levels[8], SHADES);
-        let shares = [0.0, 1e-9, 0.001, 0.01, 0.2, 1.0, 3.0].map(|share| share_shade(share, 1.0));
-        assert!(shares.is_sorted(), "{shares:?}");
+        let fractions =
+            [0.0, 1e-9, 0.001, 0.01, 0.2, 1.0, 3.0].map(|fraction| fraction_shade(fraction, 1.0));
+        assert!(fractions.is_sorted(), "{fractions:?}");
         assert_eq!(
-            (shares[0], shares[1], shares[5], shares[6]),
+            (fractions[0], fractions[1], fractions[5], fractions[6]),
             (0, 1, SHADES, SHADES)
         );
     }

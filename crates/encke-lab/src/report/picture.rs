@@ -1,8 +1,8 @@
-//! Which query sees which key, as cells: the whole sequence from afar, its beginning from close up.
+//! The attention mask as cells: the whole sequence, and its first tokens.
 //!
-//! The decision here: nothing is sampled. From close up, a cell is one (query, key) pair and its
-//! number is the pattern's own multiplicity; from afar, a cell is the exact count of the pairs in
-//! it, which an index set that is a congruence gives without visiting them.
+//! The decision here: nothing is sampled. For the first tokens, a cell is one (query, key) pair with its
+//! multiplicity in the pattern; for the whole sequence, a cell is the exact fraction of its pairs,
+//! counted in closed form because the tokens of a branch are a congruence class.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,17 +10,17 @@ use std::ops::Range;
 use encke::plan::Plan;
 use encke::{Pattern, Shape};
 
-/// Tokens seen from close up.
+/// The most tokens shown pair by pair.
 const CLOSE: usize = 64;
-/// Cells along an edge of the whole.
+/// The most cells along an edge of the whole sequence.
 const CELLS: usize = 96;
-/// Kinds of heads seen from close up.
+/// The most kinds of heads shown.
 const KINDS: usize = 3;
 
-/// The pattern as numbers in cells.
+/// The attention mask of a pattern.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Picture {
-    /// The whole sequence, all heads together; nothing where close up is already everything.
+    /// The whole sequence, all heads together; `None` if the first tokens are all tokens.
     pub whole: Option<Whole>,
     /// The first tokens, for each kind of head.
     pub close: Vec<Close>,
@@ -35,24 +35,24 @@ pub struct Whole {
     pub tokens: usize,
     /// Cells along an edge.
     pub side: usize,
-    /// Of each cell, the share of its (head, query, key) that are seen; pairs that several
-    /// branches see count as often.
-    pub shares: Vec<f64>,
+    /// Of each cell, the fraction of its (head, query, key) that are attended; pairs of several
+    /// branches count several times.
+    pub fractions: Vec<f64>,
 }
 
-/// The first tokens, as heads of one kind see them.
+/// The first tokens of heads with the same mask.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Close {
     /// The heads.
     pub heads: Vec<usize>,
     /// Tokens along an edge.
     pub tokens: usize,
-    /// Of each (query, key), in how many branches the one sees the other.
+    /// Of each (query, key), the number of branches that contain it.
     pub multiplicity: Vec<usize>,
 }
 
 impl Picture {
-    /// The picture of a plan's pattern.
+    /// The mask of a plan's pattern.
     pub fn new(plan: &Plan) -> Picture {
         let request = plan.request();
         let (shape, pattern) = (&request.shape, &request.pattern);
@@ -68,23 +68,23 @@ impl Picture {
         }
     }
 
-    /// The largest multiplicity from close up.
+    /// The largest multiplicity of the first tokens.
     pub fn most(&self) -> usize {
         let cells = self.close.iter().flat_map(|close| &close.multiplicity);
         cells.copied().max().unwrap_or(0)
     }
 }
 
-/// Heads that see the same keys, in the order of their first head.
+/// Groups of heads with the same mask, in the order of their first head.
 fn kinds(plan: &Plan) -> Vec<Vec<usize>> {
-    let mut seen: Vec<Vec<(usize, usize)>> = vec![Vec::new(); plan.request().shape.heads];
+    let mut branches: Vec<Vec<(usize, usize)>> = vec![Vec::new(); plan.request().shape.heads];
     for lane in plan.lanes() {
         for head in &lane.heads {
-            seen[head.head].push((lane.branch, lane.offset));
+            branches[head.head].push((lane.branch, lane.offset));
         }
     }
     let mut kinds: BTreeMap<&[(usize, usize)], Vec<usize>> = BTreeMap::new();
-    for (head, branches) in seen.iter().enumerate() {
+    for (head, branches) in branches.iter().enumerate() {
         kinds.entry(branches).or_default().push(head);
     }
     let mut kinds: Vec<Vec<usize>> = kinds.into_values().collect();
@@ -114,12 +114,12 @@ impl Whole {
         let side = tokens.min(CELLS);
         let edge = |cell: usize| (cell as u128 * tokens as u128 / side as u128) as usize;
         let causal = request.pattern.is_causal();
-        let shares = (0..side * side).map(|cell| {
+        let fractions = (0..side * side).map(|cell| {
             let (row, column) = (cell / side, cell % side);
             let queries = edge(row)..edge(row + 1);
             let keys = edge(column)..edge(column + 1);
             let all = (queries.len() * keys.len() * heads) as f64;
-            let seen = plan.lanes().iter().map(|lane| {
+            let attended = plan.lanes().iter().map(|lane| {
                 let set = IndexSet {
                     segment: lane.segment,
                     dilation: lane.dilation,
@@ -127,17 +127,17 @@ impl Whole {
                 };
                 set.pairs(queries.clone(), keys.clone(), causal) * lane.heads.len() as u128
             });
-            seen.sum::<u128>() as f64 / all
+            attended.sum::<u128>() as f64 / all
         });
         Whole {
             tokens,
             side,
-            shares: shares.collect(),
+            fractions: fractions.collect(),
         }
     }
 }
 
-/// The tokens that take part in one lane.
+/// The tokens of one lane.
 #[derive(Debug, Clone, Copy)]
 struct IndexSet {
     segment: usize,
@@ -146,7 +146,7 @@ struct IndexSet {
 }
 
 impl IndexSet {
-    /// Pairs of a query and a key that share a segment and take part.
+    /// Pairs of a query and a key of the same segment, both in the set.
     fn pairs(&self, queries: Range<usize>, keys: Range<usize>, causal: bool) -> u128 {
         if causal && keys.start >= queries.end {
             return 0;
@@ -160,22 +160,22 @@ impl IndexSet {
             );
             let within = |range: &Range<usize>| range.start.max(start)..range.end.min(end);
             let (queries, keys) = (within(&queries), within(&keys));
-            let taking_part = |range: &Range<usize>| self.rows(range, start);
+            let count = |range: &Range<usize>| self.rows(range, start);
             if queries.is_empty() || keys.is_empty() {
                 0
             } else if !causal || keys.end <= queries.start + 1 {
-                taking_part(&queries) as u128 * taking_part(&keys) as u128
+                count(&queries) as u128 * count(&keys) as u128
             } else {
                 let each = queries.filter(|query| (query - start) % self.dilation == self.offset);
-                let seen =
+                let counts =
                     each.map(|query| self.rows(&(keys.start..keys.end.min(query + 1)), start));
-                seen.map(|count| count as u128).sum()
+                counts.map(|count| count as u128).sum()
             }
         });
         pairs.sum()
     }
 
-    /// How many tokens of a range inside the segment that begins at `start` take part.
+    /// Number of tokens of the set in a range inside the segment that begins at `start`.
     fn rows(&self, range: &Range<usize>, start: usize) -> usize {
         let below = |end: usize| {
             (end - start)
@@ -205,9 +205,9 @@ mod tests {
         Picture::new(&attention.plan(shape, DType::F32, Pass::Forward).unwrap())
     }
 
-    /// The counts from afar are those of the pattern's own definition, for any pattern.
+    /// The closed form agrees with a count of all pairs, for random patterns.
     #[test]
-    fn the_whole_counts_what_the_pattern_says() {
+    fn fractions_of_the_whole_agree_with_a_count_of_all_pairs() {
         let mut random = Random::new(5);
         for _ in 0..12 {
             let tokens = CLOSE + 1 + random.below(90);
@@ -229,14 +229,14 @@ mod tests {
                 let (row, column) = (cell / whole.side, cell % whole.side);
                 let (queries, keys) = (edge(row)..edge(row + 1), edge(column)..edge(column + 1));
                 let all = heads * queries.len() * keys.len();
-                let seen: usize = (0..heads)
+                let attended: usize = (0..heads)
                     .flat_map(|head| queries.clone().map(move |q| (head, q)))
                     .flat_map(|(head, q)| keys.clone().map(move |k| (head, q, k)))
                     .map(|(head, q, k)| pattern.multiplicity(&shape, head, q, k))
                     .sum();
                 assert_eq!(
-                    whole.shares[cell],
-                    seen as f64 / all as f64,
+                    whole.fractions[cell],
+                    attended as f64 / all as f64,
                     "{pattern:?} {cell}"
                 );
             }
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_that_see_the_same_share_a_picture() {
+    fn heads_with_the_same_mask_share_a_panel() {
         let group = Mode::Group {
             scale: GroupScale::One,
         };
@@ -256,13 +256,13 @@ mod tests {
             .map(|close| close.heads.clone())
             .collect();
         assert_eq!(heads, [[0, 1], [2, 3]]);
-        assert_eq!(picture.whole, None, "32 tokens fit from close up");
+        assert_eq!(picture.whole, None, "32 tokens are shown pair by pair");
         assert_eq!(picture.more_kinds, 0);
         assert_eq!(picture.most(), 1);
     }
 
     #[test]
-    fn a_million_tokens_are_no_harder() {
+    fn a_million_tokens_are_counted_in_closed_form() {
         let pattern = Pattern::dilated(
             &[2048, 1 << 20],
             &[1, 512],
@@ -275,7 +275,7 @@ mod tests {
         let picture = picture(shape, &pattern.unwrap().causal(true));
         assert_eq!(picture.close.len() + picture.more_kinds, 8);
         let whole = picture.whole.unwrap();
-        assert!(whole.shares[0] > whole.shares[whole.side * (whole.side - 1)]);
-        assert_eq!(whole.shares[1], 0.0, "nobody sees the future");
+        assert!(whole.fractions[0] > whole.fractions[whole.side * (whole.side - 1)]);
+        assert_eq!(whole.fractions[1], 0.0, "no query attends to later keys");
     }
 }

@@ -1,7 +1,7 @@
-//! What the virtual clock says beside what the wall says, for every ring of the page.
+//! Predicted times for every ring of the page.
 //!
-//! Nothing is fitted to these rings: the clock knows the plan, readings of the kernel alone, and two
-//! small rings of its own.
+//! Nothing is fitted to these rings: the cost model has the plan, measurements of the kernel alone, and
+//! two small calibration rings.
 
 use anyhow::Result;
 use encke::{Plan, Request};
@@ -12,14 +12,13 @@ use encke_ring::ThreadRing;
 use super::findings::{Prediction, Predictions};
 use crate::terminal::spinner;
 
-/// Runs of each ring that count, and readings of the kernel.
+/// Timed runs of each ring, and measurements of the kernel.
 pub const RUNS: usize = 3;
-/// Rows of the largest job that is read: enough to know a kernel's pace.
+/// Rows of the largest job with which the kernel is measured.
 const ROWS: usize = 1024;
 
-/// Predicts requests whose time in the ring was measured (until the last rank was done; outputs are
-/// not collected yet), named by their pass. Nothing where branches keep slots of
-/// their own until the end: their time is not all spent in the ring.
+/// Predicts requests, given with their pass and the measured time until the last rank was done. `None`
+/// if branches keep slots of their own until the end, because then time is also spent after the ring.
 pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predictions>> {
     let Some((_, first, _)) = measured.first() else {
         return Ok(None);
@@ -27,7 +26,7 @@ pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predi
     if first.pattern.splits_slots() {
         return Ok(None);
     }
-    let progress = spinner("the clock");
+    let progress = spinner("prediction");
     let kernel = CpuKernel::new()?;
     let mut profile = Profile::new(
         &kernel,

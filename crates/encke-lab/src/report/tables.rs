@@ -1,4 +1,4 @@
-//! The charts as tables: the same numbers, for eyes that want digits and for ears.
+//! The data of the charts as tables, for exact values and for screen readers.
 
 use encke::explain::{bytes, grouped};
 use encke::plan::program::Component;
@@ -47,13 +47,14 @@ pub fn memory(pass: &PassFindings) -> Markup {
     cells.extend(
         pass.rings
             .iter()
-            .map(|ring| Unit::Seconds.words(ring.seconds)),
+            .map(|ring| Unit::Seconds.format(ring.seconds)),
     );
     cells.push("–".to_string());
     rows.push(cells);
     let caption = format!(
-        "{} pass: bytes of the fullest rank as measured, and as planned (in parentheses) where \
-         that differs; exponents of what travels, and of all, are over rings of four and more where there are two such",
+        "{} pass: bytes of the largest rank as measured, and as planned (in parentheses) where \
+         that differs; exponents of travelling buffers, and of all, are fitted to rings of four \
+         and more if there are two such",
         pass.name
     );
     table(&caption, headings, rows)
@@ -73,7 +74,7 @@ pub fn timeline(pass: &PassFindings) -> Markup {
         let times = ACTIVITIES.map(of);
         let all = times.iter().sum::<f64>().max(f64::MIN_POSITIVE);
         let mut cells = vec![rank.to_string()];
-        cells.extend(times.map(|time| Unit::Seconds.words(time)));
+        cells.extend(times.map(|time| Unit::Seconds.format(time)));
         cells.push(percent(times[ACTIVITIES.len() - 1] / all));
         cells
     };
@@ -90,7 +91,7 @@ pub fn traffic(pass: &PassFindings) -> Markup {
     let sent = &pass.shown.sent;
     let mut headings = vec!["from".to_string()];
     headings.extend((0..sent.len()).map(|rank| format!("to {rank}")));
-    headings.push("in all".to_string());
+    headings.push("total".to_string());
     let row = |(from, to): (usize, &Vec<usize>)| {
         let mut cells = vec![format!("rank {from}")];
         cells.extend(to.iter().map(|count| match count {
@@ -111,8 +112,8 @@ pub fn prediction(predictions: &Predictions) -> Markup {
         vec![
             ring.pass.to_string(),
             ring.ranks.to_string(),
-            Unit::Seconds.words(ring.predicted_s),
-            Unit::Seconds.words(ring.measured_s),
+            Unit::Seconds.format(ring.predicted_s),
+            Unit::Seconds.format(ring.measured_s),
             signed_error(ring),
         ]
     };
@@ -124,19 +125,19 @@ pub fn prediction(predictions: &Predictions) -> Markup {
     )
 }
 
-/// The pattern in numbers.
+/// Pairs of the pattern and of dense attention.
 pub fn pattern(findings: &ReportFindings) -> Markup {
     let setup = &findings.setup;
-    let row = |what: &str, value: String| vec![what.to_string(), value];
+    let row = |name: &str, value: String| vec![name.to_string(), value];
     let rows = vec![
         row("pattern", setup.pattern.clone()),
         row("tokens", grouped(setup.tokens as u128)),
         row("pairs computed", grouped(setup.pairs)),
-        row("pairs of plain attention", grouped(setup.dense_pairs)),
+        row("pairs of dense attention", grouped(setup.dense_pairs)),
     ];
     table(
         "the pattern",
-        vec!["what".to_string(), "value".to_string()],
+        vec!["name".to_string(), "value".to_string()],
         rows,
     )
 }

@@ -1,4 +1,4 @@
-//! The page as a whole: it can be read back, every number has its mark, nothing leads outside.
+//! The page as a whole: it parses, every value has its mark, nothing refers to other addresses.
 
 use std::collections::BTreeMap;
 
@@ -90,7 +90,7 @@ fn findings(passes: Vec<PassFindings>) -> ReportFindings {
             whole: Some(Whole {
                 tokens: 1000,
                 side: 2,
-                shares: vec![1.0, 0.0, 0.1, 1.0],
+                fractions: vec![1.0, 0.0, 0.1, 1.0],
             }),
             close: vec![close(0), close(1)],
             more_kinds: 0,
@@ -125,7 +125,7 @@ fn read(text: &str) -> Document<'_> {
     Document::parse_with_options(text, options).unwrap()
 }
 
-/// Elements of a name below `within` that have all of `classes`.
+/// The number of elements of a name below `within` that have all of `classes`.
 fn count(within: Node<'_, '_>, name: &str, classes: &[&str]) -> usize {
     let has = |node: &Node<'_, '_>| {
         let of: Vec<&str> = node.attribute("class").unwrap_or("").split(' ').collect();
@@ -150,7 +150,7 @@ fn chart<'a>(page: &'a Document<'a>, section: &str, index: usize) -> Node<'a, 'a
 }
 
 #[test]
-fn every_number_has_its_mark() {
+fn every_value_has_its_mark() {
     let text = page::document(&findings(vec![pass("forward", 8), pass("backward", 4)])).unwrap();
     let page = read(&text);
     // A rectangle for each of three components on one rank and four on three rings, twice.
@@ -171,7 +171,7 @@ fn every_number_has_its_mark() {
     }
     let pattern = chart(&page, "pattern", 0);
     assert_eq!(count(pattern, "g", &["panel"]), 3);
-    // Two shades in the whole, one in each picture from close up.
+    // Two shades in the whole sequence, one in each panel of the first tokens.
     assert_eq!(count(pattern, "path", &[]), 4);
     for (index, rings) in [2, 1].into_iter().enumerate() {
         let prediction = chart(&page, "prediction", index);
@@ -184,7 +184,7 @@ fn every_number_has_its_mark() {
 }
 
 #[test]
-fn headings_state_the_finding_with_its_number() {
+fn headings_state_the_findings_with_their_values() {
     let text = page::document(&findings(vec![pass("forward", 8)])).unwrap();
     let page = read(&text);
     let headings = page.descendants().filter(|node| node.has_tag_name("h2"));
@@ -197,17 +197,17 @@ fn headings_state_the_finding_with_its_number() {
     );
     assert_eq!(
         headings[2],
-        "2.73 KiB travel on a ring of 8, 2.8 % of what a dense ring sends"
+        "2.73 KiB are sent on a ring of 8, 2.8 % of what a dense ring sends"
     );
     assert_eq!(
         headings[3],
-        "The pattern computes 10 % of plain attention’s pairs"
+        "The pattern computes 10 % of the pairs of dense attention"
     );
-    assert_eq!(headings[4], "The clock predicts all 3 times within 200 %");
+    assert_eq!(headings[4], "All 3 times are predicted within 200 %");
 }
 
 #[test]
-fn nothing_leads_outside_and_nothing_from_outside_is_markup() {
+fn the_page_refers_to_no_other_address_and_escapes_input() {
     let text = page::document(&findings(vec![pass("forward", 8)])).unwrap();
     for word in ["http:", "https:", "//", "url(", "@import", "<script>alert"] {
         assert!(!text.contains(word), "{word}");
@@ -223,7 +223,7 @@ fn nothing_leads_outside_and_nothing_from_outside_is_markup() {
     assert_eq!(
         count(page.root(), "script", &[]),
         2,
-        "the numbers, and the pointer's words"
+        "the data, and the tooltips"
     );
     let shown = page.descendants().filter(|node| node.has_tag_name("dd"));
     let safe = HOSTILE.replace('\u{0}', "\u{fffd}");
@@ -231,27 +231,27 @@ fn nothing_leads_outside_and_nothing_from_outside_is_markup() {
 }
 
 #[test]
-fn the_same_findings_are_the_same_page_and_travel_in_it() {
+fn equal_findings_give_equal_pages_and_are_embedded() {
     let findings = findings(vec![pass("forward", 8)]);
     let text = page::document(&findings).unwrap();
     assert_eq!(text, page::document(&findings.clone()).unwrap());
     let page = read(&text);
-    let numbers = page
+    let data = page
         .descendants()
         .find(|node| node.attribute("id") == Some("findings"));
-    let numbers: serde_json::Value =
-        serde_json::from_str(numbers.and_then(|node| node.text()).unwrap()).unwrap();
-    assert_eq!(numbers["setup"]["tokens"], 1000);
-    assert_eq!(numbers["setup"]["pattern"], HOSTILE);
-    assert_eq!(numbers["passes"][0]["rings"][2]["measured"]["own-kv"], 2048);
-    assert_eq!(numbers["passes"][0]["shown"]["sent"][1][2], 200);
+    let data: serde_json::Value =
+        serde_json::from_str(data.and_then(|node| node.text()).unwrap()).unwrap();
+    assert_eq!(data["setup"]["tokens"], 1000);
+    assert_eq!(data["setup"]["pattern"], HOSTILE);
+    assert_eq!(data["passes"][0]["rings"][2]["measured"]["own-kv"], 2048);
+    assert_eq!(data["passes"][0]["shown"]["sent"][1][2], 200);
 }
 
 #[test]
-fn one_rank_and_no_travel_are_told_as_they_are() {
+fn a_single_rank_has_headings_of_its_own() {
     let mut alone = pass("forward", 1);
     alone.rings.truncate(1);
     let text = page::document(&findings(vec![alone])).unwrap();
-    assert!(text.contains("What a rank holds") && text.contains("One rank sends nothing"));
+    assert!(text.contains("Memory of a rank") && text.contains("One rank sends nothing"));
     read(&text);
 }

@@ -1,6 +1,6 @@
-//! What each rank did when: a row for each rank, time from left to right.
+//! The timeline of a ring: a row for each rank, time from left to right.
 //!
-//! Work is drawn in one quiet colour and waiting in a loud one, because waiting is the finding.
+//! Waiting has the most conspicuous colour, because it is what a reader looks for.
 
 use encke::trace::Activity;
 
@@ -27,18 +27,18 @@ pub fn class(activity: Activity) -> &'static str {
     }
 }
 
-/// An activity in the words of the legend.
-pub fn words(activity: Activity) -> &'static str {
+/// The text of an activity in the legend.
+pub fn text(activity: Activity) -> &'static str {
     match activity {
         Activity::Load => "load inputs",
         Activity::Prepare => "pack, combine, finish",
-        Activity::Compute => "compute while rows fly",
+        Activity::Compute => "compute, while rows are sent",
         Activity::Wait => "wait for rows",
     }
 }
 
 /// The timeline of a ring.
-pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Markup {
+pub fn draw(ring: &ShownRing, screen: Screen, description: &str) -> Markup {
     let ranks = ring.ranks();
     let row: f64 = match ranks {
         0..=8 => 22.0,
@@ -53,11 +53,11 @@ pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Markup {
     };
     let end = ring.spans.iter().map(|span| span.start + span.seconds);
     let end = end.fold(0.0, f64::max).max(1e-9);
-    let scale = AxisScale::even(Unit::Seconds, (0.0, end), (frame.left, frame.right()));
+    let scale = AxisScale::linear(Unit::Seconds, (0.0, end), (frame.left, frame.right()));
     let most = if screen == Screen::Wide { 9 } else { 4 };
-    let mut chart = canvas(screen.width(), frame.bottom() + 48.0, words)
+    let mut chart = canvas(screen.width(), frame.bottom() + 48.0, description)
         .with(label(0.0, frame.top - 12.0, Anchor::Start, "rank").class("title"));
-    // Numbers that would touch are left out, never the rows.
+    // Every row is drawn, but only labels that do not overlap.
     let every = (15.0 / row).ceil() as usize;
     for rank in (0..ranks).step_by(every) {
         let y = frame.top + row * (rank as f64 + 0.5) + 4.0;
@@ -74,17 +74,17 @@ pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Markup {
 
 fn mark(scale: &AxisScale, span: &Span, top: f64, height: f64) -> Markup {
     let (left, right) = (scale.at(span.start), scale.at(span.start + span.seconds));
-    let mut words = format!(
+    let mut tip = format!(
         "rank {}, round {}: {}, {}",
         span.rank,
         span.round,
         span.activity.name(),
-        Unit::Seconds.words(span.seconds),
+        Unit::Seconds.format(span.seconds),
     );
     if span.sent_bytes + span.received_bytes > 0 {
         let (sent, received) = (span.sent_bytes as f64, span.received_bytes as f64);
-        let (sent, received) = (Unit::Bytes.words(sent), Unit::Bytes.words(received));
-        words += &format!("; the round sent {sent} and received {received}");
+        let (sent, received) = (Unit::Bytes.format(sent), Unit::Bytes.format(received));
+        tip += &format!("; the round sent {sent} and received {received}");
     }
     Markup::new("rect")
         .class(format!("mark {}", class(span.activity)))
@@ -94,5 +94,5 @@ fn mark(scale: &AxisScale, span: &Span, top: f64, height: f64) -> Markup {
             ("width", right - left),
             ("height", height),
         ])
-        .set("data-tip", words)
+        .set("data-tip", tip)
 }

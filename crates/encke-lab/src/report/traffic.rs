@@ -1,9 +1,9 @@
-//! Who sends how much to whom: a matrix of ranks, with what each rank sends at its side.
+//! Bytes between ranks as a matrix, with the total of each rank beside it.
 
 use super::findings::ShownRing;
 use crate::charts::axis::{Anchor, Frame, Screen, canvas, label};
 use crate::charts::markup::Markup;
-use crate::charts::matrix::{Matrix, SHADES, class, ground};
+use crate::charts::matrix::{Matrix, SHADES, background, class};
 use crate::charts::scale::{AxisScale, Unit};
 
 /// The most any rank sends to any other.
@@ -11,28 +11,31 @@ fn most(ring: &ShownRing) -> usize {
     ring.sent.iter().flatten().copied().max().unwrap_or(0)
 }
 
-/// The shade of a number of bytes: even steps up to the most.
+/// The shade of a number of bytes, in equal steps up to the largest.
 fn shade(bytes: usize, most: usize) -> usize {
     (bytes * SHADES).div_ceil(most.max(1))
 }
 
-/// Each shade with what it stands for.
+/// The shades and what they stand for.
 pub fn legend(ring: &ShownRing) -> Vec<(String, String)> {
     let most = most(ring);
     let used = |shade_used: &usize| {
         let mut sent = ring.sent.iter().flatten();
         sent.any(|bytes| *bytes > 0 && shade(*bytes, most) == *shade_used)
     };
-    let words = |shade: usize| {
+    let entry = |shade: usize| {
         let bytes = (most * shade / SHADES) as f64;
         let up_to = if shade == SHADES { "" } else { "up to " };
-        (class(shade), format!("{up_to}{}", Unit::Bytes.words(bytes)))
+        (
+            class(shade),
+            format!("{up_to}{}", Unit::Bytes.format(bytes)),
+        )
     };
-    (1..=SHADES).filter(used).map(words).collect()
+    (1..=SHADES).filter(used).map(entry).collect()
 }
 
 /// The matrix of a ring.
-pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Markup {
+pub fn draw(ring: &ShownRing, screen: Screen, description: &str) -> Markup {
     let ranks = ring.ranks();
     let side = match screen {
         Screen::Wide => 380.0,
@@ -51,11 +54,11 @@ pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Markup {
     let most = most(ring);
     let matrix = Matrix::new(ranks, |from, to| shade(ring.sent[from][to], most));
     let tip = |from: usize, to: usize| {
-        let sent = Unit::Bytes.words(ring.sent[from][to] as f64);
+        let sent = Unit::Bytes.format(ring.sent[from][to] as f64);
         format!("rank {from} sends {sent} to rank {to}")
     };
-    let mut chart = canvas(screen.width(), frame.bottom() + 52.0, words)
-        .with(ground(frame))
+    let mut chart = canvas(screen.width(), frame.bottom() + 52.0, description)
+        .with(background(frame))
         .with(matrix.marks(frame, tip))
         .with(
             label(
@@ -73,15 +76,15 @@ pub fn draw(ring: &ShownRing, screen: Screen, words: &str) -> Markup {
         let y = frame.top + cell * (rank as f64 + 0.5) + 4.0;
         chart = chart.with(label(frame.left - 8.0, y, Anchor::End, &rank.to_string()));
     }
-    let places = shown().map(|rank| (frame.left + cell * (rank as f64 + 0.5), rank.to_string()));
-    chart = chart.with(frame.bottom_labels(places, "to rank"));
+    let labels = shown().map(|rank| (frame.left + cell * (rank as f64 + 0.5), rank.to_string()));
+    chart = chart.with(frame.bottom_labels(labels, "to rank"));
     if screen == Screen::Wide {
         chart = chart.with(totals(ring, frame));
     }
     chart
 }
 
-/// What each rank sends, as bars beside the rows of the matrix.
+/// The total of each rank, as bars beside the rows of the matrix.
 fn totals(ring: &ShownRing, rows: Frame) -> Markup {
     let frame = Frame {
         left: rows.right() + 60.0,
@@ -90,7 +93,7 @@ fn totals(ring: &ShownRing, rows: Frame) -> Markup {
     };
     let sent: Vec<usize> = ring.sent.iter().map(|to| to.iter().sum()).collect();
     let most = sent.iter().copied().max().unwrap_or(0).max(1);
-    let scale = AxisScale::even(Unit::Bytes, (0.0, most as f64), (frame.left, frame.right()));
+    let scale = AxisScale::linear(Unit::Bytes, (0.0, most as f64), (frame.left, frame.right()));
     let row = frame.height / sent.len().max(1) as f64;
     let bars = sent
         .iter()
@@ -109,11 +112,11 @@ fn totals(ring: &ShownRing, rows: Frame) -> Markup {
                 ])
                 .set(
                     "data-tip",
-                    format!("rank {rank} sends {}", Unit::Bytes.words(*bytes as f64)),
+                    format!("rank {rank} sends {}", Unit::Bytes.format(*bytes as f64)),
                 )
         });
     Markup::new("g")
         .class("totals")
         .with_all(bars)
-        .with(frame.bottom_axis(&scale, 4, "sent by each rank in all"))
+        .with(frame.bottom_axis(&scale, 4, "sent by each rank"))
 }

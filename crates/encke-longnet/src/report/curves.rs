@@ -54,8 +54,8 @@ pub fn draw(
     let most = |values: &mut dyn Iterator<Item = f64>| values.fold(low, f64::max);
     let last = most(&mut all().map(|point| point.0));
     let high = most(&mut all().map(|point| point.1));
-    let x = AxisScale::even(Unit::Count, (0.0, last), (frame.left, frame.right()));
-    let y = AxisScale::even(Unit::Number, (low, high), (frame.bottom(), frame.top));
+    let x = AxisScale::linear(Unit::Count, (0.0, last), (frame.left, frame.right()));
+    let y = AxisScale::linear(Unit::Number, (low, high), (frame.bottom(), frame.top));
     let mut chart = canvas(screen.width(), height, words)
         .with(frame.left_axis(&y, 6, titles.1))
         .with(frame.bottom_axis(&x, 8, titles.0));
