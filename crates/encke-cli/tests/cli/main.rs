@@ -9,12 +9,11 @@ mod bench;
 mod billion;
 mod chromium;
 mod command;
+mod console;
 mod demo;
 mod device;
 mod files;
 mod golden;
-#[cfg(feature = "mpi")]
-mod mpi;
 mod pages;
 mod plan;
 mod profile;

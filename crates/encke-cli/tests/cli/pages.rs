@@ -6,9 +6,8 @@
 
 use std::path::{Path, PathBuf};
 
-use encke_testing::console::{agrees, steps};
-
 use crate::command::{CommandFolder, text};
+use crate::console::{agrees, steps};
 
 fn pages() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");

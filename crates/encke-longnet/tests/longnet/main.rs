@@ -1,9 +1,9 @@
 //! The command, from the outside: training on rings, resuming, sampling, pages, refusals.
 
 mod command;
+#[path = "../../../encke-cli/tests/cli/console.rs"]
+mod console;
 mod documentation;
-#[cfg(feature = "mpi")]
-mod mpi;
 mod page;
 mod report;
 mod rings;

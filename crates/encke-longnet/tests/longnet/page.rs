@@ -2,9 +2,8 @@
 
 use std::process::Output;
 
-use encke_testing::console::{agrees, steps};
-
 use crate::command::{Folder, text};
+use crate::console::{agrees, steps};
 
 /// How many commands were run.
 #[derive(Debug, Default)]

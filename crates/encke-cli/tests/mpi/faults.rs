@@ -6,9 +6,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::launch::{RunningJob, own_lines, signal, ulfm};
 use crate::command::CommandFolder;
 use crate::files;
+use crate::launch::{RunningJob, own_lines, signal, ulfm};
 
 const RANKS: usize = 4;
 /// Deadline of every exchange, in seconds.

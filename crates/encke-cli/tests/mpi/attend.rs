@@ -2,9 +2,9 @@
 
 use safetensors::Dtype;
 
-use super::launch::{run, succeeds};
 use crate::command::CommandFolder;
 use crate::files::{self, call};
+use crate::launch::{run, succeeds};
 
 /// Options, types and sizes of the calls.
 const CALLS: [(&str, Dtype, [usize; 4], usize); 6] = [

@@ -3,7 +3,7 @@
 use std::process::Output;
 
 use crate::command::{Folder, text};
-use encke_testing::mpirun::job;
+use crate::mpirun::job;
 
 /// Runs `mpirun -n ranks longnet arguments` in a folder, to its end.
 pub fn run(folder: &Folder, ranks: usize, arguments: &str) -> Output {

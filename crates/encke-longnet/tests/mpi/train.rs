@@ -1,7 +1,7 @@
 //! Processes have the bits of threads, and a run goes on with any number of them.
 
-use super::launch::succeeds;
 use crate::command::{Folder, SMALL};
+use crate::launch::succeeds;
 
 /// The largest relative difference of two curves.
 fn apart(some: &[f64], others: &[f64]) -> f64 {

@@ -7,9 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use encke_testing::mpirun::{job, lines_of, version};
-
 use crate::command::CommandFolder;
+use crate::mpirun::{job, lines_of, version};
 
 /// Whether MPI reports deaths to the survivors; if not, prints that the test is skipped.
 pub fn ulfm(test: &str) -> bool {

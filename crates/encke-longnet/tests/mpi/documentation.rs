@@ -1,6 +1,6 @@
 //! Every command of docs/model.md is run, those with mpirun too.
 
-use super::launch::run;
+use crate::launch::run;
 use crate::page::follow;
 
 #[test]

@@ -1,8 +1,8 @@
 //! Errors of the caller are reported once, in one line, for all processes, and leave no file.
 
-use super::launch::{own_lines, run};
 use crate::command::{CommandFolder, text};
 use crate::files;
+use crate::launch::{own_lines, run};
 
 /// Runs three processes and expects one line that has all of `words`.
 fn refused(folder: &CommandFolder, arguments: &str, words: &[&str]) {

@@ -1,10 +1,9 @@
 //! The conformance suite of the transport and random calls, bit for bit against threads and the
 //! simulator, at every size; and the commands that measure.
 
-use encke_testing::mpirun::mpirun;
-
-use super::launch::{run, succeeds};
 use crate::command::{CommandFolder, text};
+use crate::launch::{run, succeeds};
+use crate::mpirun::mpirun;
 
 #[test]
 fn messages_and_bits_are_right_for_1_to_8_processes() {
@@ -171,6 +170,6 @@ fn other_commands_run_alone() {
     let output = run(&folder, 2, "plan --tokens 1k --heads 1 --dim 8 --ranks 2");
     let said = text(&output.stderr);
     assert_ne!(output.status.code(), Some(0));
-    assert_eq!(super::launch::own_lines(&said).len(), 1, "{said}");
+    assert_eq!(crate::launch::own_lines(&said).len(), 1, "{said}");
     assert!(said.contains("runs alone"), "{said}");
 }

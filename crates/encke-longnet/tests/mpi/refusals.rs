@@ -1,8 +1,8 @@
 //! What cannot be done is refused once, in one line, by all processes together, and leaves nothing.
 
-use super::launch::run;
 use crate::command::{Folder, SMALL, WITHOUT_END, text, without_its_folder};
-use encke_testing::mpirun::{job, lines_of};
+use crate::launch::run;
+use crate::mpirun::{job, lines_of};
 
 fn names(folder: &Folder) -> Vec<String> {
     let entries = std::fs::read_dir(folder.path()).unwrap();
