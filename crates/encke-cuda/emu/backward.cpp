@@ -1,5 +1,5 @@
 // The backward kernels on the CPU model, against the definition of their operation in f64.
-// Built once per variant (macros HD, BQ, STAGES, STAGINGS and the storage type); runs every case that fits it.
+// Built once per variant (macros HD, BQ, STAGES, DQ_STAGES and the storage type); runs every case that fits it.
 #include "backward.h"
 #include "../src/kernels/common.cuh"
 #include "../src/kernels/hopper.cuh"
@@ -22,13 +22,13 @@ struct Case {
   bool causal; i64 query, query_step, key, key_step;
   double scale, gain;
 };
-struct View { Operand o; vector<i64> heads; u64 size; };
+struct View { OperandParams o; vector<i64> heads; u64 size; };
 
 // Rows of `heads` heads side by side, every `dilation`-th row used, each head with a phase of its own.
 static View view(const Case& c, int rows, int width, int per_head, int dilation, int dim, i64 offset) {
   View v; const i64 wide = (i64)width * dim;
   for (int h = 0; h < c.heads; h++) v.heads.push_back((i64)(h / per_head) * dim + (h / per_head % dilation) * wide);
-  v.o = Operand{offset, (i64)c.segments * rows * dilation * wide, rows * dilation * wide, dilation * wide, 0, nullptr};
+  v.o = OperandParams{offset, (i64)c.segments * rows * dilation * wide, rows * dilation * wide, dilation * wide, 0, nullptr};
   i64 unit = 0; for (i64 x : v.heads) unit = std::gcd(unit, x);
   v.o.unit = unit ? unit : dim;
   v.size = offset + (u64)c.batch * v.o.batch;
@@ -41,11 +41,11 @@ template <class F> static TensorMap map_of(const View& v, F* base, const Case& c
 }
 
 struct Inputs { vector<u16> q, k, v, dout; vector<float> lse, delta, dq, dk, dv; };
-struct Setting { View q, k, cells, dq; Job job; };
+struct Setting { View q, k, cells, dq; JobParams job; };
 
-static float random_number() { return (emu::draw() & 0xffff) / 32768.0f - 1.0f; }
-static vector<u16> random_numbers(u64 n) { vector<u16> x(n); for (auto& y : x) y = emu::narrow(random_number()); return x; }
-static vector<float> random_floats(u64 n) { vector<float> x(n); for (auto& y : x) y = random_number(); return x; }
+static float random_element() { return (emu::draw() & 0xffff) / 32768.0f - 1.0f; }
+static vector<u16> random_elements(u64 n) { vector<u16> x(n); for (auto& y : x) y = emu::narrow(random_element()); return x; }
+static vector<float> random_floats(u64 n) { vector<float> x(n); for (auto& y : x) y = random_element(); return x; }
 
 static Setting setting(const Case& c) {
   Setting s; const int kv = c.heads / c.shared;
@@ -54,19 +54,19 @@ static Setting setting(const Case& c) {
   s.cells = view(c, c.queries, c.heads, 1, 1, 1, 0);
   s.dq = view(c, c.queries, c.heads, 1, c.dilation, c.dim, 32);
   for (View* v : {&s.q, &s.k, &s.cells, &s.dq}) v->o.heads = v->heads.data();
-  s.job = Job{s.q.o, s.k.o, s.cells.o, s.dq.o, c.query, c.query_step, c.key, c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, c.causal, 0, c.scale, c.gain};
+  s.job = JobParams{s.q.o, s.k.o, s.cells.o, s.dq.o, c.query, c.query_step, c.key, c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, c.causal, 0, c.scale, c.gain};
   return s;
 }
 template <class F> static void pairs(const Setting& s, F f) {
-  const Job& j = s.job;
+  const JobParams& j = s.job;
   for (int b = 0; b < j.batch; b++) for (int g = 0; g < j.segments; g++) for (int h = 0; h < j.heads; h++) for (int i = 0; i < j.queries; i++)
     for (int t = 0, n = visible(j, i); t < n; t++) f(b, g, h, i, t);
 }
 static double dot(const u16* a, const u16* b, int n) { double x = 0; for (int i = 0; i < n; i++) x += (double)emu::widen(a[i]) * emu::widen(b[i]); return x; }
 
 static Inputs inputs(const Case& c, const Setting& s) {
-  Inputs x; const Job& j = s.job;
-  x.q = random_numbers(s.q.size); x.k = random_numbers(s.k.size); x.v = random_numbers(s.k.size); x.dout = random_numbers(s.cells.size * c.dim);
+  Inputs x; const JobParams& j = s.job;
+  x.q = random_elements(s.q.size); x.k = random_elements(s.k.size); x.v = random_elements(s.k.size); x.dout = random_elements(s.cells.size * c.dim);
   for (auto& y : x.q) y = emu::narrow(3 * emu::widen(y));
   x.dq = random_floats(s.dq.size); x.dk = random_floats(s.k.size); x.dv = random_floats(s.k.size);
   x.lse.assign(s.cells.size, -INFINITY); x.delta = random_floats(s.cells.size);
@@ -79,7 +79,7 @@ static Inputs inputs(const Case& c, const Setting& s) {
 }
 struct Exact { vector<double> dq, dk, dv; };
 static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
-  Exact e{{x.dq.begin(), x.dq.end()}, {x.dk.begin(), x.dk.end()}, {x.dv.begin(), x.dv.end()}}; const Job& j = s.job;
+  Exact e{{x.dq.begin(), x.dq.end()}, {x.dk.begin(), x.dk.end()}, {x.dv.begin(), x.dv.end()}}; const JobParams& j = s.job;
   pairs(s, [&](int b, int g, int h, int i, int t) {
     const i64 cell = at(j.cells, b, g, i, h), q = at(j.q, b, g, i, h), k = at(j.k, b, g, t, h), dq = at(j.dq, b, g, i, h);
     if (x.lse[cell] == -INFINITY) return;
@@ -93,12 +93,12 @@ static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
 }
 
 struct Result { vector<float> dq, dk, dv; };
-static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_order, int resident, bool blank = false) {
-  Result r{x.dq, x.dk, x.dv}; const Job& j = s.job;
+static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_order, int resident, bool overwrite = false) {
+  Result r{x.dq, x.dk, x.dv}; const JobParams& j = s.job;
   const int padded = (c.queries + BQ - 1) / BQ * BQ, blocks = padded / BQ, tiles = (c.keys + BK - 1) / BK;
   const u64 rows = (u64)c.batch * c.segments * c.heads * padded;
   float* dense = (float*)aligned_alloc(16, 2 * rows * 4); for (u64 i = 0; i < 2 * rows; i++) dense[i] = NAN;
-  vector<u32> control(TURNS + (u64)c.batch * c.segments * c.heads * blocks, 0); vector<int> first_blocks(tiles + 1, -7);
+  vector<u32> control(SEMAPHORES + (u64)c.batch * c.segments * c.heads * blocks, 0); vector<int> first_blocks(tiles + 1, -7);
   vector<int2> key_heads; vector<int4> query_heads;
   for (int h = 0; h < c.heads; h++) {
     if (h % c.shared == 0) key_heads.push_back({(int)query_heads.size(), (int)(s.k.heads[h] / s.k.o.unit)});
@@ -109,7 +109,7 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
   BackwardRows pre{j, x.q.data(), x.dout.data(), x.lse.data(), x.delta.data(), dense, dense + rows, control.data(), padded, fold * down, first_blocks.data(), tiles, BK};
   emu::launch((int)((rows + 255) / 256), 1, 256, [&] { backward_rows(pre); });
   HopperBackward w{j, r.dk.data(), r.dv.data(), dense, dense + rows, key_heads.data(), query_heads.data(), control.data(), count, tiles, padded, fixed_order,
-                   (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold), (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch, first_blocks.data(), blank, !c.causal && tiles <= 2 ? blocks / tiles : 0};
+                   (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold), (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch, first_blocks.data(), overwrite, !c.causal && tiles <= 2 ? blocks / tiles : 0};
   if (fold == 0.f) w.dq_gain = w.dk_gain = 0.f;
   TensorMap tq = map_of(s.q, x.q.data(), c, c.queries, c.dim, BQ, false, 1), to = map_of(s.cells, x.dout.data(), c, c.queries, c.dim, BQ, false, c.dim);
   TensorMap tk = map_of(s.k, x.k.data(), c, c.keys, c.dim, BK, false, 1), tv = map_of(s.k, x.v.data(), c, c.keys, c.dim, BK, false, 1);
@@ -137,7 +137,7 @@ template <class F> static bool equal(const vector<float>& a, const vector<float>
 }
 
 static void check(const Case& c) {
-  const Setting s = setting(c); Inputs x = inputs(c, s); const Exact e = exact(c, s, x); const Job& j = s.job;
+  const Setting s = setting(c); Inputs x = inputs(c, s); const Exact e = exact(c, s, x); const JobParams& j = s.job;
   const Result r = run(c, s, x, true, 3);
   bool same = true; const double q = error(r.dq, e.dq, x.dq, same), k = error(r.dk, e.dk, x.dk, same), v = error(r.dv, e.dv, x.dv, same), bound = (P_SHIFT > 0) ? 2e-3 : 6e-3;
   judge(q < bound && k < bound && v < bound && same, c, same ? "gradients" : "touched what is not its own", q, k, v);

@@ -11,7 +11,7 @@ struct int4 { int x, y, z, w; };
 namespace emu {
 struct Addend { const Map* map; u32 from; i64 at[5]; };
 inline std::unordered_map<const Fiber*, std::vector<Addend>> addends;
-inline long turns_passed = 0;
+inline long releases = 0;
 }
 
 // The map of f32 rows that are added to: a box of 32 columns and `box_rows` rows.
@@ -43,5 +43,5 @@ static inline void add_now() {
 #define bulk_wait_read emu::add_now
 #define bulk_wait_all emu::add_now
 
-static inline void await_turn(const u32* turn, u32 mine) { while (*turn != mine) emu::wait({&emu::turns_passed, emu::turns_passed, false, "its turn"}); }
-static inline void pass_turn(u32* turn, u32 next) { *turn = next; emu::turns_passed++; }
+static inline void semaphore_wait(const u32* semaphore, u32 value) { while (*semaphore != value) emu::wait({&emu::releases, emu::releases, false, "its semaphore"}); }
+static inline void semaphore_release(u32* semaphore, u32 value) { *semaphore = value; emu::releases++; }

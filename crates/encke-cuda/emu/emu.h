@@ -4,7 +4,7 @@
 //
 // The decision that shaped it: whatever the hardware may do late is done late or at a random moment. A thread is
 // a fiber that runs until it must wait; a TMA load lands at some time after it was issued; a wgmma is formed only
-// at the wait that needs it. So a buffer released too early, an accumulator read too early or a forgotten wait
+// at the wait that needs it. So a buffer released too early, an accumulator read too early or a opaque wait
 // shows as wrong numbers, and a protocol that can block ends in a report of who waits for what.
 //
 // EMU_SEED in the environment picks another order of fibers and landings.
@@ -59,7 +59,7 @@ struct Fiber { ucontext_t context; std::unique_ptr<char[]> stack; Cta* cta; Dim3
 struct NamedBarrier { int arrived = 0; long generation = 0;
   bool hit(int expected) { if (++arrived < expected) return false; arrived = 0; generation++; return true; } };
 struct Mbarrier { long arrivals = 0, pending = 0, bytes = 0, phase = 0;
-  void settle() { if (pending == 0 && bytes == 0) { phase++; pending = arrivals; } } };
+  void complete() { if (pending == 0 && bytes == 0) { phase++; pending = arrivals; } } };
 struct Product { float* d; u32 a[4]; u64 a_matrix, b_matrix; int keep, n; bool registers, a_across, b_across, negate; };
 struct Addition { float* to; u32 from, bytes; bool add; };   // or a plain copy
 
@@ -68,7 +68,7 @@ struct Cta {
   u8* memory; Dim3 block;
   NamedBarrier named[16], warp[32], group[8];
   std::unordered_map<u32, Mbarrier> barriers;
-  std::vector<std::function<void()>> landings;          // TMA under way
+  std::vector<std::function<void()>> pending_loads;          // TMA under way
   std::vector<Product> products[1024]; std::vector<int> groups[1024];
   std::vector<Addition> additions[1024];
   u64 exchange[1024]; int registers[8] = {};             // of a thread, by warpgroup; 0 where it never asked
@@ -104,11 +104,11 @@ __attribute__((noinline)) static void wait(Wait w) {
 static inline void start() { (*body)(); running->done = true; swapcontext(&running->context, &scheduler); }
 
 // Some loads land, or all of them.
-static inline bool land(Cta* c, bool all) {
+static inline bool complete_loads(Cta* c, bool all) {
   bool any = false; Cta* before = cta; cta = c;
-  for (size_t i = 0; i < c->landings.size();) {
+  for (size_t i = 0; i < c->pending_loads.size();) {
     if (!all && draw() % 4) { i++; continue; }
-    auto landing = std::move(c->landings[i]); c->landings.erase(c->landings.begin() + i); landing(); any = true;
+    auto load = std::move(c->pending_loads[i]); c->pending_loads.erase(c->pending_loads.begin() + i); load(); any = true;
   }
   cta = before; return any;
 }
@@ -126,8 +126,8 @@ static inline void run(std::vector<std::unique_ptr<Cta>>& ctas, int threads) {
       Fiber* f = fibers[k].get(); if (!ready(*f)) continue;
       enter(f); swapcontext(&scheduler, &f->context); moved = true; left -= f->done;
     }
-    for (auto& c : ctas) moved |= land(c.get(), false);
-    if (!moved) for (auto& c : ctas) moved |= land(c.get(), true);
+    for (auto& c : ctas) moved |= complete_loads(c.get(), false);
+    if (!moved) for (auto& c : ctas) moved |= complete_loads(c.get(), true);
     if (!moved) {
       fprintf(stderr, "EMULATOR: nothing can go on\n");
       for (auto& f : fibers) if (!f->done && f->thread.x % 32 == 0) fprintf(stderr, "  block %d thread %d waits for %s\n", f->cta->block.x, f->thread.x, f->wait.what);
@@ -146,7 +146,7 @@ static inline void launch(int blocks_x, int blocks_y, int threads, const std::fu
     for (int i = first; i < std::min(all, first + resident); i++) { ctas.push_back(std::make_unique<Cta>()); ctas.back()->block = {i % blocks_x, i / blocks_x, 0}; }
     run(ctas, threads);
     for (auto& c : ctas) {
-      if (!c->landings.empty()) fail("a load was never waited for");
+      if (!c->pending_loads.empty()) fail("a load was never waited for");
       for (auto& g : c->groups) if (!g.empty()) fail("a wgmma was never waited for");
       int start = 65536 / threads / 8 * 8, asked = 0;
       for (int g = 0; g < threads / 128; g++) asked += 128 * (c->registers[g] ? c->registers[g] : start);
@@ -167,11 +167,11 @@ static inline float widen(u16 x) { return bits_as<float>((u32)x << 16); }
 // ---- tensor maps ----
 struct Map { const u8* base; u64 extents[5], stride_bytes[5]; u32 box[5]; };   // stride_bytes[0] is 2
 static inline u32 swizzle(u32 address) { return address ^ (((address >> 7) & 7) << 4); }
-static inline u64 number_at(u32 address) { u16 v; memcpy(&v, at(swizzle(address), 2), 2); return v; }
+static inline u64 element_at(u32 address) { u16 v; memcpy(&v, at(swizzle(address), 2), 2); return v; }
 static inline Mbarrier& barrier(u32 address) {
   auto found = cta->barriers.find(address); if (found == cta->barriers.end()) fail("a barrier that was never initialised", address); return found->second;
 }
-static inline void arrive(Mbarrier& b) { if (--b.pending < 0) fail("too many arrivals"); b.settle(); }
+static inline void arrive(Mbarrier& b) { if (--b.pending < 0) fail("too many arrivals"); b.complete(); }
 }  // namespace emu
 
 struct TensorMap { u64 opaque[16]; };
@@ -197,7 +197,7 @@ static inline void barrier_wait(u32 b, u32 parity) { auto& x = emu::barrier(b); 
 static inline void tma_prefetch(const TensorMap*) {}
 static inline void tma_load(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
   if (to % 1024) emu::fail("a tile that is not aligned", to);
-  emu::cta->landings.push_back([=] {
+  emu::cta->pending_loads.push_back([=] {
     const emu::Map& m = *(const emu::Map*)map->opaque[0]; i64 at[5] = {c0, c1, c2, c3, c4}; u32 offset = 0;
     for (u32 row = 0; row < m.box[1]; row++) for (u32 column = 0; column < m.box[0]; column++, offset += 2) {
       i64 place[5] = {at[0] + column, at[1] + row, at[2], at[3], at[4]}; bool inside = true; u64 from = 0;
@@ -205,12 +205,12 @@ static inline void tma_load(u32 to, const TensorMap* map, u32 barrier, int c0, i
       u16 v = 0; if (inside) memcpy(&v, m.base + from, 2);
       memcpy(emu::at(emu::swizzle(to + offset), 2), &v, 2);
     }
-    auto& b = emu::barrier(barrier); b.bytes -= offset; b.settle();
+    auto& b = emu::barrier(barrier); b.bytes -= offset; b.complete();
   });
 }
 static inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (to % 16 || (u64)from % 16 || bytes % 16) emu::fail("a bulk copy that is not aligned", to);
-  emu::cta->landings.push_back([=] { memcpy(emu::at(to, bytes), from, bytes); auto& b = emu::barrier(barrier); b.bytes -= bytes; b.settle(); });
+  emu::cta->pending_loads.push_back([=] { memcpy(emu::at(to, bytes), from, bytes); auto& b = emu::barrier(barrier); b.bytes -= bytes; b.complete(); });
 }
 // The bulk addition runs at the wait, when its staging memory may be reused.
 namespace emu {
@@ -288,7 +288,7 @@ static inline uint4 load_matrices(u32 from) {
 static inline void global_add(float* to, float x, float y) { to[0] += x; to[1] += y; }
 
 // ---- arithmetic ----
-template <class N> static inline N forgotten(N x) { return x; }
+template <class N> static inline N opaque(N x) { return x; }
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float log2_fast(float x) { return log2f(x); }
 static inline u32 pack(float low, float high) { return emu::narrow(low) | ((u32)emu::narrow(high) << 16); }
@@ -302,7 +302,7 @@ template <int N> static inline void pin(float (&)[N]) {}
 static inline void wgmma_fence() {}
 namespace emu {
 // One product of a warpgroup whose first thread is `first`, the `index`-th of those that are pending.
-static inline void form(int first, size_t index) {
+static inline void multiply(int first, size_t index) {
   const Product& x = cta->products[first][index]; float a[64][16]; static float b[16][256];
   auto start = [](u64 m) { return (u32)(m & 0x3FFF) << 4; };
   auto slab = [](u64 m) { return (u32)((m >> 16) & 0x3FFF) << 4; };
@@ -313,11 +313,11 @@ static inline void form(int first, size_t index) {
   } else {
     u32 s = start(x.a_matrix), g = group(x.a_matrix);
     for (int m = 0; m < 64; m++) for (int k = 0; k < 16; k++)
-      a[m][k] = widen(number_at(x.a_across ? s + (k / 8) * g + (k % 8) * 128 + m * 2 : s + (m / 8) * g + (m % 8) * 128 + k * 2));
+      a[m][k] = widen(element_at(x.a_across ? s + (k / 8) * g + (k % 8) * 128 + m * 2 : s + (m / 8) * g + (m % 8) * 128 + k * 2));
   }
   u32 s = start(x.b_matrix), l = slab(x.b_matrix), g = group(x.b_matrix);
   for (int n = 0; n < x.n; n++) for (int k = 0; k < 16; k++)
-    b[k][n] = widen(number_at(x.b_across ? s + (n / 64) * l + (k / 8) * g + (k % 8) * 128 + (n % 64) * 2 : s + (n / 8) * g + (n % 8) * 128 + k * 2));
+    b[k][n] = widen(element_at(x.b_across ? s + (n / 64) * l + (k / 8) * g + (k % 8) * 128 + (n % 64) * 2 : s + (n / 8) * g + (n % 8) * 128 + k * 2));
   for (int m = 0; m < 64; m++) {
     float sum[256]; for (int n = 0; n < x.n; n++) sum[n] = 0;
     for (int k = 0; k < 16; k++) { float w = x.negate ? -a[m][k] : a[m][k]; for (int n = 0; n < x.n; n++) sum[n] += w * b[k][n]; }
@@ -332,12 +332,12 @@ __attribute__((noinline)) static void issue(float* d, const u32* a, u64 a_matrix
   if (a) memcpy(p.a, a, 16);
   cta->products[threadIdx.x].push_back(p);
 }
-__attribute__((noinline)) static void settle(int pending) {
+__attribute__((noinline)) static void complete(int pending) {
   int t = threadIdx.x, first = t & ~127; group_sync();
   auto& groups = cta->groups[t]; int finished = std::max(0, (int)cta->groups[first].size() - pending), count = 0;
   for (int g = 0; g < finished; g++) count += cta->groups[first][g];
   group_sync();
-  if (t == first) for (int i = 0; i < count; i++) form(first, i);
+  if (t == first) for (int i = 0; i < count; i++) multiply(first, i);
   group_sync();
   auto& products = cta->products[t];
   products.erase(products.begin(), products.begin() + count); groups.erase(groups.begin(), groups.begin() + finished);
@@ -348,7 +348,7 @@ static inline void wgmma_commit() {
   auto& groups = emu::cta->groups[threadIdx.x]; int before = 0; for (int g : groups) before += g;
   groups.push_back((int)emu::cta->products[threadIdx.x].size() - before);
 }
-template <int PENDING> static inline void wgmma_wait() { emu::settle(PENDING); asm volatile("" ::: "memory"); }
+template <int PENDING> static inline void wgmma_wait() { emu::complete(PENDING); asm volatile("" ::: "memory"); }
 
 // The wrappers that `src/wgmma.rs` generates, for every n.
 #define EMULATE_WGMMA_SS(N, SUFFIX, A, B, NEGATE) static inline void wgmma_ss##SUFFIX##_n##N(float (&d)[N / 2], u64 a, u64 b, int keep) { emu::issue(d, nullptr, a, b, keep, N, A, B, NEGATE); }

@@ -21,12 +21,12 @@ static inline void narrow(float x, float& to) { to = x; }
 static inline void narrow(float x, double& to) { to = x; }
 static inline double widen(double x) { return x; }
 static inline float widen(float x) { return x; }
-#include "../src/kernels/eight.cuh"
+#include "../src/kernels/vector8.cuh"
 #include "../src/kernels/generator.cu"
 #include "../src/kernels/checksum.cu"
 
-int main(int count, char** words) {
-  auto number = [&](int i) { return strtoull(words[i], nullptr, 10); };
+int main(int count, char** arguments) {
+  auto number = [&](int i) { return strtoull(arguments[i], nullptr, 10); };
   if (count < 8 || count % 2) return 2;
   i64 first = number(3), stride = number(4), tokens = number(5);
   u64 batch = number(2);
@@ -40,7 +40,7 @@ int main(int count, char** words) {
   for (int i = 0; i < 16; i++) if (((u8*)(rows.get() + numbers))[i] != 0x5a) return 3;
   std::vector<Sums> sums(3 * names.size());
   emu::launch(3, (int)names.size(), 64, [&] { checksum(rows.get(), names.data(), batch, first, stride, tokens, sums.data()); });
-  FILE* file = fopen(words[1], "wb");
+  FILE* file = fopen(arguments[1], "wb");
   if (!file || fwrite(rows.get(), sizeof(T), numbers, file) != (size_t)numbers || fclose(file)) return 4;
   i64 total = 0, squares = 0;
   for (auto& s : sums) { total += s.signed_sum; squares += s.squares; }

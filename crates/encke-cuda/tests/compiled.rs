@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use encke_cuda::{Nvrtc, Program, complaints, programs};
+use encke_cuda::{Nvrtc, Program, compile_warnings, programs};
 
 #[test]
 fn every_program_compiles_without_spills() {
@@ -21,7 +21,7 @@ fn every_program_compiles_without_spills() {
         let arch = program.architecture(*capability);
         let (text, options) = (program.text(), program.options());
         match nvrtc.compile(program.name, &text, &arch, &options) {
-            Ok(built) => complaints(&built.log)
+            Ok(built) => compile_warnings(&built.log)
                 .into_iter()
                 .map(|line| format!("{} {arch} {options:?}: {line}", program.name))
                 .collect(),

@@ -7,7 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Storage type, head dimension, queries of a block, stages, stagings: one of each kind.
+/// Storage type, head dimension, queries of a block, stages, dq_stages: one of each kind.
 const VARIANTS: [(&str, usize, usize, usize, usize); 3] = [
     ("T_F16", 64, 128, 2, 1),
     ("T_BF16", 128, 64, 2, 1),
@@ -15,7 +15,7 @@ const VARIANTS: [(&str, usize, usize, usize, usize); 3] = [
 ];
 
 fn built(into: &Path, variant: &(&str, usize, usize, usize, usize)) -> Option<PathBuf> {
-    let (stored, dim, queries, stages, stagings) = variant;
+    let (stored, dim, queries, stages, dq_stages) = variant;
     let program = into.join(format!("backward_{dim}"));
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("emu/backward.cpp");
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
@@ -25,7 +25,7 @@ fn built(into: &Path, variant: &(&str, usize, usize, usize, usize)) -> Option<Pa
         .arg(format!("-DHD={dim}"))
         .arg(format!("-DBQ={queries}"))
         .arg(format!("-DSTAGES={stages}"))
-        .arg(format!("-DSTAGINGS={stagings}"))
+        .arg(format!("-DDQ_STAGES={dq_stages}"))
         .arg("-o")
         .args([&program, &source])
         .output();

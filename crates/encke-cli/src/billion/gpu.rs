@@ -12,7 +12,8 @@ use encke::explain::bytes;
 use encke::plan::Plan;
 use encke::plan::program::Role;
 use encke::{CudaError, CudaKernel, DType, KernelError, RankError, RankMemory};
-use encke_cuda::{Buffer, Device, Instant, RowSums};
+use encke_cuda::generated_rows::{self, RowSums};
+use encke_cuda::{Buffer, Device, Instant};
 use encke_ring::memory::planned;
 use encke_ring::out_of_core::{
     BufferSlot, Checksum, Gathered, Generator, RowIo, RowRange, Samples, Stream, StreamError,
@@ -241,7 +242,13 @@ impl RowIo<CudaKernel> for DeviceRowIo<'_> {
         let timed = stretch.tokens.count * keys.len() * width >= TIMED;
         let begin = timed.then(|| self.instant()).transpose()?;
         let place = (to.buffer, to.at);
-        self.done(self.kernel.generate(stretch.tokens, &keys, width, place))?;
+        self.done(generated_rows::generate(
+            self.kernel,
+            stretch.tokens,
+            &keys,
+            width,
+            place,
+        ))?;
         if let Some(begin) = begin {
             let end = self.instant()?;
             self.underway.loads.push((begin, end));
@@ -267,7 +274,7 @@ impl RowIo<CudaKernel> for DeviceRowIo<'_> {
                 ..
             } = *stretch;
             let place = (from.buffer, from.at);
-            let sums = self.kernel.sum_rows(batch, tokens, heads, width, place);
+            let sums = generated_rows::checksum(self.kernel, batch, tokens, heads, width, place);
             let sums = self.done(sums)?;
             self.underway.sums.push(sums);
         }

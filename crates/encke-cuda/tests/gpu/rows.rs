@@ -5,7 +5,7 @@ use encke_core::memory::Memory;
 use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, host};
-use encke_cuda::CudaKernel;
+use encke_cuda::{CudaKernel, generated_rows};
 use encke_ring::out_of_core::{Checksum, Generator, RowRange, Sink, Source};
 
 use crate::tally::Tally;
@@ -70,9 +70,9 @@ fn check(
     let key = |&head: &usize| generator.head_key(role, batch, head);
     let keys: Vec<u64> = heads.iter().map(key).collect();
     let place = (&mut buffer, at);
-    let generated = kernel.generate(tokens, &keys, dim, place);
+    let generated = generated_rows::generate(kernel, tokens, &keys, dim, place);
     generated.map_err(|e| told(&e))?;
-    let sums = kernel.sum_rows(batch, tokens, heads, dim, (&buffer, at));
+    let sums = generated_rows::checksum(kernel, batch, tokens, heads, dim, (&buffer, at));
     let (signed, squares, summed) = sums.and_then(|sums| sums.read()).map_err(|e| told(&e))?;
     let numbers = kernel.into_host(buffer).map_err(|e| told(&e))?;
     if numbers.bytes() != expected.bytes() {

@@ -1,58 +1,59 @@
-//! The variants of Hopper's backward kernels: how each cuts its work, and what it is compiled from.
+//! The variants of Hopper's backward kernels: their tilings and the texts they are compiled from.
 //!
-//! Nothing is launched here. One table, so that tests compile every variant without a GPU and the
-//! launch chooses from the same.
+//! Nothing is launched here. One table serves both the launch, which chooses from it, and the tests,
+//! which compile every variant without a GPU.
 
 use encke_core::DType;
 
 use crate::program::Program;
 use crate::wgmma::Wgmma;
 
-/// What a tile is described in, as in hopper_backward.cuh.
+/// Bytes of a tile's descriptor in shared memory, as in hopper_backward.cuh.
 const TILE_BYTES: usize = 48;
+
 /// A variant of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Variant {
-    /// The largest head dimension it is for.
+pub(crate) struct BackwardVariant {
+    /// The largest head dimension.
     pub dim: usize,
-    /// Keys of a tile, as hopper_backward.cuh has them for such head dimensions.
+    /// Keys of a tile, as in hopper_backward.cuh for these head dimensions.
     pub keys: usize,
     /// Queries of a block.
     pub queries: usize,
-    /// Blocks of queries in flight.
+    /// Pipeline stages for blocks of queries.
     pub stages: usize,
-    /// Finished blocks of dQ in shared memory.
-    pub stagings: usize,
+    /// Staging buffers for finished blocks of dQ.
+    pub dq_stages: usize,
 }
 
-/// Every variant, by head dimension.
-pub(crate) const VARIANTS: &[Variant] = &[
-    Variant {
+/// All variants, by head dimension.
+pub(crate) const VARIANTS: &[BackwardVariant] = &[
+    BackwardVariant {
         dim: 64,
         keys: 128,
         queries: 128,
         stages: 2,
-        stagings: 1,
+        dq_stages: 1,
     },
-    Variant {
+    BackwardVariant {
         dim: NARROW,
         keys: 128,
         queries: 64,
         stages: 2,
-        stagings: 1,
+        dq_stages: 1,
     },
-    Variant {
+    BackwardVariant {
         dim: 256,
         keys: 64,
         queries: 64,
         stages: 1,
-        stagings: 1,
+        dq_stages: 1,
     },
 ];
-/// Up to this head dimension each warpgroup has keys of its own; above it they share them.
+/// Up to this head dimension each warpgroup has its own keys; above it both share them.
 const NARROW: usize = 128;
 
-/// What both kernels, for narrow and for wide heads, are compiled from; then each one's own.
+/// The texts common to the kernels for narrow and for wide heads.
 const TEXTS: [fn() -> String; 7] = [
     || include_str!("../kernels/arithmetic.cuh").into(),
     || include_str!("../kernels/hopper.cuh").into(),
@@ -72,7 +73,7 @@ const fn with(own: fn() -> String) -> [fn() -> String; 8] {
     [a, b, c, d, e, f, g, own]
 }
 
-/// Wrappers for all variants and head dimensions; the compiler drops those a variant does not call.
+/// Wrappers for all variants and head dimensions; the compiler drops the unused ones.
 fn wrappers() -> String {
     let scores = [32, 64, 128].map(Wgmma::shared);
     let sums = (1..=NARROW / 16).map(|steps| Wgmma {
@@ -92,7 +93,7 @@ fn wrappers() -> String {
     shapes.map(|shape| shape.text()).collect()
 }
 
-impl Variant {
+impl BackwardVariant {
     /// The program for a head dimension.
     pub fn program(&self, dim: usize, dtype: DType) -> Program {
         let texts = if dim > NARROW {
@@ -106,26 +107,26 @@ impl Variant {
             .define("HD", dim.next_multiple_of(16))
             .define("BQ", self.queries)
             .define("STAGES", self.stages)
-            .define("STAGINGS", self.stagings)
+            .define("DQ_STAGES", self.dq_stages)
     }
 
-    /// Shared memory of a block for a head dimension, as hopper_backward.cu cuts it.
+    /// Shared memory of a block for a head dimension, as hopper_backward.cuh lays it out.
     pub fn shared_bytes(&self, dim: usize) -> usize {
         let wide = dim > NARROW;
         let slabs = if wide { 4 } else { dim.div_ceil(64) };
         let pairs = if wide { 2 } else { self.queries / 64 };
         let keys = 2 * slabs * self.keys * 128;
         let queries = 2 * self.stages * slabs * self.queries * 128;
-        let dq = self.stagings * 2 * slabs * self.queries * 128;
+        let dq = self.dq_stages * 2 * slabs * self.queries * 128;
         let rows = 2 * self.stages * self.queries * 4 + self.keys * 4;
-        let barriers = 8 * (7 + 3 * self.stages + 2 * self.stagings);
+        let barriers = 8 * (7 + 3 * self.stages + 2 * self.dq_stages);
         keys + queries + 2 * pairs * self.keys * 128 + dq + rows + 2 * TILE_BYTES + barriers + 16
     }
 }
 
-/// Every program that is compiled ahead of time in tests.
+/// The programs that tests compile ahead of time.
 pub(crate) fn programs() -> Vec<Program> {
-    let of = |variant: &Variant| {
+    let of = |variant: &BackwardVariant| {
         let mut all = Vec::new();
         for dtype in [DType::Bf16, DType::F16] {
             all.push(variant.program(variant.dim, dtype));
