@@ -1,9 +1,10 @@
-//! Measures the overhead of the ring on one GPU: one fused call, the same work by several ranks with
-//! pointer hops, the same with hops through pinned host memory, and those hops alone.
+//! Measures the overhead of the ring on one GPU: one fused call, the same work by several ranks
+//! with pointer hops, the same with hops through pinned host memory, and those hops alone.
 //!
 //! Forward, bf16, causal, zigzag. Hops are bounded by the host link, which all ranks share, so the
-//! bytes in each direction are printed with the time. Results are checked first: all three must agree.
-//! Then the variants run alternately, so that all see the same clocks, and medians are printed.
+//! bytes in each direction are printed with the time. Results are checked first: all three must
+//! agree. Then the variants run alternately, so that all see the same clocks, and medians are
+//! printed.
 //!
 //! `hops [ranks=8] [tokens=65536] [heads=16] [kv-heads=16] [dim=128] [times=7] [path=auto]`
 

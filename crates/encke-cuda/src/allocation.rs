@@ -260,7 +260,8 @@ impl DeviceAllocation {
     }
 }
 
-/// Whether host memory is pinned or managed: an asynchronous copy from it returns before it is read.
+/// Whether host memory is pinned or managed: an asynchronous copy from it returns before it is
+/// read.
 fn is_pinned_or_managed(bytes: &[u8]) -> bool {
     let mut kind = 0u32;
     let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;

@@ -94,8 +94,8 @@ impl Buffer {
         self.elements * self.dtype.bytes()
     }
 
-    /// Whether a write needs other memory: another buffer shares `shared`, it is read-only, or it was
-    /// received and is too small. Two references are this buffer's and the caller's.
+    /// Whether a write needs other memory: another buffer shares `shared`, it is read-only, or it
+    /// was received and is too small. Two references are this buffer's and the caller's.
     fn needs_own_memory(&self, shared: &Arc<DeviceAllocation>) -> bool {
         let others = Arc::strong_count(shared) > 2;
         others || !shared.is_writable() || shared.bytes() < self.bytes()

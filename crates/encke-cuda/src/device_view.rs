@@ -1,10 +1,10 @@
-//! A view of another library's tensor on a GPU, for the duration of a call: its address and strides,
-//! never a copy.
+//! A view of another library's tensor on a GPU, for the duration of a call: its address and
+//! strides, never a copy.
 //!
 //! The decision here: a view's constructor guarantees that its memory is valid for the whole call,
-//! and all methods rely on that. For a raw address the caller gives this guarantee ([`DeviceView::new`]
-//! is unsafe). For memory of cudarc the view borrows the slice, and on drop cudarc records when the
-//! call stopped using it.
+//! and all methods rely on that. For a raw address the caller gives this guarantee
+//! ([`DeviceView::new`] is unsafe). For memory of cudarc the view borrows the slice, and on drop
+//! cudarc records when the call stopped using it.
 
 use std::sync::Arc;
 
@@ -51,8 +51,8 @@ impl<'a> DeviceView<'a> {
         }
     }
 
-    /// A tensor for reading in memory of cudarc, from element `first` on. The call must be on behalf
-    /// of `stream`, and begin after this.
+    /// A tensor for reading in memory of cudarc, from element `first` on. The call must be on
+    /// behalf of `stream`, and begin after this.
     pub fn reading<T: Element>(
         slice: &'a CudaSlice<T>,
         first: usize,
@@ -104,7 +104,8 @@ impl<'a> DeviceView<'a> {
             Some(end) if end <= length => Ok(self),
             _ => Err(Error::Unsupported {
                 what: format!(
-                    "a tensor {:?} with strides {:?} from element {first} on in a slice of {length}",
+                    "a tensor {:?} with strides {:?} from element {first} on in a slice of \
+                     {length}",
                     self.dims, self.strides
                 ),
             }),

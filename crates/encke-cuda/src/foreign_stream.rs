@@ -81,8 +81,8 @@ impl ForeignStream {
         })
     }
 
-    /// `elements` elements of the caller's tensor from element `first` on, used in place. This crate
-    /// never frees them, and the buffer is unusable after the call has ended.
+    /// `elements` elements of the caller's tensor from element `first` on, used in place. This
+    /// crate never frees them, and the buffer is unusable after the call has ended.
     pub fn buffer(&self, view: &DeviceView<'_>, first: usize, elements: usize) -> Result<Buffer> {
         let pointer = view.address_of(self.device.context(), first, elements)?;
         let access = ForeignAccess {

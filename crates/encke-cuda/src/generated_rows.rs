@@ -2,10 +2,9 @@
 //! stored (`encke billion --device cuda`).
 //!
 //! These kernels are not attention. They replace transfers over the bus, 4 TB in each direction for
-//! a billion tokens. `encke_ring::out_of_core` defines both functions on the host; the kernels agree
-//! with it bit for bit.
+//! a billion tokens. `encke_ring::out_of_core` defines both functions on the host; the kernels
+//! agree with it bit for bit.
 
-use cudarc::driver::PushKernelArg;
 use encke_core::DType;
 use encke_core::sharding::Run;
 use encke_core::transport::WireBuffer;
@@ -14,7 +13,7 @@ use crate::allocation::DeviceAllocation;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::kernel::CudaKernel;
-use crate::launch::{LaunchContext, grid};
+use crate::launch::{KernelValue, LaunchContext, grid, pointer_arguments};
 use crate::program::Program;
 
 const THREADS: usize = 256;
@@ -90,16 +89,12 @@ pub fn generate(
     let mut shape = grid(blocks, THREADS as u32, 0);
     shape.grid_dim.1 = keys.len() as u32;
     let pointer = target.pointer() + (at * dtype.bytes()) as u64;
-    let keys = table.pointer();
-    let [first, stride, count] = run_params(tokens);
-    let (what, reads, writes) = ("generating rows", [&*table], [&*target]);
-    device.enqueue(device.compute(), what, &reads, &writes, |stream| {
-        let mut launch = stream.launch_builder(&function);
-        launch.arg(&pointer).arg(&keys);
-        launch.arg(&first).arg(&stride).arg(&count);
-        // SAFETY: the arguments of `generate`; the rows were checked to be inside the buffer.
-        unsafe { launch.launch(shape) }.map(|_| ())
-    })
+    let (pointers, run) = ([pointer, table.pointer()], run_params(tokens));
+    let mut arguments = pointer_arguments(&pointers);
+    arguments.extend(run.iter().map(|value| value as &dyn KernelValue));
+    let (what, kernel) = ("generating rows", (&function, shape));
+    // SAFETY: the arguments of `generate`; the rows were checked to be inside the buffer.
+    unsafe { context.launch(what, kernel, &[&table], &[&target], &arguments) }
 }
 
 /// Sums that a device computes.
@@ -110,8 +105,8 @@ pub struct RowSums {
 }
 
 impl RowSums {
-    /// The sum of all elements with their signs and the sum of their squares, in units of 2^-32, and
-    /// the number of rows. Waits for the device.
+    /// The sum of all elements with their signs and the sum of their squares, in units of 2^-32,
+    /// and the number of rows. Waits for the device.
     pub fn read(&self) -> Result<(i128, i128, u64)> {
         let mut sums = vec![0i64; 2 * self.blocks];
         if let Some(memory) = &self.sums {
@@ -152,17 +147,15 @@ pub fn checksum(
     let blocks = per_head * heads.len();
     let sums = DeviceAllocation::new(device, blocks * 16)?;
     let pointer = source.pointer() + (at * dtype.bytes()) as u64;
-    let (heads, to, batch) = (table.pointer(), sums.pointer(), batch as u64);
-    let [first, stride, count] = run_params(tokens);
-    let (what, reads, writes) = ("summing rows", [&**source, &*table], [&sums]);
-    device.enqueue(device.compute(), what, &reads, &writes, |stream| {
-        let mut launch = stream.launch_builder(&function);
-        launch.arg(&pointer).arg(&heads).arg(&batch);
-        launch.arg(&first).arg(&stride).arg(&count).arg(&to);
-        // SAFETY: the arguments of `checksum`; the rows were checked to be inside the buffer, and
-        // `sums` has room for one result per block.
-        unsafe { launch.launch(shape) }.map(|_| ())
-    })?;
+    let (pointers, to) = ([pointer, table.pointer(), batch as u64], sums.pointer());
+    let run = run_params(tokens);
+    let mut arguments = pointer_arguments(&pointers);
+    arguments.extend(run.iter().map(|value| value as &dyn KernelValue));
+    arguments.push(&to);
+    let (what, kernel) = ("summing rows", (&function, shape));
+    // SAFETY: the arguments of `checksum`; the rows were checked to be inside the buffer, and `sums`
+    // has room for one result per block.
+    unsafe { context.launch(what, kernel, &[source, &table], &[&sums], &arguments)? };
     Ok(RowSums {
         sums: Some(sums),
         blocks,

@@ -1,11 +1,12 @@
 //! How a parcel gets from one rank to another of the same process, and the staging buffers for it.
 //!
-//! By default a parcel is handed over as a pointer and nothing is copied. Through pinned host memory
-//! it moves as between machines, which is also the only path from one GPU to another. The decision
-//! here: such a hop is cut into chunks that rotate through a few staging slots. While one chunk is
-//! copied in, the next is copied out; the memory needed does not depend on the parcel; and no host
-//! thread waits, because a chunk whose slot is in use waits for it on the GPU. Every sender has
-//! slots and streams of its own, so a hop into memory that is still being read delays no other hop.
+//! By default a parcel is handed over as a pointer and nothing is copied. Through pinned host
+//! memory it moves as between machines, which is also the only path from one GPU to another. The
+//! decision here: such a hop is cut into chunks that rotate through a few staging slots. While one
+//! chunk is copied in, the next is copied out; the memory needed does not depend on the parcel; and
+//! no host thread waits, because a chunk whose slot is in use waits for it on the GPU. Every sender
+//! has slots and streams of its own, so a hop into memory that is still being read delays no other
+//! hop.
 //!
 //! The copies themselves are in `host_copies.rs`.
 

@@ -12,8 +12,8 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result, sy
 
 use crate::error::{Error, Result};
 
-/// How long `drop` waits for a copy. A copy that takes longer is on a GPU that hangs, and its memory
-/// is leaked rather than freed under it.
+/// How long `drop` waits for a copy. A copy that takes longer is on a GPU that hangs, and its
+/// memory is leaked rather than freed under it.
 const DROP_LIMIT: Duration = Duration::from_secs(10);
 /// How long a wait spins before it sleeps: a copy of a few MiB is over by then.
 const SPIN: Duration = Duration::from_micros(200);

@@ -1,7 +1,7 @@
 //! The GPU as a kernel: chooses the program for a job, and nothing else.
 //!
-//! All work is enqueued. Reading results back waits for the operations they depend on; errors on the
-//! device are reported by the next call that waits.
+//! All work is enqueued. Reading results back waits for the operations they depend on; errors on
+//! the device are reported by the next call that waits.
 
 use std::sync::Arc;
 

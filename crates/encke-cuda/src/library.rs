@@ -1,8 +1,8 @@
 //! Finds and loads NVIDIA's libraries at run time: driver, NVRTC and NCCL.
 //!
-//! Building this crate needs no CUDA. A library is loaded from the file that an environment variable
-//! names, from the loader's path, or from the folders of toolkits and Python wheels; if it is
-//! missing, the error lists every file and folder tried.
+//! Building this crate needs no CUDA. A library is loaded from the file that an environment
+//! variable names, from the loader's path, or from the folders of toolkits and Python wheels; if it
+//! is missing, the error lists every file and folder tried.
 
 use std::path::{Path, PathBuf};
 
@@ -45,8 +45,8 @@ pub(crate) const NCCL: LibrarySpec = LibrarySpec {
     library: "NCCL",
     variable: "ENCKE_NCCL",
     names: &["libnccl.so.2", "libnccl.so"],
-    advice: "install NCCL 2.14 or newer or `pip install nvidia-nccl-cu13`, or set ENCKE_NCCL to the \
-             file; without NCCL hops are staged through the host",
+    advice: "install NCCL 2.14 or newer or `pip install nvidia-nccl-cu13`, or set ENCKE_NCCL to \
+             the file; without NCCL hops are staged through the host",
 };
 
 /// The first library found, and its file.

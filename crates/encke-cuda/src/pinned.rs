@@ -34,8 +34,8 @@ impl Pinned {
         })
     }
 
-    /// Makes room for `elements` elements of `element_bytes` bytes; the contents are lost. Waits for
-    /// earlier copies.
+    /// Makes room for `elements` elements of `element_bytes` bytes; the contents are lost. Waits
+    /// for earlier copies.
     pub(crate) fn reshape(
         &mut self,
         device: &Device,

@@ -1,7 +1,7 @@
 //! The mma.sync kernels on a CPU model of their instructions (`emu/mma.h`), against loops in f64.
 //!
-//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; `emu/mma_*_test.cpp` define
-//! the checks and their jobs.
+//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; `emu/mma_*_test.cpp`
+//! define the checks and their jobs.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! The row generator and the checksum kernel on the CPU model of the GPU, against the host's, bit for
-//! bit.
+//! The row generator and the checksum kernel on the CPU model of the GPU, against the host's, bit
+//! for bit.
 //!
 //! Needs a C++ compiler and no GPU. The kernels' own texts are compiled.
 

@@ -1,7 +1,7 @@
 //! Missing or wrong libraries: the error names the file.
 //!
-//! The search depends on the environment, so each case runs in a child process: this test again, with
-//! a variable that marks it as the child.
+//! The search depends on the environment, so each case runs in a child process: this test again,
+//! with a variable that marks it as the child.
 
 use std::process::Command;
 

@@ -87,8 +87,8 @@ pub(crate) fn finish(
     unsafe { context.launch("finishing a softmax", kernel, &reads, &writes, &arguments) }
 }
 
-/// delta = dout·out − dlse. `out` may also hold sums that were not rounded yet; `dout` always has the
-/// type that jobs read.
+/// delta = dout·out − dlse. `out` may also hold sums that were not rounded yet; `dout` always has
+/// the type that jobs read.
 pub(crate) fn delta(
     context: &LaunchContext,
     cells: usize,

@@ -100,9 +100,9 @@ impl Chain {
 
     /// Whether it is launched before `memory` becomes the receive buffer of the next parcel, on a
     /// ring through the host. A hop through the host takes long, so present keys are computed
-    /// meanwhile: the rank's own, and the first parcel. Later parcels are computed in pairs: a chain
-    /// that reads the second of two is launched before both receive buffers are reposted, and other
-    /// ranks compute while these are filled.
+    /// meanwhile: the rank's own, and the first parcel. Later parcels are computed in pairs: a
+    /// chain that reads the second of two is launched before both receive buffers are reposted, and
+    /// other ranks compute while these are filled.
     pub fn must_launch_before(&self, memory: &DeviceAllocation, round: usize) -> bool {
         let mut chunks = self.chunks.iter();
         let through_host = chunks.any(|chunk| chunk.k.was_received_through_host());

@@ -189,8 +189,8 @@ impl ChainQueue {
     }
 }
 
-/// Cuts a chain and the pending chains of the same carry at each other's row boundaries, so that any
-/// two parts have the same rows or none in common. Returns the parts of the chain.
+/// Cuts a chain and the pending chains of the same carry at each other's row boundaries, so that
+/// any two parts have the same rows or none in common. Returns the parts of the chain.
 fn split(pending: &mut Vec<PendingChain>, chain: Chain, targets: &SoftmaxMemory) -> Vec<Chain> {
     let mut parts = vec![chain];
     for one in pending.iter().filter(|one| one.has_carry(targets)) {

@@ -16,8 +16,8 @@ const TEXTS: &[fn() -> String] = &[
     || include_str!("../kernels/copy.cu").into(),
 ];
 
-/// Bytes from which on a copy uses the copy engine, concurrently with kernels. A smaller copy is done
-/// before an event has passed from one stream to the other.
+/// Bytes from which on a copy uses the copy engine, concurrently with kernels. A smaller copy is
+/// done before an event has passed from one stream to the other.
 const COPY_ENGINE_BYTES: usize = 1 << 20;
 
 fn element(dtype: DType) -> &'static str {
@@ -56,8 +56,8 @@ pub(crate) fn fill(context: &LaunchContext, buffer: &mut Buffer, value: f64) -> 
     }
 }
 
-/// The first element of a block on both sides, and the number of elements, if they are contiguous on
-/// both.
+/// The first element of a block on both sides, and the number of elements, if they are contiguous
+/// on both.
 fn contiguous(block: &Block) -> Option<(usize, usize, usize)> {
     let row = block.heads * block.width;
     let dense = |operand: &Operand| {
@@ -146,8 +146,8 @@ pub(crate) fn copy(
     }
 }
 
-/// Copies rows into a buffer that holds nothing else afterwards. Rows that are contiguous in the same
-/// order are aliased instead: a copy would wait for busy multiprocessors.
+/// Copies rows into a buffer that holds nothing else afterwards. Rows that are contiguous in the
+/// same order are aliased instead: a copy would wait for busy multiprocessors.
 pub(crate) fn pack(
     context: &LaunchContext,
     blocks: &[Block],

@@ -1,7 +1,7 @@
 //! The variants of Hopper's backward kernels: their tilings and the texts they are compiled from.
 //!
-//! Nothing is launched here. One table serves both the launch, which chooses from it, and the tests,
-//! which compile every variant without a GPU.
+//! Nothing is launched here. One table serves both the launch, which chooses from it, and the
+//! tests, which compile every variant without a GPU.
 
 use encke_core::DType;
 
@@ -28,50 +28,42 @@ pub(crate) struct BackwardVariant {
 
 /// All variants, by head dimension.
 pub(crate) const VARIANTS: &[BackwardVariant] = &[
-    BackwardVariant {
-        dim: 64,
-        keys: 128,
-        queries: 128,
-        stages: 2,
-        dq_stages: 1,
-    },
-    BackwardVariant {
-        dim: NARROW,
-        keys: 128,
-        queries: 64,
-        stages: 2,
-        dq_stages: 1,
-    },
-    BackwardVariant {
-        dim: 256,
-        keys: 64,
-        queries: 64,
-        stages: 1,
-        dq_stages: 1,
-    },
+    variant(64, [128, 128, 2, 1]),
+    variant(NARROW, [128, 64, 2, 1]),
+    variant(256, [64, 64, 1, 1]),
 ];
+
+/// `[keys, queries, stages, dq_stages]` for a head dimension.
+const fn variant(dim: usize, [keys, queries, stages, dq_stages]: [usize; 4]) -> BackwardVariant {
+    BackwardVariant {
+        dim,
+        keys,
+        queries,
+        stages,
+        dq_stages,
+    }
+}
+
 /// Up to this head dimension each warpgroup has its own keys; above it both share them.
 const NARROW: usize = 128;
 
-/// The texts common to the kernels for narrow and for wide heads.
-const TEXTS: [fn() -> String; 7] = [
-    || include_str!("../kernels/arithmetic.cuh").into(),
-    || include_str!("../kernels/hopper.cuh").into(),
-    || include_str!("../kernels/hopper_add.cuh").into(),
-    wrappers,
-    || include_str!("../kernels/backward.cuh").into(),
-    || include_str!("../kernels/backward_rows.cu").into(),
-    || include_str!("../kernels/hopper_backward.cuh").into(),
-];
-const NARROW_TEXTS: &[fn() -> String] =
-    &with(|| include_str!("../kernels/hopper_backward.cu").into());
-const WIDE_TEXTS: &[fn() -> String] =
-    &with(|| include_str!("../kernels/hopper_backward_wide.cu").into());
-
-const fn with(own: fn() -> String) -> [fn() -> String; 8] {
-    let [a, b, c, d, e, f, g] = TEXTS;
-    [a, b, c, d, e, f, g, own]
+/// The texts of a kernel: those common to narrow and wide heads, then its own.
+const fn texts(own: fn() -> String) -> [fn() -> String; 8] {
+    [
+        || include_str!("../kernels/arithmetic.cuh").into(),
+        || include_str!("../kernels/hopper.cuh").into(),
+        || include_str!("../kernels/hopper_add.cuh").into(),
+        wrappers,
+        || include_str!("../kernels/backward.cuh").into(),
+        || include_str!("../kernels/backward_rows.cu").into(),
+        || include_str!("../kernels/hopper_backward.cuh").into(),
+        own,
+    ]
 }
+const NARROW_TEXTS: &[fn() -> String] =
+    &texts(|| include_str!("../kernels/hopper_backward.cu").into());
+const WIDE_TEXTS: &[fn() -> String] =
+    &texts(|| include_str!("../kernels/hopper_backward_wide.cu").into());
 
 /// Wrappers for all variants and head dimensions; the compiler drops the unused ones.
 fn wrappers() -> String {
@@ -96,10 +88,9 @@ fn wrappers() -> String {
 impl BackwardVariant {
     /// The program for a head dimension.
     pub fn program(&self, dim: usize, dtype: DType) -> Program {
-        let texts = if dim > NARROW {
-            WIDE_TEXTS
-        } else {
-            NARROW_TEXTS
+        let texts = match dim > NARROW {
+            true => WIDE_TEXTS,
+            false => NARROW_TEXTS,
         };
         let mut program = Program::new("hopper_backward", texts).stored(dtype);
         program.specific = true;
@@ -127,12 +118,11 @@ impl BackwardVariant {
 /// The programs that tests compile ahead of time.
 pub(crate) fn programs() -> Vec<Program> {
     let of = |variant: &BackwardVariant| {
-        let mut all = Vec::new();
-        for dtype in [DType::Bf16, DType::F16] {
-            all.push(variant.program(variant.dim, dtype));
-        }
-        all.push(variant.program(variant.dim - 32, DType::Bf16));
-        all
+        [
+            variant.program(variant.dim, DType::Bf16),
+            variant.program(variant.dim, DType::F16),
+            variant.program(variant.dim - 32, DType::Bf16),
+        ]
     };
     VARIANTS.iter().flat_map(of).collect()
 }

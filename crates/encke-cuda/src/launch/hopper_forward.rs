@@ -18,8 +18,8 @@ use crate::tensor_map::{self, Extents, TensorMap};
 /// The compute capability: only Hopper has wgmma.
 const CAPABILITY: (i32, i32) = (9, 0);
 
-/// The programs that tests compile ahead of time: all tilings at their own head dimension and at one
-/// with padded rows, each macro with both values.
+/// The programs that tests compile ahead of time: all tilings at their own head dimension and at
+/// one with padded rows, each macro with both values.
 pub(crate) fn programs() -> Vec<Program> {
     let mode = |dtype, causal, (load_carry, store_carry), negative| ForwardMode {
         dtype,

@@ -1,5 +1,5 @@
-//! The tiles of one job under a tiling as a kernel argument: their number, their order, and the mask,
-//! all in 32-bit integers.
+//! The tiles of one job under a tiling as a kernel argument: their number, their order, and the
+//! mask, all in 32-bit integers.
 
 use cudarc::driver::DeviceRepr;
 use encke_core::job::{Causal, Job};
@@ -85,8 +85,8 @@ pub(crate) struct TileParams {
 unsafe impl DeviceRepr for TileParams {}
 
 impl TileParams {
-    /// The tiles of a job whose further chunks have `rest` keys each; None if the number of tiles or
-    /// keys overflows.
+    /// The tiles of a job whose further chunks have `rest` keys each; None if the number of tiles
+    /// or keys overflows.
     pub fn new(
         job: &Job,
         rest: &[usize],

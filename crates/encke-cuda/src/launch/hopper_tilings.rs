@@ -48,91 +48,64 @@ pub(crate) struct Tiling {
     pub overhead: usize,
 }
 
+/// The common values of the tilings.
+const COMMON: Tiling = Tiling {
+    dim: 0,
+    consumers: 2,
+    keys: 128,
+    stages: 2,
+    q_stages: 1,
+    pingpong: true,
+    q_registers: false,
+    staged: false,
+    registers: (40, 232),
+    causal: true,
+    rate: 1.0,
+    overhead: 256,
+};
+
+/// The common values of the tilings with room for a tile's sums.
+const STAGED: Tiling = Tiling {
+    q_stages: 2,
+    staged: true,
+    overhead: 128,
+    ..COMMON
+};
+
 /// All tilings, by head dimension.
 pub(crate) const TILINGS: &[Tiling] = &[
     Tiling {
         dim: 64,
         consumers: 3,
-        keys: 128,
-        stages: 2,
-        q_stages: 2,
-        pingpong: true,
-        q_registers: false,
-        staged: true,
         registers: (32, 160),
-        causal: true,
-        rate: 1.0,
-        overhead: 128,
+        ..STAGED
     },
     Tiling {
         dim: 64,
-        consumers: 2,
-        keys: 128,
-        stages: 2,
-        q_stages: 2,
-        pingpong: true,
-        q_registers: false,
-        staged: true,
-        registers: (40, 232),
-        causal: true,
         rate: 0.87,
-        overhead: 128,
+        ..STAGED
     },
     Tiling {
         dim: 128,
-        consumers: 2,
-        keys: 128,
-        stages: 2,
-        q_stages: 2,
-        pingpong: true,
         q_registers: true,
-        staged: true,
-        registers: (40, 232),
-        causal: true,
         rate: 0.99,
-        overhead: 128,
+        ..STAGED
     },
     Tiling {
         dim: 128,
-        consumers: 2,
         keys: 176,
-        stages: 2,
-        q_stages: 1,
-        pingpong: true,
-        q_registers: false,
-        staged: false,
-        registers: (40, 232),
         causal: false,
-        rate: 1.0,
-        overhead: 256,
+        ..COMMON
     },
     Tiling {
         dim: 192,
-        consumers: 2,
         keys: 112,
-        stages: 2,
-        q_stages: 1,
-        pingpong: true,
-        q_registers: false,
-        staged: false,
-        registers: (40, 232),
-        causal: true,
-        rate: 1.0,
-        overhead: 256,
+        ..COMMON
     },
     Tiling {
         dim: 256,
-        consumers: 2,
         keys: 64,
-        stages: 2,
-        q_stages: 1,
-        pingpong: true,
-        q_registers: false,
-        staged: false,
-        registers: (40, 232),
-        causal: true,
-        rate: 1.0,
-        overhead: 256,
+        ..COMMON
     },
 ];
 
@@ -253,8 +226,8 @@ impl Tiling {
         })
     }
 
-    /// The estimated makespan of a job with `rest` further keys that all its rows see, in keys times
-    /// rows at full speed.
+    /// The estimated makespan of a job with `rest` further keys that all its rows see, in keys
+    /// times rows at full speed.
     fn makespan(&self, job: &Job, rest: usize, causal: bool, multiprocessors: usize) -> f64 {
         let tiles = job.queries.div_ceil(self.rows());
         let sequences = job.batch * job.segments * job.heads;

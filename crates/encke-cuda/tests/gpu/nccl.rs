@@ -1,6 +1,6 @@
-//! NCCL on one GPU: a rank that sends to itself, a rank whose peer never joins, and, with an NCCL that
-//! lets ranks share a GPU (2.30 and later, with NCCL_MULTI_RANK_GPU_ENABLE=1), groups of two to four
-//! ranks under the transport suite.
+//! NCCL on one GPU: a rank that sends to itself, a rank whose peer never joins, and, with an NCCL
+//! that lets ranks share a GPU (2.30 and later, with NCCL_MULTI_RANK_GPU_ENABLE=1), groups of two
+//! to four ranks under the transport suite.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -236,8 +236,8 @@ fn patterns() -> Vec<Pattern> {
     ]
 }
 
-/// Branches with separate slots: out, lse and their gradients have more rows than q. Compared with the
-/// naive kernel on threads, in f64.
+/// Branches with separate slots: out, lse and their gradients have more rows than q. Compared with
+/// the naive kernel on threads, in f64.
 fn slots(
     driver: &Driver<'_>,
     ranks: RangeInclusive<usize>,
@@ -314,8 +314,8 @@ fn sizes(
         .collect()
 }
 
-/// Rings whose parcels are whole blocks of keys, which ranks that share a GPU attend in chains: checks
-/// values, and that two runs give the same bits.
+/// Rings whose parcels are whole blocks of keys, which ranks that share a GPU attend in chains:
+/// checks values, and that two runs give the same bits.
 fn chains(driver: &Driver<'_>, dtype: DType, dim: usize) -> Vec<Result<(), String>> {
     let mut all = Vec::new();
     for (batch, tokens, causal) in [(1, 2048, true), (1, 1024, false), (2, 1024, true)] {

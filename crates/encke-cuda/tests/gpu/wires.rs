@@ -1,8 +1,8 @@
 //! Every kind of hop under the transport suite.
 //!
-//! The suite exchanges bytes on the host, so each byte becomes an f32 on the GPU. Around each exchange
-//! the wrapper provokes races with its copies: parcels are computed on the compute stream just
-//! before, overwritten and freed right after, and their memory is reallocated.
+//! The suite exchanges bytes on the host, so each byte becomes an f32 on the GPU. Around each
+//! exchange the wrapper provokes races with its copies: parcels are computed on the compute stream
+//! just before, overwritten and freed right after, and their memory is reallocated.
 
 use std::time::Duration;
 
