@@ -89,6 +89,16 @@ fn missing(spec: &LibrarySpec, searched: String) -> Error {
     }
 }
 
+/// A function of a library.
+pub(crate) fn function<T: Copy>(library: &Library, spec: &LibrarySpec, name: &str) -> Result<T> {
+    // SAFETY: every caller gives the documented type of the function.
+    let symbol = unsafe { library.get::<T>(name.as_bytes()) };
+    symbol.map(|symbol| *symbol).map_err(|_| Error::Function {
+        library: spec.library,
+        function: name.into(),
+    })
+}
+
 /// Opens a library with global visibility: libraries loaded later find it by name.
 pub(crate) fn open(file: &Path) -> std::result::Result<Library, String> {
     // SAFETY: NVIDIA's libraries run no code on loading that depends on ours.

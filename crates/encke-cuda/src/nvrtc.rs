@@ -116,13 +116,7 @@ impl Nvrtc {
     }
 
     fn function<T: Copy>(&self, name: &str) -> Result<T> {
-        let missing = || Error::Function {
-            library: NVRTC.library,
-            function: name.into(),
-        };
-        // SAFETY: every caller gives the documented type of the function.
-        let symbol = unsafe { self.library.get::<T>(name.as_bytes()) };
-        symbol.map(|symbol| *symbol).map_err(|_| missing())
+        library::function(&self.library, &NVRTC, name)
     }
 
     fn reason(&self, code: c_int) -> Result<String> {

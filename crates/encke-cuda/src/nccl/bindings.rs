@@ -92,25 +92,28 @@ impl Nccl {
     /// Finds and loads it.
     pub fn load() -> Result<Arc<Nccl>> {
         let (library, _) = library::find(&NCCL)?;
+        fn get<T: Copy>(library: &Library, name: &str) -> Result<T> {
+            library::function(library, &NCCL, name)
+        }
         let get_version: unsafe extern "C" fn(*mut c_int) -> NcclCode =
-            function(&library, "ncclGetVersion")?;
+            get(&library, "ncclGetVersion")?;
         let mut version = 0;
         // SAFETY: a pointer to one int, as documented.
         unsafe { get_version(&mut version) };
         Ok(Arc::new(Nccl {
             version,
-            get_unique_id: function(&library, "ncclGetUniqueId")?,
-            init: function(&library, "ncclCommInitRankConfig")?,
-            finalize: function(&library, "ncclCommFinalize")?,
-            destroy: function(&library, "ncclCommDestroy")?,
-            abort: function(&library, "ncclCommAbort")?,
-            async_error: function(&library, "ncclCommGetAsyncError")?,
-            group_start: function(&library, "ncclGroupStart")?,
-            group_end: function(&library, "ncclGroupEnd")?,
-            send: function(&library, "ncclSend")?,
-            receive: function(&library, "ncclRecv")?,
-            error_string: function(&library, "ncclGetErrorString")?,
-            last_error: function(&library, "ncclGetLastError")?,
+            get_unique_id: get(&library, "ncclGetUniqueId")?,
+            init: get(&library, "ncclCommInitRankConfig")?,
+            finalize: get(&library, "ncclCommFinalize")?,
+            destroy: get(&library, "ncclCommDestroy")?,
+            abort: get(&library, "ncclCommAbort")?,
+            async_error: get(&library, "ncclCommGetAsyncError")?,
+            group_start: get(&library, "ncclGroupStart")?,
+            group_end: get(&library, "ncclGroupEnd")?,
+            send: get(&library, "ncclSend")?,
+            receive: get(&library, "ncclRecv")?,
+            error_string: get(&library, "ncclGetErrorString")?,
+            last_error: get(&library, "ncclGetLastError")?,
             _library: library,
         }))
     }
@@ -138,37 +141,28 @@ impl Nccl {
 
     /// An error with NCCL's text for a result code and its last error message.
     pub(super) fn error(&self, what: &str, code: NcclCode, handle: CommHandle) -> Error {
-        let text = |said: *const c_char| match said.is_null() {
+        let owned = |text: *const c_char| match text.is_null() {
             true => String::new(),
             // SAFETY: NCCL returns zero-terminated strings that it owns.
-            false => unsafe { CStr::from_ptr(said) }
+            false => unsafe { CStr::from_ptr(text) }
                 .to_string_lossy()
                 .into_owned(),
         };
         // SAFETY: NCCL has a text for any code; the handle is null or alive.
-        let (said, last) = unsafe {
+        let (text, last) = unsafe {
             (
-                text((self.error_string)(code)),
-                text((self.last_error)(handle)),
+                owned((self.error_string)(code)),
+                owned((self.last_error)(handle)),
             )
         };
         Error::Nccl {
             what: what.into(),
             reason: match last.trim().is_empty() {
-                true => said,
-                false => format!("{said} ({})", last.trim()),
+                true => text,
+                false => format!("{text} ({})", last.trim()),
             },
         }
     }
-}
-
-fn function<T: Copy>(library: &Library, name: &str) -> Result<T> {
-    // SAFETY: every caller gives the documented type of the function.
-    let symbol = unsafe { library.get::<T>(name.as_bytes()) };
-    symbol.map(|symbol| *symbol).map_err(|_| Error::Function {
-        library: NCCL.library,
-        function: name.into(),
-    })
 }
 
 #[cfg(test)]
