@@ -183,7 +183,7 @@ impl Buffer {
         elements: usize,
     ) -> Result<bool> {
         let from = source.memory()?;
-        let [at, bytes] = [at, elements].map(|of| of * source.dtype.bytes());
+        let [at, bytes] = [at, elements].map(|count| count * source.dtype.bytes());
         let possible = self.dtype == source.dtype
             && self.is_on_same_device(source)?
             && at.is_multiple_of(TENSOR_MAP_ALIGNMENT)

@@ -63,7 +63,7 @@ DEV void finish_vectors(const SumVector* acc, const A* m, const A* l, OutputVect
         x[i] = acc[from + i * step];
         sum[i] = l[(from + i * step) >> shift];
       }
-#pragma unroll
+    #pragma unroll
     for (int i = 0; i < UNROLL; i++) {
       const i64 at = from + i * step, cell = at >> shift;
       if (at >= all) continue;
@@ -113,7 +113,7 @@ DEV void delta_of_vectors(const InputVector* out, const InputVector* dout, const
         x[i] = out[from + i * step];
         y[i] = dout[from + i * step];
       }
-#pragma unroll
+    #pragma unroll
     for (int i = 0; i < UNROLL; i++) {
       const i64 at = from + i * step, cell = at >> shift;
       A sum = 0;

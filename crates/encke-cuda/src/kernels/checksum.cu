@@ -62,7 +62,7 @@ extern "C" __global__ void checksum(
     Sums row = sum_row(from + (i * gridDim.y + blockIdx.y) * DIM, state);
     own.signed_sum += row.signed_sum; own.squares += row.squares;
   }
-#pragma unroll
+  #pragma unroll
   for (int w = 16; w > 0; w >>= 1) {
     own.signed_sum += __shfl_xor_sync(~0u, own.signed_sum, w);
     own.squares += __shfl_xor_sync(~0u, own.squares, w);

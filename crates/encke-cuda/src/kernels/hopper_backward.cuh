@@ -176,7 +176,7 @@ DEV void release_tile(const Shared& m, u32 n) { barrier_arrive(m.tile_empty + 8 
 
 DEV void load_slabs(u32 to, u32 slab_bytes, const TensorMap* map, u32 barrier, int row, int head,
     int segment, int batch) {
-#pragma unroll
+  #pragma unroll
   for (int slab = 0; slab < SLABS; slab++)
     tma_load(to + slab * slab_bytes, map, barrier, slab * 64, row, head, segment, batch);
 }
@@ -196,7 +196,7 @@ template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Share
     barrier_expect(once, K_BYTES);
     load_slabs(fixed, BK * 128, fixed_map, once, tile_word(m, n, KEY_BLOCK) * BK,
         tile_word(m, n, KEY_HEAD), tile_word(m, n, SEGMENT), tile_word(m, n, BATCH));
-#pragma unroll 1
+    #pragma unroll 1
     for (int member = tile_word(m, n, FIRST_MEMBER); member < tile_word(m, n, END_MEMBER);
         member++) {
       const int4* head = w.query_heads + member;
@@ -369,7 +369,7 @@ template <int N> DEV void to_probabilities(float (&s)[N], u32 lse, float exponen
 // of the first column.
 template <int N>
 DEV void to_probabilities(float (&s)[N], u32 lse, float exponent, const Mask& mask, int row) {
-#pragma unroll
+  #pragma unroll
   for (int i = 0; i < N / 4; i++) {
     float x, y;
     load_shared(lse + i * 32, x, y);
@@ -385,7 +385,7 @@ DEV void to_probabilities(float (&s)[N], u32 lse, float exponent, const Mask& ma
 // dS = P (gain dP - delta), in place of dP. Under a mask, P = 0 gives 0 even where dP is NaN.
 template <bool MASKED, int N>
 DEV void to_ds(float (&dp)[N], const float (&p)[N], u32 delta, float gain) {
-#pragma unroll
+  #pragma unroll
   for (int i = 0; i < N / 4; i++) {
     float x, y;
     load_shared(delta + i * 32, x, y);
@@ -405,7 +405,7 @@ template <int N> DEV void to_stored(u32 (&to)[N], const float (&from)[2 * N]) {
 template <int N> DEV void store_pairs(u32 to, const u32 (&x)[N], int key, int piece, int lane) {
   const u32 row = opaque(to + (key + (lane & 15)) * 128), swizzle = (lane & 7) << 4,
             half = (lane >> 4) << 4;
-#pragma unroll
+  #pragma unroll
   for (int i = 0; i < N / 2; i += 2)
     store_matrices(row + ((((piece + i) << 4) + half) ^ swizzle), x[2 * i], x[2 * i + 1],
         x[2 * i + 2], x[2 * i + 3]);
@@ -437,13 +437,13 @@ DEV void stage_dq(u32 to, const float (&dq)[32], float gain, int lane) {
 // memory avoids waiting for the old value.
 template <int N> DEV void add_rows(float* to, const JobParams& job, const Shared& m, u32 n,
     bool overwrite, int head, const float (&sum)[N], float gain, int key, int column, int lane) {
-#pragma unroll
+  #pragma unroll
   for (int down = 0; down < 2; down++) {
     if (key + 8 * down >= job.keys) continue;
     float* row = to +
                  at(job.k, tile_word(m, n, BATCH), tile_word(m, n, SEGMENT), key + 8 * down, head) +
                  column + (lane % 4) * 2;
-#pragma unroll
+    #pragma unroll
     for (int i = 0; i < N / 4; i++) {
       // fmaf(x, gain, 0) turns -0 into 0, as adding to a zero would.
       const float x = fmaf(sum[4 * i + 2 * down], gain, 0.f),

@@ -9,7 +9,7 @@ struct Rows {
 };
 DEV void rows_of(
     const JobParams& job, const TileParams& tiles, const Tile& tile, int first, Rows& rows) {
-#pragma unroll
+  #pragma unroll
   for (int h = 0; h < 2; h++) {
     rows.row[h] = first + 8 * h; rows.exists[h] = rows.row[h] < job.queries;
     rows.cell[h] = tile.cell + rows.row[h] * job.cells.row;
@@ -25,7 +25,7 @@ DEV void add_nonfinite_values(const JobParams& job, const TileParams& tiles, con
   for (int key = from; key < tile.keys; key++) {
     const u16* value =
         v + at(job.k, tile.batch, tile.segment, key - tiles.chunk_starts[0], tile.head) + column;
-#pragma unroll
+    #pragma unroll
     for (int i = 0; i < FRAGMENTS; i++)
       if (8 * i < job.dim)
         #pragma unroll
@@ -39,7 +39,7 @@ DEV void add_nonfinite_values(const JobParams& job, const TileParams& tiles, con
 // The slot of a lane's row (0..7) in shared memory, and the row of a slot: neighbouring rows are
 // two slots apart, so that 16 lanes that write 8 bytes each touch every bank once.
 DEV int slot_of_row(int row) { return row % 4 * 2 + row / 4; }
-DEV int row_of_slot(int place) { return place / 2 + place % 2 * 4; }
+DEV int row_of_slot(int slot) { return slot / 2 + slot % 2 * 4; }
 #if LOAD_CARRY
 // The state of a continued softmax: m and l of the rows, needed after the first scores. With
 // PREFETCH_STATE they are in shared memory by then; otherwise they are loaded first of all. The
@@ -54,7 +54,7 @@ struct CarriedState {
     }
   }
   // `carried_max`: the rows' carried maxima, -inf if they saw no key yet.
-  DEV_MEMBER void begin(float scale, int column, Softmax& softmax, float (&carried_max)[2]) const {
+  DEV_MEMBER void init(float scale, int column, Softmax& softmax, float (&carried_max)[2]) const {
     #pragma unroll
     for (int h = 0; h < 2; h++) {
       softmax.m[h] = carried_max[h] = l[h] != 0.f ? m[h] / scale : neg_inf();   // l may be NaN
@@ -65,15 +65,15 @@ struct CarriedState {
 #endif
 #if PREFETCH_SUMS
 // Prefetches the carried sums of a warp's rows; they are awaited when the tile ends.
-DEV void fetch_sums(const JobParams& job, const Tile& tile, const float* sums, u32 staged,
+DEV void prefetch_sums(const JobParams& job, const Tile& tile, const float* sums, u32 staged,
     u32 barrier, int first, int lane) {
   fence_async();   // after the output of the last tile was read
   __syncwarp();
-  const int there = min(max(job.queries - tile.row - first, 0), 16),
+  const int rows = min(max(job.queries - tile.row - first, 0), 16),
             row = row_of_slot(lane % 8) + lane / 8 * 8;
-  if (lane == 0) barrier_expect(barrier, there * job.dim * 4);
+  if (lane == 0) barrier_expect(barrier, rows * job.dim * 4);
   __syncwarp();
-  if (lane < 16 && row < there)
+  if (lane < 16 && row < rows)
     bulk_load(staged + lane * SUM_PITCH,
         sums + (tile.cell + (tile.row + first + row) * job.cells.row) * job.dim, job.dim * 4,
         barrier);
@@ -81,13 +81,13 @@ DEV void fetch_sums(const JobParams& job, const Tile& tile, const float* sums, u
 #endif
 #if LOAD_CARRY && !STORE_CARRY
 // Adds the carried sums to the tile's own.
-DEV void add_before(const JobParams& job, const Rows& rows, const float* sums, float c, u32 staged,
+DEV void add_carried_sums(const JobParams& job, const Rows& rows, const float* sums, float c, u32 staged,
     int lane, float (&acc)[HD / 2], const Softmax& softmax, const float (&carried_max)[2]) {
   const int column = lane % 4 * 2;
   #pragma unroll
   for (int h = 0; h < 2; h++) {
     if (!rows.exists[h] || carried_max[h] == neg_inf()) continue;
-    const float kept =
+    const float rescale =
         carried_max[h] == softmax.m[h] ? 1.f : exp2_fast((carried_max[h] - softmax.m[h]) * c);
     const float* from = sums + rows.cell[h] * job.dim + column;
     #pragma unroll
@@ -98,8 +98,8 @@ DEV void add_before(const JobParams& job, const Rows& rows, const float* sums, f
           load_shared(
               staged + (slot_of_row(lane / 4) + 8 * h) * SUM_PITCH + (8 * i + column) * 4, x, y);
         else { float2 pair = *(const float2*)(from + 8 * i); x = pair.x; y = pair.y; }
-        acc[4 * i + 2 * h] = fmaf(x, kept, acc[4 * i + 2 * h]);
-        acc[4 * i + 2 * h + 1] = fmaf(y, kept, acc[4 * i + 2 * h + 1]);
+        acc[4 * i + 2 * h] = fmaf(x, rescale, acc[4 * i + 2 * h]);
+        acc[4 * i + 2 * h + 1] = fmaf(y, rescale, acc[4 * i + 2 * h + 1]);
       }
   }
 }
@@ -130,7 +130,7 @@ DEV void store_carry(const JobParams& job, const Rows& rows, float* sums, float*
     }
     float* to = sums + rows.cell[h] * job.dim + column;
     if (rows.exists[h] && (raised || !STAGED)) {
-      const float kept = raised ? exp2_fast((carried_max[h] - softmax.m[h]) * c) : 0.f;
+      const float rescale = raised ? exp2_fast((carried_max[h] - softmax.m[h]) * c) : 0.f;
       #pragma unroll
       for (int i = 0; i < FRAGMENTS; i++)
         if (8 * i < job.dim) {
@@ -140,13 +140,13 @@ DEV void store_carry(const JobParams& job, const Rows& rows, float* sums, float*
           }
           float2 x = raised ? *(const float2*)(to + 8 * i) : make_float2(0.f, 0.f);
           *(float2*)(to + 8 * i) = make_float2(
-              fmaf(x.x, kept, acc[4 * i + 2 * h]), fmaf(x.y, kept, acc[4 * i + 2 * h + 1]));
+              fmaf(x.x, rescale, acc[4 * i + 2 * h]), fmaf(x.y, rescale, acc[4 * i + 2 * h + 1]));
         }
     }
 #if STAGED
     raised_rows[h] = __ballot_sync(~0u, raised || !rows.exists[h]);
     empty[h] = __ballot_sync(~0u, none);
-#pragma unroll
+    #pragma unroll
     for (int i = 0; i < FRAGMENTS; i++)
       store_shared(staged + (slot_of_row(lane / 4) + 8 * h) * SUM_PITCH + (8 * i + column) * 4,
           acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]);
@@ -158,10 +158,10 @@ DEV void store_carry(const JobParams& job, const Rows& rows, float* sums, float*
   // Each of 16 lanes issues the bulk copy of the row in its slot.
   const int of = row_of_slot(lane % 8) * 4, h = lane / 8;
   const i64 first = __shfl_sync(~0u, rows.cell[0], of), second = __shfl_sync(~0u, rows.cell[1], of);
-  const u32 by_hand = h ? raised_rows[1] : raised_rows[0], written = h ? empty[1] : empty[0];
-  if (h < 2 && !(by_hand >> of & 1)) {
+  const u32 stored = h ? raised_rows[1] : raised_rows[0], overwritten = h ? empty[1] : empty[0];
+  if (h < 2 && !(stored >> of & 1)) {
     float* to = sums + (h ? second : first) * job.dim;
-    if (written >> of & 1)
+    if (overwritten >> of & 1)
       bulk_store(to, staged + lane * SUM_PITCH, job.dim * 4);
     else
       bulk_add(to, staged + lane * SUM_PITCH, job.dim * 4);
@@ -307,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const float carried_max[2] = {neg_inf(), neg_inf()};
 #endif
 #if PREFETCH_SUMS
-      fetch_sums(job, tile, sums, shared.sums(consumer * 64 + warp * 16),
+      prefetch_sums(job, tile, sums, shared.sums(consumer * 64 + warp * 16),
           shared.sums_full(consumer * 4 + warp), consumer * 64 + warp * 16, lane);
 #endif
       #pragma unroll
@@ -335,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               shared.softmax(tile_stage.stage, consumer * 64 + warp * 16 + lane / 4 + 8 * h),
               carried_state.m[h], carried_state.l[h]);
 #endif
-        carried_state.begin(scale, column, softmax, carried_max);
+        carried_state.init(scale, column, softmax, carried_max);
 #endif
         wgmma_wait<0>();
         release(shared.k_empty(k.stage), lane);
@@ -383,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       wgmma_fence(); issue_values(acc, p, shared.v(v.stage)); wgmma_commit(); wgmma_wait<0>();
       release(shared.v_empty(v.stage), lane);
       v.advance();
-      // Read again: the fields needed to store were not kept in registers.
+      // Read again: the fields needed to store were not rescale in registers.
       wait_tile(shared, tile_stage, tile);
       rows_of(job, tiles, tile, tile.row + consumer * 64 + warp * 16 + lane / 4, rows);
       if (CAUSAL && nonfinite) add_nonfinite_values(job, tiles, tile, rows, v_values, column, acc);
@@ -391,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_wait(shared.sums_full(consumer * 4 + warp), sums_parity); sums_parity ^= 1;
 #endif
 #if LOAD_CARRY && !STORE_CARRY
-      add_before(job, rows, sums, c, shared.sums(consumer * 64 + warp * 16), lane, acc, softmax,
+      add_carried_sums(job, rows, sums, c, shared.sums(consumer * 64 + warp * 16), lane, acc, softmax,
           carried_max);
 #endif
 #if STORE_CARRY

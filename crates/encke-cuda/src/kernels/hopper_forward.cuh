@@ -274,13 +274,13 @@ struct Softmax {
     }
   }
   template <bool FIRST> DEV_MEMBER void update_max(int h, float block_max, float c, bool needed) {
-    float highest = quad_max(FIRST ? block_max : fmaxf(m[h], block_max));
-    if (FIRST) { m[h] = highest; return; }
+    float new_max = quad_max(FIRST ? block_max : fmaxf(m[h], block_max));
+    if (FIRST) { m[h] = new_max; return; }
     factor[h] = 1.f;
     if (needed) {
       // No infinity is subtracted from itself: a row that saw no key is scaled by 0.
-      factor[h] = exp2_fast((m[h] - (highest == neg_inf() ? 0.f : highest)) * c);
-      m[h] = highest; l[h] *= factor[h];
+      factor[h] = exp2_fast((m[h] - (new_max == neg_inf() ? 0.f : new_max)) * c);
+      m[h] = new_max; l[h] *= factor[h];
     }
   }
 };

@@ -19,7 +19,7 @@ struct Softmax { float m[MT][2], l[MT][2]; };
 // earlier sums are rescaled.
 DEV void online_softmax(
     Softmax& state, float (&s)[MT][BLOCK / 8][4], float (&acc)[MT][HD / 8][4], float c) {
-#pragma unroll
+  #pragma unroll
   for (int mt = 0; mt < MT; mt++)
     #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -96,7 +96,7 @@ DEV void load_state(const JobParams& job, const Operands& in, int starts, const 
     state.m[mt][half] = in.m[cell] * (float)LOG2_E;
     if (lane() % 4 == 0)
       state.l[mt][half] = in.l[cell];   // one lane of the quad: the four are summed
-#pragma unroll
+    #pragma unroll
     for (int n = 0; n < HD / 8; n++)
       read_pair(in.acc + cell * job.dim, own_column(n), job.dim, acc[mt][n][2 * half],
           acc[mt][n][2 * half + 1]);

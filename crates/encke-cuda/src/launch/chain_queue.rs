@@ -50,9 +50,9 @@ struct PendingChain {
 }
 
 impl PendingChain {
-    fn has_carry(&self, targets: &SoftmaxMemory) -> bool {
+    fn has_carry(&self, softmax: &SoftmaxMemory) -> bool {
         let own = self.carry.first().map(Weak::as_ptr);
-        own == targets.acc().map(std::ptr::from_ref)
+        own == softmax.acc().map(std::ptr::from_ref)
     }
 
     fn cut(self, chain: &Chain) -> Vec<PendingChain> {
@@ -97,15 +97,15 @@ impl ChainQueue {
         inputs: AttentionInputs<'_>,
         state: SoftmaxState<'_, Buffer>,
     ) -> Result<()> {
-        let targets = SoftmaxMemory::new(state, inputs.dtype())?;
+        let softmax = SoftmaxMemory::new(state, inputs.dtype())?;
         let chain = Chain::new(job, inputs)?;
-        if targets.starts && targets.finishes {
-            return self.launch(&chain, &targets);
+        if softmax.starts && softmax.finishes {
+            return self.launch(&chain, &softmax);
         }
         let mut pending = self.pending();
-        let parts = split(&mut pending, chain, &targets);
+        let parts = split(&mut pending, chain, &softmax);
         let mut parts = parts.into_iter();
-        parts.try_for_each(|chain| self.submit(&mut pending, chain, &targets))
+        parts.try_for_each(|chain| self.submit(&mut pending, chain, &softmax))
     }
 
     /// Joins a chain to a pending one or makes it pending; launches it if it ends or is full.
@@ -113,24 +113,24 @@ impl ChainQueue {
         &self,
         pending: &mut Vec<PendingChain>,
         chain: Chain,
-        targets: &SoftmaxMemory,
+        softmax: &SoftmaxMemory,
     ) -> Result<()> {
         let joinable = |one: &PendingChain| {
-            !targets.starts && one.has_carry(targets) && one.chain.can_join(&chain)
+            !softmax.starts && one.has_carry(softmax) && one.chain.can_join(&chain)
         };
         let (chain, starts) = match pending.iter().position(joinable) {
-            None => (chain, targets.starts),
+            None => (chain, softmax.starts),
             Some(index) => {
                 let mut before = pending.remove(index);
                 before.chain.join(chain);
                 (before.chain, before.starts)
             }
         };
-        self.launch_overlapping(pending, &chain, targets)?;
-        if targets.finishes || chain.is_full() {
-            return self.launch(&chain, &targets.starting(starts));
+        self.launch_overlapping(pending, &chain, softmax)?;
+        if softmax.finishes || chain.is_full() {
+            return self.launch(&chain, &softmax.starting(starts));
         }
-        let same_carry = |one: &PendingChain| one.has_carry(targets);
+        let same_carry = |one: &PendingChain| one.has_carry(softmax);
         let count = pending.iter().filter(|one| same_carry(one)).count();
         if let Some(oldest) = pending.iter().position(same_carry)
             && count >= PENDING
@@ -141,7 +141,7 @@ impl ChainQueue {
         pending.push(PendingChain {
             chain,
             starts,
-            carry: targets.carry().iter().map(Arc::downgrade).collect(),
+            carry: softmax.carry().iter().map(Arc::downgrade).collect(),
             thread: thread::current().id(),
         });
         Ok(())
@@ -152,10 +152,10 @@ impl ChainQueue {
         &self,
         pending: &mut Vec<PendingChain>,
         chain: &Chain,
-        targets: &SoftmaxMemory,
+        softmax: &SoftmaxMemory,
     ) -> Result<()> {
         let overlapping =
-            |one: &mut PendingChain| one.has_carry(targets) && !one.chain.is_disjoint_from(chain);
+            |one: &mut PendingChain| one.has_carry(softmax) && !one.chain.is_disjoint_from(chain);
         let overlapping: Vec<PendingChain> = pending.extract_if(.., overlapping).collect();
         self.launch_all(overlapping)
     }
@@ -173,17 +173,17 @@ impl ChainQueue {
             let carry: Option<Vec<_>> = pending.carry.iter().map(Weak::upgrade).collect();
             match carry.filter(|_| pending.chain.is_usable()) {
                 Some(carry) => {
-                    let targets = SoftmaxMemory::continuing(carry).starting(pending.starts);
-                    self.launch(&pending.chain, &targets)
+                    let softmax = SoftmaxMemory::continuing(carry).starting(pending.starts);
+                    self.launch(&pending.chain, &softmax)
                 }
                 None => Ok(()),
             }
         })
     }
 
-    fn launch(&self, chain: &Chain, targets: &SoftmaxMemory) -> Result<()> {
+    fn launch(&self, chain: &Chain, softmax: &SoftmaxMemory) -> Result<()> {
         let before = LAUNCHING.replace(true);
-        let launched = hopper_forward::forward(&self.context, chain, targets);
+        let launched = hopper_forward::forward(&self.context, chain, softmax);
         LAUNCHING.set(before);
         launched
     }
@@ -191,15 +191,15 @@ impl ChainQueue {
 
 /// Cuts a chain and the pending chains of the same carry at each other's row boundaries, so that
 /// any two parts have the same rows or none in common. Returns the parts of the chain.
-fn split(pending: &mut Vec<PendingChain>, chain: Chain, targets: &SoftmaxMemory) -> Vec<Chain> {
+fn split(pending: &mut Vec<PendingChain>, chain: Chain, softmax: &SoftmaxMemory) -> Vec<Chain> {
     let mut parts = vec![chain];
-    for one in pending.iter().filter(|one| one.has_carry(targets)) {
+    for one in pending.iter().filter(|one| one.has_carry(softmax)) {
         let all = parts.into_iter();
         parts = all.flat_map(|part| part.cut(&one.chain)).collect();
     }
     for part in &parts {
         let all = std::mem::take(pending).into_iter();
-        pending.extend(all.flat_map(|one| match one.has_carry(targets) {
+        pending.extend(all.flat_map(|one| match one.has_carry(softmax) {
             true => one.cut(part),
             false => vec![one],
         }));
