@@ -35,12 +35,12 @@ static inline void add_now() {
     u32 offset = 0;
     for (u32 row = 0; row < x.map->box[1]; row++)
       for (u32 column = 0; column < x.map->box[0]; column++, offset += 4) {
-        i64 place[5] = {x.at[0] + column, x.at[1] + row, x.at[2], x.at[3], x.at[4]};
+        i64 coordinate[5] = {x.at[0] + column, x.at[1] + row, x.at[2], x.at[3], x.at[4]};
         bool inside = true;
         u64 to = 0;
         for (int i = 0; i < 5; i++) {
-          inside &= place[i] >= 0 && (u64)place[i] < x.map->extents[i];
-          to += (u64)place[i] * x.map->stride_bytes[i];
+          inside &= coordinate[i] >= 0 && (u64)coordinate[i] < x.map->extents[i];
+          to += (u64)coordinate[i] * x.map->stride_bytes[i];
         }
         float v;
         memcpy(&v, at(swizzle(x.from + offset), 4), 4);

@@ -310,12 +310,12 @@ static inline void tma_load(
     u32 offset = 0;
     for (u32 row = 0; row < m.box[1]; row++)
       for (u32 column = 0; column < m.box[0]; column++, offset += 2) {
-        i64 place[5] = {at[0] + column, at[1] + row, at[2], at[3], at[4]};
+        i64 coordinate[5] = {at[0] + column, at[1] + row, at[2], at[3], at[4]};
         bool inside = true;
         u64 from = 0;
         for (int i = 0; i < 5; i++) {
-          inside &= place[i] >= 0 && (u64)place[i] < m.extents[i];
-          from += (u64)place[i] * m.stride_bytes[i];
+          inside &= coordinate[i] >= 0 && (u64)coordinate[i] < m.extents[i];
+          from += (u64)coordinate[i] * m.stride_bytes[i];
         }
         u16 v = 0;
         if (inside) memcpy(&v, m.base + from, 2);
@@ -513,8 +513,9 @@ static inline void multiply(int first, size_t index) {
     }
     for (int n = 0; n < x.n; n++) {
       int thread = (m / 16) * 32 + (m % 8) * 4 + (n % 8) / 2,
-          place = (n / 8) * 4 + ((m % 16) / 8) * 2 + (n & 1);
-      float* p = cta->products[first + thread][index].d + place; *p = (x.keep ? *p : 0.f) + sum[n];
+          element = (n / 8) * 4 + ((m % 16) / 8) * 2 + (n & 1);
+      float* p = cta->products[first + thread][index].d + element;
+      *p = (x.keep ? *p : 0.f) + sum[n];
     }
   }
 }

@@ -32,7 +32,7 @@ static GradientBuffers run(const Case& c, const GradientBuffers& before) {
 // dout is NaN.
 static void give_upstream(Case& c, Random& random) {
   const JobParams& j = c.job; c.lse.assign(c.cells.size, NAN); c.delta.assign(c.cells.size, NAN);
-  c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
+  c.each_sequence([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
     i64 cell = at(j.cells, b, s, i, h); double top = -INFINITY, sum = 0;
     for (int t = 0; t < visible(j, i); t++) {
       double x = c.score(b, s, h, i, t);
@@ -54,7 +54,7 @@ static void give_upstream(Case& c, Random& random) {
 }
 template <class F> static void pairs(const Case& c, F f) {
   const JobParams& j = c.job;
-  c.places([&](int b, int s, int h) {
+  c.each_sequence([&](int b, int s, int h) {
     for (int i = 0; i < j.queries; i++) {
       if (c.lse[at(j.cells, b, s, i, h)] == -INFINITY) continue;
       for (int t = 0; t < visible(j, i); t++) f(b, s, h, i, t);
@@ -126,7 +126,7 @@ static void check_hidden(const Case& clean_case, Random& random, bool all,
     for (int n = 0; n < j.dim; n++) marks[at + n] = all || (one && n == column) ? 2.f : 1.f;
   };
   Case c = clean_case; GradientBuffers marks = no_marks();
-  c.places([&](int b, int s, int h) {
+  c.each_sequence([&](int b, int s, int h) {
     i64 y = at(j.k, b, s, t, h);
     for (int n = 0; n < j.dim; n++) {
       if (all || n == column) c.K[y + n] = value;
@@ -144,7 +144,7 @@ static void check_hidden(const Case& clean_case, Random& random, bool all,
   check_marked(c, clean, run(c, before), marks, "a hidden key changed something");
 
   c = clean_case; marks = no_marks();
-  c.places([&](int b, int s, int h) {
+  c.each_sequence([&](int b, int s, int h) {
     i64 x = at(j.q, b, s, i, h), cell = at(j.cells, b, s, i, h);
     for (int n = 0; n < j.dim; n++) {
       if (all) c.Q[x + n] = value;

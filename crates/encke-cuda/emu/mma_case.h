@@ -42,7 +42,7 @@ struct Case {
     for (int c = 0; c < job.dim; c++) sum += (double)emu::widen(Q[x + c]) * emu::widen(K[y + c]);
     return job.scale * sum;
   }
-  template <class F> void places(F f) const {
+  template <class F> void each_sequence(F f) const {
     for (int b = 0; b < job.batch; b++)
       for (int s = 0; s < job.segments; s++)
         for (int h = 0; h < job.heads; h++) f(b, s, h);

@@ -41,7 +41,7 @@ static void reference(const Case& c, const State& before, int b, int s, int h, i
 static void check(
     const Case& c, const State& before, const State& after, bool finishes, const char* what) {
   Values got, want; double worst = 0; const JobParams& j = c.job;
-  c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
+  c.each_sequence([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
       Values acc;
       double m, l;
       reference(c, before, b, s, h, i, acc, m, l);
@@ -75,7 +75,7 @@ static void check_hidden(
     Case c, Random& random, bool key_too, const State& before, const State& clean) {
   const JobParams& j = c.job; int t = random.below(j.keys), column = random.below(j.dim + 1);
   float value = random.coin() ? NAN : INFINITY;
-  c.places([&](int b, int s, int h) {
+  c.each_sequence([&](int b, int s, int h) {
     i64 y = at(j.k, b, s, t, h);
     for (int x = 0; x < j.dim; x++)
       if (column == j.dim || x == column) {
@@ -84,7 +84,7 @@ static void check_hidden(
       }
   });
   State after = before; run(c, after, false, false);
-  c.places([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
+  c.each_sequence([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
     i64 cell = at(j.cells, b, s, i, h);
     if (t >= visible(j, i))
       expect(same(after.m, clean.m, cell, 1) && same(after.l, clean.l, cell, 1) &&

@@ -26,25 +26,28 @@ static inline float widen(float x) { return x; }
 #include "../src/kernels/checksum.cu"
 
 int main(int count, char** arguments) {
-  auto number = [&](int i) { return strtoull(arguments[i], nullptr, 10); };
+  auto argument = [&](int i) { return strtoull(arguments[i], nullptr, 10); };
   if (count < 8 || count % 2) return 2;
-  i64 first = number(3), stride = number(4), tokens = number(5);
-  u64 batch = number(2);
-  std::vector<u64> names, keys;
-  for (int i = 6; i < count; i += 2) { names.push_back(number(i)); keys.push_back(number(i + 1)); }
+  i64 first = argument(3), stride = argument(4), tokens = argument(5);
+  u64 batch = argument(2);
+  std::vector<u64> heads, keys;
+  for (int i = 6; i < count; i += 2) {
+    heads.push_back(argument(i));
+    keys.push_back(argument(i + 1));
+  }
   // Aligned like device memory, with a guard after the last row.
-  i64 numbers = tokens * (i64)names.size() * DIM;
+  i64 elements = tokens * (i64)heads.size() * DIM;
   std::unique_ptr<T, void (*)(void*)> rows(
-      (T*)aligned_alloc(256, (numbers * sizeof(T) + 511) / 256 * 256), free);
-  memset((void*)(rows.get() + numbers), 0x5a, 16);
+      (T*)aligned_alloc(256, (elements * sizeof(T) + 511) / 256 * 256), free);
+  memset((void*)(rows.get() + elements), 0x5a, 16);
   emu::launch(
-      3, (int)names.size(), 64, [&] { generate(rows.get(), keys.data(), first, stride, tokens); });
-  for (int i = 0; i < 16; i++) if (((u8*)(rows.get() + numbers))[i] != 0x5a) return 3;
-  std::vector<Sums> sums(3 * names.size());
-  emu::launch(3, (int)names.size(), 64,
-      [&] { checksum(rows.get(), names.data(), batch, first, stride, tokens, sums.data()); });
+      3, (int)heads.size(), 64, [&] { generate(rows.get(), keys.data(), first, stride, tokens); });
+  for (int i = 0; i < 16; i++) if (((u8*)(rows.get() + elements))[i] != 0x5a) return 3;
+  std::vector<Sums> sums(3 * heads.size());
+  emu::launch(3, (int)heads.size(), 64,
+      [&] { checksum(rows.get(), heads.data(), batch, first, stride, tokens, sums.data()); });
   FILE* file = fopen(arguments[1], "wb");
-  if (!file || fwrite(rows.get(), sizeof(T), numbers, file) != (size_t)numbers || fclose(file))
+  if (!file || fwrite(rows.get(), sizeof(T), elements, file) != (size_t)elements || fclose(file))
     return 4;
   i64 total = 0, squares = 0;
   for (auto& s : sums) { total += s.signed_sum; squares += s.squares; }
