@@ -13,7 +13,7 @@ use encke::{
     Backward, Checkpoint, Forward, HostWireBuffer, Incoming, Moved, Outgoing, Pass, Shape,
     ShardAttention, Transport, TransportError,
 };
-use encke_cuda::{ExternalWire, Piece};
+use encke_cuda::{ExternalWire, DeviceMessage};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -132,11 +132,11 @@ impl ExternalWire for Wire<'_> {
     fn post(
         &mut self,
         round: usize,
-        sends: &[Piece],
-        receives: &[Piece],
+        sends: &[DeviceMessage],
+        receives: &[DeviceMessage],
         stream: u64,
     ) -> Result<(), TransportError> {
-        let told = |pieces: &[Piece]| -> Vec<Bytes> {
+        let told = |pieces: &[DeviceMessage]| -> Vec<Bytes> {
             let told = pieces.iter();
             told.map(|x| (x.peer, x.tag, x.pointer as usize, x.bytes))
                 .collect()

@@ -1,5 +1,5 @@
-// The backward kernels on the CPU model, against the definition of their operation in f64.
-// Built once per variant (macros HD, BQ, STAGES, STAGINGS and the storage type); runs every case that fits it.
+// The Hopper backward kernels on the CPU model, against their definition in f64. Built once per
+// variant (macros HD, BQ, STAGES, DQ_STAGES and the storage type); runs every case that fits it.
 #include "backward.h"
 #include "../src/kernels/common.cuh"
 #include "../src/kernels/hopper.cuh"
@@ -18,34 +18,51 @@ using std::vector;
 
 struct Case {
   const char* name;
-  int batch, segments, queries, keys, heads, shared, dim, dilation;   // `shared` query heads read one key head
+  // `shared` query heads read one key head.
+  int batch, segments, queries, keys, heads, shared, dim, dilation;
   bool causal; i64 query, query_step, key, key_step;
   double scale, gain;
 };
-struct View { Operand o; vector<i64> heads; u64 size; };
+struct View { OperandParams o; vector<i64> heads; u64 size; };
 
-// Rows of `heads` heads side by side, every `dilation`-th row used, each head with a phase of its own.
-static View view(const Case& c, int rows, int width, int per_head, int dilation, int dim, i64 offset) {
+// Contiguous rows of `heads` heads; every `dilation`-th row is used, each head with its own phase.
+static View view(
+    const Case& c, int rows, int width, int per_head, int dilation, int dim, i64 offset) {
   View v; const i64 wide = (i64)width * dim;
-  for (int h = 0; h < c.heads; h++) v.heads.push_back((i64)(h / per_head) * dim + (h / per_head % dilation) * wide);
-  v.o = Operand{offset, (i64)c.segments * rows * dilation * wide, rows * dilation * wide, dilation * wide, 0, nullptr};
+  for (int h = 0; h < c.heads; h++)
+    v.heads.push_back((i64)(h / per_head) * dim + (h / per_head % dilation) * wide);
+  v.o = OperandParams{offset, (i64)c.segments * rows * dilation * wide, rows * dilation * wide,
+      dilation * wide, 0, nullptr};
   i64 unit = 0; for (i64 x : v.heads) unit = std::gcd(unit, x);
   v.o.unit = unit ? unit : dim;
   v.size = offset + (u64)c.batch * v.o.batch;
   return v;
 }
-template <class F> static TensorMap map_of(const View& v, F* base, const Case& c, int rows, int columns, u32 box, bool add, i64 per) {
+template <class F> static TensorMap map_of(
+    const View& v, F* base, const Case& c, int rows, int columns, u32 box, bool add, i64 per) {
   u64 last = 0; for (i64 x : v.heads) last = std::max(last, (u64)(x / v.o.unit));
-  auto make = [&](auto&& f) { return f(base + v.o.offset * per, columns, rows, last + 1, c.segments, c.batch, v.o.row * per, v.o.unit * per, v.o.segment * per, v.o.batch * per, box); };
-  return add ? make([](auto b, auto... x) { return addition_map((void*)b, x...); }) : make([](auto b, auto... x) { return tensor_map(b, x...); });
+  auto make = [&](auto&& f) {
+    return f(base + v.o.offset * per, columns, rows, last + 1, c.segments, c.batch, v.o.row * per,
+        v.o.unit * per, v.o.segment * per, v.o.batch * per, box);
+  };
+  return add ? make([](auto b, auto... x) { return addition_map((void*)b, x...); })
+             : make([](auto b, auto... x) { return tensor_map(b, x...); });
 }
 
 struct Inputs { vector<u16> q, k, v, dout; vector<float> lse, delta, dq, dk, dv; };
-struct Setting { View q, k, cells, dq; Job job; };
+struct Setting { View q, k, cells, dq; JobParams job; };
 
-static float random_number() { return (emu::draw() & 0xffff) / 32768.0f - 1.0f; }
-static vector<u16> random_numbers(u64 n) { vector<u16> x(n); for (auto& y : x) y = emu::narrow(random_number()); return x; }
-static vector<float> random_floats(u64 n) { vector<float> x(n); for (auto& y : x) y = random_number(); return x; }
+static float random_element() { return (emu::draw() & 0xffff) / 32768.0f - 1.0f; }
+static vector<u16> random_elements(u64 n) {
+  vector<u16> x(n);
+  for (auto& y : x) y = emu::narrow(random_element());
+  return x;
+}
+static vector<float> random_floats(u64 n) {
+  vector<float> x(n);
+  for (auto& y : x) y = random_element();
+  return x;
+}
 
 static Setting setting(const Case& c) {
   Setting s; const int kv = c.heads / c.shared;
@@ -54,82 +71,123 @@ static Setting setting(const Case& c) {
   s.cells = view(c, c.queries, c.heads, 1, 1, 1, 0);
   s.dq = view(c, c.queries, c.heads, 1, c.dilation, c.dim, 32);
   for (View* v : {&s.q, &s.k, &s.cells, &s.dq}) v->o.heads = v->heads.data();
-  s.job = Job{s.q.o, s.k.o, s.cells.o, s.dq.o, c.query, c.query_step, c.key, c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, c.causal, 0, c.scale, c.gain};
+  s.job = JobParams{s.q.o, s.k.o, s.cells.o, s.dq.o, c.query, c.query_step, c.key, c.key_step,
+      c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, c.causal, 0, c.scale, c.gain};
   return s;
 }
 template <class F> static void pairs(const Setting& s, F f) {
-  const Job& j = s.job;
-  for (int b = 0; b < j.batch; b++) for (int g = 0; g < j.segments; g++) for (int h = 0; h < j.heads; h++) for (int i = 0; i < j.queries; i++)
-    for (int t = 0, n = visible(j, i); t < n; t++) f(b, g, h, i, t);
+  const JobParams& j = s.job;
+  for (int b = 0; b < j.batch; b++)
+    for (int g = 0; g < j.segments; g++)
+      for (int h = 0; h < j.heads; h++)
+        for (int i = 0; i < j.queries; i++)
+          for (int t = 0, n = visible(j, i); t < n; t++) f(b, g, h, i, t);
 }
-static double dot(const u16* a, const u16* b, int n) { double x = 0; for (int i = 0; i < n; i++) x += (double)emu::widen(a[i]) * emu::widen(b[i]); return x; }
+static double dot(const u16* a, const u16* b, int n) {
+  double x = 0;
+  for (int i = 0; i < n; i++) x += (double)emu::widen(a[i]) * emu::widen(b[i]);
+  return x;
+}
 
 static Inputs inputs(const Case& c, const Setting& s) {
-  Inputs x; const Job& j = s.job;
-  x.q = random_numbers(s.q.size); x.k = random_numbers(s.k.size); x.v = random_numbers(s.k.size); x.dout = random_numbers(s.cells.size * c.dim);
+  Inputs x; const JobParams& j = s.job;
+  x.q = random_elements(s.q.size);
+  x.k = random_elements(s.k.size);
+  x.v = random_elements(s.k.size);
+  x.dout = random_elements(s.cells.size * c.dim);
   for (auto& y : x.q) y = emu::narrow(3 * emu::widen(y));
   x.dq = random_floats(s.dq.size); x.dk = random_floats(s.k.size); x.dv = random_floats(s.k.size);
   x.lse.assign(s.cells.size, -INFINITY); x.delta = random_floats(s.cells.size);
-  for (int b = 0; b < j.batch; b++) for (int g = 0; g < j.segments; g++) for (int h = 0; h < j.heads; h++) for (int i = 0; i < j.queries; i++) {
-    double sum = 0; const int n = visible(j, i); if (!n) continue;
-    for (int t = 0; t < n; t++) sum += exp(c.scale * dot(&x.q[at(j.q, b, g, i, h)], &x.k[at(j.k, b, g, t, h)], c.dim));
-    x.lse[at(j.cells, b, g, i, h)] = (float)log(sum);
-  }
+  for (int b = 0; b < j.batch; b++)
+    for (int g = 0; g < j.segments; g++)
+      for (int h = 0; h < j.heads; h++)
+        for (int i = 0; i < j.queries; i++) {
+          double sum = 0;
+          const int n = visible(j, i);
+          if (!n) continue;
+          for (int t = 0; t < n; t++)
+            sum += exp(c.scale * dot(&x.q[at(j.q, b, g, i, h)], &x.k[at(j.k, b, g, t, h)], c.dim));
+          x.lse[at(j.cells, b, g, i, h)] = (float)log(sum);
+        }
   return x;
 }
 struct Exact { vector<double> dq, dk, dv; };
 static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
-  Exact e{{x.dq.begin(), x.dq.end()}, {x.dk.begin(), x.dk.end()}, {x.dv.begin(), x.dv.end()}}; const Job& j = s.job;
+  Exact e{{x.dq.begin(), x.dq.end()}, {x.dk.begin(), x.dk.end()}, {x.dv.begin(), x.dv.end()}};
+  const JobParams& j = s.job;
   pairs(s, [&](int b, int g, int h, int i, int t) {
-    const i64 cell = at(j.cells, b, g, i, h), q = at(j.q, b, g, i, h), k = at(j.k, b, g, t, h), dq = at(j.dq, b, g, i, h);
+    const i64 cell = at(j.cells, b, g, i, h), q = at(j.q, b, g, i, h), k = at(j.k, b, g, t, h),
+              dq = at(j.dq, b, g, i, h);
     if (x.lse[cell] == -INFINITY) return;
-    const double p = exp(c.scale * dot(&x.q[q], &x.k[k], c.dim) - x.lse[cell]), ds = p * (c.gain * dot(&x.dout[cell * c.dim], &x.v[k], c.dim) - x.delta[cell]);
+    const double p = exp(c.scale * dot(&x.q[q], &x.k[k], c.dim) - x.lse[cell]),
+                 ds = p * (c.gain * dot(&x.dout[cell * c.dim], &x.v[k], c.dim) - x.delta[cell]);
     for (int y = 0; y < c.dim; y++) {
       e.dv[k + y] += p * c.gain * emu::widen(x.dout[cell * c.dim + y]);
-      e.dq[dq + y] += c.scale * ds * emu::widen(x.k[k + y]); e.dk[k + y] += c.scale * ds * emu::widen(x.q[q + y]);
+      e.dq[dq + y] += c.scale * ds * emu::widen(x.k[k + y]);
+      e.dk[k + y] += c.scale * ds * emu::widen(x.q[q + y]);
     }
   });
   return e;
 }
 
 struct Result { vector<float> dq, dk, dv; };
-static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_order, int resident, bool blank = false) {
-  Result r{x.dq, x.dk, x.dv}; const Job& j = s.job;
-  const int padded = (c.queries + BQ - 1) / BQ * BQ, blocks = padded / BQ, tiles = (c.keys + BK - 1) / BK;
+static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_order, int resident,
+    bool overwrite = false) {
+  Result r{x.dq, x.dk, x.dv}; const JobParams& j = s.job;
+  const int padded = (c.queries + BQ - 1) / BQ * BQ, blocks = padded / BQ,
+            tiles = (c.keys + BK - 1) / BK;
   const u64 rows = (u64)c.batch * c.segments * c.heads * padded;
-  float* dense = (float*)aligned_alloc(16, 2 * rows * 4); for (u64 i = 0; i < 2 * rows; i++) dense[i] = NAN;
-  vector<u32> control(TURNS + (u64)c.batch * c.segments * c.heads * blocks, 0); vector<int> first_blocks(tiles + 1, -7);
+  float* dense = (float*)aligned_alloc(16, 2 * rows * 4);
+  for (u64 i = 0; i < 2 * rows; i++) dense[i] = NAN;
+  vector<u32> control(SEMAPHORES + (u64)c.batch * c.segments * c.heads * blocks, 0);
+  vector<int> first_blocks(tiles + 1, -7);
   vector<int2> key_heads; vector<int4> query_heads;
   for (int h = 0; h < c.heads; h++) {
-    if (h % c.shared == 0) key_heads.push_back({(int)query_heads.size(), (int)(s.k.heads[h] / s.k.o.unit)});
-    query_heads.push_back({h, (int)(s.q.heads[h] / s.q.o.unit), (int)(s.cells.heads[h] / s.cells.o.unit), (int)(s.dq.heads[h] / s.dq.o.unit)});
+    if (h % c.shared == 0)
+      key_heads.push_back({(int)query_heads.size(), (int)(s.k.heads[h] / s.k.o.unit)});
+    query_heads.push_back({h, (int)(s.q.heads[h] / s.q.o.unit),
+        (int)(s.cells.heads[h] / s.cells.o.unit), (int)(s.dq.heads[h] / s.dq.o.unit)});
   }
   const int count = (int)key_heads.size(); key_heads.push_back({(int)query_heads.size(), 0});
   const float fold = (P_SHIFT > 0) ? 1.f : (float)c.scale, down = (float)exp2(-P_SHIFT);
-  BackwardRows pre{j, x.q.data(), x.dout.data(), x.lse.data(), x.delta.data(), dense, dense + rows, control.data(), padded, fold * down, first_blocks.data(), tiles, BK};
+  BackwardRows pre{j, x.q.data(), x.dout.data(), x.lse.data(), x.delta.data(), dense, dense + rows,
+      control.data(), padded, fold * down, first_blocks.data(), tiles, BK};
   emu::launch((int)((rows + 255) / 256), 1, 256, [&] { backward_rows(pre); });
-  HopperBackward w{j, r.dk.data(), r.dv.data(), dense, dense + rows, key_heads.data(), query_heads.data(), control.data(), count, tiles, padded, fixed_order,
-                   (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold), (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch, first_blocks.data(), blank, !c.causal && tiles <= 2 ? blocks / tiles : 0};
+  HopperBackward w{j, r.dk.data(), r.dv.data(), dense, dense + rows, key_heads.data(),
+      query_heads.data(), control.data(), count, tiles, padded, fixed_order,
+      (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold),
+      (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch,
+      first_blocks.data(), overwrite, !c.causal && tiles <= 2 ? blocks / tiles : 0};
   if (fold == 0.f) w.dq_gain = w.dk_gain = 0.f;
-  TensorMap tq = map_of(s.q, x.q.data(), c, c.queries, c.dim, BQ, false, 1), to = map_of(s.cells, x.dout.data(), c, c.queries, c.dim, BQ, false, c.dim);
-  TensorMap tk = map_of(s.k, x.k.data(), c, c.keys, c.dim, BK, false, 1), tv = map_of(s.k, x.v.data(), c, c.keys, c.dim, BK, false, 1);
+  TensorMap tq = map_of(s.q, x.q.data(), c, c.queries, c.dim, BQ, false, 1),
+            to = map_of(s.cells, x.dout.data(), c, c.queries, c.dim, BQ, false, c.dim);
+  TensorMap tk = map_of(s.k, x.k.data(), c, c.keys, c.dim, BK, false, 1),
+            tv = map_of(s.k, x.v.data(), c, c.keys, c.dim, BK, false, 1);
   TensorMap tdq = map_of(s.dq, r.dq.data(), c, c.queries, c.dim, BQ, true, 1);
-  emu::launch(std::min(resident, w.tiles), 1, 384, [&] { hopper_backward(tq, to, tk, tv, tdq, w); }, resident);
+  emu::launch(
+      std::min(resident, w.tiles), 1, 384, [&] { hopper_backward(tq, to, tk, tv, tdq, w); },
+      resident);
   free(dense);
   return r;
 }
 
-static double error(const vector<float>& got, const vector<double>& want, const vector<float>& start, bool& same) {
+static double error(
+    const vector<float>& got, const vector<double>& want, const vector<float>& start, bool& same) {
   double off = 0, size = 1e-30;
   for (u64 i = 0; i < got.size(); i++) {
-    if (want[i] == start[i] && got[i] != start[i]) same = false;   // nobody adds here
-    const double d = got[i] - want[i], moved = want[i] - start[i]; off += d * d; size += moved * moved;
+    if (want[i] == start[i] && got[i] != start[i]) same = false;   // no pair adds here
+    const double d = got[i] - want[i], moved = want[i] - start[i];
+    off += d * d;
+    size += moved * moved;
   }
   return sqrt(off / size);
 }
 static int failures = 0;
-static void judge(bool fine, const Case& c, const char* what, double a = 0, double b = 0, double d = 0) {
-  printf("%s HD=%d BQ=%d %-12s %s %.1e %.1e %.1e\n", fine ? "ok  " : "FAIL", HD, BQ, c.name, what, a, b, d); failures += !fine;
+static void judge(
+    bool fine, const Case& c, const char* what, double a = 0, double b = 0, double d = 0) {
+  printf("%s HD=%d BQ=%d %-12s %s %.1e %.1e %.1e\n", fine ? "ok  " : "FAIL", HD, BQ, c.name, what,
+      a, b, d);
+  failures += !fine;
 }
 template <class F> static bool equal(const vector<float>& a, const vector<float>& b, F free) {
   for (u64 i = 0; i < a.size(); i++) if (memcmp(&a[i], &b[i], 4) && !free(i)) return false;
@@ -137,48 +195,90 @@ template <class F> static bool equal(const vector<float>& a, const vector<float>
 }
 
 static void check(const Case& c) {
-  const Setting s = setting(c); Inputs x = inputs(c, s); const Exact e = exact(c, s, x); const Job& j = s.job;
+  const Setting s = setting(c);
+  Inputs x = inputs(c, s);
+  const Exact e = exact(c, s, x);
+  const JobParams& j = s.job;
   const Result r = run(c, s, x, true, 3);
-  bool same = true; const double q = error(r.dq, e.dq, x.dq, same), k = error(r.dk, e.dk, x.dk, same), v = error(r.dv, e.dv, x.dv, same), bound = (P_SHIFT > 0) ? 2e-3 : 6e-3;
-  judge(q < bound && k < bound && v < bound && same, c, same ? "gradients" : "touched what is not its own", q, k, v);
+  bool same = true;
+  const double q = error(r.dq, e.dq, x.dq, same), k = error(r.dk, e.dk, x.dk, same),
+               v = error(r.dv, e.dv, x.dv, same), bound = (P_SHIFT > 0) ? 2e-3 : 6e-3;
+  judge(q < bound && k < bound && v < bound && same, c,
+      same ? "gradients" : "touched what is not its own", q, k, v);
   const Result again = run(c, s, x, true, 2), fast = run(c, s, x, false, 1);
   auto none = [](u64) { return false; };
-  judge(equal(r.dq, again.dq, none) && equal(r.dk, again.dk, none) && equal(r.dv, again.dv, none), c, "bits in another order");
+  judge(equal(r.dq, again.dq, none) && equal(r.dk, again.dk, none) && equal(r.dv, again.dv, none),
+      c, "bits in another order");
   bool own = true; const double f = error(fast.dq, e.dq, x.dq, own);
   judge(f < bound && own && equal(r.dk, fast.dk, none), c, "order left free", f);
-  // Sums that are written are those that are added to zeros, wherever the job has rows, and nothing else is touched.
-  Inputs zeros = x; for (auto* all : {&zeros.dk, &zeros.dv}) for (int b = 0; b < j.batch; b++) for (int g = 0; g < j.segments; g++) for (int h = 0; h < j.heads; h++) for (int t = 0; t < j.keys; t++)
-    for (int d = 0; d < c.dim; d++) (*all)[at(j.k, b, g, t, h) + d] = 0.f;
+  // With `overwrite`, the result is that of adding to zeros, and only the job's rows are touched.
+  Inputs zeros = x;
+  for (auto* all : {&zeros.dk, &zeros.dv})
+    for (int b = 0; b < j.batch; b++)
+      for (int g = 0; g < j.segments; g++)
+        for (int h = 0; h < j.heads; h++)
+          for (int t = 0; t < j.keys; t++)
+            for (int d = 0; d < c.dim; d++) (*all)[at(j.k, b, g, t, h) + d] = 0.f;
   const Result added = run(c, s, zeros, true, 2), written = run(c, s, x, true, 2, true);
-  judge(equal(added.dk, written.dk, none) && equal(added.dv, written.dv, none), c, "written, not added");
+  judge(equal(added.dk, written.dk, none) && equal(added.dv, written.dv, none), c,
+      "written, not added");
 
-  // What is hidden stays without effect: a sick key for rows that do not see it, a sick query for keys it does not see.
+  // Hidden rows have no effect: a key that is not finite on rows that do not see it, a query that
+  // is not finite on keys it does not see.
   for (int round = 0; round < 4; round++) {
     Inputs y = x; vector<bool> free_q(x.dq.size()), free_k(x.dk.size()), must_q(x.dq.size());
-    const int key = c.keys - 1 - (round & 1) * (c.keys / 3), query = (round & 1) * (c.queries / 3), of = 0;
+    const int key = c.keys - 1 - (round & 1) * (c.keys / 3), query = (round & 1) * (c.queries / 3),
+              of = 0;
     const u16 bad = emu::narrow(round < 2 ? NAN : INFINITY);
-    for (int b = 0; b < j.batch; b++) for (int g = 0; g < j.segments; g++) for (int h = 0; h < j.heads; h++) {
-      const i64 k0 = at(j.k, b, g, key, h), q0 = at(j.q, b, g, query, h), cell = at(j.cells, b, g, query, h);
-      for (int i = 0; i < c.dim; i++) { y.k[k0 + i] = y.v[k0 + i] = bad; free_k[k0 + i] = true; }
-      if (h == of) for (int i = 0; i < c.dim; i++) { y.q[q0 + i] = bad; y.dout[cell * c.dim + i] = bad; free_q[at(j.dq, b, g, query, h) + i] = true; }
-      // Such a row has no finite score, and so neither lse nor delta.
-      if (h == of && y.lse[cell] != -INFINITY) y.lse[cell] = y.delta[cell] = NAN;
-    }
+    for (int b = 0; b < j.batch; b++)
+      for (int g = 0; g < j.segments; g++)
+        for (int h = 0; h < j.heads; h++) {
+          const i64 k0 = at(j.k, b, g, key, h), q0 = at(j.q, b, g, query, h),
+                    cell = at(j.cells, b, g, query, h);
+          for (int i = 0; i < c.dim; i++) {
+            y.k[k0 + i] = y.v[k0 + i] = bad;
+            free_k[k0 + i] = true;
+          }
+          if (h == of)
+            for (int i = 0; i < c.dim; i++) {
+              y.q[q0 + i] = bad;
+              y.dout[cell * c.dim + i] = bad;
+              free_q[at(j.dq, b, g, query, h) + i] = true;
+            }
+          // Such a row has no finite score, and so no finite lse or delta.
+          if (h == of && y.lse[cell] != -INFINITY) y.lse[cell] = y.delta[cell] = NAN;
+        }
     pairs(s, [&](int b, int g, int h, int i, int t) {
       for (int d = 0; d < c.dim; d++) {
-        if (t == key) { free_q[at(j.dq, b, g, i, h) + d] = true; must_q[at(j.dq, b, g, i, h) + d] = true; }
+        if (t == key) {
+          free_q[at(j.dq, b, g, i, h) + d] = true;
+          must_q[at(j.dq, b, g, i, h) + d] = true;
+        }
         if (i == query && h == of) free_k[at(j.k, b, g, t, h) + d] = true;
       }
     });
     const Result z = run(c, s, y, true, 2);
-    bool spread = true; for (u64 i = 0; i < must_q.size(); i++) if (must_q[i] && z.dq[i] == z.dq[i]) spread = false;
-    const bool quiet = equal(r.dq, z.dq, [&](u64 i) { return free_q[i]; }) && equal(r.dk, z.dk, [&](u64 i) { return free_k[i]; }) && equal(r.dv, z.dv, [&](u64 i) { return free_k[i]; });
+    bool spread = true;
+    for (u64 i = 0; i < must_q.size(); i++)
+      if (must_q[i] && z.dq[i] == z.dq[i]) spread = false;
+    const bool quiet = equal(r.dq, z.dq, [&](u64 i) { return free_q[i]; }) &&
+                       equal(r.dk, z.dk, [&](u64 i) { return free_k[i]; }) &&
+                       equal(r.dv, z.dv, [&](u64 i) { return free_k[i]; });
     judge(quiet && spread, c, quiet ? "NaN where it is seen" : "hidden rows had an effect");
   }
-  // Rows that saw nothing at all are silent whatever flows into them.
+  // Rows that saw no key contribute nothing, whatever their dout.
   Inputs y = x; bool any = false;
-  for (u64 i = 0; i < y.lse.size(); i++) if (y.lse[i] == -INFINITY) { any = true; y.delta[i] = NAN; for (int d = 0; d < c.dim; d++) y.dout[i * c.dim + d] = 0x7fff; }
-  if (any) { const Result z = run(c, s, y, true, 2); judge(equal(r.dq, z.dq, none) && equal(r.dk, z.dk, none) && equal(r.dv, z.dv, none), c, "silent rows"); }
+  for (u64 i = 0; i < y.lse.size(); i++)
+    if (y.lse[i] == -INFINITY) {
+      any = true;
+      y.delta[i] = NAN;
+      for (int d = 0; d < c.dim; d++) y.dout[i * c.dim + d] = 0x7fff;
+    }
+  if (any) {
+    const Result z = run(c, s, y, true, 2);
+    judge(equal(r.dq, z.dq, none) && equal(r.dk, z.dk, none) && equal(r.dv, z.dv, none), c,
+        "silent rows");
+  }
 }
 
 int main(int argc, char** argv) {
@@ -190,7 +290,8 @@ int main(int argc, char** argv) {
     {"causal",      1,  2, 200, 200, 2, 1, d,   2, true,  0, 1, 0, 1, 1 / sqrt(d), 1.0},
     {"grouped",     2,  1, 130, 150, 4, 2, odd, 1, true,  40, 1, 3, 1, 0.2, 0.5},
     {"steps",       1,  1, 100, 190, 2, 1, d,   1, true,  5, 3, 17, 2, -0.1, 1.5},
-    {"round",       1,  1, 200, 200, 3, 1, d,   1, false, 0, 1, 0, 1, 1 / sqrt(d), 1.0},   // more tiles than are at work, and each waits for another of its head
+    // More tiles than resident CTAs, and each waits for another of its head.
+    {"round",       1,  1, 200, 200, 3, 1, d,   1, false, 0, 1, 0, 1, 1 / sqrt(d), 1.0},
     {"few",         1,  1, 3,   5,   1, 1, d,   1, true,  0, 1, 2, 1, 0.3, 1.0},
   };
   for (const Case& c : cases) if (argc < 2 || !strcmp(argv[1], c.name)) check(c);

@@ -1,13 +1,15 @@
-// A CPU model of the few Hopper instructions in `src/kernels/hopper.cuh`, so that the very same kernel bodies
-// run and can be checked without a GPU. It models values, barriers and the layout of shared memory (TMA's
-// swizzle, wgmma's descriptors); not timing, and not the order in which one thread sees another's plain writes.
+// A CPU model of the Hopper instructions in `src/kernels/hopper.cuh`, so that the kernels run
+// unchanged and are checked without a GPU. It models values, barriers and the layout of shared
+// memory (TMA's swizzle, wgmma's descriptors); not timing, and not the memory order of plain
+// writes.
 //
-// The decision that shaped it: whatever the hardware may do late is done late or at a random moment. A thread is
-// a fiber that runs until it must wait; a TMA load lands at some time after it was issued; a wgmma is formed only
-// at the wait that needs it. So a buffer released too early, an accumulator read too early or a forgotten wait
-// shows as wrong numbers, and a protocol that can block ends in a report of who waits for what.
+// The decision that shaped it: effects that the hardware may delay happen late or at a random
+// moment. A thread is a fiber that runs until it must wait; a TMA load completes some time after
+// its issue; a wgmma is computed at the wait that needs it. A buffer released too early, an
+// accumulator read too early or a missing wait therefore shows as wrong values, and a deadlock ends
+// with a list of what each warp waits for.
 //
-// EMU_SEED in the environment picks another order of fibers and landings.
+// EMU_SEED in the environment selects another order of fibers and loads.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -29,7 +31,10 @@
 #define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
-typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef long long i64;
 
 struct Dim3 { int x, y, z; };
@@ -42,7 +47,12 @@ static inline float4 make_float4(float x, float y, float z, float w) { return {x
 static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 using std::max; using std::min;
-template <class To, class From> static inline To bits_as(From x) { static_assert(sizeof(To) == sizeof(From), ""); To y; memcpy(&y, &x, sizeof y); return y; }
+template <class To, class From> static inline To bits_as(From x) {
+  static_assert(sizeof(To) == sizeof(From), "");
+  To y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
 static inline float __int_as_float(int x) { return bits_as<float>(x); }
 static inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
 static inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
@@ -51,39 +61,76 @@ static inline int __float_as_int(float x) { return bits_as<int>(x); }
 namespace emu {
 
 // ---- fibers ----
-// What a fiber waits for: a counter that has left a value (or, for mbarriers, a parity).
-struct Wait { const long* counter = nullptr; long value = 0; bool parity = false; const char* what = ""; };
+// What a fiber waits for: a counter that no longer has this value (or, for mbarriers, this parity).
+struct Wait {
+  const long* counter = nullptr;
+  long value = 0;
+  bool parity = false;
+  const char* what = "";
+};
 struct Cta;
-struct Fiber { ucontext_t context; std::unique_ptr<char[]> stack; Cta* cta; Dim3 thread; bool done = false; Wait wait; };
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  Cta* cta;
+  Dim3 thread;
+  bool done = false;
+  Wait wait;
+};
 
 struct NamedBarrier { int arrived = 0; long generation = 0;
-  bool hit(int expected) { if (++arrived < expected) return false; arrived = 0; generation++; return true; } };
+  bool hit(int expected) {
+    if (++arrived < expected) return false;
+    arrived = 0;
+    generation++;
+    return true;
+  }
+};
 struct Mbarrier { long arrivals = 0, pending = 0, bytes = 0, phase = 0;
-  void settle() { if (pending == 0 && bytes == 0) { phase++; pending = arrivals; } } };
-struct Product { float* d; u32 a[4]; u64 a_matrix, b_matrix; int keep, n; bool registers, a_across, b_across, negate; };
+  void complete() { if (pending == 0 && bytes == 0) { phase++; pending = arrivals; } } };
+struct Product {
+  float* d;
+  u32 a[4];
+  u64 a_matrix, b_matrix;
+  int keep, n;
+  bool registers, a_across, b_across, negate;
+};
 struct Addition { float* to; u32 from, bytes; bool add; };   // or a plain copy
 
-constexpr u32 MEMORY = 228 * 1024, BASE = 1024;   // shared addresses begin at BASE: nothing may count on 0
+constexpr u32 MEMORY = 228 * 1024, BASE = 1024;   // addresses begin at BASE, so that 0 is invalid
 struct Cta {
   u8* memory; Dim3 block;
   NamedBarrier named[16], warp[32], group[8];
   std::unordered_map<u32, Mbarrier> barriers;
-  std::vector<std::function<void()>> landings;          // TMA under way
+  std::vector<std::function<void()>> pending_loads;          // TMA loads in flight
   std::vector<Product> products[1024]; std::vector<int> groups[1024];
   std::vector<Addition> additions[1024];
-  u64 exchange[1024]; int registers[8] = {};             // of a thread, by warpgroup; 0 where it never asked
-  Cta() { memory = (u8*)aligned_alloc(1024, MEMORY); memset(memory, 0xff, MEMORY); }   // NaN wherever nothing was written
+  // `registers`: per thread, by warpgroup; 0 if it never changed them.
+  u64 exchange[1024]; int registers[8] = {};
+  Cta() {
+    memory = (u8*)aligned_alloc(1024, MEMORY);
+    memset(memory, 0xff, MEMORY);
+  }   // NaN where nothing was written
   ~Cta() { free(memory); }
 };
-inline Cta* cta; inline Fiber* running; inline ucontext_t scheduler; inline const std::function<void()>* body;
+inline Cta* cta;
+inline Fiber* running;
+inline ucontext_t scheduler;
+inline const std::function<void()>* body;
 inline u64 chance = 0x9e3779b97f4a7c15ull;
-static inline u32 draw() { chance = chance * 6364136223846793005ull + 1442695040888963407ull; return (u32)(chance >> 33); }
+static inline u32 draw() {
+  chance = chance * 6364136223846793005ull + 1442695040888963407ull;
+  return (u32)(chance >> 33);
+}
 
 [[noreturn]] static inline void fail(const char* what, u32 detail = 0) {
-  fprintf(stderr, "EMULATOR: %s (%u) in thread %d of block %d\n", what, detail, running ? running->thread.x : -1, cta ? cta->block.x : -1); _Exit(8);
+  fprintf(stderr, "EMULATOR: %s (%u) in thread %d of block %d\n", what, detail,
+      running ? running->thread.x : -1, cta ? cta->block.x : -1);
+  _Exit(8);
 }
 static inline u8* at(u32 address, u32 bytes = 1) {
-  if (address < BASE || address + bytes > BASE + MEMORY) fail("shared memory out of bounds", address);
+  if (address < BASE || address + bytes > BASE + MEMORY)
+    fail("shared memory out of bounds", address);
   return cta->memory + (address - BASE);
 }
 }  // namespace emu
@@ -94,30 +141,49 @@ static inline bool ready(const Fiber& f) {
   if (!f.wait.counter) return true;
   return f.wait.parity ? (*f.wait.counter & 1) != f.wait.value : *f.wait.counter != f.wait.value;
 }
-static inline void enter(Fiber* f) { running = f; cta = f->cta; threadIdx = f->thread; blockIdx = cta->block; }
+static inline void enter(Fiber* f) {
+  running = f;
+  cta = f->cta;
+  threadIdx = f->thread;
+  blockIdx = cta->block;
+}
 __attribute__((noinline)) static void wait(Wait w) {
   running->wait = w;
   if (ready(*running)) { running->wait.counter = nullptr; return; }
   swapcontext(&running->context, &scheduler);
   running->wait.counter = nullptr;
 }
-static inline void start() { (*body)(); running->done = true; swapcontext(&running->context, &scheduler); }
+static inline void start() {
+  (*body)();
+  running->done = true;
+  swapcontext(&running->context, &scheduler);
+}
 
-// Some loads land, or all of them.
-static inline bool land(Cta* c, bool all) {
+// Completes some loads, or all.
+static inline bool complete_loads(Cta* c, bool all) {
   bool any = false; Cta* before = cta; cta = c;
-  for (size_t i = 0; i < c->landings.size();) {
+  for (size_t i = 0; i < c->pending_loads.size();) {
     if (!all && draw() % 4) { i++; continue; }
-    auto landing = std::move(c->landings[i]); c->landings.erase(c->landings.begin() + i); landing(); any = true;
+    auto load = std::move(c->pending_loads[i]);
+    c->pending_loads.erase(c->pending_loads.begin() + i);
+    load();
+    any = true;
   }
   cta = before; return any;
 }
 static inline void run(std::vector<std::unique_ptr<Cta>>& ctas, int threads) {
   std::vector<std::unique_ptr<Fiber>> fibers; const size_t stack = 256 * 1024;
   for (auto& c : ctas) for (int t = 0; t < threads; t++) {
-    auto f = std::make_unique<Fiber>(); f->stack.reset(new char[stack]); f->cta = c.get(); f->thread = {t, 0, 0};
-    getcontext(&f->context); f->context.uc_stack.ss_sp = f->stack.get(); f->context.uc_stack.ss_size = stack; f->context.uc_link = &scheduler;
-    makecontext(&f->context, (void (*)())start, 0); fibers.push_back(std::move(f));
+      auto f = std::make_unique<Fiber>();
+      f->stack.reset(new char[stack]);
+      f->cta = c.get();
+      f->thread = {t, 0, 0};
+      getcontext(&f->context);
+      f->context.uc_stack.ss_sp = f->stack.get();
+      f->context.uc_stack.ss_size = stack;
+      f->context.uc_link = &scheduler;
+      makecontext(&f->context, (void (*)())start, 0);
+      fibers.push_back(std::move(f));
   }
   size_t left = fibers.size();
   while (left) {
@@ -126,59 +192,88 @@ static inline void run(std::vector<std::unique_ptr<Cta>>& ctas, int threads) {
       Fiber* f = fibers[k].get(); if (!ready(*f)) continue;
       enter(f); swapcontext(&scheduler, &f->context); moved = true; left -= f->done;
     }
-    for (auto& c : ctas) moved |= land(c.get(), false);
-    if (!moved) for (auto& c : ctas) moved |= land(c.get(), true);
+    for (auto& c : ctas) moved |= complete_loads(c.get(), false);
+    if (!moved) for (auto& c : ctas) moved |= complete_loads(c.get(), true);
     if (!moved) {
-      fprintf(stderr, "EMULATOR: nothing can go on\n");
-      for (auto& f : fibers) if (!f->done && f->thread.x % 32 == 0) fprintf(stderr, "  block %d thread %d waits for %s\n", f->cta->block.x, f->thread.x, f->wait.what);
+      fprintf(stderr, "EMULATOR: deadlock\n");
+      for (auto& f : fibers)
+        if (!f->done && f->thread.x % 32 == 0)
+          fprintf(stderr, "  block %d thread %d waits for %s\n", f->cta->block.x, f->thread.x,
+              f->wait.what);
       _Exit(9);
     }
   }
   running = nullptr; cta = nullptr;
 }
-// Runs a grid, `resident` blocks at a time (all of them where 0: blocks that wait for one another need that).
-static inline void launch(int blocks_x, int blocks_y, int threads, const std::function<void()>& kernel, int resident = 1) {
+// Runs a grid, `resident` blocks at a time (0: all, for blocks that wait for one another).
+static inline void launch(int blocks_x, int blocks_y, int threads,
+    const std::function<void()>& kernel, int resident = 1) {
   if (const char* seed = getenv("EMU_SEED")) chance += strtoull(seed, nullptr, 10);
   blockDim = {threads, 1, 1}; gridDim = {blocks_x, blocks_y, 1}; body = &kernel;
   int all = blocks_x * blocks_y; if (!resident) resident = all;
   for (int first = 0; first < all; first += resident) {
     std::vector<std::unique_ptr<Cta>> ctas;
-    for (int i = first; i < std::min(all, first + resident); i++) { ctas.push_back(std::make_unique<Cta>()); ctas.back()->block = {i % blocks_x, i / blocks_x, 0}; }
+    for (int i = first; i < std::min(all, first + resident); i++) {
+      ctas.push_back(std::make_unique<Cta>());
+      ctas.back()->block = {i % blocks_x, i / blocks_x, 0};
+    }
     run(ctas, threads);
     for (auto& c : ctas) {
-      if (!c->landings.empty()) fail("a load was never waited for");
+      if (!c->pending_loads.empty()) fail("a load is never waited for");
       for (auto& g : c->groups) if (!g.empty()) fail("a wgmma was never waited for");
       int start = 65536 / threads / 8 * 8, asked = 0;
-      for (int g = 0; g < threads / 128; g++) asked += 128 * (c->registers[g] ? c->registers[g] : start);
-      if (asked > start * (threads / 128 * 128)) fail("more registers raised than the block has: the GPU would wait for ever", asked);
+      for (int g = 0; g < threads / 128; g++)
+        asked += 128 * (c->registers[g] ? c->registers[g] : start);
+      if (asked > start * (threads / 128 * 128))
+        fail("more registers raised than the block has: the GPU would wait forever", asked);
     }
   }
 }
 
-// ---- numbers of the storage type ----
+// ---- elements of the storage type ----
 #ifdef T_F16
 static inline u16 narrow(float x) { return bits_as<u16>((_Float16)x); }
 static inline float widen(u16 x) { return (float)bits_as<_Float16>(x); }
 #else
-static inline u16 narrow(float x) { u32 u = bits_as<u32>(x); if ((u & 0x7fffffff) > 0x7f800000) return 0x7fff; return (u16)((u + 0x7fff + ((u >> 16) & 1)) >> 16); }
+static inline u16 narrow(float x) {
+  u32 u = bits_as<u32>(x);
+  if ((u & 0x7fffffff) > 0x7f800000) return 0x7fff;
+  return (u16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
 static inline float widen(u16 x) { return bits_as<float>((u32)x << 16); }
 #endif
 
 // ---- tensor maps ----
-struct Map { const u8* base; u64 extents[5], stride_bytes[5]; u32 box[5]; };   // stride_bytes[0] is 2
+struct Map {
+  const u8* base;
+  u64 extents[5], stride_bytes[5];
+  u32 box[5];
+};   // stride_bytes[0] is 2
 static inline u32 swizzle(u32 address) { return address ^ (((address >> 7) & 7) << 4); }
-static inline u64 number_at(u32 address) { u16 v; memcpy(&v, at(swizzle(address), 2), 2); return v; }
-static inline Mbarrier& barrier(u32 address) {
-  auto found = cta->barriers.find(address); if (found == cta->barriers.end()) fail("a barrier that was never initialised", address); return found->second;
+static inline u64 element_at(u32 address) {
+  u16 v;
+  memcpy(&v, at(swizzle(address), 2), 2);
+  return v;
 }
-static inline void arrive(Mbarrier& b) { if (--b.pending < 0) fail("too many arrivals"); b.settle(); }
+static inline Mbarrier& barrier(u32 address) {
+  auto found = cta->barriers.find(address);
+  if (found == cta->barriers.end()) fail("a barrier that was never initialised", address);
+  return found->second;
+}
+static inline void arrive(Mbarrier& b) {
+  if (--b.pending < 0) fail("too many arrivals");
+  b.complete();
+}
 }  // namespace emu
 
 struct TensorMap { u64 opaque[16]; };
-// The map of an operand: (columns, rows, heads, segments, batch), strides in elements, a box of 64 columns and `box_rows` rows.
-static inline TensorMap tensor_map(const void* base, u64 columns, u64 rows, u64 heads, u64 segments, u64 batch, u64 row, u64 head, u64 segment, u64 entry, u32 box_rows) {
+// The map of an operand: (columns, rows, heads, segments, batch), strides in elements, a box of 64
+// columns and `box_rows` rows.
+static inline TensorMap tensor_map(const void* base, u64 columns, u64 rows, u64 heads, u64 segments,
+    u64 batch, u64 row, u64 head, u64 segment, u64 entry, u32 box_rows) {
   TensorMap m{};
-  m.opaque[0] = (u64) new emu::Map{(const u8*)base, {columns, rows, heads, segments, batch}, {2, row * 2, head * 2, segment * 2, entry * 2}, {64, box_rows, 1, 1, 1}};
+  m.opaque[0] = (u64) new emu::Map{(const u8*)base, {columns, rows, heads, segments, batch},
+      {2, row * 2, head * 2, segment * 2, entry * 2}, {64, box_rows, 1, 1, 1}};
   return m;
 }
 #define SHARED_MEMORY(name) u8* name = emu::cta->memory
@@ -186,33 +281,61 @@ static inline TensorMap tensor_map(const void* base, u64 columns, u64 rows, u64 
 static inline void check_shared_base(const void*) {}
 
 // ---- mbarrier ----
-static inline void barrier_init(u32 b, u32 arrivals) { if (b % 8) emu::fail("a barrier that is not aligned", b); emu::Mbarrier x; x.arrivals = x.pending = arrivals; emu::cta->barriers[b] = x; }
+static inline void barrier_init(u32 b, u32 arrivals) {
+  if (b % 8) emu::fail("a barrier that is not aligned", b);
+  emu::Mbarrier x;
+  x.arrivals = x.pending = arrivals;
+  emu::cta->barriers[b] = x;
+}
 static inline void barrier_init_fence() {}
-static inline void barrier_expect(u32 b, u32 bytes) { auto& x = emu::barrier(b); x.bytes += bytes; emu::arrive(x); }
+static inline void barrier_expect(u32 b, u32 bytes) {
+  auto& x = emu::barrier(b);
+  x.bytes += bytes;
+  emu::arrive(x);
+}
 static inline void barrier_arrive(u32 b) { emu::arrive(emu::barrier(b)); }
-static inline void barrier_wait(u32 b, u32 parity) { auto& x = emu::barrier(b); emu::wait({&x.phase, (long)parity, true, "an mbarrier"}); }
-
+static inline void barrier_wait(u32 b, u32 parity) {
+  auto& x = emu::barrier(b);
+  emu::wait({&x.phase, (long)parity, true, "an mbarrier"});
+}
 
 // ---- TMA ----
 static inline void tma_prefetch(const TensorMap*) {}
-static inline void tma_load(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
+static inline void tma_load(
+    u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
   if (to % 1024) emu::fail("a tile that is not aligned", to);
-  emu::cta->landings.push_back([=] {
-    const emu::Map& m = *(const emu::Map*)map->opaque[0]; i64 at[5] = {c0, c1, c2, c3, c4}; u32 offset = 0;
-    for (u32 row = 0; row < m.box[1]; row++) for (u32 column = 0; column < m.box[0]; column++, offset += 2) {
-      i64 place[5] = {at[0] + column, at[1] + row, at[2], at[3], at[4]}; bool inside = true; u64 from = 0;
-      for (int i = 0; i < 5; i++) { inside &= place[i] >= 0 && (u64)place[i] < m.extents[i]; from += (u64)place[i] * m.stride_bytes[i]; }
-      u16 v = 0; if (inside) memcpy(&v, m.base + from, 2);
-      memcpy(emu::at(emu::swizzle(to + offset), 2), &v, 2);
-    }
-    auto& b = emu::barrier(barrier); b.bytes -= offset; b.settle();
+  emu::cta->pending_loads.push_back([=] {
+    const emu::Map& m = *(const emu::Map*)map->opaque[0];
+    i64 at[5] = {c0, c1, c2, c3, c4};
+    u32 offset = 0;
+    for (u32 row = 0; row < m.box[1]; row++)
+      for (u32 column = 0; column < m.box[0]; column++, offset += 2) {
+        i64 coordinate[5] = {at[0] + column, at[1] + row, at[2], at[3], at[4]};
+        bool inside = true;
+        u64 from = 0;
+        for (int i = 0; i < 5; i++) {
+          inside &= coordinate[i] >= 0 && (u64)coordinate[i] < m.extents[i];
+          from += (u64)coordinate[i] * m.stride_bytes[i];
+        }
+        u16 v = 0;
+        if (inside) memcpy(&v, m.base + from, 2);
+        memcpy(emu::at(emu::swizzle(to + offset), 2), &v, 2);
+      }
+    auto& b = emu::barrier(barrier);
+    b.bytes -= offset;
+    b.complete();
   });
 }
 static inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (to % 16 || (u64)from % 16 || bytes % 16) emu::fail("a bulk copy that is not aligned", to);
-  emu::cta->landings.push_back([=] { memcpy(emu::at(to, bytes), from, bytes); auto& b = emu::barrier(barrier); b.bytes -= bytes; b.settle(); });
+  emu::cta->pending_loads.push_back([=] {
+    memcpy(emu::at(to, bytes), from, bytes);
+    auto& b = emu::barrier(barrier);
+    b.bytes -= bytes;
+    b.complete();
+  });
 }
-// The bulk addition runs at the wait, when its staging memory may be reused.
+// A bulk addition happens at the wait, after which its staging memory may be reused.
 namespace emu {
 static inline void bulk(float* to, u32 from, u32 bytes, bool add) {
   if (from % 16 || (u64)to % 16 || bytes % 16) fail("a bulk copy that is not aligned", from);
@@ -223,7 +346,12 @@ static inline void bulk_add(float* to, u32 from, u32 bytes) { emu::bulk(to, from
 static inline void bulk_store(float* to, u32 from, u32 bytes) { emu::bulk(to, from, bytes, false); }
 static inline void bulk_wait_read() {
   auto& all = emu::cta->additions[threadIdx.x];
-  for (auto& x : all) for (u32 i = 0; i < x.bytes / 4; i++) { float v; memcpy(&v, emu::at(x.from + 4 * i, 4), 4); x.to[i] = x.add ? x.to[i] + v : v; }
+  for (auto& x : all)
+    for (u32 i = 0; i < x.bytes / 4; i++) {
+      float v;
+      memcpy(&v, emu::at(x.from + 4 * i, 4), 4);
+      x.to[i] = x.add ? x.to[i] + v : v;
+    }
   all.clear();
 }
 static inline void bulk_wait_all() { bulk_wait_read(); }
@@ -232,22 +360,42 @@ static inline void fence_async() {}
 // ---- warps and named barriers ----
 static inline void named_arrive(int id, int threads) { emu::cta->named[id].hit(threads); }
 static inline void named_sync(int id, int threads) {
-  auto& b = emu::cta->named[id]; long g = b.generation; if (!b.hit(threads)) emu::wait({&b.generation, g, false, "a named barrier"});
+  auto& b = emu::cta->named[id];
+  long g = b.generation;
+  if (!b.hit(threads)) emu::wait({&b.generation, g, false, "a named barrier"});
 }
 static inline void __syncthreads() { named_sync(0, blockDim.x); }
 static inline void __syncwarp(u32 = ~0u) {
-  auto& b = emu::cta->warp[threadIdx.x / 32]; long g = b.generation; if (!b.hit(32)) emu::wait({&b.generation, g, false, "its warp"});
+  auto& b = emu::cta->warp[threadIdx.x / 32];
+  long g = b.generation;
+  if (!b.hit(32)) emu::wait({&b.generation, g, false, "its warp"});
 }
 namespace emu {
-static inline void group_sync() { auto& b = cta->group[threadIdx.x / 128]; long g = b.generation; if (!b.hit(128)) wait({&b.generation, g, false, "its warpgroup"}); }
+static inline void group_sync() {
+  auto& b = cta->group[threadIdx.x / 128];
+  long g = b.generation;
+  if (!b.hit(128)) wait({&b.generation, g, false, "its warpgroup"});
+}
 template <class T> static inline T shuffle(T v, int from) {
-  int t = threadIdx.x; u64 bits = 0; memcpy(&bits, &v, sizeof v); cta->exchange[t] = bits; __syncwarp();
+  int t = threadIdx.x;
+  u64 bits = 0;
+  memcpy(&bits, &v, sizeof v);
+  cta->exchange[t] = bits;
+  __syncwarp();
   T r; memcpy(&r, &cta->exchange[(t & ~31) + (from & 31)], sizeof r); __syncwarp(); return r;
 }
 }  // namespace emu
-template <class T> static inline T __shfl_xor_sync(u32, T v, int x) { return emu::shuffle(v, (threadIdx.x & 31) ^ x); }
-template <class T> static inline T __shfl_sync(u32, T v, int lane, int width = 32) { int own = threadIdx.x & 31; return emu::shuffle(v, (own & ~(width - 1)) + (lane & (width - 1))); }
-template <class T> static inline T __shfl_down_sync(u32, T v, int by) { int own = threadIdx.x & 31; return emu::shuffle(v, own + by < 32 ? own + by : own); }
+template <class T> static inline T __shfl_xor_sync(u32, T v, int x) {
+  return emu::shuffle(v, (threadIdx.x & 31) ^ x);
+}
+template <class T> static inline T __shfl_sync(u32, T v, int lane, int width = 32) {
+  int own = threadIdx.x & 31;
+  return emu::shuffle(v, (own & ~(width - 1)) + (lane & (width - 1)));
+}
+template <class T> static inline T __shfl_down_sync(u32, T v, int by) {
+  int own = threadIdx.x & 31;
+  return emu::shuffle(v, own + by < 32 ? own + by : own);
+}
 static inline u32 __ballot_sync(u32, int p) {
   int t = threadIdx.x; emu::cta->exchange[t] = p != 0; __syncwarp();
   u32 r = 0; for (int i = 0; i < 32; i++) r |= (u32)emu::cta->exchange[(t & ~31) + i] << i;
@@ -259,7 +407,11 @@ static inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
 static inline int __popc(u32 x) { return __builtin_popcount(x); }
 // One fiber runs at a time, so plain code is atomic.
 template <class T> static inline T atomicAdd(T* p, T v) { T old = *p; *p += v; return old; }
-template <class T> static inline T atomicMax(T* p, T v) { T old = *p; *p = max(old, v); return old; }
+template <class T> static inline T atomicMax(T* p, T v) {
+  T old = *p;
+  *p = max(old, v);
+  return old;
+}
 template <class T> static inline T atomicOr(T* p, T v) { T old = *p; *p |= v; return old; }
 template <class T> static inline T atomicExch(T* p, T v) { T old = *p; *p = v; return old; }
 static inline void __threadfence() {}
@@ -267,80 +419,123 @@ static inline void __nanosleep(u32) {}
 template <class T> static inline T __ldg(const T* p) { return *p; }
 
 // ---- shared and global memory ----
-static inline void store_shared(u32 to, float x, float y) { float v[2] = {x, y}; memcpy(emu::at(to, 8), v, 8); }
-static inline void store_shared(u32 to, float x, float y, float z, float w) { float v[4] = {x, y, z, w}; memcpy(emu::at(to, 16), v, 16); }
+static inline void store_shared(u32 to, float x, float y) {
+  float v[2] = {x, y};
+  memcpy(emu::at(to, 8), v, 8);
+}
+static inline void store_shared(u32 to, float x, float y, float z, float w) {
+  float v[4] = {x, y, z, w};
+  memcpy(emu::at(to, 16), v, 16);
+}
 static inline void store_shared(u32 to, uint4 x) { memcpy(emu::at(to, 16), &x, 16); }
 static inline void store_shared(u32 to, u32 x) { memcpy(emu::at(to, 4), &x, 4); }
-static inline void load_shared(u32 from, float& x, float& y) { memcpy(&x, emu::at(from, 4), 4); memcpy(&y, emu::at(from + 4, 4), 4); }
+static inline void load_shared(u32 from, float& x, float& y) {
+  memcpy(&x, emu::at(from, 4), 4);
+  memcpy(&y, emu::at(from + 4, 4), 4);
+}
 static inline u32 load_shared(u32 from) { u32 x; memcpy(&x, emu::at(from, 4), 4); return x; }
-static inline uint4 load_shared_16(u32 from) { if (from % 16) emu::fail("not aligned", from); uint4 x; memcpy(&x, emu::at(from, 16), 16); return x; }
-static inline void or_shared(u32 where, u32 bits) { u32 x = load_shared(where) | bits; store_shared(where, x); }
+static inline uint4 load_shared_16(u32 from) {
+  if (from % 16) emu::fail("not aligned", from);
+  uint4 x;
+  memcpy(&x, emu::at(from, 16), 16);
+  return x;
+}
+static inline void or_shared(u32 where, u32 bits) {
+  u32 x = load_shared(where) | bits;
+  store_shared(where, x);
+}
 static inline void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
-  int t = threadIdx.x, warp = t & ~31, lane = t & 31; u32 r[4] = {a, b, c, d}; emu::cta->exchange[t] = to; __syncwarp();
-  for (int m = 0; m < 4; m++) memcpy(emu::at((u32)emu::cta->exchange[warp + 8 * m + lane / 4] + (lane % 4) * 4, 4), &r[m], 4);
+  int t = threadIdx.x, warp = t & ~31, lane = t & 31;
+  u32 r[4] = {a, b, c, d};
+  emu::cta->exchange[t] = to;
+  __syncwarp();
+  for (int m = 0; m < 4; m++)
+    memcpy(emu::at((u32)emu::cta->exchange[warp + 8 * m + lane / 4] + (lane % 4) * 4, 4), &r[m], 4);
   __syncwarp();
 }
 static inline uint4 load_matrices(u32 from) {
-  int t = threadIdx.x, warp = t & ~31, lane = t & 31; u32 r[4]; emu::cta->exchange[t] = from; __syncwarp();
-  for (int m = 0; m < 4; m++) memcpy(&r[m], emu::at((u32)emu::cta->exchange[warp + 8 * m + lane / 4] + (lane % 4) * 4, 4), 4);
+  int t = threadIdx.x, warp = t & ~31, lane = t & 31;
+  u32 r[4];
+  emu::cta->exchange[t] = from;
+  __syncwarp();
+  for (int m = 0; m < 4; m++)
+    memcpy(&r[m], emu::at((u32)emu::cta->exchange[warp + 8 * m + lane / 4] + (lane % 4) * 4, 4), 4);
   __syncwarp(); return {r[0], r[1], r[2], r[3]};
 }
 static inline void global_add(float* to, float x, float y) { to[0] += x; to[1] += y; }
 
 // ---- arithmetic ----
-template <class N> static inline N forgotten(N x) { return x; }
+template <class N> static inline N opaque(N x) { return x; }
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float log2_fast(float x) { return log2f(x); }
-static inline u32 pack(float low, float high) { return emu::narrow(low) | ((u32)emu::narrow(high) << 16); }
+static inline u32 pack(float low, float high) {
+  return emu::narrow(low) | ((u32)emu::narrow(high) << 16);
+}
 static inline float unpack(u16 x) { return emu::widen(x); }
 
 // ---- wgmma ----
-// Registers that one warpgroup raises must have been lowered by others: what a block holds in all is fixed at its start.
-template <int COUNT> static inline void registers_raise() { emu::cta->registers[threadIdx.x / 128] = COUNT; }
-template <int COUNT> static inline void registers_lower() { emu::cta->registers[threadIdx.x / 128] = COUNT; }
+// Registers that one warpgroup raises must have been lowered by others: a block's total is fixed.
+template <int COUNT> static inline void registers_raise() {
+  emu::cta->registers[threadIdx.x / 128] = COUNT;
+}
+template <int COUNT> static inline void registers_lower() {
+  emu::cta->registers[threadIdx.x / 128] = COUNT;
+}
 template <int N> static inline void pin(float (&)[N]) {}
 static inline void wgmma_fence() {}
 namespace emu {
-// One product of a warpgroup whose first thread is `first`, the `index`-th of those that are pending.
-static inline void form(int first, size_t index) {
+// Computes the `index`-th pending product of the warpgroup whose first thread is `first`.
+static inline void multiply(int first, size_t index) {
   const Product& x = cta->products[first][index]; float a[64][16]; static float b[16][256];
   auto start = [](u64 m) { return (u32)(m & 0x3FFF) << 4; };
   auto slab = [](u64 m) { return (u32)((m >> 16) & 0x3FFF) << 4; };
   auto group = [](u64 m) { return (u32)((m >> 32) & 0x3FFF) << 4; };
   if (x.registers) {
     for (int t = 0; t < 128; t++) for (int g = 0; g < 4; g++) for (int e = 0; e < 2; e++)
-      a[t / 32 * 16 + (t % 32) / 4 + (g & 1) * 8][(t % 4) * 2 + (g >> 1) * 8 + e] = widen((u16)(cta->products[first + t][index].a[g] >> (16 * e)));
+          a[t / 32 * 16 + (t % 32) / 4 + (g & 1) * 8][(t % 4) * 2 + (g >> 1) * 8 + e] =
+              widen((u16)(cta->products[first + t][index].a[g] >> (16 * e)));
   } else {
     u32 s = start(x.a_matrix), g = group(x.a_matrix);
     for (int m = 0; m < 64; m++) for (int k = 0; k < 16; k++)
-      a[m][k] = widen(number_at(x.a_across ? s + (k / 8) * g + (k % 8) * 128 + m * 2 : s + (m / 8) * g + (m % 8) * 128 + k * 2));
+        a[m][k] = widen(element_at(x.a_across ? s + (k / 8) * g + (k % 8) * 128 + m * 2
+                                              : s + (m / 8) * g + (m % 8) * 128 + k * 2));
   }
   u32 s = start(x.b_matrix), l = slab(x.b_matrix), g = group(x.b_matrix);
   for (int n = 0; n < x.n; n++) for (int k = 0; k < 16; k++)
-    b[k][n] = widen(number_at(x.b_across ? s + (n / 64) * l + (k / 8) * g + (k % 8) * 128 + (n % 64) * 2 : s + (n / 8) * g + (n % 8) * 128 + k * 2));
+      b[k][n] = widen(
+          element_at(x.b_across ? s + (n / 64) * l + (k / 8) * g + (k % 8) * 128 + (n % 64) * 2
+                                : s + (n / 8) * g + (n % 8) * 128 + k * 2));
   for (int m = 0; m < 64; m++) {
     float sum[256]; for (int n = 0; n < x.n; n++) sum[n] = 0;
-    for (int k = 0; k < 16; k++) { float w = x.negate ? -a[m][k] : a[m][k]; for (int n = 0; n < x.n; n++) sum[n] += w * b[k][n]; }
+    for (int k = 0; k < 16; k++) {
+      float w = x.negate ? -a[m][k] : a[m][k];
+      for (int n = 0; n < x.n; n++) sum[n] += w * b[k][n];
+    }
     for (int n = 0; n < x.n; n++) {
-      int thread = (m / 16) * 32 + (m % 8) * 4 + (n % 8) / 2, place = (n / 8) * 4 + ((m % 16) / 8) * 2 + (n & 1);
-      float* p = cta->products[first + thread][index].d + place; *p = (x.keep ? *p : 0.f) + sum[n];
+      int thread = (m / 16) * 32 + (m % 8) * 4 + (n % 8) / 2,
+          element = (n / 8) * 4 + ((m % 16) / 8) * 2 + (n & 1);
+      float* p = cta->products[first + thread][index].d + element;
+      *p = (x.keep ? *p : 0.f) + sum[n];
     }
   }
 }
-__attribute__((noinline)) static void issue(float* d, const u32* a, u64 a_matrix, u64 b_matrix, int keep, int n, bool a_across, bool b_across, bool negate) {
+__attribute__((noinline)) static void issue(float* d, const u32* a, u64 a_matrix, u64 b_matrix,
+    int keep, int n, bool a_across, bool b_across, bool negate) {
   Product p{d, {0, 0, 0, 0}, a_matrix, b_matrix, keep, n, a != nullptr, a_across, b_across, negate};
   if (a) memcpy(p.a, a, 16);
   cta->products[threadIdx.x].push_back(p);
 }
-__attribute__((noinline)) static void settle(int pending) {
+__attribute__((noinline)) static void complete(int pending) {
   int t = threadIdx.x, first = t & ~127; group_sync();
-  auto& groups = cta->groups[t]; int finished = std::max(0, (int)cta->groups[first].size() - pending), count = 0;
+  auto& groups = cta->groups[t];
+  int finished = std::max(0, (int)cta->groups[first].size() - pending), count = 0;
   for (int g = 0; g < finished; g++) count += cta->groups[first][g];
   group_sync();
-  if (t == first) for (int i = 0; i < count; i++) form(first, i);
+  if (t == first) for (int i = 0; i < count; i++) multiply(first, i);
   group_sync();
   auto& products = cta->products[t];
-  products.erase(products.begin(), products.begin() + count); groups.erase(groups.begin(), groups.begin() + finished);
+  products.erase(products.begin(), products.begin() + count);
+  groups.erase(groups.begin(), groups.begin() + finished);
   group_sync();
 }
 }  // namespace emu
@@ -348,14 +543,34 @@ static inline void wgmma_commit() {
   auto& groups = emu::cta->groups[threadIdx.x]; int before = 0; for (int g : groups) before += g;
   groups.push_back((int)emu::cta->products[threadIdx.x].size() - before);
 }
-template <int PENDING> static inline void wgmma_wait() { emu::settle(PENDING); asm volatile("" ::: "memory"); }
+template <int PENDING> static inline void wgmma_wait() {
+  emu::complete(PENDING);
+  asm volatile("" ::: "memory");
+}
 
 // The wrappers that `src/wgmma.rs` generates, for every n.
-#define EMULATE_WGMMA_SS(N, SUFFIX, A, B, NEGATE) static inline void wgmma_ss##SUFFIX##_n##N(float (&d)[N / 2], u64 a, u64 b, int keep) { emu::issue(d, nullptr, a, b, keep, N, A, B, NEGATE); }
-#define EMULATE_WGMMA_RS(N, SUFFIX, B, NEGATE) static inline void wgmma_rs##SUFFIX##_n##N(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int keep) { u32 a[4] = {a0, a1, a2, a3}; emu::issue(d, a, 0, b, keep, N, false, B, NEGATE); }
-#define EMULATE_WGMMA(N) EMULATE_WGMMA_SS(N, , false, false, false) EMULATE_WGMMA_SS(N, _neg, false, false, true) EMULATE_WGMMA_SS(N, _tb, false, true, false) \
-  EMULATE_WGMMA_SS(N, _ta, true, false, false) EMULATE_WGMMA_SS(N, _ta_tb, true, true, false) EMULATE_WGMMA_RS(N, , false, false) EMULATE_WGMMA_RS(N, _neg, false, true) EMULATE_WGMMA_RS(N, _tb, true, false)
-EMULATE_WGMMA(8) EMULATE_WGMMA(16) EMULATE_WGMMA(24) EMULATE_WGMMA(32) EMULATE_WGMMA(40) EMULATE_WGMMA(48) EMULATE_WGMMA(56) EMULATE_WGMMA(64)
-EMULATE_WGMMA(72) EMULATE_WGMMA(80) EMULATE_WGMMA(88) EMULATE_WGMMA(96) EMULATE_WGMMA(104) EMULATE_WGMMA(112) EMULATE_WGMMA(120) EMULATE_WGMMA(128)
-EMULATE_WGMMA(136) EMULATE_WGMMA(144) EMULATE_WGMMA(152) EMULATE_WGMMA(160) EMULATE_WGMMA(168) EMULATE_WGMMA(176) EMULATE_WGMMA(184) EMULATE_WGMMA(192)
-EMULATE_WGMMA(200) EMULATE_WGMMA(208) EMULATE_WGMMA(216) EMULATE_WGMMA(224) EMULATE_WGMMA(232) EMULATE_WGMMA(240) EMULATE_WGMMA(248) EMULATE_WGMMA(256)
+#define EMULATE_WGMMA_SS(N, SUFFIX, A, B, NEGATE)                                         \
+  static inline void wgmma_ss##SUFFIX##_n##N(float (&d)[N / 2], u64 a, u64 b, int keep) { \
+    emu::issue(d, nullptr, a, b, keep, N, A, B, NEGATE);                                  \
+  }
+#define EMULATE_WGMMA_RS(N, SUFFIX, B, NEGATE)                              \
+  static inline void wgmma_rs##SUFFIX##_n##N(                               \
+      float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int keep) { \
+    u32 a[4] = {a0, a1, a2, a3};                                            \
+    emu::issue(d, a, 0, b, keep, N, false, B, NEGATE);                      \
+  }
+#define EMULATE_WGMMA(N)                                                                          \
+  EMULATE_WGMMA_SS(N, , false, false, false)                                                      \
+  EMULATE_WGMMA_SS(N, _neg, false, false, true) EMULATE_WGMMA_SS(N, _tb, false, true, false)      \
+      EMULATE_WGMMA_SS(N, _ta, true, false, false) EMULATE_WGMMA_SS(N, _ta_tb, true, true, false) \
+          EMULATE_WGMMA_RS(N, , false, false) EMULATE_WGMMA_RS(N, _neg, false, true)              \
+              EMULATE_WGMMA_RS(N, _tb, true, false)
+EMULATE_WGMMA(8)
+EMULATE_WGMMA(16) EMULATE_WGMMA(24) EMULATE_WGMMA(32) EMULATE_WGMMA(40) EMULATE_WGMMA(48)
+    EMULATE_WGMMA(56) EMULATE_WGMMA(64) EMULATE_WGMMA(72) EMULATE_WGMMA(80) EMULATE_WGMMA(88)
+        EMULATE_WGMMA(96) EMULATE_WGMMA(104) EMULATE_WGMMA(112) EMULATE_WGMMA(120)
+            EMULATE_WGMMA(128) EMULATE_WGMMA(136) EMULATE_WGMMA(144) EMULATE_WGMMA(152)
+                EMULATE_WGMMA(160) EMULATE_WGMMA(168) EMULATE_WGMMA(176) EMULATE_WGMMA(184)
+                    EMULATE_WGMMA(192) EMULATE_WGMMA(200) EMULATE_WGMMA(208) EMULATE_WGMMA(216)
+                        EMULATE_WGMMA(224) EMULATE_WGMMA(232) EMULATE_WGMMA(240) EMULATE_WGMMA(248)
+                            EMULATE_WGMMA(256)

@@ -1,169 +1,285 @@
-// The forward kernel of Hopper on the CPU model, against plain loops in f64. One program per variant: its macros are those of the kernel.
-// Exits with 1 where a case fails; prints one line a case.
+// Hopper's forward kernel on the CPU model, against loops in f64. One program per variant, with the
+// kernel's macros. Prints one line per case; exits with 1 if one fails.
 #include "emu.h"
 #include "common.cuh"
 #include "hopper.cuh"
 #include "hopper_tiles.cuh"
+#include "hopper_forward.cuh"
 #include "hopper_forward.cu"
 #include <numeric>
 #include <string>
 
 struct Case {
-  int batch, segments, queries, keys, heads, kv_heads, dim, dilation, blocks;   // blocks: of the grid
-  i64 query, query_step, key, key_step;                                          // positions, where the variant is causal
-  double scale, gain, size;                                                      // size: of q and k
-  int further = 0;                                                               // links of the chain behind the job's own keys
+  int batch, segments, queries, keys, heads, kv_heads, dim, dilation,
+      blocks;   // blocks: of the grid
+  i64 query, query_step, key, key_step;   // positions, if the variant is causal
+  double scale, gain, size;   // size: magnitude of q and k
+  int rest = 0;   // chunks after the job's own keys
 };
 
-// Rows of `heads` heads, `dilation` apart; head h begins at phase h % dilation. Cells are numbers of dimension 1.
+// Rows of `heads` heads, `dilation` apart; head h has phase h % dilation. Cells are rows of
+// dimension 1.
 struct Layout {
-  std::vector<i64> shares; Operand operand; i64 elements, unit, span;
+  std::vector<i64> shares; OperandParams operand; i64 elements, unit, span;
   Layout(const Case& c, int rows, int heads, int dim) {
     i64 token = (i64)heads * dim, segment = (i64)rows * c.dilation * token;
-    for (int h = 0; h < c.heads; h++) { int own = h * heads / c.heads; shares.push_back(own * dim + own % c.dilation * token); }
+    for (int h = 0; h < c.heads; h++) {
+      int own = h * heads / c.heads;
+      shares.push_back(own * dim + own % c.dilation * token);
+    }
     unit = 0; for (i64 x : shares) unit = std::gcd(unit, x);
     if (!unit) unit = dim;
-    span = *std::max_element(shares.begin(), shares.end()) / unit + 1; elements = c.batch * c.segments * segment;
+    span = *std::max_element(shares.begin(), shares.end()) / unit + 1;
+    elements = c.batch * c.segments * segment;
     operand = {0, c.segments * segment, segment, c.dilation * token, unit, shares.data()};
   }
   Layout(const Layout&) = delete;
 };
 static double uniform() { return emu::draw() % 65536 / 32768.0 - 1; }
-static std::vector<u16> numbers(i64 count, double size) { std::vector<u16> v(count); for (auto& x : v) x = emu::narrow((float)(uniform() * size)); return v; }
-static TensorMap map_of(const Case& c, const std::vector<u16>& data, const Layout& l, int rows, u32 box) {
-  return tensor_map(data.data(), c.dim, rows, l.span, c.segments, c.batch, l.operand.row, l.unit, l.operand.segment, l.operand.batch, box);
+static std::vector<u16> random_elements(i64 count, double size) {
+  std::vector<u16> v(count);
+  for (auto& x : v) x = emu::narrow((float)(uniform() * size));
+  return v;
+}
+static TensorMap map_of(
+    const Case& c, const std::vector<u16>& data, const Layout& l, int rows, u32 box) {
+  return tensor_map(data.data(), c.dim, rows, l.span, c.segments, c.batch, l.operand.row, l.unit,
+      l.operand.segment, l.operand.batch, box);
 }
 static void odd_inverse(i64 unit, u32& shift, u32& inverse) {
-  shift = __builtin_ctzll(unit); u32 odd = (u32)(unit >> shift); inverse = odd; for (int i = 0; i < 5; i++) inverse *= 2 - odd * inverse;
+  shift = __builtin_ctzll(unit);
+  u32 odd = (u32)(unit >> shift);
+  inverse = odd;
+  for (int i = 0; i < 5; i++) inverse *= 2 - odd * inverse;
 }
 
 struct Result { std::vector<float> acc, m, l, lse; std::vector<u16> out; };
 static const float MARK = 7.5f;
 
-// Keys and values of a link behind the first: whole blocks that every row sees.
-struct Further {
+// Keys and values of a chunk after the first: whole blocks that every row sees.
+struct RestChunk {
   int keys; Layout at; std::vector<u16> k, v;
-  Further(const Case& c, int keys) : keys(keys), at(c, keys, c.kv_heads, c.dim), k(numbers(at.elements, c.size)), v(numbers(at.elements, 1)) {}
+  RestChunk(const Case& c, int keys)
+      : keys(keys),
+        at(c, keys, c.kv_heads, c.dim),
+        k(random_elements(at.elements, c.size)),
+        v(random_elements(at.elements, 1)) {}
 };
 
 struct Problem {
-  Case c; Layout q_at, k_at, cells; std::vector<u16> q, k, v; std::vector<std::unique_ptr<Further>> further; Job job; Tiles tiles;
-  Problem(const Case& c) : c(c), q_at(c, c.queries, c.heads, c.dim), k_at(c, c.keys, c.kv_heads, c.dim), cells(c, c.queries, c.heads, 1) {
-    q = numbers(q_at.elements, c.size); k = numbers(k_at.elements, c.size); v = numbers(k_at.elements, 1);
-    job = {q_at.operand, k_at.operand, cells.operand, q_at.operand, c.query, c.query_step, c.key, c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, CAUSAL, 0, c.scale, c.gain};
+  Case c;
+  Layout q_at, k_at, cells;
+  std::vector<u16> q, k, v;
+  std::vector<std::unique_ptr<RestChunk>> rest;
+  JobParams job;
+  TileParams tiles;
+  Problem(const Case& c)
+      : c(c),
+        q_at(c, c.queries, c.heads, c.dim),
+        k_at(c, c.keys, c.kv_heads, c.dim),
+        cells(c, c.queries, c.heads, 1) {
+    q = random_elements(q_at.elements, c.size);
+    k = random_elements(k_at.elements, c.size);
+    v = random_elements(k_at.elements, 1);
+    job = {q_at.operand, k_at.operand, cells.operand, q_at.operand, c.query, c.query_step, c.key,
+        c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, CAUSAL, 0, c.scale,
+        c.gain};
     i64 lead = c.query - c.key;
-    const int row_tiles = (c.queries + ROWS - 1) / ROWS, places = c.batch * c.segments * c.heads;
-    tiles = {(u32)(row_tiles * places), row_tiles, c.batch * c.segments * c.heads, 2, (int)lead, (int)c.query_step, (int)c.key_step, 0, 0, 0, 0, {}};
-    for (int i = 0; i < c.further; i++) {
-      further.emplace_back(new Further(c, (1 + i % 2) * KEYS));
-      for (int link = 0; link <= i; link++) tiles.from[link] += further[i]->keys;
+    const int row_tiles = (c.queries + ROWS - 1) / ROWS, sequences = c.batch * c.segments * c.heads;
+    tiles = {(u32)(row_tiles * sequences), row_tiles, c.batch * c.segments * c.heads, 2, (int)lead,
+        (int)c.query_step, (int)c.key_step, 0, 0, 0, 0, {}};
+    for (int i = 0; i < c.rest; i++) {
+      rest.emplace_back(new RestChunk(c, (1 + i % 2) * KEYS));
+      for (int chunk = 0; chunk <= i; chunk++) tiles.chunk_starts[chunk] += rest[i]->keys;
     }
-    if (c.query_step % c.key_step == 0) { tiles.lead = (int)(lead >= 0 ? lead / c.key_step : -((-lead + c.key_step - 1) / c.key_step)); tiles.query_step /= (int)c.key_step; tiles.key_step = 1; }
-    odd_inverse(q_at.unit, tiles.q_shift, tiles.q_inverse); odd_inverse(k_at.unit, tiles.k_shift, tiles.k_inverse);
+    if (c.query_step % c.key_step == 0) {
+      tiles.lead = (int)(lead >= 0 ? lead / c.key_step : -((-lead + c.key_step - 1) / c.key_step));
+      tiles.query_step /= (int)c.key_step;
+      tiles.key_step = 1;
+    }
+    odd_inverse(q_at.unit, tiles.q_shift, tiles.q_inverse);
+    odd_inverse(k_at.unit, tiles.k_shift, tiles.k_inverse);
   }
   Result start() const {
     i64 n = cells.elements;
-    Result r{std::vector<float>(n * c.dim, MARK), std::vector<float>(n, MARK), std::vector<float>(n, MARK), std::vector<float>(n, MARK), std::vector<u16>(n * c.dim, emu::narrow(MARK))};
-    each([&](int b, int s, int i, int h) { i64 x = at(job.cells, b, s, i, h); r.m[x] = -INFINITY; r.l[x] = 0; for (int d = 0; d < c.dim; d++) r.acc[x * c.dim + d] = 0; });
+    Result r{std::vector<float>(n * c.dim, MARK), std::vector<float>(n, MARK),
+        std::vector<float>(n, MARK), std::vector<float>(n, MARK),
+        std::vector<u16>(n * c.dim, emu::narrow(MARK))};
+    each([&](int b, int s, int i, int h) {
+      i64 x = at(job.cells, b, s, i, h);
+      r.m[x] = -INFINITY;
+      r.l[x] = 0;
+      for (int d = 0; d < c.dim; d++) r.acc[x * c.dim + d] = 0;
+    });
     return r;
   }
   void run(Result& r) const {
-    TensorMap qm = map_of(c, q, q_at, c.queries, ROWS); Links links{{map_of(c, k, k_at, c.keys, KEYS)}, {map_of(c, v, k_at, c.keys, KEYS)}};
-    for (int i = 0; i < c.further; i++) { const Further& f = *further[i]; links.k[i + 1] = map_of(c, f.k, f.at, f.keys, KEYS); links.v[i + 1] = map_of(c, f.v, f.at, f.keys, KEYS); }
-    static u32 counter[2] = {0, 0};   // set back to 0 by every launch
-    emu::launch(c.blocks, 1, THREADS, [&] {
-      hopper_forward(qm, links, job, tiles, v.data(), r.acc.data(), r.m.data(), r.l.data(), r.out.data(), r.lse.data(), counter);
-    }, CAUSAL ? 0 : 1);
+    TensorMap qm = map_of(c, q, q_at, c.queries, ROWS);
+    KvChunkMaps kv_maps{{map_of(c, k, k_at, c.keys, KEYS)}, {map_of(c, v, k_at, c.keys, KEYS)}};
+    for (int i = 0; i < c.rest; i++) {
+      const RestChunk& f = *rest[i];
+      kv_maps.k[i + 1] = map_of(c, f.k, f.at, f.keys, KEYS);
+      kv_maps.v[i + 1] = map_of(c, f.v, f.at, f.keys, KEYS);
+    }
+    static u32 counter[2] = {0, 0};   // every launch resets it to 0
+    emu::launch(
+        c.blocks, 1, THREADS,
+        [&] {
+          hopper_forward(qm, kv_maps, job, tiles, v.data(), r.acc.data(), r.m.data(), r.l.data(),
+              r.out.data(), r.lse.data(), counter);
+        },
+        CAUSAL ? 0 : 1);
   }
-  template <class F> void each(F f) const { for (int b = 0; b < c.batch; b++) for (int s = 0; s < c.segments; s++) for (int i = 0; i < c.queries; i++) for (int h = 0; h < c.heads; h++) f(b, s, i, h); }
+  template <class F> void each(F f) const {
+    for (int b = 0; b < c.batch; b++)
+      for (int s = 0; s < c.segments; s++)
+        for (int i = 0; i < c.queries; i++)
+          for (int h = 0; h < c.heads; h++) f(b, s, i, h);
+  }
 };
 
 struct Reference { double m = -INFINITY, l = 0; std::vector<double> acc; };
 static void absorb(const Problem& p, Reference& r, int b, int s, int i, int h) {
   int dim = p.c.dim; r.acc.resize(dim);
-  auto keys = [&](int count, const Operand& of, const std::vector<u16>& ks, const std::vector<u16>& vs) {
+  auto keys = [&](int count, const OperandParams& of, const std::vector<u16>& ks,
+                  const std::vector<u16>& vs) {
     for (int j = 0; j < count; j++) {
-      i64 q = at(p.job.q, b, s, i, h), k = at(of, b, s, j, h); double score = 0;
+      i64 q = at(p.job.q, b, s, i, h), k = at(of, b, s, j, h);
+      double score = 0;
       for (int d = 0; d < dim; d++) score += (double)emu::widen(p.q[q + d]) * emu::widen(ks[k + d]);
       score *= p.c.scale;
-      if (score > r.m) { double shrink = r.l == 0 ? 0 : exp(r.m - score); r.l *= shrink; for (auto& x : r.acc) x *= shrink; r.m = score; }
-      double w = exp(score - r.m); r.l += w; for (int d = 0; d < dim; d++) r.acc[d] += w * emu::widen(vs[k + d]);
+      if (score > r.m) {
+        double shrink = r.l == 0 ? 0 : exp(r.m - score);
+        r.l *= shrink;
+        for (auto& x : r.acc) x *= shrink;
+        r.m = score;
+      }
+      double w = exp(score - r.m);
+      r.l += w;
+      for (int d = 0; d < dim; d++) r.acc[d] += w * emu::widen(vs[k + d]);
     }
   };
   keys(visible(p.job, i), p.job.k, p.k, p.v);
-  for (auto& f : p.further) keys(f->keys, f->at.operand, f->k, f->v);
+  for (auto& f : p.rest) keys(f->keys, f->at.operand, f->k, f->v);
 }
 
 static int bad = 0;
 static void report(const char* what, const Case& c, bool fine, double out, double lse) {
-  printf("%s %s HD=%d rows=%d keys=%d causal=%d before=%d after=%d | b%d s%d q%d k%d h%d/%d d%d r%d +%d scale %g: out %.1e lse %.1e\n", fine ? "ok  " : "FAIL", what, HD, ROWS, KEYS, CAUSAL, BEFORE, AFTER,
-         c.batch, c.segments, c.queries, c.keys, c.heads, c.kv_heads, c.dim, c.dilation, c.further, c.scale, out, lse);
+  printf(
+      "%s %s HD=%d rows=%d keys=%d causal=%d before=%d after=%d | b%d s%d q%d k%d h%d/%d d%d r%d "
+      "+%d scale %g: out %.1e lse %.1e\n",
+      fine ? "ok  " : "FAIL", what, HD, ROWS, KEYS, CAUSAL, LOAD_CARRY, STORE_CARRY, c.batch,
+      c.segments, c.queries, c.keys, c.heads, c.kv_heads, c.dim, c.dilation, c.rest, c.scale, out,
+      lse);
   fflush(stdout); bad += !fine;
 }
-// What a carry holds after a job, by the loops.
+// The carry after a job, computed by the loops.
 static void carry(const Problem& p, Result& r) {
   p.each([&](int b, int s, int i, int h) {
-    Reference seen; absorb(p, seen, b, s, i, h); i64 x = at(p.job.cells, b, s, i, h); r.m[x] = seen.m; r.l[x] = seen.l;
+    Reference seen;
+    absorb(p, seen, b, s, i, h);
+    i64 x = at(p.job.cells, b, s, i, h);
+    r.m[x] = seen.m;
+    r.l[x] = seen.l;
     for (int d = 0; d < p.c.dim; d++) r.acc[x * p.c.dim + d] = seen.acc[d];
   });
 }
-// Two jobs into one carry; or a second one to the end, from the carry of the first; or one that begins, on a carry full of NaN, or begins and ends;
-// every cell against the loops, every other cell untouched.
+// Runs, by variant: two jobs into one carry; one job that finishes the carry of another; one that
+// starts on a carry full of NaN; or one that starts and finishes. Compares every cell with the
+// loops and checks that no other cell is touched.
 static void values(const Case& first) {
   Problem p(first); Result r = p.start();
-  if (!BEFORE) p.each([&](int b, int s, int i, int h) { i64 x = at(p.job.cells, b, s, i, h); r.m[x] = r.l[x] = NAN; for (int d = 0; d < first.dim; d++) r.acc[x * first.dim + d] = NAN; });
-  if (BEFORE && !AFTER) carry(p, r); else p.run(r);
+  if (!LOAD_CARRY)
+    p.each([&](int b, int s, int i, int h) {
+      i64 x = at(p.job.cells, b, s, i, h);
+      r.m[x] = r.l[x] = NAN;
+      for (int d = 0; d < first.dim; d++) r.acc[x * first.dim + d] = NAN;
+    });
+  if (LOAD_CARRY && !STORE_CARRY) carry(p, r); else p.run(r);
   std::unique_ptr<Problem> more;
-  if (BEFORE) { Case c = first; c.key += 40; c.keys = c.keys / 2 + 1; more.reset(new Problem(c)); more->q = p.q; more->run(r); }
-  double worst = 0, worst_lse = 0; std::vector<bool> touched(p.cells.elements); const Case& c = first;
+  if (LOAD_CARRY) {
+    Case c = first;
+    c.key += 40;
+    c.keys = c.keys / 2 + 1;
+    more.reset(new Problem(c));
+    more->q = p.q;
+    more->run(r);
+  }
+  double worst = 0, worst_lse = 0;
+  std::vector<bool> touched(p.cells.elements);
+  const Case& c = first;
   p.each([&](int b, int s, int i, int h) {
     Reference want; absorb(p, want, b, s, i, h); if (more) absorb(*more, want, b, s, i, h);
     i64 x = at(p.job.cells, b, s, i, h); touched[x] = true;
-    double lse = AFTER ? (r.l[x] == 0 ? -INFINITY : r.m[x] + log((double)r.l[x])) : r.lse[x], expected = want.l == 0 ? -INFINITY : want.m + log(want.l);
-    worst_lse = std::max(worst_lse, lse == expected ? 0.0 : std::isfinite(lse - expected) ? fabs(lse - expected) / (1 + fabs(expected)) : 1e9);
+    double lse = STORE_CARRY ? (r.l[x] == 0 ? -INFINITY : r.m[x] + log((double)r.l[x])) : r.lse[x],
+           expected = want.l == 0 ? -INFINITY : want.m + log(want.l);
+    worst_lse = std::max(worst_lse, lse == expected ? 0.0
+                                    : std::isfinite(lse - expected)
+                                        ? fabs(lse - expected) / (1 + fabs(expected))
+                                        : 1e9);
     for (int d = 0; d < c.dim; d++) {
-      double got = AFTER ? (r.l[x] == 0 ? (double)r.acc[x * c.dim + d] : r.acc[x * c.dim + d] / r.l[x]) : emu::widen(r.out[x * c.dim + d]);
-      double exact = want.l == 0 ? 0 : want.acc[d] / want.l * (AFTER ? 1 : c.gain);
+      double got =
+          STORE_CARRY ? (r.l[x] == 0 ? (double)r.acc[x * c.dim + d] : r.acc[x * c.dim + d] / r.l[x])
+                      : emu::widen(r.out[x * c.dim + d]);
+      double exact = want.l == 0 ? 0 : want.acc[d] / want.l * (STORE_CARRY ? 1 : c.gain);
       worst = std::max(worst, std::isfinite(got) ? fabs(got - exact) : 1e9);
     }
   });
   for (i64 x = 0; x < p.cells.elements; x++) if (!touched[x]) {
     bool same = r.lse[x] == MARK && r.m[x] == MARK && r.l[x] == MARK;
-    for (int d = 0; d < c.dim; d++) same &= r.acc[x * c.dim + d] == MARK && r.out[x * c.dim + d] == emu::narrow(MARK);
+    for (int d = 0; d < c.dim; d++)
+      same &= r.acc[x * c.dim + d] == MARK && r.out[x * c.dim + d] == emu::narrow(MARK);
     if (!same) worst = 1e8;
   }
-  // Twice the rounding of a weight and of a result.
+  // Twice the rounding error of a weight and of a result.
   double room = 2.5 * (sizeof(u16) && emu::narrow(1.0f) == 0x3c00 ? 1.0 / 2048 : 1.0 / 256);
   report("values", c, worst < room && worst_lse < 4e-6, worst, worst_lse);
 }
-// A NaN or an infinity in keys and values must reach the rows that see it and move no bit of the others.
+// A NaN or infinity in keys and values must reach the rows that see it and change no bit of the
+// others.
 static void hidden(const Case& c, int key, float what) {
   Problem p(c); Result before = p.start(); p.run(before);
-  for (int b = 0; b < c.batch; b++) for (int s = 0; s < c.segments; s++) for (int h = 0; h < c.heads; h++)
-    for (int d = 0; d < c.dim; d++) { i64 x = at(p.job.k, b, s, key, h) + d; p.v[x] = emu::narrow(what); if (d % 3 == 0) p.k[x] = emu::narrow(what); }
+  for (int b = 0; b < c.batch; b++)
+    for (int s = 0; s < c.segments; s++)
+      for (int h = 0; h < c.heads; h++)
+        for (int d = 0; d < c.dim; d++) {
+          i64 x = at(p.job.k, b, s, key, h) + d;
+          p.v[x] = emu::narrow(what);
+          if (d % 3 == 0) p.k[x] = emu::narrow(what);
+        }
   Result after = p.start(); p.run(after); double wrong = 0;
   p.each([&](int b, int s, int i, int h) {
     i64 x = at(p.job.cells, b, s, i, h); bool sees = visible(p.job, i) > key;
-    const void *o1 = AFTER ? (void*)&before.acc[x * c.dim] : (void*)&before.out[x * c.dim], *o2 = AFTER ? (void*)&after.acc[x * c.dim] : (void*)&after.out[x * c.dim];
-    float got = AFTER ? after.acc[x * c.dim] : emu::widen(after.out[x * c.dim]);
+    const void *o1 = STORE_CARRY ? (void*)&before.acc[x * c.dim] : (void*)&before.out[x * c.dim],
+               *o2 = STORE_CARRY ? (void*)&after.acc[x * c.dim] : (void*)&after.out[x * c.dim];
+    float got = STORE_CARRY ? after.acc[x * c.dim] : emu::widen(after.out[x * c.dim]);
     if (sees) wrong += std::isfinite(got);
-    else wrong += memcmp(o1, o2, c.dim * (AFTER ? 4 : 2)) != 0 || memcmp(AFTER ? &before.m[x] : &before.lse[x], AFTER ? &after.m[x] : &after.lse[x], 4) != 0 || memcmp(&before.l[x], &after.l[x], 4) != 0;
+    else
+      wrong += memcmp(o1, o2, c.dim * (STORE_CARRY ? 4 : 2)) != 0 ||
+               memcmp(STORE_CARRY ? &before.m[x] : &before.lse[x],
+                   STORE_CARRY ? &after.m[x] : &after.lse[x], 4) != 0 ||
+               memcmp(&before.l[x], &after.l[x], 4) != 0;
   });
   report("hidden", c, wrong == 0, wrong, 0);
 }
 
 int main() {
-  const double scale = (NEGATIVE ? -1 : 1) / sqrt((double)HD); const int d = HD, short_d = HD % 16 == 0 && HD > 16 ? HD - 8 : HD;
-  // Tails of rows and keys, grouped heads with phases, several segments and batch entries, and fewer blocks than tiles.
+  const double scale = (NEGATIVE ? -1 : 1) / sqrt((double)HD);
+  const int d = HD, short_d = HD % 16 == 0 && HD > 16 ? HD - 8 : HD;
+  // Partial tiles and blocks, grouped heads with phases, several segments and batch entries, fewer
+  // blocks than tiles.
   values({1, 1, ROWS + 37, 2 * KEYS + 19, 3, 1, d, 1, 2, 5, 1, 0, 1, scale, 0.5, 1});
-  values({1, 2, 70, 90, 4, 2, short_d, 3, 3, 30, 3, 7, 2, scale, 1, 3});          // rows that see little or nothing
-  values({2, 1, 33, KEYS + 1, 2, 2, d, 2, 1, 0, 2, 20, 1, scale * 8, 0.3, 3});    // large scores: the maximum moves
-  // Many tiles and many blocks for one block of the grid: phases of all barriers go round several times.
+  values({1, 2, 70, 90, 4, 2, short_d, 3, 3, 30, 3, 7, 2, scale, 1,
+      3});   // rows that see few keys or none
+  values({2, 1, 33, KEYS + 1, 2, 2, d, 2, 1, 0, 2, 20, 1, scale * 8, 0.3,
+      3});   // large scores: the maximum rises
+  // Many tiles and many blocks of keys for one block of the grid: all barrier phases wrap around.
   if (HD <= 128) values({1, 1, 4 * ROWS + 5, 4 * ROWS + 5, 1, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1});
-  // Chains: behind keys with a tail or a mask, behind keys that some rows do not see at all, and as long as they get.
+  // Chains: after keys with a partial block or a mask, after keys that some rows do not see, and of
+  // the largest length.
   values({1, 1, ROWS + 20, KEYS + 19, 2, 1, d, 1, 1, 5, 1, 0, 1, scale, 0.5, 1, 1});
   values({1, 2, 70, 90, 4, 2, short_d, 3, 3, 30, 3, 200, 2, scale, 1, 3, 2});
-  if (HD <= 128) values({2, 1, 50, 2 * KEYS, 1, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1, LINKS - 1});
+  if (HD <= 128) values({2, 1, 50, 2 * KEYS, 1, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1, CHUNKS - 1});
   if (!NEGATIVE) values({1, 1, 20, 50, 1, 1, d, 1, 1, 10, 1, 0, 1, 0.0, 1, 1});
   if (CAUSAL) {
     hidden({1, 1, ROWS + 20, ROWS + 20, 1, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1}, ROWS - 40, NAN);

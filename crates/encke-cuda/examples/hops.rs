@@ -1,9 +1,10 @@
-//! What the ring costs on one GPU: one fused call, the same work by several ranks that hand over
-//! pointers, the same with hops through the host's memory, and those hops alone.
+//! Measures the overhead of the ring on one GPU: one fused call, the same work by several ranks
+//! with pointer hops, the same with hops through pinned host memory, and those hops alone.
 //!
-//! Forward, bf16, causal, zigzag. What the hops cost is bounded by the link: all ranks share the one
-//! of this GPU, so the bytes that go each way are printed with the time. The answer is checked first: the three must agree. Then they take
-//! turns, so that all of them see the same clocks, and medians are printed.
+//! Forward, bf16, causal, zigzag. Hops are bounded by the host link, which all ranks share, so the
+//! bytes in each direction are printed with the time. Results are checked first: all three must
+//! agree. Then the variants run alternately, so that all see the same clocks, and medians are
+//! printed.
 //!
 //! `hops [ranks=8] [tokens=65536] [heads=16] [kv-heads=16] [dim=128] [times=7] [path=auto]`
 
@@ -29,8 +30,8 @@ type Result<T> = std::result::Result<T, Failed>;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// What is measured.
-struct Options {
+/// The command line.
+struct HopBenchOptions {
     ranks: usize,
     tokens: usize,
     heads: usize,
@@ -50,9 +51,9 @@ fn path(name: &str) -> Result<Path> {
     }
 }
 
-impl Options {
-    fn read() -> Result<Options> {
-        let mut options = Options {
+impl HopBenchOptions {
+    fn read() -> Result<HopBenchOptions> {
+        let mut options = HopBenchOptions {
             ranks: 8,
             tokens: 65536,
             heads: 16,
@@ -67,7 +68,7 @@ impl Options {
                 options.path = path(value)?;
                 continue;
             }
-            let place = match name {
+            let field = match name {
                 "ranks" => &mut options.ranks,
                 "tokens" => &mut options.tokens,
                 "heads" => &mut options.heads,
@@ -76,13 +77,13 @@ impl Options {
                 "times" => &mut options.times,
                 _ => return Err(format!("there is no option {name}").into()),
             };
-            *place = value.parse()?;
+            *field = value.parse()?;
         }
         Ok(options)
     }
 
     fn request(&self, ranks: usize) -> Result<Request> {
-        let Options {
+        let HopBenchOptions {
             tokens,
             heads,
             kv_heads,
@@ -99,21 +100,21 @@ impl Options {
     }
 }
 
-/// Ranks with their inputs on the GPU, ready to be run again and again.
-struct Group<'a> {
+/// Ranks with their inputs on the GPU, for repeated runs.
+struct RankGroup<'a> {
     kernel: &'a CudaKernel,
     plan: Plan,
     hops: Hops,
     ranks: Vec<Rank<CudaKernel>>,
 }
 
-impl<'a> Group<'a> {
+impl<'a> RankGroup<'a> {
     fn new(
         kernel: &'a CudaKernel,
         request: Request,
         hops: Hops,
         inputs: &[(Role, Tensor)],
-    ) -> Result<Group<'a>> {
+    ) -> Result<RankGroup<'a>> {
         let plan = Plan::new(request)?;
         let mut ranks = Vec::new();
         for rank in 0..plan.ranks() {
@@ -123,7 +124,7 @@ impl<'a> Group<'a> {
             }
             ranks.push(rank);
         }
-        Ok(Group {
+        Ok(RankGroup {
             kernel,
             plan,
             hops,
@@ -131,7 +132,7 @@ impl<'a> Group<'a> {
         })
     }
 
-    /// One call, from the first task enqueued to the last number there.
+    /// One call, from the first enqueued task to the last result.
     fn run(&mut self) -> Result<Duration> {
         let device = self.kernel.device();
         device.set_hops(self.hops);
@@ -168,14 +169,14 @@ impl<'a> Group<'a> {
     }
 }
 
-/// A rank that only passes on: its program, and those of its buffers that travel.
-struct Carrier {
+/// A rank that only sends and receives: its program, and the buffers of its messages.
+struct HopOnlyRank {
     program: RankPlan,
     buffers: Vec<Option<Buffer>>,
 }
 
-impl Carrier {
-    fn new(kernel: &CudaKernel, program: RankPlan) -> Result<Carrier> {
+impl HopOnlyRank {
+    fn new(kernel: &CudaKernel, program: RankPlan) -> Result<HopOnlyRank> {
         let rounds = program.rounds.iter();
         let messages = rounds.flat_map(|round| round.sends.iter().chain(&round.receives));
         let mut buffers: Vec<Option<Buffer>> = program.buffers.iter().map(|_| None).collect();
@@ -186,22 +187,22 @@ impl Carrier {
                 buffers[message.buffer.0] = Some(buffer);
             }
         }
-        Ok(Carrier { program, buffers })
+        Ok(HopOnlyRank { program, buffers })
     }
 
-    /// Every hop of the program, and the bytes it sent.
+    /// Runs all hops of the program; returns the bytes sent.
     fn run(&mut self, wire: &mut Endpoint<Buffer>) -> Result<usize> {
-        let Carrier { program, buffers } = self;
+        let HopOnlyRank { program, buffers } = self;
         let mut bytes = 0;
         for (number, round) in program.rounds.iter().enumerate() {
             let taken = round.receives.iter().map(|message| {
                 let buffer = buffers[message.buffer.0].take();
-                buffer.ok_or("a buffer is received into twice")
+                buffer.ok_or("a buffer is received into twice in one round")
             });
             let mut taken = taken.collect::<std::result::Result<Vec<Buffer>, _>>()?;
             let sends = round.sends.iter().map(|message| {
                 let parcel = buffers[message.buffer.0].as_ref();
-                let parcel = parcel.ok_or("what is sent is received into")?;
+                let parcel = parcel.ok_or("a buffer is sent and received into in one round")?;
                 let to = message.address;
                 Ok(Outgoing { to, parcel })
             });
@@ -224,20 +225,22 @@ impl Carrier {
     }
 }
 
-/// The hops of a plan without its jobs: how long they take, and the bytes that go each way.
+/// The hops of a plan without its jobs: their time, and the bytes in each direction.
 fn hops_alone(kernel: &CudaKernel, plan: &Plan) -> Result<(Duration, usize)> {
     let device = kernel.device();
     device.set_hops(Hops::Pinned);
-    let carrier = |rank: usize| Carrier::new(kernel, plan.rank(rank)?);
-    let mut carriers = (0..plan.ranks()).map(carrier).collect::<Result<Vec<_>>>()?;
+    let hop_only = |rank: usize| HopOnlyRank::new(kernel, plan.rank(rank)?);
+    let mut ranks = (0..plan.ranks())
+        .map(hop_only)
+        .collect::<Result<Vec<_>>>()?;
     device.synchronize()?;
     let start = Instant::now();
     let bytes = std::thread::scope(|scope| -> Result<usize> {
-        let wires: Vec<Endpoint<Buffer>> = endpoints(carriers.len(), DEADLINE);
-        let threads: Vec<_> = carriers
+        let wires: Vec<Endpoint<Buffer>> = endpoints(ranks.len(), DEADLINE);
+        let threads: Vec<_> = ranks
             .iter_mut()
             .zip(wires)
-            .map(|(carrier, mut wire)| scope.spawn(move || carrier.run(&mut wire)))
+            .map(|(rank, mut wire)| scope.spawn(move || rank.run(&mut wire)))
             .collect();
         let mut bytes = 0;
         for thread in threads {
@@ -249,13 +252,13 @@ fn hops_alone(kernel: &CudaKernel, plan: &Plan) -> Result<(Duration, usize)> {
     Ok((start.elapsed(), bytes))
 }
 
-fn inputs(options: &Options) -> Result<Vec<(Role, Tensor)>> {
+fn inputs(options: &HopBenchOptions) -> Result<Vec<(Role, Tensor)>> {
     let mut random = Random::new(1);
     let mut tensor = |heads: usize| {
         let dims = [1, options.tokens, heads, options.dim];
-        let number = |_| bf16::from_f64(random.unit());
-        let numbers = (0..dims.iter().product::<usize>()).map(number).collect();
-        Tensor::from_data(Data::Bf16(numbers), dims)
+        let element = |_| bf16::from_f64(random.unit());
+        let elements = (0..dims.iter().product::<usize>()).map(element).collect();
+        Tensor::from_data(Data::Bf16(elements), dims)
     };
     let (q, k, v) = (
         tensor(options.heads)?,
@@ -265,7 +268,7 @@ fn inputs(options: &Options) -> Result<Vec<(Role, Tensor)>> {
     Ok(vec![(Role::Q, q), (Role::K, k), (Role::V, v)])
 }
 
-/// The largest difference, relative to the largest number.
+/// The largest difference, relative to the largest value.
 fn difference(a: &Tensor, b: &Tensor) -> f64 {
     let (a, b) = (a.to_f64(), b.to_f64());
     let most = a.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
@@ -279,10 +282,10 @@ fn median(times: &mut [Duration]) -> f64 {
 }
 
 fn measure() -> Result<()> {
-    let options = Options::read()?;
+    let options = HopBenchOptions::read()?;
     let kernel = CudaKernel::new(0)?.path(options.path);
     let inputs = inputs(&options)?;
-    let group = |ranks, hops| Group::new(&kernel, options.request(ranks)?, hops, &inputs);
+    let group = |ranks, hops| RankGroup::new(&kernel, options.request(ranks)?, hops, &inputs);
     let names = ["one fused call", "ring, pointer hops", "ring, pinned hops"];
     let mut groups = [
         group(1, Hops::Pointer)?,
@@ -297,7 +300,7 @@ fn measure() -> Result<()> {
     let same = outs[1].data().bytes() == outs[2].data().bytes();
     println!("ring against fused: off by {off:.1e}; both kinds of hops: same bits: {same}");
     if !same || off.is_nan() || off > 0.02 {
-        return Err("the ring is wrong, so its time means nothing".into());
+        return Err("the ring's result is wrong; its time is not reported".into());
     }
     let mut times: [Vec<Duration>; 4] = Default::default();
     let mut bytes = 0;
@@ -314,7 +317,12 @@ fn measure() -> Result<()> {
     Ok(())
 }
 
-fn report(options: &Options, names: [&str; 3], times: [f64; 3], (alone, bytes): (f64, usize)) {
+fn report(
+    options: &HopBenchOptions,
+    names: [&str; 3],
+    times: [f64; 3],
+    (alone, bytes): (f64, usize),
+) {
     let (n, d) = (options.tokens as f64, options.dim as f64);
     let flops = 2.0 * n * n * d * options.heads as f64;
     println!(

@@ -1,32 +1,32 @@
-//! What a kernel is told, as it lies in memory: the device's mirror of a job.
+//! Kernel arguments in C layout: the device's form of jobs, blocks and operands.
 //!
-//! Nothing is computed here. Field order and types are those of `kernels/common.cuh`; both sides
-//! assert the same sizes.
+//! Nothing is computed here. Names, field order and types are those of `kernels/common.cuh`; both
+//! sides assert the same sizes.
 
 use cudarc::driver::DeviceRepr;
 
 /// An affine view of a buffer, in elements.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Operand {
+pub(crate) struct OperandParams {
     pub offset: i64,
     pub batch: i64,
     pub segment: i64,
     pub row: i64,
-    /// A number that divides every head's share; tensor maps count heads in it.
+    /// A common divisor of all head offsets; tensor maps count heads in it.
     pub unit: i64,
-    /// Where the table of the heads' shares lies on the device.
+    /// The device address of the table of head offsets.
     pub heads: u64,
 }
 
 /// One strided batched attention.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Job {
-    pub q: Operand,
-    pub k: Operand,
-    pub cells: Operand,
-    pub dq: Operand,
+pub(crate) struct JobParams {
+    pub q: OperandParams,
+    pub k: OperandParams,
+    pub cells: OperandParams,
+    pub dq: OperandParams,
     pub query: i64,
     pub query_step: i64,
     pub key: i64,
@@ -43,15 +43,15 @@ pub(crate) struct Job {
     pub gain: f64,
 }
 
-// SAFETY: plain numbers in C layout, no padding, no pointers the host would follow.
-unsafe impl DeviceRepr for Job {}
+// SAFETY: plain numbers in C layout, without padding or host pointers.
+unsafe impl DeviceRepr for JobParams {}
 
-/// Rows to be copied, added or merged.
+/// Rows to copy, add or merge.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Block {
-    pub from: Operand,
-    pub to: Operand,
+pub(crate) struct BlockParams {
+    pub from: OperandParams,
+    pub to: OperandParams,
     pub batch: i32,
     pub segments: i32,
     pub rows: i32,
@@ -59,8 +59,8 @@ pub(crate) struct Block {
     pub width: i64,
 }
 
-// SAFETY: as for `Job`.
-unsafe impl DeviceRepr for Block {}
+// SAFETY: as for `JobParams`.
+unsafe impl DeviceRepr for BlockParams {}
 
 #[cfg(test)]
 mod tests {
@@ -68,7 +68,11 @@ mod tests {
 
     #[test]
     fn sizes_are_those_the_kernels_assert() {
-        let sizes = [size_of::<Operand>(), size_of::<Job>(), size_of::<Block>()];
+        let sizes = [
+            size_of::<OperandParams>(),
+            size_of::<JobParams>(),
+            size_of::<BlockParams>(),
+        ];
         assert_eq!(sizes, [48, 272, 120]);
     }
 }

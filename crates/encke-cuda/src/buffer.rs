@@ -1,9 +1,9 @@
 //! Typed memory of a GPU as a kernel's buffer and as a parcel.
 //!
-//! The decision here: a parcel that goes to another rank on the same GPU is handed over as a
-//! pointer, unless the GPU was told otherwise ([`Hops`](crate::Hops)). Two buffers may therefore share
-//! memory; whoever writes to a shared one gets memory of its own first, and so does whoever writes to
-//! what a guest has lent for reading. Nothing that was sent can change under the receiver.
+//! The decision here: a parcel for another rank on the same GPU is handed over as a pointer, unless
+//! [`Hops`](crate::Hops) says otherwise. Two buffers may therefore share memory, and writes are
+//! copy-on-write: a buffer that writes to shared memory, to a slice or to read-only foreign memory
+//! first gets memory of its own. A sent parcel cannot change under its receiver.
 
 use std::sync::Arc;
 
@@ -11,184 +11,204 @@ use encke_core::host;
 use encke_core::transport::WireBuffer;
 use encke_core::{DType, Data};
 
-use crate::device::{Device, Reason};
+use crate::allocation::{DeviceAllocation, ForeignAccess};
+use crate::device::{Device, FlushReason};
 use crate::error::{Error, Result};
-use crate::hops::{Hops, hop};
-use crate::memory::{Loan, Memory};
+use crate::hops::Hops;
+use crate::host_copies::hop;
 
-/// Bytes that the beginning of memory is a multiple of, for tensor maps.
-const ALIGNED: usize = 16;
+/// Alignment in bytes that tensor maps need of an address.
+const TENSOR_MAP_ALIGNMENT: usize = 16;
 
-/// Numbers on a GPU. What was handed over to it may have fewer numbers than there is room for, or more.
+/// Elements on a GPU. Memory received from another buffer may be smaller or larger than `elements`.
 pub struct Buffer {
-    memory: Option<Arc<Memory>>,
-    /// Memory of its own, laid aside while it holds a part of another's.
-    aside: Option<Arc<Memory>>,
+    memory: Option<Arc<DeviceAllocation>>,
+    /// Its own memory, kept for reuse while `memory` is a slice of another buffer's.
+    spare: Option<Arc<DeviceAllocation>>,
     dtype: DType,
     elements: usize,
 }
 
 impl Buffer {
-    /// `elements` numbers that hold anything.
+    /// `elements` elements with undefined contents.
     pub(crate) fn new(device: &Arc<Device>, dtype: DType, elements: usize) -> Result<Buffer> {
         let overflow = Error::Memory { bytes: usize::MAX };
         let bytes = elements.checked_mul(dtype.bytes()).ok_or(overflow)?;
         Ok(Buffer {
-            memory: Some(Arc::new(Memory::new(device, bytes)?)),
-            aside: None,
+            memory: Some(Arc::new(DeviceAllocation::new(device, bytes)?)),
+            spare: None,
             dtype,
             elements,
         })
     }
 
-    /// Numbers that somebody else has allocated, and will free.
+    /// Elements in memory that another library has allocated and will free.
     pub(crate) fn foreign(
         device: &Arc<Device>,
         dtype: DType,
         pointer: u64,
         elements: usize,
-        loan: Loan,
+        access: ForeignAccess,
     ) -> Buffer {
         let bytes = elements * dtype.bytes();
         Buffer {
-            memory: Some(Arc::new(Memory::foreign(device, pointer, bytes, loan))),
-            aside: None,
+            memory: Some(Arc::new(DeviceAllocation::foreign(
+                device, pointer, bytes, access,
+            ))),
+            spare: None,
             dtype,
             elements,
         }
     }
 
-    /// The type of its numbers.
+    /// The type of its elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The memory it reads from.
-    pub(crate) fn memory(&self) -> Result<&Arc<Memory>> {
-        let memory = self.memory.as_ref().ok_or_else(|| Error::Unsupported {
-            what: "a buffer that was taken away".into(),
-        })?;
-        match memory.is_usable() {
-            true => Ok(memory),
+    /// Refuses a type other than the kernel's.
+    pub(crate) fn check_dtype(&self, what: &str, dtype: DType) -> Result<()> {
+        match self.dtype == dtype {
+            true => Ok(()),
             false => Err(Error::Unsupported {
-                what: "memory that was lent for a call that has ended".into(),
+                what: format!("{what} of type {}, {dtype} was expected", self.dtype),
             }),
         }
     }
 
-    /// How much it has room for.
+    /// The memory it reads from; an error after the buffer was taken or its foreign call ended.
+    pub(crate) fn memory(&self) -> Result<&Arc<DeviceAllocation>> {
+        let memory = self.memory.as_ref().ok_or_else(|| Error::Unsupported {
+            what: "a buffer whose contents were taken".into(),
+        })?;
+        match memory.is_usable() {
+            true => Ok(memory),
+            false => Err(Error::Unsupported {
+                what: "foreign memory after its call has ended".into(),
+            }),
+        }
+    }
+
+    /// Bytes of its elements.
     fn bytes(&self) -> usize {
         self.elements * self.dtype.bytes()
     }
 
-    /// Whether writing has to go elsewhere: another buffer has the memory of this one too, which is
-    /// held once more by whoever asks, its owner lets it be read only, or it was handed over and is
-    /// too small.
-    fn must_part(&self, shared: &Arc<Memory>) -> bool {
+    /// Whether a write needs other memory: another buffer shares `shared`, it is read-only, or it
+    /// was received and is too small. Two references are this buffer's and the caller's.
+    fn needs_own_memory(&self, shared: &Arc<DeviceAllocation>) -> bool {
         let others = Arc::strong_count(shared) > 2;
         others || !shared.is_writable() || shared.bytes() < self.bytes()
     }
 
-    /// Work that was put off holds the memory of this buffer as well: it is put off no longer.
-    fn release(&self) -> Result<()> {
+    /// Issues the delayed launches that read its memory and therefore hold references to it.
+    fn flush_readers(&self) -> Result<()> {
         let memory = self.memory()?;
-        memory.device().catch_up(Reason::Written(memory))
+        memory.device().flush(FlushReason::BeforeWrite(memory))
     }
 
-    /// Memory that is its own and holds what it held, for writing.
-    pub(crate) fn own(&mut self) -> Result<&Arc<Memory>> {
-        self.release()?;
-        self.own_beside()
+    /// Memory of its own with its contents, for writing.
+    pub(crate) fn writable(&mut self) -> Result<&Arc<DeviceAllocation>> {
+        self.flush_readers()?;
+        self.writable_without_flush()
     }
 
-    /// The same where what was put off goes on waiting: it keeps the memory it reads.
-    fn own_beside(&mut self) -> Result<&Arc<Memory>> {
+    /// The same without issuing delayed launches: these keep the memory they read.
+    fn writable_without_flush(&mut self) -> Result<&Arc<DeviceAllocation>> {
         let shared = Arc::clone(self.memory()?);
-        if self.must_part(&shared) {
-            let own = self.room(&shared)?;
+        if self.needs_own_memory(&shared) {
+            let own = self.own_allocation(&shared)?;
             own.copy_from(&shared, shared.bytes().min(self.bytes()))?;
             self.memory = Some(own);
         }
         self.memory()
     }
 
-    /// Memory that is its own and may hold anything, for overwriting it whole.
-    pub(crate) fn fresh(&mut self) -> Result<&Arc<Memory>> {
-        self.release()?;
+    /// Memory of its own with undefined contents, for overwriting all of it.
+    pub(crate) fn overwritable(&mut self) -> Result<&Arc<DeviceAllocation>> {
+        self.flush_readers()?;
         let shared = Arc::clone(self.memory()?);
-        if self.must_part(&shared) {
-            self.memory = Some(self.room(&shared)?);
+        if self.needs_own_memory(&shared) {
+            self.memory = Some(self.own_allocation(&shared)?);
         }
         self.memory()
     }
 
-    /// Memory for what it holds, beside other memory: what was laid aside, or new.
-    fn room(&mut self, other: &Memory) -> Result<Arc<Memory>> {
-        match self.aside.take().filter(|own| Arc::strong_count(own) == 1) {
+    /// Memory for its elements on the device of `other`: the spare, if unshared, or new.
+    fn own_allocation(&mut self, other: &DeviceAllocation) -> Result<Arc<DeviceAllocation>> {
+        match self.spare.take().filter(|own| Arc::strong_count(own) == 1) {
             Some(own) => Ok(own),
-            None => Ok(Arc::new(Memory::new(other.device(), self.bytes())?)),
+            None => Ok(Arc::new(DeviceAllocation::new(
+                other.device(),
+                self.bytes(),
+            )?)),
         }
     }
 
-    /// Memory that is its own, for overwriting the first `elements` numbers.
-    pub(crate) fn target(&mut self, elements: usize) -> Result<&Arc<Memory>> {
+    /// Memory of its own for overwriting the first `elements` elements.
+    pub(crate) fn receive_target(&mut self, elements: usize) -> Result<&Arc<DeviceAllocation>> {
         match elements == self.elements {
-            true => self.fresh(),
-            false => self.own(),
+            true => self.overwritable(),
+            false => self.writable(),
         }
     }
 
-    /// Overwrites the first `elements` numbers with those of another buffer.
+    /// Overwrites the first `elements` elements with those of another buffer.
     fn receive(&mut self, source: &Buffer, elements: usize) -> Result<()> {
-        assert_eq!(self.dtype, source.dtype, "a parcel of another type");
+        assert_eq!(self.dtype, source.dtype, "a parcel of another element type");
         let from = source.memory()?;
         let bytes = elements * self.dtype.bytes();
-        if !self.is_beside(source)? || from.device().hops() == Hops::Pinned {
-            return hop(from, self.target(elements)?, bytes);
+        if !self.is_on_same_device(source)? || from.device().hops() == Hops::Pinned {
+            return hop(from, self.receive_target(elements)?, bytes);
         }
         if elements == self.elements {
-            self.aside = None;
-            return self.hold(Arc::clone(from));
+            self.spare = None;
+            return self.alias(Arc::clone(from));
         }
-        // In the sender's time: what the receiver has put off must not depend on it.
-        self.own_beside()?.copy_from(from, bytes)
+        // The sender's thread runs this: the receiver's delayed launches must not depend on it.
+        self.writable_without_flush()?.copy_from(from, bytes)
     }
 
     /// Whether another buffer is on the same GPU.
-    fn is_beside(&self, source: &Buffer) -> Result<bool> {
+    fn is_on_same_device(&self, source: &Buffer) -> Result<bool> {
         let (own, from) = (self.memory()?.device(), source.memory()?.device());
         Ok(Arc::ptr_eq(own, from))
     }
 
-    /// Holds `numbers` numbers of another buffer from `at` on, without a copy, if that can be.
-    pub(crate) fn take_part(&mut self, source: &Buffer, at: usize, numbers: usize) -> Result<bool> {
+    /// Refers to `elements` elements of another buffer from `at` on without a copy, if possible.
+    pub(crate) fn alias_part(
+        &mut self,
+        source: &Buffer,
+        at: usize,
+        elements: usize,
+    ) -> Result<bool> {
         let from = source.memory()?;
-        let [at, bytes] = [at, numbers].map(|of| of * source.dtype.bytes());
-        let able = self.dtype == source.dtype
-            && self.is_beside(source)?
-            && at.is_multiple_of(ALIGNED)
+        let [at, bytes] = [at, elements].map(|count| count * source.dtype.bytes());
+        let possible = self.dtype == source.dtype
+            && self.is_on_same_device(source)?
+            && at.is_multiple_of(TENSOR_MAP_ALIGNMENT)
             && at + bytes <= from.bytes();
-        if able {
+        if possible {
             let own = self.memory.take();
-            let of_use = |own: &Arc<Memory>| {
+            let reusable = |own: &Arc<DeviceAllocation>| {
                 let sole = Arc::strong_count(own) == 1;
-                sole && own.is_writable() && own.own_bytes() >= self.bytes()
+                sole && own.is_writable() && own.owned_bytes() >= self.bytes()
             };
-            self.aside = own.filter(of_use).or(self.aside.take());
-            self.hold(Arc::new(from.part(at, bytes)))?;
+            self.spare = own.filter(reusable).or(self.spare.take());
+            self.alias(Arc::new(from.slice(at, bytes)))?;
         }
-        Ok(able)
+        Ok(possible)
     }
 
-    /// Holds memory of another buffer, as it is now.
-    fn hold(&mut self, memory: Arc<Memory>) -> Result<()> {
-        // What is asked for from now on, and changes the other, is not for this one.
-        memory.device().catch_up(Reason::Used(&[&memory]))?;
+    /// Refers to another buffer's memory with its present contents.
+    fn alias(&mut self, memory: Arc<DeviceAllocation>) -> Result<()> {
+        // Delayed launches that write the memory come first; later writes copy it.
+        memory.device().flush(FlushReason::BeforeUse(&[&memory]))?;
         self.memory = Some(memory);
         Ok(())
     }
 
-    /// The first `elements` numbers, on the host.
+    /// The first `elements` elements, on the host.
     pub(crate) fn read(&self, elements: usize) -> Result<Data> {
         let mut data = Data::zeros(self.dtype, elements);
         self.memory()?.read(data.bytes_mut())?;
@@ -205,22 +225,22 @@ impl WireBuffer for Buffer {
         self.dtype.bytes()
     }
 
-    /// Hands over the pointer where all of this buffer is received on one GPU, and copies otherwise.
+    /// Hands over the pointer where all of this buffer is received on one GPU; copies otherwise.
     fn copy_from(&mut self, source: &Buffer, elements: usize) {
-        // A port that cannot fail: the ring catches the panic and tells the other ranks.
+        // The port has no error: the ring catches the panic and reports it to the other ranks.
         self.receive(source, elements)
             .unwrap_or_else(|error| panic!("{error}"));
     }
 
     fn allocated_bytes(&self) -> usize {
-        let both = [&self.memory, &self.aside].into_iter().flatten();
-        both.map(|memory| memory.own_bytes()).sum()
+        let both = [&self.memory, &self.spare].into_iter().flatten();
+        both.map(|memory| memory.owned_bytes()).sum()
     }
 
     fn take(&mut self) -> Buffer {
         let empty = Buffer {
             memory: None,
-            aside: None,
+            spare: None,
             dtype: self.dtype,
             elements: 0,
         };
@@ -232,12 +252,14 @@ impl WireBuffer for Buffer {
         memory.is_some_and(|memory| memory.device().hops() == Hops::Pinned)
     }
 
-    /// Through the host, parcels take their time, and are written when a sender comes: what reads
-    /// this one waits no longer, in the order of the receiver's own work.
+    /// A hop through the host writes this buffer when its sender arrives. Delayed launches that
+    /// read it are issued before, in the order of the receiver's own work.
     fn vacate(&mut self, round: usize) {
         if let Some(memory) = self.memory.as_ref().filter(|_| self.is_enqueued()) {
-            let told = memory.device().catch_up(Reason::Vacated { memory, round });
-            told.unwrap_or_else(|error| panic!("{error}"));
+            let flushed = memory
+                .device()
+                .flush(FlushReason::BeforeReceive { memory, round });
+            flushed.unwrap_or_else(|error| panic!("{error}"));
         }
     }
 

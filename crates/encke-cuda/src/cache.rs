@@ -1,25 +1,25 @@
-//! Machine code on disk, so that a program is compiled once and not once a process.
+//! A cache of machine code on disk, so that a program is compiled once, not once per process.
 //!
-//! A file is named by everything its contents depend on and ends with a checksum; one that is
-//! damaged, cut short or not ours is built anew and replaced. The cache can always be deleted.
+//! A file is named by a hash of everything its contents depend on and ends with a checksum. A file
+//! that is damaged, truncated or foreign is rebuilt and replaced. The cache can always be deleted.
 
 use std::path::{Path, PathBuf};
 
 use encke_core::host::checksum;
 
-use crate::nvrtc::Built;
+use crate::nvrtc::CompiledProgram;
 
 const MAGIC: &[u8; 8] = b"encke\x00c1";
 
-/// A folder of machine code.
+/// A folder of compiled programs.
 #[derive(Debug, Clone)]
 pub struct Cache {
     folder: Option<PathBuf>,
 }
 
 impl Cache {
-    /// The user's: `ENCKE_CACHE`, or `encke` in the folder the system keeps for caches. Without
-    /// either nothing is kept.
+    /// The user's cache: `ENCKE_CACHE`, or `encke` in the system's cache folder. Without either,
+    /// nothing is cached.
     pub fn of_user() -> Cache {
         let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         let own = set("ENCKE_CACHE").map(PathBuf::from);
@@ -30,20 +30,20 @@ impl Cache {
         }
     }
 
-    /// One in this folder.
+    /// A cache in this folder.
     pub fn at(folder: &Path) -> Cache {
         Cache {
             folder: Some(folder.into()),
         }
     }
 
-    /// What is kept under `key`, or what `build` makes, which is then kept.
+    /// The cached program under `key`, or the one that `build` compiles, which is then cached.
     pub fn get<E>(
         &self,
         name: &str,
         key: &[&str],
-        build: impl FnOnce() -> Result<Built, E>,
-    ) -> Result<Built, E> {
+        build: impl FnOnce() -> Result<CompiledProgram, E>,
+    ) -> Result<CompiledProgram, E> {
         let Some(folder) = &self.folder else {
             return build();
         };
@@ -56,23 +56,23 @@ impl Cache {
             return Ok(built);
         }
         let built = build()?;
-        // A cache that cannot be written is no reason to fail; the next process compiles again.
-        let _ = keep(&file, &encode(&built, key));
+        // If the cache cannot be written, the next process compiles again.
+        let _ = write(&file, &encode(&built, key));
         Ok(built)
     }
 }
 
-/// Writes beside and renames, so that no process ever reads half a file.
-fn keep(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
+/// Writes a temporary file and renames it, so that no process reads a partial file.
+fn write(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
     if let Some(folder) = file.parent() {
         std::fs::create_dir_all(folder)?;
     }
-    let beside = file.with_extension(format!("{}.part", std::process::id()));
-    std::fs::write(&beside, bytes)?;
-    std::fs::rename(&beside, file)
+    let temporary = file.with_extension(format!("{}.part", std::process::id()));
+    std::fs::write(&temporary, bytes)?;
+    std::fs::rename(&temporary, file)
 }
 
-fn encode(built: &Built, key: u64) -> Vec<u8> {
+fn encode(built: &CompiledProgram, key: u64) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend(key.to_le_bytes());
     bytes.extend((built.log.len() as u64).to_le_bytes());
@@ -82,7 +82,7 @@ fn encode(built: &Built, key: u64) -> Vec<u8> {
     bytes
 }
 
-fn decode(bytes: &[u8], key: u64) -> Option<Built> {
+fn decode(bytes: &[u8], key: u64) -> Option<CompiledProgram> {
     let (body, sum) = bytes.split_last_chunk::<8>()?;
     if checksum(body) != u64::from_le_bytes(*sum) {
         return None;
@@ -94,7 +94,7 @@ fn decode(bytes: &[u8], key: u64) -> Option<Built> {
         return None;
     }
     let (log, cubin) = body.split_at_checked(u64::from_le_bytes(*log) as usize)?;
-    Some(Built {
+    Some(CompiledProgram {
         log: String::from_utf8(log.to_vec()).ok()?,
         cubin: cubin.to_vec(),
     })
@@ -105,15 +105,15 @@ mod tests {
     use super::*;
     use std::convert::Infallible;
 
-    fn made(cubin: &[u8]) -> Result<Built, Infallible> {
-        Ok(Built {
+    fn made(cubin: &[u8]) -> Result<CompiledProgram, Infallible> {
+        Ok(CompiledProgram {
             cubin: cubin.to_vec(),
             log: "clean".into(),
         })
     }
 
     #[test]
-    fn what_was_built_is_found_and_what_is_damaged_is_built_anew() {
+    fn a_cached_program_is_found_and_a_damaged_one_is_rebuilt() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(folder.path());
         let key = ["text", "options", "13.0"];
@@ -137,7 +137,7 @@ mod tests {
                 .unwrap()
                 .map(|x| x.unwrap().path())
         };
-        assert_eq!(files().count(), 2, "nothing is left beside");
+        assert_eq!(files().count(), 2, "no temporary file is left");
         for file in files() {
             let whole = std::fs::read(&file).unwrap();
             for at in 0..whole.len() {
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_folder_nothing_is_kept() {
+    fn without_a_folder_nothing_is_cached() {
         let cache = Cache { folder: None };
         assert_eq!(cache.get("x", &[], || made(b"a")).unwrap().cubin, b"a");
         assert_eq!(cache.get("x", &[], || made(b"b")).unwrap().cubin, b"b");

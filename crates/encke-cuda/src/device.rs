@@ -1,90 +1,99 @@
-//! One GPU: its context, its streams, its loaded programs, and the order in which memory is used.
+//! One GPU: its context, its streams, its loaded programs, and the order of operations on memory.
 //!
-//! Everything computed goes to one stream, but for attentions, which take turns on several: at the end
-//! of one, when multiprocessors fall idle, the next begins, and one that waits for a parcel does not
-//! hold up those behind it. Copies to and from the host, allocating and freeing have streams of their
-//! own. Each piece of memory remembers who used it last (see `order.rs`), and that
-//! is all the order there is.
+//! Kernels run on one compute stream, except attentions, which rotate over several streams: the
+//! next attention starts on multiprocessors that the previous one leaves idle, and an attention
+//! that waits for a parcel does not delay those behind it. Copies to and from the host,
+//! allocations and frees have streams of their own. Each allocation records its last uses (see
+//! `last_uses.rs`); events made from these records are the only order between streams.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, DriverError, result, sys};
 
+use crate::allocation::DeviceAllocation;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
-use crate::hops::{Hops, Way};
+use crate::hops::{Hops, StagingLane};
 use crate::library;
-use crate::memory::Memory;
 use crate::nvrtc::Nvrtc;
 use crate::program::Program;
 
-/// Streams that attentions take turns on: as many as ranks may have to wait for their parcels while
-/// another one can compute.
-pub(crate) const LANES: usize = 8;
-/// Shared memory a block has without asking for more.
-const ALWAYS_SHARED: usize = 48 * 1024;
+/// Streams that attentions rotate over: enough that ranks whose parcels have arrived compute while
+/// other ranks on the same GPU wait for theirs.
+pub(crate) const ATTENTION_STREAMS: usize = 8;
+/// Dynamic shared memory a block may use without raising the function's limit.
+const DEFAULT_SHARED_BYTES: usize = 48 * 1024;
 
-/// What is enqueued later than it was asked for: nobody can tell, if only it is told in time.
+/// Launches that are delayed. A launch may be delayed as long as it is issued before any consumer
+/// of its results and before any overwrite of its inputs; [`Device::flush`] names these moments.
 pub(crate) trait Deferred: Send + Sync {
-    /// Enqueues what may not be put off any longer.
-    fn catch_up(&self, reason: Reason<'_>) -> Result<()>;
+    /// Issues the launches that `reason` does not allow to be delayed further.
+    fn flush(&self, reason: FlushReason<'_>) -> Result<()>;
 }
 
-/// Why something may not be put off any longer.
+/// Why launches may not be delayed further, and which.
 #[derive(Clone, Copy)]
-pub(crate) enum Reason<'a> {
-    /// This memory is about to be used: whatever writes it.
-    Used(&'a [&'a Memory]),
-    /// This memory is about to be written: whatever reads it.
-    Written(&'a Memory),
-    /// The thread is about to wait for others: whatever it has asked for.
-    Leaving,
-    /// The thread is about to hand in this memory to be overwritten, in this round: whatever it has
-    /// asked for that had better not wait for the next parcel.
-    Vacated { memory: &'a Memory, round: usize },
-    /// The GPU is waited for: everything.
-    Waited,
+pub(crate) enum FlushReason<'a> {
+    /// This memory is about to be used: launches that write it.
+    BeforeUse(&'a [&'a DeviceAllocation]),
+    /// This memory is about to be written: launches that read it.
+    BeforeWrite(&'a DeviceAllocation),
+    /// The thread is about to wait for other ranks: launches that the thread requested.
+    BeforeWait,
+    /// The thread is about to offer this memory as a receive buffer in this round: launches that
+    /// the thread requested and that should not wait for the next parcel.
+    BeforeReceive {
+        memory: &'a DeviceAllocation,
+        round: usize,
+    },
+    /// The host waits for the GPU: all launches.
+    Synchronize,
 }
 
 /// A program's name and macros, and one of its entry points.
-type Key = (&'static str, Vec<String>, &'static str);
+type FunctionKey = (&'static str, Vec<String>, &'static str);
 
 /// A GPU and everything loaded on it.
 pub struct Device {
     context: Arc<CudaContext>,
-    compute: Arc<CudaStream>,
-    /// All lanes but the first, which is the stream that everything else is computed on.
-    beside: Vec<Arc<CudaStream>>,
+    /// Streams of attentions. The first is the compute stream, which also runs all other kernels.
+    attention: Vec<Arc<CudaStream>>,
     last_attention: Mutex<LastAttention>,
-    outward: Arc<CudaStream>,
-    inward: Arc<CudaStream>,
-    taking: Arc<CudaStream>,
-    freeing: Arc<CudaStream>,
-    /// Held while an event is recorded and noted, so that a later event of a stream is never
-    /// overwritten by an earlier one where several ranks use the same memory.
-    noting: Mutex<()>,
-    late: OnceLock<Weak<dyn Deferred>>,
+    device_to_host: Arc<CudaStream>,
+    host_to_device: Arc<CudaStream>,
+    allocation_stream: Arc<CudaStream>,
+    free_stream: Arc<CudaStream>,
+    /// Held while an event is recorded and entered into the last uses of memory, so that an
+    /// earlier event of a stream never replaces a later one where several ranks use one allocation.
+    record_lock: Mutex<()>,
+    deferred: OnceLock<Weak<dyn Deferred>>,
     pinned_hops: AtomicBool,
-    ways: Mutex<Vec<Arc<Mutex<Way>>>>,
+    staging_lanes: Mutex<Vec<Arc<Mutex<StagingLane>>>>,
     nvrtc: Nvrtc,
     cache: Cache,
     capability: (i32, i32),
     name: String,
-    processors: u32,
+    multiprocessors: u32,
     shared_bytes: usize,
-    functions: Mutex<HashMap<Key, (CudaFunction, usize)>>,
+    functions: Mutex<HashMap<FunctionKey, (CudaFunction, usize)>>,
     allocated: AtomicUsize,
     peak: AtomicUsize,
     enqueued: AtomicUsize,
 }
 
+/// Locks, also after another thread panicked while it held the lock.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Device {
-    /// The GPU with this number.
+    /// Opens the GPU with this ordinal.
     pub fn open(ordinal: usize) -> Result<Arc<Device>> {
-        // cudarc panics where there is no driver, so it is found first; the loader then has it.
+        // cudarc panics without a driver. Loading it here first turns that into an error, and
+        // cudarc then finds it already loaded.
         let (driver, _) = library::find(&library::DRIVER)?;
         std::mem::forget(driver);
         result::init().map_err(|error| Error::driver("starting the CUDA driver", error))?;
@@ -98,34 +107,36 @@ impl Device {
         }
         let failed = |error| Error::driver(format!("opening GPU {ordinal}"), error);
         let context = CudaContext::new(ordinal).map_err(failed)?;
-        // SAFETY: this crate orders streams itself, by the events of `Memory`.
+        // SAFETY: this crate orders streams itself, by the events that allocations record.
         unsafe { context.disable_event_tracking() };
         use sys::CUdevice_attribute as Attribute;
-        let number = |attribute| context.attribute(attribute).map_err(failed);
-        let processors = number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+        let attribute = |attribute| context.attribute(attribute).map_err(failed);
+        let multiprocessors =
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
         let shared_bytes =
-            number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
-        keep_freed_memory(&context).map_err(failed)?;
-        let beside: std::result::Result<_, _> = (1..LANES).map(|_| context.new_stream()).collect();
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+        keep_freed_memory_in_pool(&context).map_err(failed)?;
+        let stream = || context.new_stream().map_err(failed);
         Ok(Arc::new(Device {
-            compute: context.new_stream().map_err(failed)?,
-            beside: beside.map_err(failed)?,
+            attention: (0..ATTENTION_STREAMS)
+                .map(|_| stream())
+                .collect::<Result<_>>()?,
             last_attention: Mutex::default(),
-            outward: context.new_stream().map_err(failed)?,
-            inward: context.new_stream().map_err(failed)?,
-            taking: context.new_stream().map_err(failed)?,
-            freeing: context.new_stream().map_err(failed)?,
-            noting: Mutex::default(),
-            late: OnceLock::new(),
+            device_to_host: stream()?,
+            host_to_device: stream()?,
+            allocation_stream: stream()?,
+            free_stream: stream()?,
+            record_lock: Mutex::default(),
+            deferred: OnceLock::new(),
             pinned_hops: AtomicBool::new(false),
-            ways: Mutex::default(),
+            staging_lanes: Mutex::default(),
             nvrtc: Nvrtc::load()?,
             cache: Cache::of_user(),
             capability: context.compute_capability().map_err(failed)?,
             name: context.name().map_err(failed)?,
-            processors,
+            multiprocessors,
             shared_bytes,
-            context,
+            context: Arc::clone(&context),
             functions: Mutex::default(),
             allocated: AtomicUsize::new(0),
             peak: AtomicUsize::new(0),
@@ -133,7 +144,7 @@ impl Device {
         }))
     }
 
-    /// What it calls itself.
+    /// Its name, as the driver reports it.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -143,26 +154,26 @@ impl Device {
         self.capability
     }
 
-    /// How many multiprocessors it has.
-    pub fn processors(&self) -> u32 {
-        self.processors
+    /// The number of its multiprocessors.
+    pub fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
     }
 
-    /// Shared memory a block may ask for.
+    /// Dynamic shared memory that a block may use at most.
     pub(crate) fn shared_bytes(&self) -> usize {
         self.shared_bytes
     }
 
-    /// Bytes free and in all.
+    /// Free and total bytes of its memory.
     pub fn memory(&self) -> Result<(usize, usize)> {
-        let told = self.context.mem_get_info();
-        told.map_err(|error| Error::driver("asking for free memory", error))
+        let info = self.context.mem_get_info();
+        info.map_err(|error| Error::driver("asking for free memory", error))
     }
 
-    /// Bytes that this process has allocated on it now, and the most it ever had.
+    /// Bytes that this process has allocated on it now, and the peak so far.
     pub fn allocated_bytes(&self) -> (usize, usize) {
-        let told = |of: &AtomicUsize| of.load(Ordering::Relaxed);
-        (told(&self.allocated), told(&self.peak))
+        let load = |counter: &AtomicUsize| counter.load(Ordering::Relaxed);
+        (load(&self.allocated), load(&self.peak))
     }
 
     /// Launches and copies enqueued so far.
@@ -170,111 +181,99 @@ impl Device {
         self.enqueued.load(Ordering::Relaxed)
     }
 
-    /// Books memory that was taken.
-    pub(crate) fn take(&self, bytes: usize) {
+    /// Adds an allocation to the counters.
+    pub(crate) fn count_allocated(&self, bytes: usize) {
         let now = self.allocated.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak.fetch_max(now, Ordering::Relaxed);
     }
 
-    /// Books memory that was given back.
-    pub(crate) fn give_back(&self, bytes: usize) {
+    /// Removes a freed allocation from the counters.
+    pub(crate) fn count_freed(&self, bytes: usize) {
         self.allocated.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// The stream everything is computed on.
+    /// The stream of all kernels but attentions.
     pub(crate) fn compute(&self) -> &Arc<CudaStream> {
-        &self.compute
+        &self.attention[0]
     }
 
-    /// Names who enqueues late, once.
-    pub(crate) fn set_late(&self, late: Weak<dyn Deferred>) {
-        let _ = self.late.set(late);
+    /// Sets the queue of delayed launches. The first one set stays.
+    pub(crate) fn set_deferred(&self, deferred: Weak<dyn Deferred>) {
+        let _ = self.deferred.set(deferred);
     }
 
-    /// Has everything enqueued that may not be put off any longer.
-    pub(crate) fn catch_up(&self, reason: Reason<'_>) -> Result<()> {
-        let late = self.late.get().and_then(Weak::upgrade);
-        late.map_or(Ok(()), |late| late.catch_up(reason))
+    /// Issues the launches that `reason` does not allow to be delayed further.
+    pub(crate) fn flush(&self, reason: FlushReason<'_>) -> Result<()> {
+        let deferred = self.deferred.get().and_then(Weak::upgrade);
+        deferred.map_or(Ok(()), |deferred| deferred.flush(reason))
     }
 
-    /// Has everything enqueued that was asked for: attentions may wait for others to join them.
-    pub fn launch_waiting(&self) -> Result<()> {
-        self.catch_up(Reason::Waited)
+    /// Issues all delayed launches: an attention may have been held back to fuse it with the next.
+    pub fn flush_deferred(&self) -> Result<()> {
+        self.flush(FlushReason::Synchronize)
     }
 
-    /// Enqueues an attention on the next lane, after everything it depends on; `work` is told where
-    /// it may count. Lanes take turns: where ranks share a GPU, one's job begins
-    /// on the multiprocessors that another's has left. Only what continues the last attention stays
-    /// on its lane: it has to wait for that one anyway. Strictly in turn, because a lane that has got
-    /// more of the work ends alone, and nothing begins where its jobs leave multiprocessors idle.
+    /// Enqueues an attention on the next attention stream, after everything it depends on; `work`
+    /// also gets the address of that stream's counters. An attention that continues the previous
+    /// one stays on its stream, since it has to wait for that one anyway. All others rotate
+    /// strictly: a stream that got more work than the others would end alone, and nothing would
+    /// start on the multiprocessors that its last attentions leave idle.
     pub(crate) fn attend(
         &self,
-        reads: &[&Memory],
-        writes: &[&Memory],
-        counters: &[Memory],
+        reads: &[&DeviceAllocation],
+        writes: &[&DeviceAllocation],
+        counters: &[DeviceAllocation],
         work: impl FnOnce(&CudaStream, u64) -> std::result::Result<(), DriverError>,
     ) -> Result<()> {
-        let last = || {
-            let last = self.last_attention.lock();
-            last.unwrap_or_else(PoisonError::into_inner)
-        };
-        let lane = {
-            let last = last();
-            let continues = |event| writes.iter().any(|memory| memory.marks().ends_with(event));
+        let index = {
+            let last = lock(&self.last_attention);
+            let continues = |event| writes.iter().any(|x| x.last_uses().last_write_is(event));
             match last.event.as_ref().is_some_and(continues) {
-                true => last.lane,
-                false => (last.lane + 1) % LANES,
+                true => last.stream,
+                false => (last.stream + 1) % ATTENTION_STREAMS,
             }
         };
         let mut writes = writes.to_vec();
-        writes.push(&counters[lane]);
+        writes.push(&counters[index]);
         let what = "attention";
-        let event = self.place(self.lane(lane), what, reads, &writes, |stream| {
-            work(stream, counters[lane].pointer()).map_err(|error| Error::driver(what, error))
+        let stream = &self.attention[index];
+        let event = self.enqueue_recorded(stream, what, reads, &writes, |stream| {
+            work(stream, counters[index].pointer()).map_err(|error| Error::driver(what, error))
         })?;
-        *last() = LastAttention {
-            lane,
+        *lock(&self.last_attention) = LastAttention {
+            stream: index,
             event: Some(event),
         };
         Ok(())
     }
 
-    fn lane(&self, number: usize) -> &Arc<CudaStream> {
-        match number {
-            0 => &self.compute,
-            _ => &self.beside[number - 1],
-        }
-    }
-
     /// The stream for copies to the host.
-    pub(crate) fn outward(&self) -> &Arc<CudaStream> {
-        &self.outward
+    pub(crate) fn device_to_host(&self) -> &Arc<CudaStream> {
+        &self.device_to_host
     }
 
     /// The stream for copies from the host.
-    pub(crate) fn inward(&self) -> &Arc<CudaStream> {
-        &self.inward
+    pub(crate) fn host_to_device(&self) -> &Arc<CudaStream> {
+        &self.host_to_device
     }
 
-    /// The stream that memory is allocated on. Not one that computes, which would wait with it until
-    /// memory that is handed out again is used no longer.
-    pub(crate) fn taking(&self) -> &Arc<CudaStream> {
-        &self.taking
+    /// The stream of allocations. It is not a compute stream: an allocation that reuses freed
+    /// memory waits until the last use of that memory is done.
+    pub(crate) fn allocation_stream(&self) -> &Arc<CudaStream> {
+        &self.allocation_stream
     }
 
-    /// The stream that memory is freed on, which waits for its last use.
-    pub(crate) fn freeing(&self) -> &Arc<CudaStream> {
-        &self.freeing
+    /// The stream of frees, which waits for the last use of the memory.
+    pub(crate) fn free_stream(&self) -> &Arc<CudaStream> {
+        &self.free_stream
     }
 
-    /// All streams that anything is computed or copied on.
-    pub(crate) fn streams(&self) -> Vec<Arc<CudaStream>> {
-        let own = [&self.outward, &self.inward, &self.compute];
-        let mut all: Vec<_> = own.into_iter().chain(&self.beside).cloned().collect();
-        let ways = self.ways.lock().unwrap_or_else(PoisonError::into_inner);
-        for way in ways.iter() {
-            let way = way.lock().unwrap_or_else(PoisonError::into_inner);
-            all.extend(way.streams().map(Arc::clone));
+    /// All streams that compute or copy.
+    fn streams(&self) -> Vec<Arc<CudaStream>> {
+        let copies = [&self.device_to_host, &self.host_to_device];
+        let mut all: Vec<_> = copies.into_iter().chain(&self.attention).cloned().collect();
+        for lane in lock(&self.staging_lanes).iter() {
+            all.extend(lock(lane).streams().map(Arc::clone));
         }
         all
     }
@@ -298,64 +297,62 @@ impl Device {
         self.pinned_hops.store(pinned, Ordering::Relaxed);
     }
 
-    /// One of the ways through the host, made if it was not.
-    pub(crate) fn way(&self, number: usize) -> Result<Arc<Mutex<Way>>> {
-        let mut ways = self.ways.lock().unwrap_or_else(PoisonError::into_inner);
-        while ways.len() <= number {
-            ways.push(Arc::new(Mutex::new(Way::new(self)?)));
+    /// The staging lane with this number, created on first use.
+    pub(crate) fn staging_lane(&self, number: usize) -> Result<Arc<Mutex<StagingLane>>> {
+        let mut lanes = lock(&self.staging_lanes);
+        while lanes.len() <= number {
+            let lane = StagingLane::new(self.stream()?, self.stream()?);
+            lanes.push(Arc::new(Mutex::new(lane)));
         }
-        Ok(Arc::clone(&ways[number]))
+        Ok(Arc::clone(&lanes[number]))
     }
 
-    /// A stream of one's own.
+    /// A new stream.
     pub(crate) fn stream(&self) -> Result<Arc<CudaStream>> {
-        let made = self.context.new_stream();
-        made.map_err(|error| Error::driver("making a stream", error))
+        let stream = self.context.new_stream();
+        stream.map_err(|error| Error::driver("creating a stream", error))
     }
 
-    /// The moment at which everything asked for so far is computed.
+    /// An instant on the GPU's clock: the completion of everything requested so far.
     pub fn instant(&self) -> Result<Instant> {
-        self.launch_waiting()?;
+        self.flush_deferred()?;
         let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
-        let mut beside = self.beside.iter();
-        let waited = beside.try_for_each(|lane| self.compute.wait(&lane.record_event(None)?));
-        let event = waited.and_then(|()| self.compute.record_event(Some(flags)));
-        let event = event.map_err(|error| Error::driver("marking a moment", error))?;
+        let (compute, mut others) = (self.compute(), self.attention[1..].iter());
+        let joined = others.try_for_each(|stream| compute.wait(&stream.record_event(None)?));
+        let event = joined.and_then(|()| compute.record_event(Some(flags)));
+        let event = event.map_err(|error| Error::driver("recording a timing event", error))?;
         Ok(Instant(event))
     }
 
-    /// Waits until everything computed is there, and every parcel has arrived.
+    /// Waits until all kernels and copies requested so far are done.
     pub fn synchronize(&self) -> Result<()> {
-        self.launch_waiting()?;
+        self.flush_deferred()?;
         let mut streams = self.streams().into_iter();
         let done = streams.try_for_each(|stream| stream.synchronize());
         done.map_err(|error| Error::driver("waiting for the GPU", error))
     }
 
-    /// An entry point of a program, compiled and loaded if it was not.
+    /// An entry point of a program, compiled and loaded on first use.
     pub(crate) fn function(
         &self,
         program: &Program,
         entry: &'static str,
         shared_bytes: usize,
     ) -> Result<CudaFunction> {
-        let mut functions = self
-            .functions
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut functions = lock(&self.functions);
         let key = (program.name, program.defines.clone(), entry);
         let failed = |error| Error::driver(format!("loading {} ({entry})", program.name), error);
-        let (function, allowed) = match functions.entry(key) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(place) => {
+        let (function, limit) = match functions.entry(key) {
+            Entry::Occupied(loaded) => loaded.into_mut(),
+            Entry::Vacant(vacant) => {
                 let built = program.build(&self.nvrtc, &self.cache, self.capability)?;
                 let image = cudarc::nvrtc::Ptx::from_binary(built.cubin);
                 let module = self.context.load_module(image).map_err(failed)?;
                 let function = module.load_function(entry).map_err(failed)?;
-                place.insert((function, ALWAYS_SHARED))
+                vacant.insert((function, DEFAULT_SHARED_BYTES))
             }
         };
-        if shared_bytes > *allowed {
+        if shared_bytes > *limit {
             if shared_bytes > self.shared_bytes {
                 return Err(Error::Unsupported {
                     what: format!(
@@ -365,10 +362,11 @@ impl Device {
                 });
             }
             self.context.bind_to_thread().map_err(failed)?;
-            let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            let set = function.set_attribute(most, shared_bytes as i32);
+            let attribute =
+                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let set = function.set_attribute(attribute, shared_bytes as i32);
             set.map_err(failed)?;
-            *allowed = shared_bytes;
+            *limit = shared_bytes;
         }
         Ok(function.clone())
     }
@@ -378,99 +376,96 @@ impl Device {
         &self,
         stream: &Arc<CudaStream>,
         what: &str,
-        reads: &[&Memory],
-        writes: &[&Memory],
+        reads: &[&DeviceAllocation],
+        writes: &[&DeviceAllocation],
         work: impl FnOnce(&CudaStream) -> std::result::Result<(), DriverError>,
     ) -> Result<()> {
         let work = |stream: &CudaStream| work(stream).map_err(|error| Error::driver(what, error));
-        self.place(stream, what, reads, writes, work).map(|_| ())
+        self.enqueue_recorded(stream, what, reads, writes, work)
+            .map(|_| ())
     }
 
-    /// The same for work that fails in other ways than a driver's, and the event of its end.
-    pub(crate) fn place(
+    /// The same for work that may fail with any error; returns the event of its completion.
+    pub(crate) fn enqueue_recorded(
         &self,
         stream: &Arc<CudaStream>,
         what: &str,
-        reads: &[&Memory],
-        writes: &[&Memory],
+        reads: &[&DeviceAllocation],
+        writes: &[&DeviceAllocation],
         work: impl FnOnce(&CudaStream) -> Result<()>,
     ) -> Result<Arc<CudaEvent>> {
-        self.catch_up(Reason::Used(reads))?;
-        self.catch_up(Reason::Used(writes))?;
+        self.flush(FlushReason::BeforeUse(reads))?;
+        self.flush(FlushReason::BeforeUse(writes))?;
         for memory in reads.iter().chain(writes) {
-            memory.settle(stream)?;
+            memory.flush_zero_fill(stream)?;
         }
-        self.place_settled(stream, what, reads, writes, work)
+        self.enqueue_zero_filled(stream, what, reads, writes, work)
     }
 
-    /// The same where nothing is left to be cleared.
-    pub(crate) fn place_settled(
+    /// The same where no zero-fill of `reads` and `writes` is pending.
+    pub(crate) fn enqueue_zero_filled(
         &self,
         stream: &Arc<CudaStream>,
         what: &str,
-        reads: &[&Memory],
-        writes: &[&Memory],
+        reads: &[&DeviceAllocation],
+        writes: &[&DeviceAllocation],
         work: impl FnOnce(&CudaStream) -> Result<()>,
     ) -> Result<Arc<CudaEvent>> {
         let failed = |error| Error::driver(what, error);
         self.context.bind_to_thread().map_err(failed)?;
         for memory in reads {
-            let marks = memory.marks();
-            let mut waits = marks.before_reading(stream);
-            waits
-                .try_for_each(|event| stream.wait(event))
-                .map_err(failed)?;
+            let uses = memory.last_uses();
+            let mut events = uses.events_before_read(stream);
+            let waits = events.try_for_each(|event| stream.wait(event));
+            waits.map_err(failed)?;
         }
         for memory in writes {
-            let marks = memory.marks();
-            let mut waits = marks.before_writing(stream);
-            waits
-                .try_for_each(|event| stream.wait(event))
-                .map_err(failed)?;
+            let uses = memory.last_uses();
+            let mut events = uses.events_before_write(stream);
+            let waits = events.try_for_each(|event| stream.wait(event));
+            waits.map_err(failed)?;
         }
         let worked = work(stream);
         self.enqueued.fetch_add(1, Ordering::Relaxed);
-        // Noted even where it failed: a part of it may be on its way.
-        let noting = self.noting.lock().unwrap_or_else(PoisonError::into_inner);
+        // Recorded even if `work` failed: it may have enqueued a part.
+        let recording = lock(&self.record_lock);
         let event = Arc::new(stream.record_event(None).map_err(failed)?);
         for memory in reads {
-            memory.marks().read(stream, &event);
-            memory.note(stream, &event);
+            memory.last_uses().record_read(stream, &event);
+            memory.record_foreign_use(stream, &event);
         }
         for memory in writes {
-            memory.marks().written(stream, &event);
-            memory.note(stream, &event);
+            memory.last_uses().record_write(stream, &event);
+            memory.record_foreign_use(stream, &event);
         }
-        drop(noting);
+        drop(recording);
         worked.map(|()| event)
     }
 }
 
-/// The attention that was enqueued last: its lane, and the event of its end.
+/// The attention enqueued last: the index of its stream, and the event of its completion.
 #[derive(Default)]
 struct LastAttention {
-    lane: usize,
+    stream: usize,
     event: Option<Arc<CudaEvent>>,
 }
 
-/// A moment on the GPU's own clock.
+/// An instant on the GPU's own clock.
 pub struct Instant(CudaEvent);
 
 impl Instant {
-    /// Milliseconds from an earlier moment to this one, once both have come.
+    /// Milliseconds from an earlier instant to this one. Waits until this one has passed.
     pub fn since(&self, earlier: &Instant) -> Result<f64> {
         let waited = self.0.synchronize();
-        let told = waited.and_then(|()| earlier.0.elapsed_ms(&self.0));
-        told.map(f64::from)
+        let elapsed = waited.and_then(|()| earlier.0.elapsed_ms(&self.0));
+        elapsed
+            .map(f64::from)
             .map_err(|error| Error::driver("reading the GPU's clock", error))
     }
 }
 
-/// Freed memory stays with the process, so that buffers are taken from a pool and not from the
-/// system.
-fn keep_freed_memory(
-    context: &Arc<CudaContext>,
-) -> std::result::Result<(), cudarc::driver::DriverError> {
+/// Keeps freed memory in the driver's pool, so that later allocations do not go to the system.
+fn keep_freed_memory_in_pool(context: &Arc<CudaContext>) -> std::result::Result<(), DriverError> {
     let mut threshold = u64::MAX;
     // SAFETY: the device is open, and the attribute is a 64-bit number as documented.
     unsafe {

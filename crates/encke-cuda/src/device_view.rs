@@ -1,9 +1,10 @@
-//! A tensor of another library on a GPU, for the time of a call: where it is and how it lies, never a
-//! copy of it.
+//! A view of another library's tensor on a GPU, for the duration of a call: its address and
+//! strides, never a copy.
 //!
-//! The decision here: whoever makes one vouches for its memory, and nobody has to afterwards. Of a raw
-//! address that is the caller's promise; of memory that cudarc has counted it is a borrow, and cudarc is
-//! told when the call no longer uses it.
+//! The decision here: a view's constructor guarantees that its memory is valid for the whole call,
+//! and all methods rely on that. For a raw address the caller gives this guarantee
+//! ([`DeviceView::new`] is unsafe). For memory of cudarc the view borrows the slice, and on drop
+//! cudarc records when the call stopped using it.
 
 use std::sync::Arc;
 
@@ -19,20 +20,19 @@ pub struct DeviceView<'a> {
     dims: [usize; 4],
     strides: [usize; 4],
     writable: bool,
-    /// The context it is in, by its handle, where that is known.
+    /// The handle of its context, if known.
     context: Option<usize>,
-    /// Tells cudarc, when it is dropped, until when its memory was used.
-    _until: Option<SyncOnDrop<'a>>,
+    /// On drop, records the end of use with cudarc.
+    _sync_on_drop: Option<SyncOnDrop<'a>>,
 }
 
 impl<'a> DeviceView<'a> {
     /// A tensor at an address.
     ///
     /// # Safety
-    /// Everything that dimensions and strides reach must be allocated on the GPU that a call with
-    /// this tensor runs on, at an address that suits its type, and stay so until that call has ended
-    /// and what it enqueued is done. Until then nobody else may write it, and nobody use it where it
-    /// is `writable`.
+    /// All elements that `dims` and `strides` reach must be allocated on the GPU that the call runs
+    /// on, at an address aligned for the type, until the call has ended and its kernels are done.
+    /// Until then no one else may write them, and if `writable`, no one else may read them either.
     pub unsafe fn new(
         dtype: DType,
         address: u64,
@@ -47,12 +47,12 @@ impl<'a> DeviceView<'a> {
             strides,
             writable,
             context: None,
-            _until: None,
+            _sync_on_drop: None,
         }
     }
 
-    /// A tensor in memory of cudarc, to be read, which begins `first` numbers after it. The call must
-    /// be one on behalf of `stream`, and begin after this.
+    /// A tensor for reading in memory of cudarc, from element `first` on. The call must be on
+    /// behalf of `stream`, and begin after this.
     pub fn reading<T: Element>(
         slice: &'a CudaSlice<T>,
         first: usize,
@@ -62,21 +62,21 @@ impl<'a> DeviceView<'a> {
     ) -> Result<DeviceView<'a>> {
         let context = handle(slice.context());
         let length = slice.len();
-        let (address, until) = slice.device_ptr(stream);
-        let lent = DeviceView {
+        let (address, sync) = slice.device_ptr(stream);
+        let view = DeviceView {
             dtype: T::DTYPE,
             address: address + (first * T::DTYPE.bytes()) as u64,
             dims,
             strides,
             writable: false,
             context: Some(context),
-            _until: Some(until),
+            _sync_on_drop: Some(sync),
         };
-        lent.within(first, length)
+        view.check_bounds(first, length)
     }
 
-    /// A contiguous tensor in memory of cudarc, to be written. The call must be one on behalf of
-    /// `stream`, and begin after this.
+    /// A contiguous tensor for writing in memory of cudarc. The call must be on behalf of `stream`,
+    /// and begin after this.
     pub fn writing<T: Element>(
         slice: &'a mut CudaSlice<T>,
         dims: [usize; 4],
@@ -84,34 +84,35 @@ impl<'a> DeviceView<'a> {
     ) -> Result<DeviceView<'a>> {
         let context = handle(slice.context());
         let length = slice.len();
-        let (address, until) = slice.device_ptr_mut(stream);
+        let (address, sync) = slice.device_ptr_mut(stream);
         let [_, n, h, d] = dims;
-        let lent = DeviceView {
+        let view = DeviceView {
             dtype: T::DTYPE,
             address,
             dims,
             strides: [n * h * d, h * d, d, 1],
             writable: true,
             context: Some(context),
-            _until: Some(until),
+            _sync_on_drop: Some(sync),
         };
-        lent.within(0, length)
+        view.check_bounds(0, length)
     }
 
-    /// The tensor itself, where the slice has room for it.
-    fn within(self, first: usize, length: usize) -> Result<DeviceView<'a>> {
+    /// The view itself, if it lies inside its slice of `length` elements.
+    fn check_bounds(self, first: usize, length: usize) -> Result<DeviceView<'a>> {
         match first.checked_add(self.extent()) {
             Some(end) if end <= length => Ok(self),
             _ => Err(Error::Unsupported {
                 what: format!(
-                    "a tensor {:?} with strides {:?} from number {first} on in a slice of {length}",
+                    "a tensor {:?} with strides {:?} from element {first} on in a slice of \
+                     {length}",
                     self.dims, self.strides
                 ),
             }),
         }
     }
 
-    /// The type of its numbers.
+    /// The type of its elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -121,23 +122,23 @@ impl<'a> DeviceView<'a> {
         self.dims
     }
 
-    /// How many numbers lie between one and the next, by dimension.
+    /// Its strides, in elements.
     pub fn strides(&self) -> [usize; 4] {
         self.strides
     }
 
-    /// Whether it may be written.
+    /// Whether the call may write it.
     pub fn is_writable(&self) -> bool {
         self.writable
     }
 
-    /// Whether its number `first` lies at a multiple of so many bytes.
+    /// Whether element `first` lies at a multiple of `bytes` bytes.
     pub fn is_aligned(&self, first: usize, bytes: usize) -> bool {
         let address = self.address + (first * self.dtype.bytes()) as u64;
         address.is_multiple_of(bytes as u64)
     }
 
-    /// How many numbers lie between the first and the last, both included.
+    /// The number of elements from the first to the last, both included.
     pub fn extent(&self) -> usize {
         if self.dims.contains(&0) {
             return 0;
@@ -147,8 +148,8 @@ impl<'a> DeviceView<'a> {
         reach.fold(1, usize::saturating_add)
     }
 
-    /// The address of its number `first`, if there are `elements` from there on, and in this context.
-    pub(crate) fn reach(
+    /// The address of element `first`, if `elements` elements follow and the context is this one.
+    pub(crate) fn address_of(
         &self,
         context: &Arc<CudaContext>,
         first: usize,
@@ -165,7 +166,7 @@ impl<'a> DeviceView<'a> {
             }
             _ => Err(Error::Unsupported {
                 what: format!(
-                    "{elements} numbers from {first} on of a tensor that has {}",
+                    "{elements} elements from {first} on of a tensor that has {}",
                     self.extent()
                 ),
             }),
@@ -181,39 +182,39 @@ fn handle(context: &CudaContext) -> usize {
 mod tests {
     use super::*;
 
-    fn lent(dims: [usize; 4], strides: [usize; 4]) -> DeviceView<'static> {
+    fn view(dims: [usize; 4], strides: [usize; 4]) -> DeviceView<'static> {
         // SAFETY: nothing is read: there is no call.
         unsafe { DeviceView::new(DType::Bf16, 0x1000, dims, strides, false) }
     }
 
     #[test]
-    fn a_tensor_reaches_from_its_first_number_to_its_last() {
-        assert_eq!(lent([2, 3, 4, 5], [60, 20, 5, 1]).extent(), 120);
-        // Heads first, seen as [b, n, h, d]; and one key head that all have.
-        assert_eq!(lent([2, 3, 4, 5], [60, 5, 15, 1]).extent(), 120);
-        assert_eq!(lent([2, 3, 4, 5], [15, 5, 0, 1]).extent(), 30);
-        assert_eq!(lent([2, 0, 4, 5], [60, 20, 5, 1]).extent(), 0);
+    fn the_extent_reaches_from_the_first_element_to_the_last() {
+        assert_eq!(view([2, 3, 4, 5], [60, 20, 5, 1]).extent(), 120);
+        // A [b, h, n, d] tensor viewed as [b, n, h, d]; and one key head for all query heads.
+        assert_eq!(view([2, 3, 4, 5], [60, 5, 15, 1]).extent(), 120);
+        assert_eq!(view([2, 3, 4, 5], [15, 5, 0, 1]).extent(), 30);
+        assert_eq!(view([2, 0, 4, 5], [60, 20, 5, 1]).extent(), 0);
         assert_eq!(
-            lent([9, 1, 1, 1], [usize::MAX, 1, 1, 1]).extent(),
+            view([9, 1, 1, 1], [usize::MAX, 1, 1, 1]).extent(),
             usize::MAX
         );
     }
 
     #[test]
-    fn only_whole_vectors_are_aligned() {
-        let tensor = lent([1, 8, 1, 8], [64, 8, 8, 1]);
+    fn alignment_is_that_of_the_first_element() {
+        let tensor = view([1, 8, 1, 8], [64, 8, 8, 1]);
         assert!(tensor.is_aligned(8, 16));
         assert!(!tensor.is_aligned(4, 16));
     }
 
     #[test]
-    fn a_tensor_that_does_not_fit_is_refused() {
-        let message = |lent: Result<DeviceView<'_>>| lent.err().map(|error| error.to_string());
-        let whole = || lent([1, 8, 1, 8], [64, 8, 8, 1]);
-        assert_eq!(message(whole().within(0, 64)), None);
-        let refused = message(whole().within(1, 64)).unwrap_or_default();
+    fn a_tensor_beyond_its_slice_is_refused() {
+        let message = |view: Result<DeviceView<'_>>| view.err().map(|error| error.to_string());
+        let whole = || view([1, 8, 1, 8], [64, 8, 8, 1]);
+        assert_eq!(message(whole().check_bounds(0, 64)), None);
+        let refused = message(whole().check_bounds(1, 64)).unwrap_or_default();
         assert!(
-            refused.contains("from number 1 on in a slice of 64"),
+            refused.contains("from element 1 on in a slice of 64"),
             "{refused}"
         );
     }

@@ -1,6 +1,6 @@
-//! What can go wrong between this program and a GPU.
+//! Errors of libraries, driver, compiler and GPU.
 //!
-//! Every message names what was looked for, asked for or refused, and what to do about it.
+//! Every message names what was searched, requested or refused, and what to do about it.
 
 use std::time::Duration;
 
@@ -10,65 +10,65 @@ use encke_core::kernel::KernelError;
 /// The name of the kernel in reports and errors.
 pub(crate) const NAME: &str = "cuda";
 
-/// Why something on a GPU could not be done.
+/// An error on or around a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A library that is loaded at run time is not there.
-    #[error("{library} was not found: looked for {looked}; {cure}")]
+    /// A library that is loaded at run time is missing.
+    #[error("{library} was not found: looked for {searched}; {advice}")]
     Library {
-        /// What it is.
+        /// The library.
         library: &'static str,
-        /// File names and folders, with what the loader said.
-        looked: String,
+        /// The file names and folders tried, with the loader's messages.
+        searched: String,
         /// What to do.
-        cure: &'static str,
+        advice: &'static str,
     },
     /// A library lacks a function.
     #[error("{library} has no {function}; it is too old, install a newer one")]
     Function {
-        /// Which library.
+        /// The library.
         library: &'static str,
-        /// Which function.
+        /// The missing function.
         function: String,
     },
-    /// There is no such GPU.
+    /// No GPU with this ordinal.
     #[error("there is no GPU {asked}: this machine has {found}")]
     NoDevice {
-        /// The number asked for.
+        /// The requested ordinal.
         asked: usize,
-        /// How many there are.
+        /// The number of GPUs.
         found: usize,
     },
-    /// The driver refused something.
+    /// The driver reported an error.
     #[error("{what} failed: {reason}")]
     Driver {
-        /// What was tried.
+        /// The failed operation.
         what: String,
-        /// What the driver said.
+        /// The driver's message.
         reason: String,
     },
-    /// There is not enough memory on the GPU.
+    /// The GPU is out of memory.
     #[error("the GPU could not allocate {bytes} bytes; use more ranks or a narrower type")]
     Memory {
-        /// How much was asked for.
+        /// The requested bytes.
         bytes: usize,
     },
-    /// The GPU did not get there in time.
+    /// A wait for the GPU exceeded its deadline.
     #[error("waited {waited:?} for {what}, longer than the deadline of {limit:?}")]
     Deadline {
-        /// What was waited for.
+        /// The awaited event.
         what: String,
-        /// How long.
+        /// The time waited.
         waited: Duration,
-        /// How long was allowed.
+        /// The deadline.
         limit: Duration,
     },
-    /// NCCL refused something.
+    /// NCCL reported an error.
     #[error("NCCL: {what} failed: {reason}")]
     Nccl {
-        /// What was tried.
+        /// The failed operation.
         what: String,
-        /// What NCCL said.
+        /// NCCL's message.
         reason: String,
     },
     /// A program did not compile.
@@ -76,17 +76,17 @@ pub enum Error {
     Compile {
         /// The compiler's version.
         version: String,
-        /// Which program.
+        /// The program.
         program: String,
-        /// For which architecture.
+        /// The architecture.
         arch: String,
-        /// What the compiler said.
+        /// The compiler's log.
         log: String,
     },
-    /// A request no kernel here has a path for.
+    /// No kernel supports the request.
     #[error("no CUDA kernel for {what}")]
     Unsupported {
-        /// What was asked for.
+        /// The request.
         what: String,
     },
 }
@@ -95,16 +95,16 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// A driver's refusal, with what was tried.
+    /// An error of the driver while doing `what`.
     pub(crate) fn driver(what: impl Into<String>, error: DriverError) -> Error {
         let name = error.error_name().map(|x| x.to_string_lossy().into_owned());
-        let said = error
+        let text = error
             .error_string()
             .map(|x| x.to_string_lossy().into_owned());
         Error::Driver {
             what: what.into(),
-            reason: match (name, said) {
-                (Ok(name), Ok(said)) => format!("{said} ({name})"),
+            reason: match (name, text) {
+                (Ok(name), Ok(text)) => format!("{text} ({name})"),
                 _ => format!("{:?}", error.0),
             },
         }

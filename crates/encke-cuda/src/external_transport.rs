@@ -1,37 +1,36 @@
-//! Another library's wire for a GPU's memory.
+//! Another library's transport for a GPU's memory.
 //!
-//! torch.distributed moves bytes of a GPU over NCCL on streams of its own. The decision here: such a
-//! wire is told a stream, where the bytes are ready when it comes to the sends, and on which whatever
-//! comes later finds them received. What it does in between is its own affair; nothing is staged, and
-//! jobs run beside it.
+//! torch.distributed moves bytes of a GPU over NCCL on streams of its own. The decision here: the
+//! library gets one stream. Parcels to send are ready when that stream reaches its operations, and
+//! operations enqueued there later find the receives complete. Nothing is staged, and jobs run
+//! concurrently.
 
 use std::sync::Arc;
 
 use encke_core::transport::{Incoming, Moved, Outgoing, Transport, TransportError};
 
 use crate::buffer::Buffer;
-use crate::device::{Device, Reason};
-use crate::error::Error;
-use crate::messages::{Messages, Piece};
+use crate::device::{Device, FlushReason};
+use crate::messages::{DeviceMessage, RoundMessages, local_error};
 
-/// A wire that enqueues its hops on a GPU.
+/// A transport of another library that enqueues its messages on a GPU.
 pub trait ExternalWire {
-    /// Enqueues the hops of a round: after what `stream` (a `CUstream`) has now, and before what is
-    /// enqueued there next. The memory is left alone by everybody else until [`ExternalWire::wait`] has
-    /// returned and `stream` has come so far.
+    /// Enqueues the messages of a round: after everything `stream` (a `CUstream`) has now, and
+    /// before what is enqueued there next. Nothing else uses the memory until
+    /// [`ExternalWire::wait`] has returned and `stream` has reached this point.
     fn post(
         &mut self,
         round: usize,
-        sends: &[Piece],
-        receives: &[Piece],
+        sends: &[DeviceMessage],
+        receives: &[DeviceMessage],
         stream: u64,
     ) -> std::result::Result<(), TransportError>;
 
-    /// Waits until the hops that were posted last are through.
+    /// Waits until the messages posted last are complete.
     fn wait(&mut self, round: usize) -> std::result::Result<(), TransportError>;
 }
 
-/// A transport of a GPU's buffers over such a wire.
+/// A transport of a GPU's buffers over an [`ExternalWire`].
 pub struct ExternalTransport<W> {
     wire: W,
     device: Arc<Device>,
@@ -39,7 +38,7 @@ pub struct ExternalTransport<W> {
 }
 
 impl<W: ExternalWire> ExternalTransport<W> {
-    /// The wire of `rank` on a GPU.
+    /// The transport of `rank` on a GPU.
     pub fn new(wire: W, device: &Arc<Device>, rank: usize) -> ExternalTransport<W> {
         ExternalTransport {
             wire,
@@ -48,32 +47,25 @@ impl<W: ExternalWire> ExternalTransport<W> {
         }
     }
 
-    /// Posts the round's messages between events of whoever uses their memory.
+    /// Posts a round's messages, ordered with all other uses of their memory.
     fn post(
         &mut self,
         round: usize,
-        messages: &Messages,
+        messages: &RoundMessages,
     ) -> std::result::Result<(), TransportError> {
         let [reads, writes] = messages.memory();
-        let [sends, receives] = messages.pieces();
+        let [sends, receives] = messages.posted();
         let device = Arc::clone(&self.device);
         let mut posted = Ok(());
-        // The stream for copies to the host has nothing to do where no hop goes there.
-        let placed = device.place(device.outward(), "a hop", &reads, &writes, |stream| {
+        // The stream for copies to the host is idle: no message goes through the host here.
+        let stream = device.device_to_host();
+        let enqueued = device.enqueue_recorded(stream, "a hop", &reads, &writes, |stream| {
             let stream = stream.cu_stream() as usize as u64;
             posted = self.wire.post(round, &sends, &receives, stream);
             Ok(())
         });
         posted?;
-        placed.map(drop).map_err(|error| self.local(round, &error))
-    }
-
-    fn local(&self, round: usize, error: &Error) -> TransportError {
-        TransportError::Local {
-            rank: self.rank,
-            round,
-            reason: error.to_string(),
-        }
+        enqueued.map(drop).map_err(local_error(self.rank, round))
     }
 }
 
@@ -85,16 +77,16 @@ impl<W: ExternalWire> Transport<Buffer> for ExternalTransport<W> {
         incoming: &mut [Incoming<'_, Buffer>],
         meanwhile: &mut dyn FnMut(),
     ) -> std::result::Result<Moved, TransportError> {
-        let messages = Messages::of(outgoing, incoming);
-        let messages = messages.map_err(|error| self.local(round, &error))?;
+        let failed = local_error(self.rank, round);
+        let messages = RoundMessages::new(outgoing, incoming).map_err(&failed)?;
         if messages.is_empty() {
             meanwhile();
             return Ok(Moved::default());
         }
         self.post(round, &messages)?;
         meanwhile();
-        let asked = self.device.catch_up(Reason::Leaving);
-        asked.map_err(|error| self.local(round, &error))?;
+        let flushed = self.device.flush(FlushReason::BeforeWait);
+        flushed.map_err(&failed)?;
         self.wire.wait(round)?;
         Ok(messages.moved())
     }

@@ -1,71 +1,71 @@
-//! The GPU as a kernel: which of its programs takes a job, and nothing else.
+//! The GPU as a kernel: chooses the program for a job, and nothing else.
 //!
-//! Work is only enqueued here. What a caller reads back waits for what it depends on; what fails
-//! on the device is told by the next call that waits.
+//! All work is enqueued. Reading results back waits for the operations they depend on; errors on
+//! the device are reported by the next call that waits.
 
 use std::sync::Arc;
 
 use encke_core::host;
 use encke_core::job::{Block, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
+use encke_core::memory::Memory;
 use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::transport::WireBuffer;
 use encke_core::{DType, Data, Tensor, View};
 
+use crate::allocation::DeviceAllocation;
+use crate::arguments::TableCache;
 use crate::buffer::Buffer;
-use crate::device::{Device, LANES};
+use crate::device::{ATTENTION_STREAMS, Device};
 use crate::error::{Error, NAME};
 use crate::hops::Hops;
-use crate::jobs::Tables;
-use crate::launch::chains::Chains;
-use crate::launch::rows::{self, RowSums};
-use crate::launch::{LaunchContext, cells, hopper_backward, hopper_forward, mma, moving, plain};
-use crate::memory::Memory;
-use crate::operands::{Gradient, Operands};
+use crate::launch::chain_queue::ChainQueue;
+use crate::launch::{LaunchContext, cells, copy, hopper_backward, hopper_forward, mma, plain};
+use crate::operands::{AttentionInputs, BackwardOperands};
 
 /// Which family of kernels computes attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Path {
-    /// The fastest the GPU has for the job. Never one of another precision.
+    /// The fastest family that the GPU has for the job, always at the job's precision.
     #[default]
     Auto,
-    /// Hopper's matrix units and copy engine: bf16 and f16 on compute capability 9.0.
+    /// Hopper's wgmma and TMA: bf16 and f16 on compute capability 9.0.
     Hopper,
-    /// The matrix instructions of every GPU since Ampere: bf16 and f16.
+    /// mma.sync, on every GPU since Ampere: bf16 and f16.
     Mma,
-    /// No matrix units: every type.
+    /// No tensor cores: every type.
     Plain,
 }
 
 /// How gradients are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Summation {
-    /// As fast as possible: the order of sums depends on timing, and so do the last bits.
+    /// In any order: fastest, but the last bits depend on timing.
     Fast,
-    /// In one order: the same bits from run to run.
+    /// In a fixed order: bitwise repeatable.
     #[default]
     Deterministic,
 }
 
 /// Attention on one GPU.
 pub struct CudaKernel {
-    chains: Arc<Chains>,
+    queue: Arc<ChainQueue>,
     path: Path,
     summation: Summation,
 }
 
 impl CudaKernel {
-    /// On the GPU with this number.
+    /// Attention on the GPU with this ordinal.
     pub fn new(ordinal: usize) -> crate::Result<CudaKernel> {
         let device = Device::open(ordinal)?;
-        let counters = (0..LANES).map(|_| Memory::new(&device, 8));
+        let counters = (0..ATTENTION_STREAMS).map(|_| DeviceAllocation::new(&device, 8));
         let counters = counters.collect::<std::result::Result<Vec<_>, _>>()?;
-        counters.iter().try_for_each(Memory::clear)?;
+        counters.iter().try_for_each(DeviceAllocation::zero_fill)?;
         Ok(CudaKernel {
-            chains: Chains::new(LaunchContext {
+            queue: ChainQueue::new(LaunchContext {
                 device,
-                tables: Tables::default(),
+                tables: TableCache::default(),
                 counters,
             }),
             path: Path::default(),
@@ -73,69 +73,45 @@ impl CudaKernel {
         })
     }
 
-    /// The same with one family of kernels; jobs it has none for are refused.
+    /// Restricts the kernel to one family; jobs that it cannot compute are refused.
     pub fn path(mut self, path: Path) -> CudaKernel {
         self.path = path;
         self
     }
 
-    /// The same with another way to sum gradients.
+    /// Sets how gradients are summed.
     pub fn summation(mut self, summation: Summation) -> CudaKernel {
         self.summation = summation;
         self
     }
 
-    /// The same with another way for parcels from rank to rank.
+    /// Sets how parcels go from rank to rank.
     pub fn hops(self, hops: Hops) -> CudaKernel {
-        self.site().device.set_hops(hops);
+        self.context().device.set_hops(hops);
         self
     }
 
-    fn site(&self) -> &LaunchContext {
-        &self.chains.site
+    pub(crate) fn context(&self) -> &LaunchContext {
+        &self.queue.context
     }
 
     /// The GPU.
     pub fn device(&self) -> &Arc<Device> {
-        &self.site().device
+        &self.context().device
     }
 
-    /// Makes rows `[tokens, heads, dim]` of a generated sequence at `at` in a buffer. `keys` has one
-    /// key for each head: all that a row's own key is mixed from beside its token.
-    pub fn generate(
-        &self,
-        tokens: Run,
-        keys: &[u64],
-        dim: usize,
-        (to, at): (&mut Buffer, usize),
-    ) -> crate::Result<()> {
-        rows::generate(self.site(), tokens, keys, dim, to, at)
-    }
-
-    /// Sums up rows `[tokens, heads, dim]` of a batch entry that lie at `at` in a buffer.
-    pub fn sum_rows(
-        &self,
-        batch: usize,
-        tokens: Run,
-        heads: &[usize],
-        dim: usize,
-        (from, at): (&Buffer, usize),
-    ) -> crate::Result<RowSums> {
-        rows::sum(self.site(), batch, tokens, heads, dim, from, at)
-    }
-
-    /// Which family computes a job: the first that takes it, or the one that was asked for.
-    /// Forward and backward on Hopper take different jobs, so that is told.
+    /// The family that computes a job: the set one, or the first that can. `on_hopper`: whether the
+    /// Hopper family can, which differs between forward and backward.
     fn family(&self, job: &Job, dtype: DType, on_hopper: bool) -> crate::Result<Path> {
-        let takes = |path: &Path| match path {
+        let supports = |path: &Path| match path {
             Path::Auto => false,
             Path::Hopper => on_hopper,
-            Path::Mma => mma::takes(&self.site().device, job, dtype),
+            Path::Mma => mma::supports(&self.context().device, job, dtype),
             Path::Plain => true,
         };
         let all = [Path::Hopper, Path::Mma, Path::Plain];
-        let wanted = |path: &Path| self.path == Path::Auto || self.path == *path;
-        let found = all.into_iter().find(|path| wanted(path) && takes(path));
+        let allowed = |path: &Path| self.path == Path::Auto || self.path == *path;
+        let found = all.into_iter().find(|path| allowed(path) && supports(path));
         found.ok_or_else(|| Error::Unsupported {
             what: format!(
                 "{dtype} with a head dimension of {} among those called {:?} on {}; allow another \
@@ -150,20 +126,20 @@ impl CudaKernel {
     fn attention(
         &self,
         job: &Job,
-        operands: Operands<'_>,
+        inputs: AttentionInputs<'_>,
         state: SoftmaxState<'_, Buffer>,
     ) -> crate::Result<()> {
-        let dtype = operands.dtype();
-        let on_hopper = hopper_forward::takes(&self.site().device, job, dtype);
+        let dtype = inputs.dtype();
+        let on_hopper = hopper_forward::supports(&self.context().device, job, dtype);
         match self.family(job, dtype, on_hopper)? {
-            Path::Hopper => self.chains.forward(job, operands, state),
-            Path::Mma => mma::forward(self.site(), job, operands, state),
-            _ => plain::forward(self.site(), job, operands, state),
+            Path::Hopper => self.queue.forward(job, inputs, state),
+            Path::Mma => mma::forward(self.context(), job, inputs, state),
+            _ => plain::forward(self.context(), job, inputs, state),
         }
     }
 }
 
-impl encke_core::memory::Memory for CudaKernel {
+impl Memory for CudaKernel {
     type Buffer = Buffer;
     type Input<'a> = &'a Buffer;
 
@@ -176,8 +152,8 @@ impl encke_core::memory::Memory for CudaKernel {
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Buffer> {
-        let buffer = Buffer::new(&self.site().device, dtype, elements)?;
-        buffer.memory()?.clear()?;
+        let buffer = Buffer::new(&self.context().device, dtype, elements)?;
+        buffer.memory()?.zero_fill()?;
         Ok(buffer)
     }
 
@@ -185,13 +161,13 @@ impl encke_core::memory::Memory for CudaKernel {
         let [b, _, h, d] = from.dims();
         let rows: usize = runs.iter().map(|run| run.count).sum();
         let elements = b * rows * h * d;
-        // Rows that lie right are read where they are.
+        // Rows that are contiguous and of the right type are read in place.
         if let Some(whole) = host::in_place(from, runs, to.dtype()) {
-            return Ok(to.own()?.write(whole.bytes())?);
+            return Ok(to.writable()?.write(whole.bytes())?);
         }
         let mut staged = host::allocate(NAME, to.dtype(), elements)?;
         host::upload(from, runs, &mut staged);
-        Ok(to.own()?.write(staged.bytes())?)
+        Ok(to.writable()?.write(staged.bytes())?)
     }
 
     fn download(&self, from: &Buffer, runs: &[Run], to: &mut Tensor) -> Result<()> {
@@ -206,15 +182,15 @@ impl encke_core::memory::Memory for CudaKernel {
     }
 
     fn fill(&self, buffer: &mut Buffer, value: f64) -> Result<()> {
-        Ok(moving::fill(self.site(), buffer, value)?)
+        Ok(copy::fill(self.context(), buffer, value)?)
     }
 
     fn copy(&self, block: &Block, add: bool, from: &Buffer, to: &mut Buffer) -> Result<()> {
-        Ok(moving::copy(self.site(), block, add, from, to)?)
+        Ok(copy::copy(self.context(), block, add, from, to)?)
     }
 
     fn pack(&self, blocks: &[Block], from: &Buffer, to: &mut Buffer) -> Result<()> {
-        Ok(moving::pack(self.site(), blocks, from, to)?)
+        Ok(copy::pack(self.context(), blocks, from, to)?)
     }
 }
 
@@ -227,11 +203,11 @@ impl Kernel for CudaKernel {
         v: &Buffer,
         state: SoftmaxState<'_, Buffer>,
     ) -> Result<()> {
-        Ok(self.attention(job, Operands::new(q, k, v)?, state)?)
+        Ok(self.attention(job, AttentionInputs::new(q, k, v)?, state)?)
     }
 
     fn merge(&self, block: &Block, from: &Carry<Buffer>, to: &mut Carry<Buffer>) -> Result<()> {
-        Ok(cells::merge(self.site(), block, from, to)?)
+        Ok(cells::merge(self.context(), block, from, to)?)
     }
 
     fn finish(
@@ -244,7 +220,7 @@ impl Kernel for CudaKernel {
         lse: &mut Buffer,
     ) -> Result<()> {
         Ok(cells::finish(
-            self.site(),
+            self.context(),
             cells,
             dim,
             gain,
@@ -264,7 +240,7 @@ impl Kernel for CudaKernel {
         delta: &mut Buffer,
     ) -> Result<()> {
         Ok(cells::delta(
-            self.site(),
+            self.context(),
             cells,
             dim,
             out,
@@ -283,20 +259,20 @@ impl Kernel for CudaKernel {
         upstream: Upstream<&Buffer>,
         gradients: Gradients<'_, Buffer>,
     ) -> Result<()> {
-        let gradient = Gradient {
+        let gradients = BackwardOperands {
             upstream,
             gradients,
         };
-        let operands = Operands::new(q, k, v)?;
-        let (site, dtype) = (self.site(), operands.dtype());
-        let choice = hopper_backward::choice(&site.device, job, dtype);
+        let inputs = AttentionInputs::new(q, k, v)?;
+        let (context, dtype) = (self.context(), inputs.dtype());
+        let launch = hopper_backward::plan(&context.device, job, dtype);
         let fixed_order = self.summation == Summation::Deterministic;
-        match (self.family(job, dtype, choice.is_some())?, choice) {
-            (Path::Hopper, Some(choice)) => {
-                hopper_backward::backward(site, job, &choice, fixed_order, operands, gradient)?
+        match (self.family(job, dtype, launch.is_some())?, launch) {
+            (Path::Hopper, Some(launch)) => {
+                hopper_backward::backward(context, job, &launch, fixed_order, inputs, gradients)?
             }
-            (Path::Mma, _) => mma::backward(site, job, operands, gradient)?,
-            _ => plain::backward(site, job, operands, gradient)?,
+            (Path::Mma, _) => mma::backward(context, job, inputs, gradients)?,
+            _ => plain::backward(context, job, inputs, gradients)?,
         }
         Ok(())
     }
@@ -305,13 +281,13 @@ impl Kernel for CudaKernel {
         match pass {
             Pass::Forward => 0, // tiles live in shared memory and registers
             Pass::Backward { .. } => {
-                hopper_backward::workspace_bytes(&self.site().device, job, dtype)
+                hopper_backward::workspace_bytes(&self.context().device, job, dtype)
             }
         }
     }
 
     fn fastest_dtype(&self) -> DType {
-        // Matrix instructions take bf16 since Ampere, and f16 since Volta.
+        // Tensor cores support bf16 since Ampere, and f16 since Volta.
         match self.device().capability() {
             (major, _) if major >= 8 => DType::Bf16,
             (7, _) => DType::F16,

@@ -1,10 +1,12 @@
 //! Attention on NVIDIA GPUs.
 //!
-//! Builds everywhere: driver and compiler are found and loaded at run time, and where they are
-//! missing the error says what was looked for and where. Kernels are CUDA C++ without headers,
-//! compiled for the GPU at hand and kept in the user's cache.
+//! The crate builds without CUDA: driver, NVRTC and NCCL are loaded at run time, and a missing
+//! library is an error that lists the files and folders tried. Kernels are CUDA C++ without
+//! headers, compiled by NVRTC for the installed GPU and cached on disk.
 
 mod abi;
+mod allocation;
+mod arguments;
 mod buffer;
 mod cache;
 mod catalogue;
@@ -13,18 +15,18 @@ mod device_view;
 mod error;
 mod external_transport;
 mod foreign_stream;
+pub mod generated_rows;
 mod hops;
+mod host_copies;
 mod host_memory;
-mod jobs;
 mod kernel;
+mod last_uses;
 mod launch;
 mod library;
-mod memory;
 mod messages;
 mod nccl;
 mod nvrtc;
 mod operands;
-mod order;
 mod pinned;
 mod program;
 mod staged;
@@ -41,10 +43,9 @@ pub use external_transport::{ExternalTransport, ExternalWire};
 pub use foreign_stream::ForeignStream;
 pub use hops::Hops;
 pub use kernel::{CudaKernel, Path, Summation};
-pub use launch::rows::RowSums;
-pub use messages::Piece;
+pub use messages::DeviceMessage;
 pub use nccl::{Nccl, NcclTransport, UniqueId};
-pub use nvrtc::{Built, Nvrtc, complaints};
+pub use nvrtc::{CompiledProgram, Nvrtc, compile_warnings};
 pub use pinned::Pinned;
 pub use program::Program;
 pub use staged::Staged;

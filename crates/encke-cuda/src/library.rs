@@ -1,8 +1,8 @@
-//! Finding and loading what NVIDIA ships: driver, compiler and NCCL, at run time.
+//! Finds and loads NVIDIA's libraries at run time: driver, NVRTC and NCCL.
 //!
-//! Nothing of CUDA is needed to build this crate. A library is taken from the file an environment
-//! variable names, from the loader's own path, or from the folders in which toolkits and Python
-//! wheels put it; where there is none, the error lists every place that was tried.
+//! Building this crate needs no CUDA. A library is loaded from the file that an environment
+//! variable names, from the loader's path, or from the folders of toolkits and Python wheels; if it
+//! is missing, the error lists every file and folder tried.
 
 use std::path::{Path, PathBuf};
 
@@ -10,60 +10,63 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use crate::error::{Error, Result};
 
-/// A library to look for.
-pub(crate) struct Wanted {
-    /// What it is, for people.
+/// How to find a library.
+pub(crate) struct LibrarySpec {
+    /// Its name in messages.
     pub library: &'static str,
-    /// The variable that names a file outright.
+    /// The environment variable with its path.
     pub variable: &'static str,
     /// File names, best first.
     pub names: &'static [&'static str],
-    /// What to do where it is missing.
-    pub cure: &'static str,
+    /// What to do if it is missing.
+    pub advice: &'static str,
 }
 
 /// The driver.
-pub(crate) const DRIVER: Wanted = Wanted {
+pub(crate) const DRIVER: LibrarySpec = LibrarySpec {
     library: "the CUDA driver",
     variable: "ENCKE_LIBCUDA",
     names: &["libcuda.so.1", "libcuda.so"],
-    cure: "install NVIDIA's driver, or set ENCKE_LIBCUDA to the file; on a machine without a GPU use the CPU",
+    advice: "install NVIDIA's driver, or set ENCKE_LIBCUDA to the file; on a machine without a GPU \
+             use the CPU",
 };
 
 /// The compiler.
-pub(crate) const NVRTC: Wanted = Wanted {
+pub(crate) const NVRTC: LibrarySpec = LibrarySpec {
     library: "NVRTC, CUDA's run-time compiler,",
     variable: "ENCKE_NVRTC",
     names: &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
-    cure: "install the CUDA toolkit or `pip install nvidia-cuda-nvrtc`, or set ENCKE_NVRTC to the file",
+    advice: "install the CUDA toolkit or `pip install nvidia-cuda-nvrtc`, or set ENCKE_NVRTC to \
+             the file",
 };
 
-/// The wire between GPUs.
-pub(crate) const NCCL: Wanted = Wanted {
+/// Communication between GPUs.
+pub(crate) const NCCL: LibrarySpec = LibrarySpec {
     library: "NCCL",
     variable: "ENCKE_NCCL",
     names: &["libnccl.so.2", "libnccl.so"],
-    cure: "install NCCL 2.14 or newer or `pip install nvidia-nccl-cu13`, or set ENCKE_NCCL to the file; without NCCL hops are staged through the host",
+    advice: "install NCCL 2.14 or newer or `pip install nvidia-nccl-cu13`, or set ENCKE_NCCL to \
+             the file; without NCCL hops are staged through the host",
 };
 
-/// The first library found, and where it came from.
-pub(crate) fn find(wanted: &Wanted) -> Result<(Library, PathBuf)> {
+/// The first library found, and its file.
+pub(crate) fn find(spec: &LibrarySpec) -> Result<(Library, PathBuf)> {
     let mut tried = Vec::new();
-    if let Some(file) = std::env::var_os(wanted.variable) {
+    if let Some(file) = std::env::var_os(spec.variable) {
         let file = PathBuf::from(file);
         return match open(&file) {
             Ok(library) => Ok((library, file)),
-            Err(reason) => Err(missing(wanted, format!("{} ({reason})", file.display()))),
+            Err(reason) => Err(missing(spec, format!("{} ({reason})", file.display()))),
         };
     }
-    for name in wanted.names {
+    for name in spec.names {
         match open(Path::new(name)) {
             Ok(library) => return Ok((library, mapped(name).unwrap_or_else(|| name.into()))),
             Err(_) => tried.push(format!("{name} on the loader's path")),
         }
     }
     for folder in folders() {
-        for name in wanted.names {
+        for name in spec.names {
             let file = folder.join(name);
             if !file.exists() {
                 continue;
@@ -75,18 +78,28 @@ pub(crate) fn find(wanted: &Wanted) -> Result<(Library, PathBuf)> {
         }
         tried.push(folder.display().to_string());
     }
-    Err(missing(wanted, tried.join(", ")))
+    Err(missing(spec, tried.join(", ")))
 }
 
-fn missing(wanted: &Wanted, looked: String) -> Error {
+fn missing(spec: &LibrarySpec, searched: String) -> Error {
     Error::Library {
-        library: wanted.library,
-        looked,
-        cure: wanted.cure,
+        library: spec.library,
+        searched,
+        advice: spec.advice,
     }
 }
 
-/// Opens a library for everyone: what is loaded later finds it by its name.
+/// A function of a library.
+pub(crate) fn function<T: Copy>(library: &Library, spec: &LibrarySpec, name: &str) -> Result<T> {
+    // SAFETY: every caller gives the documented type of the function.
+    let symbol = unsafe { library.get::<T>(name.as_bytes()) };
+    symbol.map(|symbol| *symbol).map_err(|_| Error::Function {
+        library: spec.library,
+        function: name.into(),
+    })
+}
+
+/// Opens a library with global visibility: libraries loaded later find it by name.
 pub(crate) fn open(file: &Path) -> std::result::Result<Library, String> {
     // SAFETY: NVIDIA's libraries run no code on loading that depends on ours.
     let library = unsafe { Library::open(Some(file), RTLD_NOW | RTLD_GLOBAL) };
@@ -96,7 +109,7 @@ pub(crate) fn open(file: &Path) -> std::result::Result<Library, String> {
     })
 }
 
-/// Folders in which such a library may lie, best first.
+/// Folders that may contain NVIDIA's libraries, best first.
 fn folders() -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = Vec::new();
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
@@ -132,7 +145,7 @@ fn folders() -> Vec<PathBuf> {
     found
 }
 
-/// What a folder holds whose name begins so, newest name first.
+/// Entries of a folder whose names begin with `prefix`, in descending order.
 fn children(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let named = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix));
@@ -142,7 +155,7 @@ fn children(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     paths
 }
 
-/// The file a loaded library came from, as the system tells it.
+/// The file of a loaded library, from /proc/self/maps.
 fn mapped(name: &str) -> Option<PathBuf> {
     let stem = name.split(".so").next()?;
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;

@@ -1,58 +1,60 @@
-//! The messages of a round as wires that stay on the GPU see them: bytes of memory, in order.
+//! The messages of a round as transports that stay on the GPU see them: bytes in memory, in order.
 //!
-//! NCCL knows no tags: messages between two ranks are put in the order of their tags on both sides,
-//! which the plan makes the same set.
+//! NCCL has no tags. Messages between two ranks are sorted by tag at both ends; the plan gives both
+//! ends the same set.
 
 use std::sync::Arc;
 
-use encke_core::transport::{Address, Incoming, Moved, Outgoing, WireBuffer};
+use encke_core::transport::{Address, Incoming, Moved, Outgoing, TransportError, WireBuffer};
 
+use crate::allocation::DeviceAllocation;
 use crate::buffer::Buffer;
-use crate::error::Result;
-use crate::memory::Memory;
+use crate::error::{Error, Result};
 
-/// Bytes on a GPU that go to a rank or come from one.
+/// Bytes on a GPU that are sent to a rank or received from one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Piece {
+pub struct DeviceMessage {
     /// The rank at the other end.
     pub peer: usize,
-    /// Tells messages between the same two ranks apart.
+    /// Distinguishes messages between the same two ranks.
     pub tag: u64,
-    /// Where they are.
+    /// The device address.
     pub pointer: u64,
-    /// How many.
+    /// The size.
     pub bytes: usize,
 }
 
-/// A message and its memory, which is held on to.
-pub(crate) struct Message {
+/// A message that keeps its memory alive.
+pub(crate) struct PostedMessage {
     pub address: Address,
-    memory: Arc<Memory>,
+    memory: Arc<DeviceAllocation>,
     bytes: usize,
 }
 
-/// What a round sends and receives, each in the order in which both ends post.
-pub(crate) struct Messages {
-    pub sends: Vec<Message>,
-    pub receives: Vec<Message>,
+/// The sends and receives of a round, each in the order in which both ends post them.
+pub(crate) struct RoundMessages {
+    pub sends: Vec<PostedMessage>,
+    pub receives: Vec<PostedMessage>,
 }
 
-impl Messages {
-    /// Those of an exchange; what is received into has memory of its own from now on.
-    pub fn of(
+impl RoundMessages {
+    /// The messages of an exchange. Receive buffers get memory of their own.
+    pub fn new(
         outgoing: &[Outgoing<'_, Buffer>],
         incoming: &mut [Incoming<'_, Buffer>],
-    ) -> Result<Messages> {
+    ) -> Result<RoundMessages> {
         let sends = outgoing.iter().map(|Outgoing { to, parcel }| {
-            Ok(Message::new(*to, parcel.memory()?, parcel.element_bytes()))
+            let width = parcel.element_bytes();
+            Ok(PostedMessage::new(*to, parcel.memory()?, width))
         });
-        let sends: Result<Vec<Message>> = sends.collect();
+        let sends: Result<Vec<PostedMessage>> = sends.collect();
         let receives = incoming.iter_mut().map(|Incoming { from, parcel }| {
             let width = parcel.element_bytes();
-            Ok(Message::new(*from, parcel.target(from.elements)?, width))
+            let target = parcel.receive_target(from.elements)?;
+            Ok(PostedMessage::new(*from, target, width))
         });
-        let receives: Result<Vec<Message>> = receives.collect();
-        Ok(Messages {
+        let receives: Result<Vec<PostedMessage>> = receives.collect();
+        Ok(RoundMessages {
             sends: sorted(sends?),
             receives: sorted(receives?),
         })
@@ -63,19 +65,19 @@ impl Messages {
         self.sends.is_empty() && self.receives.is_empty()
     }
 
-    /// The memory that is read, and that is written.
-    pub fn memory(&self) -> [Vec<&Memory>; 2] {
-        [&self.sends, &self.receives].map(|of| of.iter().map(|x| &*x.memory).collect())
+    /// The memory that is read, and the memory that is written.
+    pub fn memory(&self) -> [Vec<&DeviceAllocation>; 2] {
+        [&self.sends, &self.receives].map(|all| all.iter().map(|x| &*x.memory).collect())
     }
 
-    /// What is sent, and what is received.
-    pub fn pieces(&self) -> [Vec<Piece>; 2] {
-        [&self.sends, &self.receives].map(|of| of.iter().map(Message::piece).collect())
+    /// The sends, and the receives.
+    pub fn posted(&self) -> [Vec<DeviceMessage>; 2] {
+        [&self.sends, &self.receives].map(|all| all.iter().map(PostedMessage::posted).collect())
     }
 
-    /// What moves when all of it has.
+    /// The bytes sent and received when the exchange is complete.
     pub fn moved(&self) -> Moved {
-        let sum = |messages: &[Message]| messages.iter().map(|x| x.bytes).sum();
+        let sum = |messages: &[PostedMessage]| messages.iter().map(|x| x.bytes).sum();
         Moved {
             sent_bytes: sum(&self.sends),
             received_bytes: sum(&self.receives),
@@ -83,19 +85,19 @@ impl Messages {
     }
 }
 
-impl Message {
-    fn new(address: Address, memory: &Arc<Memory>, width: usize) -> Message {
+impl PostedMessage {
+    fn new(address: Address, memory: &Arc<DeviceAllocation>, width: usize) -> PostedMessage {
         let bytes = address.elements * width;
         assert!(bytes <= memory.bytes(), "a message larger than its buffer");
-        Message {
+        PostedMessage {
             address,
             memory: Arc::clone(memory),
             bytes,
         }
     }
 
-    fn piece(&self) -> Piece {
-        Piece {
+    fn posted(&self) -> DeviceMessage {
+        DeviceMessage {
             peer: self.address.peer,
             tag: self.address.tag,
             pointer: self.memory.pointer(),
@@ -104,9 +106,18 @@ impl Message {
     }
 }
 
-/// Nothing is nothing to NCCL.
-fn sorted(mut messages: Vec<Message>) -> Vec<Message> {
+/// Empty messages are not posted.
+fn sorted(mut messages: Vec<PostedMessage>) -> Vec<PostedMessage> {
     messages.retain(|message| message.bytes > 0);
     messages.sort_by_key(|message| (message.address.peer, message.address.tag));
     messages
+}
+
+/// An error on this rank's own GPU.
+pub(crate) fn local_error(rank: usize, round: usize) -> impl Fn(Error) -> TransportError {
+    move |error| TransportError::Local {
+        rank,
+        round,
+        reason: error.to_string(),
+    }
 }

@@ -1,7 +1,7 @@
-//! The compiler: CUDA C++ in, machine code for one architecture out.
+//! NVRTC: compiles CUDA C++ to machine code for one architecture.
 //!
-//! The decision here: machine code (cubin), not PTX, so that what was gated on spills and warnings
-//! is what runs, and no driver compiles it again.
+//! The decision here: machine code (cubin), not PTX. The code that passed the gate on spills and
+//! warnings is the code that runs; no driver compiles it again.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
@@ -16,22 +16,22 @@ use crate::library::{self, NVRTC};
 pub struct Nvrtc {
     library: Library,
     version: (c_int, c_int),
-    // NVRTC opens its built-in functions by bare name, so they must be loaded before.
+    // NVRTC opens its built-in functions by bare name, so they must be loaded first.
     _builtins: Vec<Library>,
 }
 
-/// What the compiler made.
+/// The result of a compilation.
 #[derive(Debug, Clone)]
-pub struct Built {
+pub struct CompiledProgram {
     /// Machine code.
     pub cubin: Vec<u8>,
-    /// What compiler and assembler said: registers, spills, warnings.
+    /// The log of compiler and assembler: registers, spills, warnings.
     pub log: String,
 }
 
-type Handle = *mut c_void;
-type Take = unsafe extern "C" fn(Handle, *mut c_char) -> c_int;
-type Size = unsafe extern "C" fn(Handle, *mut usize) -> c_int;
+type ProgramHandle = *mut c_void;
+type GetBytesFn = unsafe extern "C" fn(ProgramHandle, *mut c_char) -> c_int;
+type GetSizeFn = unsafe extern "C" fn(ProgramHandle, *mut usize) -> c_int;
 
 impl Nvrtc {
     /// Finds and loads it.
@@ -46,13 +46,13 @@ impl Nvrtc {
         type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
         let version: Version = nvrtc.function("nvrtcVersion")?;
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: two places for two numbers, as documented.
+        // SAFETY: pointers to two ints, as documented.
         unsafe { version(&mut major, &mut minor) };
         nvrtc.version = (major, minor);
         Ok(nvrtc)
     }
 
-    /// Its version, for keys and messages.
+    /// Its version, for cache keys and messages.
     pub fn version(&self) -> String {
         format!("{}.{}", self.version.0, self.version.1)
     }
@@ -64,7 +64,7 @@ impl Nvrtc {
         text: &str,
         arch: &str,
         options: &[String],
-    ) -> Result<Built> {
+    ) -> Result<CompiledProgram> {
         let failed = |log: String| Error::Compile {
             version: self.version(),
             program: program.into(),
@@ -79,17 +79,17 @@ impl Nvrtc {
         let (text, name) = (string(text)?, string(&format!("{program}.cu"))?);
 
         type Create = unsafe extern "C" fn(
-            *mut Handle,
+            *mut ProgramHandle,
             *const c_char,
             *const c_char,
             c_int,
             *const *const c_char,
             *const *const c_char,
         ) -> c_int;
-        type Compile = unsafe extern "C" fn(Handle, c_int, *const *const c_char) -> c_int;
+        type Compile = unsafe extern "C" fn(ProgramHandle, c_int, *const *const c_char) -> c_int;
         let create: Create = self.function("nvrtcCreateProgram")?;
         let compile: Compile = self.function("nvrtcCompileProgram")?;
-        let mut handle: Handle = ptr::null_mut();
+        let mut handle: ProgramHandle = ptr::null_mut();
         // SAFETY: strings and pointers outlive the call; no headers are passed.
         let code = unsafe {
             let (text, name) = (text.as_ptr(), name.as_ptr());
@@ -98,75 +98,71 @@ impl Nvrtc {
         if code != 0 {
             return Err(failed(self.reason(code)?));
         }
-        let owned = Program {
+        let owned = NvrtcProgram {
             nvrtc: self,
             handle,
         };
-        // SAFETY: the handle was just made and the options outlive the call.
+        // SAFETY: the handle was just created and the options outlive the call.
         let code = unsafe { compile(owned.handle, pointers.len() as c_int, pointers.as_ptr()) };
-        let log = owned.take("nvrtcGetProgramLogSize", "nvrtcGetProgramLog")?;
+        let log = owned.output("nvrtcGetProgramLogSize", "nvrtcGetProgramLog")?;
         let log = String::from_utf8_lossy(&log)
             .trim_end_matches('\0')
             .to_string();
         if code != 0 {
             return Err(failed(format!("{}\n{log}", self.reason(code)?)));
         }
-        let cubin = owned.take("nvrtcGetCUBINSize", "nvrtcGetCUBIN")?;
-        Ok(Built { cubin, log })
+        let cubin = owned.output("nvrtcGetCUBINSize", "nvrtcGetCUBIN")?;
+        Ok(CompiledProgram { cubin, log })
     }
 
     fn function<T: Copy>(&self, name: &str) -> Result<T> {
-        let missing = || Error::Function {
-            library: NVRTC.library,
-            function: name.into(),
-        };
-        // SAFETY: every caller names the documented type of the function it asks for.
-        let symbol = unsafe { self.library.get::<T>(name.as_bytes()) };
-        symbol.map(|symbol| *symbol).map_err(|_| missing())
+        library::function(&self.library, &NVRTC, name)
     }
 
     fn reason(&self, code: c_int) -> Result<String> {
         type Text = unsafe extern "C" fn(c_int) -> *const c_char;
         let text: Text = self.function("nvrtcGetErrorString")?;
-        // SAFETY: NVRTC returns a string of its own for every number.
-        let said = unsafe { CStr::from_ptr(text(code)) };
-        Ok(said.to_string_lossy().into_owned())
+        // SAFETY: NVRTC owns a string for every code.
+        let text = unsafe { CStr::from_ptr(text(code)) };
+        Ok(text.to_string_lossy().into_owned())
     }
 }
 
-/// A program inside NVRTC, destroyed when it goes out of scope.
-struct Program<'a> {
+/// A program inside NVRTC, destroyed on drop.
+struct NvrtcProgram<'a> {
     nvrtc: &'a Nvrtc,
-    handle: Handle,
+    handle: ProgramHandle,
 }
 
-impl Program<'_> {
-    fn take(&self, size: &str, take: &str) -> Result<Vec<u8>> {
-        let (size_of, take_it): (Size, Take) =
-            (self.nvrtc.function(size)?, self.nvrtc.function(take)?);
-        let mut bytes = 0;
-        // SAFETY: the handle is alive, and the second call gets the room the first one asked for.
-        let (code, taken) = unsafe {
-            let first = size_of(self.handle, &mut bytes);
-            let mut taken = vec![0u8; bytes];
-            let second = take_it(self.handle, taken.as_mut_ptr().cast());
-            (if first != 0 { first } else { second }, taken)
+impl NvrtcProgram<'_> {
+    /// The output of two functions of NVRTC: its size, and its bytes.
+    fn output(&self, size: &str, bytes: &str) -> Result<Vec<u8>> {
+        let get_size: GetSizeFn = self.nvrtc.function(size)?;
+        let get_bytes: GetBytesFn = self.nvrtc.function(bytes)?;
+        let mut length = 0;
+        // SAFETY: the handle is alive, and the second call gets a buffer of the size that the first
+        // returned.
+        let (code, output) = unsafe {
+            let first = get_size(self.handle, &mut length);
+            let mut output = vec![0u8; length];
+            let second = get_bytes(self.handle, output.as_mut_ptr().cast());
+            (if first != 0 { first } else { second }, output)
         };
         if code != 0 {
             return Err(Error::Driver {
-                what: take.into(),
+                what: bytes.into(),
                 reason: self.nvrtc.reason(code)?,
             });
         }
-        Ok(taken)
+        Ok(output)
     }
 }
 
-impl Drop for Program<'_> {
+impl Drop for NvrtcProgram<'_> {
     fn drop(&mut self) {
-        type Destroy = unsafe extern "C" fn(*mut Handle) -> c_int;
+        type Destroy = unsafe extern "C" fn(*mut ProgramHandle) -> c_int;
         if let Ok(destroy) = self.nvrtc.function::<Destroy>("nvrtcDestroyProgram") {
-            // SAFETY: the handle is alive and used no more.
+            // SAFETY: the handle is alive and not used again.
             unsafe { destroy(&mut self.handle) };
         }
     }
@@ -183,8 +179,8 @@ fn builtins(folder: &Path) -> Vec<Library> {
         .collect()
 }
 
-/// What the assembler says of spills and slow paths: empty for a program one may ship.
-pub fn complaints(log: &str) -> Vec<String> {
+/// The log lines about spills and serialized wgmma; empty for a program that passes the gate.
+pub fn compile_warnings(log: &str) -> Vec<String> {
     let bad = |line: &&str| {
         let spills = line.contains("spill stores") && !line.contains(", 0 bytes spill stores");
         spills
@@ -200,15 +196,18 @@ pub fn complaints(log: &str) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::complaints;
+    use super::compile_warnings;
 
     #[test]
-    fn spills_and_serialised_products_are_complaints() {
+    fn spills_and_serialized_products_are_warnings() {
         let clean = "ptxas info : 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads";
-        assert!(complaints(clean).is_empty());
+        assert!(compile_warnings(clean).is_empty());
         let spilled =
             "ptxas info : 8 bytes stack frame, 120 bytes spill stores, 8 bytes spill loads";
         let slow = "warning (C7510): wgmma.mma_async instructions are serialized";
-        assert_eq!(complaints(&format!("{clean}\n{spilled}\n{slow}")).len(), 2);
+        assert_eq!(
+            compile_warnings(&format!("{clean}\n{spilled}\n{slow}")).len(),
+            2
+        );
     }
 }

@@ -1,28 +1,27 @@
-//! What attention reads and writes, checked once for all kernels.
+//! The buffers that attention reads and writes, checked once for all kernels.
 
 use std::sync::Arc;
 
 use encke_core::DType;
 use encke_core::kernel::{Carry, Gradients, SoftmaxState, Upstream};
 
+use crate::allocation::DeviceAllocation;
 use crate::buffer::Buffer;
 use crate::error::Result;
-use crate::launch::cells::expect;
-use crate::memory::Memory;
 
 /// q, k and v of one type.
 #[derive(Clone, Copy)]
-pub(crate) struct Operands<'a> {
+pub(crate) struct AttentionInputs<'a> {
     q: &'a Buffer,
     k: &'a Buffer,
     v: &'a Buffer,
 }
 
-impl<'a> Operands<'a> {
-    pub fn new(q: &'a Buffer, k: &'a Buffer, v: &'a Buffer) -> Result<Operands<'a>> {
-        expect("k", k, q.dtype())?;
-        expect("v", v, q.dtype())?;
-        Ok(Operands { q, k, v })
+impl<'a> AttentionInputs<'a> {
+    pub fn new(q: &'a Buffer, k: &'a Buffer, v: &'a Buffer) -> Result<AttentionInputs<'a>> {
+        k.check_dtype("k", q.dtype())?;
+        v.check_dtype("v", q.dtype())?;
+        Ok(AttentionInputs { q, k, v })
     }
 
     pub fn dtype(&self) -> DType {
@@ -30,159 +29,163 @@ impl<'a> Operands<'a> {
     }
 
     /// q, k, v.
-    pub fn memory(&self) -> Result<[&'a Arc<Memory>; 3]> {
+    pub fn memory(&self) -> Result<[&'a Arc<DeviceAllocation>; 3]> {
         Ok([self.q.memory()?, self.k.memory()?, self.v.memory()?])
     }
 }
 
 /// The memory of a softmax state.
 #[derive(Clone)]
-pub(crate) struct Targets {
-    /// Whether what the carry holds is not read.
-    pub begins: bool,
-    /// Whether it ends here.
-    pub ends: bool,
-    carry: Vec<Arc<Memory>>,
-    outputs: Vec<Arc<Memory>>,
+pub(crate) struct SoftmaxMemory {
+    /// Whether the softmax starts here: the carry's contents are not read.
+    pub starts: bool,
+    /// Whether the softmax finishes here, in out and lse.
+    pub finishes: bool,
+    carry: Vec<Arc<DeviceAllocation>>,
+    outputs: Vec<Arc<DeviceAllocation>>,
 }
 
-impl Targets {
-    /// Memory of its own for what is written, of the types that jobs of `dtype` write.
-    pub fn new(state: SoftmaxState<'_, Buffer>, dtype: DType) -> Result<Targets> {
-        let checked = |carry: &Carry<Buffer>| {
+impl SoftmaxMemory {
+    /// Checks the types that jobs of `dtype` write, and makes the written buffers writable.
+    pub fn new(state: SoftmaxState<'_, Buffer>, dtype: DType) -> Result<SoftmaxMemory> {
+        let check = |carry: &Carry<Buffer>| {
             let Carry { acc, m, l } = carry;
             let mut all = [("acc", acc), ("m", m), ("l", l)].into_iter();
-            all.try_for_each(|(what, of)| expect(what, of, dtype.sum()))
+            all.try_for_each(|(what, buffer)| buffer.check_dtype(what, dtype.sum()))
         };
         Ok(match state {
             SoftmaxState::Accumulate { carry, starts } => {
-                checked(carry)?;
+                check(carry)?;
                 let Carry { acc, m, l } = carry;
-                Targets {
-                    begins: starts,
-                    ends: false,
-                    carry: vec![acc.own()?.clone(), m.own()?.clone(), l.own()?.clone()],
+                let carry = [acc.writable(), m.writable(), l.writable()];
+                SoftmaxMemory {
+                    starts,
+                    finishes: false,
+                    carry: cloned(carry)?,
                     outputs: Vec::new(),
                 }
             }
             SoftmaxState::Finish { carry, out, lse } => {
-                expect("out", out, dtype)?;
-                expect("lse", lse, dtype.sum())?;
+                out.check_dtype("out", dtype)?;
+                lse.check_dtype("lse", dtype.sum())?;
                 let read = match carry {
                     Some(carry) => {
-                        checked(carry)?;
+                        check(carry)?;
                         let Carry { acc, m, l } = carry;
-                        vec![
-                            acc.memory()?.clone(),
-                            m.memory()?.clone(),
-                            l.memory()?.clone(),
-                        ]
+                        cloned([acc.memory(), m.memory(), l.memory()])?
                     }
                     None => Vec::new(),
                 };
-                Targets {
-                    begins: carry.is_none(),
-                    ends: true,
+                SoftmaxMemory {
+                    starts: carry.is_none(),
+                    finishes: true,
                     carry: read,
-                    outputs: vec![out.own()?.clone(), lse.own()?.clone()],
+                    outputs: cloned([out.writable(), lse.writable()])?,
                 }
             }
         })
     }
 
-    /// A carry that is gone on from, and left where it was.
-    pub fn going_on(carry: Vec<Arc<Memory>>) -> Targets {
-        Targets {
-            begins: false,
-            ends: false,
+    /// A carry that is read and left in the same memory.
+    pub fn continuing(carry: Vec<Arc<DeviceAllocation>>) -> SoftmaxMemory {
+        SoftmaxMemory {
+            starts: false,
+            finishes: false,
             carry,
             outputs: Vec::new(),
         }
     }
 
-    /// The same where the softmax begins, or does not.
-    pub fn beginning(&self, begins: bool) -> Targets {
-        let mut targets = self.clone();
-        targets.begins = begins;
-        if targets.begins && targets.ends {
-            targets.carry.clear();
+    /// The same with `starts` replaced.
+    pub fn starting(&self, starts: bool) -> SoftmaxMemory {
+        let mut memory = self.clone();
+        memory.starts = starts;
+        if memory.starts && memory.finishes {
+            memory.carry.clear();
         }
-        targets
+        memory
     }
 
     /// acc, m and l of the carry, if there is one.
-    pub fn carry(&self) -> &[Arc<Memory>] {
+    pub fn carry(&self) -> &[Arc<DeviceAllocation>] {
         &self.carry
     }
 
-    /// What is read and not written.
-    pub fn reads(&self) -> impl Iterator<Item = &Memory> {
-        let carry = self.carry.iter().filter(|_| self.ends);
+    /// The memory that is read and not written.
+    pub fn reads(&self) -> impl Iterator<Item = &DeviceAllocation> {
+        let carry = self.carry.iter().filter(|_| self.finishes);
         carry.map(|memory| &**memory)
     }
 
-    /// What is written.
-    pub fn writes(&self) -> Vec<&Memory> {
-        let written = if self.ends {
-            &self.outputs
-        } else {
-            &self.carry
+    /// The memory that is written.
+    pub fn writes(&self) -> Vec<&DeviceAllocation> {
+        let written = match self.finishes {
+            true => &self.outputs,
+            false => &self.carry,
         };
         written.iter().map(|memory| &**memory).collect()
     }
 
-    /// The sums of the carry.
-    pub fn sums(&self) -> Option<&Memory> {
+    /// acc of the carry.
+    pub fn acc(&self) -> Option<&DeviceAllocation> {
         self.carry.first().map(|memory| &**memory)
     }
 
-    /// acc, m, l, out, lse: zero where there is none.
+    /// The addresses of acc, m, l, out and lse; 0 for those that do not exist.
     pub fn pointers(&self) -> [u64; 5] {
         let mut pointers = [0; 5];
         let (carry, outputs) = pointers.split_at_mut(3);
-        for (places, memory) in [(carry, &self.carry), (outputs, &self.outputs)] {
-            for (place, memory) in places.iter_mut().zip(memory) {
-                *place = memory.pointer();
+        for (pointers, all) in [(carry, &self.carry), (outputs, &self.outputs)] {
+            for (pointer, memory) in pointers.iter_mut().zip(all) {
+                *pointer = memory.pointer();
             }
         }
         pointers
     }
 }
 
-/// What a backward pass reads beside q, k and v, and what it adds to.
-pub(crate) struct Gradient<'a> {
+fn cloned<const COUNT: usize>(
+    memory: [Result<&Arc<DeviceAllocation>>; COUNT],
+) -> Result<Vec<Arc<DeviceAllocation>>> {
+    memory.into_iter().map(|memory| memory.cloned()).collect()
+}
+
+/// The buffers that a backward pass reads beside q, k and v, and those it adds to.
+pub(crate) struct BackwardOperands<'a> {
     pub upstream: Upstream<&'a Buffer>,
     pub gradients: Gradients<'a, Buffer>,
 }
 
-/// The same with memory that may be written.
-pub(crate) struct GradientTargets<'a> {
+/// The same with writable memory for the gradients.
+pub(crate) struct BackwardMemory<'a> {
     upstream: Upstream<&'a Buffer>,
-    pub dq: Arc<Memory>,
-    pub dk: Arc<Memory>,
-    pub dv: Arc<Memory>,
+    pub dq: Arc<DeviceAllocation>,
+    pub dk: Arc<DeviceAllocation>,
+    pub dv: Arc<DeviceAllocation>,
 }
 
-impl<'a> Gradient<'a> {
-    pub fn own(self, dtype: DType) -> Result<GradientTargets<'a>> {
+impl<'a> BackwardOperands<'a> {
+    /// Checks the types for jobs of `dtype`, and makes the gradients writable.
+    pub fn into_memory(self, dtype: DType) -> Result<BackwardMemory<'a>> {
         let Gradients { dq, dk, dv } = self.gradients;
-        expect("dout", self.upstream.dout, dtype)?;
-        let summed = [&*dq, &*dk, &*dv, self.upstream.lse, self.upstream.delta];
-        for (what, buffer) in ["dq", "dk", "dv", "lse", "delta"].iter().zip(summed) {
-            expect(what, buffer, dtype.sum())?;
+        let Upstream { dout, lse, delta } = self.upstream;
+        dout.check_dtype("dout", dtype)?;
+        let sums = [&*dq, &*dk, &*dv, lse, delta];
+        for (what, buffer) in ["dq", "dk", "dv", "lse", "delta"].iter().zip(sums) {
+            buffer.check_dtype(what, dtype.sum())?;
         }
-        Ok(GradientTargets {
+        Ok(BackwardMemory {
             upstream: self.upstream,
-            dq: dq.own()?.clone(),
-            dk: dk.own()?.clone(),
-            dv: dv.own()?.clone(),
+            dq: dq.writable()?.clone(),
+            dk: dk.writable()?.clone(),
+            dv: dv.writable()?.clone(),
         })
     }
 }
 
-impl<'a> GradientTargets<'a> {
+impl<'a> BackwardMemory<'a> {
     /// dout, lse, delta.
-    pub fn upstream(&self) -> Result<[&'a Memory; 3]> {
+    pub fn upstream(&self) -> Result<[&'a DeviceAllocation; 3]> {
         let Upstream { dout, lse, delta } = self.upstream;
         Ok([dout.memory()?, lse.memory()?, delta.memory()?])
     }

@@ -1,23 +1,24 @@
-//! Page-locked memory of the host as a parcel: what a wire that knows no GPUs carries for one.
+//! Pinned host memory as a parcel: what a transport without GPU support carries for a GPU.
 
 use std::time::Duration;
 
 use encke_core::host;
 use encke_core::transport::{HostWireBuffer, WireBuffer};
 
+use crate::allocation::DeviceAllocation;
 use crate::device::Device;
 use crate::error::Result;
+use crate::host_copies::{copy_from_host, copy_to_host};
 use crate::host_memory::HostMemory;
-use crate::memory::Memory;
 
-/// Numbers in the host's memory that a GPU can reach by itself.
+/// Elements in pinned host memory, which GPUs copy asynchronously.
 pub struct Pinned {
     memory: Option<HostMemory>,
     element_bytes: usize,
 }
 
 impl Pinned {
-    /// One of no size at all.
+    /// A parcel without memory.
     pub(crate) fn empty() -> Pinned {
         Pinned {
             memory: None,
@@ -28,13 +29,13 @@ impl Pinned {
     /// `elements` zeros of `element_bytes` bytes each.
     pub fn new(device: &Device, element_bytes: usize, elements: usize) -> Result<Pinned> {
         Ok(Pinned {
-            memory: Some(HostMemory::new(device, elements * element_bytes)?),
+            memory: Some(HostMemory::new(device.context(), elements * element_bytes)?),
             element_bytes,
         })
     }
 
-    /// Makes room for `elements` elements of `element_bytes` bytes; what it held is lost. Waits for
-    /// copies of its earlier life.
+    /// Makes room for `elements` elements of `element_bytes` bytes; the contents are lost. Waits
+    /// for earlier copies.
     pub(crate) fn reshape(
         &mut self,
         device: &Device,
@@ -43,7 +44,7 @@ impl Pinned {
         limit: Duration,
     ) -> Result<()> {
         if let Some(memory) = &mut self.memory {
-            memory.settle("an earlier copy", limit)?;
+            memory.wait("an earlier copy", limit)?;
         }
         if self.allocated_bytes() < element_bytes * elements {
             *self = Pinned::new(device, element_bytes, elements)?;
@@ -52,26 +53,30 @@ impl Pinned {
         Ok(())
     }
 
-    /// Enqueues a copy of the first `elements` numbers of a GPU's memory.
-    pub(crate) fn fetch(&mut self, from: &Memory, elements: usize) -> Result<()> {
+    /// Enqueues the copy of the first `elements` elements of a GPU's memory.
+    pub(crate) fn copy_from_device(
+        &mut self,
+        from: &DeviceAllocation,
+        elements: usize,
+    ) -> Result<()> {
         let bytes = elements * self.element_bytes;
         let memory = self.memory.as_mut().filter(|_| bytes > 0);
-        let stream = from.device().outward();
-        memory.map_or(Ok(()), |memory| memory.fetch(stream, from, 0, bytes))
+        let stream = from.device().device_to_host();
+        memory.map_or(Ok(()), |host| copy_to_host(host, stream, from, 0, bytes))
     }
 
-    /// Enqueues a copy of the first `elements` numbers into a GPU's memory.
-    pub(crate) fn bring(&mut self, to: &Memory, elements: usize) -> Result<()> {
+    /// Enqueues the copy of the first `elements` elements into a GPU's memory.
+    pub(crate) fn copy_to_device(&mut self, to: &DeviceAllocation, elements: usize) -> Result<()> {
         let bytes = elements * self.element_bytes;
         let memory = self.memory.as_mut().filter(|_| bytes > 0);
-        let stream = to.device().inward();
-        memory.map_or(Ok(()), |memory| memory.bring(stream, to, 0, bytes))
+        let stream = to.device().host_to_device();
+        memory.map_or(Ok(()), |host| copy_from_host(host, stream, to, 0, bytes))
     }
 
-    /// Waits until no copy is under way.
-    pub(crate) fn settle(&mut self, what: &str, limit: Duration) -> Result<()> {
+    /// Waits until no copy is running.
+    pub(crate) fn wait(&mut self, what: &str, limit: Duration) -> Result<()> {
         let memory = self.memory.as_mut();
-        memory.map_or(Ok(()), |memory| memory.settle(what, limit))
+        memory.map_or(Ok(()), |memory| memory.wait(what, limit))
     }
 }
 
@@ -104,7 +109,7 @@ impl WireBuffer for Pinned {
 
 impl HostWireBuffer for Pinned {
     fn host_bytes(&self, elements: usize) -> &[u8] {
-        let all = self.memory.as_ref().map_or(&[][..], HostMemory::shown);
+        let all = self.memory.as_ref().map_or(&[][..], HostMemory::as_bytes);
         &all[..elements * self.element_bytes]
     }
 
@@ -113,7 +118,7 @@ impl HostWireBuffer for Pinned {
         let all = self
             .memory
             .as_mut()
-            .map_or(&mut [][..], HostMemory::shown_mut);
+            .map_or(&mut [][..], HostMemory::bytes_mut);
         &mut all[..bytes]
     }
 }
@@ -123,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_parcel_without_memory_holds_nothing() {
+    fn a_parcel_without_memory_has_no_elements() {
         let mut parcel = Pinned::empty();
         assert_eq!((parcel.elements(), parcel.allocated_bytes()), (0, 0));
         assert!(parcel.host_bytes(0).is_empty() && parcel.host_bytes_mut(0).is_empty());

@@ -1,32 +1,32 @@
-//! Programs: which texts make one, and with which macros it is compiled.
+//! Programs: CUDA C++ texts and the macros they are compiled with.
 //!
-//! A program is specialised by macros rather than by branches at run time: the compiler sees head
-//! dimension, type and mode as constants, and only what is asked for is ever compiled.
+//! A program is specialised by macros rather than by branches at run time: head dimension, type and
+//! mode are compile-time constants, and only variants that are used are compiled.
 
 use encke_core::DType;
 
 use crate::cache::Cache;
 use crate::error::Result;
-use crate::nvrtc::{Built, Nvrtc};
+use crate::nvrtc::{CompiledProgram, Nvrtc};
 
-/// Text that stands before every program.
+/// The text that begins every program.
 pub(crate) const COMMON: &str = include_str!("kernels/common.cuh");
 
-/// A text, and the macros it is compiled with.
+/// Texts and the macros they are compiled with.
 #[derive(Debug, Clone)]
 pub struct Program {
-    /// What it is called, in the cache and in messages.
+    /// Its name in the cache and in messages.
     pub name: &'static str,
-    /// The texts it is made of, after the common one. Functions, because some are generated.
+    /// Its texts after the common one. Functions, because some are generated.
     pub(crate) texts: &'static [fn() -> String],
-    /// Macros, as `NAME=value`.
+    /// The macros, as `NAME=value`.
     pub(crate) defines: Vec<String>,
-    /// Whether it needs the architecture-specific instructions of its GPU (`sm_90a`, not `sm_90`).
+    /// Whether it uses architecture-specific instructions (`sm_90a`, not `sm_90`).
     pub(crate) specific: bool,
 }
 
 impl Program {
-    /// A program of fixed texts.
+    /// A program without macros.
     pub(crate) fn new(name: &'static str, texts: &'static [fn() -> String]) -> Program {
         Program {
             name,
@@ -36,13 +36,13 @@ impl Program {
         }
     }
 
-    /// The same with one more macro.
+    /// Adds a macro.
     pub(crate) fn define(mut self, name: &str, value: impl std::fmt::Display) -> Program {
         self.defines.push(format!("{name}={value}"));
         self
     }
 
-    /// The same with the macro of a storage type.
+    /// Adds the macro of a storage type.
     pub(crate) fn stored(self, dtype: DType) -> Program {
         let name = match dtype {
             DType::F64 => "T_F64",
@@ -63,7 +63,7 @@ impl Program {
         text
     }
 
-    /// What the compiler is told beside the architecture.
+    /// The compiler options beside the architecture.
     pub fn options(&self) -> Vec<String> {
         let fixed = ["--std=c++17", "--ptxas-options=-v", "-default-device"];
         let mut options: Vec<String> = fixed.map(String::from).to_vec();
@@ -71,14 +71,19 @@ impl Program {
         options
     }
 
-    /// The architecture it is compiled for on a GPU of this compute capability.
+    /// The architecture for a GPU of this compute capability.
     pub fn architecture(&self, (major, minor): (i32, i32)) -> String {
         let suffix = if self.specific { "a" } else { "" };
         format!("sm_{major}{minor}{suffix}")
     }
 
-    /// Machine code for a compute capability, from the cache if it is there.
-    pub fn build(&self, nvrtc: &Nvrtc, cache: &Cache, capability: (i32, i32)) -> Result<Built> {
+    /// Machine code for a compute capability, from the cache if possible.
+    pub fn build(
+        &self,
+        nvrtc: &Nvrtc,
+        cache: &Cache,
+        capability: (i32, i32),
+    ) -> Result<CompiledProgram> {
         let (text, options) = (self.text(), self.options());
         let arch = self.architecture(capability);
         let (joined, version) = (options.join(" "), nvrtc.version());

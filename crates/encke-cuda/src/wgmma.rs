@@ -1,7 +1,7 @@
-//! The text of wgmma wrappers: one inline function for each shape a kernel multiplies.
+//! The text of wgmma wrappers: one inline function for each shape.
 //!
-//! An instruction names every register of its accumulator, so the wrappers are generated; kernels
-//! call them by name. Which shapes a kernel needs is said where its variants are listed, not here.
+//! The instruction lists every register of its accumulator, so the wrappers are generated; kernels
+//! call them by name. The shapes that a kernel needs are listed with its variants, not here.
 
 use std::fmt::Write;
 
@@ -10,18 +10,18 @@ use std::fmt::Write;
 pub(crate) struct Wgmma {
     /// Columns of the product: a multiple of 8 up to 256.
     pub n: usize,
-    /// Whether the left operand comes from registers rather than from shared memory.
+    /// Whether operand A comes from registers rather than from shared memory.
     pub registers: bool,
-    /// Whether the left operand lies across its rows in shared memory.
+    /// Whether operand A is MN-major in shared memory.
     pub transpose_a: bool,
-    /// Whether the right operand lies across its rows.
+    /// Whether operand B is MN-major.
     pub transpose_b: bool,
-    /// Whether the left operand is negated.
+    /// Whether operand A is negated.
     pub negate: bool,
 }
 
 impl Wgmma {
-    /// Both operands in shared memory, along their rows.
+    /// Both operands in shared memory, K-major.
     pub(crate) fn shared(n: usize) -> Wgmma {
         Wgmma {
             n,
@@ -32,7 +32,7 @@ impl Wgmma {
         }
     }
 
-    /// The left operand in registers.
+    /// Operand A in registers.
     pub(crate) fn registers(n: usize) -> Wgmma {
         Wgmma {
             registers: true,
@@ -40,23 +40,28 @@ impl Wgmma {
         }
     }
 
-    /// `wgmma_rs_tb_n128` and the like: what kernels call it.
+    /// The function's name, such as `wgmma_rs_tb_n128`.
     pub(crate) fn name(&self) -> String {
         let mut name = String::from(if self.registers {
             "wgmma_rs"
         } else {
             "wgmma_ss"
         });
-        let marks = [
+        let suffixes = [
             (self.transpose_a, "_ta"),
             (self.transpose_b, "_tb"),
             (self.negate, "_neg"),
         ];
-        name.extend(marks.iter().filter(|(on, _)| *on).map(|(_, mark)| *mark));
+        name.extend(
+            suffixes
+                .iter()
+                .filter(|(on, _)| *on)
+                .map(|(_, suffix)| *suffix),
+        );
         name + &format!("_n{}", self.n)
     }
 
-    /// The function's text. The type of the operands is arithmetic.cuh's macro ELEMENT.
+    /// The function's text. The operand type is the macro ELEMENT of arithmetic.cuh.
     pub(crate) fn text(&self) -> String {
         let sums = self.n / 2;
         let list = |from: usize, count: usize| {
@@ -80,7 +85,8 @@ impl Wgmma {
         format!(
             "DEV void {name}(float (&d)[{sums}], {parameters}, u64 b, int keep) {{\n  \
              asm volatile(\"{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{keep}, 0;\\n\"\n    \
-             \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.\" ELEMENT \".\" ELEMENT \" {{{sums_list}}}, {left}, %{b}, {flags};\\n}}\\n\"\n    \
+             \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.\" ELEMENT \".\" ELEMENT \" \
+             {{{sums_list}}}, {left}, %{b}, {flags};\\n}}\\n\"\n    \
              : {outputs} : {inputs}, \"l\"(b), \"r\"(keep));\n}}\n",
             name = self.name(),
             keep = b + 1,
@@ -96,7 +102,7 @@ mod tests {
     use super::Wgmma;
 
     #[test]
-    fn a_wrapper_names_every_register_once() {
+    fn a_wrapper_lists_every_register_once() {
         let both = Wgmma::shared(16);
         assert_eq!(both.name(), "wgmma_ss_n16");
         let text = both.text();

@@ -1,9 +1,9 @@
-//! Every program compiled for every architecture it is meant for, with a gate on spills and slow
-//! paths. Needs NVRTC but no GPU; without NVRTC it says so and passes, because it cannot know.
+//! Compiles every program for every architecture it runs on, with a gate on spills and serialized
+//! wgmma. Needs NVRTC but no GPU; without NVRTC the test prints the reason, skips and passes.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use encke_cuda::{Nvrtc, Program, complaints, programs};
+use encke_cuda::{Nvrtc, Program, compile_warnings, programs};
 
 #[test]
 fn every_program_compiles_without_spills() {
@@ -21,26 +21,26 @@ fn every_program_compiles_without_spills() {
         let arch = program.architecture(*capability);
         let (text, options) = (program.text(), program.options());
         match nvrtc.compile(program.name, &text, &arch, &options) {
-            Ok(built) => complaints(&built.log)
+            Ok(built) => compile_warnings(&built.log)
                 .into_iter()
                 .map(|line| format!("{} {arch} {options:?}: {line}", program.name))
                 .collect(),
             Err(error) => vec![format!("{options:?}: {error}")],
         }
     };
-    // Each thread takes the next program: some take a second, some ten.
+    // Threads share one queue of programs: some take a second, some ten.
     let next = AtomicUsize::new(0);
-    let take = || {
-        let numbers = std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed));
-        let mine = numbers.map_while(|number| all.get(number));
-        mine.flat_map(compile).collect::<Vec<_>>()
+    let work = || {
+        let indices = std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed));
+        let programs = indices.map_while(|index| all.get(index));
+        programs.flat_map(compile).collect::<Vec<_>>()
     };
     let threads = std::thread::available_parallelism().map_or(1, |count| count.get());
     let failures: Vec<String> = std::thread::scope(|scope| {
-        let all: Vec<_> = (0..threads).map(|_| scope.spawn(take)).collect();
+        let all: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
         let ended = all.into_iter().map(|thread| thread.join());
         ended
-            .flat_map(|found| found.expect("no thread panics"))
+            .flat_map(|failures| failures.expect("no thread panics"))
             .collect()
     });
     println!(

@@ -1,38 +1,38 @@
 //! The backward kernels of Hopper on a CPU model of its instructions, against loops in f64.
 //!
-//! The model is C++ (`emu/`) and includes the kernels' own text, so it needs a C++ compiler but no
-//! GPU and no CUDA; without a compiler it says so and passes, because it cannot know. What is
-//! checked (gradients, bits, hidden rows) stands in `emu/backward.cpp`.
+//! The model is C++ (`emu/`) and includes the kernels' own text. It needs a C++ compiler but no GPU
+//! and no CUDA; without a compiler the test prints the reason, skips and passes. `emu/backward.cpp`
+//! defines the checks (gradients, bits, hidden rows).
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Storage type, head dimension, queries of a block, stages, stagings: one of each kind.
+/// Storage type, head dimension, queries of a block, stages, dQ stages: one of each kind.
 const VARIANTS: [(&str, usize, usize, usize, usize); 3] = [
     ("T_F16", 64, 128, 2, 1),
     ("T_BF16", 128, 64, 2, 1),
     ("T_BF16", 192, 64, 1, 1),
 ];
 
-fn built(into: &Path, variant: &(&str, usize, usize, usize, usize)) -> Option<PathBuf> {
-    let (stored, dim, queries, stages, stagings) = variant;
+fn build(into: &Path, variant: &(&str, usize, usize, usize, usize)) -> Option<PathBuf> {
+    let (stored, dim, queries, stages, dq_stages) = variant;
     let program = into.join(format!("backward_{dim}"));
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("emu/backward.cpp");
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
-    let made = Command::new(&compiler)
+    let built = Command::new(&compiler)
         .args(["-std=c++17", "-O2", "-w"])
         .arg(format!("-D{stored}=1"))
         .arg(format!("-DHD={dim}"))
         .arg(format!("-DBQ={queries}"))
         .arg(format!("-DSTAGES={stages}"))
-        .arg(format!("-DSTAGINGS={stagings}"))
+        .arg(format!("-DDQ_STAGES={dq_stages}"))
         .arg("-o")
         .args([&program, &source])
         .output();
-    match made {
-        Ok(made) => {
-            let said = String::from_utf8_lossy(&made.stderr);
-            assert!(made.status.success(), "{compiler}: {said}");
+    match built {
+        Ok(built) => {
+            let errors = String::from_utf8_lossy(&built.stderr);
+            assert!(built.status.success(), "{compiler}: {errors}");
             Some(program)
         }
         Err(error) => {
@@ -43,20 +43,20 @@ fn built(into: &Path, variant: &(&str, usize, usize, usize, usize)) -> Option<Pa
 }
 
 #[test]
-fn the_backward_kernels_do_what_they_should() {
+fn backward_kernels_match_the_reference_on_the_cpu_model() {
     let folder = tempfile::tempdir().expect("a folder for programs");
     for variant in &VARIANTS {
-        let Some(program) = built(folder.path(), variant) else {
+        let Some(program) = build(folder.path(), variant) else {
             return;
         };
         let ran = Command::new(&program).output().expect("the model runs");
-        let said = String::from_utf8_lossy(&ran.stdout);
-        let failed: Vec<&str> = said
+        let output = String::from_utf8_lossy(&ran.stdout);
+        let failed: Vec<&str> = output
             .lines()
             .filter(|line| !line.starts_with("ok"))
             .collect();
         let errors = String::from_utf8_lossy(&ran.stderr);
         assert!(ran.status.success(), "{variant:?}: {failed:#?} {errors}");
-        assert!(said.lines().count() > 30, "cases are missing: {said}");
+        assert!(output.lines().count() > 30, "cases are missing: {output}");
     }
 }

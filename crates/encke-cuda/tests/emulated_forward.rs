@@ -1,8 +1,8 @@
 //! Hopper's forward kernel on a CPU model of TMA, mbarriers and wgmma (`emu/emu.h`), against loops
 //! in f64.
 //!
-//! Needs a C++ compiler and no GPU. The macros are those of the programs the crate really asks for;
-//! what is checked, and on which jobs, is written beside the model (`emu/forward.cpp`).
+//! Needs a C++ compiler and no GPU. The macros are those of the programs that the crate compiles;
+//! `emu/forward.cpp` defines the checks and their jobs.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -16,18 +16,18 @@ fn compiler() -> OsString {
     std::env::var_os("CXX").unwrap_or_else(|| "c++".into())
 }
 
-/// Causal programs do all that others do and more; of the others, those with tiles of their own.
+/// Causal programs, which contain the others' code paths, and others with a tiling of their own.
 fn chosen() -> Vec<Program> {
     let all = programs().into_iter().map(|(program, _)| program);
     let hopper = all.filter(|program| program.name == "hopper_forward");
-    let told = |program: &Program, what: &str| program.options().iter().any(|x| x == what);
-    let full = |program: &Program| told(program, "-DKEYS=176");
+    let has = |program: &Program, option: &str| program.options().iter().any(|x| x == option);
+    let full = |program: &Program| has(program, "-DKEYS=176");
     hopper
-        .filter(|program| told(program, "-DCAUSAL=1") || full(program))
+        .filter(|program| has(program, "-DCAUSAL=1") || full(program))
         .collect()
 }
 
-/// What the program said where it failed.
+/// The program's output if it failed.
 fn run(program: &Program, file: &Path) -> Option<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let options = program.options();
@@ -46,19 +46,19 @@ fn run(program: &Program, file: &Path) -> Option<String> {
         return Some(String::from_utf8_lossy(&built.stderr).into_owned());
     }
     let ran = Command::new(file).output().expect("what was just built");
-    let said = String::from_utf8_lossy(&ran.stdout).into_owned();
-    print!("{said}");
+    let output = String::from_utf8_lossy(&ran.stdout).into_owned();
+    print!("{output}");
     let failed = !ran.status.success();
     failed.then(|| {
         format!(
-            "{options:?}\n{said}{}",
+            "{options:?}\n{output}{}",
             String::from_utf8_lossy(&ran.stderr)
         )
     })
 }
 
 #[test]
-fn the_forward_kernel_is_right_on_the_cpu_model() {
+fn the_forward_kernel_matches_the_reference_on_the_cpu_model() {
     if Command::new(compiler()).arg("--version").output().is_err() {
         eprintln!("skipped: no C++ compiler ({:?})", compiler());
         return;

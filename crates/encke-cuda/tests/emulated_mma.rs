@@ -1,14 +1,14 @@
 //! The mma.sync kernels on a CPU model of their instructions (`emu/mma.h`), against loops in f64.
 //!
-//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; what is checked, and on
-//! which jobs, is written beside the model (`emu/mma_*_test.cpp`).
+//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; `emu/mma_*_test.cpp`
+//! define the checks and their jobs.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// One variant of a kernel, and how many random jobs it is given.
-struct Variant {
+/// One variant of a kernel, and its number of random jobs.
+struct EmulatedVariant {
     test: &'static str,
     dtype: &'static str,
     /// HD, WARPS, MT, BLOCK, ALIGNED.
@@ -23,17 +23,17 @@ const BACKWARD: &str = "mma_backward_test.cpp";
 const BOTH: &[&str] = &["-DOWNS_KEYS", "-DPARTS=3"];
 const ONLY_DK: &[&str] = &["-DOWNS_KEYS", "-DPARTS=2"];
 
-const FORWARD_VARIANTS: [Variant; 3] = [
+const FORWARD_VARIANTS: [EmulatedVariant; 3] = [
     variant(FORWARD, "T_BF16", [64, 4, 2, 64, 1], &[], 5),
     variant(FORWARD, "T_F16", [96, 2, 2, 32, 0], &[], 6),
     variant(FORWARD, "T_BF16", [256, 2, 1, 16, 1], &[], 3),
 ];
-const KEY_VARIANTS: [Variant; 3] = [
+const KEY_VARIANTS: [EmulatedVariant; 3] = [
     variant(BACKWARD, "T_BF16", [64, 2, 2, 32, 1], BOTH, 4),
     variant(BACKWARD, "T_F16", [32, 2, 1, 64, 0], BOTH, 6),
     variant(BACKWARD, "T_BF16", [192, 2, 1, 16, 1], ONLY_DK, 2),
 ];
-const QUERY_VARIANTS: [Variant; 2] = [
+const QUERY_VARIANTS: [EmulatedVariant; 2] = [
     variant(BACKWARD, "T_BF16", [64, 2, 2, 64, 1], &[], 4),
     variant(BACKWARD, "T_F16", [128, 2, 1, 32, 0], &[], 3),
 ];
@@ -44,8 +44,8 @@ const fn variant(
     macros: [u32; 5],
     more: &'static [&'static str],
     cases: u32,
-) -> Variant {
-    Variant {
+) -> EmulatedVariant {
+    EmulatedVariant {
         test,
         dtype,
         macros,
@@ -59,7 +59,7 @@ fn compiler() -> OsString {
     std::env::var_os("CXX").unwrap_or_else(|| "c++".into())
 }
 
-fn build(variant: &Variant, folder: &Path, name: &str) -> PathBuf {
+fn build(variant: &EmulatedVariant, folder: &Path, name: &str) -> PathBuf {
     let program = folder.join(name);
     let source = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("emu")
@@ -86,7 +86,7 @@ fn build(variant: &Variant, folder: &Path, name: &str) -> PathBuf {
     program
 }
 
-fn run(variants: &[Variant]) {
+fn run(variants: &[EmulatedVariant]) {
     if Command::new(compiler()).arg("--version").output().is_err() {
         eprintln!("skipped: no C++ compiler ({:?})", compiler());
         return;
@@ -97,24 +97,24 @@ fn run(variants: &[Variant]) {
         let (seed, cases) = ((index + 1).to_string(), variant.cases.to_string());
         let ran = Command::new(program).args([seed, cases]).output();
         let ran = ran.expect("what was just built can be run");
-        let said = String::from_utf8_lossy(&ran.stdout);
-        print!("{said}");
-        let complained = String::from_utf8_lossy(&ran.stderr);
-        assert!(ran.status.success(), "{said}{complained}");
+        let output = String::from_utf8_lossy(&ran.stdout);
+        print!("{output}");
+        let errors = String::from_utf8_lossy(&ran.stderr);
+        assert!(ran.status.success(), "{output}{errors}");
     }
 }
 
 #[test]
-fn forward_is_right_on_the_cpu_model() {
+fn forward_matches_the_reference_on_the_cpu_model() {
     run(&FORWARD_VARIANTS);
 }
 
 #[test]
-fn gradients_of_keys_are_right_on_the_cpu_model() {
+fn gradients_of_keys_match_the_reference_on_the_cpu_model() {
     run(&KEY_VARIANTS);
 }
 
 #[test]
-fn gradients_of_queries_are_right_on_the_cpu_model() {
+fn gradients_of_queries_match_the_reference_on_the_cpu_model() {
     run(&QUERY_VARIANTS);
 }

@@ -1,5 +1,5 @@
-//! The kernels that make rows and sum them up, on the CPU model of the GPU, against the generator
-//! and the checksum they repeat: bit for bit.
+//! The row generator and the checksum kernel on the CPU model of the GPU, against the host's, bit
+//! for bit.
 //!
 //! Needs a C++ compiler and no GPU. The kernels' own texts are compiled.
 
@@ -44,11 +44,11 @@ fn build(folder: &Path, dtype: DType, dim: usize) -> PathBuf {
     program
 }
 
-/// Rows of a stretch as the kernel makes them, and their sums as the other kernel finds them.
+/// Rows as the generator kernel makes them, and their sums from the checksum kernel.
 fn emulated(
     program: &Path,
     folder: &Path,
-    stretch: &RowRange<'_>,
+    range: &RowRange<'_>,
     generator: &Generator,
 ) -> (Vec<u8>, [i128; 2]) {
     let file = folder.join("rows");
@@ -56,38 +56,38 @@ fn emulated(
         first,
         stride,
         count,
-    } = stretch.tokens;
+    } = range.tokens;
     let mut command = Command::new(program);
     command.arg(&file);
-    command.args([stretch.batch, first, stride, count].map(|x| x.to_string()));
-    for &head in stretch.heads {
-        let key = generator.head_key(stretch.role, stretch.batch, head);
+    command.args([range.batch, first, stride, count].map(|x| x.to_string()));
+    for &head in range.heads {
+        let key = generator.head_key(range.role, range.batch, head);
         command.args([head.to_string(), key.to_string()]);
     }
     let ran = command.output().expect("what was just built can be run");
-    let said = String::from_utf8_lossy(&ran.stdout).into_owned();
-    let failed = String::from_utf8_lossy(&ran.stderr).into_owned();
-    assert!(ran.status.success(), "{:?} {failed}", ran.status);
-    let sums: Vec<i128> = said
+    let output = String::from_utf8_lossy(&ran.stdout).into_owned();
+    let errors = String::from_utf8_lossy(&ran.stderr).into_owned();
+    assert!(ran.status.success(), "{:?} {errors}", ran.status);
+    let sums: Vec<i128> = output
         .split_whitespace()
-        .map(|word| word.parse().unwrap())
+        .map(|sum| sum.parse().unwrap())
         .collect();
     (std::fs::read(file).unwrap(), [sums[0], sums[1]])
 }
 
-/// The same on the host.
-fn expected(stretch: &RowRange<'_>, generator: &Generator, dtype: DType, dim: usize) -> Data {
-    let numbers = stretch.tokens.count * stretch.heads.len() * dim;
-    let mut made = Data::zeros(DType::F32, numbers);
-    generator.read(stretch, &mut made).unwrap();
-    let mut rounded = Data::zeros(dtype, numbers);
-    let whole = Block::contiguous(numbers, 0, 0);
-    host::copy(&whole, false, made.as_slice(), &mut rounded);
+/// The same rows on the host.
+fn expected(range: &RowRange<'_>, generator: &Generator, dtype: DType, dim: usize) -> Data {
+    let elements = range.tokens.count * range.heads.len() * dim;
+    let mut generated = Data::zeros(DType::F32, elements);
+    generator.read(range, &mut generated).unwrap();
+    let mut rounded = Data::zeros(dtype, elements);
+    let whole = Block::contiguous(elements, 0, 0);
+    host::copy(&whole, false, generated.as_slice(), &mut rounded);
     rounded
 }
 
 #[test]
-fn rows_and_sums_are_those_of_the_host_bit_for_bit() {
+fn rows_and_sums_equal_the_hosts_bit_for_bit() {
     if Command::new(compiler()).arg("--version").output().is_err() {
         eprintln!("skipped: no C++ compiler ({:?})", compiler());
         return;
@@ -98,7 +98,7 @@ fn rows_and_sums_are_those_of_the_host_bit_for_bit() {
         stride,
         count,
     };
-    let places: [(Role, usize, Run, &[usize]); 4] = [
+    let cases: [(Role, usize, Run, &[usize]); 4] = [
         (Role::Q, 0, run(0, 1, 300), &[0, 1, 2, 3, 4, 5, 6, 7]),
         (Role::K, 0, run((1 << 30) + 3, 4096, 257), &[1, 5]),
         (Role::V, 3, run(77, 5, 1), &[2]),
@@ -113,21 +113,20 @@ fn rows_and_sums_are_those_of_the_host_bit_for_bit() {
     for (dtype, dim) in variants {
         let program = build(folder.path(), dtype, dim);
         let generator = Generator::new(SEED, dim);
-        for (role, batch, tokens, heads) in places {
-            let stretch = RowRange {
+        for (role, batch, tokens, heads) in cases {
+            let range = RowRange {
                 role,
                 batch,
                 tokens,
                 heads,
             };
-            let (bytes, [signed, squares]) =
-                emulated(&program, folder.path(), &stretch, &generator);
-            let rows = expected(&stretch, &generator, dtype, dim);
-            assert!(bytes == rows.bytes(), "{dtype} {dim} {stretch:?}");
+            let (bytes, [signed, squares]) = emulated(&program, folder.path(), &range, &generator);
+            let rows = expected(&range, &generator, dtype, dim);
+            assert!(bytes == rows.bytes(), "{dtype} {dim} {range:?}");
             let mut sum = Checksum::default();
             let out = RowRange {
                 role: Role::Out,
-                ..stretch
+                ..range
             };
             sum.write(&out, &rows).unwrap();
             let count = (tokens.count * heads.len()) as u64;

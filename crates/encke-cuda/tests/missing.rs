@@ -1,7 +1,7 @@
-//! Libraries that are not there, or not what they should be: an error that says which file.
+//! Missing or wrong libraries: the error names the file.
 //!
-//! Where a library is looked for depends on the environment, so each case runs in a process of its
-//! own: this very test, told by a variable that it is the child.
+//! The search depends on the environment, so each case runs in a child process: this test again,
+//! with a variable that marks it as the child.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ use encke_cuda::{Device, Error, Nccl, Nvrtc};
 const CHILD: &str = "ENCKE_TEST_CHILD";
 
 /// Runs the test `name` again with `variable` set to `value`.
-fn again(name: &str, variable: &str, value: &str) {
+fn run_child(name: &str, variable: &str, value: &str) {
     let program = std::env::current_exe().expect("this test is a file");
     let output = Command::new(program)
         .args(["--exact", name, "--nocapture"])
@@ -18,21 +18,21 @@ fn again(name: &str, variable: &str, value: &str) {
         .env(variable, value)
         .output()
         .expect("this test can be started");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{variable}={value}: {said}");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{variable}={value}: {errors}");
 }
 
-/// What the child was told, if this is one.
-fn told() -> Option<String> {
+/// The file under test, if this is the child.
+fn child() -> Option<String> {
     std::env::var(CHILD).ok()
 }
 
-/// The error names what was looked for, where, and the variable that says where else.
-fn names<T>(loaded: encke_cuda::Result<T>, file: &str, variable: &str) {
+/// Asserts that the error names the file and the environment variable.
+fn assert_names<T>(loaded: encke_cuda::Result<T>, file: &str, variable: &str) {
     let error = loaded.err().expect("there is no such library");
-    let words = error.to_string();
-    assert!(matches!(error, Error::Library { .. }), "{words}");
-    assert!(words.contains(file) && words.contains(variable), "{words}");
+    let text = error.to_string();
+    assert!(matches!(error, Error::Library { .. }), "{text}");
+    assert!(text.contains(file) && text.contains(variable), "{text}");
 }
 
 fn text_file() -> tempfile::NamedTempFile {
@@ -42,15 +42,15 @@ fn text_file() -> tempfile::NamedTempFile {
 }
 
 #[test]
-fn nccl_that_is_missing_or_no_library_is_named() {
-    match told() {
-        Some(file) => names(Nccl::load(), &file, "ENCKE_NCCL"),
+fn the_error_for_a_missing_or_invalid_nccl_names_the_file() {
+    match child() {
+        Some(file) => assert_names(Nccl::load(), &file, "ENCKE_NCCL"),
         None => {
             let text = text_file();
             let text = text.path().to_str().expect("a plain name");
             for file in ["/nonexistent/libnccl.so.2", text] {
-                again(
-                    "nccl_that_is_missing_or_no_library_is_named",
+                run_child(
+                    "the_error_for_a_missing_or_invalid_nccl_names_the_file",
                     "ENCKE_NCCL",
                     file,
                 );
@@ -60,16 +60,16 @@ fn nccl_that_is_missing_or_no_library_is_named() {
 }
 
 #[test]
-fn a_library_that_is_not_nccl_lacks_a_function() {
-    match told() {
+fn a_library_that_is_not_nccl_is_refused_for_a_missing_function() {
+    match child() {
         Some(_) => {
             let error = Nccl::load().err().expect("the C library is not NCCL");
             let lacking =
                 matches!(&error, Error::Function { function, .. } if function == "ncclGetVersion");
             assert!(lacking, "{error}");
         }
-        None => again(
-            "a_library_that_is_not_nccl_lacks_a_function",
+        None => run_child(
+            "a_library_that_is_not_nccl_is_refused_for_a_missing_function",
             "ENCKE_NCCL",
             "libc.so.6",
         ),
@@ -77,11 +77,11 @@ fn a_library_that_is_not_nccl_lacks_a_function() {
 }
 
 #[test]
-fn a_compiler_that_is_missing_is_named() {
-    match told() {
-        Some(file) => names(Nvrtc::load(), &file, "ENCKE_NVRTC"),
-        None => again(
-            "a_compiler_that_is_missing_is_named",
+fn the_error_for_a_missing_nvrtc_names_the_file() {
+    match child() {
+        Some(file) => assert_names(Nvrtc::load(), &file, "ENCKE_NVRTC"),
+        None => run_child(
+            "the_error_for_a_missing_nvrtc_names_the_file",
             "ENCKE_NVRTC",
             "/nonexistent/libnvrtc.so",
         ),
@@ -89,11 +89,11 @@ fn a_compiler_that_is_missing_is_named() {
 }
 
 #[test]
-fn a_driver_that_is_missing_is_named() {
-    match told() {
-        Some(file) => names(Device::open(0), &file, "ENCKE_LIBCUDA"),
-        None => again(
-            "a_driver_that_is_missing_is_named",
+fn the_error_for_a_missing_driver_names_the_file() {
+    match child() {
+        Some(file) => assert_names(Device::open(0), &file, "ENCKE_LIBCUDA"),
+        None => run_child(
+            "the_error_for_a_missing_driver_names_the_file",
             "ENCKE_LIBCUDA",
             "/nonexistent/libcuda.so",
         ),

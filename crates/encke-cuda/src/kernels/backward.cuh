@@ -1,34 +1,37 @@
-// What the two backward kernels share: the form in which they are told a job, and how rows that
-// must stay hidden are marked.
+// Common to `backward_rows` and `hopper_backward`: their workspace, and the marks of special rows.
 //
-// A row of the dense arrays: lse in base 2 and delta, times what dS is multiplied with anyway, of
-// (batch, segment, head, row), the rows of a head filled up to `padded`.
-//   lse = +inf : the row saw nothing, or does not exist. P = exp2(s - inf) = 0.
-//   lse = NaN  : the row's query or output gradient holds something that is no number. P = NaN for
-//                every key it sees, and the row's operands are replaced by zeros, because in a
-//                product of matrices 0 x NaN would also reach the keys it does not see.
+// The dense arrays hold lse in base 2, and delta times the factor of dS, for (batch, segment, head,
+// row), with the rows of a head padded to `padded`.
+//   lse = +inf : the row saw no key, or is out of bounds. P = exp2(s - inf) = 0.
+//   lse = NaN  : the row's query or output gradient is not finite. P = NaN for every key it sees,
+//   and
+//                the row's operands are replaced by zeros, because in a matrix product 0 x NaN
+//                would also reach the keys it does not see.
 
-// Words of `control`, zeroed before the first kernel; the turns (one per block of queries) follow.
+// Words of `control`, zeroed before the first kernel; the semaphores (one per block of queries)
+// follow.
 #define NEXT_TILE 0
-#define SICK_QUERIES 1
-#define TURNS 2
+#define NONFINITE_QUERIES 1
+#define SEMAPHORES 2
 
-// P is stored as 16 bits. Half precision has few bits below 2^-14, where most P of long rows lie,
-// and none of P's values is above 1: so they are stored times 2^14, and dV is divided by it.
+// P is stored in 16 bits. f16 is subnormal below 2^-14, where most P of long rows lie, and no P is
+// above 1: P is stored times 2^14, and dV is divided by it.
 #ifdef T_F16
 #define P_SHIFT 14.0f
 #else
 #define P_SHIFT 0.0f
 #endif
 
-DEV bool is_number(float x) { return (__float_as_int(x) & 0x7f800000) != 0x7f800000; }
-// Whether all of a pair of stored numbers are finite.
-DEV bool are_numbers(u32 pair) {
+DEV bool is_finite(float x) { return (__float_as_int(x) & 0x7f800000) != 0x7f800000; }
+// Whether both elements of a pair are finite.
+DEV bool all_finite(u32 pair) {
 #ifdef T_F16
   return (pair & 0x7c00u) != 0x7c00u && (pair & 0x7c000000u) != 0x7c000000u;
 #else
   return (pair & 0x7f80u) != 0x7f80u && (pair & 0x7f800000u) != 0x7f800000u;
 #endif
 }
-DEV bool are_numbers(const uint4& x) { return are_numbers(x.x) && are_numbers(x.y) && are_numbers(x.z) && are_numbers(x.w); }
-#define NOT_A_NUMBER 0x7fc00000u
+DEV bool all_finite(const uint4& x) {
+  return all_finite(x.x) && all_finite(x.y) && all_finite(x.z) && all_finite(x.w);
+}
+#define QUIET_NAN 0x7fc00000u

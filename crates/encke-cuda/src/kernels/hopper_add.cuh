@@ -1,14 +1,20 @@
-// Instructions of Hopper that only the backward kernel uses: additions to memory by the copy
-// engine, and turns that CTAs take at it. The emulator's are in `emu/backward.h`.
+// Hopper instructions that only the backward kernel uses: TMA reductions, and semaphores in global
+// memory that order them across CTAs. The emulator's are in `emu/backward.h`.
 #ifndef EMULATED
-// Adds one box of f32 in shared memory to a five-dimensional map; what lies outside of it is dropped.
-DEV void tma_add(const TensorMap* map, u32 from, int column, int row, int head, int segment, int batch) {
-  asm volatile("cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
-    :: "l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(segment), "r"(batch) : "memory");
+// Adds one box of f32 in shared memory to a five-dimensional map; elements out of bounds are
+// dropped.
+DEV void tma_add(
+    const TensorMap* map, u32 from, int column, int row, int head, int segment, int batch) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5, "
+      "%6}], [%1];" ::"l"(map),
+      "r"(from), "r"(column), "r"(row), "r"(head), "r"(segment), "r"(batch)
+      : "memory");
 }
 DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until it is this one's turn. What others added before is then done, and later additions come after it.
-DEV void await_turn(const u32* turn, u32 mine) {
+// Waits until the semaphore has a value. Earlier additions of other CTAs are then complete, and
+// later ones of this CTA come after them.
+DEV void semaphore_wait(const u32* semaphore, u32 value) {
   u32 now;
 #ifdef WATCHDOG
   u32 tries = 0;
@@ -17,13 +23,13 @@ DEV void await_turn(const u32* turn, u32 mine) {
 #define GIVE_UP
 #endif
   do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(semaphore) : "memory");
     GIVE_UP
-  } while (now != mine);
+  } while (now != value);
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-DEV void pass_turn(u32* turn, u32 next) {
+DEV void semaphore_release(u32* semaphore, u32 value) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(turn), "r"(next) : "memory");
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(semaphore), "r"(value) : "memory");
 }
 #endif

@@ -1,100 +1,122 @@
-// Gradients on Hopper for head dimensions up to 128: each warpgroup has 64 keys of the tile, and P and
-// dS stay in its registers as left operands. Only dQ needs the keys of both, and so dS in shared memory.
+// Gradients on Hopper for head dimensions up to 128: each consumer warpgroup has 64 keys of the
+// tile, and P and dS stay in its registers as left operands. Only dQ needs the keys of both
+// warpgroups, and so dS in shared memory.
 
-#define PARTS (BQ / 64)                      // a block is worked on 64 queries at a time
+#define PARTS (BQ / 64)                      // a block is processed 64 queries at a time
 #define MMA_S JOIN(wgmma_ss_n, BQ)
 #define MMA_ACC JOIN(wgmma_rs_tb_n, HD)
-// S^T or dP^T of a block: the warpgroup's 64 keys (values) times all of its queries (output gradients). A wide product
-// reads shared memory less than two narrow ones.
+// S^T or dP^T of a block: the warpgroup's 64 keys (values) times all queries (output gradients).
+// One wide product reads less shared memory than two narrow ones.
 DEV void issue_scores(float (&s)[BQ / 2], u32 keys, u32 queries) {
   const u64 a = matrix(keys, 16, 1024), b = matrix(queries, 16, 1024);
   #pragma unroll
-  for (int k = 0; k < HD / 16; k++) MMA_S(s, further(a, (k / 4) * (BK * 128) + (k % 4) * 32), further(b, (k / 4) * (BQ * 128) + (k % 4) * 32), k != 0);
+  for (int k = 0; k < HD / 16; k++)
+    MMA_S(s, further(a, (k / 4) * (BK * 128) + (k % 4) * 32),
+        further(b, (k / 4) * (BQ * 128) + (k % 4) * 32), k != 0);
 }
-// dV += P^T dO or dK += dS^T Q over a piece of queries: the left operand in registers.
+// dV += P^T dO or dK += dS^T Q over a part of the queries: the left operand in registers.
 template <int N> DEV void issue_sum(float (&sum)[HD / 2], const u32 (&left)[N], u32 right) {
   const u64 b = matrix(right, BQ * 128, 1024);
   #pragma unroll
-  for (int k = 0; k < N / 4; k++) MMA_ACC(sum, left[4 * k], left[4 * k + 1], left[4 * k + 2], left[4 * k + 3], further(b, k * 2048), 1);
+  for (int k = 0; k < N / 4; k++)
+    MMA_ACC(sum, left[4 * k], left[4 * k + 1], left[4 * k + 2], left[4 * k + 3],
+        further(b, k * 2048), 1);
 }
-// Waits for block n's queries and begins S^T. Where there is no such block it begins all the same, with what lies there.
-DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared& m, u32 n, bool there, int warpgroup) {
-  const u32 place = place_of<STAGES>(n), parity = parity_of<STAGES>(n);
-  if (there) barrier_wait(m.q_full + 8 * place, parity);
-  if (there && clear_from(m, warpgroup) == NEVER && w.control[SICK_QUERIES] != 0) {
-    barrier_wait(m.o_full + 8 * place, parity);
-    clear_sick_queries(m.q + place * Q_BYTES, m.o + place * Q_BYTES, m.lse + place * BQ * 4);
+// Waits for block n's queries and issues S^T. Without such a block it issues S^T of stale data,
+// which is never used.
+DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared& m, u32 n,
+    bool exists, int warpgroup) {
+  const u32 stage = stage_of<STAGES>(n), parity = parity_of<STAGES>(n);
+  if (exists) barrier_wait(m.q_full + 8 * stage, parity);
+  if (exists && unmasked_from(m, warpgroup) == NEVER && w.control[NONFINITE_QUERIES] != 0) {
+    barrier_wait(m.o_full + 8 * stage, parity);
+    zero_nonfinite_queries(m.q + stage * Q_BYTES, m.o + stage * Q_BYTES, m.lse + stage * BQ * 4);
   }
-  wgmma_fence(); issue_scores(s, m.k + warpgroup * 64 * 128, m.q + place * Q_BYTES); wgmma_commit();
+  wgmma_fence(); issue_scores(s, m.k + warpgroup * 64 * 128, m.q + stage * Q_BYTES); wgmma_commit();
 }
 
-// One block of queries: P, dS and the five products. Scores are there when it begins, and those of the next block under way when it ends.
-// What hides is a body of its own: a branch in the middle would keep the compiler from mixing arithmetic and products.
-template <bool HIDDEN> DEV void work_on_block(float (&s)[BQ / 2], float (&dk)[HD / 2], float (&dv)[HD / 2], const HopperBackward& w, const Shared& m, u32 n, int block, int warpgroup) {
-  const u32 thread = forgotten(threadIdx.x) - 128, warp = thread / 32 % 4, lane = thread % 32;
-  const u32 place = place_of<STAGES>(n), ds_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES;
-  const u32 q = m.q + place * Q_BYTES, o = m.o + place * Q_BYTES, lse = forgotten(m.lse + place * BQ * 4 + (lane % 4) * 8), delta = lse + (m.delta - m.lse);
+// One block of queries: P, dS and the five products. Its scores are complete on entry; those of the
+// next block are in flight on return. The masked form is a separate instantiation: a branch inside
+// would keep the compiler from interleaving arithmetic and products.
+template <bool MASKED> DEV void process_block(float (&s)[BQ / 2], float (&dk)[HD / 2],
+    float (&dv)[HD / 2], const HopperBackward& w, const Shared& m, u32 n, int block,
+    int warpgroup) {
+  const u32 thread = opaque(threadIdx.x) - 128, warp = thread / 32 % 4, lane = thread % 32;
+  const u32 stage = stage_of<STAGES>(n), ds_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES;
+  const u32 q = m.q + stage * Q_BYTES, o = m.o + stage * Q_BYTES,
+            lse = opaque(m.lse + stage * BQ * 4 + (lane % 4) * 8), delta = lse + (m.delta - m.lse);
   float dp[BQ / 2], dq[32];
-  barrier_wait(m.o_full + 8 * place, parity_of<STAGES>(n));
+  barrier_wait(m.o_full + 8 * stage, parity_of<STAGES>(n));
   wgmma_fence(); issue_scores(dp, m.v + warpgroup * 64 * 128, o); wgmma_commit();
   #pragma unroll
   for (int part = 0; part < PARTS; part++) {
-    float (&x)[32] = reinterpret_cast<float (&)[32]>(s[32 * part]), (&y)[32] = reinterpret_cast<float (&)[32]>(dp[32 * part]);
+    float (&x)[32] = reinterpret_cast<float (&)[32]>(s[32 * part]),
+          (&y)[32] = reinterpret_cast<float (&)[32]>(dp[32 * part]);
     u32 p[16], ds[16];
-    if (HIDDEN) to_probabilities(x, lse + part * 256, w.exponent, mask_of(m, warpgroup * 64 + warp * 16 + lane / 4), block * BQ + part * 64 + (lane % 4) * 2);
+    if (MASKED)
+      to_probabilities(x, lse + part * 256, w.exponent,
+          mask_of(m, warpgroup * 64 + warp * 16 + lane / 4),
+          block * BQ + part * 64 + (lane % 4) * 2);
     else to_probabilities(x, lse + part * 256, w.exponent);
     to_stored(p, x);
     wgmma_fence(); issue_sum(dv, p, o + part * 64 * 128); wgmma_commit();
     if (part == 0) wgmma_wait<1>();   // for dP
-    to_ds<HIDDEN>(y, x, delta + part * 256, w.dp_gain);
+    to_ds<MASKED>(y, x, delta + part * 256, w.dp_gain);
     to_stored(ds, y);
     store_pairs(ds_at + part * PAIR_BYTES, ds, warpgroup * 64 + warp * 16, 0, lane);
     wgmma_fence(); issue_sum(dk, ds, q + part * 64 * 128); wgmma_commit();
   }
-  named_sync(1, 256);   // both halves of dS are there
+  named_sync(1, 256);   // both halves of dS are stored
   wgmma_fence();
-  // Of dQ a warpgroup has half of the columns, or of the rows where there are enough of them.
-  if (PARTS == 1) issue_dq(dq, ds_at, m.k + warpgroup * (BK * 128)); else issue_dq(dq, ds_at + warpgroup * PAIR_BYTES, m.k);
+  // A warpgroup computes half of the columns of dQ, or half of its rows if there are 128.
+  if (PARTS == 1)
+    issue_dq(dq, ds_at, m.k + warpgroup * (BK * 128));
+  else
+    issue_dq(dq, ds_at + warpgroup * PAIR_BYTES, m.k);
   wgmma_commit();
   wgmma_wait<1>();
-  if (lane == 0) barrier_arrive(m.empty + 8 * place);
-  // The next block's scores run while dQ is carried away. After the last block some are formed for nobody.
+  if (lane == 0) barrier_arrive(m.empty + 8 * stage);
+  // The next block's scores run while dQ is staged. After the last block they are not used.
   begin_scores(s, w, m, n + 1, block_of(n + 1) < (u32)tile_word(m, n, LAST), warpgroup);
   wgmma_wait<1>();
-  const u32 staging = place_of<STAGINGS>(n);
-  barrier_wait(m.dq_empty + 8 * staging, parity_of<STAGINGS>(n) ^ 1);
-  stage_dq(m.dq + staging * DQ_BYTES + (PARTS == 1 ? warpgroup * 2 * BQ * 128 : warpgroup * 64 * 128) + warp * 16 * 128, dq, w.dq_gain, lane);
-  if (lane == 0) barrier_arrive(m.dq_full + 8 * staging);
+  const u32 dq_stage = stage_of<DQ_STAGES>(n);
+  barrier_wait(m.dq_empty + 8 * dq_stage, parity_of<DQ_STAGES>(n) ^ 1);
+  stage_dq(m.dq + dq_stage * DQ_BYTES +
+               (PARTS == 1 ? warpgroup * 2 * BQ * 128 : warpgroup * 64 * 128) + warp * 16 * 128,
+      dq, w.dq_gain, lane);
+  if (lane == 0) barrier_arrive(m.dq_full + 8 * dq_stage);
 }
 
-DEV u32 work_on_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread) {
-  const Job& job = w.job;
+DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread) {
+  const JobParams& job = w.job;
   const int warp = thread / 32, lane = thread % 32;
   float s[BQ / 2], dk[HD / 2], dv[HD / 2];
   #pragma unroll
   for (int i = 0; i < HD / 2; i++) dk[i] = dv[i] = 0.f;
 
   barrier_wait(m.k_full, tile_parity(n)); barrier_wait(m.v_full, tile_parity(n));
-  set_clear(w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + 63);
+  set_unmasked_from(
+      w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + 63);
   int block = tile_word(m, n, START);
-  bool hidden = __any_sync(~0u, block * BQ < clear_from(m, warpgroup)), more = block_of(n) < (u32)tile_word(m, n, LAST);
+  bool masked = __any_sync(~0u, block * BQ < unmasked_from(m, warpgroup)),
+       more = block_of(n) < (u32)tile_word(m, n, LAST);
   begin_scores(s, w, m, n, more, warpgroup);
   wgmma_wait<0>();
   #pragma unroll 1
   while (more) {
-    if (hidden) work_on_block<true>(s, dk, dv, w, m, n, block, warpgroup);
-    else work_on_block<false>(s, dk, dv, w, m, n, block, warpgroup);
-    // All this while the next scores are formed.
+    if (masked) process_block<true>(s, dk, dv, w, m, n, block, warpgroup);
+    else process_block<false>(s, dk, dv, w, m, n, block, warpgroup);
+    // This overlaps with the next scores.
     n++;
     block = next_block(m, n, block);
     more = block_of(n) < (u32)tile_word(m, n, LAST);
-    hidden = __any_sync(~0u, block * BQ < clear_from(m, warpgroup));
+    masked = __any_sync(~0u, block * BQ < unmasked_from(m, warpgroup));
     wgmma_wait<0>();
   }
   release_keys(m, warpgroup, thread);
   const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x;
   const int key = tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + warp * 16 + lane / 4;
-  add_rows(w.dk, job, m, n, w.blank, head, dk, w.dk_gain, key, 0, lane);
-  add_rows(w.dv, job, m, n, w.blank, head, dv, w.dv_gain, key, 0, lane);
+  add_rows(w.dk, job, m, n, w.overwrite, head, dk, w.dk_gain, key, 0, lane);
+  add_rows(w.dv, job, m, n, w.overwrite, head, dv, w.dv_gain, key, 0, lane);
   return n;
 }

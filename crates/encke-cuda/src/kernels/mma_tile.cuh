@@ -1,14 +1,15 @@
-// Tiles of the mma.sync kernels: how rows come to shared memory, and the only two matrix products attention is made of.
+// Tiles of the mma.sync kernels: loads to shared memory, and the two matrix products of attention.
 //
-// Macros given by the host: HD (head dim, rounded up to a multiple of 16), WARPS, MT (groups of 16 rows that a warp owns),
-// BLOCK (rows that are streamed at a time), ALIGNED (1 where every row begins at a multiple of 16 bytes and has a multiple of 8
-// numbers, so that it can be copied in 16-byte pieces).
+// Macros given by the host: HD (head dimension, rounded up to a multiple of 16), WARPS, MT (groups
+// of 16 rows per warp), BLOCK (rows streamed at a time), ALIGNED (1 if every row begins at a
+// multiple of 16 bytes and has a multiple of 8 elements, so that 16-byte copies are possible).
 //
-// The decision here: a row of a tile takes HD numbers and 8 more. Then eight rows that are 16 bytes apart in their columns lie
-// in different banks for every HD, without a swizzle, and ldmatrix never waits.
+// The decision here: a tile row has a pitch of HD + 8 elements. The eight rows that ldmatrix reads
+// at once then lie in different banks for every HD, without a swizzle.
 #define THREADS (WARPS * 32)
 #define TILE (WARPS * MT * 16)
-#define RESIDENT (8 / WARPS)   // thread blocks on one multiprocessor: with 255 registers a thread it holds eight warps
+// Resident blocks per multiprocessor: at 255 registers per thread it holds eight warps.
+#define RESIDENT (8 / WARPS)
 #define PITCH (HD + 8)
 #define TILE_BYTES(rows) ((rows) * PITCH * 2)
 #define LOG2_E 1.4426950408889634
@@ -17,20 +18,30 @@
 DEV int lane() { return threadIdx.x % 32; }
 DEV int smaller(int a, int b) { return a < b ? a : b; }
 
-// The rows of one (batch entry, segment, head) of an operand. No pointer: k and v lie at the same addresses of two buffers.
+// The rows of one (batch entry, segment, head) of an operand. No pointer: k and v share offsets.
 struct Rows { i64 offset, stride; int count; };
-DEV Rows rows_of(const Operand& o, int b, int s, int h, int count) { return Rows{at(o, b, s, 0, h), o.row, count}; }
-// out, dout and acc hold `dim` numbers a cell.
-DEV Rows cell_rows(const Job& job, int b, int s, int h) {
+DEV Rows rows_of(const OperandParams& o, int b, int s, int h, int count) {
+  return Rows{at(o, b, s, 0, h), o.row, count};
+}
+// out, dout and acc have `dim` elements per cell.
+DEV Rows cell_rows(const JobParams& job, int b, int s, int h) {
   return Rows{at(job.cells, b, s, 0, h) * job.dim, job.cells.row * job.dim, job.queries};
 }
 
-// Brings rows first..first + N to shared memory, all threads together. Rows and columns that do not exist become zeros.
-template <int N> DEV void load_tile(u32 tile, const u16* buffer, const Rows& rows, int first, int dim) {
+// All threads load rows first..first + N to shared memory. Rows and columns out of bounds become 0.
+template <int N>
+DEV void load_tile(u32 tile, const u16* buffer, const Rows& rows, int first, int dim) {
 #if ALIGNED
-  // A power of two of lanes takes a row, so that every lane stays in its column: one address a tile, then steps.
-  const int lanes = HD <= 16 ? 2 : HD <= 32 ? 4 : HD <= 64 ? 8 : HD <= 128 ? 16 : 32, step = THREADS / lanes;
-  const int thread = forgotten(threadIdx.x), column = thread % lanes * 8;   // addresses are cheaper than the registers to keep them in
+  // A power of two of lanes loads a row, so that a lane stays in its column: one address, then
+  // steps.
+  const int lanes = HD <= 16    ? 2
+                    : HD <= 32  ? 4
+                    : HD <= 64  ? 8
+                    : HD <= 128 ? 16
+                                : 32,
+            step = THREADS / lanes;
+  // Recomputing addresses is cheaper than keeping them in registers.
+  const int thread = opaque(threadIdx.x), column = thread % lanes * 8;
   int row = thread / lanes;
   const u16* from = buffer + rows.offset + (first + row) * rows.stride + column;
   const i64 stride = step * rows.stride;
@@ -38,22 +49,24 @@ template <int N> DEV void load_tile(u32 tile, const u16* buffer, const Rows& row
   #pragma unroll
   for (int r = 0; r < N; r += step) {
     bool real = first + row < rows.count && column < dim;
-    if (N % step == 0 || row < N) copy16(tile + (row * PITCH + column) * 2, real ? from : buffer, real);
+    if (N % step == 0 || row < N)
+      copy16(tile + (row * PITCH + column) * 2, real ? from : buffer, real);
     row += step;
     from += stride;
   }
 #else
-  // Number by number, four at a time: enough to hide some of the way, few enough to leave the sums in registers.
+  // Element by element, unrolled by 4: hides some latency, and leaves the sums in registers.
   #pragma unroll 4
-  for (int i = forgotten(threadIdx.x); i < N * HD; i += THREADS) {
+  for (int i = opaque(threadIdx.x); i < N * HD; i += THREADS) {
     const int row = i / HD, column = i % HD;
     const bool real = first + row < rows.count && column < dim;
-    store_shared(tile + (row * PITCH + column) * 2, real ? buffer[rows.offset + (first + row) * rows.stride + column] : (u16)0);
+    store_shared(tile + (row * PITCH + column) * 2,
+        real ? buffer[rows.offset + (first + row) * rows.stride + column] : (u16)0);
   }
 #endif
 }
 
-// s = A B^T: MT * 16 rows of A against NT * 8 rows of B, both tiles as load_tile left them.
+// s = A B^T: MT * 16 rows of A against NT * 8 rows of B, both tiles of load_tile.
 template <int NT> DEV void scores(float (&s)[MT][NT][4], u32 a, u32 b) {
   #pragma unroll
   for (int mt = 0; mt < MT; mt++)
@@ -80,7 +93,8 @@ template <int NT> DEV void scores(float (&s)[MT][NT][4], u32 a, u32 b) {
   }
 }
 
-// What `scores` left, rounded to the storage type: the left operand of `product`. No number changes its lane on the way.
+// The result of `scores`, rounded to the storage type, as the left operand of `product`. The
+// layouts match: no element changes its lane.
 template <int NT> DEV void left_operand(u32 (&a)[MT][NT / 2][4], const float (&s)[MT][NT][4]) {
   #pragma unroll
   for (int mt = 0; mt < MT; mt++)
@@ -93,31 +107,33 @@ template <int NT> DEV void left_operand(u32 (&a)[MT][NT / 2][4], const float (&s
       }
 }
 
-// Infinity and NaN have an exponent of ones.
+// The exponent bits of infinity and NaN.
 #ifdef T_BF16
 #define EXPONENT 0x7f80u
 #else
 #define EXPONENT 0x7c00u
 #endif
-DEV bool not_finite(u16 x) { return (x & EXPONENT) == EXPONENT; }
-DEV u32 cleaned(u32 pair) {
-  if (not_finite((u16)pair)) pair &= 0xffff0000u;
-  if (not_finite((u16)(pair >> 16))) pair &= 0xffffu;
+DEV bool is_nonfinite(u16 x) { return (x & EXPONENT) == EXPONENT; }
+DEV u32 zero_nonfinite(u32 pair) {
+  if (is_nonfinite((u16)pair)) pair &= 0xffff0000u;
+  if (is_nonfinite((u16)(pair >> 16))) pair &= 0xffffu;
   return pair;
 }
-// Whether a tile holds infinities or NaNs: this thread's share of it.
-template <int N> DEV bool finds_not_finite(u32 tile) {
+// Whether this thread's part of a tile holds infinities or NaNs.
+template <int N> DEV bool has_nonfinite(u32 tile) {
   bool found = false;
   #pragma unroll 4
   for (int i = threadIdx.x; i < N * HD / 2; i += THREADS) {
     u32 pair = load_shared(tile + (i / (HD / 2) * PITCH + i % (HD / 2) * 2) * 2);
-    found |= not_finite((u16)pair) || not_finite((u16)(pair >> 16));
+    found |= is_nonfinite((u16)pair) || is_nonfinite((u16)(pair >> 16));
   }
   return found;
 }
 
-// acc += A B: MT * 16 rows of A from registers, KT * 16 rows of B. With CLEAN, infinities and NaNs of B count as zeros.
-template <bool CLEAN, int KT> DEV void product(float (&acc)[MT][HD / 8][4], const u32 (&a)[MT][KT][4], u32 b) {
+// acc += A B: MT * 16 rows of A from registers, KT * 16 rows of B. With ZERO_NONFINITE, infinities
+// and NaNs of B count as zeros.
+template <bool ZERO_NONFINITE, int KT>
+DEV void product(float (&acc)[MT][HD / 8][4], const u32 (&a)[MT][KT][4], u32 b) {
   b += (lane() % 16 * PITCH + lane() / 16 * 8) * 2;
   #pragma unroll
   for (int k = 0; k < KT; k++)
@@ -125,9 +141,9 @@ template <bool CLEAN, int KT> DEV void product(float (&acc)[MT][HD / 8][4], cons
     for (int n = 0; n < HD / 8; n += 2) {
       u32 right[4];
       ldmatrix_transposed(right, b + (k * 16 * PITCH + n * 8) * 2);
-      if (CLEAN) {
+      if (ZERO_NONFINITE) {
         #pragma unroll
-        for (int e = 0; e < 4; e++) right[e] = cleaned(right[e]);
+        for (int e = 0; e < 4; e++) right[e] = zero_nonfinite(right[e]);
       }
       #pragma unroll
       for (int mt = 0; mt < MT; mt++) {
@@ -137,40 +153,42 @@ template <bool CLEAN, int KT> DEV void product(float (&acc)[MT][HD / 8][4], cons
     }
 }
 
-// What a product with CLEAN left out, for the pairs that count: every infinity or NaN of B reaches exactly the rows that see it,
-// while the others keep every bit they would have had. `sees(mt, half, row of B)` is asked of this thread's own rows. `weight` is 1
-// where the sign of the left operand is plus, and 0 where it is not known: an infinity then becomes a NaN.
-template <int N, class Sees> DEV void poison(float (&acc)[MT][HD / 8][4], u32 b, float weight, const Sees& sees) {
+// Adds the terms that a product with ZERO_NONFINITE left out: every infinity or NaN of B reaches
+// exactly the rows that see it, and all other rows keep their bits. `sees(mt, half, row of B)` is
+// called for this thread's rows. `weight` is 1 if the left operand is positive and 0 if its sign is
+// unknown: an infinity then becomes NaN.
+template <int N, class Sees>
+DEV void add_nonfinite(float (&acc)[MT][HD / 8][4], u32 b, float weight, const Sees& sees) {
   b += lane() % 4 * 4;
   #pragma unroll 1
   for (int row = 0; row < N; row++) {
-    bool seen[MT][2];
+    bool visible[MT][2];
     #pragma unroll
-    for (int r = 0; r < 2 * MT; r++) seen[r / 2][r % 2] = sees(r / 2, r % 2, row);
+    for (int r = 0; r < 2 * MT; r++) visible[r / 2][r % 2] = sees(r / 2, r % 2, row);
     #pragma unroll
     for (int n = 0; n < HD / 8; n++) {
       u32 pair = load_shared(b + (row * PITCH + n * 8) * 2);
       #pragma unroll
       for (int e = 0; e < 2; e++) {
         u16 x = (u16)(pair >> (16 * e));
-        if (!not_finite(x)) continue;
+        if (!is_nonfinite(x)) continue;
         #pragma unroll
         for (int r = 0; r < 2 * MT; r++)
-          if (seen[r / 2][r % 2]) acc[r / 2][n][r % 2 * 2 + e] += unpack(x) * weight;
+          if (visible[r / 2][r % 2]) acc[r / 2][n][r % 2 * 2 + e] += unpack(x) * weight;
       }
     }
   }
 }
 
-// The product of a block that is not wholly visible.
-template <int KT, class Sees>
-DEV void guarded_product(bool dirty, float (&acc)[MT][HD / 8][4], const u32 (&a)[MT][KT][4], u32 b, float weight, const Sees& sees) {
-  if (!dirty) return product<false, KT>(acc, a, b);
+// The product of a block that may be partly masked.
+template <int KT, class Sees> DEV void masked_product(bool nonfinite, float (&acc)[MT][HD / 8][4],
+    const u32 (&a)[MT][KT][4], u32 b, float weight, const Sees& sees) {
+  if (!nonfinite) return product<false, KT>(acc, a, b);
   product<true, KT>(acc, a, b);
-  poison<KT * 16>(acc, b, weight, sees);
+  add_nonfinite<KT * 16>(acc, b, weight, sees);
 }
 
-DEV void clear(float (&acc)[MT][HD / 8][4]) {
+DEV void zero(float (&acc)[MT][HD / 8][4]) {
   #pragma unroll
   for (int mt = 0; mt < MT; mt++)
     #pragma unroll
@@ -179,15 +197,24 @@ DEV void clear(float (&acc)[MT][HD / 8][4]) {
       for (int e = 0; e < 4; e++) acc[mt][n][e] = 0.f;
 }
 
-// Sums and maxima over the four lanes that share a row.
-DEV float quad_sum(float x) { x += __shfl_xor_sync(~0u, x, 1); return x + __shfl_xor_sync(~0u, x, 2); }
-DEV float quad_max(float x) { x = fmaxf(x, __shfl_xor_sync(~0u, x, 1)); return fmaxf(x, __shfl_xor_sync(~0u, x, 2)); }
+// Sums and maxima over the quad of lanes that share a row.
+DEV float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+DEV float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
 
-// The row, within the tile, of this thread's row (mt, half), and the column of its numbers (n, 0) and (n, 1).
-DEV int own_row(int mt, int half) { return ((int)threadIdx.x / 32 * MT + mt) * 16 + lane() / 4 + half * 8; }
+// The row in the tile of this thread's row (mt, half), and the column of its elements (n, 0), (n,
+// 1).
+DEV int own_row(int mt, int half) {
+  return ((int)threadIdx.x / 32 * MT + mt) * 16 + lane() / 4 + half * 8;
+}
 DEV int own_column(int n) { return n * 8 + lane() % 4 * 2; }
 
-// Two neighbouring numbers of a row in global memory; a row has `dim` of them, the second may not exist.
+// Two neighbouring elements of a row of `dim` in global memory; the second may be out of bounds.
 DEV void read_pair(const float* row, int column, int dim, float& x, float& y) {
 #if ALIGNED
   if (column < dim) { float2 pair = *(const float2*)(row + column); x = pair.x; y = pair.y; }
@@ -213,12 +240,13 @@ DEV void write_pair(u16* row, int column, int dim, float x, float y) {
   if (column + 1 < dim) row[column + 1] = (u16)(pair >> 16);
 #endif
 }
-// row += factor * (this thread's numbers of that row)
+// row += factor * (this thread's elements of that row)
 DEV void add_row(float* row, int dim, float factor, const float (&acc)[HD / 8][4], int half) {
   #pragma unroll
   for (int n = 0; n < HD / 8; n++) {
     float x = 0.f, y = 0.f;
     read_pair(row, own_column(n), dim, x, y);
-    write_pair(row, own_column(n), dim, x + factor * acc[n][2 * half], y + factor * acc[n][2 * half + 1]);
+    write_pair(
+        row, own_column(n), dim, x + factor * acc[n][2 * half], y + factor * acc[n][2 * half + 1]);
   }
 }

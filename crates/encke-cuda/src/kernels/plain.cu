@@ -1,26 +1,35 @@
-// Attention without matrix units: any type, any stride, head dimensions up to 256. For f32 and f64, whose exactness no
-// tensor core keeps. A block owns TILE rows and walks over the other side in tiles; thread (y, x) has the pair of its row
-// y with the visiting row x, and then the columns x, x + TILE, ... of row y. Hidden pairs are skipped, not multiplied with
-// zero, so that what is hidden cannot poison. Sums have one order: bitwise the same from run to run.
-// Macros: T_*, COLUMNS (so many times TILE columns).
+// Attention without tensor cores: any type, any stride, head dimensions up to 256. For f32 and f64,
+// whose precision tensor cores do not keep. A block has TILE rows and loops over the other operand
+// in tiles; thread (y, x) computes the pair of row y and streamed row x, and then columns x, x +
+// TILE, ... of row y. Masked pairs are skipped rather than multiplied by zero, so that hidden NaNs
+// have no effect. Sums have a fixed order: results are bitwise repeatable. Macros: T_*, COLUMNS
+// (columns per thread).
 #define TILE 16
 #define X ((int)threadIdx.x % TILE)
 #define Y ((int)threadIdx.x / TILE)
 
-// Larger of two, but a NaN wins: what is not a number must not look like an empty row.
+// The larger of two; a NaN wins, so that it does not look like an empty row.
 DEV A larger(A a, A b) { return a > b || a != a ? a : b; }
-DEV A row_max(A x) { for (int w = TILE / 2; w > 0; w >>= 1) x = larger(x, __shfl_xor_sync(~0u, x, w)); return x; }
-DEV A row_sum(A x) { for (int w = TILE / 2; w > 0; w >>= 1) x += __shfl_xor_sync(~0u, x, w); return x; }
+DEV A row_max(A x) {
+  for (int w = TILE / 2; w > 0; w >>= 1) x = larger(x, __shfl_xor_sync(~0u, x, w));
+  return x;
+}
+DEV A row_sum(A x) {
+  for (int w = TILE / 2; w > 0; w >>= 1) x += __shfl_xor_sync(~0u, x, w);
+  return x;
+}
 
-struct Place { int batch, segment, head, tile; };
-DEV Place place(i64 index, int tiles, int heads, int segments) {
-  Place p; p.tile = index % tiles; index /= tiles; p.head = index % heads; index /= heads;
+struct TileOrigin { int batch, segment, head, tile; };
+DEV TileOrigin tile_origin(i64 index, int tiles, int heads, int segments) {
+  TileOrigin p; p.tile = index % tiles; index /= tiles; p.head = index % heads; index /= heads;
   p.segment = index % segments; p.batch = index / segments; return p;
 }
 
-// TILE rows of one side into shared memory, widened; rows beyond `count` become zeros. `width`: numbers an address stands
-// for, 1 for q, k and v, dim for dout, which lies at dim times the address of its cell.
-DEV void bring(A* shared, const T* from, const Operand& o, Place p, int head, int first, int count, int dim, int width = 1) {
+// Loads TILE rows to shared memory, widened; rows beyond `count` become zeros. `width`: elements
+// per address unit, 1 for q, k and v, dim for dout, which lies at dim times the address of its
+// cell.
+DEV void load_rows(A* shared, const T* from, const OperandParams& o, TileOrigin p, int head,
+    int first, int count, int dim, int width = 1) {
   bool there = first + Y < count;
   const T* row = from + (there ? at(o, p.batch, p.segment, first + Y, head) * width : 0);
   #pragma unroll 1
@@ -33,48 +42,51 @@ DEV A dot(const A* a, const A* b, int dim) {
   return sum;
 }
 
-// Rows begin with nothing, or with what (acc, m, l) hold; they end as (out, lse), or are left in (acc, m, l).
-extern "C" __global__ void __launch_bounds__(TILE * TILE, 1)
-plain_forward(const T* q, const T* k, const T* v, const Job job, A* acc, A* m, A* l, T* out, A* lse, int begins, int ends) {
+// Rows start empty or from (acc, m, l); they finish in (out, lse) or are left in (acc, m, l).
+extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) plain_forward(const T* q, const T* k,
+    const T* v, const JobParams job, A* acc, A* m, A* l, T* out, A* lse, int starts, int finishes) {
   extern __shared__ double raw[];
   int dim = job.dim, pitch = dim + 1, tiles = (job.queries + TILE - 1) / TILE;
   A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *sp = sv + TILE * pitch;
   i64 all = (i64)tiles * job.heads * job.segments * job.batch;
   for (i64 index = blockIdx.x; index < all; index += gridDim.x) {
-    Place p = place(index, tiles, job.heads, job.segments);
+    TileOrigin p = tile_origin(index, tiles, job.heads, job.segments);
     int first = p.tile * TILE, row = first + Y, last = min(first + TILE, job.queries) - 1;
     int limit = row < job.queries ? visible(job, row) : 0, most = visible(job, last);
     i64 cell = row < job.queries ? at(job.cells, p.batch, p.segment, row, p.head) : 0;
-    A top = neg_inf(), sum = 0, o[COLUMNS];
+    A running_max = neg_inf(), sum = 0, o[COLUMNS];
     #pragma unroll
     for (int n = 0; n < COLUMNS; n++) o[n] = 0;
-    if (!begins && row < job.queries) {
-      top = m[cell]; sum = l[cell];
+    if (!starts && row < job.queries) {
+      running_max = m[cell]; sum = l[cell];
       #pragma unroll
-      for (int n = 0; n < COLUMNS; n++) { int c = X + n * TILE; if (c < dim) o[n] = acc[cell * dim + c]; }
+      for (int n = 0; n < COLUMNS; n++) {
+        int c = X + n * TILE;
+        if (c < dim) o[n] = acc[cell * dim + c];
+      }
     }
     __syncthreads();
-    bring(sq, q, job.q, p, p.head, first, job.queries, dim);
+    load_rows(sq, q, job.q, p, p.head, first, job.queries, dim);
     for (int j0 = 0; j0 < most; j0 += TILE) {
       __syncthreads();
-      bring(sk, k, job.k, p, p.head, j0, job.keys, dim);
-      bring(sv, v, job.k, p, p.head, j0, job.keys, dim);
+      load_rows(sk, k, job.k, p, p.head, j0, job.keys, dim);
+      load_rows(sv, v, job.k, p, p.head, j0, job.keys, dim);
       __syncthreads();
       bool seen = j0 + X < limit;
       A s = seen ? (A)job.scale * dot(sq + Y * pitch, sk + X * pitch, dim) : (A)neg_inf();
-      A peak = larger(top, row_max(s));
-      A shrink = top == neg_inf() ? (A)0 : exp(top - peak);
-      A weight = seen ? exp(s - peak) : (A)0;
+      A new_max = larger(running_max, row_max(s));
+      A rescale = running_max == neg_inf() ? (A)0 : exp(running_max - new_max);
+      A weight = seen ? exp(s - new_max) : (A)0;
       A weights = row_sum(weight);
       sp[Y * TILE + X] = weight;
       __syncwarp();
       if (j0 < limit) {
-        sum = sum * shrink + weights; top = peak;
+        sum = sum * rescale + weights; running_max = new_max;
         int count = min(TILE, limit - j0);
         #pragma unroll
         for (int n = 0; n < COLUMNS; n++) {
-          int c = min(X + n * TILE, dim);          // the pad column stands in for what is not there
-          A x = o[n] * shrink;
+          int c = min(X + n * TILE, dim);          // the padding column stands in for missing ones
+          A x = o[n] * rescale;
           #pragma unroll 1
           for (int j = 0; j < count; j++) x += sp[Y * TILE + j] * sv[j * pitch + c];
           o[n] = x;
@@ -87,24 +99,26 @@ plain_forward(const T* q, const T* k, const T* v, const Job job, A* acc, A* m, A
       for (int n = 0; n < COLUMNS; n++) {
         int c = X + n * TILE;
         if (c >= dim) continue;
-        if (ends) narrow(sum == 0 ? (A)0 : (A)((A)job.gain * (o[n] / sum)), out[cell * dim + c]);
+        if (finishes)
+          narrow(sum == 0 ? (A)0 : (A)((A)job.gain * (o[n] / sum)), out[cell * dim + c]);
         else acc[cell * dim + c] = o[n];
       }
-      if (X == 0 && ends) lse[cell] = sum == 0 ? (A)neg_inf() : top + log(sum);
-      if (X == 0 && !ends) { m[cell] = top; l[cell] = sum; }
+      if (X == 0 && finishes) lse[cell] = sum == 0 ? (A)neg_inf() : running_max + log(sum);
+      if (X == 0 && !finishes) { m[cell] = running_max; l[cell] = sum; }
     }
   }
 }
 
 // dq of TILE queries.
-extern "C" __global__ void __launch_bounds__(TILE * TILE, 1)
-plain_dq(const T* q, const T* k, const T* v, const T* dout, const A* lse, const A* delta, A* dq, const Job job) {
+extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) plain_dq(const T* q, const T* k,
+    const T* v, const T* dout, const A* lse, const A* delta, A* dq, const JobParams job) {
   extern __shared__ double raw[];
   int dim = job.dim, pitch = dim + 1, tiles = (job.queries + TILE - 1) / TILE;
-  A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *so = sv + TILE * pitch, *sp = so + TILE * pitch;
+  A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *so = sv + TILE * pitch,
+    *sp = so + TILE * pitch;
   i64 all = (i64)tiles * job.heads * job.segments * job.batch;
   for (i64 index = blockIdx.x; index < all; index += gridDim.x) {
-    Place p = place(index, tiles, job.heads, job.segments);
+    TileOrigin p = tile_origin(index, tiles, job.heads, job.segments);
     int first = p.tile * TILE, row = first + Y, last = min(first + TILE, job.queries) - 1;
     i64 cell = row < job.queries ? at(job.cells, p.batch, p.segment, row, p.head) : 0;
     A own = row < job.queries ? lse[cell] : (A)neg_inf();
@@ -113,12 +127,12 @@ plain_dq(const T* q, const T* k, const T* v, const T* dout, const A* lse, const 
     #pragma unroll
     for (int n = 0; n < COLUMNS; n++) g[n] = 0;
     __syncthreads();
-    bring(sq, q, job.q, p, p.head, first, job.queries, dim);
-    bring(so, dout, job.cells, p, p.head, first, job.queries, dim, dim);
+    load_rows(sq, q, job.q, p, p.head, first, job.queries, dim);
+    load_rows(so, dout, job.cells, p, p.head, first, job.queries, dim, dim);
     for (int j0 = 0; j0 < most; j0 += TILE) {
       __syncthreads();
-      bring(sk, k, job.k, p, p.head, j0, job.keys, dim);
-      bring(sv, v, job.k, p, p.head, j0, job.keys, dim);
+      load_rows(sk, k, job.k, p, p.head, j0, job.keys, dim);
+      load_rows(sv, v, job.k, p, p.head, j0, job.keys, dim);
       __syncthreads();
       A ds = 0;
       if (j0 + X < limit) {
@@ -139,40 +153,49 @@ plain_dq(const T* q, const T* k, const T* v, const T* dout, const A* lse, const 
     if (limit) {
       i64 to = at(job.dq, p.batch, p.segment, row, p.head);
       #pragma unroll
-      for (int n = 0; n < COLUMNS; n++) { int c = X + n * TILE; if (c < dim) dq[to + c] += (A)job.scale * g[n]; }
+      for (int n = 0; n < COLUMNS; n++) {
+        int c = X + n * TILE;
+        if (c < dim) dq[to + c] += (A)job.scale * g[n];
+      }
     }
   }
 }
 
-// dk and dv of TILE keys, over all heads that read them. `groups`: starts of each group in the list of heads, then that list.
-extern "C" __global__ void __launch_bounds__(TILE * TILE, 1)
-plain_dkv(const T* q, const T* k, const T* v, const T* dout, const A* lse, const A* delta, A* dk, A* dv, const i64* groups, int count_groups, const Job job) {
+// dk and dv of TILE keys, over all heads that read them. `groups`: the start of each group in the
+// list of heads, then the list.
+extern "C" __global__ void __launch_bounds__(TILE* TILE, 1)
+    plain_dkv(const T* q, const T* k, const T* v, const T* dout, const A* lse, const A* delta,
+        A* dk, A* dv, const i64* groups, int count_groups, const JobParams job) {
   extern __shared__ double raw[];
   __shared__ A s_lse[TILE], s_delta[TILE];
   __shared__ int s_limit[TILE];
   int dim = job.dim, pitch = dim + 1, tiles = (job.keys + TILE - 1) / TILE;
-  A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *so = sv + TILE * pitch, *sp = so + TILE * pitch, *sd = sp + TILE * TILE;
+  A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *so = sv + TILE * pitch,
+    *sp = so + TILE * pitch, *sd = sp + TILE * TILE;
   i64 all = (i64)tiles * count_groups * job.segments * job.batch;
   for (i64 index = blockIdx.x; index < all; index += gridDim.x) {
-    Place p = place(index, tiles, count_groups, job.segments);
+    TileOrigin p = tile_origin(index, tiles, count_groups, job.segments);
     int first = p.tile * TILE, row = first + Y, group = p.head;
     int from = groups[group], until = groups[group + 1], any = groups[count_groups + 1 + from];
     A gk[COLUMNS], gv[COLUMNS]; bool touched = false;
     #pragma unroll
     for (int n = 0; n < COLUMNS; n++) gk[n] = gv[n] = 0;
     __syncthreads();
-    bring(sk, k, job.k, p, any, first, job.keys, dim);
-    bring(sv, v, job.k, p, any, first, job.keys, dim);
+    load_rows(sk, k, job.k, p, any, first, job.keys, dim);
+    load_rows(sv, v, job.k, p, any, first, job.keys, dim);
     for (int member = from; member < until; member++) {
       int head = groups[count_groups + 1 + member];
       for (int i0 = first_query(job, first) / TILE * TILE; i0 < job.queries; i0 += TILE) {
         __syncthreads();
-        bring(sq, q, job.q, p, head, i0, job.queries, dim);
-        bring(so, dout, job.cells, p, head, i0, job.queries, dim, dim);
+        load_rows(sq, q, job.q, p, head, i0, job.queries, dim);
+        load_rows(so, dout, job.cells, p, head, i0, job.queries, dim, dim);
         if (Y == 0) {
-          int i = i0 + X; i64 cell = i < job.queries ? at(job.cells, p.batch, p.segment, i, head) : 0;
+          int i = i0 + X;
+          i64 cell = i < job.queries ? at(job.cells, p.batch, p.segment, i, head) : 0;
           A own = i < job.queries ? lse[cell] : (A)neg_inf();
-          s_lse[X] = own; s_limit[X] = own == neg_inf() ? 0 : visible(job, i); s_delta[X] = i < job.queries ? delta[cell] : (A)0;
+          s_lse[X] = own;
+          s_limit[X] = own == neg_inf() ? 0 : visible(job, i);
+          s_delta[X] = i < job.queries ? delta[cell] : (A)0;
         }
         __syncthreads();
         A weight = 0, ds = 0;

@@ -1,8 +1,8 @@
-//! Jobs of the same queries with several pieces of memory as their keys: one launch.
+//! Jobs of the same queries whose keys lie in several allocations: one launch.
 //!
-//! A ring brings keys one parcel after the other, and every job that a softmax is carried through
-//! begins and ends each of its tiles again. Where parcels are there at once, their jobs are links of
-//! a chain, and a tile walks through all of them.
+//! A ring delivers keys one parcel after the other, and every job that continues a softmax loads
+//! and stores the state of each of its tiles. Where several parcels are present, their jobs form a
+//! chain of chunks, and a tile loops over the keys of all of them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,114 +10,116 @@ use std::sync::Arc;
 use encke_core::DType;
 use encke_core::job::{Job, Operand};
 
-use super::hopper_tiles::{Seen, seen};
-use super::hopper_tilings::{LINKS, carried_keys};
+use super::hopper_tiles::{Visibility, visibility};
+use super::hopper_tilings::{MAX_CHUNKS, carry_block_keys};
+use crate::allocation::DeviceAllocation;
 use crate::error::Result;
-use crate::memory::Memory;
-use crate::operands::Operands;
+use crate::operands::AttentionInputs;
 
 /// A job, and the memory of its keys and values.
 #[derive(Clone)]
-pub(crate) struct Link {
+pub(crate) struct KvChunk {
     pub job: Job,
-    pub k: Arc<Memory>,
-    pub v: Arc<Memory>,
+    pub k: Arc<DeviceAllocation>,
+    pub v: Arc<DeviceAllocation>,
 }
 
-/// Links that one launch takes.
+/// Chunks of one launch.
 pub(crate) struct Chain {
     pub dtype: DType,
-    pub q: Arc<Memory>,
-    /// The first may have a mask, or keys that are no whole blocks; the others are seen whole.
-    links: Vec<Link>,
+    pub q: Arc<DeviceAllocation>,
+    /// Only the first may have a mask or a partial block of keys.
+    chunks: Vec<KvChunk>,
 }
 
-/// Whether a job can only be the first link of a chain.
-fn leads(job: &Job) -> bool {
-    let whole = carried_keys(job.dim).is_some_and(|block| job.keys.is_multiple_of(block));
-    seen(job) != Seen::All || !whole
+/// Whether a job can only be the first chunk of a chain: it has a mask or a partial block.
+fn must_be_first(job: &Job) -> bool {
+    let whole = carry_block_keys(job.dim).is_some_and(|block| job.keys.is_multiple_of(block));
+    visibility(job) != Visibility::All || !whole
 }
 
 impl Chain {
-    /// A chain of one.
-    pub fn new(job: &Job, operands: Operands<'_>) -> Result<Chain> {
-        let [q, k, v] = operands.memory()?.map(Arc::clone);
+    /// A chain of one chunk.
+    pub fn new(job: &Job, inputs: AttentionInputs<'_>) -> Result<Chain> {
+        let [q, k, v] = inputs.memory()?.map(Arc::clone);
         let job = job.clone();
         Ok(Chain {
-            dtype: operands.dtype(),
+            dtype: inputs.dtype(),
             q,
-            links: vec![Link { job, k, v }],
+            chunks: vec![KvChunk { job, k, v }],
         })
     }
 
-    /// The first link, whose mask is that of the chain.
-    pub fn first(&self) -> &Link {
-        &self.links[0]
+    /// The first chunk, whose mask is that of the chain.
+    pub fn first(&self) -> &KvChunk {
+        &self.chunks[0]
     }
 
-    /// The links behind the first.
-    pub fn further(&self) -> &[Link] {
-        &self.links[1..]
+    /// The chunks after the first.
+    pub fn rest(&self) -> &[KvChunk] {
+        &self.chunks[1..]
     }
 
-    /// Whether it takes no more links.
+    /// Whether it has as many chunks as a launch allows.
     pub fn is_full(&self) -> bool {
-        self.links.len() == LINKS
+        self.chunks.len() == MAX_CHUNKS
     }
 
-    /// Whether another one is of the same queries, and this one takes its links.
-    pub fn takes(&self, other: &Chain) -> bool {
+    /// Whether `other` has the same queries and its chunks can be appended.
+    pub fn can_join(&self, other: &Chain) -> bool {
         let (own, job) = (&self.first().job, &other.first().job);
         let queries = |job: &Job| (job.batch, job.segments, job.queries, job.heads, job.dim);
-        let alike = Arc::ptr_eq(&self.q, &other.q)
+        let same_queries = Arc::ptr_eq(&self.q, &other.q)
             && self.dtype == other.dtype
             && queries(own) == queries(job)
             && (&own.q, &own.cells, &own.k.heads) == (&job.q, &job.cells, &job.k.heads)
             && (own.scale, own.gain) == (job.scale, job.gain);
-        let room = self.links.len() + other.links.len() <= LINKS;
-        alike && room && !(leads(own) && leads(job))
+        let room = self.chunks.len() + other.chunks.len() <= MAX_CHUNKS;
+        same_queries && room && !(must_be_first(own) && must_be_first(job))
     }
 
-    /// Takes the links of another one that it [`takes`](Chain::takes).
+    /// Appends the chunks of a chain that it [`can_join`](Chain::can_join).
     pub fn join(&mut self, mut other: Chain) {
-        if leads(&other.first().job) {
-            std::mem::swap(&mut self.links, &mut other.links);
+        if must_be_first(&other.first().job) {
+            std::mem::swap(&mut self.chunks, &mut other.chunks);
         }
-        self.links.append(&mut other.links);
+        self.chunks.append(&mut other.chunks);
     }
 
-    /// What it reads.
-    pub fn memory(&self) -> Vec<&Memory> {
-        let keys = self.links.iter().flat_map(|link| [&*link.k, &*link.v]);
+    /// The memory it reads.
+    pub fn memory(&self) -> Vec<&DeviceAllocation> {
+        let keys = self.chunks.iter().flat_map(|chunk| [&*chunk.k, &*chunk.v]);
         std::iter::once(&*self.q).chain(keys).collect()
     }
 
     /// Whether it reads this memory.
-    pub fn reads(&self, memory: &Memory) -> bool {
+    pub fn reads(&self, memory: &DeviceAllocation) -> bool {
         let mut own = self.memory().into_iter();
-        own.any(|own| std::ptr::eq(own.whole(), memory.whole()))
+        own.any(|own| std::ptr::eq(own.root(), memory.root()))
     }
 
-    /// Whether it waits no longer when this memory is handed in for the next parcel of a ring through
-    /// the host. That parcel takes its time, so what is there to compute meanwhile is computed: own
-    /// keys, and the first parcel. The others go in pairs: when the second of two is read, both
-    /// places are handed in, and while they are filled other ranks compute.
-    pub fn leaves(&self, memory: &Memory, round: usize) -> bool {
-        let travelled = |link: &Link| link.k.has_travelled();
-        round < 2 || !self.links.iter().any(travelled) || self.reads(memory)
+    /// Whether it is launched before `memory` becomes the receive buffer of the next parcel, on a
+    /// ring through the host. A hop through the host takes long, so present keys are computed
+    /// meanwhile: the rank's own, and the first parcel. Later parcels are computed in pairs: a
+    /// chain that reads the second of two is launched before both receive buffers are reposted, and
+    /// other ranks compute while these are filled.
+    pub fn must_launch_before(&self, memory: &DeviceAllocation, round: usize) -> bool {
+        let mut chunks = self.chunks.iter();
+        let through_host = chunks.any(|chunk| chunk.k.was_received_through_host());
+        round < 2 || !through_host || self.reads(memory)
     }
 
-    /// Whether everything it reads may still be read.
+    /// Whether all the memory it reads is still usable.
     pub fn is_usable(&self) -> bool {
-        self.memory().into_iter().all(Memory::is_usable)
+        self.memory().into_iter().all(DeviceAllocation::is_usable)
     }
 
-    /// Whether no cell of its is one of another's, as far as is plain to see.
-    pub fn is_apart_from(&self, other: &Chain) -> bool {
-        are_apart(&self.first().job, &other.first().job)
+    /// Whether it provably shares no cell with `other`.
+    pub fn is_disjoint_from(&self, other: &Chain) -> bool {
+        are_disjoint(&self.first().job, &other.first().job)
     }
 
-    /// The same cut where the rows of another one begin and end, if that has some of its rows.
+    /// Itself, cut at the row boundaries of `other` if the rows of `other` lie inside its own.
     pub fn cut(self, other: &Chain) -> Vec<Chain> {
         match cuts(&self.first().job, &other.first().job) {
             None => vec![self],
@@ -126,31 +128,31 @@ impl Chain {
     }
 
     fn of_queries(&self, rows: &Range<usize>) -> Chain {
-        let links = self.links.iter().map(|link| Link {
-            job: link.job.of_queries(rows.clone()),
-            ..link.clone()
+        let chunks = self.chunks.iter().map(|chunk| KvChunk {
+            job: chunk.job.of_queries(rows.clone()),
+            ..chunk.clone()
         });
         Chain {
             dtype: self.dtype,
             q: Arc::clone(&self.q),
-            links: links.collect(),
+            chunks: chunks.collect(),
         }
     }
 }
 
-/// The rows of two jobs' cells, if they are counted in the same grid.
+/// The rows of two jobs' cells, if both lie on the same grid.
 fn both_rows(own: &Job, other: &Job) -> Option<[Range<usize>; 2]> {
     let ((own_grid, own), (grid, other)) = (rows(own)?, rows(other)?);
     (own_grid == grid).then_some([own, other])
 }
 
-/// Whether two jobs have no cell in common, as far as is plain to see.
-fn are_apart(own: &Job, other: &Job) -> bool {
+/// Whether two jobs provably have no cell in common.
+fn are_disjoint(own: &Job, other: &Job) -> bool {
     let all = both_rows(own, other);
     all.is_some_and(|[own, of]| own.end <= of.start || of.end <= own.start)
 }
 
-/// The query rows of a job before, among and behind those of another one; None where that has others.
+/// The query rows of a job before, inside and after those of `other`; None if `other` has others.
 fn cuts(own: &Job, other: &Job) -> Option<Vec<Range<usize>>> {
     let [own, of] = both_rows(own, other)?;
     if of.start < own.start || own.end < of.end {
@@ -161,12 +163,11 @@ fn cuts(own: &Job, other: &Job) -> Option<Vec<Range<usize>>> {
     Some(parts.into_iter().filter(|part| !part.is_empty()).collect())
 }
 
-/// What rows of cells are counted in: the step from row to row, where the first one lies, the step
-/// from batch entry to batch entry, and heads.
-type Grid<'a> = (usize, usize, usize, &'a [usize]);
+/// A grid of cell rows: the row stride, the offset of row 0, the batch stride, and the heads.
+type CellGrid<'a> = (usize, usize, usize, &'a [usize]);
 
-/// The rows of a job's cells.
-fn rows(job: &Job) -> Option<(Grid<'_>, Range<usize>)> {
+/// The grid of a job's cells, and its rows on it.
+fn rows(job: &Job) -> Option<(CellGrid<'_>, Range<usize>)> {
     let Operand {
         offset,
         batch,
@@ -190,14 +191,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn masks_and_tails_lead() {
-        assert!(!leads(&job(8, 256, 1, None)));
-        assert!(!leads(&job(8, 256, 1, Some(causal(300, 1, 0, 1)))));
-        assert!(leads(&job(8, 256, 1, Some(causal(0, 1, 0, 1)))));
-        assert!(leads(&job(8, 257, 1, None)));
+    fn jobs_with_a_mask_or_a_partial_block_must_be_first() {
+        assert!(!must_be_first(&job(8, 256, 1, None)));
+        assert!(!must_be_first(&job(8, 256, 1, Some(causal(300, 1, 0, 1)))));
+        assert!(must_be_first(&job(8, 256, 1, Some(causal(0, 1, 0, 1)))));
+        assert!(must_be_first(&job(8, 257, 1, None)));
     }
 
-    /// A job on so many rows of cells of four heads, from the first one on.
+    /// A job on `queries` rows of cells of four heads, from row `first` on.
     fn at(first: usize, queries: usize, batch: usize) -> Job {
         let mut job = job(queries, 8, 4, None);
         job.cells.row = 4;
@@ -208,21 +209,21 @@ mod tests {
     }
 
     #[test]
-    fn cells_of_other_rows_are_apart() {
+    fn cells_of_other_rows_are_disjoint() {
         for batch in [1, 3] {
-            assert!(are_apart(&at(0, 50, batch), &at(50, 50, batch)));
-            assert!(are_apart(&at(60, 40, batch), &at(0, 60, batch)));
-            assert!(!are_apart(&at(0, 51, batch), &at(50, 50, batch)));
+            assert!(are_disjoint(&at(0, 50, batch), &at(50, 50, batch)));
+            assert!(are_disjoint(&at(60, 40, batch), &at(0, 60, batch)));
+            assert!(!are_disjoint(&at(0, 51, batch), &at(50, 50, batch)));
         }
-        // Rows that reach into the next batch entry.
-        assert!(!are_apart(&at(60, 50, 2), &at(0, 60, 2)));
+        // These rows reach into the next batch entry.
+        assert!(!are_disjoint(&at(60, 50, 2), &at(0, 60, 2)));
         let mut other = at(50, 50, 1);
         other.cells.heads = (0..8).collect();
-        assert!(!are_apart(&at(0, 50, 1), &other));
+        assert!(!are_disjoint(&at(0, 50, 1), &other));
     }
 
     #[test]
-    fn a_job_is_cut_where_the_rows_of_another_begin_and_end() {
+    fn a_job_is_cut_at_the_row_boundaries_of_another() {
         let of = |own: (usize, usize), other: (usize, usize)| {
             cuts(&at(own.0, own.1, 1), &at(other.0, other.1, 1))
         };

@@ -1,137 +1,144 @@
-//! The tiles of one job under a tiling, as the kernel is told them: how many, in which order, and the
-//! mask, all in numbers of 32 bits.
+//! The tiles of one job under a tiling as a kernel argument: their number, their order, and the
+//! mask, all in 32-bit integers.
 
 use cudarc::driver::DeviceRepr;
 use encke_core::job::{Causal, Job};
 
-use super::hopper_tilings::{LINKS, Tiling};
+use super::hopper_tilings::{MAX_CHUNKS, Tiling};
 use crate::tensor_map;
 
-/// Bytes of keys and values that blocks may share at a time: half of the L2 cache, since others
-/// want some of it too.
+/// Bytes of keys and values that concurrent blocks share: half of the L2 cache, since other data
+/// needs a part of it too.
 const CACHE_BYTES: usize = 32 << 20;
 
-/// Row i sees the keys `0..=(lead + i·query_step) / key_step`: a mask in few bits.
+/// Row i sees the keys `0..=(lead + i·query_step) / key_step`: a causal mask in 32-bit integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Mask {
+pub(crate) struct CausalMask {
     lead: i32,
     query_step: i32,
     key_step: i32,
 }
 
-/// What a job's mask comes to.
+/// Which keys the rows of a job see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Seen {
+pub(crate) enum Visibility {
     /// Every row sees every key.
     All,
     /// Rows see different keys.
-    Some(Mask),
-    /// The mask needs larger numbers than the kernel has.
-    TooFar,
+    Causal(CausalMask),
+    /// The mask does not fit into 32-bit integers.
+    TooLarge,
 }
 
-/// The mask of a job. One that hides nothing is none.
-pub(crate) fn seen(job: &Job) -> Seen {
+/// The visibility of a job. A mask that hides nothing counts as none.
+pub(crate) fn visibility(job: &Job) -> Visibility {
     let Some(mask) = job.causal.filter(|_| job.visible(0) < job.keys) else {
-        return Seen::All;
+        return Visibility::All;
     };
     match narrow(&mask, job.queries) {
-        Some(mask) => Seen::Some(mask),
-        None => Seen::TooFar,
+        Some(mask) => Visibility::Causal(mask),
+        None => Visibility::TooLarge,
     }
 }
 
-fn narrow(mask: &Causal, queries: usize) -> Option<Mask> {
-    let wide = |x: usize| i64::try_from(x).ok();
+fn narrow(mask: &Causal, queries: usize) -> Option<CausalMask> {
+    let signed = |x: usize| i64::try_from(x).ok();
     let (mut lead, mut query_step, mut key_step) = (
-        wide(mask.query)? - wide(mask.key)?,
-        wide(mask.query_step)?,
-        wide(mask.key_step)?,
+        signed(mask.query)? - signed(mask.key)?,
+        signed(mask.query_step)?,
+        signed(mask.key_step)?,
     );
     if query_step % key_step == 0 {
-        // The same rows, and no division on the device.
+        // The same keys, without a division on the device.
         lead = lead.div_euclid(key_step);
         query_step /= key_step;
         key_step = 1;
     }
-    let last = query_step.checked_mul(wide(queries)?)?.checked_add(lead)?;
+    let last = query_step
+        .checked_mul(signed(queries)?)?
+        .checked_add(lead)?;
     i32::try_from(last).ok()?;
-    Some(Mask {
+    Some(CausalMask {
         lead: i32::try_from(lead).ok()?,
         query_step: i32::try_from(query_step).ok()?,
         key_step: i32::try_from(key_step).ok()?,
     })
 }
 
-/// The kernel's `Tiles`.
+/// The kernel's `TileParams`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Tiles {
+pub(crate) struct TileParams {
     count: u32,
     row_tiles: i32,
-    places: i32,
-    together: i32,
+    sequences: i32,
+    sequences_in_l2: i32,
     mask: [i32; 3],
     q_shift: u32,
     q_inverse: u32,
     k_shift: u32,
     k_inverse: u32,
-    from: [i32; LINKS],
+    chunk_starts: [i32; MAX_CHUNKS],
 }
 
 // SAFETY: plain numbers in C layout, no padding.
-unsafe impl DeviceRepr for Tiles {}
+unsafe impl DeviceRepr for TileParams {}
 
-impl Tiles {
-    /// How a job is numbered under a tiling, with `further` keys of the links behind its own; None
-    /// where there are more tiles or keys than numbers.
-    pub fn new(job: &Job, further: &[usize], tiling: &Tiling, mask: Option<Mask>) -> Option<Tiles> {
-        let mut from = [0; LINKS];
+impl TileParams {
+    /// The tiles of a job whose further chunks have `rest` keys each; None if the number of tiles
+    /// or keys overflows.
+    pub fn new(
+        job: &Job,
+        rest: &[usize],
+        tiling: &Tiling,
+        mask: Option<CausalMask>,
+    ) -> Option<TileParams> {
+        let mut chunk_starts = [0; MAX_CHUNKS];
         let mut before = 0;
-        for (link, keys) in further.iter().enumerate().rev() {
+        for (chunk, keys) in rest.iter().enumerate().rev() {
             before += keys;
-            from[link] = i32::try_from(before).ok()?;
+            chunk_starts[chunk] = i32::try_from(before).ok()?;
         }
         let keys = before + job.keys;
         i32::try_from(keys).ok()?;
         let row_tiles = job.queries.div_ceil(tiling.rows());
-        let places = job.batch * job.segments * job.heads;
-        let count = i32::try_from(row_tiles.checked_mul(places)?).ok()?;
-        let mut shares = job.k.heads.to_vec();
-        shares.sort_unstable();
-        shares.dedup();
-        let sharing = job.heads / shares.len().max(1);
-        let fitting = CACHE_BYTES / (4 * keys * job.dim).max(1);
+        let sequences = job.batch * job.segments * job.heads;
+        let count = i32::try_from(row_tiles.checked_mul(sequences)?).ok()?;
+        let mut head_offsets = job.k.heads.to_vec();
+        head_offsets.sort_unstable();
+        head_offsets.dedup();
+        let heads_per_kv = job.heads / head_offsets.len().max(1);
+        let kv_heads_in_l2 = CACHE_BYTES / (4 * keys * job.dim).max(1);
         let (q_shift, q_inverse) = inverse(tensor_map::unit(&job.q));
         let (k_shift, k_inverse) = inverse(tensor_map::unit(&job.k));
         let mask = mask.map_or([0, 0, 1], |mask| {
             [mask.lead, mask.query_step, mask.key_step]
         });
-        Some(Tiles {
+        Some(TileParams {
             count: count as u32,
             row_tiles: row_tiles as i32,
-            places: places as i32,
-            together: (fitting * sharing).clamp(1, places) as i32,
+            sequences: sequences as i32,
+            sequences_in_l2: (kv_heads_in_l2 * heads_per_kv).clamp(1, sequences) as i32,
             mask,
             q_shift,
             q_inverse,
             k_shift,
             k_inverse,
-            from,
+            chunk_starts,
         })
     }
 
-    /// How many blocks of the grid can be at work on them.
-    pub fn blocks(&self, processors: usize) -> usize {
-        (self.count as usize).min(processors)
+    /// Blocks of the persistent grid.
+    pub fn blocks(&self, multiprocessors: usize) -> usize {
+        (self.count as usize).min(multiprocessors)
     }
 }
 
-/// Shift and inverse: `(x >> shift)·inverse` modulo 2³² is x divided by the unit, for its multiples.
+/// Shift and inverse: `(x >> shift)·inverse` modulo 2³² is x / unit for multiples x of the unit.
 fn inverse(unit: usize) -> (u32, u32) {
     let shift = unit.trailing_zeros();
     let odd = (unit >> shift) as u32;
-    // Newton: each step doubles the bits that are right, and an odd number is its own inverse
+    // Newton's iteration doubles the correct bits in each step; an odd number is its own inverse
     // modulo 8.
     let inverse = (0..4).fold(odd, |x, _| {
         x.wrapping_mul(2u32.wrapping_sub(odd.wrapping_mul(x)))
@@ -178,8 +185,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// What the kernel computes from a mask.
-    fn visible(mask: &Mask, i: usize, keys: usize) -> usize {
+    /// The keys that row `i` sees, as the kernel computes them.
+    fn visible(mask: &CausalMask, i: usize, keys: usize) -> usize {
         let ahead = i64::from(mask.lead) + i as i64 * i64::from(mask.query_step);
         match usize::try_from(ahead) {
             Ok(ahead) => (ahead / mask.key_step as usize + 1).min(keys),
@@ -197,7 +204,7 @@ pub(crate) mod tests {
             (1 << 40, 1, (1 << 40) + 9, 1),
         ] {
             let job = job(70, 50, 2, Some(causal(query, query_step, key, key_step)));
-            let Seen::Some(mask) = seen(&job) else {
+            let Visibility::Causal(mask) = visibility(&job) else {
                 panic!("{query} {key} hides something");
             };
             for i in 0..job.queries {
@@ -207,33 +214,36 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_mask_that_hides_nothing_is_none_and_one_too_far_is_refused() {
-        assert_eq!(seen(&job(8, 8, 1, Some(causal(50, 1, 3, 2)))), Seen::All);
-        assert_eq!(seen(&job(8, 8, 1, None)), Seen::All);
+    fn a_mask_that_hides_nothing_counts_as_none_and_a_too_large_one_is_refused() {
+        assert_eq!(
+            visibility(&job(8, 8, 1, Some(causal(50, 1, 3, 2)))),
+            Visibility::All
+        );
+        assert_eq!(visibility(&job(8, 8, 1, None)), Visibility::All);
         let far = job(8, 8, 1, Some(causal(0, 1, 1 << 40, 1)));
-        assert_eq!(seen(&far), Seen::TooFar);
+        assert_eq!(visibility(&far), Visibility::TooLarge);
     }
 
     #[test]
-    fn links_are_numbered_from_the_last_one() {
+    fn keys_are_numbered_from_the_last_chunk_on() {
         let tiling = &super::super::hopper_tilings::TILINGS[0];
-        let of = |further: &[usize]| Tiles::new(&job(8, 9, 1, None), further, tiling, None);
-        let from = |further: &[usize]| of(further).map(|tiles| tiles.from);
-        assert_eq!(from(&[]), Some([0; LINKS]));
-        let mut three = [0; LINKS];
+        let of = |rest: &[usize]| TileParams::new(&job(8, 9, 1, None), rest, tiling, None);
+        let from = |rest: &[usize]| of(rest).map(|tiles| tiles.chunk_starts);
+        assert_eq!(from(&[]), Some([0; MAX_CHUNKS]));
+        let mut three = [0; MAX_CHUNKS];
         (three[0], three[1]) = (384, 128);
         assert_eq!(from(&[256, 128]), Some(three));
         assert_eq!(from(&[i32::MAX as usize]), None);
     }
 
     #[test]
-    fn units_are_divided_out_without_division() {
+    fn multiples_of_a_unit_are_divided_without_division() {
         for unit in [8, 64, 96, 120, 640, 12_345 * 8] {
             let (shift, inverse) = inverse(unit);
             for count in [0usize, 1, 7, 1000, 1 << 20] {
-                let share = (count * unit) as u64;
+                let offset = (count * unit) as u64;
                 assert_eq!(
-                    ((share >> shift) as u32).wrapping_mul(inverse),
+                    ((offset >> shift) as u32).wrapping_mul(inverse),
                     count as u32
                 );
             }

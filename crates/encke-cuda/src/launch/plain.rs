@@ -1,161 +1,128 @@
-//! Attention without matrix units: f32 and f64, and whatever no other kernel takes.
+//! Attention without tensor cores: f32 and f64, and jobs that no other kernel supports.
 
-use cudarc::driver::PushKernelArg;
 use encke_core::DType;
 use encke_core::job::Job;
 use encke_core::kernel::SoftmaxState;
 
-use super::{LaunchContext, grid};
+use super::{KernelValue, LaunchContext, addresses, grid, pointer_arguments};
+use crate::allocation::DeviceAllocation;
+use crate::arguments::groups;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
-use crate::jobs::groups;
-use crate::memory::Memory;
-use crate::operands::{Gradient, Operands, Targets};
+use crate::operands::{AttentionInputs, BackwardOperands, SoftmaxMemory};
 use crate::program::Program;
 
 const TEXTS: &[fn() -> String] = &[
-    || include_str!("../kernels/numbers.cuh").into(),
+    || include_str!("../kernels/element_types.cuh").into(),
     || include_str!("../kernels/plain.cu").into(),
 ];
 /// The largest head dimension.
-const DIM: usize = 256;
+const MAX_DIM: usize = 256;
 
-/// Rows of a block, as in plain.cu.
+/// Rows of a tile, as in plain.cu.
 const TILE: usize = 16;
 const THREADS: u32 = (TILE * TILE) as u32;
 
 pub(crate) fn program(dtype: DType, dim: usize) -> Program {
-    // Few variants, so that few are compiled: head dimensions up to 64, 128 and 256.
-    let columns = dim.next_power_of_two().clamp(64, DIM) / TILE;
+    // Three variants, for head dimensions up to 64, 128 and 256, so that few are compiled.
+    let columns = dim.next_power_of_two().clamp(64, MAX_DIM) / TILE;
     Program::new("plain", TEXTS)
         .stored(dtype)
         .define("COLUMNS", columns)
 }
 
-/// Shared memory for `sides` tiles of rows and `squares` tiles of pairs.
-fn shared_bytes(dtype: DType, dim: usize, sides: usize, squares: usize) -> usize {
-    (sides * TILE * (dim + 1) + squares * TILE * TILE) * dtype.sum().bytes()
+/// Shared memory for `operands` tiles of rows and `scores` tiles of scores.
+fn shared_bytes(dtype: DType, dim: usize, operands: usize, scores: usize) -> usize {
+    (operands * TILE * (dim + 1) + scores * TILE * TILE) * dtype.sum().bytes()
 }
 
 fn check(job: &Job) -> Result<()> {
-    if job.dim <= DIM {
+    if job.dim <= MAX_DIM {
         return Ok(());
     }
     Err(Error::Unsupported {
-        what: format!("a head dimension of {}: the limit is {DIM}", job.dim),
+        what: format!("a head dimension of {}: the limit is {MAX_DIM}", job.dim),
     })
 }
 
 /// Blocks for `rows` rows of `heads` heads.
-fn blocks(site: &LaunchContext, job: &Job, rows: usize, heads: usize) -> usize {
+fn blocks(context: &LaunchContext, job: &Job, rows: usize, heads: usize) -> usize {
     let tiles = rows.div_ceil(TILE) * heads * job.segments * job.batch;
-    tiles.clamp(1, site.device.processors() as usize * 64)
+    tiles.clamp(1, context.device.multiprocessors() as usize * 64)
 }
 
-/// Forward: from a carry or from nothing, into the carry or to the end.
+/// Forward: starts or continues a softmax, and leaves it in the carry or finishes it.
 pub(crate) fn forward(
-    site: &LaunchContext,
+    context: &LaunchContext,
     job: &Job,
-    operands: Operands<'_>,
+    inputs: AttentionInputs<'_>,
     state: SoftmaxState<'_, Buffer>,
 ) -> Result<()> {
     check(job)?;
-    let (device, dtype) = (&site.device, operands.dtype());
-    let told = site.tables.job(device, job)?;
-    let targets = Targets::new(state, dtype)?;
+    let (device, dtype) = (&context.device, inputs.dtype());
+    let params = context.tables.job(device, job)?;
+    let memory = SoftmaxMemory::new(state, dtype)?;
     let program = program(dtype, job.dim);
     let shared = shared_bytes(dtype, job.dim, 3, 1);
     let function = device.function(&program, "plain_forward", shared)?;
-    let shape = grid(blocks(site, job, job.queries, job.heads), THREADS, shared);
-    let mut reads = operands.memory()?.map(|memory| &**memory).to_vec();
-    reads.extend(told.tables());
-    reads.extend(targets.reads());
-    let writes = targets.writes();
-    let inputs: Vec<u64> = reads[..3].iter().map(|x| x.pointer()).collect();
-    let outputs = targets.pointers();
-    let (begins, ends) = (i32::from(targets.begins), i32::from(targets.ends));
-    device.enqueue(device.compute(), "attention", &reads, &writes, |stream| {
-        let mut launch = stream.launch_builder(&function);
-        for pointer in &inputs {
-            launch.arg(pointer);
-        }
-        launch.arg(&told.value);
-        for pointer in &outputs {
-            launch.arg(pointer);
-        }
-        launch.arg(&begins).arg(&ends);
-        // SAFETY: the arguments of `plain_forward`; the plan's jobs lie inside their buffers.
-        unsafe { launch.launch(shape) }.map(|_| ())
-    })
+    let blocks = blocks(context, job, job.queries, job.heads);
+    let kernel = (&function, grid(blocks, THREADS, shared));
+    let mut reads = inputs.memory()?.map(|memory| &**memory).to_vec();
+    let (inputs, outputs) = (addresses(&reads), memory.pointers());
+    reads.extend(params.tables());
+    reads.extend(memory.reads());
+    let (starts, finishes) = (i32::from(memory.starts), i32::from(memory.finishes));
+    let mut arguments = pointer_arguments(&inputs);
+    arguments.push(&params.value);
+    arguments.extend(pointer_arguments(&outputs));
+    arguments.extend([&starts as &dyn KernelValue, &finishes]);
+    // SAFETY: the arguments of `plain_forward`; the plan's jobs lie inside their buffers.
+    unsafe { context.launch("attention", kernel, &reads, &memory.writes(), &arguments) }
 }
 
 /// Backward: dk and dv by key rows, then dq by query rows.
 pub(crate) fn backward(
-    site: &LaunchContext,
+    context: &LaunchContext,
     job: &Job,
-    operands: Operands<'_>,
-    gradient: Gradient<'_>,
+    inputs: AttentionInputs<'_>,
+    gradients: BackwardOperands<'_>,
 ) -> Result<()> {
     check(job)?;
-    let (device, dtype) = (&site.device, operands.dtype());
-    let told = site.tables.job(device, job)?;
+    let (device, dtype) = (&context.device, inputs.dtype());
+    let params = context.tables.job(device, job)?;
     let (table, count) = groups(&job.k);
-    let table = site.tables.get(device, table)?;
-    let targets = gradient.own(dtype)?;
+    let table = context.tables.get(device, table)?;
+    let memory = gradients.into_memory(dtype)?;
     let program = program(dtype, job.dim);
-    let mut reads: Vec<&Memory> = operands.memory()?.map(|memory| &**memory).to_vec();
-    reads.extend(targets.upstream()?);
-    let inputs: Vec<u64> = reads.iter().map(|x| x.pointer()).collect();
-    reads.extend(told.tables());
+    let mut reads: Vec<&DeviceAllocation> = inputs.memory()?.map(|memory| &**memory).to_vec();
+    reads.extend(memory.upstream()?);
+    let inputs = addresses(&reads);
+    reads.extend(params.tables());
     reads.push(&table);
 
     let shared = shared_bytes(dtype, job.dim, 4, 2);
     let function = device.function(&program, "plain_dkv", shared)?;
-    let shape = grid(blocks(site, job, job.keys, count), THREADS, shared);
-    let (dq, dk, dv) = (
-        targets.dq.pointer(),
-        targets.dk.pointer(),
-        targets.dv.pointer(),
-    );
-    let (groups, count) = (table.pointer(), count as i32);
-    let writes = [&*targets.dk, &*targets.dv];
-    device.enqueue(
-        device.compute(),
-        "gradients of keys",
-        &reads,
-        &writes,
-        |stream| {
-            let mut launch = stream.launch_builder(&function);
-            for pointer in &inputs {
-                launch.arg(pointer);
-            }
-            launch
-                .arg(&dk)
-                .arg(&dv)
-                .arg(&groups)
-                .arg(&count)
-                .arg(&told.value);
-            // SAFETY: the arguments of `plain_dkv`; the plan's jobs lie inside their buffers.
-            unsafe { launch.launch(shape) }.map(|_| ())
-        },
-    )?;
+    let shape = grid(blocks(context, job, job.keys, count), THREADS, shared);
+    let outputs = [memory.dk.pointer(), memory.dv.pointer(), table.pointer()];
+    let count = count as i32;
+    let writes = [&*memory.dk, &*memory.dv];
+    let (what, kernel) = ("gradients of keys", (&function, shape));
+    let mut arguments = pointer_arguments(&inputs);
+    arguments.extend(pointer_arguments(&outputs));
+    arguments.extend([&count as &dyn KernelValue, &params.value]);
+    // SAFETY: the arguments of `plain_dkv`; the plan's jobs lie inside their buffers.
+    unsafe { context.launch(what, kernel, &reads, &writes, &arguments)? };
 
     let shared = shared_bytes(dtype, job.dim, 4, 1);
     let function = device.function(&program, "plain_dq", shared)?;
-    let shape = grid(blocks(site, job, job.queries, job.heads), THREADS, shared);
-    device.enqueue(
-        device.compute(),
+    let blocks = blocks(context, job, job.queries, job.heads);
+    let (what, kernel) = (
         "gradients of queries",
-        &reads,
-        &[&targets.dq],
-        |stream| {
-            let mut launch = stream.launch_builder(&function);
-            for pointer in &inputs {
-                launch.arg(pointer);
-            }
-            launch.arg(&dq).arg(&told.value);
-            // SAFETY: the arguments of `plain_dq`; the plan's jobs lie inside their buffers.
-            unsafe { launch.launch(shape) }.map(|_| ())
-        },
-    )
+        (&function, grid(blocks, THREADS, shared)),
+    );
+    let dq = memory.dq.pointer();
+    let mut arguments = pointer_arguments(&inputs);
+    arguments.extend([&dq as &dyn KernelValue, &params.value]);
+    // SAFETY: the arguments of `plain_dq`; the plan's jobs lie inside their buffers.
+    unsafe { context.launch(what, kernel, &reads, &[&memory.dq], &arguments) }
 }

@@ -1,4 +1,4 @@
-//! The functions of NCCL that hops need, found at run time.
+//! The functions of NCCL that messages need, loaded at run time.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;
@@ -8,30 +8,30 @@ use libloading::os::unix::Library;
 use crate::error::{Error, Result};
 use crate::library::{self, NCCL};
 
-/// What the first rank makes and every other one is given: where they meet.
+/// `ncclUniqueId`: one rank creates it and all ranks join under it.
 pub type UniqueId = [u8; 128];
 
-/// NCCL's own memory of a communicator.
-pub(super) type Handle = *mut c_void;
+/// `ncclComm_t`.
+pub(super) type CommHandle = *mut c_void;
 /// `ncclResult_t`.
-pub(super) type Code = c_int;
+pub(super) type NcclCode = c_int;
 
-pub(super) const SUCCESS: Code = 0;
-pub(super) const IN_PROGRESS: Code = 7;
-/// `ncclUint8`: parcels are bytes to NCCL.
+pub(super) const SUCCESS: NcclCode = 0;
+pub(super) const IN_PROGRESS: NcclCode = 7;
+/// `ncclUint8`: parcels are sent as bytes.
 pub(super) const BYTES: c_int = 1;
 
 /// `ncclUniqueId`, passed by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct RawId {
+pub(super) struct NcclUniqueId {
     pub bytes: UniqueId,
 }
 
-/// `ncclConfig_t` as of 2.14, the first that has one. Newer libraries read the version and take
-/// their defaults for what came later.
+/// `ncclConfig_t` of NCCL 2.14, the first version with one. Newer libraries read `version` and use
+/// defaults for later fields.
 #[repr(C)]
-pub(super) struct Config {
+pub(super) struct NcclConfig {
     size: usize,
     magic: u32,
     version: u32,
@@ -39,11 +39,11 @@ pub(super) struct Config {
     undefined: c_int,
 }
 
-impl Config {
-    /// Calls that return before they are done.
-    pub fn nonblocking() -> Config {
-        Config {
-            size: size_of::<Config>(),
+impl NcclConfig {
+    /// Non-blocking calls: they return before they are complete.
+    pub fn nonblocking() -> NcclConfig {
+        NcclConfig {
+            size: size_of::<NcclConfig>(),
             magic: 0xcafe_beef,
             version: 21400,
             blocking: 0,
@@ -52,27 +52,39 @@ impl Config {
     }
 }
 
-type OnHandle = unsafe extern "C" fn(Handle) -> Code;
-type Group = unsafe extern "C" fn() -> Code;
+type CommFn = unsafe extern "C" fn(CommHandle) -> NcclCode;
+type GroupFn = unsafe extern "C" fn() -> NcclCode;
 
 /// A loaded NCCL.
 pub struct Nccl {
     version: c_int,
-    get_unique_id: unsafe extern "C" fn(*mut RawId) -> Code,
-    pub(super) init: unsafe extern "C" fn(*mut Handle, c_int, RawId, c_int, *mut Config) -> Code,
-    pub(super) finalize: OnHandle,
-    pub(super) destroy: OnHandle,
-    pub(super) abort: OnHandle,
-    pub(super) async_error: unsafe extern "C" fn(Handle, *mut Code) -> Code,
-    pub(super) group_start: Group,
-    pub(super) group_end: Group,
-    pub(super) send:
-        unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> Code,
+    get_unique_id: unsafe extern "C" fn(*mut NcclUniqueId) -> NcclCode,
+    pub(super) init: unsafe extern "C" fn(
+        *mut CommHandle,
+        c_int,
+        NcclUniqueId,
+        c_int,
+        *mut NcclConfig,
+    ) -> NcclCode,
+    pub(super) finalize: CommFn,
+    pub(super) destroy: CommFn,
+    pub(super) abort: CommFn,
+    pub(super) async_error: unsafe extern "C" fn(CommHandle, *mut NcclCode) -> NcclCode,
+    pub(super) group_start: GroupFn,
+    pub(super) group_end: GroupFn,
+    pub(super) send: unsafe extern "C" fn(
+        *const c_void,
+        usize,
+        c_int,
+        c_int,
+        CommHandle,
+        *mut c_void,
+    ) -> NcclCode,
     pub(super) receive:
-        unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> Code,
-    error_string: unsafe extern "C" fn(Code) -> *const c_char,
-    last_error: unsafe extern "C" fn(Handle) -> *const c_char,
-    // The functions above are in it.
+        unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, CommHandle, *mut c_void) -> NcclCode,
+    error_string: unsafe extern "C" fn(NcclCode) -> *const c_char,
+    last_error: unsafe extern "C" fn(CommHandle) -> *const c_char,
+    // Keeps the functions above loaded.
     _library: Library,
 }
 
@@ -80,25 +92,28 @@ impl Nccl {
     /// Finds and loads it.
     pub fn load() -> Result<Arc<Nccl>> {
         let (library, _) = library::find(&NCCL)?;
-        let get_version: unsafe extern "C" fn(*mut c_int) -> Code =
-            function(&library, "ncclGetVersion")?;
+        fn get<T: Copy>(library: &Library, name: &str) -> Result<T> {
+            library::function(library, &NCCL, name)
+        }
+        let get_version: unsafe extern "C" fn(*mut c_int) -> NcclCode =
+            get(&library, "ncclGetVersion")?;
         let mut version = 0;
-        // SAFETY: one place for one number, as documented.
+        // SAFETY: a pointer to one int, as documented.
         unsafe { get_version(&mut version) };
         Ok(Arc::new(Nccl {
             version,
-            get_unique_id: function(&library, "ncclGetUniqueId")?,
-            init: function(&library, "ncclCommInitRankConfig")?,
-            finalize: function(&library, "ncclCommFinalize")?,
-            destroy: function(&library, "ncclCommDestroy")?,
-            abort: function(&library, "ncclCommAbort")?,
-            async_error: function(&library, "ncclCommGetAsyncError")?,
-            group_start: function(&library, "ncclGroupStart")?,
-            group_end: function(&library, "ncclGroupEnd")?,
-            send: function(&library, "ncclSend")?,
-            receive: function(&library, "ncclRecv")?,
-            error_string: function(&library, "ncclGetErrorString")?,
-            last_error: function(&library, "ncclGetLastError")?,
+            get_unique_id: get(&library, "ncclGetUniqueId")?,
+            init: get(&library, "ncclCommInitRankConfig")?,
+            finalize: get(&library, "ncclCommFinalize")?,
+            destroy: get(&library, "ncclCommDestroy")?,
+            abort: get(&library, "ncclCommAbort")?,
+            async_error: get(&library, "ncclCommGetAsyncError")?,
+            group_start: get(&library, "ncclGroupStart")?,
+            group_end: get(&library, "ncclGroupEnd")?,
+            send: get(&library, "ncclSend")?,
+            receive: get(&library, "ncclRecv")?,
+            error_string: get(&library, "ncclGetErrorString")?,
+            last_error: get(&library, "ncclGetLastError")?,
             _library: library,
         }))
     }
@@ -113,50 +128,41 @@ impl Nccl {
         format!("{major}.{minor}.{patch}")
     }
 
-    /// A new meeting place. One rank asks for it; the caller brings it to the others.
+    /// A new unique id. One rank creates it; the caller distributes it to the others.
     pub fn unique_id(&self) -> Result<UniqueId> {
-        let mut id = RawId { bytes: [0; 128] };
-        // SAFETY: a place of the documented size.
+        let mut id = NcclUniqueId { bytes: [0; 128] };
+        // SAFETY: a buffer of the documented size.
         let code = unsafe { (self.get_unique_id)(&mut id) };
         match code {
             SUCCESS => Ok(id.bytes),
-            code => Err(self.error("making a meeting place", code, std::ptr::null_mut())),
+            code => Err(self.error("creating a unique id", code, std::ptr::null_mut())),
         }
     }
 
-    /// What NCCL says of a number, and of the last thing that went wrong.
-    pub(super) fn error(&self, what: &str, code: Code, handle: Handle) -> Error {
-        let text = |said: *const c_char| match said.is_null() {
+    /// An error with NCCL's text for a result code and its last error message.
+    pub(super) fn error(&self, what: &str, code: NcclCode, handle: CommHandle) -> Error {
+        let owned = |text: *const c_char| match text.is_null() {
             true => String::new(),
-            // SAFETY: NCCL returns strings of its own that end with a zero.
-            false => unsafe { CStr::from_ptr(said) }
+            // SAFETY: NCCL returns zero-terminated strings that it owns.
+            false => unsafe { CStr::from_ptr(text) }
                 .to_string_lossy()
                 .into_owned(),
         };
-        // SAFETY: any number is answered; the handle is null or alive.
-        let (said, last) = unsafe {
+        // SAFETY: NCCL has a text for any code; the handle is null or alive.
+        let (text, last) = unsafe {
             (
-                text((self.error_string)(code)),
-                text((self.last_error)(handle)),
+                owned((self.error_string)(code)),
+                owned((self.last_error)(handle)),
             )
         };
         Error::Nccl {
             what: what.into(),
             reason: match last.trim().is_empty() {
-                true => said,
-                false => format!("{said} ({})", last.trim()),
+                true => text,
+                false => format!("{text} ({})", last.trim()),
             },
         }
     }
-}
-
-fn function<T: Copy>(library: &Library, name: &str) -> Result<T> {
-    // SAFETY: every caller names the documented type of the function it asks for.
-    let symbol = unsafe { library.get::<T>(name.as_bytes()) };
-    symbol.map(|symbol| *symbol).map_err(|_| Error::Function {
-        library: NCCL.library,
-        function: name.into(),
-    })
 }
 
 #[cfg(test)]
@@ -164,15 +170,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_configuration_lies_as_nccl_reads_it() {
+    fn the_configuration_has_nccls_layout() {
         use std::mem::offset_of;
-        assert_eq!(size_of::<RawId>(), 128);
-        let places = [
-            offset_of!(Config, size),
-            offset_of!(Config, magic),
-            offset_of!(Config, version),
-            offset_of!(Config, blocking),
+        assert_eq!(size_of::<NcclUniqueId>(), 128);
+        let offsets = [
+            offset_of!(NcclConfig, size),
+            offset_of!(NcclConfig, magic),
+            offset_of!(NcclConfig, version),
+            offset_of!(NcclConfig, blocking),
         ];
-        assert_eq!(places, [0, 8, 12, 16]);
+        assert_eq!(offsets, [0, 8, 12, 16]);
     }
 }

@@ -1,32 +1,35 @@
-//! One rank's membership in a group of ranks.
+//! One rank's NCCL communicator.
 //!
-//! However a wait ends, the communicator ends in a state one can go on from: alive and idle, or
-//! aborted and never asked again.
+//! After every wait the communicator is either alive and idle, or aborted; an aborted one refuses
+//! every later call.
 
 use std::ffi::c_int;
 use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::bindings::{BYTES, Code, Config, Handle, IN_PROGRESS, Nccl, RawId, SUCCESS, UniqueId};
+use super::bindings::{
+    BYTES, CommHandle, IN_PROGRESS, Nccl, NcclCode, NcclConfig, NcclUniqueId, SUCCESS, UniqueId,
+};
 use crate::error::{Error, Result};
-use crate::messages::Piece;
+use crate::host_memory::poll;
+use crate::messages::DeviceMessage;
 
 const SLEEP: Duration = Duration::from_micros(50);
 
-/// A member of a group of ranks.
+/// A rank's communicator.
 pub(super) struct Communicator {
     nccl: Arc<Nccl>,
-    /// Null once it is aborted.
-    handle: Handle,
+    /// Null after an abort.
+    handle: CommHandle,
     deadline: Duration,
 }
 
-// SAFETY: NCCL lets any thread use a communicator, one at a time; every use takes `&mut self`.
+// SAFETY: any thread may use a communicator, one at a time; every use takes `&mut self`.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Meets the others at `id`. The context of the rank's GPU is bound to this thread.
+    /// Joins the other ranks under `id`. The GPU's context must be bound to this thread.
     pub fn join(
         nccl: &Arc<Nccl>,
         id: &UniqueId,
@@ -40,120 +43,102 @@ impl Communicator {
             })
         };
         let (rank, ranks) = (small(rank)?, small(ranks)?);
-        let (id, mut config) = (RawId { bytes: *id }, Config::nonblocking());
-        let mut handle: Handle = ptr::null_mut();
-        // SAFETY: the configuration lies as its version says, and is read before the call returns.
+        let (id, mut config) = (NcclUniqueId { bytes: *id }, NcclConfig::nonblocking());
+        let mut handle: CommHandle = ptr::null_mut();
+        // SAFETY: the configuration has the layout of its version, and the call reads it before it
+        // returns.
         let code = unsafe { (nccl.init)(&mut handle, ranks, id, rank, &mut config) };
         let mut communicator = Communicator {
             nccl: Arc::clone(nccl),
             handle,
             deadline,
         };
-        communicator.accept("joining the ranks", code)?;
-        communicator.finish("the ranks to meet", Instant::now())?;
+        communicator.check("joining the ranks", code)?;
+        communicator.finish("the ranks to join", Instant::now())?;
         Ok(communicator)
     }
 
-    /// Enqueues sends and receives as one group. Unfinished until [`Communicator::finish`].
+    /// Enqueues sends and receives as one group. Call [`Communicator::finish`] afterwards.
     pub fn begin(
         &mut self,
-        sends: &[Piece],
-        receives: &[Piece],
+        sends: &[DeviceMessage],
+        receives: &[DeviceMessage],
         stream: *mut std::ffi::c_void,
     ) -> Result<()> {
-        let handle = self.live()?;
-        // SAFETY: the caller keeps the memory alive, of these sizes, until the stream has passed.
+        let handle = self.handle()?;
+        // SAFETY: the caller keeps memory of these sizes alive until the stream has passed.
         let (posted, ended) = unsafe {
             let mut code = (self.nccl.group_start)();
-            let mut post = |post: &mut dyn FnMut() -> Code| {
-                if begun(code) {
+            let mut post = |post: &mut dyn FnMut() -> NcclCode| {
+                if is_started(code) {
                     code = post();
                 }
             };
-            for &Piece {
-                peer,
-                pointer,
-                bytes,
-                ..
-            } in sends
-            {
-                let (from, peer) = (pointer as *const _, peer as c_int);
-                post(&mut || (self.nccl.send)(from, bytes, BYTES, peer, handle, stream));
+            for message in sends {
+                let (from, peer) = (message.pointer as *const _, message.peer as c_int);
+                post(&mut || (self.nccl.send)(from, message.bytes, BYTES, peer, handle, stream));
             }
-            for &Piece {
-                peer,
-                pointer,
-                bytes,
-                ..
-            } in receives
-            {
-                let (to, peer) = (pointer as *mut _, peer as c_int);
-                post(&mut || (self.nccl.receive)(to, bytes, BYTES, peer, handle, stream));
+            for message in receives {
+                let (to, peer) = (message.pointer as *mut _, message.peer as c_int);
+                post(&mut || (self.nccl.receive)(to, message.bytes, BYTES, peer, handle, stream));
             }
-            // The group is ended in any case, or the thread would stay in it.
+            // The group is ended even after an error, or the thread would stay in it.
             (code, (self.nccl.group_end)())
         };
-        self.accept("posting an exchange", posted)?;
-        self.accept("starting an exchange", ended)
+        self.check("posting an exchange", posted)?;
+        self.check("starting an exchange", ended)
     }
 
-    /// Waits until what was asked for is under way on the GPU.
-    pub fn finish(&mut self, what: &str, since: Instant) -> Result<()> {
-        while !self.is_ready(what)? {
-            let waited = since.elapsed();
-            if waited > self.deadline {
-                self.abort();
-                return Err(Error::Deadline {
-                    what: what.into(),
-                    waited,
-                    limit: self.deadline,
-                });
-            }
-            std::thread::sleep(SLEEP);
+    /// Waits until all calls so far are enqueued on the GPU; aborts at the deadline.
+    pub fn finish(&mut self, what: &str, start: Instant) -> Result<()> {
+        let pause = |_| std::thread::sleep(SLEEP);
+        let ended = poll(what, start, self.deadline, pause, || self.is_ready(what));
+        if matches!(ended, Err(Error::Deadline { .. })) {
+            self.abort();
         }
-        Ok(())
+        ended
     }
 
-    /// Whether it has nothing left to start; an error if something went wrong since, here or at
-    /// another rank.
+    /// Whether no call is in progress; an error if one failed, here or at another rank.
     pub fn is_ready(&mut self, what: &str) -> Result<bool> {
-        let handle = self.live()?;
+        let handle = self.handle()?;
         let mut state = SUCCESS;
-        // SAFETY: the handle is alive, and there is a place for the answer.
+        // SAFETY: the handle is alive, and `state` receives the result.
         let code = unsafe { (self.nccl.async_error)(handle, &mut state) };
-        self.accept(what, code)?;
-        self.accept(what, state)?;
+        self.check(what, code)?;
+        self.check(what, state)?;
         Ok(state == SUCCESS)
     }
 
-    /// Ends everything that is under way, here and on the GPU.
+    /// Aborts all calls in progress, on the host and on the GPU.
     pub fn abort(&mut self) {
         let handle = std::mem::replace(&mut self.handle, ptr::null_mut());
         if !handle.is_null() {
-            // SAFETY: the handle is alive and used no more.
+            // SAFETY: the handle is alive and not used again.
             unsafe { (self.nccl.abort)(handle) };
         }
     }
 
-    /// Leaves it as it is, for a GPU that hangs and would hang the abort too.
-    pub fn forsake(&mut self) {
+    /// Leaks the communicator: on a GPU that hangs, an abort would hang too.
+    pub fn leak(&mut self) {
         self.handle = ptr::null_mut();
     }
 
-    fn live(&self) -> Result<Handle> {
+    fn handle(&self) -> Result<CommHandle> {
         match self.handle.is_null() {
             false => Ok(self.handle),
             true => Err(Error::Nccl {
                 what: "an exchange".into(),
-                reason: "the ranks were separated by an earlier failure; make a new transport"
-                    .into(),
+                reason:
+                    "the communicator was aborted after an earlier failure; create a new transport"
+                        .into(),
             }),
         }
     }
 
-    /// An error for a number that is one; the communicator is aborted then.
-    fn accept(&mut self, what: &str, code: Code) -> Result<()> {
-        if begun(code) {
+    /// Turns a failed result code into an error and aborts the communicator.
+    fn check(&mut self, what: &str, code: NcclCode) -> Result<()> {
+        if is_started(code) {
             return Ok(());
         }
         let error = self.nccl.error(what, code, self.handle);
@@ -162,7 +147,7 @@ impl Communicator {
     }
 }
 
-fn begun(code: Code) -> bool {
+fn is_started(code: NcclCode) -> bool {
     code == SUCCESS || code == IN_PROGRESS
 }
 
@@ -171,15 +156,15 @@ impl Drop for Communicator {
         if self.handle.is_null() {
             return;
         }
-        // Others may still be taking what was sent, so leaving is announced; but not for ever.
+        // Other ranks may still be receiving: finalize waits for them, until the deadline.
         // SAFETY: the handle is alive.
         let code = unsafe { (self.nccl.finalize)(self.handle) };
-        let left = self.accept("leaving the ranks", code);
+        let left = self.check("leaving the ranks", code);
         if left
-            .and_then(|()| self.finish("the ranks to part", Instant::now()))
+            .and_then(|()| self.finish("the ranks to leave", Instant::now()))
             .is_ok()
         {
-            // SAFETY: the handle is alive, idle and used no more.
+            // SAFETY: the handle is alive, idle and not used again.
             unsafe { (self.nccl.destroy)(self.handle) };
         }
     }

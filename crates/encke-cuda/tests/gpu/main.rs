@@ -1,7 +1,7 @@
-//! Everything on a GPU: every family of kernels under the suite for kernels, every kind of hop under
-//! the suite for transports, and whole rings against the reference. Prints how much passed; an argument
-//! picks the groups whose name contains it; where there is no GPU it says so and passes, because it cannot
-//! know, unless `ENCKE_GPU` is set.
+//! All tests on a GPU: every kernel family under the kernel suite, every kind of hop under the
+//! transport suite, and whole rings against the reference. Prints the number of passed checks; an
+//! argument selects the groups whose name contains it. Without a GPU it prints the reason, skips
+//! and passes, unless `ENCKE_GPU` is set.
 
 mod nccl;
 mod rings;
@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 use encke_cuda::{CudaKernel, Hops};
 
-use tally::Tally;
+use tally::GpuTally;
 
 fn main() -> ExitCode {
     let open = |hops| CudaKernel::new(0).map(|kernel| kernel.hops(hops));
@@ -29,11 +29,11 @@ fn main() -> ExitCode {
         }
     };
     println!("{}", pointer.device().name());
-    let mut tally = Tally::from_arguments();
+    let mut tally = GpuTally::from_arguments();
     suites::run(&mut tally, || open(Hops::Pointer));
     wires::run(&mut tally, &pointer, &pinned);
     nccl::run(&mut tally, &pointer);
     rows::run(&mut tally, &pointer);
     rings::run(&mut tally, pointer, pinned);
-    tally.conclude()
+    tally.finish()
 }

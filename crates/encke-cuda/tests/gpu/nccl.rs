@@ -1,6 +1,6 @@
-//! What one GPU can show of NCCL: a group of one rank that sends to itself, a rank whose peer never
-//! comes, and, with an NCCL that lets ranks share a GPU (2.30 and later, told so by
-//! NCCL_MULTI_RANK_GPU_ENABLE=1), groups of two to four under the suite for transports.
+//! NCCL on one GPU: a rank that sends to itself, a rank whose peer never joins, and, with an NCCL
+//! that lets ranks share a GPU (2.30 and later, with NCCL_MULTI_RANK_GPU_ENABLE=1), groups of two
+//! to four ranks under the transport suite.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,19 +8,19 @@ use std::time::{Duration, Instant};
 use encke_core::transport::{Address, Incoming, Outgoing, Transport, TransportError};
 use encke_cuda::{CudaKernel, Error, Nccl, NcclTransport};
 
-use crate::tally::Tally;
-use crate::wires::{Bytes, suite};
+use crate::tally::GpuTally;
+use crate::wires::{ByteTransport, suite};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-fn alone(
+fn one_rank(
     nccl: &Arc<Nccl>,
     kernel: &CudaKernel,
     deadline: Duration,
 ) -> Result<NcclTransport, String> {
-    let words = |error: Error| error.to_string();
-    let id = nccl.unique_id().map_err(words)?;
-    NcclTransport::new(nccl, kernel.device(), &id, 0, 1, deadline).map_err(words)
+    let text = |error: Error| error.to_string();
+    let id = nccl.unique_id().map_err(text)?;
+    NcclTransport::new(nccl, kernel.device(), &id, 0, 1, deadline).map_err(text)
 }
 
 fn address(tag: u64, elements: usize) -> Address {
@@ -31,11 +31,11 @@ fn address(tag: u64, elements: usize) -> Address {
     }
 }
 
-/// Messages to itself, of several sizes and tags, posted in different orders at the two ends.
+/// Messages to itself, with several sizes and tags, posted in different orders at the two ends.
 fn to_itself(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
-    let mut wire = Bytes {
+    let mut wire = ByteTransport {
         kernel,
-        inner: alone(nccl, kernel, DEADLINE)?,
+        inner: one_rank(nccl, kernel, DEADLINE)?,
     };
     for round in 0..20 {
         let sizes = [1 + 977 * round % 9001, 300, 100_000];
@@ -74,10 +74,10 @@ fn to_itself(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
             ));
         }
         for (tag, (got, sent)) in received.iter().zip(&sent).enumerate() {
-            let behind = got[sent.len()..].iter().all(|&byte| byte == 0xee);
-            if got[..sent.len()] != **sent || !behind {
+            let untouched = got[sent.len()..].iter().all(|&byte| byte == 0xee);
+            if got[..sent.len()] != **sent || !untouched {
                 return Err(format!(
-                    "round {round}, tag {tag}: other bytes than were sent"
+                    "round {round}, tag {tag}: received other bytes than were sent"
                 ));
             }
         }
@@ -85,10 +85,10 @@ fn to_itself(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
     Ok(())
 }
 
-/// A receive that nobody sends: refused or ended at the deadline, and the wire says so ever after.
+/// A receive without a send: refused or ended at the deadline, and so is the next exchange.
 fn unmatched(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
-    let inner = alone(nccl, kernel, Duration::from_secs(2))?;
-    let mut wire = Bytes { kernel, inner };
+    let inner = one_rank(nccl, kernel, Duration::from_secs(2))?;
+    let mut wire = ByteTransport { kernel, inner };
     for round in 0..2 {
         let start = Instant::now();
         let mut parcel = vec![0; 64];
@@ -109,14 +109,14 @@ fn unmatched(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
     Ok(())
 }
 
-/// A rank of two whose peer never comes: the deadline ends the wait.
-fn abandoned(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
+/// A rank of two whose peer never joins: the deadline ends the wait.
+fn missing_peer(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
     let limit = Duration::from_secs(2);
     let id = nccl.unique_id().map_err(|error| error.to_string())?;
     let start = Instant::now();
     let ended = NcclTransport::new(nccl, kernel.device(), &id, 0, 2, limit).map(|_| ());
     println!(
-        "  a peer that never comes: {ended:?} after {:?}",
+        "  a peer that never joins: {ended:?} after {:?}",
         start.elapsed()
     );
     match ended {
@@ -130,8 +130,8 @@ pub fn shares_gpus() -> bool {
     std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1")
 }
 
-/// Wires of so many ranks, all on this GPU, that have met.
-pub fn together(
+/// The transports of `ranks` ranks on this GPU.
+pub fn joined(
     nccl: &Arc<Nccl>,
     kernel: &CudaKernel,
     ranks: usize,
@@ -139,24 +139,24 @@ pub fn together(
 ) -> Result<Vec<NcclTransport>, String> {
     let id = nccl.unique_id().map_err(|error| error.to_string())?;
     std::thread::scope(|scope| {
-        let meet = |rank: usize| {
+        let join = |rank: usize| {
             let (id, device) = (&id, kernel.device());
             scope.spawn(move || NcclTransport::new(nccl, device, id, rank, ranks, deadline))
         };
-        let threads: Vec<_> = (0..ranks).map(meet).collect();
-        let met = threads.into_iter().map(|thread| match thread.join() {
-            Ok(met) => met.map_err(|error| error.to_string()),
+        let threads: Vec<_> = (0..ranks).map(join).collect();
+        let joined = threads.into_iter().map(|thread| match thread.join() {
+            Ok(joined) => joined.map_err(|error| error.to_string()),
             Err(_) => Err("a rank panicked".to_string()),
         });
-        met.collect()
+        joined.collect()
     })
 }
 
-/// A rank of several that falls silent: the others' deadline ends their exchange, with its number.
-fn silent(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
-    let mut wires = together(nccl, kernel, 2, Duration::from_secs(3))?;
+/// A rank that stops responding: the others' deadline ends their exchange and names it.
+fn unresponsive(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
+    let mut wires = joined(nccl, kernel, 2, Duration::from_secs(3))?;
     let start = Instant::now();
-    let mut wire = Bytes {
+    let mut wire = ByteTransport {
         kernel,
         inner: wires.remove(0),
     };
@@ -171,7 +171,7 @@ fn silent(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
     }];
     let ended = wire.exchange(0, &[], &mut receives, &mut || {});
     println!(
-        "  a rank that is silent: {ended:?} after {:?}",
+        "  an unresponsive rank: {ended:?} after {:?}",
         start.elapsed()
     );
     match ended {
@@ -180,8 +180,8 @@ fn silent(nccl: &Arc<Nccl>, kernel: &CudaKernel) -> Result<(), String> {
     }
 }
 
-/// All of it.
-pub fn run(tally: &mut Tally, kernel: &CudaKernel) {
+/// Runs all checks.
+pub fn run(tally: &mut GpuTally, kernel: &CudaKernel) {
     let nccl = match Nccl::load() {
         Ok(nccl) => nccl,
         Err(error) => {
@@ -191,21 +191,21 @@ pub fn run(tally: &mut Tally, kernel: &CudaKernel) {
     };
     println!("NCCL {}", nccl.version());
     let one = || -> Result<(), String> {
-        let wire = alone(&nccl, kernel, DEADLINE)?;
+        let wire = one_rank(&nccl, kernel, DEADLINE)?;
         suite(kernel, vec![wire])
     };
     let checks: [&dyn Fn() -> Result<(), String>; 4] = [
         &one,
         &|| to_itself(&nccl, kernel),
         &|| unmatched(&nccl, kernel),
-        &|| abandoned(&nccl, kernel),
+        &|| missing_peer(&nccl, kernel),
     ];
     tally.group("NCCL, one rank", checks.into_iter().map(|check| check()));
     if !shares_gpus() {
         println!("NCCL of several ranks skipped: NCCL_MULTI_RANK_GPU_ENABLE=1 is not set");
         return;
     }
-    let several = (2..=4).map(|ranks| suite(kernel, together(&nccl, kernel, ranks, DEADLINE)?));
-    let all = several.chain(std::iter::once_with(|| silent(&nccl, kernel)));
+    let several = (2..=4).map(|ranks| suite(kernel, joined(&nccl, kernel, ranks, DEADLINE)?));
+    let all = several.chain(std::iter::once_with(|| unresponsive(&nccl, kernel)));
     tally.group("NCCL, two to four ranks on one GPU", all);
 }

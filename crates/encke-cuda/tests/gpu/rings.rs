@@ -1,4 +1,4 @@
-//! Whole rings on a GPU against the reference, and the two kinds of hops against each other.
+//! Whole rings on a GPU against the reference, and the kinds of hops against each other.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -18,15 +18,15 @@ use encke_ring::threads::endpoints;
 use encke_ring::trace::Recorder;
 use encke_ring::{Outcome, Rank, ThreadRing, call};
 
-use crate::tally::Tally;
+use crate::tally::GpuTally;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Random requests.
 const SEEDS: u64 = 60;
 
-type Ring = ThreadRing<CudaKernel>;
+type CudaRing = ThreadRing<CudaKernel>;
 /// out, lse, dq, dk, dv.
-type Results = [Tensor; 5];
+type PassResults = [Tensor; 5];
 const NAMES: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
 
 /// The tensors of a request, rounded to its type.
@@ -53,34 +53,34 @@ fn rounded(mut tensors: Tensors, request: &Request) -> Tensors {
     tensors
 }
 
-/// Whoever carries out a request.
+/// Executes a request.
 type Driver<'a> = dyn Fn(&Request, &[(Role, View<'_>)]) -> Result<Outcome, String> + 'a;
 
 /// Threads on one GPU.
-fn threads(ring: &Ring) -> Box<Driver<'_>> {
+fn threads(ring: &CudaRing) -> Box<Driver<'_>> {
     Box::new(|request, inputs| ring.run(request, inputs).map_err(|error| error.to_string()))
 }
 
-/// Who copies a rank's rows in.
+/// The thread that uploads a rank's rows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Loader {
-    /// The thread that it lives on.
+    /// The rank's own thread.
     Own,
-    /// Another: what its own thread first asks of the driver is its first job.
+    /// Another thread: the first driver call of the rank's own thread is its first job.
     Other,
 }
 
-/// Ranks that live apart, each with a wire of its own.
-fn apart<'a, T: Transport<Buffer> + Send>(
+/// Ranks with a transport each.
+fn separate_ranks<'a, T: Transport<Buffer> + Send>(
     kernel: &'a CudaKernel,
     loader: Loader,
     wires: impl Fn(usize) -> Result<Vec<T>, String> + 'a,
 ) -> Box<Driver<'a>> {
     Box::new(move |request, inputs| {
-        let words = |error: encke_ring::RingError| error.to_string();
+        let text = |error: encke_ring::RingError| error.to_string();
         let plan = Arc::new(Plan::new(request.clone()).map_err(|error| error.to_string())?);
         let ranks = (0..plan.ranks()).map(|rank| call::new_rank(kernel, &plan, rank));
-        let mut ranks = ranks.collect::<Result<Vec<_>, _>>().map_err(words)?;
+        let mut ranks = ranks.collect::<Result<Vec<_>, _>>().map_err(text)?;
         let wires = wires(ranks.len())?;
         let load =
             |rank: &mut Rank<CudaKernel>, recorder: &mut Recorder, by: Loader| match loader == by {
@@ -94,7 +94,7 @@ fn apart<'a, T: Transport<Buffer> + Send>(
         }
         std::thread::scope(|scope| {
             let members = ranks.iter_mut().zip(wires);
-            let live = |(rank, mut wire): (&'_ mut Rank<CudaKernel>, T)| {
+            let run = |(rank, mut wire): (&'_ mut Rank<CudaKernel>, T)| {
                 let mut recorder = Recorder::new(rank.plan().rank, Instant::now());
                 catch_panic(|| {
                     load(rank, &mut recorder, Loader::Own)?;
@@ -102,7 +102,7 @@ fn apart<'a, T: Transport<Buffer> + Send>(
                 })
             };
             let threads: Vec<_> = members
-                .map(|member| scope.spawn(move || live(member)))
+                .map(|member| scope.spawn(move || run(member)))
                 .collect();
             let mut ended = threads.into_iter().map(|thread| thread.join());
             ended.try_for_each(|ended| match ended {
@@ -110,12 +110,16 @@ fn apart<'a, T: Transport<Buffer> + Send>(
                 Err(_) => Err("a rank panicked".to_string()),
             })
         })?;
-        Outcome::collect(kernel, &plan, &mut ranks, Vec::new(), Vec::new()).map_err(words)
+        Outcome::collect(kernel, &plan, &mut ranks, Vec::new(), Vec::new()).map_err(text)
     })
 }
 
 /// Runs a request forward and backward.
-fn results(drive: &Driver<'_>, request: &Request, tensors: &Tensors) -> Result<Results, String> {
+fn results(
+    drive: &Driver<'_>,
+    request: &Request,
+    tensors: &Tensors,
+) -> Result<PassResults, String> {
     let inputs = [
         (Role::Q, tensors.q.view()),
         (Role::K, tensors.k.view()),
@@ -145,7 +149,7 @@ fn results(drive: &Driver<'_>, request: &Request, tensors: &Tensors) -> Result<R
     Ok([out, lse, dq, dk, dv])
 }
 
-/// The same from the reference.
+/// The results of the reference.
 fn expected(request: &Request, tensors: &Tensors) -> Result<[Vec<f64>; 5], String> {
     let Request { shape, pattern, .. } = request;
     let scale = request.scale();
@@ -158,7 +162,7 @@ fn expected(request: &Request, tensors: &Tensors) -> Result<[Vec<f64>; 5], Strin
     Ok([forward.out, forward.lse, back.dq, back.dk, back.dv])
 }
 
-/// How far a result may be off, relative to the largest number.
+/// The largest allowed error, relative to the largest value.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-12,
@@ -185,7 +189,7 @@ fn difference(got: &Tensor, expected: &[f64]) -> f64 {
     })
 }
 
-/// One request, however it is driven: right, and the same bits.
+/// Checks one request against the reference, and all drivers for the same bits.
 fn check(
     drivers: &[&Driver<'_>],
     request: &Request,
@@ -196,7 +200,7 @@ fn check(
     let all = drivers
         .iter()
         .map(|drive| results(drive, request, &tensors));
-    let all = all.collect::<Result<Vec<Results>, String>>()?;
+    let all = all.collect::<Result<Vec<PassResults>, String>>()?;
     for (at, name) in NAMES.iter().enumerate() {
         let error = difference(&all[0][at], &truth[at]);
         if error > tolerance(request.dtype) {
@@ -204,7 +208,7 @@ fn check(
                 "{name} is off by {error:e}: seed {seed}, {request:?}"
             ));
         }
-        let bits = |results: &Results| results[at].data().bytes().to_vec();
+        let bits = |results: &PassResults| results[at].data().bytes().to_vec();
         if all.iter().any(|results| bits(results) != bits(&all[0])) {
             return Err(format!(
                 "{name} depends on the hops: seed {seed}, {request:?}"
@@ -214,7 +218,7 @@ fn check(
     Ok(())
 }
 
-/// Dense and causal; dilated under one softmax; dilated by groups of heads and causal.
+/// Dense; dense and causal; dilated under one softmax; dilated by groups of heads and causal.
 fn patterns() -> Vec<Pattern> {
     let mix = Mode::Mix {
         offsets: OffsetRule::HeadMod,
@@ -232,8 +236,8 @@ fn patterns() -> Vec<Pattern> {
     ]
 }
 
-/// Branches that stay apart until the end: out, lse and their gradients have more rows than q. The
-/// truth is the naive kernel's on threads, in f64.
+/// Branches with separate slots: out, lse and their gradients have more rows than q. Compared with
+/// the naive kernel on threads, in f64.
 fn slots(
     driver: &Driver<'_>,
     ranks: RangeInclusive<usize>,
@@ -280,13 +284,13 @@ fn slots(
         }
         Ok(())
     };
-    let ways = [Queries::Sharded, Queries::Replicated];
+    let modes = [Queries::Sharded, Queries::Replicated];
     ranks
-        .flat_map(|ranks| ways.map(|queries| of(ranks, queries)))
+        .flat_map(|ranks| modes.map(|queries| of(ranks, queries)))
         .collect()
 }
 
-/// Rings of some sizes of one pattern, however the tokens are cut.
+/// Rings of several sizes of one pattern, with both shardings of the tokens.
 fn sizes(
     drivers: &[&Driver<'_>],
     ranks: RangeInclusive<usize>,
@@ -310,8 +314,8 @@ fn sizes(
         .collect()
 }
 
-/// Rings whose parcels are whole blocks of keys, which ranks that share a GPU attend in chains: right,
-/// and the same bits from run to run.
+/// Rings whose parcels are whole blocks of keys, which ranks that share a GPU attend in chains:
+/// checks values, and that two runs give the same bits.
 fn chains(driver: &Driver<'_>, dtype: DType, dim: usize) -> Vec<Result<(), String>> {
     let mut all = Vec::new();
     for (batch, tokens, causal) in [(1, 2048, true), (1, 1024, false), (2, 1024, true)] {
@@ -353,34 +357,34 @@ fn chains(driver: &Driver<'_>, dtype: DType, dim: usize) -> Vec<Result<(), Strin
     all
 }
 
-/// Wires that stage parcels for threads.
+/// Transports that stage parcels through pinned memory.
 fn staged(kernel: &CudaKernel) -> Box<Driver<'_>> {
-    apart(kernel, Loader::Own, |ranks: usize| {
+    separate_ranks(kernel, Loader::Own, |ranks: usize| {
         let wires = endpoints(ranks, DEADLINE).into_iter().enumerate();
         let wire = |(rank, wire)| Staged::new(wire, kernel.device(), rank, DEADLINE);
         Ok(wires.map(wire).collect::<Vec<_>>())
     })
 }
 
-/// Threads that find their ranks loaded.
-fn seated(kernel: &CudaKernel) -> Box<Driver<'_>> {
+/// Threads whose ranks another thread has loaded.
+fn preloaded(kernel: &CudaKernel) -> Box<Driver<'_>> {
     let wires = |ranks: usize| Ok(endpoints(ranks, DEADLINE));
-    apart(kernel, Loader::Other, wires)
+    separate_ranks(kernel, Loader::Other, wires)
 }
 
-/// Wires of NCCL. One rank has nobody to talk to, but its program runs on them all the same.
+/// Transports over NCCL. A single rank exchanges nothing, but runs on one all the same.
 fn nccl<'a>(kernel: &'a CudaKernel, nccl: &'a Arc<Nccl>) -> Box<Driver<'a>> {
-    apart(kernel, Loader::Own, |ranks: usize| {
-        crate::nccl::together(nccl, kernel, ranks, DEADLINE)
+    separate_ranks(kernel, Loader::Own, |ranks: usize| {
+        crate::nccl::joined(nccl, kernel, ranks, DEADLINE)
     })
 }
 
-/// All of it.
-pub fn run(tally: &mut Tally, pointer: CudaKernel, pinned: CudaKernel) {
+/// Runs all checks.
+pub fn run(tally: &mut GpuTally, pointer: CudaKernel, pinned: CudaKernel) {
     let rings = [pointer, pinned].map(|kernel| ThreadRing::new(kernel, DEADLINE));
     let [pointer, pinned] = rings.each_ref().map(threads);
     let kernel = rings[0].kernel();
-    let (staged, seated, patterns) = (staged(kernel), seated(kernel), patterns());
+    let (staged, preloaded, patterns) = (staged(kernel), preloaded(kernel), patterns());
     let all = &DType::ALL[..];
     let mut group = |name: &str, drivers: &[&Driver<'_>], ranks: RangeInclusive<usize>, of| {
         for &dtype in of {
@@ -396,16 +400,16 @@ pub fn run(tally: &mut Tally, pointer: CudaKernel, pinned: CudaKernel) {
         2..=5,
         all,
     );
-    // The first driver has every program compiled and loaded.
+    // The first driver compiles and loads every program.
     group(
         "rings of 2 and 3 ranks, loaded by another thread",
-        &[&*pointer, &*seated],
+        &[&*pointer, &*preloaded],
         2..=3,
         all,
     );
     if let Ok(loaded) = Nccl::load() {
         let wires = nccl(kernel, &loaded);
-        // One type only: meeting takes NCCL half a second, twice a check.
+        // One type only: joining takes NCCL half a second, twice per check.
         let drivers = [&*pointer, &*wires];
         group("one rank, NCCL", &drivers, 1..=1, &[DType::Bf16]);
         if crate::nccl::shares_gpus() {
@@ -414,8 +418,8 @@ pub fn run(tally: &mut Tally, pointer: CudaKernel, pinned: CudaKernel) {
         }
     }
     for &dtype in all {
-        let name = format!("rings of 1 to 5 ranks, branches apart, {dtype}");
-        // Made when it is asked for, so that its time is its own.
+        let name = format!("rings of 1 to 5 ranks, separate branches, {dtype}");
+        // Lazy, so that the group's time is its own.
         let all = std::iter::once_with(|| slots(&*pointer, 1..=5, dtype));
         tally.group(&name, all.flatten());
     }

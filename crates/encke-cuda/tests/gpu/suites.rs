@@ -1,25 +1,25 @@
-//! The suite that every kernel passes, on every family of kernels the GPU has.
+//! The conformance suite for kernels on every kernel family of the GPU.
 
 use encke_core::DType;
 use encke_core::conformance::Suite;
 use encke_cuda::{CudaKernel, Path, Summation};
 
-use crate::tally::Tally;
+use crate::tally::GpuTally;
 
-/// Head dimensions of the suite's usual cases that tensor maps can describe.
-const EVEN: &[usize] = &[8, 16, 40, 64, 80, 128];
-/// Those that have tiles of their own.
+/// Head dimensions of the suite's default cases that tensor maps can describe.
+const ALIGNED: &[usize] = &[8, 16, 40, 64, 80, 128];
+/// Head dimensions with tilings of their own.
 const WIDE: &[usize] = &[32, 64, 96, 128, 192, 256];
 
-/// Shares of a suite that run side by side.
+/// Shares of a suite that run concurrently.
 const SHARES: u64 = 8;
 
-/// Runs all families. What a family does not take is refused, so nothing is tested twice.
-pub fn run(tally: &mut Tally, open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync) {
+/// Runs all families. Unsupported jobs are refused, so no family is tested through another.
+pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync) {
     let narrow: &[DType] = &[DType::Bf16, DType::F16];
     let usual = Suite::default();
     let even = Suite {
-        dims: EVEN,
+        dims: ALIGNED,
         ..usual
     };
     let fast = Suite {
@@ -68,8 +68,8 @@ pub fn run(tally: &mut Tally, open: impl Fn() -> encke_cuda::Result<CudaKernel> 
     );
 }
 
-/// Runs a suite in shares, each with a kernel of its own: compiling its programs is what takes the
-/// time, and a kernel compiles one after another.
+/// Runs a suite in shares, each with its own kernel: compiling programs dominates the time, and one
+/// kernel compiles sequentially.
 fn shares(
     kernel: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync,
     suite: Suite,
@@ -94,7 +94,7 @@ fn shares(
 }
 
 fn family(
-    tally: &mut Tally,
+    tally: &mut GpuTally,
     open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync,
     name: &str,
     (path, summation): (Path, Summation),

@@ -1,33 +1,36 @@
-//! How much passed.
+//! Counts passed and failed checks by group.
 
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// How many failures of a group are shown, and how much of each.
+/// Failures printed per group, and characters of each.
 const SHOWN: usize = 3;
-const LONG: usize = 600;
+const SHOWN_CHARS: usize = 600;
 
-pub struct Tally {
+/// Counts of checks.
+pub struct GpuTally {
     passed: usize,
     failed: usize,
-    /// What the names of groups must contain.
-    wanted: String,
+    /// Only groups whose name contains this run.
+    filter: String,
 }
 
-impl Tally {
-    /// Of the groups whose name contains the first argument, or of all.
-    pub fn from_arguments() -> Tally {
-        let wanted = std::env::args().skip(1).find(|word| !word.starts_with('-'));
-        Tally {
+impl GpuTally {
+    /// Runs the groups whose name contains the first argument, or all.
+    pub fn from_arguments() -> GpuTally {
+        let filter = std::env::args()
+            .skip(1)
+            .find(|argument| !argument.starts_with('-'));
+        GpuTally {
             passed: 0,
             failed: 0,
-            wanted: wanted.unwrap_or_default(),
+            filter: filter.unwrap_or_default(),
         }
     }
 
-    /// Runs the checks of a group and says how many passed.
+    /// Runs the checks of a group and prints how many passed.
     pub fn group(&mut self, name: &str, checks: impl IntoIterator<Item = Result<(), String>>) {
-        if !name.contains(&self.wanted) {
+        if !name.contains(&self.filter) {
             return;
         }
         let (start, passed, failed) = (Instant::now(), self.passed, self.failed);
@@ -36,9 +39,9 @@ impl Tally {
                 Ok(()) => self.passed += 1,
                 Err(what) => {
                     self.failed += 1;
-                    // One cause often fails many checks; the first few tell it.
+                    // One cause often fails many checks; the first few show it.
                     if self.failed - failed <= SHOWN {
-                        let what: String = what.chars().take(LONG).collect();
+                        let what: String = what.chars().take(SHOWN_CHARS).collect();
                         println!("  FAILED {name}: {what}");
                     }
                 }
@@ -51,8 +54,8 @@ impl Tally {
         );
     }
 
-    /// Says how much passed in all.
-    pub fn conclude(self) -> ExitCode {
+    /// Prints the totals.
+    pub fn finish(self) -> ExitCode {
         println!("{} passed, {} failed", self.passed, self.failed);
         match self.failed {
             0 => ExitCode::SUCCESS,

@@ -1,8 +1,8 @@
-//! Every kind of hop under the suite for transports.
+//! Every kind of hop under the transport suite.
 //!
-//! The suite speaks of bytes on the host, so a byte becomes a number on the GPU. Between the two,
-//! everything is done that could overtake a copy: what is sent is made on the compute stream just
-//! before, overwritten and freed right after, and its memory handed out again.
+//! The suite exchanges bytes on the host, so each byte becomes an f32 on the GPU. Around each
+//! exchange the wrapper provokes races with its copies: parcels are computed on the compute stream
+//! just before, overwritten and freed right after, and their memory is reallocated.
 
 use std::time::Duration;
 
@@ -17,20 +17,20 @@ use encke_core::{DType, Data, View};
 use encke_cuda::{Buffer, CudaKernel, Pinned, Staged};
 use encke_ring::threads::endpoints;
 
-use crate::tally::Tally;
+use crate::tally::GpuTally;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A wire for buffers as one for bytes.
-pub struct Bytes<'a, T> {
+/// A transport of buffers as one of bytes.
+pub struct ByteTransport<'a, T> {
     pub kernel: &'a CudaKernel,
     pub inner: T,
 }
 
-/// Numbers on the GPU, put there by a kernel.
-fn made(kernel: &CudaKernel, numbers: &[f32]) -> Buffer {
-    let count = numbers.len();
-    let view = View::contiguous(numbers, [1, count, 1, 1]).expect("a row of numbers");
+/// A buffer that a kernel writes.
+fn computed(kernel: &CudaKernel, values: &[f32]) -> Buffer {
+    let count = values.len();
+    let view = View::contiguous(values, [1, count, 1, 1]).expect("a row of values");
     let runs = [Run {
         first: 0,
         stride: 1,
@@ -61,14 +61,14 @@ fn made(kernel: &CudaKernel, numbers: &[f32]) -> Buffer {
     second
 }
 
-fn numbers(kernel: &CudaKernel, buffer: Buffer) -> Vec<f32> {
-    match kernel.into_host(buffer).expect("numbers") {
-        Data::F32(numbers) => numbers,
-        other => panic!("{:?} came back", other.as_slice().dtype()),
+fn values(kernel: &CudaKernel, buffer: Buffer) -> Vec<f32> {
+    match kernel.into_host(buffer).expect("a download") {
+        Data::F32(values) => values,
+        other => panic!("{:?} instead of f32", other.as_slice().dtype()),
     }
 }
 
-impl<T: Transport<Buffer>> Transport<Vec<u8>> for Bytes<'_, T> {
+impl<T: Transport<Buffer>> Transport<Vec<u8>> for ByteTransport<'_, T> {
     fn exchange(
         &mut self,
         round: usize,
@@ -77,14 +77,14 @@ impl<T: Transport<Buffer>> Transport<Vec<u8>> for Bytes<'_, T> {
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Moved, TransportError> {
         let kernel = self.kernel;
-        let wide = |bytes: &Vec<u8>| -> Vec<f32> { bytes.iter().map(|&x| x.into()).collect() };
+        let floats = |bytes: &Vec<u8>| -> Vec<f32> { bytes.iter().map(|&x| x.into()).collect() };
         let mut sent: Vec<Buffer> = outgoing
             .iter()
-            .map(|message| made(kernel, &wide(message.parcel)))
+            .map(|message| computed(kernel, &floats(message.parcel)))
             .collect();
         let mut received: Vec<Buffer> = incoming
             .iter()
-            .map(|message| made(kernel, &wide(message.parcel)))
+            .map(|message| computed(kernel, &floats(message.parcel)))
             .collect();
         let sends: Vec<Outgoing<'_, Buffer>> = outgoing
             .iter()
@@ -117,8 +117,8 @@ impl<T: Transport<Buffer>> Transport<Vec<u8>> for Bytes<'_, T> {
             kernel.fill(&mut again, -2.0).expect("a fill");
         }
         for (message, buffer) in incoming.iter_mut().zip(received) {
-            let numbers = numbers(kernel, buffer);
-            *message.parcel = numbers.into_iter().map(|x| x as u8).collect();
+            let values = values(kernel, buffer);
+            *message.parcel = values.into_iter().map(|x| x as u8).collect();
         }
         let width = DType::F32.bytes();
         Ok(Moved {
@@ -128,7 +128,7 @@ impl<T: Transport<Buffer>> Transport<Vec<u8>> for Bytes<'_, T> {
     }
 }
 
-/// Runs every rank's part of the suite on a thread of its own.
+/// Runs every rank's part of the suite on its own thread.
 pub fn suite<T>(kernel: &CudaKernel, wires: Vec<T>) -> Result<(), String>
 where
     T: Transport<Buffer> + Send,
@@ -137,30 +137,30 @@ where
     std::thread::scope(|scope| {
         let part = |(rank, inner): (usize, T)| {
             scope.spawn(move || {
-                let mut wire = Bytes { kernel, inner };
+                let mut wire = ByteTransport { kernel, inner };
                 conformance::transport(rank, ranks, &mut wire)
             })
         };
         let threads: Vec<_> = wires.into_iter().enumerate().map(part).collect();
-        let mut verdict = Ok(());
+        let mut result = Ok(());
         for thread in threads {
             let ended = thread.join().map_err(|_| "a rank panicked".to_string());
             let ended = ended.and_then(|ended| ended.map_err(|failure| failure.to_string()));
-            verdict = verdict.and(ended);
+            result = result.and(ended);
         }
-        verdict
+        result
     })
 }
 
-/// Large parcels all the way round, in two buffers that take turns: many pieces, every slot used
-/// several times, and all ranks at once.
+/// Large parcels around the whole ring, in two alternating buffers: many chunks, every staging slot
+/// used several times, and all ranks at once.
 fn large(kernel: &CudaKernel, ranks: usize, elements: usize) -> Result<(), String> {
     let content = |home: usize| -> Vec<f32> {
         let mut random = Random::new(home as u64);
         (0..elements).map(|_| random.unit() as f32).collect()
     };
-    let live = |rank: usize, mut wire: encke_ring::threads::Endpoint<Buffer>| {
-        let mut held = made(kernel, &content(rank));
+    let run_rank = |rank: usize, mut wire: encke_ring::threads::Endpoint<Buffer>| {
+        let mut held = computed(kernel, &content(rank));
         let mut coming = kernel
             .allocate(DType::F32, elements)
             .map_err(|error| error.to_string())?;
@@ -183,26 +183,24 @@ fn large(kernel: &CudaKernel, ranks: usize, elements: usize) -> Result<(), Strin
             std::mem::swap(&mut held, &mut coming);
         }
         let home = (rank + 1) % ranks;
-        match numbers(kernel, held) == content(home) {
+        match values(kernel, held) == content(home) {
             true => Ok(()),
-            false => Err(format!(
-                "rank {rank} did not get the numbers of rank {home}"
-            )),
+            false => Err(format!("rank {rank} did not get the values of rank {home}")),
         }
     };
-    let live = &live;
+    let run_rank = &run_rank;
     std::thread::scope(|scope| {
         let wires = endpoints(ranks, DEADLINE).into_iter().enumerate();
         let threads: Vec<_> = wires
-            .map(|(rank, wire)| scope.spawn(move || live(rank, wire)))
+            .map(|(rank, wire)| scope.spawn(move || run_rank(rank, wire)))
             .collect();
         let mut ended = threads.into_iter().map(|thread| thread.join());
         ended.try_for_each(|ended| ended.map_err(|_| "a rank panicked".to_string())?)
     })
 }
 
-/// Page-locked numbers may be changed as soon as an upload has returned.
-fn page_locked(kernel: &CudaKernel) -> Result<(), String> {
+/// Pinned memory may be changed as soon as an upload has returned.
+fn pinned_upload(kernel: &CudaKernel) -> Result<(), String> {
     let count = 8 << 20;
     let mut parcel = Pinned::new(kernel.device(), 4, count).map_err(|error| error.to_string())?;
     bytemuck::cast_slice_mut::<u8, f32>(parcel.host_bytes_mut(count)).fill(1.0);
@@ -216,17 +214,17 @@ fn page_locked(kernel: &CudaKernel) -> Result<(), String> {
         stride: 1,
         count,
     }];
-    let uploaded = kernel.upload(&view.expect("a row of numbers"), &runs, &mut buffer);
+    let uploaded = kernel.upload(&view.expect("a row of values"), &runs, &mut buffer);
     uploaded.map_err(|error| error.to_string())?;
     parcel.host_bytes_mut(count).fill(0);
-    match numbers(kernel, buffer).iter().all(|&number| number == 1.0) {
+    match values(kernel, buffer).iter().all(|&value| value == 1.0) {
         true => Ok(()),
-        false => Err("numbers were changed while they were uploaded".into()),
+        false => Err("values changed during their upload".into()),
     }
 }
 
-/// All of them.
-pub fn run(tally: &mut Tally, pointer: &CudaKernel, pinned: &CudaKernel) {
+/// Runs all checks.
+pub fn run(tally: &mut GpuTally, pointer: &CudaKernel, pinned: &CudaKernel) {
     for (name, kernel) in [("pointer hops", pointer), ("pinned hops", pinned)] {
         let ranks = 1..=8;
         tally.group(
@@ -240,7 +238,7 @@ pub fn run(tally: &mut Tally, pointer: &CudaKernel, pinned: &CudaKernel) {
                 .map(|(ranks, elements)| large(kernel, ranks, elements)),
         );
     }
-    tally.group("uploads from page-locked memory", [page_locked(pointer)]);
+    tally.group("uploads from pinned memory", [pinned_upload(pointer)]);
     let staged = |ranks: usize| {
         let wires = endpoints(ranks, DEADLINE).into_iter().enumerate();
         let wires = wires.map(|(rank, wire)| Staged::new(wire, pointer.device(), rank, DEADLINE));

@@ -12,7 +12,8 @@ use encke::explain::bytes;
 use encke::plan::Plan;
 use encke::plan::program::Role;
 use encke::{CudaError, CudaKernel, DType, KernelError, RankError, RankMemory};
-use encke_cuda::{Buffer, Device, Instant, RowSums};
+use encke_cuda::generated_rows::{self, RowSums};
+use encke_cuda::{Buffer, Device, Instant};
 use encke_ring::memory::planned;
 use encke_ring::out_of_core::{
     BufferSlot, Checksum, Gathered, Generator, RowIo, RowRange, Samples, Stream, StreamError,
@@ -238,8 +239,14 @@ impl RowIo<CudaKernel> for DeviceRowIo<'_> {
         let keys: Vec<u64> = rows.heads.iter().map(key).collect();
         let timed = rows.tokens.count * keys.len() * width >= TIMED;
         let begin = timed.then(|| self.instant()).transpose()?;
-        let target = (to.buffer, to.at);
-        self.done(self.kernel.generate(rows.tokens, &keys, width, target))?;
+        let place = (to.buffer, to.at);
+        self.done(generated_rows::generate(
+            self.kernel,
+            rows.tokens,
+            &keys,
+            width,
+            place,
+        ))?;
         if let Some(begin) = begin {
             let end = self.instant()?;
             self.pending.loads.push((begin, end));
@@ -264,8 +271,8 @@ impl RowIo<CudaKernel> for DeviceRowIo<'_> {
                 heads,
                 ..
             } = *rows;
-            let source = (from.buffer, from.at);
-            let sums = self.kernel.sum_rows(batch, tokens, heads, width, source);
+            let place = (from.buffer, from.at);
+            let sums = generated_rows::checksum(self.kernel, batch, tokens, heads, width, place);
             let sums = self.done(sums)?;
             self.pending.sums.push(sums);
         }

@@ -90,7 +90,7 @@ fn seconds(kernel: &CudaKernel, work: &mut DeviceWork<'_>) -> Result<f64, Kernel
         let begin = device.instant()?;
         for time in first..first + times {
             work(time)?;
-            device.launch_waiting()?; // one at a time, as on a GPU that belongs to one rank
+            device.flush_deferred()?; // one at a time, as on a GPU that belongs to one rank
         }
         let end = device.instant()?;
         device.synchronize()?;

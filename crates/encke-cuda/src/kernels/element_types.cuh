@@ -1,4 +1,5 @@
-// Numbers as they are stored (T) and as they are summed (A), and the way between them. Rounding is to nearest, once.
+// The storage type T, the accumulator type A, and conversions between them, which round to nearest
+// once.
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
 
@@ -13,7 +14,7 @@ DEV void narrow(float x, float& to) { to = x; }
 DEV void narrow(double x, float& to) { to = __double2float_rn(x); }
 DEV void narrow(float x, bf16& to) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
 DEV void narrow(float x, f16& to) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
-// To a narrow type by way of f32 rounded to odd, so that nothing is rounded twice.
+// From double to a 16-bit type through f32 rounded to odd, which avoids double rounding.
 DEV float to_odd(double x) {
   float y = __double2float_rz(x);
   return (double)y == x || x != x ? y : __int_as_float(__float_as_int(y) | 1);

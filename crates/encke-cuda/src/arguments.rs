@@ -1,55 +1,56 @@
-//! From a job to what the device is told: tables of heads move over, once for equal ones.
+//! Jobs and blocks as kernel arguments. Their head tables are uploaded, equal tables once.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use encke_core::job::{Block, Job, Operand};
 
 use crate::abi;
-use crate::device::Device;
+use crate::allocation::DeviceAllocation;
+use crate::device::{Device, lock};
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::tensor_map::common_divisor;
 
-/// How many tables are kept on the device.
+/// Tables cached on the device at most.
 const TABLES: usize = 1024;
 
-/// Tables of numbers on a device.
+/// Tables of integers on a device, one copy of each.
 #[derive(Default)]
-pub(crate) struct Tables {
-    kept: Mutex<HashMap<Vec<i64>, Arc<Memory>>>,
+pub(crate) struct TableCache {
+    tables: Mutex<HashMap<Vec<i64>, Arc<DeviceAllocation>>>,
 }
 
-/// Something the device is told, with the tables it points to.
-pub(crate) struct Told<T> {
+/// A kernel argument, and the tables on the device that it points to.
+pub(crate) struct KernelArgument<T> {
     pub value: T,
-    tables: Vec<Arc<Memory>>,
+    tables: Vec<Arc<DeviceAllocation>>,
 }
 
-impl<T> Told<T> {
-    /// The tables, to be named as read.
-    pub fn tables(&self) -> impl Iterator<Item = &Memory> {
+impl<T> KernelArgument<T> {
+    /// The tables, which the launch reads.
+    pub fn tables(&self) -> impl Iterator<Item = &DeviceAllocation> {
         self.tables.iter().map(|table| &**table)
     }
 }
 
-impl Tables {
-    /// Numbers on the device. Equal tables are kept once.
-    pub fn get(&self, device: &Arc<Device>, numbers: Vec<i64>) -> Result<Arc<Memory>> {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(table) = kept.get(&numbers) {
+impl TableCache {
+    /// A table on the device, uploaded unless an equal one is cached.
+    pub fn get(&self, device: &Arc<Device>, values: Vec<i64>) -> Result<Arc<DeviceAllocation>> {
+        let mut tables = lock(&self.tables);
+        if let Some(table) = tables.get(&values) {
             return Ok(Arc::clone(table));
         }
-        if kept.len() >= TABLES {
-            kept.clear(); // memory is freed in stream order, after the last job that reads it
+        if tables.len() >= TABLES {
+            tables.clear(); // memory is freed in stream order, after the last launch that reads it
         }
-        let table = Arc::new(Memory::new(device, numbers.len() * 8)?);
-        table.write(bytemuck::cast_slice(&numbers))?;
-        kept.insert(numbers, Arc::clone(&table));
+        let table = Arc::new(DeviceAllocation::new(device, values.len() * 8)?);
+        table.write(bytemuck::cast_slice(&values))?;
+        tables.insert(values, Arc::clone(&table));
         Ok(table)
     }
 
-    /// A job as the device is told it.
-    pub fn job(&self, device: &Arc<Device>, job: &Job) -> Result<Told<abi::Job>> {
+    /// A job as a kernel argument.
+    pub fn job(&self, device: &Arc<Device>, job: &Job) -> Result<KernelArgument<abi::JobParams>> {
         let mut tables = Vec::new();
         let mut operand = |operand: &Operand| self.operand(device, operand, &mut tables);
         let dq = job.dq.as_ref().unwrap_or(&job.q);
@@ -61,7 +62,7 @@ impl Tables {
         );
         let position = |x: usize| x as i64;
         let mask = job.causal.as_ref();
-        let value = abi::Job {
+        let value = abi::JobParams {
             q,
             k,
             cells,
@@ -70,48 +71,52 @@ impl Tables {
             query_step: mask.map_or(1, |mask| position(mask.query_step)),
             key: mask.map_or(0, |mask| position(mask.key)),
             key_step: mask.map_or(1, |mask| position(mask.key_step)),
-            batch: small(job.batch, "batch entries")?,
-            segments: small(job.segments, "segments")?,
-            queries: small(job.queries, "queries in a segment")?,
-            keys: small(job.keys, "keys in a segment")?,
-            heads: small(job.heads, "heads")?,
-            dim: small(job.dim, "numbers in a row")?,
+            batch: to_i32(job.batch, "batch entries")?,
+            segments: to_i32(job.segments, "segments")?,
+            queries: to_i32(job.queries, "queries in a segment")?,
+            keys: to_i32(job.keys, "keys in a segment")?,
+            heads: to_i32(job.heads, "heads")?,
+            dim: to_i32(job.dim, "elements in a row")?,
             causal: mask.is_some() as i32,
             pad: 0,
             scale: job.scale,
             gain: job.gain,
         };
-        Ok(Told { value, tables })
+        Ok(KernelArgument { value, tables })
     }
 
-    /// A block of rows as the device is told it.
-    pub fn block(&self, device: &Arc<Device>, block: &Block) -> Result<Told<abi::Block>> {
+    /// A block of rows as a kernel argument.
+    pub fn block(
+        &self,
+        device: &Arc<Device>,
+        block: &Block,
+    ) -> Result<KernelArgument<abi::BlockParams>> {
         let mut tables = Vec::new();
         let mut operand = |operand: &Operand| self.operand(device, operand, &mut tables);
-        let value = abi::Block {
+        let value = abi::BlockParams {
             from: operand(&block.from)?,
             to: operand(&block.to)?,
-            batch: small(block.batch, "batch entries")?,
-            segments: small(block.segments, "segments")?,
-            rows: small(block.rows, "rows in a segment")?,
-            heads: small(block.heads, "heads")?,
+            batch: to_i32(block.batch, "batch entries")?,
+            segments: to_i32(block.segments, "segments")?,
+            rows: to_i32(block.rows, "rows in a segment")?,
+            heads: to_i32(block.heads, "heads")?,
             width: block.width as i64,
         };
-        Ok(Told { value, tables })
+        Ok(KernelArgument { value, tables })
     }
 
     fn operand(
         &self,
         device: &Arc<Device>,
         operand: &Operand,
-        tables: &mut Vec<Arc<Memory>>,
-    ) -> Result<abi::Operand> {
+        tables: &mut Vec<Arc<DeviceAllocation>>,
+    ) -> Result<abi::OperandParams> {
         let heads: Vec<i64> = operand.heads.iter().map(|&head| head as i64).collect();
-        let unit = heads.iter().fold(0, |unit, &head| gcd(unit, head)).max(1);
+        let unit = common_divisor(&operand.heads).max(1) as i64;
         let table = self.get(device, heads)?;
         let pointer = table.pointer();
         tables.push(table);
-        Ok(abi::Operand {
+        Ok(abi::OperandParams {
             offset: operand.offset as i64,
             batch: operand.batch as i64,
             segment: operand.segment as i64,
@@ -122,8 +127,8 @@ impl Tables {
     }
 }
 
-/// Heads that read the same keys, as the device is told them: where each group starts in the list
-/// of heads, and that list. Also the number of groups.
+/// Groups of heads that read the same keys, as a table: the start of each group in the list of
+/// heads, the end of the last, and the list. Also the number of groups.
 pub(crate) fn groups(keys: &Operand) -> (Vec<i64>, usize) {
     let mut groups: Vec<(usize, Vec<i64>)> = Vec::new();
     for (head, &at) in keys.heads.iter().enumerate() {
@@ -140,15 +145,11 @@ pub(crate) fn groups(keys: &Operand) -> (Vec<i64>, usize) {
     (table, groups.len())
 }
 
-/// A count as the device holds it.
-fn small(count: usize, what: &str) -> Result<i32> {
+/// A count as an `int` of the device.
+fn to_i32(count: usize, what: &str) -> Result<i32> {
     i32::try_from(count).map_err(|_| Error::Unsupported {
         what: format!("{count} {what}: the limit is {}", i32::MAX),
     })
-}
-
-fn gcd(a: i64, b: i64) -> i64 {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 #[cfg(test)]
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_that_share_keys_are_one_group() {
+    fn heads_that_share_keys_form_one_group() {
         let (table, count) = groups(&keys(&[0, 64, 0, 64, 128]));
         assert_eq!(count, 3);
         assert_eq!(table, [0, 2, 4, 5, 0, 2, 1, 3, 4]);
