@@ -38,7 +38,7 @@ def test_types():
     refused(TypeError, "q is of type int32", integers, integers, integers)
     swapped = numpy.zeros((1, 4, 2, 8), dtype=">f8")
     refused(TypeError, "q is of type >f8", swapped, swapped, swapped)
-    refused(ValueError, 'unknown number type "f8"', q, k, v, precision="f8")
+    refused(ValueError, 'unknown element type "f8"', q, k, v, precision="f8")
 
 
 def test_layouts():

@@ -129,7 +129,7 @@ fn task_words(program: &RankPlan, task: &Task) -> String {
                 Task::Copy { .. } => ("copy", "to"),
                 _ => ("pack", "as"),
             };
-            let count: usize = blocks.iter().map(|block| block.numbers()).sum();
+            let count: usize = blocks.iter().map(|block| block.elements()).sum();
             let count = grouped(count as u128);
             format!(
                 "{verb} {count} numbers of {} {place} {}",

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use encke_core::partial::Partial;
-use encke_core::reference::{self, Forward};
+use encke_core::reference::{self, ReferenceForward};
 use encke_core::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 use safetensors::{Dtype, SafeTensors};
 
@@ -22,7 +22,7 @@ const TOLERANCE: f64 = 1e-12;
 const NEVER: f64 = -1e8;
 
 /// One golden file, its numbers widened to f64.
-struct Golden {
+struct GoldenFile {
     name: String,
     shape: Shape,
     segments: Vec<usize>,
@@ -31,8 +31,8 @@ struct Golden {
     tensors: BTreeMap<String, Vec<f64>>,
 }
 
-impl Golden {
-    fn read(path: &Path) -> Golden {
+impl GoldenFile {
+    fn read(path: &Path) -> GoldenFile {
         let name = path.file_stem().unwrap().to_str().unwrap().to_string();
         let bytes = std::fs::read(path).unwrap();
         let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
@@ -47,7 +47,7 @@ impl Golden {
         let tensors = file
             .iter()
             .map(|(key, view)| (key.to_string(), widen(&view)));
-        Golden {
+        GoldenFile {
             shape: Shape::new(b, n, h, h, d).unwrap(),
             segments: sizes("segment_lengths"),
             dilations: sizes("dilation_rates"),
@@ -106,14 +106,14 @@ impl Golden {
         ["q", "k", "v"].map(|key| self.tensors[key].as_slice())
     }
 
-    fn forward(&self, pattern: &Pattern) -> Forward {
+    fn forward(&self, pattern: &Pattern) -> ReferenceForward {
         let [q, k, v] = self.inputs();
         let scale = self.shape.default_scale();
         reference::forward(&self.shape, pattern, scale, q, k, v).unwrap()
     }
 
     /// What the reference gives for one branch alone.
-    fn branch(&self, branch: usize) -> Forward {
+    fn branch(&self, branch: usize) -> ReferenceForward {
         let one = branch..branch + 1;
         let (segments, dilations) = (&self.segments[one.clone()], &self.dilations[one]);
         let pattern = Pattern::dilated(segments, dilations, self.pattern().mode()).unwrap();
@@ -168,7 +168,7 @@ fn widen(view: &safetensors::tensor::TensorView<'_>) -> Vec<f64> {
 }
 
 /// All golden files; fails where there are fewer than were made.
-fn golden() -> Vec<Golden> {
+fn golden() -> Vec<GoldenFile> {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../testdata/golden");
     let entries = std::fs::read_dir(&folder).expect("testdata/golden must exist");
     let mut paths: Vec<PathBuf> = entries
@@ -181,7 +181,7 @@ fn golden() -> Vec<Golden> {
         "only {} golden files of at least 22",
         paths.len()
     );
-    paths.iter().map(|path| Golden::read(path)).collect()
+    paths.iter().map(|path| GoldenFile::read(path)).collect()
 }
 
 /// The largest difference, over the largest expected number.

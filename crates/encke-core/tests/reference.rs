@@ -4,7 +4,7 @@
 //! that can be stated for every pattern is tested on random patterns from a fixed seed, with
 //! ragged lengths, shared key heads and untouched tokens among them.
 
-use encke_core::reference::{Forward, Gradients, backward, forward};
+use encke_core::reference::{ReferenceForward, ReferenceGradients, backward, forward};
 use encke_core::{Error, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 
 const GROUP: Mode = Mode::Group {
@@ -57,11 +57,11 @@ impl Random {
 }
 
 /// Picks one operand of a call.
-type Operand = fn(&mut Case) -> &mut Vec<f64>;
+type OperandOf = fn(&mut ReferenceCase) -> &mut Vec<f64>;
 
 /// One call: a pattern, a shape and numbers for every operand.
 #[derive(Clone)]
-struct Case {
+struct ReferenceCase {
     shape: Shape,
     pattern: Pattern,
     q: Vec<f64>,
@@ -71,13 +71,13 @@ struct Case {
     dlse: Vec<f64>,
 }
 
-impl Case {
-    fn new(shape: Shape, pattern: Pattern, seed: u64) -> Case {
+impl ReferenceCase {
+    fn new(shape: Shape, pattern: Pattern, seed: u64) -> ReferenceCase {
         let mut random = Random(seed);
         let rows = shape.batch * shape.tokens;
         let of_heads = rows * shape.heads * shape.dim;
         let of_kv_heads = rows * shape.kv_heads * shape.dim;
-        Case {
+        ReferenceCase {
             shape,
             pattern,
             q: random.numbers(of_heads).iter().map(|x| 2.0 * x).collect(),
@@ -93,7 +93,7 @@ impl Case {
     }
 
     /// A random pattern of `mode`: any lengths, any rates, any sharing of key heads.
-    fn random(mode: Mode, seed: u64) -> Case {
+    fn random(mode: Mode, seed: u64) -> ReferenceCase {
         let mut random = Random(seed ^ 0x5eed);
         let kv_heads = random.size(3);
         let heads = kv_heads * random.size(3);
@@ -111,16 +111,16 @@ impl Case {
             random.size(4),
         );
         let pattern = Pattern::dilated(&segments, &dilations, mode).unwrap();
-        Case::new(shape.unwrap(), pattern.causal(random.size(2) == 1), seed)
+        ReferenceCase::new(shape.unwrap(), pattern.causal(random.size(2) == 1), seed)
     }
 
-    fn forward(&self) -> Forward {
+    fn forward(&self) -> ReferenceForward {
         let scale = self.shape.default_scale();
         forward(&self.shape, &self.pattern, scale, &self.q, &self.k, &self.v).unwrap()
     }
 
-    fn backward(&self, dlse: Option<&[f64]>) -> Gradients {
-        let Case {
+    fn backward(&self, dlse: Option<&[f64]>) -> ReferenceGradients {
+        let ReferenceCase {
             shape,
             pattern,
             q,
@@ -146,7 +146,7 @@ impl Case {
     }
 
     /// The same call with other numbers for the key and value of one token.
-    fn with_token_changed(&self, token: usize) -> Case {
+    fn with_token_changed(&self, token: usize) -> ReferenceCase {
         let mut changed = self.clone();
         let width = self.shape.kv_heads * self.shape.dim;
         for batch in 0..self.shape.batch {
@@ -163,7 +163,7 @@ impl Case {
 
     /// What the gradients are gradients of. A query that sees nothing has no lse to speak of.
     fn objective(&self, dlse: Option<&[f64]>) -> f64 {
-        let Forward { out, lse } = self.forward();
+        let ReferenceForward { out, lse } = self.forward();
         let of_out: f64 = out.iter().zip(&self.dout).map(|(x, g)| x * g).sum();
         let visible = lse
             .iter()
@@ -175,8 +175,8 @@ impl Case {
     /// Every gradient against the difference of two forward passes.
     fn check_differences(&self, dlse: Option<&[f64]>) {
         const STEP: f64 = 1e-5;
-        let Gradients { dq, dk, dv } = self.backward(dlse);
-        let operands: [(&str, &[f64], Operand); 3] = [
+        let ReferenceGradients { dq, dk, dv } = self.backward(dlse);
+        let operands: [(&str, &[f64], OperandOf); 3] = [
             ("dq", &dq, |case| &mut case.q),
             ("dk", &dk, |case| &mut case.k),
             ("dv", &dv, |case| &mut case.v),
@@ -219,7 +219,7 @@ fn mean_of_positions(tokens: usize, heads: usize, pattern: &Pattern) -> Vec<(Vec
     let shape = Shape::new(1, tokens, heads, heads, 1).unwrap();
     let zeros = vec![0.0; tokens * heads];
     let v: Vec<f64> = (0..tokens * heads).map(|i| (i / heads) as f64).collect();
-    let Forward { out, lse } = forward(&shape, pattern, 1.0, &zeros, &zeros, &v).unwrap();
+    let ReferenceForward { out, lse } = forward(&shape, pattern, 1.0, &zeros, &zeros, &v).unwrap();
     let of_head = |x: &[f64], h: usize| x.iter().skip(h).step_by(heads).copied().collect();
     (0..heads)
         .map(|h| (of_head(&out, h), of_head(&lse, h)))
@@ -295,8 +295,8 @@ fn lse_counts_the_keys_where_all_scores_are_zero() {
 fn multiplicity_weighs_one_dense_softmax() {
     for seed in 0..60 {
         for mode in softmax_modes() {
-            let case = Case::random(mode, seed);
-            let Case {
+            let case = ReferenceCase::random(mode, seed);
+            let ReferenceCase {
                 shape,
                 pattern,
                 q,
@@ -351,7 +351,7 @@ fn a_query_depends_on_its_own_keys_and_no_others() {
     let mut later = 0;
     for seed in 100..120 {
         for mode in softmax_modes() {
-            let case = Case::random(mode, seed);
+            let case = ReferenceCase::random(mode, seed);
             let dim = case.shape.dim;
             let before = case.forward();
             for token in 0..case.shape.tokens {
@@ -376,7 +376,7 @@ fn a_query_depends_on_its_own_keys_and_no_others() {
 #[test]
 fn dense_causal_attention_is_causal() {
     let shape = Shape::new(2, 9, 4, 2, 3).unwrap();
-    let case = Case::new(shape, Pattern::dense().causal(true), 7);
+    let case = ReferenceCase::new(shape, Pattern::dense().causal(true), 7);
     let before = case.forward();
     for token in 0..9 {
         let after = case.with_token_changed(token).forward();
@@ -393,7 +393,7 @@ fn dense_causal_attention_is_causal() {
 fn fkodom_is_not_causal_even_when_asked_to_be() {
     let shape = Shape::new(1, 8, 2, 2, 3).unwrap();
     let pattern = Pattern::dilated(&[4, 8], &[1, 2], Mode::Fkodom).unwrap();
-    let case = Case::new(shape, pattern.causal(true), 8);
+    let case = ReferenceCase::new(shape, pattern.causal(true), 8);
     let (before, after) = (case.forward(), case.with_token_changed(7).forward());
     assert_ne!(before.out[0].to_bits(), after.out[0].to_bits());
     assert_eq!(before.lse[0].to_bits(), after.lse[0].to_bits());
@@ -404,7 +404,7 @@ fn gradients_are_differences_in_dense_attention() {
     for (heads, kv_heads) in [(2, 2), (4, 2), (3, 1)] {
         let shape = Shape::new(2, 7, heads, kv_heads, 3).unwrap();
         for causal in [false, true] {
-            let case = Case::new(shape, Pattern::dense().causal(causal), 11);
+            let case = ReferenceCase::new(shape, Pattern::dense().causal(causal), 11);
             case.check_differences(None);
             case.check_differences(Some(&case.dlse));
         }
@@ -420,7 +420,7 @@ fn gradients_are_differences_in_group_and_mix_mode() {
             let shape = Shape::new(1, 11, heads, kv_heads, 2).unwrap();
             let pattern = Pattern::dilated(&[4, 7, 64], &[2, 3, 2], mode).unwrap();
             for causal in [false, true] {
-                let case = Case::new(shape, pattern.clone().causal(causal), 12);
+                let case = ReferenceCase::new(shape, pattern.clone().causal(causal), 12);
                 assert!(case.forward().lse.contains(&f64::NEG_INFINITY));
                 case.check_differences(None);
                 case.check_differences(Some(&case.dlse));
@@ -434,7 +434,7 @@ fn gradients_are_differences_in_random_patterns() {
     let mixes = OFFSET_RULES.map(|rule| mix(rule, MixingGradient::Exact));
     for mode in [GROUP, GROUP_SCALED].into_iter().chain(mixes) {
         for seed in 200..206 {
-            let case = Case::random(mode, seed);
+            let case = ReferenceCase::random(mode, seed);
             case.check_differences(Some(&case.dlse));
         }
     }
@@ -447,7 +447,7 @@ fn gradients_are_differences_in_fkodom_mode() {
         let shape = Shape::new(2, 12, heads, kv_heads, 2).unwrap();
         let pattern = Pattern::dilated(&[4, 12], &[1, 5], Mode::Fkodom).unwrap();
         for causal in [false, true] {
-            let mut case = Case::new(shape, pattern.clone().causal(causal), 13);
+            let mut case = ReferenceCase::new(shape, pattern.clone().causal(causal), 13);
             // The mode divides by sums of values; away from zero, differences are meaningful.
             case.v.iter_mut().for_each(|x| *x += 2.0);
             case.check_differences(None);
@@ -463,7 +463,7 @@ fn detached_mixing_changes_dq_and_dk_alone() {
         let both = |segments: &[usize], dilations: &[usize]| {
             [MixingGradient::Exact, MixingGradient::Detached].map(|gradient| {
                 let pattern = Pattern::dilated(segments, dilations, mix(rule, gradient)).unwrap();
-                let case = Case::new(shape, pattern, 14);
+                let case = ReferenceCase::new(shape, pattern, 14);
                 (case.forward(), case.backward(Some(&case.dlse)))
             })
         };
@@ -487,8 +487,8 @@ fn detached_mixing_changes_dq_and_dk_alone() {
 fn untouched_tokens_are_zero_and_send_nothing_down() {
     for mode in softmax_modes() {
         let shape = Shape::new(1, 9, 2, 2, 2).unwrap();
-        let case = Case::new(shape, Pattern::dilated(&[4], &[3], mode).unwrap(), 15);
-        let Forward { out, lse } = case.forward();
+        let case = ReferenceCase::new(shape, Pattern::dilated(&[4], &[3], mode).unwrap(), 15);
+        let ReferenceForward { out, lse } = case.forward();
         let back = case.backward(Some(&case.dlse));
         let mut untouched = 0;
         for (row, (_, t, h)) in case.rows().into_iter().enumerate() {
@@ -509,8 +509,8 @@ fn untouched_tokens_are_zero_and_send_nothing_down() {
 fn what_cannot_be_computed_is_refused() {
     let shape = Shape::new(1, 8, 2, 1, 2).unwrap();
     let pattern = Pattern::dilated(&[4, 8], &[1, 2], Mode::Fkodom).unwrap();
-    let case = Case::new(shape, pattern, 16);
-    let Case {
+    let case = ReferenceCase::new(shape, pattern, 16);
+    let ReferenceCase {
         pattern,
         q,
         k,

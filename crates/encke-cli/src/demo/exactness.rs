@@ -76,8 +76,8 @@ pub fn show(paint: Paint) -> Result<bool> {
 /// Plain attention and its gradients, with what they were computed from.
 struct Plain {
     tensors: Tensors,
-    forward: reference::Forward,
-    backward: reference::Gradients,
+    forward: reference::ReferenceForward,
+    backward: reference::ReferenceGradients,
 }
 
 impl Plain {
