@@ -212,8 +212,8 @@ fn what_cannot_be_survived_is_refused() {
     let replicated = Plan::new(request(Queries::Replicated, 1)).expect_err("not supported");
     assert_eq!(replicated, Error::RedundantQueries { redundancy: 1 });
     let many = Plan::new(request(Queries::Sharded, 4)).expect_err("too many");
-    let words = "redundancy 4 on 4 ranks: each rank's inputs are kept by as many others, of which \
-                 there are 3";
+    let words = "redundancy 4 on 4 ranks: each rank's inputs are replicated on that many other ranks, \
+                 of which there are 3";
     assert!(many.to_string().starts_with(words), "{many}");
     let gone = |ranks: &[usize]| Agreement {
         progress: (0..4)
