@@ -38,7 +38,7 @@ def test_types():
     refused(TypeError, "q is of type int32", integers, integers, integers)
     swapped = numpy.zeros((1, 4, 2, 8), dtype=">f8")
     refused(TypeError, "q is of type >f8", swapped, swapped, swapped)
-    refused(ValueError, 'unknown number type "f8"', q, k, v, precision="f8")
+    refused(ValueError, 'unknown element type "f8"', q, k, v, precision="f8")
 
 
 def test_layouts():
@@ -67,8 +67,8 @@ def test_options():
     refused(ValueError, "only for branches in group mode", q, k, v, group_scale="one")
     refused(ValueError, "5 branches but only 4 heads", q, k, v, segment_lengths=[4] * 5, dilation_rates=[1] * 5)
     refused(ValueError, "number of ranks is 0", q, k, v, ranks=0)
-    refused(ValueError, "names 2 ranks but 3", q, k, v, ranks=3, sharding=[0, 5])
-    refused(ValueError, "rank 1 would start at token 17", q, k, v, sharding=[0, 17])
+    refused(ValueError, "is for 2 ranks, but the ring has 3", q, k, v, ranks=3, sharding=[0, 5])
+    refused(ValueError, "rank 1 starts at token 17", q, k, v, sharding=[0, 17])
     refused(ValueError, 'sharding="round" is unknown', q, k, v, sharding="round")
     refused(ValueError, "scale is NaN", q, k, v, scale=float("nan"))
     refused(ValueError, "redundancy 2 on 2 ranks", q, k, v, ranks=2, redundancy=2)

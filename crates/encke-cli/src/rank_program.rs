@@ -128,7 +128,7 @@ fn task_text(program: &RankPlan, task: &Task) -> String {
                 Task::Copy { .. } => ("copy", "to"),
                 _ => ("pack", "as"),
             };
-            let count: usize = blocks.iter().map(|block| block.numbers()).sum();
+            let count: usize = blocks.iter().map(|block| block.elements()).sum();
             let count = grouped(count as u128);
             format!(
                 "{verb} {count} elements of {} {preposition} {}",

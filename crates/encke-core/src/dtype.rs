@@ -1,4 +1,4 @@
-//! Storage types and the one rule about them: what is stored may be narrow, what is summed is not.
+//! Storage types, and the rule about them: storage may be narrow, accumulation is f32 or wider.
 
 use bytemuck::zeroed_vec;
 use half::{bf16, f16};
@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use crate::error::Error;
 
-/// The type numbers are stored in.
+/// The storage type of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
@@ -35,7 +35,7 @@ impl DType {
         }
     }
 
-    /// The type of everything that is summed or carried: f64 for f64, f32 for all others (spec 2).
+    /// The accumulation type: f64 for f64, f32 for all others (spec section 2).
     pub const fn sum(self) -> DType {
         match self {
             DType::F64 => DType::F64,
@@ -43,7 +43,7 @@ impl DType {
         }
     }
 
-    /// The distance between 1 and the next number: the unit of rounding tolerances.
+    /// Machine epsilon: the distance between 1 and the next larger value.
     pub const fn epsilon(self) -> f64 {
         match self {
             DType::F64 => f64::EPSILON,
@@ -83,24 +83,24 @@ impl FromStr for DType {
             .into_iter()
             .find(|t| t.to_string() == s)
             .ok_or_else(|| Error::Unknown {
-                what: "number type",
+                what: "element type",
                 got: s.to_string(),
                 known: "f64, f32, bf16, f16",
             })
     }
 }
 
-/// A Rust type that numbers can be stored in. Closed: exactly the variants of [`DType`].
+/// A Rust type of tensor elements. Sealed: exactly the variants of [`DType`].
 pub trait Element: bytemuck::Pod + Send + Sync + private::Sealed {
-    /// Its name at run time.
+    /// The type at run time.
     const DTYPE: DType;
     /// Wraps a borrowed slice.
     fn wrap(slice: &[Self]) -> Slice<'_>;
     /// Wraps an owned vector.
     fn own(data: Vec<Self>) -> Data;
-    /// Widens one number.
+    /// Widens one element.
     fn to_f64(self) -> f64;
-    /// Rounds one number.
+    /// Rounds to nearest, ties to even.
     fn from_f64(x: f64) -> Self;
 }
 
@@ -108,7 +108,7 @@ mod private {
     pub trait Sealed {}
 }
 
-/// A borrowed run of numbers whose type is known at run time.
+/// A borrowed slice of elements whose type is known at run time.
 #[derive(Debug, Clone, Copy)]
 pub enum Slice<'a> {
     /// 64-bit floats.
@@ -121,7 +121,7 @@ pub enum Slice<'a> {
     F16(&'a [f16]),
 }
 
-/// Owned numbers whose type is known at run time.
+/// Owned elements whose type is known at run time.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Data {
     /// 64-bit floats.
@@ -161,10 +161,10 @@ element!(f32, F32, |x: f32| x as f64, |x: f64| x as f32);
 element!(bf16, Bf16, bf16::to_f64, |x| bf16::from_f32(to_odd(x)));
 element!(f16, F16, f16::to_f64, |x| f16::from_f32(to_odd(x)));
 
-/// An f32 to be rounded once more. Where `x` lies between two of them it is the odd one, which is
-/// never a tie between narrower numbers, so that the second rounding sees which side `x` is on.
-/// (`from_f64` of the narrow types looks at the upper half of `x` alone and takes for a tie what
-/// is beside one.)
+/// Rounds to odd, for a second rounding to a narrower type. If `x` is between two f32, the result is
+/// the one with an odd mantissa, which is never a tie between two narrower values, so the second
+/// rounding goes to the correct side. (`from_f64` of the narrow types looks only at the upper half
+/// of `x` and mistakes a value next to a tie for a tie.)
 #[inline]
 fn to_odd(x: f64) -> f32 {
     let nearest = x as f32;
@@ -189,12 +189,12 @@ macro_rules! with_typed {
 }
 
 impl Slice<'_> {
-    /// The bytes of the numbers, as a file or a wire wants them.
+    /// The elements as bytes, for files and transports.
     pub fn bytes(&self) -> &[u8] {
         with_typed!(Slice, self, x => bytemuck::cast_slice(x))
     }
 
-    /// The type of the numbers.
+    /// The element type.
     pub fn dtype(&self) -> DType {
         match self {
             Slice::F64(_) => DType::F64,
@@ -204,22 +204,22 @@ impl Slice<'_> {
         }
     }
 
-    /// How many numbers there are.
+    /// The number of elements.
     pub fn len(&self) -> usize {
         with_typed!(Slice, self, x => x.len())
     }
 
-    /// Whether there are none.
+    /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// One number, widened.
+    /// One element, widened.
     pub fn get(&self, index: usize) -> f64 {
         with_typed!(Slice, self, x => x[index].to_f64())
     }
 
-    /// The numbers, widened.
+    /// All elements, widened.
     pub fn to_f64(&self) -> Vec<f64> {
         with_typed!(Slice, self, x => x.iter().map(|v| v.to_f64()).collect())
     }
@@ -228,7 +228,7 @@ impl Slice<'_> {
 impl Data {
     /// `len` zeros of type `dtype`.
     pub fn zeros(dtype: DType, len: usize) -> Data {
-        // From the system, not written one by one.
+        // Zero pages from the system instead of an explicit fill.
         match dtype {
             DType::F64 => Data::F64(zeroed_vec(len)),
             DType::F32 => Data::F32(zeroed_vec(len)),
@@ -237,7 +237,7 @@ impl Data {
         }
     }
 
-    /// Numbers rounded to `dtype`.
+    /// Values rounded to `dtype`.
     pub fn from_f64(dtype: DType, values: &[f64]) -> Data {
         fn rounded<T: Element>(values: &[f64]) -> Vec<T> {
             values.iter().map(|&x| T::from_f64(x)).collect()
@@ -250,32 +250,32 @@ impl Data {
         }
     }
 
-    /// The numbers, borrowed.
+    /// The elements, borrowed.
     pub fn as_slice(&self) -> Slice<'_> {
         with_typed!(Data, self, x => Element::wrap(x))
     }
 
-    /// The numbers, widened.
+    /// All elements, widened.
     pub fn to_f64(&self) -> Vec<f64> {
         self.as_slice().to_f64()
     }
 
-    /// Rounds and stores one number.
+    /// Rounds and stores one element.
     pub fn set(&mut self, index: usize, value: f64) {
         with_typed!(Data, self, x => x[index] = Element::from_f64(value))
     }
 
-    /// The bytes of the numbers, as a file or a wire wants them.
+    /// The elements as bytes, for files and transports.
     pub fn bytes(&self) -> &[u8] {
         with_typed!(Data, self, x => bytemuck::cast_slice(x))
     }
 
-    /// The bytes of the numbers, to be overwritten.
+    /// The elements as mutable bytes.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         with_typed!(Data, self, x => bytemuck::cast_slice_mut(x))
     }
 
-    /// Bytes the vector holds on to: its capacity, not its length.
+    /// Bytes of the vector's capacity, not of its length.
     pub fn capacity_bytes(&self) -> usize {
         with_typed!(Data, self, x => x.capacity()) * self.as_slice().dtype().bytes()
     }
@@ -287,14 +287,13 @@ mod tests {
     use half::{bf16, f16};
     use proptest::prelude::*;
 
-    /// A tie between two neighbours, and numbers a little to either side of it: by what an f64
-    /// can tell apart and an f32 cannot.
+    /// The f64 values directly below and above a tie; an f32 cannot distinguish them from it.
     fn beside(tie: f64) -> [f64; 2] {
         [-1.0, 1.0].map(|way| tie * (1.0 + way * f64::EPSILON))
     }
 
     #[test]
-    fn beside_a_tie_the_nearer_neighbour_is_taken() {
+    fn values_next_to_a_tie_round_to_the_nearer_neighbour() {
         // 1 + 2^-8 is half way between 1 and the next bf16, 1 + 2^-11 between 1 and the next f16.
         for (dtype, half_way) in [(DType::Bf16, 1.0 / 256.0), (DType::F16, 1.0 / 2048.0)] {
             let [below, above] = beside(1.0 + half_way);
@@ -305,21 +304,21 @@ mod tests {
             );
             assert_eq!(dtype.round(below), 1.0, "{dtype}");
             assert_eq!(dtype.round(above), 1.0 + 2.0 * half_way, "{dtype}");
-            // The next one is odd, so a tie goes away from it, and what is below the tie does not.
+            // The next value is odd, so the tie above it rounds up and values below the tie do not.
             let tie = 1.0 + 3.0 * half_way;
             let [below, above] = beside(tie);
             assert_eq!(dtype.round(tie), 1.0 + 4.0 * half_way, "{dtype}");
             assert_eq!(dtype.round(below), 1.0 + 2.0 * half_way, "{dtype}");
             assert_eq!(dtype.round(above), 1.0 + 4.0 * half_way, "{dtype}");
         }
-        // The smallest subnormal f16, and what is beside half of it.
+        // The smallest subnormal f16, and the values next to half of it.
         let least = f64::from(f16::from_bits(1));
         let [below, above] = beside(least / 2.0);
         assert_eq!([below, above].map(|x| DType::F16.round(x)), [0.0, least]);
     }
 
     #[test]
-    fn what_is_too_large_is_infinite_and_what_is_no_number_stays_none() {
+    fn overflow_rounds_to_infinity_and_nan_stays_nan() {
         for dtype in [DType::Bf16, DType::F16] {
             assert_eq!(dtype.round(1e300), f64::INFINITY);
             assert_eq!(dtype.round(-1e300), f64::NEG_INFINITY);
@@ -329,7 +328,7 @@ mod tests {
         }
     }
 
-    /// The neighbours of `x` in a narrow type and itself rounded: nothing is nearer than it.
+    /// Whether neither neighbour of the rounded value is nearer to `x`.
     fn nearest<T: Element>(x: f64, bits: impl Fn(T) -> u16, of: impl Fn(u16) -> T) -> bool {
         let rounded = T::from_f64(x);
         let off = |other: T| (other.to_f64() - x).abs();
@@ -343,7 +342,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_is_nearer_than_what_a_number_is_rounded_to(
+        fn rounding_is_to_nearest_even(
             // Inside the finite range, across subnormals, and near ties more often than chance.
             exponent in -30i32..16,
             high in 0u64..1 << 12,

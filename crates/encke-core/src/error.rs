@@ -1,10 +1,10 @@
-//! The one error of this crate: a request that cannot be met, said before any work starts.
+//! The error of this crate: an invalid request, reported before any work starts.
 //!
-//! Every variant carries the numbers that were wrong, and its message says what to do about them.
+//! Every variant carries the offending values, and its message says how to correct them.
 
 use crate::dtype::DType;
 
-/// Why a request was refused.
+/// Why a request is invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
     /// A size that must be at least one was zero.
@@ -13,7 +13,7 @@ pub enum Error {
         /// The name of the size.
         what: &'static str,
     },
-    /// Query heads cannot be shared out evenly over key heads.
+    /// The key heads do not divide the query heads.
     #[error(
         "{heads} query heads cannot be grouped over {kv_heads} key/value heads; \
          the key/value heads must divide the query heads"
@@ -24,17 +24,17 @@ pub enum Error {
         /// Key and value heads.
         kv_heads: usize,
     },
-    /// Segment lengths and dilation rates come in pairs.
+    /// Different numbers of segment lengths and dilation rates.
     #[error(
         "{segments} segment lengths but {dilations} dilation rates; give one rate for each length"
     )]
     BranchCount {
-        /// How many segment lengths were given.
+        /// The number of segment lengths.
         segments: usize,
-        /// How many dilation rates were given.
+        /// The number of dilation rates.
         dilations: usize,
     },
-    /// Group mode hands each branch at least one head.
+    /// Group mode with fewer heads than branches.
     #[error(
         "{branches} branches but only {heads} heads; group mode gives each branch at least one \
          head (use fewer branches, or mix mode, where every head has all branches)"
@@ -45,10 +45,11 @@ pub enum Error {
         /// Query heads.
         heads: usize,
     },
-    /// The fkodom compatibility mode exists only for lengths its peer accepts.
+    /// A length that the fkodom package does not accept.
     #[error(
-        "fkodom mode needs a sequence length that is a multiple of every segment length, as its \
-         peer does; {tokens} is no multiple of {segment} (use group mode, which takes any length)"
+        "fkodom mode needs a sequence length that is a multiple of every segment length, as the \
+         fkodom package does; {tokens} is not a multiple of {segment} (use group mode, which takes \
+         any length)"
     )]
     FkodomLength {
         /// Tokens of the sequence.
@@ -56,20 +57,20 @@ pub enum Error {
         /// The segment length that does not divide it.
         segment: usize,
     },
-    /// An option that has no meaning in the chosen mode.
+    /// An option that the chosen mode does not define.
     #[error("{what} is not defined in {mode} mode; {hint}")]
     NotInMode {
-        /// What was asked for.
+        /// The option.
         what: &'static str,
-        /// The mode it was asked in.
+        /// The mode.
         mode: &'static str,
         /// What to do instead.
         hint: &'static str,
     },
-    /// First tokens of an explicit partition must rise from 0 to n.
+    /// First tokens of an explicit partition that do not ascend from 0 to n.
     #[error(
-        "rank {rank} would start at token {first}; first tokens must begin with 0, never fall, \
-         and not exceed the {tokens} tokens there are"
+        "rank {rank} starts at token {first}; first tokens must begin with 0, must not decrease, \
+         and must not exceed the length of {tokens} tokens"
     )]
     Partition {
         /// The rank whose first token is out of order.
@@ -79,15 +80,17 @@ pub enum Error {
         /// Tokens of the sequence.
         tokens: usize,
     },
-    /// The partition was written for another number of ranks.
-    #[error("the partition names {firsts} ranks but {ranks} were asked for; make them agree")]
+    /// A partition for another number of ranks.
+    #[error(
+        "the partition is for {firsts} ranks, but the ring has {ranks}; make the two numbers equal"
+    )]
     PartitionRanks {
         /// First tokens given.
         firsts: usize,
-        /// Ranks asked for.
+        /// Ranks of the ring.
         ranks: usize,
     },
-    /// A speed that nobody can be given work by.
+    /// A negative or non-finite speed, or no positive speed at all.
     #[error("rank {rank} has speed {speed}; speeds must be 0 or more, and not all 0")]
     Speed {
         /// The rank.
@@ -95,21 +98,23 @@ pub enum Error {
         /// Its speed.
         speed: f64,
     },
-    /// Sizes of shards that are not all tokens.
-    #[error("the sizes {sizes:?} are not the {tokens} tokens there are; they must add up to them")]
+    /// Shard sizes that do not add up to the number of tokens.
+    #[error(
+        "the shard sizes {sizes:?} do not add up to the {tokens} tokens of the sequence; correct them"
+    )]
     Sizes {
-        /// Tokens for each rank.
+        /// Tokens of each rank.
         sizes: Vec<usize>,
         /// Tokens of the sequence.
         tokens: usize,
     },
-    /// The softmax scale must be a finite number.
+    /// A softmax scale that is not finite.
     #[error("the softmax scale is {got}; it must be a finite number")]
     Scale {
         /// The scale.
         got: f64,
     },
-    /// A tensor of another shape than the others imply.
+    /// A tensor whose shape does not match the others.
     #[error("{tensor} has shape {got:?}, expected {expected:?}")]
     ShapeMismatch {
         /// The tensor's name.
@@ -119,7 +124,7 @@ pub enum Error {
         /// The shape the other tensors imply.
         expected: Vec<usize>,
     },
-    /// Tensors of one call share one storage type.
+    /// Tensors of one call with different storage types.
     #[error("{tensor} is {got} but q is {expected}; convert one of them")]
     DTypeMismatch {
         /// The tensor's name.
@@ -129,7 +134,7 @@ pub enum Error {
         /// The type of q.
         expected: DType,
     },
-    /// The innermost dimension must be contiguous.
+    /// A view whose innermost dimension is not contiguous.
     #[error(
         "the last dimension has stride {stride}; Encke reads [b,n,h,d] tensors of any strides \
          whose last dimension is contiguous (stride 1): make a contiguous copy"
@@ -138,16 +143,16 @@ pub enum Error {
         /// The stride found.
         stride: usize,
     },
-    /// A view that would read past its data.
+    /// A view that extends past its data.
     #[error("a view of shape {dims:?} and strides {strides:?} needs {needed} elements, got {got}")]
     ShortData {
         /// The view's dimensions.
         dims: [usize; 4],
         /// Its strides in elements.
         strides: [usize; 4],
-        /// Elements it reaches.
+        /// Elements it needs.
         needed: usize,
-        /// Elements there are.
+        /// Elements of the data.
         got: usize,
     },
     /// Sizes whose product does not fit the address space.
@@ -161,52 +166,52 @@ pub enum Error {
     NoSuchRank {
         /// The rank asked for.
         rank: usize,
-        /// Ranks there are.
+        /// Ranks of the ring.
         ranks: usize,
     },
-    /// Nobody keeps a rank's inputs but other ranks.
+    /// More replicas than there are other ranks.
     #[error(
-        "redundancy {redundancy} on {ranks} ranks: each rank's inputs are kept by as many others, \
-         of which there are {}; use a redundancy of at most that, or more ranks", ranks - 1
+        "redundancy {redundancy} on {ranks} ranks: each rank's inputs are replicated on that many \
+         other ranks, of which there are {}; use at most that redundancy, or more ranks", ranks - 1
     )]
     Redundancy {
-        /// Other ranks that were to keep each rank's inputs.
+        /// Replicas of each rank's inputs.
         redundancy: usize,
-        /// Ranks there are.
+        /// Ranks of the ring.
         ranks: usize,
     },
-    /// Deaths are survived where queries are sharded.
+    /// Redundancy with replicated queries.
     #[error(
         "redundancy {redundancy} with replicated queries is not supported; use sharded queries"
     )]
     RedundantQueries {
-        /// Other ranks that were to keep each rank's inputs.
+        /// Replicas of each rank's inputs.
         redundancy: usize,
     },
-    /// A round that takes no distance.
+    /// A schedule of width 0.
     #[error("a schedule of width 0 moves nothing; use 1 for a ring, or more")]
     NoWidth,
-    /// Deaths are survived where keys travel.
+    /// Redundancy with queries that rotate in the backward pass.
     #[error(
-        "redundancy {redundancy} with queries that travel in the backward pass is not supported: \
-         what is found for them on the way dies with whoever carries it; let keys travel"
+        "redundancy {redundancy} with queries that rotate in the backward pass is not supported: \
+         a rank that dies takes partial dq of other ranks with it; rotate keys instead"
     )]
     RedundantRotation {
-        /// Other ranks that were to keep each rank's inputs.
+        /// Replicas of each rank's inputs.
         redundancy: usize,
     },
-    /// Every rank that had a shard is gone.
+    /// Every rank that held a shard is gone.
     #[error(
-        "the tokens of rank {shard} are lost: it died, and so did every rank that kept its inputs \
-         ({keepers:?}); start the call again, with a higher redundancy"
+        "the tokens of rank {shard} are lost: it died, and so did every rank with a replica of its \
+         inputs ({keepers:?}); start the call again, with a higher redundancy"
     )]
     LostShard {
-        /// The rank whose tokens they were.
+        /// The rank that owned the tokens.
         shard: usize,
-        /// The ranks that kept its inputs.
+        /// The ranks that held replicas.
         keepers: Vec<usize>,
     },
-    /// A name that is none of the known ones.
+    /// An unknown name.
     #[error("unknown {what} {got:?}; known: {known}")]
     Unknown {
         /// What kind of name.

@@ -197,7 +197,7 @@ pub fn fill(buffer: &mut Data, value: f64) {
 
 /// Copies, or adds, the rows of a block from one buffer into another.
 pub fn copy(block: &Block, add: bool, from: Slice<'_>, to: &mut Data) {
-    let block = block.in_few_pieces();
+    let block = block.coalesced();
     let width = block.width;
     with_typed!(Slice, from, source => with_typed!(Data, to, target => {
         for (from, to) in block.addresses() {

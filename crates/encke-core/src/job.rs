@@ -1,28 +1,29 @@
-//! What a kernel is told: one strided, batched attention, complete with its mask.
+//! Jobs: the unit of work of a kernel, one strided batched attention with its mask.
 //!
-//! A job names addresses, not meanings: each operand is an affine view of a buffer, so dilation,
-//! segments, head groups and packed parcels all look alike to a kernel, and nothing is gathered.
+//! The decision here: a job consists of addresses. Each operand is an affine view of a buffer, so
+//! dilation, segments, grouped heads and packed parcels are all just strides to a kernel, and no rows
+//! are gathered before they are attended to.
 
 use serde::Serialize;
 use std::sync::Arc;
 
-/// An affine view of a buffer: the address of (batch, segment, row, head) in elements.
+/// An affine view of a buffer: maps (batch, segment, row, head) to an address in elements.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Operand {
-    /// Address of the first one.
+    /// Address of the first row of the first segment and batch entry, before `heads` is added.
     pub offset: usize,
-    /// From one batch entry to the next.
+    /// Stride between batch entries.
     pub batch: usize,
-    /// From one segment to the next.
+    /// Stride between segments.
     pub segment: usize,
-    /// From one row to the next.
+    /// Stride between rows.
     pub row: usize,
-    /// What each head adds.
+    /// The offset of each head.
     pub heads: Arc<[usize]>,
 }
 
 impl Operand {
-    /// The address of one row of one head.
+    /// The address of the first element of one row of one head.
     #[inline]
     pub fn at(&self, batch: usize, segment: usize, row: usize, head: usize) -> usize {
         self.offset
@@ -33,16 +34,17 @@ impl Operand {
     }
 }
 
-/// Positions of queries and keys within their segment, for the causal mask.
+/// A causal mask: the positions of queries and keys within their segment. A query sees the keys at
+/// or before its own position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Causal {
     /// Position of the first query.
     pub query: usize,
-    /// Positions from one query to the next.
+    /// Step between the positions of consecutive queries.
     pub query_step: usize,
     /// Position of the first key.
     pub key: usize,
-    /// Positions from one key to the next.
+    /// Step between the positions of consecutive keys.
     pub key_step: usize,
 }
 
@@ -60,27 +62,27 @@ pub struct Job {
     pub keys: usize,
     /// Heads.
     pub heads: usize,
-    /// Numbers in a row.
+    /// The head dimension.
     pub dim: usize,
     /// Addresses in q, in elements.
     pub q: Operand,
     /// Addresses in k and v (and dk and dv), in elements.
     pub k: Operand,
-    /// Addresses of cells: m, l, lse and delta hold one number a cell; acc, out and dout hold
-    /// `dim` numbers a cell, at `dim` times the address.
+    /// Addresses of cells. A cell is one query of one head slot: m, l, lse and delta hold one
+    /// element per cell; acc, out and dout hold `dim` elements per cell, at `dim` times the address.
     pub cells: Operand,
-    /// Addresses in dq where they differ from those in q.
+    /// Addresses in dq, if they differ from those in q.
     pub dq: Option<Operand>,
-    /// The mask; None where every query sees every key.
+    /// The causal mask; None if every query sees every key.
     pub causal: Option<Causal>,
-    /// What q·k is multiplied with.
+    /// The softmax scale: factor of q·k.
     pub scale: f64,
-    /// What the output was multiplied with after the softmax (backward needs it).
+    /// Factor of the output after the softmax. The backward pass needs it too.
     pub gain: f64,
 }
 
 impl Job {
-    /// How many keys query row `i` sees: always the first so many, since positions rise.
+    /// The number of keys that query row `i` sees. Positions ascend, so these are the first keys.
     #[inline]
     pub fn visible(&self, i: usize) -> usize {
         match self.causal {
@@ -106,7 +108,7 @@ impl Job {
         each * one
     }
 
-    /// The same for some of its query rows.
+    /// This job restricted to some of its query rows.
     pub fn of_queries(&self, rows: std::ops::Range<usize>) -> Job {
         let of = |operand: &Operand| Operand {
             offset: operand.offset + rows.start * operand.row,
@@ -127,7 +129,7 @@ impl Job {
 }
 
 impl Causal {
-    /// Sum over the queries of the keys each one sees, without a loop over them.
+    /// The number of visible pairs in closed form.
     fn pairs(&self, queries: usize, keys: usize) -> u128 {
         // Queries before `first` see nothing, those from `full` on see every key.
         let ahead = |position: usize| {
@@ -165,7 +167,7 @@ fn floor_sum(mut n: u128, mut m: u128, mut a: u128, mut b: u128) -> u128 {
     sum
 }
 
-/// Rows to be copied, added or merged from one buffer into another; addresses as in [`Job`].
+/// Rows to copy, add or merge from one buffer into another; addresses as in [`Job`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Block {
     /// Batch entries.
@@ -176,22 +178,22 @@ pub struct Block {
     pub rows: usize,
     /// Heads.
     pub heads: usize,
-    /// Contiguous numbers of one row of one head.
+    /// Contiguous elements of one row of one head.
     pub width: usize,
-    /// Where they are.
+    /// The source.
     pub from: Operand,
-    /// Where they go.
+    /// The destination.
     pub to: Operand,
 }
 
 impl Block {
-    /// How many numbers it has.
-    pub fn numbers(&self) -> usize {
+    /// The number of elements.
+    pub fn elements(&self) -> usize {
         self.batch * self.segments * self.rows * self.heads * self.width
     }
 
-    /// `numbers` numbers that lie side by side, from one address to another.
-    pub fn contiguous(numbers: usize, from: usize, to: usize) -> Block {
+    /// `elements` contiguous elements, from one address to another.
+    pub fn contiguous(elements: usize, from: usize, to: usize) -> Block {
         let at = |offset: usize| Operand {
             offset,
             batch: 0,
@@ -204,7 +206,7 @@ impl Block {
             segments: 1,
             rows: 1,
             heads: 1,
-            width: numbers,
+            width: elements,
             from: at(from),
             to: at(to),
         }

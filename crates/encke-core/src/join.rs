@@ -1,26 +1,26 @@
-//! Jobs that lie side by side are one job, and a job is two.
+//! Joining adjacent jobs and blocks, and splitting jobs.
 //!
-//! A rank's tokens are up to two runs, so its jobs come in pieces: a zigzag shard attended to
-//! itself is two diagonals and a square. In memory the runs are neighbours, in the order of their
-//! tokens, and the three pieces are one causal attention. Nothing is decided here about what is
-//! computed: the joined job has exactly the pairs of its pieces. It is longer, which is what every
-//! kernel likes, and passes over its carry once.
+//! A rank's tokens are up to two runs, so its work comes as several jobs: a zigzag shard attended to
+//! itself is two triangles and a square. The runs are adjacent in memory, in token order, so the
+//! three together are one causal attention. Joining does not change what is computed: the joined job
+//! has exactly the pairs of its parts. It is larger, which kernels run more efficiently, and reads
+//! and writes its carry once.
 
 use crate::job::{Block, Causal, Job, Operand};
 
-/// A job is cut at a multiple of so many query rows: what the smallest tiles take at a time.
+/// A job is split at a multiple of this many query rows: the size of the smallest kernel tile.
 const BLOCK: usize = 16;
 
 impl Block {
-    /// The same numbers in as few pieces as they lie in on both sides: heads side by side are one,
-    /// and so are rows, segments and batch entries.
-    pub fn in_few_pieces(&self) -> Block {
+    /// The same copy in as few contiguous pieces as possible: heads that are adjacent on both sides
+    /// become one, and so do rows, segments and batch entries.
+    pub fn coalesced(&self) -> Block {
         let mut block = self.clone();
-        let side_by_side = |of: &Operand| {
+        let adjacent = |of: &Operand| {
             let mut each = of.heads.iter().enumerate();
             each.all(|(head, &at)| at == of.heads[0] + head * self.width)
         };
-        if block.heads == 0 || !side_by_side(&block.from) || !side_by_side(&block.to) {
+        if block.heads == 0 || !adjacent(&block.from) || !adjacent(&block.to) {
             return block;
         }
         for of in [&mut block.from, &mut block.to] {
@@ -51,9 +51,9 @@ impl Block {
         block
     }
 
-    /// This block and one whose rows come next on both sides, as one; None where they do not.
+    /// Joins this block with one whose rows follow on both sides; None if they do not follow.
     pub fn join_rows(&self, next: &Block) -> Option<Block> {
-        let alike = |a: &Operand, b: &Operand| {
+        let follows = |a: &Operand, b: &Operand| {
             (a.row, &a.heads) == (b.row, &b.heads)
                 && (self.batch == 1 || a.batch == b.batch)
                 && (self.segments == 1 || a.segment == b.segment)
@@ -61,8 +61,8 @@ impl Block {
         };
         let shape = |of: &Block| (of.batch, of.segments, of.heads, of.width);
         let joined = shape(self) == shape(next)
-            && alike(&self.from, &next.from)
-            && alike(&self.to, &next.to);
+            && follows(&self.from, &next.from)
+            && follows(&self.to, &next.to);
         joined.then(|| Block {
             rows: self.rows + next.rows,
             ..self.clone()
@@ -71,7 +71,7 @@ impl Block {
 }
 
 impl Job {
-    /// The first half of its queries and the second, if both have enough of them.
+    /// The two halves of its queries; None if the job is too small to split.
     pub fn halves(&self) -> Option<(Job, Job)> {
         let first = self.queries.div_ceil(2).next_multiple_of(BLOCK);
         if first >= self.queries {
@@ -85,8 +85,8 @@ impl Job {
         Some((low, high))
     }
 
-    /// This job and another one on the same queries whose keys come next in memory, as one.
-    /// None where they are not such a pair.
+    /// Joins this job with one on the same queries whose keys follow in memory; None if they cannot
+    /// be joined.
     pub fn join_keys(&self, next: &Job) -> Option<Job> {
         let same_queries = self.queries == next.queries
             && self.same(&self.q, &next.q, self.queries)
@@ -102,8 +102,8 @@ impl Job {
         let causal = match next.causal.filter(|_| next.hides()) {
             None => None,
             Some(mask) => {
-                // The keys before the next job's first are seen by all only if a query sees at
-                // least up to the one just before it.
+                // In the joined mask every query sees all of this job's keys only if the first
+                // query's position is at most one key step before the next job's first key.
                 (mask.query + mask.key_step >= mask.key).then_some(())?;
                 let ahead = self.keys * mask.key_step;
                 Some(Causal {
@@ -120,8 +120,8 @@ impl Job {
         })
     }
 
-    /// This job and another one on keys that begin with the same one, whose queries come next in
-    /// memory, as one. None where they are not such a pair.
+    /// Joins this job with one whose queries follow in memory and whose keys begin with the same
+    /// one; None if they cannot be joined.
     pub fn join_queries(&self, next: &Job) -> Option<Job> {
         let keys = self.keys.max(next.keys);
         let adjacent = self.is_like(next)
@@ -138,7 +138,7 @@ impl Job {
                 None
             }
             Some(mask) => {
-                self.mask_goes_on(&mask, next).then_some(())?;
+                self.mask_extends_to(&mask, next).then_some(())?;
                 Some(mask)
             }
         };
@@ -163,15 +163,15 @@ impl Job {
         self.visible(0) < self.keys
     }
 
-    /// Whether this job's mask, told of more keys and more queries, shows this job's queries what
-    /// they saw and the next one's what those saw.
-    fn mask_goes_on(&self, mask: &Causal, next: &Job) -> bool {
+    /// Whether this job's mask, extended to the keys and queries of both jobs, leaves the visible
+    /// keys of all queries unchanged.
+    fn mask_extends_to(&self, mask: &Causal, next: &Job) -> bool {
         let longer = Job {
             queries: self.queries + next.queries,
             keys: self.keys.max(next.keys),
             ..self.clone()
         };
-        let own_stay = next.keys <= self.keys || {
+        let own_unchanged = next.keys <= self.keys || {
             let unbounded = Job {
                 keys: usize::MAX,
                 ..self.clone()
@@ -180,7 +180,7 @@ impl Job {
         };
         let wide = |x: usize| x as i128;
         let lead = |mask: &Causal| wide(mask.query) - wide(mask.key);
-        let theirs = match next.causal.filter(|_| next.hides()) {
+        let next_unchanged = match next.causal.filter(|_| next.hides()) {
             None => next.keys >= self.keys && longer.visible(self.queries) >= next.keys,
             Some(other) => {
                 let steps = (mask.query_step, mask.key_step) == (other.query_step, other.key_step);
@@ -191,10 +191,10 @@ impl Job {
                 steps && same && clipped
             }
         };
-        own_stay && theirs
+        own_unchanged && next_unchanged
     }
 
-    /// Whether they differ in nothing but their rows.
+    /// Whether the jobs differ only in their rows.
     fn is_like(&self, next: &Job) -> bool {
         (self.batch, self.segments, self.heads, self.dim)
             == (next.batch, next.segments, next.heads, next.dim)
@@ -210,7 +210,7 @@ impl Job {
             && (self.segments <= 1 || one.segment == other.segment)
     }
 
-    /// Whether an operand's rows come right after the first `rows` rows of another one.
+    /// Whether the rows of `next` directly follow the first `rows` rows of `one`.
     fn follows(&self, one: &Operand, rows: usize, next: &Operand) -> bool {
         let step = match rows {
             1 => next.row,
@@ -233,7 +233,7 @@ impl Job {
         }
     }
 
-    /// An operand over its own rows and the next ones, which tell the step where it has only one.
+    /// An operand over its own rows and those of `next`, which has the stride if `rows` is 1.
     fn rows_of(&self, one: &Operand, next: &Operand, rows: usize) -> Operand {
         let row = if rows == 1 { next.row } else { one.row };
         Operand { row, ..one.clone() }
@@ -250,10 +250,8 @@ mod tests {
     use crate::conformance::Random;
     use std::collections::BTreeMap;
 
-    type Addresses = [usize; 4];
-
     /// How often each pair of addresses is computed.
-    fn pairs(jobs: &[Job]) -> BTreeMap<Addresses, usize> {
+    fn pairs(jobs: &[Job]) -> BTreeMap<[usize; 4], usize> {
         let mut found = BTreeMap::new();
         for job in jobs {
             for (segment, head) in
@@ -273,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_one_where_both_sides_go_on() {
+    fn blocks_join_if_their_rows_follow_on_both_sides() {
         let block = |rows: usize, from: usize, to: usize| Block {
             batch: 1,
             segments: 1,
@@ -296,34 +294,37 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn fewer_pieces_are_the_same_numbers(
-            [batch, segments, rows, heads, width] in [1usize..3, 1usize..3, 1usize..4, 1usize..4, 1usize..4],
+        fn coalescing_does_not_change_what_is_copied(
+            [batch, segments, rows, heads, width] in
+                [1usize..3, 1usize..3, 1usize..4, 1usize..4, 1usize..4],
             dense in proptest::array::uniform8(proptest::bool::weighted(0.7)),
-            turned: bool,
+            reversed: bool,
         ) {
-            // Each level lies right behind the one below it, or with a gap.
+            // Each level is contiguous or has a gap.
             let of = |dense: &[bool]| {
                 let gap = |dense: bool| usize::from(!dense);
                 let head = width + gap(dense[0]);
                 let row = heads * head + gap(dense[1]);
                 let segment = rows * row + gap(dense[2]);
                 let batch = segments * segment + gap(dense[3]);
-                let heads = (0..heads).map(|at| if turned { heads - 1 - at } else { at } * head);
+                let head_at = |at| if reversed { heads - 1 - at } else { at } * head;
+                let heads = (0..heads).map(head_at);
                 Operand { offset: 5, batch, segment, row, heads: heads.collect() }
             };
             let (from, to) = (of(&dense[..4]), of(&dense[4..]));
             let block = Block { batch, segments, rows, heads, width, from, to };
-            let numbers = |block: &Block| {
-                let pieces = block.addresses();
-                let each = pieces.flat_map(|(from, to)| (0..block.width).map(move |i| (from + i, to + i)));
+            let copied = |block: &Block| {
+                let each = block.addresses().flat_map(|(from, to)| {
+                    (0..block.width).map(move |i| (from + i, to + i))
+                });
                 let mut all: Vec<_> = each.collect();
                 all.sort_unstable();
                 all
             };
-            let few = block.in_few_pieces();
-            proptest::prop_assert_eq!(numbers(&few), numbers(&block));
-            if dense.iter().all(|&dense| dense) && (!turned || heads == 1) {
-                proptest::prop_assert_eq!(few.addresses().count(), 1);
+            let coalesced = block.coalesced();
+            proptest::prop_assert_eq!(copied(&coalesced), copied(&block));
+            if dense.iter().all(|&dense| dense) && (!reversed || heads == 1) {
+                proptest::prop_assert_eq!(coalesced.addresses().count(), 1);
             }
         }
     }
@@ -381,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_joined_has_the_pairs_of_its_pieces_and_no_other() {
+    fn a_joined_job_has_exactly_the_pairs_of_its_parts() {
         let mut joined = [0; 2];
         for seed in 0..60_000 {
             let mut random = Random::new(seed);
@@ -421,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn halves_have_the_pairs_of_the_whole_and_no_other() {
+    fn halves_have_exactly_the_pairs_of_the_whole() {
         let mut cut = 0;
         for seed in 0..2000 {
             let mut random = Random::new(seed);
@@ -447,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_lie_side_by_side_stays_apart() {
+    fn jobs_that_are_not_adjacent_do_not_join() {
         let first = job((0, 4), (0, 4), None);
         assert_eq!(first.join_keys(&job((0, 4), (5, 4), None)), None);
         assert_eq!(first.join_keys(&job((0, 3), (4, 4), None)), None);

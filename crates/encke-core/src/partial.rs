@@ -1,24 +1,24 @@
-//! Attention over part of the keys, and how parts become a whole (spec 2), in f64.
+//! Attention over part of the keys, and the merge of such partial results (spec section 2), in f64.
 //!
-//! This is the arithmetic of the reference and of what is combined on the host. It is not what
-//! kernels run: they have carries of their own, in their own types, judged against this one.
+//! This is the arithmetic of the reference and of the host-side combination of slots. Kernels have
+//! carries of their own, in their own types, and are tested against this one.
 //!
-//! The decision here: whether anything was seen is asked before anything is subtracted, so that
-//! no difference of two infinities is ever formed and no epsilon is needed anywhere.
+//! The decision here: the code tests whether any key was seen before it subtracts maxima, so it never
+//! forms a difference of two infinities and needs no epsilon.
 
-/// A softmax under way: weights relative to the largest score seen so far.
+/// A running (online) softmax: weights are relative to the largest score so far.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Carry {
     /// Sum of `exp(score - m)` times the value.
     pub acc: Vec<f64>,
-    /// Largest score seen; minus infinity before the first.
+    /// The largest score; minus infinity before the first key.
     pub m: f64,
-    /// Sum of `exp(score - m)`: at least one as soon as a key was seen.
+    /// Sum of `exp(score - m)`: at least 1 after the first key.
     pub l: f64,
 }
 
 impl Carry {
-    /// No key seen yet.
+    /// Over no keys.
     pub fn new(dim: usize) -> Carry {
         Carry {
             acc: vec![0.0; dim],
@@ -27,18 +27,18 @@ impl Carry {
         }
     }
 
-    /// One more key. A score of minus infinity is a key that is not visible.
+    /// Adds one key. A score of minus infinity marks a masked key.
     pub fn absorb(&mut self, score: f64, v: &[f64]) {
         assert_eq!(v.len(), self.acc.len(), "a value of another dimension");
         if score == f64::NEG_INFINITY {
             return;
         }
-        self.raise(score);
+        self.raise_max(score);
         let weight = (score - self.m).exp();
         self.add(weight, weight, v);
     }
 
-    /// The keys of `other` as well. Fixed order gives fixed bits; another order does not.
+    /// Adds the keys of `other`. A fixed merge order gives fixed bits; another order may not.
     pub fn merge(&mut self, other: &Carry) {
         assert_eq!(
             other.acc.len(),
@@ -46,14 +46,14 @@ impl Carry {
             "a carry of another dimension"
         );
         if other.l == 0.0 {
-            return; // nothing was seen there, and its m is minus infinity
+            return; // `other` has no keys, and its m is minus infinity
         }
-        self.raise(other.m);
+        self.raise_max(other.m);
         let weight = (other.m - self.m).exp();
         self.add(weight, weight * other.l, &other.acc);
     }
 
-    /// Attention over the keys seen.
+    /// Attention over the keys so far.
     pub fn finish(&self) -> Partial {
         if self.l == 0.0 {
             return Partial::empty(self.acc.len());
@@ -64,16 +64,16 @@ impl Carry {
         }
     }
 
-    /// Makes the weights relative to `score` where it is larger than all before.
-    fn raise(&mut self, score: f64) {
+    /// Rescales the weights if `score` is a new maximum.
+    fn raise_max(&mut self, score: f64) {
         if score > self.m {
-            let shrink = if self.l == 0.0 {
+            let rescale = if self.l == 0.0 {
                 0.0
             } else {
                 (self.m - score).exp()
             };
-            self.acc.iter_mut().for_each(|x| *x *= shrink);
-            self.l *= shrink;
+            self.acc.iter_mut().for_each(|x| *x *= rescale);
+            self.l *= rescale;
             self.m = score;
         }
     }
@@ -89,9 +89,9 @@ impl Carry {
 /// Finished attention over some of the keys.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Partial {
-    /// The weighted mean of the values; zeros where no key was seen.
+    /// The weighted mean of the values; zeros if there were no keys.
     pub out: Vec<f64>,
-    /// Natural logarithm of the sum of `exp(score)`; minus infinity where no key was seen.
+    /// Natural logarithm of the sum of `exp(score)`; minus infinity if there were no keys.
     pub lse: f64,
 }
 
@@ -104,14 +104,14 @@ impl Partial {
         }
     }
 
-    /// Attention over the keys of both, counted once for each.
+    /// Attention over the keys of both; a key in both counts twice.
     pub fn merge(&self, other: &Partial) -> Partial {
         assert_eq!(
             other.out.len(),
             self.out.len(),
             "a partial of another dimension"
         );
-        // Asked of both rather than of the larger: `max` drops a NaN, and a NaN must stay visible.
+        // Tests both instead of their maximum: `max` drops a NaN, and a NaN must propagate.
         if self.lse == f64::NEG_INFINITY && other.lse == f64::NEG_INFINITY {
             return Partial::empty(self.out.len());
         }
@@ -132,7 +132,7 @@ mod tests {
 
     const DIM: usize = 3;
 
-    /// Scores of any size and sign, and values, from a fixed sequence.
+    /// Scores of both signs, up to `spread` in size, and values, from a fixed sequence.
     fn keys(count: usize, spread: f64) -> Vec<(f64, Vec<f64>)> {
         let wave = |i: usize| ((i * i + 3 * i) as f64 * 0.7).sin();
         (0..count)
@@ -149,7 +149,7 @@ mod tests {
         carry
     }
 
-    /// The textbook softmax: the maximum first, then everything relative to it.
+    /// The two-pass softmax: the maximum first, then weights relative to it.
     fn softmax(keys: &[(f64, Vec<f64>)]) -> Partial {
         let largest = keys.iter().map(|k| k.0).fold(f64::NEG_INFINITY, f64::max);
         let total: f64 = keys.iter().map(|k| (k.0 - largest).exp()).sum();
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_seen_is_zero_and_minus_infinity() {
+    fn attention_over_no_keys_is_zero_with_lse_minus_infinity() {
         let mut none = Carry::new(DIM);
         none.absorb(f64::NEG_INFINITY, &[1.0, 2.0, 3.0]);
         none.merge(&Carry::new(DIM));
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn merging_with_nothing_changes_nothing() {
+    fn merging_with_an_empty_carry_changes_nothing() {
         let keys = keys(5, 3.0);
         let whole = carry(&keys);
         let mut after = whole.clone();
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn any_cut_merges_to_one_softmax() {
+    fn partials_of_any_split_merge_to_one_softmax() {
         for spread in [0.0, 1.0, 30.0, 1e4] {
             let keys = keys(17, spread);
             let expected = softmax(&keys);
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nan_is_not_hidden() {
+    fn a_nan_propagates() {
         let mut poisoned = Carry::new(DIM);
         poisoned.absorb(f64::NAN, &[1.0; DIM]);
         poisoned.absorb(0.0, &[1.0; DIM]);

@@ -1,12 +1,13 @@
 //! Which query sees which key.
 //!
-//! A pattern is a list of branches (segment length, dilation rate), a rule that hands branches to
-//! heads, and whether attention is causal. [`Pattern::multiplicity`] is the truth; [`Pattern::lanes`]
-//! is the same truth resolved for the planner: one lane for each (branch, offset) with its heads.
+//! A pattern is a list of branches (segment length, dilation rate), a rule that assigns branches to
+//! heads, and whether attention is causal. [`Pattern::multiplicity`] is the definition (spec section
+//! 5); [`Pattern::lanes`] is the same set of pairs in the planner's form: one lane for each (branch,
+//! offset) with its heads.
 //!
-//! Heads write their results into *slots*. Where all branches of a head share one softmax (dense,
-//! group, mix) a slot is a head. Where branches must stay apart until the end (detached mixing
-//! gradients, fkodom) each (branch, head) has a slot of its own, combined by `mixing`.
+//! Heads write their results into *slots*. If all branches of a head share one softmax (dense, group,
+//! mix), a slot is a head. If branches stay separate until the end (detached mixing gradients,
+//! fkodom), each (branch, head) has a slot of its own, and `mixing` combines them.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,21 +19,21 @@ use crate::shape::Shape;
 pub struct Branch {
     /// Tokens of a segment, counted on global positions.
     pub segment: usize,
-    /// Distance between the tokens that take part.
+    /// Distance between the tokens that are selected.
     pub dilation: usize,
 }
 
-/// The constant that group mode multiplies its output with.
+/// The constant factor of group mode's output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GroupScale {
     /// One: the output is the attention.
     One,
-    /// One over the number of branches, as some packages have it.
+    /// One over the number of branches, as in some packages.
     Groups,
 }
 
-/// How mix mode gives each head its phase within a dilated segment.
+/// How mix mode chooses the phase of each head within a dilated segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OffsetRule {
@@ -48,27 +49,27 @@ pub enum OffsetRule {
 pub enum MixingGradient {
     /// The derivative of the forward pass.
     Exact,
-    /// The mixing weights taken as constants, as torchscale ships it.
+    /// The mixing weights treated as constants, as in torchscale.
     Detached,
 }
 
-/// How branches are handed to heads and their results combined.
+/// How branches are assigned to heads and how their results are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "mode")]
 pub enum Mode {
-    /// Heads are cut into contiguous groups, one per branch.
+    /// Heads are divided into contiguous groups, one per branch.
     Group {
-        /// What the output is multiplied with.
+        /// Factor of the output.
         scale: GroupScale,
     },
     /// Every head has all branches, under one softmax.
     Mix {
         /// The phase of each head.
         offsets: OffsetRule,
-        /// The derivative computed.
+        /// Which derivative is computed.
         gradient: MixingGradient,
     },
-    /// Bug-for-bug compatibility with one peer; see `mixing`.
+    /// Bug-for-bug compatibility with the fkodom package; see `mixing`.
     Fkodom,
 }
 
@@ -91,36 +92,36 @@ pub struct Pattern {
     causal: bool,
 }
 
-/// A head's share in a lane.
+/// One head of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct LaneHead {
     /// The query head.
     pub head: usize,
     /// The key head it reads.
     pub kv_head: usize,
-    /// Where its result goes.
+    /// The slot its result goes to.
     pub slot: usize,
 }
 
-/// One (branch, offset) and the heads that have it: everything in a lane has the same index sets.
+/// One (branch, offset) and its heads: all heads of a lane have the same index sets.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Lane {
     /// The branch it came from.
     pub branch: usize,
-    /// Segment length, never more than the tokens there are.
+    /// Segment length, at most the length of the sequence.
     pub segment: usize,
     /// Dilation rate.
     pub dilation: usize,
     /// Phase within the segment.
     pub offset: usize,
-    /// The heads, in rising order.
+    /// The heads, in ascending order.
     pub heads: Vec<LaneHead>,
-    /// The distinct key heads they read, in rising order.
+    /// The distinct key heads they read, in ascending order.
     pub kv_heads: Vec<usize>,
 }
 
 impl Pattern {
-    /// Plain attention: every query sees every key.
+    /// Dense attention: every query sees every key.
     pub fn dense() -> Pattern {
         Pattern {
             branches: vec![Branch {
@@ -171,7 +172,7 @@ impl Pattern {
         })
     }
 
-    /// The same pattern, each query seeing only keys at or before its own position.
+    /// Sets whether each query sees only keys at or before its own position.
     pub fn causal(mut self, causal: bool) -> Pattern {
         self.causal = causal;
         self
@@ -187,12 +188,12 @@ impl Pattern {
         &self.branches
     }
 
-    /// How branches are handed to heads.
+    /// How branches are assigned to heads.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// Refuses what this pattern cannot do for `shape`.
+    /// An error if this pattern does not support `shape`.
     pub fn check(&self, shape: &Shape) -> Result<()> {
         let branches = self.branches.len();
         let grouped = !matches!(self.mode, Mode::Mix { .. });
@@ -215,7 +216,20 @@ impl Pattern {
         Ok(())
     }
 
-    /// Whether branches keep results of their own until the end (see the module's words on slots).
+    /// An error if the mode's output is not a softmax with this lse, so that the lse has no gradient.
+    pub(crate) fn check_dlse(&self) -> Result<()> {
+        match self.mode {
+            Mode::Fkodom => Err(Error::NotInMode {
+                what: "a gradient of the lse",
+                mode: self.mode.name(),
+                hint: "its output is not a softmax of its lse: leave the gradient out, or use group \
+                       mode",
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether branches have slots of their own (see the module documentation).
     pub fn splits_slots(&self) -> bool {
         match self.mode {
             Mode::Group { .. } => false,
@@ -224,7 +238,7 @@ impl Pattern {
         }
     }
 
-    /// What the output is multiplied with after the softmax.
+    /// Factor of the output after the softmax.
     pub fn gain(&self) -> f64 {
         match self.mode {
             Mode::Group {
@@ -234,7 +248,7 @@ impl Pattern {
         }
     }
 
-    /// (head, offset) of every head of `branch`, in rising order of heads.
+    /// (head, offset) of every head of `branch`, in ascending order of heads.
     pub fn heads_of(&self, branch: usize, heads: usize) -> Vec<(usize, usize)> {
         let groups = self.branches.len();
         let dilation = self.branches[branch].dilation;
@@ -246,8 +260,8 @@ impl Pattern {
                     .map(|h| (h, branch % dilation))
                     .collect()
             }
-            // The peer starts branch i at i times its own share: shares overlap, and heads at the
-            // end can be left out, when the branches do not divide the heads.
+            // The fkodom package starts branch i at i times its own share. If the branches do not
+            // divide the heads, shares overlap and heads at the end can be left out.
             Mode::Fkodom => (branch * share..((branch + 1) * share).min(heads))
                 .map(|h| (h, branch % dilation))
                 .collect(),
@@ -260,7 +274,7 @@ impl Pattern {
         }
     }
 
-    /// In how many branches query `q` and key `k` of `head` share an index set and `q` may see `k`.
+    /// In how many branches of `head` query `q` sees key `k`.
     pub fn multiplicity(&self, shape: &Shape, head: usize, q: usize, k: usize) -> usize {
         if self.causal && k > q {
             return 0;
@@ -280,7 +294,7 @@ impl Pattern {
             .count()
     }
 
-    /// The head that each slot belongs to.
+    /// The head of each slot.
     pub fn slots(&self, heads: usize) -> Vec<usize> {
         if !self.splits_slots() {
             return (0..heads).collect();
@@ -291,7 +305,7 @@ impl Pattern {
             .collect()
     }
 
-    /// The pattern resolved for `shape`: its lanes, in order of branch and offset.
+    /// The pattern resolved for `shape`: its lanes, ordered by branch and offset.
     pub fn lanes(&self, shape: &Shape) -> Vec<Lane> {
         let mut lanes: Vec<Lane> = Vec::new();
         let mut slots = 0;
@@ -302,7 +316,7 @@ impl Pattern {
                 let slot = if self.splits_slots() { slots } else { head };
                 slots += 1;
                 if offset >= segment {
-                    continue; // no token of a segment this short has that phase
+                    continue; // no token of such a short segment has that phase
                 }
                 let at = of_branch
                     .iter()

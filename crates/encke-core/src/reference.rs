@@ -1,11 +1,12 @@
-//! The specification in code: attention and its gradients in f64, one query at a time.
+//! The reference: attention and its gradients in f64, one query at a time, as the specification
+//! (`docs/spec.md`) defines them.
 //!
-//! Everything fast is judged against this file, so it shares nothing with what it judges: no plan,
-//! no lanes, no blocks. It is not meant to be quick; it only avoids visiting tokens that cannot
-//! matter, by stepping through the query's own index set.
+//! All kernels and rings are tested against this file, so it shares no code with them: no plan, no
+//! lanes, no blocks. It is not fast; its only optimisation is to step through the index set of the
+//! query instead of testing every token.
 //!
-//! The decision here: a mode is nothing but which branches share a softmax, so all modes go
-//! through one `attend` and one `pull_back`, and differ in what they hand to them.
+//! The decision here: modes differ only in which branches share a softmax, so all modes use one
+//! `attend` and one `backward_row` with different arguments.
 
 use std::ops::Range;
 
@@ -14,18 +15,18 @@ use crate::partial::{Carry, Partial};
 use crate::pattern::{Branch, MixingGradient, Mode, Pattern};
 use crate::shape::Shape;
 
-/// What the forward pass gives.
+/// The results of the forward pass.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Forward {
+pub struct ReferenceForward {
     /// The output, `[b, n, heads, d]`.
     pub out: Vec<f64>,
-    /// Log-sum-exp of each query's scores, `[b, n, heads]`; minus infinity where it sees no key.
+    /// Log-sum-exp of each query's scores, `[b, n, heads]`; minus infinity if it sees no key.
     pub lse: Vec<f64>,
 }
 
-/// What the backward pass gives.
+/// The results of the backward pass.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Gradients {
+pub struct ReferenceGradients {
     /// Gradient of q, `[b, n, heads, d]`.
     pub dq: Vec<f64>,
     /// Gradient of k, `[b, n, kv_heads, d]`.
@@ -42,13 +43,13 @@ pub fn forward(
     q: &[f64],
     k: &[f64],
     v: &[f64],
-) -> Result<Forward> {
-    let call = Call::new(shape, pattern, scale, q, k, v)?;
+) -> Result<ReferenceForward> {
+    let call = CheckedCall::new(shape, pattern, scale, q, k, v)?;
     let mut out = vec![0.0; q.len()];
     let mut lse = vec![f64::NEG_INFINITY; q.len() / shape.dim];
     for row in call.rows() {
         let at = call.query(row);
-        let whole = call.attend(row, &call.parts[row.head]);
+        let whole = call.attend(row, &call.branches[row.head]);
         lse[at.start / shape.dim] = whole.lse;
         if pattern.mode() != Mode::Fkodom {
             let gained = whole.out.iter().map(|x| pattern.gain() * x);
@@ -58,14 +59,14 @@ pub fn forward(
     if pattern.mode() == Mode::Fkodom {
         call.fkodom_forward(&mut out);
     }
-    Ok(Forward { out, lse })
+    Ok(ReferenceForward { out, lse })
 }
 
-/// Gradients of `sum(out * dout) + sum(lse * dlse)`, except where the mode defines others
-/// (detached mixing weights). Needs nothing but the inputs: it runs the forward pass again.
+/// Gradients of `sum(out * dout) + sum(lse * dlse)`, or those that the mode defines instead
+/// (detached mixing weights). Recomputes the forward pass from the inputs.
 #[expect(
     clippy::too_many_arguments,
-    reason = "these are the operands of the formula, and a struct for one function hides them"
+    reason = "these are the operands of the formula, and a struct for one function would hide them"
 )]
 pub fn backward(
     shape: &Shape,
@@ -76,28 +77,15 @@ pub fn backward(
     v: &[f64],
     dout: &[f64],
     dlse: Option<&[f64]>,
-) -> Result<Gradients> {
-    let call = Call::new(shape, pattern, scale, q, k, v)?;
-    let Shape {
-        batch,
-        tokens,
-        heads,
-        dim,
-        ..
-    } = *shape;
-    check_len("dout", dout, &[batch, tokens, heads, dim])?;
+) -> Result<ReferenceGradients> {
+    let call = CheckedCall::new(shape, pattern, scale, q, k, v)?;
+    let dims = [shape.batch, shape.tokens, shape.heads, shape.dim];
+    check_len("dout", dout, &dims)?;
     if let Some(dlse) = dlse {
-        check_len("dlse", dlse, &[batch, tokens, heads])?;
-        if pattern.mode() == Mode::Fkodom {
-            return Err(Error::NotInMode {
-                what: "a gradient of the lse",
-                mode: pattern.mode().name(),
-                hint: "its output is no softmax of its lse: leave the gradient out, or use group \
-                       mode",
-            });
-        }
+        check_len("dlse", dlse, &dims[..3])?;
+        pattern.check_dlse()?;
     }
-    let mut gradients = Gradients {
+    let mut gradients = ReferenceGradients {
         dq: vec![0.0; q.len()],
         dk: vec![0.0; k.len()],
         dv: vec![0.0; v.len()],
@@ -110,9 +98,8 @@ pub fn backward(
     Ok(gradients)
 }
 
-/// The attention of one query of `head`, the numbers of which are `q`. Keys are asked for one at
-/// a time: `key` is given a token and returns its k and v as the head reads them, so that no tensor
-/// need exist as a whole.
+/// The attention of one query `q` of `head`. `key` returns the k and v of a token as the head reads
+/// them, one token at a time, so that no whole tensor needs to exist.
 pub fn row(
     shape: &Shape,
     pattern: &Pattern,
@@ -125,14 +112,14 @@ pub fn row(
     check_len("q", q, &[shape.dim])?;
     if pattern.mode() == Mode::Fkodom {
         return Err(Error::NotInMode {
-            what: "one row alone",
+            what: "a single row",
             mode: pattern.mode().name(),
             hint: "its rows are divided by sums over the whole sequence: use group mode",
         });
     }
     let mut carry = Carry::new(shape.dim);
-    for &part in &parts(shape, pattern)[head] {
-        for token in keys(shape, pattern, part, token) {
+    for &branch in &branches_of_heads(shape, pattern)[head] {
+        for token in keys(shape, pattern, branch, token) {
             let (k, v) = key(token);
             carry.absorb(scale * dot(q, &k), &v);
         }
@@ -143,65 +130,62 @@ pub fn row(
 }
 
 /// The branches of each head: none, one or several.
-fn parts(shape: &Shape, pattern: &Pattern) -> Vec<Vec<Part>> {
-    let mut parts = vec![Vec::new(); shape.heads];
+fn branches_of_heads(shape: &Shape, pattern: &Pattern) -> Vec<Vec<HeadBranch>> {
+    let mut branches = vec![Vec::new(); shape.heads];
     for (index, &branch) in pattern.branches().iter().enumerate() {
         for (head, offset) in pattern.heads_of(index, shape.heads) {
-            parts[head].push(Part { branch, offset });
+            branches[head].push(HeadBranch { branch, offset });
         }
     }
-    parts
+    branches
 }
 
-/// The keys `token` sees in `part`: its own index set, as far as causality allows (spec 0).
+/// The keys that `token` sees in a branch: its index set, up to itself if causal (spec sections 0
+/// and 5).
 fn keys(
     shape: &Shape,
     pattern: &Pattern,
-    part: Part,
+    HeadBranch { branch, offset }: HeadBranch,
     token: usize,
 ) -> impl Iterator<Item = usize> + use<> {
-    // A segment longer than the sequence is the sequence; so cut, nothing below overflows.
-    let segment = part.branch.segment.min(shape.tokens);
-    let dilation = part.branch.dilation;
+    // Clamped to the sequence, so that nothing below overflows.
+    let segment = branch.segment.min(shape.tokens);
+    let dilation = branch.dilation;
     let start = token / segment * segment;
-    let touched = (token - start) % dilation == part.offset;
+    let touched = (token - start) % dilation == offset;
     let end = match pattern.is_causal() {
         true => token + 1,
         false => (start + segment).min(shape.tokens),
     };
-    let visible = if touched {
-        start + part.offset..end
-    } else {
-        0..0
-    };
+    let visible = if touched { start + offset..end } else { 0..0 };
     visible.step_by(dilation)
 }
 
-/// One query: a token of a head of a sequence.
+/// One query: a token of one head in one batch entry.
 #[derive(Clone, Copy)]
-struct Row {
+struct QueryIndex {
     batch: usize,
     token: usize,
     head: usize,
 }
 
-/// A branch as one head has it.
+/// A branch with the offset that one head has in it.
 #[derive(Clone, Copy)]
-struct Part {
+struct HeadBranch {
     branch: Branch,
     offset: usize,
 }
 
-/// What arrives at one query from above, and what its softmax needs to send it down (spec 3).
-struct Upstream<'a> {
+/// The upstream gradient of one query and what its softmax backward needs (spec section 3).
+struct QueryUpstream<'a> {
     dout: &'a [f64],
     lse: f64,
-    /// dout·out less the gradient of the lse: what every dS of the row has subtracted.
+    /// D = dout·out − dlse, which is subtracted in every dS of the row.
     delta: f64,
 }
 
 /// The checked operands of one call.
-struct Call<'a> {
+struct CheckedCall<'a> {
     shape: &'a Shape,
     pattern: &'a Pattern,
     scale: f64,
@@ -209,10 +193,10 @@ struct Call<'a> {
     k: &'a [f64],
     v: &'a [f64],
     /// The branches of each head: none, one or several.
-    parts: Vec<Vec<Part>>,
+    branches: Vec<Vec<HeadBranch>>,
 }
 
-impl<'a> Call<'a> {
+impl<'a> CheckedCall<'a> {
     fn new(
         shape: &'a Shape,
         pattern: &'a Pattern,
@@ -220,46 +204,40 @@ impl<'a> Call<'a> {
         q: &'a [f64],
         k: &'a [f64],
         v: &'a [f64],
-    ) -> Result<Call<'a>> {
+    ) -> Result<CheckedCall<'a>> {
         pattern.check(shape)?;
-        let Shape {
-            batch,
-            tokens,
-            heads,
-            kv_heads,
-            dim,
-        } = *shape;
-        check_len("q", q, &[batch, tokens, heads, dim])?;
-        check_len("k", k, &[batch, tokens, kv_heads, dim])?;
-        check_len("v", v, &[batch, tokens, kv_heads, dim])?;
-        Ok(Call {
+        let dims = |heads: usize| [shape.batch, shape.tokens, heads, shape.dim];
+        check_len("q", q, &dims(shape.heads))?;
+        check_len("k", k, &dims(shape.kv_heads))?;
+        check_len("v", v, &dims(shape.kv_heads))?;
+        Ok(CheckedCall {
             shape,
             pattern,
             scale,
             q,
             k,
             v,
-            parts: parts(shape, pattern),
+            branches: branches_of_heads(shape, pattern),
         })
     }
 
-    /// All queries, in the order they are stored in.
-    fn rows(&self) -> impl Iterator<Item = Row> {
+    /// All queries, in storage order.
+    fn rows(&self) -> impl Iterator<Item = QueryIndex> {
         let Shape {
             batch,
             tokens,
             heads,
             ..
         } = *self.shape;
-        (0..batch * tokens * heads).map(move |row| Row {
+        (0..batch * tokens * heads).map(move |row| QueryIndex {
             batch: row / heads / tokens,
             token: row / heads % tokens,
             head: row % heads,
         })
     }
 
-    /// Where the query's numbers lie in q, out and dq.
-    fn query(&self, row: Row) -> Range<usize> {
+    /// The elements of a query in q, out and dq.
+    fn query(&self, row: QueryIndex) -> Range<usize> {
         let Shape {
             tokens, heads, dim, ..
         } = *self.shape;
@@ -267,8 +245,8 @@ impl<'a> Call<'a> {
         start..start + dim
     }
 
-    /// Where the numbers of `token`, as the query's head reads it, lie in k, v, dk and dv.
-    fn key(&self, row: Row, token: usize) -> Range<usize> {
+    /// The elements of `token` in k, v, dk and dv, in the key head that the query reads.
+    fn key(&self, row: QueryIndex, token: usize) -> Range<usize> {
         let Shape {
             tokens,
             kv_heads,
@@ -280,30 +258,36 @@ impl<'a> Call<'a> {
         start..start + dim
     }
 
-    /// The keys `token` sees in `part`.
-    fn keys(&self, part: Part, token: usize) -> impl Iterator<Item = usize> + use<> {
-        keys(self.shape, self.pattern, part, token)
+    /// The keys that `token` sees in a branch.
+    fn keys(&self, branch: HeadBranch, token: usize) -> impl Iterator<Item = usize> + use<> {
+        keys(self.shape, self.pattern, branch, token)
     }
 
-    fn score(&self, row: Row, token: usize) -> f64 {
+    fn score(&self, row: QueryIndex, token: usize) -> f64 {
         self.scale * dot(&self.q[self.query(row)], &self.k[self.key(row, token)])
     }
 
-    /// One softmax over the keys of all `parts`; a key that several of them have counts as often.
-    fn attend(&self, row: Row, parts: &[Part]) -> Partial {
+    /// One softmax over the keys of all `branches`; a key in several of them counts several times.
+    fn attend(&self, row: QueryIndex, branches: &[HeadBranch]) -> Partial {
         let mut carry = Carry::new(self.shape.dim);
-        for &part in parts {
-            for token in self.keys(part, row.token) {
+        for &branch in branches {
+            for token in self.keys(branch, row.token) {
                 carry.absorb(self.score(row, token), &self.v[self.key(row, token)]);
             }
         }
         carry.finish()
     }
 
-    /// Sends what arrives at one query down to q, k and v, through the keys of one branch.
-    fn pull_back(&self, row: Row, part: Part, from: &Upstream<'_>, to: &mut Gradients) {
+    /// Adds the gradients of one query through the keys of one branch.
+    fn backward_row(
+        &self,
+        row: QueryIndex,
+        branch: HeadBranch,
+        from: &QueryUpstream<'_>,
+        to: &mut ReferenceGradients,
+    ) {
         let query = self.query(row);
-        for token in self.keys(part, row.token) {
+        for token in self.keys(branch, row.token) {
             let key = self.key(row, token);
             let p = (self.score(row, token) - from.lse).exp();
             let ds = p * (dot(from.dout, &self.v[key.clone()]) - from.delta);
@@ -318,7 +302,7 @@ impl<'a> Call<'a> {
     }
 
     /// Group and mix mode: the branches of a head share one softmax, hence one lse.
-    fn softmax_backward(&self, dout: &[f64], dlse: Option<&[f64]>, to: &mut Gradients) {
+    fn softmax_backward(&self, dout: &[f64], dlse: Option<&[f64]>, to: &mut ReferenceGradients) {
         let detached = matches!(
             self.pattern.mode(),
             Mode::Mix {
@@ -330,24 +314,24 @@ impl<'a> Call<'a> {
             let at = self.query(row);
             let g = dlse.map_or(0.0, |dlse| dlse[at.start / self.shape.dim]);
             let dout: Vec<f64> = dout[at].iter().map(|x| self.pattern.gain() * x).collect();
-            let whole = self.attend(row, &self.parts[row.head]);
-            for &part in &self.parts[row.head] {
-                // Weights taken as constants: each branch is a softmax with an output of its own.
-                let own = detached.then(|| self.attend(row, &[part]));
-                let from = Upstream {
+            let whole = self.attend(row, &self.branches[row.head]);
+            for &branch in &self.branches[row.head] {
+                // With constant mixing weights, each branch is a softmax with its own output.
+                let own = detached.then(|| self.attend(row, &[branch]));
+                let from = QueryUpstream {
                     dout: &dout,
                     lse: whole.lse,
                     delta: dot(&dout, &own.as_ref().unwrap_or(&whole).out) - g,
                 };
-                self.pull_back(row, part, &from, to);
+                self.backward_row(row, branch, &from, to);
             }
         }
     }
 
-    /// The peer divides each feature of a branch by its sum over the sequence.
+    /// The fkodom package divides each feature of a branch by its sum over the sequence.
     fn fkodom_forward(&self, out: &mut [f64]) {
-        for (batch, head, part) in self.fkodom_parts() {
-            let branch = FkodomBranch::new(self, batch, head, part);
+        for (batch, head, of_head) in self.fkodom_branches() {
+            let branch = FkodomBranch::new(self, batch, head, of_head);
             for (row, x) in &branch.rows {
                 let at = self.query(*row);
                 for (c, o) in out[at].iter_mut().enumerate() {
@@ -357,10 +341,10 @@ impl<'a> Call<'a> {
         }
     }
 
-    fn fkodom_backward(&self, dout: &[f64], to: &mut Gradients) {
-        for (batch, head, part) in self.fkodom_parts() {
-            let branch = FkodomBranch::new(self, batch, head, part);
-            let dy = |row: Row, c: usize| dout[self.query(row)][c] / self.groups();
+    fn fkodom_backward(&self, dout: &[f64], to: &mut ReferenceGradients) {
+        for (batch, head, of_head) in self.fkodom_branches() {
+            let branch = FkodomBranch::new(self, batch, head, of_head);
+            let dy = |row: QueryIndex, c: usize| dout[self.query(row)][c] / self.groups();
             let mut dy_x = vec![0.0; self.shape.dim];
             for (row, x) in &branch.rows {
                 for (c, sum) in dy_x.iter_mut().enumerate() {
@@ -372,21 +356,23 @@ impl<'a> Call<'a> {
                 let dx: Vec<f64> = (0..self.shape.dim)
                     .map(|c| dy(*row, c) / sigma[c] - dy_x[c] / (sigma[c] * sigma[c]))
                     .collect();
-                let from = Upstream {
+                let from = QueryUpstream {
                     dout: &dx,
                     lse: x.lse,
                     delta: dot(&dx, &x.out),
                 };
-                self.pull_back(*row, part, &from, to);
+                self.backward_row(*row, of_head, &from, to);
             }
         }
     }
 
-    /// Everything that fkodom mode normalises by itself: each branch of each head and sequence.
-    fn fkodom_parts(&self) -> impl Iterator<Item = (usize, usize, Part)> {
+    /// The units that fkodom mode normalises: (batch, head, branch).
+    fn fkodom_branches(&self) -> impl Iterator<Item = (usize, usize, HeadBranch)> {
         (0..self.shape.batch).flat_map(move |batch| {
-            let heads = self.parts.iter().enumerate();
-            heads.flat_map(move |(head, parts)| parts.iter().map(move |&part| (batch, head, part)))
+            let heads = self.branches.iter().enumerate();
+            heads.flat_map(move |(head, branches)| {
+                branches.iter().map(move |&branch| (batch, head, branch))
+            })
         })
     }
 
@@ -395,21 +381,20 @@ impl<'a> Call<'a> {
     }
 }
 
-/// The attention of one branch over a whole sequence, and what fkodom mode divides it by.
+/// The attention of one branch over a whole sequence, and the sums that fkodom mode divides it by.
 struct FkodomBranch {
-    /// The queries the branch touches and their attention.
-    rows: Vec<(Row, Partial)>,
+    /// The queries that the branch selects, with their attention.
+    rows: Vec<(QueryIndex, Partial)>,
     /// Sum of the attention over those queries, for each feature.
     sigma: Vec<f64>,
 }
 
 impl FkodomBranch {
-    fn new(call: &Call<'_>, batch: usize, head: usize, part: Part) -> FkodomBranch {
-        // Untouched queries are left out rather than divided: a branch may touch none, and
-        // zero over zero is not zero.
-        let rows: Vec<(Row, Partial)> = (0..call.shape.tokens)
-            .map(|token| Row { batch, token, head })
-            .map(|row| (row, call.attend(row, &[part])))
+    fn new(call: &CheckedCall<'_>, batch: usize, head: usize, branch: HeadBranch) -> FkodomBranch {
+        // Only selected queries are divided: a branch may select none, and 0/0 is NaN.
+        let rows: Vec<(QueryIndex, Partial)> = (0..call.shape.tokens)
+            .map(|token| QueryIndex { batch, token, head })
+            .map(|row| (row, call.attend(row, &[branch])))
             .filter(|(_, x)| x.lse != f64::NEG_INFINITY)
             .collect();
         let mut sigma = vec![0.0; call.shape.dim];

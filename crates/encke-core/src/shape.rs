@@ -15,7 +15,7 @@ pub struct Shape {
     pub heads: usize,
     /// Key and value heads; query head `h` reads key head `h * kv_heads / heads`.
     pub kv_heads: usize,
-    /// Numbers per head and token.
+    /// Elements per head and token.
     pub dim: usize,
 }
 
@@ -43,7 +43,7 @@ impl Shape {
         if !heads.is_multiple_of(kv_heads) {
             return Err(Error::HeadGroups { heads, kv_heads });
         }
-        // Eight bytes an element and a factor of 64 for everything a rank may hold beside it.
+        // 8 bytes per element, and a factor of 64 for the buffers a rank may hold in addition.
         [tokens, heads, dim, 8 * 64]
             .iter()
             .try_fold(batch, |product, &size| product.checked_mul(size))

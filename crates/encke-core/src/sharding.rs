@@ -1,7 +1,7 @@
 //! Which rank owns which tokens.
 //!
-//! A sharding is a value: every kind comes down to at most two affine runs of tokens per rank, and
-//! nothing downstream asks which kind it was. Any sizes are legal, empty shards included.
+//! The decision here: every kind of sharding is at most two affine runs of tokens per rank, and the
+//! code that uses a sharding sees only the runs. Any sizes are legal, empty shards included.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,11 +12,11 @@ use crate::rows::congruence;
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cut {
-    /// One contiguous piece per rank, as even as the length allows.
+    /// One contiguous shard per rank, as even as the length allows.
     Contiguous,
-    /// One contiguous piece per rank, beginning at these tokens.
+    /// One contiguous shard per rank, starting at these tokens.
     Firsts(Vec<usize>),
-    /// 2p pieces, rank a owning pieces a and 2p-1-a: even work under a causal mask.
+    /// 2p chunks on p ranks; rank a owns chunks a and 2p-1-a, which balances causal attention.
     Zigzag,
     /// Rank a owns tokens a, a + p, a + 2p, …
     Striped,
@@ -29,7 +29,7 @@ pub struct Sharding {
     cut: Cut,
 }
 
-/// Tokens `first, first + stride, …`, `count` of them; never empty where a sharding returns it.
+/// Tokens `first, first + stride, …`, `count` of them. A sharding returns no empty runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Run {
     /// The first token.
@@ -41,7 +41,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// The tokens, in rising order.
+    /// The tokens, in ascending order.
     pub fn tokens(self) -> impl Iterator<Item = usize> {
         (0..self.count).map(move |i| self.first + i * self.stride)
     }
@@ -51,8 +51,8 @@ impl Run {
         self.first + (self.count - 1) * self.stride + 1
     }
 
-    /// The tokens that are in both runs, which are a run again; none where there are none.
-    pub fn meet(&self, other: &Run) -> Option<Run> {
+    /// The intersection of two runs, which is a run again; None if it is empty.
+    pub fn intersect(&self, other: &Run) -> Option<Run> {
         let (solution, stride) = congruence(self.first, self.stride, other.first, other.stride)?;
         let low = self.first.max(other.first);
         let first = solution + stride * low.saturating_sub(solution).div_ceil(stride);
@@ -84,12 +84,12 @@ impl Sharding {
         Ok(Sharding { ranks, cut })
     }
 
-    /// Contiguous pieces, as even as the length allows.
+    /// A contiguous sharding, as even as the length allows.
     pub fn contiguous(ranks: usize) -> Result<Sharding> {
         Sharding::new(ranks, Cut::Contiguous)
     }
 
-    /// How many ranks.
+    /// The number of ranks.
     pub fn ranks(&self) -> usize {
         self.ranks
     }
@@ -99,7 +99,7 @@ impl Sharding {
         &self.cut
     }
 
-    /// Refuses an explicit partition that does not fit `tokens`.
+    /// An error if an explicit partition does not fit `tokens`.
     pub fn check(&self, tokens: usize) -> Result<()> {
         let Cut::Firsts(firsts) = &self.cut else {
             return Ok(());
@@ -118,17 +118,17 @@ impl Sharding {
         Ok(())
     }
 
-    /// The tokens of `rank`: at most two runs, none of them empty. Rows of a shard are stored in
-    /// this order.
+    /// The tokens of `rank`: at most two runs, none of them empty. The rows of a shard are in this
+    /// order.
     pub fn runs(&self, tokens: usize, rank: usize) -> Vec<Run> {
         let p = self.ranks;
-        let piece = |pieces: usize, i: usize| {
-            let start = |i: usize| i * (tokens / pieces) + i.min(tokens % pieces);
+        let chunk = |chunks: usize, i: usize| {
+            let start = |i: usize| i * (tokens / chunks) + i.min(tokens % chunks);
             (start(i), start(i + 1))
         };
-        let pieces: Vec<(usize, usize)> = match &self.cut {
-            Cut::Contiguous => vec![piece(p, rank)],
-            Cut::Zigzag => vec![piece(2 * p, rank), piece(2 * p, 2 * p - 1 - rank)],
+        let chunks: Vec<(usize, usize)> = match &self.cut {
+            Cut::Contiguous => vec![chunk(p, rank)],
+            Cut::Zigzag => vec![chunk(2 * p, rank), chunk(2 * p, 2 * p - 1 - rank)],
             Cut::Firsts(firsts) => {
                 let end = firsts.get(rank + 1).copied().unwrap_or(tokens);
                 vec![(firsts[rank], end)]
@@ -143,7 +143,7 @@ impl Sharding {
                 return (count > 0).then_some(run).into_iter().collect();
             }
         };
-        pieces
+        chunks
             .into_iter()
             .filter(|(start, end)| start < end)
             .map(|(start, end)| Run {
@@ -154,7 +154,7 @@ impl Sharding {
             .collect()
     }
 
-    /// How many tokens `rank` owns.
+    /// The number of tokens that `rank` owns.
     pub fn rows(&self, tokens: usize, rank: usize) -> usize {
         self.runs(tokens, rank).iter().map(|run| run.count).sum()
     }

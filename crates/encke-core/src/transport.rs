@@ -1,168 +1,170 @@
-//! The port for hops: bytes fly while a closure computes.
+//! The transport port: an exchange sends and receives messages while a closure computes.
 //!
-//! Overlap by structure. The closure may read what is being sent (it is only borrowed) and cannot
-//! touch what is being received (it is borrowed mutably by the exchange), so the aliasing bug that
-//! makes rings silently wrong cannot be written. There are no request handles to forget: when
-//! `exchange` returns, everything has been sent and received, or there is a typed error.
+//! The decision here: overlap is enforced by borrowing. During an exchange the closure may read what
+//! is being sent (shared borrow) and cannot access what is being received (mutable borrow held by
+//! the exchange), so a race between messages and compute does not compile. There are no request
+//! handles: when `exchange` returns, all messages are complete, or there is a typed error.
 //!
-//! One call takes several parcels because a rank can sit in several rings at once, and because k
-//! and v travel in buffers of their own.
+//! One exchange takes several messages, because a rank can be in several rings at once and because k
+//! and v are in separate buffers.
 
 use serde::Serialize;
 use std::time::Duration;
 
 use crate::agreement::{Agreement, RankProgress};
 
-/// What a transport can carry.
+/// A buffer that a transport can send and receive.
 pub trait WireBuffer: Send + Sized {
-    /// How many elements it can hold.
+    /// Its capacity in elements.
     fn elements(&self) -> usize;
     /// Bytes of one element.
     fn element_bytes(&self) -> usize;
     /// Overwrites the first `elements` with those of `source`.
     fn copy_from(&mut self, source: &Self, elements: usize);
-    /// Bytes it really holds on to, used or not.
+    /// Bytes it has allocated, used or not.
     fn allocated_bytes(&self) -> usize;
-    /// Takes the storage, leaving an empty parcel behind.
+    /// Takes the storage and leaves an empty buffer.
     fn take(&mut self) -> Self;
-    /// Whether what is done with it here is only enqueued, and done by somebody else in its turn. Then
-    /// nothing is gained by posting it before computing, and computing is asked for first.
+    /// Whether operations on it are enqueued on a device stream instead of executed by the calling
+    /// thread. Posting its messages before the compute tasks then gains nothing, and the tasks are
+    /// enqueued first.
     fn is_enqueued(&self) -> bool {
         false
     }
-    /// It is about to be posted, to be received into in this round.
+    /// Called before the buffer is posted to receive a message of this round.
     fn vacate(&mut self, _round: usize) {}
-    /// A number that changes when any of the first `elements` does.
+    /// A checksum of the first `elements` elements.
     fn checksum(&self, elements: usize) -> u64;
 }
 
-/// A parcel that lies in the host's memory, where a wire can read and write it. Memory of a device
-/// is staged through one of these.
+/// A wire buffer in host memory, which a transport can access as bytes. Device memory is staged
+/// through one of these.
 pub trait HostWireBuffer: WireBuffer {
     /// The bytes of the first `elements`.
     fn host_bytes(&self, elements: usize) -> &[u8];
-    /// The same, to be overwritten.
+    /// The same, mutable.
     fn host_bytes_mut(&mut self, elements: usize) -> &mut [u8];
 }
 
-/// One end of a message. Both ends of it name the same tag and the same number of elements.
+/// One end of a message. Both ends have the same tag and the same number of elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 pub struct Address {
     /// The rank at the other end.
     pub peer: usize,
-    /// Tells messages between the same two ranks apart; those of one tag keep their order.
+    /// Distinguishes messages between the same two ranks. Messages with the same tag stay in order.
     pub tag: u64,
-    /// How many elements travel.
+    /// Elements of the message.
     pub elements: usize,
 }
 
-/// A parcel to be sent. Readable by everyone meanwhile.
+/// A message to send. The buffer stays readable during the exchange.
 #[derive(Debug)]
 pub struct Outgoing<'a, B> {
-    /// Where it goes.
+    /// The destination.
     pub to: Address,
-    /// What is sent.
+    /// The buffer to read.
     pub parcel: &'a B,
 }
 
-/// A parcel to be received. Out of reach for everyone until it is complete.
+/// A message to receive. The buffer is inaccessible until the exchange is complete.
 #[derive(Debug)]
 pub struct Incoming<'a, B> {
-    /// Where it comes from.
+    /// The source.
     pub from: Address,
-    /// What is overwritten.
+    /// The buffer to overwrite.
     pub parcel: &'a mut B,
 }
 
 /// Why an exchange failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TransportError {
-    /// The other side did not answer in time.
+    /// The other rank did not answer in time.
     #[error(
         "rank {rank} waited {waited:?} for rank {peer} in round {round}, \
          longer than the deadline of {limit:?}"
     )]
     Deadline {
-        /// Who waited.
+        /// The rank that waited.
         rank: usize,
-        /// For whom; where the transport knows that this one waits itself, for whom that one does.
+        /// The rank it waited for. If the transport knows that this rank was itself waiting for
+        /// another one, the end of that chain.
         peer: usize,
-        /// In which round.
+        /// The round.
         round: usize,
-        /// How long.
+        /// How long it waited.
         waited: Duration,
-        /// How long was allowed.
+        /// The deadline.
         limit: Duration,
     },
-    /// Another rank failed, so this one cannot go on.
+    /// Another rank failed, so this one cannot continue.
     #[error("rank {rank} stopped in round {round} because rank {peer} failed: {reason}")]
     PeerFailed {
-        /// Who stopped.
+        /// The rank that stopped.
         rank: usize,
-        /// Who failed first.
+        /// The rank that failed first.
         peer: usize,
-        /// The round in which this was noticed.
+        /// The round in which this was detected.
         round: usize,
-        /// What the failed rank said.
+        /// The error of the failed rank.
         reason: String,
     },
-    /// The other side is gone, or has stopped because somebody is: this exchange will not complete,
-    /// but the survivors can go on ([`Survivors`]).
+    /// The other rank is gone, or has stopped because another rank is. This exchange will not
+    /// complete, but the survivors can continue ([`Survivors`]).
     #[error("rank {rank} stopped in round {round}: rank {peer} is gone, or waits for one that is")]
     Gone {
-        /// Who stopped.
+        /// The rank that stopped.
         rank: usize,
-        /// For whom it waited.
+        /// The rank it waited for.
         peer: usize,
-        /// In which round.
+        /// The round.
         round: usize,
     },
-    /// A message of another size than the plan says.
+    /// A message of a size other than planned.
     #[error("rank {rank} got {got} elements from rank {peer} in round {round}, planned {expected}")]
     Size {
-        /// Who received.
+        /// The receiver.
         rank: usize,
-        /// From whom.
+        /// The sender.
         peer: usize,
-        /// In which round.
+        /// The round.
         round: usize,
         /// Elements received.
         got: usize,
         /// Elements planned.
         expected: usize,
     },
-    /// A message that is not what was sent.
+    /// A message that was changed in transit.
     #[error(
         "rank {rank} got a message from rank {peer} in round {round} whose {part} was changed on \
          the way: checksum {got:016x}, sent with {expected:016x}; look at the link between them"
     )]
     Corrupt {
-        /// Who received.
+        /// The receiver.
         rank: usize,
-        /// From whom.
+        /// The sender.
         peer: usize,
-        /// In which round.
+        /// The round.
         round: usize,
-        /// What was changed: the envelope or the contents.
+        /// The changed part: the envelope or the contents.
         part: &'static str,
-        /// Checksum of what arrived.
+        /// Checksum of the received data.
         got: u64,
-        /// Checksum it was sent with.
+        /// Checksum sent with the message.
         expected: u64,
     },
-    /// Its own end of the wire failed: a device, a library, a copy.
-    #[error("rank {rank} could not move its parcels in round {round}: {reason}")]
+    /// The transport failed on this rank: a device, a library, a copy.
+    #[error("rank {rank} could not send or receive in round {round}: {reason}")]
     Local {
-        /// Whose end it is.
+        /// The rank.
         rank: usize,
-        /// In which round.
+        /// The round.
         round: usize,
-        /// What was said.
+        /// The error.
         reason: String,
     },
 }
 
-/// Bytes that an exchange moved, counted where they were copied or handed to the wire.
+/// Bytes that an exchange moved, counted where they were copied or passed to the network.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Moved {
     /// Sent by this rank.
@@ -171,9 +173,9 @@ pub struct Moved {
     pub received_bytes: usize,
 }
 
-/// Moves parcels between ranks.
+/// Exchanges messages between ranks.
 pub trait Transport<B: WireBuffer> {
-    /// Posts all sends and receives, runs `meanwhile`, and waits until all of them are complete.
+    /// Posts all sends and receives, runs `meanwhile`, and waits until all messages are complete.
     fn exchange(
         &mut self,
         round: usize,
@@ -183,47 +185,46 @@ pub trait Transport<B: WireBuffer> {
     ) -> Result<Moved, TransportError>;
 }
 
-/// A transport whose ranks survive the death of others: what a call with `redundancy` needs.
+/// A transport whose ranks survive the death of others, as calls with redundancy need it.
 ///
-/// Ranks keep their numbers for life: whoever renumbers survivors (a shrunk communicator) keeps a
-/// table. A call is a sequence of epochs ([`Epoch`]); an epoch ends for a rank when it calls
-/// [`Survivors::agree`], because its program is finished or because an exchange came back with
+/// Ranks keep their numbers: a transport that renumbers survivors (a shrunk communicator) must
+/// translate. A call is a sequence of epochs ([`Epoch`]); an epoch ends for a rank when it calls
+/// [`Survivors::agree`], because its program is finished or because an exchange returned
 /// [`TransportError::Gone`].
 ///
-/// What [`Transport::exchange`] must do beside what it always does:
-/// - What is sent to a rank that is gone, or has called `agree`, is dropped and counted as sent.
-/// - A receive whose sender is gone or has called `agree`, and which has not come and is not on its
-///   way, ends the exchange with `Gone`. Everything that was to be sent is sent before that (or
-///   dropped), to everyone who can still take it.
-/// - `meanwhile` may have run by then or not: the rank makes up for it. What was received in such an
-///   exchange is never looked at; parcels must be given back, with any contents.
-/// - The deadline holds as always. It is an error for everyone, since who is slow is not dead: see
-///   [`Survivors::give_up`].
+/// Additional requirements on [`Transport::exchange`]:
+/// - Messages to a rank that is gone or has called `agree` are dropped and counted as sent.
+/// - A receive fails the exchange with `Gone` if its sender is gone or has called `agree` and the
+///   message has neither arrived nor is in flight. Before that, all sends are completed or dropped.
+/// - `meanwhile` may or may not have run by then; the rank runs it afterwards if needed. The rank
+///   ignores what was received in such an exchange, but gets all buffers back.
+/// - The deadline applies as always and is an error on all ranks, because a slow rank is not a dead
+///   one: see [`Survivors::give_up`].
 ///
-/// With these rules how far each survivor comes follows from the plan and from what the dead rank
-/// had sent, not from timing, and with it every bit of the result. A transport that cannot know
-/// whether a message is still to come (ULFM: once anyone has revoked the communicator, everyone's
-/// exchange ends with `Gone`) is as right, but the same fault may then lead to another agreement.
-/// The same agreement always leads to the same bits.
+/// With these rules the progress of each survivor, and so every bit of the result, follows from the
+/// plan and from what the dead rank had sent, not from timing. A transport that cannot tell whether
+/// a message is still in flight (ULFM: after a revocation every exchange ends with `Gone`) is also
+/// correct, but the same fault may then lead to different agreements. The same agreement always
+/// leads to the same bits.
 ///
 /// With ULFM: on `MPIX_ERR_PROC_FAILED` or `MPIX_ERR_REVOKED` complete or cancel every request and
-/// return `Gone`. In `agree`, a rank that has stopped revokes the communicator, which brings the
-/// others there; one that has finished waits in a collective that ends when everyone has finished
-/// or with the revocation. After a revocation: shrink, gather every survivor's number and standing
-/// over the new communicator, and `MPIX_Comm_agree` on whether that worked for all; where it did
-/// not, shrink again. The new communicator is the next epoch's.
+/// return `Gone`. In `agree`, a rank that has stopped revokes the communicator, which makes all
+/// others call `agree`; a rank that has finished waits in a collective that ends when all ranks have
+/// finished or with the revocation. After a revocation: shrink, all-gather rank and progress of the
+/// survivors over the new communicator, and `MPIX_Comm_agree` on whether that succeeded everywhere;
+/// if not, shrink again. The new communicator is used in the next epoch.
 ///
 /// [`Epoch`]: crate::plan::membership::Epoch
 pub trait Survivors<B: WireBuffer>: Transport<B> {
-    /// Ends the epoch for this rank, which has come this far. Waits until every rank has either
-    /// called this or is gone, and returns the same on all that live, or an error on all of them:
-    /// a rank that dies meanwhile is gone for all or for none. No message of an epoch is received
-    /// in the next. Waiting ends with [`TransportError::Deadline`] when for that long no rank has
-    /// shown a sign of life: one that has finished early waits as long as the others work.
-    fn agree(&mut self, standing: RankProgress) -> Result<Agreement, TransportError>;
+    /// Ends the epoch for this rank, with its progress. Waits until every rank has called this or is
+    /// gone, and returns the same agreement on all living ranks, or an error on all of them: a rank
+    /// that dies meanwhile is gone for all or for none. No message of an epoch is received in a
+    /// later one. Fails with [`TransportError::Deadline`] if no rank makes progress for that long; a
+    /// rank that finished early waits as long as others are working.
+    fn agree(&mut self, progress: RankProgress) -> Result<Agreement, TransportError>;
 
-    /// Says that this rank ends with an error that is not to be survived (its kernel's, a deadline,
-    /// a changed message): everyone else's exchange or `agree` ends with
-    /// [`TransportError::PeerFailed`] and this reason, instead of going on without it.
+    /// Reports that this rank ends with an error that the others must not survive (of its kernel, a
+    /// deadline, a corrupt message): `exchange` and `agree` of all other ranks end with
+    /// [`TransportError::PeerFailed`] and this reason, instead of continuing without it.
     fn give_up(&mut self, reason: &str);
 }

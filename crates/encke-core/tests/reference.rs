@@ -1,10 +1,10 @@
-//! The reference against the text of the specification: its examples, its theorem, its promises.
+//! The reference against the text of the specification: its examples, its theorem, its guarantees.
 //!
-//! Peers' numbers are in `golden.rs`; here nothing comes from another program. The decision: all
-//! that can be stated for every pattern is tested on random patterns from a fixed seed, with
-//! ragged lengths, shared key heads and untouched tokens among them.
+//! Results of other packages are in `golden.rs`; here nothing comes from another program. The
+//! decision here: every property that holds for all patterns is tested on random patterns from fixed
+//! seeds, including ragged lengths, grouped key heads and tokens that no branch selects.
 
-use encke_core::reference::{Forward, Gradients, backward, forward};
+use encke_core::reference::{ReferenceForward, ReferenceGradients, backward, forward};
 use encke_core::{Error, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 
 const GROUP: Mode = Mode::Group {
@@ -29,10 +29,11 @@ fn softmax_modes() -> Vec<Mode> {
         .collect()
 }
 
-/// splitmix64: small, seeded, and the same everywhere.
-struct Random(u64);
+/// splitmix64: seeded and portable. Separate from the conformance suite's generator, so that this
+/// file depends on the reference only.
+struct SplitMix(u64);
 
-impl Random {
+impl SplitMix {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -41,27 +42,27 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number from -1 to 1.
-    fn number(&mut self) -> f64 {
+    /// A value from -1 to 1.
+    fn value(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 52) as f64 - 1.0
     }
 
-    /// A whole number from 1 to `most`.
+    /// An integer from 1 to `most`.
     fn size(&mut self, most: usize) -> usize {
         1 + (self.next() % most as u64) as usize
     }
 
-    fn numbers(&mut self, count: usize) -> Vec<f64> {
-        (0..count).map(|_| self.number()).collect()
+    fn values(&mut self, count: usize) -> Vec<f64> {
+        (0..count).map(|_| self.value()).collect()
     }
 }
 
-/// Picks one operand of a call.
-type Operand = fn(&mut Case) -> &mut Vec<f64>;
+/// Selects one operand of a call.
+type OperandOf = fn(&mut ReferenceCase) -> &mut Vec<f64>;
 
-/// One call: a pattern, a shape and numbers for every operand.
+/// One call: a pattern, a shape and values for every operand.
 #[derive(Clone)]
-struct Case {
+struct ReferenceCase {
     shape: Shape,
     pattern: Pattern,
     q: Vec<f64>,
@@ -71,30 +72,26 @@ struct Case {
     dlse: Vec<f64>,
 }
 
-impl Case {
-    fn new(shape: Shape, pattern: Pattern, seed: u64) -> Case {
-        let mut random = Random(seed);
+impl ReferenceCase {
+    fn new(shape: Shape, pattern: Pattern, seed: u64) -> ReferenceCase {
+        let mut random = SplitMix(seed);
         let rows = shape.batch * shape.tokens;
         let of_heads = rows * shape.heads * shape.dim;
         let of_kv_heads = rows * shape.kv_heads * shape.dim;
-        Case {
+        ReferenceCase {
             shape,
             pattern,
-            q: random.numbers(of_heads).iter().map(|x| 2.0 * x).collect(),
-            k: random
-                .numbers(of_kv_heads)
-                .iter()
-                .map(|x| 2.0 * x)
-                .collect(),
-            v: random.numbers(of_kv_heads),
-            dout: random.numbers(of_heads),
-            dlse: random.numbers(rows * shape.heads),
+            q: random.values(of_heads).iter().map(|x| 2.0 * x).collect(),
+            k: random.values(of_kv_heads).iter().map(|x| 2.0 * x).collect(),
+            v: random.values(of_kv_heads),
+            dout: random.values(of_heads),
+            dlse: random.values(rows * shape.heads),
         }
     }
 
-    /// A random pattern of `mode`: any lengths, any rates, any sharing of key heads.
-    fn random(mode: Mode, seed: u64) -> Case {
-        let mut random = Random(seed ^ 0x5eed);
+    /// A random pattern of `mode`: any lengths, any rates, any grouping of key heads.
+    fn random(mode: Mode, seed: u64) -> ReferenceCase {
+        let mut random = SplitMix(seed ^ 0x5eed);
         let kv_heads = random.size(3);
         let heads = kv_heads * random.size(3);
         let branches = match mode {
@@ -111,16 +108,16 @@ impl Case {
             random.size(4),
         );
         let pattern = Pattern::dilated(&segments, &dilations, mode).unwrap();
-        Case::new(shape.unwrap(), pattern.causal(random.size(2) == 1), seed)
+        ReferenceCase::new(shape.unwrap(), pattern.causal(random.size(2) == 1), seed)
     }
 
-    fn forward(&self) -> Forward {
+    fn forward(&self) -> ReferenceForward {
         let scale = self.shape.default_scale();
         forward(&self.shape, &self.pattern, scale, &self.q, &self.k, &self.v).unwrap()
     }
 
-    fn backward(&self, dlse: Option<&[f64]>) -> Gradients {
-        let Case {
+    fn backward(&self, dlse: Option<&[f64]>) -> ReferenceGradients {
+        let ReferenceCase {
             shape,
             pattern,
             q,
@@ -145,8 +142,8 @@ impl Case {
             .collect()
     }
 
-    /// The same call with other numbers for the key and value of one token.
-    fn with_token_changed(&self, token: usize) -> Case {
+    /// The same call with another key and value of one token.
+    fn with_token_changed(&self, token: usize) -> ReferenceCase {
         let mut changed = self.clone();
         let width = self.shape.kv_heads * self.shape.dim;
         for batch in 0..self.shape.batch {
@@ -161,9 +158,10 @@ impl Case {
         changed
     }
 
-    /// What the gradients are gradients of. A query that sees nothing has no lse to speak of.
+    /// The scalar whose gradients are tested. Queries that see no key have no finite lse and are left
+    /// out.
     fn objective(&self, dlse: Option<&[f64]>) -> f64 {
-        let Forward { out, lse } = self.forward();
+        let ReferenceForward { out, lse } = self.forward();
         let of_out: f64 = out.iter().zip(&self.dout).map(|(x, g)| x * g).sum();
         let visible = lse
             .iter()
@@ -172,11 +170,11 @@ impl Case {
         of_out + visible.map(|(x, g)| x * g).sum::<f64>()
     }
 
-    /// Every gradient against the difference of two forward passes.
+    /// Compares every gradient with a central difference of two forward passes.
     fn check_differences(&self, dlse: Option<&[f64]>) {
         const STEP: f64 = 1e-5;
-        let Gradients { dq, dk, dv } = self.backward(dlse);
-        let operands: [(&str, &[f64], Operand); 3] = [
+        let ReferenceGradients { dq, dk, dv } = self.backward(dlse);
+        let operands: [(&str, &[f64], OperandOf); 3] = [
             ("dq", &dq, |case| &mut case.q),
             ("dk", &dk, |case| &mut case.k),
             ("dv", &dv, |case| &mut case.v),
@@ -214,12 +212,12 @@ fn assert_close(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// The output of each head, and its lse, where all scores are 0 and the value of token t is t.
+/// The output and lse of each head for zero scores and values equal to the token index.
 fn mean_of_positions(tokens: usize, heads: usize, pattern: &Pattern) -> Vec<(Vec<f64>, Vec<f64>)> {
     let shape = Shape::new(1, tokens, heads, heads, 1).unwrap();
     let zeros = vec![0.0; tokens * heads];
     let v: Vec<f64> = (0..tokens * heads).map(|i| (i / heads) as f64).collect();
-    let Forward { out, lse } = forward(&shape, pattern, 1.0, &zeros, &zeros, &v).unwrap();
+    let ReferenceForward { out, lse } = forward(&shape, pattern, 1.0, &zeros, &zeros, &v).unwrap();
     let of_head = |x: &[f64], h: usize| x.iter().skip(h).step_by(heads).copied().collect();
     (0..heads)
         .map(|h| (of_head(&out, h), of_head(&lse, h)))
@@ -289,14 +287,14 @@ fn lse_counts_the_keys_where_all_scores_are_zero() {
     }
 }
 
-/// The theorem of spec 5: every mode but fkodom is one dense softmax in which a key counts as
-/// often as the pattern says.
+/// The theorem of spec section 5: every mode but fkodom is one dense softmax in which each key is
+/// weighted by its multiplicity.
 #[test]
-fn multiplicity_weighs_one_dense_softmax() {
+fn every_softmax_mode_is_a_dense_softmax_weighted_by_multiplicity() {
     for seed in 0..60 {
         for mode in softmax_modes() {
-            let case = Case::random(mode, seed);
-            let Case {
+            let case = ReferenceCase::random(mode, seed);
+            let ReferenceCase {
                 shape,
                 pattern,
                 q,
@@ -320,7 +318,7 @@ fn multiplicity_weighs_one_dense_softmax() {
                     products.sum::<f64>() / (dim as f64).sqrt()
                 };
                 let weight = |j: usize| pattern.multiplicity(shape, h, t, j) as f64;
-                // Scores are at most 8 here, so the sum needs no maximum taken out.
+                // Scores are at most 8 here, so the sum does not overflow without a maximum.
                 let total: f64 = (0..tokens).map(|j| weight(j) * score(j).exp()).sum();
                 let mean = |c: usize| {
                     let values = (0..tokens).map(|j| weight(j) * score(j).exp() * v[key(j) + c]);
@@ -344,14 +342,14 @@ fn multiplicity_weighs_one_dense_softmax() {
     }
 }
 
-/// Locality and its opposite: a token matters to a query exactly where the pattern says so.
-/// Causality is the part of it that concerns later tokens.
+/// A key changes the result of a query exactly if the pattern contains the pair. Causality is the
+/// special case of later tokens.
 #[test]
 fn a_query_depends_on_its_own_keys_and_no_others() {
     let mut later = 0;
     for seed in 100..120 {
         for mode in softmax_modes() {
-            let case = Case::random(mode, seed);
+            let case = ReferenceCase::random(mode, seed);
             let dim = case.shape.dim;
             let before = case.forward();
             for token in 0..case.shape.tokens {
@@ -376,7 +374,7 @@ fn a_query_depends_on_its_own_keys_and_no_others() {
 #[test]
 fn dense_causal_attention_is_causal() {
     let shape = Shape::new(2, 9, 4, 2, 3).unwrap();
-    let case = Case::new(shape, Pattern::dense().causal(true), 7);
+    let case = ReferenceCase::new(shape, Pattern::dense().causal(true), 7);
     let before = case.forward();
     for token in 0..9 {
         let after = case.with_token_changed(token).forward();
@@ -388,23 +386,23 @@ fn dense_causal_attention_is_causal() {
     }
 }
 
-/// What the peer calls causal is not: its normalisation sums over the whole sequence.
+/// The fkodom package's causal mode is not causal: its normalisation sums over the whole sequence.
 #[test]
-fn fkodom_is_not_causal_even_when_asked_to_be() {
+fn fkodom_is_not_causal_even_with_a_causal_mask() {
     let shape = Shape::new(1, 8, 2, 2, 3).unwrap();
     let pattern = Pattern::dilated(&[4, 8], &[1, 2], Mode::Fkodom).unwrap();
-    let case = Case::new(shape, pattern.causal(true), 8);
+    let case = ReferenceCase::new(shape, pattern.causal(true), 8);
     let (before, after) = (case.forward(), case.with_token_changed(7).forward());
     assert_ne!(before.out[0].to_bits(), after.out[0].to_bits());
     assert_eq!(before.lse[0].to_bits(), after.lse[0].to_bits());
 }
 
 #[test]
-fn gradients_are_differences_in_dense_attention() {
+fn gradients_match_finite_differences_in_dense_attention() {
     for (heads, kv_heads) in [(2, 2), (4, 2), (3, 1)] {
         let shape = Shape::new(2, 7, heads, kv_heads, 3).unwrap();
         for causal in [false, true] {
-            let case = Case::new(shape, Pattern::dense().causal(causal), 11);
+            let case = ReferenceCase::new(shape, Pattern::dense().causal(causal), 11);
             case.check_differences(None);
             case.check_differences(Some(&case.dlse));
         }
@@ -412,15 +410,15 @@ fn gradients_are_differences_in_dense_attention() {
 }
 
 #[test]
-fn gradients_are_differences_in_group_and_mix_mode() {
+fn gradients_match_finite_differences_in_group_and_mix_mode() {
     let mixes = OFFSET_RULES.map(|rule| mix(rule, MixingGradient::Exact));
     for mode in [GROUP, GROUP_SCALED].into_iter().chain(mixes) {
         for (heads, kv_heads) in [(3, 3), (4, 2)] {
-            // No multiple of any segment, a rate that divides none, and untouched tokens.
+            // A length that no segment divides, a rate that divides no segment, unselected tokens.
             let shape = Shape::new(1, 11, heads, kv_heads, 2).unwrap();
             let pattern = Pattern::dilated(&[4, 7, 64], &[2, 3, 2], mode).unwrap();
             for causal in [false, true] {
-                let case = Case::new(shape, pattern.clone().causal(causal), 12);
+                let case = ReferenceCase::new(shape, pattern.clone().causal(causal), 12);
                 assert!(case.forward().lse.contains(&f64::NEG_INFINITY));
                 case.check_differences(None);
                 case.check_differences(Some(&case.dlse));
@@ -430,40 +428,41 @@ fn gradients_are_differences_in_group_and_mix_mode() {
 }
 
 #[test]
-fn gradients_are_differences_in_random_patterns() {
+fn gradients_match_finite_differences_in_random_patterns() {
     let mixes = OFFSET_RULES.map(|rule| mix(rule, MixingGradient::Exact));
     for mode in [GROUP, GROUP_SCALED].into_iter().chain(mixes) {
         for seed in 200..206 {
-            let case = Case::random(mode, seed);
+            let case = ReferenceCase::random(mode, seed);
             case.check_differences(Some(&case.dlse));
         }
     }
 }
 
 #[test]
-fn gradients_are_differences_in_fkodom_mode() {
-    // Five heads over two branches: one is written twice, one by none.
+fn gradients_match_finite_differences_in_fkodom_mode() {
+    // Five heads over two branches: one head is in both, one in none.
     for (heads, kv_heads) in [(5, 5), (4, 2)] {
         let shape = Shape::new(2, 12, heads, kv_heads, 2).unwrap();
         let pattern = Pattern::dilated(&[4, 12], &[1, 5], Mode::Fkodom).unwrap();
         for causal in [false, true] {
-            let mut case = Case::new(shape, pattern.clone().causal(causal), 13);
-            // The mode divides by sums of values; away from zero, differences are meaningful.
+            let mut case = ReferenceCase::new(shape, pattern.clone().causal(causal), 13);
+            // The mode divides by sums of values; keep them away from zero.
             case.v.iter_mut().for_each(|x| *x += 2.0);
             case.check_differences(None);
         }
     }
 }
 
-/// torchscale's gradient differs from the derivative in dq and dk only, and only by its mixing.
+/// torchscale's gradient differs from the exact derivative in dq and dk only, and only if branches
+/// are mixed.
 #[test]
-fn detached_mixing_changes_dq_and_dk_alone() {
+fn detached_mixing_changes_only_dq_and_dk() {
     for rule in OFFSET_RULES {
         let shape = Shape::new(2, 11, 4, 2, 3).unwrap();
         let both = |segments: &[usize], dilations: &[usize]| {
             [MixingGradient::Exact, MixingGradient::Detached].map(|gradient| {
                 let pattern = Pattern::dilated(segments, dilations, mix(rule, gradient)).unwrap();
-                let case = Case::new(shape, pattern, 14);
+                let case = ReferenceCase::new(shape, pattern, 14);
                 (case.forward(), case.backward(Some(&case.dlse)))
             })
         };
@@ -477,40 +476,40 @@ fn detached_mixing_changes_dq_and_dk_alone() {
         assert!(apart(&exact.dq, &detached.dq) > 1e-3);
         assert!(apart(&exact.dk, &detached.dk) > 1e-3);
 
-        // One branch has nothing to mix with.
+        // A single branch has no mixing weights.
         let [(_, exact), (_, detached)] = both(&[8], &[2]);
         assert_eq!(exact, detached);
     }
 }
 
 #[test]
-fn untouched_tokens_are_zero_and_send_nothing_down() {
+fn unselected_tokens_have_zero_output_and_zero_gradients() {
     for mode in softmax_modes() {
         let shape = Shape::new(1, 9, 2, 2, 2).unwrap();
-        let case = Case::new(shape, Pattern::dilated(&[4], &[3], mode).unwrap(), 15);
-        let Forward { out, lse } = case.forward();
+        let case = ReferenceCase::new(shape, Pattern::dilated(&[4], &[3], mode).unwrap(), 15);
+        let ReferenceForward { out, lse } = case.forward();
         let back = case.backward(Some(&case.dlse));
-        let mut untouched = 0;
+        let mut unselected = 0;
         for (row, (_, t, h)) in case.rows().into_iter().enumerate() {
-            // With no other branch, a token that has no key is no key either.
+            // With one branch, a token that sees no key is not a key either.
             if case.pattern.multiplicity(&shape, h, t, t) == 0 {
                 assert_eq!(lse[row], f64::NEG_INFINITY);
                 for x in [&out, &back.dq, &back.dk, &back.dv] {
                     assert_eq!(x[row * 2..row * 2 + 2], [0.0, 0.0]);
                 }
-                untouched += 1;
+                unselected += 1;
             }
         }
-        assert!(untouched > 0);
+        assert!(unselected > 0);
     }
 }
 
 #[test]
-fn what_cannot_be_computed_is_refused() {
+fn invalid_operands_and_patterns_are_refused() {
     let shape = Shape::new(1, 8, 2, 1, 2).unwrap();
     let pattern = Pattern::dilated(&[4, 8], &[1, 2], Mode::Fkodom).unwrap();
-    let case = Case::new(shape, pattern, 16);
-    let Case {
+    let case = ReferenceCase::new(shape, pattern, 16);
+    let ReferenceCase {
         pattern,
         q,
         k,

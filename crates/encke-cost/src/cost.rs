@@ -260,8 +260,8 @@ impl Pricing<'_> {
             }
             Task::Merge { blocks, .. } => {
                 // Two carries are read and one is written: acc, m and l of each cell.
-                let cells = |block: &Block| block.numbers() / block.width.max(1);
-                let of = |block: &Block| 3 * sum * (block.numbers() + 2 * cells(block));
+                let cells = |block: &Block| block.elements() / block.width.max(1);
+                let of = |block: &Block| 3 * sum * (block.elements() + 2 * cells(block));
                 let bytes: usize = blocks.iter().map(of).sum();
                 work.alone_s += self.cells(bytes);
             }
@@ -290,7 +290,7 @@ impl Pricing<'_> {
 
     /// A task of copies, at `each` bytes a number.
     fn copies(&self, blocks: &[Block], each: usize, add: bool) -> f64 {
-        let copy = |block: &Block| self.copy(block, block.numbers() * each, add);
+        let copy = |block: &Block| self.copy(block, block.elements() * each, add);
         self.device.task_overhead_s + blocks.iter().map(copy).sum::<f64>()
     }
 

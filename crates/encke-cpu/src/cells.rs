@@ -88,7 +88,7 @@ pub(crate) fn convert_rows(from: &Data, to: &mut Data, blocks: &[Block]) {
 /// Calls `work` with the source address and the destination of each row of a block, on the threads
 /// of the current pool, or on one thread if rows could overlap.
 fn for_each_row<T: Send>(block: &Block, elements: &mut [T], work: impl Fn(usize, &mut [T]) + Sync) {
-    let block = block.in_few_pieces();
+    let block = block.coalesced();
     let Block {
         batch,
         segments,

@@ -5,7 +5,7 @@
 
 use encke_core::DType;
 use encke_core::kernel::Kernel;
-use encke_core::plan::resize::{Moving, Resize};
+use encke_core::plan::resize::{ResizeTensor, Resize};
 use encke_core::tensor::{Tensor, View};
 
 use crate::call::check_dims;
@@ -71,7 +71,7 @@ pub(crate) fn idle_rank<K: Kernel>(
 ) -> Rank<K> {
     let moving = tensors
         .iter()
-        .map(|([batch, _, heads, dim], dtype)| Moving {
+        .map(|([batch, _, heads, dim], dtype)| ResizeTensor {
             batch: *batch,
             width: heads * dim,
             dtype: *dtype,
@@ -87,7 +87,7 @@ fn sizes(tensors: &[&Sharded]) -> Vec<([usize; 4], DType)> {
 /// The ranks of all places, without buffers.
 pub fn idle_ranks<K: Kernel>(resize: &Resize, tensors: &[&Sharded]) -> Vec<Rank<K>> {
     let sizes = sizes(tensors);
-    let places = 0..resize.places_in_all();
+    let places = 0..resize.place_count();
     places
         .map(|place| idle_rank(resize, place, &sizes))
         .collect()

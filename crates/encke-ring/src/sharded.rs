@@ -7,7 +7,7 @@
 //! The decision here: a shard lies exactly as a rank's buffer does, rows in the order of its runs, so
 //! that a rank reads it where it is.
 
-use encke_core::plan::resize::Moving;
+use encke_core::plan::resize::ResizeTensor;
 use encke_core::sharding::{Run, Sharding};
 use encke_core::tensor::{Tensor, View};
 use encke_core::{DType, Error, Result};
@@ -95,9 +95,9 @@ impl Sharded {
     }
 
     /// What a planner wants to know of it.
-    pub fn moving(&self) -> Moving {
+    pub fn moving(&self) -> ResizeTensor {
         let [batch, _, heads, dim] = self.dims;
-        Moving {
+        ResizeTensor {
             batch,
             width: heads * dim,
             dtype: self.dtype(),

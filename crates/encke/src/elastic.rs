@@ -7,7 +7,7 @@
 use encke_core::kernel::Kernel;
 use encke_core::plan::balance;
 use encke_core::plan::program::Role;
-use encke_core::plan::resize::{Moving, Resize};
+use encke_core::plan::resize::{ResizeTensor, Resize};
 use encke_core::plan::{Pass, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{Error as RequestError, View};
@@ -213,7 +213,7 @@ impl<K: Kernel> Attention<K> {
             }
         }?;
         let borrowed: Vec<&Sharded> = tensors.iter().map(|tensor| &**tensor).collect();
-        let moving: Vec<Moving> = borrowed.iter().map(|tensor| tensor.moving()).collect();
+        let moving: Vec<ResizeTensor> = borrowed.iter().map(|tensor| tensor.moving()).collect();
         let resized = self.ring.resize(&resize, &borrowed)?;
         let sent_bytes = resized.trace.sent_bytes();
         assert_eq!(

@@ -70,8 +70,8 @@ pub fn show(paint: Paint) -> Result<bool> {
 /// Plain attention and its gradients, with their inputs.
 struct PlainAttention {
     tensors: RandomTensors,
-    forward: reference::Forward,
-    backward: reference::Gradients,
+    forward: reference::ReferenceForward,
+    backward: reference::ReferenceGradients,
 }
 
 impl PlainAttention {

@@ -49,7 +49,10 @@ fn a_plan_with_redundancy_lists_its_replicas() {
     let plan = folder.succeeds(&format!("{sizes} --redundancy 1 --json"));
     let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
     assert_eq!(plan["ranks"][2]["memory"]["replica"], 3 * 1024 * 8 * 64 * 4);
-    folder.refuses(&format!("{sizes} --redundancy 4"), &["at most that"]);
+    folder.refuses(
+        &format!("{sizes} --redundancy 4"),
+        &["use at most that redundancy"],
+    );
     let replicated = format!("{sizes} --redundancy 1 --queries replicated");
     folder.refuses(&replicated, &["use sharded queries"]);
 }
@@ -99,7 +102,7 @@ fn schedules_are_planned_and_compared() {
     folder.succeeds(&format!("{surviving} --schedule 2"));
     folder.refuses(
         &format!("{surviving} --rotate queries"),
-        &["let keys travel"],
+        &["rotate keys instead"],
     );
 }
 

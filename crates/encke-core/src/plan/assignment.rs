@@ -1,24 +1,23 @@
-//! Who of an old ring becomes whom of a new one: the assignment that keeps the most rows where they
+//! Assigns the ranks of a new ring to places of the old one so that the most rows stay where they
 //! are.
 //!
-//! The decision here: the best assignment is found, not guessed. Shortening augmenting paths (the
-//! Hungarian method) take time with the cube of the ranks, a second for a thousand of them, and a
-//! ring changes its size far less often than that.
+//! The decision here: the assignment is optimal. The Hungarian method (shortest augmenting paths)
+//! takes time cubic in the ranks, one second for a thousand, and resizes are rare.
 
-/// For each new rank the place it takes, out of `places`, so that the sum of `kept(rank, place)`
-/// is largest; of equals, each rank keeps its number where it can. No place is taken twice.
+/// For each new rank a distinct place out of `places`, so that the sum of `kept(rank, place)` is
+/// maximal. Among optimal assignments, those with `rank == place` are preferred.
 pub(super) fn assign(
     ranks: usize,
     places: usize,
     kept: impl Fn(usize, usize) -> usize,
 ) -> Vec<usize> {
     assert!(ranks <= places, "every rank has a place");
-    // Costs instead of gains, and a little less for one's own number.
+    // Negated gains; the tie-break for `rank == place` is too small to change the optimum.
     let cost = |rank: usize, place: usize| -> i128 {
         let own = i128::from(rank == place);
         -((kept(rank, place) as i128) * (ranks as i128 + 1) + own)
     };
-    // Potentials of ranks and of places, both counted from 1; 0 is nobody.
+    // Potentials of ranks and of places, both numbered from 1; 0 means unassigned.
     let (mut of_rank, mut of_place) = (vec![0i128; ranks + 1], vec![0i128; places + 1]);
     let mut taken_by = vec![0usize; places + 1];
     for rank in 1..=ranks {
@@ -52,7 +51,7 @@ pub(super) fn assign(
             }
             at = next;
         }
-        // The path that was found is turned round: everybody on it moves up by one.
+        // Augment along the path: each place on it takes the rank of the place before it.
         while at != 0 {
             taken_by[at] = taken_by[before[at]];
             at = before[at];
@@ -71,7 +70,7 @@ pub(super) fn assign(
 mod tests {
     use super::assign;
 
-    /// The largest sum over all assignments, one after the other.
+    /// The largest sum over all assignments, by enumeration.
     fn best(rank: usize, ranks: usize, free: &mut Vec<usize>, kept: &[Vec<usize>]) -> usize {
         if rank == ranks {
             return 0;
@@ -113,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn of_equals_each_keeps_its_number() {
+    fn among_equal_assignments_ranks_keep_their_numbers() {
         assert_eq!(assign(4, 6, |_, _| 0), [0, 1, 2, 3]);
         assert_eq!(
             assign(3, 4, |rank, place| usize::from(rank == place)),

@@ -1,16 +1,16 @@
-//! Shards by speed: where a sequence is cut so that ranks of different speed are done together.
+//! Shards by speed: cuts a sequence so that ranks of different speed finish together.
 //!
-//! The decision here: what is shared out is work, not rows. Queries before a token have so many
-//! pairs, in closed form for every lane, so a causal mask, segments and dilation are weighed as they
-//! are, and a cut for a billion tokens is found by bisection.
+//! The decision here: the cut balances work, not rows. The number of pairs of all queries before a
+//! token has a closed form for every lane, so causal masks, segments and dilation are accounted for
+//! exactly, and a cut of a billion tokens is found by bisection.
 
 use crate::error::{Error, Result};
 use crate::pattern::{Lane, Pattern};
 use crate::shape::Shape;
 use crate::sharding::Cut;
 
-/// One contiguous piece per rank, each with as much of the pattern's work as the rank has of the
-/// speed of all. A rank of speed 0 has no tokens.
+/// One contiguous shard per rank, with a share of the pattern's work proportional to the rank's
+/// speed. A rank of speed 0 gets no tokens.
 pub fn by_speed(pattern: &Pattern, shape: &Shape, speeds: &[f64]) -> Result<Cut> {
     for (rank, &speed) in speeds.iter().enumerate() {
         if !(speed >= 0.0 && speed.is_finite()) {
@@ -36,7 +36,7 @@ pub fn by_speed(pattern: &Pattern, shape: &Shape, speeds: &[f64]) -> Result<Cut>
         });
         before += speed;
     }
-    // What rounding has left over is nobody's whose speed is 0.
+    // Trailing ranks of speed 0 must not get the tokens that rounding leaves over.
     for rank in (0..speeds.len()).rev() {
         if speeds[rank] > 0.0 {
             break;
@@ -46,7 +46,7 @@ pub fn by_speed(pattern: &Pattern, shape: &Shape, speeds: &[f64]) -> Result<Cut>
     Ok(Cut::Firsts(firsts))
 }
 
-/// The first token at which something that stays true is true.
+/// The first token for which a monotone predicate holds.
 fn first_token(tokens: usize, is: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (0, tokens);
     while low < high {
@@ -59,8 +59,8 @@ fn first_token(tokens: usize, is: impl Fn(usize) -> bool) -> usize {
     low
 }
 
-/// Pairs of the queries before `token`, and one for each of them: a row that sees nothing is still
-/// a row.
+/// Pairs of the queries before `token`, plus one per query: a row without keys still costs
+/// something.
 fn work_before(lanes: &[Lane], causal: bool, tokens: usize, token: usize) -> u128 {
     let of = |lane: &Lane| {
         let rows = |length: usize| {
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn work_is_what_the_pattern_says() {
+    fn work_before_counts_the_pairs_of_the_pattern() {
         let mode = Mode::Mix {
             offsets: OffsetRule::HeadMod,
             gradient: MixingGradient::Exact,
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn half_the_speed_is_half_the_rows() {
+    fn rows_are_proportional_to_speed() {
         assert_eq!(
             firsts(&Pattern::dense(), 700, &[2.0, 2.0, 1.0, 2.0]),
             [0, 200, 400, 500]
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn who_stands_still_has_nothing() {
+    fn a_rank_of_speed_zero_gets_no_tokens() {
         assert_eq!(firsts(&Pattern::dense(), 10, &[0.0, 1.0, 0.0]), [0, 0, 10]);
         assert_eq!(firsts(&Pattern::dense(), 10, &[1.0, 0.0, 1.0]), [0, 5, 5]);
         let shape = Shape::new(1, 8, 1, 1, 1).unwrap();

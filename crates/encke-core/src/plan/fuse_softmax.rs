@@ -1,16 +1,15 @@
-//! Where a softmax begins and ends: a pass over the finished forward program of a rank.
+//! Fuses the start and the end of the softmax into jobs: a pass over a finished forward program.
 //!
-//! As it is put together, a program empties its carry, continues it job by job and finishes it: what
-//! every kernel and every continuation understands. But the first job of a cell need not read that
-//! it has seen nothing, and the last one can write out and lse itself. So tasks that fill and finish
-//! disappear, and with them a pass over the largest numbers that a rank has.
+//! A program as built clears its carry, updates it job by job and finishes it. But the first job of
+//! a cell need not read an empty carry, and the last one can write out and lse itself. This pass
+//! removes the fill and finish tasks, and with them a sweep over the largest buffers of a rank.
 //!
-//! The decision here: it is done afterwards and only where it is plain to see. All jobs must be on
-//! runs of one row of cells; where branches scatter them, or carries travel, the program stays as
-//! it was. A job some of whose cells end and some of which do not (the first rank of a zigzag) is
-//! cut in two between them. A program that survivors may have to go on from keeps its carry to the
-//! end, since a continuation finishes it, and may begin without one in round 0 alone, since whoever
-//! has come through that round has it all.
+//! The decision here: fusing is a separate pass that applies only to simple programs. All jobs must
+//! be on contiguous runs of the same cells; where branches select different cells, or carries are
+//! reduced between ranks, the program stays as it was. A job that is the last one for some of its
+//! cells only (the first rank of a zigzag sharding) is split. A resumable program keeps its carry to
+//! the end, because a continuation finishes it, and is fused only at the start, and only if every
+//! cell starts in round 0: a rank that completed round 0 then has a complete carry.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -20,8 +19,8 @@ use super::program::{BufferId, CarryIds, RankPlan, Role, Round, Task};
 use crate::job::Job;
 
 impl RankPlan {
-    /// Outputs of which cells that see nothing are left as the zeros they were allocated as: those
-    /// that are not finished, in one piece or by their last jobs.
+    /// The outputs in which cells that see no key are never written and must be zero beforehand:
+    /// those without a finish task and without a concluding job.
     pub fn sparse_outputs(&self) -> Vec<BufferId> {
         let tasks = || {
             let rounds = self.rounds.iter();
@@ -41,20 +40,19 @@ impl RankPlan {
     }
 }
 
-/// The program with a softmax that begins in its first job and ends in its last one, where that can
-/// be; only the beginning where somebody `can_go_on` from it.
-pub(super) fn fuse(mut program: RankPlan, can_go_on: bool) -> RankPlan {
-    let Some(softmax) = Softmax::of(&program) else {
+/// Fuses the softmax of a program where possible; of a `resumable` program only the start.
+pub(super) fn fuse(mut program: RankPlan, resumable: bool) -> RankPlan {
+    let Some(softmax) = SoftmaxTasks::of(&program) else {
         return program;
     };
-    let Some(line) = softmax.line() else {
+    let Some(cells) = softmax.cell_runs() else {
         return program;
     };
-    if can_go_on && !line.begins_in(0) {
+    if resumable && !cells.all_begin_in(0) {
         return program;
     }
     for (number, round) in program.rounds.iter_mut().enumerate() {
-        softmax.rewrite(number, round, &line, !can_go_on);
+        softmax.rewrite(number, round, &cells, !resumable);
     }
     while program.rounds.last().is_some_and(is_idle) && program.rounds.len() > 1 {
         program.rounds.pop();
@@ -66,8 +64,8 @@ fn is_idle(round: &Round) -> bool {
     *round == Round::default()
 }
 
-/// The one softmax of a program: its carry, its end, and its jobs with their rounds.
-struct Softmax {
+/// The only softmax of a program: its carry, its outputs, and its jobs with their rounds.
+struct SoftmaxTasks {
     carry: CarryIds,
     out: BufferId,
     lse: BufferId,
@@ -75,9 +73,9 @@ struct Softmax {
     jobs: Vec<(usize, Job)>,
 }
 
-impl Softmax {
-    /// None where there are several, or where a carry is used in another way.
-    fn of(program: &RankPlan) -> Option<Softmax> {
+impl SoftmaxTasks {
+    /// None if there are several, or if any other task or message uses the buffers.
+    fn of(program: &RankPlan) -> Option<SoftmaxTasks> {
         let mut finishes = program.rounds.iter().enumerate().flat_map(|(round, of)| {
             let before = of.before.iter();
             before.filter_map(move |task| match task {
@@ -92,7 +90,7 @@ impl Softmax {
             })
         });
         let (end, cells, carry, out, lse) = finishes.next()?;
-        let mut softmax = Softmax {
+        let mut softmax = SoftmaxTasks {
             carry,
             out,
             lse,
@@ -130,7 +128,7 @@ impl Softmax {
     }
 
     fn has(&self, id: BufferId) -> bool {
-        let Softmax { carry, .. } = self;
+        let SoftmaxTasks { carry, .. } = self;
         [carry.acc, carry.m, carry.l, self.out, self.lse].contains(&id)
     }
 
@@ -143,8 +141,9 @@ impl Softmax {
         found.get()
     }
 
-    /// The cells of all jobs as runs of rows, where they are that and every cell is in one.
-    fn line(&self) -> Option<Line> {
+    /// The cells of each job as a run of rows; None if they are not runs, or if some cell is in no
+    /// job.
+    fn cell_runs(&self) -> Option<CellRuns> {
         let (_, model) = self.jobs.first()?;
         let first = self.jobs.iter().map(|(_, job)| job.cells.offset).min()?;
         let step = model.cells.row;
@@ -164,34 +163,35 @@ impl Softmax {
             runs.push((*round, start..start + job.queries));
         }
         let rows = runs.iter().map(|(_, run)| run.end).max()?;
-        // As many different addresses as there are cells: every cell is one of them.
+        // If the addresses are distinct and as many as there are cells, every cell is one of them.
         let mut heads = model.cells.heads.to_vec();
         heads.sort_unstable();
         let distinct = heads.windows(2).all(|pair| pair[0] < pair[1])
             && heads.last()? - heads.first()? < step
             && (model.batch == 1 || model.cells.batch >= rows * step);
         let complete = model.batch * rows * model.heads == self.cells;
-        let line = Line { runs };
-        (distinct && complete && line.covers(rows)).then_some(line)
+        let cells = CellRuns { runs };
+        (distinct && complete && cells.cover(rows)).then_some(cells)
     }
 
-    /// The tasks of one round: without fills and end, and with jobs that begin and (if wanted) end.
-    fn rewrite(&self, number: usize, round: &mut Round, line: &Line, ends: bool) {
+    /// Rewrites one round: removes fills (and finishes, if `ends`), and lets jobs begin (and end)
+    /// cells.
+    fn rewrite(&self, number: usize, round: &mut Round, cells: &CellRuns, ends: bool) {
         round.before.retain(|task| match task {
             Task::Fill { buffer, .. } => !self.has(*buffer),
             Task::Finish { .. } => !ends,
             _ => true,
         });
-        let before: usize = line.runs.iter().filter(|(of, _)| *of < number).count();
-        let mut place = before..;
+        let before: usize = cells.runs.iter().filter(|(of, _)| *of < number).count();
+        let mut indices = before..;
         let mut tasks = Vec::with_capacity(round.meanwhile.len());
         for task in round.meanwhile.drain(..) {
             let Task::Forward { job, q, k, v, .. } = &task else {
                 tasks.push(task);
                 continue;
             };
-            let place = place.next().unwrap_or(before);
-            for (rows, begins, last) in line.pieces(place, ends) {
+            let index = indices.next().unwrap_or(before);
+            for (rows, begins, last) in cells.spans(index, ends) {
                 let job = job.of_queries(rows);
                 tasks.push(self.task((job, *q, *k, *v), begins, last));
             }
@@ -236,40 +236,40 @@ impl Softmax {
     }
 }
 
-/// The runs of rows that jobs are on, in the order of execution, each with its round.
-struct Line {
+/// The run of rows of each job, in execution order, with its round.
+struct CellRuns {
     runs: Vec<(usize, Range<usize>)>,
 }
 
-/// Some rows of a job, whether they begin in it, and whether they end in it.
-type Piece = (Range<usize>, bool, bool);
+/// Some rows of a job, whether it is their first job, and whether it is their last one.
+type RowSpan = (Range<usize>, bool, bool);
 
-impl Line {
-    /// Whether every one of so many rows is in a run.
-    fn covers(&self, rows: usize) -> bool {
-        self.pieces_of(0..rows)
-            .all(|piece| self.at(&piece).next().is_some())
+impl CellRuns {
+    /// Whether each of the first `rows` rows is in a run.
+    fn cover(&self, rows: usize) -> bool {
+        self.cut(0..rows)
+            .all(|span| self.containing(&span).next().is_some())
     }
 
-    /// Whether every row begins in this round.
-    fn begins_in(&self, round: usize) -> bool {
+    /// Whether the first job of every row is in this round.
+    fn all_begin_in(&self, round: usize) -> bool {
         let rows = self.runs.iter().map(|(_, run)| run.end).max();
-        self.pieces_of(0..rows.unwrap_or(0)).all(|piece| {
-            let first = self.at(&piece).next();
-            first.is_some_and(|place| self.runs[place].0 == round)
+        self.cut(0..rows.unwrap_or(0)).all(|span| {
+            let first = self.containing(&span).next();
+            first.is_some_and(|index| self.runs[index].0 == round)
         })
     }
 
-    /// The places of the runs that a piece is in.
-    fn at(&self, piece: &Range<usize>) -> impl Iterator<Item = usize> {
-        let has = |run: &Range<usize>| run.start <= piece.start && piece.end <= run.end;
+    /// The indices of the runs that contain a span.
+    fn containing(&self, span: &Range<usize>) -> impl Iterator<Item = usize> {
+        let has = |run: &Range<usize>| run.start <= span.start && span.end <= run.end;
         let runs = self.runs.iter().enumerate();
         runs.filter(move |(_, (_, run))| has(run))
-            .map(|(place, _)| place)
+            .map(|(index, _)| index)
     }
 
     /// Rows cut wherever a run begins or ends.
-    fn pieces_of(&self, rows: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+    fn cut(&self, rows: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
         let ends = self.runs.iter().flat_map(|(_, run)| [run.start, run.end]);
         let mut cuts: BTreeSet<usize> = ends.filter(|cut| rows.contains(cut)).collect();
         cuts.extend([rows.start, rows.end]);
@@ -277,21 +277,21 @@ impl Line {
         (1..cuts.len()).map(move |i| cuts[i - 1]..cuts[i])
     }
 
-    /// The job at this place, cut between rows that begin or end in it and rows that do not, its
-    /// rows counted from its own first one.
-    fn pieces(&self, place: usize, ends: bool) -> Vec<Piece> {
-        let run = &self.runs[place].1;
-        let mut pieces: Vec<Piece> = Vec::new();
-        for rows in self.pieces_of(run.clone()) {
-            let begins = self.at(&rows).next() == Some(place);
-            let last = ends && self.at(&rows).last() == Some(place);
+    /// The job with this index, cut between rows that begin or end in it and rows that do not.
+    /// Rows count from the job's first one.
+    fn spans(&self, index: usize, ends: bool) -> Vec<RowSpan> {
+        let run = &self.runs[index].1;
+        let mut spans: Vec<RowSpan> = Vec::new();
+        for rows in self.cut(run.clone()) {
+            let begins = self.containing(&rows).next() == Some(index);
+            let last = ends && self.containing(&rows).last() == Some(index);
             let rows = rows.start - run.start..rows.end - run.start;
-            match pieces.last_mut() {
-                Some(piece) if (piece.1, piece.2) == (begins, last) => piece.0.end = rows.end,
-                _ => pieces.push((rows, begins, last)),
+            match spans.last_mut() {
+                Some(span) if (span.1, span.2) == (begins, last) => span.0.end = rows.end,
+                _ => spans.push((rows, begins, last)),
             }
         }
-        pieces
+        spans
     }
 }
 
@@ -310,8 +310,8 @@ mod tests {
         Request::new(shape, Pattern::dense().causal(causal), sharding, DType::F32)
     }
 
-    /// How often each kind of task comes in a program: fills and finishes, beginnings, jobs between,
-    /// conclusions, jobs that are all.
+    /// Counts of tasks in a program: fills and finishes; jobs that begin cells, continue them, end
+    /// them; jobs that are both first and last.
     fn kinds(request: &Request, rank: usize) -> [usize; 5] {
         let plan = Plan::new(request.clone()).expect("a plan");
         let mut kinds = [0; 5];
@@ -342,10 +342,11 @@ mod tests {
     }
 
     #[test]
-    fn a_zigzag_is_cut_where_a_half_sees_nothing_else() {
+    fn a_zigzag_job_is_split_where_it_is_the_last_for_half_of_its_rows() {
         let zigzag = request(4, Cut::Zigzag, true);
-        // The first rank's first half sees itself alone; those of others end with the first half of
-        // the first rank, in a job that the second halves go on from, unless it is their last too.
+        // The first rank's first half sees only itself. The first halves of the other ranks end with
+        // the first half of rank 0, in a job that the second halves continue from, unless it is
+        // their last job too.
         let expected = [
             [0, 1, 5, 1, 1],
             [0, 1, 4, 2, 0],
@@ -355,7 +356,7 @@ mod tests {
         for (rank, expected) in expected.into_iter().enumerate() {
             assert_eq!(kinds(&zigzag, rank), expected, "rank {rank}");
         }
-        // So does the whole of a causal ring's first rank.
+        // All of a causal ring's first rank sees only itself.
         assert_eq!(
             kinds(&request(4, Cut::Contiguous, true), 0),
             [0, 0, 0, 0, 1]
@@ -363,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_have_to_go_on_keeps_the_carry() {
+    fn a_resumable_program_keeps_its_carry() {
         let kept = Request {
             redundancy: 1,
             ..request(4, Cut::Zigzag, true)
@@ -374,17 +375,17 @@ mod tests {
     }
 
     #[test]
-    fn a_job_is_cut_into_the_same_pairs() {
+    fn a_split_job_has_the_pairs_of_the_whole() {
         let plan = Plan::new(request(1, Cut::Contiguous, true)).expect("a plan");
         let program = plan.rank(0).expect("a rank");
         let job = program.jobs().next().expect("a job");
         let (low, high) = (job.of_queries(0..20), job.of_queries(20..64));
         assert_eq!(low.pairs() + high.pairs(), job.pairs());
-        for (piece, first) in [(&low, 0), (&high, 20)] {
-            for i in 0..piece.queries {
-                assert_eq!(piece.visible(i), job.visible(first + i));
-                assert_eq!(piece.q.at(0, 0, i, 1), job.q.at(0, 0, first + i, 1));
-                assert_eq!(piece.cells.at(0, 0, i, 1), job.cells.at(0, 0, first + i, 1));
+        for (part, first) in [(&low, 0), (&high, 20)] {
+            for i in 0..part.queries {
+                assert_eq!(part.visible(i), job.visible(first + i));
+                assert_eq!(part.q.at(0, 0, i, 1), job.q.at(0, 0, first + i, 1));
+                assert_eq!(part.cells.at(0, 0, i, 1), job.cells.at(0, 0, first + i, 1));
             }
         }
     }

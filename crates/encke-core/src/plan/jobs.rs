@@ -76,8 +76,10 @@ impl ProgramBuilder<'_> {
                     let keys = (&of.section.rows, k);
                     let segments = of.section.segments;
                     let job = self.resident_job(of.section.lane, segments, (&q_rows, at), keys);
-                    let task = job.and_then(|job| task(batch.slot, pair, job));
-                    self.round(batch.slot.round).meanwhile.extend(task);
+                    // A skipped job must not create its round.
+                    if let Some(task) = job.and_then(|job| task(batch.slot, pair, job)) {
+                        self.round(batch.slot.round).meanwhile.push(task);
+                    }
                 }
             }
         }

@@ -1,8 +1,8 @@
-//! A rank's plan as a program: buffers to allocate, and rounds of tasks and hops to carry out.
+//! A rank's plan as a program: buffers to allocate, and rounds of tasks and messages.
 //!
 //! The decision that shaped everything above it: the plan is complete. A rank interprets it and
-//! decides nothing, so coverage, bytes and memory are proven on the program without running it, a
-//! simulator can time it and a profiler can hold it against what happened.
+//! decides nothing. So coverage, traffic and memory are proven on the program without running it, a
+//! simulator can time it, and a profiler can compare it with what happened.
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -14,23 +14,23 @@ use crate::job::{Block, Job};
 use crate::sharding::Run;
 use crate::transport::{Address, Moved};
 
-/// One of a rank's buffers.
+/// Index of one of a rank's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct BufferId(pub usize);
 
-/// A buffer as planned.
+/// A planned buffer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct BufferPlan {
-    /// What it holds.
+    /// Its name, as traces and reports show it.
     pub name: &'static str,
     /// What it is for.
     pub component: Component,
-    /// The rank whose tokens it is about: the one that holds it, unless it is a replica or that
-    /// rank's tokens were adopted.
+    /// The shard it belongs to: that of the rank that holds it, except for replicas and adopted
+    /// shards.
     pub shard: usize,
-    /// Its type.
+    /// The element type.
     pub dtype: DType,
-    /// Its size.
+    /// Its size in elements.
     pub elements: usize,
 }
 
@@ -40,19 +40,19 @@ impl BufferPlan {
         self.elements * self.dtype.bytes()
     }
 
-    /// Whether it stays at home: what it holds is of its shard's own rows, and of no round in
-    /// particular.
+    /// Whether it holds rows of its own shard for the whole program, rather than rows that change
+    /// from round to round.
     pub fn is_resident(&self) -> bool {
         self.component.is_resident()
     }
 }
 
-/// The three buffers of a carry.
+/// The three buffers of a carry (running softmax).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct CarryIds {
-    /// Weighted sums.
+    /// Weighted sums of values.
     pub acc: BufferId,
-    /// Maxima.
+    /// Row maxima.
     pub m: BufferId,
     /// Denominators.
     pub l: BufferId,
@@ -64,11 +64,11 @@ pub struct CarryIds {
 pub enum Fill {
     /// 0.
     Zero,
-    /// −inf, the maximum of nothing.
+    /// −inf, the maximum of no scores.
     MinusInfinity,
 }
 
-/// One thing a kernel is told to do.
+/// One operation of a kernel.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "task")]
 #[allow(
@@ -94,7 +94,7 @@ pub enum Task {
         /// Destination.
         to: BufferId,
     },
-    /// Copy rows into a buffer that holds nothing else from then on: a parcel.
+    /// Copy rows into a parcel, which holds nothing else afterwards.
     Pack {
         /// Which rows.
         blocks: Vec<Block>,
@@ -103,7 +103,7 @@ pub enum Task {
         /// Destination.
         to: BufferId,
     },
-    /// Attend.
+    /// Attention that updates a carry.
     Forward {
         /// Which rows.
         job: Job,
@@ -113,12 +113,12 @@ pub enum Task {
         k: BufferId,
         /// Values.
         v: BufferId,
-        /// Whether its cells have seen nothing yet, so that what the carry holds is not read.
+        /// Whether this is the first job of its cells: the carry is written without being read.
         begins: bool,
-        /// Where the result accumulates.
+        /// The carry that is updated.
         carry: CarryIds,
     },
-    /// Attend for the last time: the carry is continued to its end.
+    /// The last attention of its cells: reads the carry and writes out and lse.
     Conclude {
         /// Which rows.
         job: Job,
@@ -128,14 +128,14 @@ pub enum Task {
         k: BufferId,
         /// Values.
         v: BufferId,
-        /// What was seen before.
+        /// The carry of the earlier jobs.
         carry: CarryIds,
         /// The output.
         out: BufferId,
         /// The lse.
         lse: BufferId,
     },
-    /// Attend queries that see nothing else, to the end.
+    /// The only attention of its cells: writes out and lse without a carry.
     Attend {
         /// Which rows.
         job: Job,
@@ -159,13 +159,13 @@ pub enum Task {
         /// Destination.
         to: CarryIds,
     },
-    /// End the softmax.
+    /// Compute out and lse from a carry.
     Finish {
         /// How many cells.
         cells: usize,
         /// Head dimension.
         dim: usize,
-        /// What the output is multiplied with.
+        /// Factor of the output.
         gain: f64,
         /// The carry.
         carry: CarryIds,
@@ -184,12 +184,12 @@ pub enum Task {
         out: BufferId,
         /// Its gradient.
         dout: BufferId,
-        /// The gradient of the lse, where there is one.
+        /// The gradient of the lse, if there is one.
         dlse: Option<BufferId>,
         /// The result.
         delta: BufferId,
     },
-    /// Add gradients.
+    /// Attention backward: adds to dq, dk and dv.
     Backward {
         /// Which rows.
         job: Job,
@@ -215,7 +215,7 @@ pub enum Task {
 }
 
 impl Task {
-    /// The buffers it needs for itself: those it writes, and carries it ends or merges.
+    /// The buffers it needs exclusively: those it writes, and the carries it finishes or merges.
     pub fn holds(&self) -> Vec<BufferId> {
         match self {
             Task::Fill { buffer, .. } => vec![*buffer],
@@ -234,7 +234,7 @@ impl Task {
         }
     }
 
-    /// Renames every buffer it names.
+    /// Renumbers the buffers it refers to.
     pub fn rename(&mut self, name: impl Fn(BufferId) -> BufferId) {
         let ids: Vec<&mut BufferId> = match self {
             Task::Fill { buffer, .. } => vec![buffer],
@@ -289,7 +289,8 @@ impl Task {
         }
     }
 
-    /// This task and another one of the same kind on the same buffers, as one that does `job`.
+    /// One task with `job` in place of this task and `next`; None if they differ in more than their
+    /// jobs.
     pub(super) fn joined(&self, next: &Task, job: Job) -> Option<Task> {
         let (mut joined, mut other) = (self.clone(), next.clone());
         *other.job_mut()? = job.clone();
@@ -314,7 +315,7 @@ impl Task {
         }
     }
 
-    /// The attention it computes, if it is one.
+    /// Its job, if it is an attention task.
     pub fn job(&self) -> Option<&Job> {
         match self {
             Task::Forward { job, .. }
@@ -326,21 +327,21 @@ impl Task {
     }
 }
 
-/// Rows of a tensor of the call, named by token: some of each of some segments.
+/// Rows of a tensor of the call, identified by token: the same selection in each of some segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TokenRows {
     /// How many segments.
     pub segments: usize,
     /// Tokens from one segment's first row to the next one's.
     pub segment_step: usize,
-    /// The rows of the first segment: one run for each parcel that has some beside the others'.
+    /// The rows of the first segment: one run for each of the interleaved parcels.
     pub rows: Vec<Run>,
     /// The heads of each row.
     pub heads: Arc<[usize]>,
 }
 
 impl TokenRows {
-    /// The rows of each segment, segment after segment.
+    /// The rows of all segments, segment after segment.
     pub fn runs(&self) -> impl Iterator<Item = Run> {
         (0..self.segments).flat_map(move |segment| {
             self.rows.iter().map(move |run| Run {
@@ -350,44 +351,44 @@ impl TokenRows {
         })
     }
 
-    /// How many rows, over all segments.
+    /// The number of rows over all segments.
     pub fn count(&self) -> usize {
         self.segments * self.rows.iter().map(|run| run.count).sum::<usize>()
     }
 }
 
-/// What a message holds in terms of the call, for whoever has the rows from elsewhere. It does not
-/// grow with the number of tokens.
+/// The contents of a message in terms of the call's tensors, for executors that get the rows from
+/// elsewhere (out-of-core runs). Its size does not depend on the number of tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Origin {
     /// The tensor.
     pub role: Role,
-    /// Its rows in the order of the message; within each of these, batch entry after batch entry.
+    /// Its rows in the order of the message; each entry holds batch entry after batch entry.
     pub rows: Arc<[TokenRows]>,
 }
 
-/// One end of a hop: what is sent to, or received from, another rank.
+/// One end of a message to or from another rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Message {
     /// The other end.
     pub address: Address,
     /// What is read (sent) or overwritten (received).
     pub buffer: BufferId,
-    /// What it holds: rows of an input, or a sum on its way to rows of a gradient. None for what
-    /// is no tensor's: carries under way, and finished rows that are shared.
+    /// Its contents: rows of an input, or partial sums of rows of a gradient. None for carries and
+    /// for finished rows that are all-gathered.
     pub origin: Option<Origin>,
 }
 
-/// Some tasks, then hops that fly while the other tasks compute.
+/// Tasks, then messages that are in flight while further tasks compute.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct Round {
-    /// Done first.
+    /// Tasks that run first.
     pub before: Vec<Task>,
-    /// Posted next.
+    /// Messages sent next.
     pub sends: Vec<Message>,
-    /// Posted with them.
+    /// Messages received at the same time.
     pub receives: Vec<Message>,
-    /// Done while they fly.
+    /// Tasks that run while the messages are in flight. They are independent of each other.
     pub meanwhile: Vec<Task>,
 }
 
@@ -406,11 +407,11 @@ pub enum Role {
     Dq,
     Dk,
     Dv,
-    /// Any tensor, where its rows are only moved.
+    /// Any tensor whose rows are moved by a resize.
     Rows,
 }
 
-/// Where a tensor of the call enters or leaves a rank.
+/// An input or output of a rank: rows of a tensor of the call in a buffer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Port {
     /// The tensor.
@@ -421,26 +422,26 @@ pub struct Port {
     pub runs: Vec<Run>,
 }
 
-/// Everything one rank will do.
+/// The program of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RankPlan {
     /// The rank.
     pub rank: usize,
-    /// Tokens it owns, with those it has adopted.
+    /// Tokens it owns, adopted ones included.
     pub rows: usize,
     /// The buffers it allocates.
     pub buffers: Vec<BufferPlan>,
-    /// What it is given.
+    /// The inputs.
     pub inputs: Vec<Port>,
-    /// What it does.
+    /// The rounds, in order.
     pub rounds: Vec<Round>,
-    /// What it returns.
+    /// The outputs.
     pub outputs: Vec<Port>,
 }
 
 impl RankPlan {
-    /// The same program for whoever has this rank's rows by themselves, as a shard: ports name rows
-    /// of the shard, in order, instead of tokens of the sequence.
+    /// The same program for a caller that passes this rank's shard instead of the whole sequence:
+    /// ports refer to rows of the shard, in order, instead of tokens.
     pub fn on_shard(mut self) -> RankPlan {
         for port in self.inputs.iter_mut().chain(&mut self.outputs) {
             let count = port.runs.iter().map(|run| run.count).sum();
@@ -489,7 +490,7 @@ impl RankPlan {
         messages.map(|message| self.message_bytes(message)).sum()
     }
 
-    /// Bytes of all buffers, by what they are for. The kernel's workspace comes on top.
+    /// Bytes of all buffers, by component. The kernel's workspace is not included.
     pub fn memory(&self) -> BTreeMap<Component, usize> {
         let mut memory = BTreeMap::new();
         for buffer in &self.buffers {

@@ -1,12 +1,10 @@
-//! From one ring to another: which rows go where, in as few bytes as there can be, as programs.
+//! Resizing a ring: programs that move tensors from the shards of one [`Sharding`] to those of
+//! another, of any size and cut, with as few bytes as possible.
 //!
-//! Not a pass: nothing is computed. Tensors that lie in the shards of one [`Sharding`] come to lie in
-//! those of another, whatever its size and cut.
-//!
-//! The decision here: a resize is a program like any other, so a rank interprets it, a transport
-//! carries it, its bytes are asserted where they move and a simulator times it, without a line of
-//! theirs. A row moves only if its owner is at another place afterwards, and who takes whose place
-//! is chosen so that the fewest do ([`Resize::new`]), or given ([`Resize::in_place`]).
+//! The decision here: a resize is an ordinary program. Ranks, transports, byte accounting and the
+//! simulator execute it without code of their own. A row moves only if its new owner runs at another
+//! place; the new ranks are assigned to places so that the fewest rows move ([`Resize::new`]), or in
+//! their own order ([`Resize::in_place`]).
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -21,40 +19,40 @@ use crate::rows::Shards;
 use crate::sharding::{Run, Sharding};
 use crate::transport::Address;
 
-/// A tensor that moves: the sizes of its rows.
+/// A tensor that is resharded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Moving {
-    /// Batch entries, each with all tokens.
+pub struct ResizeTensor {
+    /// Batch entries.
     pub batch: usize,
-    /// Numbers of a row: heads x numbers a head.
+    /// Elements of a row: heads x dim.
     pub width: usize,
-    /// The type they are stored in.
+    /// The storage type.
     pub dtype: DType,
 }
 
-impl Moving {
+impl ResizeTensor {
     fn elements(&self, rows: usize) -> usize {
         self.batch * rows * self.width
     }
 }
 
-/// Tokens that go from a rank of the old ring to one of the new.
+/// Tokens that an old and a new rank have in common.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct TokenMove {
-    /// The rank of the old ring that has them.
+    /// The rank of the old ring that owns them.
     pub from: usize,
-    /// The rank of the new ring that will.
+    /// The rank of the new ring that will own them.
     pub to: usize,
     /// The tokens.
     pub tokens: Run,
-    /// The first one's row in the old shard, and how many rows on the next one is.
+    /// The row of the first token in the old shard, and the step from one to the next.
     pub from_row: (usize, usize),
     /// The same in the new shard.
     pub to_row: (usize, usize),
 }
 
-/// What it takes to bring shards from one sharding to another. Old rank a is at place a; a place is
-/// whatever a rank is: a thread, a process, a device.
+/// The moves that turn the shards of one sharding into those of another. A place is what a rank
+/// runs on: a thread, a process, a device. Old rank a runs at place a.
 #[derive(Debug, Clone)]
 pub struct Resize {
     from: Sharding,
@@ -62,32 +60,32 @@ pub struct Resize {
     old: Shards,
     new: Shards,
     places: Vec<usize>,
-    stretches: Vec<TokenMove>,
+    moves: Vec<TokenMove>,
 }
 
 impl Resize {
-    /// The way that moves the fewest bytes: each new rank takes the place of the old rank whose rows
-    /// it shares most of, all in all. Where the ring grows, newcomers have the places after the old
-    /// ones.
+    /// The resize that moves the fewest bytes: new ranks are assigned to places so that as many
+    /// rows as possible stay. If the ring grows, the new places follow the old ones.
     pub fn new(from: &Sharding, to: &Sharding, tokens: usize) -> Result<Resize> {
         let mut resize = Resize::in_place(from, to, tokens)?;
         let mut shared: BTreeMap<(usize, usize), usize> = BTreeMap::new();
-        for stretch in &resize.stretches {
-            *shared.entry((stretch.to, stretch.from)).or_default() += stretch.tokens.count;
+        for of in &resize.moves {
+            *shared.entry((of.to, of.from)).or_default() += of.tokens.count;
         }
         let kept = |rank, place| shared.get(&(rank, place)).copied().unwrap_or(0);
-        resize.places = assign(to.ranks(), resize.places_in_all(), kept);
+        resize.places = assign(to.ranks(), resize.place_count(), kept);
         Ok(resize)
     }
 
-    /// The way in which new rank b is at place b: for shards that were cut for who is there.
+    /// The resize in which new rank b runs at place b: for shards that were cut for the device at
+    /// each place.
     pub fn in_place(from: &Sharding, to: &Sharding, tokens: usize) -> Result<Resize> {
         from.check(tokens)?;
         to.check(tokens)?;
         let (old, new) = (Shards::new(from, tokens), Shards::new(to, tokens));
         let pairs = (0..from.ranks()).flat_map(|a| (0..to.ranks()).map(move |b| (a, b)));
-        let stretches = pairs
-            .flat_map(|(a, b)| stretches(&old, a, &new, b))
+        let moves = pairs
+            .flat_map(|(a, b)| common_tokens(&old, a, &new, b))
             .collect();
         Ok(Resize {
             from: from.clone(),
@@ -95,7 +93,7 @@ impl Resize {
             old,
             new,
             places: (0..to.ranks()).collect(),
-            stretches,
+            moves,
         })
     }
 
@@ -119,8 +117,8 @@ impl Resize {
         &self.places
     }
 
-    /// How many places take part: those of the old ring and of newcomers.
-    pub fn places_in_all(&self) -> usize {
+    /// The number of places in use before or after the resize.
+    pub fn place_count(&self) -> usize {
         self.from.ranks().max(self.to.ranks())
     }
 
@@ -129,31 +127,32 @@ impl Resize {
         self.places.iter().position(|of| *of == place)
     }
 
-    /// Every token once: who had it and who will.
-    pub fn stretches(&self) -> &[TokenMove] {
-        &self.stretches
+    /// The old and the new owner of every token; each token is listed once.
+    pub fn moves(&self) -> &[TokenMove] {
+        &self.moves
     }
 
-    /// Tokens whose owner is at another place afterwards.
+    /// Tokens that move to another place.
     pub fn moved_tokens(&self) -> usize {
-        let moved = self.stretches.iter().filter(|of| self.moves(of));
+        let moved = self.moves.iter().filter(|of| self.is_sent(of));
         moved.map(|of| of.tokens.count).sum()
     }
 
-    /// Bytes that travel for tensors.
-    pub fn sent_bytes(&self, tensors: &[Moving]) -> usize {
-        let row = |of: &Moving| of.elements(1) * of.dtype.bytes();
+    /// Bytes that are sent to reshard `tensors`.
+    pub fn sent_bytes(&self, tensors: &[ResizeTensor]) -> usize {
+        let row = |of: &ResizeTensor| of.elements(1) * of.dtype.bytes();
         self.moved_tokens() * tensors.iter().map(row).sum::<usize>()
     }
 
-    fn moves(&self, stretch: &TokenMove) -> bool {
-        stretch.from != self.places[stretch.to]
+    fn is_sent(&self, of: &TokenMove) -> bool {
+        of.from != self.places[of.to]
     }
 
-    /// What whoever is at a place does: packs what goes elsewhere, sends it, copies what stays while
-    /// that flies, and unpacks what has come. Ports are in the order of the tensors.
-    pub fn program(&self, place: usize, tensors: &[Moving]) -> RankPlan {
-        let mut program = Program {
+    /// The program of one place: packs the rows that leave, sends them, copies the rows that stay
+    /// while the messages are in flight, and unpacks the rows that arrive. Ports are in the order
+    /// of `tensors`.
+    pub fn program(&self, place: usize, tensors: &[ResizeTensor]) -> RankPlan {
+        let mut program = ResizeProgram {
             resize: self,
             place,
             plan: RankPlan {
@@ -172,36 +171,36 @@ impl Resize {
     }
 }
 
-/// The tokens that old rank `a` and new rank `b` both have: one stretch for each two runs that meet.
-fn stretches(old: &Shards, a: usize, new: &Shards, b: usize) -> Vec<TokenMove> {
-    let row = |(run, base): (Run, usize), met: &Run| {
-        let first = base + (met.first - run.first) / run.stride;
-        (first, met.stride / run.stride)
+/// The tokens that old rank `a` and new rank `b` both own: one entry for each two runs that overlap.
+fn common_tokens(old: &Shards, a: usize, new: &Shards, b: usize) -> Vec<TokenMove> {
+    let row = |(run, base): (Run, usize), common: &Run| {
+        let first = base + (common.first - run.first) / run.stride;
+        (first, common.stride / run.stride)
     };
     let mut found = Vec::new();
-    for &had in old.runs(a) {
-        for &will in new.runs(b) {
-            found.extend(had.0.meet(&will.0).map(|tokens| TokenMove {
+    for &before in old.runs(a) {
+        for &after in new.runs(b) {
+            found.extend(before.0.intersect(&after.0).map(|tokens| TokenMove {
                 from: a,
                 to: b,
                 tokens,
-                from_row: row(had, &tokens),
-                to_row: row(will, &tokens),
+                from_row: row(before, &tokens),
+                to_row: row(after, &tokens),
             }));
         }
     }
     found
 }
 
-/// A program under way.
-struct Program<'a> {
+/// The program of one place under construction.
+struct ResizeProgram<'a> {
     resize: &'a Resize,
     place: usize,
     plan: RankPlan,
 }
 
-impl Program<'_> {
-    fn buffer(&mut self, name: &'static str, tensor: &Moving, rows: usize) -> BufferId {
+impl ResizeProgram<'_> {
+    fn buffer(&mut self, name: &'static str, tensor: &ResizeTensor, rows: usize) -> BufferId {
         self.plan.buffers.push(BufferPlan {
             name,
             component: Component::Rows,
@@ -212,73 +211,73 @@ impl Program<'_> {
         BufferId(self.plan.buffers.len() - 1)
     }
 
-    /// All that one tensor asks for; its messages have a tag of their own.
-    fn tensor(&mut self, tag: u64, tensor: &Moving) {
+    /// Adds the buffers, messages and copies of one tensor; its messages have a tag of their own.
+    fn tensor(&mut self, tag: u64, tensor: &ResizeTensor) {
         let Resize { from, old, new, .. } = self.resize;
         let place = self.place;
         let (a, b) = (place, self.resize.new_rank(place));
-        let (mut had, mut will) = (None, None);
+        let (mut old_buffer, mut new_buffer) = (None, None);
         if a < from.ranks() {
             let id = self.buffer("old rows", tensor, old.rows(a));
             self.plan.inputs.push(port(id, old.runs(a)));
-            had = Some(id);
+            old_buffer = Some(id);
         }
         if let Some(b) = b {
             self.plan.rows = new.rows(b);
             let id = self.buffer("new rows", tensor, new.rows(b));
             self.plan.outputs.push(port(id, new.runs(b)));
-            will = Some(id);
+            new_buffer = Some(id);
         }
         let resize = self.resize;
         let (mut out, mut incoming) = (BTreeMap::new(), BTreeMap::new());
         let (mut kept, mut old_rows, mut new_rows) = (Vec::new(), 0, 0);
-        for stretch in &resize.stretches {
-            let (from, to) = (stretch.from, resize.places[stretch.to]);
+        for of in &resize.moves {
+            let (from, to) = (of.from, resize.places[of.to]);
             if from == place {
-                old_rows = old.rows(stretch.from);
+                old_rows = old.rows(of.from);
             }
             if to == place {
-                new_rows = new.rows(stretch.to);
+                new_rows = new.rows(of.to);
             }
             match (from == place, to == place) {
-                (true, true) => kept.push(*stretch),
-                (true, false) => push(&mut out, to, *stretch),
-                (false, true) => push(&mut incoming, from, *stretch),
+                (true, true) => kept.push(*of),
+                (true, false) => push(&mut out, to, *of),
+                (false, true) => push(&mut incoming, from, *of),
                 (false, false) => {}
             }
         }
-        let shard = |rows: usize| Side::Shard { rows };
-        for (peer, stretches) in &out {
-            let rows = count(stretches);
+        let shard = |rows: usize| CopyEnd::Shard { rows };
+        for (peer, moves) in &out {
+            let rows = count(moves);
             let parcel = self.buffer("leaving rows", tensor, rows);
-            let blocks = blocks(tensor, stretches, shard(old_rows), Side::Parcel);
-            let had = had.expect("who sends had rows");
-            self.plan.rounds[0].before.push(copy(blocks, had, parcel));
+            let blocks = blocks(tensor, moves, shard(old_rows), CopyEnd::Parcel);
+            let from = old_buffer.expect("a sender has old rows");
+            self.plan.rounds[0].before.push(copy(blocks, from, parcel));
             let message = message(*peer, tag, tensor.elements(rows), parcel);
             self.plan.rounds[0].sends.push(message);
         }
-        for (peer, stretches) in &incoming {
-            let rows = count(stretches);
+        for (peer, moves) in &incoming {
+            let rows = count(moves);
             let parcel = self.buffer("arriving rows", tensor, rows);
             let message = message(*peer, tag, tensor.elements(rows), parcel);
             self.plan.rounds[0].receives.push(message);
-            let blocks = blocks(tensor, stretches, Side::Parcel, shard(new_rows));
-            let will = will.expect("who receives will have rows");
-            self.plan.rounds[1].before.push(copy(blocks, parcel, will));
+            let blocks = blocks(tensor, moves, CopyEnd::Parcel, shard(new_rows));
+            let to = new_buffer.expect("a receiver has new rows");
+            self.plan.rounds[1].before.push(copy(blocks, parcel, to));
         }
-        if let (Some(had), Some(will), false) = (had, will, kept.is_empty()) {
+        if let (Some(from), Some(to), false) = (old_buffer, new_buffer, kept.is_empty()) {
             let blocks = blocks(tensor, &kept, shard(old_rows), shard(new_rows));
-            self.plan.rounds[0].meanwhile.push(copy(blocks, had, will));
+            self.plan.rounds[0].meanwhile.push(copy(blocks, from, to));
         }
     }
 }
 
-fn push(to: &mut BTreeMap<usize, Vec<TokenMove>>, peer: usize, stretch: TokenMove) {
-    to.entry(peer).or_default().push(stretch);
+fn push(to: &mut BTreeMap<usize, Vec<TokenMove>>, peer: usize, of: TokenMove) {
+    to.entry(peer).or_default().push(of);
 }
 
-fn count(stretches: &[TokenMove]) -> usize {
-    stretches.iter().map(|stretch| stretch.tokens.count).sum()
+fn count(moves: &[TokenMove]) -> usize {
+    moves.iter().map(|of| of.tokens.count).sum()
 }
 
 fn port(buffer: BufferId, runs: &[(Run, usize)]) -> Port {
@@ -311,28 +310,28 @@ fn copy(blocks: Vec<Block>, from: BufferId, to: BufferId) -> Task {
     }
 }
 
-/// One end of a copy: rows in a shard of so many, or packed in a parcel.
+/// One end of a copy: a shard of `rows` rows, or a parcel.
 #[derive(Debug, Clone, Copy)]
-enum Side {
+enum CopyEnd {
     Shard { rows: usize },
     Parcel,
 }
 
-/// Copies of stretches. A parcel has one after the other, in each of them batch entry after batch
-/// entry; both ends have the stretches in one order, that of [`Resize::stretches`].
-fn blocks(tensor: &Moving, stretches: &[TokenMove], from: Side, to: Side) -> Vec<Block> {
+/// The copies of some moves. A parcel holds one move after the other, each with one batch entry
+/// after the other, in the order of [`Resize::moves`] at both ends.
+fn blocks(tensor: &ResizeTensor, moves: &[TokenMove], from: CopyEnd, to: CopyEnd) -> Vec<Block> {
     let mut packed = 0;
-    let block = |stretch: &TokenMove| {
-        let rows = stretch.tokens.count;
-        let at = |side: Side, (first, step): (usize, usize)| match side {
-            Side::Shard { rows } => Operand {
+    let block = |of: &TokenMove| {
+        let rows = of.tokens.count;
+        let at = |end: CopyEnd, (first, step): (usize, usize)| match end {
+            CopyEnd::Shard { rows } => Operand {
                 offset: first * tensor.width,
                 batch: rows * tensor.width,
                 segment: 0,
                 row: step * tensor.width,
                 heads: Arc::new([0]),
             },
-            Side::Parcel => Operand {
+            CopyEnd::Parcel => Operand {
                 offset: packed,
                 batch: rows * tensor.width,
                 segment: 0,
@@ -346,11 +345,11 @@ fn blocks(tensor: &Moving, stretches: &[TokenMove], from: Side, to: Side) -> Vec
             rows,
             heads: 1,
             width: tensor.width,
-            from: at(from, stretch.from_row),
-            to: at(to, stretch.to_row),
+            from: at(from, of.from_row),
+            to: at(to, of.to_row),
         };
         packed += tensor.elements(rows);
         block
     };
-    stretches.iter().map(block).collect()
+    moves.iter().map(block).collect()
 }

@@ -1,33 +1,34 @@
-//! Gradients of rows that no branch selects: zeros that nobody need write twice.
+//! Sparse gradients: which rows of dq, dk and dv a program ever adds to.
 //!
-//! As a program is put together, it clears a gradient, adds to it job by job and returns all of it.
-//! Under a dilated branch most rows are never added to. Who they are can be read off the program, so
-//! whoever carries it out can clear, and return, only the others.
+//! A program clears a gradient, adds to it job by job and returns all of it. Under a dilated branch
+//! most rows are never added to. The program shows which, so a rank whose buffer is already zero
+//! needs to clear, and copy out, only the others.
 
 use super::program::{BufferId, Fill, RankPlan, Role, Task};
 use crate::job::{Block, Job, Operand};
 
-/// Blocks above which a list of them is not worth its while.
-const MOST: usize = 64;
+/// Longer lists of blocks cost more than clearing the whole buffer.
+const MAX_BLOCKS: usize = 64;
 
 impl RankPlan {
-    /// Gradients at most half of whose numbers are added to, with the rows that are (each block from
-    /// its place to the same): in all others stay the zeros that were there before the program.
+    /// The gradients of which at most half of the elements are added to, with the rows that are (as
+    /// blocks from a location to itself). All other rows stay zero if they were zero before.
     pub fn sparse_gradients(&self) -> Vec<(BufferId, Vec<Block>)> {
         let gradients = [Role::Dq, Role::Dk, Role::Dv];
         let ports = self.outputs.iter();
         let ids = ports.filter(|port| gradients.contains(&port.role));
         let sparse = ids.filter_map(|port| {
             let rows = self.added_to(port.buffer)?;
-            let numbers: usize = rows.iter().map(Block::numbers).sum();
-            let few = 2 * numbers <= self.buffers[port.buffer.0].elements && rows.len() <= MOST;
+            let elements: usize = rows.iter().map(Block::elements).sum();
+            let few =
+                2 * elements <= self.buffers[port.buffer.0].elements && rows.len() <= MAX_BLOCKS;
             few.then_some((port.buffer, rows))
         });
         sparse.collect()
     }
 
-    /// The rows of a buffer that is cleared at first and only added to then; None where anything
-    /// else is done to it.
+    /// The rows that are added to in a buffer that is cleared once and then only added to; None if
+    /// any other task or message writes the buffer.
     fn added_to(&self, id: BufferId) -> Option<Vec<Block>> {
         let received = self.rounds.iter().flat_map(|round| &round.receives);
         if received.into_iter().any(|message| message.buffer == id) {
@@ -35,7 +36,7 @@ impl RankPlan {
         }
         let (mut rows, mut cleared) = (Vec::new(), 0);
         let note = |rows: &mut Vec<Block>, block: Block| {
-            // Those of several rounds are mostly the same.
+            // Most rounds add to the same rows.
             if !rows.contains(&block) {
                 rows.push(block);
             }
@@ -45,7 +46,7 @@ impl RankPlan {
                 if !task.holds().contains(&id) {
                     continue;
                 }
-                if rows.len() > MOST {
+                if rows.len() > MAX_BLOCKS {
                     return None;
                 }
                 match task {
@@ -74,7 +75,7 @@ impl RankPlan {
     }
 }
 
-/// The same rows, from their place to the same.
+/// The same rows as a block from a location to itself.
 fn in_place(block: &Block, at: &Operand) -> Block {
     Block {
         from: at.clone(),
@@ -83,7 +84,7 @@ fn in_place(block: &Block, at: &Operand) -> Block {
     }
 }
 
-/// The rows that an operand of a job names; heads that share theirs count once.
+/// The rows of a job's operand; heads that share a key head count once.
 fn of_job(job: &Job, rows: usize, at: &Operand) -> Block {
     let mut heads = at.heads.to_vec();
     heads.sort_unstable();
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_added_to_is_what_is_selected() {
+    fn sparse_rows_are_the_rows_the_pattern_selects() {
         for (ranks, cut) in [
             (1, Cut::Contiguous),
             (3, Cut::Contiguous),
@@ -152,12 +153,12 @@ mod tests {
                         .filter(|(_, token)| *token % 4 == 0);
                     let row = |(row, _): (usize, _)| row * heads * DIM..(row + 1) * heads * DIM;
                     let expected: BTreeSet<usize> = expected.flat_map(row).collect();
-                    let numbers = rows.iter().flat_map(|block| {
+                    let elements = rows.iter().flat_map(|block| {
                         let width = block.width;
                         assert_eq!(block.from, block.to);
                         block.addresses().flat_map(move |(_, to)| to..to + width)
                     });
-                    assert_eq!(numbers.collect::<BTreeSet<_>>(), expected);
+                    assert_eq!(elements.collect::<BTreeSet<_>>(), expected);
                     selected += expected.len();
                 }
             }
@@ -166,12 +167,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_mostly_added_to_is_not_sparse() {
+    fn a_gradient_with_more_than_half_of_its_rows_is_not_sparse() {
         for (lengths, rates) in [(&[32][..], &[1][..]), (&[8, 32], &[1, 4])] {
             let program = plan(lengths, rates, 1, Cut::Contiguous).rank(0).unwrap();
             assert_eq!(program.sparse_gradients(), []);
         }
         let program = plan(&[32], &[2], 1, Cut::Contiguous).rank(0).unwrap();
-        assert_eq!(program.sparse_gradients().len(), 3, "just half");
+        assert_eq!(program.sparse_gradients().len(), 3, "exactly half");
     }
 }

@@ -1,6 +1,6 @@
-//! Programs carried out on labels instead of numbers: an input is the name of its row, a sum is the
-//! list of the pairs in it. Ranks advance in any order, and stop in any round that their messages
-//! allow, so nothing depends on how a transport notices deaths.
+//! Programs executed on labels instead of values: an input element is the label of its row, a sum is
+//! the list of the pairs in it. Ranks advance in random order and stop in any round that their
+//! messages allow, so the tests do not depend on how a transport detects deaths.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use encke_core::plan::program::{BufferId, Message, RankPlan, Role, Task};
 use encke_core::{Error, Shape};
 
 /// (query row, key row); an input is (its row, `INPUT`).
-pub type Pair = (u32, u32);
+pub type LabelPair = (u32, u32);
 const INPUT: u32 = u32::MAX;
-type Cells = Vec<Vec<Pair>>;
+type Cells = Vec<Vec<LabelPair>>;
 
-/// One rank that carries its program out on labels.
-pub struct Player {
+/// One rank that executes its program on labels.
+pub struct LabelRank {
     program: RankPlan,
     buffers: Vec<Cells>,
     done: usize,
@@ -40,8 +40,8 @@ fn rows<'a>(
     (0..shape.batch).flat_map(move |b| tokens().map(move |t| (b, t)))
 }
 
-impl Player {
-    fn new(program: RankPlan, shape: &Shape) -> Player {
+impl LabelRank {
+    fn new(program: RankPlan, shape: &Shape) -> LabelRank {
         let mut buffers = empty(&program);
         for port in &program.inputs {
             let heads = match port.role {
@@ -56,7 +56,7 @@ impl Player {
                 }
             }
         }
-        Player {
+        LabelRank {
             program,
             buffers,
             done: 0,
@@ -78,7 +78,7 @@ impl Player {
         (self.done, self.finished) = (0, false);
     }
 
-    /// Does the tasks of the next round; returns what it sends.
+    /// Runs the tasks of the next round; returns the messages it sends.
     fn advance(&mut self) -> Vec<(Message, Cells)> {
         let round = self.program.rounds[self.done].clone();
         for task in round.before.iter().chain(&round.meanwhile) {
@@ -125,7 +125,7 @@ impl Player {
                         self.buffers[carry.acc.0][cell].clear();
                     }
                 }
-                for (pair, cell, ..) in self.met(job, *q, *k) {
+                for (pair, cell, ..) in self.pairs_of(job, *q, *k) {
                     self.buffers[carry.acc.0][cell].push(pair);
                 }
             }
@@ -140,12 +140,12 @@ impl Player {
                 for cell in cells(job) {
                     self.buffers[out.0][cell] = self.buffers[carry.acc.0][cell].clone();
                 }
-                for (pair, cell, ..) in self.met(job, *q, *k) {
+                for (pair, cell, ..) in self.pairs_of(job, *q, *k) {
                     self.buffers[out.0][cell].push(pair);
                 }
             }
             Task::Attend { job, q, k, out, .. } => {
-                for (pair, cell, ..) in self.met(job, *q, *k) {
+                for (pair, cell, ..) in self.pairs_of(job, *q, *k) {
                     self.buffers[out.0][cell].push(pair);
                 }
             }
@@ -161,7 +161,7 @@ impl Player {
                 dv,
                 ..
             } => {
-                for (pair, _, q_at, k_at) in self.met(job, *q, *k) {
+                for (pair, _, q_at, k_at) in self.pairs_of(job, *q, *k) {
                     self.buffers[dq.0][q_at].push(pair);
                     self.buffers[dk.0][k_at].push(pair);
                     self.buffers[dv.0][k_at].push(pair);
@@ -173,27 +173,32 @@ impl Player {
     }
 
     /// The pairs of a job, each with the addresses of its cell, its dq and its dk.
-    fn met(&mut self, job: &Job, q: BufferId, k: BufferId) -> Vec<(Pair, usize, usize, usize)> {
+    fn pairs_of(
+        &mut self,
+        job: &Job,
+        q: BufferId,
+        k: BufferId,
+    ) -> Vec<(LabelPair, usize, usize, usize)> {
         let label = |buffer: BufferId, at: usize| {
             let cell = &self.buffers[buffer.0][at];
             assert!(
                 cell.len() == 1 && cell[0].1 == INPUT,
-                "a row that is no input"
+                "a row that is not an input"
             );
             cell[0].0
         };
-        let mut met = Vec::new();
+        let mut found = Vec::new();
         for (b, s) in (0..job.batch).flat_map(|b| (0..job.segments).map(move |s| (b, s))) {
             for (h, i) in (0..job.heads).flat_map(|h| (0..job.queries).map(move |i| (h, i))) {
                 for j in 0..job.visible(i) {
                     let (q_at, k_at) = (job.q.at(b, s, i, h), job.k.at(b, s, j, h));
                     let pair = (label(q, q_at), label(k, k_at));
-                    met.push((pair, job.cells.at(b, s, i, h), q_at, k_at));
+                    found.push((pair, job.cells.at(b, s, i, h), q_at, k_at));
                 }
             }
         }
-        self.pairs += met.len() as u128;
-        met
+        self.pairs += found.len() as u128;
+        found
     }
 }
 
@@ -218,80 +223,85 @@ fn copy(block: &Block, add: bool, source: &Cells, target: &mut Cells) {
     }
 }
 
-/// A call on labels, in which ranks die as told.
-pub struct World {
+/// A call on labels, in which given ranks die.
+pub struct LabelCall {
     pub epoch: Epoch,
-    players: Vec<Option<Player>>,
-    mail: HashMap<(usize, usize, u64, usize), Cells>,
+    ranks: Vec<Option<LabelRank>>,
+    messages: HashMap<(usize, usize, u64, usize), Cells>,
     random: Random,
 }
 
-impl World {
-    pub fn new(plan: &Arc<Plan>, seed: u64) -> World {
+impl LabelCall {
+    pub fn new(plan: &Arc<Plan>, seed: u64) -> LabelCall {
         let epoch = Epoch::first(plan);
         let shape = &plan.request().shape;
-        let player = |rank| Some(Player::new(epoch.program(rank).expect("it exists"), shape));
-        World {
-            players: (0..plan.ranks()).map(player).collect(),
+        let rank_state = |rank| {
+            Some(LabelRank::new(
+                epoch.program(rank).expect("it exists"),
+                shape,
+            ))
+        };
+        LabelCall {
+            ranks: (0..plan.ranks()).map(rank_state).collect(),
             epoch,
-            mail: HashMap::new(),
+            messages: HashMap::new(),
             random: Random::new(seed),
         }
     }
 
-    /// Whether everything a rank waits for in the round it has done last has come.
-    fn is_served(&self, rank: usize) -> bool {
-        let Some(player) = &self.players[rank] else {
+    /// Whether all messages of the last round that a rank has run have arrived.
+    fn has_messages(&self, rank: usize) -> bool {
+        let Some(rank_state) = &self.ranks[rank] else {
             return false;
         };
-        let Some(last) = player.done.checked_sub(1) else {
+        let Some(last) = rank_state.done.checked_sub(1) else {
             return true;
         };
-        let mut receives = player.program.rounds[last].receives.iter();
+        let mut receives = rank_state.program.rounds[last].receives.iter();
         receives.all(|message| {
             let from = (message.address.peer, rank, message.address.tag, last);
-            self.mail.contains_key(&from)
+            self.messages.contains_key(&from)
         })
     }
 
     fn step(&mut self, rank: usize) {
-        let player = self.players[rank].as_mut().expect("it lives");
-        if let Some(last) = player.done.checked_sub(1) {
-            for message in player.program.rounds[last].receives.clone() {
+        let rank_state = self.ranks[rank].as_mut().expect("it is alive");
+        if let Some(last) = rank_state.done.checked_sub(1) {
+            for message in rank_state.program.rounds[last].receives.clone() {
                 let from = (message.address.peer, rank, message.address.tag, last);
-                let cells = self.mail.remove(&from).expect("it was served");
+                let cells = self.messages.remove(&from).expect("it has arrived");
                 assert_eq!(cells.len(), message.address.elements);
-                player.buffers[message.buffer.0][..cells.len()].clone_from_slice(&cells);
+                rank_state.buffers[message.buffer.0][..cells.len()].clone_from_slice(&cells);
             }
         }
-        if player.done == player.program.rounds.len() {
-            player.finished = true;
+        if rank_state.done == rank_state.program.rounds.len() {
+            rank_state.finished = true;
             return;
         }
-        let round = player.done;
-        for (message, cells) in player.advance() {
+        let round = rank_state.done;
+        for (message, cells) in rank_state.advance() {
             let to = (rank, message.address.peer, message.address.tag, round);
-            let twice = self.mail.insert(to, cells);
+            let twice = self.messages.insert(to, cells);
             assert!(twice.is_none(), "two messages under one tag");
         }
     }
 
-    /// Lets ranks advance in any order until nobody can, or until everyone stops because `victim`
-    /// has died after so many rounds. `patience` is how many steps are taken after that.
+    /// Advances ranks in random order until none can, or until all stop because of a death: (rank,
+    /// number of rounds after which it dies). `patience` is the number of steps taken after that.
     pub fn run(&mut self, death: Option<(usize, usize)>, mut patience: usize) -> Agreement {
         loop {
             if let Some((victim, round)) = death
-                && self.players[victim]
+                && self.ranks[victim]
                     .as_ref()
-                    .is_some_and(|player| player.done >= round || player.finished)
+                    .is_some_and(|rank_state| rank_state.done >= round || rank_state.finished)
             {
-                self.players[victim] = None;
+                self.ranks[victim] = None;
             }
-            let able: Vec<usize> = (0..self.players.len())
-                .filter(|rank| self.is_served(*rank))
-                .filter(|rank| self.players[*rank].as_ref().is_some_and(|p| !p.finished))
+            let able: Vec<usize> = (0..self.ranks.len())
+                .filter(|rank| self.has_messages(*rank))
+                .filter(|rank| self.ranks[*rank].as_ref().is_some_and(|p| !p.finished))
                 .collect();
-            let gone = death.is_some_and(|(victim, _)| self.players[victim].is_none());
+            let gone = death.is_some_and(|(victim, _)| self.ranks[victim].is_none());
             if able.is_empty() || (gone && patience == 0) {
                 break;
             }
@@ -300,37 +310,41 @@ impl World {
             self.step(rank);
         }
         if let Some((victim, _)) = death {
-            self.players[victim] = None;
+            self.ranks[victim] = None;
         }
-        let standing = |player: &Option<Player>| {
-            let player = player.as_ref()?;
+        let progress = |rank_state: &Option<LabelRank>| {
+            let rank_state = rank_state.as_ref()?;
             Some(RankProgress {
-                done: player.done,
-                finished: player.finished,
+                done: rank_state.done,
+                finished: rank_state.finished,
             })
         };
         Agreement {
-            progress: self.players.iter().map(standing).collect(),
+            progress: self.ranks.iter().map(progress).collect(),
         }
     }
 
-    pub fn go_on(&mut self, agreement: &Agreement) -> Result<(), Error> {
+    pub fn resume(&mut self, agreement: &Agreement) -> Result<(), Error> {
         self.epoch = self.epoch.next(agreement)?;
-        self.mail.clear();
-        for (rank, player) in self.players.iter_mut().enumerate() {
-            if let Some(player) = player {
-                player.resume(self.epoch.continuation(rank, &player.program)?);
+        self.messages.clear();
+        for (rank, rank_state) in self.ranks.iter_mut().enumerate() {
+            if let Some(rank_state) = rank_state {
+                rank_state.resume(self.epoch.continuation(rank, &rank_state.program)?);
             }
         }
         Ok(())
     }
 
     /// The pairs in every row of an output, by (batch, token, head).
-    pub fn output(&self, role: Role, heads: usize) -> BTreeMap<(usize, usize, usize), Vec<Pair>> {
+    pub fn output(
+        &self,
+        role: Role,
+        heads: usize,
+    ) -> BTreeMap<(usize, usize, usize), Vec<LabelPair>> {
         let shape = self.epoch.plan().request().shape;
         let mut all = BTreeMap::new();
-        for player in self.players.iter().flatten() {
-            for port in player
+        for rank_state in self.ranks.iter().flatten() {
+            for port in rank_state
                 .program
                 .outputs
                 .iter()
@@ -338,7 +352,7 @@ impl World {
             {
                 for (i, (b, t)) in rows(&shape, &port.runs).enumerate() {
                     for h in 0..heads {
-                        let mut pairs = player.buffers[port.buffer.0][i * heads + h].clone();
+                        let mut pairs = rank_state.buffers[port.buffer.0][i * heads + h].clone();
                         pairs.sort_unstable();
                         let twice = all.insert((b, t, h), pairs);
                         assert!(twice.is_none(), "a row that two ranks return");

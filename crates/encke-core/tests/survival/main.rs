@@ -1,5 +1,5 @@
-//! Continuations proven against the pattern: whoever dies, in whatever round, in the end every pair
-//! is in every result it belongs to, as often as its multiplicity says.
+//! Continuations against the pattern: after any deaths in any rounds, every result contains every
+//! pair exactly as often as its multiplicity says.
 
 mod labels;
 
@@ -16,10 +16,10 @@ use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error, Pattern, Shape};
 
-use labels::{Pair, World};
+use labels::{LabelCall, LabelPair};
 
-/// The pairs that belong into every row: of queries, and of keys.
-fn expected(request: &Request) -> [BTreeMap<(usize, usize, usize), Vec<Pair>>; 2] {
+/// The pairs that belong to every query row, and to every key row.
+fn expected(request: &Request) -> [BTreeMap<(usize, usize, usize), Vec<LabelPair>>; 2] {
     let shape = &request.shape;
     let (mut of_queries, mut of_keys) = (BTreeMap::new(), BTreeMap::new());
     for (b, t) in (0..shape.batch).flat_map(|b| (0..shape.tokens).map(move |t| (b, t))) {
@@ -49,7 +49,7 @@ fn expected(request: &Request) -> [BTreeMap<(usize, usize, usize), Vec<Pair>>; 2
     [of_queries, of_keys]
 }
 
-fn assert_complete(world: &World) {
+fn assert_complete(world: &LabelCall) {
     let request = world.epoch.plan().request();
     let shape = request.shape;
     let [of_queries, of_keys] = expected(request);
@@ -63,7 +63,7 @@ fn assert_complete(world: &World) {
     }
 }
 
-/// A random call that is to survive, of one number a row.
+/// A random call with redundancy and dim 1.
 fn case(seed: u64, redundancy: usize) -> Arc<Plan> {
     let mut random = Random::new(seed ^ 0xdead);
     let drawn = (0..).map(|i| Configuration::random(seed ^ (i << 32)));
@@ -87,11 +87,11 @@ fn case(seed: u64, redundancy: usize) -> Arc<Plan> {
     Arc::new(Plan::new(request).expect("a random case is legal"))
 }
 
-/// Deaths one after the other, each in any round of its epoch, until the call ends or a shard is
-/// lost, which is only ever said when it is true.
-fn lives(seed: u64, redundancy: usize, deaths: usize) {
+/// Runs a call with successive deaths, each in a random round of its epoch, until the call ends or a
+/// shard is lost. A shard may be reported lost only if its rank and all keepers are gone.
+fn survives(seed: u64, redundancy: usize, deaths: usize) {
     let plan = case(seed, redundancy);
-    let mut world = World::new(&plan, seed);
+    let mut world = LabelCall::new(&plan, seed);
     let mut random = Random::new(seed ^ 0xfade);
     for _ in 0..deaths {
         let living: Vec<usize> = world.epoch.living().collect();
@@ -99,12 +99,17 @@ fn lives(seed: u64, redundancy: usize, deaths: usize) {
             break;
         }
         let victim = living[random.below(living.len())];
-        let rounds = world.epoch.program(victim).expect("it lives").rounds.len();
+        let rounds = world
+            .epoch
+            .program(victim)
+            .expect("it is alive")
+            .rounds
+            .len();
         let death = (victim, random.below(rounds + 2));
         let patience = random.pick(&[0, 3, 1000]);
         let agreement = world.run(Some(death), patience);
         assert!(!world.epoch.is_last(&agreement));
-        match world.go_on(&agreement) {
+        match world.resume(&agreement) {
             Ok(()) => {}
             Err(Error::LostShard { shard, keepers }) => {
                 let gone = |rank: &usize| agreement.progress[*rank].is_none();
@@ -125,22 +130,22 @@ proptest! {
 
     #[test]
     fn after_a_death_every_pair_is_computed_once(seed in any::<u64>()) {
-        lives(seed, 1, 1);
+        survives(seed, 1, 1);
     }
 
     #[test]
-    fn after_several_deaths_too(seed in any::<u64>()) {
-        lives(seed, 1, 3);
+    fn after_several_deaths_every_pair_is_computed_once(seed in any::<u64>()) {
+        survives(seed, 1, 3);
     }
 
     #[test]
-    fn with_more_keepers_more_may_die(seed in any::<u64>()) {
-        lives(seed, 2, 4);
+    fn with_redundancy_two_more_ranks_may_die(seed in any::<u64>()) {
+        survives(seed, 2, 4);
     }
 
-    /// Bytes of a plan that is to survive: the same messages, and the inputs of one more shard.
+    /// Redundancy adds the inputs of one more shard to each rank's memory and sends no more bytes.
     #[test]
-    fn replicas_are_booked(seed in any::<u64>()) {
+    fn redundancy_costs_one_replica_and_no_traffic(seed in any::<u64>()) {
         let plan = case(seed, 1);
         let bare = Plan::new(Request { redundancy: 0, ..plan.request().clone() }).expect("legal");
         prop_assert_eq!(
@@ -168,8 +173,8 @@ fn dense(ranks: usize, pass: Pass) -> Arc<Plan> {
     Arc::new(Plan::new(request).expect("legal"))
 }
 
-/// What survivors have got is not computed again: the later a rank dies, the less is left to do
-/// beside what it had, and never as much as a call from the start.
+/// Survivors do not recompute completed work: the later a rank dies, the less is left to do, and it
+/// is always less than a call from the start.
 #[test]
 fn survivors_keep_their_work() {
     for pass in [Pass::Forward, Pass::Backward { dlse: false }] {
@@ -178,9 +183,9 @@ fn survivors_keep_their_work() {
         for victim in 0..4 {
             let mut left = Vec::new();
             for round in 0..=4 {
-                let mut world = World::new(&plan, 1);
+                let mut world = LabelCall::new(&plan, 1);
                 let agreement = world.run(Some((victim, round)), usize::MAX);
-                world.go_on(&agreement).expect("its keeper lives");
+                world.resume(&agreement).expect("its keeper is alive");
                 let pairs = world.epoch.pairs().expect("legal");
                 left.push(pairs);
                 let agreement = world.run(None, 0);
@@ -192,7 +197,7 @@ fn survivors_keep_their_work() {
                 "{pass:?} {victim}: {left:?}"
             );
             assert!(left.iter().all(|pairs| *pairs < all), "{left:?} of {all}");
-            // In the end all that is left is what the dead rank had computed itself.
+            // After the last round, only the dead rank's own pairs are left.
             let own = plan.rank(victim).expect("exists").pairs();
             if pass == Pass::Forward {
                 assert_eq!(left[4], own, "{left:?}");
@@ -202,7 +207,7 @@ fn survivors_keep_their_work() {
 }
 
 #[test]
-fn what_cannot_be_survived_is_refused() {
+fn impossible_redundancy_and_lost_shards_are_errors() {
     let plan = dense(4, Pass::Forward);
     let request = |queries, redundancy| Request {
         queries,
@@ -212,17 +217,17 @@ fn what_cannot_be_survived_is_refused() {
     let replicated = Plan::new(request(Queries::Replicated, 1)).expect_err("not supported");
     assert_eq!(replicated, Error::RedundantQueries { redundancy: 1 });
     let many = Plan::new(request(Queries::Sharded, 4)).expect_err("too many");
-    let words = "redundancy 4 on 4 ranks: each rank's inputs are kept by as many others, of which \
-                 there are 3";
-    assert!(many.to_string().starts_with(words), "{many}");
+    let message = "redundancy 4 on 4 ranks: each rank's inputs are replicated on that many other ranks, \
+                 of which there are 3";
+    assert!(many.to_string().starts_with(message), "{many}");
     let gone = |ranks: &[usize]| Agreement {
         progress: (0..4)
             .map(|rank| {
-                let standing = RankProgress {
+                let progress = RankProgress {
                     done: 1,
                     finished: false,
                 };
-                (!ranks.contains(&rank)).then_some(standing)
+                (!ranks.contains(&rank)).then_some(progress)
             })
             .collect(),
     };

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use encke_core::conformance::Random;
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::program::{Component, Role};
-use encke_core::plan::resize::{Moving, Resize};
+use encke_core::plan::resize::{Resize, ResizeTensor};
 use encke_core::plan::{Pass, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Pattern, Shape, Tensor};
@@ -57,7 +57,7 @@ proptest! {
         let resize = Resize::new(&from, &to, n).unwrap();
         let (had, will) = (owners(&from, n), owners(&to, n));
         let mut seen = vec![0; n];
-        for stretch in resize.stretches() {
+        for stretch in resize.moves() {
             for token in stretch.tokens.tokens() {
                 prop_assert_eq!((stretch.from, stretch.to), (had[token], will[token]));
                 seen[token] += 1;
@@ -95,7 +95,7 @@ proptest! {
         for (tensor, whole) in resized.tensors.iter().zip(&whole) {
             prop_assert_eq!(tensor, &Sharded::split(&whole.view(), &to).unwrap());
         }
-        let moving: Vec<Moving> = held.iter().map(|tensor| tensor.moving()).collect();
+        let moving: Vec<ResizeTensor> = held.iter().map(|tensor| tensor.moving()).collect();
         prop_assert_eq!(resized.trace.sent_bytes(), resize.sent_bytes(&moving));
         for memory in &resized.memory {
             prop_assert!(memory.planned.keys().all(|of| *of == Component::Rows));

@@ -97,7 +97,7 @@ fn explicit_sizes_keep_rank_numbers_and_must_add_up() {
     assert!(
         refused
             .to_string()
-            .contains("[50, 60] are not the 100 tokens"),
+            .contains("[50, 60] do not add up to the 100 tokens"),
         "{refused}"
     );
     assert_eq!((&q, ring.sharding().ranks()), (&before, 4));

@@ -183,7 +183,7 @@ fn errors_of_invalid_requests_name_the_offending_values() {
     let late = Attention::builder()
         .ranks(2)
         .sharding(Cut::Firsts(vec![1, 5]));
-    assert!(refused(late).contains("rank 0 would start at token 1"));
+    assert!(refused(late).contains("rank 0 starts at token 1"));
     let far = Attention::builder()
         .ranks(2)
         .sharding(Cut::Firsts(vec![0, 11]));
@@ -191,9 +191,9 @@ fn errors_of_invalid_requests_name_the_offending_values() {
     let few = Attention::builder()
         .ranks(3)
         .sharding(Cut::Firsts(vec![0, 5]));
-    assert!(refused(few).contains("names 2 ranks but 3"));
+    assert!(refused(few).contains("is for 2 ranks, but the ring has 3"));
     let fkodom = Pattern::dilated(&[4], &[1], Mode::Fkodom).expect("sizes are positive");
-    assert!(refused(Attention::builder().pattern(fkodom)).contains("10 is no multiple of 4"));
+    assert!(refused(Attention::builder().pattern(fkodom)).contains("10 is not a multiple of 4"));
     assert!(
         group(&[0], &[1])
             .expect_err("no segment")
