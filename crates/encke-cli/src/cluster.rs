@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use encke::TransportError;
-use encke_mpi::launcher::Place;
-use encke_mpi::{Wire, World};
+use encke_mpi::launcher::LaunchedProcess;
+use encke_mpi::{MpiTransport, MpiWorld};
 use encke_ring::collectives::{Collectives, Refusal};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -31,7 +31,7 @@ const GRACE: Duration = Duration::from_secs(2);
 /// The processes of this launch, seen from one of them.
 pub struct Cluster {
     /// What moves between them.
-    pub wire: Wire,
+    pub wire: MpiTransport,
     /// What the MPI library calls itself.
     pub library: String,
     survives: bool,
@@ -57,17 +57,17 @@ impl std::error::Error for Refused {}
 /// what outlives a call (a model, say) can hold on to it; who does must have let go in the end.
 pub fn run(
     name: &'static str,
-    place: &Place,
+    place: &LaunchedProcess,
     work: impl FnOnce(&Arc<Mutex<Cluster>>) -> Result<Verdict>,
 ) -> Result<Verdict> {
-    let started = World::start(DEADLINE);
+    let started = MpiWorld::start(DEADLINE);
     let (world, mut wire) = started.with_context(|| format!("process {}", place.rank))?;
     let (rank, ranks) = (wire.rank(), wire.ranks());
     if ranks != place.ranks {
         bail!(
             "{} started {} processes, but {} sees {ranks}: the launcher and the library {name} was \
              built with are not of one MPI",
-            place.said_by,
+            place.variable,
             place.ranks,
             world.library()
         );
@@ -174,9 +174,9 @@ impl Cluster {
     /// Something that all processes say to one another; again with fewer where one of them dies.
     fn meet<R>(
         &mut self,
-        mut talk: impl FnMut(&mut Collectives<'_, Wire>) -> Result<R, TransportError>,
+        mut talk: impl FnMut(&mut Collectives<'_, MpiTransport>) -> Result<R, TransportError>,
     ) -> Result<R> {
-        let mut talk = |wire: &mut Wire| {
+        let mut talk = |wire: &mut MpiTransport| {
             let (rank, members) = (wire.rank(), wire.members());
             talk(&mut Collectives::new(wire, rank, &members))
         };

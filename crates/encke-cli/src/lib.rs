@@ -50,7 +50,7 @@ use std::time::Duration;
 use clap::Parser;
 
 use cli::{Cli, Command};
-use encke_mpi::launcher::{self, Place};
+use encke_mpi::launcher::{self, LaunchedProcess};
 use terminal::note;
 
 /// What a command found, if it could do its work.
@@ -88,12 +88,12 @@ pub fn program<C: Parser>(
     name: &'static str,
     words: impl IntoIterator<Item = OsString>,
     alone: fn(C) -> anyhow::Result<Verdict>,
-    together: fn(C, &Place) -> anyhow::Result<Verdict>,
+    together: fn(C, &LaunchedProcess) -> anyhow::Result<Verdict>,
 ) -> u8 {
     cli::report_panics(name);
     let words: Vec<OsString> = words.into_iter().collect();
     cli::note_words(&words);
-    let others = launcher::place().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
+    let others = launcher::launched_process().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
     let ended = std::panic::catch_unwind(|| match (C::try_parse_from(words), &others) {
         (Ok(cli), None) => alone(cli),
         (Ok(cli), Some(place)) => together(cli, place),
@@ -141,18 +141,18 @@ fn run(cli: Cli) -> anyhow::Result<Verdict> {
 
 /// The command as one of several processes.
 #[cfg(feature = "mpi")]
-fn run_together(cli: Cli, place: &Place) -> anyhow::Result<Verdict> {
+fn run_together(cli: Cli, place: &LaunchedProcess) -> anyhow::Result<Verdict> {
     cluster::run("encke", place, |cluster| cluster::command(cluster, cli))
 }
 
 /// Without MPI, each of them would do all of the work, and write the same file.
 #[cfg(not(feature = "mpi"))]
-fn run_together(_: Cli, place: &Place) -> anyhow::Result<Verdict> {
+fn run_together(_: Cli, place: &LaunchedProcess) -> anyhow::Result<Verdict> {
     without_mpi("encke", place)
 }
 
 /// What a command that cannot run as several processes says when it is started so.
-pub fn without_mpi(name: &str, place: &Place) -> anyhow::Result<Verdict> {
+pub fn without_mpi(name: &str, place: &LaunchedProcess) -> anyhow::Result<Verdict> {
     if place.rank > 0 {
         std::thread::sleep(PAUSE);
         return Err(Told.into());
@@ -161,7 +161,7 @@ pub fn without_mpi(name: &str, place: &Place) -> anyhow::Result<Verdict> {
         "a launcher started {} processes ({} says so), but this {name} was built without MPI, and \
          each of them would do all of the work; build it with --features mpi, or start one",
         place.ranks,
-        place.said_by
+        place.variable
     )
 }
 

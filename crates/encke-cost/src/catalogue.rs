@@ -1,29 +1,21 @@
 //! Devices and links by name, each with the source of its figures.
 //!
-//! Three kinds of figures, told apart in words: *measured* on the device itself, *published* by
-//! others who measured, and *data sheet*, which no program reaches. Latencies are assumptions until
-//! somebody measures them here, and say so.
+//! Every source says which kind a figure is: *measured* on the device by this project, *published*
+//! measurements of others, or *data sheet*, which is a bound that programs do not reach. Latencies
+//! are *assumed*: they have not been measured here.
 
 use encke_core::DType;
 
-use super::error::ClockError;
-use super::machine::{Carrier, Device, Link, Rate, Speed};
+use crate::error::CostError;
+use crate::machine::{TransferMode, DeviceModel, Link, Rate, Speed};
 
-/// Seconds of a kernel launch and of what surrounds it on a stream.
+/// Seconds of a kernel launch and its gap on the stream.
 const LAUNCH_S: f64 = 5e-6;
 
 fn tensor_core_rates(of: &[(usize, f64, f64, f64, &str)], row_bytes_per_s: f64) -> Vec<Rate> {
     let speed = move |teraflops: f64, diagonal_keys: f64| Speed {
-        flops: teraflops * 1e12,
         diagonal_keys,
-        row_bytes_per_s,
-        few_slower: 0.0,
-        apart_slower: 0.0,
-        ring_slower: 0.0,
-        tile: [1, 1],
-        single_s: 0.0,
-        task_rows: 0.0,
-        task_share: 1.0,
+        ..Speed::new(teraflops * 1e12, row_bytes_per_s)
     };
     let rate = |dtype| {
         let rates = of.iter();
@@ -43,8 +35,8 @@ fn tensor_core_rates(of: &[(usize, f64, f64, f64, &str)], row_bytes_per_s: f64) 
         .collect()
 }
 
-fn gpu(name: &str, source: &str, memory_bytes_per_s: f64, rates: Vec<Rate>) -> Device {
-    Device {
+fn gpu(name: &str, source: &str, memory_bytes_per_s: f64, rates: Vec<Rate>) -> DeviceModel {
+    DeviceModel {
         name: name.to_string(),
         source: source.to_string(),
         rates,
@@ -52,18 +44,18 @@ fn gpu(name: &str, source: &str, memory_bytes_per_s: f64, rates: Vec<Rate>) -> D
         task_overhead_s: LAUNCH_S,
         bytes_per_s: memory_bytes_per_s,
         add_bytes_per_s: None,
-        apart_bytes_per_s: None,
+        strided_bytes_per_s: None,
         cell_bytes_per_s: memory_bytes_per_s,
         load_bytes_per_s: None,
-        fresh_bytes_per_s: None,
+        allocate_bytes_per_s: None,
         shared_cores: None,
     }
 }
 
-/// Every device there is a description of.
-pub fn devices() -> Vec<Device> {
-    // The diagonal was derived from causal beside full runs of the same kernel: 600 to 1500 keys
-    // for 128 numbers a head, 600 to 900 for 64, at 4k to 64k rows.
+/// All devices of the catalogue.
+pub fn devices() -> Vec<DeviceModel> {
+    // `diagonal_keys` was derived from causal and full runs of the same kernel at 4k to 64k rows:
+    // 600 to 1500 keys at head dimension 128, 600 to 900 at 64.
     let h200 = [
         (
             64,
@@ -114,14 +106,14 @@ pub fn devices() -> Vec<Device> {
     ]
 }
 
-/// Every link there is a description of.
+/// All links of the catalogue.
 pub fn links() -> Vec<Link> {
     let link = |name: &str, latency_us: f64, gigabytes: f64, source: &str| Link {
         name: name.to_string(),
         source: source.to_string(),
         latency_s: latency_us * 1e-6,
         bytes_per_s: gigabytes * 1e9,
-        carrier: Carrier::Wire,
+        mode: TransferMode::Offloaded,
     };
     vec![
         link(
@@ -163,13 +155,13 @@ pub fn links() -> Vec<Link> {
     ]
 }
 
-/// A device by its name.
-pub fn find_device(name: &str) -> Result<Device, ClockError> {
+/// A device by its name, in any case.
+pub fn find_device(name: &str) -> Result<DeviceModel, CostError> {
     find("device", name, devices(), |device| &device.name)
 }
 
-/// A link by its name.
-pub fn find_link(name: &str) -> Result<Link, ClockError> {
+/// A link by its name, in any case.
+pub fn find_link(name: &str) -> Result<Link, CostError> {
     find("link", name, links(), |link| &link.name)
 }
 
@@ -178,12 +170,12 @@ fn find<T>(
     name: &str,
     all: Vec<T>,
     named: impl Fn(&T) -> &String,
-) -> Result<T, ClockError> {
-    let known: Vec<String> = all.iter().map(|one| named(one).clone()).collect();
+) -> Result<T, CostError> {
+    let known: Vec<String> = all.iter().map(|item| named(item).clone()).collect();
     let found = all
         .into_iter()
-        .find(|one| named(one).eq_ignore_ascii_case(name));
-    found.ok_or_else(|| ClockError::Unknown {
+        .find(|item| named(item).eq_ignore_ascii_case(name));
+    found.ok_or_else(|| CostError::Unknown {
         kind,
         name: name.to_string(),
         known: known.join(", "),

@@ -5,13 +5,13 @@
 
 /// This process among those that were started together.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct LaunchedProcess {
     /// Its number.
     pub rank: usize,
     /// How many there are.
     pub ranks: usize,
     /// Who says so: the variable that holds the number of processes.
-    pub said_by: &'static str,
+    pub variable: &'static str,
 }
 
 /// Variables that hold the number of processes and the number of this one.
@@ -26,19 +26,19 @@ const LAUNCHERS: [(&str, &str); 4] = [
 ];
 
 /// Where this process is, if a launcher started it.
-pub fn place() -> Option<Place> {
-    place_in(|name| std::env::var(name).ok())
+pub fn launched_process() -> Option<LaunchedProcess> {
+    launched_process_in(|name| std::env::var(name).ok())
 }
 
 /// The same in any environment.
-pub fn place_in(value: impl Fn(&str) -> Option<String>) -> Option<Place> {
+pub fn launched_process_in(value: impl Fn(&str) -> Option<String>) -> Option<LaunchedProcess> {
     LAUNCHERS.into_iter().find_map(|(size, rank)| {
         let number = |name: &str| value(name)?.trim().parse::<usize>().ok();
         let (ranks, rank) = (number(size)?, number(rank)?);
-        (rank < ranks).then_some(Place {
+        (rank < ranks).then_some(LaunchedProcess {
             rank,
             ranks,
-            said_by: size,
+            variable: size,
         })
     })
 }
@@ -52,7 +52,7 @@ mod tests {
             let of = variables.iter().find(|(key, _)| *key == name);
             of.map(|(_, value)| (*value).to_string())
         };
-        place_in(value).map(|place| (place.rank, place.ranks))
+        launched_process_in(value).map(|launched_process| (launched_process.rank, launched_process.ranks))
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Processes as ranks.
 //!
 //! [`launcher`] knows whether somebody started several of us; it needs no MPI. With the feature
-//! `mpi` there is also a `World`, the processes of one launch, and a `Wire`, a
+//! `mpi` there is also a `MpiWorld`, the processes of one launch, and a `MpiTransport`, a
 //! [`Transport`](encke_core::transport::Transport) between them. Nothing here knows attention.
 //!
 //! The decision that shaped it: every wait is a loop of tests with a deadline, on a thread of its
@@ -36,6 +36,6 @@ pub use error::MpiError;
 #[cfg(feature = "mpi")]
 pub use sys::leave;
 #[cfg(feature = "mpi")]
-pub use wire::Wire;
+pub use wire::MpiTransport;
 #[cfg(feature = "mpi")]
-pub use world::World;
+pub use world::MpiWorld;

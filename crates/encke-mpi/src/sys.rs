@@ -3,7 +3,7 @@
 //! The bindings' own safe functions drop return codes, which is right where errors end the program
 //! and wrong where a dead neighbour is an error like any other; so these are calls of the C
 //! functions. What makes them sound is said here once: MPI is started with
-//! `MPI_THREAD_SERIALIZED` at least, and a [`Comm`] is used by one thread at a time, because an
+//! `MPI_THREAD_SERIALIZED` at least, and a [`Communicator`] is used by one thread at a time, because an
 //! exchange borrows its wire exclusively and lends it to one thread.
 
 use std::ffi::c_int;
@@ -45,7 +45,7 @@ unsafe extern "C" {
 
 /// Kinds of failure that are told apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Class {
+pub enum ErrorClass {
     /// A process ended.
     Dead,
     /// Somebody revoked the communicator.
@@ -58,12 +58,12 @@ pub enum Class {
 
 /// A return code that is not success.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fault {
-    pub class: Class,
+pub struct CallFailure {
+    pub class: ErrorClass,
     pub words: String,
 }
 
-impl Fault {
+impl CallFailure {
     /// As an error of a call apart from an exchange.
     pub fn during(self, what: &'static str) -> MpiError {
         let words = self.words;
@@ -71,15 +71,15 @@ impl Fault {
     }
 }
 
-fn check(code: c_int) -> Result<(), Fault> {
+fn check(code: c_int) -> Result<(), CallFailure> {
     if code == 0 {
         return Ok(());
     }
     let class = match encke_mpi_class(code) {
-        1 => Class::Dead,
-        2 => Class::Revoked,
-        3 => Class::TooLong,
-        _ => Class::Other,
+        1 => ErrorClass::Dead,
+        2 => ErrorClass::Revoked,
+        3 => ErrorClass::TooLong,
+        _ => ErrorClass::Other,
     };
     let mut text = [0u8; 1024];
     let mut length = 0;
@@ -87,7 +87,7 @@ fn check(code: c_int) -> Result<(), Fault> {
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut length) };
     let length = usize::try_from(length).unwrap_or(0).min(text.len());
     let words = String::from_utf8_lossy(&text[..length]).trim().to_string();
-    Err(Fault { class, words })
+    Err(CallFailure { class, words })
 }
 
 /// Whether deaths are reported and can be survived in this launch.
@@ -126,41 +126,41 @@ pub fn library() -> String {
 
 /// A communicator whose errors are returned.
 #[derive(Debug, Clone, Copy)]
-pub struct Comm(ffi::MPI_Comm);
+pub struct Communicator(ffi::MPI_Comm);
 
 // SAFETY: a communicator is a handle that any thread may use; that only one does at a time is the
 // module's condition above.
-unsafe impl Send for Comm {}
+unsafe impl Send for Communicator {}
 // SAFETY: as above.
-unsafe impl Sync for Comm {}
+unsafe impl Sync for Communicator {}
 
-impl Comm {
+impl Communicator {
     /// All processes, with errors returned from now on.
-    pub fn world() -> Result<Comm, Fault> {
+    pub fn world() -> Result<Communicator, CallFailure> {
         // SAFETY: the world exists once MPI has been started, which every caller has seen to.
-        let world = Comm(unsafe { ffi::RSMPI_COMM_WORLD });
+        let world = Communicator(unsafe { ffi::RSMPI_COMM_WORLD });
         world.return_errors()?;
         Ok(world)
     }
 
-    fn return_errors(self) -> Result<(), Fault> {
+    fn return_errors(self) -> Result<(), CallFailure> {
         // SAFETY: a live communicator and a predefined handler.
         check(unsafe { ffi::MPI_Comm_set_errhandler(self.0, ffi::RSMPI_ERRORS_RETURN) })
     }
 
     /// Another one of the same processes.
-    pub fn duplicate(self) -> Result<Comm, Fault> {
+    pub fn duplicate(self) -> Result<Communicator, CallFailure> {
         // SAFETY: only a value to be overwritten.
         let mut other = unsafe { ffi::RSMPI_COMM_NULL };
         // SAFETY: a live communicator, and a place for the new one.
         check(unsafe { ffi::MPI_Comm_dup(self.0, &mut other) })?;
-        let other = Comm(other);
+        let other = Communicator(other);
         other.return_errors()?;
         Ok(other)
     }
 
     /// The number of this process.
-    pub fn rank(self) -> Result<usize, Fault> {
+    pub fn rank(self) -> Result<usize, CallFailure> {
         let mut rank = 0;
         // SAFETY: a live communicator, and a place for the number.
         check(unsafe { ffi::MPI_Comm_rank(self.0, &mut rank) })?;
@@ -168,7 +168,7 @@ impl Comm {
     }
 
     /// How many there are.
-    pub fn size(self) -> Result<usize, Fault> {
+    pub fn size(self) -> Result<usize, CallFailure> {
         let mut size = 0;
         // SAFETY: as above.
         check(unsafe { ffi::MPI_Comm_size(self.0, &mut size) })?;
@@ -176,24 +176,24 @@ impl Comm {
     }
 
     /// Ends every operation on it, here and everywhere.
-    pub fn revoke(self) -> Result<(), Fault> {
+    pub fn revoke(self) -> Result<(), CallFailure> {
         // SAFETY: a live communicator.
         check(unsafe { encke_mpi_revoke(self.0) })
     }
 
     /// A communicator of those that are left.
-    pub fn shrink(self) -> Result<Comm, Fault> {
+    pub fn shrink(self) -> Result<Communicator, CallFailure> {
         // SAFETY: only a value to be overwritten.
         let mut left = unsafe { ffi::RSMPI_COMM_NULL };
         // SAFETY: a live communicator, and a place for the new one.
         check(unsafe { encke_mpi_shrink(self.0, &mut left) })?;
-        let left = Comm(left);
+        let left = Communicator(left);
         left.return_errors()?;
         Ok(left)
     }
 
     /// Its processes that are known to have ended.
-    pub fn failed(self) -> Result<Vec<usize>, Fault> {
+    pub fn failed(self) -> Result<Vec<usize>, CallFailure> {
         let most = self.size()?;
         let mut ranks = vec![0; most];
         let mut count = 0;
@@ -203,7 +203,7 @@ impl Comm {
     }
 
     /// The numbers that the processes of `part` have here, in the order of `part`.
-    pub fn members(self, part: Comm) -> Result<Vec<usize>, Fault> {
+    pub fn members(self, part: Communicator) -> Result<Vec<usize>, CallFailure> {
         let most = part.size()?;
         let mut ranks = vec![0; most];
         let mut count = 0;
@@ -217,8 +217,8 @@ impl Comm {
     ///
     /// # Safety
     /// The bytes must stay where they are, and unchanged, until the request has ended.
-    pub unsafe fn send(self, bytes: &[u8], to: usize, tag: c_int) -> Result<Request, Fault> {
-        let mut request = Request::none();
+    pub unsafe fn send(self, bytes: &[u8], to: usize, tag: c_int) -> Result<MpiRequest, CallFailure> {
+        let mut request = MpiRequest::none();
         let (start, count) = (bytes.as_ptr().cast(), bytes.len() as c_int);
         // SAFETY: the caller keeps the bytes; no piece is longer than a C int can say.
         check(unsafe {
@@ -239,8 +239,8 @@ impl Comm {
         count: usize,
         from: Option<usize>,
         tag: c_int,
-    ) -> Result<Request, Fault> {
-        let mut request = Request::none();
+    ) -> Result<MpiRequest, CallFailure> {
+        let mut request = MpiRequest::none();
         let count = count as c_int;
         // SAFETY: the caller keeps the bytes to us; no piece is longer than a C int can say.
         check(unsafe {
@@ -261,29 +261,29 @@ fn numbers(ranks: Vec<c_int>, count: c_int) -> Vec<usize> {
 }
 
 /// An agreement under way: it ends the same way for all that live, when all have come to it.
-pub struct Agreeing {
+pub struct PendingAgreement {
     /// Everyone's yes or no, combined. Never freed: an agreement may outlive whoever waits for it.
     flag: *const c_int,
-    request: Request,
+    request: MpiRequest,
 }
 
-impl Agreeing {
+impl PendingAgreement {
     /// Comes to an agreement, also on a communicator that was revoked.
-    pub fn new(comm: Comm, yes: bool) -> Result<Agreeing, Fault> {
+    pub fn new(comm: Communicator, yes: bool) -> Result<PendingAgreement, CallFailure> {
         let flag: *mut c_int = Box::leak(Box::new(c_int::from(yes)));
-        let mut request = Request::none();
+        let mut request = MpiRequest::none();
         // SAFETY: a live communicator, a flag that is never freed, and a place for the request.
         check(unsafe { encke_mpi_iagree(comm.0, flag, &mut request.0) })?;
-        Ok(Agreeing { flag, request })
+        Ok(PendingAgreement { flag, request })
     }
 
     /// What was agreed, once it is: no where anyone said no, or where somebody has died.
-    pub fn test(&mut self) -> Result<Option<bool>, Fault> {
+    pub fn test(&mut self) -> Result<Option<bool>, CallFailure> {
         match self.request.test() {
             Ok(false) => Ok(None),
             // SAFETY: the request has ended, so nobody writes to the flag any more.
             Ok(true) => Ok(Some(unsafe { *self.flag } != 0)),
-            Err(fault) if fault.class == Class::Dead => Ok(Some(false)),
+            Err(fault) if fault.class == ErrorClass::Dead => Ok(Some(false)),
             Err(fault) => Err(fault),
         }
     }
@@ -291,16 +291,16 @@ impl Agreeing {
 
 /// Something that MPI has begun and not ended.
 #[derive(Debug)]
-pub struct Request(ffi::MPI_Request);
+pub struct MpiRequest(ffi::MPI_Request);
 
 // SAFETY: a request is a handle that any thread may use, one at a time.
-unsafe impl Send for Request {}
+unsafe impl Send for MpiRequest {}
 
-impl Request {
+impl MpiRequest {
     /// One that has ended.
-    pub fn none() -> Request {
+    pub fn none() -> MpiRequest {
         // SAFETY: a constant of the library.
-        Request(unsafe { ffi::RSMPI_REQUEST_NULL })
+        MpiRequest(unsafe { ffi::RSMPI_REQUEST_NULL })
     }
 
     /// Whether it has ended.
@@ -310,7 +310,7 @@ impl Request {
     }
 
     /// Lets MPI work, and says whether this has ended.
-    pub fn test(&mut self) -> Result<bool, Fault> {
+    pub fn test(&mut self) -> Result<bool, CallFailure> {
         if self.is_over() {
             return Ok(true);
         }

@@ -10,20 +10,20 @@ use mpi::environment::Universe;
 
 use crate::contact;
 use crate::error::MpiError;
-use crate::sys::{self, Comm};
-use crate::wire::Wire;
+use crate::sys::{self, Communicator};
+use crate::wire::MpiTransport;
 
 /// MPI, started. There is one in a process.
-pub struct World {
+pub struct MpiWorld {
     universe: Option<Universe>,
     library: String,
     spoiled: Arc<AtomicBool>,
 }
 
-impl World {
+impl MpiWorld {
     /// Starts MPI and opens the wire between all processes. No exchange over it waits longer than
     /// `deadline` for another rank.
-    pub fn start(deadline: Duration) -> Result<(World, Wire), MpiError> {
+    pub fn start(deadline: Duration) -> Result<(MpiWorld, MpiTransport), MpiError> {
         let started = mpi::initialize_with_threading(Threading::Serialized);
         let (universe, threading) = started.ok_or(MpiError::Started)?;
         let library = sys::library();
@@ -36,11 +36,11 @@ impl World {
             return Err(MpiError::Threads { library, got });
         }
         let began = Instant::now();
-        let failed = |fault: sys::Fault| fault.during("starting MPI");
-        let comm = Comm::world().map_err(failed)?;
+        let failed = |fault: sys::CallFailure| fault.during("starting MPI");
+        let comm = Communicator::world().map_err(failed)?;
         let comm = comm.duplicate().map_err(failed)?;
         let spoiled = Arc::new(AtomicBool::new(false));
-        let wire = Wire::new(comm, deadline, library.clone(), Arc::clone(&spoiled))?;
+        let wire = MpiTransport::new(comm, deadline, library.clone(), Arc::clone(&spoiled))?;
         let absent = contact::meet_all(comm, wire.rank(), wire.ranks(), deadline);
         if let Some(peer) = absent.map_err(failed)? {
             let (rank, waited, limit) = (wire.rank(), began.elapsed(), deadline);
@@ -52,7 +52,7 @@ impl World {
                 limit,
             }));
         }
-        let world = World {
+        let world = MpiWorld {
             universe: Some(universe),
             library,
             spoiled,
@@ -71,7 +71,7 @@ impl World {
     }
 
     /// Ends MPI, when all ranks have ended well.
-    pub fn finish(mut self, wire: Wire) {
+    pub fn finish(mut self, wire: MpiTransport) {
         let watchdog = Arc::clone(&wire.watchdog);
         wire.expect_in_time(wire.someone_else());
         let whole = wire.close();
@@ -86,8 +86,8 @@ impl World {
     }
 }
 
-impl Drop for World {
-    /// Without [`World::finish`] something has gone wrong, and the end of MPI is a meeting of all
+impl Drop for MpiWorld {
+    /// Without [`MpiWorld::finish`] something has gone wrong, and the end of MPI is a meeting of all
     /// processes: it would wait for those that cannot come.
     fn drop(&mut self) {
         std::mem::forget(self.universe.take());

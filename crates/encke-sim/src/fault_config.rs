@@ -32,18 +32,18 @@ pub struct FaultConfig {
     /// Odds that a message arrives a second time, later.
     pub duplication: f64,
     /// Ranks that are gone when they should begin a round.
-    pub deaths: Vec<Death>,
+    pub deaths: Vec<RankDeath>,
     /// How long it takes until a death is known, where it can be survived.
     pub detection: Duration,
     /// A rank that takes longer for its jobs.
-    pub slow: Option<Slow>,
+    pub slow: Option<SlowRank>,
     /// What receivers look at.
-    pub checks: Checks,
+    pub checks: ReceiverChecks,
 }
 
 /// A rank that dies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Death {
+pub struct RankDeath {
     /// The rank.
     pub rank: usize,
     /// How many times the call has gone on after a death before.
@@ -53,28 +53,28 @@ pub struct Death {
     pub round: usize,
 }
 
-impl Death {
+impl RankDeath {
     /// A death in the first epoch.
-    pub fn new(rank: usize, round: usize) -> Death {
+    pub fn new(rank: usize, round: usize) -> RankDeath {
         let epoch = 0;
-        Death { rank, epoch, round }
+        RankDeath { rank, epoch, round }
     }
 }
 
 /// A rank that is slow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Slow {
+pub struct SlowRank {
     /// The rank.
     pub rank: usize,
     /// How many times longer its jobs take.
     pub times: u32,
 }
 
-/// What a receiver checks. Anything but [`Checks::All`] is a mutant, there to show in tests that
+/// What a receiver checks. Anything but [`ReceiverChecks::All`] is a mutant, there to show in tests that
 /// it is these checks, and nothing else, that keep wrong numbers out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Checks {
+pub enum ReceiverChecks {
     /// Everything.
     All,
     /// A mutant: changed messages are taken as they are.
@@ -86,7 +86,7 @@ pub enum Checks {
 /// The kinds of hardship, one by one and all together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum FaultKind {
     /// Messages that take longer.
     Delay,
     /// Messages that overtake each other.
@@ -98,37 +98,37 @@ pub enum Kind {
     /// Messages that arrive twice.
     Duplication,
     /// A rank that dies.
-    Death,
+    RankDeath,
     /// A rank that is slow.
     Slowness,
     /// All of it at once.
     Everything,
 }
 
-impl Kind {
+impl FaultKind {
     /// All kinds.
-    pub const ALL: [Kind; 8] = [
-        Kind::Delay,
-        Kind::Reordering,
-        Kind::Loss,
-        Kind::Corruption,
-        Kind::Duplication,
-        Kind::Death,
-        Kind::Slowness,
-        Kind::Everything,
+    pub const ALL: [FaultKind; 8] = [
+        FaultKind::Delay,
+        FaultKind::Reordering,
+        FaultKind::Loss,
+        FaultKind::Corruption,
+        FaultKind::Duplication,
+        FaultKind::RankDeath,
+        FaultKind::Slowness,
+        FaultKind::Everything,
     ];
 
     /// The name reports use.
     pub fn name(self) -> &'static str {
         match self {
-            Kind::Delay => "delay",
-            Kind::Reordering => "reordering",
-            Kind::Loss => "loss",
-            Kind::Corruption => "corruption",
-            Kind::Duplication => "duplication",
-            Kind::Death => "death",
-            Kind::Slowness => "slowness",
-            Kind::Everything => "everything",
+            FaultKind::Delay => "delay",
+            FaultKind::Reordering => "reordering",
+            FaultKind::Loss => "loss",
+            FaultKind::Corruption => "corruption",
+            FaultKind::Duplication => "duplication",
+            FaultKind::RankDeath => "death",
+            FaultKind::Slowness => "slowness",
+            FaultKind::Everything => "everything",
         }
     }
 }
@@ -150,40 +150,40 @@ impl FaultConfig {
             deaths: Vec::new(),
             detection: Duration::from_millis(30),
             slow: None,
-            checks: Checks::All,
+            checks: ReceiverChecks::All,
         }
     }
 
     /// Hardship of one kind for a ring, mild or severe as the seed has it: some runs survive it
     /// and some do not.
-    pub fn random(kind: Kind, seed: u64, ranks: usize, rounds: usize) -> FaultConfig {
+    pub fn random(kind: FaultKind, seed: u64, ranks: usize, rounds: usize) -> FaultConfig {
         let mut random = Random::new(seed ^ 0xfa_17);
         let mut hardship = FaultConfig::none(seed);
-        let is = |one: Kind| kind == one || kind == Kind::Everything;
+        let is = |one: FaultKind| kind == one || kind == FaultKind::Everything;
         let odds = [0.003, 0.03, 0.3];
-        if is(Kind::Delay) {
+        if is(FaultKind::Delay) {
             hardship.delay = random.pick(&odds);
             hardship.longest_delay = Duration::from_millis(random.pick(&[5, 80, 250]));
         }
-        if is(Kind::Reordering) {
+        if is(FaultKind::Reordering) {
             hardship.reordering = random.pick(&odds);
         }
-        if is(Kind::Loss) {
+        if is(FaultKind::Loss) {
             hardship.loss = random.pick(&odds);
         }
-        if is(Kind::Corruption) {
+        if is(FaultKind::Corruption) {
             hardship.corruption = random.pick(&odds);
         }
-        if is(Kind::Duplication) {
+        if is(FaultKind::Duplication) {
             hardship.duplication = random.pick(&odds);
         }
-        if is(Kind::Death) {
+        if is(FaultKind::RankDeath) {
             let (rank, round) = (random.below(ranks), random.below(rounds.max(1)));
-            hardship.deaths.push(Death::new(rank, round));
+            hardship.deaths.push(RankDeath::new(rank, round));
         }
-        if is(Kind::Slowness) {
+        if is(FaultKind::Slowness) {
             let (rank, times) = (random.below(ranks), random.pick(&[3, 60, 300]));
-            hardship.slow = Some(Slow { rank, times });
+            hardship.slow = Some(SlowRank { rank, times });
         }
         hardship
     }
@@ -196,7 +196,7 @@ impl FaultConfig {
             return self;
         }
         for _ in 0..random.pick(&[0, 0, 1, 2]) {
-            self.deaths.push(Death {
+            self.deaths.push(RankDeath {
                 rank: random.below(ranks),
                 epoch: random.below(3),
                 round: random.below(rounds.max(1)),

@@ -12,10 +12,10 @@ use encke_core::transport::TransportError;
 use encke_core::{Error, Tensor};
 use encke_ring::{Outcome, RankError, RingError};
 
-use crate::fault_config::{FaultConfig, Kind};
+use crate::fault_config::{FaultConfig, FaultKind};
 use crate::fault_run::{self, FaultRun};
 use crate::lockstep;
-use crate::sample::Sample;
+use crate::sample::RandomCall;
 
 /// How a trial ended.
 #[derive(Debug, Clone, PartialEq)]
@@ -55,20 +55,20 @@ impl FaultOutcome {
 }
 
 /// The call and the hardship of a seed: any configuration, forward or backward.
-pub fn draw(kind: Kind, seed: u64) -> encke_core::Result<(Sample, FaultConfig)> {
-    let backward = (seed / Kind::ALL.len() as u64) % 2 == 1;
-    let sample = Sample::new(&Configuration::random(seed), backward)?;
+pub fn draw(kind: FaultKind, seed: u64) -> encke_core::Result<(RandomCall, FaultConfig)> {
+    let backward = (seed / FaultKind::ALL.len() as u64) % 2 == 1;
+    let sample = RandomCall::new(&Configuration::random(seed), backward)?;
     let hardship = FaultConfig::random(kind, seed, sample.plan.ranks(), sample.rounds()?);
     Ok((sample, hardship))
 }
 
 /// The same for a call that is to survive: any configuration that can.
 pub fn draw_surviving(
-    kind: Kind,
+    kind: FaultKind,
     seed: u64,
     redundancy: usize,
-) -> encke_core::Result<(Sample, FaultConfig)> {
-    let backward = (seed / Kind::ALL.len() as u64) % 2 == 1;
+) -> encke_core::Result<(RandomCall, FaultConfig)> {
+    let backward = (seed / FaultKind::ALL.len() as u64) % 2 == 1;
     let drawn = (0..).map(|again: u64| Configuration::random(seed ^ (again << 40)));
     let mut drawn = drawn.filter(|drawn| drawn.request.sharding.ranks() > redundancy);
     let mut configuration = drawn
@@ -77,7 +77,7 @@ pub fn draw_surviving(
     configuration.request.queries = Queries::Sharded;
     configuration.request.redundancy = redundancy;
     configuration.request.schedule.backward = Rotating::Keys;
-    let sample = Sample::new(&configuration, backward)?;
+    let sample = RandomCall::new(&configuration, backward)?;
     let (ranks, rounds) = (sample.plan.ranks(), sample.rounds()?);
     let hardship = FaultConfig::random(kind, seed, ranks, rounds);
     Ok((sample, hardship.with_more_deaths(ranks, rounds)))
@@ -86,7 +86,7 @@ pub fn draw_surviving(
 /// Runs a call under hardship and undisturbed, and compares. An error says that it could not begin.
 pub fn try_out<K: Kernel<Buffer = Data>>(
     kernel: &K,
-    sample: &Sample,
+    sample: &RandomCall,
     hardship: &FaultConfig,
 ) -> Result<(FaultRun, FaultOutcome), RingError> {
     let inputs = sample.inputs();

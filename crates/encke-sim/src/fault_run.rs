@@ -30,11 +30,11 @@ use encke_ring::rank_threads::collect_events;
 use encke_ring::trace::Recorder;
 use encke_ring::{Outcome, Rank, RankError, RingError};
 
-use crate::fault_config::{Death, FaultConfig, Kind};
+use crate::fault_config::{RankDeath, FaultConfig, FaultKind};
 use crate::lockstep;
 use crate::mail;
-use crate::survivors::SimMembership;
-use crate::wire::{InjectedFault, Packet, Wire};
+use crate::survivors::SimulatedMembership;
+use crate::wire::{InjectedFault, Packet, SimulatedNetwork};
 
 /// How a call under hardship went.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ pub struct FaultRun {
     /// The right numbers, or how every rank ended.
     pub result: Result<Outcome, RingError>,
     /// When each rank ended, and in which round, by itself: before the call was closed.
-    pub ends: Vec<End>,
+    pub ends: Vec<RankEnd>,
     /// What went wrong, in order.
     pub strikes: Vec<InjectedFault>,
     /// How many events it took.
@@ -53,7 +53,7 @@ pub struct FaultRun {
 
 /// How one rank ended.
 #[derive(Debug, Clone, PartialEq)]
-pub struct End {
+pub struct RankEnd {
     /// The rank.
     pub rank: usize,
     /// When.
@@ -65,7 +65,7 @@ pub struct End {
 }
 
 /// What happens at a moment.
-pub(crate) enum Event {
+pub(crate) enum RingEvent {
     /// A rank's jobs are done.
     Computed(usize),
     /// A message is there.
@@ -77,7 +77,7 @@ pub(crate) enum Event {
 }
 
 /// A rank in the simulated world.
-pub(crate) struct Player<K: Kernel> {
+pub(crate) struct SimulatedRank<K: Kernel> {
     pub rank: Rank<K>,
     pub recorder: Recorder,
     pub round: usize,
@@ -88,17 +88,17 @@ pub(crate) struct Player<K: Kernel> {
     /// What has arrived and was not looked at yet.
     pub mail: Vec<Packet>,
     pub moved: Moved,
-    pub end: Option<End>,
+    pub end: Option<RankEnd>,
 }
 
-pub(crate) struct World<'a, K: Kernel> {
+pub(crate) struct SimulatedRing<'a, K: Kernel> {
     pub kernel: &'a K,
     pub hardship: &'a FaultConfig,
-    pub wire: Wire,
-    pub players: Vec<Player<K>>,
-    pub council: SimMembership,
+    pub wire: SimulatedNetwork,
+    pub players: Vec<SimulatedRank<K>>,
+    pub council: SimulatedMembership,
     /// By time, and by number where the times are the same.
-    agenda: BTreeMap<(Duration, u64), Event>,
+    agenda: BTreeMap<(Duration, u64), RingEvent>,
     booked: u64,
     /// The most events there can be in the epochs so far.
     pub most: usize,
@@ -115,12 +115,12 @@ pub fn run<K: Kernel<Buffer = Data>>(
     hardship: &FaultConfig,
 ) -> Result<FaultRun, RingError> {
     check_inputs(plan, inputs)?;
-    let mut world = World {
+    let mut world = SimulatedRing {
         kernel,
         hardship,
-        wire: Wire::new(hardship),
+        wire: SimulatedNetwork::new(hardship),
         players: Vec::with_capacity(plan.ranks()),
-        council: SimMembership::new(plan),
+        council: SimulatedMembership::new(plan),
         agenda: BTreeMap::new(),
         booked: 0,
         most: 0,
@@ -137,15 +137,15 @@ pub fn run<K: Kernel<Buffer = Data>>(
                 others: Vec::new(),
             }
         })?;
-        world.players.push(Player::new(rank, recorder));
+        world.players.push(SimulatedRank::new(rank, recorder));
     }
     let events = world.live();
     world.close(plan, events)
 }
 
-impl<K: Kernel> Player<K> {
-    fn new(rank: Rank<K>, recorder: Recorder) -> Player<K> {
-        Player {
+impl<K: Kernel> SimulatedRank<K> {
+    fn new(rank: Rank<K>, recorder: Recorder) -> SimulatedRank<K> {
+        SimulatedRank {
             rank,
             recorder,
             round: 0,
@@ -162,8 +162,8 @@ impl<K: Kernel> Player<K> {
     }
 }
 
-impl<K: Kernel<Buffer = Data>> World<'_, K> {
-    pub(crate) fn at(&mut self, time: Duration, event: Event) {
+impl<K: Kernel<Buffer = Data>> SimulatedRing<'_, K> {
+    pub(crate) fn at(&mut self, time: Duration, event: RingEvent) {
         self.agenda.insert((time, self.booked), event);
         self.booked += 1;
     }
@@ -180,14 +180,14 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             let most = self.most;
             assert!(events <= most, "a run has at most {most} events");
             match event {
-                Event::Computed(rank) => self.wait(rank, now),
-                Event::Arrival(letter) => {
+                RingEvent::Computed(rank) => self.wait(rank, now),
+                RingEvent::Arrival(letter) => {
                     let rank = letter.to;
                     self.players[rank].mail.push(letter);
                     self.receive(rank, now);
                 }
-                Event::Expiry(rank, epoch, round) => self.expire(rank, (epoch, round), now),
-                Event::Away(rank, epoch) => self.learn(rank, epoch, now),
+                RingEvent::Expiry(rank, epoch, round) => self.expire(rank, (epoch, round), now),
+                RingEvent::Away(rank, epoch) => self.learn(rank, epoch, now),
             }
         }
         events
@@ -198,7 +198,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
     pub(crate) fn allow(&mut self) {
         let living = || self.players.iter().filter(|player| player.end.is_none());
         self.most += living().map(most_events).sum::<usize>();
-        let longest = living().map(Player::rounds).max().unwrap_or(0);
+        let longest = living().map(SimulatedRank::rounds).max().unwrap_or(0);
         self.council.rounds.push(longest);
     }
 
@@ -210,7 +210,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         let to_blame = error.as_ref().is_some_and(RankError::is_to_blame);
         let player = &mut self.players[rank];
         player.waiting = None;
-        player.end = Some(End {
+        player.end = Some(RankEnd {
             rank,
             at: now,
             round: player.round,
@@ -233,26 +233,26 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             };
         }
         let epoch = self.council.epoch.number();
-        if self.hardship.deaths.contains(&Death { rank, epoch, round }) {
+        if self.hardship.deaths.contains(&RankDeath { rank, epoch, round }) {
             return self.die(rank, round, now);
         }
         if let Err(error) = self.work(rank, round, now) {
             return self.end(rank, now, Some(error));
         }
         if round == 0 && self.hardship.compute_on(rank) != self.hardship.compute {
-            self.strike(Kind::Slowness, rank, round);
+            self.strike(FaultKind::Slowness, rank, round);
         }
         let done = now + self.hardship.compute_on(rank);
-        self.at(done, Event::Computed(rank));
+        self.at(done, RingEvent::Computed(rank));
     }
 
     /// A rank is gone.
     pub(crate) fn die(&mut self, rank: usize, round: usize, now: Duration) {
-        self.strike(Kind::Death, rank, round);
+        self.strike(FaultKind::RankDeath, rank, round);
         self.end(rank, now, Some(RankError::Died { rank, round }));
     }
 
-    fn strike(&mut self, kind: Kind, rank: usize, round: usize) {
+    fn strike(&mut self, kind: FaultKind, rank: usize, round: usize) {
         let to = None;
         self.wire.strikes.push(InjectedFault {
             kind,
@@ -266,7 +266,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
     /// not matter.
     fn work(&mut self, rank: usize, round: usize, now: Duration) -> Result<(), RankError> {
         let (kernel, epoch) = (self.kernel, self.council.epoch.number());
-        let Player {
+        let SimulatedRank {
             rank: player,
             recorder,
             moved,
@@ -286,7 +286,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         }
         for letter in letters {
             for (time, letter) in self.wire.send(now, round, letter) {
-                self.at(time, Event::Arrival(letter));
+                self.at(time, RingEvent::Arrival(letter));
             }
         }
         Ok(())
@@ -304,7 +304,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
         let player = &self.players[rank];
         if player.round == round && player.waiting.is_some() {
             let epoch = self.council.epoch.number();
-            let expiry = Event::Expiry(rank, epoch, round);
+            let expiry = RingEvent::Expiry(rank, epoch, round);
             self.at(now + self.hardship.deadline, expiry);
             self.stop_if_stuck(rank, now);
         }
@@ -350,7 +350,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
 
     /// Closes the call: the outputs if every rank finished, otherwise an error for every rank.
     fn close(self, plan: &Arc<Plan>, events: usize) -> Result<FaultRun, RingError> {
-        let World {
+        let SimulatedRing {
             kernel,
             wire,
             players,
@@ -358,7 +358,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             first,
             ..
         } = self;
-        let ends: Vec<End> = players
+        let ends: Vec<RankEnd> = players
             .iter()
             .map(|player| {
                 player
@@ -414,7 +414,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
 
 /// The most events a rank can bring about: each round its jobs end and its deadline strikes, each
 /// message arrives at most twice, and once it is away.
-fn most_events<K: Kernel>(player: &Player<K>) -> usize {
+fn most_events<K: Kernel>(player: &SimulatedRank<K>) -> usize {
     let rounds = player.rank.plan().rounds.iter();
     let of_rounds = rounds.map(|round| 2 + 2 * round.sends.len());
     of_rounds.sum::<usize>() + 1

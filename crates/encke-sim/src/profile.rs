@@ -29,12 +29,12 @@ pub struct RankProfile {
     /// Bytes the plan lists, the kernel's workspace included.
     pub planned: BTreeMap<Component, usize>,
     /// What it really held; `None` where the ring was only planned.
-    pub measured: Option<Measured>,
+    pub measured: Option<MeasuredMemory>,
 }
 
 /// What one rank really held.
 #[derive(Debug, Clone, Serialize)]
-pub struct Measured {
+pub struct MeasuredMemory {
     /// Over the whole call, from the first buffer to the last: nothing is held after it.
     pub total: Holdings,
     /// In each round.
@@ -66,9 +66,9 @@ pub struct RingProfile {
 
 /// Figures that a table has side by side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub enum Figure {
+pub enum MemorySource {
     /// Bytes really held.
-    Measured,
+    MeasuredMemory,
     /// Bytes the plan lists.
     Planned,
 }
@@ -108,7 +108,7 @@ impl RingProfile {
             of.push(RankProfile {
                 rank: memory.rank,
                 planned: memory.planned.clone(),
-                measured: Some(Measured {
+                measured: Some(MeasuredMemory {
                     total: memory.ledger.total(),
                     rounds: memory.ledger.rounds(rounds),
                 }),
@@ -130,10 +130,10 @@ impl RingProfile {
     }
 
     /// The most that any rank has for a component.
-    pub fn largest(&self, component: Component, figure: Figure) -> Option<usize> {
+    pub fn largest(&self, component: Component, figure: MemorySource) -> Option<usize> {
         let of = |rank: &RankProfile| match figure {
-            Figure::Planned => Some(rank.planned.get(&component).copied().unwrap_or(0)),
-            Figure::Measured => {
+            MemorySource::Planned => Some(rank.planned.get(&component).copied().unwrap_or(0)),
+            MemorySource::MeasuredMemory => {
                 let measured = rank.measured.as_ref()?;
                 Some(measured.total.peak.get(&component).copied().unwrap_or(0))
             }
@@ -142,10 +142,10 @@ impl RingProfile {
     }
 
     /// The most that any rank has of everything.
-    pub fn fullest(&self, figure: Figure) -> Option<usize> {
+    pub fn fullest(&self, figure: MemorySource) -> Option<usize> {
         let of = |rank: &RankProfile| match figure {
-            Figure::Planned => Some(rank.planned_bytes()),
-            Figure::Measured => rank.measured_bytes(),
+            MemorySource::Planned => Some(rank.planned_bytes()),
+            MemorySource::MeasuredMemory => rank.measured_bytes(),
         };
         self.of.iter().map(of).max().flatten()
     }
@@ -172,13 +172,13 @@ impl RingProfile {
 pub fn component_exponent(
     rings: &[RingProfile],
     component: Component,
-    figure: Figure,
+    figure: MemorySource,
 ) -> Option<f64> {
     fitted(rings, |ring| ring.largest(component, figure))
 }
 
 /// The same for all components together.
-pub fn total_exponent(rings: &[RingProfile], figure: Figure) -> Option<f64> {
+pub fn total_exponent(rings: &[RingProfile], figure: MemorySource) -> Option<f64> {
     fitted(rings, |ring| ring.fullest(figure))
 }
 
@@ -189,16 +189,16 @@ fn fitted(rings: &[RingProfile], bytes: impl Fn(&RingProfile) -> Option<usize>) 
 
 /// Random tensors for both passes of a request.
 #[derive(Debug)]
-pub struct Inputs {
+pub struct ProfileInputs {
     q: Tensor,
     k: Tensor,
     v: Tensor,
     dout: Tensor,
 }
 
-impl Inputs {
+impl ProfileInputs {
     /// The tensors of a seed, in the types the request has.
-    pub fn random(request: &Request, seed: u64) -> Inputs {
+    pub fn random(request: &Request, seed: u64) -> ProfileInputs {
         let Shape {
             batch,
             tokens,
@@ -218,7 +218,7 @@ impl Inputs {
             }
             tensor
         };
-        Inputs {
+        ProfileInputs {
             q: tensor(request.dtype, heads),
             k: tensor(request.dtype, kv_heads),
             v: tensor(request.dtype, kv_heads),

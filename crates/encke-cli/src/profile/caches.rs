@@ -6,7 +6,7 @@
 use anyhow::{Result, ensure};
 use encke::explain::bytes;
 use encke::{Attention, Builder, CacheStats, Kernel, Request, Shape};
-use encke_cost::Rehearsal;
+use encke_cost::BenchmarkInputs;
 
 use crate::table::Table;
 use crate::terminal::{Paint, bar};
@@ -36,7 +36,7 @@ pub fn words<K: Kernel>(
             tokens: (tokens / 2 + tokens * part / (2 * LENGTHS)).max(1),
             ..request.shape
         };
-        let rehearsal = Rehearsal::new(&Request {
+        let rehearsal = BenchmarkInputs::new(&Request {
             shape,
             ..request.clone()
         })?;

@@ -15,7 +15,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use encke::{Attention, Builder, Kernel, Pass, Request};
-use encke_sim::profile::{Inputs, RingProfile};
+use encke_sim::profile::{ProfileInputs, RingProfile};
 
 use crate::Verdict;
 use crate::device_option::{Device, cuda};
@@ -118,7 +118,7 @@ fn measure(options: &Options, rings: &options::Rings) -> Result<Vec<PassProfile>
         .collect();
     let progress = bar(rings.run.len() + rings.planned.len());
     let inputs = rings.run.first();
-    let inputs = inputs.map(|ring| Inputs::random(&ring.request, options.work.seed));
+    let inputs = inputs.map(|ring| ProfileInputs::random(&ring.request, options.work.seed));
     for ring in &rings.run {
         progress.set_message(format!("ring of {}", ring.ranks));
         let Some(inputs) = &inputs else { break };

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::Result;
 use encke::explain::bytes;
 use encke::{Attention, Builder, CheckpointPolicy, Kernel, Request};
-use encke_cost::{Rehearsal, median};
+use encke_cost::{BenchmarkInputs, median};
 
 use crate::simulate::report::seconds;
 use crate::table::Table;
@@ -26,7 +26,7 @@ pub fn words<K: Kernel>(
         ("output in a file", CheckpointPolicy::Offload),
         ("recomputed", CheckpointPolicy::Recompute),
     ];
-    let rehearsal = Rehearsal::new(request)?;
+    let rehearsal = BenchmarkInputs::new(request)?;
     let ([q, k, v], dout) = (rehearsal.inputs(), rehearsal.dout());
     let attention = |policy: CheckpointPolicy| {
         let builder = Attention::builder()

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use encke::explain::{bytes, grouped};
 use encke::plan::program::Component;
 use encke::{Queries, Request};
-use encke_sim::profile::{Figure, RingProfile, component_exponent, total_exponent};
+use encke_sim::profile::{MemorySource, RingProfile, component_exponent, total_exponent};
 
 use super::PassProfile;
 use crate::table::Table;
@@ -62,12 +62,12 @@ fn lines(
     table: &mut Table,
     name: &str,
     profile: &PassProfile,
-    of: impl Fn(&RingProfile, Figure) -> Option<usize>,
-    fit: impl Fn(Figure) -> Option<f64>,
+    of: impl Fn(&RingProfile, MemorySource) -> Option<usize>,
+    fit: impl Fn(MemorySource) -> Option<f64>,
 ) {
     for (figure, name, word) in [
-        (Figure::Measured, name, "measured"),
-        (Figure::Planned, "", "planned"),
+        (MemorySource::Measured, name, "measured"),
+        (MemorySource::Planned, "", "planned"),
     ] {
         let rings = profile.run.iter().chain(&profile.planned);
         let cells = rings.map(|ring| of(ring, figure).map_or("-".to_string(), bytes));

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use encke::{DType, Shape};
-use encke_cost::{Comparison, Findings, compare, median, settings};
+use encke_cost::{RingComparison, ComparisonReport, compare, median, rings_to_compare};
 use encke_cpu::CpuKernel;
 
 use super::options::Options;
@@ -36,7 +36,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let progress = spinner("starting");
     let found = compare(
         CpuKernel::new()?,
-        &settings(shape, dtype)?,
+        &rings_to_compare(shape, dtype)?,
         view.repeats,
         &mut |what| progress.set_message(what.to_string()),
     )?;
@@ -49,8 +49,8 @@ pub fn run(options: &Options) -> Result<Verdict> {
     Ok(Verdict::Fine)
 }
 
-fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String {
-    let Findings {
+fn words(shape: Shape, dtype: DType, repeats: usize, found: &ComparisonReport) -> String {
+    let ComparisonReport {
         rings,
         machine,
         misfit,
@@ -73,8 +73,8 @@ fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String
             flops(rate.forward.flops),
             flops(rate.backward.flops),
             100.0 * misfit,
-            seconds(machine.inside.latency_s),
-            machine.inside.bytes_per_s / 1e9,
+            seconds(machine.intra_node.latency_s),
+            machine.intra_node.bytes_per_s / 1e9,
         );
     }
     text += &format!("{:>56}{:>34}\n", "medians", "fastest");
@@ -94,7 +94,7 @@ fn words(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String
     }
     text += &table.to_string();
     for (name, fastest) in [("medians", false), ("fastest", true)] {
-        let times = |ring: &Comparison| if fastest { ring.fastest } else { ring.median };
+        let times = |ring: &RingComparison| if fastest { ring.fastest } else { ring.median };
         let errors: Vec<f64> = rings.iter().map(|ring| times(ring).error().abs()).collect();
         let within = errors.iter().filter(|error| **error <= AIM).count();
         text += &format!(

@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::Result;
 use encke::tune::MachineSource;
 use encke::{Attention, DType, Pass};
-use encke_cost::{Machine, Run, simulate};
+use encke_cost::{Machine, SimulatedRun, simulate};
 use serde::Serialize;
 
 use crate::Verdict;
@@ -30,8 +30,8 @@ const MOST_RANKS: usize = 4096;
 struct Record<'a> {
     request: &'a encke::Request,
     machine: &'a Machine,
-    forward: &'a Run,
-    backward: Option<&'a Run>,
+    forward: &'a SimulatedRun,
+    backward: Option<&'a SimulatedRun>,
 }
 
 /// Runs the command.
@@ -63,7 +63,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
         true => 0..options.view.record,
         false => 0..0,
     };
-    let time = |pass: Pass, name: &'static str| -> Result<Run> {
+    let time = |pass: Pass, name: &'static str| -> Result<SimulatedRun> {
         let progress = spinner(name);
         let plan = attention.plan(shape, dtype, pass)?;
         let run = simulate(&plan, &machine, recorded.clone())?;
@@ -119,7 +119,7 @@ fn outputs(options: &Options) -> Result<(Option<OutputFile>, Option<OutputFile>)
 }
 
 /// Both passes one after the other: ranks, and the hops they receive.
-fn timeline(forward: &Run, backward: Option<&Run>) -> Timeline {
+fn timeline(forward: &SimulatedRun, backward: Option<&SimulatedRun>) -> Timeline {
     let mut timeline = Timeline::default();
     let passes = [("forward", Some(forward)), ("backward", backward)];
     let mut origin = Duration::ZERO;

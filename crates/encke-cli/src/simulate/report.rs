@@ -2,7 +2,7 @@
 
 use encke::explain::{bytes, grouped};
 use encke::{Cut, Request};
-use encke_cost::{Machine, RankTime, Run, devices, links};
+use encke_cost::{Machine, RankTime, SimulatedRun, devices, links};
 
 use crate::pattern_options;
 use crate::ring_options;
@@ -37,8 +37,8 @@ pub fn flops(rate: f64) -> String {
 pub fn words(
     request: &Request,
     machine: &Machine,
-    forward: &Run,
-    backward: Option<&Run>,
+    forward: &SimulatedRun,
+    backward: Option<&SimulatedRun>,
 ) -> String {
     let paint = Paint::stdout();
     let mut runs = vec![("forward", forward)];
@@ -75,15 +75,15 @@ fn heading(request: &Request, machine: &Machine) -> String {
     if ranks > 1 {
         text += &format!(
             "; nodes of {}, {} inside",
-            machine.node, machine.inside.name
+            machine.ranks_per_node, machine.intra_node.name
         );
     }
-    if ranks > machine.node {
+    if ranks > machine.ranks_per_node {
         let cards = match machine.nics {
             1 => "one card a node".to_string(),
             cards => format!("{cards} cards a node"),
         };
-        text += &format!(", {} between, {cards}", machine.between.name);
+        text += &format!(", {} between, {cards}", machine.inter_node.name);
     }
     for (rank, factor) in &machine.stragglers {
         text += &format!("; rank {rank} takes {factor} times as long");
@@ -91,7 +91,7 @@ fn heading(request: &Request, machine: &Machine) -> String {
     text + "\n"
 }
 
-fn totals(runs: &[(&str, &Run)]) -> Table {
+fn totals(runs: &[(&str, &SimulatedRun)]) -> Table {
     let mut table = Table::new(
         2,
         ["", "time", "one device", "efficiency", "hidden", "speed"],
@@ -122,7 +122,7 @@ fn totals(runs: &[(&str, &Run)]) -> Table {
         );
     }
     if runs.len() > 1 {
-        let sum = |of: fn(&Run) -> f64| runs.iter().map(|(_, run)| of(run)).sum::<f64>();
+        let sum = |of: fn(&SimulatedRun) -> f64| runs.iter().map(|(_, run)| of(run)).sum::<f64>();
         let (time, one) = (sum(|run| run.seconds), sum(|run| run.one_device_s));
         let devices = runs[0].1.devices as f64;
         let rate = sum(|run| run.flops) / time;
@@ -138,7 +138,7 @@ fn totals(runs: &[(&str, &Run)]) -> Table {
     table
 }
 
-fn shares(runs: &[(&str, &Run)]) -> Table {
+fn shares(runs: &[(&str, &SimulatedRun)]) -> Table {
     let headings = [
         "",
         "compute",
@@ -187,7 +187,7 @@ fn mean(ranks: &[RankTime]) -> RankTime {
     }
 }
 
-fn traffic(runs: &[(&str, &Run)]) -> Table {
+fn traffic(runs: &[(&str, &SimulatedRun)]) -> Table {
     let headings = ["", "bytes", "hops", "fullest port, at full speed"];
     let mut table = Table::new(2, headings);
     for (name, run) in runs {
@@ -199,7 +199,7 @@ fn traffic(runs: &[(&str, &Run)]) -> Table {
             table.row([
                 format!("{name}, {place} ({})", link.name),
                 bytes(link.bytes as usize),
-                grouped(link.hops as u128),
+                grouped(link.transfers as u128),
                 seconds(link.busiest_port_s),
             ]);
         }

@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
 use encke::{Attention, RankError, TransportError};
-use encke_sim::fault_config::Kind;
+use encke_sim::fault_config::FaultKind;
 use encke_sim::fault_outcome::{self, FaultOutcome};
-use encke_sim::fault_run::End;
+use encke_sim::fault_run::RankEnd;
 
 use crate::table::Table;
 
@@ -30,7 +30,7 @@ struct Tally {
 pub struct Faults {
     attention: Attention,
     redundancy: usize,
-    by_kind: BTreeMap<Kind, Tally>,
+    by_kind: BTreeMap<FaultKind, Tally>,
 }
 
 impl Faults {
@@ -45,18 +45,18 @@ impl Faults {
 
     /// Tries the call of a seed; an error says what must not have happened.
     pub fn run(&mut self, seed: u64) -> Result<()> {
-        let kind = Kind::ALL[(seed % Kind::ALL.len() as u64) as usize];
+        let kind = FaultKind::ALL[(seed % FaultKind::ALL.len() as u64) as usize];
         let (sample, hardship) = match self.redundancy {
-            0 => fault_outcome::draw(kind, seed)?,
-            redundancy => fault_outcome::draw_surviving(kind, seed, redundancy)?,
+            0 => fault_outcome::random_case(kind, seed)?,
+            redundancy => fault_outcome::random_surviving_case(kind, seed, redundancy)?,
         };
-        let (trial, verdict) = fault_outcome::try_out(self.attention.kernel(), &sample, &hardship)?;
+        let (trial, verdict) = fault_outcome::run_and_check(self.attention.kernel(), &sample, &hardship)?;
         let tally = self.by_kind.entry(kind).or_default();
         tally.runs += 1;
-        tally.struck += usize::from(!trial.strikes.is_empty());
-        let is_lost = |end: &End| matches!(end.error, Some(RankError::Lost(_)));
+        tally.struck += usize::from(!trial.faults.is_empty());
+        let is_lost = |end: &RankEnd| matches!(end.error, Some(RankError::Lost(_)));
         let place = match &verdict {
-            FaultOutcome::Right => &mut tally.right,
+            FaultOutcome::Correct => &mut tally.right,
             FaultOutcome::Survived { .. } => &mut tally.survived,
             FaultOutcome::Failed { .. } if trial.ends.iter().any(is_lost) => &mut tally.lost,
             FaultOutcome::Failed {
@@ -66,17 +66,17 @@ impl Faults {
                 first: RankError::Transport(TransportError::Corrupt { .. }),
             } => &mut tally.corrupt,
             FaultOutcome::Failed { .. } => &mut tally.deadline,
-            FaultOutcome::Wrong { .. } | FaultOutcome::Broken { .. } => &mut tally.wrong,
+            FaultOutcome::Wrong { .. } | FaultOutcome::Violation { .. } => &mut tally.wrong,
         };
         *place += 1;
         match verdict {
-            FaultOutcome::Right | FaultOutcome::Survived { .. } | FaultOutcome::Failed { .. } => {
+            FaultOutcome::Correct | FaultOutcome::Survived { .. } | FaultOutcome::Failed { .. } => {
                 Ok(())
             }
             FaultOutcome::Wrong { output } => {
                 bail!("{}: {output} has wrong numbers", kind.name())
             }
-            FaultOutcome::Broken { how } => bail!("{}: {how}", kind.name()),
+            FaultOutcome::Violation { how } => bail!("{}: {how}", kind.name()),
         }
     }
 

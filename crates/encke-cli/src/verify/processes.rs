@@ -14,7 +14,7 @@ use encke::{Attention, Data, Pass, Tensor};
 use encke_cpu::CpuKernel;
 use encke_ring::{CallInputs, Rank, ShardCall, ThreadRing};
 use encke_sim::lockstep;
-use encke_sim::sample::Sample;
+use encke_sim::random_call::RandomCall;
 
 use super::case::Case;
 use super::{Options, Suite, clock_seed, judge, limit, summary};
@@ -124,7 +124,7 @@ fn compare(cluster: &mut Cluster, attention: &Attention, case: &Case) -> Result<
             request: plan.request().clone(),
             seed: case.seed,
         };
-        let sample = Sample::new(&configuration, backward)?;
+        let sample = RandomCall::new(&configuration, backward)?;
         let (plan, inputs) = (&sample.plan, sample.inputs());
         let mut shard = ShardCall::new(kernel, plan, cluster.rank())?;
         shard.load(&mut CallInputs::Whole(&inputs))?;

@@ -12,7 +12,7 @@ use encke_core::plan::program::Role;
 use encke_cpu::CpuKernel;
 use encke_ring::{RingError, ThreadRing};
 use encke_sim::lockstep;
-use encke_sim::sample::Sample;
+use encke_sim::random_call::RandomCall;
 
 use crate::support::{bits, with_slots};
 
@@ -20,7 +20,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 fn same<K: Kernel>(ring: &ThreadRing<K>, configuration: &Configuration) -> Result<(), String> {
     for backward in [false, true] {
-        let call = Sample::new(configuration, backward).expect("legal");
+        let call = RandomCall::new(configuration, backward).expect("legal");
         let threads = ring.run(call.plan.request(), &call.inputs());
         let threads = threads.map_err(|error| error.to_string())?;
         let stepped = lockstep::run(ring.kernel(), &call.plan, &call.inputs());
@@ -72,7 +72,7 @@ fn so_they_are_on_the_fast_kernel_in_every_type() {
 /// As [`same`], without the books: threads share the kernel's scratch memory, ranks in step do not.
 fn call(ring: &ThreadRing<CpuKernel>, configuration: &Configuration) -> Result<(), String> {
     for backward in [false, true] {
-        let call = Sample::new(configuration, backward).expect("legal");
+        let call = RandomCall::new(configuration, backward).expect("legal");
         let threads = ring.run(call.plan.request(), &call.inputs());
         let threads = threads.map_err(|error| error.to_string())?;
         let stepped = lockstep::run(ring.kernel(), &call.plan, &call.inputs());
@@ -86,7 +86,7 @@ fn call(ring: &ThreadRing<CpuKernel>, configuration: &Configuration) -> Result<(
 
 #[test]
 fn what_is_missing_or_misshapen_is_refused() {
-    let call = Sample::new(&Configuration::random(3), false).expect("legal");
+    let call = RandomCall::new(&Configuration::random(3), false).expect("legal");
     let mut inputs = call.inputs();
     inputs.retain(|(role, _)| *role != Role::K);
     let refused = lockstep::run(&NaiveKernel, &call.plan, &inputs);
@@ -94,7 +94,7 @@ fn what_is_missing_or_misshapen_is_refused() {
         refused,
         Err(RingError::MissingInput { role: Role::K })
     ));
-    let other = Sample::new(&Configuration::random(4), false).expect("legal");
+    let other = RandomCall::new(&Configuration::random(4), false).expect("legal");
     let refused = lockstep::run(&NaiveKernel, &call.plan, &other.inputs());
     assert!(matches!(refused, Err(RingError::Request(_))));
 }

@@ -5,7 +5,7 @@ use encke_core::plan::{Pass, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Mode, Pattern, Shape};
 use encke_cpu::CpuKernel;
-use encke_sim::profile::{Figure, Inputs, RingProfile, component_exponent, total_exponent};
+use encke_sim::profile::{MemorySource, ProfileInputs, RingProfile, component_exponent, total_exponent};
 
 const RINGS: [usize; 6] = [1, 2, 4, 8, 16, 32];
 
@@ -24,7 +24,7 @@ fn profiles(
         request.queries = queries;
         request
     };
-    let inputs = Inputs::random(&request(1), 7);
+    let inputs = ProfileInputs::random(&request(1), 7);
     for ranks in RINGS {
         // A kernel of its own, on one thread: how many threads take part in a job, and with it how
         // much scratch memory there is, would be up to the scheduler.
@@ -41,7 +41,7 @@ fn profiles(
 }
 
 fn exponent(rings: &[RingProfile], component: Component) -> f64 {
-    component_exponent(rings, component, Figure::Measured).expect("several sizes")
+    component_exponent(rings, component, MemorySource::Measured).expect("several sizes")
 }
 
 fn near(what: &str, exponent: f64, expected: f64) {
@@ -125,7 +125,7 @@ fn replicated_queries_are_flat_and_keys_fall() {
         near("output", exponent(rings, Component::Output), 0.0);
         near("own K/V", exponent(rings, Component::OwnKv), -1.0);
         assert_eq!(
-            rings[5].largest(Component::TravellingKv, Figure::Measured),
+            rings[5].largest(Component::TravellingKv, MemorySource::Measured),
             Some(0)
         );
     }
@@ -175,8 +175,8 @@ fn plans_of_rings_too_large_to_run_have_the_same_exponents() {
         rings.push(RingProfile::planned(&kernel, &request).expect("a plan"));
     }
     for component in [Component::OwnKv, Component::TravellingGradients] {
-        let exponent = component_exponent(&rings, component, Figure::Planned);
+        let exponent = component_exponent(&rings, component, MemorySource::Planned);
         near(component.name(), exponent.expect("several sizes"), -1.0);
     }
-    assert_eq!(total_exponent(&rings, Figure::Measured), None);
+    assert_eq!(total_exponent(&rings, MemorySource::Measured), None);
 }

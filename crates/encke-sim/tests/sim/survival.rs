@@ -10,18 +10,18 @@ use encke_core::plan::{Queries, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{Error, GroupScale, Mode, Pattern};
 use encke_ring::{Fault, Phase, RankError, RingError, ThreadRing};
-use encke_sim::fault_config::{Death, FaultConfig, Kind};
+use encke_sim::fault_config::{RankDeath, FaultConfig, FaultKind};
 use encke_sim::fault_outcome::{self, FaultOutcome};
 use encke_sim::fault_run::{self, FaultRun};
-use encke_sim::sample::Sample;
+use encke_sim::random_call::RandomCall;
 
 use crate::support::bits;
 
-fn tried(sample: &Sample, hardship: &FaultConfig) -> (FaultRun, FaultOutcome) {
+fn tried(sample: &RandomCall, hardship: &FaultConfig) -> (FaultRun, FaultOutcome) {
     fault_outcome::try_out(&NaiveKernel, sample, hardship).expect("the call can begin")
 }
 
-fn surviving(pattern: Pattern, ranks: usize, cut: Cut, backward: bool) -> Sample {
+fn surviving(pattern: Pattern, ranks: usize, cut: Cut, backward: bool) -> RandomCall {
     let mut configuration = Configuration::random(1);
     let request = &mut configuration.request;
     request.pattern = pattern;
@@ -32,10 +32,10 @@ fn surviving(pattern: Pattern, ranks: usize, cut: Cut, backward: bool) -> Sample
     request.sharding = Sharding::new(ranks, cut).expect("ranks are positive");
     request.redundancy = 1;
     request.schedule = Schedule::RING;
-    Sample::new(&configuration, backward).expect("legal")
+    RandomCall::new(&configuration, backward).expect("legal")
 }
 
-fn samples(ranks: usize) -> Vec<Sample> {
+fn samples(ranks: usize) -> Vec<RandomCall> {
     let mode = Mode::Group {
         scale: GroupScale::One,
     };
@@ -63,7 +63,7 @@ fn every_victim_in_every_round_as_in_threads() {
         for rank in 0..4 {
             for round in 0..=sample.plan.rank(rank).expect("exists").rounds.len() {
                 let mut hardship = FaultConfig::none(5);
-                hardship.deaths = vec![Death::new(rank, round)];
+                hardship.deaths = vec![RankDeath::new(rank, round)];
                 let (trial, verdict) = tried(&sample, &hardship);
                 assert_eq!(
                     verdict,
@@ -91,7 +91,7 @@ fn every_victim_in_every_round_as_in_threads() {
 
 #[test]
 fn two_thousand_seeds_survive_or_end_in_errors() {
-    for kind in Kind::ALL {
+    for kind in FaultKind::ALL {
         let (mut right, mut survived, mut lost) = (0, 0, 0);
         for seed in 0..250 {
             let drawn = fault_outcome::draw_surviving(kind, seed, 1).expect("legal");
@@ -104,15 +104,15 @@ fn two_thousand_seeds_survive_or_end_in_errors() {
             lost += usize::from(ends.any(is_lost));
             // Who waits longer for the news than its deadline allows cannot know.
             let known = drawn.1.detection < drawn.1.deadline;
-            if kind == Kind::Death && drawn.1.deaths.len() == 1 && known {
+            if kind == FaultKind::RankDeath && drawn.1.deaths.len() == 1 && known {
                 assert_eq!(verdict, FaultOutcome::Survived { deaths: 1 }, "seed {seed}");
             }
         }
         // Where somebody always dies, nothing is left as it would have been.
-        let deadly = matches!(kind, Kind::Death | Kind::Everything);
+        let deadly = matches!(kind, FaultKind::RankDeath | FaultKind::Everything);
         assert_eq!(right > 0, !deadly, "{kind:?}: {right} right");
         assert_eq!(survived > 0, deadly, "{kind:?}: {survived} survived");
-        assert!(lost > 0 || kind != Kind::Death, "{kind:?}: {lost} lost");
+        assert!(lost > 0 || kind != FaultKind::RankDeath, "{kind:?}: {lost} lost");
     }
 }
 
@@ -121,7 +121,7 @@ proptest! {
 
     #[test]
     fn the_seed_brings_the_run_back(seed in any::<u64>()) {
-        let (sample, hardship) = fault_outcome::draw_surviving(Kind::Death, seed, 1).expect("legal");
+        let (sample, hardship) = fault_outcome::draw_surviving(FaultKind::RankDeath, seed, 1).expect("legal");
         let run = || fault_run::run(&NaiveKernel, &sample.plan, &sample.inputs(), &hardship);
         let (one, other) = (run().expect("it begins"), run().expect("it begins"));
         prop_assert_eq!(&one.ends, &other.ends);
@@ -134,7 +134,7 @@ proptest! {
 
     #[test]
     fn with_two_keepers_any_two_may_die(seed in any::<u64>()) {
-        let (sample, mut hardship) = fault_outcome::draw_surviving(Kind::Death, seed, 2).expect("legal");
+        let (sample, mut hardship) = fault_outcome::draw_surviving(FaultKind::RankDeath, seed, 2).expect("legal");
         hardship.deaths.truncate(2);
         hardship.detection = Duration::from_millis(30);
         let (_, verdict) = tried(&sample, &hardship);
@@ -146,7 +146,7 @@ proptest! {
 fn a_lost_shard_is_named_by_every_survivor() {
     for sample in samples(5) {
         let mut hardship = FaultConfig::none(5);
-        hardship.deaths = vec![Death::new(2, 1), Death::new(3, 0)];
+        hardship.deaths = vec![RankDeath::new(2, 1), RankDeath::new(3, 0)];
         let (trial, verdict) = tried(&sample, &hardship);
         assert!(
             matches!(verdict, FaultOutcome::Failed { .. }),

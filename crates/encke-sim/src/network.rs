@@ -14,7 +14,7 @@ use serde::Serialize;
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::fault_config::{FaultConfig, Kind};
+use crate::fault_config::{FaultConfig, FaultKind};
 
 /// A message as the wire has it.
 #[derive(Debug, Clone)]
@@ -65,7 +65,7 @@ impl Packet {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct InjectedFault {
     /// What kind.
-    pub kind: Kind,
+    pub kind: FaultKind,
     /// The rank it began at.
     pub rank: usize,
     /// The rank at the other end, for messages.
@@ -76,7 +76,7 @@ pub struct InjectedFault {
 
 /// The links between all ranks.
 #[derive(Debug)]
-pub struct Wire {
+pub struct SimulatedNetwork {
     hardship: FaultConfig,
     random: Random,
     /// When the latest message of each link arrives: links keep their order unless they are told
@@ -86,10 +86,10 @@ pub struct Wire {
     pub strikes: Vec<InjectedFault>,
 }
 
-impl Wire {
+impl SimulatedNetwork {
     /// A wire with the faults of its hardship.
-    pub fn new(hardship: &FaultConfig) -> Wire {
-        Wire {
+    pub fn new(hardship: &FaultConfig) -> SimulatedNetwork {
+        SimulatedNetwork {
             random: Random::new(hardship.seed),
             hardship: hardship.clone(),
             latest: HashMap::new(),
@@ -97,7 +97,7 @@ impl Wire {
         }
     }
 
-    fn strikes(&mut self, kind: Kind, odds: f64, (rank, to, round): (usize, usize, usize)) -> bool {
+    fn strikes(&mut self, kind: FaultKind, odds: f64, (rank, to, round): (usize, usize, usize)) -> bool {
         const PARTS: usize = 1_000_000;
         // Asked every time, so that one fault does not move the dice of the others.
         let struck = (self.random.below(PARTS) as f64) < odds * PARTS as f64;
@@ -137,10 +137,10 @@ impl Wire {
             ..
         } = self.hardship;
         let mut at = now + latency;
-        if self.strikes(Kind::Delay, delay, place) {
+        if self.strikes(FaultKind::Delay, delay, place) {
             at += self.part_of(longest_delay);
         }
-        if self.strikes(Kind::Reordering, reordering, place) {
+        if self.strikes(FaultKind::Reordering, reordering, place) {
             // Long enough for the rounds after it to overtake, and out of the link's order.
             at += self.part_of(self.hardship.compute * 5);
         } else {
@@ -148,11 +148,11 @@ impl Wire {
             *latest = at.max(*latest);
             at = *latest;
         }
-        let lost = self.strikes(Kind::Loss, loss, place);
+        let lost = self.strikes(FaultKind::Loss, loss, place);
         let twin = self
-            .strikes(Kind::Duplication, duplication, place)
+            .strikes(FaultKind::Duplication, duplication, place)
             .then(|| letter.clone());
-        if self.strikes(Kind::Corruption, corruption, place) {
+        if self.strikes(FaultKind::Corruption, corruption, place) {
             letter.corrupt(&mut self.random);
         }
         let mut arrivals = Vec::new();

@@ -15,12 +15,12 @@ use encke_core::transport::{
 };
 use encke_ring::envelope::Posted;
 
-use crate::alarm::Alarm;
+use crate::alarm::FailureListener;
 use crate::error::MpiError;
-use crate::flight::{Flight, LONGEST, Trouble};
-use crate::sys::{self, Class, Comm, Fault};
+use crate::flight::{Exchange, LONGEST, ExchangeError};
+use crate::sys::{self, ErrorClass, Communicator, CallFailure};
 use crate::watchdog::Watchdog;
-use crate::words::Notice;
+use crate::words::FailureNotice;
 
 /// How long MPI is given to let go of the buffers of an exchange that failed.
 const CALL_BACK: Duration = Duration::from_millis(300);
@@ -39,8 +39,8 @@ const EAGER: usize = 200;
 
 /// One rank's end of the wire. Ranks keep the numbers they were born with.
 #[derive(Debug)]
-pub struct Wire {
-    pub(crate) comm: Comm,
+pub struct MpiTransport {
+    pub(crate) comm: Communicator,
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
     /// Where each rank is in `comm`; none where it has died.
@@ -50,7 +50,7 @@ pub struct Wire {
     call: u64,
     /// The round of the last exchange.
     pub(crate) round: usize,
-    pub(crate) alarm: Alarm,
+    pub(crate) alarm: FailureListener,
     pub(crate) failed: Option<TransportError>,
     /// Whether a process has died.
     pub(crate) dead: bool,
@@ -61,16 +61,16 @@ pub struct Wire {
     pub(crate) watchdog: Arc<Watchdog>,
 }
 
-impl Wire {
+impl MpiTransport {
     pub(crate) fn new(
-        comm: Comm,
+        comm: Communicator,
         deadline: Duration,
         library: String,
         spoiled: Arc<AtomicBool>,
-    ) -> Result<Wire, MpiError> {
-        let failed = |fault: Fault| fault.during("opening the wire");
+    ) -> Result<MpiTransport, MpiError> {
+        let failed = |fault: CallFailure| fault.during("opening the wire");
         let ranks = comm.size().map_err(failed)?;
-        Ok(Wire {
+        Ok(MpiTransport {
             comm,
             rank: comm.rank().map_err(failed)?,
             ranks,
@@ -79,7 +79,7 @@ impl Wire {
             longest: LONGEST,
             call: 0,
             round: 0,
-            alarm: Alarm::new(comm).map_err(failed)?,
+            alarm: FailureListener::new(comm).map_err(failed)?,
             failed: None,
             dead: false,
             survives: false,
@@ -154,7 +154,7 @@ impl Wire {
         if self.failed.is_some() || self.spoiled.load(Ordering::Relaxed) {
             return;
         }
-        let notice = Notice {
+        let notice = FailureNotice {
             about: self.rank,
             reason: reason.to_string(),
         };
@@ -197,7 +197,7 @@ impl Wire {
     }
 
     /// Sends a notice to every other rank that is left.
-    fn tell(&self, notice: &Notice) {
+    fn tell(&self, notice: &FailureNotice) {
         let others = self.places.iter().enumerate();
         let others = others.filter(|(rank, _)| *rank != self.rank && *rank != notice.about);
         self.alarm
@@ -236,8 +236,8 @@ impl Wire {
         round: usize,
         outgoing: &'a [Outgoing<'_, B>],
         incoming: &'a mut [Incoming<'_, B>],
-        flight: &mut Flight<'a>,
-    ) -> Result<(), Trouble> {
+        flight: &mut Exchange<'a>,
+    ) -> Result<(), ExchangeError> {
         let (rank, call) = (self.rank, self.call);
         let numbers = indices(incoming.iter().map(|message| message.from));
         for (Incoming { from, parcel }, index) in incoming.iter_mut().zip(numbers) {
@@ -249,13 +249,13 @@ impl Wire {
                 from,
             };
             let contents = parcel.host_bytes_mut(from.elements);
-            let place = self.place(from.peer, round).map_err(Trouble::Message)?;
+            let place = self.place(from.peer, round).map_err(ExchangeError::Message)?;
             flight.await_from(posted, (place, index), contents, self.longest)?;
         }
         let numbers = indices(outgoing.iter().map(|message| message.to));
         for (Outgoing { to, parcel }, index) in outgoing.iter().zip(numbers) {
             let contents = parcel.host_bytes(to.elements);
-            let place = self.place(to.peer, round).map_err(Trouble::Message)?;
+            let place = self.place(to.peer, round).map_err(ExchangeError::Message)?;
             flight.send_to(*to, (place, index), contents, self.longest)?;
         }
         Ok(())
@@ -266,7 +266,7 @@ impl Wire {
     fn land(
         &mut self,
         round: usize,
-        flight: &mut Flight<'_>,
+        flight: &mut Exchange<'_>,
         idle: &OnceLock<Instant>,
     ) -> Result<Moved, TransportError> {
         let (rank, call) = (self.rank, self.call);
@@ -313,23 +313,23 @@ impl Wire {
                 round,
                 reason: notice.reason.clone(),
             }),
-            Err(fault) => Err(self.explain(round, Trouble::Fault(rank, fault))),
+            Err(fault) => Err(self.explain(round, ExchangeError::CallFailure(rank, fault))),
         }
     }
 
     /// The transport's error for what MPI said.
-    fn explain(&mut self, round: usize, trouble: Trouble) -> TransportError {
+    fn explain(&mut self, round: usize, trouble: ExchangeError) -> TransportError {
         let (peer, fault) = match trouble {
-            Trouble::Message(error) => return error,
-            Trouble::Fault(peer, fault) => (peer, fault),
+            ExchangeError::Message(error) => return error,
+            ExchangeError::CallFailure(peer, fault) => (peer, fault),
         };
-        if self.survives && matches!(fault.class, Class::Dead | Class::Revoked) {
+        if self.survives && matches!(fault.class, ErrorClass::Dead | ErrorClass::Revoked) {
             self.dead = true;
             return self.gone(peer, round);
         }
         // Who died, or what somebody said before he revoked the wire, may take a moment to come.
         let (since, limit) = (Instant::now(), HEARSAY.min(self.deadline));
-        while matches!(fault.class, Class::Dead | Class::Revoked) && since.elapsed() < limit {
+        while matches!(fault.class, ErrorClass::Dead | ErrorClass::Revoked) && since.elapsed() < limit {
             // What is asked below does not let MPI work once every request has ended.
             sys::let_work();
             let known = self.comm.failed().unwrap_or_default();
@@ -352,7 +352,7 @@ impl Wire {
             std::thread::sleep(WATCH);
         }
         let reason = match fault.class {
-            Class::Revoked => "somebody ended the call and has not said why".to_string(),
+            ErrorClass::Revoked => "somebody ended the call and has not said why".to_string(),
             _ => fault.words,
         };
         TransportError::PeerFailed {
@@ -369,7 +369,7 @@ impl Wire {
 
     /// After a failure: others are told, and MPI lets go of the buffers. Those it does not let go
     /// of are named, by their place among the arrivals.
-    fn abandon(&mut self, error: &TransportError, flight: &mut Flight<'_>) -> Vec<usize> {
+    fn abandon(&mut self, error: &TransportError, flight: &mut Exchange<'_>) -> Vec<usize> {
         self.expect_at_once(error);
         let about = match error {
             TransportError::PeerFailed { peer, .. } => *peer,
@@ -382,7 +382,7 @@ impl Wire {
                 TransportError::PeerFailed { reason, .. } => reason.clone(),
                 other => other.to_string(),
             };
-            self.tell(&Notice { about, reason });
+            self.tell(&FailureNotice { about, reason });
         }
         // Revoked, every request of ours ends; without that, a send cannot be called back. What is
         // no death must not look like one to those who would survive it.
@@ -421,7 +421,7 @@ fn indices(addresses: impl Iterator<Item = Address>) -> Vec<usize> {
     numbers
 }
 
-impl<B: HostWireBuffer> Transport<B> for Wire {
+impl<B: HostWireBuffer> Transport<B> for MpiTransport {
     fn exchange(
         &mut self,
         round: usize,
@@ -440,7 +440,7 @@ impl<B: HostWireBuffer> Transport<B> for Wire {
         let peer = first_peer(outgoing, incoming).unwrap_or(self.rank);
         self.expect_in_time(peer);
         let idle = OnceLock::new();
-        let mut flight = Flight::new(self.comm);
+        let mut flight = Exchange::new(self.comm);
         let posted = self.post(round, outgoing, incoming, &mut flight);
         let mut computed = Ok(());
         let (watchdog, limit) = (Arc::clone(&self.watchdog), self.deadline + SLACK);

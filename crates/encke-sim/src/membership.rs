@@ -21,10 +21,10 @@ use encke_ring::RankError;
 use encke_ring::rank::BorrowedInputs;
 use encke_ring::survival::resume;
 
-use crate::fault_run::{Event, World};
+use crate::fault_run::{RingEvent, SimulatedRing};
 
 /// What the ranks know of each other beside messages.
-pub(crate) struct SimMembership {
+pub(crate) struct SimulatedMembership {
     pub epoch: Epoch,
     /// The longest program of each epoch.
     pub rounds: Vec<usize>,
@@ -39,10 +39,10 @@ pub(crate) struct SimMembership {
     is_dissolved: bool,
 }
 
-impl SimMembership {
-    pub fn new(plan: &Arc<Plan>) -> SimMembership {
+impl SimulatedMembership {
+    pub fn new(plan: &Arc<Plan>) -> SimulatedMembership {
         let ranks = plan.ranks();
-        SimMembership {
+        SimulatedMembership {
             epoch: Epoch::first(plan),
             rounds: Vec::new(),
             is_over: false,
@@ -72,7 +72,7 @@ impl SimMembership {
     }
 }
 
-impl<K: Kernel<Buffer = Data>> World<'_, K> {
+impl<K: Kernel<Buffer = Data>> SimulatedRing<'_, K> {
     /// Nothing more comes from a rank in this epoch, which the others will learn.
     pub(crate) fn leave(&mut self, rank: usize, now: Duration) {
         if !self.council.survives() {
@@ -84,7 +84,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             false => self.hardship.latency,
         };
         let epoch = self.council.epoch.number();
-        self.at(now + until, Event::Away(rank, epoch));
+        self.at(now + until, RingEvent::Away(rank, epoch));
     }
 
     /// Everyone learns that nothing more comes from a rank.

@@ -10,12 +10,12 @@ use encke_core::plan::membership::{Agreement, RankProgress};
 use encke_core::transport::{HostWireBuffer, Survivors, TransportError};
 use encke_ring::collectives::Collectives;
 
-use crate::alarm::Alarm;
-use crate::sys::{Agreeing, Fault};
-use crate::wire::Wire;
+use crate::alarm::FailureListener;
+use crate::sys::{PendingAgreement, CallFailure};
+use crate::wire::MpiTransport;
 use crate::words::{STANDING_BYTES, standing, standing_bytes};
 
-impl Wire {
+impl MpiTransport {
     /// Waits until every rank that lives has come here; whether all of them are well, and nobody
     /// has died unnoticed. The same answer on all.
     fn gathered(&mut self, well: bool) -> Result<bool, TransportError> {
@@ -27,8 +27,8 @@ impl Wire {
 
     fn gather_all(&mut self, well: bool) -> Result<bool, TransportError> {
         let since = Instant::now();
-        let failed = |wire: &Wire, fault: Fault| wire.broken(fault.words);
-        let mut agreeing = match Agreeing::new(self.comm, well) {
+        let failed = |wire: &MpiTransport, fault: CallFailure| wire.broken(fault.words);
+        let mut agreeing = match PendingAgreement::new(self.comm, well) {
             Ok(agreeing) => agreeing,
             Err(fault) => return Err(failed(self, fault)),
         };
@@ -74,7 +74,7 @@ impl Wire {
         self.expect_in_time(self.someone_else());
         let shrunk = self.comm.shrink().and_then(|left| {
             let places = self.comm.members(left)?;
-            Ok((left, places, Alarm::new(left)?))
+            Ok((left, places, FailureListener::new(left)?))
         });
         self.watchdog.relax();
         let (left, places, alarm) = shrunk.map_err(|fault| self.broken(fault.words))?;
@@ -110,7 +110,7 @@ impl Wire {
     /// in the middle of it: either it has worked for all of them, or none has its result.
     pub fn uniformly<R>(
         &mut self,
-        mut work: impl FnMut(&mut Wire) -> Result<R, TransportError>,
+        mut work: impl FnMut(&mut MpiTransport) -> Result<R, TransportError>,
     ) -> Result<R, TransportError> {
         let mut well = self.failed.is_none();
         loop {
@@ -144,12 +144,12 @@ impl Wire {
     }
 }
 
-impl<B: HostWireBuffer> Survivors<B> for Wire {
+impl<B: HostWireBuffer> Survivors<B> for MpiTransport {
     fn agree(&mut self, standing: RankProgress) -> Result<Agreement, TransportError> {
         self.uniformly(|wire| wire.hear_all(standing))
     }
 
     fn give_up(&mut self, reason: &str) {
-        Wire::give_up(self, reason);
+        MpiTransport::give_up(self, reason);
     }
 }

@@ -10,16 +10,16 @@ use encke_ring::call;
 
 /// A plan with tensors for it.
 #[derive(Debug)]
-pub struct Sample {
+pub struct RandomCall {
     /// The plan.
     pub plan: Arc<Plan>,
     inputs: Vec<(Role, Tensor)>,
 }
 
-impl Sample {
+impl RandomCall {
     /// One of the two passes of a configuration. What a backward pass is given of the forward
     /// pass is random too: whoever drives ranks cannot tell.
-    pub fn new(configuration: &Configuration, backward: bool) -> Result<Sample> {
+    pub fn new(configuration: &Configuration, backward: bool) -> Result<RandomCall> {
         let pass = match backward {
             true => Pass::Backward { dlse: true },
             false => Pass::Forward,
@@ -39,7 +39,7 @@ impl Sample {
             let numbers: Vec<f64> = (0..count).map(|_| 2.0 * random.unit()).collect();
             inputs.push((role, Tensor::from_f64(dtype, dims, &numbers)?));
         }
-        Ok(Sample { plan, inputs })
+        Ok(RandomCall { plan, inputs })
     }
 
     /// The tensors, lent.

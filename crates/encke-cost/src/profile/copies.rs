@@ -1,4 +1,4 @@
-//! What is timed beside jobs: filling, copying, finishing, loading, memory to be had, and hops.
+//! What is timed beside jobs: fills, copies, finishing, loading, allocation and transfers.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -10,62 +10,63 @@ use encke_core::transport::{Address, Incoming, Outgoing, Transport, WireBuffer};
 use encke_core::{Data, Tensor};
 use encke_ring::threads::endpoints;
 
-use super::operands::Operands;
+use super::buffers::ProbeBuffers;
 use super::probes::DILATION;
+use super::readings::Reading;
 use super::timing::seconds;
-use super::{Reading, Sizes};
-use crate::ClockError;
+use crate::error::CostError;
+use crate::probe_sizes::ProbeSizes;
 
-/// Where rows are copied to and from.
+/// The buffers that copies are timed on, beside those of the probes.
 #[derive(Debug)]
-pub(super) struct Places {
+pub(super) struct CopyBuffers {
     copied: Data,
     tensor: Tensor,
 }
 
-impl Places {
-    pub fn new(sizes: Sizes) -> Places {
-        let Sizes {
+impl CopyBuffers {
+    pub fn new(sizes: ProbeSizes) -> CopyBuffers {
+        let ProbeSizes {
             rows,
             heads,
             dim,
             dtype,
         } = sizes;
-        Places {
-            copied: Data::zeros(dtype, rows * heads * dim),
+        CopyBuffers {
+            copied: Data::zeros(dtype, sizes.elements()),
             tensor: Tensor::zeros(dtype, [1, rows, heads, dim]),
         }
     }
 
     /// Times everything once, on the rows of a whole sequence.
-    pub fn read<K: Kernel<Buffer = Data>>(
+    pub fn measure<K: Kernel<Buffer = Data>>(
         &mut self,
         kernel: &K,
-        sizes: Sizes,
-        operands: &mut Operands,
-    ) -> Result<[(Reading, f64); 9], ClockError> {
-        let Sizes {
+        sizes: ProbeSizes,
+        buffers: &mut ProbeBuffers,
+    ) -> Result<[(Reading, f64); 9], CostError> {
+        let ProbeSizes {
             rows,
             heads,
             dim,
             dtype,
         } = sizes;
-        let Places { copied, tensor } = self;
-        let Operands {
+        let CopyBuffers { copied, tensor } = self;
+        let ProbeBuffers {
             inputs,
             carry,
             lse,
             gradients,
             ..
-        } = operands;
-        let block = block(sizes);
-        let apart = apart(sizes);
+        } = buffers;
+        let block = all_rows(sizes);
+        let blocks = strided_rows(sizes);
         let all = [Tokens {
             first: 0,
             stride: 1,
             count: rows,
         }];
-        let elements = rows * heads * dim;
+        let elements = sizes.elements();
         let fill = seconds(|times| kernel.fill(&mut gradients[times % 3], 0.0))?;
         let copy = seconds(|times| {
             let from = kernel.input(&inputs[times % 4]);
@@ -80,40 +81,40 @@ impl Places {
             };
             kernel.copy(&block, true, kernel.input(from), to)
         })?;
-        let apart = seconds(|times| {
+        let strided = seconds(|times| {
             let from = kernel.input(&inputs[times % 4]);
-            let mut apart = apart.iter();
-            apart.try_for_each(|block| kernel.copy(block, false, from, copied))
+            let mut blocks = blocks.iter();
+            blocks.try_for_each(|block| kernel.copy(block, false, from, copied))
         })?;
         let finish = seconds(|_| kernel.finish(rows * heads, dim, 1.0, carry, copied, lse))?;
         let load = seconds(|_| kernel.upload(&tensor.view(), &all, copied))?;
-        let carried = seconds(|times| {
+        let thread_copy = seconds(|times| {
             copied.copy_from(black_box(&inputs[times % 4]), elements);
             Ok(())
         })?;
-        let fresh = seconds(|_| {
+        let allocation = seconds(|_| {
             let mut buffer = kernel.allocate(dtype, elements)?;
             kernel.fill(black_box(&mut buffer), 0.0)
         })?;
-        // Any finite lse will do for the jobs that are timed next.
+        // The jobs that are timed next need a finite lse.
         kernel.fill(lse, 10.0)?;
         Ok([
             (Reading::Fill, fill),
             (Reading::Copy, copy),
-            (Reading::Add, add),
-            (Reading::Apart, apart),
+            (Reading::AddingCopy, add),
+            (Reading::StridedCopy, strided),
             (Reading::Finish, finish),
             (Reading::Load, load),
-            (Reading::Carry, carried),
-            (Reading::Fresh, fresh),
-            (Reading::Hop, hop_s()),
+            (Reading::ThreadCopy, thread_copy),
+            (Reading::Allocation, allocation),
+            (Reading::Latency, latency_s()),
         ])
     }
 }
 
-/// All rows, as they lie.
-pub(super) fn block(sizes: Sizes) -> Block {
-    let Sizes {
+/// All rows, contiguous.
+pub(super) fn all_rows(sizes: ProbeSizes) -> Block {
+    let ProbeSizes {
         rows, heads, dim, ..
     } = sizes;
     let operand = Operand {
@@ -134,14 +135,14 @@ pub(super) fn block(sizes: Sizes) -> Block {
     }
 }
 
-/// All rows again, as a dilated branch packs them: those of one head, one token in so many, as far
-/// as they go.
-pub(super) fn apart(sizes: Sizes) -> Vec<Block> {
-    let Sizes {
+/// All rows as a dilated branch packs them: of each head, every [`DILATION`]th token from each offset.
+/// Rows beyond a multiple of the dilation are left out.
+pub(super) fn strided_rows(sizes: ProbeSizes) -> Vec<Block> {
+    let ProbeSizes {
         rows, heads, dim, ..
     } = sizes;
     let each = rows / DILATION;
-    let places = (0..heads).flat_map(|head| (0..DILATION).map(move |phase| (head, phase)));
+    let offsets = (0..heads).flat_map(|head| (0..DILATION).map(move |phase| (head, phase)));
     let operand = |offset: usize, row: usize| Operand {
         offset,
         batch: 0,
@@ -158,16 +159,16 @@ pub(super) fn apart(sizes: Sizes) -> Vec<Block> {
         from: operand((phase * heads + head) * dim, DILATION * heads * dim),
         to: operand(i * each * dim, dim),
     };
-    places.enumerate().map(block).collect()
+    offsets.enumerate().map(block).collect()
 }
 
-/// Seconds of a hop without bytes to speak of, between two threads of this process.
-fn hop_s() -> f64 {
-    const HOPS: usize = 64;
-    let ends = endpoints::<Vec<u8>>(2, Duration::from_secs(60));
+/// Seconds of a transfer of one byte between two threads of this process.
+fn latency_s() -> f64 {
+    const ROUNDS: usize = 64;
+    let endpoints = endpoints::<Vec<u8>>(2, Duration::from_secs(60));
     let begin = Instant::now();
     std::thread::scope(|scope| {
-        for (rank, mut end) in ends.into_iter().enumerate() {
+        for (rank, mut endpoint) in endpoints.into_iter().enumerate() {
             scope.spawn(move || {
                 let address = Address {
                     peer: 1 - rank,
@@ -175,7 +176,7 @@ fn hop_s() -> f64 {
                     elements: 1,
                 };
                 let (sent, mut received) = (vec![0u8], vec![0u8]);
-                for round in 0..HOPS {
+                for round in 0..ROUNDS {
                     let outgoing = [Outgoing {
                         to: address,
                         parcel: &sent,
@@ -184,8 +185,8 @@ fn hop_s() -> f64 {
                         from: address,
                         parcel: &mut received,
                     }];
-                    // Both ends do the same, so nothing can fail but a thread that is not run.
-                    if end
+                    // Both ends do the same, so only a thread that is never scheduled can fail.
+                    if endpoint
                         .exchange(round, &outgoing, &mut incoming, &mut || {})
                         .is_err()
                     {
@@ -195,5 +196,5 @@ fn hop_s() -> f64 {
             });
         }
     });
-    begin.elapsed().as_secs_f64() / HOPS as f64
+    begin.elapsed().as_secs_f64() / ROUNDS as f64
 }

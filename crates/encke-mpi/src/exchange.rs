@@ -16,7 +16,7 @@ use encke_core::host::checksum;
 use encke_core::transport::{Address, Moved, TransportError};
 use encke_ring::envelope::{Envelope, Fate, Posted};
 
-use crate::sys::{Class, Comm, Fault, Request};
+use crate::sys::{ErrorClass, Communicator, CallFailure, MpiRequest};
 use crate::words::pieces;
 
 /// Bytes of the longest piece: MPI counts in C ints.
@@ -24,18 +24,18 @@ pub const LONGEST: usize = 1 << 30;
 
 /// What ends a flight early.
 #[derive(Debug)]
-pub enum Trouble {
+pub enum ExchangeError {
     /// A call of MPI failed on a message of this rank.
-    Fault(usize, Fault),
+    CallFailure(usize, CallFailure),
     /// A message was not what was posted.
     Message(TransportError),
 }
 
 /// The messages of one exchange.
-pub struct Flight<'a> {
-    comm: Comm,
-    arrivals: Vec<Arrival>,
-    departures: Vec<Departure>,
+pub struct Exchange<'a> {
+    comm: Communicator,
+    arrivals: Vec<PendingReceive>,
+    departures: Vec<PendingSend>,
     moved: Moved,
     /// The buffers are borrowed for as long as this lives.
     buffers: PhantomData<&'a mut [u8]>,
@@ -43,29 +43,29 @@ pub struct Flight<'a> {
 
 // SAFETY: pointers go to buffers that the exchange borrows and that may be sent between threads;
 // only the thread that has the flight follows them.
-unsafe impl Send for Flight<'_> {}
+unsafe impl Send for Exchange<'_> {}
 
 /// A message that is awaited.
-struct Arrival {
+struct PendingReceive {
     posted: Posted,
     paper: Box<[u8; Envelope::BYTES]>,
-    letter: Request,
+    letter: MpiRequest,
     envelope: Option<Envelope>,
     contents: (*mut u8, usize),
-    pieces: Vec<Request>,
+    pieces: Vec<MpiRequest>,
     too_long: bool,
     verified: bool,
 }
 
 /// A message that is sent.
-struct Departure {
+struct PendingSend {
     to: Address,
     place: usize,
     tag: c_int,
     paper: Box<[u8; Envelope::BYTES]>,
-    letter: Option<Request>,
+    letter: Option<MpiRequest>,
     contents: (*const u8, usize),
-    pieces: Vec<Request>,
+    pieces: Vec<MpiRequest>,
 }
 
 /// The two tags of the `index`th message between two ranks: its envelope's and its contents'.
@@ -74,9 +74,9 @@ fn tags(index: usize) -> (c_int, c_int) {
     (first, first + 1)
 }
 
-impl<'a> Flight<'a> {
-    pub fn new(comm: Comm) -> Flight<'a> {
-        Flight {
+impl<'a> Exchange<'a> {
+    pub fn new(comm: Communicator) -> Exchange<'a> {
+        Exchange {
             comm,
             arrivals: Vec::new(),
             departures: Vec::new(),
@@ -92,14 +92,14 @@ impl<'a> Flight<'a> {
         (place, index): (usize, usize),
         contents: &'a mut [u8],
         longest: usize,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), ExchangeError> {
         let peer = posted.from.peer;
-        let failed = |fault| Trouble::Fault(peer, fault);
+        let failed = |fault| ExchangeError::CallFailure(peer, fault);
         let (letter_tag, tag) = tags(index);
-        self.arrivals.push(Arrival {
+        self.arrivals.push(PendingReceive {
             posted,
             paper: Box::new([0; Envelope::BYTES]),
-            letter: Request::none(),
+            letter: MpiRequest::none(),
             envelope: None,
             contents: (contents.as_mut_ptr(), contents.len()),
             pieces: Vec::new(),
@@ -132,9 +132,9 @@ impl<'a> Flight<'a> {
         (place, index): (usize, usize),
         contents: &'a [u8],
         longest: usize,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), ExchangeError> {
         let (letter_tag, tag) = tags(index);
-        self.departures.push(Departure {
+        self.departures.push(PendingSend {
             to,
             place,
             tag: letter_tag,
@@ -148,7 +148,7 @@ impl<'a> Flight<'a> {
             let piece = &contents[start..start + count];
             // SAFETY: the buffer is borrowed for the life of the flight.
             let sent = unsafe { self.comm.send(piece, place, tag) };
-            let sent = sent.map_err(|fault| Trouble::Fault(to.peer, fault))?;
+            let sent = sent.map_err(|fault| ExchangeError::CallFailure(to.peer, fault))?;
             departure.pieces.push(sent);
         }
         self.moved.sent_bytes += contents.len();
@@ -156,7 +156,7 @@ impl<'a> Flight<'a> {
     }
 
     /// Makes the checksums of what is sent, and sends the envelopes.
-    pub fn send_letters(&mut self, rank: usize, call: u64, round: usize) -> Result<(), Trouble> {
+    pub fn send_letters(&mut self, rank: usize, call: u64, round: usize) -> Result<(), ExchangeError> {
         for at in 0..self.departures.len() {
             let departure = &mut self.departures[at];
             let (start, count) = departure.contents;
@@ -170,14 +170,14 @@ impl<'a> Flight<'a> {
                     .send(&*departure.paper, departure.place, departure.tag)
             };
             let peer = departure.to.peer;
-            departure.letter = Some(letter.map_err(|fault| Trouble::Fault(peer, fault))?);
+            departure.letter = Some(letter.map_err(|fault| ExchangeError::CallFailure(peer, fault))?);
             self.poll()?;
         }
         Ok(())
     }
 
     /// Lets MPI work; true when every message is complete and verified.
-    pub fn poll(&mut self) -> Result<bool, Trouble> {
+    pub fn poll(&mut self) -> Result<bool, ExchangeError> {
         let mut all = true;
         for arrival in &mut self.arrivals {
             all &= arrival.poll()?;
@@ -213,7 +213,7 @@ impl<'a> Flight<'a> {
     /// order they were posted, MPI may still write to, and whether it may still read what is sent.
     pub fn call_back(&mut self, limit: Duration) -> (Vec<usize>, bool) {
         let since = Instant::now();
-        let requests = |flight: &mut Flight<'a>, work: &mut dyn FnMut(&mut Request)| {
+        let requests = |flight: &mut Exchange<'a>, work: &mut dyn FnMut(&mut MpiRequest)| {
             for arrival in &mut flight.arrivals {
                 arrival.pieces.iter_mut().for_each(&mut *work);
                 work(&mut arrival.letter);
@@ -223,7 +223,7 @@ impl<'a> Flight<'a> {
                 departure.letter.iter_mut().for_each(&mut *work);
             }
         };
-        requests(self, &mut Request::cancel);
+        requests(self, &mut MpiRequest::cancel);
         loop {
             let mut left = 0;
             requests(self, &mut |request| {
@@ -235,11 +235,11 @@ impl<'a> Flight<'a> {
             }
             std::thread::sleep(Duration::from_micros(100));
         }
-        let written = |arrival: &Arrival| !arrival.pieces.iter().all(Request::is_over);
+        let written = |arrival: &PendingReceive| !arrival.pieces.iter().all(MpiRequest::is_over);
         let stuck = self.arrivals.iter().enumerate();
         let stuck = stuck.filter(|(_, arrival)| written(arrival));
         let stuck: Vec<usize> = stuck.map(|(at, _)| at).collect();
-        let read = !self.departures.iter().all(Departure::is_over);
+        let read = !self.departures.iter().all(PendingSend::is_over);
         // Papers that MPI still has are leaked with the rest.
         for arrival in self.arrivals.drain(..).filter(|a| !a.letter.is_over()) {
             std::mem::forget(arrival);
@@ -251,7 +251,7 @@ impl<'a> Flight<'a> {
     }
 }
 
-impl Drop for Flight<'_> {
+impl Drop for Exchange<'_> {
     /// Whoever drops a flight in the air, by a panic of ours, must not free what MPI writes to.
     fn drop(&mut self) {
         let (stuck, read) = self.call_back(Duration::from_millis(100));
@@ -261,8 +261,8 @@ impl Drop for Flight<'_> {
     }
 }
 
-impl Arrival {
-    fn poll(&mut self) -> Result<bool, Trouble> {
+impl PendingReceive {
+    fn poll(&mut self) -> Result<bool, ExchangeError> {
         if self.verified {
             return Ok(true);
         }
@@ -271,43 +271,43 @@ impl Arrival {
             match piece.test() {
                 Ok(_) => {}
                 // The envelope will say how long it is.
-                Err(fault) if fault.class == Class::TooLong => self.too_long = true,
-                Err(fault) => return Err(Trouble::Fault(peer, fault)),
+                Err(fault) if fault.class == ErrorClass::TooLong => self.too_long = true,
+                Err(fault) => return Err(ExchangeError::CallFailure(peer, fault)),
             }
         }
         let lettered = self.letter.test();
-        if !lettered.map_err(|fault| Trouble::Fault(peer, fault))? {
+        if !lettered.map_err(|fault| ExchangeError::CallFailure(peer, fault))? {
             return Ok(false);
         }
         let envelope = match self.envelope {
             Some(envelope) => envelope,
             None => self.open()?,
         };
-        if self.too_long || !self.pieces.iter().all(Request::is_over) {
+        if self.too_long || !self.pieces.iter().all(MpiRequest::is_over) {
             return Ok(false);
         }
         let (start, count) = self.contents;
         // SAFETY: every piece has arrived, so MPI has let go of the buffer.
         let got = checksum(unsafe { std::slice::from_raw_parts(start, count) });
         let held = self.posted.hold(&envelope, got);
-        held.map_err(Trouble::Message)?;
+        held.map_err(ExchangeError::Message)?;
         self.verified = true;
         Ok(true)
     }
 
     /// Reads the envelope, once it is there.
-    fn open(&mut self) -> Result<Envelope, Trouble> {
+    fn open(&mut self) -> Result<Envelope, ExchangeError> {
         let envelope = Envelope::from_bytes(*self.paper);
         let Posted {
             rank, round, from, ..
         } = self.posted;
-        match self.posted.admit(&envelope).map_err(Trouble::Message)? {
+        match self.posted.admit(&envelope).map_err(ExchangeError::Message)? {
             Fate::Take => {
                 self.envelope = Some(envelope);
                 Ok(envelope)
             }
             // MPI keeps messages in order, so these are two ranks that do not do the same thing.
-            Fate::Stale | Fate::Early => Err(Trouble::Message(TransportError::PeerFailed {
+            Fate::Stale | Fate::Early => Err(ExchangeError::Message(TransportError::PeerFailed {
                 rank,
                 peer: from.peer,
                 round,
@@ -321,16 +321,16 @@ impl Arrival {
     }
 }
 
-impl Departure {
+impl PendingSend {
     fn is_over(&self) -> bool {
-        let sent = self.letter.as_ref().is_some_and(Request::is_over);
-        sent && self.pieces.iter().all(Request::is_over)
+        let sent = self.letter.as_ref().is_some_and(MpiRequest::is_over);
+        sent && self.pieces.iter().all(MpiRequest::is_over)
     }
 
-    fn poll(&mut self) -> Result<bool, Trouble> {
+    fn poll(&mut self) -> Result<bool, ExchangeError> {
         for request in self.pieces.iter_mut().chain(self.letter.as_mut()) {
             let tested = request.test();
-            tested.map_err(|fault| Trouble::Fault(self.to.peer, fault))?;
+            tested.map_err(|fault| ExchangeError::CallFailure(self.to.peer, fault))?;
         }
         Ok(self.is_over())
     }

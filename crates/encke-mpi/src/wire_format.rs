@@ -4,14 +4,14 @@ use encke_core::plan::membership::RankProgress;
 
 /// Who failed, and what was said of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Notice {
+pub struct FailureNotice {
     /// The rank that failed, which need not be the one that says so.
     pub about: usize,
     /// How.
     pub reason: String,
 }
 
-impl Notice {
+impl FailureNotice {
     /// Bytes of a notice: small enough to be sent whether or not anyone is looking.
     pub const BYTES: usize = 512;
 
@@ -30,11 +30,11 @@ impl Notice {
     }
 
     /// As it was received.
-    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Notice {
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> FailureNotice {
         let mut about = [0; 8];
         about.copy_from_slice(&bytes[..8]);
         let text = String::from_utf8_lossy(&bytes[8..]);
-        Notice {
+        FailureNotice {
             about: u64::from_le_bytes(about) as usize,
             reason: text.trim_end_matches('\0').to_string(),
         }
@@ -81,14 +81,14 @@ mod tests {
             &"x".repeat(504),
             &"y".repeat(505),
         ] {
-            let notice = Notice {
+            let notice = FailureNotice {
                 about: 7,
                 reason: reason.to_string(),
             };
-            let read = Notice::from_bytes(&notice.to_bytes());
+            let read = FailureNotice::from_bytes(&notice.to_bytes());
             assert_eq!(read.about, 7);
             assert!(reason.starts_with(&read.reason));
-            assert!(read.reason.len() + 2 > reason.len().min(Notice::BYTES - 8));
+            assert!(read.reason.len() + 2 > reason.len().min(FailureNotice::BYTES - 8));
         }
     }
 

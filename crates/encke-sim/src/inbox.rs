@@ -10,17 +10,17 @@ use encke_core::transport::{TransportError, WireBuffer};
 use encke_ring::Envelope;
 use encke_ring::envelope::{Fate, Posted};
 
-use crate::fault_config::Checks;
-use crate::fault_run::Player;
+use crate::fault_config::ReceiverChecks;
+use crate::fault_run::SimulatedRank;
 use crate::wire::Packet;
 
 /// Takes every missing message that has arrived, each checked before and after.
 pub(crate) fn take<K: Kernel<Buffer = Data>>(
-    player: &mut Player<K>,
+    player: &mut SimulatedRank<K>,
     epoch: usize,
-    checks: Checks,
+    checks: ReceiverChecks,
 ) -> Result<(), TransportError> {
-    let Player {
+    let SimulatedRank {
         rank,
         round,
         missing,
@@ -41,7 +41,7 @@ pub(crate) fn take<K: Kernel<Buffer = Data>>(
             Some((envelope, contents)) => {
                 let buffer = rank.accept(&message);
                 buffer.copy_from(&contents, message.address.elements);
-                if checks != Checks::NoChecksum {
+                if checks != ReceiverChecks::NoChecksum {
                     posted.verify(&envelope, buffer)?;
                 }
                 moved.received_bytes += message.address.elements * buffer.element_bytes();
@@ -56,7 +56,7 @@ pub(crate) fn take<K: Kernel<Buffer = Data>>(
 fn find(
     posted: &Posted,
     mail: &mut Vec<Packet>,
-    checks: Checks,
+    checks: ReceiverChecks,
 ) -> Result<Option<(Envelope, Data)>, TransportError> {
     let mut at = 0;
     while let Some(letter) = mail.get(at) {
@@ -75,14 +75,14 @@ fn find(
 }
 
 /// The receiver's check, or what a mutant has in its place.
-fn admit(posted: &Posted, envelope: &Envelope, checks: Checks) -> Result<Fate, TransportError> {
+fn admit(posted: &Posted, envelope: &Envelope, checks: ReceiverChecks) -> Result<Fate, TransportError> {
     match checks {
-        Checks::All => posted.admit(envelope),
-        Checks::NoChecksum => {
+        ReceiverChecks::All => posted.admit(envelope),
+        ReceiverChecks::NoChecksum => {
             let seal = envelope.sealed(posted.from.peer, posted.rank);
             posted.admit(&Envelope { seal, ..*envelope })
         }
-        Checks::NoRound => {
+        ReceiverChecks::NoRound => {
             let round = usize::try_from(envelope.round).unwrap_or(usize::MAX);
             Posted { round, ..*posted }.admit(envelope)
         }

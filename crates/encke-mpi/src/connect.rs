@@ -7,22 +7,22 @@
 use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
-use crate::sys::{Comm, Fault, Request};
+use crate::sys::{Communicator, CallFailure, MpiRequest};
 
 /// The tag of these messages: the largest that every MPI has.
 const TAG: c_int = 32767;
 
 /// Who has not answered, if anyone, when all have, or when the time is up.
 pub fn meet_all(
-    comm: Comm,
+    comm: Communicator,
     rank: usize,
     ranks: usize,
     limit: Duration,
-) -> Result<Option<usize>, Fault> {
+) -> Result<Option<usize>, CallFailure> {
     // Never freed: where somebody does not answer, MPI keeps them.
     let papers: &'static mut [u8] = Box::leak(vec![0; ranks].into_boxed_slice());
     let others = (1..ranks).map(|step| (rank + step) % ranks);
-    let mut requests: Vec<(usize, Request)> = Vec::new();
+    let mut requests: Vec<(usize, MpiRequest)> = Vec::new();
     for from in others.clone() {
         // SAFETY: a byte of its own, which stays for ever.
         let request = unsafe { comm.receive(papers.as_mut_ptr().add(from), 1, Some(from), TAG) }?;
