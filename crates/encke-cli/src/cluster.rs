@@ -79,7 +79,7 @@ pub fn run(
         if !told.swap(true, Ordering::SeqCst) {
             note(&format!("{name}: rank {rank} of {ranks}: {error}"));
         }
-        encke_mpi::leave(2);
+        encke_mpi::exit_at_once(2);
     });
     let cluster = Arc::new(Mutex::new(Cluster {
         library: world.library().to_string(),

@@ -93,7 +93,8 @@ pub fn program<C: Parser>(
     cli::report_panics(name);
     let words: Vec<OsString> = words.into_iter().collect();
     cli::note_words(&words);
-    let others = launcher::launched_process().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
+    let others =
+        launcher::launched_process().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
     let ended = std::panic::catch_unwind(|| match (C::try_parse_from(words), &others) {
         (Ok(cli), None) => alone(cli),
         (Ok(cli), Some(place)) => together(cli, place),

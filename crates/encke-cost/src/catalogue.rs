@@ -7,7 +7,7 @@
 use encke_core::DType;
 
 use crate::error::CostError;
-use crate::machine::{TransferMode, DeviceModel, Link, Rate, Speed};
+use crate::machine::{DeviceModel, Link, Rate, Speed, TransferMode};
 
 /// Seconds of a kernel launch and its gap on the stream.
 const LAUNCH_S: f64 = 5e-6;

@@ -151,12 +151,13 @@ pub fn compare<K: Kernel<Buffer = Data>>(
     let mut compared = Vec::new();
     for (ring, runs_s) in rings.iter().zip(runs_s) {
         let plan = Plan::new(ring.request.clone())?;
-        let times = |machine: &Machine, statistic: Statistic| -> Result<PredictedAndMeasured, CostError> {
-            Ok(PredictedAndMeasured {
-                predicted_s: simulate(&plan, machine, 0..0)?.seconds,
-                measured_s: statistic.of(&runs_s),
-            })
-        };
+        let times =
+            |machine: &Machine, statistic: Statistic| -> Result<PredictedAndMeasured, CostError> {
+                Ok(PredictedAndMeasured {
+                    predicted_s: simulate(&plan, machine, 0..0)?.seconds,
+                    measured_s: statistic.of(&runs_s),
+                })
+            };
         compared.push(RingComparison {
             name: ring.name.clone(),
             median: times(&machine, Statistic::Median)?,

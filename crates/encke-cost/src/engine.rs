@@ -84,11 +84,7 @@ pub(crate) struct Engine<'a> {
 }
 
 impl<'a> Engine<'a> {
-    pub fn new(
-        costs: &'a [RankCosts],
-        machine: &'a Machine,
-        recorded: Range<usize>,
-    ) -> Engine<'a> {
+    pub fn new(costs: &'a [RankCosts], machine: &'a Machine, recorded: Range<usize>) -> Engine<'a> {
         let ranks = costs.len();
         let cores = match machine.device.shared_cores {
             Some(cores) => Cores::new(ranks, machine.ranks_per_node, cores),
@@ -152,7 +148,10 @@ impl<'a> Engine<'a> {
                 EngineEvent::Arrives(arrival) => self.arrive(arrival),
             }
         }
-        let stuck = self.ranks.iter().position(|rank| rank.stage != RankStage::Done);
+        let stuck = self
+            .ranks
+            .iter()
+            .position(|rank| rank.stage != RankStage::Done);
         assert_eq!(stuck, None, "every rank of a plan finishes");
         self.finish(pass)
     }
@@ -339,8 +338,7 @@ impl<'a> Engine<'a> {
     }
 
     fn depart(&mut self, transfer: usize) {
-        self.network
-            .depart(self.now, transfer, &mut self.arrivals);
+        self.network.depart(self.now, transfer, &mut self.arrivals);
         self.queue_arrivals();
     }
 

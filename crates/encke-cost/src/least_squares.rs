@@ -71,7 +71,10 @@ mod tests {
         for (features, seconds) in samples {
             let found = nonnegative_least_squares(&samples);
             let predicted = dot(&features, found);
-            assert!((predicted / seconds - 1.0).abs() < 1e-3, "{predicted} for {seconds}");
+            assert!(
+                (predicted / seconds - 1.0).abs() < 1e-3,
+                "{predicted} for {seconds}"
+            );
         }
     }
 

@@ -173,7 +173,9 @@ mod tests {
                 speed(&mut real, backward).strided_slowdown = strided;
                 let mut found = machine.clone();
                 let measured_s = seconds(&real);
-                calibration.set_slowdowns(&mut found, backward, measured_s).unwrap();
+                calibration
+                    .set_slowdowns(&mut found, backward, measured_s)
+                    .unwrap();
                 let found = *speed(&mut found, backward);
                 assert!((found.ring_slowdown - in_ring).abs() < 0.02, "{found:?}");
                 assert!((found.strided_slowdown - strided).abs() < 0.05, "{found:?}");
@@ -181,7 +183,9 @@ mod tests {
             // Any measurement gives slowdowns that a machine may have.
             for (measured_s, slowdown) in [([0.0; 2], 0.0), ([1e9; 2], MAX_SLOWDOWN)] {
                 let mut found = machine.clone();
-                calibration.set_slowdowns(&mut found, backward, measured_s).unwrap();
+                calibration
+                    .set_slowdowns(&mut found, backward, measured_s)
+                    .unwrap();
                 assert_eq!(speed(&mut found, backward).ring_slowdown, slowdown);
                 found.check(4).unwrap();
             }

@@ -1,51 +1,51 @@
-//! A first message between every two ranks, while all is well.
+//! Connects every pair of ranks at the start.
 //!
-//! MPI looks a process up when it is first sent something, by asking the launcher, and waits for the
-//! answer inside the call. When a link is cut nobody answers. So everyone is asked for at the
-//! beginning, because news of a failure must reach whoever is left without asking anyone.
+//! MPI looks a process up through the launcher when it is first sent a message, and blocks inside the
+//! call until the launcher answers; across a cut link there is no answer. So all pairs exchange a byte
+//! at the start, because a failure notice must reach the remaining ranks without a lookup.
 
 use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
-use crate::sys::{Communicator, CallFailure, MpiRequest};
+use crate::sys::{CallFailure, Communicator, MpiRequest};
 
-/// The tag of these messages: the largest that every MPI has.
+/// The tag of these messages: the largest that every MPI supports.
 const TAG: c_int = 32767;
 
-/// Who has not answered, if anyone, when all have, or when the time is up.
-pub fn meet_all(
+/// Exchanges a byte with every rank. Returns a rank that has not answered within `limit`, if any.
+pub fn connect_all(
     comm: Communicator,
     rank: usize,
     ranks: usize,
     limit: Duration,
 ) -> Result<Option<usize>, CallFailure> {
-    // Never freed: where somebody does not answer, MPI keeps them.
-    let papers: &'static mut [u8] = Box::leak(vec![0; ranks].into_boxed_slice());
+    // Never freed: MPI keeps the bytes of receives that do not complete.
+    let received: &'static mut [u8] = Box::leak(vec![0; ranks].into_boxed_slice());
     let others = (1..ranks).map(|step| (rank + step) % ranks);
     let mut requests: Vec<(usize, MpiRequest)> = Vec::new();
     for from in others.clone() {
-        // SAFETY: a byte of its own, which stays for ever.
-        let request = unsafe { comm.receive(papers.as_mut_ptr().add(from), 1, Some(from), TAG) }?;
+        // SAFETY: one byte for each receive, which is never freed.
+        let request = unsafe { comm.receive(received.as_mut_ptr().add(from), 1, Some(from), TAG) }?;
         requests.push((from, request));
     }
     for to in others {
-        // SAFETY: the byte stays for ever.
+        // SAFETY: the byte is a constant.
         requests.push((to, unsafe { comm.send(&[1], to, TAG) }?));
     }
-    let since = Instant::now();
+    let start = Instant::now();
     while !requests.is_empty() {
-        let mut fault = None;
+        let mut failure = None;
         requests.retain_mut(|(_, request)| match request.test() {
-            Ok(over) => !over,
+            Ok(done) => !done,
             Err(error) => {
-                fault = Some(error);
+                failure = Some(error);
                 false
             }
         });
-        if let Some(fault) = fault {
-            return Err(fault);
+        if let Some(failure) = failure {
+            return Err(failure);
         }
-        if since.elapsed() > limit {
+        if start.elapsed() > limit {
             break;
         }
         std::thread::sleep(Duration::from_micros(50));

@@ -1,12 +1,12 @@
-//! The messages of one exchange while they are on their way.
+//! The pending messages of one exchange.
 //!
-//! A message is two: its contents, from buffer to buffer with no copy of ours, and its envelope,
-//! which is sent after them because its checksum is made while they fly. Contents longer than
-//! [`LONGEST`] travel in several pieces under one tag, which MPI keeps in order.
+//! Each message is two MPI messages: its contents, sent from buffer to buffer without a copy, and its
+//! envelope, sent afterwards because its checksum is computed while the contents are in flight.
+//! Contents longer than [`LONGEST`] are sent in pieces with one tag, which MPI keeps in order.
 //!
-//! The decision here: buffers are pointers while MPI has them. The exchange that made a flight
-//! borrows them for its whole life, and does not return before MPI has let go of them, or they were
-//! leaked.
+//! The decision here: buffers are raw pointers while MPI uses them. The caller of an exchange borrows
+//! them for the lifetime of the [`Exchange`], and does not return before MPI has released them or
+//! they were leaked.
 
 use std::ffi::c_int;
 use std::marker::PhantomData;
@@ -16,40 +16,40 @@ use encke_core::host::checksum;
 use encke_core::transport::{Address, Moved, TransportError};
 use encke_ring::envelope::{Envelope, Fate, Posted};
 
-use crate::sys::{ErrorClass, Communicator, CallFailure, MpiRequest};
-use crate::words::pieces;
+use crate::sys::{CallFailure, Communicator, ErrorClass, MpiRequest};
+use crate::wire_format::pieces;
 
-/// Bytes of the longest piece: MPI counts in C ints.
+/// Bytes of the longest piece: MPI's counts are C ints.
 pub const LONGEST: usize = 1 << 30;
 
-/// What ends a flight early.
+/// Why an exchange ends early.
 #[derive(Debug)]
 pub enum ExchangeError {
-    /// A call of MPI failed on a message of this rank.
-    CallFailure(usize, CallFailure),
-    /// A message was not what was posted.
+    /// An MPI call failed on a message from or to this peer.
+    Call(usize, CallFailure),
+    /// A message does not match its posted receive, or its peer is dead.
     Message(TransportError),
 }
 
 /// The messages of one exchange.
 pub struct Exchange<'a> {
     comm: Communicator,
-    arrivals: Vec<PendingReceive>,
-    departures: Vec<PendingSend>,
+    receives: Vec<PendingReceive>,
+    sends: Vec<PendingSend>,
     moved: Moved,
-    /// The buffers are borrowed for as long as this lives.
+    /// Borrows the buffers for the lifetime of this value.
     buffers: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: pointers go to buffers that the exchange borrows and that may be sent between threads;
-// only the thread that has the flight follows them.
+// SAFETY: the pointers are to buffers that are borrowed for `'a` and may be sent between threads; only
+// the thread that owns this value dereferences them.
 unsafe impl Send for Exchange<'_> {}
 
-/// A message that is awaited.
+/// A message to receive.
 struct PendingReceive {
     posted: Posted,
-    paper: Box<[u8; Envelope::BYTES]>,
-    letter: MpiRequest,
+    envelope_bytes: Box<[u8; Envelope::BYTES]>,
+    envelope_request: MpiRequest,
     envelope: Option<Envelope>,
     contents: (*mut u8, usize),
     pieces: Vec<MpiRequest>,
@@ -57,18 +57,18 @@ struct PendingReceive {
     verified: bool,
 }
 
-/// A message that is sent.
+/// A message to send.
 struct PendingSend {
     to: Address,
-    place: usize,
-    tag: c_int,
-    paper: Box<[u8; Envelope::BYTES]>,
-    letter: Option<MpiRequest>,
+    comm_rank: usize,
+    envelope_tag: c_int,
+    envelope_bytes: Box<[u8; Envelope::BYTES]>,
+    envelope_request: Option<MpiRequest>,
     contents: (*const u8, usize),
     pieces: Vec<MpiRequest>,
 }
 
-/// The two tags of the `index`th message between two ranks: its envelope's and its contents'.
+/// The tags of the `index`th message between two ranks: of its envelope and of its contents.
 fn tags(index: usize) -> (c_int, c_int) {
     let first = c_int::try_from(1 + 2 * index).expect("few messages between two ranks in a round");
     (first, first + 1)
@@ -78,183 +78,188 @@ impl<'a> Exchange<'a> {
     pub fn new(comm: Communicator) -> Exchange<'a> {
         Exchange {
             comm,
-            arrivals: Vec::new(),
-            departures: Vec::new(),
+            receives: Vec::new(),
+            sends: Vec::new(),
             moved: Moved::default(),
             buffers: PhantomData,
         }
     }
 
-    /// Posts a receive of the `index`th message from the process at `place`.
-    pub fn await_from(
+    /// Posts the receive of the `index`th message from a process.
+    pub fn receive(
         &mut self,
         posted: Posted,
-        (place, index): (usize, usize),
+        (comm_rank, index): (usize, usize),
         contents: &'a mut [u8],
         longest: usize,
     ) -> Result<(), ExchangeError> {
         let peer = posted.from.peer;
-        let failed = |fault| ExchangeError::CallFailure(peer, fault);
-        let (letter_tag, tag) = tags(index);
-        self.arrivals.push(PendingReceive {
+        let failed = |failure| ExchangeError::Call(peer, failure);
+        let (envelope_tag, tag) = tags(index);
+        self.receives.push(PendingReceive {
             posted,
-            paper: Box::new([0; Envelope::BYTES]),
-            letter: MpiRequest::none(),
+            envelope_bytes: Box::new([0; Envelope::BYTES]),
+            envelope_request: MpiRequest::none(),
             envelope: None,
             contents: (contents.as_mut_ptr(), contents.len()),
             pieces: Vec::new(),
             too_long: false,
             verified: false,
         });
-        let arrival = self.arrivals.last_mut().expect("it was just pushed");
-        for (start, count) in pieces(arrival.contents.1, longest) {
-            // SAFETY: inside the buffer, which is borrowed for the life of the flight.
+        let receive = self.receives.last_mut().expect("it was just pushed");
+        for (start, count) in pieces(receive.contents.1, longest) {
+            // SAFETY: inside the buffer, which is borrowed for the lifetime of the exchange.
             let piece = unsafe {
-                let start = arrival.contents.0.add(start);
-                self.comm.receive(start, count, Some(place), tag)
+                let start = receive.contents.0.add(start);
+                self.comm.receive(start, count, Some(comm_rank), tag)
             };
-            arrival.pieces.push(piece.map_err(failed)?);
+            receive.pieces.push(piece.map_err(failed)?);
         }
-        let paper = arrival.paper.as_mut_ptr();
-        // SAFETY: the paper is in a box of its own, which lives until the request has ended.
-        let letter = unsafe {
+        let bytes = receive.envelope_bytes.as_mut_ptr();
+        // SAFETY: the bytes are boxed, and the box lives until the request has ended.
+        let request = unsafe {
             self.comm
-                .receive(paper, Envelope::BYTES, Some(place), letter_tag)
+                .receive(bytes, Envelope::BYTES, Some(comm_rank), envelope_tag)
         };
-        arrival.letter = letter.map_err(failed)?;
+        receive.envelope_request = request.map_err(failed)?;
         Ok(())
     }
 
-    /// Sends the contents of the `index`th message to the process at `place`.
-    pub fn send_to(
+    /// Starts to send the contents of the `index`th message to a process.
+    pub fn send(
         &mut self,
         to: Address,
-        (place, index): (usize, usize),
+        (comm_rank, index): (usize, usize),
         contents: &'a [u8],
         longest: usize,
     ) -> Result<(), ExchangeError> {
-        let (letter_tag, tag) = tags(index);
-        self.departures.push(PendingSend {
+        let (envelope_tag, tag) = tags(index);
+        self.sends.push(PendingSend {
             to,
-            place,
-            tag: letter_tag,
-            paper: Box::new([0; Envelope::BYTES]),
-            letter: None,
+            comm_rank,
+            envelope_tag,
+            envelope_bytes: Box::new([0; Envelope::BYTES]),
+            envelope_request: None,
             contents: (contents.as_ptr(), contents.len()),
             pieces: Vec::new(),
         });
-        let departure = self.departures.last_mut().expect("it was just pushed");
+        let send = self.sends.last_mut().expect("it was just pushed");
         for (start, count) in pieces(contents.len(), longest) {
             let piece = &contents[start..start + count];
-            // SAFETY: the buffer is borrowed for the life of the flight.
-            let sent = unsafe { self.comm.send(piece, place, tag) };
-            let sent = sent.map_err(|fault| ExchangeError::CallFailure(to.peer, fault))?;
-            departure.pieces.push(sent);
+            // SAFETY: the buffer is borrowed for the lifetime of the exchange.
+            let request = unsafe { self.comm.send(piece, comm_rank, tag) };
+            let request = request.map_err(|failure| ExchangeError::Call(to.peer, failure))?;
+            send.pieces.push(request);
         }
         self.moved.sent_bytes += contents.len();
         Ok(())
     }
 
-    /// Makes the checksums of what is sent, and sends the envelopes.
-    pub fn send_letters(&mut self, rank: usize, call: u64, round: usize) -> Result<(), ExchangeError> {
-        for at in 0..self.departures.len() {
-            let departure = &mut self.departures[at];
-            let (start, count) = departure.contents;
-            // SAFETY: only read, as MPI does; the buffer is borrowed for the life of the flight.
+    /// Computes the checksums of what is sent, and sends the envelopes.
+    pub fn send_envelopes(
+        &mut self,
+        rank: usize,
+        call: u64,
+        round: usize,
+    ) -> Result<(), ExchangeError> {
+        for at in 0..self.sends.len() {
+            let send = &mut self.sends[at];
+            let (start, count) = send.contents;
+            // SAFETY: MPI only reads it, as this does; it is borrowed for the lifetime of the exchange.
             let contents = checksum(unsafe { std::slice::from_raw_parts(start, count) });
-            let envelope = Envelope::of(rank, call, round, departure.to, contents);
-            *departure.paper = envelope.to_bytes();
-            // SAFETY: the paper is in a box of its own, which lives until the request has ended.
-            let letter = unsafe {
+            let envelope = Envelope::of(rank, call, round, send.to, contents);
+            *send.envelope_bytes = envelope.to_bytes();
+            // SAFETY: the bytes are boxed, and the box lives until the request has ended.
+            let request = unsafe {
                 self.comm
-                    .send(&*departure.paper, departure.place, departure.tag)
+                    .send(&*send.envelope_bytes, send.comm_rank, send.envelope_tag)
             };
-            let peer = departure.to.peer;
-            departure.letter = Some(letter.map_err(|fault| ExchangeError::CallFailure(peer, fault))?);
+            let peer = send.to.peer;
+            let request = request.map_err(|failure| ExchangeError::Call(peer, failure))?;
+            send.envelope_request = Some(request);
             self.poll()?;
         }
         Ok(())
     }
 
-    /// Lets MPI work; true when every message is complete and verified.
+    /// Lets MPI make progress; true when every message is complete and verified.
     pub fn poll(&mut self) -> Result<bool, ExchangeError> {
         let mut all = true;
-        for arrival in &mut self.arrivals {
-            all &= arrival.poll()?;
+        for receive in &mut self.receives {
+            all &= receive.poll()?;
         }
-        for departure in &mut self.departures {
-            all &= departure.poll()?;
+        for send in &mut self.sends {
+            all &= send.poll()?;
         }
         Ok(all)
     }
 
-    /// Whom we are waiting for: rather somebody who owes us something.
-    pub fn awaited(&self) -> Option<usize> {
-        let owing = self.arrivals.iter().find(|arrival| !arrival.verified);
-        let owed = self
-            .departures
-            .iter()
-            .find(|departure| !departure.is_over());
-        owing
-            .map(|arrival| arrival.posted.from.peer)
-            .or(owed.map(|departure| departure.to.peer))
+    /// A peer that the exchange waits for: of a receive if one is pending, otherwise of a send.
+    pub fn pending_peer(&self) -> Option<usize> {
+        let receive = self.receives.iter().find(|receive| !receive.verified);
+        let send = self.sends.iter().find(|send| !send.is_done());
+        receive
+            .map(|receive| receive.posted.from.peer)
+            .or(send.map(|send| send.to.peer))
     }
 
-    /// Bytes moved, once everything is complete.
+    /// Bytes moved, once all messages are complete.
     pub fn moved(&self) -> Moved {
-        let received = self.arrivals.iter().map(|arrival| arrival.contents.1);
+        let received = self.receives.iter().map(|receive| receive.contents.1);
         Moved {
             received_bytes: received.sum(),
             ..self.moved
         }
     }
 
-    /// Calls back whatever is under way, for at most `limit`. Says which of the arrivals, in the
-    /// order they were posted, MPI may still write to, and whether it may still read what is sent.
-    pub fn call_back(&mut self, limit: Duration) -> (Vec<usize>, bool) {
-        let since = Instant::now();
-        let requests = |flight: &mut Exchange<'a>, work: &mut dyn FnMut(&mut MpiRequest)| {
-            for arrival in &mut flight.arrivals {
-                arrival.pieces.iter_mut().for_each(&mut *work);
-                work(&mut arrival.letter);
+    /// Cancels all pending operations, and waits at most `limit` for them to end. Returns the indices
+    /// of receives, in the order posted, whose buffers MPI may still write to, and whether it may
+    /// still read a buffer that is sent.
+    pub fn cancel(&mut self, limit: Duration) -> (Vec<usize>, bool) {
+        let start = Instant::now();
+        let for_all = |of: &mut Exchange<'a>, work: &mut dyn FnMut(&mut MpiRequest)| {
+            for receive in &mut of.receives {
+                receive.pieces.iter_mut().for_each(&mut *work);
+                work(&mut receive.envelope_request);
             }
-            for departure in &mut flight.departures {
-                departure.pieces.iter_mut().for_each(&mut *work);
-                departure.letter.iter_mut().for_each(&mut *work);
+            for send in &mut of.sends {
+                send.pieces.iter_mut().for_each(&mut *work);
+                send.envelope_request.iter_mut().for_each(&mut *work);
             }
         };
-        requests(self, &mut MpiRequest::cancel);
+        for_all(self, &mut MpiRequest::cancel);
         loop {
             let mut left = 0;
-            requests(self, &mut |request| {
-                // An error ends a request as well as success does.
+            for_all(self, &mut |request| {
+                // An error ends a request as success does.
                 left += usize::from(matches!(request.test(), Ok(false)));
             });
-            if left == 0 || since.elapsed() > limit {
+            if left == 0 || start.elapsed() > limit {
                 break;
             }
             std::thread::sleep(Duration::from_micros(100));
         }
-        let written = |arrival: &PendingReceive| !arrival.pieces.iter().all(MpiRequest::is_over);
-        let stuck = self.arrivals.iter().enumerate();
-        let stuck = stuck.filter(|(_, arrival)| written(arrival));
+        let written = |of: &PendingReceive| !of.pieces.iter().all(MpiRequest::is_done);
+        let stuck = self.receives.iter().enumerate();
+        let stuck = stuck.filter(|(_, receive)| written(receive));
         let stuck: Vec<usize> = stuck.map(|(at, _)| at).collect();
-        let read = !self.departures.iter().all(PendingSend::is_over);
-        // Papers that MPI still has are leaked with the rest.
-        for arrival in self.arrivals.drain(..).filter(|a| !a.letter.is_over()) {
-            std::mem::forget(arrival);
+        let read = !self.sends.iter().all(PendingSend::is_done);
+        // Envelopes that MPI still uses are leaked.
+        let envelope_pending = |of: &PendingReceive| !of.envelope_request.is_done();
+        for receive in self.receives.drain(..).filter(envelope_pending) {
+            std::mem::forget(receive);
         }
-        for departure in self.departures.drain(..).filter(|d| !d.is_over()) {
-            std::mem::forget(departure);
+        for send in self.sends.drain(..).filter(|send| !send.is_done()) {
+            std::mem::forget(send);
         }
         (stuck, read)
     }
 }
 
 impl Drop for Exchange<'_> {
-    /// Whoever drops a flight in the air, by a panic of ours, must not free what MPI writes to.
+    /// A panic may drop an exchange with pending messages: the buffers that MPI uses must not be freed.
     fn drop(&mut self) {
-        let (stuck, read) = self.call_back(Duration::from_millis(100));
+        let (stuck, read) = self.cancel(Duration::from_millis(100));
         if !stuck.is_empty() || read {
             std::process::abort();
         }
@@ -270,43 +275,47 @@ impl PendingReceive {
         for piece in &mut self.pieces {
             match piece.test() {
                 Ok(_) => {}
-                // The envelope will say how long it is.
-                Err(fault) if fault.class == ErrorClass::TooLong => self.too_long = true,
-                Err(fault) => return Err(ExchangeError::CallFailure(peer, fault)),
+                // The envelope has the length, and gives the error.
+                Err(failure) if failure.class == ErrorClass::TooLong => self.too_long = true,
+                Err(failure) => return Err(ExchangeError::Call(peer, failure)),
             }
         }
-        let lettered = self.letter.test();
-        if !lettered.map_err(|fault| ExchangeError::CallFailure(peer, fault))? {
+        let arrived = self.envelope_request.test();
+        if !arrived.map_err(|failure| ExchangeError::Call(peer, failure))? {
             return Ok(false);
         }
         let envelope = match self.envelope {
             Some(envelope) => envelope,
-            None => self.open()?,
+            None => self.check_envelope()?,
         };
-        if self.too_long || !self.pieces.iter().all(MpiRequest::is_over) {
+        if self.too_long || !self.pieces.iter().all(MpiRequest::is_done) {
             return Ok(false);
         }
         let (start, count) = self.contents;
-        // SAFETY: every piece has arrived, so MPI has let go of the buffer.
+        // SAFETY: every piece has arrived, so MPI does not use the buffer any more.
         let got = checksum(unsafe { std::slice::from_raw_parts(start, count) });
-        let held = self.posted.hold(&envelope, got);
-        held.map_err(ExchangeError::Message)?;
+        let matched = self.posted.hold(&envelope, got);
+        matched.map_err(ExchangeError::Message)?;
         self.verified = true;
         Ok(true)
     }
 
-    /// Reads the envelope, once it is there.
-    fn open(&mut self) -> Result<Envelope, ExchangeError> {
-        let envelope = Envelope::from_bytes(*self.paper);
+    /// Checks the envelope against the posted receive.
+    fn check_envelope(&mut self) -> Result<Envelope, ExchangeError> {
+        let envelope = Envelope::from_bytes(*self.envelope_bytes);
         let Posted {
             rank, round, from, ..
         } = self.posted;
-        match self.posted.admit(&envelope).map_err(ExchangeError::Message)? {
+        match self
+            .posted
+            .admit(&envelope)
+            .map_err(ExchangeError::Message)?
+        {
             Fate::Take => {
                 self.envelope = Some(envelope);
                 Ok(envelope)
             }
-            // MPI keeps messages in order, so these are two ranks that do not do the same thing.
+            // MPI keeps messages in order, so the two ranks execute different programs.
             Fate::Stale | Fate::Early => Err(ExchangeError::Message(TransportError::PeerFailed {
                 rank,
                 peer: from.peer,
@@ -322,16 +331,16 @@ impl PendingReceive {
 }
 
 impl PendingSend {
-    fn is_over(&self) -> bool {
-        let sent = self.letter.as_ref().is_some_and(MpiRequest::is_over);
-        sent && self.pieces.iter().all(MpiRequest::is_over)
+    fn is_done(&self) -> bool {
+        let envelope = self.envelope_request.as_ref();
+        envelope.is_some_and(MpiRequest::is_done) && self.pieces.iter().all(MpiRequest::is_done)
     }
 
     fn poll(&mut self) -> Result<bool, ExchangeError> {
-        for request in self.pieces.iter_mut().chain(self.letter.as_mut()) {
+        for request in self.pieces.iter_mut().chain(self.envelope_request.as_mut()) {
             let tested = request.test();
-            tested.map_err(|fault| ExchangeError::CallFailure(self.to.peer, fault))?;
+            tested.map_err(|failure| ExchangeError::Call(self.to.peer, failure))?;
         }
-        Ok(self.is_over())
+        Ok(self.is_done())
     }
 }

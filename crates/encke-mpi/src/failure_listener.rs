@@ -1,78 +1,80 @@
-//! How a rank that fails tells all others, and how they hear of it.
+//! Failure notices between ranks.
 //!
-//! Every rank keeps one small receive open for a notice from anyone. With ULFM the same receive
-//! reports the death of any process, also of one that this rank never talks to.
+//! Every rank keeps one small receive posted for a notice from any rank. With ULFM the same receive
+//! reports the death of any process, including one that this rank never exchanges messages with.
 
 use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
-use crate::sys::{ErrorClass, Communicator, CallFailure, MpiRequest};
-use crate::words::FailureNotice;
+use crate::sys::{CallFailure, Communicator, ErrorClass, MpiRequest};
+use crate::wire_format::FailureNotice;
 
-/// The tag of notices; messages have those above it.
+/// The tag of notices; messages have larger ones.
 pub const TAG: c_int = 0;
-/// How long a failing rank stays to see its notices off.
-const FAREWELL: Duration = Duration::from_millis(300);
+/// How long a failing rank waits for its notices to be sent.
+const SEND_LIMIT: Duration = Duration::from_millis(300);
 
-/// The open receive, and what came in by it.
+/// The posted receive, and the first notice that arrived.
 #[derive(Debug)]
 pub struct FailureListener {
     comm: Communicator,
-    /// Written by MPI until the bell has rung; leaked where MPI does not let go of it.
-    paper: *mut [u8; FailureNotice::BYTES],
-    bell: MpiRequest,
-    heard: Option<FailureNotice>,
+    /// Written by MPI until the request has ended; leaked if MPI does not release it.
+    buffer: *mut [u8; FailureNotice::BYTES],
+    request: MpiRequest,
+    received: Option<FailureNotice>,
 }
 
-// SAFETY: the pointer is to memory that only this value and its own request know of.
+// SAFETY: the pointer is to memory that only this value and its own request access.
 unsafe impl Send for FailureListener {}
 
 impl FailureListener {
-    /// Begins to listen.
+    /// Posts the receive.
     pub fn new(comm: Communicator) -> Result<FailureListener, CallFailure> {
-        let paper = Box::into_raw(Box::new([0; FailureNotice::BYTES]));
-        // SAFETY: the paper is freed only after the request has ended.
-        let bell = unsafe { comm.receive(paper.cast(), FailureNotice::BYTES, None, TAG) }?;
+        let buffer = Box::into_raw(Box::new([0; FailureNotice::BYTES]));
+        // SAFETY: the buffer is freed only after the request has ended.
+        let request = unsafe { comm.receive(buffer.cast(), FailureNotice::BYTES, None, TAG) }?;
         Ok(FailureListener {
             comm,
-            paper,
-            bell,
-            heard: None,
+            buffer,
+            request,
+            received: None,
         })
     }
 
-    /// The first notice, if one has come; an error of class [`ErrorClass::Dead`] where a process ended.
-    pub fn heard(&mut self) -> Result<Option<&FailureNotice>, CallFailure> {
-        if self.heard.is_none() && !self.bell.is_over() && self.bell.test()? {
-            // SAFETY: the request has ended, so the paper is ours again.
-            self.heard = Some(FailureNotice::from_bytes(unsafe { &*self.paper }));
+    /// The first notice, if one has arrived; an error of class [`ErrorClass::Dead`] if a process died.
+    pub fn poll(&mut self) -> Result<Option<&FailureNotice>, CallFailure> {
+        if self.received.is_none() && !self.request.is_done() && self.request.test()? {
+            // SAFETY: the request has ended, so MPI does not write to the buffer any more.
+            self.received = Some(FailureNotice::from_bytes(unsafe { &*self.buffer }));
         }
-        Ok(self.heard.as_ref())
+        Ok(self.received.as_ref())
     }
 
-    /// Tells `others`, and stays a moment so that they are told.
-    pub fn raise(&self, notice: &FailureNotice, others: impl Iterator<Item = usize>) {
-        // Never freed: a notice to a rank that is stuck may be read when we are gone.
+    /// Sends a notice to `others`, and waits a moment for the sends to complete.
+    pub fn notify(&self, notice: &FailureNotice, others: impl Iterator<Item = usize>) {
+        // Never freed: a send to a rank that does not receive may outlive this call.
         let bytes = Box::leak(Box::new(notice.to_bytes()));
-        // SAFETY: the bytes stay for ever.
+        // SAFETY: the bytes are never freed.
         let sent = others.map(|to| unsafe { self.comm.send(bytes, to, TAG) });
         let mut requests: Vec<MpiRequest> = sent.filter_map(Result::ok).collect();
-        let since = Instant::now();
-        while !requests.is_empty() && since.elapsed() < FAREWELL {
+        let start = Instant::now();
+        while !requests.is_empty() && start.elapsed() < SEND_LIMIT {
             requests.retain_mut(|request| matches!(request.test(), Ok(false)));
             std::thread::sleep(Duration::from_micros(50));
         }
     }
 
-    /// Stops listening.
+    /// Cancels the receive.
     pub fn close(&mut self) {
-        self.bell.cancel();
-        let since = Instant::now();
-        while since.elapsed() < FAREWELL {
-            match self.bell.test() {
+        self.request.cancel();
+        let start = Instant::now();
+        while start.elapsed() < SEND_LIMIT {
+            match self.request.test() {
                 Ok(false) => std::thread::sleep(Duration::from_micros(50)),
-                // A death is pending on it for ever; the paper stays MPI's then.
-                Err(fault) if fault.class == ErrorClass::Dead && !self.bell.is_over() => return,
+                // After a death the request never ends, and the buffer stays MPI's.
+                Err(failure) if failure.class == ErrorClass::Dead && !self.request.is_done() => {
+                    return;
+                }
                 _ => break,
             }
         }
@@ -81,9 +83,9 @@ impl FailureListener {
 
 impl Drop for FailureListener {
     fn drop(&mut self) {
-        if self.bell.is_over() {
-            // SAFETY: it came from a box, and MPI has let go of it.
-            drop(unsafe { Box::from_raw(self.paper) });
+        if self.request.is_done() {
+            // SAFETY: it came from a box, and the request has ended.
+            drop(unsafe { Box::from_raw(self.buffer) });
         }
     }
 }

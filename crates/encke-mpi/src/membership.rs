@@ -1,8 +1,8 @@
-//! Going on without the dead: who is left, and how far each has come.
+//! Recovery from deaths: who is left, and how far each rank has come.
 //!
-//! Everything here is agreed on twice: that everyone is here, and that everyone has heard everyone.
-//! Agreements of ULFM end the same way on all survivors, also when somebody dies during one, so either
-//! all go on with the same table or all try again with fewer.
+//! Every step is agreed on twice: that all ranks are here, and that all have received the result.
+//! ULFM's agreements end the same way on all survivors, even if a rank dies during one, so either all
+//! continue with the same table or all try again with fewer ranks.
 
 use std::time::{Duration, Instant};
 
@@ -10,47 +10,45 @@ use encke_core::plan::membership::{Agreement, RankProgress};
 use encke_core::transport::{HostWireBuffer, Survivors, TransportError};
 use encke_ring::collectives::Collectives;
 
-use crate::alarm::FailureListener;
-use crate::sys::{PendingAgreement, CallFailure};
-use crate::wire::MpiTransport;
-use crate::words::{STANDING_BYTES, standing, standing_bytes};
+use crate::failure_listener::FailureListener;
+use crate::sys::{CallFailure, PendingAgreement};
+use crate::transport::MpiTransport;
+use crate::wire_format::{PROGRESS_BYTES, decode_progress, encode_progress};
 
 impl MpiTransport {
-    /// Waits until every rank that lives has come here; whether all of them are well, and nobody
-    /// has died unnoticed. The same answer on all.
-    fn gathered(&mut self, well: bool) -> Result<bool, TransportError> {
-        self.expect_in_time(self.someone_else());
-        let gathered = self.gather_all(well);
-        self.watchdog.relax();
-        gathered
+    /// Waits until every living rank is here. Returns, the same on all, whether all pass `ok` and no
+    /// unacknowledged death is known.
+    fn agree_all_ok(&mut self, ok: bool) -> Result<bool, TransportError> {
+        self.watch_until_deadline(self.any_other_rank());
+        let agreed = self.poll_agreement(ok);
+        self.watchdog.disarm();
+        agreed
     }
 
-    fn gather_all(&mut self, well: bool) -> Result<bool, TransportError> {
-        let since = Instant::now();
-        let failed = |wire: &MpiTransport, fault: CallFailure| wire.broken(fault.words);
-        let mut agreeing = match PendingAgreement::new(self.comm, well) {
-            Ok(agreeing) => agreeing,
-            Err(fault) => return Err(failed(self, fault)),
-        };
+    fn poll_agreement(&mut self, ok: bool) -> Result<bool, TransportError> {
+        let start = Instant::now();
+        let failed = |failure: CallFailure, of: &MpiTransport| of.peer_failed(failure.message);
+        let mut agreement =
+            PendingAgreement::new(self.comm, ok).map_err(|failure| failed(failure, self))?;
         loop {
-            match agreeing.test() {
+            match agreement.test() {
                 Ok(Some(agreed)) => return Ok(agreed),
                 Ok(None) => {}
-                Err(fault) => return Err(failed(self, fault)),
+                Err(failure) => return Err(failed(failure, self)),
             }
-            if let Ok(Some(notice)) = self.alarm.heard() {
+            if let Ok(Some(notice)) = self.listener.poll() {
                 return Err(TransportError::PeerFailed {
                     rank: self.rank,
-                    peer: notice.about,
+                    peer: notice.failed,
                     round: self.round,
                     reason: notice.reason.clone(),
                 });
             }
-            let (waited, limit) = (since.elapsed(), self.deadline);
+            let (waited, limit) = (start.elapsed(), self.deadline);
             if waited > limit {
                 return Err(TransportError::Deadline {
                     rank: self.rank,
-                    peer: self.someone_else(),
+                    peer: self.any_other_rank(),
                     round: self.round,
                     waited,
                     limit,
@@ -60,84 +58,85 @@ impl MpiTransport {
         }
     }
 
-    /// Any other rank that is left, for an error that must name one.
-    pub(crate) fn someone_else(&self) -> usize {
-        let others = self.members();
-        others
+    /// Another living rank, for errors that must name a peer; this rank if there is none.
+    pub(crate) fn any_other_rank(&self) -> usize {
+        let members = self.members();
+        members
             .into_iter()
             .find(|rank| *rank != self.rank)
             .unwrap_or(self.rank)
     }
 
-    /// Goes on with those that are left.
-    fn leave_the_dead(&mut self) -> Result<(), TransportError> {
-        self.expect_in_time(self.someone_else());
-        let shrunk = self.comm.shrink().and_then(|left| {
-            let places = self.comm.members(left)?;
-            Ok((left, places, FailureListener::new(left)?))
+    /// Shrinks the communicator to the living processes.
+    fn shrink(&mut self) -> Result<(), TransportError> {
+        self.watch_until_deadline(self.any_other_rank());
+        let shrunk = self.comm.shrink().and_then(|comm| {
+            let old_indices = self.comm.ranks_of(comm)?;
+            Ok((comm, old_indices, FailureListener::new(comm)?))
         });
-        self.watchdog.relax();
-        let (left, places, alarm) = shrunk.map_err(|fault| self.broken(fault.words))?;
+        self.watchdog.disarm();
+        let (comm, old_indices, listener) =
+            shrunk.map_err(|failure| self.peer_failed(failure.message))?;
         let before = self.members();
-        let mut survivors = vec![None; self.ranks];
-        for (place, was) in places.into_iter().enumerate() {
-            survivors[before[was]] = Some(place);
+        let mut comm_ranks = vec![None; self.ranks];
+        for (new, old) in old_indices.into_iter().enumerate() {
+            comm_ranks[before[old]] = Some(new);
         }
-        self.places = survivors;
-        self.comm = left;
-        self.alarm = alarm;
-        self.dead = true;
+        self.comm_ranks = comm_ranks;
+        self.comm = comm;
+        self.listener = listener;
+        self.has_deaths = true;
         Ok(())
     }
 
-    /// Everyone's standing, at everyone; an error where that did not work here.
-    fn hear_all(&mut self, own: RankProgress) -> Result<Agreement, TransportError> {
+    /// All-gathers the progress of all living ranks.
+    fn gather_progress(&mut self, own: RankProgress) -> Result<Agreement, TransportError> {
         let members = self.members();
         let (rank, ranks) = (self.rank, self.ranks);
-        let mut meeting = Collectives::new(self, rank, &members);
-        let said = meeting.gather(standing_bytes(own).to_vec())?;
-        let all = meeting.broadcast(said.unwrap_or_default().concat())?;
+        let mut collectives = Collectives::new(self, rank, &members);
+        let gathered = collectives.gather(encode_progress(own).to_vec())?;
+        let all = collectives.broadcast(gathered.unwrap_or_default().concat())?;
         let mut standings = vec![None; ranks];
-        for (member, bytes) in members.iter().zip(all.chunks(STANDING_BYTES)) {
-            standings[*member] = standing(bytes);
+        for (member, bytes) in members.iter().zip(all.chunks(PROGRESS_BYTES)) {
+            standings[*member] = decode_progress(bytes);
         }
         Ok(Agreement {
             progress: standings,
         })
     }
 
-    /// Does something together with all ranks that are left, again with fewer when one of them dies
-    /// in the middle of it: either it has worked for all of them, or none has its result.
+    /// Runs `work` together with all living ranks, and again with fewer if one dies during it: either
+    /// it has succeeded on all of them, or no rank returns its result.
     pub fn uniformly<R>(
         &mut self,
         mut work: impl FnMut(&mut MpiTransport) -> Result<R, TransportError>,
     ) -> Result<R, TransportError> {
-        let mut well = self.failed.is_none();
+        let mut ok = self.failed.is_none();
         loop {
-            // Once everyone is here nothing is under way, and shrinking does not wait.
-            if !self.gathered(well)? {
-                self.leave_the_dead()?;
+            // Once all ranks are here no message is in flight, and shrinking does not block.
+            if !self.agree_all_ok(ok)? {
+                self.shrink()?;
             }
             self.failed = None;
             self.begin();
-            let done = work(self);
+            let result = work(self);
             self.begin();
-            match &done {
-                Ok(_) => well = true,
-                Err(TransportError::Gone { .. }) => well = false,
-                Err(_) => return done,
+            match &result {
+                Ok(_) => ok = true,
+                Err(TransportError::Gone { .. }) => ok = false,
+                Err(_) => return result,
             }
-            if self.gathered(well)? {
-                return done;
+            if self.agree_all_ok(ok)? {
+                return result;
             }
-            well = false;
+            ok = false;
         }
     }
 
-    fn broken(&self, reason: String) -> TransportError {
+    fn peer_failed(&self, reason: String) -> TransportError {
         TransportError::PeerFailed {
             rank: self.rank,
-            peer: self.someone_else(),
+            peer: self.any_other_rank(),
             round: self.round,
             reason,
         }
@@ -145,8 +144,8 @@ impl MpiTransport {
 }
 
 impl<B: HostWireBuffer> Survivors<B> for MpiTransport {
-    fn agree(&mut self, standing: RankProgress) -> Result<Agreement, TransportError> {
-        self.uniformly(|wire| wire.hear_all(standing))
+    fn agree(&mut self, progress: RankProgress) -> Result<Agreement, TransportError> {
+        self.uniformly(|transport| transport.gather_progress(progress))
     }
 
     fn give_up(&mut self, reason: &str) {

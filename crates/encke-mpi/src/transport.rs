@@ -1,8 +1,8 @@
 //! The transport between processes.
 //!
-//! While a rank computes, a thread of this exchange alone calls MPI: it makes and checks checksums
-//! and moves messages along, because MPI may move them only inside its calls. It looks now and then
-//! rather than all the time, and ends with the last message.
+//! While a rank computes, a thread of the exchange is the only one that calls MPI: it computes and
+//! checks checksums and polls the messages, because MPI may progress only inside its calls. It polls at
+//! intervals, so that the cores are left to the jobs, and ends with the last message.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -15,49 +15,50 @@ use encke_core::transport::{
 };
 use encke_ring::envelope::Posted;
 
-use crate::alarm::FailureListener;
 use crate::error::MpiError;
-use crate::flight::{Exchange, LONGEST, ExchangeError};
-use crate::sys::{self, ErrorClass, Communicator, CallFailure};
+use crate::exchange::{Exchange, ExchangeError, LONGEST};
+use crate::failure_listener::FailureListener;
+use crate::sys::{self, CallFailure, Communicator, ErrorClass};
 use crate::watchdog::Watchdog;
-use crate::words::FailureNotice;
+use crate::wire_format::FailureNotice;
 
-/// How long MPI is given to let go of the buffers of an exchange that failed.
-const CALL_BACK: Duration = Duration::from_millis(300);
-/// How long a rank that only learns that something was revoked waits to hear why, at most: as a rule
-/// it hears within milliseconds. Shorter than those stay who know it already, or the launcher would end
-/// this one before it has said anything.
-const HEARSAY: Duration = Duration::from_secs(1);
-/// How long calls that do not wait may take, beyond what is waited for, before they hang.
+/// How long a failed exchange waits for MPI to release its buffers.
+const CANCEL_LIMIT: Duration = Duration::from_millis(300);
+/// How long a rank whose communicator was revoked waits for a notice with the reason; as a rule it
+/// arrives within milliseconds. Shorter than the ranks that have the reason stay alive: the launcher
+/// would end this process with them before it has reported anything.
+const NOTICE_LIMIT: Duration = Duration::from_secs(1);
+/// How long calls that should not block may take beyond the deadline before they count as hung.
 const SLACK: Duration = Duration::from_secs(3);
-/// Between two looks while the rank computes: a hop is moved along, the cores are the jobs'.
-const GLANCE: Duration = Duration::from_micros(100);
-/// Between two looks while the rank waits, after the first [`EAGER`] ones.
-const WATCH: Duration = Duration::from_micros(30);
-/// Looks without a pause when a rank begins to wait.
-const EAGER: usize = 200;
+/// Between two polls while the rank computes: messages progress, and the cores are left to the jobs.
+const COMPUTE_POLL: Duration = Duration::from_micros(100);
+/// Between two polls while the rank waits, after the first [`SPINS`].
+const WAIT_POLL: Duration = Duration::from_micros(30);
+/// Polls without a pause when a rank begins to wait.
+const SPINS: usize = 200;
 
-/// One rank's end of the wire. Ranks keep the numbers they were born with.
+/// One rank's end of the transport. Ranks keep their numbers when others die.
 #[derive(Debug)]
 pub struct MpiTransport {
     pub(crate) comm: Communicator,
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
-    /// Where each rank is in `comm`; none where it has died.
-    pub(crate) places: Vec<Option<usize>>,
+    /// The rank in `comm` of each rank; `None` if it has died.
+    pub(crate) comm_ranks: Vec<Option<usize>>,
     pub(crate) deadline: Duration,
     longest: usize,
     call: u64,
     /// The round of the last exchange.
     pub(crate) round: usize,
-    pub(crate) alarm: FailureListener,
+    pub(crate) listener: FailureListener,
     pub(crate) failed: Option<TransportError>,
     /// Whether a process has died.
-    pub(crate) dead: bool,
-    /// Whether the others go on when one dies.
+    pub(crate) has_deaths: bool,
+    /// Whether the remaining ranks continue when one dies.
     survives: bool,
     library: String,
-    spoiled: Arc<AtomicBool>,
+    /// Set when MPI may still use buffers that are freed: it must not run again.
+    must_not_finalize: Arc<AtomicBool>,
     pub(crate) watchdog: Arc<Watchdog>,
 }
 
@@ -66,38 +67,38 @@ impl MpiTransport {
         comm: Communicator,
         deadline: Duration,
         library: String,
-        spoiled: Arc<AtomicBool>,
+        must_not_finalize: Arc<AtomicBool>,
     ) -> Result<MpiTransport, MpiError> {
-        let failed = |fault: CallFailure| fault.during("opening the wire");
+        let failed = |failure: CallFailure| failure.during("opening the transport");
         let ranks = comm.size().map_err(failed)?;
         Ok(MpiTransport {
             comm,
             rank: comm.rank().map_err(failed)?,
             ranks,
-            places: (0..ranks).map(Some).collect(),
+            comm_ranks: (0..ranks).map(Some).collect(),
             deadline,
             longest: LONGEST,
             call: 0,
             round: 0,
-            alarm: FailureListener::new(comm).map_err(failed)?,
+            listener: FailureListener::new(comm).map_err(failed)?,
             failed: None,
-            dead: false,
+            has_deaths: false,
             survives: false,
             library,
-            spoiled,
+            must_not_finalize,
             watchdog: Arc::default(),
         })
     }
 
-    /// Calls `hung`, on a thread of its own, when a call of MPI that ought to return does not, with
-    /// the error that this rank would have ended with. MPI cannot be left then: end the process.
+    /// Calls `hung`, on a thread of its own, if an MPI call that should return does not, with the error
+    /// of this rank. A blocked MPI call cannot be interrupted: `hung` should end the process.
     pub fn watch(&mut self, hung: impl FnOnce(TransportError) + Send + 'static) {
-        // Where no thread is to be had, nothing is watched.
+        // If no thread can be started, nothing is watched.
         self.watchdog = Arc::new(Watchdog::start(hung).unwrap_or_default());
     }
 
-    /// What it means when MPI does not come back from waiting for `peer`.
-    fn late(
+    /// The error of an MPI call that blocks on `peer`.
+    fn timeout_error(
         &self,
         round: usize,
         peer: usize,
@@ -112,50 +113,50 @@ impl MpiTransport {
         }
     }
 
-    /// From now on MPI must come back within the deadline.
-    pub(crate) fn expect_in_time(&self, peer: usize) {
-        let late = self.late(self.round, peer);
-        self.watchdog.expect(self.deadline + SLACK, late);
+    /// Arms the watchdog: the calls that follow must return within the deadline.
+    pub(crate) fn watch_until_deadline(&self, peer: usize) {
+        let error = self.timeout_error(self.round, peer);
+        self.watchdog.arm(self.deadline + SLACK, error);
     }
 
-    /// From now on MPI must come back at once; this is what is wrong already.
-    fn expect_at_once(&self, error: &TransportError) {
+    /// Arms the watchdog after a failure: the calls that follow must return at once.
+    fn watch_after(&self, error: &TransportError) {
         let error = error.clone();
-        self.watchdog.expect(SLACK, move |_| error);
+        self.watchdog.arm(SLACK, move |_| error);
     }
 
-    /// The number of this rank.
+    /// This rank.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// How many ranks there were at the beginning.
+    /// The number of ranks at the start.
     pub fn ranks(&self) -> usize {
         self.ranks
     }
 
-    /// How long an exchange may wait for another rank from now on.
+    /// Sets how long an exchange may wait for another rank.
     pub fn set_deadline(&mut self, deadline: Duration) {
         self.deadline = deadline;
     }
 
-    /// Sends contents in pieces of so many bytes from now on; all ranks must do the same.
+    /// Sets the longest piece in which contents are sent; it must be the same on all ranks.
     pub fn set_longest_piece(&mut self, bytes: usize) {
         self.longest = bytes.clamp(1, LONGEST);
     }
 
-    /// Begins another call: rounds are counted from 0 again. All ranks must do the same.
+    /// Begins another call, whose rounds count from 0. All ranks must do the same.
     pub fn begin(&mut self) {
         self.call += 1;
     }
 
-    /// Tells all other ranks that this one cannot go on, for a reason that is not the wire's.
+    /// Notifies all other ranks that this one cannot continue, for a reason other than the transport.
     pub fn give_up(&mut self, reason: &str) {
-        if self.failed.is_some() || self.spoiled.load(Ordering::Relaxed) {
+        if self.failed.is_some() || self.must_not_finalize.load(Ordering::Relaxed) {
             return;
         }
         let notice = FailureNotice {
-            about: self.rank,
+            failed: self.rank,
             reason: reason.to_string(),
         };
         let error = TransportError::PeerFailed {
@@ -164,14 +165,14 @@ impl MpiTransport {
             round: 0,
             reason: notice.reason.clone(),
         };
-        self.expect_at_once(&error);
-        self.tell(&notice);
-        self.watchdog.relax();
+        self.watch_after(&error);
+        self.notify(&notice);
+        self.watchdog.disarm();
         self.failed = Some(error);
     }
 
-    /// Lets the others go on when a rank dies, from now on: exchanges then end with
-    /// [`TransportError::Gone`]. All ranks must do the same.
+    /// Makes the call survive deaths: exchanges with a dead rank fail with [`TransportError::Gone`], and
+    /// the others can continue. All ranks must do the same.
     pub fn survive(&mut self) -> Result<(), MpiError> {
         if !sys::ulfm() {
             let library = self.library.clone();
@@ -181,33 +182,33 @@ impl MpiTransport {
         Ok(())
     }
 
-    /// The ranks that are left, rising.
+    /// The living ranks, ascending.
     pub fn members(&self) -> Vec<usize> {
-        let left = |rank: &usize| self.places[*rank].is_some();
-        (0..self.ranks).filter(left).collect()
+        let lives = |rank: &usize| self.comm_ranks[*rank].is_some();
+        (0..self.ranks).filter(lives).collect()
     }
 
-    /// Stops listening; whether all ranks are still there to end MPI together.
+    /// Stops listening; returns whether all ranks can finalize MPI together.
     pub(crate) fn close(mut self) -> bool {
-        if self.failed.is_some() || self.dead {
+        if self.failed.is_some() || self.has_deaths {
             return false;
         }
-        self.alarm.close();
+        self.listener.close();
         true
     }
 
-    /// Sends a notice to every other rank that is left.
-    fn tell(&self, notice: &FailureNotice) {
-        let others = self.places.iter().enumerate();
-        let others = others.filter(|(rank, _)| *rank != self.rank && *rank != notice.about);
-        self.alarm
-            .raise(notice, others.filter_map(|(_, place)| *place));
+    /// Sends a notice to every other living rank.
+    fn notify(&self, notice: &FailureNotice) {
+        let others = self.comm_ranks.iter().enumerate();
+        let others = others.filter(|(rank, _)| *rank != self.rank && *rank != notice.failed);
+        self.listener
+            .notify(notice, others.filter_map(|(_, comm_rank)| *comm_rank));
     }
 
-    /// The process that has `rank`'s number, or that it is dead.
-    fn place(&self, rank: usize, round: usize) -> Result<usize, TransportError> {
-        let place = self.places.get(rank).copied().flatten();
-        place.ok_or_else(|| self.ended(rank, round))
+    /// The rank of a peer in `comm`; an error if the peer is dead.
+    fn comm_rank(&self, peer: usize, round: usize) -> Result<usize, TransportError> {
+        let comm_rank = self.comm_ranks.get(peer).copied().flatten();
+        comm_rank.ok_or_else(|| self.death_error(peer, round))
     }
 
     fn gone(&self, peer: usize, round: usize) -> TransportError {
@@ -218,7 +219,8 @@ impl MpiTransport {
         }
     }
 
-    fn ended(&self, peer: usize, round: usize) -> TransportError {
+    /// The error of an exchange with a dead peer.
+    fn death_error(&self, peer: usize, round: usize) -> TransportError {
         if self.survives {
             return self.gone(peer, round);
         }
@@ -230,17 +232,17 @@ impl MpiTransport {
         }
     }
 
-    /// Posts everything: receives first.
+    /// Posts all messages of an exchange: receives first.
     fn post<'a, B: HostWireBuffer>(
         &self,
         round: usize,
         outgoing: &'a [Outgoing<'_, B>],
         incoming: &'a mut [Incoming<'_, B>],
-        flight: &mut Exchange<'a>,
+        exchange: &mut Exchange<'a>,
     ) -> Result<(), ExchangeError> {
         let (rank, call) = (self.rank, self.call);
-        let numbers = indices(incoming.iter().map(|message| message.from));
-        for (Incoming { from, parcel }, index) in incoming.iter_mut().zip(numbers) {
+        let indices_from = indices(incoming.iter().map(|message| message.from));
+        for (Incoming { from, parcel }, index) in incoming.iter_mut().zip(indices_from) {
             let from = *from;
             let posted = Posted {
                 rank,
@@ -249,116 +251,120 @@ impl MpiTransport {
                 from,
             };
             let contents = parcel.host_bytes_mut(from.elements);
-            let place = self.place(from.peer, round).map_err(ExchangeError::Message)?;
-            flight.await_from(posted, (place, index), contents, self.longest)?;
+            let comm_rank = self.comm_rank(from.peer, round);
+            let comm_rank = comm_rank.map_err(ExchangeError::Message)?;
+            exchange.receive(posted, (comm_rank, index), contents, self.longest)?;
         }
-        let numbers = indices(outgoing.iter().map(|message| message.to));
-        for (Outgoing { to, parcel }, index) in outgoing.iter().zip(numbers) {
+        let indices_to = indices(outgoing.iter().map(|message| message.to));
+        for (Outgoing { to, parcel }, index) in outgoing.iter().zip(indices_to) {
             let contents = parcel.host_bytes(to.elements);
-            let place = self.place(to.peer, round).map_err(ExchangeError::Message)?;
-            flight.send_to(*to, (place, index), contents, self.longest)?;
+            let comm_rank = self.comm_rank(to.peer, round);
+            let comm_rank = comm_rank.map_err(ExchangeError::Message)?;
+            exchange.send(*to, (comm_rank, index), contents, self.longest)?;
         }
         Ok(())
     }
 
-    /// Moves the messages of a flight until all have landed. `idle` is when the rank began to
-    /// wait for them, once it has.
-    fn land(
+    /// Polls the messages of an exchange until all are complete. `idle` is the time at which the rank
+    /// began to wait for them, once it has.
+    fn complete(
         &mut self,
         round: usize,
-        flight: &mut Exchange<'_>,
+        exchange: &mut Exchange<'_>,
         idle: &OnceLock<Instant>,
     ) -> Result<Moved, TransportError> {
         let (rank, call) = (self.rank, self.call);
-        let lettered = flight.send_letters(rank, call, round);
-        lettered.map_err(|trouble| self.explain(round, trouble))?;
-        let mut looks = 0;
+        let sent = exchange.send_envelopes(rank, call, round);
+        sent.map_err(|error| self.transport_error(round, error))?;
+        let mut polls = 0;
         loop {
-            self.listen(round)?;
-            match flight.poll() {
-                Ok(true) => return Ok(flight.moved()),
+            self.check_notices(round)?;
+            match exchange.poll() {
+                Ok(true) => return Ok(exchange.moved()),
                 Ok(false) => {}
-                Err(trouble) => return Err(self.explain(round, trouble)),
+                Err(error) => return Err(self.transport_error(round, error)),
             }
             let Some(since) = idle.get() else {
-                std::thread::sleep(GLANCE);
+                std::thread::sleep(COMPUTE_POLL);
                 continue;
             };
             let (waited, limit) = (since.elapsed(), self.deadline);
             if waited > limit {
                 return Err(TransportError::Deadline {
                     rank,
-                    peer: flight.awaited().unwrap_or(rank),
+                    peer: exchange.pending_peer().unwrap_or(rank),
                     round,
                     waited,
                     limit,
                 });
             }
-            looks += 1;
-            match looks < EAGER {
+            polls += 1;
+            match polls < SPINS {
                 true => std::thread::yield_now(),
-                false => std::thread::sleep(WATCH),
+                false => std::thread::sleep(WAIT_POLL),
             }
         }
     }
 
-    /// Whether another rank has failed.
-    fn listen(&mut self, round: usize) -> Result<(), TransportError> {
+    /// Fails if another rank has failed.
+    fn check_notices(&mut self, round: usize) -> Result<(), TransportError> {
         let rank = self.rank;
-        match self.alarm.heard() {
+        match self.listener.poll() {
             Ok(None) => Ok(()),
             Ok(Some(notice)) => Err(TransportError::PeerFailed {
                 rank,
-                peer: notice.about,
+                peer: notice.failed,
                 round,
                 reason: notice.reason.clone(),
             }),
-            Err(fault) => Err(self.explain(round, ExchangeError::CallFailure(rank, fault))),
+            Err(failure) => Err(self.transport_error(round, ExchangeError::Call(rank, failure))),
         }
     }
 
-    /// The transport's error for what MPI said.
-    fn explain(&mut self, round: usize, trouble: ExchangeError) -> TransportError {
-        let (peer, fault) = match trouble {
+    /// The transport's error for a failed exchange; finds out which rank died or why the communicator was
+    /// revoked.
+    fn transport_error(&mut self, round: usize, error: ExchangeError) -> TransportError {
+        let (peer, failure) = match error {
             ExchangeError::Message(error) => return error,
-            ExchangeError::CallFailure(peer, fault) => (peer, fault),
+            ExchangeError::Call(peer, failure) => (peer, failure),
         };
-        if self.survives && matches!(fault.class, ErrorClass::Dead | ErrorClass::Revoked) {
-            self.dead = true;
+        let dead_or_revoked = matches!(failure.class, ErrorClass::Dead | ErrorClass::Revoked);
+        if self.survives && dead_or_revoked {
+            self.has_deaths = true;
             return self.gone(peer, round);
         }
-        // Who died, or what somebody said before he revoked the wire, may take a moment to come.
-        let (since, limit) = (Instant::now(), HEARSAY.min(self.deadline));
-        while matches!(fault.class, ErrorClass::Dead | ErrorClass::Revoked) && since.elapsed() < limit {
-            // What is asked below does not let MPI work once every request has ended.
-            sys::let_work();
-            let known = self.comm.failed().unwrap_or_default();
-            let named = known.iter().find_map(|place| {
-                let is = |of: &Option<usize>| *of == Some(*place);
-                self.places.iter().position(is)
+        // Which rank died, or the notice of the rank that revoked, may take a moment to arrive.
+        let (start, limit) = (Instant::now(), NOTICE_LIMIT.min(self.deadline));
+        while dead_or_revoked && start.elapsed() < limit {
+            // The calls below make no progress once every request has ended.
+            sys::progress();
+            let dead = self.comm.failed().unwrap_or_default();
+            let named = dead.iter().find_map(|comm_rank| {
+                let is = |of: &Option<usize>| *of == Some(*comm_rank);
+                self.comm_ranks.iter().position(is)
             });
             if let Some(peer) = named {
-                self.dead = true;
-                return self.ended(peer, round);
+                self.has_deaths = true;
+                return self.death_error(peer, round);
             }
-            if let Ok(Some(notice)) = self.alarm.heard() {
+            if let Ok(Some(notice)) = self.listener.poll() {
                 return TransportError::PeerFailed {
                     rank: self.rank,
-                    peer: notice.about,
+                    peer: notice.failed,
                     round,
                     reason: notice.reason.clone(),
                 };
             }
-            std::thread::sleep(WATCH);
+            std::thread::sleep(WAIT_POLL);
         }
-        let reason = match fault.class {
-            ErrorClass::Revoked => "somebody ended the call and has not said why".to_string(),
-            _ => fault.words,
+        let reason = match failure.class {
+            ErrorClass::Revoked => "a rank ended the call without giving a reason".to_string(),
+            _ => failure.message,
         };
         TransportError::PeerFailed {
             rank: self.rank,
             peer: if peer == self.rank {
-                self.someone_else()
+                self.any_other_rank()
             } else {
                 peer
             },
@@ -367,58 +373,58 @@ impl MpiTransport {
         }
     }
 
-    /// After a failure: others are told, and MPI lets go of the buffers. Those it does not let go
-    /// of are named, by their place among the arrivals.
-    fn abandon(&mut self, error: &TransportError, flight: &mut Exchange<'_>) -> Vec<usize> {
-        self.expect_at_once(error);
-        let about = match error {
+    /// Cleans up after a failure: notifies the others and cancels the messages. Returns the indices of
+    /// the receives whose buffers MPI does not release.
+    fn abandon(&mut self, error: &TransportError, exchange: &mut Exchange<'_>) -> Vec<usize> {
+        self.watch_after(error);
+        let failed = match error {
             TransportError::PeerFailed { peer, .. } => *peer,
             _ => self.rank,
         };
         let gone = matches!(error, TransportError::Gone { .. });
-        // What was heard from another need not be told again; a death may not have been heard of.
-        if !gone && !matches!(self.alarm.heard(), Ok(Some(_))) {
+        // A notice from another rank is not repeated.
+        if !gone && !matches!(self.listener.poll(), Ok(Some(_))) {
             let reason = match error {
                 TransportError::PeerFailed { reason, .. } => reason.clone(),
                 other => other.to_string(),
             };
-            self.tell(&FailureNotice { about, reason });
+            self.notify(&FailureNotice { failed, reason });
         }
-        // Revoked, every request of ours ends; without that, a send cannot be called back. What is
-        // no death must not look like one to those who would survive it.
+        // Revoking ends every request; without it a send cannot be cancelled. Where deaths are survived,
+        // an error that is no death must not look like one.
         if sys::ulfm() && (gone || !self.survives) {
             let _ = self.comm.revoke();
         }
-        let (stuck, read) = flight.call_back(CALL_BACK);
+        let (stuck, read) = exchange.cancel(CANCEL_LIMIT);
         if read {
-            // MPI may read buffers that the caller is free to drop, if it is ever called again.
-            self.spoiled.store(true, Ordering::Relaxed);
+            // If MPI ran again, it might read buffers that the caller has freed.
+            self.must_not_finalize.store(true, Ordering::Relaxed);
         }
         self.failed = Some(error.clone());
         stuck
     }
 }
 
-/// Somebody an exchange is with: rather one who owes us something.
+/// A peer of an exchange: of a receive if there is one, otherwise of a send.
 fn first_peer<B>(outgoing: &[Outgoing<'_, B>], incoming: &[Incoming<'_, B>]) -> Option<usize> {
-    let owing = incoming.first().map(|message| message.from.peer);
-    owing.or(outgoing.first().map(|message| message.to.peer))
+    let receive = incoming.first().map(|message| message.from.peer);
+    receive.or(outgoing.first().map(|message| message.to.peer))
 }
 
-/// The number of each message among those with the same peer, in the order of their tags. Both
-/// ends come to the same numbers, whatever order they post in.
+/// The index of each message among those with the same peer, in the order of their tags. Both ends
+/// compute the same indices, in whatever order they post.
 fn indices(addresses: impl Iterator<Item = Address>) -> Vec<usize> {
     let addresses: Vec<Address> = addresses.collect();
     let mut order: Vec<usize> = (0..addresses.len()).collect();
     order.sort_by_key(|&at| (addresses[at].peer, addresses[at].tag));
     let mut next: HashMap<usize, usize> = HashMap::new();
-    let mut numbers = vec![0; addresses.len()];
+    let mut indices = vec![0; addresses.len()];
     for at in order {
-        let number = next.entry(addresses[at].peer).or_default();
-        numbers[at] = *number;
-        *number += 1;
+        let index = next.entry(addresses[at].peer).or_default();
+        indices[at] = *index;
+        *index += 1;
     }
-    numbers
+    indices
 }
 
 impl<B: HostWireBuffer> Transport<B> for MpiTransport {
@@ -438,53 +444,53 @@ impl<B: HostWireBuffer> Transport<B> for MpiTransport {
             return Ok(Moved::default());
         }
         let peer = first_peer(outgoing, incoming).unwrap_or(self.rank);
-        self.expect_in_time(peer);
+        self.watch_until_deadline(peer);
         let idle = OnceLock::new();
-        let mut flight = Exchange::new(self.comm);
-        let posted = self.post(round, outgoing, incoming, &mut flight);
+        let mut exchange = Exchange::new(self.comm);
+        let posted = self.post(round, outgoing, incoming, &mut exchange);
         let mut computed = Ok(());
         let (watchdog, limit) = (Arc::clone(&self.watchdog), self.deadline + SLACK);
-        let late = self.late(round, peer);
+        let timeout_error = self.timeout_error(round, peer);
         let mut compute = || {
-            watchdog.relax();
+            watchdog.disarm();
             computed = catch_unwind(AssertUnwindSafe(&mut *meanwhile));
             let _ = idle.set(Instant::now());
-            watchdog.expect(limit, late.clone());
+            watchdog.arm(limit, timeout_error.clone());
         };
-        let landed = match posted {
-            Err(trouble) => {
+        let completed = match posted {
+            Err(error) => {
                 compute();
-                Err(self.explain(round, trouble))
+                Err(self.transport_error(round, error))
             }
             Ok(()) => {
-                let (wire, flown) = (&mut *self, &mut flight);
-                let beside = std::thread::scope(|scope| {
-                    let hops = std::thread::Builder::new().name("encke-hops".to_string());
-                    let land = || wire.land(round, flown, &idle);
-                    let thread = hops.spawn_scoped(scope, land).ok()?;
+                let (transport, messages) = (&mut *self, &mut exchange);
+                let overlapped = std::thread::scope(|scope| {
+                    let thread = std::thread::Builder::new().name("encke-hops".to_string());
+                    let complete = || transport.complete(round, messages, &idle);
+                    let thread = thread.spawn_scoped(scope, complete).ok()?;
                     compute();
                     Some(thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
                 });
-                // Where no thread is to be had, messages move when the rank has computed.
-                beside.unwrap_or_else(|| {
+                // If no thread can be started, messages progress after the computation.
+                overlapped.unwrap_or_else(|| {
                     compute();
-                    self.land(round, &mut flight, &idle)
+                    self.complete(round, &mut exchange, &idle)
                 })
             }
         };
-        let stuck = match &landed {
+        let stuck = match &completed {
             Ok(_) => Vec::new(),
-            Err(error) => self.abandon(error, &mut flight),
+            Err(error) => self.abandon(error, &mut exchange),
         };
-        drop(flight);
-        self.watchdog.relax();
+        drop(exchange);
+        self.watchdog.disarm();
         for at in stuck {
             std::mem::forget(incoming[at].parcel.take());
         }
-        // A panic of the computation is the caller's, once MPI has let go of his buffers.
+        // A panic of the computation continues once MPI has released the caller's buffers.
         if let Err(panic) = computed {
             resume_unwind(panic);
         }
-        landed
+        completed
     }
 }

@@ -1,8 +1,8 @@
-//! What a simulated rank does with what has arrived: the checks that a network transport makes, or
-//! what a mutant has in their place.
+//! Receiving: a simulated rank matches arrived packets with its posted receives and checks them as a
+//! network transport does, or as a mutant with weaker checks.
 //!
-//! The epoch of a call is the call of an [`Envelope`]: rounds begin again with each, and what is left
-//! over from the one before is stale.
+//! The epoch of a call is the `call` field of an [`Envelope`]: rounds begin at 0 in every epoch, and
+//! packets of an earlier epoch are stale.
 
 use encke_core::Data;
 use encke_core::kernel::Kernel;
@@ -11,12 +11,13 @@ use encke_ring::Envelope;
 use encke_ring::envelope::{Fate, Posted};
 
 use crate::fault_config::ReceiverChecks;
-use crate::fault_run::SimulatedRank;
-use crate::wire::Packet;
+use crate::network::Packet;
+use crate::simulated_ring::SimulatedRank;
 
-/// Takes every missing message that has arrived, each checked before and after.
-pub(crate) fn take<K: Kernel<Buffer = Data>>(
-    player: &mut SimulatedRank<K>,
+/// Receives every missing message that has arrived: its envelope is checked before, its contents
+/// after the copy.
+pub(crate) fn receive_arrived<K: Kernel<Buffer = Data>>(
+    receiver: &mut SimulatedRank<K>,
     epoch: usize,
     checks: ReceiverChecks,
 ) -> Result<(), TransportError> {
@@ -24,10 +25,10 @@ pub(crate) fn take<K: Kernel<Buffer = Data>>(
         rank,
         round,
         missing,
-        mail,
+        inbox,
         moved,
         ..
-    } = player;
+    } = receiver;
     let mut still = Vec::new();
     for message in missing.drain(..) {
         let posted = Posted {
@@ -36,7 +37,7 @@ pub(crate) fn take<K: Kernel<Buffer = Data>>(
             round: *round,
             from: message.address,
         };
-        match find(&posted, mail, checks)? {
+        match find(&posted, inbox, checks)? {
             None => still.push(message),
             Some((envelope, contents)) => {
                 let buffer = rank.accept(&message);
@@ -52,30 +53,34 @@ pub(crate) fn take<K: Kernel<Buffer = Data>>(
     Ok(())
 }
 
-/// Looks through the mail for the message of a posted receive, and throws away what is stale.
+/// Searches the inbox for the message of a posted receive, and drops stale packets on the way.
 fn find(
     posted: &Posted,
-    mail: &mut Vec<Packet>,
+    inbox: &mut Vec<Packet>,
     checks: ReceiverChecks,
 ) -> Result<Option<(Envelope, Data)>, TransportError> {
     let mut at = 0;
-    while let Some(letter) = mail.get(at) {
-        if letter.from != posted.from.peer {
+    while let Some(packet) = inbox.get(at) {
+        if packet.from != posted.from.peer {
             at += 1;
             continue;
         }
-        let envelope = Envelope::from_bytes(letter.envelope);
+        let envelope = Envelope::from_bytes(packet.envelope);
         match admit(posted, &envelope, checks)? {
-            Fate::Take => return Ok(Some((envelope, mail.remove(at).contents))),
-            Fate::Stale => drop(mail.remove(at)),
+            Fate::Take => return Ok(Some((envelope, inbox.remove(at).contents))),
+            Fate::Stale => drop(inbox.remove(at)),
             Fate::Early => at += 1,
         }
     }
     Ok(None)
 }
 
-/// The receiver's check, or what a mutant has in its place.
-fn admit(posted: &Posted, envelope: &Envelope, checks: ReceiverChecks) -> Result<Fate, TransportError> {
+/// The receiver's check of an envelope, weakened for mutants.
+fn admit(
+    posted: &Posted,
+    envelope: &Envelope,
+    checks: ReceiverChecks,
+) -> Result<Fate, TransportError> {
     match checks {
         ReceiverChecks::All => posted.admit(envelope),
         ReceiverChecks::NoChecksum => {

@@ -1,8 +1,7 @@
-//! The wire of a simulated run: takes messages, and says when each arrives, how often, and changed
-//! in what way.
+//! The simulated network: decides when each message arrives, how often, and which byte is corrupted.
 //!
-//! The decision here: what travels is bytes, envelope and contents, as on a network. A changed byte
-//! can be any of them, and only the receiver's own checks stand between it and the result.
+//! The decision here: messages are bytes, envelope and contents, as on a real network. Corruption can
+//! hit any of them, and only the receiver's checks keep it out of the result.
 
 use encke_core::Data;
 use encke_core::conformance::Random;
@@ -16,21 +15,22 @@ use std::time::Duration;
 
 use crate::fault_config::{FaultConfig, FaultKind};
 
-/// A message as the wire has it.
+/// A message on the network.
 #[derive(Debug, Clone)]
 pub struct Packet {
-    /// Who sent it.
+    /// The sender.
     pub from: usize,
-    /// Who is to receive it.
+    /// The receiver.
     pub to: usize,
     /// Its envelope.
     pub envelope: [u8; Envelope::BYTES],
-    /// What is in it.
+    /// Its payload.
     pub contents: Data,
 }
 
 impl Packet {
-    /// The message that `rank` sends in a round of an epoch: a copy, since the sender goes on.
+    /// The message that `rank` sends in a round of an epoch. It copies the buffer, because the sender
+    /// continues to use it.
     pub fn new(
         rank: usize,
         epoch: usize,
@@ -49,7 +49,7 @@ impl Packet {
         })
     }
 
-    /// Changes one byte, wherever it is.
+    /// Changes one random byte of the envelope or the contents.
     fn corrupt(&mut self, random: &mut Random) {
         let contents = self.contents.bytes_mut();
         let at = random.below(Envelope::BYTES + contents.len());
@@ -61,71 +61,72 @@ impl Packet {
     }
 }
 
-/// A fault that really happened.
+/// A fault that was injected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct InjectedFault {
-    /// What kind.
+    /// Its kind.
     pub kind: FaultKind,
-    /// The rank it began at.
+    /// The rank it hit, or the sender of the message it hit.
     pub rank: usize,
-    /// The rank at the other end, for messages.
+    /// The receiver of the message it hit.
     pub to: Option<usize>,
     /// The round.
     pub round: usize,
 }
 
-/// The links between all ranks.
+/// The links between all ranks, with their faults.
 #[derive(Debug)]
 pub struct SimulatedNetwork {
-    hardship: FaultConfig,
+    config: FaultConfig,
     random: Random,
-    /// When the latest message of each link arrives: links keep their order unless they are told
-    /// otherwise.
+    /// When the latest message of each link arrives: links keep their order unless a message is
+    /// reordered.
     latest: HashMap<(usize, usize), Duration>,
-    /// What happened to messages.
-    pub strikes: Vec<InjectedFault>,
+    /// The faults injected so far.
+    pub faults: Vec<InjectedFault>,
 }
 
 impl SimulatedNetwork {
-    /// A wire with the faults of its hardship.
-    pub fn new(hardship: &FaultConfig) -> SimulatedNetwork {
+    /// A network with these faults.
+    pub fn new(config: &FaultConfig) -> SimulatedNetwork {
         SimulatedNetwork {
-            random: Random::new(hardship.seed),
-            hardship: hardship.clone(),
+            random: Random::new(config.seed),
+            config: config.clone(),
             latest: HashMap::new(),
-            strikes: Vec::new(),
+            faults: Vec::new(),
         }
     }
 
-    fn strikes(&mut self, kind: FaultKind, odds: f64, (rank, to, round): (usize, usize, usize)) -> bool {
+    /// Draws whether a fault hits a message, and records it.
+    fn draw(&mut self, kind: FaultKind, odds: f64, packet: &Packet, round: usize) -> bool {
         const PARTS: usize = 1_000_000;
-        // Asked every time, so that one fault does not move the dice of the others.
-        let struck = (self.random.below(PARTS) as f64) < odds * PARTS as f64;
-        if struck {
-            let to = Some(to);
-            self.strikes.push(InjectedFault {
+        // One random number for each kind and message, whatever was drawn before.
+        let hit = (self.random.below(PARTS) as f64) < odds * PARTS as f64;
+        if hit {
+            let (rank, to) = (packet.from, Some(packet.to));
+            self.faults.push(InjectedFault {
                 kind,
                 rank,
                 to,
                 round,
             });
         }
-        struck
+        hit
     }
 
-    fn part_of(&mut self, most: Duration) -> Duration {
+    /// A random duration up to `most`.
+    fn random_part(&mut self, most: Duration) -> Duration {
         most.mul_f64(self.random.below(1001) as f64 / 1000.0)
     }
 
-    /// Sends a message; returns when it arrives, once or twice or never.
+    /// Sends a message; returns its arrivals: none, one or two.
     pub fn send(
         &mut self,
         now: Duration,
         round: usize,
-        mut letter: Packet,
+        mut packet: Packet,
     ) -> Vec<(Duration, Packet)> {
-        let link = (letter.from, letter.to);
-        let place = (letter.from, letter.to, round);
+        let link = (packet.from, packet.to);
         let FaultConfig {
             latency,
             delay,
@@ -135,33 +136,33 @@ impl SimulatedNetwork {
             corruption,
             duplication,
             ..
-        } = self.hardship;
+        } = self.config;
         let mut at = now + latency;
-        if self.strikes(FaultKind::Delay, delay, place) {
-            at += self.part_of(longest_delay);
+        if self.draw(FaultKind::Delay, delay, &packet, round) {
+            at += self.random_part(longest_delay);
         }
-        if self.strikes(FaultKind::Reordering, reordering, place) {
-            // Long enough for the rounds after it to overtake, and out of the link's order.
-            at += self.part_of(self.hardship.compute * 5);
+        if self.draw(FaultKind::Reordering, reordering, &packet, round) {
+            // Long enough for messages of later rounds to overtake it.
+            at += self.random_part(self.config.compute * 5);
         } else {
             let latest = self.latest.entry(link).or_default();
             *latest = at.max(*latest);
             at = *latest;
         }
-        let lost = self.strikes(FaultKind::Loss, loss, place);
-        let twin = self
-            .strikes(FaultKind::Duplication, duplication, place)
-            .then(|| letter.clone());
-        if self.strikes(FaultKind::Corruption, corruption, place) {
-            letter.corrupt(&mut self.random);
+        let lost = self.draw(FaultKind::Loss, loss, &packet, round);
+        let duplicate = self
+            .draw(FaultKind::Duplication, duplication, &packet, round)
+            .then(|| packet.clone());
+        if self.draw(FaultKind::Corruption, corruption, &packet, round) {
+            packet.corrupt(&mut self.random);
         }
         let mut arrivals = Vec::new();
         if !lost {
-            arrivals.push((at, letter));
+            arrivals.push((at, packet));
         }
-        if let Some(twin) = twin {
-            let late = at + self.part_of(self.hardship.compute * 5);
-            arrivals.push((late, twin));
+        if let Some(duplicate) = duplicate {
+            let late = at + self.random_part(self.config.compute * 5);
+            arrivals.push((late, duplicate));
         }
         arrivals
     }

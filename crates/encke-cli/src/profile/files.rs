@@ -5,7 +5,9 @@ use std::io::{self, Write};
 
 use encke::Request;
 use encke::plan::program::Component;
-use encke_sim::profile::{MemorySource, RankProfile, RingProfile, component_exponent, total_exponent};
+use encke_sim::profile::{
+    MemorySource, RankProfile, RingProfile, component_exponent, total_exponent,
+};
 use serde::Serialize;
 
 use super::PassProfile;

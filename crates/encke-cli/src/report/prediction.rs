@@ -5,7 +5,7 @@
 
 use anyhow::Result;
 use encke::{Plan, Request};
-use encke_cost::{RING_DEADLINE, Statistic, HostProfile, ProbeSizes, simulate};
+use encke_cost::{HostProfile, ProbeSizes, RING_DEADLINE, Statistic, simulate};
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
 

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use encke::{DType, Shape};
-use encke_cost::{RingComparison, ComparisonReport, compare, median, rings_to_compare};
+use encke_cost::{ComparisonReport, RingComparison, compare, median, rings_to_compare};
 use encke_cpu::CpuKernel;
 
 use super::options::Options;

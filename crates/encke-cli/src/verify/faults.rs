@@ -50,7 +50,8 @@ impl Faults {
             0 => fault_outcome::random_case(kind, seed)?,
             redundancy => fault_outcome::random_surviving_case(kind, seed, redundancy)?,
         };
-        let (trial, verdict) = fault_outcome::run_and_check(self.attention.kernel(), &sample, &hardship)?;
+        let (trial, verdict) =
+            fault_outcome::run_and_check(self.attention.kernel(), &sample, &hardship)?;
         let tally = self.by_kind.entry(kind).or_default();
         tally.runs += 1;
         tally.struck += usize::from(!trial.faults.is_empty());

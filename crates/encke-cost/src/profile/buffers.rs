@@ -54,7 +54,12 @@ impl<B> ProbeBuffers<B> {
             Ok(buffer)
         };
         Ok(ProbeBuffers {
-            inputs: [random_rows()?, random_rows()?, random_rows()?, random_rows()?],
+            inputs: [
+                random_rows()?,
+                random_rows()?,
+                random_rows()?,
+                random_rows()?,
+            ],
             carry: Carry {
                 acc: filled(cells * dim, 0.0)?,
                 m: filled(cells, f64::NEG_INFINITY)?,

@@ -129,7 +129,8 @@ impl<B: WireBuffer + Sync> DeviceProfile<B> {
             dim,
             dtype,
         } = self.sizes;
-        let [forward, backward] = [false, true].map(|backward| TimeModel::fit(&self.samples(backward)));
+        let [forward, backward] =
+            [false, true].map(|backward| TimeModel::fit(&self.samples(backward)));
         let (elements, cells) = (self.sizes.elements(), rows * heads);
         let (stored, sum) = (dtype.bytes(), dtype.sum().bytes());
         let per_s = |bytes: usize, seconds: f64| bytes as f64 / seconds.max(1e-9);
@@ -149,7 +150,10 @@ impl<B: WireBuffer + Sync> DeviceProfile<B> {
             task_overhead_s: self.seconds(Reading::Latency),
             bytes_per_s: per_s(2 * elements * stored, self.seconds(Reading::Copy)),
             add_bytes_per_s: None,
-            strided_bytes_per_s: Some(per_s(2 * elements * stored, self.seconds(Reading::StridedCopy))),
+            strided_bytes_per_s: Some(per_s(
+                2 * elements * stored,
+                self.seconds(Reading::StridedCopy),
+            )),
             cell_bytes_per_s: per_s(finished, self.seconds(Reading::Finish)),
             load_bytes_per_s: None,
             allocate_bytes_per_s: None,

@@ -54,7 +54,15 @@ impl TimeModel {
 
     /// The speed that the coefficients amount to.
     pub fn speed(&self, tile: [usize; 2], task_share: f64) -> Speed {
-        let [operation_s, diagonal_s, byte_s, _, few_s, instance_s, strided_s] = self.0;
+        let [
+            operation_s,
+            diagonal_s,
+            byte_s,
+            _,
+            few_s,
+            instance_s,
+            strided_s,
+        ] = self.0;
         let by_operation = |seconds: f64| seconds / operation_s.max(1e-18);
         Speed {
             flops: 1.0 / operation_s.max(1e-18),

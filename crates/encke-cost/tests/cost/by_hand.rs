@@ -5,7 +5,7 @@
 
 use encke_core::sharding::Cut;
 use encke_core::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
-use encke_cost::{TransferMode, Machine, SimulatedRun, simulate};
+use encke_cost::{Machine, SimulatedRun, TransferMode, simulate};
 use encke_ring::trace::Activity;
 
 use crate::support::{dense, link, machine, plan};
@@ -149,7 +149,7 @@ fn a_job_of_few_tasks_occupies_part_of_a_device() {
 }
 
 #[test]
-fn rows_that_lie_apart_are_slower() {
+fn strided_rows_are_slower() {
     let mut machine = machine(256.0, link(0.0, f64::INFINITY));
     machine.device.rates[0].forward.strided_slowdown = 0.5;
     close(simulate(&dense(4, 1), &machine, 0..0).unwrap().seconds, 1.0);
@@ -160,7 +160,7 @@ fn rows_that_lie_apart_are_slower() {
 }
 
 #[test]
-fn the_diagonal_of_a_causal_job_costs_what_it_hides_at_most() {
+fn the_diagonal_costs_at_most_the_masked_pairs() {
     let mut machine = machine(16.0, link(0.0, f64::INFINITY));
     let causal = plan(4, 1, 1, Pattern::dense().causal(true), Cut::Contiguous);
     close(simulate(&causal, &machine, 0..0).unwrap().seconds, 10.0);

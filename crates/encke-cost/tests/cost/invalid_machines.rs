@@ -16,8 +16,14 @@ fn refused(change: impl Fn(&mut Machine), message: &str) {
 
 #[test]
 fn values_out_of_range_are_refused_by_name() {
-    refused(|m| m.intra_node.bytes_per_s = 0.0, "bytes_per_s of a link is 0");
-    refused(|m| m.inter_node.latency_s = -1.0, "latency_s of a link is -1");
+    refused(
+        |m| m.intra_node.bytes_per_s = 0.0,
+        "bytes_per_s of a link is 0",
+    );
+    refused(
+        |m| m.inter_node.latency_s = -1.0,
+        "latency_s of a link is -1",
+    );
     refused(
         |m| m.device.rates[0].forward.flops = f64::NAN,
         "flops is NaN",

@@ -3,7 +3,7 @@
 use encke_core::plan::{Plan, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Pattern, Shape};
-use encke_cost::{TransferMode, DeviceModel, Link, Machine, Rate, Speed};
+use encke_cost::{DeviceModel, Link, Machine, Rate, Speed, TransferMode};
 use std::collections::BTreeMap;
 
 /// A device with `flops` FLOP/s on which everything else takes no time.

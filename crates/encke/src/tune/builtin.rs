@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use encke_core::DType;
-use encke_cost::{TransferMode, DeviceModel, Link, Machine, Rate, Speed};
+use encke_cost::{DeviceModel, Link, Machine, Rate, Speed, TransferMode};
 
 use super::machine_id::MachineId;
 

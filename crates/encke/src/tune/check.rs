@@ -15,7 +15,7 @@ use encke_core::plan::{Pass, Request};
 use encke_core::sharding::Sharding;
 use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 use encke_cost::{
-    CalibrationPattern, CostError, Machine, RING_DEADLINE, BenchmarkInputs, RingCalibration, median,
+    BenchmarkInputs, CalibrationPattern, CostError, Machine, RING_DEADLINE, RingCalibration, median,
 };
 use encke_ring::ThreadRing;
 use serde::Serialize;
@@ -298,8 +298,7 @@ impl CheckConfig {
                 // counted.
                 let first_s = call().map_err(CostError::from)?;
                 let calls = (0..calls(first_s)).map(|_| call());
-                let calls_s: Vec<f64> =
-                    calls.collect::<Result<_, _>>().map_err(CostError::from)?;
+                let calls_s: Vec<f64> = calls.collect::<Result<_, _>>().map_err(CostError::from)?;
                 runs_s[at].push(median(&calls_s));
             }
             Ok::<(), ChoiceError>(())

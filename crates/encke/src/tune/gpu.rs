@@ -9,7 +9,7 @@ use encke_core::Tensor;
 use encke_core::kernel::KernelError;
 use encke_core::memory::Memory;
 use encke_core::sharding::Run as Tokens;
-use encke_cost::{TransferMode, DeviceModel, DeviceProfile, TimedWork, Link, Machine, ProbeSizes};
+use encke_cost::{DeviceModel, DeviceProfile, Link, Machine, ProbeSizes, TimedWork, TransferMode};
 use encke_cuda::{Buffer, CudaKernel, Summation};
 
 use super::TuneError;
