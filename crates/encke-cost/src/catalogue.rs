@@ -91,8 +91,8 @@ pub fn devices() -> Vec<DeviceModel> {
     vec![
         gpu(
             "h200",
-            "FLOP/s measured on one H200 (CUDA 13.0) with prototype kernels, bf16, f16 taken as equal; \
-             4.5 TB/s measured reads of strided rows (data sheet 4.8); 5 us a launch assumed",
+            "FLOP/s measured on one H200 (CUDA 13.0) with prototype kernels, bf16, f16 taken as \
+             equal; 4.5 TB/s measured reads of strided rows (data sheet 4.8); 5 us a launch assumed",
             4.5e12,
             tensor_core_rates(&h200, 4.5e12),
         ),

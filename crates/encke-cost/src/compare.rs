@@ -1,8 +1,8 @@
 //! Predictions checked against measurements: rings of threads on this machine.
 //!
-//! The decision here: measurements of the kernel and runs of the rings alternate, and medians of both
-//! are compared, so that other load on the machine affects both. The fastest of both are compared as
-//! well: they are the least disturbed.
+//! The decision here: measurements of the kernel and runs of the rings alternate, and medians of
+//! both are compared, so that other load on the machine affects both. The fastest of both are
+//! compared as well: they are the least disturbed.
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Pass, Plan, Queries, Request};
@@ -117,9 +117,9 @@ pub struct ComparisonReport {
     pub readings: Vec<JobFit>,
 }
 
-/// Measures the kernel and runs each ring, alternating, `repeats` times; then predicts each ring from
-/// the measurements. A ring runs twice in a row and the second run counts: the first one allocates.
-/// `progress` is called with the name of each step before it.
+/// Measures the kernel and runs each ring, alternating, `repeats` times; then predicts each ring
+/// from the measurements. A ring runs twice in a row and the second run counts: the first one
+/// allocates. `progress` is called with the name of each step before it.
 pub fn compare<K: Kernel<Buffer = Data>>(
     kernel: K,
     rings: &[ComparedRing],

@@ -1,8 +1,8 @@
 //! The discrete-event simulation: ranks go through their rounds, events happen in order of time.
 //!
 //! In each round a rank prepares, posts its transfers, computes, and proceeds when all transfers of
-//! the round have ended; a transfer begins when both ends have posted it. Events of equal time happen
-//! in the order in which they were predicted, so two runs are the same to the bit.
+//! the round have ended; a transfer begins when both ends have posted it. Events of equal time
+//! happen in the order in which they were predicted, so two runs are the same to the bit.
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -27,7 +27,8 @@ pub enum CostError {
     },
     /// A device without rates for the dtype.
     #[error(
-        "{device} has no figures for {dtype}, only for {known}; choose one of them or give the FLOP/s"
+        "{device} has no figures for {dtype}, only for {known}; choose one of them or give the \
+         FLOP/s"
     )]
     NoRate {
         /// The device.

@@ -7,9 +7,9 @@
 //! 1024 ranks take seconds.
 //!
 //! A [`Machine`] is written by hand or as a file, taken from the catalogue ([`find_device`],
-//! [`find_link`]), or fitted to measurements of a kernel ([`HostProfile`] for ranks that are threads
-//! of this process, [`DeviceProfile`] for a device such as a GPU). [`compare()`] measures rings of
-//! threads and reports the error of their predictions.
+//! [`find_link`]), or fitted to measurements of a kernel ([`HostProfile`] for ranks that are
+//! threads of this process, [`DeviceProfile`] for a device such as a GPU). [`compare()`] measures
+//! rings of threads and reports the error of their predictions.
 //!
 //! This crate does not choose a plan (that is `encke::choose`) and computes no attention.
 //!

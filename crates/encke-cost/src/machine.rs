@@ -1,9 +1,9 @@
 //! A machine in numbers: devices, links, nodes and stragglers.
 //!
-//! Everything is in seconds, bytes and operations per second, and serialises as it stands, so that a
-//! machine is a file that can be edited. The decision here: the speed of a device is a rate plus what
-//! the rate does not cover (an overhead for each job, rows read and written once, partial blocks on
-//! the diagonal of a causal mask), so that one description fits long and short jobs.
+//! Everything is in seconds, bytes and operations per second, and serialises as it stands, so that
+//! a machine is a file that can be edited. The decision here: the speed of a device is a rate plus
+//! what the rate does not cover (an overhead for each job, rows read and written once, partial
+//! blocks on the diagonal of a causal mask), so that one description fits long and short jobs.
 
 use encke_core::DType;
 use serde::{Deserialize, Serialize};
@@ -22,18 +22,19 @@ pub struct Speed {
     /// uneven blocks leave part of a device idle.
     #[serde(default)]
     pub diagonal_keys: f64,
-    /// Bytes per second at which a job's rows are read, and its accumulators read and written, once.
+    /// Bytes per second at which a job's rows are read, and its accumulators read and written,
+    /// once.
     pub row_bytes_per_s: f64,
     /// By what fraction operations take longer in a job of less than [`MANY_INSTANCES`] instances,
     /// which leaves part of a device idle.
     #[serde(default, alias = "few_instances_slowdown")]
     pub few_instances_slowdown: f64,
-    /// By what fraction operations take longer where rows of keys or queries are strided, as those of
-    /// a dilated branch are.
+    /// By what fraction operations take longer where rows of keys or queries are strided, as those
+    /// of a dilated branch are.
     #[serde(default, alias = "strided_slowdown")]
     pub strided_slowdown: f64,
-    /// By what fraction jobs take longer in a ring of several ranks than alone: rows come from other
-    /// ranks' caches, and transfers run beside them.
+    /// By what fraction jobs take longer in a ring of several ranks than alone: rows come from
+    /// other ranks' caches, and transfers run beside them.
     #[serde(default, alias = "ring_slowdown")]
     pub ring_slowdown: f64,
     /// Queries and keys of a tile; a partial tile costs as much as a full one.
@@ -42,8 +43,8 @@ pub struct Speed {
     /// The cost of each instance beside its pairs and rows.
     #[serde(default, alias = "instance_s")]
     pub instance_s: f64,
-    /// Queries of an instance that are one task on one core; 0 where tasks can be arbitrarily short.
-    /// Cores without a task are left to other ranks while the longest task of a job runs.
+    /// Queries of an instance that are one task on one core; 0 where tasks can be arbitrarily
+    /// short. Cores without a task are left to other ranks while the longest task of a job runs.
     #[serde(default)]
     pub task_rows: f64,
     /// The share of a device that one task occupies: one core.
@@ -136,9 +137,9 @@ pub struct DeviceModel {
     /// their buffer, which are those that one rank holds whole; `None` where that costs nothing.
     #[serde(default, alias = "allocate_bytes_per_s")]
     pub allocate_bytes_per_s: Option<f64>,
-    /// Cores that all ranks of a node share: jobs run on as many workers, every rank's other tasks on
-    /// a thread of its own. `None` where each rank has a device to itself. All speeds above are those
-    /// of one rank alone: of a job on all cores, of a copy on one.
+    /// Cores that all ranks of a node share: jobs run on as many workers, every rank's other tasks
+    /// on a thread of its own. `None` where each rank has a device to itself. All speeds above are
+    /// those of one rank alone: of a job on all cores, of a copy on one.
     #[serde(default)]
     pub shared_cores: Option<usize>,
 }

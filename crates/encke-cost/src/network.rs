@@ -1,7 +1,7 @@
 //! Transfers in flight and the ports they share.
 //!
-//! A transfer leaves by one port and arrives by another: ports of the two ranks inside a node, ports
-//! of two network cards between nodes. Transfers at a port share its bandwidth equally, and a
+//! A transfer leaves by one port and arrives by another: ports of the two ranks inside a node,
+//! ports of two network cards between nodes. Transfers at a port share its bandwidth equally, and a
 //! transfer moves at the smaller of its two shares. The decision here: bandwidth that a transfer
 //! cannot use at one port, because its other port is busier, is not given to the other transfers of
 //! that port. That overestimates time where ports are unevenly loaded, is exact where they are not,

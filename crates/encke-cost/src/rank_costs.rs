@@ -2,8 +2,9 @@
 //!
 //! The decision here: a program is reduced to costs as soon as it is built, and dropped. The costs
 //! of a dense ring of 1024 ranks are a million rounds of a few dozen bytes each; the programs would
-//! take gigabytes. Messages of one round between the same two ranks are one transfer: both ends post
-//! them together, and both plans put them in the same round, which [`check_transfers`] asserts.
+//! take gigabytes. Messages of one round between the same two ranks are one transfer: both ends
+//! post them together, and both plans put them in the same round, which [`check_transfers`]
+//! asserts.
 
 use encke_core::host;
 use encke_core::job::{Block, Job};
@@ -59,7 +60,8 @@ pub(crate) struct PeerBytes {
 pub(crate) struct RoundCost {
     pub before: TaskTime,
     pub meanwhile: TaskTime,
-    /// The end of this round's range in the rank's list of sends; the previous round's end begins it.
+    /// The end of this round's range in the rank's list of sends; the previous round's end begins
+    /// it.
     pub sends_end: u32,
     /// The same for receives.
     pub receives_end: u32,
@@ -223,7 +225,8 @@ struct CostModel<'a> {
 }
 
 impl CostModel<'_> {
-    /// Whether an input's rows are contiguous in the caller's tensor, so that they are read in place.
+    /// Whether an input's rows are contiguous in the caller's tensor, so that they are read in
+    /// place.
     fn is_contiguous(&self, port: &Port) -> bool {
         let run = host::whole_run(&port.runs);
         run.is_some_and(|(_, count)| self.shape.batch == 1 || count == self.shape.tokens)

@@ -3,9 +3,9 @@
 //!
 //! Measurements of single jobs miss the interaction of ranks (rows from another core's cache,
 //! transfers beside jobs, thread wake-ups) and of branches (accumulators written to memory and read
-//! back for each). The decision here: each effect is one figure for each pass, found with one ring and
-//! used for all others. The dense ring, run again later, separates a machine that has become slower
-//! from a description that is wrong.
+//! back for each). The decision here: each effect is one figure for each pass, found with one ring
+//! and used for all others. The dense ring, run again later, separates a machine that has become
+//! slower from a description that is wrong.
 
 use std::time::Duration;
 
@@ -87,8 +87,8 @@ impl RingCalibration {
         Ok(self.inputs.warm_seconds(ring, &request)?)
     }
 
-    /// Sets [`Speed::ring_slowdown`] and [`Speed::strided_slowdown`] of a pass so that simulations of
-    /// both rings take the measured times.
+    /// Sets [`Speed::ring_slowdown`] and [`Speed::strided_slowdown`] of a pass so that simulations
+    /// of both rings take the measured times.
     pub(crate) fn set_slowdowns(
         &self,
         machine: &mut Machine,

@@ -1,20 +1,20 @@
 //! Connects every pair of ranks at the start.
 //!
-//! MPI looks a process up through the launcher when it is first sent a message, and blocks inside the
-//! call until the launcher answers; across a cut link there is no answer. So all pairs exchange a byte
-//! at the start, because a failure notice must reach the remaining ranks without a lookup.
+//! MPI looks a process up through the launcher when it is first sent a message, and blocks inside
+//! the call until the launcher answers; across a cut link there is no answer. So all pairs exchange
+//! a byte at the start, because a failure notice must reach the remaining ranks without a lookup.
 
 use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
-use crate::sys::{CallFailure, Communicator, MpiRequest};
+use crate::sys::{CallFailure, MpiCommunicator, MpiRequest};
 
 /// The tag of these messages: the largest that every MPI supports.
 const TAG: c_int = 32767;
 
 /// Exchanges a byte with every rank. Returns a rank that has not answered within `limit`, if any.
 pub fn connect_all(
-    comm: Communicator,
+    comm: MpiCommunicator,
     rank: usize,
     ranks: usize,
     limit: Duration,

@@ -1,12 +1,12 @@
 //! The pending messages of one exchange.
 //!
-//! Each message is two MPI messages: its contents, sent from buffer to buffer without a copy, and its
-//! envelope, sent afterwards because its checksum is computed while the contents are in flight.
+//! Each message is two MPI messages: its contents, sent from buffer to buffer without a copy, and
+//! its envelope, sent afterwards because its checksum is computed while the contents are in flight.
 //! Contents longer than [`LONGEST`] are sent in pieces with one tag, which MPI keeps in order.
 //!
-//! The decision here: buffers are raw pointers while MPI uses them. The caller of an exchange borrows
-//! them for the lifetime of the [`Exchange`], and does not return before MPI has released them or
-//! they were leaked.
+//! The decision here: buffers are raw pointers while MPI uses them. The caller of an exchange
+//! borrows them for the lifetime of the [`Exchange`], and does not return before MPI has released
+//! them or they were leaked.
 
 use std::ffi::c_int;
 use std::marker::PhantomData;
@@ -16,7 +16,7 @@ use encke_core::host::checksum;
 use encke_core::transport::{Address, Moved, TransportError};
 use encke_ring::envelope::{Envelope, Fate, Posted};
 
-use crate::sys::{CallFailure, Communicator, ErrorClass, MpiRequest};
+use crate::sys::{CallFailure, ErrorClass, MpiCommunicator, MpiRequest};
 use crate::wire_format::pieces;
 
 /// Bytes of the longest piece: MPI's counts are C ints.
@@ -33,7 +33,7 @@ pub enum ExchangeError {
 
 /// The messages of one exchange.
 pub struct Exchange<'a> {
-    comm: Communicator,
+    comm: MpiCommunicator,
     receives: Vec<PendingReceive>,
     sends: Vec<PendingSend>,
     moved: Moved,
@@ -41,8 +41,8 @@ pub struct Exchange<'a> {
     buffers: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: the pointers are to buffers that are borrowed for `'a` and may be sent between threads; only
-// the thread that owns this value dereferences them.
+// SAFETY: the pointers are to buffers that are borrowed for `'a` and may be sent between threads;
+// only the thread that owns this value dereferences them.
 unsafe impl Send for Exchange<'_> {}
 
 /// A message to receive.
@@ -75,7 +75,7 @@ fn tags(index: usize) -> (c_int, c_int) {
 }
 
 impl<'a> Exchange<'a> {
-    pub fn new(comm: Communicator) -> Exchange<'a> {
+    pub fn new(comm: MpiCommunicator) -> Exchange<'a> {
         Exchange {
             comm,
             receives: Vec::new(),
@@ -165,7 +165,8 @@ impl<'a> Exchange<'a> {
         for at in 0..self.sends.len() {
             let send = &mut self.sends[at];
             let (start, count) = send.contents;
-            // SAFETY: MPI only reads it, as this does; it is borrowed for the lifetime of the exchange.
+            // SAFETY: MPI only reads it, as this does; it is borrowed for the lifetime of the
+            // exchange.
             let contents = checksum(unsafe { std::slice::from_raw_parts(start, count) });
             let envelope = Envelope::of(rank, call, round, send.to, contents);
             *send.envelope_bytes = envelope.to_bytes();
@@ -212,9 +213,9 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Cancels all pending operations, and waits at most `limit` for them to end. Returns the indices
-    /// of receives, in the order posted, whose buffers MPI may still write to, and whether it may
-    /// still read a buffer that is sent.
+    /// Cancels all pending operations, and waits at most `limit` for them to end. Returns the
+    /// indices of receives, in the order posted, whose buffers MPI may still write to, and whether
+    /// it may still read a buffer that is sent.
     pub fn cancel(&mut self, limit: Duration) -> (Vec<usize>, bool) {
         let start = Instant::now();
         let for_all = |of: &mut Exchange<'a>, work: &mut dyn FnMut(&mut MpiRequest)| {
@@ -257,7 +258,8 @@ impl<'a> Exchange<'a> {
 }
 
 impl Drop for Exchange<'_> {
-    /// A panic may drop an exchange with pending messages: the buffers that MPI uses must not be freed.
+    /// A panic may drop an exchange with pending messages: the buffers that MPI uses must not be
+    /// freed.
     fn drop(&mut self) {
         let (stuck, read) = self.cancel(Duration::from_millis(100));
         if !stuck.is_empty() || read {

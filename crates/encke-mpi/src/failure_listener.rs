@@ -6,7 +6,7 @@
 use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
-use crate::sys::{CallFailure, Communicator, ErrorClass, MpiRequest};
+use crate::sys::{CallFailure, ErrorClass, MpiCommunicator, MpiRequest};
 use crate::wire_format::FailureNotice;
 
 /// The tag of notices; messages have larger ones.
@@ -17,7 +17,7 @@ const SEND_LIMIT: Duration = Duration::from_millis(300);
 /// The posted receive, and the first notice that arrived.
 #[derive(Debug)]
 pub struct FailureListener {
-    comm: Communicator,
+    comm: MpiCommunicator,
     /// Written by MPI until the request has ended; leaked if MPI does not release it.
     buffer: *mut [u8; FailureNotice::BYTES],
     request: MpiRequest,
@@ -29,7 +29,7 @@ unsafe impl Send for FailureListener {}
 
 impl FailureListener {
     /// Posts the receive.
-    pub fn new(comm: Communicator) -> Result<FailureListener, CallFailure> {
+    pub fn new(comm: MpiCommunicator) -> Result<FailureListener, CallFailure> {
         let buffer = Box::into_raw(Box::new([0; FailureNotice::BYTES]));
         // SAFETY: the buffer is freed only after the request has ended.
         let request = unsafe { comm.receive(buffer.cast(), FailureNotice::BYTES, None, TAG) }?;
@@ -41,7 +41,8 @@ impl FailureListener {
         })
     }
 
-    /// The first notice, if one has arrived; an error of class [`ErrorClass::Dead`] if a process died.
+    /// The first notice, if one has arrived; an error of class [`ErrorClass::Dead`] if a process
+    /// died.
     pub fn poll(&mut self) -> Result<Option<&FailureNotice>, CallFailure> {
         if self.received.is_none() && !self.request.is_done() && self.request.test()? {
             // SAFETY: the request has ended, so MPI does not write to the buffer any more.

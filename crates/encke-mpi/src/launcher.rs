@@ -1,7 +1,7 @@
 //! Detects a launcher such as `mpirun` or `srun` from its environment variables.
 //!
-//! The decision here: MPI is not started to find out, because a process that runs alone needs no MPI.
-//! The core crate reads no environment variables, so this is here.
+//! The decision here: MPI is not started to find out, because a process that runs alone needs no
+//! MPI. The core crate reads no environment variables, so this is here.
 
 /// This process among the processes of its launch.
 #[derive(Debug, Clone, PartialEq, Eq)]

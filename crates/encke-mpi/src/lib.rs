@@ -4,9 +4,10 @@
 //! feature `mpi` there are also `MpiWorld`, the processes of one launch, and `MpiTransport`, a
 //! [`Transport`](encke_core::transport::Transport) between them. Nothing here depends on attention.
 //!
-//! The decision that shaped it: every wait is a loop of `MPI_Test` with a deadline, on a thread of its
-//! own, so that messages progress while the rank computes and no blocking call of MPI can hang a rank.
-//! A watchdog detects calls that should return at once and do not. (`MPI_Init` is the exception.)
+//! The decision that shaped it: every wait is a loop of `MPI_Test` with a deadline, on a thread of
+//! its own, so that messages progress while the rank computes and no blocking call of MPI can hang
+//! a rank. A watchdog detects calls that should return at once and do not. (`MPI_Init` is the
+//! exception.)
 
 pub mod launcher;
 

@@ -1,8 +1,8 @@
 //! Recovery from deaths: who is left, and how far each rank has come.
 //!
 //! Every step is agreed on twice: that all ranks are here, and that all have received the result.
-//! ULFM's agreements end the same way on all survivors, even if a rank dies during one, so either all
-//! continue with the same table or all try again with fewer ranks.
+//! ULFM's agreements end the same way on all survivors, even if a rank dies during one, so either
+//! all continue with the same table or all try again with fewer ranks.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,8 @@ use crate::transport::MpiTransport;
 use crate::wire_format::{PROGRESS_BYTES, decode_progress, encode_progress};
 
 impl MpiTransport {
-    /// Waits until every living rank is here. Returns, the same on all, whether all pass `ok` and no
-    /// unacknowledged death is known.
+    /// Waits until every living rank is here. Returns, the same on all, whether all pass `ok` and
+    /// no unacknowledged death is known.
     fn agree_all_ok(&mut self, ok: bool) -> Result<bool, TransportError> {
         self.watch_until_deadline(self.any_other_rank());
         let agreed = self.poll_agreement(ok);
@@ -105,8 +105,8 @@ impl MpiTransport {
         })
     }
 
-    /// Runs `work` together with all living ranks, and again with fewer if one dies during it: either
-    /// it has succeeded on all of them, or no rank returns its result.
+    /// Runs `work` together with all living ranks, and again with fewer if one dies during it:
+    /// either it has succeeded on all of them, or no rank returns its result.
     pub fn uniformly<R>(
         &mut self,
         mut work: impl FnMut(&mut MpiTransport) -> Result<R, TransportError>,

@@ -2,9 +2,9 @@
 //!
 //! The safe functions of the bindings ignore return codes, which is right where errors abort the
 //! program and wrong where the death of a peer is an ordinary error; so these call the C functions.
-//! Why that is sound: MPI is started with at least `MPI_THREAD_SERIALIZED`, and one thread at a time
-//! uses a [`Communicator`], because an exchange borrows its transport exclusively and passes it to one
-//! thread.
+//! Why that is sound: MPI is started with at least `MPI_THREAD_SERIALIZED`, and one thread at a
+//! time uses a [`MpiCommunicator`], because an exchange borrows its transport exclusively and passes
+//! it to one thread.
 
 use std::borrow::Cow;
 use std::ffi::c_int;
@@ -84,7 +84,8 @@ fn check(code: c_int) -> Result<(), CallFailure> {
     };
     let mut text = [0u8; 1024];
     let mut length = 0;
-    // SAFETY: the longest message of any MPI is 512 bytes, and both pointers are to local variables.
+    // SAFETY: the longest message of any MPI is 512 bytes, and both pointers are to local
+    // variables.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut length) };
     let message = text_of(&text, length).trim().to_string();
     Err(CallFailure { class, message })
@@ -109,8 +110,8 @@ pub fn exit_at_once(code: u8) -> ! {
 /// Lets MPI make progress when there is no request to test: it learns of deaths inside its calls.
 pub fn progress() {
     let mut found = 0;
-    // SAFETY: the world exists once MPI has been started, and the status is ignored. The result does
-    // not matter.
+    // SAFETY: the world exists once MPI has been started, and the status is ignored. The result
+    // does not matter.
     unsafe {
         let (anyone, world) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_COMM_WORLD);
         ffi::MPI_Iprobe(anyone, 0, world, &mut found, ffi::RSMPI_STATUS_IGNORE);
@@ -131,19 +132,19 @@ pub fn library() -> String {
 
 /// A communicator that returns errors instead of aborting.
 #[derive(Debug, Clone, Copy)]
-pub struct Communicator(ffi::MPI_Comm);
+pub struct MpiCommunicator(ffi::MPI_Comm);
 
 // SAFETY: a communicator is a handle that any thread may use; that one thread at a time does is the
 // condition at the top of this file.
-unsafe impl Send for Communicator {}
+unsafe impl Send for MpiCommunicator {}
 // SAFETY: as above.
-unsafe impl Sync for Communicator {}
+unsafe impl Sync for MpiCommunicator {}
 
-impl Communicator {
+impl MpiCommunicator {
     /// `MPI_COMM_WORLD`, which returns errors from now on.
-    pub fn world() -> Result<Communicator, CallFailure> {
+    pub fn world() -> Result<MpiCommunicator, CallFailure> {
         // SAFETY: the world exists once MPI has been started, which the callers have done.
-        let world = Communicator(unsafe { ffi::RSMPI_COMM_WORLD });
+        let world = MpiCommunicator(unsafe { ffi::RSMPI_COMM_WORLD });
         world.return_errors()?;
         Ok(world)
     }
@@ -154,12 +155,12 @@ impl Communicator {
     }
 
     /// A duplicate with its own message space.
-    pub fn duplicate(self) -> Result<Communicator, CallFailure> {
+    pub fn duplicate(self) -> Result<MpiCommunicator, CallFailure> {
         // SAFETY: a constant, which the call overwrites.
         let mut other = unsafe { ffi::RSMPI_COMM_NULL };
         // SAFETY: a valid communicator and a local variable.
         check(unsafe { ffi::MPI_Comm_dup(self.0, &mut other) })?;
-        let other = Communicator(other);
+        let other = MpiCommunicator(other);
         other.return_errors()?;
         Ok(other)
     }
@@ -187,12 +188,12 @@ impl Communicator {
     }
 
     /// A communicator of the living processes.
-    pub fn shrink(self) -> Result<Communicator, CallFailure> {
+    pub fn shrink(self) -> Result<MpiCommunicator, CallFailure> {
         // SAFETY: a constant, which the call overwrites.
         let mut left = unsafe { ffi::RSMPI_COMM_NULL };
         // SAFETY: a valid communicator and a local variable.
         check(unsafe { encke_mpi_shrink(self.0, &mut left) })?;
-        let left = Communicator(left);
+        let left = MpiCommunicator(left);
         left.return_errors()?;
         Ok(left)
     }
@@ -208,7 +209,7 @@ impl Communicator {
     }
 
     /// The ranks in this communicator of the processes of `part`, in the order of `part`.
-    pub fn ranks_of(self, part: Communicator) -> Result<Vec<usize>, CallFailure> {
+    pub fn ranks_of(self, part: MpiCommunicator) -> Result<Vec<usize>, CallFailure> {
         let most = part.size()?;
         let mut ranks = vec![0; most];
         let mut count = 0;
@@ -242,8 +243,8 @@ impl Communicator {
     /// Starts a receive (`MPI_Irecv`), from one process or from any.
     ///
     /// # Safety
-    /// The `count` bytes from `start` must stay valid and must not be accessed until the request has
-    /// ended.
+    /// The `count` bytes from `start` must stay valid and must not be accessed until the request
+    /// has ended.
     pub unsafe fn receive(
         self,
         start: *mut u8,
@@ -273,8 +274,8 @@ fn first_ranks(ranks: Vec<c_int>, count: c_int) -> Vec<usize> {
         .collect()
 }
 
-/// A pending agreement (`MPIX_Comm_iagree`): it ends when all living processes have started it, with
-/// the same result on all of them.
+/// A pending agreement (`MPIX_Comm_iagree`): it ends when all living processes have started it,
+/// with the same result on all of them.
 pub struct PendingAgreement {
     /// The conjunction of all flags. Never freed: the agreement may outlive this value.
     flag: *const c_int,
@@ -283,7 +284,7 @@ pub struct PendingAgreement {
 
 impl PendingAgreement {
     /// Starts an agreement; it works on a revoked communicator as well.
-    pub fn new(comm: Communicator, ok: bool) -> Result<PendingAgreement, CallFailure> {
+    pub fn new(comm: MpiCommunicator, ok: bool) -> Result<PendingAgreement, CallFailure> {
         let flag: *mut c_int = Box::leak(Box::new(c_int::from(ok)));
         let mut request = MpiRequest::none();
         // SAFETY: a valid communicator, a flag that is never freed, and a local variable.

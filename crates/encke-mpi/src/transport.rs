@@ -1,8 +1,8 @@
 //! The transport between processes.
 //!
 //! While a rank computes, a thread of the exchange is the only one that calls MPI: it computes and
-//! checks checksums and polls the messages, because MPI may progress only inside its calls. It polls at
-//! intervals, so that the cores are left to the jobs, and ends with the last message.
+//! checks checksums and polls the messages, because MPI may progress only inside its calls. It
+//! polls at intervals, so that the cores are left to the jobs, and ends with the last message.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -18,19 +18,20 @@ use encke_ring::envelope::Posted;
 use crate::error::MpiError;
 use crate::exchange::{Exchange, ExchangeError, LONGEST};
 use crate::failure_listener::FailureListener;
-use crate::sys::{self, CallFailure, Communicator, ErrorClass};
+use crate::sys::{self, CallFailure, ErrorClass, MpiCommunicator};
 use crate::watchdog::Watchdog;
 use crate::wire_format::FailureNotice;
 
 /// How long a failed exchange waits for MPI to release its buffers.
 const CANCEL_LIMIT: Duration = Duration::from_millis(300);
 /// How long a rank whose communicator was revoked waits for a notice with the reason; as a rule it
-/// arrives within milliseconds. Shorter than the ranks that have the reason stay alive: the launcher
-/// would end this process with them before it has reported anything.
+/// arrives within milliseconds. Shorter than the ranks that have the reason stay alive: the
+/// launcher would end this process with them before it has reported anything.
 const NOTICE_LIMIT: Duration = Duration::from_secs(1);
 /// How long calls that should not block may take beyond the deadline before they count as hung.
 const SLACK: Duration = Duration::from_secs(3);
-/// Between two polls while the rank computes: messages progress, and the cores are left to the jobs.
+/// Between two polls while the rank computes: messages progress, and the cores are left to the
+/// jobs.
 const COMPUTE_POLL: Duration = Duration::from_micros(100);
 /// Between two polls while the rank waits, after the first [`SPINS`].
 const WAIT_POLL: Duration = Duration::from_micros(30);
@@ -40,7 +41,7 @@ const SPINS: usize = 200;
 /// One rank's end of the transport. Ranks keep their numbers when others die.
 #[derive(Debug)]
 pub struct MpiTransport {
-    pub(crate) comm: Communicator,
+    pub(crate) comm: MpiCommunicator,
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
     /// The rank in `comm` of each rank; `None` if it has died.
@@ -64,7 +65,7 @@ pub struct MpiTransport {
 
 impl MpiTransport {
     pub(crate) fn new(
-        comm: Communicator,
+        comm: MpiCommunicator,
         deadline: Duration,
         library: String,
         must_not_finalize: Arc<AtomicBool>,
@@ -90,8 +91,8 @@ impl MpiTransport {
         })
     }
 
-    /// Calls `hung`, on a thread of its own, if an MPI call that should return does not, with the error
-    /// of this rank. A blocked MPI call cannot be interrupted: `hung` should end the process.
+    /// Calls `hung`, on a thread of its own, if an MPI call that should return does not, with the
+    /// error of this rank. A blocked MPI call cannot be interrupted: `hung` should end the process.
     pub fn watch(&mut self, hung: impl FnOnce(TransportError) + Send + 'static) {
         // If no thread can be started, nothing is watched.
         self.watchdog = Arc::new(Watchdog::start(hung).unwrap_or_default());
@@ -150,7 +151,8 @@ impl MpiTransport {
         self.call += 1;
     }
 
-    /// Notifies all other ranks that this one cannot continue, for a reason other than the transport.
+    /// Notifies all other ranks that this one cannot continue, for a reason other than the
+    /// transport.
     pub fn give_up(&mut self, reason: &str) {
         if self.failed.is_some() || self.must_not_finalize.load(Ordering::Relaxed) {
             return;
@@ -171,8 +173,8 @@ impl MpiTransport {
         self.failed = Some(error);
     }
 
-    /// Makes the call survive deaths: exchanges with a dead rank fail with [`TransportError::Gone`], and
-    /// the others can continue. All ranks must do the same.
+    /// Makes the call survive deaths: exchanges with a dead rank fail with
+    /// [`TransportError::Gone`], and the others can continue. All ranks must do the same.
     pub fn survive(&mut self) -> Result<(), MpiError> {
         if !sys::ulfm() {
             let library = self.library.clone();
@@ -265,8 +267,8 @@ impl MpiTransport {
         Ok(())
     }
 
-    /// Polls the messages of an exchange until all are complete. `idle` is the time at which the rank
-    /// began to wait for them, once it has.
+    /// Polls the messages of an exchange until all are complete. `idle` is the time at which the
+    /// rank began to wait for them, once it has.
     fn complete(
         &mut self,
         round: usize,
@@ -321,8 +323,8 @@ impl MpiTransport {
         }
     }
 
-    /// The transport's error for a failed exchange; finds out which rank died or why the communicator was
-    /// revoked.
+    /// The transport's error for a failed exchange; finds out which rank died or why the
+    /// communicator was revoked.
     fn transport_error(&mut self, round: usize, error: ExchangeError) -> TransportError {
         let (peer, failure) = match error {
             ExchangeError::Message(error) => return error,
@@ -373,8 +375,8 @@ impl MpiTransport {
         }
     }
 
-    /// Cleans up after a failure: notifies the others and cancels the messages. Returns the indices of
-    /// the receives whose buffers MPI does not release.
+    /// Cleans up after a failure: notifies the others and cancels the messages. Returns the indices
+    /// of the receives whose buffers MPI does not release.
     fn abandon(&mut self, error: &TransportError, exchange: &mut Exchange<'_>) -> Vec<usize> {
         self.watch_after(error);
         let failed = match error {
@@ -390,8 +392,8 @@ impl MpiTransport {
             };
             self.notify(&FailureNotice { failed, reason });
         }
-        // Revoking ends every request; without it a send cannot be cancelled. Where deaths are survived,
-        // an error that is no death must not look like one.
+        // Revoking ends every request; without it a send cannot be cancelled. Where deaths are
+        // survived, an error that is no death must not look like one.
         if sys::ulfm() && (gone || !self.survives) {
             let _ = self.comm.revoke();
         }

@@ -92,7 +92,8 @@ impl Drop for Watchdog {
     }
 }
 
-/// Waits until a call exceeds its limit, and returns its error; `None` when the watchdog is dropped.
+/// Waits until a call exceeds its limit, and returns its error; `None` when the watchdog is
+/// dropped.
 fn watch((state, changed): &(Mutex<WatchdogState>, Condvar)) -> Option<TransportError> {
     let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
     while !state.stopped {

@@ -10,7 +10,7 @@ use mpi::environment::Universe;
 
 use crate::connect::connect_all;
 use crate::error::MpiError;
-use crate::sys::{self, CallFailure, Communicator};
+use crate::sys::{self, CallFailure, MpiCommunicator};
 use crate::transport::MpiTransport;
 
 /// MPI, started. There is one for each process.
@@ -37,7 +37,7 @@ impl MpiWorld {
         }
         let began = Instant::now();
         let failed = |failure: CallFailure| failure.during("starting MPI");
-        let comm = Communicator::world().map_err(failed)?;
+        let comm = MpiCommunicator::world().map_err(failed)?;
         let comm = comm.duplicate().map_err(failed)?;
         let must_not_finalize = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&must_not_finalize);
@@ -87,8 +87,8 @@ impl MpiWorld {
 }
 
 impl Drop for MpiWorld {
-    /// Without [`MpiWorld::finish`] a rank has failed. `MPI_Finalize` is collective and would wait for
-    /// processes that do not call it, so it is not called.
+    /// Without [`MpiWorld::finish`] a rank has failed. `MPI_Finalize` is collective and would wait
+    /// for processes that do not call it, so it is not called.
     fn drop(&mut self) {
         std::mem::forget(self.universe.take());
     }

@@ -1,8 +1,8 @@
 //! Every fault that is injected into a simulated run, in one value: rates, severities and a seed.
 //!
 //! Nothing here acts. The [`network`](crate::network) and the [`fault_run`](crate::fault_run) query
-//! it in an order that depends on nothing else, so the same value reproduces the same run, fault for
-//! fault.
+//! it in an order that depends on nothing else, so the same value reproduces the same run, fault
+//! for fault.
 
 use encke_core::conformance::Random;
 use serde::Serialize;
@@ -70,8 +70,8 @@ pub struct SlowRank {
     pub times: u32,
 }
 
-/// What a receiver checks. All but [`ReceiverChecks::All`] are mutants, which show in tests that these
-/// checks are what keeps wrong values out of results.
+/// What a receiver checks. All but [`ReceiverChecks::All`] are mutants, which show in tests that
+/// these checks are what keeps wrong values out of results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReceiverChecks {
@@ -188,8 +188,8 @@ impl FaultConfig {
         config
     }
 
-    /// For a ring that survives deaths: if there is a death, adds up to two more, in the same epoch or
-    /// later, and draws the detection time.
+    /// For a ring that survives deaths: if there is a death, adds up to two more, in the same epoch
+    /// or later, and draws the detection time.
     pub fn with_more_deaths(mut self, ranks: usize, rounds: usize) -> FaultConfig {
         let mut random = Random::new(self.seed ^ 0xdead);
         if self.deaths.is_empty() {
@@ -214,15 +214,15 @@ impl FaultConfig {
         }
     }
 
-    /// The latest time at which a rank ends a round or fails: in every round it computes, then waits at
-    /// most until its deadline.
+    /// The latest time at which a rank ends a round or fails: in every round it computes, then
+    /// waits at most until its deadline.
     pub fn latest_end(&self, rank: usize, round: usize) -> Duration {
         (self.compute_on(rank) + self.deadline) * (round as u32 + 1)
     }
 
-    /// The latest time at which all ranks end, where deaths are survived: each may wait for the slowest
-    /// rank in every round of every epoch, and until each death is detected. `epochs` has the rounds of
-    /// each epoch.
+    /// The latest time at which all ranks end, where deaths are survived: each may wait for the
+    /// slowest rank in every round of every epoch, and until each death is detected. `epochs` has
+    /// the rounds of each epoch.
     pub fn latest_end_of_all(&self, epochs: &[usize]) -> Duration {
         let slowest = self.compute * self.slow.map_or(1, |slow| slow.times.max(1));
         let rounds: usize = epochs.iter().map(|rounds| rounds + 1).sum();

@@ -1,8 +1,8 @@
 //! The allowed outcomes of a call with injected faults, used by tests and by `encke verify`.
 //!
-//! The result must be right to the bit, or every rank must end inside its deadline with an error that
-//! names the rank, the peer, the round and the times. A call that recovered from deaths must be right
-//! up to rounding, because its sums are in another order.
+//! The result must be right to the bit, or every rank must end inside its deadline with an error
+//! that names the rank, the peer, the round and the times. A call that recovered from deaths must
+//! be right up to rounding, because its sums are in another order.
 
 use encke_core::Data;
 use encke_core::conformance::Configuration;
@@ -183,8 +183,8 @@ fn difference(got: &Tensor, expected: &Tensor) -> f64 {
     })
 }
 
-/// Whether an error is of a kind that injected faults may cause, and names this rank, a peer that the
-/// rank receives from in that round, and the times.
+/// Whether an error is of a kind that injected faults may cause, and names this rank, a peer that
+/// the rank receives from in that round, and the times.
 fn is_valid(plan: &Plan, config: &FaultConfig, rank: usize, error: &RankError) -> bool {
     let Ok(program) = plan.rank(rank) else {
         return false;

@@ -5,10 +5,10 @@
 //! that every rank ends with a typed error inside its deadline.
 //!
 //! The protocol is minimal. Messages are checked and never retransmitted; a rank waits for its
-//! receives until its deadline and then fails; it does not notify the others, since the network that
-//! would carry the notification is what failed. The caller closes the call: if a rank has failed, the
-//! ranks that had finished get an error there, because a result with a missing part is invalid. Where
-//! deaths are survived, the survivors agree and continue as threads do
+//! receives until its deadline and then fails; it does not notify the others, since the network
+//! that would carry the notification is what failed. The caller closes the call: if a rank has
+//! failed, the ranks that had finished get an error there, because a result with a missing part is
+//! invalid. Where deaths are survived, the survivors agree and continue as threads do
 //! ([`recovery`](crate::recovery)).
 //!
 //! Every run terminates: each round of a rank causes at most two events, each message at most two,

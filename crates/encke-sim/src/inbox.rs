@@ -1,8 +1,8 @@
-//! Receiving: a simulated rank matches arrived packets with its posted receives and checks them as a
-//! network transport does, or as a mutant with weaker checks.
+//! Receiving: a simulated rank matches arrived packets with its posted receives and checks them as
+//! a network transport does, or as a mutant with weaker checks.
 //!
-//! The epoch of a call is the `call` field of an [`Envelope`]: rounds begin at 0 in every epoch, and
-//! packets of an earlier epoch are stale.
+//! The epoch of a call is the `call` field of an [`Envelope`]: rounds begin at 0 in every epoch,
+//! and packets of an earlier epoch are stale.
 
 use encke_core::Data;
 use encke_core::kernel::Kernel;

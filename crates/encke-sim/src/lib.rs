@@ -6,8 +6,8 @@
 //! takes is not simulated here but in `encke-cost`.
 //!
 //! The decision here: no attention is computed in this crate. It drives the same
-//! [`Rank`](encke_ring::Rank) as rings of threads do, so the memory and the errors that it shows are
-//! those of real rings.
+//! [`Rank`](encke_ring::Rank) as rings of threads do, so the memory and the errors that it shows
+//! are those of real rings.
 #![forbid(unsafe_code)]
 
 pub mod fault_config;

@@ -1,9 +1,9 @@
-//! All ranks of a call on one thread in lockstep: in each round every rank prepares and computes, then
-//! every message is copied from its sender's buffer into its receiver's.
+//! All ranks of a call on one thread in lockstep: in each round every rank prepares and computes,
+//! then every message is copied from its sender's buffer into its receiver's.
 //!
 //! The result has the bits of a ring of threads: the plan fixes the order of all floating-point
-//! operations. There is no network and no intermediate copy, so the memory of the process is that of
-//! the ranks.
+//! operations. There is no network and no intermediate copy, so the memory of the process is that
+//! of the ranks.
 //!
 //! Memory is accounted as if each rank had the device to itself: the kernel's workspace counts in
 //! full for every rank that computed.

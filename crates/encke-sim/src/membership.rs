@@ -1,8 +1,8 @@
-//! What simulated ranks know of each other beside messages: who has come to agree, who is away in this
-//! epoch, and who is dead.
+//! What simulated ranks know of each other beside messages: who has come to agree, who is away in
+//! this epoch, and who is dead.
 //!
-//! It stands for the failure detector and the consensus of a real transport, which are not simulated:
-//! [`recovery`](crate::recovery) decides when a fact becomes known.
+//! It stands for the failure detector and the consensus of a real transport, which are not
+//! simulated: [`recovery`](crate::recovery) decides when a fact becomes known.
 
 use std::sync::Arc;
 

@@ -1,7 +1,8 @@
-//! The simulated network: decides when each message arrives, how often, and which byte is corrupted.
+//! The simulated network: decides when each message arrives, how often, and which byte is
+//! corrupted.
 //!
-//! The decision here: messages are bytes, envelope and contents, as on a real network. Corruption can
-//! hit any of them, and only the receiver's checks keep it out of the result.
+//! The decision here: messages are bytes, envelope and contents, as on a real network. Corruption
+//! can hit any of them, and only the receiver's checks keep it out of the result.
 
 use encke_core::Data;
 use encke_core::conformance::Random;
@@ -29,8 +30,8 @@ pub struct Packet {
 }
 
 impl Packet {
-    /// The message that `rank` sends in a round of an epoch. It copies the buffer, because the sender
-    /// continues to use it.
+    /// The message that `rank` sends in a round of an epoch. It copies the buffer, because the
+    /// sender continues to use it.
     pub fn new(
         rank: usize,
         epoch: usize,

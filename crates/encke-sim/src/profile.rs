@@ -1,8 +1,8 @@
-//! Memory by ring size: measured beside planned bytes, and the exponent of both against the number of
-//! ranks.
+//! Memory by ring size: measured beside planned bytes, and the exponent of both against the number
+//! of ranks.
 //!
-//! Measured bytes come from runs: every rank computes in this process on real tensors, and its ledger
-//! has every byte of its buffers. Rings too large to be run have planned bytes only
+//! Measured bytes come from runs: every rank computes in this process on real tensors, and its
+//! ledger has every byte of its buffers. Rings too large to be run have planned bytes only
 //! ([`RankProfile::measured`] is `None`).
 
 use std::collections::{BTreeMap, BTreeSet};

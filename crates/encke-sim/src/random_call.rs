@@ -17,8 +17,8 @@ pub struct RandomCall {
 }
 
 impl RandomCall {
-    /// The forward or backward pass of a configuration. The backward pass gets random outputs of the
-    /// forward pass as well: ranks treat them like any other input.
+    /// The forward or backward pass of a configuration. The backward pass gets random outputs of
+    /// the forward pass as well: ranks treat them like any other input.
     pub fn new(configuration: &Configuration, backward: bool) -> Result<RandomCall> {
         let pass = match backward {
             true => Pass::Backward { dlse: true },

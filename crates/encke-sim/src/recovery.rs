@@ -1,9 +1,10 @@
-//! Recovery from deaths in a simulated call: deaths become known, ranks agree, and the call continues.
+//! Recovery from deaths in a simulated call: deaths become known, ranks agree, and the call
+//! continues.
 //!
-//! The steps are those of every ring ([`encke_ring::survive`]); only a transport's knowledge of absent
-//! ranks is simulated: a death is known to all after the detection time, and that a rank has come to
-//! agree, after the latency of a message. The agreement itself takes no time and cannot fail:
-//! consensus among processes of which some die is not under test here.
+//! The steps are those of every ring ([`encke_ring::survive`]); only a transport's knowledge of
+//! absent ranks is simulated: a death is known to all after the detection time, and that a rank has
+//! come to agree, after the latency of a message. The agreement itself takes no time and cannot
+//! fail: consensus among processes of which some die is not under test here.
 //!
 //! Where messages get lost, a rank may have left a round without the sends that others wait for. So
 //! ranks stop waiting for an absent rank only if a death is known, and otherwise wait until their

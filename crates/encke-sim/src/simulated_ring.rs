@@ -1,7 +1,7 @@
 //! The state of a simulated ring: its ranks, its network and the queue of its events.
 //!
-//! Only data and scheduling: what events do is in [`fault_run`](crate::fault_run) and, for deaths, in
-//! [`recovery`](crate::recovery).
+//! Only data and scheduling: what events do is in [`fault_run`](crate::fault_run) and, for deaths,
+//! in [`recovery`](crate::recovery).
 
 use std::time::Duration;
 
@@ -78,8 +78,8 @@ impl<K: Kernel> SimulatedRank<K> {
         self.rank.plan().rounds.len()
     }
 
-    /// The most events it can cause: in each round its jobs end and its deadline passes, each message
-    /// arrives at most twice, and once it is away.
+    /// The most events it can cause: in each round its jobs end and its deadline passes, each
+    /// message arrives at most twice, and once it is away.
     fn max_events(&self) -> usize {
         let rounds = self.rank.plan().rounds.iter();
         let of_rounds = rounds.map(|round| 2 + 2 * round.sends.len());

@@ -135,8 +135,8 @@ pub(super) fn all_rows(sizes: ProbeSizes) -> Block {
     }
 }
 
-/// All rows as a dilated branch packs them: of each head, every [`DILATION`]th token from each offset.
-/// Rows beyond a multiple of the dilation are left out.
+/// All rows as a dilated branch packs them: of each head, every [`DILATION`]th token from each
+/// offset. Rows beyond a multiple of the dilation are left out.
 pub(super) fn strided_rows(sizes: ProbeSizes) -> Vec<Block> {
     let ProbeSizes {
         rows, heads, dim, ..

@@ -94,8 +94,8 @@ pub(super) fn misfit(samples: impl Fn(bool) -> Vec<(Features, f64)>) -> f64 {
 }
 
 /// Explains by two figures why jobs take longer alone than concurrently: a launch latency, which is
-/// returned, and the queries of a task ([`Speed::task_rows`]). `alone` has jobs, their seconds on all
-/// cores, and their seconds alone.
+/// returned, and the queries of a task ([`Speed::task_rows`]). `alone` has jobs, their seconds on
+/// all cores, and their seconds alone.
 pub(super) fn fit_alone(speed: Speed, alone: &[(&Job, f64, f64)]) -> (Speed, f64) {
     let steps = (0..=32).map(|step| 2f64.powf(f64::from(step) / 2.0));
     let candidates = [0.0].into_iter().chain(steps);

@@ -1,8 +1,8 @@
 //! This host as a machine: ranks are threads that share its cores.
 //!
-//! The decision here: a job is timed alone and concurrently with its like, because shared cores have
-//! two answers. Concurrent jobs show how much core time a job costs; jobs alone show how much of the
-//! cores it can use.
+//! The decision here: a job is timed alone and concurrently with its like, because shared cores
+//! have two answers. Concurrent jobs show how much core time a job costs; jobs alone show how much
+//! of the cores it can use.
 
 use std::collections::BTreeMap;
 
@@ -212,8 +212,8 @@ impl HostProfile {
         features(probe.job(), self.sizes.dtype, self.tile, backward)
     }
 
-    /// The jobs of which it was measured how long they keep all cores busy: those that fill the cores
-    /// alone, and concurrent ones.
+    /// The jobs of which it was measured how long they keep all cores busy: those that fill the
+    /// cores alone, and concurrent ones.
     fn samples(&self, backward: bool, statistic: Statistic) -> Vec<(Features, f64)> {
         let sample = |(probe, of): (usize, &Probe)| {
             let reading = match of.fills_cores() {

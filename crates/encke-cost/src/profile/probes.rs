@@ -1,8 +1,8 @@
 //! The jobs that are timed: shapes that occur in rings, each at several positions in its rows.
 //!
-//! The decision here: a job is never timed twice in a row on the same rows. Consecutive jobs of a ring
-//! use rows of different ranks and messages, which are not in the caches that a repeated job would
-//! find them in; and rows of a dilated branch are strided.
+//! The decision here: a job is never timed twice in a row on the same rows. Consecutive jobs of a
+//! ring use rows of different ranks and messages, which are not in the caches that a repeated job
+//! would find them in; and rows of a dilated branch are strided.
 
 use encke_core::job::{Causal, Job, Operand};
 
@@ -19,8 +19,8 @@ pub(super) const DILATION: usize = 4;
 pub(super) struct Probe {
     /// The job at each of its positions.
     pub jobs: Vec<Job>,
-    /// Whether it uses rows of the whole sequence; otherwise those of one rank, and ranks can run it
-    /// concurrently.
+    /// Whether it uses rows of the whole sequence; otherwise those of one rank, and ranks can run
+    /// it concurrently.
     pub whole: bool,
 }
 

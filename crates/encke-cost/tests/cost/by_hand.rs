@@ -78,8 +78,8 @@ fn the_trace_has_the_intervals_and_transfers_of_recorded_ranks_only() {
 #[test]
 fn ranks_wait_for_a_slow_rank_whose_data_they_need() {
     // Three ranks; rank 1 takes three times as long. It sends its own rows at once, but posts its
-    // transfers of round 1 only after its first round, at 3 s. The others have been ready since 2 s,
-    // and end their third round at 4 s.
+    // transfers of round 1 only after its first round, at 3 s. The others have been ready since 2
+    // s, and end their third round at 4 s.
     let mut slow = machine(256.0, link(0.0, f64::INFINITY));
     slow.stragglers.insert(1, 3.0);
     let run = simulate(&dense(12, 3), &slow, 0..3).unwrap();
@@ -97,7 +97,8 @@ fn tasks_before_the_transfers_count_as_preparation() {
     machine.device.job_overhead_s = 0.25;
     machine.device.cell_bytes_per_s = 20.0;
     let run = simulate(&dense(4, 1), &machine, 0..1).unwrap();
-    // The lse of 4 rows is filled: 16 bytes. One rank needs no softmax state. One job of 256 operations.
+    // The lse of 4 rows is filled: 16 bytes. One rank needs no softmax state. One job of 256
+    // operations.
     close(run.ranks[0].prepare_s, 16.0 / 20.0);
     close(run.seconds, 1.25 + 0.8);
 }

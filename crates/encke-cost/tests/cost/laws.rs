@@ -1,9 +1,9 @@
 //! Laws that hold for every plan and every machine.
 //!
 //! The oracle is a recurrence over rounds, written from the programs alone: a round ends when its
-//! jobs have ended and each of its transfers, begun when both ends had posted, has taken its latency
-//! and the time of its bytes. It ignores that ports are shared, so it is a lower bound, and exact
-//! where no port is shared.
+//! jobs have ended and each of its transfers, begun when both ends had posted, has taken its
+//! latency and the time of its bytes. It ignores that ports are shared, so it is a lower bound, and
+//! exact where no port is shared.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -156,7 +156,8 @@ proptest! {
         let sum = |of: fn(&encke_cost::RankTime) -> u64| run.ranks.iter().map(of).sum::<u64>();
         prop_assert_eq!(sum(|rank| rank.sent_bytes), run.bytes());
         prop_assert_eq!(sum(|rank| rank.received_bytes), run.bytes());
-        prop_assert_eq!(run.transfers.iter().map(|transfer| transfer.bytes).sum::<u64>(), run.bytes());
+        let transferred: u64 = run.transfers.iter().map(|transfer| transfer.bytes).sum();
+        prop_assert_eq!(transferred, run.bytes());
         prop_assert_eq!(run.trace.sent_bytes() as u64, run.bytes());
         for (rank, program) in run.ranks.iter().zip(programs(&plan)) {
             let jobs: f64 = program.rounds.iter().map(|r| jobs_s(&r.meanwhile, 1000.0)).sum();
@@ -237,7 +238,7 @@ proptest! {
     }
 
     #[test]
-    fn shared_cores_do_all_the_work_in_the_time_of_the_work(request in requests(), cores in 1usize..5) {
+    fn shared_cores_take_the_time_of_all_work_together(request in requests(), cores in 1usize..5) {
         let plan = Plan::new(request).unwrap();
         let mut machine = machine(1000.0, link(0.0, f64::INFINITY));
         machine.device.shared_cores = Some(cores);

@@ -72,8 +72,8 @@ fn lockstep_has_the_bits_of_threads_on_the_cpu_kernel_in_every_dtype() {
     }
 }
 
-/// As [`check_same`], without the ledger: threads share the kernel's workspace, ranks in lockstep do
-/// not.
+/// As [`check_same`], without the ledger: threads share the kernel's workspace, ranks in lockstep
+/// do not.
 fn check_bits(ring: &ThreadRing<CpuKernel>, configuration: &Configuration) -> Result<(), String> {
     for backward in [false, true] {
         let call = RandomCall::new(configuration, backward).expect("legal");

@@ -28,8 +28,8 @@ fn profiles(
     };
     let inputs = ProfileInputs::random(&request(1), 7);
     for ranks in RINGS {
-        // A kernel of its own, on one thread: with several, the scheduler decides how many take part
-        // in a job, and with it how much scratch memory there is.
+        // A kernel of its own, on one thread: with several, the scheduler decides how many take
+        // part in a job, and with it how much scratch memory there is.
         let kernel = CpuKernel::new().expect("a kernel");
         let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build();
         let one_thread = one_thread.expect("a thread");
@@ -50,8 +50,8 @@ fn near(what: &str, exponent: f64, expected: f64) {
     assert!((exponent - expected).abs() <= 0.02, "{what}: {exponent}");
 }
 
-/// Every rank holds at most its planned bytes and at least 95 % of them, and the peak of its rounds is
-/// the peak of the call.
+/// Every rank holds at most its planned bytes and at least 95 % of them, and the peak of its rounds
+/// is the peak of the call.
 fn check_planned(rings: &[RingProfile]) {
     for ring in rings {
         let (least, most) = ring.shares().expect("a run");
@@ -74,8 +74,8 @@ fn check_planned(rings: &[RingProfile]) {
 #[test]
 fn all_components_scale_as_one_over_p() {
     let shape = Shape::new(1, 1024, 4, 2, 32).expect("sizes are positive");
-    // In a ring of two under a causal mask, some keys are needed by no other rank, unless the cut is
-    // striped: such rings are below the power law of larger ones.
+    // In a ring of two under a causal mask, some keys are needed by no other rank, unless the cut
+    // is striped: such rings are below the power law of larger ones.
     for (pattern, cut, from) in [
         (Pattern::dense(), Cut::Contiguous, 1),
         (Pattern::dense().causal(true), Cut::Striped, 1),
@@ -151,8 +151,8 @@ fn every_rank_holds_its_planned_bytes_and_no_more() {
     }
 }
 
-/// Ranks of a short zigzag ring have blocks of different lengths, and a kernel's scratch memory grows
-/// with the blocks.
+/// Ranks of a short zigzag ring have blocks of different lengths, and a kernel's scratch memory
+/// grows with the blocks.
 #[test]
 fn ranks_with_different_jobs_share_a_workspace() {
     let shape = Shape::new(1, 2048, 4, 4, 64).expect("sizes are positive");

@@ -21,6 +21,11 @@ fn run_and_check(call: &RandomCall, config: &FaultConfig) -> (FaultRun, FaultOut
     fault_outcome::run_and_check(&NaiveKernel, call, config).expect("the call can begin")
 }
 
+fn deadly_case(seed: u64, redundancy: usize) -> (RandomCall, FaultConfig) {
+    let case = fault_outcome::random_surviving_case(FaultKind::Death, seed, redundancy);
+    case.expect("a random configuration is legal")
+}
+
 fn surviving_call(pattern: Pattern, ranks: usize, cut: Cut, backward: bool) -> RandomCall {
     let mut configuration = Configuration::random(1);
     let request = &mut configuration.request;
@@ -53,8 +58,8 @@ fn calls(ranks: usize) -> Vec<RandomCall> {
     passes.collect()
 }
 
-/// Each rank's death in each round is survived, computes less than twice the pairs, and gives the bits
-/// of threads of which the same rank dies in the same round.
+/// Each rank's death in each round is survived, computes less than twice the pairs, and gives the
+/// bits of threads of which the same rank dies in the same round.
 #[test]
 fn any_rank_may_die_in_any_round_with_the_bits_of_threads() {
     for call in calls(4) {
@@ -124,7 +129,7 @@ proptest! {
 
     #[test]
     fn a_seed_reproduces_the_run(seed in any::<u64>()) {
-        let (call, config) = fault_outcome::random_surviving_case(FaultKind::Death, seed, 1).expect("legal");
+        let (call, config) = deadly_case(seed, 1);
         let run = || fault_run::run(&NaiveKernel, &call.plan, &call.inputs(), &config);
         let (one, other) = (run().expect("it begins"), run().expect("it begins"));
         prop_assert_eq!(&one.ends, &other.ends);
@@ -137,7 +142,7 @@ proptest! {
 
     #[test]
     fn with_redundancy_two_any_two_ranks_may_die(seed in any::<u64>()) {
-        let (call, mut config) = fault_outcome::random_surviving_case(FaultKind::Death, seed, 2).expect("legal");
+        let (call, mut config) = deadly_case(seed, 2);
         config.deaths.truncate(2);
         config.detection = Duration::from_millis(30);
         let (_, outcome) = run_and_check(&call, &config);
