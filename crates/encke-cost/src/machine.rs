@@ -200,24 +200,20 @@ pub struct Machine {
 impl Machine {
     /// Checks every value, and that the stragglers are among `ranks` ranks.
     pub fn check(&self, ranks: usize) -> Result<(), CostError> {
-        let DeviceModel { rates, .. } = &self.device;
-        let positive = |what: &'static str, got: f64| match got > 0.0 {
+        let require = |met: bool, what: &'static str, got: f64, expected: &'static str| match met {
             true => Ok(()),
             false => Err(CostError::Number {
                 what,
                 got,
-                expected: "more than 0",
+                expected,
             }),
         };
-        let not_negative = |what: &'static str, got: f64| match got >= 0.0 && got.is_finite() {
-            true => Ok(()),
-            false => Err(CostError::Number {
-                what,
-                got,
-                expected: "0 or more",
-            }),
-        };
-        for speed in rates.iter().flat_map(|rate| [rate.forward, rate.backward]) {
+        let positive = |what, got: f64| require(got > 0.0, what, got, "more than 0");
+        let not_negative =
+            |what, got: f64| require(got >= 0.0 && got.is_finite(), what, got, "0 or more");
+        let device = &self.device;
+        let rates = device.rates.iter();
+        for speed in rates.flat_map(|rate| [rate.forward, rate.backward]) {
             positive("flops", speed.flops)?;
             positive("row_bytes_per_s", speed.row_bytes_per_s)?;
             not_negative("diagonal_keys", speed.diagonal_keys)?;
@@ -226,34 +222,32 @@ impl Machine {
             not_negative("strided_slowdown", speed.strided_slowdown)?;
             not_negative("ring_slowdown", speed.ring_slowdown)?;
             not_negative("instance_s", speed.instance_s)?;
-            if !(speed.task_share > 0.0 && speed.task_share <= 1.0) {
-                return Err(CostError::Number {
-                    what: "task_share",
-                    got: speed.task_share,
-                    expected: "more than 0, at most 1",
-                });
-            }
+            let share = speed.task_share;
+            let is_share = share > 0.0 && share <= 1.0;
+            require(is_share, "task_share", share, "more than 0, at most 1")?;
         }
-        positive("bytes_per_s", self.device.bytes_per_s)?;
-        positive("cell_bytes_per_s", self.device.cell_bytes_per_s)?;
-        let optional = [
-            ("add_bytes_per_s", self.device.add_bytes_per_s),
-            ("strided_bytes_per_s", self.device.strided_bytes_per_s),
-            ("load_bytes_per_s", self.device.load_bytes_per_s),
-            ("allocate_bytes_per_s", self.device.allocate_bytes_per_s),
-        ];
-        for (what, given) in optional {
-            positive(what, given.unwrap_or(1.0))?;
+        for (what, got) in [
+            ("bytes_per_s", Some(device.bytes_per_s)),
+            ("cell_bytes_per_s", Some(device.cell_bytes_per_s)),
+            ("add_bytes_per_s", device.add_bytes_per_s),
+            ("strided_bytes_per_s", device.strided_bytes_per_s),
+            ("load_bytes_per_s", device.load_bytes_per_s),
+            ("allocate_bytes_per_s", device.allocate_bytes_per_s),
+            (
+                "shared_cores",
+                device.shared_cores.map(|cores| cores as f64),
+            ),
+            ("bytes_per_s of a link", Some(self.intra_node.bytes_per_s)),
+            ("bytes_per_s of a link", Some(self.inter_node.bytes_per_s)),
+            ("ranks_per_node", Some(self.ranks_per_node as f64)),
+            ("nics", Some(self.nics as f64)),
+        ] {
+            positive(what, got.unwrap_or(1.0))?;
         }
-        not_negative("job_overhead_s", self.device.job_overhead_s)?;
-        not_negative("task_overhead_s", self.device.task_overhead_s)?;
-        positive("shared_cores", self.device.shared_cores.unwrap_or(1) as f64)?;
-        for link in [&self.intra_node, &self.inter_node] {
-            positive("bytes_per_s of a link", link.bytes_per_s)?;
-            not_negative("latency_s of a link", link.latency_s)?;
-        }
-        positive("ranks_per_node", self.ranks_per_node as f64)?;
-        positive("nics", self.nics as f64)?;
+        not_negative("job_overhead_s", device.job_overhead_s)?;
+        not_negative("task_overhead_s", device.task_overhead_s)?;
+        not_negative("latency_s of a link", self.intra_node.latency_s)?;
+        not_negative("latency_s of a link", self.inter_node.latency_s)?;
         for (&rank, &factor) in &self.stragglers {
             positive("the factor of a straggler", factor)?;
             if rank >= ranks {

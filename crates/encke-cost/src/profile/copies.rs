@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use encke_core::job::{Block, Operand};
-use encke_core::kernel::Kernel;
+use encke_core::kernel::{Kernel, KernelError};
 use encke_core::sharding::Run as Tokens;
 use encke_core::transport::{Address, Incoming, Outgoing, Transport, WireBuffer};
 use encke_core::{Data, Tensor};
@@ -13,8 +13,7 @@ use encke_ring::threads::endpoints;
 use super::buffers::ProbeBuffers;
 use super::probes::DILATION;
 use super::readings::Reading;
-use super::timing::seconds;
-use crate::error::CostError;
+use super::timing::{TimedWork, seconds};
 use crate::probe_sizes::ProbeSizes;
 
 /// The buffers that copies are timed on, beside those of the probes.
@@ -26,15 +25,10 @@ pub(super) struct CopyBuffers {
 
 impl CopyBuffers {
     pub fn new(sizes: ProbeSizes) -> CopyBuffers {
-        let ProbeSizes {
-            rows,
-            heads,
-            dim,
-            dtype,
-        } = sizes;
+        let dims = [1, sizes.rows, sizes.heads, sizes.dim];
         CopyBuffers {
-            copied: Data::zeros(dtype, sizes.elements()),
-            tensor: Tensor::zeros(dtype, [1, rows, heads, dim]),
+            copied: Data::zeros(sizes.dtype, sizes.elements()),
+            tensor: Tensor::zeros(sizes.dtype, dims),
         }
     }
 
@@ -44,34 +38,17 @@ impl CopyBuffers {
         kernel: &K,
         sizes: ProbeSizes,
         buffers: &mut ProbeBuffers,
-    ) -> Result<[(Reading, f64); 9], CostError> {
-        let ProbeSizes {
-            rows,
-            heads,
-            dim,
-            dtype,
-        } = sizes;
+    ) -> Result<Vec<(Reading, f64)>, KernelError> {
         let CopyBuffers { copied, tensor } = self;
-        let ProbeBuffers {
-            inputs,
-            carry,
-            lse,
-            gradients,
-            ..
-        } = buffers;
+        let mut taken = measure_copies(kernel, sizes, buffers, copied, &mut |work| seconds(work))?;
+        let (inputs, gradients) = (&buffers.inputs, &mut buffers.gradients);
         let block = all_rows(sizes);
-        let blocks = strided_rows(sizes);
         let all = [Tokens {
             first: 0,
             stride: 1,
-            count: rows,
+            count: sizes.rows,
         }];
-        let elements = sizes.elements();
         let fill = seconds(|times| kernel.fill(&mut gradients[times % 3], 0.0))?;
-        let copy = seconds(|times| {
-            let from = kernel.input(&inputs[times % 4]);
-            kernel.copy(&block, false, from, copied)
-        })?;
         let add = seconds(|times| {
             let [one, other, _] = &mut *gradients;
             let (from, to) = if times % 2 == 0 {
@@ -81,35 +58,56 @@ impl CopyBuffers {
             };
             kernel.copy(&block, true, kernel.input(from), to)
         })?;
-        let strided = seconds(|times| {
-            let from = kernel.input(&inputs[times % 4]);
-            let mut blocks = blocks.iter();
-            blocks.try_for_each(|block| kernel.copy(block, false, from, copied))
-        })?;
-        let finish = seconds(|_| kernel.finish(rows * heads, dim, 1.0, carry, copied, lse))?;
         let load = seconds(|_| kernel.upload(&tensor.view(), &all, copied))?;
         let thread_copy = seconds(|times| {
-            copied.copy_from(black_box(&inputs[times % 4]), elements);
+            copied.copy_from(black_box(&inputs[times % 4]), sizes.elements());
             Ok(())
         })?;
         let allocation = seconds(|_| {
-            let mut buffer = kernel.allocate(dtype, elements)?;
+            let mut buffer = kernel.allocate(sizes.dtype, sizes.elements())?;
             kernel.fill(black_box(&mut buffer), 0.0)
         })?;
-        // The jobs that are timed next need a finite lse.
-        kernel.fill(lse, 10.0)?;
-        Ok([
+        taken.extend([
             (Reading::Fill, fill),
-            (Reading::Copy, copy),
             (Reading::AddingCopy, add),
-            (Reading::StridedCopy, strided),
-            (Reading::Finish, finish),
             (Reading::Load, load),
             (Reading::ThreadCopy, thread_copy),
             (Reading::Allocation, allocation),
             (Reading::Latency, latency_s()),
-        ])
+        ]);
+        Ok(taken)
     }
+}
+
+/// Times copies of contiguous and of strided rows, and finishing.
+pub(super) fn measure_copies<K: Kernel>(
+    kernel: &K,
+    sizes: ProbeSizes,
+    buffers: &mut ProbeBuffers<K::Buffer>,
+    copied: &mut K::Buffer,
+    seconds: &mut dyn FnMut(&mut TimedWork<'_>) -> Result<f64, KernelError>,
+) -> Result<Vec<(Reading, f64)>, KernelError> {
+    let ProbeBuffers {
+        inputs, carry, lse, ..
+    } = buffers;
+    let mut copy = |blocks: &[Block]| {
+        seconds(&mut |times| {
+            let from = kernel.input(&inputs[times % 4]);
+            let mut blocks = blocks.iter();
+            blocks.try_for_each(|block| kernel.copy(block, false, from, copied))
+        })
+    };
+    let contiguous = copy(&[all_rows(sizes)])?;
+    let strided = copy(&strided_rows(sizes))?;
+    let cells = sizes.rows * sizes.heads;
+    let finish = seconds(&mut |_| kernel.finish(cells, sizes.dim, 1.0, carry, copied, lse))?;
+    // The jobs that are timed next need a finite lse.
+    kernel.fill(lse, 10.0)?;
+    Ok(vec![
+        (Reading::Copy, contiguous),
+        (Reading::StridedCopy, strided),
+        (Reading::Finish, finish),
+    ])
 }
 
 /// All rows, contiguous.

@@ -8,17 +8,15 @@ use encke_core::kernel::{Kernel, KernelError};
 use encke_core::transport::WireBuffer;
 
 use super::buffers::ProbeBuffers;
-use super::copies::{all_rows, strided_rows};
+use super::copies::{all_rows, measure_copies};
 use super::fit::{Features, TimeModel, features, misfit};
 use super::probes::{Probe, probes};
 use super::readings::{Reading, Readings};
+use super::timing::TimedWork;
 use crate::error::CostError;
 use crate::machine::{DeviceModel, Rate};
 use crate::probe_sizes::ProbeSizes;
 use crate::statistics::Statistic;
-
-/// Work that is timed; the argument is the number of its previous calls.
-pub type TimedWork<'a> = dyn FnMut(usize) -> Result<(), KernelError> + 'a;
 
 /// Measurements of a device, which can be repeated.
 #[derive(Debug)]
@@ -64,49 +62,25 @@ impl<B: WireBuffer + Sync> DeviceProfile<B> {
                 taken.push((Reading::Alone { probe, backward }, alone));
             }
         }
-        taken.extend(self.copies(kernel, seconds)?);
-        self.readings.add(taken);
-        Ok(())
-    }
-
-    fn copies<K: Kernel<Buffer = B>>(
-        &mut self,
-        kernel: &K,
-        seconds: &mut dyn FnMut(&mut TimedWork<'_>) -> Result<f64, KernelError>,
-    ) -> Result<[(Reading, f64); 4], KernelError> {
-        let ProbeSizes {
-            rows, heads, dim, ..
-        } = self.sizes;
-        let ProbeBuffers {
-            inputs, carry, lse, ..
-        } = &mut self.buffers;
-        let copied = &mut self.copied;
-        let (whole, blocks) = (all_rows(self.sizes), strided_rows(self.sizes));
-        let copy = seconds(&mut |times| {
-            let from = kernel.input(&inputs[times % 4]);
-            kernel.copy(&whole, false, from, copied)
-        })?;
-        let strided = seconds(&mut |times| {
-            let from = kernel.input(&inputs[times % 4]);
-            let mut blocks = blocks.iter();
-            blocks.try_for_each(|block| kernel.copy(block, false, from, copied))
-        })?;
-        let finish = seconds(&mut |_| kernel.finish(rows * heads, dim, 1.0, carry, copied, lse))?;
+        let (sizes, copied) = (self.sizes, &mut self.copied);
+        taken.extend(measure_copies(
+            kernel,
+            sizes,
+            &mut self.buffers,
+            copied,
+            seconds,
+        )?);
         // A copy of one row costs about as much as the overhead of any task.
-        let mut one_row = whole.clone();
+        let mut one_row = all_rows(sizes);
         one_row.rows = 1;
+        let inputs = &self.buffers.inputs;
         let task = seconds(&mut |times| {
             let from = kernel.input(&inputs[times % 4]);
             kernel.copy(&one_row, false, from, copied)
         })?;
-        // The jobs that are timed next need a finite lse.
-        kernel.fill(lse, 10.0)?;
-        Ok([
-            (Reading::Copy, copy),
-            (Reading::StridedCopy, strided),
-            (Reading::Finish, finish),
-            (Reading::Latency, task),
-        ])
+        taken.push((Reading::Latency, task));
+        self.readings.add(taken);
+        Ok(())
     }
 
     fn samples(&self, backward: bool) -> Vec<(Features, f64)> {

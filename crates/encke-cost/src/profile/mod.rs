@@ -16,5 +16,6 @@ mod probes;
 mod readings;
 mod timing;
 
-pub use device::{DeviceProfile, TimedWork};
+pub use device::DeviceProfile;
 pub use host::{HostProfile, JobFit};
+pub use timing::TimedWork;

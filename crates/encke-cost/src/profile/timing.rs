@@ -13,6 +13,9 @@ use super::probes::Probe;
 /// short jobs as much as long ones.
 const READING: Duration = Duration::from_millis(30);
 
+/// Work that is timed; the argument is the number of its previous calls.
+pub type TimedWork<'a> = dyn FnMut(usize) -> Result<(), KernelError> + 'a;
+
 /// Mean seconds of work that is repeated for the length of a reading. `work` is called with the
 /// number of its previous calls.
 pub(super) fn seconds(
