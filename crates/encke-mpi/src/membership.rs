@@ -96,9 +96,9 @@ impl MpiTransport {
         let mut collectives = Collectives::new(self, rank, &members);
         let gathered = collectives.gather(encode_progress(own).to_vec())?;
         let all = collectives.broadcast(gathered.unwrap_or_default().concat())?;
-        let mut standings = vec![None; ranks];
+        let mut progress = vec![None; ranks];
         for (member, bytes) in members.iter().zip(all.chunks(PROGRESS_BYTES)) {
-            standings[*member] = decode_progress(bytes);
+            progress[*member] = decode_progress(bytes);
         }
         Ok(Agreement {
             progress: standings,

@@ -24,8 +24,10 @@ use encke_core::plan::program::Role;
 use encke_core::tensor::View;
 use encke_core::transport::{Moved, TransportError, WireBuffer};
 use encke_cost::EventQueue;
-use encke_ring::call::{self, check_inputs, conclude, guarded, recruit};
+use encke_ring::call::{self, check_inputs, new_rank};
+use encke_ring::error::catch_panic;
 use encke_ring::rank::BorrowedInputs;
+use encke_ring::rank_threads::collect_events;
 use encke_ring::trace::Recorder;
 use encke_ring::{Outcome, RankError, RingError};
 
@@ -73,12 +75,14 @@ pub fn run<K: Kernel<Buffer = Data>>(
     };
     let origin = Instant::now();
     for number in 0..plan.ranks() {
-        let mut rank = recruit(kernel, plan, number)?;
+        let mut rank = new_rank(kernel, plan, number)?;
         let mut recorder = Recorder::new(number, origin);
-        call::load(kernel, &mut rank, inputs, &mut recorder).map_err(|source| RingError::Rank {
-            rank: number,
-            source,
-            others: Vec::new(),
+        call::load_inputs(kernel, &mut rank, inputs, &mut recorder).map_err(|source| {
+            RingError::Rank {
+                rank: number,
+                source,
+                others: Vec::new(),
+            }
         })?;
         ring.ranks.push(SimulatedRank::new(rank, recorder));
     }
@@ -185,7 +189,7 @@ impl<K: Kernel<Buffer = Data>> SimulatedRing<'_, K> {
             moved,
             ..
         } = &mut self.ranks[rank];
-        guarded(|| {
+        catch_panic(|| {
             of.prepare(kernel, &BorrowedInputs::default(), round, recorder)?;
             of.compute(kernel, &BorrowedInputs::default(), round, recorder)
         })?;
@@ -299,7 +303,7 @@ impl<K: Kernel<Buffer = Data>> SimulatedRing<'_, K> {
             });
             ranks.push(state.rank);
         }
-        let result = conclude(traces, first)
+        let result = collect_events(traces, first)
             .and_then(|events| lockstep::conclude(self.kernel, plan, ranks, events));
         let result = result.map(|mut outcome| {
             outcome.record_deaths(deaths, pairs);

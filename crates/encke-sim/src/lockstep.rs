@@ -17,7 +17,8 @@ use encke_core::plan::program::{Component, Message, Role};
 use encke_core::plan::resize::Resize;
 use encke_core::tensor::View;
 use encke_core::transport::{Moved, WireBuffer};
-use encke_ring::call::{self, check_inputs, guarded, recruit};
+use encke_ring::call::{self, check_inputs, new_rank};
+use encke_ring::error::catch_panic;
 use encke_ring::memory::{of_buffers, planned, share_workspace};
 use encke_ring::rank::BorrowedInputs;
 use encke_ring::trace::{Activity, Event, Recorder, Trace};
@@ -34,9 +35,9 @@ pub fn run<K: Kernel>(
     let mut ranks = Vec::with_capacity(plan.ranks());
     let mut recorders = Vec::with_capacity(plan.ranks());
     for number in 0..plan.ranks() {
-        let mut rank = recruit(kernel, plan, number)?;
+        let mut rank = new_rank(kernel, plan, number)?;
         let mut recorder = Recorder::new(number, origin);
-        let loaded = guarded(|| call::load(kernel, &mut rank, inputs, &mut recorder));
+        let loaded = catch_panic(|| call::load_inputs(kernel, &mut rank, inputs, &mut recorder));
         loaded.map_err(|source| failed(number, source))?;
         ranks.push(rank);
         recorders.push(recorder);
@@ -53,11 +54,12 @@ pub fn resize<K: Kernel>(
 ) -> Result<Resized, RingError> {
     resize::check_tensors(resize, tensors)?;
     let origin = Instant::now();
-    let mut ranks = resize::recruits(resize, tensors);
+    let mut ranks = resize::idle_ranks(resize, tensors);
     let mut borrowed = Vec::with_capacity(ranks.len());
     for rank in &mut ranks {
         let number = rank.plan().rank;
-        let bound = guarded(|| resize::bind_inputs(kernel, rank, tensors));
+        let shard = |index: usize| tensors[index].shard(number).view();
+        let bound = catch_panic(|| resize::bind_inputs(kernel, rank, shard));
         borrowed.push(bound.map_err(|source| failed(number, source))?);
     }
     let recorders = (0..ranks.len()).map(|rank| Recorder::new(rank, origin));
@@ -115,7 +117,7 @@ fn step<K: Kernel>(
         }
         let number = rank.plan().rank;
         let borrowed = borrowed.get(number).unwrap_or(&nothing);
-        let done = guarded(|| {
+        let done = catch_panic(|| {
             rank.prepare(kernel, borrowed, round, recorder)?;
             rank.compute(kernel, borrowed, round, recorder)
         });
@@ -186,7 +188,7 @@ fn memory<K: Kernel>(kernel: &K, plan: &Plan, rank: Rank<K>, allocated_bytes: us
     RankMemory {
         rank: number,
         planned,
-        lent_bytes: 0,
+        borrowed_bytes: 0,
         allocated_bytes,
         ledger,
     }

@@ -1,7 +1,7 @@
 //! Recovery from deaths in a simulated call: deaths become known, ranks agree, and the call
 //! continues.
 //!
-//! The steps are those of every ring ([`encke_ring::survive`]); only a transport's knowledge of
+//! The steps are those of every ring ([`encke_ring::survival`]); only a transport's knowledge of
 //! absent ranks is simulated: a death is known to all after the detection time, and that a rank has
 //! come to agree, after the latency of a message. The agreement itself takes no time and cannot
 //! fail: consensus among processes of which some die is not under test here.
@@ -18,7 +18,7 @@ use encke_core::plan::membership::{Agreement, RankProgress};
 use encke_core::transport::TransportError;
 use encke_ring::RankError;
 use encke_ring::rank::BorrowedInputs;
-use encke_ring::survive::go_on;
+use encke_ring::survival::resume;
 
 use crate::simulated_ring::{RingEvent, SimulatedRing};
 
@@ -71,7 +71,7 @@ impl<K: Kernel<Buffer = Data>> SimulatedRing<'_, K> {
             let round = self.ranks[rank].round;
             return self.die(rank, round, now);
         }
-        let done = self.ranks[rank].rank.done();
+        let done = self.ranks[rank].rank.rounds_done();
         self.membership.progress[rank] = Some(RankProgress { done, finished });
         if self.membership.is_aborted {
             return self.abort(now);
@@ -86,11 +86,11 @@ impl<K: Kernel<Buffer = Data>> SimulatedRing<'_, K> {
             return;
         }
         let ranks = self.ranks.len();
-        let standings = std::mem::replace(&mut self.membership.progress, vec![None; ranks]);
+        let progress = std::mem::replace(&mut self.membership.progress, vec![None; ranks]);
         let present: Vec<usize> = (0..ranks)
-            .filter(|rank| standings[*rank].is_some())
+            .filter(|rank| progress[*rank].is_some())
             .collect();
-        let agreement = Agreement { standings };
+        let agreement = Agreement { progress };
         if self.membership.epoch.is_last(&agreement) {
             self.membership.is_finished = true;
             for rank in present {
@@ -102,7 +102,7 @@ impl<K: Kernel<Buffer = Data>> SimulatedRing<'_, K> {
         for &rank in &present {
             let mut epoch = before.clone();
             let state = &mut self.ranks[rank];
-            let resumed = go_on(
+            let resumed = resume(
                 self.kernel,
                 &mut state.rank,
                 &mut epoch,

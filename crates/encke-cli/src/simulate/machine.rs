@@ -3,7 +3,9 @@
 use anyhow::{Context, Result, anyhow, bail};
 use encke::DType;
 use encke::tune::{MachineId, MachineProfile};
-use encke_cost::{DeviceModel, Machine, RING_DEADLINE, Statistic, HostProfile, ProbeSizes, find_device, find_link};
+use encke_cost::{
+    DeviceModel, HostProfile, Machine, ProbeSizes, RING_DEADLINE, Statistic, find_device, find_link,
+};
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
 

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use encke_core::DType;
 use encke_cost::{
-    CostError, Machine, RING_DEADLINE, Statistic, HostProfile, Rate, RingCalibration, ProbeSizes, Speed, median,
+    CostError, HostProfile, Machine, ProbeSizes, RING_DEADLINE, Rate, RingCalibration, Speed,
+    Statistic, median,
 };
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
@@ -99,7 +100,9 @@ pub fn measure(
 
 /// One machine with the rates of all profiles; everything else is from the first.
 fn merge(profiles: &[HostProfile]) -> Result<Machine, CostError> {
-    let mut machines = profiles.iter().map(|profile| profile.machine(Statistic::Median));
+    let mut machines = profiles
+        .iter()
+        .map(|profile| profile.machine(Statistic::Median));
     let mut machine = machines.next().expect("at least one type was measured")?;
     for other in machines {
         machine.device.rates.extend(other?.device.rates);
