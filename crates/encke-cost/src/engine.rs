@@ -29,8 +29,9 @@ enum EngineEvent {
 }
 
 /// What a rank is doing.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 enum RankStage {
+    #[default]
     Load,
     Prepare,
     /// Copying, before its jobs, the send with this index, whose receiver has posted.
@@ -43,7 +44,7 @@ enum RankStage {
     Done,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 struct RankState {
     stage: RankStage,
     round: usize,
@@ -90,19 +91,6 @@ impl<'a> Engine<'a> {
             Some(cores) => Cores::new(ranks, machine.ranks_per_node, cores),
             None => Cores::new(ranks, 1, 1),
         };
-        let state = RankState {
-            stage: RankStage::Load,
-            round: 0,
-            posted: 0,
-            open: 0,
-            deferred: Vec::new(),
-            copying: 0,
-            rest: TaskTime::default(),
-            since: 0.0,
-            in_flight: 0,
-            accounted: 0.0,
-            time: RankTime::default(),
-        };
         let links = [(&machine.intra_node, false), (&machine.inter_node, true)];
         Engine {
             costs,
@@ -110,15 +98,13 @@ impl<'a> Engine<'a> {
             now: 0.0,
             queue: EventQueue::default(),
             ready: VecDeque::new(),
-            ranks: vec![state; ranks],
+            ranks: vec![RankState::default(); ranks],
             cores,
             network: Network::new(machine, ranks),
             links: links.map(|(link, between_nodes)| LinkTime {
                 name: link.name.clone(),
                 between_nodes,
-                bytes: 0,
-                transfers: 0,
-                busiest_port_s: 0.0,
+                ..LinkTime::default()
             }),
             arrivals: Vec::new(),
             events: vec![Vec::new(); recorded.len().min(ranks)],

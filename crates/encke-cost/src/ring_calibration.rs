@@ -47,15 +47,9 @@ pub struct RingCalibration {
 impl RingCalibration {
     /// Calibration rings of these sizes on four ranks.
     pub fn new(sizes: ProbeSizes) -> Result<RingCalibration, CostError> {
-        let ProbeSizes {
-            rows,
-            heads,
-            dim,
-            dtype,
-        } = sizes;
-        let shape = Shape::new(1, rows, heads, heads, dim)?;
+        let shape = Shape::new(1, sizes.rows, sizes.heads, sizes.heads, sizes.dim)?;
         let sharding = Sharding::new(RANKS, Cut::Contiguous)?;
-        let dense = Request::new(shape, Pattern::dense(), sharding, dtype);
+        let dense = Request::new(shape, Pattern::dense(), sharding, sizes.dtype);
         let inputs = BenchmarkInputs::new(&dense)?;
         Ok(RingCalibration { dense, inputs })
     }

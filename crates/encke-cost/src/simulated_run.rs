@@ -74,7 +74,7 @@ impl RankTime {
 }
 
 /// The traffic of one kind of link.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct LinkTime {
     /// The link's name.
     pub name: String,

@@ -36,7 +36,6 @@ pub struct Exchange<'a> {
     comm: MpiCommunicator,
     receives: Vec<PendingReceive>,
     sends: Vec<PendingSend>,
-    moved: Moved,
     /// Borrows the buffers for the lifetime of this value.
     buffers: PhantomData<&'a mut [u8]>,
 }
@@ -80,7 +79,6 @@ impl<'a> Exchange<'a> {
             comm,
             receives: Vec::new(),
             sends: Vec::new(),
-            moved: Moved::default(),
             buffers: PhantomData,
         }
     }
@@ -151,7 +149,6 @@ impl<'a> Exchange<'a> {
             let request = request.map_err(|failure| ExchangeError::Call(to.peer, failure))?;
             send.pieces.push(request);
         }
-        self.moved.sent_bytes += contents.len();
         Ok(())
     }
 
@@ -206,10 +203,9 @@ impl<'a> Exchange<'a> {
 
     /// Bytes moved, once all messages are complete.
     pub fn moved(&self) -> Moved {
-        let received = self.receives.iter().map(|receive| receive.contents.1);
         Moved {
-            received_bytes: received.sum(),
-            ..self.moved
+            sent_bytes: self.sends.iter().map(|send| send.contents.1).sum(),
+            received_bytes: self.receives.iter().map(|of| of.contents.1).sum(),
         }
     }
 

@@ -27,22 +27,16 @@ impl MpiTransport {
 
     fn poll_agreement(&mut self, ok: bool) -> Result<bool, TransportError> {
         let start = Instant::now();
-        let failed = |failure: CallFailure, of: &MpiTransport| of.peer_failed(failure.message);
-        let mut agreement =
-            PendingAgreement::new(self.comm, ok).map_err(|failure| failed(failure, self))?;
+        let agreement = PendingAgreement::new(self.comm, ok);
+        let mut agreement = agreement.map_err(|failure| self.call_failed(failure))?;
         loop {
             match agreement.test() {
                 Ok(Some(agreed)) => return Ok(agreed),
                 Ok(None) => {}
-                Err(failure) => return Err(failed(failure, self)),
+                Err(failure) => return Err(self.call_failed(failure)),
             }
-            if let Ok(Some(notice)) = self.listener.poll() {
-                return Err(TransportError::PeerFailed {
-                    rank: self.rank,
-                    peer: notice.failed,
-                    round: self.round,
-                    reason: notice.reason.clone(),
-                });
+            if let Ok(Some(error)) = self.poll_notice(self.round) {
+                return Err(error);
             }
             let (waited, limit) = (start.elapsed(), self.deadline);
             if waited > limit {
@@ -75,8 +69,7 @@ impl MpiTransport {
             Ok((comm, old_indices, FailureListener::new(comm)?))
         });
         self.watchdog.disarm();
-        let (comm, old_indices, listener) =
-            shrunk.map_err(|failure| self.peer_failed(failure.message))?;
+        let (comm, old_indices, listener) = shrunk.map_err(|failure| self.call_failed(failure))?;
         let before = self.members();
         let mut comm_ranks = vec![None; self.ranks];
         for (new, old) in old_indices.into_iter().enumerate() {
@@ -100,9 +93,7 @@ impl MpiTransport {
         for (member, bytes) in members.iter().zip(all.chunks(PROGRESS_BYTES)) {
             progress[*member] = decode_progress(bytes);
         }
-        Ok(Agreement {
-            progress: standings,
-        })
+        Ok(Agreement { progress })
     }
 
     /// Runs `work` together with all living ranks, and again with fewer if one dies during it:
@@ -133,13 +124,9 @@ impl MpiTransport {
         }
     }
 
-    fn peer_failed(&self, reason: String) -> TransportError {
-        TransportError::PeerFailed {
-            rank: self.rank,
-            peer: self.any_other_rank(),
-            round: self.round,
-            reason,
-        }
+    /// The error of a failed MPI call; it blames any other rank.
+    fn call_failed(&self, failure: CallFailure) -> TransportError {
+        self.peer_failed(self.any_other_rank(), self.round, failure.message)
     }
 }
 

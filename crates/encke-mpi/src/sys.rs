@@ -200,23 +200,18 @@ impl MpiCommunicator {
 
     /// The ranks of processes that are known to have died.
     pub fn failed(self) -> Result<Vec<usize>, CallFailure> {
-        let most = self.size()?;
-        let mut ranks = vec![0; most];
-        let mut count = 0;
-        // SAFETY: `ranks` has room for `most` entries.
-        check(unsafe { encke_mpi_failed(self.0, ranks.as_mut_ptr(), most as c_int, &mut count) })?;
-        Ok(first_ranks(ranks, count))
+        rank_list(self.size()?, |ranks, most, count| {
+            // SAFETY: `ranks` has room for `most` entries.
+            unsafe { encke_mpi_failed(self.0, ranks, most, count) }
+        })
     }
 
     /// The ranks in this communicator of the processes of `part`, in the order of `part`.
     pub fn ranks_of(self, part: MpiCommunicator) -> Result<Vec<usize>, CallFailure> {
-        let most = part.size()?;
-        let mut ranks = vec![0; most];
-        let mut count = 0;
-        let pointer = ranks.as_mut_ptr();
-        // SAFETY: `ranks` has room for `most` entries.
-        check(unsafe { encke_mpi_members(part.0, self.0, pointer, most as c_int, &mut count) })?;
-        Ok(first_ranks(ranks, count))
+        rank_list(part.size()?, |ranks, most, count| {
+            // SAFETY: `ranks` has room for `most` entries.
+            unsafe { encke_mpi_members(part.0, self.0, ranks, most, count) }
+        })
     }
 
     /// Starts a send (`MPI_Isend`).
@@ -266,12 +261,17 @@ impl MpiCommunicator {
     }
 }
 
-/// The first `count` entries.
-fn first_ranks(ranks: Vec<c_int>, count: c_int) -> Vec<usize> {
-    let known = ranks.into_iter().take(usize::try_from(count).unwrap_or(0));
-    known
-        .filter_map(|rank| usize::try_from(rank).ok())
-        .collect()
+/// The ranks that a call writes: `fill` gets an array, its length, and a place for their number.
+fn rank_list(
+    most: usize,
+    fill: impl FnOnce(*mut c_int, c_int, *mut c_int) -> c_int,
+) -> Result<Vec<usize>, CallFailure> {
+    let (mut ranks, mut count) = (vec![0; most], 0);
+    check(fill(ranks.as_mut_ptr(), most as c_int, &mut count))?;
+    let written = ranks.into_iter().take(usize::try_from(count).unwrap_or(0));
+    Ok(written
+        .filter_map(|rank: c_int| usize::try_from(rank).ok())
+        .collect())
 }
 
 /// A pending agreement (`MPIX_Comm_iagree`): it ends when all living processes have started it,

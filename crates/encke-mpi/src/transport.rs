@@ -161,12 +161,7 @@ impl MpiTransport {
             failed: self.rank,
             reason: reason.to_string(),
         };
-        let error = TransportError::PeerFailed {
-            rank: self.rank,
-            peer: self.rank,
-            round: 0,
-            reason: notice.reason.clone(),
-        };
+        let error = self.peer_failed(self.rank, 0, notice.reason.clone());
         self.watch_after(&error);
         self.notify(&notice);
         self.watchdog.disarm();
@@ -213,6 +208,25 @@ impl MpiTransport {
         comm_rank.ok_or_else(|| self.death_error(peer, round))
     }
 
+    pub(crate) fn peer_failed(&self, peer: usize, round: usize, reason: String) -> TransportError {
+        let rank = self.rank;
+        TransportError::PeerFailed {
+            rank,
+            peer,
+            round,
+            reason,
+        }
+    }
+
+    /// The error of a failure notice, if one has arrived.
+    pub(crate) fn poll_notice(
+        &mut self,
+        round: usize,
+    ) -> Result<Option<TransportError>, CallFailure> {
+        let notice = self.listener.poll()?.cloned();
+        Ok(notice.map(|notice| self.peer_failed(notice.failed, round, notice.reason)))
+    }
+
     fn gone(&self, peer: usize, round: usize) -> TransportError {
         TransportError::Gone {
             rank: self.rank,
@@ -226,12 +240,7 @@ impl MpiTransport {
         if self.survives {
             return self.gone(peer, round);
         }
-        TransportError::PeerFailed {
-            rank: self.rank,
-            peer,
-            round,
-            reason: "its process ended".to_string(),
-        }
+        self.peer_failed(peer, round, "its process ended".to_string())
     }
 
     /// Posts all messages of an exchange: receives first.
@@ -310,16 +319,12 @@ impl MpiTransport {
 
     /// Fails if another rank has failed.
     fn check_notices(&mut self, round: usize) -> Result<(), TransportError> {
-        let rank = self.rank;
-        match self.listener.poll() {
+        match self.poll_notice(round) {
             Ok(None) => Ok(()),
-            Ok(Some(notice)) => Err(TransportError::PeerFailed {
-                rank,
-                peer: notice.failed,
-                round,
-                reason: notice.reason.clone(),
-            }),
-            Err(failure) => Err(self.transport_error(round, ExchangeError::Call(rank, failure))),
+            Ok(Some(error)) => Err(error),
+            Err(failure) => {
+                Err(self.transport_error(round, ExchangeError::Call(self.rank, failure)))
+            }
         }
     }
 
@@ -349,13 +354,8 @@ impl MpiTransport {
                 self.has_deaths = true;
                 return self.death_error(peer, round);
             }
-            if let Ok(Some(notice)) = self.listener.poll() {
-                return TransportError::PeerFailed {
-                    rank: self.rank,
-                    peer: notice.failed,
-                    round,
-                    reason: notice.reason.clone(),
-                };
+            if let Ok(Some(error)) = self.poll_notice(round) {
+                return error;
             }
             std::thread::sleep(WAIT_POLL);
         }
@@ -363,16 +363,12 @@ impl MpiTransport {
             ErrorClass::Revoked => "a rank ended the call without giving a reason".to_string(),
             _ => failure.message,
         };
-        TransportError::PeerFailed {
-            rank: self.rank,
-            peer: if peer == self.rank {
-                self.any_other_rank()
-            } else {
-                peer
-            },
-            round,
-            reason,
-        }
+        let other = if peer == self.rank {
+            self.any_other_rank()
+        } else {
+            peer
+        };
+        self.peer_failed(other, round, reason)
     }
 
     /// Cleans up after a failure: notifies the others and cancels the messages. Returns the indices

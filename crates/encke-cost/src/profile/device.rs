@@ -97,12 +97,8 @@ impl<B: WireBuffer + Sync> DeviceProfile<B> {
 
     /// The device fitted to the measurements.
     pub fn device(&self, name: &str) -> DeviceModel {
-        let ProbeSizes {
-            rows,
-            heads,
-            dim,
-            dtype,
-        } = self.sizes;
+        let ProbeSizes { rows, heads, .. } = self.sizes;
+        let (dim, dtype) = (self.sizes.dim, self.sizes.dtype);
         let [forward, backward] =
             [false, true].map(|backward| TimeModel::fit(&self.samples(backward)));
         let (elements, cells) = (self.sizes.elements(), rows * heads);

@@ -148,12 +148,8 @@ impl HostProfile {
 
     /// The same from single jobs alone.
     fn machine_of_jobs(&self, statistic: Statistic) -> Machine {
-        let ProbeSizes {
-            rows,
-            heads,
-            dim,
-            dtype,
-        } = self.sizes;
+        let ProbeSizes { rows, heads, .. } = self.sizes;
+        let (dim, dtype) = (self.sizes.dim, self.sizes.dtype);
         let (elements, cells) = (self.sizes.elements(), rows * heads);
         let (stored, sum) = (dtype.bytes(), dtype.sum().bytes());
         let per_s = |bytes: usize, seconds: f64| bytes as f64 / seconds.max(1e-9);
