@@ -1,4 +1,4 @@
-//! Compiles the shim with the MPI that is found: the one of `MPICC`, or `mpicc`.
+//! Compiles the shim with `MPICC`, or `mpicc` if that is not set.
 
 fn main() {
     println!("cargo:rerun-if-env-changed=MPICC");

@@ -33,7 +33,7 @@ use std::ffi::OsString;
 
 use anyhow::Result;
 use encke_lab::Verdict;
-use encke_mpi::launcher::Place;
+use encke_mpi::launcher::LaunchedProcess;
 
 use cli::{EnckeCli, EnckeCommand};
 
@@ -62,7 +62,7 @@ fn run(cli: EnckeCli) -> Result<Verdict> {
 
 /// The command as one rank of an MPI job.
 #[cfg(feature = "mpi")]
-fn run_as_rank(cli: EnckeCli, place: &Place) -> Result<Verdict> {
+fn run_as_rank(cli: EnckeCli, place: &LaunchedProcess) -> Result<Verdict> {
     encke_lab::cluster::run("encke", place, |shared| {
         let cluster = &mut *encke_lab::cluster::locked(shared);
         match &cli.command {
@@ -81,6 +81,6 @@ fn run_as_rank(cli: EnckeCli, place: &Place) -> Result<Verdict> {
 }
 
 #[cfg(not(feature = "mpi"))]
-fn run_as_rank(_: EnckeCli, place: &Place) -> Result<Verdict> {
+fn run_as_rank(_: EnckeCli, place: &LaunchedProcess) -> Result<Verdict> {
     encke_lab::without_mpi("encke", place)
 }

@@ -1,44 +1,45 @@
-//! The clock held against reality: rings of threads on this machine, predicted and measured.
+//! Predictions checked against measurements: rings of threads on this machine.
 //!
-//! The decision here: readings of the kernel and runs of the rings take turns, and medians of both are
-//! compared, so that a machine that is busy with other things is busy for both. The fastest of
-//! both are compared as well: they are what is least disturbed.
+//! The decision here: measurements of the kernel and runs of the rings alternate, and medians of
+//! both are compared, so that other load on the machine affects both. The fastest of both are
+//! compared as well: they are the least disturbed.
 
-use encke_core::conformance::Random;
 use encke_core::kernel::Kernel;
-use encke_core::plan::program::Role;
 use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor, View};
-use encke_ring::{RingError, ThreadRing};
+use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape};
+use encke_ring::ThreadRing;
 use serde::Serialize;
 
-use super::error::ClockError;
-use super::machine::Machine;
-use super::profile::{Pick, Profile, Sizes, Told};
-use super::ring_calibration::PATIENCE;
-use super::simulate;
+use crate::benchmark_inputs::BenchmarkInputs;
+use crate::error::CostError;
+use crate::machine::Machine;
+use crate::probe_sizes::ProbeSizes;
+use crate::profile::{HostProfile, JobFit};
+use crate::ring_calibration::RING_DEADLINE;
+use crate::simulate::simulate;
+use crate::statistics::Statistic;
 
-/// A ring to be timed, and what to call it.
+/// A ring to predict and measure.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Setting {
-    /// In a few words.
+pub struct ComparedRing {
+    /// Its name in reports.
     pub name: String,
-    /// What is carried out.
+    /// The request it runs.
     pub request: Request,
 }
 
-/// What was said, and what was seen.
+/// A prediction and its measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Times {
-    /// By the clock.
+pub struct PredictedAndMeasured {
+    /// By simulation.
     pub predicted_s: f64,
-    /// By the wall.
+    /// Wall-clock time.
     pub measured_s: f64,
 }
 
-impl Times {
-    /// How far the prediction was off, as a part of what was measured; positive if it was longer.
+impl PredictedAndMeasured {
+    /// The relative error of the prediction; positive if it was too long.
     pub fn error(&self) -> f64 {
         self.predicted_s / self.measured_s - 1.0
     }
@@ -46,30 +47,19 @@ impl Times {
 
 /// One ring, predicted and measured.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Comparison {
-    /// The ring.
+pub struct RingComparison {
+    /// The ring's name.
     pub name: String,
-    /// From median readings, and the median of the runs.
-    pub median: Times,
-    /// From the fastest readings, and the fastest run.
-    pub fastest: Times,
-    /// The runs.
+    /// From the medians of the kernel's measurements; the median of the runs.
+    pub median: PredictedAndMeasured,
+    /// From the fastest of the kernel's measurements; the fastest run.
+    pub fastest: PredictedAndMeasured,
+    /// Seconds of each run.
     pub runs_s: Vec<f64>,
 }
 
-/// The middle of some numbers; between the two in the middle of an even count. 0 of none.
-pub fn median(numbers: &[f64]) -> f64 {
-    let mut sorted = numbers.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    match sorted.len() {
-        0 => 0.0,
-        n if n % 2 == 1 => sorted[n / 2],
-        n => (sorted[n / 2 - 1] + sorted[n / 2]) / 2.0,
-    }
-}
-
 /// Rings of 1 to 8 threads: dense and dilated, contiguous and zigzag, forward and backward.
-pub fn settings(shape: Shape, dtype: DType) -> Result<Vec<Setting>, ClockError> {
+pub fn rings_to_compare(shape: Shape, dtype: DType) -> Result<Vec<ComparedRing>, CostError> {
     let n = shape.tokens;
     let mix = Mode::Mix {
         offsets: OffsetRule::HeadMod,
@@ -92,8 +82,8 @@ pub fn settings(shape: Shape, dtype: DType) -> Result<Vec<Setting>, ClockError> 
         ("causal", 8, dense(), Cut::Contiguous, backward),
         ("dilated", 4, dilated, Cut::Contiguous, backward),
     ];
-    let setting = |(words, ranks, pattern, cut, pass): (&str, usize, Pattern, Cut, Pass)| {
-        let way = match pass {
+    let ring = |(kind, ranks, pattern, cut, pass): (&str, usize, Pattern, Cut, Pass)| {
+        let direction = match pass {
             Pass::Forward => "forward",
             Pass::Backward { .. } => "backward",
         };
@@ -102,8 +92,8 @@ pub fn settings(shape: Shape, dtype: DType) -> Result<Vec<Setting>, ClockError> 
         } else {
             "contiguous"
         };
-        Ok(Setting {
-            name: format!("{way} {words}, {ranks} {cut_name}"),
+        Ok(ComparedRing {
+            name: format!("{direction} {kind}, {ranks} {cut_name}"),
             request: Request {
                 pass,
                 queries: Queries::Sharded,
@@ -111,149 +101,82 @@ pub fn settings(shape: Shape, dtype: DType) -> Result<Vec<Setting>, ClockError> 
             },
         })
     };
-    all.into_iter().map(setting).collect()
+    all.into_iter().map(ring).collect()
 }
 
-/// What [`compare`] found.
+/// The result of [`compare`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Findings {
-    /// Each ring.
-    pub rings: Vec<Comparison>,
-    /// The machine that the kernel's median readings amount to.
+pub struct ComparisonReport {
+    /// Each ring, predicted and measured.
+    pub rings: Vec<RingComparison>,
+    /// The machine fitted to the medians of the kernel's measurements.
     pub machine: Machine,
-    /// How far that machine is from the very readings it was made of: no ring can do better.
+    /// The median relative error of that machine on the measurements it was fitted to.
     pub misfit: f64,
-    /// The readings it was made of.
-    pub readings: Vec<Told>,
+    /// The measurements it was fitted to.
+    pub readings: Vec<JobFit>,
 }
 
-/// Takes readings of the kernel and runs each ring, in turn, `repeats` times; then predicts each
-/// from the readings. A ring runs twice in a turn, and the second run counts: the first one has
-/// all its memory to get, because others have run since. `progress` is told before every turn.
+/// Measures the kernel and runs each ring, alternating, `repeats` times; then predicts each ring
+/// from the measurements. A ring runs twice in a row and the second run counts: the first one
+/// allocates. `progress` is called with the name of each step before it.
 pub fn compare<K: Kernel<Buffer = Data>>(
     kernel: K,
-    settings: &[Setting],
+    rings: &[ComparedRing],
     repeats: usize,
     progress: &mut dyn FnMut(&str),
-) -> Result<Findings, ClockError> {
-    let largest = settings.iter().map(|setting| &setting.request);
-    let largest = largest.max_by_key(|request| request.shape.tokens);
-    let sizes = largest.map_or(NO_SIZES, |request| Sizes {
+) -> Result<ComparisonReport, CostError> {
+    let requests = rings.iter().map(|ring| &ring.request);
+    let largest = requests.max_by_key(|request| request.shape.tokens);
+    let sizes = largest.map_or(SMALLEST, |request| ProbeSizes {
         rows: request.shape.tokens.max(8),
         heads: request.shape.heads,
         dim: request.shape.dim,
         dtype: request.dtype,
     });
-    let mut profile = Profile::new(&kernel, sizes)?;
-    let ring = ThreadRing::new(kernel, PATIENCE);
-    let mut runs_s = vec![Vec::new(); settings.len()];
+    let mut profile = HostProfile::new(&kernel, sizes)?;
+    let threads = ThreadRing::new(kernel, RING_DEADLINE);
+    let mut runs_s = vec![Vec::new(); rings.len()];
     for _ in 0..repeats {
         progress("the kernel alone");
-        profile.read(&ring)?;
-        for (setting, runs_s) in settings.iter().zip(&mut runs_s) {
-            progress(&setting.name);
-            let rehearsal = Rehearsal::new(&setting.request)?;
-            rehearsal.seconds(&ring, &setting.request)?;
-            runs_s.push(rehearsal.seconds(&ring, &setting.request)?);
+        profile.measure(&threads)?;
+        for (ring, runs_s) in rings.iter().zip(&mut runs_s) {
+            progress(&ring.name);
+            let inputs = BenchmarkInputs::new(&ring.request)?;
+            runs_s.push(inputs.warm_seconds(&threads, &ring.request)?);
         }
     }
-    let machine = profile.machine(Pick::Median)?;
-    let undisturbed = profile.machine(Pick::Fastest)?;
-    let mut rings = Vec::new();
-    for (setting, runs_s) in settings.iter().zip(runs_s) {
-        let plan = Plan::new(setting.request.clone())?;
-        let times = |machine: &Machine, pick: Pick| -> Result<Times, ClockError> {
-            Ok(Times {
-                predicted_s: simulate(&plan, machine, 0..0)?.seconds,
-                measured_s: pick.of(&runs_s),
-            })
-        };
-        rings.push(Comparison {
-            name: setting.name.clone(),
-            median: times(&machine, Pick::Median)?,
-            fastest: times(&undisturbed, Pick::Fastest)?,
+    let machine = profile.machine(Statistic::Median)?;
+    let undisturbed = profile.machine(Statistic::Fastest)?;
+    let mut compared = Vec::new();
+    for (ring, runs_s) in rings.iter().zip(runs_s) {
+        let plan = Plan::new(ring.request.clone())?;
+        let times =
+            |machine: &Machine, statistic: Statistic| -> Result<PredictedAndMeasured, CostError> {
+                Ok(PredictedAndMeasured {
+                    predicted_s: simulate(&plan, machine, 0..0)?.seconds,
+                    measured_s: statistic.of(&runs_s),
+                })
+            };
+        compared.push(RingComparison {
+            name: ring.name.clone(),
+            median: times(&machine, Statistic::Median)?,
+            fastest: times(&undisturbed, Statistic::Fastest)?,
             runs_s,
         });
     }
-    Ok(Findings {
-        rings,
+    Ok(ComparisonReport {
+        rings: compared,
         machine,
         misfit: profile.misfit(),
-        readings: profile.told(),
+        readings: profile.fits(),
     })
 }
 
-const NO_SIZES: Sizes = Sizes {
+/// The sizes measured where there is no ring to compare.
+const SMALLEST: ProbeSizes = ProbeSizes {
     rows: 8,
     heads: 1,
     dim: 1,
     dtype: DType::F32,
 };
-
-/// Random tensors for the calls of a request, whatever ring carries it out.
-#[derive(Debug)]
-pub struct Rehearsal {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-}
-
-impl Rehearsal {
-    /// Tensors of the request's shape and type.
-    pub fn new(request: &Request) -> Result<Rehearsal, RingError> {
-        let shape = &request.shape;
-        let mut random = Random::new(11);
-        let mut tensor = |heads: usize, dim: usize| {
-            let dims = [shape.batch, shape.tokens, heads, dim];
-            let values: Vec<f64> = (0..dims.iter().product()).map(|_| random.unit()).collect();
-            Tensor::from_f64(request.dtype, dims, &values)
-        };
-        Ok(Rehearsal {
-            q: tensor(shape.heads, shape.dim)?,
-            dout: tensor(shape.heads, shape.dim)?,
-            k: tensor(shape.kv_heads, shape.dim)?,
-            v: tensor(shape.kv_heads, shape.dim)?,
-            lse: Tensor::from_f64(
-                request.dtype.sum(),
-                [shape.batch, shape.tokens, shape.heads, 1],
-                &vec![10.0; shape.batch * shape.tokens * shape.heads],
-            )?,
-        })
-    }
-
-    /// What a forward pass is given.
-    pub fn inputs(&self) -> [View<'_>; 3] {
-        [self.q.view(), self.k.view(), self.v.view()]
-    }
-
-    /// What its backward pass is given beside that: the gradient of the output.
-    pub fn dout(&self) -> View<'_> {
-        self.dout.view()
-    }
-
-    /// Seconds from the start of a call to the end of the last rank.
-    pub fn seconds<K: Kernel>(
-        &self,
-        ring: &ThreadRing<K>,
-        request: &Request,
-    ) -> Result<f64, RingError> {
-        let mut inputs = vec![
-            (Role::Q, self.q.view()),
-            (Role::K, self.k.view()),
-            (Role::V, self.v.view()),
-        ];
-        if request.pass != Pass::Forward {
-            // Speed does not depend on what out and lse are, as long as they are finite.
-            let of_out = [
-                (Role::Out, self.q.view()),
-                (Role::Lse, self.lse.view()),
-                (Role::Dout, self.dout.view()),
-            ];
-            inputs.extend(of_out);
-        }
-        let outcome = ring.run(request, &inputs)?;
-        Ok(outcome.trace.end().as_secs_f64())
-    }
-}

@@ -1,146 +1,156 @@
-//! Who computes how fast: a device of its own, or cores that ranks share.
+//! The speed of computation: ranks with a device of their own, or ranks that share cores.
 //!
-//! Where ranks share cores, the work is what is conserved. The kernel has one worker for each core,
-//! and every rank has a thread of its own for what is not a job; the system gives each of those
-//! threads that has something to do an equal part of the cores, never more than one. Jobs of
-//! several ranks share the workers, and one that is too small for all of them leaves some to the
-//! others. A rank on a device of its own is the same with one core.
+//! Shared cores conserve work. The kernel has one worker thread for each core, and every rank has a
+//! thread of its own for tasks that are not jobs; the scheduler gives each runnable thread an equal
+//! part of the cores, never more than one core. Jobs of several ranks share the workers, and a job
+//! too small for all of them leaves the rest to the others. A rank with a device of its own is the
+//! same model with one core.
 
-/// What somebody has under way, and what it takes.
+/// What a piece of work occupies.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Kind {
-    /// Time alone.
+pub(crate) enum CoreUse {
+    /// Nothing: it only takes time.
     Delay,
-    /// A thread of its own.
-    Alone,
-    /// The workers: at most this part of them.
-    Spread(f64),
+    /// The rank's own thread.
+    OwnThread,
+    /// At most this share of the workers.
+    Workers(f64),
 }
 
-impl Kind {
-    /// The part of the workers it can use.
-    fn share(self) -> f64 {
+impl CoreUse {
+    /// The share of the workers it can use.
+    fn worker_share(self) -> f64 {
         match self {
-            Kind::Spread(share) => share,
+            CoreUse::Workers(share) => share,
             _ => 0.0,
         }
     }
 }
 
-/// Something under way.
+/// Work in progress.
 #[derive(Debug, Clone, Copy)]
-struct Active {
+struct RunningWork {
     rank: usize,
-    /// Seconds it would take with all it can use, of workers with all of them.
+    /// Seconds left if nothing else ran; for jobs, on all workers.
     left_s: f64,
-    kind: Kind,
+    core_use: CoreUse,
 }
 
 /// The cores of one device or node.
 #[derive(Debug, Clone, Default)]
-struct Pool {
-    active: Vec<Active>,
-    /// The time up to which `left_s` is right.
-    since: f64,
-    /// Counts changes, so that an end foreseen before one is known to be void.
-    stamp: u64,
+struct CorePool {
+    running: Vec<RunningWork>,
+    /// The time at which each `left_s` was last updated.
+    updated: f64,
+    /// Incremented with every change: a [`PredictedEnd`] with an older version is void.
+    version: u64,
 }
 
 /// All cores of a machine.
 #[derive(Debug)]
-pub(super) struct Cores {
-    pools: Vec<Pool>,
+pub(crate) struct Cores {
+    pools: Vec<CorePool>,
     ranks_per_pool: usize,
     cores: f64,
 }
 
-/// An end that is foreseen: it counts if `stamp` is still the pool's.
+/// The predicted end of the next work of a pool; void once the pool's version has changed.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct End {
+pub(crate) struct PredictedEnd {
     pub pool: usize,
-    pub stamp: u64,
+    pub version: u64,
     pub at: f64,
 }
 
 impl Cores {
-    /// One pool for every `ranks_per_pool` ranks, with so many cores.
+    /// One pool of `cores` cores for every `ranks_per_pool` ranks.
     pub fn new(ranks: usize, ranks_per_pool: usize, cores: usize) -> Cores {
         Cores {
-            pools: vec![Pool::default(); ranks.div_ceil(ranks_per_pool)],
+            pools: vec![CorePool::default(); ranks.div_ceil(ranks_per_pool)],
             ranks_per_pool,
             cores: cores as f64,
         }
     }
 
-    /// A rank begins something that would take `seconds` with nothing else under way, on all
-    /// workers if it is for them. Returns the pool's next end.
-    pub fn begin(&mut self, now: f64, rank: usize, seconds: f64, kind: Kind) -> End {
+    /// Starts work of a rank that takes `seconds` if nothing else runs (on all workers, for jobs).
+    /// Returns the pool's next end.
+    pub fn start(
+        &mut self,
+        now: f64,
+        rank: usize,
+        seconds: f64,
+        core_use: CoreUse,
+    ) -> PredictedEnd {
         let pool = rank / self.ranks_per_pool;
-        self.catch_up(pool, now);
-        self.pools[pool].active.push(Active {
+        self.advance(pool, now);
+        self.pools[pool].running.push(RunningWork {
             rank,
             left_s: seconds,
-            kind,
+            core_use,
         });
-        self.foresee(pool, now)
+        self.predict_end(pool, now)
     }
 
-    /// The rank that is done, if this end is not void, and the pool's next end, if there is one.
-    pub fn end(&mut self, end: End) -> Option<(usize, Option<End>)> {
-        let End { pool, stamp, at } = end;
-        if self.pools[pool].stamp != stamp {
+    /// Ends the work that a prediction is about: its rank, and the pool's next end if more work
+    /// runs. `None` if the prediction is void.
+    pub fn end(&mut self, end: PredictedEnd) -> Option<(usize, Option<PredictedEnd>)> {
+        let PredictedEnd { pool, version, at } = end;
+        if self.pools[pool].version != version {
             return None;
         }
-        self.catch_up(pool, at);
-        let done = self.first_done(pool);
-        let done = self.pools[pool].active.remove(done).rank;
-        let more = !self.pools[pool].active.is_empty();
-        Some((done, more.then(|| self.foresee(pool, at))))
+        self.advance(pool, at);
+        let done = self.first_to_end(pool);
+        let done = self.pools[pool].running.remove(done).rank;
+        let more = !self.pools[pool].running.is_empty();
+        Some((done, more.then(|| self.predict_end(pool, at))))
     }
 
-    /// How fast each kind of work goes, as a part of the seconds it was begun with.
-    fn speeds(&self, pool: usize) -> impl Fn(Kind) -> f64 + use<> {
-        let active = || self.pools[pool].active.iter().map(|active| active.kind);
-        let threads = active().filter(|kind| *kind == Kind::Alone).count();
-        let wanted: f64 = active().map(Kind::share).sum();
-        let workers = self.cores * wanted.min(1.0);
-        let each = (self.cores / (workers + threads as f64)).min(1.0);
-        move |kind| match kind {
-            Kind::Delay => 1.0,
-            Kind::Alone => each,
-            Kind::Spread(share) => each * share / wanted.max(1.0),
+    /// The present speed of each kind of work, as a fraction of its speed alone.
+    fn speeds(&self, pool: usize) -> impl Fn(CoreUse) -> f64 + use<> {
+        let running = || self.pools[pool].running.iter().map(|work| work.core_use);
+        let threads = running().filter(|of| *of == CoreUse::OwnThread).count();
+        let requested: f64 = running().map(CoreUse::worker_share).sum();
+        let workers = self.cores * requested.min(1.0);
+        let per_thread = (self.cores / (workers + threads as f64)).min(1.0);
+        move |core_use| match core_use {
+            CoreUse::Delay => 1.0,
+            CoreUse::OwnThread => per_thread,
+            CoreUse::Workers(share) => per_thread * share / requested.max(1.0),
         }
     }
 
-    fn catch_up(&mut self, pool: usize, now: f64) {
+    /// Subtracts the work done since the last update.
+    fn advance(&mut self, pool: usize, now: f64) {
         let speed = self.speeds(pool);
-        let Pool { active, since, .. } = &mut self.pools[pool];
-        let passed = now - *since;
-        *since = now;
+        let CorePool {
+            running, updated, ..
+        } = &mut self.pools[pool];
+        let passed = now - *updated;
+        *updated = now;
         if passed > 0.0 {
-            for one in active {
-                one.left_s = (one.left_s - passed * speed(one.kind)).max(0.0);
+            for work in running {
+                work.left_s = (work.left_s - passed * speed(work.core_use)).max(0.0);
             }
         }
     }
 
-    /// The one that would be done first, the earliest begun of equals.
-    fn first_done(&self, pool: usize) -> usize {
+    /// The index of the work that ends first at the present speeds; of equals, the first started.
+    fn first_to_end(&self, pool: usize) -> usize {
         let speed = self.speeds(pool);
-        let time = |one: &Active| one.left_s / speed(one.kind);
-        let active = self.pools[pool].active.iter().enumerate();
-        let first = active.min_by(|(_, a), (_, b)| time(a).total_cmp(&time(b)));
-        first.expect("somebody is under way").0
+        let time = |work: &RunningWork| work.left_s / speed(work.core_use);
+        let running = self.pools[pool].running.iter().enumerate();
+        let first = running.min_by(|(_, a), (_, b)| time(a).total_cmp(&time(b)));
+        first.expect("the pool has running work").0
     }
 
-    fn foresee(&mut self, pool: usize, now: f64) -> End {
+    fn predict_end(&mut self, pool: usize, now: f64) -> PredictedEnd {
         let speed = self.speeds(pool);
-        let first = self.pools[pool].active[self.first_done(pool)];
-        let left = first.left_s / speed(first.kind);
-        self.pools[pool].stamp += 1;
-        End {
+        let first = self.pools[pool].running[self.first_to_end(pool)];
+        let left = first.left_s / speed(first.core_use);
+        self.pools[pool].version += 1;
+        PredictedEnd {
             pool,
-            stamp: self.pools[pool].stamp,
+            version: self.pools[pool].version,
             at: now + left,
         }
     }
@@ -148,14 +158,14 @@ impl Cores {
 
 #[cfg(test)]
 mod tests {
-    use super::{Cores, Kind};
+    use super::{CoreUse, Cores};
 
     #[test]
     fn threads_and_workers_share_cores_and_delays_take_none() {
         let mut cores = Cores::new(3, 3, 2);
-        cores.begin(0.0, 0, 1.0, Kind::Alone);
-        cores.begin(0.0, 1, 4.0, Kind::Spread(1.0));
-        let end = cores.begin(0.0, 2, 1.0, Kind::Delay);
+        cores.start(0.0, 0, 1.0, CoreUse::OwnThread);
+        cores.start(0.0, 1, 4.0, CoreUse::Workers(1.0));
+        let end = cores.start(0.0, 2, 1.0, CoreUse::Delay);
         // Two workers and a thread on two cores: two thirds of a core for each.
         assert_eq!(end.at, 1.0);
         let (rank, end) = cores.end(end).unwrap();
@@ -165,24 +175,24 @@ mod tests {
         let (rank, end) = cores.end(end).unwrap();
         let end = end.unwrap();
         assert_eq!(rank, 0);
-        // The job has had 1.5 s at two thirds; alone it takes the 3 s that are left.
+        // The job ran for 1.5 s at two thirds of its speed; alone it takes the 3 s that are left.
         assert!((end.at - 4.5).abs() < 1e-12, "{end:?}");
-        // A change makes the end that was foreseen void.
-        cores.begin(2.0, 0, 1.0, Kind::Spread(1.0));
+        // New work voids the predicted end.
+        cores.start(2.0, 0, 1.0, CoreUse::Workers(1.0));
         assert_eq!(cores.end(end), None);
     }
 
     #[test]
     fn a_small_job_leaves_workers_to_others() {
         let mut cores = Cores::new(3, 3, 4);
-        // Alone, it has a quarter of the workers: four times as long as on all of them.
-        let end = cores.begin(0.0, 0, 1.0, Kind::Spread(0.25));
+        // Alone it uses a quarter of the workers: four times as long as on all of them.
+        let end = cores.start(0.0, 0, 1.0, CoreUse::Workers(0.25));
         assert_eq!(end.at, 4.0);
-        // Three quarters are left: two of the jobs go on side by side as if each were alone.
-        let end = cores.begin(0.0, 1, 1.5, Kind::Spread(0.75));
+        // Three quarters are left: the two jobs run in parallel as if each were alone.
+        let end = cores.start(0.0, 1, 1.5, CoreUse::Workers(0.75));
         assert_eq!(end.at, 2.0);
-        // There is not enough for all three: each gets its part of what it could use.
-        let end = cores.begin(0.0, 2, 1.0, Kind::Spread(1.0));
+        // The three request more than there is: each gets workers in proportion to its request.
+        let end = cores.start(0.0, 2, 1.0, CoreUse::Workers(1.0));
         assert_eq!(end.at, 2.0);
         assert_eq!(cores.end(end).map(|(rank, _)| rank), Some(2));
     }

@@ -1,8 +1,8 @@
-//! The clock: ranks that go through their rounds, and the order in which things happen.
+//! The discrete-event simulation: ranks go through their rounds, events happen in order of time.
 //!
-//! A rank prepares, posts its hops, computes, and goes on when all hops of the round have come; a
-//! hop begins when both of its ends have posted it. Events of equal time happen in the order in
-//! which they were foreseen, so two runs are the same to the bit.
+//! In each round a rank prepares, posts its transfers, computes, and proceeds when all transfers of
+//! the round have ended; a transfer begins when both ends have posted it. Events of equal time
+//! happen in the order in which they were predicted, so two runs are the same to the bit.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,107 +10,101 @@ use std::ops::Range;
 use encke_core::plan::Pass;
 use encke_ring::trace::{Activity, Event, Trace};
 
-use super::cores::{Cores, End, Kind};
-use super::cost::{Hop, Program, Work};
-use super::event_queue::{EventQueue, What};
-use super::machine::{Carrier, Machine};
-use super::run::{LinkTime, RankTime, Run, Transfer, duration};
-use super::wires::{Arrival, Flight, Wires};
+use crate::cores::{CoreUse, Cores, PredictedEnd};
+use crate::event_queue::EventQueue;
+use crate::machine::{Machine, TransferMode};
+use crate::network::{ActiveTransfer, Network, PredictedArrival};
+use crate::rank_costs::{PeerBytes, RankCosts, TaskTime};
+use crate::simulated_run::{LinkTime, RankTime, SimulatedRun, Transfer, duration};
 
-/// What a rank is at.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Stage {
+/// An event of the simulation.
+#[derive(Debug, Clone, Copy)]
+enum EngineEvent {
+    /// Work on some cores ends.
+    WorkEnds(PredictedEnd),
+    /// The first byte of a transfer moves.
+    Departs(usize),
+    /// The last byte of a transfer arrives.
+    Arrives(PredictedArrival),
+}
+
+/// What a rank is doing.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+enum RankStage {
+    #[default]
     Load,
     Prepare,
-    /// Carrying its own hops whose receivers were ready before its jobs: which one.
-    Early(usize),
+    /// Copying, before its jobs, the send with this index, whose receiver has posted.
+    EarlyCopy(usize),
     Compute,
-    /// Carrying those whose receivers were not: which of the late ones, and whether it has begun.
-    Deferred(usize, bool),
+    /// Copying, after its jobs, the deferred send with this index; false while the receiver has not
+    /// posted yet.
+    DeferredCopy(usize, bool),
     Wait,
     Done,
 }
 
-#[derive(Debug, Clone)]
-struct State {
-    stage: Stage,
+#[derive(Debug, Clone, Default)]
+struct RankState {
+    stage: RankStage,
     round: usize,
-    /// Rounds whose hops it has posted.
+    /// Rounds whose transfers it has posted.
     posted: usize,
-    /// Hops of the round that have not arrived.
+    /// Transfers of the round that have not ended.
     open: usize,
-    /// Sends whose receivers had not posted when it looked.
-    late: Vec<usize>,
-    /// The hop it is carrying itself.
-    carrying: usize,
-    /// What is to be done in this stage after what is under way.
-    rest: Work,
+    /// Sends deferred until after its jobs because the receiver had not posted.
+    deferred: Vec<usize>,
+    /// The transfer that its own thread is copying.
+    copying: usize,
+    /// Work of this stage that has not started.
+    rest: TaskTime,
     /// When the stage began.
     since: f64,
-    /// Hops of its own under way.
-    flying: usize,
-    /// The time up to which its time is booked.
-    booked: f64,
+    /// Its transfers in flight.
+    in_flight: usize,
+    /// The time up to which `time` is accounted.
+    accounted: f64,
     time: RankTime,
 }
 
-pub(super) struct Engine<'a> {
-    programs: &'a [Program],
+pub(crate) struct Engine<'a> {
+    costs: &'a [RankCosts],
     machine: &'a Machine,
     recorded: Range<usize>,
     now: f64,
-    agenda: EventQueue,
-    /// Ranks whose stage may be over.
+    queue: EventQueue<EngineEvent>,
+    /// Ranks whose stage may have ended.
     ready: VecDeque<usize>,
-    ranks: Vec<State>,
+    ranks: Vec<RankState>,
     cores: Cores,
-    wires: Wires<'a>,
+    network: Network<'a>,
     links: [LinkTime; 2],
-    arrivals: Vec<Arrival>,
+    arrivals: Vec<PredictedArrival>,
     events: Vec<Vec<Event>>,
     transfers: Vec<Transfer>,
 }
 
 impl<'a> Engine<'a> {
-    pub fn new(
-        programs: &'a [Program],
-        machine: &'a Machine,
-        recorded: Range<usize>,
-    ) -> Engine<'a> {
-        let ranks = programs.len();
+    pub fn new(costs: &'a [RankCosts], machine: &'a Machine, recorded: Range<usize>) -> Engine<'a> {
+        let ranks = costs.len();
         let cores = match machine.device.shared_cores {
-            Some(cores) => Cores::new(ranks, machine.node, cores),
+            Some(cores) => Cores::new(ranks, machine.ranks_per_node, cores),
             None => Cores::new(ranks, 1, 1),
         };
-        let state = State {
-            stage: Stage::Load,
-            round: 0,
-            posted: 0,
-            open: 0,
-            late: Vec::new(),
-            carrying: 0,
-            rest: Work::default(),
-            since: 0.0,
-            flying: 0,
-            booked: 0.0,
-            time: RankTime::default(),
-        };
-        let links = [(&machine.inside, false), (&machine.between, true)];
+        let links = [(&machine.intra_node, false), (&machine.inter_node, true)];
         Engine {
-            programs,
+            costs,
             machine,
             now: 0.0,
-            agenda: EventQueue::default(),
+            queue: EventQueue::default(),
             ready: VecDeque::new(),
-            ranks: vec![state; ranks],
+            ranks: vec![RankState::default(); ranks],
             cores,
-            wires: Wires::new(machine, ranks),
+            network: Network::new(machine, ranks),
             links: links.map(|(link, between_nodes)| LinkTime {
                 name: link.name.clone(),
                 between_nodes,
-                bytes: 0,
-                hops: 0,
-                busiest_port_s: 0.0,
+                ..LinkTime::default()
             }),
             arrivals: Vec::new(),
             events: vec![Vec::new(); recorded.len().min(ranks)],
@@ -119,10 +113,10 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Lets everything happen.
-    pub fn run(mut self, pass: Pass) -> Run {
+    /// Runs the simulation to its end.
+    pub fn run(mut self, pass: Pass) -> SimulatedRun {
         for rank in 0..self.ranks.len() {
-            if !self.start(rank, self.programs[rank].load) {
+            if !self.start(rank, self.costs[rank].load) {
                 self.ready.push_back(rank);
             }
         }
@@ -130,99 +124,102 @@ impl<'a> Engine<'a> {
             while let Some(rank) = self.ready.pop_front() {
                 self.proceed(rank);
             }
-            let Some((at, what)) = self.agenda.next() else {
+            let Some((at, event)) = self.queue.pop() else {
                 break;
             };
             self.now = at;
-            match what {
-                What::End(end) => self.ended(end),
-                What::Depart(flight) => self.depart(flight),
-                What::Arrival(arrival) => self.arrived(arrival),
+            match event {
+                EngineEvent::WorkEnds(end) => self.end_work(end),
+                EngineEvent::Departs(transfer) => self.depart(transfer),
+                EngineEvent::Arrives(arrival) => self.arrive(arrival),
             }
         }
-        let stuck = self.ranks.iter().position(|rank| rank.stage != Stage::Done);
-        assert_eq!(stuck, None, "every rank of a plan comes to its end");
+        let stuck = self
+            .ranks
+            .iter()
+            .position(|rank| rank.stage != RankStage::Done);
+        assert_eq!(stuck, None, "every rank of a plan finishes");
         self.finish(pass)
     }
 
-    /// Begins the work of a rank's stage; false if there is none.
-    fn start(&mut self, rank: usize, work: Work) -> bool {
+    /// Starts the work of a rank's stage; false if there is none.
+    fn start(&mut self, rank: usize, work: TaskTime) -> bool {
         let slow = self.machine.stragglers.get(&rank).copied().unwrap_or(1.0);
-        self.ranks[rank].rest = Work {
+        self.ranks[rank].rest = TaskTime {
             delay_s: work.delay_s * slow,
-            alone_s: work.alone_s * slow,
-            spread_s: work.spread_s * slow,
-            least_s: work.least_s * slow,
+            thread_s: work.thread_s * slow,
+            workers_s: work.workers_s * slow,
+            limited_s: work.limited_s * slow,
         };
-        self.work_on(rank)
+        self.start_next(rank)
     }
 
-    /// Begins the next part of what a rank has to do; false if there is none.
-    fn work_on(&mut self, rank: usize) -> bool {
+    /// Starts the next part of a rank's remaining work; false if there is none.
+    fn start_next(&mut self, rank: usize) -> bool {
         let rest = &mut self.ranks[rank].rest;
-        let spread = Kind::Spread(rest.share());
+        let workers = CoreUse::Workers(rest.worker_share());
         let parts = [
-            (&mut rest.delay_s, Kind::Delay),
-            (&mut rest.alone_s, Kind::Alone),
-            (&mut rest.spread_s, spread),
+            (&mut rest.delay_s, CoreUse::Delay),
+            (&mut rest.thread_s, CoreUse::OwnThread),
+            (&mut rest.workers_s, workers),
         ];
-        for (left_s, kind) in parts {
+        for (left_s, core_use) in parts {
             let seconds = std::mem::take(left_s);
             if seconds > 0.0 {
-                let end = self.cores.begin(self.now, rank, seconds, kind);
-                self.agenda.add(end.at, What::End(end));
+                let end = self.cores.start(self.now, rank, seconds, core_use);
+                self.queue.push(end.at, EngineEvent::WorkEnds(end));
                 return true;
             }
         }
         false
     }
 
-    fn ended(&mut self, end: End) {
+    fn end_work(&mut self, end: PredictedEnd) {
         let Some((rank, next)) = self.cores.end(end) else {
             return;
         };
         if let Some(next) = next {
-            self.agenda.add(next.at, What::End(next));
+            self.queue.push(next.at, EngineEvent::WorkEnds(next));
         }
-        if !self.work_on(rank) {
+        if !self.start_next(rank) {
             self.proceed(rank);
         }
     }
 
-    /// The rank's stage is over: goes on to the next one that takes time.
+    /// Ends a rank's stage and moves it on to the next stage that takes time.
     fn proceed(&mut self, rank: usize) {
         loop {
             let busy = match self.ranks[rank].stage {
-                Stage::Load => {
-                    self.note(rank, Activity::Load);
+                RankStage::Load => {
+                    self.end_activity(rank, Activity::Load);
                     self.prepare(rank)
                 }
-                Stage::Prepare => {
-                    self.note(rank, Activity::Prepare);
-                    self.enter(rank, Stage::Early(0));
+                RankStage::Prepare => {
+                    self.end_activity(rank, Activity::Prepare);
+                    self.enter(rank, RankStage::EarlyCopy(0));
                     self.post(rank);
-                    self.carry_early(rank, 0)
+                    self.copy_early(rank, 0)
                 }
-                Stage::Early(at) => {
-                    self.carried(rank);
-                    self.carry_early(rank, at + 1)
+                RankStage::EarlyCopy(at) => {
+                    self.end_copy(rank);
+                    self.copy_early(rank, at + 1)
                 }
-                Stage::Compute => {
-                    self.note(rank, Activity::Compute);
-                    self.carry_late(rank, 0)
+                RankStage::Compute => {
+                    self.end_activity(rank, Activity::Compute);
+                    self.copy_deferred(rank, 0)
                 }
-                Stage::Deferred(at, false) => self.carry_late(rank, at),
-                Stage::Deferred(at, true) => {
-                    self.carried(rank);
-                    self.carry_late(rank, at + 1)
+                RankStage::DeferredCopy(at, false) => self.copy_deferred(rank, at),
+                RankStage::DeferredCopy(at, true) => {
+                    self.end_copy(rank);
+                    self.copy_deferred(rank, at + 1)
                 }
-                Stage::Wait if self.ranks[rank].open > 0 => return,
-                Stage::Wait => {
-                    self.note(rank, Activity::Wait);
+                RankStage::Wait if self.ranks[rank].open > 0 => return,
+                RankStage::Wait => {
+                    self.end_activity(rank, Activity::Wait);
                     self.ranks[rank].round += 1;
                     self.prepare(rank)
                 }
-                Stage::Done => return,
+                RankStage::Done => return,
             };
             if busy {
                 return;
@@ -230,138 +227,139 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Books the time since the last change: hops fly, hidden or not, or the rank just waits.
-    fn book(&mut self, rank: usize) {
+    /// Accounts the time since the last change: in flight, exposed or idle.
+    fn account(&mut self, rank: usize) {
         let state = &mut self.ranks[rank];
-        let passed = self.now - state.booked;
-        state.booked = self.now;
+        let passed = self.now - state.accounted;
+        state.accounted = self.now;
         let waits = matches!(
             state.stage,
-            Stage::Early(_) | Stage::Deferred(..) | Stage::Wait
+            RankStage::EarlyCopy(_) | RankStage::DeferredCopy(..) | RankStage::Wait
         );
-        if state.flying > 0 {
-            state.time.flying_s += passed;
+        if state.in_flight > 0 {
+            state.time.in_flight_s += passed;
         }
-        match (waits, state.flying) {
+        match (waits, state.in_flight) {
             (true, 0) => state.time.idle_s += passed,
             (true, _) => state.time.exposed_s += passed,
             (false, _) => {}
         }
     }
 
-    fn enter(&mut self, rank: usize, stage: Stage) {
-        self.book(rank);
+    fn enter(&mut self, rank: usize, stage: RankStage) {
+        self.account(rank);
         let from = std::mem::replace(&mut self.ranks[rank].stage, stage);
-        // Carrying late hops and waiting for others' is one stretch of time to whoever looks.
-        if !matches!(from, Stage::Deferred(..)) {
+        // In the trace, copying deferred sends and waiting for receives is one interval.
+        if !matches!(from, RankStage::DeferredCopy(..)) {
             self.ranks[rank].since = self.now;
         }
     }
 
-    /// The next round, if there is one: its tasks before the hops.
+    /// Starts the tasks before the transfers of the next round, or ends the rank.
     fn prepare(&mut self, rank: usize) -> bool {
         let round = self.ranks[rank].round;
-        match self.programs[rank].rounds.get(round) {
+        match self.costs[rank].rounds.get(round) {
             Some(cost) => {
-                self.enter(rank, Stage::Prepare);
+                self.enter(rank, RankStage::Prepare);
                 self.start(rank, cost.before)
             }
             None => {
-                self.enter(rank, Stage::Done);
+                self.enter(rank, RankStage::Done);
                 self.ranks[rank].time.end_s = self.now;
                 true
             }
         }
     }
 
-    /// Posts the hops of the round: those whose other end is there begin.
+    /// Posts the transfers of the round; those that the other end has posted begin.
     fn post(&mut self, rank: usize) {
-        let programs = self.programs;
+        let costs = self.costs;
         let round = self.ranks[rank].round;
-        let (sends, receives) = (programs[rank].sends(round), programs[rank].receives(round));
+        let (sends, receives) = (costs[rank].sends(round), costs[rank].receives(round));
         self.ranks[rank].posted = round + 1;
         self.ranks[rank].open = sends.len() + receives.len();
-        self.ranks[rank].late.clear();
-        for hop in sends {
-            let peer = hop.peer as usize;
-            if self.flies(rank, peer) && self.ranks[peer].posted > round {
-                self.launch(rank, peer, hop.bytes);
+        self.ranks[rank].deferred.clear();
+        for sent in sends {
+            let peer = sent.peer as usize;
+            if self.is_offloaded(rank, peer) && self.ranks[peer].posted > round {
+                self.launch(rank, peer, sent.bytes);
             }
         }
-        for hop in receives {
-            let peer = hop.peer as usize;
+        for received in receives {
+            let peer = received.peer as usize;
             if self.ranks[peer].posted <= round {
                 continue;
             }
-            if self.flies(peer, rank) {
-                self.launch(peer, rank, hop.bytes);
-            } else if matches!(self.ranks[peer].stage, Stage::Deferred(_, false)) {
-                // It may be this rank that the sender is waiting for.
+            if self.is_offloaded(peer, rank) {
+                self.launch(peer, rank, received.bytes);
+            } else if matches!(self.ranks[peer].stage, RankStage::DeferredCopy(_, false)) {
+                // The sender may be waiting for this rank.
                 self.ready.push_back(peer);
             }
         }
     }
 
-    fn flies(&self, from: usize, to: usize) -> bool {
-        self.machine.link(from, to).0.carrier == Carrier::Wire
+    fn is_offloaded(&self, from: usize, to: usize) -> bool {
+        self.machine.link(from, to).0.mode == TransferMode::Offloaded
     }
 
     fn launch(&mut self, from: usize, to: usize, bytes: u64) {
-        let flight = self.open_flight(from, to, bytes);
+        let transfer = self.open_transfer(from, to, bytes);
         let latency = self.machine.link(from, to).0.latency_s;
         if latency > 0.0 {
-            self.agenda.add(self.now + latency, What::Depart(flight));
+            self.queue
+                .push(self.now + latency, EngineEvent::Departs(transfer));
         } else {
-            self.depart(flight);
+            self.depart(transfer);
         }
     }
 
-    fn open_flight(&mut self, from: usize, to: usize, bytes: u64) -> usize {
+    fn open_transfer(&mut self, from: usize, to: usize, bytes: u64) -> usize {
         for rank in [from, to] {
-            self.book(rank);
-            self.ranks[rank].flying += 1;
+            self.account(rank);
+            self.ranks[rank].in_flight += 1;
         }
         let round = self.ranks[from].round;
-        self.wires.post(self.now, from, to, round, bytes)
+        self.network.post(self.now, from, to, round, bytes)
     }
 
-    fn depart(&mut self, flight: usize) {
-        self.wires.depart(self.now, flight, &mut self.arrivals);
-        self.foresee_arrivals();
+    fn depart(&mut self, transfer: usize) {
+        self.network.depart(self.now, transfer, &mut self.arrivals);
+        self.queue_arrivals();
     }
 
-    fn arrived(&mut self, arrival: Arrival) {
-        let flight = self.wires.arrive(arrival, &mut self.arrivals);
-        self.foresee_arrivals();
-        if let Some(flight) = flight {
-            self.land(&flight);
+    fn arrive(&mut self, arrival: PredictedArrival) {
+        let transfer = self.network.arrive(arrival, &mut self.arrivals);
+        self.queue_arrivals();
+        if let Some(transfer) = transfer {
+            self.end_transfer(&transfer);
         }
     }
 
-    fn foresee_arrivals(&mut self) {
+    fn queue_arrivals(&mut self) {
         let mut arrivals = std::mem::take(&mut self.arrivals);
         for arrival in arrivals.drain(..) {
-            self.agenda.add(arrival.at, What::Arrival(arrival));
+            self.queue.push(arrival.at, EngineEvent::Arrives(arrival));
         }
         self.arrivals = arrivals;
     }
 
-    /// A hop is complete at both ends.
-    fn land(&mut self, flight: &Flight) {
-        let &Flight {
+    /// Ends a transfer at both ends.
+    fn end_transfer(&mut self, transfer: &ActiveTransfer) {
+        let &ActiveTransfer {
             from,
             to,
             round,
             bytes,
             start_s,
             ..
-        } = flight;
+        } = transfer;
         for rank in [from, to] {
-            self.book(rank);
+            self.account(rank);
             let state = &mut self.ranks[rank];
-            state.flying -= 1;
+            state.in_flight -= 1;
             state.open -= 1;
-            if state.stage == Stage::Wait && state.open == 0 {
+            if state.stage == RankStage::Wait && state.open == 0 {
                 self.ready.push_back(rank);
             }
         }
@@ -370,7 +368,7 @@ impl<'a> Engine<'a> {
         let between_nodes = self.machine.link(from, to).1;
         let link = &mut self.links[usize::from(between_nodes)];
         link.bytes += bytes;
-        link.hops += 1;
+        link.transfers += 1;
         if self.recorded.contains(&from) || self.recorded.contains(&to) {
             self.transfers.push(Transfer {
                 from,
@@ -384,57 +382,58 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Carries hops of the round from `at` on, as far as receivers are ready; then computes.
-    fn carry_early(&mut self, rank: usize, at: usize) -> bool {
-        let programs = self.programs;
+    /// Copies the sends of the round from index `at` on whose receivers have posted, defers the
+    /// others, then computes.
+    fn copy_early(&mut self, rank: usize, at: usize) -> bool {
+        let costs = self.costs;
         let round = self.ranks[rank].round;
-        for (i, hop) in programs[rank].sends(round).iter().enumerate().skip(at) {
-            let peer = hop.peer as usize;
-            if self.flies(rank, peer) {
+        for (i, sent) in costs[rank].sends(round).iter().enumerate().skip(at) {
+            let peer = sent.peer as usize;
+            if self.is_offloaded(rank, peer) {
                 continue;
             }
             if self.ranks[peer].posted > round {
-                self.enter(rank, Stage::Early(i));
-                return self.carry(rank, *hop);
+                self.enter(rank, RankStage::EarlyCopy(i));
+                return self.copy(rank, *sent);
             }
-            self.ranks[rank].late.push(i);
+            self.ranks[rank].deferred.push(i);
         }
-        self.enter(rank, Stage::Compute);
-        self.start(rank, programs[rank].rounds[round].meanwhile)
+        self.enter(rank, RankStage::Compute);
+        self.start(rank, costs[rank].rounds[round].meanwhile)
     }
 
-    /// Carries the hops that were left, each as soon as its receiver is ready; then waits.
-    fn carry_late(&mut self, rank: usize, at: usize) -> bool {
+    /// Copies the deferred sends in order, each once its receiver has posted, then waits.
+    fn copy_deferred(&mut self, rank: usize, at: usize) -> bool {
         let round = self.ranks[rank].round;
-        let Some(&i) = self.ranks[rank].late.get(at) else {
-            self.enter(rank, Stage::Wait);
+        let Some(&i) = self.ranks[rank].deferred.get(at) else {
+            self.enter(rank, RankStage::Wait);
             return false;
         };
-        let hop = self.programs[rank].sends(round)[i];
-        let ready = self.ranks[hop.peer as usize].posted > round;
-        self.enter(rank, Stage::Deferred(at, ready));
-        if ready { self.carry(rank, hop) } else { true }
+        let sent = self.costs[rank].sends(round)[i];
+        let ready = self.ranks[sent.peer as usize].posted > round;
+        self.enter(rank, RankStage::DeferredCopy(at, ready));
+        if ready { self.copy(rank, sent) } else { true }
     }
 
-    /// The rank's own thread moves a hop.
-    fn carry(&mut self, rank: usize, hop: Hop) -> bool {
-        let peer = hop.peer as usize;
-        self.ranks[rank].carrying = self.open_flight(rank, peer, hop.bytes);
+    /// Starts a transfer that the rank's own thread copies.
+    fn copy(&mut self, rank: usize, sent: PeerBytes) -> bool {
+        let peer = sent.peer as usize;
+        self.ranks[rank].copying = self.open_transfer(rank, peer, sent.bytes);
         let link = self.machine.link(rank, peer).0;
-        let work = Work {
-            alone_s: link.latency_s + hop.bytes as f64 / link.bytes_per_s,
-            ..Work::default()
+        let work = TaskTime {
+            thread_s: link.latency_s + sent.bytes as f64 / link.bytes_per_s,
+            ..TaskTime::default()
         };
         self.start(rank, work)
     }
 
-    fn carried(&mut self, rank: usize) {
-        let flight = self.wires.carried(self.ranks[rank].carrying);
-        self.land(&flight);
+    fn end_copy(&mut self, rank: usize) {
+        let transfer = self.network.end_copied(self.ranks[rank].copying);
+        self.end_transfer(&transfer);
     }
 
-    /// A stage is over: sums it up, and keeps it where it is recorded.
-    fn note(&mut self, rank: usize, activity: Activity) {
+    /// Accounts an activity that has ended, and traces it if the rank is recorded.
+    fn end_activity(&mut self, rank: usize, activity: Activity) {
         let (now, state) = (self.now, &mut self.ranks[rank]);
         let took = now - state.since;
         match activity {
@@ -447,10 +446,10 @@ impl<'a> Engine<'a> {
             return;
         }
         let (round, start) = (state.round, state.since);
-        let bytes = |hops: &[Hop]| hops.iter().map(|hop| hop.bytes).sum::<u64>() as usize;
-        let program = &self.programs[rank];
+        let bytes = |of: &[PeerBytes]| of.iter().map(|peer| peer.bytes).sum::<u64>() as usize;
+        let costs = &self.costs[rank];
         let (sent_bytes, received_bytes) = match activity {
-            Activity::Wait => (bytes(program.sends(round)), bytes(program.receives(round))),
+            Activity::Wait => (bytes(costs.sends(round)), bytes(costs.receives(round))),
             _ => (0, 0),
         };
         if took > 0.0 || sent_bytes + received_bytes > 0 {
@@ -466,26 +465,26 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn finish(mut self, pass: Pass) -> Run {
+    fn finish(mut self, pass: Pass) -> SimulatedRun {
         let ranks: Vec<RankTime> = self.ranks.iter().map(|rank| rank.time).collect();
         let seconds = ranks.iter().map(|rank| rank.end_s).fold(0.0, f64::max);
         for link in &mut self.links {
-            link.busiest_port_s = self.wires.busiest_port_s(link.between_nodes);
+            link.busiest_port_s = self.network.busiest_port_s(link.between_nodes);
         }
         let sum = |of: fn(&RankTime) -> f64| ranks.iter().map(of).sum::<f64>();
-        let (flying, exposed) = (sum(|rank| rank.flying_s), sum(|rank| rank.exposed_s));
-        let one_device_s: f64 = self.programs.iter().map(|program| program.ideal_s).sum();
+        let (in_flight, exposed) = (sum(|rank| rank.in_flight_s), sum(|rank| rank.exposed_s));
+        let one_device_s: f64 = self.costs.iter().map(|rank| rank.arithmetic_s).sum();
         let devices = self.machine.devices(ranks.len());
         let busiest = ranks.iter().enumerate();
         let slowest = busiest.max_by(|(_, a), (_, b)| a.busy_s().total_cmp(&b.busy_s()));
-        Run {
+        SimulatedRun {
             pass,
             seconds,
-            flops: self.programs.iter().map(|program| program.flops).sum(),
+            flops: self.costs.iter().map(|rank| rank.flops).sum(),
             one_device_s,
             devices,
             efficiency: one_device_s / (devices as f64 * seconds),
-            hidden: (flying > 0.0).then(|| 1.0 - exposed / flying),
+            hidden: (in_flight > 0.0).then(|| 1.0 - exposed / in_flight),
             slowest: slowest.map_or(0, |(rank, _)| rank),
             links: self.links.to_vec(),
             trace: Trace {

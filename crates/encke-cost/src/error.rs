@@ -1,59 +1,60 @@
-//! What can be wrong with a description, and who says so.
+//! Why a prediction cannot be made: an invalid machine, a refused plan, a failed measurement.
 
 use encke_core::DType;
 use encke_core::kernel::KernelError;
 use encke_ring::RingError;
 
-/// Why there is no time to tell.
+/// Why there is no prediction.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum ClockError {
-    /// A number of the description that no machine can have.
-    #[error("{what} is {got} in the description of the machine; it must be {wanted}")]
+pub enum CostError {
+    /// A value of the machine description is out of range.
+    #[error("{what} is {got} in the description of the machine; it must be {expected}")]
     Number {
-        /// Which number.
+        /// The field.
         what: &'static str,
-        /// What it is.
+        /// Its value.
         got: f64,
-        /// What it may be.
-        wanted: &'static str,
+        /// The allowed range.
+        expected: &'static str,
     },
-    /// A straggler that is not there.
+    /// A straggler outside the ring.
     #[error("rank {rank} is to be slow, but there are {ranks} ranks, counted from 0")]
     Straggler {
         /// The rank named.
         rank: usize,
-        /// How many there are.
+        /// The ranks of the ring.
         ranks: usize,
     },
-    /// A device without figures for the type.
+    /// A device without rates for the dtype.
     #[error(
-        "{device} has no figures for {dtype}, only for {known}; choose one of them or give the FLOP/s"
+        "{device} has no figures for {dtype}, only for {known}; choose one of them or give the \
+         FLOP/s"
     )]
     NoRate {
         /// The device.
         device: String,
-        /// The type asked for.
+        /// The dtype of the request.
         dtype: DType,
-        /// The types it has figures for.
+        /// The dtypes the device has rates for.
         known: String,
     },
     /// A name that is not in the catalogue.
     #[error("there is no {kind} {name:?}; known are {known}")]
     Unknown {
-        /// What was looked for.
+        /// `device` or `link`.
         kind: &'static str,
-        /// Its name.
+        /// The name looked up.
         name: String,
-        /// The names there are.
+        /// The names in the catalogue.
         known: String,
     },
     /// The plan was refused.
     #[error(transparent)]
     Plan(#[from] encke_core::Error),
-    /// The kernel could not be measured.
+    /// The kernel failed while it was measured.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// The ring that time was to be held against failed.
+    /// A measured ring failed.
     #[error(transparent)]
     Ring(#[from] RingError),
 }

@@ -1,71 +1,102 @@
-//! What is going to happen, in order of time.
+//! A queue of events in order of virtual time, for discrete-event simulations.
 //!
-//! The decision here: things of equal time happen in the order in which they were foreseen, so that
-//! nothing depends on how a heap breaks ties.
+//! It does not run anything: the caller pops an event, handles it and pushes its consequences. The
+//! decision here: events of equal time come out in the order in which they were pushed, so that
+//! runs are reproducible to the bit and do not depend on how a heap breaks ties.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
+use std::time::Duration;
 
-use super::cores::End;
-use super::wires::Arrival;
-
-/// Something that happens.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum What {
-    /// Work on some cores ends.
-    End(End),
-    /// The first byte of a hop moves.
-    Depart(usize),
-    /// The last byte of a hop arrives.
-    Arrival(Arrival),
+/// A virtual time with a total order.
+pub trait VirtualTime: Copy {
+    /// Compares two times; every pair of times is comparable.
+    fn total_cmp(&self, other: &Self) -> Ordering;
 }
 
-#[derive(Debug, Clone, Copy)]
-struct Happening {
-    at: f64,
-    order: u64,
-    what: What,
-}
-
-/// Everything that is foreseen.
-#[derive(Debug, Default)]
-pub(super) struct EventQueue {
-    heap: BinaryHeap<Happening>,
-    order: u64,
-}
-
-impl EventQueue {
-    /// Something will happen.
-    pub fn add(&mut self, at: f64, what: What) {
-        self.order += 1;
-        let order = self.order;
-        self.heap.push(Happening { at, order, what });
-    }
-
-    /// What happens next, and when.
-    pub fn next(&mut self) -> Option<(f64, What)> {
-        self.heap.pop().map(|next| (next.at, next.what))
+impl VirtualTime for f64 {
+    fn total_cmp(&self, other: &f64) -> Ordering {
+        f64::total_cmp(self, other)
     }
 }
 
-impl Ord for Happening {
-    /// The earliest is the greatest, as a heap wants it.
-    fn cmp(&self, other: &Happening) -> Ordering {
+impl VirtualTime for Duration {
+    fn total_cmp(&self, other: &Duration) -> Ordering {
+        self.cmp(other)
+    }
+}
+
+/// Pending events, ordered by virtual time `T` and then by insertion.
+///
+/// ```
+/// let mut queue = encke_cost::EventQueue::default();
+/// queue.push(2.0, "second");
+/// queue.push(1.0, "first");
+/// queue.push(2.0, "third");
+/// assert_eq!(queue.pop(), Some((1.0, "first")));
+/// assert_eq!(queue.pop(), Some((2.0, "second")));
+/// assert_eq!(queue.pop(), Some((2.0, "third")));
+/// assert_eq!(queue.pop(), None);
+/// ```
+#[derive(Debug)]
+pub struct EventQueue<E, T: VirtualTime = f64> {
+    heap: BinaryHeap<QueuedEvent<E, T>>,
+    /// Events pushed so far.
+    pushed: u64,
+}
+
+#[derive(Debug)]
+struct QueuedEvent<E, T> {
+    at: T,
+    sequence: u64,
+    event: E,
+}
+
+impl<E, T: VirtualTime> EventQueue<E, T> {
+    /// Adds an event at a time.
+    pub fn push(&mut self, at: T, event: E) {
+        let sequence = self.pushed;
+        self.pushed += 1;
+        self.heap.push(QueuedEvent {
+            at,
+            sequence,
+            event,
+        });
+    }
+
+    /// Removes the earliest event; the first pushed of several at the same time.
+    pub fn pop(&mut self) -> Option<(T, E)> {
+        self.heap.pop().map(|next| (next.at, next.event))
+    }
+}
+
+impl<E, T: VirtualTime> Default for EventQueue<E, T> {
+    fn default() -> EventQueue<E, T> {
+        EventQueue {
+            heap: BinaryHeap::new(),
+            pushed: 0,
+        }
+    }
+}
+
+impl<E, T: VirtualTime> Ord for QueuedEvent<E, T> {
+    /// Reversed, because [`BinaryHeap`] pops the greatest element.
+    fn cmp(&self, other: &Self) -> Ordering {
         let time = other.at.total_cmp(&self.at);
-        time.then(other.order.cmp(&self.order))
+        time.then(other.sequence.cmp(&self.sequence))
     }
 }
 
-impl PartialOrd for Happening {
-    fn partial_cmp(&self, other: &Happening) -> Option<Ordering> {
+impl<E, T: VirtualTime> PartialOrd for QueuedEvent<E, T> {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Happening {
-    fn eq(&self, other: &Happening) -> bool {
+impl<E, T: VirtualTime> PartialEq for QueuedEvent<E, T> {
+    fn eq(&self, other: &Self) -> bool {
         self.cmp(other) == Ordering::Equal
     }
 }
 
-impl Eq for Happening {}
+impl<E, T: VirtualTime> Eq for QueuedEvent<E, T> {}

@@ -1,45 +1,51 @@
-//! Virtual time: how long the very plan would take on a machine that is only described.
+//! Predicts how long a plan takes on a machine that is described or measured, without running it.
 //!
-//! [`simulate`] turns each rank's program into a list of costs and lets a clock run over them: tasks
-//! take the time the described device needs, hops take the time of the described links, and a
-//! round ends, as in `Transport::exchange`, when its jobs and its hops have. Nothing is computed and
-//! nothing is allocated by the tokens, so a billion of them on 1024 ranks take seconds.
+//! [`simulate`] turns each rank's program into a list of costs and runs a discrete-event simulation
+//! over it: tasks take the time the [`DeviceModel`] gives them, transfers take the time of the
+//! [`Link`]s, and a round ends, as in `Transport::exchange`, when its jobs and its transfers have
+//! ended. Nothing is computed and no memory grows with the number of tokens, so a billion tokens on
+//! 1024 ranks take seconds.
 //!
-//! The decision here: no formula for rings. What is timed are the programs that ranks carry out,
-//! round by round, so a pattern, a sharding or a schedule that plans something else is timed as
-//! something else without a line here. [`compare()`] holds the clock against rings of threads.
+//! A [`Machine`] is written by hand or as a file, taken from the catalogue ([`find_device`],
+//! [`find_link`]), or fitted to measurements of a kernel ([`HostProfile`] for ranks that are
+//! threads of this process, [`DeviceProfile`] for a device such as a GPU). [`compare()`] measures
+//! rings of threads and reports the error of their predictions.
+//!
+//! This crate does not choose a plan (that is `encke::choose`) and computes no attention.
+//!
+//! The decision here: there is no closed formula for rings. What is simulated are the programs that
+//! ranks execute, round by round, so a new pattern, sharding or schedule needs no change here.
 
+mod benchmark_inputs;
 mod catalogue;
 mod compare;
 mod cores;
-mod cost;
 mod engine;
 mod error;
 mod event_queue;
-mod fit;
+mod job_costs;
+mod least_squares;
 mod machine;
+mod network;
+mod probe_sizes;
 mod profile;
+mod rank_costs;
 mod ring_calibration;
-mod run;
-mod wires;
+mod simulate;
+mod simulated_run;
+mod statistics;
 
+pub use benchmark_inputs::BenchmarkInputs;
 pub use catalogue::{devices, find_device, find_link, links};
-pub use compare::{Comparison, Findings, Rehearsal, Setting, Times, compare, median, settings};
-pub use error::ClockError;
-pub use machine::{Carrier, Device, FEW, Link, Machine, Rate, Speed};
-pub use profile::{DeviceProfile, DeviceWork, Pick, Profile, Sizes, Told};
-pub use ring_calibration::{Kind as CalibrationKind, PATIENCE, RingCalibration};
-pub use run::{LinkTime, RankTime, Run, Transfer};
-
-use std::ops::Range;
-
-use encke_core::plan::Plan;
-
-/// Lets the clock run over a plan. Of the ranks in `recorded` every stretch of time is kept; the
-/// others are summed up.
-pub fn simulate(plan: &Plan, machine: &Machine, recorded: Range<usize>) -> Result<Run, ClockError> {
-    machine.check(plan.ranks())?;
-    let programs = cost::programs(plan, machine)?;
-    let engine = engine::Engine::new(&programs, machine, recorded);
-    Ok(engine.run(plan.request().pass))
-}
+pub use compare::{
+    ComparedRing, ComparisonReport, PredictedAndMeasured, RingComparison, compare, rings_to_compare,
+};
+pub use error::CostError;
+pub use event_queue::{EventQueue, VirtualTime};
+pub use machine::{DeviceModel, Link, MANY_INSTANCES, Machine, Rate, Speed, TransferMode};
+pub use probe_sizes::ProbeSizes;
+pub use profile::{DeviceProfile, HostProfile, JobFit, TimedWork};
+pub use ring_calibration::{CalibrationPattern, RING_DEADLINE, RingCalibration};
+pub use simulate::simulate;
+pub use simulated_run::{LinkTime, RankTime, SimulatedRun, Transfer};
+pub use statistics::{Statistic, median};

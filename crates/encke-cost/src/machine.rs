@@ -1,140 +1,160 @@
-//! A machine in numbers: devices, links, nodes, and who is slow.
+//! A machine in numbers: devices, links, nodes and stragglers.
 //!
-//! Everything is in seconds, bytes and operations per second, and serialises as it stands, so that a
-//! machine is a file one can edit. The decision here: a device's speed is a rate and what the rate
-//! does not cover (an overhead for each job, its rows read and written once, the half-empty blocks
-//! on the diagonal of a causal mask), so that one description fits long and short jobs alike.
+//! Everything is in seconds, bytes and operations per second, and serialises as it stands, so that
+//! a machine is a file that can be edited. The decision here: the speed of a device is a rate plus
+//! what the rate does not cover (an overhead for each job, rows read and written once, partial
+//! blocks on the diagonal of a causal mask), so that one description fits long and short jobs.
 
 use encke_core::DType;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::error::ClockError;
+use crate::error::CostError;
 
-/// How fast a device attends, one way.
+/// The speed of attention in one direction (forward or backward). An *instance* is one attention of
+/// one head in one segment of one batch entry.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Speed {
-    /// Operations per second: four for each pair and channel forward, ten backward.
+    /// Floating-point operations per second: 4 for each pair and channel forward, 10 backward.
     pub flops: f64,
     /// Keys that each query of a causal job costs beyond those it sees: half a block, or more where
-    /// uneven blocks leave a device half idle.
+    /// uneven blocks leave part of a device idle.
     #[serde(default)]
     pub diagonal_keys: f64,
-    /// Bytes per second at which a job's rows are read and its sums read and written, once each.
+    /// Bytes per second at which a job's rows are read, and its accumulators read and written,
+    /// once.
     pub row_bytes_per_s: f64,
-    /// By what part operations take longer where a job is less than [`FEW`] single attentions
-    /// (batch entries x segments x heads), which a device can do worse side by side.
-    #[serde(default)]
-    pub few_slower: f64,
-    /// By what part operations take longer where keys or queries are rows with gaps between them, as
-    /// those of a dilated branch are.
-    #[serde(default)]
-    pub apart_slower: f64,
-    /// By what part jobs take longer in a ring of several ranks than the same jobs alone: rows come
-    /// from other ranks' caches, and hops run beside them.
-    #[serde(default)]
-    pub ring_slower: f64,
-    /// Queries, and keys, that are computed together, and cost the same where the last are empty.
-    #[serde(default = "single")]
+    /// By what fraction operations take longer in a job of less than [`MANY_INSTANCES`] instances,
+    /// which leaves part of a device idle.
+    #[serde(default, alias = "few_instances_slowdown")]
+    pub few_instances_slowdown: f64,
+    /// By what fraction operations take longer where rows of keys or queries are strided, as those
+    /// of a dilated branch are.
+    #[serde(default, alias = "strided_slowdown")]
+    pub strided_slowdown: f64,
+    /// By what fraction jobs take longer in a ring of several ranks than alone: rows come from
+    /// other ranks' caches, and transfers run beside them.
+    #[serde(default, alias = "ring_slowdown")]
+    pub ring_slowdown: f64,
+    /// Queries and keys of a tile; a partial tile costs as much as a full one.
+    #[serde(default = "unit_tile")]
     pub tile: [usize; 2],
-    /// What each single attention costs beside its pairs and rows.
-    #[serde(default)]
-    pub single_s: f64,
-    /// Queries of a single attention that are one task, which one core does; 0 where tasks are as
-    /// short as one likes. While the longest task of a job goes on, cores may be left to others.
+    /// The cost of each instance beside its pairs and rows.
+    #[serde(default, alias = "instance_s")]
+    pub instance_s: f64,
+    /// Queries of an instance that are one task on one core; 0 where tasks can be arbitrarily
+    /// short. Cores without a task are left to other ranks while the longest task of a job runs.
     #[serde(default)]
     pub task_rows: f64,
-    /// The part of a device that one task keeps busy: one core.
-    #[serde(default = "whole")]
+    /// The share of a device that one task occupies: one core.
+    #[serde(default = "whole_device")]
     pub task_share: f64,
 }
 
-fn single() -> [usize; 2] {
+fn unit_tile() -> [usize; 2] {
     [1, 1]
 }
 
-fn whole() -> f64 {
+fn whole_device() -> f64 {
     1.0
 }
 
 impl Speed {
-    /// The part of a device that a job keeps busy, given the part of it that is its longest task.
-    pub fn share(&self, longest: f64) -> f64 {
-        (self.task_share / longest.max(1e-18)).min(1.0)
+    /// A speed without any of the slowdowns and fixed costs.
+    pub fn new(flops: f64, row_bytes_per_s: f64) -> Speed {
+        Speed {
+            flops,
+            diagonal_keys: 0.0,
+            row_bytes_per_s,
+            few_instances_slowdown: 0.0,
+            strided_slowdown: 0.0,
+            ring_slowdown: 0.0,
+            tile: unit_tile(),
+            instance_s: 0.0,
+            task_rows: 0.0,
+            task_share: whole_device(),
+        }
+    }
+
+    /// The share of a device that a job occupies, given the share of the job that its longest task
+    /// is.
+    pub fn worker_share(&self, longest_task: f64) -> f64 {
+        (self.task_share / longest_task.max(1e-18)).min(1.0)
     }
 }
 
-/// From so many single attentions on a job is not one of few.
-pub const FEW: usize = 4;
+/// The instances from which on [`Speed::few_instances_slowdown`] does not apply.
+pub const MANY_INSTANCES: usize = 4;
 
-/// How fast a device attends in one type.
+/// The speed of attention in one dtype.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rate {
     /// The storage type.
     pub dtype: DType,
-    /// The head dimension it was found at; a job takes the nearest.
+    /// The head dimension it was measured at; a job uses the rate of the nearest.
     pub dim: usize,
     /// The forward pass.
     pub forward: Speed,
     /// The backward pass.
     pub backward: Speed,
-    /// Where the figures are from.
+    /// Where the figures come from.
     #[serde(default)]
     pub source: String,
 }
 
-/// What one rank computes on.
+/// The speed of what one rank computes on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Device {
+pub struct DeviceModel {
     /// Its name.
     pub name: String,
-    /// Where the figures are from.
+    /// Where the figures come from.
     #[serde(default)]
     pub source: String,
     /// Its speeds.
     pub rates: Vec<Rate>,
-    /// How long each job waits before it computes anything; others compute meanwhile.
+    /// Launch latency of a job; other ranks may compute meanwhile.
     pub job_overhead_s: f64,
-    /// What each other task (a fill, a copy, a merge) costs before it has moved anything.
+    /// Fixed cost of every other task (a fill, a copy, a merge).
     pub task_overhead_s: f64,
-    /// Bytes per second of copies, read and written bytes counted alike.
+    /// Bytes per second of copies; bytes read and bytes written both count.
     pub bytes_per_s: f64,
-    /// Bytes per second of copies that add to what is there; none where they are as fast.
+    /// Bytes per second of copies that add to their target; `None`: as `bytes_per_s`.
     #[serde(default)]
     pub add_bytes_per_s: Option<f64>,
-    /// Bytes per second of copies from or to rows with gaps between them; none where they are as
-    /// fast.
-    #[serde(default)]
-    pub apart_bytes_per_s: Option<f64>,
-    /// Bytes per second of filling, merging, finishing and preparing cells.
+    /// Bytes per second of copies from or to strided rows; `None`: as `bytes_per_s`.
+    #[serde(default, alias = "strided_bytes_per_s")]
+    pub strided_bytes_per_s: Option<f64>,
+    /// Bytes per second of fill, merge, finish and delta tasks.
     pub cell_bytes_per_s: f64,
-    /// Bytes per second at which inputs are copied in first, if a rank's rows do not lie in one
-    /// piece; none where they already are there.
+    /// Bytes per second at which inputs are copied in if a rank's rows are not contiguous; `None`
+    /// where the inputs are already there.
     #[serde(default)]
     pub load_bytes_per_s: Option<f64>,
-    /// Bytes per second at which memory is had for outputs that are given to the caller with their
-    /// buffer, those that one rank has all of; none where that costs nothing.
-    #[serde(default)]
-    pub fresh_bytes_per_s: Option<f64>,
-    /// Cores that all ranks of a node share: jobs run on as many workers, and every rank's other
-    /// tasks on a thread of its own. None where each rank has a device to itself. All speeds above
-    /// are those of one rank alone: of a job on all cores, of a copy on one.
+    /// Bytes per second at which memory is allocated for outputs that are handed to the caller with
+    /// their buffer, which are those that one rank holds whole; `None` where that costs nothing.
+    #[serde(default, alias = "allocate_bytes_per_s")]
+    pub allocate_bytes_per_s: Option<f64>,
+    /// Cores that all ranks of a node share: jobs run on as many workers, every rank's other tasks
+    /// on a thread of its own. `None` where each rank has a device to itself. All speeds above are
+    /// those of one rank alone: of a job on all cores, of a copy on one.
     #[serde(default)]
     pub shared_cores: Option<usize>,
 }
 
-/// Who moves the bytes of a link.
+/// What moves the bytes of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Carrier {
-    /// Hardware of its own: hops fly while the device computes.
-    Wire,
-    /// The sender's own thread, as between the threads of one process: before its jobs where the
-    /// receiver has posted already, after them where it has not.
-    Sender,
+pub enum TransferMode {
+    /// Hardware of its own (a NIC, a copy engine): transfers overlap computation.
+    #[serde(alias = "wire")]
+    Offloaded,
+    /// The sender's thread, as between threads of one process: before its jobs if the receiver has
+    /// posted by then, after them otherwise.
+    #[serde(alias = "sender")]
+    SenderThread,
 }
 
 /// A kind of link.
@@ -143,97 +163,95 @@ pub enum Carrier {
 pub struct Link {
     /// Its name.
     pub name: String,
-    /// Where the figures are from.
+    /// Where the figures come from.
     #[serde(default)]
     pub source: String,
-    /// Time before the first byte of a hop moves.
+    /// Time before the first byte of a transfer moves.
     pub latency_s: f64,
     /// Bytes per second of one port in one direction.
     pub bytes_per_s: f64,
-    /// Who moves the bytes.
-    pub carrier: Carrier,
+    /// What moves the bytes.
+    #[serde(alias = "carrier")]
+    pub mode: TransferMode,
 }
 
-/// Devices in nodes, links inside and between them.
+/// Devices in nodes, and the links inside and between nodes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Machine {
     /// What each rank computes on.
-    pub device: Device,
-    /// Ranks in a node.
-    pub node: usize,
+    pub device: DeviceModel,
+    /// Ranks of a node.
+    #[serde(alias = "node")]
+    pub ranks_per_node: usize,
     /// Between ranks of a node: each rank has a port out and a port in.
-    pub inside: Link,
-    /// Between nodes: each network card of a node has a port out and a port in.
-    pub between: Link,
-    /// Network cards in a node; its ranks are dealt out to them in order, and share them.
+    #[serde(alias = "inside")]
+    pub intra_node: Link,
+    /// Between nodes: each network card has a port out and a port in.
+    #[serde(alias = "between")]
+    pub inter_node: Link,
+    /// Network cards of a node; its ranks are assigned to them in contiguous groups.
     pub nics: usize,
-    /// Ranks that take so many times as long for every task.
+    /// Slow ranks, and the factor by which each of their tasks takes longer.
     #[serde(default)]
     pub stragglers: BTreeMap<usize, f64>,
 }
 
 impl Machine {
-    /// Whether a ring of `ranks` can be timed on it.
-    pub fn check(&self, ranks: usize) -> Result<(), ClockError> {
-        let Device { rates, .. } = &self.device;
-        let positive = |what: &'static str, got: f64| match got > 0.0 {
+    /// Checks every value, and that the stragglers are among `ranks` ranks.
+    pub fn check(&self, ranks: usize) -> Result<(), CostError> {
+        let require = |met: bool, what: &'static str, got: f64, expected: &'static str| match met {
             true => Ok(()),
-            false => Err(ClockError::Number {
+            false => Err(CostError::Number {
                 what,
                 got,
-                wanted: "more than 0",
+                expected,
             }),
         };
-        let not_negative = |what: &'static str, got: f64| match got >= 0.0 && got.is_finite() {
-            true => Ok(()),
-            false => Err(ClockError::Number {
-                what,
-                got,
-                wanted: "0 or more",
-            }),
-        };
-        for speed in rates.iter().flat_map(|rate| [rate.forward, rate.backward]) {
+        let positive = |what, got: f64| require(got > 0.0, what, got, "more than 0");
+        let not_negative =
+            |what, got: f64| require(got >= 0.0 && got.is_finite(), what, got, "0 or more");
+        let device = &self.device;
+        let rates = device.rates.iter();
+        for speed in rates.flat_map(|rate| [rate.forward, rate.backward]) {
             positive("flops", speed.flops)?;
             positive("row_bytes_per_s", speed.row_bytes_per_s)?;
             not_negative("diagonal_keys", speed.diagonal_keys)?;
             not_negative("task_rows", speed.task_rows)?;
-            not_negative("few_slower", speed.few_slower)?;
-            not_negative("apart_slower", speed.apart_slower)?;
-            not_negative("ring_slower", speed.ring_slower)?;
-            not_negative("single_s", speed.single_s)?;
-            if !(speed.task_share > 0.0 && speed.task_share <= 1.0) {
-                return Err(ClockError::Number {
-                    what: "task_share",
-                    got: speed.task_share,
-                    wanted: "more than 0, at most 1",
-                });
-            }
+            not_negative("few_instances_slowdown", speed.few_instances_slowdown)?;
+            not_negative("strided_slowdown", speed.strided_slowdown)?;
+            not_negative("ring_slowdown", speed.ring_slowdown)?;
+            not_negative("instance_s", speed.instance_s)?;
+            let share = speed.task_share;
+            let is_share = share > 0.0 && share <= 1.0;
+            require(is_share, "task_share", share, "more than 0, at most 1")?;
         }
-        positive("bytes_per_s", self.device.bytes_per_s)?;
-        positive("cell_bytes_per_s", self.device.cell_bytes_per_s)?;
-        let optional = [
-            ("add_bytes_per_s", self.device.add_bytes_per_s),
-            ("apart_bytes_per_s", self.device.apart_bytes_per_s),
-            ("load_bytes_per_s", self.device.load_bytes_per_s),
-            ("fresh_bytes_per_s", self.device.fresh_bytes_per_s),
-        ];
-        for (what, given) in optional {
-            positive(what, given.unwrap_or(1.0))?;
+        for (what, got) in [
+            ("bytes_per_s", Some(device.bytes_per_s)),
+            ("cell_bytes_per_s", Some(device.cell_bytes_per_s)),
+            ("add_bytes_per_s", device.add_bytes_per_s),
+            ("strided_bytes_per_s", device.strided_bytes_per_s),
+            ("load_bytes_per_s", device.load_bytes_per_s),
+            ("allocate_bytes_per_s", device.allocate_bytes_per_s),
+            (
+                "shared_cores",
+                device.shared_cores.map(|cores| cores as f64),
+            ),
+            ("bytes_per_s of a link", Some(self.intra_node.bytes_per_s)),
+            ("bytes_per_s of a link", Some(self.inter_node.bytes_per_s)),
+            ("ranks_per_node", Some(self.ranks_per_node as f64)),
+            ("nics", Some(self.nics as f64)),
+        ] {
+            positive(what, got.unwrap_or(1.0))?;
         }
-        not_negative("job_overhead_s", self.device.job_overhead_s)?;
-        not_negative("task_overhead_s", self.device.task_overhead_s)?;
-        positive("shared_cores", self.device.shared_cores.unwrap_or(1) as f64)?;
-        for link in [&self.inside, &self.between] {
-            positive("bytes_per_s of a link", link.bytes_per_s)?;
-            not_negative("latency_s of a link", link.latency_s)?;
-        }
-        positive("node", self.node as f64)?;
-        positive("nics", self.nics as f64)?;
+        not_negative("job_overhead_s", device.job_overhead_s)?;
+        not_negative("task_overhead_s", device.task_overhead_s)?;
+        not_negative("latency_s of a link", self.intra_node.latency_s)?;
+        not_negative("latency_s of a link", self.inter_node.latency_s)?;
         for (&rank, &factor) in &self.stragglers {
             positive("the factor of a straggler", factor)?;
             if rank >= ranks {
-                return Err(ClockError::Straggler { rank, ranks });
+                return Err(CostError::Straggler { rank, ranks });
             }
         }
         Ok(())
@@ -241,35 +259,35 @@ impl Machine {
 
     /// The node of a rank.
     pub fn node_of(&self, rank: usize) -> usize {
-        rank / self.node
+        rank / self.ranks_per_node
     }
 
-    /// The link between two ranks, and whether it leaves a node.
+    /// The link between two ranks, and whether it joins nodes.
     pub fn link(&self, from: usize, to: usize) -> (&Link, bool) {
         match self.node_of(from) == self.node_of(to) {
-            true => (&self.inside, false),
-            false => (&self.between, true),
+            true => (&self.intra_node, false),
+            false => (&self.inter_node, true),
         }
     }
 
-    /// The network card of a rank, counted over all nodes.
+    /// The network card of a rank, numbered over all nodes.
     pub fn nic_of(&self, rank: usize) -> usize {
-        let nics = self.nics.min(self.node);
-        self.node_of(rank) * nics + rank % self.node * nics / self.node
+        let (ranks, nics) = (self.ranks_per_node, self.nics.min(self.ranks_per_node));
+        self.node_of(rank) * nics + rank % ranks * nics / ranks
     }
 
-    /// How many devices work side by side for `ranks` ranks: nodes, where ranks share their cores.
+    /// The devices that `ranks` ranks occupy: one for each node where ranks share cores.
     pub fn devices(&self, ranks: usize) -> usize {
         match self.device.shared_cores {
-            Some(_) => ranks.div_ceil(self.node),
+            Some(_) => ranks.div_ceil(self.ranks_per_node),
             None => ranks,
         }
     }
 }
 
-impl Device {
-    /// The figures for a type, at the nearest head dimension they are known for.
-    pub fn rate(&self, dtype: DType, dim: usize) -> Result<&Rate, ClockError> {
+impl DeviceModel {
+    /// The rate for a dtype at the nearest head dimension.
+    pub fn rate(&self, dtype: DType, dim: usize) -> Result<&Rate, CostError> {
         let of_type = self.rates.iter().filter(|rate| rate.dtype == dtype);
         let nearest = of_type.min_by_key(|rate| rate.dim.abs_diff(dim));
         nearest.ok_or_else(|| {
@@ -278,7 +296,7 @@ impl Device {
                 .iter()
                 .map(|rate| rate.dtype.to_string())
                 .collect();
-            ClockError::NoRate {
+            CostError::NoRate {
                 device: self.name.clone(),
                 dtype,
                 known: known.into_iter().collect::<Vec<_>>().join(", "),

@@ -1,11 +1,11 @@
-//! Two small rings that are really run: what rings cost beyond their jobs, what dilated branches cost
-//! beyond dense ones, and how fast the machine is right now.
+//! Two small rings that are run and timed: what rings cost beyond their jobs, what dilated branches
+//! cost beyond dense ones, and how fast the machine is at present.
 //!
-//! Readings of single jobs miss what ranks do to one another: rows that come from another core's
-//! cache, hops beside jobs, threads that wake one another; and what branches do: sums that go to memory
-//! and come back for each. The decision here: each is one figure for each pass, found with one
-//! ring, and used for every other ring there is. The first of them, run again later, tells a machine
-//! that has become slower from a description that is wrong.
+//! Measurements of single jobs miss the interaction of ranks (rows from another core's cache,
+//! transfers beside jobs, thread wake-ups) and of branches (accumulators written to memory and read
+//! back for each). The decision here: each effect is one figure for each pass, found with one ring
+//! and used for all others. The dense ring, run again later, separates a machine that has become
+//! slower from a description that is wrong.
 
 use std::time::Duration;
 
@@ -15,54 +15,48 @@ use encke_core::sharding::{Cut, Sharding};
 use encke_core::{MixingGradient, Mode, OffsetRule, Pattern, Shape};
 use encke_ring::ThreadRing;
 
-use super::compare::Rehearsal;
-use super::error::ClockError;
-use super::machine::{Machine, Speed};
-use super::profile::Sizes;
-use super::simulate;
+use crate::benchmark_inputs::BenchmarkInputs;
+use crate::error::CostError;
+use crate::machine::{Machine, Speed};
+use crate::probe_sizes::ProbeSizes;
+use crate::simulate::simulate;
 
-/// How long ranks of a ring that is timed wait for one another.
-pub const PATIENCE: Duration = Duration::from_secs(600);
-/// Ranks of both.
+/// The deadline of measured rings.
+pub const RING_DEADLINE: Duration = Duration::from_secs(600);
+/// Ranks of both rings.
 const RANKS: usize = 4;
-/// Nothing is ever slower by more than this part; what was read so was disturbed.
-const MOST: f64 = 1.5;
+/// The largest slowdown that is believed; a larger one comes from other load on the machine.
+const MAX_SLOWDOWN: f64 = 1.5;
 
-/// Which of the two.
+/// The pattern of a calibration ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub enum CalibrationPattern {
     /// Every query sees every key.
     Dense,
-    /// Two branches: short segments, and every fourth row of all.
+    /// Two branches: short segments, and every fourth row of the whole sequence.
     Dilated,
 }
 
-/// The rings, with their numbers.
+/// The calibration rings, with their inputs.
 #[derive(Debug)]
 pub struct RingCalibration {
     dense: Request,
-    rehearsal: Rehearsal,
+    inputs: BenchmarkInputs,
 }
 
 impl RingCalibration {
-    /// Attention of so many rows on four ranks.
-    pub fn new(sizes: Sizes) -> Result<RingCalibration, ClockError> {
-        let Sizes {
-            rows,
-            heads,
-            dim,
-            dtype,
-        } = sizes;
-        let shape = Shape::new(1, rows, heads, heads, dim)?;
+    /// Calibration rings of these sizes on four ranks.
+    pub fn new(sizes: ProbeSizes) -> Result<RingCalibration, CostError> {
+        let shape = Shape::new(1, sizes.rows, sizes.heads, sizes.heads, sizes.dim)?;
         let sharding = Sharding::new(RANKS, Cut::Contiguous)?;
-        let dense = Request::new(shape, Pattern::dense(), sharding, dtype);
-        let rehearsal = Rehearsal::new(&dense)?;
-        Ok(RingCalibration { dense, rehearsal })
+        let dense = Request::new(shape, Pattern::dense(), sharding, sizes.dtype);
+        let inputs = BenchmarkInputs::new(&dense)?;
+        Ok(RingCalibration { dense, inputs })
     }
 
-    fn request(&self, kind: Kind, backward: bool) -> Result<Request, ClockError> {
+    fn request(&self, pattern: CalibrationPattern, backward: bool) -> Result<Request, CostError> {
         let mut request = self.dense.clone();
-        if kind == Kind::Dilated {
+        if pattern == CalibrationPattern::Dilated {
             let rows = request.shape.tokens;
             let mode = Mode::Mix {
                 offsets: OffsetRule::HeadMod,
@@ -76,65 +70,61 @@ impl RingCalibration {
         Ok(request)
     }
 
-    /// Runs one: seconds of the second of two runs, because the first has its memory to get.
+    /// Runs a ring twice; seconds of the second run, because the first one allocates.
     pub fn seconds<K: Kernel>(
         &self,
         ring: &ThreadRing<K>,
-        kind: Kind,
+        pattern: CalibrationPattern,
         backward: bool,
-    ) -> Result<f64, ClockError> {
-        let request = self.request(kind, backward)?;
-        self.rehearsal.seconds(ring, &request)?;
-        Ok(self.rehearsal.seconds(ring, &request)?)
+    ) -> Result<f64, CostError> {
+        let request = self.request(pattern, backward)?;
+        Ok(self.inputs.warm_seconds(ring, &request)?)
     }
 
-    /// Completes the speed of a pass, so that the clock says what was measured of both: by what part
-    /// jobs take longer in a ring, and where their rows lie apart.
-    pub(super) fn complete(
+    /// Sets [`Speed::ring_slowdown`] and [`Speed::strided_slowdown`] of a pass so that simulations
+    /// of both rings take the measured times.
+    pub(crate) fn set_slowdowns(
         &self,
         machine: &mut Machine,
         backward: bool,
         [dense_s, dilated_s]: [f64; 2],
-    ) -> Result<(), ClockError> {
-        let plan = Plan::new(self.request(Kind::Dense, backward)?)?;
-        let slower = solve(&plan, machine, dense_s, |machine, part| {
-            speed(machine, backward).ring_slower = part;
-        })?;
-        speed(machine, backward).ring_slower = slower;
-        let plan = Plan::new(self.request(Kind::Dilated, backward)?)?;
-        let slower = solve(&plan, machine, dilated_s, |machine, part| {
-            speed(machine, backward).apart_slower = part;
-        })?;
-        speed(machine, backward).apart_slower = slower;
+    ) -> Result<(), CostError> {
+        for (pattern, measured_s, slowdown) in [
+            (
+                CalibrationPattern::Dense,
+                dense_s,
+                (|speed| &mut speed.ring_slowdown) as SlowdownField,
+            ),
+            (CalibrationPattern::Dilated, dilated_s, |speed| {
+                &mut speed.strided_slowdown
+            }),
+        ] {
+            let plan = Plan::new(self.request(pattern, backward)?)?;
+            let predicted_s = |value: f64| {
+                let mut machine = machine.clone();
+                *slowdown(speed(&mut machine, backward)) = value;
+                Ok::<f64, CostError>(simulate(&plan, &machine, 0..0)?.seconds)
+            };
+            // Linear interpolation: time is linear in the slowdown as long as the same ranks wait
+            // for each other.
+            let (none_s, max_s) = (predicted_s(0.0)?, predicted_s(MAX_SLOWDOWN)?);
+            let found = MAX_SLOWDOWN * (measured_s - none_s) / (max_s - none_s).max(1e-18);
+            *slowdown(speed(machine, backward)) = found.clamp(0.0, MAX_SLOWDOWN);
+        }
         Ok(())
     }
 }
 
-/// The speed of one pass, of the type that is being measured.
+/// One of the slowdowns of a speed.
+type SlowdownField = fn(&mut Speed) -> &mut f64;
+
+/// The speed of one pass in the first rate.
 fn speed(machine: &mut Machine, backward: bool) -> &mut Speed {
     let rate = &mut machine.device.rates[0];
     match backward {
         true => &mut rate.backward,
         false => &mut rate.forward,
     }
-}
-
-/// The part for which the clock says what was measured. Its time grows with the part, in a line but for
-/// who waits for whom.
-fn solve(
-    plan: &Plan,
-    machine: &Machine,
-    measured_s: f64,
-    set: impl Fn(&mut Machine, f64),
-) -> Result<f64, ClockError> {
-    let told = |part: f64| {
-        let mut machine = machine.clone();
-        set(&mut machine, part);
-        Ok::<f64, ClockError>(simulate(plan, &machine, 0..0)?.seconds)
-    };
-    let (none_s, most_s) = (told(0.0)?, told(MOST)?);
-    let part = MOST * (measured_s - none_s) / (most_s - none_s).max(1e-18);
-    Ok(part.clamp(0.0, MOST))
 }
 
 #[cfg(test)]
@@ -144,49 +134,53 @@ mod tests {
     use encke_core::DType;
 
     #[test]
-    fn finds_how_much_slower_rings_and_branches_are() {
-        let sizes = Sizes {
+    fn recovers_the_slowdowns_of_simulated_measurements() {
+        let sizes = ProbeSizes {
             rows: 4096,
             heads: 4,
             dim: 64,
             dtype: DType::Bf16,
         };
-        let yardstick = RingCalibration::new(sizes).unwrap();
+        let calibration = RingCalibration::new(sizes).unwrap();
         let link = find_link("nvlink").unwrap();
         let mut device = find_device("h200").unwrap();
         let of_type = |rate: &Rate| rate.dtype == DType::Bf16 && rate.dim == 64;
         device.rates.retain(of_type);
         let machine = Machine {
             device,
-            node: 8,
-            inside: link.clone(),
-            between: link,
+            ranks_per_node: 8,
+            intra_node: link.clone(),
+            inter_node: link,
             nics: 1,
             stragglers: Default::default(),
         };
         for backward in [false, true] {
             let seconds = |machine: &Machine| {
-                [Kind::Dense, Kind::Dilated].map(|kind| {
-                    let plan = Plan::new(yardstick.request(kind, backward).unwrap()).unwrap();
+                [CalibrationPattern::Dense, CalibrationPattern::Dilated].map(|pattern| {
+                    let plan = Plan::new(calibration.request(pattern, backward).unwrap()).unwrap();
                     simulate(&plan, machine, 0..0).unwrap().seconds
                 })
             };
-            for (in_ring, apart) in [(0.0, 0.0), (0.07, 0.2), (0.3, 0.6)] {
+            for (in_ring, strided) in [(0.0, 0.0), (0.07, 0.2), (0.3, 0.6)] {
                 let mut real = machine.clone();
-                speed(&mut real, backward).ring_slower = in_ring;
-                speed(&mut real, backward).apart_slower = apart;
+                speed(&mut real, backward).ring_slowdown = in_ring;
+                speed(&mut real, backward).strided_slowdown = strided;
                 let mut found = machine.clone();
-                let of_both = seconds(&real);
-                yardstick.complete(&mut found, backward, of_both).unwrap();
+                let measured_s = seconds(&real);
+                calibration
+                    .set_slowdowns(&mut found, backward, measured_s)
+                    .unwrap();
                 let found = *speed(&mut found, backward);
-                assert!((found.ring_slower - in_ring).abs() < 0.02, "{found:?}");
-                assert!((found.apart_slower - apart).abs() < 0.05, "{found:?}");
+                assert!((found.ring_slowdown - in_ring).abs() < 0.02, "{found:?}");
+                assert!((found.strided_slowdown - strided).abs() < 0.05, "{found:?}");
             }
-            // Whatever was read, the figures are ones that a machine may have.
-            for (read, most) in [([0.0; 2], 0.0), ([1e9; 2], MOST)] {
+            // Any measurement gives slowdowns that a machine may have.
+            for (measured_s, slowdown) in [([0.0; 2], 0.0), ([1e9; 2], MAX_SLOWDOWN)] {
                 let mut found = machine.clone();
-                yardstick.complete(&mut found, backward, read).unwrap();
-                assert_eq!(speed(&mut found, backward).ring_slower, most);
+                calibration
+                    .set_slowdowns(&mut found, backward, measured_s)
+                    .unwrap();
+                assert_eq!(speed(&mut found, backward).ring_slowdown, slowdown);
                 found.check(4).unwrap();
             }
         }

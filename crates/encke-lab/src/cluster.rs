@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use encke::TransportError;
-use encke_mpi::launcher::Place;
-use encke_mpi::{Wire, World};
+use encke_mpi::launcher::LaunchedProcess;
+use encke_mpi::{MpiTransport, MpiWorld};
 use encke_ring::collectives::{Collectives, Refusal};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -30,7 +30,7 @@ const GRACE: Duration = Duration::from_secs(2);
 /// The ranks of this job, as seen from one of them.
 pub struct Cluster {
     /// The transport between the ranks.
-    pub wire: Wire,
+    pub wire: MpiTransport,
     /// Name and version of the MPI library.
     pub library: String,
     survives: bool,
@@ -57,17 +57,17 @@ impl std::error::Error for Refused {}
 /// it returns.
 pub fn run(
     name: &'static str,
-    place: &Place,
+    place: &LaunchedProcess,
     work: impl FnOnce(&Arc<Mutex<Cluster>>) -> Result<Verdict>,
 ) -> Result<Verdict> {
-    let started = World::start(DEADLINE);
+    let started = MpiWorld::start(DEADLINE);
     let (world, mut wire) = started.with_context(|| format!("process {}", place.rank))?;
     let (rank, ranks) = (wire.rank(), wire.ranks());
     if ranks != place.ranks {
         bail!(
             "{} started {} processes, but {} sees {ranks}: the launcher and the library {name} was \
              built with are not of one MPI",
-            place.said_by,
+            place.variable,
             place.ranks,
             world.library()
         );
@@ -79,7 +79,7 @@ pub fn run(
         if !by_watchdog.swap(true, Ordering::SeqCst) {
             note(&format!("{name}: rank {rank} of {ranks}: {error}"));
         }
-        encke_mpi::leave(2);
+        encke_mpi::exit_at_once(2);
     });
     let cluster = Arc::new(Mutex::new(Cluster {
         library: world.library().to_string(),
@@ -157,9 +157,9 @@ impl Cluster {
     /// Runs a collective of all ranks; repeats it with fewer ranks if one dies meanwhile.
     fn collective<R>(
         &mut self,
-        mut run: impl FnMut(&mut Collectives<'_, Wire>) -> Result<R, TransportError>,
+        mut run: impl FnMut(&mut Collectives<'_, MpiTransport>) -> Result<R, TransportError>,
     ) -> Result<R> {
-        let mut run = |wire: &mut Wire| {
+        let mut run = |wire: &mut MpiTransport| {
             let (rank, members) = (wire.rank(), wire.members());
             run(&mut Collectives::new(wire, rank, &members))
         };

@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Result, anyhow, bail};
 use clap::Parser;
 use clap::error::ErrorKind;
-use encke_mpi::launcher::{self, Place};
+use encke_mpi::launcher::{self, LaunchedProcess};
 
 use crate::arguments;
 use crate::terminal::{note, say};
@@ -58,12 +58,12 @@ pub fn program<C: Parser>(
     name: &'static str,
     arguments: impl IntoIterator<Item = OsString>,
     run: fn(C) -> Result<Verdict>,
-    run_as_rank: fn(C, &Place) -> Result<Verdict>,
+    run_as_rank: fn(C, &LaunchedProcess) -> Result<Verdict>,
 ) -> u8 {
     report_panics(name);
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     arguments::store(&arguments);
-    let job = launcher::place().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
+    let job = launcher::launched_process().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
     let ended = std::panic::catch_unwind(|| match (C::try_parse_from(arguments), &job) {
         (Ok(cli), None) => run(cli),
         (Ok(cli), Some(place)) => run_as_rank(cli, place),
@@ -90,7 +90,7 @@ pub fn program<C: Parser>(
 
 /// The error of a program without MPI that a launcher started as several processes: each of them
 /// would do all of the work, and write the same file.
-pub fn without_mpi(name: &str, place: &Place) -> Result<Verdict> {
+pub fn without_mpi(name: &str, place: &LaunchedProcess) -> Result<Verdict> {
     if place.rank > 0 {
         return wait_for_report();
     }
@@ -98,7 +98,7 @@ pub fn without_mpi(name: &str, place: &Place) -> Result<Verdict> {
         "a launcher started {} processes (according to {}), but this {name} was built without MPI, \
          and each of them would do all of the work; build it with --features mpi, or start one",
         place.ranks,
-        place.said_by
+        place.variable
     )
 }
 

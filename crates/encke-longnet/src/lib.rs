@@ -31,7 +31,7 @@ use std::ffi::OsString;
 use anyhow::Result;
 use encke_lab::Verdict;
 use encke_lab::output::OutputFile;
-use encke_mpi::launcher::Place;
+use encke_mpi::launcher::LaunchedProcess;
 
 use cli::{Cli, Command, TextOptions};
 
@@ -52,13 +52,13 @@ fn run(cli: Cli) -> Result<Verdict> {
 
 /// The command as one of several processes.
 #[cfg(feature = "mpi")]
-fn run_together(cli: Cli, place: &Place) -> Result<Verdict> {
+fn run_together(cli: Cli, place: &LaunchedProcess) -> Result<Verdict> {
     processes::run(cli, place)
 }
 
 /// Without MPI, each of them would do all of the work, and write the same file.
 #[cfg(not(feature = "mpi"))]
-fn run_together(_: Cli, place: &Place) -> Result<Verdict> {
+fn run_together(_: Cli, place: &LaunchedProcess) -> Result<Verdict> {
     encke_lab::without_mpi("longnet", place)
 }
 

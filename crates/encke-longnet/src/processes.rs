@@ -14,7 +14,7 @@ use encke_lab::Verdict;
 use encke_lab::cluster::{self, Cluster, locked};
 use encke_lab::process::peak_resident_bytes;
 use encke_lab::terminal::note;
-use encke_mpi::launcher::Place;
+use encke_mpi::launcher::LaunchedProcess;
 use serde::{Deserialize, Serialize};
 
 use crate::cli::{Cli, Command};
@@ -25,7 +25,7 @@ use crate::train::Options;
 use crate::training::Company;
 
 /// Runs a command as one of several processes.
-pub fn run(cli: Cli, place: &Place) -> Result<Verdict> {
+pub fn run(cli: Cli, place: &LaunchedProcess) -> Result<Verdict> {
     cluster::run("longnet", place, |shared| match cli.command {
         Command::Train(options) => train(shared, &options),
         command if locked(shared).ranks() == 1 => crate::run(Cli { command }),

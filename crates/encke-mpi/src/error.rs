@@ -1,39 +1,39 @@
-//! How MPI itself can fail, apart from an exchange, which has the errors of every transport.
+//! Failures of MPI itself. A failed exchange has the errors of every transport instead.
 
 use encke_core::transport::TransportError;
 
-/// Why there is no world, or no wire.
+/// Why MPI could not be started or used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MpiError {
     /// MPI was started before.
     #[error("MPI has been started in this process before; there is one world for each process")]
     Started,
-    /// An MPI without threads.
+    /// An MPI without thread support.
     #[error(
         "{library} offers thread support {got}, and messages that move during the computation \
          need MPI_THREAD_SERIALIZED; use an MPI that was built with threads"
     )]
     Threads {
-        /// What the library calls itself.
+        /// The name of the library.
         library: String,
-        /// What it offers.
+        /// The thread support it offers.
         got: &'static str,
     },
     /// A call of MPI failed.
-    #[error("{what} failed: {words}")]
+    #[error("{what} failed: {message}")]
     Call {
-        /// What was tried.
+        /// What was attempted.
         what: &'static str,
-        /// What MPI said.
-        words: String,
+        /// MPI's error message.
+        message: String,
     },
-    /// This MPI, or this launch, does not survive a death.
+    /// This MPI, or this launch, does not survive the death of a process.
     #[error(
         "the death of a process cannot be survived here: {library} was not launched with ULFM; use \
          Open MPI 5 and mpirun --with-ft ulfm"
     )]
     NoUlfm {
-        /// What the library calls itself.
+        /// The name of the library.
         library: String,
     },
     /// An exchange failed.

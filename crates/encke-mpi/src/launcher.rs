@@ -1,44 +1,44 @@
-//! Whether a launcher started several of us, from what it leaves in the environment.
+//! Detects a launcher such as `mpirun` or `srun` from its environment variables.
 //!
-//! Core reads no environment, and the MPI library must not be started to find out: a process that
-//! was started alone needs none.
+//! The decision here: MPI is not started to find out, because a process that runs alone needs no
+//! MPI. The core crate reads no environment variables, so this is here.
 
-/// This process among those that were started together.
+/// This process among the processes of its launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
-    /// Its number.
+pub struct LaunchedProcess {
+    /// Its rank.
     pub rank: usize,
-    /// How many there are.
+    /// The number of processes.
     pub ranks: usize,
-    /// Who says so: the variable that holds the number of processes.
-    pub said_by: &'static str,
+    /// The environment variable with the number of processes.
+    pub variable: &'static str,
 }
 
-/// Variables that hold the number of processes and the number of this one.
+/// The variables with the number of processes and with the rank of this one.
 const LAUNCHERS: [(&str, &str); 4] = [
     // Open MPI's mpirun.
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    // MPICH's, Intel's and Slurm's PMI.
+    // The PMI of MPICH, Intel MPI and Slurm.
     ("PMI_SIZE", "PMI_RANK"),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    // Slurm's srun, whichever PMI it offers.
+    // Slurm's srun with any PMI.
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 ];
 
-/// Where this process is, if a launcher started it.
-pub fn place() -> Option<Place> {
-    place_in(|name| std::env::var(name).ok())
+/// This process's place in its launch, if a launcher started it.
+pub fn launched_process() -> Option<LaunchedProcess> {
+    launched_process_in(|name| std::env::var(name).ok())
 }
 
-/// The same in any environment.
-pub fn place_in(value: impl Fn(&str) -> Option<String>) -> Option<Place> {
+/// The same with `value` in place of the environment.
+pub fn launched_process_in(value: impl Fn(&str) -> Option<String>) -> Option<LaunchedProcess> {
     LAUNCHERS.into_iter().find_map(|(size, rank)| {
         let number = |name: &str| value(name)?.trim().parse::<usize>().ok();
         let (ranks, rank) = (number(size)?, number(rank)?);
-        (rank < ranks).then_some(Place {
+        (rank < ranks).then_some(LaunchedProcess {
             rank,
             ranks,
-            said_by: size,
+            variable: size,
         })
     })
 }
@@ -52,11 +52,12 @@ mod tests {
             let of = variables.iter().find(|(key, _)| *key == name);
             of.map(|(_, value)| (*value).to_string())
         };
-        place_in(value).map(|place| (place.rank, place.ranks))
+        launched_process_in(value)
+            .map(|launched_process| (launched_process.rank, launched_process.ranks))
     }
 
     #[test]
-    fn launchers_are_known_by_their_variables() {
+    fn launchers_are_detected_by_their_variables() {
         assert_eq!(found(&[]), None);
         let open_mpi = [("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_RANK", "3")];
         assert_eq!(found(&open_mpi), Some((3, 4)));
@@ -66,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_no_launcher() {
+    fn incomplete_or_invalid_variables_are_ignored() {
         assert_eq!(found(&[("PMI_SIZE", "2")]), None);
         assert_eq!(found(&[("PMI_SIZE", "2"), ("PMI_RANK", "2")]), None);
         assert_eq!(found(&[("PMI_SIZE", "many"), ("PMI_RANK", "0")]), None);

@@ -1,41 +1,42 @@
-//! Processes as ranks.
+//! Processes as ranks, over MPI.
 //!
-//! [`launcher`] knows whether somebody started several of us; it needs no MPI. With the feature
-//! `mpi` there is also a `World`, the processes of one launch, and a `Wire`, a
-//! [`Transport`](encke_core::transport::Transport) between them. Nothing here knows attention.
+//! [`launcher`] detects whether a launcher started several processes; it needs no MPI. With the
+//! feature `mpi` there are also `MpiWorld`, the processes of one launch, and `MpiTransport`, a
+//! [`Transport`](encke_core::transport::Transport) between them. Nothing here depends on attention.
 //!
-//! The decision that shaped it: every wait is a loop of tests with a deadline, on a thread of its
-//! own, so that messages move while the rank computes and no wait of MPI's can hang a rank. A call
-//! that ought not to wait and does is noticed by a watchdog. (MPI's own beginning is the exception.)
+//! The decision that shaped it: every wait is a loop of `MPI_Test` with a deadline, on a thread of
+//! its own, so that messages progress while the rank computes and no blocking call of MPI can hang
+//! a rank. A watchdog detects calls that should return at once and do not. (`MPI_Init` is the
+//! exception.)
 
 pub mod launcher;
 
 #[cfg(feature = "mpi")]
-mod alarm;
-#[cfg(feature = "mpi")]
-mod contact;
+mod connect;
 #[cfg(feature = "mpi")]
 mod error;
 #[cfg(feature = "mpi")]
-mod flight;
+mod exchange;
 #[cfg(feature = "mpi")]
-mod survivors;
+mod failure_listener;
+#[cfg(feature = "mpi")]
+mod membership;
 #[cfg(feature = "mpi")]
 mod sys;
+#[cfg(feature = "mpi")]
+mod transport;
 #[cfg(any(feature = "mpi", test))]
 mod watchdog;
-#[cfg(feature = "mpi")]
-mod wire;
 #[cfg(any(feature = "mpi", test))]
-mod words;
+mod wire_format;
 #[cfg(feature = "mpi")]
 mod world;
 
 #[cfg(feature = "mpi")]
 pub use error::MpiError;
 #[cfg(feature = "mpi")]
-pub use sys::leave;
+pub use sys::exit_at_once;
 #[cfg(feature = "mpi")]
-pub use wire::Wire;
+pub use transport::MpiTransport;
 #[cfg(feature = "mpi")]
-pub use world::World;
+pub use world::MpiWorld;

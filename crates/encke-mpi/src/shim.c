@@ -1,7 +1,7 @@
-/* What bindings cannot say: macros, and the names of ULFM where an MPI has them.
+/* What bindings cannot express: macros, and the functions of ULFM where an MPI has them.
  *
- * Everything returns an MPI error code. Where there is no ULFM, its functions return MPI_ERR_OTHER
- * and encke_mpi_ulfm returns 0, so nobody calls them. */
+ * Every function returns an MPI error code unless stated otherwise. Without ULFM its functions
+ * return MPI_ERR_OTHER; callers check encke_mpi_ulfm, which then returns 0, before they call them. */
 
 #include <mpi.h>
 #include <stdlib.h>
@@ -16,7 +16,8 @@
 #define ENCKE_ULFM 0
 #endif
 
-/* 0 anything else, 1 a process ended, 2 the communicator was revoked, 3 a message was too long. */
+/* The class of an error code: 1 a process died, 2 the communicator was revoked, 3 a message was too
+ * long, 0 anything else. */
 int encke_mpi_class(int code)
 {
     int class = MPI_ERR_OTHER;
@@ -30,7 +31,7 @@ int encke_mpi_class(int code)
     return class == MPI_ERR_TRUNCATE ? 3 : 0;
 }
 
-/* Whether the death of a process can be learned of and survived in this run. */
+/* Whether deaths of processes are reported and can be survived in this launch. */
 int encke_mpi_ulfm(void)
 {
 #if ENCKE_ULFM
@@ -76,7 +77,7 @@ int encke_mpi_iagree(MPI_Comm comm, int *flag, MPI_Request *request)
 }
 
 /* The ranks in `of` of the members of `group`, in the group's order. */
-static int places(MPI_Group group, MPI_Comm of, int *ranks, int most, int *count)
+static int translate(MPI_Group group, MPI_Comm of, int *ranks, int most, int *count)
 {
     MPI_Group all;
     int size = 0;
@@ -102,7 +103,7 @@ static int places(MPI_Group group, MPI_Comm of, int *ranks, int most, int *count
     return code;
 }
 
-/* Ranks of `comm` whose processes are known to have ended. */
+/* The ranks in `comm` of processes that are known to have died. */
 int encke_mpi_failed(MPI_Comm comm, int *ranks, int most, int *count)
 {
     *count = 0;
@@ -111,7 +112,7 @@ int encke_mpi_failed(MPI_Comm comm, int *ranks, int most, int *count)
     int code = MPIX_Comm_get_failed(comm, &group);
     if (code != MPI_SUCCESS)
         return code;
-    code = places(group, comm, ranks, most, count);
+    code = translate(group, comm, ranks, most, count);
     MPI_Group_free(&group);
     return code;
 #else
@@ -129,7 +130,7 @@ int encke_mpi_members(MPI_Comm part, MPI_Comm of, int *ranks, int most, int *cou
     int code = MPI_Comm_group(part, &group);
     if (code != MPI_SUCCESS)
         return code;
-    code = places(group, of, ranks, most, count);
+    code = translate(group, of, ranks, most, count);
     MPI_Group_free(&group);
     return code;
 }

@@ -1,23 +1,24 @@
-//! The calls of MPI that are used, with their return codes looked at.
+//! The MPI calls that are used, with their return codes checked.
 //!
-//! The bindings' own safe functions drop return codes, which is right where errors end the program
-//! and wrong where a dead neighbour is an error like any other; so these are calls of the C
-//! functions. What makes them sound is said here once: MPI is started with
-//! `MPI_THREAD_SERIALIZED` at least, and a [`Comm`] is used by one thread at a time, because an
-//! exchange borrows its wire exclusively and lends it to one thread.
+//! The safe functions of the bindings ignore return codes, which is right where errors abort the
+//! program and wrong where the death of a peer is an ordinary error; so these call the C functions.
+//! Why that is sound: MPI is started with at least `MPI_THREAD_SERIALIZED`, and one thread at a
+//! time uses a [`MpiCommunicator`], because an exchange borrows its transport exclusively and passes
+//! it to one thread.
 
+use std::borrow::Cow;
 use std::ffi::c_int;
 
 use mpi::ffi;
 
 use crate::error::MpiError;
 
-// SAFETY: as POSIX says; it ends the process and touches nothing of ours.
+// SAFETY: the declaration is that of POSIX; the call ends the process.
 unsafe extern "C" {
     safe fn _exit(code: c_int) -> !;
 }
 
-// SAFETY: the declarations say what `shim.c` defines, which is compiled with the same `mpi.h`.
+// SAFETY: the declarations match `shim.c`, which is compiled with the same `mpi.h`.
 unsafe extern "C" {
     safe fn encke_mpi_class(code: c_int) -> c_int;
     safe fn encke_mpi_ulfm() -> c_int;
@@ -43,184 +44,190 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// Kinds of failure that are told apart.
+/// The error classes that are distinguished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Class {
-    /// A process ended.
+pub enum ErrorClass {
+    /// A process has died.
     Dead,
-    /// Somebody revoked the communicator.
+    /// The communicator was revoked.
     Revoked,
-    /// A message was longer than the buffer posted for it.
+    /// A message was longer than its receive buffer.
     TooLong,
     /// Anything else.
     Other,
 }
 
-/// A return code that is not success.
+/// A call that did not return `MPI_SUCCESS`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fault {
-    pub class: Class,
-    pub words: String,
+pub struct CallFailure {
+    pub class: ErrorClass,
+    pub message: String,
 }
 
-impl Fault {
-    /// As an error of a call apart from an exchange.
+impl CallFailure {
+    /// As the error of a call outside of an exchange.
     pub fn during(self, what: &'static str) -> MpiError {
-        let words = self.words;
-        MpiError::Call { what, words }
+        let message = self.message;
+        MpiError::Call { what, message }
     }
 }
 
-fn check(code: c_int) -> Result<(), Fault> {
+fn check(code: c_int) -> Result<(), CallFailure> {
     if code == 0 {
         return Ok(());
     }
     let class = match encke_mpi_class(code) {
-        1 => Class::Dead,
-        2 => Class::Revoked,
-        3 => Class::TooLong,
-        _ => Class::Other,
+        1 => ErrorClass::Dead,
+        2 => ErrorClass::Revoked,
+        3 => ErrorClass::TooLong,
+        _ => ErrorClass::Other,
     };
     let mut text = [0u8; 1024];
     let mut length = 0;
-    // SAFETY: the longest text of any MPI is 512 bytes, and both pointers are to our own memory.
+    // SAFETY: the longest message of any MPI is 512 bytes, and both pointers are to local
+    // variables.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut length) };
-    let length = usize::try_from(length).unwrap_or(0).min(text.len());
-    let words = String::from_utf8_lossy(&text[..length]).trim().to_string();
-    Err(Fault { class, words })
+    let message = text_of(&text, length).trim().to_string();
+    Err(CallFailure { class, message })
 }
 
-/// Whether deaths are reported and can be survived in this launch.
+/// The first `length` bytes as text.
+fn text_of(bytes: &[u8], length: c_int) -> Cow<'_, str> {
+    let length = usize::try_from(length).unwrap_or(0).min(bytes.len());
+    String::from_utf8_lossy(&bytes[..length])
+}
+
+/// Whether deaths of processes are reported and can be survived in this launch (ULFM).
 pub fn ulfm() -> bool {
     encke_mpi_ulfm() != 0
 }
 
-/// Ends this process without asking any library to tidy up: one that hangs would hang again.
-pub fn leave(code: u8) -> ! {
+/// Ends this process without the exit handlers of any library: one that hangs would hang again.
+pub fn exit_at_once(code: u8) -> ! {
     _exit(c_int::from(code))
 }
 
-/// Lets MPI work, when there is no request to test: news of a death is heard in its calls.
-pub fn let_work() {
-    let mut there = 0;
-    // SAFETY: the world exists once MPI has been started, and nobody wants the status. Whether a
-    // message is there, or an error, does not matter.
+/// Lets MPI make progress when there is no request to test: it learns of deaths inside its calls.
+pub fn progress() {
+    let mut found = 0;
+    // SAFETY: the world exists once MPI has been started, and the status is ignored. The result
+    // does not matter.
     unsafe {
         let (anyone, world) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_COMM_WORLD);
-        ffi::MPI_Iprobe(anyone, 0, world, &mut there, ffi::RSMPI_STATUS_IGNORE);
+        ffi::MPI_Iprobe(anyone, 0, world, &mut found, ffi::RSMPI_STATUS_IGNORE);
     }
 }
 
-/// What the library calls itself, in one line.
+/// The name and version of the library, in one line.
 pub fn library() -> String {
     let mut text = [0u8; 8192];
     let mut length = 0;
     // SAFETY: every MPI's MPI_MAX_LIBRARY_VERSION_STRING is at most 8192.
     unsafe { ffi::MPI_Get_library_version(text.as_mut_ptr().cast(), &mut length) };
-    let length = usize::try_from(length).unwrap_or(0).min(text.len());
-    let text = String::from_utf8_lossy(&text[..length]);
+    let text = text_of(&text, length);
     let first = text.lines().next().unwrap_or_default();
     let name = first.split(',').next().unwrap_or(first).trim();
     name.trim_end_matches('\0').to_string()
 }
 
-/// A communicator whose errors are returned.
+/// A communicator that returns errors instead of aborting.
 #[derive(Debug, Clone, Copy)]
-pub struct Comm(ffi::MPI_Comm);
+pub struct MpiCommunicator(ffi::MPI_Comm);
 
-// SAFETY: a communicator is a handle that any thread may use; that only one does at a time is the
-// module's condition above.
-unsafe impl Send for Comm {}
+// SAFETY: a communicator is a handle that any thread may use; that one thread at a time does is the
+// condition at the top of this file.
+unsafe impl Send for MpiCommunicator {}
 // SAFETY: as above.
-unsafe impl Sync for Comm {}
+unsafe impl Sync for MpiCommunicator {}
 
-impl Comm {
-    /// All processes, with errors returned from now on.
-    pub fn world() -> Result<Comm, Fault> {
-        // SAFETY: the world exists once MPI has been started, which every caller has seen to.
-        let world = Comm(unsafe { ffi::RSMPI_COMM_WORLD });
+impl MpiCommunicator {
+    /// `MPI_COMM_WORLD`, which returns errors from now on.
+    pub fn world() -> Result<MpiCommunicator, CallFailure> {
+        // SAFETY: the world exists once MPI has been started, which the callers have done.
+        let world = MpiCommunicator(unsafe { ffi::RSMPI_COMM_WORLD });
         world.return_errors()?;
         Ok(world)
     }
 
-    fn return_errors(self) -> Result<(), Fault> {
-        // SAFETY: a live communicator and a predefined handler.
+    fn return_errors(self) -> Result<(), CallFailure> {
+        // SAFETY: a valid communicator and a predefined handler.
         check(unsafe { ffi::MPI_Comm_set_errhandler(self.0, ffi::RSMPI_ERRORS_RETURN) })
     }
 
-    /// Another one of the same processes.
-    pub fn duplicate(self) -> Result<Comm, Fault> {
-        // SAFETY: only a value to be overwritten.
+    /// A duplicate with its own message space.
+    pub fn duplicate(self) -> Result<MpiCommunicator, CallFailure> {
+        // SAFETY: a constant, which the call overwrites.
         let mut other = unsafe { ffi::RSMPI_COMM_NULL };
-        // SAFETY: a live communicator, and a place for the new one.
+        // SAFETY: a valid communicator and a local variable.
         check(unsafe { ffi::MPI_Comm_dup(self.0, &mut other) })?;
-        let other = Comm(other);
+        let other = MpiCommunicator(other);
         other.return_errors()?;
         Ok(other)
     }
 
-    /// The number of this process.
-    pub fn rank(self) -> Result<usize, Fault> {
+    /// The rank of this process.
+    pub fn rank(self) -> Result<usize, CallFailure> {
         let mut rank = 0;
-        // SAFETY: a live communicator, and a place for the number.
+        // SAFETY: a valid communicator and a local variable.
         check(unsafe { ffi::MPI_Comm_rank(self.0, &mut rank) })?;
         Ok(usize::try_from(rank).unwrap_or(0))
     }
 
-    /// How many there are.
-    pub fn size(self) -> Result<usize, Fault> {
+    /// The number of processes.
+    pub fn size(self) -> Result<usize, CallFailure> {
         let mut size = 0;
-        // SAFETY: as above.
+        // SAFETY: a valid communicator and a local variable.
         check(unsafe { ffi::MPI_Comm_size(self.0, &mut size) })?;
         Ok(usize::try_from(size).unwrap_or(0))
     }
 
-    /// Ends every operation on it, here and everywhere.
-    pub fn revoke(self) -> Result<(), Fault> {
-        // SAFETY: a live communicator.
+    /// Revokes it: pending and future operations fail on all processes.
+    pub fn revoke(self) -> Result<(), CallFailure> {
+        // SAFETY: a valid communicator.
         check(unsafe { encke_mpi_revoke(self.0) })
     }
 
-    /// A communicator of those that are left.
-    pub fn shrink(self) -> Result<Comm, Fault> {
-        // SAFETY: only a value to be overwritten.
+    /// A communicator of the living processes.
+    pub fn shrink(self) -> Result<MpiCommunicator, CallFailure> {
+        // SAFETY: a constant, which the call overwrites.
         let mut left = unsafe { ffi::RSMPI_COMM_NULL };
-        // SAFETY: a live communicator, and a place for the new one.
+        // SAFETY: a valid communicator and a local variable.
         check(unsafe { encke_mpi_shrink(self.0, &mut left) })?;
-        let left = Comm(left);
+        let left = MpiCommunicator(left);
         left.return_errors()?;
         Ok(left)
     }
 
-    /// Its processes that are known to have ended.
-    pub fn failed(self) -> Result<Vec<usize>, Fault> {
-        let most = self.size()?;
-        let mut ranks = vec![0; most];
-        let mut count = 0;
-        // SAFETY: `ranks` has room for as many as there are.
-        check(unsafe { encke_mpi_failed(self.0, ranks.as_mut_ptr(), most as c_int, &mut count) })?;
-        Ok(numbers(ranks, count))
+    /// The ranks of processes that are known to have died.
+    pub fn failed(self) -> Result<Vec<usize>, CallFailure> {
+        rank_list(self.size()?, |ranks, most, count| {
+            // SAFETY: `ranks` has room for `most` entries.
+            unsafe { encke_mpi_failed(self.0, ranks, most, count) }
+        })
     }
 
-    /// The numbers that the processes of `part` have here, in the order of `part`.
-    pub fn members(self, part: Comm) -> Result<Vec<usize>, Fault> {
-        let most = part.size()?;
-        let mut ranks = vec![0; most];
-        let mut count = 0;
-        let places = ranks.as_mut_ptr();
-        // SAFETY: `ranks` has room for as many as there are.
-        check(unsafe { encke_mpi_members(part.0, self.0, places, most as c_int, &mut count) })?;
-        Ok(numbers(ranks, count))
+    /// The ranks in this communicator of the processes of `part`, in the order of `part`.
+    pub fn ranks_of(self, part: MpiCommunicator) -> Result<Vec<usize>, CallFailure> {
+        rank_list(part.size()?, |ranks, most, count| {
+            // SAFETY: `ranks` has room for `most` entries.
+            unsafe { encke_mpi_members(part.0, self.0, ranks, most, count) }
+        })
     }
 
-    /// Begins to send.
+    /// Starts a send (`MPI_Isend`).
     ///
     /// # Safety
-    /// The bytes must stay where they are, and unchanged, until the request has ended.
-    pub unsafe fn send(self, bytes: &[u8], to: usize, tag: c_int) -> Result<Request, Fault> {
-        let mut request = Request::none();
+    /// The bytes must stay valid and unchanged until the request has ended.
+    pub unsafe fn send(
+        self,
+        bytes: &[u8],
+        to: usize,
+        tag: c_int,
+    ) -> Result<MpiRequest, CallFailure> {
+        let mut request = MpiRequest::none();
         let (start, count) = (bytes.as_ptr().cast(), bytes.len() as c_int);
-        // SAFETY: the caller keeps the bytes; no piece is longer than a C int can say.
+        // SAFETY: the caller keeps the bytes valid; every piece is at most `LONGEST`, so its length
+        // fits into a C int.
         check(unsafe {
             let byte = ffi::RSMPI_UINT8_T;
             ffi::MPI_Isend(start, count, byte, to as c_int, tag, self.0, &mut request.0)
@@ -228,10 +235,10 @@ impl Comm {
         Ok(request)
     }
 
-    /// Begins to receive, from one process or from anyone.
+    /// Starts a receive (`MPI_Irecv`), from one process or from any.
     ///
     /// # Safety
-    /// The `count` bytes from `start` must stay where they are, and untouched, until the request
+    /// The `count` bytes from `start` must stay valid and must not be accessed until the request
     /// has ended.
     pub unsafe fn receive(
         self,
@@ -239,10 +246,11 @@ impl Comm {
         count: usize,
         from: Option<usize>,
         tag: c_int,
-    ) -> Result<Request, Fault> {
-        let mut request = Request::none();
+    ) -> Result<MpiRequest, CallFailure> {
+        let mut request = MpiRequest::none();
         let count = count as c_int;
-        // SAFETY: the caller keeps the bytes to us; no piece is longer than a C int can say.
+        // SAFETY: the caller keeps the bytes valid and does not access them; every piece is at most
+        // `LONGEST`, so its length fits into a C int.
         check(unsafe {
             let from = from.map_or(ffi::RSMPI_ANY_SOURCE, |from| from as c_int);
             let byte = ffi::RSMPI_UINT8_T;
@@ -253,77 +261,84 @@ impl Comm {
     }
 }
 
-fn numbers(ranks: Vec<c_int>, count: c_int) -> Vec<usize> {
-    let known = ranks.into_iter().take(usize::try_from(count).unwrap_or(0));
-    known
-        .filter_map(|rank| usize::try_from(rank).ok())
-        .collect()
+/// The ranks that a call writes: `fill` gets an array, its length, and a place for their number.
+fn rank_list(
+    most: usize,
+    fill: impl FnOnce(*mut c_int, c_int, *mut c_int) -> c_int,
+) -> Result<Vec<usize>, CallFailure> {
+    let (mut ranks, mut count) = (vec![0; most], 0);
+    check(fill(ranks.as_mut_ptr(), most as c_int, &mut count))?;
+    let written = ranks.into_iter().take(usize::try_from(count).unwrap_or(0));
+    Ok(written
+        .filter_map(|rank: c_int| usize::try_from(rank).ok())
+        .collect())
 }
 
-/// An agreement under way: it ends the same way for all that live, when all have come to it.
-pub struct Agreeing {
-    /// Everyone's yes or no, combined. Never freed: an agreement may outlive whoever waits for it.
+/// A pending agreement (`MPIX_Comm_iagree`): it ends when all living processes have started it,
+/// with the same result on all of them.
+pub struct PendingAgreement {
+    /// The conjunction of all flags. Never freed: the agreement may outlive this value.
     flag: *const c_int,
-    request: Request,
+    request: MpiRequest,
 }
 
-impl Agreeing {
-    /// Comes to an agreement, also on a communicator that was revoked.
-    pub fn new(comm: Comm, yes: bool) -> Result<Agreeing, Fault> {
-        let flag: *mut c_int = Box::leak(Box::new(c_int::from(yes)));
-        let mut request = Request::none();
-        // SAFETY: a live communicator, a flag that is never freed, and a place for the request.
+impl PendingAgreement {
+    /// Starts an agreement; it works on a revoked communicator as well.
+    pub fn new(comm: MpiCommunicator, ok: bool) -> Result<PendingAgreement, CallFailure> {
+        let flag: *mut c_int = Box::leak(Box::new(c_int::from(ok)));
+        let mut request = MpiRequest::none();
+        // SAFETY: a valid communicator, a flag that is never freed, and a local variable.
         check(unsafe { encke_mpi_iagree(comm.0, flag, &mut request.0) })?;
-        Ok(Agreeing { flag, request })
+        Ok(PendingAgreement { flag, request })
     }
 
-    /// What was agreed, once it is: no where anyone said no, or where somebody has died.
-    pub fn test(&mut self) -> Result<Option<bool>, Fault> {
+    /// The result, once there is one: false if any process passed false or has died.
+    pub fn test(&mut self) -> Result<Option<bool>, CallFailure> {
         match self.request.test() {
             Ok(false) => Ok(None),
-            // SAFETY: the request has ended, so nobody writes to the flag any more.
+            // SAFETY: the request has ended, so MPI does not write to the flag any more.
             Ok(true) => Ok(Some(unsafe { *self.flag } != 0)),
-            Err(fault) if fault.class == Class::Dead => Ok(Some(false)),
-            Err(fault) => Err(fault),
+            Err(failure) if failure.class == ErrorClass::Dead => Ok(Some(false)),
+            Err(failure) => Err(failure),
         }
     }
 }
 
-/// Something that MPI has begun and not ended.
+/// A nonblocking operation.
 #[derive(Debug)]
-pub struct Request(ffi::MPI_Request);
+pub struct MpiRequest(ffi::MPI_Request);
 
 // SAFETY: a request is a handle that any thread may use, one at a time.
-unsafe impl Send for Request {}
+unsafe impl Send for MpiRequest {}
 
-impl Request {
-    /// One that has ended.
-    pub fn none() -> Request {
+impl MpiRequest {
+    /// A request that has ended (`MPI_REQUEST_NULL`).
+    pub fn none() -> MpiRequest {
         // SAFETY: a constant of the library.
-        Request(unsafe { ffi::RSMPI_REQUEST_NULL })
+        MpiRequest(unsafe { ffi::RSMPI_REQUEST_NULL })
     }
 
     /// Whether it has ended.
-    pub fn is_over(&self) -> bool {
+    pub fn is_done(&self) -> bool {
         // SAFETY: a constant of the library.
         self.0 == unsafe { ffi::RSMPI_REQUEST_NULL }
     }
 
-    /// Lets MPI work, and says whether this has ended.
-    pub fn test(&mut self) -> Result<bool, Fault> {
-        if self.is_over() {
+    /// Lets MPI make progress; returns whether the operation has ended.
+    pub fn test(&mut self) -> Result<bool, CallFailure> {
+        if self.is_done() {
             return Ok(true);
         }
         let mut done = 0;
-        // SAFETY: a request that is ours alone, and nobody wants its status.
+        // SAFETY: this value owns the request, and the status is ignored.
         check(unsafe { ffi::MPI_Test(&mut self.0, &mut done, ffi::RSMPI_STATUS_IGNORE) })?;
         Ok(done != 0)
     }
 
-    /// Asks MPI to give it up. It has ended only when a test says so.
+    /// Asks MPI to cancel the operation. It has ended only when [`MpiRequest::test`] returns true.
     pub fn cancel(&mut self) {
-        if !self.is_over() {
-            // SAFETY: a request that is ours alone. Where it cannot be given up, tests say so.
+        if !self.is_done() {
+            // SAFETY: this value owns the request. If it cannot be cancelled, `test` returns false.
             let _ = check(unsafe { ffi::MPI_Cancel(&mut self.0) });
         }
     }

@@ -1,9 +1,9 @@
-//! A second pair of eyes on calls of MPI that ought to return at once and may not: a link that is cut
-//! can hold the first message to somebody, or the news of a failure, inside the library for ever.
+//! A timer for MPI calls that should return at once but may block: a cut link can hold the first
+//! message to a process, or a failure notice, inside the library indefinitely.
 //!
-//! The decision here: nobody can be called back from inside MPI, and memory that it may still read
-//! cannot be given back, so all that is left is to say what is wrong and to end the process. Whoever
-//! owns the process says how; without him nothing is watched.
+//! The decision here: a blocked MPI call cannot be interrupted, and memory that it may still read
+//! cannot be freed, so the only remedy is to report the error and end the process. The owner of the
+//! process supplies that handler; without one nothing is watched.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -11,22 +11,26 @@ use std::time::{Duration, Instant};
 
 use encke_core::transport::TransportError;
 
-/// What is said when time is up.
-pub type Verdict = Box<dyn FnOnce(Duration) -> TransportError + Send>;
+/// Makes the error of a call from the time it has blocked.
+pub type TimeoutError = Box<dyn FnOnce(Duration) -> TransportError + Send>;
 
-#[derive(Default)]
-struct Watched {
-    /// Since when, for how long, and what it means if that was not enough.
-    now: Option<(Instant, Duration, Verdict)>,
-    over: bool,
+/// A call with a time limit.
+struct TimedCall {
+    start: Instant,
+    limit: Duration,
+    error: TimeoutError,
 }
 
-type Shared = Arc<(Mutex<Watched>, Condvar)>;
+#[derive(Default)]
+struct WatchdogState {
+    call: Option<TimedCall>,
+    stopped: bool,
+}
 
-/// Looks at the clock for a thread that cannot.
+/// Ends the process, through its handler, if a call blocks.
 #[derive(Default)]
 pub struct Watchdog {
-    shared: Option<Shared>,
+    shared: Option<Arc<(Mutex<WatchdogState>, Condvar)>>,
 }
 
 impl fmt::Debug for Watchdog {
@@ -37,14 +41,16 @@ impl fmt::Debug for Watchdog {
 }
 
 impl Watchdog {
-    /// Begins to watch; `bark` is called once at most, on a thread of its own.
-    pub fn start(bark: impl FnOnce(TransportError) + Send + 'static) -> std::io::Result<Watchdog> {
-        let shared = Shared::default();
-        let seen = Arc::clone(&shared);
+    /// Starts the watchdog's thread. It calls `timed_out` at most once.
+    pub fn start(
+        timed_out: impl FnOnce(TransportError) + Send + 'static,
+    ) -> std::io::Result<Watchdog> {
+        let shared = Arc::default();
+        let watched = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("encke-watchdog".to_string());
         thread.spawn(move || {
-            if let Some(error) = watch(&seen) {
-                bark(error);
+            if let Some(error) = watch(&watched) {
+                timed_out(error);
             }
         })?;
         Ok(Watchdog {
@@ -52,55 +58,57 @@ impl Watchdog {
         })
     }
 
-    /// From now on something must be over within `limit`.
-    pub fn expect(
+    /// Starts the timer: [`Watchdog::disarm`] must follow within `limit`.
+    pub fn arm(
         &self,
         limit: Duration,
-        verdict: impl FnOnce(Duration) -> TransportError + Send + 'static,
+        error: impl FnOnce(Duration) -> TransportError + Send + 'static,
     ) {
-        self.set(Some((Instant::now(), limit, Box::new(verdict))));
+        let (start, error) = (Instant::now(), Box::new(error));
+        self.update(|state| {
+            state.call = Some(TimedCall {
+                start,
+                limit,
+                error,
+            })
+        });
     }
 
-    /// It is over.
-    pub fn relax(&self) {
-        self.set(None);
+    /// Stops the timer.
+    pub fn disarm(&self) {
+        self.update(|state| state.call = None);
     }
 
-    fn set(&self, now: Option<(Instant, Duration, Verdict)>) {
+    fn update(&self, change: impl FnOnce(&mut WatchdogState)) {
         let Some(shared) = &self.shared else { return };
-        let mut watched = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
-        watched.now = now;
+        change(&mut shared.0.lock().unwrap_or_else(PoisonError::into_inner));
         shared.1.notify_one();
     }
 }
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
-        let Some(shared) = &self.shared else { return };
-        let mut watched = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
-        watched.over = true;
-        shared.1.notify_one();
+        self.update(|state| state.stopped = true);
     }
 }
 
-/// Waits until something took too long, and says what; nothing when there is nothing more to watch.
-fn watch((watched, changed): &(Mutex<Watched>, Condvar)) -> Option<TransportError> {
-    let mut watched = watched.lock().unwrap_or_else(PoisonError::into_inner);
-    while !watched.over {
-        let left = watched.now.as_ref().map(|(since, limit, _)| {
-            let waited = since.elapsed();
-            limit.saturating_sub(waited)
-        });
-        watched = match left {
-            None => changed
-                .wait(watched)
-                .unwrap_or_else(PoisonError::into_inner),
+/// Waits until a call exceeds its limit, and returns its error; `None` when the watchdog is
+/// dropped.
+fn watch((state, changed): &(Mutex<WatchdogState>, Condvar)) -> Option<TransportError> {
+    let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+    while !state.stopped {
+        let left = state
+            .call
+            .as_ref()
+            .map(|call| call.limit.saturating_sub(call.start.elapsed()));
+        state = match left {
+            None => changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             Some(Duration::ZERO) => {
-                let (since, _, verdict) = watched.now.take()?;
-                return Some(verdict(since.elapsed()));
+                let call = state.call.take()?;
+                return Some((call.error)(call.start.elapsed()));
             }
             Some(left) => {
-                let woken = changed.wait_timeout(watched, left);
+                let woken = changed.wait_timeout(state, left);
                 woken.unwrap_or_else(PoisonError::into_inner).0
             }
         };
@@ -124,37 +132,37 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_too_long_is_said_once() {
-        let (tell, told) = channel();
-        let dog = Watchdog::start(move |error| tell.send(error).unwrap()).unwrap();
-        dog.expect(Duration::from_millis(20), late);
-        let error = told.recv().unwrap();
+    fn a_call_that_exceeds_its_limit_is_reported_once() {
+        let (sender, errors) = channel();
+        let watchdog = Watchdog::start(move |error| sender.send(error).unwrap()).unwrap();
+        watchdog.arm(Duration::from_millis(20), late);
+        let error = errors.recv().unwrap();
         let long = |waited: &Duration| *waited >= Duration::from_millis(20);
         assert!(matches!(error, TransportError::Deadline { waited, .. } if long(&waited)));
-        dog.expect(Duration::ZERO, late);
-        let again = told.recv_timeout(Duration::from_millis(50));
+        watchdog.arm(Duration::ZERO, late);
+        let again = errors.recv_timeout(Duration::from_millis(50));
         assert_eq!(again, Err(RecvTimeoutError::Disconnected));
     }
 
     #[test]
-    fn what_is_over_in_time_is_not_said() {
-        let (tell, told) = channel();
-        let dog = Watchdog::start(move |error| tell.send(error).unwrap()).unwrap();
+    fn a_call_that_returns_in_time_is_not_reported() {
+        let (sender, errors) = channel();
+        let watchdog = Watchdog::start(move |error| sender.send(error).unwrap()).unwrap();
         for _ in 0..100 {
-            dog.expect(Duration::from_secs(60), late);
+            watchdog.arm(Duration::from_secs(60), late);
         }
-        dog.expect(Duration::from_secs(60), late);
-        dog.relax();
-        let silent = told.recv_timeout(Duration::from_millis(50));
+        watchdog.arm(Duration::from_secs(60), late);
+        watchdog.disarm();
+        let silent = errors.recv_timeout(Duration::from_millis(50));
         assert_eq!(silent, Err(RecvTimeoutError::Timeout));
-        drop(dog);
-        assert!(told.recv().is_err(), "it ends with the one it watches for");
+        drop(watchdog);
+        assert!(errors.recv().is_err(), "its thread ends with the watchdog");
     }
 
     #[test]
-    fn without_an_owner_nothing_is_watched() {
-        let dog = Watchdog::default();
-        dog.expect(Duration::ZERO, late);
-        dog.relax();
+    fn without_a_handler_nothing_is_watched() {
+        let watchdog = Watchdog::default();
+        watchdog.arm(Duration::ZERO, late);
+        watchdog.disarm();
     }
 }

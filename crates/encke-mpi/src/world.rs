@@ -1,4 +1,4 @@
-//! The processes of one launch.
+//! The processes of one launch: MPI's start and end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,22 +8,22 @@ use encke_core::transport::TransportError;
 use mpi::Threading;
 use mpi::environment::Universe;
 
-use crate::contact;
+use crate::connect::connect_all;
 use crate::error::MpiError;
-use crate::sys::{self, Comm};
-use crate::wire::Wire;
+use crate::sys::{self, CallFailure, MpiCommunicator};
+use crate::transport::MpiTransport;
 
-/// MPI, started. There is one in a process.
-pub struct World {
+/// MPI, started. There is one for each process.
+pub struct MpiWorld {
     universe: Option<Universe>,
     library: String,
-    spoiled: Arc<AtomicBool>,
+    must_not_finalize: Arc<AtomicBool>,
 }
 
-impl World {
-    /// Starts MPI and opens the wire between all processes. No exchange over it waits longer than
+impl MpiWorld {
+    /// Starts MPI and opens the transport between all processes. No exchange waits longer than
     /// `deadline` for another rank.
-    pub fn start(deadline: Duration) -> Result<(World, Wire), MpiError> {
+    pub fn start(deadline: Duration) -> Result<(MpiWorld, MpiTransport), MpiError> {
         let started = mpi::initialize_with_threading(Threading::Serialized);
         let (universe, threading) = started.ok_or(MpiError::Started)?;
         let library = sys::library();
@@ -36,59 +36,59 @@ impl World {
             return Err(MpiError::Threads { library, got });
         }
         let began = Instant::now();
-        let failed = |fault: sys::Fault| fault.during("starting MPI");
-        let comm = Comm::world().map_err(failed)?;
+        let failed = |failure: CallFailure| failure.during("starting MPI");
+        let comm = MpiCommunicator::world().map_err(failed)?;
         let comm = comm.duplicate().map_err(failed)?;
-        let spoiled = Arc::new(AtomicBool::new(false));
-        let wire = Wire::new(comm, deadline, library.clone(), Arc::clone(&spoiled))?;
-        let absent = contact::meet_all(comm, wire.rank(), wire.ranks(), deadline);
+        let must_not_finalize = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&must_not_finalize);
+        let transport = MpiTransport::new(comm, deadline, library.clone(), flag)?;
+        let absent = connect_all(comm, transport.rank(), transport.ranks(), deadline);
         if let Some(peer) = absent.map_err(failed)? {
-            let (rank, waited, limit) = (wire.rank(), began.elapsed(), deadline);
             return Err(MpiError::Transport(TransportError::Deadline {
-                rank,
+                rank: transport.rank(),
                 peer,
                 round: 0,
-                waited,
-                limit,
+                waited: began.elapsed(),
+                limit: deadline,
             }));
         }
-        let world = World {
+        let world = MpiWorld {
             universe: Some(universe),
             library,
-            spoiled,
+            must_not_finalize,
         };
-        Ok((world, wire))
+        Ok((world, transport))
     }
 
-    /// What the library calls itself.
+    /// The name and version of the MPI library.
     pub fn library(&self) -> &str {
         &self.library
     }
 
-    /// Whether deaths are reported and can be survived in this launch.
+    /// Whether deaths of processes are reported and can be survived in this launch (ULFM).
     pub fn survives(&self) -> bool {
         sys::ulfm()
     }
 
-    /// Ends MPI, when all ranks have ended well.
-    pub fn finish(mut self, wire: Wire) {
-        let watchdog = Arc::clone(&wire.watchdog);
-        wire.expect_in_time(wire.someone_else());
-        let whole = wire.close();
-        if !whole {
-            // Whoever is still asking whether all went well must not see us leave.
+    /// Finalizes MPI, if all ranks have ended without failure.
+    pub fn finish(mut self, transport: MpiTransport) {
+        let watchdog = Arc::clone(&transport.watchdog);
+        transport.watch_until_deadline(transport.any_other_rank());
+        let complete = transport.close();
+        if !complete {
+            // Other ranks may still be in an agreement, which would report this process as dead.
             std::thread::sleep(Duration::from_millis(300));
         }
-        if whole && !self.spoiled.load(Ordering::Relaxed) {
+        if complete && !self.must_not_finalize.load(Ordering::Relaxed) {
             drop(self.universe.take());
         }
-        watchdog.relax();
+        watchdog.disarm();
     }
 }
 
-impl Drop for World {
-    /// Without [`World::finish`] something has gone wrong, and the end of MPI is a meeting of all
-    /// processes: it would wait for those that cannot come.
+impl Drop for MpiWorld {
+    /// Without [`MpiWorld::finish`] a rank has failed. `MPI_Finalize` is collective and would wait
+    /// for processes that do not call it, so it is not called.
     fn drop(&mut self) {
         std::mem::forget(self.universe.take());
     }

@@ -1,99 +1,99 @@
-//! Everything that can go wrong in a simulated run, in one value: how often, how badly, and the
-//! seed that decides when.
+//! Every fault that is injected into a simulated run, in one value: rates, severities and a seed.
 //!
-//! Nothing here acts. The [`wire`](crate::wire) and the [`trial`](crate::trial) ask it, in an order
-//! that depends on nothing else, so the same value brings the same run back, fault for fault.
+//! Nothing here acts. The [`network`](crate::network) and the [`fault_run`](crate::fault_run) query
+//! it in an order that depends on nothing else, so the same value reproduces the same run, fault
+//! for fault.
 
 use encke_core::conformance::Random;
 use serde::Serialize;
 use std::time::Duration;
 
-/// All hardship of a run. Odds are shares of messages, from 0 to 1; times are virtual.
+/// The faults of a run. Odds are fractions of messages, from 0 to 1; times are virtual.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct FaultConfig {
-    /// Decides which messages are hit, where and how.
+    /// Seeds the choice of messages, positions and severities.
     pub seed: u64,
-    /// How long an exchange may wait for what it is to receive.
+    /// How long an exchange may wait for its receives.
     pub deadline: Duration,
-    /// What a round of jobs takes.
+    /// The time of the jobs of a round.
     pub compute: Duration,
-    /// What a message takes at least.
+    /// The least time of a message.
     pub latency: Duration,
-    /// Odds that a message takes longer; those sent after it over the same link wait behind it.
+    /// Odds that a message is delayed; later ones on the same link wait behind it.
     pub delay: f64,
-    /// How much longer at most.
+    /// The longest delay.
     pub longest_delay: Duration,
     /// Odds that a message is held back so that later ones overtake it.
     pub reordering: f64,
     /// Odds that a message never arrives.
     pub loss: f64,
-    /// Odds that a message arrives with a changed byte, in its envelope or in its contents.
+    /// Odds that a message arrives with a changed byte, in its envelope or its contents.
     pub corruption: f64,
     /// Odds that a message arrives a second time, later.
     pub duplication: f64,
-    /// Ranks that are gone when they should begin a round.
-    pub deaths: Vec<Death>,
-    /// How long it takes until a death is known, where it can be survived.
+    /// Ranks that die before a round.
+    pub deaths: Vec<RankDeath>,
+    /// How long it takes to detect a death, where it can be survived.
     pub detection: Duration,
-    /// A rank that takes longer for its jobs.
-    pub slow: Option<Slow>,
-    /// What receivers look at.
-    pub checks: Checks,
+    /// A rank whose jobs take longer.
+    pub slow: Option<SlowRank>,
+    /// The checks of receivers.
+    pub checks: ReceiverChecks,
 }
 
 /// A rank that dies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Death {
+pub struct RankDeath {
     /// The rank.
     pub rank: usize,
-    /// How many times the call has gone on after a death before.
+    /// The epoch: how many times the call has recovered from deaths before.
     pub epoch: usize,
-    /// The round it does not begin. Where deaths are survived, a rank that does not get there in
-    /// its epoch dies at the end of it.
+    /// The round before which it dies. Where deaths are survived, a rank that does not reach this
+    /// round in its epoch dies at the end of the epoch.
     pub round: usize,
 }
 
-impl Death {
+impl RankDeath {
     /// A death in the first epoch.
-    pub fn new(rank: usize, round: usize) -> Death {
+    pub fn new(rank: usize, round: usize) -> RankDeath {
         let epoch = 0;
-        Death { rank, epoch, round }
+        RankDeath { rank, epoch, round }
     }
 }
 
 /// A rank that is slow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Slow {
+pub struct SlowRank {
     /// The rank.
     pub rank: usize,
-    /// How many times longer its jobs take.
+    /// The factor by which its jobs take longer.
     pub times: u32,
 }
 
-/// What a receiver checks. Anything but [`Checks::All`] is a mutant, there to show in tests that
-/// it is these checks, and nothing else, that keep wrong numbers out.
+/// What a receiver checks. All but [`ReceiverChecks::All`] are mutants, which show in tests that
+/// these checks are what keeps wrong values out of results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Checks {
+pub enum ReceiverChecks {
     /// Everything.
     All,
-    /// A mutant: changed messages are taken as they are.
+    /// A mutant that accepts corrupted messages.
     NoChecksum,
-    /// A mutant: a message of another round is as good as the right one.
+    /// A mutant that accepts messages of other rounds.
     NoRound,
 }
 
-/// The kinds of hardship, one by one and all together.
+/// The kinds of faults, one by one and all together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
-    /// Messages that take longer.
+pub enum FaultKind {
+    /// Delayed messages.
     Delay,
-    /// Messages that overtake each other.
+    /// Messages that overtake each other on a link.
     Reordering,
     /// Messages that never arrive.
     Loss,
-    /// Messages that arrive changed.
+    /// Messages that arrive with a changed byte.
     Corruption,
     /// Messages that arrive twice.
     Duplication,
@@ -101,40 +101,40 @@ pub enum Kind {
     Death,
     /// A rank that is slow.
     Slowness,
-    /// All of it at once.
+    /// All of them at once.
     Everything,
 }
 
-impl Kind {
+impl FaultKind {
     /// All kinds.
-    pub const ALL: [Kind; 8] = [
-        Kind::Delay,
-        Kind::Reordering,
-        Kind::Loss,
-        Kind::Corruption,
-        Kind::Duplication,
-        Kind::Death,
-        Kind::Slowness,
-        Kind::Everything,
+    pub const ALL: [FaultKind; 8] = [
+        FaultKind::Delay,
+        FaultKind::Reordering,
+        FaultKind::Loss,
+        FaultKind::Corruption,
+        FaultKind::Duplication,
+        FaultKind::Death,
+        FaultKind::Slowness,
+        FaultKind::Everything,
     ];
 
-    /// The name reports use.
+    /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {
-            Kind::Delay => "delay",
-            Kind::Reordering => "reordering",
-            Kind::Loss => "loss",
-            Kind::Corruption => "corruption",
-            Kind::Duplication => "duplication",
-            Kind::Death => "death",
-            Kind::Slowness => "slowness",
-            Kind::Everything => "everything",
+            FaultKind::Delay => "delay",
+            FaultKind::Reordering => "reordering",
+            FaultKind::Loss => "loss",
+            FaultKind::Corruption => "corruption",
+            FaultKind::Duplication => "duplication",
+            FaultKind::Death => "death",
+            FaultKind::Slowness => "slowness",
+            FaultKind::Everything => "everything",
         }
     }
 }
 
 impl FaultConfig {
-    /// None at all.
+    /// No faults.
     pub fn none(seed: u64) -> FaultConfig {
         FaultConfig {
             seed,
@@ -150,53 +150,53 @@ impl FaultConfig {
             deaths: Vec::new(),
             detection: Duration::from_millis(30),
             slow: None,
-            checks: Checks::All,
+            checks: ReceiverChecks::All,
         }
     }
 
-    /// Hardship of one kind for a ring, mild or severe as the seed has it: some runs survive it
-    /// and some do not.
-    pub fn random(kind: Kind, seed: u64, ranks: usize, rounds: usize) -> FaultConfig {
+    /// Faults of one kind for a ring, mild or severe depending on the seed: some runs complete and
+    /// some do not.
+    pub fn random(kind: FaultKind, seed: u64, ranks: usize, rounds: usize) -> FaultConfig {
         let mut random = Random::new(seed ^ 0xfa_17);
-        let mut hardship = FaultConfig::none(seed);
-        let is = |one: Kind| kind == one || kind == Kind::Everything;
+        let mut config = FaultConfig::none(seed);
+        let has = |fault: FaultKind| kind == fault || kind == FaultKind::Everything;
         let odds = [0.003, 0.03, 0.3];
-        if is(Kind::Delay) {
-            hardship.delay = random.pick(&odds);
-            hardship.longest_delay = Duration::from_millis(random.pick(&[5, 80, 250]));
+        if has(FaultKind::Delay) {
+            config.delay = random.pick(&odds);
+            config.longest_delay = Duration::from_millis(random.pick(&[5, 80, 250]));
         }
-        if is(Kind::Reordering) {
-            hardship.reordering = random.pick(&odds);
+        if has(FaultKind::Reordering) {
+            config.reordering = random.pick(&odds);
         }
-        if is(Kind::Loss) {
-            hardship.loss = random.pick(&odds);
+        if has(FaultKind::Loss) {
+            config.loss = random.pick(&odds);
         }
-        if is(Kind::Corruption) {
-            hardship.corruption = random.pick(&odds);
+        if has(FaultKind::Corruption) {
+            config.corruption = random.pick(&odds);
         }
-        if is(Kind::Duplication) {
-            hardship.duplication = random.pick(&odds);
+        if has(FaultKind::Duplication) {
+            config.duplication = random.pick(&odds);
         }
-        if is(Kind::Death) {
+        if has(FaultKind::Death) {
             let (rank, round) = (random.below(ranks), random.below(rounds.max(1)));
-            hardship.deaths.push(Death::new(rank, round));
+            config.deaths.push(RankDeath::new(rank, round));
         }
-        if is(Kind::Slowness) {
+        if has(FaultKind::Slowness) {
             let (rank, times) = (random.below(ranks), random.pick(&[3, 60, 300]));
-            hardship.slow = Some(Slow { rank, times });
+            config.slow = Some(SlowRank { rank, times });
         }
-        hardship
+        config
     }
 
-    /// The same for a ring that survives deaths: where one dies, up to two more do, in the same epoch
-    /// or later, and it takes longer or shorter to notice.
+    /// For a ring that survives deaths: if there is a death, adds up to two more, in the same epoch
+    /// or later, and draws the detection time.
     pub fn with_more_deaths(mut self, ranks: usize, rounds: usize) -> FaultConfig {
         let mut random = Random::new(self.seed ^ 0xdead);
         if self.deaths.is_empty() {
             return self;
         }
         for _ in 0..random.pick(&[0, 0, 1, 2]) {
-            self.deaths.push(Death {
+            self.deaths.push(RankDeath {
                 rank: random.below(ranks),
                 epoch: random.below(3),
                 round: random.below(rounds.max(1)),
@@ -206,7 +206,7 @@ impl FaultConfig {
         self
     }
 
-    /// What a round of jobs takes on a rank.
+    /// The time of the jobs of a round on a rank.
     pub fn compute_on(&self, rank: usize) -> Duration {
         match self.slow {
             Some(slow) if slow.rank == rank => self.compute * slow.times,
@@ -214,18 +214,19 @@ impl FaultConfig {
         }
     }
 
-    /// When a rank has ended its round at the latest, in one way or the other: in every round it
-    /// computes, and then waits no longer than the deadline.
+    /// The latest time at which a rank ends a round or fails: in every round it computes, then
+    /// waits at most until its deadline.
     pub fn latest_end(&self, rank: usize, round: usize) -> Duration {
         (self.compute_on(rank) + self.deadline) * (round as u32 + 1)
     }
 
-    /// When every rank has ended at the latest, where deaths are survived: everyone can wait for the
-    /// slowest in every round of every epoch, and until each death is known.
+    /// The latest time at which all ranks end, where deaths are survived: each may wait for the
+    /// slowest rank in every round of every epoch, and until each death is detected. `epochs` has
+    /// the rounds of each epoch.
     pub fn latest_end_of_all(&self, epochs: &[usize]) -> Duration {
         let slowest = self.compute * self.slow.map_or(1, |slow| slow.times.max(1));
         let rounds: usize = epochs.iter().map(|rounds| rounds + 1).sum();
-        let known = self.detection.max(self.latency) * epochs.len() as u32;
-        (slowest + self.deadline) * rounds as u32 + known
+        let detection = self.detection.max(self.latency) * epochs.len() as u32;
+        (slowest + self.deadline) * rounds as u32 + detection
     }
 }

@@ -1,6 +1,8 @@
-//! What a call under hardship must be: right to the bit, or ended on every rank by an error that
-//! names what it must, inside the deadline. One that went on after a death must be right as well,
-//! but for rounding: its sums were made in another order. Tests and the command judge by this.
+//! The allowed outcomes of a call with injected faults, used by tests and by `encke verify`.
+//!
+//! The result must be right to the bit, or every rank must end inside its deadline with an error
+//! that names the rank, the peer, the round and the times. A call that recovered from deaths must
+//! be right up to rounding, because its sums are in another order.
 
 use encke_core::Data;
 use encke_core::conformance::Configuration;
@@ -12,118 +14,119 @@ use encke_core::transport::TransportError;
 use encke_core::{Error, Tensor};
 use encke_ring::{Outcome, RankError, RingError};
 
-use crate::fault_config::{FaultConfig, Kind};
+use crate::fault_config::{FaultConfig, FaultKind};
 use crate::fault_run::{self, FaultRun};
 use crate::lockstep;
-use crate::sample::Sample;
+use crate::random_call::RandomCall;
 
-/// How a trial ended.
+/// The outcome of a [`FaultRun`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum FaultOutcome {
-    /// With the bits of an undisturbed run.
-    Right,
-    /// With the same numbers up to rounding, after deaths.
+    /// The bits of a run without faults.
+    Correct,
+    /// The right values up to rounding, after deaths.
     Survived {
-        /// How many ranks died.
+        /// The number of ranks that died.
         deaths: usize,
     },
-    /// With an error on every rank, this one first.
+    /// A valid error on every rank.
     Failed {
-        /// How the first rank to fail ended.
+        /// The error of the first rank to fail.
         first: RankError,
     },
-    /// With other numbers, which must never be.
+    /// Wrong values, which is never allowed.
     Wrong {
-        /// The output that has them.
+        /// The output that is wrong.
         output: String,
     },
-    /// In some other way that must never be.
-    Broken {
-        /// How.
+    /// Any other violation of the contract.
+    Violation {
+        /// What was violated.
         how: String,
     },
 }
 
 impl FaultOutcome {
-    /// Whether this may happen.
-    pub fn holds(&self) -> bool {
+    /// Whether this outcome is allowed.
+    pub fn is_allowed(&self) -> bool {
         !matches!(
             self,
-            FaultOutcome::Wrong { .. } | FaultOutcome::Broken { .. }
+            FaultOutcome::Wrong { .. } | FaultOutcome::Violation { .. }
         )
     }
 }
 
-/// The call and the hardship of a seed: any configuration, forward or backward.
-pub fn draw(kind: Kind, seed: u64) -> encke_core::Result<(Sample, FaultConfig)> {
-    let backward = (seed / Kind::ALL.len() as u64) % 2 == 1;
-    let sample = Sample::new(&Configuration::random(seed), backward)?;
-    let hardship = FaultConfig::random(kind, seed, sample.plan.ranks(), sample.rounds()?);
-    Ok((sample, hardship))
+/// The call and the faults of a seed: any configuration, forward or backward.
+pub fn random_case(kind: FaultKind, seed: u64) -> encke_core::Result<(RandomCall, FaultConfig)> {
+    let backward = (seed / FaultKind::ALL.len() as u64) % 2 == 1;
+    let call = RandomCall::new(&Configuration::random(seed), backward)?;
+    let config = FaultConfig::random(kind, seed, call.plan.ranks(), call.rounds()?);
+    Ok((call, config))
 }
 
-/// The same for a call that is to survive: any configuration that can.
-pub fn draw_surviving(
-    kind: Kind,
+/// The same for a call that survives deaths: any configuration that can.
+pub fn random_surviving_case(
+    kind: FaultKind,
     seed: u64,
     redundancy: usize,
-) -> encke_core::Result<(Sample, FaultConfig)> {
-    let backward = (seed / Kind::ALL.len() as u64) % 2 == 1;
-    let drawn = (0..).map(|again: u64| Configuration::random(seed ^ (again << 40)));
-    let mut drawn = drawn.filter(|drawn| drawn.request.sharding.ranks() > redundancy);
-    let mut configuration = drawn
+) -> encke_core::Result<(RandomCall, FaultConfig)> {
+    let backward = (seed / FaultKind::ALL.len() as u64) % 2 == 1;
+    let configurations = (0..).map(|again: u64| Configuration::random(seed ^ (again << 40)));
+    let mut configurations =
+        configurations.filter(|drawn: &Configuration| drawn.request.sharding.ranks() > redundancy);
+    let mut configuration = configurations
         .next()
-        .expect("seeds never end, and rings have up to 32 ranks");
+        .expect("the iterator is infinite, and rings have up to 32 ranks");
     configuration.request.queries = Queries::Sharded;
     configuration.request.redundancy = redundancy;
     configuration.request.schedule.backward = Rotating::Keys;
-    let sample = Sample::new(&configuration, backward)?;
-    let (ranks, rounds) = (sample.plan.ranks(), sample.rounds()?);
-    let hardship = FaultConfig::random(kind, seed, ranks, rounds);
-    Ok((sample, hardship.with_more_deaths(ranks, rounds)))
+    let call = RandomCall::new(&configuration, backward)?;
+    let (ranks, rounds) = (call.plan.ranks(), call.rounds()?);
+    let config = FaultConfig::random(kind, seed, ranks, rounds);
+    Ok((call, config.with_more_deaths(ranks, rounds)))
 }
 
-/// Runs a call under hardship and undisturbed, and compares. An error says that it could not begin.
-pub fn try_out<K: Kernel<Buffer = Data>>(
+/// Runs a call with and without faults, and compares. An error means that the call could not begin.
+pub fn run_and_check<K: Kernel<Buffer = Data>>(
     kernel: &K,
-    sample: &Sample,
-    hardship: &FaultConfig,
+    call: &RandomCall,
+    config: &FaultConfig,
 ) -> Result<(FaultRun, FaultOutcome), RingError> {
-    let inputs = sample.inputs();
-    let undisturbed = lockstep::run(kernel, &sample.plan, &inputs)?;
-    let trial = fault_run::run(kernel, &sample.plan, &inputs, hardship)?;
-    let verdict = judge(&sample.plan, hardship, &trial, &undisturbed);
-    Ok((trial, verdict))
+    let inputs = call.inputs();
+    let expected = lockstep::run(kernel, &call.plan, &inputs)?;
+    let run = fault_run::run(kernel, &call.plan, &inputs, config)?;
+    let outcome = classify(&call.plan, config, &run, &expected);
+    Ok((run, outcome))
 }
 
-/// Holds a trial against the undisturbed run, and its errors against what they must say.
-pub fn judge(
+/// Compares a run with the outcome without faults, and checks its errors.
+pub fn classify(
     plan: &Plan,
-    hardship: &FaultConfig,
-    trial: &FaultRun,
-    undisturbed: &Outcome,
+    config: &FaultConfig,
+    run: &FaultRun,
+    expected: &Outcome,
 ) -> FaultOutcome {
-    let broken = |how: String| FaultOutcome::Broken { how };
-    for end in &trial.ends {
+    let violation = |how: String| FaultOutcome::Violation { how };
+    for end in &run.ends {
         let latest = match plan.request().redundancy {
-            0 => hardship.latest_end(end.rank, end.round),
-            _ => hardship.latest_end_of_all(&trial.epochs),
+            0 => config.latest_end(end.rank, end.round),
+            _ => config.latest_end_of_all(&run.epochs),
         };
         if end.at > latest {
-            return broken(format!("rank {} ended after {latest:?}: {end:?}", end.rank));
+            return violation(format!("rank {} ended after {latest:?}: {end:?}", end.rank));
         }
     }
-    let (rank, first, others) = match &trial.result {
-        Ok(outcome) => return compare(outcome, undisturbed),
+    let (rank, first, others) = match &run.result {
+        Ok(outcome) => return compare(outcome, expected),
         Err(RingError::Rank {
             rank,
             source,
             others,
         }) => (*rank, source, others),
-        Err(other) => return broken(format!("not an error of a rank: {other}")),
+        Err(other) => return violation(format!("not an error of a rank: {other}")),
     };
     if first.is_consequence() {
-        return broken(format!("the first failure follows from another: {first}"));
+        return violation(format!("the first failure follows from another: {first}"));
     }
     let all = || {
         let others = others.iter().map(|(rank, error)| (*rank, error));
@@ -132,23 +135,23 @@ pub fn judge(
     let mut failed: Vec<usize> = all().map(|(rank, _)| rank).collect();
     failed.sort_unstable();
     if failed != (0..plan.ranks()).collect::<Vec<_>>() {
-        return broken(format!("only ranks {failed:?} ended with an error"));
+        return violation(format!("only ranks {failed:?} ended with an error"));
     }
-    match all().find(|(rank, error)| !is_named(plan, hardship, *rank, error)) {
-        Some((rank, error)) => broken(format!("rank {rank} ended with {error:?}")),
+    match all().find(|(rank, error)| !is_valid(plan, config, *rank, error)) {
+        Some((rank, error)) => violation(format!("rank {rank} ended with {error:?}")),
         None => FaultOutcome::Failed {
             first: first.clone(),
         },
     }
 }
 
-fn compare(outcome: &Outcome, undisturbed: &Outcome) -> FaultOutcome {
+fn compare(outcome: &Outcome, expected: &Outcome) -> FaultOutcome {
     let deaths = outcome.deaths.len();
     let same = |got: &Tensor, expected: &Tensor| match deaths {
         0 => got.data().bytes() == expected.data().bytes(),
         _ => difference(got, expected) <= ROUNDING,
     };
-    let mut pairs = outcome.tensors().iter().zip(undisturbed.tensors());
+    let mut pairs = outcome.tensors().iter().zip(expected.tensors());
     let wrong = pairs.find(|((_, got), (_, expected))| !same(got, expected));
     if let Some(((role, _), _)) = wrong {
         let role: Role = *role;
@@ -156,15 +159,15 @@ fn compare(outcome: &Outcome, undisturbed: &Outcome) -> FaultOutcome {
         return FaultOutcome::Wrong { output };
     }
     match deaths {
-        0 => FaultOutcome::Right,
+        0 => FaultOutcome::Correct,
         deaths => FaultOutcome::Survived { deaths },
     }
 }
 
-/// What another order of sums may change in f64, relative to the largest number.
+/// What another order of summation may change in f64, relative to the largest value.
 const ROUNDING: f64 = 1e-11;
 
-/// The largest difference, relative to the largest number; infinities must agree.
+/// The largest difference relative to the largest value; infinities must be equal.
 fn difference(got: &Tensor, expected: &Tensor) -> f64 {
     let (got, expected) = (got.to_f64(), expected.to_f64());
     let finite = expected.iter().filter(|x| x.is_finite());
@@ -173,22 +176,22 @@ fn difference(got: &Tensor, expected: &Tensor) -> f64 {
         true => 0.0,
         false => (a - b).abs() / scale,
     });
-    // What is no number differs from everything.
+    // NaN differs from everything.
     each.fold(0.0, |most, x| match x.is_nan() {
         true => f64::INFINITY,
         false => x.max(most),
     })
 }
 
-/// Whether an error is of a kind that hardship may end a rank with, and names that rank, a peer it
-/// really waited for, the round and the times.
-fn is_named(plan: &Plan, hardship: &FaultConfig, rank: usize, error: &RankError) -> bool {
+/// Whether an error is of a kind that injected faults may cause, and names this rank, a peer that
+/// the rank receives from in that round, and the times.
+fn is_valid(plan: &Plan, config: &FaultConfig, rank: usize, error: &RankError) -> bool {
     let Ok(program) = plan.rank(rank) else {
         return false;
     };
-    let expects = |peer: usize, round: usize| {
-        // After a death programs are others, and any rank may send to any other.
-        if !hardship.deaths.is_empty() && plan.request().redundancy > 0 {
+    let receives_from = |peer: usize, round: usize| {
+        // After a death the programs change, and any rank may send to any other.
+        if !config.deaths.is_empty() && plan.request().redundancy > 0 {
             return peer < plan.ranks() && peer != rank;
         }
         let round = program.rounds.get(round);
@@ -203,8 +206,8 @@ fn is_named(plan: &Plan, hardship: &FaultConfig, rank: usize, error: &RankError)
             waited,
             limit,
         }) => {
-            let timed = *limit == hardship.deadline && waited == limit;
-            *who == rank && expects(*peer, *round) && timed
+            let timed = *limit == config.deadline && waited == limit;
+            *who == rank && receives_from(*peer, *round) && timed
         }
         RankError::Transport(TransportError::Corrupt {
             rank: who,
@@ -213,17 +216,17 @@ fn is_named(plan: &Plan, hardship: &FaultConfig, rank: usize, error: &RankError)
             got,
             expected,
             ..
-        }) => *who == rank && expects(*peer, *round) && got != expected,
+        }) => *who == rank && receives_from(*peer, *round) && got != expected,
         RankError::Transport(TransportError::PeerFailed {
             rank: who, peer, ..
         }) => *who == rank && *peer != rank,
         RankError::Died { rank: who, round } => {
-            let is_it = |at: usize| at == *round || plan.request().redundancy > 0;
-            let mut deaths = hardship.deaths.iter();
-            *who == rank && deaths.any(|death| death.rank == rank && is_it(death.round))
+            let is_round = |at: usize| at == *round || plan.request().redundancy > 0;
+            let mut deaths = config.deaths.iter();
+            *who == rank && deaths.any(|death| death.rank == rank && is_round(death.round))
         }
         RankError::Lost(Error::LostShard { shard, keepers }) => {
-            let dies = |rank: usize| hardship.deaths.iter().any(|death| death.rank == rank);
+            let dies = |rank: usize| config.deaths.iter().any(|death| death.rank == rank);
             let kept = plan.keepers(*shard).eq(keepers.iter().copied());
             kept && dies(*shard) && keepers.iter().all(|keeper| dies(*keeper))
         }

@@ -1,11 +1,12 @@
-//! All ranks of a call on one thread, in step: each round, everyone prepares, everyone computes,
-//! then every message is copied from its sender's buffer straight into its receiver's.
+//! All ranks of a call on one thread in lockstep: in each round every rank prepares and computes,
+//! then every message is copied from its sender's buffer into its receiver's.
 //!
-//! Bit for bit what threads would return: the order of everything that matters is in the plan. There
-//! is no network and no copy in between, so the memory of the process is that of the ranks.
+//! The result has the bits of a ring of threads: the plan fixes the order of all floating-point
+//! operations. There is no network and no intermediate copy, so the memory of the process is that
+//! of the ranks.
 //!
-//! Memory is booked as if each rank had the device to itself: the kernel's scratch memory counts
-//! in full for every rank that computed, since each would have to have it.
+//! Memory is accounted as if each rank had the device to itself: the kernel's workspace counts in
+//! full for every rank that computed.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -23,7 +24,7 @@ use encke_ring::rank::BorrowedInputs;
 use encke_ring::trace::{Activity, Event, Recorder, Trace};
 use encke_ring::{Outcome, Rank, RankError, RankMemory, Resized, RingError, Sharded, resize};
 
-/// Carries out a plan on whole tensors, all ranks on this thread.
+/// Executes a plan on whole tensors, all ranks on this thread.
 pub fn run<K: Kernel>(
     kernel: &K,
     plan: &Arc<Plan>,
@@ -45,7 +46,7 @@ pub fn run<K: Kernel>(
     conclude(kernel, plan, ranks, events)
 }
 
-/// Moves tensors in shards from one sharding to another, all places on this thread.
+/// Moves sharded tensors from one sharding to another, all ranks on this thread.
 pub fn resize<K: Kernel>(
     kernel: &K,
     resize: &Resize,
@@ -54,15 +55,15 @@ pub fn resize<K: Kernel>(
     resize::check_tensors(resize, tensors)?;
     let origin = Instant::now();
     let mut ranks = resize::idle_ranks(resize, tensors);
-    let mut loans = Vec::with_capacity(ranks.len());
+    let mut borrowed = Vec::with_capacity(ranks.len());
     for rank in &mut ranks {
         let number = rank.plan().rank;
         let shard = |index: usize| tensors[index].shard(number).view();
-        let admitted = catch_panic(|| resize::bind_inputs(kernel, rank, shard));
-        loans.push(admitted.map_err(|source| failed(number, source))?);
+        let bound = catch_panic(|| resize::bind_inputs(kernel, rank, shard));
+        borrowed.push(bound.map_err(|source| failed(number, source))?);
     }
-    let recorders = (0..ranks.len()).map(|place| Recorder::new(place, origin));
-    let events = steps(kernel, &loans, &mut ranks, recorders.collect())?;
+    let recorders = (0..ranks.len()).map(|rank| Recorder::new(rank, origin));
+    let events = steps(kernel, &borrowed, &mut ranks, recorders.collect())?;
     Ok(Resized {
         tensors: resize::collect(kernel, resize, &ranks, tensors)?,
         trace: Trace { events },
@@ -70,21 +71,21 @@ pub fn resize<K: Kernel>(
     })
 }
 
-/// All rounds of all ranks, some of whose rows may be lent.
+/// Executes all rounds of all ranks. `borrowed` has the inputs that ranks read in place, if any.
 fn steps<K: Kernel>(
     kernel: &K,
-    loans: &[BorrowedInputs<'_>],
+    borrowed: &[BorrowedInputs<'_>],
     ranks: &mut [Rank<K>],
     mut recorders: Vec<Recorder>,
 ) -> Result<Vec<Event>, RingError> {
     let rounds = ranks.iter().map(|rank| rank.plan().rounds.len()).max();
     for round in 0..rounds.unwrap_or(0) {
-        step(kernel, round, loans, ranks, &mut recorders)?;
+        step(kernel, round, borrowed, ranks, &mut recorders)?;
     }
     Ok(recorders.into_iter().flat_map(Recorder::finish).collect())
 }
 
-/// Collects the outputs of ranks that are done, ends their lives, and says what they held.
+/// Collects the outputs of finished ranks, frees the ranks, and reports the memory that they held.
 pub(crate) fn conclude<K: Kernel>(
     kernel: &K,
     plan: &Arc<Plan>,
@@ -100,11 +101,11 @@ pub(crate) fn conclude<K: Kernel>(
     Ok(outcome)
 }
 
-/// One round of every rank that has it.
+/// Executes one round of every rank that has it.
 fn step<K: Kernel>(
     kernel: &K,
     round: usize,
-    loans: &[BorrowedInputs<'_>],
+    borrowed: &[BorrowedInputs<'_>],
     ranks: &mut [Rank<K>],
     recorders: &mut [Recorder],
 ) -> Result<(), RingError> {
@@ -115,10 +116,10 @@ fn step<K: Kernel>(
             continue;
         }
         let number = rank.plan().rank;
-        let loans = loans.get(number).unwrap_or(&nothing);
+        let borrowed = borrowed.get(number).unwrap_or(&nothing);
         let done = catch_panic(|| {
-            rank.prepare(kernel, loans, round, recorder)?;
-            rank.compute(kernel, loans, round, recorder)
+            rank.prepare(kernel, borrowed, round, recorder)?;
+            rank.compute(kernel, borrowed, round, recorder)
         });
         done.map_err(|source| failed(number, source))?;
         let used = kernel.scratch_bytes();
@@ -141,7 +142,7 @@ fn step<K: Kernel>(
             true => rank.plan().moved(round),
             false => Moved::default(),
         };
-        assert_eq!(moved, planned, "what moved is what was planned");
+        assert_eq!(moved, planned, "the bytes moved are those planned");
         if planned != Moved::default() {
             recorder.note(round, Activity::Wait, begin, moved);
         }
@@ -149,7 +150,7 @@ fn step<K: Kernel>(
     Ok(())
 }
 
-/// Copies a message from its sender's buffer into its receiver's, and counts the bytes.
+/// Copies a message from its sender's buffer into its receiver's; returns its bytes.
 fn deliver<K: Kernel>(
     round: usize,
     message: &Message,
@@ -165,28 +166,28 @@ fn deliver<K: Kernel>(
         .sends
         .iter()
         .find(|sent| (sent.address.peer, sent.address.tag) == (number, from.tag))
-        .expect("a message has two ends in the same round");
+        .expect("a receive has its send in the same round");
     assert_eq!(
         sent.address.elements, from.elements,
-        "both ends of a message have one size"
+        "a send and its receive have the same size"
     );
     let parcel = sender.buffer(sent.buffer);
     receiver.accept(message).copy_from(parcel, from.elements);
     from.elements * parcel.element_bytes()
 }
 
-/// Ends a rank's life, and says what it held; outputs may have been given away by then. Nothing may be left in its books but the scratch
-/// memory, which the kernel keeps.
+/// Frees a rank and reports the memory it held; its outputs may have been taken before. Nothing may
+/// be left in its ledger but the workspace, which the kernel keeps.
 fn memory<K: Kernel>(kernel: &K, plan: &Plan, rank: Rank<K>, allocated_bytes: usize) -> RankMemory {
-    let memory = planned(kernel, rank.plan(), 1, plan.request());
+    let planned = planned(kernel, rank.plan(), 1, plan.request());
     let (number, after) = (rank.plan().rank, rank.plan().rounds.len());
     let mut ledger = rank.free();
     ledger.hold(after, Component::Workspace, 0);
     let left = ledger.total().held_bytes();
-    assert_eq!(left, 0, "rank {number} gave back all it took");
+    assert_eq!(left, 0, "rank {number} freed all it allocated");
     RankMemory {
         rank: number,
-        planned: memory,
+        planned,
         borrowed_bytes: 0,
         allocated_bytes,
         ledger,

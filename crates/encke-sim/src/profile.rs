@@ -1,9 +1,9 @@
-//! Memory by ring size: what ranks really held, beside what their plans said, and how it falls
-//! with the size of the ring.
+//! Memory by ring size: measured beside planned bytes, and the exponent of both against the number
+//! of ranks.
 //!
-//! The measured figures come from runs: every rank computes, in this process, on real tensors, and
-//! its ledger has every byte its buffers took. Rings too large to be run are read off their plans,
-//! and say so.
+//! Measured bytes come from runs: every rank computes in this process on real tensors, and its
+//! ledger has every byte of its buffers. Rings too large to be run have planned bytes only
+//! ([`RankProfile::measured`] is `None`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,24 +18,24 @@ use encke_ring::memory::{planned, share_workspace};
 use encke_ring::{Outcome, RingError};
 use serde::Serialize;
 
-use crate::fit::exponent;
 use crate::lockstep;
+use crate::power_law::exponent;
 
-/// What one rank held, and was to hold.
+/// The memory of one rank.
 #[derive(Debug, Clone, Serialize)]
 pub struct RankProfile {
     /// The rank.
     pub rank: usize,
-    /// Bytes the plan lists, the kernel's workspace included.
+    /// Planned bytes, the kernel's workspace included.
     pub planned: BTreeMap<Component, usize>,
-    /// What it really held; `None` where the ring was only planned.
-    pub measured: Option<Measured>,
+    /// Measured bytes; `None` if the ring was not run.
+    pub measured: Option<MeasuredMemory>,
 }
 
-/// What one rank really held.
+/// The measured memory of one rank.
 #[derive(Debug, Clone, Serialize)]
-pub struct Measured {
-    /// Over the whole call, from the first buffer to the last: nothing is held after it.
+pub struct MeasuredMemory {
+    /// Over the whole call; nothing is held after it.
     pub total: Holdings,
     /// In each round.
     pub rounds: Vec<Holdings>,
@@ -47,34 +47,36 @@ impl RankProfile {
         self.planned.values().sum()
     }
 
-    /// The most it held at any moment.
+    /// The measured peak.
     pub fn measured_bytes(&self) -> Option<usize> {
-        self.measured.as_ref().map(|of| of.total.peak_bytes)
+        self.measured
+            .as_ref()
+            .map(|measured| measured.total.peak_bytes)
     }
 }
 
 /// One pass on a ring of one size.
 #[derive(Debug, Clone, Serialize)]
 pub struct RingProfile {
-    /// Which way it went.
+    /// The pass.
     pub pass: Pass,
-    /// How many ranks.
+    /// The size of the ring.
     pub ranks: usize,
-    /// Each of them.
+    /// Each rank.
     pub of: Vec<RankProfile>,
 }
 
-/// Figures that a table has side by side.
+/// Which bytes are meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub enum Figure {
-    /// Bytes really held.
+pub enum MemorySource {
+    /// Bytes held in a run.
     Measured,
-    /// Bytes the plan lists.
+    /// Bytes of the plan.
     Planned,
 }
 
 impl RingProfile {
-    /// The plan alone.
+    /// The planned memory of a ring that is not run.
     pub fn planned<K: Kernel>(kernel: &K, request: &Request) -> Result<RingProfile, RingError> {
         let plan = Plan::new(request.clone())?;
         let mut of = Vec::with_capacity(plan.ranks());
@@ -93,7 +95,7 @@ impl RingProfile {
         })
     }
 
-    /// A run of the plan, on numbers of its inputs, by a kernel that keeps nothing from another.
+    /// The memory of a run on these inputs. The kernel's scratch memory is released first.
     pub fn measured<K: Kernel>(
         kernel: &K,
         request: &Request,
@@ -108,7 +110,7 @@ impl RingProfile {
             of.push(RankProfile {
                 rank: memory.rank,
                 planned: memory.planned.clone(),
-                measured: Some(Measured {
+                measured: Some(MeasuredMemory {
                     total: memory.ledger.total(),
                     rounds: memory.ledger.rounds(rounds),
                 }),
@@ -122,18 +124,18 @@ impl RingProfile {
         Ok((profile, outcome))
     }
 
-    /// The components that any rank has.
+    /// The components that at least one rank plans bytes for.
     pub fn components(&self) -> BTreeSet<Component> {
         let planned = self.of.iter().flat_map(|rank| &rank.planned);
         let held = planned.filter(|(_, bytes)| **bytes > 0);
         held.map(|(component, _)| *component).collect()
     }
 
-    /// The most that any rank has for a component.
-    pub fn largest(&self, component: Component, figure: Figure) -> Option<usize> {
-        let of = |rank: &RankProfile| match figure {
-            Figure::Planned => Some(rank.planned.get(&component).copied().unwrap_or(0)),
-            Figure::Measured => {
+    /// The bytes of a component on the rank with the most.
+    pub fn largest(&self, component: Component, source: MemorySource) -> Option<usize> {
+        let of = |rank: &RankProfile| match source {
+            MemorySource::Planned => Some(rank.planned.get(&component).copied().unwrap_or(0)),
+            MemorySource::Measured => {
                 let measured = rank.measured.as_ref()?;
                 Some(measured.total.peak.get(&component).copied().unwrap_or(0))
             }
@@ -141,23 +143,23 @@ impl RingProfile {
         self.of.iter().map(of).max().flatten()
     }
 
-    /// The most that any rank has of everything.
-    pub fn fullest(&self, figure: Figure) -> Option<usize> {
-        let of = |rank: &RankProfile| match figure {
-            Figure::Planned => Some(rank.planned_bytes()),
-            Figure::Measured => rank.measured_bytes(),
+    /// The bytes of all components on the rank with the most.
+    pub fn fullest(&self, source: MemorySource) -> Option<usize> {
+        let of = |rank: &RankProfile| match source {
+            MemorySource::Planned => Some(rank.planned_bytes()),
+            MemorySource::Measured => rank.measured_bytes(),
         };
         self.of.iter().map(of).max().flatten()
     }
 
-    /// What its ranks held, as a share of what was planned: the least and the most.
+    /// Measured / planned bytes of the ranks: the smallest and the largest ratio.
     pub fn shares(&self) -> Option<(f64, f64)> {
         let share = |rank: &RankProfile| {
-            let (held, planned) = (rank.measured_bytes()?, rank.planned_bytes());
-            // A rank without tokens holds nothing and was to hold nothing.
+            let (measured, planned) = (rank.measured_bytes()?, rank.planned_bytes());
+            // A rank without tokens has no buffers.
             Some(match planned {
-                0 if held == 0 => 1.0,
-                _ => held as f64 / planned as f64,
+                0 if measured == 0 => 1.0,
+                _ => measured as f64 / planned as f64,
             })
         };
         let shares: Option<Vec<f64>> = self.of.iter().map(share).collect();
@@ -168,18 +170,18 @@ impl RingProfile {
 }
 
 /// The exponent of the largest rank's bytes against the size of the ring: −1 is O(n/p), 0 is
-/// flat. Sizes at which nobody has the component say nothing.
+/// constant. Ring sizes at which no rank has the component are left out.
 pub fn component_exponent(
     rings: &[RingProfile],
     component: Component,
-    figure: Figure,
+    source: MemorySource,
 ) -> Option<f64> {
-    fitted(rings, |ring| ring.largest(component, figure))
+    fitted(rings, |ring| ring.largest(component, source))
 }
 
 /// The same for all components together.
-pub fn total_exponent(rings: &[RingProfile], figure: Figure) -> Option<f64> {
-    fitted(rings, |ring| ring.fullest(figure))
+pub fn total_exponent(rings: &[RingProfile], source: MemorySource) -> Option<f64> {
+    fitted(rings, |ring| ring.fullest(source))
 }
 
 fn fitted(rings: &[RingProfile], bytes: impl Fn(&RingProfile) -> Option<usize>) -> Option<f64> {
@@ -189,16 +191,16 @@ fn fitted(rings: &[RingProfile], bytes: impl Fn(&RingProfile) -> Option<usize>) 
 
 /// Random tensors for both passes of a request.
 #[derive(Debug)]
-pub struct Inputs {
+pub struct ProfileInputs {
     q: Tensor,
     k: Tensor,
     v: Tensor,
     dout: Tensor,
 }
 
-impl Inputs {
-    /// The tensors of a seed, in the types the request has.
-    pub fn random(request: &Request, seed: u64) -> Inputs {
+impl ProfileInputs {
+    /// The tensors of a seed in the request's shape and dtype.
+    pub fn random(request: &Request, seed: u64) -> ProfileInputs {
         let Shape {
             batch,
             tokens,
@@ -218,7 +220,7 @@ impl Inputs {
             }
             tensor
         };
-        Inputs {
+        ProfileInputs {
             q: tensor(request.dtype, heads),
             k: tensor(request.dtype, kv_heads),
             v: tensor(request.dtype, kv_heads),
@@ -226,7 +228,7 @@ impl Inputs {
         }
     }
 
-    /// Runs the forward pass of a request, and with `grad` the backward pass on what it returned.
+    /// Measures the forward pass of a request, and with `grad` the backward pass on its outputs.
     pub fn measure<K: Kernel>(
         &self,
         kernel: &K,
@@ -262,8 +264,8 @@ impl Inputs {
     }
 }
 
-fn fill<T: Element>(numbers: &mut [T], random: &mut Random) {
-    for x in numbers {
+fn fill<T: Element>(values: &mut [T], random: &mut Random) {
+    for x in values {
         *x = T::from_f64(random.unit());
     }
 }

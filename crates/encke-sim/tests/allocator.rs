@@ -1,4 +1,4 @@
-//! The ledger on trial: what it has booked against what the allocator saw.
+//! The ledger against the allocator: the bytes it has recorded are the bytes that were allocated.
 
 use std::sync::Arc;
 
@@ -14,17 +14,17 @@ use peak_alloc::PeakAlloc;
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// What a rank's program and its notes may take beside its buffers, whatever their size.
+/// What a rank's program and its trace may take beside its buffers, at any size.
 const PROGRAM: usize = 128 * 1024;
 
-/// One test, so that nothing else allocates meanwhile.
+/// The only test of this binary, so that nothing else allocates meanwhile.
 #[test]
-fn what_is_booked_is_what_was_allocated() {
+fn the_ledger_has_the_bytes_that_were_allocated() {
     let shape = Shape::new(1, 2048, 8, 4, 64).expect("sizes are positive");
-    let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build();
-    let alone = alone.expect("a thread");
-    // Rings of more than one rank copy their outputs out, so that what is returned is beside what
-    // was booked.
+    let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build();
+    let one_thread = one_thread.expect("a thread");
+    // Rings of more than one rank copy their outputs out, so the returned tensors are not in the
+    // ledger.
     for ranks in [2, 4] {
         for pass in [Pass::Forward, Pass::Backward { dlse: false }] {
             let sharding = Sharding::new(ranks, Cut::Contiguous).expect("ranks are positive");
@@ -40,23 +40,26 @@ fn what_is_booked_is_what_was_allocated() {
 
             ALLOCATOR.reset_peak_usage();
             let before = ALLOCATOR.current_usage();
-            let outcome = alone.install(|| lockstep::run(&kernel, &plan, &inputs));
+            let outcome = one_thread.install(|| lockstep::run(&kernel, &plan, &inputs));
             let outcome = outcome.expect("a run");
             let peak = ALLOCATOR.peak_usage() - before - returned(&outcome);
 
             let what = format!("{ranks} ranks, {pass:?}");
-            let booked = booked(&outcome);
-            assert!(peak >= booked, "{what}: {peak} bytes, {booked} booked");
+            let recorded = recorded(&outcome);
             assert!(
-                peak <= booked + booked / 20 + PROGRAM * ranks,
-                "{what}: {peak} bytes, {booked} booked"
+                peak >= recorded,
+                "{what}: {peak} bytes, {recorded} recorded"
+            );
+            assert!(
+                peak <= recorded + recorded / 20 + PROGRAM * ranks,
+                "{what}: {peak} bytes, {recorded} recorded"
             );
         }
     }
 }
 
-/// What all ranks held together: their buffers, and the one workspace that they shared here.
-fn booked(outcome: &Outcome) -> usize {
+/// The bytes of all ranks' buffers, and of the one workspace that they shared here.
+fn recorded(outcome: &Outcome) -> usize {
     let peaks = outcome.memory.iter().map(|memory| memory.ledger.total());
     let (mut buffers, mut workspace) = (0, 0);
     for total in peaks {

@@ -55,7 +55,7 @@ impl Auto {
     pub fn on(machine: Machine, source: MachineSource) -> Auto {
         let most_ranks = match machine.device.shared_cores {
             Some(cores) => cores.max(8),
-            None => machine.node.clamp(8, 64),
+            None => machine.ranks_per_node.clamp(8, 64),
         };
         Auto {
             machine,

@@ -9,7 +9,7 @@ use encke_lab::process::peak_resident_bytes;
 use encke_lab::profile::{CacheProfile, PassProfile, PolicyProfile};
 use encke_lab::table::TextTable;
 use encke_lab::terminal::Paint;
-use encke_sim::profile::{Figure, RingProfile, component_exponent, total_exponent};
+use encke_sim::profile::{MemorySource, RingProfile, component_exponent, total_exponent};
 
 /// The table of one pass.
 pub fn pass(paint: Paint, profile: &PassProfile) -> String {
@@ -42,12 +42,12 @@ fn add_rows(
     table: &mut TextTable,
     name: &str,
     profile: &PassProfile,
-    of: impl Fn(&RingProfile, Figure) -> Option<usize>,
-    fit: impl Fn(Figure) -> Option<f64>,
+    of: impl Fn(&RingProfile, MemorySource) -> Option<usize>,
+    fit: impl Fn(MemorySource) -> Option<f64>,
 ) {
     for (figure, name, kind) in [
-        (Figure::Measured, name, "measured"),
-        (Figure::Planned, "", "planned"),
+        (MemorySource::Measured, name, "measured"),
+        (MemorySource::Planned, "", "planned"),
     ] {
         let rings = profile.run.iter().chain(&profile.planned);
         let cells = rings.map(|ring| of(ring, figure).map_or("-".to_string(), bytes));

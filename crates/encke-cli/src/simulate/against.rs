@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use encke::{DType, Shape};
-use encke_cost::{Comparison, Findings, compare, median, settings};
+use encke_cost::{ComparisonReport, RingComparison, compare, median, rings_to_compare};
 use encke_cpu::CpuKernel;
 use encke_lab::Verdict;
 use encke_lab::format::{flops, seconds};
@@ -33,7 +33,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let progress = spinner("starting");
     let found = compare(
         CpuKernel::new()?,
-        &settings(shape, dtype)?,
+        &rings_to_compare(shape, dtype)?,
         repeats,
         &mut |what| progress.set_message(what.to_string()),
     )?;
@@ -43,8 +43,8 @@ pub fn run(options: &Options) -> Result<Verdict> {
     Ok(Verdict::Fine)
 }
 
-fn to_text(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> String {
-    let Findings {
+fn to_text(shape: Shape, dtype: DType, repeats: usize, found: &ComparisonReport) -> String {
+    let ComparisonReport {
         rings,
         machine,
         misfit,
@@ -69,8 +69,8 @@ fn to_text(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> Stri
             flops(rate.forward.flops),
             flops(rate.backward.flops),
             100.0 * misfit,
-            seconds(machine.inside.latency_s),
-            machine.inside.bytes_per_s / 1e9,
+            seconds(machine.intra_node.latency_s),
+            machine.intra_node.bytes_per_s / 1e9,
         );
     }
     text += &format!("{:>56}{:>34}\n", "medians", "fastest");
@@ -90,7 +90,7 @@ fn to_text(shape: Shape, dtype: DType, repeats: usize, found: &Findings) -> Stri
     }
     text += &table.to_string();
     for (name, fastest) in [("medians", false), ("fastest", true)] {
-        let times = |ring: &Comparison| if fastest { ring.fastest } else { ring.median };
+        let times = |ring: &RingComparison| if fastest { ring.fastest } else { ring.median };
         let errors: Vec<f64> = rings.iter().map(|ring| times(ring).error().abs()).collect();
         let within = errors.iter().filter(|error| **error <= GOOD_ERROR).count();
         text += &format!(

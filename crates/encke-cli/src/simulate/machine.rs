@@ -6,7 +6,9 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use encke::DType;
 use encke::tune::{MachineId, MachineProfile};
-use encke_cost::{Device, Machine, PATIENCE, Pick, Profile, Sizes, find_device, find_link};
+use encke_cost::{
+    DeviceModel, HostProfile, Machine, ProbeSizes, RING_DEADLINE, Statistic, find_device, find_link,
+};
 use encke_cpu::CpuKernel;
 use encke_lab::number::count;
 use encke_lab::terminal::spinner;
@@ -119,45 +121,45 @@ fn named(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> Result
     let node = options.node.unwrap_or(8);
     Ok(Machine {
         device,
-        node,
-        inside: link(0, "nvlink")?,
-        between: link(1, "ib400")?,
+        ranks_per_node: node,
+        intra_node: link(0, "nvlink")?,
+        inter_node: link(1, "ib400")?,
         nics: options.nics.unwrap_or(node),
         stragglers: Default::default(),
     })
 }
 
 /// The CPU kernel of this machine as a device; each rank has such a machine to itself.
-fn here(sizes: &ShapeOptions, dtype: DType) -> Result<Device> {
+fn here(sizes: &ShapeOptions, dtype: DType) -> Result<DeviceModel> {
     let progress = spinner("measuring the kernel");
     let kernel = CpuKernel::new()?;
-    let mut profile = Profile::new(
+    let mut profile = HostProfile::new(
         &kernel,
-        Sizes {
+        ProbeSizes {
             rows: ROWS,
             heads: sizes.heads,
             dim: sizes.dim,
             dtype,
         },
     )?;
-    let ring = ThreadRing::new(kernel, PATIENCE);
+    let ring = ThreadRing::new(kernel, RING_DEADLINE);
     for _ in 0..READINGS {
-        profile.read(&ring)?;
+        profile.measure(&ring)?;
     }
     progress.finish_and_clear();
-    let mut device = profile.machine(Pick::Median)?.device;
+    let mut device = profile.machine(Statistic::Median)?.device;
     for rate in &mut device.rates {
-        rate.forward.ring_slower = 0.0;
-        rate.backward.ring_slower = 0.0;
+        rate.forward.ring_slowdown = 0.0;
+        rate.backward.ring_slowdown = 0.0;
     }
     device.shared_cores = None;
     device.load_bytes_per_s = None;
-    device.fresh_bytes_per_s = None;
+    device.allocate_bytes_per_s = None;
     Ok(device)
 }
 
 /// The GPU of this machine, from its profile.
-fn tuned() -> Result<Device> {
+fn tuned() -> Result<DeviceModel> {
     let profile = MachineProfile::load(&MachineId::current())?;
     let gpu = profile.and_then(|profile| profile.gpu);
     let gpu = gpu.context(
@@ -166,7 +168,7 @@ fn tuned() -> Result<Device> {
     Ok(gpu.device)
 }
 
-fn set_flops(device: &mut Device, forward: f64, backward: f64) -> Result<()> {
+fn set_flops(device: &mut DeviceModel, forward: f64, backward: f64) -> Result<()> {
     for flops in [forward, backward] {
         if !(flops > 0.0 && flops.is_finite()) {
             bail!("--flops {flops} is not a speed; give operations per second, such as 5e14");

@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::Result;
 use encke::tune::MachineSource;
 use encke::{Attention, DType, Pass};
-use encke_cost::{Machine, Run, simulate};
+use encke_cost::{Machine, SimulatedRun, simulate};
 use encke_lab::Verdict;
 use encke_lab::chrome_trace::ChromeTrace;
 use encke_lab::output::OutputFile;
@@ -30,8 +30,8 @@ const MOST_RANKS: usize = 4096;
 struct SimulationRecord<'a> {
     request: &'a encke::Request,
     machine: &'a Machine,
-    forward: &'a Run,
-    backward: Option<&'a Run>,
+    forward: &'a SimulatedRun,
+    backward: Option<&'a SimulatedRun>,
 }
 
 /// Runs the command.
@@ -63,7 +63,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
         true => 0..options.record,
         false => 0..0,
     };
-    let predict = |pass: Pass, name: &'static str| -> Result<Run> {
+    let predict = |pass: Pass, name: &'static str| -> Result<SimulatedRun> {
         let progress = spinner(name);
         let plan = attention.plan(shape, dtype, pass)?;
         let run = simulate(&plan, &machine, recorded.clone())?;
@@ -109,7 +109,7 @@ fn outputs(options: &Options) -> Result<(Option<OutputFile>, Option<OutputFile>)
 }
 
 /// The trace of both passes, one after the other: ranks, and the hops they receive.
-fn trace(forward: &Run, backward: Option<&Run>) -> ChromeTrace {
+fn trace(forward: &SimulatedRun, backward: Option<&SimulatedRun>) -> ChromeTrace {
     let mut trace = ChromeTrace::default();
     let passes = [("forward", Some(forward)), ("backward", backward)];
     let mut origin = Duration::ZERO;

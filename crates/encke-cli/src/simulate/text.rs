@@ -2,13 +2,18 @@
 
 use encke::explain::{bytes, grouped};
 use encke::{Cut, Request};
-use encke_cost::{Machine, RankTime, Run, devices, links};
+use encke_cost::{Machine, RankTime, SimulatedRun, devices, links};
 use encke_lab::format::{self, flops, seconds};
 use encke_lab::table::TextTable;
 use encke_lab::terminal::Paint;
 
 /// Request, machine, times and traffic.
-pub fn runs(request: &Request, machine: &Machine, forward: &Run, backward: Option<&Run>) -> String {
+pub fn runs(
+    request: &Request,
+    machine: &Machine,
+    forward: &SimulatedRun,
+    backward: Option<&SimulatedRun>,
+) -> String {
     let paint = Paint::stdout();
     let mut runs = vec![("forward", forward)];
     runs.extend(backward.map(|run| ("backward", run)));
@@ -41,15 +46,15 @@ fn heading(request: &Request, machine: &Machine) -> String {
     if ranks > 1 {
         text += &format!(
             "; nodes of {}, {} inside",
-            machine.node, machine.inside.name
+            machine.ranks_per_node, machine.intra_node.name
         );
     }
-    if ranks > machine.node {
+    if ranks > machine.ranks_per_node {
         let cards = match machine.nics {
             1 => "one card per node".to_string(),
             cards => format!("{cards} cards per node"),
         };
-        text += &format!(", {} between, {cards}", machine.between.name);
+        text += &format!(", {} between, {cards}", machine.inter_node.name);
     }
     for (rank, factor) in &machine.stragglers {
         text += &format!("; rank {rank} is slower by {factor}");
@@ -57,7 +62,7 @@ fn heading(request: &Request, machine: &Machine) -> String {
     text + "\n"
 }
 
-fn totals(runs: &[(&str, &Run)]) -> TextTable {
+fn totals(runs: &[(&str, &SimulatedRun)]) -> TextTable {
     let mut table = TextTable::new(
         2,
         ["", "time", "one device", "efficiency", "hidden", "speed"],
@@ -88,7 +93,7 @@ fn totals(runs: &[(&str, &Run)]) -> TextTable {
         );
     }
     if runs.len() > 1 {
-        let sum = |of: fn(&Run) -> f64| runs.iter().map(|(_, run)| of(run)).sum::<f64>();
+        let sum = |of: fn(&SimulatedRun) -> f64| runs.iter().map(|(_, run)| of(run)).sum::<f64>();
         let (time, one) = (sum(|run| run.seconds), sum(|run| run.one_device_s));
         let devices = runs[0].1.devices as f64;
         let rate = sum(|run| run.flops) / time;
@@ -104,7 +109,7 @@ fn totals(runs: &[(&str, &Run)]) -> TextTable {
     table
 }
 
-fn shares(runs: &[(&str, &Run)]) -> TextTable {
+fn shares(runs: &[(&str, &SimulatedRun)]) -> TextTable {
     let headings = [
         "",
         "compute",
@@ -153,7 +158,7 @@ fn mean(ranks: &[RankTime]) -> RankTime {
     }
 }
 
-fn traffic(runs: &[(&str, &Run)]) -> TextTable {
+fn traffic(runs: &[(&str, &SimulatedRun)]) -> TextTable {
     let headings = ["", "bytes", "hops", "busiest port, at full speed"];
     let mut table = TextTable::new(2, headings);
     for (name, run) in runs {
@@ -165,7 +170,7 @@ fn traffic(runs: &[(&str, &Run)]) -> TextTable {
             table.row([
                 format!("{name}, {location} ({})", link.name),
                 bytes(link.bytes as usize),
-                grouped(link.hops as u128),
+                grouped(link.transfers as u128),
                 seconds(link.busiest_port_s),
             ]);
         }

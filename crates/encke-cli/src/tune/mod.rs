@@ -175,9 +175,9 @@ fn memory(paint: &Paint, machine: &Machine, hop: &str) -> String {
         "{}\n  copies {} (strided rows {}), cells {}, {hop} {} and {}\n",
         paint.bold("Memory"),
         speed(device.bytes_per_s),
-        speed(device.apart_bytes_per_s.unwrap_or(device.bytes_per_s)),
+        speed(device.strided_bytes_per_s.unwrap_or(device.bytes_per_s)),
         speed(device.cell_bytes_per_s),
-        seconds(machine.inside.latency_s),
-        speed(machine.inside.bytes_per_s),
+        seconds(machine.intra_node.latency_s),
+        speed(machine.intra_node.bytes_per_s),
     )
 }

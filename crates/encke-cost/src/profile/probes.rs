@@ -1,107 +1,107 @@
-//! The jobs that are timed: shapes that rings have, each at every place where it fits.
+//! The jobs that are timed: shapes that occur in rings, each at several positions in its rows.
 //!
-//! The decision here: a job is never timed on the rows it has just had. Rings go from rank to rank and
-//! from parcel to parcel, so their rows come from further away than those of a job that is
-//! repeated; and rows of a dilated branch lie apart.
+//! The decision here: a job is never timed twice in a row on the same rows. Consecutive jobs of a
+//! ring use rows of different ranks and messages, which are not in the caches that a repeated job
+//! would find them in; and rows of a dilated branch are strided.
 
 use encke_core::job::{Causal, Job, Operand};
 
-use super::Sizes;
-use crate::cost::is_few;
+use crate::job_costs::has_few_instances;
+use crate::probe_sizes::ProbeSizes;
 
-/// The most places of one shape; enough for a cache to forget the first.
-const PLACES: usize = 16;
-/// The dilation rate of what is read with gaps.
+/// The most positions of one shape: enough to evict the first from the cache.
+const MAX_POSITIONS: usize = 16;
+/// The dilation of strided probes.
 pub(super) const DILATION: usize = 4;
 
-/// A shape to be timed.
+/// A timed shape.
 #[derive(Debug)]
 pub(super) struct Probe {
-    /// The job at each of its places.
+    /// The job at each of its positions.
     pub jobs: Vec<Job>,
-    /// Whether it takes rows of the whole sequence; else those of one rank, and ranks can have it
-    /// side by side.
+    /// Whether it uses rows of the whole sequence; otherwise those of one rank, and ranks can run
+    /// it concurrently.
     pub whole: bool,
 }
 
 impl Probe {
-    /// What it is about, apart from the place.
+    /// The job at its first position.
     pub fn job(&self) -> &Job {
         &self.jobs[0]
     }
 
-    /// Whether the time it takes alone is all cores' time.
+    /// Whether it keeps all cores busy when it runs alone.
     pub fn fills_cores(&self) -> bool {
-        self.whole && !is_few(self.job())
+        self.whole && !has_few_instances(self.job())
     }
 }
 
-/// One shape: so many segments of so many rows, of so many heads, one token in so many.
+/// A shape: segments, rows of each, heads, and the dilation of the rows.
 #[derive(Debug, Clone, Copy)]
-struct Figure {
+struct ProbeShape {
     segments: usize,
     rows: usize,
     heads: usize,
     dilation: usize,
 }
 
-/// All shapes, of a sequence and of ranks with `part` rows of it.
-pub(super) fn probes(sizes: Sizes, part: usize) -> Vec<Probe> {
-    let figure = |segments: usize, rows: usize, heads: usize, dilation: usize| Figure {
+/// All probes, for a whole sequence and for ranks with `part` rows of it.
+pub(super) fn probes(sizes: ProbeSizes, part: usize) -> Vec<Probe> {
+    let shape = |segments: usize, rows: usize, heads: usize, dilation: usize| ProbeShape {
         segments: segments.max(1),
         rows: rows.max(1),
         heads: heads.clamp(1, sizes.heads),
         dilation,
     };
     let (n, all) = (sizes.rows, sizes.heads);
-    let whole = [figure(1, n, all, 1), figure(1, n / DILATION, 1, DILATION)];
+    let whole = [shape(1, n, all, 1), shape(1, n / DILATION, 1, DILATION)];
     let of_rank = [
-        figure(1, part, all, 1),
-        figure(1, part / 4, all, 1),
-        figure(2, part / 2, all, 1),
-        figure(part / 16, part.min(16), all, 1),
-        figure(1, part / DILATION, 1, DILATION),
-        figure(1, part / DILATION, all, DILATION),
-        figure(1, part / 2, 2, 2),
+        shape(1, part, all, 1),
+        shape(1, part / 4, all, 1),
+        shape(2, part / 2, all, 1),
+        shape(part / 16, part.min(16), all, 1),
+        shape(1, part / DILATION, 1, DILATION),
+        shape(1, part / DILATION, all, DILATION),
+        shape(1, part / 2, 2, 2),
     ];
-    let whole = whole.map(|figure| (figure, n, true));
-    let of_rank = of_rank.map(|figure| (figure, part, false));
-    let both = |(figure, rows, whole): (Figure, usize, bool)| {
+    let whole = whole.map(|shape| (shape, n, true));
+    let of_rank = of_rank.map(|shape| (shape, part, false));
+    let both = |(shape, rows, whole): (ProbeShape, usize, bool)| {
         [false, true].map(|causal| Probe {
-            jobs: placed(sizes, figure, rows, causal),
+            jobs: jobs(sizes, shape, rows, causal),
             whole,
         })
     };
     whole.into_iter().chain(of_rank).flat_map(both).collect()
 }
 
-/// A shape at every place among so many rows.
-fn placed(sizes: Sizes, figure: Figure, rows: usize, causal: bool) -> Vec<Job> {
-    let tokens = figure.segments * figure.rows;
-    let dilation = figure.dilation.min(rows / tokens).max(1);
-    let figure = Figure { dilation, ..figure };
+/// The jobs of a shape at its positions among `rows` rows.
+fn jobs(sizes: ProbeSizes, shape: ProbeShape, rows: usize, causal: bool) -> Vec<Job> {
+    let tokens = shape.segments * shape.rows;
+    let dilation = shape.dilation.min(rows / tokens).max(1);
+    let shape = ProbeShape { dilation, ..shape };
     let blocks = (rows / (tokens * dilation)).max(1);
     let tokens = (0..blocks).flat_map(|block| {
         let first = block * tokens * dilation;
         first..first + dilation
     });
-    let heads = || (0..=sizes.heads - figure.heads).step_by(figure.heads);
-    let places = tokens.flat_map(|token| heads().map(move |head| (token, head)));
-    places
-        .take(PLACES)
-        .map(|place| job(sizes, figure, place, causal))
+    let heads = || (0..=sizes.heads - shape.heads).step_by(shape.heads);
+    let positions = tokens.flat_map(|token| heads().map(move |head| (token, head)));
+    positions
+        .take(MAX_POSITIONS)
+        .map(|position| job(sizes, shape, position, causal))
         .collect()
 }
 
-fn job(sizes: Sizes, figure: Figure, (token, head): (usize, usize), causal: bool) -> Job {
-    let Figure {
+fn job(sizes: ProbeSizes, shape: ProbeShape, (token, head): (usize, usize), causal: bool) -> Job {
+    let ProbeShape {
         segments,
         rows,
         heads,
         dilation,
-    } = figure;
-    // Rows lie as a rank's do: heads side by side, token after token.
-    let place = |unit: usize| {
+    } = shape;
+    // The layout of a rank's buffers: token after token, and of each the heads.
+    let operand = |unit: usize| {
         let row = sizes.heads * unit;
         Operand {
             offset: token * row,
@@ -124,9 +124,9 @@ fn job(sizes: Sizes, figure: Figure, (token, head): (usize, usize), causal: bool
         keys: rows,
         heads,
         dim: sizes.dim,
-        q: place(sizes.dim),
-        k: place(sizes.dim),
-        cells: place(1),
+        q: operand(sizes.dim),
+        k: operand(sizes.dim),
+        cells: operand(1),
         dq: None,
         causal: causal.then_some(mask),
         scale: 1.0 / (sizes.dim as f64).sqrt(),
@@ -137,13 +137,13 @@ fn job(sizes: Sizes, figure: Figure, (token, head): (usize, usize), causal: bool
 #[cfg(test)]
 mod tests {
     use super::probes;
-    use crate::profile::Sizes;
+    use crate::probe_sizes::ProbeSizes;
     use encke_core::DType;
 
     #[test]
-    fn every_place_lies_inside_its_rows() {
+    fn every_job_stays_inside_its_rows() {
         for (rows, heads) in [(8, 1), (9, 3), (64, 2), (1000, 5), (4096, 4)] {
-            let sizes = Sizes {
+            let sizes = ProbeSizes {
                 rows,
                 heads,
                 dim: 3,

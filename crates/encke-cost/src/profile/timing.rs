@@ -1,4 +1,4 @@
-//! How long something takes, alone and side by side with its like.
+//! How long work takes, alone and concurrently with its like.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -6,15 +6,18 @@ use std::time::{Duration, Instant};
 use encke_core::Data;
 use encke_core::kernel::{Kernel, KernelError};
 
-use super::operands::Operands;
+use super::buffers::ProbeBuffers;
 use super::probes::Probe;
 
-/// A reading goes on for so long, so that short jobs are disturbed as much as long ones by
-/// whatever else the machine does.
+/// The length of a reading. All are of the same length so that other load on the machine disturbs
+/// short jobs as much as long ones.
 const READING: Duration = Duration::from_millis(30);
 
-/// Mean seconds of something that is done again and again for the length of a reading. It is told
-/// how often it has been done.
+/// Work that is timed; the argument is the number of its previous calls.
+pub type TimedWork<'a> = dyn FnMut(usize) -> Result<(), KernelError> + 'a;
+
+/// Mean seconds of work that is repeated for the length of a reading. `work` is called with the
+/// number of its previous calls.
 pub(super) fn seconds(
     mut work: impl FnMut(usize) -> Result<(), KernelError>,
 ) -> Result<f64, KernelError> {
@@ -30,11 +33,11 @@ pub(super) fn seconds(
     }
 }
 
-/// Mean seconds of a job that has the device to itself, on other rows every time.
+/// Mean seconds of a job that has the device to itself, on different rows each time.
 pub(super) fn alone<K: Kernel<Buffer = Data>>(
     kernel: &K,
     probe: &Probe,
-    sets: &mut [Operands],
+    sets: &mut [ProbeBuffers],
     backward: bool,
 ) -> Result<f64, KernelError> {
     let count = sets.len();
@@ -44,22 +47,22 @@ pub(super) fn alone<K: Kernel<Buffer = Data>>(
     })
 }
 
-/// Seconds from the end of one job to the end of the next where as many threads as there are sets
-/// have jobs for the device all the time, as ranks do.
-pub(super) fn side_by_side<K: Kernel<Buffer = Data>>(
+/// Mean seconds from the end of one job to the end of the next while one thread for each set of
+/// buffers keeps running jobs, as ranks do.
+pub(super) fn concurrent<K: Kernel<Buffer = Data>>(
     kernel: &K,
     probe: &Probe,
-    sets: &mut [Operands],
+    sets: &mut [ProbeBuffers],
     backward: bool,
 ) -> Result<f64, KernelError> {
-    let together = Barrier::new(sets.len());
+    let barrier = Barrier::new(sets.len());
     let done: Vec<Result<(usize, Instant, Instant), KernelError>> = std::thread::scope(|scope| {
         let threads: Vec<_> = sets
             .iter_mut()
             .map(|set| {
-                let together = &together;
+                let barrier = &barrier;
                 scope.spawn(move || {
-                    together.wait();
+                    barrier.wait();
                     let begin = Instant::now();
                     let mut times = 0;
                     while times == 0 || begin.elapsed() < READING {

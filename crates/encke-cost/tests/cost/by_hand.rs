@@ -1,11 +1,11 @@
 //! Cases small enough to be worked out on paper.
 //!
-//! Two ranks of four tokens: each has two jobs of 16 pairs x 4 numbers = 256 operations, and passes
-//! 4 rows of k and v, 128 bytes, to the other while it does the first.
+//! Two ranks of four tokens: each has two jobs of 16 pairs x 4 channels x 4 = 256 operations, and
+//! sends 4 rows of k and v, 128 bytes, to the other during the first.
 
 use encke_core::sharding::Cut;
 use encke_core::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
-use encke_cost::{Carrier, Machine, Run, simulate};
+use encke_cost::{Machine, SimulatedRun, TransferMode, simulate};
 use encke_ring::trace::Activity;
 
 use crate::support::{dense, link, machine, plan};
@@ -17,13 +17,13 @@ fn close(got: f64, expected: f64) {
     );
 }
 
-fn two_ranks(machine: &Machine) -> Run {
+fn two_ranks(machine: &Machine) -> SimulatedRun {
     simulate(&dense(8, 2), machine, 0..2).unwrap()
 }
 
 #[test]
-fn a_hop_that_is_slower_than_the_jobs_is_waited_for() {
-    // 1 s of jobs beside 0.5 + 128 / 64 = 2.5 s of hop, then 1 s of jobs.
+fn a_transfer_longer_than_the_jobs_is_partly_exposed() {
+    // 1 s of jobs beside 0.5 + 128 / 64 = 2.5 s of transfer, then 1 s of jobs.
     let run = two_ranks(&machine(256.0, link(0.5, 64.0)));
     close(run.seconds, 3.5);
     close(run.flops, 1024.0);
@@ -36,13 +36,13 @@ fn a_hop_that_is_slower_than_the_jobs_is_waited_for() {
         close(rank.idle_s, 0.0);
         assert_eq!((rank.sent_bytes, rank.received_bytes), (128, 128));
     }
-    assert_eq!((run.links[0].bytes, run.links[0].hops), (256, 2));
+    assert_eq!((run.links[0].bytes, run.links[0].transfers), (256, 2));
     close(run.links[0].busiest_port_s, 2.0);
     assert_eq!(run.links[1].bytes, 0);
 }
 
 #[test]
-fn a_hop_that_is_faster_than_the_jobs_costs_nothing() {
+fn a_transfer_shorter_than_the_jobs_is_hidden() {
     let run = two_ranks(&machine(256.0, link(0.5, 256.0)));
     close(run.seconds, 2.0);
     close(run.hidden.unwrap(), 1.0);
@@ -50,7 +50,7 @@ fn a_hop_that_is_faster_than_the_jobs_costs_nothing() {
 }
 
 #[test]
-fn the_timeline_says_what_when() {
+fn the_trace_has_the_intervals_and_transfers_of_recorded_ranks_only() {
     let run = two_ranks(&machine(256.0, link(0.5, 64.0)));
     let of_rank_1: Vec<(Activity, f64, f64)> = run
         .trace
@@ -76,10 +76,10 @@ fn the_timeline_says_what_when() {
 }
 
 #[test]
-fn a_slow_rank_is_waited_for_by_those_that_need_it() {
-    // Three ranks: rank 1 takes three times as long. It hands its own parcel on at once, but posts
-    // what it passes on, and what it takes, in round 1 only after its first round, at 3 s. The
-    // others have been ready since 2 s, and end their third round at 4 s.
+fn ranks_wait_for_a_slow_rank_whose_data_they_need() {
+    // Three ranks; rank 1 takes three times as long. It sends its own rows at once, but posts its
+    // transfers of round 1 only after its first round, at 3 s. The others have been ready since 2
+    // s, and end their third round at 4 s.
     let mut slow = machine(256.0, link(0.0, f64::INFINITY));
     slow.stragglers.insert(1, 3.0);
     let run = simulate(&dense(12, 3), &slow, 0..3).unwrap();
@@ -92,18 +92,19 @@ fn a_slow_rank_is_waited_for_by_those_that_need_it() {
 }
 
 #[test]
-fn preparing_takes_its_time() {
+fn tasks_before_the_transfers_count_as_preparation() {
     let mut machine = machine(256.0, link(0.0, f64::INFINITY));
     machine.device.job_overhead_s = 0.25;
     machine.device.cell_bytes_per_s = 20.0;
     let run = simulate(&dense(4, 1), &machine, 0..1).unwrap();
-    // The lse of 4 rows is filled: 16 bytes. One rank needs no carry. One job of 256 operations.
+    // The lse of 4 rows is filled: 16 bytes. One rank needs no softmax state. One job of 256
+    // operations.
     close(run.ranks[0].prepare_s, 16.0 / 20.0);
     close(run.seconds, 1.25 + 0.8);
 }
 
 #[test]
-fn what_lies_in_one_piece_is_not_loaded() {
+fn contiguous_inputs_are_not_loaded() {
     let mut machine = machine(256.0, link(0.0, f64::INFINITY));
     machine.device.load_bytes_per_s = Some(48.0);
     let run = simulate(&dense(4, 1), &machine, 0..0).unwrap();
@@ -116,10 +117,10 @@ fn what_lies_in_one_piece_is_not_loaded() {
 }
 
 #[test]
-fn memory_for_what_is_given_away_must_be_had() {
+fn outputs_handed_to_the_caller_are_allocated() {
     let mut machine = machine(256.0, link(0.0, f64::INFINITY));
-    machine.device.fresh_bytes_per_s = Some(40.0);
-    // out and lse of 4 rows are 80 bytes; where two ranks have them, nobody gives them away.
+    machine.device.allocate_bytes_per_s = Some(40.0);
+    // out and lse of 4 rows are 80 bytes; where two ranks share them, they are copied out instead.
     let run = simulate(&dense(4, 1), &machine, 0..0).unwrap();
     close(run.ranks[0].load_s, 2.0);
     close(run.seconds, 3.0);
@@ -128,11 +129,11 @@ fn memory_for_what_is_given_away_must_be_had() {
 }
 
 #[test]
-fn a_job_that_is_too_small_for_a_device_leaves_the_rest_to_others() {
+fn a_job_of_few_tasks_occupies_part_of_a_device() {
     let mut machine = machine(256.0, link(0.0, f64::INFINITY));
     let speed = &mut machine.device.rates[0].forward;
     (speed.task_rows, speed.task_share) = (2.0, 0.25);
-    // Four queries are two tasks and keep half of it busy; one query is one task.
+    // Four queries are two tasks and occupy half of it; one query is one task.
     close(simulate(&dense(4, 1), &machine, 0..0).unwrap().seconds, 2.0);
     close(
         simulate(&dense(1, 1), &machine, 0..0).unwrap().seconds,
@@ -149,9 +150,9 @@ fn a_job_that_is_too_small_for_a_device_leaves_the_rest_to_others() {
 }
 
 #[test]
-fn rows_that_lie_apart_are_slower() {
+fn strided_rows_are_slower() {
     let mut machine = machine(256.0, link(0.0, f64::INFINITY));
-    machine.device.rates[0].forward.apart_slower = 0.5;
+    machine.device.rates[0].forward.strided_slowdown = 0.5;
     close(simulate(&dense(4, 1), &machine, 0..0).unwrap().seconds, 1.0);
     let scale = GroupScale::One;
     let dilated = Pattern::dilated(&[8], &[2], Mode::Group { scale }).unwrap();
@@ -160,7 +161,7 @@ fn rows_that_lie_apart_are_slower() {
 }
 
 #[test]
-fn the_diagonal_of_a_causal_job_costs_what_it_hides_at_most() {
+fn the_diagonal_costs_at_most_the_masked_pairs() {
     let mut machine = machine(16.0, link(0.0, f64::INFINITY));
     let causal = plan(4, 1, 1, Pattern::dense().causal(true), Cut::Contiguous);
     close(simulate(&causal, &machine, 0..0).unwrap().seconds, 10.0);
@@ -170,8 +171,8 @@ fn the_diagonal_of_a_causal_job_costs_what_it_hides_at_most() {
     close(simulate(&causal, &machine, 0..0).unwrap().seconds, 16.0);
 }
 
-/// Two rings, ranks 0 and 2 and ranks 1 and 3, in two nodes: each node sends two parcels at once.
-fn crossing() -> encke_core::plan::Plan {
+/// Two rings, ranks 0 and 2 and ranks 1 and 3, in two nodes: each node sends two messages at once.
+fn crossing_rings() -> encke_core::plan::Plan {
     let mode = Mode::Mix {
         offsets: OffsetRule::HeadMod,
         gradient: MixingGradient::Exact,
@@ -182,24 +183,24 @@ fn crossing() -> encke_core::plan::Plan {
 
 #[test]
 fn ranks_of_a_node_share_its_network_cards() {
-    // Each rank has two jobs of 16 pairs, and passes 128 bytes to the other node.
+    // Each rank has two jobs of 16 pairs, and sends 128 bytes to the other node.
     let mut machine = machine(256.0, link(0.0, 1e9));
-    machine.node = 2;
-    machine.between = link(0.0, 64.0);
-    let shared = simulate(&crossing(), &machine, 0..4).unwrap();
+    machine.ranks_per_node = 2;
+    machine.inter_node = link(0.0, 64.0);
+    let shared = simulate(&crossing_rings(), &machine, 0..4).unwrap();
     assert_eq!(shared.links[1].bytes, 4 * 128);
     close(shared.seconds, 4.0 + 1.0);
     machine.nics = 2;
-    let own = simulate(&crossing(), &machine, 0..4).unwrap();
+    let own = simulate(&crossing_rings(), &machine, 0..4).unwrap();
     close(own.seconds, 2.0 + 1.0);
-    machine.node = 4;
-    let one_node = simulate(&crossing(), &machine, 0..4).unwrap();
+    machine.ranks_per_node = 4;
+    let one_node = simulate(&crossing_rings(), &machine, 0..4).unwrap();
     assert_eq!(one_node.links[1].bytes, 0);
     close(one_node.seconds, 2.0);
 }
 
 #[test]
-fn ranks_that_share_cores_do_not_add_any() {
+fn more_ranks_on_shared_cores_are_not_faster() {
     let mut machine = machine(256.0, link(0.0, f64::INFINITY));
     machine.device.shared_cores = Some(2);
     for ranks in [1, 2, 4, 8] {
@@ -211,11 +212,11 @@ fn ranks_that_share_cores_do_not_add_any() {
 }
 
 #[test]
-fn what_a_thread_carries_itself_is_not_hidden() {
+fn transfers_copied_by_the_sender_are_not_hidden() {
     let mut machine = machine(256.0, link(0.0, 64.0));
-    machine.inside.carrier = Carrier::Sender;
-    // Rank 0 finds that rank 1 has not posted: it computes, then carries. Rank 1 finds that rank 0
-    // has: it carries for 2 s, then computes for 1, by when the hop from rank 0 has come.
+    machine.intra_node.mode = TransferMode::SenderThread;
+    // Rank 1 has not posted when rank 0 looks: rank 0 computes, then copies. Rank 0 has posted when
+    // rank 1 looks: rank 1 copies for 2 s, then computes for 1 s, until when rank 0 has copied.
     let run = two_ranks(&machine);
     close(run.seconds, 4.0);
     close(run.hidden.unwrap(), 1.0 - 4.0 / (3.0 + 3.0));
@@ -223,10 +224,10 @@ fn what_a_thread_carries_itself_is_not_hidden() {
 }
 
 #[test]
-fn few_attentions_are_slower_and_each_costs_something_of_its_own() {
+fn few_instances_are_slower_and_each_has_a_fixed_cost() {
     let mut machine = machine(256.0, link(0.0, f64::INFINITY));
     close(simulate(&dense(4, 1), &machine, 0..0).unwrap().seconds, 1.0);
-    machine.device.rates[0].forward.few_slower = 1.0;
-    machine.device.rates[0].forward.single_s = 0.5;
+    machine.device.rates[0].forward.few_instances_slowdown = 1.0;
+    machine.device.rates[0].forward.instance_s = 0.5;
     close(simulate(&dense(4, 1), &machine, 0..0).unwrap().seconds, 2.5);
 }

@@ -1,4 +1,4 @@
-//! Shards by speed: a ring with a slow rank is as fast as the throughput that is left.
+//! Shards sized by speed: a ring with a slow rank uses nearly all throughput that is left.
 
 use encke_core::Pattern;
 use encke_core::plan::balance::by_speed;
@@ -7,8 +7,8 @@ use encke_cost::simulate;
 
 use crate::support::{link, machine, plan};
 
-/// Seconds of a ring in which one rank takes twice as long for everything, as a part of what the
-/// remaining throughput would take.
+/// The time of a ring in which one rank takes twice as long for every task, divided by the time at
+/// the remaining throughput.
 fn against_ideal(ranks: usize, slow: usize, pattern: &Pattern, cut: Cut) -> f64 {
     let mut machine = machine(1e6, link(1e-3, 1e7));
     machine.stragglers.insert(slow, 2.0);

@@ -1,8 +1,9 @@
 //! Laws that hold for every plan and every machine.
 //!
 //! The oracle is a recurrence over rounds, written from the programs alone: a round ends when its
-//! jobs are done and when each of its hops, begun when both ends had posted, has had its latency and
-//! its bytes. It knows nothing of shared ports, so it is a bound, and exact where none is shared.
+//! jobs have ended and each of its transfers, begun when both ends had posted, has taken its
+//! latency and the time of its bytes. It ignores that ports are shared, so it is a lower bound, and
+//! exact where no port is shared.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -41,8 +42,8 @@ fn requests() -> impl Strategy<Value = Request> {
     let passes = prop::sample::select(vec![Pass::Forward, Pass::Backward { dlse: false }]);
     let queries = prop::sample::select(vec![Queries::Sharded, Queries::Replicated]);
     let widths = prop::sample::select(vec![1, 2, 3, usize::MAX]);
-    let freights = prop::sample::select(vec![Rotating::Keys, Rotating::Queries]);
-    let schedules = (widths, freights).prop_map(|(width, backward)| Schedule { width, backward });
+    let rotating = prop::sample::select(vec![Rotating::Keys, Rotating::Queries]);
+    let schedules = (widths, rotating).prop_map(|(width, backward)| Schedule { width, backward });
     let kinds = (cuts, passes, queries, schedules);
     (1usize..80, 1usize..9, patterns(), kinds).prop_map(
         |(tokens, ranks, pattern, (cut, pass, queries, schedule))| Request {
@@ -59,16 +60,16 @@ fn requests() -> impl Strategy<Value = Request> {
     )
 }
 
-/// Machines whose tasks cost nothing but their jobs.
+/// Machines on which only jobs and transfers take time.
 fn machines() -> impl Strategy<Value = Machine> {
     let speed = || prop::sample::select(vec![100.0, 1e3, 1e4, f64::INFINITY]);
     let latency = || prop::sample::select(vec![0.0, 0.1, 1.0]);
     (1usize..5, 1usize..4, speed(), speed(), latency(), latency()).prop_map(
-        |(node, nics, inside, between, fast, slow)| Machine {
-            node,
+        |(ranks_per_node, nics, intra_node, inter_node, fast, slow)| Machine {
+            ranks_per_node,
             nics,
-            between: link(slow, between),
-            ..machine(1000.0, link(fast, inside))
+            inter_node: link(slow, inter_node),
+            ..machine(1000.0, link(fast, intra_node))
         },
     )
 }
@@ -90,12 +91,12 @@ fn jobs_s(tasks: &[Task], flops: f64) -> f64 {
     tasks.iter().map(each).sum()
 }
 
-/// The end of each rank where no port is shared, and whether that is so.
+/// The end of the last rank if no port were shared, and whether none is.
 fn oracle(plan: &Plan, machine: &Machine) -> (f64, bool) {
     let programs = programs(plan);
     let flops = machine.device.rates[0].forward.flops;
     let mut ends = vec![0.0f64; programs.len()];
-    let mut alone = true;
+    let mut unshared = true;
     let rounds = programs
         .iter()
         .map(|program| program.rounds.len())
@@ -109,35 +110,35 @@ fn oracle(plan: &Plan, machine: &Machine) -> (f64, bool) {
                 continue;
             };
             let mut end = posts[a] + jobs_s(&round.meanwhile, flops);
-            let mut hops: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+            let mut transfers: BTreeMap<(usize, usize), usize> = BTreeMap::new();
             for message in &round.sends {
-                let hop = (a, message.address.peer);
-                *hops.entry(hop).or_default() += program.message_bytes(message);
+                let transfer = (a, message.address.peer);
+                *transfers.entry(transfer).or_default() += program.message_bytes(message);
                 ports
                     .entry((true, machine.nic_of(a)))
                     .or_default()
-                    .insert(hop);
-                ports.entry((true, a + 1000)).or_default().insert(hop);
+                    .insert(transfer);
+                ports.entry((true, a + 1000)).or_default().insert(transfer);
             }
             for message in &round.receives {
-                let hop = (message.address.peer, a);
-                *hops.entry(hop).or_default() += program.message_bytes(message);
+                let transfer = (message.address.peer, a);
+                *transfers.entry(transfer).or_default() += program.message_bytes(message);
                 ports
                     .entry((false, machine.nic_of(a)))
                     .or_default()
-                    .insert(hop);
-                ports.entry((false, a + 1000)).or_default().insert(hop);
+                    .insert(transfer);
+                ports.entry((false, a + 1000)).or_default().insert(transfer);
             }
-            for ((from, to), bytes) in hops {
+            for ((from, to), bytes) in transfers {
                 let link = machine.link(from, to).0;
                 let begin = posts[from].max(posts[to]);
                 end = end.max(begin + link.latency_s + bytes as f64 / link.bytes_per_s);
             }
             ends[a] = end;
         }
-        alone &= ports.values().all(|hops| hops.len() <= 1);
+        unshared &= ports.values().all(|transfers| transfers.len() <= 1);
     }
-    (ends.into_iter().fold(0.0, f64::max), alone)
+    (ends.into_iter().fold(0.0, f64::max), unshared)
 }
 
 fn near(a: f64, b: f64) -> bool {
@@ -155,13 +156,14 @@ proptest! {
         let sum = |of: fn(&encke_cost::RankTime) -> u64| run.ranks.iter().map(of).sum::<u64>();
         prop_assert_eq!(sum(|rank| rank.sent_bytes), run.bytes());
         prop_assert_eq!(sum(|rank| rank.received_bytes), run.bytes());
-        prop_assert_eq!(run.transfers.iter().map(|hop| hop.bytes).sum::<u64>(), run.bytes());
+        let transferred: u64 = run.transfers.iter().map(|transfer| transfer.bytes).sum();
+        prop_assert_eq!(transferred, run.bytes());
         prop_assert_eq!(run.trace.sent_bytes() as u64, run.bytes());
         for (rank, program) in run.ranks.iter().zip(programs(&plan)) {
             let jobs: f64 = program.rounds.iter().map(|r| jobs_s(&r.meanwhile, 1000.0)).sum();
             prop_assert!(near(rank.compute_s, jobs));
             prop_assert!(near(rank.busy_s() + rank.exposed_s + rank.idle_s, rank.end_s));
-            prop_assert!(rank.exposed_s <= rank.flying_s + 1e-9);
+            prop_assert!(rank.exposed_s <= rank.in_flight_s + 1e-9);
             prop_assert!(rank.busy_s() <= run.seconds * (1.0 + 1e-12));
         }
         for link in &run.links {
@@ -177,14 +179,14 @@ proptest! {
     ) {
         let plan = Plan::new(request).unwrap();
         let got = simulate(&plan, &machine, 0..0).unwrap().seconds;
-        let (bound, alone) = oracle(&plan, &machine);
+        let (bound, unshared) = oracle(&plan, &machine);
         prop_assert!(got >= bound * (1.0 - 1e-9), "{got} beats {bound}");
-        if alone {
+        if unshared {
             prop_assert!(near(got, bound), "{got}, not {bound}");
         }
-        // Infinitely fast links are shared without loss: what is left is the path of the jobs.
-        machine.inside = link(0.0, f64::INFINITY);
-        machine.between = link(0.0, f64::INFINITY);
+        // Infinitely fast links are shared without loss: the critical path of the jobs is left.
+        machine.intra_node = link(0.0, f64::INFINITY);
+        machine.inter_node = link(0.0, f64::INFINITY);
         let free = simulate(&plan, &machine, 0..0).unwrap().seconds;
         let (path, _) = oracle(&plan, &machine);
         prop_assert!(near(free, path), "{free}, not {path}");
@@ -192,7 +194,7 @@ proptest! {
     }
 
     #[test]
-    fn a_machine_slower_in_everything_takes_as_much_longer(
+    fn time_scales_with_the_speed_of_everything(
         request in requests(),
         machine in machines(),
         slower in 1.0f64..10.0,
@@ -203,7 +205,7 @@ proptest! {
             rate.forward.flops /= slower;
             rate.backward.flops /= slower;
         }
-        for link in [&mut slow.inside, &mut slow.between] {
+        for link in [&mut slow.intra_node, &mut slow.inter_node] {
             link.latency_s *= slower;
             link.bytes_per_s /= slower;
         }
@@ -221,9 +223,10 @@ proptest! {
     ) {
         let plan = dense(tokens, ranks);
         let before = simulate(&plan, &machine, 0..0).unwrap().seconds;
-        for between in [false, true] {
+        for inter_node in [false, true] {
             let mut slow = machine.clone();
-            let link = if between { &mut slow.between } else { &mut slow.inside };
+            let Machine { intra_node: intra, inter_node: inter, .. } = &mut slow;
+            let link = if inter_node { inter } else { intra };
             link.bytes_per_s /= slower;
             let after = simulate(&plan, &slow, 0..0).unwrap().seconds;
             prop_assert!(after >= before * (1.0 - 1e-12), "{after} after {before}");
@@ -235,7 +238,7 @@ proptest! {
     }
 
     #[test]
-    fn cores_that_are_shared_do_all_the_work_and_no_more(request in requests(), cores in 1usize..5) {
+    fn shared_cores_take_the_time_of_all_work_together(request in requests(), cores in 1usize..5) {
         let plan = Plan::new(request).unwrap();
         let mut machine = machine(1000.0, link(0.0, f64::INFINITY));
         machine.device.shared_cores = Some(cores);

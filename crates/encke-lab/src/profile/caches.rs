@@ -5,7 +5,7 @@
 
 use anyhow::{Result, ensure};
 use encke::{Attention, Builder, CacheLimits, CacheStats, Kernel, Request, Shape};
-use encke_cost::Rehearsal;
+use encke_cost::BenchmarkInputs;
 
 use super::builder;
 use crate::device::{ComputeDevice, open_gpu};
@@ -49,7 +49,7 @@ fn measure<K: Kernel>(
             tokens: (tokens / 2 + tokens * part / (2 * LENGTHS)).max(1),
             ..request.shape
         };
-        let rehearsal = Rehearsal::new(&Request {
+        let rehearsal = BenchmarkInputs::new(&Request {
             shape,
             ..request.clone()
         })?;

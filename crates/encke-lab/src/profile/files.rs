@@ -5,7 +5,9 @@ use std::io::{self, Write};
 
 use encke::Request;
 use encke::plan::program::Component;
-use encke_sim::profile::{Figure, RankProfile, RingProfile, component_exponent, total_exponent};
+use encke_sim::profile::{
+    MemorySource, RankProfile, RingProfile, component_exponent, total_exponent,
+};
 use serde::Serialize;
 
 use super::PassProfile;
@@ -39,8 +41,8 @@ impl<'a> PassDocument<'a> {
         let components = run.iter().flat_map(RingProfile::components);
         let exponents = components.map(|component| {
             let fitted = Exponents {
-                measured: component_exponent(run, component, Figure::Measured),
-                planned: component_exponent(run, component, Figure::Planned),
+                measured: component_exponent(run, component, MemorySource::Measured),
+                planned: component_exponent(run, component, MemorySource::Planned),
             };
             (component, fitted)
         });
@@ -48,8 +50,8 @@ impl<'a> PassDocument<'a> {
             pass: profile.pass,
             exponents: exponents.collect(),
             total_exponents: Exponents {
-                measured: total_exponent(run, Figure::Measured),
-                planned: total_exponent(run, Figure::Planned),
+                measured: total_exponent(run, MemorySource::Measured),
+                planned: total_exponent(run, MemorySource::Planned),
             },
             run,
             planned: &profile.planned,

@@ -11,7 +11,7 @@ pub mod processes;
 
 use anyhow::Result;
 use encke::{Attention, Builder, Kernel, Pass, Request};
-use encke_sim::profile::{Inputs, RingProfile};
+use encke_sim::profile::{ProfileInputs, RingProfile};
 use indicatif::ProgressBar;
 
 use crate::device::{ComputeDevice, open_gpu};
@@ -71,7 +71,7 @@ pub fn measure(settings: &ProfileSettings) -> Result<Vec<PassProfile>> {
         .collect();
     let progress = bar(settings.run.len() + settings.planned.len());
     let inputs = settings.run.first();
-    let inputs = inputs.map(|request| Inputs::random(request, settings.seed));
+    let inputs = inputs.map(|request| ProfileInputs::random(request, settings.seed));
     for request in &settings.run {
         progress.set_message(format!("ring of {}", request.sharding.ranks()));
         let Some(inputs) = &inputs else { break };

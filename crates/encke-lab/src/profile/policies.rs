@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use encke::{Attention, Builder, CheckpointPolicy, Kernel, Request};
-use encke_cost::{Rehearsal, median};
+use encke_cost::{BenchmarkInputs, median};
 
 use super::builder;
 use crate::device::{ComputeDevice, open_gpu};
@@ -47,7 +47,7 @@ fn measure<K: Kernel>(
         ("output in a file", CheckpointPolicy::Offload),
         ("recomputed", CheckpointPolicy::Recompute),
     ];
-    let rehearsal = Rehearsal::new(request)?;
+    let rehearsal = BenchmarkInputs::new(request)?;
     let ([q, k, v], dout) = (rehearsal.inputs(), rehearsal.dout());
     let mut times = vec![(Vec::new(), Vec::new()); policies.len()];
     let mut bytes = vec![((0, 0), 0); policies.len()];

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use encke::plan::program::Component;
 use encke::trace::Activity;
-use encke_sim::fit::exponent;
+use encke_sim::power_law::exponent;
 use serde::Serialize;
 
 use super::picture::Picture;

@@ -5,7 +5,7 @@
 
 use anyhow::Result;
 use encke::{Plan, Request};
-use encke_cost::{PATIENCE, Pick, Profile, Sizes, simulate};
+use encke_cost::{HostProfile, ProbeSizes, RING_DEADLINE, Statistic, simulate};
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
 
@@ -28,20 +28,20 @@ pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predi
     }
     let progress = spinner("prediction");
     let kernel = CpuKernel::new()?;
-    let mut profile = Profile::new(
+    let mut profile = HostProfile::new(
         &kernel,
-        Sizes {
+        ProbeSizes {
             rows: first.shape.tokens.clamp(8, ROWS),
             heads: first.shape.heads,
             dim: first.shape.dim,
             dtype: first.dtype,
         },
     )?;
-    let ring = ThreadRing::new(kernel, PATIENCE);
+    let ring = ThreadRing::new(kernel, RING_DEADLINE);
     for _ in 0..RUNS {
-        profile.read(&ring)?;
+        profile.measure(&ring)?;
     }
-    let machine = profile.machine(Pick::Median)?;
+    let machine = profile.machine(Statistic::Median)?;
     let mut rings = Vec::new();
     for (pass, request, measured_s) in measured {
         let plan = Plan::new(request.clone())?;

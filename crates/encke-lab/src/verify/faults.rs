@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
 use encke::{Attention, RankError, TransportError};
-use encke_sim::fault_config::Kind;
+use encke_sim::fault_config::FaultKind;
 use encke_sim::fault_outcome::{self, FaultOutcome};
-use encke_sim::fault_run::End;
+use encke_sim::fault_run::RankEnd;
 
 use crate::table::TextTable;
 
@@ -30,7 +30,7 @@ struct OutcomeCounts {
 pub struct FaultSuite {
     attention: Attention,
     redundancy: usize,
-    by_kind: BTreeMap<Kind, OutcomeCounts>,
+    by_kind: BTreeMap<FaultKind, OutcomeCounts>,
 }
 
 impl FaultSuite {
@@ -45,18 +45,19 @@ impl FaultSuite {
 
     /// Runs the call of a seed; fails if its outcome is neither right nor a proper error.
     pub(super) fn run(&mut self, seed: u64) -> Result<()> {
-        let kind = Kind::ALL[(seed % Kind::ALL.len() as u64) as usize];
+        let kind = FaultKind::ALL[(seed % FaultKind::ALL.len() as u64) as usize];
         let (sample, faults) = match self.redundancy {
-            0 => fault_outcome::draw(kind, seed)?,
-            redundancy => fault_outcome::draw_surviving(kind, seed, redundancy)?,
+            0 => fault_outcome::random_case(kind, seed)?,
+            redundancy => fault_outcome::random_surviving_case(kind, seed, redundancy)?,
         };
-        let (run, outcome) = fault_outcome::try_out(self.attention.kernel(), &sample, &faults)?;
+        let (run, outcome) =
+            fault_outcome::run_and_check(self.attention.kernel(), &sample, &faults)?;
         let counts = self.by_kind.entry(kind).or_default();
         counts.runs += 1;
-        counts.with_faults += usize::from(!run.strikes.is_empty());
-        let is_lost = |end: &End| matches!(end.error, Some(RankError::Lost(_)));
+        counts.with_faults += usize::from(!run.faults.is_empty());
+        let is_lost = |end: &RankEnd| matches!(end.error, Some(RankError::Lost(_)));
         let count = match &outcome {
-            FaultOutcome::Right => &mut counts.right,
+            FaultOutcome::Correct => &mut counts.right,
             FaultOutcome::Survived { .. } => &mut counts.survived,
             FaultOutcome::Failed { .. } if run.ends.iter().any(is_lost) => &mut counts.lost,
             FaultOutcome::Failed {
@@ -66,17 +67,17 @@ impl FaultSuite {
                 first: RankError::Transport(TransportError::Corrupt { .. }),
             } => &mut counts.corrupt,
             FaultOutcome::Failed { .. } => &mut counts.deadline,
-            FaultOutcome::Wrong { .. } | FaultOutcome::Broken { .. } => &mut counts.wrong,
+            FaultOutcome::Wrong { .. } | FaultOutcome::Violation { .. } => &mut counts.wrong,
         };
         *count += 1;
         match outcome {
-            FaultOutcome::Right | FaultOutcome::Survived { .. } | FaultOutcome::Failed { .. } => {
+            FaultOutcome::Correct | FaultOutcome::Survived { .. } | FaultOutcome::Failed { .. } => {
                 Ok(())
             }
             FaultOutcome::Wrong { output } => {
                 bail!("{}: {output} has wrong values", kind.name())
             }
-            FaultOutcome::Broken { how } => bail!("{}: {how}", kind.name()),
+            FaultOutcome::Violation { how } => bail!("{}: {how}", kind.name()),
         }
     }
 

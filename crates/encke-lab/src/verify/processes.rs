@@ -14,7 +14,7 @@ use encke::{Data, Pass, Tensor};
 use encke_cpu::CpuKernel;
 use encke_ring::{CallInputs, Rank, ShardCall, ThreadRing};
 use encke_sim::lockstep;
-use encke_sim::sample::Sample;
+use encke_sim::random_call::RandomCall;
 
 use super::compare::attention;
 use super::configuration::RandomConfiguration;
@@ -97,7 +97,7 @@ fn compare(
             request: plan.request().clone(),
             seed: case.seed,
         };
-        let sample = Sample::new(&configuration, backward)?;
+        let sample = RandomCall::new(&configuration, backward)?;
         let (plan, inputs) = (&sample.plan, sample.inputs());
         let mut shard = ShardCall::new(kernel, plan, cluster.rank())?;
         shard.load(&mut CallInputs::Whole(&inputs))?;

@@ -1,4 +1,4 @@
-//! Calls under hardship: the right bits, or a typed error for every rank inside its deadline.
+//! Calls with injected faults: the right bits, or a typed error on every rank inside its deadline.
 
 use std::time::Duration;
 
@@ -10,37 +10,37 @@ use encke_core::naive::NaiveKernel;
 use encke_core::plan::Queries;
 use encke_core::sharding::Sharding;
 use encke_ring::{RankError, RingError};
-use encke_sim::fault_config::{Checks, Death, FaultConfig, Kind, Slow};
+use encke_sim::fault_config::{FaultConfig, FaultKind, RankDeath, ReceiverChecks, SlowRank};
 use encke_sim::fault_outcome::{self, FaultOutcome};
 use encke_sim::fault_run::{self, FaultRun};
-use encke_sim::sample::Sample;
+use encke_sim::random_call::RandomCall;
 
 use crate::support::bits;
 
-fn tried(sample: &Sample, hardship: &FaultConfig) -> (FaultRun, FaultOutcome) {
-    fault_outcome::try_out(&NaiveKernel, sample, hardship).expect("the call can begin")
+fn run_and_check(call: &RandomCall, config: &FaultConfig) -> (FaultRun, FaultOutcome) {
+    fault_outcome::run_and_check(&NaiveKernel, call, config).expect("the call can begin")
 }
 
-fn drawn(seed: u64, kind: Kind) -> (Sample, FaultConfig) {
-    fault_outcome::draw(kind, seed).expect("a random configuration is legal")
+fn random_case(seed: u64, kind: FaultKind) -> (RandomCall, FaultConfig) {
+    fault_outcome::random_case(kind, seed).expect("a random configuration is legal")
 }
 
 #[test]
-fn two_thousand_seeds_end_right_or_in_errors() {
-    for kind in Kind::ALL {
-        let (mut right, mut failed, mut struck) = (0, 0, 0);
+fn two_thousand_seeds_give_the_right_bits_or_valid_errors() {
+    for kind in FaultKind::ALL {
+        let (mut correct, mut failed, mut hit) = (0, 0, 0);
         for seed in 0..250 {
-            let (sample, hardship) = drawn(seed, kind);
-            let (trial, verdict) = tried(&sample, &hardship);
-            assert!(verdict.holds(), "seed {seed}, {kind:?}: {verdict:?}");
-            right += usize::from(verdict == FaultOutcome::Right);
-            failed += usize::from(verdict != FaultOutcome::Right);
-            struck += usize::from(!trial.strikes.is_empty());
+            let (call, config) = random_case(seed, kind);
+            let (run, outcome) = run_and_check(&call, &config);
+            assert!(outcome.is_allowed(), "seed {seed}, {kind:?}: {outcome:?}");
+            correct += usize::from(outcome == FaultOutcome::Correct);
+            failed += usize::from(outcome != FaultOutcome::Correct);
+            hit += usize::from(!run.faults.is_empty());
         }
-        assert!(struck > 50, "{kind:?} struck in {struck} runs");
-        // Each kind is survived in some runs, and each that can end a run does in some.
-        assert!(right > 0, "{kind:?}");
-        let harmless = matches!(kind, Kind::Reordering | Kind::Duplication);
+        assert!(hit > 50, "{kind:?} was injected in {hit} runs");
+        // Some runs complete under each kind, and some fail under each that can make a run fail.
+        assert!(correct > 0, "{kind:?}");
+        let harmless = matches!(kind, FaultKind::Reordering | FaultKind::Duplication);
         assert_eq!(failed == 0, harmless, "{kind:?}: {failed} failed");
     }
 }
@@ -49,128 +49,131 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
-    fn any_seed_ends_right_or_in_errors(seed in any::<u64>()) {
-        let (sample, hardship) = drawn(seed, Kind::Everything);
-        let (_, verdict) = tried(&sample, &hardship);
-        prop_assert!(verdict.holds(), "{:?}", verdict);
+    fn any_seed_gives_the_right_bits_or_valid_errors(seed in any::<u64>()) {
+        let (call, config) = random_case(seed, FaultKind::Everything);
+        let (_, outcome) = run_and_check(&call, &config);
+        prop_assert!(outcome.is_allowed(), "{:?}", outcome);
     }
 
     #[test]
-    fn the_seed_brings_the_run_back(seed in any::<u64>()) {
-        let (sample, hardship) = drawn(seed, Kind::Everything);
-        let run = || fault_run::run(&NaiveKernel, &sample.plan, &sample.inputs(), &hardship);
+    fn a_seed_reproduces_the_run(seed in any::<u64>()) {
+        let (call, config) = random_case(seed, FaultKind::Everything);
+        let run = || fault_run::run(&NaiveKernel, &call.plan, &call.inputs(), &config);
         let (one, other) = (run().expect("it begins"), run().expect("it begins"));
-        prop_assert_eq!(&one.strikes, &other.strikes);
+        prop_assert_eq!(&one.faults, &other.faults);
         prop_assert_eq!(&one.ends, &other.ends);
         prop_assert_eq!(one.events, other.events);
         match (&one.result, &other.result) {
             (Ok(one), Ok(other)) => prop_assert_eq!(bits(one.tensors()), bits(other.tensors())),
             (Err(one), Err(other)) => prop_assert_eq!(one, other),
-            _ => prop_assert!(false, "one ended well, the other did not"),
+            _ => prop_assert!(false, "one run completed, the other did not"),
         }
     }
 }
 
-/// How many of some runs end in wrong numbers.
-fn wrong_numbers(kind: Kind, checks: Checks) -> usize {
+/// The number of 150 runs that return wrong values.
+fn wrong_results(kind: FaultKind, checks: ReceiverChecks) -> usize {
     let wrong = |seed: &u64| {
-        let (sample, mut hardship) = drawn(*seed, kind);
-        hardship.checks = checks;
-        matches!(tried(&sample, &hardship).1, FaultOutcome::Wrong { .. })
+        let (call, mut config) = random_case(*seed, kind);
+        config.checks = checks;
+        matches!(run_and_check(&call, &config).1, FaultOutcome::Wrong { .. })
     };
     (0..150).filter(wrong).count()
 }
 
 #[test]
-fn without_checksums_corruption_gives_wrong_numbers() {
-    assert_eq!(wrong_numbers(Kind::Corruption, Checks::All), 0);
-    let wrong = wrong_numbers(Kind::Corruption, Checks::NoChecksum);
-    assert!(wrong > 10, "the mutant lives: {wrong} wrong");
+fn without_checksums_corruption_gives_wrong_results() {
+    assert_eq!(wrong_results(FaultKind::Corruption, ReceiverChecks::All), 0);
+    let wrong = wrong_results(FaultKind::Corruption, ReceiverChecks::NoChecksum);
+    assert!(wrong > 10, "the mutant survives: {wrong} wrong");
 }
 
 #[test]
-fn without_rounds_repetition_and_reordering_give_wrong_numbers() {
-    for kind in [Kind::Duplication, Kind::Reordering] {
-        assert_eq!(wrong_numbers(kind, Checks::All), 0);
-        let wrong = wrong_numbers(kind, Checks::NoRound);
-        assert!(wrong > 5, "the mutant lives under {kind:?}: {wrong} wrong");
+fn without_round_checks_duplication_and_reordering_give_wrong_results() {
+    for kind in [FaultKind::Duplication, FaultKind::Reordering] {
+        assert_eq!(wrong_results(kind, ReceiverChecks::All), 0);
+        let wrong = wrong_results(kind, ReceiverChecks::NoRound);
+        assert!(
+            wrong > 5,
+            "the mutant survives under {kind:?}: {wrong} wrong"
+        );
     }
 }
 
-/// A dense ring of four: everyone needs everyone.
-fn dense_ring() -> Sample {
+/// A dense ring of four: every rank needs the rows of every other.
+fn dense_ring() -> RandomCall {
     let mut configuration = Configuration::random(1);
     let request = &mut configuration.request;
     request.pattern = Pattern::dense();
     request.queries = Queries::Sharded;
     request.shape.tokens = 32;
     request.sharding = Sharding::contiguous(4).expect("four ranks");
-    Sample::new(&configuration, false).expect("legal")
+    RandomCall::new(&configuration, false).expect("legal")
 }
 
 #[test]
-fn a_dead_rank_is_named_first_and_missed_by_its_neighbours() {
-    let mut hardship = FaultConfig::none(5);
-    hardship.deaths = vec![Death::new(2, 1)];
-    let (trial, verdict) = tried(&dense_ring(), &hardship);
+fn a_death_is_the_first_error_and_neighbours_miss_their_deadlines() {
+    let mut config = FaultConfig::none(5);
+    config.deaths = vec![RankDeath::new(2, 1)];
+    let (run, outcome) = run_and_check(&dense_ring(), &config);
     let died = RankError::Died { rank: 2, round: 1 };
-    assert_eq!(verdict, FaultOutcome::Failed { first: died });
-    let Err(RingError::Rank { rank, others, .. }) = trial.result else {
+    assert_eq!(outcome, FaultOutcome::Failed { first: died });
+    let Err(RingError::Rank { rank, others, .. }) = run.result else {
         panic!("a rank died");
     };
     assert_eq!(rank, 2);
     let missed = |(_, error): &(usize, RankError)| {
-        let said = error.to_string();
-        said.contains("for rank 2") && said.contains("deadline of 100ms")
+        let message = error.to_string();
+        message.contains("for rank 2") && message.contains("deadline of 100ms")
     };
     assert!(others.iter().any(missed), "{others:?}");
 }
 
 #[test]
-fn a_slow_rank_is_waited_for_until_the_deadline_and_no_longer() {
-    for (times, right) in [(90, true), (120, false)] {
-        let mut hardship = FaultConfig::none(5);
-        hardship.slow = Some(Slow { rank: 1, times });
-        let (_, verdict) = tried(&dense_ring(), &hardship);
-        assert!(verdict.holds(), "{verdict:?}");
-        assert_eq!(verdict == FaultOutcome::Right, right, "{times} times");
+fn ranks_wait_for_a_slow_rank_until_their_deadline() {
+    for (times, correct) in [(90, true), (120, false)] {
+        let mut config = FaultConfig::none(5);
+        config.slow = Some(SlowRank { rank: 1, times });
+        let (_, outcome) = run_and_check(&dense_ring(), &config);
+        assert!(outcome.is_allowed(), "{outcome:?}");
+        assert_eq!(outcome == FaultOutcome::Correct, correct, "{times} times");
     }
 }
 
 #[test]
-fn where_every_message_is_lost_every_deadline_strikes_at_once() {
-    let mut hardship = FaultConfig::none(9);
-    hardship.loss = 1.0;
-    let (trial, verdict) = tried(&dense_ring(), &hardship);
+fn if_all_messages_are_lost_all_ranks_fail_at_their_first_deadline() {
+    let mut config = FaultConfig::none(9);
+    config.loss = 1.0;
+    let (run, outcome) = run_and_check(&dense_ring(), &config);
     assert!(
-        matches!(verdict, FaultOutcome::Failed { .. }),
-        "{verdict:?}"
+        matches!(outcome, FaultOutcome::Failed { .. }),
+        "{outcome:?}"
     );
-    for end in &trial.ends {
-        assert_eq!(end.at, hardship.compute + Duration::from_millis(100));
+    for end in &run.ends {
+        assert_eq!(end.at, config.compute + Duration::from_millis(100));
         assert_eq!(end.round, 0);
     }
 }
 
 #[test]
-fn finished_ranks_learn_that_another_failed() {
-    // Under a causal mask the first rank needs nobody, and is done long before the last one.
+fn ranks_that_finished_also_fail_if_another_rank_failed() {
+    // Under a causal mask the first rank needs no other, and finishes long before the last one.
     let mut configuration = Configuration::random(1);
     let request = &mut configuration.request;
     request.pattern = Pattern::dense().causal(true);
     request.queries = Queries::Sharded;
     request.shape.tokens = 32;
     request.sharding = Sharding::contiguous(4).expect("four ranks");
-    let sample = Sample::new(&configuration, false).expect("legal");
-    let mut hardship = FaultConfig::none(5);
-    hardship.deaths = vec![Death::new(3, 2)];
-    let (trial, verdict) = tried(&sample, &hardship);
+    let call = RandomCall::new(&configuration, false).expect("legal");
+    let mut config = FaultConfig::none(5);
+    config.deaths = vec![RankDeath::new(3, 2)];
+    let (run, outcome) = run_and_check(&call, &config);
     assert!(
-        matches!(verdict, FaultOutcome::Failed { .. }),
-        "{verdict:?}"
+        matches!(outcome, FaultOutcome::Failed { .. }),
+        "{outcome:?}"
     );
-    assert_eq!(trial.ends[0].error, None);
-    let Err(RingError::Rank { others, .. }) = trial.result else {
+    assert_eq!(run.ends[0].error, None);
+    let Err(RingError::Rank { others, .. }) = run.result else {
         panic!("a rank died");
     };
     let (rank, error) = &others[0];

@@ -1,4 +1,4 @@
-//! Ranks in step on one thread against ranks as threads: the same bits, bytes and books.
+//! Lockstep against a ring of threads: the same bits, the same bytes sent, and the planned memory.
 
 use std::time::Duration;
 
@@ -12,15 +12,18 @@ use encke_core::plan::program::Role;
 use encke_cpu::CpuKernel;
 use encke_ring::{RingError, ThreadRing};
 use encke_sim::lockstep;
-use encke_sim::sample::Sample;
+use encke_sim::random_call::RandomCall;
 
 use crate::support::{bits, with_slots};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-fn same<K: Kernel>(ring: &ThreadRing<K>, configuration: &Configuration) -> Result<(), String> {
+fn check_same<K: Kernel>(
+    ring: &ThreadRing<K>,
+    configuration: &Configuration,
+) -> Result<(), String> {
     for backward in [false, true] {
-        let call = Sample::new(configuration, backward).expect("legal");
+        let call = RandomCall::new(configuration, backward).expect("legal");
         let threads = ring.run(call.plan.request(), &call.inputs());
         let threads = threads.map_err(|error| error.to_string())?;
         let stepped = lockstep::run(ring.kernel(), &call.plan, &call.inputs());
@@ -38,7 +41,7 @@ fn same<K: Kernel>(ring: &ThreadRing<K>, configuration: &Configuration) -> Resul
             let total = memory.ledger.total();
             if total.peak_bytes != memory.planned_bytes() || total.held_bytes() != 0 {
                 return Err(format!(
-                    "books and plan differ: {total:?}, {configuration:?}"
+                    "ledger and plan differ: {total:?}, {configuration:?}"
                 ));
             }
         }
@@ -50,29 +53,30 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(250))]
 
     #[test]
-    fn the_bits_are_those_of_threads(seed in any::<u64>()) {
+    fn lockstep_has_the_bits_of_threads(seed in any::<u64>()) {
         let ring = ThreadRing::new(NaiveKernel, DEADLINE);
         let configuration = Configuration::random(seed);
-        same(&ring, &configuration).map_err(TestCaseError::fail)?;
-        same(&ring, &with_slots(&configuration)).map_err(TestCaseError::fail)?;
+        check_same(&ring, &configuration).map_err(TestCaseError::fail)?;
+        check_same(&ring, &with_slots(&configuration)).map_err(TestCaseError::fail)?;
     }
 }
 
 #[test]
-fn so_they_are_on_the_fast_kernel_in_every_type() {
+fn lockstep_has_the_bits_of_threads_on_the_cpu_kernel_in_every_dtype() {
     for (seed, dtype) in (0..).zip([DType::F64, DType::F32, DType::Bf16, DType::F16].repeat(8)) {
         let ring = ThreadRing::new(CpuKernel::new().expect("a kernel"), DEADLINE);
         let mut configuration = Configuration::random(seed);
         configuration.request.dtype = dtype;
-        let outcome = call(&ring, &configuration);
+        let outcome = check_bits(&ring, &configuration);
         assert_eq!(outcome, Ok(()), "{configuration:?}");
     }
 }
 
-/// As [`same`], without the books: threads share the kernel's scratch memory, ranks in step do not.
-fn call(ring: &ThreadRing<CpuKernel>, configuration: &Configuration) -> Result<(), String> {
+/// As [`check_same`], without the ledger: threads share the kernel's workspace, ranks in lockstep
+/// do not.
+fn check_bits(ring: &ThreadRing<CpuKernel>, configuration: &Configuration) -> Result<(), String> {
     for backward in [false, true] {
-        let call = Sample::new(configuration, backward).expect("legal");
+        let call = RandomCall::new(configuration, backward).expect("legal");
         let threads = ring.run(call.plan.request(), &call.inputs());
         let threads = threads.map_err(|error| error.to_string())?;
         let stepped = lockstep::run(ring.kernel(), &call.plan, &call.inputs());
@@ -85,8 +89,8 @@ fn call(ring: &ThreadRing<CpuKernel>, configuration: &Configuration) -> Result<(
 }
 
 #[test]
-fn what_is_missing_or_misshapen_is_refused() {
-    let call = Sample::new(&Configuration::random(3), false).expect("legal");
+fn missing_and_misshapen_inputs_are_refused() {
+    let call = RandomCall::new(&Configuration::random(3), false).expect("legal");
     let mut inputs = call.inputs();
     inputs.retain(|(role, _)| *role != Role::K);
     let refused = lockstep::run(&NaiveKernel, &call.plan, &inputs);
@@ -94,7 +98,7 @@ fn what_is_missing_or_misshapen_is_refused() {
         refused,
         Err(RingError::MissingInput { role: Role::K })
     ));
-    let other = Sample::new(&Configuration::random(4), false).expect("legal");
+    let other = RandomCall::new(&Configuration::random(4), false).expect("legal");
     let refused = lockstep::run(&NaiveKernel, &call.plan, &other.inputs());
     assert!(matches!(refused, Err(RingError::Request(_))));
 }

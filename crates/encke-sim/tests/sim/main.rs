@@ -1,4 +1,4 @@
-//! The simulator held against the thread ring, the plan and hardship.
+//! The simulator against rings of threads, the plan, and injected faults.
 
 mod faults;
 mod lockstep;

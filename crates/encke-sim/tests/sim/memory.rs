@@ -1,11 +1,13 @@
-//! Measured memory: how it falls with the size of the ring, and that it is what was planned.
+//! Measured memory: its exponent against the size of the ring, and that it equals the plan.
 
 use encke_core::plan::program::Component;
 use encke_core::plan::{Pass, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Mode, Pattern, Shape};
 use encke_cpu::CpuKernel;
-use encke_sim::profile::{Figure, Inputs, RingProfile, component_exponent, total_exponent};
+use encke_sim::profile::{
+    MemorySource, ProfileInputs, RingProfile, component_exponent, total_exponent,
+};
 
 const RINGS: [usize; 6] = [1, 2, 4, 8, 16, 32];
 
@@ -24,14 +26,14 @@ fn profiles(
         request.queries = queries;
         request
     };
-    let inputs = Inputs::random(&request(1), 7);
+    let inputs = ProfileInputs::random(&request(1), 7);
     for ranks in RINGS {
-        // A kernel of its own, on one thread: how many threads take part in a job, and with it how
-        // much scratch memory there is, would be up to the scheduler.
+        // A kernel of its own, on one thread: with several, the scheduler decides how many take
+        // part in a job, and with it how much scratch memory there is.
         let kernel = CpuKernel::new().expect("a kernel");
-        let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build();
-        let alone = alone.expect("a thread");
-        let measured = alone.install(|| inputs.measure(&kernel, &request(ranks), true));
+        let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build();
+        let one_thread = one_thread.expect("a thread");
+        let measured = one_thread.install(|| inputs.measure(&kernel, &request(ranks), true));
         let measured = measured.expect("a run");
         for (all, profile) in both.iter_mut().zip(measured) {
             all.push(profile);
@@ -41,21 +43,21 @@ fn profiles(
 }
 
 fn exponent(rings: &[RingProfile], component: Component) -> f64 {
-    component_exponent(rings, component, Figure::Measured).expect("several sizes")
+    component_exponent(rings, component, MemorySource::Measured).expect("several sizes")
 }
 
 fn near(what: &str, exponent: f64, expected: f64) {
     assert!((exponent - expected).abs() <= 0.02, "{what}: {exponent}");
 }
 
-/// Every rank holds at most what was planned, and at least 95 % of it; in no round does it hold
-/// more than over the whole call.
+/// Every rank holds at most its planned bytes and at least 95 % of them, and the peak of its rounds
+/// is the peak of the call.
 fn check_planned(rings: &[RingProfile]) {
     for ring in rings {
         let (least, most) = ring.shares().expect("a run");
         let what = format!("{:?} on {} ranks", ring.pass, ring.ranks);
-        assert!(most <= 1.0, "{what}: {most} of what was planned");
-        assert!(least >= 0.95, "{what}: {least} of what was planned");
+        assert!(most <= 1.0, "{what}: {most} of the planned bytes");
+        assert!(least >= 0.95, "{what}: {least} of the planned bytes");
         for rank in &ring.of {
             let measured = rank.measured.as_ref().expect("a run");
             assert_eq!(measured.total.held_bytes(), 0, "{what}");
@@ -70,10 +72,10 @@ fn check_planned(rings: &[RingProfile]) {
 }
 
 #[test]
-fn everything_falls_as_one_over_p() {
+fn all_components_scale_as_one_over_p() {
     let shape = Shape::new(1, 1024, 4, 2, 32).expect("sizes are positive");
-    // Two ranks under a causal mask have keys that nobody else needs, unless they are striped: they
-    // are below the line that larger rings are on.
+    // In a ring of two under a causal mask, some keys are needed by no other rank, unless the cut
+    // is striped: such rings are below the power law of larger ones.
     for (pattern, cut, from) in [
         (Pattern::dense(), Cut::Contiguous, 1),
         (Pattern::dense().causal(true), Cut::Striped, 1),
@@ -103,14 +105,14 @@ fn everything_falls_as_one_over_p() {
             let travelling = exponent(&rings[from..], Component::TravellingKv);
             near(&format!("{cut:?}, travelling K/V"), travelling, -1.0);
         }
-        // Two ranks have nobody in between to pass sums on to, so their rings have buffers less.
+        // In a ring of two no gradient is forwarded by a third rank, so it has fewer buffers.
         let travelling = exponent(&backward[2..], Component::TravellingGradients);
         near("travelling gradients", travelling, -1.0);
     }
 }
 
 #[test]
-fn replicated_queries_are_flat_and_keys_fall() {
+fn replicated_queries_are_constant_and_keys_scale_as_one_over_p() {
     let shape = Shape::new(1, 1024, 2, 1, 32).expect("sizes are positive");
     let dense = Pattern::dense().causal(true);
     let [forward, backward] = profiles(
@@ -125,14 +127,14 @@ fn replicated_queries_are_flat_and_keys_fall() {
         near("output", exponent(rings, Component::Output), 0.0);
         near("own K/V", exponent(rings, Component::OwnKv), -1.0);
         assert_eq!(
-            rings[5].largest(Component::TravellingKv, Figure::Measured),
+            rings[5].largest(Component::TravellingKv, MemorySource::Measured),
             Some(0)
         );
     }
 }
 
 #[test]
-fn every_rank_holds_what_was_planned_and_no_more() {
+fn every_rank_holds_its_planned_bytes_and_no_more() {
     let group = Mode::Group {
         scale: encke_core::GroupScale::One,
     };
@@ -149,8 +151,8 @@ fn every_rank_holds_what_was_planned_and_no_more() {
     }
 }
 
-/// Ranks of a short zigzag ring see blocks of different lengths, and a kernel's scratch memory grows
-/// with those.
+/// Ranks of a short zigzag ring have blocks of different lengths, and a kernel's scratch memory
+/// grows with the blocks.
 #[test]
 fn ranks_with_different_jobs_share_a_workspace() {
     let shape = Shape::new(1, 2048, 4, 4, 64).expect("sizes are positive");
@@ -175,8 +177,8 @@ fn plans_of_rings_too_large_to_run_have_the_same_exponents() {
         rings.push(RingProfile::planned(&kernel, &request).expect("a plan"));
     }
     for component in [Component::OwnKv, Component::TravellingGradients] {
-        let exponent = component_exponent(&rings, component, Figure::Planned);
+        let exponent = component_exponent(&rings, component, MemorySource::Planned);
         near(component.name(), exponent.expect("several sizes"), -1.0);
     }
-    assert_eq!(total_exponent(&rings, Figure::Measured), None);
+    assert_eq!(total_exponent(&rings, MemorySource::Measured), None);
 }

@@ -1,4 +1,4 @@
-//! A ring that changes its size, in step on one thread and as threads: the same rows and bytes.
+//! Resizing a ring, in lockstep and as threads: the same rows and bytes.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use encke_ring::{Sharded, ThreadRing};
 use encke_sim::lockstep;
 
 #[test]
-fn four_three_six_one_in_step_is_what_threads_do() {
+fn resizing_to_four_three_six_and_one_ranks_is_the_same_in_lockstep_and_as_threads() {
     let mut random = Random::new(5);
     let dims = [2, 77, 3, 4];
     let values: Vec<f64> = (0..dims.iter().product()).map(|_| random.unit()).collect();
@@ -23,17 +23,17 @@ fn four_three_six_one_in_step_is_what_threads_do() {
         Sharding::new(6, Cut::Firsts(vec![0, 0, 30, 31, 70, 77])).unwrap(),
         Sharding::contiguous(1).unwrap(),
     ];
-    let mut held = Sharded::split(&whole.view(), &rings[0]).unwrap();
+    let mut sharded = Sharded::split(&whole.view(), &rings[0]).unwrap();
     for (from, to) in rings.iter().zip(&rings[1..]) {
         let resize = Resize::new(from, to, dims[1]).unwrap();
-        let stepped = lockstep::resize(&NaiveKernel, &resize, &[&held]).unwrap();
-        let threaded = threads.resize(&resize, &[&held]).unwrap();
+        let stepped = lockstep::resize(&NaiveKernel, &resize, &[&sharded]).unwrap();
+        let threaded = threads.resize(&resize, &[&sharded]).unwrap();
         assert_eq!(stepped.tensors, threaded.tensors);
-        let planned = resize.sent_bytes(&[held.moving()]);
+        let planned = resize.sent_bytes(&[sharded.moving()]);
         assert_eq!(stepped.trace.sent_bytes(), planned);
         assert_eq!(threaded.trace.sent_bytes(), planned);
-        held = stepped.tensors.into_iter().next().unwrap();
-        assert_eq!(held, Sharded::split(&whole.view(), to).unwrap());
+        sharded = stepped.tensors.into_iter().next().unwrap();
+        assert_eq!(sharded, Sharded::split(&whole.view(), to).unwrap());
     }
-    assert_eq!(held.gather().unwrap(), whole);
+    assert_eq!(sharded.gather().unwrap(), whole);
 }

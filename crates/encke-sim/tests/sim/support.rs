@@ -1,10 +1,10 @@
-//! What several tests of the simulator want.
+//! What several tests of the simulator share.
 
 use encke_core::conformance::Configuration;
 use encke_core::plan::program::Role;
 use encke_core::{MixingGradient, Mode, OffsetRule, Pattern, Tensor};
 
-/// The configuration with branches that keep slots of their own, as detached gradients have it.
+/// The configuration with detached mixing gradients, which keep one slot for each branch.
 pub fn with_slots(configuration: &Configuration) -> Configuration {
     let mut configuration = configuration.clone();
     let pattern = &configuration.request.pattern;
@@ -20,7 +20,7 @@ pub fn with_slots(configuration: &Configuration) -> Configuration {
     configuration
 }
 
-/// The bits of outputs.
+/// The bytes of outputs.
 pub fn bits(tensors: &[(Role, Tensor)]) -> Vec<(Role, Vec<u8>)> {
     let bytes = |tensor: &Tensor| tensor.data().bytes().to_vec();
     let each = tensors.iter().map(|(role, tensor)| (*role, bytes(tensor)));

@@ -8,7 +8,7 @@ use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Pattern, Shape};
-use encke_cost::ClockError;
+use encke_cost::CostError;
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointPolicy;
@@ -108,7 +108,7 @@ impl Constraints {
     }
 
     /// The requests of all alternatives, the simplest first.
-    pub(super) fn requests(&self) -> Result<Vec<Request>, ClockError> {
+    pub(super) fn requests(&self) -> Result<Vec<Request>, CostError> {
         let mut requests = Vec::new();
         for ranks in self.sizes() {
             let cuts = match &self.cut {

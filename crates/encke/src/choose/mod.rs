@@ -14,7 +14,7 @@ use encke_core::kernel::Kernel;
 use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::Cut;
-use encke_cost::{ClockError, Machine, Run, simulate};
+use encke_cost::{CostError, Machine, SimulatedRun, simulate};
 use encke_ring::memory;
 use serde::Serialize;
 
@@ -90,7 +90,7 @@ pub enum ChoiceError {
     },
     /// An alternative could not be planned or timed.
     #[error(transparent)]
-    Clock(#[from] ClockError),
+    Clock(#[from] CostError),
 }
 
 /// Times every alternative that the constraints leave open, and chooses one. The kernel is only
@@ -175,7 +175,7 @@ fn policies(constraints: &Constraints) -> Vec<Option<CheckpointPolicy>> {
 
 /// One pass of one ring, planned and timed.
 struct TimedPass {
-    run: Run,
+    run: SimulatedRun,
     /// Peak bytes of the fullest rank.
     memory_bytes: usize,
 }
@@ -186,7 +186,7 @@ impl TimedPass {
         request: &Request,
         pass: Pass,
         machine: &Machine,
-    ) -> Result<TimedPass, ClockError> {
+    ) -> Result<TimedPass, CostError> {
         let request = Request {
             pass,
             ..request.clone()
@@ -241,7 +241,7 @@ fn alternative(
         backward_s,
         seconds: runs().map(|run| run.seconds).sum(),
         memory_bytes,
-        sent_bytes: runs().map(Run::bytes).sum(),
+        sent_bytes: runs().map(SimulatedRun::bytes).sum(),
         waiting: if ended > 0.0 { waited / ended } else { 0.0 },
         fits: constraints
             .memory_limit

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use encke_core::DType;
-use encke_cost::{Carrier, Device, Link, Machine, Rate, Speed};
+use encke_cost::{DeviceModel, Link, Machine, Rate, Speed, TransferMode};
 
 use super::machine_id::MachineId;
 
@@ -35,11 +35,11 @@ pub fn builtin_machine(here: &MachineId) -> Machine {
             flops: flops_of_core(&here.instructions) * cores as f64 * faster,
             diagonal_keys: 32.0,
             row_bytes_per_s: 10e9 * cores as f64,
-            few_slower: 0.1,
-            apart_slower: 0.1,
-            ring_slower: 0.1,
+            few_instances_slowdown: 0.1,
+            strided_slowdown: 0.1,
+            ring_slowdown: 0.1,
             tile: [1, 1],
-            single_s: 1e-6,
+            instance_s: 1e-6,
             task_rows: 0.0,
             task_share: 1.0 / cores as f64,
         };
@@ -56,10 +56,10 @@ pub fn builtin_machine(here: &MachineId) -> Machine {
         source: SOURCE.to_string(),
         latency_s: 10e-6,
         bytes_per_s: 5e9,
-        carrier: Carrier::Sender,
+        mode: TransferMode::SenderThread,
     };
     Machine {
-        device: Device {
+        device: DeviceModel {
             name: "here".to_string(),
             source: SOURCE.to_string(),
             rates: DType::ALL.into_iter().map(rate).collect(),
@@ -67,15 +67,15 @@ pub fn builtin_machine(here: &MachineId) -> Machine {
             task_overhead_s: 1e-6,
             bytes_per_s: 10e9,
             add_bytes_per_s: Some(5e9),
-            apart_bytes_per_s: Some(5e9),
+            strided_bytes_per_s: Some(5e9),
             cell_bytes_per_s: 10e9,
             load_bytes_per_s: Some(5e9),
-            fresh_bytes_per_s: Some(5e9),
+            allocate_bytes_per_s: Some(5e9),
             shared_cores: Some(cores),
         },
-        node: usize::MAX,
-        inside: threads.clone(),
-        between: threads,
+        ranks_per_node: usize::MAX,
+        intra_node: threads.clone(),
+        inter_node: threads,
         nics: 1,
         stragglers: BTreeMap::new(),
     }

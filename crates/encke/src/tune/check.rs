@@ -15,7 +15,7 @@ use encke_core::plan::{Pass, Request};
 use encke_core::sharding::Sharding;
 use encke_core::{DType, Data, MixingGradient, Mode, OffsetRule, Pattern, Shape};
 use encke_cost::{
-    CalibrationKind, ClockError, Machine, PATIENCE, Rehearsal, RingCalibration, median,
+    BenchmarkInputs, CalibrationPattern, CostError, Machine, RING_DEADLINE, RingCalibration, median,
 };
 use encke_ring::ThreadRing;
 use serde::Serialize;
@@ -110,7 +110,7 @@ struct CheckConfig {
 
 /// Five shapes in six variants: dense and dilated, forward and backward, two types, with and
 /// without a limit on memory.
-fn configurations() -> Result<Vec<CheckConfig>, ClockError> {
+fn configurations() -> Result<Vec<CheckConfig>, CostError> {
     let shapes = [
         (1024, 4, 64),
         (4096, 4, 64),
@@ -203,7 +203,7 @@ pub fn check<K: Kernel<Buffer = Data>>(
         calibration_ring: calibration_ring()?,
         seconds: yardstick_s,
     };
-    let ring = ThreadRing::new(kernel, PATIENCE);
+    let ring = ThreadRing::new(kernel, RING_DEADLINE);
     let configurations = configurations()?;
     let all = configurations.len();
     let mut checked = Vec::new();
@@ -249,7 +249,7 @@ impl CheckConfig {
 
     /// The request of an alternative.
     fn request(&self, of: &Alternative) -> Result<Request, ChoiceError> {
-        let sharding = Sharding::new(of.ranks, of.cut.clone()).map_err(ClockError::from)?;
+        let sharding = Sharding::new(of.ranks, of.cut.clone()).map_err(CostError::from)?;
         let pass = match self.constraints.work {
             Workload::Backward => Pass::Backward { dlse: false },
             _ => Pass::Forward,
@@ -286,20 +286,19 @@ impl CheckConfig {
             .iter()
             .map(|of| self.request(of))
             .collect::<Result<_, _>>()?;
-        let rehearsal = Rehearsal::new(&requests[0]).map_err(ClockError::from)?;
+        let rehearsal = BenchmarkInputs::new(&requests[0]).map_err(CostError::from)?;
         let none = || vec![Vec::new(); requests.len()];
         let mut calibration_s = Vec::new();
         let mut turn = |which: &[usize], runs_s: &mut Vec<Vec<f64>>| {
             for &at in which {
                 let calibration = &baseline.calibration_ring;
-                calibration_s.push(calibration.seconds(ring, CalibrationKind::Dense, false)?);
+                calibration_s.push(calibration.seconds(ring, CalibrationPattern::Dense, false)?);
                 let call = || rehearsal.seconds(ring, &requests[at]);
                 // The first call allocates, because other alternatives have run since; it is not
                 // counted.
-                let first_s = call().map_err(ClockError::from)?;
+                let first_s = call().map_err(CostError::from)?;
                 let calls = (0..calls(first_s)).map(|_| call());
-                let calls_s: Vec<f64> =
-                    calls.collect::<Result<_, _>>().map_err(ClockError::from)?;
+                let calls_s: Vec<f64> = calls.collect::<Result<_, _>>().map_err(CostError::from)?;
                 runs_s[at].push(median(&calls_s));
             }
             Ok::<(), ChoiceError>(())

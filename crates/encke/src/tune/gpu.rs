@@ -9,7 +9,7 @@ use encke_core::Tensor;
 use encke_core::kernel::KernelError;
 use encke_core::memory::Memory;
 use encke_core::sharding::Run as Tokens;
-use encke_cost::{Carrier, Device, DeviceProfile, DeviceWork, Link, Machine, Sizes};
+use encke_cost::{DeviceModel, DeviceProfile, Link, Machine, ProbeSizes, TimedWork, TransferMode};
 use encke_cuda::{Buffer, CudaKernel, Summation};
 
 use super::TuneError;
@@ -44,9 +44,9 @@ pub fn measure() -> Result<Option<Machine>, TuneError> {
     };
     let kernel = kernel.summation(Summation::Fast);
     let name = kernel.device().name().to_string();
-    let mut found: Option<Device> = None;
+    let mut found: Option<DeviceModel> = None;
     for (dtype, dim) in KINDS {
-        let sizes = Sizes {
+        let sizes = ProbeSizes {
             rows: ROWS,
             heads: HEADS,
             dim,
@@ -54,7 +54,7 @@ pub fn measure() -> Result<Option<Machine>, TuneError> {
         };
         let mut profile: DeviceProfile<Buffer> = DeviceProfile::new(&kernel, sizes)?;
         for _ in 0..READINGS {
-            profile.read(&kernel, &mut |work| seconds(&kernel, work))?;
+            profile.measure(&kernel, &mut |work| seconds(&kernel, work))?;
         }
         let device = profile.device(&name);
         match &mut found {
@@ -66,15 +66,15 @@ pub fn measure() -> Result<Option<Machine>, TuneError> {
         return Ok(None);
     };
     let machine = Machine {
-        node: 1,
-        inside: Link {
+        ranks_per_node: 1,
+        intra_node: Link {
             name: "its own memory".to_string(),
             source: device.source.clone(),
             latency_s: device.task_overhead_s,
             bytes_per_s: device.bytes_per_s / 2.0,
-            carrier: Carrier::Wire,
+            mode: TransferMode::Offloaded,
         },
-        between: host_link(&kernel)?,
+        inter_node: host_link(&kernel)?,
         nics: 1,
         stragglers: Default::default(),
         device,
@@ -84,7 +84,7 @@ pub fn measure() -> Result<Option<Machine>, TuneError> {
 }
 
 /// Mean seconds of `work`, from GPU events, after a first call that may compile kernels.
-fn seconds(kernel: &CudaKernel, work: &mut DeviceWork<'_>) -> Result<f64, KernelError> {
+fn seconds(kernel: &CudaKernel, work: &mut TimedWork<'_>) -> Result<f64, KernelError> {
     let device = kernel.device();
     let mut timed = |first: usize, times: usize| {
         let begin = device.instant()?;
@@ -138,6 +138,6 @@ fn host_link(kernel: &CudaKernel) -> Result<Link, TuneError> {
         source: "measured here: uploads from memory that is not page-locked".to_string(),
         latency_s,
         bytes_per_s: (elements * DType::Bf16.bytes()) as f64 / moved_s,
-        carrier: Carrier::Wire,
+        mode: TransferMode::Offloaded,
     })
 }

@@ -1,13 +1,14 @@
 //! Measures this machine in under a minute: the kernel in every type, memory, hops between threads.
 //!
-//! [`Profile`] measures and fits; this file decides which types and sizes are worth the time. They
+//! [`HostProfile`] measures and fits; this file decides which types and sizes are worth the time. They
 //! take turns, so that other load on the machine affects all of them alike, until the time limit.
 
 use std::time::{Duration, Instant};
 
 use encke_core::DType;
 use encke_cost::{
-    ClockError, Machine, PATIENCE, Pick, Profile, Rate, RingCalibration, Sizes, Speed, median,
+    CostError, HostProfile, Machine, ProbeSizes, RING_DEADLINE, Rate, RingCalibration, Speed,
+    Statistic, median,
 };
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
@@ -34,8 +35,8 @@ const KINDS: [(DType, usize); 6] = [
     (DType::F64, 64),
 ];
 
-fn sizes(dtype: DType, dim: usize) -> Sizes {
-    Sizes {
+fn sizes(dtype: DType, dim: usize) -> ProbeSizes {
+    ProbeSizes {
         rows: ROWS,
         heads: HEADS,
         dim,
@@ -45,7 +46,7 @@ fn sizes(dtype: DType, dim: usize) -> Sizes {
 
 /// The ring whose time is stored in the profile, and compared later to see whether the machine's
 /// speed has changed: that of the first type and head dimension.
-pub(super) fn calibration_ring() -> Result<RingCalibration, ClockError> {
+pub(super) fn calibration_ring() -> Result<RingCalibration, CostError> {
     let (dtype, dim) = KINDS[0];
     RingCalibration::new(sizes(dtype, dim))
 }
@@ -62,28 +63,28 @@ pub fn measure(
     // The GPU first: compiling its kernels takes an unknown time, and the CPU gets the remainder.
     progress("the GPU", 0.0);
     let gpu = gpu::measure()?;
-    let mut profiles: Vec<(String, Profile)> = Vec::new();
+    let mut profiles: Vec<(String, HostProfile)> = Vec::new();
     for (dtype, dim) in KINDS {
         let sizes = sizes(dtype, dim);
         let name = format!("{dtype}, head dimension {dim}");
-        profiles.push((name, Profile::new(&kernel, sizes)?));
+        profiles.push((name, HostProfile::new(&kernel, sizes)?));
     }
-    let ring = ThreadRing::new(kernel, PATIENCE);
+    let ring = ThreadRing::new(kernel, RING_DEADLINE);
     let mut turn_took = Duration::ZERO;
     loop {
         let turn = Instant::now();
         for (name, profile) in &mut profiles {
             let passed = begin.elapsed().as_secs_f64() / limit.as_secs_f64().max(1e-9);
             progress(name, passed.min(1.0));
-            profile.read(&ring)?;
+            profile.measure(&ring)?;
         }
         turn_took = turn_took.max(turn.elapsed());
         if begin.elapsed() + turn_took > limit {
             break;
         }
     }
-    let profiles: Vec<Profile> = profiles.into_iter().map(|(_, profile)| profile).collect();
-    let misfits: Vec<f64> = profiles.iter().map(Profile::misfit).collect();
+    let profiles: Vec<HostProfile> = profiles.into_iter().map(|(_, profile)| profile).collect();
+    let misfits: Vec<f64> = profiles.iter().map(HostProfile::misfit).collect();
     let machine = merge(&profiles)?;
     machine.check(1)?;
     Ok(MachineProfile {
@@ -91,15 +92,17 @@ pub fn measure(
         here,
         measured_s: begin.elapsed().as_secs_f64(),
         misfit: median(&misfits),
-        yardstick_s: profiles.first().map(Profile::yardstick_s),
+        yardstick_s: profiles.first().map(HostProfile::calibration_s),
         machine,
         gpu,
     })
 }
 
 /// One machine with the rates of all profiles; everything else is from the first.
-fn merge(profiles: &[Profile]) -> Result<Machine, ClockError> {
-    let mut machines = profiles.iter().map(|profile| profile.machine(Pick::Median));
+fn merge(profiles: &[HostProfile]) -> Result<Machine, CostError> {
+    let mut machines = profiles
+        .iter()
+        .map(|profile| profile.machine(Statistic::Median));
     let mut machine = machines.next().expect("at least one type was measured")?;
     for other in machines {
         machine.device.rates.extend(other?.device.rates);
@@ -118,8 +121,8 @@ fn pool(rates: &mut [Rate]) {
         |rate| &mut rate.backward,
     ] {
         for figure in [
-            (|speed: &mut Speed| &mut speed.ring_slower) as fn(&mut Speed) -> &mut f64,
-            |speed| &mut speed.apart_slower,
+            (|speed: &mut Speed| &mut speed.ring_slowdown) as fn(&mut Speed) -> &mut f64,
+            |speed| &mut speed.strided_slowdown,
         ] {
             let each = rates.iter_mut().map(pass);
             let all: Vec<f64> = each.map(|speed| *figure(speed) / speed.flops).collect();
@@ -136,15 +139,15 @@ mod tests {
 
     #[test]
     fn ring_overhead_is_the_median_over_all_types() {
-        let speed = |flops: f64, ring_slower: f64, apart_slower: f64| Speed {
+        let speed = |flops: f64, ring_slowdown: f64, strided_slowdown: f64| Speed {
             flops,
             diagonal_keys: 0.0,
             row_bytes_per_s: 1e9,
-            few_slower: 0.0,
-            apart_slower,
-            ring_slower,
+            few_instances_slowdown: 0.0,
+            strided_slowdown,
+            ring_slowdown,
             tile: [1, 1],
-            single_s: 0.0,
+            instance_s: 0.0,
             task_rows: 0.0,
             task_share: 1.0,
         };
@@ -162,8 +165,8 @@ mod tests {
         // Per operation: 250, 500 and 125 ps in rings, 500, 250 and 375 ps with gaps.
         for (rate, times) in rates.iter().zip([1.0, 1.0, 4.0]) {
             let close = |speed: &Speed, ring: f64, apart: f64| {
-                assert!((speed.ring_slower / times - ring).abs() < 1e-12);
-                assert!((speed.apart_slower / times - apart).abs() < 1e-12);
+                assert!((speed.ring_slowdown / times - ring).abs() < 1e-12);
+                assert!((speed.strided_slowdown / times - apart).abs() < 1e-12);
             };
             close(&rate.forward, 0.25, 0.375);
             close(&rate.backward, 0.5, 0.375);

@@ -20,7 +20,7 @@ use std::path::PathBuf;
 
 use encke_core::host::checksum;
 use encke_core::kernel::KernelError;
-use encke_cost::{ClockError, Machine};
+use encke_cost::{CostError, Machine};
 use serde::{Deserialize, Serialize};
 
 pub use builtin::builtin_machine;
@@ -121,7 +121,7 @@ pub enum TuneError {
     Kernel(#[from] KernelError),
     /// The measurements do not make a valid description.
     #[error(transparent)]
-    Clock(#[from] ClockError),
+    Clock(#[from] CostError),
 }
 
 impl MachineProfile {

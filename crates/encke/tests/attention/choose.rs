@@ -16,9 +16,9 @@ use crate::support::AttentionInputs;
 fn gpus() -> Machine {
     Machine {
         device: find_device("h200").expect("known"),
-        node: 8,
-        inside: find_link("nvlink").expect("known"),
-        between: find_link("ib400").expect("known"),
+        ranks_per_node: 8,
+        intra_node: find_link("nvlink").expect("known"),
+        inter_node: find_link("ib400").expect("known"),
         nics: 8,
         stragglers: Default::default(),
     }

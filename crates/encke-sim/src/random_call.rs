@@ -1,4 +1,4 @@
-//! A random call of either pass, for trials: a plan, and tensors for it.
+//! A random call, forward or backward: a plan and random tensors for it.
 
 use std::sync::Arc;
 
@@ -8,18 +8,18 @@ use encke_core::plan::{Pass, Plan, Request};
 use encke_core::{Result, Tensor, View};
 use encke_ring::call;
 
-/// A plan with tensors for it.
+/// A plan with random inputs.
 #[derive(Debug)]
-pub struct Sample {
+pub struct RandomCall {
     /// The plan.
     pub plan: Arc<Plan>,
     inputs: Vec<(Role, Tensor)>,
 }
 
-impl Sample {
-    /// One of the two passes of a configuration. What a backward pass is given of the forward
-    /// pass is random too: whoever drives ranks cannot tell.
-    pub fn new(configuration: &Configuration, backward: bool) -> Result<Sample> {
+impl RandomCall {
+    /// The forward or backward pass of a configuration. The backward pass gets random outputs of
+    /// the forward pass as well: ranks treat them like any other input.
+    pub fn new(configuration: &Configuration, backward: bool) -> Result<RandomCall> {
         let pass = match backward {
             true => Pass::Backward { dlse: true },
             false => Pass::Forward,
@@ -36,13 +36,13 @@ impl Sample {
                 _ => configuration.request.dtype,
             };
             let count = dims.iter().product();
-            let numbers: Vec<f64> = (0..count).map(|_| 2.0 * random.unit()).collect();
-            inputs.push((role, Tensor::from_f64(dtype, dims, &numbers)?));
+            let values: Vec<f64> = (0..count).map(|_| 2.0 * random.unit()).collect();
+            inputs.push((role, Tensor::from_f64(dtype, dims, &values)?));
         }
-        Ok(Sample { plan, inputs })
+        Ok(RandomCall { plan, inputs })
     }
 
-    /// The tensors, lent.
+    /// Views of the inputs.
     pub fn inputs(&self) -> Vec<(Role, View<'_>)> {
         let inputs = self.inputs.iter();
         inputs
@@ -50,7 +50,7 @@ impl Sample {
             .collect()
     }
 
-    /// The rounds of the longest program.
+    /// The number of rounds of the longest program.
     pub fn rounds(&self) -> Result<usize> {
         let of = |rank| Ok(self.plan.rank(rank)?.rounds.len());
         let rounds = (0..self.plan.ranks()).map(of).collect::<Result<Vec<_>>>()?;

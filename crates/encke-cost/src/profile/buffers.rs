@@ -1,4 +1,4 @@
-//! Rows that jobs are timed with: those of a whole sequence, or of one rank's part of it.
+//! The buffers that jobs are timed on: rows of a whole sequence, or of one rank.
 
 use encke_core::conformance::Random;
 use encke_core::job::Job;
@@ -6,11 +6,11 @@ use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, SoftmaxState, Up
 use encke_core::sharding::Run as Tokens;
 use encke_core::{Data, Tensor};
 
-use super::Sizes;
+use crate::probe_sizes::ProbeSizes;
 
-/// Everything that a rank has of its rows.
+/// The operands of both passes for some rows.
 #[derive(Debug)]
-pub(super) struct Operands<B = Data> {
+pub(super) struct ProbeBuffers<B = Data> {
     /// q, k, v and dout.
     pub inputs: [B; 4],
     pub carry: Carry<B>,
@@ -19,14 +19,14 @@ pub(super) struct Operands<B = Data> {
     pub gradients: [B; 3],
 }
 
-impl<B> Operands<B> {
-    /// So many rows of random numbers.
+impl<B> ProbeBuffers<B> {
+    /// Random operands of `rows` rows.
     pub fn new<K: Kernel<Buffer = B>>(
         kernel: &K,
-        sizes: Sizes,
+        sizes: ProbeSizes,
         rows: usize,
-    ) -> Result<Operands<B>, KernelError> {
-        let Sizes {
+    ) -> Result<ProbeBuffers<B>, KernelError> {
+        let ProbeSizes {
             heads, dim, dtype, ..
         } = sizes;
         let (cells, sum) = (rows * heads, dtype.sum());
@@ -36,13 +36,13 @@ impl<B> Operands<B> {
             stride: 1,
             count: rows,
         }];
-        let mut numbers = || {
+        let mut random_rows = || {
             let values: Vec<f64> = (0..cells * dim).map(|_| random.unit()).collect();
             let values = Data::from_f64(dtype, &values);
             let tensor = Tensor::from_data(values, [1, rows, heads, dim]);
             let mut buffer = kernel.allocate(dtype, cells * dim)?;
             kernel.upload(
-                &tensor.expect("as many numbers as it says").view(),
+                &tensor.expect("as many elements as the shape has").view(),
                 &all,
                 &mut buffer,
             )?;
@@ -53,14 +53,19 @@ impl<B> Operands<B> {
             kernel.fill(&mut buffer, value)?;
             Ok(buffer)
         };
-        Ok(Operands {
-            inputs: [numbers()?, numbers()?, numbers()?, numbers()?],
+        Ok(ProbeBuffers {
+            inputs: [
+                random_rows()?,
+                random_rows()?,
+                random_rows()?,
+                random_rows()?,
+            ],
             carry: Carry {
                 acc: filled(cells * dim, 0.0)?,
                 m: filled(cells, f64::NEG_INFINITY)?,
                 l: filled(cells, 0.0)?,
             },
-            // Any finite lse will do, but one that is too small makes numbers no real pass has.
+            // Any finite lse is valid; one that is too small gives probabilities above 1.
             lse: filled(cells, 10.0)?,
             delta: filled(cells, 0.0)?,
             gradients: [
@@ -71,7 +76,7 @@ impl<B> Operands<B> {
         })
     }
 
-    /// Carries out a job one way.
+    /// Runs a job forward or backward.
     pub fn run<K: Kernel<Buffer = B>>(
         &mut self,
         kernel: &K,

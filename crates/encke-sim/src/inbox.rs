@@ -1,8 +1,8 @@
-//! What a simulated rank does with what has arrived: the checks that a network transport makes, or
-//! what a mutant has in their place.
+//! Receiving: a simulated rank matches arrived packets with its posted receives and checks them as
+//! a network transport does, or as a mutant with weaker checks.
 //!
-//! The epoch of a call is the call of an [`Envelope`]: rounds begin again with each, and what is left
-//! over from the one before is stale.
+//! The epoch of a call is the `call` field of an [`Envelope`]: rounds begin at 0 in every epoch,
+//! and packets of an earlier epoch are stale.
 
 use encke_core::Data;
 use encke_core::kernel::Kernel;
@@ -10,24 +10,25 @@ use encke_core::transport::{TransportError, WireBuffer};
 use encke_ring::Envelope;
 use encke_ring::envelope::{Fate, Posted};
 
-use crate::fault_config::Checks;
-use crate::fault_run::Player;
-use crate::wire::Packet;
+use crate::fault_config::ReceiverChecks;
+use crate::network::Packet;
+use crate::simulated_ring::SimulatedRank;
 
-/// Takes every missing message that has arrived, each checked before and after.
-pub(crate) fn take<K: Kernel<Buffer = Data>>(
-    player: &mut Player<K>,
+/// Receives every missing message that has arrived: its envelope is checked before, its contents
+/// after the copy.
+pub(crate) fn receive_arrived<K: Kernel<Buffer = Data>>(
+    receiver: &mut SimulatedRank<K>,
     epoch: usize,
-    checks: Checks,
+    checks: ReceiverChecks,
 ) -> Result<(), TransportError> {
-    let Player {
+    let SimulatedRank {
         rank,
         round,
         missing,
-        mail,
+        inbox,
         moved,
         ..
-    } = player;
+    } = receiver;
     let mut still = Vec::new();
     for message in missing.drain(..) {
         let posted = Posted {
@@ -36,12 +37,12 @@ pub(crate) fn take<K: Kernel<Buffer = Data>>(
             round: *round,
             from: message.address,
         };
-        match find(&posted, mail, checks)? {
+        match find(&posted, inbox, checks)? {
             None => still.push(message),
             Some((envelope, contents)) => {
                 let buffer = rank.accept(&message);
                 buffer.copy_from(&contents, message.address.elements);
-                if checks != Checks::NoChecksum {
+                if checks != ReceiverChecks::NoChecksum {
                     posted.verify(&envelope, buffer)?;
                 }
                 moved.received_bytes += message.address.elements * buffer.element_bytes();
@@ -52,37 +53,41 @@ pub(crate) fn take<K: Kernel<Buffer = Data>>(
     Ok(())
 }
 
-/// Looks through the mail for the message of a posted receive, and throws away what is stale.
+/// Searches the inbox for the message of a posted receive, and drops stale packets on the way.
 fn find(
     posted: &Posted,
-    mail: &mut Vec<Packet>,
-    checks: Checks,
+    inbox: &mut Vec<Packet>,
+    checks: ReceiverChecks,
 ) -> Result<Option<(Envelope, Data)>, TransportError> {
     let mut at = 0;
-    while let Some(letter) = mail.get(at) {
-        if letter.from != posted.from.peer {
+    while let Some(packet) = inbox.get(at) {
+        if packet.from != posted.from.peer {
             at += 1;
             continue;
         }
-        let envelope = Envelope::from_bytes(letter.envelope);
+        let envelope = Envelope::from_bytes(packet.envelope);
         match admit(posted, &envelope, checks)? {
-            Fate::Take => return Ok(Some((envelope, mail.remove(at).contents))),
-            Fate::Stale => drop(mail.remove(at)),
+            Fate::Take => return Ok(Some((envelope, inbox.remove(at).contents))),
+            Fate::Stale => drop(inbox.remove(at)),
             Fate::Early => at += 1,
         }
     }
     Ok(None)
 }
 
-/// The receiver's check, or what a mutant has in its place.
-fn admit(posted: &Posted, envelope: &Envelope, checks: Checks) -> Result<Fate, TransportError> {
+/// The receiver's check of an envelope, weakened for mutants.
+fn admit(
+    posted: &Posted,
+    envelope: &Envelope,
+    checks: ReceiverChecks,
+) -> Result<Fate, TransportError> {
     match checks {
-        Checks::All => posted.admit(envelope),
-        Checks::NoChecksum => {
+        ReceiverChecks::All => posted.admit(envelope),
+        ReceiverChecks::NoChecksum => {
             let seal = envelope.sealed(posted.from.peer, posted.rank);
             posted.admit(&Envelope { seal, ..*envelope })
         }
-        Checks::NoRound => {
+        ReceiverChecks::NoRound => {
             let round = usize::try_from(envelope.round).unwrap_or(usize::MAX);
             Posted { round, ..*posted }.admit(envelope)
         }
