@@ -36,7 +36,7 @@ pub fn exp2<const DEGREE: usize>(x: __m512) -> __m512 {
             let y = horner(horner(y, 0.055_826_318), 0.240_153_62);
             horner(horner(y, 0.693_153_1), 0.999_999_94)
         }
-        _ => unreachable!("polynomials of degree 3, 4 and 5 are there"),
+        _ => unreachable!("only degrees 3, 4 and 5 have polynomials"),
     };
     _mm512_scalef_ps(power, x)
 }
