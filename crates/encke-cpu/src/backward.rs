@@ -140,26 +140,16 @@ pub(crate) fn backward<X: Vector, const R: usize>(
     run(of_keys.collect());
 }
 
+/// One run of a task.
 struct BackwardTaskRun<'a, X: Vector, const R: usize> {
     call: &'a BackwardCall<'a, X>,
     task: &'a BackwardTask,
     scratch: &'a mut Scratch<X::A>,
 }
 
-struct BackwardPanels<'a, A> {
-    q: &'a mut [A],
-    dout: &'a mut [A],
-    dq: &'a mut [A],
-    q_rows: &'a mut [A],
-    dout_rows: &'a mut [A],
-    lse: &'a mut [A],
-    delta: &'a mut [A],
-    scores: &'a mut [A],
-    dp: &'a mut [A],
-    k: &'a mut [A],
-    v: &'a mut [A],
-    dk: &'a mut [A],
-    dv: &'a mut [A],
+panel::panels! {
+    /// The panels of a task, in the order of [`sizes`].
+    BackwardPanels { q, dout, dq, q_rows, dout_rows, lse, delta, scores, dp, k, v, dk, dv }
 }
 
 /// Properties of the queries of a block.
@@ -177,36 +167,7 @@ impl<X: Vector, const R: usize> SimdTask for BackwardTaskRun<'_, X, R> {
             task,
             scratch,
         } = self;
-        let [
-            q,
-            dout,
-            dq,
-            q_rows,
-            dout_rows,
-            lse,
-            delta,
-            scores,
-            dp,
-            k,
-            v,
-            dk,
-            dv,
-        ] = scratch.panels(sizes::<X>(call.job.dim));
-        let mut panels = BackwardPanels {
-            q,
-            dout,
-            dq,
-            q_rows,
-            dout_rows,
-            lse,
-            delta,
-            scores,
-            dp,
-            k,
-            v,
-            dk,
-            dv,
-        };
+        let mut panels = BackwardPanels::new(scratch.panels(sizes::<X>(call.job.dim)));
         for tiles in &task.blocks {
             let block = QueryBlock {
                 batch: task.batch,

@@ -19,16 +19,16 @@ use crate::shared::{SharedRows, disjoint};
 pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) {
     let dim = block.width;
     let (mut source, mut target) = (vec![A::ZERO; dim], vec![A::ZERO; dim]);
-    for (there, here) in block.addresses() {
-        let l = A::get(from.l.as_slice(), there);
+    for (from_cell, to_cell) in block.addresses() {
+        let l = A::get(from.l.as_slice(), from_cell);
         if l == A::ZERO {
             continue; // an empty cell; its row max is minus infinity
         }
         let (m, old_m) = (
-            A::get(from.m.as_slice(), there),
-            A::get(to.m.as_slice(), here),
+            A::get(from.m.as_slice(), from_cell),
+            A::get(to.m.as_slice(), to_cell),
         );
-        let old_l = A::get(to.l.as_slice(), here);
+        let old_l = A::get(to.l.as_slice(), to_cell);
         let top = if old_m > m { old_m } else { m };
         let keep = if old_l == A::ZERO {
             A::ZERO
@@ -36,14 +36,14 @@ pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<D
             (old_m - top).exp()
         };
         let weight = (m - top).exp();
-        A::load(from.acc.as_slice(), there * dim, &mut source);
-        A::load(to.acc.as_slice(), here * dim, &mut target);
+        A::load(from.acc.as_slice(), from_cell * dim, &mut source);
+        A::load(to.acc.as_slice(), to_cell * dim, &mut target);
         for (x, &y) in target.iter_mut().zip(&source) {
             *x = keep * *x + weight * y;
         }
-        A::store(&target, &mut to.acc, here * dim);
-        A::store(&[top], &mut to.m, here);
-        A::store(&[keep * old_l + weight * l], &mut to.l, here);
+        A::store(&target, &mut to.acc, to_cell * dim);
+        A::store(&[top], &mut to.m, to_cell);
+        A::store(&[keep * old_l + weight * l], &mut to.l, to_cell);
     }
 }
 
@@ -221,7 +221,7 @@ fn dot<A: Real>(x: &[A], y: &[A]) -> A {
 mod tests {
     use super::*;
 
-    /// One row in three, of two heads of four, in two segments.
+    /// Every third row of two of four heads, in two segments.
     fn every_third_row(rows: usize) -> Block {
         let at = encke_core::job::Operand {
             offset: 8,

@@ -92,15 +92,9 @@ struct ForwardTaskRun<'a, X: Vector, const R: usize> {
     scratch: &'a mut Scratch<X::A>,
 }
 
-/// The panels of a task.
-struct ForwardPanels<'a, A> {
-    q: &'a mut [A],
-    out: &'a mut [A],
-    m: &'a mut [A],
-    l: &'a mut [A],
-    scores: &'a mut [A],
-    k: &'a mut [A],
-    v: &'a mut [A],
+panel::panels! {
+    /// The panels of a task, in the order of [`sizes`].
+    ForwardPanels { q, out, m, l, scores, k, v }
 }
 
 impl<X: Vector, const R: usize> SimdTask for ForwardTaskRun<'_, X, R> {
@@ -111,16 +105,7 @@ impl<X: Vector, const R: usize> SimdTask for ForwardTaskRun<'_, X, R> {
             block,
             scratch,
         } = self;
-        let [q, out, m, l, scores, k, v] = scratch.panels(sizes::<X>(call.job.dim));
-        let mut panels = ForwardPanels {
-            q,
-            out,
-            m,
-            l,
-            scores,
-            k,
-            v,
-        };
+        let mut panels = ForwardPanels::new(scratch.panels(sizes::<X>(call.job.dim)));
         let mut visible = [[0; MAX_LANES]; FORWARD_TILES];
         for (i, tile) in block.tiles.clone().enumerate() {
             let tile = call.grid.tile(block.group, tile);

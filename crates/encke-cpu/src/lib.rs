@@ -62,28 +62,30 @@ macro_rules! in_precision {
     };
 }
 
-/// Calls a function with the vectors of the kernel's instruction set and as many rows as fit its
-/// registers.
+/// Calls a function with vectors of f32 or f64 on the kernel's instruction set, and as many rows as
+/// fit its registers.
 macro_rules! dispatch {
-    ($kernel:expr, $a:ty, $vectors:ident, $($call:ident)::+ ($($argument:expr),*)) => {
+    ($kernel:expr, $real:tt, $($call:ident)::+ ($($argument:expr),*)) => {
         match $kernel.instruction_set {
             InstructionSet::Portable => {
-                $($call)::+::<_, 4>(PortableVector::<$a>::new(), $($argument),*)
+                $($call)::+::<_, 4>(PortableVector::<$real>::new(), $($argument),*)
             }
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx2 => {
                 let simd = pulp::x86::V3::try_new().expect("checked by CpuKernel::with");
-                $($call)::+::<_, 4>($vectors(simd), $($argument),*)
+                $($call)::+::<_, 4>(dispatch!(@ $real)(simd), $($argument),*)
             }
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 | InstructionSet::Amx => {
                 let simd = pulp::x86::V4::try_new().expect("checked by CpuKernel::with");
-                $($call)::+::<_, 8>($vectors(simd), $($argument),*)
+                $($call)::+::<_, 8>(dispatch!(@ $real)(simd), $($argument),*)
             }
             #[cfg(not(target_arch = "x86_64"))]
             _ => unreachable!("checked by CpuKernel::with"),
         }
     };
+    (@ f32) => { F32 };
+    (@ f64) => { F64 };
 }
 
 /// Evaluates an expression for every element type that the tiles multiply.
@@ -145,7 +147,6 @@ impl CpuKernel {
         dispatch!(
             self,
             f64,
-            F64,
             forward::forward(&self.scratch_f64, job, inputs, target)
         );
     }
@@ -163,7 +164,6 @@ impl CpuKernel {
         dispatch!(
             self,
             f32,
-            F32,
             forward::forward(&self.scratch_f32, job, inputs, target)
         );
     }
@@ -367,14 +367,12 @@ impl Kernel for CpuKernel {
                 dispatch!(
                     self,
                     f64,
-                    F64,
                     backward::backward(&self.scratch_f64, job, inputs, gradients)
                 );
             }
             _ => dispatch!(
                 self,
                 f32,
-                F32,
                 backward::backward(&self.scratch_f32, job, inputs, gradients)
             ),
         }
@@ -390,8 +388,8 @@ impl Kernel for CpuKernel {
             elements * size_of::<X::A>()
         }
         let task = match dtype.sum() {
-            DType::F64 => dispatch!(self, f64, F64, of(job.dim, pass)),
-            _ => dispatch!(self, f32, F32, of(job.dim, pass)),
+            DType::F64 => dispatch!(self, f64, of(job.dim, pass)),
+            _ => dispatch!(self, f32, of(job.dim, pass)),
         };
         let bytes = task * rayon::current_num_threads();
         #[cfg(target_arch = "x86_64")]
@@ -421,8 +419,8 @@ impl Kernel for CpuKernel {
             {
                 amx::TILE
             }
-            DType::F64 => dispatch!(self, f64, F64, shape::tile()),
-            DType::F32 | DType::Bf16 | DType::F16 => dispatch!(self, f32, F32, shape::tile()),
+            DType::F64 => dispatch!(self, f64, shape::tile()),
+            DType::F32 | DType::Bf16 | DType::F16 => dispatch!(self, f32, shape::tile()),
         }
     }
 

@@ -30,7 +30,7 @@ mod tests {
     use super::advise_huge_pages;
 
     #[test]
-    fn asking_changes_no_byte() {
+    fn advice_changes_no_byte() {
         for bytes in [0, 1, 4096, (4 << 20) - 1, (9 << 20) + 17] {
             let mut memory = vec![0u8; bytes + 64];
             for from in [0, 1, 64] {

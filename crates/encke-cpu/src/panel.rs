@@ -11,6 +11,24 @@ use crate::real::Real;
 use crate::shared;
 use crate::vector::Vector;
 
+/// Declares a struct of panels, made from the panels that a scratch memory is divided into.
+macro_rules! panels {
+    ($(#[$doc:meta])* $name:ident { $($panel:ident),* }) => {
+        $(#[$doc])*
+        struct $name<'a, A> {
+            $($panel: &'a mut [A]),*
+        }
+
+        impl<'a, A> $name<'a, A> {
+            #[inline(always)]
+            fn new([$($panel),*]: [&'a mut [A]; [$(stringify!($panel)),*].len()]) -> $name<'a, A> {
+                $name { $($panel),* }
+            }
+        }
+    };
+}
+pub(crate) use panels;
+
 /// Copies `count` rows into a row panel, and fills the rest of the panel with zeros.
 #[inline(always)]
 pub(crate) fn rows<A: Real>(
@@ -85,21 +103,21 @@ mod tests {
         fn run(self) {
             let (rows, columns) = (3 * X::WIDTH, 2 * X::WIDTH);
             let panel: Vec<f32> = (0..rows * columns).map(|i| i as f32).collect();
-            let mut there = vec![-1.0; rows * columns];
-            transpose(self.0, &panel, (rows, columns), &mut there);
+            let mut transposed = vec![-1.0; rows * columns];
+            transpose(self.0, &panel, (rows, columns), &mut transposed);
             for (i, row) in panel.chunks_exact(columns).enumerate() {
                 for (j, x) in row.iter().enumerate() {
-                    assert_eq!(there[j * rows + i], *x, "row {i}, column {j}");
+                    assert_eq!(transposed[j * rows + i], *x, "row {i}, column {j}");
                 }
             }
             let mut back = vec![-1.0; rows * columns];
-            transpose(self.0, &there, (columns, rows), &mut back);
+            transpose(self.0, &transposed, (columns, rows), &mut back);
             assert_eq!(back, panel);
         }
     }
 
     #[test]
-    fn whatever_is_transposed_comes_back() {
+    fn transposing_twice_restores_the_panel() {
         let plain = PortableVector::new();
         plain.run(TransposeCheck(plain));
         #[cfg(target_arch = "x86_64")]

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_could_meet_are_seen() {
+    fn rows_that_could_overlap_are_rejected() {
         // Two heads of width 4, rows of 8, segments of 10 rows, a batch of 100 rows.
         let good = operand(800, 80, 8, &[4, 0]);
         assert!(disjoint(&good, [2, 10, 10], 4, false));

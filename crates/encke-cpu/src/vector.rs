@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn exp_at_the_ends() {
+    fn exp_of_special_values() {
         assert_eq!(exp_of(0.0), 1.0);
         assert_eq!(exp_of(f32::NEG_INFINITY), 0.0);
         assert_eq!(exp_of(-1e4), 0.0);

@@ -6,8 +6,6 @@ use std::time::Instant;
 use encke_core::conformance::Random;
 use encke_core::job::{Causal, Job, Operand};
 use encke_core::kernel::{Carry, SoftmaxState};
-use encke_core::memory::Memory;
-use encke_core::naive::NaiveKernel;
 use encke_core::{DType, Data};
 use encke_cpu::internals::{AmxBackwardInputs, PagePool, Target, TileElement};
 use half::bf16;
@@ -115,8 +113,10 @@ impl<N: BenchElement> BenchTensors<N> {
 
     pub fn forward(&mut self, run: ForwardFn<N>, pool: &PagePool, job: &Job) {
         let Carry { acc, m, l } = &mut self.carry;
-        for (buffer, value) in [(acc, 0.0), (m, f64::NEG_INFINITY), (l, 0.0)] {
-            NaiveKernel.fill(buffer, value).unwrap();
+        for (buffer, value) in [(acc, 0.0), (m, f32::NEG_INFINITY), (l, 0.0)] {
+            if let Data::F32(elements) = buffer {
+                elements.fill(value);
+            }
         }
         let state = SoftmaxState::Accumulate {
             carry: &mut self.carry,

@@ -66,8 +66,9 @@ pub trait AmxBackwardConfig: Send + Sync + 'static {
 
 impl AmxBackwardConfig for Dim64Split1 {}
 
-/// Rows are twice as long, so that adding to dk and dv and reading k and v takes more of the time:
-/// once for twice as many queries. The same holds for the sums of dq: once for more keys.
+/// Rows are twice as long, so adding to dk and dv and reading k and v takes more of the time:
+/// larger groups of queries share it. Likewise larger blocks of keys share one addition to the sums
+/// of dq.
 impl AmxBackwardConfig for Dim128Split1 {
     const KEYS: usize = 256;
     const QUERY_TILES: usize = 4;

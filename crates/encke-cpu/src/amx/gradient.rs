@@ -120,9 +120,9 @@ unsafe fn gradient_pass<N: TileElement, const DEGREE: usize, const MASKED: bool>
                     let mut ds = _mm512_mul_ps(p, _mm512_fmsub_ps(dp_row, gain, delta[half]));
                     if MASKED {
                         let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);
-                        let seen = _mm512_cmpgt_epi32_mask(visible[half], key);
-                        p = _mm512_maskz_mov_ps(seen, p);
-                        ds = _mm512_maskz_mov_ps(seen, ds);
+                        let unmasked = _mm512_cmpgt_epi32_mask(visible[half], key);
+                        p = _mm512_maskz_mov_ps(unmasked, p);
+                        ds = _mm512_maskz_mov_ps(unmasked, ds);
                     }
                     weights[half] = p;
                     gradients[half] = ds;

@@ -199,11 +199,11 @@ unsafe fn masked_row_max(block: &ScoreBlock, half: usize, visible: __m512i) -> _
         let slab = slab(block, step, half);
         for row in 0..32 {
             let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);
-            let seen = _mm512_cmpgt_epi32_mask(visible, key);
+            let unmasked = _mm512_cmpgt_epi32_mask(visible, key);
             // SAFETY: the caller's promise.
             unsafe {
                 let at = slab.add(row * ROW_BYTES).cast();
-                let score = _mm512_mask_mov_ps(lowest, seen, _mm512_load_ps(at));
+                let score = _mm512_mask_mov_ps(lowest, unmasked, _mm512_load_ps(at));
                 _mm512_store_ps(at, score);
                 top = _mm512_max_ps(score, top);
             }

@@ -3,6 +3,9 @@
 use std::arch::x86_64::*;
 
 /// The same value in every lane.
+///
+/// # Safety
+/// The processor has AVX-512F.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn splat(x: f32) -> __m512 {
@@ -15,6 +18,9 @@ pub fn splat(x: f32) -> __m512 {
 /// degrees 3, 4 and 5, plus the rounding of f32. The one of degree 4 is the best that is exact at
 /// 0, where the largest weight is. Minus infinity gives 0, NaN stays NaN, and subnormal results are
 /// rounded as usual.
+///
+/// # Safety
+/// The processor has AVX-512F and AVX-512DQ.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
 pub fn exp2<const DEGREE: usize>(x: __m512) -> __m512 {
@@ -36,7 +42,7 @@ pub fn exp2<const DEGREE: usize>(x: __m512) -> __m512 {
             let y = horner(horner(y, 0.055_826_318), 0.240_153_62);
             horner(horner(y, 0.693_153_1), 0.999_999_94)
         }
-        _ => unreachable!("polynomials of degree 3, 4 and 5 are there"),
+        _ => unreachable!("only degrees 3, 4 and 5 have polynomials"),
     };
     _mm512_scalef_ps(power, x)
 }

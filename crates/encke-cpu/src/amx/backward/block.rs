@@ -57,7 +57,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
     #[inline]
     unsafe fn scores<T: TileUnit>(
         &self,
-        of: &AmxBackwardTile,
+        state: &AmxBackwardTile,
         tile: usize,
         keys: PackedKeyBlock,
         scratch: *mut u8,
@@ -70,7 +70,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             let lanes = lanes + tile * self.steps * N::STACK_BYTES;
             let [rows, lanes, to] = [rows, lanes, to].map(|at| scratch.wrapping_add(at));
             // SAFETY: tiles are configured, and all slabs lie in their regions.
-            unsafe { multiply_keys::<T, N>(rows, lanes, to, self.steps, of.steps(keys)) };
+            unsafe { multiply_keys::<T, N>(rows, lanes, to, self.steps, state.steps(keys)) };
         }
     }
 
@@ -166,14 +166,16 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                     // SAFETY: tiles are configured, and all slabs lie in their regions.
                     unsafe { N::multiply::<T, ADD>(product(factor)) };
                     if factor != pairs {
-                        let sees = |at: usize, row: usize, _: usize| {
+                        let is_visible = |at: usize, row: usize, _: usize| {
                             let (tile, pair) = (&tiles[at / WIDTH], at % WIDTH);
                             let lane = pair / 2 + pair % 2 * 16;
                             let visible = tile.stats.visible.0[lane] as usize;
                             needs_cleaning(tile) && visible > keys.start + key * WIDTH + row
                         };
                         // SAFETY: all slabs lie in their regions.
-                        unsafe { add_nonfinite_terms(&product(pairs), FactorSide::Right, sees) };
+                        unsafe {
+                            add_nonfinite_terms(&product(pairs), FactorSide::Right, is_visible)
+                        };
                     }
                 }
             }
@@ -255,10 +257,10 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             }
             if factor != columns {
                 let visible = &state.stats.visible.0;
-                let sees =
+                let is_visible =
                     |at: usize, _: usize, lane: usize| visible[lane] as usize > keys.start + at;
                 // SAFETY: all slabs lie in their regions.
-                unsafe { add_nonfinite_terms(&product(columns), FactorSide::Left, sees) };
+                unsafe { add_nonfinite_terms(&product(columns), FactorSide::Left, is_visible) };
             }
         }
         state.dq_started = 1;

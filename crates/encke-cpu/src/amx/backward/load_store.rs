@@ -52,16 +52,16 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                 true => job.visible(first + lane),
                 false => 0,
             });
-            let stats = |elements: &[f32], factor: f32| {
+            let per_lane = |elements: &[f32], factor: f32| {
                 Lanes(std::array::from_fn(|lane| match live[lane] {
                     true => factor * elements[cells[lane]],
                     false => 0.0,
                 }))
             };
             tile.stats = QueryStats {
-                lse: stats(inputs.lse, N::UNIT),
-                delta: stats(inputs.delta, 1.0),
-                visible: Lanes(visible.map(|seen| seen as i32)),
+                lse: per_lane(inputs.lse, N::UNIT),
+                delta: per_lane(inputs.delta, 1.0),
+                visible: Lanes(visible.map(|count| count as i32)),
             };
             (tile.first, tile.count, tile.dq_started) = (first, count, 0);
             tile.min_visible = visible.into_iter().min().unwrap_or(0);
@@ -154,10 +154,10 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         ] {
             for row in 0..keys.count {
                 let head = task.heads[0];
-                let of_row = |row| job.k.at(task.batch, task.segment, keys.start + row, head);
-                let at = of_row(row);
+                let address = |row| job.k.at(task.batch, task.segment, keys.start + row, head);
+                let at = address(row);
                 if row + PREFETCH_ROWS < keys.count {
-                    target.prefetch(of_row(row + PREFETCH_ROWS), job.dim);
+                    target.prefetch(address(row + PREFETCH_ROWS), job.dim);
                 }
                 for part in 0..job.dim.div_ceil(16) {
                     let slab = row / WIDTH * 2 * self.steps + part;

@@ -158,10 +158,10 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
             unsafe { N::multiply::<T, true>(product(factor)) };
             if factor != values {
                 let visible = &tile.softmax.visible.0;
-                let sees =
+                let is_visible =
                     |at: usize, _: usize, lane: usize| visible[lane] as usize > block.key + at;
                 // SAFETY: all slabs lie in their regions.
-                unsafe { add_nonfinite_terms(&product(values), FactorSide::Left, sees) };
+                unsafe { add_nonfinite_terms(&product(values), FactorSide::Left, is_visible) };
             }
         }
     }
