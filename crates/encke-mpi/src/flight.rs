@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use encke_core::host::checksum;
 use encke_core::transport::{Address, Moved, TransportError};
-use encke_ring::envelope::{Envelope, Fate, Posted};
+use encke_ring::envelope::{Envelope, EnvelopeMatch, PostedReceive};
 
 use crate::sys::{Class, Comm, Fault, Request};
 use crate::words::pieces;
@@ -47,7 +47,7 @@ unsafe impl Send for Flight<'_> {}
 
 /// A message that is awaited.
 struct Arrival {
-    posted: Posted,
+    posted: PostedReceive,
     paper: Box<[u8; Envelope::BYTES]>,
     letter: Request,
     envelope: Option<Envelope>,
@@ -88,7 +88,7 @@ impl<'a> Flight<'a> {
     /// Posts a receive of the `index`th message from the process at `place`.
     pub fn await_from(
         &mut self,
-        posted: Posted,
+        posted: PostedReceive,
         (place, index): (usize, usize),
         contents: &'a mut [u8],
         longest: usize,
@@ -289,7 +289,7 @@ impl Arrival {
         let (start, count) = self.contents;
         // SAFETY: every piece has arrived, so MPI has let go of the buffer.
         let got = checksum(unsafe { std::slice::from_raw_parts(start, count) });
-        let held = self.posted.hold(&envelope, got);
+        let held = self.posted.verify_checksum(&envelope, got);
         held.map_err(Trouble::Message)?;
         self.verified = true;
         Ok(true)
@@ -298,25 +298,27 @@ impl Arrival {
     /// Reads the envelope, once it is there.
     fn open(&mut self) -> Result<Envelope, Trouble> {
         let envelope = Envelope::from_bytes(*self.paper);
-        let Posted {
+        let PostedReceive {
             rank, round, from, ..
         } = self.posted;
         match self.posted.admit(&envelope).map_err(Trouble::Message)? {
-            Fate::Take => {
+            EnvelopeMatch::Take => {
                 self.envelope = Some(envelope);
                 Ok(envelope)
             }
             // MPI keeps messages in order, so these are two ranks that do not do the same thing.
-            Fate::Stale | Fate::Early => Err(Trouble::Message(TransportError::PeerFailed {
-                rank,
-                peer: from.peer,
-                round,
-                reason: format!(
-                    "it sent a message of call {}, round {}, tag {} to a rank in call {}, round \
+            EnvelopeMatch::Stale | EnvelopeMatch::Early => {
+                Err(Trouble::Message(TransportError::PeerFailed {
+                    rank,
+                    peer: from.peer,
+                    round,
+                    reason: format!(
+                        "it sent a message of call {}, round {}, tag {} to a rank in call {}, round \
                      {round}, tag {}; start all ranks with the same options",
-                    envelope.call, envelope.round, envelope.tag, self.posted.call, from.tag
-                ),
-            })),
+                        envelope.call, envelope.round, envelope.tag, self.posted.call, from.tag
+                    ),
+                }))
+            }
         }
     }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use encke_core::transport::{
     Address, HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError,
 };
-use encke_ring::envelope::Posted;
+use encke_ring::envelope::PostedReceive;
 
 use crate::alarm::Alarm;
 use crate::error::MpiError;
@@ -242,7 +242,7 @@ impl Wire {
         let numbers = indices(incoming.iter().map(|message| message.from));
         for (Incoming { from, parcel }, index) in incoming.iter_mut().zip(numbers) {
             let from = *from;
-            let posted = Posted {
+            let posted = PostedReceive {
                 rank,
                 call,
                 round,

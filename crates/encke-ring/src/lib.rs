@@ -39,7 +39,7 @@ pub use cache::{CacheLimits, CacheStats};
 pub use call::CallInputs;
 pub use envelope::Envelope;
 pub use error::{RankError, RingError};
-pub use fault_injector::{Fault, Phase};
+pub use fault_injector::{Fault, FaultPhase};
 pub use ledger::Ledger;
 pub use memory::RankMemory;
 pub use outcome::Outcome;

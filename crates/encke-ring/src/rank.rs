@@ -72,7 +72,7 @@ impl<K: Kernel> Rank<K> {
                 self.zeros.set(BufferId(i), true);
             }
             let bytes = buffer.as_ref().map_or(0, WireBuffer::allocated_bytes);
-            self.ledger.take(0, planned.component, bytes);
+            self.ledger.allocate(0, planned.component, bytes);
         }
         Ok(())
     }
@@ -147,7 +147,7 @@ impl<K: Kernel> Rank<K> {
             let Some(buffer) = buffer else { continue };
             let bytes = buffer.allocated_bytes();
             drop(buffer);
-            self.ledger.give_back(after, planned.component, bytes);
+            self.ledger.free(after, planned.component, bytes);
         }
         self.ledger
     }

@@ -14,8 +14,8 @@ use encke_core::{
 use encke_cpu::CpuKernel;
 use encke_ring::ThreadRing;
 use encke_ring::out_of_core::{
-    Checksum, Files, Generator, GradientFile, RowRange, Samples, Sink, Source, Stream, StreamError,
-    TensorFile, fit, width,
+    Checksum, Files, Generator, GradientFile, RowRange, RowSink, RowSource, Samples, Stream,
+    StreamError, TensorFile, fit_ranks, row_width,
 };
 use proptest::prelude::*;
 
@@ -48,7 +48,7 @@ impl Memory {
     }
 }
 
-impl Source for Memory {
+impl RowSource for Memory {
     fn dtype(&self, role: Role) -> DType {
         self.get(role).dtype()
     }
@@ -64,7 +64,7 @@ impl Source for Memory {
     }
 }
 
-impl Sink for Memory {
+impl RowSink for Memory {
     fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         let tensor = self.tensors.get_mut(&(stretch.role as u8)).unwrap();
         let dims = tensor.dims();
@@ -95,7 +95,7 @@ fn dims(role: Role, shape: &Shape) -> [usize; 4] {
         Role::K | Role::V | Role::Dk | Role::Dv => shape.kv_heads,
         _ => shape.heads,
     };
-    [shape.batch, shape.tokens, heads, width(role, shape)]
+    [shape.batch, shape.tokens, heads, row_width(role, shape)]
 }
 
 fn empty(roles: &[(Role, DType)], shape: &Shape) -> Memory {
@@ -112,7 +112,12 @@ fn ring() -> ThreadRing<CpuKernel> {
 
 /// Streams every rank of a request, with a spool where it is a backward pass. Returns the bytes
 /// that ranks would have received.
-fn stream(kernel: &CpuKernel, request: &Request, source: &dyn Source, sink: &mut Memory) -> usize {
+fn stream(
+    kernel: &CpuKernel,
+    request: &Request,
+    source: &dyn RowSource,
+    sink: &mut Memory,
+) -> usize {
     let plan = Plan::new(request.clone()).unwrap();
     let mut stream = Stream::new(kernel, &plan).unwrap();
     let file = tempfile::tempfile().unwrap();
@@ -388,11 +393,11 @@ fn files_hold_what_was_written_wherever_it_was() {
         let mut expected = Data::zeros(DType::F32, 3 * heads.len() * 4);
         let mut read = expected.clone();
         generator.read(&stretch, &mut expected).unwrap();
-        Source::read(&files, &stretch, &mut read).unwrap();
+        RowSource::read(&files, &stretch, &mut read).unwrap();
         assert_eq!(read, expected);
     }
     let nowhere = stretch(Role::Q, 0, run(0, 1, 1));
-    let refused = Source::read(&files, &nowhere, &mut Data::zeros(DType::F32, 12));
+    let refused = RowSource::read(&files, &nowhere, &mut Data::zeros(DType::F32, 12));
     assert!(matches!(refused, Err(StreamError::Missing { .. })));
 }
 
@@ -409,16 +414,16 @@ fn the_smallest_number_of_ranks_that_fits_is_found() {
     let both = [forward, backward];
     let mut before = usize::MAX;
     for limit in [64 << 20, 128 << 20, 512 << 20, 4 << 30] {
-        let alone = fit(&kernel, &both[..1], limit).unwrap();
-        let found = fit(&kernel, &both, limit).unwrap();
+        let alone = fit_ranks(&kernel, &both[..1], limit).unwrap();
+        let found = fit_ranks(&kernel, &both, limit).unwrap();
         assert!(found.bytes <= limit && alone.bytes <= limit);
         assert!(alone.ranks <= found.ranks && found.ranks <= before);
         before = found.ranks;
     }
     assert_eq!(before, 1);
-    let Err(StreamError::Limit { least, .. }) = fit(&kernel, &both, 1 << 20) else {
+    let Err(StreamError::Limit { least, .. }) = fit_ranks(&kernel, &both, 1 << 20) else {
         panic!("a megabyte is less than the program takes");
     };
-    assert!(fit(&kernel, &both, least).is_ok());
-    assert!(fit(&kernel, &both, least - 1).is_err());
+    assert!(fit_ranks(&kernel, &both, least).is_ok());
+    assert!(fit_ranks(&kernel, &both, least - 1).is_err());
 }

@@ -8,9 +8,9 @@ use encke_core::sharding::{Cut, Run, Sharding};
 use encke_core::{DType, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor};
 use encke_cpu::CpuKernel;
 use encke_ring::RankMemory;
-use encke_ring::ledger::Entry;
+use encke_ring::ledger::LedgerEntry;
 use encke_ring::out_of_core::{
-    BufferSlot, Gathered, Generator, RowIo, RowRange, Samples, Stream, StreamError,
+    BufferSlot, GatheredSamples, Generator, RowIo, RowRange, Samples, Stream, StreamError,
 };
 
 const DIM: usize = 8;
@@ -22,7 +22,7 @@ struct Near<'a> {
     kernel: &'a CpuKernel,
     generator: Generator,
     samples: &'a Samples,
-    gathered: Vec<Gathered<Buffer>>,
+    gathered: Vec<GatheredSamples<Buffer>>,
     fetched: usize,
 }
 
@@ -73,7 +73,7 @@ impl RowIo<CpuKernel> for Near<'_> {
 }
 
 /// What was booked for buffers. Scratch memory is of as many threads as happened to help.
-fn booked(memory: &RankMemory) -> Vec<&Entry> {
+fn booked(memory: &RankMemory) -> Vec<&LedgerEntry> {
     let entries = memory.ledger.entries().iter();
     let buffers = entries.filter(|entry| entry.component != Component::Workspace);
     buffers.collect()

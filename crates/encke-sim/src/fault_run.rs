@@ -1,7 +1,7 @@
 //! A call under hardship: all ranks on one thread, a virtual clock, and a wire that fails.
 //!
 //! The ranks are the very ones that threads drive, and messages pass the very checks that a network
-//! transport makes ([`Posted`](encke_ring::envelope::Posted)). What this shows: a call returns the right numbers, or every rank
+//! transport makes ([`PostedReceive`](encke_ring::envelope::PostedReceive)). What this shows: a call returns the right numbers, or every rank
 //! ends with a typed error inside its deadline.
 //!
 //! The protocol is the least that makes this true. Messages are checked and never sent again; a

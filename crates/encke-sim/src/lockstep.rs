@@ -122,7 +122,7 @@ fn step<K: Kernel>(
         });
         done.map_err(|source| failed(number, source))?;
         let used = kernel.scratch_bytes();
-        rank.ledger_mut().hold(round, Component::Workspace, used);
+        rank.ledger_mut().set(round, Component::Workspace, used);
     }
     let begin = Instant::now();
     let mut moved = vec![Moved::default(); ranks.len()];
@@ -181,7 +181,7 @@ fn memory<K: Kernel>(kernel: &K, plan: &Plan, rank: Rank<K>, allocated_bytes: us
     let memory = planned(kernel, rank.plan(), 1, plan.request());
     let (number, after) = (rank.plan().rank, rank.plan().rounds.len());
     let mut ledger = rank.free();
-    ledger.hold(after, Component::Workspace, 0);
+    ledger.set(after, Component::Workspace, 0);
     let left = ledger.total().held_bytes();
     assert_eq!(left, 0, "rank {number} gave back all it took");
     RankMemory {

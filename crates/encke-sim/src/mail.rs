@@ -8,7 +8,7 @@ use encke_core::Data;
 use encke_core::kernel::Kernel;
 use encke_core::transport::{TransportError, WireBuffer};
 use encke_ring::Envelope;
-use encke_ring::envelope::{Fate, Posted};
+use encke_ring::envelope::{EnvelopeMatch, PostedReceive};
 
 use crate::fault_config::Checks;
 use crate::fault_run::Player;
@@ -30,7 +30,7 @@ pub(crate) fn take<K: Kernel<Buffer = Data>>(
     } = player;
     let mut still = Vec::new();
     for message in missing.drain(..) {
-        let posted = Posted {
+        let posted = PostedReceive {
             rank: rank.plan().rank,
             call: epoch as u64,
             round: *round,
@@ -54,7 +54,7 @@ pub(crate) fn take<K: Kernel<Buffer = Data>>(
 
 /// Looks through the mail for the message of a posted receive, and throws away what is stale.
 fn find(
-    posted: &Posted,
+    posted: &PostedReceive,
     mail: &mut Vec<Packet>,
     checks: Checks,
 ) -> Result<Option<(Envelope, Data)>, TransportError> {
@@ -66,16 +66,20 @@ fn find(
         }
         let envelope = Envelope::from_bytes(letter.envelope);
         match admit(posted, &envelope, checks)? {
-            Fate::Take => return Ok(Some((envelope, mail.remove(at).contents))),
-            Fate::Stale => drop(mail.remove(at)),
-            Fate::Early => at += 1,
+            EnvelopeMatch::Take => return Ok(Some((envelope, mail.remove(at).contents))),
+            EnvelopeMatch::Stale => drop(mail.remove(at)),
+            EnvelopeMatch::Early => at += 1,
         }
     }
     Ok(None)
 }
 
 /// The receiver's check, or what a mutant has in its place.
-fn admit(posted: &Posted, envelope: &Envelope, checks: Checks) -> Result<Fate, TransportError> {
+fn admit(
+    posted: &PostedReceive,
+    envelope: &Envelope,
+    checks: Checks,
+) -> Result<EnvelopeMatch, TransportError> {
     match checks {
         Checks::All => posted.admit(envelope),
         Checks::NoChecksum => {
@@ -84,7 +88,7 @@ fn admit(posted: &Posted, envelope: &Envelope, checks: Checks) -> Result<Fate, T
         }
         Checks::NoRound => {
             let round = usize::try_from(envelope.round).unwrap_or(usize::MAX);
-            Posted { round, ..*posted }.admit(envelope)
+            PostedReceive { round, ..*posted }.admit(envelope)
         }
     }
 }

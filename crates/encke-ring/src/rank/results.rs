@@ -143,7 +143,7 @@ impl<K: Kernel> Rank<K> {
         };
         let (after, planned) = (self.plan.rounds.len(), &self.plan.buffers[port.buffer.0]);
         let bytes = buffer.allocated_bytes();
-        self.ledger.give_back(after, planned.component, bytes);
+        self.ledger.free(after, planned.component, bytes);
         kernel.into_host(buffer).map(Some)
     }
 }

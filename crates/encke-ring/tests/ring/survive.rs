@@ -14,7 +14,7 @@ use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::transport::TransportError;
 use encke_core::{DType, Error, GroupScale, Mode, Pattern, Shape, Tensor};
-use encke_ring::{Fault, Outcome, Phase, RankError, RingError, ThreadRing};
+use encke_ring::{Fault, FaultPhase, Outcome, RankError, RingError, ThreadRing};
 
 use crate::life::dawdling;
 use crate::support::{Configuration, DEADLINE, Tensors, check, difference};
@@ -99,7 +99,7 @@ fn whoever_dies_whenever_the_result_is_right() {
         let plan = Plan::new(request.clone()).expect("legal");
         for rank in 0..4 {
             for round in 0..=plan.rank(rank).expect("exists").rounds.len() {
-                for phase in [Phase::Begin, Phase::Midst] {
+                for phase in [FaultPhase::Begin, FaultPhase::Midst] {
                     let fault = Fault {
                         rank,
                         epoch: 0,
@@ -127,7 +127,7 @@ fn timing_does_not_change_a_bit_of_a_call_that_survived() {
                 rank,
                 epoch: 0,
                 round,
-                phase: Phase::Begin,
+                phase: FaultPhase::Begin,
             };
             let expected = bits(&call(&with_faults(&[fault]), &request).expect("it survives"));
             for _ in 0..3 {
@@ -148,7 +148,7 @@ fn several_may_die_while_every_shard_is_kept() {
             rank,
             epoch,
             round,
-            phase: Phase::Begin,
+            phase: FaultPhase::Begin,
         };
         let faults = [die(1, 0, 1), die(4, 1, 1), die(0, 2, 0)];
         // Rank 1, who kept the tokens of 0, is dead.
@@ -246,7 +246,7 @@ fn everyone_may_die_and_it_still_ends() {
         rank,
         epoch: 0,
         round: rank,
-        phase: Phase::Midst,
+        phase: FaultPhase::Midst,
     };
     let error = call(&with_faults(&[0, 1, 2].map(die)), request).expect_err("nobody is left");
     let RingError::Rank { source, others, .. } = error else {
@@ -277,7 +277,7 @@ proptest! {
             let mut fault = |epoch| {
                 let rank = random.below(plan.ranks());
                 let round = random.below(plan.rank(rank).expect("exists").rounds.len() + 1);
-                let phase = random.pick(&[Phase::Begin, Phase::Midst]);
+                let phase = random.pick(&[FaultPhase::Begin, FaultPhase::Midst]);
                 Fault { rank, epoch, round, phase }
             };
             let faults: Vec<Fault> = (0..1 + usize::from(seed % 3 == 0)).map(&mut fault).collect();

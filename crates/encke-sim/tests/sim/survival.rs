@@ -9,7 +9,7 @@ use encke_core::naive::NaiveKernel;
 use encke_core::plan::{Queries, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{Error, GroupScale, Mode, Pattern};
-use encke_ring::{Fault, Phase, RankError, RingError, ThreadRing};
+use encke_ring::{Fault, FaultPhase, RankError, RingError, ThreadRing};
 use encke_sim::fault_config::{Death, FaultConfig, Kind};
 use encke_sim::fault_outcome::{self, FaultOutcome};
 use encke_sim::fault_run::{self, FaultRun};
@@ -76,7 +76,7 @@ fn every_victim_in_every_round_as_in_threads() {
                     rank,
                     epoch: 0,
                     round,
-                    phase: Phase::Begin,
+                    phase: FaultPhase::Begin,
                 };
                 let ring = ThreadRing::new(NaiveKernel, Duration::from_secs(60));
                 let ring = ring.with_faults(vec![fault]);
