@@ -145,8 +145,8 @@ impl<'a, T: Transport<Vec<u8>>> Collectives<'a, T> {
     }
 
     /// All-reduce: the element-wise sums over all members, at every member. Each member sums a part
-    /// of the elements, in the order of the members, so the bits are the same at every member and in
-    /// every run, and all members move and hold the same number of bytes.
+    /// of the elements, in the order of the members, so the bits are the same at every member and
+    /// in every run, and all members move and hold the same number of bytes.
     pub fn sum(&mut self, own: &[f32]) -> Result<Vec<f32>, TransportError> {
         let members = self.members.len();
         let part = |at: usize| own.len() * at / members..own.len() * (at + 1) / members;

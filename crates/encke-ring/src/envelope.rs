@@ -1,7 +1,7 @@
 //! The header of a message, and the checks that a receiver makes of it.
 //!
-//! For transports that can lose, delay, reorder, duplicate or corrupt messages. A receiver reads the
-//! envelope first, matches it against its posted receive ([`PostedReceive::admit`]), reads the
+//! For transports that can lose, delay, reorder, duplicate or corrupt messages. A receiver reads
+//! the envelope first, matches it against its posted receive ([`PostedReceive::admit`]), reads the
 //! contents into the posted buffer and checks them ([`PostedReceive::verify`]). There is no
 //! retransmission: a message that is lost or corrupted ends in a typed error. A wrong element goes
 //! undetected only if two errors cancel in a 64-bit checksum.

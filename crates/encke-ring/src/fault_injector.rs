@@ -9,8 +9,8 @@ use encke_core::transport::{
 };
 use serde::Serialize;
 
-/// The death of a rank in a call: in its first exchange in or after this round of this epoch, or, if
-/// there is none, at the end of its program in that epoch.
+/// The death of a rank in a call: in its first exchange in or after this round of this epoch, or,
+/// if there is none, at the end of its program in that epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Fault {
     /// The rank.

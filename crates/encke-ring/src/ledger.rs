@@ -1,5 +1,5 @@
-//! A log of one rank's memory: an entry for every buffer that is allocated and freed, with the bytes
-//! that the allocator really reserved.
+//! A log of one rank's memory: an entry for every buffer that is allocated and freed, with the
+//! bytes that the allocator really reserved.
 //!
 //! The decision here: the ledger is the list of its entries. Current, peak and per-round use are
 //! computed from it, and a rank that allocates nothing in its steady state adds no entries, however

@@ -1,10 +1,10 @@
 //! Agreement between the ranks of one process on which of them are dead and how far the others have
 //! come.
 //!
-//! The decision here: a rank is *inactive* when it is dead or has reported its progress, and no rank
-//! waits for a message that an inactive rank has not sent. So every rank comes exactly as far as the
-//! messages of the living allow, in whatever order threads wake up. When all ranks are inactive, the
-//! last one to report or to die closes the epoch for all.
+//! The decision here: a rank is *inactive* when it is dead or has reported its progress, and no
+//! rank waits for a message that an inactive rank has not sent. So every rank comes exactly as far
+//! as the messages of the living allow, in whatever order threads wake up. When all ranks are
+//! inactive, the last one to report or to die closes the epoch for all.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

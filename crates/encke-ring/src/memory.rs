@@ -76,8 +76,8 @@ pub fn planned<K: Kernel>(
     planned
 }
 
-/// Sets the workspace of ranks that share a kernel to the largest that any of them needs: the kernel
-/// keeps it for all of them.
+/// Sets the workspace of ranks that share a kernel to the largest that any of them needs: the
+/// kernel keeps it for all of them.
 pub fn share_workspace<'a>(planned: impl Iterator<Item = &'a mut BTreeMap<Component, usize>>) {
     let mut planned: Vec<_> = planned.collect();
     let of =

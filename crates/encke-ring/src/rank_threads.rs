@@ -1,8 +1,8 @@
 //! Ranks on threads of this process: starts them, connects them, and joins them.
 //!
-//! What a rank does on its thread is the caller's closure. The decision here: the thread that failed
-//! first is the one the call's error names; the others, which stopped because of it, are listed
-//! beside it.
+//! What a rank does on its thread is the caller's closure. The decision here: the thread that
+//! failed first is the one the call's error names; the others, which stopped because of it, are
+//! listed beside it.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
 //! A tensor in host memory, one shard for each rank.
 //!
-//! Calls take and return such tensors ([`ThreadRing::run_shards`](crate::ThreadRing::run_shards)), and
-//! a ring that changes its size moves their rows
+//! Calls take and return such tensors ([`ThreadRing::run_shards`](crate::ThreadRing::run_shards)),
+//! and a ring that changes its size moves their rows
 //! ([`ThreadRing::resize`](crate::ThreadRing::resize)).
 //!
 //! The decision here: a shard has the layout of a rank's buffer, rows in the order of its runs, so

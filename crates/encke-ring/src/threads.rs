@@ -2,8 +2,8 @@
 //!
 //! A rank posts a receive by moving the buffer into its own inbox. The sender takes it from there,
 //! fills it and puts it back; the receiver takes it back. So a message is one copy, needs no memory
-//! beyond the plan's buffers, and a sender that is ahead waits until its peer has posted, as it would
-//! on a network card.
+//! beyond the plan's buffers, and a sender that is ahead waits until its peer has posted, as it
+//! would on a network card.
 //!
 //! An inactive rank (dead, or done with its epoch) posts nothing and fills nothing: messages to it
 //! are dropped, and a rank that waits for it stops.

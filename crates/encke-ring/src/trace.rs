@@ -98,7 +98,7 @@ impl Recorder {
     }
 
     /// Records an event that started at `start` and ends now.
-    pub fn note(&mut self, round: usize, activity: Activity, start: Instant, moved: Moved) {
+    pub fn record(&mut self, round: usize, activity: Activity, start: Instant, moved: Moved) {
         self.events.push(Event {
             rank: self.rank,
             round,

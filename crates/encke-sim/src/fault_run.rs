@@ -207,7 +207,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             self.first.get_or_insert(rank);
         }
         let died = error.as_ref().is_some_and(RankError::is_death);
-        let to_blame = error.as_ref().is_some_and(RankError::is_to_blame);
+        let to_blame = error.as_ref().is_some_and(RankError::ends_call);
         let player = &mut self.players[rank];
         player.waiting = None;
         player.end = Some(End {

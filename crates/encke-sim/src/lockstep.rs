@@ -143,7 +143,7 @@ fn step<K: Kernel>(
         };
         assert_eq!(moved, planned, "what moved is what was planned");
         if planned != Moved::default() {
-            recorder.note(round, Activity::Wait, begin, moved);
+            recorder.record(round, Activity::Wait, begin, moved);
         }
     }
     Ok(())

@@ -192,7 +192,7 @@ impl<K: Kernel<Buffer = Data>> World<'_, K> {
             .collect();
         let errors = self.players.iter().filter_map(|player| {
             let end = player.end.as_ref()?;
-            let error = end.error.as_ref().filter(|error| error.is_to_blame())?;
+            let error = end.error.as_ref().filter(|error| error.ends_call())?;
             Some((end.rank, error.to_string()))
         });
         let Some((peer, reason)) = errors.min() else {

@@ -1,4 +1,5 @@
-//! A checksum of an output that is not stored. It does not depend on the order in which rows arrive.
+//! A checksum of an output that is not stored. It does not depend on the order in which rows
+//! arrive.
 //!
 //! The decision here: the elements of a row are summed in a fixed order, and rows are summed as
 //! integers, so another sharding changes the checksum only as far as it changes the output itself.

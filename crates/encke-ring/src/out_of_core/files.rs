@@ -1,8 +1,8 @@
 //! Row-major tensors in files: rows are read and written in place.
 //!
-//! Uses positioned reads and writes, not a memory map: the kernel decides how long mapped pages stay
-//! resident, so a memory limit could not be guaranteed. File formats are the caller's: a tensor here
-//! is a file and an offset.
+//! Uses positioned reads and writes, not a memory map: the kernel decides how long mapped pages
+//! stay resident, so a memory limit could not be guaranteed. File formats are the caller's: a
+//! tensor here is a file and an offset.
 
 use std::fs::File;
 use std::io;

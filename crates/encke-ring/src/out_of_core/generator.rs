@@ -3,9 +3,9 @@
 //! A counter-based generator without state: any row can be generated at any time, in any order and
 //! any number of times, with the same result for every sharding.
 //!
-//! The decision here: a row has a 64-bit key, mixed from its tensor, batch entry, token and head, and
-//! an element is a 32-bit hash of its channel under that key. The hash is two multiplications, so it
-//! vectorizes; with 32-bit keys, a billion rows would collide.
+//! The decision here: a row has a 64-bit key, mixed from its tensor, batch entry, token and head,
+//! and an element is a 32-bit hash of its channel under that key. The hash is two multiplications,
+//! so it vectorizes; with 32-bit keys, a billion rows would collide.
 
 use encke_core::host;
 use encke_core::job::Block;

@@ -1,11 +1,12 @@
-//! Sequences larger than memory: ranks whose rows come from a [`RowSource`] and go to a [`RowSink`].
+//! Sequences larger than memory: ranks whose rows come from a [`RowSource`] and go to a
+//! [`RowSink`].
 //!
-//! A rank needs its own rows and, a few at a time, rows of other ranks. Where every input row can be
-//! read at any time, the other ranks need not run at the same time ([`Stream`]): one rank is
-//! resident, reads from the source what it would receive, writes its results to the sink, and leaves
-//! its memory to the next rank. It is the same [`Rank`](crate::Rank) with the same plan as in every
-//! other ring, so a forward pass has the same bits. [`FromSource`] and [`ToSink`] are the inputs and
-//! outputs of a rank whose neighbours do run.
+//! A rank needs its own rows and, a few at a time, rows of other ranks. Where every input row can
+//! be read at any time, the other ranks need not run at the same time ([`Stream`]): one rank is
+//! resident, reads from the source what it would receive, writes its results to the sink, and
+//! leaves its memory to the next rank. It is the same [`Rank`](crate::Rank) with the same plan as
+//! in every other ring, so a forward pass has the same bits. [`FromSource`] and [`ToSink`] are the
+//! inputs and outputs of a rank whose neighbours do run.
 //!
 //! The decision that shaped it: the plan records of every message which rows it holds
 //! ([`Origin`](encke_core::plan::program::Origin)). Nothing here knows patterns or rings.

@@ -33,22 +33,22 @@ pub struct GatheredSamples<B> {
 /// Keeps the selected rows: (token, head) of the first batch entry.
 #[derive(Debug, Default)]
 pub struct Samples {
-    wanted: BTreeSet<(usize, usize)>,
+    selected: BTreeSet<(usize, usize)>,
     rows: BTreeMap<(usize, usize), SampledRow>,
 }
 
 impl Samples {
     /// Selects these rows.
-    pub fn new(wanted: impl IntoIterator<Item = (usize, usize)>) -> Samples {
+    pub fn new(selected: impl IntoIterator<Item = (usize, usize)>) -> Samples {
         Samples {
-            wanted: wanted.into_iter().collect(),
+            selected: selected.into_iter().collect(),
             rows: BTreeMap::new(),
         }
     }
 
     /// The number of selected rows.
-    pub fn wanted(&self) -> usize {
-        self.wanted.len()
+    pub fn selected(&self) -> usize {
+        self.selected.len()
     }
 
     /// The selected rows within a range, each with its row number in the range.
@@ -57,7 +57,7 @@ impl Samples {
         if range.batch != 0 || tokens.count == 0 {
             return Vec::new();
         }
-        let range = self.wanted.range((tokens.first, 0)..(tokens.end(), 0));
+        let range = self.selected.range((tokens.first, 0)..(tokens.end(), 0));
         let row = |&(token, head): &(usize, usize)| {
             let past = token - tokens.first;
             let index = heads.binary_search(&head).ok()?;
@@ -75,8 +75,8 @@ impl Samples {
         range: &RowRange<'_>,
         width: usize,
     ) -> KernelResult<Option<GatheredSamples<K::Buffer>>> {
-        let wanted = self.within(range);
-        if wanted.is_empty() || !matches!(range.role, Role::Out | Role::Lse) {
+        let selected = self.within(range);
+        if selected.is_empty() || !matches!(range.role, Role::Out | Role::Lse) {
             return Ok(None);
         }
         // The head table of an operand serves as a list of row addresses.
@@ -91,16 +91,19 @@ impl Samples {
             batch: 1,
             segments: 1,
             rows: 1,
-            heads: wanted.len(),
+            heads: selected.len(),
             width,
-            from: rows(from.at, wanted.iter().map(|(_, row)| row * width).collect()),
-            to: rows(0, (0..wanted.len()).map(|row| row * width).collect()),
+            from: rows(
+                from.at,
+                selected.iter().map(|(_, row)| row * width).collect(),
+            ),
+            to: rows(0, (0..selected.len()).map(|row| row * width).collect()),
         };
-        let mut rows = kernel.allocate(from.dtype, wanted.len() * width)?;
+        let mut rows = kernel.allocate(from.dtype, selected.len() * width)?;
         kernel.copy(&block, false, kernel.input(from.buffer), &mut rows)?;
         Ok(Some(GatheredSamples {
             role: range.role,
-            places: wanted.into_iter().map(|(place, _)| place).collect(),
+            places: selected.into_iter().map(|(place, _)| place).collect(),
             rows,
         }))
     }

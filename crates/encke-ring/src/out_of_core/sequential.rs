@@ -65,8 +65,9 @@ impl<'a, K: Kernel> Stream<'a, K> {
         })
     }
 
-    /// Runs one rank on rows in host memory. Ranks may run in any order, and a forward pass may skip
-    /// some; a backward pass needs all of them, and a file for the gradients of keys and values.
+    /// Runs one rank on rows in host memory. Ranks may run in any order, and a forward pass may
+    /// skip some; a backward pass needs all of them, and a file for the gradients of keys and
+    /// values.
     pub fn rank(
         &mut self,
         number: usize,

@@ -1,7 +1,7 @@
 //! The staging buffer between sources or sinks in host memory and a rank's buffers.
 //!
-//! Rows are copied in chunks, so that staging memory does not grow with the problem. A chunk is small
-//! enough to stay in the processor's cache, where its two copies are cheap.
+//! Rows are copied in chunks, so that staging memory does not grow with the problem. A chunk is
+//! small enough to stay in the processor's cache, where its two copies are cheap.
 
 use encke_core::job::Block;
 use encke_core::kernel::{Kernel, KernelError};
@@ -74,11 +74,11 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
                     let block = Block::contiguous(count, 0, at + offset);
                     // A kernel that reads host memory needs no chunk on the device.
                     let kernel = self.kernel;
-                    let lent = kernel.borrow(host.data().as_slice()).is_some();
-                    let mut device = self.device(dtype, if lent { 0 } else { count })?;
+                    let in_place = kernel.borrow(host.data().as_slice()).is_some();
+                    let mut device = self.device(dtype, if in_place { 0 } else { count })?;
                     let mut copy = || {
-                        if let Some(lent) = kernel.borrow(host.data().as_slice()) {
-                            return kernel.copy(&block, false, lent, to);
+                        if let Some(from) = kernel.borrow(host.data().as_slice()) {
+                            return kernel.copy(&block, false, from, to);
                         }
                         kernel.upload(&host.view(), &[ONE], &mut device.2)?;
                         kernel.copy(&block, false, kernel.input(&device.2), to)
