@@ -11,7 +11,7 @@ use encke::plan::program::Role;
 use encke_lab::Verdict;
 use encke_lab::output::{OutputFile, TensorEntry};
 use encke_lab::terminal::long_bar;
-use encke_ring::out_of_core::{Files, Generator, transfer};
+use encke_ring::out_of_core::{Files, Generator, copy_tensor};
 
 use crate::shape_options::ShapeOptions;
 
@@ -70,7 +70,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let progress = long_bar(tensors.len());
     for &(role, name, dims) in &tensors {
         progress.set_message(name);
-        transfer(&generator, &mut files, role, dims, dtype)?;
+        copy_tensor(&generator, &mut files, role, dims, dtype)?;
         progress.inc(1);
     }
     progress.finish_and_clear();

@@ -9,7 +9,7 @@ use anyhow::Result;
 use encke::plan::Request;
 use encke::plan::program::Role;
 use encke::{DType, reference};
-use encke_ring::out_of_core::{Generator, Sampled, Samples};
+use encke_ring::out_of_core::{Generator, SampledRow, Samples};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -94,9 +94,9 @@ impl RowCheck {
         &mut self,
         request: &Request,
         generator: &Generator,
-        rows: BTreeMap<(usize, usize), Sampled>,
+        rows: BTreeMap<(usize, usize), SampledRow>,
     ) -> Result<()> {
-        let rows: Vec<((usize, usize), Sampled)> = rows.into_iter().collect();
+        let rows: Vec<((usize, usize), SampledRow)> = rows.into_iter().collect();
         let checked = rows
             .par_iter()
             .map(|(at, row)| RowCheck::row(request, generator, *at, row))
@@ -121,7 +121,7 @@ impl RowCheck {
         request: &Request,
         generator: &Generator,
         at: (usize, usize),
-        row: &Sampled,
+        row: &SampledRow,
     ) -> Result<RowCheck> {
         let (token, head) = at;
         let shape = &request.shape;

@@ -35,7 +35,7 @@ pub fn train(settings: &Settings, course: &Course<'_>, ranks: usize) -> Result<(
             table,
         })
         .collect();
-    let Some(failed) = members.first().map(|member| member.table.observer()) else {
+    let Some(failed) = members.first().map(|member| member.table.group()) else {
         bail!("--ranks is 0; it must be at least 1");
     };
     let ended: Vec<Result<Trained>> = std::thread::scope(|scope| {
@@ -87,7 +87,7 @@ struct Member {
 impl Member {
     /// Tells all others that this one has failed, and why.
     fn alarm(&self) -> impl Fn(anyhow::Error) -> anyhow::Error + use<> {
-        let (rank, line, table) = (self.rank, self.line.observer(), self.table.observer());
+        let (rank, line, table) = (self.rank, self.line.group(), self.table.group());
         move |error| {
             let words = format!("{error:#}");
             // Whoever hears of it at the line must not be the first one at the table.

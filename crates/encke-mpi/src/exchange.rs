@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use encke_core::host::checksum;
 use encke_core::transport::{Address, Moved, TransportError};
-use encke_ring::envelope::{Envelope, Fate, Posted};
+use encke_ring::envelope::{Envelope, EnvelopeMatch, PostedReceive};
 
 use crate::sys::{CallFailure, ErrorClass, MpiCommunicator, MpiRequest};
 use crate::wire_format::pieces;
@@ -46,7 +46,7 @@ unsafe impl Send for Exchange<'_> {}
 
 /// A message to receive.
 struct PendingReceive {
-    posted: Posted,
+    posted: PostedReceive,
     envelope_bytes: Box<[u8; Envelope::BYTES]>,
     envelope_request: MpiRequest,
     envelope: Option<Envelope>,
@@ -86,7 +86,7 @@ impl<'a> Exchange<'a> {
     /// Posts the receive of the `index`th message from a process.
     pub fn receive(
         &mut self,
-        posted: Posted,
+        posted: PostedReceive,
         (comm_rank, index): (usize, usize),
         contents: &'a mut [u8],
         longest: usize,
@@ -292,7 +292,7 @@ impl PendingReceive {
         let (start, count) = self.contents;
         // SAFETY: every piece has arrived, so MPI does not use the buffer any more.
         let got = checksum(unsafe { std::slice::from_raw_parts(start, count) });
-        let matched = self.posted.hold(&envelope, got);
+        let matched = self.posted.verify_checksum(&envelope, got);
         matched.map_err(ExchangeError::Message)?;
         self.verified = true;
         Ok(true)
@@ -301,7 +301,7 @@ impl PendingReceive {
     /// Checks the envelope against the posted receive.
     fn check_envelope(&mut self) -> Result<Envelope, ExchangeError> {
         let envelope = Envelope::from_bytes(*self.envelope_bytes);
-        let Posted {
+        let PostedReceive {
             rank, round, from, ..
         } = self.posted;
         match self
@@ -309,21 +309,23 @@ impl PendingReceive {
             .admit(&envelope)
             .map_err(ExchangeError::Message)?
         {
-            Fate::Take => {
+            EnvelopeMatch::Take => {
                 self.envelope = Some(envelope);
                 Ok(envelope)
             }
             // MPI keeps messages in order, so the two ranks execute different programs.
-            Fate::Stale | Fate::Early => Err(ExchangeError::Message(TransportError::PeerFailed {
-                rank,
-                peer: from.peer,
-                round,
-                reason: format!(
-                    "it sent a message of call {}, round {}, tag {} to a rank in call {}, round \
+            EnvelopeMatch::Stale | EnvelopeMatch::Early => {
+                Err(ExchangeError::Message(TransportError::PeerFailed {
+                    rank,
+                    peer: from.peer,
+                    round,
+                    reason: format!(
+                        "it sent a message of call {}, round {}, tag {} to a rank in call {}, round \
                      {round}, tag {}; start all ranks with the same options",
-                    envelope.call, envelope.round, envelope.tag, self.posted.call, from.tag
-                ),
-            })),
+                        envelope.call, envelope.round, envelope.tag, self.posted.call, from.tag
+                    ),
+                }))
+            }
         }
     }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use encke_core::transport::{
     Address, HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError,
 };
-use encke_ring::envelope::Posted;
+use encke_ring::envelope::PostedReceive;
 
 use crate::error::MpiError;
 use crate::exchange::{Exchange, ExchangeError, LONGEST};
@@ -255,7 +255,7 @@ impl MpiTransport {
         let indices_from = indices(incoming.iter().map(|message| message.from));
         for (Incoming { from, parcel }, index) in incoming.iter_mut().zip(indices_from) {
             let from = *from;
-            let posted = Posted {
+            let posted = PostedReceive {
                 rank,
                 call,
                 round,

@@ -1,8 +1,8 @@
 //! The buffers of one rank, and which of them a task is writing.
 //!
-//! A buffer that is written is taken out of the table, so that a task never reads and writes the same
-//! memory: a missing buffer is a bug in the program and panics at once. Nothing here knows what a
-//! buffer is for.
+//! A buffer that is written is taken out of the table, so that a task never reads and writes the
+//! same memory: a missing buffer is a bug in the program and panics at once. Nothing here knows
+//! what a buffer is for.
 
 use encke_core::dtype::Slice;
 use encke_core::kernel::Carry;

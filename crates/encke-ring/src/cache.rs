@@ -1,5 +1,5 @@
-//! What a ring keeps between calls: plans by request, ranks and their buffers by plan, and the memory
-//! of dropped outputs.
+//! What a ring keeps between calls: plans by request, ranks and their buffers by plan, and the
+//! memory of dropped outputs.
 //!
 //! All of it is bounded: the least recently used entry is dropped first. Keys are whole requests,
 //! compared field by field, so a cached plan never serves a request that differs in anything.

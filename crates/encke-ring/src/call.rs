@@ -28,8 +28,8 @@ pub enum CallInputs<'g, 'a> {
 }
 
 impl<'a> CallInputs<'_, 'a> {
-    /// The tensor that holds the rows of a port, and which of its rows they are. `shard` is the rank
-    /// whose tokens the port holds.
+    /// The tensor that holds the rows of a port, and which of its rows they are. `shard` is the
+    /// rank whose tokens the port holds.
     fn rows(&self, port: &Port, shard: usize) -> Option<(View<'a>, Vec<Run>)> {
         match self {
             CallInputs::Whole(tensors) => {
@@ -96,7 +96,7 @@ pub fn load_inputs<K: Kernel>(
         let loaded = rank.load(kernel, *role, view);
         loaded.map_err(RankError::before_start)?;
     }
-    recorder.note(0, Activity::Load, start, Moved::default());
+    recorder.record(0, Activity::Load, start, Moved::default());
     Ok(())
 }
 
@@ -167,8 +167,8 @@ pub fn check_rows(plan: &Plan, rows: usize, given: &[(Role, View<'_>)]) -> Resul
     Ok(())
 }
 
-/// Refuses sharded tensors that are missing, or whose shape or sharding is not the plan's. Replicated
-/// queries have no shards.
+/// Refuses sharded tensors that are missing, or whose shape or sharding is not the plan's.
+/// Replicated queries have no shards.
 fn check_shards(plan: &Plan, given: &[(Role, &Sharded)]) -> Result<(), RingError> {
     let Request {
         sharding, queries, ..

@@ -1,32 +1,31 @@
-//! What ranks of different processes have to say to one another beside their rows: who is ready, who
-//! failed, what each of them did.
+//! Collectives between ranks of different processes: gather, broadcast, agreement, all-reduce.
 //!
-//! Not for rows: words pass through one rank, the chair, and of numbers there are only sums. It is
-//! built from exchanges, so that it has their deadlines, their checks and their errors, over any
+//! For reports and sums, not for rows of attention: gather and broadcast go through one rank, the
+//! root. They are built from exchanges, so they have the deadlines, checks and errors of any
 //! transport.
 
 use encke_core::transport::{Address, Incoming, Outgoing, Transport, TransportError};
 
-/// Ranks that talk about a call. Each calls the same functions in the same order.
+/// The collectives of some ranks. Every member calls the same functions in the same order.
 pub struct Collectives<'a, T> {
     transport: &'a mut T,
     rank: usize,
-    /// Who is there, rising; the first is the chair.
+    /// The participating ranks, in ascending order; the first is the root.
     members: &'a [usize],
     round: usize,
 }
 
-/// What a rank said no to, and which.
+/// A rank's refusal in [`Collectives::agree`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// The first rank that said no.
+    /// The first rank that refused.
     pub rank: usize,
     /// Why.
     pub reason: String,
 }
 
 impl<'a, T: Transport<Vec<u8>>> Collectives<'a, T> {
-    /// A meeting of `members`, this rank among them.
+    /// Collectives of `members`, which include this rank.
     pub fn new(transport: &'a mut T, rank: usize, members: &'a [usize]) -> Collectives<'a, T> {
         Collectives {
             transport,
@@ -36,11 +35,11 @@ impl<'a, T: Transport<Vec<u8>>> Collectives<'a, T> {
         }
     }
 
-    fn chair(&self) -> usize {
+    fn root(&self) -> usize {
         self.members[0]
     }
 
-    /// Moves one message from each of `from` to here, and the same one from here to each of `to`.
+    /// Receives one message from each of `from`, and sends the same one to each of `to`.
     fn exchange(
         &mut self,
         from: &[(usize, usize)],
@@ -51,7 +50,7 @@ impl<'a, T: Transport<Vec<u8>>> Collectives<'a, T> {
         self.exchange_each(from, &to)
     }
 
-    /// The same with a message of its own for each of `to`.
+    /// The same with a different message for each of `to`.
     fn exchange_each(
         &mut self,
         from: &[(usize, usize)],
@@ -84,72 +83,70 @@ impl<'a, T: Transport<Vec<u8>>> Collectives<'a, T> {
         exchanged.map(|_| received)
     }
 
-    /// Everyone's bytes, in the order of the members, at the chair; nothing at the others.
+    /// All members' bytes, in the order of the members, at the root; `None` at the others.
     pub fn gather(&mut self, own: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, TransportError> {
         let length = (own.len() as u64).to_le_bytes().to_vec();
-        if self.rank != self.chair() {
-            let chair = [self.chair()];
-            self.exchange(&[], &chair, &length)?;
-            self.exchange(&[], &chair, &own)?;
+        if self.rank != self.root() {
+            let root = [self.root()];
+            self.exchange(&[], &root, &length)?;
+            self.exchange(&[], &root, &own)?;
             return Ok(None);
         }
         let others: Vec<(usize, usize)> = self.members[1..].iter().map(|&r| (r, 8)).collect();
         let lengths = self.exchange(&others, &[], &Vec::new())?;
         let others = others.iter().zip(&lengths);
-        let others: Vec<(usize, usize)> = others.map(|(end, l)| (end.0, number(l))).collect();
+        let others: Vec<(usize, usize)> = others.map(|(end, l)| (end.0, decode_len(l))).collect();
         let mut all = vec![own];
         all.extend(self.exchange(&others, &[], &Vec::new())?);
         Ok(Some(all))
     }
 
-    /// The chair's bytes, at everyone.
+    /// The root's bytes, at every member.
     pub fn broadcast(&mut self, own: Vec<u8>) -> Result<Vec<u8>, TransportError> {
-        if self.rank == self.chair() {
+        if self.rank == self.root() {
             let others = self.members[1..].to_vec();
             let length = (own.len() as u64).to_le_bytes().to_vec();
             self.exchange(&[], &others, &length)?;
             self.exchange(&[], &others, &own)?;
             return Ok(own);
         }
-        let chair = self.chair();
-        let length = self.exchange(&[(chair, 8)], &[], &Vec::new())?;
-        let got = self.exchange(&[(chair, number(&length[0]))], &[], &Vec::new())?;
+        let root = self.root();
+        let got = self.exchange(&[(root, 8)], &[], &Vec::new())?;
+        let got = self.exchange(&[(root, decode_len(&got[0]))], &[], &Vec::new())?;
         Ok(got.into_iter().next().unwrap_or_default())
     }
 
-    /// Whether everyone says yes; the same answer at everyone.
+    /// Ok if every member's result is; otherwise the first refusal, the same one at every member.
     pub fn agree(
         &mut self,
         own: Result<(), String>,
     ) -> Result<Result<(), Refusal>, TransportError> {
-        let word = own.err().map_or(Vec::new(), |reason| {
+        // An empty message stands for Ok.
+        let reason = own.err().map_or(Vec::new(), |reason| {
             let reason = if reason.is_empty() { "no" } else { &reason };
             reason.as_bytes().to_vec()
         });
-        let said = self.gather(word)?.unwrap_or_default();
-        let no = self
-            .members
-            .iter()
-            .zip(said)
-            .find(|(_, word)| !word.is_empty());
-        let no = no.map_or(Vec::new(), |(&rank, word)| {
+        let reasons = self.gather(reason)?.unwrap_or_default();
+        let mut reasons = self.members.iter().zip(reasons);
+        let refused = reasons.find(|(_, reason)| !reason.is_empty());
+        let refused = refused.map_or(Vec::new(), |(&rank, reason)| {
             let mut bytes = (rank as u64).to_le_bytes().to_vec();
-            bytes.extend(word);
+            bytes.extend(reason);
             bytes
         });
-        let answer = self.broadcast(no)?;
+        let answer = self.broadcast(refused)?;
         Ok(match answer.split_at_checked(8) {
             Some((rank, reason)) => Err(Refusal {
-                rank: number(rank),
+                rank: decode_len(rank),
                 reason: String::from_utf8_lossy(reason).into_owned(),
             }),
             None => Ok(()),
         })
     }
 
-    /// The sums of everyone's numbers, of which all have as many, at everyone. Each member sums a part
-    /// of them, in the order of the members: the same bits at everyone and in every run, and nobody
-    /// moves or holds more than another.
+    /// All-reduce: the element-wise sums over all members, at every member. Each member sums a part
+    /// of the elements, in the order of the members, so the bits are the same at every member and
+    /// in every run, and all members move and hold the same number of bytes.
     pub fn sum(&mut self, own: &[f32]) -> Result<Vec<f32>, TransportError> {
         let members = self.members.len();
         let part = |at: usize| own.len() * at / members..own.len() * (at + 1) / members;
@@ -168,7 +165,7 @@ impl<'a, T: Transport<Vec<u8>>> Collectives<'a, T> {
         for &member in self.members {
             let terms = match member == self.rank {
                 true => own[mine.clone()].to_vec(),
-                false => numbers(&arrived.next().unwrap_or_default()),
+                false => elements(&arrived.next().unwrap_or_default()),
             };
             sums.iter_mut().zip(terms).for_each(|(sum, x)| *sum += x);
         }
@@ -180,22 +177,22 @@ impl<'a, T: Transport<Vec<u8>>> Collectives<'a, T> {
         let mut whole = vec![0.0; own.len()];
         whole[mine].copy_from_slice(&sums);
         for (end, bytes) in others.iter().zip(&arrived) {
-            whole[part(end.1)].copy_from_slice(&numbers(bytes));
+            whole[part(end.1)].copy_from_slice(&elements(bytes));
         }
         Ok(whole)
     }
 }
 
-fn bytes(numbers: &[f32]) -> Vec<u8> {
-    numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
+fn bytes(elements: &[f32]) -> Vec<u8> {
+    elements.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-fn numbers(bytes: &[u8]) -> Vec<f32> {
-    let number = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-    bytes.chunks_exact(4).map(number).collect()
+fn elements(bytes: &[u8]) -> Vec<f32> {
+    let element = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    bytes.chunks_exact(4).map(element).collect()
 }
 
-fn number(bytes: &[u8]) -> usize {
+fn decode_len(bytes: &[u8]) -> usize {
     let mut word = [0; 8];
     word.copy_from_slice(&bytes[..8]);
     usize::try_from(u64::from_le_bytes(word)).unwrap_or(usize::MAX)
@@ -208,7 +205,7 @@ mod tests {
     use std::time::Duration;
 
     /// Runs `work` as each of the members, on threads of a larger ring.
-    fn meet<R: Send>(
+    fn on_members<R: Send>(
         members: &[usize],
         work: impl Fn(usize, &mut Collectives<'_, crate::threads::Endpoint<Vec<u8>>>) -> R + Sync,
     ) -> Vec<R> {
@@ -227,29 +224,32 @@ mod tests {
     }
 
     #[test]
-    fn everyone_is_heard_and_the_chair_is_heard_by_everyone() {
+    fn gather_collects_all_members_and_broadcast_reaches_all() {
         for members in [&[0][..], &[0, 1], &[0, 1, 2, 3, 4], &[1, 4, 5]] {
-            let said = meet(members, |rank, meeting| {
+            let received = on_members(members, |rank, members| {
                 let own = vec![rank as u8; rank * 7];
-                let all = meeting.gather(own).unwrap();
+                let all = members.gather(own).unwrap();
                 let sum = all.map(|all| all.concat()).unwrap_or_default();
-                meeting.broadcast(sum).unwrap()
+                members.broadcast(sum).unwrap()
             });
             let expected: Vec<u8> = members.iter().flat_map(|&r| vec![r as u8; r * 7]).collect();
-            assert!(said.iter().all(|heard| *heard == expected), "{members:?}");
+            assert!(
+                received.iter().all(|bytes| *bytes == expected),
+                "{members:?}"
+            );
         }
     }
 
     #[test]
-    fn sums_are_those_in_the_order_of_the_members_at_everyone() {
-        // Numbers whose sum depends on the order; fewer of them than members, too.
+    fn sums_are_in_member_order_and_equal_on_every_member() {
+        // Terms whose sum depends on the order; also fewer elements than members.
         let term =
             |rank: usize, at: usize| ((rank * 31 + at) as f32).sin() * 10f32.powi(at as i32 % 7);
         for members in [&[0][..], &[0, 1], &[0, 1, 2, 3, 4], &[1, 4, 5]] {
             for count in [0, 1, 3, 50] {
-                let sums = meet(members, |rank, meeting| {
+                let sums = on_members(members, |rank, members| {
                     let own: Vec<f32> = (0..count).map(|at| term(rank, at)).collect();
-                    meeting.sum(&own).unwrap()
+                    members.sum(&own).unwrap()
                 });
                 let sum = |at| members.iter().fold(0.0, |sum, &rank| sum + term(rank, at));
                 let expected: Vec<f32> = (0..count).map(sum).collect();
@@ -260,24 +260,24 @@ mod tests {
 
     #[test]
     fn a_sum_of_different_lengths_is_an_error() {
-        let ended = meet(&[0, 1], |rank, meeting| {
-            meeting.sum(&vec![1.0; 4 + 2 * rank])
+        let ended = on_members(&[0, 1], |rank, members| {
+            members.sum(&vec![1.0; 4 + 2 * rank])
         });
         assert!(ended.iter().all(Result::is_err), "{ended:?}");
     }
 
     #[test]
-    fn one_no_is_everyones() {
+    fn a_refusal_of_one_member_is_returned_at_all() {
         let members = [0, 1, 2, 3];
-        let agreed = meet(&members, |_, meeting| meeting.agree(Ok(())).unwrap());
+        let agreed = on_members(&members, |_, members| members.agree(Ok(())).unwrap());
         assert!(agreed.iter().all(Result::is_ok));
-        let refused = meet(&members, |rank, meeting| {
+        let refused = on_members(&members, |rank, members| {
             let own = match rank {
                 2 => Err("no file".to_string()),
                 3 => Err(String::new()),
                 _ => Ok(()),
             };
-            meeting.agree(own).unwrap()
+            members.agree(own).unwrap()
         });
         let refusal = Refusal {
             rank: 2,

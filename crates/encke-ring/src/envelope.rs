@@ -1,28 +1,27 @@
-//! What a message says about itself, and the one place where that is checked on arrival.
+//! The header of a message, and the checks that a receiver makes of it.
 //!
-//! For wires that can lose, delay, reorder, repeat or change what they carry. A receiver reads the
-//! envelope first, asks [`Posted::admit`] what to do with it, reads the contents into the buffer it
-//! has posted and asks [`Posted::verify`] whether they are what was sent. There is no
-//! retransmission: what does not come, or comes wrong, ends in a typed error, and a wrong number
-//! would need two errors that cancel in a checksum of 64 bits.
+//! For transports that can lose, delay, reorder, duplicate or corrupt messages. A receiver reads
+//! the envelope first, matches it against its posted receive ([`PostedReceive::admit`]), reads the
+//! contents into the posted buffer and checks them ([`PostedReceive::verify`]). There is no
+//! retransmission: a message that is lost or corrupted ends in a typed error. A wrong element goes
+//! undetected only if two errors cancel in a 64-bit checksum.
 //!
-//! The decision here: who sent a message to whom is known from the link, not from the message.
-//! Both are part of the seal all the same, so that what was delivered to the wrong rank does not
-//! open.
+//! The decision here: sender and receiver are known from the link and are not in the envelope. Both
+//! are part of the seal, so a message that was delivered to the wrong rank is rejected.
 
 use encke_core::host::checksum;
 use encke_core::transport::{Address, TransportError, WireBuffer};
 
-/// What travels in front of a message.
+/// The header of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Envelope {
-    /// Which call of the ranks' common life: rounds begin again with each.
+    /// The number of the call: rounds start from 0 in each call.
     pub call: u64,
-    /// The round it belongs to.
+    /// The round of the message.
     pub round: u64,
     /// Its tag.
     pub tag: u64,
-    /// How many elements follow.
+    /// The number of elements that follow.
     pub elements: u64,
     /// Checksum of the elements.
     pub contents: u64,
@@ -30,27 +29,27 @@ pub struct Envelope {
     pub seal: u64,
 }
 
-/// What to do with a message whose envelope is genuine.
+/// How a message with a valid envelope matches a posted receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
-    /// It is the one: read its contents into the posted buffer.
+pub enum EnvelopeMatch {
+    /// It matches: read its contents into the posted buffer.
     Take,
-    /// It was taken before, or comes too late to matter: skip its contents.
+    /// It is a duplicate or belongs to an earlier round: skip its contents.
     Stale,
-    /// It is for another receive, of this round or a later one: leave it until then.
+    /// It belongs to another receive, of this round or a later one: leave it for that one.
     Early,
 }
 
-/// A receive as posted.
+/// A receive that a rank has posted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Posted {
-    /// Who receives.
+pub struct PostedReceive {
+    /// The receiver.
     pub rank: usize,
-    /// In which call.
+    /// The call.
     pub call: u64,
-    /// In which round.
+    /// The round.
     pub round: usize,
-    /// From whom, under which tag, and how much.
+    /// The sender, the tag and the number of elements.
     pub from: Address,
 }
 
@@ -69,7 +68,7 @@ impl Envelope {
         Envelope::of(rank, call, round, to, parcel.checksum(to.elements))
     }
 
-    /// The same for whoever has the checksum already.
+    /// The same from a checksum that is already known.
     pub fn of(rank: usize, call: u64, round: usize, to: Address, contents: u64) -> Envelope {
         let mut envelope = Envelope {
             call,
@@ -83,7 +82,7 @@ impl Envelope {
         envelope
     }
 
-    /// The seal it must have between these two ranks.
+    /// The seal of a valid envelope between these two ranks.
     pub fn sealed(&self, from: usize, to: usize) -> u64 {
         let mut bytes = [0; Envelope::BYTES + 8];
         let words = [
@@ -101,7 +100,7 @@ impl Envelope {
         checksum(&bytes)
     }
 
-    /// As it goes over the wire.
+    /// Encodes it for the wire.
     pub fn to_bytes(self) -> [u8; Envelope::BYTES] {
         let Envelope {
             call,
@@ -119,7 +118,7 @@ impl Envelope {
         bytes
     }
 
-    /// As it came over the wire: anything at all, until [`Posted::admit`] has looked at it.
+    /// Decodes it from the wire, unchecked: [`PostedReceive::admit`] checks it.
     pub fn from_bytes(bytes: [u8; Envelope::BYTES]) -> Envelope {
         let word = |at: usize| {
             let mut word = [0; 8];
@@ -137,10 +136,10 @@ impl Envelope {
     }
 }
 
-impl Posted {
-    /// What to do with a message that came over the link from the rank this receive is posted
-    /// for; an error if its envelope was changed on the way, or if it has another size than planned.
-    pub fn admit(&self, envelope: &Envelope) -> Result<Fate, TransportError> {
+impl PostedReceive {
+    /// Matches a message from this receive's sender. Fails if the envelope is corrupt, or if the
+    /// message has another size than planned.
+    pub fn admit(&self, envelope: &Envelope) -> Result<EnvelopeMatch, TransportError> {
         let got = envelope.sealed(self.from.peer, self.rank);
         if got != envelope.seal {
             return Err(self.corrupt("envelope", got, envelope.seal));
@@ -150,10 +149,10 @@ impl Posted {
             (envelope.call, envelope.round),
         );
         if then < now {
-            return Ok(Fate::Stale);
+            return Ok(EnvelopeMatch::Stale);
         }
         if then > now || envelope.tag != self.from.tag {
-            return Ok(Fate::Early);
+            return Ok(EnvelopeMatch::Early);
         }
         if envelope.elements != self.from.elements as u64 {
             return Err(TransportError::Size {
@@ -164,20 +163,20 @@ impl Posted {
                 expected: self.from.elements,
             });
         }
-        Ok(Fate::Take)
+        Ok(EnvelopeMatch::Take)
     }
 
-    /// Whether the contents are what was sent, once they are in the posted buffer.
+    /// Checks the contents, once they are in the posted buffer.
     pub fn verify<B: WireBuffer>(
         &self,
         envelope: &Envelope,
         parcel: &B,
     ) -> Result<(), TransportError> {
-        self.hold(envelope, parcel.checksum(self.from.elements))
+        self.verify_checksum(envelope, parcel.checksum(self.from.elements))
     }
 
-    /// The same for whoever has the checksum of the contents already.
-    pub fn hold(&self, envelope: &Envelope, got: u64) -> Result<(), TransportError> {
+    /// The same from a checksum of the contents that is already known.
+    pub fn verify_checksum(&self, envelope: &Envelope, got: u64) -> Result<(), TransportError> {
         match got == envelope.contents {
             true => Ok(()),
             false => Err(self.corrupt("contents", got, envelope.contents)),
@@ -206,9 +205,9 @@ mod tests {
         elements: 5,
     };
 
-    fn posted(call: u64, round: usize) -> Posted {
+    fn posted(call: u64, round: usize) -> PostedReceive {
         let from = Address { peer: 3, ..TO };
-        Posted {
+        PostedReceive {
             rank: 4,
             call,
             round,
@@ -226,24 +225,24 @@ mod tests {
         let (envelope, parcel) = envelope(2, 7);
         let sent = Envelope::from_bytes(envelope.to_bytes());
         assert_eq!(sent, envelope);
-        assert_eq!(posted(2, 7).admit(&sent), Ok(Fate::Take));
+        assert_eq!(posted(2, 7).admit(&sent), Ok(EnvelopeMatch::Take));
         assert_eq!(posted(2, 7).verify(&sent, &parcel), Ok(()));
     }
 
     #[test]
-    fn what_belongs_to_another_time_is_not_taken() {
+    fn messages_of_other_rounds_and_calls_are_not_taken() {
         let (envelope, _) = envelope(2, 7);
-        assert_eq!(posted(2, 8).admit(&envelope), Ok(Fate::Stale));
-        assert_eq!(posted(3, 0).admit(&envelope), Ok(Fate::Stale));
-        assert_eq!(posted(2, 6).admit(&envelope), Ok(Fate::Early));
-        assert_eq!(posted(1, 9).admit(&envelope), Ok(Fate::Early));
+        assert_eq!(posted(2, 8).admit(&envelope), Ok(EnvelopeMatch::Stale));
+        assert_eq!(posted(3, 0).admit(&envelope), Ok(EnvelopeMatch::Stale));
+        assert_eq!(posted(2, 6).admit(&envelope), Ok(EnvelopeMatch::Early));
+        assert_eq!(posted(1, 9).admit(&envelope), Ok(EnvelopeMatch::Early));
         let mut other = posted(2, 7);
         other.from.tag = 18;
-        assert_eq!(other.admit(&envelope), Ok(Fate::Early));
+        assert_eq!(other.admit(&envelope), Ok(EnvelopeMatch::Early));
     }
 
     #[test]
-    fn every_flipped_bit_is_found() {
+    fn every_flipped_bit_is_detected() {
         let (envelope, parcel) = envelope(2, 7);
         for bit in 0..Envelope::BYTES * 8 {
             let mut bytes = envelope.to_bytes();

@@ -66,7 +66,7 @@ impl RankError {
 
     /// True if the error ends the call and the other ranks must be notified. A death can be
     /// survived, and every survivor detects a lost shard by itself.
-    pub fn is_to_blame(&self) -> bool {
+    pub fn ends_call(&self) -> bool {
         !self.is_consequence() && !self.is_death() && !matches!(self, RankError::Lost(_))
     }
 }

@@ -1,7 +1,7 @@
-//! Ranks that die on purpose, for tests and drills.
+//! Fault injection: ranks that die on purpose, for tests and drills.
 //!
-//! The decision here: a fault is a transport that gives way under a rank that knows nothing of it,
-//! so nothing in a rank or in the ring asks whether this is a drill.
+//! The decision here: a fault is injected by the transport. The rank and the ring run the same code
+//! with and without it.
 
 use encke_core::plan::membership::{Agreement, RankProgress};
 use encke_core::transport::{
@@ -9,31 +9,31 @@ use encke_core::transport::{
 };
 use serde::Serialize;
 
-/// A rank's death in a call: in the first exchange from this round of this epoch on, or at the
-/// latest when it has come to the end of its program there.
+/// The death of a rank in a call: in its first exchange in or after this round of this epoch, or,
+/// if there is none, at the end of its program in that epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Fault {
     /// The rank.
     pub rank: usize,
-    /// The epoch: how many deaths were survived before.
+    /// The epoch: how many agreements came before.
     pub epoch: usize,
     /// The round.
     pub round: usize,
     /// When in the round.
-    pub phase: Phase,
+    pub phase: FaultPhase,
 }
 
-/// A moment of a round.
+/// When in a round a rank dies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Phase {
-    /// Before it has sent or offered to receive anything.
+pub enum FaultPhase {
+    /// Before it has sent anything or posted a receive.
     Begin,
     /// After its jobs, when some of its messages may have been sent and some not.
     Midst,
 }
 
-/// The transport of a rank that may be about to die.
+/// The transport of a rank with injected faults.
 #[derive(Debug)]
 pub(crate) struct FaultInjector<T> {
     transport: T,
@@ -42,7 +42,7 @@ pub(crate) struct FaultInjector<T> {
 }
 
 impl<T> FaultInjector<T> {
-    /// Faults of other ranks are not this one's.
+    /// Injects those of `faults` that are of this rank.
     pub(crate) fn new(rank: usize, transport: T, faults: &[Fault]) -> FaultInjector<T> {
         let own = faults.iter().filter(|fault| fault.rank == rank);
         FaultInjector {
@@ -52,17 +52,15 @@ impl<T> FaultInjector<T> {
         }
     }
 
-    fn fault(&self, round: usize) -> Option<Phase> {
+    fn fault(&self, round: usize) -> Option<FaultPhase> {
         let now = |fault: &&Fault| fault.epoch == self.epoch && fault.round <= round;
         self.faults.iter().find(now).map(|fault| fault.phase)
     }
 }
 
-/// Ends the rank's thread as a panic would, without its noise.
+/// Unwinds the rank's thread as a panic would, without printing a message.
 fn die(round: usize) -> ! {
-    std::panic::resume_unwind(Box::new(format!(
-        "died in round {round}, as it was told to"
-    )))
+    std::panic::resume_unwind(Box::new(format!("died in round {round}: injected fault")))
 }
 
 impl<B: WireBuffer, T: Transport<B>> Transport<B> for FaultInjector<T> {
@@ -77,22 +75,24 @@ impl<B: WireBuffer, T: Transport<B>> Transport<B> for FaultInjector<T> {
             None => self
                 .transport
                 .exchange(round, outgoing, incoming, meanwhile),
-            Some(Phase::Begin) => die(round),
-            Some(Phase::Midst) => self.transport.exchange(round, outgoing, incoming, &mut || {
-                meanwhile();
-                die(round)
-            }),
+            Some(FaultPhase::Begin) => die(round),
+            Some(FaultPhase::Midst) => {
+                self.transport.exchange(round, outgoing, incoming, &mut || {
+                    meanwhile();
+                    die(round)
+                })
+            }
         }
     }
 }
 
 impl<B: WireBuffer, T: Survivors<B>> Survivors<B> for FaultInjector<T> {
-    fn agree(&mut self, standing: RankProgress) -> Result<Agreement, TransportError> {
+    fn agree(&mut self, progress: RankProgress) -> Result<Agreement, TransportError> {
         if self.fault(usize::MAX).is_some() {
-            die(standing.done);
+            die(progress.done);
         }
         self.epoch += 1;
-        self.transport.agree(standing)
+        self.transport.agree(progress)
     }
 
     fn give_up(&mut self, reason: &str) {

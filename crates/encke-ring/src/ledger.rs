@@ -1,45 +1,45 @@
-//! The book of one rank's memory: every buffer is entered when it is taken and when it is given
-//! back, with the bytes the allocator really gave.
+//! A log of one rank's memory: an entry for every buffer that is allocated and freed, with the
+//! bytes that the allocator really reserved.
 //!
-//! The decision here: the ledger is the list of its entries. What is held now, what was held at
-//! most and what stood in the books in any round are read off it, and a rank that allocates nothing
-//! in its steady state adds no entries there, however long it runs.
+//! The decision here: the ledger is the list of its entries. Current, peak and per-round use are
+//! computed from it, and a rank that allocates nothing in its steady state adds no entries, however
+//! long it runs.
 
 use encke_core::plan::program::Component;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Bytes taken or given back.
+/// An allocation or a deallocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entry {
-    /// The round; 0 also stands for the time before the first.
+pub struct LedgerEntry {
+    /// The round; 0 also stands for the time before the first round.
     pub round: usize,
-    /// What for.
+    /// What the memory is for.
     pub component: Component,
-    /// How many.
+    /// The number of bytes.
     pub bytes: usize,
-    /// Whether they were taken, or given back.
+    /// True for an allocation, false for a deallocation.
     pub taken: bool,
 }
 
-/// Bytes held at some time, by what they are for, and the most that were.
+/// Memory in use during some time, by what it is for: at its end, and at its peak.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Holdings {
-    /// Held at the end of that time.
+    /// Bytes in use at the end of that time.
     pub held: BTreeMap<Component, usize>,
-    /// The most of each that was held at any moment of it.
+    /// The peak of each component during that time.
     pub peak: BTreeMap<Component, usize>,
-    /// The most that was held at any moment, of all together.
+    /// The peak of all components together.
     pub peak_bytes: usize,
 }
 
 impl Holdings {
-    /// All bytes held at the end of that time.
+    /// All bytes in use at the end of that time.
     pub fn held_bytes(&self) -> usize {
         self.held.values().sum()
     }
 
-    /// The same bytes at the beginning of a time in which nothing has happened yet.
+    /// A time that begins with these bytes in use.
     fn begin(held: &BTreeMap<Component, usize>) -> Holdings {
         Holdings {
             held: held.clone(),
@@ -48,7 +48,7 @@ impl Holdings {
         }
     }
 
-    fn enter(&mut self, entry: &Entry) {
+    fn apply(&mut self, entry: &LedgerEntry) {
         let held = self.held.entry(entry.component).or_default();
         if entry.taken {
             *held += entry.bytes;
@@ -57,7 +57,7 @@ impl Holdings {
             self.peak_bytes = self.peak_bytes.max(self.held_bytes());
         } else {
             let left = held.checked_sub(entry.bytes);
-            *held = left.expect("no more is given back than was taken");
+            *held = left.expect("no more is freed than was allocated");
         }
     }
 }
@@ -65,37 +65,40 @@ impl Holdings {
 /// The memory of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ledger {
-    entries: Vec<Entry>,
+    entries: Vec<LedgerEntry>,
 }
 
 impl Ledger {
-    /// Books bytes that were allocated.
-    pub fn take(&mut self, round: usize, component: Component, bytes: usize) {
-        self.enter(round, component, bytes, true);
+    /// Records an allocation.
+    pub fn allocate(&mut self, round: usize, component: Component, bytes: usize) {
+        self.record(round, component, bytes, true);
     }
 
-    /// Books bytes that were freed.
-    pub fn give_back(&mut self, round: usize, component: Component, bytes: usize) {
-        self.enter(round, component, bytes, false);
+    /// Records a deallocation.
+    pub fn free(&mut self, round: usize, component: Component, bytes: usize) {
+        self.record(round, component, bytes, false);
     }
 
-    /// Books the difference to what a component now holds, for memory that its owner counts.
-    pub fn hold(&mut self, round: usize, component: Component, bytes: usize) {
+    /// Sets the bytes of a component, for memory whose owner counts it: records the difference.
+    pub fn set(&mut self, round: usize, component: Component, bytes: usize) {
         let held = self.total().held.get(&component).copied().unwrap_or(0);
         if bytes >= held {
-            self.take(round, component, bytes - held);
+            self.allocate(round, component, bytes - held);
         } else {
-            self.give_back(round, component, held - bytes);
+            self.free(round, component, held - bytes);
         }
     }
 
-    fn enter(&mut self, round: usize, component: Component, bytes: usize, taken: bool) {
+    fn record(&mut self, round: usize, component: Component, bytes: usize, taken: bool) {
         if bytes == 0 {
             return;
         }
         let last = self.entries.last().map_or(0, |entry| entry.round);
-        assert!(last <= round, "round {round} is booked after round {last}");
-        self.entries.push(Entry {
+        assert!(
+            last <= round,
+            "round {round} is recorded after round {last}"
+        );
+        self.entries.push(LedgerEntry {
             round,
             component,
             bytes,
@@ -104,27 +107,27 @@ impl Ledger {
     }
 
     /// Every entry, in order.
-    pub fn entries(&self) -> &[Entry] {
+    pub fn entries(&self) -> &[LedgerEntry] {
         &self.entries
     }
 
-    /// What is held now, and the most that ever was.
+    /// Memory in use now, and its peak.
     pub fn total(&self) -> Holdings {
         let mut holdings = Holdings::default();
         for entry in &self.entries {
-            holdings.enter(entry);
+            holdings.apply(entry);
         }
         holdings
     }
 
-    /// What was held in each of the rounds `0..rounds`.
+    /// Memory in use in each of the rounds `0..rounds`.
     pub fn rounds(&self, rounds: usize) -> Vec<Holdings> {
         let mut entries = self.entries.iter().peekable();
         let mut held = BTreeMap::new();
         let step = |round: usize| {
             let mut holdings = Holdings::begin(&held);
             while let Some(entry) = entries.next_if(|entry| entry.round <= round) {
-                holdings.enter(entry);
+                holdings.apply(entry);
             }
             held.clone_from(&holdings.held);
             holdings
@@ -138,14 +141,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peaks_are_of_the_time_asked_for() {
+    fn peaks_are_those_of_each_round_and_of_the_whole() {
         let (q, kv) = (Component::Queries, Component::OwnKv);
         let mut ledger = Ledger::default();
-        ledger.take(0, q, 10);
-        ledger.take(1, kv, 5);
-        ledger.give_back(1, q, 10);
-        ledger.take(3, q, 7);
-        ledger.give_back(3, kv, 5);
+        ledger.allocate(0, q, 10);
+        ledger.allocate(1, kv, 5);
+        ledger.free(1, q, 10);
+        ledger.allocate(3, q, 7);
+        ledger.free(3, kv, 5);
         let total = ledger.total();
         assert_eq!((total.held_bytes(), total.peak_bytes), (7, 15));
         assert_eq!((total.peak[&q], total.peak[&kv]), (10, 5));
@@ -156,10 +159,10 @@ mod tests {
     }
 
     #[test]
-    fn holding_books_differences_and_nothing_where_there_is_none() {
+    fn set_records_differences_only() {
         let mut ledger = Ledger::default();
         for (round, bytes) in [4, 4, 9, 9, 2].into_iter().enumerate() {
-            ledger.hold(round, Component::Workspace, bytes);
+            ledger.set(round, Component::Workspace, bytes);
         }
         assert_eq!(ledger.entries().len(), 3);
         let total = ledger.total();
@@ -167,10 +170,10 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "no more is given back")]
-    fn what_was_not_taken_cannot_be_given_back() {
+    #[should_panic(expected = "no more is freed")]
+    fn freeing_more_than_was_allocated_panics() {
         let mut ledger = Ledger::default();
-        ledger.give_back(0, Component::Carry, 1);
+        ledger.free(0, Component::Carry, 1);
         ledger.total();
     }
 }

@@ -1,7 +1,7 @@
 //! Ranks that run plans.
 //!
-//! A [`Rank`] interprets the program of one participant: it owns the buffers the plan lists and runs
-//! the tasks of each round, with any [`Kernel`](encke_core::kernel::Kernel) and any
+//! A [`Rank`] interprets the program of one participant: it owns the buffers that the plan lists
+//! and runs the tasks of each round, with any [`Kernel`](encke_core::kernel::Kernel) and any
 //! [`Transport`](encke_core::transport::Transport). [`ThreadRing`] runs all ranks as threads of one
 //! process. [`ShardCall`] runs one rank where the others are elsewhere; [`ShardRing`] does so on
 //! tensors of the caller and keeps plans and buffers between calls.
@@ -39,7 +39,7 @@ pub use cache::{CacheLimits, CacheStats};
 pub use call::CallInputs;
 pub use envelope::Envelope;
 pub use error::{RankError, RingError};
-pub use fault_injector::{Fault, Phase};
+pub use fault_injector::{Fault, FaultPhase};
 pub use ledger::Ledger;
 pub use memory::RankMemory;
 pub use outcome::Outcome;

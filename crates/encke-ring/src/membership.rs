@@ -1,57 +1,56 @@
-//! Where the ranks of a process agree on who is gone and how far the others have come.
+//! Agreement between the ranks of one process on which of them are dead and how far the others have
+//! come.
 //!
-//! The decision here: a rank is *away* when it is gone or has come here, and nobody waits for what
-//! such a rank has not sent. So everyone comes as far as the messages of the living allow and no
-//! less, whoever is woken first; then all are here, and the last to come, or to die, closes the
-//! epoch for all.
+//! The decision here: a rank is *inactive* when it is dead or has reported its progress, and no
+//! rank waits for a message that an inactive rank has not sent. So every rank comes exactly as far
+//! as the messages of the living allow, in whatever order threads wake up. When all ranks are
+//! inactive, the last one to report or to die closes the epoch for all.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use encke_core::plan::membership::{Agreement, RankProgress};
 
-/// What the ranks know of each other beside messages.
+/// Which ranks are alive, and how far they have come.
 #[derive(Debug)]
 pub(crate) struct Membership {
-    state: Mutex<State>,
+    epoch: Mutex<OpenEpoch>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
-    gone: Vec<bool>,
-    /// Of those that have come here in this epoch.
-    standings: Vec<Option<RankProgress>>,
-    /// How many epochs were closed, and what was agreed on in the last.
+struct OpenEpoch {
+    dead: Vec<bool>,
+    /// The progress of the ranks that have reported in this epoch.
+    reported: Vec<Option<RankProgress>>,
+    /// How many epochs were closed, and the agreement of the last one.
     closed: usize,
     agreed: Option<Agreement>,
-    /// When anybody last showed that it lives.
-    sign: Instant,
+    /// When a rank last exchanged or reported.
+    last_activity: Instant,
 }
 
 /// Why there is no agreement.
 pub(crate) enum AgreementError {
-    /// Nothing was heard of a rank for so long.
+    /// A rank was inactive for longer than the deadline.
     Silence { peer: usize, waited: Duration },
     /// The call has failed meanwhile.
     Failed { peer: usize, reason: String },
 }
 
-impl State {
-    fn is_away(&self, rank: usize) -> bool {
-        self.gone[rank] || self.standings[rank].is_some()
+impl OpenEpoch {
+    fn is_inactive(&self, rank: usize) -> bool {
+        self.dead[rank] || self.reported[rank].is_some()
     }
 
-    /// Closes the epoch if nobody is missing.
+    /// Closes the epoch if all ranks are inactive.
     fn close(&mut self) {
-        if !(0..self.gone.len()).all(|rank| self.is_away(rank)) {
+        if !(0..self.dead.len()).all(|rank| self.is_inactive(rank)) {
             return;
         }
-        let ranks = self.gone.len();
-        let standings = std::mem::replace(&mut self.standings, vec![None; ranks]);
-        self.agreed = Some(Agreement {
-            progress: standings,
-        });
+        let ranks = self.dead.len();
+        let progress = std::mem::replace(&mut self.reported, vec![None; ranks]);
+        self.agreed = Some(Agreement { progress });
         self.closed += 1;
     }
 }
@@ -59,85 +58,85 @@ impl State {
 impl Membership {
     pub(crate) fn new(ranks: usize) -> Membership {
         Membership {
-            state: Mutex::new(State {
-                gone: vec![false; ranks],
-                standings: vec![None; ranks],
+            epoch: Mutex::new(OpenEpoch {
+                dead: vec![false; ranks],
+                reported: vec![None; ranks],
                 closed: 0,
                 agreed: None,
-                sign: Instant::now(),
+                last_activity: Instant::now(),
             }),
             changed: Condvar::new(),
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // No panic can leave the state half changed.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, OpenEpoch> {
+        // No panic can leave the epoch half changed.
+        self.epoch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether nothing more comes from a rank in this epoch.
-    pub(crate) fn is_away(&self, rank: usize) -> bool {
-        self.state().is_away(rank)
+    /// True if a rank sends nothing more in this epoch.
+    pub(crate) fn is_inactive(&self, rank: usize) -> bool {
+        self.lock().is_inactive(rank)
     }
 
-    /// Notes that somebody lives.
-    pub(crate) fn sign(&self) {
-        self.state().sign = Instant::now();
+    /// Restarts the deadline of waiting ranks, because a rank has made progress.
+    pub(crate) fn record_activity(&self) {
+        self.lock().last_activity = Instant::now();
     }
 
-    /// Wakes those that wait, to look whether the call has failed.
+    /// Wakes the ranks that wait for an agreement, so that they check whether the call has failed.
     pub(crate) fn wake(&self) {
-        drop(self.state());
+        drop(self.lock());
         self.changed.notify_all();
     }
 
-    /// A rank is gone, for good.
-    pub(crate) fn bury(&self, rank: usize) {
-        let mut state = self.state();
-        state.gone[rank] = true;
-        state.standings[rank] = None;
-        state.close();
-        drop(state);
+    /// Marks a rank as dead, for all further epochs.
+    pub(crate) fn mark_dead(&self, rank: usize) {
+        let mut epoch = self.lock();
+        epoch.dead[rank] = true;
+        epoch.reported[rank] = None;
+        epoch.close();
+        drop(epoch);
         self.changed.notify_all();
     }
 
-    /// A rank has come; returns the number of the epoch that it waits for the end of.
-    pub(crate) fn come(&self, rank: usize, standing: RankProgress) -> usize {
-        let mut state = self.state();
-        let epoch = state.closed;
-        state.standings[rank] = Some(standing);
-        state.sign = Instant::now();
-        state.close();
-        drop(state);
+    /// Reports a rank's progress; returns the number of the epoch whose end it waits for.
+    pub(crate) fn report(&self, rank: usize, progress: RankProgress) -> usize {
+        let mut epoch = self.lock();
+        let number = epoch.closed;
+        epoch.reported[rank] = Some(progress);
+        epoch.last_activity = Instant::now();
+        epoch.close();
+        drop(epoch);
         self.changed.notify_all();
-        epoch
+        number
     }
 
-    /// Waits for the end of an epoch, no longer than `limit` after the last sign of life.
+    /// Waits for the end of an epoch, at most `limit` after the last activity of any rank.
     pub(crate) fn agreement(
         &self,
-        epoch: usize,
+        number: usize,
         limit: Duration,
         failure: impl Fn() -> Option<(usize, String)>,
     ) -> Result<Agreement, AgreementError> {
-        let mut state = self.state();
+        let mut epoch = self.lock();
         loop {
-            if state.closed > epoch
-                && let Some(agreed) = &state.agreed
+            if epoch.closed > number
+                && let Some(agreed) = &epoch.agreed
             {
                 return Ok(agreed.clone());
             }
             if let Some((peer, reason)) = failure() {
                 return Err(AgreementError::Failed { peer, reason });
             }
-            let waited = state.sign.elapsed();
+            let waited = epoch.last_activity.elapsed();
             let Some(left) = limit.checked_sub(waited).filter(|left| !left.is_zero()) else {
-                let missing = (0..state.gone.len()).find(|rank| !state.is_away(*rank));
-                let peer = missing.expect("an epoch in which nobody is missing is closed");
+                let active = (0..epoch.dead.len()).find(|rank| !epoch.is_inactive(*rank));
+                let peer = active.expect("an epoch without active ranks is closed");
                 return Err(AgreementError::Silence { peer, waited });
             };
-            let woken = self.changed.wait_timeout(state, left);
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            let woken = self.changed.wait_timeout(epoch, left);
+            epoch = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }

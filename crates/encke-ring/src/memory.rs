@@ -1,4 +1,4 @@
-//! What a rank held: the plan's figures beside the ledger's.
+//! The memory of a rank: the plan's bytes beside the ledger's.
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::Request;
@@ -9,18 +9,18 @@ use std::collections::BTreeMap;
 use crate::ledger::Ledger;
 use crate::rank::Rank;
 
-/// Memory of one rank: planned, and booked as it was really allocated.
+/// Memory of one rank: planned, and as it was really allocated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankMemory {
     /// The rank.
     pub rank: usize,
-    /// Bytes the plan lists, by what they are for, the kernel's workspace included.
+    /// Planned bytes by what they are for, including the kernel's workspace.
     pub planned: BTreeMap<Component, usize>,
-    /// Of those, bytes that were not allocated, because the caller's own could be read in place.
+    /// Planned bytes that were not allocated, because the caller's inputs are read in place.
     pub borrowed_bytes: usize,
-    /// Bytes its buffers really hold on to.
+    /// Bytes that its buffers occupy.
     pub allocated_bytes: usize,
-    /// Everything it took and gave back, the kernel's workspace included.
+    /// Everything it allocated and freed, including the kernel's workspace.
     pub ledger: Ledger,
 }
 
@@ -31,7 +31,7 @@ impl RankMemory {
     }
 }
 
-/// Memory of a rank whose program has no jobs, and so no workspace.
+/// Memory of a rank whose program has no jobs and therefore no workspace.
 pub fn of_buffers<K: Kernel>(rank: &Rank<K>) -> RankMemory {
     RankMemory {
         rank: rank.plan().rank,
@@ -42,12 +42,12 @@ pub fn of_buffers<K: Kernel>(rank: &Rank<K>) -> RankMemory {
     }
 }
 
-/// Memory of ranks that share a kernel, and with it the workspace.
+/// Memory of ranks that share a kernel and its workspace.
 pub fn of_ranks<K: Kernel>(kernel: &K, ranks: &[Rank<K>], request: &Request) -> Vec<RankMemory> {
     let share = kernel.scratch_bytes().div_ceil(ranks.len().max(1));
     let of_rank = |rank: &Rank<K>| {
         let mut ledger = rank.ledger().clone();
-        ledger.hold(rank.plan().rounds.len(), Component::Workspace, share);
+        ledger.set(rank.plan().rounds.len(), Component::Workspace, share);
         RankMemory {
             planned: planned(kernel, rank.plan(), ranks.len(), request),
             ledger,
@@ -59,8 +59,8 @@ pub fn of_ranks<K: Kernel>(kernel: &K, ranks: &[Rank<K>], request: &Request) -> 
     memory
 }
 
-/// Bytes a plan lists, by what they are for, with its share of a workspace that `sharing` ranks
-/// have together.
+/// Planned bytes by what they are for, with one rank's share of the workspace of a kernel that
+/// `sharing` ranks use.
 pub fn planned<K: Kernel>(
     kernel: &K,
     plan: &RankPlan,
@@ -76,8 +76,8 @@ pub fn planned<K: Kernel>(
     planned
 }
 
-/// Has ranks that share a kernel plan with the largest workspace that any of them needs: it is kept
-/// for the next, whoever asked for it.
+/// Sets the workspace of ranks that share a kernel to the largest that any of them needs: the
+/// kernel keeps it for all of them.
 pub fn share_workspace<'a>(planned: impl Iterator<Item = &'a mut BTreeMap<Component, usize>>) {
     let mut planned: Vec<_> = planned.collect();
     let of =

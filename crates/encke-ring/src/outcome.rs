@@ -1,8 +1,8 @@
 //! The result of a call: its tensors, and the trace, memory and deaths of its ranks.
 //!
 //! Every driver of ranks collects outputs here, so that the same rows are collected from the same
-//! ranks whoever ran them. The decision here: an output that one rank holds completely is not copied;
-//! the rank's buffer becomes the tensor.
+//! ranks in all of them. The decision here: an output that one rank holds completely is not
+//! copied; the rank's buffer becomes the tensor.
 
 use std::sync::Arc;
 
@@ -49,8 +49,8 @@ impl Outcome {
         Outcome::collect_rows(kernel, plan, tokens, ranks, events, memory, &Arc::default())
     }
 
-    /// The same where the ranks' ports name `rows` rows, of a shard or of the whole sequence. Outputs
-    /// take their memory from `pool` and return it there when they are dropped.
+    /// The same where the ranks' ports name `rows` rows, of a shard or of the whole sequence.
+    /// Outputs take their memory from `pool` and return it there when they are dropped.
     pub fn collect_rows<K: Kernel>(
         kernel: &K,
         plan: &Arc<Plan>,

@@ -1,8 +1,8 @@
 //! One rank: the buffers of its program, and the interpreter that runs it.
 //!
-//! Ownership rules out aliasing. During a round, buffers that are received into or computed into are
-//! taken out of the rank's table; buffers that are sent or read are borrowed from it. A program that
-//! writes what it sends finds no buffer in the table and panics.
+//! Ownership rules out aliasing. During a round, buffers that are received into or computed into
+//! are taken out of the rank's table; buffers that are sent or read are borrowed from it. A program
+//! that writes what it sends finds no buffer in the table and panics.
 
 mod results;
 
@@ -56,8 +56,8 @@ impl<K: Kernel> Rank<K> {
         }
     }
 
-    /// Starts a call: frees the buffers of inputs that are read in place, allocates the other buffers
-    /// that are missing, and starts a new ledger with what is allocated.
+    /// Starts a call: frees the buffers of inputs that are read in place, allocates the other
+    /// buffers that are missing, and starts a new ledger with what is allocated.
     fn allocate(&mut self, kernel: &K, borrowed: &BorrowedInputs<'_>) -> Result<(), KernelError> {
         self.ledger = Ledger::default();
         (self.rounds_done, self.pairs) = (0, 0);
@@ -72,7 +72,7 @@ impl<K: Kernel> Rank<K> {
                 self.zeros.set(BufferId(i), true);
             }
             let bytes = buffer.as_ref().map_or(0, WireBuffer::allocated_bytes);
-            self.ledger.take(0, planned.component, bytes);
+            self.ledger.allocate(0, planned.component, bytes);
         }
         Ok(())
     }
@@ -126,8 +126,8 @@ impl<K: Kernel> Rank<K> {
     /// Planned bytes that were not allocated, because the inputs are read in place.
     pub fn borrowed_bytes(&self) -> usize {
         let ports = self.plan.inputs.iter().map(|port| port.buffer.0);
-        let lent = ports.filter(|&at| self.table.buffers[at].is_none());
-        lent.map(|at| self.plan.buffers[at].bytes()).sum()
+        let borrowed = ports.filter(|&at| self.table.buffers[at].is_none());
+        borrowed.map(|at| self.plan.buffers[at].bytes()).sum()
     }
 
     /// What it has allocated and freed so far.
@@ -135,7 +135,7 @@ impl<K: Kernel> Rank<K> {
         &self.ledger
     }
 
-    /// The ledger, to book memory that was allocated on the rank's behalf.
+    /// The ledger, to record memory that was allocated on the rank's behalf.
     pub fn ledger_mut(&mut self) -> &mut Ledger {
         &mut self.ledger
     }
@@ -147,18 +147,18 @@ impl<K: Kernel> Rank<K> {
             let Some(buffer) = buffer else { continue };
             let bytes = buffer.allocated_bytes();
             drop(buffer);
-            self.ledger.give_back(after, planned.component, bytes);
+            self.ledger.free(after, planned.component, bytes);
         }
         self.ledger
     }
 
-    /// Another rank in this one's memory: it takes the buffers of the right size and type with their
-    /// contents (a program clears what it adds to), the others are freed.
+    /// Another rank in this one's memory: it takes the buffers of the right size and type with
+    /// their contents (a program clears what it adds to), the others are freed.
     pub fn reuse_for(mut self, plan: RankPlan) -> Rank<K> {
         let mut next = Rank::idle(plan);
-        for (wanted, buffer) in next.plan.buffers.iter().zip(&mut next.table.buffers) {
+        for (planned, buffer) in next.plan.buffers.iter().zip(&mut next.table.buffers) {
             let fits = |(at, had): &(usize, &BufferPlan)| {
-                let same = had.dtype == wanted.dtype && had.elements == wanted.elements;
+                let same = had.dtype == planned.dtype && had.elements == planned.elements;
                 same && self.table.buffers[*at].is_some()
             };
             if let Some((at, _)) = self.plan.buffers.iter().enumerate().find(fits) {
@@ -180,8 +180,8 @@ impl<K: Kernel> Rank<K> {
         let (mut next, pairs) = (Rank::idle(program), self.pairs);
         let kept = |of: &Option<BufferId>| of.and_then(|id| self.table.buffers[id.0].take());
         next.table.buffers = keeps.iter().map(kept).collect();
-        let lent = |of: &Option<BufferId>| of.and_then(|id| borrowed.get(id));
-        let slices = keeps.iter().map(lent).collect();
+        let slice = |of: &Option<BufferId>| of.and_then(|id| borrowed.get(id));
+        let slices = keeps.iter().map(slice).collect();
         *self = next;
         let borrowed = BorrowedInputs { slices };
         self.allocate(kernel, &borrowed)?;
@@ -291,7 +291,7 @@ impl<K: Kernel> Rank<K> {
             done.map_err(|source| RankError::Kernel { round, source })?;
         }
         if !tasks.is_empty() {
-            recorder.note(round, Activity::Prepare, begin, Moved::default());
+            recorder.record(round, Activity::Prepare, begin, Moved::default());
         }
         Ok(())
     }
@@ -311,7 +311,7 @@ impl<K: Kernel> Rank<K> {
         run_tasks(kernel, borrowed, tasks, table)
             .map_err(|source| RankError::Kernel { round, source })?;
         if !tasks.is_empty() {
-            recorder.note(round, Activity::Compute, begin, Moved::default());
+            recorder.record(round, Activity::Compute, begin, Moved::default());
         }
         self.count_round(round);
         Ok(())
@@ -369,7 +369,7 @@ impl<K: Kernel> Rank<K> {
                 tasks.try_for_each(|task| run_task(kernel, borrowed, task, table, &mut outputs));
             computed = Some(done);
             if !steps.meanwhile.is_empty() {
-                recorder.note(round, Activity::Compute, begin, Moved::default());
+                recorder.record(round, Activity::Compute, begin, Moved::default());
             }
             waiting_since = Instant::now();
         });
@@ -377,7 +377,7 @@ impl<K: Kernel> Rank<K> {
             let planned = plan.moved(round);
             assert_eq!(*moved, planned, "the bytes moved are those planned");
             if planned != Moved::default() {
-                recorder.note(round, Activity::Wait, waiting_since, *moved);
+                recorder.record(round, Activity::Wait, waiting_since, *moved);
             }
         }
         for (message, buffer) in steps.receives.iter().zip(received) {

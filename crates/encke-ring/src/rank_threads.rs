@@ -1,8 +1,8 @@
 //! Ranks on threads of this process: starts them, connects them, and joins them.
 //!
-//! What a rank does on its thread is the caller's closure. The decision here: the thread that failed
-//! first is the one the call's error names; the others, which stopped because of it, are listed
-//! beside it.
+//! What a rank does on its thread is the caller's closure. The decision here: the thread that
+//! failed first is the one the call's error names; the others, which stopped because of it, are
+//! listed beside it.
 
 use std::time::{Duration, Instant};
 
@@ -38,17 +38,17 @@ pub fn run_on_threads<K: Kernel>(
     let run = |rank: &mut Rank<K>, endpoint: Endpoint<K::Buffer>| {
         let number = rank.plan().rank;
         let mut recorder = Recorder::new(number, origin);
-        let hub = endpoint.observer();
+        let group = endpoint.group();
         let result = catch_panic(|| work(rank, endpoint, &mut recorder));
         match &result {
-            Err(error) if survives && error.is_death() => hub.bury(number),
-            Err(error) if !error.is_consequence() => hub.fail(number, error.to_string()),
+            Err(error) if survives && error.is_death() => group.mark_dead(number),
+            Err(error) if !error.is_consequence() => group.fail(number, error.to_string()),
             _ => {}
         }
         result.map(|()| recorder.finish())
     };
     let endpoints = endpoints(ranks.len(), deadline);
-    let observer = endpoints.first().map(Endpoint::observer);
+    let group = endpoints.first().map(Endpoint::group);
     let results = match ranks {
         // One rank runs on the caller's thread: starting a thread takes as long as a short call.
         [rank] => endpoints
@@ -57,7 +57,7 @@ pub fn run_on_threads<K: Kernel>(
             .collect(),
         ranks => spawn_and_join(ranks, endpoints, &run)?,
     };
-    let first = observer.and_then(|observer| observer.failure());
+    let first = group.and_then(|group| group.failure());
     join(results, first.map(|(rank, _)| rank), survives)
 }
 
@@ -70,13 +70,13 @@ fn spawn_and_join<K: Kernel>(
         let mut threads = Vec::new();
         for (rank, endpoint) in ranks.iter_mut().zip(endpoints) {
             let number = rank.plan().rank;
-            let hub = endpoint.observer();
+            let group = endpoint.group();
             let named = std::thread::Builder::new().name(format!("encke-rank-{number}"));
             match named.spawn_scoped(scope, move || run(rank, endpoint)) {
                 Ok(thread) => threads.push(thread),
                 Err(error) => {
                     // The ranks that are running must stop, or the scope would wait for them.
-                    hub.fail(number, error.to_string());
+                    group.fail(number, error.to_string());
                     return Err(RingError::Thread {
                         rank: number,
                         reason: error.to_string(),

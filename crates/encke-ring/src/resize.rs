@@ -1,7 +1,7 @@
 //! Moves sharded tensors from one sharding to another.
 //!
-//! [`Resize`] has decided which rows move where; a rank runs that as any other program. Every driver
-//! of ranks makes them, gives them their old shards and collects the new ones here.
+//! [`Resize`] has decided which rows move where; a rank runs that as any other program. Every
+//! driver of ranks makes them, gives them their old shards and collects the new ones here.
 
 use encke_core::DType;
 use encke_core::kernel::Kernel;

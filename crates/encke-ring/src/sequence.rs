@@ -1,12 +1,12 @@
-//! Cutting a sequence into shards, and putting it together again.
+//! Splits a sequence into shards, and gathers shards into a sequence.
 
 use encke_core::host;
 use encke_core::sharding::{Run, Sharding};
 use encke_core::tensor::{Tensor, View};
 use encke_core::{Error, Result};
 
-/// The shard of every rank, `[b, rows, h, d]`, in rank order. Rows of a shard are in the order in
-/// which [`Sharding::runs`] names them.
+/// The shard of every rank, `[b, rows, h, d]`, in rank order. Rows of a shard are in the order of
+/// [`Sharding::runs`].
 pub fn split_sequence(sequence: &View<'_>, sharding: &Sharding) -> Result<Vec<Tensor>> {
     let [b, n, h, d] = sequence.dims();
     sharding.check(n)?;
@@ -18,7 +18,7 @@ pub fn split_sequence(sequence: &View<'_>, sharding: &Sharding) -> Result<Vec<Te
     Ok((0..sharding.ranks()).map(shard).collect())
 }
 
-/// The sequence whose shards these are.
+/// The sequence with these shards.
 pub fn gather_sequence(shards: &[Tensor], sharding: &Sharding) -> Result<Tensor> {
     if shards.len() != sharding.ranks() {
         return Err(Error::PartitionRanks {

@@ -104,7 +104,7 @@ impl<'a, K: Kernel> ShardCall<'a, K> {
         let number = self.rank.plan().rank;
         self.inputs = loaded.map_err(|source| RingError::of_rank(number, source))??;
         let recorder = &mut self.recorder;
-        recorder.note(0, Activity::Load, start, Moved::default());
+        recorder.record(0, Activity::Load, start, Moved::default());
         Ok(())
     }
 

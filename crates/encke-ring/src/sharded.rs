@@ -1,11 +1,11 @@
-//! A tensor as a ring holds it between calls: every rank's rows apart, and never in one piece.
+//! A tensor in host memory, one shard for each rank.
 //!
-//! The rows are the host's. What is not here is who computes with them: a call takes such tensors
-//! and returns such tensors ([`ThreadRing::run_shards`](crate::ThreadRing::run_shards)), and a ring
-//! that changes its size moves them ([`ThreadRing::resize`](crate::ThreadRing::resize)).
+//! Calls take and return such tensors ([`ThreadRing::run_shards`](crate::ThreadRing::run_shards)),
+//! and a ring that changes its size moves their rows
+//! ([`ThreadRing::resize`](crate::ThreadRing::resize)).
 //!
-//! The decision here: a shard lies exactly as a rank's buffer does, rows in the order of its runs, so
-//! that a rank reads it where it is.
+//! The decision here: a shard has the layout of a rank's buffer, rows in the order of its runs, so
+//! that a rank reads it in place.
 
 use encke_core::plan::resize::ResizeTensor;
 use encke_core::sharding::{Run, Sharding};
@@ -14,7 +14,7 @@ use encke_core::{DType, Error, Result};
 
 use crate::sequence::{gather_sequence, split_sequence};
 
-/// A `[b, n, h, d]` tensor in shards.
+/// A `[b, n, h, d]` tensor in one shard for each rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sharded {
     sharding: Sharding,
@@ -23,13 +23,13 @@ pub struct Sharded {
 }
 
 impl Sharded {
-    /// Cuts a tensor into shards.
+    /// Splits a tensor into shards.
     pub fn split(sequence: &View<'_>, sharding: &Sharding) -> Result<Sharded> {
         let shards = split_sequence(sequence, sharding)?;
         Sharded::from_shards(shards, sharding)
     }
 
-    /// Shards that are there already, in rank order, each `[b, rows, h, d]`.
+    /// Takes existing shards, in rank order, each `[b, rows, h, d]`.
     pub fn from_shards(shards: Vec<Tensor>, sharding: &Sharding) -> Result<Sharded> {
         if shards.len() != sharding.ranks() {
             return Err(Error::PartitionRanks {
@@ -64,7 +64,7 @@ impl Sharded {
         })
     }
 
-    /// The whole tensor: n rows in one place, which nothing here ever asks for.
+    /// The whole tensor. No ring calls this: it allocates all n rows at once.
     pub fn gather(&self) -> Result<Tensor> {
         gather_sequence(&self.shards, &self.sharding)
     }
@@ -74,12 +74,12 @@ impl Sharded {
         self.dims
     }
 
-    /// The type of its numbers.
+    /// The type of its elements.
     pub fn dtype(&self) -> DType {
         self.shards[0].dtype()
     }
 
-    /// Who has which tokens.
+    /// Which rank holds which tokens.
     pub fn sharding(&self) -> &Sharding {
         &self.sharding
     }
@@ -94,7 +94,7 @@ impl Sharded {
         self.shards
     }
 
-    /// What a planner wants to know of it.
+    /// Its row sizes, to plan a resize.
     pub fn moving(&self) -> ResizeTensor {
         let [batch, _, heads, dim] = self.dims;
         ResizeTensor {
@@ -105,7 +105,7 @@ impl Sharded {
     }
 }
 
-/// All rows of a shard, as the rows of a tensor of its own.
+/// All rows of a shard that is a tensor of its own.
 pub(crate) fn all_rows(rows: usize) -> Vec<Run> {
     let run = Run {
         first: 0,

@@ -1,5 +1,5 @@
-//! Survival of rank deaths: a rank runs its program, agrees with the other survivors on how far each
-//! has come, and resumes with a program for the rest, until all of them have finished.
+//! Survival of rank deaths: a rank runs its program, agrees with the other survivors on how far
+//! each has come, and resumes with a program for the rest, until all of them have finished.
 //!
 //! Nothing is decided here. [`Epoch`] derives the remaining work after a death; the transport's
 //! [`Agreement`] lists who is dead and how far the others have come. Threads, the simulator and a
@@ -71,7 +71,7 @@ pub fn run_surviving<K: Kernel>(
     };
     let result = run_epochs();
     if let Err(error) = &result
-        && error.is_to_blame()
+        && error.ends_call()
     {
         transport.give_up(&error.to_string());
     }

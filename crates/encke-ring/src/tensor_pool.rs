@@ -1,9 +1,9 @@
 //! A pool for the storage of dropped result tensors.
 //!
-//! Fresh memory is slow: the kernel zero-fills it page by page on first touch and unmaps it on free,
-//! which costs several times as much as rewriting memory that is already mapped. A result tensor
-//! that was attached to a pool ([`Tensor::recycle_into`]) gives its storage back when it is dropped,
-//! and the next call reuses it.
+//! Fresh memory is slow: the kernel zero-fills it page by page on first touch and unmaps it on
+//! free, which costs several times as much as rewriting memory that is already mapped. A result
+//! tensor that was attached to a pool ([`Tensor::recycle_into`]) gives its storage back when it is
+//! dropped, and the next call reuses it.
 //!
 //! The decision here: the pool owns storage, never tensors. A tensor holds its pool weakly, so a
 //! caller may keep a result for any time, may take its data, and may outlive the pool.

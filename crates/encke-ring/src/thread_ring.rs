@@ -164,7 +164,7 @@ impl<K: Kernel> ThreadRing<K> {
                 reused.map_err(RankError::before_start)?;
                 let start = Instant::now();
                 let borrowed = inputs.bind(kernel, rank)?;
-                recorder.note(0, Activity::Load, start, Moved::default());
+                recorder.record(0, Activity::Load, start, Moved::default());
                 if !survives {
                     return rank.run_on(kernel, &borrowed, &mut endpoint, recorder);
                 }

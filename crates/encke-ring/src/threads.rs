@@ -1,15 +1,15 @@
-//! Threads of one process as ranks: the transport that needs nothing but memory.
+//! The transport between ranks that are threads of one process.
 //!
-//! A receive is posted by handing the buffer over to the rank's own inbox; the sender finds it
-//! there, fills it and marks it full; the receiver takes it back. So a hop is one copy, no memory
-//! beside the plan's own is ever needed, and a sender that is ahead waits until its neighbour has
-//! posted, as it would on a network card.
+//! A rank posts a receive by moving the buffer into its own inbox. The sender takes it from there,
+//! fills it and puts it back; the receiver takes it back. So a message is one copy, needs no memory
+//! beyond the plan's buffers, and a sender that is ahead waits until its peer has posted, as it
+//! would on a network card.
 //!
-//! A rank that is away, being gone or having ended its epoch, posts nothing and fills nothing: what
-//! is for it is dropped, and who still waits for it stops.
+//! An inactive rank (dead, or done with its epoch) posts nothing and fills nothing: messages to it
+//! are dropped, and a rank that waits for it stops.
 //!
-//! Ranks say for whom they wait: whoever runs out of patience with a rank that waits itself blames
-//! the one that nobody keeps waiting.
+//! Each rank records which peer it waits for. A rank whose deadline expires blames the end of the
+//! chain of waiting ranks, not the peer that waits itself.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -22,13 +22,13 @@ use encke_core::transport::{
 
 use crate::membership::{AgreementError, Membership};
 
-/// Where the ranks of a process meet.
+/// What the endpoints of all ranks share.
 #[derive(Debug)]
-pub struct Hub<B> {
+pub struct ThreadGroup<B> {
     inboxes: Vec<Inbox<B>>,
     failure: Mutex<Option<(usize, String)>>,
-    council: Membership,
-    /// For whom each rank waits at the moment.
+    membership: Membership,
+    /// The peer that each rank waits for.
     waits_for: Mutex<Vec<Option<usize>>>,
     deadline: Duration,
 }
@@ -36,78 +36,78 @@ pub struct Hub<B> {
 #[derive(Debug)]
 struct Inbox<B> {
     /// Posted receives by (sender, tag).
-    slots: Mutex<HashMap<(usize, u64), Slot<B>>>,
+    slots: Mutex<HashMap<(usize, u64), InboxSlot<B>>>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-enum Slot<B> {
-    /// Waiting to be filled with so many elements.
+enum InboxSlot<B> {
+    /// Posted, to be filled with this many elements.
     Posted(B, usize),
-    /// A sender is at it.
+    /// The sender is copying into it.
     Filling,
-    /// Ready.
+    /// Complete.
     Full(B),
-    /// The sender had another number of elements.
+    /// The sender had this other number of elements.
     Wrong(B, usize),
 }
 
-/// One rank's access to a [`Hub`].
+/// One rank's end of the transport.
 #[derive(Debug)]
 pub struct Endpoint<B> {
     rank: usize,
-    hub: Arc<Hub<B>>,
+    group: Arc<ThreadGroup<B>>,
 }
 
-/// Endpoints for `ranks` ranks; no exchange waits longer than `deadline` for a neighbour.
+/// Endpoints for `ranks` ranks; no exchange waits longer than `deadline` for a peer.
 pub fn endpoints<B: WireBuffer>(ranks: usize, deadline: Duration) -> Vec<Endpoint<B>> {
     let inboxes = (0..ranks).map(|_| Inbox {
         slots: Mutex::new(HashMap::new()),
         changed: Condvar::new(),
     });
-    let hub = Arc::new(Hub {
+    let group = Arc::new(ThreadGroup {
         inboxes: inboxes.collect(),
         failure: Mutex::new(None),
-        council: Membership::new(ranks),
+        membership: Membership::new(ranks),
         waits_for: Mutex::new(vec![None; ranks]),
         deadline,
     });
     let endpoint = |rank| Endpoint {
         rank,
-        hub: Arc::clone(&hub),
+        group: Arc::clone(&group),
     };
     (0..ranks).map(endpoint).collect()
 }
 
-/// A poisoned lock still guards good data here: every change under it is a single insert or take.
+/// A poisoned lock still guards valid data here: every change under it is a single insert or take.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<B> Hub<B> {
-    /// The rank that failed first, and what it said.
+impl<B> ThreadGroup<B> {
+    /// The rank that failed first, and its error.
     pub fn failure(&self) -> Option<(usize, String)> {
         lock(&self.failure).clone()
     }
 
-    /// Tells every rank that `rank` failed. The first failure is the one that counts.
+    /// Stops every rank because `rank` failed. Only the first failure is kept.
     pub fn fail(&self, rank: usize, reason: String) {
         lock(&self.failure).get_or_insert((rank, reason));
-        self.council.wake();
+        self.membership.wake();
         self.wake();
     }
 
-    /// Tells every rank that `rank` is gone, where the others can go on without it.
-    pub fn bury(&self, rank: usize) {
-        self.council.bury(rank);
+    /// Marks a rank as dead, where the others can continue without it.
+    pub fn mark_dead(&self, rank: usize) {
+        self.membership.mark_dead(rank);
         self.wake();
     }
 
-    /// Who keeps those waiting that wait for `peer`: itself, or the last of those it waits for.
+    /// The end of the chain of waiting ranks that begins with `peer`.
     fn last_waited_for(&self, peer: usize) -> usize {
         let waits_for = lock(&self.waits_for);
         let next = |rank: &usize| waits_for.get(*rank).copied().flatten();
-        // Ranks that wait for one another in a circle have no last one.
+        // A cycle of waiting ranks has no end; then it is `peer`.
         let chain = std::iter::successors(Some(peer), next).take(waits_for.len() + 1);
         chain
             .last()
@@ -115,10 +115,10 @@ impl<B> Hub<B> {
             .unwrap_or(peer)
     }
 
-    /// Wakes every rank that waits at an inbox, to look whether there is any use in it.
+    /// Wakes every rank that waits at an inbox, so that it checks for failures and deaths.
     fn wake(&self) {
         for inbox in &self.inboxes {
-            // Taking the lock orders this after any check a waiter has just made.
+            // Taking the lock orders this after any check that a waiter has just made.
             drop(lock(&inbox.slots));
             inbox.changed.notify_all();
         }
@@ -126,42 +126,42 @@ impl<B> Hub<B> {
 }
 
 impl<B: WireBuffer> Endpoint<B> {
-    /// Where this rank meets the others, for whoever watches over the call.
-    pub fn observer(&self) -> Arc<Hub<B>> {
-        Arc::clone(&self.hub)
+    /// What all endpoints share, to report failures and deaths of this rank.
+    pub fn group(&self) -> Arc<ThreadGroup<B>> {
+        Arc::clone(&self.group)
     }
 
-    /// Waits for `peer`, at the inbox of `owner`, until `ready` finds what it wants there.
+    /// Waits for `peer`, at the inbox of `owner`, until `ready` returns a value.
     fn wait<R>(
         &self,
         owner: usize,
         peer: usize,
         round: usize,
         since: Instant,
-        ready: impl FnMut(&mut HashMap<(usize, u64), Slot<B>>) -> Option<R>,
+        ready: impl FnMut(&mut HashMap<(usize, u64), InboxSlot<B>>) -> Option<R>,
     ) -> Result<R, TransportError> {
-        lock(&self.hub.waits_for)[self.rank] = Some(peer);
-        let found = self.watch(owner, peer, round, since, ready);
-        lock(&self.hub.waits_for)[self.rank] = None;
+        lock(&self.group.waits_for)[self.rank] = Some(peer);
+        let found = self.wait_at(owner, peer, round, since, ready);
+        lock(&self.group.waits_for)[self.rank] = None;
         found
     }
 
-    fn watch<R>(
+    fn wait_at<R>(
         &self,
         owner: usize,
         peer: usize,
         round: usize,
         since: Instant,
-        mut ready: impl FnMut(&mut HashMap<(usize, u64), Slot<B>>) -> Option<R>,
+        mut ready: impl FnMut(&mut HashMap<(usize, u64), InboxSlot<B>>) -> Option<R>,
     ) -> Result<R, TransportError> {
-        let inbox = &self.hub.inboxes[owner];
-        let limit = self.hub.deadline;
+        let inbox = &self.group.inboxes[owner];
+        let limit = self.group.deadline;
         let mut slots = lock(&inbox.slots);
         loop {
             if let Some(found) = ready(&mut slots) {
                 return Ok(found);
             }
-            if let Some((failed, reason)) = self.hub.failure() {
+            if let Some((failed, reason)) = self.group.failure() {
                 return Err(TransportError::PeerFailed {
                     rank: self.rank,
                     peer: failed,
@@ -169,7 +169,7 @@ impl<B: WireBuffer> Endpoint<B> {
                     reason,
                 });
             }
-            if self.hub.council.is_away(peer) {
+            if self.group.membership.is_inactive(peer) {
                 let rank = self.rank;
                 return Err(TransportError::Gone { rank, peer, round });
             }
@@ -177,7 +177,7 @@ impl<B: WireBuffer> Endpoint<B> {
             let Some(left) = limit.checked_sub(waited).filter(|left| !left.is_zero()) else {
                 return Err(TransportError::Deadline {
                     rank: self.rank,
-                    peer: self.hub.last_waited_for(peer),
+                    peer: self.group.last_waited_for(peer),
                     round,
                     waited,
                     limit,
@@ -188,77 +188,81 @@ impl<B: WireBuffer> Endpoint<B> {
         }
     }
 
-    /// Fills the slot that a neighbour has posted, and counts the bytes.
+    /// Fills the buffer that a peer has posted, and counts the bytes.
     fn deliver(&self, parcel: &B, to: Address, (mut buffer, expected): (B, usize)) -> usize {
         let bytes = to.elements * parcel.element_bytes();
         let slot = if to.elements == expected {
             buffer.copy_from(parcel, to.elements);
-            Slot::Full(buffer)
+            InboxSlot::Full(buffer)
         } else {
-            Slot::Wrong(buffer, to.elements)
+            InboxSlot::Wrong(buffer, to.elements)
         };
-        let inbox = &self.hub.inboxes[to.peer];
+        let inbox = &self.group.inboxes[to.peer];
         lock(&inbox.slots).insert((self.rank, to.tag), slot);
         inbox.changed.notify_all();
         bytes
     }
 
-    /// What `to` has posted for us, if it has.
+    /// Takes the buffer that a peer has posted for `rank`, if it has.
     fn posted(
         rank: usize,
         tag: u64,
-        slots: &mut HashMap<(usize, u64), Slot<B>>,
+        slots: &mut HashMap<(usize, u64), InboxSlot<B>>,
     ) -> Option<(B, usize)> {
         let slot = slots.get_mut(&(rank, tag))?;
-        if !matches!(slot, Slot::Posted(..)) {
+        if !matches!(slot, InboxSlot::Posted(..)) {
             return None;
         }
-        match std::mem::replace(slot, Slot::Filling) {
-            Slot::Posted(buffer, expected) => Some((buffer, expected)),
+        match std::mem::replace(slot, InboxSlot::Filling) {
+            InboxSlot::Posted(buffer, expected) => Some((buffer, expected)),
             _ => None,
         }
     }
 
-    /// What a neighbour has filled for us, if it has.
+    /// Takes a buffer that a peer has filled for this rank, if it has.
     fn filled(
         from: Address,
-        slots: &mut HashMap<(usize, u64), Slot<B>>,
+        slots: &mut HashMap<(usize, u64), InboxSlot<B>>,
     ) -> Option<(B, Option<usize>)> {
         let key = (from.peer, from.tag);
         match slots.get(&key)? {
-            Slot::Full(_) | Slot::Wrong(..) => {}
-            Slot::Posted(..) | Slot::Filling => return None,
+            InboxSlot::Full(_) | InboxSlot::Wrong(..) => {}
+            InboxSlot::Posted(..) | InboxSlot::Filling => return None,
         }
         match slots.remove(&key)? {
-            Slot::Full(buffer) => Some((buffer, None)),
-            Slot::Wrong(buffer, got) => Some((buffer, Some(got))),
-            Slot::Posted(..) | Slot::Filling => None,
+            InboxSlot::Full(buffer) => Some((buffer, None)),
+            InboxSlot::Wrong(buffer, got) => Some((buffer, Some(got))),
+            InboxSlot::Posted(..) | InboxSlot::Filling => None,
         }
     }
 }
 
 impl<B: WireBuffer> Endpoint<B> {
-    /// Takes back what was posted for an exchange that will not complete.
+    /// Takes back the buffers posted for an exchange that will not complete.
     fn reclaim(&self, incoming: &mut [Incoming<'_, B>]) {
-        let inbox = &self.hub.inboxes[self.rank];
+        let inbox = &self.group.inboxes[self.rank];
         let mut slots = lock(&inbox.slots);
         for Incoming { from, parcel } in incoming.iter_mut() {
             let key = (from.peer, from.tag);
-            // Whoever is at it copies, and waits for nobody.
-            while matches!(slots.get(&key), Some(Slot::Filling)) {
+            // A sender that is copying does not wait for anything.
+            while matches!(slots.get(&key), Some(InboxSlot::Filling)) {
                 let woken = inbox.changed.wait(slots);
                 slots = woken.unwrap_or_else(PoisonError::into_inner);
             }
             match slots.remove(&key) {
-                Some(Slot::Posted(buffer, _) | Slot::Full(buffer) | Slot::Wrong(buffer, _)) => {
+                Some(
+                    InboxSlot::Posted(buffer, _)
+                    | InboxSlot::Full(buffer)
+                    | InboxSlot::Wrong(buffer, _),
+                ) => {
                     **parcel = buffer;
                 }
-                Some(Slot::Filling) | None => {}
+                Some(InboxSlot::Filling) | None => {}
             }
         }
     }
 
-    fn hop(
+    fn transfer(
         &mut self,
         round: usize,
         outgoing: &[Outgoing<'_, B>],
@@ -266,7 +270,7 @@ impl<B: WireBuffer> Endpoint<B> {
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Moved, TransportError> {
         let mut moved = Moved::default();
-        let own = &self.hub.inboxes[self.rank];
+        let own = &self.group.inboxes[self.rank];
         let enqueued = incoming.iter().any(|message| message.parcel.is_enqueued());
         if enqueued {
             meanwhile();
@@ -276,18 +280,18 @@ impl<B: WireBuffer> Endpoint<B> {
         }
         let mut slots = lock(&own.slots);
         for Incoming { from, parcel } in incoming.iter_mut() {
-            let posted = Slot::Posted(parcel.take(), from.elements);
+            let posted = InboxSlot::Posted(parcel.take(), from.elements);
             slots.insert((from.peer, from.tag), posted);
         }
         drop(slots);
         own.changed.notify_all();
 
-        // Whoever has posted already is served before we compute, the others after.
+        // Peers that have posted already are served before computing, the others after.
         let mut late: Vec<&Outgoing<'_, B>> = Vec::new();
         for message in outgoing {
             let to = message.to;
             let posted = {
-                let mut slots = lock(&self.hub.inboxes[to.peer].slots);
+                let mut slots = lock(&self.group.inboxes[to.peer].slots);
                 Self::posted(self.rank, to.tag, &mut slots)
             };
             match posted {
@@ -306,7 +310,7 @@ impl<B: WireBuffer> Endpoint<B> {
             });
             moved.sent_bytes += match slot {
                 Ok(slot) => self.deliver(message.parcel, to, slot),
-                // There is nobody to send it to.
+                // The peer is dead or has left the epoch: the message is dropped.
                 Err(TransportError::Gone { .. }) => to.elements * message.parcel.element_bytes(),
                 Err(error) => return Err(error),
             };
@@ -339,23 +343,23 @@ impl<B: WireBuffer> Transport<B> for Endpoint<B> {
         incoming: &mut [Incoming<'_, B>],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Moved, TransportError> {
-        let moved = self.hop(round, outgoing, incoming, meanwhile);
+        let moved = self.transfer(round, outgoing, incoming, meanwhile);
         if matches!(moved, Err(TransportError::Gone { .. })) {
             self.reclaim(incoming);
         }
-        self.hub.council.sign();
+        self.group.membership.record_activity();
         moved
     }
 }
 
 impl<B: WireBuffer> Survivors<B> for Endpoint<B> {
-    fn agree(&mut self, standing: RankProgress) -> Result<Agreement, TransportError> {
-        let (rank, limit, round) = (self.rank, self.hub.deadline, standing.done);
-        let epoch = self.hub.council.come(rank, standing);
-        self.hub.wake();
-        let failure = || self.hub.failure();
-        let agreed = self.hub.council.agreement(epoch, limit, failure);
-        agreed.map_err(|discord| match discord {
+    fn agree(&mut self, progress: RankProgress) -> Result<Agreement, TransportError> {
+        let (rank, limit, round) = (self.rank, self.group.deadline, progress.done);
+        let epoch = self.group.membership.report(rank, progress);
+        self.group.wake();
+        let failure = || self.group.failure();
+        let agreed = self.group.membership.agreement(epoch, limit, failure);
+        agreed.map_err(|error| match error {
             AgreementError::Silence { peer, waited } => TransportError::Deadline {
                 rank,
                 peer,
@@ -373,6 +377,6 @@ impl<B: WireBuffer> Survivors<B> for Endpoint<B> {
     }
 
     fn give_up(&mut self, reason: &str) {
-        self.hub.fail(self.rank, reason.to_string());
+        self.group.fail(self.rank, reason.to_string());
     }
 }

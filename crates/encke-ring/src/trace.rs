@@ -1,25 +1,25 @@
-//! What happened: events with times and bytes, to be held against the plan.
+//! A trace of a call: events with times and bytes, which can be compared with the plan.
 
 use encke_core::transport::Moved;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// What a rank did in a stretch of time.
+/// What a rank did during an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Activity {
-    /// Copied its inputs in.
+    /// Loaded its inputs.
     Load,
-    /// The tasks before the hops of a round: packing, combining, finishing.
+    /// Ran the tasks before the messages of a round: packing, merging, finishing.
     Prepare,
-    /// The jobs of a round.
+    /// Ran the jobs of a round.
     Compute,
-    /// Waited for hops after its jobs were done: communication that was not hidden.
+    /// Waited for messages after its jobs were done: communication that was not overlapped.
     Wait,
 }
 
 impl Activity {
-    /// The name reports use.
+    /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Activity::Load => "load",
@@ -30,7 +30,7 @@ impl Activity {
     }
 }
 
-/// A stretch of time of one rank.
+/// One activity of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Event {
     /// The rank.
@@ -39,7 +39,7 @@ pub struct Event {
     pub round: usize,
     /// What it did.
     pub activity: Activity,
-    /// Since the call began.
+    /// When it started, since the start of the call.
     pub start: Duration,
     /// How long it took.
     pub duration: Duration,
@@ -57,12 +57,12 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Bytes sent by all ranks: counted where they were handed to the transport.
+    /// Bytes sent by all ranks, counted at the transport.
     pub fn sent_bytes(&self) -> usize {
         self.events.iter().map(|event| event.sent_bytes).sum()
     }
 
-    /// When the last rank was done.
+    /// When the last rank finished.
     pub fn end(&self) -> Duration {
         let ends = self.events.iter().map(|event| event.start + event.duration);
         ends.max().unwrap_or_default()
@@ -79,7 +79,7 @@ impl Trace {
     }
 }
 
-/// Takes down the events of one rank.
+/// Records the events of one rank.
 #[derive(Debug)]
 pub struct Recorder {
     rank: usize,
@@ -88,7 +88,7 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// A recorder whose times count from `origin`.
+    /// A recorder whose times are relative to `origin`.
     pub fn new(rank: usize, origin: Instant) -> Recorder {
         Recorder {
             rank,
@@ -97,8 +97,8 @@ impl Recorder {
         }
     }
 
-    /// Something that began at `start` and ends now.
-    pub fn note(&mut self, round: usize, activity: Activity, start: Instant, moved: Moved) {
+    /// Records an event that started at `start` and ends now.
+    pub fn record(&mut self, round: usize, activity: Activity, start: Instant, moved: Moved) {
         self.events.push(Event {
             rank: self.rank,
             round,
@@ -110,12 +110,12 @@ impl Recorder {
         });
     }
 
-    /// The rank whose events these are.
+    /// The rank.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The events taken down.
+    /// The recorded events.
     pub fn finish(self) -> Vec<Event> {
         self.events
     }

@@ -1,8 +1,8 @@
-//! Streamed ranks against a ring of threads: the same bits forward, the same numbers backward, the
-//! same bytes planned and held.
+//! Out-of-core ranks against a ring of threads: the same bits forward, the same gradients up to
+//! rounding, the same bytes planned and allocated.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use encke_core::plan::program::Role;
@@ -12,20 +12,21 @@ use encke_core::{
     DType, Data, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor, reference,
 };
 use encke_cpu::CpuKernel;
-use encke_ring::ThreadRing;
 use encke_ring::out_of_core::{
-    Checksum, Files, Generator, GradientFile, RowRange, Samples, Sink, Source, Stream, StreamError,
-    TensorFile, fit, width,
+    Checksum, Files, FromSource, Generator, GradientFile, RowRange, RowSink, RowSource, Samples,
+    Stream, StreamError, TensorFile, ToSink, fit_ranks, row_width,
 };
+use encke_ring::threads::endpoints;
+use encke_ring::{ShardCall, ThreadRing};
 use proptest::prelude::*;
 
-/// Tensors in memory, as a source and as a sink.
+/// Tensors in host memory, as a source and as a sink.
 #[derive(Default)]
-struct Memory {
+struct TensorStore {
     tensors: BTreeMap<u8, Tensor>,
 }
 
-impl Memory {
+impl TensorStore {
     fn insert(&mut self, role: Role, tensor: Tensor) {
         self.tensors.insert(role as u8, tensor);
     }
@@ -34,13 +35,13 @@ impl Memory {
         &self.tensors[&(role as u8)]
     }
 
-    /// Every (place in the tensor, place in the stretch) of a row.
-    fn rows(dims: [usize; 4], stretch: &RowRange<'_>) -> Vec<(usize, usize)> {
+    /// The first element of every row: (in the tensor, in the range).
+    fn rows(dims: [usize; 4], range: &RowRange<'_>) -> Vec<(usize, usize)> {
         let [_, n, h, d] = dims;
         let mut rows = Vec::new();
-        for token in stretch.tokens.tokens() {
-            for &head in stretch.heads {
-                let there = ((stretch.batch * n + token) * h + head) * d;
+        for token in range.tokens.tokens() {
+            for &head in range.heads {
+                let there = ((range.batch * n + token) * h + head) * d;
                 rows.push((there, rows.len() * d));
             }
         }
@@ -48,14 +49,14 @@ impl Memory {
     }
 }
 
-impl Source for Memory {
+impl RowSource for TensorStore {
     fn dtype(&self, role: Role) -> DType {
         self.get(role).dtype()
     }
 
-    fn read(&self, stretch: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
-        let tensor = self.get(stretch.role);
-        for (there, here) in Memory::rows(tensor.dims(), stretch) {
+    fn read(&self, range: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
+        let tensor = self.get(range.role);
+        for (there, here) in TensorStore::rows(tensor.dims(), range) {
             for i in 0..tensor.dims()[3] {
                 to.set(here + i, tensor.data().as_slice().get(there + i));
             }
@@ -64,30 +65,30 @@ impl Source for Memory {
     }
 }
 
-impl Sink for Memory {
-    fn write(&mut self, stretch: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
-        let tensor = self.tensors.get_mut(&(stretch.role as u8)).unwrap();
+impl RowSink for TensorStore {
+    fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
+        let tensor = self.tensors.get_mut(&(range.role as u8)).unwrap();
         let dims = tensor.dims();
-        for (there, here) in Memory::rows(dims, stretch) {
+        for (there, here) in TensorStore::rows(dims, range) {
             for i in 0..dims[3] {
-                let number = from.as_slice().get(here + i);
-                tensor.data_mut().set(there + i, number);
+                let element = from.as_slice().get(here + i);
+                tensor.data_mut().set(there + i, element);
             }
         }
         Ok(())
     }
 }
 
-/// A tensor of the generator, as a whole.
+/// A whole tensor of the generator.
 fn generated(generator: &Generator, role: Role, dims: [usize; 4]) -> Tensor {
     let [b, n, h, _] = dims;
-    let mut numbers = Vec::new();
+    let mut elements = Vec::new();
     for batch in 0..b {
         for (token, head) in (0..n).flat_map(|t| (0..h).map(move |h| (t, h))) {
-            numbers.extend(generator.row(role, batch, token, head, DType::F32));
+            elements.extend(generator.row(role, batch, token, head, DType::F32));
         }
     }
-    Tensor::from_f64(DType::F32, dims, &numbers).unwrap()
+    Tensor::from_f64(DType::F32, dims, &elements).unwrap()
 }
 
 fn dims(role: Role, shape: &Shape) -> [usize; 4] {
@@ -95,11 +96,11 @@ fn dims(role: Role, shape: &Shape) -> [usize; 4] {
         Role::K | Role::V | Role::Dk | Role::Dv => shape.kv_heads,
         _ => shape.heads,
     };
-    [shape.batch, shape.tokens, heads, width(role, shape)]
+    [shape.batch, shape.tokens, heads, row_width(role, shape)]
 }
 
-fn empty(roles: &[(Role, DType)], shape: &Shape) -> Memory {
-    let mut memory = Memory::default();
+fn empty(roles: &[(Role, DType)], shape: &Shape) -> TensorStore {
+    let mut memory = TensorStore::default();
     for &(role, dtype) in roles {
         memory.insert(role, Tensor::zeros(dtype, dims(role, shape)));
     }
@@ -110,25 +111,30 @@ fn ring() -> ThreadRing<CpuKernel> {
     ThreadRing::new(CpuKernel::new().unwrap(), Duration::from_secs(60))
 }
 
-/// Streams every rank of a request, with a spool where it is a backward pass. Returns the bytes
-/// that ranks would have received.
-fn stream(kernel: &CpuKernel, request: &Request, source: &dyn Source, sink: &mut Memory) -> usize {
+/// Streams every rank of a request, with a gradient file for a backward pass. Returns the bytes
+/// that the ranks would have received.
+fn stream(
+    kernel: &CpuKernel,
+    request: &Request,
+    source: &dyn RowSource,
+    sink: &mut TensorStore,
+) -> usize {
     let plan = Plan::new(request.clone()).unwrap();
     let mut stream = Stream::new(kernel, &plan).unwrap();
     let file = tempfile::tempfile().unwrap();
-    let mut spool =
+    let mut gradients =
         (request.pass != Pass::Forward).then(|| GradientFile::new(file, request).unwrap());
     let mut received = 0;
     for rank in 0..plan.ranks() {
-        let done = stream.rank(rank, source, sink, spool.as_mut()).unwrap();
+        let done = stream.rank(rank, source, sink, gradients.as_mut()).unwrap();
         let planned = plan.rank(rank).unwrap();
         let buffers: usize = planned.memory().values().sum();
         assert_eq!(done.memory.allocated_bytes, buffers, "rank {rank}");
         assert_eq!(done.pairs, planned.pairs());
         received += done.events.iter().map(|e| e.received_bytes).sum::<usize>();
     }
-    if let Some(spool) = spool {
-        spool.finish(sink).unwrap();
+    if let Some(gradients) = gradients {
+        gradients.finish(sink).unwrap();
     }
     received
 }
@@ -164,7 +170,7 @@ fn requests() -> impl Strategy<Value = Request> {
     (sizes, patterns(), 1usize..=6, kinds).prop_map(|(sizes, pattern, ranks, kinds)| {
         let (batch, tokens, kv, group, dim) = sizes;
         let (cut, dtype, width) = kinds;
-        // Group mode wants a head for each branch.
+        // Group mode needs a head for each branch.
         let shape = Shape::new(batch, tokens, 2 * kv * group, kv, dim).unwrap();
         let sharding = Sharding::new(ranks, cut).unwrap();
         let request = Request::new(shape, pattern, sharding, dtype);
@@ -175,7 +181,7 @@ fn requests() -> impl Strategy<Value = Request> {
     })
 }
 
-/// The roles of a backward pass that have a gradient, and what it is given.
+/// The outputs and the inputs of a backward pass.
 const GRADIENTS: [Role; 3] = [Role::Dq, Role::Dk, Role::Dv];
 const GIVEN: [Role; 6] = [Role::Q, Role::K, Role::V, Role::Out, Role::Lse, Role::Dout];
 
@@ -183,7 +189,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
-    fn forward_has_the_bits_of_the_ring_and_backward_its_numbers(request in requests()) {
+    fn forward_has_the_bits_of_the_ring_and_backward_agrees_up_to_rounding(request in requests()) {
         let ring = ring();
         let shape = request.shape;
         let (dtype, sum) = (request.dtype, request.dtype.sum());
@@ -218,7 +224,7 @@ proptest! {
                 prop_assert_eq!(ring.data().bytes(), streamed.data().bytes());
             }
             let largest = ring.to_f64().iter().fold(0.0, |most: f64, x| most.max(x.abs()));
-            // The sums are made in another order, then rounded once.
+            // Sums are added in another order, then rounded once.
             let off = (2.0 * dtype.epsilon() + 64.0 * sum.epsilon()) * largest;
             for (x, y) in ring.to_f64().iter().zip(streamed.to_f64()) {
                 prop_assert!((x - y).abs() <= off, "{:?}: {} is not {}", role, y, x);
@@ -227,7 +233,7 @@ proptest! {
     }
 
     #[test]
-    fn one_row_of_the_reference_is_that_row(request in requests()) {
+    fn the_reference_of_one_row_equals_that_row_of_the_whole(request in requests()) {
         let shape = request.shape;
         let generator = Generator::new(5, shape.dim);
         let [q, k, v] = [Role::Q, Role::K, Role::V]
@@ -252,7 +258,7 @@ proptest! {
 }
 
 #[test]
-fn what_no_rank_can_do_alone_is_refused() {
+fn requests_that_one_rank_cannot_compute_alone_are_refused() {
     let kernel = CpuKernel::new().unwrap();
     let shape = Shape::new(1, 32, 2, 2, 4).unwrap();
     let detached = Mode::Mix {
@@ -271,7 +277,7 @@ fn what_no_rank_can_do_alone_is_refused() {
     }
 }
 
-/// A LongNet pattern of few keys.
+/// A LongNet pattern with few keys.
 fn longnet(tokens: usize) -> Pattern {
     let rates: Vec<usize> = (0..)
         .map(|i| 4usize.pow(i))
@@ -283,7 +289,7 @@ fn longnet(tokens: usize) -> Pattern {
 }
 
 #[test]
-fn the_checksum_does_not_depend_on_the_number_of_ranks_but_on_the_output() {
+fn the_checksum_depends_on_the_output_but_not_on_the_number_of_ranks() {
     let kernel = CpuKernel::new().unwrap();
     let shape = Shape::new(1, 1 << 13, 1, 1, 64).unwrap();
     let sum = |ranks: usize, pattern: Pattern, seed: u64| {
@@ -307,7 +313,7 @@ fn the_checksum_does_not_depend_on_the_number_of_ranks_but_on_the_output() {
         assert!(difference <= tolerance, "{ranks} ranks");
     }
     assert_eq!(sum(8, pattern(), 0), base);
-    // One branch less, or other numbers, is far outside of it.
+    // One branch less, or other inputs, differ by far more.
     let less = Pattern::dilated(&[32, 128, 512], &[1, 4, 16], mix()).unwrap();
     for other in [sum(8, less.causal(true), 0), sum(8, pattern(), 1)] {
         assert!((other.value() - base.value()).abs() > 1000.0 * tolerance);
@@ -315,7 +321,7 @@ fn the_checksum_does_not_depend_on_the_number_of_ranks_but_on_the_output() {
 }
 
 #[test]
-fn samples_are_the_rows_that_were_asked_for() {
+fn samples_are_the_selected_rows() {
     let kernel = CpuKernel::new().unwrap();
     let shape = Shape::new(1, 300, 4, 2, 8).unwrap();
     for cut in [Cut::Contiguous, Cut::Striped] {
@@ -327,13 +333,13 @@ fn samples_are_the_rows_that_were_asked_for() {
         stream(&kernel, &request, &generator, &mut whole);
         let plan = Plan::new(request).unwrap();
         let mut stream = Stream::new(&kernel, &plan).unwrap();
-        let wanted = [(0, 0), (7, 3), (128, 1), (128, 2), (299, 3)];
-        let mut samples = Samples::new(wanted);
+        let selected = [(0, 0), (7, 3), (128, 1), (128, 2), (299, 3)];
+        let mut samples = Samples::new(selected);
         for rank in 0..3 {
             stream.rank(rank, &generator, &mut samples, None).unwrap();
         }
         let rows = samples.take();
-        assert!(rows.keys().copied().eq(wanted));
+        assert!(rows.keys().copied().eq(selected));
         for ((token, head), row) in rows {
             let at = token * 4 + head;
             let out = whole.get(Role::Out).to_f64();
@@ -352,7 +358,7 @@ fn run(first: usize, stride: usize, count: usize) -> Run {
 }
 
 #[test]
-fn files_hold_what_was_written_wherever_it_was() {
+fn rows_read_from_files_are_those_written() {
     let file = Arc::new(tempfile::tempfile().unwrap());
     let tensor = |offset: u64| TensorFile {
         file: Arc::clone(&file),
@@ -365,7 +371,7 @@ fn files_hold_what_was_written_wherever_it_was() {
     files.add(Role::V, tensor(13 + tensor(0).bytes()));
     let generator = Generator::new(9, 4);
     let all = [0, 1, 2];
-    let stretch = |role, batch, tokens| RowRange {
+    let range = |role, batch, tokens| RowRange {
         role,
         batch,
         tokens,
@@ -373,26 +379,26 @@ fn files_hold_what_was_written_wherever_it_was() {
     };
     for role in [Role::K, Role::V] {
         for (batch, first) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-            let stretch = stretch(role, batch, run(first, 2, 5));
-            let mut numbers = Data::zeros(DType::F32, 5 * 3 * 4);
-            generator.read(&stretch, &mut numbers).unwrap();
-            files.write(&stretch, &numbers).unwrap();
+            let range = range(role, batch, run(first, 2, 5));
+            let mut elements = Data::zeros(DType::F32, 5 * 3 * 4);
+            generator.read(&range, &mut elements).unwrap();
+            files.write(&range, &elements).unwrap();
         }
     }
     let lists = [(Role::K, &all[..]), (Role::V, &[1]), (Role::K, &[0, 2])];
     for (role, heads) in lists {
-        let stretch = RowRange {
+        let range = RowRange {
             heads,
-            ..stretch(role, 1, run(3, 3, 3))
+            ..range(role, 1, run(3, 3, 3))
         };
         let mut expected = Data::zeros(DType::F32, 3 * heads.len() * 4);
         let mut read = expected.clone();
-        generator.read(&stretch, &mut expected).unwrap();
-        Source::read(&files, &stretch, &mut read).unwrap();
+        generator.read(&range, &mut expected).unwrap();
+        RowSource::read(&files, &range, &mut read).unwrap();
         assert_eq!(read, expected);
     }
-    let nowhere = stretch(Role::Q, 0, run(0, 1, 1));
-    let refused = Source::read(&files, &nowhere, &mut Data::zeros(DType::F32, 12));
+    let nowhere = range(Role::Q, 0, run(0, 1, 1));
+    let refused = RowSource::read(&files, &nowhere, &mut Data::zeros(DType::F32, 12));
     assert!(matches!(refused, Err(StreamError::Missing { .. })));
 }
 
@@ -409,16 +415,91 @@ fn the_smallest_number_of_ranks_that_fits_is_found() {
     let both = [forward, backward];
     let mut before = usize::MAX;
     for limit in [64 << 20, 128 << 20, 512 << 20, 4 << 30] {
-        let alone = fit(&kernel, &both[..1], limit).unwrap();
-        let found = fit(&kernel, &both, limit).unwrap();
+        let alone = fit_ranks(&kernel, &both[..1], limit).unwrap();
+        let found = fit_ranks(&kernel, &both, limit).unwrap();
         assert!(found.bytes <= limit && alone.bytes <= limit);
         assert!(alone.ranks <= found.ranks && found.ranks <= before);
         before = found.ranks;
     }
     assert_eq!(before, 1);
-    let Err(StreamError::Limit { least, .. }) = fit(&kernel, &both, 1 << 20) else {
+    let Err(StreamError::Limit { least, .. }) = fit_ranks(&kernel, &both, 1 << 20) else {
         panic!("a megabyte is less than the program takes");
     };
-    assert!(fit(&kernel, &both, least).is_ok());
-    assert!(fit(&kernel, &both, least - 1).is_err());
+    assert!(fit_ranks(&kernel, &both, least).is_ok());
+    assert!(fit_ranks(&kernel, &both, least - 1).is_err());
+}
+
+/// A sink that several ranks share.
+struct SharedStore<'a>(&'a Mutex<TensorStore>);
+
+impl RowSink for SharedStore<'_> {
+    fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
+        self.0.lock().unwrap().write(range, from)
+    }
+}
+
+/// Four ranks that each load their rows from a source and write them to a sink; `dead` never
+/// starts.
+fn run_apart(request: &Request, source: &dyn RowSource, dead: Option<usize>) -> TensorStore {
+    let kernel = CpuKernel::new().unwrap();
+    let plan = Plan::new(request.clone()).unwrap();
+    let outputs = [(Role::Out, DType::F32), (Role::Lse, DType::F32)];
+    let sink = Mutex::new(empty(&outputs, &request.shape));
+    std::thread::scope(|scope| {
+        let ranks = endpoints(plan.ranks(), Duration::from_secs(60));
+        for (number, mut endpoint) in ranks.into_iter().enumerate() {
+            let (kernel, plan, sink) = (&kernel, &plan, &sink);
+            scope.spawn(move || {
+                if dead == Some(number) {
+                    return endpoint.group().mark_dead(number);
+                }
+                let mut output = SharedStore(sink);
+                let mut call = ShardCall::new(kernel, plan, number).unwrap();
+                call.load(&mut FromSource(source)).unwrap();
+                match plan.request().redundancy {
+                    0 => {
+                        call.run(&mut endpoint).unwrap();
+                        call.store(&mut ToSink(&mut output)).unwrap();
+                    }
+                    _ => {
+                        let output = &mut ToSink(&mut output);
+                        call.run_surviving(&mut endpoint, output).unwrap();
+                    }
+                }
+                let report = call.finish();
+                assert!(report.memory.ledger.total().peak_bytes > 0);
+                assert!(report.pairs > 0);
+            });
+        }
+    });
+    sink.into_inner().unwrap()
+}
+
+#[test]
+fn ranks_apart_read_a_source_write_a_sink_and_survive_a_death() {
+    let shape = Shape::new(2, 37, 4, 2, 8).unwrap();
+    let generator = Generator::new(3, shape.dim);
+    let views = [Role::Q, Role::K, Role::V]
+        .map(|role| (role, generated(&generator, role, dims(role, &shape))));
+    let views = views
+        .each_ref()
+        .map(|(role, tensor)| (*role, tensor.view()));
+    for redundancy in [0, 1] {
+        let sharding = Sharding::contiguous(4).unwrap();
+        let pattern = Pattern::dense().causal(true);
+        let mut request = Request::new(shape, pattern, sharding, DType::F32);
+        request.redundancy = redundancy;
+        let mut expected = ring().run(&request, &views).unwrap();
+        let undisturbed = run_apart(&request, &generator, None);
+        let survived = (redundancy > 0).then(|| run_apart(&request, &generator, Some(2)));
+        for role in [Role::Out, Role::Lse] {
+            let expected = expected.take(role).unwrap();
+            assert_eq!(undisturbed.get(role), &expected, "{role:?}");
+            // After a death, jobs are merged in another order.
+            let survived = survived.iter().flat_map(|of| of.get(role).to_f64());
+            for (got, expected) in survived.zip(expected.to_f64()) {
+                assert!((got - expected).abs() <= 1e-5, "{role:?}");
+            }
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! A call with injected faults: all ranks on one thread, in virtual time, over a faulty network.
 //!
 //! The ranks are those of a ring of threads, and messages pass the checks of a network transport
-//! ([`Posted`](encke_ring::envelope::Posted)). A run shows that a call returns the right result, or
+//! ([`PostedReceive`](encke_ring::envelope::PostedReceive)). A run shows that a call returns the right result, or
 //! that every rank ends with a typed error inside its deadline.
 //!
 //! The protocol is minimal. Messages are checked and never retransmitted; a rank waits for its
@@ -124,7 +124,7 @@ impl<K: Kernel<Buffer = Data>> SimulatedRing<'_, K> {
             self.first_failed.get_or_insert(rank);
         }
         let died = error.as_ref().is_some_and(RankError::is_death);
-        let to_blame = error.as_ref().is_some_and(RankError::is_to_blame);
+        let to_blame = error.as_ref().is_some_and(RankError::ends_call);
         let state = &mut self.ranks[rank];
         state.waiting = None;
         state.end = Some(RankEnd {

@@ -8,7 +8,7 @@ use encke_core::Data;
 use encke_core::kernel::Kernel;
 use encke_core::transport::{TransportError, WireBuffer};
 use encke_ring::Envelope;
-use encke_ring::envelope::{Fate, Posted};
+use encke_ring::envelope::{EnvelopeMatch, PostedReceive};
 
 use crate::fault_config::ReceiverChecks;
 use crate::network::Packet;
@@ -31,7 +31,7 @@ pub(crate) fn receive_arrived<K: Kernel<Buffer = Data>>(
     } = receiver;
     let mut still = Vec::new();
     for message in missing.drain(..) {
-        let posted = Posted {
+        let posted = PostedReceive {
             rank: rank.plan().rank,
             call: epoch as u64,
             round: *round,
@@ -55,7 +55,7 @@ pub(crate) fn receive_arrived<K: Kernel<Buffer = Data>>(
 
 /// Searches the inbox for the message of a posted receive, and drops stale packets on the way.
 fn find(
-    posted: &Posted,
+    posted: &PostedReceive,
     inbox: &mut Vec<Packet>,
     checks: ReceiverChecks,
 ) -> Result<Option<(Envelope, Data)>, TransportError> {
@@ -67,9 +67,9 @@ fn find(
         }
         let envelope = Envelope::from_bytes(packet.envelope);
         match admit(posted, &envelope, checks)? {
-            Fate::Take => return Ok(Some((envelope, inbox.remove(at).contents))),
-            Fate::Stale => drop(inbox.remove(at)),
-            Fate::Early => at += 1,
+            EnvelopeMatch::Take => return Ok(Some((envelope, inbox.remove(at).contents))),
+            EnvelopeMatch::Stale => drop(inbox.remove(at)),
+            EnvelopeMatch::Early => at += 1,
         }
     }
     Ok(None)
@@ -77,10 +77,10 @@ fn find(
 
 /// The receiver's check of an envelope, weakened for mutants.
 fn admit(
-    posted: &Posted,
+    posted: &PostedReceive,
     envelope: &Envelope,
     checks: ReceiverChecks,
-) -> Result<Fate, TransportError> {
+) -> Result<EnvelopeMatch, TransportError> {
     match checks {
         ReceiverChecks::All => posted.admit(envelope),
         ReceiverChecks::NoChecksum => {
@@ -89,7 +89,7 @@ fn admit(
         }
         ReceiverChecks::NoRound => {
             let round = usize::try_from(envelope.round).unwrap_or(usize::MAX);
-            Posted { round, ..*posted }.admit(envelope)
+            PostedReceive { round, ..*posted }.admit(envelope)
         }
     }
 }

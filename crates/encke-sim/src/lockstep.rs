@@ -123,7 +123,7 @@ fn step<K: Kernel>(
         });
         done.map_err(|source| failed(number, source))?;
         let used = kernel.scratch_bytes();
-        rank.ledger_mut().hold(round, Component::Workspace, used);
+        rank.ledger_mut().set(round, Component::Workspace, used);
     }
     let begin = Instant::now();
     let mut moved = vec![Moved::default(); ranks.len()];
@@ -144,7 +144,7 @@ fn step<K: Kernel>(
         };
         assert_eq!(moved, planned, "the bytes moved are those planned");
         if planned != Moved::default() {
-            recorder.note(round, Activity::Wait, begin, moved);
+            recorder.record(round, Activity::Wait, begin, moved);
         }
     }
     Ok(())
@@ -182,7 +182,7 @@ fn memory<K: Kernel>(kernel: &K, plan: &Plan, rank: Rank<K>, allocated_bytes: us
     let planned = planned(kernel, rank.plan(), 1, plan.request());
     let (number, after) = (rank.plan().rank, rank.plan().rounds.len());
     let mut ledger = rank.free();
-    ledger.hold(after, Component::Workspace, 0);
+    ledger.set(after, Component::Workspace, 0);
     let left = ledger.total().held_bytes();
     assert_eq!(left, 0, "rank {number} freed all it allocated");
     RankMemory {

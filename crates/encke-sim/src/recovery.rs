@@ -140,7 +140,7 @@ impl<K: Kernel<Buffer = Data>> SimulatedRing<'_, K> {
             .collect();
         let errors = self.ranks.iter().filter_map(|state| {
             let end = state.end.as_ref()?;
-            let error = end.error.as_ref().filter(|error| error.is_to_blame())?;
+            let error = end.error.as_ref().filter(|error| error.ends_call())?;
             Some((end.rank, error.to_string()))
         });
         let Some((peer, reason)) = errors.min() else {

@@ -164,7 +164,7 @@ impl GpuBenchmark {
             let mut recorder = Recorder::new(rank.plan().rank, Instant::now());
             let ended = rank.run(kernel, &mut endpoint, &mut recorder);
             if let Err(error) = &ended {
-                endpoint.observer().fail(recorder.rank(), error.to_string());
+                endpoint.group().fail(recorder.rank(), error.to_string());
             }
             ended
         };

@@ -55,7 +55,8 @@ pub struct EnqueueReport {
 struct DeviceTensors<'a> {
     call: &'a GpuCall<'a>,
     stream: &'a ForeignStream,
-    /// True if the rank is the only one that writes the outputs, so that it can write them in place.
+    /// True if the rank is the only one that writes the outputs, so that it can write them in
+    /// place.
     alone: bool,
     /// Bytes of inputs that are read in place.
     borrowed_bytes: usize,
@@ -65,12 +66,12 @@ impl GpuCall<'_> {
     /// Enqueues the call, all ranks on the kernel's GPU, and ends the call on the owner's stream.
     pub fn run(&self, stream: ForeignStream) -> Result<EnqueueReport, Error> {
         let mut ranks = Vec::new();
-        let mut lent = Vec::new();
+        let mut borrowed = Vec::new();
         for number in 0..self.plan.ranks() {
             let mut rank = Rank::idle(self.plan.rank(number)?);
             let mut tensors = self.tensors(&stream, self.plan.ranks() == 1);
             tensors.bind(&mut rank)?;
-            lent.push(tensors.borrowed_bytes);
+            borrowed.push(tensors.borrowed_bytes);
             ranks.push(rank);
         }
         let work = |rank: &mut Rank<CudaKernel>, mut endpoint, recorder: &mut _| {
@@ -80,7 +81,7 @@ impl GpuCall<'_> {
         let JoinedRanks { events, .. } = run_on_threads(&mut ranks, self.deadline, false, work)?;
         self.tensors(&stream, ranks.len() == 1).collect(&ranks)?;
         let mut memory = memory::of_ranks(self.kernel, &ranks, self.plan.request());
-        for (memory, borrowed_bytes) in memory.iter_mut().zip(&lent) {
+        for (memory, borrowed_bytes) in memory.iter_mut().zip(&borrowed) {
             memory.borrowed_bytes = *borrowed_bytes;
         }
         drop(ranks);
@@ -88,7 +89,7 @@ impl GpuCall<'_> {
         Ok(EnqueueReport {
             trace: Trace { events },
             memory,
-            borrowed_bytes: lent.iter().sum(),
+            borrowed_bytes: borrowed.iter().sum(),
         })
     }
 
@@ -107,7 +108,7 @@ impl GpuCall<'_> {
         let ran = call.run(transport);
         ran.map_err(|source| Error::of_rank(number, source))?;
         call.store(&mut tensors)?;
-        call.finish();
+        drop(call);
         Ok(stream.end().map_err(KernelError::from)?)
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
-use encke::{Attention, Builder, CheckpointPolicy, DType, Fault, Phase, Precision};
+use encke::{Attention, Builder, CheckpointPolicy, DType, Fault, FaultPhase, Precision};
 use encke_lab::number::{bytes, count};
 
 use crate::device_option::DeviceOption;
@@ -223,7 +223,7 @@ impl Options {
             rank,
             epoch,
             round,
-            phase: Phase::Begin,
+            phase: FaultPhase::Begin,
         });
         Ok(builder.drill(faults.collect()))
     }

@@ -18,8 +18,8 @@ use encke_lab::process::peak_resident_bytes;
 use encke_lab::terminal::{long_bar, say};
 use encke_lab::{Verdict, memory_table};
 use encke_ring::out_of_core::{
-    Files, Fit, GradientFile, PROGRAM_BYTES, RowRange, Sink, Source, Stream, StreamError,
-    TensorFile, fit,
+    Files, FittingRanks, GradientFile, PROGRAM_BYTES, RowRange, RowSink, RowSource, Stream,
+    StreamError, TensorFile, fit_ranks,
 };
 
 use super::inputs::AttendInputs;
@@ -57,13 +57,13 @@ impl<'a> CheckedInput<'a> {
     }
 }
 
-impl Source for CheckedInput<'_> {
+impl RowSource for CheckedInput<'_> {
     fn dtype(&self, role: Role) -> DType {
         self.files.dtype(role)
     }
 
     fn read(&self, rows: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
-        Source::read(&self.files, rows, to)?;
+        RowSource::read(&self.files, rows, to)?;
         let named = self.names.iter().find(|(role, _)| *role == rows.role);
         let (Some(compute), Some((role, name))) = (self.compute, named) else {
             return Ok(());
@@ -107,7 +107,7 @@ pub fn run<K: Kernel>(
     };
     let compute = attention.compute_dtype(inputs.q.dtype());
     let requests = requests(attention, &inputs)?;
-    let fit = fit(attention.kernel(), &requests, limit)?;
+    let fit = fit_ranks(attention.kernel(), &requests, limit)?;
     let output = OutputFile::create(&options.output, &[("the input", options.input.as_path())])?;
     let mut source = CheckedInput::new(options, &inputs, compute)?;
     let entries = output_entries(&inputs, compute);
@@ -234,8 +234,8 @@ pub(super) fn file_of(files: &Files, role: Role) -> Result<TensorFile, StreamErr
 fn pass<K: Kernel>(
     attention: &Attention<K>,
     plan: &Plan,
-    source: &dyn Source,
-    sink: &mut dyn Sink,
+    source: &dyn RowSource,
+    sink: &mut dyn RowSink,
     output: &OutputFile,
 ) -> Result<StreamedPass> {
     let begin = Instant::now();
@@ -273,7 +273,7 @@ fn pass<K: Kernel>(
 }
 
 /// Limit, planned and peak resident memory.
-fn memory_text(fit: Fit, limit: usize) -> String {
+fn memory_text(fit: FittingRanks, limit: usize) -> String {
     let peak = peak_resident_bytes().map_or("unknown".to_string(), bytes);
     format!(
         "limit {}, planned {} ({} of it for the program itself), resident at most {peak}",

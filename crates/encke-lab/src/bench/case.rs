@@ -8,7 +8,7 @@ use encke::{Backward, DType, Data, Forward, Request, Tensor};
 use encke_core::host;
 use encke_core::job::Block;
 use encke_core::sharding::Run;
-use encke_ring::out_of_core::{Generator, RowRange, Sampled, Source};
+use encke_ring::out_of_core::{Generator, RowRange, RowSource, SampledRow};
 
 use crate::row_check::{RowCheck, sampled_rows};
 use crate::tensors::RandomTensors;
@@ -59,7 +59,7 @@ impl BenchTensors {
             let dim = self.request.shape.dim;
             let (out, lse) = (forward.out.data(), forward.lse.data());
             let out = (at * dim..(at + 1) * dim).map(|i| out.as_slice().get(i));
-            let sampled = Sampled {
+            let sampled = SampledRow {
                 out: out.collect(),
                 lse: lse.as_slice().get(at),
             };

@@ -16,7 +16,7 @@ use encke_cuda::generated_rows::{self, RowSums};
 use encke_cuda::{Buffer, Device, Instant};
 use encke_ring::memory::planned;
 use encke_ring::out_of_core::{
-    BufferSlot, Checksum, Gathered, Generator, RowIo, RowRange, Samples, Stream, StreamError,
+    BufferSlot, Checksum, GatheredSamples, Generator, RowIo, RowRange, Samples, Stream, StreamError,
 };
 use encke_ring::{RankReport, RingError};
 use serde::Serialize;
@@ -108,7 +108,7 @@ impl DeviceMemory {
 #[derive(Default)]
 struct Pending {
     sums: Vec<RowSums>,
-    gathered: Vec<Gathered<Buffer>>,
+    gathered: Vec<GatheredSamples<Buffer>>,
     /// Events before and after rows of inputs were generated.
     loads: Vec<(Instant, Instant)>,
     /// Events before the rank and after its last job.

@@ -6,7 +6,9 @@ use anyhow::Result;
 use encke::trace::Activity;
 use encke::{CpuKernel, Data, RankMemory};
 use encke_ring::RankReport;
-use encke_ring::out_of_core::{Checksum, Generator, RowRange, Samples, Sink, Stream, StreamError};
+use encke_ring::out_of_core::{
+    Checksum, Generator, RowRange, RowSink, Samples, Stream, StreamError,
+};
 
 use super::gpu::DeviceMemory;
 use super::{RankOutput, RankRunner};
@@ -32,7 +34,7 @@ struct ChecksumSink<'a> {
     samples: &'a mut Samples,
 }
 
-impl Sink for ChecksumSink<'_> {
+impl RowSink for ChecksumSink<'_> {
     fn write(&mut self, rows: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         self.checksum.write(rows, from)?;
         self.samples.write(rows, from)

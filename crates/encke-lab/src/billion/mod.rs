@@ -20,7 +20,7 @@ use anyhow::Result;
 use encke::plan::Plan;
 use encke::{CpuKernel, Kernel, RankMemory};
 use encke_ring::RankReport;
-use encke_ring::out_of_core::{Checksum, Generator, Sampled, Samples, Stream};
+use encke_ring::out_of_core::{Checksum, Generator, SampledRow, Samples, Stream};
 use indicatif::ProgressBar;
 
 use crate::device::{ComputeDevice, open_gpu};
@@ -73,7 +73,7 @@ trait RankRunner<K: Kernel> {
 /// What is kept of a rank's output, and the time it took.
 struct RankOutput {
     checksum: Checksum,
-    samples: BTreeMap<(usize, usize), Sampled>,
+    samples: BTreeMap<(usize, usize), SampledRow>,
     /// Time to generate the rows of its own inputs.
     load: Duration,
     /// Time of attention itself.

@@ -1,10 +1,10 @@
-//! What can be said of an output that nobody keeps: a sum that does not depend on the order in
-//! which rows come.
+//! A checksum of an output that is not stored. It does not depend on the order in which rows
+//! arrive.
 //!
-//! The decision here: the numbers of a row are summed in a fixed order, and rows are summed as
-//! integers, so cutting a sequence otherwise changes nothing but what it changes in the output
-//! itself. Each number has a sign of its own, decided by its place: errors of either direction
-//! then add up like a random walk, and the sum says much more than a mean would.
+//! The decision here: the elements of a row are summed in a fixed order, and rows are summed as
+//! integers, so another sharding changes the checksum only as far as it changes the output itself.
+//! Each element has a pseudorandom sign that depends on its position: rounding errors of either
+//! direction then add up like a random walk, and the sum detects much smaller errors than a mean.
 
 use encke_core::plan::program::Role;
 use encke_core::{DType, Data, Element, with_typed};
@@ -13,15 +13,15 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::error::StreamError;
-use super::source::{RowRange, Sink};
+use super::source::{RowRange, RowSink};
 
-/// Rows that one task sums.
+/// Rows that one parallel task sums.
 const ROWS: usize = 512;
 
-/// Sums are kept in units of this.
+/// The unit of the integer sums.
 const UNIT: f64 = 1.0 / (1u64 << 32) as f64;
 
-/// Sums over all numbers of out, in units of 2^-32, and how many rows they are of.
+/// Sums over all elements of out, in units of 2^-32, and the number of rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Checksum {
     #[serde(with = "text")]
@@ -31,7 +31,7 @@ pub struct Checksum {
     rows: u64,
 }
 
-/// Integers too long for JSON.
+/// Serializes integers that are too long for JSON elements as text.
 mod text {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
@@ -58,7 +58,7 @@ impl std::ops::Add for Checksum {
 }
 
 impl Checksum {
-    /// The sum of all numbers, each with the sign of its place.
+    /// The sum of all elements, each with the sign of its position.
     pub fn value(&self) -> f64 {
         self.signed as f64 * UNIT
     }
@@ -73,14 +73,14 @@ impl Checksum {
         self.rows
     }
 
-    /// How far the values of two right outputs of type `dtype` may lie apart: the norm of the
-    /// output times 32 times the rounding unit. A row of some hundred keys is off by about 6 units
-    /// after its sums, and signs make the errors of all rows add up like a random walk.
+    /// How far the values of two correct outputs of type `dtype` may differ: the norm of the output
+    /// times 32 times the rounding unit. A row of a few hundred keys is off by about 6 units after
+    /// its sums, and signs make the errors of all rows add up like a random walk.
     pub fn tolerance(&self, dtype: DType) -> f64 {
         32.0 * dtype.epsilon() * self.squares().sqrt()
     }
 
-    /// One whose sums, in units of 2^-32, were made elsewhere, of so many rows.
+    /// A checksum of `rows` rows whose sums, in units of 2^-32, were computed on a device.
     pub fn of_units(signed: i128, squares: i128, rows: u64) -> Checksum {
         Checksum {
             signed,
@@ -89,7 +89,7 @@ impl Checksum {
         }
     }
 
-    /// One row, of a head of a token of a batch entry.
+    /// The checksum of one row; `place` is its batch entry, token and head.
     #[inline(always)]
     fn row<T: Element>(place: [usize; 3], row: &[T]) -> Checksum {
         let mut state = place.iter().fold(0x9e37_79b9_7f4a_7c15u64, |state, &x| {
@@ -97,10 +97,10 @@ impl Checksum {
             state ^ (state >> 29)
         });
         let (mut signed, mut squares) = ([0.0f64; 8], [0.0f64; 8]);
-        for numbers in row.chunks(64) {
+        for elements in row.chunks(64) {
             state = (state ^ (state >> 32)).wrapping_mul(0x94d0_49bb_1331_11eb);
             let signs = state ^ (state >> 31);
-            for (eight, x) in numbers.chunks(8).enumerate() {
+            for (eight, x) in elements.chunks(8).enumerate() {
                 for (lane, x) in x.iter().enumerate() {
                     let x = x.to_f64();
                     let negative = (signs >> (eight * 8 + lane)) & 1;
@@ -118,7 +118,7 @@ impl Checksum {
     }
 }
 
-impl Sink for Checksum {
+impl RowSink for Checksum {
     fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         if range.role != Role::Out {
             return Ok(());
@@ -131,23 +131,23 @@ impl Sink for Checksum {
         } = *range;
         let rows = tokens.count * heads.len();
         let arch = Arch::new();
-        let sum = with_typed!(Data, from, numbers => {
-            let width = numbers.len() / rows;
-            let some_rows = |(first, numbers): (usize, &[_])| {
+        let sum = with_typed!(Data, from, elements => {
+            let width = elements.len() / rows;
+            let some_rows = |(first, elements): (usize, &[_])| {
                 arch.dispatch(
                     #[inline(always)]
                     || {
-                        let each = numbers.chunks_exact(width).enumerate();
-                        each.fold(Checksum::default(), |sum, (row, numbers)| {
+                        let each = elements.chunks_exact(width).enumerate();
+                        each.fold(Checksum::default(), |sum, (row, elements)| {
                             let row = first * ROWS + row;
                             let token = tokens.first + row / heads.len() * tokens.stride;
                             let place = [batch, token, heads[row % heads.len()]];
-                            sum + Checksum::row(place, numbers)
+                            sum + Checksum::row(place, elements)
                         })
                     },
                 )
             };
-            let tasks = numbers.par_chunks(ROWS * width).enumerate();
+            let tasks = elements.par_chunks(ROWS * width).enumerate();
             tasks.map(some_rows).reduce(Checksum::default, std::ops::Add::add)
         });
         *self = *self + sum;

@@ -1,8 +1,8 @@
-//! Tensors that lie row-major in files: rows read and written where they are.
+//! Row-major tensors in files: rows are read and written in place.
 //!
-//! Positioned reads and writes, not a memory map: pages of a map count as the process's own for as
-//! long as the system likes, and a limit that holds only when nobody looks is none. What formats
-//! there are around the numbers is the caller's matter: a tensor here is a file and an offset.
+//! Uses positioned reads and writes, not a memory map: the kernel decides how long mapped pages
+//! stay resident, so a memory limit could not be guaranteed. File formats are the caller's: a
+//! tensor here is a file and an offset.
 
 use std::fs::File;
 use std::io;
@@ -12,24 +12,24 @@ use encke_core::plan::program::Role;
 use encke_core::{DType, Data};
 
 use super::error::StreamError;
-use super::source::{RowRange, Sink, Source};
+use super::source::{RowRange, RowSink, RowSource};
 
-/// Where a tensor `[b, n, h, width]` lies.
+/// A tensor `[b, n, h, width]` in a file.
 #[derive(Debug, Clone)]
 pub struct TensorFile {
     /// The file.
     pub file: Arc<File>,
-    /// The byte at which it begins.
+    /// Its first byte.
     pub offset: u64,
-    /// Its type, little-endian.
+    /// Its type; elements are little-endian.
     pub dtype: DType,
     /// Its dimensions.
     pub dims: [usize; 4],
 }
 
-/// Numbers that lie side by side in the file and in a range.
-struct Piece {
-    /// The byte in the file.
+/// Elements that are contiguous both in the file and in a range.
+struct FileExtent {
+    /// The first byte in the file.
     at: u64,
     /// The bytes in the range.
     bytes: std::ops::Range<usize>,
@@ -41,7 +41,7 @@ impl TensorFile {
         self.dims.iter().product::<usize>() as u64 * self.dtype.bytes() as u64
     }
 
-    fn pieces<'a>(&self, range: &RowRange<'a>) -> impl Iterator<Item = Piece> + use<'a> {
+    fn extents<'a>(&self, range: &RowRange<'a>) -> impl Iterator<Item = FileExtent> + use<'a> {
         let [_, n, h, d] = self.dims;
         let (width, offset) = (d * self.dtype.bytes(), self.offset);
         let RowRange {
@@ -54,7 +54,7 @@ impl TensorFile {
             tokens.count == 0 || tokens.end() <= n,
             "tokens of the tensor"
         );
-        // All heads of a token lie side by side, and so do all tokens of a contiguous run.
+        // All heads of a token are contiguous, and so are all tokens of a contiguous run.
         let together = match heads.len() == h {
             true if tokens.stride == 1 => tokens.count.max(1) * h,
             true => h,
@@ -64,26 +64,26 @@ impl TensorFile {
         (0..rows).step_by(together).map(move |row| {
             let token = tokens.first + row / heads.len() * tokens.stride;
             let there = (batch * n + token) * h + heads[row % heads.len()];
-            Piece {
+            FileExtent {
                 at: offset + (there * width) as u64,
                 bytes: row * width..(row + together) * width,
             }
         })
     }
 
-    /// Overwrites the first numbers of `to` with the rows of a range.
+    /// Overwrites the first elements of `to` with the rows of a range.
     pub fn read(&self, range: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
         let bytes = to.bytes_mut();
-        let read = |piece: Piece| read_at(&self.file, &mut bytes[piece.bytes], piece.at);
-        let done = self.pieces(range).try_for_each(read);
+        let read = |extent: FileExtent| read_at(&self.file, &mut bytes[extent.bytes], extent.at);
+        let done = self.extents(range).try_for_each(read);
         done.map_err(|source| failed("read", range, source))
     }
 
     /// Writes the rows of a range.
     pub fn write(&self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         let bytes = from.bytes();
-        let write = |piece: Piece| write_at(&self.file, &bytes[piece.bytes], piece.at);
-        let done = self.pieces(range).try_for_each(write);
+        let write = |extent: FileExtent| write_at(&self.file, &bytes[extent.bytes], extent.at);
+        let done = self.extents(range).try_for_each(write);
         done.map_err(|source| failed("write", range, source))
     }
 }
@@ -97,7 +97,7 @@ fn failed(verb: &'static str, range: &RowRange<'_>, source: io::Error) -> Stream
     }
 }
 
-/// The tensors of a call that are in files.
+/// Tensors of a call that are in files.
 #[derive(Debug, Clone, Default)]
 pub struct Files {
     tensors: Vec<(Role, TensorFile)>,
@@ -109,19 +109,19 @@ impl Files {
         Files::default()
     }
 
-    /// Says where a tensor is.
+    /// Adds a tensor.
     pub fn add(&mut self, role: Role, tensor: TensorFile) {
         self.tensors.push((role, tensor));
     }
 
-    /// Where a tensor is.
+    /// The file of a tensor.
     pub fn get(&self, role: Role) -> Option<&TensorFile> {
         let found = self.tensors.iter().find(|(of, _)| *of == role);
         found.map(|(_, tensor)| tensor)
     }
 }
 
-impl Source for Files {
+impl RowSource for Files {
     fn dtype(&self, role: Role) -> DType {
         self.get(role).map_or(DType::F32, |tensor| tensor.dtype)
     }
@@ -133,7 +133,7 @@ impl Source for Files {
     }
 }
 
-impl Sink for Files {
+impl RowSink for Files {
     fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         let (verb, role) = ("write", range.role);
         let tensor = self.get(role).ok_or(StreamError::Missing { verb, role })?;

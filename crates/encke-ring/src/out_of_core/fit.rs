@@ -1,7 +1,7 @@
-//! How many ranks it takes to stay under a limit.
+//! The smallest number of ranks that stays under a memory limit.
 //!
-//! Everything that is resident is planned, so the number of ranks is found by planning: doubled
-//! until a plan fits, then halved towards the smallest that does.
+//! Everything that is resident is planned, so the search needs only plans: it doubles the number of
+//! ranks until a plan fits, then bisects.
 
 use crate::memory::planned;
 use encke_core::DType;
@@ -12,29 +12,33 @@ use encke_core::sharding::Sharding;
 use super::error::StreamError;
 use super::{sequential, staging};
 
-/// What the program itself may take beside the buffers of a rank: its code, its threads' stacks,
-/// the plan, and what the allocator holds back. Measured at about 8 MiB with 2 threads.
+/// Bytes that the process takes beside the buffers of a rank: its code, its threads' stacks, the
+/// plan, and what the allocator keeps. Measured at about 8 MiB with 2 threads.
 pub const PROGRAM_BYTES: usize = 16 << 20;
 
-/// The most ranks that are tried: beyond it planning takes longer than it is worth.
-pub const MOST_RANKS: usize = 1024;
+/// The largest number of ranks that is tried: planning more ranks takes too long.
+pub const MAX_RANKS: usize = 1024;
 
-/// A number of ranks, and what it takes.
+/// A number of ranks that fits, and its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Fit {
+pub struct FittingRanks {
     /// The number of ranks.
     pub ranks: usize,
-    /// Bytes that are resident at most: the largest rank, its workspace, staging, the program.
+    /// Peak resident bytes: the largest rank, its workspace, staging, and the process itself.
     pub bytes: usize,
 }
 
-/// The smallest number of ranks with which every one of `requests` stays under `limit` bytes. Their
-/// own number of ranks is not looked at, only how they cut.
-pub fn fit<K: Kernel>(kernel: &K, requests: &[Request], limit: usize) -> Result<Fit, StreamError> {
+/// The smallest number of ranks with which all of `requests` stay under `limit` bytes. Of the
+/// requests' shardings only the cut matters, not the number of ranks.
+pub fn fit_ranks<K: Kernel>(
+    kernel: &K,
+    requests: &[Request],
+    limit: usize,
+) -> Result<FittingRanks, StreamError> {
     let most = requests
         .iter()
         .map(|request| request.shape.tokens)
-        .fold(MOST_RANKS, usize::min);
+        .fold(MAX_RANKS, usize::min);
     let try_ranks = |ranks: usize, limit: usize| {
         let mut bytes = 0;
         for request in requests {
@@ -69,7 +73,7 @@ pub fn fit<K: Kernel>(kernel: &K, requests: &[Request], limit: usize) -> Result<
             below = middle;
         }
     }
-    Ok(Fit { ranks, bytes })
+    Ok(FittingRanks { ranks, bytes })
 }
 
 /// Bytes resident with the largest of `ranks` ranks, or with the first that exceeds `limit`.
@@ -84,7 +88,7 @@ fn resident<K: Kernel>(
     sequential::check(&request)?;
     let shape = request.shape;
     let row = shape.heads.max(shape.kv_heads) * shape.dim;
-    // What is added to sums in a file is kept once more, in the widest type there is.
+    // Gradients that are added to a file are kept once more, in the widest type.
     let staged = staging::bytes(row, request.dtype, request.dtype.sum())
         + staging::bytes(row, DType::F64, DType::F64) / 6;
     let plan = Plan::new(request)?;

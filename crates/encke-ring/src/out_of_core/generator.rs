@@ -1,11 +1,11 @@
-//! A sequence of any length that is never stored: each number is a function of its place.
+//! A sequence of any length that is never stored: each element is a function of its position.
 //!
-//! Not a stream of random numbers: there is no state, so any row can be had at any time, in any
-//! order and any number of times, and is always the same, however the sequence is cut.
+//! A counter-based generator without state: any row can be generated at any time, in any order and
+//! any number of times, with the same result for every sharding.
 //!
-//! The decision here: a row has a key of 64 bits, mixed from everything that names it, and a number
-//! is a 32-bit hash of its channel under that key. The hash is two multiplications, so it runs in
-//! vectors; the key is as long as it is because a billion rows with keys of 32 bits would meet.
+//! The decision here: a row has a 64-bit key, mixed from its tensor, batch entry, token and head,
+//! and an element is a 32-bit hash of its channel under that key. The hash is two multiplications,
+//! so it vectorizes; with 32-bit keys, a billion rows would collide.
 
 use encke_core::host;
 use encke_core::job::Block;
@@ -15,12 +15,12 @@ use pulp::Arch;
 use rayon::prelude::*;
 
 use super::error::StreamError;
-use super::source::{RowRange, Source};
+use super::source::{RowRange, RowSource};
 
-/// Rows that one task makes.
+/// Rows that one parallel task generates.
 const ROWS: usize = 256;
 
-/// Numbers with mean 0 and variance 1, evenly spread over ±sqrt(3).
+/// Elements with mean 0 and variance 1, uniform over ±sqrt(3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Generator {
     seed: u64,
@@ -28,7 +28,7 @@ pub struct Generator {
 }
 
 impl Generator {
-    /// Tensors with `dim` numbers a row. Another seed gives other numbers.
+    /// Tensors with `dim` elements in a row.
     pub fn new(seed: u64, dim: usize) -> Generator {
         Generator { seed, dim }
     }
@@ -43,25 +43,25 @@ impl Generator {
         dtype: DType,
     ) -> Vec<f64> {
         let mut row = vec![0.0; self.dim];
-        numbers(self.key(role, batch, token, head), &mut row);
+        generate_row(self.key(role, batch, token, head), &mut row);
         if dtype.sum() == dtype {
             return row.into_iter().map(f64::from).collect();
         }
-        // Rounded from f32 by the conversion that kernels use: a detour by f64 may round twice.
+        // Rounded from f32 by the conversion that kernels use: going through f64 may round twice.
         let mut rounded = Data::zeros(dtype, self.dim);
         let whole = Block::contiguous(self.dim, 0, 0);
         host::copy(&whole, false, Slice::F32(&row), &mut rounded);
         rounded.to_f64()
     }
 
-    /// A number below `bound` for each index, as a die with so many sides would give it.
+    /// A uniform random integer below `bound` for each index.
     pub fn pick(&self, index: u64, bound: usize) -> usize {
-        let die = mix(mix(self.seed ^ 0x5eed_0f5a_3b1e_5000) ^ mix(index));
-        ((u128::from(die) * bound as u128) >> 64) as usize
+        let random = mix(mix(self.seed ^ 0x5eed_0f5a_3b1e_5000) ^ mix(index));
+        ((u128::from(random) * bound as u128) >> 64) as usize
     }
 
-    /// What the keys of all rows of one head are mixed from, beside their tokens. A device that
-    /// makes rows for itself is told this.
+    /// The part of the row keys that all tokens of one head share. A device that generates rows
+    /// takes this as a parameter.
     #[inline(always)]
     pub fn head_key(&self, role: Role, batch: usize, head: usize) -> u64 {
         let place = [role as u64, batch as u64, head as u64];
@@ -76,14 +76,14 @@ impl Generator {
     }
 }
 
-impl Source for Generator {
+impl RowSource for Generator {
     fn dtype(&self, _: Role) -> DType {
         DType::F32
     }
 
     fn read(&self, range: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
         let Data::F32(to) = to else {
-            unreachable!("a generator's numbers are f32");
+            unreachable!("a generator's elements are f32");
         };
         let RowRange {
             role,
@@ -99,12 +99,12 @@ impl Source for Generator {
                     for (i, row) in rows.chunks_exact_mut(self.dim).enumerate() {
                         let at = first * ROWS + i;
                         let token = tokens.first + at / heads.len() * tokens.stride;
-                        numbers(self.key(role, batch, token, heads[at % heads.len()]), row);
+                        generate_row(self.key(role, batch, token, heads[at % heads.len()]), row);
                     }
                 },
             );
         };
-        // A few rows are made before another thread would have woken up.
+        // A few rows take less time than waking another thread.
         if to.len() <= ROWS * self.dim {
             some_rows((0, to));
         } else {
@@ -124,15 +124,15 @@ fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// The numbers of a row.
+/// Generates a row.
 #[inline(always)]
-fn numbers(key: u64, row: &mut [f32]) {
-    // sqrt(3) / 2^31: integers of 32 bits become numbers of variance 1.
+fn generate_row(key: u64, row: &mut [f32]) {
+    // sqrt(3) / 2^31 scales 32-bit integers to variance 1.
     const UNIT: f32 = 1.732_050_8 / 2_147_483_648.0;
     let (low, high) = (key as u32, (key >> 32) as u32);
     for (channel, x) in row.iter_mut().enumerate() {
-        // Multipliers found by a search for little bias (Wellons, lowbias32); the second half of
-        // the key enters between the two rounds.
+        // Multipliers from a search for low bias (Wellons, lowbias32); the second half of the key
+        // enters between the two rounds.
         let h = low.wrapping_add((channel as u32).wrapping_mul(0x9e37_79b9));
         let h = (h ^ (h >> 16)).wrapping_mul(0x21f0_aaad) ^ high;
         let h = (h ^ (h >> 15)).wrapping_mul(0xd35a_2d97);
@@ -155,7 +155,7 @@ mod tests {
         };
         generator.read(&range, &mut to).unwrap();
         match to {
-            Data::F32(numbers) => numbers,
+            Data::F32(elements) => elements,
             _ => unreachable!(),
         }
     }
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_depends_on_its_place_alone() {
+    fn an_element_depends_on_its_position_alone() {
         let generator = Generator::new(7, 24);
         let whole = read(&generator, Role::K, run(1000, 1, 900), &[0, 1, 2]);
         for (token, head) in [(1000, 0), (1255, 2), (1256, 0), (1899, 1)] {
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn every_part_of_the_place_matters_and_the_moments_are_right() {
+    fn every_coordinate_matters_and_the_moments_are_right() {
         let generator = Generator::new(7, 64);
         let row = |role, batch, token, head| generator.row(role, batch, token, head, DType::F32);
         let base = row(Role::Q, 0, 5, 0);
@@ -207,7 +207,7 @@ mod tests {
         assert!((moment(1) / count).abs() < 0.005);
         assert!((moment(2) / count - 1.0).abs() < 0.005);
         assert!((moment(4) / count - 1.8).abs() < 0.01);
-        // Neighbours know nothing of each other.
+        // Neighbouring elements are uncorrelated.
         let product = |gap: usize| -> f64 {
             let pairs = many.iter().zip(&many[gap..]);
             pairs.map(|(x, y)| f64::from(x * y)).sum::<f64>() / count

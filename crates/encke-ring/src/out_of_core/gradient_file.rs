@@ -1,8 +1,8 @@
-//! Sums of dk and dv on disk, while ranks come and go.
+//! Sums of dk and dv in a file, while ranks run one after another.
 //!
-//! Every rank adds what it found for rows of its own and of others; who adds first is decided by
-//! the order of ranks and rounds, so the sums are always the same bits. They are not those of a
-//! ring, which adds in the order of hops, but differ from them by rounding only.
+//! Every rank adds its share for its own rows and those of other ranks. Ranks and rounds determine
+//! the order of the additions, so the bits are the same in every run. They differ from those of a
+//! ring, which adds in the order of its hops, by rounding only.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use encke_core::job::Block;
 use encke_core::plan::Request;
 use encke_core::plan::program::Role;
 
+use super::copy_tensor::copy_tensor;
 use super::error::StreamError;
 use super::files::{Files, TensorFile};
-use super::source::{RowRange, Sink, Source};
-use super::transfer::transfer;
+use super::source::{RowRange, RowSink, RowSource};
 
-/// Two tensors of sums in a file.
+/// The sums of dk and dv in a file.
 #[derive(Debug)]
 pub struct GradientFile {
     sums: Files,
@@ -27,7 +27,7 @@ pub struct GradientFile {
 }
 
 impl GradientFile {
-    /// Sums for a backward pass, all zero, in a file nobody else uses.
+    /// Sums for a backward pass, all zero. The file must not be used otherwise.
     pub fn new(file: File, request: &Request) -> std::io::Result<GradientFile> {
         let shape = &request.shape;
         let (file, dtype) = (Arc::new(file), request.dtype.sum());
@@ -39,7 +39,7 @@ impl GradientFile {
             dims,
         };
         let bytes = tensor(0).bytes();
-        // A file that was empty reads as zeros wherever nothing was written.
+        // An extended file reads as zeros where nothing was written.
         file.set_len(0)?;
         file.set_len(2 * bytes)?;
         let mut sums = Files::new();
@@ -53,23 +53,23 @@ impl GradientFile {
     }
 
     /// Adds to the rows of a range.
-    pub fn add(&mut self, range: &RowRange<'_>, numbers: &Data) -> Result<(), StreamError> {
-        let count = numbers.as_slice().len();
+    pub fn add(&mut self, range: &RowRange<'_>, rows: &Data) -> Result<(), StreamError> {
+        let count = rows.as_slice().len();
         if self.row.as_slice().len() != count {
             self.row = Data::zeros(self.request.dtype.sum(), count);
         }
         self.sums.read(range, &mut self.row)?;
         let block = Block::contiguous(count, 0, 0);
-        host::copy(&block, true, numbers.as_slice(), &mut self.row);
+        host::copy(&block, true, rows.as_slice(), &mut self.row);
         self.sums.write(range, &self.row)
     }
 
-    /// Rounds all sums and hands them over.
-    pub fn finish(self, sink: &mut dyn Sink) -> Result<(), StreamError> {
+    /// Rounds all sums and writes them to a sink.
+    pub fn finish(self, sink: &mut dyn RowSink) -> Result<(), StreamError> {
         let shape = self.request.shape;
         let dims = [shape.batch, shape.tokens, shape.kv_heads, shape.dim];
         for role in [Role::Dk, Role::Dv] {
-            transfer(&self.sums, sink, role, dims, self.request.dtype)?;
+            copy_tensor(&self.sums, sink, role, dims, self.request.dtype)?;
         }
         Ok(())
     }

@@ -40,8 +40,8 @@ pub trait RowIo<K: Kernel> {
         rounded: DType,
     ) -> Result<(), StreamError>;
 
-    /// Takes a rank's share of the gradients of rows that belong to another rank. A forward pass has
-    /// none.
+    /// Takes a rank's share of the gradients of rows that belong to another rank. A forward pass
+    /// has none.
     fn add(
         &mut self,
         from: BufferSlot<&K::Buffer>,

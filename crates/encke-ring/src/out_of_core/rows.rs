@@ -16,7 +16,7 @@ use super::row_io::{BufferSlot, RowIo};
 use super::source::RowRange;
 
 /// Elements in a row of one head of a tensor.
-pub fn width(role: Role, shape: &Shape) -> usize {
+pub fn row_width(role: Role, shape: &Shape) -> usize {
     match role {
         Role::Lse | Role::Dlse => 1,
         _ => shape.dim,
@@ -62,7 +62,7 @@ impl<'a, K: Kernel> ShardInput<'a, K> for RankRows<'_, K> {
         let begun = rank.begin(kernel);
         begun.map_err(|source| RingError::of_rank(number, RankError::before_start(source)))?;
         for port in rank.plan().inputs.clone() {
-            let (heads, width) = (heads(port.role, shape), width(port.role, shape));
+            let (heads, width) = (heads(port.role, shape), row_width(port.role, shape));
             let dtype = rank.plan().buffers[port.buffer.0].dtype;
             let buffer = rank.buffer_mut(port.buffer);
             for (at, batch, tokens) in offsets(&port, shape, heads.len() * width) {
@@ -88,7 +88,7 @@ impl<K: Kernel> ShardOutput<K> for RankRows<'_, K> {
     fn store(&mut self, _: &K, request: &Request, rank: &Rank<K>) -> Result<(), StreamError> {
         let shape = &request.shape;
         for port in &rank.plan().outputs {
-            let (heads, width) = (heads(port.role, shape), width(port.role, shape));
+            let (heads, width) = (heads(port.role, shape), row_width(port.role, shape));
             let dtype = rank.plan().buffers[port.buffer.0].dtype;
             let rounded = match port.role {
                 Role::Lse => request.dtype.sum(),

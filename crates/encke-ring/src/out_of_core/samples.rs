@@ -1,6 +1,6 @@
-//! The rows of an output that somebody asked for, of which the rest is not kept.
+//! Selected rows of an output whose other rows are not stored.
 //!
-//! They are taken from rows that come to the host, or picked on the device that holds the rows.
+//! They are copied from rows that arrive in host memory, or gathered on the device that holds them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,53 +11,53 @@ use encke_core::plan::program::Role;
 
 use super::error::StreamError;
 use super::row_io::BufferSlot;
-use super::source::{RowRange, Sink};
+use super::source::{RowRange, RowSink};
 
-/// A row of the output.
+/// A sampled row of the output.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct Sampled {
-    /// The output.
+pub struct SampledRow {
+    /// The row of out.
     pub out: Vec<f64>,
     /// Its lse.
     pub lse: f64,
 }
 
-/// Rows that were picked, still on the device.
+/// Sampled rows that are still on the device.
 #[derive(Debug)]
-pub struct Gathered<B> {
+pub struct GatheredSamples<B> {
     role: Role,
     places: Vec<(usize, usize)>,
-    numbers: B,
+    rows: B,
 }
 
-/// Keeps the rows that somebody asked for: (token, head) of the first batch entry.
+/// Keeps the selected rows: (token, head) of the first batch entry.
 #[derive(Debug, Default)]
 pub struct Samples {
-    wanted: BTreeSet<(usize, usize)>,
-    rows: BTreeMap<(usize, usize), Sampled>,
+    selected: BTreeSet<(usize, usize)>,
+    rows: BTreeMap<(usize, usize), SampledRow>,
 }
 
 impl Samples {
-    /// Keeps these.
-    pub fn new(wanted: impl IntoIterator<Item = (usize, usize)>) -> Samples {
+    /// Selects these rows.
+    pub fn new(selected: impl IntoIterator<Item = (usize, usize)>) -> Samples {
         Samples {
-            wanted: wanted.into_iter().collect(),
+            selected: selected.into_iter().collect(),
             rows: BTreeMap::new(),
         }
     }
 
-    /// How many are wanted.
-    pub fn wanted(&self) -> usize {
-        self.wanted.len()
+    /// The number of selected rows.
+    pub fn selected(&self) -> usize {
+        self.selected.len()
     }
 
-    /// Those of a range of the first batch entry, each with the number of its row there.
+    /// The selected rows within a range, each with its row number in the range.
     fn within(&self, range: &RowRange<'_>) -> Vec<((usize, usize), usize)> {
         let RowRange { tokens, heads, .. } = *range;
         if range.batch != 0 || tokens.count == 0 {
             return Vec::new();
         }
-        let range = self.wanted.range((tokens.first, 0)..(tokens.end(), 0));
+        let range = self.selected.range((tokens.first, 0)..(tokens.end(), 0));
         let row = |&(token, head): &(usize, usize)| {
             let past = token - tokens.first;
             let index = heads.binary_search(&head).ok()?;
@@ -67,19 +67,19 @@ impl Samples {
         range.filter_map(row).collect()
     }
 
-    /// Copies those of a range of out or lse out of a buffer, on the device.
+    /// Copies the selected rows of a range of out or lse from a buffer, on the device.
     pub fn gather<K: Kernel>(
         &self,
         kernel: &K,
         from: &BufferSlot<&K::Buffer>,
         range: &RowRange<'_>,
         width: usize,
-    ) -> KernelResult<Option<Gathered<K::Buffer>>> {
-        let wanted = self.within(range);
-        if wanted.is_empty() || !matches!(range.role, Role::Out | Role::Lse) {
+    ) -> KernelResult<Option<GatheredSamples<K::Buffer>>> {
+        let selected = self.within(range);
+        if selected.is_empty() || !matches!(range.role, Role::Out | Role::Lse) {
             return Ok(None);
         }
-        // An address for each row is what the table of an operand's heads is.
+        // The head table of an operand serves as a list of row addresses.
         let rows = |offset: usize, heads: Vec<usize>| Operand {
             offset,
             batch: 0,
@@ -91,50 +91,53 @@ impl Samples {
             batch: 1,
             segments: 1,
             rows: 1,
-            heads: wanted.len(),
+            heads: selected.len(),
             width,
-            from: rows(from.at, wanted.iter().map(|(_, row)| row * width).collect()),
-            to: rows(0, (0..wanted.len()).map(|row| row * width).collect()),
+            from: rows(
+                from.at,
+                selected.iter().map(|(_, row)| row * width).collect(),
+            ),
+            to: rows(0, (0..selected.len()).map(|row| row * width).collect()),
         };
-        let mut numbers = kernel.allocate(from.dtype, wanted.len() * width)?;
-        kernel.copy(&block, false, kernel.input(from.buffer), &mut numbers)?;
-        Ok(Some(Gathered {
+        let mut rows = kernel.allocate(from.dtype, selected.len() * width)?;
+        kernel.copy(&block, false, kernel.input(from.buffer), &mut rows)?;
+        Ok(Some(GatheredSamples {
             role: range.role,
-            places: wanted.into_iter().map(|(place, _)| place).collect(),
-            numbers,
+            places: selected.into_iter().map(|(place, _)| place).collect(),
+            rows,
         }))
     }
 
-    /// Brings gathered rows to the host and keeps them.
+    /// Copies gathered rows to the host and keeps them.
     pub fn accept<K: Kernel>(
         &mut self,
         kernel: &K,
-        gathered: Gathered<K::Buffer>,
+        gathered: GatheredSamples<K::Buffer>,
     ) -> KernelResult<()> {
-        let numbers = kernel.into_host(gathered.numbers)?.to_f64();
-        let width = numbers.len() / gathered.places.len();
-        for (place, row) in gathered.places.iter().zip(numbers.chunks(width)) {
+        let rows = kernel.into_host(gathered.rows)?.to_f64();
+        let width = rows.len() / gathered.places.len();
+        for (place, row) in gathered.places.iter().zip(rows.chunks(width)) {
             self.keep(*place, gathered.role, row.to_vec());
         }
         Ok(())
     }
 
     /// Keeps a row of out, or its lse.
-    fn keep(&mut self, place: (usize, usize), role: Role, numbers: Vec<f64>) {
+    fn keep(&mut self, place: (usize, usize), role: Role, row: Vec<f64>) {
         let sampled = self.rows.entry(place).or_default();
         match role {
-            Role::Out => sampled.out = numbers,
-            _ => sampled.lse = numbers[0],
+            Role::Out => sampled.out = row,
+            _ => sampled.lse = row[0],
         }
     }
 
-    /// Takes the rows that have come since.
-    pub fn take(&mut self) -> BTreeMap<(usize, usize), Sampled> {
+    /// Takes the rows that were kept since the last call.
+    pub fn take(&mut self) -> BTreeMap<(usize, usize), SampledRow> {
         std::mem::take(&mut self.rows)
     }
 }
 
-impl Sink for Samples {
+impl RowSink for Samples {
     fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         if !matches!(range.role, Role::Out | Role::Lse) {
             return Ok(());
@@ -142,8 +145,8 @@ impl Sink for Samples {
         let slice = from.as_slice();
         let width = slice.len() / (range.tokens.count * range.heads.len()).max(1);
         for (place, row) in self.within(range) {
-            let numbers = (row * width..(row + 1) * width).map(|i| slice.get(i));
-            self.keep(place, range.role, numbers.collect());
+            let elements = (row * width..(row + 1) * width).map(|i| slice.get(i));
+            self.keep(place, range.role, elements.collect());
         }
         Ok(())
     }

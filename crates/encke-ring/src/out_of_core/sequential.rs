@@ -16,7 +16,7 @@ use super::gradient_file::GradientFile;
 use super::host_row_io::HostRowIo;
 use super::row_io::RowIo;
 use super::rows::{RankRows, check_slots};
-use super::source::{Sink, Source};
+use super::source::{RowSink, RowSource};
 use super::source_transport::SourceTransport;
 use super::staging::StagingBuffer;
 
@@ -65,13 +65,14 @@ impl<'a, K: Kernel> Stream<'a, K> {
         })
     }
 
-    /// Runs one rank on rows in host memory. Ranks may run in any order, and a forward pass may skip
-    /// some; a backward pass needs all of them, and a file for the gradients of keys and values.
+    /// Runs one rank on rows in host memory. Ranks may run in any order, and a forward pass may
+    /// skip some; a backward pass needs all of them, and a file for the gradients of keys and
+    /// values.
     pub fn rank(
         &mut self,
         number: usize,
-        source: &dyn Source,
-        sink: &mut dyn Sink,
+        source: &dyn RowSource,
+        sink: &mut dyn RowSink,
         gradients: Option<&mut GradientFile>,
     ) -> Result<RankReport, StreamError> {
         self.staging.rank = number;

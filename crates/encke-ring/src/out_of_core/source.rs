@@ -23,7 +23,7 @@ pub struct RowRange<'a> {
 }
 
 /// Where rows are read from.
-pub trait Source: Sync {
+pub trait RowSource: Sync {
     /// The type of a tensor's elements.
     fn dtype(&self, role: Role) -> DType;
 
@@ -32,7 +32,7 @@ pub trait Source: Sync {
 }
 
 /// Where rows are written to.
-pub trait Sink {
+pub trait RowSink {
     /// Takes the rows of a range: all heads, rounded to the type of the output.
     fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError>;
 }

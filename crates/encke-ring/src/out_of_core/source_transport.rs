@@ -1,10 +1,10 @@
 //! A transport whose peers are not running.
 //!
-//! What a rank would receive of k and v is read from the source, the rows that the plan names for the
-//! message. What it would receive of gradients is zero; what it would send of gradients is added to
-//! the rows it belongs to. What it would send of k and v is dropped: the other ranks read it
-//! themselves. Bytes are counted as if all of it had been sent, because a rank asserts that the bytes
-//! moved are those planned.
+//! What a rank would receive of k and v is read from the source, the rows that the plan names for
+//! the message. What it would receive of gradients is zero; what it would send of gradients is
+//! added to the rows it belongs to. What it would send of k and v is dropped: the other ranks read
+//! it themselves. Bytes are counted as if all of it had been sent, because a rank asserts that the
+//! bytes moved are those planned.
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::Request;

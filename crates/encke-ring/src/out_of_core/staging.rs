@@ -1,7 +1,7 @@
-//! The small piece of memory through which rows go between the outside and a rank's buffers.
+//! The staging buffer between sources or sinks in host memory and a rank's buffers.
 //!
-//! Rows come and go a piece at a time, so that what is in between does not grow with anything. A
-//! piece is small enough to stay in the processor's cache: the two copies it takes are cheap there.
+//! Rows are copied in chunks, so that staging memory does not grow with the problem. A chunk is
+//! small enough to stay in the processor's cache, where its two copies are cheap.
 
 use encke_core::job::Block;
 use encke_core::kernel::{Kernel, KernelError};
@@ -12,24 +12,24 @@ use crate::error::{RankError, RingError};
 
 use super::error::StreamError;
 use super::row_io::BufferSlot;
-use super::source::{RowRange, Source};
+use super::source::{RowRange, RowSource};
 
-/// Numbers of a piece, unless one token has more.
-const PIECE: usize = 1 << 18;
+/// Elements of a chunk, unless one token has more.
+const CHUNK: usize = 1 << 18;
 
-/// Staging memory: a piece or two of each type that is needed, on the host and on the device.
+/// Staging memory: up to two chunks of each type on the host, and one on the device.
 pub(super) struct StagingBuffer<'a, K: Kernel> {
     kernel: &'a K,
-    /// The rank at work, for errors.
+    /// The rank, for errors.
     pub rank: usize,
     host: Vec<Tensor>,
     device: Vec<(DType, usize, K::Buffer)>,
 }
 
-/// Bytes that a desk holds at most where a token has `row` numbers: of each type two pieces on the
+/// Peak bytes of a staging buffer where a token has `row` elements: of each type two chunks on the
 /// host, the one being read and the one being copied, and one on the device.
 pub(super) fn bytes(row: usize, stored: DType, sum: DType) -> usize {
-    PIECE.max(row) * 3 * (stored.bytes() + sum.bytes())
+    CHUNK.max(row) * 3 * (stored.bytes() + sum.bytes())
 }
 
 impl<'a, K: Kernel> StagingBuffer<'a, K> {
@@ -42,10 +42,10 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
         }
     }
 
-    /// Copies the rows of a range, `width` numbers each, from a source to their place.
+    /// Copies the rows of a range, `width` elements each, from a source into a buffer.
     pub fn fetch(
         &mut self,
-        source: &dyn Source,
+        source: &dyn RowSource,
         range: &RowRange<'_>,
         width: usize,
         to: BufferSlot<&mut K::Buffer>,
@@ -56,15 +56,15 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
             at,
         } = to;
         let stored = source.dtype(range.role);
-        let numbers = |piece: &RowRange<'_>| piece.tokens.count * piece.heads.len() * width;
-        let mut pieces = pieces(range, width);
-        let mut coming = pieces.next();
+        let elements = |chunk: &RowRange<'_>| chunk.tokens.count * chunk.heads.len() * width;
+        let mut chunks = chunks(range, width);
+        let mut coming = chunks.next();
         let mut ready: Option<(usize, Tensor)> = None;
-        // While one piece is copied into the buffer, the next one is read.
+        // The next chunk is read while this one is copied into the buffer.
         while ready.is_some() || coming.is_some() {
-            let mut next = coming.map(|(at, piece)| (at, self.host(stored, numbers(&piece))));
+            let mut next = coming.map(|(at, chunk)| (at, self.host(stored, elements(&chunk))));
             let mut read = || match (&coming, &mut next) {
-                (Some((_, piece)), Some((_, host))) => source.read(piece, host.data_mut()),
+                (Some((_, chunk)), Some((_, host))) => source.read(chunk, host.data_mut()),
                 _ => Ok(()),
             };
             let done = match ready {
@@ -72,13 +72,13 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
                 Some((offset, host)) => {
                     let count = host.data().as_slice().len();
                     let block = Block::contiguous(count, 0, at + offset);
-                    // A kernel that can read the host's memory needs no staging of its own.
+                    // A kernel that reads host memory needs no chunk on the device.
                     let kernel = self.kernel;
-                    let lent = kernel.borrow(host.data().as_slice()).is_some();
-                    let mut device = self.device(dtype, if lent { 0 } else { count })?;
+                    let in_place = kernel.borrow(host.data().as_slice()).is_some();
+                    let mut device = self.device(dtype, if in_place { 0 } else { count })?;
                     let mut copy = || {
-                        if let Some(lent) = kernel.borrow(host.data().as_slice()) {
-                            return kernel.copy(&block, false, lent, to);
+                        if let Some(from) = kernel.borrow(host.data().as_slice()) {
+                            return kernel.copy(&block, false, from, to);
                         }
                         kernel.upload(&host.view(), &[ONE], &mut device.2)?;
                         kernel.copy(&block, false, kernel.input(&device.2), to)
@@ -93,13 +93,13 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
                 }
             };
             ready = next;
-            coming = pieces.next();
+            coming = chunks.next();
             done?;
         }
         Ok(())
     }
 
-    /// Hands the rows of a range over as numbers of type `rounded`, piece by piece.
+    /// Copies the rows of a range to the host, rounded to a type, and passes each chunk to `take`.
     pub fn deliver(
         &mut self,
         from: BufferSlot<&K::Buffer>,
@@ -109,16 +109,16 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
         take: &mut dyn FnMut(&RowRange<'_>, &Tensor) -> Result<(), StreamError>,
     ) -> Result<(), StreamError> {
         let BufferSlot { dtype, at, .. } = from;
-        for (offset, piece) in pieces(range, width) {
-            let numbers = piece.tokens.count * piece.heads.len() * width;
-            let mut host = self.host(rounded, numbers);
-            let mut device = self.device(dtype, numbers)?;
-            let block = Block::contiguous(numbers, at + offset, 0);
+        for (offset, chunk) in chunks(range, width) {
+            let elements = chunk.tokens.count * chunk.heads.len() * width;
+            let mut host = self.host(rounded, elements);
+            let mut device = self.device(dtype, elements)?;
+            let block = Block::contiguous(elements, at + offset, 0);
             let from = self.kernel.input(from.buffer);
             let copied = self.kernel.copy(&block, false, from, &mut device.2);
             let copied = copied.and_then(|()| self.kernel.download(&device.2, &[ONE], &mut host));
             let done = copied.map_err(|source| self.failed(source));
-            let done = done.and_then(|()| take(&piece, &host));
+            let done = done.and_then(|()| take(&chunk, &host));
             self.host.push(host);
             self.device.push(device);
             done?;
@@ -130,11 +130,11 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
         RingError::of_rank(self.rank, RankError::before_start(source)).into()
     }
 
-    /// A host tensor of exactly so many numbers, in memory that is used again.
-    fn host(&mut self, dtype: DType, numbers: usize) -> Tensor {
+    /// A host tensor with this many elements, in reused memory.
+    fn host(&mut self, dtype: DType, elements: usize) -> Tensor {
         let fits = |tensor: &Tensor| tensor.dtype() == dtype;
         let found = self.host.iter().position(fits);
-        let dims = [1, 1, 1, numbers];
+        let dims = [1, 1, 1, elements];
         let Some(at) = found else {
             return Tensor::zeros(dtype, dims);
         };
@@ -143,44 +143,44 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
             return tensor;
         }
         let mut data = std::mem::take(tensor.data_mut());
-        with_typed!(Data, &mut data, x => x.resize(numbers, Default::default()));
-        Tensor::from_data(data, dims).expect("it was made that long")
+        with_typed!(Data, &mut data, x => x.resize(elements, Default::default()));
+        Tensor::from_data(data, dims).expect("it was resized to this length")
     }
 
-    /// A device buffer of at least so many numbers.
+    /// A device buffer with at least this many elements.
     fn device(
         &mut self,
         dtype: DType,
-        numbers: usize,
+        elements: usize,
     ) -> Result<(DType, usize, K::Buffer), StreamError> {
         let fits = |of: &(DType, usize, K::Buffer)| of.0 == dtype;
         if let Some(at) = self.device.iter().position(fits) {
             let kept = self.device.swap_remove(at);
-            if kept.1 >= numbers {
+            if kept.1 >= elements {
                 return Ok(kept);
             }
         }
-        let made = self.kernel.allocate(dtype, numbers);
+        let made = self.kernel.allocate(dtype, elements);
         let made = made.map_err(|source| self.failed(source))?;
-        Ok((dtype, numbers, made))
+        Ok((dtype, elements, made))
     }
 }
 
-/// The only row of a tensor that is one piece.
+/// The only row of a tensor `[1, 1, 1, n]`.
 const ONE: Run = Run {
     first: 0,
     stride: 1,
     count: 1,
 };
 
-/// A range cut into pieces of whole tokens, each with the number of numbers before it.
-fn pieces<'a>(range: &RowRange<'a>, width: usize) -> impl Iterator<Item = (usize, RowRange<'a>)> {
+/// A range in chunks of whole tokens, each with the number of elements before it.
+fn chunks<'a>(range: &RowRange<'a>, width: usize) -> impl Iterator<Item = (usize, RowRange<'a>)> {
     let range = *range;
     let row = range.heads.len() * width;
-    let most = (PIECE / row.max(1)).max(1);
+    let most = (CHUNK / row.max(1)).max(1);
     let tokens = range.tokens;
     (0..tokens.count).step_by(most).map(move |skipped| {
-        let piece = RowRange {
+        let chunk = RowRange {
             tokens: Run {
                 first: tokens.first + skipped * tokens.stride,
                 stride: tokens.stride,
@@ -188,6 +188,6 @@ fn pieces<'a>(range: &RowRange<'a>, width: usize) -> impl Iterator<Item = (usize
             },
             ..range
         };
-        (skipped * row, piece)
+        (skipped * row, chunk)
     })
 }

@@ -1,8 +1,8 @@
 //! The outputs of a rank, and the memory they lie in.
 //!
 //! The decision here: elements that are zeros already are not zeroed again. A rank knows which rows
-//! of its gradients it adds to, and tracks for each buffer whether all other elements are zeros. Its
-//! mark identifies memory elsewhere that it has left in that condition.
+//! of its gradients it adds to, and tracks for each buffer whether all other elements are zeros.
+//! Its mark identifies memory elsewhere that it has left in that condition.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -131,8 +131,8 @@ impl<K: Kernel> Rank<K> {
         }
     }
 
-    /// Takes an output that this rank holds completely, in token order. The buffer is given away, not
-    /// copied.
+    /// Takes an output that this rank holds completely, in token order. The buffer is given away,
+    /// not copied.
     pub fn take_output(&mut self, kernel: &K, role: Role) -> Result<Option<Data>, KernelError> {
         let of = self.plan.outputs.iter().find(|port| port.role == role);
         let Some(port) = of.filter(|port| host::whole_run(&port.runs).is_some()) else {
@@ -143,7 +143,7 @@ impl<K: Kernel> Rank<K> {
         };
         let (after, planned) = (self.plan.rounds.len(), &self.plan.buffers[port.buffer.0]);
         let bytes = buffer.allocated_bytes();
-        self.ledger.give_back(after, planned.component, bytes);
+        self.ledger.free(after, planned.component, bytes);
         kernel.into_host(buffer).map(Some)
     }
 }

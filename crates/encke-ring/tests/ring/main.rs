@@ -1,14 +1,14 @@
-//! The ring, held against its plan and against the f64 reference.
+//! Tests of the ring against its plans and against the f64 reference.
 
-mod enqueued;
-mod kept;
-mod life;
+mod cache;
+mod calls;
+mod instrumented;
 mod plan;
+mod posting_order;
 mod reference;
 mod resize;
 mod schedule;
 mod shard;
 mod support;
-mod survive;
+mod survival;
 mod transport;
-mod watch;

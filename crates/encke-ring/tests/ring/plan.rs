@@ -1,4 +1,5 @@
-//! Plans proven against the pattern: every pair once, every message twice, every byte counted.
+//! Plans against the pattern: every pair is computed once, every message has a sender and a
+//! receiver, every byte is counted.
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -15,8 +16,8 @@ use encke_core::{
 };
 use encke_ring::ThreadRing;
 
+use crate::instrumented::{InstrumentedKernel, KernelCall};
 use crate::support::{Configuration, DEADLINE};
-use crate::watch::{Call, Watched};
 
 fn passes(case: &Configuration) -> [Request; 2] {
     [Pass::Forward, Pass::Backward { dlse: true }].map(|pass| Request {
@@ -28,10 +29,10 @@ fn passes(case: &Configuration) -> [Request; 2] {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1500))]
 
-    /// Whatever one rank sends in a round, another expects in the same round, under a tag that
-    /// nothing else between the two uses in that round.
+    /// Every message that one rank sends in a round, another receives in the same round, under a
+    /// tag that no other message between the two has in that round.
     #[test]
-    fn every_message_has_two_ends(seed in any::<u64>()) {
+    fn every_message_has_a_sender_and_a_receiver_in_the_same_round(seed in any::<u64>()) {
         for request in passes(&Configuration::random(seed)) {
             let plan = Plan::new(request).expect("a random case is legal");
             let (mut sent, mut received) = (BTreeMap::new(), BTreeMap::new());
@@ -56,9 +57,9 @@ proptest! {
     }
 
     /// The totals of an explanation are sums over the programs, and the programs of all ranks
-    /// together compute what the pattern has.
+    /// together compute all pairs of the pattern.
     #[test]
-    fn totals_are_sums(seed in any::<u64>()) {
+    fn explained_totals_are_sums_over_the_programs(seed in any::<u64>()) {
         for request in passes(&Configuration::random(seed)) {
             let plan = Plan::new(request).expect("a random case is legal");
             let explanation = plan.explain().expect("every rank exists");
@@ -70,9 +71,9 @@ proptest! {
         }
     }
 
-    /// In no round does a task touch what is being received, or write what is being sent.
+    /// No task touches a buffer that its round receives, or writes one that its round sends.
     #[test]
-    fn nothing_in_flight_is_touched(seed in any::<u64>()) {
+    fn no_task_touches_a_buffer_in_flight(seed in any::<u64>()) {
         for request in passes(&Configuration::random(seed)) {
             let plan = Plan::new(request).expect("a random case is legal");
             for rank in 0..plan.ranks() {
@@ -101,10 +102,10 @@ proptest! {
     }
 }
 
-/// A job reads and writes one type: where branches stay apart, what is still to be combined is not
-/// rounded, and then it is finished by itself.
+/// A job reads and writes one type: where branches keep separate slots, their results are not
+/// rounded before they are combined, so they are finished in a task of their own.
 #[test]
-fn jobs_are_of_one_type() {
+fn jobs_read_and_write_one_type() {
     let mix = Mode::Mix {
         offsets: OffsetRule::HeadMod,
         gradient: MixingGradient::Detached,
@@ -148,11 +149,11 @@ fn jobs_are_of_one_type() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
-    /// Every (query, key) pair of the pattern is computed as often as its multiplicity says: once
-    /// for each branch that has it. Rows are labelled by token and head, so that a job which read
-    /// a wrong row would be seen to compute a wrong pair.
+    /// Every (query, key) pair of the pattern is computed once for each branch that contains it.
+    /// Rows are labelled by token and head, so that a job that reads a wrong row computes a wrong
+    /// pair.
     #[test]
-    fn every_pair_is_computed_once(seed in any::<u64>()) {
+    fn every_pair_is_computed_once_for_each_branch(seed in any::<u64>()) {
         let case = Configuration::random(seed);
         let shape = Shape { dim: 1, ..case.request.shape };
         let case = Configuration { request: Request { shape, ..case.request }, seed };
@@ -162,12 +163,12 @@ proptest! {
     }
 }
 
-type Pairs = BTreeMap<(usize, usize, usize, usize), usize>;
+type PairCounts = BTreeMap<(usize, usize, usize, usize), usize>;
 
 /// (batch, head, query token, key token) of every pair of the pattern.
-fn pattern_pairs(request: &Request) -> Pairs {
+fn pattern_pairs(request: &Request) -> PairCounts {
     let shape = &request.shape;
-    let mut pairs = Pairs::new();
+    let mut pairs = PairCounts::new();
     for (b, h) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
         for (q, k) in (0..shape.tokens).flat_map(|q| (0..shape.tokens).map(move |k| (q, k))) {
             let count = request.pattern.multiplicity(shape, h, q, k);
@@ -179,17 +180,17 @@ fn pattern_pairs(request: &Request) -> Pairs {
     pairs
 }
 
-/// (batch, head, query token, key token) of every pair that the ranks really compute.
-fn computed_pairs(request: &Request) -> Pairs {
+/// (batch, head, query token, key token) of every pair that the ranks compute.
+fn computed_pairs(request: &Request) -> PairCounts {
     let shape = request.shape;
     let labels = |heads: usize, dim: usize| {
         let dims = [shape.batch, shape.tokens, heads, dim];
         let values = (0..dims.iter().product::<usize>()).map(|i| i as f64);
         Tensor::from_data(Data::F64(values.collect()), dims).expect("sizes agree")
     };
-    let pairs = Mutex::new(Pairs::new());
-    let kernel = Watched(|call: Call<'_>| {
-        let Call::Attend { job, q, k } = call else {
+    let pairs = Mutex::new(PairCounts::new());
+    let kernel = InstrumentedKernel(|call: KernelCall<'_>| {
+        let KernelCall::Attend { job, q, k } = call else {
             return Ok(());
         };
         let label = |data: Slice<'_>, at: usize| data.get(at) as usize;
@@ -247,8 +248,8 @@ fn request(tokens: usize, heads: usize, pattern: Pattern, ranks: usize, cut: Cut
     )
 }
 
-/// The tokens whose keys each rank has for others, in rank order.
-fn travelling_tokens(request: Request) -> Vec<Vec<usize>> {
+/// The tokens whose keys each rank sends to others, in rank order.
+fn sent_tokens(request: Request) -> Vec<Vec<usize>> {
     let plan = Plan::new(request).expect("legal");
     let ring = &plan.rings()[0];
     let tokens = |(member, parcel): (&usize, &Option<_>)| {
@@ -263,10 +264,10 @@ fn travelling_tokens(request: Request) -> Vec<Vec<usize>> {
 }
 
 #[test]
-fn the_rows_of_the_worked_example_travel() {
+fn the_worked_example_sends_the_expected_rows() {
     // Two heads in two groups; the second group has offset 1 in (8, 2).
     let pattern = || group(&[1, 8], &[1, 2]);
-    let rows = |ranks, cut| travelling_tokens(request(8, 2, pattern(), ranks, cut));
+    let rows = |ranks, cut| sent_tokens(request(8, 2, pattern(), ranks, cut));
     assert_eq!(rows(2, Cut::Contiguous), [vec![1, 3], vec![5, 7]]);
     assert_eq!(rows(4, Cut::Contiguous), [[1], [3], [5], [7]]);
     assert_eq!(
@@ -282,13 +283,14 @@ fn segments_inside_a_chunk_send_nothing() {
     let explanation = plan.explain().expect("every rank exists");
     assert_eq!(explanation.sent_bytes, 0);
     assert!(plan.rings().is_empty());
-    // What a dense ring would have sent: 7 hops of all keys and values.
+    // A dense ring would have sent 7 hops of all keys and values.
     assert_eq!(explanation.dense_ring_bytes, 7 * 2 * 64 * 1024 * 8 * 64 * 4);
 }
 
 #[test]
 fn remote_branches_cost_the_same_for_any_length() {
-    // One branch whose segment is the whole sequence, w/r constant: each rank has 16 rows of it.
+    // One branch whose segment is the whole sequence, with constant w/r: each rank has 16 of its
+    // rows.
     let sent = |tokens: usize| {
         let pattern = group(&[tokens / 8, tokens], &[1, tokens / 128]);
         let plan = Plan::new(request(tokens, 2, pattern, 8, Cut::Contiguous)).expect("legal");
@@ -317,7 +319,7 @@ fn the_size_of_a_plan_does_not_grow_with_the_sequence() {
 }
 
 #[test]
-fn the_way_round_is_the_shorter_one() {
+fn messages_go_round_the_shorter_way() {
     // Under a causal mask no parcel goes past the last rank that needs it.
     let dense = Pattern::dense().causal(true);
     let plan = Plan::new(request(800, 1, dense, 8, Cut::Contiguous)).expect("legal");
@@ -325,7 +327,8 @@ fn the_way_round_is_the_shorter_one() {
         let last = parcel.as_ref().map_or(0, |parcel| parcel.last);
         assert_eq!(last, 7 - place);
     }
-    // The second halves of a zigzag are needed by lower ranks only, so they go downwards.
+    // The second halves of a zigzag are needed by lower ranks only, so they are sent to lower
+    // ranks.
     let dense = Pattern::dense().causal(true);
     let plan = Plan::new(request(800, 1, dense, 8, Cut::Zigzag)).expect("legal");
     assert_eq!(
@@ -337,9 +340,9 @@ fn the_way_round_is_the_shorter_one() {
     );
 }
 
-/// Nothing travels while a rank has nothing to compute, not even the gradients that come home last.
+/// Every message overlaps with a job, including the gradients that return to their owners last.
 #[test]
-fn every_hop_of_a_dense_ring_has_jobs_beside_it() {
+fn every_message_of_a_dense_ring_overlaps_with_jobs() {
     let shape = Shape::new(1, 960, 2, 2, 8).unwrap();
     for (ranks, causal, cut) in [
         (2, false, Cut::Contiguous),

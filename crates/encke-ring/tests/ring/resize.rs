@@ -1,5 +1,5 @@
-//! A ring that changes its size: every row where it belongs, planned bytes = counted bytes, and as
-//! few of them as there can be.
+//! Resizes: every row arrives at its new owner, the bytes moved are those planned, and as few as
+//! possible.
 
 use proptest::prelude::*;
 
@@ -14,7 +14,7 @@ use encke_ring::{RingError, Sharded, ThreadRing};
 
 use crate::support::{DEADLINE, Tensors};
 
-/// Any sharding of so many tokens, empty shards included.
+/// Any sharding of `tokens` tokens, empty shards included.
 fn sharding(tokens: usize) -> impl Strategy<Value = Sharding> {
     let firsts = prop::collection::vec(0..=tokens, 0..6).prop_map(|mut firsts| {
         firsts.push(0);
@@ -28,13 +28,13 @@ fn sharding(tokens: usize) -> impl Strategy<Value = Sharding> {
     prop_oneof![firsts, named].prop_map(|(ranks, cut)| Sharding::new(ranks, cut).unwrap())
 }
 
-fn tensor(seed: u64, dims: [usize; 4], dtype: DType) -> Tensor {
+pub fn tensor(seed: u64, dims: [usize; 4], dtype: DType) -> Tensor {
     let mut random = Random::new(seed);
     let values: Vec<f64> = (0..dims.iter().product()).map(|_| random.unit()).collect();
     Tensor::from_f64(dtype, dims, &values).unwrap()
 }
 
-/// Who owns each token.
+/// The owner of each token.
 fn owners(sharding: &Sharding, tokens: usize) -> Vec<usize> {
     let mut owners = vec![usize::MAX; tokens];
     for rank in 0..sharding.ranks() {
@@ -53,18 +53,18 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(250))]
 
     #[test]
-    fn every_token_goes_from_its_owner_to_its_owner((n, from, to) in case()) {
+    fn every_token_moves_from_its_old_to_its_new_owner((n, from, to) in case()) {
         let resize = Resize::new(&from, &to, n).unwrap();
         let (had, will) = (owners(&from, n), owners(&to, n));
         let mut seen = vec![0; n];
-        for stretch in resize.moves() {
-            for token in stretch.tokens.tokens() {
-                prop_assert_eq!((stretch.from, stretch.to), (had[token], will[token]));
+        for moved in resize.moves() {
+            for token in moved.tokens.tokens() {
+                prop_assert_eq!((moved.from, moved.to), (had[token], will[token]));
                 seen[token] += 1;
             }
         }
         prop_assert!(seen.iter().all(|times| *times == 1));
-        // No other way to seat the new ranks moves less.
+        // Keeping each new rank at the place of its number does not move fewer tokens.
         let places = resize.places();
         let moved = (0..n).filter(|t| had[*t] != places[will[*t]]).count();
         prop_assert_eq!(moved, resize.moved_tokens());
@@ -76,7 +76,7 @@ proptest! {
     }
 
     #[test]
-    fn rows_arrive_and_bytes_are_the_planned_ones(
+    fn rows_arrive_and_the_bytes_are_those_planned(
         (n, from, to) in case(),
         batch in 1usize..3,
         seed in any::<u64>(),
@@ -106,7 +106,7 @@ proptest! {
 }
 
 #[test]
-fn who_leaves_is_who_keeps_least() {
+fn the_place_that_shares_the_fewest_tokens_leaves() {
     // Quarters to thirds: the last rank takes the last place, and 4 of 12 tokens move instead of 6.
     let contiguous = |ranks| Sharding::contiguous(ranks).unwrap();
     let resize = Resize::new(&contiguous(4), &contiguous(3), 12).unwrap();
@@ -114,7 +114,7 @@ fn who_leaves_is_who_keeps_least() {
     assert_eq!((resize.places()[0], resize.places()[2]), (0, 3));
     let stays = Resize::in_place(&contiguous(4), &contiguous(3), 12).unwrap();
     assert_eq!((stays.moved_tokens(), stays.places()), (6, &[0, 1, 2][..]));
-    // Halving a striped ring: each rank keeps all it has.
+    // Halving a striped ring: each remaining rank keeps all of its rows.
     let striped = |ranks| Sharding::new(ranks, Cut::Striped).unwrap();
     let resize = Resize::new(&striped(8), &striped(4), 64).unwrap();
     assert_eq!(resize.moved_tokens(), 32);
@@ -157,10 +157,10 @@ fn calls_on_shards_have_the_bits_of_calls_on_whole_tensors() {
                 assert_eq!(got.sharding(), &sharding);
                 assert_eq!(got.gather().unwrap(), expected.take(role).unwrap());
             }
-            // Shards lie as a rank would hold them, so nothing is copied in.
+            // Shards have the layout of a rank's buffers, so nothing is copied.
             let inputs = 41 * 2 * (4 + 2 + 2) * 3 * 8;
-            let lent: usize = got.memory.iter().map(|memory| memory.borrowed_bytes).sum();
-            assert_eq!(lent, inputs * (1 + redundancy));
+            let borrowed: usize = got.memory.iter().map(|memory| memory.borrowed_bytes).sum();
+            assert_eq!(borrowed, inputs * (1 + redundancy));
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Schedules: the same attention moved in other ways. What is computed does not depend on them; what
-//! is held, sent and joined does, and is counted here.
+//! Schedules: results do not depend on them; memory, bytes sent and the number of jobs do, and are
+//! checked here.
 
 use proptest::prelude::*;
 
@@ -12,7 +12,7 @@ use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error, Pattern, Shape, Tensor};
 use encke_ring::ThreadRing;
 
-use crate::support::{Configuration, DEADLINE, Results, check, run};
+use crate::support::{Configuration, DEADLINE, PassResults, check, run};
 
 const WIDTHS: [usize; 4] = [1, 2, 3, usize::MAX];
 
@@ -30,7 +30,7 @@ fn schedules() -> impl Iterator<Item = Schedule> {
     WIDTHS.into_iter().flat_map(with)
 }
 
-fn bits(of: &Results) -> Vec<Vec<u64>> {
+fn bits(of: &PassResults) -> Vec<Vec<u64>> {
     let bits = |tensor: &Tensor| tensor.to_f64().iter().map(|x| x.to_bits()).collect();
     [&of.out, &of.lse, &of.dq, &of.dk, &of.dv]
         .map(bits)
@@ -40,7 +40,7 @@ fn bits(of: &Results) -> Vec<Vec<u64>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
-    /// Every schedule gives the reference's numbers, and the same bits each time.
+    /// Every schedule agrees with the reference, and has the same bits each time.
     #[test]
     fn every_schedule_equals_the_reference(seed in any::<u64>()) {
         let case = Configuration::random(seed);
@@ -58,9 +58,9 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
 
-    /// A wider schedule computes the same pairs, sends no more bytes, and takes no more rounds.
+    /// A wider schedule computes the same pairs, and needs no more bytes and no more rounds.
     #[test]
-    fn a_wider_schedule_sends_no_more(seed in any::<u64>()) {
+    fn a_wider_schedule_sends_no_more_bytes(seed in any::<u64>()) {
         let drawn = Configuration::random(seed).request;
         for pass in [Pass::Forward, Pass::Backward { dlse: false }] {
             let mut before: Option<(u128, usize, usize)> = None;
@@ -106,11 +106,11 @@ fn jobs(plan: &Plan, rank: usize) -> Vec<usize> {
 }
 
 #[test]
-fn parcels_that_are_together_are_one_job() {
+fn parcels_in_one_round_are_one_job() {
     for pass in [Pass::Forward, Pass::Backward { dlse: false }] {
         let of = |cut: Cut, causal, width, rank| jobs(&dense(cut, causal, width, pass), rank);
         for (width, rounds) in [(1, 7), (2, 4), (3, 3), (4, 2), (7, 1), (usize::MAX, 1)] {
-            // One job a round, the own tokens before.
+            // One job in each round, and one for the rank's own tokens before.
             let all = vec![1; rounds + 1];
             assert_eq!(of(Cut::Contiguous, false, width, 3), all, "width {width}");
             assert_eq!(of(Cut::Contiguous, true, width, 7), all, "width {width}");
@@ -124,8 +124,8 @@ fn parcels_that_are_together_are_one_job() {
 }
 
 #[test]
-fn what_a_schedule_holds_and_sends_is_booked() {
-    // Keys and values of 16 tokens, one head of 4 numbers, 4 bytes each.
+fn wider_schedules_hold_and_send_the_expected_bytes() {
+    // Keys and values of 16 tokens, one head of 4 elements, 4 bytes each.
     let parcel = 2 * 16 * 4 * 4;
     let held = |width: usize| {
         let plan = dense(Cut::Contiguous, false, width, Pass::Forward);
@@ -137,15 +137,15 @@ fn what_a_schedule_holds_and_sends_is_booked() {
         )
     };
     assert_eq!(held(1), (2, 7));
-    // Two sets of loads, a place for each parcel of the first to arrive in, and the own one.
+    // Two sets of batches, a receive buffer for each parcel of the first, and the rank's own rows.
     assert_eq!(held(2), (4 + 2 + 1, 7));
     assert_eq!(held(3), (6 + 3 + 1, 7));
-    // Nothing is passed on: one set, the places to arrive in, and the own one.
+    // Nothing is forwarded: one set, its receive buffers, and the rank's own rows.
     assert_eq!(held(7), (7 + 7 + 1, 7));
     assert_eq!(held(usize::MAX), held(7));
 }
 
-/// Bytes sent in a backward pass over 8 ranks of 16 tokens, for each number of a parcel's rows.
+/// Bytes sent in a backward pass over 8 ranks of 16 tokens, per element of a parcel's rows.
 fn backward_bytes(heads: usize, dtype: DType, backward: Rotating) -> f64 {
     let (tokens, dim) = (128, 64);
     let request = Request::new(
@@ -165,9 +165,9 @@ fn backward_bytes(heads: usize, dtype: DType, backward: Rotating) -> f64 {
 }
 
 #[test]
-fn queries_that_travel_are_fewer_bytes_unless_keys_are_shared() {
+fn rotating_queries_sends_fewer_bytes_unless_heads_share_keys() {
     let of = |heads, dtype| FREIGHTS.map(|freight| backward_bytes(heads, dtype, freight));
-    // lse and delta are two numbers for each 64.
+    // lse and delta are two elements for each 64.
     let cells = 2.0 * 4.0 / 64.0;
     assert_eq!(of(2, DType::F32), [16.0, 12.0 + cells]);
     assert_eq!(of(2, DType::Bf16), [12.0, 8.0 + cells]);
@@ -175,7 +175,7 @@ fn queries_that_travel_are_fewer_bytes_unless_keys_are_shared() {
 }
 
 #[test]
-fn queries_travel_and_keys_stay() {
+fn rotating_queries_leaves_keys_in_place() {
     let mut request = dense(Cut::Zigzag, true, 1, Pass::Backward { dlse: true })
         .request()
         .clone();
@@ -188,7 +188,7 @@ fn queries_travel_and_keys_stay() {
     }
     let words = plan.explain().expect("every rank exists").to_string();
     assert!(words.contains("parcels of queries"), "{words}");
-    // The forward pass of the same schedule moves keys.
+    // The forward pass of the same schedule rotates keys.
     let forward = Request {
         pass: Pass::Forward,
         ..plan.request().clone()
@@ -203,8 +203,8 @@ fn queries_travel_and_keys_stay() {
 }
 
 #[test]
-fn a_parcel_is_not_sent_where_nobody_needs_it() {
-    // Causal and contiguous: each parcel goes to the higher ranks, once to each, whatever the width.
+fn a_parcel_is_sent_only_to_ranks_that_need_it() {
+    // Causal and contiguous: each parcel goes to each higher rank once, for every width.
     for width in WIDTHS {
         let plan = dense(Cut::Contiguous, true, width, Pass::Forward);
         let explanation = plan.explain().expect("every rank exists");
@@ -236,7 +236,7 @@ fn impossible_schedules_are_refused() {
 }
 
 #[test]
-fn wide_rounds_serve_replicated_queries_too() {
+fn wide_rounds_work_with_replicated_queries() {
     let mut random = Random::new(5);
     for width in WIDTHS {
         let mut case = Configuration::random(random.bits());

@@ -4,19 +4,22 @@ use std::thread;
 
 use proptest::prelude::*;
 
-use encke_core::dtype::Data;
+use encke_core::dtype::{DType, Data};
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::program::Role;
+use encke_core::plan::resize::Resize;
 use encke_core::plan::{Pass, Queries, Request};
+use encke_core::sharding::Sharding;
 use encke_core::tensor::Tensor;
 use encke_core::transport::{Incoming, Moved, Outgoing, Transport, TransportError};
 use encke_ring::threads::endpoints;
 use encke_ring::{RankError, RingError, ShardRing, ThreadRing, gather_sequence, split_sequence};
 
+use crate::resize::tensor;
 use crate::support::{Configuration, DEADLINE, Tensors, run};
 
-/// Runs a request as so many rings of one shard each, and puts the results together.
-fn apart(
+/// Runs a request on one `ShardRing` for each rank, and gathers the results.
+fn run_apart(
     rings: &[ShardRing<NaiveKernel>],
     request: &Request,
     inputs: &[(Role, &Tensor)],
@@ -84,11 +87,11 @@ fn check(seed: u64) -> Result<(), TestCaseError> {
         pass: Pass::Backward { dlse: true },
         ..case.request.clone()
     };
-    // The second time every ring has its buffers from the first.
+    // The second time every ring reuses its buffers.
     for _ in 0..2 {
-        let got = apart(&rings, &case.request, &forward).unwrap();
+        let got = run_apart(&rings, &case.request, &forward).unwrap();
         prop_assert_eq!(got, [together.out.clone(), together.lse.clone()]);
-        let got = apart(&rings, &request, &backward).unwrap();
+        let got = run_apart(&rings, &request, &backward).unwrap();
         let expected = [&together.dq, &together.dk, &together.dv].map(Tensor::clone);
         prop_assert_eq!(got, expected);
     }
@@ -100,15 +103,15 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
-    fn shards_apart_have_the_bits_of_ranks_together(seed in any::<u64>()) {
+    fn separate_shards_have_the_bits_of_a_thread_ring(seed in any::<u64>()) {
         check(seed)?;
     }
 }
 
-/// A wire that is cut.
-struct Cut;
+/// A transport that always fails.
+struct FailingTransport;
 
-impl Transport<Data> for Cut {
+impl Transport<Data> for FailingTransport {
     fn exchange(
         &mut self,
         round: usize,
@@ -126,7 +129,7 @@ impl Transport<Data> for Cut {
 }
 
 #[test]
-fn a_wire_that_fails_is_an_error_of_the_rank_and_the_next_call_starts_anew() {
+fn a_failed_transport_is_an_error_of_the_rank_and_its_buffers_are_not_reused() {
     let case = sharded(3);
     let Tensors { q, k, v, .. } = Tensors::random(&case.request.shape, 3);
     let shard = |tensor: &Tensor| split_sequence(&tensor.view(), &case.request.sharding).unwrap();
@@ -138,7 +141,9 @@ fn a_wire_that_fails_is_an_error_of_the_rank_and_the_next_call_starts_anew() {
     ];
     let ring = ShardRing::new(NaiveKernel, 0);
     for _ in 0..2 {
-        let error = ring.run(&case.request, &inputs, &mut Cut).unwrap_err();
+        let error = ring
+            .run(&case.request, &inputs, &mut FailingTransport)
+            .unwrap_err();
         let RingError::Rank {
             rank: 0, source, ..
         } = error
@@ -154,7 +159,7 @@ fn a_wire_that_fails_is_an_error_of_the_rank_and_the_next_call_starts_anew() {
 }
 
 #[test]
-fn what_needs_other_ranks_rows_is_refused() {
+fn requests_that_need_other_ranks_rows_are_refused() {
     let case = sharded(3);
     let ring = ShardRing::new(NaiveKernel, 0);
     for request in [
@@ -167,20 +172,51 @@ fn what_needs_other_ranks_rows_is_refused() {
             ..case.request.clone()
         },
     ] {
-        let refused = ring.run(&request, &[], &mut Cut);
+        let refused = ring.run(&request, &[], &mut FailingTransport);
         assert!(matches!(refused, Err(RingError::Elsewhere { .. })));
     }
-    // A tensor of the whole sequence is no shard.
+    // A tensor of the whole sequence is not a shard.
     let Tensors { q, k, v, .. } = Tensors::random(&case.request.shape, 3);
     let whole = [
         (Role::Q, q.view()),
         (Role::K, k.view()),
         (Role::V, v.view()),
     ];
-    let refused = ring.run(&case.request, &whole, &mut Cut);
+    let refused = ring.run(&case.request, &whole, &mut FailingTransport);
     let ranks = case.request.sharding.ranks();
     assert!(
         ranks > 1 && matches!(refused, Err(RingError::Request(_))),
         "{ranks} ranks"
     );
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(50))]
+
+    #[test]
+    fn separate_places_resize_to_the_shards_of_the_new_ring(
+        (old, new, tokens) in (1usize..5, 1usize..5, 1usize..40),
+        seed in any::<u64>(),
+    ) {
+        let (from, to) = (Sharding::contiguous(old).unwrap(), Sharding::contiguous(new).unwrap());
+        let resize = Resize::new(&from, &to, tokens).unwrap();
+        let dims = [2, tokens, 3, 2];
+        let whole = tensor(seed, dims, DType::F32);
+        let before = split_sequence(&whole.view(), &from).unwrap();
+        let after = split_sequence(&whole.view(), &to).unwrap();
+        let places = endpoints(resize.place_count(), DEADLINE).into_iter().enumerate();
+        thread::scope(|scope| {
+            for (place, mut endpoint) in places {
+                let (resize, before, after) = (&resize, &before, &after);
+                scope.spawn(move || {
+                    let ring = ShardRing::new(NaiveKernel, place);
+                    let shards: Vec<_> = before.get(place).map(Tensor::view).into_iter().collect();
+                    let tensors = [(dims, DType::F32)];
+                    let got = ring.resize(resize, &tensors, &shards, &mut endpoint).unwrap();
+                    let expected = resize.new_rank(place).map(|rank| after[rank].clone());
+                    assert_eq!(got, expected.into_iter().collect::<Vec<_>>());
+                });
+            }
+        });
+    }
 }

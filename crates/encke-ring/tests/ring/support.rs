@@ -1,4 +1,4 @@
-//! The comparison of a ring with the reference.
+//! Comparison of a ring with the reference.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use encke_ring::ThreadRing;
 
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// The largest difference, relative to the largest number; infinities must agree.
+/// The largest difference, relative to the largest element; infinities must agree.
 pub fn difference(got: &Tensor, expected: &[f64]) -> f64 {
     let got = got.to_f64();
     assert_eq!(got.len(), expected.len());
@@ -30,8 +30,8 @@ pub fn difference(got: &Tensor, expected: &[f64]) -> f64 {
     })
 }
 
-/// What a ring made of a case.
-pub struct Results {
+/// The results of both passes of a case.
+pub struct PassResults {
     pub out: Tensor,
     pub lse: Tensor,
     pub dq: Tensor,
@@ -40,7 +40,7 @@ pub struct Results {
 }
 
 /// Runs a case forward and backward.
-pub fn run<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<Results, String> {
+pub fn run<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<PassResults, String> {
     let tensors = Tensors::random(&case.request.shape, case.seed);
     let words = |error: encke_ring::RingError| format!("seed {}: {error}", case.seed);
     let inputs = [
@@ -73,7 +73,7 @@ pub fn run<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<Resu
             .expect("a backward pass returns gradients")
     };
     let (dq, dk, dv) = (take(Role::Dq), take(Role::Dk), take(Role::Dv));
-    Ok(Results {
+    Ok(PassResults {
         out,
         lse,
         dq,
@@ -82,7 +82,7 @@ pub fn run<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<Resu
     })
 }
 
-/// Holds a case against the reference.
+/// Compares a case with the reference.
 pub fn check<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<(), String> {
     let got = run(ring, case)?;
     let Request { shape, pattern, .. } = &case.request;

@@ -1,4 +1,5 @@
-//! The thread transport under the suite for transports, and wrong transports that it must catch.
+//! The thread transport under the conformance suite, and faulty transports that the suite must
+//! catch.
 
 use std::time::Duration;
 
@@ -6,7 +7,7 @@ use encke_core::conformance::{self, Failure};
 use encke_core::transport::{Address, Incoming, Moved, Outgoing, Transport, TransportError};
 use encke_ring::threads::{Endpoint, endpoints};
 
-/// Runs every rank's part of the suite on a thread of its own.
+/// Runs each rank's part of the suite on a thread of its own.
 fn suite<T: Transport<Vec<u8>> + Send>(transports: Vec<T>) -> Result<(), Failure> {
     let ranks = transports.len();
     std::thread::scope(|scope| {
@@ -23,13 +24,13 @@ fn suite<T: Transport<Vec<u8>> + Send>(transports: Vec<T>) -> Result<(), Failure
 }
 
 #[test]
-fn threads_conform() {
+fn the_thread_transport_passes_the_conformance_suite() {
     for ranks in 1..=8 {
         suite(endpoints(ranks, Duration::from_secs(60))).expect("the thread transport conforms");
     }
 }
 
-/// Waits for a parcel from the next rank, and says how that ended.
+/// Waits for a parcel from the next rank, and returns the error.
 fn wait_for_next(rank: usize, mut end: Endpoint<Vec<u8>>) -> TransportError {
     let from = Address {
         peer: rank + 1,
@@ -42,12 +43,13 @@ fn wait_for_next(rank: usize, mut end: Endpoint<Vec<u8>>) -> TransportError {
         parcel: &mut parcel,
     }];
     let moved = end.exchange(0, &[], &mut incoming, &mut || {});
-    moved.expect_err("nobody sends")
+    moved.expect_err("no rank sends")
 }
 
-/// Rank 0 waits for 1, later 1 for 2, then 2 for 3, who never comes: 0 is the first to give up.
+/// Rank 0 waits for 1, later 1 for 2, then 2 for 3, which never posts: the deadline of 0 expires
+/// first.
 #[test]
-fn whoever_keeps_all_waiting_is_blamed() {
+fn a_deadline_blames_the_end_of_the_chain_of_waiting_ranks() {
     let mut ends = endpoints::<Vec<u8>>(4, Duration::from_secs(1));
     let absent = ends.pop();
     std::thread::scope(|scope| {
@@ -68,16 +70,16 @@ fn whoever_keeps_all_waiting_is_blamed() {
     drop(absent);
 }
 
-/// The ways in which real rings have been wrong.
+/// Faults that real rings have had.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Fault {
-    /// Receives into the buffer it is sending: what was there is gone.
+enum TransportFault {
+    /// Receives into the buffer it is sending.
     SharedBuffer,
-    /// Sends what it sent first, for ever.
+    /// Sends its first message again and again.
     NeverUpdated,
     /// Sends k where v belongs.
     OneBufferForKAndV,
-    /// Loses the end of a message.
+    /// Truncates a message.
     Short,
     /// Writes past the end of a message.
     Long,
@@ -85,50 +87,50 @@ enum Fault {
     NoCompute,
     /// Computes twice.
     ComputesTwice,
-    /// Passes parcels the wrong way.
+    /// Sends parcels in the wrong direction.
     WrongWay,
-    /// Says it moved what it did not.
+    /// Reports bytes that it did not move.
     Miscounts,
 }
 
-const FAULTS: [Fault; 9] = [
-    Fault::SharedBuffer,
-    Fault::NeverUpdated,
-    Fault::OneBufferForKAndV,
-    Fault::Short,
-    Fault::Long,
-    Fault::NoCompute,
-    Fault::ComputesTwice,
-    Fault::WrongWay,
-    Fault::Miscounts,
+const FAULTS: [TransportFault; 9] = [
+    TransportFault::SharedBuffer,
+    TransportFault::NeverUpdated,
+    TransportFault::OneBufferForKAndV,
+    TransportFault::Short,
+    TransportFault::Long,
+    TransportFault::NoCompute,
+    TransportFault::ComputesTwice,
+    TransportFault::WrongWay,
+    TransportFault::Miscounts,
 ];
 
-struct Mutant {
+struct FaultyTransport {
     inner: Endpoint<Vec<u8>>,
-    fault: Fault,
+    fault: TransportFault,
     ranks: usize,
     first: Option<Vec<u8>>,
 }
 
-impl Mutant {
-    /// What goes out instead of what should.
+impl FaultyTransport {
+    /// The messages it sends instead.
     fn altered(&mut self, outgoing: &[Outgoing<'_, Vec<u8>>]) -> Vec<Vec<u8>> {
         let mut parcels: Vec<Vec<u8>> = outgoing.iter().map(|out| out.parcel.clone()).collect();
         match self.fault {
-            Fault::SharedBuffer => parcels.iter_mut().for_each(|parcel| parcel.fill(0xcc)),
-            Fault::NeverUpdated => {
+            TransportFault::SharedBuffer => parcels.iter_mut().for_each(|parcel| parcel.fill(0xcc)),
+            TransportFault::NeverUpdated => {
                 for parcel in &mut parcels {
                     let first = self.first.get_or_insert_with(|| parcel.clone());
                     let common = first.len().min(parcel.len());
                     parcel[..common].copy_from_slice(&first[..common]);
                 }
             }
-            Fault::OneBufferForKAndV => {
+            TransportFault::OneBufferForKAndV => {
                 if let [k, v] = &mut parcels[..] {
                     v.copy_from_slice(k);
                 }
             }
-            Fault::Short => {
+            TransportFault::Short => {
                 for (parcel, out) in parcels.iter_mut().zip(outgoing) {
                     parcel[out.to.elements - 1] = 0;
                 }
@@ -139,7 +141,7 @@ impl Mutant {
     }
 }
 
-impl Transport<Vec<u8>> for Mutant {
+impl Transport<Vec<u8>> for FaultyTransport {
     fn exchange(
         &mut self,
         round: usize,
@@ -153,27 +155,27 @@ impl Transport<Vec<u8>> for Mutant {
             .zip(&parcels)
             .map(|(out, parcel)| {
                 let mut to = out.to;
-                if self.fault == Fault::WrongWay && self.ranks > 2 {
+                if self.fault == TransportFault::WrongWay && self.ranks > 2 {
                     to.peer = (to.peer + self.ranks - 2) % self.ranks;
                 }
                 Outgoing { to, parcel }
             })
             .collect();
         let times = match self.fault {
-            Fault::NoCompute => 0,
-            Fault::ComputesTwice => 2,
+            TransportFault::NoCompute => 0,
+            TransportFault::ComputesTwice => 2,
             _ => 1,
         };
         let mut work = || (0..times).for_each(|_| meanwhile());
         let moved = self.inner.exchange(round, &altered, incoming, &mut work)?;
-        if self.fault == Fault::Long {
+        if self.fault == TransportFault::Long {
             for Incoming { from, parcel } in incoming.iter_mut() {
                 if let Some(byte) = parcel.get_mut(from.elements) {
                     *byte ^= 1;
                 }
             }
         }
-        let extra = usize::from(self.fault == Fault::Miscounts && !outgoing.is_empty());
+        let extra = usize::from(self.fault == TransportFault::Miscounts && !outgoing.is_empty());
         Ok(Moved {
             sent_bytes: moved.sent_bytes + extra,
             ..moved
@@ -182,11 +184,11 @@ impl Transport<Vec<u8>> for Mutant {
 }
 
 #[test]
-fn wrong_transports_are_caught() {
+fn the_suite_catches_faulty_transports() {
     for fault in FAULTS {
         let ranks = 4;
         let mutants = endpoints(ranks, Duration::from_millis(300));
-        let mutants = mutants.into_iter().map(|inner| Mutant {
+        let mutants = mutants.into_iter().map(|inner| FaultyTransport {
             inner,
             fault,
             ranks,

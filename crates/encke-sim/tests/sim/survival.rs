@@ -9,7 +9,7 @@ use encke_core::naive::NaiveKernel;
 use encke_core::plan::{Queries, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{Error, GroupScale, Mode, Pattern};
-use encke_ring::{Fault, Phase, RankError, RingError, ThreadRing};
+use encke_ring::{Fault, FaultPhase, RankError, RingError, ThreadRing};
 use encke_sim::fault_config::{FaultConfig, FaultKind, RankDeath};
 use encke_sim::fault_outcome::{self, FaultOutcome};
 use encke_sim::fault_run::{self, FaultRun};
@@ -81,7 +81,7 @@ fn any_rank_may_die_in_any_round_with_the_bits_of_threads() {
                     rank,
                     epoch: 0,
                     round,
-                    phase: Phase::Begin,
+                    phase: FaultPhase::Begin,
                 };
                 let ring = ThreadRing::new(NaiveKernel, Duration::from_secs(60));
                 let ring = ring.with_faults(vec![fault]);

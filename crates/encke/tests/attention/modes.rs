@@ -1,8 +1,8 @@
 //! Every mode on every ring size, at f64.
 
 use encke::{
-    Attention, CheckpointPolicy, Cut, DType, Error, Fault, GroupScale, MixingGradient, Mode,
-    OffsetRule, Pattern, Phase, Queries, Shape, Tensor,
+    Attention, CheckpointPolicy, Cut, DType, Error, Fault, FaultPhase, GroupScale, MixingGradient,
+    Mode, OffsetRule, Pattern, Queries, Shape, Tensor,
 };
 
 use crate::support::{AttentionInputs, difference, errors};
@@ -235,10 +235,10 @@ fn every_mode_survives_a_death() {
         };
         for cut in [Cut::Contiguous, Cut::Zigzag, Cut::Striped] {
             for (rank, round, phase) in [
-                (0, 0, Phase::Begin),
-                (3, 1, Phase::Midst),
-                (2, 2, Phase::Begin),
-                (1, 9, Phase::Begin),
+                (0, 0, FaultPhase::Begin),
+                (3, 1, FaultPhase::Midst),
+                (2, 2, FaultPhase::Begin),
+                (1, 9, FaultPhase::Begin),
             ] {
                 let fault = Fault {
                     rank,

@@ -1,5 +1,5 @@
-//! Calls that survive: whoever dies, and whenever, the others end with the right result, or with
-//! one error that says which tokens are lost.
+//! Calls that survive: whichever rank dies in whichever round, the others return the right result,
+//! or one error that names the lost tokens.
 
 use std::time::Duration;
 
@@ -14,17 +14,17 @@ use encke_core::plan::{Pass, Plan, Queries, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::transport::TransportError;
 use encke_core::{DType, Error, GroupScale, Mode, Pattern, Shape, Tensor};
-use encke_ring::{Fault, Outcome, Phase, RankError, RingError, ThreadRing};
+use encke_ring::{Fault, FaultPhase, Outcome, RankError, RingError, ThreadRing};
 
-use crate::life::dawdling;
+use crate::calls::randomly_slow;
+use crate::instrumented::{InstrumentedKernel, KernelCall, caller};
 use crate::support::{Configuration, DEADLINE, Tensors, check, difference};
-use crate::watch::{Call, Watched, caller};
 
 /// The usual tolerance for f64.
 const TOLERANCE: f64 = 1e-12;
 
-/// One call of either pass. What a backward pass is given of the forward pass is made up: a lse
-/// near that of its rows keeps the numbers tame.
+/// One call of either pass. The forward results that a backward pass takes are made up: a lse near
+/// that of the rows keeps the gradients in range.
 fn call<K: Kernel>(ring: &ThreadRing<K>, request: &Request) -> Result<Outcome, RingError> {
     let shape = &request.shape;
     let tensors = Tensors::random(shape, 5);
@@ -78,7 +78,7 @@ fn requests(ranks: usize) -> Vec<Request> {
     each.collect()
 }
 
-/// Whether two calls returned the same, up to rounding.
+/// Asserts that two calls returned the same, up to rounding.
 fn assert_near(got: &Outcome, expected: &Outcome, what: &dyn std::fmt::Debug) {
     for ((role, got), (_, expected)) in got.tensors().iter().zip(expected.tensors()) {
         let off = difference(got, &expected.to_f64());
@@ -91,15 +91,15 @@ fn bits(outcome: &Outcome) -> Vec<Vec<u8>> {
     tensors.map(|(_, x)| x.data().bytes().to_vec()).collect()
 }
 
-/// Every (step, victim) pair, in both phases of the step.
+/// Every rank dies in every round, in both phases of the round.
 #[test]
-fn whoever_dies_whenever_the_result_is_right() {
+fn the_result_is_right_whichever_rank_dies_in_whichever_round() {
     for request in requests(4) {
         let undisturbed = call(&with_faults(&[]), &request).expect("nothing fails");
         let plan = Plan::new(request.clone()).expect("legal");
         for rank in 0..4 {
             for round in 0..=plan.rank(rank).expect("exists").rounds.len() {
-                for phase in [Phase::Begin, Phase::Midst] {
+                for phase in [FaultPhase::Begin, FaultPhase::Midst] {
                     let fault = Fault {
                         rank,
                         epoch: 0,
@@ -110,7 +110,7 @@ fn whoever_dies_whenever_the_result_is_right() {
                     assert_near(&outcome, &undisturbed, &(fault, &request.pass));
                     let dead: Vec<usize> = outcome.deaths.iter().map(|(rank, _)| *rank).collect();
                     assert_eq!(dead, [rank]);
-                    // Never as much as to begin again after what was done.
+                    // Less work than running the call twice.
                     assert!(outcome.pairs < 2 * undisturbed.pairs, "{fault:?}");
                 }
             }
@@ -118,20 +118,20 @@ fn whoever_dies_whenever_the_result_is_right() {
     }
 }
 
-/// The same fault, the same bits, however long anybody takes for anything.
+/// The same fault gives the same bits, whatever the timing.
 #[test]
-fn timing_does_not_change_a_bit_of_a_call_that_survived() {
+fn timing_does_not_change_the_bits_of_a_call_that_survived() {
     for request in requests(5) {
         for (rank, round) in [(0, 1), (3, 0), (4, 2), (2, 3)] {
             let fault = Fault {
                 rank,
                 epoch: 0,
                 round,
-                phase: Phase::Begin,
+                phase: FaultPhase::Begin,
             };
             let expected = bits(&call(&with_faults(&[fault]), &request).expect("it survives"));
             for _ in 0..3 {
-                let ring = ThreadRing::new(dawdling(), DEADLINE).with_faults(vec![fault]);
+                let ring = ThreadRing::new(randomly_slow(), DEADLINE).with_faults(vec![fault]);
                 let outcome = call(&ring, &request).expect("it survives");
                 assert_eq!(bits(&outcome), expected, "{fault:?} {:?}", request.pass);
             }
@@ -140,36 +140,37 @@ fn timing_does_not_change_a_bit_of_a_call_that_survived() {
 }
 
 #[test]
-fn several_may_die_while_every_shard_is_kept() {
+fn several_ranks_may_die_while_a_copy_of_every_shard_is_left() {
     for request in requests(6) {
         let undisturbed = call(&with_faults(&[]), &request).expect("nothing fails");
-        // 1 dies, then 4 in the continuation, then 0 in the next one; 2, 5 and 1's heir go on.
+        // 1 dies, then 4 in the continuation, then 0 in the next one; 2, 5 and the rank that
+        // adopted the shard of 1 continue.
         let die = |rank, epoch, round| Fault {
             rank,
             epoch,
             round,
-            phase: Phase::Begin,
+            phase: FaultPhase::Begin,
         };
         let faults = [die(1, 0, 1), die(4, 1, 1), die(0, 2, 0)];
-        // Rank 1, who kept the tokens of 0, is dead.
+        // Rank 1, which had the copy of rank 0's tokens, is dead.
         let lost = call(&with_faults(&faults), &request).expect_err("0 is lost");
         assert!(is_lost(&lost, 0, 1, &[1, 4, 0]), "{lost:?}");
         let faults = [die(1, 0, 1), die(5, 1, 1), die(3, 2, 0)];
         let outcome = call(&with_faults(&faults), &request).expect("it survives");
         assert_near(&outcome, &undisturbed, &faults);
         assert_eq!(outcome.deaths.len(), 3);
-        // Two at once, who are no neighbours.
+        // Two at once that are not neighbours.
         let faults = [die(1, 0, 1), die(3, 0, 1)];
         let outcome = call(&with_faults(&faults), &request).expect("it survives");
         assert_near(&outcome, &undisturbed, &faults);
-        // Two at once, who are.
+        // Two at once that are neighbours.
         let faults = [die(2, 0, 1), die(3, 0, 0)];
         let lost = call(&with_faults(&faults), &request).expect_err("2 is lost");
         assert!(is_lost(&lost, 2, 3, &[2, 3]), "{lost:?}");
     }
 }
 
-/// Whether every survivor ended with the same word about the lost shard.
+/// True if every survivor ended with the same error about the lost shard.
 fn is_lost(error: &RingError, shard: usize, keeper: usize, dead: &[usize]) -> bool {
     let keepers = vec![keeper];
     let word = RankError::Lost(Error::LostShard { shard, keepers });
@@ -191,11 +192,12 @@ fn is_lost(error: &RingError, shard: usize, keeper: usize, dead: &[usize]) -> bo
 }
 
 #[test]
-fn what_is_no_death_ends_the_call_for_all() {
+fn errors_that_are_not_deaths_end_the_call_for_all_ranks() {
     let request = &requests(4)[0];
-    // A kernel that refuses.
-    let is_by = |call: &Call<'_>, rank| matches!(call, Call::Attend { .. }) && caller() == rank;
-    let refuses = Watched(|call: Call<'_>| match is_by(&call, 2) {
+    // A kernel that fails.
+    let is_by =
+        |call: &KernelCall<'_>, rank| matches!(call, KernelCall::Attend { .. }) && caller() == rank;
+    let refuses = InstrumentedKernel(|call: KernelCall<'_>| match is_by(&call, 2) {
         true => Err(KernelError::Unsupported {
             kernel: "test",
             what: "this".to_string(),
@@ -216,8 +218,8 @@ fn what_is_no_death_ends_the_call_for_all() {
         others.iter().all(|(_, error)| error.is_consequence()),
         "{others:?}"
     );
-    // A rank that is stuck is not dead: its neighbours' deadline strikes.
-    let stuck = Watched(|call: Call<'_>| {
+    // A stuck rank is not dead: the deadline of its neighbours expires.
+    let stuck = InstrumentedKernel(|call: KernelCall<'_>| {
         if is_by(&call, 1) {
             std::thread::sleep(Duration::from_millis(400));
         }
@@ -240,15 +242,15 @@ fn what_is_no_death_ends_the_call_for_all() {
 }
 
 #[test]
-fn everyone_may_die_and_it_still_ends() {
+fn the_call_ends_even_if_all_ranks_die() {
     let request = &requests(3)[0];
     let die = |rank| Fault {
         rank,
         epoch: 0,
         round: rank,
-        phase: Phase::Midst,
+        phase: FaultPhase::Midst,
     };
-    let error = call(&with_faults(&[0, 1, 2].map(die)), request).expect_err("nobody is left");
+    let error = call(&with_faults(&[0, 1, 2].map(die)), request).expect_err("no rank is left");
     let RingError::Rank { source, others, .. } = error else {
         panic!("{error:?}");
     };
@@ -258,7 +260,7 @@ fn everyone_may_die_and_it_still_ends() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
-    /// Any call, any victim, any round of it; in one case of three another one after it.
+    /// Any call, any rank, any round; in one case of three another rank dies after it.
     #[test]
     fn any_call_survives_any_death(seed in any::<u64>()) {
         let drawn = (0..).map(|i| Configuration::random(seed ^ (i << 40)));
@@ -277,7 +279,7 @@ proptest! {
             let mut fault = |epoch| {
                 let rank = random.below(plan.ranks());
                 let round = random.below(plan.rank(rank).expect("exists").rounds.len() + 1);
-                let phase = random.pick(&[Phase::Begin, Phase::Midst]);
+                let phase = random.pick(&[FaultPhase::Begin, FaultPhase::Midst]);
                 Fault { rank, epoch, round, phase }
             };
             let faults: Vec<Fault> = (0..1 + usize::from(seed % 3 == 0)).map(&mut fault).collect();
@@ -288,7 +290,7 @@ proptest! {
                     prop_assert!(faults.len() > 1);
                 }
                 Err(RingError::Rank { source, others, .. }) if source.is_death() => {
-                    // Nobody was left.
+                    // No rank was left.
                     prop_assert_eq!(others.len() + 1, plan.ranks());
                     prop_assert!(others.iter().all(|(_, error)| error.is_death()));
                 }

@@ -1,4 +1,5 @@
-//! The life of a call: same bits every time, nothing allocated twice, no hang whatever happens.
+//! Calls of a thread ring: the same bits every time, no allocation in the second call, no hang
+//! after a failure.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -14,8 +15,8 @@ use encke_ring::threads::endpoints;
 use encke_ring::trace::Recorder;
 use encke_ring::{Rank, RankError, RingError, ThreadRing, gather_sequence, split_sequence};
 
+use crate::instrumented::{InstrumentedKernel, KernelCall, caller};
 use crate::support::{Configuration, DEADLINE, Tensors, run};
-use crate::watch::{Call, Watched, caller};
 
 fn dense(ranks: usize, cut: Cut) -> Configuration {
     let request = Request::new(
@@ -38,10 +39,10 @@ fn forward<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<Tens
     Ok(outcome.take(Role::Out).expect("a forward pass returns out"))
 }
 
-/// A kernel whose ranks dawdle, each call for another while.
-pub fn dawdling() -> impl Kernel<Buffer = encke_core::Data> {
+/// A kernel that sleeps before each call, each time for a different duration.
+pub fn randomly_slow() -> impl Kernel<Buffer = encke_core::Data> {
     let calls = AtomicUsize::new(0);
-    Watched(move |_: Call<'_>| {
+    InstrumentedKernel(move |_: KernelCall<'_>| {
         let call = calls.fetch_add(1, Ordering::Relaxed);
         if call.is_multiple_of(3) {
             std::thread::sleep(Duration::from_micros(call as u64 * 7919 % 900));
@@ -58,7 +59,7 @@ fn timing_never_changes_a_bit() {
             case.request.queries = queries;
             let ring = ThreadRing::new(NaiveKernel, DEADLINE);
             let expected = run(&ring, &case).expect("nothing fails");
-            let slow = ThreadRing::new(dawdling(), DEADLINE);
+            let slow = ThreadRing::new(randomly_slow(), DEADLINE);
             for _ in 0..5 {
                 let again = run(&slow, &case).expect("nothing fails");
                 assert_eq!(again.out, expected.out);
@@ -74,8 +75,8 @@ fn timing_never_changes_a_bit() {
 #[test]
 fn the_second_call_allocates_nothing() {
     let allocations = AtomicUsize::new(0);
-    let kernel = Watched(|call: Call<'_>| {
-        if matches!(call, Call::Allocate) {
+    let kernel = InstrumentedKernel(|call: KernelCall<'_>| {
+        if matches!(call, KernelCall::Allocate) {
             allocations.fetch_add(1, Ordering::Relaxed);
         }
         Ok(())
@@ -93,7 +94,7 @@ fn the_second_call_allocates_nothing() {
         }
     }
     let stats = ring.stats();
-    // Two kinds of call, each with a forward and a backward plan, four times over.
+    // Two configurations, each with a forward and a backward plan, four times.
     assert_eq!((stats.plan_misses, stats.plan_hits), (4, 12));
     assert_eq!((stats.buffer_misses, stats.buffer_hits), (4, 12));
 }
@@ -123,7 +124,7 @@ fn ranks_allocate_what_the_plan_lists() {
     }
 }
 
-/// Runs a call that must fail, and checks that it does not take much longer than it may.
+/// Runs a call that must fail, and checks that it ends soon after the deadline.
 fn failing<K: Kernel>(kernel: K, deadline: Duration) -> RingError {
     let ring = ThreadRing::new(kernel, deadline);
     let begin = Instant::now();
@@ -138,10 +139,10 @@ fn failing<K: Kernel>(kernel: K, deadline: Duration) -> RingError {
 /// Fails on rank 2, on its second job.
 fn on_rank_two(
     act: impl Fn() -> Result<(), KernelError>,
-) -> impl Fn(Call<'_>) -> Result<(), KernelError> {
+) -> impl Fn(KernelCall<'_>) -> Result<(), KernelError> {
     let calls = AtomicUsize::new(0);
-    move |call: Call<'_>| {
-        if matches!(call, Call::Attend { .. })
+    move |call: KernelCall<'_>| {
+        if matches!(call, KernelCall::Attend { .. })
             && caller() == 2
             && calls.fetch_add(1, Ordering::Relaxed) == 1
         {
@@ -153,7 +154,7 @@ fn on_rank_two(
 
 #[test]
 fn a_panic_names_its_rank_and_ends_the_others() {
-    let kernel = Watched(on_rank_two(|| panic!("the lights went out")));
+    let kernel = InstrumentedKernel(on_rank_two(|| panic!("the lights went out")));
     let RingError::Rank {
         rank,
         source,
@@ -165,7 +166,7 @@ fn a_panic_names_its_rank_and_ends_the_others() {
     assert_eq!(rank, 2);
     let expected = "the lights went out".to_string();
     assert_eq!(source, RankError::Panic { message: expected });
-    // Whoever still needed rank 2 says so; who did not may have finished.
+    // Ranks that still needed rank 2 stopped because of it; the others may have finished.
     assert!(others.iter().any(|(rank, _)| *rank == 3));
     for (_, error) in others {
         let named = matches!(
@@ -182,7 +183,7 @@ fn a_kernel_error_names_its_rank() {
         kernel: "watched",
         bytes: 7,
     };
-    let kernel = Watched(on_rank_two(move || Err(refusal())));
+    let kernel = InstrumentedKernel(on_rank_two(move || Err(refusal())));
     let RingError::Rank { rank, source, .. } = failing(kernel, DEADLINE) else {
         panic!("a rank must be named");
     };
@@ -200,7 +201,10 @@ fn a_stuck_rank_is_not_waited_for_longer_than_the_deadline() {
         std::thread::sleep(Duration::from_secs(2));
         Ok(())
     };
-    let error = failing(Watched(on_rank_two(stuck)), Duration::from_millis(500));
+    let error = failing(
+        InstrumentedKernel(on_rank_two(stuck)),
+        Duration::from_millis(500),
+    );
     let RingError::Rank { rank, source, .. } = error else {
         panic!("a rank must be named");
     };
@@ -214,7 +218,7 @@ fn a_stuck_rank_is_not_waited_for_longer_than_the_deadline() {
 #[test]
 fn a_ring_works_again_after_a_failure() {
     let case = dense(4, Cut::Contiguous);
-    let ring = ThreadRing::new(Watched(on_rank_two(|| panic!("once"))), DEADLINE);
+    let ring = ThreadRing::new(InstrumentedKernel(on_rank_two(|| panic!("once"))), DEADLINE);
     forward(&ring, &case).expect_err("the first call fails");
     let out = forward(&ring, &case).expect("the second does not");
     let alone = ThreadRing::new(NaiveKernel, DEADLINE);

@@ -1,4 +1,4 @@
-//! What is kept between calls stays bounded, however often lengths change.
+//! The caches of plans and buffers stay bounded when sequence lengths change.
 
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::Request;
@@ -9,7 +9,7 @@ use encke_ring::{CacheLimits, CacheStats, ThreadRing};
 
 use crate::support::{DEADLINE, Tensors};
 
-/// Calls of these lengths, one after the other; what is kept after each of them.
+/// Runs calls of these lengths one after the other; returns the cache statistics after each.
 fn calls(limits: CacheLimits, lengths: impl Iterator<Item = usize>) -> Vec<CacheStats> {
     let ring = ThreadRing::new(NaiveKernel, DEADLINE).with_limits(limits);
     let call = |tokens: usize| {
@@ -29,13 +29,13 @@ fn calls(limits: CacheLimits, lengths: impl Iterator<Item = usize>) -> Vec<Cache
 }
 
 #[test]
-fn a_long_run_of_changing_lengths_keeps_both_caches_bounded() {
+fn caches_stay_bounded_over_many_lengths() {
     let limits = CacheLimits {
         plans: 7,
         pools: 3,
         pool_bytes: 40_000,
     };
-    // 150 calls of 50 lengths, none twice within the last eleven; then two that take turns.
+    // 150 calls of 50 lengths, none twice within the last eleven; then two lengths in alternation.
     let changing = (0..150).map(|i| 20 + i * 11 % 50);
     let steady = (0..50).map(|i| 30 + i % 2);
     let stats = calls(limits, changing.chain(steady));

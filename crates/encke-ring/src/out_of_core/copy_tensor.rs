@@ -1,4 +1,4 @@
-//! A whole tensor from a source to a sink, piece by piece, rounded on the way.
+//! Copies a whole tensor from a source to a sink in chunks, rounding it.
 
 use encke_core::host;
 use encke_core::job::Block;
@@ -7,30 +7,30 @@ use encke_core::sharding::Run;
 use encke_core::{DType, Data};
 
 use super::error::StreamError;
-use super::source::{RowRange, Sink, Source};
+use super::source::{RowRange, RowSink, RowSource};
 
-/// Numbers of a piece, unless one token has more.
-const PIECE: usize = 1 << 18;
+/// Elements of a chunk, unless one token has more.
+const CHUNK: usize = 1 << 18;
 
-/// Copies the tensor of a role, `[b, n, h, width]`, to where it is stored as `dtype`.
-pub fn transfer(
-    source: &dyn Source,
-    sink: &mut dyn Sink,
+/// Copies the tensor of a role, `[b, n, h, width]`, rounded to `dtype`.
+pub fn copy_tensor(
+    source: &dyn RowSource,
+    sink: &mut dyn RowSink,
     role: Role,
     [b, n, h, width]: [usize; 4],
     dtype: DType,
 ) -> Result<(), StreamError> {
     let heads: Vec<usize> = (0..h).collect();
-    let most = (PIECE / (h * width)).clamp(1, n);
+    let most = (CHUNK / (h * width)).clamp(1, n);
     let mut read = Data::zeros(source.dtype(role), most * h * width);
     let mut rounded = Data::zeros(dtype, most * h * width);
     for batch in 0..b {
         for first in (0..n).step_by(most) {
             let count = most.min(n - first);
-            let numbers = count * h * width;
+            let elements = count * h * width;
             if count < most {
-                read = Data::zeros(source.dtype(role), numbers);
-                rounded = Data::zeros(dtype, numbers);
+                read = Data::zeros(source.dtype(role), elements);
+                rounded = Data::zeros(dtype, elements);
             }
             let tokens = Run {
                 first,
@@ -45,7 +45,7 @@ pub fn transfer(
             };
             source.read(&range, &mut read)?;
             host::copy(
-                &Block::contiguous(numbers, 0, 0),
+                &Block::contiguous(elements, 0, 0),
                 false,
                 read.as_slice(),
                 &mut rounded,

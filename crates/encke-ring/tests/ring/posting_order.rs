@@ -1,4 +1,5 @@
-//! What is only enqueued is asked for before a parcel is posted; what is done at once, after.
+//! The thread transport computes before it posts receives if work is only enqueued, otherwise
+//! after.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -6,29 +7,29 @@ use std::time::Duration;
 use encke_core::transport::{Address, Incoming, Outgoing, Transport, WireBuffer};
 use encke_ring::threads::{Endpoint, endpoints};
 
-/// A byte that notes what is done with it.
+/// A byte that logs what is done with it.
 #[derive(Clone)]
-struct Noted {
+struct LoggedByte {
     byte: u8,
     enqueued: bool,
-    notes: Arc<Mutex<Vec<String>>>,
+    log: Arc<Mutex<Vec<String>>>,
 }
 
-impl Noted {
-    fn new(byte: u8, enqueued: bool) -> Noted {
-        Noted {
+impl LoggedByte {
+    fn new(byte: u8, enqueued: bool) -> LoggedByte {
+        LoggedByte {
             byte,
             enqueued,
-            notes: Arc::default(),
+            log: Arc::default(),
         }
     }
 
-    fn note(&self, what: String) {
-        self.notes.lock().unwrap().push(what);
+    fn record(&self, what: String) {
+        self.log.lock().unwrap().push(what);
     }
 }
 
-impl WireBuffer for Noted {
+impl WireBuffer for LoggedByte {
     fn elements(&self) -> usize {
         1
     }
@@ -37,7 +38,7 @@ impl WireBuffer for Noted {
         1
     }
 
-    fn copy_from(&mut self, source: &Noted, _: usize) {
+    fn copy_from(&mut self, source: &LoggedByte, _: usize) {
         self.byte = source.byte;
     }
 
@@ -45,8 +46,8 @@ impl WireBuffer for Noted {
         1
     }
 
-    fn take(&mut self) -> Noted {
-        self.note("posted".into());
+    fn take(&mut self) -> LoggedByte {
+        self.record("posted".into());
         self.clone()
     }
 
@@ -55,7 +56,7 @@ impl WireBuffer for Noted {
     }
 
     fn vacate(&mut self, round: usize) {
-        self.note(format!("vacated in round {round}"));
+        self.record(format!("vacated in round {round}"));
     }
 
     fn checksum(&self, _: usize) -> u64 {
@@ -63,17 +64,17 @@ impl WireBuffer for Noted {
     }
 }
 
-/// What a rank notes of a hop to the other one and back, in round 3.
-fn notes(mut endpoint: Endpoint<Noted>, peer: usize, enqueued: bool) -> Vec<String> {
-    let sent = Noted::new(1 - peer as u8, enqueued);
-    let mut received = Noted::new(7, enqueued);
-    let notes = Arc::clone(&received.notes);
+/// What a rank logs of a message to the other rank and one back, in round 3.
+fn log(mut endpoint: Endpoint<LoggedByte>, peer: usize, enqueued: bool) -> Vec<String> {
+    let sent = LoggedByte::new(1 - peer as u8, enqueued);
+    let mut received = LoggedByte::new(7, enqueued);
+    let log = Arc::clone(&received.log);
     let address = Address {
         peer,
         tag: 0,
         elements: 1,
     };
-    let mut meanwhile = || notes.lock().unwrap().push("computed".into());
+    let mut meanwhile = || log.lock().unwrap().push("computed".into());
     let outgoing = [Outgoing {
         to: address,
         parcel: &sent,
@@ -83,21 +84,21 @@ fn notes(mut endpoint: Endpoint<Noted>, peer: usize, enqueued: bool) -> Vec<Stri
         parcel: &mut received,
     }];
     let moved = endpoint.exchange(3, &outgoing, &mut incoming, &mut meanwhile);
-    moved.expect("a hop");
+    moved.expect("a message");
     assert_eq!(received.byte, peer as u8);
-    notes.lock().unwrap().clone()
+    log.lock().unwrap().clone()
 }
 
 #[test]
-fn computing_is_asked_for_before_posting_where_both_are_only_enqueued() {
+fn enqueued_work_is_launched_before_receives_are_posted() {
     for (enqueued, expected) in [
         (true, ["computed", "vacated in round 3", "posted"]),
         (false, ["vacated in round 3", "posted", "computed"]),
     ] {
-        let ends = endpoints::<Noted>(2, Duration::from_secs(20));
+        let ends = endpoints::<LoggedByte>(2, Duration::from_secs(20));
         std::thread::scope(|scope| {
             for (rank, end) in ends.into_iter().enumerate() {
-                scope.spawn(move || assert_eq!(notes(end, 1 - rank, enqueued), expected));
+                scope.spawn(move || assert_eq!(log(end, 1 - rank, enqueued), expected));
             }
         });
     }

@@ -1,5 +1,5 @@
-//! A kernel that is watched: every call is shown to a closure first, which may count, wait, fail
-//! or panic. The arithmetic is the naive kernel's.
+//! An instrumented kernel: a closure sees every call first, and may count, wait, fail or panic. The
+//! naive kernel computes.
 
 use encke_core::dtype::Slice;
 use encke_core::job::{Block, Job};
@@ -10,8 +10,8 @@ use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
-/// What the kernel was told.
-pub enum Call<'a> {
+/// A call to the kernel.
+pub enum KernelCall<'a> {
     Allocate,
     Attend {
         job: &'a Job,
@@ -21,9 +21,9 @@ pub enum Call<'a> {
     Other,
 }
 
-pub struct Watched<F>(pub F);
+pub struct InstrumentedKernel<F>(pub F);
 
-/// The rank that is calling: ranks are threads, and named.
+/// The rank that is calling, from the name of its thread.
 pub fn caller() -> usize {
     let thread = std::thread::current();
     let name = thread.name().unwrap_or_default().to_string();
@@ -32,7 +32,7 @@ pub fn caller() -> usize {
         .expect("ranks are numbered")
 }
 
-impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Memory for Watched<F> {
+impl<F: Fn(KernelCall<'_>) -> Result<()> + Send + Sync> Memory for InstrumentedKernel<F> {
     type Buffer = Data;
     type Input<'a> = Slice<'a>;
 
@@ -49,12 +49,12 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Memory for Watched<F> {
     }
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Data> {
-        (self.0)(Call::Allocate)?;
+        (self.0)(KernelCall::Allocate)?;
         NaiveKernel.allocate(dtype, elements)
     }
 
     fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
-        (self.0)(Call::Other)?;
+        (self.0)(KernelCall::Other)?;
         NaiveKernel.upload(from, runs, to)
     }
 
@@ -71,12 +71,12 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Memory for Watched<F> {
     }
 
     fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
-        (self.0)(Call::Other)?;
+        (self.0)(KernelCall::Other)?;
         NaiveKernel.copy(block, add, from, to)
     }
 }
 
-impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
+impl<F: Fn(KernelCall<'_>) -> Result<()> + Send + Sync> Kernel for InstrumentedKernel<F> {
     fn attend(
         &self,
         job: &Job,
@@ -85,12 +85,12 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         v: Slice<'_>,
         state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
-        (self.0)(Call::Attend { job, q, k })?;
+        (self.0)(KernelCall::Attend { job, q, k })?;
         NaiveKernel.attend(job, q, k, v, state)
     }
 
     fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
-        (self.0)(Call::Other)?;
+        (self.0)(KernelCall::Other)?;
         NaiveKernel.merge(block, from, to)
     }
 
@@ -103,7 +103,7 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         out: &mut Data,
         lse: &mut Data,
     ) -> Result<()> {
-        (self.0)(Call::Other)?;
+        (self.0)(KernelCall::Other)?;
         NaiveKernel.finish(cells, dim, gain, carry, out, lse)
     }
 
@@ -128,7 +128,7 @@ impl<F: Fn(Call<'_>) -> Result<()> + Send + Sync> Kernel for Watched<F> {
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
-        (self.0)(Call::Attend { job, q, k })?;
+        (self.0)(KernelCall::Attend { job, q, k })?;
         NaiveKernel.backward(job, q, k, v, upstream, gradients)
     }
 
