@@ -103,11 +103,13 @@ struct ModelOptions {
     recent: usize,
 
     /// Segment length of each branch [default: LongNet's for this length].
-    # [arg(long, value_name = "W1,W2,...", value_delimiter = ',', value_parser = count, conflicts_with = "dense")]
+    #[arg(long, value_name = "W1,W2,...", value_delimiter = ',', value_parser = count)]
+    #[arg(conflicts_with = "dense")]
     segment_lengths: Vec<usize>,
 
     /// Dilation rate of each branch; as many as segment lengths.
-    # [arg(long, value_name = "R1,R2,...", value_delimiter = ',', value_parser = count, conflicts_with = "dense")]
+    #[arg(long, value_name = "R1,R2,...", value_delimiter = ',', value_parser = count)]
+    #[arg(conflicts_with = "dense")]
     dilation_rates: Vec<usize>,
 
     /// Dense attention.
