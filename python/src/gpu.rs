@@ -191,8 +191,8 @@ impl GpuTensors {
             }
             (_, count) => {
                 return Err(PyValueError::new_err(format!(
-                    "a forward pass has 3 inputs and 2 outputs, a backward pass 7 and 3, not {} and \
-                     {count}",
+                    "a forward pass has 3 inputs and 2 outputs, a backward pass 7 and 3, not {} \
+                     and {count}",
                     inputs.len()
                 )));
             }

@@ -163,9 +163,9 @@ fn same_process() -> PyResult<()> {
     let first = PROCESS.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed);
     match first {
         Err(parent) if parent != here => Err(PyRuntimeError::new_err(format!(
-            "process {here} was forked from {parent} after that had computed with Encke; a fork does \
-             not copy its threads: start processes with \"spawn\" or \"forkserver\", or fork before \
-             the first call"
+            "process {here} was forked from {parent} after that had computed with Encke; a fork \
+             does not copy its threads: start processes with \"spawn\" or \"forkserver\", or fork \
+             before the first call"
         ))),
         _ => Ok(()),
     }

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import encke
 import encke.distributed as ring
-from encke import _flight, _wire
+from encke import _transfer, _wire
 from ring_cases import raised, start
 
 
@@ -43,7 +43,7 @@ def failure(how, victim, seconds, backend):
 
     if (how, rank) == ("stop", (victim + 2) % ranks) and backend == "gloo":
         # One that waits for one that waits for the victim gives up first, and still knows whom to blame.
-        _flight._PART = 0.7
+        _transfer._TIMEOUT_SHARE = 0.7
     if rank == victim:
         setattr(_wire._Call, name, fail)
     begin = time.monotonic()

@@ -135,9 +135,9 @@ def strided_inputs():
         ring.ring_attention(*given, sizes=ring.sizes_of(30))
         (rank,) = encke.report(*given)["ranks"]
         request = Request(sizes=tuple(ring.sizes_of(30)))
-        lent = agreed(_wire.wire_of(None), tuple(given), request).shard.borrowed_bytes
-        assert lent == rank["borrowed_bytes"], (lent, rank)
-        assert lent == sum(x.nbytes for x in given if x.is_contiguous()), lent
+        borrowed = agreed(_wire.wire_of(None), tuple(given), request).shard.borrowed_bytes
+        assert borrowed == rank["borrowed_bytes"], (borrowed, rank)
+        assert borrowed == sum(x.nbytes for x in given if x.is_contiguous()), borrowed
 
 
 def sharding_there_and_back():
@@ -207,7 +207,7 @@ def subgroups():
         out = ring.unshard(ring.ring_attention(local, local, local, group=group), group=group)
         assert torch.allclose(out, encke.attention(q, q, q), atol=1e-12)
     else:
-        assert "no member" in raised(ValueError, lambda: ring.unshard(torch.zeros(1, 1), group=group))
+        assert "not a member" in raised(ValueError, lambda: ring.unshard(torch.zeros(1, 1), group=group))
 
 
 class Model(torch.nn.Module):
@@ -263,32 +263,32 @@ def under_fully_sharded():
 
 
 def by_way_of_the_store():
-    """What ranks say where the group moves nothing but the rows of GPUs; and signs of life."""
+    """What ranks say where the group moves nothing but the rows of GPUs; and heartbeats."""
     wire = _wire.wire_of(None)
     rank, ranks = wire.rank, wire.size
     for turn in range(4):
         own = torch.arange(rank + turn) + 10 * rank
         every = wire._gather_by_store("a test", own)
         assert all(x.tolist() == [10 * r + i for i in range(r + turn)] for r, x in enumerate(every)), every
-    signs = _gpu_wire.Signs(wire.store, rank, ranks, patience=1.5)
+    heartbeat = _gpu_wire.Heartbeat(wire.store, rank, ranks, timeout=1.5)
     for _ in range(rank + 1):
-        signs.next_pass()
-    key = _gpu_wire._sign(rank)
+        heartbeat.next_pass()
+    key = _gpu_wire._heartbeat_key(rank)
     while not (wire.store.check([key]) and json.loads(wire.store.get(key))[1] == rank + 1):
         time.sleep(0.05)
     dist.barrier()
-    assert signs.look(wire) is None
+    assert heartbeat.look(wire) is None
     # Who has begun fewest passes is behind; of equals, the one that is waited for.
-    assert signs.furthest_behind([ranks - 1]) == (0 if rank else 1)
+    assert heartbeat.furthest_behind([ranks - 1]) == (0 if rank else 1)
     dist.barrier()
     if rank == ranks - 1:
-        del signs
+        del heartbeat
         dist.barrier()
     else:
         until = time.monotonic() + 20
-        while (silent := signs.look(wire)) is None and time.monotonic() < until:
+        while (stale := heartbeat.look(wire)) is None and time.monotonic() < until:
             time.sleep(0.1)
-        assert silent is not None and silent[0] == ranks - 1 and silent[1] > 1.5, silent
+        assert stale is not None and stale[0] == ranks - 1 and stale[1] > 1.5, stale
         dist.barrier()
 
 

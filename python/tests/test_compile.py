@@ -53,9 +53,9 @@ def test_fake_tensors_have_the_shapes_and_types_of_real_ones(options):
 @pytest.mark.parametrize("options", [dict(causal=True), DETACHED, dict(checkpoint="recompute")], ids=str)
 def test_the_operator_is_as_torch_wants_operators(numbers, options):
     from encke import _torch
-    from encke.options import gathered
+    from encke.options import from_keywords
 
-    arguments = (*inputs(numbers), *gathered(dict(options)), None, False)
+    arguments = (*inputs(numbers), *from_keywords(dict(options)), None, False)
     torch.library.opcheck(_torch._attention_operator, arguments)
 
 

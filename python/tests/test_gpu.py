@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import encke
 import oracle
 from encke import _encke
-from encke.options import find, gathered
+from encke.options import find, from_keywords
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
@@ -109,19 +109,19 @@ def test_gradcheck(on_gpu, options):
 
 
 def test_what_lies_right_is_read_in_place_and_the_rest_is_copied_on_the_gpu(on_gpu):
-    found = find(tuple(gathered(dict(causal=True))))
+    found = find(tuple(from_keywords(dict(causal=True))))
     make = lambda: on_gpu(2, 64, 4, 32, dtype=torch.bfloat16)  # noqa: E731
     q, k, v = make(), make(), make()
     out, lse = torch.empty_like(q), torch.empty(2, 64, 4, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    assert _encke.forward_gpu(found, q, k, v, out, lse, stream) == q.nbytes + k.nbytes + v.nbytes
+    assert _encke.enqueue(found, (q, k, v), (out, lse), stream) == q.nbytes + k.nbytes + v.nbytes
     assert torch.equal(out, encke.attention(q, k, v, causal=True))
     # A fused projection: rows of three tensors side by side.
     q, k, v = on_gpu(2, 64, 3, 4, 32, dtype=torch.bfloat16).unbind(2)
-    assert _encke.forward_gpu(found, q, k, v, out, lse, stream) == 0
+    assert _encke.enqueue(found, (q, k, v), (out, lse), stream) == 0
     whole = [x.contiguous() for x in (q, k, v)]
     assert torch.equal(out, encke.attention(*whole, causal=True))
-    assert _encke.forward_gpu(found, whole[0], whole[1], v, out, lse, stream) == 2 * whole[0].nbytes
+    assert _encke.enqueue(found, (whole[0], whole[1], v), (out, lse), stream) == 2 * whole[0].nbytes
 
 
 def test_the_current_stream_is_waited_for_and_waits(on_gpu):
