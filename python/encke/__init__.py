@@ -1,7 +1,8 @@
 """Exact ring and dilated attention, forward and backward, for sequences too long for one device.
 
-:func:`attention` takes tensors of one process: torch tensors on the CPU and on NVIDIA GPUs, and NumPy
-arrays, all ``[batch, tokens, heads, dim]``. :mod:`encke.distributed` is for several processes.
+:func:`attention` takes tensors of one process: torch tensors on the CPU and on NVIDIA GPUs, and
+NumPy arrays, all ``[batch, tokens, heads, dim]``. :mod:`encke.distributed` is for several
+processes.
 
 >>> import numpy as np
 >>> import encke
@@ -11,8 +12,8 @@ arrays, all ``[batch, tokens, heads, dim]``. :mod:`encke.distributed` is for sev
 >>> out.shape
 (1, 64, 4, 8)
 
-A LongNet pattern, in which every head mixes two branches under one softmax, on a ring of four ranks. The
-number of ranks changes results only by rounding:
+A LongNet pattern, in which every head mixes two branches under one softmax, on a ring of four
+ranks. The number of ranks changes results only by rounding:
 
 >>> pattern = dict(segment_lengths=[16, 64], dilation_rates=[1, 4], mode="mix")
 >>> ring = encke.attention(q, k, v, **pattern, ranks=4)

@@ -1,14 +1,14 @@
 """Hops between GPUs over the group's NCCL, from GPU memory to GPU memory.
 
-A hop is one batch of sends and receives on the group's own stream, ordered between two points of a stream
-of the library: nothing is staged, and the host only watches the deadline. NCCL does not report a process
-that died: its kernels wait. So every rank writes heartbeats with its progress to the group's store, and
-waiting ranks check them; the rank whose heartbeat is stale, or that is furthest behind at the timeout, is
-blamed. After a failure the group's communicators are aborted, because their operations cannot complete and
-torch would end the process.
+A hop is one batch of sends and receives on the group's own stream, ordered between two points of a
+stream of the library: nothing is staged, and the host only watches the deadline. NCCL does not
+report a process that died: its kernels wait. So every rank writes heartbeats with its progress to
+the group's store, and waiting ranks check them; the rank whose heartbeat is stale, or that is
+furthest behind at the timeout, is blamed. After a failure the group's communicators are aborted,
+because their operations cannot complete and torch would end the process.
 
-A separate thread posts the operations: the first hop between two ranks connects them, and can block for
-ever.
+A separate thread posts the operations: the first hop between two ranks connects them, and can block
+for ever.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 # Seconds between two heartbeats, and between two checks of those of others.
 _HEARTBEAT_INTERVAL = 1.0
-# Seconds without a heartbeat after which a rank counts as dead, unless the group's timeout is shorter.
+# Seconds without a heartbeat after which a rank counts as dead, unless the group's timeout is
+# shorter.
 _HEARTBEAT_TIMEOUT = 30.0
 # Seconds to wait for the abort of the communicators.
 _ABORT_TIMEOUT = 10.0
@@ -46,7 +47,8 @@ class GpuWire:
         self._wire = weakref.ref(wire)
         self._backend = backend
         self._aborted = False
-        # GPUs on which all ranks are connected: NCCL needs all ranks before any two can communicate.
+        # GPUs on which all ranks are connected: NCCL needs all ranks before any two can
+        # communicate.
         self._connected: set[int] = set()
         self._transfers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._poster: Optional[threading.Thread] = None
@@ -59,7 +61,9 @@ class GpuWire:
             self._poster = threading.Thread(target=_post_all, args=(self._transfers,), daemon=True)
             self._poster.start()
             weakref.finalize(self, _end, self._transfers, self._poster)
-            self.heartbeat = Heartbeat(wire.store, wire.rank, wire.size, min(_HEARTBEAT_TIMEOUT, wire.timeout / 3))
+            self.heartbeat = Heartbeat(
+                wire.store, wire.rank, wire.size, min(_HEARTBEAT_TIMEOUT, wire.timeout / 3)
+            )
         self.heartbeat.next_pass()
         number = device.index
         if wire.size > 1 and number not in self._connected:
@@ -77,7 +81,9 @@ class GpuWire:
         """Posts (peer, tag, address, bytes), in the same order at both ends."""
         wire = self._wire()
         self.heartbeat.round = round + 1
-        transfer = self._launch(GpuTransfer(wire, f"round {round}", device, stream, sends, receives))
+        transfer = self._launch(
+            GpuTransfer(wire, f"round {round}", device, stream, sends, receives)
+        )
         # The library enqueues its next work on this stream, so the hops must have been posted.
         while not transfer.posted.wait(0.25):
             transfer.look()
@@ -152,7 +158,9 @@ class Heartbeat:
         self._looked = now
         keys = [_heartbeat_key(rank) for rank in range(self._size)]
         store = wire.store
-        every = wire.query_store(lambda: [store.get(key) if store.check([key]) else None for key in keys])
+        every = wire.query_store(
+            lambda: [store.get(key) if store.check([key]) else None for key in keys]
+        )
         for rank, beat in enumerate(every or ()):
             if beat is not None and self._seen.get(rank, (None, 0))[0] != beat:
                 self._seen[rank] = (beat, now)
@@ -290,7 +298,9 @@ def _heartbeat_key(rank: int) -> str:
     return f"encke/alive/{rank}"
 
 
-def _beat(heartbeat: weakref.ref[Heartbeat], store: dist.Store, rank: int, stop: threading.Event) -> None:
+def _beat(
+    heartbeat: weakref.ref[Heartbeat], store: dist.Store, rank: int, stop: threading.Event
+) -> None:
     """Main loop of the heartbeat thread; it ends if the store does not answer."""
     count = 0
     while not stop.is_set() and (own := heartbeat()) is not None:

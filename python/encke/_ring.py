@@ -1,8 +1,8 @@
 """One call of a ring over processes: the agreement of its ranks, and this rank's part.
 
-Nothing is computed before all ranks have made the same request; an invalid request raises the same error
-on all of them. A failure of this rank is reported to the others before it is raised; only this module
-does that.
+Nothing is computed before all ranks have made the same request; an invalid request raises the same
+error on all of them. A failure of this rank is reported to the others before it is raised; only
+this module does that.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def _check(given: tuple[Tensor, Tensor, Tensor]) -> None:
             raise ValueError(f"{name} has shape {shape}; a shard is [batch, rows, heads, dim]")
         if tensor.device != given[0].device or tensor.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"{name} is on {tensor.device} and q on {given[0].device}; all must be on one device, "
-                "cpu or cuda"
+                f"{name} is on {tensor.device} and q on {given[0].device}; all must be on one "
+                "device, cpu or cuda"
             )
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(
@@ -212,7 +212,9 @@ def _check(given: tuple[Tensor, Tensor, Tensor]) -> None:
                 "(stride 1): make a contiguous copy"
             )
         if tensor.dtype != given[0].dtype:
-            raise TypeError(f"{name} is {tensor.dtype} but q is {given[0].dtype}; convert one of them")
+            raise TypeError(
+                f"{name} is {tensor.dtype} but q is {given[0].dtype}; convert one of them"
+            )
         if tensor.shape[1] != given[0].shape[1]:
             rows = given[0].shape[1]
             raise ValueError(f"{name} has {tensor.shape[1]} rows but q has {rows}")

@@ -1,8 +1,8 @@
 """Ring attention as custom operators, for torch.compile.
 
-A graph holds no process groups, so a group is passed by its registered name, as in torch's functional
-collectives; "" is the default group. The rows of each rank, agreed on in the forward pass, are saved as a
-tensor for the backward pass, which does not agree again.
+A graph holds no process groups, so a group is passed by its registered name, as in torch's
+functional collectives; "" is the default group. The rows of each rank, agreed on in the forward
+pass, are saved as a tensor for the backward pass, which does not agree again.
 """
 
 from __future__ import annotations
@@ -73,14 +73,13 @@ _operator = torch.library.custom_op(
     "encke::ring_attention",
     _forward,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"""(Tensor q, Tensor k, Tensor v, {_REQUEST})
+        -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
 )
 
 
 @_operator.register_fake
-def _forward_shapes(
-    q: Tensor, k: Tensor, v: Tensor, group: str, *flat: Any
-) -> tuple[Tensor, ...]:
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, group: str, *flat: Any) -> tuple[Tensor, ...]:
     ranks = dist.get_world_size(_group(group))
     sizes = torch.empty(ranks, dtype=torch.int64)
     return (*fake_outputs(_fake_attention(_request(flat)), q), sizes)
@@ -118,8 +117,9 @@ _backward_operator = torch.library.custom_op(
     "encke::ring_attention_backward",
     _backward,
     mutates_args=(),
-    schema=f"""(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slot_out, Tensor slot_lse,
-        Tensor sizes, Tensor dout, Tensor? dlse, {_REQUEST}) -> (Tensor, Tensor, Tensor)""",
+    schema=f"""(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slot_out,
+        Tensor slot_lse, Tensor sizes, Tensor dout, Tensor? dlse, {_REQUEST})
+        -> (Tensor, Tensor, Tensor)""",
 )
 
 

@@ -1,8 +1,8 @@
 """torch support: autograd, autocast, and custom operators for torch.compile.
 
 Ordinary tensors go through an autograd function, which costs a few microseconds; tensors under
-torch.compile, torch.export or fake tensor mode go through the custom operators ``encke::attention`` and
-``encke::attention_backward``, whose fake implementations return the shapes.
+torch.compile, torch.export or fake tensor mode go through the custom operators ``encke::attention``
+and ``encke::attention_backward``, whose fake implementations return the shapes.
 
 Gradients are of first order. The inputs, out and lse are saved for the backward pass.
 """
@@ -86,7 +86,9 @@ def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]
 
 def _forward_and_save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> Any:
     """out and lse; saves what the backward pass needs."""
-    out, lse, slot_out, slot_lse = found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
+    out, lse, slot_out, slot_lse = (
+        found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
+    )
     ctx.found = found
     if found.recomputes:
         ctx.save_for_backward(q, k, v)
@@ -316,6 +318,4 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *nothing
 
 
-torch.library.register_autograd(
-    "encke::attention", _differentiate, setup_context=_setup
-)
+torch.library.register_autograd("encke::attention", _differentiate, setup_context=_setup)

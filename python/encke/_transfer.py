@@ -1,8 +1,9 @@
-"""Messages in flight: how long a rank waits for them, and which rank is at fault if they do not arrive.
+"""Messages in flight: how long a rank waits for them, and which rank is at fault if they do not
+arrive.
 
-A wait never lasts longer than the group's timeout, and ends early if a failure was reported. Transfers
-from and to host memory are waited for by a separate thread, because torch's wait can be neither polled nor
-interrupted.
+A wait never lasts longer than the group's timeout, and ends early if a failure was reported.
+Transfers from and to host memory are waited for by a separate thread, because torch's wait can be
+neither polled nor interrupted.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 _POLL_INTERVAL = 0.25
 # Seconds to wait for a report of the failure: a connection can close before its reason is reported.
 GRACE = 1.0
-# The share of the group's timeout after which a hop has failed, GRACE included: before torch closes every
-# connection, which would look as if this rank had died.
+# The share of the group's timeout after which a hop has failed, GRACE included: before torch closes
+# every connection, which would look as if this rank had died.
 _TIMEOUT_SHARE = 0.95
 
 
@@ -63,7 +64,8 @@ class Transfer:
             raise wire.peer_failed(stale[0], self.place, reason)
 
     def wait(self) -> None:
-        """Returns when every message has completed, or raises an error that names the failed rank."""
+        """Returns when every message has completed, or raises an error that names the failed
+        rank."""
         while not self.completed(_POLL_INTERVAL):
             self.look()
         if (failure := self.failure()) is not None:
@@ -111,7 +113,8 @@ class StoreGather(Transfer):
         return f"encke/gather/{number}/{rank}"
 
     def write(self, text: bytes) -> None:
-        """Stores this rank's bytes, and deletes those of two gathers before, which all have read."""
+        """Stores this rank's bytes, and deletes those of two gathers before, which all have
+        read."""
         wire, store = self.wire, self.wire.store
         wire.query_store(lambda: store.set(self._key(self._number, wire.rank), text))
         if self._number > 2:

@@ -1,14 +1,14 @@
 """Hops over a torch.distributed process group: what a rank sends and receives in a round.
 
-A hop is posted on the group from and to the library's memory, and waited for no longer than the group's
-timeout. If a process dies, torch gives its neighbours an error while all other ranks wait. So a rank that
-fails, or sees another fail, reports that once in the group's store, and waiting ranks look there. All ranks
-raise :class:`encke.RingError` with the first reported failure, so they name the same rank. A rank that
-waits for long publishes which rank it waits for, so that a stopped process is blamed and not one that
-waits for it.
+A hop is posted on the group from and to the library's memory, and waited for no longer than the
+group's timeout. If a process dies, torch gives its neighbours an error while all other ranks wait.
+So a rank that fails, or sees another fail, reports that once in the group's store, and waiting
+ranks look there. All ranks raise :class:`encke.RingError` with the first reported failure, so they
+name the same rank. A rank that waits for long publishes which rank it waits for, so that a stopped
+process is blamed and not one that waits for it.
 
-Hops between GPUs are in ``_gpu_wire`` and use the group's NCCL. A group with NCCL alone exchanges control
-messages through its store. ``_transfer`` waits for messages in flight.
+Hops between GPUs are in ``_gpu_wire`` and use the group's NCCL. A group with NCCL alone exchanges
+control messages through its store. ``_transfer`` waits for messages in flight.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Wire:
         if device.type == "cpu" and not self.has_host_backend:
             group = self._group()
             raise ValueError(
-                f"the group's backend, {dist.get_backend(group)}, does not support cpu tensors; make a "
-                'group that does, for instance init_process_group("cpu:gloo,cuda:nccl")'
+                f"the group's backend, {dist.get_backend(group)}, does not support cpu tensors; "
+                'make a group that does, for instance init_process_group("cpu:gloo,cuda:nccl")'
             )
 
     def post_transfer(
@@ -136,8 +136,8 @@ class Wire:
             arguments = (self._transfers,)
             self._waiter = threading.Thread(target=wait_all, args=arguments, daemon=True)
             self._waiter.start()
-            # The thread ends with the wire, before the interpreter does: a thread that wakes up after
-            # that is terminated, and the process with it.
+            # The thread ends with the wire, before the interpreter does: a thread that wakes up
+            # after that is terminated, and the process with it.
             weakref.finalize(self, end, self._transfers, self._waiter)
         self._transfers.put(transfer)
         return transfer
@@ -202,16 +202,20 @@ class Wire:
         """Publishes the rank that this one waits for, or None."""
         if peer != self._waiting_for:
             self._waiting_for = peer
-            self.query_store(lambda: self._store.set(f"{_WAITING_KEY}/{self.rank}", json.dumps(peer)))
+            self.query_store(
+                lambda: self._store.set(f"{_WAITING_KEY}/{self.rank}", json.dumps(peer))
+            )
 
     def last_waited_for(self, peer: int) -> int:
-        """The end of the chain of ranks that wait for one another, from ``peer`` on; ``peer`` if the
-        chain is a circle."""
+        """The end of the chain of ranks that wait for one another, from ``peer`` on; ``peer`` if
+        the chain is a circle."""
         seen, last = {self.rank}, peer
         while last not in seen:
             seen.add(last)
             key = f"{_WAITING_KEY}/{last}"
-            text = self.query_store(lambda: self._store.get(key) if self._store.check([key]) else None)
+            text = self.query_store(
+                lambda: self._store.get(key) if self._store.check([key]) else None
+            )
             following = json.loads(text) if text else None
             if following is None:
                 return last
@@ -281,7 +285,9 @@ class _Call:
 
     def _message(self, peer: int, tag: int, address: int, count: int) -> tuple[int, int, Any]:
         if tag >= 1 << 16:
-            raise RingError(f"this plan has a message with tag {tag}; the highest supported is 65535")
+            raise RingError(
+                f"this plan has a message with tag {tag}; the highest supported is 65535"
+            )
         memory = (ctypes.c_char * count).from_address(address)
         return peer, self._salt | tag, torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -314,8 +320,8 @@ def _timeout_of(group: dist.ProcessGroup, backend: Any) -> float:
     """The group's timeout in seconds."""
     if backend is None:
         raise ValueError(
-            f"the group's backend, {dist.get_backend(group)}, does not support cpu tensors and is not "
-            'NCCL; make a group that does, for instance init_process_group("gloo")'
+            f"the group's backend, {dist.get_backend(group)}, does not support cpu tensors and is "
+            'not NCCL; make a group that does, for instance init_process_group("gloo")'
         )
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return (timeout or dist.default_pg_timeout or datetime.timedelta(minutes=30)).total_seconds()

@@ -1,25 +1,27 @@
-"""Ring attention over the processes of a torch.distributed group, each with its shard of the sequence.
+"""Ring attention over the processes of a torch.distributed group, each with its shard of the
+sequence.
 
-No setup is needed beyond torchrun and ``init_process_group``. Every process calls :func:`ring_attention`
-with its rows of q, k and v and gets its rows of the output, which equal those of :func:`encke.attention`
-on the whole sequence. Keys and values are sent while others are computed with, and only the rows that the
-pattern selects.
+No setup is needed beyond torchrun and ``init_process_group``. Every process calls
+:func:`ring_attention` with its rows of q, k and v and gets its rows of the output, which equal
+those of :func:`encke.attention` on the whole sequence. Keys and values are sent while others are
+computed with, and only the rows that the pattern selects.
 
-Every call, forward and backward, is collective: all ranks of the group must make it, in the same order. A
-rank whose loss does not depend on its output must still run its backward pass (add ``0 * out.sum()``). If
-the ranks' requests differ, all of them raise the same :class:`Disagreement` before anything is computed.
-If a process dies, or does not answer within the group's timeout, every other one raises
-:class:`encke.RingError`, which names it; the group cannot be used after that.
+Every call, forward and backward, is collective: all ranks of the group must make it, in the same
+order. A rank whose loss does not depend on its output must still run its backward pass (add ``0 *
+out.sum()``). If the ranks' requests differ, all of them raise the same :class:`Disagreement` before
+anything is computed. If a process dies, or does not answer within the group's timeout, every other
+one raises :class:`encke.RingError`, which names it; the group cannot be used after that.
 
-Tensors are on the CPU, or on one GPU per process, with hops from GPU to GPU over the group's NCCL. A group
-with NCCL alone is enough: control messages then go through the group's store; with
-``"cpu:gloo,cuda:nccl"`` they go through gloo. With gloo alone, hops between GPUs go through host memory,
-and several processes may share a GPU.
+Tensors are on the CPU, or on one GPU per process, with hops from GPU to GPU over the group's NCCL.
+A group with NCCL alone is enough: control messages then go through the group's store; with
+``"cpu:gloo,cuda:nccl"`` they go through gloo. With gloo alone, hops between GPUs go through host
+memory, and several processes may share a GPU.
 
 Under torch.compile a call is one operator, ``encke::ring_attention``, without a graph break.
 
-Only plans and buffers are cached between calls, and there are no parameters, so DistributedDataParallel
-and FSDP can wrap the model as usual. Gradients are those of the rank's own rows.
+Only plans and buffers are cached between calls, and there are no parameters, so
+DistributedDataParallel and FSDP can wrap the model as usual. Gradients are those of the rank's own
+rows.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ def ring_attention(
         Which tokens these rows are: ``"contiguous"`` (any number per rank, also 0), ``"zigzag"`` or
         ``"striped"``, as made by :func:`shard`.
     sizes
-        The number of rows of each rank. By default the ranks exchange it in every call, which is one small
-        message to each; if given, the ranks compare it once for each set of options.
+        The number of rows of each rank. By default the ranks exchange it in every call, which is
+        one small message to each; if given, the ranks compare it once for each set of options.
 
     The other options are those of :func:`encke.attention`. Returns out, or (out, lse) with
     ``return_lse``.
@@ -135,11 +137,11 @@ def shard(
     ranks: Optional[int] = None,
     rank: Optional[int] = None,
 ) -> Tensor:
-    """This rank's rows of a sequence that every rank has; ``dim`` is the dimension of the tokens. A view
-    where the rows are contiguous. Gradients flow to these rows of ``sequence`` only.
+    """This rank's rows of a sequence that every rank has; ``dim`` is the dimension of the tokens. A
+    view where the rows are contiguous. Gradients flow to these rows of ``sequence`` only.
 
-    ``sizes`` gives contiguous shards of other than equal sizes. ``shard(torch.arange(n), dim=0)`` gives
-    the positions of the rows. ``ranks`` and ``rank`` default to the group's.
+    ``sizes`` gives contiguous shards of other than equal sizes. ``shard(torch.arange(n), dim=0)``
+    gives the positions of the rows. ``ranks`` and ``rank`` default to the group's.
 
     >>> shard(torch.arange(10), dim=0, sharding="zigzag", ranks=2, rank=0)
     tensor([0, 1, 2, 8, 9])
@@ -195,8 +197,8 @@ def _runs(
         return _encke.runs(sharding, ranks, tokens, rank)
     if len(sizes) != ranks or sum(sizes) != tokens:
         raise ValueError(
-            f"sizes {list(sizes)} are {sum(sizes)} rows of {len(sizes)} ranks, but there are {tokens} "
-            f"tokens and {ranks} ranks"
+            f"sizes {list(sizes)} are {sum(sizes)} rows of {len(sizes)} ranks, but there are "
+            f"{tokens} tokens and {ranks} ranks"
         )
     return _encke.runs(cut_of(sharding, sizes), ranks, tokens, rank)
 

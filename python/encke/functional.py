@@ -1,8 +1,9 @@
 """Attention as functions of torch tensors or NumPy arrays.
 
-This package copies no input: the library gets the address, shape and strides of each, and results are the
-memory it computed into. (A rank copies rows whose tokens, heads and elements are not contiguous, or, with
-several ranks, tokens that are not consecutive; :func:`report` returns how many bytes were read in place.)
+This package copies no input: the library gets the address, shape and strides of each, and results
+are the memory it computed into. (A rank copies rows whose tokens, heads and elements are not
+contiguous, or, with several ranks, tokens that are not consecutive; :func:`report` returns how many
+bytes were read in place.)
 """
 
 from __future__ import annotations
@@ -62,18 +63,21 @@ def attention(
     The attention pattern:
 
     segment_lengths, dilation_rates
-        The branches: each attends inside segments of that many tokens, to every rate-th token. Default:
-        dense attention.
+        The branches: each attends inside segments of that many tokens, to every rate-th token.
+        Default: dense attention.
     mode
-        ``"group"`` divides the heads into contiguous groups, one per branch; ``"mix"`` gives every head
-        all branches under one softmax (LongNet); ``"fkodom"`` reproduces the results of fkodom's package.
+        ``"group"`` divides the heads into contiguous groups, one per branch; ``"mix"`` gives every
+        head all branches under one softmax (LongNet); ``"fkodom"`` reproduces the results of
+        fkodom's package.
     group_scale
-        In group mode, ``"one"`` (default), or ``"groups"`` to divide the output by the number of branches.
+        In group mode, ``"one"`` (default), or ``"groups"`` to divide the output by the number of
+        branches.
     offsets
-        In mix mode, the first token of a dilated segment for head h: ``"head-mod"`` (default, as in the
-        paper) or ``"head-block"`` (as in torchscale).
+        In mix mode, the first token of a dilated segment for head h: ``"head-mod"`` (default, as in
+        the paper) or ``"head-block"`` (as in torchscale).
     mixing_gradient
-        In mix mode, ``"exact"`` (default), or ``"detached"`` to treat the mixing weights as constants.
+        In mix mode, ``"exact"`` (default), or ``"detached"`` to treat the mixing weights as
+        constants.
     causal
         Whether a query attends only to keys at or before its own position.
     scale
@@ -83,24 +87,25 @@ def attention(
 
     ranks, sharding, queries
         The number of ranks (threads) that share the tokens, how the tokens are divided
-        (``"contiguous"``, ``"zigzag"``, ``"striped"``, or the first token of each rank), and whether each
-        rank has its own queries (``"sharded"``) or all of them (``"replicated"``). ``"auto"`` for ranks or
-        sharding chooses the fastest for the shape by a model of this machine (see ``python -m encke
-        tune``).
+        (``"contiguous"``, ``"zigzag"``, ``"striped"``, or the first token of each rank), and
+        whether each rank has its own queries (``"sharded"``) or all of them (``"replicated"``).
+        ``"auto"`` for ranks or sharding chooses the fastest for the shape by a model of this
+        machine (see ``python -m encke tune``).
     memory_per_rank
         With ``ranks="auto"``, the most bytes that a rank may hold.
     precision
         The dtype of computation and output. Default: the dtype of the inputs.
     checkpoint
-        ``"keep"`` saves out and lse for the backward pass; ``"recompute"`` saves only the inputs and runs
-        the forward pass again.
+        ``"keep"`` saves out and lse for the backward pass; ``"recompute"`` saves only the inputs
+        and runs the forward pass again.
     redundancy
-        The number of other ranks that hold a copy of each rank's inputs; a call survives that many deaths.
+        The number of other ranks that hold a copy of each rank's inputs; a call survives that many
+        deaths.
     deadline
         Seconds an exchange waits for another rank before the call raises :class:`encke.RingError`.
     deterministic
-        Whether every run gives the same bits. The CPU always does; False lets a GPU sum gradients in the
-        fastest order.
+        Whether every run gives the same bits. The CPU always does; False lets a GPU sum gradients
+        in the fastest order.
 
     Returns out, shaped like ``q``, or with ``return_lse`` (out, lse): the lse is ``[batch, tokens,
     heads]``, float32 (float64 for float64), and minus infinity where a query has no keys.
@@ -163,11 +168,12 @@ def attention_backward(
     lse: Optional[Tensor] = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a loss with respect to ``q``, ``k`` and ``v``, given those with respect to the output
-    (``dout``) and, if the loss uses it, the lse (``dlse``): for NumPy, which has no autograd.
+    """Gradients of a loss with respect to ``q``, ``k`` and ``v``, given those with respect to the
+    output (``dout``) and, if the loss uses it, the lse (``dlse``): for NumPy, which has no
+    autograd.
 
-    With ``out`` and ``lse`` of the forward pass nothing is recomputed; without them the forward pass runs
-    again. Options are those of :func:`attention`.
+    With ``out`` and ``lse`` of the forward pass nothing is recomputed; without them the forward
+    pass runs again. Options are those of :func:`attention`.
 
     >>> import numpy as np
     >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 16, 2, 8))
@@ -194,8 +200,8 @@ def explain(
     backward: bool = False,
     **options: Any,
 ) -> str:
-    """The plan of a call as text: what each rank would compute, send and hold. Nothing is computed or
-    allocated; options are those of :func:`attention`.
+    """The plan of a call as text: what each rank would compute, send and hold. Nothing is computed
+    or allocated; options are those of :func:`attention`.
 
     >>> text = explain(tokens=4096, heads=8, dim=64, ranks=2, causal=True)
     >>> print("\\n".join(text.splitlines()[:2]))
@@ -207,9 +213,10 @@ def explain(
 
 
 def report(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> dict[str, Any]:
-    """Runs a forward pass and returns its report: ``out``, ``lse``, the ``plan`` as text, ``sent_bytes``,
-    for each of ``ranks`` the planned, allocated and borrowed bytes (inputs read in place), the ranks that
-    ``died`` while the call survived, and the ``addresses`` of inputs and outputs.
+    """Runs a forward pass and returns its report: ``out``, ``lse``, the ``plan`` as text,
+    ``sent_bytes``, for each of ``ranks`` the planned, allocated and borrowed bytes (inputs read in
+    place), the ranks that ``died`` while the call survived, and the ``addresses`` of inputs and
+    outputs.
 
     >>> import numpy as np
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 2, 8))

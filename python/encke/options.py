@@ -34,8 +34,8 @@ class Options(NamedTuple):
     memory_per_rank: Optional[int] = None
 
 
-# Size of the cache. A model has one or two attentions for every kind of layer; a program with more than
-# this generates options, and the cache is cleared.
+# Size of the cache. A model has one or two attentions for every kind of layer; a program with more
+# than this generates options, and the cache is cleared.
 _MAX_CACHED = 256
 _cache: dict[tuple[Any, ...], _encke.Attention] = {}
 
