@@ -22,7 +22,7 @@ use crate::rank;
 use crate::settings::TrainingConfig;
 use crate::train::Options;
 use crate::trainer::ReplicaGroup;
-use crate::training_run::{RingSummary, RunInputs, TrainingRun};
+use crate::training_run::{RunInputs, TrainingRing, TrainingRun};
 
 /// Runs a command as one of several processes.
 pub fn run(cli: LongnetCli, place: &Place) -> Result<Verdict> {
@@ -66,7 +66,7 @@ fn train(shared: &Arc<Mutex<Cluster>>, options: &Options) -> Result<Verdict> {
     let all = locked(shared).gather(&memory)?;
     let finished = all.map_or(Ok(()), |all| {
         let most = all.iter().map(|memory| memory.attention_bytes).max();
-        let ring = RingSummary {
+        let ring = TrainingRing {
             ranks,
             processes: true,
             rank_bytes: most.unwrap_or(0),

@@ -15,7 +15,7 @@ use encke_ring::collectives::Collectives;
 use crate::rank;
 use crate::settings::TrainingConfig;
 use crate::trainer::{ReplicaGroup, Trainer};
-use crate::training_run::{RingSummary, RunInputs, TrainingRun};
+use crate::training_run::{RunInputs, TrainingRing, TrainingRun};
 
 /// How long a rank may wait for another one.
 const DEADLINE: Duration = Duration::from_secs(600);
@@ -64,7 +64,7 @@ pub fn train(settings: &TrainingConfig, run: &TrainingRun<'_>, ranks: usize) -> 
         }
     }
     let most = done.iter().map(|(trainer, _)| trainer.rank_bytes()).max();
-    let ring = RingSummary {
+    let ring = TrainingRing {
         ranks,
         processes: false,
         rank_bytes: most.unwrap_or(0),

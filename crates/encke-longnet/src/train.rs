@@ -12,7 +12,7 @@ use crate::model::ModelConfig;
 use crate::settings::TrainingConfig;
 use crate::threads;
 use crate::trainer::Trainer;
-use crate::training_run::{RingSummary, RunInputs, TrainingRun};
+use crate::training_run::{RunInputs, TrainingRing, TrainingRun};
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
@@ -221,7 +221,7 @@ fn train_alone(settings: TrainingConfig, run: &TrainingRun<'_>) -> Result<()> {
     let (attention, resumed) = (Attention::new(ring)?, resumed.as_ref());
     let mut trainer = Trainer::new(settings, text, attention, rows, None, resumed)?;
     let seconds = run.take_steps(&mut trainer, true)?;
-    let ring = RingSummary {
+    let ring = TrainingRing {
         ranks: 1,
         processes: false,
         rank_bytes: trainer.rank_bytes(),

@@ -48,7 +48,7 @@ pub struct RunInputs {
 
 /// The ring that ran the steps.
 #[derive(Debug)]
-pub struct RingSummary {
+pub struct TrainingRing {
     /// Number of ranks.
     pub ranks: usize,
     /// Whether the ranks were processes.
@@ -131,7 +131,7 @@ impl TrainingRun<'_> {
         &self,
         trainer: &Trainer,
         seconds: Vec<f64>,
-        ring: &RingSummary,
+        ring: &TrainingRing,
         record: Option<OutputFile>,
     ) -> Result<()> {
         summarise(trainer, &seconds, ring)?;
@@ -151,7 +151,7 @@ impl TrainingRun<'_> {
     }
 }
 
-fn summarise(trainer: &Trainer, seconds: &[f64], ring: &RingSummary) -> Result<()> {
+fn summarise(trainer: &Trainer, seconds: &[f64], ring: &TrainingRing) -> Result<()> {
     let (losses, tokens) = (trainer.losses(), trainer.settings().tokens);
     let (Some(first), Some(last)) = (losses.first(), losses.last()) else {
         return Ok(());

@@ -80,7 +80,10 @@ impl LongnetFolder {
 
 /// Starts a training that writes a checkpoint into `kept/` after every step, renames the folder as
 /// soon as a checkpoint exists, and waits for the end.
-pub fn remove_folder_while_training(folder: &LongnetFolder, mut training: std::process::Command) -> Output {
+pub fn remove_folder_while_training(
+    folder: &LongnetFolder,
+    mut training: std::process::Command,
+) -> Output {
     let kept = folder.path().join("kept");
     std::fs::create_dir(&kept).unwrap();
     training.stdout(Stdio::piped()).stderr(Stdio::piped());
