@@ -14,7 +14,7 @@ import numpy
 import torch
 
 import encke
-from encke.options import find, gathered
+from encke.options import find, from_keywords
 
 OPTIONS = dict(causal=True)
 SHAPE = (1, 8, 1, 8)
@@ -32,7 +32,7 @@ def batch(call, calls, found):
 
 
 def against(name, call, calls):
-    found = find(tuple(gathered(dict(OPTIONS))))
+    found = find(tuple(from_keywords(dict(OPTIONS))))
     batch(call, calls, found)
     batches = [batch(call, calls, found) for _ in range(BATCHES)]
     differences = sorted(all - own for own, all in batches)

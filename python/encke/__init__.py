@@ -1,7 +1,8 @@
 """Exact ring and dilated attention, forward and backward, for sequences too long for one device.
 
-:func:`attention` is the whole interface for tensors that are in one process: torch tensors on the
-CPU and on NVIDIA GPUs, and NumPy arrays, all ``[batch, tokens, heads, dim]``.
+:func:`attention` takes tensors of one process: torch tensors on the CPU and on NVIDIA GPUs, and
+NumPy arrays, all ``[batch, tokens, heads, dim]``. :mod:`encke.distributed` is for several
+processes.
 
 >>> import numpy as np
 >>> import encke
@@ -11,8 +12,8 @@ CPU and on NVIDIA GPUs, and NumPy arrays, all ``[batch, tokens, heads, dim]``.
 >>> out.shape
 (1, 64, 4, 8)
 
-A LongNet pattern, every head mixing two branches under one softmax, on a ring of four ranks. What is
-computed does not depend on the number of ranks:
+A LongNet pattern, in which every head mixes two branches under one softmax, on a ring of four
+ranks. The number of ranks changes results only by rounding:
 
 >>> pattern = dict(segment_lengths=[16, 64], dilation_rates=[1, 4], mode="mix")
 >>> ring = encke.attention(q, k, v, **pattern, ranks=4)
@@ -27,7 +28,7 @@ from encke import functional
 from encke.functional import attention, attention_backward, explain, report
 
 if "torch" in sys.modules:
-    # The custom operators are known before anything is compiled that uses them.
+    # Registers the custom operators before anything that uses them is compiled.
     functional._import_torch()
 
 __all__ = [

@@ -7,8 +7,8 @@ from encke._encke import command
 
 
 def main() -> int:
-    """Does what the words after the command's name say; returns the exit code."""
-    # The command runs outside the interpreter, where Python's own handler would never be asked.
+    """Runs the command with the arguments of this process; returns the exit code."""
+    # The command runs outside the interpreter, which could not run Python's signal handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return command(sys.argv[1:])
 

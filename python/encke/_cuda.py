@@ -1,7 +1,7 @@
-"""What a GPU needs that torch has brought along: NVRTC, CUDA's run-time compiler.
+"""Finds NVRTC, CUDA's run-time compiler, in the wheels that torch depends on.
 
-The extension looks where toolkits are; a wheel of torch has the compiler beside itself, in a place only
-Python can tell.
+The extension searches the usual toolkit directories; torch's wheels bring the compiler in a Python
+package, whose directory only Python knows.
 """
 
 import functools
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @functools.cache
 def prepare() -> None:
-    """Tells the extension where NVRTC is, unless the user has."""
+    """Sets ENCKE_NVRTC to torch's NVRTC, unless it is set."""
     if "ENCKE_NVRTC" in os.environ:
         return
     spec = importlib.util.find_spec("nvidia")

@@ -1,5 +1,6 @@
-"""The extension module: what Python cannot say itself."""
+"""The extension module: bindings of the Rust library."""
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 __version__: str
@@ -7,14 +8,14 @@ __version__: str
 class RingError(RuntimeError):
     """A rank, its device or an exchange failed while a call was under way."""
 
-class Memory:
-    """The memory of an array: what NumPy keeps as its base."""
+class ArrayMemory:
+    """The memory of a NumPy array: its base object."""
 
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
 
 class Attention:
-    """Attention with fixed settings; plans and buffers are kept between calls."""
+    """Attention with fixed settings; plans and buffers are cached between calls."""
 
     def __new__(cls, options: dict[str, Any]) -> Attention: ...
     @property
@@ -30,41 +31,22 @@ class Attention:
         q: Any,
         k: Any,
         v: Any,
-        out: Optional[Any],
-        lse: Optional[Any],
-        slot_out: Optional[Any],
-        slot_lse: Optional[Any],
+        saved: Sequence[Optional[Any]],
         dout: Any,
         dlse: Optional[Any],
     ) -> tuple[Any, Any, Any]: ...
     def report(self, q: Any, k: Any, v: Any) -> dict[str, Any]: ...
-    def explain(
-        self, shape: tuple[int, int, int, int, int], dtype: str, backward: bool
-    ) -> str: ...
+    def explain(self, shape: tuple[int, int, int, int, int], dtype: str, backward: bool) -> str: ...
     @property
     def library_seconds(self) -> float: ...
 
-def command(words: list[str]) -> int: ...
-def forward_gpu(
-    attention: Attention, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: int
-) -> int: ...
-def backward_gpu(
-    attention: Attention,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    dlse: Optional[Any],
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    stream: int,
+def command(arguments: list[str]) -> int: ...
+def enqueue(
+    attention: Attention, inputs: Sequence[Optional[Any]], outputs: Sequence[Any], stream: int
 ) -> int: ...
 
 class Shard:
-    """One rank of a ring over processes; plans and buffers are kept between calls."""
+    """One rank of a ring over processes; plans and buffers are cached between calls."""
 
     def __new__(cls, options: dict[str, Any], rank: int) -> Shard: ...
     @property
@@ -83,10 +65,7 @@ class Shard:
         q: Any,
         k: Any,
         v: Any,
-        out: Optional[Any],
-        lse: Optional[Any],
-        slot_out: Optional[Any],
-        slot_lse: Optional[Any],
+        saved: Sequence[Optional[Any]],
         dout: Any,
         dlse: Optional[Any],
         wire: Any,
@@ -95,34 +74,13 @@ class Shard:
         self, shape: tuple[int, int, int, int, int], dtype_name: str, backward: bool
     ) -> tuple[int, int]: ...
 
-def forward_shard_gpu(
+def enqueue_shard(
     shard: Shard,
     tokens: int,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
+    inputs: Sequence[Optional[Any]],
+    outputs: Sequence[Any],
     stream: int,
     wire: Any,
 ) -> None: ...
-def backward_shard_gpu(
-    shard: Shard,
-    tokens: int,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    dlse: Optional[Any],
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    stream: int,
-    wire: Any,
-) -> None: ...
-def runs(
-    sharding: Any, ranks: int, tokens: int, rank: int
-) -> list[tuple[int, int, int]]: ...
+def runs(sharding: Any, ranks: int, tokens: int, rank: int) -> list[tuple[int, int, int]]: ...
 def use_threads(threads: int) -> bool: ...

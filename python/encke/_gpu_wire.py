@@ -1,15 +1,14 @@
-"""Hops between GPUs over the group's NCCL: from the memory of one to the memory of another.
+"""Hops between GPUs over the group's NCCL, from GPU memory to GPU memory.
 
-A hop is one batch of sends and receives on the group's own stream, between two points of a stream of the
-library's: nothing is staged, and the host looks on only because a deadline needs somebody who looks at
-the clock. NCCL says nothing of a process that has died on the other side of a machine's memory: its
-kernels wait. So every rank gives signs of life in the group's store, with how far it has come, and whoever
-waits looks there; the rank that is silent, or furthest behind when the time is up, is the one to blame.
-A failure ends the group's communicators (``abort``), because what they wait for will not come and torch
-would end the process for it.
+A hop is one batch of sends and receives on the group's own stream, ordered between two points of a
+stream of the library: nothing is staged, and the host only watches the deadline. NCCL does not
+report a process that died: its kernels wait. So every rank writes heartbeats with its progress to
+the group's store, and waiting ranks check them; the rank whose heartbeat is stale, or that is
+furthest behind at the timeout, is blamed. After a failure the group's communicators are aborted,
+because their operations cannot complete and torch would end the process.
 
-Posting is done by a thread of its own: the first hop between two ranks connects them, and can wait for
-one that never comes.
+A separate thread posts the operations: the first hop between two ranks connects them, and can block
+for ever.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 import torch.distributed as dist
 
-from encke._flight import Flight, first_words
+from encke._transfer import Transfer, first_sentence
 
 if TYPE_CHECKING:
     from encke._wire import Wire
 
-# Seconds between two signs of life, and between two looks for those of others.
-_BEAT = 1.0
-# Seconds without one after which a rank is taken for dead, unless the group's timeout is shorter.
-_SILENCE = 30.0
-# Seconds that ending the communicators may take before it is left to itself.
-_SEPARATION = 10.0
+# Seconds between two heartbeats, and between two checks of those of others.
+_HEARTBEAT_INTERVAL = 1.0
+# Seconds without a heartbeat after which a rank counts as dead, unless the group's timeout is
+# shorter.
+_HEARTBEAT_TIMEOUT = 30.0
+# Seconds to wait for the abort of the communicators.
+_ABORT_TIMEOUT = 10.0
 
 Message = tuple[int, int, int, int]
 
@@ -46,134 +46,141 @@ class GpuWire:
     def __init__(self, wire: Wire, backend: Any) -> None:
         self._wire = weakref.ref(wire)
         self._backend = backend
-        self._separated = False
-        # GPUs on which all ranks have met: NCCL wants everyone there before any two may talk.
-        self._met: set[int] = set()
-        self._flights: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._aborted = False
+        # GPUs on which all ranks are connected: NCCL needs all ranks before any two can
+        # communicate.
+        self._connected: set[int] = set()
+        self._transfers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._poster: Optional[threading.Thread] = None
-        self.signs: Optional[Signs] = None
+        self.heartbeat: Optional[Heartbeat] = None
 
     def begin(self, device: torch.device) -> None:
-        """Begins a pass on this GPU; the first one brings all ranks together."""
+        """Begins a pass on this GPU; the first one connects all ranks."""
         wire = self._wire()
         if self._poster is None:
-            self._poster = threading.Thread(target=_post_all, args=(self._flights,), daemon=True)
+            self._poster = threading.Thread(target=_post_all, args=(self._transfers,), daemon=True)
             self._poster.start()
-            weakref.finalize(self, _end, self._flights, self._poster)
-            self.signs = Signs(wire.store, wire.rank, wire.size, min(_SILENCE, wire.timeout / 3))
-        self.signs.next_pass()
+            weakref.finalize(self, _end, self._transfers, self._poster)
+            self.heartbeat = Heartbeat(
+                wire.store, wire.rank, wire.size, min(_HEARTBEAT_TIMEOUT, wire.timeout / 3)
+            )
+        self.heartbeat.next_pass()
         number = device.index
-        if wire.size > 1 and number not in self._met:
-            self._launch(Collectives(wire, "meeting the others", device)).wait()
-            self._met.add(number)
+        if wire.size > 1 and number not in self._connected:
+            self._launch(NcclConnect(wire, "connecting the ranks", device)).wait()
+            self._connected.add(number)
 
-    def fly(
+    def post_transfer(
         self,
         round: int,
         sends: Sequence[Message],
         receives: Sequence[Message],
         device: torch.device,
         stream: int,
-    ) -> GpuFlight:
-        """Posts (peer, tag, address, bytes), which come in the same order at both ends."""
+    ) -> GpuTransfer:
+        """Posts (peer, tag, address, bytes), in the same order at both ends."""
         wire = self._wire()
-        self.signs.round = round + 1
-        flight = self._launch(GpuFlight(wire, f"round {round}", device, stream, sends, receives))
-        # What the library enqueues next on this stream comes after the hops, so they must be there.
-        while not flight.posted.wait(0.25):
-            flight.look()
-        if flight.error is not None:
-            failed = first_words(flight.error)
-            raise wire.lost(flight.blamed(), flight.place, failed) from flight.error
-        return flight
+        self.heartbeat.round = round + 1
+        transfer = self._launch(
+            GpuTransfer(wire, f"round {round}", device, stream, sends, receives)
+        )
+        # The library enqueues its next work on this stream, so the hops must have been posted.
+        while not transfer.posted.wait(0.25):
+            transfer.look()
+        if transfer.error is not None:
+            failed = first_sentence(transfer.error)
+            raise wire.peer_failed(transfer.suspect(), transfer.place, failed) from transfer.error
+        return transfer
 
     def gather(self, place: str, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Everyone's numbers on the GPU, which are as many as ``sizes`` says, at everyone."""
+        """All-gather of GPU tensors; ``sizes`` has the elements of each rank."""
         wire = self._wire()
         every = [own.new_empty(size) for size in sizes]
         every[wire.rank] = own
         others = [peer for peer in range(wire.size) if peer != wire.rank]
 
         def messages(of: Any) -> list[Message]:
-            told = ((peer, 0, of(peer)) for peer in others)
-            return [(peer, tag, x.data_ptr(), x.nbytes) for peer, tag, x in told if x.nbytes]
+            tensors = ((peer, of(peer)) for peer in others)
+            return [(peer, 0, x.data_ptr(), x.nbytes) for peer, x in tensors if x.nbytes]
 
         self.begin(own.device)
         sends, receives = messages(lambda _: own), messages(lambda peer: every[peer])
         if sends or receives:
             stream = torch.cuda.current_stream(own.device).cuda_stream
-            self.fly(0, sends, receives, own.device, stream).wait()
+            self.post_transfer(0, sends, receives, own.device, stream).wait()
         return every
 
-    def _launch(self, flight: Any) -> Any:
-        self._flights.put(flight)
-        return flight
+    def _launch(self, transfer: Any) -> Any:
+        self._transfers.put(transfer)
+        return transfer
 
-    def silent(self) -> Optional[tuple[int, float]]:
-        """A rank that has shown no sign of life for too long, if there is one, and for how long."""
-        return None if self.signs is None else self.signs.look(self._wire())
+    def stale(self) -> Optional[tuple[int, float]]:
+        """A rank whose last heartbeat is too old, if any, and its age in seconds."""
+        return None if self.heartbeat is None else self.heartbeat.look(self._wire())
 
-    def separate(self) -> None:
-        """Ends all communicators of the group here, with whatever is under way."""
-        if self._separated or self._poster is None:
+    def abort(self) -> None:
+        """Aborts all communicators of the group in this process, with everything in flight."""
+        if self._aborted or self._poster is None:
             return
-        self._separated = True
+        self._aborted = True
         abort = getattr(self._backend, "abort", None) or getattr(self._backend, "_abort", None)
         if abort is not None:
-            thread = threading.Thread(target=_quietly, args=(abort,), daemon=True)
+            thread = threading.Thread(target=_ignore_errors, args=(abort,), daemon=True)
             thread.start()
-            thread.join(timeout=_SEPARATION)
+            thread.join(timeout=_ABORT_TIMEOUT)
 
 
-class Signs:
-    """This rank's signs of life, and a look at those of the others."""
+class Heartbeat:
+    """Sends this rank's heartbeats through the store, and checks those of the others."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, patience: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.passes, self.round = 0, 0
-        self.patience = patience
+        self.timeout = timeout
         self._rank, self._size = rank, size
-        # (sign, when it was first seen) of every rank.
+        # (last heartbeat, when it was first seen) of every rank.
         self._seen: dict[int, tuple[Any, float]] = {}
         self._looked = 0.0
         stop = threading.Event()
         arguments = (weakref.ref(self), store, rank, stop)
-        thread = threading.Thread(target=_live, args=arguments, daemon=True)
+        thread = threading.Thread(target=_beat, args=arguments, daemon=True)
         thread.start()
         weakref.finalize(self, _stop, stop, thread)
 
     def next_pass(self) -> None:
-        """Notes that this rank has begun another pass."""
+        """Records that this rank has begun another pass."""
         self.passes, self.round = self.passes + 1, 0
 
     def look(self, wire: Wire) -> Optional[tuple[int, float]]:
-        """A rank that has been silent for too long, if there is one, and for how long."""
+        """A rank whose last heartbeat is too old, if any, and its age in seconds."""
         now = time.monotonic()
-        if now - self._looked < _BEAT:
+        if now - self._looked < _HEARTBEAT_INTERVAL:
             return None
         self._looked = now
-        keys = [_sign(rank) for rank in range(self._size)]
+        keys = [_heartbeat_key(rank) for rank in range(self._size)]
         store = wire.store
-        every = wire.ask(lambda: [store.get(key) if store.check([key]) else None for key in keys])
-        for rank, sign in enumerate(every or ()):
-            if sign is not None and self._seen.get(rank, (None, 0))[0] != sign:
-                self._seen[rank] = (sign, now)
+        every = wire.query_store(
+            lambda: [store.get(key) if store.check([key]) else None for key in keys]
+        )
+        for rank, beat in enumerate(every or ()):
+            if beat is not None and self._seen.get(rank, (None, 0))[0] != beat:
+                self._seen[rank] = (beat, now)
         since = {rank: now - when for rank, (_, when) in self._seen.items() if rank != self._rank}
-        silent = max(since, key=since.__getitem__, default=None)
-        return (silent, since[silent]) if silent is not None and since[silent] > self.patience else None
+        stale = max(since, key=since.__getitem__, default=None)
+        return (stale, since[stale]) if stale is not None and since[stale] > self.timeout else None
 
     def furthest_behind(self, among: Sequence[int]) -> int:
-        """The rank that has done least by its last sign; of equals, one of those that are waited for."""
+        """The rank with the least progress by its last heartbeat; of equals, one of ``among``."""
 
-        def done(rank: int) -> tuple[Any, bool]:
-            sign = self._seen.get(rank)
-            passes_and_round = (0, 0) if sign is None else tuple(json.loads(sign[0])[1:])
+        def progress(rank: int) -> tuple[Any, bool]:
+            beat = self._seen.get(rank)
+            passes_and_round = (0, 0) if beat is None else tuple(json.loads(beat[0])[1:])
             return passes_and_round, rank not in among
 
-        return min((rank for rank in range(self._size) if rank != self._rank), key=done)
+        return min((rank for rank in range(self._size) if rank != self._rank), key=progress)
 
 
-class Collectives(Flight):
-    """Every rank of the group on its GPU: what makes NCCL connect them."""
+class NcclConnect(Transfer):
+    """An all-reduce over the group, which makes NCCL connect all ranks."""
 
     def __init__(self, wire: Wire, place: str, device: torch.device) -> None:
         super().__init__(wire, place)
@@ -182,21 +189,21 @@ class Collectives(Flight):
         self.posted = threading.Event()
         self.error: Optional[Exception] = None
         self._works: Sequence[Any] = ()
-        # The point of the stream that comes after it.
+        # Recorded on the stream after the operation.
         self._end = torch.cuda.Event()
-        # Since when torch says that it has ended, and the stream does not come to its end.
+        # When torch first reported completion although the event has not been reached.
         self._ended: Optional[float] = None
 
     def stream(self) -> torch.cuda.Stream:
-        """What is to come before it and what after is on this stream."""
+        """The stream that the operation is ordered with."""
         return torch.cuda.Stream(self.device)
 
     def post(self) -> None:
-        """On the thread that posts."""
+        """Runs on the posting thread."""
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream()):
                 self._works = self.enqueue()
-                # The stream waits, not the host.
+                # Makes the stream wait, not the host.
                 for work in self._works:
                     work.wait()
                 self._end.record()
@@ -205,11 +212,11 @@ class Collectives(Flight):
         self.posted.set()
 
     def enqueue(self) -> Sequence[Any]:
-        """Enqueues what is to be done, and returns torch's handles of it."""
-        here = torch.ones(1, device=self.device)
-        return [dist.all_reduce(here, group=self.wire.group, async_op=True)]
+        """Enqueues the operation, and returns torch's work handles."""
+        one = torch.ones(1, device=self.device)
+        return [dist.all_reduce(one, group=self.wire.group, async_op=True)]
 
-    def landed(self, seconds: float) -> bool:
+    def completed(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
         if not self.posted.wait(seconds):
             return False
@@ -224,22 +231,22 @@ class Collectives(Flight):
         return True
 
     def _look_for_errors(self, now: float) -> None:
-        """NCCL's errors make torch call a thing ended that the GPU has not done."""
+        """After an NCCL error torch reports completion although the GPU has not finished."""
         if not all(work.is_completed() for work in self._works):
             return
         self._ended = self._ended or now
         if now - self._ended > 1.0:
-            self.error = RuntimeError("NCCL has ended its hop with an error")
+            self.error = RuntimeError("NCCL ended the hop with an error")
 
     def failure(self) -> Optional[tuple[int, str]]:
-        return None if self.error is None else (self.blamed(), first_words(self.error))
+        return None if self.error is None else (self.suspect(), first_sentence(self.error))
 
-    def blamed(self) -> int:
-        return self.wire.gpu.signs.furthest_behind(self.peers)
+    def suspect(self) -> int:
+        return self.wire.gpu.heartbeat.furthest_behind(self.peers)
 
 
-class GpuFlight(Collectives):
-    """Messages of a round from and into a GPU's memory."""
+class GpuTransfer(NcclConnect):
+    """Messages of a round from and to GPU memory."""
 
     def __init__(
         self,
@@ -262,15 +269,15 @@ class GpuFlight(Collectives):
         group = self.wire.group
         ranks = dist.get_process_group_ranks(group)
         batch = [
-            dist.P2POp(direction, _there(address, count, self.device), ranks[peer], group)
+            dist.P2POp(direction, _gpu_bytes(address, count, self.device), ranks[peer], group)
             for direction, messages in self._messages
             for peer, _, address, count in messages
         ]
         return dist.batch_isend_irecv(batch)
 
 
-class _Memory:
-    """Bytes on a GPU, as torch takes them from others."""
+class _GpuMemory:
+    """GPU memory with the CUDA array interface, which torch can read in place."""
 
     def __init__(self, address: int, count: int) -> None:
         self.__cuda_array_interface__ = {
@@ -282,27 +289,29 @@ class _Memory:
         }
 
 
-def _there(address: int, count: int, device: torch.device) -> torch.Tensor:
-    """Bytes of a GPU where they are."""
-    return torch.as_tensor(_Memory(address, count), device=device)
+def _gpu_bytes(address: int, count: int, device: torch.device) -> torch.Tensor:
+    """GPU memory as a byte tensor, without a copy."""
+    return torch.as_tensor(_GpuMemory(address, count), device=device)
 
 
-def _sign(rank: int) -> str:
+def _heartbeat_key(rank: int) -> str:
     return f"encke/alive/{rank}"
 
 
-def _live(signs: weakref.ref[Signs], store: dist.Store, rank: int, stop: threading.Event) -> None:
-    """The life of the thread that gives signs of it. A store that is gone has nobody to read them."""
+def _beat(
+    heartbeat: weakref.ref[Heartbeat], store: dist.Store, rank: int, stop: threading.Event
+) -> None:
+    """Main loop of the heartbeat thread; it ends if the store does not answer."""
     count = 0
-    while not stop.is_set() and (own := signs()) is not None:
+    while not stop.is_set() and (own := heartbeat()) is not None:
         count += 1
-        word = json.dumps([count, own.passes, own.round])
+        beat = json.dumps([count, own.passes, own.round])
         del own
         try:
-            store.set(_sign(rank), word)
+            store.set(_heartbeat_key(rank), beat)
         except Exception:
             return
-        stop.wait(_BEAT)
+        stop.wait(_HEARTBEAT_INTERVAL)
 
 
 def _stop(stop: threading.Event, thread: threading.Thread) -> None:
@@ -311,20 +320,20 @@ def _stop(stop: threading.Event, thread: threading.Thread) -> None:
         thread.join(timeout=1.0)
 
 
-def _post_all(flights: queue.SimpleQueue[Any]) -> None:
-    """The life of the thread that posts."""
-    while (flight := flights.get()) is not None:
-        flight.post()
+def _post_all(transfers: queue.SimpleQueue[Any]) -> None:
+    """Main loop of the posting thread."""
+    while (transfer := transfers.get()) is not None:
+        transfer.post()
         del flight
 
 
-def _end(flights: queue.SimpleQueue[Any], poster: threading.Thread) -> None:
-    flights.put(None)
+def _end(transfers: queue.SimpleQueue[Any], poster: threading.Thread) -> None:
+    transfers.put(None)
     if threading.current_thread() is not poster:
         poster.join(timeout=1.0)
 
 
-def _quietly(work: Any) -> None:
+def _ignore_errors(work: Any) -> None:
     try:
         work()
     except Exception:

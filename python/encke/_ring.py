@@ -1,8 +1,8 @@
-"""One call of a ring over processes: what its ranks agree on, and this rank's part of it.
+"""One call of a ring over processes: the agreement of its ranks, and this rank's part.
 
-Nothing is computed before all ranks have asked for the same thing; what cannot be computed is refused by
-all of them with the same words. That a failure of one rank is told to the others before it is raised is
-seen to here, and nowhere else.
+Nothing is computed before all ranks have made the same request; an invalid request raises the same
+error on all of them. A failure of this rank is reported to the others before it is raised; only
+this module does that.
 """
 
 from __future__ import annotations
@@ -24,29 +24,12 @@ from encke.options import Options
 
 
 class Request(NamedTuple):
-    """What a rank asks for: options of :class:`encke.options.Options`, and what concerns the ranks."""
+    """A rank's request: the options of the attention, and those of the ring over processes."""
 
-    segment_lengths: Optional[tuple[int, ...]] = None
-    dilation_rates: Optional[tuple[int, ...]] = None
-    mode: str = "group"
-    group_scale: Optional[str] = None
-    offsets: Optional[str] = None
-    mixing_gradient: Optional[str] = None
-    causal: bool = False
-    scale: Optional[float] = None
-    sharding: str = "contiguous"
-    precision: Optional[str] = None
-    checkpoint: str = "keep"
+    options: Options = Options()
     sizes: Optional[tuple[int, ...]] = None
     grad: bool = False
     return_lse: bool = False
-
-    def options(self) -> Options:
-        """The part that decides what is computed and how."""
-        given = self._asdict()
-        for name in ("sizes", "grad", "return_lse"):
-            del given[name]
-        return Options(**given)
 
 
 def attend(
@@ -61,23 +44,23 @@ def attend(
 
 
 class Ring(NamedTuple):
-    """What the ranks have agreed on: this rank's part of it, and the words that name it."""
+    """A request that all ranks have agreed on: this rank's shard, and the request's description."""
 
     wire: Wire
     shard: _encke.Shard
     sizes: tuple[int, ...]
     precision: Optional[str]
-    words: str
+    description: str
 
     @property
     def tokens(self) -> int:
-        """How many rows all ranks have."""
+        """The length of the whole sequence."""
         return sum(self.sizes)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-        """out, lse, and by slot where branches keep slots of their own."""
-        call = self.wire.call(f"forward {self.words}", q.device)
-        with _telling(self.wire):
+        """out, lse, and both by slot where branches keep slots of their own."""
+        call = self.wire.call(f"forward {self.description}", q.device)
+        with _reporting(self.wire):
             if not q.is_cuda:
                 return self.shard.forward(self.tokens, q, k, v, call)
             _cuda.prepare()
@@ -86,28 +69,28 @@ class Ring(NamedTuple):
                 out = torch.empty(q.shape, dtype=dtype, device=q.device)
                 lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
                 stream = torch.cuda.current_stream().cuda_stream
-                given = (self.shard, self.tokens, q, k, v, out, lse, stream, call)
-                _encke.forward_shard_gpu(*given)
+                outputs = (out, lse)
+                _encke.enqueue_shard(self.shard, self.tokens, (q, k, v), outputs, stream, call)
             return out, lse, None, None
 
     def backward(self, *saved: Optional[Tensor], dout: Tensor, dlse: Optional[Tensor]) -> Any:
         """dq, dk, dv."""
         q, k, v, out, lse = saved[:5]
-        call = self.wire.call(f"backward {self.words}", q.device)
-        with _telling(self.wire):
+        call = self.wire.call(f"backward {self.description}", q.device)
+        with _reporting(self.wire):
             if not q.is_cuda:
-                return self.shard.backward(self.tokens, *saved, dout, dlse, call)
+                return self.shard.backward(self.tokens, q, k, v, saved[3:], dout, dlse, call)
             dtype = _computed_in(q, self.precision)
             with torch.cuda.device(q.device):
                 gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
                 stream = torch.cuda.current_stream().cuda_stream
-                given = (self.shard, self.tokens, q, k, v, out, lse, dout, dlse)
-                _encke.backward_shard_gpu(*given, *gradients, stream, call)
+                inputs = (q, k, v, out, lse, dout, dlse)
+                _encke.enqueue_shard(self.shard, self.tokens, inputs, gradients, stream, call)
             return gradients
 
 
-class _telling:
-    """Whatever a rank fails of, the others are told before it is raised."""
+class _reporting:
+    """Reports an exception of this rank to the others before it is raised."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -143,35 +126,35 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        # Whether the lse has a gradient is decided by what all ranks have agreed on, not by what this
-        # rank's loss makes of it: the messages are others.
+        # Whether the lse has a gradient depends on the agreed request, not on this rank's loss: the
+        # messages of all ranks must match.
         dlse = dlse.contiguous() if ctx.with_lse else None
         dq, dk, dv = ctx.ring.backward(*ctx.saved_tensors, dout=dout.contiguous(), dlse=dlse)
         need_q, need_k, need_v = ctx.needs_input_grad[:3]
-        kept = (x if need else None for x, need in ((dq, need_q), (dk, need_k), (dv, need_v)))
-        return *kept, None, None
+        needed = (x if need else None for x, need in ((dq, need_q), (dk, need_k), (dv, need_v)))
+        return *needed, None, None
 
 
 def agreed(wire: Wire, given: tuple[Tensor, Tensor, Tensor], request: Request) -> Ring:
-    """The ring for a call, once all ranks have asked for the same one."""
+    """The ring for a call, once all ranks have made the same request."""
     wire.check()
     rows = given[0].shape[1] if given[0].dim() == 4 else -1
     shapes = tuple((x.shape[0], *x.shape[2:]) for x in given)
     key = (request, shapes, rows, given[0].dtype, given[0].device)
-    known = wire.agreed.get(key) if request.sizes is not None else None
-    if known is not None:
-        return known
-    words = _words(given, request)
+    cached = wire.agreed.get(key) if request.sizes is not None else None
+    if cached is not None:
+        return cached
+    description = _describe(given, request)
     refusal: Optional[Exception] = None
     try:
         _check(given)
-        wire.refuse(given[0].device)
+        wire.check_device(given[0].device)
     except (TypeError, ValueError) as error:
         refusal = error
-    every = tuple(ask(wire, words, rows, refusal))
+    every = tuple(agree(wire, description, rows, refusal))
     if request.sizes is not None and every != request.sizes:
-        raise Disagreement(f"sizes says {list(request.sizes)} rows, but the ranks have {list(every)}")
-    # From here on every rank has the same words and comes to the same end.
+        raise Disagreement(f"sizes is {list(request.sizes)}, but the ranks have {list(every)} rows")
+    # From here on every rank has the same description, and raises the same errors.
     ring = ring_of(wire, given, request, every)
     if request.sizes is not None:
         wire.agreed[key] = ring
@@ -181,45 +164,47 @@ def agreed(wire: Wire, given: tuple[Tensor, Tensor, Tensor], request: Request) -
 def ring_of(
     wire: Wire, given: tuple[Tensor, ...], request: Request, every: tuple[int, ...]
 ) -> Ring:
-    """The ring of ranks that have agreed, and have so many rows each."""
-    options = request.options()
-    known = wire.agreed.get((options, every))
-    if known is None:
-        known = _shard(wire, options, every)
+    """The ring of ranks that have agreed; ``every`` has the rows of each rank."""
+    options = request.options
+    shard = wire.agreed.get((options, every))
+    if shard is None:
+        shard = _shard(wire, options, every)
         if len(wire.agreed) >= 1024:
             wire.agreed.clear()
-        wire.agreed[options, every] = known
+        wire.agreed[options, every] = shard
     q, k, _ = given
-    if q.is_cuda and (0 in every or known.splits_slots or options.checkpoint != "keep"):
+    if q.is_cuda and (0 in every or shard.splits_slots or options.checkpoint != "keep"):
         raise ValueError(
-            "on GPUs every rank has rows, branches are combined under one softmax "
-            f'(mixing_gradient="exact") and checkpoint is "keep"; the rows are {list(every)}'
+            "on GPUs every rank must have rows, branches must be combined under one softmax "
+            f'(mixing_gradient="exact") and checkpoint must be "keep"; the rows are {list(every)}'
         )
     tokens = sum(every)
     shape = (q.shape[0], tokens, q.shape[2], k.shape[2], q.shape[3])
-    known.check(shape, options.precision or str(q.dtype))
-    words = json.dumps([_words(given, request), every], default=str)
-    return Ring(wire, known, every, options.precision, words)
+    shard.check(shape, options.precision or str(q.dtype))
+    description = json.dumps([_describe(given, request), every], default=str)
+    return Ring(wire, shard, every, options.precision, description)
 
 
-def _words(given: tuple[Tensor, ...], request: Request) -> dict[str, Any]:
-    """All that every rank must say the same of."""
-    words = {"version": _encke.__version__, **request._asdict(), "device": given[0].device.type}
-    words["dtypes"] = [str(x.dtype) for x in given]
-    words["shapes"] = [(x.shape[0], *x.shape[2:]) for x in given]
-    return words
+def _describe(given: tuple[Tensor, ...], request: Request) -> dict[str, Any]:
+    """Everything that must be equal on all ranks."""
+    description = {"version": _encke.__version__, **request.options._asdict(), **request._asdict()}
+    del description["options"]
+    description["device"] = given[0].device.type
+    description["dtypes"] = [str(x.dtype) for x in given]
+    description["shapes"] = [(x.shape[0], *x.shape[2:]) for x in given]
+    return description
 
 
 def _check(given: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Refuses tensors that cannot be a shard's."""
+    """Refuses tensors that are not a shard."""
     for name, tensor in zip("qkv", given):
         if tensor.dim() != 4:
             shape = list(tensor.shape)
             raise ValueError(f"{name} has shape {shape}; a shard is [batch, rows, heads, dim]")
         if tensor.device != given[0].device or tensor.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"{name} is on {tensor.device} and q on {given[0].device}; Encke computes on the cpu "
-                "and on cuda, and wants all in one place"
+                f"{name} is on {tensor.device} and q on {given[0].device}; all must be on one "
+                "device, cpu or cuda"
             )
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(
@@ -227,37 +212,41 @@ def _check(given: tuple[Tensor, Tensor, Tensor]) -> None:
                 "(stride 1): make a contiguous copy"
             )
         if tensor.dtype != given[0].dtype:
-            raise TypeError(f"{name} is {tensor.dtype} but q is {given[0].dtype}; convert one of them")
+            raise TypeError(
+                f"{name} is {tensor.dtype} but q is {given[0].dtype}; convert one of them"
+            )
         if tensor.shape[1] != given[0].shape[1]:
             rows = given[0].shape[1]
             raise ValueError(f"{name} has {tensor.shape[1]} rows but q has {rows}")
 
 
-def ask(wire: Wire, words: dict[str, Any], rows: int, refusal: Optional[Exception]) -> list[int]:
-    """Everyone's rows, or the same error on all ranks where they do not ask for the same."""
-    text = json.dumps(words, default=str, sort_keys=True)
-    name = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+def agree(
+    wire: Wire, description: dict[str, Any], rows: int, refusal: Optional[Exception]
+) -> list[int]:
+    """The rows of every rank, or the same error on all ranks if their requests differ."""
+    text = json.dumps(description, default=str, sort_keys=True)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     if refusal is not None:
         text = json.dumps({"refusal": str(refusal)})
-    said = text.encode()
-    own = torch.tensor([name, rows, len(said), int(refusal is not None)])
-    every = torch.stack(wire.gather("asking the others", own, [4] * wire.size)).tolist()
-    if all(there[0] == name and not there[3] for there in every):
-        return [there[1] for there in every]
-    own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    texts = wire.gather("asking the others", own, [there[2] for there in every])
+    encoded = text.encode()
+    own = torch.tensor([digest, rows, len(encoded), int(refusal is not None)])
+    every = torch.stack(wire.gather("agreeing on the request", own, [4] * wire.size)).tolist()
+    if all(other[0] == digest and not other[3] for other in every):
+        return [other[1] for other in every]
+    own = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    texts = wire.gather("agreeing on the request", own, [other[2] for other in every])
     if refusal is not None:
         raise refusal
-    everyone = [json.loads(bytes(there.numpy())) for there in texts]
-    for rank, there in enumerate(everyone):
-        if "refusal" in there:
-            raise Disagreement(f"rank {rank} cannot take part: {there['refusal']}")
-    for option in everyone[0]:
-        asked = [there.get(option) for there in everyone]
-        if any(there != asked[0] for there in asked):
-            different = "; ".join(f"rank {rank}: {there}" for rank, there in enumerate(asked))
+    requests = [json.loads(bytes(other.numpy())) for other in texts]
+    for rank, request in enumerate(requests):
+        if "refusal" in request:
+            raise Disagreement(f"rank {rank} cannot take part: {request['refusal']}")
+    for option in requests[0]:
+        values = [request.get(option) for request in requests]
+        if any(value != values[0] for value in values):
+            different = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise Disagreement(f"the ranks do not agree on {option}: {different}")
-    raise Disagreement("the ranks do not agree, and cannot say on what")
+    raise Disagreement("the ranks do not agree, but their descriptions are equal")
 
 
 def _shard(wire: Wire, options: Options, sizes: Sequence[int]) -> _encke.Shard:
@@ -268,7 +257,7 @@ def _shard(wire: Wire, options: Options, sizes: Sequence[int]) -> _encke.Shard:
 
 
 def cut_of(sharding: Any, sizes: Sequence[int]) -> Union[str, list[int]]:
-    """How shards of these sizes are cut, as the library has it."""
+    """The library's cut for shards of these sizes."""
     if sharding != "contiguous":
         expected = expected_sizes(sum(sizes), len(sizes), sharding)
         if list(sizes) != expected:
@@ -281,6 +270,6 @@ def cut_of(sharding: Any, sizes: Sequence[int]) -> Union[str, list[int]]:
 
 
 def expected_sizes(tokens: int, ranks: int, sharding: str) -> list[int]:
-    """How many of so many tokens each rank has, where nobody says otherwise."""
+    """The default number of rows of each rank."""
     runs = (_encke.runs(sharding, ranks, tokens, rank) for rank in range(ranks))
     return [sum(count for _, _, count in of_rank) for of_rank in runs]

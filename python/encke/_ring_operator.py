@@ -1,8 +1,8 @@
-"""Ring attention as operators of torch: what torch.compile keeps in its graph.
+"""Ring attention as custom operators, for torch.compile.
 
-A graph holds no process groups, so a group is known by the name torch has registered it under, as its own
-functional collectives do; "" is that of all processes. What the ranks have agreed on in the forward pass
-comes to the backward pass as a tensor of how many rows each has: nobody is asked twice.
+A graph holds no process groups, so a group is passed by its registered name, as in torch's
+functional collectives; "" is the default group. The rows of each rank, agreed on in the forward
+pass, are saved as a tensor for the backward pass, which does not agree again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from encke._ring import Request, agreed, ring_of
-from encke._torch import _computed_in, _summed_in
+from encke._torch import _computed_in, _without_none, fake_outputs
 from encke._wire import wire_of
-from encke.options import find
+from encke.options import Options, find
 
+# The options of a ring over processes, in the order of the schema.
+_FIELDS = (
+    "segment_lengths",
+    "dilation_rates",
+    "mode",
+    "group_scale",
+    "offsets",
+    "mixing_gradient",
+    "causal",
+    "scale",
+    "sharding",
+    "precision",
+    "checkpoint",
+)
 _REQUEST = """str group, int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
     str? offsets, str? mixing_gradient, bool causal, float? scale, str sharding, str? precision,
     str checkpoint, int[]? sizes, bool grad, bool return_lse"""
@@ -26,9 +40,11 @@ _REQUEST = """str group, int[]? segment_lengths, int[]? dilation_rates, str mode
 def as_operator(
     q: Tensor, k: Tensor, v: Tensor, group: Optional[dist.ProcessGroup], request: Request
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's rows, as one operator of a graph."""
+    """out and lse of this rank's rows, as one operator of the graph."""
     name = "" if group is None else group.group_name
-    out, lse, *_ = _operator(q, k, v, name, *request)
+    options, *rest = request
+    flat = [getattr(options, field) for field in _FIELDS]
+    out, lse, *_ = _operator(q, k, v, name, *flat, *rest)
     return out, lse
 
 
@@ -37,44 +53,36 @@ def _group(name: str) -> Optional[dist.ProcessGroup]:
 
 
 def _request(flat: tuple[Any, ...]) -> Request:
-    """What an operator's arguments ask for; they come as lists."""
-    return Request(*(tuple(x) if isinstance(x, (list, tuple)) else x for x in flat))
+    """The request of an operator's arguments; torch passes sequences as lists."""
+    values = [tuple(x) if isinstance(x, (list, tuple)) else x for x in flat]
+    options = Options(**dict(zip(_FIELDS, values)))
+    return Request(options, *values[len(_FIELDS) :])
+
+
+def _fake_attention(request: Request) -> Any:
+    """An attention for the shapes of the results, which do not depend on the sharding."""
+    return find(request.options._replace(sharding="contiguous"))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, group: str, *flat: Any) -> tuple[Tensor, ...]:
     ring = agreed(wire_of(_group(group)), (q, k, v), _request(flat))
-    out, lse, slot_out, slot_lse = ring.forward(q, k, v)
-    if slot_out is None:
-        slot_out, slot_lse = out.new_empty(0), lse.new_empty(0)
-    return out, lse, slot_out, slot_lse, torch.tensor(ring.sizes)
+    return (*_without_none(*ring.forward(q, k, v)), torch.tensor(ring.sizes))
 
 
 _operator = torch.library.custom_op(
     "encke::ring_attention",
     _forward,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"""(Tensor q, Tensor k, Tensor v, {_REQUEST})
+        -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
 )
 
 
 @_operator.register_fake
-def _forward_shapes(
-    q: Tensor, k: Tensor, v: Tensor, group: str, *flat: Any
-) -> tuple[Tensor, ...]:
-    request = _request(flat)
-    # Whose rows these are makes no difference to the shapes.
-    found = find(request.options()._replace(sharding="contiguous"))
-    dtype = _computed_in(q, found.precision)
-    sums = _summed_in(dtype)
-    batch, rows, heads, dim = q.shape
-    out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=sums)
-    slot_out, slot_lse = out.new_empty(0), lse.new_empty(0)
-    if found.splits_slots:
-        by_slot = (batch, rows, found.slots(int(heads)))
-        slot_out = q.new_empty((*by_slot, dim), dtype=sums)
-        slot_lse = q.new_empty(by_slot, dtype=sums)
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, group: str, *flat: Any) -> tuple[Tensor, ...]:
     ranks = dist.get_world_size(_group(group))
-    return out, lse, slot_out, slot_lse, torch.empty(ranks, dtype=torch.int64)
+    sizes = torch.empty(ranks, dtype=torch.int64)
+    return (*fake_outputs(_fake_attention(_request(flat)), q), sizes)
 
 
 def _backward(
@@ -109,15 +117,15 @@ _backward_operator = torch.library.custom_op(
     "encke::ring_attention_backward",
     _backward,
     mutates_args=(),
-    schema=f"""(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slot_out, Tensor slot_lse,
-        Tensor sizes, Tensor dout, Tensor? dlse, {_REQUEST}) -> (Tensor, Tensor, Tensor)""",
+    schema=f"""(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slot_out,
+        Tensor slot_lse, Tensor sizes, Tensor dout, Tensor? dlse, {_REQUEST})
+        -> (Tensor, Tensor, Tensor)""",
 )
 
 
 @_backward_operator.register_fake
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    request = _request(rest[8:])
-    dtype = _computed_in(q, find(request.options()._replace(sharding="contiguous")).precision)
+    dtype = _computed_in(q, _fake_attention(_request(rest[8:])).precision)
     return tuple(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
 
 
@@ -127,18 +135,18 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.flat = tuple(flat)
     request = _request(ctx.flat[1:])
     ctx.with_lse = request.return_lse
-    if request.checkpoint == "recompute":
+    if request.options.checkpoint == "recompute":
         out, lse = out.new_empty(0), lse.new_empty(0)
     ctx.save_for_backward(q, k, v, out, lse, slot_out, slot_lse, sizes)
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Any, ...]:
-    # Whether the lse has a gradient is decided by what all ranks have agreed on, as without a graph.
+    # As in eager mode, whether the lse has a gradient depends on the agreed request.
     given = (dout, dlse if ctx.with_lse else None)
     gradients = _backward_operator(*ctx.saved_tensors, *given, *ctx.flat)
     inputs = ctx.saved_tensors[:3]
-    kept = (gradient.to(x.dtype) for gradient, x in zip(gradients, inputs))
-    return *kept, *(None,) * len(ctx.flat)
+    converted = (gradient.to(x.dtype) for gradient, x in zip(gradients, inputs))
+    return *converted, *(None,) * len(ctx.flat)
 
 
 torch.library.register_autograd("encke::ring_attention", _differentiate, setup_context=_setup)

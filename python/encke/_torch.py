@@ -1,11 +1,10 @@
-"""torch on top of the extension: autograd, autocast, and custom operators for torch.compile.
+"""torch support: autograd, autocast, and custom operators for torch.compile.
 
-Two ways lead to the same two calls of the library. Ordinary tensors take an autograd function, whose
-cost is a few microseconds; what only looks like a tensor (while something is compiled or exported,
-and under fake tensors) takes the custom operators ``encke::attention`` and
-``encke::attention_backward``, which torch knows by their shapes alone.
+Ordinary tensors go through an autograd function, which costs a few microseconds; tensors under
+torch.compile, torch.export or fake tensor mode go through the custom operators ``encke::attention``
+and ``encke::attention_backward``, whose fake implementations return the shapes.
 
-Gradients are of first order. What is kept for the backward pass is the inputs, out and lse.
+Gradients are of first order. The inputs, out and lse are saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from encke.options import Options, find
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARDING = Options._fields.index("sharding")
 _RANKS = Options._fields.index("ranks")
-# Whether autocast is on for any device: a quicker question than whether it is for one.
+# Whether autocast is on for any device: faster than asking for one device.
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _DTYPES = {
     "f64": torch.float64,
@@ -34,7 +33,7 @@ _DTYPES = {
 def attention(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_lse: bool = True
 ) -> tuple[Tensor, Optional[Tensor]]:
-    """out and, where it is wanted, lse."""
+    """out and, with return_lse, lse."""
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
     if not plain:
         _refuse_others(q=q, k=k, v=v)
@@ -61,18 +60,18 @@ def _refuse_others(**given: Any) -> None:
 
 
 def _autocast(*tensors: Tensor) -> Any:
-    """What torch does for its own attention: the narrow type for all but float64."""
+    """As for torch's own attention: the autocast dtype for all inputs but float64."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _forward(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """out, lse, and by slot where branches keep slots of their own."""
+    """out, lse, and both by slot where branches keep slots of their own."""
     return found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
 
 
 def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """The same on a GPU; what is not on one either is refused by the extension."""
+    """The same on a GPU; the extension refuses tensors on other devices."""
     if not q.is_cuda:
         return found.forward(q, k, v)
     _cuda.prepare()
@@ -80,49 +79,50 @@ def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]
     with torch.cuda.device(q.device):
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
-        _encke.forward_gpu(found, q, k, v, out, lse, torch.cuda.current_stream().cuda_stream)
+        stream = torch.cuda.current_stream().cuda_stream
+        _encke.enqueue(found, (q, k, v), (out, lse), stream)
     return out, lse, None, None
 
 
+def _forward_and_save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> Any:
+    """out and lse; saves what the backward pass needs."""
+    out, lse, slot_out, slot_lse = (
+        found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
+    )
+    ctx.found = found
+    if found.recomputes:
+        ctx.save_for_backward(q, k, v)
+    elif slot_out is not None:
+        ctx.save_for_backward(q, k, v, None, lse, slot_out, slot_lse)
+    else:
+        ctx.save_for_backward(q, k, v, out, lse)
+    return out, lse
+
+
 class _Out(torch.autograd.Function):
-    """Attention with its gradient, where nobody asked for the lse: an output less to keep books of."""
+    """Attention with its gradient, without the lse: autograd has one output less to track."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> Tensor:
-        out, lse, slot_out, slot_lse = found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
-        ctx.found = found
-        if found.recomputes:
-            ctx.save_for_backward(q, k, v)
-        elif slot_out is not None:
-            ctx.save_for_backward(q, k, v, None, lse, slot_out, slot_lse)
-        else:
-            ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        return _forward_and_save(ctx, q, k, v, found)[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         return _gradients(ctx, dout, None)
 
 
-# What apply comes to where no transform of functions is active, without its questions.
+# What apply calls where no functorch transform is active, without its checks.
 _out = super(torch.autograd.Function, _Out).apply
 
 
 class _Attention(torch.autograd.Function):
-    """The same with the lse, which is an output like any other."""
+    """The same with the lse as a differentiable output."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> tuple[Tensor, Tensor]:
-        out, lse, slot_out, slot_lse = _forward(found, q, k, v)
+        out, lse = _forward_and_save(ctx, q, k, v, found)
         ctx.set_materialize_grads(False)
-        ctx.found = found
         ctx.out_like = (out.dtype, out.shape)
-        if found.recomputes:
-            ctx.save_for_backward(q, k, v)
-        elif slot_out is not None:
-            ctx.save_for_backward(q, k, v, None, lse, slot_out, slot_lse)
-        else:
-            ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 
     @staticmethod
@@ -145,7 +145,7 @@ def _gradients(ctx: Any, dout: Tensor, dlse: Optional[Tensor]) -> tuple[Any, ...
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward pass where somebody keeps a graph of it: a graph that ends here."""
+    """The backward pass under create_graph=True; it has no gradient itself."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +154,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            "encke.attention has gradients of first order only: it was differentiated twice "
+            "encke.attention has gradients of first order only, but was differentiated twice "
             "(create_graph=True, then through the gradients); detach the gradients, or use "
             "torch.nn.functional.scaled_dot_product_attention where second order is needed"
         )
@@ -172,22 +172,22 @@ def _backward(
     dout: Tensor,
     dlse: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Gradients come as autograd made them: that of a sum has stride 0, and no row to be read.
+    # The gradient of a sum has stride 0, which the library does not read.
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     if not q.is_cuda:
-        return found.backward(q, k, v, out, lse, slot_out, slot_lse, dout, dlse)
+        return found.backward(q, k, v, (out, lse, slot_out, slot_lse), dout, dlse)
     if out is None:
         out, lse, _, _ = _forward(found, q, k, v)
     dtype = _computed_in(q, found.precision)
     with torch.cuda.device(q.device):
         gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
         stream = torch.cuda.current_stream().cuda_stream
-        _encke.backward_gpu(found, q, k, v, out, lse, dout, dlse, *gradients, stream)
+        _encke.enqueue(found, (q, k, v, out, lse, dout, dlse), gradients, stream)
     return tuple(gradients)
 
 
-# The custom operators. Sharding and ranks are two arguments each, since a schema has no unions.
+# The custom operators. Sharding and ranks are two arguments each, because a schema has no unions.
 
 _OPTIONS = """int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
     str? offsets, str? mixing_gradient, bool causal, float? scale, int? ranks, str sharding,
@@ -211,7 +211,7 @@ def _through_operator(
 
 
 def _found(flat: tuple[Any, ...]) -> Any:
-    """The attention of an operator's arguments, which come as lists."""
+    """The attention with an operator's arguments; torch passes sequences as lists."""
     *options, firsts, auto = (tuple(x) if isinstance(x, (list, tuple)) else x for x in flat)
     if firsts is not None:
         options[_SHARDING] = firsts
@@ -221,9 +221,16 @@ def _found(flat: tuple[Any, ...]) -> Any:
 
 
 def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    out, lse, slot_out, slot_lse = _forward(_found(flat), q, k, v)
-    nothing = (out.new_empty(0), out.new_empty(0)) if slot_out is None else (slot_out, slot_lse)
-    return (out, lse, *nothing)
+    return _without_none(*_forward(_found(flat), q, k, v))
+
+
+def _without_none(
+    out: Tensor, lse: Tensor, slot_out: Optional[Tensor], slot_lse: Optional[Tensor]
+) -> tuple[Tensor, ...]:
+    """An operator returns tensors only: missing slots are empty."""
+    if slot_out is None:
+        slot_out, slot_lse = out.new_empty(0), lse.new_empty(0)
+    return out, lse, slot_out, slot_lse
 
 
 _attention_operator = torch.library.custom_op(
@@ -236,16 +243,18 @@ _attention_operator = torch.library.custom_op(
 
 @_attention_operator.register_fake
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    found = _found(flat)
+    return fake_outputs(_found(flat), q)
+
+
+def fake_outputs(found: Any, q: Tensor) -> tuple[Tensor, ...]:
+    """Uninitialised out, lse, slot_out and slot_lse of a forward pass."""
     dtype = _computed_in(q, found.precision)
     sums = _summed_in(dtype)
-    out = q.new_empty(q.shape, dtype=dtype)
-    lse = q.new_empty(q.shape[:3], dtype=sums)
+    out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=sums)
     if not found.splits_slots:
-        return out, lse, out.new_empty(0), out.new_empty(0)
+        return _without_none(out, lse, None, None)
     batch, tokens, heads, dim = q.shape
-    slots = found.slots(int(heads))
-    by_slot = (batch, tokens, slots)
+    by_slot = (batch, tokens, found.slots(int(heads)))
     return out, lse, q.new_empty((*by_slot, dim), dtype=sums), q.new_empty(by_slot, dtype=sums)
 
 
@@ -269,8 +278,8 @@ def _operator_backward(
     dlse: Optional[Tensor],
     *flat: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = [None if x is None or x.numel() == 0 else x for x in (out, lse, slot_out, slot_lse)]
-    return _backward(_found(flat), q, k, v, *given, dout, dlse)
+    saved = [None if x is None or x.numel() == 0 else x for x in (out, lse, slot_out, slot_lse)]
+    return _backward(_found(flat), q, k, v, *saved, dout, dlse)
 
 
 _backward_operator = torch.library.custom_op(
@@ -309,6 +318,4 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *nothing
 
 
-torch.library.register_autograd(
-    "encke::attention", _differentiate, setup_context=_setup
-)
+torch.library.register_autograd("encke::attention", _differentiate, setup_context=_setup)

@@ -1,16 +1,14 @@
-"""Hops over a process group that somebody else has made: what a rank sends and receives in a round.
+"""Hops over a torch.distributed process group: what a rank sends and receives in a round.
 
-A hop is posted on the group as it is, from and into the library's own memory, and waited for no longer
-than the group's timeout. What torch does not do is tell: where a process dies its neighbours get an
-error and everyone else waits. So whoever fails, or sees another fail, leaves word in the group's store,
-once and for all, and whoever waits looks there. The first word is everybody's: all ranks raise
-:class:`encke.RingError` naming the same rank. Whoever waits for long says for whom, so that a process
-that has stopped is blamed, and not one that waits for it.
+A hop is posted on the group from and to the library's memory, and waited for no longer than the
+group's timeout. If a process dies, torch gives its neighbours an error while all other ranks wait.
+So a rank that fails, or sees another fail, reports that once in the group's store, and waiting
+ranks look there. All ranks raise :class:`encke.RingError` with the first reported failure, so they
+name the same rank. A rank that waits for long publishes which rank it waits for, so that a stopped
+process is blamed and not one that waits for it.
 
-Hops between GPUs are in ``_gpu_wire``, and use the group's NCCL where it has that. A group that has
-nothing else talks by way of its store.
-
-How flights are waited for is in ``_flight``.
+Hops between GPUs are in ``_gpu_wire`` and use the group's NCCL. A group with NCCL alone exchanges
+control messages through its store. ``_transfer`` waits for messages in flight.
 """
 
 from __future__ import annotations
@@ -31,24 +29,23 @@ import torch
 import torch.distributed as dist
 
 from encke._encke import RingError
-from encke._flight import GRACE, HostFlight, Letters, end, first_words, land_all
+from encke._transfer import GRACE, HostTransfer, StoreGather, end, first_sentence, wait_all
 from encke._gpu_wire import GpuWire
 
-# Seconds after which a store that does not answer is taken for gone.
-_STORE = 5.0
-_KEY = "encke/failure"
-_WAITS = "encke/waits"
-# What ranks tell each other beside rows; rows have tags below.
-_TALK = (1 << 31) - 2
+# Seconds after which a store that does not answer counts as lost.
+_STORE_TIMEOUT = 5.0
+_FAILURE_KEY = "encke/failure"
+_WAITING_KEY = "encke/waits"
+# The tag of control messages; rows have tags below.
+_CONTROL_TAG = (1 << 31) - 2
 
 
 class Disagreement(RingError, ValueError):
-    """The ranks of a group do not ask for the same thing. Nothing was computed, and the group is as
-    good as before."""
+    """The requests of the ranks differ. Nothing was computed, and the group can still be used."""
 
 
 class Failure(NamedTuple):
-    """Word of a failure: who failed, who says so, where and why."""
+    """A reported failure: the failed rank, the rank that reports it, where and why."""
 
     rank: int
     by: int
@@ -57,12 +54,12 @@ class Failure(NamedTuple):
 
 
 class Wire:
-    """The hops of one rank over one group, and what its ranks have agreed on."""
+    """The hops of one rank over one group, and the requests its ranks have agreed on."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        # The group keeps its wire alive, not the other way round.
+        # A weak reference: the group keeps its wire alive, not the other way round.
         self._group = weakref.ref(group)
         self._global_ranks = dist.get_process_group_ranks(group)
         self._store = _store_of(group)
@@ -70,25 +67,25 @@ class Wire:
         if nccl is not None and nccl.name().lower() != "nccl":
             nccl = None
         self.timeout = _timeout_of(group, host or nccl)
-        self.moves_host = host is not None
+        self.has_host_backend = host is not None
         self.gpu = None if nccl is None else GpuWire(self, nccl)
-        self._letters = 0
+        self._store_gathers = 0
         self._failure: Optional[Failure] = None
-        # Whom this rank waits for, as the others know it.
-        self._waits_for: Optional[int] = None
-        # Whether whoever keeps the store has stopped answering: the launcher, or else a rank.
-        self.store_is_gone = False
+        # The rank that this one waits for, as published in the store.
+        self._waiting_for: Optional[int] = None
+        # Whether the store's host, the launcher or a rank, has stopped answering.
+        self.store_lost = False
         launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        kept_here = not launched and 0 in self._global_ranks
-        self.store_keeper = self._global_ranks.index(0) if kept_here else None
-        self._flights: queue.SimpleQueue[Optional[HostFlight]] = queue.SimpleQueue()
+        hosted_here = not launched and 0 in self._global_ranks
+        self.store_host = self._global_ranks.index(0) if hosted_here else None
+        self._transfers: queue.SimpleQueue[Optional[HostTransfer]] = queue.SimpleQueue()
         self._waiter: Optional[threading.Thread] = None
-        # Requests that all ranks have made with the same words, by those words.
+        # Shards and rings by the requests that all ranks have agreed on.
         self.agreed: dict[Any, Any] = {}
 
     @property
     def group(self) -> Any:
-        """The group, as long as it is somebody's."""
+        """The group, while it exists."""
         return self._group()
 
     @property
@@ -96,195 +93,201 @@ class Wire:
         """The group's store."""
         return self._store
 
-    def call(self, words: str, device: torch.device) -> _Call:
-        """What the library calls in one pass; passes of different words never meet."""
+    def call(self, description: str, device: torch.device) -> _Call:
+        """The wire of one pass. Messages of passes with different descriptions do not match."""
         self.check()
         on_gpu = device.type == "cuda" and self.gpu is not None
         if on_gpu:
             self.gpu.begin(device)
-        return _Call(self, words, device if on_gpu else None)
+        return _Call(self, description, device if on_gpu else None)
 
     def check(self) -> None:
-        """Raises what has made this group unusable, if anything has."""
+        """Raises the failure that made this group unusable, if any."""
         if self._failure is not None:
-            raise self.error(self._failure, "the group had failed before: make a new one")
+            raise self.error(self._failure, "the group has failed before: make a new one")
 
-    def refuse(self, device: torch.device) -> None:
-        """Refuses tensors of a device that this group has no way to move."""
-        if device.type == "cpu" and not self.moves_host:
+    def check_device(self, device: torch.device) -> None:
+        """Refuses tensors of a device that the group's backends do not support."""
+        if device.type == "cpu" and not self.has_host_backend:
             group = self._group()
             raise ValueError(
-                f"the group's backend, {dist.get_backend(group)}, moves no tensors that are on the cpu; "
+                f"the group's backend, {dist.get_backend(group)}, does not support cpu tensors; "
                 'make a group that does, for instance init_process_group("cpu:gloo,cuda:nccl")'
             )
 
-    def fly(
+    def post_transfer(
         self,
         place: str,
         sends: Sequence[tuple[int, int, torch.Tensor]],
         receives: Sequence[tuple[int, int, torch.Tensor]],
-    ) -> HostFlight:
-        """Posts (peer, tag, tensor) to be sent and to be received."""
+    ) -> HostTransfer:
+        """Posts sends and receives of (peer, tag, tensor)."""
         self.check()
         group = self._group()
-        flight = HostFlight(self, place)
+        transfer = HostTransfer(self, place)
         for direction, messages in (("recv", receives), ("send", sends)):
             post = getattr(group, direction)
             for peer, tag, tensor in messages:
                 try:
-                    flight.works.append((peer, post([tensor], peer, tag), tensor))
+                    transfer.works.append((peer, post([tensor], peer, tag), tensor))
                 except Exception as error:
-                    raise self.lost(peer, place, first_words(error)) from error
+                    raise self.peer_failed(peer, place, first_sentence(error)) from error
         if self._waiter is None:
-            arguments = (self._flights,)
-            self._waiter = threading.Thread(target=land_all, args=arguments, daemon=True)
+            arguments = (self._transfers,)
+            self._waiter = threading.Thread(target=wait_all, args=arguments, daemon=True)
             self._waiter.start()
-            # The thread ends with the wire, and before Python does: one that is woken after that is
-            # ended by force, and takes the process with it.
-            weakref.finalize(self, end, self._flights, self._waiter)
-        self._flights.put(flight)
-        return flight
+            # The thread ends with the wire, before the interpreter does: a thread that wakes up
+            # after that is terminated, and the process with it.
+            weakref.finalize(self, end, self._transfers, self._waiter)
+        self._transfers.put(transfer)
+        return transfer
 
     def gather(self, place: str, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Everyone's numbers, which are as many as ``sizes`` says, at everyone; on the cpu."""
-        if not self.moves_host:
+        """All-gather of CPU tensors; ``sizes`` has the elements of each rank."""
+        if not self.has_host_backend:
             return self._gather_by_store(place, own)
         every = [own.new_empty(size) for size in sizes]
         every[self.rank] = own
         others = [peer for peer in range(self.size) if peer != self.rank]
-        sends = [(peer, _TALK, own) for peer in others if sizes[self.rank]]
-        receives = [(peer, _TALK, every[peer]) for peer in others if sizes[peer]]
+        sends = [(peer, _CONTROL_TAG, own) for peer in others if sizes[self.rank]]
+        receives = [(peer, _CONTROL_TAG, every[peer]) for peer in others if sizes[peer]]
         if others:
-            self.fly(place, sends, receives).wait()
+            self.post_transfer(place, sends, receives).wait()
         return every
 
     def _gather_by_store(self, place: str, own: torch.Tensor) -> list[torch.Tensor]:
         self.check()
-        self._letters += 1
-        letters = Letters(self, place, self._letters)
-        letters.write(own.contiguous().view(torch.uint8).numpy().tobytes())
-        letters.wait()
+        self._store_gathers += 1
+        gather = StoreGather(self, place, self._store_gathers)
+        gather.write(own.contiguous().view(torch.uint8).numpy().tobytes())
+        gather.wait()
         return [
-            torch.frombuffer(bytearray(text), dtype=own.dtype) if text else own.new_empty(0)
-            for text in letters.read()
+            torch.frombuffer(bytearray(data), dtype=own.dtype) if data else own.new_empty(0)
+            for data in gather.read()
         ]
 
-    def lost(self, peer: int, place: str, reason: str) -> RingError:
-        """What to raise when a hop with ``peer`` has failed: the first word of it is everybody's."""
+    def peer_failed(self, peer: int, place: str, reason: str) -> RingError:
+        """The error for a failed hop with ``peer``: all ranks raise the first reported failure."""
         if self.gpu is not None:
-            self.gpu.separate()
+            self.gpu.abort()
         until = time.monotonic() + GRACE
-        heard = self.heard()
-        while heard is None and not self.store_is_gone and time.monotonic() < until:
+        failure = self.reported_failure()
+        while failure is None and not self.store_lost and time.monotonic() < until:
             time.sleep(0.05)
-            heard = self.heard()
-        return self.error(heard or self.tell(Failure(peer, self.rank, place, reason)))
+            failure = self.reported_failure()
+        return self.error(failure or self.report(Failure(peer, self.rank, place, reason)))
 
     def fail(self, reason: str) -> None:
-        """Tells everyone that this rank has failed by itself."""
+        """Reports a failure of this rank to the others."""
         if self._failure is None:
-            self.tell(Failure(self.rank, self.rank, "", reason))
+            self.report(Failure(self.rank, self.rank, "", reason))
         if self.gpu is not None:
-            self.gpu.separate()
+            self.gpu.abort()
 
-    def tell(self, failure: Failure) -> Failure:
-        """Leaves word, and returns the first that was left."""
-        word = json.dumps(failure)
-        first = self.ask(lambda: self._store.compare_set(_KEY, "", word))
+    def report(self, failure: Failure) -> Failure:
+        """Reports a failure, and returns the first one reported."""
+        text = json.dumps(failure)
+        first = self.query_store(lambda: self._store.compare_set(_FAILURE_KEY, "", text))
         self._failure = Failure(*json.loads(first)) if first else failure
         return self._failure
 
-    def heard(self) -> Optional[Failure]:
-        """Word that somebody left, if anybody has."""
-        if self._failure is None and self.ask(lambda: self._store.check([_KEY])):
-            word = self.ask(lambda: self._store.get(_KEY))
-            self._failure = Failure(*json.loads(word)) if word else None
+    def reported_failure(self) -> Optional[Failure]:
+        """The failure that a rank has reported, if any."""
+        if self._failure is None and self.query_store(lambda: self._store.check([_FAILURE_KEY])):
+            text = self.query_store(lambda: self._store.get(_FAILURE_KEY))
+            self._failure = Failure(*json.loads(text)) if text else None
         return self._failure
 
-    def waits_for(self, peer: Optional[int]) -> None:
-        """Tells everyone whom this rank waits for, or that it goes on."""
-        if peer != self._waits_for:
-            self._waits_for = peer
-            self.ask(lambda: self._store.set(f"{_WAITS}/{self.rank}", json.dumps(peer)))
+    def publish_waiting_for(self, peer: Optional[int]) -> None:
+        """Publishes the rank that this one waits for, or None."""
+        if peer != self._waiting_for:
+            self._waiting_for = peer
+            self.query_store(
+                lambda: self._store.set(f"{_WAITING_KEY}/{self.rank}", json.dumps(peer))
+            )
 
     def last_waited_for(self, peer: int) -> int:
-        """The rank that ``peer`` waits for, or the one that that one waits for, and so on; ``peer``
-        where they wait for one another."""
+        """The end of the chain of ranks that wait for one another, from ``peer`` on; ``peer`` if
+        the chain is a circle."""
         seen, last = {self.rank}, peer
         while last not in seen:
             seen.add(last)
-            key = f"{_WAITS}/{last}"
-            word = self.ask(lambda: self._store.get(key) if self._store.check([key]) else None)
-            following = json.loads(word) if word else None
+            key = f"{_WAITING_KEY}/{last}"
+            text = self.query_store(
+                lambda: self._store.get(key) if self._store.check([key]) else None
+            )
+            following = json.loads(text) if text else None
             if following is None:
                 return last
             last = following
         return peer
 
-    def ask(self, question: Callable[[], Any]) -> Any:
-        """What the store answers. One that does not, because its process died or is stopped, is not
-        asked again."""
-        if self.store_is_gone:
+    def query_store(self, question: Callable[[], Any]) -> Any:
+        """The store's answer; None if it does not answer in time, because its process died or is
+        stopped. It is not queried again then."""
+        if self.store_lost:
             return None
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-        def ask() -> None:
+        def query_store() -> None:
             try:
                 answers.put((True, question()))
             except Exception as error:
                 answers.put((False, error))
 
-        threading.Thread(target=ask, daemon=True).start()
+        threading.Thread(target=query_store, daemon=True).start()
         try:
-            answered, answer = answers.get(timeout=_STORE)
+            answered, answer = answers.get(timeout=_STORE_TIMEOUT)
         except queue.Empty:
             answered, answer = False, None
-        self.store_is_gone = not answered
+        self.store_lost = not answered
         return answer if answered else None
 
     def error(self, failure: Failure, more: str = "") -> RingError:
-        """Word of a failure as everybody raises it."""
+        """A reported failure as an exception, the same on every rank."""
         if self.gpu is not None:
-            self.gpu.separate()
+            self.gpu.abort()
 
         def name(rank: int) -> str:
-            there = self._global_ranks[rank]
-            return f"rank {rank}" if there == rank else f"rank {rank} (of all: {there})"
+            global_rank = self._global_ranks[rank]
+            return f"rank {rank}" if global_rank == rank else f"rank {rank} (global {global_rank})"
 
         text = f"{name(failure.rank)} failed"
         if failure.rank == self.rank and failure.by != self.rank:
-            text = f"{name(failure.rank)}, which is this one, was given up"
+            text = f"{name(failure.rank)}, which is this one, was reported as failed"
         text += f": {failure.reason}"
         if failure.by != failure.rank:
-            text += f" (says {name(failure.by)}, {failure.place})"
+            text += f" (reported by {name(failure.by)}, {failure.place})"
         error = RingError(f"{text}; {more}" if more else text)
         error.rank = failure.rank
         return error
 
 
 class _Call:
-    """The wire as the library sees it in one pass, on the host or on a GPU."""
+    """The wire of one pass, on the host or on a GPU, as the extension calls it."""
 
-    def __init__(self, wire: Wire, words: str, device: Optional[torch.device]) -> None:
+    def __init__(self, wire: Wire, description: str, device: Optional[torch.device]) -> None:
         self._wire = wire
         self._device = device
         self.on_gpu = device is not None
-        self._salt = (zlib.crc32(words.encode()) & 0x7FFF) << 16
+        self._salt = (zlib.crc32(description.encode()) & 0x7FFF) << 16
 
     def post(
         self,
         round: int,
         sends: Sequence[tuple[int, int, int, int]],
         receives: Sequence[tuple[int, int, int, int]],
-    ) -> HostFlight:
+    ) -> HostTransfer:
         """Posts (peer, tag, address, bytes)."""
         outgoing = [self._message(*message) for message in sends if message[3]]
         incoming = [self._message(*message) for message in receives if message[3]]
-        return self._wire.fly(f"round {round}", outgoing, incoming)
+        return self._wire.post_transfer(f"round {round}", outgoing, incoming)
 
     def _message(self, peer: int, tag: int, address: int, count: int) -> tuple[int, int, Any]:
         if tag >= 1 << 16:
-            raise RingError(f"this plan has a message of tag {tag}, and 65535 is the highest there is")
+            raise RingError(
+                f"this plan has a message with tag {tag}; the highest supported is 65535"
+            )
         memory = (ctypes.c_char * count).from_address(address)
         return peer, self._salt | tag, torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -295,8 +298,8 @@ class _Call:
         receives: Sequence[tuple[int, int, int, int]],
         stream: int,
     ) -> Any:
-        """The same for addresses on the GPU, between what this stream has now and what it gets next."""
-        return self._wire.gpu.fly(round, sends, receives, self._device, stream)
+        """The same for GPU addresses, ordered with this stream."""
+        return self._wire.gpu.post_transfer(round, sends, receives, self._device, stream)
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store:
@@ -306,7 +309,7 @@ def _store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def _backend(group: dist.ProcessGroup, device: str) -> Any:
-    """What moves the tensors of a device, if anything does."""
+    """The group's backend for a device, if any."""
     try:
         return group._get_backend(torch.device(device))
     except RuntimeError:
@@ -317,8 +320,8 @@ def _timeout_of(group: dist.ProcessGroup, backend: Any) -> float:
     """The group's timeout in seconds."""
     if backend is None:
         raise ValueError(
-            f"the group's backend, {dist.get_backend(group)}, moves no tensors that are on the cpu, and "
-            'is not NCCL; make a group that does, for instance init_process_group("gloo")'
+            f"the group's backend, {dist.get_backend(group)}, does not support cpu tensors and is "
+            'not NCCL; make a group that does, for instance init_process_group("gloo")'
         )
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return (timeout or dist.default_pg_timeout or datetime.timedelta(minutes=30)).total_seconds()
@@ -337,7 +340,7 @@ def wire_of(group: Optional[dist.ProcessGroup]) -> Wire:
     if group is None:
         group = dist.group.WORLD
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"rank {dist.get_rank()} of all is no member of this group")
+        raise ValueError(f"global rank {dist.get_rank()} is not a member of this group")
     wire = _wires.get(group)
     if wire is None:
         wire = _wires[group] = Wire(group)

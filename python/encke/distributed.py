@@ -1,31 +1,32 @@
-"""A ring over the processes of a torch.distributed group: each holds its shard of the sequence.
+"""Ring attention over the processes of a torch.distributed group, each with its shard of the
+sequence.
 
-Nothing has to be set up but what torchrun and ``init_process_group`` already have. Every process calls
-:func:`ring_attention` with its own rows of q, k and v and gets its own rows of the output; what is
-computed is what :func:`encke.attention` computes of the whole sequence. Keys and values that others
-need travel while those that are here are computed with, and only the rows that the pattern selects.
+No setup is needed beyond torchrun and ``init_process_group``. Every process calls
+:func:`ring_attention` with its rows of q, k and v and gets its rows of the output, which equal
+those of :func:`encke.attention` on the whole sequence. Keys and values are sent while others are
+computed with, and only the rows that the pattern selects.
 
-All ranks of the group take part in every call, forward and backward, in the same order: a rank whose
-loss does not depend on its output still has to run its backward pass (add ``0 * out.sum()``). Ranks
-that ask for different things are refused before anything is computed, with the same
-:class:`Disagreement` on all of them. A process that dies, or does not answer within the group's timeout,
-ends the call on every other one with :class:`encke.RingError`, which names it; the group is of no use
-after that.
+Every call, forward and backward, is collective: all ranks of the group must make it, in the same
+order. A rank whose loss does not depend on its output must still run its backward pass (add ``0 *
+out.sum()``). If the ranks' requests differ, all of them raise the same :class:`Disagreement` before
+anything is computed. If a process dies, or does not answer within the group's timeout, every other
+one raises :class:`encke.RingError`, which names it; the group cannot be used after that.
 
-Tensors are on the CPU, or on a GPU for each process: then the GPU computes, and hops go from GPU to GPU
-over the group's NCCL. A group of NCCL alone is enough; what little the ranks say to each other beside rows
-goes by way of the group's store then, or through gloo in one of both (``"cpu:gloo,cuda:nccl"``). Over gloo
-alone, hops of GPUs go through the host's memory, and several processes may share a GPU.
+Tensors are on the CPU, or on one GPU per process, with hops from GPU to GPU over the group's NCCL.
+A group with NCCL alone is enough: control messages then go through the group's store; with
+``"cpu:gloo,cuda:nccl"`` they go through gloo. With gloo alone, hops between GPUs go through host
+memory, and several processes may share a GPU.
 
 Under torch.compile a call is one operator, ``encke::ring_attention``, without a graph break.
 
-Nothing but plans and buffers is kept between calls, and parameters are nobody's business here, so
-DistributedDataParallel and FSDP go on top as always. Gradients are those of the rank's own rows.
+Only plans and buffers are cached between calls, and there are no parameters, so
+DistributedDataParallel and FSDP can wrap the model as usual. Gradients are those of the rank's own
+rows.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -34,10 +35,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from encke import _encke
-from encke._ring import Request, ask, attend, cut_of, expected_sizes
+from encke._ring import Request, agree, attend, cut_of, expected_sizes
 from encke._ring_operator import as_operator
 from encke._torch import _autocast
 from encke._wire import Disagreement, wire_of
+from encke.nn.attention import refuse_dropout
+from encke.options import Options, as_tuple
 
 __all__ = [
     "Disagreement",
@@ -74,13 +77,13 @@ def ring_attention(
     """Attention of this rank's rows ``[batch, rows, heads, dim]`` over the keys of all ranks.
 
     group
-        The process group; None is all processes. Its timeout is the one that holds.
+        The process group. Default: all processes. Its timeout applies.
     sharding
-        Whose tokens these rows are: ``"contiguous"`` (any number for each rank, none included),
-        ``"zigzag"`` or ``"striped"``, as :func:`shard` cuts them.
+        Which tokens these rows are: ``"contiguous"`` (any number per rank, also 0), ``"zigzag"`` or
+        ``"striped"``, as made by :func:`shard`.
     sizes
-        How many rows each rank has. Where it is None the ranks ask each other in every call, which is
-        one small message to each; where it is given that is done once for each set of options.
+        The number of rows of each rank. By default the ranks exchange it in every call, which is
+        one small message to each; if given, the ranks compare it once for each set of options.
 
     The other options are those of :func:`encke.attention`. Returns out, or (out, lse) with
     ``return_lse``.
@@ -89,9 +92,9 @@ def ring_attention(
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    request = Request(
-        segment_lengths=None if segment_lengths is None else tuple(segment_lengths),
-        dilation_rates=None if dilation_rates is None else tuple(dilation_rates),
+    options = Options(
+        segment_lengths=as_tuple(segment_lengths),
+        dilation_rates=as_tuple(dilation_rates),
         mode=mode,
         group_scale=group_scale,
         offsets=offsets,
@@ -101,10 +104,8 @@ def ring_attention(
         sharding=sharding,
         precision=None if precision is None else str(precision),
         checkpoint=checkpoint,
-        sizes=None if sizes is None else tuple(sizes),
-        grad=grad,
-        return_lse=return_lse,
     )
+    request = Request(options, as_tuple(sizes), grad, return_lse)
     if torch.compiler.is_compiling():
         out, lse = as_operator(q, k, v, group, request)
     else:
@@ -115,7 +116,7 @@ def ring_attention(
 def sizes_of(
     tokens: int, *, group: Group = None, sharding: str = "contiguous", ranks: Optional[int] = None
 ) -> list[int]:
-    """How many of so many tokens each rank has, where nobody says otherwise.
+    """The default number of rows of each rank.
 
     >>> sizes_of(10, ranks=4)
     [3, 3, 2, 2]
@@ -136,11 +137,11 @@ def shard(
     ranks: Optional[int] = None,
     rank: Optional[int] = None,
 ) -> Tensor:
-    """This rank's rows of a sequence that every rank has; ``dim`` is that of the tokens. Where they lie
-    together it is a view. Gradients go to these rows of ``sequence`` and no others.
+    """This rank's rows of a sequence that every rank has; ``dim`` is the dimension of the tokens. A
+    view where the rows are contiguous. Gradients flow to these rows of ``sequence`` only.
 
-    ``sizes`` cuts contiguous shards otherwise than evenly. ``shard(torch.arange(n), dim=0)`` are the
-    positions of the rows. ``ranks`` and ``rank`` are the group's unless given.
+    ``sizes`` gives contiguous shards of other than equal sizes. ``shard(torch.arange(n), dim=0)``
+    gives the positions of the rows. ``ranks`` and ``rank`` default to the group's.
 
     >>> shard(torch.arange(10), dim=0, sharding="zigzag", ranks=2, rank=0)
     tensor([0, 1, 2, 8, 9])
@@ -150,10 +151,10 @@ def shard(
     if ranks is None or rank is None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     runs = _runs(sequence.shape[dim], sharding, sizes, ranks, rank)
-    pieces = [_piece(sequence, dim, *run) for run in runs]
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat(pieces, dim) if pieces else sequence.narrow(dim, 0, 0)
+    parts = [_strided(sequence, dim, *run) for run in runs]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim) if parts else sequence.narrow(dim, 0, 0)
 
 
 def unshard(
@@ -163,29 +164,27 @@ def unshard(
     sharding: str = "contiguous",
     dim: int = 1,
 ) -> Tensor:
-    """The sequence whose shards the ranks have, at every rank. To look at: no gradients flow."""
+    """The whole sequence on every rank, gathered from its shards, without gradients."""
     wire = wire_of(group)
-    wire.refuse(local.device)
+    wire.check_device(local.device)
     local = local.detach()
-    words = {"unshard": str(local.dtype), "sharding": sharding, "dim": dim}
-    words["shape"] = [size for at, size in enumerate(local.shape) if at != dim % local.dim()]
-    sizes = ask(wire, words, local.shape[dim], None)
+    shape = [size for at, size in enumerate(local.shape) if at != dim % local.dim()]
+    description = {"unshard": str(local.dtype), "sharding": sharding, "dim": dim, "shape": shape}
+    sizes = agree(wire, description, local.shape[dim], None)
     cut_of(sharding, sizes)
-    row = local.numel() // max(1, local.shape[dim])
-    if local.shape[dim] == 0:
-        row = functools.reduce(int.__mul__, words["shape"], 1)
+    row = math.prod(shape)
     flat = local.movedim(dim, 0).contiguous().reshape(-1)
     bytes_of_rows = [size * row * local.element_size() for size in sizes]
     if local.is_cuda and wire.gpu is not None:
         shards = wire.gpu.gather("unshard", flat.view(torch.uint8), bytes_of_rows)
     else:
         shards = wire.gather("unshard", flat.view(torch.uint8).cpu(), bytes_of_rows)
-    whole = local.new_empty((sum(sizes), *words["shape"]))
+    whole = local.new_empty((sum(sizes), *shape))
     for rank, bytes_of_rank in enumerate(shards):
-        rows = bytes_of_rank.view(local.dtype).reshape(sizes[rank], *words["shape"])
+        rows = bytes_of_rank.view(local.dtype).reshape(sizes[rank], *shape)
         at = 0
         for first, stride, count in _runs(sum(sizes), sharding, sizes, wire.size, rank):
-            _piece(whole, 0, first, stride, count).copy_(rows[at : at + count])
+            _strided(whole, 0, first, stride, count).copy_(rows[at : at + count])
             at += count
     return whole.movedim(0, dim)
 
@@ -198,13 +197,13 @@ def _runs(
         return _encke.runs(sharding, ranks, tokens, rank)
     if len(sizes) != ranks or sum(sizes) != tokens:
         raise ValueError(
-            f"sizes {list(sizes)} are {sum(sizes)} rows of {len(sizes)} ranks, but there are {tokens} "
-            f"tokens and {ranks} ranks"
+            f"sizes {list(sizes)} are {sum(sizes)} rows of {len(sizes)} ranks, but there are "
+            f"{tokens} tokens and {ranks} ranks"
         )
     return _encke.runs(cut_of(sharding, sizes), ranks, tokens, rank)
 
 
-def _piece(sequence: Tensor, dim: int, first: int, stride: int, count: int) -> Tensor:
+def _strided(sequence: Tensor, dim: int, first: int, stride: int, count: int) -> Tensor:
     index = [slice(None)] * sequence.dim()
     index[dim] = slice(first, first + (count - 1) * stride + 1, stride)
     return sequence[tuple(index)]
@@ -229,11 +228,7 @@ class RingDilatedAttention(torch.nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if attention_dropout != 0.0:
-            raise ValueError(
-                f"attention_dropout is {attention_dropout}; Encke computes attention exactly, without "
-                "dropout: use 0.0, and dropout after the attention"
-            )
+        refuse_dropout("attention_dropout", attention_dropout)
         self.group = group
         self.options = dict(
             options,
@@ -256,6 +251,6 @@ class RingDilatedAttention(torch.nn.Module):
         return ring_attention(query, key, value, group=self.group, sizes=sizes, **options)
 
     def extra_repr(self) -> str:
-        """The options that were given."""
+        """The options given."""
         given = self.options.items()
         return ", ".join(f"{name}={value!r}" for name, value in given if value is not None)

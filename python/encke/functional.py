@@ -1,9 +1,9 @@
-"""Attention as functions of tensors. What is said here is said of torch tensors and NumPy arrays alike.
+"""Attention as functions of torch tensors or NumPy arrays.
 
-No input is copied by this package: the library is given the address, shape and strides of each, and
-results are the memory it computed into. (A rank copies rows that do not lie as it reads them, that is
-where tokens, heads and numbers are not contiguous, or where there are several ranks and they do not
-follow one another; :func:`report` tells how many bytes were read in place.)
+This package copies no input: the library gets the address, shape and strides of each, and results
+are the memory it computed into. (A rank copies rows whose tokens, heads and elements are not
+contiguous, or, with several ranks, tokens that are not consecutive; :func:`report` returns how many
+bytes were read in place.)
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Optional, TypeVar, Union
 
 import numpy
 
-from encke.options import Options, as_tuple, find, gathered
+from encke.options import Options, as_tuple, find, from_keywords
 
 Tensor = TypeVar("Tensor")
 
-# torch is imported when the first tensor of it comes along: who has NumPy alone need not have torch.
+# torch is imported at the first tensor that is not a NumPy array, so that it is optional.
 _on_torch: Any = None
 
 
@@ -27,7 +27,7 @@ def _import_torch() -> Any:
         from encke import _torch
     except ImportError as missing:
         raise TypeError(
-            "Encke takes NumPy arrays and torch tensors; torch is not installed here"
+            "Encke takes NumPy arrays and torch tensors; torch is not installed"
         ) from missing
     _on_torch = _torch.attention
     return _on_torch
@@ -58,52 +58,57 @@ def attention(
     return_lse: bool = False,
 ) -> Any:
     """Attention of ``q`` ``[batch, tokens, heads, dim]`` over ``k`` and ``v`` ``[batch, tokens,
-    kv_heads, dim]``; the key heads divide the query heads.
+    kv_heads, dim]``; ``kv_heads`` must divide ``heads``.
 
-    Which query sees which key:
+    The attention pattern:
 
     segment_lengths, dilation_rates
-        One of each for every branch: attention inside segments of so many tokens, every so-many-th
-        token of each. None: dense.
+        The branches: each attends inside segments of that many tokens, to every rate-th token.
+        Default: dense attention.
     mode
-        ``"group"`` cuts heads into contiguous groups, one for each branch; ``"mix"`` gives every head
-        all branches under one softmax (LongNet); ``"fkodom"`` reproduces the numbers of one package.
+        ``"group"`` divides the heads into contiguous groups, one per branch; ``"mix"`` gives every
+        head all branches under one softmax (LongNet); ``"fkodom"`` reproduces the results of
+        fkodom's package.
     group_scale
-        In group mode, ``"one"`` (default) or ``"groups"``: the output is divided by the branches.
+        In group mode, ``"one"`` (default), or ``"groups"`` to divide the output by the number of
+        branches.
     offsets
-        In mix mode, which tokens of a dilated segment head h begins with: ``"head-mod"`` (default, the
-        paper) or ``"head-block"`` (torchscale).
+        In mix mode, the first token of a dilated segment for head h: ``"head-mod"`` (default, as in
+        the paper) or ``"head-block"`` (as in torchscale).
     mixing_gradient
-        In mix mode, ``"exact"`` (default) or ``"detached"``: mixing weights taken as constants.
+        In mix mode, ``"exact"`` (default), or ``"detached"`` to treat the mixing weights as
+        constants.
     causal
-        Each query sees only keys at or before its own position.
+        Whether a query attends only to keys at or before its own position.
     scale
-        The softmax scale, instead of ``1 / sqrt(dim)``.
+        The softmax scale. Default: ``1 / sqrt(dim)``.
 
-    How it is computed, which changes nothing but the last bits:
+    How it is computed, which changes results only by rounding:
 
     ranks, sharding, queries
-        How many ranks (threads here) share the tokens, how these are cut (``"contiguous"``,
-        ``"zigzag"``, ``"striped"``, or the first token of each rank), and whether each rank has its own
-        queries (``"sharded"``) or all of them (``"replicated"``). ``"auto"`` for ranks or sharding takes
-        what a clock of this machine (see ``python -m encke tune``) finds fastest for the shape.
+        The number of ranks (threads) that share the tokens, how the tokens are divided
+        (``"contiguous"``, ``"zigzag"``, ``"striped"``, or the first token of each rank), and
+        whether each rank has its own queries (``"sharded"``) or all of them (``"replicated"``).
+        ``"auto"`` for ranks or sharding chooses the fastest for the shape by a model of this
+        machine (see ``python -m encke tune``).
     memory_per_rank
         With ``ranks="auto"``, the most bytes that a rank may hold.
     precision
-        The type numbers are computed in and returned as, instead of that of the inputs.
+        The dtype of computation and output. Default: the dtype of the inputs.
     checkpoint
-        ``"keep"`` keeps out and lse for the backward pass; ``"recompute"`` keeps nothing but the inputs
+        ``"keep"`` saves out and lse for the backward pass; ``"recompute"`` saves only the inputs
         and runs the forward pass again.
     redundancy
-        How many other ranks keep each rank's inputs, so that as many may die in a call.
+        The number of other ranks that hold a copy of each rank's inputs; a call survives that many
+        deaths.
     deadline
-        Seconds an exchange waits for another rank before the call ends with :class:`encke.RingError`.
+        Seconds an exchange waits for another rank before the call raises :class:`encke.RingError`.
     deterministic
-        The same bits from run to run. The CPU always has that; False lets a GPU sum gradients in
-        whatever order is fastest.
+        Whether every run gives the same bits. The CPU always does; False lets a GPU sum gradients
+        in the fastest order.
 
-    Returns out, like ``q``, or with ``return_lse`` (out, lse): the lse is ``[batch, tokens, heads]``,
-    float32 (float64 for float64), and minus infinity where a query sees nothing.
+    Returns out, shaped like ``q``, or with ``return_lse`` (out, lse): the lse is ``[batch, tokens,
+    heads]``, float32 (float64 for float64), and minus infinity where a query has no keys.
 
     >>> import torch
     >>> q, k, v = (torch.randn(2, 32, 4, 8, requires_grad=True) for _ in range(3))
@@ -119,7 +124,7 @@ def attention(
     >>> attention(q, k[:, :, :2], v[:, :, :2]).shape
     torch.Size([2, 32, 4, 8])
 
-    What cannot be done is said with the numbers that were wrong:
+    Errors name the offending values:
 
     >>> attention(q, k, v, segment_lengths=[8, 16], dilation_rates=[1])
     Traceback (most recent call last):
@@ -163,11 +168,12 @@ def attention_backward(
     lse: Optional[Tensor] = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a loss with respect to ``q``, ``k`` and ``v``, given those with respect to the output
-    (``dout``) and, if the loss uses it, the lse (``dlse``): for NumPy, which has no autograd.
+    """Gradients of a loss with respect to ``q``, ``k`` and ``v``, given those with respect to the
+    output (``dout``) and, if the loss uses it, the lse (``dlse``): for NumPy, which has no
+    autograd.
 
-    With ``out`` and ``lse`` of the forward pass nothing is recomputed; without them it is run again.
-    Options are those of :func:`attention`.
+    With ``out`` and ``lse`` of the forward pass nothing is recomputed; without them the forward
+    pass runs again. Options are those of :func:`attention`.
 
     >>> import numpy as np
     >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 16, 2, 8))
@@ -176,11 +182,11 @@ def attention_backward(
     >>> dq.shape
     (1, 16, 2, 8)
     """
-    found = find(tuple(gathered(options)))
+    found = find(tuple(from_keywords(options)))
     if found.splits_slots:
-        # Outputs of single branches are not part of (out, lse).
+        # The outputs of single branches are not part of (out, lse).
         out = lse = None
-    return found.backward(q, k, v, out, lse, None, None, dout, dlse)
+    return found.backward(q, k, v, (out, lse, None, None), dout, dlse)
 
 
 def explain(
@@ -194,8 +200,8 @@ def explain(
     backward: bool = False,
     **options: Any,
 ) -> str:
-    """What a call would compute, send and hold on each rank, in words, without doing it. Sizes may be
-    those of any machine; options are those of :func:`attention`.
+    """The plan of a call as text: what each rank would compute, send and hold. Nothing is computed
+    or allocated; options are those of :func:`attention`.
 
     >>> text = explain(tokens=4096, heads=8, dim=64, ranks=2, causal=True)
     >>> print("\\n".join(text.splitlines()[:2]))
@@ -203,22 +209,22 @@ def explain(
     2 ranks (contiguous), each holding its own queries; group mode, causal
     """
     shape = (batch, tokens, heads, heads if kv_heads is None else kv_heads, dim)
-    return find(tuple(gathered(options))).explain(shape, str(dtype), backward)
+    return find(tuple(from_keywords(options))).explain(shape, str(dtype), backward)
 
 
 def report(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> dict[str, Any]:
-    """Runs a forward pass and tells what it did: ``out``, ``lse``, the ``plan`` in words, ``sent_bytes``,
-    for each of ``ranks`` the bytes planned, allocated, and lent by the caller because they were read in
-    place, the ranks that ``died`` and were survived, and the ``addresses`` of inputs and outputs as the
-    library saw them.
+    """Runs a forward pass and returns its report: ``out``, ``lse``, the ``plan`` as text,
+    ``sent_bytes``, for each of ``ranks`` the planned, allocated and borrowed bytes (inputs read in
+    place), the ranks that ``died`` while the call survived, and the ``addresses`` of inputs and
+    outputs.
 
     >>> import numpy as np
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 2, 8))
-    >>> told = report(q, k, v, causal=True)
-    >>> told["ranks"][0]["borrowed_bytes"] == q.nbytes + k.nbytes + v.nbytes
+    >>> result = report(q, k, v, causal=True)
+    >>> result["ranks"][0]["borrowed_bytes"] == q.nbytes + k.nbytes + v.nbytes
     True
     """
-    return find(tuple(gathered(options))).report(q, k, v)
+    return find(tuple(from_keywords(options))).report(q, k, v)
 
 
 __all__ = ["Options", "as_tuple", "attention", "attention_backward", "explain", "report"]

@@ -1,7 +1,7 @@
-"""The options of a call as one value: what attentions are kept by, and how they are made.
+"""The options of a call as one hashable value, and the cache of attentions by their options.
 
-Making an attention takes microseconds and making its plan more; both are kept with it, so a call with
-options that were seen before finds them by one lookup.
+Making an attention and its plan takes microseconds to milliseconds; both are cached, so a call with
+options that were used before costs one dictionary lookup.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from encke import _encke
 
 
 class Options(NamedTuple):
-    """Every option that decides what is computed and how; the defaults are dense attention."""
+    """Every option of :func:`encke.attention`; the defaults are dense attention."""
 
     segment_lengths: Optional[tuple[int, ...]] = None
     dilation_rates: Optional[tuple[int, ...]] = None
@@ -34,30 +34,30 @@ class Options(NamedTuple):
     memory_per_rank: Optional[int] = None
 
 
-# How many attentions are kept. A model has one or two for every kind of layer; more than this is a
-# program that makes up options as it goes, and all of them are forgotten.
-_MOST = 256
-_kept: dict[tuple[Any, ...], _encke.Attention] = {}
+# Size of the cache. A model has one or two attentions for every kind of layer; a program with more
+# than this generates options, and the cache is cleared.
+_MAX_CACHED = 256
+_cache: dict[tuple[Any, ...], _encke.Attention] = {}
 
 
 def find(options: tuple[Any, ...]) -> _encke.Attention:
     """The attention with these options (the fields of :class:`Options`, in order)."""
-    attention = _kept.get(options)
+    attention = _cache.get(options)
     if attention is None:
         attention = _encke.Attention(Options(*options)._asdict())
-        if len(_kept) >= _MOST:
-            _kept.clear()
-        _kept[options] = attention
+        if len(_cache) >= _MAX_CACHED:
+            _cache.clear()
+        _cache[options] = attention
     return attention
 
 
-def as_tuple(numbers: Optional[Sequence[int]]) -> Optional[tuple[int, ...]]:
-    """A sequence as something that can be looked up."""
-    return None if numbers is None else tuple(numbers)
+def as_tuple(values: Optional[Sequence[int]]) -> Optional[tuple[int, ...]]:
+    """A sequence as a hashable tuple."""
+    return None if values is None else tuple(values)
 
 
-def gathered(given: dict[str, Any]) -> Options:
-    """Options from keywords, for functions that pass them on; unknown ones are refused."""
+def from_keywords(given: dict[str, Any]) -> Options:
+    """Options from keyword arguments; unknown ones are a TypeError."""
     unknown = given.keys() - set(Options._fields)
     if unknown:
         known = ", ".join(Options._fields)

@@ -1,5 +1,5 @@
-"""A LongNet language model of the bytes of a text file, on one process or on several: the same model, the
-same loss curve. Each process holds its part of every sequence; only the attention knows of the others.
+"""A byte-level LongNet language model, on one process or on several, with the same loss curve. Each
+process holds its shard of every sequence; only the attention communicates.
 
     python longnet_lm.py ../../ARCHITECTURE.md
     torchrun --standalone --nproc-per-node=2 longnet_lm.py ../../ARCHITECTURE.md
@@ -13,7 +13,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("text", help="any file: its bytes are the tokens")
 parser.add_argument("--tokens", type=int, default=2048, help="length of a sequence")
 parser.add_argument("--steps", type=int, default=150)
-parser.add_argument("--sharding", default="zigzag", help="contiguous, zigzag (even work) or striped")
+parser.add_argument("--sharding", default="zigzag", help="contiguous, zigzag (balanced) or striped")
 parser.add_argument("--folder", default=".", help="where loss-P.csv and loss.svg go")
 options = parser.parse_args()
 
@@ -45,7 +45,7 @@ for step in range(options.steps):
     start = torch.randint(len(text) - options.tokens, ()).item()
     tokens, targets = text[start + positions][None], text[start + 1 + positions][None]
     logits = model(tokens, positions)
-    # A sum over all ranks of what each has, over all tokens; the wrapper averages gradients over ranks.
+    # The mean over all tokens of all ranks; the wrapper averages gradients over ranks.
     loss = nn.functional.cross_entropy(logits[0], targets[0], reduction="sum") / options.tokens
     optimiser.zero_grad()
     (loss * ranks).backward()
@@ -55,23 +55,26 @@ for step in range(options.steps):
     if rank == 0 and step % 10 == 0:
         print(f"step {step:4d}   loss {losses[-1]:.4f}", flush=True)
 
-def draw(path, curves):  # An SVG by hand: one line for each number of processes, loss over steps.
+def draw(path, curves):  # An SVG with the loss over steps, one line per number of processes.
     top = max(max(curve) for curve in curves.values())
-    x, y = lambda i, curve: 40 + 540 * i / (len(curve) - 1 or 1), lambda loss: 280 - 260 * loss / top
+    x = lambda i, curve: 40 + 540 * i / (len(curve) - 1 or 1)
+    y = lambda loss: 280 - 260 * loss / top
     lines = "".join(
         f'<polyline fill="none" stroke="{colour}" stroke-width="{width}" points="'
         + " ".join(f"{x(i, curve):.1f},{y(loss):.1f}" for i, loss in enumerate(curve))
         + f'"/><text x="460" y="{30 + 20 * at}" fill="{colour}">{name}: {curve[-1]:.4f}</text>'
         for at, ((name, curve), colour, width) in enumerate(
             zip(curves.items(), ["#d62728", "#1f77b4", "#2ca02c", "#9467bd"], [5, 1.5, 1.5, 1.5])))
-    axis = f'<path d="M40 20V280H580" fill="none" stroke="black"/><text x="4" y="24">{top:.2f}</text>'
+    axis = (f'<path d="M40 20V280H580" fill="none" stroke="black"/>'
+            f'<text x="4" y="24">{top:.2f}</text>')
     open(path, "w").write(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 300" '
                           f'font-family="sans-serif" font-size="12">{axis}{lines}</svg>\n')
 
 if rank == 0:
     with open(f"{options.folder}/loss-{ranks}.csv", "w", newline="") as file:
         csv.writer(file).writerows(enumerate(losses))
-    runs = {path: list(csv.reader(open(path))) for path in sorted(glob.glob(f"{options.folder}/loss-*.csv"))}
+    paths = sorted(glob.glob(f"{options.folder}/loss-*.csv"))
+    runs = {path: list(csv.reader(open(path))) for path in paths}
     draw(f"{options.folder}/loss.svg", {
         f"{path.split('-')[-1][:-4]} processes": [float(loss) for _, loss in rows]
         for path, rows in runs.items()})

@@ -1,5 +1,5 @@
-//! Errors of the library as Python's exceptions: whoever asks for what cannot be gets a ValueError or
-//! a TypeError, whoever asked well and was let down by a rank or a device gets a RingError.
+//! Errors of the library as Python exceptions: invalid arguments are a ValueError or a TypeError, a
+//! failed rank or device is a RingError.
 
 use encke::{Error, KernelError};
 use encke_core::Error as RequestError;
@@ -14,7 +14,7 @@ create_exception!(
     "A rank, its device or an exchange failed while a call was under way."
 );
 
-/// A request that cannot be met.
+/// An invalid request.
 pub(crate) fn request(error: &RequestError) -> PyErr {
     match error {
         RequestError::DTypeMismatch { .. } => PyTypeError::new_err(error.to_string()),
@@ -27,7 +27,7 @@ pub(crate) fn refused(tensor: &str, error: &RequestError) -> PyErr {
     PyValueError::new_err(format!("{tensor}: {error}"))
 }
 
-/// A kernel that could not do what it was told.
+/// An error of a kernel.
 pub(crate) fn kernel(error: &KernelError) -> PyErr {
     let text = error.to_string();
     match error {
@@ -53,14 +53,14 @@ pub(crate) fn call(error: &Error) -> PyErr {
                 source: out_of_memory @ KernelError::Memory { .. },
                 ..
             } => kernel(out_of_memory),
-            _ => RingError::new_err(told(error)),
+            _ => RingError::new_err(with_other_ranks(error)),
         },
         Error::Thread { .. } => RingError::new_err(error.to_string()),
     }
 }
 
-/// A failure with how every other rank ended.
-fn told(error: &Error) -> String {
+/// The message of a failure, with the errors of the other ranks.
+fn with_other_ranks(error: &Error) -> String {
     let mut text = error.to_string();
     if let Error::Rank { others, .. } = error {
         for (rank, source) in others {

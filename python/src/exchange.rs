@@ -1,8 +1,9 @@
-//! DLPack's table of functions, by which a library tells where its tensors are without Python's help.
+//! DLPack's C exchange API: torch's function table for reading and making tensors without Python
+//! calls.
 //!
-//! torch has it since 2.10 (`__dlpack_c_exchange_api__` of the type). One call into it is as much as
-//! five questions to the object, and as fast as one; where there is no table, or a tensor is out of
-//! the ordinary, the questions are asked.
+//! torch has it since 2.10 (`__dlpack_c_exchange_api__` of the type). One call replaces five
+//! attribute reads and takes as long as one; without the table, or for an unusual tensor, the
+//! attributes are read.
 
 use std::ffi::{CStr, c_int, c_void};
 
@@ -12,9 +13,9 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 const TABLE: &CStr = c"dlpack_exchange_api";
-/// The version of the table that is known here; later minor ones only add to it.
+/// The supported major version of the table; later minor versions only add to it.
 const MAJOR: u32 = 1;
-/// DLPack's numbers for memory of the host, of a GPU, and of the host where a GPU reaches it.
+/// DLPack's device types: host memory, GPU memory, page-locked host memory.
 pub(crate) const HOST: i32 = 1;
 const CUDA: i32 = 2;
 const PINNED: i32 = 3;
@@ -57,38 +58,38 @@ pub(crate) struct DlVersioned {
     pub tensor: DlTensor,
 }
 
-/// The version that is written there.
+/// The version of exported tensors.
 pub(crate) const VERSION: [u32; 2] = [MAJOR, 0];
 
 /// `DLPackExchangeAPI` of dlpack.h.
 #[repr(C)]
-struct Table {
+struct DlPackExchangeApi {
     major: u32,
     minor: u32,
     earlier: *const c_void,
     allocate: *const c_void,
     export: *const c_void,
-    import: Option<Import>,
-    describe: Option<Describe>,
+    import: Option<ImportFn>,
+    describe: Option<DescribeFn>,
     stream: *const c_void,
 }
 
-type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
-type Import = unsafe extern "C" fn(*mut DlVersioned, *mut *mut c_void) -> c_int;
+type DescribeFn = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
+type ImportFn = unsafe extern "C" fn(*mut DlVersioned, *mut *mut c_void) -> c_int;
 
-/// The types that the table is for, and its functions: one tells where a tensor is, the other makes
-/// a tensor of what was given away.
-struct Known {
+/// The types that the table supports, and its functions: `describe` reads a tensor, `import` makes
+/// one.
+struct TorchExchange {
     types: [Py<PyAny>; 2],
-    describe: Option<Describe>,
-    import: Option<Import>,
+    describe: Option<DescribeFn>,
+    import: Option<ImportFn>,
 }
 
-static KNOWN: PyOnceLock<Known> = PyOnceLock::new();
+static TORCH_EXCHANGE: PyOnceLock<TorchExchange> = PyOnceLock::new();
 
-/// Where the numbers of a tensor are and how they lie.
-pub(crate) struct Described {
-    /// The number of the GPU; none on the host.
+/// Device, type, address and layout of a tensor.
+pub(crate) struct TensorDescription {
+    /// The number of the GPU; `None` on the host.
     pub gpu: Option<usize>,
     pub dtype: DType,
     pub address: usize,
@@ -96,28 +97,29 @@ pub(crate) struct Described {
     pub strides: [usize; 4],
 }
 
-impl Known {
-    fn look(py: Python<'_>) -> PyResult<Known> {
+impl TorchExchange {
+    fn load(py: Python<'_>) -> PyResult<TorchExchange> {
         let torch = py.import("torch")?;
         let tensor = torch.getattr("Tensor")?;
         let parameter = torch.getattr("nn")?.getattr("Parameter")?;
         let capsule = tensor.getattr_opt("__dlpack_c_exchange_api__")?;
         let functions = capsule.and_then(|capsule| {
-            // SAFETY: the name is checked; a table lives as long as the process, by its definition.
+            // SAFETY: the name is checked; by its specification the table lives as long as the
+            // process.
             let table = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), TABLE.as_ptr()) };
             if table.is_null() {
-                // SAFETY: the lock is held; that it is no such capsule is an answer, no error.
+                // SAFETY: the GIL is held; a capsule of another name is not an error here.
                 unsafe { ffi::PyErr_Clear() };
                 return None;
             }
-            // SAFETY: a table begins with its version, and has these functions if that is known.
+            // SAFETY: a table starts with its version, and has these functions in this version.
             unsafe {
-                let table = table.cast::<Table>();
+                let table = table.cast::<DlPackExchangeApi>();
                 ((*table).major == MAJOR).then(|| ((*table).describe, (*table).import))
             }
         });
         let (describe, import) = functions.unwrap_or_default();
-        Ok(Known {
+        Ok(TorchExchange {
             types: [tensor.unbind(), parameter.unbind()],
             describe,
             import,
@@ -125,75 +127,77 @@ impl Known {
     }
 }
 
-/// What the table says of a tensor with so many dimensions; nothing where there is no table, or it
-/// is no ordinary tensor of a type and place that is computed in.
-pub(crate) fn describe(tensor: &Bound<'_, PyAny>, dimensions: usize) -> Option<Described> {
-    let known = KNOWN
-        .get_or_try_init(tensor.py(), || Known::look(tensor.py()))
+/// The description of a tensor with this many dimensions; `None` without a table, or for a tensor
+/// of an unsupported class, type or device.
+pub(crate) fn describe(tensor: &Bound<'_, PyAny>, dimensions: usize) -> Option<TensorDescription> {
+    let exchange = TORCH_EXCHANGE
+        .get_or_try_init(tensor.py(), || TorchExchange::load(tensor.py()))
         .ok()?;
-    let describe = known.describe?;
-    let kind = tensor.get_type();
-    if !known.types.iter().any(|known| known.is(&kind)) {
+    let describe = exchange.describe?;
+    let class = tensor.get_type();
+    if !exchange.types.iter().any(|supported| supported.is(&class)) {
         return None;
     }
-    let mut told = std::mem::MaybeUninit::<DlTensor>::uninit();
-    // SAFETY: the object is of a type that the table is for, and there is room for the answer.
-    if unsafe { describe(tensor.as_ptr().cast(), told.as_mut_ptr()) } != 0 {
-        // SAFETY: the lock is held. The questions that are asked instead have an error of their own.
+    let mut read = std::mem::MaybeUninit::<DlTensor>::uninit();
+    // SAFETY: the object is of a type that the table supports, and `read` has room for the result.
+    if unsafe { describe(tensor.as_ptr().cast(), read.as_mut_ptr()) } != 0 {
+        // SAFETY: the GIL is held. Reading the attributes instead raises its own error.
         unsafe { ffi::PyErr_Clear() };
         return None;
     }
-    // SAFETY: it said that it has filled it in.
-    let told = unsafe { told.assume_init() };
-    if told.dimensions as usize != dimensions || told.strides.is_null() || told.dtype.lanes != 1 {
+    // SAFETY: `describe` returned 0, so it has filled in `read`.
+    let read = unsafe { read.assume_init() };
+    if read.dimensions as usize != dimensions || read.strides.is_null() || read.dtype.lanes != 1 {
         return None;
     }
-    let dtype = match (told.dtype.code, told.dtype.bits) {
+    let dtype = match (read.dtype.code, read.dtype.bits) {
         (2, 64) => DType::F64,
         (2, 32) => DType::F32,
         (2, 16) => DType::F16,
         (4, 16) => DType::Bf16,
         _ => return None,
     };
-    let gpu = match told.device.kind {
+    let gpu = match read.device.kind {
         HOST | PINNED => None,
-        CUDA => Some(usize::try_from(told.device.number).ok()?),
+        CUDA => Some(usize::try_from(read.device.number).ok()?),
         _ => return None,
     };
-    // SAFETY: as many as there are dimensions, which the tensor keeps until the lock is given up.
+    // SAFETY: there are `dimensions` of them, which the tensor keeps while the GIL is held.
     let sizes = |from: *const i64| unsafe { four(from, dimensions) };
-    Some(Described {
+    Some(TensorDescription {
         gpu,
         dtype,
-        address: told.data as usize + usize::try_from(told.byte_offset).ok()?,
-        dims: sizes(told.shape)?,
-        strides: sizes(told.strides)?,
+        address: read.data as usize + usize::try_from(read.byte_offset).ok()?,
+        dims: sizes(read.shape)?,
+        strides: sizes(read.strides)?,
     })
 }
 
-/// A tensor of torch out of what was given away, where there is a table; it is the tensor's then.
+/// A torch tensor that takes ownership of `managed`; `None` without a table.
 ///
 /// # Safety
-/// `managed` is nobody else's, and frees itself by its deleter.
+/// The caller owns `managed`, and its deleter frees it.
 pub(crate) unsafe fn import(
     py: Python<'_>,
     managed: *mut DlVersioned,
 ) -> Option<PyResult<Py<PyAny>>> {
-    let known = KNOWN.get_or_try_init(py, || Known::look(py)).ok()?;
-    let import = known.import?;
+    let exchange = TORCH_EXCHANGE
+        .get_or_try_init(py, || TorchExchange::load(py))
+        .ok()?;
+    let import = exchange.import?;
     let mut made = std::ptr::null_mut();
-    // SAFETY: the tensor is whole, and given away; there is room for the answer.
+    // SAFETY: `managed` is complete, ownership passes to torch, and `made` has room for the result.
     Some(match unsafe { import(managed, &mut made) } {
-        // SAFETY: a new reference, which is ours.
+        // SAFETY: a new reference, owned by this function.
         0 => Ok(unsafe { Bound::from_owned_ptr(py, made.cast()) }.unbind()),
         _ => Err(PyErr::fetch(py)),
     })
 }
 
-/// Four sizes, the last of which are 1 where there are fewer.
+/// Four sizes; those beyond `count` are 1.
 ///
 /// # Safety
-/// `count` numbers, 4 at most, can be read from there.
+/// `from` points to `count` numbers, at most 4.
 unsafe fn four(from: *const i64, count: usize) -> Option<[usize; 4]> {
     let mut sizes = [1; 4];
     for (at, size) in sizes.iter_mut().enumerate().take(count) {
@@ -203,7 +207,7 @@ unsafe fn four(from: *const i64, count: usize) -> Option<[usize; 4]> {
     Some(sizes)
 }
 
-/// The type of some numbers in DLPack's words.
+/// The DLPack type of some data.
 pub(crate) fn dl_type(data: &Data) -> DlType {
     let (code, bits) = match data.as_slice().dtype() {
         DType::F64 => (2, 64),

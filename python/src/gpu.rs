@@ -1,8 +1,12 @@
-//! Calls on tensors that torch has on a GPU already.
+//! Passes on torch tensors that are on a GPU, of all ranks or of one rank of several processes.
 //!
-//! Inputs are read and outputs written where torch has them, on behalf of the stream that torch is on
-//! (see `GpuCall` in encke). Only what is torch's is here: the promise that its tensors are where it
-//! says, and the kernels of this process, which are kept for all of its calls.
+//! Inputs are read and outputs written in torch's memory, ordered with torch's current stream (see
+//! `GpuCall` in encke); torch allocates the outputs, and a call returns before the GPU has computed
+//! them. The decision here: kernels are loaded once per process and GPU and shared by all calls.
+//!
+//! The hops of a rank go from GPU to GPU where Python's wire can do that (NCCL); otherwise parcels
+//! are staged in page-locked host memory and sent from there while the GPU computes. A rank's call
+//! returns when its last hop is complete; the last round may still be running on the GPU.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,29 +14,39 @@ use std::time::Duration;
 
 use encke::plan::Plan;
 use encke::plan::program::Role;
-use encke::{CudaKernel, Error, ForeignStream, GpuCall, KernelError};
+use encke::{
+    CudaKernel, DType, DeviceView, Error, ForeignStream, GpuCall, KernelError, Pass, Shape,
+};
+use encke_core::Error as RequestError;
 use encke_cuda::{ExternalTransport, Staged, Summation};
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::distributed::Wire;
-use crate::tensor::Lent;
+use crate::attention::Attention;
+use crate::error;
+use crate::host_passes::PyTensor;
+use crate::shard::PyShard;
+use crate::tensor::{TensorDevice, TensorRef};
+use crate::wire::{PyErrorSlot, PythonWire, raise};
 
-/// The kernels of this process, by GPU and by whether gradients are summed in one order.
-static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
+/// Default limit for an exchange between ranks, as in the library.
+const DEADLINE: Duration = Duration::from_secs(600);
 
-type Kernels = HashMap<(usize, bool), Arc<CudaKernel>>;
+/// The kernels of this process, by GPU and by whether gradients are summed in a fixed order.
+static KERNELS: Mutex<Option<KernelCache>> = Mutex::new(None);
 
-/// The kernel of a GPU; the first call opens it.
-pub(crate) fn kernel(number: usize, deterministic: bool) -> PyResult<Arc<CudaKernel>> {
+type KernelCache = HashMap<(usize, bool), Arc<CudaKernel>>;
+
+/// The kernel of a GPU; the first call loads it.
+fn kernel(number: usize, deterministic: bool) -> PyResult<Arc<CudaKernel>> {
     let mut kernels = KERNELS.lock().unwrap_or_else(PoisonError::into_inner);
     let kernels = kernels.get_or_insert_default();
     if let Some(kernel) = kernels.get(&(number, deterministic)) {
         return Ok(Arc::clone(kernel));
     }
-    let opened = CudaKernel::new(number);
-    let opened = opened.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
-    let kernel = Arc::new(opened.summation(match deterministic {
+    let loaded = CudaKernel::new(number);
+    let loaded = loaded.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+    let kernel = Arc::new(loaded.summation(match deterministic {
         true => Summation::Deterministic,
         false => Summation::Fast,
     }));
@@ -40,93 +54,271 @@ pub(crate) fn kernel(number: usize, deterministic: bool) -> PyResult<Arc<CudaKer
     Ok(kernel)
 }
 
-/// How the hops of a rank go.
-pub(crate) enum ShardWire<'a> {
-    /// From the GPU's memory and into it.
-    OnGpu(Wire<'a>),
-    /// By way of the host's.
-    OnHost(Wire<'a>),
+/// Enqueues a pass of all ranks on one GPU. `inputs` are (q, k, v) for the forward pass and (q, k,
+/// v, out, lse, dout, dlse or None) for the backward pass; `outputs` are (out, lse) or (dq, dk,
+/// dv). Returns how many bytes of the inputs are read in place.
+#[pyfunction]
+pub(crate) fn enqueue(
+    py: Python<'_>,
+    attention: &Bound<'_, Attention>,
+    inputs: Vec<Option<PyTensor<'_>>>,
+    outputs: Vec<PyTensor<'_>>,
+    stream: u64,
+) -> PyResult<usize> {
+    let tensors = GpuTensors::read(&inputs, &outputs)?;
+    let attention = attention.get();
+    refuse_on_gpu(attention)?;
+    let (shape, gpu) = tensors.check()?;
+    let deadline = attention.ring().deadline()?.unwrap_or(DEADLINE);
+    py.detach(|| {
+        let kernel = kernel(gpu, attention.ring().deterministic)?;
+        let plan = attention
+            .library()
+            .plan(shape, tensors.dtype(), tensors.pass);
+        let plan = plan.map_err(|error| error::call(&error))?;
+        // SAFETY: torch gives the addresses of its tensors, and keeps and reuses their memory in
+        // the order of this stream; outputs were checked to be contiguous.
+        let report =
+            unsafe { tensors.run(&kernel, &plan, stream, deadline, |call, to| call.run(to)) };
+        report
+            .map(|report| report.borrowed_bytes)
+            .map_err(|error| error::call(&error))
+    })
 }
 
-/// A call: what it reads, what it writes, and on behalf of which stream.
-pub(crate) struct Call<'a> {
-    pub kernel: &'a CudaKernel,
-    pub plan: &'a Plan,
-    pub stream: u64,
-    pub inputs: &'a [(Role, Lent)],
-    pub outputs: &'a [(Role, Lent)],
-    pub deadline: Duration,
-}
-
-impl Call<'_> {
-    /// Enqueues it. Returns how many bytes of the inputs are read in place.
-    ///
-    /// # Safety
-    /// All tensors are on the kernel's GPU, stay allocated in the order of the stream, and outputs
-    /// are contiguous and nobody else's; the stream is one of that GPU.
-    pub unsafe fn run(&self) -> Result<usize, Error> {
-        // SAFETY: passed on to the caller.
-        let enqueued = unsafe { self.carry_out(|call, guest| call.run(guest)) }?;
-        Ok(enqueued.borrowed_bytes)
-    }
-
-    /// Enqueues one rank of it, whose rows these are, where the other ranks are at the ends of a
-    /// wire. Its hops have landed when this returns.
-    ///
-    /// # Safety
-    /// As for `run`.
-    pub unsafe fn run_shard(&self, number: usize, wire: ShardWire<'_>) -> Result<(), Error> {
-        let device = self.kernel.device();
-        let run = |call: &GpuCall<'_>, guest: ForeignStream| match wire {
-            ShardWire::OnGpu(wire) => call.run_shard(
-                guest,
-                number,
-                &mut ExternalTransport::new(wire, device, number),
-            ),
-            ShardWire::OnHost(wire) => {
-                let mut staged = Staged::new(wire, device, number, self.deadline);
-                let ran = call.run_shard(guest, number, &mut staged);
+/// Enqueues a pass of one rank with its rows of a sequence of `tokens` tokens. Tensors are as for
+/// `enqueue`.
+#[pyfunction]
+pub(crate) fn enqueue_shard(
+    py: Python<'_>,
+    shard: &Bound<'_, PyShard>,
+    tokens: usize,
+    inputs: Vec<Option<PyTensor<'_>>>,
+    outputs: Vec<PyTensor<'_>>,
+    stream: u64,
+    wire: Py<PyAny>,
+) -> PyResult<()> {
+    let tensors = GpuTensors::read(&inputs, &outputs)?;
+    let (local, gpu) = tensors.check()?;
+    let shape = Shape { tokens, ..local };
+    let shard = shard.get();
+    let rank = shard.library().rank();
+    let raised = PyErrorSlot::default();
+    let on_gpu: bool = wire.getattr(py, "on_gpu")?.extract(py)?;
+    let wire = PythonWire::new(&wire, rank, &raised);
+    let ran = py.detach(|| {
+        let kernel = kernel(gpu, shard.deterministic())?;
+        let plan = shard.library().plan(shape, tensors.dtype(), tensors.pass);
+        let plan = plan.map_err(|error| error::call(&error))?;
+        let device = kernel.device();
+        let run = |call: &GpuCall<'_>, stream: ForeignStream| match on_gpu {
+            true => {
+                let mut transport = ExternalTransport::new(wire, device, rank);
+                call.run_shard(stream, rank, &mut transport)
+            }
+            false => {
+                let mut staged = Staged::new(wire, device, rank, DEADLINE);
+                let ran = call.run_shard(stream, rank, &mut staged);
                 if ran.is_err() {
-                    // A wire that has given up may still be at the memory that its parcels were
-                    // staged in.
+                    // A failed wire may still access the memory in which its parcels are staged.
                     std::mem::forget(staged);
                 }
                 ran
             }
         };
-        // SAFETY: passed on to the caller.
-        unsafe { self.carry_out(run) }
+        // SAFETY: as in `enqueue`.
+        Ok::<_, PyErr>(unsafe { tensors.run(&kernel, &plan, stream, DEADLINE, run) })
+    });
+    raise(&raised, ran?)
+}
+
+/// Refuses settings that need tensors on the host.
+fn refuse_on_gpu(attention: &Attention) -> PyResult<()> {
+    if attention.splits_slots() {
+        return Err(PyValueError::new_err(
+            "branches that are combined after attention (mixing_gradient=\"detached\", \
+             mode=\"fkodom\") are combined on the cpu only; use mixing_gradient=\"exact\" or \
+             mode=\"group\", or move the tensors to the cpu",
+        ));
+    }
+    if attention.ring().is_auto() {
+        return Err(PyValueError::new_err(
+            "\"auto\" chooses a ring of threads on the cpu; on a GPU, give the number of ranks",
+        ));
+    }
+    match attention.ring().redundancy {
+        0 => Ok(()),
+        more => Err(PyValueError::new_err(format!(
+            "redundancy {more} is for ranks that can die one by one; those of one GPU cannot: \
+             use redundancy 0"
+        ))),
+    }
+}
+
+/// The tensors of a pass by role.
+struct GpuTensors {
+    pass: Pass,
+    inputs: Vec<(Role, TensorRef)>,
+    outputs: Vec<(Role, TensorRef)>,
+}
+
+/// Inputs of a backward pass in order; a forward pass has the first three.
+const INPUTS: [(Role, &str); 7] = [
+    (Role::Q, "q"),
+    (Role::K, "k"),
+    (Role::V, "v"),
+    (Role::Out, "out"),
+    (Role::Lse, "lse"),
+    (Role::Dout, "dout"),
+    (Role::Dlse, "dlse"),
+];
+
+impl GpuTensors {
+    fn read(inputs: &[Option<PyTensor<'_>>], outputs: &[PyTensor<'_>]) -> PyResult<GpuTensors> {
+        let read = |(role, name): (Role, &'static str), tensor: &PyTensor<'_>| {
+            let tensor = match role {
+                Role::Lse | Role::Dlse => TensorRef::cells(name, tensor)?,
+                _ => TensorRef::rows(name, tensor)?,
+            };
+            Ok::<_, PyErr>((role, tensor))
+        };
+        let (pass, expected) = match (inputs, outputs.len()) {
+            ([_, _, _], 2) => (Pass::Forward, vec![(Role::Out, "out"), (Role::Lse, "lse")]),
+            ([_, _, _, _, _, _, dlse], 3) => {
+                let dlse = dlse.is_some();
+                let gradients = vec![(Role::Dq, "dq"), (Role::Dk, "dk"), (Role::Dv, "dv")];
+                (Pass::Backward { dlse }, gradients)
+            }
+            (_, count) => {
+                return Err(PyValueError::new_err(format!(
+                    "a forward pass has 3 inputs and 2 outputs, a backward pass 7 and 3, not {} \
+                     and {count}",
+                    inputs.len()
+                )));
+            }
+        };
+        let mut tensors = GpuTensors {
+            pass,
+            inputs: Vec::with_capacity(inputs.len()),
+            outputs: Vec::with_capacity(expected.len()),
+        };
+        for (role, tensor) in INPUTS.into_iter().zip(inputs) {
+            match tensor {
+                Some(tensor) => tensors.inputs.push(read(role, tensor)?),
+                None if role.0 == Role::Dlse => {}
+                None => return Err(PyValueError::new_err(format!("{} is None", role.1))),
+            }
+        }
+        for (role, tensor) in expected.into_iter().zip(outputs) {
+            tensors.outputs.push(read(role, tensor)?);
+        }
+        let q = tensors.inputs[0].1;
+        for (_, tensor) in tensors.inputs.iter().chain(&tensors.outputs) {
+            tensor.beside(&q)?;
+        }
+        Ok(tensors)
     }
 
+    fn dtype(&self) -> DType {
+        self.inputs[0].1.dtype
+    }
+
+    /// The shape of the rows given and the number of the GPU, if all tensors fit together.
+    fn check(&self) -> PyResult<(Shape, usize)> {
+        let shape = self.shape().map_err(|error| error::request(&error))?;
+        let TensorDevice::Gpu(gpu) = self.inputs[0].1.device else {
+            return Err(PyValueError::new_err(
+                "q is on the cpu, but the call is for a GPU",
+            ));
+        };
+        for (role, tensor) in &self.outputs {
+            let expected = dims(*role, &shape);
+            let [_, n, h, d] = expected;
+            let dense = [n * h * d, h * d, d, 1];
+            // The stride of a dimension of size 1 does not matter.
+            let mut strides = tensor.strides.iter().zip(dense).zip(expected);
+            let contiguous = strides.all(|((&stride, dense), size)| size <= 1 || stride == dense);
+            if tensor.dims != expected || !contiguous {
+                return Err(PyValueError::new_err(format!(
+                    "{} is {:?} with strides {:?}; it must be contiguous and {expected:?}",
+                    tensor.name, tensor.dims, tensor.strides
+                )));
+            }
+        }
+        Ok((shape, gpu))
+    }
+
+    fn shape(&self) -> Result<Shape, RequestError> {
+        let [(_, q), (_, k), ..] = self.inputs[..] else {
+            unreachable!("a pass has q, k and v")
+        };
+        let [batch, tokens, heads, dim] = q.dims;
+        let shape = Shape::new(batch, tokens, heads, k.dims[2], dim)?;
+        for (role, tensor) in &self.inputs {
+            let expected = dims(*role, &shape);
+            if tensor.dims != expected {
+                return Err(RequestError::ShapeMismatch {
+                    tensor: tensor.name,
+                    got: tensor.dims.to_vec(),
+                    expected: expected.to_vec(),
+                });
+            }
+            if matches!(role, Role::K | Role::V) && tensor.dtype != q.dtype {
+                return Err(RequestError::DTypeMismatch {
+                    tensor: tensor.name,
+                    got: tensor.dtype,
+                    expected: q.dtype,
+                });
+            }
+        }
+        Ok(shape)
+    }
+
+    /// Calls `run` with the call on these tensors and the stream it is ordered with.
+    ///
     /// # Safety
-    /// As for `run`.
-    unsafe fn carry_out<T>(
+    /// All tensors are on the kernel's GPU and stay allocated in the order of the stream; outputs
+    /// are contiguous and not shared; the stream is one of that GPU.
+    unsafe fn run<T>(
         &self,
+        kernel: &CudaKernel,
+        plan: &Plan,
+        stream: u64,
+        deadline: Duration,
         run: impl FnOnce(&GpuCall<'_>, ForeignStream) -> Result<T, Error>,
     ) -> Result<T, Error> {
         // SAFETY: passed on to the caller.
-        let guest = unsafe { ForeignStream::begin(self.kernel.device(), self.stream) };
-        let guest = guest.map_err(KernelError::from)?;
-        let lend = |tensors: &[(Role, Lent)],
-                    writable: bool|
-         -> Vec<(Role, encke::DeviceView<'_>)> {
-            let lend = |(role, lent): &(Role, Lent)| {
-                let address = lent.address as u64;
-                // SAFETY: passed on to the caller.
-                let lent = unsafe {
-                    encke::DeviceView::new(lent.dtype, address, lent.dims, lent.strides, writable)
+        let stream = unsafe { ForeignStream::begin(kernel.device(), stream) };
+        let stream = stream.map_err(KernelError::from)?;
+        let views =
+            |tensors: &[(Role, TensorRef)], writable: bool| -> Vec<(Role, DeviceView<'_>)> {
+                let view = |(role, tensor): &(Role, TensorRef)| {
+                    let address = tensor.address as u64;
+                    let (dims, strides) = (tensor.dims, tensor.strides);
+                    // SAFETY: passed on to the caller.
+                    let view =
+                        unsafe { DeviceView::new(tensor.dtype, address, dims, strides, writable) };
+                    (*role, view)
                 };
-                (*role, lent)
+                tensors.iter().map(view).collect()
             };
-            tensors.iter().map(lend).collect()
-        };
         let call = GpuCall {
-            kernel: self.kernel,
-            plan: self.plan,
-            inputs: &lend(self.inputs, false),
-            outputs: &lend(self.outputs, true),
-            deadline: self.deadline,
+            kernel,
+            plan,
+            inputs: &views(&self.inputs, false),
+            outputs: &views(&self.outputs, true),
+            deadline,
         };
-        run(&call, guest)
+        run(&call, stream)
+    }
+}
+
+/// The dimensions of a tensor by its role.
+fn dims(role: Role, shape: &Shape) -> [usize; 4] {
+    let of = |heads: usize, dim: usize| [shape.batch, shape.tokens, heads, dim];
+    match role {
+        Role::K | Role::V | Role::Dk | Role::Dv => of(shape.kv_heads, shape.dim),
+        Role::Lse | Role::Dlse => of(shape.heads, 1),
+        _ => of(shape.heads, shape.dim),
     }
 }

@@ -1,8 +1,9 @@
-//! Results, handed to torch or NumPy without a copy.
+//! Results as torch tensors or NumPy arrays, without a copy.
 //!
-//! The memory a rank computed into becomes the tensor's: it is given away whole, and whoever got it
-//! lets it go, back to the attention it came from where that is still there. torch takes DLPack, which knows bfloat16, by a table of functions or in a capsule; NumPy
-//! takes an array interface, which all its versions let one write to.
+//! The memory that a rank computed into becomes the tensor's. When the tensor is freed, the memory
+//! returns to the pool of its attention, if that still exists. torch takes DLPack, which has
+//! bfloat16, by the exchange API or in a capsule; NumPy takes an array interface, which is writable
+//! in all versions.
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
@@ -16,9 +17,10 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 
 use crate::exchange::{self, DlDevice, DlTensor, DlVersioned, HOST, VERSION, dl_type};
-use crate::tensor::Kind;
+use crate::tensor::TensorLibrary;
 
 const NAME: &CStr = c"dltensor";
+
 /// `DLManagedTensor` of dlpack.h.
 #[repr(C)]
 struct DlManaged {
@@ -27,8 +29,8 @@ struct DlManaged {
     deleter: Option<unsafe extern "C" fn(*mut DlManaged)>,
 }
 
-/// A managed tensor, in both forms there are, together with what it points to. One of them is used.
-struct Parting {
+/// A tensor with both of DLPack's managed forms, of which one is used, and what they point to.
+struct ExportedTensor {
     managed: DlManaged,
     versioned: DlVersioned,
     shape: [i64; 4],
@@ -39,17 +41,22 @@ struct Parting {
 static FROM_DLPACK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 static AS_ARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// A tensor out of a shared one, which is not copied where nobody else holds it.
-pub(crate) fn alone(tensor: Arc<Tensor>) -> Tensor {
+/// The tensor of an `Arc`; a copy if there are other references.
+pub(crate) fn unshare(tensor: Arc<Tensor>) -> Tensor {
     Arc::try_unwrap(tensor).unwrap_or_else(|shared| (*shared).clone())
 }
 
-/// A result as the kind of tensor its inputs were: `[b, n, h, d]`, or `[b, n, h]` for cells.
-pub(crate) fn give(py: Python<'_>, kind: Kind, tensor: Tensor, cells: bool) -> PyResult<Py<PyAny>> {
+/// A result as a tensor of the library of its inputs: `[b, n, h, d]`, or `[b, n, h]` for cells.
+pub(crate) fn export(
+    py: Python<'_>,
+    library: TensorLibrary,
+    tensor: Tensor,
+    cells: bool,
+) -> PyResult<Py<PyAny>> {
     let dimensions = if cells { 3 } else { 4 };
-    match kind {
-        Kind::Torch => to_torch(py, tensor, dimensions),
-        Kind::NumPy => to_numpy(py, tensor, dimensions),
+    match library {
+        TensorLibrary::Torch => to_torch(py, tensor, dimensions),
+        TensorLibrary::NumPy => to_numpy(py, tensor, dimensions),
     }
 }
 
@@ -70,7 +77,7 @@ fn to_torch(py: Python<'_>, mut owned: Tensor, dimensions: usize) -> PyResult<Py
         strides: ptr::null_mut(),
         byte_offset: 0,
     };
-    let parting = Box::into_raw(Box::new(Parting {
+    let exported = Box::into_raw(Box::new(ExportedTensor {
         managed: DlManaged {
             tensor,
             context: ptr::null_mut(),
@@ -88,72 +95,72 @@ fn to_torch(py: Python<'_>, mut owned: Tensor, dimensions: usize) -> PyResult<Py
         strides: signed([n * h * d, h * d, d, 1]),
         _tensor: owned,
     }));
-    // SAFETY: just boxed, and nobody else has it; a box does not move, so it may point into itself.
+    // SAFETY: just boxed, and the only reference; a box does not move, so it may point into itself.
     let (managed, versioned) = unsafe {
-        let (shape, strides) = (&raw mut (*parting).shape, &raw mut (*parting).strides);
+        let (shape, strides) = (&raw mut (*exported).shape, &raw mut (*exported).strides);
         for tensor in [
-            &raw mut (*parting).managed.tensor,
-            &raw mut (*parting).versioned.tensor,
+            &raw mut (*exported).managed.tensor,
+            &raw mut (*exported).versioned.tensor,
         ] {
             (*tensor).shape = shape.cast();
             (*tensor).strides = strides.cast();
         }
-        (*parting).managed.context = parting.cast();
-        (*parting).versioned.context = parting.cast();
-        (&raw mut (*parting).managed, &raw mut (*parting).versioned)
+        (*exported).managed.context = exported.cast();
+        (*exported).versioned.context = exported.cast();
+        (&raw mut (*exported).managed, &raw mut (*exported).versioned)
     };
-    // SAFETY: nobody else has it; where there is no table it is not taken.
+    // SAFETY: the only reference; without a table `import` does not take it.
     if let Some(made) = unsafe { exchange::import(py, versioned) } {
         return made;
     }
-    // SAFETY: the name is static; the destructor frees what nobody took.
+    // SAFETY: the name is static; the destructor frees a tensor that was not consumed.
     let capsule = unsafe {
-        let raw = ffi::PyCapsule_New(managed.cast(), NAME.as_ptr(), Some(forget));
+        let raw = ffi::PyCapsule_New(managed.cast(), NAME.as_ptr(), Some(delete_unconsumed));
         Bound::from_owned_ptr_or_err(py, raw)
     };
     let capsule = capsule.inspect_err(|_| {
-        // SAFETY: no capsule came to own it.
+        // SAFETY: there is no capsule that owns it.
         unsafe { delete(managed) }
     })?;
     let from_dlpack = FROM_DLPACK.get_or_try_init(py, || {
-        // What torch.utils.dlpack.from_dlpack comes to for a capsule, without its questions.
-        let quick = py
+        // What torch.utils.dlpack.from_dlpack calls for a capsule, without its checks.
+        let direct = py
             .import("torch")?
             .getattr("_C")?
             .getattr_opt("_from_dlpack")?;
-        let found = match quick {
-            Some(quick) => quick,
+        let function = match direct {
+            Some(direct) => direct,
             None => py.import("torch.utils.dlpack")?.getattr("from_dlpack")?,
         };
-        Ok::<_, PyErr>(found.unbind())
+        Ok::<_, PyErr>(function.unbind())
     })?;
     from_dlpack.call1(py, (capsule,))
 }
 
-/// Frees a tensor that was taken over, when its new owner is done with it.
+/// Frees an exported tensor when its owner is done with it.
 ///
 /// # Safety
-/// Called once, with the managed tensor of a `Parting`.
+/// Called once, with the managed tensor of a `ExportedTensor`.
 unsafe extern "C" fn delete(managed: *mut DlManaged) {
     // SAFETY: the context is the box the managed tensor is part of.
-    drop(unsafe { Box::from_raw((*managed).context.cast::<Parting>()) });
+    drop(unsafe { Box::from_raw((*managed).context.cast::<ExportedTensor>()) });
 }
 
-/// The same for the other form.
+/// The same for the versioned form.
 ///
 /// # Safety
 /// As for `delete`.
 unsafe extern "C" fn delete_versioned(managed: *mut DlVersioned) {
     // SAFETY: as in `delete`.
-    drop(unsafe { Box::from_raw((*managed).context.cast::<Parting>()) });
+    drop(unsafe { Box::from_raw((*managed).context.cast::<ExportedTensor>()) });
 }
 
-/// Frees a tensor in a capsule that nobody took over; whoever does renames the capsule.
+/// Frees the tensor of a capsule that was not consumed; a consumer renames the capsule.
 ///
 /// # Safety
-/// Called by Python with the capsule that ends.
-unsafe extern "C" fn forget(capsule: *mut ffi::PyObject) {
-    // SAFETY: the capsule is alive, and holds a managed tensor while it has our name.
+/// Called by Python with the capsule that it destroys.
+unsafe extern "C" fn delete_unconsumed(capsule: *mut ffi::PyObject) {
+    // SAFETY: the capsule is alive, and holds a managed tensor while it has this name.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
             delete(ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast());
@@ -161,9 +168,9 @@ unsafe extern "C" fn forget(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// The memory of an array: what NumPy keeps as its base.
+/// The memory of a NumPy array: its base object.
 #[pyclass(frozen, module = "encke._encke")]
-pub(crate) struct Memory {
+pub(crate) struct ArrayMemory {
     address: usize,
     dims: [usize; 4],
     dimensions: usize,
@@ -172,7 +179,7 @@ pub(crate) struct Memory {
 }
 
 #[pymethods]
-impl Memory {
+impl ArrayMemory {
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let interface = PyDict::new(py);
@@ -193,14 +200,14 @@ fn to_numpy(py: Python<'_>, mut owned: Tensor, dimensions: usize) -> PyResult<Py
         DType::F64 => "<f8",
         DType::F32 => "<f4",
         DType::F16 => "<f2",
-        // NumPy has no such type; arrays come in as none, so this is a precision that was asked for.
+        // NumPy has no bfloat16, so the inputs had another type and this is an explicit precision.
         DType::Bf16 => {
             return Err(pyo3::exceptions::PyTypeError::new_err(
-                "NumPy has no bfloat16; ask for another precision, or give torch tensors",
+                "NumPy has no bfloat16; use another precision, or torch tensors",
             ));
         }
     };
-    let memory = Memory {
+    let memory = ArrayMemory {
         address: owned.data_mut().bytes_mut().as_mut_ptr() as usize,
         dims: owned.dims(),
         dimensions,

@@ -1,7 +1,7 @@
-//! Options by name: what Python says in words, as the library's values.
+//! Python's options as the library's values.
 //!
-//! Nothing is decided here but which options go together: one that would have no effect is refused,
-//! since whoever gave it expects one. The library checks the numbers.
+//! The decision here: an option that would have no effect is refused, because the caller expects
+//! one. The library checks the numbers.
 
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ use pyo3::prelude::*;
 
 use crate::error;
 
-/// How the tokens are cut: a word, or the first token of each rank.
+/// How the tokens are divided: a name, or the first token of each rank.
 #[derive(FromPyObject)]
-pub(crate) enum Sharding {
+pub(crate) enum ShardingOption {
     /// contiguous, zigzag or striped.
     Word(String),
     /// The first token of each rank.
@@ -25,16 +25,16 @@ pub(crate) enum Sharding {
 
 /// How many ranks there are: a number, or "auto".
 #[derive(FromPyObject)]
-pub(crate) enum Ranks {
-    /// So many.
+pub(crate) enum RanksOption {
+    /// This number of ranks.
     Number(usize),
     /// auto.
     Word(String),
 }
 
-/// The options that say which query sees which key.
+/// The options of the attention pattern.
 #[derive(FromPyObject)]
-pub(crate) struct PatternOptions {
+pub(crate) struct PyPatternOptions {
     #[pyo3(item)]
     segment_lengths: Option<Vec<usize>>,
     #[pyo3(item)]
@@ -51,13 +51,13 @@ pub(crate) struct PatternOptions {
     causal: bool,
 }
 
-/// The options that say where and how it is computed.
+/// The options of the ring and of the computation.
 #[derive(FromPyObject)]
-pub(crate) struct RingOptions {
+pub(crate) struct PyRingOptions {
     #[pyo3(item)]
-    ranks: Option<Ranks>,
+    ranks: Option<RanksOption>,
     #[pyo3(item)]
-    sharding: Sharding,
+    sharding: ShardingOption,
     #[pyo3(item)]
     queries: String,
     #[pyo3(item)]
@@ -76,8 +76,8 @@ pub(crate) struct RingOptions {
     memory_per_rank: Option<usize>,
 }
 
-impl PatternOptions {
-    /// The pattern asked for, or which options do not go together.
+impl PyPatternOptions {
+    /// The pattern, or an error for options that do not fit together.
     pub fn pattern(&self) -> PyResult<Pattern> {
         self.refuse_without_effect()?;
         let Some(segments) = &self.segment_lengths else {
@@ -85,14 +85,14 @@ impl PatternOptions {
         };
         let mode = match self.mode.as_str() {
             "group" => Mode::Group {
-                scale: word(
+                scale: named(
                     "group_scale",
                     self.group_scale.as_deref(),
                     &[("one", GroupScale::One), ("groups", GroupScale::Groups)],
                 )?,
             },
             "mix" => Mode::Mix {
-                offsets: word(
+                offsets: named(
                     "offsets",
                     self.offsets.as_deref(),
                     &[
@@ -100,7 +100,7 @@ impl PatternOptions {
                         ("head-block", OffsetRule::HeadBlock),
                     ],
                 )?,
-                gradient: word(
+                gradient: named(
                     "mixing_gradient",
                     self.mixing_gradient.as_deref(),
                     &[
@@ -124,7 +124,7 @@ impl PatternOptions {
             return Err(unknown("mode", mode, &["group", "mix", "fkodom"]));
         }
         let dense = self.segment_lengths.is_none();
-        let said = if dense && self.dilation_rates.is_some() {
+        let message = if dense && self.dilation_rates.is_some() {
             "dilation_rates needs segment_lengths, one length for each rate"
         } else if !dense && self.dilation_rates.is_none() {
             "segment_lengths needs dilation_rates, one rate for each length (1 = none)"
@@ -132,27 +132,27 @@ impl PatternOptions {
             "this mode needs segment_lengths and dilation_rates: without branches attention is \
              dense, and there is nothing to combine"
         } else if self.group_scale.is_some() && (dense || mode != "group") {
-            "group_scale has a meaning only for branches in group mode; leave it out"
+            "group_scale has an effect only for branches in group mode; leave it out"
         } else if self.offsets.is_some() && mode != "mix" {
-            "offsets has a meaning only in mix mode; leave it out or say mode=\"mix\""
+            "offsets has an effect only in mix mode; leave it out or use mode=\"mix\""
         } else if self.mixing_gradient.is_some() && mode != "mix" {
-            "mixing_gradient has a meaning only in mix mode; leave it out or say mode=\"mix\""
+            "mixing_gradient has an effect only in mix mode; leave it out or use mode=\"mix\""
         } else {
             return Ok(());
         };
-        Err(PyValueError::new_err(said))
+        Err(PyValueError::new_err(message))
     }
 }
 
-/// What leaves a choice to Encke.
+/// The value that lets Encke choose.
 const AUTO: &str = "auto";
 
-impl Sharding {
+impl ShardingOption {
     fn is_auto(&self) -> bool {
-        matches!(self, Sharding::Word(word) if word == AUTO)
+        matches!(self, ShardingOption::Word(word) if word == AUTO)
     }
 
-    /// The cut asked for.
+    /// The cut.
     pub fn cut(&self) -> PyResult<Cut> {
         let known = [
             ("contiguous", Cut::Contiguous),
@@ -160,13 +160,13 @@ impl Sharding {
             ("striped", Cut::Striped),
         ];
         match self {
-            Sharding::Word(text) => word("sharding", Some(text), &known),
-            Sharding::Firsts(firsts) => Ok(Cut::Firsts(firsts.clone())),
+            ShardingOption::Word(text) => named("sharding", Some(text), &known),
+            ShardingOption::Firsts(firsts) => Ok(Cut::Firsts(firsts.clone())),
         }
     }
 }
 
-impl RingOptions {
+impl PyRingOptions {
     /// A builder with all options.
     pub fn builder(&self, pattern: Pattern) -> PyResult<Builder> {
         let cut = match self.sharding.is_auto() {
@@ -174,8 +174,8 @@ impl RingOptions {
             false => self.sharding.cut()?,
         };
         let ranks = match (&self.ranks, &cut) {
-            (Some(Ranks::Number(ranks)), _) => *ranks,
-            (Some(Ranks::Word(word)), _) if word != AUTO => {
+            (Some(RanksOption::Number(ranks)), _) => *ranks,
+            (Some(RanksOption::Word(word)), _) if word != AUTO => {
                 return Err(unknown("ranks", word, &["a number", AUTO]));
             }
             (None, Cut::Firsts(firsts)) => firsts.len(),
@@ -197,8 +197,8 @@ impl RingOptions {
             .pattern(pattern)
             .ranks(ranks)
             .sharding(cut)
-            .queries(word("queries", Some(&self.queries), &queries)?)
-            .checkpoint(word("checkpoint", Some(&self.checkpoint), &policies)?)
+            .queries(named("queries", Some(&self.queries), &queries)?)
+            .checkpoint(named("checkpoint", Some(&self.checkpoint), &policies)?)
             .precision(precision)
             .redundancy(self.redundancy);
         if let Some(scale) = self.scale {
@@ -210,30 +210,30 @@ impl RingOptions {
         if self.is_auto() {
             let auto = Auto::here().map_err(|error| PyValueError::new_err(error.to_string()))?;
             builder = builder.auto(Auto {
-                ranks: matches!(self.ranks, Some(Ranks::Word(_))),
+                ranks: matches!(self.ranks, Some(RanksOption::Word(_))),
                 cut: self.sharding.is_auto(),
                 memory_limit: self.memory_per_rank,
                 ..auto
             });
         } else if self.memory_per_rank.is_some() {
             return Err(PyValueError::new_err(
-                "memory_per_rank is what a choice of ranks has to keep to; it needs ranks=\"auto\"",
+                "memory_per_rank limits the automatic choice of ranks; it needs ranks=\"auto\"",
             ));
         }
         Ok(builder)
     }
 
-    /// Whether ranks or their cut are chosen by the shape.
+    /// Whether ranks or sharding are chosen automatically.
     pub fn is_auto(&self) -> bool {
-        matches!(self.ranks, Some(Ranks::Word(_))) || self.sharding.is_auto()
+        matches!(self.ranks, Some(RanksOption::Word(_))) || self.sharding.is_auto()
     }
 
-    /// The type that is computed in, where it is not that of the inputs.
+    /// The compute type, if it is not that of the inputs.
     pub fn computed(&self) -> PyResult<Option<DType>> {
         self.precision.as_deref().map(dtype).transpose()
     }
 
-    /// How long an exchange waits, where that was said.
+    /// How long an exchange waits, if given.
     pub fn deadline(&self) -> PyResult<Option<Duration>> {
         let Some(seconds) = self.deadline else {
             return Ok(None);
@@ -246,7 +246,7 @@ impl RingOptions {
         })
     }
 
-    /// Whether nothing is to be kept for the backward pass.
+    /// Whether the backward pass recomputes the forward pass.
     pub fn recomputes(&self) -> bool {
         self.checkpoint == "recompute"
     }
@@ -268,8 +268,8 @@ pub(crate) fn dtype(name: &str) -> PyResult<DType> {
     }
 }
 
-/// The value of a word; the first one where none was given. Words may be written with underscores.
-fn word<T: Clone>(option: &str, given: Option<&str>, known: &[(&str, T)]) -> PyResult<T> {
+/// The value with this name, which may be written with underscores; the first one by default.
+fn named<T: Clone>(option: &str, given: Option<&str>, known: &[(&str, T)]) -> PyResult<T> {
     let Some(given) = given else {
         return Ok(known[0].1.clone());
     };

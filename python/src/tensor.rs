@@ -1,9 +1,9 @@
-//! Tensors of the caller, as this crate reads them: where they are, never a copy of them.
+//! Address, type, shape and strides of the caller's tensors; nothing is copied.
 //!
-//! A torch tensor and a NumPy array say the same things in different words; after this file nobody
-//! asks which it was, but for the result, which goes back in the words the input came in.
+//! Torch tensors and NumPy arrays are read into the same [`TensorRef`]; after that only the export
+//! of results depends on the library.
 
-use encke::{DType, Element, Slice, View};
+use encke::{DType, Element, View};
 use half::{bf16, f16};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
@@ -14,30 +14,30 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 use crate::error::refused;
 use crate::exchange;
 
-/// Whose tensors they are.
+/// The library of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum TensorLibrary {
     /// PyTorch.
     Torch,
     /// NumPy.
     NumPy,
 }
 
-/// Where the numbers are.
+/// The device of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
-    /// In the memory of this process.
+pub(crate) enum TensorDevice {
+    /// Host memory.
     Host,
-    /// On the GPU with this number.
+    /// The GPU with this number.
     Gpu(usize),
 }
 
-/// A tensor that the caller holds for as long as the call takes.
+/// A tensor that the caller keeps alive until the call returns.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Lent {
+pub(crate) struct TensorRef {
     pub name: &'static str,
-    pub kind: Kind,
-    pub place: Place,
+    pub library: TensorLibrary,
+    pub device: TensorDevice,
     pub dtype: DType,
     pub address: usize,
     pub dims: [usize; 4],
@@ -47,15 +47,15 @@ pub(crate) struct Lent {
 /// torch's types in the order of [`DType::ALL`].
 static TORCH_TYPES: PyOnceLock<Vec<Py<PyAny>>> = PyOnceLock::new();
 
-impl Lent {
+impl TensorRef {
     /// Reads `[b, n, h, d]`.
-    pub fn rows(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<Lent> {
-        Lent::read(name, tensor, "[batch, tokens, heads, dim]", 4)
+    pub fn rows(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<TensorRef> {
+        TensorRef::read(name, tensor, "[batch, tokens, heads, dim]", 4)
     }
 
-    /// Reads `[b, n, h]`: one number a cell.
-    pub fn cells(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<Lent> {
-        Lent::read(name, tensor, "[batch, tokens, heads]", 3)
+    /// Reads `[b, n, h]`: one element per row and head.
+    pub fn cells(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<TensorRef> {
+        TensorRef::read(name, tensor, "[batch, tokens, heads]", 3)
     }
 
     fn read(
@@ -63,20 +63,20 @@ impl Lent {
         tensor: &Bound<'_, PyAny>,
         meaning: &str,
         rank: usize,
-    ) -> PyResult<Lent> {
+    ) -> PyResult<TensorRef> {
         let py = tensor.py();
-        if let Some(told) = exchange::describe(tensor, rank) {
+        if let Some(read) = exchange::describe(tensor, rank) {
             refuse_negated(name, tensor)?;
-            let lent = Lent {
+            let tensor = TensorRef {
                 name,
-                kind: Kind::Torch,
-                place: told.gpu.map_or(Place::Host, Place::Gpu),
-                dtype: told.dtype,
-                address: told.address,
-                dims: told.dims,
-                strides: told.strides,
+                library: TensorLibrary::Torch,
+                device: read.gpu.map_or(TensorDevice::Host, TensorDevice::Gpu),
+                dtype: read.dtype,
+                address: read.address,
+                dims: read.dims,
+                strides: read.strides,
             };
-            return lent.checked();
+            return tensor.checked();
         }
         match tensor.getattr_opt(intern!(py, "data_ptr"))? {
             Some(data_ptr) => from_torch(name, tensor, &data_ptr, meaning, rank),
@@ -84,30 +84,30 @@ impl Lent {
         }
     }
 
-    /// Refuses a tensor that is not of the same kind and place as another.
-    pub fn beside(self, other: &Lent) -> PyResult<Lent> {
-        if self.kind != other.kind {
+    /// Refuses a tensor of another library or device than `other`.
+    pub fn beside(self, other: &TensorRef) -> PyResult<TensorRef> {
+        if self.library != other.library {
             return Err(PyTypeError::new_err(format!(
                 "{} is a {} and {} a {}; give all as one of them",
                 other.name,
-                other.kind.words(),
+                other.library.to_text(),
                 self.name,
-                self.kind.words()
+                self.library.to_text()
             )));
         }
-        if self.place != other.place {
+        if self.device != other.device {
             return Err(PyValueError::new_err(format!(
                 "{} is on {} but {} is on {}; move them to one device",
                 other.name,
-                other.place.words(),
+                other.device.to_text(),
                 self.name,
-                self.place.words()
+                self.device.to_text()
             )));
         }
         Ok(self)
     }
 
-    /// How many numbers lie between the first and the last, both included.
+    /// Elements from the first to the last, both included.
     pub fn extent(&self) -> usize {
         if self.dims.contains(&0) {
             return 0;
@@ -121,39 +121,34 @@ impl Lent {
     /// The tensor as a view.
     ///
     /// # Safety
-    /// The numbers must be in the memory of this process, stay there and keep their values while
-    /// the view lives.
+    /// The tensor must be in host memory, and stay allocated and unchanged while the view lives.
     pub unsafe fn view<'a>(&self) -> PyResult<View<'a>> {
         // SAFETY: passed on to the caller.
         let data = unsafe {
             match self.dtype {
-                DType::F64 => f64::wrap(self.numbers()),
-                DType::F32 => f32::wrap(self.numbers()),
-                DType::Bf16 => bf16::wrap(self.numbers()),
-                DType::F16 => f16::wrap(self.numbers()),
+                DType::F64 => f64::wrap(self.elements()),
+                DType::F32 => f32::wrap(self.elements()),
+                DType::Bf16 => bf16::wrap(self.elements()),
+                DType::F16 => f16::wrap(self.elements()),
             }
         };
-        self.viewed(data)
-    }
-
-    fn viewed<'a>(&self, data: Slice<'a>) -> PyResult<View<'a>> {
         let view = View::from_slice(data, self.dims, self.strides);
         view.map_err(|error| refused(self.name, &error))
     }
 
     /// # Safety
-    /// As for `view`, and the numbers are of this type.
-    unsafe fn numbers<'a, T>(&self) -> &'a [T] {
+    /// As for `view`, and the elements are of type `T`.
+    unsafe fn elements<'a, T>(&self) -> &'a [T] {
         match self.extent() {
             0 => &[],
-            // SAFETY: the address was checked to be aligned when it was read, and torch and NumPy
-            // keep everything that shape and strides reach in one allocation.
+            // SAFETY: `checked` has checked the alignment, and in torch and NumPy everything that
+            // shape and strides reach is in one allocation.
             extent => unsafe { std::slice::from_raw_parts(self.address as *const T, extent) },
         }
     }
 
-    /// The checks that do not depend on whose tensor it is.
-    fn checked(self) -> PyResult<Lent> {
+    /// The checks that do not depend on the library.
+    fn checked(self) -> PyResult<TensorRef> {
         if self.dims[3] > 1 && self.strides[3] != 1 {
             return Err(PyValueError::new_err(format!(
                 "{}: the last dimension has stride {}; Encke reads tensors of any strides whose \
@@ -163,7 +158,7 @@ impl Lent {
         }
         if !self.address.is_multiple_of(self.dtype.bytes()) {
             return Err(PyValueError::new_err(format!(
-                "{} lies at address {:#x}, which is no multiple of the {} bytes of its numbers; \
+                "{} is at address {:#x}, which is not a multiple of the {} bytes of an element; \
                  make an aligned copy",
                 self.name,
                 self.address,
@@ -174,20 +169,20 @@ impl Lent {
     }
 }
 
-impl Kind {
-    fn words(self) -> &'static str {
+impl TensorLibrary {
+    fn to_text(self) -> &'static str {
         match self {
-            Kind::Torch => "torch tensor",
-            Kind::NumPy => "NumPy array",
+            TensorLibrary::Torch => "torch tensor",
+            TensorLibrary::NumPy => "NumPy array",
         }
     }
 }
 
-impl Place {
-    fn words(self) -> String {
+impl TensorDevice {
+    fn to_text(self) -> String {
         match self {
-            Place::Host => "cpu".to_string(),
-            Place::Gpu(number) => format!("cuda:{number}"),
+            TensorDevice::Host => "cpu".to_string(),
+            TensorDevice::Gpu(number) => format!("cuda:{number}"),
         }
     }
 }
@@ -198,14 +193,14 @@ fn from_torch(
     data_ptr: &Bound<'_, PyAny>,
     meaning: &str,
     rank: usize,
-) -> PyResult<Lent> {
+) -> PyResult<TensorRef> {
     let py = tensor.py();
     let dtype = tensor.getattr(intern!(py, "dtype"))?;
     let dtype = torch_type(&dtype).ok_or_else(|| unknown_type(name, &dtype))?;
-    let place = if tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
-        Place::Host
+    let device = if tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+        TensorDevice::Host
     } else if tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
-        Place::Gpu(tensor.call_method0(intern!(py, "get_device"))?.extract()?)
+        TensorDevice::Gpu(tensor.call_method0(intern!(py, "get_device"))?.extract()?)
     } else {
         let device = tensor.getattr(intern!(py, "device"))?;
         return Err(PyValueError::new_err(format!(
@@ -221,19 +216,19 @@ fn from_torch(
         .cast_into::<PyTuple>()?;
     let dims = four(name, &shape, meaning, rank)?;
     let strides = four(name, &strides, meaning, rank)?;
-    let lent = Lent {
+    let tensor = TensorRef {
         name,
-        kind: Kind::Torch,
-        place,
+        library: TensorLibrary::Torch,
+        device,
         dtype,
         address: data_ptr.call0()?.extract()?,
         dims,
         strides,
     };
-    lent.checked()
+    tensor.checked()
 }
 
-/// A tensor may say that its numbers are to be read with the other sign.
+/// Refuses a lazily negated view, whose memory has the opposite signs.
 fn refuse_negated(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
     let negated = tensor.call_method0(intern!(tensor.py(), "is_neg"))?;
     match negated.is_truthy()? {
@@ -249,19 +244,19 @@ fn from_numpy(
     array: &Bound<'_, PyAny>,
     meaning: &str,
     rank: usize,
-) -> PyResult<Lent> {
+) -> PyResult<TensorRef> {
     let py = array.py();
     let Some(interface) = array.getattr_opt(intern!(py, "__array_interface__"))? else {
-        let kind = array.get_type();
+        let class = array.get_type();
         return Err(PyTypeError::new_err(format!(
             "{name} is a {}; Encke takes torch tensors and NumPy arrays",
-            kind.name()?
+            class.name()?
         )));
     };
     let interface = interface.cast_into::<PyDict>()?;
     let item = |key| entry(name, &interface, key);
-    let words = item(intern!(py, "typestr"))?.cast_into::<PyString>()?;
-    let dtype = match &*words.to_cow()? {
+    let typestr = item(intern!(py, "typestr"))?.cast_into::<PyString>()?;
+    let dtype = match &*typestr.to_cow()? {
         "<f8" => DType::F64,
         "<f4" => DType::F32,
         "<f2" => DType::F16,
@@ -282,19 +277,19 @@ fn from_numpy(
         }
     };
     let (address, _read_only): (usize, bool) = item(intern!(py, "data"))?.extract()?;
-    let lent = Lent {
+    let tensor = TensorRef {
         name,
-        kind: Kind::NumPy,
-        place: Place::Host,
+        library: TensorLibrary::NumPy,
+        device: TensorDevice::Host,
         dtype,
         address,
         dims,
         strides,
     };
-    lent.checked()
+    tensor.checked()
 }
 
-/// What an array interface says.
+/// An item of an array interface.
 fn entry<'py>(
     name: &str,
     interface: &Bound<'py, PyDict>,
@@ -304,7 +299,7 @@ fn entry<'py>(
     interface.get_item(key)?.ok_or_else(missing)
 }
 
-/// Strides in numbers from those in bytes.
+/// Strides in elements from those in bytes.
 fn element_strides(name: &str, bytes: &Bound<'_, PyTuple>, dtype: DType) -> PyResult<[usize; 4]> {
     let mut strides = [1; 4];
     for (to, from) in strides.iter_mut().zip(bytes.iter()) {
@@ -315,7 +310,7 @@ fn element_strides(name: &str, bytes: &Bound<'_, PyTuple>, dtype: DType) -> PyRe
         *to = whole.map(|bytes| bytes / dtype.bytes()).ok_or_else(|| {
             PyValueError::new_err(format!(
                 "{name} has a stride of {from} bytes; strides must not be negative and be \
-                 multiples of the {} bytes of a number: make a contiguous copy",
+                 multiples of the {} bytes of an element: make a contiguous copy",
                 dtype.bytes()
             ))
         })?;
@@ -323,7 +318,7 @@ fn element_strides(name: &str, bytes: &Bound<'_, PyTuple>, dtype: DType) -> PyRe
     Ok(strides)
 }
 
-/// Four sizes, the last of which is 1 where a tensor has only three.
+/// Four sizes; the last is 1 if a tensor has only three.
 fn four(
     name: &str,
     sizes: &Bound<'_, PyTuple>,

@@ -1,12 +1,12 @@
-"""What all tests share: seeded tensors."""
+"""Fixtures: seeded tensors."""
 
 import pytest
 import torch
 
 
 @pytest.fixture
-def numbers():
-    """Makes tensors of normal numbers, the same ones in every run."""
+def randn():
+    """A function that makes normally distributed tensors, the same in every run."""
     generator = torch.Generator().manual_seed(20)
 
     def make(*shape, dtype=torch.float64, requires_grad=False):

@@ -1,4 +1,4 @@
-"""Processes one of which dies, stops or fails: what the others do. Run by ring_cases.py; not a test by itself."""
+"""Rings in which one process dies, stops or fails. Run by ring_cases.py; not a test by itself."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 import encke
 import encke.distributed as ring
-from encke import _flight, _wire
+from encke import _transfer, _wire
 from ring_cases import raised, start
 
 
 def failure(how, victim, seconds, backend):
-    """One rank dies, stops, or fails in the middle of the second call; the others say who it was."""
+    """One rank dies, stops or fails in the second call; the others must name it."""
     start(seconds, backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = "cpu"
@@ -42,8 +42,9 @@ def failure(how, victim, seconds, backend):
         return post(self, round, *rest)
 
     if (how, rank) == ("stop", (victim + 2) % ranks) and backend == "gloo":
-        # One that waits for one that waits for the victim gives up first, and still knows whom to blame.
-        _flight._PART = 0.7
+        # A rank that waits for a rank that waits for the victim times out first, and must name the
+        # victim.
+        _transfer._TIMEOUT_SHARE = 0.7
     if rank == victim:
         setattr(_wire._Call, name, fail)
     begin = time.monotonic()
@@ -63,14 +64,14 @@ def failure(how, victim, seconds, backend):
         print(f"rank {rank} of {ranks} failed by itself", flush=True)
     else:
         raise AssertionError(f"rank {rank} noticed nothing")
-    # Nobody leaves before all have seen it: a process that ends closes its connections too.
+    # No rank exits before all have seen the failure: an exit closes its connections too.
     time.sleep(1)
     os._exit(0)
 
 
 def lost(how, victim, seconds, backend="gloo", ranks=4):
-    """Processes without a launcher that would end the others when one has died. They are forked, because
-    torch is imported here already, and nothing else of it has been used."""
+    """Runs processes without a launcher, which would end the others after a death. They are forked,
+    because torch is imported already and nothing else of it has been used."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -96,10 +97,10 @@ def lost(how, victim, seconds, backend="gloo", ranks=4):
             continue
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         words[rank].seek(0)
-        said = words[rank].read()
-        assert code == (-signal.SIGKILL if (rank, how) == (victim, "die") else 0), said
-        assert rank == victim or f"rank {victim} failed" in said, said
-        print(said, end="")
+        message = words[rank].read()
+        assert code == (-signal.SIGKILL if (rank, how) == (victim, "die") else 0), message
+        assert rank == victim or f"rank {victim} failed" in message, message
+        print(message, end="")
     if how == "stop":
         os.kill(processes[victim], signal.SIGKILL)
         os.waitpid(processes[victim], 0)
@@ -107,10 +108,20 @@ def lost(how, victim, seconds, backend="gloo", ranks=4):
 
 
 def main(backend):
-    # The second one keeps the processes' store, so that it takes with it what the others would ask.
+    # The second victim hosts the store, so that the others lose it too.
     if backend == "gloo":
-        for how, victim, seconds in [("die", 2, 60), ("die", 0, 60), ("stop", 1, 12), ("fail", 3, 60)]:
+        for how, victim, seconds in [
+            ("die", 2, 60),
+            ("die", 0, 60),
+            ("stop", 1, 12),
+            ("fail", 3, 60),
+        ]:
             lost(how, victim, seconds)
     else:
-        for how, victim, seconds in [("die", 2, 15), ("die", 0, 15), ("stop", 1, 15), ("fail", 2, 15)]:
+        for how, victim, seconds in [
+            ("die", 2, 15),
+            ("die", 0, 15),
+            ("stop", 1, 15),
+            ("fail", 2, 15),
+        ]:
             lost(how, victim, seconds, backend, ranks=3)

@@ -1,4 +1,4 @@
-"""What attention is, from the definition alone: torch's own attention with a mask made pair by pair.
+"""Attention by its definition: torch's own attention with a mask made pair by pair.
 
 A key that n branches show to a query counts n times under one softmax, which is a bias of log n.
 """
@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def branches_of(head, heads, segment_lengths, dilation_rates, mode, offsets):
-    """(segment, dilation, offset) of every branch that a head has."""
+    """(segment, dilation, offset) of every branch of a head."""
     branches = list(zip(segment_lengths, dilation_rates))
     if mode == "mix":
         for w, r in branches:
@@ -25,7 +25,7 @@ def branches_of(head, heads, segment_lengths, dilation_rates, mode, offsets):
 
 
 def mask(tokens, heads, causal, pattern):
-    """log of how often each query of each head sees each key: [heads, tokens, tokens]."""
+    """Log of the multiplicity of each (query, key) pair: [heads, tokens, tokens]."""
     count = torch.zeros(heads, tokens, tokens, dtype=torch.float64)
     for head in range(heads):
         if pattern is None:
@@ -63,7 +63,7 @@ def attention(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     sees = bias.isfinite().any(-1)[None, :, :, None]
-    # A row that sees nothing would be 0/0 in torch: it is given something to see, and zeroed after.
+    # A row without keys would be 0/0 in torch: it gets all keys, and is zeroed afterwards.
     safe = torch.where(sees[0], bias, torch.zeros_like(bias))
     scale = 1 / math.sqrt(dim) if scale is None else scale
     out = scaled_dot_product_attention(q, k, v, attn_mask=safe, scale=scale)

@@ -1,7 +1,8 @@
-"""What every process of a launch does: the cases of test_distributed.py. Not a test by itself.
+"""The cases of test_distributed.py, run by every process of a launch. Not a test by itself.
 
-One launch runs all cases, because importing torch takes longer than they do. Every rank makes the whole
-sequence from the same seed, computes all of it by itself, and compares its rows with its part of the ring.
+One launch runs all cases, because importing torch takes longer than they do. Every rank makes the
+whole sequence from the same seed, computes all of it by itself, and compares its rows with its part
+of the ring.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def alone(q, k, v, dout, dlse, **options):
 
 
 def together(q, k, v, dout, dlse, cut, given_sizes, **options):
-    """The same on the ring: this rank's rows."""
+    """The same on the ring, for this rank's rows."""
     mine = [ring.shard(x, **cut).clone() for x in (q, k, v, dout, dlse)]
     q, k, v = (x.requires_grad_() for x in mine[:3])
     sharding = cut.get("sharding", "contiguous")
@@ -73,7 +74,7 @@ DETACHED = dict(MIX, mixing_gradient="detached", offsets="head-block")
 
 
 def uneven(tokens, ranks):
-    """Sizes with one rank that has nothing and one that has most."""
+    """Sizes with one empty rank and one that has most rows."""
     sizes = [rank + 1 for rank in range(ranks)]
     sizes[0] = 0 if ranks > 2 else 1
     sizes[-1] += tokens - sum(sizes)
@@ -94,14 +95,14 @@ def equals_one_process():
                 for cut in cuts:
                     sizes = ring.sizes_of(tokens, sharding=cut.get("sharding", "contiguous"))
                     sizes = cut.get("sizes", sizes)
-                    # Asking the others and knowing beforehand take turns.
+                    # Alternates between exchanged and given sizes.
                     got = together(*given, cut, sizes if count % 2 else None, **options)
                     compare(got, expected, cut, 1e-12, (tokens, options, cut))
                     count += 1
     return count
 
 
-def narrow_types_and_choices():
+def low_precision_and_checkpoints():
     cut = dict(sharding="zigzag")
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 4e-2), (torch.float16, 4e-3)):
         given = tensors(50, dtype=dtype)
@@ -111,7 +112,9 @@ def narrow_types_and_choices():
     given = tensors(50)
     for choice in (dict(checkpoint="recompute"), dict(scale=0.7), dict(group_scale="groups")):
         options = dict(GROUP, **choice)
-        compare(together(*given, cut, None, **options), alone(*given, **options), cut, 1e-12, choice)
+        compare(
+            together(*given, cut, None, **options), alone(*given, **options), cut, 1e-12, choice
+        )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         q, k, v = (ring.shard(x, **cut) for x in tensors(50, dtype=torch.float32)[:3])
         assert ring.ring_attention(q, k, v, sharding="zigzag").dtype == torch.bfloat16
@@ -124,20 +127,20 @@ def the_same_bits_twice():
 
 
 def strided_inputs():
-    """q, k and v as slices of one projection, as models have them."""
+    """q, k and v as slices of one fused projection."""
     qkv = ring.shard(torch.randn(2, 30, 3, 4, 8, generator=torch.Generator().manual_seed(1)))
     q, k, v = qkv.unbind(2)
     out = ring.ring_attention(q, k, v, causal=True)
     packed = [x.contiguous() for x in (q, k, v)]
     assert torch.equal(out, ring.ring_attention(*packed, causal=True))
-    # What one process would read in place, a rank does.
+    # A rank reads in place what one process would.
     for given in ((q, k, v), packed, [x[:1] for x in packed], [x[:, :, 1:3] for x in packed]):
         ring.ring_attention(*given, sizes=ring.sizes_of(30))
         (rank,) = encke.report(*given)["ranks"]
         request = Request(sizes=tuple(ring.sizes_of(30)))
-        lent = agreed(_wire.wire_of(None), tuple(given), request).shard.borrowed_bytes
-        assert lent == rank["borrowed_bytes"], (lent, rank)
-        assert lent == sum(x.nbytes for x in given if x.is_contiguous()), lent
+        borrowed = agreed(_wire.wire_of(None), tuple(given), request).shard.borrowed_bytes
+        assert borrowed == rank["borrowed_bytes"], (borrowed, rank)
+        assert borrowed == sum(x.nbytes for x in given if x.is_contiguous()), borrowed
 
 
 def sharding_there_and_back():
@@ -173,31 +176,31 @@ def disagreements():
         (dict(return_lse=last), "return_lse"),
         (dict(sizes=[6] * ranks if last else None), "sizes"),
     ):
-        said = raised(ring.Disagreement, lambda: ring.ring_attention(q, q, q, **options))
-        assert word in said and "rank 0" in said and f"rank {ranks - 1}" in said, said
+        message = raised(ring.Disagreement, lambda: ring.ring_attention(q, q, q, **options))
+        assert word in message and "rank 0" in message and f"rank {ranks - 1}" in message, message
         every = [None] * ranks
-        dist.all_gather_object(every, said)
-        assert every == [said] * ranks, every
-    said = raised(ring.Disagreement, lambda: ring.ring_attention(q, q, q, sizes=[7] * ranks))
-    assert "[7" in said and "[6" in said, said
+        dist.all_gather_object(every, message)
+        assert every == [message] * ranks, every
+    message = raised(ring.Disagreement, lambda: ring.ring_attention(q, q, q, sizes=[7] * ranks))
+    assert "[7" in message and "[6" in message, message
     wide = torch.randn(1, 6, 4, 9) if last else q
     assert "shapes" in raised(ring.Disagreement, lambda: ring.ring_attention(wide, wide, wide))
-    # One rank that cannot take part is told what is wrong, the others who it was.
+    # An invalid rank raises its own error, the others name that rank.
     bad = q[..., 0] if last else q
-    said = raised(ValueError, lambda: ring.ring_attention(bad, bad, bad))
-    assert ("shape [1, 6, 4]" in said) and (last or f"rank {ranks - 1}" in said), said
-    # What nobody can have, nobody gets.
+    message = raised(ValueError, lambda: ring.ring_attention(bad, bad, bad))
+    assert ("shape [1, 6, 4]" in message) and (last or f"rank {ranks - 1}" in message), message
+    # An invalid request raises the same error on all ranks.
     wrong = dict(segment_lengths=[2] * 5, dilation_rates=[1] * 5)
-    said = raised(ValueError, lambda: ring.ring_attention(q, q, q, **wrong))
-    assert "5 branches but only 4 heads" in said, said
-    said = raised(ValueError, lambda: ring.ring_attention(q, q, q, mode="fkodom", **GROUP))
-    assert "fkodom" in said, said
-    # Nothing of it has harmed the group.
+    message = raised(ValueError, lambda: ring.ring_attention(q, q, q, **wrong))
+    assert "5 branches but only 4 heads" in message, message
+    message = raised(ValueError, lambda: ring.ring_attention(q, q, q, mode="fkodom", **GROUP))
+    assert "fkodom" in message, message
+    # The group can still be used.
     assert ring.ring_attention(q, q, q).shape == q.shape
 
 
 def subgroups():
-    """A ring over some of the processes, with numbers of its own."""
+    """A ring over some of the processes, with its own rank numbers."""
     ranks = dist.get_world_size()
     members = list(range(1, ranks))
     group = dist.new_group(members)
@@ -207,11 +210,13 @@ def subgroups():
         out = ring.unshard(ring.ring_attention(local, local, local, group=group), group=group)
         assert torch.allclose(out, encke.attention(q, q, q), atol=1e-12)
     else:
-        assert "no member" in raised(ValueError, lambda: ring.unshard(torch.zeros(1, 1), group=group))
+        assert "not a member" in raised(
+            ValueError, lambda: ring.unshard(torch.zeros(1, 1), group=group)
+        )
 
 
 class Model(torch.nn.Module):
-    """A layer over shards: attention on the ring, everything else on rows."""
+    """A layer over shards: attention on the ring, everything else row by row."""
 
     def __init__(self, attention=None):
         super().__init__()
@@ -227,8 +232,8 @@ class Model(torch.nn.Module):
 
 
 def gradients_of_one_model(wrap):
-    """A sequence over all processes, with parameters kept by torch's own wrappers: the gradients of one
-    process that has all of it."""
+    """A sequence over all processes, with parameters in torch's own wrappers, has the gradients of
+    one process with the whole sequence."""
     ranks, tokens = dist.get_world_size(), 41
     x = torch.randn(1, tokens, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     torch.manual_seed(5)
@@ -238,7 +243,7 @@ def gradients_of_one_model(wrap):
     many = Model(ring.RingDilatedAttention(**GROUP, sharding="striped"))
     many.load_state_dict(one.state_dict())
     many, full = wrap(many)
-    # Wrappers average over ranks, and this loss is a sum over them.
+    # Wrappers average over ranks; this loss is a sum over ranks.
     (many(ring.shard(x, sharding="striped")).square().sum() * ranks).backward()
     expected = {name: parameter.grad for name, parameter in one.named_parameters()}
     for name, parameter in many.named_parameters():
@@ -248,7 +253,9 @@ def gradients_of_one_model(wrap):
 
 
 def under_data_parallel():
-    gradients_of_one_model(lambda model: (torch.nn.parallel.DistributedDataParallel(model), lambda x: x))
+    gradients_of_one_model(
+        lambda model: (torch.nn.parallel.DistributedDataParallel(model), lambda x: x)
+    )
 
 
 def under_fully_sharded():
@@ -262,33 +269,35 @@ def under_fully_sharded():
     gradients_of_one_model(wrap)
 
 
-def by_way_of_the_store():
-    """What ranks say where the group moves nothing but the rows of GPUs; and signs of life."""
+def through_the_store():
+    """Control messages of a group with NCCL alone, and heartbeats."""
     wire = _wire.wire_of(None)
     rank, ranks = wire.rank, wire.size
     for turn in range(4):
         own = torch.arange(rank + turn) + 10 * rank
         every = wire._gather_by_store("a test", own)
-        assert all(x.tolist() == [10 * r + i for i in range(r + turn)] for r, x in enumerate(every)), every
-    signs = _gpu_wire.Signs(wire.store, rank, ranks, patience=1.5)
+        assert all(
+            x.tolist() == [10 * r + i for i in range(r + turn)] for r, x in enumerate(every)
+        ), every
+    heartbeat = _gpu_wire.Heartbeat(wire.store, rank, ranks, timeout=1.5)
     for _ in range(rank + 1):
-        signs.next_pass()
-    key = _gpu_wire._sign(rank)
+        heartbeat.next_pass()
+    key = _gpu_wire._heartbeat_key(rank)
     while not (wire.store.check([key]) and json.loads(wire.store.get(key))[1] == rank + 1):
         time.sleep(0.05)
     dist.barrier()
-    assert signs.look(wire) is None
-    # Who has begun fewest passes is behind; of equals, the one that is waited for.
-    assert signs.furthest_behind([ranks - 1]) == (0 if rank else 1)
+    assert heartbeat.look(wire) is None
+    # The rank with the fewest passes is behind; of equals, the one that is waited for.
+    assert heartbeat.furthest_behind([ranks - 1]) == (0 if rank else 1)
     dist.barrier()
     if rank == ranks - 1:
-        del signs
+        del heartbeat
         dist.barrier()
     else:
         until = time.monotonic() + 20
-        while (silent := signs.look(wire)) is None and time.monotonic() < until:
+        while (stale := heartbeat.look(wire)) is None and time.monotonic() < until:
             time.sleep(0.1)
-        assert silent is not None and silent[0] == ranks - 1 and silent[1] > 1.5, silent
+        assert stale is not None and stale[0] == ranks - 1 and stale[1] > 1.5, stale
         dist.barrier()
 
 
@@ -298,6 +307,7 @@ def in_a_graph():
         return "skipped: with 2 processes"
     group = dist.new_group(list(range(dist.get_world_size())))
     for options, dtype, where in ((GROUP, torch.float64, None), (DETACHED, torch.float32, group)):
+
         def layer(q, k, v, sizes):
             out, lse = ring.ring_attention(
                 q * 2, k, v, group=where, sizes=sizes, return_lse=True, causal=True, **options
@@ -315,7 +325,7 @@ def in_a_graph():
                 torch.autograd.backward([out, lse], mine[3:])
                 got.append([out, lse, *(x.grad for x in given)])
             assert all(torch.equal(a, b) for a, b in zip(*got)), (options, sizes)
-    # One that is not differentiated, under autocast, and the module.
+    # Without gradients, under autocast, and the module.
     q, k, v = (x.to(torch.float32) for x in tensors(12)[:3])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         module = ring.RingDilatedAttention(**GROUP, sharding="zigzag")
@@ -326,7 +336,7 @@ def in_a_graph():
 
 
 def on_gpus():
-    """Processes with a GPU each, or sharing one; hops go through the host."""
+    """Processes with one GPU each, or sharing one; hops go through the host."""
     return gpu_cases() if torch.cuda.is_available() else "skipped: torch sees no GPU"
 
 
@@ -344,14 +354,14 @@ def gpu_cases():
                 assert whole.device == device and torch.equal(ring.shard(whole, **cut), got[0])
                 got = [x.cpu() for x in got]
                 compare(got, expected, cut, tolerance, (dtype, options, cut))
-    # What the host combines, and ranks without rows, are refused on all ranks.
+    # Patterns combined on the host, and ranks without rows, are refused on all ranks.
     q = torch.randn(1, 6, 4, 8, device=device)
     for refused in (DETACHED, dict(checkpoint="recompute")):
         assert "on GPUs" in raised(ValueError, lambda: ring.ring_attention(q, q, q, **refused))
 
 
 def over_nccl():
-    """A group of NCCL alone: nothing of the rows comes to the host."""
+    """A group with NCCL alone: no rows go through the host."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -367,7 +377,8 @@ def over_nccl():
     _wire._Call.post_on_gpu, _wire._Call.post = counted, never
     gpu_cases()
     assert ranks == 1 or (len(hops) > 30 and all(hops)), hops
-    # On a stream of the caller's, right behind what makes the inputs and before what reads the output.
+    # On the caller's stream, after the work that makes the inputs and before the work that reads
+    # the output.
     given = [x.to(device, torch.float32) for x in tensors(4096, dim=64)[:3]]
     expected = ring.shard(encke.attention(*given, causal=True))
     mine = [ring.shard(x) for x in given]
@@ -381,13 +392,13 @@ def over_nccl():
             for x in late:
                 x.fill_(float("nan"))
             assert torch.allclose(out, expected, rtol=1e-4, atol=1e-4)
-    # Ranks that do not agree say so by way of the store.
+    # Disagreements go through the store.
     q = torch.randn(1, 6, 4, 8, device=device)
     if ranks > 1:
-        said = raised(ring.Disagreement, lambda: ring.ring_attention(q, q, q, causal=rank == 0))
-        assert "causal" in said, said
-    said = raised(ValueError, lambda: ring.ring_attention(q.cpu(), q.cpu(), q.cpu()))
-    assert "cpu:gloo,cuda:nccl" in said, said
+        message = raised(ring.Disagreement, lambda: ring.ring_attention(q, q, q, causal=rank == 0))
+        assert "causal" in message, message
+    message = raised(ValueError, lambda: ring.ring_attention(q.cpu(), q.cpu(), q.cpu()))
+    assert "cpu:gloo,cuda:nccl" in message, message
     assert ring.ring_attention(q, q, q).shape == q.shape
     return f"{len(hops)} hops, {sum(hops)} bytes"
 
@@ -396,7 +407,7 @@ def all_cases(backend="gloo"):
     start(backend=backend)
     cases = [
         equals_one_process,
-        narrow_types_and_choices,
+        low_precision_and_checkpoints,
         the_same_bits_twice,
         strided_inputs,
         sharding_there_and_back,
@@ -404,15 +415,15 @@ def all_cases(backend="gloo"):
         subgroups,
         under_data_parallel,
         under_fully_sharded,
-        by_way_of_the_store,
+        through_the_store,
         in_a_graph,
         on_gpus,
     ]
     for case in cases if backend == "gloo" else [over_nccl]:
         begin = time.monotonic()
-        said = case()
+        message = case()
         if dist.get_rank() == 0:
-            print(f"{case.__name__} {time.monotonic() - begin:.1f} s {said or ''}", flush=True)
+            print(f"{case.__name__} {time.monotonic() - begin:.1f} s {message or ''}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

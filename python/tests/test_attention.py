@@ -1,4 +1,4 @@
-"""Values: against torch's own attention, for every pattern, cut, type and layout."""
+"""Results against torch's own attention, for every pattern, sharding, dtype and layout."""
 
 import math
 
@@ -35,24 +35,24 @@ RINGS = [
 
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-def test_every_pattern_on_every_ring_is_torch_s_attention(numbers, pattern, ring):
-    q, k, v = numbers(2, 37, 4, 8), numbers(2, 37, 2, 8), numbers(2, 37, 2, 8)
+def test_every_pattern_on_every_ring_equals_torch_attention(randn, pattern, ring):
+    q, k, v = randn(2, 37, 4, 8), randn(2, 37, 2, 8), randn(2, 37, 2, 8)
     out, lse = encke.attention(q, k, v, **pattern, **ring, return_lse=True)
     expected_out, expected_lse = oracle.attention(q, k, v, **pattern)
     assert_close(out, expected_out, **EXACT)
     assert_close(lse, expected_lse, **EXACT)
 
 
-def test_out_alone_unless_the_lse_is_asked_for(numbers):
-    q, k, v = (numbers(1, 8, 2, 4) for _ in range(3))
+def test_lse_is_returned_only_with_return_lse(randn):
+    q, k, v = (randn(1, 8, 2, 4) for _ in range(3))
     out = encke.attention(q, k, v)
     assert isinstance(out, torch.Tensor)
     assert out.is_contiguous() and out.shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_narrow_types_are_as_near_as_torch_is(numbers, dtype):
-    q, k, v = (numbers(2, 100, 4, 64).to(dtype) for _ in range(3))
+def test_low_precision_is_as_accurate_as_torch(randn, dtype):
+    q, k, v = (randn(2, 100, 4, 64).to(dtype) for _ in range(3))
     out, lse = encke.attention(q, k, v, causal=True, return_lse=True)
     assert out.dtype == dtype and lse.dtype == torch.float32
     exact, exact_lse = oracle.attention(q.double(), k.double(), v.double(), causal=True)
@@ -63,8 +63,8 @@ def test_narrow_types_are_as_near_as_torch_is(numbers, dtype):
     assert (lse - exact_lse).abs().max() < 1e-4
 
 
-def test_the_precision_asked_for_is_computed_in_and_returned(numbers):
-    q, k, v = (numbers(1, 40, 2, 16).float() for _ in range(3))
+def test_precision_is_the_output_dtype(randn):
+    q, k, v = (randn(1, 40, 2, 16).float() for _ in range(3))
     wide, _ = oracle.attention(q.double(), k.double(), v.double())
     for name in ("f64", "float64", torch.float64):
         out = encke.attention(q, k, v, precision=name)
@@ -73,20 +73,20 @@ def test_the_precision_asked_for_is_computed_in_and_returned(numbers):
     assert encke.attention(q, k, v, precision="bf16").dtype == torch.bfloat16
 
 
-def views(numbers):
-    """Tensors of one shape that lie in memory in different ways."""
-    yield numbers(2, 12, 4, 8)
-    yield numbers(2, 4, 12, 8).transpose(1, 2)
-    yield numbers(2, 12, 3, 4, 8)[:, :, 1]
-    yield numbers(2, 24, 4, 8)[:, ::2]
-    yield numbers(2, 12, 4, 16)[..., :8]
-    yield numbers(1, 12, 4, 8).expand(2, 12, 4, 8)
-    yield numbers(2, 12, 1, 8).expand(2, 12, 4, 8)
+def views(randn):
+    """Tensors of one shape with different strides."""
+    yield randn(2, 12, 4, 8)
+    yield randn(2, 4, 12, 8).transpose(1, 2)
+    yield randn(2, 12, 3, 4, 8)[:, :, 1]
+    yield randn(2, 24, 4, 8)[:, ::2]
+    yield randn(2, 12, 4, 16)[..., :8]
+    yield randn(1, 12, 4, 8).expand(2, 12, 4, 8)
+    yield randn(2, 12, 1, 8).expand(2, 12, 4, 8)
 
 
-def test_any_strides_give_the_same_bits(numbers):
-    k, v = numbers(2, 12, 4, 8), numbers(2, 12, 4, 8)
-    for q in views(numbers):
+def test_all_strides_give_the_same_bits(randn):
+    k, v = randn(2, 12, 4, 8), randn(2, 12, 4, 8)
+    for q in views(randn):
         assert q.shape == (2, 12, 4, 8)
         for ring in ({}, dict(ranks=3)):
             got = encke.attention(q, k, v, **ring)
@@ -95,32 +95,30 @@ def test_any_strides_give_the_same_bits(numbers):
             assert torch.equal(swapped, encke.attention(v, q.contiguous(), k, **ring)), q.stride()
 
 
-def test_the_same_bits_from_call_to_call(numbers):
-    q, k, v = (numbers(1, 64, 4, 16).float() for _ in range(3))
+def test_every_call_gives_the_same_bits(randn):
+    q, k, v = (randn(1, 64, 4, 16).float() for _ in range(3))
     first = encke.attention(q, k, v, **MIX, ranks=3)
     assert all(torch.equal(first, encke.attention(q, k, v, **MIX, ranks=3)) for _ in range(5))
 
 
-def test_a_query_that_sees_nothing_has_zeros_and_minus_infinity(numbers):
-    q, k, v = (numbers(1, 8, 1, 4) for _ in range(3))
-    out, lse = encke.attention(
-        q, k, v, segment_lengths=[4], dilation_rates=[2], return_lse=True
-    )
+def test_a_query_without_keys_has_zeros_and_lse_minus_infinity(randn):
+    q, k, v = (randn(1, 8, 1, 4) for _ in range(3))
+    out, lse = encke.attention(q, k, v, segment_lengths=[4], dilation_rates=[2], return_lse=True)
     assert (out[0, 1::2] == 0).all() and (lse[0, 1::2] == -math.inf).all()
     assert lse[0, ::2].isfinite().all()
 
 
-def test_parameters_and_tensors_without_gradients(numbers):
-    q = torch.nn.Parameter(numbers(1, 8, 2, 4))
+def test_parameters_and_tensors_without_gradients(randn):
+    q = torch.nn.Parameter(randn(1, 8, 2, 4))
     with torch.no_grad():
         assert not encke.attention(q, q, q).requires_grad
     assert encke.attention(q, q, q).requires_grad
 
 
-def test_threads_may_call_at_the_same_time(numbers):
+def test_concurrent_calls(randn):
     from concurrent.futures import ThreadPoolExecutor
 
-    q, k, v = (numbers(1, 200, 4, 16) for _ in range(3))
+    q, k, v = (randn(1, 200, 4, 16) for _ in range(3))
     expected = encke.attention(q, k, v, causal=True)
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(encke.attention, q, k, v, causal=True) for _ in range(16)]

@@ -1,4 +1,4 @@
-"""``python -m encke`` is the command."""
+"""``python -m encke`` runs the command ``encke``."""
 
 import subprocess
 import sys
@@ -6,18 +6,18 @@ import sys
 import encke
 
 
-def command(*words):
-    ran = [sys.executable, "-m", "encke", *words]
+def command(*arguments):
+    ran = [sys.executable, "-m", "encke", *arguments]
     return subprocess.run(ran, capture_output=True, text=True, timeout=60)
 
 
-def test_it_plans_as_explain_does():
+def test_plan_equals_explain():
     ended = command(*"plan --tokens 4k --heads 8 --dim 64 --ranks 4 --causal".split())
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == encke.explain(tokens=4096, heads=8, dim=64, ranks=4, causal=True)
 
 
-def test_it_says_no_in_one_line_and_with_its_exit_code():
+def test_errors_are_one_line_with_an_exit_code():
     ended = command("plan", "--tokens", "many")
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr.startswith("encke: ") and ended.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Rings over processes: equal to one process, and never hanging. The cases are in ring_cases.py."""
+"""Rings over processes equal one process, and never hang. The cases are in ring_cases.py."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def test_rings_equal_one_process(ranks):
     print(ran.stdout)
 
 
-def test_a_rank_that_is_lost_is_named_by_every_other():
-    """Killed, stopped, or failing by itself: an exception on every other rank, inside the timeout."""
-    ran = subprocess.run([sys.executable, str(CASES), "lost"], capture_output=True, text=True, timeout=300)
+def test_every_rank_names_the_failed_rank():
+    """A rank is killed, stopped or fails: every other rank raises within the timeout."""
+    ran = subprocess.run(
+        [sys.executable, str(CASES), "lost"], capture_output=True, text=True, timeout=300
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     print(ran.stdout)
 
@@ -41,12 +43,12 @@ def test_shards_without_processes():
         shards = [ring.shard(tokens, dim=0, sharding=kind, ranks=3, rank=rank) for rank in range(3)]
         assert [len(shard) for shard in shards] == sizes
         assert torch.equal(torch.cat(shards).sort().values, tokens)
-    # What lies together is not copied.
+    # Contiguous rows are not copied.
     assert ring.shard(tokens, dim=0, ranks=3, rank=1).data_ptr() == tokens[4:].data_ptr()
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (dict(sizes=[4, 4, 4]), "12 rows of 3 ranks, but there are 11"),
         (dict(sizes=[5, 6]), "11 rows of 2 ranks"),
@@ -55,12 +57,12 @@ def test_shards_without_processes():
         (dict(rank=3), "no rank 3"),
     ],
 )
-def test_shards_that_cannot_be(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_shards_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         ring.shard(torch.arange(11), dim=0, **{"ranks": 3, "rank": 0, **options})
 
 
-def test_without_a_group_it_says_what_is_missing():
+def test_a_missing_group_is_an_error():
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match="torchrun"):
         ring.ring_attention(q, q, q)
@@ -71,14 +73,16 @@ def test_attention_dropout_is_refused():
         ring.RingDilatedAttention([4], [1], attention_dropout=0.1)
 
 
-def test_the_language_model_learns_the_same_on_one_process_and_on_two(tmp_path):
-    """The example, cut short; and the one that drops in."""
+def test_the_language_model_has_the_same_losses_on_one_and_two_processes(tmp_path):
+    """The example with fewer steps, and the drop-in example."""
     examples = Path(__file__).parents[1] / "examples"
     script = [str(examples / "longnet_lm.py"), str(CASES), "--tokens=150", "--steps=4"]
     script.append(f"--folder={tmp_path}")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for command in (script, [*torchrun, *script], [str(examples / "drop_in.py")]):
-        ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+        ran = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=300
+        )
         assert ran.returncode == 0, ran.stdout + ran.stderr
     one, two = (
         [float(line.split(",")[1]) for line in (tmp_path / f"loss-{ranks}.csv").read_text().split()]

@@ -23,7 +23,7 @@ def test_examples(name):
     assert failed == 0
 
 
-def test_the_examples_of_the_interface_are_there():
+def test_public_functions_have_examples():
     tried = [doctest.testmod(importlib.import_module(name)).attempted for name in MODULES[:1]]
     assert tried[0] >= 8
     tried = doctest.testmod(importlib.import_module("encke.functional")).attempted

@@ -1,4 +1,4 @@
-"""What cannot be done is said before anything is computed, with the numbers that were wrong."""
+"""Invalid calls raise before anything is computed, with the offending values."""
 
 import multiprocessing
 
@@ -43,12 +43,14 @@ def test_types():
 
 def test_layouts():
     q, k, v = tensors()
-    refused(ValueError, r"q: the last dimension has stride 8", q.transpose(2, 3), k.transpose(2, 3), v)
+    refused(
+        ValueError, r"q: the last dimension has stride 8", q.transpose(2, 3), k.transpose(2, 3), v
+    )
     backwards = numpy.zeros((1, 16, 4, 8))[:, ::-1]
     refused(ValueError, "stride of -256 bytes", backwards, backwards, backwards)
     raw = numpy.zeros(1 * 16 * 4 * 8 * 4 + 1, dtype=numpy.uint8)
     odd = raw[1:].view(numpy.float32).reshape(1, 16, 4, 8)
-    refused(ValueError, "no multiple of the 4 bytes", odd, odd, odd)
+    refused(ValueError, "not a multiple of the 4 bytes", odd, odd, odd)
 
 
 def test_devices():
@@ -62,10 +64,20 @@ def test_options():
     refused(ValueError, 'mode="grouped" is unknown; known: "group", "mix"', q, k, v, mode="grouped")
     refused(ValueError, "needs segment_lengths", q, k, v, mode="mix")
     refused(ValueError, "segment_lengths needs dilation_rates", q, k, v, segment_lengths=[8])
-    refused(ValueError, "2 segment lengths but 1", q, k, v, segment_lengths=[8, 8], dilation_rates=[1])
+    refused(
+        ValueError, "2 segment lengths but 1", q, k, v, segment_lengths=[8, 8], dilation_rates=[1]
+    )
     refused(ValueError, "only in mix mode", q, k, v, **pattern, offsets="head-mod")
     refused(ValueError, "only for branches in group mode", q, k, v, group_scale="one")
-    refused(ValueError, "5 branches but only 4 heads", q, k, v, segment_lengths=[4] * 5, dilation_rates=[1] * 5)
+    refused(
+        ValueError,
+        "5 branches but only 4 heads",
+        q,
+        k,
+        v,
+        segment_lengths=[4] * 5,
+        dilation_rates=[1] * 5,
+    )
     refused(ValueError, "number of ranks is 0", q, k, v, ranks=0)
     refused(ValueError, "is for 2 ranks, but the ring has 3", q, k, v, ranks=3, sharding=[0, 5])
     refused(ValueError, "rank 1 starts at token 17", q, k, v, sharding=[0, 17])
@@ -80,7 +92,7 @@ def test_options():
 
 def test_a_deadline_that_passes_is_a_ring_error():
     q, k, v = (torch.randn(1, 4096, 4, 64) for _ in range(3))
-    # It passes where a rank waits at all, which the first ones do for the last, mostly.
+    # It passes only if a rank waits at all, which the first ranks mostly do for the last.
     with pytest.raises(encke.RingError, match="rank . failed"):
         for _ in range(100):
             encke.attention(q, k, v, ranks=4, causal=True, sharding="contiguous", deadline=1e-9)
@@ -95,12 +107,12 @@ def attend_in_child(queue):
         queue.put(str(error))
 
 
-def test_a_forked_process_is_told_why_it_cannot():
+def test_a_forked_process_gets_an_error():
     encke.attention(*tensors())
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=attend_in_child, args=(queue,))
     child.start()
-    told = queue.get(timeout=30)
+    result = queue.get(timeout=30)
     child.join()
-    assert "forked" in told and "spawn" in told
+    assert "forked" in result and "spawn" in result

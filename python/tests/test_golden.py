@@ -1,7 +1,7 @@
-"""The golden files through autograd: what other packages computed, forward and backward.
+"""The golden files, forward and backward: results of other packages.
 
-Which options a file gets follows from its name and its recorded configuration, so a file that is added
-is tested without a line being written.
+Which options a file gets follows from its name and its recorded configuration, so a file that is
+added is tested without a line being written.
 """
 
 import json
@@ -25,7 +25,8 @@ MODES = {
 
 
 def files():
-    """All files but those whose numbers hold a defect of the peer that the specification names."""
+    """All files but those that reproduce a defect of the other package that the specification
+    lists."""
     for path in sorted(FOLDER.glob("*.safetensors")):
         if "quirk" not in path.stem and not path.stem.startswith("torchscale_05"):
             yield path
@@ -61,7 +62,7 @@ def test_there_are_files():
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("path", list(files()), ids=lambda path: path.stem)
-def test_what_a_peer_computed(path, ranks):
+def test_results_equal_those_of_other_packages(path, ranks):
     tensors, config = read(path)
     given = options(path, config)
     q, k, v = (tensors[name].double().requires_grad_() for name in "qkv")

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import encke
 import oracle
 from encke import _encke
-from encke.options import find, gathered
+from encke.options import find, from_keywords
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
@@ -38,15 +38,15 @@ RINGS = [
 
 
 @pytest.fixture
-def on_gpu(numbers):
+def on_gpu(randn):
     def make(*shape, requires_grad=False, dtype=torch.float64):
-        return numbers(*shape).to("cuda", dtype).requires_grad_(requires_grad)
+        return randn(*shape).to("cuda", dtype).requires_grad_(requires_grad)
 
     return make
 
 
 def expected(q, k, v, **options):
-    """From the definition, in float64 on the host."""
+    """By the definition, in float64 on the host."""
     wide = [x.detach().cpu().double().requires_grad_() for x in (q, k, v)]
     return wide, oracle.attention(*wide, **options)
 
@@ -72,7 +72,7 @@ def test_every_pattern_on_every_ring_forward_and_backward(on_gpu, pattern, ring)
 
 @pytest.mark.parametrize("dim", [40, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_narrow_types_are_as_near_as_torch_is(on_gpu, dtype, dim):
+def test_low_precision_is_as_accurate_as_torch(on_gpu, dtype, dim):
     q = on_gpu(2, 300, 8, dim, dtype=dtype, requires_grad=True)
     k, v = (on_gpu(2, 300, 2, dim, dtype=dtype, requires_grad=True) for _ in range(2))
     dout = on_gpu(2, 300, 8, dim, dtype=dtype)
@@ -80,15 +80,15 @@ def test_narrow_types_are_as_near_as_torch_is(on_gpu, dtype, dim):
     got = (out, *torch.autograd.grad(out, (q, k, v), dout))
     wide, (exact, _) = expected(q, k, v, causal=True)
     exact = (exact, *torch.autograd.grad(exact, wide, dout.cpu().double()))
-    # The same as torch's, in the narrow type, head by head.
+    # torch's attention in the same dtype, head by head.
     host = [x.detach().cpu().requires_grad_() for x in (q, k, v)]
     theirs, _ = oracle.attention(*host, causal=True)
     theirs = (theirs, *torch.autograd.grad(theirs, host, dout.cpu()))
     for name, own, other, right in zip(("out", "dq", "dk", "dv"), got, theirs, exact):
         assert own.dtype == dtype
         off, bound = ((x.cpu().double() - right).abs().max() for x in (own, other))
-        # In float32 torch on the host sums in blocks, a GPU in another order: eight roundings of the
-        # largest number are what that may take.
+        # In float32 torch on the host and the GPU sum in different orders: eight roundings of the
+        # largest element are allowed.
         roundings = 8 if dtype == torch.float32 else 2
         floor = torch.finfo(dtype).eps * right.abs().max()
         assert off <= 2 * bound + roundings * floor, name
@@ -108,24 +108,24 @@ def test_gradcheck(on_gpu, options):
     assert gradcheck(call, (q, k, v))
 
 
-def test_what_lies_right_is_read_in_place_and_the_rest_is_copied_on_the_gpu(on_gpu):
-    found = find(tuple(gathered(dict(causal=True))))
+def test_contiguous_inputs_are_read_in_place_and_others_copied_on_the_gpu(on_gpu):
+    found = find(tuple(from_keywords(dict(causal=True))))
     make = lambda: on_gpu(2, 64, 4, 32, dtype=torch.bfloat16)  # noqa: E731
     q, k, v = make(), make(), make()
     out, lse = torch.empty_like(q), torch.empty(2, 64, 4, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    assert _encke.forward_gpu(found, q, k, v, out, lse, stream) == q.nbytes + k.nbytes + v.nbytes
+    assert _encke.enqueue(found, (q, k, v), (out, lse), stream) == q.nbytes + k.nbytes + v.nbytes
     assert torch.equal(out, encke.attention(q, k, v, causal=True))
-    # A fused projection: rows of three tensors side by side.
+    # A fused projection: three tensors interleaved by row.
     q, k, v = on_gpu(2, 64, 3, 4, 32, dtype=torch.bfloat16).unbind(2)
-    assert _encke.forward_gpu(found, q, k, v, out, lse, stream) == 0
+    assert _encke.enqueue(found, (q, k, v), (out, lse), stream) == 0
     whole = [x.contiguous() for x in (q, k, v)]
     assert torch.equal(out, encke.attention(*whole, causal=True))
-    assert _encke.forward_gpu(found, whole[0], whole[1], v, out, lse, stream) == 2 * whole[0].nbytes
+    assert _encke.enqueue(found, (whole[0], whole[1], v), (out, lse), stream) == 2 * whole[0].nbytes
 
 
-def test_the_current_stream_is_waited_for_and_waits(on_gpu):
-    """Long work before, reuse after: without order the numbers would be others."""
+def test_calls_are_ordered_with_the_current_stream(on_gpu):
+    """Long work before, reuse after: without stream order the results would differ."""
     q, k, v = (on_gpu(1, 2048, 8, 64, dtype=torch.bfloat16) for _ in range(3))
     big = torch.randn(4096, 4096, device="cuda")
     streams = (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream())
@@ -149,7 +149,7 @@ def test_the_current_stream_is_waited_for_and_waits(on_gpu):
             assert bool(same)
 
 
-def test_memory_comes_from_torch_and_goes_back(on_gpu):
+def test_memory_is_allocated_and_freed_by_torch(on_gpu):
     q, k, v = (on_gpu(1, 4096, 8, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     encke.attention(q, k, v).sum().backward()
     q.grad = k.grad = v.grad = None

@@ -1,4 +1,4 @@
-"""Gradients: finite differences, torch's own, through the lse, and what autograd is promised."""
+"""Gradients: finite differences, torch's own, through the lse, and autograd's rules."""
 
 import pytest
 import torch
@@ -26,9 +26,9 @@ GROUP = dict(segment_lengths=[4, 12], dilation_rates=[1, 3])
     ],
     ids=str,
 )
-def test_gradcheck(numbers, options):
-    q = numbers(1, 12, 2, 3, requires_grad=True)
-    k, v = (numbers(1, 12, 1, 3, requires_grad=True) for _ in range(2))
+def test_gradcheck(randn, options):
+    q = randn(1, 12, 2, 3, requires_grad=True)
+    k, v = (randn(1, 12, 1, 3, requires_grad=True) for _ in range(2))
     _, lse = encke.attention(q, k, v, **options, return_lse=True)
     seen = lse.detach().isfinite()
 
@@ -41,14 +41,14 @@ def test_gradcheck(numbers, options):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("options", [dict(causal=True), dict(MIX, causal=True), GROUP], ids=str)
-def test_the_gradients_of_torch_s_attention(numbers, options, ranks):
-    q = numbers(2, 30, 4, 8, requires_grad=True)
-    k, v = (numbers(2, 30, 2, 8, requires_grad=True) for _ in range(2))
-    dout = numbers(2, 30, 4, 8)
+def test_gradients_equal_those_of_torch_attention(randn, options, ranks):
+    q = randn(2, 30, 4, 8, requires_grad=True)
+    k, v = (randn(2, 30, 2, 8, requires_grad=True) for _ in range(2))
+    dout = randn(2, 30, 4, 8)
     out, lse = encke.attention(q, k, v, **options, ranks=ranks, return_lse=True)
     expected_out, expected_lse = oracle.attention(q, k, v, **options)
     finite = expected_lse.isfinite()
-    dlse = numbers(2, 30, 4)
+    dlse = randn(2, 30, 4)
 
     def gradients(out, lse):
         loss = (out * dout).sum() + (lse[finite] * dlse[finite]).sum()
@@ -59,11 +59,11 @@ def test_the_gradients_of_torch_s_attention(numbers, options, ranks):
         assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
-def test_gradients_of_detached_mixing_are_those_of_constant_weights(numbers):
-    """Weights of branches taken as constants: each branch by itself, weighted by its lse."""
+def test_gradients_of_detached_mixing_are_those_of_constant_weights(randn):
+    """With constant mixing weights each branch is attention by itself, weighted by its lse."""
     options = dict(MIX, offsets="head-mod")
-    q, k, v = (numbers(1, 24, 2, 4, requires_grad=True) for _ in range(3))
-    dout = numbers(1, 24, 2, 4)
+    q, k, v = (randn(1, 24, 2, 4, requires_grad=True) for _ in range(3))
+    dout = randn(1, 24, 2, 4)
     parts = []
     for w, r in zip(options["segment_lengths"], options["dilation_rates"]):
         alone = dict(segment_lengths=[w], dilation_rates=[r], mode="mix")
@@ -78,20 +78,20 @@ def test_gradients_of_detached_mixing_are_those_of_constant_weights(numbers):
         assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
-def test_a_sum_whose_gradient_has_no_strides(numbers):
-    q, k, v = (numbers(1, 12, 2, 4, requires_grad=True) for _ in range(3))
+def test_a_gradient_with_stride_zero(randn):
+    q, k, v = (randn(1, 12, 2, 4, requires_grad=True) for _ in range(3))
     encke.attention(q, k, v).sum().backward()
     assert_close(v.grad.sum(), torch.tensor(12.0 * 2 * 4, dtype=torch.float64))
 
 
-def test_only_the_gradients_that_are_wanted(numbers):
-    q, k, v = numbers(1, 8, 2, 4), numbers(1, 8, 2, 4, requires_grad=True), numbers(1, 8, 2, 4)
+def test_only_needed_gradients_are_returned(randn):
+    q, k, v = randn(1, 8, 2, 4), randn(1, 8, 2, 4, requires_grad=True), randn(1, 8, 2, 4)
     encke.attention(q, k, v).sum().backward()
     assert k.grad is not None and q.grad is None and v.grad is None
 
 
-def test_the_lse_alone_has_a_gradient(numbers):
-    q, k, v = (numbers(1, 9, 2, 4, requires_grad=True) for _ in range(3))
+def test_the_lse_alone_has_a_gradient(randn):
+    q, k, v = (randn(1, 9, 2, 4, requires_grad=True) for _ in range(3))
     _, lse = encke.attention(q, k, v, return_lse=True)
     got = torch.autograd.grad(lse.sum(), (q, k, v))
     _, expected = oracle.attention(q, k, v)
@@ -102,9 +102,9 @@ def test_the_lse_alone_has_a_gradient(numbers):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_of_narrow_types(numbers, dtype):
-    wide = [numbers(1, 64, 4, 32) for _ in range(3)]
-    dout = numbers(1, 64, 4, 32).to(dtype)
+def test_gradients_in_low_precision(randn, dtype):
+    wide = [randn(1, 64, 4, 32) for _ in range(3)]
+    dout = randn(1, 64, 4, 32).to(dtype)
     q, k, v = (x.to(dtype).requires_grad_() for x in wide)
     encke.attention(q, k, v, causal=True).backward(dout)
     exact = [x.to(dtype).double().requires_grad_() for x in wide]
@@ -116,22 +116,22 @@ def test_gradients_of_narrow_types(numbers, dtype):
         assert off <= 4 * torch.finfo(dtype).eps * size
 
 
-def test_another_precision_gives_gradients_of_the_inputs_type(numbers):
-    q, k, v = (numbers(1, 16, 2, 8).float().requires_grad_() for _ in range(3))
+def test_with_another_precision_gradients_have_the_input_dtype(randn):
+    q, k, v = (randn(1, 16, 2, 8).float().requires_grad_() for _ in range(3))
     out = encke.attention(q, k, v, precision="float64")
     out.backward(torch.ones_like(out))
     assert q.grad.dtype == torch.float32
 
 
-def test_twice_differentiated_is_refused(numbers):
-    q, k, v = (numbers(1, 8, 2, 4, requires_grad=True) for _ in range(3))
+def test_second_order_gradients_are_refused(randn):
+    q, k, v = (randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
     (dq,) = torch.autograd.grad(encke.attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="first order only"):
         dq.sum().backward()
 
 
-def test_writing_to_what_was_kept_is_noticed(numbers):
-    q, k, v = (numbers(1, 8, 2, 4, requires_grad=True) for _ in range(3))
+def test_in_place_changes_of_saved_tensors_are_detected(randn):
+    q, k, v = (randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
     out = encke.attention(q, k, v)
     with torch.no_grad():
         out.mul_(2)
@@ -139,8 +139,8 @@ def test_writing_to_what_was_kept_is_noticed(numbers):
         out.sum().backward()
 
 
-def test_what_is_kept_is_the_inputs_and_out_and_lse(numbers):
-    q, k, v = (numbers(1, 16, 2, 4, requires_grad=True) for _ in range(3))
+def test_inputs_out_and_lse_are_saved(randn):
+    q, k, v = (randn(1, 16, 2, 4, requires_grad=True) for _ in range(3))
     kept = []
 
     def pack(tensor):
@@ -156,8 +156,8 @@ def test_what_is_kept_is_the_inputs_and_out_and_lse(numbers):
     assert kept == [x.data_ptr() for x in (q, k, v)]
 
 
-def test_torch_s_own_checkpointing(numbers):
-    q, k, v = (numbers(1, 16, 2, 4, requires_grad=True) for _ in range(3))
+def test_torch_checkpointing(randn):
+    q, k, v = (randn(1, 16, 2, 4, requires_grad=True) for _ in range(3))
 
     def layer(q, k, v):
         return encke.attention(q, k, v, causal=True).square()

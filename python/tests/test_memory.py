@@ -1,4 +1,4 @@
-"""Nothing is copied on the way in or out, by pointer."""
+"""Inputs and outputs are not copied: checked by their addresses."""
 
 import gc
 
@@ -8,41 +8,41 @@ import torch
 import encke
 
 
-def test_inputs_are_read_where_they_are_and_outputs_are_what_was_computed_into(numbers):
-    q, k, v = numbers(2, 32, 4, 8), numbers(2, 32, 2, 8), numbers(2, 32, 2, 8)
-    told = encke.report(q, k, v, causal=True)
-    at = told["addresses"]
+def test_inputs_are_read_in_place_and_outputs_are_not_copied(randn):
+    q, k, v = randn(2, 32, 4, 8), randn(2, 32, 2, 8), randn(2, 32, 2, 8)
+    result = encke.report(q, k, v, causal=True)
+    at = result["addresses"]
     assert (at["q"], at["k"], at["v"]) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
-    assert (at["out"], at["lse"]) == (told["out"].data_ptr(), told["lse"].data_ptr())
-    (rank,) = told["ranks"]
+    assert (at["out"], at["lse"]) == (result["out"].data_ptr(), result["lse"].data_ptr())
+    (rank,) = result["ranks"]
     assert rank["borrowed_bytes"] == q.nbytes + k.nbytes + v.nbytes
-    assert torch.equal(told["out"], encke.attention(q, k, v, causal=True))
+    assert torch.equal(result["out"], encke.attention(q, k, v, causal=True))
 
 
 def test_the_same_for_numpy():
     q, k, v = numpy.random.default_rng(1).standard_normal((3, 1, 16, 2, 8))
-    told = encke.report(q, k, v)
-    at = told["addresses"]
+    result = encke.report(q, k, v)
+    at = result["addresses"]
     assert [at[name] for name in "qkv"] == [x.ctypes.data for x in (q, k, v)]
-    assert at["out"] == told["out"].ctypes.data
-    assert told["ranks"][0]["borrowed_bytes"] == q.nbytes + k.nbytes + v.nbytes
+    assert at["out"] == result["out"].ctypes.data
+    assert result["ranks"][0]["borrowed_bytes"] == q.nbytes + k.nbytes + v.nbytes
 
 
-def test_each_rank_of_a_contiguous_cut_reads_its_own_rows_in_place(numbers):
-    q, k, v = (numbers(1, 32, 2, 8) for _ in range(3))
-    told = encke.report(q, k, v, ranks=4)
-    assert sum(rank["borrowed_bytes"] for rank in told["ranks"]) == 3 * q.nbytes
-    assert told["sent_bytes"] > 0 and "4 ranks" in told["plan"]
+def test_each_rank_of_a_contiguous_cut_reads_its_own_rows_in_place(randn):
+    q, k, v = (randn(1, 32, 2, 8) for _ in range(3))
+    result = encke.report(q, k, v, ranks=4)
+    assert sum(rank["borrowed_bytes"] for rank in result["ranks"]) == 3 * q.nbytes
+    assert result["sent_bytes"] > 0 and "4 ranks" in result["plan"]
 
 
-def test_memory_is_freed(numbers):
-    """As much is resident after many calls as after a few."""
+def test_memory_is_freed(randn):
+    """The resident size is the same after many calls as after a few."""
 
     def resident():
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
 
-    q, k, v = (numbers(1, 2048, 4, 32, requires_grad=True) for _ in range(3))
+    q, k, v = (randn(1, 2048, 4, 32, requires_grad=True) for _ in range(3))
     options = dict(segment_lengths=[16], dilation_rates=[1])
 
     def step():
@@ -60,10 +60,10 @@ def test_memory_is_freed(numbers):
     assert resident() - before < 24 * 2**20
 
 
-def test_what_is_written_to_a_result_is_not_in_the_next_one(numbers):
-    """A result that is let go leaves its memory to the next one, also where that is mostly zeros."""
+def test_reused_memory_does_not_leak_into_results(randn):
+    """The next result reuses the memory of a freed one, also if it is mostly zeros."""
     options = dict(segment_lengths=[64], dilation_rates=[4])
-    q, k, v, dout = (numbers(1, 4096, 2, 32) for _ in range(4))
+    q, k, v, dout = (randn(1, 4096, 2, 32) for _ in range(4))
 
     def results():
         out, lse = encke.attention(q, k, v, **options, return_lse=True)

@@ -1,4 +1,5 @@
-"""Rings over NCCL: a GPU for each process, or one for all where NCCL can. The cases are in ring_cases.py."""
+"""Rings over NCCL, with one GPU per process, or a shared one where NCCL supports it. The cases are
+in ring_cases.py."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ CASES = Path(__file__).parent / "ring_cases.py"
 
 
 def version():
-    """That of the NCCL that is loaded, which need not be the one torch was built with."""
+    """The version of the loaded NCCL, which may differ from the one torch was built with."""
     number = ctypes.c_int()
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     return number.value // 10000, number.value // 100 % 100
 
 
 def wants(ranks):
-    """So many ranks need as many GPUs; since 2.30 NCCL lets several share one, if told to."""
+    """Skips without one GPU per rank; since 2.30 several ranks can share one, with a setting."""
     if torch.cuda.device_count() < ranks and version() < (2, 30):
         major, minor = version()
         pytest.skip(f"{ranks} ranks, {torch.cuda.device_count()} GPUs, and NCCL is {major}.{minor}")
@@ -47,6 +48,6 @@ def test_rings_equal_one_process(ranks):
     run(*launch, str(CASES), "nccl")
 
 
-def test_a_rank_that_is_lost_is_named_by_every_other():
+def test_every_rank_names_the_failed_rank():
     wants(3)
     run(str(CASES), "lost", "nccl")

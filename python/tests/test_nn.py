@@ -1,4 +1,4 @@
-"""The modules: the numbers of the packages they replace, their parameters' names, and what is refused."""
+"""The modules: results of the packages they replace, parameter names, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATTERN = dict(dilation_rates=[1, 2], segment_lengths=[8, 16])
 
 
 @pytest.mark.parametrize("path", list(files()), ids=lambda path: path.stem)
-def test_the_module_has_the_numbers_of_its_peers(path):
+def test_the_module_equals_other_packages(path):
     tensors, config = read(path)
     given = options(path, config)
     causal = given.pop("causal")
@@ -50,15 +50,19 @@ def by_hand(module, x, **attention):
     out = encke.attention(q, k, v, **attention).flatten(-2)
     if module.norm is not None:
         shape = (module.embed_dim,)
-        out = nn.functional.layer_norm(out, shape, module.norm.weight, module.norm.bias, module.norm.eps)
+        out = nn.functional.layer_norm(
+            out, shape, module.norm.weight, module.norm.bias, module.norm.eps
+        )
     return nn.functional.linear(out, module.out_proj.weight, module.out_proj.bias)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("layer_norm", [True, False])
-def test_multihead_is_projections_attention_norm_projection(numbers, bias, layer_norm):
-    module = MultiheadDilatedAttention(32, 4, **PATTERN, bias=bias, layer_norm=layer_norm, dtype=torch.float64)
-    x = numbers(2, 37, 32)
+def test_multihead_is_projections_attention_norm_projection(randn, bias, layer_norm):
+    module = MultiheadDilatedAttention(
+        32, 4, **PATTERN, bias=bias, layer_norm=layer_norm, dtype=torch.float64
+    )
+    x = randn(2, 37, 32)
     out, weights = module(x, x, x, is_causal=True)
     assert weights is None
     assert torch.allclose(out, by_hand(module, x, **PATTERN, causal=True), atol=1e-12)
@@ -67,9 +71,9 @@ def test_multihead_is_projections_attention_norm_projection(numbers, bias, layer
     assert names == {"q_proj", "k_proj", "v_proj", "out_proj"} | ({"norm"} if layer_norm else set())
 
 
-def test_grouped_keys_and_dense_attention(numbers):
+def test_grouped_keys_and_dense_attention(randn):
     module = MultiheadDilatedAttention(32, 4, num_kv_heads=2, dtype=torch.float64)
-    x = numbers(1, 20, 32)
+    x = randn(1, 20, 32)
     q = module.q_proj(x).unflatten(-1, (4, 8)).transpose(1, 2)
     k, v = (p(x).unflatten(-1, (2, 8)).transpose(1, 2) for p in (module.k_proj, module.v_proj))
     out = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -91,8 +95,10 @@ def test_the_gain_is_that_of_values_and_outputs():
         assert not projection.bias.any()
 
 
-def test_arguments_by_position_are_those_of_the_packages():
-    module = MultiheadDilatedAttention(32, 4, [1, 2], [8, 16], 0.0, False, True, 1e-6, 0.5, "cpu", torch.float64)
+def test_positional_arguments_are_those_of_other_packages():
+    module = MultiheadDilatedAttention(
+        32, 4, [1, 2], [8, 16], 0.0, False, True, 1e-6, 0.5, "cpu", torch.float64
+    )
     assert module.attention.segment_lengths == [8, 16] and module.norm.eps == 1e-6
     assert module.q_proj.bias is None and module.q_proj.weight.dtype == torch.float64
     attention = DilatedAttention([8, 16], [1, 2], 0.25, 0.0, None)
@@ -101,13 +107,13 @@ def test_arguments_by_position_are_those_of_the_packages():
     assert layer.self_attn.attention.dilation_rates == [1, 2] and layer.linear1.out_features == 64
 
 
-def test_the_layer_is_two_blocks_beside_a_residual(numbers):
+def test_the_layer_is_two_residual_blocks(randn):
     layer = DilatedTransformerEncoderLayer(32, 4, [8, 16], [1, 2], 48, 0.0, dtype=torch.float64)
-    x = numbers(2, 21, 32)
+    x = randn(2, 21, 32)
     attended = x + layer.self_attn(layer.norm1(x), is_causal=True)[0]
     hidden = layer.norm3(torch.relu(layer.linear1(layer.norm2(attended))))
     assert torch.allclose(layer(x, is_causal=True), attended + layer.linear2(hidden), atol=1e-12)
-    # As the packages have it: no residual.
+    # As in those packages: no residual.
     layer.residual = False
     attended = layer.self_attn(layer.norm1(x), is_causal=True)[0]
     hidden = layer.norm3(torch.relu(layer.linear1(layer.norm2(attended))))
@@ -116,31 +122,33 @@ def test_the_layer_is_two_blocks_beside_a_residual(numbers):
     assert names == {"norm1", "self_attn", "norm2", "linear1", "norm3", "linear2"}
 
 
-def test_an_encoder_learns_and_does_not_look_ahead(numbers):
+def test_an_encoder_has_gradients_and_is_causal(randn):
     torch.manual_seed(1)
     model = LongNetEncoder(2, 32, 4, [8, 16], [1, 2], 64, 0.0, mode="mix")
-    x = numbers(1, 40, 32, dtype=torch.float32)
+    x = randn(1, 40, 32, dtype=torch.float32)
     before = model(x, is_causal=True)
     changed = x.clone()
     changed[:, 25] += 1
     after = model(changed, is_causal=True)
-    assert torch.equal(before[:, :25], after[:, :25]) and not torch.equal(before[:, 25:], after[:, 25:])
+    assert torch.equal(before[:, :25], after[:, :25]) and not torch.equal(
+        before[:, 25:], after[:, 25:]
+    )
     before.square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_state_moves_in_and_out(numbers):
+def test_state_dict_round_trip(randn):
     module = MultiheadDilatedAttention(32, 4, **PATTERN)
     other = MultiheadDilatedAttention(32, 4, **PATTERN, mode="mix")
     other.load_state_dict(module.state_dict())
-    x = numbers(1, 20, 32, dtype=torch.float32)
+    x = randn(1, 20, 32, dtype=torch.float32)
     assert not torch.equal(module(x)[0], other(x)[0])
     other.attention.options["mode"] = "group"
     assert torch.equal(module(x)[0], other(x)[0])
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: MultiheadDilatedAttention(30, 4, **PATTERN), "embed_dim 30 .* num_heads 4"),
         (lambda: MultiheadDilatedAttention(32, 4, **PATTERN, num_kv_heads=3), "num_kv_heads 3"),
@@ -149,17 +157,19 @@ def test_state_moves_in_and_out(numbers):
         (lambda: DilatedAttention([4], [1], op="flash"), "op is 'flash'"),
         (lambda: DilatedTransformerEncoderLayer(32, 4, [4], [1], activation="tanh"), "known: relu"),
         (
-            lambda: MultiheadDilatedAttention(32, 4, **PATTERN, attention=RingDilatedAttention([4], [1])),
+            lambda: MultiheadDilatedAttention(
+                32, 4, **PATTERN, attention=RingDilatedAttention([4], [1])
+            ),
             "its own",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_branches_that_do_not_fit_are_refused_when_called(numbers):
+def test_more_branches_than_heads_are_refused_in_the_call(randn):
     module = MultiheadDilatedAttention(16, 2, [1, 1, 1], [4, 4, 4])
     with pytest.raises(ValueError, match="3 branches but only 2 heads"):
-        module(numbers(1, 8, 16, dtype=torch.float32))
+        module(randn(1, 8, 16, dtype=torch.float32))

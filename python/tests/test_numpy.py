@@ -1,4 +1,4 @@
-"""NumPy: the same numbers as torch gets, arrays that may be written, and gradients by a function."""
+"""NumPy: the same results as torch, writable arrays, and gradients by a function."""
 
 import numpy
 import pytest
@@ -24,7 +24,7 @@ def test_the_same_bits_as_torch(dtype):
     assert (out == theirs[0].numpy()).all() and (lse == theirs[1].numpy()).all()
 
 
-def test_results_may_be_written_to_and_outlive_everything():
+def test_results_are_writable_and_outlive_the_call():
     q, k, v = arrays()
     out = encke.attention(q, k, v)
     expected = out.copy()
@@ -43,8 +43,10 @@ def test_strided_arrays_and_arrays_that_are_read_only():
     assert (got == encke.attention(*(numpy.ascontiguousarray(x) for x in (q, k, v)))).all()
 
 
-@pytest.mark.parametrize("mode", [dict(), dict(mode="mix"), dict(mode="mix", mixing_gradient="detached")])
-def test_gradients_are_those_of_autograd(mode):
+@pytest.mark.parametrize(
+    "mode", [dict(), dict(mode="mix"), dict(mode="mix", mixing_gradient="detached")]
+)
+def test_gradients_equal_those_of_autograd(mode):
     options = dict(mode, segment_lengths=[8, 24], dilation_rates=[1, 2], causal=True)
     q, k, v, dout = arrays(4)
     out, lse = encke.attention(q, k, v, **options, return_lse=True)
@@ -56,6 +58,6 @@ def test_gradients_are_those_of_autograd(mode):
         assert (a == b).all() and (a == c.numpy()).all()
 
 
-def test_bfloat16_is_not_numpy_s():
+def test_numpy_has_no_bfloat16():
     with pytest.raises(TypeError, match="NumPy has no bfloat16"):
         encke.attention(*arrays(), precision="bf16")

@@ -1,5 +1,5 @@
-//! AdamW whose moments can be written down, so that a run that is resumed is the run that was not
-//! interrupted.
+//! AdamW with gradient clipping. Its moments can be saved, so that a resumed run equals an
+//! uninterrupted one.
 
 use anyhow::{Result, ensure};
 use candle_core::{Tensor, Var};
@@ -9,18 +9,18 @@ use crate::weights::Weights;
 const BETA1: f64 = 0.9;
 const BETA2: f64 = 0.98;
 const EPSILON: f64 = 1e-8;
-/// Gradients longer than this are shortened to it.
-const LONGEST: f64 = 1.0;
+/// Gradients are clipped to this global norm.
+const MAX_GRADIENT_NORM: f64 = 1.0;
 
 /// The optimiser and its state.
 pub struct AdamW {
-    weights: Vec<Weight>,
+    weights: Vec<AdamWParameter>,
     steps: usize,
-    decay: f64,
+    weight_decay: f64,
 }
 
-/// A weight with its moments.
-struct Weight {
+/// A parameter with its first and second moment.
+struct AdamWParameter {
     name: String,
     variable: Var,
     first: Tensor,
@@ -28,11 +28,11 @@ struct Weight {
 }
 
 impl AdamW {
-    /// For these weights, none of which has moved.
-    pub fn new(weights: &Weights, decay: f64) -> Result<AdamW> {
-        let weight = |(name, variable): (String, Var)| -> Result<Weight> {
+    /// An optimiser of these weights, with zero moments.
+    pub fn new(weights: &Weights, weight_decay: f64) -> Result<AdamW> {
+        let weight = |(name, variable): (String, Var)| -> Result<AdamWParameter> {
             let zeros = variable.zeros_like()?;
-            Ok(Weight {
+            Ok(AdamWParameter {
                 name,
                 variable,
                 first: zeros.clone(),
@@ -46,21 +46,26 @@ impl AdamW {
                 .map(weight)
                 .collect::<Result<_>>()?,
             steps: 0,
-            decay,
+            weight_decay,
         })
     }
 
-    /// The weights, in the order in which their gradients are given.
-    pub fn variables(&self) -> impl Iterator<Item = &Var> {
-        self.weights.iter().map(|weight| &weight.variable)
+    /// The gradient of a loss for each weight; zeros for a weight that the loss does not depend on.
+    pub fn gradients(&self, loss: &Tensor) -> Result<Vec<Tensor>> {
+        let all = loss.backward()?;
+        let gradient = |weight: &AdamWParameter| match all.get(&weight.variable) {
+            Some(gradient) => Ok(gradient.clone()),
+            None => Ok(weight.variable.zeros_like()?),
+        };
+        self.weights.iter().map(gradient).collect()
     }
 
-    /// Moves every weight against its gradient.
+    /// One step with these gradients, in the order of [`AdamW::gradients`], and this learning rate.
     pub fn step(&mut self, gradients: &[Tensor], rate: f64) -> Result<()> {
         assert_eq!(
             gradients.len(),
             self.weights.len(),
-            "a gradient for each weight"
+            "one gradient per weight"
         );
         self.steps += 1;
         let mut square = 0.0;
@@ -72,33 +77,33 @@ impl AdamW {
             "the gradients of step {} are not finite; lower --rate",
             self.steps
         );
-        let shorten = (LONGEST / square.sqrt().max(1e-12)).min(1.0);
+        let clip = (MAX_GRADIENT_NORM / square.sqrt().max(1e-12)).min(1.0);
         let steps = self.steps as f64;
         let (scale1, scale2) = (
             1.0 / (1.0 - BETA1.powf(steps)),
             1.0 / (1.0 - BETA2.powf(steps)),
         );
         for (weight, gradient) in self.weights.iter_mut().zip(gradients) {
-            let gradient = (gradient * shorten)?;
+            let gradient = (gradient * clip)?;
             weight.first = ((&weight.first * BETA1)? + (&gradient * (1.0 - BETA1))?)?;
             weight.second = ((&weight.second * BETA2)? + (gradient.sqr()? * (1.0 - BETA2))?)?;
             let size = ((&weight.second * scale2)?.sqrt()? + EPSILON)?;
-            let towards = ((&weight.first * (scale1 * rate))? / size)?;
-            // Gains and other vectors are not drawn to zero.
-            let kept = match weight.variable.rank() {
+            let update = ((&weight.first * (scale1 * rate))? / size)?;
+            // Gains and other vectors have no weight decay.
+            let keep = match weight.variable.rank() {
                 0 | 1 => 1.0,
-                _ => 1.0 - rate * self.decay,
+                _ => 1.0 - rate * self.weight_decay,
             };
-            let moved = ((weight.variable.as_tensor() * kept)? - towards)?;
-            weight.variable.set(&moved)?;
+            let value = ((weight.variable.as_tensor() * keep)? - update)?;
+            weight.variable.set(&value)?;
         }
         Ok(())
     }
 
-    /// Everything that has to be written down, by name.
+    /// Weights and moments by name.
     pub fn state(&self) -> Vec<(String, Tensor)> {
-        let of = |weight: &Weight| {
-            let Weight {
+        let of = |weight: &AdamWParameter| {
+            let AdamWParameter {
                 name,
                 variable,
                 first,
@@ -113,7 +118,7 @@ impl AdamW {
         self.weights.iter().flat_map(of).collect()
     }
 
-    /// Takes up the state after `steps` steps.
+    /// Restores the state after `steps` steps.
     pub fn resume(
         &mut self,
         steps: usize,
@@ -126,7 +131,7 @@ impl AdamW {
                 let tensor = state(name)?;
                 ensure!(
                     tensor.dims() == weight.variable.dims(),
-                    "{name} is {:?} in the checkpoint, but this model wants {:?}",
+                    "{name} is {:?} in the checkpoint, but {:?} in this model",
                     tensor.dims(),
                     weight.variable.dims()
                 );
@@ -144,12 +149,12 @@ impl AdamW {
     }
 }
 
-/// The rate of a step: rising over the first steps, then falling along a cosine to a tenth.
-pub fn rate(highest: f64, step: usize, steps: usize) -> f64 {
-    let rising = (steps / 20).clamp(1, 100);
-    if step < rising {
-        return highest * (step + 1) as f64 / rising as f64;
+/// The learning rate of a step: linear warmup, then cosine decay to a tenth of the peak.
+pub fn rate(peak: f64, step: usize, steps: usize) -> f64 {
+    let warmup = (steps / 20).clamp(1, 100);
+    if step < warmup {
+        return peak * (step + 1) as f64 / warmup as f64;
     }
-    let share = (step - rising) as f64 / (steps - rising).max(1) as f64;
-    highest * (0.55 + 0.45 * (std::f64::consts::PI * share.min(1.0)).cos())
+    let share = (step - warmup) as f64 / (steps - warmup).max(1) as f64;
+    peak * (0.55 + 0.45 * (std::f64::consts::PI * share.min(1.0)).cos())
 }

@@ -1,7 +1,7 @@
-//! A run in a file: weights, the optimiser's moments, settings and losses, in the safetensors format.
+//! Checkpoints: weights, the optimiser's moments, settings and losses, in the safetensors format.
 //!
-//! The decision here: a file appears whole or not at all, and holds everything that the next step
-//! depends on, so that a run that is resumed has the losses of one that was never interrupted.
+//! The decision here: a file is written completely or not at all, and holds everything the next
+//! step depends on, so that a resumed run has the losses of an uninterrupted one.
 
 use std::path::Path;
 
@@ -14,64 +14,64 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 
 use crate::adamw::AdamW;
-use crate::settings::Settings;
+use crate::settings::TrainingConfig;
 
-/// The key of what is said of a file.
+/// The key of the header in the file's metadata.
 const KEY: &str = "longnet";
 
-/// What a checkpoint says of itself.
+/// The metadata of a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Told {
+pub struct CheckpointHeader {
     /// The settings of the run.
-    pub settings: Settings,
+    pub settings: TrainingConfig,
     /// The loss of every step so far.
     pub losses: Vec<f64>,
 }
 
 /// Writes a checkpoint.
-pub fn save(path: &Path, told: &Told, optimiser: &AdamW) -> Result<()> {
-    let mut numbers = Vec::new();
+pub fn save(path: &Path, header: &CheckpointHeader, optimiser: &AdamW) -> Result<()> {
+    let mut tensors = Vec::new();
     for (name, tensor) in optimiser.state() {
         let values: Vec<f32> = tensor.flatten_all()?.to_vec1()?;
         let bytes: Vec<u8> = values
             .iter()
             .flat_map(|value| value.to_le_bytes())
             .collect();
-        numbers.push((name, tensor.dims().to_vec(), bytes));
+        tensors.push((name, tensor.dims().to_vec(), bytes));
     }
     let mut views = Vec::new();
-    for (name, dims, bytes) in &numbers {
+    for (name, dims, bytes) in &tensors {
         views.push((
             name.as_str(),
             TensorView::new(Dtype::F32, dims.clone(), bytes)?,
         ));
     }
-    let about = HashMap::from([(KEY.to_string(), serde_json::to_string(told)?)]);
+    let about = HashMap::from([(KEY.to_string(), serde_json::to_string(header)?)]);
     let file = safetensors::serialize(views, Some(about))?;
     let mut output = OutputFile::create(path, &[])?;
     output.write(|to| to.write_all(&file))?;
     output.keep()
 }
 
-/// A checkpoint that was read.
-pub struct Read {
-    /// What it says of itself.
-    pub told: Told,
+/// A checkpoint read from a file.
+pub struct CheckpointFile {
+    /// Its metadata.
+    pub header: CheckpointHeader,
     bytes: Vec<u8>,
     path: String,
 }
 
-impl Read {
+impl CheckpointFile {
     /// Reads a file.
-    pub fn open(path: &Path) -> Result<Read> {
+    pub fn open(path: &Path) -> Result<CheckpointFile> {
         let shown = path.display().to_string();
         let bytes = std::fs::read(path).with_context(|| format!("cannot read {shown}"))?;
-        let what = || format!("{shown} is no checkpoint of longnet");
+        let what = || format!("{shown} is not a checkpoint of longnet");
         let (_, header) = SafeTensors::read_metadata(&bytes).with_context(what)?;
         let about = header.metadata().as_ref().and_then(|about| about.get(KEY));
         let Some(about) = about else { bail!(what()) };
-        Ok(Read {
-            told: serde_json::from_str(about).with_context(what)?,
+        Ok(CheckpointFile {
+            header: serde_json::from_str(about).with_context(what)?,
             bytes,
             path: shown,
         })
@@ -83,7 +83,7 @@ impl Read {
         &self.bytes
     }
 
-    /// One of its tensors.
+    /// A tensor by name.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         let what = || format!("{} has no usable tensor {name}", self.path);
         let file = SafeTensors::deserialize(&self.bytes).with_context(what)?;
@@ -92,12 +92,12 @@ impl Read {
             bail!("{}: it holds {:?} instead of F32", what(), view.dtype());
         }
         let number = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-        let numbers: Vec<f32> = view.data().chunks_exact(4).map(number).collect();
-        Ok(Tensor::from_vec(numbers, view.shape(), &Device::Cpu)?)
+        let values: Vec<f32> = view.data().chunks_exact(4).map(number).collect();
+        Ok(Tensor::from_vec(values, view.shape(), &Device::Cpu)?)
     }
 
-    /// Puts its state into an optimiser and its weights.
+    /// Restores an optimiser and its weights.
     pub fn restore(&self, optimiser: &mut AdamW) -> Result<()> {
-        optimiser.resume(self.told.losses.len(), |name| self.tensor(name))
+        optimiser.resume(self.header.losses.len(), |name| self.tensor(name))
     }
 }

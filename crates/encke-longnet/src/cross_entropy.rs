@@ -1,11 +1,11 @@
-//! The mean of -log p(target) over rows of logits, in one pass forward and one back.
+//! Cross-entropy of logits, in one pass forward and one backward.
 
-use anyhow::{Context, Result as Done};
+use anyhow::Context;
 use candle_core::{CpuStorage, CustomOp1, Error, Layout, Result, Shape, Storage, Tensor};
 use rayon::prelude::*;
 
 /// The mean loss of rows of logits `[rows, symbols]`, in nats.
-pub fn cross_entropy(logits: &Tensor, targets: Vec<u32>) -> Done<Tensor> {
+pub fn cross_entropy(logits: &Tensor, targets: Vec<u32>) -> anyhow::Result<Tensor> {
     let (rows, symbols) = logits.dims2()?;
     anyhow::ensure!(
         rows == targets.len(),
@@ -15,7 +15,7 @@ pub fn cross_entropy(logits: &Tensor, targets: Vec<u32>) -> Done<Tensor> {
     let most = targets.iter().max().context("a loss has rows")?;
     anyhow::ensure!(
         (*most as usize) < symbols,
-        "symbol {most} is none of {symbols}"
+        "target {most} is not below {symbols} symbols"
     );
     Ok(logits.contiguous()?.apply_op1(CrossEntropy { targets })?)
 }
@@ -24,13 +24,13 @@ struct CrossEntropy {
     targets: Vec<u32>,
 }
 
-/// The largest number of a row, and the sum of the exponentials above it.
+/// The maximum of a row, and the sum of `exp(x - maximum)`.
 fn maximum_and_sum(row: &[f32]) -> (f32, f32) {
     let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     (most, row.iter().map(|x| (x - most).exp()).sum())
 }
 
-fn numbers<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+fn elements<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     let (from, to) = layout
         .contiguous_offsets()
         .ok_or_else(|| Error::msg("logits are not contiguous: a bug in longnet"))?;
@@ -43,7 +43,7 @@ impl CustomOp1 for CrossEntropy {
     }
 
     fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let logits = numbers(logits, layout)?;
+        let logits = elements(logits, layout)?;
         let rows = self.targets.len();
         let losses: Vec<f64> = logits
             .par_chunks(logits.len() / rows)
@@ -64,21 +64,23 @@ impl CustomOp1 for CrossEntropy {
         let Storage::Cpu(storage) = &*storage else {
             return Err(Error::msg("logits are not on the CPU: a bug in longnet"));
         };
-        let given = numbers(storage, layout)?;
-        let symbols = given.len() / rows;
-        let mut found = vec![0.0; given.len()];
-        let by_row = found.par_chunks_mut(symbols).zip(given.par_chunks(symbols));
+        let values = elements(storage, layout)?;
+        let symbols = values.len() / rows;
+        let mut dlogits = vec![0.0; values.len()];
+        let by_row = dlogits
+            .par_chunks_mut(symbols)
+            .zip(values.par_chunks(symbols));
         by_row
             .zip(&self.targets)
-            .for_each(|((found, row), target)| {
+            .for_each(|((dlogits, row), target)| {
                 let (most, sum) = maximum_and_sum(row);
-                for (found, x) in found.iter_mut().zip(row) {
-                    *found = (x - most).exp() / sum * each;
+                for (dlogit, x) in dlogits.iter_mut().zip(row) {
+                    *dlogit = (x - most).exp() / sum * each;
                 }
-                found[*target as usize] -= each;
+                dlogits[*target as usize] -= each;
             });
         Ok(Some(Tensor::from_vec(
-            found,
+            dlogits,
             logits.dims(),
             logits.device(),
         )?))
@@ -92,10 +94,10 @@ mod tests {
     use super::cross_entropy;
 
     #[test]
-    fn it_is_candles_own_with_its_gradient() {
-        let numbers: Vec<f32> = (0..7 * 5).map(|i| (i as f32 * 1.7).sin() * 4.0).collect();
+    fn loss_and_gradient_equal_candles_own() {
+        let values: Vec<f32> = (0..7 * 5).map(|i| (i as f32 * 1.7).sin() * 4.0).collect();
         let logits =
-            Var::from_tensor(&Tensor::from_vec(numbers, (7, 5), &Device::Cpu).unwrap()).unwrap();
+            Var::from_tensor(&Tensor::from_vec(values, (7, 5), &Device::Cpu).unwrap()).unwrap();
         let targets: Vec<u32> = vec![0, 4, 2, 2, 1, 3, 0];
         let ours = (cross_entropy(&logits, targets.clone()).unwrap() * 3.0).unwrap();
         let targets = Tensor::from_vec(targets, 7, &Device::Cpu).unwrap();

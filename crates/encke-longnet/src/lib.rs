@@ -1,16 +1,14 @@
 //! `longnet`: an example of Encke in a model.
 //!
-//! Nothing of attention is here: it is `encke-candle`'s. What is here is a model around it, its training,
-//! and a task that shows what the pattern is good for. The decision that shaped it: a loss is a function of
-//! settings, text and step, so that rings, processes and resumed runs can be held against one another.
+//! A model around `encke-candle`'s attention, its training, and a task that needs the dilated
+//! pattern. The decision that shaped it: a loss is a function of settings, text and step, so that
+//! rings, processes and resumed runs can be compared with one another.
 #![forbid(unsafe_code)]
 
 mod adamw;
 mod checkpoint;
 mod cli;
-mod course;
 mod cross_entropy;
-mod gradients;
 mod model;
 #[cfg(feature = "mpi")]
 mod processes;
@@ -23,7 +21,8 @@ mod settings;
 mod text;
 mod threads;
 mod train;
-mod training;
+mod trainer;
+mod training_run;
 mod weights;
 
 use std::ffi::OsString;
@@ -33,32 +32,32 @@ use encke_lab::Verdict;
 use encke_lab::output::OutputFile;
 use encke_mpi::launcher::LaunchedProcess;
 
-use cli::{Cli, Command, TextOptions};
+use cli::{LongnetCli, LongnetCommand, TextOptions};
 
-/// Does what the words of a command line say, and returns its exit code.
-pub fn command(words: impl IntoIterator<Item = OsString>) -> u8 {
-    encke_lab::program("longnet", words, run, run_together)
+/// Runs a command line, and returns its exit code.
+pub fn command(arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    encke_lab::program("longnet", arguments, run, run_together)
 }
 
-fn run(cli: Cli) -> Result<Verdict> {
+fn run(cli: LongnetCli) -> Result<Verdict> {
     match cli.command {
-        Command::Text(options) => text(&options),
-        Command::Train(options) => train::run(&options),
-        Command::Sample(options) => sample::run(&options),
-        Command::Retrieval(options) => retrieval::run(&options),
-        Command::Report(options) => report::run(&options),
+        LongnetCommand::Text(options) => text(&options),
+        LongnetCommand::Train(options) => train::run(&options),
+        LongnetCommand::Sample(options) => sample::run(&options),
+        LongnetCommand::Retrieval(options) => retrieval::run(&options),
+        LongnetCommand::Report(options) => report::run(&options),
     }
 }
 
 /// The command as one of several processes.
 #[cfg(feature = "mpi")]
-fn run_together(cli: Cli, place: &LaunchedProcess) -> Result<Verdict> {
+fn run_together(cli: LongnetCli, place: &LaunchedProcess) -> Result<Verdict> {
     processes::run(cli, place)
 }
 
-/// Without MPI, each of them would do all of the work, and write the same file.
+/// Without MPI each process would do all of the work and write the same file, so this is an error.
 #[cfg(not(feature = "mpi"))]
-fn run_together(_: Cli, place: &LaunchedProcess) -> Result<Verdict> {
+fn run_together(_: LongnetCli, place: &LaunchedProcess) -> Result<Verdict> {
     encke_lab::without_mpi("longnet", place)
 }
 

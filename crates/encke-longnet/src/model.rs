@@ -1,21 +1,21 @@
 //! The model: a decoder of LongNet layers over bytes, or over the symbols of a task.
 //!
-//! The decision here: everything but the attention works on single rows. Where a row stands is not told;
-//! instead each row begins as the sum of what its token and the few tokens before it mean, and attention
-//! is causal. So a process that has only its rows of a sequence, and knows the tokens, computes its rows
-//! of everything.
+//! The decision here: everything but the attention works on single rows. There is no positional
+//! encoding; each row starts as the sum of the embeddings of its token and the few tokens before
+//! it, and attention is causal. So a process that has only its rows of a sequence, and all tokens,
+//! can compute its rows of everything.
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Embedding, Linear, VarBuilder, linear_no_bias};
-use encke_candle::{Attention, LayerConfig as Heads, RingDilatedAttention, rms_norm};
+use encke_candle::{Attention, LayerConfig, RingDilatedAttention, rms_norm};
 use serde::{Deserialize, Serialize};
 
 /// The sizes of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Sizes {
-    /// Kinds of tokens.
+pub struct ModelConfig {
+    /// Size of the vocabulary.
     pub symbols: usize,
-    /// Numbers of a row.
+    /// Features of a row.
     pub width: usize,
     /// Layers.
     pub layers: usize,
@@ -23,15 +23,15 @@ pub struct Sizes {
     pub heads: usize,
     /// Key heads.
     pub kv_heads: usize,
-    /// Numbers of a head.
+    /// Head dimension.
     pub head_dim: usize,
-    /// Tokens that a row begins with: its own, and those before it.
+    /// Tokens whose embeddings a row starts with: its own, and those before it.
     pub recent: usize,
 }
 
 /// A LongNet.
 pub struct LongNet {
-    sizes: Sizes,
+    sizes: ModelConfig,
     recent: Vec<Embedding>,
     layers: Vec<Layer>,
     norm: Tensor,
@@ -47,11 +47,15 @@ struct Layer {
 }
 
 impl LongNet {
-    /// The model, with the weights it finds.
-    pub fn new(sizes: Sizes, attention: &Attention, weights: &VarBuilder<'_>) -> Result<LongNet> {
-        let Sizes { symbols, width, .. } = sizes;
+    /// The model with these weights.
+    pub fn new(
+        sizes: ModelConfig,
+        attention: &Attention,
+        weights: &VarBuilder<'_>,
+    ) -> Result<LongNet> {
+        let ModelConfig { symbols, width, .. } = sizes;
         let embedding = |at: usize| -> Result<Embedding> {
-            // One more than there are symbols: what stands before the first token.
+            // One more than there are symbols, for the positions before the first token.
             let name = format!("recent.{at}");
             let small = candle_nn::Init::Randn {
                 mean: 0.0,
@@ -70,25 +74,25 @@ impl LongNet {
         })
     }
 
-    /// What rows become: `[batch, rows, width]`. `sequences` are whole, `rows` are the places of those
-    /// to compute, in the order in which the attention has them.
+    /// The hidden states `[batch, rows, width]` of some rows. `sequences` are complete, `rows` are
+    /// the positions to compute, in the order in which the attention has them.
     pub fn rows(&self, sequences: &[Vec<u32>], rows: &[usize]) -> Result<Tensor> {
-        let nothing = self.sizes.symbols as u32;
+        let before_first = self.sizes.symbols as u32;
         let mut x: Option<Tensor> = None;
         for (before, table) in self.recent.iter().enumerate() {
             let token = |sequence: &Vec<u32>, row: usize| match row.checked_sub(before) {
-                Some(place) => sequence[place],
-                None => nothing,
+                Some(position) => sequence[position],
+                None => before_first,
             };
             let tokens: Vec<u32> = sequences
                 .iter()
                 .flat_map(|sequence| rows.iter().map(move |&row| token(sequence, row)))
                 .collect();
             let tokens = Tensor::from_vec(tokens, (sequences.len(), rows.len()), &Device::Cpu)?;
-            let meant = table.forward(&tokens)?;
+            let embedded = table.forward(&tokens)?;
             x = Some(match x {
-                None => meant,
-                Some(x) => (x + meant)?,
+                None => embedded,
+                Some(x) => (x + embedded)?,
             });
         }
         let mut x = match x {
@@ -105,22 +109,22 @@ impl LongNet {
         rms_norm(&x, &self.norm)
     }
 
-    /// How likely each symbol is to follow, as logits, for rows `[.., width]`.
+    /// Logits of the next token for rows `[.., width]`.
     pub fn logits(&self, rows: &Tensor) -> Result<Tensor> {
         self.head.forward(rows)
     }
 }
 
 impl Layer {
-    fn new(sizes: Sizes, attention: &Attention, weights: &VarBuilder<'_>) -> Result<Layer> {
-        let Sizes {
+    fn new(sizes: ModelConfig, attention: &Attention, weights: &VarBuilder<'_>) -> Result<Layer> {
+        let ModelConfig {
             width,
             heads,
             kv_heads,
             head_dim,
             ..
         } = sizes;
-        let heads = Heads {
+        let config = LayerConfig {
             width,
             heads,
             kv_heads,
@@ -128,7 +132,7 @@ impl Layer {
             qk_norm: false,
         };
         Ok(Layer {
-            attention: RingDilatedAttention::new(heads, attention, weights.pp("attention"))?,
+            attention: RingDilatedAttention::new(config, attention, weights.pp("attention"))?,
             attention_norm: gains(width, "attention_norm", weights)?,
             widen: linear_no_bias(width, 4 * width, weights.pp("widen"))?,
             narrow: linear_no_bias(4 * width, width, weights.pp("narrow"))?,
@@ -144,7 +148,7 @@ impl Module for Layer {
             .forward(&rms_norm(x, &self.attention_norm)?)?;
         let x = (x + attended)?;
         let wide = self.widen.forward(&rms_norm(&x, &self.norm)?)?;
-        // Squared, a kink is cheap and smooth enough.
+        // Squared ReLU.
         x + self.narrow.forward(&wide.relu()?.sqr()?)?
     }
 }

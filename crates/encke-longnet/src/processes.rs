@@ -1,8 +1,8 @@
 //! `longnet train` as several processes: each is a rank and has its rows of every sequence.
 //!
-//! Only the attention knows of the others, and the sum of the gradients. One process writes and speaks.
-//! The decision here: whatever is read is compared before the first step, because processes that read
-//! different texts, or begin with different weights, would learn nonsense and not notice.
+//! Processes communicate in the attention and in the all-reduce of the gradients. The root writes
+//! and prints. The decision here: inputs are compared before the first step, because processes with
+//! different texts or initial weights would train nonsense unnoticed.
 
 use std::sync::{Arc, Mutex};
 
@@ -17,18 +17,18 @@ use encke_lab::terminal::note;
 use encke_mpi::launcher::LaunchedProcess;
 use serde::{Deserialize, Serialize};
 
-use crate::cli::{Cli, Command};
-use crate::course::{Course, Ready, Ring};
+use crate::cli::{LongnetCli, LongnetCommand};
 use crate::rank;
-use crate::settings::Settings;
+use crate::settings::TrainingConfig;
 use crate::train::Options;
-use crate::training::Company;
+use crate::trainer::ReplicaGroup;
+use crate::training_run::{RunInputs, TrainingRing, TrainingRun};
 
 /// Runs a command as one of several processes.
-pub fn run(cli: Cli, place: &LaunchedProcess) -> Result<Verdict> {
+pub fn run(cli: LongnetCli, place: &LaunchedProcess) -> Result<Verdict> {
     cluster::run("longnet", place, |shared| match cli.command {
-        Command::Train(options) => train(shared, &options),
-        command if locked(shared).ranks() == 1 => crate::run(Cli { command }),
+        LongnetCommand::Train(options) => train(shared, &options),
+        command if locked(shared).ranks() == 1 => crate::run(LongnetCli { command }),
         _ => locked(shared).agree(Err(anyhow!(
             "this command runs alone; start it without a launcher (train runs as several processes)"
         ))),
@@ -36,50 +36,50 @@ pub fn run(cli: Cli, place: &LaunchedProcess) -> Result<Verdict> {
 }
 
 fn train(shared: &Arc<Mutex<Cluster>>, options: &Options) -> Result<Verdict> {
-    let (rank, ranks, speaks) = {
+    let (rank, ranks, is_root) = {
         let cluster = locked(shared);
         (cluster.rank(), cluster.ranks(), cluster.is_root())
     };
-    let course = options.course();
+    let run = options.training_run();
     let prepared = (|| {
         let settings = options.settings()?;
         check_ranks(options, ranks)?;
         let shard = rank::shard(&settings, rank, ranks)?;
-        let ready = course.prepare(&settings, speaks)?;
-        Ok((settings, shard, ready))
+        let inputs = run.prepare(&settings, is_root)?;
+        Ok((settings, shard, inputs))
     })();
-    let (settings, shard, mut ready) = locked(shared).agree(prepared)?;
-    let record = ready.record.take();
-    let mut company = Others(Arc::clone(shared));
-    compare(&mut company, &course, &settings, &ready)?;
+    let (settings, shard, mut inputs) = locked(shared).agree(prepared)?;
+    let record = inputs.record.take();
+    let mut group = MpiGroup(Arc::clone(shared));
+    compare(&mut group, &run, &settings, &inputs)?;
 
-    let begin: fn(&mut Line) = |line| locked(&line.0).wire.begin();
-    let line = (Line(Arc::clone(shared)), begin);
-    let training = rank::training(&settings, &ready, shard, line, Box::new(company));
-    let mut training = locked(shared).agree(training)?;
-    let seconds = course.take(&mut training, speaks)?;
+    let begin: fn(&mut ClusterTransport) = |transport| locked(&transport.0).wire.begin();
+    let transport = (ClusterTransport(Arc::clone(shared)), begin);
+    let trainer = rank::trainer(&settings, &inputs, shard, line, Box::new(group));
+    let mut trainer = locked(shared).agree(trainer)?;
+    let seconds = run.take_steps(&mut trainer, is_root)?;
 
-    let held = Held {
-        attention_bytes: training.rank_bytes(),
+    let memory = PeakMemory {
+        attention_bytes: trainer.rank_bytes(),
         resident_bytes: peak_resident_bytes(),
     };
-    let all = locked(shared).gather(&held)?;
-    let concluded = all.map_or(Ok(()), |all| {
-        let most = all.iter().map(|held| held.attention_bytes).max();
-        let ring = Ring {
+    let all = locked(shared).gather(&memory)?;
+    let finished = all.map_or(Ok(()), |all| {
+        let most = all.iter().map(|memory| memory.attention_bytes).max();
+        let ring = TrainingRing {
             ranks,
             processes: true,
             rank_bytes: most.unwrap_or(0),
         };
-        course.conclude(&training, seconds, &ring, record)?;
-        all.iter().enumerate().for_each(Held::tell);
+        run.finish(&trainer, seconds, &ring, record)?;
+        all.iter().enumerate().for_each(PeakMemory::print);
         Ok(())
     });
-    locked(shared).agree(concluded)?;
+    locked(shared).agree(finished)?;
     Ok(Verdict::Fine)
 }
 
-/// Processes are the ranks, so there is nothing to choose.
+/// Refuses a --ranks that differs from the number of processes, which are the ranks.
 fn check_ranks(options: &Options, processes: usize) -> Result<()> {
     if let Some(ranks) = options.ranks().filter(|ranks| *ranks != processes) {
         bail!(
@@ -90,47 +90,47 @@ fn check_ranks(options: &Options, processes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Whether everybody is about to do the same.
+/// Refuses processes whose options, texts or checkpoints differ.
 fn compare(
-    company: &mut Others,
-    course: &Course<'_>,
-    settings: &Settings,
-    ready: &Ready,
+    group: &mut MpiGroup,
+    run: &TrainingRun<'_>,
+    settings: &TrainingConfig,
+    inputs: &RunInputs,
 ) -> Result<()> {
-    let options = serde_json::to_vec(&(settings, course.last, course.every))?;
-    company.same("the options", checksum(&options))?;
-    company.same("the text", checksum(ready.text.bytes()))?;
-    let from = ready.resumed.as_ref();
-    company.same(
+    let options = serde_json::to_vec(&(settings, run.last, run.every))?;
+    group.check_equal("the options", checksum(&options))?;
+    group.check_equal("the text", checksum(inputs.text.bytes()))?;
+    let from = inputs.resumed.as_ref();
+    group.check_equal(
         "the checkpoint",
-        from.map_or(0, |read| checksum(read.bytes())),
+        from.map_or(0, |file| checksum(file.bytes())),
     )
 }
 
-/// What a process had in memory, at most.
+/// Peak memory of a process.
 #[derive(Debug, Serialize, Deserialize)]
-struct Held {
+struct PeakMemory {
     attention_bytes: usize,
     resident_bytes: Option<usize>,
 }
 
-impl Held {
-    fn tell((rank, held): (usize, &Held)) {
-        let resident = match held.resident_bytes {
+impl PeakMemory {
+    fn print((rank, memory): (usize, &PeakMemory)) {
+        let resident = match memory.resident_bytes {
             Some(most) => format!(", its process {} resident", bytes(most)),
             None => String::new(),
         };
         note(&format!(
             "memory   rank {rank} held {} in attention{resident}",
-            bytes(held.attention_bytes)
+            bytes(memory.attention_bytes)
         ));
     }
 }
 
-/// The wire, as the attention of a model holds it.
-struct Line(Arc<Mutex<Cluster>>);
+/// The cluster's wire as a transport that the attention can own.
+struct ClusterTransport(Arc<Mutex<Cluster>>);
 
-impl<B: HostWireBuffer> Transport<B> for Line {
+impl<B: HostWireBuffer> Transport<B> for ClusterTransport {
     fn exchange(
         &mut self,
         round: usize,
@@ -143,24 +143,24 @@ impl<B: HostWireBuffer> Transport<B> for Line {
     }
 }
 
-/// The other processes, as the training knows them.
-struct Others(Arc<Mutex<Cluster>>);
+/// All processes of the launch.
+struct MpiGroup(Arc<Mutex<Cluster>>);
 
-impl Company for Others {
-    fn sum(&mut self, numbers: &[f32]) -> Result<Vec<f32>> {
-        locked(&self.0).sum(numbers)
+impl ReplicaGroup for MpiGroup {
+    fn all_reduce_sum(&mut self, values: &[f32]) -> Result<Vec<f32>> {
+        locked(&self.0).sum(values)
     }
 
-    fn same(&mut self, what: &str, own: u64) -> Result<()> {
+    fn check_equal(&mut self, what: &str, checksum: u64) -> Result<()> {
         let mut cluster = locked(&self.0);
-        let speaker = cluster.root();
-        let word = cluster.is_root().then_some(own);
-        let first: u64 = cluster.broadcast(word)?;
+        let root = cluster.root();
+        let sent = cluster.is_root().then_some(checksum);
+        let expected: u64 = cluster.broadcast(sent)?;
         let equal = (|| {
             ensure!(
-                own == first,
-                "{what} here and on rank {speaker} are not the same; every process must have the \
-                 same options, files and kind of processor"
+                checksum == expected,
+                "{what} here and on rank {root} are not the same; every process must have the same \
+                 options, files and kind of processor"
             );
             Ok(())
         })();

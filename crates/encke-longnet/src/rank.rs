@@ -1,7 +1,6 @@
-//! One rank of several: its rows of every sequence, and its end of a ring.
+//! One rank of several, with its rows of every sequence.
 //!
-//! Where the others are, and what the transport is, is decided elsewhere: threads and processes are
-//! the same training.
+//! The caller brings the transport, so threads and processes share this code.
 
 use std::sync::Arc;
 
@@ -9,14 +8,14 @@ use anyhow::{Result, bail};
 use encke::{Cut, Data, ShardAttention, Transport};
 use encke_candle::{Attention, ShardBackend};
 
-use crate::course::Ready;
-use crate::settings::Settings;
-use crate::training::{Company, Training};
+use crate::settings::TrainingConfig;
+use crate::trainer::{ReplicaGroup, Trainer};
+use crate::training_run::RunInputs;
 
-/// A rank's part of the attention, where every rank has something to do.
-pub fn shard(settings: &Settings, rank: usize, ranks: usize) -> Result<ShardAttention> {
+/// One rank of the attention; an error if some rank would have no rows.
+pub fn shard(settings: &TrainingConfig, rank: usize, ranks: usize) -> Result<ShardAttention> {
     let ring = encke::Attention::builder().pattern(settings.pattern()?);
-    // Even work for every rank, since attention is causal.
+    // Zigzag balances causal attention.
     let shard = ring.ranks(ranks).sharding(Cut::Zigzag).build_shard(rank)?;
     let tokens = settings.tokens;
     let idle = |rank: &usize| shard.sharding().rows(tokens, *rank) == 0;
@@ -26,22 +25,25 @@ pub fn shard(settings: &Settings, rank: usize, ranks: usize) -> Result<ShardAtte
     Ok(shard)
 }
 
-/// A rank's training. `begin` is what its transport is told before each pass.
-pub fn training<T: Transport<Data> + Send + 'static>(
-    settings: &Settings,
-    ready: &Ready,
+/// A rank's trainer. `begin` is called with the transport before each pass.
+pub fn trainer<T: Transport<Data> + Send + 'static>(
+    settings: &TrainingConfig,
+    inputs: &RunInputs,
     shard: ShardAttention,
     (transport, begin): (T, fn(&mut T)),
-    company: Box<dyn Company>,
-) -> Result<Training> {
+    group: Box<dyn ReplicaGroup>,
+) -> Result<Trainer> {
     let runs = shard.sharding().runs(settings.tokens, shard.rank());
     let rows = runs.into_iter().flat_map(|run| run.tokens()).collect();
-    let ring = ShardBackend::new(shard, settings.tokens, transport, begin);
-    let attention = Attention::from_backend(Arc::new(ring));
-    let text = Arc::clone(&ready.text);
-    let mut training = Training::new(settings.clone(), text, attention, rows, Some(company))?;
-    if let Some(from) = &ready.resumed {
-        training.resume(from)?;
-    }
-    Ok(training)
+    let backend = ShardBackend::new(shard, settings.tokens, transport, begin);
+    let attention = Attention::from_backend(Arc::new(backend));
+    let (text, resumed) = (Arc::clone(&inputs.text), inputs.resumed.as_ref());
+    Trainer::new(
+        settings.clone(),
+        text,
+        attention,
+        rows,
+        Some(group),
+        resumed,
+    )
 }

@@ -1,4 +1,4 @@
-//! A run as a page shows it: what was trained, on which ring, and how the loss fell.
+//! Records of runs, for `longnet report`: settings, ring, losses and times.
 
 use std::path::Path;
 
@@ -6,66 +6,73 @@ use anyhow::{Context, Result};
 use encke_lab::output::OutputFile;
 use serde::{Deserialize, Serialize};
 
-use crate::retrieval::Learned;
-use crate::settings::Settings;
+use crate::retrieval::RetrievalResult;
+use crate::settings::TrainingConfig;
 
-/// Something that happened.
+/// A recorded run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Record {
-    /// A model was trained on a text.
-    Training(Training),
-    /// Models learned the retrieval task.
-    Retrieval(Retrieval),
+pub enum RunRecord {
+    /// A model trained on a text.
+    Training(TrainingRecord),
+    /// Models trained on the retrieval task.
+    Retrieval(RetrievalRecord),
 }
 
 /// A training run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Training {
-    /// What was trained.
-    pub settings: Settings,
+pub struct TrainingRecord {
+    /// Model and training settings.
+    pub settings: TrainingConfig,
     /// Ranks of the ring.
     pub ranks: usize,
-    /// Whether they were processes.
+    /// Whether the ranks were processes.
     pub processes: bool,
-    /// How many weights there are.
+    /// Number of parameters.
     pub weights: usize,
     /// The loss of every step.
     pub losses: Vec<f64>,
     /// Seconds of every step of this run.
     pub seconds: Vec<f64>,
-    /// Most bytes that a rank's attention held in a pass.
+    /// Peak attention bytes of a rank in a pass.
     pub rank_bytes: usize,
 }
 
-/// What came of the retrieval task.
+/// Results of the retrieval task.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Retrieval {
+pub struct RetrievalRecord {
     /// Tokens of a sequence.
     pub tokens: usize,
     /// Tokens of a local segment.
     pub local: usize,
     /// The dilation.
     pub dilation: usize,
-    /// Share of right answers by guessing.
+    /// Accuracy of guessing.
     pub chance: f64,
     /// The models.
-    pub models: Vec<Learned>,
+    pub models: Vec<RetrievalResult>,
 }
 
-impl Record {
-    /// Writes it.
+impl RunRecord {
+    /// Writes the record as JSON.
     pub fn write(&self, mut output: OutputFile) -> Result<()> {
         let text = serde_json::to_string(self)?;
         output.write(|to| to.write_all(text.as_bytes()))?;
         output.keep()
     }
 
-    /// Reads one.
-    pub fn read(path: &Path) -> Result<Record> {
+    /// Reads a record.
+    pub fn read(path: &Path) -> Result<RunRecord> {
         let text = std::fs::read_to_string(path);
         let text = text.with_context(|| format!("cannot read {}", path.display()))?;
         let record = serde_json::from_str(&text);
-        record.with_context(|| format!("{} is no record of longnet", path.display()))
+        record.with_context(|| format!("{} is not a record of longnet", path.display()))
     }
+}
+
+/// The median of the steps' times; `None` without steps.
+pub fn median(seconds: &[f64]) -> Option<f64> {
+    let mut sorted = seconds.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied()
 }

@@ -1,6 +1,6 @@
-//! `longnet sample`: what a trained model would write.
+//! `longnet sample`: samples text from a trained model.
 //!
-//! Every byte is a forward pass over all that was written so far; nothing is kept between two of them.
+//! Every byte is a forward pass over the text so far; there is no KV cache.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use encke_lab::number::count;
 use encke_lab::terminal::{bar, say};
 
 use crate::adamw::AdamW;
-use crate::checkpoint::Read;
+use crate::checkpoint::CheckpointFile;
 use crate::model::LongNet;
 use crate::weights::Weights;
 
@@ -27,22 +27,22 @@ Examples:
 /// Options of the command.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// What `longnet train --checkpoint` kept.
+    /// A checkpoint of `longnet train`.
     model: PathBuf,
 
-    /// What the text begins with.
+    /// Beginning of the text.
     #[arg(long, default_value = "\n")]
     prompt: String,
 
-    /// Bytes to write.
+    /// Bytes to sample.
     #[arg(long, default_value = "200", value_parser = count)]
     bytes: usize,
 
-    /// Below 1 it is more careful, at 0 it always takes the likeliest byte.
+    /// Softmax temperature; 0 always takes the most likely byte.
     #[arg(long, default_value_t = 0.8)]
     temperature: f64,
 
-    /// Where randomness begins.
+    /// Seed of the samples.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
@@ -50,29 +50,29 @@ pub struct Options {
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
     if options.prompt.is_empty() {
-        bail!("--prompt is empty; give it at least one byte to go on from");
+        bail!("--prompt is empty; give at least one byte");
     }
     if !(options.temperature >= 0.0 && options.temperature.is_finite()) {
         bail!(
-            "--temperature {} is below 0 or no number",
+            "--temperature {} is negative or not finite",
             options.temperature
         );
     }
-    let read = Read::open(&options.model)?;
-    let settings = &read.told.settings;
+    let file = CheckpointFile::open(&options.model)?;
+    let settings = &file.header.settings;
     let attention = Attention::new(encke::Attention::builder().pattern(settings.pattern()?))?;
     let weights = Weights::new(settings.seed);
     let model = LongNet::new(settings.sizes, &attention, &weights.builder())?;
-    read.restore(&mut AdamW::new(&weights, 0.0)?)?;
+    file.restore(&mut AdamW::new(&weights, 0.0)?)?;
 
     let mut random = Random::new(options.seed);
     let mut written: Vec<u32> = options.prompt.bytes().map(u32::from).collect();
     let begun = written.len();
     let progress = bar(options.bytes);
     for _ in 0..options.bytes {
-        // A sequence is never longer than those it was trained on.
+        // The context is at most as long as the training sequences.
         let from = written.len().saturating_sub(settings.tokens);
-        let next = likely(&model, &written[from..], options.temperature, &mut random)?;
+        let next = sample_next(&model, &written[from..], options.temperature, &mut random)?;
         written.push(next);
         progress.inc(1);
     }
@@ -86,8 +86,13 @@ pub fn run(options: &Options) -> Result<Verdict> {
     Ok(Verdict::Fine)
 }
 
-/// A byte that may follow.
-fn likely(model: &LongNet, written: &[u32], temperature: f64, random: &mut Random) -> Result<u32> {
+/// Samples the next byte.
+fn sample_next(
+    model: &LongNet,
+    written: &[u32],
+    temperature: f64,
+    random: &mut Random,
+) -> Result<u32> {
     let rows: Vec<usize> = (0..written.len()).collect();
     let rows = model.rows(&[written.to_vec()], &rows)?;
     let last = rows.narrow(1, written.len() - 1, 1)?.reshape((1, ()))?;

@@ -1,7 +1,7 @@
-//! Texts: one to learn from where no other is at hand, and sequences of any.
+//! Training texts: a generated one, and sequences of any file.
 //!
-//! The generated text is a chronicle: people are introduced with a trade and a town, and mentioned with
-//! them again much later. It is the same bytes for the same seed, on every machine.
+//! The generated text is a chronicle: people are introduced with a trade and a town, and mentioned
+//! with them again much later. The same seed gives the same bytes on every machine.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ const TOWNS: [&str; 8] = [
 ];
 const SKIES: [&str; 6] = ["clear", "grey", "bright", "heavy", "pale", "windy"];
 
-/// A chronicle of at least so many bytes.
+/// A chronicle of at least `bytes` bytes.
 pub fn chronicle(bytes: usize, seed: u64) -> String {
     let mut random = Random::new(seed);
     let mut people: Vec<(&str, &str, &str)> = NAMES
@@ -38,10 +38,10 @@ pub fn chronicle(bytes: usize, seed: u64) -> String {
     let mut year = 1;
     while text.len() < bytes {
         if random.once_in(40) {
-            // Somebody moves, and is somebody else from now on.
-            let who = random.below(people.len());
-            people[who].1 = random.pick(&TRADES);
-            people[who].2 = random.pick(&TOWNS);
+            // A person changes trade and town.
+            let person = random.below(people.len());
+            people[person].1 = random.pick(&TRADES);
+            people[person].2 = random.pick(&TOWNS);
         }
         let (name, trade, town) = people[random.below(people.len())];
         let (other, other_trade, _) = people[random.below(people.len())];
@@ -71,7 +71,7 @@ pub struct Text {
 }
 
 impl Text {
-    /// Reads a file; it must be longer than one sequence and the token after it.
+    /// Reads a file; it must be longer than one sequence.
     pub fn read(path: &Path, tokens: usize) -> Result<Text> {
         let bytes =
             std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -87,14 +87,14 @@ impl Text {
         Ok(Text { bytes })
     }
 
-    /// All of it.
+    /// All bytes.
     #[cfg(feature = "mpi")]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The sequence of a step: `tokens` tokens and the one that follows, from a place that depends on
-    /// the seed and the step alone.
+    /// The sequence of a step: `tokens` tokens and the one that follows, from a position that
+    /// depends only on the seed and the step.
     pub fn sequence(&self, tokens: usize, seed: u64, step: usize) -> Vec<u32> {
         let mut random = Random::new(seed.wrapping_add(step as u64).wrapping_mul(0x9e37_79b9));
         let start = random.below(self.bytes.len() - tokens);
@@ -108,7 +108,7 @@ mod tests {
     use super::chronicle;
 
     #[test]
-    fn a_chronicle_is_as_long_as_wanted_and_always_the_same() {
+    fn a_chronicle_has_the_requested_length_and_depends_only_on_the_seed() {
         let text = chronicle(10_000, 3);
         assert!(text.len() >= 10_000 && text.len() < 10_200);
         assert!(text.is_ascii());

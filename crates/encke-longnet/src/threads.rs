@@ -1,7 +1,7 @@
 //! `longnet train` on a ring of threads: each is a rank and has its rows of every sequence.
 //!
-//! What processes do, without any: the same steps, summed in the same order, with the same bits. The
-//! decision here: a rank that fails says so to all others at once, and its error is the one that counts.
+//! The steps are those of several processes, summed in the same order, with the same bits. The
+//! decision here: a rank that fails notifies all others at once, and its error is the one reported.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -12,40 +12,40 @@ use encke::threads::{Endpoint, endpoints};
 use encke_lab::AlreadyReported;
 use encke_ring::collectives::Collectives;
 
-use crate::course::{Course, Ready, Ring};
 use crate::rank;
-use crate::settings::Settings;
-use crate::training::{Company, Training};
+use crate::settings::TrainingConfig;
+use crate::trainer::{ReplicaGroup, Trainer};
+use crate::training_run::{RunInputs, TrainingRing, TrainingRun};
 
 /// How long a rank may wait for another one.
 const DEADLINE: Duration = Duration::from_secs(600);
 
 /// Trains on a ring of `ranks` threads.
-pub fn train(settings: &Settings, course: &Course<'_>, ranks: usize) -> Result<()> {
-    let mut ready = course.prepare(settings, true)?;
-    let record = ready.record.take();
-    let members = (0..ranks)
+pub fn train(settings: &TrainingConfig, run: &TrainingRun<'_>, ranks: usize) -> Result<()> {
+    let mut inputs = run.prepare(settings, true)?;
+    let record = inputs.record.take();
+    let threads = (0..ranks)
         .zip(endpoints(ranks, DEADLINE))
         .zip(endpoints(ranks, DEADLINE));
-    let members: Vec<Member> = members
-        .map(|((rank, line), table)| Member {
+    let threads: Vec<RankThread> = threads
+        .map(|((rank, ring), reduce)| RankThread {
             rank,
             ranks,
-            line,
-            table,
+            ring,
+            reduce,
         })
         .collect();
-    let Some(failed) = members.first().map(|member| member.table.group()) else {
+    let Some(failed) = threads.first().map(|thread| thread.reduce.group()) else {
         bail!("--ranks is 0; it must be at least 1");
     };
     let ended: Vec<Result<Trained>> = std::thread::scope(|scope| {
-        let work = |member: Member| {
-            let alarm = member.alarm();
+        let spawn = |rank: RankThread| {
+            let abort = rank.abort_others();
             let thread = std::thread::Builder::new();
-            let thread = thread.spawn_scoped(scope, || member.train(settings, course, &ready));
-            thread.map_err(|error| alarm(anyhow!(error).context("no thread for a rank")))
+            let thread = thread.spawn_scoped(scope, || rank.train(settings, run, &inputs));
+            thread.map_err(|error| abort(anyhow!(error).context("no thread for a rank")))
         };
-        let threads: Vec<_> = members.into_iter().map(work).collect();
+        let threads: Vec<_> = threads.into_iter().map(spawn).collect();
         let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Trained>>| {
             thread
                 .join()
@@ -58,97 +58,103 @@ pub fn train(settings: &Settings, course: &Course<'_>, ranks: usize) -> Result<(
     for (rank, ended) in ended.into_iter().enumerate() {
         match ended {
             Ok(trained) => done.push(trained),
-            // The others only say that this one has failed.
+            // The errors of the others only report that this rank failed.
             Err(error) if first.is_none_or(|first| first == rank) => return Err(error),
             Err(_) => {}
         }
     }
-    let most = done.iter().map(|(training, _)| training.rank_bytes()).max();
-    let ring = Ring {
+    let most = done.iter().map(|(trainer, _)| trainer.rank_bytes()).max();
+    let ring = TrainingRing {
         ranks,
         processes: false,
         rank_bytes: most.unwrap_or(0),
     };
-    let (training, seconds) = done.swap_remove(0);
-    course.conclude(&training, seconds, &ring, record)
+    let (trainer, seconds) = done.swap_remove(0);
+    run.finish(&trainer, seconds, &ring, record)
 }
 
-/// A rank's training at its end, and the seconds of its steps.
-type Trained = (Training, Vec<f64>);
+/// A rank's trainer after the last step, and the seconds of its steps.
+type Trained = (Trainer, Vec<f64>);
 
-/// A thread that is a rank.
-struct Member {
+/// A rank and its two channels: the attention's ring, and the all-reduce of gradients.
+struct RankThread {
     rank: usize,
     ranks: usize,
-    line: Endpoint<Data>,
-    table: Endpoint<Vec<u8>>,
+    ring: Endpoint<Data>,
+    reduce: Endpoint<Vec<u8>>,
 }
 
-impl Member {
-    /// Tells all others that this one has failed, and why.
-    fn alarm(&self) -> impl Fn(anyhow::Error) -> anyhow::Error + use<> {
-        let (rank, line, table) = (self.rank, self.line.group(), self.table.group());
+impl RankThread {
+    /// Reports this rank's failure to all others.
+    fn abort_others(&self) -> impl Fn(anyhow::Error) -> anyhow::Error + use<> {
+        let (rank, ring, reduce) = (self.rank, self.ring.group(), self.reduce.group());
         move |error| {
-            let words = format!("{error:#}");
-            // Whoever hears of it at the line must not be the first one at the table.
-            table.fail(rank, words.clone());
-            line.fail(rank, words);
+            let message = format!("{error:#}");
+            // `reduce` first: a rank that sees the failure in `ring` must not be the first to
+            // report one in `reduce`.
+            reduce.fail(rank, message.clone());
+            ring.fail(rank, message);
             error
         }
     }
 
-    fn train(self, settings: &Settings, course: &Course<'_>, ready: &Ready) -> Result<Trained> {
-        let alarm = self.alarm();
+    fn train(
+        self,
+        settings: &TrainingConfig,
+        run: &TrainingRun<'_>,
+        inputs: &RunInputs,
+    ) -> Result<Trained> {
+        let abort = self.abort_others();
         let ended = catch_unwind(AssertUnwindSafe(|| {
-            // Its share of the cores: ranks that take them from one another only wait.
+            // An equal share of the cores, so that ranks do not compete for them.
             let cores = (rayon::current_num_threads() / self.ranks).max(1);
             let pool = rayon::ThreadPoolBuilder::new().num_threads(cores).build();
             let pool = pool.context("no threads for a rank")?;
-            pool.install(|| self.take_steps(settings, course, ready))
+            pool.install(|| self.take_steps(settings, run, inputs))
         }));
-        // A panic has been reported already.
+        // The panic hook has printed the panic already.
         ended
             .unwrap_or_else(|_| Err(AlreadyReported.into()))
-            .map_err(alarm)
+            .map_err(abort)
     }
 
     fn take_steps(
         self,
-        settings: &Settings,
-        course: &Course<'_>,
-        ready: &Ready,
+        settings: &TrainingConfig,
+        run: &TrainingRun<'_>,
+        inputs: &RunInputs,
     ) -> Result<Trained> {
         let rank = self.rank;
         let shard = rank::shard(settings, rank, self.ranks)?;
-        let company = Table {
+        let group = ThreadGroup {
             rank,
-            members: (0..self.ranks).collect(),
-            end: self.table,
+            ranks: (0..self.ranks).collect(),
+            endpoint: self.reduce,
         };
-        let line = (self.line, (|_| ()) as fn(&mut Endpoint<Data>));
-        let mut training = rank::training(settings, ready, shard, line, Box::new(company))?;
-        let seconds = course.take(&mut training, rank == 0)?;
-        Ok((training, seconds))
+        let ring = (self.ring, (|_| ()) as fn(&mut Endpoint<Data>));
+        let mut trainer = rank::trainer(settings, inputs, shard, ring, Box::new(group))?;
+        let seconds = run.take_steps(&mut trainer, rank == 0)?;
+        Ok((trainer, seconds))
     }
 }
 
-/// The other threads, as the training knows them.
-struct Table {
+/// All threads of the ring.
+struct ThreadGroup {
     rank: usize,
-    members: Vec<usize>,
-    end: Endpoint<Vec<u8>>,
+    ranks: Vec<usize>,
+    endpoint: Endpoint<Vec<u8>>,
 }
 
-impl Company for Table {
-    fn sum(&mut self, numbers: &[f32]) -> Result<Vec<f32>> {
-        Ok(Collectives::new(&mut self.end, self.rank, &self.members).sum(numbers)?)
+impl ReplicaGroup for ThreadGroup {
+    fn all_reduce_sum(&mut self, values: &[f32]) -> Result<Vec<f32>> {
+        Ok(Collectives::new(&mut self.endpoint, self.rank, &self.ranks).sum(values)?)
     }
 
-    fn same(&mut self, what: &str, own: u64) -> Result<()> {
-        let mut meeting = Collectives::new(&mut self.end, self.rank, &self.members);
-        let first = meeting.broadcast(own.to_le_bytes().to_vec())?;
+    fn check_equal(&mut self, what: &str, checksum: u64) -> Result<()> {
+        let mut collectives = Collectives::new(&mut self.endpoint, self.rank, &self.ranks);
+        let expected = collectives.broadcast(checksum.to_le_bytes().to_vec())?;
         ensure!(
-            first == own.to_le_bytes(),
+            expected == checksum.to_le_bytes(),
             "{what} here and on rank 0 are not the same: a bug in longnet"
         );
         Ok(())
@@ -160,23 +166,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rank_that_fails_ends_the_others_at_once_with_its_words() {
-        let (mut lines, mut tables) = (endpoints(2, DEADLINE), endpoints(2, DEADLINE));
-        let member = Member {
+    fn a_failed_rank_aborts_the_others_with_its_message() {
+        let (mut rings, mut reduces) = (endpoints(2, DEADLINE), endpoints(2, DEADLINE));
+        let failed = RankThread {
             rank: 1,
             ranks: 2,
-            line: lines.remove(1),
-            table: tables.remove(1),
+            ring: rings.remove(1),
+            reduce: reduces.remove(1),
         };
-        let mut other = Table {
+        let mut other = ThreadGroup {
             rank: 0,
-            members: vec![0, 1],
-            end: tables.remove(0),
+            ranks: vec![0, 1],
+            endpoint: reduces.remove(0),
         };
-        member.alarm()(anyhow!("no paper").context("cannot write"));
-        let error = other.sum(&[1.0]).unwrap_err().to_string();
+        failed.abort_others()(anyhow!("disk full").context("cannot write"));
+        let error = other.all_reduce_sum(&[1.0]).unwrap_err().to_string();
         assert!(
-            error.contains("rank 1 failed: cannot write: no paper"),
+            error.contains("rank 1 failed: cannot write: disk full"),
             "{error}"
         );
     }

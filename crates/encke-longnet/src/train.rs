@@ -1,4 +1,4 @@
-//! `longnet train`: a model, a text, a ring.
+//! `longnet train`: its options, and training on one rank.
 
 use std::path::PathBuf;
 
@@ -8,42 +8,42 @@ use encke_candle::Attention;
 use encke_lab::Verdict;
 use encke_lab::number::count;
 
-use crate::course::{Course, Ready, Ring};
-use crate::model::Sizes;
-use crate::settings::Settings;
+use crate::model::ModelConfig;
+use crate::settings::TrainingConfig;
 use crate::threads;
-use crate::training::Training;
+use crate::trainer::Trainer;
+use crate::training_run::{RunInputs, TrainingRing, TrainingRun};
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
 Examples:
   longnet text story.txt --bytes 1M
   longnet train story.txt --checkpoint model.safetensors
-      Four layers over 16384 bytes at a time, 300 steps; the model is kept.
+      Four layers, sequences of 16384 bytes, 300 steps; saves the model.
   longnet train story.txt --ranks 4 --record p4.json
-      A ring of four threads, each with a quarter of the rows: the same losses, to rounding.
+      A ring of four threads with a quarter of the rows each: the same losses, to rounding.
   longnet train story.txt --checkpoint model.safetensors --resume --ranks 2
-      Go on where a run ended, on any ring.
+      Resumes a run, on any ring.
   longnet train story.txt --dense --record dense.json
-      Every byte sees all before it, to compare with.
+      Dense attention, for comparison.
   mpirun -n 4 longnet train story.txt --checkpoint model.safetensors
-      The ring as four processes: the bits of four threads. Needs --features mpi to build.";
+      A ring of four processes, with the bits of four threads. Build with --features mpi.";
 
 /// Options of the command.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Any file; its bytes are the tokens.
+    /// The text: any file; its bytes are the tokens.
     text: PathBuf,
 
     /// Tokens of a sequence; a step is one sequence.
     #[arg(long, default_value = "16k", value_parser = count)]
     tokens: usize,
 
-    /// Steps in all.
+    /// Steps of the learning rate schedule.
     #[arg(long, default_value = "300", value_parser = count)]
     steps: usize,
 
-    /// Stop after this step, though the schedule goes on to --steps.
+    /// Stop after this step, before the end of the schedule.
     #[arg(long, value_name = "STEP", value_parser = count)]
     until: Option<usize>,
 
@@ -54,27 +54,27 @@ pub struct Options {
     #[command(flatten)]
     model: ModelOptions,
 
-    /// The highest rate of learning.
+    /// Peak learning rate.
     #[arg(long, default_value_t = 3e-3)]
     rate: f64,
 
-    /// Where randomness begins.
+    /// Seed of weights and sequences.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 
-    /// Where the model is kept.
+    /// The checkpoint file.
     #[arg(long, value_name = "FILE")]
     checkpoint: Option<PathBuf>,
 
-    /// Steps between two checkpoints; the last step always has one.
+    /// Steps between two checkpoints; the last step always writes one.
     #[arg(long, default_value = "100", value_name = "STEPS", value_parser = count)]
     every: usize,
 
-    /// Go on where the checkpoint ends.
+    /// Resume from the checkpoint.
     #[arg(long, requires = "checkpoint")]
     resume: bool,
 
-    /// Where losses and times are written down, for `longnet report`.
+    /// File for losses and times, for `longnet report`.
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 }
@@ -86,38 +86,40 @@ struct ModelOptions {
     #[arg(long, default_value = "4", value_parser = count)]
     layers: usize,
 
-    /// Numbers of a row.
+    /// Model width.
     #[arg(long, default_value = "64", value_parser = count)]
     width: usize,
 
-    /// Heads.
+    /// Query heads.
     #[arg(long, default_value = "4", value_parser = count)]
     heads: usize,
 
-    /// Heads of keys and values [default: as many as heads].
+    /// Key and value heads [default: as many as heads].
     #[arg(long, value_parser = count)]
     kv_heads: Option<usize>,
 
-    /// Bytes that a row begins with: its own, and those before it.
+    /// Tokens whose embeddings a row starts with: its own, and those before it.
     #[arg(long, default_value = "4", value_parser = count)]
     recent: usize,
 
     /// Segment length of each branch [default: LongNet's for this length].
-    #[arg(long, value_name = "W1,W2,...", value_delimiter = ',', value_parser = count, conflicts_with = "dense")]
+    #[arg(long, value_name = "W1,W2,...", value_delimiter = ',', value_parser = count)]
+    #[arg(conflicts_with = "dense")]
     segment_lengths: Vec<usize>,
 
     /// Dilation rate of each branch; as many as segment lengths.
-    #[arg(long, value_name = "R1,R2,...", value_delimiter = ',', value_parser = count, conflicts_with = "dense")]
+    #[arg(long, value_name = "R1,R2,...", value_delimiter = ',', value_parser = count)]
+    #[arg(conflicts_with = "dense")]
     dilation_rates: Vec<usize>,
 
-    /// Dense attention instead.
+    /// Dense attention.
     #[arg(long)]
     dense: bool,
 }
 
 impl Options {
-    /// Everything that the losses depend on, or what does not go together.
-    pub fn settings(&self) -> Result<Settings> {
+    /// The settings, or an error for options that do not fit together.
+    pub fn settings(&self) -> Result<TrainingConfig> {
         let ModelOptions {
             layers,
             width,
@@ -139,21 +141,21 @@ impl Options {
             }
         }
         if !width.is_multiple_of(heads) {
-            bail!("--width {width} cannot be shared by --heads {heads}; the heads must divide it");
+            bail!("--width {width} is not a multiple of --heads {heads}");
         }
         let (segment_lengths, dilation_rates) = match (
             self.model.dense,
             self.model.segment_lengths.is_empty() && self.model.dilation_rates.is_empty(),
         ) {
             (true, _) => (Vec::new(), Vec::new()),
-            (false, true) => Settings::longnet(self.tokens),
+            (false, true) => TrainingConfig::longnet(self.tokens),
             (false, false) => (
                 self.model.segment_lengths.clone(),
                 self.model.dilation_rates.clone(),
             ),
         };
-        let settings = Settings {
-            sizes: Sizes {
+        let settings = TrainingConfig {
+            sizes: ModelConfig {
                 symbols: 256,
                 width,
                 layers,
@@ -170,21 +172,24 @@ impl Options {
             seed: self.seed,
         };
         if !(self.rate > 0.0 && self.rate.is_finite()) {
-            bail!("--rate {} is no rate; give a number above 0", self.rate);
+            bail!(
+                "--rate {} is not a learning rate; give a number above 0",
+                self.rate
+            );
         }
         settings.pattern()?;
         Ok(settings)
     }
 
-    /// The ranks that were asked for, if any number was.
+    /// The number of ranks, if given.
     #[cfg(feature = "mpi")]
     pub fn ranks(&self) -> Option<usize> {
         self.ranks
     }
 
-    /// What the steps are, and what becomes of them.
-    pub fn course(&self) -> Course<'_> {
-        Course {
+    /// Files and steps of the run.
+    pub fn training_run(&self) -> TrainingRun<'_> {
+        TrainingRun {
             text: &self.text,
             last: self.until.unwrap_or(self.steps).min(self.steps),
             every: self.every,
@@ -197,31 +202,29 @@ impl Options {
 
 /// Runs the command in this process.
 pub fn run(options: &Options) -> Result<Verdict> {
-    let (settings, course) = (options.settings()?, options.course());
+    let (settings, run) = (options.settings()?, options.training_run());
     match options.ranks.unwrap_or(1) {
-        1 => alone(settings, &course)?,
-        ranks => threads::train(&settings, &course, ranks)?,
+        1 => train_alone(settings, &run)?,
+        ranks => threads::train(&settings, &run, ranks)?,
     }
     Ok(Verdict::Fine)
 }
 
-fn alone(settings: Settings, course: &Course<'_>) -> Result<()> {
+fn train_alone(settings: TrainingConfig, run: &TrainingRun<'_>) -> Result<()> {
     let ring = encke::Attention::builder().pattern(settings.pattern()?);
-    let Ready {
+    let RunInputs {
         text,
         resumed,
         record,
-    } = course.prepare(&settings, true)?;
+    } = run.prepare(&settings, true)?;
     let rows = (0..settings.tokens).collect();
-    let mut training = Training::new(settings, text, Attention::new(ring)?, rows, None)?;
-    if let Some(from) = &resumed {
-        training.resume(from)?;
-    }
-    let seconds = course.take(&mut training, true)?;
-    let ring = Ring {
+    let (attention, resumed) = (Attention::new(ring)?, resumed.as_ref());
+    let mut trainer = Trainer::new(settings, text, attention, rows, None, resumed)?;
+    let seconds = run.take_steps(&mut trainer, true)?;
+    let ring = TrainingRing {
         ranks: 1,
         processes: false,
-        rank_bytes: training.rank_bytes(),
+        rank_bytes: trainer.rank_bytes(),
     };
-    course.conclude(&training, seconds, &ring, record)
+    run.finish(&trainer, seconds, &ring, record)
 }

@@ -1,8 +1,8 @@
-//! The weights of a model by name: made from a seed, or read from a file.
+//! The weights of a model by name, initialised from a seed.
 //!
-//! candle's own random numbers cannot be seeded on the CPU. The decision here: a weight's first values
-//! depend on the seed and on its name, and on nothing else, so that models of any depth, on any ring and
-//! in any process begin alike.
+//! candle's random numbers cannot be seeded on the CPU. The decision here: a weight's initial
+//! values depend only on the seed and on its name, so that models on any ring and in any process
+//! start equal.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,7 +20,7 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// None yet: they are made as a model asks for them.
+    /// No weights yet; they are created when a model first requests them.
     pub fn new(seed: u64) -> Weights {
         Weights {
             seed,
@@ -28,12 +28,12 @@ impl Weights {
         }
     }
 
-    /// What a model takes them from.
+    /// A builder for a model.
     pub fn builder(&self) -> VarBuilder<'static> {
         VarBuilder::from_backend(Box::new(self.clone()), DType::F32, Device::Cpu)
     }
 
-    /// All of them, in the order of their names.
+    /// All weights, in the order of their names.
     pub fn all(&self) -> Vec<(String, Var)> {
         let variables = self.lock();
         variables
@@ -42,7 +42,7 @@ impl Weights {
             .collect()
     }
 
-    /// How many numbers they are.
+    /// Number of parameters.
     pub fn count(&self) -> usize {
         self.lock().values().map(|weight| weight.elem_count()).sum()
     }
@@ -67,13 +67,13 @@ impl SimpleBackend for Weights {
         if let Some(variable) = variables.get(name) {
             if variable.shape() != &shape {
                 return Err(Error::msg(format!(
-                    "the weight {name} is {:?}, but this model wants {shape:?}",
+                    "the weight {name} is {:?}, but {shape:?} in this model",
                     variable.dims()
                 )));
             }
             return Ok(variable.as_tensor().clone());
         }
-        let values = first_values(self.seed, name, &shape, init);
+        let values = initial_values(self.seed, name, &shape, init);
         let variable = Var::from_tensor(&Tensor::from_vec(values, shape, device)?)?;
         let tensor = variable.as_tensor().clone();
         variables.insert(name.to_string(), variable);
@@ -92,10 +92,10 @@ impl SimpleBackend for Weights {
     }
 }
 
-/// What a weight begins with: constants as asked, everything else bell-shaped, as wide as it was asked
-/// or as keeps the size of a row.
-fn first_values(seed: u64, name: &str, shape: &Shape, init: Init) -> Vec<f32> {
-    let width = match init {
+/// Initial values: constants as requested, everything else approximately normal with the requested
+/// standard deviation, or 1/sqrt(fan-in) for Kaiming.
+fn initial_values(seed: u64, name: &str, shape: &Shape, init: Init) -> Vec<f32> {
+    let deviation = match init {
         Init::Const(value) => return vec![value as f32; shape.elem_count()],
         Init::Randn { stdev, .. } => stdev,
         Init::Uniform { up, .. } => up / 3f64.sqrt(),
@@ -104,13 +104,14 @@ fn first_values(seed: u64, name: &str, shape: &Shape, init: Init) -> Vec<f32> {
             1.0 / (inputs.max(1) as f64).sqrt()
         }
     };
-    let letters = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, letter| {
-        (hash ^ u64::from(letter)).wrapping_mul(0x0100_0000_01b3)
+    // FNV-1a.
+    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });
-    let mut random = Random::new(seed ^ letters);
-    // A sum of four even numbers is bell-shaped enough; its variance is 4/3.
-    let mut bell = || (0..4).map(|_| random.unit()).sum::<f64>() * 0.75f64.sqrt();
+    let mut random = Random::new(seed ^ hash);
+    // The sum of four uniform numbers is approximately normal; its variance is 4/3.
+    let mut normal = || (0..4).map(|_| random.unit()).sum::<f64>() * 0.75f64.sqrt();
     (0..shape.elem_count())
-        .map(|_| (width * bell()) as f32)
+        .map(|_| (deviation * normal()) as f32)
         .collect()
 }

@@ -1,5 +1,5 @@
-"""Modules with the constructor arguments of the dilated-attention packages that are in use, so that a
-model file moves over by changing its import. ``docs/migration.md`` says where numbers differ and why.
+"""Modules with the constructor arguments of existing dilated-attention packages, so that a model
+moves over by changing its import. ``docs/migration.md`` lists where results differ and why.
 
 >>> import torch
 >>> layer = MultiheadDilatedAttention(64, 4, dilation_rates=[1, 2], segment_lengths=[16, 32])

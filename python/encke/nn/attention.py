@@ -1,7 +1,7 @@
 """Dilated attention as modules: the plain one without parameters, and the multi-head one.
 
 The decision here: the multi-head module takes its attention as a module, so that the ring over
-processes (:class:`encke.distributed.RingDilatedAttention`) is a value and not a second class.
+processes (:class:`encke.distributed.RingDilatedAttention`) needs no second class.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import encke
 class DilatedAttention(nn.Module):
     """:func:`encke.attention` with fixed options; no parameters.
 
-    Arguments are those of the packages of this name. ``options`` are those of :func:`encke.attention`
-    (``mode``, ``group_scale``, ``offsets``, ``ranks``, …); without ``segment_lengths`` attention is
-    dense. ``op`` chose a kernel of xFormers; there is none here, so only None is taken.
+    Arguments are those of the packages with a class of this name. ``options`` are those of
+    :func:`encke.attention` (``mode``, ``group_scale``, ``offsets``, ``ranks``, …); without
+    ``segment_lengths`` attention is dense. ``op``, which selected an xFormers kernel, must be None.
 
     >>> attention = DilatedAttention([16, 32], [1, 2], mode="mix")
     >>> q = torch.randn(1, 40, 4, 8)
@@ -40,7 +40,7 @@ class DilatedAttention(nn.Module):
         super().__init__()
         refuse_dropout("attention_dropout", attention_dropout)
         if op is not None:
-            raise ValueError(f"op is {op!r}; there is no xFormers here to choose a kernel of: use None")
+            raise ValueError(f"op is {op!r}; Encke does not use xFormers kernels: use None")
         self.segment_lengths = segment_lengths
         self.dilation_rates = dilation_rates
         self.softmax_scale = softmax_scale
@@ -61,7 +61,7 @@ class DilatedAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The options that were given."""
+        """The options given."""
         given = dict(
             segment_lengths=self.segment_lengths,
             dilation_rates=self.dilation_rates,
@@ -72,17 +72,17 @@ class DilatedAttention(nn.Module):
 
 
 class MultiheadDilatedAttention(nn.Module):
-    """Multi-head dilated attention in the MAGNETO form: projections, attention, a layer norm before the
-    output projection, and Xavier initialisation with ``gamma_init`` as the gain of the value and output
-    projections.
+    """Multi-head dilated attention in the MAGNETO form: projections, attention, a layer norm before
+    the output projection, and Xavier initialisation with ``gamma_init`` as the gain of the value
+    and output projections.
 
     ``forward(query, key, value, is_causal=False)`` takes ``[batch, tokens, embed_dim]`` and returns
     (output, None), as :class:`torch.nn.MultiheadAttention` without weights does.
 
-    Beside the arguments of the packages of this name: ``num_kv_heads`` for grouped-query attention,
-    ``attention`` for another module in the place of :class:`DilatedAttention` (the ring over processes,
-    for instance), and ``options`` of :func:`encke.attention`. Any head dimension is taken, and any
-    number of heads that has at least one for each branch.
+    Additional arguments: ``num_kv_heads`` for grouped-query attention, ``attention`` for another
+    module instead of :class:`DilatedAttention` (for instance the ring over processes), and
+    ``options`` of :func:`encke.attention`. Any head dimension works, and any number of heads that
+    is at least the number of branches.
     """
 
     def __init__(
@@ -108,30 +108,32 @@ class MultiheadDilatedAttention(nn.Module):
         refuse_dropout("dropout", dropout)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if embed_dim % num_heads:
-            raise ValueError(f"embed_dim {embed_dim} is no multiple of num_heads {num_heads}")
+            raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         if num_heads % num_kv_heads:
-            raise ValueError(f"num_heads {num_heads} is no multiple of num_kv_heads {num_kv_heads}")
+            raise ValueError(
+                f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}"
+            )
         if attention is None:
             attention = DilatedAttention(segment_lengths, dilation_rates, op=op, **options)
         elif segment_lengths is not None or dilation_rates is not None or options:
-            raise ValueError("attention is given, so the options of the attention are its own: leave them out")
+            raise ValueError("attention is given, which has its own options: leave the others out")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.gamma_init = gamma_init
-        made = dict(device=device, dtype=dtype)
+        factory = dict(device=device, dtype=dtype)
         kv_dim = embed_dim // num_heads * num_kv_heads
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **made)
-        self.k_proj = nn.Linear(embed_dim, kv_dim, bias=bias, **made)
-        self.v_proj = nn.Linear(embed_dim, kv_dim, bias=bias, **made)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.k_proj = nn.Linear(embed_dim, kv_dim, bias=bias, **factory)
+        self.v_proj = nn.Linear(embed_dim, kv_dim, bias=bias, **factory)
         self.attention = attention
-        self.norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps, **made) if layer_norm else None
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **made)
+        self.norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps, **factory) if layer_norm else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises as MAGNETO does (arXiv:2210.06423, figure 2). The gain depends on the depth of the
-        model, so it comes from whoever builds that."""
+        """Initialises as MAGNETO does (arXiv:2210.06423, figure 2). The gain, ``gamma_init``,
+        depends on the depth of the model."""
         gains = [
             (self.q_proj, 1.0),
             (self.k_proj, 1.0),
@@ -151,8 +153,8 @@ class MultiheadDilatedAttention(nn.Module):
         is_causal: bool = False,
         **attention_options: Any,
     ) -> tuple[Tensor, None]:
-        """(output, None). Without a key or a value they are the query. What else is given goes to the
-        attention's own forward (``sizes``, for the ring)."""
+        """(output, None). Key and value default to the query. Other keywords are passed to the
+        attention's forward (``sizes``, for the ring)."""
         key = query if key is None else key
         value = key if value is None else value
         q = self.q_proj(query).unflatten(-1, (self.num_heads, -1))
@@ -165,9 +167,9 @@ class MultiheadDilatedAttention(nn.Module):
 
 
 def refuse_dropout(name: str, rate: float) -> None:
-    """Attention here is exact, so there is no dropout in it."""
+    """Refuses dropout of attention weights."""
     if rate != 0.0:
         raise ValueError(
-            f"{name} is {rate}; Encke computes attention exactly, without dropout of its weights: use "
-            "0.0, and nn.Dropout after the attention"
+            f"{name} is {rate}; Encke does not drop attention weights: use 0.0, and nn.Dropout "
+            "after the attention"
         )

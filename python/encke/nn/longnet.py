@@ -1,8 +1,8 @@
-"""The layer LongNet is made of, and a stack of them.
+"""LongNet's encoder layer, and a stack of them.
 
-The layer is MAGNETO's: a layer norm at the beginning of each block and one in the middle of it. The
-packages this replaces leave the residual connections out; here they are in, as in the paper, and
-``residual=False`` leaves them out.
+The layer is MAGNETO's: a layer norm at the beginning and one in the middle of each block. It has
+residual connections, as in the paper; the packages this replaces have none, as with
+``residual=False``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from torch import Tensor, nn
 
 from encke.nn.attention import MultiheadDilatedAttention
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
 
 
 class DilatedTransformerEncoderLayer(nn.Module):
     """An encoder layer with dilated attention; causal, it is a decoder-only layer.
 
-    ``dropout`` is applied after the attention and in the feed-forward block, never to the weights of the
-    attention, which is exact. ``options`` are those of :class:`encke.nn.MultiheadDilatedAttention`.
+    ``dropout`` is applied after the attention and in the feed-forward block, not to the attention
+    weights. ``options`` are those of :class:`encke.nn.MultiheadDilatedAttention`.
     """
 
     def __init__(
@@ -50,12 +54,12 @@ class DilatedTransformerEncoderLayer(nn.Module):
                 known = ", ".join(_ACTIVATIONS)
                 raise ValueError(f"activation is {activation!r}; known: {known}, or a function")
             activation = _ACTIVATIONS[activation]
-        made: dict[str, Any] = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.activation = activation
         self.residual = residual
         self.gamma_init = gamma_init
         self.dropout = nn.Dropout(dropout)
-        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **made)
+        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
         self.self_attn = MultiheadDilatedAttention(
             d_model,
             nhead,
@@ -63,27 +67,27 @@ class DilatedTransformerEncoderLayer(nn.Module):
             segment_lengths,
             layer_norm_eps=layer_norm_eps,
             gamma_init=gamma_init,
-            **made,
+            **factory,
             **options,
         )
-        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **made)
-        self.linear1 = nn.Linear(d_model, dim_feedforward, **made)
-        self.norm3 = nn.LayerNorm(dim_feedforward, eps=layer_norm_eps, **made)
-        self.linear2 = nn.Linear(dim_feedforward, d_model, **made)
+        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
+        self.linear1 = nn.Linear(d_model, dim_feedforward, **factory)
+        self.norm3 = nn.LayerNorm(dim_feedforward, eps=layer_norm_eps, **factory)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises the feed-forward block as MAGNETO does; the attention has done so itself."""
+        """Initialises the feed-forward block as MAGNETO does; the attention initialises itself."""
         for linear in (self.linear1, self.linear2):
             nn.init.xavier_normal_(linear.weight, gain=self.gamma_init)
             nn.init.zeros_(linear.bias)
 
     def forward(self, src: Tensor, is_causal: bool = False, **attention_options: Any) -> Tensor:
         """The layer's output, ``[batch, tokens, d_model]`` like ``src``."""
-        x = self._beside(src, self._attend(self.norm1(src), is_causal, attention_options))
-        return self._beside(x, self._feed_forward(self.norm2(x)))
+        x = self._add(src, self._attend(self.norm1(src), is_causal, attention_options))
+        return self._add(x, self._feed_forward(self.norm2(x)))
 
-    def _beside(self, x: Tensor, block: Tensor) -> Tensor:
+    def _add(self, x: Tensor, block: Tensor) -> Tensor:
         return x + block if self.residual else block
 
     def _attend(self, x: Tensor, is_causal: bool, attention_options: dict[str, Any]) -> Tensor:
@@ -96,18 +100,20 @@ class DilatedTransformerEncoderLayer(nn.Module):
 
 
 class LongNetEncoder(nn.Module):
-    """``num_layers`` of :class:`DilatedTransformerEncoderLayer` and a layer norm, with MAGNETO's gain for
-    that depth, sqrt(log(2 num_layers))."""
+    """``num_layers`` of :class:`DilatedTransformerEncoderLayer` and a layer norm, with MAGNETO's
+    gain for that depth, sqrt(log(2 num_layers))."""
 
-    def __init__(self, num_layers: int, d_model: int, nhead: int, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self, num_layers: int, d_model: int, nhead: int, *arguments: Any, **options: Any
+    ) -> None:
         super().__init__()
         options.setdefault("gamma_init", math.sqrt(math.log(2 * num_layers)))
         self.layers = nn.ModuleList(
             DilatedTransformerEncoderLayer(d_model, nhead, *arguments, **options)
             for _ in range(num_layers)
         )
-        made = {name: options[name] for name in ("device", "dtype") if name in options}
-        self.norm = nn.LayerNorm(d_model, eps=options.get("layer_norm_eps", 1e-5), **made)
+        factory = {name: options[name] for name in ("device", "dtype") if name in options}
+        self.norm = nn.LayerNorm(d_model, eps=options.get("layer_norm_eps", 1e-5), **factory)
 
     def forward(self, x: Tensor, is_causal: bool = False, **attention_options: Any) -> Tensor:
         """The encoder's output, ``[batch, tokens, d_model]`` like ``x``."""

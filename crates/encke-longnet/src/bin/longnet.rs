@@ -1,4 +1,4 @@
-//! The `longnet` command; all of it is the library's.
+//! The `longnet` command; the library implements it.
 
 use std::process::ExitCode;
 

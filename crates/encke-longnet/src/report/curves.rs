@@ -1,12 +1,12 @@
-//! Curves over steps, drawn on even scales and named where they end.
+//! Line charts over steps, on linear scales, with each line labelled at its end.
 
 use encke_lab::charts::axis::{Frame, Screen, canvas, polyline};
 use encke_lab::charts::lines::{Series, ends_named, names_width};
 use encke_lab::charts::markup::Markup;
 use encke_lab::charts::scale::{AxisScale, Unit};
 
-/// The colours of curves, as classes of the style sheet, in the order in which they are used. Two
-/// curves that may coincide are told apart by their width, too.
+/// CSS classes of the curves' colours, in order of use. Line widths differ too, because curves may
+/// coincide.
 const CLASSES: [&str; 6] = [
     "c-own-kv",
     "c-carry",
@@ -16,13 +16,13 @@ const CLASSES: [&str; 6] = [
     "c-workspace",
 ];
 
-/// A curve: its name, and (step, value) along it.
+/// A curve: its name, and its points (step, value).
 pub struct Curve {
     pub name: String,
     pub points: Vec<(f64, f64)>,
 }
 
-/// The curves, with their axes: values from `low` up.
+/// The chart of the curves, with axes; values start at `low`, and `words` describes it for readers.
 pub fn draw(
     curves: &[Curve],
     screen: Screen,
@@ -61,12 +61,12 @@ pub fn draw(
         .with(frame.bottom_axis(&x, 8, titles.0));
     let mut names = Vec::new();
     for (curve, series) in curves.iter().zip(&series) {
-        let place = |(at, value): &(f64, f64)| (x.at(*at), y.at(*value));
-        let places: Vec<(f64, f64)> = curve.points.iter().map(place).collect();
+        let position = |(at, value): &(f64, f64)| (x.at(*at), y.at(*value));
+        let positions: Vec<(f64, f64)> = curve.points.iter().map(position).collect();
         let width = 2.0 + 1.5 * (curves.len() - names.len() - 1) as f64;
-        let line = polyline(&format!("line {}", series.class), &places);
+        let line = polyline(&format!("line {}", series.class), &positions);
         chart = chart.with(line.set("style", format!("stroke-width: {width}")));
-        names.extend(places.last().map(|place| (place.1, series)));
+        names.extend(positions.last().map(|position| (position.1, series)));
     }
     chart.with_all(ends_named(frame, names))
 }

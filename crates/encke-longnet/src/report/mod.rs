@@ -1,7 +1,7 @@
 //! `longnet report`: recorded runs on one page.
 //!
-//! The page, its axes and its tables are those of `encke report`; what is here is curves over steps and
-//! what they show, in words made from the numbers.
+//! The page, its axes and its tables are those of `encke report`; here are the curves over steps
+//! and the sentences that summarise them.
 
 mod curves;
 mod page;
@@ -14,7 +14,7 @@ use encke_lab::Verdict;
 use encke_lab::output::OutputFile;
 use encke_lab::terminal::{Paint, note};
 
-use crate::record::Record;
+use crate::record::RunRecord;
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
@@ -25,23 +25,23 @@ Examples:
   longnet train story.txt --record dense.json --dense
   longnet retrieval --record retrieval.json
   longnet report report.html p1.json p2.json p4.json dense.json retrieval.json
-      Runs with the same settings are held against one another; the first has the smallest ring.";
+      Runs with equal settings are compared with the one on the smallest ring.";
 
 /// Options of the command.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Where the page goes.
+    /// The HTML file to write.
     output: PathBuf,
 
-    /// What `--record` wrote.
+    /// Files written by `--record`.
     #[arg(required = true)]
     records: Vec<PathBuf>,
 }
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
-    let read = options.records.iter().map(|path| Record::read(path));
-    let records = read.collect::<Result<Vec<Record>>>()?;
+    let read = options.records.iter().map(|path| RunRecord::read(path));
+    let records = read.collect::<Result<Vec<RunRecord>>>()?;
     let others: Vec<(&str, &std::path::Path)> = options
         .records
         .iter()

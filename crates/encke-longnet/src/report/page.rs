@@ -1,4 +1,4 @@
-//! The page: a section for rings, one for patterns, one for the retrieval task.
+//! The page: sections for rings, for patterns, and for the retrieval task.
 
 use anyhow::Result;
 use encke::explain::{bytes, grouped};
@@ -8,18 +8,18 @@ use encke_lab::charts::markup::Markup;
 use encke_lab::format::percent;
 
 use super::curves::{Curve, draw};
-use crate::record::{Record, Retrieval, Training};
-use crate::retrieval::Reach;
+use crate::record::{RetrievalRecord, RunRecord, TrainingRecord, median};
+use crate::retrieval::RetrievalPattern;
 
 /// The whole document.
-pub fn document(records: &[Record]) -> Result<String> {
+pub fn document(records: &[RunRecord]) -> Result<String> {
     let trained = records.iter().filter_map(|record| match record {
-        Record::Training(training) => Some(training),
-        Record::Retrieval(_) => None,
+        RunRecord::Training(training) => Some(training),
+        RunRecord::Retrieval(_) => None,
     });
-    let mut groups: Vec<Vec<&Training>> = Vec::new();
+    let mut groups: Vec<Vec<&TrainingRecord>> = Vec::new();
     for run in trained {
-        let same = |group: &&mut Vec<&Training>| group[0].settings == run.settings;
+        let same = |group: &&mut Vec<&TrainingRecord>| group[0].settings == run.settings;
         match groups.iter_mut().find(same) {
             Some(group) => group.push(run),
             None => groups.push(vec![run]),
@@ -30,12 +30,14 @@ pub fn document(records: &[Record]) -> Result<String> {
     }
     let mut main = Markup::new("main")
         .with(Markup::new("p").class("eyebrow").text("longnet report"))
-        .with(Markup::new("header").with(Markup::new("h1").text("A LongNet that learns")).with(
-            Markup::new("p").text(
-                "A byte-level language model whose attention is Encke’s. Everything below was trained and \
-                 recorded; nothing is drawn by hand.",
-            ),
-        ));
+        .with(
+            Markup::new("header")
+                .with(Markup::new("h1").text("Training a LongNet"))
+                .with(Markup::new("p").text(
+                    "A byte-level language model with Encke’s attention. All figures come from \
+                 recorded runs.",
+                )),
+        );
     for (at, group) in groups
         .iter()
         .enumerate()
@@ -47,26 +49,22 @@ pub fn document(records: &[Record]) -> Result<String> {
         main = main.with(patterns(&groups));
     }
     for record in records {
-        if let Record::Retrieval(retrieval) = record {
-            main = main.with(retrieved(retrieval));
+        if let RunRecord::Retrieval(retrieval) = record {
+            main = main.with(retrieval_section(retrieval));
         }
     }
     let data = serde_json::to_string(records)?;
-    Ok(html::document(
-        "longnet: a LongNet that learns",
-        main,
-        &data,
-    ))
+    Ok(html::document("longnet: training a LongNet", main, &data))
 }
 
-fn who(run: &Training) -> String {
+fn ring_name(run: &TrainingRecord) -> String {
     match run.processes {
         true => format!("p = {}, processes", run.ranks),
         false => format!("p = {}", run.ranks),
     }
 }
 
-fn pattern(run: &Training) -> String {
+fn pattern(run: &TrainingRecord) -> String {
     match run.settings.segment_lengths.is_empty() {
         true => "dense".to_string(),
         false => {
@@ -81,7 +79,7 @@ fn pattern(run: &Training) -> String {
     }
 }
 
-fn losses(name: String, run: &Training) -> Curve {
+fn losses(name: String, run: &TrainingRecord) -> Curve {
     let points = run.losses.iter().enumerate();
     Curve {
         name,
@@ -91,28 +89,26 @@ fn losses(name: String, run: &Training) -> Curve {
     }
 }
 
-/// The largest difference of a run's losses from another one's, relative, and that of the last step.
-pub fn apart(run: &Training, from: &Training) -> (f64, f64) {
+/// The largest relative difference between the losses of two runs, and that of the last step.
+fn differences(run: &TrainingRecord, from: &TrainingRecord) -> (f64, f64) {
     let pairs = run.losses.iter().zip(&from.losses);
-    let apart: Vec<f64> = pairs.map(|(a, b)| (a - b).abs() / b.abs()).collect();
+    let differences: Vec<f64> = pairs.map(|(a, b)| (a - b).abs() / b.abs()).collect();
     (
-        apart.iter().copied().fold(0.0, f64::max),
-        apart.last().copied().unwrap_or(0.0),
+        differences.iter().copied().fold(0.0, f64::max),
+        differences.last().copied().unwrap_or(0.0),
     )
 }
 
-fn median(seconds: &[f64]) -> f64 {
-    let mut sorted = seconds.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
+fn median_step(run: &TrainingRecord) -> String {
+    format!("{:.3} s", median(&run.seconds).unwrap_or(0.0))
 }
 
-/// Runs that differ in their ring alone.
-fn rings(at: usize, group: &[&Training]) -> Markup {
+/// Runs that differ only in their ring.
+fn rings(at: usize, group: &[&TrainingRecord]) -> Markup {
     let first = group[0];
     let last = group[1..]
         .iter()
-        .map(|run| apart(run, first).1)
+        .map(|run| differences(run, first).1)
         .fold(0.0, f64::max);
     let steps = group.iter().map(|run| run.losses.len()).min().unwrap_or(0);
     let finding = match last {
@@ -120,32 +116,35 @@ fn rings(at: usize, group: &[&Training]) -> Markup {
         last => format!("After {steps} steps the losses of all rings agree to {last:.0e}"),
     };
     let lead = format!(
-        "The loss, in nats for each byte, over {} tokens a step with the branches {}; lines that \
-         coincide are drawn thinner and thinner.",
+        "The loss in nats per byte, with {} tokens per step and the branches {}; where lines \
+         coincide, later ones are drawn thinner.",
         grouped(first.settings.tokens as u128),
         pattern(first)
     );
-    let curves: Vec<Curve> = group.iter().map(|run| losses(who(run), run)).collect();
-    let row = |run: &&Training| {
-        let (largest, last) = apart(run, first);
+    let curves: Vec<Curve> = group
+        .iter()
+        .map(|run| losses(ring_name(run), run))
+        .collect();
+    let row = |run: &&TrainingRecord| {
+        let (largest, last) = differences(run, first);
         vec![
-            who(run),
+            ring_name(run),
             run.losses
                 .last()
                 .map_or(String::new(), |loss| format!("{loss:.6}")),
             format!("{last:.1e}"),
             format!("{largest:.1e}"),
-            format!("{:.3} s", median(&run.seconds)),
+            median_step(run),
             bytes(run.rank_bytes),
         ]
     };
     let headings = [
         "ring",
         "last loss",
-        "off the first, last step",
-        "at most",
+        "difference, last step",
+        "largest difference",
         "median step",
-        "a rank’s attention",
+        "attention bytes per rank",
     ];
     section(&format!("rings-{at}"), &finding, &lead)
         .with_all(charts(|screen| {
@@ -158,16 +157,17 @@ fn rings(at: usize, group: &[&Training]) -> Markup {
         )]))
 }
 
-fn curve_chart(curves: &[Curve], screen: Screen, words: &str) -> Markup {
-    draw(curves, screen, 0.0, ("step", "loss, nats a byte"), words)
+fn curve_chart(curves: &[Curve], screen: Screen, description: &str) -> Markup {
+    let titles = ("step", "loss, nats per byte");
+    draw(curves, screen, 0.0, titles, description)
 }
 
-/// Runs that differ in more than their ring: the first of each group.
-fn patterns(groups: &[Vec<&Training>]) -> Markup {
-    let runs: Vec<&Training> = groups.iter().map(|group| group[0]).collect();
-    let last = |run: &Training| run.losses.last().copied().unwrap_or(0.0);
+/// Runs with different settings: the first of each group.
+fn patterns(groups: &[Vec<&TrainingRecord>]) -> Markup {
+    let runs: Vec<&TrainingRecord> = groups.iter().map(|group| group[0]).collect();
+    let last = |run: &TrainingRecord| run.losses.last().copied().unwrap_or(0.0);
     let finding = match runs[..] {
-        [only] => format!("The loss falls to {:.3} nats a byte", last(only)),
+        [only] => format!("The loss falls to {:.3} nats per byte", last(only)),
         _ => {
             let each: Vec<String> = runs
                 .iter()
@@ -176,8 +176,8 @@ fn patterns(groups: &[Vec<&Training>]) -> Markup {
             format!("Last losses: {}", each.join(", "))
         }
     };
-    let lead = "One line for each model and pattern: branches are (segment length, dilation). Each step is \
-                one sequence, so the lines go up and down together with what they read.";
+    let lead = "One line for each model and pattern: branches are (segment length, dilation). Each \
+                step is one sequence, so the lines vary together with the text.";
     let curves: Vec<Curve> = runs
         .iter()
         .map(|run| {
@@ -188,7 +188,7 @@ fn patterns(groups: &[Vec<&Training>]) -> Markup {
             losses(name.to_string(), run)
         })
         .collect();
-    let row = |run: &&Training| {
+    let row = |run: &&TrainingRecord| {
         vec![
             pattern(run),
             grouped(run.settings.tokens as u128),
@@ -196,7 +196,7 @@ fn patterns(groups: &[Vec<&Training>]) -> Markup {
             grouped(run.weights as u128),
             run.losses.len().to_string(),
             format!("{:.6}", last(run)),
-            format!("{:.3} s", median(&run.seconds)),
+            median_step(run),
         ]
     };
     let headings = [
@@ -220,10 +220,10 @@ fn patterns(groups: &[Vec<&Training>]) -> Markup {
 }
 
 /// The retrieval task.
-fn retrieved(retrieval: &Retrieval) -> Markup {
+fn retrieval_section(retrieval: &RetrievalRecord) -> Markup {
     let name = |reach| match reach {
-        Reach::Dilated => "local + dilated",
-        Reach::Local => "local only",
+        RetrievalPattern::Dilated => "local + dilated",
+        RetrievalPattern::Local => "local only",
     };
     let shares: Vec<String> = retrieval
         .models
@@ -237,29 +237,29 @@ fn retrieved(retrieval: &Retrieval) -> Markup {
         .min()
         .unwrap_or(0);
     let finding = format!(
-        "Asked for what it read {} tokens before or more, a model answers: {}",
+        "Right answers about facts at least {} tokens back: {}",
         grouped(nearest as u128),
         shares.join(", ")
     );
     let lead = format!(
-        "A fact stands early in {} tokens of noise, questions at their end. Both models have local segments \
-         of {}; one has a branch with dilation {} beside them. Guessing is right {} of the time. They \
-         learn on short sequences first; the steps are those of all lengths.",
+        "A fact is placed early in {} tokens of noise, questions at their end. Both models have \
+         local segments of {}; one also has a branch with dilation {}. Guessing is right {} of the \
+         time. Training starts on short sequences; the steps are those of all lengths.",
         grouped(retrieval.tokens as u128),
         retrieval.local,
         retrieval.dilation,
         percent(retrieval.chance)
     );
-    let curve = |model: &crate::retrieval::Learned| Curve {
+    let curve = |model: &crate::retrieval::RetrievalResult| Curve {
         name: name(model.reach).to_string(),
         points: model
-            .course
+            .history
             .iter()
             .map(|(_, step, _, share)| (*step as f64, *share))
             .collect(),
     };
     let curves: Vec<Curve> = retrieval.models.iter().map(curve).collect();
-    let row = |model: &crate::retrieval::Learned| {
+    let row = |model: &crate::retrieval::RetrievalResult| {
         vec![
             name(model.reach).to_string(),
             model.right.to_string(),
@@ -269,13 +269,13 @@ fn retrieved(retrieval: &Retrieval) -> Markup {
         ]
     };
     let headings = ["model", "right", "of", "share", "steps"];
-    let titles = ("step", "share of right answers while learning");
+    let titles = ("step", "accuracy during training");
     section("retrieval", &finding, &lead)
         .with_all(charts(|screen| {
             draw(&curves, screen, 0.0, titles, "Right answers by step")
         }))
         .with(details([table(
-            "The examination, on sequences no model has seen",
+            "The test, on sequences that were not trained on",
             headings.map(str::to_string).to_vec(),
             retrieval.models.iter().map(row).collect(),
         )]))

@@ -1,9 +1,9 @@
-//! A small model learns the task: first one fact in a short sequence, then more, then over longer and
-//! longer ones.
+//! Trains a small model on the task by a curriculum: one fact in a short sequence, then more facts,
+//! then longer and longer sequences.
 //!
-//! The decision here: a stage ends when the model has understood it or its steps are used up, whichever
-//! comes first, and a model that is stuck goes on to the next one all the same. The second model is given
-//! the steps that the first one took, stage by stage: the same sequences, the same rates.
+//! The decision here: a stage ends when the model solves it or its steps are used up, and the next
+//! stage starts in both cases. The second model gets the steps that the first one took in each
+//! stage: the same sequences, the same learning rates.
 
 use anyhow::{Context, Result};
 use candle_core::{D, Device, Tensor};
@@ -13,135 +13,136 @@ use encke_candle::Attention;
 use indicatif::ProgressBar;
 use serde::{Deserialize, Serialize};
 
-use super::task::{NOISE, SYMBOLS, Sequence, Task};
+use super::task::{NOISE, RetrievalTask, SYMBOLS, Sequence};
 use crate::adamw::{AdamW, rate};
 use crate::cross_entropy::cross_entropy;
-use crate::gradients;
-use crate::model::{LongNet, Sizes};
+
+use crate::model::{LongNet, ModelConfig};
 use crate::weights::Weights;
 
-/// What the model sees beyond its segment.
+/// The attention pattern of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Reach {
-    /// Every so many tokens of the whole sequence, beside its segment.
+pub enum RetrievalPattern {
+    /// Local segments, and a dilated branch over the whole sequence.
     Dilated,
-    /// Nothing.
+    /// Local segments only.
     Local,
 }
 
-/// How a model is taught.
+/// Model, task and training settings.
 #[derive(Debug, Clone, Copy)]
-pub struct Lessons {
+pub struct Curriculum {
     /// Tokens of the longest sequences.
     pub tokens: usize,
     /// Tokens of a local segment.
     pub local: usize,
-    /// Dilation of the branch that spans the sequence; as many heads.
+    /// Dilation of the branch that spans the sequence; also the number of heads.
     pub dilation: usize,
-    /// Numbers of a head.
+    /// Head dimension.
     pub head_dim: usize,
-    /// Numbers of a row.
+    /// Features of a row.
     pub width: usize,
     /// Layers.
     pub layers: usize,
-    /// Facts, and questions, of a sequence.
+    /// Facts of a sequence.
     pub facts: usize,
-    /// Steps of a stage at most.
+    /// Most steps of a stage.
     pub steps: usize,
-    /// Tokens of a step at least, over several sequences where they are short.
+    /// Tokens of a step, at least; a step has several sequences where they are short.
     pub batch_tokens: usize,
-    /// The highest rate.
+    /// The peak learning rate.
     pub rate: f64,
-    /// Where randomness begins.
+    /// Seed of weights and sequences.
     pub seed: u64,
-    /// Ranks that the attention is spread over.
+    /// Ranks of the ring.
     pub ranks: usize,
-    /// Questions of the examination at least.
+    /// Questions of the test, at least.
     pub examined: usize,
 }
 
-/// What is learned at a time.
+/// One stage of the curriculum.
 #[derive(Debug, Clone, Copy)]
-pub struct Stage {
+pub struct CurriculumStage {
     /// Tokens of a sequence.
     pub tokens: usize,
     /// Facts of a sequence.
     pub facts: usize,
-    /// Kinds of noise.
+    /// Number of different noise symbols.
     pub kinds: usize,
 }
 
-/// What came of it.
+/// A model's result.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Learned {
-    /// What the model saw.
-    pub reach: Reach,
-    /// Steps that were taken in each stage.
+pub struct RetrievalResult {
+    /// The model's pattern.
+    pub reach: RetrievalPattern,
+    /// Steps of each stage.
     pub steps: Vec<usize>,
-    /// Questions of new sequences it was asked in the end.
+    /// Questions of the test.
     pub asked: usize,
-    /// How many of them it answered.
+    /// Right answers.
     pub right: usize,
-    /// Tokens between the nearest question and its fact.
+    /// Smallest distance in tokens between a question and its fact.
     pub shortest: usize,
-    /// How it went: tokens of a sequence, step, loss and share of right answers, now and then.
-    pub course: Vec<(usize, usize, f64, f64)>,
+    /// Tokens of a sequence, step, loss and accuracy, sampled during training.
+    #[serde(rename = "course")]
+    pub history: Vec<(usize, usize, f64, f64)>,
 }
 
-impl Learned {
-    /// The share of right answers.
+impl RetrievalResult {
+    /// The accuracy.
     pub fn share(&self) -> f64 {
         self.right as f64 / self.asked.max(1) as f64
     }
 }
 
-/// A share of right answers at which a stage is understood.
-const UNDERSTOOD: f64 = 0.97;
-/// Questions of a sequence at most, where there is one fact.
-const MANY: usize = 16;
-/// Questions about each fact in the examination.
-const EXAMINED: usize = 4;
-/// The share is averaged over about so many steps.
-const MEMORY: f64 = 10.0;
+/// Accuracy at which a stage counts as solved.
+const SOLVED_SHARE: f64 = 0.97;
+/// Most questions of a sequence with one fact.
+const MAX_QUESTIONS: usize = 16;
+/// Questions about each fact in the test.
+const TESTED_PER_FACT: usize = 4;
+/// The accuracy is an exponential average over about this many steps.
+const AVERAGED_STEPS: f64 = 10.0;
 
-impl Lessons {
+impl Curriculum {
     /// The task of a stage.
     fn task(
         &self,
-        Stage {
+        CurriculumStage {
             tokens,
             facts,
             kinds,
-        }: Stage,
-    ) -> Task {
-        Task {
+        }: CurriculumStage,
+    ) -> RetrievalTask {
+        RetrievalTask {
             tokens,
             local: self.local,
             kinds,
             facts,
-            // The last eighth may have room for more than one for each fact, and each of them teaches.
-            questions: (tokens / self.local / 8).clamp(facts, MANY.max(facts)),
+            // As many questions as fit into the last eighth: each gives a gradient.
+            questions: (tokens / self.local / 8).clamp(facts, MAX_QUESTIONS.max(facts)),
             times: self.dilation,
         }
     }
 
-    /// Tokens that a fact takes up.
+    /// Tokens of a fact with its repetitions.
     pub fn passage(&self) -> usize {
         let stages = self.stages();
         self.task(stages[0]).passage()
     }
 
-    /// The stages: one fact and silence around it, where there is nothing to do but to look; the same
-    /// with noise; then more facts, so that keys begin to matter; then longer and longer sequences.
-    pub fn stages(&self) -> Vec<Stage> {
+    /// The stages: one fact with a single noise symbol around it; the same with more noise; then
+    /// more facts, so that keys must be matched; then longer and longer sequences.
+    pub fn stages(&self) -> Vec<CurriculumStage> {
         let least = |facts: usize| 2 * facts * self.local;
-        let noisy = |tokens: usize, facts: usize| Stage {
+        let noisy = |tokens: usize, facts: usize| CurriculumStage {
             tokens,
             facts,
             kinds: NOISE,
         };
-        let silent = Stage {
+        let silent = CurriculumStage {
             kinds: 1,
             ..noisy(least(1), 1)
         };
@@ -162,28 +163,29 @@ impl Lessons {
     }
 
     /// The pattern of sequences of some length.
-    pub fn pattern(&self, reach: Reach, tokens: usize) -> Result<Pattern> {
+    pub fn pattern(&self, reach: RetrievalPattern, tokens: usize) -> Result<Pattern> {
         let mode = Mode::Mix {
             offsets: OffsetRule::HeadMod,
             gradient: MixingGradient::Exact,
         };
         let pattern = match reach {
-            Reach::Dilated => Pattern::dilated(&[self.local, tokens], &[1, self.dilation], mode),
-            Reach::Local => Pattern::dilated(&[self.local], &[1], mode),
+            RetrievalPattern::Dilated => {
+                Pattern::dilated(&[self.local, tokens], &[1, self.dilation], mode)
+            }
+            RetrievalPattern::Local => Pattern::dilated(&[self.local], &[1], mode),
         };
         Ok(pattern.map_err(encke::Error::from)?.causal(true))
     }
 
-    fn model(&self, reach: Reach, tokens: usize, weights: &Weights) -> Result<LongNet> {
-        // The more keys there are, the further the one that is meant must stand out from the others: by
-        // the logarithm of their number (scalable softmax), or what is learned on short sequences is
-        // drowned in long ones.
+    fn model(&self, reach: RetrievalPattern, tokens: usize, weights: &Weights) -> Result<LongNet> {
+        // Scalable softmax: the scale grows with the logarithm of the number of keys. Otherwise the
+        // attention learned on short sequences is diluted on long ones.
         let growth = (tokens as f64).ln() / (self.local as f64).ln();
         let settings = encke::Attention::builder()
             .pattern(self.pattern(reach, tokens)?)
             .scale(growth / (self.head_dim as f64).sqrt());
         let attention = Attention::new(settings.ranks(self.ranks))?;
-        let sizes = Sizes {
+        let sizes = ModelConfig {
             symbols: SYMBOLS,
             width: self.width,
             layers: self.layers,
@@ -195,19 +197,19 @@ impl Lessons {
         Ok(LongNet::new(sizes, &attention, &weights.builder())?)
     }
 
-    /// Teaches a model and examines it. Where `given` says how many steps a stage has, all are taken.
-    pub fn learn(
+    /// Trains a model and tests it. With `fixed_steps` every stage has exactly that many steps.
+    pub fn train(
         &self,
-        reach: Reach,
-        given: Option<&[usize]>,
+        reach: RetrievalPattern,
+        fixed_steps: Option<&[usize]>,
         bar: &ProgressBar,
-    ) -> Result<Learned> {
+    ) -> Result<RetrievalResult> {
         let weights = Weights::new(self.seed);
-        let first = self.model(reach, self.tokens, &weights)?;
-        drop(first);
+        // Creates the weights.
+        drop(self.model(reach, self.tokens, &weights)?);
         let mut optimiser = AdamW::new(&weights, 0.01)?;
         let mut random = Random::new(self.seed + 1);
-        let mut course = Vec::new();
+        let mut history = Vec::new();
         let mut steps = Vec::new();
         let mut taken = 0;
         for (at, stage) in self.stages().into_iter().enumerate() {
@@ -215,22 +217,22 @@ impl Lessons {
             let model = self.model(reach, tokens, &weights)?;
             let task = self.task(stage);
             let (mut share, mut trust) = (0.0, 0.0);
-            let most = given.map_or(self.steps, |given| given[at]);
+            let most = fixed_steps.map_or(self.steps, |steps| steps[at]);
             let before = taken;
             for step in 0..most {
                 let count = (self.batch_tokens / tokens).max(1);
                 let sequences: Vec<Sequence> =
                     (0..count).map(|_| task.sequence(&mut random)).collect();
                 let (loss, right) = answers(&model, &sequences)?;
-                let found = gradients::of(&loss, &optimiser)?;
-                optimiser.step(&found, rate(self.rate, step, 2 * self.steps))?;
+                let gradients = optimiser.gradients(&loss)?;
+                optimiser.step(&gradients, rate(self.rate, step, 2 * self.steps))?;
                 let loss = f64::from(loss.to_scalar::<f32>()?);
                 let asked: usize = sequences
                     .iter()
                     .map(|sequence| sequence.answers.len())
                     .sum();
-                trust += (1.0 - trust) / MEMORY;
-                share += (right as f64 / asked as f64 - share) / MEMORY;
+                trust += (1.0 - trust) / AVERAGED_STEPS;
+                share += (right as f64 / asked as f64 - share) / AVERAGED_STEPS;
                 taken += 1;
                 bar.inc(1);
                 bar.set_message(format!(
@@ -238,9 +240,9 @@ impl Lessons {
                     stage.facts,
                     100.0 * share / trust
                 ));
-                let ends = given.is_none() && step >= 10 && share / trust > UNDERSTOOD;
+                let ends = fixed_steps.is_none() && step >= 10 && share / trust > SOLVED_SHARE;
                 if step % 10 == 0 || ends || step + 1 == most {
-                    course.push((tokens, taken, loss, share / trust));
+                    history.push((tokens, taken, loss, share / trust));
                 }
                 if ends {
                     break;
@@ -248,26 +250,26 @@ impl Lessons {
             }
             steps.push(taken - before);
         }
-        self.examine(reach, &weights, steps, course)
+        self.test(reach, &weights, steps, history)
     }
 
-    /// Asks questions about sequences that the model has not seen.
-    fn examine(
+    /// The accuracy on new sequences.
+    fn test(
         &self,
-        reach: Reach,
+        reach: RetrievalPattern,
         weights: &Weights,
         steps: Vec<usize>,
-        course: Vec<(usize, usize, f64, f64)>,
-    ) -> Result<Learned> {
+        history: Vec<(usize, usize, f64, f64)>,
+    ) -> Result<RetrievalResult> {
         let model = self.model(reach, self.tokens, weights)?;
-        let mut task = self.task(Stage {
+        let mut task = self.task(CurriculumStage {
             tokens: self.tokens,
             facts: self.facts,
             kinds: NOISE,
         });
-        // Questions about one fact have one answer: a guess is right for all of them, or for none. So
-        // the examination is of many sequences.
-        task.questions = task.questions.min(EXAMINED * self.facts);
+        // All questions about one fact have the same answer, so a guess is right for all or for
+        // none of them. Few questions per sequence mean many sequences.
+        task.questions = task.questions.min(TESTED_PER_FACT * self.facts);
         let mut random = Random::new(self.seed + 2);
         let (mut asked, mut right, mut shortest) = (0, 0, usize::MAX);
         while asked < self.examined {
@@ -276,18 +278,18 @@ impl Lessons {
             shortest = shortest.min(sequence.shortest);
             right += answers(&model, &[sequence])?.1;
         }
-        Ok(Learned {
+        Ok(RetrievalResult {
             reach,
             steps,
             asked,
             right,
             shortest,
-            course,
+            history,
         })
     }
 }
 
-/// The loss over all answers of some sequences, and how many are right.
+/// The mean loss over the answers of some sequences, and the number of right ones.
 fn answers(model: &LongNet, sequences: &[Sequence]) -> Result<(Tensor, usize)> {
     let tokens = sequences
         .first()
@@ -300,17 +302,17 @@ fn answers(model: &LongNet, sequences: &[Sequence]) -> Result<(Tensor, usize)> {
         .collect();
     let rows: Vec<usize> = (0..tokens).collect();
     let rows = model.rows(&whole, &rows)?.flatten(0, 1)?;
-    let mut places = Vec::new();
+    let mut positions = Vec::new();
     let mut answers = Vec::new();
     for (at, sequence) in sequences.iter().enumerate() {
-        for &(place, answer) in &sequence.answers {
-            places.push((at * tokens + place) as u32);
+        for &(position, answer) in &sequence.answers {
+            positions.push((at * tokens + position) as u32);
             answers.push(answer);
         }
     }
-    let count = places.len();
-    let places = Tensor::from_vec(places, count, &Device::Cpu)?;
-    let logits = model.logits(&rows.index_select(&places, 0)?)?;
+    let count = positions.len();
+    let positions = Tensor::from_vec(positions, count, &Device::Cpu)?;
+    let logits = model.logits(&rows.index_select(&positions, 0)?)?;
     let guesses: Vec<u32> = logits.argmax(D::Minus1)?.to_vec1()?;
     let right = guesses
         .iter()

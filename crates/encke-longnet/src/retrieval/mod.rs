@@ -1,7 +1,8 @@
-//! `longnet retrieval`: evidence that the dilated pattern carries what local segments cannot.
+//! `longnet retrieval`: shows that the dilated pattern retrieves distant tokens and local segments
+//! do not.
 //!
-//! Two models learn the same task from the same sequences. They differ in one thing: whether a branch
-//! that spans the sequence stands beside the local one.
+//! Two models are trained on the same task with the same sequences. They differ in one thing: one
+//! has a dilated branch over the sequence beside the local one.
 
 mod learn;
 mod task;
@@ -17,22 +18,22 @@ use encke_lab::output::OutputFile;
 use encke_lab::table::TextTable;
 use encke_lab::terminal::{long_bar, note, say};
 
-use learn::Lessons;
-pub use learn::{Learned, Reach};
+use learn::Curriculum;
+pub use learn::{RetrievalPattern, RetrievalResult};
 use task::VALUES;
 
-use crate::record::{Record, Retrieval};
+use crate::record::{RetrievalRecord, RunRecord};
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
 Examples:
   longnet retrieval
-      A fact early in 32768 tokens, questions at their end; minutes on two cores.
+      A fact early in 32768 tokens, questions at their end; takes minutes on two cores.
   longnet retrieval --tokens 64k --ranks 2 --record retrieval.json
       Twice as far, on a ring of two, for `longnet report`.
 
-Exit code 1 where the dilated model answers 95 % or fewer, or the local one more than twice as many
-as by guessing.";
+Exit code 1 if the dilated model answers at most 95 % correctly, or the local one at least twice as
+many as guessing.";
 
 /// Options of the command.
 #[derive(Debug, Args)]
@@ -45,46 +46,46 @@ pub struct Options {
     #[arg(long, default_value = "32", value_parser = count)]
     local: usize,
 
-    /// Dilation of the branch that spans the sequence; there are as many heads.
+    /// Dilation of the branch that spans the sequence; also the number of heads.
     #[arg(long, default_value = "8", value_parser = count)]
     dilation: usize,
 
-    /// Facts of a sequence. With more than one, keys have to be matched as well, which takes a small
-    /// model many more --steps.
+    /// Facts of a sequence. With more than one, keys must be matched, which takes a small model
+    /// many more --steps.
     #[arg(long, default_value = "1", value_parser = count)]
     facts: usize,
 
-    /// Steps at most for each length.
+    /// Most steps of each stage.
     #[arg(long, default_value = "400", value_parser = count)]
     steps: usize,
 
-    /// Numbers of a row.
+    /// Model width.
     #[arg(long, default_value = "64", value_parser = count)]
     width: usize,
 
-    /// Questions of the examination at least.
+    /// Questions of the test, at least.
     #[arg(long, default_value = "512", value_parser = count)]
     questions: usize,
 
-    /// Ranks that the attention is spread over, as threads.
+    /// Ranks of the ring, as threads.
     #[arg(long, default_value = "1", value_parser = count)]
     ranks: usize,
 
-    /// The highest rate of learning.
+    /// Peak learning rate.
     #[arg(long, default_value_t = 3e-3)]
     rate: f64,
 
-    /// Where randomness begins.
+    /// Seed of weights and sequences.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 
-    /// Where the result is written down, for `longnet report`.
+    /// File for the result, for `longnet report`.
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 }
 
 impl Options {
-    fn lessons(&self) -> Result<Lessons> {
+    fn curriculum(&self) -> Result<Curriculum> {
         let least = 2 * self.facts * self.local;
         if self.facts == 0 || self.facts > task::KEYS {
             bail!("--facts {} is not between 1 and {}", self.facts, task::KEYS);
@@ -94,14 +95,14 @@ impl Options {
         }
         if self.tokens < least || !self.tokens.is_multiple_of(self.local) {
             bail!(
-                "--tokens {} is no multiple of --local {} that has room for {} facts and as many \
+                "--tokens {} is not a multiple of --local {} with room for {} facts and as many \
                  questions; use {least} or more",
                 self.tokens,
                 self.local,
                 self.facts
             );
         }
-        let lessons = Lessons {
+        let curriculum = Curriculum {
             tokens: self.tokens,
             local: self.local,
             dilation: self.dilation,
@@ -116,57 +117,61 @@ impl Options {
             ranks: self.ranks,
             examined: self.questions,
         };
-        if lessons.passage() > self.local {
+        if curriculum.passage() > self.local {
             bail!(
-                "--dilation {} needs local segments of at least {} tokens, not {}: a fact is said once \
-                 for each phase",
+                "--dilation {} needs local segments of at least {} tokens, not {}: a fact is \
+                 repeated once for each phase",
                 self.dilation,
-                lessons.passage(),
+                curriculum.passage(),
                 self.local
             );
         }
-        Ok(lessons)
+        Ok(curriculum)
     }
 }
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
-    let lessons = options.lessons()?;
+    let curriculum = options.curriculum()?;
     let record = options.record.as_ref();
     let record = record
         .map(|path| OutputFile::create(path, &[]))
         .transpose()?;
-    let mut models: Vec<Learned> = Vec::new();
+    let mut models: Vec<RetrievalResult> = Vec::new();
     let mut table = TextTable::new(
         0,
         ["model", "right", "of", "share", "nearest fact", "steps"],
     );
-    for reach in [Reach::Dilated, Reach::Local] {
+    for reach in [RetrievalPattern::Dilated, RetrievalPattern::Local] {
         let begin = Instant::now();
-        let given = models.first().map(|first| first.steps.clone());
-        let most = lessons.stages().len() * options.steps;
-        let bar = long_bar(given.as_ref().map_or(most, |given| given.iter().sum()));
-        let learned = lessons.learn(reach, given.as_deref(), &bar)?;
+        let fixed_steps = models.first().map(|first| first.steps.clone());
+        let most = curriculum.stages().len() * options.steps;
+        let bar = long_bar(
+            fixed_steps
+                .as_ref()
+                .map_or(most, |steps| steps.iter().sum()),
+        );
+        let result = curriculum.train(reach, fixed_steps.as_deref(), &bar)?;
         bar.finish_and_clear();
         let name = match reach {
-            Reach::Dilated => "local + dilated",
-            Reach::Local => "local only",
+            RetrievalPattern::Dilated => "local + dilated",
+            RetrievalPattern::Local => "local only",
         };
         note(&format!(
             "{name}: {:.1} % after {} steps, {:.0} s",
-            100.0 * learned.share(),
-            learned.steps.iter().sum::<usize>(),
+            100.0 * result.share(),
+            result.steps.iter().sum::<usize>(),
             begin.elapsed().as_secs_f64()
         ));
         table.row([
             name.to_string(),
-            learned.right.to_string(),
-            learned.asked.to_string(),
-            format!("{:.1} %", 100.0 * learned.share()),
-            format!("{} tokens before", learned.shortest),
-            learned.steps.iter().sum::<usize>().to_string(),
+            result.right.to_string(),
+            result.asked.to_string(),
+            format!("{:.1} %", 100.0 * result.share()),
+            format!("{} tokens before", result.shortest),
+            result.steps.iter().sum::<usize>().to_string(),
         ]);
-        models.push(learned);
+        models.push(result);
     }
     let chance = 1.0 / VALUES as f64;
     say(&format!(
@@ -176,25 +181,25 @@ pub fn run(options: &Options) -> Result<Verdict> {
         options.dilation,
         100.0 * chance
     ))?;
-    let shown = models.iter().all(|learned| match learned.reach {
-        Reach::Dilated => learned.share() > 0.95,
-        Reach::Local => learned.share() < 2.0 * chance,
+    let shown = models.iter().all(|result| match result.reach {
+        RetrievalPattern::Dilated => result.share() > 0.95,
+        RetrievalPattern::Local => result.share() < 2.0 * chance,
     });
     if let Some(output) = record {
-        let retrieval = Retrieval {
+        let retrieval = RetrievalRecord {
             tokens: options.tokens,
             local: options.local,
             dilation: options.dilation,
             chance,
             models,
         };
-        Record::Retrieval(retrieval).write(output)?;
+        RunRecord::Retrieval(retrieval).write(output)?;
     }
     match shown {
         true => Ok(Verdict::Fine),
         false => {
             note(
-                "longnet: the models do not differ as they should; more --steps, or another --seed?",
+                "longnet: the models do not differ as expected; try more --steps or another --seed",
             );
             Ok(Verdict::CheckFailed)
         }

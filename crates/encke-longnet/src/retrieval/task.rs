@@ -1,37 +1,38 @@
-//! The task: facts early in a sequence, questions about them at its end, noise between.
+//! The retrieval task: facts early in a sequence, questions about them at its end, noise between.
 //!
-//! A fact is two tokens, a key and its value, said as often as the dilation and so far apart that it falls
-//! on every phase once; a question is two tokens, a sign and a key, and its answer is the value. Values are
-//! drawn anew for every sequence, so nothing about them can be learned but where to look. Facts and questions stand in local segments of their own: whoever sees no further than its
-//! segment never sees a question and its fact together.
+//! A fact is two tokens, a key and its value, repeated as often as the dilation, at distances such
+//! that it falls on every phase once. A question is two tokens, a marker and a key; its answer is
+//! the value. Values are drawn anew for every sequence, so only where to look can be learned. Facts
+//! and questions are in different local segments: a model without a longer branch never sees a
+//! question and its fact together.
 
 use encke::conformance::Random;
 
-/// Symbols that mean nothing.
+/// Number of noise symbols.
 pub const NOISE: usize = 16;
-/// Keys there are.
+/// Number of keys.
 pub const KEYS: usize = 16;
-/// Values there are: a guess is right once in so many times.
+/// Number of values: a guess is right with probability 1 / VALUES.
 pub const VALUES: usize = 16;
-/// The sign of a question.
+/// The marker of a question.
 const ASK: u32 = (NOISE + KEYS + VALUES) as u32;
 /// All symbols.
 pub const SYMBOLS: usize = NOISE + KEYS + VALUES + 1;
 
 /// The sizes of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Task {
+pub struct RetrievalTask {
     /// Tokens of a sequence.
     pub tokens: usize,
     /// Tokens of a local segment.
     pub local: usize,
-    /// Kinds of noise, up to [`NOISE`].
+    /// Number of different noise symbols, up to [`NOISE`].
     pub kinds: usize,
-    /// Facts of a sequence; each has a segment of its own.
+    /// Facts of a sequence, each in its own segment.
     pub facts: usize,
-    /// Questions of a sequence; each has a segment of its own.
+    /// Questions of a sequence, each in its own segment.
     pub questions: usize,
-    /// Times that a fact is said, once for each phase of a dilation.
+    /// Repetitions of a fact, one for each phase of the dilation.
     pub times: usize,
 }
 
@@ -40,20 +41,20 @@ pub struct Task {
 pub struct Sequence {
     /// The tokens.
     pub tokens: Vec<u32>,
-    /// Where questions end, and which symbol answers each.
+    /// The last position of each question, and its answer.
     pub answers: Vec<(usize, u32)>,
-    /// Tokens between the nearest fact and question that belong together.
+    /// Smallest distance in tokens between a question and its fact.
     pub shortest: usize,
 }
 
-impl Task {
-    /// How many local segments at the beginning facts stand in, and questions at the end: an eighth of
-    /// the sequence, or as many as are needed.
+impl RetrievalTask {
+    /// Number of segments at the beginning that may hold facts, or at the end that may hold
+    /// questions: an eighth of the sequence, or as many as needed.
     fn segments(&self, needed: usize) -> usize {
         (self.tokens / self.local / 8).max(needed)
     }
 
-    /// Tokens from one saying of a fact to the next: coprime to how often it is said, so that its value
+    /// Tokens from one repetition of a fact to the next: coprime to their number, so that the value
     /// falls on every phase.
     fn period(&self) -> usize {
         let coprime = |period: &usize| {
@@ -62,19 +63,19 @@ impl Task {
         (2..).find(coprime).unwrap_or(2)
     }
 
-    /// Tokens that a fact takes up.
+    /// Tokens of a fact with its repetitions.
     pub fn passage(&self) -> usize {
         self.period() * self.times
     }
 
-    /// Fewest tokens that facts and questions fit into without meeting.
+    /// Fewest tokens in which facts and questions have segments of their own.
     pub fn least_tokens(&self) -> usize {
         (self.facts + self.questions) * self.local
     }
 
-    /// A sequence.
+    /// A random sequence.
     pub fn sequence(&self, random: &mut Random) -> Sequence {
-        let Task {
+        let RetrievalTask {
             tokens,
             local,
             kinds,
@@ -95,29 +96,29 @@ impl Task {
             all
         };
         let keys = chosen(random, KEYS, facts);
-        let mut told = Vec::new();
+        let mut placed = Vec::new();
         for (segment, key) in chosen(random, self.segments(facts), facts)
             .into_iter()
             .zip(keys)
         {
-            let place = segment * local + random.below(local - self.passage() + 1);
+            let position = segment * local + random.below(local - self.passage() + 1);
             let value = (NOISE + KEYS + random.below(VALUES)) as u32;
             let key = (NOISE + key) as u32;
-            let said = (0..times).map(|time| place + time * self.period());
-            for place in said.clone() {
-                sequence[place..place + 2].copy_from_slice(&[key, value]);
+            let repeats = (0..times).map(|time| position + time * self.period());
+            for at in repeats.clone() {
+                sequence[at..at + 2].copy_from_slice(&[key, value]);
             }
-            told.push((said.max().unwrap_or(place), key, value));
+            placed.push((repeats.max().unwrap_or(position), key, value));
         }
         let all = tokens / local;
         let mut answers = Vec::new();
         let mut shortest = usize::MAX;
         for segment in chosen(random, self.segments(questions), questions) {
-            let place = (all - 1 - segment) * local + random.below(local - 1);
-            let (fact, key, value) = told[random.below(facts)];
-            sequence[place..place + 2].copy_from_slice(&[ASK, key]);
-            answers.push((place + 1, value));
-            shortest = shortest.min(place - fact);
+            let position = (all - 1 - segment) * local + random.below(local - 1);
+            let (fact, key, value) = placed[random.below(facts)];
+            sequence[position..position + 2].copy_from_slice(&[ASK, key]);
+            answers.push((position + 1, value));
+            shortest = shortest.min(position - fact);
         }
         Sequence {
             tokens: sequence,
@@ -132,8 +133,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_question_is_answered_by_a_fact_far_before_it_and_in_another_segment() {
-        let task = Task {
+    fn every_question_has_a_distant_fact_in_another_segment() {
+        let task = RetrievalTask {
             tokens: 4096,
             local: 64,
             kinds: NOISE,
@@ -148,13 +149,13 @@ mod tests {
             assert_eq!(sequence.tokens.len(), task.tokens);
             assert_eq!(sequence.answers.len(), task.questions);
             assert!(sequence.shortest >= task.tokens / 4 * 3 - 2 * task.local);
-            for &(place, value) in &sequence.answers {
+            for &(position, value) in &sequence.answers {
                 let tokens = &sequence.tokens;
-                assert_eq!(tokens[place - 1], ASK);
-                let key = tokens[place];
+                assert_eq!(tokens[position - 1], ASK);
+                let key = tokens[position];
                 let fact = tokens.iter().position(|token| *token == key).unwrap();
                 assert_eq!(tokens[fact + 1], value);
-                assert_ne!(fact / task.local, place / task.local);
+                assert_ne!(fact / task.local, position / task.local);
                 let values_at = tokens
                     .iter()
                     .enumerate()

@@ -1,4 +1,4 @@
-//! Running the command in a folder of its own.
+//! Runs the command in a temporary folder.
 
 use std::process::{Output, Stdio};
 use std::time::Duration;
@@ -9,17 +9,17 @@ use tempfile::TempDir;
 /// A small model over a short text: a step takes milliseconds.
 pub const SMALL: &str = "--tokens 128 --width 16 --heads 4 --layers 2 --kv-heads 2";
 
-/// A folder that is gone after the test.
-pub struct Folder(TempDir);
+/// A temporary folder.
+pub struct LongnetFolder(TempDir);
 
-impl Folder {
-    pub fn new() -> Folder {
-        Folder(tempfile::tempdir().unwrap())
+impl LongnetFolder {
+    pub fn new() -> LongnetFolder {
+        LongnetFolder(tempfile::tempdir().unwrap())
     }
 
-    /// With a text in it, `story.txt`.
-    pub fn with_text() -> Folder {
-        let folder = Folder::new();
+    /// A folder with a text, `story.txt`.
+    pub fn with_text() -> LongnetFolder {
+        let folder = LongnetFolder::new();
         folder.succeeds("text story.txt --bytes 16k");
         folder
     }
@@ -42,22 +42,30 @@ impl Folder {
     /// Runs and expects success; returns standard output.
     pub fn succeeds(&self, arguments: &str) -> String {
         let output = self.runs(arguments);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(0), "longnet {arguments}: {said}");
+        let output_text = text(&output.stderr);
+        assert_eq!(
+            output.status.code(),
+            Some(0),
+            "longnet {arguments}: {output_text}"
+        );
         text(&output.stdout)
     }
 
-    /// Runs and expects a refusal: exit code 2 and one line that has all of `words`.
-    pub fn refuses(&self, arguments: &str, words: &[&str]) {
+    /// Runs and expects a refusal: exit code 2 and one line that contains all of `parts`.
+    pub fn refuses(&self, arguments: &str, parts: &[&str]) {
         let output = self.runs(arguments);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "longnet {arguments}: {said}");
-        assert!(said.starts_with("longnet: "), "{said}");
-        assert_eq!(said.lines().count(), 1, "{said}");
-        for word in words {
+        let output_text = text(&output.stderr);
+        assert_eq!(
+            output.status.code(),
+            Some(2),
+            "longnet {arguments}: {output_text}"
+        );
+        assert!(output_text.starts_with("longnet: "), "{output_text}");
+        assert_eq!(output_text.lines().count(), 1, "{output_text}");
+        for part in parts {
             assert!(
-                said.contains(word),
-                "longnet {arguments}: no {word:?} in {said}"
+                output_text.contains(part),
+                "longnet {arguments}: no {part:?} in {output_text}"
             );
         }
     }
@@ -70,23 +78,29 @@ impl Folder {
     }
 }
 
-/// Starts a training that writes a checkpoint into `kept/` after every step, takes the folder away as
-/// soon as there is one, and waits for the end.
-pub fn without_its_folder(folder: &Folder, mut training: std::process::Command) -> Output {
+/// Starts a training that writes a checkpoint into `kept/` after every step, renames the folder as
+/// soon as a checkpoint exists, and waits for the end.
+pub fn remove_folder_while_training(
+    folder: &LongnetFolder,
+    mut training: std::process::Command,
+) -> Output {
     let kept = folder.path().join("kept");
     std::fs::create_dir(&kept).unwrap();
     training.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut running = training.spawn().unwrap();
     while !kept.join("model.safetensors").exists() {
-        assert!(running.try_wait().unwrap().is_none(), "it ended before");
+        assert!(
+            running.try_wait().unwrap().is_none(),
+            "the training ended too early"
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
     std::fs::rename(&kept, folder.path().join("gone")).unwrap();
     running.wait_with_output().unwrap()
 }
 
-/// What such a training is told.
-pub const WITHOUT_END: &str = "--steps 1000000 --every 1 --checkpoint kept/model.safetensors";
+/// Options of such a training.
+pub const ENDLESS: &str = "--steps 1000000 --every 1 --checkpoint kept/model.safetensors";
 
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()

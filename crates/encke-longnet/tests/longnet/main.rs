@@ -1,4 +1,4 @@
-//! The command, from the outside: training on rings, resuming, sampling, pages, refusals.
+//! The command line: training on rings, resuming, sampling, reports, refusals.
 
 mod command;
 #[path = "../../../encke-cli/tests/cli/console.rs"]

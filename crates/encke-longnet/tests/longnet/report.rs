@@ -1,10 +1,10 @@
-//! The page of recorded runs, read back as the document it is.
+//! The report of recorded runs, parsed as XML.
 
-use crate::command::{Folder, SMALL};
+use crate::command::{LongnetFolder, SMALL};
 
 #[test]
 fn a_page_shows_rings_patterns_and_the_retrieval_task() {
-    let folder = Folder::with_text();
+    let folder = LongnetFolder::with_text();
     let train = |rest: &str| folder.succeeds(&format!("train story.txt {SMALL} --steps 6 {rest}"));
     train("--record p1.json");
     train("--record p2.json --ranks 2");

@@ -1,10 +1,10 @@
-//! What the whole example is for: a loss does not depend on the ring.
+//! The losses do not depend on the ring.
 
-use crate::command::{Folder, SMALL};
+use crate::command::{LongnetFolder, SMALL};
 
 #[test]
-fn after_300_steps_rings_of_2_and_4_have_the_loss_of_1_and_every_run_its_own_bits() {
-    let folder = Folder::with_text();
+fn after_300_steps_rings_of_2_and_4_have_the_loss_of_1_and_runs_repeat_bitwise() {
+    let folder = LongnetFolder::with_text();
     for (name, ranks) in [("1", 1), ("2", 2), ("again", 2), ("4", 4)] {
         folder.succeeds(&format!(
             "train story.txt {SMALL} --steps 300 --ranks {ranks} --record {name}.json"
@@ -22,14 +22,17 @@ fn after_300_steps_rings_of_2_and_4_have_the_loss_of_1_and_every_run_its_own_bit
         let ring = folder.losses(name);
         let apart = (ring[299] - one[299]).abs() / one[299];
         assert!(apart < 1e-4, "{name} is {apart:e} off");
-        assert_ne!(ring, one, "a ring rounds differently, or it was none");
+        assert_ne!(
+            ring, one,
+            "a ring rounds differently; equal bits mean that there was no ring"
+        );
     }
     assert_eq!(folder.losses("2.json"), folder.losses("again.json"));
 }
 
 #[test]
-fn dense_attention_is_another_model() {
-    let folder = Folder::with_text();
+fn dense_attention_gives_other_losses() {
+    let folder = LongnetFolder::with_text();
     folder.succeeds(&format!(
         "train story.txt {SMALL} --steps 5 --record dilated.json"
     ));

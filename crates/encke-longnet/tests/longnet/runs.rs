@@ -1,12 +1,12 @@
-//! Runs that are interrupted, models that write, and what is refused.
+//! Interrupted and resumed runs, sampling, and refusals.
 
 use std::process::Command;
 
-use crate::command::{Folder, SMALL, WITHOUT_END, text, without_its_folder};
+use crate::command::{ENDLESS, LongnetFolder, SMALL, remove_folder_while_training, text};
 
 #[test]
-fn a_resumed_run_is_the_run_that_was_not_interrupted() {
-    let folder = Folder::with_text();
+fn a_resumed_run_equals_an_uninterrupted_one() {
+    let folder = LongnetFolder::with_text();
     let train = |rest: &str| folder.succeeds(&format!("train story.txt {SMALL} --steps 24 {rest}"));
     train("--record whole.json");
     train("--checkpoint half.safetensors --until 10");
@@ -18,7 +18,7 @@ fn a_resumed_run_is_the_run_that_was_not_interrupted() {
     train("--checkpoint half.safetensors --resume --record resumed.json");
     assert_eq!(folder.losses("resumed.json"), folder.losses("whole.json"));
 
-    // The ring is no part of a run.
+    // A run can be resumed on another ring.
     train("--checkpoint other.safetensors --resume --ranks 3 --record moved.json");
     let pairs = folder
         .losses("moved.json")
@@ -30,8 +30,8 @@ fn a_resumed_run_is_the_run_that_was_not_interrupted() {
 }
 
 #[test]
-fn a_model_writes_the_same_again_and_something_else_from_another_seed() {
-    let folder = Folder::with_text();
+fn samples_depend_only_on_model_prompt_and_seed() {
+    let folder = LongnetFolder::with_text();
     folder.succeeds(&format!(
         "train story.txt {SMALL} --steps 60 --checkpoint model.safetensors"
     ));
@@ -48,8 +48,8 @@ fn a_model_writes_the_same_again_and_something_else_from_another_seed() {
 }
 
 #[test]
-fn what_cannot_be_done_is_said_in_one_line() {
-    let folder = Folder::with_text();
+fn invalid_commands_are_refused_in_one_line() {
+    let folder = LongnetFolder::with_text();
     std::fs::write(folder.path().join("short.txt"), "too short").unwrap();
     folder.refuses("train missing.txt", &["missing.txt"]);
     folder.refuses(
@@ -84,8 +84,8 @@ fn what_cannot_be_done_is_said_in_one_line() {
         "train story.txt --nonsense",
         &["--nonsense", "longnet train --help"],
     );
-    folder.refuses("sample story.txt", &["story.txt is no checkpoint"]);
-    folder.refuses("report page.html story.txt", &["story.txt is no record"]);
+    folder.refuses("sample story.txt", &["story.txt is not a checkpoint"]);
+    folder.refuses("report page.html story.txt", &["story.txt is not a record"]);
     folder.refuses("retrieval --tokens 33", &["--tokens 33", "64"]);
     folder.refuses("retrieval --dilation 64", &["--dilation 64", "192"]);
 
@@ -95,28 +95,31 @@ fn what_cannot_be_done_is_said_in_one_line() {
 }
 
 #[test]
-fn a_rank_that_cannot_go_on_ends_all_of_them_with_its_words() {
-    let folder = Folder::with_text();
+fn a_failing_rank_ends_the_run_with_its_error() {
+    let folder = LongnetFolder::with_text();
     let mut training = Command::new(env!("CARGO_BIN_EXE_longnet"));
-    let arguments = format!("train story.txt {SMALL} {WITHOUT_END} --ranks 3");
+    let arguments = format!("train story.txt {SMALL} {ENDLESS} --ranks 3");
     training
         .args(arguments.split(' '))
         .current_dir(folder.path());
-    let output = without_its_folder(&folder, training);
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    assert_eq!(said.lines().count(), 1, "{said}");
+    let output = remove_folder_while_training(&folder, training);
+    let output_text = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{output_text}");
+    assert_eq!(output_text.lines().count(), 1, "{output_text}");
     assert!(
-        said.starts_with("longnet: cannot write kept/model"),
-        "{said}"
+        output_text.starts_with("longnet: cannot write kept/model"),
+        "{output_text}"
     );
 }
 
 #[test]
-fn every_command_teaches_with_examples() {
-    let folder = Folder::new();
+fn every_command_has_examples_in_its_help() {
+    let folder = LongnetFolder::new();
     for command in ["", "text", "train", "sample", "retrieval", "report"] {
-        let said = folder.succeeds(&format!("{command} --help"));
-        assert!(said.contains("Examples:\n  longnet "), "{command}: {said}");
+        let output_text = folder.succeeds(&format!("{command} --help"));
+        assert!(
+            output_text.contains("Examples:\n  longnet "),
+            "{command}: {output_text}"
+        );
     }
 }

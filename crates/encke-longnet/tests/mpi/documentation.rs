@@ -1,4 +1,4 @@
-//! Every command of docs/model.md is run, those with mpirun too.
+//! Runs every command of docs/model.md, those with mpirun too.
 
 use crate::launch::run;
 use crate::page::follow;

@@ -1,22 +1,22 @@
-//! Starting processes of the command.
+//! Runs the command under mpirun.
 
 use std::process::Output;
 
-use crate::command::{Folder, text};
+use crate::command::{LongnetFolder, text};
 use crate::mpirun::job;
 
 /// Runs `mpirun -n ranks longnet arguments` in a folder, to its end.
-pub fn run(folder: &Folder, ranks: usize, arguments: &str) -> Output {
+pub fn run(folder: &LongnetFolder, ranks: usize, arguments: &str) -> Output {
     let longnet = env!("CARGO_BIN_EXE_longnet");
     let mut command = job(longnet, folder.path(), ranks, arguments);
     command.output().unwrap()
 }
 
 /// Runs it and expects success; returns standard output and standard error.
-pub fn succeeds(folder: &Folder, ranks: usize, arguments: &str) -> (String, String) {
+pub fn succeeds(folder: &LongnetFolder, ranks: usize, arguments: &str) -> (String, String) {
     let output = run(folder, ranks, arguments);
-    let (said, noted) = (text(&output.stdout), text(&output.stderr));
+    let (output_text, noted) = (text(&output.stdout), text(&output.stderr));
     let code = output.status.code();
     assert_eq!(code, Some(0), "{ranks} x longnet {arguments}: {noted}");
-    (said, noted)
+    (output_text, noted)
 }

@@ -1,10 +1,10 @@
-//! What cannot be done is refused once, in one line, by all processes together, and leaves nothing.
+//! Invalid commands are refused once, in one line, by all processes together, and leave no files.
 
-use crate::command::{Folder, SMALL, WITHOUT_END, text, without_its_folder};
+use crate::command::{ENDLESS, LongnetFolder, SMALL, remove_folder_while_training, text};
 use crate::launch::run;
 use crate::mpirun::{job, lines_of};
 
-fn names(folder: &Folder) -> Vec<String> {
+fn names(folder: &LongnetFolder) -> Vec<String> {
     let entries = std::fs::read_dir(folder.path()).unwrap();
     let name = |entry: std::fs::DirEntry| entry.file_name().into_string().unwrap();
     let mut names: Vec<String> = entries.map(|entry| name(entry.unwrap())).collect();
@@ -12,27 +12,27 @@ fn names(folder: &Folder) -> Vec<String> {
     names
 }
 
-fn own_lines(stderr: &str) -> Vec<&str> {
-    lines_of("longnet", stderr)
+fn own_lines(output_text: &str) -> Vec<&str> {
+    lines_of("longnet", output_text)
 }
 
-/// Runs three processes and expects one line that has all of `words`.
-fn refused(folder: &Folder, arguments: &str, words: &[&str]) {
+/// Runs three processes and expects one line that contains all of `parts`.
+fn refused(folder: &LongnetFolder, arguments: &str, parts: &[&str]) {
     let before = names(folder);
     let output = run(folder, 3, arguments);
-    let said = text(&output.stderr);
+    let output_text = text(&output.stderr);
     assert_ne!(output.status.code(), Some(0), "longnet {arguments}");
-    let lines = own_lines(&said);
-    assert_eq!(lines.len(), 1, "longnet {arguments}: {said}");
-    for word in words {
-        assert!(lines[0].contains(word), "no {word:?} in {said}");
+    let lines = own_lines(&output_text);
+    assert_eq!(lines.len(), 1, "longnet {arguments}: {output_text}");
+    for part in parts {
+        assert!(lines[0].contains(part), "no {part:?} in {output_text}");
     }
     assert_eq!(names(folder), before, "longnet {arguments} left something");
 }
 
 #[test]
-fn what_cannot_be_done_is_refused_once() {
-    let folder = Folder::with_text();
+fn invalid_commands_are_refused_once() {
+    let folder = LongnetFolder::with_text();
     let train = format!("train story.txt {SMALL} --steps 2");
     refused(
         &folder,
@@ -47,7 +47,7 @@ fn what_cannot_be_done_is_refused_once() {
         "train story.txt --tokens 2 --width 8",
         &["--tokens 2", "rank 2 of 3", "fewer ranks"],
     );
-    // Only one process writes, and all of them hear that it cannot.
+    // Only the root writes; its error ends all processes.
     let outputs = ["--checkpoint no/m.safetensors", "--record no/r.json"];
     for output in outputs {
         refused(&folder, &format!("{train} {output}"), &["cannot write no/"]);
@@ -61,8 +61,8 @@ fn what_cannot_be_done_is_refused_once() {
 }
 
 #[test]
-fn processes_that_read_different_files_are_told() {
-    let folder = Folder::with_text();
+fn processes_with_different_inputs_are_refused() {
+    let folder = LongnetFolder::with_text();
     folder.succeeds("text other.txt --bytes 16k --seed 2");
     let longnet = env!("CARGO_BIN_EXE_longnet");
     for (text_read, options, word) in [
@@ -74,31 +74,33 @@ fn processes_that_read_different_files_are_told() {
         command.args([":", "-n", "1", longnet, "train", text_read]);
         command.args(SMALL.split(' ').chain(options.split(' ')));
         let output = command.output().unwrap();
-        let said = text(&output.stderr);
-        assert_ne!(output.status.code(), Some(0), "{said}");
-        let lines = own_lines(&said);
-        assert_eq!(lines.len(), 1, "{said}");
+        let output_text = text(&output.stderr);
+        assert_ne!(output.status.code(), Some(0), "{output_text}");
+        let lines = own_lines(&output_text);
+        assert_eq!(lines.len(), 1, "{output_text}");
         assert!(
             lines[0].contains("rank 1") && lines[0].contains(word),
-            "{said}"
+            "{output_text}"
         );
     }
 }
 
 #[test]
-fn a_process_that_cannot_go_on_ends_all_of_them_with_its_words() {
-    let folder = Folder::with_text();
-    let arguments = format!("train story.txt {SMALL} {WITHOUT_END}");
+fn a_failing_process_ends_all_of_them_with_its_error() {
+    let folder = LongnetFolder::with_text();
+    let arguments = format!("train story.txt {SMALL} {ENDLESS}");
     let longnet = env!("CARGO_BIN_EXE_longnet");
     let training = job(longnet, folder.path(), 3, &arguments);
-    let output = without_its_folder(&folder, training);
-    let said = text(&output.stderr);
-    assert_ne!(output.status.code(), Some(0), "{said}");
-    let lines = own_lines(&said);
-    assert_eq!(lines.len(), 3, "each says what it knows: {said}");
+    let output = remove_folder_while_training(&folder, training);
+    let output_text = text(&output.stderr);
+    assert_ne!(output.status.code(), Some(0), "{output_text}");
+    let lines = own_lines(&output_text);
+    assert_eq!(lines.len(), 3, "one line per process: {output_text}");
     for (rank, line) in (0..3).map(|rank| (rank, format!("longnet: rank {rank} of 3: "))) {
-        let of = lines.iter().find(|said| said.starts_with(&line));
-        let of = of.unwrap_or_else(|| panic!("rank {rank} is silent: {said}"));
-        assert!(of.contains("cannot write kept/model"), "{said}");
+        let of = lines
+            .iter()
+            .find(|output_text| output_text.starts_with(&line));
+        let of = of.unwrap_or_else(|| panic!("no line from rank {rank}: {output_text}"));
+        assert!(of.contains("cannot write kept/model"), "{output_text}");
     }
 }

@@ -1,6 +1,6 @@
-//! Processes have the bits of threads, and a run goes on with any number of them.
+//! Processes give the bits of threads, and a run can be resumed with another number of processes.
 
-use crate::command::{Folder, SMALL};
+use crate::command::{LongnetFolder, SMALL};
 use crate::launch::succeeds;
 
 /// The largest relative difference of two curves.
@@ -11,8 +11,8 @@ fn apart(some: &[f64], others: &[f64]) -> f64 {
 }
 
 #[test]
-fn processes_have_the_bits_of_threads_and_the_losses_of_one() {
-    let folder = Folder::with_text();
+fn processes_give_the_bits_of_threads_and_the_losses_of_one_rank() {
+    let folder = LongnetFolder::with_text();
     let train = format!("train story.txt {SMALL} --steps 60");
     folder.succeeds(&format!("{train} --record alone.json"));
     let alone = folder.losses("alone.json");
@@ -21,9 +21,17 @@ fn processes_have_the_bits_of_threads_and_the_losses_of_one() {
         folder.succeeds(&format!("{train} --ranks {ranks} --record threads.json"));
         let mut runs = Vec::new();
         for _ in 0..2 {
-            let (said, noted) = succeeds(&folder, ranks, &format!("{train} --record run.json"));
-            assert_eq!(said.lines().count(), 1, "one of them speaks: {said}");
-            assert!(said.contains(&format!("{ranks} processes")), "{said}");
+            let (output_text, noted) =
+                succeeds(&folder, ranks, &format!("{train} --record run.json"));
+            assert_eq!(
+                output_text.lines().count(),
+                1,
+                "only the root prints: {output_text}"
+            );
+            assert!(
+                output_text.contains(&format!("{ranks} processes")),
+                "{output_text}"
+            );
             for rank in 0..ranks {
                 let line = format!("memory   rank {rank} held");
                 assert_eq!(noted.matches(&line).count(), 1, "{noted}");
@@ -47,15 +55,15 @@ fn processes_have_the_bits_of_threads_and_the_losses_of_one() {
 }
 
 #[test]
-fn a_run_goes_on_with_another_number_of_processes() {
-    let folder = Folder::with_text();
+fn a_run_resumes_with_another_number_of_processes() {
+    let folder = LongnetFolder::with_text();
     let train = format!("train story.txt {SMALL} --steps 24 --checkpoint model.safetensors");
     let file = |name: &str| folder.path().join(name);
     succeeds(&folder, 2, &format!("{train} --record whole.json"));
     let model = std::fs::read(file("model.safetensors")).unwrap();
     let whole = folder.losses("whole.json");
 
-    // Two processes, interrupted: the bits of a run that was not, the checkpoint's included.
+    // Two processes, interrupted: the bits of an uninterrupted run, also of its checkpoint.
     succeeds(&folder, 2, &format!("{train} --until 10"));
     std::fs::copy(file("model.safetensors"), file("half.safetensors")).unwrap();
     succeeds(
@@ -66,7 +74,7 @@ fn a_run_goes_on_with_another_number_of_processes() {
     assert_eq!(folder.losses("resumed.json"), whole);
     assert!(std::fs::read(file("model.safetensors")).unwrap() == model);
 
-    // On from there with three, with threads, and with none but this one.
+    // Resumed with three processes, with two threads, and with one rank.
     for ranks in [3, 2, 1] {
         std::fs::copy(file("half.safetensors"), file("model.safetensors")).unwrap();
         let on = format!("{train} --resume --record moved.json");
@@ -80,7 +88,7 @@ fn a_run_goes_on_with_another_number_of_processes() {
         assert!(apart < 1e-4, "{ranks} ranks went {apart:e} off");
     }
 
-    // And what one process began, two go on with.
+    // A run of one process is resumed by two.
     folder.succeeds(&format!("{train} --until 10"));
     succeeds(
         &folder,

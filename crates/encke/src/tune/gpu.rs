@@ -12,7 +12,7 @@ use encke_core::sharding::Run as Tokens;
 use encke_cost::{DeviceModel, DeviceProfile, Link, Machine, ProbeSizes, TimedWork, TransferMode};
 use encke_cuda::{Buffer, CudaKernel, Summation};
 
-use super::TuneError;
+use super::profile::TuneError;
 
 /// Rows of the largest job: long enough that a GPU is full for milliseconds.
 const ROWS: usize = 8192;

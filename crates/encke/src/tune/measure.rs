@@ -15,7 +15,7 @@ use encke_ring::ThreadRing;
 
 use super::gpu;
 use super::machine_id::MachineId;
-use super::{FORMAT, MachineProfile, TuneError};
+use super::profile::{FORMAT, MachineProfile, TuneError};
 
 /// Default time limit. At least one turn is always completed.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(50);

@@ -1,7 +1,7 @@
-//! The course of a run: what it reads, the steps it takes, what it shows and writes down.
+//! A training run around its steps: inputs, progress, checkpoints, summary and record.
 //!
-//! How a step is computed, and by whom, is the training's. The decision here: places of files are
-//! claimed before the first step, and only one of several processes claims, writes and speaks.
+//! [`Trainer`] computes the steps. The decision here: output files are created before the first
+//! step, and only the root of several ranks creates, writes and prints.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,112 +13,112 @@ use encke_lab::output::OutputFile;
 use encke_lab::terminal::{long_bar, note, say};
 use indicatif::ProgressBar;
 
-use crate::checkpoint::Read;
-use crate::record::{self, Record};
-use crate::settings::Settings;
+use crate::checkpoint::CheckpointFile;
+use crate::record::{RunRecord, TrainingRecord, median};
+use crate::settings::TrainingConfig;
 use crate::text::Text;
-use crate::training::Training;
+use crate::trainer::Trainer;
 
-/// What the steps are, and what becomes of them.
+/// Files and steps of a run.
 #[derive(Debug)]
-pub struct Course<'a> {
+pub struct TrainingRun<'a> {
     /// The text.
     pub text: &'a Path,
-    /// The step after which it stops.
+    /// The step after which the run stops.
     pub last: usize,
     /// Steps between two checkpoints.
     pub every: usize,
-    /// Where checkpoints go.
+    /// The checkpoint file.
     pub checkpoint: Option<&'a Path>,
-    /// Whether to go on from there.
+    /// Whether to resume from it.
     pub resume: bool,
-    /// Where the record goes.
+    /// The record file.
     pub record: Option<&'a Path>,
 }
 
-/// What was read and claimed before the first step.
-pub struct Ready {
+/// Files opened before the first step.
+pub struct RunInputs {
     /// The text.
     pub text: Arc<Text>,
-    /// What to go on from.
-    pub resumed: Option<Read>,
-    /// The place of the record.
+    /// The checkpoint to resume from.
+    pub resumed: Option<CheckpointFile>,
+    /// The record to write.
     pub record: Option<OutputFile>,
 }
 
-/// Who took the steps.
+/// The ring that ran the steps.
 #[derive(Debug)]
-pub struct Ring {
-    /// How many ranks.
+pub struct TrainingRing {
+    /// Number of ranks.
     pub ranks: usize,
-    /// Whether they were processes.
+    /// Whether the ranks were processes.
     pub processes: bool,
-    /// Most bytes that a rank's attention held in a pass.
+    /// Peak attention bytes of a rank in a pass.
     pub rank_bytes: usize,
 }
 
-impl Course<'_> {
-    /// Reads what there is to read; who speaks also claims the places of what will be written.
-    pub fn prepare(&self, settings: &Settings, speaks: bool) -> Result<Ready> {
+impl TrainingRun<'_> {
+    /// Reads the inputs; the root also creates the output files.
+    pub fn prepare(&self, settings: &TrainingConfig, is_root: bool) -> Result<RunInputs> {
         let text = Arc::new(Text::read(self.text, settings.tokens)?);
         let resumed = self.resumed(settings)?;
         let mut record = None;
-        if speaks {
+        if is_root {
             let mut others = vec![("the text", self.text)];
             if let Some(path) = self.checkpoint {
-                // Let go at once: it is claimed again whenever there is something to write.
+                // Dropped at once: this only checks that the file can be created.
                 OutputFile::create(path, &others)?;
                 others.push(("the checkpoint", path));
             }
-            let claimed = self.record.map(|path| OutputFile::create(path, &others));
-            record = claimed.transpose()?;
+            let created = self.record.map(|path| OutputFile::create(path, &others));
+            record = created.transpose()?;
         }
-        Ok(Ready {
+        Ok(RunInputs {
             text,
             resumed,
             record,
         })
     }
 
-    /// What to go on from, if that was asked for and is the same run.
-    fn resumed(&self, settings: &Settings) -> Result<Option<Read>> {
+    /// The checkpoint to resume from, if requested; its settings must be equal.
+    fn resumed(&self, settings: &TrainingConfig) -> Result<Option<CheckpointFile>> {
         let Some(path) = self.checkpoint.filter(|_| self.resume) else {
             return Ok(None);
         };
-        let read = Read::open(path)?;
-        if read.told.settings != *settings {
+        let file = CheckpointFile::open(path)?;
+        if file.header.settings != *settings {
             bail!(
                 "{} was trained with other settings: {}; give the same ones (the ring may differ)",
                 path.display(),
-                serde_json::to_string(&read.told.settings)?
+                serde_json::to_string(&file.header.settings)?
             );
         }
-        Ok(Some(read))
+        Ok(Some(file))
     }
 
-    /// Takes the steps that are left; returns the seconds of each.
-    pub fn take(&self, training: &mut Training, speaks: bool) -> Result<Vec<f64>> {
-        let first = training.losses().len();
-        let bar = match speaks {
+    /// Runs the remaining steps; returns the seconds of each.
+    pub fn take_steps(&self, trainer: &mut Trainer, is_root: bool) -> Result<Vec<f64>> {
+        let first = trainer.losses().len();
+        let bar = match is_root {
             true => long_bar(self.last.saturating_sub(first)),
             false => ProgressBar::hidden(),
         };
         let mut seconds = Vec::new();
         for step in first..self.last {
             let begin = Instant::now();
-            let loss = training.step()?;
+            let loss = trainer.step()?;
             let took = begin.elapsed().as_secs_f64();
             seconds.push(took);
             bar.inc(1);
             bar.set_message(format!(
                 "loss {loss:.4}, {:.0} tokens/s, {} a rank",
-                training.settings().tokens as f64 / took,
-                bytes(training.rank_bytes())
+                trainer.settings().tokens as f64 / took,
+                bytes(trainer.rank_bytes())
             ));
             if (step + 1) % self.every == 0 || step + 1 == self.last {
-                training.compare()?;
-                if let Some(path) = self.checkpoint.filter(|_| speaks) {
-                    training.save(path)?;
+                trainer.compare()?;
+                if let Some(path) = self.checkpoint.filter(|_| is_root) {
+                    trainer.save(path)?;
                 }
             }
         }
@@ -126,24 +126,24 @@ impl Course<'_> {
         Ok(seconds)
     }
 
-    /// Says what came of it, and writes it down.
-    pub fn conclude(
+    /// Prints the summary and writes the record.
+    pub fn finish(
         &self,
-        training: &Training,
+        trainer: &Trainer,
         seconds: Vec<f64>,
-        ring: &Ring,
+        ring: &TrainingRing,
         record: Option<OutputFile>,
     ) -> Result<()> {
-        summarise(training, &seconds, ring)?;
+        summarise(trainer, &seconds, ring)?;
         let Some(output) = record else {
             return Ok(());
         };
-        let record = Record::Training(record::Training {
-            settings: training.settings().clone(),
+        let record = RunRecord::Training(TrainingRecord {
+            settings: trainer.settings().clone(),
             ranks: ring.ranks,
             processes: ring.processes,
-            weights: training.weights(),
-            losses: training.losses().to_vec(),
+            weights: trainer.weights(),
+            losses: trainer.losses().to_vec(),
             rank_bytes: ring.rank_bytes,
             seconds,
         });
@@ -151,8 +151,8 @@ impl Course<'_> {
     }
 }
 
-fn summarise(training: &Training, seconds: &[f64], ring: &Ring) -> Result<()> {
-    let (losses, tokens) = (training.losses(), training.settings().tokens);
+fn summarise(trainer: &Trainer, seconds: &[f64], ring: &TrainingRing) -> Result<()> {
+    let (losses, tokens) = (trainer.losses(), trainer.settings().tokens);
     let (Some(first), Some(last)) = (losses.first(), losses.last()) else {
         return Ok(());
     };
@@ -163,12 +163,10 @@ fn summarise(training: &Training, seconds: &[f64], ring: &Ring) -> Result<()> {
     };
     say(&format!(
         "{} weights, {tokens} tokens, {who}: loss {first:.4} in step 1, {last:.6} in step {}\n",
-        training.weights(),
+        trainer.weights(),
         losses.len()
     ))?;
-    let mut sorted = seconds.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    if let Some(median) = sorted.get(sorted.len() / 2) {
+    if let Some(median) = median(seconds) {
         note(&format!(
             "{median:.3} s a step, {:.0} tokens/s, {} a rank in attention",
             tokens as f64 / median,

@@ -1,0 +1,172 @@
+//! Arguments and results of passes on host memory, shared by `Attention` and `Shard`.
+//!
+//! Inputs are read in place. The decision here: what the backward pass needs is returned to Python
+//! as tensors, so that torch saves and frees them, and detects in-place changes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use encke::{Backward, Pass, SavedOutput, Shape, Tensor, View};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::error;
+use crate::owned::{export, unshare};
+use crate::tensor::{TensorDevice, TensorLibrary, TensorRef};
+
+/// A tensor as Python passes it.
+pub(crate) type PyTensor<'py> = Bound<'py, PyAny>;
+
+/// out, lse, slot_out and slot_lse of a forward pass, each of which may be None.
+pub(crate) type PySaved<'py> = [Option<PyTensor<'py>>; 4];
+
+/// What a forward pass returns to Python: out, lse, and both by slot where branches keep slots.
+pub(crate) type PyForwardOutput = (Py<PyAny>, Py<PyAny>, Option<Py<PyAny>>, Option<Py<PyAny>>);
+
+/// What a backward pass returns to Python: dq, dk and dv.
+pub(crate) type PyGradients = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
+
+/// The process that first computed: a fork does not copy its threads.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
+
+/// q, k and v of one library on the host.
+pub(crate) struct QkvInputs {
+    pub q: TensorRef,
+    pub k: TensorRef,
+    pub v: TensorRef,
+}
+
+impl QkvInputs {
+    pub fn read([q, k, v]: [&PyTensor<'_>; 3]) -> PyResult<QkvInputs> {
+        let q = TensorRef::rows("q", q)?;
+        let k = TensorRef::rows("k", k)?.beside(&q)?;
+        let v = TensorRef::rows("v", v)?.beside(&q)?;
+        on_host(&q)?;
+        same_process()?;
+        Ok(QkvInputs { q, k, v })
+    }
+
+    /// # Safety
+    /// As for [`TensorRef::view`].
+    pub unsafe fn views<'a>(&self) -> PyResult<[View<'a>; 3]> {
+        // SAFETY: passed on to the caller; all are on the host, which was checked.
+        unsafe { Ok([self.q.view()?, self.k.view()?, self.v.view()?]) }
+    }
+}
+
+/// What a backward pass reads beside q, k and v.
+pub(crate) struct BackwardInputs {
+    saved: Option<[TensorRef; 3]>,
+    dout: TensorRef,
+    dlse: Option<TensorRef>,
+}
+
+impl BackwardInputs {
+    /// Reads the saved (out, lse) by head, or by slot if the pattern `splits` heads into slots.
+    pub fn read(
+        q: &TensorRef,
+        splits: bool,
+        [out, lse, slot_out, slot_lse]: &PySaved<'_>,
+        dout: &PyTensor<'_>,
+        dlse: Option<&PyTensor<'_>>,
+    ) -> PyResult<BackwardInputs> {
+        let rows = |name, tensor: &PyTensor<'_>| TensorRef::rows(name, tensor)?.beside(q);
+        let cells = |name, tensor: &PyTensor<'_>| TensorRef::cells(name, tensor)?.beside(q);
+        let lse = lse.as_ref().map(|lse| cells("lse", lse)).transpose()?;
+        let (slot_out, slot_lse) = match splits {
+            true => {
+                let slot_out = slot_out.as_ref().map(|x| rows("out by slot", x));
+                let slot_lse = slot_lse.as_ref().map(|x| cells("lse by slot", x));
+                (slot_out.transpose()?, slot_lse.transpose()?)
+            }
+            false => (out.as_ref().map(|x| rows("out", x)).transpose()?, lse),
+        };
+        let saved = slot_out.zip(slot_lse).zip(lse);
+        Ok(BackwardInputs {
+            saved: saved.map(|((slot_out, slot_lse), lse)| [slot_out, slot_lse, lse]),
+            dout: rows("dout", dout)?,
+            dlse: dlse.map(|dlse| cells("dlse", dlse)).transpose()?,
+        })
+    }
+
+    /// The saved forward output, if any; dout; dlse.
+    ///
+    /// # Safety
+    /// As for [`TensorRef::view`].
+    pub unsafe fn views<'a>(
+        &self,
+    ) -> PyResult<(Option<SavedOutput<'a>>, View<'a>, Option<View<'a>>)> {
+        // SAFETY: passed on to the caller.
+        let view = |tensor: &TensorRef| unsafe { tensor.view() };
+        let saved = self.saved.as_ref().map(|[slot_out, slot_lse, lse]| {
+            Ok::<_, PyErr>(SavedOutput {
+                slot_out: view(slot_out)?,
+                slot_lse: view(slot_lse)?,
+                lse: view(lse)?,
+            })
+        });
+        let dlse = self.dlse.as_ref().map(view);
+        Ok((saved.transpose()?, view(&self.dout)?, dlse.transpose()?))
+    }
+}
+
+/// The results of a forward pass as tensors of the library of its inputs.
+pub(crate) fn export_forward(
+    py: Python<'_>,
+    library: TensorLibrary,
+    (out, lse): (Arc<Tensor>, Arc<Tensor>),
+    slots: Option<(Arc<Tensor>, Arc<Tensor>)>,
+) -> PyResult<PyForwardOutput> {
+    let (slot_out, slot_lse) = slots.unzip();
+    let export = |tensor, cells| export(py, library, unshare(tensor), cells);
+    Ok((
+        export(out, false)?,
+        export(lse, true)?,
+        slot_out.map(|x| export(x, false)).transpose()?,
+        slot_lse.map(|x| export(x, true)).transpose()?,
+    ))
+}
+
+/// The gradients of a backward pass as tensors of the library of its inputs.
+pub(crate) fn export_gradients(
+    py: Python<'_>,
+    library: TensorLibrary,
+    Backward { dq, dk, dv, .. }: Backward,
+) -> PyResult<PyGradients> {
+    let export = |tensor| export(py, library, tensor, false);
+    Ok((export(dq)?, export(dk)?, export(dv)?))
+}
+
+/// A shape from (batch, tokens, heads, kv_heads, dim).
+pub(crate) fn shape((b, n, h, kv, d): (usize, usize, usize, usize, usize)) -> PyResult<Shape> {
+    Shape::new(b, n, h, kv, d).map_err(|error| error::request(&error))
+}
+
+pub(crate) fn pass(backward: bool) -> Pass {
+    match backward {
+        true => Pass::Backward { dlse: false },
+        false => Pass::Forward,
+    }
+}
+
+fn on_host(q: &TensorRef) -> PyResult<()> {
+    match q.device {
+        TensorDevice::Host => Ok(()),
+        TensorDevice::Gpu(_) => Err(PyValueError::new_err(
+            "the tensors are on a GPU, but this attention was made for the cpu",
+        )),
+    }
+}
+
+fn same_process() -> PyResult<()> {
+    let here = std::process::id();
+    let first = PROCESS.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed);
+    match first {
+        Err(parent) if parent != here => Err(PyRuntimeError::new_err(format!(
+            "process {here} was forked from {parent} after that had computed with Encke; a fork \
+             does not copy its threads: start processes with \"spawn\" or \"forkserver\", or fork \
+             before the first call"
+        ))),
+        _ => Ok(()),
+    }
+}

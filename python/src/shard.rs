@@ -1,0 +1,201 @@
+//! One rank of a ring over processes, as Python calls it. Python does the hops (see `wire`).
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use encke::{Checkpoint, Forward, Pass, ShardAttention};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::error;
+use crate::host_passes::{
+    BackwardInputs, PyForwardOutput, PyGradients, PySaved, PyTensor, QkvInputs, export_forward,
+    export_gradients, pass, shape,
+};
+use crate::settings::{PyPatternOptions, PyRingOptions, ShardingOption, dtype};
+use crate::wire::{PyErrorSlot, PythonWire, raise};
+
+/// One rank with fixed settings; plans and buffers are cached between calls.
+#[pyclass(frozen, name = "Shard", module = "encke._encke")]
+pub(crate) struct PyShard {
+    library: ShardAttention,
+    splits: bool,
+    recomputes: bool,
+    deterministic: bool,
+    borrowed_bytes: AtomicUsize,
+}
+
+#[pymethods]
+impl PyShard {
+    /// One dictionary holds every option; see `encke.attention`. `ranks` is the size of the group.
+    #[new]
+    fn new(options: &Bound<'_, PyDict>, rank: usize) -> PyResult<PyShard> {
+        let pattern: PyPatternOptions = options.extract()?;
+        let ring: PyRingOptions = options.extract()?;
+        let pattern = pattern.pattern()?;
+        let splits = pattern.splits_slots();
+        let library = ring.builder(pattern)?.build_shard(rank);
+        Ok(PyShard {
+            library: library.map_err(|error| error::call(&error))?,
+            splits,
+            recomputes: ring.recomputes(),
+            deterministic: ring.deterministic,
+            borrowed_bytes: AtomicUsize::new(0),
+        })
+    }
+
+    /// Bytes of q, k and v that the last forward pass on the CPU read in place.
+    #[getter]
+    fn borrowed_bytes(&self) -> usize {
+        self.borrowed_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Whether branches keep slots of their own, which are combined after attention.
+    #[getter]
+    fn splits_slots(&self) -> bool {
+        self.splits
+    }
+
+    /// Whether the backward pass recomputes the forward pass.
+    #[getter]
+    fn recomputes(&self) -> bool {
+        self.recomputes
+    }
+
+    /// Plans a pass on the whole sequence, so that an invalid request fails before any rank waits.
+    fn check(
+        &self,
+        py: Python<'_>,
+        sizes: (usize, usize, usize, usize, usize),
+        dtype_name: &str,
+    ) -> PyResult<()> {
+        let (shape, dtype) = (shape(sizes)?, dtype(dtype_name)?);
+        let planned = py.detach(|| self.library.plan(shape, dtype, Pass::Forward));
+        planned.map(drop).map_err(|error| error::call(&error))
+    }
+
+    /// (out, lse, slot_out, slot_lse) of this rank's rows; the last two are None unless branches
+    /// keep slots of their own.
+    fn forward(
+        &self,
+        py: Python<'_>,
+        tokens: usize,
+        q: &PyTensor<'_>,
+        k: &PyTensor<'_>,
+        v: &PyTensor<'_>,
+        wire: Py<PyAny>,
+    ) -> PyResult<PyForwardOutput> {
+        let inputs = QkvInputs::read([q, k, v])?;
+        let raised = PyErrorSlot::default();
+        let mut wire = PythonWire::new(&wire, self.library.rank(), &raised);
+        // SAFETY: the caller's references keep the tensors alive until this function returns. A
+        // concurrent write to a tensor that a function reads is a race in torch too.
+        let [q, k, v] = unsafe { inputs.views()? };
+        let forward = py.detach(|| self.library.forward(tokens, [&q, &k, &v], &mut wire));
+        let Forward {
+            out,
+            lse,
+            checkpoint,
+            report,
+        } = raise(&raised, forward)?;
+        let borrowed = report.memory.iter().map(|rank| rank.borrowed_bytes).sum();
+        self.borrowed_bytes.store(borrowed, Ordering::Relaxed);
+        let slots = self.splits.then(|| checkpoint.into_slots()).flatten();
+        export_forward(py, inputs.q.library, (out, lse), slots)
+    }
+
+    /// (dq, dk, dv) of this rank's rows, from the saved results of `forward`; without them every
+    /// rank recomputes the forward pass.
+    #[pyo3(signature = (tokens, q, k, v, saved, dout, dlse, wire))]
+    #[expect(clippy::too_many_arguments, reason = "the inputs of a backward pass")]
+    fn backward(
+        &self,
+        py: Python<'_>,
+        tokens: usize,
+        q: &PyTensor<'_>,
+        k: &PyTensor<'_>,
+        v: &PyTensor<'_>,
+        saved: PySaved<'_>,
+        dout: &PyTensor<'_>,
+        dlse: Option<&PyTensor<'_>>,
+        wire: Py<PyAny>,
+    ) -> PyResult<PyGradients> {
+        let inputs = QkvInputs::read([q, k, v])?;
+        let upstream = BackwardInputs::read(&inputs.q, self.splits, &saved, dout, dlse)?;
+        let raised = PyErrorSlot::default();
+        let mut wire = PythonWire::new(&wire, self.library.rank(), &raised);
+        // SAFETY: as in `forward`.
+        let backward = unsafe {
+            let [q, k, v] = inputs.views()?;
+            let (saved, dout, dlse) = upstream.views()?;
+            let (library, qkv, gradients) = (&self.library, [&q, &k, &v], (&dout, dlse.as_ref()));
+            py.detach(|| match &saved {
+                Some(saved) => library.backward_from(tokens, qkv, saved, gradients, &mut wire),
+                None => {
+                    let nothing = Checkpoint::nothing();
+                    library.backward(tokens, qkv, &nothing, gradients, &mut wire)
+                }
+            })
+        };
+        export_gradients(py, inputs.q.library, raise(&raised, backward)?)
+    }
+
+    /// Planned bytes of a pass on this rank: (held, sent).
+    fn planned(
+        &self,
+        py: Python<'_>,
+        sizes: (usize, usize, usize, usize, usize),
+        dtype_name: &str,
+        backward: bool,
+    ) -> PyResult<(usize, usize)> {
+        let (shape, dtype) = (shape(sizes)?, dtype(dtype_name)?);
+        py.detach(|| {
+            let plan = self.library.plan(shape, dtype, pass(backward));
+            let plan = plan.map_err(|error| error::call(&error))?;
+            let rank = plan.rank(self.library.rank());
+            let rank = rank.map_err(|error| error::request(&error))?;
+            let held = rank.memory().values().sum();
+            Ok((held, rank.sent_bytes().values().sum()))
+        })
+    }
+}
+
+impl PyShard {
+    /// The library's rank.
+    pub fn library(&self) -> &ShardAttention {
+        &self.library
+    }
+
+    /// Whether a GPU sums gradients in a fixed order.
+    pub fn deterministic(&self) -> bool {
+        self.deterministic
+    }
+}
+
+/// Tokens of a rank: (first, stride, count) of each run, in the order of its rows.
+#[pyfunction]
+pub(crate) fn runs(
+    sharding: ShardingOption,
+    ranks: usize,
+    tokens: usize,
+    rank: usize,
+) -> PyResult<Vec<(usize, usize, usize)>> {
+    let sharding = encke::Sharding::new(ranks, sharding.cut()?);
+    let sharding = sharding.map_err(|error| error::request(&error))?;
+    let checked = sharding.check(tokens);
+    checked.map_err(|error| error::request(&error))?;
+    if rank >= ranks {
+        return Err(PyValueError::new_err(format!(
+            "there is no rank {rank}: the ring has {ranks} ranks, numbered from 0"
+        )));
+    }
+    let runs = sharding.runs(tokens, rank).into_iter();
+    Ok(runs.map(|run| (run.first, run.stride, run.count)).collect())
+}
+
+/// Sets the number of threads; false if computing has already begun with another number.
+#[pyfunction]
+pub(crate) fn use_threads(threads: usize) -> bool {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+    pool.build_global().is_ok() || rayon::current_num_threads() == threads
+}
