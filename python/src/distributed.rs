@@ -13,7 +13,7 @@ use encke::{
     Backward, Checkpoint, Forward, HostWireBuffer, Incoming, Moved, Outgoing, Pass, Shape,
     ShardAttention, Transport, TransportError,
 };
-use encke_cuda::{ExternalWire, DeviceMessage};
+use encke_cuda::{DeviceMessage, ExternalWire};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
