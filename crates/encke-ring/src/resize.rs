@@ -5,7 +5,7 @@
 
 use encke_core::DType;
 use encke_core::kernel::Kernel;
-use encke_core::plan::resize::{ResizeTensor, Resize};
+use encke_core::plan::resize::{Resize, ResizeTensor};
 use encke_core::tensor::{Tensor, View};
 
 use crate::call::check_dims;

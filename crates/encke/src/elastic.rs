@@ -7,7 +7,7 @@
 use encke_core::kernel::Kernel;
 use encke_core::plan::balance;
 use encke_core::plan::program::Role;
-use encke_core::plan::resize::{ResizeTensor, Resize};
+use encke_core::plan::resize::{Resize, ResizeTensor};
 use encke_core::plan::{Pass, Request};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{Error as RequestError, View};
