@@ -22,7 +22,7 @@ use crate::error::{Error, NAME};
 use crate::hops::Hops;
 use crate::launch::chain_queue::ChainQueue;
 use crate::launch::{LaunchContext, cells, copy, hopper_backward, hopper_forward, mma, plain};
-use crate::operands::{AttentionInputs, BackwardOperands};
+use crate::operands::{BackwardOperands, DeviceInputs};
 
 /// Which family of kernels computes attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -126,7 +126,7 @@ impl CudaKernel {
     fn attention(
         &self,
         job: &Job,
-        inputs: AttentionInputs<'_>,
+        inputs: DeviceInputs<'_>,
         state: SoftmaxState<'_, Buffer>,
     ) -> crate::Result<()> {
         let dtype = inputs.dtype();
@@ -203,7 +203,7 @@ impl Kernel for CudaKernel {
         v: &Buffer,
         state: SoftmaxState<'_, Buffer>,
     ) -> Result<()> {
-        Ok(self.attention(job, AttentionInputs::new(q, k, v)?, state)?)
+        Ok(self.attention(job, DeviceInputs::new(q, k, v)?, state)?)
     }
 
     fn merge(&self, block: &Block, from: &Carry<Buffer>, to: &mut Carry<Buffer>) -> Result<()> {
@@ -263,7 +263,7 @@ impl Kernel for CudaKernel {
             upstream,
             gradients,
         };
-        let inputs = AttentionInputs::new(q, k, v)?;
+        let inputs = DeviceInputs::new(q, k, v)?;
         let (context, dtype) = (self.context(), inputs.dtype());
         let launch = hopper_backward::plan(&context.device, job, dtype);
         let fixed_order = self.summation == Summation::Deterministic;

@@ -11,17 +11,17 @@ use crate::error::Result;
 
 /// q, k and v of one type.
 #[derive(Clone, Copy)]
-pub(crate) struct AttentionInputs<'a> {
+pub(crate) struct DeviceInputs<'a> {
     q: &'a Buffer,
     k: &'a Buffer,
     v: &'a Buffer,
 }
 
-impl<'a> AttentionInputs<'a> {
-    pub fn new(q: &'a Buffer, k: &'a Buffer, v: &'a Buffer) -> Result<AttentionInputs<'a>> {
+impl<'a> DeviceInputs<'a> {
+    pub fn new(q: &'a Buffer, k: &'a Buffer, v: &'a Buffer) -> Result<DeviceInputs<'a>> {
         k.check_dtype("k", q.dtype())?;
         v.check_dtype("v", q.dtype())?;
-        Ok(AttentionInputs { q, k, v })
+        Ok(DeviceInputs { q, k, v })
     }
 
     pub fn dtype(&self) -> DType {

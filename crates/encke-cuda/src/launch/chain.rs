@@ -10,11 +10,11 @@ use std::sync::Arc;
 use encke_core::DType;
 use encke_core::job::{Job, Operand};
 
-use super::hopper_tiles::{Visibility, visibility};
+use super::hopper_tiles::{KeyVisibility, visibility};
 use super::hopper_tilings::{MAX_CHUNKS, carry_block_keys};
 use crate::allocation::DeviceAllocation;
 use crate::error::Result;
-use crate::operands::AttentionInputs;
+use crate::operands::DeviceInputs;
 
 /// A job, and the memory of its keys and values.
 #[derive(Clone)]
@@ -35,12 +35,12 @@ pub(crate) struct Chain {
 /// Whether a job can only be the first chunk of a chain: it has a mask or a partial block.
 fn must_be_first(job: &Job) -> bool {
     let whole = carry_block_keys(job.dim).is_some_and(|block| job.keys.is_multiple_of(block));
-    visibility(job) != Visibility::All || !whole
+    visibility(job) != KeyVisibility::All || !whole
 }
 
 impl Chain {
     /// A chain of one chunk.
-    pub fn new(job: &Job, inputs: AttentionInputs<'_>) -> Result<Chain> {
+    pub fn new(job: &Job, inputs: DeviceInputs<'_>) -> Result<Chain> {
         let [q, k, v] = inputs.memory()?.map(Arc::clone);
         let job = job.clone();
         Ok(Chain {

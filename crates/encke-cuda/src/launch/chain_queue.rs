@@ -23,7 +23,7 @@ use crate::allocation::DeviceAllocation;
 use crate::buffer::Buffer;
 use crate::device::{Deferred, FlushReason, lock};
 use crate::error::Result;
-use crate::operands::{AttentionInputs, SoftmaxMemory};
+use crate::operands::{DeviceInputs, SoftmaxMemory};
 
 /// Pending chains per carry at most.
 const PENDING: usize = 4;
@@ -94,7 +94,7 @@ impl ChainQueue {
     pub fn forward(
         &self,
         job: &Job,
-        inputs: AttentionInputs<'_>,
+        inputs: DeviceInputs<'_>,
         state: SoftmaxState<'_, Buffer>,
     ) -> Result<()> {
         let softmax = SoftmaxMemory::new(state, inputs.dtype())?;

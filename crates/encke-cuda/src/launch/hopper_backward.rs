@@ -15,7 +15,7 @@ use crate::allocation::DeviceAllocation;
 use crate::arguments::KernelArgument;
 use crate::device::Device;
 use crate::error::Result;
-use crate::operands::{AttentionInputs, BackwardMemory, BackwardOperands};
+use crate::operands::{BackwardMemory, BackwardOperands, DeviceInputs};
 use crate::program::Program;
 use crate::tensor_map::{self, Extents, TensorMap};
 
@@ -229,7 +229,7 @@ fn covers(job: &Job, key_heads: usize, memory: &DeviceAllocation) -> bool {
 }
 
 /// One job: the common arguments of its two kernels.
-struct BackwardCall<'a> {
+struct HopperBackwardCall<'a> {
     context: &'a LaunchContext,
     job: &'a Job,
     launch: &'a BackwardLaunch,
@@ -249,12 +249,12 @@ pub(crate) fn backward(
     job: &Job,
     launch: &BackwardLaunch,
     fixed_order: bool,
-    inputs: AttentionInputs<'_>,
+    inputs: DeviceInputs<'_>,
     gradients: BackwardOperands<'_>,
 ) -> Result<()> {
     let (device, dtype) = (&context.device, inputs.dtype());
     let memory = gradients.into_memory(dtype)?;
-    let call = BackwardCall {
+    let call = HopperBackwardCall {
         context,
         job,
         launch,
@@ -271,7 +271,7 @@ pub(crate) fn backward(
     call.gradients(fixed_order, &memory)
 }
 
-impl BackwardCall<'_> {
+impl HopperBackwardCall<'_> {
     /// The addresses of lse and delta in `dense`.
     fn dense(&self) -> (u64, u64) {
         let first = self.dense.pointer();

@@ -5,7 +5,7 @@ use encke_core::DType;
 use encke_core::job::Job;
 
 use super::chain::Chain;
-use super::hopper_tiles::{self, CausalMask, TileParams, Visibility};
+use super::hopper_tiles::{self, KeyVisibility, NarrowMask, TileParams};
 use super::hopper_tilings::{self, ForwardMode, MAX_CHUNKS, Tiling};
 use super::{LaunchContext, grid};
 use crate::allocation::DeviceAllocation;
@@ -49,7 +49,7 @@ pub(crate) fn programs() -> Vec<Program> {
 /// The tiling of a job.
 struct ForwardLaunch {
     tiling: &'static Tiling,
-    mask: Option<CausalMask>,
+    mask: Option<NarrowMask>,
     tiles: TileParams,
 }
 
@@ -79,9 +79,9 @@ fn plan(
         return None;
     }
     let mask = match hopper_tiles::visibility(job) {
-        Visibility::All => None,
-        Visibility::Causal(mask) => Some(mask),
-        Visibility::TooLarge => return None,
+        KeyVisibility::All => None,
+        KeyVisibility::Causal(mask) => Some(mask),
+        KeyVisibility::TooLarge => return None,
     };
     let multiprocessors = device.multiprocessors() as usize;
     let (causal, keys) = (mask.is_some(), rest.iter().sum());

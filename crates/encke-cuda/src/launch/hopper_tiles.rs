@@ -13,7 +13,7 @@ const CACHE_BYTES: usize = 32 << 20;
 
 /// Row i sees the keys `0..=(lead + i·query_step) / key_step`: a causal mask in 32-bit integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct CausalMask {
+pub(crate) struct NarrowMask {
     lead: i32,
     query_step: i32,
     key_step: i32,
@@ -21,27 +21,27 @@ pub(crate) struct CausalMask {
 
 /// Which keys the rows of a job see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Visibility {
+pub(crate) enum KeyVisibility {
     /// Every row sees every key.
     All,
     /// Rows see different keys.
-    Causal(CausalMask),
+    Causal(NarrowMask),
     /// The mask does not fit into 32-bit integers.
     TooLarge,
 }
 
 /// The visibility of a job. A mask that hides nothing counts as none.
-pub(crate) fn visibility(job: &Job) -> Visibility {
+pub(crate) fn visibility(job: &Job) -> KeyVisibility {
     let Some(mask) = job.causal.filter(|_| job.visible(0) < job.keys) else {
-        return Visibility::All;
+        return KeyVisibility::All;
     };
     match narrow(&mask, job.queries) {
-        Some(mask) => Visibility::Causal(mask),
-        None => Visibility::TooLarge,
+        Some(mask) => KeyVisibility::Causal(mask),
+        None => KeyVisibility::TooLarge,
     }
 }
 
-fn narrow(mask: &Causal, queries: usize) -> Option<CausalMask> {
+fn narrow(mask: &Causal, queries: usize) -> Option<NarrowMask> {
     let signed = |x: usize| i64::try_from(x).ok();
     let (mut lead, mut query_step, mut key_step) = (
         signed(mask.query)? - signed(mask.key)?,
@@ -58,7 +58,7 @@ fn narrow(mask: &Causal, queries: usize) -> Option<CausalMask> {
         .checked_mul(signed(queries)?)?
         .checked_add(lead)?;
     i32::try_from(last).ok()?;
-    Some(CausalMask {
+    Some(NarrowMask {
         lead: i32::try_from(lead).ok()?,
         query_step: i32::try_from(query_step).ok()?,
         key_step: i32::try_from(key_step).ok()?,
@@ -91,7 +91,7 @@ impl TileParams {
         job: &Job,
         rest: &[usize],
         tiling: &Tiling,
-        mask: Option<CausalMask>,
+        mask: Option<NarrowMask>,
     ) -> Option<TileParams> {
         let mut chunk_starts = [0; MAX_CHUNKS];
         let mut before = 0;
@@ -186,7 +186,7 @@ pub(crate) mod tests {
     }
 
     /// The keys that row `i` sees, as the kernel computes them.
-    fn visible(mask: &CausalMask, i: usize, keys: usize) -> usize {
+    fn visible(mask: &NarrowMask, i: usize, keys: usize) -> usize {
         let ahead = i64::from(mask.lead) + i as i64 * i64::from(mask.query_step);
         match usize::try_from(ahead) {
             Ok(ahead) => (ahead / mask.key_step as usize + 1).min(keys),
@@ -204,7 +204,7 @@ pub(crate) mod tests {
             (1 << 40, 1, (1 << 40) + 9, 1),
         ] {
             let job = job(70, 50, 2, Some(causal(query, query_step, key, key_step)));
-            let Visibility::Causal(mask) = visibility(&job) else {
+            let KeyVisibility::Causal(mask) = visibility(&job) else {
                 panic!("{query} {key} hides something");
             };
             for i in 0..job.queries {
@@ -217,11 +217,11 @@ pub(crate) mod tests {
     fn a_mask_that_hides_nothing_counts_as_none_and_a_too_large_one_is_refused() {
         assert_eq!(
             visibility(&job(8, 8, 1, Some(causal(50, 1, 3, 2)))),
-            Visibility::All
+            KeyVisibility::All
         );
-        assert_eq!(visibility(&job(8, 8, 1, None)), Visibility::All);
+        assert_eq!(visibility(&job(8, 8, 1, None)), KeyVisibility::All);
         let far = job(8, 8, 1, Some(causal(0, 1, 1 << 40, 1)));
-        assert_eq!(visibility(&far), Visibility::TooLarge);
+        assert_eq!(visibility(&far), KeyVisibility::TooLarge);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::allocation::DeviceAllocation;
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::operands::{AttentionInputs, BackwardOperands, SoftmaxMemory};
+use crate::operands::{BackwardOperands, DeviceInputs, SoftmaxMemory};
 use crate::program::Program;
 
 /// The first compute capability with these instructions.
@@ -128,7 +128,7 @@ impl<'a> MmaLaunch<'a> {
 pub(crate) fn forward(
     context: &LaunchContext,
     job: &Job,
-    inputs: AttentionInputs<'_>,
+    inputs: DeviceInputs<'_>,
     state: SoftmaxState<'_, Buffer>,
 ) -> Result<()> {
     if job.queries == 0 {
@@ -154,7 +154,7 @@ pub(crate) fn forward(
 pub(crate) fn backward(
     context: &LaunchContext,
     job: &Job,
-    inputs: AttentionInputs<'_>,
+    inputs: DeviceInputs<'_>,
     gradients: BackwardOperands<'_>,
 ) -> Result<()> {
     if job.queries == 0 || job.keys == 0 {

@@ -9,7 +9,7 @@ use crate::allocation::DeviceAllocation;
 use crate::arguments::groups;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
-use crate::operands::{AttentionInputs, BackwardOperands, SoftmaxMemory};
+use crate::operands::{BackwardOperands, DeviceInputs, SoftmaxMemory};
 use crate::program::Program;
 
 const TEXTS: &[fn() -> String] = &[
@@ -55,7 +55,7 @@ fn blocks(context: &LaunchContext, job: &Job, rows: usize, heads: usize) -> usiz
 pub(crate) fn forward(
     context: &LaunchContext,
     job: &Job,
-    inputs: AttentionInputs<'_>,
+    inputs: DeviceInputs<'_>,
     state: SoftmaxState<'_, Buffer>,
 ) -> Result<()> {
     check(job)?;
@@ -84,7 +84,7 @@ pub(crate) fn forward(
 pub(crate) fn backward(
     context: &LaunchContext,
     job: &Job,
-    inputs: AttentionInputs<'_>,
+    inputs: DeviceInputs<'_>,
     gradients: BackwardOperands<'_>,
 ) -> Result<()> {
     check(job)?;

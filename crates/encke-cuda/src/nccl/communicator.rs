@@ -37,12 +37,12 @@ impl Communicator {
         ranks: usize,
         deadline: Duration,
     ) -> Result<Communicator> {
-        let small = |number: usize| {
-            c_int::try_from(number).map_err(|_| Error::Unsupported {
-                what: format!("{number} ranks"),
+        let to_int = |count: usize| {
+            c_int::try_from(count).map_err(|_| Error::Unsupported {
+                what: format!("{count} ranks"),
             })
         };
-        let (rank, ranks) = (small(rank)?, small(ranks)?);
+        let (rank, ranks) = (to_int(rank)?, to_int(ranks)?);
         let (id, mut config) = (NcclUniqueId { bytes: *id }, NcclConfig::nonblocking());
         let mut handle: CommHandle = ptr::null_mut();
         // SAFETY: the configuration has the layout of its version, and the call reads it before it

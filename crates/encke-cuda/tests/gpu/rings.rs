@@ -26,7 +26,7 @@ const SEEDS: u64 = 60;
 
 type CudaRing = ThreadRing<CudaKernel>;
 /// out, lse, dq, dk, dv.
-type PassResults = [Tensor; 5];
+type GpuResults = [Tensor; 5];
 const NAMES: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
 
 /// The tensors of a request, rounded to its type.
@@ -115,11 +115,7 @@ fn separate_ranks<'a, T: Transport<Buffer> + Send>(
 }
 
 /// Runs a request forward and backward.
-fn results(
-    drive: &Driver<'_>,
-    request: &Request,
-    tensors: &Tensors,
-) -> Result<PassResults, String> {
+fn results(drive: &Driver<'_>, request: &Request, tensors: &Tensors) -> Result<GpuResults, String> {
     let inputs = [
         (Role::Q, tensors.q.view()),
         (Role::K, tensors.k.view()),
@@ -200,7 +196,7 @@ fn check(
     let all = drivers
         .iter()
         .map(|drive| results(drive, request, &tensors));
-    let all = all.collect::<Result<Vec<PassResults>, String>>()?;
+    let all = all.collect::<Result<Vec<GpuResults>, String>>()?;
     for (at, name) in NAMES.iter().enumerate() {
         let error = difference(&all[0][at], &truth[at]);
         if error > tolerance(request.dtype) {
@@ -208,7 +204,7 @@ fn check(
                 "{name} is off by {error:e}: seed {seed}, {request:?}"
             ));
         }
-        let bits = |results: &PassResults| results[at].data().bytes().to_vec();
+        let bits = |results: &GpuResults| results[at].data().bytes().to_vec();
         if all.iter().any(|results| bits(results) != bits(&all[0])) {
             return Err(format!(
                 "{name} depends on the hops: seed {seed}, {request:?}"
