@@ -8,8 +8,7 @@ use encke::{CpuKernel, Data, RankMemory};
 use encke_ring::RankReport;
 use encke_ring::out_of_core::{Checksum, Generator, RowRange, Samples, Sink, Stream, StreamError};
 
-use super::gpu::DeviceMemory;
-use super::{RankOutput, RankRunner};
+use super::rank_runner::{DeviceMemory, RankOutput, RankRunner};
 
 /// Runs ranks on the CPU.
 pub(super) struct HostRunner<'k> {

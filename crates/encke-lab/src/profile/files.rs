@@ -8,7 +8,7 @@ use encke::plan::program::Component;
 use encke_sim::profile::{Figure, RankProfile, RingProfile, component_exponent, total_exponent};
 use serde::Serialize;
 
-use super::PassProfile;
+use super::measure::PassProfile;
 use crate::process;
 
 #[derive(Serialize)]
