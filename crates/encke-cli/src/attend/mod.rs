@@ -7,15 +7,15 @@ mod inputs;
 mod options;
 #[cfg(feature = "mpi")]
 pub mod processes;
+mod results;
 mod streamed;
 mod summary;
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::Result;
-use encke::{Attention, Backward, Forward, Kernel, Shape, Tensor};
+use encke::{Attention, Kernel};
 use encke_lab::Verdict;
-use encke_lab::chrome_trace::ChromeTrace;
 use encke_lab::device::{ComputeDevice, open_gpu};
 use encke_lab::output::{OutputFile, write_tensors};
 use encke_lab::terminal::spinner;
@@ -23,14 +23,7 @@ use encke_lab::terminal::spinner;
 use crate::input::{InputFile, InputTensors};
 use inputs::AttendInputs;
 pub use options::{EXAMPLES, Options};
-
-/// The results of both passes, with the times at which they returned.
-struct AttendResult {
-    forward: Forward,
-    backward: Option<Backward>,
-    forward_took: Duration,
-    took: Duration,
-}
+use results::AttendResult;
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
@@ -54,9 +47,9 @@ fn run_on<K: Kernel>(options: &Options, attention: Attention<K>) -> Result<Verdi
     }
     let (mut output, trace_file) = outputs(options)?;
     let result = run_passes(&attention, &tensors, &inputs)?;
-    output.write(|to| write_tensors(to, &named_outputs(&result, &inputs.shape)))?;
+    output.write(|to| write_tensors(to, &result.outputs(&inputs.shape)))?;
     if let Some(mut file) = trace_file {
-        file.write(|to| trace(&result).write(to))?;
+        file.write(|to| result.trace().write(to))?;
         file.keep()?;
     }
     output.keep()?;
@@ -115,34 +108,4 @@ fn run_passes<K: Kernel>(
         forward_took,
         took: begin.elapsed(),
     })
-}
-
-/// Both passes on one timeline.
-fn trace(result: &AttendResult) -> ChromeTrace {
-    let backward = result.backward.as_ref().map(|done| &done.report.trace);
-    ChromeTrace::new(
-        &result.forward.report.trace,
-        backward,
-        result.forward_took,
-        result.took,
-    )
-}
-
-/// The output tensors with their names and shapes in the file.
-fn named_outputs<'a>(
-    result: &'a AttendResult,
-    shape: &Shape,
-) -> Vec<(&'static str, Vec<usize>, &'a Tensor)> {
-    let out = &result.forward.out;
-    let rows = vec![shape.batch, shape.tokens, shape.heads];
-    let mut outputs = vec![
-        ("out", out.dims().to_vec(), &**out),
-        ("lse", rows, &*result.forward.lse),
-    ];
-    if let Some(Backward { dq, dk, dv, .. }) = &result.backward {
-        for (name, tensor) in [("dq", dq), ("dk", dk), ("dv", dv)] {
-            outputs.push((name, tensor.dims().to_vec(), tensor));
-        }
-    }
-    outputs
 }

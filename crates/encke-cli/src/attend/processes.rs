@@ -9,8 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use encke::plan::program::Role;
-use encke::trace::Event;
-use encke::{Attention, DType, Plan, RankMemory, Request, Trace};
+use encke::{Attention, DType, Plan, Request, Trace};
 use encke_lab::Verdict;
 use encke_lab::chrome_trace::ChromeTrace;
 use encke_lab::cluster::Cluster;
@@ -19,13 +18,14 @@ use encke_lab::process::{peak_resident_bytes, resident_bytes};
 use encke_lab::terminal::spinner;
 use encke_ring::ShardCall;
 use encke_ring::out_of_core::{Files, FromSource, ToSink};
-use serde::{Deserialize, Serialize};
 
 use super::inputs::AttendInputs;
+use super::options::Options;
+use super::results::{AttendProcess, RankPass};
 use super::streamed::{
     CheckedInput, entries_alone, file_of, output_entries, output_files, requests,
 };
-use super::{Options, summary};
+use super::summary;
 use crate::input::InputFile;
 
 /// What all ranks agree on before anything is written.
@@ -34,22 +34,6 @@ struct PreparedCall {
     inputs: AttendInputs,
     compute: DType,
     requests: Vec<Request>,
-}
-
-/// Trace, memory and time of one rank in one pass.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct RankPass {
-    pub events: Vec<Event>,
-    pub memory: RankMemory,
-    pub seconds: f64,
-}
-
-/// The result of one process.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct AttendProcess {
-    pub passes: Vec<RankPass>,
-    /// Resident memory before the first buffer was allocated, and its peak.
-    pub resident_bytes: Option<(usize, usize)>,
 }
 
 /// Runs the command.

@@ -23,7 +23,9 @@ use encke_ring::out_of_core::{
 };
 
 use super::inputs::AttendInputs;
-use super::{Options, summary};
+use super::options::Options;
+use super::results::StreamedPass;
+use super::summary;
 use crate::finite;
 use crate::input::{InputFile, TensorHeader};
 
@@ -84,14 +86,6 @@ impl RowSource for CheckedInput<'_> {
             reason: error.to_string(),
         })
     }
-}
-
-/// Time, traffic and memory of a pass.
-pub(super) struct StreamedPass {
-    pub name: &'static str,
-    pub seconds: f64,
-    pub moved_bytes: usize,
-    pub largest: RankMemory,
 }
 
 /// Runs the command.

@@ -9,8 +9,8 @@ use encke_lab::terminal::{Paint, note, say};
 use encke_lab::{format, memory_table};
 
 use super::inputs::AttendInputs;
-use super::streamed::StreamedPass;
-use super::{AttendResult, Options, named_outputs};
+use super::options::Options;
+use super::results::{AttendResult, StreamedPass};
 
 /// The reports of the passes, with their names.
 fn reports(result: &AttendResult) -> impl Iterator<Item = (&'static str, &Report)> {
@@ -59,7 +59,7 @@ pub fn print<K: Kernel>(
         }
         before = after;
     }
-    let outputs = named_outputs(result, &inputs.shape);
+    let outputs = result.outputs(&inputs.shape);
     print_written(options, outputs.iter().map(|(name, ..)| *name));
     if let Some(trace) = &options.trace {
         line("wrote", format!("a timeline to {}", trace.display()));
@@ -93,7 +93,7 @@ pub fn print_processes(
     options: &Options,
     (attention, inputs): (&Attention, &AttendInputs),
     library: &str,
-    all: &[super::processes::AttendProcess],
+    all: &[super::results::AttendProcess],
     passes: &[(&encke::Trace, f64)],
 ) -> Result<()> {
     let plan = attention.plan(inputs.shape, inputs.q.dtype(), encke::Pass::Forward)?;

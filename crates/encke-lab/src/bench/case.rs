@@ -17,16 +17,16 @@ use crate::tensors::RandomTensors;
 const ROWS: usize = 64;
 
 /// The rows of one process, with the generator they come from.
-pub(super) struct BenchTensors {
+pub(super) struct GeneratedTensors {
     pub tensors: RandomTensors,
     request: Request,
     generator: Generator,
     runs: Vec<Run>,
 }
 
-impl BenchTensors {
+impl GeneratedTensors {
     /// Generates the rows of these tokens, of all tensors.
-    pub fn new(request: &Request, seed: u64, runs: &[Run]) -> Result<BenchTensors> {
+    pub fn new(request: &Request, seed: u64, runs: &[Run]) -> Result<GeneratedTensors> {
         let shape = &request.shape;
         let generator = Generator::new(seed, shape.dim);
         let tensor = |role: Role, heads: usize| tensor(&generator, request, role, heads, runs);
@@ -36,7 +36,7 @@ impl BenchTensors {
             v: tensor(Role::V, shape.kv_heads)?,
             dout: tensor(Role::Dout, shape.heads)?,
         };
-        Ok(BenchTensors {
+        Ok(GeneratedTensors {
             tensors,
             request: request.clone(),
             generator,
@@ -157,8 +157,8 @@ mod tests {
         plan.request().clone()
     }
 
-    fn tensors(runs: &[Run]) -> BenchTensors {
-        BenchTensors::new(&request(), 3, runs).unwrap()
+    fn tensors(runs: &[Run]) -> GeneratedTensors {
+        GeneratedTensors::new(&request(), 3, runs).unwrap()
     }
 
     fn run(first: usize, stride: usize, count: usize) -> Run {

@@ -20,7 +20,7 @@ use encke_core::sharding::Run;
 use crate::device::{ComputeDevice, open_gpu};
 use crate::row_check::RowCheck;
 use crate::terminal::bar;
-use case::BenchTensors;
+use case::GeneratedTensors;
 pub use case::gradient_tolerance;
 pub use record::{BenchRecord, PassTimes, RingTimes};
 
@@ -107,7 +107,7 @@ fn run_on<K: Kernel>(
         stride: 1,
         count: shape.tokens,
     };
-    let tensors = BenchTensors::new(request, settings.seed, &[whole])?;
+    let tensors = GeneratedTensors::new(request, settings.seed, &[whole])?;
     let mut record = BenchRecord::new(request.clone(), settings);
     let progress = bar(rings.len() * (1 + settings.repeats));
     let mut smallest: Option<Backward> = None;
@@ -147,7 +147,7 @@ fn run_on<K: Kernel>(
 /// One forward pass, and one backward pass after it.
 fn time_passes<K: Kernel>(
     attention: &Attention<K>,
-    tensors: &BenchTensors,
+    tensors: &GeneratedTensors,
     grad: bool,
 ) -> Result<TimedPasses> {
     let (q, k, v) = tensors.tensors.views();

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 use encke::{Pass, Queries, ShardAttention};
 
-use super::case::BenchTensors;
+use super::case::GeneratedTensors;
 use super::{BenchRecord, BenchSettings, PassTimes, RingTimes, TimedPasses};
 use crate::cluster::Cluster;
 use crate::row_check::RowCheck;
@@ -14,7 +14,7 @@ use crate::terminal::bar;
 /// The shard of this rank, and the record to be filled.
 pub struct BenchShard {
     attention: ShardAttention,
-    tensors: BenchTensors,
+    tensors: GeneratedTensors,
     record: BenchRecord,
 }
 
@@ -31,7 +31,7 @@ pub fn prepare(cluster: &Cluster, settings: &BenchSettings) -> Result<BenchShard
         bail!("--queries replicated is not timed by processes; use sharded, or threads");
     }
     let runs = attention.sharding().runs(shape.tokens, cluster.rank());
-    let tensors = BenchTensors::new(request, settings.seed, &runs)?;
+    let tensors = GeneratedTensors::new(request, settings.seed, &runs)?;
     let mut record = BenchRecord::new(request.clone(), settings);
     record.library = Some(cluster.library.clone());
     Ok(BenchShard {
@@ -92,7 +92,7 @@ pub fn run(
 fn time_passes(
     cluster: &mut Cluster,
     attention: &ShardAttention,
-    tensors: &BenchTensors,
+    tensors: &GeneratedTensors,
     grad: bool,
 ) -> Result<TimedPasses> {
     let (q, k, v) = tensors.tensors.views();

@@ -19,10 +19,9 @@ use encke_ring::out_of_core::{
     BufferSlot, Checksum, GatheredSamples, Generator, RowIo, RowRange, Samples, Stream, StreamError,
 };
 use encke_ring::{RankReport, RingError};
-use serde::Serialize;
 
+use super::rank_runner::{DeviceMemory, RankOutput, RankRunner};
 use super::settings::BillionSettings;
-use super::{RankOutput, RankRunner};
 
 /// Device bytes allowed beyond the plan: tables of heads, sums of blocks and sampled rows.
 const EXTRA_BYTES: usize = 64 << 20;
@@ -60,47 +59,6 @@ pub(super) fn ranks(kernel: &CudaKernel, settings: &BillionSettings) -> Result<u
             );
         }
         ranks = (2 * ranks).min(settings.tokens);
-    }
-}
-
-/// Memory of a device, measured and planned.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub struct DeviceMemory {
-    /// What the plan lists for the largest rank.
-    planned_bytes: usize,
-    /// Allowed in addition: tables, sums and samples.
-    beside_bytes: usize,
-    /// Peak of the allocated bytes.
-    peak_bytes: usize,
-    /// Free bytes according to the driver before the first rank; the context is allocated by then.
-    free_before_bytes: usize,
-    /// Free bytes after the last rank.
-    free_after_bytes: usize,
-    /// Bytes of the device.
-    total_bytes: usize,
-    /// Launches and copies that were enqueued.
-    launches: usize,
-}
-
-impl DeviceMemory {
-    /// Whether no more was allocated than planned.
-    pub fn is_within_plan(&self) -> bool {
-        self.peak_bytes <= self.planned_bytes + self.beside_bytes
-    }
-
-    /// The memory as text.
-    pub fn to_text(&self) -> String {
-        let taken = self.free_before_bytes.saturating_sub(self.free_after_bytes);
-        format!(
-            "{} allocated at most, {} planned (+ {} for tables and sums), {} according to the \
-             driver, of {}; {} launches",
-            bytes(self.peak_bytes),
-            bytes(self.planned_bytes),
-            bytes(self.beside_bytes),
-            bytes(taken),
-            bytes(self.total_bytes),
-            self.launches,
-        )
     }
 }
 

@@ -10,8 +10,7 @@ use encke_ring::out_of_core::{
     Checksum, Generator, RowRange, RowSink, Samples, Stream, StreamError,
 };
 
-use super::gpu::DeviceMemory;
-use super::{RankOutput, RankRunner};
+use super::rank_runner::{DeviceMemory, RankOutput, RankRunner};
 
 /// Runs ranks on the CPU.
 pub(super) struct HostRunner<'k> {

@@ -8,11 +8,11 @@ mod gpu;
 mod host;
 #[cfg(feature = "mpi")]
 pub mod processes;
+mod rank_runner;
 mod record;
 mod settings;
 mod state;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -20,15 +20,16 @@ use anyhow::Result;
 use encke::plan::Plan;
 use encke::{CpuKernel, Kernel, RankMemory};
 use encke_ring::RankReport;
-use encke_ring::out_of_core::{Checksum, Generator, SampledRow, Samples, Stream};
+use encke_ring::out_of_core::{Generator, Stream};
 use indicatif::ProgressBar;
 
 use crate::device::{ComputeDevice, open_gpu};
 use crate::row_check;
 use crate::terminal::{long_bar, note};
-pub use gpu::DeviceMemory;
 use gpu::GpuRunner;
 use host::HostRunner;
+pub use rank_runner::DeviceMemory;
+use rank_runner::{RankOutput, RankRunner};
 pub use record::BillionRecord;
 pub use settings::BillionSettings;
 use state::RunState;
@@ -46,38 +47,6 @@ pub struct BillionRun {
     pub state: PathBuf,
     /// Whether an existing state is ignored.
     pub fresh: bool,
-}
-
-/// Runs ranks on a device. A rank may still be computing when [`RankRunner::start`] returns; its
-/// result is there when [`RankRunner::collect`] returns.
-trait RankRunner<K: Kernel> {
-    /// Starts one rank.
-    fn start(
-        &mut self,
-        stream: &mut Stream<'_, K>,
-        rank: usize,
-        generator: &Generator,
-        samples: &mut Samples,
-    ) -> Result<RankReport>;
-
-    /// Waits for the result of the rank.
-    fn collect(&mut self, done: &RankReport, samples: &mut Samples) -> Result<RankOutput>;
-
-    /// The name of what computes.
-    fn kernel(&self) -> String;
-
-    /// The memory of a device that has its own, given that of the largest rank.
-    fn memory(&self, largest: Option<&RankMemory>) -> Result<Option<DeviceMemory>>;
-}
-
-/// What is kept of a rank's output, and the time it took.
-struct RankOutput {
-    checksum: Checksum,
-    samples: BTreeMap<(usize, usize), SampledRow>,
-    /// Time to generate the rows of its own inputs.
-    load: Duration,
-    /// Time of attention itself.
-    compute: Duration,
 }
 
 /// Runs all ranks one after another.

@@ -4,7 +4,7 @@ use encke::RankMemory;
 use encke::plan::Plan;
 use serde::Serialize;
 
-use super::gpu::DeviceMemory;
+use super::rank_runner::DeviceMemory;
 use super::settings::BillionSettings;
 use super::state::RunState;
 use crate::arguments;

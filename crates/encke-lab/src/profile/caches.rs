@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use encke::{Attention, Builder, CacheLimits, CacheStats, Kernel, Request, Shape};
 use encke_cost::BenchmarkInputs;
 
-use super::builder;
+use super::measure::builder;
 use crate::device::{ComputeDevice, open_gpu};
 use crate::terminal::bar;
 

@@ -10,7 +10,7 @@ use encke_sim::profile::{
 };
 use serde::Serialize;
 
-use super::PassProfile;
+use super::measure::PassProfile;
 use crate::process;
 
 #[derive(Serialize)]

@@ -6,7 +6,7 @@ use anyhow::Result;
 use encke::{Attention, Builder, CheckpointPolicy, Kernel, Request};
 use encke_cost::{BenchmarkInputs, median};
 
-use super::builder;
+use super::measure::builder;
 use crate::device::{ComputeDevice, open_gpu};
 use crate::terminal::bar;
 
