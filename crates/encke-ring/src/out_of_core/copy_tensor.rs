@@ -7,15 +7,15 @@ use encke_core::sharding::Run;
 use encke_core::{DType, Data};
 
 use super::error::StreamError;
-use super::source::{RowRange, RowSink, RowSource};
+use super::source::{RowRange, TensorSink, TensorSource};
 
 /// Elements of a chunk, unless one token has more.
 const CHUNK: usize = 1 << 18;
 
 /// Copies the tensor of a role, `[b, n, h, width]`, rounded to `dtype`.
 pub fn copy_tensor(
-    source: &dyn RowSource,
-    sink: &mut dyn RowSink,
+    source: &dyn TensorSource,
+    sink: &mut dyn TensorSink,
     role: Role,
     [b, n, h, width]: [usize; 4],
     dtype: DType,
