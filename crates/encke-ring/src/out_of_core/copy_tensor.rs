@@ -22,13 +22,12 @@ pub fn copy_tensor(
 ) -> Result<(), StreamError> {
     let heads: Vec<usize> = (0..h).collect();
     let most = (CHUNK / (h * width)).clamp(1, n);
-    let mut read = Data::zeros(source.dtype(role), most * h * width);
-    let mut rounded = Data::zeros(dtype, most * h * width);
+    let (mut read, mut rounded) = (Data::default(), Data::default());
     for batch in 0..b {
         for first in (0..n).step_by(most) {
             let count = most.min(n - first);
             let elements = count * h * width;
-            if count < most {
+            if read.as_slice().len() != elements {
                 read = Data::zeros(source.dtype(role), elements);
                 rounded = Data::zeros(dtype, elements);
             }
@@ -51,10 +50,6 @@ pub fn copy_tensor(
                 &mut rounded,
             );
             sink.write(&range, &rounded)?;
-        }
-        if !n.is_multiple_of(most) {
-            read = Data::zeros(source.dtype(role), most * h * width);
-            rounded = Data::zeros(dtype, most * h * width);
         }
     }
     Ok(())
