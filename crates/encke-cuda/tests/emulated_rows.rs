@@ -11,7 +11,7 @@ use encke_core::job::Block;
 use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, host};
-use encke_ring::out_of_core::{Checksum, Generator, RowRange, RowSink, RowSource};
+use encke_ring::out_of_core::{Checksum, Generator, RowRange, TensorSink, TensorSource};
 
 const SEED: u64 = 0xdead_beef_1234;
 

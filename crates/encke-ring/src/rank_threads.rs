@@ -58,7 +58,7 @@ pub fn run_on_threads<K: Kernel>(
         ranks => spawn_and_join(ranks, endpoints, &run)?,
     };
     let first = group.and_then(|group| group.failure());
-    join(results, first.map(|(rank, _)| rank), survives)
+    join_results(results, first.map(|(rank, _)| rank), survives)
 }
 
 fn spawn_and_join<K: Kernel>(
@@ -91,44 +91,24 @@ fn spawn_and_join<K: Kernel>(
     })
 }
 
-/// Where the call `survives`, deaths do not fail it once every other rank has finished; any other
-/// failure does, and the rank that failed `first` is named.
-fn join(
+/// What the ranks recorded, and which of them died. Where the call `survives` and a rank has finished,
+/// deaths do not fail it; any other failure does, and the error names the rank that failed `first`.
+pub fn join_results(
     results: Vec<RankResult>,
     first: Option<usize>,
     survives: bool,
 ) -> Result<JoinedRanks, RingError> {
-    let finished = survives && results.iter().any(Result::is_ok);
-    let fatal = |result: &RankResult| matches!(result, Err(error) if !error.is_death());
-    if !finished || results.iter().any(fatal) {
-        let deaths = Vec::new();
-        return collect_events(results, first).map(|events| JoinedRanks { events, deaths });
-    }
-    let (mut events, mut deaths) = (Vec::new(), Vec::new());
-    for (rank, result) in results.into_iter().enumerate() {
-        match result {
-            Ok(recorded) => events.extend(recorded),
-            Err(error) => deaths.push((rank, error)),
-        }
-    }
-    Ok(JoinedRanks { events, deaths })
-}
-
-/// The events of all ranks, or the error of the rank that failed `first`, with those of the others.
-pub fn collect_events(
-    results: Vec<RankResult>,
-    first: Option<usize>,
-) -> Result<Vec<Event>, RingError> {
-    let mut events = Vec::new();
-    let mut errors = Vec::new();
+    let survives = survives && results.iter().any(Result::is_ok);
+    let (mut events, mut errors) = (Vec::new(), Vec::new());
     for (rank, result) in results.into_iter().enumerate() {
         match result {
             Ok(recorded) => events.extend(recorded),
             Err(error) => errors.push((rank, error)),
         }
     }
-    if errors.is_empty() {
-        return Ok(events);
+    if errors.iter().all(|(_, error)| survives && error.is_death()) {
+        let deaths = errors;
+        return Ok(JoinedRanks { events, deaths });
     }
     let at = errors.iter().position(|(rank, _)| Some(*rank) == first);
     let (rank, source) = errors.remove(at.unwrap_or(0));

@@ -13,8 +13,8 @@ use encke_core::{
 };
 use encke_cpu::CpuKernel;
 use encke_ring::out_of_core::{
-    Checksum, Files, FromSource, Generator, GradientFile, RowRange, RowSink, RowSource, Samples,
-    Stream, StreamError, TensorFile, ToSink, fit_ranks, row_width,
+    Checksum, Files, FromSource, Generator, GradientFile, RowRange, Samples, Stream, StreamError,
+    TensorFile, TensorSink, TensorSource, ToSink, fit_ranks, row_width,
 };
 use encke_ring::threads::endpoints;
 use encke_ring::{ShardCall, ThreadRing};
@@ -49,7 +49,7 @@ impl TensorStore {
     }
 }
 
-impl RowSource for TensorStore {
+impl TensorSource for TensorStore {
     fn dtype(&self, role: Role) -> DType {
         self.get(role).dtype()
     }
@@ -65,7 +65,7 @@ impl RowSource for TensorStore {
     }
 }
 
-impl RowSink for TensorStore {
+impl TensorSink for TensorStore {
     fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         let tensor = self.tensors.get_mut(&(range.role as u8)).unwrap();
         let dims = tensor.dims();
@@ -116,7 +116,7 @@ fn ring() -> ThreadRing<CpuKernel> {
 fn stream(
     kernel: &CpuKernel,
     request: &Request,
-    source: &dyn RowSource,
+    source: &dyn TensorSource,
     sink: &mut TensorStore,
 ) -> usize {
     let plan = Plan::new(request.clone()).unwrap();
@@ -394,11 +394,11 @@ fn rows_read_from_files_are_those_written() {
         let mut expected = Data::zeros(DType::F32, 3 * heads.len() * 4);
         let mut read = expected.clone();
         generator.read(&range, &mut expected).unwrap();
-        RowSource::read(&files, &range, &mut read).unwrap();
+        TensorSource::read(&files, &range, &mut read).unwrap();
         assert_eq!(read, expected);
     }
     let nowhere = range(Role::Q, 0, run(0, 1, 1));
-    let refused = RowSource::read(&files, &nowhere, &mut Data::zeros(DType::F32, 12));
+    let refused = TensorSource::read(&files, &nowhere, &mut Data::zeros(DType::F32, 12));
     assert!(matches!(refused, Err(StreamError::Missing { .. })));
 }
 
@@ -432,7 +432,7 @@ fn the_smallest_number_of_ranks_that_fits_is_found() {
 /// A sink that several ranks share.
 struct SharedStore<'a>(&'a Mutex<TensorStore>);
 
-impl RowSink for SharedStore<'_> {
+impl TensorSink for SharedStore<'_> {
     fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         self.0.lock().unwrap().write(range, from)
     }
@@ -440,7 +440,7 @@ impl RowSink for SharedStore<'_> {
 
 /// Four ranks that each load their rows from a source and write them to a sink; `dead` never
 /// starts.
-fn run_apart(request: &Request, source: &dyn RowSource, dead: Option<usize>) -> TensorStore {
+fn run_apart(request: &Request, source: &dyn TensorSource, dead: Option<usize>) -> TensorStore {
     let kernel = CpuKernel::new().unwrap();
     let plan = Plan::new(request.clone()).unwrap();
     let outputs = [(Role::Out, DType::F32), (Role::Lse, DType::F32)];

@@ -27,7 +27,7 @@ use encke_cost::EventQueue;
 use encke_ring::call::{self, check_inputs, new_rank};
 use encke_ring::error::catch_panic;
 use encke_ring::rank::BorrowedInputs;
-use encke_ring::rank_threads::collect_events;
+use encke_ring::rank_threads::join_results;
 use encke_ring::trace::Recorder;
 use encke_ring::{Outcome, RankError, RingError};
 
@@ -303,8 +303,8 @@ impl<K: Kernel<Buffer = Data>> SimulatedRing<'_, K> {
             });
             ranks.push(state.rank);
         }
-        let result = collect_events(traces, first)
-            .and_then(|events| lockstep::conclude(self.kernel, plan, ranks, events));
+        let result = join_results(traces, first, false)
+            .and_then(|joined| lockstep::conclude(self.kernel, plan, ranks, joined.events));
         let result = result.map(|mut outcome| {
             outcome.record_deaths(deaths, pairs);
             outcome

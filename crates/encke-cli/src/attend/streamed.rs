@@ -18,8 +18,8 @@ use encke_lab::process::peak_resident_bytes;
 use encke_lab::terminal::{long_bar, say};
 use encke_lab::{Verdict, memory_table};
 use encke_ring::out_of_core::{
-    Files, FittingRanks, GradientFile, PROGRAM_BYTES, RowRange, RowSink, RowSource, Stream,
-    StreamError, TensorFile, fit_ranks,
+    Files, FittingRanks, GradientFile, PROGRAM_BYTES, RowRange, Stream, StreamError, TensorFile,
+    TensorSink, TensorSource, fit_ranks,
 };
 
 use super::inputs::AttendInputs;
@@ -59,13 +59,13 @@ impl<'a> CheckedInput<'a> {
     }
 }
 
-impl RowSource for CheckedInput<'_> {
+impl TensorSource for CheckedInput<'_> {
     fn dtype(&self, role: Role) -> DType {
         self.files.dtype(role)
     }
 
     fn read(&self, rows: &RowRange<'_>, to: &mut Data) -> Result<(), StreamError> {
-        RowSource::read(&self.files, rows, to)?;
+        TensorSource::read(&self.files, rows, to)?;
         let named = self.names.iter().find(|(role, _)| *role == rows.role);
         let (Some(compute), Some((role, name))) = (self.compute, named) else {
             return Ok(());
@@ -228,8 +228,8 @@ pub(super) fn file_of(files: &Files, role: Role) -> Result<TensorFile, StreamErr
 fn pass<K: Kernel>(
     attention: &Attention<K>,
     plan: &Plan,
-    source: &dyn RowSource,
-    sink: &mut dyn RowSink,
+    source: &dyn TensorSource,
+    sink: &mut dyn TensorSink,
     output: &OutputFile,
 ) -> Result<StreamedPass> {
     let begin = Instant::now();

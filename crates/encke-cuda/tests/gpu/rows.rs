@@ -6,7 +6,7 @@ use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, host};
 use encke_cuda::{CudaKernel, generated_rows};
-use encke_ring::out_of_core::{Checksum, Generator, RowRange, RowSink, RowSource};
+use encke_ring::out_of_core::{Checksum, Generator, RowRange, TensorSink, TensorSource};
 
 use crate::tally::GpuTally;
 

@@ -8,7 +8,7 @@ use encke::{Backward, DType, Data, Forward, Request, Tensor};
 use encke_core::host;
 use encke_core::job::Block;
 use encke_core::sharding::Run;
-use encke_ring::out_of_core::{Generator, RowRange, RowSource, SampledRow};
+use encke_ring::out_of_core::{Generator, RowRange, SampledRow, TensorSource};
 
 use crate::row_check::{RowCheck, sampled_rows};
 use crate::tensors::RandomTensors;

@@ -7,7 +7,7 @@ use encke::trace::Activity;
 use encke::{CpuKernel, Data, RankMemory};
 use encke_ring::RankReport;
 use encke_ring::out_of_core::{
-    Checksum, Generator, RowRange, RowSink, Samples, Stream, StreamError,
+    Checksum, Generator, RowRange, Samples, Stream, StreamError, TensorSink,
 };
 
 use super::rank_runner::{DeviceMemory, RankOutput, RankRunner};
@@ -33,7 +33,7 @@ struct ChecksumSink<'a> {
     samples: &'a mut Samples,
 }
 
-impl RowSink for ChecksumSink<'_> {
+impl TensorSink for ChecksumSink<'_> {
     fn write(&mut self, rows: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         self.checksum.write(rows, from)?;
         self.samples.write(rows, from)

@@ -13,7 +13,7 @@ use encke::plan::program::{Message, RankPlan, Role};
 use encke::{Activity, Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request};
 use encke_core::transport::{Address, Incoming, Outgoing, Transport};
 use encke_ring::ShardCall;
-use encke_ring::out_of_core::{FromSource, Generator, RowRange, RowSource, StreamError};
+use encke_ring::out_of_core::{FromSource, Generator, RowRange, StreamError, TensorSource};
 use serde::{Deserialize, Serialize};
 
 use crate::cluster::Cluster;
@@ -31,7 +31,7 @@ struct GeneratedRows {
     narrow: Generator,
 }
 
-impl RowSource for GeneratedRows {
+impl TensorSource for GeneratedRows {
     fn dtype(&self, role: Role) -> DType {
         self.wide.dtype(role)
     }

@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::error::StreamError;
-use super::source::{RowRange, RowSink};
+use super::source::{RowRange, TensorSink};
 
 /// Rows that one parallel task sums.
 const ROWS: usize = 512;
@@ -118,7 +118,7 @@ impl Checksum {
     }
 }
 
-impl RowSink for Checksum {
+impl TensorSink for Checksum {
     fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         if range.role != Role::Out {
             return Ok(());

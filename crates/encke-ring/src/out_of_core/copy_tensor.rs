@@ -7,28 +7,27 @@ use encke_core::sharding::Run;
 use encke_core::{DType, Data};
 
 use super::error::StreamError;
-use super::source::{RowRange, RowSink, RowSource};
+use super::source::{RowRange, TensorSink, TensorSource};
 
 /// Elements of a chunk, unless one token has more.
 const CHUNK: usize = 1 << 18;
 
 /// Copies the tensor of a role, `[b, n, h, width]`, rounded to `dtype`.
 pub fn copy_tensor(
-    source: &dyn RowSource,
-    sink: &mut dyn RowSink,
+    source: &dyn TensorSource,
+    sink: &mut dyn TensorSink,
     role: Role,
     [b, n, h, width]: [usize; 4],
     dtype: DType,
 ) -> Result<(), StreamError> {
     let heads: Vec<usize> = (0..h).collect();
     let most = (CHUNK / (h * width)).clamp(1, n);
-    let mut read = Data::zeros(source.dtype(role), most * h * width);
-    let mut rounded = Data::zeros(dtype, most * h * width);
+    let (mut read, mut rounded) = (Data::default(), Data::default());
     for batch in 0..b {
         for first in (0..n).step_by(most) {
             let count = most.min(n - first);
             let elements = count * h * width;
-            if count < most {
+            if read.as_slice().len() != elements {
                 read = Data::zeros(source.dtype(role), elements);
                 rounded = Data::zeros(dtype, elements);
             }
@@ -51,10 +50,6 @@ pub fn copy_tensor(
                 &mut rounded,
             );
             sink.write(&range, &rounded)?;
-        }
-        if !n.is_multiple_of(most) {
-            read = Data::zeros(source.dtype(role), most * h * width);
-            rounded = Data::zeros(dtype, most * h * width);
         }
     }
     Ok(())

@@ -12,7 +12,7 @@ use encke_core::plan::program::Role;
 use encke_core::{DType, Data};
 
 use super::error::StreamError;
-use super::source::{RowRange, RowSink, RowSource};
+use super::source::{RowRange, TensorSink, TensorSource};
 
 /// A tensor `[b, n, h, width]` in a file.
 #[derive(Debug, Clone)]
@@ -121,7 +121,7 @@ impl Files {
     }
 }
 
-impl RowSource for Files {
+impl TensorSource for Files {
     fn dtype(&self, role: Role) -> DType {
         self.get(role).map_or(DType::F32, |tensor| tensor.dtype)
     }
@@ -133,7 +133,7 @@ impl RowSource for Files {
     }
 }
 
-impl RowSink for Files {
+impl TensorSink for Files {
     fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         let (verb, role) = ("write", range.role);
         let tensor = self.get(role).ok_or(StreamError::Missing { verb, role })?;

@@ -15,7 +15,7 @@ use pulp::Arch;
 use rayon::prelude::*;
 
 use super::error::StreamError;
-use super::source::{RowRange, RowSource};
+use super::source::{RowRange, TensorSource};
 
 /// Rows that one parallel task generates.
 const ROWS: usize = 256;
@@ -76,7 +76,7 @@ impl Generator {
     }
 }
 
-impl RowSource for Generator {
+impl TensorSource for Generator {
     fn dtype(&self, _: Role) -> DType {
         DType::F32
     }

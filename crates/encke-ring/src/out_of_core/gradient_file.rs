@@ -16,7 +16,7 @@ use encke_core::plan::program::Role;
 use super::copy_tensor::copy_tensor;
 use super::error::StreamError;
 use super::files::{Files, TensorFile};
-use super::source::{RowRange, RowSink, RowSource};
+use super::source::{RowRange, TensorSink, TensorSource};
 
 /// The sums of dk and dv in a file.
 #[derive(Debug)]
@@ -65,7 +65,7 @@ impl GradientFile {
     }
 
     /// Rounds all sums and writes them to a sink.
-    pub fn finish(self, sink: &mut dyn RowSink) -> Result<(), StreamError> {
+    pub fn finish(self, sink: &mut dyn TensorSink) -> Result<(), StreamError> {
         let shape = self.request.shape;
         let dims = [shape.batch, shape.tokens, shape.kv_heads, shape.dim];
         for role in [Role::Dk, Role::Dv] {

@@ -17,14 +17,14 @@ use super::error::StreamError;
 use super::gradient_file::GradientFile;
 use super::row_io::{BufferSlot, RowIo};
 use super::rows::RankRows;
-use super::source::{RowRange, RowSink, RowSource};
+use super::source::{RowRange, TensorSink, TensorSource};
 use super::staging::StagingBuffer;
 
 /// A source and a sink in host memory, and a file for gradients that several ranks add to.
 pub(super) struct HostRowIo<'s, 'k, K: Kernel> {
     pub staging: &'s mut StagingBuffer<'k, K>,
-    pub source: &'s dyn RowSource,
-    pub sink: &'s mut dyn RowSink,
+    pub source: &'s dyn TensorSource,
+    pub sink: &'s mut dyn TensorSink,
     pub gradients: Option<&'s mut GradientFile>,
 }
 
@@ -75,7 +75,7 @@ fn missing(verb: &'static str, range: &RowRange<'_>) -> StreamError {
     StreamError::Missing { verb, role }
 }
 
-impl RowSource for NoIo {
+impl TensorSource for NoIo {
     fn dtype(&self, _: Role) -> DType {
         DType::F32
     }
@@ -85,7 +85,7 @@ impl RowSource for NoIo {
     }
 }
 
-impl RowSink for NoIo {
+impl TensorSink for NoIo {
     fn write(&mut self, range: &RowRange<'_>, _: &Data) -> Result<(), StreamError> {
         Err(missing("write", range))
     }
@@ -93,7 +93,7 @@ impl RowSink for NoIo {
 
 /// The inputs of a rank, read from a source: its own rows and, with redundancy, those it keeps for
 /// other ranks.
-pub struct FromSource<'s>(pub &'s dyn RowSource);
+pub struct FromSource<'s>(pub &'s dyn TensorSource);
 
 impl<'a, K: Kernel> ShardInput<'a, K> for FromSource<'_> {
     type Error = StreamError;
@@ -115,7 +115,7 @@ impl<'a, K: Kernel> ShardInput<'a, K> for FromSource<'_> {
 }
 
 /// The outputs of a rank, written to a sink: its own rows and those it has adopted.
-pub struct ToSink<'s>(pub &'s mut dyn RowSink);
+pub struct ToSink<'s>(pub &'s mut dyn TensorSink);
 
 impl<K: Kernel> ShardOutput<K> for ToSink<'_> {
     type Error = StreamError;

@@ -1,5 +1,5 @@
-//! Sequences larger than memory: ranks whose rows come from a [`RowSource`] and go to a
-//! [`RowSink`].
+//! Sequences larger than memory: ranks whose rows come from a [`TensorSource`] and go to a
+//! [`TensorSink`].
 //!
 //! A rank needs its own rows and, a few at a time, rows of other ranks. Where every input row can
 //! be read at any time, the other ranks need not run at the same time ([`Stream`]): one rank is
@@ -42,4 +42,4 @@ pub use row_io::{BufferSlot, RowIo};
 pub use rows::row_width;
 pub use samples::{GatheredSamples, SampledRow, Samples};
 pub use sequential::Stream;
-pub use source::{RowRange, RowSink, RowSource};
+pub use source::{RowRange, TensorSink, TensorSource};

@@ -11,7 +11,7 @@ use encke_core::plan::program::Role;
 
 use super::error::StreamError;
 use super::row_io::BufferSlot;
-use super::source::{RowRange, RowSink};
+use super::source::{RowRange, TensorSink};
 
 /// A sampled row of the output.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -137,7 +137,7 @@ impl Samples {
     }
 }
 
-impl RowSink for Samples {
+impl TensorSink for Samples {
     fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError> {
         if !matches!(range.role, Role::Out | Role::Lse) {
             return Ok(());

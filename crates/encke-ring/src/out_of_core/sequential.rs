@@ -16,7 +16,7 @@ use super::gradient_file::GradientFile;
 use super::host_row_io::HostRowIo;
 use super::row_io::RowIo;
 use super::rows::{RankRows, check_slots};
-use super::source::{RowSink, RowSource};
+use super::source::{TensorSink, TensorSource};
 use super::source_transport::SourceTransport;
 use super::staging::StagingBuffer;
 
@@ -71,8 +71,8 @@ impl<'a, K: Kernel> Stream<'a, K> {
     pub fn rank(
         &mut self,
         number: usize,
-        source: &dyn RowSource,
-        sink: &mut dyn RowSink,
+        source: &dyn TensorSource,
+        sink: &mut dyn TensorSink,
         gradients: Option<&mut GradientFile>,
     ) -> Result<RankReport, StreamError> {
         self.staging.rank = number;

@@ -23,7 +23,7 @@ pub struct RowRange<'a> {
 }
 
 /// Where rows are read from.
-pub trait RowSource: Sync {
+pub trait TensorSource: Sync {
     /// The type of a tensor's elements.
     fn dtype(&self, role: Role) -> DType;
 
@@ -32,7 +32,7 @@ pub trait RowSource: Sync {
 }
 
 /// Where rows are written to.
-pub trait RowSink {
+pub trait TensorSink {
     /// Takes the rows of a range: all heads, rounded to the type of the output.
     fn write(&mut self, range: &RowRange<'_>, from: &Data) -> Result<(), StreamError>;
 }

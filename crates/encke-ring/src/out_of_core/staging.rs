@@ -12,7 +12,7 @@ use crate::error::{RankError, RingError};
 
 use super::error::StreamError;
 use super::row_io::BufferSlot;
-use super::source::{RowRange, RowSource};
+use super::source::{RowRange, TensorSource};
 
 /// Elements of a chunk, unless one token has more.
 const CHUNK: usize = 1 << 18;
@@ -45,7 +45,7 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
     /// Copies the rows of a range, `width` elements each, from a source into a buffer.
     pub fn fetch(
         &mut self,
-        source: &dyn RowSource,
+        source: &dyn TensorSource,
         range: &RowRange<'_>,
         width: usize,
         to: BufferSlot<&mut K::Buffer>,

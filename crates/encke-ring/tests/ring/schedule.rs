@@ -12,7 +12,7 @@ use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error, Pattern, Shape, Tensor};
 use encke_ring::ThreadRing;
 
-use crate::support::{Configuration, DEADLINE, PassResults, check, run};
+use crate::support::{Configuration, DEADLINE, RingResults, check, run};
 
 const WIDTHS: [usize; 4] = [1, 2, 3, usize::MAX];
 
@@ -30,7 +30,7 @@ fn schedules() -> impl Iterator<Item = Schedule> {
     WIDTHS.into_iter().flat_map(with)
 }
 
-fn bits(of: &PassResults) -> Vec<Vec<u64>> {
+fn bits(of: &RingResults) -> Vec<Vec<u64>> {
     let bits = |tensor: &Tensor| tensor.to_f64().iter().map(|x| x.to_bits()).collect();
     [&of.out, &of.lse, &of.dq, &of.dk, &of.dv]
         .map(bits)

@@ -31,7 +31,7 @@ pub fn difference(got: &Tensor, expected: &[f64]) -> f64 {
 }
 
 /// The results of both passes of a case.
-pub struct PassResults {
+pub struct RingResults {
     pub out: Tensor,
     pub lse: Tensor,
     pub dq: Tensor,
@@ -40,7 +40,7 @@ pub struct PassResults {
 }
 
 /// Runs a case forward and backward.
-pub fn run<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<PassResults, String> {
+pub fn run<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<RingResults, String> {
     let tensors = Tensors::random(&case.request.shape, case.seed);
     let words = |error: encke_ring::RingError| format!("seed {}: {error}", case.seed);
     let inputs = [
@@ -73,7 +73,7 @@ pub fn run<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<Pass
             .expect("a backward pass returns gradients")
     };
     let (dq, dk, dv) = (take(Role::Dq), take(Role::Dk), take(Role::Dv));
-    Ok(PassResults {
+    Ok(RingResults {
         out,
         lse,
         dq,
