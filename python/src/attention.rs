@@ -9,7 +9,7 @@ use pyo3::types::PyDict;
 
 use crate::error;
 use crate::host_passes::{
-    BackwardInputs, PyForwardOutput, PyGradients, PySaved, PyTensor, QkvInputs, export_forward,
+    PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PyTensor, QkvInputs, export_forward,
     export_gradients, pass, shape,
 };
 use crate::owned::{export, unshare};
@@ -98,7 +98,7 @@ impl Attention {
         dlse: Option<&PyTensor<'_>>,
     ) -> PyResult<PyGradients> {
         let inputs = QkvInputs::read([q, k, v])?;
-        let upstream = BackwardInputs::read(&inputs.q, self.splits, &saved, dout, dlse)?;
+        let upstream = PyBackwardInputs::read(&inputs.q, self.splits, &saved, dout, dlse)?;
         // SAFETY: the caller's references keep the tensors alive until this function returns. A
         // concurrent write to a tensor that a function reads is a race in torch and NumPy too.
         let backward = unsafe {

@@ -55,13 +55,13 @@ impl QkvInputs {
 }
 
 /// What a backward pass reads beside q, k and v.
-pub(crate) struct BackwardInputs {
+pub(crate) struct PyBackwardInputs {
     saved: Option<[TensorRef; 3]>,
     dout: TensorRef,
     dlse: Option<TensorRef>,
 }
 
-impl BackwardInputs {
+impl PyBackwardInputs {
     /// Reads the saved (out, lse) by head, or by slot if the pattern `splits` heads into slots.
     pub fn read(
         q: &TensorRef,
@@ -69,7 +69,7 @@ impl BackwardInputs {
         [out, lse, slot_out, slot_lse]: &PySaved<'_>,
         dout: &PyTensor<'_>,
         dlse: Option<&PyTensor<'_>>,
-    ) -> PyResult<BackwardInputs> {
+    ) -> PyResult<PyBackwardInputs> {
         let rows = |name, tensor: &PyTensor<'_>| TensorRef::rows(name, tensor)?.beside(q);
         let cells = |name, tensor: &PyTensor<'_>| TensorRef::cells(name, tensor)?.beside(q);
         let lse = lse.as_ref().map(|lse| cells("lse", lse)).transpose()?;
@@ -82,7 +82,7 @@ impl BackwardInputs {
             false => (out.as_ref().map(|x| rows("out", x)).transpose()?, lse),
         };
         let saved = slot_out.zip(slot_lse).zip(lse);
-        Ok(BackwardInputs {
+        Ok(PyBackwardInputs {
             saved: saved.map(|((slot_out, slot_lse), lse)| [slot_out, slot_lse, lse]),
             dout: rows("dout", dout)?,
             dlse: dlse.map(|dlse| cells("dlse", dlse)).transpose()?,

@@ -9,7 +9,7 @@ use pyo3::types::PyDict;
 
 use crate::error;
 use crate::host_passes::{
-    BackwardInputs, PyForwardOutput, PyGradients, PySaved, PyTensor, QkvInputs, export_forward,
+    PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PyTensor, QkvInputs, export_forward,
     export_gradients, pass, shape,
 };
 use crate::settings::{PyPatternOptions, PyRingOptions, ShardingOption, dtype};
@@ -121,7 +121,7 @@ impl PyShard {
         wire: Py<PyAny>,
     ) -> PyResult<PyGradients> {
         let inputs = QkvInputs::read([q, k, v])?;
-        let upstream = BackwardInputs::read(&inputs.q, self.splits, &saved, dout, dlse)?;
+        let upstream = PyBackwardInputs::read(&inputs.q, self.splits, &saved, dout, dlse)?;
         let raised = PyErrorSlot::default();
         let mut wire = PythonWire::new(&wire, self.library.rank(), &raised);
         // SAFETY: as in `forward`.

@@ -22,18 +22,18 @@ type Error = Box<dyn std::error::Error>;
 
 /// The rank that is slow.
 const SLOW: &str = "encke-rank-1";
-/// Calls, and turns, of which the median counts.
+/// Calls, and turns; the median counts.
 const CALLS: usize = 15;
 
-/// Whether somebody is slow at the moment.
+/// Whether the slow rank is slowed now.
 static DISTURBED: AtomicBool = AtomicBool::new(false);
 
 std::thread_local! {
     static CORE: rayon::ThreadPool =
-        rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a thread can be had");
+        rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a thread can be spawned");
 }
 
-/// The CPU's kernel with a core for each rank, one of which may be half as fast.
+/// The CPU kernel with one core for each rank, one of which can be slowed to half speed.
 struct ThrottledKernel(CpuKernel);
 
 impl ThrottledKernel {

@@ -9,17 +9,17 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::plain::distance;
 
-struct GoldenFile {
+struct CandleGoldenFile {
     name: String,
     pattern: Pattern,
     dims: [usize; 4],
     bytes: Vec<u8>,
 }
 
-impl GoldenFile {
+impl CandleGoldenFile {
     /// The file; `None` if it reproduces a defect of the other implementation that the
     /// specification lists.
-    fn read(path: &Path) -> Option<GoldenFile> {
+    fn read(path: &Path) -> Option<CandleGoldenFile> {
         let name = path.file_stem().unwrap().to_str().unwrap().to_string();
         if name.contains("quirk") || name.starts_with("torchscale_05") {
             return None;
@@ -51,7 +51,7 @@ impl GoldenFile {
                 Pattern::dilated(&sizes("segment_lengths"), &sizes("dilation_rates"), mode).unwrap()
             }
         };
-        Some(GoldenFile {
+        Some(CandleGoldenFile {
             pattern: pattern.causal(config["causal"].as_bool().unwrap()),
             dims: ["b", "n", "h", "d"].map(|key| config[key].as_u64().unwrap() as usize),
             name,
@@ -90,9 +90,9 @@ fn results_equal_those_of_other_implementations() {
         .map(|entry| entry.unwrap().path())
         .collect();
     paths.sort();
-    let files: Vec<GoldenFile> = paths
+    let files: Vec<CandleGoldenFile> = paths
         .iter()
-        .filter_map(|path| GoldenFile::read(path))
+        .filter_map(|path| CandleGoldenFile::read(path))
         .collect();
     assert!(files.len() >= 20, "only {} golden files", files.len());
     for file in files {

@@ -31,12 +31,6 @@ const KINDS: [(DType, usize); 4] = [
     (DType::F16, 128),
 ];
 
-/// The first GPU's name.
-pub fn name() -> Option<String> {
-    let kernel = CudaKernel::new(0).ok()?;
-    Some(kernel.device().name().to_string())
-}
-
 /// The first GPU as the device of a rank; `None` without a usable GPU.
 pub fn measure() -> Result<Option<Machine>, TuneError> {
     let Ok(kernel) = CudaKernel::new(0) else {

@@ -3,8 +3,6 @@
 use encke_cpu::CpuKernel;
 use serde::{Deserialize, Serialize};
 
-use super::gpu;
-
 /// A machine and the version of Encke on it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineId {
@@ -31,7 +29,7 @@ impl MachineId {
             processor: name.map_or("unknown", |(_, name)| name.trim()).to_string(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             instructions: arm.unwrap_or_else(|_| "none".to_string()).to_lowercase(),
-            gpu: gpu::name(),
+            gpu: gpu_name(),
             version: env!("CARGO_PKG_VERSION").to_string(),
         }
     }
@@ -44,4 +42,16 @@ impl MachineId {
             self.processor, self.cores, self.instructions, self.version
         )
     }
+}
+
+/// The first GPU's name.
+#[cfg(feature = "cuda")]
+fn gpu_name() -> Option<String> {
+    let kernel = encke_cuda::CudaKernel::new(0).ok()?;
+    Some(kernel.device().name().to_string())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu_name() -> Option<String> {
+    None
 }

@@ -35,10 +35,6 @@ mod gpu {
     pub fn measure() -> Result<Option<Machine>, TuneError> {
         Ok(None)
     }
-
-    pub fn name() -> Option<String> {
-        None
-    }
 }
 
 /// Threads of this machine as ranks: from its profile, or else from built-in figures.

@@ -10,7 +10,7 @@ use encke::{
     Queries, Rotating, Schedule, Shape,
 };
 
-use crate::support::AttentionInputs;
+use crate::support::TestTensors;
 
 /// Nodes of 8 GPUs.
 fn gpus() -> Machine {
@@ -235,7 +235,7 @@ fn open_schedules_are_all_tried() {
 #[test]
 fn a_chosen_ring_gives_the_bits_of_the_same_explicit_ring() {
     let shape = Shape::new(1, 300, 4, 2, 16).expect("legal");
-    let tensors = AttentionInputs::random(&shape, DType::F32, 6);
+    let tensors = TestTensors::random(&shape, DType::F32, 6);
     let auto = Auto {
         machine: cores(),
         source: MachineSource::BuiltIn,
@@ -305,7 +305,7 @@ fn fastest_precision_lowers_f32_only_and_never_an_explicit_type() {
         );
     }
     let shape = Shape::new(1, 64, 2, 2, 16).expect("legal");
-    let forward = AttentionInputs::random(&shape, DType::F32, 1).forward(&fastest);
+    let forward = TestTensors::random(&shape, DType::F32, 1).forward(&fastest);
     assert_eq!(
         (forward.out.dtype(), forward.lse.dtype()),
         (expected, DType::F32)

@@ -5,7 +5,7 @@ use encke::{
     Sharding,
 };
 
-use crate::support::AttentionInputs;
+use crate::support::TestTensors;
 
 fn longnet() -> Pattern {
     let mode = Mode::Mix {
@@ -30,7 +30,7 @@ fn resizing_to_three_six_and_one_ranks_gives_the_bits_of_new_rings() {
         (DType::Bf16, Pattern::dense().causal(true)),
     ] {
         for cut in [Cut::Contiguous, Cut::Zigzag, Cut::Striped] {
-            let tensors = AttentionInputs::random(&shape, dtype, 4);
+            let tensors = TestTensors::random(&shape, dtype, 4);
             let mut ring = fresh(&pattern, 4, cut.clone());
             let shard = |tensor: &encke::Tensor| ring.shard(&tensor.view()).expect("legal");
             let [mut q, mut k, mut v, mut dout] =
@@ -89,7 +89,7 @@ fn resizing_to_three_six_and_one_ranks_gives_the_bits_of_new_rings() {
 #[test]
 fn explicit_sizes_keep_rank_numbers_and_must_add_up() {
     let shape = Shape::new(1, 100, 2, 2, 8).expect("legal");
-    let tensors = AttentionInputs::random(&shape, DType::F32, 9);
+    let tensors = TestTensors::random(&shape, DType::F32, 9);
     let mut ring = fresh(&Pattern::dense(), 4, Cut::Contiguous);
     let mut q = ring.shard(&tensors.q.view()).expect("legal");
     let before = q.clone();
@@ -130,7 +130,7 @@ fn explicit_sizes_keep_rank_numbers_and_must_add_up() {
 fn a_trace_proposes_shards_by_speed() {
     let shape = Shape::new(1, 400, 2, 2, 8).expect("legal");
     let ring = fresh(&Pattern::dense(), 4, Cut::Contiguous);
-    let mut report = AttentionInputs::random(&shape, DType::F32, 9)
+    let mut report = TestTensors::random(&shape, DType::F32, 9)
         .forward(&ring)
         .report;
     // All ranks take equally long, except the third, which takes twice as long.

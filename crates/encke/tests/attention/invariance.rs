@@ -3,7 +3,7 @@
 
 use encke::{Attention, Cut, DType, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor};
 
-use crate::support::AttentionInputs;
+use crate::support::TestTensors;
 
 fn longnet() -> Pattern {
     let mode = Mode::Mix {
@@ -46,7 +46,7 @@ fn a_key_changes_only_the_rows_that_attend_to_it() {
         for (ranks, cut) in [(1, Cut::Contiguous), (4, Cut::Zigzag), (7, Cut::Contiguous)] {
             let builder = Attention::builder().pattern(pattern.clone());
             let attention = builder.ranks(ranks).sharding(cut).build().expect("legal");
-            let tensors = AttentionInputs::random(&shape, DType::F32, 21);
+            let tensors = TestTensors::random(&shape, DType::F32, 21);
             let before = tensors.forward(&attention);
             for token in [0, 33, 149] {
                 for value in [0.25, f64::NAN, f64::INFINITY] {
@@ -68,7 +68,7 @@ fn a_key_changes_only_the_rows_that_attend_to_it() {
 #[test]
 fn every_run_gives_the_same_bits() {
     let shape = Shape::new(2, 200, 4, 4, 16).expect("legal");
-    let tensors = AttentionInputs::random(&shape, DType::Bf16, 2);
+    let tensors = TestTensors::random(&shape, DType::Bf16, 2);
     for (ranks, cut) in [(8, Cut::Contiguous), (5, Cut::Zigzag), (3, Cut::Striped)] {
         let run = || {
             let builder = Attention::builder()

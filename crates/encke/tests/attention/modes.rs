@@ -5,7 +5,7 @@ use encke::{
     Mode, OffsetRule, Pattern, Queries, Shape, Tensor,
 };
 
-use crate::support::{AttentionInputs, difference, errors};
+use crate::support::{TestTensors, difference, errors};
 
 fn patterns() -> Vec<Pattern> {
     let mut patterns = vec![Pattern::dense()];
@@ -82,7 +82,7 @@ fn more_ranks_than_tokens() {
 fn checkpoint_policies_change_memory_and_no_bit() {
     let shape = Shape::new(1, 48, 4, 2, 5).expect("legal");
     for pattern in patterns() {
-        let tensors = AttentionInputs::random(&shape, DType::F32, 5);
+        let tensors = TestTensors::random(&shape, DType::F32, 5);
         let policies = [
             CheckpointPolicy::KeepOutput,
             CheckpointPolicy::Recompute,
@@ -110,7 +110,7 @@ fn checkpoint_policies_change_memory_and_no_bit() {
 #[test]
 fn the_gradient_of_the_lse_is_added() {
     let shape = Shape::new(1, 20, 2, 2, 4).expect("legal");
-    let tensors = AttentionInputs::random(&shape, DType::F64, 1);
+    let tensors = TestTensors::random(&shape, DType::F64, 1);
     let dlse = crate::support::tensor(
         &mut encke::conformance::Random::new(8),
         DType::F64,
@@ -137,7 +137,7 @@ fn the_gradient_of_the_lse_is_added() {
 #[test]
 fn an_explicit_scale_is_used_and_nan_is_refused() {
     let shape = Shape::new(1, 12, 1, 1, 4).expect("legal");
-    let tensors = AttentionInputs::random(&shape, DType::F64, 2);
+    let tensors = TestTensors::random(&shape, DType::F64, 2);
     let attention = Attention::builder()
         .scale(0.0)
         .ranks(2)
@@ -161,7 +161,7 @@ fn an_explicit_scale_is_used_and_nan_is_refused() {
 #[test]
 fn errors_of_invalid_requests_name_the_offending_values() {
     let shape = Shape::new(1, 10, 3, 3, 2).expect("legal");
-    let tensors = AttentionInputs::random(&shape, DType::F32, 4);
+    let tensors = TestTensors::random(&shape, DType::F32, 4);
     let (q, k, v) = (tensors.q.view(), tensors.k.view(), tensors.v.view());
     let refused = |builder: encke::Builder| -> String {
         let built = builder.build();
@@ -212,7 +212,7 @@ fn errors_of_invalid_requests_name_the_offending_values() {
             .to_string()
             .contains("2 segment lengths")
     );
-    let wide = AttentionInputs::random(&shape, DType::F64, 4);
+    let wide = TestTensors::random(&shape, DType::F64, 4);
     let attention = Attention::builder().build().expect("legal");
     let mixed = attention.forward(&q, &wide.k.view(), &v).map(|_| ());
     assert!(

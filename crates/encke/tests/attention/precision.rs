@@ -3,7 +3,7 @@
 
 use encke::{Attention, Cut, DType, Data, Pattern, Precision, Shape, Tensor};
 
-use crate::support::{AttentionInputs, difference, errors, expected};
+use crate::support::{TestTensors, difference, errors, expected};
 
 #[test]
 fn errors_are_those_of_rounding_and_do_not_grow_with_the_ring() {
@@ -47,7 +47,7 @@ fn errors_are_those_of_rounding_and_do_not_grow_with_the_ring() {
 #[test]
 fn large_scores_do_not_overflow() {
     let shape = Shape::new(1, 64, 1, 1, 16).expect("legal");
-    let tensors = AttentionInputs::random(&shape, DType::F64, 13);
+    let tensors = TestTensors::random(&shape, DType::F64, 13);
     // Scores up to about ten thousand.
     let factor = 1e4 / 16.0 * shape.dim as f64;
     let q: Vec<f64> = tensors
@@ -57,7 +57,7 @@ fn large_scores_do_not_overflow() {
         .map(|x| x * factor / 4.0)
         .collect();
     let q = Tensor::from_f64(DType::F64, tensors.q.dims(), &q).expect("sizes agree");
-    let tensors = AttentionInputs { q, ..tensors };
+    let tensors = TestTensors { q, ..tensors };
     let attention = Attention::builder().ranks(5).build().expect("legal");
     let forward = tensors.forward(&attention);
     let backward = tensors.backward(&attention, &forward);
@@ -81,7 +81,7 @@ fn large_scores_do_not_overflow() {
 #[test]
 fn an_explicit_compute_type_is_used() {
     let shape = Shape::new(1, 40, 2, 2, 8).expect("legal");
-    let tensors = AttentionInputs::random(&shape, DType::Bf16, 6);
+    let tensors = TestTensors::random(&shape, DType::Bf16, 6);
     let builder = Attention::builder().ranks(2);
     let wide = builder
         .precision(Precision::Compute(DType::F64))

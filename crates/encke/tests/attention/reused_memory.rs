@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use encke::{Attention, CacheLimits, DType, Data, GroupScale, Mode, Pattern, Shape, Tensor};
 
-use crate::support::AttentionInputs;
+use crate::support::TestTensors;
 
 /// Large enough for its results to be pooled, and fast: segments of 64.
 fn shape() -> Shape {
@@ -25,7 +25,7 @@ fn attention(dilation: usize, ranks: usize) -> Attention {
 }
 
 /// The results of both passes.
-fn results(tensors: &AttentionInputs, attention: &Attention) -> Vec<Tensor> {
+fn results(tensors: &TestTensors, attention: &Attention) -> Vec<Tensor> {
     let forward = tensors.forward(attention);
     let backward = tensors.backward(attention, &forward);
     let (out, lse) = ((*forward.out).clone(), (*forward.lse).clone());
@@ -41,7 +41,7 @@ fn results(tensors: &AttentionInputs, attention: &Attention) -> Vec<Tensor> {
 #[test]
 fn results_do_not_depend_on_the_previous_contents_of_their_memory() {
     for (dtype, ranks) in [(DType::F32, 1), (DType::Bf16, 1), (DType::F32, 3)] {
-        let tensors = AttentionInputs::random(&shape(), dtype, 5);
+        let tensors = TestTensors::random(&shape(), dtype, 5);
         let attention = attention(4, ranks);
         let expected = results(&tensors, &attention);
         let kept = attention.stats().pooled_bytes;
@@ -74,8 +74,8 @@ fn results_do_not_depend_on_the_previous_contents_of_their_memory() {
 fn results_of_one_shape_are_memory_for_another() {
     // As many elements, but other rows are zero.
     let wide = Shape::new(1, 4096, 2, 2, 64).expect("legal");
-    let [tall, wide] = [shape(), wide].map(|shape| AttentionInputs::random(&shape, DType::F32, 6));
-    let fresh = |tensors: &AttentionInputs| results(tensors, &attention(16, 1));
+    let [tall, wide] = [shape(), wide].map(|shape| TestTensors::random(&shape, DType::F32, 6));
+    let fresh = |tensors: &TestTensors| results(tensors, &attention(16, 1));
     let expected = [fresh(&tall), fresh(&wide)];
     let shared = attention(16, 1);
     for _ in 0..3 {
@@ -92,9 +92,6 @@ fn a_cache_limit_of_zero_pools_nothing() {
     };
     let builder = Attention::builder().pattern(pattern(4)).keep_at_most(none);
     let attention = builder.build().expect("legal");
-    results(
-        &AttentionInputs::random(&shape(), DType::F32, 7),
-        &attention,
-    );
+    results(&TestTensors::random(&shape(), DType::F32, 7), &attention);
     assert_eq!(attention.stats().pooled_bytes, 0);
 }

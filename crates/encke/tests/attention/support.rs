@@ -6,7 +6,7 @@ use encke::{
 };
 
 /// q, k, v and dout of one shape.
-pub struct AttentionInputs {
+pub struct TestTensors {
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
@@ -19,11 +19,11 @@ pub fn tensor(random: &mut Random, dtype: DType, dims: [usize; 4]) -> Tensor {
     Tensor::from_f64(dtype, dims, &values).expect("sizes agree")
 }
 
-impl AttentionInputs {
-    pub fn random(shape: &Shape, dtype: DType, seed: u64) -> AttentionInputs {
+impl TestTensors {
+    pub fn random(shape: &Shape, dtype: DType, seed: u64) -> TestTensors {
         let mut random = Random::new(seed);
         let of = |heads: usize| [shape.batch, shape.tokens, heads, shape.dim];
-        AttentionInputs {
+        TestTensors {
             q: tensor(&mut random, dtype, of(shape.heads)),
             k: tensor(&mut random, dtype, of(shape.kv_heads)),
             v: tensor(&mut random, dtype, of(shape.kv_heads)),
@@ -64,7 +64,7 @@ pub fn difference(got: &Data, expected: &[f64]) -> f64 {
 }
 
 /// The reference's (out, lse, dq, dk, dv) for tensors as they are stored.
-pub fn expected(shape: &Shape, pattern: &Pattern, tensors: &AttentionInputs) -> [Vec<f64>; 5] {
+pub fn expected(shape: &Shape, pattern: &Pattern, tensors: &TestTensors) -> [Vec<f64>; 5] {
     let [q, k, v, dout] = [&tensors.q, &tensors.k, &tensors.v, &tensors.dout].map(Tensor::to_f64);
     let scale = shape.default_scale();
     let forward = reference::forward(shape, pattern, scale, &q, &k, &v).expect("legal");
@@ -82,7 +82,7 @@ pub fn expected(shape: &Shape, pattern: &Pattern, tensors: &AttentionInputs) -> 
 /// Errors of (out, lse, dq, dk, dv) against the reference.
 pub fn errors(builder: Builder, shape: &Shape, dtype: DType, seed: u64) -> [f64; 5] {
     let attention = builder.build().expect("the settings are legal");
-    let tensors = AttentionInputs::random(shape, dtype, seed);
+    let tensors = TestTensors::random(shape, dtype, seed);
     let forward = tensors.forward(&attention);
     let backward = tensors.backward(&attention, &forward);
     let [out, lse, dq, dk, dv] = expected(shape, attention.pattern(), &tensors);

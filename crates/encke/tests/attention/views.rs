@@ -2,7 +2,7 @@
 
 use encke::{Attention, DType, Shape, Tensor, View};
 
-use crate::support::AttentionInputs;
+use crate::support::TestTensors;
 
 /// The same elements laid out `[b, h, n, d]` with gaps, as a view `[b, n, h, d]`.
 fn transposed(tensor: &Tensor) -> (Vec<f32>, [usize; 4]) {
@@ -20,7 +20,7 @@ fn transposed(tensor: &Tensor) -> (Vec<f32>, [usize; 4]) {
 #[test]
 fn strides_do_not_matter() {
     let shape = Shape::new(2, 37, 4, 2, 5).expect("legal");
-    let tensors = AttentionInputs::random(&shape, DType::F32, 10);
+    let tensors = TestTensors::random(&shape, DType::F32, 10);
     let attention = Attention::builder().ranks(3).build().expect("legal");
     let plain = tensors.forward(&attention);
     let expected = tensors.backward(&attention, &plain);
