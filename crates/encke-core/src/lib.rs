@@ -14,6 +14,7 @@ pub mod host;
 pub mod job;
 mod join;
 pub mod kernel;
+mod kernel_error;
 pub mod memory;
 pub mod mixing;
 pub mod naive;

@@ -3,7 +3,7 @@
 //! The mutants are the mistakes of spec 2, which exist in published code, and their like. Each
 //! is a thin wrapper that alters one thing, so that what kills it can only be that thing.
 
-use encke_core::conformance::{self, Suite};
+use encke_core::conformance::{self, KernelSuite};
 use encke_core::dtype::Slice;
 use encke_core::job::{Block, Causal, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
@@ -16,7 +16,7 @@ use encke_core::{DType, Data, Tensor, View};
 
 /// What a mutant gets wrong.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Fault {
+enum KernelFault {
     /// Nothing: the wrapper itself must be innocent.
     None,
     /// Keys and queries change places in the causal test.
@@ -79,42 +79,42 @@ enum Fault {
     UploadIgnoresStride,
 }
 
-const FAULTS: [Fault; 29] = [
-    Fault::CausalSignFlipped,
-    Fault::CausalOnIndices,
-    Fault::CausalIgnored,
-    Fault::OldPartNotRescaled,
-    Fault::CarryReset,
-    Fault::FinishEpsilon,
-    Fault::EmptyLseZero,
-    Fault::FinishIgnoresGain,
-    Fault::EmptyRowsContribute,
-    Fault::BackwardIgnoresGain,
-    Fault::DeltaIgnoresDlse,
-    Fault::WrongKvHead,
-    Fault::DkUnscaled,
-    Fault::DqOverwritten,
-    Fault::DkOverwritten,
-    Fault::DqWhereQIs,
-    Fault::OneRowPast,
-    Fault::MaskedKeysPoison,
-    Fault::MaskedQueriesPoison,
-    Fault::MergeKeepsMaximum,
-    Fault::AttendIgnoresGain,
-    Fault::AttendLeavesEmptyCells,
-    Fault::BeginReadsCarry,
-    Fault::BeginLeavesEmptyCells,
-    Fault::ConcludeForgetsCarry,
-    Fault::ConcludeIgnoresGain,
-    Fault::ConcludeLeavesUnseen,
-    Fault::CopyIgnoresAdd,
-    Fault::UploadIgnoresStride,
+const FAULTS: [KernelFault; 29] = [
+    KernelFault::CausalSignFlipped,
+    KernelFault::CausalOnIndices,
+    KernelFault::CausalIgnored,
+    KernelFault::OldPartNotRescaled,
+    KernelFault::CarryReset,
+    KernelFault::FinishEpsilon,
+    KernelFault::EmptyLseZero,
+    KernelFault::FinishIgnoresGain,
+    KernelFault::EmptyRowsContribute,
+    KernelFault::BackwardIgnoresGain,
+    KernelFault::DeltaIgnoresDlse,
+    KernelFault::WrongKvHead,
+    KernelFault::DkUnscaled,
+    KernelFault::DqOverwritten,
+    KernelFault::DkOverwritten,
+    KernelFault::DqWhereQIs,
+    KernelFault::OneRowPast,
+    KernelFault::MaskedKeysPoison,
+    KernelFault::MaskedQueriesPoison,
+    KernelFault::MergeKeepsMaximum,
+    KernelFault::AttendIgnoresGain,
+    KernelFault::AttendLeavesEmptyCells,
+    KernelFault::BeginReadsCarry,
+    KernelFault::BeginLeavesEmptyCells,
+    KernelFault::ConcludeForgetsCarry,
+    KernelFault::ConcludeIgnoresGain,
+    KernelFault::ConcludeLeavesUnseen,
+    KernelFault::CopyIgnoresAdd,
+    KernelFault::UploadIgnoresStride,
 ];
 
 /// The oracle with one fault.
-struct Mutant(Fault);
+struct KernelMutant(KernelFault);
 
-impl Mutant {
+impl KernelMutant {
     /// The job as the mutant understands it.
     fn misread(&self, job: &Job) -> Job {
         let mut job = job.clone();
@@ -130,12 +130,12 @@ impl Mutant {
             key_step: 1,
         };
         match self.0 {
-            Fault::CausalSignFlipped => job.causal = job.causal.map(flip),
-            Fault::CausalOnIndices => job.causal = job.causal.map(indices),
-            Fault::CausalIgnored => job.causal = None,
-            Fault::BackwardIgnoresGain => job.gain = 1.0,
-            Fault::WrongKvHead => job.k.heads = job.k.heads.iter().rev().copied().collect(),
-            Fault::DqWhereQIs => job.dq = None,
+            KernelFault::CausalSignFlipped => job.causal = job.causal.map(flip),
+            KernelFault::CausalOnIndices => job.causal = job.causal.map(indices),
+            KernelFault::CausalIgnored => job.causal = None,
+            KernelFault::BackwardIgnoresGain => job.gain = 1.0,
+            KernelFault::WrongKvHead => job.k.heads = job.k.heads.iter().rev().copied().collect(),
+            KernelFault::DqWhereQIs => job.dq = None,
             _ => {}
         }
         job
@@ -230,7 +230,7 @@ fn poison_keys(
     });
 }
 
-impl Mutant {
+impl KernelMutant {
     fn accumulate(
         &self,
         job: &Job,
@@ -241,26 +241,29 @@ impl Mutant {
         let job = self.misread(job);
         let inside = cells(&job, 0);
         let old = clone(carry);
-        if matches!(self.0, Fault::CarryReset | Fault::OldPartNotRescaled) {
+        if matches!(
+            self.0,
+            KernelFault::CarryReset | KernelFault::OldPartNotRescaled
+        ) {
             reset(carry, &inside, job.dim);
         }
-        let reads = self.0 == Fault::BeginReadsCarry;
+        let reads = self.0 == KernelFault::BeginReadsCarry;
         let state = SoftmaxState::Accumulate {
             starts: starts && !reads,
             carry: &mut *carry,
         };
         NaiveKernel.attend(&job, q, k, v, state)?;
         match self.0 {
-            Fault::BeginLeavesEmptyCells if starts => {
+            KernelFault::BeginLeavesEmptyCells if starts => {
                 let saw_nothing = |&&cell: &&usize| carry.l.as_slice().get(cell) == 0.0;
                 let empty: Vec<usize> = inside.iter().filter(saw_nothing).copied().collect();
                 for cell in empty {
                     carry.l.set(cell, old.l.as_slice().get(cell));
                 }
             }
-            Fault::OldPartNotRescaled => add_unscaled(&old, carry, &inside, job.dim),
-            Fault::MaskedKeysPoison => poison(&job, v, carry),
-            Fault::OneRowPast => {
+            KernelFault::OldPartNotRescaled => add_unscaled(&old, carry, &inside, job.dim),
+            KernelFault::MaskedKeysPoison => poison(&job, v, carry),
+            KernelFault::OneRowPast => {
                 let past = cells(&job, 1).into_iter().filter(|x| !inside.contains(x));
                 let limit = carry.m.as_slice().len();
                 past.filter(|&x| x < limit)
@@ -283,8 +286,8 @@ impl Mutant {
         let (old_out, old_lse) = (out.clone(), lse.clone());
         let mut carry = clone(carry);
         match self.0 {
-            Fault::ConcludeForgetsCarry => reset(&mut carry, &cells(&job, 0), job.dim),
-            Fault::ConcludeIgnoresGain => job.gain = 1.0,
+            KernelFault::ConcludeForgetsCarry => reset(&mut carry, &cells(&job, 0), job.dim),
+            KernelFault::ConcludeIgnoresGain => job.gain = 1.0,
             _ => {}
         }
         let state = SoftmaxState::Finish {
@@ -293,7 +296,7 @@ impl Mutant {
             lse: &mut *lse,
         };
         NaiveKernel.attend(&job, q, k, v, state)?;
-        if self.0 == Fault::ConcludeLeavesUnseen {
+        if self.0 == KernelFault::ConcludeLeavesUnseen {
             for i in (0..job.queries).filter(|&i| job.visible(i) == 0) {
                 let row = Job {
                     queries: 1,
@@ -322,7 +325,7 @@ impl Mutant {
         lse: &mut Data,
     ) -> Result<()> {
         let mut job = self.misread(job);
-        if self.0 == Fault::AttendIgnoresGain {
+        if self.0 == KernelFault::AttendIgnoresGain {
             job.gain = 1.0;
         }
         let state = SoftmaxState::Finish {
@@ -331,7 +334,7 @@ impl Mutant {
             lse: &mut *lse,
         };
         NaiveKernel.attend(&job, q, k, v, state)?;
-        if self.0 == Fault::AttendLeavesEmptyCells {
+        if self.0 == KernelFault::AttendLeavesEmptyCells {
             let seen = |&cell: &usize| lse.as_slice().get(cell) == f64::NEG_INFINITY;
             let empty: Vec<usize> = cells(&job, 0).into_iter().filter(seen).collect();
             empty.into_iter().for_each(|cell| lse.set(cell, 7.5));
@@ -340,7 +343,7 @@ impl Mutant {
     }
 }
 
-impl Memory for Mutant {
+impl Memory for KernelMutant {
     type Buffer = Data;
     type Input<'a> = Slice<'a>;
 
@@ -362,7 +365,7 @@ impl Memory for Mutant {
 
     fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
         let unit = |run: &Run| Run { stride: 1, ..*run };
-        if self.0 == Fault::UploadIgnoresStride {
+        if self.0 == KernelFault::UploadIgnoresStride {
             return NaiveKernel.upload(from, &runs.iter().map(unit).collect::<Vec<_>>(), to);
         }
         NaiveKernel.upload(from, runs, to)
@@ -381,11 +384,16 @@ impl Memory for Mutant {
     }
 
     fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
-        NaiveKernel.copy(block, add && self.0 != Fault::CopyIgnoresAdd, from, to)
+        NaiveKernel.copy(
+            block,
+            add && self.0 != KernelFault::CopyIgnoresAdd,
+            from,
+            to,
+        )
     }
 }
 
-impl Kernel for Mutant {
+impl Kernel for KernelMutant {
     fn attend(
         &self,
         job: &Job,
@@ -414,7 +422,7 @@ impl Kernel for Mutant {
     fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
         let old = to.m.clone();
         NaiveKernel.merge(block, from, to)?;
-        if self.0 == Fault::MergeKeepsMaximum {
+        if self.0 == KernelFault::MergeKeepsMaximum {
             to.m = old;
         }
         Ok(())
@@ -430,18 +438,18 @@ impl Kernel for Mutant {
         lse: &mut Data,
     ) -> Result<()> {
         let mut carry = clone(carry);
-        let gain = if self.0 == Fault::FinishIgnoresGain {
+        let gain = if self.0 == KernelFault::FinishIgnoresGain {
             1.0
         } else {
             gain
         };
-        if self.0 == Fault::FinishEpsilon {
+        if self.0 == KernelFault::FinishEpsilon {
             let l = carry.l.to_f64();
             let seen = |&l: &f64| if l == 0.0 { l } else { l + 1e-8 };
             carry.l = Data::from_f64(DType::F64, &l.iter().map(seen).collect::<Vec<_>>());
         }
         NaiveKernel.finish(cells, dim, gain, &carry, out, lse)?;
-        if self.0 == Fault::EmptyLseZero {
+        if self.0 == KernelFault::EmptyLseZero {
             let empty = |cell: &usize| lse.as_slice().get(*cell) == f64::NEG_INFINITY;
             let empty: Vec<usize> = (0..cells).filter(empty).collect();
             empty.into_iter().for_each(|cell| lse.set(cell, 0.0));
@@ -458,7 +466,7 @@ impl Kernel for Mutant {
         dlse: Option<Slice<'_>>,
         delta: &mut Data,
     ) -> Result<()> {
-        let dlse = dlse.filter(|_| self.0 != Fault::DeltaIgnoresDlse);
+        let dlse = dlse.filter(|_| self.0 != KernelFault::DeltaIgnoresDlse);
         NaiveKernel.delta(cells, dim, out, dout, dlse, delta)
     }
 
@@ -474,14 +482,14 @@ impl Kernel for Mutant {
         let job = self.misread(job);
         let Gradients { dq, dk, dv } = gradients;
         let old = (dq.clone(), dk.clone(), dv.clone());
-        if self.0 == Fault::DqWhereQIs {
+        if self.0 == KernelFault::DqWhereQIs {
             // The gradient gets room for q's own addresses, or the mistake would be a crash.
             let mut values = dq.to_f64();
             values.resize(values.len().max(q.len()), 0.0);
             *dq = Data::from_f64(dq.as_slice().dtype(), &values);
         }
         let mut lse = upstream.lse.to_f64();
-        if self.0 == Fault::EmptyRowsContribute {
+        if self.0 == KernelFault::EmptyRowsContribute {
             lse.iter_mut().for_each(|x| *x = x.max(-1e3));
         }
         let lse = Data::from_f64(upstream.lse.dtype(), &lse);
@@ -502,11 +510,13 @@ impl Kernel for Mutant {
             *new = Data::from_f64(old.as_slice().dtype(), &values);
         };
         match self.0 {
-            Fault::DqOverwritten => change(dq, &old.0, &|new, old| new - old),
-            Fault::DkOverwritten => change(dk, &old.1, &|new, old| new - old),
-            Fault::DkUnscaled => change(dk, &old.1, &|new, old| old + (new - old) / job.scale),
-            Fault::DqWhereQIs => change(dq, &old.0, &|new, _| new),
-            Fault::MaskedQueriesPoison => poison_keys(&job, q, upstream, dk, dv),
+            KernelFault::DqOverwritten => change(dq, &old.0, &|new, old| new - old),
+            KernelFault::DkOverwritten => change(dk, &old.1, &|new, old| new - old),
+            KernelFault::DkUnscaled => {
+                change(dk, &old.1, &|new, old| old + (new - old) / job.scale)
+            }
+            KernelFault::DqWhereQIs => change(dq, &old.0, &|new, _| new),
+            KernelFault::MaskedQueriesPoison => poison_keys(&job, q, upstream, dk, dv),
             _ => {}
         }
         Ok(())
@@ -524,36 +534,36 @@ fn the_oracle_passes_in_every_type() {
 
 #[test]
 fn the_oracle_passes_with_scales_of_any_sign() {
-    let suite = Suite {
+    let suite = KernelSuite {
         signs: true,
-        ..Suite::default()
+        ..KernelSuite::default()
     };
     suite.run(&NaiveKernel, &[DType::F64, DType::Bf16]).unwrap();
 }
 
 #[test]
 fn mutants_die_where_bits_are_not_promised() {
-    let suite = Suite {
+    let suite = KernelSuite {
         repeatable: false,
-        ..Suite::default()
+        ..KernelSuite::default()
     };
     suite.run(&NaiveKernel, &[DType::F32]).unwrap();
-    let unsteady = |fault: &Fault| *fault != Fault::FinishEpsilon;
+    let unsteady = |fault: &KernelFault| *fault != KernelFault::FinishEpsilon;
     for fault in FAULTS.into_iter().filter(unsteady) {
-        let verdict = suite.run(&Mutant(fault), &[DType::F32]);
+        let verdict = suite.run(&KernelMutant(fault), &[DType::F32]);
         assert!(verdict.is_err(), "{fault:?} survived");
     }
 }
 
 #[test]
 fn the_wrapper_without_a_fault_passes() {
-    conformance::kernel(&Mutant(Fault::None), &[DType::F64]).unwrap();
+    conformance::kernel(&KernelMutant(KernelFault::None), &[DType::F64]).unwrap();
 }
 
 #[test]
 fn every_kernel_mutant_dies() {
     for fault in FAULTS {
-        let verdict = conformance::kernel(&Mutant(fault), &[DType::F64]);
+        let verdict = conformance::kernel(&KernelMutant(fault), &[DType::F64]);
         let failure = verdict.expect_err(&format!("{fault:?} survived"));
         println!("{fault:?} died: {failure}");
     }
@@ -563,10 +573,10 @@ fn every_kernel_mutant_dies() {
 fn gross_faults_die_in_narrow_types_too() {
     for fault in FAULTS
         .into_iter()
-        .filter(|&fault| fault != Fault::FinishEpsilon)
+        .filter(|&fault| fault != KernelFault::FinishEpsilon)
     {
         for dtype in [DType::F32, DType::Bf16, DType::F16] {
-            let verdict = conformance::kernel(&Mutant(fault), &[dtype]);
+            let verdict = conformance::kernel(&KernelMutant(fault), &[dtype]);
             assert!(verdict.is_err(), "{fault:?} survived in {dtype}");
         }
     }
