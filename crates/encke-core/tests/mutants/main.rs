@@ -1,7 +1,9 @@
-//! The conformance suites on trial: the true implementations pass and every known wrong one fails.
+//! Tests of the conformance suites: correct implementations pass and every known wrong one fails.
 //!
-//! The mutants are the mistakes of spec 2, which exist in published code, and their like. Each
-//! is a thin wrapper that alters one thing, so that what kills it can only be that thing.
+//! The mutants have the mistakes of spec section 2, which exist in published code, and similar ones.
+//! Each is a thin wrapper that changes one thing, so only that can make it fail.
+
+mod fault;
 
 use encke_core::conformance::{self, KernelSuite};
 use encke_core::dtype::Slice;
@@ -14,108 +16,13 @@ use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
-/// What a mutant gets wrong.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum KernelFault {
-    /// Nothing: the wrapper itself must be innocent.
-    None,
-    /// Keys and queries change places in the causal test.
-    CausalSignFlipped,
-    /// The causal test compares rows instead of positions.
-    CausalOnIndices,
-    /// The causal test is forgotten.
-    CausalIgnored,
-    /// The old part is not scaled when the maximum rises.
-    OldPartNotRescaled,
-    /// Every job starts with nothing.
-    CarryReset,
-    /// The denominator gets an epsilon.
-    FinishEpsilon,
-    /// A row that saw nothing ends with an lse of 0.
-    EmptyLseZero,
-    /// The gain is applied after the softmax but not to its gradient.
-    FinishIgnoresGain,
-    /// A row that saw nothing has an effect on gradients.
-    EmptyRowsContribute,
-    /// The gradient forgets the gain.
-    BackwardIgnoresGain,
-    /// delta forgets the gradient of the lse.
-    DeltaIgnoresDlse,
-    /// Heads read the keys of other heads.
-    WrongKvHead,
-    /// The softmax scale is missing in dk.
-    DkUnscaled,
-    /// dq is overwritten.
-    DqOverwritten,
-    /// dk and dv are overwritten.
-    DkOverwritten,
-    /// dq is written where q is, whatever the job says.
-    DqWhereQIs,
-    /// One row more than there are is written.
-    OneRowPast,
-    /// Masked keys take part with a weight of 0, which is NaN times an infinite value.
-    MaskedKeysPoison,
-    /// Queries that do not see a key take part in its gradient with a weight of 0.
-    MaskedQueriesPoison,
-    /// The merge of two carries keeps the maximum of the target.
-    MergeKeepsMaximum,
-    /// Queries attended to the end forget the gain.
-    AttendIgnoresGain,
-    /// Queries attended to the end that see nothing are not written.
-    AttendLeavesEmptyCells,
-    /// A job that begins goes on from what lies there.
-    BeginReadsCarry,
-    /// A job that begins leaves queries that see nothing as they were.
-    BeginLeavesEmptyCells,
-    /// The last job forgets what was seen before.
-    ConcludeForgetsCarry,
-    /// The last job forgets the gain.
-    ConcludeIgnoresGain,
-    /// The last job leaves queries that see nothing of it alone.
-    ConcludeLeavesUnseen,
-    /// Rows are copied where they should be added.
-    CopyIgnoresAdd,
-    /// Runs are read without their stride.
-    UploadIgnoresStride,
-}
-
-const FAULTS: [KernelFault; 29] = [
-    KernelFault::CausalSignFlipped,
-    KernelFault::CausalOnIndices,
-    KernelFault::CausalIgnored,
-    KernelFault::OldPartNotRescaled,
-    KernelFault::CarryReset,
-    KernelFault::FinishEpsilon,
-    KernelFault::EmptyLseZero,
-    KernelFault::FinishIgnoresGain,
-    KernelFault::EmptyRowsContribute,
-    KernelFault::BackwardIgnoresGain,
-    KernelFault::DeltaIgnoresDlse,
-    KernelFault::WrongKvHead,
-    KernelFault::DkUnscaled,
-    KernelFault::DqOverwritten,
-    KernelFault::DkOverwritten,
-    KernelFault::DqWhereQIs,
-    KernelFault::OneRowPast,
-    KernelFault::MaskedKeysPoison,
-    KernelFault::MaskedQueriesPoison,
-    KernelFault::MergeKeepsMaximum,
-    KernelFault::AttendIgnoresGain,
-    KernelFault::AttendLeavesEmptyCells,
-    KernelFault::BeginReadsCarry,
-    KernelFault::BeginLeavesEmptyCells,
-    KernelFault::ConcludeForgetsCarry,
-    KernelFault::ConcludeIgnoresGain,
-    KernelFault::ConcludeLeavesUnseen,
-    KernelFault::CopyIgnoresAdd,
-    KernelFault::UploadIgnoresStride,
-];
+use fault::{FAULTS, KernelFault};
 
 /// The oracle with one fault.
 struct KernelMutant(KernelFault);
 
 impl KernelMutant {
-    /// The job as the mutant understands it.
+    /// The job as the mutant interprets it.
     fn misread(&self, job: &Job) -> Job {
         let mut job = job.clone();
         let flip = |mask: Causal| Causal {
@@ -142,7 +49,7 @@ impl KernelMutant {
     }
 }
 
-/// Every cell of a job, with one row more where asked.
+/// Every cell of a job, with `more` additional rows.
 fn cells(job: &Job, more: usize) -> Vec<usize> {
     let mut cells = Vec::new();
     for b in 0..job.batch {
@@ -171,7 +78,7 @@ fn reset(carry: &mut Carry<Data>, cells: &[usize], dim: usize) {
     }
 }
 
-/// Adds the old part to the new one as if both had the same maximum.
+/// Adds one carry to another as if both had the same row max.
 fn add_unscaled(old: &Carry<Data>, new: &mut Carry<Data>, cells: &[usize], dim: usize) {
     let add = |old: &Data, new: &mut Data, i: usize| {
         let sum = old.as_slice().get(i) + new.as_slice().get(i);
@@ -185,7 +92,7 @@ fn add_unscaled(old: &Carry<Data>, new: &mut Carry<Data>, cells: &[usize], dim: 
     }
 }
 
-/// Calls `each` with batch entry, segment, head, query and key of every pair that a mask hides.
+/// Calls `each` with batch entry, segment, head, query and key of every masked pair.
 fn hidden_pairs(job: &Job, mut each: impl FnMut(usize, usize, usize, usize, usize)) {
     for b in 0..job.batch {
         for (s, h) in (0..job.segments).flat_map(|s| (0..job.heads).map(move |h| (s, h))) {
@@ -196,7 +103,7 @@ fn hidden_pairs(job: &Job, mut each: impl FnMut(usize, usize, usize, usize, usiz
     }
 }
 
-/// What 0 times the values of masked keys does to the rows that do not see them.
+/// Adds 0 times the values of masked keys to the rows that do not see them.
 fn poison(job: &Job, v: Slice<'_>, carry: &mut Carry<Data>) {
     hidden_pairs(job, |b, s, h, i, j| {
         let cell = job.cells.at(b, s, i, h) * job.dim;
@@ -206,7 +113,7 @@ fn poison(job: &Job, v: Slice<'_>, carry: &mut Carry<Data>) {
     });
 }
 
-/// What 0 times queries and their output gradients does to the keys that they do not see.
+/// Adds 0 times queries and their output gradients to the gradients of keys they do not see.
 fn poison_keys(
     job: &Job,
     q: Slice<'_>,
@@ -219,7 +126,7 @@ fn poison_keys(
         let (query, cell) = (job.q.at(b, s, i, h), job.cells.at(b, s, i, h));
         let key = job.k.at(b, s, j, h);
         if upstream.lse.get(cell) == f64::NEG_INFINITY {
-            return; // that would be another mistake
+            return; // that would be a different fault
         }
         for c in 0..job.dim {
             let x = dk.as_slice().get(key + c) + 0.0 * q.get(query + c);
@@ -483,7 +390,7 @@ impl Kernel for KernelMutant {
         let Gradients { dq, dk, dv } = gradients;
         let old = (dq.clone(), dk.clone(), dv.clone());
         if self.0 == KernelFault::DqWhereQIs {
-            // The gradient gets room for q's own addresses, or the mistake would be a crash.
+            // The gradient buffer is extended to q's addresses, or the fault would be a crash.
             let mut values = dq.to_f64();
             values.resize(values.len().max(q.len()), 0.0);
             *dq = Data::from_f64(dq.as_slice().dtype(), &values);
@@ -533,7 +440,7 @@ fn the_oracle_passes_in_every_type() {
 }
 
 #[test]
-fn the_oracle_passes_with_scales_of_any_sign() {
+fn the_oracle_passes_with_negative_and_zero_scales() {
     let suite = KernelSuite {
         signs: true,
         ..KernelSuite::default()
@@ -542,7 +449,7 @@ fn the_oracle_passes_with_scales_of_any_sign() {
 }
 
 #[test]
-fn mutants_die_where_bits_are_not_promised() {
+fn mutants_fail_without_bitwise_repeatability_too() {
     let suite = KernelSuite {
         repeatable: false,
         ..KernelSuite::default()
@@ -550,8 +457,8 @@ fn mutants_die_where_bits_are_not_promised() {
     suite.run(&NaiveKernel, &[DType::F32]).unwrap();
     let unsteady = |fault: &KernelFault| *fault != KernelFault::FinishEpsilon;
     for fault in FAULTS.into_iter().filter(unsteady) {
-        let verdict = suite.run(&KernelMutant(fault), &[DType::F32]);
-        assert!(verdict.is_err(), "{fault:?} survived");
+        let result = suite.run(&KernelMutant(fault), &[DType::F32]);
+        assert!(result.is_err(), "{fault:?} passed");
     }
 }
 
@@ -561,34 +468,34 @@ fn the_wrapper_without_a_fault_passes() {
 }
 
 #[test]
-fn every_kernel_mutant_dies() {
+fn every_kernel_mutant_fails() {
     for fault in FAULTS {
-        let verdict = conformance::kernel(&KernelMutant(fault), &[DType::F64]);
-        let failure = verdict.expect_err(&format!("{fault:?} survived"));
-        println!("{fault:?} died: {failure}");
+        let result = conformance::kernel(&KernelMutant(fault), &[DType::F64]);
+        let failure = result.expect_err(&format!("{fault:?} passed"));
+        println!("{fault:?} failed: {failure}");
     }
 }
 
 #[test]
-fn gross_faults_die_in_narrow_types_too() {
+fn large_faults_fail_in_narrow_types_too() {
     for fault in FAULTS
         .into_iter()
         .filter(|&fault| fault != KernelFault::FinishEpsilon)
     {
         for dtype in [DType::F32, DType::Bf16, DType::F16] {
-            let verdict = conformance::kernel(&KernelMutant(fault), &[dtype]);
-            assert!(verdict.is_err(), "{fault:?} survived in {dtype}");
+            let result = conformance::kernel(&KernelMutant(fault), &[dtype]);
+            assert!(result.is_err(), "{fault:?} passed in {dtype}");
         }
     }
 }
 
 #[test]
-fn the_true_merge_passes() {
+fn the_correct_merge_passes() {
     conformance::merge(|a, b| a.merge(b)).unwrap();
 }
 
-/// The merge of spec 2, with the combination of outputs left open: it gets the weights relative to
-/// the larger lse, the outputs of one channel and the lse of the whole.
+/// The merge of spec section 2 with a given combination of outputs: `combine` gets the weights
+/// relative to the larger lse, the outputs of one channel and the merged lse.
 fn merged(a: &Partial, b: &Partial, combine: impl Fn([f64; 2], [f64; 2], f64) -> f64) -> Partial {
     let largest = a.lse.max(b.lse);
     if largest == f64::NEG_INFINITY {
@@ -604,7 +511,7 @@ fn merged(a: &Partial, b: &Partial, combine: impl Fn([f64; 2], [f64; 2], f64) ->
 }
 
 #[test]
-fn every_wrong_merge_dies() {
+fn every_wrong_merge_fails() {
     type Combine = fn([f64; 2], [f64; 2], f64) -> f64;
     let truth: Combine = |[e1, e2], [o1, o2], _| (e1 * o1 + e2 * o2) / (e1 + e2);
     conformance::merge(|a, b| merged(a, b, truth)).unwrap();
@@ -623,8 +530,8 @@ fn every_wrong_merge_dies() {
         }),
     ];
     for (name, combine) in wrong {
-        let verdict = conformance::merge(|a, b| merged(a, b, combine));
-        assert!(verdict.is_err(), "{name} survived");
+        let result = conformance::merge(|a, b| merged(a, b, combine));
+        assert!(result.is_err(), "{name} survived");
     }
 }
 
