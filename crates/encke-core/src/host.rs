@@ -1,7 +1,7 @@
 //! Host memory as a wire buffer and as a kernel's buffer: copies, conversions and checksums.
 //!
-//! All kernels that compute in host memory share these functions. There is no arithmetic here beyond
-//! rounding and one addition.
+//! All kernels that compute in host memory share these functions. There is no arithmetic here
+//! beyond rounding and one addition.
 //!
 //! The decision here: types are matched once per call and rows are slices, so a copy between equal
 //! types is a `memcpy` and a conversion is one loop over typed elements.

@@ -2,8 +2,8 @@
 //!
 //! Pattern + Shape + Sharding → [`Plan`](plan::Plan) → a rank executes its program with a
 //! [`Kernel`](kernel::Kernel) and a [`Transport`](transport::Transport). This crate decides and
-//! specifies: it does no I/O, starts no thread, takes no lock, reads no clock and contains no unsafe
-//! code.
+//! specifies: it does no I/O, starts no thread, takes no lock, reads no clock and contains no
+//! unsafe code.
 #![forbid(unsafe_code)]
 
 pub mod agreement;

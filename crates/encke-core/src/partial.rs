@@ -3,8 +3,8 @@
 //! This is the arithmetic of the reference and of the host-side combination of slots. Kernels have
 //! carries of their own, in their own types, and are tested against this one.
 //!
-//! The decision here: the code tests whether any key was seen before it subtracts maxima, so it never
-//! forms a difference of two infinities and needs no epsilon.
+//! The decision here: the code tests whether any key was seen before it subtracts maxima, so it
+//! never forms a difference of two infinities and needs no epsilon.
 
 /// A running (online) softmax: weights are relative to the largest score so far.
 #[derive(Debug, Clone, PartialEq)]

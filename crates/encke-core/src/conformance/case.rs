@@ -319,8 +319,8 @@ struct ValueDistribution {
     dtype: DType,
     scale: f64,
     spread: f64,
-    /// Scores of about ±1e4 from small integers, which every type stores and sums exactly: this tests
-    /// the range of the softmax, not the rounding of the inputs.
+    /// Scores of about ±1e4 from small integers, which every type stores and sums exactly: this
+    /// tests the range of the softmax, not the rounding of the inputs.
     large: bool,
 }
 

@@ -1,7 +1,7 @@
 //! The operations on cells: merge, finish and delta, each on random inputs of its own.
 //!
-//! The decision here: inputs include every state of a carry (empty on either side or both, scores of
-//! ±1e4), and buffers are longer than the requested cells, to detect writes past the end.
+//! The decision here: inputs include every state of a carry (empty on either side or both, scores
+//! of ±1e4), and buffers are longer than the requested cells, to detect writes past the end.
 
 use super::bench::KernelBench;
 use super::failure::Failure;

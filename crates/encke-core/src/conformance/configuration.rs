@@ -78,7 +78,8 @@ impl Configuration {
         if random.below(3) == 0 {
             request.queries = Queries::Replicated;
         }
-        // Drawn last, so that adding the schedule did not change the rest of a seed's configuration.
+        // Drawn last, so that adding the schedule did not change the rest of a seed's
+        // configuration.
         let width = random.pick(&[1, 1, 2, 3, usize::MAX]);
         let backward = random.pick(&[Rotating::Keys, Rotating::Queries]);
         request.schedule = Schedule { width, backward };

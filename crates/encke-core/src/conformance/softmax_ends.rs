@@ -1,8 +1,8 @@
 //! Jobs that start a softmax, finish one, or do both: what they must not read and must not write.
 //!
 //! The decision here: a carry that must not be read is filled with NaN, which every arithmetic
-//! operation propagates, and cells that must not be written hold a mark. A finishing job starts from
-//! the oracle's carry, rounded, so that its error is its own.
+//! operation propagates, and cells that must not be written hold a mark. A finishing job starts
+//! from the oracle's carry, rounded, so that its error is its own.
 
 use super::bench::KernelBench;
 use super::case::{Case, CaseJob};
@@ -17,8 +17,8 @@ use crate::naive::NaiveKernel;
 /// The value of cells that a job must not write.
 const MARK: f64 = 7.5;
 
-/// Starts a softmax with the first job of a case, finishes one with the last job, and does both with
-/// the first job.
+/// Starts a softmax with the first job of a case, finishes one with the last job, and does both
+/// with the first job.
 pub(super) fn check<K: Kernel>(
     bench: &KernelBench<'_, K>,
     oracle: &KernelBench<'_, NaiveKernel>,

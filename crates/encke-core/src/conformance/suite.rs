@@ -8,8 +8,8 @@ const DIMS: [usize; 9] = [1, 2, 3, 8, 16, 40, 64, 80, 128];
 pub struct KernelSuite {
     /// Head dimensions of the cases.
     pub dims: &'static [usize],
-    /// Whether gradients are bitwise repeatable. If not, gradients that must not change may differ by
-    /// the rounding of their sums.
+    /// Whether gradients are bitwise repeatable. If not, gradients that must not change may differ
+    /// by the rounding of their sums.
     pub repeatable: bool,
     /// Whether to test negative and zero scales.
     pub signs: bool,

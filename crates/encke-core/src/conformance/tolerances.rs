@@ -3,8 +3,8 @@
 //! Tolerances are not constants: the rounding error of a sum depends on the size of its terms, so
 //! they are computed from the absolute values of the terms of every pair of the case.
 //!
-//! The decision here is that of FlashAttention's tests: a narrow type is allowed twice the error of a
-//! reference that rounds inputs, weights and results to that type, plus a floor.
+//! The decision here is that of FlashAttention's tests: a narrow type is allowed twice the error of
+//! a reference that rounds inputs, weights and results to that type, plus a floor.
 
 use super::case::Case;
 use super::results::ForwardResults;

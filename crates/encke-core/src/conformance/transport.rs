@@ -146,8 +146,8 @@ impl<T: Transport<Vec<u8>>> SuiteRank<'_, T> {
         self.exchange("no hops", &[], &mut [])
     }
 
-    /// Parcels of different sizes rotate through all ranks, in two alternating buffers; bytes after a
-    /// shorter parcel must not change.
+    /// Parcels of different sizes rotate through all ranks, in two alternating buffers; bytes after
+    /// a shorter parcel must not change.
     fn rotation(&mut self) -> Result<(), Failure> {
         let name = "rotation";
         for scenario in 0..5 {

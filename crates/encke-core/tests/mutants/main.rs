@@ -1,7 +1,7 @@
 //! Tests of the conformance suites: correct implementations pass and every known wrong one fails.
 //!
-//! The mutants have the mistakes of spec section 2, which exist in published code, and similar ones.
-//! Each is a thin wrapper that changes one thing, so only that can make it fail.
+//! The mutants have the mistakes of spec section 2, which exist in published code, and similar
+//! ones. Each is a thin wrapper that changes one thing, so only that can make it fail.
 
 mod fault;
 
