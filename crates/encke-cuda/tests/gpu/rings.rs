@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use encke_core::conformance::{Configuration, CallTensors};
+use encke_core::conformance::{CallTensors, Configuration};
 use encke_core::naive::NaiveKernel;
 use encke_core::pattern::{GroupScale, MixingGradient, Mode, OffsetRule};
 use encke_core::plan::program::Role;

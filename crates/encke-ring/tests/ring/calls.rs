@@ -16,7 +16,7 @@ use encke_ring::trace::Recorder;
 use encke_ring::{Rank, RankError, RingError, ThreadRing, gather_sequence, split_sequence};
 
 use crate::instrumented::{InstrumentedKernel, KernelCall, caller};
-use crate::support::{Configuration, DEADLINE, CallTensors, run};
+use crate::support::{CallTensors, Configuration, DEADLINE, run};
 
 fn dense(ranks: usize, cut: Cut) -> Configuration {
     let request = Request::new(

@@ -16,7 +16,7 @@ use encke_ring::threads::endpoints;
 use encke_ring::{RankError, RingError, ShardRing, ThreadRing, gather_sequence, split_sequence};
 
 use crate::resize::tensor;
-use crate::support::{Configuration, DEADLINE, CallTensors, run};
+use crate::support::{CallTensors, Configuration, DEADLINE, run};
 
 /// Runs a request on one `ShardRing` for each rank, and gathers the results.
 fn run_apart(

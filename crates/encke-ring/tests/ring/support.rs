@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-pub use encke_core::conformance::{Configuration, CallTensors};
+pub use encke_core::conformance::{CallTensors, Configuration};
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::Role;
 use encke_core::plan::{Pass, Request};

@@ -18,7 +18,7 @@ use encke_ring::{Fault, FaultPhase, Outcome, RankError, RingError, ThreadRing};
 
 use crate::calls::randomly_slow;
 use crate::instrumented::{InstrumentedKernel, KernelCall, caller};
-use crate::support::{Configuration, DEADLINE, CallTensors, check, difference};
+use crate::support::{CallTensors, Configuration, DEADLINE, check, difference};
 
 /// The usual tolerance for f64.
 const TOLERANCE: f64 = 1e-12;
