@@ -161,8 +161,8 @@ element!(f32, F32, |x: f32| x as f64, |x: f64| x as f32);
 element!(bf16, Bf16, bf16::to_f64, |x| bf16::from_f32(to_odd(x)));
 element!(f16, F16, f16::to_f64, |x| f16::from_f32(to_odd(x)));
 
-/// Rounds to odd, for a second rounding to a narrower type. If `x` is between two f32, the result is
-/// the one with an odd mantissa, which is never a tie between two narrower values, so the second
+/// Rounds to odd, for a second rounding to a narrower type. If `x` is between two f32, the result
+/// is the one with an odd mantissa, which is never a tie between two narrower values, so the second
 /// rounding goes to the correct side. (`from_f64` of the narrow types looks only at the upper half
 /// of `x` and mistakes a value next to a tie for a tie.)
 #[inline]

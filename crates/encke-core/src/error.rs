@@ -100,7 +100,8 @@ pub enum Error {
     },
     /// Shard sizes that do not add up to the number of tokens.
     #[error(
-        "the shard sizes {sizes:?} do not add up to the {tokens} tokens of the sequence; correct them"
+        "the shard sizes {sizes:?} do not add up to the {tokens} tokens of the sequence; \
+         correct them"
     )]
     Sizes {
         /// Tokens of each rank.

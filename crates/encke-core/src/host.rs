@@ -1,14 +1,14 @@
-//! Host memory as a parcel and as a kernel's buffer: everything about it that is not attention.
+//! Host memory as a wire buffer and as a kernel's buffer: copies, conversions and checksums.
 //!
-//! Kernels whose memory is the host's share these functions, so that moving rows is written, and
-//! wrong, only once. There is no arithmetic here beyond rounding and one addition.
+//! All kernels that compute in host memory share these functions. There is no arithmetic here
+//! beyond rounding and one addition.
 //!
 //! The decision here: types are matched once per call and rows are slices, so a copy between equal
-//! types is a `memcpy` and a conversion is one loop over typed numbers.
+//! types is a `memcpy` and a conversion is one loop over typed elements.
 
 use crate::dtype::{DType, Data, Element, Slice};
 use crate::job::Block;
-use crate::kernel::KernelError;
+use crate::kernel_error::KernelError;
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
 use crate::transport::{HostWireBuffer, WireBuffer};
@@ -18,7 +18,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 impl Default for Data {
-    /// No numbers: what a parcel that was taken leaves behind.
+    /// Empty: the state of a buffer after `take`.
     fn default() -> Data {
         Data::F64(Vec::new())
     }
@@ -35,7 +35,7 @@ impl WireBuffer for Data {
 
     fn copy_from(&mut self, source: &Data, elements: usize) {
         let dtype = self.as_slice().dtype();
-        assert_eq!(dtype, source.as_slice().dtype(), "a parcel of another type");
+        assert_eq!(dtype, source.as_slice().dtype(), "a buffer of another type");
         let bytes = elements * dtype.bytes();
         self.bytes_mut()[..bytes].copy_from_slice(&source.bytes()[..bytes]);
     }
@@ -101,8 +101,8 @@ impl HostWireBuffer for Vec<u8> {
     }
 }
 
-/// FNV-1a over words of eight bytes. The rotation is ours: without it two flipped top bits, which
-/// are two flipped signs, would cancel. Against accidents, not against people.
+/// FNV-1a over words of eight bytes, with an added rotation: without it two flipped top bits, which
+/// are two flipped signs, would cancel. Detects accidental corruption; not cryptographic.
 pub fn checksum(bytes: &[u8]) -> u64 {
     let step = |hash: u64, word: u64| {
         (hash ^ word)
@@ -118,9 +118,9 @@ pub fn checksum(bytes: &[u8]) -> u64 {
         .fold(hash, |hash, &byte| step(hash, byte.into()))
 }
 
-/// `elements` zeros, or the typed error where there is no memory for them.
+/// Allocates `elements` zeros; an error if there is not enough memory.
 pub fn allocate(kernel: &'static str, dtype: DType, elements: usize) -> Result<Data, KernelError> {
-    // Zeros from the system cost nothing until they are touched, and then whoever touches them.
+    // Zero pages from the system: they are mapped by the thread that first touches them.
     let data = match dtype {
         DType::F64 => try_zeroed_vec(elements).map(Data::F64),
         DType::F32 => try_zeroed_vec(elements).map(Data::F32),
@@ -137,7 +137,7 @@ pub fn allocate(kernel: &'static str, dtype: DType, elements: usize) -> Result<D
 pub fn upload(from: &View<'_>, runs: &[Run], to: &mut Data) {
     let [_, _, h, d] = from.dims();
     let strides = from.strides();
-    // Heads that lie side by side are copied together, and so are tokens that do.
+    // Adjacent heads are copied together, and so are adjacent tokens.
     let heads = if strides[2] == d || h == 1 { h } else { 1 };
     let whole = heads == h && strides[1] == h * d;
     with_typed!(Slice, from.data(), source => with_typed!(Data, to, target => {
@@ -149,7 +149,7 @@ pub fn upload(from: &View<'_>, runs: &[Run], to: &mut Data) {
     }));
 }
 
-/// The rows of `runs` as they lie, where that is just how a buffer of type `dtype` would hold them.
+/// The rows of `runs` in place, if they are laid out exactly as in a buffer of type `dtype`.
 pub fn in_place<'a>(from: &View<'a>, runs: &[Run], dtype: DType) -> Option<Slice<'a>> {
     let [b, n, h, d] = from.dims();
     let strides = from.strides();
@@ -164,7 +164,7 @@ pub fn in_place<'a>(from: &View<'a>, runs: &[Run], dtype: DType) -> Option<Slice
     Some(with_typed!(Slice, from.data(), x => Element::wrap(x.get(range)?)))
 }
 
-/// First token and count of runs that follow one another without a gap.
+/// First token and token count of runs that follow one another without a gap.
 pub fn whole_run(runs: &[Run]) -> Option<(usize, usize)> {
     let first = runs.first()?.first;
     let mut next = first;
@@ -211,25 +211,25 @@ pub fn copy(block: &Block, add: bool, from: Slice<'_>, to: &mut Data) {
     }));
 }
 
-/// Numbers that lie side by side both in a tensor and in a buffer.
-struct Piece {
+/// Elements that are contiguous both in a tensor and in a buffer.
+struct ContiguousPiece {
     batch: usize,
     token: usize,
     head: usize,
-    /// Where it begins in the buffer.
+    /// Its first element in the buffer.
     at: usize,
-    /// How many numbers.
+    /// Its number of elements.
     len: usize,
 }
 
-/// The pieces of `runs` in the order a buffer holds them: `heads` heads (1 or all of them) of one
-/// token, or where `whole` tokens lie side by side, all tokens of a contiguous run.
+/// The contiguous pieces of `runs` in buffer order: `heads` heads (1 or all of them) of one token
+/// or, if `whole` tokens are adjacent, all tokens of a run of stride 1.
 fn pieces(
     [b, n, h, d]: [usize; 4],
     runs: &[Run],
     heads: usize,
     whole: bool,
-) -> impl Iterator<Item = Piece> {
+) -> impl Iterator<Item = ContiguousPiece> {
     let mut at = 0;
     let starts = (0..b).flat_map(move |batch| {
         runs.iter().flat_map(move |run| {
@@ -250,7 +250,7 @@ fn pieces(
     });
     starts.map(move |(batch, token, head, len)| {
         at += len;
-        Piece {
+        ContiguousPiece {
             batch,
             token,
             head,
@@ -260,11 +260,11 @@ fn pieces(
     })
 }
 
-/// Copies numbers, rounding where the types differ.
+/// Copies elements, rounding if the types differ.
 pub fn convert<S: Element, T: Element>(source: &[S], target: &mut [T]) {
     match (S::DTYPE, T::DTYPE) {
         (from, to) if from == to => target.copy_from_slice(bytemuck::cast_slice(source)),
-        // The narrow types have conversions of their own that use the hardware's.
+        // Conversions of the `half` crate, which use hardware instructions.
         (DType::F32, DType::Bf16) => {
             let target: &mut [bf16] = bytemuck::cast_slice_mut(target);
             target.convert_from_f32_slice(bytemuck::cast_slice(source));
@@ -289,7 +289,7 @@ pub fn convert<S: Element, T: Element>(source: &[S], target: &mut [T]) {
     }
 }
 
-/// Adds numbers, rounding once: an f64 holds the sum of two f32 to more than twice their bits.
+/// Adds elements with one rounding: an f64 holds the sum of two f32 exactly enough for that.
 fn accumulate<S: Element, T: Element>(source: &[S], target: &mut [T]) {
     for (x, &value) in target.iter_mut().zip(source) {
         *x = T::from_f64(x.to_f64() + value.to_f64());
@@ -301,7 +301,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_bytes_of_a_parcel_are_those_of_its_first_elements() {
+    fn host_bytes_are_those_of_the_first_elements() {
         let mut parcel = Data::F32(vec![1.0, 2.0, 3.0]);
         parcel
             .host_bytes_mut(1)
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checksum_sees_every_bit_and_every_pair_of_signs() {
+    fn a_checksum_detects_every_flipped_bit_and_every_pair_of_signs() {
         let base: Vec<u8> = (0..43).collect();
         let sum = base.checksum(43);
         for bit in 0..43 * 8 {
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn taking_leaves_an_empty_parcel_of_the_same_type() {
+    fn take_leaves_an_empty_buffer_of_the_same_type() {
         let mut data = Data::F32(vec![1.0, 2.0]);
         assert_eq!(data.take(), Data::F32(vec![1.0, 2.0]));
         assert_eq!(data, Data::F32(vec![]));
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_memory_is_a_typed_error() {
+    fn a_failed_allocation_is_a_typed_error() {
         let refused = allocate("test", DType::F64, usize::MAX / 16);
         assert!(matches!(refused, Err(KernelError::Memory { .. })));
     }

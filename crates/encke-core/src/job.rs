@@ -1,8 +1,8 @@
 //! Jobs: the unit of work of a kernel, one strided batched attention with its mask.
 //!
 //! The decision here: a job consists of addresses. Each operand is an affine view of a buffer, so
-//! dilation, segments, grouped heads and packed parcels are all just strides to a kernel, and no rows
-//! are gathered before they are attended to.
+//! dilation, segments, grouped heads and packed parcels are all just strides to a kernel, and no
+//! rows are gathered before they are attended to.
 
 use serde::Serialize;
 use std::sync::Arc;
@@ -69,7 +69,8 @@ pub struct Job {
     /// Addresses in k and v (and dk and dv), in elements.
     pub k: Operand,
     /// Addresses of cells. A cell is one query of one head slot: m, l, lse and delta hold one
-    /// element per cell; acc, out and dout hold `dim` elements per cell, at `dim` times the address.
+    /// element per cell; acc, out and dout hold `dim` elements per cell, at `dim` times the
+    /// address.
     pub cells: Operand,
     /// Addresses in dq, if they differ from those in q.
     pub dq: Option<Operand>,

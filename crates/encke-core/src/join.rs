@@ -1,10 +1,10 @@
 //! Joining adjacent jobs and blocks, and splitting jobs.
 //!
-//! A rank's tokens are up to two runs, so its work comes as several jobs: a zigzag shard attended to
-//! itself is two triangles and a square. The runs are adjacent in memory, in token order, so the
-//! three together are one causal attention. Joining does not change what is computed: the joined job
-//! has exactly the pairs of its parts. It is larger, which kernels run more efficiently, and reads
-//! and writes its carry once.
+//! A rank's tokens are up to two runs, so its work comes as several jobs: a zigzag shard attended
+//! to itself is two triangles and a square. The runs are adjacent in memory, in token order, so the
+//! three together are one causal attention. Joining does not change what is computed: the joined
+//! job has exactly the pairs of its parts. It is larger, which kernels run more efficiently, and
+//! reads and writes its carry once.
 
 use crate::job::{Block, Causal, Job, Operand};
 

@@ -2,52 +2,25 @@
 //!
 //! A kernel runs jobs and accumulates into the carry, so there is no separate merge pass after a
 //! ring step. It decides nothing: masks, strides and order come with the job. Buffers
-//! ([`Memory`]) are typed at run time: a kernel checks the types and refuses those it has no path
-//! for.
+//! ([`Memory`]) are typed at run time: a kernel checks the types and refuses those it does not
+//! support.
 //!
 //! Attention is one operation on a softmax state ([`SoftmaxState`]): a job continues a running
 //! softmax, starts one, finishes one, or does all of it at once.
 
 use crate::dtype::DType;
 use crate::job::{Block, Job};
+pub use crate::kernel_error::{KernelError, Result};
 use crate::memory::Memory;
 use crate::plan::Pass;
 
-/// Why a kernel could not do what it was told.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum KernelError {
-    /// No memory.
-    #[error("{kernel} could not allocate {bytes} bytes; use more ranks or a narrower type")]
-    Memory {
-        /// The kernel's name.
-        kernel: &'static str,
-        /// How much was asked for.
-        bytes: usize,
-    },
-    /// Types or sizes it has no path for.
-    #[error("{kernel} does not support {what}")]
-    Unsupported {
-        /// The kernel's name.
-        kernel: &'static str,
-        /// What was asked for.
-        what: String,
-    },
-    /// A device that did not do what it was told.
-    #[error("{kernel}: {reason}")]
-    Device {
-        /// The kernel's name.
-        kernel: &'static str,
-        /// What it said.
-        reason: String,
-    },
-}
-
-/// The running softmax of spec 2: for each cell the weighted sum, the maximum and the denominator.
+/// The running softmax (spec section 2): for each cell the weighted sum, the row max and the
+/// denominator.
 #[derive(Debug, Default)]
 pub struct Carry<B> {
-    /// Weighted sum of values, `dim` numbers a cell.
+    /// Weighted sum of values, `dim` elements per cell.
     pub acc: B,
-    /// Largest score seen, −inf at first.
+    /// The largest score so far; −inf before the first key.
     pub m: B,
     /// Sum of exponentials relative to `m`.
     pub l: B,
@@ -74,16 +47,16 @@ pub enum SoftmaxState<'a, B> {
     },
 }
 
-/// What the backward pass knows of the queries of a job, as the forward pass left it: where a query
-/// holds something that is not finite, neither is its lse, and where dout does, neither is delta. A
-/// kernel may rely on that.
+/// What the backward pass reads about the queries of a job, as the forward pass computed it. A
+/// kernel may rely on this: if a query has a non-finite element, its lse is not finite; if dout has
+/// one, delta is not finite.
 #[derive(Debug, Clone, Copy)]
 pub struct Upstream<I> {
-    /// Gradient of the output, `dim` numbers a cell.
+    /// Gradient of the output, `dim` elements per cell.
     pub dout: I,
-    /// The final lse, one number a cell.
+    /// The final lse, one element per cell.
     pub lse: I,
-    /// dout·out − dlse, one number a cell.
+    /// dout·out − dlse, one element per cell.
     pub delta: I,
 }
 
@@ -97,9 +70,6 @@ pub struct Gradients<'a, B> {
     /// Of v.
     pub dv: &'a mut B,
 }
-
-/// A result of a kernel.
-pub type Result<T> = std::result::Result<T, KernelError>;
 
 /// Attention on one device.
 pub trait Kernel: Memory {
@@ -121,7 +91,7 @@ pub trait Kernel: Memory {
         to: &mut Carry<Self::Buffer>,
     ) -> Result<()>;
 
-    /// Finishes the softmax of `cells` cells: out = gain·acc/l (0 where l = 0), lse = m + ln l.
+    /// Finishes the softmax of `cells` cells: out = gain·acc/l (0 if l = 0), lse = m + ln l.
     fn finish(
         &self,
         cells: usize,
@@ -154,29 +124,27 @@ pub trait Kernel: Memory {
         gradients: Gradients<'_, Self::Buffer>,
     ) -> Result<()>;
 
-    /// Bytes of scratch memory that jobs like this one of a pass need beside their operands, for
-    /// as many of them as the kernel runs at a time.
+    /// Bytes of scratch memory that jobs of this size need in addition to their operands, for as
+    /// many of them as the kernel runs at a time.
     fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize;
 
-    /// The narrowest type that this hardware multiplies faster than f32, with sums in f32; f32
-    /// where there is none.
+    /// The narrowest type that the hardware multiplies faster than f32 with f32 accumulation; f32
+    /// if there is none.
     fn fastest_dtype(&self) -> DType {
         DType::F32
     }
 
-    /// Queries, and keys, of this type that it computes together: where a job's rows leave the last
-    /// ones empty, it takes as long as if they did not.
+    /// The tile size in queries and keys for this type. A partly filled tile takes as long as a
+    /// full one.
     fn tile(&self, _dtype: DType) -> [usize; 2] {
         [1, 1]
     }
 
-    /// Bytes of scratch memory it really holds on to at the moment. A kernel that keeps none need
-    /// not say so.
+    /// Bytes of scratch memory that are currently allocated.
     fn scratch_bytes(&self) -> usize {
         0
     }
 
-    /// Gives back the scratch memory that nobody uses at the moment; the next call takes what it
-    /// needs.
+    /// Frees scratch memory that is not in use; the next call allocates what it needs.
     fn release_scratch(&self) {}
 }

@@ -2,8 +2,8 @@
 //!
 //! Pattern + Shape + Sharding → [`Plan`](plan::Plan) → a rank executes its program with a
 //! [`Kernel`](kernel::Kernel) and a [`Transport`](transport::Transport). This crate decides and
-//! specifies: it does no I/O, starts no thread, takes no lock, reads no clock and contains no unsafe
-//! code.
+//! specifies: it does no I/O, starts no thread, takes no lock, reads no clock and contains no
+//! unsafe code.
 #![forbid(unsafe_code)]
 
 pub mod agreement;
@@ -14,6 +14,7 @@ pub mod host;
 pub mod job;
 mod join;
 pub mod kernel;
+mod kernel_error;
 pub mod memory;
 pub mod mixing;
 pub mod naive;

@@ -9,7 +9,7 @@
 use crate::dtype::{DType, Data, Slice};
 use crate::host;
 use crate::job::Block;
-use crate::kernel::Result;
+use crate::kernel_error::Result;
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
 use crate::transport::WireBuffer;

@@ -5,9 +5,9 @@
 //! branch over the whole sequence. [`combine`] turns slots into heads after the forward pass, and
 //! [`spread`] turns heads into slots before the backward pass.
 //!
-//! The decision here: both modes use the ordinary backward pass. `spread` returns, per slot, an out,
-//! lse, dout and dlse for which the backward pass of spec section 3 yields the mode's gradients, so
-//! kernels and rings are independent of modes.
+//! The decision here: both modes use the ordinary backward pass. `spread` returns, per slot, an
+//! out, lse, dout and dlse for which the backward pass of spec section 3 yields the mode's
+//! gradients, so kernels and rings are independent of modes.
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};

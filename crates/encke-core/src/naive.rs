@@ -1,19 +1,19 @@
-//! The oracle: every kernel operation as the most obvious loops over addresses, in f64.
+//! The oracle: every kernel operation as plain loops over addresses, in f64.
 //!
-//! It is not meant to be fast and is never chosen for speed; it says what a job means, and the
-//! conformance suite holds every other kernel against it.
+//! It is slow and never used for speed. It defines what a job computes, and the conformance suite
+//! compares every other kernel with it.
 //!
 //! The decision here: operands are widened to f64 as a whole, everything is computed cell by cell
-//! with the [`Carry`](partial::Carry) of the specification, and only results are rounded.
+//! with the [`OnlineSoftmax`] of the specification, and only results are rounded.
 
 use crate::dtype::{DType, Data, Slice};
 use crate::job::{Block, Job};
 use crate::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
 use crate::memory::HostKernel;
-use crate::partial;
+use crate::partial::OnlineSoftmax;
 use crate::plan::Pass;
 
-/// The kernel every other one is judged by.
+/// The kernel that all others are tested against.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NaiveKernel;
 
@@ -32,11 +32,11 @@ impl Kernel for NaiveKernel {
         v: Slice<'_>,
         state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
-        let nothing = || partial::Carry::new(job.dim);
+        let empty = || OnlineSoftmax::new(job.dim);
         match state {
             SoftmaxState::Accumulate { carry, starts } => {
-                let cells = seen_by_cells(job, [q, k, v], |cell| match starts {
-                    true => nothing(),
+                let cells = attend_cells(job, [q, k, v], |cell| match starts {
+                    true => empty(),
                     false => load(carry, cell, job.dim),
                 });
                 for (cell, running) in cells {
@@ -46,10 +46,10 @@ impl Kernel for NaiveKernel {
             SoftmaxState::Finish { carry, out, lse } => {
                 let before = |cell| match carry {
                     Some(carry) => load(carry, cell, job.dim),
-                    None => nothing(),
+                    None => empty(),
                 };
-                for (cell, running) in seen_by_cells(job, [q, k, v], before) {
-                    end(job, cell, &running, out, lse);
+                for (cell, running) in attend_cells(job, [q, k, v], before) {
+                    write_cell(job, cell, &running, out, lse);
                 }
             }
         }
@@ -117,11 +117,11 @@ impl Kernel for NaiveKernel {
         let mut dq = gradients.dq.to_f64();
         let mut dk = gradients.dk.to_f64();
         let mut dv = gradients.dv.to_f64();
-        for (b, s, h) in places(job) {
+        for (b, s, h) in heads_of(job) {
             for i in 0..job.queries {
                 let cell = job.cells.at(b, s, i, h);
                 if lse[cell] == f64::NEG_INFINITY {
-                    continue; // a query that saw nothing, in this job or any other
+                    continue; // a query that sees no key, in this job or any other
                 }
                 let at_q = job.q.at(b, s, i, h);
                 let at_dq = job.dq.as_ref().unwrap_or(&job.q).at(b, s, i, h);
@@ -144,20 +144,19 @@ impl Kernel for NaiveKernel {
     }
 
     fn workspace_bytes(&self, _: &Job, _: Pass, _: DType) -> usize {
-        0 // by the letter of a port that asks for tiles; the oracle widens what it is given
+        0 // widened copies are not counted: plans never use the oracle
     }
 }
 
-/// Every cell of a job with what it has seen after it, `before` telling what it had seen. No two of
-/// them are the same cell.
-fn seen_by_cells(
+/// The softmax of each cell after a job, starting from `before(cell)`. The cells are distinct.
+fn attend_cells(
     job: &Job,
     [q, k, v]: [Slice<'_>; 3],
-    before: impl Fn(usize) -> partial::Carry,
-) -> Vec<(usize, partial::Carry)> {
+    before: impl Fn(usize) -> OnlineSoftmax,
+) -> Vec<(usize, OnlineSoftmax)> {
     let (q, k, v) = (q.to_f64(), k.to_f64(), v.to_f64());
     let mut cells = Vec::new();
-    for (b, s, h) in places(job) {
+    for (b, s, h) in heads_of(job) {
         for i in 0..job.queries {
             let cell = job.cells.at(b, s, i, h);
             let query = row(&q, job.q.at(b, s, i, h), job.dim);
@@ -173,8 +172,8 @@ fn seen_by_cells(
     cells
 }
 
-/// out and lse of one cell.
-fn end(job: &Job, cell: usize, running: &partial::Carry, out: &mut Data, lse: &mut Data) {
+/// Writes out and lse of one cell.
+fn write_cell(job: &Job, cell: usize, running: &OnlineSoftmax, out: &mut Data, lse: &mut Data) {
     let finished = running.finish();
     for (c, x) in finished.out.iter().enumerate() {
         out.set(cell * job.dim + c, job.gain * x);
@@ -183,7 +182,7 @@ fn end(job: &Job, cell: usize, running: &partial::Carry, out: &mut Data, lse: &m
 }
 
 /// Every (batch, segment, head) of a job.
-fn places(job: &Job) -> impl Iterator<Item = (usize, usize, usize)> {
+fn heads_of(job: &Job) -> impl Iterator<Item = (usize, usize, usize)> {
     let (batch, segments, heads) = (job.batch, job.segments, job.heads);
     (0..batch)
         .flat_map(move |b| (0..segments).flat_map(move |s| (0..heads).map(move |h| (b, s, h))))
@@ -203,23 +202,23 @@ fn add(values: &mut [f64], at: usize, factor: f64, row: &[f64]) {
     }
 }
 
-/// Stores every number; those nobody added to come back with the bits they had.
+/// Stores every element, rounded; unchanged elements keep their bits.
 fn round(values: &[f64], into: &mut Data) {
     for (i, &x) in values.iter().enumerate() {
         into.set(i, x);
     }
 }
 
-fn load(carry: &Carry<Data>, cell: usize, dim: usize) -> partial::Carry {
+fn load(carry: &Carry<Data>, cell: usize, dim: usize) -> OnlineSoftmax {
     let acc = carry.acc.as_slice();
-    partial::Carry {
+    OnlineSoftmax {
         acc: (cell * dim..(cell + 1) * dim).map(|i| acc.get(i)).collect(),
         m: carry.m.as_slice().get(cell),
         l: carry.l.as_slice().get(cell),
     }
 }
 
-fn store(running: &partial::Carry, carry: &mut Carry<Data>, cell: usize) {
+fn store(running: &OnlineSoftmax, carry: &mut Carry<Data>, cell: usize) {
     for (c, &x) in running.acc.iter().enumerate() {
         carry.acc.set(cell * running.acc.len() + c, x);
     }

@@ -3,12 +3,12 @@
 //! This is the arithmetic of the reference and of the host-side combination of slots. Kernels have
 //! carries of their own, in their own types, and are tested against this one.
 //!
-//! The decision here: the code tests whether any key was seen before it subtracts maxima, so it never
-//! forms a difference of two infinities and needs no epsilon.
+//! The decision here: the code tests whether any key was seen before it subtracts maxima, so it
+//! never forms a difference of two infinities and needs no epsilon.
 
 /// A running (online) softmax: weights are relative to the largest score so far.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Carry {
+pub struct OnlineSoftmax {
     /// Sum of `exp(score - m)` times the value.
     pub acc: Vec<f64>,
     /// The largest score; minus infinity before the first key.
@@ -17,10 +17,10 @@ pub struct Carry {
     pub l: f64,
 }
 
-impl Carry {
+impl OnlineSoftmax {
     /// Over no keys.
-    pub fn new(dim: usize) -> Carry {
-        Carry {
+    pub fn new(dim: usize) -> OnlineSoftmax {
+        OnlineSoftmax {
             acc: vec![0.0; dim],
             m: f64::NEG_INFINITY,
             l: 0.0,
@@ -39,7 +39,7 @@ impl Carry {
     }
 
     /// Adds the keys of `other`. A fixed merge order gives fixed bits; another order may not.
-    pub fn merge(&mut self, other: &Carry) {
+    pub fn merge(&mut self, other: &OnlineSoftmax) {
         assert_eq!(
             other.acc.len(),
             self.acc.len(),
@@ -143,8 +143,8 @@ mod tests {
             .collect()
     }
 
-    fn carry(keys: &[(f64, Vec<f64>)]) -> Carry {
-        let mut carry = Carry::new(DIM);
+    fn carry(keys: &[(f64, Vec<f64>)]) -> OnlineSoftmax {
+        let mut carry = OnlineSoftmax::new(DIM);
         keys.iter().for_each(|(score, v)| carry.absorb(*score, v));
         carry
     }
@@ -172,10 +172,10 @@ mod tests {
 
     #[test]
     fn attention_over_no_keys_is_zero_with_lse_minus_infinity() {
-        let mut none = Carry::new(DIM);
+        let mut none = OnlineSoftmax::new(DIM);
         none.absorb(f64::NEG_INFINITY, &[1.0, 2.0, 3.0]);
-        none.merge(&Carry::new(DIM));
-        assert_eq!(none, Carry::new(DIM));
+        none.merge(&OnlineSoftmax::new(DIM));
+        assert_eq!(none, OnlineSoftmax::new(DIM));
         assert_eq!(none.finish(), Partial::empty(DIM));
         assert_eq!(
             none.finish().merge(&Partial::empty(DIM)),
@@ -188,8 +188,8 @@ mod tests {
         let keys = keys(5, 3.0);
         let whole = carry(&keys);
         let mut after = whole.clone();
-        after.merge(&Carry::new(DIM));
-        let mut before = Carry::new(DIM);
+        after.merge(&OnlineSoftmax::new(DIM));
+        let mut before = OnlineSoftmax::new(DIM);
         before.merge(&whole);
         assert_eq!(after, whole);
         assert_eq!(before, whole);
@@ -232,7 +232,7 @@ mod tests {
     fn fixed_order_gives_fixed_bits() {
         let keys = keys(40, 8.0);
         let run = || {
-            let mut total = Carry::new(DIM);
+            let mut total = OnlineSoftmax::new(DIM);
             keys.chunks(7).for_each(|chunk| total.merge(&carry(chunk)));
             let parts = keys.chunks(7).map(|chunk| carry(chunk).finish());
             (total, parts.reduce(|a, b| a.merge(&b)))
@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     fn a_nan_propagates() {
-        let mut poisoned = Carry::new(DIM);
+        let mut poisoned = OnlineSoftmax::new(DIM);
         poisoned.absorb(f64::NAN, &[1.0; DIM]);
         poisoned.absorb(0.0, &[1.0; DIM]);
         assert!(poisoned.finish().lse.is_nan());

@@ -1,13 +1,13 @@
 //! Which query sees which key.
 //!
 //! A pattern is a list of branches (segment length, dilation rate), a rule that assigns branches to
-//! heads, and whether attention is causal. [`Pattern::multiplicity`] is the definition (spec section
-//! 5); [`Pattern::lanes`] is the same set of pairs in the planner's form: one lane for each (branch,
-//! offset) with its heads.
+//! heads, and whether attention is causal. [`Pattern::multiplicity`] is the definition (spec
+//! section 5); [`Pattern::lanes`] is the same set of pairs in the planner's form: one lane for each
+//! (branch, offset) with its heads.
 //!
-//! Heads write their results into *slots*. If all branches of a head share one softmax (dense, group,
-//! mix), a slot is a head. If branches stay separate until the end (detached mixing gradients,
-//! fkodom), each (branch, head) has a slot of its own, and `mixing` combines them.
+//! Heads write their results into *slots*. If all branches of a head share one softmax (dense,
+//! group, mix), a slot is a head. If branches stay separate until the end (detached mixing
+//! gradients, fkodom), each (branch, head) has a slot of its own, and `mixing` combines them.
 
 use serde::{Deserialize, Serialize};
 
@@ -216,14 +216,15 @@ impl Pattern {
         Ok(())
     }
 
-    /// An error if the mode's output is not a softmax with this lse, so that the lse has no gradient.
+    /// An error if the mode's output is not a softmax with this lse, so that the lse has no
+    /// gradient.
     pub(crate) fn check_dlse(&self) -> Result<()> {
         match self.mode {
             Mode::Fkodom => Err(Error::NotInMode {
                 what: "a gradient of the lse",
                 mode: self.mode.name(),
-                hint: "its output is not a softmax of its lse: leave the gradient out, or use group \
-                       mode",
+                hint: "its output is not a softmax of its lse: leave the gradient out, or use \
+                       group mode",
             }),
             _ => Ok(()),
         }

@@ -11,7 +11,7 @@
 use std::ops::Range;
 
 use crate::error::{Error, Result};
-use crate::partial::{Carry, Partial};
+use crate::partial::{OnlineSoftmax, Partial};
 use crate::pattern::{Branch, MixingGradient, Mode, Pattern};
 use crate::shape::Shape;
 
@@ -117,7 +117,7 @@ pub fn row(
             hint: "its rows are divided by sums over the whole sequence: use group mode",
         });
     }
-    let mut carry = Carry::new(shape.dim);
+    let mut carry = OnlineSoftmax::new(shape.dim);
     for &branch in &branches_of_heads(shape, pattern)[head] {
         for token in keys(shape, pattern, branch, token) {
             let (k, v) = key(token);
@@ -269,7 +269,7 @@ impl<'a> CheckedCall<'a> {
 
     /// One softmax over the keys of all `branches`; a key in several of them counts several times.
     fn attend(&self, row: QueryIndex, branches: &[HeadBranch]) -> Partial {
-        let mut carry = Carry::new(self.shape.dim);
+        let mut carry = OnlineSoftmax::new(self.shape.dim);
         for &branch in branches {
             for token in self.keys(branch, row.token) {
                 carry.absorb(self.score(row, token), &self.v[self.key(row, token)]);

@@ -1,14 +1,16 @@
 //! Index sets as affine rows: which rows of a shard belong to which segments of a lane.
 //!
-//! The decision here: an index set is never a list of tokens. For a lane and a run it is the solution
-//! of two congruences, solved once for a whole family of segments, so a plan does not grow with n.
+//! The decision here: an index set is never a list of tokens. For a lane and a run it is the
+//! solution of two congruences, solved once for a whole family of segments, so a plan does not grow
+//! with n.
 
 use serde::Serialize;
 
 use crate::pattern::Lane;
 use crate::sharding::{Cut, Run, Sharding};
 
-/// Segments `first, first + step, …`, `count` of them. A shard selects the same relative rows in each.
+/// Segments `first, first + step, …`, `count` of them. A shard selects the same relative rows in
+/// each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct Segments {
     /// The first segment.
@@ -29,8 +31,8 @@ impl Segments {
     }
 }
 
-/// The rows of a run that a lane selects in each of some [`Segments`]. Positions are relative to the
-/// start of the segment, so they are the same in all of them.
+/// The rows of a run that a lane selects in each of some [`Segments`]. Positions are relative to
+/// the start of the segment, so they are the same in all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Rows {
     /// Rows in one segment; at least 1.

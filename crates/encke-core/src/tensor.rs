@@ -18,7 +18,8 @@ pub struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    /// A view with explicit strides, in elements. The last stride must be 1 (any value if `d` is 1).
+    /// A view with explicit strides, in elements. The last stride must be 1 (any value if `d` is
+    /// 1).
     pub fn strided<T: Element>(
         data: &'a [T],
         dims: [usize; 4],

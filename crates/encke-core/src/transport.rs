@@ -1,12 +1,12 @@
 //! The transport port: an exchange sends and receives messages while a closure computes.
 //!
-//! The decision here: overlap is enforced by borrowing. During an exchange the closure may read what
-//! is being sent (shared borrow) and cannot access what is being received (mutable borrow held by
-//! the exchange), so a race between messages and compute does not compile. There are no request
+//! The decision here: overlap is enforced by borrowing. During an exchange the closure may read
+//! what is being sent (shared borrow) and cannot access what is being received (mutable borrow held
+//! by the exchange), so a race between messages and compute does not compile. There are no request
 //! handles: when `exchange` returns, all messages are complete, or there is a typed error.
 //!
-//! One exchange takes several messages, because a rank can be in several rings at once and because k
-//! and v are in separate buffers.
+//! One exchange takes several messages, because a rank can be in several rings at once and because
+//! k and v are in separate buffers.
 
 use serde::Serialize;
 use std::time::Duration;
@@ -209,18 +209,18 @@ pub trait Transport<B: WireBuffer> {
 ///
 /// With ULFM: on `MPIX_ERR_PROC_FAILED` or `MPIX_ERR_REVOKED` complete or cancel every request and
 /// return `Gone`. In `agree`, a rank that has stopped revokes the communicator, which makes all
-/// others call `agree`; a rank that has finished waits in a collective that ends when all ranks have
-/// finished or with the revocation. After a revocation: shrink, all-gather rank and progress of the
-/// survivors over the new communicator, and `MPIX_Comm_agree` on whether that succeeded everywhere;
-/// if not, shrink again. The new communicator is used in the next epoch.
+/// others call `agree`; a rank that has finished waits in a collective that ends when all ranks
+/// have finished or with the revocation. After a revocation: shrink, all-gather rank and progress
+/// of the survivors over the new communicator, and `MPIX_Comm_agree` on whether that succeeded
+/// everywhere; if not, shrink again. The new communicator is used in the next epoch.
 ///
 /// [`Epoch`]: crate::plan::membership::Epoch
 pub trait Survivors<B: WireBuffer>: Transport<B> {
-    /// Ends the epoch for this rank, with its progress. Waits until every rank has called this or is
-    /// gone, and returns the same agreement on all living ranks, or an error on all of them: a rank
-    /// that dies meanwhile is gone for all or for none. No message of an epoch is received in a
-    /// later one. Fails with [`TransportError::Deadline`] if no rank makes progress for that long; a
-    /// rank that finished early waits as long as others are working.
+    /// Ends the epoch for this rank, with its progress. Waits until every rank has called this or
+    /// is gone, and returns the same agreement on all living ranks, or an error on all of them: a
+    /// rank that dies meanwhile is gone for all or for none. No message of an epoch is received in
+    /// a later one. Fails with [`TransportError::Deadline`] if no rank makes progress for that
+    /// long; a rank that finished early waits as long as others are working.
     fn agree(&mut self, progress: RankProgress) -> Result<Agreement, TransportError>;
 
     /// Reports that this rank ends with an error that the others must not survive (of its kernel, a

@@ -1,8 +1,8 @@
 //! The reference against the text of the specification: its examples, its theorem, its guarantees.
 //!
 //! Results of other packages are in `golden.rs`; here nothing comes from another program. The
-//! decision here: every property that holds for all patterns is tested on random patterns from fixed
-//! seeds, including ragged lengths, grouped key heads and tokens that no branch selects.
+//! decision here: every property that holds for all patterns is tested on random patterns from
+//! fixed seeds, including ragged lengths, grouped key heads and tokens that no branch selects.
 
 use encke_core::reference::{ReferenceForward, ReferenceGradients, backward, forward};
 use encke_core::{Error, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape};
@@ -158,8 +158,8 @@ impl ReferenceCase {
         changed
     }
 
-    /// The scalar whose gradients are tested. Queries that see no key have no finite lse and are left
-    /// out.
+    /// The scalar whose gradients are tested. Queries that see no key have no finite lse and are
+    /// left out.
     fn objective(&self, dlse: Option<&[f64]>) -> f64 {
         let ReferenceForward { out, lse } = self.forward();
         let of_out: f64 = out.iter().zip(&self.dout).map(|(x, g)| x * g).sum();

@@ -1,25 +1,26 @@
-//! A kernel on the bench: numbers in, numbers out, and failures that name the case.
+//! A kernel under test: moves values in and out, and reports failures with the case.
 //!
-//! The decision here: buffers are reached only through the port (allocate, upload, download), so
-//! the suite runs on memory the host cannot touch.
+//! The decision here: buffers are accessed only through the port (allocate, upload, download), so
+//! the suite runs on memory that the host cannot address.
 
 use std::fmt::Display;
 
-use super::{Failure, Suite};
+use super::failure::Failure;
+use super::suite::KernelSuite;
 use crate::dtype::{DType, Data};
 use crate::kernel::{Carry, Kernel, KernelError};
 use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
 
 /// A kernel, the type it is tested with and the seed of the case.
-pub(super) struct Bench<'a, K> {
+pub(super) struct KernelBench<'a, K> {
     pub kernel: &'a K,
     pub dtype: DType,
     pub seed: u64,
-    pub suite: Suite,
+    pub suite: KernelSuite,
 }
 
-impl<K: Kernel> Bench<'_, K> {
+impl<K: Kernel> KernelBench<'_, K> {
     /// The failure of one check.
     pub fn failure(&self, what: impl Display) -> Failure {
         let (kernel, dtype, seed) = (self.kernel.name(), self.dtype, self.seed);
@@ -33,7 +34,7 @@ impl<K: Kernel> Bench<'_, K> {
         result.map_err(|error| self.failure(error))
     }
 
-    /// A buffer with these numbers.
+    /// A buffer with these values.
     pub fn put(&self, dtype: DType, values: &[f64]) -> Result<K::Buffer, Failure> {
         self.put_data(&Data::from_f64(dtype, values))
     }
@@ -71,7 +72,7 @@ impl<K: Kernel> Bench<'_, K> {
         })
     }
 
-    /// Fails where a number is further from the expected one than `tolerance`.
+    /// Fails if a value differs from the expected one by more than `tolerance`.
     pub fn close(
         &self,
         what: &str,
@@ -80,7 +81,7 @@ impl<K: Kernel> Bench<'_, K> {
     ) -> Result<(), Failure> {
         let mut worst = (0.0, 0, 0.0, 0.0);
         for (i, (got, expected)) in pairs.into_iter().enumerate() {
-            // Equal infinities are equal; a NaN is an infinite error, not one that compares false.
+            // Equal infinities have no error; a NaN counts as an infinite one.
             let error = if got == expected {
                 0.0
             } else if (got - expected).is_nan() {
@@ -97,13 +98,13 @@ impl<K: Kernel> Bench<'_, K> {
             return Ok(());
         }
         Err(self.failure(format!(
-            "{what} has an error of {error:e}, allowed {tolerance:e} (number {i}: {got} instead \
+            "{what} has an error of {error:e}, allowed {tolerance:e} (element {i}: {got} instead \
              of {expected})"
         )))
     }
 
-    /// Fails where gradients differ that must not: in bits, or by more than the order of a sum can
-    /// explain where the kernel does not promise bits.
+    /// Fails if gradients that must be equal differ: in any bit or, if the kernel is not bitwise
+    /// repeatable, by more than the rounding of a reordered sum.
     pub fn same_gradient(
         &self,
         what: &str,
@@ -120,7 +121,7 @@ impl<K: Kernel> Bench<'_, K> {
             .filter(|x| x.is_finite())
             .fold(0.0, |m: f64, x| m.max(x.abs()));
         let pairs = before.into_iter().zip(after).enumerate();
-        // Gaps are NaN on both sides and must stay so.
+        // Gaps are NaN on both sides and must stay NaN.
         let live = pairs.filter(|(i, (x, y))| !(free(*i) || x.is_nan() && y.is_nan()));
         self.close(
             what,
@@ -129,7 +130,7 @@ impl<K: Kernel> Bench<'_, K> {
         )
     }
 
-    /// Fails where bits differ in an element that `free` does not allow to change.
+    /// Fails if any bit differs in an element for which `free` is false.
     pub fn unchanged(
         &self,
         what: &str,

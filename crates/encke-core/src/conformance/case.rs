@@ -1,25 +1,24 @@
-//! Random attention cases: several jobs into one carry, with every freedom a job has.
+//! Random attention cases: several jobs into one carry, covering everything a job can express.
 //!
-//! A case is not a plan: its strides, head maps and masks are drawn without regard to any pattern,
-//! so a kernel that is right here is right for patterns nobody has thought of yet.
+//! A case is not a plan: strides, head maps and masks are drawn independently of any pattern, so a
+//! kernel that passes also supports patterns that do not exist yet.
 //!
-//! The decision here: numbers are rounded when they are drawn, so that a kernel and the oracle are
-//! given exactly the same ones whatever type each stores them in.
+//! The decision here: values are rounded when they are drawn, so the kernel and the oracle compute
+//! with exactly the same inputs, whatever type each stores them in.
 
-use super::layout::{Layout, Places, shuffled};
-use super::{Random, Suite};
+use super::layout::{Layout, RowCounts, shuffled};
+use super::random::Random;
+use super::suite::KernelSuite;
 use crate::dtype::DType;
 use crate::job::{Causal, Job, Operand};
 
-/// Head dimensions that cross vector widths on both sides.
-pub(super) const DIMS: [usize; 9] = [1, 2, 3, 8, 16, 40, 64, 80, 128];
-/// The most queries and keys of a case: few, and enough to cross the block sizes of kernels.
+/// The largest numbers of queries and keys of a case: small, but beyond the tile sizes of kernels.
 const SIZES: [(usize, usize); 6] = [(8, 8), (40, 40), (8, 200), (200, 8), (200, 200), (200, 200)];
-/// Multiplications per job above which batch, segments and heads are cut back.
+/// Multiplications per job above which batch, segments and heads are reduced.
 const WORK: usize = 500_000;
 /// One job and the keys it reads.
 #[derive(Debug, Clone)]
-pub(super) struct Part {
+pub(super) struct CaseJob {
     pub job: Job,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
@@ -27,7 +26,7 @@ pub(super) struct Part {
     pub dv: Vec<f64>,
 }
 
-/// Jobs that share queries and a carry. All numbers are exact in the types they are stored in.
+/// Jobs that share queries and a carry. All values are exact in their storage types.
 #[derive(Debug, Clone)]
 pub(super) struct Case {
     pub dim: usize,
@@ -38,11 +37,11 @@ pub(super) struct Case {
     pub dout: Vec<f64>,
     pub dlse: Vec<f64>,
     pub dq: Vec<f64>,
-    pub parts: Vec<Part>,
+    pub parts: Vec<CaseJob>,
 }
 
 /// Addresses of one (query, key) pair.
-pub(super) struct Pair {
+pub(super) struct PairAddresses {
     pub part: usize,
     pub key_row: usize,
     pub cell: usize,
@@ -52,11 +51,11 @@ pub(super) struct Pair {
 }
 
 impl Case {
-    /// The case of a seed, with numbers that `dtype` can hold.
-    pub fn new(seed: u64, dtype: DType, suite: Suite) -> Case {
+    /// The case of a seed, with values that are exact in `dtype`.
+    pub fn new(seed: u64, dtype: DType, suite: KernelSuite) -> Case {
         let mut random = Random::new(seed);
-        let sizes = Sizes::new(&mut random, suite.dims);
-        let rows = sizes.places(sizes.queries);
+        let sizes = CaseSizes::new(&mut random, suite.dims);
+        let rows = sizes.row_counts(sizes.queries);
         let own = shuffled(&mut random, sizes.heads);
         let q = Layout::new(&mut random, rows, &own, sizes.dim);
         let cells = Layout::new(&mut random, rows, &own, 1);
@@ -64,12 +63,12 @@ impl Case {
             let heads = shuffled(&mut random, sizes.heads);
             Layout::new(&mut random, rows, &heads, sizes.dim)
         });
-        let mut numbers = Numbers::new(&mut random, dtype, sizes.dim);
+        let mut distribution = ValueDistribution::new(&mut random, dtype, sizes.dim);
         if suite.signs {
-            numbers.scale *= random.pick(&[-1.0, -1.0, 0.0]);
+            distribution.scale *= random.pick(&[-1.0, -1.0, 0.0]);
         }
         let gain = random.pick(&[1.0, 0.5, 0.3]);
-        let shared = Shared {
+        let shared = QueryOperands {
             gain,
             queries: (random.below(40), random.pick(&[1, 1, 2, 3])),
             q: &q.operand,
@@ -78,7 +77,7 @@ impl Case {
         };
         let count = random.pick(&[1, 2, 2, 3, 4]);
         let parts = (0..count)
-            .map(|_| part(&mut random, &sizes, &shared, &numbers))
+            .map(|_| part(&mut random, &sizes, &shared, &distribution))
             .collect();
         let sum = dtype.sum();
         let dims = sizes.dim;
@@ -88,7 +87,7 @@ impl Case {
         let dout = values(&cells, dims, dtype);
         let dlse = values(&cells, 1, sum);
         let gradient = values(dq.as_ref().unwrap_or(&q), 1, sum);
-        let q = q.values(1, |c| numbers.query(&mut random, c));
+        let q = q.values(1, |c| distribution.query(&mut random, c));
         Case {
             dim: sizes.dim,
             gain,
@@ -101,12 +100,12 @@ impl Case {
         }
     }
 
-    /// Calls `each` for every pair that is computed, job by job.
-    pub fn pairs(&self, mut each: impl FnMut(Pair)) {
+    /// Calls `each` for every visible pair, job by job.
+    pub fn pairs(&self, mut each: impl FnMut(PairAddresses)) {
         for (part, job) in self.parts.iter().map(|part| &part.job).enumerate() {
             for (b, s, query_row, h) in rows(job, job.queries) {
                 for key_row in 0..job.visible(query_row) {
-                    each(Pair {
+                    each(PairAddresses {
                         part,
                         key_row,
                         cell: job.cells.at(b, s, query_row, h),
@@ -137,14 +136,14 @@ impl Case {
     }
 }
 
-impl Part {
+impl CaseJob {
     /// Which elements of dk and dv the job may write.
     pub fn touched_keys(&self) -> Vec<bool> {
         let rows = [(&self.job, &self.job.k, self.job.keys)];
         marks(self.k.len(), self.job.dim, rows.into_iter())
     }
 
-    /// Which of so many cells the job may write.
+    /// Which of `cells` cells the job may write.
     pub fn touched_cells(&self, cells: usize) -> Vec<bool> {
         let rows = [(&self.job, &self.job.cells, self.job.queries)];
         marks(cells, 1, rows.into_iter())
@@ -173,7 +172,7 @@ fn rows(job: &Job, rows: usize) -> impl Iterator<Item = (usize, usize, usize, us
     })
 }
 
-/// Marks the rows that operands reach.
+/// Marks the elements of the rows that operands address.
 fn marks<'a>(
     elements: usize,
     width: usize,
@@ -189,8 +188,8 @@ fn marks<'a>(
     marks
 }
 
-/// The sizes all operands of a case share.
-struct Sizes {
+/// The sizes that all operands of a case share.
+struct CaseSizes {
     dim: usize,
     batch: usize,
     segments: usize,
@@ -200,26 +199,25 @@ struct Sizes {
     kv_heads: usize,
 }
 
-impl Sizes {
-    fn new(random: &mut Random, dims: &[usize]) -> Sizes {
+impl CaseSizes {
+    fn new(random: &mut Random, dims: &[usize]) -> CaseSizes {
         let dim = random.pick(dims);
         let (most_queries, most_keys) = random.pick(&SIZES);
         let (queries, keys) = (1 + random.below(most_queries), 1 + random.below(most_keys));
-        let mut places = [
+        let mut counts = [
             1 + random.below(2),
             1 + random.below(3),
             1 + random.below(6),
         ];
-        for place in 0..3 {
-            while places[place] > 1
-                && places.iter().product::<usize>() * queries * keys * dim > WORK
+        for axis in 0..3 {
+            while counts[axis] > 1 && counts.iter().product::<usize>() * queries * keys * dim > WORK
             {
-                places[place] -= 1;
+                counts[axis] -= 1;
             }
         }
-        let [batch, segments, heads] = places;
+        let [batch, segments, heads] = counts;
         let kv_heads = 1 + random.below(heads);
-        Sizes {
+        CaseSizes {
             dim,
             batch,
             segments,
@@ -230,12 +228,12 @@ impl Sizes {
         }
     }
 
-    fn places(&self, rows: usize) -> Places {
+    fn row_counts(&self, rows: usize) -> RowCounts {
         [self.batch, self.segments, rows]
     }
 }
 
-/// `limit`, or any number from 1 to it.
+/// `limit`, or a random integer from 1 to `limit`.
 fn all_or_some(random: &mut Random, limit: usize) -> usize {
     if random.once_in(2) {
         limit
@@ -244,8 +242,8 @@ fn all_or_some(random: &mut Random, limit: usize) -> usize {
     }
 }
 
-/// What all parts of a case have in common.
-struct Shared<'a> {
+/// The query operands that all jobs of a case share.
+struct QueryOperands<'a> {
     gain: f64,
     /// Position of the first query row and the distance to the next.
     queries: (usize, usize),
@@ -255,7 +253,12 @@ struct Shared<'a> {
 }
 
 /// One job over some of the query rows and keys of its own.
-fn part(random: &mut Random, sizes: &Sizes, shared: &Shared<'_>, numbers: &Numbers) -> Part {
+fn part(
+    random: &mut Random,
+    sizes: &CaseSizes,
+    shared: &QueryOperands<'_>,
+    distribution: &ValueDistribution,
+) -> CaseJob {
     let step = random.pick(&[1, 1, 1, 1, 2, 3]);
     let first = if random.once_in(3) {
         random.below(sizes.queries)
@@ -280,7 +283,7 @@ fn part(random: &mut Random, sizes: &Sizes, shared: &Shared<'_>, numbers: &Numbe
     if random.once_in(2) {
         random.shuffle(&mut slots);
     }
-    let k = Layout::new(random, sizes.places(keys), &slots, sizes.dim);
+    let k = Layout::new(random, sizes.row_counts(keys), &slots, sizes.dim);
     let thin = |operand: &Operand| Operand {
         offset: operand.offset + first * operand.row,
         row: operand.row * step,
@@ -298,34 +301,34 @@ fn part(random: &mut Random, sizes: &Sizes, shared: &Shared<'_>, numbers: &Numbe
         cells: thin(shared.cells),
         dq: shared.dq.map(thin),
         causal,
-        scale: numbers.scale,
+        scale: distribution.scale,
         gain: shared.gain,
     };
-    let sum = numbers.dtype.sum();
-    Part {
+    let sum = distribution.dtype.sum();
+    CaseJob {
         job,
-        k: k.values(1, |c| numbers.key(random, c)),
-        v: k.values(1, |_| numbers.dtype.round(random.unit())),
+        k: k.values(1, |c| distribution.key(random, c)),
+        v: k.values(1, |_| distribution.dtype.round(random.unit())),
         dk: k.values(1, |_| sum.round(random.unit())),
         dv: k.values(1, |_| sum.round(random.unit())),
     }
 }
 
-/// How q and k are drawn.
-struct Numbers {
+/// How the values of q and k are drawn.
+struct ValueDistribution {
     dtype: DType,
     scale: f64,
     spread: f64,
-    /// Scores of about ±1e4 from small integers, which every type holds and sums exactly: what is
-    /// tested is the range of the softmax, not the rounding of the inputs.
+    /// Scores of about ±1e4 from small integers, which every type stores and sums exactly: this
+    /// tests the range of the softmax, not the rounding of the inputs.
     large: bool,
 }
 
-impl Numbers {
-    fn new(random: &mut Random, dtype: DType, dim: usize) -> Numbers {
+impl ValueDistribution {
+    fn new(random: &mut Random, dtype: DType, dim: usize) -> ValueDistribution {
         let large = random.once_in(4);
         let usual = 1.0 / (dim as f64).sqrt();
-        Numbers {
+        ValueDistribution {
             dtype,
             scale: if large {
                 1.0

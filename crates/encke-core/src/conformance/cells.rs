@@ -1,25 +1,26 @@
-//! The operations on single cells: merge, finish and delta, each on random inputs of its own.
+//! The operations on cells: merge, finish and delta, each on random inputs of its own.
 //!
-//! The decision here: inputs include every state a carry can be in (nothing seen on either side or
-//! both, scores of ±1e4), and buffers are longer than the cells asked for, to see who writes on.
+//! The decision here: inputs include every state of a carry (empty on either side or both, scores
+//! of ±1e4), and buffers are longer than the requested cells, to detect writes past the end.
 
-use super::bench::Bench;
-use super::judge::{base, floor};
-use super::{Failure, Random};
+use super::bench::KernelBench;
+use super::failure::Failure;
+use super::random::Random;
+use super::tolerances::{base, floor};
 use crate::dtype::{DType, Data};
 use crate::job::{Block, Operand};
 use crate::kernel::{Carry, Kernel};
 use crate::naive::NaiveKernel;
 
 /// One random case of each operation.
-pub(super) fn check<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
+pub(super) fn check<K: Kernel>(bench: &KernelBench<'_, K>) -> Result<(), Failure> {
     let random = &mut Random::new(bench.seed ^ 0xce11);
     merge(bench, random)?;
     finish(bench, random)?;
     delta(bench, random)
 }
 
-/// A carry of `cells` cells, some of which saw nothing.
+/// A carry of `cells` cells, some of them empty.
 fn carry(random: &mut Random, sum: DType, cells: usize, dim: usize) -> Carry<Data> {
     let (mut acc, mut m, mut l) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..cells {
@@ -45,7 +46,7 @@ fn widened(carry: &Carry<Data>) -> Carry<Data> {
     }
 }
 
-impl<K: Kernel> Bench<'_, K> {
+impl<K: Kernel> KernelBench<'_, K> {
     fn put_carry(&self, carry: &Carry<Data>) -> Result<Carry<K::Buffer>, Failure> {
         Ok(Carry {
             acc: self.put_data(&carry.acc)?,
@@ -71,7 +72,7 @@ fn scattered(random: &mut Random, segments: usize, rows: usize, heads: usize) ->
     (operand, cells)
 }
 
-fn merge<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Failure> {
+fn merge<K: Kernel>(bench: &KernelBench<'_, K>, random: &mut Random) -> Result<(), Failure> {
     let sum = bench.dtype.sum();
     let (segments, rows, heads) = (random.size(3), random.size(20), random.size(4));
     let dim = random.pick(&[1, 3, 16, 64]);
@@ -103,7 +104,7 @@ fn merge<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fai
     bench.unchanged("merge", &before.acc, &after.acc, |i| touched[i / dim])?;
     let got = ends(&after, dim);
     let expected = ends(&expected, dim);
-    // A difference of heights as large as 2e4 is rounded before it is exponentiated.
+    // A difference of maxima up to 2e4 is rounded before it is exponentiated.
     let noise = base(bench.dtype) + 4e4 * sum.epsilon();
     let pairs = got.0.into_iter().zip(expected.0);
     bench.close("the output after merge", pairs, noise)?;
@@ -111,7 +112,7 @@ fn merge<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fai
     bench.close("the lse after merge", pairs, noise)
 }
 
-/// Output and lse by the definition.
+/// Output and lse, computed from the definition.
 fn ends(carry: &Carry<Data>, dim: usize) -> (Vec<f64>, Vec<f64>) {
     let (acc, m, l) = (carry.acc.to_f64(), carry.m.to_f64(), carry.l.to_f64());
     let seen = |cell: usize| l[cell] != 0.0;
@@ -135,7 +136,7 @@ fn ends(carry: &Carry<Data>, dim: usize) -> (Vec<f64>, Vec<f64>) {
     )
 }
 
-fn finish<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Failure> {
+fn finish<K: Kernel>(bench: &KernelBench<'_, K>, random: &mut Random) -> Result<(), Failure> {
     let (dtype, sum) = (bench.dtype, bench.dtype.sum());
     let (cells, dim) = (random.size(80), random.pick(&[1, 2, 3, 16, 40, 128]));
     let (beyond, gain) = (1 + random.below(3), random.pick(&[1.0, 0.5, 0.3]));
@@ -147,7 +148,7 @@ fn finish<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fa
     );
     bench.done(NaiveKernel.finish(cells, dim, gain, &widened(&carry), &mut out, &mut lse))?;
 
-    // Outputs are asked for in the type of the inputs and in the type that is summed.
+    // Outputs are tested in the input type and in the accumulation type.
     let narrow = random.pick(&[dtype, dtype, sum]);
     let marks = vec![7.5; all * dim];
     let mut got_out = bench.put(narrow, &marks)?;
@@ -169,16 +170,16 @@ fn finish<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fa
     bench.close("the lse", pairs.take(cells), noise)
 }
 
-fn delta<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Failure> {
+fn delta<K: Kernel>(bench: &KernelBench<'_, K>, random: &mut Random) -> Result<(), Failure> {
     let (dtype, sum) = (bench.dtype, bench.dtype.sum());
     let (cells, dim) = (random.size(80), random.pick(&[1, 2, 3, 16, 40, 128]));
     let all = cells + 1 + random.below(3);
-    let mut numbers = |dtype: DType, count: usize| {
-        let number = |_| dtype.round(random.unit());
-        (0..count).map(number).collect::<Vec<f64>>()
+    let mut values = |dtype: DType, count: usize| {
+        let value = |_| dtype.round(random.unit());
+        (0..count).map(value).collect::<Vec<f64>>()
     };
-    let (out, dout) = (numbers(dtype, all * dim), numbers(dtype, all * dim));
-    let dlse = numbers(sum, all);
+    let (out, dout) = (values(dtype, all * dim), values(dtype, all * dim));
+    let dlse = values(sum, all);
     let dlse = random.once_in(2).then_some(dlse);
     let mut expected = Data::zeros(DType::F64, all);
     let wide = |values: &[f64]| Data::F64(values.to_vec());

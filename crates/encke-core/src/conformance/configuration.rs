@@ -1,6 +1,6 @@
-//! Random requests for whole rings, with their numbers: what any driver of ranks is tried on.
+//! Random requests for whole rings, with input tensors: the test cases of every ring driver.
 
-use super::Random;
+use super::random::Random;
 use crate::dtype::{DType, Data};
 use crate::pattern::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
 use crate::plan::rings::Rotating;
@@ -9,12 +9,12 @@ use crate::shape::Shape;
 use crate::sharding::{Cut, Sharding};
 use crate::tensor::Tensor;
 
-/// One random request, small enough for the reference, and the seed of its numbers.
+/// One random request, small enough for the reference, and the seed of its inputs.
 #[derive(Debug, Clone)]
 pub struct Configuration {
-    /// What is asked for.
+    /// The request.
     pub request: Request,
-    /// What its numbers are made from.
+    /// The seed of its inputs.
     pub seed: u64,
 }
 
@@ -57,7 +57,8 @@ fn cut(random: &mut Random, tokens: usize, ranks: usize) -> Cut {
 }
 
 impl Configuration {
-    /// The configuration of a seed: any mode with one slot a head, any cut, either way with queries.
+    /// The configuration of a seed: any mode with one slot per head, any cut, sharded or replicated
+    /// queries.
     pub fn random(seed: u64) -> Configuration {
         let mut random = Random::new(seed);
         let kv_heads = 1 + random.below(3);
@@ -77,7 +78,8 @@ impl Configuration {
         if random.below(3) == 0 {
             request.queries = Queries::Replicated;
         }
-        // Drawn last, so that a seed means what it meant before there was a choice.
+        // Drawn last, so that adding the schedule did not change the rest of a seed's
+        // configuration.
         let width = random.pick(&[1, 1, 2, 3, usize::MAX]);
         let backward = random.pick(&[Rotating::Keys, Rotating::Queries]);
         request.schedule = Schedule { width, backward };
@@ -87,7 +89,7 @@ impl Configuration {
 
 /// The tensors of a call, in f64.
 #[derive(Debug, Clone)]
-pub struct Tensors {
+pub struct CallTensors {
     /// `[b, n, heads, d]`.
     pub q: Tensor,
     /// `[b, n, kv_heads, d]`.
@@ -100,9 +102,9 @@ pub struct Tensors {
     pub dlse: Tensor,
 }
 
-impl Tensors {
+impl CallTensors {
     /// The tensors of a seed.
-    pub fn random(shape: &Shape, seed: u64) -> Tensors {
+    pub fn random(shape: &Shape, seed: u64) -> CallTensors {
         let mut random = Random::new(seed ^ 0x5eed);
         let Shape {
             batch,
@@ -115,9 +117,9 @@ impl Tensors {
             let dims = [batch, tokens, h, d];
             let values = (0..dims.iter().product()).map(|_| 2.0 * random.unit());
             let data = Data::F64(values.collect());
-            Tensor::from_data(data, dims).expect("as many numbers as the shape has")
+            Tensor::from_data(data, dims).expect("as many values as the shape has")
         };
-        Tensors {
+        CallTensors {
             q: tensor(heads, dim),
             k: tensor(kv_heads, dim),
             v: tensor(kv_heads, dim),

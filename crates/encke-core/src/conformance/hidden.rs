@@ -1,22 +1,23 @@
-//! What is hidden must stay without effect, bit by bit.
+//! Masked elements must not affect any bit of a result.
 //!
-//! A mask that multiplies by 0 passes every comparison of finite numbers. So keys that a row does
-//! not see, and queries that saw nothing, are filled with NaN and infinities here.
+//! A mask that multiplies by 0 passes every test with finite values. So masked keys, and queries
+//! without keys, are filled with NaN and infinities here.
 
-use super::bench::Bench;
+use super::bench::KernelBench;
 use super::case::Case;
-use super::kernel::{Final, Grown};
-use super::{Failure, Random};
+use super::failure::Failure;
+use super::random::Random;
+use super::results::{CaseGradients, ForwardResults};
 use crate::dtype::Data;
 use crate::kernel::{Carry, Kernel};
 
-/// A key that a row does not see must not move a bit of that row, whatever the key holds.
+/// A masked key must not change any bit of a row, whatever the key contains.
 pub(super) fn keys<K: Kernel>(
-    bench: &Bench<'_, K>,
+    bench: &KernelBench<'_, K>,
     case: &Case,
-    told: &Final,
+    results: &ForwardResults,
     carry: &Carry<Data>,
-    grown: &Grown,
+    grown: &CaseGradients,
 ) -> Result<(), Failure> {
     let mut random = Random::new(bench.seed ^ 0x5eed);
     let changed = random.below(case.parts.len());
@@ -38,44 +39,45 @@ pub(super) fn keys<K: Kernel>(
             queries[pair.dq..pair.dq + case.dim].fill(true);
         }
     });
-    let what = format!("making key {t} of job {changed} {value}, which is hidden,");
+    let what = format!("making key {t} of job {changed} {value}, which is masked,");
     same_carry(bench, &what, carry, &bench.forward(&other)?, |cell| {
         cells[cell]
     })?;
-    let after = bench.backward(&other, told)?;
+    let after = bench.backward(&other, results)?;
     let free_keys = |part: usize, i: usize| part == changed && keys[i];
     same_gradients(bench, &what, grown, &after, |i| queries[i], free_keys)
 }
 
-/// A query whose lse is minus infinity must not move a bit of a gradient, whatever flows into it.
+/// A query whose lse is minus infinity must not change any bit of a gradient, whatever its upstream
+/// gradient is.
 pub(super) fn queries<K: Kernel>(
-    bench: &Bench<'_, K>,
+    bench: &KernelBench<'_, K>,
     case: &Case,
-    told: &Final,
-    grown: &Grown,
+    results: &ForwardResults,
+    grown: &CaseGradients,
 ) -> Result<(), Failure> {
-    let (mut other, mut silent) = (case.clone(), told.clone());
-    for cell in (0..case.cells).filter(|&cell| told.lse[cell] == f64::NEG_INFINITY) {
+    let (mut other, mut silent) = (case.clone(), results.clone());
+    for cell in (0..case.cells).filter(|&cell| results.lse[cell] == f64::NEG_INFINITY) {
         other.dout[cell * case.dim..(cell + 1) * case.dim].fill(f64::NAN);
         silent.delta[cell] = f64::NAN;
     }
     let after = bench.backward(&other, &silent)?;
-    let what = "a NaN that flows into queries which saw nothing";
+    let what = "a NaN in the upstream gradient of queries without keys";
     same_gradients(bench, what, grown, &after, |_| false, |_, _| false)
 }
 
-/// A query row that holds something that is no number must not move a bit of a key that it does not see,
-/// and neither must its output gradient.
+/// A non-finite element in a query row, or in its output gradient, must not change any bit of the
+/// gradients of keys that the query does not see.
 pub(super) fn broken<K: Kernel>(
-    bench: &Bench<'_, K>,
+    bench: &KernelBench<'_, K>,
     case: &Case,
-    told: &Final,
-    grown: &Grown,
+    results: &ForwardResults,
+    grown: &CaseGradients,
 ) -> Result<(), Failure> {
     let mut random = Random::new(bench.seed ^ 0xbad);
     let mut rows = Vec::new();
     case.pairs(|pair| {
-        if told.lse[pair.cell] != f64::NEG_INFINITY {
+        if results.lse[pair.cell] != f64::NEG_INFINITY {
             rows.push((pair.q, pair.cell));
         }
     });
@@ -87,8 +89,8 @@ pub(super) fn broken<K: Kernel>(
     let (q, cell) = rows[random.below(rows.len())];
     let channel = random.below(case.dim);
     let value = random.pick(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY]);
-    let (mut other, mut after) = (case.clone(), told.clone());
-    // What the forward pass and delta make of such a row: no finite score, and so no finite lse.
+    let (mut other, mut after) = (case.clone(), results.clone());
+    // What forward and delta compute for such a row: no finite score, and so no finite lse.
     let whose = match random.once_in(2) {
         true => {
             other.q[q + channel] = value;
@@ -113,15 +115,15 @@ pub(super) fn broken<K: Kernel>(
             keys[pair.part][pair.key..pair.key + case.dim].fill(true);
         }
     });
-    let what = format!("{value} in the {whose} of cell {cell}, hidden from other keys,");
+    let what = format!("{value} in the {whose} of cell {cell}, masked for other keys,");
     let grown_then = bench.backward(&other, &after)?;
     let seen = |part: usize, i: usize| keys[part][i];
     same_gradients(bench, &what, grown, &grown_then, |i| queries[i], seen)
 }
 
-/// Fails where bits of a carry differ in a cell that is not free to change.
+/// Fails if any bit of a carry differs in a cell for which `free` is false.
 pub(super) fn same_carry<K: Kernel>(
-    bench: &Bench<'_, K>,
+    bench: &KernelBench<'_, K>,
     what: &str,
     before: &Carry<Data>,
     after: &Carry<Data>,
@@ -133,12 +135,12 @@ pub(super) fn same_carry<K: Kernel>(
     bench.unchanged(what, &before.acc, &after.acc, |i| free(i / dim))
 }
 
-/// Fails where gradients differ in an element that is not free to change.
+/// Fails if gradients differ in an element for which `free_query` or `free_key` is false.
 pub(super) fn same_gradients<K: Kernel>(
-    bench: &Bench<'_, K>,
+    bench: &KernelBench<'_, K>,
     what: &str,
-    before: &Grown,
-    after: &Grown,
+    before: &CaseGradients,
+    after: &CaseGradients,
     free_query: impl Fn(usize) -> bool,
     free_key: impl Fn(usize, usize) -> bool,
 ) -> Result<(), Failure> {

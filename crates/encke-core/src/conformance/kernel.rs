@@ -1,58 +1,37 @@
-//! What every kernel must satisfy: the oracle's numbers, and properties no tolerance can hide.
+//! The kernel suite: results within tolerance of the oracle, and properties that hold bitwise.
 //!
-//! The decision here: each operation is judged on inputs exact in its own types, handed to the
-//! oracle in f64, so that an error is the operation's own and never that of an earlier one.
+//! The decision here: each operation is tested on inputs that are exact in its own types and that
+//! the oracle gets in f64, so an error is always that of the operation itself.
 
-use super::bench::Bench;
-use super::case::{Case, DIMS};
+use super::bench::KernelBench;
+use super::case::Case;
+use super::failure::Failure;
 use super::hidden::{self, same_carry, same_gradients};
-use super::judge::Judge;
 use super::layout::GAP;
-use super::{Failure, Random, cells, moving, softmax_ends};
+use super::random::Random;
+use super::results::{CaseGradients, ForwardResults, finished};
+use super::suite::KernelSuite;
+use super::tolerances::Tolerances;
+use super::{cells, moving, softmax_ends};
 use crate::dtype::{DType, Data};
 use crate::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use crate::naive::NaiveKernel;
 
 /// Random attention cases for each type.
 const CASES: u64 = 200;
-/// Random cases of everything that is not attention.
+/// Random cases of the operations on cells and rows.
 const SMALL_CASES: u64 = 100;
 
 /// Runs the whole suite with each of `dtypes` as the type of q, k and v.
 pub fn kernel<K: Kernel>(kernel: &K, dtypes: &[DType]) -> Result<(), Failure> {
-    Suite::default().run(kernel, dtypes)
+    KernelSuite::default().run(kernel, dtypes)
 }
 
-/// What the suite asks of a kernel beyond what it asks of all of them.
-#[derive(Debug, Clone, Copy)]
-pub struct Suite {
-    /// Head dimensions of the cases.
-    pub dims: &'static [usize],
-    /// Whether gradients have the same bits whenever they are computed. Where a kernel does not
-    /// promise that, what must not change may change by the rounding of its sums.
-    pub repeatable: bool,
-    /// Whether scales may be negative or zero.
-    pub signs: bool,
-    /// Which of how many shares of the cases, for those who run shares side by side.
-    pub share: (u64, u64),
-}
-
-impl Default for Suite {
-    fn default() -> Suite {
-        Suite {
-            dims: &DIMS,
-            repeatable: true,
-            signs: false,
-            share: (0, 1),
-        }
-    }
-}
-
-impl Suite {
+impl KernelSuite {
     /// Runs the whole suite with each of `dtypes` as the type of q, k and v.
     pub fn run<K: Kernel>(self, kernel: &K, dtypes: &[DType]) -> Result<(), Failure> {
         for &dtype in dtypes {
-            let bench = |seed| Bench {
+            let bench = |seed| KernelBench {
                 kernel,
                 dtype,
                 seed,
@@ -72,33 +51,20 @@ impl Suite {
     }
 }
 
-/// Gradients of a case: dq, and dk and dv of each part.
-pub(super) struct Grown {
-    pub dq: Data,
-    pub keys: Vec<(Data, Data)>,
-}
-
-/// What backward is told of the forward pass, exact in the type that is summed.
-#[derive(Clone)]
-pub(super) struct Final {
-    pub lse: Vec<f64>,
-    pub delta: Vec<f64>,
-}
-
-fn attention<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
+fn attention<K: Kernel>(bench: &KernelBench<'_, K>) -> Result<(), Failure> {
     let case = Case::new(bench.seed, bench.dtype, bench.suite);
-    let oracle = Bench {
+    let oracle = KernelBench {
         kernel: &NaiveKernel,
         dtype: DType::F64,
         seed: bench.seed,
         suite: bench.suite,
     };
     let exact = finished(&oracle.forward(&case)?);
-    let told = told(bench, &case, &exact);
-    let judge = Judge::new(&case, bench.dtype, &exact.1, &told);
+    let results = results(bench, &case, &exact);
+    let tolerances = Tolerances::new(&case, bench.dtype, &exact.1, &results);
 
     let carry = bench.forward(&case)?;
-    judge_forward(bench, &case, &carry, &exact, &judge)?;
+    check_forward(bench, &case, &carry, &exact, &tolerances)?;
     same_carry(
         bench,
         "a second forward",
@@ -107,12 +73,12 @@ fn attention<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
         |_| false,
     )?;
 
-    softmax_ends::check(bench, &oracle, &case, &judge)?;
+    softmax_ends::check(bench, &oracle, &case, &tolerances)?;
 
-    let grown = bench.backward(&case, &told)?;
-    let expected = oracle.backward(&case, &told)?;
-    judge_backward(bench, &case, &grown, &expected, &judge)?;
-    let again = bench.backward(&case, &told)?;
+    let grown = bench.backward(&case, &results)?;
+    let expected = oracle.backward(&case, &results)?;
+    check_backward(bench, &case, &grown, &expected, &tolerances)?;
+    let again = bench.backward(&case, &results)?;
     same_gradients(
         bench,
         "a second backward",
@@ -121,18 +87,18 @@ fn attention<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
         |_| false,
         |_, _| false,
     )?;
-    hidden::queries(bench, &case, &told, &grown)?;
-    hidden::broken(bench, &case, &told, &grown)?;
-    hidden::keys(bench, &case, &told, &carry, &grown)
+    hidden::queries(bench, &case, &results, &grown)?;
+    hidden::broken(bench, &case, &results, &grown)?;
+    hidden::keys(bench, &case, &results, &carry, &grown)
 }
 
-impl<K: Kernel> Bench<'_, K> {
-    /// All parts of a case into one carry.
+impl<K: Kernel> KernelBench<'_, K> {
+    /// Runs all jobs of a case into one carry.
     pub fn forward(&self, case: &Case) -> Result<Carry<Data>, Failure> {
         self.forward_some(case, case.parts.len())
     }
 
-    /// The first parts of a case into one carry.
+    /// Runs the first jobs of a case into one carry.
     pub fn forward_some(&self, case: &Case, parts: usize) -> Result<Carry<Data>, Failure> {
         let q = self.put(self.dtype, &case.q)?;
         let start = start(case);
@@ -157,12 +123,16 @@ impl<K: Kernel> Bench<'_, K> {
         self.get_carry(case.cells, case.dim, &carry)
     }
 
-    /// The gradients of all parts of a case, added to what its gradients held before.
-    pub fn backward(&self, case: &Case, told: &Final) -> Result<Grown, Failure> {
+    /// The gradients of all jobs of a case, added to the case's initial gradients.
+    pub fn backward(
+        &self,
+        case: &Case,
+        results: &ForwardResults,
+    ) -> Result<CaseGradients, Failure> {
         let sum = self.dtype.sum();
         let q = self.put(self.dtype, &case.q)?;
         let dout = self.put(self.dtype, &case.dout)?;
-        let (lse, delta) = (self.put(sum, &told.lse)?, self.put(sum, &told.delta)?);
+        let (lse, delta) = (self.put(sum, &results.lse)?, self.put(sum, &results.delta)?);
         let mut dq = self.put(sum, &case.dq)?;
         let mut keys = Vec::new();
         for part in &case.parts {
@@ -188,11 +158,11 @@ impl<K: Kernel> Bench<'_, K> {
             keys.push((self.get(sum, elements, &dk)?, self.get(sum, elements, &dv)?));
         }
         let dq = self.get(sum, case.dq.len(), &dq)?;
-        Ok(Grown { dq, keys })
+        Ok(CaseGradients { dq, keys })
     }
 }
 
-/// An empty carry, with gaps that must stay what they are.
+/// An empty carry, with marked gaps that must not change.
 fn start(case: &Case) -> Carry<Data> {
     let live: Vec<bool> = case.dlse.iter().map(|x| !x.is_nan()).collect();
     let with = |value: f64, width: usize| {
@@ -208,29 +178,11 @@ fn start(case: &Case) -> Carry<Data> {
     }
 }
 
-/// Output and lse of every cell of a carry, by the definition and not by the kernel.
-pub(super) fn finished(carry: &Carry<Data>) -> (Vec<f64>, Vec<f64>) {
-    let (acc, m, l) = (carry.acc.to_f64(), carry.m.to_f64(), carry.l.to_f64());
-    let dim = acc.len() / l.len();
-    let mean = |(i, x): (usize, &f64)| {
-        if l[i / dim] == 0.0 {
-            0.0
-        } else {
-            x / l[i / dim]
-        }
-    };
-    let out = acc.iter().enumerate().map(mean).collect();
-    let lse = m.iter().zip(&l).map(|(m, l)| {
-        if *l == 0.0 {
-            f64::NEG_INFINITY
-        } else {
-            m + l.ln()
-        }
-    });
-    (out, lse.collect())
-}
-
-fn told<K: Kernel>(bench: &Bench<'_, K>, case: &Case, finished: &(Vec<f64>, Vec<f64>)) -> Final {
+fn results<K: Kernel>(
+    bench: &KernelBench<'_, K>,
+    case: &Case,
+    finished: &(Vec<f64>, Vec<f64>),
+) -> ForwardResults {
     let sum = bench.dtype.sum();
     let delta = |cell: usize| {
         let row = cell * case.dim..(cell + 1) * case.dim;
@@ -238,25 +190,25 @@ fn told<K: Kernel>(bench: &Bench<'_, K>, case: &Case, finished: &(Vec<f64>, Vec<
         let product: f64 = pairs.map(|(o, g)| case.gain * o * g).sum();
         sum.round(product - case.dlse[cell])
     };
-    // Rows said to have seen nothing must contribute nothing, whatever the mask shows them.
+    // Rows with lse = −inf must contribute nothing, even if the mask shows them keys.
     let random = &mut Random::new(bench.seed ^ 0x0ff);
     let some = bench.seed.is_multiple_of(3);
     let lse = |&x: &f64| match some && random.once_in(10) {
         true => f64::NEG_INFINITY,
         false => sum.round(x),
     };
-    Final {
+    ForwardResults {
         lse: finished.1.iter().map(lse).collect(),
         delta: (0..case.cells).map(delta).collect(),
     }
 }
 
-fn judge_forward<K: Kernel>(
-    bench: &Bench<'_, K>,
+fn check_forward<K: Kernel>(
+    bench: &KernelBench<'_, K>,
     case: &Case,
     carry: &Carry<Data>,
     (out, lse): &(Vec<f64>, Vec<f64>),
-    judge: &Judge,
+    tolerances: &Tolerances,
 ) -> Result<(), Failure> {
     let touched = case.touched_cells();
     let start = start(case);
@@ -273,20 +225,20 @@ fn judge_forward<K: Kernel>(
     let (got_out, got_lse) = finished(carry);
     let cells: Vec<usize> = (0..case.cells).filter(|&cell| touched[cell]).collect();
     let pairs = cells.iter().map(|&cell| (got_lse[cell], lse[cell]));
-    bench.close("the lse of the carry", pairs, judge.lse)?;
+    bench.close("the lse of the carry", pairs, tolerances.lse)?;
     let rows = cells
         .iter()
         .flat_map(|cell| cell * case.dim..(cell + 1) * case.dim);
     let pairs = rows.map(|i| (got_out[i], out[i]));
-    bench.close("the output of the carry", pairs, judge.out)
+    bench.close("the output of the carry", pairs, tolerances.out)
 }
 
-fn judge_backward<K: Kernel>(
-    bench: &Bench<'_, K>,
+fn check_backward<K: Kernel>(
+    bench: &KernelBench<'_, K>,
     case: &Case,
-    grown: &Grown,
-    expected: &Grown,
-    judge: &Judge,
+    grown: &CaseGradients,
+    expected: &CaseGradients,
+    tolerances: &Tolerances,
 ) -> Result<(), Failure> {
     let sum = bench.dtype.sum();
     let check =
@@ -298,12 +250,19 @@ fn judge_backward<K: Kernel>(
             bench.close(what, live.map(|(_, pair)| pair), limit)
         };
     let touched = case.touched_dq();
-    check("dq", &grown.dq, &expected.dq, &case.dq, &touched, judge.dq)?;
+    check(
+        "dq",
+        &grown.dq,
+        &expected.dq,
+        &case.dq,
+        &touched,
+        tolerances.dq,
+    )?;
     for (i, part) in case.parts.iter().enumerate() {
         let touched = part.touched_keys();
         let ((dk, dv), expected) = (&grown.keys[i], &expected.keys[i]);
-        check("dv", dv, &expected.1, &part.dv, &touched, judge.dv[i])?;
-        check("dk", dk, &expected.0, &part.dk, &touched, judge.dk[i])?;
+        check("dv", dv, &expected.1, &part.dv, &touched, tolerances.dv[i])?;
+        check("dk", dk, &expected.0, &part.dk, &touched, tolerances.dk[i])?;
     }
     Ok(())
 }

@@ -1,33 +1,33 @@
-//! Random places for operands in buffers.
+//! Random layouts of operands in buffers.
 //!
 //! The decision here: batch, segment, row and head are nested in random order with random gaps.
 //! Resident tokens, packed parcels and dilation are all special cases of that. Rows of q, k and v
 //! begin at multiples of the head dimension, as they do in every plan.
 
-use super::Random;
+use super::random::Random;
 use crate::job::Operand;
 
-/// What gaps between rows hold: whoever reads it poisons a result, whoever writes it is seen.
+/// The value of gaps between rows: reading it makes a result NaN, writing it is detected.
 pub(super) const GAP: f64 = f64::NAN;
 
-/// What there is a row for: batch entries, segments and rows.
-pub(super) type Places = [usize; 3];
+/// Numbers of batch entries, segments and rows.
+pub(super) type RowCounts = [usize; 3];
 
-/// An operand and the buffer it lies in.
+/// An operand and its buffer.
 pub(super) struct Layout {
     pub operand: Operand,
     /// Elements of the buffer, gaps included.
     pub elements: usize,
-    /// Every address the operand reaches.
+    /// All addresses of the operand.
     addresses: Vec<usize>,
     unit: usize,
 }
 
 impl Layout {
-    /// Rows of `unit` elements; head h lies in slot `slots[h]`, and several may share one.
+    /// Rows of `unit` elements; head h is in slot `slots[h]`, and several heads may share a slot.
     pub fn new(
         random: &mut Random,
-        [batch, segments, rows]: Places,
+        [batch, segments, rows]: RowCounts,
         slots: &[usize],
         unit: usize,
     ) -> Layout {
@@ -64,7 +64,7 @@ impl Layout {
         }
     }
 
-    /// A buffer of `width` numbers for each element: rows filled by channel, gaps marked.
+    /// A buffer of `width` values per element: rows filled by channel, gaps marked.
     pub fn values(&self, width: usize, mut number: impl FnMut(usize) -> f64) -> Vec<f64> {
         let mut values = vec![GAP; self.elements * width];
         let row = self.unit * width;
@@ -79,7 +79,7 @@ impl Layout {
 
 /// Slots for heads, in random order.
 pub(super) fn shuffled(random: &mut Random, heads: usize) -> Vec<usize> {
-    // One slot more than there are heads, so that some head of the buffer belongs to nobody.
+    // One slot more than there are heads, so that one slot of the buffer is unused.
     let mut slots: Vec<usize> = (0..=heads).collect();
     random.shuffle(&mut slots);
     slots.truncate(heads);

@@ -1,10 +1,11 @@
-//! What a rule that merges finished partials must satisfy (spec 2).
+//! The suite for rules that merge finished partials (spec section 2).
 //!
-//! The decision here: the expected answer is one softmax over all keys, never another merge, so a
-//! rule and its judge cannot share a mistake.
+//! The decision here: the expected result is one softmax over all keys, never another merge, so the
+//! rule and its test cannot share a mistake.
 
-use super::{Failure, Random};
-use crate::partial::{Carry, Partial};
+use super::failure::Failure;
+use super::random::Random;
+use crate::partial::{OnlineSoftmax, Partial};
 
 /// Random pairs and triples.
 const CASES: u64 = 300;
@@ -22,7 +23,7 @@ pub fn merge(rule: impl Fn(&Partial, &Partial) -> Partial) -> Result<(), Failure
 fn check(rule: &impl Fn(&Partial, &Partial) -> Partial, seed: u64) -> Result<(), Failure> {
     let random = &mut Random::new(seed);
     let dim = random.size(8);
-    let pieces: Vec<Vec<Key>> = (0..3).map(|_| keys(random, dim)).collect();
+    let pieces: Vec<Vec<ScoredValue>> = (0..3).map(|_| keys(random, dim)).collect();
     let [a, b, c] = [0, 1, 2].map(|i| softmax(dim, &pieces[i..=i]));
     let two = softmax(dim, &pieces[..2]);
     close(seed, "of two partials", &rule(&a, &b), &two)?;
@@ -54,10 +55,10 @@ fn check(rule: &impl Fn(&Partial, &Partial) -> Partial, seed: u64) -> Result<(),
 }
 
 /// A score and a value.
-type Key = (f64, Vec<f64>);
+type ScoredValue = (f64, Vec<f64>);
 
 /// Up to a dozen keys, or none.
-fn keys(random: &mut Random, dim: usize) -> Vec<Key> {
+fn keys(random: &mut Random, dim: usize) -> Vec<ScoredValue> {
     if random.once_in(4) {
         return Vec::new();
     }
@@ -71,8 +72,8 @@ fn keys(random: &mut Random, dim: usize) -> Vec<Key> {
 }
 
 /// Attention over all keys at once.
-fn softmax(dim: usize, pieces: &[Vec<Key>]) -> Partial {
-    let mut carry = Carry::new(dim);
+fn softmax(dim: usize, pieces: &[Vec<ScoredValue>]) -> Partial {
+    let mut carry = OnlineSoftmax::new(dim);
     for (score, value) in pieces.iter().flatten() {
         carry.absorb(*score, value);
     }
@@ -80,7 +81,7 @@ fn softmax(dim: usize, pieces: &[Vec<Key>]) -> Partial {
 }
 
 fn close(seed: u64, what: &str, got: &Partial, expected: &Partial) -> Result<(), Failure> {
-    // Weights are exponentials of differences between numbers as large as the lse.
+    // Weights are exponentials of differences of values as large as the lse.
     let limit = TOLERANCE
         * if expected.lse.is_finite() {
             1.0 + expected.lse.abs()

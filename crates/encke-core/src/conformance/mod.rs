@@ -1,86 +1,32 @@
-//! The suites an implementation of a port runs with one line each.
+//! The conformance suites: an implementation of a port runs its suite with one line.
 //!
-//! They return the first [`Failure`] instead of panicking, so that deliberately wrong
-//! implementations can be shown to fail: a suite that lets a mutant live is itself wrong.
+//! A suite returns the first [`Failure`] instead of panicking, so that tests can run deliberately
+//! wrong implementations (mutants) and require that each of them fails.
 //!
-//! The decision here: every case is made from a seed by a generator of our own, so a failure names
-//! a number that brings the same case back on any machine.
+//! The decision here: every case is generated from a seed by a portable generator, so a failure
+//! names a seed that reproduces the case on any machine.
 
 mod bench;
 mod case;
 mod cells;
 mod configuration;
+mod failure;
 mod hidden;
-mod judge;
 mod kernel;
 mod layout;
 mod merge;
 mod moving;
+mod random;
+mod results;
 mod softmax_ends;
+mod suite;
+mod tolerances;
 mod transport;
 
-pub use self::configuration::{Configuration, Tensors};
-pub use self::kernel::{Suite, kernel};
+pub use self::configuration::{CallTensors, Configuration};
+pub use self::failure::Failure;
+pub use self::kernel::kernel;
 pub use self::merge::merge;
+pub use self::random::Random;
+pub use self::suite::KernelSuite;
 pub use self::transport::transport;
-
-/// What an implementation did wrong: the check, the seed of the case and the numbers.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{message}")]
-pub struct Failure {
-    /// The whole story in one line.
-    pub message: String,
-}
-
-/// Random numbers from a seed (splitmix64): small, fast, and the same everywhere.
-#[derive(Debug, Clone)]
-pub struct Random(u64);
-
-impl Random {
-    /// The generator of a seed.
-    pub fn new(seed: u64) -> Random {
-        Random(seed.wrapping_mul(0x2545_f491_4f6c_dd1d))
-    }
-
-    /// Sixty-four random bits.
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `limit`, which must not be 0. The bias of the remainder does no harm here.
-    pub fn below(&mut self, limit: usize) -> usize {
-        (self.bits() % limit as u64) as usize
-    }
-
-    /// A number from 1 to `limit`, small ones more often than large ones.
-    pub fn size(&mut self, limit: usize) -> usize {
-        let top = 1 + self.below(limit);
-        1 + self.below(top)
-    }
-
-    /// True once in `times`.
-    pub fn once_in(&mut self, times: usize) -> bool {
-        self.below(times) == 0
-    }
-
-    /// One of several.
-    pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len())]
-    }
-
-    /// A number from −1 up to 1.
-    pub fn unit(&mut self) -> f64 {
-        (self.bits() >> 11) as f64 / (1u64 << 52) as f64 - 1.0
-    }
-
-    /// Puts a slice in random order.
-    pub fn shuffle<T>(&mut self, items: &mut [T]) {
-        for i in (1..items.len()).rev() {
-            items.swap(i, self.below(i + 1));
-        }
-    }
-}

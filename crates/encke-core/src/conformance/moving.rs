@@ -1,10 +1,11 @@
-//! What moves numbers without changing them: upload, download, fill, copy and the checksum.
+//! The operations that move elements: upload, download, fill, copy, pack and the checksum.
 //!
-//! The decision here: these are judged bit by bit. A copy has no tolerance, and a conversion has
-//! one right answer, which is the nearest number.
+//! The decision here: these are compared bitwise. A copy has no tolerance, and a conversion has one
+//! correct result, the nearest value.
 
-use super::bench::Bench;
-use super::{Failure, Random};
+use super::bench::KernelBench;
+use super::failure::Failure;
+use super::random::Random;
 use crate::dtype::{DType, Data};
 use crate::job::{Block, Operand};
 use crate::kernel::Kernel;
@@ -15,7 +16,7 @@ use crate::tensor::{Tensor, View};
 use crate::transport::WireBuffer;
 
 /// One random case of each operation.
-pub(super) fn check<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
+pub(super) fn check<K: Kernel>(bench: &KernelBench<'_, K>) -> Result<(), Failure> {
     let random = &mut Random::new(bench.seed ^ 0x30fe);
     tokens(bench, random)?;
     copy(bench, random)?;
@@ -24,7 +25,7 @@ pub(super) fn check<K: Kernel>(bench: &Bench<'_, K>) -> Result<(), Failure> {
     pack(bench, random)
 }
 
-/// Runs that never name a token twice: interleaved halves, or one piece behind another.
+/// Disjoint runs: a random strided run, and one token before it.
 fn runs(random: &mut Random, tokens: usize) -> Vec<Run> {
     let run = |first: usize, stride: usize, count: usize| Run {
         first,
@@ -44,7 +45,7 @@ fn runs(random: &mut Random, tokens: usize) -> Vec<Run> {
     runs
 }
 
-fn tokens<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Failure> {
+fn tokens<K: Kernel>(bench: &KernelBench<'_, K>, random: &mut Random) -> Result<(), Failure> {
     let dtype = random.pick(&[bench.dtype, bench.dtype.sum()]);
     let host = random.pick(&DType::ALL);
     let [b, n, h, d] = [
@@ -91,7 +92,7 @@ fn tokens<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fa
     bench.unchanged("download", &expected, tensor.data(), |_| false)
 }
 
-fn copy<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Failure> {
+fn copy<K: Kernel>(bench: &KernelBench<'_, K>, random: &mut Random) -> Result<(), Failure> {
     let (batch, segments, rows) = (random.size(3), random.size(3), random.size(20));
     let (heads, width) = (random.size(4), random.size(70));
     let mut operand = || {
@@ -122,13 +123,13 @@ fn copy<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fail
     let types = [bench.dtype, bench.dtype.sum()];
     let (from_type, to_type) = (random.pick(&types), random.pick(&types));
     let add = random.once_in(2);
-    let mut numbers = |dtype: DType, count: usize| {
+    let mut random_data = |dtype: DType, count: usize| {
         let values: Vec<f64> = (0..count).map(|_| random.unit()).collect();
         Data::from_f64(dtype, &values)
     };
     let (source, before) = (
-        numbers(from_type, from_elements),
-        numbers(to_type, to_elements),
+        random_data(from_type, from_elements),
+        random_data(to_type, to_elements),
     );
     let mut expected = before.clone();
     bench.done(NaiveKernel.copy(&block, add, source.as_slice(), &mut expected))?;
@@ -140,7 +141,7 @@ fn copy<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fail
     bench.unchanged(what, &expected, &got, |_| false)
 }
 
-fn fill<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Failure> {
+fn fill<K: Kernel>(bench: &KernelBench<'_, K>, random: &mut Random) -> Result<(), Failure> {
     let value = random.pick(&[0.0, -1.5, f64::NEG_INFINITY]);
     let elements = random.size(300);
     let allocated = bench.done(bench.kernel.allocate(bench.dtype, elements))?;
@@ -154,8 +155,8 @@ fn fill<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fail
     bench.unchanged("fill", &expected, &got, |_| false)
 }
 
-/// What a transport asks of a buffer.
-fn parcel<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Failure> {
+/// The operations of a transport on a buffer.
+fn parcel<K: Kernel>(bench: &KernelBench<'_, K>, random: &mut Random) -> Result<(), Failure> {
     let elements = 1 + random.size(100);
     let values: Vec<f64> = (0..elements).map(|_| random.unit()).collect();
     let mut source = bench.put(bench.dtype, &values)?;
@@ -173,11 +174,11 @@ fn parcel<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fa
     let mut other = values.clone();
     other[random.below(sent)] += 1.0;
     if bench.put(bench.dtype, &other)?.checksum(sent) == source.checksum(sent) {
-        return Err(bench.failure("a checksum did not see that a number changed"));
+        return Err(bench.failure("the checksum did not change with an element"));
     }
     let bytes = source.element_bytes();
     if bytes != bench.dtype.bytes() || source.allocated_bytes() < elements * bytes {
-        return Err(bench.failure("a parcel does not know its size"));
+        return Err(bench.failure("a parcel reports a wrong size"));
     }
     let taken = source.take();
     if taken.elements() != elements || source.elements() != 0 {
@@ -186,9 +187,9 @@ fn parcel<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fa
     Ok(())
 }
 
-/// Parcels that may lie where their rows do: whoever writes to one of them changes no other, and one
-/// that was handed something short has all its room again.
-fn pack<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Failure> {
+/// Packed parcels may alias their source rows: writing to one buffer must not change another, and a
+/// buffer that received a short message must keep its capacity.
+fn pack<K: Kernel>(bench: &KernelBench<'_, K>, random: &mut Random) -> Result<(), Failure> {
     let kernel = bench.kernel;
     let (packed, room) = (1 + random.below(300), 300 + random.below(100));
     let values: Vec<f64> = (0..packed + random.below(50))
@@ -198,7 +199,7 @@ fn pack<K: Kernel>(bench: &Bench<'_, K>, random: &mut Random) -> Result<(), Fail
     let mut rows = bench.put(bench.dtype, &values)?;
     let mut parcel = bench.done(kernel.allocate(bench.dtype, room))?;
     let mut sent = bench.done(kernel.allocate(bench.dtype, room))?;
-    // In one piece from the beginning, or in two that have changed places.
+    // One piece from the start, or two pieces in exchanged order.
     let cut = if random.once_in(2) { 0 } else { packed / 2 };
     let mut blocks = vec![Block::contiguous(packed - cut, cut, 0)];
     if cut > 0 {

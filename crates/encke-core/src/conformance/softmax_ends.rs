@@ -1,47 +1,47 @@
-//! Jobs in which a softmax begins, ends, or does both: what they may not read, and what they may not
-//! write.
+//! Jobs that start a softmax, finish one, or do both: what they must not read and must not write.
 //!
-//! The decision here: a carry that must not be read holds NaN, which no arithmetic loses, and cells
-//! that must not be written hold a mark. What a conclusion goes on from is the oracle's carry,
-//! rounded, so that its error is its own.
+//! The decision here: a carry that must not be read is filled with NaN, which every arithmetic
+//! operation propagates, and cells that must not be written hold a mark. A finishing job starts
+//! from the oracle's carry, rounded, so that its error is its own.
 
-use super::Failure;
-use super::bench::Bench;
-use super::case::{Case, Part};
+use super::bench::KernelBench;
+use super::case::{Case, CaseJob};
+use super::failure::Failure;
 use super::hidden::same_carry;
-use super::judge::{Judge, largest};
-use super::kernel::finished;
+use super::results::finished;
+use super::tolerances::{Tolerances, largest};
 use crate::dtype::Data;
 use crate::kernel::{Carry, Kernel, SoftmaxState};
 use crate::naive::NaiveKernel;
 
-/// What cells hold that a job must not touch.
+/// The value of cells that a job must not write.
 const MARK: f64 = 7.5;
 
-/// The first part of a case begun, its last part concluded, and its first part to the end at once.
+/// Starts a softmax with the first job of a case, finishes one with the last job, and does both
+/// with the first job.
 pub(super) fn check<K: Kernel>(
-    bench: &Bench<'_, K>,
-    oracle: &Bench<'_, NaiveKernel>,
+    bench: &KernelBench<'_, K>,
+    oracle: &KernelBench<'_, NaiveKernel>,
     case: &Case,
-    judge: &Judge,
+    tolerances: &Tolerances,
 ) -> Result<(), Failure> {
-    begun(bench, oracle, case, judge)?;
-    concluded(bench, oracle, case, judge)?;
+    begun(bench, oracle, case, tolerances)?;
+    concluded(bench, oracle, case, tolerances)?;
     let (exact, got) = (oracle.attend(case)?, bench.attend(case)?);
-    same_ends(bench, "attended to the end", case, judge, &got, &exact)
+    same_ends(bench, "attended to the end", case, tolerances, &got, &exact)
 }
 
-/// A carry that holds nothing but NaN, continued by a job that begins.
+/// A starting job on a carry that is filled with NaN.
 fn begun<K: Kernel>(
-    bench: &Bench<'_, K>,
-    oracle: &Bench<'_, NaiveKernel>,
+    bench: &KernelBench<'_, K>,
+    oracle: &KernelBench<'_, NaiveKernel>,
     case: &Case,
-    judge: &Judge,
+    tolerances: &Tolerances,
 ) -> Result<(), Failure> {
     let (got, exact) = (bench.begin(case)?, oracle.begin(case)?);
     let touched = case.parts[0].touched_cells(case.cells);
     let sum = bench.dtype.sum();
-    let unread = |numbers: usize| Data::from_f64(sum, &vec![f64::NAN; numbers]);
+    let unread = |elements: usize| Data::from_f64(sum, &vec![f64::NAN; elements]);
     let before = Carry {
         acc: unread(case.cells * case.dim),
         m: unread(case.cells),
@@ -61,20 +61,21 @@ fn begun<K: Kernel>(
     let (got, exact) = (finished(&got), finished(&exact));
     let pairs = got.1.into_iter().zip(exact.1).enumerate();
     let pairs = pairs.filter(live(1)).map(|(_, pair)| pair);
-    bench.close("the lse of a carry that began", pairs, judge.lse)?;
-    // The judge's sums run over all parts, so weights that are alone are allowed a part's share.
-    let room = judge.out + bench.dtype.epsilon() * largest(&exact.0);
+    bench.close("the lse of a carry that began", pairs, tolerances.lse)?;
+    // The tolerances are sums over all jobs; the weights of a single job can be larger than their
+    // share of those, so one rounding of the output is added.
+    let room = tolerances.out + bench.dtype.epsilon() * largest(&exact.0);
     let pairs = got.0.into_iter().zip(exact.0).enumerate();
     let pairs = pairs.filter(live(case.dim)).map(|(_, pair)| pair);
     bench.close("the output of a carry that began", pairs, room)
 }
 
-/// The last part of a case, from the oracle's carry of the others.
+/// The last job of a case, from the oracle's carry of the others.
 fn concluded<K: Kernel>(
-    bench: &Bench<'_, K>,
-    oracle: &Bench<'_, NaiveKernel>,
+    bench: &KernelBench<'_, K>,
+    oracle: &KernelBench<'_, NaiveKernel>,
     case: &Case,
-    judge: &Judge,
+    tolerances: &Tolerances,
 ) -> Result<(), Failure> {
     let before = oracle.forward_some(case, case.parts.len() - 1)?;
     let sum = bench.dtype.sum();
@@ -86,14 +87,14 @@ fn concluded<K: Kernel>(
     };
     let exact = oracle.conclude(case, &before)?;
     let got = bench.conclude(case, &before)?;
-    same_ends(bench, "concluded", case, judge, &got, &exact)
+    same_ends(bench, "concluded", case, tolerances, &got, &exact)
 }
 
 fn same_ends<K: Kernel>(
-    bench: &Bench<'_, K>,
+    bench: &KernelBench<'_, K>,
     how: &str,
     case: &Case,
-    judge: &Judge,
+    tolerances: &Tolerances,
     (out, lse): &(Data, Data),
     (exact, exact_lse): &(Data, Data),
 ) -> Result<(), Failure> {
@@ -112,23 +113,27 @@ fn same_ends<K: Kernel>(
         let pairs = got.to_f64().into_iter().zip(exact.to_f64());
         pairs.collect::<Vec<_>>()
     };
-    // As above.
-    let room = gain * (judge.out + bench.dtype.epsilon() * largest(&exact.to_f64()));
+    // As in `begun`.
+    let room = gain * (tolerances.out + bench.dtype.epsilon() * largest(&exact.to_f64()));
     bench.close(&format!("out, {how},"), pairs(out, exact), room)?;
-    bench.close(&format!("lse, {how},"), pairs(lse, exact_lse), judge.lse)
+    bench.close(
+        &format!("lse, {how},"),
+        pairs(lse, exact_lse),
+        tolerances.lse,
+    )
 }
 
-impl<K: Kernel> Bench<'_, K> {
-    /// q, k and v of one part.
-    fn operands(&self, case: &Case, part: &Part) -> Result<[K::Buffer; 3], Failure> {
+impl<K: Kernel> KernelBench<'_, K> {
+    /// q, k and v of one job.
+    fn operands(&self, case: &Case, part: &CaseJob) -> Result<[K::Buffer; 3], Failure> {
         let put = |values: &[f64]| self.put(self.dtype, values);
         Ok([put(&case.q)?, put(&part.k)?, put(&part.v)?])
     }
 
-    /// The carry of a case whose first part begins it.
+    /// The carry after the first job of a case, which starts it.
     fn begin(&self, case: &Case) -> Result<Carry<Data>, Failure> {
         let (part, sum) = (&case.parts[0], self.dtype.sum());
-        let unread = |numbers: usize| self.put(sum, &vec![f64::NAN; numbers]);
+        let unread = |elements: usize| self.put(sum, &vec![f64::NAN; elements]);
         let mut carry = Carry {
             acc: unread(case.cells * case.dim)?,
             m: unread(case.cells)?,
@@ -144,7 +149,7 @@ impl<K: Kernel> Bench<'_, K> {
         self.get_carry(case.cells, case.dim, &carry)
     }
 
-    /// out and lse of a case whose last part goes on from this carry.
+    /// out and lse of the last job of a case, which continues from this carry.
     fn conclude(&self, case: &Case, before: &Carry<Data>) -> Result<(Data, Data), Failure> {
         let (part, sum) = (&case.parts[case.parts.len() - 1], self.dtype.sum());
         let carry = Carry {
@@ -155,16 +160,16 @@ impl<K: Kernel> Bench<'_, K> {
         self.marked(case, part, Some(&carry))
     }
 
-    /// out and lse of a case whose first part is all there is.
+    /// out and lse of the first job of a case alone.
     fn attend(&self, case: &Case) -> Result<(Data, Data), Failure> {
         self.marked(case, &case.parts[0], None)
     }
 
-    /// out and lse, filled with a mark before a part finishes into them.
+    /// out and lse of a job, filled with marks before it.
     fn marked(
         &self,
         case: &Case,
-        part: &Part,
+        part: &CaseJob,
         carry: Option<&Carry<K::Buffer>>,
     ) -> Result<(Data, Data), Failure> {
         let sum = self.dtype.sum();

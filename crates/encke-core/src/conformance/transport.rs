@@ -1,27 +1,28 @@
-//! The suite for transports: what every wire must do, whatever it is made of.
+//! The transport suite.
 //!
-//! Core starts no threads, so the caller brings the ranks: each of them, on its own thread or in
-//! its own process, calls [`transport`] with its own endpoint, and all must return Ok.
+//! This crate starts no threads, so the caller runs the ranks: each of them, in its own thread or
+//! process, calls [`transport`] with its own endpoint, and all must return Ok.
 
-use super::{Failure, Random};
+use super::failure::Failure;
+use super::random::Random;
 use crate::transport::{Address, Incoming, Moved, Outgoing, Transport};
 
-/// What is in byte `i` of the parcel of `home` in scenario `scenario`.
-fn content(scenario: usize, home: usize, i: usize) -> u8 {
-    let mixed = (scenario * 131 + home * 31 + i * 7 + (i >> 8) * 13) as u8;
+/// Byte `i` of the parcel of rank `owner` in scenario `scenario`.
+fn content(scenario: usize, owner: usize, i: usize) -> u8 {
+    let mixed = (scenario * 131 + owner * 31 + i * 7 + (i >> 8) * 13) as u8;
     mixed ^ 0xa5
 }
 
-fn parcel(scenario: usize, home: usize, elements: usize, room: usize) -> Vec<u8> {
+fn parcel(scenario: usize, owner: usize, elements: usize, room: usize) -> Vec<u8> {
     let byte = |i: usize| match i < elements {
-        true => content(scenario, home, i),
+        true => content(scenario, owner, i),
         false => 0xee,
     };
     (0..room).map(byte).collect()
 }
 
-/// One rank's part in the suite.
-struct Part<'a, T> {
+/// One rank of the suite.
+struct SuiteRank<'a, T> {
     rank: usize,
     ranks: usize,
     transport: &'a mut T,
@@ -29,44 +30,44 @@ struct Part<'a, T> {
     random: Random,
 }
 
-/// A parcel to send (to, tag, bytes of it) or to receive (from, tag, bytes of it).
-struct End<P> {
+/// A message to send or to receive: the other rank, the tag, the size and the buffer.
+struct MessageEnd<P> {
     peer: usize,
     tag: u64,
     elements: usize,
     parcel: P,
 }
 
-/// Runs one rank's part of the suite; every rank of `0..ranks` must run its own.
+/// Runs the suite on one rank; all ranks of `0..ranks` must run it concurrently.
 pub fn transport<T: Transport<Vec<u8>>>(
     rank: usize,
     ranks: usize,
     transport: &mut T,
 ) -> Result<(), Failure> {
-    let mut part = Part {
+    let mut suite = SuiteRank {
         rank,
         ranks,
         transport,
         round: 0,
         random: Random::new(rank as u64 + 1),
     };
-    part.alone()?;
+    suite.alone()?;
     if ranks == 1 {
         return Ok(());
     }
-    part.rotation()?;
-    part.reuse()?;
-    part.two_tags()?;
-    part.line()
+    suite.rotation()?;
+    suite.reuse()?;
+    suite.two_tags()?;
+    suite.line()
 }
 
-impl<T: Transport<Vec<u8>>> Part<'_, T> {
-    /// An exchange, with everything about it checked that does not depend on the scenario.
+impl<T: Transport<Vec<u8>>> SuiteRank<'_, T> {
+    /// An exchange, with the checks that do not depend on the scenario.
     fn exchange(
         &mut self,
         name: &str,
-        sends: &[End<&Vec<u8>>],
-        receives: &mut [End<&mut Vec<u8>>],
+        sends: &[MessageEnd<&Vec<u8>>],
+        receives: &mut [MessageEnd<&mut Vec<u8>>],
     ) -> Result<(), Failure> {
         let before: Vec<Vec<u8>> = sends.iter().map(|end| end.parcel.clone()).collect();
         let outgoing: Vec<Outgoing<'_, Vec<u8>>> = sends
@@ -89,7 +90,7 @@ impl<T: Transport<Vec<u8>>> Part<'_, T> {
             .collect();
         let mut computed = 0;
         let mut readable = true;
-        // Ranks take different times, so that each is sometimes ahead and sometimes behind.
+        // Random work, so that each rank is sometimes ahead and sometimes behind.
         let spins = self.random.below(20_000);
         let mut meanwhile = || {
             computed += 1;
@@ -103,17 +104,13 @@ impl<T: Transport<Vec<u8>>> Part<'_, T> {
             .transport
             .exchange(round, &outgoing, &mut incoming, &mut meanwhile)
             .map_err(|error| self.failure(name, &error.to_string()))?;
-        self.expect(
-            name,
-            computed == 1,
-            "the work meanwhile must run exactly once",
-        )?;
+        self.expect(name, computed == 1, "`meanwhile` must run exactly once")?;
         self.expect(
             name,
             readable,
-            "what is sent must stay readable and unchanged",
+            "a sent buffer must stay readable and unchanged",
         )?;
-        let counted = format!("counted {moved:?}, really {expected:?}");
+        let counted = format!("counted {moved:?}, actual {expected:?}");
         self.expect(name, moved == expected, &counted)
     }
 
@@ -144,17 +141,17 @@ impl<T: Transport<Vec<u8>>> Part<'_, T> {
         (self.rank + self.ranks - 1) % self.ranks
     }
 
-    /// Nothing to move: the work is done all the same.
+    /// No messages: `meanwhile` must run all the same.
     fn alone(&mut self) -> Result<(), Failure> {
         self.exchange("no hops", &[], &mut [])
     }
 
-    /// Parcels of different sizes all the way round, in two buffers that take turns; what lies
-    /// behind a shorter parcel stays as it was.
+    /// Parcels of different sizes rotate through all ranks, in two alternating buffers; bytes after
+    /// a shorter parcel must not change.
     fn rotation(&mut self) -> Result<(), Failure> {
         let name = "rotation";
         for scenario in 0..5 {
-            let size = |home: usize| 1 + (home * 977 + scenario * 4099) % 9001;
+            let size = |owner: usize| 1 + (owner * 977 + scenario * 4099) % 9001;
             let most = (0..self.ranks).map(size).max().unwrap_or(1);
             let mut current = parcel(scenario, self.rank, size(self.rank), most);
             let mut incoming = vec![0xcc; most];
@@ -177,7 +174,7 @@ impl<T: Transport<Vec<u8>>> Part<'_, T> {
         Ok(())
     }
 
-    /// A buffer may be overwritten as soon as the exchange is over.
+    /// A buffer may be overwritten as soon as the exchange returns.
     fn reuse(&mut self) -> Result<(), Failure> {
         let name = "reuse";
         let mut send = vec![0; 4096];
@@ -215,8 +212,8 @@ impl<T: Transport<Vec<u8>>> Part<'_, T> {
         Ok(())
     }
 
-    /// One way only: the first rank never receives, the last never sends, and nobody's message
-    /// overtakes another.
+    /// Messages in one direction only: the first rank never receives, the last never sends, and
+    /// messages stay in order.
     fn line(&mut self) -> Result<(), Failure> {
         let name = "line";
         let mut receive = vec![0; 64];
@@ -239,8 +236,8 @@ impl<T: Transport<Vec<u8>>> Part<'_, T> {
     }
 }
 
-fn end<P>(peer: usize, tag: u64, elements: usize, parcel: P) -> End<P> {
-    End {
+fn end<P>(peer: usize, tag: u64, elements: usize, parcel: P) -> MessageEnd<P> {
+    MessageEnd {
         peer,
         tag,
         elements,
@@ -248,7 +245,7 @@ fn end<P>(peer: usize, tag: u64, elements: usize, parcel: P) -> End<P> {
     }
 }
 
-fn address<P>(end: &End<P>) -> Address {
+fn address<P>(end: &MessageEnd<P>) -> Address {
     Address {
         peer: end.peer,
         tag: end.tag,

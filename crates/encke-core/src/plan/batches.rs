@@ -1,11 +1,13 @@
 //! Batches: the parcels that are with one member in the same round and move on together.
 //!
 //! A round of width w covers w distances. The parcels of a round arrive together (in the first
-//! round: directly from their owners) and are forwarded together, w members further, as one message.
+//! round: directly from their owners) and are forwarded together, w members further, as one
+//! message.
 //!
 //! The decision here: the parcels that are forwarded are a prefix of the batch. Parcels are ordered
 //! by how many hops they have left, so a shrinking batch needs no repacking. Parcels with equally
-//! many hops left are interleaved row by row in token order, so that the jobs on them can be joined.
+//! many hops left are interleaved row by row in token order, so that the jobs on them can be
+//! joined.
 //!
 //! Parcels that are first needed in different rounds are in different batches, because their
 //! reductions start in different rounds.
@@ -150,8 +152,8 @@ pub(super) struct BatchedSection<'a> {
     pub location: PackedLocation,
 }
 
-/// The sections of a batch in groups that are interleaved row by row: equal `interleave` value, same
-/// lane and same segments.
+/// The sections of a batch in groups that are interleaved row by row: equal `interleave` value,
+/// same lane and same segments.
 fn interleaved<'a>(parcels: &[BatchedParcel<'a>]) -> Vec<Vec<(usize, &'a Section)>> {
     let mut groups: Vec<(usize, Vec<(usize, &Section)>)> = Vec::new();
     for (index, of) in parcels.iter().enumerate() {

@@ -1,9 +1,9 @@
 //! A plan summarised: the pattern, the rings, and the pairs, traffic and memory of each rank.
 //!
-//! Nothing is estimated: figures of ranks are counted in their programs, totals are computed from the
-//! pattern and the rings, and a test compares the two. Of many ranks only the first and the last are
-//! shown. Two figures serve as a comparison: the bytes a dense ring would send, and the bytes each
-//! rank would hold after an all-gather.
+//! Nothing is estimated: figures of ranks are counted in their programs, totals are computed from
+//! the pattern and the rings, and a test compares the two. Of many ranks only the first and the
+//! last are shown. Two figures serve as a comparison: the bytes a dense ring would send, and the
+//! bytes each rank would hold after an all-gather.
 
 use serde::Serialize;
 use std::collections::BTreeMap;

@@ -7,9 +7,9 @@
 //! The decision here: fusing is a separate pass that applies only to simple programs. All jobs must
 //! be on contiguous runs of the same cells; where branches select different cells, or carries are
 //! reduced between ranks, the program stays as it was. A job that is the last one for some of its
-//! cells only (the first rank of a zigzag sharding) is split. A resumable program keeps its carry to
-//! the end, because a continuation finishes it, and is fused only at the start, and only if every
-//! cell starts in round 0: a rank that completed round 0 then has a complete carry.
+//! cells only (the first rank of a zigzag sharding) is split. A resumable program keeps its carry
+//! to the end, because a continuation finishes it, and is fused only at the start, and only if
+//! every cell starts in round 0: a rank that completed round 0 then has a complete carry.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -344,9 +344,9 @@ mod tests {
     #[test]
     fn a_zigzag_job_is_split_where_it_is_the_last_for_half_of_its_rows() {
         let zigzag = request(4, Cut::Zigzag, true);
-        // The first rank's first half sees only itself. The first halves of the other ranks end with
-        // the first half of rank 0, in a job that the second halves continue from, unless it is
-        // their last job too.
+        // The first rank's first half sees only itself. The first halves of the other ranks end
+        // with the first half of rank 0, in a job that the second halves continue from, unless it
+        // is their last job too.
         let expected = [
             [0, 1, 5, 1, 1],
             [0, 1, 4, 2, 0],

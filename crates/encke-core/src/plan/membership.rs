@@ -1,11 +1,11 @@
 //! What happens to a call when a rank dies: who takes over its tokens, and what remains to be done.
 //!
-//! A call is a sequence of epochs. In the first one every rank executes the plan. After a death, the
-//! survivors agree on which ranks are gone and how far each survivor got ([`Agreement`]).
+//! A call is a sequence of epochs. In the first one every rank executes the plan. After a death,
+//! the survivors agree on which ranks are gone and how far each survivor got ([`Agreement`]).
 //! [`Epoch::next`] derives from that, identically on every survivor, which rank hosts which shard
 //! and what each shard has completed ([`ShardProgress`]); [`Epoch::continuation`] is a survivor's
-//! program for the rest. All of this is a pure function of plan and agreements: the same fault gives
-//! the same bits.
+//! program for the rest. All of this is a pure function of plan and agreements: the same fault
+//! gives the same bits.
 //!
 //! The decision here: a shard outlives its rank. Programs are built per shard, as if each shard
 //! still had a rank of its own. The shard of a dead rank restarts on one of its keepers, from the
@@ -13,10 +13,10 @@
 //! ordinary program, and every property of programs holds for it.
 //!
 //! Progress follows from the number of rounds a rank has completed, because the plan says what
-//! happens in each round: after `done` rounds a shard's queries have seen the parcels of every round
-//! below `done`, and gradients for its keys that were computed in a round have been added two rounds
-//! later. Nothing else is recorded or exchanged. Only the first epoch uses the schedule's width;
-//! continuations take one distance per round.
+//! happens in each round: after `done` rounds a shard's queries have seen the parcels of every
+//! round below `done`, and gradients for its keys that were computed in a round have been added two
+//! rounds later. Nothing else is recorded or exchanged. Only the first epoch uses the schedule's
+//! width; continuations take one distance per round.
 
 use serde::Serialize;
 use std::sync::Arc;

@@ -4,8 +4,8 @@
 //! A member computes its contribution in the same round in which it receives the sum so far, so the
 //! message never waits for the computation it overlaps. The sums of a batch follow the batch, one
 //! round behind, as one message; at the end of their route they are separated and sent to their
-//! owners. Every member sends its contribution for an owner once, along the ring or to the owner, so
-//! the bytes are the same for every width.
+//! owners. Every member sends its contribution for an owner once, along the ring or to the owner,
+//! so the bytes are the same for every width.
 
 use std::collections::BTreeMap;
 
@@ -79,8 +79,8 @@ fn carry(buffers: &[BufferId]) -> CarryIds {
 
 /// The buffers that jobs accumulate into.
 pub(super) struct Reduction {
-    /// By parity of the round, by batch of the round, by tensor: one set is computed while the other
-    /// is sent.
+    /// By parity of the round, by batch of the round, by tensor: one set is computed while the
+    /// other is sent.
     local: [Vec<Vec<BufferId>>; 2],
 }
 
@@ -125,9 +125,9 @@ struct ReduceBuffers<'c> {
 }
 
 impl<'a> ProgramBuilder<'a> {
-    /// Reduces what the members of a ring compute for each other's parcels. Jobs accumulate into the
-    /// buffers of [`Reduction::at`]; the sums for this rank's parcel are combined into `own`, rows
-    /// `at`: a carry is merged, everything else is added.
+    /// Reduces what the members of a ring compute for each other's parcels. Jobs accumulate into
+    /// the buffers of [`Reduction::at`]; the sums for this rank's parcel are combined into `own`,
+    /// rows `at`: a carry is merged, everything else is added.
     pub fn reduce(
         &mut self,
         position: RingPosition<'a>,

@@ -2,9 +2,9 @@
 //! another, of any size and cut, with as few bytes as possible.
 //!
 //! The decision here: a resize is an ordinary program. Ranks, transports, byte accounting and the
-//! simulator execute it without code of their own. A row moves only if its new owner runs at another
-//! place; the new ranks are assigned to places so that the fewest rows move ([`Resize::new`]), or in
-//! their own order ([`Resize::in_place`]).
+//! simulator execute it without code of their own. A row moves only if its new owner runs at
+//! another place; the new ranks are assigned to places so that the fewest rows move
+//! ([`Resize::new`]), or in their own order ([`Resize::in_place`]).
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -171,7 +171,8 @@ impl Resize {
     }
 }
 
-/// The tokens that old rank `a` and new rank `b` both own: one entry for each two runs that overlap.
+/// The tokens that old rank `a` and new rank `b` both own: one entry for each two runs that
+/// overlap.
 fn common_tokens(old: &Shards, a: usize, new: &Shards, b: usize) -> Vec<TokenMove> {
     let row = |(run, base): (Run, usize), common: &Run| {
         let first = base + (common.first - run.first) / run.stride;

@@ -3,10 +3,10 @@
 //!
 //! A rank packs its own parcel into a buffer that is still unused. In the first round a batch of
 //! several parcels arrives in several messages, one from each owner. A message fills a buffer from
-//! its start, so these parcels arrive in buffers of their own and are copied into the batch. That is
-//! the only extra copy of a wide schedule: later rounds receive a batch as one message, and a batch
-//! of one parcel is received in place. Where parcels arrive one by one, the own parcel has a buffer
-//! of its own too, so that transports can hand whole buffers over instead of copying them.
+//! its start, so these parcels arrive in buffers of their own and are copied into the batch. That
+//! is the only extra copy of a wide schedule: later rounds receive a batch as one message, and a
+//! batch of one parcel is received in place. Where parcels arrive one by one, the own parcel has a
+//! buffer of its own too, so that transports can hand whole buffers over instead of copying them.
 
 use super::batches::{BatchSlot, ParcelBatch};
 use super::builder::ProgramBuilder;
@@ -50,7 +50,8 @@ impl Rotation {
 }
 
 impl Plan {
-    /// The tensors that rotate with the queries of a backward pass: (name, type, row width, tensor).
+    /// The tensors that rotate with the queries of a backward pass: (name, type, row width,
+    /// tensor).
     pub(super) fn query_tensors(&self) -> [(&'static str, DType, Width, Option<Role>); 4] {
         let (dtype, sum) = (self.request.dtype, self.request.dtype.sum());
         let wide = Width::WideCell;

@@ -1,5 +1,5 @@
-//! Programs executed on labels instead of values: an input element is the label of its row, a sum is
-//! the list of the pairs in it. Ranks advance in random order and stop in any round that their
+//! Programs executed on labels instead of values: an input element is the label of its row, a sum
+//! is the list of the pairs in it. Ranks advance in random order and stop in any round that their
 //! messages allow, so the tests do not depend on how a transport detects deaths.
 
 use std::collections::{BTreeMap, HashMap};

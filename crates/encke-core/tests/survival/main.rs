@@ -87,8 +87,8 @@ fn case(seed: u64, redundancy: usize) -> Arc<Plan> {
     Arc::new(Plan::new(request).expect("a random case is legal"))
 }
 
-/// Runs a call with successive deaths, each in a random round of its epoch, until the call ends or a
-/// shard is lost. A shard may be reported lost only if its rank and all keepers are gone.
+/// Runs a call with successive deaths, each in a random round of its epoch, until the call ends or
+/// a shard is lost. A shard may be reported lost only if its rank and all keepers are gone.
 fn survives(seed: u64, redundancy: usize, deaths: usize) {
     let plan = case(seed, redundancy);
     let mut world = LabelCall::new(&plan, seed);
@@ -154,7 +154,8 @@ proptest! {
         );
         for rank in 0..plan.ranks() {
             let kept = (rank + plan.ranks() - 1) % plan.ranks();
-            let (program, other) = (plan.rank(rank).expect("exists"), bare.rank(kept).expect("exists"));
+            let program = plan.rank(rank).expect("exists");
+            let other = bare.rank(kept).expect("exists");
             let inputs = other.inputs.iter().map(|port| other.buffers[port.buffer.0].bytes());
             let replica = program.memory().get(&Component::Replica).copied();
             prop_assert_eq!(replica, Some(inputs.sum()));
@@ -217,8 +218,8 @@ fn impossible_redundancy_and_lost_shards_are_errors() {
     let replicated = Plan::new(request(Queries::Replicated, 1)).expect_err("not supported");
     assert_eq!(replicated, Error::RedundantQueries { redundancy: 1 });
     let many = Plan::new(request(Queries::Sharded, 4)).expect_err("too many");
-    let message = "redundancy 4 on 4 ranks: each rank's inputs are replicated on that many other ranks, \
-                 of which there are 3";
+    let message = "redundancy 4 on 4 ranks: each rank's inputs are replicated on that many other \
+                   ranks, of which there are 3";
     assert!(many.to_string().starts_with(message), "{many}");
     let gone = |ranks: &[usize]| Agreement {
         progress: (0..4)

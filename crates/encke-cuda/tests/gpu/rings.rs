@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use encke_core::conformance::{Configuration, Tensors};
+use encke_core::conformance::{CallTensors, Configuration};
 use encke_core::naive::NaiveKernel;
 use encke_core::pattern::{GroupScale, MixingGradient, Mode, OffsetRule};
 use encke_core::plan::program::Role;
@@ -30,16 +30,16 @@ type GpuResults = [Tensor; 5];
 const NAMES: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
 
 /// The tensors of a request, rounded to its type.
-fn tensors(request: &Request, seed: u64) -> Tensors {
-    rounded(Tensors::random(&request.shape, seed), request)
+fn tensors(request: &Request, seed: u64) -> CallTensors {
+    rounded(CallTensors::random(&request.shape, seed), request)
 }
 
-fn rounded(mut tensors: Tensors, request: &Request) -> Tensors {
+fn rounded(mut tensors: CallTensors, request: &Request) -> CallTensors {
     let round = |tensor: &mut Tensor, dtype: DType| {
         let rounded = Tensor::from_f64(dtype, tensor.dims(), &tensor.to_f64());
         *tensor = rounded.expect("the same shape");
     };
-    let Tensors {
+    let CallTensors {
         q,
         k,
         v,
@@ -115,7 +115,11 @@ fn separate_ranks<'a, T: Transport<Buffer> + Send>(
 }
 
 /// Runs a request forward and backward.
-fn results(drive: &Driver<'_>, request: &Request, tensors: &Tensors) -> Result<GpuResults, String> {
+fn results(
+    drive: &Driver<'_>,
+    request: &Request,
+    tensors: &CallTensors,
+) -> Result<GpuResults, String> {
     let inputs = [
         (Role::Q, tensors.q.view()),
         (Role::K, tensors.k.view()),
@@ -146,7 +150,7 @@ fn results(drive: &Driver<'_>, request: &Request, tensors: &Tensors) -> Result<G
 }
 
 /// The results of the reference.
-fn expected(request: &Request, tensors: &Tensors) -> Result<[Vec<f64>; 5], String> {
+fn expected(request: &Request, tensors: &CallTensors) -> Result<[Vec<f64>; 5], String> {
     let Request { shape, pattern, .. } = request;
     let scale = request.scale();
     let [q, k, v] = [&tensors.q, &tensors.k, &tensors.v].map(Tensor::to_f64);
@@ -259,11 +263,11 @@ fn slots(
         let sharding = Sharding::new(ranks, Cut::Contiguous).expect("ranks are positive");
         let mut request = Request::new(shape, pattern.clone(), sharding, dtype);
         request.queries = queries;
-        let Tensors { dout, dlse, .. } = Tensors::random(&wide, 9);
-        let all = Tensors {
+        let CallTensors { dout, dlse, .. } = CallTensors::random(&wide, 9);
+        let all = CallTensors {
             dout,
             dlse,
-            ..Tensors::random(&shape, 7)
+            ..CallTensors::random(&shape, 7)
         };
         let narrow = rounded(all, &request);
         let exact = Request {

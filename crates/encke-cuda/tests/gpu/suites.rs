@@ -1,7 +1,7 @@
 //! The conformance suite for kernels on every kernel family of the GPU.
 
 use encke_core::DType;
-use encke_core::conformance::Suite;
+use encke_core::conformance::KernelSuite;
 use encke_cuda::{CudaKernel, Path, Summation};
 
 use crate::tally::GpuTally;
@@ -17,12 +17,12 @@ const SHARES: u64 = 8;
 /// Runs all families. Unsupported jobs are refused, so no family is tested through another.
 pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync) {
     let narrow: &[DType] = &[DType::Bf16, DType::F16];
-    let usual = Suite::default();
-    let even = Suite {
+    let usual = KernelSuite::default();
+    let even = KernelSuite {
         dims: ALIGNED,
         ..usual
     };
-    let fast = Suite {
+    let fast = KernelSuite {
         repeatable: false,
         ..even
     };
@@ -72,7 +72,7 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
 /// kernel compiles sequentially.
 fn shares(
     kernel: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync,
-    suite: Suite,
+    suite: KernelSuite,
     dtype: DType,
 ) -> Result<(), String> {
     std::thread::scope(|scope| {
@@ -81,7 +81,7 @@ fn shares(
             scope.spawn(move || {
                 let kernel = kernel().map_err(|error| error.to_string())?;
                 let share = (share, SHARES);
-                let ended = Suite { share, ..suite }.run(&kernel, &[dtype]);
+                let ended = KernelSuite { share, ..suite }.run(&kernel, &[dtype]);
                 ended.map_err(|failure| failure.message)
             })
         };
@@ -98,14 +98,14 @@ fn family(
     open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync,
     name: &str,
     (path, summation): (Path, Summation),
-    suite: Suite,
+    suite: KernelSuite,
     dtypes: &[DType],
 ) {
-    let wide = Suite {
+    let wide = KernelSuite {
         dims: WIDE,
         ..suite
     };
-    let signed = Suite {
+    let signed = KernelSuite {
         signs: true,
         ..suite
     };

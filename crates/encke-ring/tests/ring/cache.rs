@@ -7,7 +7,7 @@ use encke_core::sharding::Sharding;
 use encke_core::{DType, Pattern, Shape};
 use encke_ring::{CacheLimits, CacheStats, ThreadRing};
 
-use crate::support::{DEADLINE, Tensors};
+use crate::support::{CallTensors, DEADLINE};
 
 /// Runs calls of these lengths one after the other; returns the cache statistics after each.
 fn calls(limits: CacheLimits, lengths: impl Iterator<Item = usize>) -> Vec<CacheStats> {
@@ -16,7 +16,7 @@ fn calls(limits: CacheLimits, lengths: impl Iterator<Item = usize>) -> Vec<Cache
         let shape = Shape::new(1, tokens, 2, 1, 4).unwrap();
         let sharding = Sharding::contiguous(3).unwrap();
         let request = Request::new(shape, Pattern::dense(), sharding, DType::F64);
-        let tensors = Tensors::random(&shape, 1);
+        let tensors = CallTensors::random(&shape, 1);
         let inputs = [
             (Role::Q, tensors.q.view()),
             (Role::K, tensors.k.view()),

@@ -16,7 +16,7 @@ use encke_ring::trace::Recorder;
 use encke_ring::{Rank, RankError, RingError, ThreadRing, gather_sequence, split_sequence};
 
 use crate::instrumented::{InstrumentedKernel, KernelCall, caller};
-use crate::support::{Configuration, DEADLINE, Tensors, run};
+use crate::support::{CallTensors, Configuration, DEADLINE, run};
 
 fn dense(ranks: usize, cut: Cut) -> Configuration {
     let request = Request::new(
@@ -29,7 +29,7 @@ fn dense(ranks: usize, cut: Cut) -> Configuration {
 }
 
 fn forward<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<Tensor, RingError> {
-    let tensors = Tensors::random(&case.request.shape, case.seed);
+    let tensors = CallTensors::random(&case.request.shape, case.seed);
     let inputs = [
         (Role::Q, tensors.q.view()),
         (Role::K, tensors.k.view()),
@@ -103,7 +103,7 @@ fn the_second_call_allocates_nothing() {
 fn ranks_allocate_what_the_plan_lists() {
     for seed in 0..200 {
         let case = Configuration::random(seed);
-        let tensors = Tensors::random(&case.request.shape, case.seed);
+        let tensors = CallTensors::random(&case.request.shape, case.seed);
         let inputs = [
             (Role::Q, tensors.q.view()),
             (Role::K, tensors.k.view()),
@@ -232,7 +232,7 @@ fn replicated_queries_give_every_rank_the_whole_output() {
     let ring = ThreadRing::new(NaiveKernel, DEADLINE);
     let expected = forward(&ring, &case).expect("nothing fails");
     let plan = ring.plan(&case.request).expect("legal");
-    let tensors = Tensors::random(&case.request.shape, case.seed);
+    let tensors = CallTensors::random(&case.request.shape, case.seed);
     std::thread::scope(|scope| {
         for (rank, mut endpoint) in endpoints(3, DEADLINE).into_iter().enumerate() {
             let (plan, tensors, expected) = (&plan, &tensors, &expected);
@@ -262,7 +262,7 @@ fn replicated_queries_give_every_rank_the_whole_output() {
 #[test]
 fn missing_and_misshapen_inputs_are_refused() {
     let case = dense(2, Cut::Contiguous);
-    let tensors = Tensors::random(&case.request.shape, case.seed);
+    let tensors = CallTensors::random(&case.request.shape, case.seed);
     let ring = ThreadRing::new(NaiveKernel, DEADLINE);
     let (q, k) = ((Role::Q, tensors.q.view()), (Role::K, tensors.k.view()));
     let error = ring.run(&case.request, &[q, k]).expect_err("v is missing");

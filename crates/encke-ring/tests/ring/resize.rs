@@ -12,7 +12,7 @@ use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Pattern, Shape, Tensor};
 use encke_ring::{RingError, Sharded, ThreadRing};
 
-use crate::support::{DEADLINE, Tensors};
+use crate::support::{CallTensors, DEADLINE};
 
 /// Any sharding of `tokens` tokens, empty shards included.
 fn sharding(tokens: usize) -> impl Strategy<Value = Sharding> {
@@ -142,7 +142,7 @@ fn calls_on_shards_have_the_bits_of_calls_on_whole_tensors() {
         for redundancy in 0..ranks.min(2) {
             let mut request = request(&sharding, Pass::Forward);
             request.redundancy = redundancy;
-            let tensors = Tensors::random(&request.shape, 3);
+            let tensors = CallTensors::random(&request.shape, 3);
             let whole = [
                 (Role::Q, tensors.q.view()),
                 (Role::K, tensors.k.view()),
@@ -173,7 +173,7 @@ fn shards_of_another_ring_are_refused() {
         Sharding::contiguous(3).unwrap(),
     );
     let request = request(&three, Pass::Forward);
-    let tensors = Tensors::random(&request.shape, 3);
+    let tensors = CallTensors::random(&request.shape, 3);
     let held = [&tensors.q, &tensors.k, &tensors.v]
         .map(|tensor| Sharded::split(&tensor.view(), &four).unwrap());
     let inputs = [

@@ -16,7 +16,7 @@ use encke_ring::threads::endpoints;
 use encke_ring::{RankError, RingError, ShardRing, ThreadRing, gather_sequence, split_sequence};
 
 use crate::resize::tensor;
-use crate::support::{Configuration, DEADLINE, Tensors, run};
+use crate::support::{CallTensors, Configuration, DEADLINE, run};
 
 /// Runs a request on one `ShardRing` for each rank, and gathers the results.
 fn run_apart(
@@ -72,8 +72,8 @@ fn check(seed: u64) -> Result<(), TestCaseError> {
     let case = sharded(seed);
     let together = run(&ThreadRing::new(NaiveKernel, DEADLINE), &case);
     let together = together.map_err(TestCaseError::fail)?;
-    let tensors = Tensors::random(&case.request.shape, case.seed);
-    let Tensors { q, k, v, .. } = &tensors;
+    let tensors = CallTensors::random(&case.request.shape, case.seed);
+    let CallTensors { q, k, v, .. } = &tensors;
     let forward = vec![(Role::Q, q), (Role::K, k), (Role::V, v)];
     let rings = rings(&case.request);
     let mut backward = forward.clone();
@@ -131,7 +131,7 @@ impl Transport<Data> for FailingTransport {
 #[test]
 fn a_failed_transport_is_an_error_of_the_rank_and_its_buffers_are_not_reused() {
     let case = sharded(3);
-    let Tensors { q, k, v, .. } = Tensors::random(&case.request.shape, 3);
+    let CallTensors { q, k, v, .. } = CallTensors::random(&case.request.shape, 3);
     let shard = |tensor: &Tensor| split_sequence(&tensor.view(), &case.request.sharding).unwrap();
     let [q, k, v] = [q, k, v].map(|tensor| shard(&tensor).swap_remove(0));
     let inputs = [
@@ -176,7 +176,7 @@ fn requests_that_need_other_ranks_rows_are_refused() {
         assert!(matches!(refused, Err(RingError::Elsewhere { .. })));
     }
     // A tensor of the whole sequence is not a shard.
-    let Tensors { q, k, v, .. } = Tensors::random(&case.request.shape, 3);
+    let CallTensors { q, k, v, .. } = CallTensors::random(&case.request.shape, 3);
     let whole = [
         (Role::Q, q.view()),
         (Role::K, k.view()),

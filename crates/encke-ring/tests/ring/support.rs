@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-pub use encke_core::conformance::{Configuration, Tensors};
+pub use encke_core::conformance::{CallTensors, Configuration};
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::Role;
 use encke_core::plan::{Pass, Request};
@@ -41,7 +41,7 @@ pub struct RingResults {
 
 /// Runs a case forward and backward.
 pub fn run<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<RingResults, String> {
-    let tensors = Tensors::random(&case.request.shape, case.seed);
+    let tensors = CallTensors::random(&case.request.shape, case.seed);
     let words = |error: encke_ring::RingError| format!("seed {}: {error}", case.seed);
     let inputs = [
         (Role::Q, tensors.q.view()),
@@ -86,7 +86,7 @@ pub fn run<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<Ring
 pub fn check<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<(), String> {
     let got = run(ring, case)?;
     let Request { shape, pattern, .. } = &case.request;
-    let tensors = Tensors::random(shape, case.seed);
+    let tensors = CallTensors::random(shape, case.seed);
     let [q, k, v] = [&tensors.q, &tensors.k, &tensors.v].map(Tensor::to_f64);
     let scale = case.request.scale();
     let forward = reference::forward(shape, pattern, scale, &q, &k, &v);

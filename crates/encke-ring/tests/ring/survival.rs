@@ -18,7 +18,7 @@ use encke_ring::{Fault, FaultPhase, Outcome, RankError, RingError, ThreadRing};
 
 use crate::calls::randomly_slow;
 use crate::instrumented::{InstrumentedKernel, KernelCall, caller};
-use crate::support::{Configuration, DEADLINE, Tensors, check, difference};
+use crate::support::{CallTensors, Configuration, DEADLINE, check, difference};
 
 /// The usual tolerance for f64.
 const TOLERANCE: f64 = 1e-12;
@@ -27,7 +27,7 @@ const TOLERANCE: f64 = 1e-12;
 /// that of the rows keeps the gradients in range.
 fn call<K: Kernel>(ring: &ThreadRing<K>, request: &Request) -> Result<Outcome, RingError> {
     let shape = &request.shape;
-    let tensors = Tensors::random(shape, 5);
+    let tensors = CallTensors::random(shape, 5);
     let cells = [shape.batch, shape.tokens, shape.heads, 1];
     let lse = vec![3.0; cells.iter().product()];
     let lse = Tensor::from_f64(DType::F64, cells, &lse).expect("sizes agree");

@@ -1,26 +1,26 @@
-//! How far from the oracle a kernel may be.
+//! The error that a kernel may have relative to the oracle.
 //!
-//! Not a table of constants: what rounding can do to a sum depends on the sizes of its terms, so
-//! the judge walks the pairs of the case and adds up their absolute values.
+//! Tolerances are not constants: the rounding error of a sum depends on the size of its terms, so
+//! they are computed from the absolute values of the terms of every pair of the case.
 //!
-//! The decision here is that of FlashAttention: a narrow type is allowed twice the error of a
-//! reference that rounds the same inputs, the weights and the results to that type, and a floor.
+//! The decision here is that of FlashAttention's tests: a narrow type is allowed twice the error of
+//! a reference that rounds inputs, weights and results to that type, plus a floor.
 
 use super::case::Case;
-use super::kernel::Final;
+use super::results::ForwardResults;
 use crate::dtype::DType;
 
 /// The largest error allowed in each tensor.
-pub(super) struct Judge {
+pub(super) struct Tolerances {
     pub out: f64,
     pub lse: f64,
     pub dq: f64,
-    /// For each part.
+    /// For each job.
     pub dk: Vec<f64>,
     pub dv: Vec<f64>,
 }
 
-/// Relative error that sums in the type which sums `dtype` may show.
+/// Relative error allowed for sums in the accumulation type of `dtype`.
 pub(super) fn base(dtype: DType) -> f64 {
     match dtype.sum() {
         DType::F64 => 1e-12,
@@ -28,7 +28,7 @@ pub(super) fn base(dtype: DType) -> f64 {
     }
 }
 
-/// One rounding to `dtype`, where it is narrower than what is summed.
+/// One rounding to `dtype`, if it is narrower than the accumulation type.
 pub(super) fn floor(dtype: DType) -> f64 {
     if dtype == dtype.sum() {
         0.0
@@ -37,30 +37,30 @@ pub(super) fn floor(dtype: DType) -> f64 {
     }
 }
 
-/// The largest absolute value, gaps left out.
+/// The largest absolute value, without gaps (NaN).
 pub(super) fn largest(values: &[f64]) -> f64 {
     let sizes = values.iter().map(|x| x.abs());
     sizes.filter(|x| !x.is_nan()).fold(0.0, f64::max)
 }
 
-impl Judge {
-    /// The judge of a case, given its lse and what backward is told.
-    pub fn new(case: &Case, dtype: DType, lse: &[f64], told: &Final) -> Judge {
+impl Tolerances {
+    /// The tolerances of a case, given its lse and the inputs of its backward pass.
+    pub fn new(case: &Case, dtype: DType, lse: &[f64], results: &ForwardResults) -> Tolerances {
         let scores = largest_score(case);
         let noise = base(dtype) + 4.0 * dtype.sum().epsilon() * scores;
-        let tolerance = |tensor: &Sum| {
+        let tolerance = |tensor: &SumBounds| {
             let size = largest(&tensor.size);
             let narrow = 2.0 * largest(&tensor.error) + dtype.epsilon() * size;
             noise * size + if floor(dtype) > 0.0 { narrow } else { 0.0 }
         };
-        let sums = Sums::new(case, dtype, lse, told);
-        Judge {
+        let sums = TensorSums::new(case, dtype, lse, results);
+        Tolerances {
             out: tolerance(&sums.out),
             lse: (1.0 + scores)
                 * match dtype {
                     DType::F64 => 1e-12,
                     DType::F32 => 1e-6,
-                    // Weights that are rounded at once are worth a shorter exponential.
+                    // Weights are rounded anyway, so kernels may use a less accurate exponential.
                     DType::Bf16 | DType::F16 => 4e-6,
                 },
             dq: tolerance(&sums.dq),
@@ -70,7 +70,7 @@ impl Judge {
     }
 }
 
-/// A bound of |scale·q·k| and of what is added up to get it.
+/// A bound of |scale·q·k| and of its partial sums.
 fn largest_score(case: &Case) -> f64 {
     let norm = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>().sqrt();
     let norms = |values: &[f64]| largest(&values.chunks(case.dim).map(norm).collect::<Vec<_>>());
@@ -80,17 +80,18 @@ fn largest_score(case: &Case) -> f64 {
     each.fold(0.0, f64::max)
 }
 
-/// A tensor's terms in absolute value, and what rounding weights to a narrow type does to it.
-struct Sum {
+/// The sum of the absolute terms of each element, and its error if weights are rounded to a narrow
+/// type.
+struct SumBounds {
     size: Vec<f64>,
     error: Vec<f64>,
 }
 
-impl Sum {
-    fn new(initial: &[f64]) -> Sum {
+impl SumBounds {
+    fn new(initial: &[f64]) -> SumBounds {
         let size = initial.iter().map(|x| x.abs()).collect();
         let error = vec![0.0; initial.len()];
-        Sum { size, error }
+        SumBounds { size, error }
     }
 
     /// Adds `weight` times a row, given the weight's own size and its rounding error.
@@ -102,21 +103,29 @@ impl Sum {
     }
 }
 
-struct Sums {
-    out: Sum,
-    dq: Sum,
-    dk: Vec<Sum>,
-    dv: Vec<Sum>,
+struct TensorSums {
+    out: SumBounds,
+    dq: SumBounds,
+    dk: Vec<SumBounds>,
+    dv: Vec<SumBounds>,
 }
 
-impl Sums {
-    fn new(case: &Case, dtype: DType, lse: &[f64], told: &Final) -> Sums {
+impl TensorSums {
+    fn new(case: &Case, dtype: DType, lse: &[f64], results: &ForwardResults) -> TensorSums {
         let dim = case.dim;
-        let mut sums = Sums {
-            out: Sum::new(&vec![0.0; case.cells * dim]),
-            dq: Sum::new(&case.dq),
-            dk: case.parts.iter().map(|part| Sum::new(&part.dk)).collect(),
-            dv: case.parts.iter().map(|part| Sum::new(&part.dv)).collect(),
+        let mut sums = TensorSums {
+            out: SumBounds::new(&vec![0.0; case.cells * dim]),
+            dq: SumBounds::new(&case.dq),
+            dk: case
+                .parts
+                .iter()
+                .map(|part| SumBounds::new(&part.dk))
+                .collect(),
+            dv: case
+                .parts
+                .iter()
+                .map(|part| SumBounds::new(&part.dv))
+                .collect(),
         };
         case.pairs(|pair| {
             let part = &case.parts[pair.part];
@@ -129,13 +138,13 @@ impl Sums {
             let p = (scale * score - lse[pair.cell]).exp();
             let p_error = dtype.round(p) - p;
             sums.out.add(pair.cell * dim, p, p_error, v);
-            if told.lse[pair.cell] == f64::NEG_INFINITY {
-                return; // backward is told that this query saw nothing
+            if results.lse[pair.cell] == f64::NEG_INFINITY {
+                return; // the backward pass skips queries without keys
             }
             let (product, product_size) = dot(dout, v);
-            let ds = p * (gain * product - told.delta[pair.cell]);
+            let ds = p * (gain * product - results.delta[pair.cell]);
             let ds_size =
-                scale.abs() * p * (gain.abs() * product_size + told.delta[pair.cell].abs());
+                scale.abs() * p * (gain.abs() * product_size + results.delta[pair.cell].abs());
             let ds_error = scale * (dtype.round(ds) - ds);
             sums.dv[pair.part].add(pair.key, p * gain, p_error * gain, dout);
             sums.dq.add(pair.dq, ds_size, ds_error, k);

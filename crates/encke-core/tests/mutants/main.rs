@@ -1,9 +1,11 @@
-//! The conformance suites on trial: the true implementations pass and every known wrong one fails.
+//! Tests of the conformance suites: correct implementations pass and every known wrong one fails.
 //!
-//! The mutants are the mistakes of spec 2, which exist in published code, and their like. Each
-//! is a thin wrapper that alters one thing, so that what kills it can only be that thing.
+//! The mutants have the mistakes of spec section 2, which exist in published code, and similar
+//! ones. Each is a thin wrapper that changes one thing, so only that can make it fail.
 
-use encke_core::conformance::{self, Suite};
+mod fault;
+
+use encke_core::conformance::{self, KernelSuite};
 use encke_core::dtype::Slice;
 use encke_core::job::{Block, Causal, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
@@ -14,108 +16,13 @@ use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
-/// What a mutant gets wrong.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Fault {
-    /// Nothing: the wrapper itself must be innocent.
-    None,
-    /// Keys and queries change places in the causal test.
-    CausalSignFlipped,
-    /// The causal test compares rows instead of positions.
-    CausalOnIndices,
-    /// The causal test is forgotten.
-    CausalIgnored,
-    /// The old part is not scaled when the maximum rises.
-    OldPartNotRescaled,
-    /// Every job starts with nothing.
-    CarryReset,
-    /// The denominator gets an epsilon.
-    FinishEpsilon,
-    /// A row that saw nothing ends with an lse of 0.
-    EmptyLseZero,
-    /// The gain is applied after the softmax but not to its gradient.
-    FinishIgnoresGain,
-    /// A row that saw nothing has an effect on gradients.
-    EmptyRowsContribute,
-    /// The gradient forgets the gain.
-    BackwardIgnoresGain,
-    /// delta forgets the gradient of the lse.
-    DeltaIgnoresDlse,
-    /// Heads read the keys of other heads.
-    WrongKvHead,
-    /// The softmax scale is missing in dk.
-    DkUnscaled,
-    /// dq is overwritten.
-    DqOverwritten,
-    /// dk and dv are overwritten.
-    DkOverwritten,
-    /// dq is written where q is, whatever the job says.
-    DqWhereQIs,
-    /// One row more than there are is written.
-    OneRowPast,
-    /// Masked keys take part with a weight of 0, which is NaN times an infinite value.
-    MaskedKeysPoison,
-    /// Queries that do not see a key take part in its gradient with a weight of 0.
-    MaskedQueriesPoison,
-    /// The merge of two carries keeps the maximum of the target.
-    MergeKeepsMaximum,
-    /// Queries attended to the end forget the gain.
-    AttendIgnoresGain,
-    /// Queries attended to the end that see nothing are not written.
-    AttendLeavesEmptyCells,
-    /// A job that begins goes on from what lies there.
-    BeginReadsCarry,
-    /// A job that begins leaves queries that see nothing as they were.
-    BeginLeavesEmptyCells,
-    /// The last job forgets what was seen before.
-    ConcludeForgetsCarry,
-    /// The last job forgets the gain.
-    ConcludeIgnoresGain,
-    /// The last job leaves queries that see nothing of it alone.
-    ConcludeLeavesUnseen,
-    /// Rows are copied where they should be added.
-    CopyIgnoresAdd,
-    /// Runs are read without their stride.
-    UploadIgnoresStride,
-}
-
-const FAULTS: [Fault; 29] = [
-    Fault::CausalSignFlipped,
-    Fault::CausalOnIndices,
-    Fault::CausalIgnored,
-    Fault::OldPartNotRescaled,
-    Fault::CarryReset,
-    Fault::FinishEpsilon,
-    Fault::EmptyLseZero,
-    Fault::FinishIgnoresGain,
-    Fault::EmptyRowsContribute,
-    Fault::BackwardIgnoresGain,
-    Fault::DeltaIgnoresDlse,
-    Fault::WrongKvHead,
-    Fault::DkUnscaled,
-    Fault::DqOverwritten,
-    Fault::DkOverwritten,
-    Fault::DqWhereQIs,
-    Fault::OneRowPast,
-    Fault::MaskedKeysPoison,
-    Fault::MaskedQueriesPoison,
-    Fault::MergeKeepsMaximum,
-    Fault::AttendIgnoresGain,
-    Fault::AttendLeavesEmptyCells,
-    Fault::BeginReadsCarry,
-    Fault::BeginLeavesEmptyCells,
-    Fault::ConcludeForgetsCarry,
-    Fault::ConcludeIgnoresGain,
-    Fault::ConcludeLeavesUnseen,
-    Fault::CopyIgnoresAdd,
-    Fault::UploadIgnoresStride,
-];
+use fault::{FAULTS, KernelFault};
 
 /// The oracle with one fault.
-struct Mutant(Fault);
+struct KernelMutant(KernelFault);
 
-impl Mutant {
-    /// The job as the mutant understands it.
+impl KernelMutant {
+    /// The job as the mutant interprets it.
     fn misread(&self, job: &Job) -> Job {
         let mut job = job.clone();
         let flip = |mask: Causal| Causal {
@@ -130,19 +37,19 @@ impl Mutant {
             key_step: 1,
         };
         match self.0 {
-            Fault::CausalSignFlipped => job.causal = job.causal.map(flip),
-            Fault::CausalOnIndices => job.causal = job.causal.map(indices),
-            Fault::CausalIgnored => job.causal = None,
-            Fault::BackwardIgnoresGain => job.gain = 1.0,
-            Fault::WrongKvHead => job.k.heads = job.k.heads.iter().rev().copied().collect(),
-            Fault::DqWhereQIs => job.dq = None,
+            KernelFault::CausalSignFlipped => job.causal = job.causal.map(flip),
+            KernelFault::CausalOnIndices => job.causal = job.causal.map(indices),
+            KernelFault::CausalIgnored => job.causal = None,
+            KernelFault::BackwardIgnoresGain => job.gain = 1.0,
+            KernelFault::WrongKvHead => job.k.heads = job.k.heads.iter().rev().copied().collect(),
+            KernelFault::DqWhereQIs => job.dq = None,
             _ => {}
         }
         job
     }
 }
 
-/// Every cell of a job, with one row more where asked.
+/// Every cell of a job, with `more` additional rows.
 fn cells(job: &Job, more: usize) -> Vec<usize> {
     let mut cells = Vec::new();
     for b in 0..job.batch {
@@ -171,7 +78,7 @@ fn reset(carry: &mut Carry<Data>, cells: &[usize], dim: usize) {
     }
 }
 
-/// Adds the old part to the new one as if both had the same maximum.
+/// Adds one carry to another as if both had the same row max.
 fn add_unscaled(old: &Carry<Data>, new: &mut Carry<Data>, cells: &[usize], dim: usize) {
     let add = |old: &Data, new: &mut Data, i: usize| {
         let sum = old.as_slice().get(i) + new.as_slice().get(i);
@@ -185,7 +92,7 @@ fn add_unscaled(old: &Carry<Data>, new: &mut Carry<Data>, cells: &[usize], dim: 
     }
 }
 
-/// Calls `each` with batch entry, segment, head, query and key of every pair that a mask hides.
+/// Calls `each` with batch entry, segment, head, query and key of every masked pair.
 fn hidden_pairs(job: &Job, mut each: impl FnMut(usize, usize, usize, usize, usize)) {
     for b in 0..job.batch {
         for (s, h) in (0..job.segments).flat_map(|s| (0..job.heads).map(move |h| (s, h))) {
@@ -196,7 +103,7 @@ fn hidden_pairs(job: &Job, mut each: impl FnMut(usize, usize, usize, usize, usiz
     }
 }
 
-/// What 0 times the values of masked keys does to the rows that do not see them.
+/// Adds 0 times the values of masked keys to the rows that do not see them.
 fn poison(job: &Job, v: Slice<'_>, carry: &mut Carry<Data>) {
     hidden_pairs(job, |b, s, h, i, j| {
         let cell = job.cells.at(b, s, i, h) * job.dim;
@@ -206,7 +113,7 @@ fn poison(job: &Job, v: Slice<'_>, carry: &mut Carry<Data>) {
     });
 }
 
-/// What 0 times queries and their output gradients does to the keys that they do not see.
+/// Adds 0 times queries and their output gradients to the gradients of keys they do not see.
 fn poison_keys(
     job: &Job,
     q: Slice<'_>,
@@ -219,7 +126,7 @@ fn poison_keys(
         let (query, cell) = (job.q.at(b, s, i, h), job.cells.at(b, s, i, h));
         let key = job.k.at(b, s, j, h);
         if upstream.lse.get(cell) == f64::NEG_INFINITY {
-            return; // that would be another mistake
+            return; // that would be a different fault
         }
         for c in 0..job.dim {
             let x = dk.as_slice().get(key + c) + 0.0 * q.get(query + c);
@@ -230,7 +137,7 @@ fn poison_keys(
     });
 }
 
-impl Mutant {
+impl KernelMutant {
     fn accumulate(
         &self,
         job: &Job,
@@ -241,26 +148,29 @@ impl Mutant {
         let job = self.misread(job);
         let inside = cells(&job, 0);
         let old = clone(carry);
-        if matches!(self.0, Fault::CarryReset | Fault::OldPartNotRescaled) {
+        if matches!(
+            self.0,
+            KernelFault::CarryReset | KernelFault::OldPartNotRescaled
+        ) {
             reset(carry, &inside, job.dim);
         }
-        let reads = self.0 == Fault::BeginReadsCarry;
+        let reads = self.0 == KernelFault::BeginReadsCarry;
         let state = SoftmaxState::Accumulate {
             starts: starts && !reads,
             carry: &mut *carry,
         };
         NaiveKernel.attend(&job, q, k, v, state)?;
         match self.0 {
-            Fault::BeginLeavesEmptyCells if starts => {
+            KernelFault::BeginLeavesEmptyCells if starts => {
                 let saw_nothing = |&&cell: &&usize| carry.l.as_slice().get(cell) == 0.0;
                 let empty: Vec<usize> = inside.iter().filter(saw_nothing).copied().collect();
                 for cell in empty {
                     carry.l.set(cell, old.l.as_slice().get(cell));
                 }
             }
-            Fault::OldPartNotRescaled => add_unscaled(&old, carry, &inside, job.dim),
-            Fault::MaskedKeysPoison => poison(&job, v, carry),
-            Fault::OneRowPast => {
+            KernelFault::OldPartNotRescaled => add_unscaled(&old, carry, &inside, job.dim),
+            KernelFault::MaskedKeysPoison => poison(&job, v, carry),
+            KernelFault::OneRowPast => {
                 let past = cells(&job, 1).into_iter().filter(|x| !inside.contains(x));
                 let limit = carry.m.as_slice().len();
                 past.filter(|&x| x < limit)
@@ -283,8 +193,8 @@ impl Mutant {
         let (old_out, old_lse) = (out.clone(), lse.clone());
         let mut carry = clone(carry);
         match self.0 {
-            Fault::ConcludeForgetsCarry => reset(&mut carry, &cells(&job, 0), job.dim),
-            Fault::ConcludeIgnoresGain => job.gain = 1.0,
+            KernelFault::ConcludeForgetsCarry => reset(&mut carry, &cells(&job, 0), job.dim),
+            KernelFault::ConcludeIgnoresGain => job.gain = 1.0,
             _ => {}
         }
         let state = SoftmaxState::Finish {
@@ -293,7 +203,7 @@ impl Mutant {
             lse: &mut *lse,
         };
         NaiveKernel.attend(&job, q, k, v, state)?;
-        if self.0 == Fault::ConcludeLeavesUnseen {
+        if self.0 == KernelFault::ConcludeLeavesUnseen {
             for i in (0..job.queries).filter(|&i| job.visible(i) == 0) {
                 let row = Job {
                     queries: 1,
@@ -322,7 +232,7 @@ impl Mutant {
         lse: &mut Data,
     ) -> Result<()> {
         let mut job = self.misread(job);
-        if self.0 == Fault::AttendIgnoresGain {
+        if self.0 == KernelFault::AttendIgnoresGain {
             job.gain = 1.0;
         }
         let state = SoftmaxState::Finish {
@@ -331,7 +241,7 @@ impl Mutant {
             lse: &mut *lse,
         };
         NaiveKernel.attend(&job, q, k, v, state)?;
-        if self.0 == Fault::AttendLeavesEmptyCells {
+        if self.0 == KernelFault::AttendLeavesEmptyCells {
             let seen = |&cell: &usize| lse.as_slice().get(cell) == f64::NEG_INFINITY;
             let empty: Vec<usize> = cells(&job, 0).into_iter().filter(seen).collect();
             empty.into_iter().for_each(|cell| lse.set(cell, 7.5));
@@ -340,7 +250,7 @@ impl Mutant {
     }
 }
 
-impl Memory for Mutant {
+impl Memory for KernelMutant {
     type Buffer = Data;
     type Input<'a> = Slice<'a>;
 
@@ -362,7 +272,7 @@ impl Memory for Mutant {
 
     fn upload(&self, from: &View<'_>, runs: &[Run], to: &mut Data) -> Result<()> {
         let unit = |run: &Run| Run { stride: 1, ..*run };
-        if self.0 == Fault::UploadIgnoresStride {
+        if self.0 == KernelFault::UploadIgnoresStride {
             return NaiveKernel.upload(from, &runs.iter().map(unit).collect::<Vec<_>>(), to);
         }
         NaiveKernel.upload(from, runs, to)
@@ -381,11 +291,16 @@ impl Memory for Mutant {
     }
 
     fn copy(&self, block: &Block, add: bool, from: Slice<'_>, to: &mut Data) -> Result<()> {
-        NaiveKernel.copy(block, add && self.0 != Fault::CopyIgnoresAdd, from, to)
+        NaiveKernel.copy(
+            block,
+            add && self.0 != KernelFault::CopyIgnoresAdd,
+            from,
+            to,
+        )
     }
 }
 
-impl Kernel for Mutant {
+impl Kernel for KernelMutant {
     fn attend(
         &self,
         job: &Job,
@@ -414,7 +329,7 @@ impl Kernel for Mutant {
     fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
         let old = to.m.clone();
         NaiveKernel.merge(block, from, to)?;
-        if self.0 == Fault::MergeKeepsMaximum {
+        if self.0 == KernelFault::MergeKeepsMaximum {
             to.m = old;
         }
         Ok(())
@@ -430,18 +345,18 @@ impl Kernel for Mutant {
         lse: &mut Data,
     ) -> Result<()> {
         let mut carry = clone(carry);
-        let gain = if self.0 == Fault::FinishIgnoresGain {
+        let gain = if self.0 == KernelFault::FinishIgnoresGain {
             1.0
         } else {
             gain
         };
-        if self.0 == Fault::FinishEpsilon {
+        if self.0 == KernelFault::FinishEpsilon {
             let l = carry.l.to_f64();
             let seen = |&l: &f64| if l == 0.0 { l } else { l + 1e-8 };
             carry.l = Data::from_f64(DType::F64, &l.iter().map(seen).collect::<Vec<_>>());
         }
         NaiveKernel.finish(cells, dim, gain, &carry, out, lse)?;
-        if self.0 == Fault::EmptyLseZero {
+        if self.0 == KernelFault::EmptyLseZero {
             let empty = |cell: &usize| lse.as_slice().get(*cell) == f64::NEG_INFINITY;
             let empty: Vec<usize> = (0..cells).filter(empty).collect();
             empty.into_iter().for_each(|cell| lse.set(cell, 0.0));
@@ -458,7 +373,7 @@ impl Kernel for Mutant {
         dlse: Option<Slice<'_>>,
         delta: &mut Data,
     ) -> Result<()> {
-        let dlse = dlse.filter(|_| self.0 != Fault::DeltaIgnoresDlse);
+        let dlse = dlse.filter(|_| self.0 != KernelFault::DeltaIgnoresDlse);
         NaiveKernel.delta(cells, dim, out, dout, dlse, delta)
     }
 
@@ -474,14 +389,14 @@ impl Kernel for Mutant {
         let job = self.misread(job);
         let Gradients { dq, dk, dv } = gradients;
         let old = (dq.clone(), dk.clone(), dv.clone());
-        if self.0 == Fault::DqWhereQIs {
-            // The gradient gets room for q's own addresses, or the mistake would be a crash.
+        if self.0 == KernelFault::DqWhereQIs {
+            // The gradient buffer is extended to q's addresses, or the fault would be a crash.
             let mut values = dq.to_f64();
             values.resize(values.len().max(q.len()), 0.0);
             *dq = Data::from_f64(dq.as_slice().dtype(), &values);
         }
         let mut lse = upstream.lse.to_f64();
-        if self.0 == Fault::EmptyRowsContribute {
+        if self.0 == KernelFault::EmptyRowsContribute {
             lse.iter_mut().for_each(|x| *x = x.max(-1e3));
         }
         let lse = Data::from_f64(upstream.lse.dtype(), &lse);
@@ -502,11 +417,13 @@ impl Kernel for Mutant {
             *new = Data::from_f64(old.as_slice().dtype(), &values);
         };
         match self.0 {
-            Fault::DqOverwritten => change(dq, &old.0, &|new, old| new - old),
-            Fault::DkOverwritten => change(dk, &old.1, &|new, old| new - old),
-            Fault::DkUnscaled => change(dk, &old.1, &|new, old| old + (new - old) / job.scale),
-            Fault::DqWhereQIs => change(dq, &old.0, &|new, _| new),
-            Fault::MaskedQueriesPoison => poison_keys(&job, q, upstream, dk, dv),
+            KernelFault::DqOverwritten => change(dq, &old.0, &|new, old| new - old),
+            KernelFault::DkOverwritten => change(dk, &old.1, &|new, old| new - old),
+            KernelFault::DkUnscaled => {
+                change(dk, &old.1, &|new, old| old + (new - old) / job.scale)
+            }
+            KernelFault::DqWhereQIs => change(dq, &old.0, &|new, _| new),
+            KernelFault::MaskedQueriesPoison => poison_keys(&job, q, upstream, dk, dv),
             _ => {}
         }
         Ok(())
@@ -523,62 +440,62 @@ fn the_oracle_passes_in_every_type() {
 }
 
 #[test]
-fn the_oracle_passes_with_scales_of_any_sign() {
-    let suite = Suite {
+fn the_oracle_passes_with_negative_and_zero_scales() {
+    let suite = KernelSuite {
         signs: true,
-        ..Suite::default()
+        ..KernelSuite::default()
     };
     suite.run(&NaiveKernel, &[DType::F64, DType::Bf16]).unwrap();
 }
 
 #[test]
-fn mutants_die_where_bits_are_not_promised() {
-    let suite = Suite {
+fn mutants_fail_without_bitwise_repeatability_too() {
+    let suite = KernelSuite {
         repeatable: false,
-        ..Suite::default()
+        ..KernelSuite::default()
     };
     suite.run(&NaiveKernel, &[DType::F32]).unwrap();
-    let unsteady = |fault: &Fault| *fault != Fault::FinishEpsilon;
+    let unsteady = |fault: &KernelFault| *fault != KernelFault::FinishEpsilon;
     for fault in FAULTS.into_iter().filter(unsteady) {
-        let verdict = suite.run(&Mutant(fault), &[DType::F32]);
-        assert!(verdict.is_err(), "{fault:?} survived");
+        let result = suite.run(&KernelMutant(fault), &[DType::F32]);
+        assert!(result.is_err(), "{fault:?} passed");
     }
 }
 
 #[test]
 fn the_wrapper_without_a_fault_passes() {
-    conformance::kernel(&Mutant(Fault::None), &[DType::F64]).unwrap();
+    conformance::kernel(&KernelMutant(KernelFault::None), &[DType::F64]).unwrap();
 }
 
 #[test]
-fn every_kernel_mutant_dies() {
+fn every_kernel_mutant_fails() {
     for fault in FAULTS {
-        let verdict = conformance::kernel(&Mutant(fault), &[DType::F64]);
-        let failure = verdict.expect_err(&format!("{fault:?} survived"));
-        println!("{fault:?} died: {failure}");
+        let result = conformance::kernel(&KernelMutant(fault), &[DType::F64]);
+        let failure = result.expect_err(&format!("{fault:?} passed"));
+        println!("{fault:?} failed: {failure}");
     }
 }
 
 #[test]
-fn gross_faults_die_in_narrow_types_too() {
+fn large_faults_fail_in_narrow_types_too() {
     for fault in FAULTS
         .into_iter()
-        .filter(|&fault| fault != Fault::FinishEpsilon)
+        .filter(|&fault| fault != KernelFault::FinishEpsilon)
     {
         for dtype in [DType::F32, DType::Bf16, DType::F16] {
-            let verdict = conformance::kernel(&Mutant(fault), &[dtype]);
-            assert!(verdict.is_err(), "{fault:?} survived in {dtype}");
+            let result = conformance::kernel(&KernelMutant(fault), &[dtype]);
+            assert!(result.is_err(), "{fault:?} passed in {dtype}");
         }
     }
 }
 
 #[test]
-fn the_true_merge_passes() {
+fn the_correct_merge_passes() {
     conformance::merge(|a, b| a.merge(b)).unwrap();
 }
 
-/// The merge of spec 2, with the combination of outputs left open: it gets the weights relative to
-/// the larger lse, the outputs of one channel and the lse of the whole.
+/// The merge of spec section 2 with a given combination of outputs: `combine` gets the weights
+/// relative to the larger lse, the outputs of one channel and the merged lse.
 fn merged(a: &Partial, b: &Partial, combine: impl Fn([f64; 2], [f64; 2], f64) -> f64) -> Partial {
     let largest = a.lse.max(b.lse);
     if largest == f64::NEG_INFINITY {
@@ -594,7 +511,7 @@ fn merged(a: &Partial, b: &Partial, combine: impl Fn([f64; 2], [f64; 2], f64) ->
 }
 
 #[test]
-fn every_wrong_merge_dies() {
+fn every_wrong_merge_fails() {
     type Combine = fn([f64; 2], [f64; 2], f64) -> f64;
     let truth: Combine = |[e1, e2], [o1, o2], _| (e1 * o1 + e2 * o2) / (e1 + e2);
     conformance::merge(|a, b| merged(a, b, truth)).unwrap();
@@ -613,8 +530,8 @@ fn every_wrong_merge_dies() {
         }),
     ];
     for (name, combine) in wrong {
-        let verdict = conformance::merge(|a, b| merged(a, b, combine));
-        assert!(verdict.is_err(), "{name} survived");
+        let result = conformance::merge(|a, b| merged(a, b, combine));
+        assert!(result.is_err(), "{name} survived");
     }
 }
 

@@ -1,0 +1,29 @@
+//! Options of the kernel suite.
+
+/// Head dimensions below, at and above vector widths.
+const DIMS: [usize; 9] = [1, 2, 3, 8, 16, 40, 64, 80, 128];
+
+/// Options of the kernel suite.
+#[derive(Debug, Clone, Copy)]
+pub struct KernelSuite {
+    /// Head dimensions of the cases.
+    pub dims: &'static [usize],
+    /// Whether gradients are bitwise repeatable. If not, gradients that must not change may differ
+    /// by the rounding of their sums.
+    pub repeatable: bool,
+    /// Whether to test negative and zero scales.
+    pub signs: bool,
+    /// (i, n): run the i-th of n shares of the cases, for parallel test runs.
+    pub share: (u64, u64),
+}
+
+impl Default for KernelSuite {
+    fn default() -> KernelSuite {
+        KernelSuite {
+            dims: &DIMS,
+            repeatable: true,
+            signs: false,
+            share: (0, 1),
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! The faults that mutants have.
+
+/// The fault of a mutant.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum KernelFault {
+    /// None: the wrapper itself must pass.
+    None,
+    /// Keys and queries are exchanged in the causal test.
+    CausalSignFlipped,
+    /// The causal test compares rows instead of positions.
+    CausalOnIndices,
+    /// There is no causal test.
+    CausalIgnored,
+    /// The accumulator is not rescaled when the row max increases.
+    OldPartNotRescaled,
+    /// Every job starts with an empty carry.
+    CarryReset,
+    /// The denominator gets an epsilon.
+    FinishEpsilon,
+    /// A row without keys gets an lse of 0.
+    EmptyLseZero,
+    /// The gain is applied after the softmax but not to its gradient.
+    FinishIgnoresGain,
+    /// A row without keys contributes to gradients.
+    EmptyRowsContribute,
+    /// The gradient ignores the gain.
+    BackwardIgnoresGain,
+    /// delta ignores the gradient of the lse.
+    DeltaIgnoresDlse,
+    /// Heads read the keys of other heads.
+    WrongKvHead,
+    /// The softmax scale is missing in dk.
+    DkUnscaled,
+    /// dq is overwritten.
+    DqOverwritten,
+    /// dk and dv are overwritten.
+    DkOverwritten,
+    /// dq is written at the addresses of q, even if the job has others.
+    DqWhereQIs,
+    /// One row too many is written.
+    OneRowPast,
+    /// Masked keys contribute with a weight of 0, and 0 times infinity is NaN.
+    MaskedKeysPoison,
+    /// Queries that do not see a key contribute to its gradient with a weight of 0.
+    MaskedQueriesPoison,
+    /// The merge of two carries keeps the row max of the target.
+    MergeKeepsMaximum,
+    /// A job that starts and finishes ignores the gain.
+    AttendIgnoresGain,
+    /// A job that starts and finishes does not write rows without keys.
+    AttendLeavesEmptyCells,
+    /// A starting job reads the carry.
+    BeginReadsCarry,
+    /// A starting job does not write rows without keys.
+    BeginLeavesEmptyCells,
+    /// A finishing job ignores the carry.
+    ConcludeForgetsCarry,
+    /// A finishing job ignores the gain.
+    ConcludeIgnoresGain,
+    /// A finishing job does not write rows that see none of its own keys.
+    ConcludeLeavesUnseen,
+    /// Rows are copied instead of added.
+    CopyIgnoresAdd,
+    /// Runs are read without their stride.
+    UploadIgnoresStride,
+}
+
+/// All faults but `None`.
+pub const FAULTS: [KernelFault; 29] = [
+    KernelFault::CausalSignFlipped,
+    KernelFault::CausalOnIndices,
+    KernelFault::CausalIgnored,
+    KernelFault::OldPartNotRescaled,
+    KernelFault::CarryReset,
+    KernelFault::FinishEpsilon,
+    KernelFault::EmptyLseZero,
+    KernelFault::FinishIgnoresGain,
+    KernelFault::EmptyRowsContribute,
+    KernelFault::BackwardIgnoresGain,
+    KernelFault::DeltaIgnoresDlse,
+    KernelFault::WrongKvHead,
+    KernelFault::DkUnscaled,
+    KernelFault::DqOverwritten,
+    KernelFault::DkOverwritten,
+    KernelFault::DqWhereQIs,
+    KernelFault::OneRowPast,
+    KernelFault::MaskedKeysPoison,
+    KernelFault::MaskedQueriesPoison,
+    KernelFault::MergeKeepsMaximum,
+    KernelFault::AttendIgnoresGain,
+    KernelFault::AttendLeavesEmptyCells,
+    KernelFault::BeginReadsCarry,
+    KernelFault::BeginLeavesEmptyCells,
+    KernelFault::ConcludeForgetsCarry,
+    KernelFault::ConcludeIgnoresGain,
+    KernelFault::ConcludeLeavesUnseen,
+    KernelFault::CopyIgnoresAdd,
+    KernelFault::UploadIgnoresStride,
+];
