@@ -57,7 +57,8 @@ pub fn devices() -> Vec<DeviceModel> {
         gpu(
             "h200",
             "FLOP/s measured on one H200 (CUDA 13.0) with prototype kernels, bf16, f16 taken as \
-             equal; 4.5 TB/s measured reads of strided rows (data sheet 4.8); 5 us a launch assumed",
+             equal; 4.5 TB/s measured reads of strided rows (data sheet 4.8); 5 us a launch \
+             assumed",
             4.5e12,
             // The diagonal was derived from causal and full runs of the same kernel at 4k to 64k
             // rows: 600 to 1500 keys at head dimension 128, 600 to 900 at 64.

@@ -320,8 +320,8 @@ impl PendingReceive {
                     peer: from.peer,
                     round,
                     reason: format!(
-                        "it sent a message of call {}, round {}, tag {} to a rank in call {}, round \
-                     {round}, tag {}; start all ranks with the same options",
+                        "it sent a message of call {}, round {}, tag {} to a rank in call {}, \
+                         round {round}, tag {}; start all ranks with the same options",
                         envelope.call, envelope.round, envelope.tag, self.posted.call, from.tag
                     ),
                 }))

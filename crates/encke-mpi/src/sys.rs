@@ -3,8 +3,8 @@
 //! The safe functions of the bindings ignore return codes, which is right where errors abort the
 //! program and wrong where the death of a peer is an ordinary error; so these call the C functions.
 //! Why that is sound: MPI is started with at least `MPI_THREAD_SERIALIZED`, and one thread at a
-//! time uses a [`MpiCommunicator`], because an exchange borrows its transport exclusively and passes
-//! it to one thread.
+//! time uses a [`MpiCommunicator`], because an exchange borrows its transport exclusively and
+//! passes it to one thread.
 
 use std::borrow::Cow;
 use std::ffi::c_int;

@@ -15,7 +15,7 @@ use encke_core::transport::TransportError;
 pub type TimeoutError = Box<dyn FnOnce(Duration) -> TransportError + Send>;
 
 /// A call with a time limit.
-struct TimedCall {
+struct WatchedCall {
     start: Instant,
     limit: Duration,
     error: TimeoutError,
@@ -23,7 +23,7 @@ struct TimedCall {
 
 #[derive(Default)]
 struct WatchdogState {
-    call: Option<TimedCall>,
+    call: Option<WatchedCall>,
     stopped: bool,
 }
 
@@ -66,7 +66,7 @@ impl Watchdog {
     ) {
         let (start, error) = (Instant::now(), Box::new(error));
         self.update(|state| {
-            state.call = Some(TimedCall {
+            state.call = Some(WatchedCall {
                 start,
                 limit,
                 error,

@@ -1,8 +1,8 @@
 //! A call with injected faults: all ranks on one thread, in virtual time, over a faulty network.
 //!
 //! The ranks are those of a ring of threads, and messages pass the checks of a network transport
-//! ([`PostedReceive`](encke_ring::envelope::PostedReceive)). A run shows that a call returns the right result, or
-//! that every rank ends with a typed error inside its deadline.
+//! ([`PostedReceive`](encke_ring::envelope::PostedReceive)). A run shows that a call returns the
+//! right result, or that every rank ends with a typed error inside its deadline.
 //!
 //! The protocol is minimal. Messages are checked and never retransmitted; a rank waits for its
 //! receives until its deadline and then fails; it does not notify the others, since the network

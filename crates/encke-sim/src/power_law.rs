@@ -1,6 +1,6 @@
 //! The exponent of a power law fitted to points.
 
-/// The exponent `e` of `y = c·x^e` by least squares on the logarithms. Points with x or y of 0 have
+/// The exponent `e` of `y = c·x^e` by least squares on logarithms. Points with x or y of 0 have
 /// no logarithm and are left out; `None` if fewer than two different x are left.
 pub fn exponent(points: &[(f64, f64)]) -> Option<f64> {
     let logs: Vec<(f64, f64)> = points
