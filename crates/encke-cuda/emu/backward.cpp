@@ -204,13 +204,13 @@ static void check(const Case& c) {
   const double q = error(r.dq, e.dq, x.dq, same), k = error(r.dk, e.dk, x.dk, same),
                v = error(r.dv, e.dv, x.dv, same), bound = (P_SHIFT > 0) ? 2e-3 : 6e-3;
   judge(q < bound && k < bound && v < bound && same, c,
-      same ? "gradients" : "touched what is not its own", q, k, v);
+      same ? "gradients" : "wrote outside its rows", q, k, v);
   const Result again = run(c, s, x, true, 2), fast = run(c, s, x, false, 1);
   auto none = [](u64) { return false; };
   judge(equal(r.dq, again.dq, none) && equal(r.dk, again.dk, none) && equal(r.dv, again.dv, none),
-      c, "bits in another order");
+      c, "bits with another schedule");
   bool own = true; const double f = error(fast.dq, e.dq, x.dq, own);
-  judge(f < bound && own && equal(r.dk, fast.dk, none), c, "order left free", f);
+  judge(f < bound && own && equal(r.dk, fast.dk, none), c, "any order", f);
   // With `overwrite`, the result is that of adding to zeros, and only the job's rows are touched.
   Inputs zeros = x;
   for (auto* all : {&zeros.dk, &zeros.dv})
@@ -221,7 +221,7 @@ static void check(const Case& c) {
             for (int d = 0; d < c.dim; d++) (*all)[at(j.k, b, g, t, h) + d] = 0.f;
   const Result added = run(c, s, zeros, true, 2), written = run(c, s, x, true, 2, true);
   judge(equal(added.dk, written.dk, none) && equal(added.dv, written.dv, none), c,
-      "written, not added");
+      "stored, not added");
 
   // Hidden rows have no effect: a key that is not finite on rows that do not see it, a query that
   // is not finite on keys it does not see.
@@ -277,7 +277,7 @@ static void check(const Case& c) {
   if (any) {
     const Result z = run(c, s, y, true, 2);
     judge(equal(r.dq, z.dq, none) && equal(r.dk, z.dk, none) && equal(r.dv, z.dv, none), c,
-        "silent rows");
+        "rows that saw no key");
   }
 }
 

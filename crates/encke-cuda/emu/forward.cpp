@@ -166,7 +166,8 @@ static void absorb(const Problem& p, Reference& r, int b, int s, int i, int h) {
 static int bad = 0;
 static void report(const char* what, const Case& c, bool fine, double out, double lse) {
   printf(
-      "%s %s HD=%d rows=%d keys=%d causal=%d before=%d after=%d | b%d s%d q%d k%d h%d/%d d%d r%d "
+      "%s %s HD=%d rows=%d keys=%d causal=%d load_carry=%d store_carry=%d | b%d s%d q%d k%d h%d/%d "
+      "d%d r%d "
       "+%d scale %g: out %.1e lse %.1e\n",
       fine ? "ok  " : "FAIL", what, HD, ROWS, KEYS, CAUSAL, LOAD_CARRY, STORE_CARRY, c.batch,
       c.segments, c.queries, c.keys, c.heads, c.kv_heads, c.dim, c.dilation, c.rest, c.scale, out,

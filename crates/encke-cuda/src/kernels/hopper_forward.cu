@@ -383,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       wgmma_fence(); issue_values(acc, p, shared.v(v.stage)); wgmma_commit(); wgmma_wait<0>();
       release(shared.v_empty(v.stage), lane);
       v.advance();
-      // Read again: the fields needed to store were not rescale in registers.
+      // Read again: the fields needed to store were not kept in registers.
       wait_tile(shared, tile_stage, tile);
       rows_of(job, tiles, tile, tile.row + consumer * 64 + warp * 16 + lane / 4, rows);
       if (CAUSAL && nonfinite) add_nonfinite_values(job, tiles, tile, rows, v_values, column, acc);
