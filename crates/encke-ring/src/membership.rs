@@ -32,7 +32,7 @@ struct OpenEpoch {
 
 /// Why there is no agreement.
 pub(crate) enum AgreementError {
-    /// A rank was inactive for longer than the deadline.
+    /// No rank made progress for longer than the deadline, and `peer` has not reported.
     Silence { peer: usize, waited: Duration },
     /// The call has failed meanwhile.
     Failed { peer: usize, reason: String },

@@ -173,7 +173,7 @@ fn several_ranks_may_die_while_a_copy_of_every_shard_is_left() {
 /// True if every survivor ended with the same error about the lost shard.
 fn is_lost(error: &RingError, shard: usize, keeper: usize, dead: &[usize]) -> bool {
     let keepers = vec![keeper];
-    let word = RankError::Lost(Error::LostShard { shard, keepers });
+    let expected = RankError::Lost(Error::LostShard { shard, keepers });
     let RingError::Rank {
         rank,
         source,
@@ -187,7 +187,7 @@ fn is_lost(error: &RingError, shard: usize, keeper: usize, dead: &[usize]) -> bo
     !dead.contains(rank)
         && ends.all(|(rank, error)| match dead.contains(&rank) {
             true => error.is_death(),
-            false => *error == word,
+            false => *error == expected,
         })
 }
 
