@@ -1,7 +1,7 @@
 //! The attention mask of one head, drawn with characters.
 //!
-//! A character is one (query, key) pair and shows its multiplicity in the pattern; nothing is sampled
-//! or scaled, so only the beginning of a long sequence is drawn.
+//! A character is one (query, key) pair and shows its multiplicity in the pattern; nothing is
+//! sampled or scaled, so only the beginning of a long sequence is drawn.
 
 use anyhow::{Result, ensure};
 use encke::{Pattern, Shape};

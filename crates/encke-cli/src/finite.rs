@@ -1,10 +1,10 @@
-//! The check for NaN and infinity: such elements of the inputs are refused by tensor and index, unless
-//! the caller accepts them.
+//! The check for NaN and infinity: such elements of the inputs are refused by tensor and index,
+//! unless the caller accepts them.
 //!
-//! The library does not check: such elements propagate by IEEE arithmetic, to the rows that attend to
-//! them and to no other. A command runs on files of unknown origin, where a NaN is nearly always an
-//! error of the program that wrote them. An element that is finite as stored but too large for the
-//! compute type would become an infinity, so it is refused as well.
+//! The library does not check: such elements propagate by IEEE arithmetic, to the rows that attend
+//! to them and to no other. A command runs on files of unknown origin, where a NaN is nearly always
+//! an error of the program that wrote them. An element that is finite as stored but too large for
+//! the compute type would become an infinity, so it is refused as well.
 
 use anyhow::{Result, bail};
 use encke::{DType, Element, Slice};

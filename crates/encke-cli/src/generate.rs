@@ -1,7 +1,7 @@
 //! `encke generate`: writes a file of generated tensors of any size.
 //!
-//! The elements are those of `encke billion`'s generator: each depends on its index alone. The file is
-//! written piece by piece, so it may be larger than memory.
+//! The elements are those of `encke billion`'s generator: each depends on its index alone. The file
+//! is written piece by piece, so it may be larger than memory.
 
 use std::path::PathBuf;
 

@@ -3,11 +3,11 @@
 //! What is checked here is the file: its format, its length, that it has the requested tensors, and
 //! that their types are supported. Whether the tensors fit together is checked elsewhere.
 //!
-//! Sequences larger than memory are described here too ([`TensorHeader`]) but read elsewhere, piece by
-//! piece, because pages of a map count as resident memory.
+//! Sequences larger than memory are described here too ([`TensorHeader`]) but read elsewhere, piece
+//! by piece, because pages of a map count as resident memory.
 //!
-//! The decision here: a tensor whose bytes are not aligned for its type is copied rather than refused,
-//! because the format does not guarantee alignment.
+//! The decision here: a tensor whose bytes are not aligned for its type is copied rather than
+//! refused, because the format does not guarantee alignment.
 
 use std::borrow::Cow;
 use std::fs::File;

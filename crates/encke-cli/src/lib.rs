@@ -37,8 +37,8 @@ use encke_mpi::launcher::LaunchedProcess;
 
 use cli::{EnckeCli, EnckeCommand};
 
-/// Runs the command with these arguments, of which the first is its name, and returns its exit code.
-/// Output goes to the process's standard output and standard error.
+/// Runs the command with these arguments, of which the first is its name, and returns its exit
+/// code. Output goes to the process's standard output and standard error.
 pub fn command(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     encke_lab::program("encke", arguments, run, run_as_rank)
 }

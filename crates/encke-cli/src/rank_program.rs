@@ -1,7 +1,7 @@
 //! A rank's program as text: its buffers, then its tasks and messages, round by round.
 //!
-//! Buffers are shown with their index, because several can have one name. All tasks and messages are
-//! listed, in the order in which the rank executes them; addresses are only in `--json`.
+//! Buffers are shown with their index, because several can have one name. All tasks and messages
+//! are listed, in the order in which the rank executes them; addresses are only in `--json`.
 
 use encke::explain::{bytes, grouped};
 use encke::plan::program::{BufferId, Fill, Message, Port, RankPlan, Round, Task};

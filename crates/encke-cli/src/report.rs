@@ -34,10 +34,10 @@ Examples:
   encke report out.html --show 16 --trace ring.json
       Timeline and traffic of a ring of 16, and its trace for https://ui.perfetto.dev.
 
-The page contains everything it shows and loads nothing. It follows the reader's choice of a light or
-dark colour scheme, and can be printed. Without pattern options the pattern is LongNet's, causal, in mix mode:
-segments of 1024, 4096, 16384 ... tokens with dilations 1, 4, 16 ... up to the whole sequence; for
-a sequence of less than 16k tokens the first segment is a sixteenth of it.
+The page contains everything it shows and loads nothing. It follows the reader's choice of a light
+or dark colour scheme, and can be printed. Without pattern options the pattern is LongNet's, causal,
+in mix mode: segments of 1024, 4096, 16384 ... tokens with dilations 1, 4, 16 ... up to the whole
+sequence; for a sequence of less than 16k tokens the first segment is a sixteenth of it.
 
 Numbers may be written 65536, 65_536, 64k, 1M or 1e9; k, M and G are powers of 1024.";
 
@@ -126,8 +126,8 @@ impl Options {
         }
         if self.ring.any_auto() {
             bail!(
-                "auto chooses one ring, and a report runs several; use `encke plan --explain`, and name \
-                 the cut here"
+                "auto chooses one ring, and a report runs several; use `encke plan --explain`, and \
+                 name the cut here"
             );
         }
         if self.ring.survives() {

@@ -22,9 +22,9 @@ pub struct RingOptions {
     #[arg(long, value_name = "CUT", value_parser = open(cut))]
     sharding: Option<Open<Cut>>,
 
-    /// Whether queries are sharded (each rank holds those of its own tokens; keys and values rotate),
-    /// replicated (every rank holds all of them, and all of the output; keys and values stay), or
-    /// auto [default: sharded].
+    /// Whether queries are sharded (each rank holds those of its own tokens; keys and values
+    /// rotate), replicated (every rank holds all of them, and all of the output; keys and values
+    /// stay), or auto [default: sharded].
     #[arg(long, value_name = "HOW", value_parser = open(queries))]
     queries: Option<Open<Queries>>,
 
@@ -180,8 +180,8 @@ impl RingOptions {
         self.redundancy.is_some_and(|redundancy| redundancy > 0)
     }
 
-    /// Applies the options to a builder, with `auto` decided for this machine. `most` is the largest
-    /// ring that the command supports, and `reason` is why.
+    /// Applies the options to a builder, with `auto` decided for this machine. `most` is the
+    /// largest ring that the command supports, and `reason` is why.
     pub fn apply(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {
         let builder = self.apply_given(builder, most, reason)?;
         match self.any_auto() {
@@ -229,7 +229,8 @@ impl RingOptions {
             || self.one_device_below.is_some();
         if given && !self.any_auto() {
             bail!(
-                "--most-ranks, --memory-per-rank and --one-device-below limit auto; add --ranks auto"
+                "--most-ranks, --memory-per-rank and --one-device-below limit auto; add \
+                 --ranks auto"
             );
         }
         let ranks = match (&cut, self.ranks()) {

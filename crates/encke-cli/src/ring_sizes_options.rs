@@ -45,8 +45,8 @@ impl RingSizesOptions {
     pub fn sizes(&self) -> Result<Vec<usize>> {
         if let Some(Cut::Firsts(_)) = self.sharding {
             bail!(
-                "first tokens define one ring size, and several are compared; use contiguous, zigzag \
-                 or striped"
+                "first tokens define one ring size, and several are compared; use contiguous, \
+                 zigzag or striped"
             );
         }
         sorted(&self.ranks, "--ranks", MOST_RANKS)

@@ -86,8 +86,8 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let mut suite = match (options.faults, options.device.device) {
         (true, ComputeDevice::Cpu) => VerifySuite::faults(options.redundancy)?,
         (true, device) => bail!(
-            "--faults tests messages and runs in the simulator, on the CPU; leave --device {device} \
-             out"
+            "--faults tests messages and runs in the simulator, on the CPU; leave --device \
+             {device} out"
         ),
         (false, device) => VerifySuite::reference(device)?,
     };
@@ -147,7 +147,8 @@ pub fn run_as_rank(
     let counts = processes::run(cluster, &mut suite, &settings, |seed, error| {
         let failed = paint.red("failed:");
         Ok(say_once(&format!(
-            "{failed} {error}\n  reproduce: encke verify --seed {seed} --count 1, as many processes\n"
+            "{failed} {error}\n  reproduce: encke verify --seed {seed} --count 1, as many \
+             processes\n"
         ))?)
     })?;
     say_once(&options.summary(paint, &counts, &suite))?;

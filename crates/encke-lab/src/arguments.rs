@@ -1,6 +1,7 @@
 //! The arguments this program was called with, kept so that records can name the command.
 //!
-//! They are not `std::env::args`: inside the Python package the process's own arguments are Python's.
+//! They are not `std::env::args`: inside the Python package the process's own arguments are
+//! Python's.
 
 use std::ffi::OsString;
 use std::sync::{Mutex, PoisonError};

@@ -1,6 +1,6 @@
 //! Traces in the trace-event format of Chrome and Perfetto: one process with a thread for each rank
-//! and a complete event (`"ph": "X"`) for each activity. Hops, where a simulated run knows them, are a
-//! second process with a thread for each receiving rank.
+//! and a complete event (`"ph": "X"`) for each activity. Hops, where a simulated run knows them,
+//! are a second process with a thread for each receiving rank.
 //!
 //! <https://ui.perfetto.dev> opens the file in the browser, without uploading it.
 
@@ -75,8 +75,8 @@ enum TraceEvent<'a> {
 }
 
 impl ChromeTrace {
-    /// Both passes of a call. The backward pass ends when the call returned, which leaves a gap where
-    /// the forward pass was recomputed.
+    /// Both passes of a call. The backward pass ends when the call returned, which leaves a gap
+    /// where the forward pass was recomputed.
     pub fn new(
         forward: &Trace,
         backward: Option<&Trace>,

@@ -52,9 +52,9 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Starts MPI and runs `work` of the program `name` as one rank. The cluster is shared, so that `work`
-/// can put it into a value that outlives a call, such as a model; `work` must drop all clones before
-/// it returns.
+/// Starts MPI and runs `work` of the program `name` as one rank. The cluster is shared, so that
+/// `work` can put it into a value that outlives a call, such as a model; `work` must drop all
+/// clones before it returns.
 pub fn run(
     name: &'static str,
     place: &LaunchedProcess,

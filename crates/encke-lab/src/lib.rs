@@ -1,10 +1,11 @@
-//! The part of Encke's programs that is not a command line: what `encke verify`, `bench`, `profile`,
+//! The part of Encke's programs that is not a command line: what `encke verify`, `bench`,
+//! `profile`,
 //! `billion` and `report` measure and check, and the files, tables, charts and pages they produce.
 //!
-//! Measuring functions take plain settings and return records; options, help and printed text belong
-//! to the programs (`encke-cli`, `encke-longnet`). The decision here: everything that two programs
-//! need lives in this crate once, so that their files, numbers, errors and exit codes follow the same
-//! rules ([`program()`], [`output`], [`terminal`]).
+//! Measuring functions take plain settings and return records; options, help and printed text
+//! belong to the programs (`encke-cli`, `encke-longnet`). The decision here: everything that two
+//! programs need lives in this crate once, so that their files, numbers, errors and exit codes
+//! follow the same rules ([`program()`], [`output`], [`terminal`]).
 #![forbid(unsafe_code)]
 
 pub mod arguments;

@@ -1,8 +1,8 @@
 //! Memory of ranks as a text table: planned bytes by component, borrowed and allocated bytes.
 //!
 //! Borrowed bytes are the caller's tensors, read in place and not allocated again. The kernel's
-//! workspace has a column of its own: it belongs to the kernel, which keeps it for the next call, and
-//! not to a buffer of the rank.
+//! workspace has a column of its own: it belongs to the kernel, which keeps it for the next call,
+//! and not to a buffer of the rank.
 
 use std::collections::BTreeSet;
 

@@ -1,7 +1,7 @@
 //! Parsers for whole numbers in options: `65536`, `65_536`, `64k`, `1M`, `1e9`.
 //!
-//! The decision here: k, M and G are powers of 1024, because sequence lengths and segments are, while
-//! an exponent is decimal. A number that is not whole is refused, never rounded.
+//! The decision here: k, M and G are powers of 1024, because sequence lengths and segments are,
+//! while an exponent is decimal. A number that is not whole is refused, never rounded.
 
 /// Every whole number up to this one is exact in f64.
 const EXACT: f64 = (1u64 << 53) as f64;

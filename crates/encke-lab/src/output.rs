@@ -25,8 +25,8 @@ pub struct OutputFile {
 }
 
 impl OutputFile {
-    /// Creates the temporary file; refused if the file could not be renamed to `path`, or if `path` is
-    /// one of `others`, each with a description for the error.
+    /// Creates the temporary file; refused if the file could not be renamed to `path`, or if `path`
+    /// is one of `others`, each with a description for the error.
     pub fn create(path: &Path, others: &[(&str, &Path)]) -> Result<OutputFile> {
         let shown = path.display();
         if let Ok(there) = fs::metadata(path) {

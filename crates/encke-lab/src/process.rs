@@ -1,4 +1,5 @@
-//! Resident memory of this process and a description of this machine, both from `/proc`, for records.
+//! Resident memory of this process and a description of this machine, both from `/proc`, for
+//! records.
 
 use std::fs;
 

@@ -1,4 +1,5 @@
-//! Runs a program: parses its arguments, runs it alone or as one rank of an MPI job, reports errors.
+//! Runs a program: parses its arguments, runs it alone or as one rank of an MPI job, reports
+//! errors.
 //!
 //! The decision here is what a caller can rely on: exit code 0 for success, 1 for a check that
 //! failed, 2 for any other error, and for an error exactly one line on standard error, which begins
@@ -48,8 +49,8 @@ impl fmt::Display for AlreadyReported {
 
 impl std::error::Error for AlreadyReported {}
 
-/// How long a rank stays alive after an error that another rank prints: launchers kill all processes
-/// of a job when the first one fails, and the line must be out by then.
+/// How long a rank stays alive after an error that another rank prints: launchers kill all
+/// processes of a job when the first one fails, and the line must be out by then.
 pub(crate) const PAUSE: Duration = Duration::from_millis(300);
 
 /// Parses the arguments (the first is the program's name), runs the program, and returns its exit
@@ -157,8 +158,8 @@ fn joined(text: &str) -> String {
 }
 
 /// Installs a panic hook that reports a panic as a bug, in one line. It ignores threads that are
-/// ranks, because the ring returns their panics as errors. With RUST_BACKTRACE set, the standard hook
-/// stays.
+/// ranks, because the ring returns their panics as errors. With RUST_BACKTRACE set, the standard
+/// hook stays.
 fn report_panics(name: &'static str) {
     if std::env::var_os("RUST_BACKTRACE").is_some() {
         return;

@@ -34,7 +34,8 @@ pub struct RowCheck {
 /// The largest allowed errors of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RowTolerance {
-    /// Of an element of out: values reach sqrt(3), the sum errs by 16 roundings, and is rounded once.
+    /// Of an element of out: values reach sqrt(3), the sum errs by 16 roundings, and is rounded
+    /// once.
     pub out: f64,
     /// Of an lse: 32 roundings, relative to a size of 10.
     pub lse: f64,
@@ -56,8 +57,8 @@ pub fn samples(request: &Request, generator: &Generator, uniform: usize) -> Samp
     Samples::new(sampled_rows(request, generator, uniform))
 }
 
-/// The (token, head) of each row to compare: `uniform` random ones (or all, if there are fewer), and
-/// some of each branch.
+/// The (token, head) of each row to compare: `uniform` random ones (or all, if there are fewer),
+/// and some of each branch.
 pub fn sampled_rows(
     request: &Request,
     generator: &Generator,

@@ -69,8 +69,9 @@ pub struct Options {
     #[arg(long, help_heading = HEADING, value_name = "X")]
     scale: Option<f64>,
 
-    /// Type to compute in and to write: f64, f32, bf16 or f16, or auto: for f32 inputs the type that
-    /// this hardware multiplies fastest; sums are f64 or f32 in any case [default: the type of q].
+    /// Type to compute in and to write: f64, f32, bf16 or f16, or auto: for f32 inputs the type
+    /// that this hardware multiplies fastest; sums are f64 or f32 in any case [default: the type of
+    /// q].
     #[arg(long, help_heading = HEADING, value_name = "TYPE", value_parser = open(dtype))]
     compute: Option<Open<DType>>,
 

@@ -1,8 +1,9 @@
 //! `encke attend` as an MPI job: each process is a rank, reads its own rows of the input and writes
 //! its own rows of the output.
 //!
-//! The decision here: there is one output file, of its full length from the start; all ranks write it,
-//! and the root renames it when all have written. The backward pass reads out and lse from that file.
+//! The decision here: there is one output file, of its full length from the start; all ranks write
+//! it, and the root renames it when all have written. The backward pass reads out and lse from that
+//! file.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;

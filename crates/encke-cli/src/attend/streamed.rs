@@ -1,8 +1,8 @@
 //! `encke attend --memory-limit`: a file of any size, one rank at a time.
 //!
-//! The input is unmapped once its header is read, because pages of a map count as resident; rows are
-//! read with `pread`. The output file has its full length from the start, rows are written at their
-//! offsets, and with `--grad` the backward pass reads out and lse back from it.
+//! The input is unmapped once its header is read, because pages of a map count as resident; rows
+//! are read with `pread`. The output file has its full length from the start, rows are written at
+//! their offsets, and with `--grad` the backward pass reads out and lse back from it.
 
 use std::fs::File;
 use std::path::Path;

@@ -72,7 +72,13 @@ pub struct Options {
     grad: bool,
 
     /// How often each ring is timed.
-    #[arg(long, value_name = "N", value_parser = count, default_value = "5", help_heading = HEADING)]
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = count,
+        default_value = "5",
+        help_heading = HEADING
+    )]
     repeats: usize,
 
     /// Seed of the tensors.

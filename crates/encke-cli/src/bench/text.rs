@@ -38,8 +38,8 @@ fn checks(record: &BenchRecord, paint: Paint) -> String {
     let dtype = record.request.dtype;
     let (tolerance, of_gradients) = (RowTolerance::of(dtype), gradient_tolerance(dtype));
     let mut text = format!(
-        "checked: {} rows against the reference; largest error of out {:.1e} (tolerance {:.1e}), of \
-         lse {:.1e} ({:.1e})",
+        "checked: {} rows against the reference; largest error of out {:.1e} (tolerance {:.1e}), \
+         of lse {:.1e} ({:.1e})",
         all.rows, all.worst_out, tolerance.out, all.worst_lse, tolerance.lse
     );
     let apart = record.rings.iter().filter_map(|ring| ring.gradients_apart);

@@ -1,7 +1,7 @@
 //! `encke` without a command: a demonstration of exactness, memory and traffic in three tables.
 //!
-//! The decision here: every number comes from a run or a plan made by this call, and a wrong one makes
-//! the command fail.
+//! The decision here: every number comes from a run or a plan made by this call, and a wrong one
+//! makes the command fail.
 
 mod exactness;
 mod memory;

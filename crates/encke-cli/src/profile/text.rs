@@ -191,8 +191,8 @@ fn job_pass(paint: Paint, pass: &encke_lab::profile::processes::JobPass) -> Stri
     let title = paint.bold(&format!("{}, measured", pass.pass));
     let hidden = match pass.hidden {
         Some(hidden) => format!(
-            "messages alone take {:.1} ms over all ranks; they explain {:.1} ms of the waiting in the \
-             run: {:.1} % hidden\n",
+            "messages alone take {:.1} ms over all ranks; they explain {:.1} ms of the waiting \
+             in the run: {:.1} % hidden\n",
             1e3 * pass.hop_seconds,
             1e3 * pass.exposed_seconds,
             100.0 * hidden.max(0.0),

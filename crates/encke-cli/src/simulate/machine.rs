@@ -25,8 +25,8 @@ const READINGS: usize = 3;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Machine")]
 pub struct MachineOptions {
-    /// The device of each rank: a name of --list; `here`, the CPU kernel as measured now; or `tuned`,
-    /// the GPU of this machine as encke tune measured it [default: h200].
+    /// The device of each rank: a name of --list; `here`, the CPU kernel as measured now; or
+    /// `tuned`, the GPU of this machine as encke tune measured it [default: h200].
     #[arg(long, value_name = "NAME")]
     pub gpu: Option<String>,
 
@@ -163,7 +163,8 @@ fn tuned() -> Result<DeviceModel> {
     let profile = MachineProfile::load(&MachineId::current())?;
     let gpu = profile.and_then(|profile| profile.gpu);
     let gpu = gpu.context(
-        "no GPU was measured on this machine with this version; encke tune measures it, if there is one",
+        "no GPU was measured on this machine with this version; encke tune measures it, if there \
+         is one",
     )?;
     Ok(gpu.device)
 }

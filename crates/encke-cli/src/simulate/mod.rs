@@ -1,7 +1,7 @@
 //! `encke simulate`: the predicted time of a plan on a described machine.
 //!
-//! The prediction is `encke-cost`'s; here the machine is built from names, a file and options, and the
-//! result is printed. `--against threads` compares predictions with measurements.
+//! The prediction is `encke-cost`'s; here the machine is built from names, a file and options, and
+//! the result is printed. `--against threads` compares predictions with measurements.
 
 mod against;
 pub mod machine;

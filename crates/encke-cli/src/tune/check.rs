@@ -75,8 +75,8 @@ pub fn run(repeats: usize, record: Option<&Path>) -> Result<Verdict> {
         .count();
     let tried: usize = checked.iter().map(|of| of.tried.len()).sum();
     let mut text = format!(
-        "{}; {repeats} runs of each alternative and more of the fastest, medians; behind: ratio of each \
-         turn; pace: time of a calibration call relative to that in the profile; machine: \
+        "{}; {repeats} runs of each alternative and more of the fastest, medians; behind: ratio of \
+         each turn; pace: time of a calibration call relative to that in the profile; machine: \
          {source}\n\n{}",
         MachineInfo::here().processor,
         table(&checked)

@@ -33,9 +33,9 @@ Examples:
   encke tune --check --record auto.json
       Thirty decisions against the best of an exhaustive search; minutes, on an idle machine.
 
-The profile is stored in $XDG_CONFIG_HOME/encke (~/.config/encke) under a name made of the processor,
-its cores, the GPU and this version: another machine or another version does not use it. It is
-optional; without it, commands use built-in figures and say so.
+The profile is stored in $XDG_CONFIG_HOME/encke (~/.config/encke) under a name made of the
+processor, its cores, the GPU and this version: another machine or another version does not use it.
+It is optional; without it, commands use built-in figures and say so.
 
 Exit codes: 0 success, 1 --check found a choice more than 5 % slower than the best, or a
 median error of predictions above 15 %, 2 any other error.";
@@ -55,8 +55,8 @@ pub struct Options {
     #[arg(long)]
     json: bool,
 
-    /// Check decisions instead: run all alternatives of thirty mixed configurations, and compare the
-    /// choice with the best. For an idle machine.
+    /// Check decisions instead: run all alternatives of thirty mixed configurations, and compare
+    /// the choice with the best. For an idle machine.
     #[arg(long, conflicts_with_all = ["show", "json", "seconds"])]
     check: bool,
 

@@ -1,9 +1,9 @@
 //! Opens pages in Chromium through its DevTools protocol.
 //!
 //! Not a general client: one page at a time, every call waits for its answer, and events are stored
-//! until a test reads them. The decision here: the protocol is JSON over a WebSocket, so a WebSocket
-//! crate is enough; crates that wrap the protocol have seven times as many dependencies and lag behind
-//! the browser.
+//! until a test reads them. The decision here: the protocol is JSON over a WebSocket, so a
+//! WebSocket crate is enough; crates that wrap the protocol have seven times as many dependencies
+//! and lag behind the browser.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
@@ -42,8 +42,9 @@ pub fn find() -> Option<PathBuf> {
     paths.into_iter().find(|path| path.is_file())
 }
 
-/// Starts a browser. Without one, prints that the test is skipped, directly to standard error because
-/// the test harness hides the output of passing tests, or fails if ENCKE_REQUIRE_CHROMIUM is set.
+/// Starts a browser. Without one, prints that the test is skipped, directly to standard error
+/// because the test harness hides the output of passing tests, or fails if ENCKE_REQUIRE_CHROMIUM
+/// is set.
 pub fn start_or_skip() -> Option<Chromium> {
     let Some(program) = find() else {
         let message = "no chromium in PATH and no CHROME: the page was NOT opened in a browser";

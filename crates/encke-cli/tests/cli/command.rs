@@ -49,8 +49,8 @@ impl CommandFolder {
         text(&output.stdout)
     }
 
-    /// Runs `encke` and expects an error: exit code 2, one line that has all of `words`, no standard
-    /// output, and no new file. Returns the line.
+    /// Runs `encke` and expects an error: exit code 2, one line that has all of `words`, no
+    /// standard output, and no new file. Returns the line.
     pub fn refuses(&self, arguments: &str, words: &[&str]) -> String {
         let before = self.names();
         let output = self.encke(arguments);

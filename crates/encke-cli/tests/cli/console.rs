@@ -1,5 +1,5 @@
-//! `console` blocks of a document: lines that begin with `$ ` are commands, the lines below them the
-//! expected output, in which `...` stands for any lines.
+//! `console` blocks of a document: lines that begin with `$ ` are commands, the lines below them
+//! the expected output, in which `...` stands for any lines.
 
 /// A command and its expected output.
 pub struct ConsoleStep {

@@ -1,7 +1,7 @@
 //! The golden files through `encke attend --grad`, on rings of many sizes and cuts.
 //!
-//! The decision here: the options of a file follow from its name and its recorded configuration, so a
-//! new file is tested without new code.
+//! The decision here: the options of a file follow from its name and its recorded configuration, so
+//! a new file is tested without new code.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;

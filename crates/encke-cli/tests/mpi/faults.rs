@@ -1,8 +1,8 @@
 //! Processes that are killed or stopped during a call: an error on every other process, within the
 //! deadline, and no output.
 //!
-//! `ENCKE_KILLS` is the number of kills during a call; a few by default. A call that had finished before
-//! the kill does not count and is repeated, up to as many times.
+//! `ENCKE_KILLS` is the number of kills during a call; a few by default. A call that had finished
+//! before the kill does not count and is repeated, up to as many times.
 
 use std::time::{Duration, Instant};
 
@@ -218,8 +218,8 @@ fn a_stopped_rank_exceeds_the_deadline_of_the_others() {
     let process = running.process(&folder, victim);
     at_work(&folder);
     assert!(signal(process, "-STOP"));
-    // The others fail at their deadline; then the launcher waits only for the stopped process, unless
-    // it has killed that one itself.
+    // The others fail at their deadline; then the launcher waits only for the stopped process,
+    // unless it has killed that one itself.
     std::thread::sleep(Duration::from_secs(9));
     signal(process, "-KILL");
     let (status, lines) = running.end(Duration::from_secs(60));

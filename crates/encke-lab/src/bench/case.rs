@@ -139,8 +139,8 @@ pub(super) fn gradient_difference(one: &Backward, other: &Backward) -> f64 {
     tensors.into_iter().map(relative).fold(0.0, f64::max)
 }
 
-/// The allowed relative difference of the gradients of two rings: they add the same terms in another
-/// order, in the type of sums, and round once or, where pairs are rounded too, a few times.
+/// The allowed relative difference of the gradients of two rings: they add the same terms in
+/// another order, in the type of sums, and round once or, where pairs are rounded too, a few times.
 pub fn gradient_tolerance(dtype: DType) -> f64 {
     256.0 * dtype.sum().epsilon() + 8.0 * dtype.epsilon()
 }

@@ -1,8 +1,9 @@
 //! Benchmarks: the times of rings of several sizes, measured in turn.
 //!
-//! The decision here: nothing is timed before it is checked. Rows of every ring's output are compared
-//! with the f64 reference, and its gradients with those of the smallest ring, before the first
-//! timing; then the rings take turns, so that other load of the machine affects all of them alike.
+//! The decision here: nothing is timed before it is checked. Rows of every ring's output are
+//! compared with the f64 reference, and its gradients with those of the smallest ring, before the
+//! first timing; then the rings take turns, so that other load of the machine affects all of them
+//! alike.
 
 mod case;
 #[cfg(feature = "mpi")]
@@ -48,8 +49,8 @@ impl BenchSettings {
     pub fn check_pattern(pattern: &Pattern) -> Result<()> {
         if pattern.mode() == Mode::Fkodom {
             bail!(
-                "fkodom mode divides by sums over the whole sequence, so its rows cannot be checked \
-                 one by one; use --mode group, which has the same pairs"
+                "fkodom mode divides by sums over the whole sequence, so its rows cannot be \
+                 checked one by one; use --mode group, which has the same pairs"
             );
         }
         Ok(())

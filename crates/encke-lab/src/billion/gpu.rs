@@ -1,8 +1,8 @@
 //! Ranks on a GPU: rows are generated and summed on the device; only a few thousand sums and the
 //! sampled rows cross the bus.
 //!
-//! The decision here: launches are only enqueued, and the host synchronises once for each rank, when
-//! it reads the sums. The GPU runs through the rounds of a rank without the host.
+//! The decision here: launches are only enqueued, and the host synchronises once for each rank,
+//! when it reads the sums. The GPU runs through the rounds of a rank without the host.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,8 @@ use super::settings::BillionSettings;
 /// Device bytes allowed beyond the plan: tables of heads, sums of blocks and sampled rows.
 const EXTRA_BYTES: usize = 64 << 20;
 
-/// Elements from which on the generation of rows is timed: two events take longer than fewer elements.
+/// Elements from which on the generation of rows is timed: two events take longer than fewer
+/// elements.
 const TIMED: usize = 1 << 20;
 
 /// The first power of two with which every rank fits into seven eighths of the GPU's memory.
@@ -53,7 +54,8 @@ pub(super) fn ranks(kernel: &CudaKernel, settings: &BillionSettings) -> Result<u
         }
         if ranks >= settings.tokens {
             bail!(
-                "with {ranks} ranks of one token each, a rank takes {} of the GPU's {}; use fewer heads",
+                "with {ranks} ranks of one token each, a rank takes {} of the GPU's {}; use \
+                 fewer heads",
                 bytes(most),
                 bytes(total)
             );

@@ -1,8 +1,8 @@
 //! Attention over a generated sequence that no memory holds, every pair of the pattern computed on
 //! this machine.
 //!
-//! The decision here: nothing is extrapolated. Ranks run one after another, each with the buffers of
-//! its own plan; of the output, a checksum and sampled rows are kept.
+//! The decision here: nothing is extrapolated. Ranks run one after another, each with the buffers
+//! of its own plan; of the output, a checksum and sampled rows are kept.
 
 mod gpu;
 mod host;
@@ -105,8 +105,8 @@ fn run_on<K: Kernel>(
     ))
 }
 
-/// Runs ranks one after another and adds each to the state, which is saved after every rank; returns
-/// the memory of the largest rank.
+/// Runs ranks one after another and adds each to the state, which is saved after every rank;
+/// returns the memory of the largest rank.
 fn attend<K: Kernel, R: RankRunner<K>>(
     (kernel, runner): (&K, &mut R),
     plan: &Plan,

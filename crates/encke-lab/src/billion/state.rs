@@ -1,5 +1,5 @@
-//! The state of a run, in a small file that is replaced atomically after every rank, so that a process
-//! which ends at any time leaves a complete state behind.
+//! The state of a run, in a small file that is replaced atomically after every rank, so that a
+//! process which ends at any time leaves a complete state behind.
 
 use std::path::Path;
 use std::time::Duration;
@@ -56,8 +56,8 @@ impl RunState {
         }
     }
 
-    /// The state of an interrupted run with these settings, or a new one; saved, so that a path that
-    /// cannot be written is found before there is anything to lose.
+    /// The state of an interrupted run with these settings, or a new one; saved, so that a path
+    /// that cannot be written is found before there is anything to lose.
     pub fn open(path: &Path, settings: &BillionSettings, fresh: bool) -> Result<RunState> {
         let loaded = match fresh {
             true => None,
@@ -86,8 +86,8 @@ impl RunState {
             .with_context(|| format!("{shown} is not the state of a run; use another --state"))?;
         if state.settings != *settings {
             bail!(
-                "{shown} is the state of another run ({}, {} tokens, {} ranks, {}, seed {}); give the \
-                 same options to continue it, --fresh to drop it, or another --state",
+                "{shown} is the state of another run ({}, {} tokens, {} ranks, {}, seed {}); give \
+                 the same options to continue it, --fresh to drop it, or another --state",
                 state.settings.device,
                 state.settings.tokens,
                 state.settings.ranks,

@@ -1,7 +1,7 @@
 //! Line charts with two logarithmic scales, on which a power of the ring size is a straight line.
 //!
-//! The decision here: lines are labelled at their ends, and labels that would overlap are moved apart,
-//! so that lines that coincide still have a label each.
+//! The decision here: lines are labelled at their ends, and labels that would overlap are moved
+//! apart, so that lines that coincide still have a label each.
 
 use super::axis::{Anchor, FONT_SIZE, Frame, label, line, polyline, text_width};
 use super::markup::Markup;

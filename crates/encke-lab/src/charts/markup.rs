@@ -1,8 +1,8 @@
 //! Elements of a page, with escaped text and attributes.
 //!
 //! The decision here: text and attributes can only be added through functions that escape them, so
-//! input cannot become markup. The output is well-formed XML as well as HTML, so that tests can parse
-//! it.
+//! input cannot become markup. The output is well-formed XML as well as HTML, so that tests can
+//! parse it.
 
 use std::fmt::{self, Display, Write};
 

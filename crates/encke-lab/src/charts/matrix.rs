@@ -1,7 +1,7 @@
 //! A square matrix of shaded cells: traffic between ranks, and attention masks.
 //!
-//! The decision here: there are six shades and no continuous ramp. A reader can match six shades with a
-//! legend, and all cells of one shade are one SVG path.
+//! The decision here: there are six shades and no continuous ramp. A reader can match six shades
+//! with a legend, and all cells of one shade are one SVG path.
 
 use super::axis::Frame;
 use super::markup::{Markup, ShortNumber};

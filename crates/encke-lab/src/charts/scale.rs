@@ -1,7 +1,7 @@
 //! Scales of axes: values to positions, ticks at round values, and their labels.
 //!
-//! The decision here: a scale has a unit, because what is round depends on it. Bytes are round in KiB
-//! and MiB, ring sizes in powers of two, times in 1, 2 and 5.
+//! The decision here: a scale has a unit, because what is round depends on it. Bytes are round in
+//! KiB and MiB, ring sizes in powers of two, times in 1, 2 and 5.
 
 use super::markup::ShortNumber;
 

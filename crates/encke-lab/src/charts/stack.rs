@@ -33,8 +33,8 @@ fn total(parts: &[BarPart]) -> usize {
     parts.iter().map(|part| part.bytes).sum()
 }
 
-/// The bars, with their axes. The dashed line is `guide` bytes divided by the ring size, from the first
-/// ring of `guide_from` ranks on.
+/// The bars, with their axes. The dashed line is `guide` bytes divided by the ring size, from the
+/// first ring of `guide_from` ranks on.
 pub fn draw(frame: Frame, pairs: &[BarPair], guide: f64, guide_from: usize) -> Markup {
     let most = pairs
         .iter()

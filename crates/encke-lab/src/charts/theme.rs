@@ -1,9 +1,9 @@
 //! Style sheet and script of the pages, for light and dark colour schemes.
 //!
-//! The decision here: a colour means one thing. Components have the same colour in every chart (related
-//! ones share a hue: a rank's own rows are dark, travelling rows are light); activities and shades have
-//! other hues. The colours of components are those of Okabe and Ito, which people with the common forms
-//! of colour blindness can distinguish.
+//! The decision here: a colour means one thing. Components have the same colour in every chart
+//! (related ones share a hue: a rank's own rows are dark, travelling rows are light); activities
+//! and shades have other hues. The colours of components are those of Okabe and Ito, which people
+//! with the common forms of colour blindness can distinguish.
 
 use encke::plan::program::Component;
 

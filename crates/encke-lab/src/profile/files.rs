@@ -70,7 +70,8 @@ pub fn write_json(to: &mut dyn Write, request: &Request, passes: &[PassProfile])
     to.write_all(b"\n")
 }
 
-/// Writes comma-separated values. Rings that were only planned have no rounds and no measured bytes.
+/// Writes comma-separated values. Rings that were only planned have no rounds and no measured
+/// bytes.
 pub fn write_csv(to: &mut dyn Write, passes: &[PassProfile]) -> io::Result<()> {
     writeln!(
         to,

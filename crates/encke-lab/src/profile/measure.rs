@@ -34,7 +34,8 @@ pub struct PassProfile {
 }
 
 impl PassProfile {
-    /// The smallest and largest memory of a rank, as fractions of its plan; `None` if no ring was run.
+    /// The smallest and largest memory of a rank, as fractions of its plan; `None` if no ring was
+    /// run.
     pub fn fractions_of_plan(&self) -> Option<(f64, f64)> {
         let shares = self.run.iter().filter_map(RingProfile::shares);
         shares.reduce(|(low, high), (least, most)| (low.min(least), high.max(most)))

@@ -1,10 +1,10 @@
-//! A memory profile as an MPI job: what each rank of one ring holds, and how much of the message time
-//! is hidden behind computation.
+//! A memory profile as an MPI job: what each rank of one ring holds, and how much of the message
+//! time is hidden behind computation.
 //!
-//! The decision here is the definition of hidden. The messages of the plan are also timed alone, round
-//! by round, with no computation and all ranks ready. The time a rank waits in the run after its jobs
-//! of a round are done is exposed, up to the time that the messages of the round take alone: a longer
-//! wait is for a rank that computes longer.
+//! The decision here is the definition of hidden. The messages of the plan are also timed alone,
+//! round by round, with no computation and all ranks ready. The time a rank waits in the run after
+//! its jobs of a round are done is exposed, up to the time that the messages of the round take
+//! alone: a longer wait is for a rank that computes longer.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
 //! Everything the page shows, as one value: measured and planned bytes, times, traffic.
 //!
-//! The decision here: the measurement does not draw, and the charts do not measure. The value is also
-//! embedded in the page as JSON, so that a reader of the page has the data.
+//! The decision here: the measurement does not draw, and the charts do not measure. The value is
+//! also embedded in the page as JSON, so that a reader of the page has the data.
 
 use std::collections::BTreeMap;
 
@@ -178,8 +178,8 @@ impl PassFindings {
         }
     }
 
-    /// The exponent of measured bytes of a component against the ring size; `None` if fewer than two
-    /// rings have the component.
+    /// The exponent of measured bytes of a component against the ring size; `None` if fewer than
+    /// two rings have the component.
     pub fn exponent(&self, component: Component) -> Option<f64> {
         let of = |ring: &RingFindings| ring.measured.get(&component).copied().unwrap_or(0);
         let rings = match component {

@@ -2,8 +2,8 @@
 //! bytes sent, pattern and predicted times.
 //!
 //! The decision here: the page is complete when it is written. Charts are drawn here, as SVG, from
-//! one value ([`ReportFindings`]), so a browser needs no network and no library to show the page, and equal
-//! findings give equal bytes.
+//! one value ([`ReportFindings`]), so a browser needs no network and no library to show the page,
+//! and equal findings give equal bytes.
 
 mod environment;
 mod findings;

@@ -38,8 +38,8 @@ fn title(findings: &ReportFindings) -> String {
 fn header(findings: &ReportFindings, title: &str) -> Markup {
     let setup = &findings.setup;
     let text = format!(
-        "Exact attention with the pattern “{}”: {}. Tokens are cut {}. Everything below was measured \
-         for this page.",
+        "Exact attention with the pattern “{}”: {}. Tokens are cut {}. Everything below was \
+         measured for this page.",
         setup.pattern, setup.sizes, setup.ring
     );
     Markup::new("header")
@@ -138,8 +138,8 @@ fn timeline_section(findings: &ReportFindings) -> Markup {
     });
     let lead = format!(
         "The activities of each rank. Rows are sent while it computes; it waits only for the \
-         rest of the transfer after its jobs are done. Ranks are threads that share {cores}: a rank \
-         also waits for a neighbour that has no core."
+         rest of the transfer after its jobs are done. Ranks are threads that share {cores}: a \
+         rank also waits for a neighbour that has no core."
     );
     let mut section = section("timeline", &finding, &lead);
     let entries = timeline::ACTIVITIES.map(|activity| {

@@ -1,8 +1,8 @@
 //! The attention mask as cells: the whole sequence, and its first tokens.
 //!
-//! The decision here: nothing is sampled. For the first tokens, a cell is one (query, key) pair with its
-//! multiplicity in the pattern; for the whole sequence, a cell is the exact fraction of its pairs,
-//! counted in closed form because the tokens of a branch are a congruence class.
+//! The decision here: nothing is sampled. For the first tokens, a cell is one (query, key) pair
+//! with its multiplicity in the pattern; for the whole sequence, a cell is the exact fraction of
+//! its pairs, counted in closed form because the tokens of a branch are a congruence class.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

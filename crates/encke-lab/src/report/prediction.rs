@@ -1,7 +1,7 @@
 //! Predicted times for every ring of the page.
 //!
-//! Nothing is fitted to these rings: the cost model has the plan, measurements of the kernel alone, and
-//! two small calibration rings.
+//! Nothing is fitted to these rings: the cost model has the plan, measurements of the kernel alone,
+//! and two small calibration rings.
 
 use anyhow::Result;
 use encke::{Plan, Request};
@@ -17,8 +17,9 @@ pub const RUNS: usize = 3;
 /// Rows of the largest job with which the kernel is measured.
 const ROWS: usize = 1024;
 
-/// Predicts requests, given with their pass and the measured time until the last rank was done. `None`
-/// if branches keep slots of their own until the end, because then time is also spent after the ring.
+/// Predicts requests, given with their pass and the measured time until the last rank was done.
+/// `None` if branches keep slots of their own until the end, because then time is also spent after
+/// the ring.
 pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predictions>> {
     let Some((_, first, _)) = measured.first() else {
         return Ok(None);

@@ -76,8 +76,8 @@ pub fn draw(rings: &[&Prediction], screen: Screen, description: &str) -> Markup 
     chart.with(frame.bottom_labels(names, "ranks in the ring, p"))
 }
 
-/// Heights of labels side by side, each given with its height and width, and `band` apart: a label that
-/// would overlap the one before is moved above it.
+/// Heights of labels side by side, each given with its height and width, and `band` apart: a label
+/// that would overlap the one before is moved above it.
 fn apart(labels: impl Iterator<Item = (f64, f64)>, band: f64) -> Vec<f64> {
     let mut before: Option<(f64, f64)> = None;
     let lift = |(own, width): (f64, f64)| {

@@ -1,9 +1,9 @@
 //! Runs a configuration and compares its results with the f64 reference.
 //!
-//! The decision here is the tolerance. For f64 and f32: a fraction of the largest value of the tensor,
-//! plus the rounding error of the terms it is a sum of, which counts where they cancel. For bf16 and
-//! f16, as FlashAttention does it: twice the error of rounding the exact result to that type, plus a
-//! floor, because the tensors kept between the passes are rounded as well.
+//! The decision here is the tolerance. For f64 and f32: a fraction of the largest value of the
+//! tensor, plus the rounding error of the terms it is a sum of, which counts where they cancel. For
+//! bf16 and f16, as FlashAttention does it: twice the error of rounding the exact result to that
+//! type, plus a floor, because the tensors kept between the passes are rounded as well.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -58,8 +58,8 @@ impl fmt::Display for WorstErrors {
     }
 }
 
-/// The device on which configurations run. A GPU is opened once, and again only after a configuration
-/// that failed before it returned the kernel.
+/// The device on which configurations run. A GPU is opened once, and again only after a
+/// configuration that failed before it returned the kernel.
 pub struct Comparer {
     device: ComputeDevice,
     gpu: Option<CudaKernel>,

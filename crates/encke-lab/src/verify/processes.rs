@@ -1,5 +1,5 @@
-//! Verification as an MPI job: whether the transport delivers messages as it must, and whether ranks
-//! that are processes return the bits of ranks that are threads, and of the simulator.
+//! Verification as an MPI job: whether the transport delivers messages as it must, and whether
+//! ranks that are processes return the bits of ranks that are threads, and of the simulator.
 //!
 //! Every process computes the whole call, with threads and in the simulator, in addition to its own
 //! rank, and compares its own rows. The root also compares the results of threads with the f64
@@ -45,8 +45,8 @@ pub fn check_transport(cluster: &mut Cluster) -> Result<Result<(), String>> {
 }
 
 /// Runs configurations on a ring of all processes, up to the count or the time limit, at least one.
-/// All ranks call it with the same settings; `on_failure` gets the description and the error of each
-/// configuration that fails on any rank.
+/// All ranks call it with the same settings; `on_failure` gets the description and the error of
+/// each configuration that fails on any rank.
 pub fn run(
     cluster: &mut Cluster,
     suite: &mut VerifySuite,
@@ -83,8 +83,8 @@ pub fn run(
     })
 }
 
-/// Both passes of a configuration: this process's rows against those of threads and of the simulator.
-/// The outer error is the wire's, the inner one says what differs.
+/// Both passes of a configuration: this process's rows against those of threads and of the
+/// simulator. The outer error is the wire's, the inner one says what differs.
 fn compare(
     cluster: &mut Cluster,
     kernel: &CpuKernel,
