@@ -57,11 +57,11 @@ pub trait Memory: Send + Sync {
     }
 
     /// Consumes a buffer and returns its elements in host memory.
-    fn into_host(&self, buffer: Self::Buffer) -> Result<Data>;
+    fn move_to_host(&self, buffer: Self::Buffer) -> Result<Data>;
 
     /// Turns host memory into a buffer without a copy, keeping its contents. Returns the memory if
     /// the device cannot use it.
-    fn from_host(&self, elements: Data) -> std::result::Result<Self::Buffer, Data> {
+    fn move_from_host(&self, elements: Data) -> std::result::Result<Self::Buffer, Data> {
         Err(elements)
     }
 
@@ -127,11 +127,11 @@ impl<K: HostKernel> Memory for K {
         Ok(())
     }
 
-    fn into_host(&self, buffer: Data) -> Result<Data> {
+    fn move_to_host(&self, buffer: Data) -> Result<Data> {
         Ok(buffer)
     }
 
-    fn from_host(&self, elements: Data) -> std::result::Result<Data, Data> {
+    fn move_from_host(&self, elements: Data) -> std::result::Result<Data, Data> {
         Ok(elements)
     }
 

@@ -246,11 +246,11 @@ impl Memory for CpuKernel {
         Ok(())
     }
 
-    fn into_host(&self, buffer: Data) -> Result<Data> {
+    fn move_to_host(&self, buffer: Data) -> Result<Data> {
         Ok(buffer)
     }
 
-    fn from_host(&self, elements: Data) -> std::result::Result<Data, Data> {
+    fn move_from_host(&self, elements: Data) -> std::result::Result<Data, Data> {
         Ok(elements)
     }
 

@@ -177,7 +177,7 @@ impl Memory for CudaKernel {
         Ok(())
     }
 
-    fn into_host(&self, buffer: Buffer) -> Result<Data> {
+    fn move_to_host(&self, buffer: Buffer) -> Result<Data> {
         Ok(buffer.read(buffer.elements())?)
     }
 

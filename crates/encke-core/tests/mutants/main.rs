@@ -282,7 +282,7 @@ impl Memory for KernelMutant {
         NaiveKernel.download(from, runs, to)
     }
 
-    fn into_host(&self, buffer: Data) -> Result<Data> {
+    fn move_to_host(&self, buffer: Data) -> Result<Data> {
         Ok(buffer)
     }
 

@@ -76,7 +76,7 @@ fn check(
     enqueued.map_err(|e| text(&e))?;
     let sums = generated_rows::checksum(kernel, batch, tokens, heads, dim, (&buffer, at));
     let (signed, squares, summed) = sums.and_then(|sums| sums.read()).map_err(|e| text(&e))?;
-    let data = kernel.into_host(buffer).map_err(|e| text(&e))?;
+    let data = kernel.move_to_host(buffer).map_err(|e| text(&e))?;
     if data.bytes() != expected.bytes() {
         return Err("rows differ from the host's".into());
     }

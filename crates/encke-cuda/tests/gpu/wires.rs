@@ -62,7 +62,7 @@ fn computed(kernel: &CudaKernel, values: &[f32]) -> Buffer {
 }
 
 fn values(kernel: &CudaKernel, buffer: Buffer) -> Vec<f32> {
-    match kernel.into_host(buffer).expect("a download") {
+    match kernel.move_to_host(buffer).expect("a download") {
         Data::F32(values) => values,
         other => panic!("{:?} instead of f32", other.as_slice().dtype()),
     }

@@ -114,7 +114,7 @@ impl Samples {
         kernel: &K,
         gathered: GatheredSamples<K::Buffer>,
     ) -> KernelResult<()> {
-        let rows = kernel.into_host(gathered.rows)?.to_f64();
+        let rows = kernel.move_to_host(gathered.rows)?.to_f64();
         let width = rows.len() / gathered.places.len();
         for (place, row) in gathered.places.iter().zip(rows.chunks(width)) {
             self.keep(*place, gathered.role, row.to_vec());

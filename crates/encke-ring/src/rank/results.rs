@@ -80,7 +80,7 @@ impl<K: Kernel> Rank<K> {
             let Some(PooledStorage { data, mark }) = pool.take(dtype, elements, own) else {
                 continue;
             };
-            match kernel.from_host(data) {
+            match kernel.move_from_host(data) {
                 Ok(mut buffer) => {
                     if sparse.contains(&port.buffer) && mark != own {
                         kernel.fill(&mut buffer, 0.0)?;
@@ -144,6 +144,6 @@ impl<K: Kernel> Rank<K> {
         let (after, planned) = (self.plan.rounds.len(), &self.plan.buffers[port.buffer.0]);
         let bytes = buffer.allocated_bytes();
         self.ledger.free(after, planned.component, bytes);
-        kernel.into_host(buffer).map(Some)
+        kernel.move_to_host(buffer).map(Some)
     }
 }

@@ -62,7 +62,7 @@ impl<F: Fn(KernelCall<'_>) -> Result<()> + Send + Sync> Memory for InstrumentedK
         NaiveKernel.download(from, runs, to)
     }
 
-    fn into_host(&self, buffer: Data) -> Result<Data> {
+    fn move_to_host(&self, buffer: Data) -> Result<Data> {
         Ok(buffer)
     }
 
