@@ -9,10 +9,12 @@
     if (box.width < 100 || box.height < 50) problems.push(`${label}: ${box.width} x ${box.height}`);
     const marks = chart.querySelectorAll("rect, path, circle");
     if (marks.length === 0) problems.push(`${label}: no marks`);
-    const texts = [...chart.querySelectorAll("text")].map(text => [text, text.getBoundingClientRect()]);
+    const texts = [...chart.querySelectorAll("text")]
+      .map(text => [text, text.getBoundingClientRect()]);
     texts.forEach(([text, one], index) => {
       if (one.width === 0) problems.push(`${label}: "${name(text)}" has no size`);
-      if (one.left < box.left - 1 || one.right > box.right + 1 || one.top < box.top - 1 || one.bottom > box.bottom + 1)
+      if (one.left < box.left - 1 || one.right > box.right + 1
+        || one.top < box.top - 1 || one.bottom > box.bottom + 1)
         problems.push(`${label}: "${name(text)}" leaves its chart`);
       for (const [other, two] of texts.slice(index + 1)) {
         const wide = Math.min(one.right, two.right) - Math.max(one.left, two.left);
@@ -27,7 +29,8 @@
       }
     });
   }
-  if (document.documentElement.scrollWidth > innerWidth) problems.push(`the page is ${document.documentElement.scrollWidth} wide`);
+  const width = document.documentElement.scrollWidth;
+  if (width > innerWidth) problems.push(`the page is ${width} wide`);
   const light = color => {
     const [r, g, b] = color.match(/[\d.]+/g).slice(0, 3).map(c => c / 255)
       .map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
@@ -41,7 +44,8 @@
     const [high, low] = [Math.max(ink, light(ground)), Math.min(ink, light(ground))];
     if ((high + 0.05) / (low + 0.05) < 4.5) problems.push(`"${name(text)}" is hard to read`);
   }
-  const marks = [...charts[0].querySelectorAll("rect.mark")].map(mark => mark.getBoundingClientRect());
+  const marks = [...charts[0].querySelectorAll("rect.mark")]
+    .map(mark => mark.getBoundingClientRect());
   const mark = marks.reduce((one, two) => one.height < two.height ? two : one);
   return {
     problems: [...new Set(problems)].slice(0, 30),
