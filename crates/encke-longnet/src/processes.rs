@@ -55,7 +55,7 @@ fn train(shared: &Arc<Mutex<Cluster>>, options: &Options) -> Result<Verdict> {
 
     let begin: fn(&mut ClusterTransport) = |transport| locked(&transport.0).wire.begin();
     let transport = (ClusterTransport(Arc::clone(shared)), begin);
-    let trainer = rank::trainer(&settings, &inputs, shard, line, Box::new(group));
+    let trainer = rank::trainer(&settings, &inputs, shard, transport, Box::new(group));
     let mut trainer = locked(shared).agree(trainer)?;
     let seconds = run.take_steps(&mut trainer, is_root)?;
 
