@@ -153,8 +153,8 @@ pub fn checksum(
     arguments.extend(run.iter().map(|value| value as &dyn KernelValue));
     arguments.push(&to);
     let (what, kernel) = ("summing rows", (&function, shape));
-    // SAFETY: the arguments of `checksum`; the rows were checked to be inside the buffer, and `sums`
-    // has room for one result per block.
+    // SAFETY: the arguments of `checksum`; the rows were checked to be inside the buffer, and
+    // `sums` has room for one result per block.
     unsafe { context.launch(what, kernel, &[source, &table], &[&sums], &arguments)? };
     Ok(RowSums {
         sums: Some(sums),

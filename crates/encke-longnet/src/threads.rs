@@ -126,7 +126,7 @@ impl RankThread {
     ) -> Result<Trained> {
         let rank = self.rank;
         let shard = rank::shard(settings, rank, self.ranks)?;
-        let group = ThreadGroup {
+        let group = SumGroup {
             rank,
             ranks: (0..self.ranks).collect(),
             endpoint: self.reduce,
@@ -139,13 +139,13 @@ impl RankThread {
 }
 
 /// All threads of the ring.
-struct ThreadGroup {
+struct SumGroup {
     rank: usize,
     ranks: Vec<usize>,
     endpoint: Endpoint<Vec<u8>>,
 }
 
-impl ReplicaGroup for ThreadGroup {
+impl ReplicaGroup for SumGroup {
     fn all_reduce_sum(&mut self, values: &[f32]) -> Result<Vec<f32>> {
         Ok(Collectives::new(&mut self.endpoint, self.rank, &self.ranks).sum(values)?)
     }
@@ -174,7 +174,7 @@ mod tests {
             ring: rings.remove(1),
             reduce: reduces.remove(1),
         };
-        let mut other = ThreadGroup {
+        let mut other = SumGroup {
             rank: 0,
             ranks: vec![0, 1],
             endpoint: reduces.remove(0),

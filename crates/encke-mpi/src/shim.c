@@ -1,7 +1,8 @@
 /* What bindings cannot express: macros, and the functions of ULFM where an MPI has them.
  *
  * Every function returns an MPI error code unless stated otherwise. Without ULFM its functions
- * return MPI_ERR_OTHER; callers check encke_mpi_ulfm, which then returns 0, before they call them. */
+ * return MPI_ERR_OTHER; callers check encke_mpi_ulfm, which then returns 0, before they call
+ * them. */
 
 #include <mpi.h>
 #include <stdlib.h>

@@ -91,8 +91,9 @@ fn spawn_and_join<K: Kernel>(
     })
 }
 
-/// What the ranks recorded, and which of them died. Where the call `survives` and a rank has finished,
-/// deaths do not fail it; any other failure does, and the error names the rank that failed `first`.
+/// What the ranks recorded, and which of them died. Where the call `survives` and a rank has
+/// finished, deaths do not fail it; any other failure does, and the error names the rank that
+/// failed `first`.
 pub fn join_results(
     results: Vec<RankResult>,
     first: Option<usize>,

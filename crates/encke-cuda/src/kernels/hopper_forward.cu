@@ -81,8 +81,8 @@ DEV void prefetch_sums(const JobParams& job, const Tile& tile, const float* sums
 #endif
 #if LOAD_CARRY && !STORE_CARRY
 // Adds the carried sums to the tile's own.
-DEV void add_carried_sums(const JobParams& job, const Rows& rows, const float* sums, float c, u32 staged,
-    int lane, float (&acc)[HD / 2], const Softmax& softmax, const float (&carried_max)[2]) {
+DEV void add_carried_sums(const JobParams& job, const Rows& rows, const float* sums, float c,
+    u32 staged, int lane, float (&acc)[HD / 2], const Softmax& softmax, const float (&carried_max)[2]) {
   const int column = lane % 4 * 2;
   #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -391,8 +391,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_wait(shared.sums_full(consumer * 4 + warp), sums_parity); sums_parity ^= 1;
 #endif
 #if LOAD_CARRY && !STORE_CARRY
-      add_carried_sums(job, rows, sums, c, shared.sums(consumer * 64 + warp * 16), lane, acc, softmax,
-          carried_max);
+      add_carried_sums(job, rows, sums, c, shared.sums(consumer * 64 + warp * 16), lane, acc,
+          softmax, carried_max);
 #endif
 #if STORE_CARRY
       if (!RELEASE_Q_EARLY && lane == 0) barrier_arrive(shared.q_empty(q.stage));

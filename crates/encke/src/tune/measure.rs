@@ -1,7 +1,8 @@
 //! Measures this machine in under a minute: the kernel in every type, memory, hops between threads.
 //!
-//! [`HostProfile`] measures and fits; this file decides which types and sizes are worth the time. They
-//! take turns, so that other load on the machine affects all of them alike, until the time limit.
+//! [`HostProfile`] measures and fits; this file decides which types and sizes are worth the time.
+//! They take turns, so that other load on the machine affects all of them alike, until the time
+//! limit.
 
 use std::time::{Duration, Instant};
 
