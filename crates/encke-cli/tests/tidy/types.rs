@@ -45,7 +45,7 @@ fn defined(line: &str) -> Option<&str> {
 fn definitions_are_read_from_lines() {
     for (line, name) in [
         ("pub struct Plan {", Some("Plan")),
-        ("pub(crate) enum Task<'a> {", Some("Task")),
+        ("pub(crate) enum Quoted<'a> {", Some("Quoted")),
         ("pub(in crate::plan) struct Inner;", Some("Inner")),
         ("    struct Local(u8);", Some("Local")),
         ("unsafe trait Zeroed {}", Some("Zeroed")),
