@@ -91,14 +91,14 @@ def rows_sent(rank, branch):
 
 
 def angle(token):
-    """The angle of a token's middle; rank 0 begins at the top, ranks follow clockwise."""
+    """The angle of a token's middle; rank 0 starts at the top, ranks follow clockwise."""
     rank, place = divmod(token, CHUNK)
     span = 2 * math.pi / RANKS
     return -math.pi / 2 + rank * span + GAP / 2 + (place + 0.5) * (span - GAP) / CHUNK
 
 
 def edge(rank, end):
-    """The angle at which a rank's band begins (end = 0) or ends (end = 1)."""
+    """The angle at which a rank's band starts (end = 0) or ends (end = 1)."""
     span = 2 * math.pi / RANKS
     return -math.pi / 2 + (rank + end) * span + (GAP / 2 if end == 0 else -GAP / 2)
 

@@ -139,12 +139,12 @@ fn task_text(program: &RankPlan, task: &Task) -> String {
         Task::Forward {
             q,
             k,
-            begins,
+            starts,
             carry,
             ..
         } => {
             let work = job_text(task);
-            let first = if *begins { " for the first time" } else { "" };
+            let first = if *starts { " for the first time" } else { "" };
             format!(
                 "attend {work}{first}: {} to {}, into {}",
                 name(q),

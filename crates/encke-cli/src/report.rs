@@ -132,7 +132,7 @@ impl Options {
         }
         if self.ring.survives() {
             bail!(
-                "--redundancy needs other ranks, and a report begins with a ring of one; see \
+                "--redundancy needs other ranks, and a report starts with a ring of one; see \
                  `encke profile --redundancy`"
             );
         }

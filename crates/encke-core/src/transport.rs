@@ -164,7 +164,8 @@ pub enum TransportError {
     },
 }
 
-/// Bytes that an exchange moved, counted where they were copied or passed to the network.
+/// Bytes of the messages of an exchange, whether they were copied, handed over or dropped because
+/// the receiver is dead.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Moved {
     /// Sent by this rank.
@@ -175,7 +176,8 @@ pub struct Moved {
 
 /// Exchanges messages between ranks.
 pub trait Transport<B: WireBuffer> {
-    /// Posts all sends and receives, runs `meanwhile`, and waits until all messages are complete.
+    /// Sends and receives all messages and runs `meanwhile` once, in the order that overlaps best;
+    /// returns when all messages are complete.
     fn exchange(
         &mut self,
         round: usize,

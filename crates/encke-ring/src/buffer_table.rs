@@ -38,7 +38,7 @@ pub(crate) struct CheckedOut<B> {
 }
 
 impl<B> CheckedOut<B> {
-    /// Takes every buffer that one of `tasks` writes.
+    /// Takes every buffer that one of `tasks` needs exclusively ([`Task::holds`]).
     pub(crate) fn take(table: &mut BufferTable<B>, tasks: &[Task]) -> CheckedOut<B> {
         let mut ids: Vec<BufferId> = tasks.iter().flat_map(Task::holds).collect();
         ids.sort_unstable();

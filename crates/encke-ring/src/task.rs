@@ -70,12 +70,12 @@ pub(crate) fn run_task<K: Kernel>(
             q,
             k,
             v,
-            begins,
+            starts,
             carry,
         } => outputs.with_carry(*carry, |_, carry| {
             let state = SoftmaxState::Accumulate {
                 carry,
-                starts: *begins,
+                starts: *starts,
             };
             kernel.attend(job, read(*q), read(*k), read(*v), state)
         }),

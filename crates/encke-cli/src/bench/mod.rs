@@ -28,7 +28,7 @@ Examples:
   encke bench --tokens 64k --mode mix --segment-lengths 2k,16k,64k --dilation-rates 1,8,32
       A LongNet pattern.
   encke bench --tokens 64k --heads 16 --dim 128 --dtype bf16 --grad --device cuda
-      The ranks of a ring on the first NVIDIA GPU. A call begins and ends with tensors on the host,
+      The ranks of a ring on the first NVIDIA GPU. A call starts and ends with tensors on the host,
       so copies are included in its time; bench/gpu.py times the GPU alone.
   mpirun -n 4 encke bench --tokens 32k --grad --json four.json
       Every rank a process: one ring, timed by its slowest rank.

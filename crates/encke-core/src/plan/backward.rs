@@ -40,13 +40,13 @@ struct BackwardBuffers {
 }
 
 impl BackwardBuffers {
-    /// Plans this rank's buffers and inputs, and if the shard `begins`, its first tasks. Tensors of
+    /// Plans this rank's buffers and inputs, and if the shard `starts`, its first tasks. Tensors of
     /// queries have the rows `runs` (all rows or this rank's).
     fn new(
         b: &mut ProgramBuilder<'_>,
         runs: &[Run],
         with_dlse: bool,
-        begins: bool,
+        starts: bool,
     ) -> BackwardBuffers {
         let plan = b.plan;
         let request = &plan.request;
@@ -82,7 +82,7 @@ impl BackwardBuffers {
         for (role, buffer) in [(Role::K, k), (Role::V, v)] {
             b.input(role, buffer, b.runs_of(b.rank));
         }
-        if begins {
+        if starts {
             for buffer in [dq, dk, dv] {
                 b.fill(0, buffer, Fill::Zero);
             }
@@ -177,9 +177,9 @@ pub(super) fn rotating_keys(
 ) -> RankPlan {
     let mut b = ProgramBuilder::new(plan, rank);
     let (runs, at) = (b.runs_of(rank), own_queries(&b));
-    let begins = progress.is_none_or(|progress| !progress[rank].begun);
-    let own = BackwardBuffers::new(&mut b, &runs, dlse, begins);
-    if begins {
+    let starts = progress.is_none_or(|progress| !progress[rank].begun);
+    let own = BackwardBuffers::new(&mut b, &runs, dlse, starts);
+    if starts {
         b.local_jobs(at, |job| own.task(job));
     }
     let to_queries = |of: RingPair| progress.is_none_or(|done| of.is_new_to_queries(done));

@@ -13,8 +13,8 @@ pub enum Component {
     Queries,
     /// The rank's own k and v.
     OwnKv,
-    /// k and v of other ranks, rotating. The own parcel is packed into one of these buffers, so
-    /// packing takes no extra memory.
+    /// k and v of other ranks, rotating. In rounds of one distance the own parcel is packed into
+    /// one of these buffers; in wider rounds it has a buffer of its own.
     TravellingKv,
     /// Queries of other ranks, with dout, lse and delta, rotating.
     TravellingQueries,

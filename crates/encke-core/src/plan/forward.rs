@@ -75,10 +75,10 @@ pub(super) fn sharded(plan: &Plan, rank: usize, progress: Option<&[ShardProgress
         cells: b.own(),
         dq: None,
     };
-    let begins = progress.is_none_or(|progress| !progress[rank].begun);
+    let starts = progress.is_none_or(|progress| !progress[rank].begun);
     if b.one_job_per_cell() {
         let (out, lse) = outputs(&mut b);
-        if begins {
+        if starts {
             // Cells that see no key keep the zeros that out is allocated with.
             b.fill(0, lse, Fill::MinusInfinity);
             b.local_jobs(at, |job| Task::Attend {
@@ -98,10 +98,10 @@ pub(super) fn sharded(plan: &Plan, rank: usize, progress: Option<&[ShardProgress
         q,
         k,
         v,
-        begins: false,
+        starts: false,
         carry,
     };
-    if begins {
+    if starts {
         b.clear_carry(0, carry);
         b.local_jobs(at, |job| forward(job, k, v));
     }
@@ -157,7 +157,7 @@ fn replicated(plan: &Plan, rank: usize) -> RankPlan {
         q,
         k,
         v,
-        begins: false,
+        starts: false,
         carry,
     };
     b.local_jobs(at, |job| forward(job, carry));

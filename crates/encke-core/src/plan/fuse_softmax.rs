@@ -108,8 +108,8 @@ impl SoftmaxTasks {
                 _ => apart(task),
             };
             let meanwhile = |task: &Task| match task {
-                Task::Forward { carry, begins, .. } => {
-                    number < end && !begins && *carry == softmax.carry
+                Task::Forward { carry, starts, .. } => {
+                    number < end && !starts && *carry == softmax.carry
                 }
                 _ => apart(task),
             };
@@ -191,9 +191,9 @@ impl SoftmaxTasks {
                 continue;
             };
             let index = indices.next().unwrap_or(before);
-            for (rows, begins, last) in cells.spans(index, ends) {
+            for (rows, starts, last) in cells.spans(index, ends) {
                 let job = job.of_queries(rows);
-                tasks.push(self.task((job, *q, *k, *v), begins, last));
+                tasks.push(self.task((job, *q, *k, *v), starts, last));
             }
         }
         round.meanwhile = tasks;
@@ -202,11 +202,11 @@ impl SoftmaxTasks {
     fn task(
         &self,
         (job, q, k, v): (Job, BufferId, BufferId, BufferId),
-        begins: bool,
+        starts: bool,
         ends: bool,
     ) -> Task {
         let (carry, out, lse) = (self.carry, self.out, self.lse);
-        match (begins, ends) {
+        match (starts, ends) {
             (true, true) => Task::Attend {
                 job,
                 q,
@@ -224,12 +224,12 @@ impl SoftmaxTasks {
                 out,
                 lse,
             },
-            (begins, false) => Task::Forward {
+            (starts, false) => Task::Forward {
                 job,
                 q,
                 k,
                 v,
-                begins,
+                starts,
                 carry,
             },
         }
@@ -283,12 +283,12 @@ impl CellRuns {
         let run = &self.runs[index].1;
         let mut spans: Vec<RowSpan> = Vec::new();
         for rows in self.cut(run.clone()) {
-            let begins = self.containing(&rows).next() == Some(index);
+            let starts = self.containing(&rows).next() == Some(index);
             let last = ends && self.containing(&rows).last() == Some(index);
             let rows = rows.start - run.start..rows.end - run.start;
             match spans.last_mut() {
-                Some(span) if (span.1, span.2) == (begins, last) => span.0.end = rows.end,
-                _ => spans.push((rows, begins, last)),
+                Some(span) if (span.1, span.2) == (starts, last) => span.0.end = rows.end,
+                _ => spans.push((rows, starts, last)),
             }
         }
         spans
@@ -319,7 +319,7 @@ mod tests {
             for task in round.before.iter().chain(&round.meanwhile) {
                 match task {
                     Task::Fill { .. } | Task::Finish { .. } => kinds[0] += 1,
-                    Task::Forward { begins: true, .. } => kinds[1] += 1,
+                    Task::Forward { starts: true, .. } => kinds[1] += 1,
                     Task::Forward { .. } => kinds[2] += 1,
                     Task::Conclude { .. } => kinds[3] += 1,
                     Task::Attend { .. } => kinds[4] += 1,

@@ -114,7 +114,7 @@ pub enum Task {
         /// Values.
         v: BufferId,
         /// Whether this is the first job of its cells: the carry is written without being read.
-        begins: bool,
+        starts: bool,
         /// The carry that is updated.
         carry: CarryIds,
     },

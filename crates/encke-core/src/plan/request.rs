@@ -47,7 +47,7 @@ pub struct Request {
     pub sharding: Sharding,
     /// Which ranks hold the queries.
     pub queries: Queries,
-    /// The storage type.
+    /// The compute type: inputs are converted to it.
     pub dtype: DType,
     /// The softmax scale; None for 1/sqrt(dim).
     pub scale: Option<f64>,
@@ -56,7 +56,7 @@ pub struct Request {
     /// How many other ranks hold a replica of each rank's inputs. That many consecutive ranks may
     /// die without losing the call.
     pub redundancy: usize,
-    /// What rotates, and how many ring steps a round takes.
+    /// What rotates, and how many distances a round takes.
     pub schedule: Schedule,
 }
 

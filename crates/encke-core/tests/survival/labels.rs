@@ -116,11 +116,11 @@ impl LabelRank {
                 job,
                 q,
                 k,
-                begins,
+                starts,
                 carry,
                 ..
             } => {
-                if *begins {
+                if *starts {
                     for cell in cells(job) {
                         self.buffers[carry.acc.0][cell].clear();
                     }

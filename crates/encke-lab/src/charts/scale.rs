@@ -47,7 +47,7 @@ impl AxisScale {
 
     /// A logarithmic scale, with ticks at powers of two. The domain must be above 0.
     pub fn logarithmic(unit: Unit, domain: (f64, f64), range: (f64, f64)) -> AxisScale {
-        assert!(domain.0 > 0.0, "a logarithmic scale begins above 0");
+        assert!(domain.0 > 0.0, "a logarithmic scale starts above 0");
         AxisScale {
             unit,
             spacing: Spacing::Logarithmic,
