@@ -73,8 +73,8 @@ _operator = torch.library.custom_op(
     "encke::ring_attention",
     _forward,
     mutates_args=(),
-    schema=f"""(Tensor q, Tensor k, Tensor v, {_REQUEST})
-        -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
+    schema=f"""(Tensor q, Tensor k, Tensor v,
+        {_REQUEST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
 )
 
 
@@ -118,8 +118,8 @@ _backward_operator = torch.library.custom_op(
     _backward,
     mutates_args=(),
     schema=f"""(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slot_out,
-        Tensor slot_lse, Tensor sizes, Tensor dout, Tensor? dlse, {_REQUEST})
-        -> (Tensor, Tensor, Tensor)""",
+        Tensor slot_lse, Tensor sizes, Tensor dout, Tensor? dlse,
+        {_REQUEST}) -> (Tensor, Tensor, Tensor)""",
 )
 
 
