@@ -9,7 +9,7 @@
 //! that would carry the notification is what failed. The caller closes the call: if a rank has
 //! failed, the ranks that had finished get an error there, because a result with a missing part is
 //! invalid. Where deaths are survived, the survivors agree and continue as threads do
-//! ([`recovery`](crate::recovery)).
+//! (`recovery.rs`).
 //!
 //! Every run terminates: each round of a rank causes at most two events, each message at most two,
 //! and nothing else causes any; the event loop asserts this bound.
