@@ -72,13 +72,13 @@ pub trait TileElement: Element {
     /// Whether the row max is subtracted before the multiplication by log2 e, so that the part
     /// common to both is not rounded.
     const EXACT: bool = false;
-    /// The factor of a row max or an lse before [`exp2_argument`] subtracts it.
+    /// The factor of a row max or an lse before `exp2_argument` subtracts it.
     const UNIT: f32 = if Self::EXACT { 1.0 } else { LOG2_E };
     /// Truncation makes weights smaller on average; this log2 factor makes them larger beforehand,
     /// and the second value undoes it in their sum.
     const WEIGHT_BIAS: [f32; 2] = [0.0, 1.0];
 
-    /// Configuration for head dimensions up to [`SMALL_DIM_MAX`](config::SMALL_DIM_MAX).
+    /// Configuration for head dimensions up to `SMALL_DIM_MAX`.
     type SmallDim: AmxForwardConfig + AmxBackwardConfig;
     /// Configuration for larger head dimensions.
     type LargeDim: AmxForwardConfig + AmxBackwardConfig;
