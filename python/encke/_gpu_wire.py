@@ -324,7 +324,7 @@ def _post_all(transfers: queue.SimpleQueue[Any]) -> None:
     """Main loop of the posting thread."""
     while (transfer := transfers.get()) is not None:
         transfer.post()
-        del flight
+        del transfer
 
 
 def _end(transfers: queue.SimpleQueue[Any], poster: threading.Thread) -> None:

@@ -45,7 +45,7 @@ class Transfer:
         raise NotImplementedError
 
     def failure(self) -> Optional[tuple[int, str]]:
-        """Who failed, and why, of what has completed."""
+        """The failed rank and the reason, after completion."""
         return None
 
     def look(self) -> None:
@@ -153,7 +153,7 @@ def wait_all(transfers: queue.SimpleQueue[Optional[HostTransfer]]) -> None:
     while (transfer := transfers.get()) is not None:
         _wait_one(transfer)
         # Frees the transfer before waiting for the next one.
-        del flight
+        del transfer
 
 
 def _wait_one(transfer: HostTransfer) -> None:

@@ -205,8 +205,8 @@ def explain(
 
     >>> text = explain(tokens=4096, heads=8, dim=64, ranks=2, causal=True)
     >>> print("\\n".join(text.splitlines()[:2]))
-    forward: 4,096 tokens x 8 heads (8 key heads) x 64 numbers, batch 1, f32
-    2 ranks (contiguous), each holding its own queries; group mode, causal
+    forward: 4,096 tokens, 8 heads (8 key heads) of dim 64, batch 1, f32
+    2 ranks (contiguous), sharded queries; group mode, causal
     """
     shape = (batch, tokens, heads, heads if kv_heads is None else kv_heads, dim)
     return find(tuple(from_keywords(options))).explain(shape, str(dtype), backward)
