@@ -1,8 +1,8 @@
 //! All ranks as threads of this process.
 //!
 //! The default for one machine: no launcher, no network. Ranks and their buffers outlive a call, so
-//! the second call with the same plan allocates only its outputs, and not even those if earlier ones
-//! were dropped.
+//! the second call with the same plan allocates only its outputs, and not even those if earlier
+//! outputs were dropped.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

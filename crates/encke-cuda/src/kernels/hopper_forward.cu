@@ -82,7 +82,8 @@ DEV void prefetch_sums(const JobParams& job, const Tile& tile, const float* sums
 #if LOAD_CARRY && !STORE_CARRY
 // Adds the carried sums to the tile's own.
 DEV void add_carried_sums(const JobParams& job, const Rows& rows, const float* sums, float c,
-    u32 staged, int lane, float (&acc)[HD / 2], const Softmax& softmax, const float (&carried_max)[2]) {
+    u32 staged, int lane, float (&acc)[HD / 2], const Softmax& softmax,
+    const float (&carried_max)[2]) {
   const int column = lane % 4 * 2;
   #pragma unroll
   for (int h = 0; h < 2; h++) {
