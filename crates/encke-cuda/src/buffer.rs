@@ -20,7 +20,7 @@ use crate::host_copies::hop;
 /// Alignment in bytes that tensor maps need of an address.
 const TENSOR_MAP_ALIGNMENT: usize = 16;
 
-/// Elements on a GPU. Memory received from another buffer may be smaller or larger than `elements`.
+/// Elements on a GPU. Memory that is shared with another buffer may be smaller than `elements`.
 pub struct Buffer {
     memory: Option<Arc<DeviceAllocation>>,
     /// Its own memory, kept for reuse while `memory` is a slice of another buffer's.
@@ -161,7 +161,7 @@ impl Buffer {
         if !self.is_on_same_device(source)? || from.device().hops() == Hops::Pinned {
             return hop(from, self.receive_target(elements)?, bytes);
         }
-        if elements == self.elements {
+        if is_replaced(self.bytes(), bytes, from.bytes()) {
             self.spare = None;
             return self.alias(Arc::clone(from));
         }
@@ -216,6 +216,13 @@ impl Buffer {
     }
 }
 
+/// Whether a message of `message` bytes in an allocation of `source` bytes can replace the memory of
+/// a buffer of `buffer` bytes: it must fill the buffer, and the allocation must not be larger than
+/// planned for the buffer.
+fn is_replaced(buffer: usize, message: usize, source: usize) -> bool {
+    message == buffer && source <= buffer
+}
+
 impl WireBuffer for Buffer {
     fn elements(&self) -> usize {
         self.elements
@@ -225,7 +232,8 @@ impl WireBuffer for Buffer {
         self.dtype.bytes()
     }
 
-    /// Hands over the pointer where all of this buffer is received on one GPU; copies otherwise.
+    /// Hands over the pointer where a parcel of this buffer's size is received on one GPU; copies
+    /// otherwise.
     fn copy_from(&mut self, source: &Buffer, elements: usize) {
         // The port has no error: the ring catches the panic and reports it to the other ranks.
         self.receive(source, elements)
@@ -268,5 +276,17 @@ impl WireBuffer for Buffer {
             .read(elements)
             .unwrap_or_else(|error| panic!("{error}"));
         host::checksum(data.bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_takes_no_larger_allocation_than_its_own() {
+        assert!(is_replaced(64, 64, 64), "a parcel of the buffer's size");
+        assert!(!is_replaced(64, 64, 96), "a part of a larger allocation");
+        assert!(!is_replaced(64, 32, 64), "a message that does not fill it");
     }
 }

@@ -176,6 +176,22 @@ fn parcel<K: Kernel>(bench: &KernelBench<'_, K>, random: &mut Random) -> Result<
     if bench.put(bench.dtype, &other)?.checksum(sent) == source.checksum(sent) {
         return Err(bench.failure("the checksum did not change with an element"));
     }
+    let mut exact = bench.done(bench.kernel.allocate(bench.dtype, sent))?;
+    let before = exact.allocated_bytes();
+    exact.copy_from(&source, sent);
+    let got = bench.get(bench.dtype, sent, &exact)?;
+    let expected = Data::from_f64(bench.dtype, &values[..sent]);
+    bench.unchanged(
+        "filling a parcel from a larger one",
+        &expected,
+        &got,
+        |_| false,
+    )?;
+    let after = exact.allocated_bytes();
+    if after > before {
+        let grew = format!("a parcel of {before} bytes that received a part of a larger one");
+        return Err(bench.failure(format!("{grew} holds {after}")));
+    }
     let bytes = source.element_bytes();
     if bytes != bench.dtype.bytes() || source.allocated_bytes() < elements * bytes {
         return Err(bench.failure("a parcel reports a wrong size"));
