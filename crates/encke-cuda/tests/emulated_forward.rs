@@ -33,7 +33,7 @@ fn run(program: &Program, file: &Path) -> Option<String> {
     let options = program.options();
     let macros = options.iter().filter(|option| option.starts_with("-D"));
     let built = Command::new(compiler())
-        .args(["-std=c++17", "-O2", "-w"])
+        .args(["-std=c++17", "-Og", "-w"])
         .args(macros)
         .arg("-I")
         .arg(root.join("src/kernels"))
