@@ -28,7 +28,9 @@ Examples:
 The mpirun is that of --mpirun, of the variable MPIRUN, or the first one in PATH. The command line
 is printed before it runs. Needs an encke built with --features mpi; docs/cluster.md has more.
 
-Exit codes: those of the command, or of mpirun.";
+mpirun takes the place of this command: signals reach it, and it ends all processes.
+
+Exit codes: those of mpirun, which passes on the command's; 2 if it cannot be started.";
 
 /// Starts the command as several processes.
 #[derive(Debug, Args)]

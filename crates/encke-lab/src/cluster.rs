@@ -83,7 +83,7 @@ pub fn run<C>(
     let start = deadline.unwrap_or(START).max(LEAST_START);
     let started = MpiWorld::start(start, deadline.unwrap_or(DEADLINE), hung);
     let (world, wire) = started.with_context(|| format!("rank {rank} of {ranks}"))?;
-    if (wire.rank(), wire.ranks()) != (rank, ranks) {
+    if wire.ranks() != ranks {
         bail!(
             "{} started {ranks} processes, but {} sees {}: the launcher and the library {name} was \
              built with are not of one MPI",
@@ -92,6 +92,7 @@ pub fn run<C>(
             wire.ranks()
         );
     }
+    let rank = wire.rank();
     let cluster = Arc::new(Mutex::new(Cluster {
         library: world.library().to_string(),
         wire,

@@ -70,6 +70,8 @@ struct KilledCall {
     victim: usize,
     /// Whether all ranks were at work.
     at_work: bool,
+    /// Whether the process had not ended before.
+    lived: bool,
     killed: Instant,
     lines: Vec<(Instant, String)>,
 }
@@ -78,16 +80,18 @@ impl KilledCall {
     /// Runs the call, and kills `victim` when its process has run for `after`.
     fn run(folder: &CommandFolder, options: &str, victim: usize, after: Duration) -> KilledCall {
         let arguments = format!("{CALL} --deadline {DEADLINE} {options}");
-        let (running, process) = RunningJob::start(folder, RANKS, &arguments, victim);
+        let job = || encke_job(folder, RANKS, &arguments);
+        let (running, process) = RunningJob::start(folder, victim, job);
         std::thread::sleep(after);
         let at_work = is_at_work(folder);
-        signal(process, "-KILL");
+        let lived = signal(process, "-KILL");
         let killed = Instant::now();
         let (_, lines) = running.end(Duration::from_secs(3 * DEADLINE + 30));
         all_ended(folder);
         KilledCall {
             victim,
             at_work,
+            lived,
             killed,
             lines,
         }
@@ -133,7 +137,8 @@ impl KilledCall {
 /// `passes` decides about a call that was killed, and whether there was an output.
 fn kill_at_all_times(options: &str, tolerance: f64, passes: impl Fn(&KilledCall, bool) -> bool) {
     let folder = long_call();
-    let (running, _) = RunningJob::start(&folder, RANKS, &format!("{CALL} {options}"), 0);
+    let job = || encke_job(&folder, RANKS, &format!("{CALL} {options}"));
+    let (running, _) = RunningJob::start(&folder, 0, job);
     let since = Instant::now();
     let (status, lines) = running.end(Duration::from_secs(300));
     assert!(status.success(), "{lines:?}");
@@ -141,7 +146,7 @@ fn kill_at_all_times(options: &str, tolerance: f64, passes: impl Fn(&KilledCall,
     let (time, wanted) = (since.elapsed(), kills(4));
     let seed = u64::from(std::process::id()) << 20;
     println!("{wanted} kills within {time:?}, seed {seed}");
-    let (mut early, mut results, mut times) = (0, 0, Vec::new());
+    let (mut working, mut late, mut results, mut times) = (0, 0, 0, Vec::new());
     for run in 0..wanted {
         let chance = random(seed + run as u64);
         let victim = (chance % RANKS as u64) as usize;
@@ -149,24 +154,23 @@ fn kill_at_all_times(options: &str, tolerance: f64, passes: impl Fn(&KilledCall,
         let after = time.mul_f64(place / wanted as f64);
         let killed = KilledCall::run(&folder, options, victim, after);
         let at = format!("run {run}: rank {victim} after {after:?}");
-        println!(
-            "{at}, {}",
-            if killed.at_work {
-                "at work"
-            } else {
-                "not at work"
-            }
-        );
+        let when = match (killed.lived, killed.at_work) {
+            (false, _) => "after its end",
+            (true, true) => "at work",
+            (true, false) => "before or after the work",
+        };
+        println!("{at}, {when}");
         let finished = killed.check(&folder, tolerance);
         assert!(passes(&killed, finished), "{at}: {}", said(&killed.lines));
-        early += usize::from(!killed.at_work);
+        working += usize::from(killed.at_work);
+        late += usize::from(!killed.lived);
         results += usize::from(finished);
         times.extend(killed.reported_after());
     }
     times.sort_unstable();
     println!(
-        "{wanted} kills, {early} of them not during the work: {results} results, otherwise errors; \
-         {:?} (median) and {:?} (most) until all had reported",
+        "{wanted} kills, {working} of them during the work, {late} after the end: {results} right \
+         results, otherwise errors; {:?} (median) and {:?} (most) until all had reported",
         times.get(times.len() / 2),
         times.last()
     );
@@ -219,7 +223,8 @@ fn a_stopped_rank_exceeds_the_deadline_of_the_others() {
     let folder = long_call();
     let victim = 1;
     let arguments = format!("{CALL} --deadline 3");
-    let (running, process) = RunningJob::start(&folder, RANKS, &arguments, victim);
+    let job = || encke_job(&folder, RANKS, &arguments);
+    let (running, process) = RunningJob::start(&folder, victim, job);
     at_work(&folder);
     assert!(signal(process, "-STOP"));
     // The others fail at their deadline; then the launcher waits only for the stopped process,

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::command::CommandFolder;
-use crate::mpirun::{STARTS, job, launcher_failed, lines_of, output, version};
+use crate::mpirun::{STARTS, job, launcher_failed, lines_of, mpirun, output, version};
 
 /// Whether MPI reports deaths to the survivors; if not, prints that the test is skipped.
 pub fn ulfm(test: &str) -> bool {
@@ -20,6 +20,16 @@ pub fn ulfm(test: &str) -> bool {
         println!("{test}: skipped, {name} ends all processes when one dies (no ULFM)");
     }
     has
+}
+
+/// `encke launch arguments`, in a folder.
+pub fn launch(folder: &CommandFolder, arguments: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_encke"));
+    command.arg("launch").args(arguments.split(' '));
+    command.current_dir(folder.path()).env("MPIRUN", mpirun());
+    command.env("OMPI_ALLOW_RUN_AS_ROOT", "1");
+    command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    command
 }
 
 /// `mpirun -n ranks encke arguments`, in a folder.
@@ -54,15 +64,14 @@ pub struct RunningJob {
 }
 
 impl RunningJob {
-    /// Starts `mpirun -n ranks encke arguments`, and waits for the process of `rank`.
+    /// Starts a job in a folder, and waits for the process of `rank`.
     pub fn start(
         folder: &CommandFolder,
-        ranks: usize,
-        arguments: &str,
         rank: usize,
+        job: impl Fn() -> Command,
     ) -> (RunningJob, u32) {
         for _ in 0..STARTS {
-            let mut running = RunningJob::of(encke_job(folder, ranks, arguments));
+            let mut running = RunningJob::of(job());
             if let Some(process) = running.process(folder, rank) {
                 return (running, process);
             }

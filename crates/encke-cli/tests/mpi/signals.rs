@@ -1,25 +1,18 @@
 //! Signals to `encke launch` reach the launcher, which ends all processes.
 
-use std::process::Command;
 use std::time::Duration;
 
 use crate::command::CommandFolder;
 use crate::faults::at_work;
-use crate::launch::{RunningJob, all_ended, signal};
-use crate::mpirun::mpirun;
+use crate::launch::{RunningJob, all_ended, launch, signal};
 
 #[test]
 fn signals_to_launch_end_all_processes() {
     let folder = CommandFolder::new();
     folder.succeeds("generate in.safetensors --tokens 16k --heads 4 --dim 64 --grad");
+    let arguments = "-n 3 attend in.safetensors -o out.safetensors --grad";
     for name in ["-INT", "-TERM", "-HUP"] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_encke"));
-        command.current_dir(folder.path()).env("MPIRUN", mpirun());
-        command.env("OMPI_ALLOW_RUN_AS_ROOT", "1");
-        command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-        let arguments = "launch -n 3 attend in.safetensors -o out.safetensors --grad";
-        command.args(arguments.split(' '));
-        let running = RunningJob::of(command);
+        let (running, _) = RunningJob::start(&folder, 0, || launch(&folder, arguments));
         at_work(&folder);
         assert!(signal(running.launcher(), name));
         let (status, lines) = running.end(Duration::from_secs(30));
