@@ -74,8 +74,10 @@ impl Watchdog {
             state.call = None;
             timed_out = state.timed_out;
         });
-        while timed_out {
-            std::thread::park();
+        if timed_out {
+            loop {
+                std::thread::park();
+            }
         }
     }
 
