@@ -82,7 +82,14 @@ pub fn run<C>(
     };
     let start = deadline.unwrap_or(START).max(LEAST_START);
     let started = MpiWorld::start(start, deadline.unwrap_or(DEADLINE), hung);
-    let (world, wire) = started.with_context(|| format!("rank {rank} of {ranks}"))?;
+    let (world, wire) = match started {
+        Ok(started) => started,
+        Err(error) => {
+            note(&format!("{name}: rank {rank} of {ranks}: {error}"));
+            std::thread::sleep(GRACE);
+            return Err(AlreadyReported.into());
+        }
+    };
     if wire.ranks() != ranks {
         bail!(
             "{} started {ranks} processes, but {} sees {}: the launcher and the library {name} was \

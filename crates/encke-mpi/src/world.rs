@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use encke_core::transport::TransportError;
 use mpi::Threading;
-use mpi::environment::Universe;
 
 use crate::connect::connect_all;
 use crate::error::MpiError;
@@ -19,7 +18,6 @@ use crate::watchdog::Watchdog;
 
 /// MPI, started. There is one for each process.
 pub struct MpiWorld {
-    universe: Option<Universe>,
     library: String,
     must_not_finalize: Arc<AtomicBool>,
     /// How long the start and the end may each take.
@@ -39,17 +37,16 @@ impl MpiWorld {
         hung: impl FnOnce(MpiError) + Send + 'static,
     ) -> Result<(MpiWorld, MpiTransport), MpiError> {
         let began = Instant::now();
+        sys::return_start_errors();
         let watchdog = Watchdog::start(hung).map_err(|error| MpiError::Call {
             what: "starting a thread",
             message: error.to_string(),
         })?;
         let watchdog = Arc::new(watchdog);
         watch(&watchdog, limit, ("MPI_Init", limit));
-        let started = mpi::initialize_with_threading(Threading::Serialized);
-        let (universe, threading) = started.ok_or(MpiError::Started)?;
-        // From here on an error drops the world, which does not finalize MPI.
+        let threading = sys::start().map_err(start_failed)?;
+        let threading = threading.ok_or(MpiError::Started)?;
         let world = MpiWorld {
-            universe: Some(universe),
             library: sys::library(),
             must_not_finalize: Arc::default(),
             limit,
@@ -105,8 +102,9 @@ impl MpiWorld {
         sys::ulfm()
     }
 
-    /// Finalizes MPI, if all ranks have ended without failure.
-    pub fn finish(mut self, transport: MpiTransport) {
+    /// Finalizes MPI, if all ranks have ended without failure. Otherwise it is left as it is:
+    /// `MPI_Finalize` would wait for processes that do not call it.
+    pub fn finish(self, transport: MpiTransport) {
         let watchdog = Arc::clone(&transport.watchdog);
         watch(&watchdog, self.limit, ("MPI_Finalize", self.limit));
         let complete = transport.close();
@@ -115,7 +113,7 @@ impl MpiWorld {
             std::thread::sleep(Duration::from_millis(300));
         }
         if complete && !self.must_not_finalize.load(Ordering::Relaxed) {
-            drop(self.universe.take());
+            sys::finalize();
         }
         watchdog.disarm();
     }
@@ -128,12 +126,4 @@ fn watch(watchdog: &Watchdog, after: Duration, (call, limit): (&'static str, Dur
 
 fn start_failed(failure: CallFailure) -> MpiError {
     failure.during("starting MPI")
-}
-
-impl Drop for MpiWorld {
-    /// Without [`MpiWorld::finish`] a rank has failed. `MPI_Finalize` is collective and would wait
-    /// for processes that do not call it, so it is not called.
-    fn drop(&mut self) {
-        std::mem::forget(self.universe.take());
-    }
 }
