@@ -1,8 +1,7 @@
 """One call of a ring over processes: the agreement of its ranks, and this rank's part.
 
 Nothing is computed before all ranks have made the same request; an invalid request raises the same
-error on all of them. A failure of this rank is reported to the others before it is raised; only
-this module does that.
+error on all of them. A failure of this rank is reported to the others before it is raised.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Ring(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
         """out, lse, and both by slot where branches keep slots of their own."""
         call = self.wire.call(f"forward {self.description}", q.device)
-        with _reporting(self.wire):
+        with self.wire.reporting:
             if not q.is_cuda:
                 return self.shard.forward(self.tokens, q, k, v, call)
             _cuda.prepare()
@@ -77,7 +76,7 @@ class Ring(NamedTuple):
         """dq, dk, dv."""
         q, k, v, out, lse = saved[:5]
         call = self.wire.call(f"backward {self.description}", q.device)
-        with _reporting(self.wire):
+        with self.wire.reporting:
             if not q.is_cuda:
                 return self.shard.backward(self.tokens, q, k, v, saved[3:], dout, dlse, call)
             dtype = _computed_in(q, self.precision)
@@ -87,20 +86,6 @@ class Ring(NamedTuple):
                 inputs = (q, k, v, out, lse, dout, dlse)
                 _encke.enqueue_shard(self.shard, self.tokens, inputs, gradients, stream, call)
             return gradients
-
-
-class _reporting:
-    """Reports an exception of this rank to the others before it is raised."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
-        if error is not None:
-            self._wire.fail(f"{type(error).__name__}: {error}")
 
 
 class _RingAttention(torch.autograd.Function):

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from encke._encke import RingError
 from encke._transfer import GRACE, HostTransfer, StoreGather, end, first_sentence, wait_all
 from encke._gpu_wire import GpuWire
+from encke._reporting import Reporting
 
 # Seconds after which a store that does not answer counts as lost.
 _STORE_TIMEOUT = 5.0
@@ -71,6 +72,7 @@ class Wire:
         self.gpu = None if nccl is None else GpuWire(self, nccl)
         self._store_gathers = 0
         self._failure: Optional[Failure] = None
+        self.reporting = Reporting(self)
         # The rank that this one waits for, as published in the store.
         self._waiting_for: Optional[int] = None
         # Whether the store's host, the launcher or a rank, has stopped answering.
@@ -144,6 +146,10 @@ class Wire:
 
     def gather(self, place: str, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """All-gather of CPU tensors; ``sizes`` has the elements of each rank."""
+        with self.reporting:
+            return self._gather(place, own, sizes)
+
+    def _gather(self, place: str, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         if not self.has_host_backend:
             return self._gather_by_store(place, own)
         every = [own.new_empty(size) for size in sizes]
@@ -186,10 +192,17 @@ class Wire:
 
     def report(self, failure: Failure) -> Failure:
         """Reports a failure, and returns the first one reported."""
-        text = json.dumps(failure)
-        first = self.query_store(lambda: self._store.compare_set(_FAILURE_KEY, "", text))
+        first = self._report_once(failure)
         self._failure = Failure(*json.loads(first)) if first else failure
         return self._failure
+
+    def announce(self, reason: str) -> None:
+        """Reports a failure of this rank that it will raise itself later."""
+        self._report_once(Failure(self.rank, self.rank, "", reason))
+
+    def _report_once(self, failure: Failure) -> Any:
+        text = json.dumps(failure)
+        return self.query_store(lambda: self._store.compare_set(_FAILURE_KEY, "", text))
 
     def reported_failure(self) -> Optional[Failure]:
         """The failure that a rank has reported, if any."""

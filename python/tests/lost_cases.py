@@ -1,12 +1,14 @@
-"""Rings in which one process dies, stops or fails. Run by ring_cases.py; not a test by itself."""
+"""Rings in which one process dies, stops, fails or is interrupted. Run by ring_cases.py; not a test by itself."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 
@@ -19,8 +21,23 @@ from encke import _transfer, _wire
 from ring_cases import raised, start
 
 
+# Seconds that an interrupted rank computes before Python can raise KeyboardInterrupt.
+COMPUTES = 6
+
+
+def interrupt():
+    """Ctrl-C during a computation that Python does not run."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Delivered to another thread, so that the sleep is not cut short.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    ctypes.CDLL(None).sleep(COMPUTES)
+    time.sleep(1)
+    raise AssertionError("KeyboardInterrupt was not raised")
+
+
 def failure(how, victim, seconds, backend):
-    """One rank dies, stops or fails in the second call; the others must name it."""
+    """One rank dies, stops, fails or is interrupted in the second call; the others must name it."""
     start(seconds, backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = "cpu"
@@ -38,6 +55,8 @@ def failure(how, victim, seconds, backend):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if how == "interrupt":
+                interrupt()
             raise MemoryError("no memory for it")
         return post(self, round, *rest)
 
@@ -56,10 +75,10 @@ def failure(how, victim, seconds, backend):
         took = time.monotonic() - begin
         assert "make a new one" not in str(error), error
         print(f"rank {rank} of {ranks} after {took:.1f} s: {error}", flush=True)
-        assert took < seconds + 10, took
+        assert took < (COMPUTES if how == "interrupt" else seconds + 10), took
         again = raised(encke.RingError, lambda: ring.ring_attention(q, q, q))
         assert f"rank {victim}" in again and "make a new one" in again, again
-    except MemoryError:
+    except (MemoryError, KeyboardInterrupt):
         assert rank == victim
         print(f"rank {rank} of {ranks} failed by itself", flush=True)
     else:
@@ -115,6 +134,7 @@ def main(backend):
             ("die", 0, 60),
             ("stop", 1, 12),
             ("fail", 3, 60),
+            ("interrupt", 2, 60),
         ]:
             lost(how, victim, seconds)
     else:

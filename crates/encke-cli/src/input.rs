@@ -60,6 +60,21 @@ impl InputFile {
         Ok(InputTensors { file, from: self })
     }
 
+    /// A checksum of the length and of 64 blocks spread over the file: whether processes that opened
+    /// one path, each on its own host or in its own folder, read one file.
+    #[cfg(feature = "mpi")]
+    pub fn sample(&self) -> u64 {
+        const BLOCKS: usize = 64;
+        const BYTES: usize = 4096;
+        let length = self.map.len();
+        let mut sampled = length.to_le_bytes().to_vec();
+        for block in 0..BLOCKS {
+            let start = length / BLOCKS * block;
+            sampled.extend(&self.map[start..length.min(start + BYTES)]);
+        }
+        encke_core::host::checksum(&sampled)
+    }
+
     fn broken(&self, error: &SafeTensorError) -> anyhow::Error {
         let (shown, length) = (self.path.display(), self.map.len());
         match error {

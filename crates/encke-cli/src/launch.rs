@@ -1,17 +1,19 @@
 //! `encke launch`: starts the command as several processes with mpirun.
 //!
-//! A convenience: it prints the command line that it runs, which can be typed instead.
+//! A convenience: it prints the command line that it runs, which can be typed instead. The decision
+//! here: mpirun replaces this process, so that signals reach it and its exit code is passed on.
 
 use std::ffi::OsString;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use encke_lab::Verdict;
 use encke_lab::arguments::shell_line;
 use encke_lab::number::count;
 use encke_lab::terminal::note;
-use encke_lab::{AlreadyReported, Verdict};
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
@@ -26,7 +28,9 @@ Examples:
 The mpirun is that of --mpirun, of the variable MPIRUN, or the first one in PATH. The command line
 is printed before it runs. Needs an encke built with --features mpi; docs/cluster.md has more.
 
-Exit codes: those of the command, or of mpirun.";
+mpirun takes the place of this command: signals reach it, and it ends all processes.
+
+Exit codes: those of mpirun, which passes on the command's; 2 if it cannot be started.";
 
 /// Starts the command as several processes.
 #[derive(Debug, Args)]
@@ -141,14 +145,21 @@ pub fn run(options: &Options) -> Result<Verdict> {
     note(&shell_line(
         words.map(|word| word.to_string_lossy().into_owned()),
     ));
-    let ended = command.status();
-    let ended = ended.with_context(|| format!("cannot run {}", mpirun.display()))?;
-    match ended.code() {
-        Some(0) => Ok(Verdict::Fine),
-        Some(1) => Ok(Verdict::CheckFailed),
-        // The processes, or mpirun, have printed the error.
-        Some(_) => Err(AlreadyReported.into()),
-        None => bail!("{} was killed by a signal", mpirun.display()),
+    Err(replace_by(&mut command)).with_context(|| format!("cannot run {}", mpirun.display()))
+}
+
+/// Runs a command in place of this process; returns only if it cannot be started.
+#[cfg(unix)]
+fn replace_by(command: &mut Command) -> io::Error {
+    std::os::unix::process::CommandExt::exec(command)
+}
+
+/// The same where a process cannot be replaced.
+#[cfg(not(unix))]
+fn replace_by(command: &mut Command) -> io::Error {
+    match command.status() {
+        Ok(ended) => std::process::exit(ended.code().unwrap_or(2)),
+        Err(error) => error,
     }
 }
 

@@ -62,8 +62,12 @@ fn run(cli: EnckeCli) -> Result<Verdict> {
 
 /// The command as one rank of an MPI job.
 #[cfg(feature = "mpi")]
-fn run_as_rank(cli: EnckeCli, place: &LaunchedProcess) -> Result<Verdict> {
-    encke_lab::cluster::run("encke", place, |shared| {
+fn run_as_rank(cli: Result<EnckeCli>, place: &LaunchedProcess) -> Result<Verdict> {
+    let deadline = match cli.as_ref().map(|cli| &cli.command) {
+        Ok(Some(EnckeCommand::Attend(options))) => options.deadline,
+        _ => None,
+    };
+    encke_lab::cluster::run(("encke", place), cli, deadline, |cli, shared| {
         let cluster = &mut *encke_lab::cluster::locked(shared);
         match &cli.command {
             Some(EnckeCommand::Attend(options)) => attend::processes::run(cluster, options),
@@ -81,6 +85,6 @@ fn run_as_rank(cli: EnckeCli, place: &LaunchedProcess) -> Result<Verdict> {
 }
 
 #[cfg(not(feature = "mpi"))]
-fn run_as_rank(_: EnckeCli, place: &LaunchedProcess) -> Result<Verdict> {
+fn run_as_rank(_: Result<EnckeCli>, place: &LaunchedProcess) -> Result<Verdict> {
     encke_lab::without_mpi("encke", place)
 }

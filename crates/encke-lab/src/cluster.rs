@@ -1,8 +1,9 @@
 //! This process as one rank of an MPI job: collectives over all ranks, one error for all, and exit.
 //!
 //! The decision here: whatever can be refused before the computation is refused by all ranks
-//! together, in one line, before any rank waits for another ([`Cluster::agree`]). Errors during the
-//! computation differ from rank to rank, so each rank prints its own line, with its rank.
+//! together, in one line, before any rank waits for another ([`Cluster::agree`]): first of all,
+//! ranks that were started with different arguments. Errors during the computation differ from rank
+//! to rank, so each rank prints its own line, with its rank.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,11 +19,17 @@ use encke_ring::collectives::{Collectives, Refusal};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::arguments;
 use crate::program::{AlreadyReported, PAUSE, Verdict, one_line};
 use crate::terminal::note;
 
-/// How long a rank waits for another one unless the program sets another deadline.
+/// How long a rank waits for another one unless the caller gives a deadline.
 const DEADLINE: Duration = Duration::from_secs(600);
+/// How long MPI may take to start, and to end, unless the caller gives a deadline: shorter, because
+/// no rank computes then.
+const START: Duration = Duration::from_secs(60);
+/// How long it may take at least: on a busy machine processes start seconds apart.
+const LEAST_START: Duration = Duration::from_secs(10);
 /// How long a process that failed stays alive, so that the launcher does not kill the others before
 /// they have printed their errors.
 const GRACE: Duration = Duration::from_secs(2);
@@ -52,41 +59,57 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Starts MPI and runs `work` of the program `name` as one rank. The cluster is shared, so that
-/// `work` can put it into a value that outlives a call, such as a model; `work` must drop all
-/// clones before it returns.
-pub fn run(
-    name: &'static str,
-    place: &LaunchedProcess,
-    work: impl FnOnce(&Arc<Mutex<Cluster>>) -> Result<Verdict>,
+/// Starts MPI and runs `work` of the program `name` as one rank, with what `parsed` holds: its
+/// arguments, or why they are invalid. `deadline` is the one that the caller gave, if any. The
+/// cluster is shared, so that `work` can put it into a value that outlives a call, such as a model;
+/// `work` must drop all clones before it returns.
+pub fn run<C>(
+    (name, place): (&'static str, &LaunchedProcess),
+    parsed: Result<C>,
+    deadline: Option<Duration>,
+    work: impl FnOnce(C, &Arc<Mutex<Cluster>>) -> Result<Verdict>,
 ) -> Result<Verdict> {
-    let started = MpiWorld::start(DEADLINE);
-    let (world, mut wire) = started.with_context(|| format!("process {}", place.rank))?;
-    let (rank, ranks) = (wire.rank(), wire.ranks());
-    if ranks != place.ranks {
-        bail!(
-            "{} started {} processes, but {} sees {ranks}: the launcher and the library {name} was \
-             built with are not of one MPI",
-            place.variable,
-            place.ranks,
-            world.library()
-        );
-    }
     let reported = Arc::new(AtomicBool::new(false));
     let by_watchdog = Arc::clone(&reported);
+    let (rank, ranks) = (place.rank, place.ranks);
     // An MPI call that does not return cannot be cancelled: the watchdog ends the process.
-    wire.watch(move |error| {
+    let hung = move |error| {
         if !by_watchdog.swap(true, Ordering::SeqCst) {
             note(&format!("{name}: rank {rank} of {ranks}: {error}"));
         }
+        std::thread::sleep(GRACE);
         encke_mpi::exit_at_once(2);
-    });
+    };
+    let start = deadline.unwrap_or(START).max(LEAST_START);
+    let started = MpiWorld::start(start, deadline.unwrap_or(DEADLINE), hung);
+    let (world, wire) = match started {
+        Ok(started) => started,
+        Err(error) => {
+            note(&format!("{name}: rank {rank} of {ranks}: {error}"));
+            std::thread::sleep(GRACE);
+            return Err(AlreadyReported.into());
+        }
+    };
+    if wire.ranks() != ranks {
+        bail!(
+            "{} started {ranks} processes, but {} sees {}: the launcher and the library {name} was \
+             built with are not of one MPI",
+            place.variable,
+            world.library(),
+            wire.ranks()
+        );
+    }
+    let rank = wire.rank();
     let cluster = Arc::new(Mutex::new(Cluster {
         library: world.library().to_string(),
         wire,
         survives: false,
     }));
-    let ended = catch_unwind(AssertUnwindSafe(|| work(&cluster)));
+    let ended = catch_unwind(AssertUnwindSafe(|| {
+        locked(&cluster).check_arguments(name)?;
+        let parsed = locked(&cluster).agree(parsed)?;
+        work(parsed, &cluster)
+    }));
     let ended = ended.unwrap_or_else(|_| Err(anyhow!("it panicked: a bug in {name}")));
     match (ended, Arc::try_unwrap(cluster)) {
         (Ok(verdict), Ok(cluster)) => {
@@ -196,6 +219,38 @@ impl Cluster {
             Err(error) if error.is::<Refused>() => Ok(Err(error.to_string())),
             Err(error) => Err(error),
         }
+    }
+
+    /// Refuses ranks that are another program than the root, another version of it, or were started
+    /// with other arguments: each would compute its part of another call.
+    fn check_arguments(&mut self, name: &str) -> Result<()> {
+        let program = format!("{name} {}", env!("CARGO_PKG_VERSION"));
+        let own: Vec<String> = std::iter::once(program)
+            .chain(arguments::stored().skip(1))
+            .collect();
+        let all = self.gather(&own)?.unwrap_or_default();
+        let different = all.iter().enumerate().find_map(|(rank, other)| {
+            let (own, other) = arguments::first_difference(&own, other)?;
+            Some(anyhow!(
+                "rank {rank} was started with {other}, and rank 0 with {own}; start all processes \
+                 with the same arguments"
+            ))
+        });
+        self.agree(different.map_or(Ok(()), Err))
+    }
+
+    /// Refuses ranks whose `what`, with this checksum, is not that of the root.
+    pub fn check_equal(&mut self, what: &str, checksum: u64) -> Result<()> {
+        let root = self.root();
+        let expected: u64 = self.broadcast(self.is_root().then_some(checksum))?;
+        let equal = match checksum == expected {
+            true => Ok(()),
+            false => Err(anyhow!(
+                "{what} here and on rank {root} are not the same; every process must have the same \
+                 options, files and kind of processor"
+            )),
+        };
+        self.agree(equal)
     }
 
     /// Every rank's value on the root; `None` on the others.

@@ -54,12 +54,13 @@ impl std::error::Error for AlreadyReported {}
 pub(crate) const PAUSE: Duration = Duration::from_millis(300);
 
 /// Parses the arguments (the first is the program's name), runs the program, and returns its exit
-/// code. `run` is called for a process that was started alone, `run_as_rank` for one of an MPI job.
+/// code. `run` is called for a process that was started alone, `run_as_rank` for one of an MPI job,
+/// also if the arguments are invalid: those of the other ranks may not be.
 pub fn program<C: Parser>(
     name: &'static str,
     arguments: impl IntoIterator<Item = OsString>,
     run: fn(C) -> Result<Verdict>,
-    run_as_rank: fn(C, &LaunchedProcess) -> Result<Verdict>,
+    run_as_rank: fn(Result<C>, &LaunchedProcess) -> Result<Verdict>,
 ) -> u8 {
     report_panics(name);
     let arguments: Vec<OsString> = arguments.into_iter().collect();
@@ -67,13 +68,14 @@ pub fn program<C: Parser>(
     let job = launcher::launched_process().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
     let ended = std::panic::catch_unwind(|| match (C::try_parse_from(arguments), &job) {
         (Ok(cli), None) => run(cli),
-        (Ok(cli), Some(place)) => run_as_rank(cli, place),
-        // All ranks have the same arguments, so all find the same error; rank 0 prints it.
-        (Err(error), Some(place)) if place.rank > 0 => match error.use_stderr() {
-            true => wait_for_report(),
-            false => Ok(Verdict::Fine),
-        },
-        (Err(error), _) => usage_error(&error, &C::command()),
+        (Ok(cli), Some(place)) => run_as_rank(Ok(cli), place),
+        (Err(error), Some(place)) if is_wrong(&error) => {
+            run_as_rank(Err(usage_error(&error, &C::command())), place)
+        }
+        (Err(error), None) if is_wrong(&error) => Err(usage_error(&error, &C::command())),
+        // Help is printed once.
+        (Err(_), Some(place)) if place.rank > 0 => Ok(Verdict::Fine),
+        (Err(help), _) => print_help(&help),
     });
     match ended {
         Ok(Ok(Verdict::Fine)) => 0,
@@ -93,7 +95,8 @@ pub fn program<C: Parser>(
 /// would do all of the work, and write the same file.
 pub fn without_mpi(name: &str, place: &LaunchedProcess) -> Result<Verdict> {
     if place.rank > 0 {
-        return wait_for_report();
+        std::thread::sleep(PAUSE);
+        return Err(AlreadyReported.into());
     }
     bail!(
         "a launcher started {} processes (according to {}), but this {name} was built without MPI, \
@@ -103,23 +106,23 @@ pub fn without_mpi(name: &str, place: &LaunchedProcess) -> Result<Verdict> {
     )
 }
 
-/// The error of a rank while another rank prints it.
-fn wait_for_report() -> Result<Verdict> {
-    std::thread::sleep(PAUSE);
-    Err(AlreadyReported.into())
+/// Whether the arguments are wrong, and not a request for help.
+fn is_wrong(error: &clap::Error) -> bool {
+    error.use_stderr() && error.kind() != ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
 }
 
-/// Prints help if it was requested, or turns clap's usage error into one line.
-fn usage_error(error: &clap::Error, program: &clap::Command) -> Result<Verdict> {
-    if !error.use_stderr() {
+/// Prints help.
+fn print_help(help: &clap::Error) -> Result<Verdict> {
+    match help.use_stderr() {
+        true => say(&help.to_string())?,
         // Clap decides about colour here. An error of printing help has no consequence.
-        let _ = error.print();
-        return Ok(Verdict::Fine);
+        false => drop(help.print()),
     }
-    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-        say(&error.to_string())?;
-        return Ok(Verdict::Fine);
-    }
+    Ok(Verdict::Fine)
+}
+
+/// Clap's usage error in one line.
+fn usage_error(error: &clap::Error, program: &clap::Command) -> anyhow::Error {
     let text = error.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     let paragraphs: Vec<String> = text
@@ -135,7 +138,7 @@ fn usage_error(error: &clap::Error, program: &clap::Command) -> Result<Verdict> 
         Some(command) => format!("{name} {} --help", command.get_name()),
         None => format!("{name} --help"),
     };
-    Err(anyhow!("{}; see {help}", paragraphs.join("; ")))
+    anyhow!("{}; see {help}", paragraphs.join("; "))
 }
 
 /// An error with its causes, in one line; a cause whose text is contained already is left out.

@@ -51,13 +51,13 @@ fn run(cli: LongnetCli) -> Result<Verdict> {
 
 /// The command as one of several processes.
 #[cfg(feature = "mpi")]
-fn run_together(cli: LongnetCli, place: &LaunchedProcess) -> Result<Verdict> {
+fn run_together(cli: Result<LongnetCli>, place: &LaunchedProcess) -> Result<Verdict> {
     processes::run(cli, place)
 }
 
 /// Without MPI each process would do all of the work and write the same file, so this is an error.
 #[cfg(not(feature = "mpi"))]
-fn run_together(_: LongnetCli, place: &LaunchedProcess) -> Result<Verdict> {
+fn run_together(_: Result<LongnetCli>, place: &LaunchedProcess) -> Result<Verdict> {
     encke_lab::without_mpi("longnet", place)
 }
 

@@ -1,12 +1,12 @@
 //! `longnet train` as several processes: each is a rank and has its rows of every sequence.
 //!
 //! Processes communicate in the attention and in the all-reduce of the gradients. The root writes
-//! and prints. The decision here: inputs are compared before the first step, because processes with
-//! different texts or initial weights would train nonsense unnoticed.
+//! and prints. The decision here: files are compared before the first step, as arguments are,
+//! because processes with different texts or initial weights would train nonsense unnoticed.
 
 use std::sync::{Arc, Mutex};
 
-use anyhow::{Result, anyhow, bail, ensure};
+use anyhow::{Result, anyhow, bail};
 use encke::explain::bytes;
 use encke::{HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError};
 use encke_core::host::checksum;
@@ -19,19 +19,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::{LongnetCli, LongnetCommand};
 use crate::rank;
-use crate::settings::TrainingConfig;
 use crate::train::Options;
 use crate::trainer::ReplicaGroup;
-use crate::training_run::{RunInputs, TrainingRing, TrainingRun};
+use crate::training_run::{RunInputs, TrainingRing};
 
 /// Runs a command as one of several processes.
-pub fn run(cli: LongnetCli, place: &LaunchedProcess) -> Result<Verdict> {
-    cluster::run("longnet", place, |shared| match cli.command {
+pub fn run(cli: Result<LongnetCli>, place: &LaunchedProcess) -> Result<Verdict> {
+    cluster::run(("longnet", place), cli, None, |cli, shared| {
+        match cli.command {
         LongnetCommand::Train(options) => train(shared, &options),
         command if locked(shared).ranks() == 1 => crate::run(LongnetCli { command }),
         _ => locked(shared).agree(Err(anyhow!(
             "this command runs alone; start it without a launcher (train runs as several processes)"
         ))),
+    }
     })
 }
 
@@ -51,7 +52,7 @@ fn train(shared: &Arc<Mutex<Cluster>>, options: &Options) -> Result<Verdict> {
     let (settings, shard, mut inputs) = locked(shared).agree(prepared)?;
     let record = inputs.record.take();
     let mut group = MpiGroup(Arc::clone(shared));
-    compare(&mut group, &run, &settings, &inputs)?;
+    compare(&mut group, &inputs)?;
 
     let begin: fn(&mut ClusterTransport) = |transport| locked(&transport.0).wire.begin();
     let transport = (ClusterTransport(Arc::clone(shared)), begin);
@@ -90,15 +91,8 @@ fn check_ranks(options: &Options, processes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Refuses processes whose options, texts or checkpoints differ.
-fn compare(
-    group: &mut MpiGroup,
-    run: &TrainingRun<'_>,
-    settings: &TrainingConfig,
-    inputs: &RunInputs,
-) -> Result<()> {
-    let options = serde_json::to_vec(&(settings, run.last, run.every))?;
-    group.check_equal("the options", checksum(&options))?;
+/// Refuses processes whose texts or checkpoints differ.
+fn compare(group: &mut MpiGroup, inputs: &RunInputs) -> Result<()> {
     group.check_equal("the text", checksum(inputs.text.bytes()))?;
     let from = inputs.resumed.as_ref();
     group.check_equal(
@@ -152,18 +146,6 @@ impl ReplicaGroup for MpiGroup {
     }
 
     fn check_equal(&mut self, what: &str, checksum: u64) -> Result<()> {
-        let mut cluster = locked(&self.0);
-        let root = cluster.root();
-        let sent = cluster.is_root().then_some(checksum);
-        let expected: u64 = cluster.broadcast(sent)?;
-        let equal = (|| {
-            ensure!(
-                checksum == expected,
-                "{what} here and on rank {root} are not the same; every process must have the same \
-                 options, files and kind of processor"
-            );
-            Ok(())
-        })();
-        cluster.agree(equal)
+        locked(&self.0).check_equal(what, checksum)
     }
 }

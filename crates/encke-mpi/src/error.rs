@@ -1,5 +1,7 @@
 //! Failures of MPI itself. A failed exchange has the errors of every transport instead.
 
+use std::time::Duration;
+
 use encke_core::transport::TransportError;
 
 /// Why MPI could not be started or used.
@@ -26,6 +28,17 @@ pub enum MpiError {
         what: &'static str,
         /// MPI's error message.
         message: String,
+    },
+    /// A call in which all processes meet has not returned.
+    #[error(
+        "{call} has not returned within {limit:?}: it waits for every process of the launch, and \
+         one of them has died, is stuck, or is another program"
+    )]
+    Blocked {
+        /// The call.
+        call: &'static str,
+        /// How long it may take.
+        limit: Duration,
     },
     /// This MPI, or this launch, does not survive the death of a process.
     #[error(

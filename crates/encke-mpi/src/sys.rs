@@ -8,8 +8,9 @@
 
 use std::borrow::Cow;
 use std::ffi::c_int;
+use std::ptr;
 
-use mpi::ffi;
+use mpi::{Threading, ffi};
 
 use crate::error::MpiError;
 
@@ -95,6 +96,36 @@ fn check(code: c_int) -> Result<(), CallFailure> {
 fn text_of(bytes: &[u8], length: c_int) -> Cow<'_, str> {
     let length = usize::try_from(length).unwrap_or(0).min(bytes.len());
     String::from_utf8_lossy(&bytes[..length])
+}
+
+/// Makes `MPI_Init` return its errors, such as the death of another process during it. By default
+/// Open MPI prints a page and aborts; that remains so if this process has other threads, because
+/// the environment must not change then.
+pub fn return_start_errors() {
+    if std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1) {
+        // SAFETY: this is the only thread of the process.
+        unsafe { std::env::set_var("OMPI_MCA_mpi_initial_errhandler", "mpi_errors_return") }
+    }
+}
+
+/// Starts MPI; returns the thread support that it offers, or `None` if it was started before.
+pub fn start() -> Result<Option<Threading>, CallFailure> {
+    if mpi::environment::is_initialized() {
+        return Ok(None);
+    }
+    let mut got = 0;
+    // SAFETY: MPI allows absent arguments, and the place for the result is a local variable.
+    check(unsafe {
+        let wanted = ffi::RSMPI_THREAD_SERIALIZED;
+        ffi::MPI_Init_thread(ptr::null_mut(), ptr::null_mut(), wanted, &mut got)
+    })?;
+    Ok(Some(Threading::from(got)))
+}
+
+/// Ends MPI, together with all other processes.
+pub fn finalize() {
+    // SAFETY: MPI was started, and nothing calls it after this. The process ends in any case.
+    unsafe { ffi::MPI_Finalize() };
 }
 
 /// Whether deaths of processes are reported and can be survived in this launch (ULFM).

@@ -29,7 +29,7 @@ const CANCEL_LIMIT: Duration = Duration::from_millis(300);
 /// launcher would end this process with them before it has reported anything.
 const NOTICE_LIMIT: Duration = Duration::from_secs(1);
 /// How long calls that should not block may take beyond the deadline before they count as hung.
-const SLACK: Duration = Duration::from_secs(3);
+pub(crate) const SLACK: Duration = Duration::from_secs(3);
 /// Between two polls while the rank computes: messages progress, and the cores are left to the
 /// jobs.
 const COMPUTE_POLL: Duration = Duration::from_micros(100);
@@ -69,6 +69,7 @@ impl MpiTransport {
         deadline: Duration,
         library: String,
         must_not_finalize: Arc<AtomicBool>,
+        watchdog: Arc<Watchdog>,
     ) -> Result<MpiTransport, MpiError> {
         let failed = |failure: CallFailure| failure.during("opening the transport");
         let ranks = comm.size().map_err(failed)?;
@@ -87,15 +88,8 @@ impl MpiTransport {
             survives: false,
             library,
             must_not_finalize,
-            watchdog: Arc::default(),
+            watchdog,
         })
-    }
-
-    /// Calls `hung`, on a thread of its own, if an MPI call that should return does not, with the
-    /// error of this rank. A blocked MPI call cannot be interrupted: `hung` should end the process.
-    pub fn watch(&mut self, hung: impl FnOnce(TransportError) + Send + 'static) {
-        // If no thread can be started, nothing is watched.
-        self.watchdog = Arc::new(Watchdog::start(hung).unwrap_or_default());
     }
 
     /// The error of an MPI call that blocks on `peer`.
@@ -103,14 +97,16 @@ impl MpiTransport {
         &self,
         round: usize,
         peer: usize,
-    ) -> impl Fn(Duration) -> TransportError + Clone + use<> {
+    ) -> impl Fn(Duration) -> MpiError + Clone + use<> {
         let (rank, limit) = (self.rank, self.deadline);
-        move |waited| TransportError::Deadline {
-            rank,
-            peer,
-            round,
-            waited,
-            limit,
+        move |waited| {
+            MpiError::Transport(TransportError::Deadline {
+                rank,
+                peer,
+                round,
+                waited,
+                limit,
+            })
         }
     }
 
@@ -123,7 +119,7 @@ impl MpiTransport {
     /// Arms the watchdog after a failure: the calls that follow must return at once.
     fn watch_after(&self, error: &TransportError) {
         let error = error.clone();
-        self.watchdog.arm(SLACK, move |_| error);
+        self.watchdog.arm(SLACK, move |_| error.into());
     }
 
     /// This rank.

@@ -1,18 +1,20 @@
-//! A timer for MPI calls that should return at once but may block: a cut link can hold the first
-//! message to a process, or a failure notice, inside the library indefinitely.
+//! A timer for MPI calls that may block: `MPI_Init` waits for a process that died at the start, and
+//! a cut link can hold the first message to a process, or a failure notice, inside the library
+//! indefinitely.
 //!
 //! The decision here: a blocked MPI call cannot be interrupted, and memory that it may still read
 //! cannot be freed, so the only remedy is to report the error and end the process. The owner of the
-//! process supplies that handler; without one nothing is watched.
+//! process supplies that handler.
 
 use std::fmt;
+use std::io;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use encke_core::transport::TransportError;
+use crate::error::MpiError;
 
 /// Makes the error of a call from the time it has blocked.
-pub type TimeoutError = Box<dyn FnOnce(Duration) -> TransportError + Send>;
+pub type TimeoutError = Box<dyn FnOnce(Duration) -> MpiError + Send>;
 
 /// A call with a time limit.
 struct WatchedCall {
@@ -24,27 +26,24 @@ struct WatchedCall {
 #[derive(Default)]
 struct WatchdogState {
     call: Option<WatchedCall>,
+    timed_out: bool,
     stopped: bool,
 }
 
 /// Ends the process, through its handler, if a call blocks.
-#[derive(Default)]
 pub struct Watchdog {
-    shared: Option<Arc<(Mutex<WatchdogState>, Condvar)>>,
+    shared: Arc<(Mutex<WatchdogState>, Condvar)>,
 }
 
 impl fmt::Debug for Watchdog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let watches = self.shared.is_some();
-        f.debug_struct("Watchdog").field("on", &watches).finish()
+        f.debug_struct("Watchdog").finish_non_exhaustive()
     }
 }
 
 impl Watchdog {
     /// Starts the watchdog's thread. It calls `timed_out` at most once.
-    pub fn start(
-        timed_out: impl FnOnce(TransportError) + Send + 'static,
-    ) -> std::io::Result<Watchdog> {
+    pub fn start(timed_out: impl FnOnce(MpiError) + Send + 'static) -> io::Result<Watchdog> {
         let shared = Arc::default();
         let watched = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("encke-watchdog".to_string());
@@ -53,17 +52,11 @@ impl Watchdog {
                 timed_out(error);
             }
         })?;
-        Ok(Watchdog {
-            shared: Some(shared),
-        })
+        Ok(Watchdog { shared })
     }
 
     /// Starts the timer: [`Watchdog::disarm`] must follow within `limit`.
-    pub fn arm(
-        &self,
-        limit: Duration,
-        error: impl FnOnce(Duration) -> TransportError + Send + 'static,
-    ) {
+    pub fn arm(&self, limit: Duration, error: impl FnOnce(Duration) -> MpiError + Send + 'static) {
         let (start, error) = (Instant::now(), Box::new(error));
         self.update(|state| {
             state.call = Some(WatchedCall {
@@ -74,15 +67,24 @@ impl Watchdog {
         });
     }
 
-    /// Stops the timer.
+    /// Stops the timer. Never returns if it has run out: the handler is about to end the process.
     pub fn disarm(&self) {
-        self.update(|state| state.call = None);
+        let mut timed_out = false;
+        self.update(|state| {
+            state.call = None;
+            timed_out = state.timed_out;
+        });
+        if timed_out {
+            loop {
+                std::thread::park();
+            }
+        }
     }
 
     fn update(&self, change: impl FnOnce(&mut WatchdogState)) {
-        let Some(shared) = &self.shared else { return };
-        change(&mut shared.0.lock().unwrap_or_else(PoisonError::into_inner));
-        shared.1.notify_one();
+        let (state, changed) = &*self.shared;
+        change(&mut state.lock().unwrap_or_else(PoisonError::into_inner));
+        changed.notify_one();
     }
 }
 
@@ -94,7 +96,7 @@ impl Drop for Watchdog {
 
 /// Waits until a call exceeds its limit, and returns its error; `None` when the watchdog is
 /// dropped.
-fn watch((state, changed): &(Mutex<WatchdogState>, Condvar)) -> Option<TransportError> {
+fn watch((state, changed): &(Mutex<WatchdogState>, Condvar)) -> Option<MpiError> {
     let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
     while !state.stopped {
         let left = state
@@ -105,6 +107,7 @@ fn watch((state, changed): &(Mutex<WatchdogState>, Condvar)) -> Option<Transport
             None => changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             Some(Duration::ZERO) => {
                 let call = state.call.take()?;
+                state.timed_out = true;
                 return Some((call.error)(call.start.elapsed()));
             }
             Some(left) => {
@@ -121,13 +124,10 @@ mod tests {
     use super::*;
     use std::sync::mpsc::{RecvTimeoutError, channel};
 
-    fn late(waited: Duration) -> TransportError {
-        TransportError::Deadline {
-            rank: 1,
-            peer: 2,
-            round: 3,
-            waited,
-            limit: Duration::from_millis(20),
+    fn late(waited: Duration) -> MpiError {
+        MpiError::Blocked {
+            call: "a call",
+            limit: waited,
         }
     }
 
@@ -137,8 +137,8 @@ mod tests {
         let watchdog = Watchdog::start(move |error| sender.send(error).unwrap()).unwrap();
         watchdog.arm(Duration::from_millis(20), late);
         let error = errors.recv().unwrap();
-        let long = |waited: &Duration| *waited >= Duration::from_millis(20);
-        assert!(matches!(error, TransportError::Deadline { waited, .. } if long(&waited)));
+        let least = Duration::from_millis(20);
+        assert!(matches!(error, MpiError::Blocked { limit, .. } if limit >= least));
         watchdog.arm(Duration::ZERO, late);
         let again = errors.recv_timeout(Duration::from_millis(50));
         assert_eq!(again, Err(RecvTimeoutError::Disconnected));
@@ -157,12 +157,5 @@ mod tests {
         assert_eq!(silent, Err(RecvTimeoutError::Timeout));
         drop(watchdog);
         assert!(errors.recv().is_err(), "its thread ends with the watchdog");
-    }
-
-    #[test]
-    fn without_a_handler_nothing_is_watched() {
-        let watchdog = Watchdog::default();
-        watchdog.arm(Duration::ZERO, late);
-        watchdog.disarm();
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use encke::{Attention, Builder, CheckpointPolicy, DType, Fault, FaultPhase, Precision};
 use encke_lab::number::{bytes, count};
@@ -83,9 +83,10 @@ pub struct Options {
     #[arg(long, help_heading = HEADING, value_enum, value_name = "POLICY")]
     checkpoint: Option<CheckpointName>,
 
-    /// How long a rank waits for another one before the command fails [default: 600].
-    #[arg(long, help_heading = HEADING, value_name = "SECONDS")]
-    deadline: Option<f64>,
+    /// How long a rank waits for another one before the command fails [default: 600; 60 for the
+    /// start of several processes, which has at least 10].
+    #[arg(long, help_heading = HEADING, value_name = "SECONDS", value_parser = seconds)]
+    pub deadline: Option<Duration>,
 
     /// Fault injection: rank A dies at the beginning of round B; of several, each in the plan that
     /// continues after the death before it.
@@ -123,6 +124,14 @@ const HEADING: &str = "Computation and output";
 fn dtype(text: &str) -> Result<DType, String> {
     let parsed = text.parse::<DType>();
     parsed.map_err(|error| error.to_string())
+}
+
+/// Parses a length of time in seconds.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse::<f64>().ok();
+    let time = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    let time = time.filter(|time| !time.is_zero());
+    time.ok_or_else(|| "it is not a length of time; give seconds, more than 0".to_string())
 }
 
 /// Parses a rank and the round in which it dies.
@@ -216,7 +225,7 @@ impl Options {
             }
             Some(CheckpointName::KeepOutput) | None => {}
         }
-        if let Some(deadline) = self.deadline()? {
+        if let Some(deadline) = self.deadline {
             builder = builder.deadline(deadline);
         }
         let faults = self.drill.iter().enumerate();
@@ -233,18 +242,5 @@ impl Options {
     #[cfg(feature = "mpi")]
     pub fn injects_faults(&self) -> bool {
         !self.drill.is_empty()
-    }
-
-    /// How long a rank waits for another one, if that was given.
-    pub fn deadline(&self) -> Result<Option<Duration>> {
-        let Some(seconds) = self.deadline else {
-            return Ok(None);
-        };
-        let deadline = Duration::try_from_secs_f64(seconds);
-        let deadline = deadline.ok().filter(|deadline| !deadline.is_zero());
-        let deadline = deadline.ok_or_else(|| {
-            anyhow!("--deadline {seconds} is not a length of time; give seconds, more than 0")
-        })?;
-        Ok(Some(deadline))
     }
 }

@@ -33,17 +33,20 @@ use crate::input::InputFile;
 struct PreparedCall {
     attention: Attention,
     inputs: AttendInputs,
+    /// Of the input file.
+    sample: u64,
     compute: DType,
     requests: Vec<Request>,
 }
+
+/// The output and the trace, if one is written, on the rank that has created them.
+type CreatedFiles = Option<(OutputFile, Option<OutputFile>)>;
 
 /// Runs the command.
 pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
     let call = prepare(cluster.ranks(), options);
     let call = cluster.agree(call)?;
-    if let Some(deadline) = options.deadline()? {
-        cluster.wire.set_deadline(deadline);
-    }
+    cluster.check_equal(&options.input.display().to_string(), call.sample)?;
     if call.requests[0].redundancy > 0 {
         let ready = cluster.survive();
         cluster.agree(ready)?;
@@ -52,8 +55,24 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         true => super::outputs(options).map(Some),
         false => Ok(None),
     };
-    let mut created = cluster.agree(created)?;
+    let created = cluster.agree(created)?;
     let (temporary, opened) = open(cluster, created.as_ref().map(|(output, _)| output), &call)?;
+    let done = compute(cluster, options, &call, (&temporary, created, opened));
+    // The rank that created the file may be dead. Where deaths are survived, another rank may
+    // continue although this one failed.
+    if done.is_err() && (cluster.is_root() || call.requests[0].redundancy == 0) {
+        let _ = std::fs::remove_file(&temporary);
+    }
+    done
+}
+
+/// Runs all passes into the output file, and finishes it.
+fn compute(
+    cluster: &mut Cluster,
+    options: &Options,
+    call: &PreparedCall,
+    (temporary, mut created, opened): (&Path, CreatedFiles, Result<Files>),
+) -> Result<Verdict> {
     let mut sink = cluster.agree(opened)?;
     let before = resident_bytes();
     let progress = cluster.is_root().then(|| spinner("forward"));
@@ -62,7 +81,7 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         if let (Some(progress), true) = (&progress, !passes.is_empty()) {
             progress.set_message("backward");
         }
-        passes.push(pass(cluster, options, &call, request, &mut sink)?);
+        passes.push(pass(cluster, options, call, request, &mut sink)?);
     }
     drop(progress);
     let most = peak_resident_bytes();
@@ -74,11 +93,9 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
     loop {
         let root = cluster.root();
         let finished = match (all.take(), cluster.is_root()) {
-            (Some(all), true) => {
-                finish(cluster, options, &call, &all, (&temporary, created.take()))
-            }
+            (Some(all), true) => finish(cluster, options, call, &all, (temporary, created.take())),
             // The former root has died: it may have renamed the file, or not yet.
-            (None, true) => rename(options, &temporary, None),
+            (None, true) => rename(options, temporary, None),
             _ => Ok(()),
         };
         cluster.agree(finished)?;
@@ -110,10 +127,8 @@ fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
         bail!("--drill is for threads; a process dies with kill -KILL");
     }
     let attention = options.attention_of(processes)?;
-    let inputs = {
-        let file = InputFile::open(&options.input)?;
-        AttendInputs::read(&file.tensors()?, options.grad, &attention)?
-    };
+    let file = InputFile::open(&options.input)?;
+    let inputs = AttendInputs::read(&file.tensors()?, options.grad, &attention)?;
     if attention.pattern().splits_slots() {
         bail!(
             "fkodom mode and detached mixing gradients need all rows in one process; use group \
@@ -125,6 +140,7 @@ fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
         requests: requests(&attention, &inputs)?,
         attention,
         inputs,
+        sample: file.sample(),
     })
 }
 
@@ -206,7 +222,7 @@ fn finish(
     options: &Options,
     call: &PreparedCall,
     all: &[AttendProcess],
-    (temporary, created): (&Path, Option<(OutputFile, Option<OutputFile>)>),
+    (temporary, created): (&Path, CreatedFiles),
 ) -> Result<()> {
     let (output, trace_file) = match created {
         Some((output, trace)) => (Some(output), trace),

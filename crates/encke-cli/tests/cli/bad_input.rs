@@ -181,8 +181,9 @@ fn wrong_pattern_and_computation_options_are_refused() {
         ("--scale nan", "scale is NaN"),
         ("--scale inf", "scale is inf"),
         ("--checkpoint recompute", "--grad"),
-        ("--deadline 0", "--deadline 0"),
-        ("--deadline -1", "--deadline -1"),
+        ("--deadline 0", "give seconds, more than 0"),
+        ("--deadline -1", "give seconds, more than 0"),
+        ("--deadline nan", "give seconds, more than 0"),
         ("--compute f8", "f64, f32, bf16, f16"),
         ("--no-such-option", "--no-such-option"),
     ];

@@ -1,36 +1,29 @@
-//! Processes that are killed or stopped during a call: an error on every other process, within the
-//! deadline, and no output.
+//! Processes that are killed or stopped: the right result, or an error on every other process within
+//! the deadline; and nothing is left behind.
 //!
-//! `ENCKE_KILLS` is the number of kills during a call; a few by default. A call that had finished
-//! before the kill does not count and is repeated, up to as many times.
+//! `ENCKE_KILLS` is the number of kills of each test; a few by default. Their instants are spread
+//! evenly over the call, from the start of the killed process to the end.
 
 use std::time::{Duration, Instant};
 
 use crate::command::CommandFolder;
 use crate::files;
-use crate::launch::{RunningJob, own_lines, signal, ulfm};
+use crate::launch::{RunningJob, all_ended, encke_job, own_lines, said, signal, ulfm};
 
 const RANKS: usize = 4;
-/// Deadline of every exchange, in seconds.
-const DEADLINE: u64 = 20;
+/// Deadline of every exchange, and of MPI's start, in seconds.
+const DEADLINE: u64 = 12;
 const CALL: &str = "attend in.safetensors -o out.safetensors --grad";
+const OUTPUT: &str = "out.safetensors";
 
-/// A folder with a call of a second or more.
+/// A folder with a call of a second or more, and its result.
 fn long_call() -> CommandFolder {
     let folder = CommandFolder::new();
     folder.succeeds("generate in.safetensors --tokens 4k --heads 2 --dim 64 --grad");
+    folder.succeeds(&format!(
+        "attend in.safetensors -o threads.safetensors --grad --ranks {RANKS}"
+    ));
     folder
-}
-
-/// The time of the call without a kill, from when all processes are at work.
-fn undisturbed(folder: &CommandFolder, options: &str) -> Duration {
-    let running = RunningJob::start(folder, RANKS, &format!("{CALL} {options}"));
-    at_work(folder);
-    let since = Instant::now();
-    let (status, lines) = running.end(Duration::from_secs(300));
-    assert!(status.success(), "{lines:?}");
-    clean(folder);
-    since.elapsed()
 }
 
 fn kills(default: usize) -> usize {
@@ -46,10 +39,15 @@ fn random(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Waits until all processes are at work: the temporary output file exists.
-fn at_work(folder: &CommandFolder) {
+/// Whether all processes are at work: the temporary output file exists.
+fn is_at_work(folder: &CommandFolder) -> bool {
+    folder.names().iter().any(|name| name.ends_with(".tmp"))
+}
+
+/// Waits until all processes are at work.
+pub fn at_work(folder: &CommandFolder) {
     let since = Instant::now();
-    while !folder.names().iter().any(|name| name.ends_with(".tmp")) {
+    while !is_at_work(folder) {
         assert!(
             since.elapsed() < Duration::from_secs(120),
             "it does not start"
@@ -58,164 +56,181 @@ fn at_work(folder: &CommandFolder) {
     }
 }
 
-/// A call during which a rank was killed.
+/// The files that a call has left beside its input, apart from its output.
+fn leftovers(folder: &CommandFolder) -> Vec<String> {
+    let known = ["in.safetensors", "threads.safetensors", OUTPUT];
+    let names = folder.names().into_iter();
+    names
+        .filter(|name| !known.contains(&name.as_str()))
+        .collect()
+}
+
+/// A call of which a rank was killed.
 struct KilledCall {
     victim: usize,
+    /// Whether all ranks were at work.
+    at_work: bool,
+    /// Whether the process had not ended before.
+    lived: bool,
     killed: Instant,
     lines: Vec<(Instant, String)>,
 }
 
 impl KilledCall {
-    /// Runs the call, whose duration is about `time`; the seed determines which rank dies and when.
-    fn run(folder: &CommandFolder, options: &str, time: Duration, seed: u64) -> KilledCall {
-        let victim = (random(seed) % RANKS as u64) as usize;
-        let after = time.mul_f64((random(!seed) % 1000) as f64 / 1000.0);
+    /// Runs the call, and kills `victim` when its process has run for `after`.
+    fn run(folder: &CommandFolder, options: &str, victim: usize, after: Duration) -> KilledCall {
         let arguments = format!("{CALL} --deadline {DEADLINE} {options}");
-        let running = RunningJob::start(folder, RANKS, &arguments);
-        let process = running.process(folder, victim);
-        at_work(folder);
+        let job = || encke_job(folder, RANKS, &arguments);
+        let (running, process) = RunningJob::start(folder, victim, job);
         std::thread::sleep(after);
-        signal(process, "-KILL");
+        let at_work = is_at_work(folder);
+        let lived = signal(process, "-KILL");
         let killed = Instant::now();
-        let (_, lines) = running.end(Duration::from_secs(2 * DEADLINE + 60));
+        let (_, lines) = running.end(Duration::from_secs(3 * DEADLINE + 30));
+        all_ended(folder);
         KilledCall {
             victim,
+            at_work,
+            lived,
             killed,
             lines,
         }
     }
 
-    fn stderr(&self) -> String {
-        let lines: Vec<&str> = self.lines.iter().map(|(_, line)| line.as_str()).collect();
-        lines.join("\n")
+    /// Checks the output against that of threads, if there is one. Without one, every survivor has
+    /// printed one line; before the work one of them is enough, because the launcher ends the others
+    /// when the first has failed. Returns whether there is an output, and removes it.
+    fn check(&self, folder: &CommandFolder, tolerance: f64) -> bool {
+        let said = said(&self.lines);
+        assert_eq!(leftovers(folder), [""; 0], "left behind: {said}");
+        let output = folder.join(OUTPUT);
+        if output.exists() {
+            let got = files::read(&output);
+            for (name, tensor) in &files::read(&folder.join("threads.safetensors")) {
+                let (off, most) = (tensor.difference(&got[name]), tensor.largest());
+                assert!(off <= tolerance * most, "{name} is off by {off:e}: {said}");
+            }
+            std::fs::remove_file(output).unwrap();
+            return true;
+        }
+        let mut reported = 0;
+        for rank in (0..RANKS).filter(|rank| *rank != self.victim) {
+            let mark = format!("encke: rank {rank} of {RANKS}: ");
+            let own = own_lines(&said).into_iter();
+            let lines: Vec<&str> = own.filter(|line| line.starts_with(&mark)).collect();
+            let named = |line: &&str| line.contains(&format!("rank {}", self.victim));
+            let enough = lines.len() == 1 && lines.iter().all(named);
+            assert!(
+                enough || !self.at_work && lines.len() <= 1,
+                "rank {rank}: {said}"
+            );
+            reported += lines.len();
+        }
+        assert!(reported > 0, "{said}");
+        false
     }
 
-    /// Time from the kill to the last line with this prefix.
-    fn last(&self, prefix: &str) -> Option<Duration> {
-        let lines = self
-            .lines
-            .iter()
-            .filter(|(_, line)| line.starts_with(prefix));
+    /// Time from the kill to the last line of a rank.
+    fn reported_after(&self) -> Option<Duration> {
+        let lines = self.lines.iter();
+        let lines = lines.filter(|(_, line)| line.starts_with("encke: rank"));
         let last = lines.map(|(at, _)| *at).max()?;
         Some(last.saturating_duration_since(self.killed))
     }
 }
 
-fn seed() -> u64 {
+/// Kills ranks at instants spread over the call, checks what follows, and prints how it ended.
+/// `passes` decides about a call that was killed, and whether there was an output.
+fn kill_at_all_times(options: &str, tolerance: f64, passes: impl Fn(&KilledCall, bool) -> bool) {
+    let folder = long_call();
+    let job = || encke_job(&folder, RANKS, &format!("{CALL} {options}"));
+    let (running, _) = RunningJob::start(&folder, 0, job);
+    let since = Instant::now();
+    let (status, lines) = running.end(Duration::from_secs(300));
+    assert!(status.success(), "{lines:?}");
+    std::fs::remove_file(folder.join(OUTPUT)).unwrap();
+    let (time, wanted) = (since.elapsed(), kills(4));
     let seed = u64::from(std::process::id()) << 20;
-    println!("seed {seed}");
-    seed
-}
-
-fn print_times(name: &str, mut times: Vec<Duration>) {
+    println!("{wanted} kills within {time:?}, seed {seed}");
+    let (mut working, mut late, mut results, mut times) = (0, 0, 0, Vec::new());
+    for run in 0..wanted {
+        let chance = random(seed + run as u64);
+        let victim = (chance % RANKS as u64) as usize;
+        let place = run as f64 + (chance >> 32) as f64 / 2f64.powi(32);
+        let after = time.mul_f64(place / wanted as f64);
+        let killed = KilledCall::run(&folder, options, victim, after);
+        let at = format!("run {run}: rank {victim} after {after:?}");
+        let when = match (killed.lived, killed.at_work) {
+            (false, _) => "after its end",
+            (true, true) => "at work",
+            (true, false) => "before or after the work",
+        };
+        println!("{at}, {when}");
+        let finished = killed.check(&folder, tolerance);
+        assert!(passes(&killed, finished), "{at}: {}", said(&killed.lines));
+        working += usize::from(killed.at_work);
+        late += usize::from(!killed.lived);
+        results += usize::from(finished);
+        times.extend(killed.reported_after());
+    }
     times.sort_unstable();
-    if let (Some(middle), Some(last)) = (times.get(times.len() / 2), times.last()) {
-        println!(
-            "{} kills, {name}: {middle:?} (median), {last:?} (most)",
-            times.len()
-        );
-    }
-}
-
-/// Removes the files of a run.
-fn clean(folder: &CommandFolder) {
-    let left = folder.names().into_iter();
-    for name in left.filter(|name| name != "in.safetensors" && name != "threads.safetensors") {
-        std::fs::remove_file(folder.join(&name)).unwrap();
-    }
+    println!(
+        "{wanted} kills, {working} of them during the work, {late} after the end: {results} right \
+         results, otherwise errors; {:?} (median) and {:?} (most) until all had reported",
+        times.get(times.len() / 2),
+        times.last()
+    );
 }
 
 #[test]
-fn a_killed_rank_is_named_by_all_others() {
-    if !ulfm("a_killed_rank_is_named_by_all_others") {
-        return;
+fn a_killed_rank_is_an_error_on_all_others() {
+    if ulfm("a_killed_rank_is_an_error_on_all_others") {
+        kill_at_all_times("", 0.0, |_, _| true);
     }
-    let folder = long_call();
-    let (seed, time) = (seed(), undisturbed(&folder, ""));
-    let (mut times, wanted) = (Vec::new(), kills(3));
-    for run in 0..2 * wanted as u64 {
-        if times.len() == wanted {
-            break;
-        }
-        let killed = KilledCall::run(&folder, "", time, seed + run);
-        let (said, victim) = (killed.stderr(), killed.victim);
-        let finished = folder.names().contains(&"out.safetensors".to_string());
-        clean(&folder);
-        if finished {
-            println!("run {run}: it had finished before");
-            continue;
-        }
-        let own = own_lines(&said);
-        for rank in (0..RANKS).filter(|rank| *rank != victim) {
-            let mark = format!("encke: rank {rank} of {RANKS}: ");
-            let line = own.iter().find(|line| line.starts_with(&mark));
-            let line =
-                line.unwrap_or_else(|| panic!("run {run}: rank {rank} printed nothing: {said}"));
-            assert!(
-                line.contains(&format!("rank {victim}")),
-                "run {run}: {line}"
-            );
-        }
-        let took = killed.last("encke: rank").unwrap();
-        assert!(
-            took < Duration::from_secs(DEADLINE + 10),
-            "run {run}: {took:?}"
-        );
-        times.push(took);
-        if times.len().is_multiple_of(20) {
-            println!("{} kills, all reported", times.len());
-        }
-    }
-    print_times("until all survivors had reported it", times);
 }
 
 #[test]
 fn with_redundancy_a_call_survives_a_killed_rank() {
-    if !ulfm("with_redundancy_a_call_survives_a_killed_rank") {
+    if ulfm("with_redundancy_a_call_survives_a_killed_rank") {
+        // From when all ranks are at work on, there must be a result.
+        let passes = |killed: &KilledCall, finished| finished || !killed.at_work;
+        kill_at_all_times("--redundancy 1", 2e-5, passes);
+    }
+}
+
+#[test]
+fn a_process_that_does_not_start_mpi_is_an_error() {
+    if !ulfm("a_process_that_does_not_start_mpi_is_an_error") {
         return;
     }
-    let folder = long_call();
-    folder.succeeds(&format!(
-        "attend in.safetensors -o threads.safetensors --grad --ranks {RANKS}"
-    ));
-    let expected = files::read(&folder.join("threads.safetensors"));
-    let (seed, time) = (seed(), undisturbed(&folder, "--redundancy 1"));
-    let (mut times, wanted) = (Vec::new(), kills(3));
-    for run in 0..2 * wanted as u64 {
-        if times.len() == wanted {
-            break;
-        }
-        let killed = KilledCall::run(&folder, "--redundancy 1", time, seed + run);
-        let said = killed.stderr();
-        let there = folder.names().contains(&"out.safetensors".to_string());
-        assert!(there, "run {run}, rank {}: {said}", killed.victim);
-        let got = files::read(&folder.join("out.safetensors"));
-        for (name, tensor) in &expected {
-            let (off, most) = (tensor.difference(&got[name]), tensor.largest());
-            assert!(
-                off <= 2e-5 * most,
-                "run {run}: {name} is off by {off:e}: {said}"
-            );
-        }
-        clean(&folder);
-        let Some(took) = killed.last("survived") else {
-            println!("run {run}: it had finished before");
-            continue;
-        };
-        times.push(took);
-        if times.len().is_multiple_of(20) {
-            println!("{} kills, all survived", times.len());
-        }
+    let folder = CommandFolder::new();
+    files::write(&folder.join("in.safetensors"), &files::small());
+    let start = |program: &[&str]| {
+        let mut job = encke_job(&folder, 1, "attend in.safetensors -o out --deadline 1");
+        job.args([":", "-n", "1"]).args(program);
+        RunningJob::of(job)
+    };
+    for running in [&["true"][..], &["sleep", "15"]].map(start) {
+        let (status, lines) = running.end(Duration::from_secs(60));
+        let said = said(&lines);
+        assert_eq!(status.code(), Some(2), "{said}");
+        let own = own_lines(&said);
+        assert_eq!(own.len(), 1, "{said}");
+        assert!(
+            own[0].contains("MPI_Init") && own[0].contains("10s"),
+            "{said}"
+        );
     }
-    print_times("from the death to the result", times);
+    assert_eq!(folder.names(), ["in.safetensors"]);
 }
 
 #[test]
 fn a_stopped_rank_exceeds_the_deadline_of_the_others() {
     let folder = long_call();
-    let running = RunningJob::start(&folder, RANKS, &format!("{CALL} --deadline 3"));
     let victim = 1;
-    let process = running.process(&folder, victim);
+    let arguments = format!("{CALL} --deadline 3");
+    let job = || encke_job(&folder, RANKS, &arguments);
+    let (running, process) = RunningJob::start(&folder, victim, job);
     at_work(&folder);
     assert!(signal(process, "-STOP"));
     // The others fail at their deadline; then the launcher waits only for the stopped process,
@@ -224,8 +239,7 @@ fn a_stopped_rank_exceeds_the_deadline_of_the_others() {
     signal(process, "-KILL");
     let (status, lines) = running.end(Duration::from_secs(60));
     assert!(!status.success());
-    let said: Vec<&str> = lines.iter().map(|(_, line)| line.as_str()).collect();
-    let said = said.join("\n");
+    let said = said(&lines);
     let own = own_lines(&said);
     assert!(
         own.iter().any(|line| line.contains("deadline of 3s")),
@@ -238,5 +252,5 @@ fn a_stopped_rank_exceeds_the_deadline_of_the_others() {
             "rank {rank}: {said}"
         );
     }
-    assert!(!folder.names().contains(&"out.safetensors".to_string()));
+    assert!(!folder.names().contains(&OUTPUT.to_string()));
 }

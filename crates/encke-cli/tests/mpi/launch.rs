@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::command::CommandFolder;
-use crate::mpirun::{job, lines_of, version};
+use crate::mpirun::{STARTS, job, launcher_failed, lines_of, mpirun, output, version};
 
 /// Whether MPI reports deaths to the survivors; if not, prints that the test is skipped.
 pub fn ulfm(test: &str) -> bool {
@@ -22,6 +22,16 @@ pub fn ulfm(test: &str) -> bool {
     has
 }
 
+/// `encke launch arguments`, in a folder.
+pub fn launch(folder: &CommandFolder, arguments: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_encke"));
+    command.arg("launch").args(arguments.split(' '));
+    command.current_dir(folder.path()).env("MPIRUN", mpirun());
+    command.env("OMPI_ALLOW_RUN_AS_ROOT", "1");
+    command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    command
+}
+
 /// `mpirun -n ranks encke arguments`, in a folder.
 pub fn encke_job(folder: &CommandFolder, ranks: usize, arguments: &str) -> Command {
     job(env!("CARGO_BIN_EXE_encke"), folder.path(), ranks, arguments)
@@ -29,7 +39,7 @@ pub fn encke_job(folder: &CommandFolder, ranks: usize, arguments: &str) -> Comma
 
 /// Runs it to its end.
 pub fn run(folder: &CommandFolder, ranks: usize, arguments: &str) -> Output {
-    encke_job(folder, ranks, arguments).output().unwrap()
+    output(&mut encke_job(folder, ranks, arguments))
 }
 
 /// Runs it and expects success; returns standard output.
@@ -54,9 +64,26 @@ pub struct RunningJob {
 }
 
 impl RunningJob {
-    /// Starts `mpirun -n ranks encke arguments`.
-    pub fn start(folder: &CommandFolder, ranks: usize, arguments: &str) -> RunningJob {
-        let mut command = encke_job(folder, ranks, arguments);
+    /// Starts a job in a folder, and waits for the process of `rank`.
+    pub fn start(
+        folder: &CommandFolder,
+        rank: usize,
+        job: impl Fn() -> Command,
+    ) -> (RunningJob, u32) {
+        for _ in 0..STARTS {
+            let mut running = RunningJob::of(job());
+            if let Some(process) = running.process(folder, rank) {
+                return (running, process);
+            }
+            let (status, lines) = running.end(Duration::from_secs(60));
+            let said = said(&lines);
+            assert!(launcher_failed(&said), "{status}: {said}");
+        }
+        panic!("the launcher did not start");
+    }
+
+    /// Starts a job.
+    pub fn of(mut command: Command) -> RunningJob {
         command.stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let lines = Arc::new(Mutex::new(Vec::new()));
@@ -75,19 +102,26 @@ impl RunningJob {
         }
     }
 
-    /// Waits for the process of a rank.
-    pub fn process(&self, folder: &CommandFolder, rank: usize) -> u32 {
+    /// Waits for the process of a rank; `None` if the launcher has ended before.
+    fn process(&mut self, folder: &CommandFolder, rank: usize) -> Option<u32> {
+        let variable = format!("OMPI_COMM_WORLD_RANK={rank}");
         let since = Instant::now();
-        loop {
-            if let Some(found) = process_of(folder.path(), rank) {
-                return found;
+        while self.child.try_wait().unwrap().is_none() {
+            if let Some(found) = processes(folder.path(), &variable).first() {
+                return Some(*found);
             }
             assert!(
                 since.elapsed() < Duration::from_secs(60),
                 "rank {rank} did not start"
             );
-            std::thread::sleep(Duration::from_millis(5));
+            std::thread::sleep(Duration::from_millis(1));
         }
+        None
+    }
+
+    /// The launcher's process.
+    pub fn launcher(&self) -> u32 {
+        self.child.id()
     }
 
     /// Waits for the end, no longer than `limit`; returns the lines with their times.
@@ -110,10 +144,17 @@ impl RunningJob {
     }
 }
 
-/// The process of this rank whose working directory is `folder`.
-fn process_of(folder: &Path, rank: usize) -> Option<u32> {
-    let variable = format!("OMPI_COMM_WORLD_RANK={rank}");
-    for entry in std::fs::read_dir("/proc").ok()?.flatten() {
+/// The text of lines.
+pub fn said(lines: &[(Instant, String)]) -> String {
+    let lines: Vec<&str> = lines.iter().map(|(_, line)| line.as_str()).collect();
+    lines.join("\n")
+}
+
+/// The processes whose working directory is `folder` and whose environment has a variable whose
+/// `NAME=VALUE` begins so.
+pub fn processes(folder: &Path, variable: &str) -> Vec<u32> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
         let Some(process) = entry
             .file_name()
             .to_str()
@@ -123,14 +164,28 @@ fn process_of(folder: &Path, rank: usize) -> Option<u32> {
         };
         let there = std::fs::read_link(entry.path().join("cwd")).is_ok_and(|cwd| cwd == folder);
         let about = std::fs::read(entry.path().join("environ")).unwrap_or_default();
-        let is = about
-            .split(|byte| *byte == 0)
-            .any(|line| line == variable.as_bytes());
-        if there && is {
-            return Some(process);
+        let mut variables = about.split(|byte| *byte == 0);
+        if there && variables.any(|line| line.starts_with(variable.as_bytes())) {
+            found.push(process);
         }
     }
-    None
+    found
+}
+
+/// Waits until no process of a job in this folder is left.
+pub fn all_ended(folder: &CommandFolder) {
+    let since = Instant::now();
+    loop {
+        let left = processes(folder.path(), "OMPI_COMM_WORLD_RANK=");
+        if left.is_empty() {
+            return;
+        }
+        assert!(
+            since.elapsed() < Duration::from_secs(30),
+            "processes {left:?} live on"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Sends a signal to a process; false if there is no such process.

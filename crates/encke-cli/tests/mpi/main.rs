@@ -16,4 +16,5 @@ mod faults;
 mod launch;
 mod mpirun;
 mod refusals;
+mod signals;
 mod suite;

@@ -1,7 +1,7 @@
 //! Starts programs under the mpirun of `MPIRUN`, or the one in PATH.
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output};
 
 /// The mpirun of the tests.
 pub fn mpirun() -> String {
@@ -37,6 +37,30 @@ pub fn job(program: &str, folder: &Path, ranks: usize, arguments: &str) -> Comma
     // Launchers may give processes a terminal of their own.
     command.env("NO_COLOR", "1");
     command
+}
+
+/// How often a job is started at most, if the launcher cannot start.
+pub const STARTS: usize = 5;
+
+/// Whether the launcher itself could not start, as on a busy machine; prints that it is started
+/// again.
+pub fn launcher_failed(stderr: &str) -> bool {
+    let failed = stderr.contains("listener thread failed to start");
+    if failed {
+        println!("the launcher could not start, and is started again: {stderr}");
+    }
+    failed
+}
+
+/// Runs a job to its end.
+pub fn output(job: &mut Command) -> Output {
+    for _ in 1..STARTS {
+        let output = job.output().unwrap();
+        if !launcher_failed(&String::from_utf8_lossy(&output.stderr)) {
+            return output;
+        }
+    }
+    job.output().unwrap()
 }
 
 /// The lines of standard error that the program itself wrote; launchers write some too.

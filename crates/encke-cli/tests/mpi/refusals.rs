@@ -2,7 +2,8 @@
 
 use crate::command::{CommandFolder, text};
 use crate::files;
-use crate::launch::{own_lines, run};
+use crate::launch::{encke_job, own_lines, run};
+use crate::mpirun::output;
 
 /// Runs three processes and expects one line that has all of `words`.
 fn refused(folder: &CommandFolder, arguments: &str, words: &[&str]) {
@@ -65,5 +66,71 @@ fn every_refusal_is_one_line_for_all_processes() {
         &folder,
         &format!("{attend} --mode fkodom --segment-lengths 4 --dilation-rates 1"),
         &["fkodom"],
+    );
+}
+
+/// Runs two processes with different arguments, the second in its own folder, and expects one line
+/// that has all of `words`.
+fn different(folder: &CommandFolder, one: &str, (place, other): (&str, &str), words: &[&str]) {
+    let before = folder.names();
+    let mut job = encke_job(folder, 1, one);
+    job.args([":", "-n", "1", "-wdir"]).arg(folder.join(place));
+    job.arg(env!("CARGO_BIN_EXE_encke")).args(other.split(' '));
+    let output = output(&mut job);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{one}, {other}: {said}");
+    let lines = own_lines(&said);
+    assert_eq!(lines.len(), 1, "{one}, {other}: {said}");
+    for word in words {
+        assert!(lines[0].contains(word), "no {word:?} in {said}");
+    }
+    assert_eq!(folder.names(), before, "{one}, {other}");
+}
+
+#[test]
+fn processes_with_different_arguments_or_inputs_are_refused() {
+    let folder = CommandFolder::new();
+    files::write(&folder.join("in.safetensors"), &files::small());
+    std::fs::create_dir(folder.join("host")).unwrap();
+    let mut same_shapes = files::small();
+    same_shapes.get_mut("k").unwrap().elements[0] += 1.0;
+    files::write(&folder.join("host/in.safetensors"), &same_shapes);
+
+    let attend = "attend in.safetensors -o out.safetensors";
+    for (one, other, words) in [
+        (
+            " --scale 1",
+            " --scale 2",
+            ["rank 1 was started with --scale 2", "--scale 1;"],
+        ),
+        (
+            "",
+            " --causal",
+            ["with --causal", "with no further argument"],
+        ),
+        // One that is wrong on this rank alone.
+        (
+            "",
+            " --nonsense",
+            ["with --nonsense", "with no further argument"],
+        ),
+        (" --ranks 2", " --ranks 3", ["--ranks 3", "--ranks 2"]),
+    ] {
+        let (one, other) = (format!("{attend}{one}"), format!("{attend}{other}"));
+        different(&folder, &one, (".", &other), &words);
+    }
+    let other = "attend in.safetensors -o other.safetensors";
+    different(&folder, attend, (".", other), &["-o other.safetensors"]);
+    different(
+        &folder,
+        attend,
+        (".", "verify --count 1"),
+        &["verify", "attend"],
+    );
+    different(
+        &folder,
+        attend,
+        ("host", attend),
+        &["rank 1", "in.safetensors", "not the same"],
     );
 }

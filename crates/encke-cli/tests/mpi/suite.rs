@@ -2,8 +2,8 @@
 //! simulator, at every size; and the commands that measure.
 
 use crate::command::{CommandFolder, text};
-use crate::launch::{run, succeeds};
-use crate::mpirun::mpirun;
+use crate::launch::{launch, run, succeeds};
+use crate::mpirun::output;
 
 #[test]
 fn messages_and_bits_are_right_for_1_to_8_processes() {
@@ -148,12 +148,7 @@ fn billion_distributes_its_ranks_and_has_the_same_checksum() {
 #[test]
 fn launch_prints_the_command_line_it_runs() {
     let folder = CommandFolder::new();
-    let mut command = assert_cmd::Command::cargo_bin("encke").unwrap();
-    command.current_dir(folder.path()).env("MPIRUN", mpirun());
-    command.env("OMPI_ALLOW_RUN_AS_ROOT", "1");
-    command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-    let arguments = "launch -n 3 verify --count 1 --seed 5";
-    let output = command.args(arguments.split(' ')).output().unwrap();
+    let output = output(&mut launch(&folder, "-n 3 verify --count 1 --seed 5"));
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{said}");
     let line = said.lines().next().unwrap();

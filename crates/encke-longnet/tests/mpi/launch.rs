@@ -3,13 +3,12 @@
 use std::process::Output;
 
 use crate::command::{LongnetFolder, text};
-use crate::mpirun::job;
+use crate::mpirun::{job, output};
 
 /// Runs `mpirun -n ranks longnet arguments` in a folder, to its end.
 pub fn run(folder: &LongnetFolder, ranks: usize, arguments: &str) -> Output {
     let longnet = env!("CARGO_BIN_EXE_longnet");
-    let mut command = job(longnet, folder.path(), ranks, arguments);
-    command.output().unwrap()
+    output(&mut job(longnet, folder.path(), ranks, arguments))
 }
 
 /// Runs it and expects success; returns standard output and standard error.

@@ -2,7 +2,7 @@
 
 use crate::command::{ENDLESS, LongnetFolder, SMALL, remove_folder_while_training, text};
 use crate::launch::run;
-use crate::mpirun::{job, lines_of};
+use crate::mpirun::{job, lines_of, output};
 
 fn names(folder: &LongnetFolder) -> Vec<String> {
     let entries = std::fs::read_dir(folder.path()).unwrap();
@@ -63,17 +63,20 @@ fn invalid_commands_are_refused_once() {
 #[test]
 fn processes_with_different_inputs_are_refused() {
     let folder = LongnetFolder::with_text();
-    folder.succeeds("text other.txt --bytes 16k --seed 2");
+    std::fs::create_dir(folder.path().join("other")).unwrap();
+    folder.succeeds("text other/story.txt --bytes 16k --seed 2");
     let longnet = env!("CARGO_BIN_EXE_longnet");
-    for (text_read, options, word) in [
-        ("other.txt", "--steps 2", "the text"),
-        ("story.txt", "--steps 3", "the options"),
+    for (folder_read, options, word) in [
+        ("other", "--steps 2", "the text"),
+        (".", "--steps 3", "--steps 3"),
     ] {
         let first = format!("train story.txt {SMALL} --steps 2");
         let mut command = job(longnet, folder.path(), 1, &first);
-        command.args([":", "-n", "1", longnet, "train", text_read]);
+        command.args([":", "-n", "1", "-wdir"]);
+        command.arg(folder.path().join(folder_read));
+        command.args([longnet, "train", "story.txt"]);
         command.args(SMALL.split(' ').chain(options.split(' ')));
-        let output = command.output().unwrap();
+        let output = output(&mut command);
         let output_text = text(&output.stderr);
         assert_ne!(output.status.code(), Some(0), "{output_text}");
         let lines = own_lines(&output_text);

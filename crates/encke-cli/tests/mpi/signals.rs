@@ -1,0 +1,30 @@
+//! Signals to `encke launch` reach the launcher, which ends all processes.
+
+use std::time::Duration;
+
+use crate::command::CommandFolder;
+use crate::faults::at_work;
+use crate::launch::{RunningJob, all_ended, launch, signal};
+
+#[test]
+fn signals_to_launch_end_all_processes() {
+    let folder = CommandFolder::new();
+    folder.succeeds("generate in.safetensors --tokens 16k --heads 4 --dim 64 --grad");
+    let arguments = "-n 3 attend in.safetensors -o out.safetensors --grad";
+    for name in ["-INT", "-TERM", "-HUP"] {
+        let (running, _) = RunningJob::start(&folder, 0, || launch(&folder, arguments));
+        at_work(&folder);
+        assert!(signal(running.launcher(), name));
+        let (status, lines) = running.end(Duration::from_secs(30));
+        assert!(!status.success(), "{name}: {lines:?}");
+        all_ended(&folder);
+        let left = folder.names();
+        assert!(
+            !left.contains(&"out.safetensors".to_string()),
+            "{name}: {lines:?}"
+        );
+        for name in left.iter().filter(|name| *name != "in.safetensors") {
+            std::fs::remove_file(folder.join(name)).unwrap();
+        }
+    }
+}
