@@ -99,7 +99,8 @@ pub fn rows(
         .min(run.end().saturating_sub(start));
     let residue = (run.first as i128 - start as i128).rem_euclid(run.stride as i128) as usize;
     let (solution, step) = congruence(lane.offset, lane.dilation, residue, run.stride)?;
-    let first = solution + step * low.saturating_sub(solution).div_ceil(step);
+    let steps = low.saturating_sub(solution).div_ceil(step);
+    let first = solution.saturating_add(step.saturating_mul(steps));
     if first >= high {
         return None;
     }
@@ -115,7 +116,8 @@ pub fn rows(
     })
 }
 
-/// The smallest u >= 0 with u = a (mod m) and u = b (mod n), and the step between solutions.
+/// The smallest u >= 0 with u = a (mod m) and u = b (mod n), and the step between solutions; both
+/// saturate.
 pub(crate) fn congruence(a: usize, m: usize, b: usize, n: usize) -> Option<(usize, usize)> {
     if n == 1 {
         return Some((a % m, m));
@@ -127,7 +129,14 @@ pub(crate) fn congruence(a: usize, m: usize, b: usize, n: usize) -> Option<(usiz
     }
     let period = n as i128 / gcd;
     let times = (difference / gcd * inverse).rem_euclid(period);
-    Some(((a % m) + m * times as usize, m * period as usize))
+    // A step beyond the address space is beyond every sequence, too.
+    let solution = (a % m).saturating_add(m.saturating_mul(times as usize));
+    Some((solution, m.saturating_mul(period as usize)))
+}
+
+/// The greatest common divisor.
+pub(crate) fn gcd(m: usize, n: usize) -> usize {
+    extended_gcd(m as i128, n as i128).0 as usize
 }
 
 /// gcd(m, n) and an x with m·x = gcd (mod n).
@@ -273,7 +282,7 @@ impl Shards {
     fn striped_families(&self, lane: &Lane) -> Vec<(Segments, Vec<usize>)> {
         let (w, p) = (lane.segment, self.by_rank.len());
         let whole = self.tokens / w;
-        let classes = p / extended_gcd(w as i128, p as i128).0 as usize;
+        let classes = p / gcd(w, p);
         let mut families: Vec<(Segments, Vec<usize>)> = (0..classes.min(whole))
             .map(|class| Segments {
                 first: class,

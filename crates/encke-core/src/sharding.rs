@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::rows::congruence;
 
+/// Ranks of the largest ring.
+pub const MOST_RANKS: usize = 1 << 20;
+
 /// How the tokens are cut.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -55,7 +58,8 @@ impl Run {
     pub fn intersect(&self, other: &Run) -> Option<Run> {
         let (solution, stride) = congruence(self.first, self.stride, other.first, other.stride)?;
         let low = self.first.max(other.first);
-        let first = solution + stride * low.saturating_sub(solution).div_ceil(stride);
+        let steps = low.saturating_sub(solution).div_ceil(stride);
+        let first = solution.saturating_add(stride.saturating_mul(steps));
         let end = self.end().min(other.end());
         (first < end).then(|| Run {
             first,
@@ -72,6 +76,10 @@ impl Sharding {
             return Err(Error::Zero {
                 what: "the number of ranks",
             });
+        }
+        if ranks > MOST_RANKS {
+            let most = MOST_RANKS;
+            return Err(Error::TooManyRanks { ranks, most });
         }
         if let Cut::Firsts(firsts) = &cut
             && firsts.len() != ranks
