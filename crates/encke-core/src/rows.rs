@@ -99,8 +99,7 @@ pub fn rows(
         .min(run.end().saturating_sub(start));
     let residue = (run.first as i128 - start as i128).rem_euclid(run.stride as i128) as usize;
     let (solution, step) = congruence(lane.offset, lane.dilation, residue, run.stride)?;
-    let steps = low.saturating_sub(solution).div_ceil(step);
-    let first = solution.saturating_add(step.saturating_mul(steps));
+    let first = solution + step * low.saturating_sub(solution).div_ceil(step);
     if first >= high {
         return None;
     }
@@ -116,8 +115,7 @@ pub fn rows(
     })
 }
 
-/// The smallest u >= 0 with u = a (mod m) and u = b (mod n), and the step between solutions; both
-/// saturate.
+/// The smallest u >= 0 with u = a (mod m) and u = b (mod n), and the step between solutions.
 pub(crate) fn congruence(a: usize, m: usize, b: usize, n: usize) -> Option<(usize, usize)> {
     if n == 1 {
         return Some((a % m, m));
@@ -129,9 +127,7 @@ pub(crate) fn congruence(a: usize, m: usize, b: usize, n: usize) -> Option<(usiz
     }
     let period = n as i128 / gcd;
     let times = (difference / gcd * inverse).rem_euclid(period);
-    // A step beyond the address space is beyond every sequence, too.
-    let solution = (a % m).saturating_add(m.saturating_mul(times as usize));
-    Some((solution, m.saturating_mul(period as usize)))
+    Some(((a % m) + m * times as usize, m * period as usize))
 }
 
 /// The greatest common divisor.

@@ -58,8 +58,7 @@ impl Run {
     pub fn intersect(&self, other: &Run) -> Option<Run> {
         let (solution, stride) = congruence(self.first, self.stride, other.first, other.stride)?;
         let low = self.first.max(other.first);
-        let steps = low.saturating_sub(solution).div_ceil(stride);
-        let first = solution.saturating_add(stride.saturating_mul(steps));
+        let first = solution + stride * low.saturating_sub(solution).div_ceil(stride);
         let end = self.end().min(other.end());
         (first < end).then(|| Run {
             first,
