@@ -188,7 +188,7 @@ fn sums_in(buffers: &[&Data]) -> Result<DType> {
 
 /// Refuses a process that has no threads to compute with.
 fn check_threads() -> Result<()> {
-    encke_pool::check().map_err(|error| KernelError::Device {
+    encke_pool::start().map_err(|error| KernelError::Device {
         kernel: "cpu",
         reason: error.to_string(),
     })

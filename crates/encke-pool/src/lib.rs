@@ -55,14 +55,19 @@ fn pool() -> Result<&'static ThreadPool, PoolError> {
     built.as_ref().map_err(PoolError::clone)
 }
 
-/// Starts the threads, unless they run already. Refuses a process that was forked after its parent
-/// had started them: whatever waited for them would wait without end.
+/// Refuses a process that was forked after its parent had computed: it has none of the threads,
+/// and a lock that one of them held stays locked.
 pub fn check() -> Result<(), PoolError> {
     let here = std::process::id();
     match PROCESS.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed) {
         Err(parent) if parent != here => Err(PoolError::Forked { here, parent }),
-        _ => pool().map(drop),
+        _ => Ok(()),
     }
+}
+
+/// Checks the process, and starts the threads unless they run already.
+pub fn start() -> Result<(), PoolError> {
+    check().and_then(|()| pool().map(drop))
 }
 
 /// How many threads compute for a call on this thread: those of the pool, or fewer where the caller
@@ -78,7 +83,7 @@ pub fn threads() -> usize {
 /// Runs `work` on a thread of the pool, where rayon's functions use the whole pool, and waits.
 ///
 /// # Panics
-/// If `work` does, or where [`check`] would refuse.
+/// If `work` does, or where [`start`] would refuse.
 pub fn install<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     let pool = pool().unwrap_or_else(|error| panic!("{error}"));
     match (rayon::current_thread_index(), pool.current_thread_index()) {
