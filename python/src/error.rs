@@ -55,6 +55,7 @@ pub(crate) fn call(error: &Error) -> PyErr {
             } => kernel(out_of_memory),
             _ => RingError::new_err(with_other_ranks(error)),
         },
+        Error::Pool(_) => PyRuntimeError::new_err(error.to_string()),
         Error::Thread { .. } => RingError::new_err(error.to_string()),
     }
 }

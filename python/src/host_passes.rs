@@ -4,10 +4,9 @@
 //! as tensors, so that torch saves and frees them, and detects in-place changes.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use encke::{Backward, Pass, SavedOutput, Shape, Tensor, View};
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error;
@@ -26,9 +25,6 @@ pub(crate) type PyForwardOutput = (Py<PyAny>, Py<PyAny>, Option<Py<PyAny>>, Opti
 /// What a backward pass returns to Python: dq, dk and dv.
 pub(crate) type PyGradients = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
 
-/// The process that first computed: a fork does not copy its threads.
-static PROCESS: AtomicU32 = AtomicU32::new(0);
-
 /// q, k and v of one library on the host.
 pub(crate) struct QkvInputs {
     pub q: TensorRef,
@@ -42,7 +38,6 @@ impl QkvInputs {
         let k = TensorRef::rows("k", k)?.beside(&q)?;
         let v = TensorRef::rows("v", v)?.beside(&q)?;
         on_host(&q)?;
-        same_process()?;
         Ok(QkvInputs { q, k, v })
     }
 
@@ -155,18 +150,5 @@ fn on_host(q: &TensorRef) -> PyResult<()> {
         TensorDevice::Gpu(_) => Err(PyValueError::new_err(
             "the tensors are on a GPU, but this attention was made for the cpu",
         )),
-    }
-}
-
-fn same_process() -> PyResult<()> {
-    let here = std::process::id();
-    let first = PROCESS.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed);
-    match first {
-        Err(parent) if parent != here => Err(PyRuntimeError::new_err(format!(
-            "process {here} was forked from {parent} after that had computed with Encke; a fork \
-             does not copy its threads: start processes with \"spawn\" or \"forkserver\", or fork \
-             before the first call"
-        ))),
-        _ => Ok(()),
     }
 }

@@ -214,7 +214,7 @@ impl RingOptions {
             queries: Open::is_auto(&self.queries),
             width: Open::is_auto(&self.schedule),
             rotate: Open::is_auto(&self.rotate),
-            most_ranks: self.most_ranks.unwrap_or(auto.most_ranks).clamp(1, most),
+            most_ranks: self.most_ranks.unwrap_or(auto.most_ranks.min(most)).max(1),
             memory_limit: self.memory_per_rank,
             one_device_below: self.one_device_below,
             ..auto

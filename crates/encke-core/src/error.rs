@@ -157,10 +157,37 @@ pub enum Error {
         got: usize,
     },
     /// Sizes whose product does not fit the address space.
-    #[error("{what} overflows: the sizes are too large for this machine's address space")]
+    #[error(
+        "{what} overflows: {} is too large for this machine's address space; make one of these \
+         sizes smaller",
+        factors_text(factors)
+    )]
     Overflow {
         /// What was being computed.
         what: &'static str,
+        /// The factors of the product.
+        factors: Vec<usize>,
+    },
+    /// More ranks than a ring may have.
+    #[error("{ranks} ranks are too many: a ring has at most {most}")]
+    TooManyRanks {
+        /// Ranks asked for.
+        ranks: usize,
+        /// Ranks of the largest ring.
+        most: usize,
+    },
+    /// A plan that would take too long to make.
+    #[error(
+        "the plan would take about {steps} steps to make, {factors}, and the limit is {limit}; \
+         make one of these numbers smaller"
+    )]
+    PlanCost {
+        /// Estimated steps.
+        steps: u128,
+        /// The sizes that they are the product of.
+        factors: String,
+        /// The largest number of steps.
+        limit: u128,
     },
     /// A rank that does not exist.
     #[error("there is no rank {rank}: the ring has {ranks} ranks, numbered from 0")]
@@ -222,6 +249,40 @@ pub enum Error {
         /// The known names.
         known: &'static str,
     },
+}
+
+fn factors_text(factors: &[usize]) -> String {
+    let factors: Vec<String> = factors.iter().map(usize::to_string).collect();
+    factors.join(" x ")
+}
+
+/// The product of some sizes, at most `isize::MAX`; `what` names it in the error.
+pub fn product(what: &'static str, factors: &[usize]) -> Result<usize> {
+    let mut each = factors.iter();
+    each.try_fold(1usize, |product, &size| product.checked_mul(size))
+        .filter(|&product| product <= isize::MAX as usize)
+        .ok_or_else(|| Error::Overflow {
+            what,
+            factors: factors.to_vec(),
+        })
+}
+
+/// The largest estimate of the steps of a plan: seconds, and at most a few GiB.
+pub const PLAN_STEPS: u128 = 1 << 28;
+
+/// Refuses a plan of too many steps, the product of some sizes with their names.
+pub(crate) fn check_steps(factors: &[(usize, &str)]) -> Result<()> {
+    let product = |steps: u128, &(size, _): &(usize, &str)| steps.saturating_mul(size as u128);
+    let steps = factors.iter().fold(1, product);
+    if steps <= PLAN_STEPS {
+        return Ok(());
+    }
+    let named = factors.iter().map(|(size, name)| format!("{size} {name}"));
+    Err(Error::PlanCost {
+        steps,
+        factors: named.collect::<Vec<_>>().join(" x "),
+        limit: PLAN_STEPS,
+    })
 }
 
 /// A result with this crate's error.

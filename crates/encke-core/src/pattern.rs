@@ -9,10 +9,16 @@
 //! group, mix), a slot is a head. If branches stay separate until the end (detached mixing
 //! gradients, fkodom), each (branch, head) has a slot of its own, and `mixing` combines them.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_steps};
 use crate::shape::Shape;
+
+/// Steps of a plan for one head of a branch, whose rows it lists with their addresses.
+const HEAD_STEPS: usize = 64;
 
 /// One branch: attention inside segments of `segment` tokens, every `dilation`-th token of each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -197,6 +203,12 @@ impl Pattern {
     pub fn check(&self, shape: &Shape) -> Result<()> {
         let branches = self.branches.len();
         let grouped = !matches!(self.mode, Mode::Mix { .. });
+        let branches_of_a_head = if grouped { 1 } else { branches };
+        check_steps(&[
+            (HEAD_STEPS, "steps for a head"),
+            (shape.heads, "heads"),
+            (branches_of_a_head, "branches"),
+        ])?;
         if grouped && branches > shape.heads {
             return Err(Error::MoreBranchesThanHeads {
                 branches,
@@ -249,30 +261,40 @@ impl Pattern {
         }
     }
 
-    /// (head, offset) of every head of `branch`, in ascending order of heads.
-    pub fn heads_of(&self, branch: usize, heads: usize) -> Vec<(usize, usize)> {
+    /// The heads of `branch`.
+    fn head_range(&self, branch: usize, heads: usize) -> Range<usize> {
         let groups = self.branches.len();
-        let dilation = self.branches[branch].dilation;
         let share = heads / groups + usize::from(branch < heads % groups);
         match self.mode {
             Mode::Group { .. } => {
                 let first = branch * (heads / groups) + branch.min(heads % groups);
-                (first..first + share)
-                    .map(|h| (h, branch % dilation))
-                    .collect()
+                first..first + share
             }
             // The fkodom package starts branch i at i times its own share. If the branches do not
             // divide the heads, shares overlap and heads at the end can be left out.
-            Mode::Fkodom => (branch * share..((branch + 1) * share).min(heads))
-                .map(|h| (h, branch % dilation))
-                .collect(),
-            Mode::Mix { offsets, .. } => (0..heads)
-                .map(|h| match offsets {
-                    OffsetRule::HeadMod => (h, h % dilation),
-                    OffsetRule::HeadBlock => (h, h / heads.div_ceil(dilation)),
-                })
-                .collect(),
+            Mode::Fkodom => branch * share..((branch + 1) * share).min(heads),
+            Mode::Mix { .. } => 0..heads,
         }
+    }
+
+    /// The phase of a head in the segments of `branch`.
+    fn offset(&self, branch: usize, heads: usize, head: usize) -> usize {
+        let dilation = self.branches[branch].dilation;
+        match self.mode {
+            Mode::Group { .. } | Mode::Fkodom => branch % dilation,
+            Mode::Mix { offsets, .. } => match offsets {
+                OffsetRule::HeadMod => head % dilation,
+                OffsetRule::HeadBlock => head / heads.div_ceil(dilation),
+            },
+        }
+    }
+
+    /// (head, offset) of every head of `branch`, in ascending order of heads.
+    pub fn heads_of(&self, branch: usize, heads: usize) -> Vec<(usize, usize)> {
+        let range = self.head_range(branch, heads);
+        range
+            .map(|head| (head, self.offset(branch, heads, head)))
+            .collect()
     }
 
     /// In how many branches of `head` query `q` sees key `k`.
@@ -281,13 +303,9 @@ impl Pattern {
             return 0;
         }
         (0..self.branches.len())
-            .flat_map(|branch| {
-                self.heads_of(branch, shape.heads)
-                    .into_iter()
-                    .filter(move |&(h, _)| h == head)
-                    .map(move |(_, offset)| (branch, offset))
-            })
-            .filter(|&(branch, offset)| {
+            .filter(|&branch| self.head_range(branch, shape.heads).contains(&head))
+            .filter(|&branch| {
+                let offset = self.offset(branch, shape.heads, head);
                 let Branch { segment, dilation } = self.branches[branch];
                 let touches = |t: usize| (t % segment) % dilation == offset;
                 q / segment == k / segment && touches(q) && touches(k)
@@ -312,29 +330,22 @@ impl Pattern {
         let mut slots = 0;
         for (branch, &Branch { segment, dilation }) in self.branches.iter().enumerate() {
             let segment = segment.min(shape.tokens);
-            let mut of_branch: Vec<Lane> = Vec::new();
+            let mut of_branch: BTreeMap<usize, Lane> = BTreeMap::new();
             for (head, offset) in self.heads_of(branch, shape.heads) {
                 let slot = if self.splits_slots() { slots } else { head };
                 slots += 1;
                 if offset >= segment {
                     continue; // no token of such a short segment has that phase
                 }
-                let at = of_branch
-                    .iter()
-                    .position(|lane| lane.offset == offset)
-                    .unwrap_or_else(|| {
-                        of_branch.push(Lane {
-                            branch,
-                            segment,
-                            // A stride beyond the segment selects the same single token.
-                            dilation: dilation.min(segment),
-                            offset,
-                            heads: Vec::new(),
-                            kv_heads: Vec::new(),
-                        });
-                        of_branch.len() - 1
-                    });
-                let lane = &mut of_branch[at];
+                let lane = of_branch.entry(offset).or_insert_with(|| Lane {
+                    branch,
+                    segment,
+                    // A stride beyond the segment selects the same single token.
+                    dilation: dilation.min(segment),
+                    offset,
+                    heads: Vec::new(),
+                    kv_heads: Vec::new(),
+                });
                 let kv_head = shape.kv_head(head);
                 lane.heads.push(LaneHead {
                     head,
@@ -345,8 +356,7 @@ impl Pattern {
                     lane.kv_heads.push(kv_head);
                 }
             }
-            of_branch.sort_by_key(|lane| lane.offset);
-            lanes.extend(of_branch);
+            lanes.extend(of_branch.into_values());
         }
         lanes
     }

@@ -130,6 +130,11 @@ pub(crate) fn congruence(a: usize, m: usize, b: usize, n: usize) -> Option<(usiz
     Some(((a % m) + m * times as usize, m * period as usize))
 }
 
+/// The greatest common divisor.
+pub(crate) fn gcd(m: usize, n: usize) -> usize {
+    extended_gcd(m as i128, n as i128).0 as usize
+}
+
 /// gcd(m, n) and an x with m·x = gcd (mod n).
 fn extended_gcd(m: i128, n: i128) -> (i128, i128) {
     let (mut old, mut new) = ((m, 1), (n, 0));
@@ -273,7 +278,7 @@ impl Shards {
     fn striped_families(&self, lane: &Lane) -> Vec<(Segments, Vec<usize>)> {
         let (w, p) = (lane.segment, self.by_rank.len());
         let whole = self.tokens / w;
-        let classes = p / extended_gcd(w as i128, p as i128).0 as usize;
+        let classes = p / gcd(w, p);
         let mut families: Vec<(Segments, Vec<usize>)> = (0..classes.min(whole))
             .map(|class| Segments {
                 first: class,

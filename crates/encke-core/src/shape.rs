@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, product};
 
 /// Sizes of q `[batch, tokens, heads, dim]` and of k and v `[batch, tokens, kv_heads, dim]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -44,13 +44,10 @@ impl Shape {
             return Err(Error::HeadGroups { heads, kv_heads });
         }
         // 8 bytes per element, and a factor of 64 for the buffers a rank may hold in addition.
-        [tokens, heads, dim, 8 * 64]
-            .iter()
-            .try_fold(batch, |product, &size| product.checked_mul(size))
-            .filter(|&bytes| bytes <= isize::MAX as usize)
-            .ok_or(Error::Overflow {
-                what: "the size of the tensors",
-            })?;
+        product(
+            "the size of the tensors",
+            &[batch, tokens, heads, dim, 8 * 64],
+        )?;
         Ok(Shape {
             batch,
             tokens,

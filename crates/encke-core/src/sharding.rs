@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::rows::congruence;
 
+/// Ranks of the largest ring.
+pub const MOST_RANKS: usize = 1 << 20;
+
 /// How the tokens are cut.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -72,6 +75,10 @@ impl Sharding {
             return Err(Error::Zero {
                 what: "the number of ranks",
             });
+        }
+        if ranks > MOST_RANKS {
+            let most = MOST_RANKS;
+            return Err(Error::TooManyRanks { ranks, most });
         }
         if let Cut::Firsts(firsts) = &cut
             && firsts.len() != ranks

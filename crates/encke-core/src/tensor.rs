@@ -7,7 +7,7 @@
 use std::sync::{Arc, Weak};
 
 use crate::dtype::{DType, Data, Element, Slice};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, product};
 
 /// A borrowed strided tensor `[b, n, h, d]`.
 #[derive(Debug, Clone, Copy)]
@@ -38,15 +38,12 @@ impl<'a> View<'a> {
         if dims[3] > 1 && strides[3] != 1 {
             return Err(Error::InnerStride { stride: strides[3] });
         }
-        let overflow = || Error::Overflow {
-            what: "the extent of a view",
-        };
         let mut needed: usize = 0;
         if dims.iter().all(|&size| size > 0) {
             needed = 1;
             for (size, stride) in dims.iter().zip(strides) {
-                let reach = (size - 1).checked_mul(stride).ok_or_else(overflow)?;
-                needed = needed.checked_add(reach).ok_or_else(overflow)?;
+                let reach = product("the extent of a view", &[size - 1, stride])?;
+                needed = needed.saturating_add(reach);
             }
         }
         if needed > data.len() {
@@ -167,7 +164,7 @@ impl Tensor {
 
     /// A tensor over existing storage; an error if its length does not match `dims`.
     pub fn from_data(data: Data, dims: [usize; 4]) -> Result<Tensor> {
-        let needed: usize = dims.iter().product();
+        let needed = product("the size of a tensor", &dims)?;
         let got = data.as_slice().len();
         if needed != got {
             return Err(Error::ShortData {

@@ -86,7 +86,7 @@ pub(crate) fn convert_rows(from: &Data, to: &mut Data, blocks: &[Block]) {
 }
 
 /// Calls `work` with the source address and the destination of each row of a block, on the threads
-/// of the current pool, or on one thread if rows could overlap.
+/// of the pool, or on one thread if rows could overlap.
 fn for_each_row<T: Send>(block: &Block, elements: &mut [T], work: impl Fn(usize, &mut [T]) + Sync) {
     let block = block.coalesced();
     let Block {
@@ -119,9 +119,10 @@ fn for_each_row<T: Send>(block: &Block, elements: &mut [T], work: impl Fn(usize,
     };
     match count <= chunk {
         true => rows_from(0),
-        false => (0..count.div_ceil(chunk))
-            .into_par_iter()
-            .for_each(|index| rows_from(index * chunk)),
+        false => encke_pool::install(|| {
+            let chunks = (0..count.div_ceil(chunk)).into_par_iter();
+            chunks.for_each(|index| rows_from(index * chunk));
+        }),
     }
 }
 
@@ -130,14 +131,16 @@ const CELLS: usize = 1024;
 /// Elements per task, for fill and copy.
 const ELEMENTS: usize = 64 * CELLS;
 
-/// Calls `work` with chunks of `chunk` elements and their indices, on the threads of the current
+/// Calls `work` with chunks of `chunk` elements and their indices, on the threads of the
 /// pool. A single chunk is processed by the caller: waking a thread takes longer than a short call.
 fn in_chunks<T: Send>(elements: &mut [T], chunk: usize, work: impl Fn(usize, &mut [T]) + Sync) {
     if elements.len() <= chunk {
         return work(0, elements);
     }
-    let chunks = elements.par_chunks_mut(chunk).enumerate();
-    chunks.for_each(|(index, chunk)| work(index, chunk));
+    encke_pool::install(|| {
+        let chunks = elements.par_chunks_mut(chunk).enumerate();
+        chunks.for_each(|(index, chunk)| work(index, chunk));
+    });
 }
 
 /// Normalizes the sums of cells into out, and computes their lse.

@@ -47,6 +47,7 @@ use encke_core::{DType, Data, Tensor, View};
 use half::{bf16, f16};
 
 pub use instruction_set::{ENV_VARIABLE, InstructionSet};
+pub use pages::return_freed_memory;
 pub use peak::peak;
 use scratch::{Scratch, ScratchPool};
 use target::Target;
@@ -102,7 +103,8 @@ macro_rules! for_each_type {
     };
 }
 
-/// Attention on the CPU, on the threads of the rayon pool it is called from.
+/// Attention on the CPU, on the threads of Encke's own pool. Called from a thread of a smaller rayon
+/// pool, it uses no more threads than that has.
 ///
 /// Results do not depend on the number of threads. Sums are f64 if any operand is f64, and f32
 /// otherwise. Scratch memory is kept for the next call.
@@ -184,6 +186,14 @@ fn sums_in(buffers: &[&Data]) -> Result<DType> {
     }
 }
 
+/// Refuses a process that has no threads to compute with.
+fn check_threads() -> Result<()> {
+    encke_pool::start().map_err(|error| KernelError::Device {
+        kernel: "cpu",
+        reason: error.to_string(),
+    })
+}
+
 fn unsupported(what: String) -> KernelError {
     KernelError::Unsupported {
         kernel: "cpu",
@@ -227,6 +237,7 @@ impl Memory for CpuKernel {
     }
 
     fn download(&self, from: &Data, runs: &[Run], to: &mut Tensor) -> Result<()> {
+        check_threads()?;
         pages::advise_huge_pages(to.data_mut().bytes_mut());
         let [batch, tokens, heads, dim] = to.dims();
         match host::whole_run(runs) {
@@ -242,6 +253,7 @@ impl Memory for CpuKernel {
     }
 
     fn download_rows(&self, from: &Data, blocks: &[Block], to: &mut Tensor) -> Result<()> {
+        check_threads()?;
         cells::convert_rows(from, to.data_mut(), blocks);
         Ok(())
     }
@@ -255,11 +267,13 @@ impl Memory for CpuKernel {
     }
 
     fn fill(&self, buffer: &mut Data, value: f64) -> Result<()> {
+        check_threads()?;
         cells::fill(buffer, value);
         Ok(())
     }
 
     fn zero_rows(&self, blocks: &[Block], buffer: &mut Data) -> Result<()> {
+        check_threads()?;
         cells::zero_rows(blocks, buffer);
         Ok(())
     }
@@ -279,6 +293,7 @@ impl Kernel for CpuKernel {
         v: Slice<'_>,
         state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
+        check_threads()?;
         let dtype = match &state {
             SoftmaxState::Accumulate { carry, .. } => sums_in(&[&carry.acc, &carry.m, &carry.l])?,
             SoftmaxState::Finish {
@@ -311,6 +326,7 @@ impl Kernel for CpuKernel {
         out: &mut Data,
         lse: &mut Data,
     ) -> Result<()> {
+        check_threads()?;
         let dtype = sums_in(&[&carry.acc, &carry.m, &carry.l, lse])?;
         in_precision!(dtype, cells::finish(cells, dim, gain, carry, out, lse));
         Ok(())
@@ -325,6 +341,7 @@ impl Kernel for CpuKernel {
         dlse: Option<Slice<'_>>,
         delta: &mut Data,
     ) -> Result<()> {
+        check_threads()?;
         let dtype = sums_in(&[delta])?;
         in_precision!(dtype, cells::delta(cells, dim, out, dout, dlse, delta));
         Ok(())
@@ -339,6 +356,7 @@ impl Kernel for CpuKernel {
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
+        check_threads()?;
         let inputs = backward::BackwardInputs { q, k, v, upstream };
         let dtype = sums_in(&[gradients.dq, gradients.dk, gradients.dv])?;
         let queries = [job.batch, job.segments, job.queries];
@@ -391,7 +409,7 @@ impl Kernel for CpuKernel {
             DType::F64 => dispatch!(self, f64, of(job.dim, pass)),
             _ => dispatch!(self, f32, of(job.dim, pass)),
         };
-        let bytes = task * rayon::current_num_threads();
+        let bytes = task * encke_pool::threads();
         #[cfg(target_arch = "x86_64")]
         if self.instruction_set == InstructionSet::Amx {
             return match dtype {

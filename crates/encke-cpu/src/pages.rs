@@ -1,4 +1,4 @@
-//! Huge pages for large buffers, on Linux.
+//! Huge pages for large buffers, and pages that go back to the system, on Linux.
 //!
 //! A tensor of 128 MiB is 32768 small pages, each with a page fault at its first access, and each
 //! row of a dilated branch lies in a page of its own.
@@ -24,6 +24,19 @@ pub(crate) fn advise_huge_pages(memory: &mut [u8]) {
 /// Other systems have no such advice.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn advise_huge_pages(_: &mut [u8]) {}
+
+/// Makes the allocator return every freed buffer of 64 KiB or more to the system at once, for
+/// programs that promise a limit of their resident memory. glibc would otherwise keep freed buffers
+/// of up to 32 MiB once it has seen them, and lay others beside them. Costs page faults.
+pub fn return_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: mallopt changes settings of the allocator, under its own lock.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 64 << 10);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, 64 << 10);
+        libc::mallopt(libc::M_ARENA_MAX, 2);
+    }
+}
 
 #[cfg(test)]
 mod tests {

@@ -39,7 +39,7 @@ pub fn peak(instruction_set: InstructionSet, dtype: DType) -> f64 {
 /// Runs `work` on every thread of the pool at once, and returns the elapsed seconds.
 fn seconds_on_all_threads(work: impl Fn() + Sync) -> f64 {
     let begin = Instant::now();
-    rayon::broadcast(|_| work());
+    encke_pool::install(|| rayon::broadcast(|_| work()));
     begin.elapsed().as_secs_f64()
 }
 
@@ -47,7 +47,7 @@ fn vectors<S: Simd>(simd: S) -> f64 {
     let seconds = seconds_on_all_threads(|| {
         black_box(simd.vectorize(FmaLoop(simd)));
     });
-    let operations = rayon::current_num_threads() * STEPS * SUMS * 2 * S::F32_LANES;
+    let operations = encke_pool::threads() * STEPS * SUMS * 2 * S::F32_LANES;
     operations as f64 / seconds / 1e9
 }
 
@@ -86,6 +86,6 @@ fn tiles() -> f64 {
             Hardware::release();
         }
     });
-    let operations = rayon::current_num_threads() * ROUNDS * 4 * 16 * 16 * 32 * 2;
+    let operations = encke_pool::threads() * ROUNDS * 4 * 16 * 16 * 32 * 2;
     operations as f64 / seconds / 1e9
 }

@@ -25,11 +25,11 @@ impl ActiveCall {
         }
     }
 
-    /// How many tasks the call should have so that the threads of the current pool finish together.
+    /// How many tasks the call should have so that the threads of the pool finish together.
     /// Fewer while other calls use the pool, because each task repeats the packing of its keys. The
     /// result of a row does not depend on the number of tasks.
     pub fn task_target(&self) -> usize {
-        match rayon::current_num_threads() {
+        match encke_pool::threads() {
             1 => 1,
             threads => (4 * threads).div_ceil(self.calls),
         }
@@ -55,20 +55,22 @@ impl<'a, K> TaskQueue<'a, K> {
     }
 }
 
-/// Runs tasks on the threads of the current pool. Each thread calls `worker` once, which takes
+/// Runs tasks on the threads of the pool. Each thread calls `worker` once, which takes
 /// tasks until none is left. The result of a task must not depend on the thread that runs it.
 pub(crate) fn run<K: Sync>(tasks: &[K], worker: impl Fn(&TaskQueue<'_, K>) + Sync) {
     let queue = TaskQueue {
         tasks,
         next: AtomicUsize::new(0),
     };
-    match rayon::current_num_threads().min(tasks.len()) {
+    match encke_pool::threads().min(tasks.len()) {
         0 => {}
         1 => worker(&queue),
-        workers => rayon::scope(|scope| {
-            for _ in 0..workers {
-                scope.spawn(|_| worker(&queue));
-            }
+        workers => encke_pool::install(|| {
+            rayon::scope(|scope| {
+                for _ in 0..workers {
+                    scope.spawn(|_| worker(&queue));
+                }
+            })
         }),
     }
 }

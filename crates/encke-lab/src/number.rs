@@ -30,6 +30,14 @@ pub fn count(text: &str) -> Result<usize, String> {
     Ok(value as usize)
 }
 
+/// Parses how often something is measured; every time is kept.
+pub fn repeats(text: &str) -> Result<usize, String> {
+    match count(text)? {
+        repeats if repeats > 100_000 => Err("measure at most 100000 times".to_string()),
+        repeats => Ok(repeats),
+    }
+}
+
 /// Parses a number of bytes: a count, or one with a unit, `2GiB` (1024 x 1024 x 1024) or `2GB`
 /// (1000 x 1000 x 1000).
 pub fn bytes(text: &str) -> Result<usize, String> {

@@ -3,6 +3,8 @@
 
 use std::fs;
 
+use anyhow::{Result, bail};
+use encke::explain::bytes;
 use serde::Serialize;
 
 /// Peak resident memory of this process, in bytes; `None` where there is no `/proc`.
@@ -15,6 +17,20 @@ pub fn peak_resident_bytes() -> Option<usize> {
 pub fn resident_bytes() -> Option<usize> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     kibibytes(&status, "VmRSS:")
+}
+
+/// Refuses tensors that this machine has no memory for, before they are allocated: a process that
+/// touches more memory than there is is killed without a message.
+pub fn check_memory(what: &str, needed: usize) -> Result<()> {
+    let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    match kibibytes(&memory, "MemAvailable:") {
+        Some(available) if needed > available => bail!(
+            "{what} would take {}, and this machine has {} available; use smaller sizes",
+            bytes(needed),
+            bytes(available)
+        ),
+        _ => Ok(()),
+    }
 }
 
 /// The machine, as records describe it.

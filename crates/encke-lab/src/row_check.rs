@@ -98,10 +98,11 @@ impl RowCheck {
         rows: BTreeMap<(usize, usize), SampledRow>,
     ) -> Result<()> {
         let rows: Vec<((usize, usize), SampledRow)> = rows.into_iter().collect();
-        let checked = rows
-            .par_iter()
-            .map(|(at, row)| RowCheck::row(request, generator, *at, row))
-            .try_reduce(RowCheck::default, |one, other| Ok(one.with(other)))?;
+        let checked = encke_pool::install(|| {
+            rows.par_iter()
+                .map(|(at, row)| RowCheck::row(request, generator, *at, row))
+                .try_reduce(RowCheck::default, |one, other| Ok(one.with(other)))
+        })?;
         *self = self.with(checked);
         Ok(())
     }

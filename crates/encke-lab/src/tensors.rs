@@ -4,6 +4,8 @@ use anyhow::Result;
 use encke::conformance::Random;
 use encke::{DType, Data, Shape, Tensor, View};
 
+use crate::process::check_memory;
+
 /// q, k, v and dout of one shape.
 #[derive(Debug)]
 pub struct RandomTensors {
@@ -17,9 +19,16 @@ pub struct RandomTensors {
     pub dout: Tensor,
 }
 
+/// Bytes of q, k, v and dout with `rows` tokens.
+pub(crate) fn input_bytes(shape: &Shape, dtype: DType, rows: usize) -> usize {
+    // A shape leaves room for 64 tensors of 8 bytes.
+    2 * shape.batch * rows * (shape.heads + shape.kv_heads) * shape.dim * dtype.bytes()
+}
+
 impl RandomTensors {
     /// Elements uniform in −1 … 1; the same for the same seed, on any machine.
     pub fn new(shape: &Shape, dtype: DType, seed: u64) -> Result<RandomTensors> {
+        check_memory("the input tensors", input_bytes(shape, dtype, shape.tokens))?;
         let mut random = Random::new(seed);
         let mut tensor = |heads: usize| {
             let dims = [shape.batch, shape.tokens, heads, shape.dim];

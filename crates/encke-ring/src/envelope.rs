@@ -198,6 +198,7 @@ impl PostedReceive {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use encke_core::conformance::Random;
 
     const TO: Address = Address {
         peer: 4,
@@ -264,6 +265,40 @@ mod tests {
             let mut parcel = parcel.clone();
             parcel[bit / 8] ^= 1 << (bit % 8);
             assert!(posted(2, 7).verify(&envelope, &parcel).is_err());
+        }
+    }
+
+    /// Seeded mutations; `ENCKE_MUTATIONS` sets how many.
+    #[test]
+    fn no_mutated_envelope_is_taken() {
+        let count = std::env::var("ENCKE_MUTATIONS").ok();
+        let count = count.map_or(20_000, |text| text.parse().expect("a number"));
+        let (sent, parcel) = envelope(2, 7);
+        for seed in 0..count {
+            let mut random = Random::new(seed);
+            let mut below = |bound: usize| random.below(bound);
+            let mut bytes = sent.to_bytes();
+            for _ in 0..1 + below(4) {
+                let (at, other) = (8 * below(6), 8 * below(6));
+                match below(5) {
+                    0 => bytes[below(Envelope::BYTES)] ^= 1 << below(8),
+                    1 => bytes[below(Envelope::BYTES)..].fill(0),
+                    2 => bytes.copy_within(at..at + 8, other),
+                    3 => bytes.rotate_left(below(Envelope::BYTES)),
+                    _ => bytes[at..at + 8].fill(0xff),
+                }
+            }
+            let got = Envelope::from_bytes(bytes);
+            match posted(2, 7).admit(&got) {
+                Ok(_) => assert_eq!(got, sent, "seed {seed}"),
+                Err(error) => assert!(error.to_string().lines().count() == 1, "seed {seed}"),
+            }
+            let mut contents = parcel.clone();
+            contents[below(5)] ^= 1 << below(8);
+            assert!(
+                posted(2, 7).verify(&sent, &contents).is_err(),
+                "seed {seed}"
+            );
         }
     }
 

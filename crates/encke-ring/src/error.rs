@@ -127,6 +127,9 @@ pub enum RingError {
         /// The error of the operating system.
         reason: String,
     },
+    /// The process cannot compute: it has no threads to do so.
+    #[error(transparent)]
+    Pool(#[from] encke_pool::PoolError),
     /// A thread could not be started.
     #[error("the thread of rank {rank} could not be started: {reason}; use fewer ranks")]
     Thread {

@@ -37,6 +37,7 @@ pub mod trace;
 
 pub use cache::{CacheLimits, CacheStats};
 pub use call::CallInputs;
+pub use encke_pool::PoolError;
 pub use envelope::Envelope;
 pub use error::{RankError, RingError};
 pub use fault_injector::{Fault, FaultPhase};

@@ -72,6 +72,7 @@ impl<K: Kernel> ShardRing<K> {
         inputs: &[(Role, View<'_>)],
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Outcome, RingError> {
+        encke_pool::check()?;
         check_request(request)?;
         let plan = self.plan(request)?;
         let rows = request.sharding.rows(request.shape.tokens, self.rank);
@@ -117,6 +118,7 @@ impl<K: Kernel> ShardRing<K> {
         shards: &[View<'_>],
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Vec<Tensor>, RingError> {
+        encke_pool::check()?;
         resize::check_shards(resize, self.rank, tensors, shards)?;
         let mut rank = resize::idle_rank(resize, self.rank, tensors);
         let mut recorder = Recorder::new(self.rank, Instant::now());

@@ -123,8 +123,14 @@ impl<K: Kernel> ThreadRing<K> {
             Vec<RankMemory>,
         ) -> Result<Outcome<T>, RingError>,
     ) -> Result<Outcome<T>, RingError> {
+        encke_pool::check()?;
         let plan = self.plan(request)?;
         inputs.check(&plan)?;
+        let ranks = plan.ranks();
+        if let Some(fault) = self.faults.iter().find(|fault| fault.rank >= ranks) {
+            let rank = fault.rank;
+            return Err(encke_core::Error::NoSuchRank { rank, ranks }.into());
+        }
         let mut ranks = match self.cache.take_ranks(&plan) {
             Some(ranks) => ranks,
             None => {
@@ -188,6 +194,7 @@ impl<K: Kernel> ThreadRing<K> {
 
     /// Moves tensors from one sharding to another, one thread for each place.
     pub fn resize(&self, resize: &Resize, tensors: &[&Sharded]) -> Result<Resized, RingError> {
+        encke_pool::check()?;
         resize::check_tensors(resize, tensors)?;
         let mut ranks = resize::idle_ranks(resize, tensors);
         let work = |rank: &mut Rank<K>, mut endpoint, recorder: &mut _| {

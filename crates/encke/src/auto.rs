@@ -11,7 +11,7 @@ use encke_core::{DType, Shape};
 use encke_cost::Machine;
 use encke_ring::RingError as Error;
 
-use crate::choose::Choice;
+use crate::choose::{Choice, MOST_RANKS};
 use crate::tune::{MachineSource, TuneError, threads_here};
 
 /// How many choices the cache holds.
@@ -54,7 +54,7 @@ impl Auto {
     /// of as many ranks as there are cores.
     pub fn on(machine: Machine, source: MachineSource) -> Auto {
         let most_ranks = match machine.device.shared_cores {
-            Some(cores) => cores.max(8),
+            Some(cores) => cores.clamp(8, MOST_RANKS),
             None => machine.ranks_per_node.clamp(8, 64),
         };
         Auto {

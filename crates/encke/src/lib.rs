@@ -115,7 +115,7 @@ pub use encke_cpu::CpuKernel;
 #[cfg(feature = "cuda")]
 pub use encke_cuda::{CudaKernel, DeviceView, Error as CudaError, ForeignStream};
 pub use encke_ring::{
-    Activity, CacheLimits, CacheStats, Fault, FaultPhase, RankError, RankMemory,
+    Activity, CacheLimits, CacheStats, Fault, FaultPhase, PoolError, RankError, RankMemory,
     RingError as Error, Sharded, Trace, gather_sequence, split_sequence, threads, trace,
 };
 #[cfg(feature = "cuda")]

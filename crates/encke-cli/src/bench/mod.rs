@@ -9,7 +9,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use encke_lab::Verdict;
 use encke_lab::bench::{self, BenchRecord, BenchSettings};
-use encke_lab::number::count;
+use encke_lab::number::repeats;
 use encke_lab::output::OutputFile;
 use encke_lab::terminal::say;
 
@@ -75,7 +75,7 @@ pub struct Options {
     #[arg(
         long,
         value_name = "N",
-        value_parser = count,
+        value_parser = repeats,
         default_value = "5",
         help_heading = HEADING
     )]

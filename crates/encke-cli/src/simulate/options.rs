@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use encke::DType;
-use encke_lab::number::count;
+use encke_lab::number::{count, repeats};
 
 use super::machine::MachineOptions;
 use crate::pattern_options::PatternOptions;
@@ -104,7 +104,7 @@ pub struct Options {
     #[arg(
         long,
         value_name = "TIMES",
-        value_parser = count,
+        value_parser = repeats,
         default_value = "11",
         help_heading = HEADING
     )]

@@ -14,7 +14,7 @@ use encke::cost::Machine;
 use encke::tune::{DEFAULT_LIMIT, MachineId, MachineProfile, builtin_machine, measure};
 use encke_lab::Verdict;
 use encke_lab::format::{flops, seconds};
-use encke_lab::number::count;
+use encke_lab::number::repeats;
 use encke_lab::output::OutputFile;
 use encke_lab::table::TextTable;
 use encke_lab::terminal::{Paint, bar, say};
@@ -62,7 +62,7 @@ pub struct Options {
 
     /// With --check, how often each alternative runs before the eight fastest run seven times more;
     /// medians are compared.
-    #[arg(long, value_name = "TIMES", value_parser = count, default_value = "2")]
+    #[arg(long, value_name = "TIMES", value_parser = repeats, default_value = "2")]
     repeats: usize,
 
     /// With --check, write every run as JSON.

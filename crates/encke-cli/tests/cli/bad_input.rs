@@ -44,6 +44,50 @@ fn missing_tensors_are_refused() {
 }
 
 #[test]
+fn absurd_sizes_are_refused_before_any_work() {
+    let folder = CommandFolder::new();
+    let plan = "plan --tokens 1e9 --dim 1 --heads";
+    for (arguments, words) in [
+        ("profile --tokens 1e12", "available"),
+        ("bench --tokens 1e12", "available"),
+        ("report page.html --tokens 1e11", "available"),
+        ("bench --repeats 1e12", "at most"),
+        ("billion --ranks 18446744073709551615", "too many"),
+        ("billion --ranks 1e12", "too many"),
+        ("billion --tokens 1e15", "too many"),
+        ("billion --samples 1e12", "sampled rows"),
+        (
+            &format!("{plan} 1e9 --mode mix --segment-lengths 1e9 --dilation-rates 1e9"),
+            "steps",
+        ),
+        (
+            &format!("{plan} 1e6 --mode mix --segment-lengths 1e9 --dilation-rates 1e6"),
+            "steps",
+        ),
+        (
+            &format!(
+                "{plan} 1 --ranks 4096 --sharding striped --segment-lengths 4097 \
+                      --dilation-rates 1"
+            ),
+            "steps",
+        ),
+        (
+            &format!("{plan} 1 --explain --most-ranks 1e9"),
+            "at most 128",
+        ),
+        (&format!("{plan} 1e15"), "overflows"),
+    ] {
+        folder.refuses(arguments, &[words]);
+    }
+}
+
+#[test]
+fn a_drill_names_ranks_of_the_ring() {
+    let options = "--ranks 4 --redundancy 1 --drill 9@1";
+    refused(&files::small(), options, &["no rank 9", "4 ranks"]);
+}
+
+#[test]
 fn wrong_shapes_are_refused() {
     let wave = |shape: &[usize]| StoredTensor::wave(Dtype::F32, shape, 0.0);
     refused(

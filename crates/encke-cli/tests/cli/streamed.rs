@@ -100,6 +100,39 @@ fn gradients_stay_below_the_limit_too() {
     assert_eq!(folder.names(), ["a", "b", "in.safetensors"]);
 }
 
+/// A pass and a pattern whose freed buffers glibc would keep: twice the limit. With
+/// `ENCKE_ALL_LIMITS`, all passes, patterns and types.
+#[test]
+#[cfg(target_os = "linux")]
+fn freed_buffers_do_not_stay_resident() {
+    let patterns = [
+        "--mode mix --segment-lengths 1024,4096,16384 --dilation-rates 1,4,16",
+        "--segment-lengths 1024,4096 --dilation-rates 1,4",
+        "",
+    ];
+    let passes = ["--grad --causal", "--grad", "--causal", ""];
+    let dtypes = ["f32", "bf16", "f16"];
+    let all = std::env::var_os("ENCKE_ALL_LIMITS").is_some();
+    let first = |count: usize| if all { count } else { 1 };
+    let folder = CommandFolder::new();
+    for dtype in &dtypes[..first(dtypes.len())] {
+        folder.succeeds(&format!(
+            "generate in.safetensors --tokens 16k --heads 8 --dim 128 --grad --dtype {dtype}"
+        ));
+        for pattern in &patterns[..first(patterns.len())] {
+            for pass in &passes[..first(passes.len())] {
+                let options = format!("{pass} {pattern} --memory-limit 48MiB");
+                let command = format!("attend in.safetensors -o out.safetensors {options}");
+                let (said, peak) = watched(&folder, &command);
+                assert!(
+                    peak > 0 && peak <= 48 << 20,
+                    "{options} {dtype}: {peak} bytes resident; {said}"
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn every_type_and_pattern_can_be_streamed() {
     let folder = CommandFolder::new();

@@ -8,10 +8,15 @@ use serde::Serialize;
 use super::rings::Rotating;
 use super::schedule::Schedule;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
-use crate::pattern::Pattern;
+use crate::error::{Error, Result, check_steps, product};
+use crate::pattern::{Mode, Pattern};
+use crate::rows::gcd;
 use crate::shape::Shape;
-use crate::sharding::Sharding;
+use crate::sharding::{Cut, Sharding};
+
+/// Steps of a plan for two ranks that share a group of segments, and for a rank alone.
+const PAIR_STEPS: usize = 512;
+const RANK_STEPS: usize = 64;
 
 /// Which ranks hold the queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -107,6 +112,7 @@ impl Request {
     pub(super) fn check(&self) -> Result<()> {
         self.pattern.check(&self.shape)?;
         self.sharding.check(self.shape.tokens)?;
+        self.check_cost()?;
         if !self.scale().is_finite() {
             return Err(Error::Scale { got: self.scale() });
         }
@@ -122,6 +128,47 @@ impl Request {
         }
         if redundancy > 0 && self.schedule.backward == Rotating::Queries {
             return Err(Error::RedundantRotation { redundancy });
+        }
+        Ok(())
+    }
+
+    /// Refuses plans that would take too long to make, and sums of bytes that would overflow.
+    fn check_cost(&self) -> Result<()> {
+        let Shape {
+            batch,
+            tokens,
+            heads,
+            dim,
+            ..
+        } = self.shape;
+        let (ranks, branches) = (self.sharding.ranks(), self.pattern.branches().len());
+        // Keys and values with their gradients, of at most 8 bytes.
+        let bytes = [batch, tokens, heads, dim, 4 * 8, ranks, branches];
+        product("the number of bytes that all ranks send", &bytes)?;
+        for branch in self.pattern.branches() {
+            let segment = branch.segment.min(tokens);
+            let lanes = match self.pattern.mode() {
+                Mode::Mix { .. } => branch.dilation.min(heads).min(segment),
+                Mode::Group { .. } | Mode::Fkodom => 1,
+            };
+            let (groups, members) = match self.sharding.cut() {
+                Cut::Striped => {
+                    let groups = ranks / gcd(segment, ranks);
+                    (groups.min(tokens / segment + 1), ranks.min(segment))
+                }
+                Cut::Firsts(_) => (1, ranks),
+                Cut::Contiguous | Cut::Zigzag => {
+                    let shard = (tokens / ranks).max(1);
+                    (1, ranks.min(segment / shard + 2))
+                }
+            };
+            let branches = (branches, "branches");
+            let lanes = (lanes, "offsets of their heads");
+            let members = (members, "ranks that share a segment");
+            let groups = (groups, "ways to share one");
+            check_steps(&[(PAIR_STEPS, "steps"), branches, lanes, groups, members])?;
+            check_steps(&[members, members])?;
+            check_steps(&[(RANK_STEPS, "steps"), branches, lanes, (ranks, "ranks")])?;
         }
         Ok(())
     }

@@ -40,11 +40,11 @@ use encke_core::plan::Pass;
 /// Queries and keys that are computed together.
 pub(crate) const TILE: [usize; 2] = [pack::WIDTH; 2];
 
-/// Scratch bytes that one call of a pass may hold at once, on the threads of the current pool.
+/// Scratch bytes that one call of a pass may hold at once, on all threads.
 pub fn workspace_bytes<N: TileElement>(job: &Job, pass: Pass) -> usize {
     let task = match pass {
         Pass::Forward => forward::scratch_bytes::<N>(job),
         Pass::Backward { .. } => backward::scratch_bytes::<N>(job),
     };
-    rayon::current_num_threads() * task
+    encke_pool::threads() * task
 }

@@ -10,8 +10,9 @@ use encke_core::job::Block;
 use encke_core::sharding::Run;
 use encke_ring::out_of_core::{Generator, RowRange, SampledRow, TensorSource};
 
+use crate::process::check_memory;
 use crate::row_check::{RowCheck, sampled_rows};
-use crate::tensors::RandomTensors;
+use crate::tensors::{RandomTensors, input_bytes};
 
 /// Uniformly sampled rows that are checked, in addition to those of each branch.
 const ROWS: usize = 64;
@@ -28,6 +29,8 @@ impl GeneratedTensors {
     /// Generates the rows of these tokens, of all tensors.
     pub fn new(request: &Request, seed: u64, runs: &[Run]) -> Result<GeneratedTensors> {
         let shape = &request.shape;
+        let rows = runs.iter().map(|run| run.count).sum();
+        check_memory("the input tensors", input_bytes(shape, request.dtype, rows))?;
         let generator = Generator::new(seed, shape.dim);
         let tensor = |role: Role, heads: usize| tensor(&generator, request, role, heads, runs);
         let tensors = RandomTensors {

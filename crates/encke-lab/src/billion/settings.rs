@@ -1,6 +1,6 @@
 //! The settings of a run over a generated sequence.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use encke::plan::Request;
 use encke::{DType, Shape, Sharding};
 use serde::{Deserialize, Serialize};
@@ -10,6 +10,9 @@ use crate::longnet;
 
 /// Tokens of a rank on the CPU unless the number of ranks is given.
 const CPU_RANK_TOKENS: usize = 1 << 20;
+
+/// Rows that are compared with the reference at most, in addition to those of each branch.
+const MOST_SAMPLES: usize = 1 << 20;
 
 /// Everything that the results depend on: a saved state continues only with equal settings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,6 +47,13 @@ impl BillionSettings {
 
     /// The forward pass.
     pub fn request(&self) -> Result<Request> {
+        if self.samples > MOST_SAMPLES {
+            bail!(
+                "{} sampled rows are too many, because they are kept in memory; use at most \
+                 {MOST_SAMPLES}",
+                self.samples
+            );
+        }
         let pattern = longnet::pattern(&self.segment_lengths, &self.dilation_rates)?;
         let shape = Shape::new(1, self.tokens, self.heads, self.heads, self.dim)?;
         let sharding = Sharding::contiguous(self.ranks)?;

@@ -6,6 +6,8 @@ use encke_sim::profile::{ProfileInputs, RingProfile};
 use indicatif::ProgressBar;
 
 use crate::device::{ComputeDevice, open_gpu};
+use crate::process::check_memory;
+use crate::tensors::input_bytes;
 use crate::terminal::bar;
 
 /// What is profiled.
@@ -60,6 +62,12 @@ pub fn measure(settings: &ProfileSettings) -> Result<Vec<PassProfile>> {
         .collect();
     let progress = bar(settings.run.len() + settings.planned.len());
     let inputs = settings.run.first();
+    if let Some(Request { shape, dtype, .. }) = inputs {
+        check_memory(
+            "the input tensors",
+            input_bytes(shape, *dtype, shape.tokens),
+        )?;
+    }
     let inputs = inputs.map(|request| ProfileInputs::random(request, settings.seed));
     for request in &settings.run {
         progress.set_message(format!("ring of {}", request.sharding.ranks()));

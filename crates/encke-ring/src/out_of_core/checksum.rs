@@ -147,8 +147,10 @@ impl TensorSink for Checksum {
                     },
                 )
             };
-            let tasks = elements.par_chunks(ROWS * width).enumerate();
-            tasks.map(some_rows).reduce(Checksum::default, std::ops::Add::add)
+            encke_pool::install(|| {
+                let tasks = elements.par_chunks(ROWS * width).enumerate();
+                tasks.map(some_rows).reduce(Checksum::default, std::ops::Add::add)
+            })
         });
         *self = *self + sum;
         Ok(())

@@ -108,8 +108,10 @@ impl TensorSource for Generator {
         if to.len() <= ROWS * self.dim {
             some_rows((0, to));
         } else {
-            let tasks = to.par_chunks_mut(ROWS * self.dim).enumerate();
-            tasks.for_each(some_rows);
+            encke_pool::install(|| {
+                let tasks = to.par_chunks_mut(ROWS * self.dim).enumerate();
+                tasks.for_each(some_rows);
+            });
         }
         Ok(())
     }

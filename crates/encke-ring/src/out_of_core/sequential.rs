@@ -103,6 +103,7 @@ fn run<K: Kernel>(
     number: usize,
     io: &mut dyn RowIo<K>,
 ) -> Result<RankReport, StreamError> {
+    encke_pool::check().map_err(RingError::Pool)?;
     let program = plan.rank(number)?;
     // The previous rank may have needed more than this one.
     kernel.release_scratch();

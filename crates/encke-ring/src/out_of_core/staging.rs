@@ -84,7 +84,7 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
                         kernel.copy(&block, false, kernel.input(&device.2), to)
                     };
                     let (read, copied) = match coming {
-                        Some(_) => rayon::join(read, copy),
+                        Some(_) => encke_pool::join(read, copy),
                         None => (Ok(()), copy()),
                     };
                     self.host.push(host);

@@ -22,6 +22,9 @@ use crate::checkpoint::CheckpointPolicy;
 pub use constraints::{Constraints, Workload};
 pub use threshold::{Threshold, one_device_until};
 
+/// Ranks of the largest ring that is compared with others.
+pub const MOST_RANKS: usize = 128;
+
 /// Predicted times within this fraction of each other count as equal.
 pub const TIE_TOLERANCE: f64 = 0.01;
 
@@ -88,6 +91,15 @@ pub enum ChoiceError {
         /// Ranks of that alternative.
         ranks: usize,
     },
+    /// Rings of too many ranks.
+    #[error(
+        "rings of {ranks} ranks are too large to compare: every alternative is planned rank by \
+         rank; use at most {MOST_RANKS} ranks, or choose every setting yourself"
+    )]
+    TooManyRanks {
+        /// Ranks of the largest alternative.
+        ranks: usize,
+    },
     /// An alternative could not be planned or timed.
     #[error(transparent)]
     Clock(#[from] CostError),
@@ -100,6 +112,10 @@ pub fn choose<K: Kernel>(
     constraints: &Constraints,
     machine: &Machine,
 ) -> Result<Choice, ChoiceError> {
+    let ranks = constraints.ranks.unwrap_or(constraints.most_ranks);
+    if ranks > MOST_RANKS {
+        return Err(ChoiceError::TooManyRanks { ranks });
+    }
     let mut alternatives = Vec::new();
     for request in constraints.requests()? {
         let backward = Pass::Backward { dlse: false };
