@@ -19,6 +19,11 @@ fn widen(bits: u32) -> f32 {
     f32::from_bits(if exponent == 0 { bits & 0x8000 } else { bits } << 16)
 }
 
+/// A result as the hardware returns it: subnormal values become zero.
+fn flush(x: f32) -> f32 {
+    if x.is_subnormal() { 0.0 } else { x }
+}
+
 /// Row `row` of a tile as 16 pairs: the even elements, then the odd ones.
 ///
 /// # Safety
@@ -47,12 +52,12 @@ impl Emulated {
             let mut partial = [[0.0f32; 16]; 2];
             for (k, b) in b.iter().enumerate() {
                 for n in 0..16 {
-                    partial[0][n] += even[k] * b[0][n];
-                    partial[1][n] += odd[k] * b[1][n];
+                    partial[0][n] = flush(partial[0][n] + even[k] * b[0][n]);
+                    partial[1][n] = flush(partial[1][n] + odd[k] * b[1][n]);
                 }
             }
             for (n, sum) in sums.iter_mut().enumerate() {
-                *sum += partial[0][n] + partial[1][n];
+                *sum = flush(*sum + flush(partial[0][n] + partial[1][n]));
             }
         }
     }
