@@ -12,7 +12,7 @@ use super::random::Random;
 use super::results::{CaseGradients, ForwardResults, finished};
 use super::suite::KernelSuite;
 use super::tolerances::Tolerances;
-use super::{cells, moving, softmax_ends};
+use super::{cells, moving, range, softmax_ends};
 use crate::dtype::{DType, Data};
 use crate::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use crate::naive::NaiveKernel;
@@ -46,6 +46,7 @@ impl KernelSuite {
             for seed in (0..CASES).filter(mine) {
                 attention(&bench(seed))?;
             }
+            range::scores(kernel, &[dtype], self, (0..CASES).filter(mine))?;
         }
         Ok(())
     }
