@@ -114,7 +114,6 @@ impl QueryWeights {
                 job.scale * score
             })
             .collect();
-        let relative = base(case.dtype) + 2.0 * floor(case.dtype);
         let mut before = vec![f64::NEG_INFINITY];
         for &score in &scores {
             before.push(log_add(before[before.len() - 1], score));
@@ -126,6 +125,9 @@ impl QueryWeights {
             logits[key] = score - log_add(before[key], after);
             after = log_add(after, score);
         }
+        // Kernels may subtract a rounded base from a score that is not, as long as that is small.
+        let unrounded = (4.0 * sum.epsilon() * lse.abs()).min(2e-3);
+        let relative = base(case.dtype) + 2.0 * floor(case.dtype) + unrounded;
         // An lse of several weights is rounded to the type of the sums; that of one key is its
         // score.
         let clear = logits.iter().any(|logit| logit - 2.0 * noise > 20.0);

@@ -261,9 +261,9 @@ pub fn exp2_argument<N: TileElement>(score: __m512, scale: ScoreScale, base: __m
 }
 
 /// A row max or lse of this size or above is large: [`exp2_argument`] subtracts it, rounded, from a
-/// score that is not, which leaves up to half a unit in its last place. That is 2⁻⁸ here, and e to
-/// the power of it overflows for a base of 10¹⁰.
-pub const LARGE_SCORE: f32 = 65536.0;
+/// score that is not, which leaves about a unit in its last place. That is 2⁻¹¹ here; for a base of
+/// 10¹⁰ it is 10³, and a weight is infinite or 0.
+pub const LARGE_SCORE: f32 = 4096.0;
 
 /// Lanes whose weights [`LargeLanes::exp2_argument`] computes.
 #[derive(Clone, Copy)]

@@ -52,8 +52,8 @@ impl Emulated {
             let mut partial = [[0.0f32; 16]; 2];
             for (k, b) in b.iter().enumerate() {
                 for n in 0..16 {
-                    partial[0][n] = flush(partial[0][n] + even[k] * b[0][n]);
-                    partial[1][n] = flush(partial[1][n] + odd[k] * b[1][n]);
+                    partial[0][n] += even[k] * b[0][n];
+                    partial[1][n] += odd[k] * b[1][n];
                 }
             }
             for (n, sum) in sums.iter_mut().enumerate() {
