@@ -43,6 +43,15 @@ impl DType {
         }
     }
 
+    /// The smallest and the largest size of a softmax scale other than 0: a normal value of the
+    /// type of the sums, also after a multiplication by log2 e.
+    pub const fn scales(self) -> [f64; 2] {
+        match self.sum() {
+            DType::F64 => [f64::MIN_POSITIVE, f64::MAX / 2.0],
+            _ => [f32::MIN_POSITIVE as f64, f32::MAX as f64 / 2.0],
+        }
+    }
+
     /// Machine epsilon: the distance between 1 and the next larger value.
     pub const fn epsilon(self) -> f64 {
         match self {

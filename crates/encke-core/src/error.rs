@@ -109,11 +109,20 @@ pub enum Error {
         /// Tokens of the sequence.
         tokens: usize,
     },
-    /// A softmax scale that is not finite.
-    #[error("the softmax scale is {got}; it must be a finite number")]
+    /// A softmax scale that the sums of the type computed in cannot hold.
+    #[error(
+        "the softmax scale is {got:e}; computing in {dtype} it must be 0, or from {least:.1e} to \
+         {most:.1e} in size"
+    )]
     Scale {
         /// The scale.
         got: f64,
+        /// The type computed in.
+        dtype: DType,
+        /// The smallest size.
+        least: f64,
+        /// The largest size.
+        most: f64,
     },
     /// A tensor whose shape does not match the others.
     #[error("{tensor} has shape {got:?}, expected {expected:?}")]

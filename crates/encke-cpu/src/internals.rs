@@ -11,12 +11,12 @@ pub use crate::amx::emulated::Emulated;
 pub use crate::amx::forward::{forward, forward_with_config};
 pub use crate::amx::scratch::{PagePool, PageScratch};
 pub use crate::amx::tiles::{Hardware, ROW_BYTES, SLAB_BYTES, TILE_BYTES, TileProduct, TileUnit};
-pub use crate::amx::workspace_bytes;
+pub use crate::amx::{supports, workspace_bytes};
 pub use crate::target::Target;
 
 /// Packing of rows into tiles.
 pub mod pack {
-    pub use crate::amx::pack::{RowSource, Sign, columns, lanes, pairs, rows};
+    pub use crate::amx::pack::{Extremes, RowSource, Sign, columns, lanes, pairs, rows};
 }
 
 /// The softmax of a block of scores.

@@ -139,6 +139,12 @@ impl CpuKernel {
         self.instruction_set
     }
 
+    /// Whether the tiles compute a job, if they multiply its type.
+    #[cfg(target_arch = "x86_64")]
+    fn runs_on_tiles(&self, job: &Job) -> bool {
+        self.instruction_set == InstructionSet::Amx && amx::supports(job)
+    }
+
     /// Rejects a job in which two queries have the same cell.
     fn writable_cells(&self, job: &Job) -> Result<()> {
         let cells = [job.batch, job.segments, job.queries];
@@ -155,7 +161,7 @@ impl CpuKernel {
 
     fn forward_f32(&self, job: &Job, inputs: [Slice<'_>; 3], target: Target<'_, f32>) {
         #[cfg(target_arch = "x86_64")]
-        if self.instruction_set == InstructionSet::Amx {
+        if self.runs_on_tiles(job) {
             for_each_type!(N => {
                 if let [Some(q), Some(k), Some(v)] = inputs.map(<N as amx::TileElement>::of_slice) {
                     let pool = &self.scratch_tiles;
@@ -365,7 +371,7 @@ impl Kernel for CpuKernel {
         let keys = [job.batch, job.segments, job.keys];
         writable("dk and dv", shared::disjoint(&job.k, keys, job.dim, true))?;
         #[cfg(target_arch = "x86_64")]
-        if self.instruction_set == InstructionSet::Amx
+        if self.runs_on_tiles(job)
             && let Gradients {
                 dq: Data::F32(dq),
                 dk: Data::F32(dk),
@@ -411,7 +417,7 @@ impl Kernel for CpuKernel {
         };
         let bytes = task * encke_pool::threads();
         #[cfg(target_arch = "x86_64")]
-        if self.instruction_set == InstructionSet::Amx {
+        if self.runs_on_tiles(job) {
             return match dtype {
                 DType::Bf16 => amx::workspace_bytes::<bf16>(job, pass),
                 DType::F16 => amx::workspace_bytes::<f16>(job, pass),

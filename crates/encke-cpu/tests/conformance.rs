@@ -1,6 +1,6 @@
 //! The conformance suite on every instruction set, and the guarantees of this kernel beyond it.
 
-use encke_core::conformance::{self, Random};
+use encke_core::conformance::{self, KernelSuite, Random};
 use encke_core::job::{Causal, Job, Operand};
 use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
@@ -34,6 +34,20 @@ fn avx512_conforms() {
 #[test]
 fn amx_conforms() {
     conforms(InstructionSet::Amx);
+}
+
+/// Random cases with scores from 1e-40 to 1e30, beyond those of the suite.
+#[test]
+fn scores_of_any_size_match_the_oracle_on_every_instruction_set() {
+    for set in InstructionSet::ALL {
+        match CpuKernel::with(set) {
+            Ok(kernel) => {
+                let seeds = 1000..3000;
+                conformance::scores(&kernel, &DType::ALL, KernelSuite::default(), seeds).unwrap();
+            }
+            Err(error) => println!("skipped: {error}"),
+        }
+    }
 }
 
 #[test]

@@ -107,7 +107,8 @@ impl Builder {
         self
     }
 
-    /// The softmax scale; the default is 1/sqrt(d).
+    /// The softmax scale; the default is 1/sqrt(d). A call is refused unless it is 0 or its size is
+    /// within [`DType::scales`](encke_core::DType::scales).
     pub fn scale(mut self, scale: f64) -> Builder {
         self.scale = Some(scale);
         self

@@ -224,6 +224,8 @@ fn wrong_pattern_and_computation_options_are_refused() {
         ("--segment-lengths 4,x --dilation-rates 1,1", "whole number"),
         ("--scale nan", "scale is NaN"),
         ("--scale inf", "scale is inf"),
+        ("--scale 1e39", "scale is 1e39"),
+        ("--scale=-1e-46 --compute bf16", "scale is -1e-46"),
         ("--checkpoint recompute", "--grad"),
         ("--deadline 0", "give seconds, more than 0"),
         ("--deadline -1", "give seconds, more than 0"),

@@ -12,7 +12,7 @@ use super::random::Random;
 use super::results::{CaseGradients, ForwardResults, finished};
 use super::suite::KernelSuite;
 use super::tolerances::Tolerances;
-use super::{cells, moving, softmax_ends};
+use super::{cells, moving, range, softmax_ends};
 use crate::dtype::{DType, Data};
 use crate::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use crate::naive::NaiveKernel;
@@ -45,6 +45,9 @@ impl KernelSuite {
             }
             for seed in (0..CASES).filter(mine) {
                 attention(&bench(seed))?;
+            }
+            if self.wide_scores {
+                range::scores(kernel, &[dtype], self, (0..SMALL_CASES).filter(mine))?;
             }
         }
         Ok(())

@@ -13,6 +13,8 @@ pub struct KernelSuite {
     pub repeatable: bool,
     /// Whether to test negative and zero scales.
     pub signs: bool,
+    /// Whether to test scores from 1e-40 to 1e30; otherwise they are at most about 1e4.
+    pub wide_scores: bool,
     /// (i, n): run the i-th of n shares of the cases, for parallel test runs.
     pub share: (u64, u64),
 }
@@ -23,6 +25,7 @@ impl Default for KernelSuite {
             dims: &DIMS,
             repeatable: true,
             signs: false,
+            wide_scores: true,
             share: (0, 1),
         }
     }

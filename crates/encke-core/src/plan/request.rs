@@ -54,7 +54,8 @@ pub struct Request {
     pub queries: Queries,
     /// The compute type: inputs are converted to it.
     pub dtype: DType,
-    /// The softmax scale; None for 1/sqrt(dim).
+    /// The softmax scale: 0, or of either sign and a size within [`DType::scales`]; None for
+    /// 1/sqrt(dim).
     pub scale: Option<f64>,
     /// The direction.
     pub pass: Pass,
@@ -113,8 +114,15 @@ impl Request {
         self.pattern.check(&self.shape)?;
         self.sharding.check(self.shape.tokens)?;
         self.check_cost()?;
-        if !self.scale().is_finite() {
-            return Err(Error::Scale { got: self.scale() });
+        let (got, dtype) = (self.scale(), self.dtype);
+        let [least, most] = dtype.scales();
+        if got != 0.0 && !(least..=most).contains(&got.abs()) {
+            return Err(Error::Scale {
+                got,
+                dtype,
+                least,
+                most,
+            });
         }
         let (redundancy, ranks) = (self.redundancy, self.sharding.ranks());
         if redundancy >= ranks && redundancy > 0 {

@@ -11,6 +11,8 @@ pub enum KernelFault {
     CausalOnIndices,
     /// There is no causal test.
     CausalIgnored,
+    /// Weights are relative to the row max before the scale is multiplied into it and rounded.
+    MaxNotRounded,
     /// The accumulator is not rescaled when the row max increases.
     OldPartNotRescaled,
     /// Every job starts with an empty carry.
@@ -66,10 +68,11 @@ pub enum KernelFault {
 }
 
 /// All faults but `None`.
-pub const FAULTS: [KernelFault; 29] = [
+pub const FAULTS: [KernelFault; 30] = [
     KernelFault::CausalSignFlipped,
     KernelFault::CausalOnIndices,
     KernelFault::CausalIgnored,
+    KernelFault::MaxNotRounded,
     KernelFault::OldPartNotRescaled,
     KernelFault::CarryReset,
     KernelFault::FinishEpsilon,

@@ -92,6 +92,22 @@ fn add_unscaled(old: &Carry<Data>, new: &mut Carry<Data>, cells: &[usize], dim: 
     }
 }
 
+/// Makes weights relative to a row max that is half a unit in the last place smaller.
+fn shift_max(carry: &mut Carry<Data>, cells: &[usize], dim: usize) {
+    let unit = carry.m.as_slice().dtype().epsilon();
+    for &cell in cells {
+        let m = carry.m.as_slice().get(cell);
+        let factor = if m.is_finite() {
+            (m * unit / 2.0).exp()
+        } else {
+            1.0
+        };
+        let shift = |data: &mut Data, i: usize| data.set(i, factor * data.as_slice().get(i));
+        (0..dim).for_each(|c| shift(&mut carry.acc, cell * dim + c));
+        shift(&mut carry.l, cell);
+    }
+}
+
 /// Calls `each` with batch entry, segment, head, query and key of every masked pair.
 fn hidden_pairs(job: &Job, mut each: impl FnMut(usize, usize, usize, usize, usize)) {
     for b in 0..job.batch {
@@ -169,6 +185,7 @@ impl KernelMutant {
                 }
             }
             KernelFault::OldPartNotRescaled => add_unscaled(&old, carry, &inside, job.dim),
+            KernelFault::MaxNotRounded => shift_max(carry, &inside, job.dim),
             KernelFault::MaskedKeysPoison => poison(&job, v, carry),
             KernelFault::OneRowPast => {
                 let past = cells(&job, 1).into_iter().filter(|x| !inside.contains(x));

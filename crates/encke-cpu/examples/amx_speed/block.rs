@@ -118,6 +118,7 @@ impl BlockBench {
                 ScoreScale::new(0.125),
                 &mut self.state,
                 softmax::ALL_LANES,
+                0,
             )
         };
         black_box(rescale);

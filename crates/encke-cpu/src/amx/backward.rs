@@ -108,7 +108,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             for start in (0..most).step_by(S::KEYS) {
                 let count = S::KEYS.min(self.job.keys - start);
                 let keys = self.pack_keys(task, start, count, scratch);
-                self.block::<T, S>(tiles, keys, scratch);
+                self.block::<T, S>(task, tiles, keys, scratch);
                 chain.wait(start);
                 self.add_dk_dv(task, keys, scratch);
                 chain.publish(start + count);

@@ -260,6 +260,66 @@ pub fn exp2_argument<N: TileElement>(score: __m512, scale: ScoreScale, base: __m
     _mm512_mul_ps(difference, splat(LOG2_E))
 }
 
+/// A row max or lse of this size or above is large: [`exp2_argument`] subtracts it, rounded, from a
+/// score that is not, which leaves about a unit in its last place. That is 2⁻¹¹ here; for a base of
+/// 10¹⁰ it is 10³, and a weight is infinite or 0.
+pub const LARGE_SCORE: f32 = 4096.0;
+
+/// Lanes whose weights [`LargeLanes::exp2_argument`] computes.
+#[derive(Clone, Copy)]
+pub struct LargeLanes {
+    /// Which lanes.
+    mask: u16,
+    /// The scale of the scores of each lane.
+    scale: __m512,
+    /// The row max or lse of each lane.
+    base: __m512,
+}
+
+impl LargeLanes {
+    /// The lanes whose base is large, and those of the bit mask `scaled`, whose scores already
+    /// include the scale; for all other scores it is `scale`.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub fn new(base: __m512, scale: __m512, scaled: u16) -> LargeLanes {
+        let size = _mm512_abs_ps(base);
+        let finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(size, splat(f32::INFINITY));
+        let large = _mm512_mask_cmp_ps_mask::<_CMP_GE_OQ>(finite, size, splat(LARGE_SCORE));
+        LargeLanes {
+            mask: large | scaled,
+            scale,
+            base,
+        }
+    }
+
+    /// Whether there are any.
+    pub fn any(&self) -> bool {
+        self.mask != 0
+    }
+
+    /// `usual`, but in the large lanes log2 of a weight computed from the rounded score: the score
+    /// that is the row max gives exactly 0, whatever its size.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub fn exp2_argument<N: TileElement>(&self, score: __m512, usual: __m512) -> __m512 {
+        let argument = self.difference(_mm512_mul_ps(score, self.scale), N::WEIGHT_BIAS[0]);
+        _mm512_mask_mov_ps(usual, self.mask, argument)
+    }
+
+    /// `usual`, but in the large lanes log2 of the factor that rescales sums relative to `old`.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub fn rescale_argument(&self, old: __m512, usual: __m512) -> __m512 {
+        _mm512_mask_mov_ps(usual, self.mask, self.difference(old, 0.0))
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn difference(&self, score: __m512, bias: f32) -> __m512 {
+        _mm512_fmadd_ps(_mm512_sub_ps(score, self.base), splat(LOG2_E), splat(bias))
+    }
+}
+
 /// One split of each of 32 elements.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]

@@ -19,6 +19,11 @@ fn widen(bits: u32) -> f32 {
     f32::from_bits(if exponent == 0 { bits & 0x8000 } else { bits } << 16)
 }
 
+/// A result as the hardware returns it: subnormal values become zero.
+fn flush(x: f32) -> f32 {
+    if x.is_subnormal() { 0.0 } else { x }
+}
+
 /// Row `row` of a tile as 16 pairs: the even elements, then the odd ones.
 ///
 /// # Safety
@@ -52,7 +57,7 @@ impl Emulated {
                 }
             }
             for (n, sum) in sums.iter_mut().enumerate() {
-                *sum += partial[0][n] + partial[1][n];
+                *sum = flush(*sum + flush(partial[0][n] + partial[1][n]));
             }
         }
     }

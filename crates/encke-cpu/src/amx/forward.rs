@@ -113,7 +113,7 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
             unsafe {
                 let packed = self.pack_keys(task, first, S::PACKED_KEYS.min(most - first), scratch);
                 for (index, tile) in tiles.iter_mut().enumerate() {
-                    self.attend::<T, S>(tile, index, packed, scratch);
+                    self.attend::<T, S>(task, tile, index, packed, scratch);
                 }
             }
         }

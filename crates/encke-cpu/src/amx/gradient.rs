@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::element::{ScoreScale, TileElement, exp2_argument, for_each_split_pair};
+use super::element::{LargeLanes, ScoreScale, TileElement, exp2_argument, for_each_split_pair};
 use super::softmax::Lanes;
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::vector::{exp2, splat};
@@ -16,7 +16,7 @@ use super::vector::{exp2, splat};
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct QueryStats {
-    /// The lse, in the unit that [`exp2_argument`] subtracts.
+    /// The lse.
     pub lse: Lanes<f32>,
     /// dout·out − dlse.
     pub delta: Lanes<f32>,
@@ -36,6 +36,8 @@ pub struct GradientBlock {
     pub start: usize,
     /// Whether some key of the block is hidden from some query.
     pub masked: bool,
+    /// The lanes whose scores include the scale.
+    pub scaled_lanes: u32,
     /// Weights and ds as left factors: one stack for each 32 keys, `left_stride` bytes apart.
     pub weights: *mut u8,
     pub ds: *mut u8,
@@ -63,16 +65,30 @@ pub unsafe fn gradient<N: TileElement, const DEGREE: usize>(
     factors: Factors,
     stats: &QueryStats,
 ) {
+    let large = [0, 1].map(|half| {
+        // SAFETY: `Lanes` holds 32 values.
+        let lse = unsafe { _mm512_load_ps(stats.lse.0.as_ptr().add(16 * half)) };
+        let scaled = (block.scaled_lanes >> (16 * half)) as u16;
+        let scale = _mm512_mask_mov_ps(splat(factors.scale.natural), scaled, splat(1.0));
+        LargeLanes::new(lse, scale, scaled)
+    });
+    let usual = |_: usize, _: __m512, argument: __m512| argument;
     // SAFETY: the caller's promise.
     unsafe {
-        if block.masked {
-            gradient_pass::<N, DEGREE, true>(block, factors, stats);
+        if large[0].any() || large[1].any() {
+            gradient_pass::<N, DEGREE, true>(block, factors, stats, |half, score, argument| {
+                large[half].exp2_argument::<N>(score, argument)
+            });
+        } else if block.masked {
+            gradient_pass::<N, DEGREE, true>(block, factors, stats, usual);
         } else {
-            gradient_pass::<N, DEGREE, false>(block, factors, stats);
+            gradient_pass::<N, DEGREE, false>(block, factors, stats, usual);
         }
     }
 }
 
+/// `argument(half, score, usual)` is log2 of the weight of a score, usually `usual`.
+///
 /// # Safety
 /// As for [`gradient`].
 #[inline]
@@ -81,6 +97,7 @@ unsafe fn gradient_pass<N: TileElement, const DEGREE: usize, const MASKED: bool>
     block: &GradientBlock,
     factors: Factors,
     stats: &QueryStats,
+    argument: impl Fn(usize, __m512, __m512) -> __m512,
 ) {
     let gain = splat(factors.gain);
     // SAFETY: `Lanes` holds 32 values.
@@ -96,7 +113,10 @@ unsafe fn gradient_pass<N: TileElement, const DEGREE: usize, const MASKED: bool>
         )
     };
     // Storing truncates weights and their gradients; the bias compensates that in both.
-    let lse = lse.map(|lse| _mm512_sub_ps(lse, splat(N::WEIGHT_BIAS[0])));
+    let lse = lse.map(|lse| {
+        let base = _mm512_mul_ps(lse, splat(N::UNIT));
+        _mm512_sub_ps(base, splat(N::WEIGHT_BIAS[0]))
+    });
     for step in 0..block.steps {
         let slab = 2 * step * SLAB_BYTES;
         let left = step * block.left_stride;
@@ -116,7 +136,8 @@ unsafe fn gradient_pass<N: TileElement, const DEGREE: usize, const MASKED: bool>
                             _mm512_load_ps(block.dp.add(at).cast()),
                         )
                     };
-                    let mut p = exp2::<DEGREE>(exp2_argument::<N>(score, factors.scale, lse[half]));
+                    let usual = exp2_argument::<N>(score, factors.scale, lse[half]);
+                    let mut p = exp2::<DEGREE>(argument(half, score, usual));
                     let mut ds = _mm512_mul_ps(p, _mm512_fmsub_ps(dp_row, gain, delta[half]));
                     if MASKED {
                         let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);

@@ -19,6 +19,7 @@ pub(crate) mod element;
 pub(crate) mod emulated;
 pub(crate) mod forward;
 mod gradient;
+mod huge;
 mod nonfinite;
 pub(crate) mod pack;
 mod schedule;
@@ -36,6 +37,13 @@ pub(crate) use tiles::Hardware;
 
 use encke_core::job::Job;
 use encke_core::plan::Pass;
+
+/// Whether the tiles compute a job accurately. They take values below 2⁻¹²⁶ as 0 and sum q·k
+/// without the scale, so jobs with a scale far from 1 are left to the vectors.
+pub fn supports(job: &Job) -> bool {
+    const LIMIT: f64 = (1 << 30) as f64;
+    job.scale == 0.0 || (LIMIT.recip()..=LIMIT).contains(&job.scale.abs())
+}
 
 /// Queries and keys that are computed together.
 pub(crate) const TILE: [usize; 2] = [pack::WIDTH; 2];

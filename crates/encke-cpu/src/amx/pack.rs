@@ -14,7 +14,10 @@
 
 use std::arch::x86_64::*;
 
+use half::bf16;
+
 use super::element::TileElement;
+use super::huge::HUGE;
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use crate::transpose::sixteen_registers;
 
@@ -118,14 +121,14 @@ const MASKED: u8 = 1;
 const CHECKED: u8 = 2;
 
 /// Calls a function for each split of each step, instantiated for the load mode that the step
-/// needs. Evaluates to a nonzero value if an element is not finite.
+/// needs. Evaluates to the [`Extremes`] of the elements.
 macro_rules! each_slab {
     ($rows:ident, $function:ident($to:ident $(, $argument:expr)*)) => {{
-        let mut nonfinite = 0;
+        let mut largest = MaxMagnitudes::new();
         for step in 0..$rows.steps() {
             let at = $to.wrapping_add(step * N::STACK_BYTES);
             // SAFETY: the enclosing function has the same contract as the called one.
-            nonfinite |= unsafe {
+            largest.merge(unsafe {
                 if $rows.overflows_bf16(step) {
                     each_slab!(@ CHECKED, $function(&$rows, step, at $(, $argument)*))
                 } else if $rows.full(step) {
@@ -133,12 +136,12 @@ macro_rules! each_slab {
                 } else {
                     each_slab!(@ MASKED, $function(&$rows, step, at $(, $argument)*))
                 }
-            };
+            });
         }
-        nonfinite
+        largest.extremes()
     }};
     (@ $mode:ident, $function:ident($rows:expr, $step:ident, $at:ident $(, $argument:expr)*)) => {{
-        let nonfinite = $function::<N, $mode, 0>($rows, $step, $at $(, $argument)*);
+        let largest = $function::<N, $mode, 0>($rows, $step, $at $(, $argument)*);
         if N::SPLITS > 1 {
             let second = $at.wrapping_add(SLAB_BYTES);
             $function::<N, $mode, 1>($rows, $step, second $(, $argument)*);
@@ -147,8 +150,17 @@ macro_rules! each_slab {
             let third = $at.wrapping_add(2 * SLAB_BYTES);
             $function::<N, $mode, 2>($rows, $step, third $(, $argument)*);
         }
-        nonfinite
+        largest
     }};
+}
+
+/// Which unusually large elements were packed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Extremes {
+    /// Some of [`HUGE`](super::huge::HUGE) or above, or not finite.
+    pub huge: bool,
+    /// Some that are not finite.
+    pub nonfinite: bool,
 }
 
 /// The largest magnitudes in 32 lanes of bf16; infinities and NaN compare larger than all others.
@@ -168,6 +180,22 @@ impl MaxMagnitudes {
     fn update(&mut self, elements: __m512i) {
         let size = _mm512_and_si512(elements, _mm512_set1_epi16(i16::MAX));
         self.0 = _mm512_max_epu16(self.0, size);
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn merge(&mut self, other: MaxMagnitudes) {
+        self.0 = _mm512_max_epu16(self.0, other.0);
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn extremes(self) -> Extremes {
+        let huge = _mm512_set1_epi16(bf16::from_f32(HUGE).to_bits() as i16);
+        Extremes {
+            huge: _mm512_cmpge_epu16_mask(self.0, huge) != 0,
+            nonfinite: self.nonfinite() != 0,
+        }
     }
 
     /// The lanes with an infinity or a NaN.
@@ -213,7 +241,7 @@ unsafe fn put(at: *mut u8, row: usize, value: __m512i) {
     unsafe { _mm512_store_si512(at.add(row * ROW_BYTES).cast(), value) };
 }
 
-/// Packs rows in their own order. Returns whether an element is not finite.
+/// Packs rows in their own order.
 ///
 /// # Safety
 /// The slabs at `to`, aligned to a cache line, can be written, and the processor has AVX-512.
@@ -221,9 +249,9 @@ unsafe fn put(at: *mut u8, row: usize, value: __m512i) {
 pub unsafe fn rows<N: TileElement, F: Fn(usize) -> Option<usize>>(
     source: &RowSource<'_, N, F>,
     to: *mut u8,
-) -> bool {
+) -> Extremes {
     let rows = RowPointers::new(source);
-    each_slab!(rows, rows_step(to)) != 0
+    each_slab!(rows, rows_step(to))
 }
 
 /// # Safety
@@ -233,7 +261,7 @@ unsafe fn rows_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
     rows: &RowPointers<N>,
     step: usize,
     slab: *mut u8,
-) -> u32 {
+) -> MaxMagnitudes {
     let mut magnitudes = MaxMagnitudes::new();
     for i in 0..WIDTH {
         let elements = rows.load::<MODE, SPLIT>(i, step);
@@ -241,10 +269,10 @@ unsafe fn rows_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
         // SAFETY: the caller's promise.
         unsafe { put(slab, i, elements) };
     }
-    magnitudes.nonfinite()
+    magnitudes
 }
 
-/// Packs channels as rows. Returns whether an element is not finite.
+/// Packs channels as rows.
 ///
 /// # Safety
 /// The slabs at `to`, aligned to a cache line, can be written, and the processor has AVX-512.
@@ -252,9 +280,9 @@ unsafe fn rows_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
 pub unsafe fn columns<N: TileElement, F: Fn(usize) -> Option<usize>>(
     source: &RowSource<'_, N, F>,
     to: *mut u8,
-) -> bool {
+) -> Extremes {
     let rows = RowPointers::new(source);
-    each_slab!(rows, columns_step(to)) != 0
+    each_slab!(rows, columns_step(to))
 }
 
 /// # Safety
@@ -264,7 +292,7 @@ unsafe fn columns_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
     rows: &RowPointers<N>,
     step: usize,
     slab: *mut u8,
-) -> u32 {
+) -> MaxMagnitudes {
     let mut magnitudes = MaxMagnitudes::new();
     // Sixteen channels at a time, so that all of them stay in registers.
     for upper in 0..2 {
@@ -288,7 +316,7 @@ unsafe fn columns_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
             unsafe { put(slab, channel, r) };
         }
     }
-    magnitudes.nonfinite()
+    magnitudes
 }
 
 /// Packs rows as lanes, in pairs of channels, multiplied by the sign of the scale.
@@ -300,9 +328,9 @@ pub unsafe fn lanes<N: TileElement, F: Fn(usize) -> Option<usize>>(
     source: &RowSource<'_, N, F>,
     sign: Sign,
     to: *mut u8,
-) {
+) -> Extremes {
     let rows = RowPointers::new(source);
-    each_slab!(rows, lanes_step(to, sign));
+    each_slab!(rows, lanes_step(to, sign))
 }
 
 /// # Safety
@@ -313,15 +341,19 @@ unsafe fn lanes_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
     step: usize,
     slab: *mut u8,
     sign: Sign,
-) -> u32 {
+) -> MaxMagnitudes {
     let (keep, flip) = sign.bit_masks();
     let (keep, flip) = (_mm512_set1_epi16(keep), _mm512_set1_epi16(flip));
+    let mut magnitudes = MaxMagnitudes::new();
     for half in 0..2 {
         let tile = slab.wrapping_add(half * TILE_BYTES);
         let mut r = [_mm512_setzero_si512(); 16];
         for (i, r) in r.iter_mut().enumerate() {
             let elements = rows.load::<MODE, SPLIT>(half * 16 + i, step);
             *r = _mm512_xor_si512(_mm512_and_si512(elements, keep), flip);
+            if SPLIT == 0 {
+                magnitudes.update(elements);
+            }
         }
         sixteen_registers(&mut r);
         for (i, r) in r.into_iter().enumerate() {
@@ -329,10 +361,10 @@ unsafe fn lanes_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
             unsafe { put(tile, i, r) };
         }
     }
-    0
+    magnitudes
 }
 
-/// Packs rows r and r + 16 in pairs. Returns whether an element is not finite.
+/// Packs rows r and r + 16 in pairs.
 ///
 /// # Safety
 /// The slabs at `to`, aligned to a cache line, can be written, and the processor has AVX-512.
@@ -340,9 +372,9 @@ unsafe fn lanes_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
 pub unsafe fn pairs<N: TileElement, F: Fn(usize) -> Option<usize>>(
     source: &RowSource<'_, N, F>,
     to: *mut u8,
-) -> bool {
+) -> Extremes {
     let rows = RowPointers::new(source);
-    each_slab!(rows, pairs_step(to)) != 0
+    each_slab!(rows, pairs_step(to))
 }
 
 /// # Safety
@@ -352,7 +384,7 @@ unsafe fn pairs_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
     rows: &RowPointers<N>,
     step: usize,
     slab: *mut u8,
-) -> u32 {
+) -> MaxMagnitudes {
     let mut magnitudes = MaxMagnitudes::new();
     for r in 0..16 {
         let (a, b) = (
@@ -367,7 +399,7 @@ unsafe fn pairs_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
             put(slab, 16 + r, interleave(a, b, &HIGH));
         }
     }
-    magnitudes.nonfinite()
+    magnitudes
 }
 
 /// The sign of the scale, applied to q when it is packed, so that the kernels handle positive

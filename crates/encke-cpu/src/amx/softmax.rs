@@ -7,7 +7,9 @@ use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
 
 use super::config::AmxForwardConfig;
-use super::element::{ScoreScale, TileElement, exp2_argument, for_each_split_pair};
+use super::element::{
+    LARGE_SCORE, LargeLanes, ScoreScale, TileElement, exp2_argument, for_each_split_pair,
+};
 use super::tiles::{ROW_BYTES, SLAB_BYTES};
 use super::vector::{exp2, splat};
 
@@ -64,7 +66,8 @@ pub struct ScoreBlock {
 pub const ALL_LANES: u32 = !0;
 
 /// Turns scores into weights: relative to the new row max in the lanes of the bit mask
-/// `new_max_lanes`, and relative to the old one in the others.
+/// `new_max_lanes`, and relative to the old one in the others. The scores of `scaled_lanes` include
+/// the scale already.
 ///
 /// # Safety
 /// The slabs of the block can be read and written, and the processor has AVX-512.
@@ -75,6 +78,7 @@ pub unsafe fn softmax<N: TileElement, S: AmxForwardConfig>(
     scale: ScoreScale,
     state: &mut TileSoftmax,
     new_max_lanes: u32,
+    scaled_lanes: u32,
 ) -> Rescale {
     let lowest = splat(f32::NEG_INFINITY);
     let mut rescale = Rescale::NONE;
@@ -89,19 +93,30 @@ pub unsafe fn softmax<N: TileElement, S: AmxForwardConfig>(
             } else {
                 row_max(block, half)
             };
+            let scaled = (scaled_lanes >> lane) as u16;
+            let natural = _mm512_mask_mov_ps(splat(scale.natural), scaled, splat(1.0));
             // `max` returns its second operand if one is NaN, so a NaN never becomes the row max.
-            let m = _mm512_max_ps(_mm512_mul_ps(top, splat(scale.natural)), old_m);
+            let m = _mm512_max_ps(_mm512_mul_ps(top, natural), old_m);
             let m = _mm512_mask_mov_ps(old_m, (new_max_lanes >> lane) as u16, m);
             let nothing = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(m, lowest);
             // A lane without visible keys subtracts 0: minus infinity minus itself is NaN.
-            let base = _mm512_mask_mov_ps(base_of::<N>(m), nothing, splat(0.0));
-            let sum = weights::<N, S>(block, half, scale, base);
+            let top = _mm512_mask_mov_ps(m, nothing, splat(0.0));
+            let large = LargeLanes::new(top, natural, scaled);
+            let base = biased_base_of::<N>(top);
+            let usual = |score| exp2_argument::<N>(score, scale, base);
+            let sum = match large.any() {
+                false => weights::<N, S>(block, half, usual),
+                true => weights::<N, S>(block, half, |score| {
+                    large.exp2_argument::<N>(score, usual(score))
+                }),
+            };
             let risen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(m, old_m);
             let l = _mm512_load_ps(state.l.0.as_ptr().add(lane));
             let mut factor = splat(1.0);
             if risen != 0 {
-                let risen_by = _mm512_sub_ps(base_of::<N>(old_m), base);
+                let risen_by = _mm512_sub_ps(base_of::<N>(old_m), base_of::<N>(top));
                 let power = _mm512_mul_ps(risen_by, splat(LOG2_E / N::UNIT));
+                let power = large.rescale_argument(old_m, power);
                 factor = _mm512_mask_mov_ps(factor, risen, exp2::<5>(power));
                 rescale.needed = true;
                 _mm512_store_ps(state.m.0.as_mut_ptr().add(lane), m);
@@ -117,8 +132,9 @@ pub unsafe fn softmax<N: TileElement, S: AmxForwardConfig>(
 /// Turns scores into weights relative to the old row max, without computing a new one. That is as
 /// accurate as long as the weights stay small. Returns the lanes that need a new row max, because
 /// they have none yet or because their weights are too large or NaN; if there are any, `state` is
-/// unchanged, and so are the scores unless weights overwrite them. Which path a lane takes depends
-/// on its own scores alone, so no query affects the bits of another.
+/// unchanged, and so are the scores unless weights overwrite them. Lanes with a large row max, and
+/// the `scaled_lanes` of [`softmax`], always need a new one. Which path a lane takes depends on its
+/// own scores alone, so no query affects the bits of another.
 ///
 /// # Safety
 /// As for [`softmax`]; every key of the block is visible to every query.
@@ -128,6 +144,7 @@ pub unsafe fn softmax_keep_max<N: TileElement, S: AmxForwardConfig>(
     block: &ScoreBlock,
     scale: ScoreScale,
     state: &mut TileSoftmax,
+    scaled_lanes: u32,
 ) -> u32 {
     // Small enough that sums of weights times values do not overflow earlier than they must.
     const LARGE: f32 = 65536.0;
@@ -135,13 +152,17 @@ pub unsafe fn softmax_keep_max<N: TileElement, S: AmxForwardConfig>(
     unsafe {
         let m = state.m.0.as_ptr();
         let m = [_mm512_load_ps(m), _mm512_load_ps(m.add(16))];
-        let lowest = splat(f32::NEG_INFINITY);
         let both = |masks: [u16; 2]| u32::from(masks[0]) | u32::from(masks[1]) << 16;
-        let started = both(m.map(|m| _mm512_cmp_ps_mask::<_CMP_GT_OQ>(m, lowest)));
+        // Lanes that have not started have a row max of minus infinity.
+        let usual = |m| _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(m), splat(LARGE_SCORE));
+        let started = both(m.map(usual)) & !scaled_lanes;
         if started == 0 {
             return ALL_LANES;
         }
-        let sum = |half: usize| weights::<N, S>(block, half, scale, base_of::<N>(m[half]));
+        let sum = |half: usize| {
+            let base = biased_base_of::<N>(m[half]);
+            weights::<N, S>(block, half, |score| exp2_argument::<N>(score, scale, base))
+        };
         let sums = [sum(0), sum(1)];
         let small = both(sums.map(|sum| _mm512_cmp_ps_mask::<_CMP_LT_OQ>(sum, splat(LARGE))));
         if started & small != ALL_LANES {
@@ -219,8 +240,15 @@ fn base_of<N: TileElement>(m: __m512) -> __m512 {
     _mm512_mul_ps(m, splat(N::UNIT))
 }
 
-/// Computes the weights of scores relative to `base`, and returns their sums, taken before
-/// rounding.
+/// [`base_of`], less the log2 factor that makes weights larger before they are truncated.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn biased_base_of<N: TileElement>(m: __m512) -> __m512 {
+    _mm512_sub_ps(base_of::<N>(m), splat(N::WEIGHT_BIAS[0]))
+}
+
+/// Computes the weights of scores, given `argument`, log2 of the weight of a score. Returns their
+/// sums, taken before rounding.
 ///
 /// # Safety
 /// As for [`softmax`].
@@ -229,14 +257,12 @@ fn base_of<N: TileElement>(m: __m512) -> __m512 {
 unsafe fn weights<N: TileElement, S: AmxForwardConfig>(
     block: &ScoreBlock,
     half: usize,
-    scale: ScoreScale,
-    base: __m512,
+    argument: impl Fn(__m512) -> __m512,
 ) -> __m512 {
     // Four sums, because an addition has the latency of a pair of rows; variables and not an array,
     // because the loop is not unrolled and an indexed array would live in memory.
     let (mut a, mut b, mut c, mut d) = (splat(0.0), splat(0.0), splat(0.0), splat(0.0));
-    let base = _mm512_sub_ps(base, splat(N::WEIGHT_BIAS[0]));
-    let weight = |score| exp2_of::<S>(exp2_argument::<N>(score, scale, base));
+    let weight = |score| exp2_of::<S>(argument(score));
     for step in 0..block.steps {
         let slab = slab(block, step, half);
         let to = step * N::WEIGHT_STRIDES.step + half * N::WEIGHT_STRIDES.half;

@@ -78,6 +78,9 @@ impl<T: TileUnit, N: TestedElement> Kernel for TileKernel<T, N> {
         v: Slice<'_>,
         state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
+        if !amx::supports(job) {
+            return NaiveKernel.attend(job, q, k, v, state);
+        }
         let inputs = [q, k, v].map(elements::<N>);
         amx::forward::<T, N>(&self.pool, job, inputs, Target::new(state, job.gain));
         Ok(())
@@ -120,6 +123,9 @@ impl<T: TileUnit, N: TestedElement> Kernel for TileKernel<T, N> {
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
+        if !amx::supports(job) {
+            return NaiveKernel.backward(job, q, k, v, upstream, gradients);
+        }
         let inputs = amx::AmxBackwardInputs::of([q, k, v], upstream).expect("elements of type N");
         let [dq, dk, dv] = [gradients.dq, gradients.dk, gradients.dv].map(f32_elements);
         amx::backward::<T, N>(&self.pool, job, inputs, dq, dk, dv);

@@ -7,7 +7,7 @@
 mod kernel;
 mod packing;
 
-use encke_core::conformance::{self, Random};
+use encke_core::conformance::{self, KernelSuite, Random};
 use encke_core::dtype::Slice;
 use encke_core::job::{Causal, Job, Operand};
 use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
@@ -32,6 +32,20 @@ fn emulated_tiles_conform() {
         conform::<Emulated, bf16>();
         conform::<Emulated, f16>();
         conform::<Emulated, f32>();
+    }
+}
+
+/// Random cases with scores from 1e-40 to 1e30, beyond those of the suite.
+#[test]
+fn scores_of_any_size_match_the_oracle() {
+    fn check<N: TestedElement>(seeds: std::ops::Range<u64>) {
+        let kernel = TileKernel::<Emulated, N>::new();
+        conformance::scores(&kernel, &[N::DTYPE], KernelSuite::default(), seeds).unwrap();
+    }
+    if available::<Emulated>() {
+        check::<bf16>(1000..1800);
+        check::<f16>(1800..2200);
+        check::<f32>(2200..3000);
     }
 }
 

@@ -75,13 +75,14 @@ fn multiply<T: TileUnit, N: TestedElement>(most: [usize; 2]) {
         true => elements[row * apart + c],
         false => 0.0,
     };
+    let usual = pack::Extremes::default();
     // SAFETY: two stacks fit each memory, and the tiles are available.
     unsafe {
         T::configure();
-        assert!(!pack::rows(&source(x_stored), a));
-        pack::lanes(&source(y_stored), Sign::Minus, b);
-        assert!(!pack::columns(&source(x_stored), c));
-        assert!(!pack::pairs(&source(y_stored), d));
+        assert_eq!(pack::rows(&source(x_stored), a), usual);
+        assert_eq!(pack::lanes(&source(y_stored), Sign::Minus, b), usual);
+        assert_eq!(pack::columns(&source(x_stored), c), usual);
+        assert_eq!(pack::pairs(&source(y_stored), d), usual);
         // Twice, to test products that are added to sums.
         N::multiply::<T, false>(product(a, b, 2));
         N::multiply::<T, true>(product(a, b, 2));
@@ -115,23 +116,29 @@ fn multiply<T: TileUnit, N: TestedElement>(most: [usize; 2]) {
 }
 
 #[test]
-fn packing_reports_nonfinite_elements() {
+fn packing_reports_huge_and_nonfinite_elements() {
     if !available::<Emulated>() {
         return;
     }
-    notice::<bf16>();
-    notice::<f16>();
-    notice::<f32>();
+    for (element, nonfinite) in [(f64::NEG_INFINITY, true), (f64::NAN, true), (-1e17, false)] {
+        notice::<bf16>(element, nonfinite);
+        notice::<f32>(element, nonfinite);
+    }
+    notice::<f16>(f64::NEG_INFINITY, true);
 }
 
-fn notice<N: TestedElement>() {
-    use encke_cpu::internals::pack::{self, RowSource};
+fn notice<N: TestedElement>(element: f64, nonfinite: bool) {
+    use encke_cpu::internals::pack::{self, Extremes, RowSource, Sign};
     let mut values = integers(32 * 40, 16, 3);
-    values[31 * 40 + 39] = f64::NEG_INFINITY;
+    values[31 * 40 + 39] = element;
     let data = Data::from_f64(N::DTYPE, &values);
     let mut memory = Box::new(TileBytes([0; 1 << 14]));
     let to = memory.0.as_mut_ptr();
-    for (dim, expected) in [(40, true), (39, false)] {
+    let found = Extremes {
+        huge: true,
+        nonfinite,
+    };
+    for (dim, expected) in [(40, found), (39, Extremes::default())] {
         let source = RowSource {
             elements: elements::<N>(data.as_slice()),
             dim,
@@ -143,6 +150,7 @@ fn notice<N: TestedElement>() {
             assert_eq!(pack::rows(&source, to), expected);
             assert_eq!(pack::columns(&source, to), expected);
             assert_eq!(pack::pairs(&source, to), expected);
+            assert_eq!(pack::lanes(&source, Sign::Minus, to), expected);
         }
     }
 }
@@ -183,8 +191,8 @@ fn add_up(elements: &[f32]) {
         address: |row: usize| Some(row * 32),
     };
     // SAFETY: a stack fits the memory, and the processor has AVX-512.
-    let nonfinite = unsafe { pack::rows(&source, memory.0.as_mut_ptr()) };
-    assert_eq!(nonfinite, elements.iter().any(|x| !x.is_finite()));
+    let found = unsafe { pack::rows(&source, memory.0.as_mut_ptr()) };
+    assert_eq!(found.nonfinite, elements.iter().any(|x| !x.is_finite()));
     for (i, &x) in elements.iter().enumerate() {
         let splits = [0, 1, 2].map(|split| {
             let at = split * SLAB_BYTES + 2 * i;

@@ -17,7 +17,10 @@ const SHARES: u64 = 8;
 /// Runs all families. Unsupported jobs are refused, so no family is tested through another.
 pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync) {
     let narrow: &[DType] = &[DType::Bf16, DType::F16];
-    let usual = KernelSuite::default();
+    let usual = KernelSuite {
+        wide_scores: false,
+        ..KernelSuite::default()
+    };
     let even = KernelSuite {
         dims: ALIGNED,
         ..usual

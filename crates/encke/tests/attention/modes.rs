@@ -135,7 +135,7 @@ fn the_gradient_of_the_lse_is_added() {
 }
 
 #[test]
-fn an_explicit_scale_is_used_and_nan_is_refused() {
+fn a_scale_of_zero_averages_the_values() {
     let shape = Shape::new(1, 12, 1, 1, 4).expect("legal");
     let tensors = TestTensors::random(&shape, DType::F64, 2);
     let attention = Attention::builder()
@@ -144,18 +144,58 @@ fn an_explicit_scale_is_used_and_nan_is_refused() {
         .build()
         .expect("legal");
     let forward = tensors.forward(&attention);
-    // A scale of zero makes every score equal: the output is the mean of the values.
     let v = tensors.v.to_f64();
     let mean = |c: usize| v.iter().skip(c).step_by(4).sum::<f64>() / 12.0;
     let means: Vec<f64> = (0..12 * 4).map(|i| mean(i % 4)).collect();
     assert!(difference(forward.out.data(), &means) < 1e-14);
-    let invalid = Attention::builder()
-        .scale(f64::NAN)
-        .build()
-        .expect("checked with the call");
-    let (q, k, v) = (tensors.q.view(), tensors.k.view(), tensors.v.view());
-    let error = invalid.forward(&q, &k, &v).expect_err("NaN is no scale");
-    assert!(error.to_string().contains("NaN"), "{error}");
+}
+
+/// Scales outside the normal values of the sums are refused before any work, the others are not.
+#[test]
+fn a_scale_that_the_sums_cannot_hold_is_refused() {
+    let shape = Shape::new(1, 12, 1, 1, 4).expect("legal");
+    let refusal = |dtype: DType, scale: f64| {
+        let tensors = TestTensors::random(&shape, dtype, 2);
+        let attention = Attention::builder().scale(scale).ranks(2).build();
+        let attention = attention.expect("checked with the call");
+        let (q, k, v) = (tensors.q.view(), tensors.k.view(), tensors.v.view());
+        match attention.forward(&q, &k, &v) {
+            Ok(forward) => {
+                let lse = forward.lse.to_f64();
+                assert!(!lse.iter().any(|x| x.is_nan()), "{dtype}, scale {scale:e}");
+                None
+            }
+            Err(error) => Some(error.to_string()),
+        }
+    };
+    for dtype in DType::ALL {
+        let wide = dtype == DType::F64;
+        for (scale, legal) in [
+            (0.0, true),
+            (-0.0, true),
+            (-2.0, true),
+            (1e-37, true),
+            (1e37, true),
+            (-1e37, true),
+            (3e38, wide),
+            (1e39, wide),
+            (-1e39, wide),
+            (1e-39, wide),
+            (1e-46, wide),
+            (-1e-46, wide),
+            (1e300, wide),
+            (1e-310, false),
+            (f64::MAX, false),
+            (f64::NAN, false),
+            (f64::INFINITY, false),
+            (f64::NEG_INFINITY, false),
+        ] {
+            let refusal = refusal(dtype, scale);
+            assert_eq!(refusal.is_none(), legal, "{dtype}, {scale:e}: {refusal:?}");
+            let named = refusal.is_none_or(|error| error.contains(&format!("scale is {scale:e};")));
+            assert!(named, "{dtype}, {scale:e}");
+        }
+    }
 }
 
 #[test]

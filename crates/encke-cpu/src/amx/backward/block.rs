@@ -3,10 +3,12 @@
 use super::super::config::AmxBackwardConfig;
 use super::super::element::{TileElement, multiply_keys};
 use super::super::gradient::{self, Factors, QueryStats};
+use super::super::huge::ScoreRows;
 use super::super::nonfinite::{FactorSide, add_nonfinite_terms};
 use super::super::pack::{self, WIDTH};
 use super::super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES, TileProduct, TileUnit};
 use super::call::{AmxBackwardCall, AmxBackwardTile, PackedKeyBlock};
+use super::chain::AmxBackwardTask;
 
 impl<N: TileElement> AmxBackwardCall<'_, N> {
     /// Processes a block of keys against all packed queries: sums dk and dv, and adds to dq.
@@ -16,6 +18,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn block<T: TileUnit, S: AmxBackwardConfig>(
         &self,
+        task: &AmxBackwardTask<'_>,
         tiles: &mut [AmxBackwardTile],
         keys: PackedKeyBlock,
         scratch: *mut u8,
@@ -35,7 +38,11 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             unsafe {
                 for (i, tile) in tiles.iter().enumerate() {
                     self.scores::<T>(tile, first + i, keys, scratch);
-                    self.gradients::<S>(tile, i, keys, scratch);
+                    let mut scaled_lanes = 0;
+                    if tile.huge != 0 || keys.huge {
+                        scaled_lanes = self.huge_scores(task, tile, keys, scratch);
+                    }
+                    self.gradients::<S>(tile, i, keys, scaled_lanes, scratch);
                 }
                 if fresh {
                     self.sum_keys::<T, S, false>(tiles, first, keys, scratch);
@@ -74,6 +81,36 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         }
     }
 
+    /// Computes scores of huge rows in f64, and returns the lanes whose scores include the scale
+    /// afterwards.
+    ///
+    /// # Safety
+    /// As for [`AmxBackwardCall::run_task`].
+    #[cold]
+    unsafe fn huge_scores(
+        &self,
+        task: &AmxBackwardTask<'_>,
+        tile: &AmxBackwardTile,
+        keys: PackedKeyBlock,
+        scratch: *mut u8,
+    ) -> u32 {
+        let rows = ScoreRows {
+            job: self.job,
+            q: self.inputs.q,
+            k: self.inputs.k,
+            batch: task.batch,
+            segment: task.segment,
+            head: task.head,
+            queries: (tile.first, tile.count),
+            key: keys.start,
+            steps: tile.steps(keys),
+        };
+        let huge = rows.huge_scores(&tile.stats.visible);
+        // SAFETY: the region of scores has these slabs.
+        unsafe { huge.store(self.factors.scale, scratch.add(self.layout.scores)) };
+        huge.lanes
+    }
+
     /// Weights and ds of a tile, which is number `i` of the current group.
     ///
     /// # Safety
@@ -85,6 +122,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         tile: &AmxBackwardTile,
         i: usize,
         keys: PackedKeyBlock,
+        scaled_lanes: u32,
         scratch: *mut u8,
     ) {
         let layout = &self.layout;
@@ -103,6 +141,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             steps,
             start: keys.start,
             masked: tile.masked(keys.start + steps * WIDTH),
+            scaled_lanes,
             weights: scratch.wrapping_add(layout.weights + i * N::STACK_BYTES),
             ds: scratch.wrapping_add(layout.ds + i * N::STACK_BYTES),
             left_stride: S::QUERY_TILES * N::STACK_BYTES,

@@ -135,6 +135,8 @@ pub struct AmxBackwardTile {
     /// The fewest and the most keys that any of the 32 lanes attends to.
     pub min_visible: usize,
     pub max_visible: usize,
+    /// Whether a query has a huge element.
+    pub huge: u32,
     /// Whether q, or dout, has an element that is not finite.
     pub nonfinite: [u32; 2],
     /// Whether the sums of dq hold something.
@@ -159,6 +161,8 @@ impl AmxBackwardTile {
 pub struct PackedKeyBlock {
     pub start: usize,
     pub count: usize,
+    /// Whether an element of k is huge.
+    pub huge: bool,
     /// Whether an element of k is not finite.
     pub nonfinite: bool,
 }

@@ -52,15 +52,15 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                 true => job.visible(first + lane),
                 false => 0,
             });
-            let per_lane = |elements: &[f32], factor: f32| {
+            let per_lane = |elements: &[f32]| {
                 Lanes(std::array::from_fn(|lane| match live[lane] {
-                    true => factor * elements[cells[lane]],
+                    true => elements[cells[lane]],
                     false => 0.0,
                 }))
             };
             tile.stats = QueryStats {
-                lse: per_lane(inputs.lse, N::UNIT),
-                delta: per_lane(inputs.delta, 1.0),
+                lse: per_lane(inputs.lse),
+                delta: per_lane(inputs.delta),
                 visible: Lanes(visible.map(|count| count as i32)),
             };
             (tile.first, tile.count, tile.dq_started) = (first, count, 0);
@@ -84,12 +84,14 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             let slabs = |region: usize| scratch.wrapping_add(region + bytes);
             // SAFETY: the regions have this many slabs.
             unsafe {
-                pack::lanes(&q, Sign::of(job.scale), slabs(self.layout.q_lanes));
+                let found = pack::lanes(&q, Sign::of(job.scale), slabs(self.layout.q_lanes));
+                tile.huge = u32::from(found.huge);
                 pack::lanes(&dout, Sign::Plus, slabs(self.layout.dout_lanes));
                 tile.nonfinite = [
-                    u32::from(pack::pairs(&q, slabs(self.layout.q_pairs))),
-                    u32::from(pack::pairs(&dout, slabs(self.layout.dout_pairs))),
-                ];
+                    pack::pairs(&q, slabs(self.layout.q_pairs)),
+                    pack::pairs(&dout, slabs(self.layout.dout_pairs)),
+                ]
+                .map(|found| u32::from(found.nonfinite));
             }
         }
         tiles
@@ -108,7 +110,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         scratch: *mut u8,
     ) -> PackedKeyBlock {
         let job = self.job;
-        let mut nonfinite = false;
+        let (mut huge, mut nonfinite) = (false, false);
         for step in 0..count.div_ceil(WIDTH) {
             let first = start + step * WIDTH;
             let source = |elements| RowSource {
@@ -124,14 +126,16 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             let slabs = |region: usize| scratch.wrapping_add(region + bytes);
             // SAFETY: the regions have this many slabs.
             unsafe {
-                pack::rows(&source(self.inputs.k), slabs(self.layout.k_rows));
+                huge |= pack::rows(&source(self.inputs.k), slabs(self.layout.k_rows)).huge;
                 pack::rows(&source(self.inputs.v), slabs(self.layout.v_rows));
-                nonfinite |= pack::columns(&source(self.inputs.k), slabs(self.layout.k_columns));
+                let found = pack::columns(&source(self.inputs.k), slabs(self.layout.k_columns));
+                nonfinite |= found.nonfinite;
             }
         }
         PackedKeyBlock {
             start,
             count,
+            huge,
             nonfinite,
         }
     }

@@ -2,11 +2,13 @@
 
 use super::super::config::AmxForwardConfig;
 use super::super::element::{TileElement, multiply_keys};
+use super::super::huge::{HugeScores, ScoreRows};
 use super::super::nonfinite::{FactorSide, add_nonfinite_terms};
 use super::super::pack::{self, WIDTH};
 use super::super::softmax::{self, Rescale, ScoreBlock};
 use super::super::tiles::{SLAB_BYTES, TileProduct, TileUnit};
 use super::call::{AmxForwardCall, AmxForwardTile, PackedKeys};
+use super::tasks::AmxForwardTask;
 
 /// One block of keys for one tile.
 #[derive(Debug, Clone, Copy)]
@@ -27,10 +29,10 @@ impl AmxForwardTile {
     }
 }
 
-impl PackedKeys {
-    /// Whether a value of a block is not finite.
-    fn nonfinite(&self, block: KeyBlock) -> bool {
-        self.nonfinite >> (block.from / WIDTH) & ((1 << block.steps) - 1) != 0
+impl KeyBlock {
+    /// Whether one of the bits of packed keys is set for this block.
+    fn has(&self, bits: u64) -> bool {
+        bits >> (self.from / WIDTH) & ((1 << self.steps) - 1) != 0
     }
 }
 
@@ -42,6 +44,7 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn attend<T: TileUnit, S: AmxForwardConfig>(
         &self,
+        task: &AmxForwardTask<'_>,
         tile: &mut AmxForwardTile,
         index: usize,
         packed: PackedKeys,
@@ -55,10 +58,12 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
                 from: key - packed.first,
                 steps: (end - key).min(S::KEYS).div_ceil(WIDTH),
             };
+            let huge = (tile.huge != 0 || block.has(packed.huge))
+                .then(|| self.huge_scores(task, tile, block));
             // SAFETY: the caller's promise.
             unsafe {
                 self.scores::<T>(block, scratch);
-                let rescale = self.weights::<T, S>(tile, block, scratch);
+                let rescale = self.weights::<T, S>(tile, block, huge.as_ref(), scratch);
                 self.values::<T>(tile, block, packed, &rescale, scratch);
             }
         }
@@ -77,6 +82,28 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         unsafe { multiply_keys::<T, N>(k, q, scores, self.steps, block.steps) };
     }
 
+    /// The scores of one block that are computed in f64.
+    #[cold]
+    fn huge_scores(
+        &self,
+        task: &AmxForwardTask<'_>,
+        tile: &AmxForwardTile,
+        block: KeyBlock,
+    ) -> HugeScores<'_, N> {
+        let rows = ScoreRows {
+            job: self.job,
+            q: self.q,
+            k: self.k,
+            batch: task.batch,
+            segment: task.segment,
+            head: tile.head,
+            queries: (tile.first, tile.count),
+            key: block.key,
+            steps: block.steps,
+        };
+        rows.huge_scores(&tile.softmax.visible)
+    }
+
     /// The softmax of one block.
     ///
     /// Weights first stay relative to the row max so far. If some lanes need a new one, the block
@@ -90,6 +117,7 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         &self,
         tile: &mut AmxForwardTile,
         block: KeyBlock,
+        huge: Option<&HugeScores<'_, N>>,
         scratch: *mut u8,
     ) -> Rescale {
         let scores = ScoreBlock {
@@ -101,10 +129,12 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         };
         // SAFETY: the region of scores has these slabs.
         unsafe {
+            let (scale, state) = (self.scale, &mut tile.softmax);
+            let scaled_lanes = huge.map_or(0, |huge| huge.lanes);
             let mut new_max_lanes = softmax::ALL_LANES;
             if !scores.masked {
                 new_max_lanes =
-                    softmax::softmax_keep_max::<N, S>(&scores, self.scale, &mut tile.softmax);
+                    softmax::softmax_keep_max::<N, S>(&scores, scale, state, scaled_lanes);
                 if new_max_lanes == 0 {
                     return Rescale::NONE;
                 }
@@ -112,7 +142,10 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
                     self.scores::<T>(block, scratch);
                 }
             }
-            softmax::softmax::<N, S>(&scores, self.scale, &mut tile.softmax, new_max_lanes)
+            if let Some(huge) = huge {
+                huge.store(scale, scores.scores);
+            }
+            softmax::softmax::<N, S>(&scores, scale, state, new_max_lanes, scaled_lanes)
         }
     }
 
@@ -138,7 +171,7 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         let values = self.packed(self.layout.values, block.from, scratch);
         let weights = scratch.wrapping_add(self.layout.weights);
         let mut factor = values;
-        if tile.masked(block) && packed.nonfinite(block) {
+        if tile.masked(block) && block.has(packed.nonfinite) {
             factor = scratch.wrapping_add(self.layout.finite_values);
             // SAFETY: both regions have this many slabs.
             unsafe { pack::zero_nonfinite(values, factor, block.steps * self.steps * N::SPLITS) };

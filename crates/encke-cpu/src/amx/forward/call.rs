@@ -84,6 +84,8 @@ pub struct AmxForwardTile {
     /// The fewest and the most keys that any of the queries attends to.
     pub min_visible: usize,
     pub max_visible: usize,
+    /// Whether a query has a huge element.
+    pub huge: u32,
 }
 
 /// The keys and values that are packed.
@@ -91,6 +93,8 @@ pub struct AmxForwardTile {
 pub struct PackedKeys {
     pub first: usize,
     pub count: usize,
+    /// Bit i: one of the keys 32 i .. 32 i + 32 has a huge element.
+    pub huge: u64,
     /// Bit i: one of the values 32 i .. 32 i + 32 is not finite.
     pub nonfinite: u64,
 }

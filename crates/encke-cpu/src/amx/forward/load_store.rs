@@ -35,7 +35,8 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         };
         let slabs = self.queries(i, scratch);
         // SAFETY: the region of queries has this many slabs.
-        unsafe { pack::lanes(&source, Sign::of(job.scale), slabs) };
+        let found = unsafe { pack::lanes(&source, Sign::of(job.scale), slabs) };
+        tile.huge = u32::from(found.huge);
         let visible = |lane: usize| job.visible(first + lane.min(tile.count - 1));
         tile.min_visible = visible(0); // positions are ascending
         tile.max_visible = visible(WIDTH - 1);
@@ -165,7 +166,7 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         scratch: *mut u8,
     ) -> PackedKeys {
         let job = self.job;
-        let mut nonfinite = 0;
+        let (mut huge, mut nonfinite) = (0, 0);
         for step in 0..count.div_ceil(WIDTH) {
             let start = first + step * WIDTH;
             let address = |row: usize| {
@@ -181,14 +182,16 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
             let slabs = |region: usize| self.packed(region, step * WIDTH, scratch);
             // SAFETY: the regions have this many slabs.
             unsafe {
-                pack::rows(&source(self.k), slabs(self.layout.keys));
+                let found = pack::rows(&source(self.k), slabs(self.layout.keys));
+                huge |= u64::from(found.huge) << step;
                 let found = pack::columns(&source(self.v), slabs(self.layout.values));
-                nonfinite |= u64::from(found) << step;
+                nonfinite |= u64::from(found.nonfinite) << step;
             }
         }
         PackedKeys {
             first,
             count,
+            huge,
             nonfinite,
         }
     }
