@@ -10,7 +10,6 @@
 //! refused, because the format does not guarantee alignment.
 
 use std::borrow::Cow;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -32,16 +31,10 @@ pub struct InputFile {
 }
 
 impl InputFile {
-    /// Maps a file; refuses pipes and devices before opening them.
+    /// Maps a file.
     pub fn open(path: &Path) -> Result<InputFile> {
         let shown = path.display();
-        let metadata = path
-            .metadata()
-            .with_context(|| format!("cannot read {shown}"))?;
-        if !metadata.is_file() {
-            bail!("cannot read {shown}: it is not a regular file");
-        }
-        let file = File::open(path).with_context(|| format!("cannot read {shown}"))?;
+        let file = encke_files::open(path).with_context(|| format!("cannot read {shown}"))?;
         // SAFETY: the map is only read, and only within its length. Another process must not write
         // to or truncate the file meanwhile, which `--help` states as a requirement. This process
         // never writes to it: an output that is the input is refused, and outputs are renamed to
@@ -57,6 +50,11 @@ impl InputFile {
     /// The tensors of the file, or why it is not a safetensors file.
     pub fn tensors(&self) -> Result<InputTensors<'_>> {
         let file = SafeTensors::deserialize(&self.map).map_err(|error| self.broken(&error))?;
+        // The header is right so far, but of two tensors of one name only the second is there.
+        let (length, _) =
+            SafeTensors::read_metadata(&self.map).map_err(|error| self.broken(&error))?;
+        encke_files::json::check_keys(&self.map[8..8 + length])
+            .with_context(|| format!("{} is a damaged safetensors file", self.path.display()))?;
         Ok(InputTensors { file, from: self })
     }
 

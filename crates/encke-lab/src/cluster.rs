@@ -79,6 +79,7 @@ pub fn run(
         if !by_watchdog.swap(true, Ordering::SeqCst) {
             note(&format!("{name}: rank {rank} of {ranks}: {error}"));
         }
+        encke_files::remove_temporaries();
         encke_mpi::exit_at_once(2);
     });
     let cluster = Arc::new(Mutex::new(Cluster {

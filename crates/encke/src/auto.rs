@@ -51,10 +51,10 @@ impl Auto {
     }
 
     /// The same on a described machine: rings of up to one node, of at least 8 ranks; on threads,
-    /// of as many ranks as there are cores.
+    /// of as many ranks as there are cores, up to 256.
     pub fn on(machine: Machine, source: MachineSource) -> Auto {
         let most_ranks = match machine.device.shared_cores {
-            Some(cores) => cores.max(8),
+            Some(cores) => cores.clamp(8, 256),
             None => machine.ranks_per_node.clamp(8, 64),
         };
         Auto {

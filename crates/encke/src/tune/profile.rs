@@ -1,15 +1,18 @@
 //! The profile file of a machine: its contents, its path, and why it cannot be read.
 
-use std::fs;
 use std::io;
 use std::path::PathBuf;
 
 use encke_core::host::checksum;
 use encke_core::kernel::KernelError;
 use encke_cost::{CostError, Machine};
+use encke_files::json;
 use serde::{Deserialize, Serialize};
 
 use super::machine_id::MachineId;
+
+/// The most bytes of a profile.
+const LIMIT: u64 = 1 << 20;
 
 /// Version of the file format.
 pub const FORMAT: u32 = 1;
@@ -70,7 +73,7 @@ pub enum TuneError {
     #[error("there is no directory for a profile: set XDG_CONFIG_HOME or HOME")]
     NoConfigDir,
     /// The file cannot be read.
-    #[error("cannot read {}: {error}", path.display())]
+    #[error("cannot read {}: {error}; remove it, and run encke tune again", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -106,10 +109,11 @@ impl MachineProfile {
             .join(format!("machine-{key:016x}.json")))
     }
 
-    /// Reads the profile of a machine; `None` if it was not measured with this version.
+    /// Reads the profile of a machine; `None` if it was not measured with this version. It must
+    /// belong to this user or root: it decides what is run.
     pub fn load(here: &MachineId) -> Result<Option<MachineProfile>, TuneError> {
         let path = MachineProfile::path(here)?;
-        let text = match fs::read_to_string(&path) {
+        let text = match encke_files::read_own(&path, LIMIT) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(TuneError::Unreadable { path, error }),
@@ -119,7 +123,7 @@ impl MachineProfile {
             reason,
         };
         let profile: MachineProfile =
-            serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
+            json::from_slice(&text).map_err(|error| malformed(error.to_string()))?;
         if profile.format != FORMAT {
             return Err(malformed(format!(
                 "format {}, expected {FORMAT}",
@@ -129,7 +133,21 @@ impl MachineProfile {
         if profile.here != *here {
             return Err(malformed("it belongs to another machine".to_string()));
         }
-        profile.machine.check(1)?;
+        for machine in [Some(&profile.machine), profile.gpu.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            let checked = machine.check(1);
+            checked.map_err(|error| malformed(error.to_string()))?;
+        }
+        let times = [
+            profile.measured_s,
+            profile.misfit,
+            profile.yardstick_s.unwrap_or(1.0),
+        ];
+        if times.iter().any(|time| !(0.0..=1e9).contains(time)) {
+            return Err(malformed(format!("its times are {times:?}, not 0 to 1e9")));
+        }
         Ok(Some(profile))
     }
 }
