@@ -88,7 +88,7 @@ impl Speed {
 pub const MANY_INSTANCES: usize = 4;
 
 /// The most cores, ranks of a node, cards, or rows of a tile.
-const MOST_OF_ANYTHING: usize = 1 << 16;
+const MOST_OF_ANYTHING: usize = 1 << 20;
 
 /// The speed of attention in one dtype.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -225,7 +225,7 @@ impl Machine {
         let extra = |what, got: f64| require((0.0..=1e9).contains(&got), what, got, "0 to 1e9");
         let count = |what, got: usize| {
             let met = (1..=MOST_OF_ANYTHING).contains(&got);
-            require(met, what, got as f64, "1 to 65536")
+            require(met, what, got as f64, "1 to 1048576")
         };
         let device = &self.device;
         for rate in &device.rates {

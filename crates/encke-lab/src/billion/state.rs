@@ -81,12 +81,9 @@ impl RunState {
         (plan, ranks): (&Plan, OwnRanks),
         fresh: bool,
     ) -> Result<RunState> {
-        let shown = path.display();
         let loaded = match fresh {
             true => None,
-            false => RunState::load(path).with_context(|| {
-                format!("{shown} is not the state of a run; --fresh replaces it by a new one")
-            })?,
+            false => RunState::load(path)?,
         };
         let state = match loaded {
             // A run that finished no rank has left nothing to lose.
@@ -99,10 +96,13 @@ impl RunState {
 
     /// The state as it was written; `None` if there is no file.
     fn load(path: &Path) -> Result<Option<RunState>> {
+        let shown = path.display();
         match encke_files::read(path, LIMIT) {
-            Ok(text) => RunState::from_text(&text).map(Some),
+            Ok(text) => RunState::from_text(&text).map(Some).with_context(|| {
+                format!("{shown} is not the state of a run; --fresh replaces it by a new one")
+            }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error).context("cannot read it"),
+            Err(error) => Err(error).with_context(|| format!("cannot read {shown}")),
         }
     }
 
@@ -207,4 +207,92 @@ fn pairs_of(plan: &Plan, rank: usize) -> Result<u128> {
     let program = plan.rank(rank)?;
     let tasks = program.rounds.iter().flat_map(|round| &round.meanwhile);
     Ok(tasks.filter_map(Task::job).map(Job::pairs).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::ComputeDevice;
+    use crate::longnet;
+    use encke::DType;
+    use encke_core::conformance::{Random, mutate};
+
+    /// The settings of a small run, its plan, and its state after `finished` of 8 ranks.
+    fn interrupted(finished: usize) -> (BillionSettings, Plan, RunState) {
+        let (segment_lengths, dilation_rates) = longnet::branches(256, 16, 4);
+        let settings = BillionSettings {
+            device: ComputeDevice::Cpu,
+            tokens: 256,
+            ranks: 8,
+            dtype: DType::F32,
+            heads: 2,
+            dim: 8,
+            segment_lengths,
+            dilation_rates,
+            samples: 10,
+            seed: 3,
+        };
+        let plan = Plan::new(settings.request().unwrap()).unwrap();
+        let mut state = RunState::new(settings.clone());
+        state.finished = finished;
+        state.seconds = 0.1;
+        state.checksum = Checksum::of_units(-77, 1 << 80, 64 * finished as u64);
+        let pairs = (0..finished).map(|rank| pairs_of(&plan, rank).unwrap());
+        state.pairs = pairs.sum::<u128>() as u64;
+        (settings, plan, state)
+    }
+
+    fn continued(state: RunState) -> Result<RunState> {
+        let (settings, plan, _) = interrupted(0);
+        state.continued(Path::new("s"), &settings, &plan, (0..8).step_by(1))
+    }
+
+    #[test]
+    fn a_damaged_state_is_refused() {
+        let (_, _, state) = interrupted(5);
+        let text = state.to_text().unwrap();
+        assert_eq!(RunState::from_text(text.as_bytes()).unwrap(), state);
+        for bit in 0..8 * text.len() {
+            let mut flipped = text.clone().into_bytes();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert!(RunState::from_text(&flipped).is_err(), "bit {bit}");
+        }
+        // The number of damages; hours of them by ENCKE_MUTATIONS.
+        let count = std::env::var("ENCKE_MUTATIONS").ok();
+        let count = count.map_or(3000, |count| count.parse().unwrap());
+        for seed in 0..count {
+            let damaged = mutate(&mut Random::new(seed), text.as_bytes());
+            if let Ok(read) = RunState::from_text(&damaged) {
+                assert_eq!(read, state, "seed {seed}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_state_with_a_right_checksum_must_fit_the_plan() {
+        let (_, _, state) = interrupted(5);
+        let right = continued(state.clone()).unwrap();
+        assert_eq!(right.interruptions, 1);
+        let changes: [fn(&mut RunState); 5] = [
+            |state| state.finished = 4,
+            |state| state.finished = 6,
+            |state| state.finished = usize::MAX,
+            |state| state.pairs += 1,
+            |state| state.checksum = Checksum::default(),
+        ];
+        for (index, change) in changes.into_iter().enumerate() {
+            let mut wrong = state.clone();
+            change(&mut wrong);
+            let error = continued(wrong).unwrap_err().to_string();
+            assert!(error.contains("--fresh"), "{index}: {error}");
+        }
+        for seed in 0..1000 {
+            let fields = serde_json::to_vec(&state).unwrap();
+            let damaged = mutate(&mut Random::new(seed), &fields);
+            if let Ok(read) = json::from_slice::<RunState>(&damaged) {
+                let read = continued(read).map_or(5, |read| read.finished);
+                assert_eq!(read, 5, "seed {seed}");
+            }
+        }
+    }
 }
