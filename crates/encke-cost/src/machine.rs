@@ -87,7 +87,7 @@ impl Speed {
 /// The instances from which on [`Speed::few_instances_slowdown`] does not apply.
 pub const MANY_INSTANCES: usize = 4;
 
-/// The most cores, ranks of a node, cards, or rows of a tile.
+/// The most cores, cards, or rows of a tile.
 const MOST_OF_ANYTHING: usize = 1 << 20;
 
 /// The speed of attention in one dtype.
@@ -259,7 +259,9 @@ impl Machine {
             speed(what, got.unwrap_or(1.0))?;
         }
         count("shared_cores", device.shared_cores.unwrap_or(1))?;
-        count("ranks_per_node", self.ranks_per_node)?;
+        // A machine without a network is one node of any number of ranks.
+        let ranks = self.ranks_per_node;
+        require(ranks > 0, "ranks_per_node", ranks as f64, "1 or more")?;
         count("nics", self.nics)?;
         extra("job_overhead_s", device.job_overhead_s)?;
         extra("task_overhead_s", device.task_overhead_s)?;

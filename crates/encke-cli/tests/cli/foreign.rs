@@ -3,7 +3,7 @@
 #![cfg(target_os = "linux")]
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -116,28 +116,6 @@ fn a_profile_that_is_not_this_users_is_refused() {
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
     refused(&["cannot read", "not a regular file"]);
-}
-
-#[test]
-fn a_stored_profile_is_this_users_alone() {
-    let folder = CommandFolder::new();
-    let program = folder.command("").get_program().to_owned();
-    let mut shell = std::process::Command::new("sh");
-    shell
-        .args(["-c", "umask 0; exec \"$0\" tune --seconds 0.01"])
-        .arg(program);
-    shell.env("XDG_CONFIG_HOME", folder.join("config"));
-    shell.env("ENCKE_LIBCUDA", "no-driver-for-tests.so");
-    assert!(shell.output().unwrap().status.success());
-    let encke = folder.join("config/encke");
-    assert_eq!(encke.metadata().unwrap().mode() & 0o777, 0o700);
-    let files: Vec<_> = encke
-        .read_dir()
-        .unwrap()
-        .map(|file| file.unwrap())
-        .collect();
-    assert_eq!(files.len(), 1);
-    assert_eq!(files[0].metadata().unwrap().mode() & 0o777, 0o600);
 }
 
 #[test]
