@@ -10,7 +10,6 @@
 //! refused, because the format does not guarantee alignment.
 
 use std::borrow::Cow;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -32,16 +31,10 @@ pub struct InputFile {
 }
 
 impl InputFile {
-    /// Maps a file; refuses pipes and devices before opening them.
+    /// Maps a file.
     pub fn open(path: &Path) -> Result<InputFile> {
         let shown = path.display();
-        let metadata = path
-            .metadata()
-            .with_context(|| format!("cannot read {shown}"))?;
-        if !metadata.is_file() {
-            bail!("cannot read {shown}: it is not a regular file");
-        }
-        let file = File::open(path).with_context(|| format!("cannot read {shown}"))?;
+        let file = encke_files::open(path).with_context(|| format!("cannot read {shown}"))?;
         // SAFETY: the map is only read, and only within its length. Another process must not write
         // to or truncate the file meanwhile, which `--help` states as a requirement. This process
         // never writes to it: an output that is the input is refused, and outputs are renamed to
@@ -57,6 +50,11 @@ impl InputFile {
     /// The tensors of the file, or why it is not a safetensors file.
     pub fn tensors(&self) -> Result<InputTensors<'_>> {
         let file = SafeTensors::deserialize(&self.map).map_err(|error| self.broken(&error))?;
+        // The header is right so far, but of two tensors of one name only the second is there.
+        let (length, _) =
+            SafeTensors::read_metadata(&self.map).map_err(|error| self.broken(&error))?;
+        encke_files::json::check_keys(&self.map[8..8 + length])
+            .with_context(|| format!("{} is a damaged safetensors file", self.path.display()))?;
         Ok(InputTensors { file, from: self })
     }
 
@@ -254,5 +252,71 @@ impl TensorElements<'_> {
             dims,
             [n * h * d, h * d, d, 1],
         )?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use encke_core::conformance::{Random, mutate};
+    use safetensors::tensor::TensorView;
+
+    /// Reads everything of a file that `encke attend` reads before it computes.
+    fn read(path: &Path) -> Result<usize> {
+        let file = InputFile::open(path)?;
+        let tensors = file.tensors()?;
+        let mut elements = 0;
+        for name in ["q", "k", "v"] {
+            let header = tensors.get(name)?;
+            let dims = header.dims()?;
+            tensors.elements(&header).view(dims)?;
+            elements += dims.iter().product::<usize>();
+        }
+        Ok(elements)
+    }
+
+    #[test]
+    fn a_damaged_file_is_refused_in_one_line_or_read_within_its_length() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x");
+        let data = [0u8; 4 * 24];
+        let view = || TensorView::new(Dtype::F32, vec![1, 6, 2, 2], &data).unwrap();
+        let names = ["q", "k", "v"].map(|name| (name, view()));
+        let whole = safetensors::serialize(names, None).unwrap();
+        std::fs::write(&path, &whole).unwrap();
+        assert_eq!(read(&path).unwrap(), 72);
+        // The number of damages; hours of them by ENCKE_MUTATIONS.
+        let count = std::env::var("ENCKE_MUTATIONS").ok();
+        let count = count.map_or(3000, |count| count.parse().unwrap());
+        for seed in 0..count {
+            let mut random = Random::new(seed);
+            let header = whole.len() - 3 * data.len();
+            let mut damaged = mutate(&mut random, &whole[8..header]);
+            // Mostly with a length that fits, so that the rest of the header is read.
+            let length = match random.once_in(8) {
+                true => random.bits() >> random.below(64),
+                false => damaged.len() as u64,
+            };
+            damaged.splice(0..0, length.to_le_bytes());
+            damaged.extend(&whole[header..]);
+            std::fs::write(&path, &damaged).unwrap();
+            if let Ok(elements) = read(&path) {
+                assert!(elements <= damaged.len() / 2, "seed {seed}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_tensor_that_is_there_twice_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x");
+        let entry = r#""q":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#;
+        let header = format!("{{{entry},{entry}}}");
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.extend([0; 4]);
+        std::fs::write(&path, &bytes).unwrap();
+        let error = format!("{:#}", read(&path).unwrap_err());
+        assert!(error.contains("\"q\" is there twice"), "{error}");
     }
 }

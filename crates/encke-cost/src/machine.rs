@@ -87,6 +87,9 @@ impl Speed {
 /// The instances from which on [`Speed::few_instances_slowdown`] does not apply.
 pub const MANY_INSTANCES: usize = 4;
 
+/// The most cores, cards, or rows of a tile.
+const MOST_OF_ANYTHING: usize = 1 << 20;
+
 /// The speed of attention in one dtype.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -200,6 +203,16 @@ pub struct Machine {
 impl Machine {
     /// Checks every value, and that the stragglers are among `ranks` ranks.
     pub fn check(&self, ranks: usize) -> Result<(), CostError> {
+        self.check_values()?;
+        match self.stragglers.keys().find(|rank| **rank >= ranks) {
+            Some(&rank) => Err(CostError::Straggler { rank, ranks }),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks every value: a description may come from a file. The limits are far beyond any
+    /// machine, and keep predictions finite.
+    pub fn check_values(&self) -> Result<(), CostError> {
         let require = |met: bool, what: &'static str, got: f64, expected: &'static str| match met {
             true => Ok(()),
             false => Err(CostError::Number {
@@ -208,23 +221,30 @@ impl Machine {
                 expected,
             }),
         };
-        let positive = |what, got: f64| require(got > 0.0, what, got, "more than 0");
-        let not_negative =
-            |what, got: f64| require(got >= 0.0 && got.is_finite(), what, got, "0 or more");
+        let speed = |what, got: f64| require(got >= 1e-9, what, got, "more than 0, at least 1e-9");
+        let extra = |what, got: f64| require((0.0..=1e9).contains(&got), what, got, "0 to 1e9");
+        let count = |what, got: usize| {
+            let met = (1..=MOST_OF_ANYTHING).contains(&got);
+            require(met, what, got as f64, "1 to 1048576")
+        };
         let device = &self.device;
-        let rates = device.rates.iter();
-        for speed in rates.flat_map(|rate| [rate.forward, rate.backward]) {
-            positive("flops", speed.flops)?;
-            positive("row_bytes_per_s", speed.row_bytes_per_s)?;
-            not_negative("diagonal_keys", speed.diagonal_keys)?;
-            not_negative("task_rows", speed.task_rows)?;
-            not_negative("few_instances_slowdown", speed.few_instances_slowdown)?;
-            not_negative("strided_slowdown", speed.strided_slowdown)?;
-            not_negative("ring_slowdown", speed.ring_slowdown)?;
-            not_negative("instance_s", speed.instance_s)?;
-            let share = speed.task_share;
-            let is_share = share > 0.0 && share <= 1.0;
-            require(is_share, "task_share", share, "more than 0, at most 1")?;
+        for rate in &device.rates {
+            count("dim", rate.dim)?;
+            for of in [rate.forward, rate.backward] {
+                speed("flops", of.flops)?;
+                speed("row_bytes_per_s", of.row_bytes_per_s)?;
+                extra("diagonal_keys", of.diagonal_keys)?;
+                extra("task_rows", of.task_rows)?;
+                extra("few_instances_slowdown", of.few_instances_slowdown)?;
+                extra("strided_slowdown", of.strided_slowdown)?;
+                extra("ring_slowdown", of.ring_slowdown)?;
+                extra("instance_s", of.instance_s)?;
+                count("tile", of.tile[0])?;
+                count("tile", of.tile[1])?;
+                let share = of.task_share;
+                let is_share = (1e-9..=1.0).contains(&share);
+                require(is_share, "task_share", share, "more than 0, at most 1")?;
+            }
         }
         for (what, got) in [
             ("bytes_per_s", Some(device.bytes_per_s)),
@@ -233,26 +253,24 @@ impl Machine {
             ("strided_bytes_per_s", device.strided_bytes_per_s),
             ("load_bytes_per_s", device.load_bytes_per_s),
             ("allocate_bytes_per_s", device.allocate_bytes_per_s),
-            (
-                "shared_cores",
-                device.shared_cores.map(|cores| cores as f64),
-            ),
             ("bytes_per_s of a link", Some(self.intra_node.bytes_per_s)),
             ("bytes_per_s of a link", Some(self.inter_node.bytes_per_s)),
-            ("ranks_per_node", Some(self.ranks_per_node as f64)),
-            ("nics", Some(self.nics as f64)),
         ] {
-            positive(what, got.unwrap_or(1.0))?;
+            speed(what, got.unwrap_or(1.0))?;
         }
-        not_negative("job_overhead_s", device.job_overhead_s)?;
-        not_negative("task_overhead_s", device.task_overhead_s)?;
-        not_negative("latency_s of a link", self.intra_node.latency_s)?;
-        not_negative("latency_s of a link", self.inter_node.latency_s)?;
-        for (&rank, &factor) in &self.stragglers {
-            positive("the factor of a straggler", factor)?;
-            if rank >= ranks {
-                return Err(CostError::Straggler { rank, ranks });
-            }
+        count("shared_cores", device.shared_cores.unwrap_or(1))?;
+        // A machine without a network is one node of any number of ranks.
+        let ranks = self.ranks_per_node;
+        require(ranks > 0, "ranks_per_node", ranks as f64, "1 or more")?;
+        count("nics", self.nics)?;
+        extra("job_overhead_s", device.job_overhead_s)?;
+        extra("task_overhead_s", device.task_overhead_s)?;
+        extra("latency_s of a link", self.intra_node.latency_s)?;
+        extra("latency_s of a link", self.inter_node.latency_s)?;
+        for &factor in self.stragglers.values() {
+            let is_factor = (1e-9..=1e9).contains(&factor);
+            let expected = "more than 0, at most 1e9";
+            require(is_factor, "the factor of a straggler", factor, expected)?;
         }
         Ok(())
     }

@@ -1,15 +1,21 @@
 //! A cache of machine code on disk, so that a program is compiled once, not once per process.
 //!
-//! A file is named by a hash of everything its contents depend on and ends with a checksum. A file
-//! that is damaged, truncated or foreign is rebuilt and replaced. The cache can always be deleted.
+//! A file is named by a hash of everything its contents depend on and ends with a checksum. It
+//! holds code that will run, so it is written for this user alone. A file that is damaged,
+//! truncated, another user's or open to others is rebuilt and replaced. The cache can always be
+//! deleted.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use encke_core::host::checksum;
+use encke_files::AtomicFile;
 
 use crate::nvrtc::CompiledProgram;
 
 const MAGIC: &[u8; 8] = b"encke\x00c1";
+/// The most bytes of a program.
+const LIMIT: u64 = 64 << 20;
 
 /// A folder of compiled programs.
 #[derive(Debug, Clone)]
@@ -49,7 +55,7 @@ impl Cache {
         };
         let key = checksum(key.join("\0").as_bytes());
         let file = folder.join(format!("{name}-{key:016x}.cubin"));
-        if let Some(built) = std::fs::read(&file)
+        if let Some(built) = encke_files::read_own(&file, LIMIT)
             .ok()
             .and_then(|bytes| decode(&bytes, key))
         {
@@ -62,14 +68,12 @@ impl Cache {
     }
 }
 
-/// Writes a temporary file and renames it, so that no process reads a partial file.
+/// Writes a file for this user alone.
 fn write(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    if let Some(folder) = file.parent() {
-        std::fs::create_dir_all(folder)?;
-    }
-    let temporary = file.with_extension(format!("{}.part", std::process::id()));
-    std::fs::write(&temporary, bytes)?;
-    std::fs::rename(&temporary, file)
+    encke_files::create_private_folder(encke_files::folder(file))?;
+    let written = AtomicFile::create_private(file)?;
+    (&mut written.file()).write_all(bytes)?;
+    written.keep()
 }
 
 fn encode(built: &CompiledProgram, key: u64) -> Vec<u8> {
@@ -160,6 +164,32 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_program_that_others_can_write_is_rebuilt() {
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("cache");
+        let cache = Cache::at(&folder);
+        let get = |cubin: &[u8]| cache.get("x", &["key"], || made(cubin)).unwrap().cubin;
+        let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o777;
+        assert_eq!(get(b"first"), b"first");
+        assert_eq!(mode(&folder), 0o700);
+        let file = folder.read_dir().unwrap().next().unwrap().unwrap().path();
+        assert_eq!(mode(&file), 0o600);
+        std::fs::set_permissions(&file, PermissionsExt::from_mode(0o666)).unwrap();
+        assert_eq!(get(b"second"), b"second");
+        assert_eq!(mode(&file), 0o600);
+        // A link is replaced, not followed.
+        let other = root.path().join("other");
+        std::fs::write(&other, "mine").unwrap();
+        std::fs::remove_file(&file).unwrap();
+        symlink(&other, &file).unwrap();
+        assert_eq!(get(b"third"), b"third");
+        assert_eq!(std::fs::read(&other).unwrap(), b"mine");
+        assert!(!file.is_symlink());
     }
 
     #[test]

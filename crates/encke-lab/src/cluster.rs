@@ -77,6 +77,7 @@ pub fn run<C>(
         if !by_watchdog.swap(true, Ordering::SeqCst) {
             note(&format!("{name}: rank {rank} of {ranks}: {error}"));
         }
+        encke_files::remove_temporaries();
         std::thread::sleep(GRACE);
         encke_mpi::exit_at_once(2);
     };

@@ -1,5 +1,4 @@
-//! Output files that appear complete or not at all: a temporary file in the same folder, renamed at
-//! the end.
+//! Output files, which appear complete or not at all ([`AtomicFile`]), and tensors in them.
 //!
 //! The decision here: the temporary file is created before any work is done, so that an hour of
 //! computation does not end in "permission denied".
@@ -11,16 +10,16 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use encke::{DType, Tensor};
+use encke_files::{AtomicFile, folder};
 use encke_ring::out_of_core::TensorFile;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Serialize;
-use tempfile::NamedTempFile;
 
 /// A file being written. Dropped before [`OutputFile::keep`], it leaves nothing behind.
 #[derive(Debug)]
 pub struct OutputFile {
-    temporary: NamedTempFile,
+    written: AtomicFile,
     path: PathBuf,
 }
 
@@ -28,33 +27,37 @@ impl OutputFile {
     /// Creates the temporary file; refused if the file could not be renamed to `path`, or if `path`
     /// is one of `others`, each with a description for the error.
     pub fn create(path: &Path, others: &[(&str, &Path)]) -> Result<OutputFile> {
-        let shown = path.display();
-        if let Ok(there) = fs::metadata(path) {
-            // Renaming over a device or a folder would destroy it, or fail at the end.
-            if !there.is_file() {
-                bail!("cannot write {shown}: it exists and is not a regular file");
-            }
-        }
         for (what, other) in others {
             if same_file(path, other)? {
-                bail!("{shown} is also {what}; choose another name for the output");
+                bail!(
+                    "{} is also {what}; choose another name for the output",
+                    path.display()
+                );
             }
         }
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".encke-").suffix(".tmp");
-        #[cfg(unix)]
-        {
-            // The mode of any new file under the user's umask; temporary files default to 0600.
-            use std::os::unix::fs::PermissionsExt;
-            builder.permissions(fs::Permissions::from_mode(0o666));
-        }
-        let temporary = builder
-            .tempfile_in(folder(path))
-            .with_context(|| format!("cannot write {shown}"))?;
-        Ok(OutputFile {
-            temporary,
-            path: path.to_path_buf(),
-        })
+        OutputFile::new(path, AtomicFile::create(path))
+    }
+
+    /// Creates a file that only this user can read and write, in a folder that is created if
+    /// necessary.
+    pub fn create_private(path: &Path) -> Result<OutputFile> {
+        let created = encke_files::create_private_folder(folder(path));
+        OutputFile::new(
+            path,
+            created.and_then(|()| AtomicFile::create_private(path)),
+        )
+    }
+
+    /// The file that another process of this job has prepared at `temporary`.
+    pub fn join(path: &Path, temporary: &Path) -> Result<OutputFile> {
+        OutputFile::new(path, AtomicFile::join(temporary, path))
+            .context("all processes must see the same output folder")
+    }
+
+    fn new(path: &Path, written: std::io::Result<AtomicFile>) -> Result<OutputFile> {
+        let path = path.to_path_buf();
+        let written = written.with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(OutputFile { written, path })
     }
 
     /// Creates the temporary file if there is a path.
@@ -81,7 +84,7 @@ impl OutputFile {
         &mut self,
         contents: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,
     ) -> Result<()> {
-        let mut file = BufWriter::with_capacity(1 << 20, self.temporary.as_file_mut());
+        let mut file = BufWriter::with_capacity(1 << 20, self.written.file());
         contents(&mut file)
             .and_then(|()| file.flush())
             .with_context(|| format!("cannot write {}", self.path.display()))
@@ -89,24 +92,15 @@ impl OutputFile {
 
     /// An unnamed temporary file in the same folder; it is deleted when it is closed.
     pub fn scratch_file(&self) -> Result<fs::File> {
-        let file = tempfile::tempfile_in(folder(&self.path));
+        let file = tempfile::tempfile_in(self.written.folder());
         file.with_context(|| format!("cannot write beside {}", self.path.display()))
     }
 
     /// Renames the file to its path, where it replaces an existing file.
     pub fn keep(self) -> Result<()> {
-        let OutputFile { temporary, path } = self;
-        let kept = temporary.persist(&path).map_err(|error| error.error);
-        kept.with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(())
-    }
-}
-
-/// The folder a file is in.
-fn folder(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if parent != Path::new("") => parent,
-        _ => Path::new("."),
+        let OutputFile { written, path } = self;
+        let kept = written.keep();
+        kept.with_context(|| format!("cannot write {}", path.display()))
     }
 }
 
@@ -174,7 +168,7 @@ impl OutputFile {
     /// Writes the header and sets the full length; returns each tensor as a range of the file.
     pub fn prepare(&self, entries: &[TensorEntry]) -> Result<Vec<TensorFile>> {
         let shown = || format!("cannot write {}", self.path.display());
-        let file = self.temporary.as_file().try_clone().with_context(shown)?;
+        let file = self.written.file().try_clone().with_context(shown)?;
         let (header, starts) = layout(entries).with_context(shown)?;
         (&file).write_all(&header).with_context(shown)?;
         let length = starts.last().copied().unwrap_or_default();
@@ -182,29 +176,26 @@ impl OutputFile {
         Ok(tensor_files(file, entries, starts))
     }
 
+    /// The tensors of the file after another process has prepared it.
+    pub fn prepared(&self, entries: &[TensorEntry]) -> Result<Vec<TensorFile>> {
+        let shown = || format!("cannot write {}", self.path.display());
+        let file = self.written.file().try_clone().with_context(shown)?;
+        let (_, starts) = layout(entries).with_context(shown)?;
+        let length = starts.last().copied().unwrap_or_default();
+        let found = file.metadata().with_context(shown)?.len();
+        if found != length {
+            bail!(
+                "{} has {found} bytes instead of {length}; use one file system",
+                self.written.temporary().display()
+            );
+        }
+        Ok(tensor_files(file, entries, starts))
+    }
+
     /// The path of the temporary file, for other processes that write to it.
     pub fn temporary(&self) -> &Path {
-        self.temporary.path()
+        self.written.temporary()
     }
-}
-
-/// The tensors of a file that another process has prepared.
-pub fn prepared(path: &Path, entries: &[TensorEntry]) -> Result<Vec<TensorFile>> {
-    let shown = || format!("cannot write {}", path.display());
-    let mut open = fs::OpenOptions::new();
-    let file = open.read(true).write(true).open(path);
-    let file = file
-        .with_context(|| format!("{}; all processes must see the same output folder", shown()))?;
-    let (_, starts) = layout(entries).with_context(shown)?;
-    let length = starts.last().copied().unwrap_or_default();
-    let found = file.metadata().with_context(shown)?.len();
-    if found != length {
-        bail!(
-            "{} has {found} bytes instead of {length}; use one file system",
-            path.display()
-        );
-    }
-    Ok(tensor_files(file, entries, starts))
 }
 
 fn tensor_files(file: fs::File, entries: &[TensorEntry], starts: Vec<u64>) -> Vec<TensorFile> {

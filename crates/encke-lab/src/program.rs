@@ -7,7 +7,6 @@
 
 use std::ffi::OsString;
 use std::fmt;
-use std::io;
 use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
@@ -63,6 +62,7 @@ pub fn program<C: Parser>(
     run_as_rank: fn(Result<C>, &LaunchedProcess) -> Result<Verdict>,
 ) -> u8 {
     report_panics(name);
+    encke_files::remove_temporaries_on_signals();
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     arguments::store(&arguments);
     let job = launcher::launched_process().filter(|place| place.ranks > 1 || cfg!(feature = "mpi"));
@@ -80,7 +80,6 @@ pub fn program<C: Parser>(
     match ended {
         Ok(Ok(Verdict::Fine)) => 0,
         Ok(Ok(Verdict::CheckFailed)) => 1,
-        Ok(Err(error)) if is_broken_pipe(&error) => 0,
         Ok(Err(error)) if error.is::<AlreadyReported>() => 2,
         Ok(Err(error)) => {
             note(&format!("{name}: {}", one_line(&error)));
@@ -178,10 +177,4 @@ fn report_panics(name: &'static str) {
             "{name}: this is a bug in {name}, please report it: {message}"
         ));
     }));
-}
-
-/// Whether the reader of standard output closed it early, as `head` does.
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let cause = error.downcast_ref::<io::Error>();
-    cause.is_some_and(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
 }

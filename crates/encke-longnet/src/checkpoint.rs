@@ -7,6 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
+use encke_files::json;
 use encke_lab::output::OutputFile;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -18,6 +19,8 @@ use crate::settings::TrainingConfig;
 
 /// The key of the header in the file's metadata.
 const KEY: &str = "longnet";
+/// The most bytes of a checkpoint: three f32 for each of a billion weights, and more.
+const LIMIT: u64 = 16 << 30;
 
 /// The metadata of a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -65,13 +68,15 @@ impl CheckpointFile {
     /// Reads a file.
     pub fn open(path: &Path) -> Result<CheckpointFile> {
         let shown = path.display().to_string();
-        let bytes = std::fs::read(path).with_context(|| format!("cannot read {shown}"))?;
+        let bytes = encke_files::read(path, LIMIT);
+        let bytes = bytes.with_context(|| format!("cannot read {shown}"))?;
         let what = || format!("{shown} is not a checkpoint of longnet");
-        let (_, header) = SafeTensors::read_metadata(&bytes).with_context(what)?;
+        let (length, header) = SafeTensors::read_metadata(&bytes).with_context(what)?;
+        json::check_keys(&bytes[8..8 + length]).with_context(what)?;
         let about = header.metadata().as_ref().and_then(|about| about.get(KEY));
         let Some(about) = about else { bail!(what()) };
         Ok(CheckpointFile {
-            header: serde_json::from_str(about).with_context(what)?,
+            header: json::from_slice(about.as_bytes()).with_context(what)?,
             bytes,
             path: shown,
         })

@@ -3,11 +3,15 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use encke_files::json;
 use encke_lab::output::OutputFile;
 use serde::{Deserialize, Serialize};
 
 use crate::retrieval::RetrievalResult;
 use crate::settings::TrainingConfig;
+
+/// The most bytes of a record: 40 for each of a million steps, and more.
+const LIMIT: u64 = 64 << 20;
 
 /// A recorded run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -63,9 +67,9 @@ impl RunRecord {
 
     /// Reads a record.
     pub fn read(path: &Path) -> Result<RunRecord> {
-        let text = std::fs::read_to_string(path);
+        let text = encke_files::read(path, LIMIT);
         let text = text.with_context(|| format!("cannot read {}", path.display()))?;
-        let record = serde_json::from_str(&text);
+        let record = json::from_slice(&text);
         record.with_context(|| format!("{} is not a record of longnet", path.display()))
     }
 }

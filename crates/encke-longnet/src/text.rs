@@ -65,6 +65,9 @@ pub fn chronicle(bytes: usize, seed: u64) -> String {
     text
 }
 
+/// The most bytes of a text, which is held in memory.
+const LIMIT: u64 = 4 << 30;
+
 /// The bytes of a text file, as tokens.
 pub struct Text {
     bytes: Vec<u8>,
@@ -73,8 +76,8 @@ pub struct Text {
 impl Text {
     /// Reads a file; it must be longer than one sequence.
     pub fn read(path: &Path, tokens: usize) -> Result<Text> {
-        let bytes =
-            std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let bytes = encke_files::read(path, LIMIT);
+        let bytes = bytes.with_context(|| format!("cannot read {}", path.display()))?;
         if bytes.len() <= tokens {
             bail!(
                 "{} has {} bytes, and a sequence of {tokens} needs {}; use a longer text or a \

@@ -126,7 +126,7 @@ impl TrainingRun<'_> {
         Ok(seconds)
     }
 
-    /// Prints the summary and writes the record.
+    /// Writes the record and prints the summary.
     pub fn finish(
         &self,
         trainer: &Trainer,
@@ -134,20 +134,19 @@ impl TrainingRun<'_> {
         ring: &TrainingRing,
         record: Option<OutputFile>,
     ) -> Result<()> {
-        summarise(trainer, &seconds, ring)?;
-        let Some(output) = record else {
-            return Ok(());
-        };
-        let record = RunRecord::Training(TrainingRecord {
-            settings: trainer.settings().clone(),
-            ranks: ring.ranks,
-            processes: ring.processes,
-            weights: trainer.weights(),
-            losses: trainer.losses().to_vec(),
-            rank_bytes: ring.rank_bytes,
-            seconds,
-        });
-        record.write(output)
+        if let Some(output) = record {
+            let record = RunRecord::Training(TrainingRecord {
+                settings: trainer.settings().clone(),
+                ranks: ring.ranks,
+                processes: ring.processes,
+                weights: trainer.weights(),
+                losses: trainer.losses().to_vec(),
+                rank_bytes: ring.rank_bytes,
+                seconds: seconds.clone(),
+            });
+            record.write(output)?;
+        }
+        summarise(trainer, &seconds, ring)
     }
 }
 

@@ -51,7 +51,7 @@ impl Auto {
     }
 
     /// The same on a described machine: rings of up to one node, of at least 8 ranks; on threads,
-    /// of as many ranks as there are cores.
+    /// of as many ranks as there are cores, up to [`MOST_RANKS`].
     pub fn on(machine: Machine, source: MachineSource) -> Auto {
         let most_ranks = match machine.device.shared_cores {
             Some(cores) => cores.clamp(8, MOST_RANKS),

@@ -5,7 +5,7 @@
 //! it, and the root renames it when all have written. The backward pass reads out and lse from that
 //! file.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -14,7 +14,7 @@ use encke::{Attention, DType, Plan, Request, Trace};
 use encke_lab::Verdict;
 use encke_lab::chrome_trace::ChromeTrace;
 use encke_lab::cluster::Cluster;
-use encke_lab::output::{OutputFile, prepared};
+use encke_lab::output::OutputFile;
 use encke_lab::process::{peak_resident_bytes, resident_bytes};
 use encke_lab::terminal::spinner;
 use encke_ring::ShardCall;
@@ -39,9 +39,6 @@ struct PreparedCall {
     requests: Vec<Request>,
 }
 
-/// The output and the trace, if one is written, on the rank that has created them.
-type CreatedFiles = Option<(OutputFile, Option<OutputFile>)>;
-
 /// Runs the command.
 pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
     let call = prepare(cluster.ranks(), options);
@@ -55,25 +52,11 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         true => super::outputs(options).map(Some),
         false => Ok(None),
     };
-    let created = cluster.agree(created)?;
-    let (temporary, opened) = open(cluster, created.as_ref().map(|(output, _)| output), &call)?;
-    let done = compute(cluster, options, &call, (&temporary, created, opened));
-    // The rank that created the file may be dead. Where deaths are survived, another rank may
-    // continue although this one failed.
-    if done.is_err() && (cluster.is_root() || call.requests[0].redundancy == 0) {
-        let _ = std::fs::remove_file(&temporary);
-    }
-    done
-}
-
-/// Runs all passes into the output file, and finishes it.
-fn compute(
-    cluster: &mut Cluster,
-    options: &Options,
-    call: &PreparedCall,
-    (temporary, mut created, opened): (&Path, CreatedFiles, Result<Files>),
-) -> Result<Verdict> {
-    let mut sink = cluster.agree(opened)?;
+    let (created, trace_file) = cluster.agree(created)?.unzip();
+    let mut trace_file = trace_file.flatten();
+    let opened = open(cluster, options, created, &call)?;
+    let (output, mut sink) = cluster.agree(opened)?;
+    let mut output = Some(output);
     let before = resident_bytes();
     let progress = cluster.is_root().then(|| spinner("forward"));
     let mut passes = Vec::new();
@@ -92,26 +75,18 @@ fn compute(
     let mut all = cluster.gather(&done)?;
     loop {
         let root = cluster.root();
-        let finished = match (all.take(), cluster.is_root()) {
-            (Some(all), true) => finish(cluster, options, call, &all, (temporary, created.take())),
+        let finished = match (all.take(), output.take_if(|_| cluster.is_root())) {
+            (Some(all), Some(output)) => {
+                finish(cluster, options, &call, &all, (output, trace_file.take()))
+            }
             // The former root has died: it may have renamed the file, or not yet.
-            (None, true) => rename(options, temporary, None),
+            (None, Some(output)) => output.keep(),
             _ => Ok(()),
         };
         cluster.agree(finished)?;
         if cluster.root() == root {
             return Ok(Verdict::Fine);
         }
-    }
-}
-
-/// Renames the output to its path: by the rank that created it, or by the root after its death.
-fn rename(options: &Options, temporary: &Path, created: Option<OutputFile>) -> Result<()> {
-    match created {
-        Some(output) => output.keep(),
-        None if temporary.exists() => std::fs::rename(temporary, &options.output)
-            .with_context(|| format!("cannot write {}", options.output.display())),
-        None => Ok(()),
     }
 }
 
@@ -144,18 +119,30 @@ fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
     })
 }
 
-/// Opens the output file that the root has created, and returns its path.
+/// Opens the output file that the root has created. Every process holds it, so that any of them
+/// can rename it, and removes it if it is killed.
 fn open(
     cluster: &mut Cluster,
-    created: Option<&OutputFile>,
+    options: &Options,
+    created: Option<OutputFile>,
     call: &PreparedCall,
-) -> Result<(PathBuf, Result<Files>)> {
+) -> Result<Result<(OutputFile, Files)>> {
     let entries = output_entries(&call.inputs, call.compute);
-    let tensors = created.map(|output| output.prepare(&entries_alone(&entries)));
-    let path = created.map(|output| output.temporary().to_path_buf());
+    let alone = entries_alone(&entries);
+    let tensors = created.as_ref().map(|output| output.prepare(&alone));
+    let path = created
+        .as_ref()
+        .map(|output| output.temporary().to_path_buf());
     let path: PathBuf = cluster.broadcast(path)?;
-    let tensors = tensors.unwrap_or_else(|| prepared(&path, &entries_alone(&entries)));
-    Ok((path, tensors.map(|tensors| output_files(&entries, tensors))))
+    let open = || {
+        let output = match created {
+            Some(output) => output,
+            None => OutputFile::join(&options.output, &path)?,
+        };
+        let tensors = tensors.unwrap_or_else(|| output.prepared(&alone))?;
+        Ok((output, output_files(&entries, tensors)))
+    };
+    Ok(open())
 }
 
 /// One pass of this process's rank.
@@ -222,12 +209,8 @@ fn finish(
     options: &Options,
     call: &PreparedCall,
     all: &[AttendProcess],
-    (temporary, created): (&Path, CreatedFiles),
+    (output, trace_file): (OutputFile, Option<OutputFile>),
 ) -> Result<()> {
-    let (output, trace_file) = match created {
-        Some((output, trace)) => (Some(output), trace),
-        None => (None, None),
-    };
     let traces: Vec<Trace> = (0..call.requests.len())
         .map(|pass| {
             let events = all.iter().flat_map(|done| done.passes[pass].events.clone());
@@ -253,7 +236,7 @@ fn finish(
         })?;
         file.keep()?;
     }
-    rename(options, temporary, output)?;
+    output.keep()?;
     summary::print_processes(
         options,
         (&call.attention, &call.inputs),

@@ -4,7 +4,6 @@
 //! are read with `pread`. The output file has its full length from the start, rows are written at
 //! their offsets, and with `--grad` the backward pass reads out and lse back from it.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -157,7 +156,8 @@ pub(super) fn requests<K: Kernel>(
 
 /// The inputs as ranges of the file.
 fn input_files(path: &Path, inputs: &AttendInputs) -> Result<Files> {
-    let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let file =
+        encke_files::open(path).with_context(|| format!("cannot read {}", path.display()))?;
     let file = Arc::new(file);
     let mut files = Files::new();
     let mut add = |role: Role, header: &TensorHeader, dims: [usize; 4]| {

@@ -145,6 +145,6 @@ pub fn run_as_rank(
 
 /// Prints and writes the record.
 fn show(record: &BenchRecord, json: Option<OutputFile>) -> Result<()> {
-    say(&text::record(record))?;
-    OutputFile::write_json(json, record)
+    OutputFile::write_json(json, record)?;
+    Ok(say(&text::record(record))?)
 }

@@ -139,9 +139,9 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let state = ("the state", options.state.as_path());
     let file = OutputFile::create_optional(options.record.as_deref(), &[state])?;
     let record = billion::run(&run)?;
-    say(&text::record(&record))?;
     OutputFile::write_json(file, &record)?;
-    std::fs::remove_file(&options.state)?;
+    billion::remove_state(&options.state)?;
+    say(&text::record(&record))?;
     Ok(Verdict::of(record.is_right()))
 }
 
@@ -161,9 +161,9 @@ pub fn run_as_rank(
     let (file, mut share) = cluster.agree(ready)?;
     let job = share.run(cluster)?;
     let shown = job.map_or(Ok(true), |job| {
+        OutputFile::write_json(file, &job.record)?;
         say(&text::record(&job.record))?;
         say(&text::processes(&job.resident_bytes))?;
-        OutputFile::write_json(file, &job.record)?;
         Ok(job.record.is_right())
     });
     let right = cluster.agree(shown)?;

@@ -25,8 +25,16 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let json = OutputFile::create_optional(options.json.as_deref(), &others)?;
     let passes = measure(&settings)?;
 
-    let paint = Paint::stdout();
     let first = settings.run.first().or(settings.planned.first());
+    if let Some(mut csv) = csv {
+        csv.write(|to| write_csv(to, &passes))?;
+        csv.keep()?;
+    }
+    if let (Some(mut json), Some(request)) = (json, first) {
+        json.write(|to| write_json(to, request, &passes))?;
+        json.keep()?;
+    }
+    let paint = Paint::stdout();
     if let Some(request) = first {
         say(&format::request(request))?;
     }
@@ -45,14 +53,6 @@ pub fn run(options: &Options) -> Result<Verdict> {
                 &measure_caches(request, settings.device)?,
             ))?;
         }
-    }
-    if let Some(mut csv) = csv {
-        csv.write(|to| write_csv(to, &passes))?;
-        csv.keep()?;
-    }
-    if let (Some(mut json), Some(request)) = (json, first) {
-        json.write(|to| write_json(to, request, &passes))?;
-        json.keep()?;
     }
     Ok(Verdict::of(passes.iter().all(PassProfile::is_within_plan)))
 }
@@ -76,8 +76,8 @@ pub fn run_as_rank(
     let (grad, seed) = (options.grad, options.seed);
     let profile = encke_lab::profile::processes::measure(cluster, &request, grad, seed)?;
     let shown = profile.map_or(Ok(true), |profile| {
-        say(&text::job(Paint::stdout(), &profile))?;
         OutputFile::write_json(json, &profile)?;
+        say(&text::job(Paint::stdout(), &profile))?;
         Ok(profile.is_within_plan())
     });
     let within_plan = cluster.agree(shown)?;

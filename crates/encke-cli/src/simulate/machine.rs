@@ -21,6 +21,9 @@ const ROWS: usize = 2048;
 /// How often it is measured; medians are taken.
 const READINGS: usize = 3;
 
+/// The most bytes of a machine file.
+const LIMIT: u64 = 1 << 20;
+
 /// The machine of a prediction.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Machine")]
@@ -67,10 +70,12 @@ impl MachineOptions {
         let mut machine = match &self.file {
             Some(path) => {
                 let shown = path.display();
-                let text = std::fs::read_to_string(path);
+                let text = encke_files::read(path, LIMIT);
                 let text = text.with_context(|| format!("cannot read {shown}"))?;
-                serde_json::from_str(&text)
-                    .with_context(|| format!("{shown} is not a description of a machine"))?
+                let machine: Machine = encke_files::json::from_slice(&text)
+                    .with_context(|| format!("{shown} is not a description of a machine"))?;
+                machine.check_values().with_context(|| shown.to_string())?;
+                machine
             }
             None => named(self, sizes, dtype)?,
         };

@@ -8,7 +8,7 @@ mod check;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 use encke::cost::Machine;
 use encke::tune::{DEFAULT_LIMIT, MachineId, MachineProfile, builtin_machine, measure};
@@ -87,11 +87,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
         },
     };
     let path = MachineProfile::path(&here)?;
-    if let Some(folder) = path.parent() {
-        let made = std::fs::create_dir_all(folder);
-        made.with_context(|| format!("cannot create {}", folder.display()))?;
-    }
-    let mut file = OutputFile::create(&path, &[])?;
+    let mut file = OutputFile::create_private(&path)?;
     let progress = bar(100);
     let profile = measure(here, limit, &mut |what, part| {
         progress.set_position((100.0 * part) as u64);

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use assert_cmd::Command;
 use tempfile::TempDir;
 
 /// A folder in which the command runs; deleted after the test.
@@ -31,14 +30,19 @@ impl CommandFolder {
         names
     }
 
-    /// Runs `encke` in the folder with arguments that are separated by spaces.
-    pub fn encke(&self, arguments: &str) -> Output {
-        let mut command = Command::cargo_bin("encke").unwrap();
+    /// `encke` in the folder with arguments that are separated by spaces.
+    pub fn command(&self, arguments: &str) -> std::process::Command {
+        let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin("encke"));
         command.current_dir(self.path());
         // Tests must not depend on a GPU: this driver does not exist.
         command.env("ENCKE_LIBCUDA", "no-driver-for-tests.so");
         command.args(arguments.split_whitespace());
-        command.output().unwrap()
+        command
+    }
+
+    /// Runs `encke` in the folder with arguments that are separated by spaces.
+    pub fn encke(&self, arguments: &str) -> Output {
+        self.command(arguments).output().unwrap()
     }
 
     /// Runs `encke` and expects success; returns standard output.

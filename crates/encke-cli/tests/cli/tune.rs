@@ -37,6 +37,11 @@ fn a_profile_is_measured_stored_shown_and_used() {
         .collect();
     assert_eq!(kept.len(), 1, "one profile, and no other file");
     let path = kept.into_iter().next().unwrap().unwrap().path();
+    #[cfg(unix)]
+    for (path, expected) in [(path.as_path(), 0o600), (path.parent().unwrap(), 0o700)] {
+        use std::os::unix::fs::MetadataExt;
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, expected);
+    }
     let profile: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
     assert_eq!(profile["format"], 1);

@@ -33,6 +33,7 @@ use rank_runner::{RankOutput, RankRunner};
 pub use record::BillionRecord;
 pub use settings::BillionSettings;
 use state::RunState;
+pub use state::remove_state;
 
 /// A run, and the file that keeps its state.
 #[derive(Debug, Clone)]
@@ -77,7 +78,8 @@ fn run_on<K: Kernel>(
     mut runner: impl RankRunner<K>,
 ) -> Result<BillionRecord> {
     let plan = Plan::new(settings.request()?)?;
-    let mut state = RunState::open(&run.state, &settings, run.fresh)?;
+    let ranks = || (0..settings.ranks).step_by(1);
+    let mut state = RunState::open(&run.state, &settings, (&plan, ranks()), run.fresh)?;
     if state.interruptions > 0 {
         note(&format!(
             "continuing after rank {} of {}, from {}",
@@ -86,13 +88,13 @@ fn run_on<K: Kernel>(
             run.state.display()
         ));
     }
-    let ranks = state.finished..settings.ranks;
+    let left = ranks().skip(state.finished);
     let progress = ProgressLog::new(settings.ranks, state.finished, settings.tokens);
     let largest = attend(
         (kernel, &mut runner),
         &plan,
         (&mut state, &run.state),
-        ranks,
+        left,
         Some(progress),
     )?;
     let device = runner.memory(largest.as_ref())?;

@@ -11,7 +11,8 @@ use encke::{CpuKernel, RankMemory};
 use serde::{Deserialize, Serialize};
 
 use super::host::HostRunner;
-use super::state::RunState;
+use super::settings::BillionSettings;
+use super::state::{OwnRanks, RunState, remove_state};
 use super::{BillionRecord, BillionRun, ProgressLog, attend};
 use crate::cluster::Cluster;
 use crate::process::peak_resident_bytes;
@@ -50,12 +51,19 @@ pub fn prepare(cluster: &Cluster, run: &BillionRun) -> Result<BillionShare> {
     let mut path = run.state.clone().into_os_string();
     path.push(format!(".{}-of-{}", cluster.rank(), cluster.ranks()));
     let path = PathBuf::from(path);
+    let plan = Plan::new(settings.request()?)?;
+    let ranks = own_ranks(cluster, &settings);
     Ok(BillionShare {
-        plan: Plan::new(settings.request()?)?,
-        state: RunState::open(&path, &settings, run.fresh)?,
+        state: RunState::open(&path, &settings, (&plan, ranks), run.fresh)?,
+        plan,
         path,
         kernel: CpuKernel::new()?,
     })
+}
+
+/// The ranks of this process.
+fn own_ranks(cluster: &Cluster, settings: &BillionSettings) -> OwnRanks {
+    (cluster.rank()..settings.ranks).step_by(cluster.ranks())
 }
 
 impl BillionShare {
@@ -67,13 +75,12 @@ impl BillionShare {
             kernel,
             plan,
         } = self;
-        let (own, processes) = (cluster.rank(), cluster.ranks());
         let (ranks, tokens) = (state.settings.ranks, state.settings.tokens);
-        let share = ranks.div_ceil(processes);
+        let share = ranks.div_ceil(cluster.ranks());
         let progress = cluster
             .is_root()
             .then(|| ProgressLog::new(share, state.finished, tokens));
-        let ranks = (own + state.finished * processes..ranks).step_by(processes);
+        let ranks = own_ranks(cluster, &state.settings).skip(state.finished);
         let mut runner = HostRunner::new(kernel);
         let largest = attend((kernel, &mut runner), plan, (state, path), ranks, progress)?;
         let result = ProcessResult {
@@ -87,7 +94,7 @@ impl BillionShare {
 
     /// Removes the state file of this process.
     pub fn remove_state(&self) -> Result<()> {
-        Ok(std::fs::remove_file(&self.path)?)
+        remove_state(&self.path)
     }
 
     fn sum(&self, all: Vec<ProcessResult>) -> JobRecord {

@@ -174,13 +174,6 @@ pub fn run(options: &Options) -> Result<Verdict> {
         models.push(result);
     }
     let chance = 1.0 / VALUES as f64;
-    say(&format!(
-        "{} tokens, local segments of {}, dilation {}; by guessing: {:.1} %\n{table}",
-        options.tokens,
-        options.local,
-        options.dilation,
-        100.0 * chance
-    ))?;
     let shown = models.iter().all(|result| match result.reach {
         RetrievalPattern::Dilated => result.share() > 0.95,
         RetrievalPattern::Local => result.share() < 2.0 * chance,
@@ -195,6 +188,13 @@ pub fn run(options: &Options) -> Result<Verdict> {
         };
         RunRecord::Retrieval(retrieval).write(output)?;
     }
+    say(&format!(
+        "{} tokens, local segments of {}, dilation {}; by guessing: {:.1} %\n{table}",
+        options.tokens,
+        options.local,
+        options.dilation,
+        100.0 * chance
+    ))?;
     match shown {
         true => Ok(Verdict::Fine),
         false => {

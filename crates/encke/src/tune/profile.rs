@@ -1,15 +1,18 @@
 //! The profile file of a machine: its contents, its path, and why it cannot be read.
 
-use std::fs;
 use std::io;
 use std::path::PathBuf;
 
 use encke_core::host::checksum;
 use encke_core::kernel::KernelError;
 use encke_cost::{CostError, Machine};
+use encke_files::json;
 use serde::{Deserialize, Serialize};
 
 use super::machine_id::MachineId;
+
+/// The most bytes of a profile.
+const LIMIT: u64 = 1 << 20;
 
 /// Version of the file format.
 pub const FORMAT: u32 = 1;
@@ -70,7 +73,7 @@ pub enum TuneError {
     #[error("there is no directory for a profile: set XDG_CONFIG_HOME or HOME")]
     NoConfigDir,
     /// The file cannot be read.
-    #[error("cannot read {}: {error}", path.display())]
+    #[error("cannot read {}: {error}; remove it, and run encke tune again", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -106,30 +109,120 @@ impl MachineProfile {
             .join(format!("machine-{key:016x}.json")))
     }
 
-    /// Reads the profile of a machine; `None` if it was not measured with this version.
+    /// Reads the profile of a machine; `None` if it was not measured with this version. It must
+    /// belong to this user or root: it decides what is run.
     pub fn load(here: &MachineId) -> Result<Option<MachineProfile>, TuneError> {
         let path = MachineProfile::path(here)?;
-        let text = match fs::read_to_string(&path) {
+        let text = match encke_files::read_own(&path, LIMIT) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(TuneError::Unreadable { path, error }),
         };
-        let malformed = |reason: String| TuneError::Malformed {
-            path: path.clone(),
-            reason,
-        };
-        let profile: MachineProfile =
-            serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
+        MachineProfile::parse(&text, here)
+            .map(Some)
+            .map_err(|reason| TuneError::Malformed { path, reason })
+    }
+
+    /// The profile of a machine in a file's text, or what is wrong with it.
+    fn parse(text: &[u8], here: &MachineId) -> Result<MachineProfile, String> {
+        let profile: MachineProfile = json::from_slice(text).map_err(|error| error.to_string())?;
         if profile.format != FORMAT {
-            return Err(malformed(format!(
-                "format {}, expected {FORMAT}",
-                profile.format
-            )));
+            return Err(format!("format {}, expected {FORMAT}", profile.format));
         }
         if profile.here != *here {
-            return Err(malformed("it belongs to another machine".to_string()));
+            return Err("it belongs to another machine".to_string());
         }
-        profile.machine.check(1)?;
-        Ok(Some(profile))
+        for machine in [Some(&profile.machine), profile.gpu.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            machine.check(1).map_err(|error| error.to_string())?;
+        }
+        let times = [
+            profile.measured_s,
+            profile.misfit,
+            profile.yardstick_s.unwrap_or(1.0),
+        ];
+        match times.iter().all(|time| (0.0..=1e9).contains(time)) {
+            true => Ok(profile),
+            false => Err(format!("its times are {times:?}, not 0 to 1e9")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tune::builtin_machine;
+    use encke_core::conformance::{Random, mutate};
+    use encke_core::plan::{Plan, Request};
+    use encke_core::sharding::Sharding;
+    use encke_core::{DType, Pattern, Shape};
+
+    fn profile() -> MachineProfile {
+        let here = MachineId::current();
+        let machine = builtin_machine(&here);
+        MachineProfile {
+            format: FORMAT,
+            measured_s: 2.0,
+            misfit: 0.1,
+            yardstick_s: Some(0.5),
+            gpu: Some(machine.clone()),
+            machine,
+            here,
+        }
+    }
+
+    #[test]
+    fn a_damaged_profile_is_refused_or_predicts_a_time() {
+        let right = profile();
+        let text = serde_json::to_vec(&right).unwrap();
+        assert_eq!(MachineProfile::parse(&text, &right.here).unwrap(), right);
+        let shape = Shape::new(1, 64, 2, 2, 16).unwrap();
+        let sharding = Sharding::contiguous(4).unwrap();
+        let request = Request::new(shape, Pattern::dense(), sharding, DType::F32);
+        let plan = Plan::new(request).unwrap();
+        // The number of damages; hours of them by ENCKE_MUTATIONS.
+        let count = std::env::var("ENCKE_MUTATIONS").ok();
+        let count = count.map_or(3000, |count| count.parse().unwrap());
+        let mut accepted = 0;
+        for seed in 0..count {
+            let damaged = mutate(&mut Random::new(seed), &text);
+            let Ok(profile) = MachineProfile::parse(&damaged, &right.here) else {
+                continue;
+            };
+            accepted += 1;
+            for machine in [Some(profile.machine), profile.gpu].into_iter().flatten() {
+                // A profile may lack a type.
+                if let Ok(run) = encke_cost::simulate(&plan, &machine, 0..0) {
+                    assert!(run.seconds.is_finite() && run.seconds >= 0.0, "seed {seed}");
+                }
+            }
+        }
+        assert!(accepted < count, "{accepted} of {count}");
+    }
+
+    #[test]
+    fn sizes_that_no_machine_has_are_refused() {
+        let refused = |change: fn(&mut MachineProfile), words: &str| {
+            let mut wrong = profile();
+            change(&mut wrong);
+            let text = serde_json::to_vec(&wrong).unwrap();
+            let error = MachineProfile::parse(&text, &wrong.here).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        };
+        refused(
+            |wrong| wrong.machine.device.shared_cores = Some(usize::MAX),
+            "shared_cores is 18446744073709552000",
+        );
+        refused(
+            |wrong| wrong.machine.device.rates[0].forward.tile = [usize::MAX, 1],
+            "tile is",
+        );
+        refused(
+            |wrong| wrong.gpu.as_mut().unwrap().nics = 0,
+            "nics is 0 in the description",
+        );
+        refused(|wrong| wrong.measured_s = -1.0, "its times are");
     }
 }

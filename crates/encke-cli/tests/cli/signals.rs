@@ -1,0 +1,140 @@
+//! A command that is killed while it writes leaves nothing behind.
+#![cfg(target_os = "linux")]
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::command::CommandFolder;
+
+/// Commands that write, all of which take longer than a second.
+const COMMANDS: [&str; 8] = [
+    "generate out --tokens 4M --heads 1 --dim 16",
+    "attend in -o out --trace t.json --causal",
+    "attend in -o out --memory-limit 200MiB --causal --grad",
+    "simulate --tokens 1M --heads 8 --dim 64 --ranks 512 --grad --json out --trace t.json",
+    "profile --tokens 16k --heads 4 --dim 64 --ranks 8 --grad --csv out --json t.json",
+    "report out --tokens 32k --heads 4 --dim 64 --trace t.json",
+    "bench --tokens 32k --heads 4 --dim 64 --json out",
+    "tune --seconds 5",
+];
+
+const SIGNALS: [(&str, i32); 5] = [
+    ("INT", 2),
+    ("TERM", 15),
+    ("HUP", 1),
+    ("QUIT", 3),
+    ("USR1", 10),
+];
+
+/// Starts a command and sends it a signal after a while; whether it died of that signal.
+fn kill(
+    folder: &CommandFolder,
+    command: &str,
+    (name, number): (&str, i32),
+    after: Duration,
+) -> bool {
+    let mut child = folder.command(command);
+    child.env("XDG_CONFIG_HOME", folder.join("config"));
+    child.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = child.spawn().unwrap();
+    std::thread::sleep(after);
+    let id = child.id().to_string();
+    let sent = Command::new("kill").args(["-s", name, &id]).status();
+    assert!(sent.unwrap().success());
+    let ended = child.wait().unwrap();
+    let killed = ended.signal() == Some(number);
+    assert!(killed || ended.success(), "{command}: {name}: {ended}");
+    killed
+}
+
+/// All files below a folder.
+fn files(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap());
+    let listed = entries.flat_map(|entry| match entry.path().is_dir() {
+        true => files(&entry.path()),
+        false => vec![entry.file_name().into_string().unwrap()],
+    });
+    listed.collect()
+}
+
+#[test]
+fn no_signal_leaves_a_temporary_file() {
+    let folder = CommandFolder::new();
+    folder.succeeds("generate in --tokens 4k --heads 8 --dim 64 --grad");
+    let mut killed = 0;
+    for (index, command) in COMMANDS.into_iter().enumerate() {
+        for (turn, signal) in SIGNALS.into_iter().enumerate() {
+            let after = Duration::from_millis([3, 10, 30, 100, 250][(index + turn) % 5]);
+            killed += usize::from(kill(&folder, command, signal, after));
+            let left = files(folder.path());
+            let temporary = left.iter().find(|name| name.starts_with(".encke"));
+            assert_eq!(temporary, None, "{command}: {signal:?} after {after:?}");
+        }
+        for name in ["out", "t.json"] {
+            let _ = std::fs::remove_file(folder.join(name));
+        }
+    }
+    assert!(
+        killed > COMMANDS.len(),
+        "{killed} were killed while they ran"
+    );
+}
+
+#[test]
+fn every_interrupted_run_of_a_sequence_continues() {
+    let folder = CommandFolder::new();
+    let command = "billion --tokens 256k --ranks 64 --segment 256 --dim 16 --samples 50";
+    let state = "encke-billion.state.json";
+    for (turn, signal) in SIGNALS.into_iter().enumerate() {
+        kill(
+            &folder,
+            command,
+            signal,
+            Duration::from_millis(30 + 40 * turn as u64),
+        );
+        let names = folder.names();
+        assert!(names.iter().all(|name| name == state), "{names:?}");
+    }
+    folder.succeeds(&format!("{command} --record r.json"));
+    assert_eq!(folder.names(), ["r.json"]);
+}
+
+/// `nohup` makes a program ignore SIGHUP.
+#[test]
+fn an_ignored_signal_stays_ignored() {
+    let folder = CommandFolder::new();
+    let program = folder.command("").get_program().to_owned();
+    let command = "trap '' HUP; \"$0\" generate out --tokens 256k --heads 1 --dim 16 & \
+                   id=$!; sleep 0.05; kill -HUP $id; wait $id";
+    let mut shell = Command::new("sh");
+    shell
+        .current_dir(folder.path())
+        .args(["-c", command])
+        .arg(program);
+    assert!(shell.status().unwrap().success());
+    assert_eq!(folder.names(), ["out"]);
+}
+
+/// A disk that is full, or the shell's limit, is an error and not a signal.
+#[test]
+fn a_file_over_the_limit_of_the_shell_is_an_error() {
+    let folder = CommandFolder::new();
+    let program = folder.command("").get_program().to_owned();
+    let command = "ulimit -f 64; exec \"$0\" generate out --tokens 256k --heads 1 --dim 16";
+    let mut shell = Command::new("sh");
+    shell
+        .current_dir(folder.path())
+        .args(["-c", command])
+        .arg(program);
+    let ended = shell.output().unwrap();
+    assert_eq!(ended.status.code(), Some(2), "{ended:?}");
+    assert!(
+        ended.stderr.starts_with(b"encke: cannot write out: "),
+        "{ended:?}"
+    );
+    assert!(folder.names().is_empty());
+}

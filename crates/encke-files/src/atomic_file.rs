@@ -1,0 +1,179 @@
+//! Files that appear complete or not at all: a temporary file beside the target, renamed at the
+//! end.
+//!
+//! The decision here: a link is followed, and the file it leads to is replaced, with its mode. What
+//! cannot be replaced by a rename (a pipe, a device, an open file by its number) is refused.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+#[cfg(unix)]
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
+use std::path::{Path, PathBuf};
+
+use crate::read::require_regular;
+use crate::temporaries::Temporary;
+
+/// Links from one path to the next, as many as Linux follows.
+const MOST_LINKS: usize = 40;
+
+/// A file being written. Dropped before [`AtomicFile::keep`], it leaves nothing behind.
+#[derive(Debug)]
+pub struct AtomicFile {
+    file: File,
+    temporary: Temporary,
+    target: PathBuf,
+}
+
+impl AtomicFile {
+    /// A file that will replace the one at `path`, with its mode, or be a new one. Refused if the
+    /// one at `path` may not be written.
+    pub fn create(path: &Path) -> io::Result<AtomicFile> {
+        let target = follow_links(path)?;
+        let replaced = match fs::metadata(&target) {
+            Ok(found) => {
+                require_regular(&found)?;
+                Some(OpenOptions::new().write(true).open(&target)?.metadata()?)
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => return Err(error),
+        };
+        #[cfg(unix)]
+        let mode = replaced
+            .as_ref()
+            .map_or(0o666, |found| found.mode() & 0o777);
+        #[cfg(not(unix))]
+        let mode = 0;
+        let created = AtomicFile::create_with(target, mode)?;
+        #[cfg(unix)]
+        if let Some(found) = replaced {
+            created.take_over(&found, mode)?;
+        }
+        Ok(created)
+    }
+
+    /// A file that only this user can read and write, whatever was at `path`.
+    pub fn create_private(path: &Path) -> io::Result<AtomicFile> {
+        AtomicFile::create_with(path.to_path_buf(), 0o600)
+    }
+
+    fn create_with(target: PathBuf, mode: u32) -> io::Result<AtomicFile> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create_new(true);
+        #[cfg(unix)]
+        options.mode(mode);
+        #[cfg(not(unix))]
+        let _ = mode;
+        let (temporary, file) = Temporary::create(folder(&target), |path| options.open(path))?;
+        Ok(AtomicFile {
+            file,
+            temporary,
+            target,
+        })
+    }
+
+    /// The file that another process of the same job has created. Each of them removes it if it is
+    /// killed, and any of them can keep it.
+    pub fn join(temporary: &Path, target: &Path) -> io::Result<AtomicFile> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true);
+        let open = |path: &Path| options.open(path);
+        let (temporary, file) = Temporary::register(temporary.to_path_buf(), open)?;
+        Ok(AtomicFile {
+            file,
+            temporary,
+            target: follow_links(target)?,
+        })
+    }
+
+    /// Gives the new file the owner, the group and the mode of the one it replaces, as far as this
+    /// user may.
+    #[cfg(unix)]
+    fn take_over(&self, replaced: &fs::Metadata, mode: u32) -> io::Result<()> {
+        let created = self.file.metadata()?;
+        let (owner, group) = (replaced.uid(), replaced.gid());
+        let same_group = group == created.gid() || fchown(&self.file, None, Some(group)).is_ok();
+        // What a group was allowed is not allowed to another one.
+        let mode = if same_group { mode } else { mode & 0o707 };
+        self.file
+            .set_permissions(fs::Permissions::from_mode(mode))?;
+        if owner != created.uid() {
+            let _ = fchown(&self.file, Some(owner), None);
+        }
+        Ok(())
+    }
+
+    /// The file, open to read and write.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Its path until it is kept.
+    pub fn temporary(&self) -> &Path {
+        self.temporary.path()
+    }
+
+    /// The folder that it will be in.
+    pub fn folder(&self) -> &Path {
+        folder(&self.target)
+    }
+
+    /// Renames the file to its target.
+    pub fn keep(self) -> io::Result<()> {
+        match fs::rename(self.temporary.path(), &self.target) {
+            #[cfg(unix)]
+            Err(error) if error.kind() == io::ErrorKind::NotFound => self.keep_removed(error),
+            ended => ended,
+        }
+    }
+
+    /// Keeps a file that another process of the job has renamed, or removed when it was killed.
+    #[cfg(unix)]
+    fn keep_removed(mut self, error: io::Error) -> io::Result<()> {
+        let id = |found: fs::Metadata| (found.dev(), found.ino());
+        let own = self.file.metadata()?;
+        if fs::metadata(&self.target).is_ok_and(|found| id(found) == (own.dev(), own.ino())) {
+            return Ok(());
+        }
+        if own.nlink() > 0 {
+            return Err(error);
+        }
+        let copy = AtomicFile::create(&self.target)?;
+        io::Seek::rewind(&mut self.file)?;
+        io::copy(&mut self.file, &mut &copy.file)?;
+        fs::rename(copy.temporary.path(), &copy.target)
+    }
+}
+
+/// The folder a file is in.
+pub fn folder(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// Creates a folder, and those it is in, for this user alone.
+pub fn create_private_folder(folder: &Path) -> io::Result<()> {
+    let mut builder = DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    builder.mode(0o700);
+    builder.create(folder)
+}
+
+/// Where a path leads; the last file need not exist. Links of `/proc`, and with them `/dev/stdout`
+/// and `/dev/fd`, name open files, which no rename can replace.
+fn follow_links(path: &Path) -> io::Result<PathBuf> {
+    let refused = |reason| Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+    let mut target = path.to_path_buf();
+    for _ in 0..MOST_LINKS {
+        let Ok(next) = fs::read_link(&target) else {
+            return Ok(target);
+        };
+        if fs::canonicalize(folder(&target))?.starts_with("/proc") {
+            return refused("it is an open file, not a path; write a file and read that");
+        }
+        target = folder(&target).join(next);
+    }
+    refused("its links lead in a circle")
+}

@@ -1,0 +1,140 @@
+//! Signals, and the other calls of the system that need `unsafe`.
+#![allow(unsafe_code)]
+
+use std::ffi::{c_char, c_int};
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::Once;
+use std::sync::atomic::AtomicPtr;
+use std::sync::atomic::Ordering::SeqCst;
+
+use crate::temporaries::remove_all;
+
+/// Signals that end a process unless it handles them.
+const ENDS: [c_int; 9] = [
+    libc::SIGHUP,
+    libc::SIGINT,
+    libc::SIGQUIT,
+    libc::SIGTERM,
+    libc::SIGABRT,
+    libc::SIGALRM,
+    libc::SIGUSR1,
+    libc::SIGUSR2,
+    libc::SIGXCPU,
+];
+/// Signals of a fault, which the standard library handles before: it reports a stack overflow.
+const FAULTS: [c_int; 2] = [libc::SIGBUS, libc::SIGSEGV];
+
+/// What the standard library does at a fault.
+static BEFORE: [AtomicPtr<libc::sigaction>; 2] = [const { AtomicPtr::new(ptr::null_mut()) }; 2];
+
+/// From now on a signal that ends this process removes its temporary files first. A signal that is
+/// ignored (as under `nohup`) or handled by somebody else (as by Python) stays so. A file that
+/// exceeds the limit of the shell becomes an error of the write.
+pub fn remove_temporaries_on_signals() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for signal in ENDS {
+            if action_of(signal).sa_sigaction == libc::SIG_DFL {
+                handle(signal, on_end as extern "C" fn(c_int) as usize);
+            }
+        }
+        for (signal, before) in FAULTS.into_iter().zip(&BEFORE) {
+            // Kept for the life of the process: a handler cannot know when it is the last one.
+            before.store(Box::into_raw(Box::new(action_of(signal))), SeqCst);
+            handle(signal, on_fault as extern "C" fn(c_int) as usize);
+        }
+        if action_of(libc::SIGXFSZ).sa_sigaction == libc::SIG_DFL {
+            handle(libc::SIGXFSZ, libc::SIG_IGN);
+        }
+    });
+}
+
+/// Removes the files and lets the process die of the signal.
+extern "C" fn on_end(signal: c_int) {
+    remove_all();
+    // SAFETY: both calls are allowed in a signal handler. The signal is blocked until it returns.
+    unsafe {
+        libc::signal(signal, libc::SIG_DFL);
+        libc::raise(signal);
+    }
+}
+
+/// Removes the files; the faulting instruction is then repeated under the action of before.
+extern "C" fn on_fault(signal: c_int) {
+    remove_all();
+    if signal == libc::SIGBUS {
+        let line = b"encke: a file became shorter or unreadable while it was being read\n";
+        // SAFETY: `write` is allowed in a signal handler, and the bytes are static.
+        unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
+    }
+    for (fault, before) in FAULTS.into_iter().zip(&BEFORE) {
+        if fault == signal {
+            // SAFETY: `sigaction` is allowed in a signal handler; the pointer was stored before
+            // this handler was installed, and is never freed.
+            unsafe { libc::sigaction(signal, before.load(SeqCst), ptr::null_mut()) };
+        }
+    }
+}
+
+fn action_of(signal: c_int) -> libc::sigaction {
+    let mut action = MaybeUninit::zeroed();
+    // SAFETY: only writes to `action`, which is a plain C struct and valid when zeroed.
+    unsafe {
+        libc::sigaction(signal, ptr::null(), action.as_mut_ptr());
+        action.assume_init()
+    }
+}
+
+fn handle(signal: c_int, handler: usize) {
+    let mut action = action_of(signal);
+    action.sa_sigaction = handler;
+    // On the stack of its own that the standard library gives to threads.
+    action.sa_flags = libc::SA_ONSTACK | libc::SA_RESTART;
+    // SAFETY: the handlers above call only what is allowed in one.
+    unsafe {
+        libc::sigfillset(&mut action.sa_mask);
+        libc::sigaction(signal, &action, ptr::null_mut());
+    }
+}
+
+/// No signal is handled on this thread while this lives.
+pub(crate) struct BlockedSignals(libc::sigset_t);
+
+impl BlockedSignals {
+    pub fn new() -> BlockedSignals {
+        let mut all = MaybeUninit::zeroed();
+        let mut before = MaybeUninit::zeroed();
+        // SAFETY: the calls write to the two sets, which are valid when zeroed.
+        unsafe {
+            libc::sigfillset(all.as_mut_ptr());
+            libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+            BlockedSignals(before.assume_init())
+        }
+    }
+}
+
+impl Drop for BlockedSignals {
+    fn drop(&mut self) {
+        // SAFETY: restores the mask that `new` read.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, ptr::null_mut()) };
+    }
+}
+
+/// The user on whose behalf this process runs.
+pub(crate) fn user() -> u32 {
+    // SAFETY: it has no preconditions and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// Like `std::process::id`, and documented as allowed in a signal handler.
+pub(crate) fn process_id() -> u32 {
+    // SAFETY: it has no preconditions and cannot fail.
+    unsafe { libc::getpid() as u32 }
+}
+
+/// Removes a file; a failure has no consequence.
+pub(crate) fn unlink(path: *const c_char) {
+    // SAFETY: the caller passes a string of `CString::into_raw`, which nobody frees any more.
+    unsafe { libc::unlink(path) };
+}
