@@ -35,7 +35,8 @@ impl Kernel for NaiveKernel {
         let empty = || OnlineSoftmax::new(job.dim);
         match state {
             SoftmaxState::Accumulate { carry, starts } => {
-                let cells = attend_cells(job, [q, k, v], |cell| match starts {
+                let sum = carry.m.as_slice().dtype();
+                let cells = attend_cells(job, [q, k, v], sum, |cell| match starts {
                     true => empty(),
                     false => load(carry, cell, job.dim),
                 });
@@ -44,11 +45,12 @@ impl Kernel for NaiveKernel {
                 }
             }
             SoftmaxState::Finish { carry, out, lse } => {
+                let sum = lse.as_slice().dtype();
                 let before = |cell| match carry {
                     Some(carry) => load(carry, cell, job.dim),
                     None => empty(),
                 };
-                for (cell, running) in attend_cells(job, [q, k, v], before) {
+                for (cell, running) in attend_cells(job, [q, k, v], sum, before) {
                     write_cell(job, cell, &running, out, lse);
                 }
             }
@@ -129,6 +131,7 @@ impl Kernel for NaiveKernel {
                 for j in 0..job.visible(i) {
                     let key = job.k.at(b, s, j, h);
                     let score = job.scale * dot(row(&q, at_q, dim), row(&k, key, dim));
+                    let score = upstream.lse.dtype().round(score);
                     let p = (score - lse[cell]).exp();
                     let ds = p * (job.gain * dot(dout, row(&v, key, dim)) - delta[cell]);
                     add(&mut dv, key, p * job.gain, dout);
@@ -149,9 +152,11 @@ impl Kernel for NaiveKernel {
 }
 
 /// The softmax of each cell after a job, starting from `before(cell)`. The cells are distinct.
+/// Scores are rounded to the type of the sums: the row max is stored in it.
 fn attend_cells(
     job: &Job,
     [q, k, v]: [Slice<'_>; 3],
+    sum: DType,
     before: impl Fn(usize) -> OnlineSoftmax,
 ) -> Vec<(usize, OnlineSoftmax)> {
     let (q, k, v) = (q.to_f64(), k.to_f64(), v.to_f64());
@@ -163,7 +168,7 @@ fn attend_cells(
             let mut running = before(cell);
             for j in 0..job.visible(i) {
                 let key = job.k.at(b, s, j, h);
-                let score = job.scale * dot(query, row(&k, key, job.dim));
+                let score = sum.round(job.scale * dot(query, row(&k, key, job.dim)));
                 running.absorb(score, row(&v, key, job.dim));
             }
             cells.push((cell, running));
