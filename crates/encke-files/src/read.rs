@@ -26,8 +26,8 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_open(open(path)?, limit)
 }
 
-/// Reads a file whose contents are trusted: it must belong to this user or to root, and nobody else
-/// may be able to write it.
+/// Reads a file whose contents are trusted: it must belong to this user or to root, and no other
+/// user may be able to write it.
 pub fn read_own(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let file = open(path)?;
     require_own(&file.metadata()?)?;

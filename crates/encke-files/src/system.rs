@@ -29,7 +29,7 @@ const FAULTS: [c_int; 2] = [libc::SIGBUS, libc::SIGSEGV];
 static BEFORE: [AtomicPtr<libc::sigaction>; 2] = [const { AtomicPtr::new(ptr::null_mut()) }; 2];
 
 /// From now on a signal that ends this process removes its temporary files first. A signal that is
-/// ignored (as under `nohup`) or handled by somebody else (as by Python) stays so. A file that
+/// ignored (as under `nohup`) or handled already (as by Python) stays so. A file that
 /// exceeds the limit of the shell becomes an error of the write.
 pub fn remove_temporaries_on_signals() {
     static ONCE: Once = Once::new();
@@ -98,11 +98,17 @@ fn handle(signal: c_int, handler: usize) {
     }
 }
 
-/// No signal is handled on this thread while this lives.
-pub(crate) struct BlockedSignals(libc::sigset_t);
+/// Runs a function during which no signal is handled on this thread.
+pub(crate) fn without_signals<R>(run: impl FnOnce() -> R) -> R {
+    let _blocked = BlockedSignals::new();
+    run()
+}
+
+/// The signals of this thread as they were, restored when this is dropped.
+struct BlockedSignals(libc::sigset_t);
 
 impl BlockedSignals {
-    pub fn new() -> BlockedSignals {
+    fn new() -> BlockedSignals {
         let mut all = MaybeUninit::zeroed();
         let mut before = MaybeUninit::zeroed();
         // SAFETY: the calls write to the two sets, which are valid when zeroed.
@@ -135,6 +141,6 @@ pub(crate) fn process_id() -> u32 {
 
 /// Removes a file; a failure has no consequence.
 pub(crate) fn unlink(path: *const c_char) {
-    // SAFETY: the caller passes a string of `CString::into_raw`, which nobody frees any more.
+    // SAFETY: the caller passes a string of `CString::into_raw`, which is never freed.
     unsafe { libc::unlink(path) };
 }

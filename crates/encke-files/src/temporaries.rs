@@ -13,12 +13,12 @@ use std::ptr;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize};
 
-use crate::system::{self, BlockedSignals};
+use crate::system;
 
 /// Temporary files at one time; a command has up to three.
 const MOST: usize = 64;
 
-/// The paths of the live files. The drop or the handler that takes a pointer out owns it.
+/// The paths of the live files. A drop or the handler takes a pointer out, and then owns it.
 static LIVE: [AtomicPtr<c_char>; MOST] = [const { AtomicPtr::new(ptr::null_mut()) }; MOST];
 /// Threads that are about to create a file; the handler waits for them.
 static CREATING: AtomicUsize = AtomicUsize::new(0);
@@ -53,9 +53,15 @@ impl Temporary {
         path: PathBuf,
         open: impl FnOnce(&Path) -> io::Result<R>,
     ) -> io::Result<(Temporary, R)> {
-        let name = CString::new(path.as_os_str().as_encoded_bytes())?;
         // Until the file exists, the handler waits, and so must not run on this thread.
-        let _signals_wait = BlockedSignals::new();
+        system::without_signals(|| Temporary::open(path, open))
+    }
+
+    fn open<R>(
+        path: PathBuf,
+        open: impl FnOnce(&Path) -> io::Result<R>,
+    ) -> io::Result<(Temporary, R)> {
+        let name = CString::new(path.as_os_str().as_encoded_bytes())?;
         CREATING.fetch_add(1, SeqCst);
         if ENDING.load(SeqCst) {
             // The process ends within moments, and a file created now would be left behind.
@@ -109,8 +115,7 @@ fn owned(name: *mut c_char) -> Option<CString> {
 
 /// Removes all temporary files; for a process that is about to end without dropping them.
 pub fn remove_temporaries() {
-    let _signals_wait = BlockedSignals::new();
-    remove_all();
+    system::without_signals(remove_all);
 }
 
 /// Removes all temporary files. The signal handler calls this, so it neither locks nor allocates.

@@ -1,4 +1,4 @@
-//! Where outputs go: links, modes, what is not a file, and a standard output that nobody reads.
+//! Where outputs go: links, modes, what is not a file, and a standard output that is closed.
 #![cfg(unix)]
 
 use std::fs;
@@ -122,7 +122,7 @@ fn the_link_of_standard_output_is_not_replaced() {
 }
 
 #[test]
-fn files_are_written_though_nobody_reads_standard_output() {
+fn files_are_written_though_standard_output_is_closed() {
     let folder = CommandFolder::new();
     for (command, files) in [
         ("billion --tokens 4k --record r.json", &["r.json"][..]),

@@ -1,0 +1,69 @@
+//! Files that several processes hold: each of them can keep the file.
+#![cfg(unix)]
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+
+use encke_files::AtomicFile;
+
+fn created(target: &Path) -> AtomicFile {
+    let file = AtomicFile::create(target).unwrap();
+    (&mut file.file()).write_all(b"contents").unwrap();
+    file
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_dropped_file_leaves_nothing_and_a_kept_one_only_itself() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("x");
+    drop(created(&target));
+    assert!(names(folder.path()).is_empty());
+    created(&target).keep().unwrap();
+    created(&target).keep().unwrap();
+    assert_eq!(names(folder.path()), ["x"]);
+    assert_eq!(fs::read(&target).unwrap(), b"contents");
+}
+
+#[test]
+fn a_joined_file_is_kept_by_either_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("x");
+    for creator_keeps in [true, false] {
+        let creator = created(&target);
+        let other = AtomicFile::join(creator.temporary(), &target).unwrap();
+        let (first, second) = match creator_keeps {
+            true => (creator, other),
+            false => (other, creator),
+        };
+        first.keep().unwrap();
+        // The second finds that it has been done.
+        second.keep().unwrap();
+        assert_eq!(names(folder.path()), ["x"]);
+        assert_eq!(fs::read(&target).unwrap(), b"contents");
+        fs::remove_file(&target).unwrap();
+    }
+}
+
+/// A process that is killed removes the file; those that survive still have it open.
+#[test]
+fn a_file_that_a_killed_process_removed_is_kept_by_a_survivor() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("x");
+    let killed = created(&target);
+    let survivor = AtomicFile::join(killed.temporary(), &target).unwrap();
+    drop(killed);
+    assert!(names(folder.path()).is_empty());
+    survivor.keep().unwrap();
+    assert_eq!(names(folder.path()), ["x"]);
+    assert_eq!(fs::read(&target).unwrap(), b"contents");
+}
