@@ -63,9 +63,10 @@ pub fn output(job: &mut Command) -> Output {
     job.output().unwrap()
 }
 
-/// The lines of standard error that the program itself wrote; launchers write some too.
+/// The lines of standard error that the program itself wrote; launchers write some too, and end
+/// them with a zero byte.
 pub fn lines_of<'a>(program: &str, stderr: &'a str) -> Vec<&'a str> {
     let prefix = format!("{program}: ");
-    let lines = stderr.lines();
+    let lines = stderr.lines().map(|line| line.trim_start_matches('\0'));
     lines.filter(|line| line.starts_with(&prefix)).collect()
 }
