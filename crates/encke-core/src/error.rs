@@ -192,11 +192,11 @@ pub enum Error {
     )]
     PlanCost {
         /// Estimated steps.
-        steps: u128,
+        steps: u64,
         /// The sizes that they are the product of.
         factors: String,
         /// The largest number of steps.
-        limit: u128,
+        limit: u64,
     },
     /// A rank that does not exist.
     #[error("there is no rank {rank}: the ring has {ranks} ranks, numbered from 0")]
@@ -277,11 +277,11 @@ pub fn product(what: &'static str, factors: &[usize]) -> Result<usize> {
 }
 
 /// The largest estimate of the steps of a plan: seconds, and at most a few GiB.
-pub const PLAN_STEPS: u128 = 1 << 28;
+pub const PLAN_STEPS: u64 = 1 << 28;
 
 /// Refuses a plan of too many steps, the product of some sizes with their names.
 pub(crate) fn check_steps(factors: &[(usize, &str)]) -> Result<()> {
-    let product = |steps: u128, &(size, _): &(usize, &str)| steps.saturating_mul(size as u128);
+    let product = |steps: u64, &(size, _): &(usize, &str)| steps.saturating_mul(size as u64);
     let steps = factors.iter().fold(1, product);
     if steps <= PLAN_STEPS {
         return Ok(());

@@ -64,7 +64,7 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         if let (Some(progress), true) = (&progress, !passes.is_empty()) {
             progress.set_message("backward");
         }
-        passes.push(pass(cluster, options, call, request, &mut sink)?);
+        passes.push(pass(cluster, options, &call, request, &mut sink)?);
     }
     drop(progress);
     let most = peak_resident_bytes();

@@ -257,7 +257,7 @@ fn within<K: Kernel>(
     for (i, (got, bound)) in got.iter().zip(bounds).enumerate() {
         let error = (got - bound.value).abs();
         let fits = bound.size < 1e36 || bench.dtype == DType::F64;
-        if fits && *got != bound.value && !(error <= bound.error + FLUSHED) {
+        if fits && *got != bound.value && (error.is_nan() || error > bound.error + FLUSHED) {
             return Err(bench.failure(format!(
                 "{what} of large and small scores has an error of {error:e}, allowed {:e} \
                  (element {i}: {got:e} instead of {:e})",
