@@ -1,6 +1,6 @@
 //! Standard output and standard error: foreign text, colour, progress bars, and closed pipes.
 //!
-//! Two decisions here. Every line passes [`printable`] on its way out, so that no name of a file or
+//! Two decisions here. Every line passes `printable` on its way out, so that no name of a file or
 //! a tensor, wherever it was put into a message, can move the cursor or reverse the text. And where
 //! standard output was closed, as after `encke plan … | head`, the work goes on: its files are
 //! still written, and the exit code says what came of it.
