@@ -103,8 +103,8 @@ macro_rules! for_each_type {
     };
 }
 
-/// Attention on the CPU, on the threads of Encke's own pool. Called from a thread of a smaller rayon
-/// pool, it uses no more threads than that has.
+/// Attention on the CPU, on the threads of Encke's own pool. Called from a thread of a smaller
+/// rayon pool, it uses no more threads than that has.
 ///
 /// Results do not depend on the number of threads. Sums are f64 if any operand is f64, and f32
 /// otherwise. Scratch memory is kept for the next call.

@@ -2,7 +2,7 @@
 //!
 //! The decision here: kernels never use the pool they are called from. A rayon worker that calls a
 //! ring waits for its ranks; if the ranks in turn needed that worker, nothing would ever finish.
-//! The threads of this pool run no code of a caller, so they wait for nobody, and a caller that
+//! The threads of this pool run no code of a caller, so they wait for no caller, and a caller that
 //! waits for them runs nothing else meanwhile: another task of its pool could wait for this one.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -89,7 +89,7 @@ pub fn install<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     match (rayon::current_thread_index(), pool.current_thread_index()) {
         // rayon blocks a thread that belongs to no pool, and runs work of the pool itself at once.
         (None, _) | (_, Some(_)) => pool.install(work),
-        // A pool of one thread has nobody to share with: it finds only its own tasks.
+        // A pool of one thread shares its tasks with no other thread: it finds only its own.
         _ if rayon::current_num_threads() == 1 => work(),
         // rayon would let a thread of another pool take tasks of that pool while it waits.
         _ => join(|| (), work).1,

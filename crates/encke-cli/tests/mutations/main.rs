@@ -31,30 +31,35 @@ const LINES: [&str; 15] = [
     "simulate --tokens 64 --ranks 4 --sharding zigzag --grad --nics 1 --straggler 1:2.0",
     "bench --tokens 16 --heads 2 --dim 4 --ranks 1,2 --repeats 1 --seed 1",
     "profile --tokens 16 --heads 2 --dim 4 --ranks 1,2 --plan-ranks 4 --seed 1",
-    "report page.html --tokens 32 --heads 2 --dim 4 --ranks 2 --show 2 --seed 1",
+    "report page.html --tokens 1e12 --heads 2 --dim 4 --ranks 2 --show 2 --seed 1",
     "billion --tokens 64 --ranks 2 --samples 4 --segment 16 --growth 2 --dim 4 --heads 1 --fresh",
     "attend in.safetensors -o out.safetensors --ranks 2 --scale 0.5 --deadline 30 --schedule 1",
     "attend in.safetensors -o out.safetensors --ranks 3 --redundancy 1 --drill 2@1",
     "attend in.safetensors -o out.safetensors --memory-limit 1GiB --grad --compute f32",
-    "verify --count 1 --seed 3 --minutes 1",
+    "verify --count 1 --seed 3",
 ];
 
-/// Values that no option expects, or that are beyond every machine. Values between, which are legal
-/// and take hours, are left out.
-const VALUES: [&str; 28] = [
+/// Numbers that are small, or beyond every machine. Those between are legal and may take hours.
+const NUMBERS: [&str; 12] = [
     "0",
-    "-1",
     "1",
     "3",
     "1e12",
     "1e15",
-    "1e18",
-    "1e30",
     "9007199254740992",
+    "1000000000000000000",
     "9223372036854775807",
     "18446744073709551615",
+    "17179869183G",
+    "1_000_000_000_000",
+    "64,1e12",
+];
+
+/// Text that is no number of an option.
+const WORDS: [&str; 17] = [
+    "-1",
+    "1e30",
     "18446744073709551616",
-    "17179869184G",
     "NaN",
     "-inf",
     "1e-3",
@@ -67,7 +72,6 @@ const VALUES: [&str; 28] = [
     "٣",
     "🦀",
     "\u{202e}64",
-    "1e999999",
     "--ranks",
     "18446744073709551615@18446744073709551615",
 ];
@@ -84,20 +88,19 @@ fn mutated(seed: u64) -> Vec<String> {
     for _ in 0..1 + below(3) {
         let at = values[below(values.len())];
         // How often something is done may be any number.
-        if ["--count", "--minutes"].contains(&words[at - 1].as_str()) && below(2) == 0 {
+        if words[at - 1] == "--count" {
             continue;
         }
-        words[at] = match below(VALUES.len() + 2) {
-            0 => vec!["7"; 100_000].join(","),
+        words[at] = match below(10) {
+            0 => vec!["7"; 10_000].join(","),
             1 => {
                 let own: Vec<char> = words[at].chars().collect();
                 let cut = below(own.len() + 1);
-                own[..cut]
-                    .iter()
-                    .chain(&own[own.len().min(cut + 1)..])
-                    .collect()
+                let rest = &own[own.len().min(cut + 1)..];
+                own[..cut].iter().chain(rest).collect()
             }
-            index => VALUES[index - 2].to_string(),
+            2 => WORDS[below(WORDS.len())].to_string(),
+            _ => NUMBERS[below(NUMBERS.len())].to_string(),
         };
     }
     words
