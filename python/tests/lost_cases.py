@@ -1,4 +1,6 @@
-"""Rings in which one process dies, stops, fails or is interrupted. Run by ring_cases.py; not a test by itself."""
+"""Rings in which one process dies, stops, fails or is interrupted.
+
+Run by ring_cases.py; not a test by itself."""
 
 from __future__ import annotations
 

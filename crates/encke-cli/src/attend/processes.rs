@@ -48,14 +48,7 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         let ready = cluster.survive();
         cluster.agree(ready)?;
     }
-    let created = match cluster.is_root() {
-        true => super::outputs(options).map(Some),
-        false => Ok(None),
-    };
-    let (created, trace_file) = cluster.agree(created)?.unzip();
-    let mut trace_file = trace_file.flatten();
-    let opened = open(cluster, options, created, &call)?;
-    let (output, mut sink) = cluster.agree(opened)?;
+    let (output, mut trace_file, mut sink) = create(cluster, options, &call)?;
     let mut output = Some(output);
     let before = resident_bytes();
     let progress = cluster.is_root().then(|| spinner("forward"));
@@ -119,30 +112,38 @@ fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
     })
 }
 
-/// Opens the output file that the root has created. Every process holds it, so that any of them
-/// can rename it, and removes it if it is killed.
-fn open(
+/// Creates the output and the trace on the root, and opens the output on the others. Every process
+/// holds the output, so that any of them can rename it, and removes it if it fails.
+fn create(
     cluster: &mut Cluster,
     options: &Options,
-    created: Option<OutputFile>,
     call: &PreparedCall,
-) -> Result<Result<(OutputFile, Files)>> {
+) -> Result<(OutputFile, Option<OutputFile>, Files)> {
     let entries = output_entries(&call.inputs, call.compute);
     let alone = entries_alone(&entries);
-    let tensors = created.as_ref().map(|output| output.prepare(&alone));
-    let path = created
-        .as_ref()
-        .map(|output| output.temporary().to_path_buf());
-    let path: PathBuf = cluster.broadcast(path)?;
-    let open = || {
-        let output = match created {
-            Some(output) => output,
-            None => OutputFile::join(&options.output, &path)?,
+    let (output, trace) = loop {
+        let root = cluster.root();
+        let created = match cluster.is_root() {
+            true => super::outputs(options).map(Some),
+            false => Ok(None),
         };
-        let tensors = tensors.unwrap_or_else(|| output.prepared(&alone))?;
-        Ok((output, output_files(&entries, tensors)))
+        let path = created.as_ref().ok().and_then(Option::as_ref);
+        let path = path.map(|(output, _)| output.temporary().to_path_buf());
+        // At once: a file whose path only the root knows is left behind if the root is killed.
+        let path: Option<PathBuf> = cluster.broadcast(Some(path))?;
+        let held = created.and_then(|created| match (created, path) {
+            (Some(created), _) => created.0.prepare(&alone).map(|_| Some(created)),
+            (None, Some(path)) => Ok(Some((OutputFile::join(&options.output, &path)?, None))),
+            (None, None) => Ok(None),
+        });
+        let held = cluster.agree(held)?;
+        // If the root has died meanwhile, the next one creates another file.
+        if let Some(held) = held.filter(|_| cluster.root() == root) {
+            break held;
+        }
     };
-    Ok(open())
+    let tensors = cluster.agree(output.prepared(&alone))?;
+    Ok((output, trace, output_files(&entries, tensors)))
 }
 
 /// One pass of this process's rank.

@@ -1,5 +1,5 @@
-//! Processes that are killed or stopped: the right result, or an error on every other process within
-//! the deadline; and nothing is left behind.
+//! Processes that are killed or stopped: the right result, or an error on every other process
+//! within the deadline; and nothing is left behind.
 //!
 //! `ENCKE_KILLS` is the number of kills of each test; a few by default. Their instants are spread
 //! evenly over the call, from the start of the killed process to the end.
@@ -98,8 +98,8 @@ impl KilledCall {
     }
 
     /// Checks the output against that of threads, if there is one. Without one, every survivor has
-    /// printed one line; before the work one of them is enough, because the launcher ends the others
-    /// when the first has failed. Returns whether there is an output, and removes it.
+    /// printed one line; before the work one of them is enough, because the launcher ends the
+    /// others when the first has failed. Returns whether there is an output, and removes it.
     fn check(&self, folder: &CommandFolder, tolerance: f64) -> bool {
         let said = said(&self.lines);
         assert_eq!(leftovers(folder), [""; 0], "left behind: {said}");
