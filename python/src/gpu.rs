@@ -76,13 +76,16 @@ pub(crate) fn enqueue(
             .library()
             .plan(shape, tensors.dtype(), tensors.pass);
         let plan = plan.map_err(|error| error::call(&error))?;
+        let kernel = match plan.ranks() {
+            // SAFETY: torch's current stream.
+            1 => unsafe { kernel.on_stream(stream) }
+                .map_err(|error| PyRuntimeError::new_err(error.to_string()))?,
+            _ => kernel,
+        };
         // SAFETY: torch gives the addresses of its tensors, and keeps and reuses their memory in
         // the order of this stream; outputs were checked to be contiguous.
-        let report =
-            unsafe { tensors.run(&kernel, &plan, stream, deadline, |call, to| call.run(to)) };
-        report
-            .map(|report| report.borrowed_bytes)
-            .map_err(|error| error::call(&error))
+        let ran = unsafe { tensors.run(&kernel, &plan, stream, deadline, |call, to| call.run(to)) };
+        ran.map_err(|error| error::call(&error))
     })
 }
 

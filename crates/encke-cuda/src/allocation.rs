@@ -31,8 +31,9 @@ pub(crate) struct DeviceAllocation {
 pub(crate) struct ForeignAccess {
     /// Whether the call may write it.
     pub writable: bool,
-    /// The foreign stream's position at the start of the call; the compute stream waits for it.
-    pub start_event: Arc<CudaEvent>,
+    /// The foreign stream's position at the start of the call, which the compute stream waits for;
+    /// `None` if it is that stream.
+    pub start_event: Option<Arc<CudaEvent>>,
     /// Whether the call has ended; the memory is not used after that.
     pub ended: Arc<AtomicBool>,
     /// The last uses of all foreign memory of the call.
@@ -66,11 +67,14 @@ impl DeviceAllocation {
         bytes: usize,
         access: ForeignAccess,
     ) -> DeviceAllocation {
-        let start_event = Arc::clone(&access.start_event);
+        let start_event = access.start_event.clone();
         let memory = DeviceAllocation::unused(device, pointer, bytes, Some(access), None);
         // Every stream that uses it waits for what its owner has enqueued so far.
-        let compute = device.compute();
-        memory.last_uses().record_write(compute, &start_event);
+        if let Some(start_event) = start_event {
+            memory
+                .last_uses()
+                .record_write(device.compute(), &start_event);
+        }
         memory
     }
 

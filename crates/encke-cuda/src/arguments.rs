@@ -34,18 +34,21 @@ impl<T> KernelArgument<T> {
 }
 
 impl TableCache {
-    /// A table on the device, uploaded unless an equal one is cached.
+    /// A table on the device, uploaded unless an equal one is cached. Cached tables are never freed:
+    /// CUDA graphs keep their addresses.
     pub fn get(&self, device: &Arc<Device>, values: Vec<i64>) -> Result<Arc<DeviceAllocation>> {
         let mut tables = lock(&self.tables);
         if let Some(table) = tables.get(&values) {
             return Ok(Arc::clone(table));
         }
-        if tables.len() >= TABLES {
-            tables.clear(); // memory is freed in stream order, after the last launch that reads it
-        }
+        device.refuse_first_use("uploading the heads of a shape")?;
         let table = Arc::new(DeviceAllocation::new(device, values.len() * 8)?);
         table.write(bytemuck::cast_slice(&values))?;
-        tables.insert(values, Arc::clone(&table));
+        if tables.len() < TABLES {
+            // Calls on other streams read it without waiting for this one.
+            device.complete_first_use()?;
+            tables.insert(values, Arc::clone(&table));
+        }
         Ok(table)
     }
 

@@ -1,31 +1,28 @@
-//! One GPU: its context, its streams, its loaded programs, and the order of operations on memory.
+//! One GPU: its streams, and the order of operations on memory.
 //!
 //! Kernels run on one compute stream, except attentions, which rotate over several streams: the
 //! next attention starts on multiprocessors that the previous one leaves idle, and an attention
 //! that waits for a parcel does not delay those behind it. Copies to and from the host,
 //! allocations and frees have streams of their own. Each allocation records its last uses (see
 //! `last_uses.rs`); events made from these records are the only order between streams.
+//!
+//! A call of one rank runs on its caller's stream alone ([`Device::on_stream`]): that stream's order
+//! is enough, nothing is recorded or waited for, and a CUDA graph can capture the call.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, DriverError, result, sys};
+use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, DriverError, sys};
 
 use crate::allocation::DeviceAllocation;
-use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::hops::{Hops, StagingLane};
-use crate::library;
-use crate::nvrtc::Nvrtc;
 use crate::program::Program;
+use crate::shared_device::SharedDevice;
 
 /// Streams that attentions rotate over: enough that ranks whose parcels have arrived compute while
 /// other ranks on the same GPU wait for theirs.
 pub(crate) const ATTENTION_STREAMS: usize = 8;
-/// Dynamic shared memory a block may use without raising the function's limit.
-const DEFAULT_SHARED_BYTES: usize = 48 * 1024;
 
 /// Launches that are delayed. A launch may be delayed as long as it is issued before any consumer
 /// of its results and before any overwrite of its inputs; [`Device::flush`] names these moments.
@@ -53,14 +50,14 @@ pub(crate) enum FlushReason<'a> {
     Synchronize,
 }
 
-/// A program's name and macros, and one of its entry points.
-type FunctionKey = (&'static str, Vec<String>, &'static str);
-
-/// A GPU and everything loaded on it.
+/// A GPU, everything loaded on it, and the streams that calls use.
 pub struct Device {
-    context: Arc<CudaContext>,
+    shared: Arc<SharedDevice>,
     /// Streams of attentions. The first is the compute stream, which also runs all other kernels.
     attention: Vec<Arc<CudaStream>>,
+    /// True if all streams are the caller's: its order is the order of all operations, and no
+    /// events are recorded.
+    on_one_stream: bool,
     last_attention: Mutex<LastAttention>,
     device_to_host: Arc<CudaStream>,
     host_to_device: Arc<CudaStream>,
@@ -72,16 +69,6 @@ pub struct Device {
     deferred: OnceLock<Weak<dyn Deferred>>,
     pinned_hops: AtomicBool,
     staging_lanes: Mutex<Vec<Arc<Mutex<StagingLane>>>>,
-    nvrtc: Nvrtc,
-    cache: Cache,
-    capability: (i32, i32),
-    name: String,
-    multiprocessors: u32,
-    shared_bytes: usize,
-    functions: Mutex<HashMap<FunctionKey, (CudaFunction, usize)>>,
-    allocated: AtomicUsize,
-    peak: AtomicUsize,
-    enqueued: AtomicUsize,
 }
 
 /// Locks, also after another thread panicked while it held the lock.
@@ -92,104 +79,94 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Device {
     /// Opens the GPU with this ordinal.
     pub fn open(ordinal: usize) -> Result<Arc<Device>> {
-        // cudarc panics without a driver. Loading it here first turns that into an error, and
-        // cudarc then finds it already loaded.
-        let (driver, _) = library::find(&library::DRIVER)?;
-        std::mem::forget(driver);
-        result::init().map_err(|error| Error::driver("starting the CUDA driver", error))?;
-        let found = CudaContext::device_count();
-        let found = found.map_err(|error| Error::driver("counting GPUs", error))? as usize;
-        if ordinal >= found {
-            return Err(Error::NoDevice {
-                asked: ordinal,
-                found,
-            });
-        }
+        let shared = SharedDevice::open(ordinal)?;
         let failed = |error| Error::driver(format!("opening GPU {ordinal}"), error);
-        let context = CudaContext::new(ordinal).map_err(failed)?;
-        // SAFETY: this crate orders streams itself, by the events that allocations record.
-        unsafe { context.disable_event_tracking() };
-        use sys::CUdevice_attribute as Attribute;
-        let attribute = |attribute| context.attribute(attribute).map_err(failed);
-        let multiprocessors =
-            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
-        let shared_bytes =
-            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
-        keep_freed_memory_in_pool(&context).map_err(failed)?;
-        let stream = || context.new_stream().map_err(failed);
-        Ok(Arc::new(Device {
-            attention: (0..ATTENTION_STREAMS)
-                .map(|_| stream())
-                .collect::<Result<_>>()?,
+        let stream = || shared.context.new_stream().map_err(failed);
+        let attention = (0..ATTENTION_STREAMS).map(|_| stream());
+        let attention = attention.collect::<Result<Vec<_>>>()?;
+        let copies = [stream()?, stream()?, stream()?, stream()?];
+        Ok(Device::with_streams(shared, attention, copies, false))
+    }
+
+    /// The same GPU with one stream, a caller's, for everything. Nothing waits for other streams:
+    /// memory of other devices may be used only if all work on it was done before.
+    pub(crate) fn on_stream(&self, stream: &Arc<CudaStream>) -> Arc<Device> {
+        let copies = std::array::from_fn(|_| Arc::clone(stream));
+        let shared = Arc::clone(&self.shared);
+        Device::with_streams(shared, vec![Arc::clone(stream)], copies, true)
+    }
+
+    fn with_streams(
+        shared: Arc<SharedDevice>,
+        attention: Vec<Arc<CudaStream>>,
+        [
+            device_to_host,
+            host_to_device,
+            allocation_stream,
+            free_stream,
+        ]: [Arc<CudaStream>; 4],
+        on_one_stream: bool,
+    ) -> Arc<Device> {
+        Arc::new(Device {
+            shared,
+            attention,
+            on_one_stream,
             last_attention: Mutex::default(),
-            device_to_host: stream()?,
-            host_to_device: stream()?,
-            allocation_stream: stream()?,
-            free_stream: stream()?,
+            device_to_host,
+            host_to_device,
+            allocation_stream,
+            free_stream,
             record_lock: Mutex::default(),
             deferred: OnceLock::new(),
             pinned_hops: AtomicBool::new(false),
             staging_lanes: Mutex::default(),
-            nvrtc: Nvrtc::load()?,
-            cache: Cache::of_user(),
-            capability: context.compute_capability().map_err(failed)?,
-            name: context.name().map_err(failed)?,
-            multiprocessors,
-            shared_bytes,
-            context: Arc::clone(&context),
-            functions: Mutex::default(),
-            allocated: AtomicUsize::new(0),
-            peak: AtomicUsize::new(0),
-            enqueued: AtomicUsize::new(0),
-        }))
+        })
     }
 
     /// Its name, as the driver reports it.
     pub fn name(&self) -> &str {
-        &self.name
+        &self.shared.name
     }
 
     /// Its compute capability: (9, 0) for a Hopper.
     pub fn capability(&self) -> (i32, i32) {
-        self.capability
+        self.shared.capability
     }
 
     /// The number of its multiprocessors.
     pub fn multiprocessors(&self) -> u32 {
-        self.multiprocessors
+        self.shared.multiprocessors
     }
 
     /// Dynamic shared memory that a block may use at most.
     pub(crate) fn shared_bytes(&self) -> usize {
-        self.shared_bytes
+        self.shared.shared_bytes
     }
 
     /// Free and total bytes of its memory.
     pub fn memory(&self) -> Result<(usize, usize)> {
-        let info = self.context.mem_get_info();
+        let info = self.context().mem_get_info();
         info.map_err(|error| Error::driver("asking for free memory", error))
     }
 
     /// Bytes that this process has allocated on it now, and the peak so far.
     pub fn allocated_bytes(&self) -> (usize, usize) {
-        let load = |counter: &AtomicUsize| counter.load(Ordering::Relaxed);
-        (load(&self.allocated), load(&self.peak))
+        self.shared.allocated_bytes()
     }
 
     /// Launches and copies enqueued so far.
     pub fn enqueued(&self) -> usize {
-        self.enqueued.load(Ordering::Relaxed)
+        self.shared.enqueued.load(Ordering::Relaxed)
     }
 
     /// Adds an allocation to the counters.
     pub(crate) fn count_allocated(&self, bytes: usize) {
-        let now = self.allocated.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.peak.fetch_max(now, Ordering::Relaxed);
+        self.shared.count_allocated(bytes);
     }
 
     /// Removes a freed allocation from the counters.
     pub(crate) fn count_freed(&self, bytes: usize) {
-        self.allocated.fetch_sub(bytes, Ordering::Relaxed);
+        self.shared.count_freed(bytes);
     }
 
     /// The stream of all kernels but attentions.
@@ -230,19 +207,19 @@ impl Device {
             let continues = |event| writes.iter().any(|x| x.last_uses().last_write_is(event));
             match last.event.as_ref().is_some_and(continues) {
                 true => last.stream,
-                false => (last.stream + 1) % ATTENTION_STREAMS,
+                false => (last.stream + 1) % self.attention.len(),
             }
         };
         let mut writes = writes.to_vec();
         writes.push(&counters[index]);
         let what = "attention";
         let stream = &self.attention[index];
-        let event = self.enqueue_recorded(stream, what, reads, &writes, |stream| {
+        let event = self.enqueue_ordered(stream, reads, &writes, what, |stream| {
             work(stream, counters[index].pointer()).map_err(|error| Error::driver(what, error))
         })?;
         *lock(&self.last_attention) = LastAttention {
             stream: index,
-            event: Some(event),
+            event,
         };
         Ok(())
     }
@@ -280,7 +257,26 @@ impl Device {
 
     /// The context everything lives in.
     pub(crate) fn context(&self) -> &Arc<CudaContext> {
-        &self.context
+        &self.shared.context
+    }
+
+    /// Whether all its work is on this stream.
+    pub(crate) fn runs_on(&self, stream: sys::CUstream) -> bool {
+        self.on_one_stream && self.compute().cu_stream() == stream
+    }
+
+    /// Refuses what cannot be part of a CUDA graph, if the caller's stream is being captured.
+    pub(crate) fn refuse_capture(&self, stream: sys::CUstream, what: &str) -> Result<()> {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the caller's stream is valid; the status is written before it is read.
+        let asked = unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) }.result();
+        asked.map_err(|error| Error::driver("asking whether a stream is captured", error))?;
+        match status {
+            sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
+            _ => Err(Error::Unsupported {
+                what: format!("{what} while a CUDA graph is captured"),
+            }),
+        }
     }
 
     /// How parcels go from rank to rank on this GPU.
@@ -309,7 +305,7 @@ impl Device {
 
     /// A new stream.
     pub(crate) fn stream(&self) -> Result<Arc<CudaStream>> {
-        let stream = self.context.new_stream();
+        let stream = self.context().new_stream();
         stream.map_err(|error| Error::driver("creating a stream", error))
     }
 
@@ -339,36 +335,27 @@ impl Device {
         entry: &'static str,
         shared_bytes: usize,
     ) -> Result<CudaFunction> {
-        let mut functions = lock(&self.functions);
-        let key = (program.name, program.defines.clone(), entry);
-        let failed = |error| Error::driver(format!("loading {} ({entry})", program.name), error);
-        let (function, limit) = match functions.entry(key) {
-            Entry::Occupied(loaded) => loaded.into_mut(),
-            Entry::Vacant(vacant) => {
-                let built = program.build(&self.nvrtc, &self.cache, self.capability)?;
-                let image = cudarc::nvrtc::Ptx::from_binary(built.cubin);
-                let module = self.context.load_module(image).map_err(failed)?;
-                let function = module.load_function(entry).map_err(failed)?;
-                vacant.insert((function, DEFAULT_SHARED_BYTES))
+        let loading = || self.refuse_first_use("loading a kernel");
+        self.shared.function(program, entry, shared_bytes, loading)
+    }
+
+    /// Refuses what only the first call of a shape does, if a CUDA graph captures this call.
+    pub(crate) fn refuse_first_use(&self, what: &str) -> Result<()> {
+        match self.on_one_stream {
+            true => {
+                let what = format!("{what} for the first time (run the call once before)");
+                self.refuse_capture(self.compute().cu_stream(), &what)
             }
-        };
-        if shared_bytes > *limit {
-            if shared_bytes > self.shared_bytes {
-                return Err(Error::Unsupported {
-                    what: format!(
-                        "{} on {}: it needs {shared_bytes} bytes of shared memory, a block has {}",
-                        program.name, self.name, self.shared_bytes
-                    ),
-                });
-            }
-            self.context.bind_to_thread().map_err(failed)?;
-            let attribute =
-                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            let set = function.set_attribute(attribute, shared_bytes as i32);
-            set.map_err(failed)?;
-            *limit = shared_bytes;
+            false => Ok(()),
         }
-        Ok(function.clone())
+    }
+
+    /// Waits until memory that other streams share is written, if no events order them.
+    pub(crate) fn complete_first_use(&self) -> Result<()> {
+        match self.on_one_stream {
+            true => self.synchronize(),
+            false => Ok(()),
+        }
     }
 
     /// Enqueues work on a stream, after everything it depends on.
@@ -381,8 +368,8 @@ impl Device {
         work: impl FnOnce(&CudaStream) -> std::result::Result<(), DriverError>,
     ) -> Result<()> {
         let work = |stream: &CudaStream| work(stream).map_err(|error| Error::driver(what, error));
-        self.enqueue_recorded(stream, what, reads, writes, work)
-            .map(|_| ())
+        self.enqueue_ordered(stream, reads, writes, what, work)
+            .map(drop)
     }
 
     /// The same for work that may fail with any error; returns the event of its completion.
@@ -394,6 +381,25 @@ impl Device {
         writes: &[&DeviceAllocation],
         work: impl FnOnce(&CudaStream) -> Result<()>,
     ) -> Result<Arc<CudaEvent>> {
+        match self.enqueue_ordered(stream, reads, writes, what, work)? {
+            Some(event) => Ok(event),
+            None => {
+                let event = stream.record_event(None);
+                let event = event.map_err(|error| Error::driver(what, error))?;
+                Ok(Arc::new(event))
+            }
+        }
+    }
+
+    /// The same; returns no event if all work is on one stream.
+    fn enqueue_ordered(
+        &self,
+        stream: &Arc<CudaStream>,
+        reads: &[&DeviceAllocation],
+        writes: &[&DeviceAllocation],
+        what: &str,
+        work: impl FnOnce(&CudaStream) -> Result<()>,
+    ) -> Result<Option<Arc<CudaEvent>>> {
         self.flush(FlushReason::BeforeUse(reads))?;
         self.flush(FlushReason::BeforeUse(writes))?;
         for memory in reads.iter().chain(writes) {
@@ -410,9 +416,13 @@ impl Device {
         reads: &[&DeviceAllocation],
         writes: &[&DeviceAllocation],
         work: impl FnOnce(&CudaStream) -> Result<()>,
-    ) -> Result<Arc<CudaEvent>> {
+    ) -> Result<Option<Arc<CudaEvent>>> {
         let failed = |error| Error::driver(what, error);
-        self.context.bind_to_thread().map_err(failed)?;
+        self.context().bind_to_thread().map_err(failed)?;
+        if self.on_one_stream {
+            self.shared.enqueued.fetch_add(1, Ordering::Relaxed);
+            return work(stream).map(|()| None);
+        }
         for memory in reads {
             let uses = memory.last_uses();
             let mut events = uses.events_before_read(stream);
@@ -426,7 +436,7 @@ impl Device {
             waits.map_err(failed)?;
         }
         let worked = work(stream);
-        self.enqueued.fetch_add(1, Ordering::Relaxed);
+        self.shared.enqueued.fetch_add(1, Ordering::Relaxed);
         // Recorded even if `work` failed: it may have enqueued a part.
         let recording = lock(&self.record_lock);
         let event = Arc::new(stream.record_event(None).map_err(failed)?);
@@ -439,7 +449,7 @@ impl Device {
             memory.record_foreign_use(stream, &event);
         }
         drop(recording);
-        worked.map(|()| event)
+        worked.map(|()| Some(event))
     }
 }
 
@@ -461,16 +471,5 @@ impl Instant {
         elapsed
             .map(f64::from)
             .map_err(|error| Error::driver("reading the GPU's clock", error))
-    }
-}
-
-/// Keeps freed memory in the driver's pool, so that later allocations do not go to the system.
-fn keep_freed_memory_in_pool(context: &Arc<CudaContext>) -> std::result::Result<(), DriverError> {
-    let mut threshold = u64::MAX;
-    // SAFETY: the device is open, and the attribute is a 64-bit number as documented.
-    unsafe {
-        let pool = result::device::get_default_mem_pool(context.cu_device())?;
-        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast()).result()
     }
 }

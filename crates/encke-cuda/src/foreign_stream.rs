@@ -3,7 +3,9 @@
 //! Tensors of PyTorch or candle are on this GPU already, and the kernels that fill them run on that
 //! library's stream. The decision here: a call starts after everything enqueued on that stream so
 //! far, and what is enqueued there later starts after the call. No host thread waits, and memory
-//! that its owner frees in stream order is reused only after the call's last use of it.
+//! that its owner frees in stream order is reused only after the call's last use of it. On a device
+//! that runs on that very stream ([`CudaKernel::on_stream`](crate::CudaKernel::on_stream)), its
+//! order is enough.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -21,8 +23,8 @@ use crate::last_uses::LastUses;
 pub struct ForeignStream {
     device: Arc<Device>,
     stream: sys::CUstream,
-    /// The stream's position at the start of the call.
-    start_event: Arc<CudaEvent>,
+    /// The stream's position at the start of the call, if the device has other streams.
+    start_event: Option<Arc<CudaEvent>>,
     /// Keeps a reference-counted stream alive.
     _stream_owner: Option<Arc<CudaStream>>,
     /// Shared with all foreign memory of the call.
@@ -61,7 +63,7 @@ impl ForeignStream {
         stream: sys::CUstream,
         owner: Option<Arc<CudaStream>>,
     ) -> Result<ForeignStream> {
-        let record = || {
+        let record = || -> std::result::Result<_, DriverError> {
             let event = device.context().new_event(None)?;
             // SAFETY: `new_event` has bound the context; the handle is valid by the contract of
             // `begin` or because `owner` keeps the stream.
@@ -70,7 +72,13 @@ impl ForeignStream {
             Ok(event)
         };
         let failed = |error| Error::driver("waiting for the caller's stream", error);
-        let start_event = Arc::new(record().map_err(failed)?);
+        let start_event = match device.runs_on(stream) {
+            true => None,
+            false => {
+                device.refuse_capture(stream, "a call of several ranks")?;
+                Some(Arc::new(record().map_err(failed)?))
+            }
+        };
         Ok(ForeignStream {
             device: Arc::clone(device),
             stream,
@@ -87,7 +95,7 @@ impl ForeignStream {
         let pointer = view.address_of(self.device.context(), first, elements)?;
         let access = ForeignAccess {
             writable: view.is_writable(),
-            start_event: Arc::clone(&self.start_event),
+            start_event: self.start_event.clone(),
             ended: Arc::clone(&self.ended),
             uses: Arc::clone(&self.uses),
         };
@@ -103,6 +111,9 @@ impl ForeignStream {
 
     fn order_after_call(&self) -> std::result::Result<(), DriverError> {
         self.ended.store(true, Ordering::Release);
+        if self.start_event.is_none() {
+            return Ok(());
+        }
         self.device.context().bind_to_thread()?;
         for event in lock(&self.uses).all() {
             let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT as u32;

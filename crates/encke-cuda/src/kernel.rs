@@ -3,8 +3,10 @@
 //! All work is enqueued. Reading results back waits for the operations they depend on; errors on
 //! the device are reported by the next call that waits.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 
+use cudarc::driver::sys;
 use encke_core::host;
 use encke_core::job::{Block, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
@@ -17,7 +19,7 @@ use encke_core::{DType, Data, Tensor, View};
 use crate::allocation::DeviceAllocation;
 use crate::arguments::TableCache;
 use crate::buffer::Buffer;
-use crate::device::{ATTENTION_STREAMS, Device};
+use crate::device::{ATTENTION_STREAMS, Device, lock};
 use crate::error::{Error, NAME};
 use crate::hops::Hops;
 use crate::launch::chain_queue::ChainQueue;
@@ -48,11 +50,24 @@ pub enum Summation {
     Deterministic,
 }
 
+/// Callers' streams that a kernel serves at most.
+const STREAMS: usize = 1024;
+
 /// Attention on one GPU.
 pub struct CudaKernel {
     queue: Arc<ChainQueue>,
     path: Path,
     summation: Summation,
+    /// `None` in a kernel that runs on a caller's stream itself.
+    streams: Option<CallerStreams>,
+}
+
+/// The kernels that run on callers' streams, by stream.
+struct CallerStreams {
+    kernels: Mutex<HashMap<u64, Arc<CudaKernel>>>,
+    tables: Arc<TableCache>,
+    /// Two counters for each stream.
+    counters: Arc<DeviceAllocation>,
 }
 
 impl CudaKernel {
@@ -62,15 +77,64 @@ impl CudaKernel {
         let counters = (0..ATTENTION_STREAMS).map(|_| DeviceAllocation::new(&device, 8));
         let counters = counters.collect::<std::result::Result<Vec<_>, _>>()?;
         counters.iter().try_for_each(DeviceAllocation::zero_fill)?;
+        let of_streams = DeviceAllocation::new(&device, 8 * STREAMS)?;
+        of_streams.zero_fill()?;
+        of_streams.flush_zero_fill(device.compute())?;
+        device.synchronize()?;
         Ok(CudaKernel {
             queue: ChainQueue::new(LaunchContext {
                 device,
-                tables: TableCache::default(),
+                tables: Arc::default(),
                 counters,
             }),
             path: Path::default(),
             summation: Summation::default(),
+            streams: Some(CallerStreams {
+                kernels: Mutex::default(),
+                tables: Arc::default(),
+                counters: Arc::new(of_streams),
+            }),
         })
+    }
+
+    /// The same kernel on a caller's stream alone, for calls of one rank: the stream's order is
+    /// enough, so the call records and waits for no event, and a CUDA graph can capture it (after
+    /// one call outside of it, which loads what the shape needs).
+    ///
+    /// # Safety
+    /// `stream` must be a handle of the driver (`CUstream` or `cudaStream_t`; 0 is the default
+    /// stream) of this GPU's primary context, and be valid whenever the kernel is used.
+    pub unsafe fn on_stream(&self, stream: u64) -> crate::Result<Arc<CudaKernel>> {
+        let Some(streams) = &self.streams else {
+            return Err(Error::Unsupported {
+                what: "another stream of a kernel that runs on a caller's".into(),
+            });
+        };
+        let mut kernels = lock(&streams.kernels);
+        if let Some(kernel) = kernels.get(&stream) {
+            return Ok(Arc::clone(kernel));
+        }
+        let number = kernels.len();
+        if number >= STREAMS {
+            return Err(Error::Unsupported {
+                what: format!("more than {STREAMS} streams of callers in one process"),
+            });
+        }
+        let (base, handle) = (self.device(), stream as usize as sys::CUstream);
+        // SAFETY: passed on to the caller. Dropping it does not destroy the stream.
+        let owned = unsafe { base.context().wrap_borrowed_stream(handle) };
+        let kernel = Arc::new(CudaKernel {
+            queue: ChainQueue::new(LaunchContext {
+                device: base.on_stream(&owned),
+                tables: Arc::clone(&streams.tables),
+                counters: vec![streams.counters.slice(8 * number, 8)],
+            }),
+            path: self.path,
+            summation: self.summation,
+            streams: None,
+        });
+        kernels.insert(stream, Arc::clone(&kernel));
+        Ok(kernel)
     }
 
     /// Restricts the kernel to one family; jobs that it cannot compute are refused.

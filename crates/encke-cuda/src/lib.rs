@@ -29,6 +29,7 @@ mod nvrtc;
 mod operands;
 mod pinned;
 mod program;
+mod shared_device;
 mod staged;
 mod tensor_map;
 mod wgmma;

@@ -6,6 +6,7 @@
 
 mod results;
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use encke_core::host;
@@ -27,7 +28,7 @@ use results::ZeroTracker;
 
 /// One rank between two rounds.
 pub struct Rank<K: Kernel> {
-    plan: RankPlan,
+    plan: Arc<RankPlan>,
     table: BufferTable<K::Buffer>,
     ledger: Ledger,
     rounds_done: usize,
@@ -37,14 +38,15 @@ pub struct Rank<K: Kernel> {
 
 impl<K: Kernel> Rank<K> {
     /// Allocates exactly what the plan lists.
-    pub fn new(kernel: &K, plan: RankPlan) -> Result<Rank<K>, KernelError> {
+    pub fn new(kernel: &K, plan: impl Into<Arc<RankPlan>>) -> Result<Rank<K>, KernelError> {
         let mut rank = Rank::idle(plan);
         rank.allocate(kernel, &BorrowedInputs::default())?;
         Ok(rank)
     }
 
     /// A rank without buffers.
-    pub fn idle(plan: RankPlan) -> Rank<K> {
+    pub fn idle(plan: impl Into<Arc<RankPlan>>) -> Rank<K> {
+        let plan = plan.into();
         let buffers = plan.buffers.iter().map(|_| None).collect();
         Rank {
             zeros: ZeroTracker::new(&plan),

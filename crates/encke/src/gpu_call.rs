@@ -19,7 +19,7 @@ use encke_cuda::{Buffer, CudaKernel, DeviceView, ForeignStream};
 use encke_ring::rank::BorrowedInputs;
 use encke_ring::rank_threads::{JoinedRanks, run_on_threads};
 use encke_ring::{
-    Rank, RankMemory, RingError as Error, ShardCall, ShardInput, ShardOutput, Trace, memory,
+    Event, Rank, RankMemory, RingError as Error, ShardCall, ShardInput, ShardOutput, Trace, memory,
 };
 
 /// The alignment that vector copies and Hopper's copy engine need.
@@ -47,8 +47,6 @@ pub struct EnqueueReport {
     pub trace: Trace,
     /// The memory of each rank.
     pub memory: Vec<RankMemory>,
-    /// Bytes of the inputs that are read where they are.
-    pub borrowed_bytes: usize,
 }
 
 /// The tensors of a call, on the stream of their owner.
@@ -64,11 +62,36 @@ struct DeviceTensors<'a> {
 
 impl GpuCall<'_> {
     /// Enqueues the call, all ranks on the kernel's GPU, and ends the call on the owner's stream.
-    pub fn run(&self, stream: ForeignStream) -> Result<EnqueueReport, Error> {
+    /// Returns how many bytes of the inputs are read where they are.
+    pub fn run(&self, stream: ForeignStream) -> Result<usize, Error> {
+        self.run_then(stream, |_, _, borrowed| borrowed.iter().sum())
+    }
+
+    /// The same, with a report.
+    pub fn run_reported(&self, stream: ForeignStream) -> Result<EnqueueReport, Error> {
+        self.run_then(stream, |ranks, events, borrowed| {
+            let mut memory = memory::of_ranks(self.kernel, ranks, self.plan.request());
+            for (memory, borrowed_bytes) in memory.iter_mut().zip(&borrowed) {
+                memory.borrowed_bytes = *borrowed_bytes;
+            }
+            EnqueueReport {
+                trace: Trace { events },
+                memory,
+            }
+        })
+    }
+
+    /// Enqueues the call, and calls `then` with the ranks, what they recorded, and the bytes of the
+    /// inputs that each of them reads where they are.
+    fn run_then<T>(
+        &self,
+        stream: ForeignStream,
+        then: impl FnOnce(&[Rank<CudaKernel>], Vec<Event>, Vec<usize>) -> T,
+    ) -> Result<T, Error> {
         let mut ranks = Vec::new();
         let mut borrowed = Vec::new();
         for number in 0..self.plan.ranks() {
-            let mut rank = Rank::idle(self.plan.rank(number)?);
+            let mut rank = Rank::idle(self.plan.program(number)?);
             let mut tensors = self.tensors(&stream, self.plan.ranks() == 1);
             tensors.bind(&mut rank)?;
             borrowed.push(tensors.borrowed_bytes);
@@ -80,17 +103,10 @@ impl GpuCall<'_> {
         // Everything is enqueued when this returns, not yet computed.
         let JoinedRanks { events, .. } = run_on_threads(&mut ranks, self.deadline, false, work)?;
         self.tensors(&stream, ranks.len() == 1).collect(&ranks)?;
-        let mut memory = memory::of_ranks(self.kernel, &ranks, self.plan.request());
-        for (memory, borrowed_bytes) in memory.iter_mut().zip(&borrowed) {
-            memory.borrowed_bytes = *borrowed_bytes;
-        }
+        let result = then(&ranks, events, borrowed);
         drop(ranks);
         stream.end().map_err(KernelError::from)?;
-        Ok(EnqueueReport {
-            trace: Trace { events },
-            memory,
-            borrowed_bytes: borrowed.iter().sum(),
-        })
+        Ok(result)
     }
 
     /// Enqueues rank `number` of the call, whose rows these are; a transport connects it to the

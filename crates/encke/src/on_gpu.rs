@@ -42,7 +42,7 @@ impl Attention<CudaKernel> {
             outputs,
             deadline: self.settings.deadline,
         };
-        let EnqueueReport { trace, memory, .. } = call.run(stream)?;
+        let EnqueueReport { trace, memory } = call.run_reported(stream)?;
         Ok(Report {
             plan,
             trace,

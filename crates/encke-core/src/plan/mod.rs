@@ -34,6 +34,8 @@ mod topology;
 mod traffic;
 mod width;
 
+use std::sync::{Arc, OnceLock};
+
 use crate::error::{Error, Result};
 use program::RankPlan;
 pub use request::{Pass, Queries, Request};
@@ -56,5 +58,14 @@ impl Plan {
             Pass::Forward => forward::program(self, rank),
             Pass::Backward { dlse } => backward::program(self, rank, dlse),
         })
+    }
+
+    /// The same, made once and kept with the plan.
+    pub fn program(&self, rank: usize) -> Result<Arc<RankPlan>> {
+        if let Some(made) = self.programs.get(rank).and_then(OnceLock::get) {
+            return Ok(Arc::clone(made));
+        }
+        let made = Arc::new(self.rank(rank)?);
+        Ok(Arc::clone(self.programs[rank].get_or_init(|| made)))
     }
 }

@@ -3,7 +3,9 @@
 //! Nothing here belongs to one rank; the programs of single ranks are built from it (`forward.rs`,
 //! `backward.rs`). Its size does not depend on the number of tokens.
 
-use super::program::Role;
+use std::sync::{Arc, OnceLock};
+
+use super::program::{RankPlan, Role};
 use super::request::{Pass, Request};
 use super::rings::{self, Ring};
 use super::width::{HeadAddresses, Width};
@@ -28,6 +30,8 @@ pub struct Plan {
     pub(super) groups_of: Vec<Vec<(usize, usize)>>,
     /// (ring, member index) of each rank.
     pub(super) rings_of: Vec<Vec<(usize, usize)>>,
+    /// The programs that [`Plan::program`] has made.
+    pub(super) programs: Vec<OnceLock<Arc<RankPlan>>>,
 }
 
 impl Plan {
@@ -69,6 +73,7 @@ impl Plan {
             rings,
             groups_of,
             rings_of,
+            programs: vec![OnceLock::new(); ranks],
         })
     }
 

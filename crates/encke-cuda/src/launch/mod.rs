@@ -25,7 +25,7 @@ use crate::error::Result;
 /// What a launch needs beside its operands.
 pub(crate) struct LaunchContext {
     pub device: Arc<Device>,
-    pub tables: TableCache,
+    pub tables: Arc<TableCache>,
     /// For each attention stream, two zeros that an attention on it may use as counters, and resets
     /// to zero.
     pub counters: Vec<DeviceAllocation>,
