@@ -58,8 +58,8 @@ impl InputFile {
         Ok(InputTensors { file, from: self })
     }
 
-    /// A checksum of the length and of 64 blocks spread over the file: whether processes that opened
-    /// one path, each on its own host or in its own folder, read one file.
+    /// A checksum of the length and of 64 blocks spread over the file: whether processes that
+    /// opened one path, each on its own host or in its own folder, read one file.
     #[cfg(feature = "mpi")]
     pub fn sample(&self) -> u64 {
         const BLOCKS: usize = 64;

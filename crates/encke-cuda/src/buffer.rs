@@ -216,9 +216,9 @@ impl Buffer {
     }
 }
 
-/// Whether a message of `message` bytes in an allocation of `source` bytes can replace the memory of
-/// a buffer of `buffer` bytes: it must fill the buffer, and the allocation must not be larger than
-/// planned for the buffer.
+/// Whether a message of `message` bytes in an allocation of `source` bytes can replace the memory
+/// of a buffer of `buffer` bytes: it must fill the buffer, and the allocation must not be larger
+/// than planned for the buffer.
 fn is_replaced(buffer: usize, message: usize, source: usize) -> bool {
     message == buffer && source <= buffer
 }
