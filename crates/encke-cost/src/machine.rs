@@ -222,7 +222,7 @@ impl Machine {
             }),
         };
         let speed = |what, got: f64| require(got >= 1e-9, what, got, "more than 0, at least 1e-9");
-        let extra = |what, got: f64| require((0.0..=1e9).contains(&got), what, got, "0 to 1e9");
+        let extra = |what, got: f64| require((0.0..=1e15).contains(&got), what, got, "0 to 1e15");
         let count = |what, got: usize| {
             let met = (1..=MOST_OF_ANYTHING).contains(&got);
             require(met, what, got as f64, "1 to 1048576")

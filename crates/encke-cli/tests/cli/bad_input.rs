@@ -54,7 +54,7 @@ fn absurd_sizes_are_refused_before_any_work() {
         ("bench --repeats 1e12", "at most"),
         ("billion --ranks 18446744073709551615", "too many"),
         ("billion --ranks 1e12", "too many"),
-        ("billion --tokens 1e15", "too many"),
+        ("billion --tokens 1e15", "overflows"),
         ("billion --samples 1e12", "sampled rows"),
         (
             &format!("{plan} 1e9 --mode mix --segment-lengths 1e9 --dilation-rates 1e9"),
