@@ -1,7 +1,7 @@
 //! A command that is killed while it writes leaves nothing behind.
 #![cfg(target_os = "linux")]
 
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -38,6 +38,16 @@ fn kill(
     let mut child = folder.command(command);
     child.env("XDG_CONFIG_HOME", folder.join("config"));
     child.stdout(Stdio::null()).stderr(Stdio::null());
+    // A shell that runs the tests in the background has made them ignore some signals.
+    let not_ignored = || {
+        for (_, number) in SIGNALS {
+            // SAFETY: allowed between fork and exec; no handler is set.
+            unsafe { libc::signal(number, libc::SIG_DFL) };
+        }
+        Ok(())
+    };
+    // SAFETY: the closure calls only `signal`.
+    unsafe { child.pre_exec(not_ignored) };
     let mut child = child.spawn().unwrap();
     std::thread::sleep(after);
     let id = child.id().to_string();
