@@ -34,8 +34,8 @@ impl<T> KernelArgument<T> {
 }
 
 impl TableCache {
-    /// A table on the device, uploaded unless an equal one is cached. Cached tables are never freed:
-    /// CUDA graphs keep their addresses.
+    /// A table on the device, uploaded unless an equal one is cached. Cached tables are never
+    /// freed: CUDA graphs keep their addresses.
     pub fn get(&self, device: &Arc<Device>, values: Vec<i64>) -> Result<Arc<DeviceAllocation>> {
         let mut tables = lock(&self.tables);
         if let Some(table) = tables.get(&values) {

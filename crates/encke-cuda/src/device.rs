@@ -6,8 +6,8 @@
 //! allocations and frees have streams of their own. Each allocation records its last uses (see
 //! `last_uses.rs`); events made from these records are the only order between streams.
 //!
-//! A call of one rank runs on its caller's stream alone ([`Device::on_stream`]): that stream's order
-//! is enough, nothing is recorded or waited for, and a CUDA graph can capture the call.
+//! A call of one rank runs on its caller's stream alone ([`Device::on_stream`]): that stream's
+//! order is enough, nothing is recorded or waited for, and a CUDA graph can capture the call.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};

@@ -29,13 +29,15 @@ const FAULTS: [c_int; 2] = [libc::SIGBUS, libc::SIGSEGV];
 static BEFORE: [AtomicPtr<libc::sigaction>; 2] = [const { AtomicPtr::new(ptr::null_mut()) }; 2];
 
 /// From now on a signal that ends this process removes its temporary files first. A signal that is
-/// ignored (as under `nohup`) or handled already (as by Python) stays so. A file that
-/// exceeds the limit of the shell becomes an error of the write.
+/// ignored (as under `nohup`) stays so, and an interrupt that is handled already (as by Python).
+/// Other handlers are replaced: libraries of MPI install one for SIGHUP when they are loaded, which
+/// returns. A file that exceeds the limit of the shell becomes an error of the write.
 pub fn remove_temporaries_on_signals() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         for signal in ENDS {
-            if action_of(signal).sa_sigaction == libc::SIG_DFL {
+            let action = action_of(signal).sa_sigaction;
+            if action == libc::SIG_DFL || (action != libc::SIG_IGN && signal != libc::SIGINT) {
                 handle(signal, on_end as extern "C" fn(c_int) as usize);
             }
         }

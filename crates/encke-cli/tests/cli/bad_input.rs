@@ -58,7 +58,7 @@ fn absurd_sizes_are_refused_before_any_work() {
         ("billion --samples 1e12", "sampled rows"),
         (
             &format!("{plan} 1e9 --mode mix --segment-lengths 1e9 --dilation-rates 1e9"),
-            "steps",
+            "overflows",
         ),
         (
             &format!("{plan} 1e6 --mode mix --segment-lengths 1e9 --dilation-rates 1e6"),

@@ -6,7 +6,6 @@
 mod files;
 mod types;
 
-use std::io::Write;
 use std::process::Command;
 
 use files::{Source, root, sources, tracked};
@@ -31,17 +30,6 @@ const SHARED_TYPE_NAMES: [(&str, &str); 4] = [
         "Attention",
         "the same idea in Rust, in candle and in Python",
     ),
-];
-/// The record of the last run of the GPU suites, and the code that only they can check.
-const GPU_RECORD: &str = "bench/record/gpu-suites.json";
-const GPU_CODE: [&str; 7] = [
-    "crates/encke-cuda/src",
-    "crates/encke/src/gpu_call.rs",
-    "crates/encke/src/on_gpu.rs",
-    "crates/encke-candle/src/cuda.rs",
-    "crates/encke-lab/src/billion/gpu.rs",
-    "python/src/gpu.rs",
-    "python/encke/_gpu_wire.py",
 ];
 /// Words that hide the subject of a sentence.
 const VAGUE_WORDS: [&str; 3] = ["whoever", "nobody", "somebody"];
@@ -196,41 +184,5 @@ fn figures_in_documents_are_those_of_the_records() {
          commit what it changed.",
         String::from_utf8_lossy(&run.stdout),
         String::from_utf8_lossy(&run.stderr)
-    );
-}
-
-/// Prints how many commits the GPU suites have not seen: continuous integration has no GPU.
-#[test]
-fn commits_since_the_last_run_on_a_gpu_are_counted() {
-    for path in GPU_CODE {
-        assert!(
-            root().join(path).exists(),
-            "{path} has moved: correct GPU_CODE"
-        );
-    }
-    let record = std::fs::read(root().join(GPU_RECORD)).expect(GPU_RECORD);
-    let record: serde_json::Value = serde_json::from_slice(&record).expect(GPU_RECORD);
-    let commit = record["commit"].as_str().unwrap_or_default();
-    assert!(
-        commit.len() == 40,
-        "{GPU_RECORD} names {commit:?} instead of one commit: run scripts/test-gpu on a clean tree"
-    );
-    let suites = record["suites"].as_array().expect("a list of suites");
-    let failed = suites.iter().filter(|suite| suite["passed"] != true);
-    none(
-        failed.map(|suite| suite["name"].to_string()).collect(),
-        "Suites failed on the GPU: mend them and run scripts/test-gpu again.",
-    );
-    let mut git = Command::new("git");
-    git.current_dir(root())
-        .args(["rev-list", "--count", &format!("{commit}..HEAD"), "--"]);
-    let counted = git.args(GPU_CODE).output();
-    let count = counted.ok().filter(|output| output.status.success());
-    let count = count.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_string());
-    // Not through println!, whose text the test harness keeps to itself.
-    let count = count.unwrap_or_else(|| "an unknown number of".to_string());
-    let _ = writeln!(
-        std::io::stderr(),
-        "{count} commits have touched GPU code since the suites ran on a GPU ({GPU_RECORD})"
     );
 }
