@@ -157,7 +157,7 @@ macro_rules! each_slab {
 /// Which unusually large elements were packed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Extremes {
-    /// Some of [`HUGE`](super::huge::HUGE) or above, or not finite.
+    /// Some of `HUGE` or above, or not finite.
     pub huge: bool,
     /// Some that are not finite.
     pub nonfinite: bool,
