@@ -8,13 +8,15 @@
 
 mod atomic_file;
 pub mod json;
+#[cfg(not(unix))]
+mod no_system;
 mod read;
 #[cfg(unix)]
 mod system;
-#[cfg(not(unix))]
-#[path = "no_system.rs"]
-mod system;
 mod temporaries;
+
+#[cfg(not(unix))]
+use no_system as system;
 
 pub use atomic_file::{AtomicFile, create_private_folder, folder};
 pub use read::{open, read, read_own};
