@@ -31,7 +31,8 @@ static BEFORE: [AtomicPtr<libc::sigaction>; 2] = [const { AtomicPtr::new(ptr::nu
 /// From now on a signal that ends this process removes its temporary files first. A signal that is
 /// ignored (as under `nohup`) stays so, and an interrupt that is handled already (as by Python).
 /// Other handlers are replaced: libraries of MPI install one for SIGHUP when they are loaded, which
-/// returns (also where it was ignored: a program with MPI does not know `nohup`). A file that exceeds the limit of the shell becomes an error of the write.
+/// returns (also where it was ignored: a program with MPI does not know `nohup`). A file that
+/// exceeds the limit of the shell becomes an error of the write.
 pub fn remove_temporaries_on_signals() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
