@@ -213,6 +213,6 @@ fn job_text(task: &Task) -> String {
         times(job.segments, "segments"),
         times(job.heads, "heads"),
         times(job.batch, "sequences"),
-        if job.causal.is_some() { ", causal" } else { "" },
+        if job.mask.is_some() { ", masked" } else { "" },
     )
 }

@@ -4,8 +4,12 @@
 //! dilation, segments, grouped heads and packed parcels are all just strides to a kernel, and no
 //! rows are gathered before they are attended to.
 
-use serde::Serialize;
+use std::ops::Range;
 use std::sync::Arc;
+
+use serde::Serialize;
+
+pub use crate::mask::{Band, Mask, Piece, Window};
 
 /// An affine view of a buffer: maps (batch, segment, row, head) to an address in elements.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -34,18 +38,14 @@ impl Operand {
     }
 }
 
-/// A causal mask: the positions of queries and keys within their segment. A query sees the keys at
-/// or before its own position.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Causal {
-    /// Position of the first query.
-    pub query: usize,
-    /// Step between the positions of consecutive queries.
-    pub query_step: usize,
-    /// Position of the first key.
-    pub key: usize,
-    /// Step between the positions of consecutive keys.
-    pub key_step: usize,
+/// What happens to a score q·k·scale before the softmax (spec section 11).
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ScoreTransform {
+    /// Scores x become `softcap * tanh(x / softcap)`.
+    pub softcap: Option<f64>,
+    /// The ALiBi slope of each head of the job: slope times distance is subtracted. The job has a
+    /// mask then, which holds the positions.
+    pub slopes: Option<Arc<[f64]>>,
 }
 
 /// One strided batched attention: in every segment of every batch entry, for every head, `queries`
@@ -74,8 +74,10 @@ pub struct Job {
     pub cells: Operand,
     /// Addresses in dq, if they differ from those in q.
     pub dq: Option<Operand>,
-    /// The causal mask; None if every query sees every key.
-    pub causal: Option<Causal>,
+    /// Which keys each query sees; None if every query sees every key.
+    pub mask: Option<Mask>,
+    /// What happens to the scores; None if nothing does.
+    pub transform: Option<ScoreTransform>,
     /// The softmax scale: factor of q·k.
     pub scale: f64,
     /// Factor of the output after the softmax. The backward pass needs it too.
@@ -83,26 +85,43 @@ pub struct Job {
 }
 
 impl Job {
-    /// The number of keys that query row `i` sees. Positions ascend, so these are the first keys.
+    /// The keys that query row `i` sees.
     #[inline]
-    pub fn visible(&self, i: usize) -> usize {
-        match self.causal {
-            None => self.keys,
-            Some(mask) => {
-                let position = mask.query + i * mask.query_step;
-                if position < mask.key {
-                    0
-                } else {
-                    ((position - mask.key) / mask.key_step + 1).min(self.keys)
-                }
-            }
+    pub fn visible(&self, i: usize) -> Range<usize> {
+        match &self.mask {
+            None => 0..self.keys,
+            Some(mask) => mask.visible(i, self.keys),
         }
+    }
+
+    /// Whether some query does not see some key.
+    pub fn hides(&self) -> bool {
+        let hides = |i: usize| self.visible(i) != (0..self.keys);
+        match &self.mask {
+            None => false,
+            // A band moves in one direction, so its first and last query see the extremes.
+            Some(Mask::Band(_)) => hides(0) || hides(self.queries - 1),
+            Some(Mask::Documents(_)) => true,
+        }
+    }
+
+    /// The band of a causal mask; None if there is no mask or another one.
+    pub fn causal(&self) -> Option<Band> {
+        match self.mask {
+            Some(Mask::Band(band)) if band.window == Window::CAUSAL => Some(band),
+            _ => None,
+        }
+    }
+
+    /// Whether the job has no other mask than a causal one, and plain scores.
+    pub fn is_plain(&self) -> bool {
+        self.transform.is_none() && (self.mask.is_none() || self.causal().is_some())
     }
 
     /// (query, key) pairs the job computes, over all batch entries, segments and heads.
     pub fn pairs(&self) -> u128 {
         let each = (self.batch * self.segments * self.heads) as u128;
-        let one: u128 = match self.causal {
+        let one: u128 = match &self.mask {
             None => self.queries as u128 * self.keys as u128,
             Some(mask) => mask.pairs(self.queries, self.keys),
         };
@@ -115,57 +134,15 @@ impl Job {
             offset: operand.offset + rows.start * operand.row,
             ..operand.clone()
         };
-        let mut job = Job {
+        Job {
             queries: rows.len(),
             q: of(&self.q),
             cells: of(&self.cells),
             dq: self.dq.as_ref().map(of),
+            mask: self.mask.as_ref().map(|mask| mask.of_queries(rows)),
             ..self.clone()
-        };
-        if let Some(mask) = &mut job.causal {
-            mask.query += rows.start * mask.query_step;
-        }
-        job
-    }
-}
-
-impl Causal {
-    /// The number of visible pairs in closed form.
-    fn pairs(&self, queries: usize, keys: usize) -> u128 {
-        // Queries before `first` see nothing, those from `full` on see every key.
-        let ahead = |position: usize| {
-            let gap = position.saturating_sub(self.query);
-            gap.div_ceil(self.query_step).min(queries)
-        };
-        let first = ahead(self.key);
-        let full = ahead(self.key + (keys - 1) * self.key_step);
-        let slope = self.query_step as u128;
-        let lead = (self.query + first * self.query_step) as u128;
-        let between = match full.checked_sub(first) {
-            Some(count) if count > 0 => {
-                let start = lead - self.key as u128;
-                floor_sum(count as u128, self.key_step as u128, slope, start) + count as u128
-            }
-            _ => 0,
-        };
-        between + (queries - full.max(first)) as u128 * keys as u128
-    }
-}
-
-/// Sum over i in 0..n of floor((a·i + b) / m).
-fn floor_sum(mut n: u128, mut m: u128, mut a: u128, mut b: u128) -> u128 {
-    let mut sum = 0;
-    while n > 0 {
-        sum += n * (n - 1) / 2 * (a / m) + n * (b / m);
-        (a, b) = (a % m, b % m);
-        let top = a * n + b;
-        (n, b) = (top / m, top % m);
-        (m, a) = (a, m);
-        if m == 0 {
-            break;
         }
     }
-    sum
 }
 
 /// Rows to copy, add or merge from one buffer into another; addresses as in [`Job`].

@@ -6,7 +6,7 @@
 //! job has exactly the pairs of its parts. It is larger, which kernels run more efficiently, and
 //! reads and writes its carry once.
 
-use crate::job::{Block, Causal, Job, Operand};
+use crate::job::{Band, Block, Job, Mask, Operand};
 
 /// A job is split at a multiple of this many query rows: the size of the smallest kernel tile.
 const BLOCK: usize = 16;
@@ -77,8 +77,13 @@ impl Job {
         if first >= self.queries {
             return None;
         }
+        let keys = match &self.mask {
+            // The last query sees the last keys.
+            Some(Mask::Band(_)) => self.visible(first - 1).end.max(1),
+            _ => self.keys,
+        };
         let low = Job {
-            keys: self.visible(first - 1).max(1),
+            keys,
             ..self.of_queries(0..first)
         };
         let high = self.of_queries(first..self.queries);
@@ -95,27 +100,28 @@ impl Job {
         let adjacent = self.is_like(next)
             && same_queries
             && self.follows(&self.k, self.keys, &next.k)
-            && self.visible(0) == self.keys;
+            && !self.hides();
         if !adjacent {
             return None;
         }
-        let causal = match next.causal.filter(|_| next.hides()) {
-            None => None,
-            Some(mask) => {
+        let mask = match next.hides() {
+            false => None,
+            true => {
+                let mask = next.causal()?;
                 // In the joined mask every query sees all of this job's keys only if the first
                 // query's position is at most one key step before the next job's first key.
                 (mask.query + mask.key_step >= mask.key).then_some(())?;
                 let ahead = self.keys * mask.key_step;
-                Some(Causal {
+                Some(Mask::Band(Band {
                     query: mask.query + ahead,
                     ..mask
-                })
+                }))
             }
         };
         Some(Job {
             keys: self.keys + next.keys,
             k: self.k_of(next),
-            causal,
+            mask,
             ..self.clone()
         })
     }
@@ -132,14 +138,15 @@ impl Job {
         if !adjacent {
             return None;
         }
-        let causal = match self.causal.filter(|_| self.hides()) {
-            None => {
+        let mask = match self.hides() {
+            false => {
                 (self.keys == next.keys && !next.hides()).then_some(())?;
                 None
             }
-            Some(mask) => {
-                self.mask_extends_to(&mask, next).then_some(())?;
-                Some(mask)
+            true => {
+                let mask = self.causal()?;
+                self.mask_extends_to(&mask, next)?.then_some(())?;
+                Some(Mask::Band(mask))
             }
         };
         let widest = if next.keys > self.keys { next } else { self };
@@ -153,19 +160,14 @@ impl Job {
                 _ => None,
             },
             k: widest.k.clone(),
-            causal,
+            mask,
             ..self.clone()
         })
     }
 
-    /// Whether some query does not see some key.
-    fn hides(&self) -> bool {
-        self.visible(0) < self.keys
-    }
-
     /// Whether this job's mask, extended to the keys and queries of both jobs, leaves the visible
-    /// keys of all queries unchanged.
-    fn mask_extends_to(&self, mask: &Causal, next: &Job) -> bool {
+    /// keys of all queries unchanged; None if the next job has another kind of mask.
+    fn mask_extends_to(&self, mask: &Band, next: &Job) -> Option<bool> {
         let longer = Job {
             queries: self.queries + next.queries,
             keys: self.keys.max(next.keys),
@@ -176,22 +178,23 @@ impl Job {
                 keys: usize::MAX,
                 ..self.clone()
             };
-            unbounded.visible(self.queries - 1) <= self.keys
+            unbounded.visible(self.queries - 1).end <= self.keys
         };
         let wide = |x: usize| x as i128;
-        let lead = |mask: &Causal| wide(mask.query) - wide(mask.key);
-        let next_unchanged = match next.causal.filter(|_| next.hides()) {
-            None => next.keys >= self.keys && longer.visible(self.queries) >= next.keys,
-            Some(other) => {
+        let lead = |mask: &Band| wide(mask.query) - wide(mask.key);
+        let next_unchanged = match next.hides() {
+            false => next.keys >= self.keys && longer.visible(self.queries).end >= next.keys,
+            true => {
+                let other = next.causal()?;
                 let steps = (mask.query_step, mask.key_step) == (other.query_step, other.key_step);
                 let same = lead(mask) + wide(self.queries * mask.query_step) == lead(&other);
                 let last = next.queries - 1;
                 let clipped =
-                    self.keys <= next.keys || longer.visible(self.queries + last) <= next.keys;
+                    self.keys <= next.keys || longer.visible(self.queries + last).end <= next.keys;
                 steps && same && clipped
             }
         };
-        own_unchanged && next_unchanged
+        Some(own_unchanged && next_unchanged)
     }
 
     /// Whether the jobs differ only in their rows.
@@ -199,6 +202,9 @@ impl Job {
         (self.batch, self.segments, self.heads, self.dim)
             == (next.batch, next.segments, next.heads, next.dim)
             && (self.scale, self.gain) == (next.scale, next.gain)
+            && self.transform == next.transform
+            // Joined keys have no common positions, which slopes would need.
+            && self.transform.as_ref().is_none_or(|of| of.slopes.is_none())
     }
 
     /// Whether two operands have the same addresses for `rows` rows.
@@ -248,6 +254,7 @@ impl Job {
 mod tests {
     use super::*;
     use crate::conformance::Random;
+    use crate::job::Window;
     use std::collections::BTreeMap;
 
     /// How often each pair of addresses is computed.
@@ -258,7 +265,7 @@ mod tests {
                 (0..job.segments).flat_map(|s| (0..job.heads).map(move |h| (s, h)))
             {
                 for i in 0..job.queries {
-                    for j in 0..job.visible(i) {
+                    for j in job.visible(i) {
                         let dq = job.dq.as_ref().unwrap_or(&job.q);
                         let at = [&job.q, &job.cells, dq].map(|of| of.at(0, segment, i, head));
                         let key = job.k.at(0, segment, j, head);
@@ -339,7 +346,7 @@ mod tests {
         }
     }
 
-    fn job(queries: (usize, usize), keys: (usize, usize), causal: Option<Causal>) -> Job {
+    fn job(queries: (usize, usize), keys: (usize, usize), band: Option<Band>) -> Job {
         Job {
             batch: 1,
             segments: 2,
@@ -351,19 +358,25 @@ mod tests {
             k: operand(8 * keys.0, 8),
             cells: operand(queries.0, 1),
             dq: None,
-            causal,
+            mask: band.map(Mask::Band),
+            transform: None,
             scale: 0.5,
             gain: 1.0,
         }
     }
 
-    fn causal(query: usize, key: usize) -> Option<Causal> {
-        Some(Causal {
-            query,
-            query_step: 1,
-            key,
-            key_step: 1,
-        })
+    fn causal(query: usize, key: usize) -> Option<Band> {
+        Some(Band::causal((query, 1), (key, 1)))
+    }
+
+    /// Mostly causal.
+    fn window(random: &mut Random) -> Window {
+        let mut limit = || (!random.once_in(3)).then(|| random.below(12));
+        let (left, right) = (limit(), limit());
+        match random.once_in(4) {
+            true => Window { left, right },
+            false => Window::CAUSAL,
+        }
     }
 
     #[test]
@@ -388,11 +401,10 @@ mod tests {
             let mut random = Random::new(seed);
             let mut mask = || {
                 let steps = (1 + random.below(3), 1 + random.below(3));
-                Causal {
-                    query: random.below(20),
-                    query_step: steps.0,
-                    key: random.below(20),
-                    key_step: steps.1,
+                let band = Band::causal((random.below(20), steps.0), (random.below(20), steps.1));
+                Band {
+                    window: window(&mut random),
+                    ..band
                 }
             };
             let (first, mut second) = (mask(), mask());
@@ -426,11 +438,11 @@ mod tests {
         let mut cut = 0;
         for seed in 0..2000 {
             let mut random = Random::new(seed);
-            let mask = Causal {
-                query: random.below(20),
-                query_step: 1 + random.below(3),
-                key: random.below(20),
-                key_step: 1 + random.below(3),
+            let mut affine = || (random.below(20), 1 + random.below(3));
+            let mask = Band::causal(affine(), affine());
+            let mask = Band {
+                window: window(&mut random),
+                ..mask
             };
             let mask = (!random.once_in(4)).then_some(mask);
             let whole = job((0, 1 + random.below(60)), (0, 1 + random.below(60)), mask);

@@ -15,6 +15,7 @@ pub mod job;
 mod join;
 pub mod kernel;
 mod kernel_error;
+pub mod mask;
 pub mod memory;
 pub mod mixing;
 pub mod naive;

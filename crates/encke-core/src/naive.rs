@@ -128,7 +128,7 @@ impl Kernel for NaiveKernel {
                 let at_q = job.q.at(b, s, i, h);
                 let at_dq = job.dq.as_ref().unwrap_or(&job.q).at(b, s, i, h);
                 let dout = row(&dout, cell * dim, dim);
-                for j in 0..job.visible(i) {
+                for j in job.visible(i) {
                     let key = job.k.at(b, s, j, h);
                     let score = job.scale * dot(row(&q, at_q, dim), row(&k, key, dim));
                     let score = upstream.lse.dtype().round(score);
@@ -166,7 +166,7 @@ fn attend_cells(
             let cell = job.cells.at(b, s, i, h);
             let query = row(&q, job.q.at(b, s, i, h), job.dim);
             let mut running = before(cell);
-            for j in 0..job.visible(i) {
+            for j in job.visible(i) {
                 let key = job.k.at(b, s, j, h);
                 let score = sum.round(job.scale * dot(query, row(&k, key, job.dim)));
                 running.absorb(score, row(&v, key, job.dim));

@@ -43,7 +43,7 @@ pub(crate) fn longest_task(job: &Job, task_rows: f64) -> f64 {
         true => (job.queries as f64 / task_rows).max(1.0),
         false => return 0.0,
     };
-    let of_instance = match job.causal {
+    let of_instance = match job.mask {
         Some(_) => 1.0 - (1.0 - 1.0 / tasks).powi(2),
         None => 1.0 / tasks,
     };
@@ -74,7 +74,7 @@ pub(crate) fn tiled_pairs(job: &Job, [queries, keys]: [usize; 2]) -> f64 {
 
 /// Masked pairs at the diagonal that cost time, `keys` for each query: at most all masked pairs.
 pub(crate) fn diagonal_pairs(job: &Job, keys: f64) -> f64 {
-    if job.causal.is_none() {
+    if job.mask.is_none() {
         return 0.0;
     }
     let rows = instances(job) as f64 * job.queries as f64;

@@ -6,7 +6,7 @@
 use std::time::Instant;
 
 use encke_core::conformance;
-use encke_core::job::{Causal, Job, Operand};
+use encke_core::job::{Band, Job, Mask, Operand};
 use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
 use encke_core::{DType, Data};
@@ -24,12 +24,7 @@ fn job(causal: bool) -> Job {
         row: HEADS * unit,
         heads: (0..HEADS).map(|h| h * unit).collect(),
     };
-    let mask = Causal {
-        query: 0,
-        query_step: 1,
-        key: 0,
-        key_step: 1,
-    };
+    let mask = Band::causal((0, 1), (0, 1));
     Job {
         batch: 1,
         segments: 1,
@@ -41,7 +36,8 @@ fn job(causal: bool) -> Job {
         k: operand(DIM),
         cells: operand(1),
         dq: None,
-        causal: causal.then_some(mask),
+        mask: causal.then_some(Mask::Band(mask)),
+        transform: None,
         scale: 1.0 / (DIM as f64).sqrt(),
         gain: 1.0,
     }

@@ -239,7 +239,7 @@ impl<X: Vector> BackwardCall<'_, X> {
             }
             lse[lane] = row_lse;
             delta[lane] = X::A::get(upstream.delta, cell(lane));
-            visibility.visible[i][lane] = job.visible(first + lane);
+            visibility.visible[i][lane] = job.visible(first + lane).end;
         }
         let (scale, gain) = (X::A::from_f64(job.scale), X::A::from_f64(job.gain));
         for (rows, factor) in [(&mut *q_rows, scale), (&mut *dout_rows, gain)] {

@@ -111,7 +111,7 @@ impl<X: Vector, const R: usize> SimdTask for ForwardTaskRun<'_, X, R> {
             let tile = call.grid.tile(block.group, tile);
             call.load(block, i, tile, &mut panels);
             for (lane, count) in visible[i][..lanes::<X>()].iter_mut().enumerate() {
-                *count = call.job.visible(tile.first + lane.min(tile.count - 1));
+                *count = call.job.visible(tile.first + lane.min(tile.count - 1)).end;
             }
         }
         call.attend::<R>(block, &visible, &mut panels);
@@ -206,7 +206,7 @@ impl<X: Vector> ForwardCall<'_, X> {
             panel::rows(self.k, job.dim, count, address, width, k);
             panel::rows(self.v, job.dim, count, address, width, v);
             // Hidden values are multiplied by zero weights, which hides only finite ones.
-            let finite = job.causal.is_none() || panel::finite(&v[..count * width]);
+            let finite = job.mask.is_none() || panel::finite(&v[..count * width]);
             let next = most.saturating_sub(start + KEYS).min(KEYS);
             for (i, visible) in visible.iter().enumerate().take(count_of_tiles) {
                 for j in i * next / count_of_tiles..(i + 1) * next / count_of_tiles {

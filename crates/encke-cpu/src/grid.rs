@@ -101,7 +101,7 @@ impl QueryGrid {
                 })
             })
             .collect();
-        if job.causal.is_some() {
+        if job.mask.is_some() {
             // A block attends to about as many keys as its last query.
             let last = |block: &QueryBlock| {
                 let tile = self.tile(block.group, block.tiles.end - 1);

@@ -147,6 +147,7 @@ impl CpuKernel {
 
     /// Rejects a job in which two queries have the same cell.
     fn writable_cells(&self, job: &Job) -> Result<()> {
+        check_plain(job)?;
         let cells = [job.batch, job.segments, job.queries];
         writable("cells", shared::disjoint(&job.cells, cells, 1, false))
     }
@@ -204,6 +205,13 @@ fn unsupported(what: String) -> KernelError {
     KernelError::Unsupported {
         kernel: "cpu",
         what,
+    }
+}
+
+fn check_plain(job: &Job) -> Result<()> {
+    match job.is_plain() {
+        true => Ok(()),
+        false => Err(unsupported("masks other than causal ones".into())),
     }
 }
 
@@ -365,6 +373,7 @@ impl Kernel for CpuKernel {
         check_threads()?;
         let inputs = backward::BackwardInputs { q, k, v, upstream };
         let dtype = sums_in(&[gradients.dq, gradients.dk, gradients.dv])?;
+        check_plain(job)?;
         let queries = [job.batch, job.segments, job.queries];
         let dq = job.dq.as_ref().unwrap_or(&job.q);
         writable("dq", shared::disjoint(dq, queries, job.dim, false))?;

@@ -1,7 +1,7 @@
 //! The conformance suite on every instruction set, and the guarantees of this kernel beyond it.
 
 use encke_core::conformance::{self, KernelSuite, Random};
-use encke_core::job::{Causal, Job, Operand};
+use encke_core::job::{Band, Job, Mask, Operand};
 use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
 use encke_core::plan::Pass;
@@ -93,12 +93,8 @@ fn job(tokens: usize, dim: usize) -> Job {
         k: operand(dim),
         cells: operand(1),
         dq: None,
-        causal: Some(Causal {
-            query: 0,
-            query_step: 1,
-            key: 0,
-            key_step: 1,
-        }),
+        mask: Some(Mask::Band(Band::causal((0, 1), (0, 1)))),
+        transform: None,
         scale: 0.3,
         gain: 1.0,
     }

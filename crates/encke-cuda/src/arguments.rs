@@ -64,7 +64,8 @@ impl TableCache {
             operand(dq)?,
         );
         let position = |x: usize| x as i64;
-        let mask = job.causal.as_ref();
+        let mask = job.causal();
+        let mask = mask.as_ref();
         let value = abi::JobParams {
             q,
             k,

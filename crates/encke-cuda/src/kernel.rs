@@ -258,6 +258,16 @@ impl Memory for CudaKernel {
     }
 }
 
+/// Refuses jobs that the GPU's kernels do not compute.
+fn check_plain(job: &Job) -> std::result::Result<(), Error> {
+    match job.is_plain() {
+        true => Ok(()),
+        false => Err(Error::Unsupported {
+            what: "windows, documents, softcaps or slopes".into(),
+        }),
+    }
+}
+
 impl Kernel for CudaKernel {
     fn attend(
         &self,
@@ -267,6 +277,7 @@ impl Kernel for CudaKernel {
         v: &Buffer,
         state: SoftmaxState<'_, Buffer>,
     ) -> Result<()> {
+        check_plain(job)?;
         Ok(self.attention(job, DeviceInputs::new(q, k, v)?, state)?)
     }
 
@@ -323,6 +334,7 @@ impl Kernel for CudaKernel {
         upstream: Upstream<&Buffer>,
         gradients: Gradients<'_, Buffer>,
     ) -> Result<()> {
+        check_plain(job)?;
         let gradients = BackwardOperands {
             upstream,
             gradients,

@@ -10,7 +10,7 @@ use super::layout::{Layout, RowCounts, shuffled};
 use super::random::Random;
 use super::suite::KernelSuite;
 use crate::dtype::DType;
-use crate::job::{Causal, Job, Operand};
+use crate::job::{Band, Job, Mask, Operand};
 
 /// The largest numbers of queries and keys of a case: small, but beyond the tile sizes of kernels.
 const SIZES: [(usize, usize); 6] = [(8, 8), (40, 40), (8, 200), (200, 8), (200, 200), (200, 200)];
@@ -104,7 +104,7 @@ impl Case {
     pub fn pairs(&self, mut each: impl FnMut(PairAddresses)) {
         for (part, job) in self.parts.iter().map(|part| &part.job).enumerate() {
             for (b, s, query_row, h) in rows(job, job.queries) {
-                for key_row in 0..job.visible(query_row) {
+                for key_row in job.visible(query_row) {
                     each(PairAddresses {
                         part,
                         key_row,
@@ -267,15 +267,13 @@ fn part(
     };
     let queries = all_or_some(random, (sizes.queries - first).div_ceil(step));
     let keys = all_or_some(random, sizes.keys);
-    let causal = (!random.once_in(3)).then(|| {
+    let band = (!random.once_in(3)).then(|| {
         let (position, distance) = shared.queries;
         let last = position + sizes.queries * distance;
-        Causal {
-            query: position + first * distance,
-            query_step: step * distance,
-            key: random.below(last + 5),
-            key_step: random.pick(&[1, 1, 2, 3, 5]),
-        }
+        Band::causal(
+            (position + first * distance, step * distance),
+            (random.below(last + 5), random.pick(&[1, 1, 2, 3, 5])),
+        )
     });
     let mut slots: Vec<usize> = (0..sizes.heads)
         .map(|h| h * sizes.kv_heads / sizes.heads)
@@ -300,7 +298,8 @@ fn part(
         k: k.operand.clone(),
         cells: thin(shared.cells),
         dq: shared.dq.map(thin),
-        causal,
+        mask: band.map(Mask::Band),
+        transform: None,
         scale: distribution.scale,
         gain: shared.gain,
     };

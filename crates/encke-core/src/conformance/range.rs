@@ -14,7 +14,7 @@ use super::random::Random;
 use super::range_bounds::{Bound, RangeBounds};
 use super::suite::KernelSuite;
 use crate::dtype::DType;
-use crate::job::{Causal, Job, Operand};
+use crate::job::{Band, Job, Mask, Operand};
 use crate::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 
 /// Checks the cases of `seeds` on a kernel, each in a type of `dtypes`.
@@ -129,12 +129,8 @@ impl RangeCase {
         };
         (case.v, case.dout) = (unit(keys), unit(queries));
         if random.once_in(2) {
-            case.job.causal = Some(Causal {
-                query: random.below(keys),
-                query_step: 1 + random.below(3),
-                key: 0,
-                key_step: 1,
-            });
+            let query = (random.below(keys), 1 + random.below(3));
+            case.job.mask = Some(Mask::Band(Band::causal(query, (0, 1))));
         }
         case
     }
@@ -145,8 +141,8 @@ impl RangeCase {
         [0..self.split, self.split..job.keys].map(|rows| {
             let mut part = job.clone();
             part.keys = rows.len();
-            if let Some(causal) = &mut part.causal {
-                causal.key = rows.start;
+            if let Some(Mask::Band(band)) = &mut part.mask {
+                band.key = rows.start;
             }
             (part, rows.start * dim..rows.end * dim)
         })
@@ -173,7 +169,8 @@ fn job(queries: usize, keys: usize, dim: usize, scale: f64) -> Job {
         k: rows(dim),
         cells: rows(1),
         dq: None,
-        causal: None,
+        mask: None,
+        transform: None,
         scale,
         gain: 1.0,
     }

@@ -104,7 +104,8 @@ impl QueryWeights {
         let (job, dim, sum) = (&case.job, case.job.dim, case.dtype.sum());
         let q = &case.q[query * dim..(query + 1) * dim];
         let mut noise = 0.0f64;
-        let scores: Vec<f64> = (0..job.visible(query))
+        let scores: Vec<f64> = job
+            .visible(query)
             .map(|key| {
                 let terms = q.iter().zip(&case.k[key * dim..]).map(|(q, k)| q * k);
                 let (score, size) = terms.fold((0.0, 0.0), |(s, z), x| (s + x, z + x.abs()));

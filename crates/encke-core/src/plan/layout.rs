@@ -6,7 +6,7 @@ use super::program::{BufferId, Message, Origin, Role, TokenRows};
 use super::rings::{Parcel, Section};
 use super::topology::Plan;
 use super::width::Width;
-use crate::job::{Block, Causal, Job, Operand};
+use crate::job::{Band, Block, Job, Mask, Operand};
 use crate::pattern::Lane;
 use crate::rows::{Rows, Visibility, visibility};
 use crate::sharding::Run;
@@ -232,15 +232,13 @@ impl Plan {
         dq: Option<Operand>,
     ) -> Option<Job> {
         let request = &self.request;
-        let causal = match visibility(request.pattern.is_causal(), q_rows, k_rows) {
+        let mask = match visibility(request.pattern.is_causal(), q_rows, k_rows) {
             Visibility::None => return None,
             Visibility::All => None,
-            Visibility::Partial => Some(Causal {
-                query: q_rows.position,
-                query_step: q_rows.position_step,
-                key: k_rows.position,
-                key_step: k_rows.position_step,
-            }),
+            Visibility::Partial => Some(Mask::Band(Band::causal(
+                (q_rows.position, q_rows.position_step),
+                (k_rows.position, k_rows.position_step),
+            ))),
         };
         Some(Job {
             batch: request.shape.batch,
@@ -253,7 +251,8 @@ impl Plan {
             k,
             cells,
             dq,
-            causal,
+            mask,
+            transform: None,
             scale: request.scale(),
             gain: request.pattern.gain(),
         })

@@ -7,7 +7,7 @@ mod fault;
 
 use encke_core::conformance::{self, KernelSuite};
 use encke_core::dtype::Slice;
-use encke_core::job::{Block, Causal, Job};
+use encke_core::job::{Band, Block, Job, Mask};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
 use encke_core::naive::NaiveKernel;
@@ -25,21 +25,16 @@ impl KernelMutant {
     /// The job as the mutant interprets it.
     fn misread(&self, job: &Job) -> Job {
         let mut job = job.clone();
-        let flip = |mask: Causal| Causal {
+        let flip = |mask: Band| Band {
             query: mask.key,
             key: mask.query,
             ..mask
         };
-        let indices = |_| Causal {
-            query: 0,
-            query_step: 1,
-            key: 0,
-            key_step: 1,
-        };
+        let indices = |_| Band::causal((0, 1), (0, 1));
         match self.0 {
-            KernelFault::CausalSignFlipped => job.causal = job.causal.map(flip),
-            KernelFault::CausalOnIndices => job.causal = job.causal.map(indices),
-            KernelFault::CausalIgnored => job.causal = None,
+            KernelFault::CausalSignFlipped => job.mask = job.causal().map(flip).map(Mask::Band),
+            KernelFault::CausalOnIndices => job.mask = job.causal().map(indices).map(Mask::Band),
+            KernelFault::CausalIgnored => job.mask = None,
             KernelFault::BackwardIgnoresGain => job.gain = 1.0,
             KernelFault::WrongKvHead => job.k.heads = job.k.heads.iter().rev().copied().collect(),
             KernelFault::DqWhereQIs => job.dq = None,
@@ -113,7 +108,10 @@ fn hidden_pairs(job: &Job, mut each: impl FnMut(usize, usize, usize, usize, usiz
     for b in 0..job.batch {
         for (s, h) in (0..job.segments).flat_map(|s| (0..job.heads).map(move |h| (s, h))) {
             for i in 0..job.queries {
-                (job.visible(i)..job.keys).for_each(|j| each(b, s, h, i, j));
+                let hidden = |j: &usize| !job.visible(i).contains(j);
+                (0..job.keys)
+                    .filter(hidden)
+                    .for_each(|j| each(b, s, h, i, j));
             }
         }
     }
@@ -221,7 +219,7 @@ impl KernelMutant {
         };
         NaiveKernel.attend(&job, q, k, v, state)?;
         if self.0 == KernelFault::ConcludeLeavesUnseen {
-            for i in (0..job.queries).filter(|&i| job.visible(i) == 0) {
+            for i in (0..job.queries).filter(|&i| job.visible(i).is_empty()) {
                 let row = Job {
                     queries: 1,
                     cells: encke_core::job::Operand {

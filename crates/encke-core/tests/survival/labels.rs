@@ -190,7 +190,7 @@ impl LabelRank {
         let mut found = Vec::new();
         for (b, s) in (0..job.batch).flat_map(|b| (0..job.segments).map(move |s| (b, s))) {
             for (h, i) in (0..job.heads).flat_map(|h| (0..job.queries).map(move |i| (h, i))) {
-                for j in 0..job.visible(i) {
+                for j in job.visible(i) {
                     let (q_at, k_at) = (job.q.at(b, s, i, h), job.k.at(b, s, j, h));
                     let pair = (label(q, q_at), label(k, k_at));
                     found.push((pair, job.cells.at(b, s, i, h), q_at, k_at));

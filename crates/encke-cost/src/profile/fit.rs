@@ -22,7 +22,7 @@ pub(super) fn features(job: &Job, dtype: DType, tile: [usize; 2], backward: bool
     let only = |condition: bool, feature: f64| if condition { feature } else { 0.0 };
     [
         operations,
-        only(job.causal.is_some(), query_rows(job) as f64 * each),
+        only(job.mask.is_some(), query_rows(job) as f64 * each),
         row_bytes(job, dtype, backward),
         1.0,
         only(has_few_instances(job), operations),

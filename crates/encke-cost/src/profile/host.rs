@@ -264,7 +264,7 @@ impl HostProfile {
             let concurrent = Reading::Concurrent { probe, backward };
             JobFit {
                 backward,
-                causal: job.causal.is_some(),
+                causal: job.mask.is_some(),
                 segments: job.segments,
                 rows: job.queries,
                 heads: job.heads,

@@ -4,7 +4,7 @@
 //! ring use rows of different ranks and messages, which are not in the caches that a repeated job
 //! would find them in; and rows of a dilated branch are strided.
 
-use encke_core::job::{Causal, Job, Operand};
+use encke_core::job::{Band, Job, Mask, Operand};
 
 use crate::job_costs::has_few_instances;
 use crate::probe_sizes::ProbeSizes;
@@ -111,12 +111,7 @@ fn job(sizes: ProbeSizes, shape: ProbeShape, (token, head): (usize, usize), caus
             heads: (head..head + heads).map(|head| head * unit).collect(),
         }
     };
-    let mask = Causal {
-        query: 0,
-        query_step: 1,
-        key: 0,
-        key_step: 1,
-    };
+    let mask = Band::causal((0, 1), (0, 1));
     Job {
         batch: 1,
         segments,
@@ -128,7 +123,8 @@ fn job(sizes: ProbeSizes, shape: ProbeShape, (token, head): (usize, usize), caus
         k: operand(sizes.dim),
         cells: operand(1),
         dq: None,
-        causal: causal.then_some(mask),
+        mask: causal.then_some(Mask::Band(mask)),
+        transform: None,
         scale: 1.0 / (sizes.dim as f64).sqrt(),
         gain: 1.0,
     }

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::time::Instant;
 
 use encke_core::conformance::Random;
-use encke_core::job::{Causal, Job, Operand};
+use encke_core::job::{Band, Job, Mask, Operand};
 use encke_core::kernel::{Carry, SoftmaxState};
 use encke_core::{DType, Data};
 use encke_cpu::internals::{AmxBackwardInputs, PagePool, Target, TileElement};
@@ -34,12 +34,7 @@ pub fn job(tokens: usize, heads: usize, dim: usize, causal: bool) -> Job {
         row: heads * unit,
         heads: (0..heads).map(|head| head * unit).collect(),
     };
-    let mask = Causal {
-        query: 0,
-        query_step: 1,
-        key: 0,
-        key_step: 1,
-    };
+    let mask = Band::causal((0, 1), (0, 1));
     Job {
         batch: 1,
         segments: 1,
@@ -51,7 +46,8 @@ pub fn job(tokens: usize, heads: usize, dim: usize, causal: bool) -> Job {
         k: operand(dim),
         cells: operand(1),
         dq: None,
-        causal: causal.then_some(mask),
+        mask: causal.then_some(Mask::Band(mask)),
+        transform: None,
         scale: 1.0 / (dim as f64).sqrt(),
         gain: 1.0,
     }

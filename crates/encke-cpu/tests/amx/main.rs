@@ -9,7 +9,7 @@ mod packing;
 
 use encke_core::conformance::{self, KernelSuite, Random};
 use encke_core::dtype::Slice;
-use encke_core::job::{Causal, Job, Operand};
+use encke_core::job::{Band, Job, Mask, Operand};
 use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
 use encke_core::naive::NaiveKernel;
@@ -59,7 +59,7 @@ fn hardware_tiles_conform() {
 }
 
 /// One batch entry; pairs of heads share their keys; rows of consecutive tokens are contiguous.
-fn job(queries: usize, keys: usize, heads: usize, dim: usize, causal: Option<Causal>) -> Job {
+fn job(queries: usize, keys: usize, heads: usize, dim: usize, causal: Option<Band>) -> Job {
     let operand = |unit: usize, heads: Vec<usize>| Operand {
         offset: 0,
         batch: 0,
@@ -78,7 +78,8 @@ fn job(queries: usize, keys: usize, heads: usize, dim: usize, causal: Option<Cau
         k: operand(dim, (0..heads).map(|head| head / 2).collect()),
         cells: operand(1, (0..heads).collect()),
         dq: None,
-        causal,
+        mask: causal.map(Mask::Band),
+        transform: None,
         scale: 1.0 / (dim as f64).sqrt(),
         gain: 0.5,
     }
@@ -226,12 +227,7 @@ fn close_outputs<N: TestedElement>(
     close(&format!("{what}, out"), &got.out, &expected.out, of_out);
 }
 
-const DENSE: Causal = Causal {
-    query: 0,
-    query_step: 1,
-    key: 0,
-    key_step: 1,
-};
+const DENSE: Band = Band::causal((0, 1), (0, 1));
 
 #[test]
 fn long_sequences_match_the_oracle_across_block_boundaries() {
@@ -242,30 +238,8 @@ fn long_sequences_match_the_oracle_across_block_boundaries() {
         (1100, 1300, 1, 64, None),
         (1100, 1300, 3, 40, Some(DENSE)),
         (1200, 1200, 2, 64, Some(DENSE)),
-        (
-            300,
-            2100,
-            2,
-            128,
-            Some(Causal {
-                query: 5000,
-                query_step: 3,
-                key: 30,
-                key_step: 5,
-            }),
-        ),
-        (
-            2100,
-            90,
-            1,
-            80,
-            Some(Causal {
-                query: 0,
-                query_step: 1,
-                key: 700,
-                key_step: 9,
-            }),
-        ),
+        (300, 2100, 2, 128, Some(Band::causal((5000, 3), (30, 5)))),
+        (2100, 90, 1, 80, Some(Band::causal((0, 1), (700, 9)))),
     ] {
         let job = job(queries, keys, heads, dim, causal);
         let what = format!("{queries} queries, {keys} keys, {heads} heads of {dim}");

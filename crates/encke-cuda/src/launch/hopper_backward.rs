@@ -282,7 +282,7 @@ impl HopperBackwardCall<'_> {
     /// tiles wrap around, so each waits for all others of its head, and all must run at once.
     fn stagger(&self, fixed_order: bool) -> usize {
         let (launch, all) = (self.launch, self.context.device.multiprocessors() as usize);
-        match fixed_order && self.job.causal.is_none() && 2 * launch.key_tiles <= all {
+        match fixed_order && self.job.mask.is_none() && 2 * launch.key_tiles <= all {
             true => launch.padded / launch.variant.queries / launch.key_tiles,
             false => 0,
         }
@@ -430,7 +430,8 @@ mod tests {
             k: operand(&[128, 0, 128, 0]),
             cells: operand(&[0, 1, 2, 3]),
             dq: None,
-            causal: None,
+            mask: None,
+            transform: None,
             scale: 0.125,
             gain: 1.0,
         }

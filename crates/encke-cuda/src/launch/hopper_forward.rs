@@ -108,7 +108,7 @@ fn extents(job: &Job) -> (Extents, Extents) {
 /// Whether a job writes every cell of a carry's acc.
 fn fills(job: &Job, starts: bool, acc: &DeviceAllocation) -> bool {
     let cells = job.batch * job.segments * job.queries * job.heads;
-    (starts || job.visible(0) > 0) && cells * job.dim * DType::F32.bytes() == acc.bytes()
+    (starts || job.visible(0).end > 0) && cells * job.dim * DType::F32.bytes() == acc.bytes()
 }
 
 /// The kernel's `KvChunkMaps`.

@@ -2,7 +2,7 @@
 //! mask, all in 32-bit integers.
 
 use cudarc::driver::DeviceRepr;
-use encke_core::job::{Causal, Job};
+use encke_core::job::{Band, Job};
 
 use super::hopper_tilings::{MAX_CHUNKS, Tiling};
 use crate::tensor_map;
@@ -32,7 +32,7 @@ pub(crate) enum KeyVisibility {
 
 /// The visibility of a job. A mask that hides nothing counts as none.
 pub(crate) fn visibility(job: &Job) -> KeyVisibility {
-    let Some(mask) = job.causal.filter(|_| job.visible(0) < job.keys) else {
+    let Some(mask) = job.causal().filter(|_| job.hides()) else {
         return KeyVisibility::All;
     };
     match narrow(&mask, job.queries) {
@@ -41,7 +41,7 @@ pub(crate) fn visibility(job: &Job) -> KeyVisibility {
     }
 }
 
-fn narrow(mask: &Causal, queries: usize) -> Option<NarrowMask> {
+fn narrow(mask: &Band, queries: usize) -> Option<NarrowMask> {
     let signed = |x: usize| i64::try_from(x).ok();
     let (mut lead, mut query_step, mut key_step) = (
         signed(mask.query)? - signed(mask.key)?,
@@ -149,9 +149,9 @@ fn inverse(unit: usize) -> (u32, u32) {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use encke_core::job::Operand;
+    use encke_core::job::{Mask, Operand};
 
-    pub(crate) fn job(queries: usize, keys: usize, heads: usize, causal: Option<Causal>) -> Job {
+    pub(crate) fn job(queries: usize, keys: usize, heads: usize, causal: Option<Band>) -> Job {
         let operand = Operand {
             offset: 0,
             batch: 0,
@@ -170,19 +170,15 @@ pub(crate) mod tests {
             k: operand.clone(),
             cells: operand,
             dq: None,
-            causal,
+            mask: causal.map(Mask::Band),
+            transform: None,
             scale: 1.0,
             gain: 1.0,
         }
     }
 
-    pub(crate) fn causal(query: usize, query_step: usize, key: usize, key_step: usize) -> Causal {
-        Causal {
-            query,
-            query_step,
-            key,
-            key_step,
-        }
+    pub(crate) fn causal(query: usize, query_step: usize, key: usize, key_step: usize) -> Band {
+        Band::causal((query, query_step), (key, key_step))
     }
 
     /// The keys that row `i` sees, as the kernel computes them.
@@ -208,7 +204,7 @@ pub(crate) mod tests {
                 panic!("{query} {key} hides something");
             };
             for i in 0..job.queries {
-                assert_eq!(visible(&mask, i, job.keys), job.visible(i), "row {i}");
+                assert_eq!(visible(&mask, i, job.keys), job.visible(i).end, "row {i}");
             }
         }
     }

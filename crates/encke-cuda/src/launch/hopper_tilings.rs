@@ -232,7 +232,11 @@ impl Tiling {
         let tiles = job.queries.div_ceil(self.rows());
         let sequences = job.batch * job.segments * job.heads;
         let cost = |row: usize| {
-            let visible = if causal { job.visible(row) } else { job.keys };
+            let visible = if causal {
+                job.visible(row).end
+            } else {
+                job.keys
+            };
             (visible.next_multiple_of(self.keys) + rest + self.overhead) as f64
         };
         let last = |tile: usize| ((tile + 1) * self.rows()).min(job.queries) - 1;

@@ -197,7 +197,7 @@ fn computed_pairs(request: &Request) -> PairCounts {
         let mut pairs = pairs.lock().expect("no panic");
         for (b, s) in (0..job.batch).flat_map(|b| (0..job.segments).map(move |s| (b, s))) {
             for (h, i) in (0..job.heads).flat_map(|h| (0..job.queries).map(move |i| (h, i))) {
-                for j in 0..job.visible(i) {
+                for j in job.visible(i) {
                     let q = label(q, job.q.at(b, s, i, h));
                     let k = label(k, job.k.at(b, s, j, h));
                     let (head, kv_head) = (q % shape.heads, k % shape.kv_heads);

@@ -115,7 +115,8 @@ pub fn tasks<'a>(
                 for first in (0..job.queries).step_by(tiles * WIDTH) {
                     let queries = first..job.queries.min(first + tiles * WIDTH);
                     let rows = queries.clone().step_by(WIDTH);
-                    let visible = rows.map(|row| job.visible((row + WIDTH).min(queries.end) - 1));
+                    let visible =
+                        rows.map(|row| job.visible((row + WIDTH).min(queries.end) - 1).end);
                     let pairs: usize = visible.sum();
                     if pairs > 0 {
                         chain.push((pairs, head, queries));

@@ -49,7 +49,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                 lane < count && inputs.lse[cells[lane]] != f32::NEG_INFINITY
             });
             let visible: [usize; 32] = std::array::from_fn(|lane| match live[lane] {
-                true => job.visible(first + lane),
+                true => job.visible(first + lane).end,
                 false => 0,
             });
             let per_lane = |elements: &[f32]| {

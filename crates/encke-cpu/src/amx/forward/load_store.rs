@@ -37,7 +37,7 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         // SAFETY: the region of queries has this many slabs.
         let found = unsafe { pack::lanes(&source, Sign::of(job.scale), slabs) };
         tile.huge = u32::from(found.huge);
-        let visible = |lane: usize| job.visible(first + lane.min(tile.count - 1));
+        let visible = |lane: usize| job.visible(first + lane.min(tile.count - 1)).end;
         tile.min_visible = visible(0); // positions are ascending
         tile.max_visible = visible(WIDTH - 1);
         tile.softmax = TileSoftmax {

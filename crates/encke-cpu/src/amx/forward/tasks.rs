@@ -40,7 +40,7 @@ pub fn tasks<'a>(
             let rows = limit / heads.len() * WIDTH;
             for first in (0..job.queries).step_by(rows) {
                 let count = rows.min(job.queries - first);
-                let visible = |row: usize| job.visible(row.min(first + count - 1));
+                let visible = |row: usize| job.visible(row.min(first + count - 1)).end;
                 let tiles = (first..first + count).step_by(WIDTH);
                 let pairs = tiles.map(|row| visible(row + WIDTH - 1)).sum::<usize>();
                 tasks.push(AmxForwardTask {
