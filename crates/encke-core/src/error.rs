@@ -67,6 +67,70 @@ pub enum Error {
         /// What to do instead.
         hint: &'static str,
     },
+    /// More queries than tokens.
+    #[error("{queries} queries but only {tokens} keys; queries are some of the tokens")]
+    MoreQueries {
+        /// Queries given.
+        queries: usize,
+        /// Keys given.
+        tokens: usize,
+    },
+    /// Fewer queries than keys in a plan.
+    #[error(
+        "{queries} queries for {tokens} keys: a ring needs a query for every key; append queries, \
+         and leave their outputs out"
+    )]
+    FewerQueries {
+        /// Queries given.
+        queries: usize,
+        /// Keys given.
+        tokens: usize,
+    },
+    /// Values of another head dimension than keys in a plan.
+    #[error(
+        "values have head dimension {value_dim} and keys {dim}: both must be equal; append zeros \
+         to the shorter"
+    )]
+    ValueDim {
+        /// Head dimension of the values.
+        value_dim: usize,
+        /// Head dimension of queries and keys.
+        dim: usize,
+    },
+    /// Queries that stand after the last token.
+    #[error(
+        "{queries} queries from position {offset} on end after the last of {tokens} tokens; use \
+         an offset of at most {}", tokens - queries
+    )]
+    QueryOffset {
+        /// Position of the first query.
+        offset: usize,
+        /// Queries given.
+        queries: usize,
+        /// Keys given.
+        tokens: usize,
+    },
+    /// Two options that exclude each other.
+    #[error("{one} and {other} do not go together: {reason}")]
+    Excludes {
+        /// The first option.
+        one: &'static str,
+        /// The other option.
+        other: &'static str,
+        /// Why, and what to do.
+        reason: &'static str,
+    },
+    /// Documents that do not add up to the sequence.
+    #[error(
+        "the documents have {got} tokens together, but the sequence has {tokens}; give lengths \
+         that add up to it"
+    )]
+    DocumentTokens {
+        /// The sum of the lengths.
+        got: usize,
+        /// Tokens of the sequence.
+        tokens: usize,
+    },
     /// First tokens of an explicit partition that do not ascend from 0 to n.
     #[error(
         "rank {rank} starts at token {first}; first tokens must begin with 0, must not decrease, \
@@ -123,6 +187,28 @@ pub enum Error {
         least: f64,
         /// The largest size.
         most: f64,
+    },
+    /// A softcap that is not a positive number.
+    #[error("the softcap is {got:e}; it must be a positive, finite number")]
+    Softcap {
+        /// The softcap.
+        got: f64,
+    },
+    /// Another number of slopes than heads.
+    #[error("{got} ALiBi slopes for {heads} query heads; give one slope for each head")]
+    SlopeCount {
+        /// Slopes given.
+        got: usize,
+        /// Query heads.
+        heads: usize,
+    },
+    /// A slope that is not finite.
+    #[error("the ALiBi slope of head {head} is {got}; slopes must be finite")]
+    Slope {
+        /// The head.
+        head: usize,
+        /// Its slope.
+        got: f64,
     },
     /// A tensor whose shape does not match the others.
     #[error("{tensor} has shape {got:?}, expected {expected:?}")]

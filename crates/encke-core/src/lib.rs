@@ -8,6 +8,7 @@
 
 pub mod agreement;
 pub mod conformance;
+mod documents;
 pub mod dtype;
 pub mod error;
 pub mod host;
@@ -24,13 +25,17 @@ pub mod pattern;
 pub mod plan;
 pub mod reference;
 pub mod rows;
+pub mod scores;
 pub mod shape;
 pub mod sharding;
 pub mod tensor;
 pub mod transport;
 
+pub use documents::Documents;
 pub use dtype::{DType, Data, Element, Slice};
 pub use error::{Error, Result};
+pub use mask::Window;
 pub use pattern::{Branch, GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
+pub use scores::{Scores, alibi_slopes};
 pub use shape::Shape;
 pub use tensor::{Tensor, View};

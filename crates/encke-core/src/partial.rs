@@ -27,6 +27,11 @@ impl OnlineSoftmax {
         }
     }
 
+    /// Starts with a sink: a score without a value (spec section 10).
+    pub fn start_at(&mut self, sink: f64) {
+        (self.m, self.l) = (sink, 1.0);
+    }
+
     /// Adds one key. A score of minus infinity marks a masked key.
     pub fn absorb(&mut self, score: f64, v: &[f64]) {
         assert_eq!(v.len(), self.acc.len(), "a value of another dimension");

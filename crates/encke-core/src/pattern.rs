@@ -1,9 +1,9 @@
 //! Which query sees which key.
 //!
 //! A pattern is a list of branches (segment length, dilation rate), a rule that assigns branches to
-//! heads, and whether attention is causal. [`Pattern::multiplicity`] is the definition (spec
-//! section 5); [`Pattern::lanes`] is the same set of pairs in the planner's form: one lane for each
-//! (branch, offset) with its heads.
+//! heads, and a mask: causal, window, prefix, documents, each optional. [`Pattern::multiplicity`] is
+//! the definition (spec sections 5 and 9); [`Pattern::lanes`] is the same set of pairs in the
+//! planner's form: one lane for each (branch, offset) with its heads.
 //!
 //! Heads write their results into *slots*. If all branches of a head share one softmax (dense,
 //! group, mix), a slot is a head. If branches stay separate until the end (detached mixing
@@ -14,7 +14,10 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use crate::documents::Documents;
 use crate::error::{Error, Result, check_steps};
+use crate::mask::Window;
+use crate::rows::Rows;
 use crate::shape::Shape;
 
 /// Steps of a plan for one head of a branch, whose rows it lists with their addresses.
@@ -96,6 +99,10 @@ pub struct Pattern {
     branches: Vec<Branch>,
     mode: Mode,
     causal: bool,
+    window: Window,
+    prefix: usize,
+    documents: Option<Documents>,
+    query_offset: Option<usize>,
 }
 
 /// One head of a lane.
@@ -138,6 +145,10 @@ impl Pattern {
                 scale: GroupScale::One,
             },
             causal: false,
+            window: Window::ALL,
+            prefix: 0,
+            documents: None,
+            query_offset: None,
         }
     }
 
@@ -174,7 +185,7 @@ impl Pattern {
         Ok(Pattern {
             branches,
             mode,
-            causal: false,
+            ..Pattern::dense()
         })
     }
 
@@ -184,9 +195,102 @@ impl Pattern {
         self
     }
 
+    /// Sets how far each query sees before and after its own position.
+    pub fn window(mut self, window: Window) -> Pattern {
+        self.window = window;
+        self
+    }
+
+    /// Sets how many tokens at the start of each document are visible outside the window, too.
+    pub fn prefix(mut self, tokens: usize) -> Pattern {
+        self.prefix = tokens;
+        self
+    }
+
+    /// Sets the documents: a query sees only keys of its own one, and segments, offsets and
+    /// prefixes start anew in each. None for one document of the whole sequence.
+    pub fn documents(mut self, documents: Option<Documents>) -> Pattern {
+        self.documents = documents;
+        self
+    }
+
+    /// Sets the position of the first query where there are fewer queries than tokens; None for the
+    /// last tokens.
+    pub fn query_offset(mut self, offset: Option<usize>) -> Pattern {
+        self.query_offset = offset;
+        self
+    }
+
+    /// The position of the first query.
+    pub fn first_query(&self, shape: &Shape) -> usize {
+        self.query_offset
+            .unwrap_or(shape.tokens.saturating_sub(shape.queries))
+    }
+
     /// Whether queries see only keys at or before their own position.
     pub fn is_causal(&self) -> bool {
         self.causal
+    }
+
+    /// How far a query sees: the window and the causal mask together.
+    pub fn effective_window(&self) -> Window {
+        self.window.and(self.prefix_window())
+    }
+
+    /// How far a query sees keys of the prefix: the causal mask alone.
+    pub fn prefix_window(&self) -> Window {
+        match self.causal {
+            true => Window::CAUSAL,
+            false => Window::ALL,
+        }
+    }
+
+    /// Tokens at the start of each document that are visible outside the window, too; 0 where the
+    /// window hides nothing that the prefix would show.
+    pub fn effective_prefix(&self) -> usize {
+        match self.has_bounded_window() {
+            true => self.prefix,
+            false => 0,
+        }
+    }
+
+    /// The documents; None if the sequence is one.
+    pub fn document_list(&self) -> Option<&Documents> {
+        self.documents.as_ref()
+    }
+
+    /// The tokens of the document of `token` in a sequence of `tokens`.
+    pub fn document_of(&self, token: usize, tokens: usize) -> Range<usize> {
+        match &self.documents {
+            Some(documents) => documents.of(token),
+            None => 0..tokens,
+        }
+    }
+
+    /// Whether queries see only keys near their own position (and those of the prefix).
+    pub fn has_bounded_window(&self) -> bool {
+        self.effective_window() != self.prefix_window()
+    }
+
+    /// How far queries see these keys of a segment, of which `prefix` positions belong to the
+    /// document's prefix; the keys are all inside or all outside of it.
+    pub(crate) fn window_of(&self, keys: &Rows, prefix: usize) -> Window {
+        match keys.last_position() < prefix {
+            true => self.prefix_window(),
+            false => self.effective_window(),
+        }
+    }
+
+    /// Whether the mask is at most causal.
+    pub fn has_plain_mask(&self) -> bool {
+        self.documents.is_none() && !self.has_bounded_window()
+    }
+
+    /// Whether the query at position `x` sees the key at position `j` of the same document, which
+    /// begins at position `first` (spec section 9).
+    pub fn sees(&self, first: usize, x: usize, j: usize) -> bool {
+        let within = |window: Window| window.reach(x, x).contains(&j);
+        within(self.effective_window()) || j < first + self.prefix && within(self.prefix_window())
     }
 
     /// The branches.
@@ -215,6 +319,36 @@ impl Pattern {
                 heads: shape.heads,
             });
         }
+        let (offset, queries) = (self.first_query(shape), shape.queries);
+        if offset > shape.tokens - queries {
+            let tokens = shape.tokens;
+            return Err(Error::QueryOffset {
+                offset,
+                queries,
+                tokens,
+            });
+        }
+        if matches!(self.mode, Mode::Fkodom) && queries < shape.tokens {
+            return Err(Error::NotInMode {
+                what: "a call with fewer queries than tokens",
+                mode: self.mode.name(),
+                hint: "its rows are divided by sums over the whole sequence: use group mode",
+            });
+        }
+        if let Some(documents) = &self.documents {
+            let (got, tokens) = (documents.tokens(), shape.tokens);
+            if got != tokens {
+                return Err(Error::DocumentTokens { got, tokens });
+            }
+            if matches!(self.mode, Mode::Fkodom) {
+                return Err(Error::NotInMode {
+                    what: "a packed sequence of documents",
+                    mode: self.mode.name(),
+                    hint: "its rows are divided by sums over the whole sequence: use group mode, or \
+                           a call for each document",
+                });
+            }
+        }
         if matches!(self.mode, Mode::Fkodom) {
             for branch in &self.branches {
                 if !shape.tokens.is_multiple_of(branch.segment) {
@@ -239,6 +373,18 @@ impl Pattern {
                        group mode",
             }),
             _ => Ok(()),
+        }
+    }
+
+    /// An error if sinks are not defined: where branches are normalized on their own.
+    pub fn check_sinks(&self) -> Result<()> {
+        match self.splits_slots() {
+            false => Ok(()),
+            true => Err(Error::Excludes {
+                one: "sinks",
+                other: "branches with a softmax of their own (detached mixing, fkodom)",
+                reason: "a sink belongs to one softmax; use exact mixing gradients",
+            }),
         }
     }
 
@@ -297,11 +443,13 @@ impl Pattern {
             .collect()
     }
 
-    /// In how many branches of `head` query `q` sees key `k`.
+    /// In how many branches of `head` the query at position `q` sees the key at position `k`.
     pub fn multiplicity(&self, shape: &Shape, head: usize, q: usize, k: usize) -> usize {
-        if self.causal && k > q {
+        let document = self.document_of(q, shape.tokens);
+        if !document.contains(&k) || !self.sees(document.start, q, k) {
             return 0;
         }
+        let (q, k) = (q - document.start, k - document.start);
         (0..self.branches.len())
             .filter(|&branch| self.head_range(branch, shape.heads).contains(&head))
             .filter(|&branch| {

@@ -13,6 +13,7 @@ use std::ops::Range;
 use crate::error::{Error, Result};
 use crate::partial::{OnlineSoftmax, Partial};
 use crate::pattern::{Branch, MixingGradient, Mode, Pattern};
+use crate::scores::Scores;
 use crate::shape::Shape;
 
 /// The results of the forward pass.
@@ -31,26 +32,30 @@ pub struct ReferenceGradients {
     pub dq: Vec<f64>,
     /// Gradient of k, `[b, n, kv_heads, d]`.
     pub dk: Vec<f64>,
-    /// Gradient of v, `[b, n, kv_heads, d]`.
+    /// Gradient of v, `[b, n, kv_heads, value_dim]`.
     pub dv: Vec<f64>,
+    /// Gradient of the sinks, `[heads]`; empty without sinks.
+    pub dsinks: Vec<f64>,
 }
 
-/// Attention of `q` `[b, n, heads, d]` over `k` and `v` `[b, n, kv_heads, d]`, all row-major.
+/// Attention of `q` `[b, nq, heads, d]` over `k` `[b, n, kv_heads, d]` and `v` `[b, n, kv_heads,
+/// value_dim]`, all row-major. `scores` may be the scale alone.
 pub fn forward(
     shape: &Shape,
     pattern: &Pattern,
-    scale: f64,
+    scores: impl Into<Scores>,
     q: &[f64],
     k: &[f64],
     v: &[f64],
 ) -> Result<ReferenceForward> {
-    let call = CheckedCall::new(shape, pattern, scale, q, k, v)?;
-    let mut out = vec![0.0; q.len()];
-    let mut lse = vec![f64::NEG_INFINITY; q.len() / shape.dim];
+    let call = CheckedCall::new(shape, pattern, scores.into(), q, k, v)?;
+    let cells = q.len() / shape.dim;
+    let mut out = vec![0.0; cells * shape.value_dim];
+    let mut lse = vec![f64::NEG_INFINITY; cells];
     for row in call.rows() {
-        let at = call.query(row);
+        let at = call.output(row);
         let whole = call.attend(row, &call.branches[row.head]);
-        lse[at.start / shape.dim] = whole.lse;
+        lse[call.cell(row)] = whole.lse;
         if pattern.mode() != Mode::Fkodom {
             let gained = whole.out.iter().map(|x| pattern.gain() * x);
             out[at].iter_mut().zip(gained).for_each(|(o, x)| *o = x);
@@ -71,15 +76,15 @@ pub fn forward(
 pub fn backward(
     shape: &Shape,
     pattern: &Pattern,
-    scale: f64,
+    scores: impl Into<Scores>,
     q: &[f64],
     k: &[f64],
     v: &[f64],
     dout: &[f64],
     dlse: Option<&[f64]>,
 ) -> Result<ReferenceGradients> {
-    let call = CheckedCall::new(shape, pattern, scale, q, k, v)?;
-    let dims = [shape.batch, shape.tokens, shape.heads, shape.dim];
+    let call = CheckedCall::new(shape, pattern, scores.into(), q, k, v)?;
+    let dims = [shape.batch, shape.queries, shape.heads, shape.value_dim];
     check_len("dout", dout, &dims)?;
     if let Some(dlse) = dlse {
         check_len("dlse", dlse, &dims[..3])?;
@@ -89,6 +94,7 @@ pub fn backward(
         dq: vec![0.0; q.len()],
         dk: vec![0.0; k.len()],
         dv: vec![0.0; v.len()],
+        dsinks: vec![0.0; call.scores.sinks.as_ref().map_or(0, |sinks| sinks.len())],
     };
     if pattern.mode() == Mode::Fkodom {
         call.fkodom_backward(dout, &mut gradients);
@@ -98,12 +104,12 @@ pub fn backward(
     Ok(gradients)
 }
 
-/// The attention of one query `q` of `head`. `key` returns the k and v of a token as the head reads
+/// The attention of one query `q` of `head` at position `token`. `key` returns the k and v of a token as the head reads
 /// them, one token at a time, so that no whole tensor needs to exist.
 pub fn row(
     shape: &Shape,
     pattern: &Pattern,
-    scale: f64,
+    scores: impl Into<Scores>,
     (token, head): (usize, usize),
     q: &[f64],
     mut key: impl FnMut(usize) -> (Vec<f64>, Vec<f64>),
@@ -117,11 +123,16 @@ pub fn row(
             hint: "its rows are divided by sums over the whole sequence: use group mode",
         });
     }
-    let mut carry = OnlineSoftmax::new(shape.dim);
+    let scores = scores.into();
+    let mut carry = OnlineSoftmax::new(shape.value_dim);
+    if let Some(sinks) = &scores.sinks {
+        carry.start_at(sinks[head]);
+    }
     for &branch in &branches_of_heads(shape, pattern)[head] {
-        for token in keys(shape, pattern, branch, token) {
-            let (k, v) = key(token);
-            carry.absorb(scale * dot(q, &k), &v);
+        for other in keys(shape, pattern, branch, token) {
+            let (k, v) = key(other);
+            let (score, _) = scores.of(dot(q, &k), head, token.abs_diff(other));
+            carry.absorb(score, &v);
         }
     }
     let mut whole = carry.finish();
@@ -140,32 +151,34 @@ fn branches_of_heads(shape: &Shape, pattern: &Pattern) -> Vec<Vec<HeadBranch>> {
     branches
 }
 
-/// The keys that `token` sees in a branch: its index set, up to itself if causal (spec sections 0
-/// and 5).
+/// The keys that the query at position `x` sees in a branch: its index set within its document, as
+/// far as the mask shows it (spec sections 0, 5 and 9).
 fn keys(
     shape: &Shape,
     pattern: &Pattern,
     HeadBranch { branch, offset }: HeadBranch,
-    token: usize,
-) -> impl Iterator<Item = usize> + use<> {
-    // Clamped to the sequence, so that nothing below overflows.
-    let segment = branch.segment.min(shape.tokens);
+    x: usize,
+) -> impl Iterator<Item = usize> {
+    let document = pattern.document_of(x, shape.tokens);
+    // Clamped to the document, so that nothing below overflows.
+    let segment = branch.segment.min(document.len());
     let dilation = branch.dilation;
-    let start = token / segment * segment;
-    let touched = (token - start) % dilation == offset;
+    let start = document.start + (x - document.start) / segment * segment;
+    let touched = (x - start) % dilation == offset;
     let end = match pattern.is_causal() {
-        true => token + 1,
-        false => (start + segment).min(shape.tokens),
+        true => x + 1,
+        false => (start + segment).min(document.end),
     };
-    let visible = if touched { start + offset..end } else { 0..0 };
-    visible.step_by(dilation)
+    let index_set = if touched { start + offset..end } else { 0..0 };
+    let keys = index_set.step_by(dilation);
+    keys.filter(move |&j| pattern.sees(document.start, x, j))
 }
 
-/// One query: a token of one head in one batch entry.
+/// One query of one head in one batch entry.
 #[derive(Clone, Copy)]
 struct QueryIndex {
     batch: usize,
-    token: usize,
+    query: usize,
     head: usize,
 }
 
@@ -188,7 +201,7 @@ struct QueryUpstream<'a> {
 struct CheckedCall<'a> {
     shape: &'a Shape,
     pattern: &'a Pattern,
-    scale: f64,
+    scores: Scores,
     q: &'a [f64],
     k: &'a [f64],
     v: &'a [f64],
@@ -200,20 +213,28 @@ impl<'a> CheckedCall<'a> {
     fn new(
         shape: &'a Shape,
         pattern: &'a Pattern,
-        scale: f64,
+        scores: Scores,
         q: &'a [f64],
         k: &'a [f64],
         v: &'a [f64],
     ) -> Result<CheckedCall<'a>> {
         pattern.check(shape)?;
-        let dims = |heads: usize| [shape.batch, shape.tokens, heads, shape.dim];
-        check_len("q", q, &dims(shape.heads))?;
-        check_len("k", k, &dims(shape.kv_heads))?;
-        check_len("v", v, &dims(shape.kv_heads))?;
+        let keys = |dim: usize| [shape.batch, shape.tokens, shape.kv_heads, dim];
+        check_len(
+            "q",
+            q,
+            &[shape.batch, shape.queries, shape.heads, shape.dim],
+        )?;
+        check_len("k", k, &keys(shape.dim))?;
+        check_len("v", v, &keys(shape.value_dim))?;
+        if let Some(sinks) = &scores.sinks {
+            check_len("sinks", sinks, &[shape.heads])?;
+            pattern.check_sinks()?;
+        }
         Ok(CheckedCall {
             shape,
             pattern,
-            scale,
+            scores,
             q,
             k,
             v,
@@ -225,54 +246,68 @@ impl<'a> CheckedCall<'a> {
     fn rows(&self) -> impl Iterator<Item = QueryIndex> {
         let Shape {
             batch,
-            tokens,
+            queries,
             heads,
             ..
         } = *self.shape;
-        (0..batch * tokens * heads).map(move |row| QueryIndex {
-            batch: row / heads / tokens,
-            token: row / heads % tokens,
+        (0..batch * queries * heads).map(move |row| QueryIndex {
+            batch: row / heads / queries,
+            query: row / heads % queries,
             head: row % heads,
         })
     }
 
-    /// The elements of a query in q, out and dq.
+    /// The position of a query.
+    fn position(&self, row: QueryIndex) -> usize {
+        row.query + self.pattern.first_query(self.shape)
+    }
+
+    /// The index of a query in lse.
+    fn cell(&self, row: QueryIndex) -> usize {
+        (row.batch * self.shape.queries + row.query) * self.shape.heads + row.head
+    }
+
+    /// The elements of a query in q and dq.
     fn query(&self, row: QueryIndex) -> Range<usize> {
-        let Shape {
-            tokens, heads, dim, ..
-        } = *self.shape;
-        let start = ((row.batch * tokens + row.token) * heads + row.head) * dim;
-        start..start + dim
+        elements(self.cell(row), self.shape.dim)
     }
 
-    /// The elements of `token` in k, v, dk and dv, in the key head that the query reads.
-    fn key(&self, row: QueryIndex, token: usize) -> Range<usize> {
-        let Shape {
-            tokens,
-            kv_heads,
-            dim,
-            ..
-        } = *self.shape;
-        let head = self.shape.kv_head(row.head);
-        let start = ((row.batch * tokens + token) * kv_heads + head) * dim;
-        start..start + dim
+    /// The elements of a query in out and dout.
+    fn output(&self, row: QueryIndex) -> Range<usize> {
+        elements(self.cell(row), self.shape.value_dim)
     }
 
-    /// The keys that `token` sees in a branch.
-    fn keys(&self, branch: HeadBranch, token: usize) -> impl Iterator<Item = usize> + use<> {
-        keys(self.shape, self.pattern, branch, token)
+    /// The elements of `token` in k and dk and in v and dv, in the key head that the query reads.
+    fn key(&self, row: QueryIndex, token: usize) -> [Range<usize>; 2] {
+        let shape = self.shape;
+        let head = shape.kv_head(row.head);
+        let at = (row.batch * shape.tokens + token) * shape.kv_heads + head;
+        [elements(at, shape.dim), elements(at, shape.value_dim)]
     }
 
-    fn score(&self, row: QueryIndex, token: usize) -> f64 {
-        self.scale * dot(&self.q[self.query(row)], &self.k[self.key(row, token)])
+    /// The keys that a query sees in a branch.
+    fn keys(&self, branch: HeadBranch, row: QueryIndex) -> impl Iterator<Item = usize> {
+        keys(self.shape, self.pattern, branch, self.position(row))
+    }
+
+    /// The score of a pair, and its derivative by scale·q·k.
+    fn score(&self, row: QueryIndex, token: usize) -> (f64, f64) {
+        let [key, _] = self.key(row, token);
+        let product = dot(&self.q[self.query(row)], &self.k[key]);
+        let distance = self.position(row).abs_diff(token);
+        self.scores.of(product, row.head, distance)
     }
 
     /// One softmax over the keys of all `branches`; a key in several of them counts several times.
     fn attend(&self, row: QueryIndex, branches: &[HeadBranch]) -> Partial {
-        let mut carry = OnlineSoftmax::new(self.shape.dim);
+        let mut carry = OnlineSoftmax::new(self.shape.value_dim);
+        if let Some(sinks) = &self.scores.sinks {
+            carry.start_at(sinks[row.head]);
+        }
         for &branch in branches {
-            for token in self.keys(branch, row.token) {
-                carry.absorb(self.score(row, token), &self.v[self.key(row, token)]);
+            for token in self.keys(branch, row) {
+                let [_, value] = self.key(row, token);
+                carry.absorb(self.score(row, token).0, &self.v[value]);
             }
         }
         carry.finish()
@@ -287,17 +322,15 @@ impl<'a> CheckedCall<'a> {
         to: &mut ReferenceGradients,
     ) {
         let query = self.query(row);
-        for token in self.keys(branch, row.token) {
-            let key = self.key(row, token);
-            let p = (self.score(row, token) - from.lse).exp();
-            let ds = p * (dot(from.dout, &self.v[key.clone()]) - from.delta);
-            add(&mut to.dv[key.clone()], p, from.dout);
-            add(
-                &mut to.dq[query.clone()],
-                self.scale * ds,
-                &self.k[key.clone()],
-            );
-            add(&mut to.dk[key], self.scale * ds, &self.q[query.clone()]);
+        for token in self.keys(branch, row) {
+            let [key, value] = self.key(row, token);
+            let (score, slope) = self.score(row, token);
+            let p = (score - from.lse).exp();
+            let ds = p * (dot(from.dout, &self.v[value.clone()]) - from.delta);
+            let factor = self.scores.scale * slope * ds;
+            add(&mut to.dv[value], p, from.dout);
+            add(&mut to.dq[query.clone()], factor, &self.k[key.clone()]);
+            add(&mut to.dk[key], factor, &self.q[query.clone()]);
         }
     }
 
@@ -311,10 +344,14 @@ impl<'a> CheckedCall<'a> {
             }
         );
         for row in self.rows() {
-            let at = self.query(row);
-            let g = dlse.map_or(0.0, |dlse| dlse[at.start / self.shape.dim]);
+            let at = self.output(row);
+            let g = dlse.map_or(0.0, |dlse| dlse[self.cell(row)]);
             let dout: Vec<f64> = dout[at].iter().map(|x| self.pattern.gain() * x).collect();
             let whole = self.attend(row, &self.branches[row.head]);
+            if let Some(sinks) = &self.scores.sinks {
+                let delta = dot(&dout, &whole.out) - g;
+                to.dsinks[row.head] -= (sinks[row.head] - whole.lse).exp() * delta;
+            }
             for &branch in &self.branches[row.head] {
                 // With constant mixing weights, each branch is a softmax with its own output.
                 let own = detached.then(|| self.attend(row, &[branch]));
@@ -333,7 +370,7 @@ impl<'a> CheckedCall<'a> {
         for (batch, head, of_head) in self.fkodom_branches() {
             let branch = FkodomBranch::new(self, batch, head, of_head);
             for (row, x) in &branch.rows {
-                let at = self.query(*row);
+                let at = self.output(*row);
                 for (c, o) in out[at].iter_mut().enumerate() {
                     *o += x.out[c] / branch.sigma[c] / self.groups();
                 }
@@ -344,8 +381,8 @@ impl<'a> CheckedCall<'a> {
     fn fkodom_backward(&self, dout: &[f64], to: &mut ReferenceGradients) {
         for (batch, head, of_head) in self.fkodom_branches() {
             let branch = FkodomBranch::new(self, batch, head, of_head);
-            let dy = |row: QueryIndex, c: usize| dout[self.query(row)][c] / self.groups();
-            let mut dy_x = vec![0.0; self.shape.dim];
+            let dy = |row: QueryIndex, c: usize| dout[self.output(row)][c] / self.groups();
+            let mut dy_x = vec![0.0; self.shape.value_dim];
             for (row, x) in &branch.rows {
                 for (c, sum) in dy_x.iter_mut().enumerate() {
                     *sum += dy(*row, c) * x.out[c];
@@ -353,7 +390,7 @@ impl<'a> CheckedCall<'a> {
             }
             for (row, x) in &branch.rows {
                 let sigma = &branch.sigma;
-                let dx: Vec<f64> = (0..self.shape.dim)
+                let dx: Vec<f64> = (0..self.shape.value_dim)
                     .map(|c| dy(*row, c) / sigma[c] - dy_x[c] / (sigma[c] * sigma[c]))
                     .collect();
                 let from = QueryUpstream {
@@ -392,15 +429,20 @@ struct FkodomBranch {
 impl FkodomBranch {
     fn new(call: &CheckedCall<'_>, batch: usize, head: usize, branch: HeadBranch) -> FkodomBranch {
         // Only selected queries are divided: a branch may select none, and 0/0 is NaN.
-        let rows: Vec<(QueryIndex, Partial)> = (0..call.shape.tokens)
-            .map(|token| QueryIndex { batch, token, head })
+        let rows: Vec<(QueryIndex, Partial)> = (0..call.shape.queries)
+            .map(|query| QueryIndex { batch, query, head })
             .map(|row| (row, call.attend(row, &[branch])))
             .filter(|(_, x)| x.lse != f64::NEG_INFINITY)
             .collect();
-        let mut sigma = vec![0.0; call.shape.dim];
+        let mut sigma = vec![0.0; call.shape.value_dim];
         rows.iter().for_each(|(_, x)| add(&mut sigma, 1.0, &x.out));
         FkodomBranch { rows, sigma }
     }
+}
+
+/// The elements of row `at` where rows have `dim` elements.
+fn elements(at: usize, dim: usize) -> Range<usize> {
+    at * dim..(at + 1) * dim
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {

@@ -4,31 +4,29 @@
 //! solution of two congruences, solved once for a whole family of segments, so a plan does not grow
 //! with n.
 
+use std::ops::Range;
+
 use serde::Serialize;
 
-use crate::pattern::Lane;
+use crate::documents::Documents;
+use crate::mask::Window;
+use crate::pattern::{Lane, Pattern};
 use crate::sharding::{Cut, Run, Sharding};
 
-/// Segments `first, first + step, …`, `count` of them. A shard selects the same relative rows in
-/// each.
+/// Segments that begin at tokens `start, start + step, …`, `count` of them. A shard selects the same
+/// relative rows in each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct Segments {
-    /// The first segment.
-    pub first: usize,
-    /// The distance between segments.
+    /// The first token of the first segment.
+    pub start: usize,
+    /// Tokens from one segment to the next.
     pub step: usize,
     /// How many.
     pub count: usize,
-}
-
-impl Segments {
-    fn one(segment: usize) -> Segments {
-        Segments {
-            first: segment,
-            step: 1,
-            count: 1,
-        }
-    }
+    /// Tokens of each.
+    pub length: usize,
+    /// How many positions at the start of each belong to the prefix of the document.
+    pub prefix: usize,
 }
 
 /// The rows of a run that a lane selects in each of some [`Segments`]. Positions are relative to
@@ -54,6 +52,22 @@ impl Rows {
     pub fn last_position(&self) -> usize {
         self.position + (self.count - 1) * self.position_step
     }
+
+    /// How many rows have a position below `position`.
+    pub fn rows_before(&self, position: usize) -> usize {
+        let above = position.saturating_sub(self.position);
+        above.div_ceil(self.position_step).min(self.count)
+    }
+
+    /// The rows with these indices; None if there are none.
+    pub fn part(&self, rows: Range<usize>) -> Option<Rows> {
+        (!rows.is_empty()).then(|| Rows {
+            count: rows.len(),
+            row: self.row + rows.start * self.row_step,
+            position: self.position + rows.start * self.position_step,
+            ..*self
+        })
+    }
 }
 
 /// How many of a job's (query, key) pairs the mask leaves visible.
@@ -67,11 +81,16 @@ pub enum Visibility {
     All,
 }
 
-/// What the queries `q` see of the keys `k`; both are rows of the same segments.
-pub fn visibility(causal: bool, q: &Rows, k: &Rows) -> Visibility {
-    if !causal || k.last_position() <= q.position {
+/// What the queries `q` see of the keys `k` within a window; both are rows of the same segments.
+pub fn visibility(window: Window, q: &Rows, k: &Rows) -> Visibility {
+    let (some, all) = (
+        window.reach(q.position, q.last_position()),
+        window.reach(q.last_position(), q.position),
+    );
+    let (first, last) = (k.position, k.last_position());
+    if all.start <= first && last < all.end {
         Visibility::All
-    } else if k.position > q.last_position() {
+    } else if last < some.start || some.end <= first {
         Visibility::None
     } else {
         Visibility::Partial
@@ -84,32 +103,22 @@ pub fn visibility(causal: bool, q: &Rows, k: &Rows) -> Visibility {
 /// A token `segment_start + u` belongs to the lane when `u = offset (mod dilation)`, and to the run
 /// when `u = run.first - segment_start (mod run.stride)`. All `segments` must have the same start
 /// modulo the stride, as [`Shards::groups`] returns them.
-pub fn rows(
-    lane: &Lane,
-    tokens: usize,
-    run: &Run,
-    base: usize,
-    segments: Segments,
-) -> Option<Rows> {
-    let start = segments.first * lane.segment;
+pub fn rows(lane: &Lane, run: &Run, base: usize, segments: Segments) -> Option<Rows> {
+    let start = segments.start;
     let low = run.first.saturating_sub(start);
-    let high = lane
-        .segment
-        .min(tokens - start)
-        .min(run.end().saturating_sub(start));
+    let high = segments.length.min(run.end().saturating_sub(start));
     let residue = (run.first as i128 - start as i128).rem_euclid(run.stride as i128) as usize;
     let (solution, step) = congruence(lane.offset, lane.dilation, residue, run.stride)?;
     let first = solution + step * low.saturating_sub(solution).div_ceil(step);
     if first >= high {
         return None;
     }
-    let segment_tokens = segments.step * lane.segment;
-    debug_assert!(segments.count == 1 || segment_tokens.is_multiple_of(run.stride));
+    debug_assert!(segments.count == 1 || segments.step.is_multiple_of(run.stride));
     Some(Rows {
         count: (high - first).div_ceil(step),
         row: base + (start + first - run.first) / run.stride,
         row_step: step / run.stride,
-        segment_step: segment_tokens / run.stride,
+        segment_step: segments.step / run.stride,
         position: first,
         position_step: step,
     })
@@ -158,6 +167,9 @@ pub struct Group {
 #[derive(Debug, Clone)]
 pub struct Shards {
     tokens: usize,
+    documents: Option<Documents>,
+    /// Tokens of each document's prefix.
+    prefix: usize,
     /// (run, its first row) of each rank.
     by_rank: Vec<Vec<(Run, usize)>>,
     /// (run, rank) in order of the first token.
@@ -166,8 +178,9 @@ pub struct Shards {
 }
 
 impl Shards {
-    /// The shards of a sequence of `tokens` tokens.
-    pub fn new(sharding: &Sharding, tokens: usize) -> Shards {
+    /// The shards of a sequence of `tokens` tokens, whose segments are those of `pattern`'s
+    /// documents.
+    pub fn new(sharding: &Sharding, tokens: usize, pattern: &Pattern) -> Shards {
         let by_rank: Vec<Vec<(Run, usize)>> = (0..sharding.ranks())
             .map(|rank| {
                 let mut base = 0;
@@ -190,6 +203,8 @@ impl Shards {
         by_token.sort_by_key(|(run, _)| run.first);
         Shards {
             tokens,
+            documents: pattern.document_list().cloned(),
+            prefix: pattern.effective_prefix(),
             by_rank,
             by_token,
             striped: matches!(sharding.cut(), Cut::Striped),
@@ -223,17 +238,37 @@ impl Shards {
             .iter()
             .enumerate()
             .filter_map(move |(i, (run, base))| {
-                rows(lane, self.tokens, run, *base, segments).map(|rows| (i, rows))
+                rows(lane, run, *base, segments).map(|rows| (i, rows))
             })
+    }
+
+    /// The same for keys: rows of the prefix, which are visible outside the window, are apart from
+    /// the others.
+    pub fn select_keys(
+        &self,
+        lane: &Lane,
+        rank: usize,
+        segments: Segments,
+    ) -> impl Iterator<Item = (usize, Rows)> {
+        let selected = self.select(lane, rank, segments);
+        selected.flat_map(move |(run, rows)| {
+            let cut = rows.rows_before(segments.prefix);
+            let parts = [rows.part(0..cut), rows.part(cut..rows.count)];
+            parts.into_iter().flatten().map(move |rows| (run, rows))
+        })
     }
 
     /// All segments of `lane`, grouped by the ranks that share them.
     pub fn groups(&self, lane: &Lane) -> Vec<Group> {
-        let families = if self.striped {
-            self.striped_families(lane)
-        } else {
-            self.contiguous_families(lane)
-        };
+        let mut families = Vec::new();
+        match &self.documents {
+            None => self.families(lane, 0..self.tokens, &mut families),
+            Some(documents) => {
+                for document in documents.ranges() {
+                    self.families(lane, document, &mut families);
+                }
+            }
+        }
         families
             .into_iter()
             .filter_map(|(segments, mut members)| {
@@ -243,64 +278,118 @@ impl Shards {
             .collect()
     }
 
+    /// The segments of one document and the ranks that share them.
+    fn families(&self, lane: &Lane, document: Range<usize>, to: &mut Vec<(Segments, Vec<usize>)>) {
+        match self.striped {
+            true => self.striped_families(lane, document, to),
+            false => self.contiguous_families(lane, document, to),
+        }
+    }
+
+    /// The segment of a document that begins at `start`.
+    fn segment(&self, lane: &Lane, document: &Range<usize>, start: usize) -> Segments {
+        let length = lane.segment.min(document.end - start);
+        Segments {
+            start,
+            step: lane.segment,
+            count: 1,
+            length,
+            prefix: (document.start + self.prefix)
+                .saturating_sub(start)
+                .min(length),
+        }
+    }
+
+    /// Adds `count` whole segments, `step` tokens apart. Those that begin in the document's prefix
+    /// are families of their own, because a family has one prefix.
+    fn whole_segments(
+        &self,
+        (lane, document): (&Lane, &Range<usize>),
+        (start, step, count): (usize, usize, usize),
+        members: &[usize],
+        to: &mut Vec<(Segments, Vec<usize>)>,
+    ) {
+        let prefix_end = document.start + self.prefix;
+        let apart = prefix_end.saturating_sub(start).div_ceil(step).min(count);
+        for index in 0..apart {
+            let segment = self.segment(lane, document, start + index * step);
+            to.push((segment, members.to_vec()));
+        }
+        if apart < count {
+            let rest = Segments {
+                step,
+                count: count - apart,
+                ..self.segment(lane, document, start + apart * step)
+            };
+            to.push((rest, members.to_vec()));
+        }
+    }
+
     /// Contiguous runs: the segments inside a run are one family of that rank alone; a segment
     /// across a shard boundary is a family of its own, shared by the ranks it spans.
-    fn contiguous_families(&self, lane: &Lane) -> Vec<(Segments, Vec<usize>)> {
-        let w = lane.segment;
-        let mut families = Vec::new();
+    fn contiguous_families(
+        &self,
+        lane: &Lane,
+        document: Range<usize>,
+        to: &mut Vec<(Segments, Vec<usize>)>,
+    ) {
+        let (w, origin) = (lane.segment, document.start);
         let mut cut = None;
-        for &(run, rank) in &self.by_token {
-            let (start, end) = (run.first, run.end());
+        let first = self.first_run_after(document.start);
+        let runs = self.by_token[first..].iter();
+        for &(run, rank) in runs.take_while(|(run, _)| run.first < document.end) {
+            let start = run.first.max(document.start) - origin;
+            let end = run.end().min(document.end) - origin;
             let (first, last) = (start.div_ceil(w), end / w);
             if first < last {
-                let inside = Segments {
-                    first,
-                    step: 1,
-                    count: last - first,
-                };
-                families.push((inside, vec![rank]));
+                let whole = (origin + first * w, w, last - first);
+                self.whole_segments((lane, &document), whole, &[rank], to);
             }
             let ragged = !end.is_multiple_of(w);
             if ragged && cut != Some(last) {
-                let segment_end = ((last + 1) * w).min(self.tokens);
                 cut = Some(last);
-                families.push((
-                    Segments::one(last),
-                    self.ranks_between(last * w, segment_end),
-                ));
+                let segment = self.segment(lane, &document, origin + last * w);
+                let segment_end = segment.start + segment.length;
+                to.push((segment, self.ranks_between(segment.start, segment_end)));
             }
         }
-        families
     }
 
     /// Striped runs: a rank's rows in a segment depend on the segment's start modulo the stride,
     /// so there is one family per residue; a short last segment is a family of its own.
-    fn striped_families(&self, lane: &Lane) -> Vec<(Segments, Vec<usize>)> {
-        let (w, p) = (lane.segment, self.by_rank.len());
-        let whole = self.tokens / w;
+    fn striped_families(
+        &self,
+        lane: &Lane,
+        document: Range<usize>,
+        to: &mut Vec<(Segments, Vec<usize>)>,
+    ) {
+        let (w, p, tokens) = (lane.segment, self.by_rank.len(), document.len());
+        let whole = tokens / w;
         let classes = p / gcd(w, p);
-        let mut families: Vec<(Segments, Vec<usize>)> = (0..classes.min(whole))
-            .map(|class| Segments {
-                first: class,
-                step: classes,
-                count: (whole - class).div_ceil(classes),
-            })
-            .chain((!self.tokens.is_multiple_of(w)).then_some(Segments::one(whole)))
-            .map(|segments| {
-                let start = segments.first * w;
-                let reach = w.min(self.tokens - start).min(p);
-                let mut ranks: Vec<usize> = (start..start + reach).map(|t| t % p).collect();
-                ranks.sort_unstable();
-                (segments, ranks)
-            })
-            .collect();
-        families.sort_by_key(|(segments, _)| *segments);
-        families
+        let ranks = |start: usize, length: usize| {
+            let mut ranks: Vec<usize> = (start..start + length.min(p)).map(|t| t % p).collect();
+            ranks.sort_unstable();
+            ranks
+        };
+        for class in 0..classes.min(whole) {
+            let start = document.start + class * w;
+            let segments = (start, classes * w, (whole - class).div_ceil(classes));
+            self.whole_segments((lane, &document), segments, &ranks(start, w), to);
+        }
+        if !tokens.is_multiple_of(w) {
+            let segment = self.segment(lane, &document, document.start + whole * w);
+            to.push((segment, ranks(segment.start, segment.length)));
+        }
+    }
+
+    /// The index of the first contiguous run that ends after `token`.
+    fn first_run_after(&self, token: usize) -> usize {
+        self.by_token.partition_point(|(run, _)| run.end() <= token)
     }
 
     /// Ranks with a contiguous run that overlaps tokens `start..end`, ascending.
     fn ranks_between(&self, start: usize, end: usize) -> Vec<usize> {
-        let first = self.by_token.partition_point(|(run, _)| run.end() <= start);
+        let first = self.first_run_after(start);
         let mut ranks: Vec<usize> = self.by_token[first..]
             .iter()
             .take_while(|(run, _)| run.first < end)

@@ -4,19 +4,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, product};
 
-/// Sizes of q `[batch, tokens, heads, dim]` and of k and v `[batch, tokens, kv_heads, dim]`.
+/// Sizes of q `[batch, queries, heads, dim]`, k `[batch, tokens, kv_heads, dim]` and v `[batch,
+/// tokens, kv_heads, value_dim]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Shape {
     /// Independent sequences.
     pub batch: usize,
     /// Tokens of the whole sequence, over all ranks.
     pub tokens: usize,
+    /// Queries: all tokens, or fewer.
+    pub queries: usize,
     /// Query heads.
     pub heads: usize,
     /// Key and value heads; query head `h` reads key head `h * kv_heads / heads`.
     pub kv_heads: usize,
-    /// Elements per head and token.
+    /// Elements per head and token of q and k.
     pub dim: usize,
+    /// Elements per head and token of v and the output.
+    pub value_dim: usize,
 }
 
 impl Shape {
@@ -51,10 +56,36 @@ impl Shape {
         Ok(Shape {
             batch,
             tokens,
+            queries: tokens,
             heads,
             kv_heads,
             dim,
+            value_dim: dim,
         })
+    }
+
+    /// The same with fewer queries than tokens.
+    pub fn with_queries(self, queries: usize) -> Result<Shape> {
+        if queries == 0 {
+            let what = "the number of queries";
+            return Err(Error::Zero { what });
+        }
+        if queries > self.tokens {
+            let tokens = self.tokens;
+            return Err(Error::MoreQueries { queries, tokens });
+        }
+        Ok(Shape { queries, ..self })
+    }
+
+    /// The same with another head dimension of values and outputs.
+    pub fn with_value_dim(self, value_dim: usize) -> Result<Shape> {
+        if value_dim == 0 {
+            let what = "the head dimension of the values";
+            return Err(Error::Zero { what });
+        }
+        let factors = [self.batch, self.tokens, self.heads, value_dim, 8 * 64];
+        product("the size of the tensors", &factors)?;
+        Ok(Shape { value_dim, ..self })
     }
 
     /// The key head that query head `head` reads.

@@ -207,6 +207,7 @@ impl ProfileInputs {
             heads,
             kv_heads,
             dim,
+            ..
         } = request.shape;
         let slots = request.pattern.slots(heads).len();
         let mut random = Random::new(seed);

@@ -3,6 +3,7 @@
 //! The builder computes nothing. `build` and `build_on` are in `attention`, `build_shard` and
 //! `build_shard_on` in `shard`, beside what they make.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use encke_core::kernel::Kernel;
@@ -41,6 +42,8 @@ pub struct Builder {
     pub(crate) auto: Option<Auto>,
     precision: Precision,
     scale: Option<f64>,
+    softcap: Option<f64>,
+    slopes: Option<Arc<[f64]>>,
     pub(crate) policy: CheckpointPolicy,
     pub(crate) deadline: Duration,
     pub(crate) redundancy: usize,
@@ -59,6 +62,8 @@ impl Default for Builder {
             auto: None,
             precision: Precision::Stored,
             scale: None,
+            softcap: None,
+            slopes: None,
             policy: CheckpointPolicy::KeepOutput,
             deadline: DEADLINE,
             redundancy: 0,
@@ -111,6 +116,19 @@ impl Builder {
     /// within [`DType::scales`](encke_core::DType::scales).
     pub fn scale(mut self, scale: f64) -> Builder {
         self.scale = Some(scale);
+        self
+    }
+
+    /// Limits scores to this size: x becomes `softcap * tanh(x / softcap)`. None for no limit.
+    pub fn softcap(mut self, softcap: Option<f64>) -> Builder {
+        self.softcap = softcap;
+        self
+    }
+
+    /// ALiBi slopes, one for each query head: slope times distance is subtracted from the score.
+    /// None for no slopes. [`alibi_slopes`](encke_core::alibi_slopes) makes the usual ones.
+    pub fn slopes(mut self, slopes: Option<Arc<[f64]>>) -> Builder {
+        self.slopes = slopes;
         self
     }
 
@@ -199,6 +217,8 @@ impl Builder {
             queries,
             dtype,
             scale: self.scale,
+            softcap: self.softcap,
+            slopes: self.slopes.clone(),
             pass,
             redundancy: self.redundancy,
         }

@@ -1,7 +1,9 @@
 //! Random requests for whole rings, with input tensors: the test cases of every ring driver.
 
 use super::random::Random;
+use crate::documents::Documents;
 use crate::dtype::{DType, Data};
+use crate::mask::Window;
 use crate::pattern::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
 use crate::plan::rings::Rotating;
 use crate::plan::{Queries, Request, Schedule};
@@ -56,7 +58,52 @@ fn cut(random: &mut Random, tokens: usize, ranks: usize) -> Cut {
     }
 }
 
+/// A random pattern for `shape`, with a mask in most cases.
+pub fn random_pattern(seed: u64, shape: &Shape) -> Pattern {
+    let mut random = Random::new(seed);
+    let pattern = pattern(&mut random, shape.heads);
+    masked(&mut random, pattern, shape.tokens)
+}
+
+/// The pattern with a random window, prefix and documents, each in half of the cases.
+fn masked(random: &mut Random, pattern: Pattern, tokens: usize) -> Pattern {
+    let limit = |random: &mut Random| (!random.once_in(3)).then(|| random.below(tokens + 2));
+    let window = match random.once_in(2) {
+        true => Window {
+            left: limit(random),
+            right: limit(random),
+        },
+        false => Window::ALL,
+    };
+    let prefix = if random.once_in(2) {
+        random.below(9)
+    } else {
+        0
+    };
+    let documents = random.once_in(2).then(|| {
+        let (mut lengths, mut left) = (Vec::new(), tokens);
+        while left > 0 {
+            let most = random.pick(&[1, 4, 16, 64]);
+            lengths.push((1 + random.below(most)).min(left));
+            left -= lengths[lengths.len() - 1];
+        }
+        Documents::new(&lengths).expect("there is a token")
+    });
+    let pattern = pattern.window(window).prefix(prefix);
+    pattern.documents(documents)
+}
+
 impl Configuration {
+    /// The configuration of a seed with a random mask.
+    pub fn masked(seed: u64) -> Configuration {
+        let mut configuration = Configuration::random(seed);
+        let mut random = Random::new(!seed);
+        let request = &mut configuration.request;
+        let pattern = request.pattern.clone();
+        request.pattern = masked(&mut random, pattern, request.shape.tokens);
+        configuration
+    }
+
     /// The configuration of a seed: any mode with one slot per head, any cut, sharded or replicated
     /// queries.
     pub fn random(seed: u64) -> Configuration {
@@ -112,6 +159,7 @@ impl CallTensors {
             heads,
             kv_heads,
             dim,
+            ..
         } = *shape;
         let mut tensor = |h: usize, d: usize| {
             let dims = [batch, tokens, h, d];

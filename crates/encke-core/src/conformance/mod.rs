@@ -26,7 +26,7 @@ mod suite;
 mod tolerances;
 mod transport;
 
-pub use self::configuration::{CallTensors, Configuration};
+pub use self::configuration::{CallTensors, Configuration, random_pattern};
 pub use self::failure::Failure;
 pub use self::kernel::kernel;
 pub use self::merge::merge;

@@ -32,6 +32,7 @@ impl MixingCase {
             heads,
             kv_heads,
             dim,
+            ..
         } = shape;
         let values = |seed: usize, width: usize| -> Vec<f64> {
             let wave = |i: usize| ((i * i % 1009 + seed) as f64 * 1.7).sin();

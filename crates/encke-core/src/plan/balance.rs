@@ -4,8 +4,9 @@
 //! token has a closed form for every lane, so causal masks, segments and dilation are accounted for
 //! exactly, and a cut of a billion tokens is found by bisection.
 
+use super::work::PatternWork;
 use crate::error::{Error, Result};
-use crate::pattern::{Lane, Pattern};
+use crate::pattern::Pattern;
 use crate::shape::Shape;
 use crate::sharding::Cut;
 
@@ -24,8 +25,10 @@ pub fn by_speed(pattern: &Pattern, shape: &Shape, speeds: &[f64]) -> Result<Cut>
             speed: speeds.first().copied().unwrap_or(0.0),
         });
     }
-    let (lanes, causal) = (pattern.lanes(shape), pattern.is_causal());
-    let work = |token: usize| work_before(&lanes, causal, shape.tokens, token);
+    let lanes = pattern.lanes(shape);
+    let pairs = PatternWork::new(pattern, &lanes, shape.tokens);
+    // A row without keys still costs something.
+    let work = |token: usize| pairs.before(token) + token as u128;
     let total = work(shape.tokens) as f64;
     let (mut before, mut firsts) = (0.0, Vec::with_capacity(speeds.len()));
     for &speed in speeds {
@@ -59,32 +62,10 @@ fn first_token(tokens: usize, is: impl Fn(usize) -> bool) -> usize {
     low
 }
 
-/// Pairs of the queries before `token`, plus one per query: a row without keys still costs
-/// something.
-fn work_before(lanes: &[Lane], causal: bool, tokens: usize, token: usize) -> u128 {
-    let of = |lane: &Lane| {
-        let rows = |length: usize| {
-            let rows = length.saturating_sub(lane.offset).div_ceil(lane.dilation);
-            rows as u128
-        };
-        let (segment, within) = (token / lane.segment, token % lane.segment);
-        let length = lane
-            .segment
-            .min(tokens - (segment * lane.segment).min(tokens));
-        let (all, queries) = (rows(lane.segment), rows(within));
-        let (whole, part) = match causal {
-            true => (all * (all + 1) / 2, queries * (queries + 1) / 2),
-            false => (all * all, queries * rows(length)),
-        };
-        (segment as u128 * whole + part) * lane.heads.len() as u128
-    };
-    lanes.iter().map(of).sum::<u128>() + token as u128
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{by_speed, work_before};
-    use crate::pattern::{MixingGradient, Mode, OffsetRule, Pattern};
+    use super::by_speed;
+    use crate::pattern::Pattern;
     use crate::shape::Shape;
     use crate::sharding::Cut;
 
@@ -93,32 +74,6 @@ mod tests {
         match by_speed(pattern, &shape, speeds).unwrap() {
             Cut::Firsts(firsts) => firsts,
             cut => panic!("{cut:?}"),
-        }
-    }
-
-    #[test]
-    fn work_before_counts_the_pairs_of_the_pattern() {
-        let mode = Mode::Mix {
-            offsets: OffsetRule::HeadMod,
-            gradient: MixingGradient::Exact,
-        };
-        let mixed = Pattern::dilated(&[5, 16], &[1, 3], mode).unwrap();
-        for pattern in [Pattern::dense(), mixed] {
-            for causal in [false, true] {
-                let pattern = pattern.clone().causal(causal);
-                let shape = Shape::new(1, 37, 4, 2, 8).unwrap();
-                let lanes = pattern.lanes(&shape);
-                let mut expected = 0u128;
-                for query in 0..37 {
-                    assert_eq!(work_before(&lanes, causal, 37, query), expected);
-                    let keys = (0..37).filter(|key| !causal || *key <= query);
-                    let seen = keys.flat_map(|key| (0..4).map(move |head| (head, key)));
-                    let pairs =
-                        seen.map(|(head, key)| pattern.multiplicity(&shape, head, query, key));
-                    expected += pairs.map(|times| times as u128).sum::<u128>() + 1;
-                }
-                assert_eq!(work_before(&lanes, causal, 37, 37), expected);
-            }
         }
     }
 

@@ -153,7 +153,8 @@ pub(super) struct BatchedSection<'a> {
 }
 
 /// The sections of a batch in groups that are interleaved row by row: equal `interleave` value,
-/// same lane and same segments.
+/// same lane and same segments, and at most one of each parcel, so that a batch of one parcel is
+/// stored like the parcel alone.
 fn interleaved<'a>(parcels: &[BatchedParcel<'a>]) -> Vec<Vec<(usize, &'a Section)>> {
     let mut groups: Vec<(usize, Vec<(usize, &Section)>)> = Vec::new();
     for (index, of) in parcels.iter().enumerate() {
@@ -161,7 +162,8 @@ fn interleaved<'a>(parcels: &[BatchedParcel<'a>]) -> Vec<Vec<(usize, &'a Section
             let group = groups.iter_mut().find(|(interleave, group)| {
                 let other = group[0].1;
                 let same = (other.lane, other.segments) == (section.lane, section.segments);
-                *interleave == of.interleave && same
+                let apart = group.iter().all(|(parcel, _)| *parcel != index);
+                *interleave == of.interleave && same && apart
             });
             match group {
                 Some((_, group)) => group.push((index, section)),

@@ -15,6 +15,7 @@ use super::program::{Component, RankPlan};
 use super::request::{Pass, Queries, Request};
 use super::rings::Rotating;
 use super::topology::Plan;
+use super::work::PatternWork;
 use crate::error::Result;
 use crate::pattern::{Lane, Mode};
 use crate::sharding::Cut;
@@ -150,7 +151,7 @@ impl Plan {
         Ok(Explanation {
             lanes: self.lanes.clone(),
             rings: rings.collect(),
-            pairs: self.lanes.iter().map(|lane| self.lane_pairs(lane)).sum(),
+            pairs: shape.batch as u128 * self.work().all(),
             dense_pairs: seen * (shape.batch * shape.heads) as u128,
             sent_bytes: self.sent_bytes(),
             dense_ring_bytes: kv_elements * hops * request.dtype.bytes()
@@ -186,19 +187,10 @@ impl Plan {
         }))
     }
 
-    /// (query, key) pairs of a lane, computed from the definition of its index sets.
-    fn lane_pairs(&self, lane: &Lane) -> u128 {
-        let shape = &self.request.shape;
-        let in_segment = |tokens: usize| {
-            let rows = tokens.saturating_sub(lane.offset).div_ceil(lane.dilation) as u128;
-            match self.request.pattern.is_causal() {
-                true => rows * (rows + 1) / 2,
-                false => rows * rows,
-            }
-        };
-        let whole = (shape.tokens / lane.segment) as u128;
-        let pairs = whole * in_segment(lane.segment) + in_segment(shape.tokens % lane.segment);
-        pairs * (shape.batch * lane.heads.len()) as u128
+    /// The pattern's work, computed from the definition of its index sets.
+    fn work(&self) -> PatternWork<'_> {
+        let request = &self.request;
+        PatternWork::new(&request.pattern, &self.lanes, request.shape.tokens)
     }
 }
 

@@ -2,11 +2,12 @@
 //! the queries of other ranks. Forward and backward programs differ in the task they make of a job,
 //! not in which jobs there are.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::batches::{BatchSlot, BatchedSection};
 use super::builder::ProgramBuilder;
 use super::layout::Resident;
+use super::packed::pack_documents;
 use super::position::{RingPair, RingPosition};
 use super::program::Task;
 use super::width::Width;
@@ -29,7 +30,7 @@ impl ProgramBuilder<'_> {
         let mut slots = BTreeSet::new();
         let one_run = |&(lane, group): &(usize, usize)| {
             let segments = plan.groups[lane][group].segments;
-            let runs = plan.shards.select(&plan.lanes[lane], rank, segments);
+            let runs = plan.shards.select_keys(&plan.lanes[lane], rank, segments);
             runs.count() <= 1
         };
         let distinct_slots = plan.lanes.iter().all(|lane| {
@@ -45,17 +46,29 @@ impl ProgramBuilder<'_> {
     /// Jobs of this rank with itself, in round 0.
     pub fn local_jobs(&mut self, at: QueryRows, task: impl Fn(Job) -> Task) {
         let (plan, rank) = (self.plan, self.rank);
+        // Jobs with the same runs and part of the keys, document after document.
+        let mut families: BTreeMap<[usize; 4], Vec<Job>> = BTreeMap::new();
+        let mut jobs = Vec::new();
+        let packed = plan.request.pattern.document_list().is_some();
         for &(lane, group) in &plan.groups_of[rank] {
             let segments = plan.groups[lane][group].segments;
             let select = || plan.shards.select(&plan.lanes[lane], rank, segments);
-            for (_, q_rows) in select() {
-                for (_, k_rows) in select() {
+            let select_keys = || plan.shards.select_keys(&plan.lanes[lane], rank, segments);
+            for (q_run, q_rows) in select() {
+                for (k_run, k_rows) in select_keys() {
                     let k = plan.resident(lane, &k_rows, self.own(), Width::Kv);
                     let job = self.resident_job(lane, segments, (&q_rows, at), (&k_rows, k));
-                    self.round(0).meanwhile.extend(job.map(&task));
+                    let in_prefix = k_rows.last_position() < segments.prefix;
+                    let family = [lane, q_run, k_run, usize::from(!in_prefix)];
+                    match packed {
+                        true => families.entry(family).or_default().extend(job),
+                        false => jobs.extend(job),
+                    }
                 }
             }
         }
+        jobs.extend(families.into_values().flat_map(pack_documents));
+        self.round(0).meanwhile.extend(jobs.into_iter().map(task));
     }
 
     /// Jobs of this rank's queries with rotating keys, each in the round of its batch; `task` may
@@ -71,7 +84,7 @@ impl ProgramBuilder<'_> {
             for of in plan.batch_sections(&batch.parcels, Width::Kv) {
                 let parcel = &batch.parcels[of.parcel];
                 let pair = position.pair(parcel.distance, parcel.owner);
-                for q_rows in self.own_rows(&of) {
+                for q_rows in self.own_queries(&of) {
                     let k = plan.packed(of.location, of.section, Width::Kv);
                     let keys = (&of.section.rows, k);
                     let segments = of.section.segments;
@@ -96,7 +109,7 @@ impl ProgramBuilder<'_> {
             let cells = plan.batch_sections(&batch.parcels, Width::Cell);
             let queries = plan.batch_sections(&batch.parcels, Width::Query);
             for (of, cell) in queries.iter().zip(cells) {
-                for k_rows in self.own_rows(of) {
+                for k_rows in self.own_keys(of) {
                     let q = plan.packed(of.location, of.section, Width::Query);
                     let cells = plan.packed(cell.location, of.section, Width::Cell);
                     let job = self.own_keys_job(of, q, &k_rows, cells, None);
@@ -122,7 +135,7 @@ impl ProgramBuilder<'_> {
                 let owner = position.ring.members[batch.parcels[of.parcel].owner];
                 let (lane, rows) = (of.section.lane, &of.section.rows);
                 let all = self.among_all(owner);
-                for k_rows in self.own_rows(&of) {
+                for k_rows in self.own_keys(&of) {
                     let packed = plan.packed(of.location, of.section, width);
                     let (cells, dq) = match gradient {
                         true => (plan.resident(lane, rows, all, Width::Cell), Some(packed)),
@@ -137,13 +150,17 @@ impl ProgramBuilder<'_> {
         }
     }
 
-    /// This rank's rows in the lane and segments of a section.
-    fn own_rows(&self, of: &BatchedSection<'_>) -> Vec<Rows> {
-        let lane = &self.plan.lanes[of.section.lane];
-        let rows = self
-            .plan
-            .shards
-            .select(lane, self.rank, of.section.segments);
+    /// This rank's queries in the lane and segments of a section.
+    fn own_queries(&self, of: &BatchedSection<'_>) -> Vec<Rows> {
+        let (lane, segments) = (&self.plan.lanes[of.section.lane], of.section.segments);
+        let rows = self.plan.shards.select(lane, self.rank, segments);
+        rows.map(|(_, rows)| rows).collect()
+    }
+
+    /// This rank's keys in the lane and segments of a section.
+    fn own_keys(&self, of: &BatchedSection<'_>) -> Vec<Rows> {
+        let (lane, segments) = (&self.plan.lanes[of.section.lane], of.section.segments);
+        let rows = self.plan.shards.select_keys(lane, self.rank, segments);
         rows.map(|(_, rows)| rows).collect()
     }
 
@@ -156,7 +173,7 @@ impl ProgramBuilder<'_> {
         cells: Operand,
         dq: Option<Operand>,
     ) -> Option<Job> {
-        let (lane, segments) = (of.section.lane, of.section.segments.count);
+        let (lane, segments) = (of.section.lane, of.section.segments);
         let k = self.plan.resident(lane, k_rows, self.own(), Width::Kv);
         self.plan.job(
             lane,
@@ -180,7 +197,7 @@ impl ProgramBuilder<'_> {
         let resident = |at: Resident, width: Width| plan.resident(lane, q_rows, at, width);
         plan.job(
             lane,
-            segments.count,
+            segments,
             (q_rows, resident(at.q, Width::Query)),
             keys,
             resident(at.cells, Width::Cell),

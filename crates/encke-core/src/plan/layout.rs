@@ -8,7 +8,7 @@ use super::topology::Plan;
 use super::width::Width;
 use crate::job::{Band, Block, Job, Mask, Operand};
 use crate::pattern::Lane;
-use crate::rows::{Rows, Visibility, visibility};
+use crate::rows::{Rows, Segments, Visibility, visibility};
 use crate::sharding::Run;
 use crate::transport::Address;
 
@@ -209,53 +209,63 @@ impl Plan {
             _ => lane.heads.iter().map(|head| head.head).collect(),
         };
         let run = |section: &&Section| Run {
-            first: section.segments.first * lane.segment + section.rows.position,
+            first: section.segments.start + section.rows.position,
             stride: section.rows.position_step,
             count: section.rows.count,
         };
         TokenRows {
             segments: section.segments.count,
-            segment_step: section.segments.step * lane.segment,
+            segment_step: section.segments.step,
             rows: sections.iter().map(run).collect(),
             heads,
         }
     }
 
-    /// A job of `lane` over `segments` segments; None if the mask hides every key from every query.
+    /// A job of `lane` over some segments; None if the mask hides every key from every query.
     pub(super) fn job(
         &self,
         lane: usize,
-        segments: usize,
+        segments: Segments,
         (q_rows, q): (&Rows, Operand),
         (k_rows, k): (&Rows, Operand),
         cells: Operand,
         dq: Option<Operand>,
     ) -> Option<Job> {
         let request = &self.request;
-        let mask = match visibility(request.pattern.is_causal(), q_rows, k_rows) {
+        let window = request.pattern.window_of(k_rows, segments.prefix);
+        let seen = visibility(window, q_rows, k_rows);
+        let heads = &self.lanes[lane].heads;
+        let transform = request.transform(heads);
+        let needs_positions = transform.as_ref().is_some_and(|of| of.slopes.is_some());
+        let mask = match seen {
             Visibility::None => return None,
-            Visibility::All => None,
-            Visibility::Partial => Some(Mask::Band(Band::causal(
-                (q_rows.position, q_rows.position_step),
-                (k_rows.position, k_rows.position_step),
-            ))),
+            Visibility::All if !needs_positions => None,
+            _ => Some(Mask::Band(Band {
+                query: q_rows.position,
+                query_step: q_rows.position_step,
+                key: k_rows.position,
+                key_step: k_rows.position_step,
+                window,
+            })),
         };
-        Some(Job {
+        let job = Job {
             batch: request.shape.batch,
-            segments,
+            segments: segments.count,
             queries: q_rows.count,
             keys: k_rows.count,
-            heads: self.lanes[lane].heads.len(),
+            heads: heads.len(),
             dim: request.shape.dim,
             q,
             k,
             cells,
             dq,
             mask,
-            transform: None,
+            transform,
             scale: request.scale(),
             gain: request.pattern.gain(),
-        })
+        };
+        // Between the steps of its positions a window may show no key at all.
+        (seen == Visibility::All || job.pairs() > 0).then_some(job)
     }
 }
 

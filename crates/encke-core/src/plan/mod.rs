@@ -20,6 +20,7 @@ mod fuse_softmax;
 mod jobs;
 mod layout;
 pub mod membership;
+mod packed;
 mod position;
 pub mod program;
 pub mod progress;
@@ -33,6 +34,7 @@ mod sparse;
 mod topology;
 mod traffic;
 mod width;
+mod work;
 
 use std::sync::{Arc, OnceLock};
 

@@ -3,14 +3,18 @@
 //! The decision here: a request is a plain value. Equal requests give equal plans on every rank, so
 //! ranks never exchange plans, and callers can cache them by request.
 
+use std::sync::Arc;
+
 use serde::Serialize;
 
 use super::rings::Rotating;
 use super::schedule::Schedule;
 use crate::dtype::DType;
 use crate::error::{Error, Result, check_steps, product};
-use crate::pattern::{Mode, Pattern};
+use crate::job::ScoreTransform;
+use crate::pattern::{LaneHead, Mode, Pattern};
 use crate::rows::gcd;
+use crate::scores::Scores;
 use crate::shape::Shape;
 use crate::sharding::{Cut, Sharding};
 
@@ -57,6 +61,10 @@ pub struct Request {
     /// The softmax scale: 0, or of either sign and a size within [`DType::scales`]; None for
     /// 1/sqrt(dim).
     pub scale: Option<f64>,
+    /// Scores x become `softcap * tanh(x / softcap)`.
+    pub softcap: Option<f64>,
+    /// The ALiBi slope of each query head: slope times distance is subtracted from the score.
+    pub slopes: Option<Arc<[f64]>>,
     /// The direction.
     pub pass: Pass,
     /// How many other ranks hold a replica of each rank's inputs. That many consecutive ranks may
@@ -76,6 +84,8 @@ impl Request {
             queries: Queries::Sharded,
             dtype,
             scale: None,
+            softcap: None,
+            slopes: None,
             pass: Pass::Forward,
             redundancy: 0,
             schedule: Schedule::RING,
@@ -85,6 +95,25 @@ impl Request {
     /// The softmax scale in effect.
     pub fn scale(&self) -> f64 {
         self.scale.unwrap_or_else(|| self.shape.default_scale())
+    }
+
+    /// How scores are computed, without sinks.
+    pub fn scores(&self) -> Scores {
+        Scores {
+            softcap: self.softcap,
+            slopes: self.slopes.clone(),
+            ..Scores::from(self.scale())
+        }
+    }
+
+    /// What happens to the scores of some heads before the softmax; None if nothing does.
+    pub(super) fn transform(&self, heads: &[LaneHead]) -> Option<ScoreTransform> {
+        let of_heads = |slopes: &Arc<[f64]>| heads.iter().map(|of| slopes[of.head]).collect();
+        let transform = ScoreTransform {
+            softcap: self.softcap,
+            slopes: self.slopes.as_ref().map(of_heads),
+        };
+        (self.softcap.is_some() || self.slopes.is_some()).then_some(transform)
     }
 
     /// The type of out. Slots that are combined after attention are not rounded before that.
@@ -112,6 +141,7 @@ impl Request {
 
     pub(super) fn check(&self) -> Result<()> {
         self.pattern.check(&self.shape)?;
+        self.check_shape()?;
         self.sharding.check(self.shape.tokens)?;
         self.check_cost()?;
         let (got, dtype) = (self.scale(), self.dtype);
@@ -124,6 +154,7 @@ impl Request {
                 most,
             });
         }
+        self.check_transform()?;
         let (redundancy, ranks) = (self.redundancy, self.sharding.ranks());
         if redundancy >= ranks && redundancy > 0 {
             return Err(Error::Redundancy { redundancy, ranks });
@@ -136,6 +167,43 @@ impl Request {
         }
         if redundancy > 0 && self.schedule.backward == Rotating::Queries {
             return Err(Error::RedundantRotation { redundancy });
+        }
+        Ok(())
+    }
+
+    /// Refuses shapes that are not planned.
+    fn check_shape(&self) -> Result<()> {
+        let Shape {
+            tokens,
+            queries,
+            dim,
+            value_dim,
+            ..
+        } = self.shape;
+        if queries != tokens {
+            return Err(Error::FewerQueries { queries, tokens });
+        }
+        if value_dim != dim {
+            return Err(Error::ValueDim { value_dim, dim });
+        }
+        Ok(())
+    }
+
+    fn check_transform(&self) -> Result<()> {
+        if let Some(got) = self.softcap
+            && !(got.is_finite() && got > 0.0)
+        {
+            return Err(Error::Softcap { got });
+        }
+        if let Some(slopes) = &self.slopes {
+            let (got, heads) = (slopes.len(), self.shape.heads);
+            if got != heads {
+                return Err(Error::SlopeCount { got, heads });
+            }
+            if let Some(head) = slopes.iter().position(|slope| !slope.is_finite()) {
+                let got = slopes[head];
+                return Err(Error::Slope { head, got });
+            }
         }
         Ok(())
     }

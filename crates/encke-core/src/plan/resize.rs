@@ -15,6 +15,7 @@ use super::program::{BufferId, BufferPlan, Component, Message, Port, RankPlan, R
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::job::{Block, Operand};
+use crate::pattern::Pattern;
 use crate::rows::Shards;
 use crate::sharding::{Run, Sharding};
 use crate::transport::Address;
@@ -82,7 +83,8 @@ impl Resize {
     pub fn in_place(from: &Sharding, to: &Sharding, tokens: usize) -> Result<Resize> {
         from.check(tokens)?;
         to.check(tokens)?;
-        let (old, new) = (Shards::new(from, tokens), Shards::new(to, tokens));
+        let shards = |sharding| Shards::new(sharding, tokens, &Pattern::dense());
+        let (old, new) = (shards(from), shards(to));
         let pairs = (0..from.ranks()).flat_map(|a| (0..to.ranks()).map(move |b| (a, b)));
         let moves = pairs
             .flat_map(|(a, b)| common_tokens(&old, a, &new, b))

@@ -5,10 +5,13 @@
 //! the rows of its shard that other members need. A parcel moves along the members in ring order
 //! and goes no further than the last member that needs it.
 
-use serde::Serialize;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use crate::pattern::Lane;
+use serde::Serialize;
+
+use crate::mask::Window;
+use crate::pattern::{Lane, Pattern};
 use crate::rows::{Group, Rows, Segments, Shards};
 
 /// Some rows of one run of a shard: those that one lane selects in some segments.
@@ -138,7 +141,7 @@ pub fn rings(
     shards: &Shards,
     lanes: &[Lane],
     groups: &[Vec<Group>],
-    causal: bool,
+    pattern: &Pattern,
     rotating: Rotating,
 ) -> Vec<Ring> {
     let mut shared: BTreeMap<&[usize], Vec<(usize, Segments)>> = BTreeMap::new();
@@ -152,18 +155,25 @@ pub fn rings(
     }
     let mut rings = Vec::new();
     for (members, shared) in shared {
-        rings.extend(rings_of(shards, lanes, members, &shared, causal, rotating));
+        let candidates = Candidates {
+            shards,
+            lanes,
+            pattern,
+            rotating,
+            members,
+        };
+        rings.extend(candidates.rings(&shared));
     }
     rings
 }
 
-/// Segments that the members of a ring share. Under a causal mask `extremes` decides which member
-/// needs which parcel: the position of its last query or of its first key in these segments.
-struct SharedSegments<'a> {
-    lane: usize,
-    lane_rows: &'a Lane,
-    segments: Segments,
-    extremes: Vec<usize>,
+/// Finds the sections that the members of a ring could send, and who needs them.
+struct Candidates<'a> {
+    shards: &'a Shards,
+    lanes: &'a [Lane],
+    pattern: &'a Pattern,
+    rotating: Rotating,
+    members: &'a [usize],
 }
 
 /// A section that an owner could send, and the distances at which it is needed.
@@ -171,108 +181,213 @@ struct CandidateSection {
     owner: usize,
     section: Section,
     /// (nearest, farthest) if parcels move up, and if they move down.
-    needed: [(usize, usize); 2],
+    needed: [Option<(usize, usize)>; 2],
 }
 
-/// The rings of one set of members: one for each run of a shard and each range of distances,
-/// because a parcel has one range.
-fn rings_of(
-    shards: &Shards,
-    lanes: &[Lane],
-    members: &[usize],
-    shared: &[(usize, Segments)],
-    causal: bool,
-    rotating: Rotating,
-) -> Vec<Ring> {
-    let shared = shared.iter().map(|&(lane, segments)| {
-        let lane_rows = &lanes[lane];
-        let extreme = |&rank: &usize| {
-            let rows = shards.select(lane_rows, rank, segments);
-            match rotating {
-                Rotating::Keys => rows.map(|(_, rows)| rows.last_position()).max(),
-                Rotating::Queries => rows.map(|(_, rows)| rows.position).min(),
+impl Candidates<'_> {
+    /// The rings of one set of members: one for each run of a shard and each range of distances,
+    /// because a parcel has one range.
+    fn rings(&self, shared: &[(usize, Segments)]) -> Vec<Ring> {
+        // A window limits how far a row is needed, so rows are sent in both directions, each no
+        // further than that. Without one, rows go once around, in the direction that moves fewer.
+        let whole = !self.pattern.has_bounded_window();
+        let mut by_run: BTreeMap<usize, Vec<CandidateSection>> = BTreeMap::new();
+        for &(lane, segments) in shared {
+            let rows = |rank: usize| -> Vec<(usize, Rows)> { self.rows(lane, rank, segments) };
+            let readers: Vec<Vec<Rows>> = (self.members.iter())
+                .map(|&rank| self.reader_rows(lane, rank, segments))
+                .collect();
+            for (owner, &rank) in self.members.iter().enumerate() {
+                for (run, rows) in rows(rank) {
+                    let candidates = by_run.entry(run).or_default();
+                    let section = |rows: Rows| Section {
+                        lane,
+                        segments,
+                        rows,
+                    };
+                    match whole {
+                        true => candidates.extend(self.whole(owner, section(rows), &readers)),
+                        false => candidates.extend(self.parts(owner, section(rows), &readers)),
+                    }
+                }
             }
-            .expect("a member of a group has rows in its segments")
-        };
-        SharedSegments {
-            lane,
-            lane_rows,
-            segments,
-            extremes: members.iter().map(extreme).collect(),
         }
-    });
-    let mut by_run: BTreeMap<usize, Vec<CandidateSection>> = BTreeMap::new();
-    for shared in shared {
-        for (owner, &rank) in members.iter().enumerate() {
-            for (run, rows) in shards.select(shared.lane_rows, rank, shared.segments) {
-                let needs = |member: usize| {
-                    !causal
-                        || match rotating {
-                            Rotating::Keys => shared.extremes[member] >= rows.position,
-                            Rotating::Queries => shared.extremes[member] <= rows.last_position(),
-                        }
-                };
-                let Some(needed) = distances(members.len(), owner, needs) else {
+        let runs = by_run.into_values();
+        match whole {
+            true => runs
+                .flat_map(|candidates| {
+                    let direction = better_direction(&candidates);
+                    self.rings_of_run(candidates, direction)
+                })
+                .collect(),
+            false => runs
+                .flat_map(|candidates| {
+                    let (up, down): (Vec<_>, Vec<_>) = candidates
+                        .into_iter()
+                        .partition(|candidate| candidate.needed[0].is_some());
+                    let mut rings = self.rings_of_run(up, 0);
+                    rings.extend(self.rings_of_run(down, 1));
+                    rings
+                })
+                .collect(),
+        }
+    }
+
+    /// The rows of a member that travel: keys or queries.
+    fn rows(&self, lane: usize, rank: usize, segments: Segments) -> Vec<(usize, Rows)> {
+        let lane = &self.lanes[lane];
+        match self.rotating {
+            Rotating::Keys => self.shards.select_keys(lane, rank, segments).collect(),
+            Rotating::Queries => self.shards.select(lane, rank, segments).collect(),
+        }
+    }
+
+    /// The rows of a member that meet them: queries or keys.
+    fn reader_rows(&self, lane: usize, rank: usize, segments: Segments) -> Vec<Rows> {
+        let lane = &self.lanes[lane];
+        let rows = |(_, rows)| rows;
+        match self.rotating {
+            Rotating::Keys => (self.shards.select(lane, rank, segments).map(rows)).collect(),
+            Rotating::Queries => {
+                let keys = self.shards.select_keys(lane, rank, segments);
+                keys.map(rows).collect()
+            }
+        }
+    }
+
+    /// The section as a whole, with the members that need any of it.
+    fn whole(
+        &self,
+        owner: usize,
+        section: Section,
+        readers: &[Vec<Rows>],
+    ) -> Option<CandidateSection> {
+        let needs = |member: usize| {
+            let mut readers = readers[member].iter();
+            readers.any(|reader| !self.needed_rows(&section, reader).is_empty())
+        };
+        let k = self.members.len();
+        let needed = |distance: &usize| needs((owner + distance) % k);
+        let first = (1..k).find(needed)?;
+        let last = (1..k).rev().find(needed).unwrap_or(first);
+        Some(CandidateSection {
+            owner,
+            section,
+            needed: [Some((first, last)), Some((k - last, k - first))],
+        })
+    }
+
+    /// The parts of the section that the same members need, each once for the members above the
+    /// owner and once for those below.
+    fn parts(
+        &self,
+        owner: usize,
+        section: Section,
+        readers: &[Vec<Rows>],
+    ) -> Vec<CandidateSection> {
+        let mut needed: Vec<(usize, Range<usize>)> = Vec::new();
+        for (member, readers) in readers.iter().enumerate().filter(|of| of.0 != owner) {
+            let rows = readers.iter().map(|of| self.needed_rows(&section, of));
+            needed.extend(rows.filter(|rows| !rows.is_empty()).map(|of| (member, of)));
+        }
+        let mut parts: Vec<(Range<usize>, CandidateSection)> = Vec::new();
+        for up in [true, false] {
+            let of_side = || needed.iter().filter(|(member, _)| (*member > owner) == up);
+            let mut cuts: Vec<usize> = of_side()
+                .flat_map(|(_, rows)| [rows.start, rows.end])
+                .collect();
+            cuts.sort_unstable();
+            cuts.dedup();
+            let side = parts.len();
+            for rows in cuts.windows(2).map(|cut| cut[0]..cut[1]) {
+                let distances = of_side()
+                    .filter(|(_, of)| of.start <= rows.start && rows.end <= of.end)
+                    .map(|(member, _)| member.abs_diff(owner));
+                let Some(last) = distances.clone().max() else {
                     continue;
                 };
-                let section = Section {
-                    lane: shared.lane,
-                    segments: shared.segments,
-                    rows,
-                };
-                by_run.entry(run).or_default().push(CandidateSection {
-                    owner,
-                    section,
-                    needed,
-                });
+                let range = Some((distances.min().unwrap_or(last), last));
+                let needed = if up { [range, None] } else { [None, range] };
+                match parts[side..].last_mut() {
+                    Some((before, part)) if before.end == rows.start && part.needed == needed => {
+                        before.end = rows.end;
+                    }
+                    _ => parts.push((
+                        rows,
+                        CandidateSection {
+                            owner,
+                            section,
+                            needed,
+                        },
+                    )),
+                }
             }
         }
+        let part = |(rows, mut part): (Range<usize>, CandidateSection)| {
+            part.section.rows = section.rows.part(rows)?;
+            Some(part)
+        };
+        parts.into_iter().filter_map(part).collect()
     }
-    let runs = by_run.into_values();
-    runs.flat_map(|candidates| rings_of_run(members, candidates))
-        .collect()
+
+    /// The rows of a section that `reader` needs, by index: the keys that its queries see, or the
+    /// queries that see its keys.
+    fn needed_rows(&self, section: &Section, reader: &Rows) -> Range<usize> {
+        let rows = &section.rows;
+        let keys = match self.rotating {
+            Rotating::Keys => rows,
+            Rotating::Queries => reader,
+        };
+        let window = self.pattern.window_of(keys, section.segments.prefix);
+        let window = match self.rotating {
+            Rotating::Keys => window,
+            Rotating::Queries => Window {
+                left: window.right,
+                right: window.left,
+            },
+        };
+        let reach = window.reach(reader.position, reader.last_position());
+        rows.rows_before(reach.start)..rows.rows_before(reach.end)
+    }
+
+    /// Assigns the sections to parcels that move in one direction.
+    fn rings_of_run(&self, candidates: Vec<CandidateSection>, direction: usize) -> Vec<Ring> {
+        let mut by_range: BTreeMap<(usize, usize, usize), Vec<Section>> = BTreeMap::new();
+        for candidate in candidates {
+            let Some((first, last)) = candidate.needed[direction] else {
+                continue;
+            };
+            let range = by_range.entry((candidate.owner, first, last)).or_default();
+            range.push(candidate.section);
+        }
+        let empty = Ring {
+            members: self.members.to_vec(),
+            parcels: vec![None; self.members.len()],
+            rising: direction == 0,
+        };
+        let mut rings: Vec<Ring> = Vec::new();
+        for ((owner, first, last), sections) in by_range {
+            let free = rings.iter().position(|ring| ring.parcels[owner].is_none());
+            let index = free.unwrap_or_else(|| {
+                rings.push(empty.clone());
+                rings.len() - 1
+            });
+            rings[index].parcels[owner] = Some(Parcel {
+                sections,
+                first,
+                last,
+            });
+        }
+        rings
+    }
 }
 
-/// The distances of the nearest and the farthest member that needs something of `owner`, in both
-/// directions.
-fn distances(k: usize, owner: usize, needs: impl Fn(usize) -> bool) -> Option<[(usize, usize); 2]> {
-    let needed = |distance: &usize| needs((owner + distance) % k);
-    let first = (1..k).find(needed)?;
-    let last = (1..k).rev().find(needed).unwrap_or(first);
-    Some([(first, last), (k - last, k - first)])
-}
-
-/// Chooses the direction that moves fewer rows, and assigns the sections to parcels.
-fn rings_of_run(members: &[usize], candidates: Vec<CandidateSection>) -> Vec<Ring> {
+/// The direction that moves fewer rows: 0 is up.
+fn better_direction(candidates: &[CandidateSection]) -> usize {
     let moved = |direction: usize| -> usize {
+        let hops = |of: &CandidateSection| of.needed[direction].map_or(0, |(_, last)| last);
         let rows = candidates.iter();
-        rows.map(|of| of.section.total_rows() * of.needed[direction].1)
-            .sum()
+        rows.map(|of| of.section.total_rows() * hops(of)).sum()
     };
-    let direction = usize::from(moved(1) < moved(0));
-    let mut by_range: BTreeMap<(usize, usize, usize), Vec<Section>> = BTreeMap::new();
-    for candidate in candidates {
-        let (first, last) = candidate.needed[direction];
-        let range = by_range.entry((candidate.owner, first, last)).or_default();
-        range.push(candidate.section);
-    }
-    let empty = Ring {
-        members: members.to_vec(),
-        parcels: vec![None; members.len()],
-        rising: direction == 0,
-    };
-    let mut rings: Vec<Ring> = Vec::new();
-    for ((owner, first, last), sections) in by_range {
-        let free = rings.iter().position(|ring| ring.parcels[owner].is_none());
-        let index = free.unwrap_or_else(|| {
-            rings.push(empty.clone());
-            rings.len() - 1
-        });
-        rings[index].parcels[owner] = Some(Parcel {
-            sections,
-            first,
-            last,
-        });
-    }
-    rings
+    usize::from(moved(1) < moved(0))
 }

@@ -39,11 +39,11 @@ impl Plan {
     pub fn new(request: Request) -> Result<Plan> {
         request.check()?;
         let ranks = request.sharding.ranks();
-        let shards = Shards::new(&request.sharding, request.shape.tokens);
+        let shards = Shards::new(&request.sharding, request.shape.tokens, &request.pattern);
         let lanes = request.pattern.lanes(&request.shape);
         let groups: Vec<Vec<Group>> = lanes.iter().map(|lane| shards.groups(lane)).collect();
-        let causal = request.pattern.is_causal();
-        let rings = rings::rings(&shards, &lanes, &groups, causal, request.rotating());
+        let pattern = &request.pattern;
+        let rings = rings::rings(&shards, &lanes, &groups, pattern, request.rotating());
 
         let mut groups_of = vec![Vec::new(); ranks];
         for (lane, groups) in groups.iter().enumerate() {

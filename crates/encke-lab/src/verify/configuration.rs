@@ -65,13 +65,10 @@ impl RandomConfiguration {
         let pattern_heads = kv_heads * random.size(3);
         let drawn = random.size(TOKENS);
         let (pattern, tokens) = pattern(&mut random, mode, pattern_heads, drawn);
-        let shape = Shape {
-            batch: 1 + usize::from(random.once_in(3)),
-            tokens,
-            heads: pattern_heads,
-            kv_heads,
-            dim: random.pick(&[1, 2, 3, 4, 8, 16, 20]),
-        };
+        let batch = 1 + usize::from(random.once_in(3));
+        let dim = random.pick(&[1, 2, 3, 4, 8, 16, 20]);
+        let shape = Shape::new(batch, tokens, pattern_heads, kv_heads, dim);
+        let shape = shape.expect("the key heads divide the heads");
         let ranks = random.size(RANKS);
         let fkodom = pattern.mode() == Mode::Fkodom;
         RandomConfiguration {
@@ -121,6 +118,7 @@ impl RandomConfiguration {
             heads,
             kv_heads,
             dim,
+            ..
         } = self.shape;
         let mut random = Random::new(!self.seed);
         let mut draw = |count: usize, value: &dyn Fn(f64) -> f64| -> Vec<f64> {
@@ -211,6 +209,7 @@ impl fmt::Display for RandomConfiguration {
             heads,
             kv_heads,
             dim,
+            ..
         } = self.shape;
         write!(
             f,

@@ -26,6 +26,12 @@ fn passes(case: &Configuration) -> [Request; 2] {
     })
 }
 
+/// Both passes of a seed's configuration, plain and with a mask.
+fn both_passes(seed: u64) -> impl Iterator<Item = Request> {
+    let cases = [Configuration::random(seed), Configuration::masked(seed)];
+    cases.into_iter().flat_map(|case| passes(&case))
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1500))]
 
@@ -33,7 +39,7 @@ proptest! {
     /// tag that no other message between the two has in that round.
     #[test]
     fn every_message_has_a_sender_and_a_receiver_in_the_same_round(seed in any::<u64>()) {
-        for request in passes(&Configuration::random(seed)) {
+        for request in both_passes(seed) {
             let plan = Plan::new(request).expect("a random case is legal");
             let (mut sent, mut received) = (BTreeMap::new(), BTreeMap::new());
             for rank in 0..plan.ranks() {
@@ -60,7 +66,7 @@ proptest! {
     /// together compute all pairs of the pattern.
     #[test]
     fn explained_totals_are_sums_over_the_programs(seed in any::<u64>()) {
-        for request in passes(&Configuration::random(seed)) {
+        for request in both_passes(seed) {
             let plan = Plan::new(request).expect("a random case is legal");
             let explanation = plan.explain().expect("every rank exists");
             let ranks = &explanation.ranks;
@@ -74,7 +80,7 @@ proptest! {
     /// No task touches a buffer that its round receives, or writes one that its round sends.
     #[test]
     fn no_task_touches_a_buffer_in_flight(seed in any::<u64>()) {
-        for request in passes(&Configuration::random(seed)) {
+        for request in both_passes(seed) {
             let plan = Plan::new(request).expect("a random case is legal");
             for rank in 0..plan.ranks() {
                 for round in plan.rank(rank).expect("the rank exists").rounds {
@@ -154,11 +160,12 @@ proptest! {
     /// pair.
     #[test]
     fn every_pair_is_computed_once_for_each_branch(seed in any::<u64>()) {
-        let case = Configuration::random(seed);
-        let shape = Shape { dim: 1, ..case.request.shape };
-        let case = Configuration { request: Request { shape, ..case.request }, seed };
-        for request in passes(&case) {
-            prop_assert_eq!(computed_pairs(&request), pattern_pairs(&request), "{:?}", request);
+        for case in [Configuration::random(seed), Configuration::masked(seed)] {
+            let shape = Shape { dim: 1, value_dim: 1, ..case.request.shape };
+            let case = Configuration { request: Request { shape, ..case.request }, seed };
+            for request in passes(&case) {
+                prop_assert_eq!(computed_pairs(&request), pattern_pairs(&request), "{:?}", request);
+            }
         }
     }
 }

@@ -15,4 +15,10 @@ proptest! {
         let ring = ThreadRing::new(NaiveKernel, DEADLINE);
         check(&ring, &Configuration::random(seed)).map_err(TestCaseError::fail)?;
     }
+
+    #[test]
+    fn random_masks_equal_the_reference(seed in any::<u64>()) {
+        let ring = ThreadRing::new(NaiveKernel, DEADLINE);
+        check(&ring, &Configuration::masked(seed)).map_err(TestCaseError::fail)?;
+    }
 }

@@ -88,11 +88,11 @@ pub fn check<K: Kernel>(ring: &ThreadRing<K>, case: &Configuration) -> Result<()
     let Request { shape, pattern, .. } = &case.request;
     let tensors = CallTensors::random(shape, case.seed);
     let [q, k, v] = [&tensors.q, &tensors.k, &tensors.v].map(Tensor::to_f64);
-    let scale = case.request.scale();
-    let forward = reference::forward(shape, pattern, scale, &q, &k, &v);
+    let scores = case.request.scores();
+    let forward = reference::forward(shape, pattern, scores.clone(), &q, &k, &v);
     let forward = forward.map_err(|error| error.to_string())?;
     let (dout, dlse) = (tensors.dout.to_f64(), tensors.dlse.to_f64());
-    let gradients = reference::backward(shape, pattern, scale, &q, &k, &v, &dout, Some(&dlse));
+    let gradients = reference::backward(shape, pattern, scores, &q, &k, &v, &dout, Some(&dlse));
     let gradients = gradients.map_err(|error| error.to_string())?;
     for (name, got, expected) in [
         ("out", &got.out, &forward.out),
