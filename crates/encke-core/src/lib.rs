@@ -28,6 +28,7 @@ pub mod rows;
 pub mod scores;
 pub mod shape;
 pub mod sharding;
+pub mod sinks;
 pub mod tensor;
 pub mod transport;
 

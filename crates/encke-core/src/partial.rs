@@ -29,7 +29,9 @@ impl OnlineSoftmax {
 
     /// Starts with a sink: a score without a value (spec section 10).
     pub fn start_at(&mut self, sink: f64) {
-        (self.m, self.l) = (sink, 1.0);
+        if sink > f64::NEG_INFINITY {
+            (self.m, self.l) = (sink, 1.0);
+        }
     }
 
     /// Adds one key. A score of minus infinity marks a masked key.

@@ -350,7 +350,9 @@ impl<'a> CheckedCall<'a> {
             let whole = self.attend(row, &self.branches[row.head]);
             if let Some(sinks) = &self.scores.sinks {
                 let delta = dot(&dout, &whole.out) - g;
-                to.dsinks[row.head] -= (sinks[row.head] - whole.lse).exp() * delta;
+                if sinks[row.head] > f64::NEG_INFINITY {
+                    to.dsinks[row.head] -= (sinks[row.head] - whole.lse).exp() * delta;
+                }
             }
             for &branch in &self.branches[row.head] {
                 // With constant mixing weights, each branch is a softmax with its own output.

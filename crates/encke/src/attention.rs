@@ -132,7 +132,22 @@ impl<K: Kernel> Attention<K> {
     /// Forward pass.
     pub fn forward(&self, q: &View<'_>, k: &View<'_>, v: &View<'_>) -> Result<Forward, Error> {
         let request = self.request_for(q, k, v, Pass::Forward)?;
-        let result = self.attend(&request, q, k, v)?;
+        let result = self.attend(&request, q, k, v, None)?;
+        result.into_forward(self.settings.policy)
+    }
+
+    /// The same with a sink for each query head: a score that takes part in the softmax and has no
+    /// value. Applied to the finished rows, so a 16-bit output is rounded twice. The backward pass
+    /// returns their gradient, too.
+    pub fn forward_with_sinks(
+        &self,
+        q: &View<'_>,
+        k: &View<'_>,
+        v: &View<'_>,
+        sinks: &[f64],
+    ) -> Result<Forward, Error> {
+        let request = self.request_for(q, k, v, Pass::Forward)?;
+        let result = self.attend(&request, q, k, v, Some(sinks))?;
         result.into_forward(self.settings.policy)
     }
 
@@ -147,12 +162,17 @@ impl<K: Kernel> Attention<K> {
         dout: &View<'_>,
         dlse: Option<&View<'_>>,
     ) -> Result<Backward, Error> {
-        if let Some(saved) = checkpoint.fetch()? {
-            return self.backward_from(q, k, v, &saved.view(), dout, dlse);
-        }
-        let forward = self.request_for(q, k, v, Pass::Forward)?;
-        let recomputed = self.attend(&forward, q, k, v)?.saved;
-        self.backward_from(q, k, v, &recomputed.view(), dout, dlse)
+        let sinks = checkpoint.sinks.as_deref();
+        let saved = match checkpoint.fetch()? {
+            Some(saved) => saved,
+            None => {
+                let forward = self.request_for(q, k, v, Pass::Forward)?;
+                self.attend(&forward, q, k, v, sinks)?.saved
+            }
+        };
+        let saved = saved.view();
+        let backward = self.backward_from(q, k, v, &saved, dout, dlse)?;
+        passes::with_dsinks(backward, sinks, &saved, (dout, dlse))
     }
 
     /// The same from a forward output that the caller saved. `dout` has the type of q, or that of
@@ -181,8 +201,9 @@ impl<K: Kernel> Attention<K> {
         q: &View<'_>,
         k: &View<'_>,
         v: &View<'_>,
+        sinks: Option<&[f64]>,
     ) -> Result<ForwardResult, Error> {
-        passes::attend(request, [*q, *k, *v], |inputs| {
+        passes::attend(request, [*q, *k, *v], sinks, |inputs| {
             self.ring.run(request, inputs)
         })
     }

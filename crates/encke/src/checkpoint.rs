@@ -29,6 +29,7 @@ pub enum CheckpointPolicy {
 pub struct Checkpoint {
     saved: Option<SlotResults>,
     offloaded: Option<Offloaded>,
+    pub(crate) sinks: Option<Arc<[f64]>>,
 }
 
 /// The output as the ring computed it: by slot. Slots are heads, except where branches keep slots
@@ -68,6 +69,7 @@ impl Checkpoint {
         Checkpoint {
             saved: None,
             offloaded: None,
+            sinks: None,
         }
     }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use encke_core::mixing::{self, SlotBackward};
 use encke_core::plan::Request;
 use encke_core::plan::program::Role;
-use encke_core::{DType, Error as RequestError, Shape, Tensor, View};
+use encke_core::{DType, Error as RequestError, Shape, Tensor, View, sinks};
 use encke_ring::{Outcome, RingError as Error};
 
 use crate::checkpoint::{Checkpoint, CheckpointPolicy, SavedOutput, SlotResults};
@@ -22,31 +22,44 @@ use crate::results::{Backward, Forward, Report};
 pub(crate) struct ForwardResult {
     pub saved: SlotResults,
     pub out: Arc<Tensor>,
+    pub sinks: Option<Arc<[f64]>>,
     pub report: Report,
 }
 
 impl ForwardResult {
     pub(crate) fn into_forward(self, policy: CheckpointPolicy) -> Result<Forward, Error> {
         let lse = Arc::clone(&self.saved.lse);
+        let mut checkpoint = Checkpoint::new(self.saved, policy)?;
+        checkpoint.sinks = self.sinks;
         Ok(Forward {
             out: self.out,
             lse,
-            checkpoint: Checkpoint::new(self.saved, policy)?,
+            checkpoint,
             report: self.report,
         })
     }
 }
 
-/// Runs the forward pass, then combines slots into heads where branches keep separate slots.
+/// Runs the forward pass, then combines slots into heads where branches keep separate slots, and
+/// adds the sinks.
 pub(crate) fn attend(
     request: &Request,
     [q, k, v]: [View<'_>; 3],
+    sinks: Option<&[f64]>,
     ring: impl FnOnce(&[(Role, View<'_>)]) -> Result<Outcome, Error>,
 ) -> Result<ForwardResult, Error> {
-    let mut outcome = ring(&[(Role::Q, q), (Role::K, k), (Role::V, v)])?;
-    let slot_out = Arc::new(take_output(&mut outcome, Role::Out));
-    let slot_lse = Arc::new(take_output(&mut outcome, Role::Lse));
     let pattern = &request.pattern;
+    if let Some(sinks) = sinks {
+        pattern.check_sinks()?;
+        sinks::check(sinks, request.shape.heads)?;
+    }
+    let mut outcome = ring(&[(Role::Q, q), (Role::K, k), (Role::V, v)])?;
+    let mut slot_out = take_output(&mut outcome, Role::Out);
+    let mut slot_lse = take_output(&mut outcome, Role::Lse);
+    if let Some(sinks) = sinks {
+        sinks::apply(sinks, &mut slot_out, &mut slot_lse)?;
+    }
+    let (slot_out, slot_lse) = (Arc::new(slot_out), Arc::new(slot_lse));
     let (out, lse) = if pattern.splits_slots() {
         let shape = local_shape(request, &q);
         let (out, lse) = mixing::combine(pattern, &shape, &slot_out, &slot_lse, request.dtype);
@@ -62,6 +75,7 @@ pub(crate) fn attend(
     Ok(ForwardResult {
         saved,
         out,
+        sinks: sinks.map(Arc::from),
         report: report(outcome),
     })
 }
@@ -110,7 +124,22 @@ pub(crate) fn differentiate(
         dq: take_output(&mut outcome, Role::Dq),
         dk: take_output(&mut outcome, Role::Dk),
         dv: take_output(&mut outcome, Role::Dv),
+        dsinks: None,
         report: report(outcome),
+    })
+}
+
+/// A backward pass with the gradient of its sinks, if it has any.
+pub(crate) fn with_dsinks(
+    backward: Backward,
+    sinks: Option<&[f64]>,
+    saved: &SavedOutput<'_>,
+    (dout, dlse): (&View<'_>, Option<&View<'_>>),
+) -> Result<Backward, Error> {
+    let of = |sinks| sinks::gradient(sinks, [&saved.slot_out, &saved.slot_lse, dout], dlse);
+    Ok(Backward {
+        dsinks: sinks.map(of).transpose()?,
+        ..backward
     })
 }
 

@@ -30,6 +30,9 @@ pub struct Backward {
     pub dk: Tensor,
     /// Gradient of v.
     pub dv: Tensor,
+    /// Gradient of the sinks, one for each head, if the forward pass had any; of a shard, its own
+    /// rows' share.
+    pub dsinks: Option<Vec<f64>>,
     /// Plan, times, bytes and memory of the call. With
     /// [`CheckpointPolicy::Recompute`](crate::CheckpointPolicy::Recompute) the recomputed forward
     /// pass is not included.

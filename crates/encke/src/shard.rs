@@ -93,7 +93,21 @@ impl<K: Kernel> ShardAttention<K> {
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Forward, Error> {
         let request = self.request_for(tokens, qkv, Pass::Forward)?;
-        let result = self.attend(&request, qkv, transport)?;
+        let result = self.attend(&request, qkv, None, transport)?;
+        result.into_forward(self.settings.policy)
+    }
+
+    /// The same with a sink for each query head; every rank passes the same ones. The backward pass
+    /// returns this rank's share of their gradient.
+    pub fn forward_with_sinks(
+        &self,
+        tokens: usize,
+        qkv: [&View<'_>; 3],
+        sinks: &[f64],
+        transport: &mut dyn Transport<K::Buffer>,
+    ) -> Result<Forward, Error> {
+        let request = self.request_for(tokens, qkv, Pass::Forward)?;
+        let result = self.attend(&request, qkv, Some(sinks), transport)?;
         result.into_forward(self.settings.policy)
     }
 
@@ -107,12 +121,17 @@ impl<K: Kernel> ShardAttention<K> {
         gradients: (&View<'_>, Option<&View<'_>>),
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Backward, Error> {
-        if let Some(saved) = checkpoint.fetch()? {
-            return self.backward_from(tokens, qkv, &saved.view(), gradients, transport);
-        }
-        let forward = self.request_for(tokens, qkv, Pass::Forward)?;
-        let recomputed = self.attend(&forward, qkv, transport)?.saved;
-        self.backward_from(tokens, qkv, &recomputed.view(), gradients, transport)
+        let sinks = checkpoint.sinks.as_deref();
+        let saved = match checkpoint.fetch()? {
+            Some(saved) => saved,
+            None => {
+                let forward = self.request_for(tokens, qkv, Pass::Forward)?;
+                self.attend(&forward, qkv, sinks, transport)?.saved
+            }
+        };
+        let saved = saved.view();
+        let backward = self.backward_from(tokens, qkv, &saved, gradients, transport)?;
+        passes::with_dsinks(backward, sinks, &saved, gradients)
     }
 
     /// The same from a forward output that the caller saved.
@@ -138,9 +157,10 @@ impl<K: Kernel> ShardAttention<K> {
         &self,
         request: &Request,
         qkv: [&View<'_>; 3],
+        sinks: Option<&[f64]>,
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<ForwardResult, Error> {
-        passes::attend(request, qkv.map(|view| *view), |inputs| {
+        passes::attend(request, qkv.map(|view| *view), sinks, |inputs| {
             self.ring.run(request, inputs, transport)
         })
     }
