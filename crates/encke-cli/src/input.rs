@@ -163,6 +163,39 @@ impl<'a> InputTensors<'a> {
         })
     }
 
+    /// A tensor of one dimension, widened.
+    pub fn vector(&self, name: &'static str) -> Result<Vec<f64>> {
+        let header = self.get(name)?;
+        match header.shape.len() {
+            1 => Ok(self.elements(&header).slice().to_f64()),
+            _ => Err(header.shape_error("1")),
+        }
+    }
+
+    /// A tensor of integers of one dimension, none of them negative.
+    pub fn integers(&self, name: &'static str) -> Result<Vec<usize>> {
+        let Ok(found) = self.file.tensor(name) else {
+            bail!("{} has no tensor {name}", self.from.path.display());
+        };
+        let signed: Vec<i64> = match found.dtype() {
+            Dtype::I64 => typed::<i64>(found.data()).to_vec(),
+            Dtype::I32 => (typed::<i32>(found.data()).iter())
+                .map(|x| i64::from(*x))
+                .collect(),
+            other => bail!("{name} holds {other}; it must hold I32 or I64"),
+        };
+        if found.shape().len() != 1 {
+            bail!(
+                "{name} has shape {:?}; it must have one dimension",
+                found.shape()
+            );
+        }
+        let whole = |(index, x): (usize, &i64)| {
+            usize::try_from(*x).map_err(|_| anyhow!("{name}[{index}] is {x}, below 0"))
+        };
+        signed.iter().enumerate().map(whole).collect()
+    }
+
     /// The elements of a tensor of this file.
     pub fn elements(&self, header: &TensorHeader) -> TensorElements<'a> {
         let bytes = &self.from.map[header.bytes.clone()];

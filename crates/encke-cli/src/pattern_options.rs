@@ -5,7 +5,7 @@
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use encke::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
+use encke::{Builder, Documents, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Window};
 use encke_lab::number::count;
 
 /// The attention pattern.
@@ -39,6 +39,67 @@ pub struct PatternOptions {
     /// Causal mask: a query attends only to keys at or before its own position.
     #[arg(long)]
     causal: bool,
+
+    /// Window: a query attends to at most so many tokens before and after its own; `all` for no
+    /// limit. A sliding window of W tokens is W-1,0.
+    #[arg(long, value_name = "LEFT,RIGHT", value_parser = window)]
+    window: Option<Window>,
+
+    /// Tokens at the start (of each document) that are visible outside the window, too.
+    #[arg(long, value_name = "TOKENS", value_parser = count)]
+    prefix: Option<usize>,
+
+    /// Lengths of the documents that the sequence is packed from: no query attends to another
+    /// document. Without lengths (`attend` only): from the tensor cu_seqlens of the file.
+    #[arg(
+        long,
+        value_name = "N1,N2,...",
+        num_args = 0..=1,
+        default_missing_value = "",
+        value_parser = documents
+    )]
+    documents: Option<DocumentSource>,
+
+    /// Limits scores to this size: x becomes X tanh(x / X).
+    #[arg(long, value_name = "X")]
+    softcap: Option<f64>,
+
+    /// ALiBi: subtracts slope times distance from the scores. The slope of head h of H is
+    /// 2^(-8(h+1)/H), or in `attend` the tensor alibi_slopes [H], if the file has it.
+    #[arg(long)]
+    alibi: bool,
+}
+
+/// Where document lengths come from.
+#[derive(Debug, Clone)]
+enum DocumentSource {
+    Lengths(Vec<usize>),
+    /// The tensor `cu_seqlens` of the input.
+    File,
+}
+
+/// Parses the two sides of a window.
+fn window(text: &str) -> Result<Window, String> {
+    let side = |text: &str| match text.trim() {
+        "all" => Ok(None),
+        number => count(number).map(Some),
+    };
+    let (left, right) = text
+        .split_once(',')
+        .ok_or("write how many tokens before and after, as in 1023,0 or 4096,all")?;
+    Ok(Window {
+        left: side(left)?,
+        right: side(right)?,
+    })
+}
+
+/// Parses document lengths.
+fn documents(text: &str) -> Result<DocumentSource, String> {
+    if text.is_empty() {
+        return Ok(DocumentSource::File);
+    }
+    let lengths: Result<Vec<usize>, String> = text.split(',').map(count).collect();
+    Ok(DocumentSource::Lengths(lengths?))
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -81,15 +142,59 @@ impl PatternOptions {
     pub fn none_given(&self) -> bool {
         let branches = self.segment_lengths.len() + self.dilation_rates.len();
         let choices = self.mode.is_some() || self.group_scale.is_some() || self.offsets.is_some();
-        branches == 0 && !choices && self.mixing_gradient.is_none() && !self.causal
+        let mask = self.causal || self.window.is_some() || self.documents.is_some();
+        let scores = self.softcap.is_some() || self.alibi;
+        branches == 0 && !choices && self.mixing_gradient.is_none() && !mask && !scores
+    }
+
+    /// Whether document lengths are a tensor of the input.
+    pub fn reads_documents(&self) -> bool {
+        matches!(self.documents, Some(DocumentSource::File))
+    }
+
+    /// Whether scores have ALiBi slopes.
+    pub fn has_slopes(&self) -> bool {
+        self.alibi
+    }
+
+    /// The attention with this pattern; `documents` are the lengths that the input gives.
+    pub fn apply(&self, builder: Builder, documents: Option<Documents>) -> Result<Builder> {
+        let pattern = self.masked(documents)?;
+        let builder = builder.pattern(pattern).softcap(self.softcap);
+        Ok(builder.alibi(self.alibi))
     }
 
     /// The pattern, or which options contradict each other.
     pub fn pattern(&self) -> Result<Pattern> {
+        self.masked(None)
+    }
+
+    /// The pattern with its mask; `given` are the documents of the input.
+    fn masked(&self, given: Option<Documents>) -> Result<Pattern> {
+        if self.prefix.is_some() && self.window.is_none() {
+            bail!("--prefix needs --window: without one every token of the prefix is visible");
+        }
+        let documents = match &self.documents {
+            None => None,
+            Some(DocumentSource::Lengths(lengths)) => Some(Documents::new(lengths)?),
+            Some(DocumentSource::File) => match given {
+                Some(documents) => Some(documents),
+                None => bail!("--documents needs lengths here, as in --documents 5k,20k,1k"),
+            },
+        };
+        let pattern = self.branches()?.causal(self.causal);
+        let pattern = pattern.window(self.window.unwrap_or(Window::ALL));
+        Ok(pattern
+            .prefix(self.prefix.unwrap_or(0))
+            .documents(documents))
+    }
+
+    /// The branches alone.
+    fn branches(&self) -> Result<Pattern> {
         let mode = self.mode.unwrap_or(ModeName::Group);
         self.refuse_without_effect(mode)?;
         if self.segment_lengths.is_empty() {
-            return Ok(Pattern::dense().causal(self.causal));
+            return Ok(Pattern::dense());
         }
         let mode = match mode {
             ModeName::Group => Mode::Group {
@@ -110,8 +215,8 @@ impl PatternOptions {
             },
             ModeName::Fkodom => Mode::Fkodom,
         };
-        let pattern = Pattern::dilated(&self.segment_lengths, &self.dilation_rates, mode)?;
-        Ok(pattern.causal(self.causal))
+        let lengths = &self.segment_lengths;
+        Ok(Pattern::dilated(lengths, &self.dilation_rates, mode)?)
     }
 
     fn refuse_without_effect(&self, mode: ModeName) -> Result<()> {

@@ -106,7 +106,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
         say(&draw(&pattern, &shape, head)?)?;
         return Ok(Verdict::Fine);
     }
-    let builder = Attention::builder().pattern(options.pattern.pattern()?);
+    let builder = options.pattern.apply(Attention::builder(), None)?;
     let reason = "the plan would take too long to make";
     let dtype = options.sizes.dtype();
     let builder = match options.machine.any_given() {

@@ -112,7 +112,16 @@ impl Options {
         let (shape, dtype) = (self.sizes.shape()?, self.sizes.dtype());
         let pattern = match self.pattern.none_given() {
             true => longnet(shape.tokens)?,
-            false => self.pattern.pattern()?,
+            false => {
+                let pattern = self.pattern.pattern()?;
+                if !pattern.has_plain_mask() {
+                    bail!(
+                        "the report does not draw windows and documents; leave them out, or use \
+                         plan --draw"
+                    );
+                }
+                pattern
+            }
         };
         let builder = encke::Attention::builder().pattern(pattern);
         let builder = self

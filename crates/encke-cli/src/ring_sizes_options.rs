@@ -54,8 +54,8 @@ impl RingSizesOptions {
 
     /// The attention of a ring of one size.
     pub fn builder(&self, pattern: &PatternOptions, ranks: usize) -> Result<Builder> {
-        Ok(Attention::builder()
-            .pattern(pattern.pattern()?)
+        Ok(pattern
+            .apply(Attention::builder(), None)?
             .ranks(ranks)
             .sharding(self.sharding.clone().unwrap_or(Cut::Contiguous))
             .queries(self.queries.unwrap_or(Queries::Sharded))

@@ -286,6 +286,29 @@ impl Pattern {
         self.documents.is_none() && !self.has_bounded_window()
     }
 
+    /// The mask in words, each part after a comma; empty if there is none.
+    pub fn mask_text(&self) -> String {
+        let mut text = String::new();
+        if self.causal {
+            text += ", causal";
+        }
+        let side = |limit: Option<usize>| limit.map_or("all".to_string(), |by| by.to_string());
+        if self.window != Window::ALL {
+            let Window { left, right } = self.window;
+            text += &format!(", window {},{}", side(left), side(right));
+        }
+        if self.prefix > 0 {
+            text += &format!(", prefix {}", self.prefix);
+        }
+        if let Some(documents) = &self.documents {
+            text += &match documents.count() {
+                1 => ", 1 document".to_string(),
+                count => format!(", {count} documents"),
+            };
+        }
+        text
+    }
+
     /// Whether the query at position `x` sees the key at position `j` of the same document, which
     /// begins at position `first` (spec section 9).
     pub fn sees(&self, first: usize, x: usize, j: usize) -> bool {

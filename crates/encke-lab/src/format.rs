@@ -50,7 +50,7 @@ pub fn percent(fraction: f64) -> String {
 /// A pattern: its mode, branches, and whether it is causal.
 pub fn pattern(pattern: &Pattern) -> String {
     let branches = pattern.branches();
-    let causal = if pattern.is_causal() { ", causal" } else { "" };
+    let causal = pattern.mask_text();
     if let [only] = branches
         && only.segment == usize::MAX
     {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Pass, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::{DType, Error as RequestError, Pattern, Shape};
+use encke_core::{DType, Error as RequestError, Pattern, Shape, alibi_slopes};
 use encke_ring::{CacheLimits, Fault};
 
 use crate::auto::Auto;
@@ -44,6 +44,7 @@ pub struct Builder {
     scale: Option<f64>,
     softcap: Option<f64>,
     slopes: Option<Arc<[f64]>>,
+    alibi: bool,
     pub(crate) policy: CheckpointPolicy,
     pub(crate) deadline: Duration,
     pub(crate) redundancy: usize,
@@ -64,6 +65,7 @@ impl Default for Builder {
             scale: None,
             softcap: None,
             slopes: None,
+            alibi: false,
             policy: CheckpointPolicy::KeepOutput,
             deadline: DEADLINE,
             redundancy: 0,
@@ -129,6 +131,12 @@ impl Builder {
     /// None for no slopes. [`alibi_slopes`](encke_core::alibi_slopes) makes the usual ones.
     pub fn slopes(mut self, slopes: Option<Arc<[f64]>>) -> Builder {
         self.slopes = slopes;
+        self
+    }
+
+    /// The usual ALiBi slopes for any number of heads, where [`Builder::slopes`] gives none.
+    pub fn alibi(mut self, alibi: bool) -> Builder {
+        self.alibi = alibi;
         self
     }
 
@@ -209,6 +217,8 @@ impl Builder {
             1 => Queries::Sharded,
             _ => queries,
         };
+        let usual = || self.alibi.then(|| alibi_slopes(shape.heads));
+        let slopes = self.slopes.clone().or_else(usual);
         Request {
             schedule: schedule.on(sharding.ranks()),
             shape,
@@ -218,7 +228,7 @@ impl Builder {
             dtype,
             scale: self.scale,
             softcap: self.softcap,
-            slopes: self.slopes.clone(),
+            slopes,
             pass,
             redundancy: self.redundancy,
         }

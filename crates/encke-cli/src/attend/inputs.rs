@@ -13,6 +13,7 @@ pub struct AttendInputs {
     pub v: TensorHeader,
     pub dout: Option<TensorHeader>,
     pub dlse: Option<TensorHeader>,
+    pub sinks: Option<Vec<f64>>,
     pub shape: Shape,
 }
 
@@ -20,9 +21,10 @@ impl AttendInputs {
     /// Reads the headers, and refuses shapes and types that do not fit each other or the pattern.
     pub fn read<K: Kernel>(
         file: &InputTensors<'_>,
-        grad: bool,
+        (grad, with_sinks): (bool, bool),
         attention: &Attention<K>,
     ) -> Result<AttendInputs> {
+        let sinks = with_sinks.then(|| file.vector("sinks")).transpose()?;
         let (q, k, v) = (file.get("q")?, file.get("k")?, file.get("v")?);
         let dout = match grad {
             true => Some(file.get("do").context("--grad needs the gradient of out")?),
@@ -61,7 +63,9 @@ impl AttendInputs {
             v,
             dout,
             dlse,
+            sinks,
         };
+        inputs.check_sinks(attention)?;
         inputs.check_plans(attention)?;
         Ok(inputs)
     }
@@ -74,6 +78,15 @@ impl AttendInputs {
         attention.plan(self.shape, self.q.dtype(), Pass::Forward)?;
         if self.dout.is_some() {
             attention.plan(self.shape, self.q.dtype(), backward)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses sinks that do not fit the heads or the pattern.
+    fn check_sinks<K: Kernel>(&self, attention: &Attention<K>) -> Result<()> {
+        if let Some(sinks) = &self.sinks {
+            attention.pattern().check_sinks()?;
+            encke::sinks::check(sinks, self.shape.heads)?;
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ mod summary;
 use std::time::Instant;
 
 use anyhow::Result;
-use encke::{Attention, Kernel};
+use encke::{Attention, Kernel, Tensor};
 use encke_lab::Verdict;
 use encke_lab::device::{ComputeDevice, open_gpu};
 use encke_lab::output::{OutputFile, write_tensors};
@@ -40,7 +40,7 @@ fn run_on<K: Kernel>(options: &Options, attention: Attention<K>) -> Result<Verdi
     }
     let file = InputFile::open(&options.input)?;
     let tensors = file.tensors()?;
-    let inputs = AttendInputs::read(&tensors, options.grad, &attention)?;
+    let inputs = AttendInputs::read(&tensors, (options.grad, options.sinks), &attention)?;
     let compute = attention.compute_dtype(inputs.q.dtype());
     if !options.allow_non_finite {
         inputs.check_finite(&tensors, compute)?;
@@ -82,7 +82,10 @@ fn run_passes<K: Kernel>(
     );
     let progress = spinner("forward");
     let begin = Instant::now();
-    let forward = attention.forward(&q, &k, &v)?;
+    let forward = match &inputs.sinks {
+        None => attention.forward(&q, &k, &v)?,
+        Some(sinks) => attention.forward_with_sinks(&q, &k, &v, sinks)?,
+    };
     let forward_took = begin.elapsed();
     let backward = match &inputs.dout {
         None => None,
@@ -102,9 +105,16 @@ fn run_passes<K: Kernel>(
         }
     };
     progress.finish_and_clear();
+    let dsinks = backward.as_ref().and_then(|done| done.dsinks.as_ref());
+    let vector = |of: &Vec<f64>| {
+        let dims = [1, 1, of.len(), 1];
+        Tensor::from_f64(forward.lse.dtype(), dims, of)
+    };
+    let dsinks = dsinks.map(vector).transpose()?;
     Ok(AttendResult {
         forward,
         backward,
+        dsinks,
         forward_took,
         took: begin.elapsed(),
     })

@@ -1,14 +1,16 @@
 //! The options of `encke attend`, and the attention they define.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use encke::{Attention, Builder, CheckpointPolicy, DType, Fault, FaultPhase, Precision};
+use encke::{Attention, Builder, CheckpointPolicy, DType, Documents, Fault, FaultPhase, Precision};
 use encke_lab::number::{bytes, count};
 
 use crate::device_option::DeviceOption;
+use crate::input::InputFile;
 use crate::pattern_options::PatternOptions;
 use crate::ring_options::{Open, RingOptions, open};
 
@@ -23,6 +25,10 @@ Examples:
   encke attend qkv.safetensors -o out.safetensors --grad --mode mix \\
       --segment-lengths 2048,4096,8192 --dilation-rates 1,2,4 --causal --ranks 4
       A LongNet pattern, forward and backward; the file also holds do.
+  encke attend qkv.safetensors -o out.safetensors --causal --window 4095,0 --prefix 4 \\
+      --documents 5k,20k,1k --sinks --ranks 4
+      A packed sequence of three documents with a sliding window of 4096 tokens, four tokens at the
+      start of each document that stay visible, and the sinks of the file.
   encke attend qkv.safetensors -o out.safetensors --ranks 4 --memory --trace ring.json
       The memory of each rank, and a timeline for https://ui.perfetto.dev.
   encke attend qkv.safetensors -o out.safetensors --ranks 4 --redundancy 1 --drill 2@1
@@ -74,6 +80,11 @@ pub struct Options {
     /// q].
     #[arg(long, help_heading = HEADING, value_name = "TYPE", value_parser = open(dtype))]
     compute: Option<Open<DType>>,
+
+    /// Add a sink to each softmax: a score without a value, from the tensor sinks [h] of the file.
+    /// With --grad, dsinks [h] is written.
+    #[arg(long, help_heading = HEADING)]
+    pub sinks: bool,
 
     /// Also compute dq, dk and dv, from do (and dlse, if the file has it).
     #[arg(long, help_heading = HEADING)]
@@ -142,6 +153,16 @@ fn death(text: &str) -> Result<(usize, usize), String> {
     Ok((count(rank)?, count(round)?))
 }
 
+/// The beginning of a list.
+fn some(list: &[usize]) -> String {
+    let shown = list.iter().take(8).map(usize::to_string);
+    let text = shown.collect::<Vec<_>>().join(", ");
+    match list.len() > 8 {
+        true => format!("[{text}, ...]"),
+        false => format!("[{text}]"),
+    }
+}
+
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum CheckpointName {
     /// out and lse: nothing is computed or sent twice
@@ -168,6 +189,7 @@ impl Options {
                 self.ring.gives_ranks() || self.ring.any_auto(),
                 "--ranks or auto: the limit determines the number of ranks",
             ),
+            (self.sinks, "--sinks: they are added to rows in memory"),
             (
                 self.trace.is_some(),
                 "--trace: ranks do not run side by side",
@@ -204,7 +226,10 @@ impl Options {
 
     /// Applies the options that do not concern the ring.
     fn complete(&self, builder: Builder) -> Result<Builder> {
-        let mut builder = builder.pattern(self.pattern.pattern()?);
+        let mut builder = self.pattern.apply(builder, self.documents()?)?;
+        if let Some(slopes) = self.slopes()? {
+            builder = builder.slopes(Some(slopes));
+        }
         if let Some(scale) = self.scale {
             builder = builder.scale(scale);
         }
@@ -236,6 +261,36 @@ impl Options {
             phase: FaultPhase::Begin,
         });
         Ok(builder.drill(faults.collect()))
+    }
+
+    /// The documents that the input gives, if the options ask for them.
+    fn documents(&self) -> Result<Option<Documents>> {
+        if !self.pattern.reads_documents() {
+            return Ok(None);
+        }
+        let file = InputFile::open(&self.input)?;
+        let ends = file.tensors()?.integers("cu_seqlens")?;
+        if ends.first() != Some(&0) || ends.windows(2).any(|pair| pair[0] > pair[1]) {
+            bail!(
+                "cu_seqlens must begin with 0 and never fall; it is {}",
+                some(&ends)
+            );
+        }
+        let lengths: Vec<usize> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        Ok(Some(Documents::new(&lengths)?))
+    }
+
+    /// The slopes that the input gives, if the options ask for them.
+    fn slopes(&self) -> Result<Option<Arc<[f64]>>> {
+        if !self.pattern.has_slopes() {
+            return Ok(None);
+        }
+        let file = InputFile::open(&self.input)?;
+        let tensors = file.tensors()?;
+        match tensors.has("alibi_slopes") {
+            true => Ok(Some(tensors.vector("alibi_slopes")?.into())),
+            false => Ok(None),
+        }
     }
 
     /// Whether faults are injected.

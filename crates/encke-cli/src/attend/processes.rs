@@ -91,12 +91,15 @@ fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
              a rank: leave it out, or start one process"
         );
     }
+    if options.sinks {
+        bail!("--sinks is for threads: use --ranks in one process, or leave it out");
+    }
     if options.injects_faults() {
         bail!("--drill is for threads; a process dies with kill -KILL");
     }
     let attention = options.attention_of(processes)?;
     let file = InputFile::open(&options.input)?;
-    let inputs = AttendInputs::read(&file.tensors()?, options.grad, &attention)?;
+    let inputs = AttendInputs::read(&file.tensors()?, (options.grad, false), &attention)?;
     if attention.pattern().splits_slots() {
         bail!(
             "fkodom mode and detached mixing gradients need all rows in one process; use group \

@@ -9,6 +9,8 @@ use encke_lab::chrome_trace::ChromeTrace;
 pub struct AttendResult {
     pub forward: Forward,
     pub backward: Option<Backward>,
+    /// The gradient of the sinks, in the type of the lse.
+    pub dsinks: Option<Tensor>,
     pub forward_took: Duration,
     pub took: Duration,
 }
@@ -37,6 +39,9 @@ impl AttendResult {
             for (name, tensor) in [("dq", dq), ("dk", dk), ("dv", dv)] {
                 outputs.push((name, tensor.dims().to_vec(), tensor));
             }
+        }
+        if let Some(dsinks) = &self.dsinks {
+            outputs.push(("dsinks", vec![shape.heads], dsinks));
         }
         outputs
     }

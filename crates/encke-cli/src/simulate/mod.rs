@@ -51,7 +51,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     }
     let (json, trace_file) = outputs(options)?;
     let shape = options.sizes.shape()?;
-    let builder = Attention::builder().pattern(options.pattern.pattern()?);
+    let builder = options.pattern.apply(Attention::builder(), None)?;
     let reason = "the prediction would take too long";
     let source = MachineSource::Described(machine.device.name.clone());
     let builder = options

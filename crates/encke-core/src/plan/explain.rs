@@ -275,7 +275,7 @@ impl Explanation {
             shape.dim,
             shape.batch,
         )?;
-        let causal = if pattern.is_causal() { ", causal" } else { "" };
+        let causal = pattern.mask_text();
         let kept = match redundancy {
             0 => String::new(),
             1 => ", a replica of the inputs of 1 neighbour".to_string(),
