@@ -94,6 +94,27 @@ impl Job {
         }
     }
 
+    /// The score of query row `i` and key row `j` of head `head`, given q·k, and its derivative by
+    /// scale·q·k (spec section 11). The query sees the key.
+    pub fn score(&self, head: usize, i: usize, j: usize, product: f64) -> (f64, f64) {
+        let plain = self.scale * product;
+        let Some(transform) = &self.transform else {
+            return (plain, 1.0);
+        };
+        let (mut score, mut derivative) = (plain, 1.0);
+        if let Some(softcap) = transform.softcap {
+            let share = (plain / softcap).tanh();
+            (score, derivative) = (softcap * share, 1.0 - share * share);
+        }
+        if let Some(slopes) = &transform.slopes {
+            let mask = self.mask.as_ref();
+            let distance = mask.and_then(|mask| mask.distance(i, j));
+            let distance = distance.expect("the mask of a job with slopes has positions");
+            score -= slopes[head] * distance as f64;
+        }
+        (score, derivative)
+    }
+
     /// Whether some query does not see some key.
     pub fn hides(&self) -> bool {
         let hides = |i: usize| self.visible(i) != (0..self.keys);
@@ -201,5 +222,48 @@ impl Block {
                 })
             })
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scores_are_capped_and_slope_with_positions() {
+        let rows = |row: usize| Operand {
+            offset: 0,
+            batch: 0,
+            segment: 0,
+            row,
+            heads: [0, 0].into(),
+        };
+        let mut job = Job {
+            batch: 1,
+            segments: 1,
+            queries: 4,
+            keys: 4,
+            heads: 2,
+            dim: 1,
+            q: rows(1),
+            k: rows(1),
+            cells: rows(1),
+            dq: None,
+            mask: Some(Mask::Band(Band::causal((10, 2), (3, 5)))),
+            transform: None,
+            scale: 0.5,
+            gain: 1.0,
+        };
+        assert_eq!(job.score(1, 2, 1, 6.0), (3.0, 1.0));
+        job.transform = Some(ScoreTransform {
+            softcap: Some(2.0),
+            slopes: Some([0.25, 0.5].into()),
+        });
+        // The query is at 14, the key at 8.
+        let (score, derivative) = job.score(1, 2, 1, 6.0);
+        assert_eq!(score, 2.0 * 1.5f64.tanh() - 3.0);
+        let step = 1e-6;
+        let [low, high] = [6.0 - step, 6.0 + step].map(|x| job.score(1, 2, 1, x).0);
+        assert!((derivative - (high - low) / step).abs() < 1e-8);
     }
 }

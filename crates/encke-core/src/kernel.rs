@@ -48,8 +48,8 @@ pub enum SoftmaxState<'a, B> {
 }
 
 /// What the backward pass reads about the queries of a job, as the forward pass computed it. A
-/// kernel may rely on this: if a query has a non-finite element, its lse is not finite; if dout has
-/// one, delta is not finite.
+/// kernel may rely on this: if a query has a non-finite element, its lse is not finite, unless the
+/// job has a softcap; if dout has one, delta is not finite.
 #[derive(Debug, Clone, Copy)]
 pub struct Upstream<I> {
     /// Gradient of the output, `dim` elements per cell.

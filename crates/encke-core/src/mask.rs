@@ -92,6 +92,16 @@ impl Band {
         self.rows_before(reach.start, keys)..self.rows_before(reach.end, keys)
     }
 
+    /// The distance between the positions of query row `i` and key row `j`.
+    #[inline]
+    pub fn distance(&self, i: usize, j: usize) -> usize {
+        let (query, key) = (
+            self.query + i * self.query_step,
+            self.key + j * self.key_step,
+        );
+        query.abs_diff(key)
+    }
+
     /// How many of `keys` keys have a position below `position`.
     #[inline]
     fn rows_before(&self, position: usize, keys: usize) -> usize {
@@ -181,13 +191,21 @@ impl Piece {
         }
     }
 
-    fn pairs(&self) -> u128 {
+    /// The number of visible pairs.
+    pub fn pairs(&self) -> u128 {
         let (queries, keys) = (self.queries.len(), self.keys.len());
         match &self.band {
             None => queries as u128 * keys as u128,
             Some(band) => band.pairs(queries, keys),
         }
     }
+}
+
+/// The piece that holds query row `i`, if any does.
+#[inline]
+fn piece_of(pieces: &[Piece], i: usize) -> Option<&Piece> {
+    let after = pieces.partition_point(|piece| piece.queries.end <= i);
+    pieces.get(after).filter(|piece| piece.queries.start <= i)
 }
 
 /// Which key rows each query row of a job sees, the same in every segment.
@@ -207,10 +225,19 @@ impl Mask {
     pub fn visible(&self, i: usize, keys: usize) -> Range<usize> {
         match self {
             Mask::Band(band) => band.visible(i, keys),
+            Mask::Documents(pieces) => piece_of(pieces, i).map_or(0..0, |piece| piece.visible(i)),
+        }
+    }
+
+    /// The distance between the positions of query row `i` and key row `j`, which it sees; None if
+    /// the mask of that query has no positions.
+    pub fn distance(&self, i: usize, j: usize) -> Option<usize> {
+        match self {
+            Mask::Band(band) => Some(band.distance(i, j)),
             Mask::Documents(pieces) => {
-                let after = pieces.partition_point(|piece| piece.queries.end <= i);
-                let piece = pieces.get(after).filter(|piece| piece.queries.start <= i);
-                piece.map_or(0..0, |piece| piece.visible(i))
+                let piece = piece_of(pieces, i)?;
+                let band = piece.band.as_ref()?;
+                Some(band.distance(i - piece.queries.start, j - piece.keys.start))
             }
         }
     }

@@ -130,10 +130,12 @@ impl Kernel for NaiveKernel {
                 let dout = row(&dout, cell * dim, dim);
                 for j in job.visible(i) {
                     let key = job.k.at(b, s, j, h);
-                    let score = job.scale * dot(row(&q, at_q, dim), row(&k, key, dim));
+                    let product = dot(row(&q, at_q, dim), row(&k, key, dim));
+                    let (score, derivative) = job.score(h, i, j, product);
                     let score = upstream.lse.dtype().round(score);
                     let p = (score - lse[cell]).exp();
-                    let ds = p * (job.gain * dot(dout, row(&v, key, dim)) - delta[cell]);
+                    let dp = job.gain * dot(dout, row(&v, key, dim)) - delta[cell];
+                    let ds = p * dp * derivative;
                     add(&mut dv, key, p * job.gain, dout);
                     add(&mut dq, at_dq, job.scale * ds, row(&k, key, dim));
                     add(&mut dk, key, job.scale * ds, row(&q, at_q, dim));
@@ -168,8 +170,8 @@ fn attend_cells(
             let mut running = before(cell);
             for j in job.visible(i) {
                 let key = job.k.at(b, s, j, h);
-                let score = sum.round(job.scale * dot(query, row(&k, key, job.dim)));
-                running.absorb(score, row(&v, key, job.dim));
+                let (score, _) = job.score(h, i, j, dot(query, row(&k, key, job.dim)));
+                running.absorb(sum.round(score), row(&v, key, job.dim));
             }
             cells.push((cell, running));
         }

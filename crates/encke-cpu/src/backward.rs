@@ -2,11 +2,11 @@
 //! values.
 //!
 //! A task takes blocks of queries over panels of keys, and adds to dq, to dk and dv, or to all
-//! three. If a job has enough (batch, segment, head group) combinations, each of them is one task
-//! that owns all of its rows: five products per pair. If it has few, one set of tasks owns the
-//! queries and another one owns the keys: seven products, but any number of tasks. The choice
-//! depends on the job alone, and no two tasks add to the same row, so the result is the same for
-//! any number of threads.
+//! three. A (batch, segment, head group, piece of the mask) that is a small share of the job is one
+//! task that owns all of its rows: five products per pair. For one that is a large share, a set of
+//! tasks owns the queries and another one owns the keys: seven products, but any number of tasks.
+//! The choice depends on the job alone, no two tasks add to the same row, and both add in the same
+//! order, so the result is the same for any number of threads.
 
 use std::ops::Range;
 
@@ -19,16 +19,17 @@ use crate::forward::{accumulate, products};
 use crate::grid::{QueryBlock, QueryGrid, Tile};
 use crate::microkernel::multiply_rows;
 use crate::panel;
+use crate::ranges::{KeyPanel, LaneRanges, RangeMask};
 use crate::real::Real;
-use crate::schedule;
+use crate::schedule::{self, batch_segments};
 use crate::scratch::{Scratch, ScratchPool};
-use crate::shape::{BACKWARD_TILES, KEYS, MAX_LANES, VECTORS, lanes, padded, tiles};
+use crate::shape::{BACKWARD_TILES, KEYS, VECTORS, lanes, padded, tiles};
 use crate::shared::SharedRows;
-use crate::softmax::CausalMask;
+use crate::transform::{TileTransform, TransformGradients};
 use crate::vector::{SimdTask, Vector};
 
-/// From this many (batch, segment, head group) combinations on, each of them is one task.
-const MIN_GROUPS_FOR_ONE_SWEEP: usize = 4;
+/// A (batch, segment, head group, piece) is one task if it has at most one in so many of the pairs.
+const ONE_SWEEP_SHARE: u128 = 4;
 /// Keys of a task that owns keys only: many panels, since each task packs the queries again.
 const KEYS_PER_TASK: usize = 8 * KEYS;
 
@@ -70,7 +71,9 @@ struct BackwardTask {
     batch: usize,
     segment: usize,
     group: usize,
-    blocks: Vec<Range<usize>>,
+    piece: usize,
+    /// The blocks; `None` for all of the piece.
+    blocks: Option<Vec<Range<usize>>>,
     keys: Range<usize>,
     writes_dq: bool,
     writes_dk_dv: bool,
@@ -94,7 +97,8 @@ pub(crate) fn backward<X: Vector, const R: usize>(
         dk: SharedRows::new(X::A::slice_mut(gradients.dk)),
         dv: SharedRows::new(X::A::slice_mut(gradients.dv)),
     };
-    let run = |tasks: Vec<BackwardTask>| {
+    let [first, second] = tasks(job, &grid);
+    for tasks in [first, second] {
         schedule::run(&tasks, |queue| {
             pool.with(|scratch| {
                 while let Some(task) = queue.take() {
@@ -106,38 +110,62 @@ pub(crate) fn backward<X: Vector, const R: usize>(
                 }
             });
         });
-    };
-    let groups: Vec<(usize, usize, usize)> = grid.group_indices(job).collect();
-    let task = |&(batch, segment, group): &(usize, usize, usize)| BackwardTask {
-        batch,
-        segment,
-        group,
-        blocks: grid.blocks(group).collect(),
-        keys: 0..job.keys,
-        writes_dq: true,
-        writes_dk_dv: true,
-    };
-    if groups.len() >= MIN_GROUPS_FOR_ONE_SWEEP {
-        return run(groups.iter().map(task).collect());
     }
-    let of_queries = groups.iter().flat_map(|group| {
-        grid.blocks(group.2).map(move |block| BackwardTask {
-            blocks: vec![block],
-            writes_dk_dv: false,
-            ..task(group)
-        })
-    });
-    run(of_queries.collect());
-    let of_keys = groups.iter().flat_map(|group| {
-        (0..job.keys)
-            .step_by(KEYS_PER_TASK)
-            .map(move |first| BackwardTask {
-                keys: first..(first + KEYS_PER_TASK).min(job.keys),
-                writes_dq: false,
-                ..task(group)
-            })
-    });
-    run(of_keys.collect());
+}
+
+/// All tasks of a job: those that add to dq, some of which add to dk and dv as well, and then the
+/// others.
+fn tasks(job: &Job, grid: &QueryGrid) -> [Vec<BackwardTask>; 2] {
+    let pairs: Vec<u128> = grid.pieces.iter().map(|piece| piece.pairs()).collect();
+    let parts = job.batch * job.segments * grid.groups.len();
+    let total = pairs.iter().sum::<u128>() * parts as u128;
+    let mut tasks = [Vec::new(), Vec::new()];
+    for (batch, segment) in batch_segments(job) {
+        for (group, piece) in grid.parts().filter(|&(_, piece)| pairs[piece] > 0) {
+            let rows = grid.pieces[piece].keys.clone();
+            let task = |blocks: Option<Vec<Range<usize>>>, keys: &Range<usize>| BackwardTask {
+                batch,
+                segment,
+                group,
+                piece,
+                writes_dq: true,
+                writes_dk_dv: true,
+                blocks,
+                keys: keys.clone(),
+            };
+            if pairs[piece] * ONE_SWEEP_SHARE <= total {
+                tasks[0].push(task(None, &rows));
+                continue;
+            }
+            let blocks = || grid.blocks(group, piece);
+            tasks[0].extend(blocks().map(|block| BackwardTask {
+                writes_dk_dv: false,
+                ..task(Some(vec![block]), &rows)
+            }));
+            let visible = |tiles: Range<usize>| (grid.visible(group, piece, tiles.clone()), tiles);
+            let blocks: Vec<_> = blocks().map(visible).collect();
+            tasks[1].extend(rows.clone().step_by(KEYS_PER_TASK).map(|first| {
+                let keys = first..(first + KEYS_PER_TASK).min(rows.end);
+                let sees = |(visible, _): &&(Range<usize>, _)| {
+                    visible.start < keys.end && keys.start < visible.end
+                };
+                let blocks = blocks.iter().filter(sees).map(|(_, tiles)| tiles.clone());
+                BackwardTask {
+                    writes_dq: false,
+                    ..task(Some(blocks.collect()), &keys)
+                }
+            }));
+        }
+    }
+    if grid.pieces.len() > 1 {
+        // Tasks of long pieces first, so that the last one to finish is short.
+        let pairs = |task: &BackwardTask| match &task.blocks {
+            None => pairs[task.piece],
+            Some(_) => u128::MAX,
+        };
+        tasks[0].sort_by_key(|task| std::cmp::Reverse(pairs(task)));
+    }
+    tasks
 }
 
 /// One run of a task.
@@ -154,7 +182,7 @@ panel::panels! {
 
 /// Properties of the queries of a block.
 struct BlockVisibility {
-    visible: [[usize; MAX_LANES]; BACKWARD_TILES],
+    ranges: [LaneRanges; BACKWARD_TILES],
     /// Whether all elements of q and dout are finite.
     finite: bool,
 }
@@ -168,24 +196,29 @@ impl<X: Vector, const R: usize> SimdTask for BackwardTaskRun<'_, X, R> {
             scratch,
         } = self;
         let mut panels = BackwardPanels::new(scratch.panels(sizes::<X>(call.job.dim)));
-        for tiles in &task.blocks {
+        let all = call.grid.blocks(task.group, task.piece);
+        let all = all.filter(|_| task.blocks.is_none());
+        for tiles in task.blocks.iter().flatten().cloned().chain(all) {
             let block = QueryBlock {
                 batch: task.batch,
                 segment: task.segment,
                 group: task.group,
-                tiles: tiles.clone(),
+                piece: task.piece,
+                tiles,
             };
             let mut visibility = BlockVisibility {
-                visible: [[0; MAX_LANES]; BACKWARD_TILES],
+                ranges: [LaneRanges::EMPTY; BACKWARD_TILES],
                 finite: true,
             };
-            for i in 0..tiles.len() {
+            let count = block.tiles.len();
+            for i in 0..count {
                 call.load(&block, i, &mut visibility, &mut panels);
             }
-            panels.dq.fill(X::A::ZERO);
+            let size = count * padded::<X>(call.job.dim) * lanes::<X>();
+            panels.dq[..size].fill(X::A::ZERO);
             call.attend_keys::<R>(task, &block, &visibility, &mut panels);
             if task.writes_dq {
-                for i in 0..tiles.len() {
+                for i in 0..count {
                     call.store_queries(&block, i, &mut panels);
                 }
             }
@@ -193,10 +226,22 @@ impl<X: Vector, const R: usize> SimdTask for BackwardTaskRun<'_, X, R> {
     }
 }
 
+/// A tile of queries and rows of a panel of keys.
+struct BackwardPairs<A> {
+    /// The index of the tile in its block.
+    tile: usize,
+    rows: Range<usize>,
+    mask: Option<RangeMask<A>>,
+    transform: Option<TileTransform<A>>,
+    /// Whether all elements of the block and the panel are finite.
+    finite: bool,
+}
+
 impl<X: Vector> BackwardCall<'_, X> {
     #[inline(always)]
     fn tile(&self, block: &QueryBlock, i: usize) -> Tile {
-        self.grid.tile(block.group, block.tiles.start + i)
+        self.grid
+            .tile(block.group, block.piece, block.tiles.start + i)
     }
 
     /// Packs queries (times the scale) and dout (times the gain), as rows and as lanes. Rows
@@ -226,11 +271,8 @@ impl<X: Vector> BackwardCall<'_, X> {
         let (lse, delta) = (&mut panels.lse[cells.clone()], &mut panels.delta[cells]);
         lse.fill(X::A::ZERO);
         delta.fill(X::A::ZERO);
-        for lane in 0..lanes {
-            visibility.visible[i][lane] = 0;
-            if lane >= count {
-                continue;
-            }
+        let piece = &self.grid.pieces[block.piece];
+        for lane in 0..count {
             let row_lse = X::A::get(upstream.lse, cell(lane));
             if row_lse == X::A::NEG_INFINITY {
                 q_rows[lane * width..][..width].fill(X::A::ZERO);
@@ -239,7 +281,7 @@ impl<X: Vector> BackwardCall<'_, X> {
             }
             lse[lane] = row_lse;
             delta[lane] = X::A::get(upstream.delta, cell(lane));
-            visibility.visible[i][lane] = job.visible(first + lane).end;
+            visibility.ranges[i].set(lane, piece.visible(first + lane));
         }
         let (scale, gain) = (X::A::from_f64(job.scale), X::A::from_f64(job.gain));
         for (rows, factor) in [(&mut *q_rows, scale), (&mut *dout_rows, gain)] {
@@ -260,43 +302,49 @@ impl<X: Vector> BackwardCall<'_, X> {
         visibility: &BlockVisibility,
         panels: &mut BackwardPanels<'_, X::A>,
     ) {
-        let (job, lanes) = (self.job, lanes::<X>());
+        let job = self.job;
         let width = padded::<X>(job.dim);
-        let tiles = block.tiles.len();
-        let most = visibility.visible[..tiles]
-            .iter()
-            .flatten()
-            .copied()
-            .max()
-            .unwrap_or(0);
+        let ranges = &visibility.ranges[..block.tiles.len()];
+        let piece = &self.grid.pieces[block.piece];
+        let visible = LaneRanges::union(ranges);
         let head = self.grid.groups[block.group][0];
-        for start in (task.keys.start..task.keys.end.min(most)).step_by(KEYS) {
-            let count = KEYS.min(task.keys.end - start);
-            let address = |j: usize| job.k.at(block.batch, block.segment, start + j, head);
-            let (k, v) = (self.inputs.k, self.inputs.v);
-            panel::rows(k, job.dim, count, address, width, panels.k);
-            panel::rows(v, job.dim, count, address, width, panels.v);
-            let finite = panel::finite(panels.k) && panel::finite(panels.v);
+        for panel in KeyPanel::cover::<R>(&piece.keys, visible, task.keys.clone()) {
+            let KeyPanel { first, count } = panel;
+            let address = |j: usize| job.k.at(block.batch, block.segment, first + j, head);
+            let used = count.next_multiple_of(R) * width;
+            let (k, v) = (&mut panels.k[..used], &mut panels.v[..used]);
+            panel::rows(self.inputs.k, job.dim, count, address, width, k);
+            panel::rows(self.inputs.v, job.dim, count, address, width, v);
+            let finite = panel::finite(k) && panel::finite(v) && visibility.finite;
             if task.writes_dk_dv {
-                panels.dk.fill(X::A::ZERO);
-                panels.dv.fill(X::A::ZERO);
+                panels.dk[..used].fill(X::A::ZERO);
+                panels.dv[..used].fill(X::A::ZERO);
             }
-            for i in 0..tiles {
-                let visible = &visibility.visible[i][..lanes];
-                let last = visible.iter().copied().max().unwrap_or(0);
-                if last <= start {
+            for (i, ranges) in ranges.iter().enumerate() {
+                let Some(rows) = ranges.rows::<R>(&panel) else {
                     continue;
-                }
-                let rows = (last - start).min(count).next_multiple_of(R);
-                let mask = CausalMask::new::<X>(visible, start, rows);
-                let finite = finite && visibility.finite;
-                self.pairs::<R>(task, i, rows, mask, finite, panels);
+                };
+                let key = first + rows.start;
+                let mask = RangeMask::new::<X>(ranges, key, rows.len());
+                let transform = match job.transform {
+                    None => None,
+                    Some(_) => TileTransform::new(job, piece, self.tile(block, i), key),
+                };
+                let tile = BackwardPairs {
+                    tile: i,
+                    rows,
+                    mask,
+                    transform,
+                    finite,
+                };
+                self.pairs::<R>(task, tile, panels);
             }
             if task.writes_dk_dv {
                 for j in 0..count {
                     let row = j * width..j * width + job.dim;
                     // SAFETY: keys of different (batch, segment, row, key head) do not overlap
-                    // (`CpuKernel::backward` checks that), and no other task has these.
+                    // (`CpuKernel::backward` checks that), pieces have no key in common, and no
+                    // other task has these.
                     let (dk, dv) = unsafe {
                         (
                             self.dk.row(address(j), job.dim),
@@ -310,43 +358,55 @@ impl<X: Vector> BackwardCall<'_, X> {
         }
     }
 
-    /// One tile of queries and `rows` keys. `finite` means that all elements are finite.
+    /// One tile of queries and some keys.
     #[inline(always)]
     fn pairs<const R: usize>(
         &self,
         task: &BackwardTask,
-        i: usize,
-        rows: usize,
-        mask: Option<CausalMask<X::A>>,
-        finite: bool,
+        pairs: BackwardPairs<X::A>,
         panels: &mut BackwardPanels<'_, X::A>,
     ) {
         let (x, dim, lanes) = (self.x, self.job.dim, lanes::<X>());
         let width = padded::<X>(dim);
-        let at = i * width * lanes..(i + 1) * width * lanes;
-        let cells = i * lanes..(i + 1) * lanes;
-        let (k, v) = (&panels.k[..rows * width], &panels.v[..rows * width]);
-        let scores = X::of_mut(&mut panels.scores[..rows * lanes]);
-        let dp = X::of_mut(&mut panels.dp[..rows * lanes]);
+        let BackwardPairs {
+            tile, rows, mask, ..
+        } = pairs;
+        let at = tile * width * lanes..(tile + 1) * width * lanes;
+        let cells = tile * lanes..(tile + 1) * lanes;
+        let (count, rows) = (rows.len() * lanes, rows.start * width..rows.end * width);
+        let (k, v) = (&panels.k[rows.clone()], &panels.v[rows.clone()]);
+        let scores = X::of_mut(&mut panels.scores[..count]);
+        let dp = X::of_mut(&mut panels.dp[..count]);
         products::<X, R>(x, k, width, dim, X::of(&panels.q[at.clone()]), scores);
         products::<X, R>(x, v, width, dim, X::of(&panels.dout[at.clone()]), dp);
         let lse: [X::V; VECTORS] = vectors(x, &panels.lse[cells.clone()]);
         let delta: [X::V; VECTORS] = vectors(x, &panels.delta[cells]);
-        let pairs = scores
-            .chunks_exact_mut(VECTORS)
-            .zip(dp.chunks_exact_mut(VECTORS));
-        for (score, dp) in pairs {
-            for n in 0..VECTORS {
-                let p = x.exp(x.sub(score[n], lse[n]));
-                dp[n] = x.mul(p, x.sub(dp[n], delta[n]));
-                score[n] = p;
+        if let Some(transform) = &pairs.transform {
+            x.run(TransformGradients {
+                x,
+                transform,
+                scores: &mut *scores,
+                dp: &mut *dp,
+                lse,
+                delta,
+            });
+        } else {
+            let pairs = scores
+                .chunks_exact_mut(VECTORS)
+                .zip(dp.chunks_exact_mut(VECTORS));
+            for (score, dp) in pairs {
+                for n in 0..VECTORS {
+                    let p = x.exp(x.sub(score[n], lse[n]));
+                    dp[n] = x.mul(p, x.sub(dp[n], delta[n]));
+                    score[n] = p;
+                }
             }
         }
         if let Some(mask) = &mask {
             mask.hide(x, scores, X::A::ZERO);
             mask.hide(x, dp, X::A::ZERO);
         }
-        let skip_hidden = mask.filter(|_| !finite);
+        let skip_hidden = mask.filter(|_| !pairs.finite);
         if task.writes_dq {
             let (ones, dq) = ([x.splat(X::A::ONE); VECTORS], &mut panels.dq[at.clone()]);
             let dq = X::of_mut(dq);
@@ -358,8 +418,8 @@ impl<X: Vector> BackwardCall<'_, X> {
         if task.writes_dk_dv {
             let (q_rows, dout_rows) = (&panels.q_rows[at.clone()], &panels.dout_rows[at]);
             let both = [
-                (&panels.dp[..rows * lanes], q_rows, &mut *panels.dk),
-                (&panels.scores[..rows * lanes], dout_rows, &mut *panels.dv),
+                (&panels.dp[..count], q_rows, &mut panels.dk[rows.clone()]),
+                (&panels.scores[..count], dout_rows, &mut panels.dv[rows]),
             ];
             for (weights, rows, sums) in both {
                 match &skip_hidden {

@@ -1,8 +1,8 @@
 //! The forward pass: a block of queries against the keys visible to them, continuing the carry.
 //!
-//! Scores exist for one panel of keys and one tile of queries at a time. Panels past the last
-//! visible key are not packed, a tile skips panels that are hidden from it, and only tiles on the
-//! diagonal are masked.
+//! Scores exist for one panel of keys and one tile of queries at a time. Panels that no query of a
+//! block sees are not packed, a tile skips rows that are hidden from all its queries, and only tiles
+//! that do not see a whole panel are masked.
 
 use encke_core::Element;
 use encke_core::dtype::Slice;
@@ -11,12 +11,14 @@ use encke_core::job::Job;
 use crate::grid::{QueryBlock, QueryGrid, Tile};
 use crate::microkernel::{multiply_columns, multiply_rows};
 use crate::panel;
+use crate::ranges::{KeyPanel, LaneRanges, RangeMask};
 use crate::real::Real;
 use crate::schedule;
 use crate::scratch::{Scratch, ScratchPool};
-use crate::shape::{FORWARD_TILES, KEYS, MAX_LANES, VECTORS, lanes, padded, tiles};
-use crate::softmax::{self, CausalMask};
+use crate::shape::{FORWARD_TILES, KEYS, VECTORS, lanes, padded, tiles};
+use crate::softmax;
 use crate::target::Target;
+use crate::transform::{TileTransform, TransformScores};
 use crate::vector::{SimdTask, Vector};
 
 /// Sizes of one task's panels: queries and outputs as lanes, m and l of each lane, scores, keys
@@ -106,17 +108,19 @@ impl<X: Vector, const R: usize> SimdTask for ForwardTaskRun<'_, X, R> {
             scratch,
         } = self;
         let mut panels = ForwardPanels::new(scratch.panels(sizes::<X>(call.job.dim)));
-        let mut visible = [[0; MAX_LANES]; FORWARD_TILES];
+        let mut ranges = [LaneRanges::EMPTY; FORWARD_TILES];
+        let piece = &call.grid.pieces[block.piece];
         for (i, tile) in block.tiles.clone().enumerate() {
-            let tile = call.grid.tile(block.group, tile);
+            let tile = call.grid.tile(block.group, block.piece, tile);
             call.load(block, i, tile, &mut panels);
-            for (lane, count) in visible[i][..lanes::<X>()].iter_mut().enumerate() {
-                *count = call.job.visible(tile.first + lane.min(tile.count - 1)).end;
+            for lane in 0..lanes::<X>() {
+                // Lanes without a query repeat the last one, so that they need no mask.
+                ranges[i].set(lane, piece.visible(tile.first + lane.min(tile.count - 1)));
             }
         }
-        call.attend::<R>(block, &visible, &mut panels);
+        call.attend::<R>(block, &ranges[..block.tiles.len()], &mut panels);
         for (i, tile) in block.tiles.clone().enumerate() {
-            let tile = call.grid.tile(block.group, tile);
+            let tile = call.grid.tile(block.group, block.piece, tile);
             call.store(block, i, tile, &mut panels);
         }
     }
@@ -187,42 +191,43 @@ impl<X: Vector> ForwardCall<'_, X> {
     fn attend<const R: usize>(
         &self,
         block: &QueryBlock,
-        visible: &[[usize; MAX_LANES]; FORWARD_TILES],
+        ranges: &[LaneRanges],
         panels: &mut ForwardPanels<'_, X::A>,
     ) {
         let (job, lanes) = (self.job, lanes::<X>());
         let width = padded::<X>(job.dim);
-        let count_of_tiles = block.tiles.len();
-        // Positions are ascending, so the last lane of a tile has the most visible keys.
-        let most = (0..count_of_tiles)
-            .map(|i| visible[i][lanes - 1])
-            .max()
-            .unwrap_or(0);
+        let keys = &self.grid.pieces[block.piece].keys;
+        let visible = LaneRanges::union(ranges);
         let head = self.grid.groups[block.group][0];
-        for start in (0..most).step_by(KEYS) {
-            let count = KEYS.min(most - start);
-            let address = |j: usize| job.k.at(block.batch, block.segment, start + j, head);
-            let (k, v) = (&mut *panels.k, &mut *panels.v);
+        for panel in KeyPanel::cover::<R>(keys, visible.clone(), keys.clone()) {
+            let KeyPanel { first, count } = panel;
+            let address = |j: usize| job.k.at(block.batch, block.segment, first + j, head);
+            let used = count.next_multiple_of(R) * width;
+            let (k, v) = (&mut panels.k[..used], &mut panels.v[..used]);
             panel::rows(self.k, job.dim, count, address, width, k);
             panel::rows(self.v, job.dim, count, address, width, v);
             // Hidden values are multiplied by zero weights, which hides only finite ones.
             let finite = job.mask.is_none() || panel::finite(&v[..count * width]);
-            let next = most.saturating_sub(start + KEYS).min(KEYS);
-            for (i, visible) in visible.iter().enumerate().take(count_of_tiles) {
-                for j in i * next / count_of_tiles..(i + 1) * next / count_of_tiles {
-                    panel::prefetch(self.k, address(KEYS + j), job.dim);
-                    panel::prefetch(self.v, address(KEYS + j), job.dim);
+            let next = (visible.end - first - count).min(KEYS);
+            for (i, ranges_of_tile) in ranges.iter().enumerate() {
+                for j in i * next / ranges.len()..(i + 1) * next / ranges.len() {
+                    panel::prefetch(self.k, address(count + j), job.dim);
+                    panel::prefetch(self.v, address(count + j), job.dim);
                 }
-                if visible[lanes - 1] <= start {
+                let Some(rows) = ranges_of_tile.rows::<R>(&panel) else {
                     continue;
-                }
-                let rows = (visible[lanes - 1] - start).min(count).next_multiple_of(R);
-                let mask = CausalMask::new::<X>(&visible[..lanes], start, rows);
+                };
+                let start = first + rows.start;
+                let mask = RangeMask::new::<X>(ranges_of_tile, start, rows.len());
                 let at = i * width * lanes..(i + 1) * width * lanes;
                 let q = X::of(&panels.q[at.clone()]);
                 let out = X::of_mut(&mut panels.out[at]);
-                let scores = X::of_mut(&mut panels.scores[..rows * lanes]);
-                products::<X, R>(self.x, &k[..rows * width], width, job.dim, q, scores);
+                let scores = X::of_mut(&mut panels.scores[..rows.len() * lanes]);
+                let rows = rows.start * width..rows.end * width;
+                products::<X, R>(self.x, &k[rows.clone()], width, job.dim, q, scores);
+                if job.transform.is_some() {
+                    self.transform(block, i, start, scores);
+                }
                 if let Some(mask) = &mask {
                     mask.hide(self.x, scores, X::A::NEG_INFINITY);
                 }
@@ -230,12 +235,28 @@ impl<X: Vector> ForwardCall<'_, X> {
                 let m = X::of_mut(&mut panels.m[cells.clone()]);
                 let l = X::of_mut(&mut panels.l[cells]);
                 let keep = softmax::weights(self.x, scores, m, l);
-                let v = &v[..rows * width];
+                let v = &v[rows];
                 match mask.filter(|_| !finite) {
                     None => accumulate::<X, R>(self.x, v, width, scores, &keep, out),
                     Some(mask) => mask.accumulate(self.x, v, width, scores, &keep, out),
                 }
             }
+        }
+    }
+
+    /// Transforms the scores of tile `i` and the keys from `key` on.
+    #[cold]
+    fn transform(&self, block: &QueryBlock, i: usize, key: usize, scores: &mut [X::V]) {
+        let piece = &self.grid.pieces[block.piece];
+        let tile = block.tiles.start + i;
+        let tile = self.grid.tile(block.group, block.piece, tile);
+        if let Some(transform) = &TileTransform::new(self.job, piece, tile, key) {
+            let x = self.x;
+            x.run(TransformScores {
+                x,
+                transform,
+                scores,
+            });
         }
     }
 }

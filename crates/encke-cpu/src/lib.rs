@@ -24,6 +24,8 @@ mod microkernel;
 mod pages;
 mod panel;
 mod peak;
+mod pieces;
+mod ranges;
 mod real;
 mod schedule;
 mod scratch;
@@ -31,13 +33,14 @@ mod shape;
 mod shared;
 mod softmax;
 mod target;
+mod transform;
 #[cfg(target_arch = "x86_64")]
 mod transpose;
 mod vector;
 
 use encke_core::dtype::Slice;
 use encke_core::host;
-use encke_core::job::{Block, Job};
+use encke_core::job::{Block, Job, Mask};
 use encke_core::kernel::{Carry, Gradients, Kernel, KernelError, Result, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
 use encke_core::plan::Pass;
@@ -147,7 +150,7 @@ impl CpuKernel {
 
     /// Rejects a job in which two queries have the same cell.
     fn writable_cells(&self, job: &Job) -> Result<()> {
-        check_plain(job)?;
+        check_transform(job)?;
         let cells = [job.batch, job.segments, job.queries];
         writable("cells", shared::disjoint(&job.cells, cells, 1, false))
     }
@@ -208,10 +211,22 @@ fn unsupported(what: String) -> KernelError {
     }
 }
 
-fn check_plain(job: &Job) -> Result<()> {
-    match job.is_plain() {
+/// Rejects a job whose slopes have no positions.
+fn check_transform(job: &Job) -> Result<()> {
+    let transform = job.transform.as_ref();
+    let Some(slopes) = transform.and_then(|transform| transform.slopes.as_ref()) else {
+        return Ok(());
+    };
+    let positions = match &job.mask {
+        None => false,
+        Some(Mask::Band(_)) => true,
+        Some(Mask::Documents(pieces)) => pieces.iter().all(|piece| piece.band.is_some()),
+    };
+    match positions && slopes.len() == job.heads {
         true => Ok(()),
-        false => Err(unsupported("masks other than causal ones".into())),
+        false => Err(unsupported(
+            "slopes without positions, or of other heads than the job's".into(),
+        )),
     }
 }
 
@@ -373,7 +388,7 @@ impl Kernel for CpuKernel {
         check_threads()?;
         let inputs = backward::BackwardInputs { q, k, v, upstream };
         let dtype = sums_in(&[gradients.dq, gradients.dk, gradients.dv])?;
-        check_plain(job)?;
+        check_transform(job)?;
         let queries = [job.batch, job.segments, job.queries];
         let dq = job.dq.as_ref().unwrap_or(&job.q);
         writable("dq", shared::disjoint(dq, queries, job.dim, false))?;

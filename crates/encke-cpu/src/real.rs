@@ -38,6 +38,9 @@ pub trait Real:
     /// e to the power of each element of a portable vector, as
     /// [`Vector::exp`](vector::Vector::exp).
     fn exp_portable(powers: [Self; PORTABLE_WIDTH]) -> [Self; PORTABLE_WIDTH];
+    /// The hyperbolic tangent of each element of a portable vector, as
+    /// [`Vector::tanh`](vector::Vector::tanh).
+    fn tanh_portable(x: [Self; PORTABLE_WIDTH]) -> [Self; PORTABLE_WIDTH];
     /// Neither infinite nor NaN.
     fn is_finite(self) -> bool;
     /// The natural logarithm.
@@ -96,6 +99,11 @@ impl Real for f64 {
         powers.map(f64::exp)
     }
 
+    #[inline(always)]
+    fn tanh_portable(x: [f64; PORTABLE_WIDTH]) -> [f64; PORTABLE_WIDTH] {
+        x.map(f64::tanh)
+    }
+
     fn load(source: Slice<'_>, at: usize, row: &mut [f64]) {
         fn widen<T: Element>(source: &[T], row: &mut [f64]) {
             for (x, y) in row.iter_mut().zip(source) {
@@ -127,6 +135,11 @@ impl Real for f32 {
         vector::exp(PortableVector::<f32>::new(), powers, |shifted| {
             shifted.map(shift)
         })
+    }
+
+    #[inline(always)]
+    fn tanh_portable(x: [f32; PORTABLE_WIDTH]) -> [f32; PORTABLE_WIDTH] {
+        vector::tanh(PortableVector::<f32>::new(), x)
     }
 
     fn load(source: Slice<'_>, at: usize, row: &mut [f32]) {

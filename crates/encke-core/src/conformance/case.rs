@@ -7,6 +7,7 @@
 //! with exactly the same inputs, whatever type each stores them in.
 
 use super::layout::{Layout, RowCounts, shuffled};
+use super::masks;
 use super::random::Random;
 use super::suite::KernelSuite;
 use crate::dtype::DType;
@@ -43,6 +44,8 @@ pub(super) struct Case {
 /// Addresses of one (query, key) pair.
 pub(super) struct PairAddresses {
     pub part: usize,
+    pub head: usize,
+    pub query_row: usize,
     pub key_row: usize,
     pub cell: usize,
     pub q: usize,
@@ -100,6 +103,17 @@ impl Case {
         }
     }
 
+    /// This case with other masks, and with transforms of its scores.
+    pub fn with_masks(mut self, seed: u64) -> Case {
+        let random = &mut Random::new(seed ^ 0xd0c5);
+        let transform = masks::transform(random, self.parts[0].job.heads);
+        for part in &mut self.parts {
+            part.job.transform = transform.clone();
+            part.job.mask = masks::mask(random, &part.job);
+        }
+        self
+    }
+
     /// Calls `each` for every visible pair, job by job.
     pub fn pairs(&self, mut each: impl FnMut(PairAddresses)) {
         for (part, job) in self.parts.iter().map(|part| &part.job).enumerate() {
@@ -107,6 +121,8 @@ impl Case {
                 for key_row in job.visible(query_row) {
                     each(PairAddresses {
                         part,
+                        head: h,
+                        query_row,
                         key_row,
                         cell: job.cells.at(b, s, query_row, h),
                         q: job.q.at(b, s, query_row, h),

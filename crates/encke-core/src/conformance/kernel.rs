@@ -19,6 +19,8 @@ use crate::naive::NaiveKernel;
 
 /// Random attention cases for each type.
 const CASES: u64 = 200;
+/// Random attention cases with masks and transforms of scores for each type, after those.
+const MASK_CASES: u64 = 150;
 /// Random cases of the operations on cells and rows.
 const SMALL_CASES: u64 = 100;
 
@@ -43,8 +45,13 @@ impl KernelSuite {
                 moving::check(&bench(seed))?;
                 cells::check(&bench(seed))?;
             }
+            if self.masks {
+                for seed in (CASES..CASES + MASK_CASES).filter(mine) {
+                    attention(&bench(seed), &Case::new(seed, dtype, self).with_masks(seed))?;
+                }
+            }
             for seed in (0..CASES).filter(mine) {
-                attention(&bench(seed))?;
+                attention(&bench(seed), &Case::new(seed, dtype, self))?;
             }
             if self.wide_scores {
                 range::scores(kernel, &[dtype], self, (0..SMALL_CASES).filter(mine))?;
@@ -54,34 +61,33 @@ impl KernelSuite {
     }
 }
 
-fn attention<K: Kernel>(bench: &KernelBench<'_, K>) -> Result<(), Failure> {
-    let case = Case::new(bench.seed, bench.dtype, bench.suite);
+fn attention<K: Kernel>(bench: &KernelBench<'_, K>, case: &Case) -> Result<(), Failure> {
     let oracle = KernelBench {
         kernel: &NaiveKernel,
         dtype: DType::F64,
         seed: bench.seed,
         suite: bench.suite,
     };
-    let exact = finished(&oracle.forward(&case)?);
-    let results = results(bench, &case, &exact);
-    let tolerances = Tolerances::new(&case, bench.dtype, &exact.1, &results);
+    let exact = finished(&oracle.forward(case)?);
+    let results = results(bench, case, &exact);
+    let tolerances = Tolerances::new(case, bench.dtype, &exact.1, &results);
 
-    let carry = bench.forward(&case)?;
-    check_forward(bench, &case, &carry, &exact, &tolerances)?;
+    let carry = bench.forward(case)?;
+    check_forward(bench, case, &carry, &exact, &tolerances)?;
     same_carry(
         bench,
         "a second forward",
         &carry,
-        &bench.forward(&case)?,
+        &bench.forward(case)?,
         |_| false,
     )?;
 
-    softmax_ends::check(bench, &oracle, &case, &tolerances)?;
+    softmax_ends::check(bench, &oracle, case, &tolerances)?;
 
-    let grown = bench.backward(&case, &results)?;
-    let expected = oracle.backward(&case, &results)?;
-    check_backward(bench, &case, &grown, &expected, &tolerances)?;
-    let again = bench.backward(&case, &results)?;
+    let grown = bench.backward(case, &results)?;
+    let expected = oracle.backward(case, &results)?;
+    check_backward(bench, case, &grown, &expected, &tolerances)?;
+    let again = bench.backward(case, &results)?;
     same_gradients(
         bench,
         "a second backward",
@@ -90,9 +96,9 @@ fn attention<K: Kernel>(bench: &KernelBench<'_, K>) -> Result<(), Failure> {
         |_| false,
         |_, _| false,
     )?;
-    hidden::queries(bench, &case, &results, &grown)?;
-    hidden::broken(bench, &case, &results, &grown)?;
-    hidden::keys(bench, &case, &results, &carry, &grown)
+    hidden::queries(bench, case, &results, &grown)?;
+    hidden::broken(bench, case, &results, &grown)?;
+    hidden::keys(bench, case, &results, &carry, &grown)
 }
 
 impl<K: Kernel> KernelBench<'_, K> {

@@ -14,6 +14,7 @@ mod failure;
 mod hidden;
 mod kernel;
 mod layout;
+mod masks;
 mod merge;
 mod moving;
 mod mutate;

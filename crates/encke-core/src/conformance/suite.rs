@@ -15,6 +15,9 @@ pub struct KernelSuite {
     pub signs: bool,
     /// Whether to test scores from 1e-40 to 1e30; otherwise they are at most about 1e4.
     pub wide_scores: bool,
+    /// Whether to test windows, documents, softcaps and slopes; otherwise masks are causal and
+    /// scores are plain.
+    pub masks: bool,
     /// (i, n): run the i-th of n shares of the cases, for parallel test runs.
     pub share: (u64, u64),
 }
@@ -26,6 +29,7 @@ impl Default for KernelSuite {
             repeatable: true,
             signs: false,
             wide_scores: true,
+            masks: true,
             share: (0, 1),
         }
     }

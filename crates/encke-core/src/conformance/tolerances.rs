@@ -70,14 +70,27 @@ impl Tolerances {
     }
 }
 
-/// A bound of |scale·q·k| and of its partial sums.
+/// A bound of |scale·q·k|, of its partial sums, and of what slopes subtract.
 fn largest_score(case: &Case) -> f64 {
     let norm = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>().sqrt();
     let norms = |values: &[f64]| largest(&values.chunks(case.dim).map(norm).collect::<Vec<_>>());
     let q = norms(&case.q);
     let bound = |scale: f64, k: &[f64]| scale.abs() * q * norms(k);
     let each = case.parts.iter().map(|part| bound(part.job.scale, &part.k));
-    each.fold(0.0, f64::max)
+    each.fold(0.0, f64::max) + largest_slope(case)
+}
+
+/// The most that slopes subtract from a score.
+fn largest_slope(case: &Case) -> f64 {
+    let mut largest = 0.0f64;
+    case.pairs(|pair| {
+        let job = &case.parts[pair.part].job;
+        if job.transform.is_some() {
+            let (score, _) = job.score(pair.head, pair.query_row, pair.key_row, 0.0);
+            largest = largest.max(score.abs());
+        }
+    });
+    largest
 }
 
 /// The sum of the absolute terms of each element, and its error if weights are rounded to a narrow
@@ -134,15 +147,18 @@ impl TensorSums {
             let k = &part.k[pair.key..pair.key + dim];
             let v = &part.v[pair.key..pair.key + dim];
             let dout = &case.dout[pair.cell * dim..(pair.cell + 1) * dim];
-            let (score, _) = dot(q, k);
-            let p = (scale * score - lse[pair.cell]).exp();
+            let (product, _) = dot(q, k);
+            let (score, derivative) =
+                part.job
+                    .score(pair.head, pair.query_row, pair.key_row, product);
+            let p = (score - lse[pair.cell]).exp();
             let p_error = dtype.round(p) - p;
             sums.out.add(pair.cell * dim, p, p_error, v);
             if results.lse[pair.cell] == f64::NEG_INFINITY {
                 return; // the backward pass skips queries without keys
             }
             let (product, product_size) = dot(dout, v);
-            let ds = p * (gain * product - results.delta[pair.cell]);
+            let ds = derivative * p * (gain * product - results.delta[pair.cell]);
             let ds_size =
                 scale.abs() * p * (gain.abs() * product_size + results.delta[pair.cell].abs());
             let ds_error = scale * (dtype.round(ds) - ds);

@@ -65,10 +65,24 @@ pub enum KernelFault {
     CopyIgnoresAdd,
     /// Runs are read without their stride.
     UploadIgnoresStride,
+    /// Windows reach one position too far before the query.
+    WindowLongerOnTheLeft,
+    /// Windows reach one position too far after the query.
+    WindowLongerOnTheRight,
+    /// Windows have no limit before the query.
+    WindowIgnored,
+    /// The first query row of a document belongs to the document before it.
+    DocumentEndsLate,
+    /// Slopes are multiplied by the distance of rows instead of positions.
+    SlopesByRow,
+    /// Slopes are added.
+    SlopesAdded,
+    /// The backward pass ignores the softcap.
+    BackwardIgnoresSoftcap,
 }
 
 /// All faults but `None`.
-pub const FAULTS: [KernelFault; 30] = [
+pub const FAULTS: [KernelFault; 37] = [
     KernelFault::CausalSignFlipped,
     KernelFault::CausalOnIndices,
     KernelFault::CausalIgnored,
@@ -99,4 +113,11 @@ pub const FAULTS: [KernelFault; 30] = [
     KernelFault::ConcludeLeavesUnseen,
     KernelFault::CopyIgnoresAdd,
     KernelFault::UploadIgnoresStride,
+    KernelFault::WindowLongerOnTheLeft,
+    KernelFault::WindowLongerOnTheRight,
+    KernelFault::WindowIgnored,
+    KernelFault::DocumentEndsLate,
+    KernelFault::SlopesByRow,
+    KernelFault::SlopesAdded,
+    KernelFault::BackwardIgnoresSoftcap,
 ];

@@ -4,10 +4,11 @@
 //! ones. Each is a thin wrapper that changes one thing, so only that can make it fail.
 
 mod fault;
+mod misread;
 
 use encke_core::conformance::{self, KernelSuite};
 use encke_core::dtype::Slice;
-use encke_core::job::{Band, Block, Job, Mask};
+use encke_core::job::{Block, Job};
 use encke_core::kernel::{Carry, Gradients, Kernel, Result, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
 use encke_core::naive::NaiveKernel;
@@ -17,32 +18,10 @@ use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
 use fault::{FAULTS, KernelFault};
+use misread::misread;
 
 /// The oracle with one fault.
 struct KernelMutant(KernelFault);
-
-impl KernelMutant {
-    /// The job as the mutant interprets it.
-    fn misread(&self, job: &Job) -> Job {
-        let mut job = job.clone();
-        let flip = |mask: Band| Band {
-            query: mask.key,
-            key: mask.query,
-            ..mask
-        };
-        let indices = |_| Band::causal((0, 1), (0, 1));
-        match self.0 {
-            KernelFault::CausalSignFlipped => job.mask = job.causal().map(flip).map(Mask::Band),
-            KernelFault::CausalOnIndices => job.mask = job.causal().map(indices).map(Mask::Band),
-            KernelFault::CausalIgnored => job.mask = None,
-            KernelFault::BackwardIgnoresGain => job.gain = 1.0,
-            KernelFault::WrongKvHead => job.k.heads = job.k.heads.iter().rev().copied().collect(),
-            KernelFault::DqWhereQIs => job.dq = None,
-            _ => {}
-        }
-        job
-    }
-}
 
 /// Every cell of a job, with `more` additional rows.
 fn cells(job: &Job, more: usize) -> Vec<usize> {
@@ -159,7 +138,7 @@ impl KernelMutant {
         starts: bool,
         carry: &mut Carry<Data>,
     ) -> Result<()> {
-        let job = self.misread(job);
+        let job = misread(self.0, job, Pass::Forward);
         let inside = cells(&job, 0);
         let old = clone(carry);
         if matches!(
@@ -204,7 +183,7 @@ impl KernelMutant {
         out: &mut Data,
         lse: &mut Data,
     ) -> Result<()> {
-        let mut job = self.misread(job);
+        let mut job = misread(self.0, job, Pass::Forward);
         let (old_out, old_lse) = (out.clone(), lse.clone());
         let mut carry = clone(carry);
         match self.0 {
@@ -246,7 +225,7 @@ impl KernelMutant {
         out: &mut Data,
         lse: &mut Data,
     ) -> Result<()> {
-        let mut job = self.misread(job);
+        let mut job = misread(self.0, job, Pass::Forward);
         if self.0 == KernelFault::AttendIgnoresGain {
             job.gain = 1.0;
         }
@@ -401,7 +380,7 @@ impl Kernel for KernelMutant {
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
-        let job = self.misread(job);
+        let job = misread(self.0, job, Pass::Backward { dlse: false });
         let Gradients { dq, dk, dv } = gradients;
         let old = (dq.clone(), dk.clone(), dv.clone());
         if self.0 == KernelFault::DqWhereQIs {

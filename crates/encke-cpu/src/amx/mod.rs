@@ -42,7 +42,7 @@ use encke_core::plan::Pass;
 /// without the scale, so jobs with a scale far from 1 are left to the vectors.
 pub fn supports(job: &Job) -> bool {
     const LIMIT: f64 = (1 << 30) as f64;
-    job.scale == 0.0 || (LIMIT.recip()..=LIMIT).contains(&job.scale.abs())
+    job.is_plain() && (job.scale == 0.0 || (LIMIT.recip()..=LIMIT).contains(&job.scale.abs()))
 }
 
 /// Queries and keys that are computed together.

@@ -19,6 +19,7 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
     let narrow: &[DType] = &[DType::Bf16, DType::F16];
     let usual = KernelSuite {
         wide_scores: false,
+        masks: false, // refused
         ..KernelSuite::default()
     };
     let even = KernelSuite {
