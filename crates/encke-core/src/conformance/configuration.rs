@@ -62,11 +62,11 @@ fn cut(random: &mut Random, tokens: usize, ranks: usize) -> Cut {
 pub fn random_pattern(seed: u64, shape: &Shape) -> Pattern {
     let mut random = Random::new(seed);
     let pattern = pattern(&mut random, shape.heads);
-    masked(&mut random, pattern, shape.tokens)
+    random_mask(&mut random, pattern, shape.tokens)
 }
 
 /// The pattern with a random window, prefix and documents, each in half of the cases.
-fn masked(random: &mut Random, pattern: Pattern, tokens: usize) -> Pattern {
+pub fn random_mask(random: &mut Random, pattern: Pattern, tokens: usize) -> Pattern {
     let limit = |random: &mut Random| (!random.once_in(3)).then(|| random.below(tokens + 2));
     let window = match random.once_in(2) {
         true => Window {
@@ -94,13 +94,18 @@ fn masked(random: &mut Random, pattern: Pattern, tokens: usize) -> Pattern {
 }
 
 impl Configuration {
-    /// The configuration of a seed with a random mask.
+    /// The configuration of a seed with a random mask, and in some cases a softcap and slopes.
     pub fn masked(seed: u64) -> Configuration {
         let mut configuration = Configuration::random(seed);
         let mut random = Random::new(!seed);
         let request = &mut configuration.request;
         let pattern = request.pattern.clone();
-        request.pattern = masked(&mut random, pattern, request.shape.tokens);
+        request.pattern = random_mask(&mut random, pattern, request.shape.tokens);
+        request.softcap = random.once_in(4).then(|| 0.5 + 3.0 * random.unit().abs());
+        request.slopes = (random.once_in(4)).then(|| {
+            let heads = 0..request.shape.heads;
+            heads.map(|_| 0.3 * random.unit()).collect()
+        });
         configuration
     }
 

@@ -27,7 +27,7 @@ mod suite;
 mod tolerances;
 mod transport;
 
-pub use self::configuration::{CallTensors, Configuration, random_pattern};
+pub use self::configuration::{CallTensors, Configuration, random_mask, random_pattern};
 pub use self::failure::Failure;
 pub use self::kernel::kernel;
 pub use self::merge::merge;

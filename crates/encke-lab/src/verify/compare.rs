@@ -75,6 +75,11 @@ impl Comparer {
         Ok(Comparer { device, gpu })
     }
 
+    /// The device.
+    pub fn device(&self) -> ComputeDevice {
+        self.device
+    }
+
     /// Runs both passes of a configuration; the error says what is wrong.
     pub fn run(&mut self, case: &RandomConfiguration, worst: &mut WorstErrors) -> Result<()> {
         match self.device {
@@ -110,11 +115,11 @@ fn compare(
     backward: &Backward,
     worst: &mut WorstErrors,
 ) -> Result<()> {
-    let (pattern, shape, scale) = (&case.pattern, &case.shape, case.scale());
+    let (pattern, shape, scores) = (&case.pattern, &case.shape, case.scores());
     let ReferenceInputs { q, k, v, dout, .. } = inputs;
     let dlse = inputs.dlse.as_deref();
-    let out = reference::forward(shape, pattern, scale, q, k, v)?;
-    let gradients = reference::backward(shape, pattern, scale, q, k, v, dout, dlse)?;
+    let out = reference::forward(shape, pattern, scores.clone(), q, k, v)?;
+    let gradients = reference::backward(shape, pattern, scores, q, k, v, dout, dlse)?;
     let terms = TermSizes::new(case, inputs, &out.out)?;
 
     let mut check = |name: &str, got: &Tensor, exact: &[f64], size: f64| {
@@ -134,6 +139,15 @@ fn compare(
     check("dq", &backward.dq, &gradients.dq, terms.dq)?;
     check("dk", &backward.dk, &gradients.dk, terms.dk)?;
     check("dv", &backward.dv, &gradients.dv, terms.dv)?;
+    if let Some(dsinks) = &backward.dsinks {
+        let error = largest_difference(dsinks, &gradients.dsinks);
+        let all = (shape.batch * shape.tokens) as f64 * (terms.dq + terms.dv + 1.0);
+        let limit = all * relative_tolerance(case.dtype).max(case.dtype.epsilon());
+        ensure!(
+            error <= limit,
+            "dsinks is off by {error:.3e}, allowed {limit:.3e}"
+        );
+    }
     let lse = largest_difference(&forward.lse.to_f64(), &out.lse);
     let limit = (1.0 + terms.scores) * relative_tolerance(case.dtype);
     ensure!(lse <= limit, "lse is off by {lse:.3e}, allowed {limit:.3e}");
@@ -152,7 +166,9 @@ fn builder(case: &RandomConfiguration) -> Builder {
         .ranks(case.ranks)
         .sharding(case.cut.clone())
         .queries(case.queries)
-        .checkpoint(case.policy);
+        .checkpoint(case.policy)
+        .softcap(case.softcap)
+        .alibi(case.alibi);
     if let Some(scale) = case.scale {
         builder = builder.scale(scale);
     }
@@ -180,7 +196,10 @@ fn run<K: Kernel>(
     };
     let dlse: Option<View<'_>> = dlse.as_ref().map(Tensor::view);
     let (q, k, v) = (q.view(), k.view(), v.view());
-    let forward = attention.forward(&q, &k, &v)?;
+    let forward = match &case.sinks {
+        None => attention.forward(&q, &k, &v)?,
+        Some(sinks) => attention.forward_with_sinks(&q, &k, &v, sinks)?,
+    };
     let kept = &forward.checkpoint;
     let backward = attention.backward(&q, &k, &v, kept, &dout.view(), dlse.as_ref())?;
     Ok((forward, backward))
@@ -222,8 +241,9 @@ impl TermSizes {
         let term = norm(dout, dim) * (norm(v, dim) + norm(out, dim)) + dlse;
         // The largest sum of weights over all queries of one key: dv for dout = 1.
         let ones = vec![1.0; dout.len()];
+        let scores = case.scores();
         let weights =
-            reference::backward(&case.shape, &case.pattern, scale, q, k, v, &ones, None)?.dv;
+            reference::backward(&case.shape, &case.pattern, scores, q, k, v, &ones, None)?.dv;
         let weight = largest(&weights).max(1.0);
         Ok(TermSizes {
             scores: scale * norm(q, dim) * norm(k, dim),

@@ -1,11 +1,12 @@
 //! One random configuration, drawn from a seed: sizes, pattern, ring, and its inputs.
 
 use std::fmt;
+use std::sync::Arc;
 
-use encke::conformance::Random;
+use encke::conformance::{Random, random_mask};
 use encke::{
     CheckpointPolicy, Cut, DType, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Queries,
-    Shape,
+    Scores, Shape, alibi_slopes,
 };
 
 use crate::format;
@@ -36,6 +37,12 @@ pub struct RandomConfiguration {
     pub policy: CheckpointPolicy,
     /// The softmax scale, if it is not the default.
     pub scale: Option<f64>,
+    /// The softcap of the scores, if any.
+    pub softcap: Option<f64>,
+    /// Whether scores have ALiBi slopes.
+    pub alibi: bool,
+    /// The sink of each head, if there are any.
+    pub sinks: Option<Vec<f64>>,
     /// Whether the lse has a gradient.
     pub dlse: bool,
     /// Largest absolute value in q and k.
@@ -57,8 +64,28 @@ pub struct ReferenceInputs {
 }
 
 impl RandomConfiguration {
-    /// Draws the configuration of a seed.
+    /// Draws the configuration of a seed; half of them have windows, documents, softcaps, slopes or
+    /// sinks.
     pub fn new(seed: u64) -> RandomConfiguration {
+        let plain = RandomConfiguration::plain(seed);
+        let mut random = Random::new(seed ^ 0x3a5c);
+        if plain.pattern.mode() == Mode::Fkodom || random.once_in(2) {
+            return plain;
+        }
+        let (pattern, shape) = (plain.pattern.clone(), plain.shape);
+        let takes_sinks = pattern.check_sinks().is_ok();
+        RandomConfiguration {
+            pattern: random_mask(&mut random, pattern, shape.tokens),
+            softcap: random.once_in(4).then(|| 0.5 + 3.0 * random.unit().abs()),
+            alibi: random.once_in(4),
+            sinks: (takes_sinks && random.once_in(4))
+                .then(|| (0..shape.heads).map(|_| 3.0 * random.unit()).collect()),
+            ..plain
+        }
+    }
+
+    /// Draws the configuration of a seed without any of these.
+    pub fn plain(seed: u64) -> RandomConfiguration {
         let mut random = Random::new(seed);
         let kv_heads = random.size(4);
         let mode = mode(&mut random);
@@ -87,6 +114,9 @@ impl RandomConfiguration {
                 false => CheckpointPolicy::KeepOutput,
             },
             scale: random.once_in(4).then(|| 0.05 + random.unit().abs()),
+            softcap: None,
+            alibi: false,
+            sinks: None,
             dlse: random.once_in(3) && !fkodom,
             spread: random.pick(&[0.0, 1.0, 1.0, 3.0]),
             pattern,
@@ -101,6 +131,8 @@ impl RandomConfiguration {
         RandomConfiguration {
             ranks,
             cut: cut(&mut random, ranks, case.shape.tokens),
+            // Processes take no sinks.
+            sinks: None,
             ..case
         }
     }
@@ -108,6 +140,16 @@ impl RandomConfiguration {
     /// The softmax scale.
     pub fn scale(&self) -> f64 {
         self.scale.unwrap_or_else(|| self.shape.default_scale())
+    }
+
+    /// How scores are computed.
+    pub fn scores(&self) -> Scores {
+        Scores {
+            scale: self.scale(),
+            softcap: self.softcap,
+            slopes: self.alibi.then(|| alibi_slopes(self.shape.heads)),
+            sinks: self.sinks.as_deref().map(Arc::from),
+        }
     }
 
     /// The inputs of the configuration; they depend on its seed alone.
@@ -229,6 +271,15 @@ impl fmt::Display for RandomConfiguration {
         )?;
         if let Some(scale) = self.scale {
             write!(f, ", scale {scale:.3}")?;
+        }
+        if let Some(softcap) = self.softcap {
+            write!(f, ", softcap {softcap:.3}")?;
+        }
+        if self.alibi {
+            write!(f, ", alibi")?;
+        }
+        if self.sinks.is_some() {
+            write!(f, ", with sinks")?;
         }
         if self.dlse {
             write!(f, ", with dlse")?;
