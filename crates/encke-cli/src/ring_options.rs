@@ -17,10 +17,10 @@ pub struct RingOptions {
     ranks: Option<Open<usize>>,
 
     /// How tokens are cut into shards: contiguous, zigzag (equal work under a causal mask), striped
-    /// (rank a owns every p-th token from a on), each rank's first token, as in 0,100,250, or auto
-    /// [default: contiguous].
-    #[arg(long, value_name = "CUT", value_parser = open(cut))]
-    sharding: Option<Open<Cut>>,
+    /// (rank a owns every p-th token from a on), balanced (contiguous, with equal work under any
+    /// mask), each rank's first token, as in 0,100,250, or auto [default: contiguous].
+    #[arg(long, value_name = "CUT", value_parser = open(cut_name))]
+    sharding: Option<Open<CutName>>,
 
     /// Whether queries are sharded (each rank holds those of its own tokens; keys and values
     /// rotate), replicated (every rank holds all of them, and all of the output; keys and values
@@ -124,6 +124,31 @@ fn rotate(text: &str) -> Result<Rotating, String> {
     }
 }
 
+/// How tokens are cut.
+#[derive(Debug, Clone)]
+enum CutName {
+    Cut(Cut),
+    /// Contiguous, with equal work: the cut follows from the pattern.
+    Balanced,
+}
+
+impl CutName {
+    /// The cut; a balanced one is contiguous until the pattern is known.
+    fn cut(of: &Option<Open<CutName>>) -> Cut {
+        match of {
+            Some(Open::Given(CutName::Cut(cut))) => cut.clone(),
+            _ => Cut::Contiguous,
+        }
+    }
+}
+
+fn cut_name(text: &str) -> Result<CutName, String> {
+    match text {
+        "balanced" => Ok(CutName::Balanced),
+        text => cut(text).map(CutName::Cut),
+    }
+}
+
 /// Parses the name of a cut, or the first tokens of the ranks.
 pub fn cut(text: &str) -> Result<Cut, String> {
     Ok(match text {
@@ -162,7 +187,7 @@ impl RingOptions {
 
     /// Whether the cut lists first tokens, which determines the number of ranks.
     pub fn gives_first_tokens(&self) -> bool {
-        matches!(self.sharding, Some(Open::Given(Cut::Firsts(_))))
+        matches!(CutName::cut(&self.sharding), Cut::Firsts(_))
     }
 
     /// Whether the options determine the number of ranks.
@@ -223,7 +248,7 @@ impl RingOptions {
 
     /// Applies the given options alone.
     fn apply_given(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {
-        let cut = Open::given(&self.sharding).unwrap_or(Cut::Contiguous);
+        let cut = CutName::cut(&self.sharding);
         let given = self.most_ranks.is_some()
             || self.memory_per_rank.is_some()
             || self.one_device_below.is_some();
@@ -259,7 +284,7 @@ impl RingOptions {
                  leave --ranks out or start as many processes"
             );
         }
-        let cut = Open::given(&self.sharding).unwrap_or(Cut::Contiguous);
+        let cut = CutName::cut(&self.sharding);
         if let Cut::Firsts(firsts) = &cut
             && firsts.len() != processes
         {
@@ -279,8 +304,9 @@ impl RingOptions {
             width: Open::given(&self.schedule).unwrap_or(Schedule::RING.width),
             backward: Open::given(&self.rotate).unwrap_or(Schedule::RING.backward),
         };
-        let builder = builder.ranks(ranks).sharding(cut).queries(queries);
-        let builder = builder.schedule(schedule);
+        let balanced = matches!(self.sharding, Some(Open::Given(CutName::Balanced)));
+        let builder = builder.ranks(ranks).sharding(cut).balanced(balanced);
+        let builder = builder.queries(queries).schedule(schedule);
         Ok(builder.redundancy(redundancy))
     }
 }

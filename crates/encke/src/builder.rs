@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use encke_core::kernel::Kernel;
-use encke_core::plan::{Pass, Queries, Request, Schedule};
+use encke_core::plan::{Pass, Queries, Request, Schedule, balance};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Error as RequestError, Pattern, Shape, alibi_slopes};
 use encke_ring::{CacheLimits, Fault};
@@ -38,6 +38,7 @@ pub struct Builder {
     pub(crate) pattern: Pattern,
     pub(crate) ranks: usize,
     pub(crate) cut: Cut,
+    pub(crate) balanced: bool,
     pub(crate) queries: Queries,
     pub(crate) auto: Option<Auto>,
     precision: Precision,
@@ -59,6 +60,7 @@ impl Default for Builder {
             pattern: Pattern::dense(),
             ranks: 1,
             cut: Cut::Contiguous,
+            balanced: false,
             queries: Queries::Sharded,
             auto: None,
             precision: Precision::Stored,
@@ -92,6 +94,14 @@ impl Builder {
     /// How the tokens are divided among the ranks.
     pub fn sharding(mut self, cut: Cut) -> Builder {
         self.cut = cut;
+        self
+    }
+
+    /// Cuts tokens contiguously so that all ranks have equal work, whatever the mask and the
+    /// documents; overrides the sharding. The cut of a call is
+    /// [`balance::even`](encke_core::plan::balance::even).
+    pub fn balanced(mut self, balanced: bool) -> Builder {
+        self.balanced = balanced;
         self
     }
 
@@ -216,6 +226,14 @@ impl Builder {
         let queries = match sharding.ranks() {
             1 => Queries::Sharded,
             _ => queries,
+        };
+        // Equal speeds are never refused.
+        let even = self
+            .balanced
+            .then(|| balance::even(&self.pattern, &shape, sharding.ranks()));
+        let sharding = match even {
+            Some(Ok(cut)) => Sharding::new(sharding.ranks(), cut).unwrap_or(sharding),
+            _ => sharding,
         };
         let usual = || self.alibi.then(|| alibi_slopes(shape.heads));
         let slopes = self.slopes.clone().or_else(usual);

@@ -39,6 +39,12 @@ impl Builder {
         kernel: K,
         rank: usize,
     ) -> Result<ShardAttention<K>, Error> {
+        if self.balanced {
+            return Err(Error::Elsewhere {
+                what: "a balanced cut, which depends on the tokens of the call,",
+                hint: "give the cut of plan::balance::even as the sharding",
+            });
+        }
         let sharding = self.new_sharding()?;
         let ranks = sharding.ranks();
         if rank >= ranks {

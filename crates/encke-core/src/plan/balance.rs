@@ -49,6 +49,23 @@ pub fn by_speed(pattern: &Pattern, shape: &Shape, speeds: &[f64]) -> Result<Cut>
     Ok(Cut::Firsts(firsts))
 }
 
+/// Tokens of the grid on which [`even`] cuts long shards: a multiple of every kernel's tile.
+const GRID: usize = 64;
+
+/// One contiguous shard per rank, each with about the same work, whatever the mask, the documents
+/// and the dilation. Shards of at least 16 times the grid are cut on it.
+pub fn even(pattern: &Pattern, shape: &Shape, ranks: usize) -> Result<Cut> {
+    let Cut::Firsts(mut firsts) = by_speed(pattern, shape, &vec![1.0; ranks])? else {
+        return Ok(Cut::Contiguous);
+    };
+    if shape.tokens / ranks >= 16 * GRID {
+        for first in &mut firsts {
+            *first = (*first + GRID / 2) / GRID * GRID;
+        }
+    }
+    Ok(Cut::Firsts(firsts))
+}
+
 /// The first token for which a monotone predicate holds.
 fn first_token(tokens: usize, is: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (0, tokens);
@@ -64,10 +81,14 @@ fn first_token(tokens: usize, is: impl Fn(usize) -> bool) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::by_speed;
+    use super::{GRID, by_speed, even};
+    use crate::conformance::Random;
+    use crate::mask::Window;
     use crate::pattern::Pattern;
+    use crate::plan::{Plan, Request};
     use crate::shape::Shape;
-    use crate::sharding::Cut;
+    use crate::sharding::{Cut, Sharding};
+    use crate::{DType, Documents};
 
     fn firsts(pattern: &Pattern, tokens: usize, speeds: &[f64]) -> Vec<usize> {
         let shape = Shape::new(1, tokens, 4, 2, 8).unwrap();
@@ -86,6 +107,49 @@ mod tests {
         // Under a causal mask the first half of the work is the first 1/sqrt(2) of the rows.
         let causal = Pattern::dense().causal(true);
         assert_eq!(firsts(&causal, 10_000, &[1.0, 1.0]), [0, 7071]);
+    }
+
+    /// Documents of log-normal length, mean 2048 and sigma 1.2, up to `tokens`.
+    fn log_normal(tokens: usize) -> Vec<usize> {
+        let mut random = Random::new(25);
+        let (mut lengths, mut left) = (Vec::new(), tokens);
+        while left > 0 {
+            // The sum of 12 uniform numbers is close to normal, with variance 12 / 3 on (-1, 1).
+            let normal = (0..12).map(|_| random.unit()).sum::<f64>() / 2.0;
+            let (sigma, mean) = (1.2f64, 2048f64);
+            let length = (mean.ln() - sigma * sigma / 2.0 + sigma * normal).exp();
+            lengths.push((length.ceil() as usize).clamp(1, left));
+            left -= lengths[lengths.len() - 1];
+        }
+        lengths
+    }
+
+    #[test]
+    fn packed_documents_are_cut_evenly_on_a_grid() {
+        let tokens = 1 << 20;
+        let documents = Documents::new(&log_normal(tokens)).unwrap();
+        let window = Window {
+            left: Some(4095),
+            right: None,
+        };
+        let causal = Pattern::dense().causal(true);
+        let packed = causal.clone().documents(Some(documents));
+        let shape = Shape::new(1, tokens, 8, 8, 64).unwrap();
+        for pattern in [packed.clone(), packed.window(window), causal] {
+            let cut = even(&pattern, &shape, 8).unwrap();
+            let Cut::Firsts(firsts) = &cut else {
+                panic!("{cut:?}")
+            };
+            assert!(firsts.iter().all(|first| first.is_multiple_of(GRID)));
+            let sharding = Sharding::new(8, cut).unwrap();
+            let plan = Plan::new(Request::new(shape, pattern, sharding, DType::F32)).unwrap();
+            let pairs: Vec<u128> = (0..8)
+                .map(|rank| plan.rank(rank).unwrap().pairs())
+                .collect();
+            let mean = pairs.iter().sum::<u128>() as f64 / 8.0;
+            let most = *pairs.iter().max().unwrap() as f64;
+            assert!(most <= 1.03 * mean, "{:.4} of the mean", most / mean);
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! error.
 
 use encke_core::plan::rings::Rotating;
-use encke_core::plan::{Queries, Request, Schedule};
+use encke_core::plan::{Queries, Request, Schedule, balance};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Pattern, Shape};
 use encke_cost::CostError;
@@ -114,7 +114,14 @@ impl Constraints {
             let cuts = match &self.cut {
                 Some(cut) => vec![cut.clone()],
                 None if ranks == 1 => vec![Cut::Contiguous],
-                None => vec![Cut::Contiguous, Cut::Zigzag, Cut::Striped],
+                None if self.pattern.has_plain_mask() => {
+                    vec![Cut::Contiguous, Cut::Zigzag, Cut::Striped]
+                }
+                // Documents and windows are rarely even, and a striped cut sends all of them.
+                None => {
+                    let even = balance::even(&self.pattern, &self.shape, ranks)?;
+                    vec![Cut::Contiguous, even, Cut::Zigzag]
+                }
             };
             let queries = match self.queries {
                 // One rank has all queries in both cases.
