@@ -21,7 +21,9 @@ pub mod pack {
 
 /// The softmax of a block of scores.
 pub mod softmax {
-    pub use crate::amx::softmax::{ALL_LANES, Lanes, ScoreBlock, TileSoftmax, softmax};
+    pub use crate::amx::softmax::{
+        ALL_LANES, Lanes, ScoreBlock, TileSoftmax, VisibleKeys, softmax,
+    };
 }
 
 /// Vector functions.

@@ -1,12 +1,13 @@
 //! The conformance suite on every instruction set, and the guarantees of this kernel beyond it.
 
 use encke_core::conformance::{self, KernelSuite, Random};
-use encke_core::job::{Band, Job, Mask, Operand};
+use encke_core::job::{Band, Job, Mask, Operand, Piece, ScoreTransform, Window};
 use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
 use encke_core::plan::Pass;
 use encke_core::{DType, Data};
 use encke_cpu::{CpuKernel, InstructionSet};
+use std::ops::Range;
 
 /// Runs the suite on one instruction set, or prints why it cannot.
 fn conforms(set: InstructionSet) {
@@ -167,13 +168,50 @@ fn on_threads<R: Send>(threads: usize, body: impl FnOnce() -> R + Send) -> R {
     pool.unwrap().install(body)
 }
 
+/// Masks other than a causal one, for 150 tokens.
+fn masks() -> [Mask; 3] {
+    let window = Window {
+        left: Some(20),
+        right: Some(3),
+    };
+    let band = Band {
+        window,
+        ..Band::causal((0, 1), (0, 1))
+    };
+    let document = |rows: Range<usize>, band: Option<Band>| Piece {
+        queries: rows.clone(),
+        keys: rows,
+        band,
+    };
+    let causal = Band::causal((0, 1), (0, 1));
+    let long = [document(0..110, Some(causal)), document(110..150, None)];
+    let short = (0..140).step_by(7);
+    let short = short.map(|first| document(first..first + 7, Some(causal)));
+    [
+        Mask::Band(band),
+        Mask::Documents(long.into()),
+        Mask::Documents(short.collect()),
+    ]
+}
+
 #[test]
 fn results_are_bitwise_equal_for_any_number_of_threads() {
     let job = job(150, 24);
+    same_on_any_number_of_threads(&job);
+    for mask in masks() {
+        let mask = Some(mask);
+        same_on_any_number_of_threads(&Job {
+            mask,
+            ..job.clone()
+        });
+    }
+}
+
+fn same_on_any_number_of_threads(job: &Job) {
     for dtype in DType::ALL {
         let bits = |threads: usize| {
             let results = on_threads(threads, || {
-                run(&CpuKernel::new().expect("an instruction set"), &job, dtype)
+                run(&CpuKernel::new().expect("an instruction set"), job, dtype)
             });
             results
                 .iter()
@@ -184,6 +222,83 @@ fn results_are_bitwise_equal_for_any_number_of_threads() {
         assert_eq!(one, bits(2), "{dtype} on two threads");
         assert_eq!(one, bits(5), "{dtype} on five threads");
     }
+}
+
+/// k and v end with the last visible row, so a kernel that reads beyond it panics.
+#[test]
+fn rows_after_the_last_visible_key_are_not_touched() {
+    let (tokens, dim) = (1000, 16);
+    let window = Window {
+        left: Some(40),
+        right: Some(10),
+    };
+    let band = Band {
+        window,
+        ..Band::causal((300, 1), (0, 1))
+    };
+    let seeing = Job {
+        queries: 50,
+        keys: tokens,
+        mask: Some(Mask::Band(band)),
+        ..job(360, dim)
+    };
+    let elements = |rows: usize| Data::from_f64(DType::F32, &vec![0.5; rows * HEADS * dim]);
+    let (q, k) = (elements(50), elements(360));
+    let kernel = CpuKernel::new().expect("an instruction set");
+    let (mut out, mut lse) = (elements(50), Data::zeros(DType::F32, 50 * HEADS));
+    let state = SoftmaxState::Finish {
+        carry: None,
+        out: &mut out,
+        lse: &mut lse,
+    };
+    let [q, k] = [&q, &k].map(Data::as_slice);
+    kernel.attend(&seeing, q, k, k, state).unwrap();
+    assert!(out.to_f64().iter().all(|x| (x - 0.5).abs() < 1e-5));
+    let [mut dq, mut dk, mut dv] = [50, 360, 360].map(elements);
+    let delta = Data::zeros(DType::F32, 50 * HEADS);
+    let upstream = Upstream {
+        dout: q,
+        lse: lse.as_slice(),
+        delta: delta.as_slice(),
+    };
+    let gradients = Gradients {
+        dq: &mut dq,
+        dk: &mut dk,
+        dv: &mut dv,
+    };
+    kernel
+        .backward(&seeing, q, k, k, upstream, gradients)
+        .unwrap();
+    // The first query sees keys from 260 on.
+    let dv = dv.to_f64();
+    let (before, from) = dv.split_at(260 * HEADS * dim);
+    assert!(before.iter().all(|&x| x == 0.5) && from.iter().all(|&x| x > 0.5));
+}
+
+#[test]
+fn slopes_without_positions_are_refused() {
+    let kernel = CpuKernel::new().expect("an instruction set");
+    let sloping = Job {
+        mask: None,
+        transform: Some(ScoreTransform {
+            softcap: None,
+            slopes: Some([0.5; HEADS].into()),
+        }),
+        ..job(4, 8)
+    };
+    let (q, mut out) = (
+        Data::zeros(DType::F32, 4 * HEADS * 8),
+        Data::zeros(DType::F32, 4 * HEADS * 8),
+    );
+    let mut lse = Data::zeros(DType::F32, 4 * HEADS);
+    let state = SoftmaxState::Finish {
+        carry: None,
+        out: &mut out,
+        lse: &mut lse,
+    };
+    let q = q.as_slice();
+    let error = kernel.attend(&sloping, q, q, q, state).unwrap_err();
+    assert!(error.to_string().contains("positions"), "{error}");
 }
 
 /// The larger workspace of both passes.

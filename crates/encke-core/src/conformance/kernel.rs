@@ -12,7 +12,7 @@ use super::random::Random;
 use super::results::{CaseGradients, ForwardResults, finished};
 use super::suite::KernelSuite;
 use super::tolerances::Tolerances;
-use super::{cells, moving, range, softmax_ends};
+use super::{cells, documents, moving, range, softmax_ends};
 use crate::dtype::{DType, Data};
 use crate::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use crate::naive::NaiveKernel;
@@ -98,7 +98,8 @@ fn attention<K: Kernel>(bench: &KernelBench<'_, K>, case: &Case) -> Result<(), F
     )?;
     hidden::queries(bench, case, &results, &grown)?;
     hidden::broken(bench, case, &results, &grown)?;
-    hidden::keys(bench, case, &results, &carry, &grown)
+    hidden::keys(bench, case, &results, &carry, &grown)?;
+    documents::separate(bench, case, &results, &carry, &grown)
 }
 
 impl<K: Kernel> KernelBench<'_, K> {

@@ -10,6 +10,7 @@ mod bench;
 mod case;
 mod cells;
 mod configuration;
+mod documents;
 mod failure;
 mod hidden;
 mod kernel;

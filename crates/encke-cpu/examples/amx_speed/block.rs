@@ -3,7 +3,7 @@
 use std::hint::black_box;
 
 use encke_cpu::internals::pack::{self, RowSource, Sign};
-use encke_cpu::internals::softmax::{self, Lanes, ScoreBlock, TileSoftmax};
+use encke_cpu::internals::softmax::{self, Lanes, ScoreBlock, TileSoftmax, VisibleKeys};
 use encke_cpu::internals::{
     Dim64Split1, ROW_BYTES, SLAB_BYTES, ScoreScale, TileProduct, TileUnit, multiply_keys,
 };
@@ -43,7 +43,7 @@ impl BlockBench {
             state: TileSoftmax {
                 m: Lanes([f32::NEG_INFINITY; 32]),
                 l: Lanes([0.0; 32]),
-                visible: Lanes([i32::MAX; 32]),
+                keys: VisibleKeys::new(|_| 0..i32::MAX as usize),
             },
         };
         let tensors = BenchTensors::<bf16>::new(&job(keys.max(64), 1, dim, false));

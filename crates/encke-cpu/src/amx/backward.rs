@@ -18,6 +18,7 @@ use super::pack::WIDTH;
 use super::schedule;
 use super::scratch::PagePool;
 use super::tiles::TileUnit;
+use crate::pieces::pieces;
 use crate::schedule::head_groups;
 use crate::shared::SharedRows;
 pub use call::AmxBackwardInputs;
@@ -67,8 +68,8 @@ pub fn backward_with_config<T: TileUnit, N: TileElement, S: AmxBackwardConfig>(
         },
         layout: AmxBackwardLayout::new::<N, S>(job),
     };
-    let groups = head_groups(job);
-    let tasks = tasks(job, &groups, call.layout.tiles);
+    let (groups, pieces) = (head_groups(job), pieces(job));
+    let tasks = tasks(job, &groups, &pieces, [call.layout.tiles, S::QUERY_TILES]);
     let bytes = call.layout.bytes;
     schedule::run::<T, AmxBackwardTask<'_>>(pool, bytes, &tasks, |task, scratch| {
         // SAFETY: the tiles are available and configured, scratch memory is as large as the layout
@@ -104,13 +105,20 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         // SAFETY: the caller's promise; rows of dk and dv are written only after the chain's wait.
         unsafe {
             let tiles = self.pack_queries(task, scratch);
-            let most = tiles.iter().map(|tile| tile.max_visible).max().unwrap_or(0);
-            for start in (0..most).step_by(S::KEYS) {
-                let count = S::KEYS.min(self.job.keys - start);
-                let keys = self.pack_keys(task, start, count, scratch);
-                self.block::<T, S>(task, tiles, keys, scratch);
-                chain.wait(start);
-                self.add_dk_dv(task, keys, scratch);
+            let start = tiles.iter().map(|tile| tile.seen.start).min();
+            let most = tiles.iter().map(|tile| tile.seen.end).max().unwrap_or(0);
+            let rows = &task.piece.keys;
+            let before = start.map_or(0, |start| start.saturating_sub(rows.start));
+            let start = rows.start + before / S::KEYS * S::KEYS;
+            chain.publish(start);
+            for start in (start..most).step_by(S::KEYS) {
+                let count = S::KEYS.min(rows.end - start);
+                if tiles.iter().any(|tile| tile.sees(start, count)) {
+                    let keys = self.pack_keys(task, start, count, scratch);
+                    self.block::<T, S>(task, tiles, keys, scratch);
+                    chain.wait(start);
+                    self.add_dk_dv(task, keys, scratch);
+                }
                 chain.publish(start + count);
             }
             drop(chain);

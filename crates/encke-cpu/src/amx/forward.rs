@@ -2,7 +2,8 @@
 //!
 //! A task is a block of query rows of all heads that share their keys. It packs its queries once,
 //! and keys and values about a thousand at a time into the L2 cache, where all its tiles read them.
-//! Key blocks past the last visible key are not touched, and only diagonal blocks are masked.
+//! Key blocks that none of the queries sees are not touched, and only blocks that some query does
+//! not see as a whole are masked.
 //!
 //! The decision here: each tile goes through scores, softmax and values block by block, one tile
 //! after the other. Computing scores ahead of their softmax, or interleaving several tiles, was
@@ -21,6 +22,7 @@ use super::pack::WIDTH;
 use super::schedule;
 use super::scratch::PagePool;
 use super::tiles::TileUnit;
+use crate::pieces::pieces;
 use crate::schedule::{ActiveCall, head_groups};
 use crate::target::Target;
 use call::{AmxForwardCall, AmxForwardLayout, AmxForwardTile};
@@ -61,9 +63,10 @@ pub fn forward_with_config<T: TileUnit, N: TileElement, S: AmxForwardConfig>(
         scale: ScoreScale::new(job.scale),
         layout: AmxForwardLayout::new::<N, S>(job),
     };
-    let groups = head_groups(job);
+    let (groups, pieces) = (head_groups(job), pieces(job));
     let active = ActiveCall::new();
-    let tasks = tasks::tasks(job, &groups, call.layout.tiles, active.task_target());
+    let target = active.task_target();
+    let tasks = tasks::tasks(job, &groups, &pieces, call.layout.tiles, target);
     let bytes = call.layout.bytes;
     schedule::run::<T, AmxForwardTask<'_>>(pool, bytes, &tasks, |task, scratch| {
         // SAFETY: the tiles are available and configured, scratch memory is as large as the
@@ -107,8 +110,12 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
             // SAFETY: the rows are this task's own, scratch memory as the layout says.
             unsafe { self.load_tile(task, i, tile, scratch) };
         }
-        let most = tiles.iter().map(|tile| tile.max_visible).max().unwrap_or(0);
-        for first in (0..most).step_by(S::PACKED_KEYS) {
+        let start = tiles.iter().map(|tile| tile.seen.start).min();
+        let most = tiles.iter().map(|tile| tile.seen.end).max().unwrap_or(0);
+        let keys = task.piece.keys.start;
+        let before = start.map_or(0, |start| start.saturating_sub(keys));
+        let start = keys + before / S::KEYS * S::KEYS;
+        for first in (start..most).step_by(S::PACKED_KEYS) {
             // SAFETY: as above.
             unsafe {
                 let packed = self.pack_keys(task, first, S::PACKED_KEYS.min(most - first), scratch);

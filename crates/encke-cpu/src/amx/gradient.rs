@@ -8,7 +8,7 @@
 use std::arch::x86_64::*;
 
 use super::element::{LargeLanes, ScoreScale, TileElement, exp2_argument, for_each_split_pair};
-use super::softmax::Lanes;
+use super::softmax::{Lanes, VisibleKeys};
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::vector::{exp2, splat};
 
@@ -20,8 +20,8 @@ pub struct QueryStats {
     pub lse: Lanes<f32>,
     /// dout·out − dlse.
     pub delta: Lanes<f32>,
-    /// How many keys are visible to each query; 0 if its lse is minus infinity.
-    pub visible: Lanes<i32>,
+    /// The keys that are visible to each query; none if its lse is minus infinity.
+    pub keys: VisibleKeys,
 }
 
 /// A block of scores and dp, and where its weights and gradients are stored.
@@ -101,15 +101,17 @@ unsafe fn gradient_pass<N: TileElement, const DEGREE: usize, const MASKED: bool>
 ) {
     let gain = splat(factors.gain);
     // SAFETY: `Lanes` holds 32 values.
-    let ([lse, delta], visible) = unsafe {
-        let visible = stats.visible.0.as_ptr();
+    let ([lse, delta], [starts, ends]) = unsafe {
+        let keys = [&stats.keys.starts, &stats.keys.ends].map(|keys| keys.0.as_ptr());
         (
             [stats.lse.0.as_ptr(), stats.delta.0.as_ptr()]
                 .map(|lanes| [_mm512_load_ps(lanes), _mm512_load_ps(lanes.add(16))]),
-            [
-                _mm512_load_si512(visible.cast()),
-                _mm512_load_si512(visible.add(16).cast()),
-            ],
+            keys.map(|lanes| {
+                [
+                    _mm512_load_si512(lanes.cast()),
+                    _mm512_load_si512(lanes.add(16).cast()),
+                ]
+            }),
         )
     };
     // Storing truncates weights and their gradients; the bias compensates that in both.
@@ -141,7 +143,8 @@ unsafe fn gradient_pass<N: TileElement, const DEGREE: usize, const MASKED: bool>
                     let mut ds = _mm512_mul_ps(p, _mm512_fmsub_ps(dp_row, gain, delta[half]));
                     if MASKED {
                         let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);
-                        let unmasked = _mm512_cmpgt_epi32_mask(visible[half], key);
+                        let unmasked = _mm512_cmpgt_epi32_mask(ends[half], key);
+                        let unmasked = _mm512_mask_cmple_epi32_mask(unmasked, starts[half], key);
                         p = _mm512_maskz_mov_ps(unmasked, p);
                         ds = _mm512_maskz_mov_ps(unmasked, ds);
                     }

@@ -10,7 +10,7 @@ use encke_core::job::Job;
 
 use super::element::{ScoreScale, TileElement};
 use super::pack::WIDTH;
-use super::softmax::Lanes;
+use super::softmax::VisibleKeys;
 use super::tiles::{ROW_BYTES, SLAB_BYTES};
 
 /// Elements from 2⁵⁶ on are huge.
@@ -57,7 +57,7 @@ impl<'a, N: TileElement> ScoreRows<'a, N> {
     }
 
     /// The scores of huge rows, among the keys that are visible to each query.
-    pub fn huge_scores(self, visible: &Lanes<i32>) -> HugeScores<'a, N> {
+    pub fn huge_scores(self, visible: &VisibleKeys) -> HugeScores<'a, N> {
         let huge = |row: &[N]| {
             let sizes = row.iter().map(|x| x.to_f64().abs());
             let largest = sizes.fold(0.0, |most, x| if x > most || x.is_nan() { x } else { most });
@@ -65,13 +65,14 @@ impl<'a, N: TileElement> ScoreRows<'a, N> {
         };
         let count = (self.job.keys - self.key).min(self.steps * WIDTH);
         let keys: Vec<bool> = (0..count).map(|index| huge(self.key(index))).collect();
-        let first = keys.iter().position(|&huge| huge).unwrap_or(usize::MAX);
         let (mut queries, mut lanes) = (0, 0);
         for lane in 0..self.queries.1 {
-            let seen = (visible.0[lane] as usize).saturating_sub(self.key);
-            let own = seen > 0 && huge(self.query(lane));
+            let [start, end] = [visible.starts.0[lane], visible.ends.0[lane]]
+                .map(|key| (key as usize).saturating_sub(self.key).min(count));
+            let own = start < end && huge(self.query(lane));
+            let other = keys[start..end.max(start)].contains(&true);
             queries |= u32::from(own) << lane;
-            lanes |= u32::from(own || first < seen) << lane;
+            lanes |= u32::from(own || other) << lane;
         }
         HugeScores {
             rows: self,

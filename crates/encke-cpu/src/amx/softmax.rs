@@ -5,6 +5,7 @@
 
 use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
+use std::ops::Range;
 
 use super::config::AmxForwardConfig;
 use super::element::{
@@ -18,7 +19,83 @@ use super::vector::{exp2, splat};
 #[repr(C, align(64))]
 pub struct Lanes<A>(pub [A; 32]);
 
-/// The softmax state of 32 queries, and the number of keys visible to each.
+/// The keys that are visible to each of 32 queries: from `starts` on, before `ends`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct VisibleKeys {
+    /// The first visible key; 0 if there is none.
+    pub starts: Lanes<i32>,
+    /// One past the last visible key; 0 if there is none.
+    pub ends: Lanes<i32>,
+}
+
+impl VisibleKeys {
+    /// The keys `of(lane)` for each lane.
+    pub fn new(of: impl Fn(usize) -> Range<usize>) -> VisibleKeys {
+        let mut keys = VisibleKeys {
+            starts: Lanes([0; 32]),
+            ends: Lanes([0; 32]),
+        };
+        for lane in 0..32 {
+            let visible = of(lane);
+            if !visible.is_empty() {
+                keys.starts.0[lane] = visible.start as i32;
+                keys.ends.0[lane] = visible.end as i32;
+            }
+        }
+        keys
+    }
+
+    /// Whether a lane sees a key.
+    pub fn sees(&self, lane: usize, key: usize) -> bool {
+        (self.starts.0[lane] as usize..self.ends.0[lane] as usize).contains(&key)
+    }
+
+    /// The first key that some lane sees and one past the last; then the same of the keys that all
+    /// lanes see.
+    pub fn bounds(&self) -> [KeyBounds; 2] {
+        let mut some = KeyBounds {
+            start: usize::MAX,
+            end: 0,
+        };
+        let mut all = KeyBounds {
+            start: 0,
+            end: usize::MAX,
+        };
+        for (&start, &end) in self.starts.0.iter().zip(&self.ends.0) {
+            let (start, end) = (start as usize, end as usize);
+            if start < end {
+                some.start = some.start.min(start);
+                some.end = some.end.max(end);
+            }
+            all.start = all.start.max(start);
+            all.end = all.end.min(end);
+        }
+        [some, all]
+    }
+}
+
+/// Keys from `start` on, before `end`; none if that is not after `start`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct KeyBounds {
+    pub start: usize,
+    pub end: usize,
+}
+
+impl KeyBounds {
+    /// Whether one of these keys is in a range.
+    pub fn meets(&self, keys: Range<usize>) -> bool {
+        self.start < keys.end && keys.start < self.end
+    }
+
+    /// Whether all keys of a range are among these.
+    pub fn cover(&self, keys: Range<usize>) -> bool {
+        self.start <= keys.start && keys.end <= self.end
+    }
+}
+
+/// The softmax state of 32 queries, and the keys that are visible to each.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct TileSoftmax {
@@ -26,8 +103,8 @@ pub struct TileSoftmax {
     pub m: Lanes<f32>,
     /// The sum of weights.
     pub l: Lanes<f32>,
-    /// How many keys are visible to each query.
-    pub visible: Lanes<i32>,
+    /// The keys that are visible to each query.
+    pub keys: VisibleKeys,
 }
 
 /// The factors that rescale the sums of a tile to a new row max.
@@ -88,8 +165,9 @@ pub unsafe fn softmax<N: TileElement, S: AmxForwardConfig>(
         unsafe {
             let old_m = _mm512_load_ps(state.m.0.as_ptr().add(lane));
             let top = if block.masked {
-                let visible = _mm512_load_si512(state.visible.0.as_ptr().add(lane).cast());
-                masked_row_max(block, half, visible)
+                let keys = [&state.keys.starts, &state.keys.ends];
+                let keys = keys.map(|of| _mm512_load_si512(of.0.as_ptr().add(lane).cast()));
+                masked_row_max(block, half, keys)
             } else {
                 row_max(block, half)
             };
@@ -213,14 +291,15 @@ unsafe fn row_max(block: &ScoreBlock, half: usize) -> __m512 {
 /// As for [`softmax`].
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn masked_row_max(block: &ScoreBlock, half: usize, visible: __m512i) -> __m512 {
+unsafe fn masked_row_max(block: &ScoreBlock, half: usize, [starts, ends]: [__m512i; 2]) -> __m512 {
     let lowest = splat(f32::NEG_INFINITY);
     let mut top = lowest;
     for step in 0..block.steps {
         let slab = slab(block, step, half);
         for row in 0..32 {
             let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);
-            let unmasked = _mm512_cmpgt_epi32_mask(visible, key);
+            let unmasked = _mm512_cmpgt_epi32_mask(ends, key);
+            let unmasked = _mm512_mask_cmple_epi32_mask(unmasked, starts, key);
             // SAFETY: the caller's promise.
             unsafe {
                 let at = slab.add(row * ROW_BYTES).cast();

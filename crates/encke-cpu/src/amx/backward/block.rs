@@ -26,7 +26,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         let mut fresh = true;
         for start in (0..tiles.len()).step_by(S::QUERY_TILES) {
             let end = tiles.len().min(start + S::QUERY_TILES);
-            let visible = |tile: &AmxBackwardTile| tile.max_visible > keys.start;
+            let visible = |tile: &AmxBackwardTile| tile.sees(keys.start, keys.count);
             // Tiles to which no key of the block is visible are skipped at both ends.
             let Some(first) = tiles[start..end].iter().position(visible) else {
                 continue;
@@ -105,7 +105,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             key: keys.start,
             steps: tile.steps(keys),
         };
-        let huge = rows.huge_scores(&tile.stats.visible);
+        let huge = rows.huge_scores(&tile.stats.keys);
         // SAFETY: the region of scores has these slabs.
         unsafe { huge.store(self.factors.scale, scratch.add(self.layout.scores)) };
         huge.lanes
@@ -140,7 +140,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             dp: scratch.wrapping_add(layout.dp),
             steps,
             start: keys.start,
-            masked: tile.masked(keys.start + steps * WIDTH),
+            masked: tile.masked(keys, keys.start + steps * WIDTH),
             scaled_lanes,
             weights: scratch.wrapping_add(layout.weights + i * N::STACK_BYTES),
             ds: scratch.wrapping_add(layout.ds + i * N::STACK_BYTES),
@@ -177,7 +177,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         {
             let pairs = scratch.wrapping_add(pairs + first * self.steps * N::STACK_BYTES);
             let needs_cleaning =
-                |tile: &AmxBackwardTile| tile.nonfinite[side] != 0 && tile.masked(end);
+                |tile: &AmxBackwardTile| tile.nonfinite[side] != 0 && tile.masked(keys, end);
             let mut factor = pairs;
             if tiles.iter().any(needs_cleaning) {
                 factor = scratch.wrapping_add(layout.finite[1 + side]);
@@ -208,8 +208,8 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                         let is_visible = |at: usize, row: usize, _: usize| {
                             let (tile, pair) = (&tiles[at / WIDTH], at % WIDTH);
                             let lane = pair / 2 + pair % 2 * 16;
-                            let visible = tile.stats.visible.0[lane] as usize;
-                            needs_cleaning(tile) && visible > keys.start + key * WIDTH + row
+                            let key = keys.start + key * WIDTH + row;
+                            needs_cleaning(tile) && tile.stats.keys.sees(lane, key)
                         };
                         // SAFETY: all slabs lie in their regions.
                         unsafe {
@@ -268,7 +268,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         }
         let columns = scratch.wrapping_add(layout.k_columns);
         let mut factor = columns;
-        if keys.nonfinite && state.masked(keys.start + steps * WIDTH) {
+        if keys.nonfinite && state.masked(keys, keys.start + steps * WIDTH) {
             factor = scratch.wrapping_add(layout.finite[0]);
             // SAFETY: both regions have this many slabs.
             unsafe { pack::zero_nonfinite(columns, factor, steps * self.steps * N::SPLITS) };
@@ -295,9 +295,9 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                 }
             }
             if factor != columns {
-                let visible = &state.stats.visible.0;
+                let visible = &state.stats.keys;
                 let is_visible =
-                    |at: usize, _: usize, lane: usize| visible[lane] as usize > keys.start + at;
+                    |at: usize, _: usize, lane: usize| visible.sees(lane, keys.start + at);
                 // SAFETY: all slabs lie in their regions.
                 unsafe { add_nonfinite_terms(&product(columns), FactorSide::Left, is_visible) };
             }

@@ -10,6 +10,7 @@ use super::super::element::TileElement;
 use super::super::gradient::{Factors, QueryStats};
 use super::super::pack::WIDTH;
 use super::super::scratch::RegionAllocator;
+use super::super::softmax::KeyBounds;
 use super::super::tiles::SLAB_BYTES;
 use crate::shared::SharedRows;
 
@@ -132,9 +133,9 @@ pub struct AmxBackwardTile {
     pub stats: QueryStats,
     pub first: usize,
     pub count: usize,
-    /// The fewest and the most keys that any of the 32 lanes attends to.
-    pub min_visible: usize,
-    pub max_visible: usize,
+    /// The keys that some of the 32 lanes sees, and those that all of them see.
+    pub seen: KeyBounds,
+    pub common: KeyBounds,
     /// Whether a query has a huge element.
     pub huge: u32,
     /// Whether q, or dout, has an element that is not finite.
@@ -144,15 +145,23 @@ pub struct AmxBackwardTile {
 }
 
 impl AmxBackwardTile {
-    /// How many groups of 32 keys of a block are visible to some lane.
-    pub fn steps(&self, keys: PackedKeyBlock) -> usize {
-        let visible = self.max_visible.saturating_sub(keys.start).min(keys.count);
-        visible.div_ceil(WIDTH)
+    /// Whether some lane sees one of `count` keys from `start` on.
+    pub fn sees(&self, start: usize, count: usize) -> bool {
+        self.seen.meets(start..start + count)
     }
 
-    /// Whether some key before `end` is hidden from some lane.
-    pub fn masked(&self, end: usize) -> bool {
-        self.min_visible < end
+    /// How many groups of 32 keys of a block there are up to the last one that is visible to some
+    /// lane.
+    pub fn steps(&self, keys: PackedKeyBlock) -> usize {
+        match self.sees(keys.start, keys.count) {
+            true => (self.seen.end - keys.start).min(keys.count).div_ceil(WIDTH),
+            false => 0,
+        }
+    }
+
+    /// Whether some key of a block, before `end`, is hidden from some lane.
+    pub fn masked(&self, keys: PackedKeyBlock, end: usize) -> bool {
+        !self.common.cover(keys.start..end)
     }
 }
 

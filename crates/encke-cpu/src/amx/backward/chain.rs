@@ -7,12 +7,14 @@
 //! before it, and wait only for tasks that have started.
 
 use std::cmp::Reverse;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use encke_core::job::Job;
+use encke_core::job::{Job, Piece};
 
 use super::super::pack::WIDTH;
+use crate::pieces::forgets;
 use crate::schedule::batch_segments;
 
 /// The number of tasks that a job is divided into if it is large enough.
@@ -28,9 +30,11 @@ pub struct AmxBackwardTask<'a> {
     /// The heads that share those keys.
     pub heads: &'a [usize],
     pub head: usize,
-    pub queries: std::ops::Range<usize>,
-    /// About how many pairs of a query and a key the task computes, in units of 32.
-    pairs: usize,
+    /// The piece of the mask that has the queries.
+    pub piece: &'a Piece,
+    pub queries: Range<usize>,
+    /// Tasks of larger ranks start first. It never rises along a chain.
+    rank: usize,
     /// Its position in the chain of tasks with the same keys.
     position: usize,
     chain: Arc<[ChainProgress]>,
@@ -94,53 +98,84 @@ impl Drop for ChainGuard<'_> {
     }
 }
 
+/// Queries of one head, and about how many pairs they have, in units of 32.
+struct ChainLink {
+    pairs: usize,
+    head: usize,
+    queries: Range<usize>,
+}
+
+/// The tasks of heads that share the keys of a piece, in the order of their chain.
+fn links(piece: &Piece, heads: &[usize], rows: usize) -> Vec<ChainLink> {
+    let mut chain = Vec::new();
+    for &head in heads {
+        for first in piece.queries.clone().step_by(rows) {
+            let queries = first..piece.queries.end.min(first + rows);
+            let tiles = queries.clone().step_by(WIDTH);
+            let keys = |row: usize| {
+                let last = (row + WIDTH).min(queries.end) - 1;
+                piece.visible(last).end - piece.visible(row).start
+            };
+            let pairs: usize = tiles.map(keys).sum();
+            if pairs > 0 {
+                chain.push(ChainLink {
+                    pairs,
+                    head,
+                    queries,
+                });
+            }
+        }
+    }
+    if forgets(piece) {
+        // From the last queries to the first: each task then begins with keys that the tasks before
+        // it do not see, and reaches those that they see after them.
+        chain.sort_by_key(|link| Reverse(link.queries.start));
+        let most = chain.iter().map(|link| link.pairs).max().unwrap_or(0);
+        chain.iter_mut().for_each(|link| link.pairs = most);
+    } else {
+        chain.sort_by_key(|link| Reverse(link.pairs));
+    }
+    chain
+}
+
 /// All tasks of a job: the longest first, and the tasks of a chain in its order. A task has at most
-/// `max_tiles` tiles.
+/// `max_tiles` tiles, a multiple of `group_tiles` unless the piece ends. How a piece is divided
+/// depends on no other piece.
 pub fn tasks<'a>(
     job: &Job,
     groups: &'a [Vec<usize>],
-    max_tiles: usize,
+    pieces: &'a [Piece],
+    [max_tiles, group_tiles]: [usize; 2],
 ) -> Vec<AmxBackwardTask<'a>> {
     let heads = job.batch * job.segments * job.heads;
-    let count = |tiles: usize| job.queries.div_ceil(tiles * WIDTH) * heads;
-    let mut tiles = max_tiles;
-    while tiles >= 2 * MIN_TILES && count(tiles) < TASKS {
-        tiles /= 2;
-    }
     let mut tasks = Vec::new();
-    for (batch, segment) in batch_segments(job) {
-        for heads in groups {
-            let mut chain = Vec::new();
-            for &head in heads {
-                for first in (0..job.queries).step_by(tiles * WIDTH) {
-                    let queries = first..job.queries.min(first + tiles * WIDTH);
-                    let rows = queries.clone().step_by(WIDTH);
-                    let visible =
-                        rows.map(|row| job.visible((row + WIDTH).min(queries.end) - 1).end);
-                    let pairs: usize = visible.sum();
-                    if pairs > 0 {
-                        chain.push((pairs, head, queries));
-                    }
-                }
-            }
-            chain.sort_by_key(|(pairs, ..)| Reverse(*pairs));
-            let progress: Arc<[ChainProgress]> =
-                chain.iter().map(|_| ChainProgress::default()).collect();
-            let links = chain.into_iter().enumerate();
-            tasks.extend(
-                links.map(|(position, (pairs, head, queries))| AmxBackwardTask {
+    for piece in pieces.iter().filter(|piece| !piece.keys.is_empty()) {
+        let count = |tiles: usize| piece.queries.len().div_ceil(tiles * WIDTH) * heads;
+        let available = piece.queries.len().div_ceil(WIDTH);
+        let mut tiles = max_tiles.min(available.next_multiple_of(group_tiles));
+        while tiles >= 2 * MIN_TILES && count(tiles) < TASKS {
+            tiles /= 2;
+        }
+        for (batch, segment) in batch_segments(job) {
+            for heads in groups {
+                let chain = links(piece, heads, tiles * WIDTH);
+                let progress: Arc<[ChainProgress]> =
+                    chain.iter().map(|_| ChainProgress::default()).collect();
+                let links = chain.into_iter().enumerate();
+                tasks.extend(links.map(|(position, link)| AmxBackwardTask {
                     batch,
                     segment,
                     heads,
-                    head,
-                    queries,
-                    pairs,
+                    head: link.head,
+                    piece,
+                    queries: link.queries,
+                    rank: link.pairs,
                     position,
                     chain: Arc::clone(&progress),
-                }),
-            );
+                }));
+            }
         }
     }
-    tasks.sort_by_key(|task| (Reverse(task.pairs), task.position));
+    tasks.sort_by_key(|task| (Reverse(task.rank), task.position));
     tasks
 }

@@ -7,7 +7,7 @@ use encke_core::job::Operand;
 use super::super::element::TileElement;
 use super::super::gradient::QueryStats;
 use super::super::pack::{self, RowSource, Sign, WIDTH};
-use super::super::softmax::Lanes;
+use super::super::softmax::{Lanes, VisibleKeys};
 use super::super::tiles::{ROW_BYTES, SLAB_BYTES};
 use super::call::{AmxBackwardCall, AmxBackwardTile, PackedKeyBlock};
 use super::chain::AmxBackwardTask;
@@ -48,9 +48,9 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             let live: [bool; WIDTH] = std::array::from_fn(|lane| {
                 lane < count && inputs.lse[cells[lane]] != f32::NEG_INFINITY
             });
-            let visible: [usize; 32] = std::array::from_fn(|lane| match live[lane] {
-                true => job.visible(first + lane).end,
-                false => 0,
+            let keys = VisibleKeys::new(|lane| match live[lane] {
+                true => task.piece.visible(first + lane),
+                false => 0..0,
             });
             let per_lane = |elements: &[f32]| {
                 Lanes(std::array::from_fn(|lane| match live[lane] {
@@ -61,11 +61,10 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             tile.stats = QueryStats {
                 lse: per_lane(inputs.lse),
                 delta: per_lane(inputs.delta),
-                visible: Lanes(visible.map(|count| count as i32)),
+                keys,
             };
             (tile.first, tile.count, tile.dq_started) = (first, count, 0);
-            tile.min_visible = visible.into_iter().min().unwrap_or(0);
-            tile.max_visible = visible.into_iter().max().unwrap_or(0);
+            [tile.seen, tile.common] = keys.bounds();
             let q = RowSource {
                 elements: inputs.q,
                 dim: job.dim,
@@ -210,7 +209,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                     let part = slab / 2 * 2 + half;
                     for (lane, column) in columns.into_iter().enumerate() {
                         let lane = slab % 2 * 16 + lane;
-                        if tile.stats.visible.0[lane] == 0 || part * 16 >= job.dim {
+                        if tile.stats.keys.ends.0[lane] == 0 || part * 16 >= job.dim {
                             continue;
                         }
                         let at = address(tile.first + lane);

@@ -25,7 +25,8 @@ struct KeyBlock {
 impl AmxForwardTile {
     /// Whether some key of a block is hidden from some query.
     fn masked(&self, block: KeyBlock) -> bool {
-        self.min_visible < block.key + block.steps * WIDTH
+        let end = block.key + block.steps * WIDTH;
+        !self.common.cover(block.key..end)
     }
 }
 
@@ -50,13 +51,24 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         packed: PackedKeys,
         scratch: *mut u8,
     ) {
-        let end = tile.max_visible.min(packed.first + packed.count);
-        for key in (packed.first..end).step_by(S::KEYS) {
+        let end = tile.seen.end.min(packed.first + packed.count);
+        if tile.seen.start >= end {
+            return;
+        }
+        let before = tile.seen.start.saturating_sub(packed.first);
+        // Blocks end at multiples of `KEYS` from the first key of the piece on; keys before the
+        // first visible one are left out, 32 at a time.
+        let (aligned, start) = (
+            packed.first + before / S::KEYS * S::KEYS,
+            packed.first + before / WIDTH * WIDTH,
+        );
+        for block_start in (aligned..end).step_by(S::KEYS) {
+            let key = block_start.max(start);
             let block = KeyBlock {
                 tile: index,
                 key,
                 from: key - packed.first,
-                steps: (end - key).min(S::KEYS).div_ceil(WIDTH),
+                steps: (end.min(block_start + S::KEYS) - key).div_ceil(WIDTH),
             };
             let huge = (tile.huge != 0 || block.has(packed.huge))
                 .then(|| self.huge_scores(task, tile, block));
@@ -101,7 +113,7 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
             key: block.key,
             steps: block.steps,
         };
-        rows.huge_scores(&tile.softmax.visible)
+        rows.huge_scores(&tile.softmax.keys)
     }
 
     /// The softmax of one block.
@@ -190,9 +202,8 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
             // SAFETY: tiles are configured, and all slabs lie in their regions.
             unsafe { N::multiply::<T, true>(product(factor)) };
             if factor != values {
-                let visible = &tile.softmax.visible.0;
-                let is_visible =
-                    |at: usize, _: usize, lane: usize| visible[lane] as usize > block.key + at;
+                let keys = &tile.softmax.keys;
+                let is_visible = |at: usize, _: usize, lane: usize| keys.sees(lane, block.key + at);
                 // SAFETY: all slabs lie in their regions.
                 unsafe { add_nonfinite_terms(&product(values), FactorSide::Left, is_visible) };
             }

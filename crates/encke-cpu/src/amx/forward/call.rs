@@ -6,7 +6,7 @@ use super::super::config::AmxForwardConfig;
 use super::super::element::{ScoreScale, TileElement};
 use super::super::pack::WIDTH;
 use super::super::scratch::RegionAllocator;
-use super::super::softmax::TileSoftmax;
+use super::super::softmax::{KeyBounds, TileSoftmax};
 use super::super::tiles::SLAB_BYTES;
 use crate::target::Target;
 
@@ -81,9 +81,9 @@ pub struct AmxForwardTile {
     pub head: usize,
     pub first: usize,
     pub count: usize,
-    /// The fewest and the most keys that any of the queries attends to.
-    pub min_visible: usize,
-    pub max_visible: usize,
+    /// The keys that some query sees, and those that every query sees.
+    pub seen: KeyBounds,
+    pub common: KeyBounds,
     /// Whether a query has a huge element.
     pub huge: u32,
 }

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use super::super::element::TileElement;
 use super::super::pack::{self, RowSource, Sign, WIDTH};
-use super::super::softmax::{Lanes, TileSoftmax};
+use super::super::softmax::{Lanes, TileSoftmax, VisibleKeys};
 use super::super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::super::vector::splat;
 use super::call::{AmxForwardCall, AmxForwardTile, PackedKeys};
@@ -37,13 +37,14 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         // SAFETY: the region of queries has this many slabs.
         let found = unsafe { pack::lanes(&source, Sign::of(job.scale), slabs) };
         tile.huge = u32::from(found.huge);
-        let visible = |lane: usize| job.visible(first + lane.min(tile.count - 1)).end;
-        tile.min_visible = visible(0); // positions are ascending
-        tile.max_visible = visible(WIDTH - 1);
+        // Lanes without a query repeat the last one, so that they need no mask.
+        let last = tile.count - 1;
+        let keys = VisibleKeys::new(|lane| task.piece.visible(first + lane.min(last)));
+        [tile.seen, tile.common] = keys.bounds();
         tile.softmax = TileSoftmax {
             m: Lanes([f32::NEG_INFINITY; 32]),
             l: Lanes([0.0; 32]),
-            visible: Lanes(std::array::from_fn(|lane| visible(lane) as i32)),
+            keys,
         };
         let Some(carry) = &self.target.previous else {
             for slab in 0..2 * self.steps {

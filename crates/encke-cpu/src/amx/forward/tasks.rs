@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use encke_core::job::Job;
+use encke_core::job::{Job, Piece};
 
 use super::super::pack::WIDTH;
 use super::call::MIN_TILES;
@@ -14,6 +14,8 @@ pub struct AmxForwardTask<'a> {
     pub batch: usize,
     pub segment: usize,
     pub heads: &'a [usize],
+    /// The piece of the mask that has the rows.
+    pub piece: &'a Piece,
     pub first: usize,
     pub count: usize,
     /// About how many pairs of a query and a key the task computes, in units of 32.
@@ -25,11 +27,14 @@ pub struct AmxForwardTask<'a> {
 pub fn tasks<'a>(
     job: &Job,
     groups: &'a [Vec<usize>],
+    pieces: &'a [Piece],
     max_tiles: usize,
     target: usize,
 ) -> Vec<AmxForwardTask<'a>> {
-    let tiles_each = job.queries.div_ceil(WIDTH);
-    let total = tiles_each * job.heads * job.batch * job.segments;
+    let tiles = pieces
+        .iter()
+        .map(|piece| piece.queries.len().div_ceil(WIDTH));
+    let total = tiles.sum::<usize>() * job.heads * job.batch * job.segments;
     let mut limit = max_tiles;
     while limit >= 2 * MIN_TILES && total.div_ceil(limit) < target {
         limit /= 2;
@@ -38,19 +43,25 @@ pub fn tasks<'a>(
     for (batch, segment) in batch_segments(job) {
         for heads in groups.iter().flat_map(|group| group.chunks(limit)) {
             let rows = limit / heads.len() * WIDTH;
-            for first in (0..job.queries).step_by(rows) {
-                let count = rows.min(job.queries - first);
-                let visible = |row: usize| job.visible(row.min(first + count - 1)).end;
-                let tiles = (first..first + count).step_by(WIDTH);
-                let pairs = tiles.map(|row| visible(row + WIDTH - 1)).sum::<usize>();
-                tasks.push(AmxForwardTask {
-                    batch,
-                    segment,
-                    heads,
-                    first,
-                    count,
-                    pairs: pairs * heads.len(),
-                });
+            for piece in pieces {
+                for first in piece.queries.clone().step_by(rows) {
+                    let count = rows.min(piece.queries.end - first);
+                    let keys = |row: usize| {
+                        let last = (row + WIDTH).min(first + count) - 1;
+                        piece.visible(last).end - piece.visible(row).start
+                    };
+                    let tiles = (first..first + count).step_by(WIDTH);
+                    let pairs = tiles.map(keys).sum::<usize>();
+                    tasks.push(AmxForwardTask {
+                        batch,
+                        segment,
+                        heads,
+                        piece,
+                        first,
+                        count,
+                        pairs: pairs * heads.len(),
+                    });
+                }
             }
         }
     }
