@@ -3,6 +3,7 @@
 mod cache;
 mod calls;
 mod instrumented;
+mod masks;
 mod plan;
 mod posting_order;
 mod reference;
