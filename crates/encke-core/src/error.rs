@@ -194,6 +194,12 @@ pub enum Error {
         /// The softcap.
         got: f64,
     },
+    /// A probability of dropout outside 0 to 1.
+    #[error("the dropout probability is {got}; it must be at least 0 and below 1")]
+    Dropout {
+        /// The probability.
+        got: f64,
+    },
     /// Another number of slopes than heads.
     #[error("{got} ALiBi slopes for {heads} query heads; give one slope for each head")]
     SlopeCount {

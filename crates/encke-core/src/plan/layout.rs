@@ -6,7 +6,7 @@ use super::program::{BufferId, Message, Origin, Role, TokenRows};
 use super::rings::{Parcel, Section};
 use super::topology::Plan;
 use super::width::Width;
-use crate::job::{Band, Block, Job, Mask, Operand};
+use crate::job::{Band, Block, Job, JobDropout, Mask, Operand};
 use crate::pattern::Lane;
 use crate::rows::{Rows, Segments, Visibility, visibility};
 use crate::sharding::Run;
@@ -236,7 +236,18 @@ impl Plan {
         let seen = visibility(window, q_rows, k_rows);
         let heads = &self.lanes[lane].heads;
         let transform = request.transform(heads);
-        let needs_positions = transform.as_ref().is_some_and(|of| of.slopes.is_some());
+        let dropout = request.dropout.map(|dropout| JobDropout {
+            dropout,
+            first_token: segments.start,
+            segment_step: segments.step,
+            document: (request.pattern)
+                .document_of(segments.start, request.shape.tokens)
+                .start,
+            heads: heads.iter().map(|of| of.head).collect(),
+            all_heads: request.shape.heads,
+        });
+        let sloping = transform.as_ref().is_some_and(|of| of.slopes.is_some());
+        let needs_positions = sloping || dropout.is_some();
         let mask = match seen {
             Visibility::None => return None,
             Visibility::All if !needs_positions => None,
@@ -255,12 +266,14 @@ impl Plan {
             keys: k_rows.count,
             heads: heads.len(),
             dim: request.shape.dim,
+            value_dim: request.shape.value_dim,
             q,
             k,
             cells,
             dq,
             mask,
             transform,
+            dropout,
             scale: request.scale(),
             gain: request.pattern.gain(),
         };

@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::rings::Rotating;
 use super::schedule::Schedule;
+use crate::dropout::Dropout;
 use crate::dtype::DType;
 use crate::error::{Error, Result, check_steps, product};
 use crate::job::ScoreTransform;
@@ -65,6 +66,8 @@ pub struct Request {
     pub softcap: Option<f64>,
     /// The ALiBi slope of each query head: slope times distance is subtracted from the score.
     pub slopes: Option<Arc<[f64]>>,
+    /// Which pairs are dropped after the softmax.
+    pub dropout: Option<Dropout>,
     /// The direction.
     pub pass: Pass,
     /// How many other ranks hold a replica of each rank's inputs. That many consecutive ranks may
@@ -86,6 +89,7 @@ impl Request {
             scale: None,
             softcap: None,
             slopes: None,
+            dropout: None,
             pass: Pass::Forward,
             redundancy: 0,
             schedule: Schedule::RING,
@@ -102,6 +106,7 @@ impl Request {
         Scores {
             softcap: self.softcap,
             slopes: self.slopes.clone(),
+            dropout: self.dropout,
             ..Scores::from(self.scale())
         }
     }
