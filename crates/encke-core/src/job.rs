@@ -101,6 +101,17 @@ impl Job {
         }
     }
 
+    /// Addresses in v and dv.
+    pub fn values(&self) -> Operand {
+        Operand {
+            offset: self.value(self.k.offset),
+            batch: self.value(self.k.batch),
+            segment: self.value(self.k.segment),
+            row: self.value(self.k.row),
+            heads: self.k.heads.iter().map(|&at| self.value(at)).collect(),
+        }
+    }
+
     /// The factor of the weight of query row `i` and key row `j` after the softmax: 0 if the pair
     /// is dropped.
     pub fn dropout_factor(&self, at: (usize, usize, usize), i: usize, j: usize) -> f64 {

@@ -247,6 +247,7 @@ impl Builder {
             scale: self.scale,
             softcap: self.softcap,
             slopes,
+            dropout: self.dropout,
             pass,
             redundancy: self.redundancy,
         }

@@ -3,6 +3,7 @@
 //! The decision here: a request is a plain value. Equal requests give equal plans on every rank, so
 //! ranks never exchange plans, and callers can cache them by request.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use serde::Serialize;
@@ -101,6 +102,12 @@ impl Request {
         self.scale.unwrap_or_else(|| self.shape.default_scale())
     }
 
+    /// The positions of the queries.
+    pub fn positions(&self) -> Range<usize> {
+        let first = self.pattern.first_query(&self.shape);
+        first..first + self.shape.queries
+    }
+
     /// How scores are computed, without sinks.
     pub fn scores(&self) -> Scores {
         Scores {
@@ -146,7 +153,6 @@ impl Request {
 
     pub(super) fn check(&self) -> Result<()> {
         self.pattern.check(&self.shape)?;
-        self.check_shape()?;
         self.sharding.check(self.shape.tokens)?;
         self.check_cost()?;
         let (got, dtype) = (self.scale(), self.dtype);
@@ -172,24 +178,6 @@ impl Request {
         }
         if redundancy > 0 && self.schedule.backward == Rotating::Queries {
             return Err(Error::RedundantRotation { redundancy });
-        }
-        Ok(())
-    }
-
-    /// Refuses shapes that are not planned.
-    fn check_shape(&self) -> Result<()> {
-        let Shape {
-            tokens,
-            queries,
-            dim,
-            value_dim,
-            ..
-        } = self.shape;
-        if queries != tokens {
-            return Err(Error::FewerQueries { queries, tokens });
-        }
-        if value_dim != dim {
-            return Err(Error::ValueDim { value_dim, dim });
         }
         Ok(())
     }
