@@ -18,7 +18,8 @@ pub fn draw(pattern: &Pattern, shape: &Shape, head: usize) -> Result<String> {
     );
     let tokens = shape.tokens.min(MOST);
     let mut text = format!("Head {head}: a line for each query, a character for each key\n");
-    for query in 0..tokens {
+    let first = pattern.first_query(shape);
+    for query in (first..first + shape.queries).take_while(|query| *query < tokens) {
         text += "  ";
         text.extend(
             (0..tokens).map(|key| character(pattern.multiplicity(shape, head, query, key))),

@@ -84,7 +84,7 @@ pub fn print_streamed<K: Kernel>(
             format!("{seconds:.3} s, {moved} read of rows of other ranks"),
         );
     }
-    print_written(options, output_names(passes.len()));
+    print_written(options, output_names(passes.len(), options.sinks));
 }
 
 /// Prints the summary of a call whose ranks are processes.
@@ -140,7 +140,7 @@ pub fn print_processes(
         let text = format!("rank {} died; others adopted the tokens", died.join(", "));
         line("survived", text);
     }
-    print_written(options, output_names(passes.len()));
+    print_written(options, output_names(passes.len(), options.sinks));
     Ok(())
 }
 
@@ -183,9 +183,14 @@ fn print_request<K: Kernel>(
 }
 
 /// The names of the outputs of so many passes.
-fn output_names(passes: usize) -> impl Iterator<Item = &'static str> {
-    let names = ["out", "lse", "dq", "dk", "dv"];
-    names.into_iter().take(if passes > 1 { 5 } else { 2 })
+fn output_names(passes: usize, sinks: bool) -> impl Iterator<Item = &'static str> {
+    let names = ["out", "lse", "dq", "dk", "dv", "dsinks"];
+    let count = match (passes > 1, sinks) {
+        (true, true) => 6,
+        (true, false) => 5,
+        (false, _) => 2,
+    };
+    names.into_iter().take(count)
 }
 
 fn print_written<'a>(options: &Options, names: impl Iterator<Item = &'a str>) {

@@ -270,12 +270,13 @@ impl Explanation {
         };
         writeln!(
             f,
-            "{direction}: {} tokens, {} heads ({} key heads) of dim {}, batch {}, {dtype}",
+            "{direction}: {} tokens, {} heads ({} key heads) of dim {}, batch {}, {dtype}{}",
             count_of(shape.tokens),
             shape.heads,
             shape.kv_heads,
             shape.dim,
             shape.batch,
+            self.shape_text(),
         )?;
         let causal = pattern.mask_text();
         let kept = match redundancy {
@@ -289,6 +290,32 @@ impl Explanation {
             self.request.sharding.ranks(),
             pattern.mode().name(),
         )
+    }
+
+    /// What differs from a query for each token and values as wide as keys.
+    fn shape_text(&self) -> String {
+        let shape = &self.request.shape;
+        let mut text = String::new();
+        if shape.queries < shape.tokens {
+            let (queries, first) = (shape.queries, self.request.positions().start);
+            text += &format!(
+                "; {} queries from token {} on",
+                count_of(queries),
+                count_of(first)
+            );
+        }
+        if shape.value_dim != shape.dim {
+            text += &format!("; values of dim {}", shape.value_dim);
+        }
+        text
+    }
+
+    /// The pairs of the busiest rank, divided by the mean; None if not all ranks are known.
+    pub fn imbalance(&self) -> Option<f64> {
+        let all = self.request.sharding.ranks();
+        let most = self.ranks.iter().map(|rank| rank.pairs).max()?;
+        let mean = self.pairs as f64 / all as f64;
+        (self.ranks.len() == all && self.pairs > 0).then(|| most as f64 / mean)
     }
 
     fn write_lanes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -423,6 +450,12 @@ impl Explanation {
             100.0 * self.pairs as f64 / self.dense_pairs as f64,
             grouped(self.dense_pairs)
         )?;
+        if let Some(imbalance) = self.imbalance().filter(|_| self.ranks.len() > 1) {
+            writeln!(
+                f,
+                "  the busiest rank has {imbalance:.3} of the mean's pairs"
+            )?;
+        }
         writeln!(
             f,
             "  {} sent; a dense ring sends {}; after an all-gather each rank holds {} of K/V",
