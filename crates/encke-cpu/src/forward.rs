@@ -274,7 +274,12 @@ impl<X: Vector> ForwardCall<'_, X> {
         let tile = self.grid.tile(block.group, block.piece, tile);
         let at = (block.batch, block.segment);
         if let Some(dropout) = &TileDropout::new(self.job, piece, at, tile, key) {
-            self.x.run(DropWeights::<X> { dropout, weights });
+            let x = self.x;
+            x.run(DropWeights {
+                x,
+                dropout,
+                weights,
+            });
         }
     }
 }
