@@ -145,16 +145,16 @@ impl MaskTensors {
 }
 
 /// Jobs to time, and the tensors they run on.
-struct Alternative {
+struct TimedJobs {
     name: String,
     jobs: Vec<Job>,
     tensors: MaskTensors,
 }
 
-impl Alternative {
-    fn new(name: impl Into<String>, jobs: Vec<Job>, tokens: usize) -> Alternative {
+impl TimedJobs {
+    fn new(name: impl Into<String>, jobs: Vec<Job>, tokens: usize) -> TimedJobs {
         let dims = [jobs[0].dim, jobs[0].value_dim];
-        Alternative {
+        TimedJobs {
             name: name.into(),
             jobs,
             tensors: MaskTensors::new(tokens, dims),
@@ -167,7 +167,7 @@ impl Alternative {
 }
 
 /// Prints the time per pair of each alternative, divided by that of the first one.
-fn compare(kernel: &CpuKernel, title: &str, mut alternatives: Vec<Alternative>) {
+fn compare(kernel: &CpuKernel, title: &str, mut alternatives: Vec<TimedJobs>) {
     let mut best = vec![[f64::INFINITY; 2]; alternatives.len()];
     for _ in 0..RUNS {
         for (alternative, best) in alternatives.iter_mut().zip(&mut best) {
@@ -258,8 +258,8 @@ fn main() {
     let causal = || banded(0, DENSE_TOKENS, Window::CAUSAL);
     let dense = job(0, DENSE_TOKENS, [DIM, DIM]);
     let mut alternatives = vec![
-        Alternative::new("dense", vec![dense], DENSE_TOKENS),
-        Alternative::new("causal", vec![causal()], DENSE_TOKENS),
+        TimedJobs::new("dense", vec![dense], DENSE_TOKENS),
+        TimedJobs::new("causal", vec![causal()], DENSE_TOKENS),
     ];
     for width in [1 << 10, 2 << 10, 4 << 10, 8 << 10] {
         let window = Window {
@@ -267,27 +267,27 @@ fn main() {
             right: Some(0),
         };
         let jobs = vec![banded(0, TOKENS, window)];
-        alternatives.push(Alternative::new(format!("window {width}"), jobs, TOKENS));
+        alternatives.push(TimedJobs::new(format!("window {width}"), jobs, TOKENS));
     }
     let title = format!("windows over {TOKENS} tokens, dense and causal over {DENSE_TOKENS}");
     compare(&kernel, &title, alternatives);
 
     let title = format!("{DOCUMENTS} causal documents of mixed lengths, {TOKENS} tokens");
     let alternatives = vec![
-        Alternative::new("a call for each", separate, TOKENS),
-        Alternative::new("packed", vec![packed], TOKENS),
+        TimedJobs::new("a call for each", separate, TOKENS),
+        TimedJobs::new("packed", vec![packed], TOKENS),
     ];
     compare(&kernel, &title, alternatives);
 
     let alternatives = vec![
-        Alternative::new("causal", vec![causal()], DENSE_TOKENS),
-        Alternative::new("dropout", vec![dropping(DENSE_TOKENS)], DENSE_TOKENS),
+        TimedJobs::new("causal", vec![causal()], DENSE_TOKENS),
+        TimedJobs::new("dropout", vec![dropping(DENSE_TOKENS)], DENSE_TOKENS),
     ];
     compare(&kernel, "dropout", alternatives);
 
     let widths = |dims: [usize; 2]| {
         let name = format!("keys of {}, values of {}", dims[0], dims[1]);
-        Alternative::new(name, vec![job(0, DENSE_TOKENS, dims)], DENSE_TOKENS)
+        TimedJobs::new(name, vec![job(0, DENSE_TOKENS, dims)], DENSE_TOKENS)
     };
     let alternatives = [[128, 128], [128, 64], [64, 128], [64, 64]].map(widths);
     compare(&kernel, "widths of values", alternatives.into());

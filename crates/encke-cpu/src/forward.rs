@@ -1,8 +1,8 @@
 //! The forward pass: a block of queries against the keys visible to them, continuing the carry.
 //!
 //! Scores exist for one panel of keys and one tile of queries at a time. Panels that no query of a
-//! block sees are not packed, a tile skips rows that are hidden from all its queries, and only tiles
-//! that do not see a whole panel are masked.
+//! block sees are not packed, a tile skips rows that are hidden from all its queries, and only
+//! tiles that do not see a whole panel are masked.
 
 use encke_core::Element;
 use encke_core::dtype::Slice;
