@@ -1,8 +1,8 @@
 //! Dropout that does not depend on the ring (spec section 11): every pair of a query and a key has
 //! one coin, which is a function of the seed and the pair.
 //!
-//! The decision here: coins are never stored. Whoever computes a pair draws its coin, and the
-//! backward pass draws it again.
+//! The decision here: coins are never stored. The rank that computes a pair draws its coin,
+//! and the backward pass draws it again.
 
 use std::sync::Arc;
 

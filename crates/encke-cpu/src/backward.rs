@@ -429,7 +429,11 @@ fn draw_factors<X: Vector>(
     factors.fill(X::A::ONE);
     let factors = X::of_mut(factors);
     let weights = &mut *factors;
-    x.run(DropWeights::<X> { dropout, weights });
+    x.run(DropWeights {
+        x,
+        dropout,
+        weights,
+    });
     x.run(MultiplyFactors {
         x,
         factors,

@@ -1,14 +1,15 @@
 //! Dropout: the factors of a tile's weights after the softmax.
 //!
-//! The decision here: coins are drawn for all queries of a vector at once, one query in each lane,
-//! and for four keys at a time. Like the transform of scores, this is a task of its own, compiled
+//! The decision here: coins are drawn for many queries at once, one query in each lane, and for
+//! four keys at a time. Like the transform of scores, this is a task of its own, compiled
 //! for the instruction set and called only by jobs that have dropout.
 
 use encke_core::job::{Job, Piece};
 
 use crate::grid::Tile;
+use crate::philox::{COUNTERS, Words};
 use crate::real::Real;
-use crate::shape::{MAX_LANES, VECTORS};
+use crate::shape::{MAX_LANES, VECTORS, lanes};
 use crate::vector::{SimdTask, Vector};
 
 /// Which pairs of one tile and consecutive keys are dropped.
@@ -61,52 +62,19 @@ impl<A: Real> TileDropout<A> {
         Some(dropout)
     }
 
-    /// The coins of vector `n` of queries, one query in each lane, and four keys.
+    /// The coins of queries from `lane` on, and of four keys.
     #[inline(always)]
-    fn coins<const W: usize>(&self, n: usize, keys: u32) -> [[u32; W]; 4] {
-        let queries: [u32; W] = std::array::from_fn(|lane| self.queries[n * W + lane]);
-        let mut words = [[keys; W], queries, [self.head; W], [self.document; W]];
-        let mut seed = self.seed;
-        // Philox4x32 with ten rounds, as `encke_core::dropout::philox`.
-        for _ in 0..10 {
-            for lane in 0..W {
-                let [x0, x1, x2, x3] = words.map(|word| word[lane]);
-                let low = 0xD251_1F53 * u64::from(x0);
-                let high = 0xCD9E_8D57 * u64::from(x2);
-                words[0][lane] = (high >> 32) as u32 ^ x1 ^ seed[0];
-                words[1][lane] = high as u32;
-                words[2][lane] = (low >> 32) as u32 ^ x3 ^ seed[1];
-                words[3][lane] = low as u32;
-            }
-            seed[0] = seed[0].wrapping_add(0x9E37_79B9);
-            seed[1] = seed[1].wrapping_add(0xBB67_AE85);
-        }
-        words
-    }
-
-    /// Multiplies vector `n` of each row of weights by its factors.
-    #[inline(always)]
-    fn drop_vector<X: Vector<A = A>, const W: usize>(&self, n: usize, weights: &mut [X::V]) {
-        let (mut drawn, mut coins) = (None, [[0; W]; 4]);
-        for (j, row) in weights.chunks_exact_mut(VECTORS).enumerate() {
-            let token = self.token + j * self.key_step;
-            if drawn != Some(token / 4) {
-                drawn = Some(token / 4);
-                coins = self.coins::<W>(n, (token / 4) as u32);
-            }
-            let row: &mut [A] = bytemuck::cast_slice_mut(&mut row[n..=n]);
-            for (x, coin) in row.iter_mut().zip(coins[token % 4]) {
-                *x = match coin > self.limit {
-                    true => *x * self.gain,
-                    false => A::ZERO,
-                };
-            }
-        }
+    fn coins<X: Vector<A = A>>(&self, x: X, lane: usize, keys: usize) -> Words {
+        let queries = std::array::from_fn(|i| self.queries[lane + i]);
+        let [keys, head, document] =
+            [keys as u32, self.head, self.document].map(|word| [word; COUNTERS]);
+        x.philox([keys, queries, head, document], self.seed)
     }
 }
 
 /// Multiplies the weights of a tile by their factors.
 pub(crate) struct DropWeights<'a, X: Vector> {
+    pub x: X,
     pub dropout: &'a TileDropout<X::A>,
     pub weights: &'a mut [X::V],
 }
@@ -114,12 +82,27 @@ pub(crate) struct DropWeights<'a, X: Vector> {
 impl<X: Vector> SimdTask for DropWeights<'_, X> {
     #[inline(always)]
     fn run(self) {
-        for n in 0..VECTORS {
-            match X::WIDTH {
-                16 => self.dropout.drop_vector::<X, 16>(n, self.weights),
-                8 => self.dropout.drop_vector::<X, 8>(n, self.weights),
-                4 => self.dropout.drop_vector::<X, 4>(n, self.weights),
-                width => unreachable!("vectors of {width} elements"),
+        let DropWeights {
+            x,
+            dropout,
+            weights,
+        } = self;
+        let (zero, gain) = (x.zero(), x.splat(dropout.gain));
+        let (mut drawn, mut coins) = (None, [[[0; COUNTERS]; 4]; MAX_LANES / COUNTERS]);
+        for (j, row) in weights.chunks_exact_mut(VECTORS).enumerate() {
+            let token = dropout.token + j * dropout.key_step;
+            if drawn != Some(token / 4) {
+                drawn = Some(token / 4);
+                let groups = coins.iter_mut().take(lanes::<X>().div_ceil(COUNTERS));
+                for (group, coins) in groups.enumerate() {
+                    *coins = dropout.coins(x, group * COUNTERS, token / 4);
+                }
+            }
+            for (n, weight) in row.iter_mut().enumerate() {
+                let lane = n * X::WIDTH;
+                let coins = &coins[lane / COUNTERS][token % 4][lane % COUNTERS..];
+                let kept = x.mul(*weight, gain);
+                *weight = x.select_above(&coins[..X::WIDTH], dropout.limit, kept, zero);
             }
         }
     }

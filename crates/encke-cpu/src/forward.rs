@@ -1,8 +1,8 @@
 //! The forward pass: a block of queries against the keys visible to them, continuing the carry.
 //!
 //! Scores exist for one panel of keys and one tile of queries at a time. Panels that no query of a
-//! block sees are not packed, a tile skips rows that are hidden from all its queries, and only tiles
-//! that do not see a whole panel are masked.
+//! block sees are not packed, a tile skips rows that are hidden from all its queries, and only
+//! tiles that do not see a whole panel are masked.
 
 use encke_core::Element;
 use encke_core::dtype::Slice;
@@ -274,7 +274,12 @@ impl<X: Vector> ForwardCall<'_, X> {
         let tile = self.grid.tile(block.group, block.piece, tile);
         let at = (block.batch, block.segment);
         if let Some(dropout) = &TileDropout::new(self.job, piece, at, tile, key) {
-            self.x.run(DropWeights::<X> { dropout, weights });
+            let x = self.x;
+            x.run(DropWeights {
+                x,
+                dropout,
+                weights,
+            });
         }
     }
 }

@@ -25,6 +25,7 @@ mod microkernel;
 mod pages;
 mod panel;
 mod peak;
+mod philox;
 mod pieces;
 mod ranges;
 mod real;

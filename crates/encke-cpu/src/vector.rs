@@ -9,6 +9,7 @@ use std::marker::PhantomData;
 use bytemuck::Pod;
 use pulp::Simd;
 
+use crate::philox::{self, Words};
 use crate::real::Real;
 #[cfg(target_arch = "x86_64")]
 use crate::transpose;
@@ -53,6 +54,10 @@ pub(crate) trait Vector: Copy + Send + Sync {
     fn exp(self, x: Self::V) -> Self::V;
     /// The hyperbolic tangent.
     fn tanh(self, x: Self::V) -> Self::V;
+    /// The coins of counters ([`philox`]).
+    fn philox(self, words: Words, seed: [u32; 2]) -> Words;
+    /// `yes` where the coin is above `limit`, `no` elsewhere. There are [`Vector::WIDTH`] coins.
+    fn select_above(self, coins: &[u32], limit: u32, yes: Self::V, no: Self::V) -> Self::V;
 
     /// Transposes a square of [`Vector::WIDTH`] rows, `from_step` and `to_step` elements apart.
     #[inline(always)]
@@ -162,6 +167,20 @@ impl<A: Real> Vector for PortableVector<A> {
     fn tanh(self, x: [A; PORTABLE_WIDTH]) -> [A; PORTABLE_WIDTH] {
         A::tanh_portable(x)
     }
+    #[inline(always)]
+    fn philox(self, words: Words, seed: [u32; 2]) -> Words {
+        philox::philox_portable(words, seed)
+    }
+    #[inline(always)]
+    fn select_above(
+        self,
+        coins: &[u32],
+        limit: u32,
+        yes: [A; PORTABLE_WIDTH],
+        no: [A; PORTABLE_WIDTH],
+    ) -> [A; PORTABLE_WIDTH] {
+        lanes(|i| if coins[i] > limit { yes[i] } else { no[i] })
+    }
 }
 
 /// f32 on an instruction set.
@@ -214,6 +233,10 @@ macro_rules! arithmetic {
         #[inline(always)]
         fn select_less(self, x: S::$v, y: S::$v, yes: S::$v, no: S::$v) -> S::$v {
             self.0.$select(self.0.$less(x, y), yes, no)
+        }
+        #[inline(always)]
+        fn philox(self, words: Words, seed: [u32; 2]) -> Words {
+            philox::philox(self.0, words, seed)
         }
     };
 }
@@ -270,6 +293,14 @@ impl<S: Simd> Vector for F32<S> {
     #[inline(always)]
     fn tanh(self, x: S::f32s) -> S::f32s {
         tanh(self, x)
+    }
+
+    #[inline(always)]
+    fn select_above(self, coins: &[u32], limit: u32, yes: S::f32s, no: S::f32s) -> S::f32s {
+        let s = self.0;
+        let coins: S::u32s = bytemuck::cast_slice(coins)[0];
+        let above = s.less_than_u32s(s.splat_u32s(limit), coins);
+        s.select_f32s(above, yes, no)
     }
 }
 
@@ -356,6 +387,16 @@ impl<S: Simd> Vector for F64<S> {
             *x = x.exp();
         }
         power
+    }
+
+    #[inline(always)]
+    fn select_above(self, coins: &[u32], limit: u32, yes: S::f64s, mut no: S::f64s) -> S::f64s {
+        let yes: &[f64] = bytemuck::cast_slice(std::slice::from_ref(&yes));
+        let lanes: &mut [f64] = bytemuck::cast_slice_mut(std::slice::from_mut(&mut no));
+        for ((no, yes), coin) in lanes.iter_mut().zip(yes).zip(coins) {
+            *no = if *coin > limit { *yes } else { *no };
+        }
+        no
     }
 
     /// The standard library's, as [`exp`](Vector::exp).
