@@ -25,7 +25,13 @@ import sys
 
 from encke._encke import RingError, __version__
 from encke import functional
-from encke.functional import attention, attention_backward, explain, report
+from encke.functional import (
+    attention,
+    attention_backward,
+    explain,
+    report,
+    varlen_attention,
+)
 
 if "torch" in sys.modules:
     # Registers the custom operators before anything that uses them is compiled.
@@ -38,4 +44,5 @@ __all__ = [
     "attention_backward",
     "explain",
     "report",
+    "varlen_attention",
 ]

@@ -78,7 +78,7 @@ class Ring(NamedTuple):
         call = self.wire.call(f"backward {self.description}", q.device)
         with self.wire.reporting:
             if not q.is_cuda:
-                return self.shard.backward(self.tokens, q, k, v, saved[3:], dout, dlse, call)
+                return self.shard.backward(self.tokens, q, k, v, saved[3:], dout, dlse, call)[:3]
             dtype = _computed_in(q, self.precision)
             with torch.cuda.device(q.device):
                 gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]

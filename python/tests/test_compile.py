@@ -57,7 +57,8 @@ def test_opcheck(randn, options):
     from encke import _torch
     from encke.options import from_keywords
 
-    arguments = (*inputs(randn), *from_keywords(dict(options)), None, False)
+    options = tuple(from_keywords(dict(options)))
+    arguments = (*inputs(randn), *_torch.MaskTensors(), *_torch.operator_arguments(options))
     torch.library.opcheck(_torch._attention_operator, arguments)
 
 
