@@ -32,17 +32,20 @@ from encke.functional import (
     report,
     varlen_attention,
 )
+from encke.recognition import MaskError, pattern_of
 
 if "torch" in sys.modules:
     # Registers the custom operators before anything that uses them is compiled.
     functional._import_torch()
 
 __all__ = [
+    "MaskError",
     "RingError",
     "__version__",
     "attention",
     "attention_backward",
     "explain",
+    "pattern_of",
     "report",
     "varlen_attention",
 ]
