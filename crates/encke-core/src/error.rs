@@ -75,27 +75,16 @@ pub enum Error {
         /// Keys given.
         tokens: usize,
     },
-    /// Fewer queries than keys in a plan.
+    /// Fewer queries than keys where every key needs its query.
     #[error(
-        "{queries} queries for {tokens} keys: a ring needs a query for every key; append queries, \
-         and leave their outputs out"
+        "{queries} queries for {tokens} keys: tensors in shards, replicas for lost ranks and \
+         tensors in files need a query for every key; pass whole tensors"
     )]
     FewerQueries {
         /// Queries given.
         queries: usize,
         /// Keys given.
         tokens: usize,
-    },
-    /// Values of another head dimension than keys in a plan.
-    #[error(
-        "values have head dimension {value_dim} and keys {dim}: both must be equal; append zeros \
-         to the shorter"
-    )]
-    ValueDim {
-        /// Head dimension of the values.
-        value_dim: usize,
-        /// Head dimension of queries and keys.
-        dim: usize,
     },
     /// Queries that stand after the last token.
     #[error(
@@ -192,6 +181,12 @@ pub enum Error {
     #[error("the softcap is {got:e}; it must be a positive, finite number")]
     Softcap {
         /// The softcap.
+        got: f64,
+    },
+    /// A probability of dropout outside 0 to 1.
+    #[error("the dropout probability is {got}; it must be at least 0 and below 1")]
+    Dropout {
+        /// The probability.
         got: f64,
     },
     /// Another number of slopes than heads.

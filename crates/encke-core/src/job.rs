@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+pub use crate::dropout::JobDropout;
 pub use crate::mask::{Band, Mask, Piece, Window};
 
 /// An affine view of a buffer: maps (batch, segment, row, head) to an address in elements.
@@ -62,15 +63,17 @@ pub struct Job {
     pub keys: usize,
     /// Heads.
     pub heads: usize,
-    /// The head dimension.
+    /// Elements of a row of q and k.
     pub dim: usize,
+    /// Elements of a row of v, acc and out.
+    pub value_dim: usize,
     /// Addresses in q, in elements.
     pub q: Operand,
-    /// Addresses in k and v (and dk and dv), in elements.
+    /// Addresses in k and dk, in elements. Those in v and dv are [`Job::value`] of them.
     pub k: Operand,
     /// Addresses of cells. A cell is one query of one head slot: m, l, lse and delta hold one
-    /// element per cell; acc, out and dout hold `dim` elements per cell, at `dim` times the
-    /// address.
+    /// element per cell; acc, out and dout hold `value_dim` elements per cell, at `value_dim`
+    /// times the address.
     pub cells: Operand,
     /// Addresses in dq, if they differ from those in q.
     pub dq: Option<Operand>,
@@ -78,6 +81,9 @@ pub struct Job {
     pub mask: Option<Mask>,
     /// What happens to the scores; None if nothing does.
     pub transform: Option<ScoreTransform>,
+    /// Which pairs are dropped after the softmax; None if none are. A job with dropout has a band
+    /// as its mask, which holds the positions.
+    pub dropout: Option<JobDropout>,
     /// The softmax scale: factor of q·k.
     pub scale: f64,
     /// Factor of the output after the softmax. The backward pass needs it too.
@@ -85,6 +91,44 @@ pub struct Job {
 }
 
 impl Job {
+    /// The address in v of the row whose address in k is `key`: rows and heads are in the same
+    /// order in both.
+    #[inline]
+    pub fn value(&self, key: usize) -> usize {
+        match self.value_dim == self.dim {
+            true => key,
+            false => key / self.dim * self.value_dim,
+        }
+    }
+
+    /// Addresses in v and dv.
+    pub fn values(&self) -> Operand {
+        Operand {
+            offset: self.value(self.k.offset),
+            batch: self.value(self.k.batch),
+            segment: self.value(self.k.segment),
+            row: self.value(self.k.row),
+            heads: self.k.heads.iter().map(|&at| self.value(at)).collect(),
+        }
+    }
+
+    /// The factor of the weight of query row `i` and key row `j` after the softmax: 0 if the pair
+    /// is dropped.
+    pub fn dropout_factor(&self, at: (usize, usize, usize), i: usize, j: usize) -> f64 {
+        let Some(of) = &self.dropout else {
+            return 1.0;
+        };
+        let Some(Mask::Band(band)) = &self.mask else {
+            unreachable!("the mask of a job with dropout is a band")
+        };
+        let (query, key) = (
+            band.query + i * band.query_step,
+            band.key + j * band.key_step,
+        );
+        let (pairs, index) = of.pairs(at, query, key);
+        of.dropout.factors(pairs)[index]
+    }
+
     /// The keys that query row `i` sees.
     #[inline]
     pub fn visible(&self, i: usize) -> Range<usize> {
@@ -134,9 +178,13 @@ impl Job {
         }
     }
 
-    /// Whether the job has no other mask than a causal one, and plain scores.
+    /// Whether the job has no other mask than a causal one, plain scores, no dropout, and values
+    /// as wide as keys.
     pub fn is_plain(&self) -> bool {
-        self.transform.is_none() && (self.mask.is_none() || self.causal().is_some())
+        self.transform.is_none()
+            && self.dropout.is_none()
+            && self.dim == self.value_dim
+            && (self.mask.is_none() || self.causal().is_some())
     }
 
     /// (query, key) pairs the job computes, over all batch entries, segments and heads.
@@ -245,12 +293,14 @@ mod tests {
             keys: 4,
             heads: 2,
             dim: 1,
+            value_dim: 1,
             q: rows(1),
             k: rows(1),
             cells: rows(1),
             dq: None,
             mask: Some(Mask::Band(Band::causal((10, 2), (3, 5)))),
             transform: None,
+            dropout: None,
             scale: 0.5,
             gain: 1.0,
         };

@@ -199,12 +199,14 @@ impl Job {
 
     /// Whether the jobs differ only in their rows.
     fn is_like(&self, next: &Job) -> bool {
-        (self.batch, self.segments, self.heads, self.dim)
-            == (next.batch, next.segments, next.heads, next.dim)
+        (self.batch, self.segments, self.heads) == (next.batch, next.segments, next.heads)
+            && (self.dim, self.value_dim) == (next.dim, next.value_dim)
             && (self.scale, self.gain) == (next.scale, next.gain)
             && self.transform == next.transform
-            // Joined keys have no common positions, which slopes would need.
+            // Joined keys have no common positions, which slopes and dropout would need.
             && self.transform.as_ref().is_none_or(|of| of.slopes.is_none())
+            && self.dropout.is_none()
+            && next.dropout.is_none()
     }
 
     /// Whether two operands have the same addresses for `rows` rows.
@@ -354,12 +356,14 @@ mod tests {
             keys: keys.1,
             heads: 2,
             dim: 8,
+            value_dim: 8,
             q: operand(8 * queries.0, 8),
             k: operand(8 * keys.0, 8),
             cells: operand(queries.0, 1),
             dq: None,
             mask: band.map(Mask::Band),
             transform: None,
+            dropout: None,
             scale: 0.5,
             gain: 1.0,
         }

@@ -9,6 +9,7 @@
 pub mod agreement;
 pub mod conformance;
 mod documents;
+pub mod dropout;
 pub mod dtype;
 pub mod error;
 pub mod host;
@@ -33,6 +34,7 @@ pub mod tensor;
 pub mod transport;
 
 pub use documents::Documents;
+pub use dropout::Dropout;
 pub use dtype::{DType, Data, Element, Slice};
 pub use error::{Error, Result};
 pub use mask::Window;

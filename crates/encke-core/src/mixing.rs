@@ -34,7 +34,7 @@ pub struct SlotBackward {
 /// The slots of one call, and the heads they belong to.
 struct Slots {
     batch: usize,
-    tokens: usize,
+    queries: usize,
     dim: usize,
     /// The head of each slot.
     head_of: Vec<usize>,
@@ -57,7 +57,7 @@ pub fn combine(
     let count = slots.head_of.len();
     assert_eq!(
         slot_out.dims(),
-        slots.dims(count, shape.dim),
+        slots.dims(count, shape.value_dim),
         "the outputs of the slots"
     );
     assert_eq!(
@@ -65,13 +65,13 @@ pub fn combine(
         slots.dims(count, 1),
         "the lse of the slots"
     );
-    let mut out = Tensor::zeros(dtype, slots.dims(shape.heads, shape.dim));
+    let mut out = Tensor::zeros(dtype, slots.dims(shape.heads, shape.value_dim));
     let mut lse = Tensor::zeros(dtype.sum(), slots.dims(shape.heads, 1));
     let groups = pattern.branches().len() as f64;
     for batch in 0..shape.batch {
         let sigma = (pattern.mode() == Mode::Fkodom)
             .then(|| slots.sums(batch, slot_out, slot_lse, |_, _, _| 1.0));
-        for token in 0..shape.tokens {
+        for token in 0..shape.queries {
             for (head, own) in slots.slots_of.iter().enumerate() {
                 let part = |slot: usize| Partial {
                     out: read(slot_out, batch, token, slot),
@@ -80,12 +80,14 @@ pub fn combine(
                 let parts: Vec<Partial> = own.iter().map(|&slot| part(slot)).collect();
                 let whole = parts
                     .iter()
-                    .fold(Partial::empty(shape.dim), |whole, part| whole.merge(part));
+                    .fold(Partial::empty(shape.value_dim), |whole, part| {
+                        whole.merge(part)
+                    });
                 let row = match &sigma {
                     None => whole.out,
                     Some(sigma) => {
                         let sigmas = own.iter().map(|&slot| &sigma[slot]);
-                        normalise(&parts, sigmas, groups, shape.dim)
+                        normalise(&parts, sigmas, groups, shape.value_dim)
                     }
                 };
                 write(&mut out, batch, token, head, &row);
@@ -108,10 +110,18 @@ pub fn spread(
 ) -> Result<SlotBackward> {
     let slots = Slots::new(pattern, shape);
     let count = slots.head_of.len();
-    check_dims("out by slot", slot_out.dims(), slots.dims(count, shape.dim))?;
+    check_dims(
+        "out by slot",
+        slot_out.dims(),
+        slots.dims(count, shape.value_dim),
+    )?;
     check_dims("lse by slot", slot_lse.dims(), slots.dims(count, 1))?;
     check_dims("lse", lse.dims(), slots.dims(shape.heads, 1))?;
-    check_dims("dout", dout.dims(), slots.dims(shape.heads, shape.dim))?;
+    check_dims(
+        "dout",
+        dout.dims(),
+        slots.dims(shape.heads, shape.value_dim),
+    )?;
     if let Some(dlse) = dlse {
         check_dims("dlse", dlse.dims(), slots.dims(shape.heads, 1))?;
     }
@@ -149,15 +159,15 @@ impl Slots {
         }
         Slots {
             batch: shape.batch,
-            tokens: shape.tokens,
-            dim: shape.dim,
+            queries: shape.queries,
+            dim: shape.value_dim,
             head_of,
             slots_of,
         }
     }
 
     fn dims(&self, heads: usize, dim: usize) -> [usize; 4] {
-        [self.batch, self.tokens, heads, dim]
+        [self.batch, self.queries, heads, dim]
     }
 
     /// A copy of a view.
@@ -166,10 +176,10 @@ impl Slots {
         let all = Run {
             first: 0,
             stride: 1,
-            count: self.tokens,
+            count: self.queries,
         };
         // A rank may have no rows, and a run must not be empty.
-        let runs = &[all][..usize::from(self.tokens > 0)];
+        let runs = &[all][..usize::from(self.queries > 0)];
         host::upload(of_slots, runs, tensor.data_mut());
         tensor
     }
@@ -179,7 +189,7 @@ impl Slots {
         let dims = self.dims(self.head_of.len(), of_heads.dims()[3]);
         let mut of_slots = Tensor::zeros(dtype, dims);
         for batch in 0..self.batch {
-            for token in 0..self.tokens {
+            for token in 0..self.queries {
                 for (slot, &head) in self.head_of.iter().enumerate() {
                     let row = read(of_heads, batch, token, head);
                     write(&mut of_slots, batch, token, slot, &row);
@@ -199,7 +209,7 @@ impl Slots {
         weight: impl Fn(usize, usize, usize) -> f64,
     ) -> Vec<Vec<f64>> {
         let mut sums = vec![vec![0.0; self.dim]; self.head_of.len()];
-        for token in 0..self.tokens {
+        for token in 0..self.queries {
             for (slot, sum) in sums.iter_mut().enumerate() {
                 if read_lse(slot_lse, batch, token, slot) != f64::NEG_INFINITY {
                     let x = read(slot_out, batch, token, slot);
@@ -231,7 +241,7 @@ impl Slots {
             };
             let sigma = self.sums(batch, slot_out, slot_lse, |_, _, _| 1.0);
             let dy_x = self.sums(batch, slot_out, slot_lse, dy);
-            for token in 0..self.tokens {
+            for token in 0..self.queries {
                 for (slot, (sigma, dy_x)) in sigma.iter().zip(&dy_x).enumerate() {
                     if read_lse(slot_lse, batch, token, slot) != f64::NEG_INFINITY {
                         let row: Vec<f64> = (0..self.dim)

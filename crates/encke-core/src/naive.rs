@@ -32,13 +32,13 @@ impl Kernel for NaiveKernel {
         v: Slice<'_>,
         state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
-        let empty = || OnlineSoftmax::new(job.dim);
+        let empty = || OnlineSoftmax::new(job.value_dim);
         match state {
             SoftmaxState::Accumulate { carry, starts } => {
                 let sum = carry.m.as_slice().dtype();
                 let cells = attend_cells(job, [q, k, v], sum, |cell| match starts {
                     true => empty(),
-                    false => load(carry, cell, job.dim),
+                    false => load(carry, cell, job.value_dim),
                 });
                 for (cell, running) in cells {
                     store(&running, carry, cell);
@@ -47,7 +47,7 @@ impl Kernel for NaiveKernel {
             SoftmaxState::Finish { carry, out, lse } => {
                 let sum = lse.as_slice().dtype();
                 let before = |cell| match carry {
-                    Some(carry) => load(carry, cell, job.dim),
+                    Some(carry) => load(carry, cell, job.value_dim),
                     None => empty(),
                 };
                 for (cell, running) in attend_cells(job, [q, k, v], sum, before) {
@@ -113,7 +113,7 @@ impl Kernel for NaiveKernel {
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
-        let dim = job.dim;
+        let (dim, value_dim) = (job.dim, job.value_dim);
         let (q, k, v, dout) = (q.to_f64(), k.to_f64(), v.to_f64(), upstream.dout.to_f64());
         let (lse, delta) = (upstream.lse.to_f64(), upstream.delta.to_f64());
         let mut dq = gradients.dq.to_f64();
@@ -127,16 +127,23 @@ impl Kernel for NaiveKernel {
                 }
                 let at_q = job.q.at(b, s, i, h);
                 let at_dq = job.dq.as_ref().unwrap_or(&job.q).at(b, s, i, h);
-                let dout = row(&dout, cell * dim, dim);
+                let dout = row(&dout, cell * value_dim, value_dim);
                 for j in job.visible(i) {
                     let key = job.k.at(b, s, j, h);
+                    let value = job.value(key);
                     let product = dot(row(&q, at_q, dim), row(&k, key, dim));
                     let (score, derivative) = job.score(h, i, j, product);
                     let score = upstream.lse.dtype().round(score);
                     let p = (score - lse[cell]).exp();
-                    let dp = job.gain * dot(dout, row(&v, key, dim)) - delta[cell];
+                    let kept = job.dropout_factor((b, s, h), i, j) * job.gain;
+                    let dp = match kept {
+                        0.0 => -delta[cell],
+                        _ => kept * dot(dout, row(&v, value, value_dim)) - delta[cell],
+                    };
                     let ds = p * dp * derivative;
-                    add(&mut dv, key, p * job.gain, dout);
+                    if kept != 0.0 {
+                        add(&mut dv, value, p * kept, dout);
+                    }
                     add(&mut dq, at_dq, job.scale * ds, row(&k, key, dim));
                     add(&mut dk, key, job.scale * ds, row(&q, at_q, dim));
                 }
@@ -171,7 +178,9 @@ fn attend_cells(
             for j in job.visible(i) {
                 let key = job.k.at(b, s, j, h);
                 let (score, _) = job.score(h, i, j, dot(query, row(&k, key, job.dim)));
-                running.absorb(sum.round(score), row(&v, key, job.dim));
+                let value = row(&v, job.value(key), job.value_dim);
+                let factor = job.dropout_factor((b, s, h), i, j);
+                running.absorb_dropped(sum.round(score), factor, value);
             }
             cells.push((cell, running));
         }
@@ -183,7 +192,7 @@ fn attend_cells(
 fn write_cell(job: &Job, cell: usize, running: &OnlineSoftmax, out: &mut Data, lse: &mut Data) {
     let finished = running.finish();
     for (c, x) in finished.out.iter().enumerate() {
-        out.set(cell * job.dim + c, job.gain * x);
+        out.set(cell * job.value_dim + c, job.gain * x);
     }
     lse.set(cell, finished.lse);
 }

@@ -36,13 +36,21 @@ impl OnlineSoftmax {
 
     /// Adds one key. A score of minus infinity marks a masked key.
     pub fn absorb(&mut self, score: f64, v: &[f64]) {
+        self.absorb_dropped(score, 1.0, v);
+    }
+
+    /// Adds one key whose value counts `factor` times: 0 if its pair is dropped (spec section 11).
+    pub fn absorb_dropped(&mut self, score: f64, factor: f64, v: &[f64]) {
         assert_eq!(v.len(), self.acc.len(), "a value of another dimension");
         if score == f64::NEG_INFINITY {
             return;
         }
         self.raise_max(score);
         let weight = (score - self.m).exp();
-        self.add(weight, weight, v);
+        match factor {
+            0.0 => self.l += weight,
+            _ => self.add(weight * factor, weight, v),
+        }
     }
 
     /// Adds the keys of `other`. A fixed merge order gives fixed bits; another order may not.

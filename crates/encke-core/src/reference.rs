@@ -10,6 +10,7 @@
 
 use std::ops::Range;
 
+use crate::dropout::FourPairs;
 use crate::error::{Error, Result};
 use crate::partial::{OnlineSoftmax, Partial};
 use crate::pattern::{Branch, MixingGradient, Mode, Pattern};
@@ -104,8 +105,8 @@ pub fn backward(
     Ok(gradients)
 }
 
-/// The attention of one query `q` of `head` at position `token`. `key` returns the k and v of a token as the head reads
-/// them, one token at a time, so that no whole tensor needs to exist.
+/// The attention of one query `q` of `head` at position `token`. `key` returns the k and v of a
+/// token as the head reads them, one token at a time, so that no whole tensor needs to exist.
 pub fn row(
     shape: &Shape,
     pattern: &Pattern,
@@ -124,6 +125,13 @@ pub fn row(
         });
     }
     let scores = scores.into();
+    if scores.dropout.is_some() {
+        return Err(Error::NotInMode {
+            what: "a single row with dropout",
+            mode: pattern.mode().name(),
+            hint: "its coins depend on the batch entry: use `forward`",
+        });
+    }
     let mut carry = OnlineSoftmax::new(shape.value_dim);
     if let Some(sinks) = &scores.sinks {
         carry.start_at(sinks[head]);
@@ -298,6 +306,21 @@ impl<'a> CheckedCall<'a> {
         self.scores.of(product, row.head, distance)
     }
 
+    /// The factor of a pair's weight after the softmax: 0 if the pair is dropped.
+    fn dropout(&self, row: QueryIndex, token: usize) -> f64 {
+        let Some(dropout) = &self.scores.dropout else {
+            return 1.0;
+        };
+        let query = self.position(row);
+        let factors = dropout.factors(FourPairs {
+            keys: token / 4,
+            query,
+            head: row.head + self.shape.heads * row.batch,
+            document: self.pattern.document_of(query, self.shape.tokens).start,
+        });
+        factors[token % 4]
+    }
+
     /// One softmax over the keys of all `branches`; a key in several of them counts several times.
     fn attend(&self, row: QueryIndex, branches: &[HeadBranch]) -> Partial {
         let mut carry = OnlineSoftmax::new(self.shape.value_dim);
@@ -307,7 +330,8 @@ impl<'a> CheckedCall<'a> {
         for &branch in branches {
             for token in self.keys(branch, row) {
                 let [_, value] = self.key(row, token);
-                carry.absorb(self.score(row, token).0, &self.v[value]);
+                let factor = self.dropout(row, token);
+                carry.absorb_dropped(self.score(row, token).0, factor, &self.v[value]);
             }
         }
         carry.finish()
@@ -326,9 +350,13 @@ impl<'a> CheckedCall<'a> {
             let [key, value] = self.key(row, token);
             let (score, slope) = self.score(row, token);
             let p = (score - from.lse).exp();
-            let ds = p * (dot(from.dout, &self.v[value.clone()]) - from.delta);
-            let factor = self.scores.scale * slope * ds;
-            add(&mut to.dv[value], p, from.dout);
+            let kept = self.dropout(row, token);
+            let dp = match kept {
+                0.0 => 0.0,
+                _ => kept * dot(from.dout, &self.v[value.clone()]),
+            };
+            let factor = self.scores.scale * slope * p * (dp - from.delta);
+            add(&mut to.dv[value], p * kept, from.dout);
             add(&mut to.dq[query.clone()], factor, &self.k[key.clone()]);
             add(&mut to.dk[key], factor, &self.q[query.clone()]);
         }

@@ -163,6 +163,26 @@ pub struct Group {
     pub members: Vec<usize>,
 }
 
+/// Runs, each with its first row in a shard.
+fn with_bases(runs: impl Iterator<Item = Run>) -> Vec<(Run, usize)> {
+    let mut base = 0;
+    let with_base = |run: Run| {
+        base += run.count;
+        (run, base - run.count)
+    };
+    runs.map(with_base).collect()
+}
+
+/// The rows of each run that `lane` selects in `segments`, with the index of the run.
+fn select(
+    runs: &[(Run, usize)],
+    lane: &Lane,
+    segments: Segments,
+) -> impl Iterator<Item = (usize, Rows)> {
+    let runs = runs.iter().enumerate();
+    runs.filter_map(move |(i, (run, base))| rows(lane, run, *base, segments).map(|rows| (i, rows)))
+}
+
 /// All shards of a sequence, indexed by rank and by token.
 #[derive(Debug, Clone)]
 pub struct Shards {
@@ -170,30 +190,23 @@ pub struct Shards {
     documents: Option<Documents>,
     /// Tokens of each document's prefix.
     prefix: usize,
-    /// (run, its first row) of each rank.
+    /// The positions of the queries.
+    queries: Range<usize>,
+    /// (run, its first row) of each rank's keys.
     by_rank: Vec<Vec<(Run, usize)>>,
+    /// (run, its first row) of each rank's queries: those at the positions of its keys.
+    queries_by_rank: Vec<Vec<(Run, usize)>>,
     /// (run, rank) in order of the first token.
     by_token: Vec<(Run, usize)>,
     striped: bool,
 }
 
 impl Shards {
-    /// The shards of a sequence of `tokens` tokens, whose segments are those of `pattern`'s
-    /// documents.
+    /// The shards of a sequence of `tokens` tokens, each with a query, whose segments are those of
+    /// `pattern`'s documents.
     pub fn new(sharding: &Sharding, tokens: usize, pattern: &Pattern) -> Shards {
         let by_rank: Vec<Vec<(Run, usize)>> = (0..sharding.ranks())
-            .map(|rank| {
-                let mut base = 0;
-                let with_base = |run: Run| {
-                    base += run.count;
-                    (run, base - run.count)
-                };
-                sharding
-                    .runs(tokens, rank)
-                    .into_iter()
-                    .map(with_base)
-                    .collect()
-            })
+            .map(|rank| with_bases(sharding.runs(tokens, rank).into_iter()))
             .collect();
         let mut by_token: Vec<(Run, usize)> = by_rank
             .iter()
@@ -205,10 +218,23 @@ impl Shards {
             tokens,
             documents: pattern.document_list().cloned(),
             prefix: pattern.effective_prefix(),
+            queries: 0..tokens,
+            queries_by_rank: by_rank.clone(),
             by_rank,
             by_token,
             striped: matches!(sharding.cut(), Cut::Striped),
         }
+    }
+
+    /// The same with queries at these positions only, each on the rank that owns the token at its
+    /// position.
+    pub fn with_queries(mut self, queries: Range<usize>) -> Shards {
+        let of = |runs: &Vec<(Run, usize)>| {
+            with_bases(runs.iter().filter_map(|(run, _)| run.within(&queries)))
+        };
+        self.queries_by_rank = self.by_rank.iter().map(of).collect();
+        self.queries = queries;
+        self
     }
 
     /// Tokens of the whole sequence.
@@ -216,30 +242,44 @@ impl Shards {
         self.tokens
     }
 
-    /// The runs of `rank`, each with its first row.
+    /// The keys of `rank`, by token, each run with its first row.
     pub fn runs(&self, rank: usize) -> &[(Run, usize)] {
         &self.by_rank[rank]
     }
 
-    /// Rows of `rank`.
+    /// The queries of `rank`, by index in q.
+    pub fn query_runs(&self, rank: usize) -> impl Iterator<Item = Run> {
+        self.queries_by_rank[rank].iter().map(|(run, _)| Run {
+            first: run.first - self.queries.start,
+            ..*run
+        })
+    }
+
+    /// The position of the first query.
+    pub fn first_query(&self) -> usize {
+        self.queries.start
+    }
+
+    /// Keys of `rank`.
     pub fn rows(&self, rank: usize) -> usize {
         self.by_rank[rank].iter().map(|(run, _)| run.count).sum()
     }
 
-    /// The rows of each run of `rank` that `lane` selects in `segments`, with the index of the run.
-    /// Runs without such rows are left out.
-    pub fn select(
+    /// Queries of `rank`.
+    pub fn query_rows(&self, rank: usize) -> usize {
+        let runs = self.queries_by_rank[rank].iter();
+        runs.map(|(run, _)| run.count).sum()
+    }
+
+    /// The rows of each run of queries of `rank` that `lane` selects in `segments`, with the index
+    /// of the run. Runs without such rows are left out.
+    pub fn select_queries(
         &self,
         lane: &Lane,
         rank: usize,
         segments: Segments,
     ) -> impl Iterator<Item = (usize, Rows)> {
-        self.by_rank[rank]
-            .iter()
-            .enumerate()
-            .filter_map(move |(i, (run, base))| {
-                rows(lane, run, *base, segments).map(|rows| (i, rows))
-            })
+        select(&self.queries_by_rank[rank], lane, segments)
     }
 
     /// The same for keys: rows of the prefix, which are visible outside the window, are apart from
@@ -250,7 +290,7 @@ impl Shards {
         rank: usize,
         segments: Segments,
     ) -> impl Iterator<Item = (usize, Rows)> {
-        let selected = self.select(lane, rank, segments);
+        let selected = select(&self.by_rank[rank], lane, segments);
         selected.flat_map(move |(run, rows)| {
             let cut = rows.rows_before(segments.prefix);
             let parts = [rows.part(0..cut), rows.part(cut..rows.count)];
@@ -258,7 +298,7 @@ impl Shards {
         })
     }
 
-    /// All segments of `lane`, grouped by the ranks that share them.
+    /// All segments of `lane` that have queries, grouped by the ranks that share them.
     pub fn groups(&self, lane: &Lane) -> Vec<Group> {
         let mut families = Vec::new();
         match &self.documents {
@@ -269,10 +309,16 @@ impl Shards {
                 }
             }
         }
+        let (first, end) = (self.queries.start, self.queries.end);
+        let has_queries = |of: &Segments| {
+            of.start < end && first < of.start + (of.count - 1) * of.step + of.length
+        };
         families
             .into_iter()
+            .filter(|(segments, _)| has_queries(segments))
             .filter_map(|(segments, mut members)| {
-                members.retain(|&rank| self.select(lane, rank, segments).next().is_some());
+                let has_rows = |rank: usize| select(&self.by_rank[rank], lane, segments).next();
+                members.retain(|&rank| has_rows(rank).is_some());
                 (!members.is_empty()).then_some(Group { segments, members })
             })
             .collect()
@@ -300,8 +346,9 @@ impl Shards {
         }
     }
 
-    /// Adds `count` whole segments, `step` tokens apart. Those that begin in the document's prefix
-    /// are families of their own, because a family has one prefix.
+    /// Adds `count` whole segments, `step` tokens apart, without those that have no queries. Those
+    /// that begin in the document's prefix and those with queries in only a part of them are
+    /// families of their own: a family has one prefix, and each rank the same rows in all of it.
     fn whole_segments(
         &self,
         (lane, document): (&Lane, &Range<usize>),
@@ -309,19 +356,27 @@ impl Shards {
         members: &[usize],
         to: &mut Vec<(Segments, Vec<usize>)>,
     ) {
+        // The first segment that begins at or after a token, and the first that ends after it.
+        let beginning = |token: usize| token.saturating_sub(start).div_ceil(step).min(count);
+        let ending = |token: usize| beginning((token + 1).saturating_sub(lane.segment));
+        let Range { start: first, end } = self.queries;
+        let with_queries = ending(first)..beginning(end);
         let prefix_end = document.start + self.prefix;
-        let apart = prefix_end.saturating_sub(start).div_ceil(step).min(count);
-        for index in 0..apart {
-            let segment = self.segment(lane, document, start + index * step);
-            to.push((segment, members.to_vec()));
-        }
-        if apart < count {
-            let rest = Segments {
-                step,
-                count: count - apart,
-                ..self.segment(lane, document, start + apart * step)
+        let uniform = beginning(first).max(beginning(prefix_end))..ending(end);
+        let mut index = with_queries.start;
+        while index < with_queries.end {
+            let here = start + index * step;
+            let alike = match uniform.contains(&index) {
+                true => uniform.end - index,
+                false => 1,
             };
-            to.push((rest, members.to_vec()));
+            let family = Segments {
+                step,
+                count: alike,
+                ..self.segment(lane, document, here)
+            };
+            to.push((family, members.to_vec()));
+            index += alike;
         }
     }
 

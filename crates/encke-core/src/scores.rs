@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-/// Scale, softcap, slopes and sinks of one call.
+use crate::dropout::Dropout;
+
+/// Scale, softcap, slopes, sinks and dropout of one call.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Scores {
     /// Factor of q·k.
@@ -15,6 +17,8 @@ pub struct Scores {
     pub slopes: Option<Arc<[f64]>>,
     /// The sink of each query head: a score without a key and a value.
     pub sinks: Option<Arc<[f64]>>,
+    /// Which pairs are dropped after the softmax.
+    pub dropout: Option<Dropout>,
 }
 
 impl Scores {
@@ -40,6 +44,7 @@ impl From<f64> for Scores {
             softcap: None,
             slopes: None,
             sinks: None,
+            dropout: None,
         }
     }
 }

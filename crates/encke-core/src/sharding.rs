@@ -3,6 +3,8 @@
 //! The decision here: every kind of sharding is at most two affine runs of tokens per rank, and the
 //! code that uses a sharding sees only the runs. Any sizes are legal, empty shards included.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -52,6 +54,20 @@ impl Run {
     /// One past the last token.
     pub fn end(&self) -> usize {
         self.first + (self.count - 1) * self.stride + 1
+    }
+
+    /// The part with tokens in `range`; None if it is empty.
+    pub fn within(&self, range: &Range<usize>) -> Option<Run> {
+        let before = |token: usize| {
+            let rows = token.saturating_sub(self.first).div_ceil(self.stride);
+            rows.min(self.count)
+        };
+        let (start, end) = (before(range.start), before(range.end));
+        (start < end).then(|| Run {
+            first: self.first + start * self.stride,
+            stride: self.stride,
+            count: end - start,
+        })
     }
 
     /// The intersection of two runs, which is a run again; None if it is empty.

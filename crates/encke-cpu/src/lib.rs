@@ -213,6 +213,9 @@ fn unsupported(what: String) -> KernelError {
 
 /// Rejects a job whose slopes have no positions.
 fn check_transform(job: &Job) -> Result<()> {
+    if job.dropout.is_some() || job.value_dim != job.dim {
+        return Err(unsupported("dropout, or values of another width".into()));
+    }
     let transform = job.transform.as_ref();
     let Some(slopes) = transform.and_then(|transform| transform.slopes.as_ref()) else {
         return Ok(());

@@ -263,7 +263,7 @@ fn check_plain(job: &Job) -> std::result::Result<(), Error> {
     match job.is_plain() {
         true => Ok(()),
         false => Err(Error::Unsupported {
-            what: "windows, documents, softcaps or slopes".into(),
+            what: "windows, documents, softcaps, slopes, dropout or another value width".into(),
         }),
     }
 }

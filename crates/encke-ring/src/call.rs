@@ -100,19 +100,53 @@ pub fn load_inputs<K: Kernel>(
     Ok(())
 }
 
-/// The tensors a plan takes, with their names and shapes.
-pub fn inputs(plan: &Plan) -> Vec<(Role, &'static str, [usize; 4])> {
-    inputs_of(plan, plan.request().shape.tokens)
+/// How many rows the tensors of a call have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CallRows {
+    /// Rows of q, out, lse and their gradients.
+    pub queries: usize,
+    /// Rows of k, v and their gradients.
+    pub keys: usize,
 }
 
-/// The same for a shard of `rows` rows.
-fn inputs_of(plan: &Plan, rows: usize) -> Vec<(Role, &'static str, [usize; 4])> {
+impl CallRows {
+    /// The rows of whole tensors.
+    pub fn whole(plan: &Plan) -> CallRows {
+        let shape = &plan.request().shape;
+        CallRows {
+            queries: shape.queries,
+            keys: shape.tokens,
+        }
+    }
+
+    /// The rows of one rank's shards.
+    pub fn of_shard(plan: &Plan, rank: usize) -> CallRows {
+        CallRows {
+            queries: plan.shards().query_rows(rank),
+            keys: plan.shards().rows(rank),
+        }
+    }
+}
+
+/// The tensors a plan takes, with their names and shapes.
+pub fn inputs(plan: &Plan) -> Vec<(Role, &'static str, [usize; 4])> {
+    inputs_of(plan, CallRows::whole(plan))
+}
+
+/// The same where the tensors have these rows.
+fn inputs_of(plan: &Plan, rows: CallRows) -> Vec<(Role, &'static str, [usize; 4])> {
     let shape = &plan.request().shape;
-    let dims = |heads: usize, dim: usize| [shape.batch, rows, heads, dim];
-    let q = dims(shape.heads, shape.dim);
-    let kv = dims(shape.kv_heads, shape.dim);
-    let (out, lse) = (dims(plan.slots(), shape.dim), dims(plan.slots(), 1));
-    let mut inputs = vec![(Role::Q, "q", q), (Role::K, "k", kv), (Role::V, "v", kv)];
+    let queries = |heads: usize, dim: usize| [shape.batch, rows.queries, heads, dim];
+    let keys = |dim: usize| [shape.batch, rows.keys, shape.kv_heads, dim];
+    let (out, lse) = (
+        queries(plan.slots(), shape.value_dim),
+        queries(plan.slots(), 1),
+    );
+    let mut inputs = vec![
+        (Role::Q, "q", queries(shape.heads, shape.dim)),
+        (Role::K, "k", keys(shape.dim)),
+        (Role::V, "v", keys(shape.value_dim)),
+    ];
     if let Pass::Backward { dlse } = plan.request().pass {
         inputs.extend([
             (Role::Out, "out", out),
@@ -126,40 +160,43 @@ fn inputs_of(plan: &Plan, rows: usize) -> Vec<(Role, &'static str, [usize; 4])> 
 
 /// The tensors a plan returns, with their shapes and types.
 pub fn outputs(plan: &Plan) -> Vec<(Role, [usize; 4], DType)> {
-    outputs_of(plan, plan.request().shape.tokens)
+    outputs_of(plan, CallRows::whole(plan))
 }
 
-/// The same for a shard of `rows` rows.
-pub(crate) fn outputs_of(plan: &Plan, rows: usize) -> Vec<(Role, [usize; 4], DType)> {
+/// The same where the tensors have these rows.
+pub(crate) fn outputs_of(plan: &Plan, rows: CallRows) -> Vec<(Role, [usize; 4], DType)> {
     let request = plan.request();
     let shape = &request.shape;
-    let dims = |heads: usize, dim: usize| [shape.batch, rows, heads, dim];
-    let q = dims(shape.heads, shape.dim);
-    let kv = dims(shape.kv_heads, shape.dim);
+    let queries = |heads: usize, dim: usize| [shape.batch, rows.queries, heads, dim];
+    let keys = |dim: usize| [shape.batch, rows.keys, shape.kv_heads, dim];
     match request.pass {
-        Pass::Forward => vec![
-            (
-                Role::Out,
-                dims(plan.slots(), shape.dim),
-                request.out_dtype(),
-            ),
-            (Role::Lse, dims(plan.slots(), 1), request.dtype.sum()),
-        ],
+        Pass::Forward => {
+            let out = queries(plan.slots(), shape.value_dim);
+            let lse = queries(plan.slots(), 1);
+            vec![
+                (Role::Out, out, request.out_dtype()),
+                (Role::Lse, lse, request.dtype.sum()),
+            ]
+        }
         Pass::Backward { .. } => vec![
-            (Role::Dq, q, request.dtype),
-            (Role::Dk, kv, request.dtype),
-            (Role::Dv, kv, request.dtype),
+            (Role::Dq, queries(shape.heads, shape.dim), request.dtype),
+            (Role::Dk, keys(shape.dim), request.dtype),
+            (Role::Dv, keys(shape.value_dim), request.dtype),
         ],
     }
 }
 
 /// Refuses inputs that are missing, or whose shape is not the plan's.
 pub fn check_inputs(plan: &Plan, given: &[(Role, View<'_>)]) -> Result<(), RingError> {
-    check_rows(plan, plan.request().shape.tokens, given)
+    check_rows(plan, CallRows::whole(plan), given)
 }
 
-/// The same for a shard of `rows` rows.
-pub fn check_rows(plan: &Plan, rows: usize, given: &[(Role, View<'_>)]) -> Result<(), RingError> {
+/// The same where the tensors have these rows.
+pub fn check_rows(
+    plan: &Plan,
+    rows: CallRows,
+    given: &[(Role, View<'_>)],
+) -> Result<(), RingError> {
     for (role, tensor, expected) in inputs_of(plan, rows) {
         let view = find(given, role)?;
         check_dims(tensor, &view.dims(), &expected)?;
@@ -171,10 +208,17 @@ pub fn check_rows(plan: &Plan, rows: usize, given: &[(Role, View<'_>)]) -> Resul
 /// Replicated queries have no shards.
 fn check_shards(plan: &Plan, given: &[(Role, &Sharded)]) -> Result<(), RingError> {
     let Request {
-        sharding, queries, ..
+        sharding,
+        queries,
+        shape,
+        ..
     } = plan.request();
     if *queries == Queries::Replicated && plan.ranks() > 1 {
         return Err(RingError::ReplicatedShards);
+    }
+    if shape.queries != shape.tokens {
+        let (queries, tokens) = (shape.queries, shape.tokens);
+        return Err(Error::FewerQueries { queries, tokens }.into());
     }
     for (role, tensor, expected) in inputs(plan) {
         let sharded = find(given, role)?;

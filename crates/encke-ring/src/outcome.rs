@@ -13,7 +13,7 @@ use encke_core::plan::Plan;
 use encke_core::plan::program::{Port, RankPlan, Role};
 use encke_core::tensor::Tensor;
 
-use crate::call::outputs_of;
+use crate::call::{CallRows, outputs_of};
 use crate::error::{RankError, RingError};
 use crate::memory::RankMemory;
 use crate::rank::Rank;
@@ -45,16 +45,16 @@ impl Outcome {
         events: Vec<Event>,
         memory: Vec<RankMemory>,
     ) -> Result<Outcome, RingError> {
-        let tokens = plan.request().shape.tokens;
-        Outcome::collect_rows(kernel, plan, tokens, ranks, events, memory, &Arc::default())
+        let rows = CallRows::whole(plan);
+        Outcome::collect_rows(kernel, plan, rows, ranks, events, memory, &Arc::default())
     }
 
-    /// The same where the ranks' ports name `rows` rows, of a shard or of the whole sequence.
+    /// The same where the ranks' ports name these rows, of a shard or of the whole sequence.
     /// Outputs take their memory from `pool` and return it there when they are dropped.
     pub fn collect_rows<K: Kernel>(
         kernel: &K,
         plan: &Arc<Plan>,
-        rows: usize,
+        rows: CallRows,
         ranks: &mut [Rank<K>],
         events: Vec<Event>,
         memory: Vec<RankMemory>,
@@ -130,7 +130,7 @@ impl Outcome<Sharded> {
     ) -> Result<Outcome<Sharded>, RingError> {
         let sharding = &plan.request().sharding;
         let mut tensors = Vec::new();
-        for (role, [b, n, h, d], dtype) in outputs_of(plan, plan.request().shape.tokens) {
+        for (role, [b, n, h, d], dtype) in outputs_of(plan, CallRows::whole(plan)) {
             let shard = |shard: usize| -> Result<Tensor, RingError> {
                 let rows = sharding.rows(n, shard);
                 let mut tensor = Tensor::zeros(dtype, [b, rows, h, d]);

@@ -19,7 +19,7 @@ use encke_core::tensor::{Tensor, View};
 use encke_core::transport::Transport;
 
 use crate::cache::{CacheLimits, CacheStats, RingCache};
-use crate::call::{CallInputs, check_rows};
+use crate::call::{CallInputs, CallRows, check_rows};
 use crate::error::{RankError, RingError, catch_panic};
 use crate::outcome::Outcome;
 use crate::rank::Rank;
@@ -75,7 +75,7 @@ impl<K: Kernel> ShardRing<K> {
         encke_pool::check()?;
         check_request(request)?;
         let plan = self.plan(request)?;
-        let rows = request.sharding.rows(request.shape.tokens, self.rank);
+        let rows = CallRows::of_shard(&plan, self.rank);
         check_rows(&plan, rows, inputs)?;
         let idle = self
             .cache

@@ -16,7 +16,7 @@ use encke_core::tensor::View;
 use encke_core::transport::Moved;
 
 use crate::cache::{CacheLimits, CacheStats, RingCache};
-use crate::call::CallInputs;
+use crate::call::{CallInputs, CallRows};
 use crate::error::{RankError, RingError};
 use crate::fault_injector::{Fault, FaultInjector};
 use crate::memory::{self, RankMemory};
@@ -91,11 +91,11 @@ impl<K: Kernel> ThreadRing<K> {
         request: &Request,
         inputs: &[(Role, View<'_>)],
     ) -> Result<Outcome, RingError> {
-        let tokens = request.shape.tokens;
         let (kernel, pool) = (&self.kernel, self.cache.outputs());
         let inputs = CallInputs::Whole(inputs);
         self.call(request, inputs, |plan, ranks, events, memory| {
-            Outcome::collect_rows(kernel, plan, tokens, ranks, events, memory, pool)
+            let rows = CallRows::whole(plan);
+            Outcome::collect_rows(kernel, plan, rows, ranks, events, memory, pool)
         })
     }
 

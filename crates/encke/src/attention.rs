@@ -242,7 +242,7 @@ impl<K: Kernel> Attention<K> {
         v: &View<'_>,
         pass: Pass,
     ) -> Result<Request, Error> {
-        let shape = shape_of([q, k, v].map(signature), q.dims()[1])?;
+        let shape = shape_of([q, k, v].map(signature))?;
         self.request(shape, q.dtype(), pass)
     }
 }

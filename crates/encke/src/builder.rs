@@ -9,7 +9,7 @@ use std::time::Duration;
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Pass, Queries, Request, Schedule, balance};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::{DType, Error as RequestError, Pattern, Shape, alibi_slopes};
+use encke_core::{DType, Dropout, Error as RequestError, Pattern, Shape, alibi_slopes};
 use encke_ring::{CacheLimits, Fault};
 
 use crate::auto::Auto;
@@ -46,6 +46,7 @@ pub struct Builder {
     softcap: Option<f64>,
     slopes: Option<Arc<[f64]>>,
     alibi: bool,
+    dropout: Option<Dropout>,
     pub(crate) policy: CheckpointPolicy,
     pub(crate) deadline: Duration,
     pub(crate) redundancy: usize,
@@ -68,6 +69,7 @@ impl Default for Builder {
             softcap: None,
             slopes: None,
             alibi: false,
+            dropout: None,
             policy: CheckpointPolicy::KeepOutput,
             deadline: DEADLINE,
             redundancy: 0,
@@ -134,6 +136,14 @@ impl Builder {
     /// Limits scores to this size: x becomes `softcap * tanh(x / softcap)`. None for no limit.
     pub fn softcap(mut self, softcap: Option<f64>) -> Builder {
         self.softcap = softcap;
+        self
+    }
+
+    /// Drops pairs after the softmax, and divides the others by the probability to be kept. A pair
+    /// has one coin of the seed, whoever computes it: the result does not depend on the ring. Pass
+    /// another seed with every call, and the same one to its backward pass. None for no dropout.
+    pub fn dropout(mut self, dropout: Option<Dropout>) -> Builder {
+        self.dropout = dropout;
         self
     }
 
@@ -247,6 +257,7 @@ impl Builder {
             scale: self.scale,
             softcap: self.softcap,
             slopes,
+            dropout: self.dropout,
             pass,
             redundancy: self.redundancy,
         }

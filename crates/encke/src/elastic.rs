@@ -268,7 +268,7 @@ impl<K: Kernel> Attention<K> {
             }));
         }
         let signatures = [q, k, v].map(|of| (of.dims(), of.dtype()));
-        let shape = shape_of(signatures, q.dims()[1])?;
+        let shape = shape_of(signatures)?;
         let ring_config = self.settings.ring_config(&self.sharding);
         Ok(self.request_on(ring_config, shape, q.dtype(), pass))
     }

@@ -109,7 +109,7 @@ pub use encke_core::{
     Branch, DType, Data, Element, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape,
     Slice, Tensor, View,
 };
-pub use encke_core::{Documents, Scores, Window, alibi_slopes};
+pub use encke_core::{Documents, Dropout, Scores, Window, alibi_slopes};
 pub use encke_core::{conformance, plan, reference, sinks};
 pub use encke_cost as cost;
 pub use encke_cpu::CpuKernel;

@@ -101,7 +101,7 @@ fn find<'a>(
 fn shape_of_inputs(inputs: &[(Role, DeviceView<'_>)]) -> Result<(Shape, DType), Error> {
     let signature = |role| find(inputs, role).map(|view| (view.dims(), view.dtype()));
     let q = signature(Role::Q)?;
-    let shape = shape_of([q, signature(Role::K)?, signature(Role::V)?], q.0[1])?;
+    let shape = shape_of([q, signature(Role::K)?, signature(Role::V)?])?;
     Ok((shape, q.1))
 }
 

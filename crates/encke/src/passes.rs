@@ -95,14 +95,15 @@ pub(crate) fn differentiate(
     } = saved;
     let q = &qkv[0];
     let shape = local_shape(request, q);
-    same_shape("dout", dout.dims(), q.dims())?;
+    let queries = [shape.batch, shape.queries, shape.heads];
+    let row = |width: usize| [queries[0], queries[1], queries[2], width];
+    same_shape("dout", dout.dims(), row(shape.value_dim))?;
     if dout.dtype() != request.dtype {
         same_type("dout", dout.dtype(), q.dtype())?;
     }
-    let cells = [shape.batch, shape.tokens, shape.heads, 1];
-    same_shape("lse", lse.dims(), cells)?;
+    same_shape("lse", lse.dims(), row(1))?;
     if let Some(dlse) = dlse {
-        same_shape("dlse", dlse.dims(), cells)?;
+        same_shape("dlse", dlse.dims(), row(1))?;
     }
     let pattern = &request.pattern;
     let mut outcome = if pattern.splits_slots() {
@@ -161,10 +162,10 @@ pub(crate) fn backward_inputs<T>(
     inputs
 }
 
-/// The shape of the rows given: those of the whole sequence, or of one rank.
+/// The shape of the queries given: those of the whole sequence, or of one rank.
 fn local_shape(request: &Request, q: &View<'_>) -> Shape {
     Shape {
-        tokens: q.dims()[1],
+        queries: q.dims()[1],
         ..request.shape
     }
 }
@@ -188,18 +189,17 @@ pub(crate) fn signature(view: &View<'_>) -> ([usize; 4], DType) {
     (view.dims(), view.dtype())
 }
 
-/// The shape of a call on `tokens` tokens with these q, k and v, if they agree with one another.
-pub(crate) fn shape_of(
-    [q, k, v]: [([usize; 4], DType); 3],
-    tokens: usize,
-) -> Result<Shape, RequestError> {
-    let ([batch, rows, heads, dim], dtype) = q;
-    let kv_heads = k.0[2];
-    for (name, (dims, of)) in [("k", k), ("v", v)] {
-        same_shape(name, dims, [batch, rows, kv_heads, dim])?;
+/// The shape of a call on these q, k and v, if they agree with one another.
+pub(crate) fn shape_of([q, k, v]: [([usize; 4], DType); 3]) -> Result<Shape, RequestError> {
+    let ([batch, queries, heads, dim], dtype) = q;
+    let [_, tokens, kv_heads, _] = k.0;
+    let value_dim = v.0[3];
+    for (name, (dims, of), width) in [("k", k, dim), ("v", v, value_dim)] {
+        same_shape(name, dims, [batch, tokens, kv_heads, width])?;
         same_type(name, of, dtype)?;
     }
-    Shape::new(batch, tokens, heads, kv_heads, dim)
+    let shape = Shape::new(batch, tokens, heads, kv_heads, dim)?;
+    shape.with_queries(queries)?.with_value_dim(value_dim)
 }
 
 pub(crate) fn same_shape(

@@ -179,11 +179,17 @@ impl<K: Kernel> ShardAttention<K> {
         [q, k, v]: [&View<'_>; 3],
         pass: Pass,
     ) -> Result<Request, Error> {
-        let shape = shape_of([q, k, v].map(signature), tokens)?;
         self.sharding.check(tokens)?;
-        let [batch, _, heads, dim] = q.dims();
         let rows = self.sharding.rows(tokens, self.rank());
-        same_shape("q", q.dims(), [batch, rows, heads, dim])?;
+        for (name, view) in [("q", q), ("k", k), ("v", v)] {
+            let [batch, _, heads, dim] = view.dims();
+            same_shape(name, view.dims(), [batch, rows, heads, dim])?;
+        }
+        let whole = |view: &View<'_>| {
+            let ([batch, _, heads, dim], dtype) = signature(view);
+            ([batch, tokens, heads, dim], dtype)
+        };
+        let shape = shape_of([q, k, v].map(whole))?;
         Ok(self.request(shape, q.dtype(), pass))
     }
 }

@@ -2,6 +2,7 @@
 
 use super::random::Random;
 use crate::documents::Documents;
+use crate::dropout::Dropout;
 use crate::dtype::{DType, Data};
 use crate::mask::Window;
 use crate::pattern::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
@@ -94,7 +95,8 @@ pub fn random_mask(random: &mut Random, pattern: Pattern, tokens: usize) -> Patt
 }
 
 impl Configuration {
-    /// The configuration of a seed with a random mask, and in some cases a softcap and slopes.
+    /// The configuration of a seed with a random mask, and in some cases a softcap, slopes, fewer
+    /// queries than keys, values of another width and dropout.
     pub fn masked(seed: u64) -> Configuration {
         let mut configuration = Configuration::random(seed);
         let mut random = Random::new(!seed);
@@ -106,6 +108,24 @@ impl Configuration {
             let heads = 0..request.shape.heads;
             heads.map(|_| 0.3 * random.unit()).collect()
         });
+        request.dropout = random.once_in(4).then(|| {
+            let dropout = Dropout::new(random.unit().abs() * 0.9, seed);
+            dropout.expect("a probability below 1")
+        });
+        if random.once_in(3) {
+            let tokens = request.shape.tokens;
+            let queries = 1 + random.below(tokens);
+            let shape = request.shape.with_queries(queries);
+            request.shape = shape.expect("at least one query");
+            if random.once_in(2) {
+                let offset = random.below(tokens - queries + 1);
+                request.pattern = request.pattern.clone().query_offset(Some(offset));
+            }
+        }
+        if random.once_in(3) {
+            let shape = request.shape.with_value_dim(1 + random.below(6));
+            request.shape = shape.expect("at least one element");
+        }
         configuration
     }
 
@@ -142,15 +162,15 @@ impl Configuration {
 /// The tensors of a call, in f64.
 #[derive(Debug, Clone)]
 pub struct CallTensors {
-    /// `[b, n, heads, d]`.
+    /// `[b, queries, heads, d]`.
     pub q: Tensor,
     /// `[b, n, kv_heads, d]`.
     pub k: Tensor,
-    /// `[b, n, kv_heads, d]`.
+    /// `[b, n, kv_heads, value_dim]`.
     pub v: Tensor,
-    /// `[b, n, heads, d]`.
+    /// `[b, queries, heads, value_dim]`.
     pub dout: Tensor,
-    /// `[b, n, heads, 1]`.
+    /// `[b, queries, heads, 1]`.
     pub dlse: Tensor,
 }
 
@@ -161,23 +181,24 @@ impl CallTensors {
         let Shape {
             batch,
             tokens,
+            queries,
             heads,
             kv_heads,
             dim,
-            ..
+            value_dim,
         } = *shape;
-        let mut tensor = |h: usize, d: usize| {
-            let dims = [batch, tokens, h, d];
+        let mut tensor = |n: usize, h: usize, d: usize| {
+            let dims = [batch, n, h, d];
             let values = (0..dims.iter().product()).map(|_| 2.0 * random.unit());
             let data = Data::F64(values.collect());
             Tensor::from_data(data, dims).expect("as many values as the shape has")
         };
         CallTensors {
-            q: tensor(heads, dim),
-            k: tensor(kv_heads, dim),
-            v: tensor(kv_heads, dim),
-            dout: tensor(heads, dim),
-            dlse: tensor(heads, 1),
+            q: tensor(queries, heads, dim),
+            k: tensor(tokens, kv_heads, dim),
+            v: tensor(tokens, kv_heads, value_dim),
+            dout: tensor(queries, heads, value_dim),
+            dlse: tensor(queries, heads, 1),
         }
     }
 }

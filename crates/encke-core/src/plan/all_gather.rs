@@ -1,4 +1,4 @@
-//! Ring all-gather of finished rows, for replicated queries: every rank ends with all rows.
+//! Ring all-gather of finished rows, for replicated queries: every rank ends with all rows of queries.
 
 use super::builder::ProgramBuilder;
 use super::layout::flat;
@@ -12,7 +12,7 @@ use crate::transport::Address;
 impl ProgramBuilder<'_> {
     /// The two buffers in which finished rows rotate, each large enough for any rank's rows.
     pub fn all_gather_buffers(&mut self, dtype: DType, width: Width) -> [BufferId; 2] {
-        let rows = (0..self.plan.ranks()).map(|rank| self.plan.shards.rows(rank));
+        let rows = (0..self.plan.ranks()).map(|rank| self.plan.shards.query_rows(rank));
         let rows = rows.max().unwrap_or(0);
         [0, 1].map(|_| self.resident("sharing", Component::Sharing, dtype, rows, width))
     }
@@ -33,7 +33,7 @@ impl ProgramBuilder<'_> {
         let owner = |distance: usize| (self.rank + ranks - distance) % ranks;
         let steps = (0..ranks).map(|distance| {
             let (rows, at) = (
-                self.plan.shards.rows(owner(distance)),
+                self.plan.shards.query_rows(owner(distance)),
                 self.among_all(owner(distance)),
             );
             let mut block: Block = flat(batch, rows * row);

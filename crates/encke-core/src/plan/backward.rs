@@ -55,17 +55,17 @@ impl BackwardBuffers {
         let rows = runs.iter().map(|run| run.count).sum();
         let out_dtype = request.out_dtype();
         let q = b.resident("q", Component::Queries, dtype, rows, Width::Query);
-        let k = b.resident("k", Component::OwnKv, dtype, own, Width::Kv);
-        let v = b.resident("v", Component::OwnKv, dtype, own, Width::Kv);
+        let k = b.resident("k", Component::OwnKv, dtype, own, Width::Key);
+        let v = b.resident("v", Component::OwnKv, dtype, own, Width::Value);
         let out = b.resident("out", Component::Output, out_dtype, rows, Width::WideCell);
         let lse = b.resident("lse", Component::Output, sum, rows, Width::Cell);
         let dout = b.resident("dout", Component::Upstream, dtype, rows, Width::WideCell);
         let dlse =
             with_dlse.then(|| b.resident("dlse", Component::Upstream, sum, rows, Width::Cell));
         let delta = b.resident("delta", Component::Upstream, sum, rows, Width::Cell);
-        let dq = b.resident("dq", Component::Gradients, sum, own, Width::Query);
-        let dk = b.resident("dk", Component::Gradients, sum, own, Width::Kv);
-        let dv = b.resident("dv", Component::Gradients, sum, own, Width::Kv);
+        let dq = b.resident("dq", Component::Gradients, sum, b.query_rows, Width::Query);
+        let dk = b.resident("dk", Component::Gradients, sum, own, Width::Key);
+        let dv = b.resident("dv", Component::Gradients, sum, own, Width::Value);
 
         let of_queries = [
             (Role::Q, Some(q)),
@@ -88,7 +88,7 @@ impl BackwardBuffers {
             }
             b.round(0).before.push(Task::Delta {
                 cells: request.shape.batch * rows * plan.slots,
-                dim: request.shape.dim,
+                dim: request.shape.value_dim,
                 out,
                 dout,
                 dlse,
@@ -159,8 +159,8 @@ impl BackwardBuffers {
 /// This rank's queries with sharded queries.
 fn own_queries(b: &ProgramBuilder<'_>) -> QueryRows {
     QueryRows {
-        q: b.own(),
-        cells: b.own(),
+        q: b.own(Width::Query),
+        cells: b.own(Width::Cell),
         dq: None,
     }
 }
@@ -176,7 +176,7 @@ pub(super) fn rotating_keys(
     progress: Option<&[ShardProgress]>,
 ) -> RankPlan {
     let mut b = ProgramBuilder::new(plan, rank);
-    let (runs, at) = (b.runs_of(rank), own_queries(&b));
+    let (runs, at) = (b.query_runs_of(rank), own_queries(&b));
     let starts = progress.is_none_or(|progress| !progress[rank].begun);
     let own = BackwardBuffers::new(&mut b, &runs, dlse, starts);
     if starts {
@@ -193,7 +193,7 @@ pub(super) fn rotating_keys(
     };
     let width = progress.map_or(plan.request.schedule.width, |_| 1);
     for position in b.positions(width) {
-        let (kv, dkv, rows) = ([own.k, own.v], [own.dk, own.dv], b.own());
+        let (kv, dkv, rows) = ([own.k, own.v], [own.dk, own.dv], b.own(Width::Key));
         let (rotation, reduction) = match progress {
             None => (
                 b.rotate(position, Component::TravellingKv, &b.keys(kv)),
@@ -248,13 +248,13 @@ fn discard_buffers(
         incoming.map(|(pair, parcel)| (to_queries(pair), to_keys(pair), parcel))
     };
     let discards_dq = pairs().any(|(queries, keys, _)| !queries && keys);
-    let for_queries_only = pairs().filter(|(queries, keys, _)| *queries && !keys);
-    let kv_elements = b.largest(for_queries_only.map(|(_, _, parcel)| parcel), Width::Kv);
-    let q_elements = plan.request.shape.batch * b.rows * plan.resident_width(Width::Query);
+    let for_queries_only = || pairs().filter(|(queries, keys, _)| *queries && !keys);
+    let parcels = || for_queries_only().map(|(_, _, parcel)| parcel);
+    let q_elements = plan.request.shape.batch * b.query_rows * plan.resident_width(Width::Query);
     let elements = [
         if discards_dq { q_elements } else { 0 },
-        kv_elements,
-        kv_elements,
+        b.largest(parcels(), Width::Key),
+        b.largest(parcels(), Width::Value),
     ];
     elements.map(|elements| b.buffer("waste", Component::TravellingGradients, sum, elements))
 }
@@ -265,14 +265,14 @@ fn discard_buffers(
 /// fewer heads under grouped-query attention.
 fn rotating_queries(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     let mut b = ProgramBuilder::new(plan, rank);
-    let (runs, at) = (b.runs_of(rank), own_queries(&b));
+    let (runs, at) = (b.query_runs_of(rank), own_queries(&b));
     let own = BackwardBuffers::new(&mut b, &runs, dlse, true);
     b.local_jobs(at, |job| own.task(job));
     let tensors = own.rotating_queries(plan);
     let component = Component::TravellingGradients;
     for position in b.positions(plan.request.schedule.width) {
         let rotation = b.rotate(position, Component::TravellingQueries, &tensors);
-        let dq = (&[own.dq][..], b.own());
+        let dq = (&[own.dq][..], b.own(Width::Query));
         let reduction = b.reduce(position, component, &DQ, dq, ReducePath::Ring);
         b.jobs_with_rotating(position, |slot, job| {
             let tensors = rotation.at(slot);
@@ -295,30 +295,30 @@ fn rotating_queries(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
 /// contributions to dq are reduced to the owners of the queries, and dq is all-gathered.
 fn replicated(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     let mut b = ProgramBuilder::new(plan, rank);
-    let all_runs = b.all_runs();
+    let all_runs = b.all_query_runs();
     let own = BackwardBuffers::new(&mut b, &all_runs, dlse, true);
     let at = QueryRows {
         q: b.among_all(rank),
         cells: b.among_all(rank),
-        dq: Some(b.own()),
+        dq: Some(b.own(Width::Query)),
     };
     b.local_jobs(at, |job| own.task(job));
     let component = Component::TravellingGradients;
     for position in b.positions(plan.request.schedule.width) {
-        let dq = (&[own.dq][..], b.own());
+        let dq = (&[own.dq][..], b.own(Width::Query));
         let reduction = b.reduce(position, component, &DQ, dq, ReducePath::Ring);
         b.jobs_with_queries(position, true, |slot, job| {
             let dq = reduction.at(slot)[0];
             BackwardBuffers { dq, ..own }.task(job)
         });
     }
-    let (n, sum) = (plan.request.shape.tokens, plan.request.dtype.sum());
+    let (n, sum) = (plan.request.shape.queries, plan.request.dtype.sum());
     let all_dq = b.resident("all dq", Component::Gradients, sum, n, Width::Query);
     let (start, rotating) = (
         plan.settled_round(),
         b.all_gather_buffers(sum, Width::Query),
     );
-    let elements = plan.request.shape.batch * b.rows * plan.resident_width(Width::Query);
+    let elements = plan.request.shape.batch * b.query_rows * plan.resident_width(Width::Query);
     b.copy(start, vec![flat(1, elements)], false, own.dq, rotating[0]);
     b.all_gather(start, 0, rotating, all_dq, Width::Query);
     own.outputs(&mut b, all_dq, all_runs);

@@ -26,7 +26,7 @@ pub fn by_speed(pattern: &Pattern, shape: &Shape, speeds: &[f64]) -> Result<Cut>
         });
     }
     let lanes = pattern.lanes(shape);
-    let pairs = PatternWork::new(pattern, &lanes, shape.tokens);
+    let pairs = PatternWork::new(pattern, &lanes, shape);
     // A row without keys still costs something.
     let work = |token: usize| pairs.before(token) + token as u128;
     let total = work(shape.tokens) as f64;

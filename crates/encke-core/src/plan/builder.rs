@@ -19,8 +19,10 @@ use crate::sharding::Run;
 pub(super) struct ProgramBuilder<'a> {
     pub plan: &'a Plan,
     pub rank: usize,
-    /// Rows of this rank's shard.
+    /// This rank's keys.
     pub rows: usize,
+    /// This rank's queries.
+    pub query_rows: usize,
     buffers: Vec<BufferPlan>,
     rounds: Vec<Round>,
     inputs: Vec<Port>,
@@ -33,6 +35,7 @@ impl<'a> ProgramBuilder<'a> {
             plan,
             rank,
             rows: plan.shards.rows(rank),
+            query_rows: plan.shards.query_rows(rank),
             buffers: Vec::new(),
             rounds: vec![Round::default()],
             inputs: Vec::new(),
@@ -131,10 +134,14 @@ impl<'a> ProgramBuilder<'a> {
         let rank = self.rank;
         for shard in shards {
             self.rank = shard;
-            let (rows, runs) = (self.plan.shards.rows(shard), self.runs_of(shard));
             for (role, name, dtype, width) in self.plan.inputs() {
+                let runs = match width.is_of_keys() {
+                    true => self.runs_of(shard),
+                    false => self.query_runs_of(shard),
+                };
+                let rows = runs.iter().map(|run| run.count).sum();
                 let buffer = self.resident(name, Component::Replica, dtype, rows, width);
-                self.input(role, buffer, runs.clone());
+                self.input(role, buffer, runs);
             }
         }
         self.rank = rank;
@@ -158,33 +165,39 @@ impl<'a> ProgramBuilder<'a> {
         self.outputs.push(Port { role, buffer, runs });
     }
 
-    /// The tokens of one rank, in the order of its rows.
+    /// The keys of one rank by token, in the order of its rows.
     pub fn runs_of(&self, rank: usize) -> Vec<Run> {
         let with_base = self.plan.shards.runs(rank);
         with_base.iter().map(|&(run, _)| run).collect()
     }
 
-    /// The tokens of all ranks, shard after shard: the row order of replicated buffers.
-    pub fn all_runs(&self) -> Vec<Run> {
+    /// The queries of one rank by index in q, in the order of its rows.
+    pub fn query_runs_of(&self, rank: usize) -> Vec<Run> {
+        self.plan.shards.query_runs(rank).collect()
+    }
+
+    /// The queries of all ranks, shard after shard: the row order of replicated buffers.
+    pub fn all_query_runs(&self) -> Vec<Run> {
         (0..self.plan.ranks())
-            .flat_map(|rank| self.runs_of(rank))
+            .flat_map(|rank| self.query_runs_of(rank))
             .collect()
     }
 
-    /// This rank's shard in a buffer that holds nothing else.
-    pub fn own(&self) -> Resident {
-        Resident {
-            rows: self.rows,
-            base: 0,
-        }
+    /// This rank's rows in a buffer that holds nothing else.
+    pub fn own(&self, width: Width) -> Resident {
+        let rows = match width.is_of_keys() {
+            true => self.rows,
+            false => self.query_rows,
+        };
+        Resident { rows, base: 0 }
     }
 
-    /// The shard of `rank` in a buffer that holds all shards.
+    /// The queries of `rank` in a buffer that holds those of all ranks.
     pub fn among_all(&self, rank: usize) -> Resident {
         Resident {
-            rows: self.plan.request.shape.tokens,
+            rows: self.plan.request.shape.queries,
             base: (0..rank)
-                .map(|earlier| self.plan.shards.rows(earlier))
+                .map(|earlier| self.plan.shards.query_rows(earlier))
                 .sum(),
         }
     }

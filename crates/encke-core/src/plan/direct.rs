@@ -16,7 +16,7 @@ use super::rotation::Rotation;
 use super::width::Width;
 
 /// Keys and values, and the width of their rows.
-const KV: [(Option<Role>, Width); 2] = [(Some(Role::K), Width::Kv), (Some(Role::V), Width::Kv)];
+const KV: [(Option<Role>, Width); 2] = [(Some(Role::K), Width::Key), (Some(Role::V), Width::Value)];
 
 impl<'a> ProgramBuilder<'a> {
     /// Receives the parcels of the `wanted` pairs from their owners and sends this rank's parcel to
@@ -28,15 +28,17 @@ impl<'a> ProgramBuilder<'a> {
         wanted: impl Fn(RingPair) -> bool,
     ) -> Rotation {
         let (plan, dtype) = (self.plan, self.plan.request.dtype);
-        let kv = |b: &mut Self, elements: usize| {
-            ["travelling k", "travelling v"]
-                .map(|name| b.buffer(name, Component::TravellingKv, dtype, elements))
+        let kv = |b: &mut Self, elements: &dyn Fn(&Self, Width) -> usize| {
+            [("travelling k", Width::Key), ("travelling v", Width::Value)].map(|(name, width)| {
+                let elements = elements(b, width);
+                b.buffer(name, Component::TravellingKv, dtype, elements)
+            })
         };
         let incoming = || position.incoming().filter(|(pair, _)| wanted(*pair));
         let buffers = [0, 1].map(|parity| {
-            let of_round = incoming().filter(|(pair, _)| pair.distance % 2 == parity);
-            let elements = self.largest(of_round.map(|(_, parcel)| parcel), Width::Kv);
-            kv(self, elements)
+            let of_round = || incoming().filter(|(pair, _)| pair.distance % 2 == parity);
+            let parcels = || of_round().map(|(_, parcel)| parcel);
+            kv(self, &|b, width| b.largest(parcels(), width))
         });
         for (pair, parcel) in incoming() {
             let owner = position.ring.owner_index(position.member, pair.distance);
@@ -50,10 +52,10 @@ impl<'a> ProgramBuilder<'a> {
         if let Some((parcel, readers)) = position.readers() {
             let readers: Vec<(usize, RingPair)> = readers.filter(|of| wanted(of.1)).collect();
             if !readers.is_empty() {
-                let packed = kv(self, plan.parcel_elements(parcel, Width::Kv));
-                let blocks = plan.packing(parcel, self.own(), Width::Kv);
-                for (from, to) in own.into_iter().zip(packed) {
-                    self.copy(0, blocks.clone(), false, from, to);
+                let packed = kv(self, &|_, width| plan.parcel_elements(parcel, width));
+                for ((from, to), (_, width)) in own.into_iter().zip(packed).zip(KV) {
+                    let blocks = plan.packing(parcel, self.own(width), width);
+                    self.copy(0, blocks, false, from, to);
                 }
                 for (reader, pair) in readers {
                     for (i, rows) in KV.into_iter().enumerate() {

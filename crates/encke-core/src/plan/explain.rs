@@ -135,13 +135,15 @@ impl Plan {
                 rounds: ring.rounds(width),
             }
         });
-        let n = shape.tokens as u128;
+        let (n, positions) = (shape.tokens as u128, request.positions());
+        let below = |x: usize| x as u128 * (x as u128 + 1) / 2;
         let seen = if request.pattern.is_causal() {
-            n * (n + 1) / 2
+            below(positions.end) - below(positions.start)
         } else {
-            n * n
+            n * shape.queries as u128
         };
-        let kv_elements = 2 * shape.batch * shape.tokens * shape.kv_heads * shape.dim;
+        let kv_rows = shape.batch * shape.tokens * shape.kv_heads;
+        let kv_elements = kv_rows * (shape.dim + shape.value_dim);
         let hops = self.ranks() - 1;
         let gradients = match request.pass {
             Pass::Forward => 0,
@@ -190,7 +192,7 @@ impl Plan {
     /// The pattern's work, computed from the definition of its index sets.
     fn work(&self) -> PatternWork<'_> {
         let request = &self.request;
-        PatternWork::new(&request.pattern, &self.lanes, request.shape.tokens)
+        PatternWork::new(&request.pattern, &self.lanes, &request.shape)
     }
 }
 

@@ -29,8 +29,8 @@ fn buffers(b: &mut ProgramBuilder<'_>, q_rows: usize) -> ForwardBuffers {
     let rows = b.rows;
     let buffers = ForwardBuffers {
         q: b.resident("q", Component::Queries, dtype, q_rows, Width::Query),
-        k: b.resident("k", Component::OwnKv, dtype, rows, Width::Kv),
-        v: b.resident("v", Component::OwnKv, dtype, rows, Width::Kv),
+        k: b.resident("k", Component::OwnKv, dtype, rows, Width::Key),
+        v: b.resident("v", Component::OwnKv, dtype, rows, Width::Value),
     };
     for (role, buffer) in [(Role::K, buffers.k), (Role::V, buffers.v)] {
         b.input(role, buffer, b.runs_of(b.rank));
@@ -42,8 +42,9 @@ fn buffers(b: &mut ProgramBuilder<'_>, q_rows: usize) -> ForwardBuffers {
 fn outputs(b: &mut ProgramBuilder<'_>) -> (BufferId, BufferId) {
     let request = &b.plan.request;
     let (out_dtype, sum) = (request.out_dtype(), request.dtype.sum());
-    let out = b.resident("out", Component::Output, out_dtype, b.rows, Width::WideCell);
-    let lse = b.resident("lse", Component::Output, sum, b.rows, Width::Cell);
+    let rows = b.query_rows;
+    let out = b.resident("out", Component::Output, out_dtype, rows, Width::WideCell);
+    let lse = b.resident("lse", Component::Output, sum, rows, Width::Cell);
     (out, lse)
 }
 
@@ -51,10 +52,10 @@ fn outputs(b: &mut ProgramBuilder<'_>) -> (BufferId, BufferId) {
 fn finish_softmax(b: &mut ProgramBuilder<'_>, carry: CarryIds, out: BufferId, lse: BufferId) {
     let plan = b.plan;
     let request = &plan.request;
-    let (rows, round) = (b.rows, b.next_round());
+    let (rows, round) = (b.query_rows, b.next_round());
     b.round(round).before.push(Task::Finish {
         cells: request.shape.batch * rows * plan.slots,
-        dim: request.shape.dim,
+        dim: request.shape.value_dim,
         gain: request.pattern.gain(),
         carry,
         out,
@@ -67,12 +68,12 @@ fn finish_softmax(b: &mut ProgramBuilder<'_>, carry: CarryIds, out: BufferId, ls
 /// only what is missing and fetches keys directly from their owners.
 pub(super) fn sharded(plan: &Plan, rank: usize, progress: Option<&[ShardProgress]>) -> RankPlan {
     let mut b = ProgramBuilder::new(plan, rank);
-    let rows = b.rows;
+    let rows = b.query_rows;
     let ForwardBuffers { q, k, v } = buffers(&mut b, rows);
-    b.input(Role::Q, q, b.runs_of(rank));
+    b.input(Role::Q, q, b.query_runs_of(rank));
     let at = QueryRows {
-        q: b.own(),
-        cells: b.own(),
+        q: b.own(Width::Query),
+        cells: b.own(Width::Cell),
         dq: None,
     };
     let starts = progress.is_none_or(|progress| !progress[rank].begun);
@@ -133,8 +134,8 @@ fn with_outputs(
     if first_epoch {
         b.replicas(b.plan.kept(b.rank));
     }
-    b.output(Role::Out, out, b.runs_of(b.rank));
-    b.output(Role::Lse, lse, b.runs_of(b.rank));
+    b.output(Role::Out, out, b.query_runs_of(b.rank));
+    b.output(Role::Lse, lse, b.query_runs_of(b.rank));
     b.finish()
 }
 
@@ -143,13 +144,13 @@ fn with_outputs(
 fn replicated(plan: &Plan, rank: usize) -> RankPlan {
     let mut b = ProgramBuilder::new(plan, rank);
     let request = &plan.request;
-    let ForwardBuffers { q, k, v } = buffers(&mut b, request.shape.tokens);
-    let carry = b.carry(Component::Carry, b.rows);
+    let ForwardBuffers { q, k, v } = buffers(&mut b, request.shape.queries);
+    let carry = b.carry(Component::Carry, b.query_rows);
     b.clear_carry(0, carry);
-    b.input(Role::Q, q, b.all_runs());
+    b.input(Role::Q, q, b.all_query_runs());
     let at = QueryRows {
         q: b.among_all(rank),
-        cells: b.own(),
+        cells: b.own(Width::Cell),
         dq: None,
     };
     let forward = |job, carry| Task::Forward {
@@ -164,13 +165,13 @@ fn replicated(plan: &Plan, rank: usize) -> RankPlan {
     let component = Component::TravellingCarry;
     for position in b.positions(request.schedule.width) {
         let into = [carry.acc, carry.m, carry.l];
-        let own = b.own();
+        let own = b.own(Width::Cell);
         let reduction = b.reduce(position, component, &CARRY, (&into, own), ReducePath::Ring);
         b.jobs_with_queries(position, false, |slot, job| {
             forward(job, reduction.carry_at(slot))
         });
     }
-    let (n, sum) = (request.shape.tokens, request.dtype.sum());
+    let (n, sum) = (request.shape.queries, request.dtype.sum());
     let out_dtype = request.out_dtype();
     let out = b.resident("all out", Component::Output, out_dtype, n, Width::WideCell);
     let lse = b.resident("all lse", Component::Output, sum, n, Width::Cell);
@@ -181,7 +182,7 @@ fn replicated(plan: &Plan, rank: usize) -> RankPlan {
     let start = plan.settled_round() + 1;
     b.all_gather(start, 0, rotating_out, out, Width::WideCell);
     b.all_gather(start, 1, rotating_lse, lse, Width::Cell);
-    b.output(Role::Out, out, b.all_runs());
-    b.output(Role::Lse, lse, b.all_runs());
+    b.output(Role::Out, out, b.all_query_runs());
+    b.output(Role::Lse, lse, b.all_query_runs());
     b.finish()
 }

@@ -52,11 +52,14 @@ impl ProgramBuilder<'_> {
         let packed = plan.request.pattern.document_list().is_some();
         for &(lane, group) in &plan.groups_of[rank] {
             let segments = plan.groups[lane][group].segments;
-            let select = || plan.shards.select(&plan.lanes[lane], rank, segments);
+            let select = || {
+                plan.shards
+                    .select_queries(&plan.lanes[lane], rank, segments)
+            };
             let select_keys = || plan.shards.select_keys(&plan.lanes[lane], rank, segments);
             for (q_run, q_rows) in select() {
                 for (k_run, k_rows) in select_keys() {
-                    let k = plan.resident(lane, &k_rows, self.own(), Width::Kv);
+                    let k = plan.resident(lane, &k_rows, self.own(Width::Key), Width::Key);
                     let job = self.resident_job(lane, segments, (&q_rows, at), (&k_rows, k));
                     let in_prefix = k_rows.last_position() < segments.prefix;
                     let family = [lane, q_run, k_run, usize::from(!in_prefix)];
@@ -81,11 +84,11 @@ impl ProgramBuilder<'_> {
     ) {
         let plan = self.plan;
         for batch in position.needed_batches() {
-            for of in plan.batch_sections(&batch.parcels, Width::Kv) {
+            for of in plan.batch_sections(&batch.parcels, Width::Key) {
                 let parcel = &batch.parcels[of.parcel];
                 let pair = position.pair(parcel.distance, parcel.owner);
                 for q_rows in self.own_queries(&of) {
-                    let k = plan.packed(of.location, of.section, Width::Kv);
+                    let k = plan.packed(of.location, of.section, Width::Key);
                     let keys = (&of.section.rows, k);
                     let segments = of.section.segments;
                     let job = self.resident_job(of.section.lane, segments, (&q_rows, at), keys);
@@ -153,7 +156,7 @@ impl ProgramBuilder<'_> {
     /// This rank's queries in the lane and segments of a section.
     fn own_queries(&self, of: &BatchedSection<'_>) -> Vec<Rows> {
         let (lane, segments) = (&self.plan.lanes[of.section.lane], of.section.segments);
-        let rows = self.plan.shards.select(lane, self.rank, segments);
+        let rows = self.plan.shards.select_queries(lane, self.rank, segments);
         rows.map(|(_, rows)| rows).collect()
     }
 
@@ -174,7 +177,8 @@ impl ProgramBuilder<'_> {
         dq: Option<Operand>,
     ) -> Option<Job> {
         let (lane, segments) = (of.section.lane, of.section.segments);
-        let k = self.plan.resident(lane, k_rows, self.own(), Width::Kv);
+        let own = self.own(Width::Key);
+        let k = self.plan.resident(lane, k_rows, own, Width::Key);
         self.plan.job(
             lane,
             segments,

@@ -6,7 +6,7 @@ use super::program::{BufferId, Message, Origin, Role, TokenRows};
 use super::rings::{Parcel, Section};
 use super::topology::Plan;
 use super::width::Width;
-use crate::job::{Band, Block, Job, Mask, Operand};
+use crate::job::{Band, Block, Job, JobDropout, Mask, Operand};
 use crate::pattern::Lane;
 use crate::rows::{Rows, Segments, Visibility, visibility};
 use crate::sharding::Run;
@@ -34,22 +34,21 @@ impl Plan {
     /// Elements in a row of a resident buffer.
     pub(super) fn resident_width(&self, width: Width) -> usize {
         let shape = &self.request.shape;
-        match width {
-            Width::Kv => shape.kv_heads * shape.dim,
-            Width::Query => shape.heads * shape.dim,
-            Width::Cell => self.slots,
-            Width::WideCell => self.slots * shape.dim,
-        }
+        let heads = match width {
+            Width::Key | Width::Value => shape.kv_heads,
+            Width::Query => shape.heads,
+            Width::Cell | Width::WideCell => self.slots,
+        };
+        heads * width.of_head(shape)
     }
 
     /// Elements in a packed row: only the heads of its lane are sent.
     fn packed_width(&self, lane: &Lane, width: Width) -> usize {
-        let dim = self.request.shape.dim;
-        match width {
-            Width::Kv => lane.kv_heads.len() * dim,
-            Width::Query | Width::WideCell => lane.heads.len() * dim,
-            Width::Cell => lane.heads.len(),
-        }
+        let heads = match width.is_of_keys() {
+            true => lane.kv_heads.len(),
+            false => lane.heads.len(),
+        };
+        heads * width.of_head(&self.request.shape)
     }
 
     /// Elements of a parcel.
@@ -152,25 +151,25 @@ impl Plan {
 
     /// The copies that pack the rows of a shard (`at`) into its parcel.
     pub(super) fn packing(&self, parcel: &Parcel, at: Resident, width: Width) -> Vec<Block> {
-        let dim = self.request.shape.dim;
+        let head_width = width.of_head(&self.request.shape);
         self.sections(parcel, width)
             .map(|(location, section)| {
                 let lane = &self.lanes[section.lane];
                 let heads = &self.heads[section.lane];
                 // A key head is packed once, however many heads of the lane read it.
-                let (resident, packed): (Arc<[usize]>, Arc<[usize]>) = match width {
-                    Width::Kv => (
-                        lane.kv_heads.iter().map(|head| head * dim).collect(),
-                        (0..lane.kv_heads.len()).map(|i| i * dim).collect(),
+                let (resident, packed): (Arc<[usize]>, Arc<[usize]>) = match width.is_of_keys() {
+                    true => (
+                        lane.kv_heads.iter().map(|head| head * head_width).collect(),
+                        (0..lane.kv_heads.len()).map(|i| i * head_width).collect(),
                     ),
-                    _ => (heads.resident(width), heads.packed(width)),
+                    false => (heads.resident(width), heads.packed(width)),
                 };
                 Block {
                     batch: self.request.shape.batch,
                     segments: section.segments.count,
                     rows: section.rows.count,
                     heads: resident.len(),
-                    width: if width == Width::Cell { 1 } else { dim },
+                    width: head_width,
                     from: self.resident_with(&section.rows, at, width, resident),
                     to: self.packed_with(location, section, width, packed),
                 }
@@ -200,16 +199,20 @@ impl Plan {
         }
     }
 
-    /// The tokens of sections of one lane and the same segments, interleaved in each segment.
+    /// The rows of sections of one lane and the same segments, interleaved in each segment: tokens
+    /// of keys, or indices of queries.
     pub(super) fn section_rows(&self, sections: &[&Section], width: Width) -> TokenRows {
         let section = sections[0];
         let lane = &self.lanes[section.lane];
-        let heads = match width {
-            Width::Kv => lane.kv_heads.iter().copied().collect(),
-            _ => lane.heads.iter().map(|head| head.head).collect(),
+        let (heads, first) = match width.is_of_keys() {
+            true => (lane.kv_heads.iter().copied().collect(), 0),
+            false => {
+                let heads = lane.heads.iter().map(|head| head.head).collect();
+                (heads, self.shards.first_query())
+            }
         };
         let run = |section: &&Section| Run {
-            first: section.segments.start + section.rows.position,
+            first: section.segments.start + section.rows.position - first,
             stride: section.rows.position_step,
             count: section.rows.count,
         };
@@ -236,7 +239,18 @@ impl Plan {
         let seen = visibility(window, q_rows, k_rows);
         let heads = &self.lanes[lane].heads;
         let transform = request.transform(heads);
-        let needs_positions = transform.as_ref().is_some_and(|of| of.slopes.is_some());
+        let dropout = request.dropout.map(|dropout| JobDropout {
+            dropout,
+            first_token: segments.start,
+            segment_step: segments.step,
+            document: (request.pattern)
+                .document_of(segments.start, request.shape.tokens)
+                .start,
+            heads: heads.iter().map(|of| of.head).collect(),
+            all_heads: request.shape.heads,
+        });
+        let sloping = transform.as_ref().is_some_and(|of| of.slopes.is_some());
+        let needs_positions = sloping || dropout.is_some();
         let mask = match seen {
             Visibility::None => return None,
             Visibility::All if !needs_positions => None,
@@ -255,12 +269,14 @@ impl Plan {
             keys: k_rows.count,
             heads: heads.len(),
             dim: request.shape.dim,
+            value_dim: request.shape.value_dim,
             q,
             k,
             cells,
             dq,
             mask,
             transform,
+            dropout,
             scale: request.scale(),
             gain: request.pattern.gain(),
         };

@@ -42,11 +42,14 @@ impl OpenJob {
     /// a piece of it.
     fn rows_of(&self, next: &Job) -> Option<[Range<usize>; 2]> {
         let (job, last) = (&self.first, self.pieces.last()?);
-        let sizes = |of: &Job| (of.batch, of.segments, of.heads, of.dim);
+        let sizes = |of: &Job| (of.batch, of.segments, of.heads, of.dim, of.value_dim);
         let same = sizes(job) == sizes(next)
             && job.segments == 1
             && (job.scale, job.gain) == (next.scale, next.gain)
             && job.transform == next.transform
+            // A job has the coins of one document.
+            && job.dropout.is_none()
+            && next.dropout.is_none()
             && !matches!(next.mask, Some(Mask::Documents(_)));
         if !same {
             return None;

@@ -58,8 +58,8 @@ pub(super) const CARRY: [ReducedTensor; 3] = [
 ];
 /// Gradients of keys and values, which are added.
 pub(super) const DKV: [ReducedTensor; 2] = [
-    ReducedTensor::gradient("travelling dk", Width::Kv, Role::Dk),
-    ReducedTensor::gradient("travelling dv", Width::Kv, Role::Dv),
+    ReducedTensor::gradient("travelling dk", Width::Key, Role::Dk),
+    ReducedTensor::gradient("travelling dv", Width::Value, Role::Dv),
 ];
 /// Gradients of queries, which are added.
 pub(super) const DQ: [ReducedTensor; 1] = [ReducedTensor::gradient(
@@ -234,7 +234,7 @@ impl<'a> ProgramBuilder<'a> {
             let elements = |width| plan.batch_elements(&batch.parcels, width);
             let tensors = buffers.tensors.iter();
             let blocks = tensors.map(|t| vec![flat(1, elements(t.width))]).collect();
-            let cells = vec![flat(elements(Width::Cell), plan.request.shape.dim)];
+            let cells = vec![flat(elements(Width::Cell), plan.request.shape.value_dim)];
             let incoming = &buffers.incoming[batch.slot.index];
             self.combine(round + 1, blocks, cells, incoming, local);
             let from = ring.owner_index(member, width);
@@ -330,8 +330,8 @@ impl<'a> ProgramBuilder<'a> {
                 }
                 let unpack = |width| reversed(plan.packing(parcel, at, width));
                 let blocks = tensors.iter().map(|t| unpack(t.width)).collect();
-                // Merges address cells, each `dim` elements wide.
-                let width = plan.request.shape.dim;
+                // Merges address cells, each `value_dim` elements wide.
+                let width = plan.request.shape.value_dim;
                 let cells = unpack(Width::Cell).into_iter();
                 let cells = cells.map(|block| Block { width, ..block }).collect();
                 self.combine(round + 2, blocks, cells, set, own);

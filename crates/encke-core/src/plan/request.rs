@@ -3,12 +3,14 @@
 //! The decision here: a request is a plain value. Equal requests give equal plans on every rank, so
 //! ranks never exchange plans, and callers can cache them by request.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use serde::Serialize;
 
 use super::rings::Rotating;
 use super::schedule::Schedule;
+use crate::dropout::Dropout;
 use crate::dtype::DType;
 use crate::error::{Error, Result, check_steps, product};
 use crate::job::ScoreTransform;
@@ -65,6 +67,8 @@ pub struct Request {
     pub softcap: Option<f64>,
     /// The ALiBi slope of each query head: slope times distance is subtracted from the score.
     pub slopes: Option<Arc<[f64]>>,
+    /// Which pairs are dropped after the softmax.
+    pub dropout: Option<Dropout>,
     /// The direction.
     pub pass: Pass,
     /// How many other ranks hold a replica of each rank's inputs. That many consecutive ranks may
@@ -86,6 +90,7 @@ impl Request {
             scale: None,
             softcap: None,
             slopes: None,
+            dropout: None,
             pass: Pass::Forward,
             redundancy: 0,
             schedule: Schedule::RING,
@@ -97,11 +102,18 @@ impl Request {
         self.scale.unwrap_or_else(|| self.shape.default_scale())
     }
 
+    /// The positions of the queries.
+    pub fn positions(&self) -> Range<usize> {
+        let first = self.pattern.first_query(&self.shape);
+        first..first + self.shape.queries
+    }
+
     /// How scores are computed, without sinks.
     pub fn scores(&self) -> Scores {
         Scores {
             softcap: self.softcap,
             slopes: self.slopes.clone(),
+            dropout: self.dropout,
             ..Scores::from(self.scale())
         }
     }
@@ -141,7 +153,6 @@ impl Request {
 
     pub(super) fn check(&self) -> Result<()> {
         self.pattern.check(&self.shape)?;
-        self.check_shape()?;
         self.sharding.check(self.shape.tokens)?;
         self.check_cost()?;
         let (got, dtype) = (self.scale(), self.dtype);
@@ -167,24 +178,6 @@ impl Request {
         }
         if redundancy > 0 && self.schedule.backward == Rotating::Queries {
             return Err(Error::RedundantRotation { redundancy });
-        }
-        Ok(())
-    }
-
-    /// Refuses shapes that are not planned.
-    fn check_shape(&self) -> Result<()> {
-        let Shape {
-            tokens,
-            queries,
-            dim,
-            value_dim,
-            ..
-        } = self.shape;
-        if queries != tokens {
-            return Err(Error::FewerQueries { queries, tokens });
-        }
-        if value_dim != dim {
-            return Err(Error::ValueDim { value_dim, dim });
         }
         Ok(())
     }

@@ -238,7 +238,7 @@ impl Candidates<'_> {
         let lane = &self.lanes[lane];
         match self.rotating {
             Rotating::Keys => self.shards.select_keys(lane, rank, segments).collect(),
-            Rotating::Queries => self.shards.select(lane, rank, segments).collect(),
+            Rotating::Queries => self.shards.select_queries(lane, rank, segments).collect(),
         }
     }
 
@@ -247,7 +247,10 @@ impl Candidates<'_> {
         let lane = &self.lanes[lane];
         let rows = |(_, rows)| rows;
         match self.rotating {
-            Rotating::Keys => (self.shards.select(lane, rank, segments).map(rows)).collect(),
+            Rotating::Keys => {
+                let queries = self.shards.select_queries(lane, rank, segments);
+                queries.map(rows).collect()
+            }
             Rotating::Queries => {
                 let keys = self.shards.select_keys(lane, rank, segments);
                 keys.map(rows).collect()

@@ -68,16 +68,16 @@ impl<'a> ProgramBuilder<'a> {
     /// Keys and values as rotating tensors.
     pub fn keys(&self, [k, v]: [BufferId; 2]) -> [RotatingTensor; 2] {
         let dtype = self.plan.request.dtype;
-        let of = |name, own, role| RotatingTensor {
+        let of = |name, own, width, role| RotatingTensor {
             name,
             own,
             dtype,
-            width: Width::Kv,
+            width,
             role: Some(role),
         };
         [
-            of("travelling k", k, Role::K),
-            of("travelling v", v, Role::V),
+            of("travelling k", k, Width::Key, Role::K),
+            of("travelling v", v, Width::Value, Role::V),
         ]
     }
 
@@ -140,7 +140,7 @@ impl<'a> ProgramBuilder<'a> {
         };
         let plan = self.plan;
         for (tensor, &to) in tensors.iter().zip(packed) {
-            let blocks = plan.packing(parcel, self.own(), tensor.width);
+            let blocks = plan.packing(parcel, self.own(tensor.width), tensor.width);
             self.pack(0, blocks, tensor.own, to);
         }
         for distance in 1..=width.min(parcel.last) {

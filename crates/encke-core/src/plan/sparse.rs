@@ -62,10 +62,16 @@ impl RankPlan {
                     }
                     Task::Backward { job, dq, .. } if *dq == id => {
                         let at = job.dq.as_ref().unwrap_or(&job.q);
-                        note(&mut rows, of_job(job, job.queries, at));
+                        note(&mut rows, of_job(job, job.queries, at, job.dim));
+                    }
+                    Task::Backward { job, dk, .. } if *dk == id => {
+                        note(&mut rows, of_job(job, job.keys, &job.k, job.dim));
                     }
                     Task::Backward { job, .. } => {
-                        note(&mut rows, of_job(job, job.keys, &job.k));
+                        note(
+                            &mut rows,
+                            of_job(job, job.keys, &job.values(), job.value_dim),
+                        );
                     }
                     _ => return None,
                 }
@@ -84,8 +90,8 @@ fn in_place(block: &Block, at: &Operand) -> Block {
     }
 }
 
-/// The rows of a job's operand; heads that share a key head count once.
-fn of_job(job: &Job, rows: usize, at: &Operand) -> Block {
+/// The rows of a job's operand, `width` elements each; heads that share a key head count once.
+fn of_job(job: &Job, rows: usize, at: &Operand, width: usize) -> Block {
     let mut heads = at.heads.to_vec();
     heads.sort_unstable();
     heads.dedup();
@@ -98,7 +104,7 @@ fn of_job(job: &Job, rows: usize, at: &Operand) -> Block {
         segments: job.segments,
         rows,
         heads: heads.len(),
-        width: job.dim,
+        width,
         from: at.clone(),
         to: at,
     }

@@ -39,7 +39,8 @@ impl Plan {
     pub fn new(request: Request) -> Result<Plan> {
         request.check()?;
         let ranks = request.sharding.ranks();
-        let shards = Shards::new(&request.sharding, request.shape.tokens, &request.pattern);
+        let shards = Shards::new(&request.sharding, request.shape.tokens, &request.pattern)
+            .with_queries(request.positions());
         let lanes = request.pattern.lanes(&request.shape);
         let groups: Vec<Vec<Group>> = lanes.iter().map(|lane| shards.groups(lane)).collect();
         let pattern = &request.pattern;
@@ -59,11 +60,10 @@ impl Plan {
                 rings_of[rank].push((index, member));
             }
         }
-        let dim = request.shape.dim;
         Ok(Plan {
             heads: lanes
                 .iter()
-                .map(|lane| HeadAddresses::new(lane, dim))
+                .map(|lane| HeadAddresses::new(lane, &request.shape))
                 .collect(),
             slots: request.pattern.slots(request.shape.heads).len(),
             request,
@@ -133,8 +133,8 @@ impl Plan {
         let out_dtype = self.request.out_dtype();
         let mut inputs = vec![
             (Role::Q, "q", dtype, Width::Query),
-            (Role::K, "k", dtype, Width::Kv),
-            (Role::V, "v", dtype, Width::Kv),
+            (Role::K, "k", dtype, Width::Key),
+            (Role::V, "v", dtype, Width::Value),
         ];
         if let Pass::Backward { dlse } = self.request.pass {
             inputs.push((Role::Out, "out", out_dtype, Width::WideCell));

@@ -23,7 +23,10 @@ impl Plan {
             let each = parcels().map(|(parcel, width)| bytes(parcel) * parcel.hops(width));
             each.sum()
         };
-        let keys = |parcel: &Parcel| 2 * self.parcel_elements(parcel, Width::Kv) * stored;
+        let keys = |parcel: &Parcel| {
+            let elements = |width| self.parcel_elements(parcel, width);
+            (elements(Width::Key) + elements(Width::Value)) * stored
+        };
         let queries = |parcel: &Parcel| -> usize {
             let tensors = self.query_tensors().into_iter();
             let bytes = tensors
@@ -38,7 +41,7 @@ impl Plan {
             };
             parcels().map(of).sum::<usize>() * sum
         };
-        let rows = request.shape.batch * request.shape.tokens;
+        let rows = request.shape.batch * request.shape.queries;
         let all_gathered = |width: Width| (self.ranks() - 1) * rows * self.resident_width(width);
         match (request.queries, request.pass) {
             (Queries::Sharded, Pass::Forward) => rotated(&keys),

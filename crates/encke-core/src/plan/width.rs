@@ -2,55 +2,82 @@
 
 use std::sync::Arc;
 
-use crate::pattern::Lane;
+use crate::pattern::{Lane, LaneHead};
+use crate::shape::Shape;
 
 /// What a row of a buffer consists of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Width {
-    /// A key or value: `dim` elements for each key head.
-    Kv,
+    /// A key or its gradient: `dim` elements for each key head.
+    Key,
+    /// A value or its gradient: `value_dim` elements for each key head.
+    Value,
     /// A query or its gradient: `dim` elements for each head.
     Query,
     /// One element for each slot.
     Cell,
-    /// `dim` elements for each slot.
+    /// `value_dim` elements for each slot.
     WideCell,
 }
 
 impl Width {
     /// All of them, in the order of their declaration.
-    const ALL: [Width; 4] = [Width::Kv, Width::Query, Width::Cell, Width::WideCell];
+    const ALL: [Width; 5] = [
+        Width::Key,
+        Width::Value,
+        Width::Query,
+        Width::Cell,
+        Width::WideCell,
+    ];
+
+    /// Whether its rows are those of keys; otherwise those of queries.
+    pub fn is_of_keys(self) -> bool {
+        matches!(self, Width::Key | Width::Value)
+    }
+
+    /// Elements of one head.
+    pub fn of_head(self, shape: &Shape) -> usize {
+        match self {
+            Width::Key | Width::Query => shape.dim,
+            Width::Value | Width::WideCell => shape.value_dim,
+            Width::Cell => 1,
+        }
+    }
 }
 
 /// The offset of each head of a lane within a row, for every width. Computed once per lane; all
 /// jobs of the lane share the lists.
 #[derive(Debug, Clone)]
 pub(super) struct HeadAddresses {
-    resident: [Arc<[usize]>; 4],
-    packed: [Arc<[usize]>; 4],
+    resident: [Arc<[usize]>; 5],
+    packed: [Arc<[usize]>; 5],
 }
 
 impl HeadAddresses {
-    pub fn new(lane: &Lane, dim: usize) -> HeadAddresses {
+    pub fn new(lane: &Lane, shape: &Shape) -> HeadAddresses {
         let resident = |width: Width| {
-            let heads = lane.heads.iter().map(|head| match width {
-                Width::Kv => head.kv_head * dim,
-                Width::Query => head.head * dim,
-                Width::Cell => head.slot,
-                Width::WideCell => head.slot * dim,
-            });
-            heads.collect()
+            let index = |head: &LaneHead| match width {
+                Width::Key | Width::Value => head.kv_head,
+                Width::Query => head.head,
+                Width::Cell | Width::WideCell => head.slot,
+            };
+            let heads = lane.heads.iter();
+            heads
+                .map(|head| index(head) * width.of_head(shape))
+                .collect()
         };
         let packed = |width: Width| {
-            let heads = lane.heads.iter().enumerate().map(|(i, head)| match width {
-                Width::Kv => {
+            let index = |i: usize, head: &LaneHead| match width.is_of_keys() {
+                true => {
                     let kv = lane.kv_heads.binary_search(&head.kv_head);
-                    kv.expect("a lane lists every key head its heads read") * dim
+                    kv.expect("a lane lists every key head its heads read")
                 }
-                Width::Query | Width::WideCell => i * dim,
-                Width::Cell => i,
-            });
-            heads.collect()
+                false => i,
+            };
+            let heads = lane.heads.iter().enumerate();
+            heads
+                .map(|(i, head)| index(i, head) * width.of_head(shape))
+                .collect()
         };
         HeadAddresses {
             resident: Width::ALL.map(resident),

@@ -7,22 +7,27 @@ use std::ops::Range;
 use crate::mask::Band;
 use crate::pattern::{Lane, Pattern};
 use crate::rows::Rows;
+use crate::shape::Shape;
 
 /// The work of some lanes of a pattern.
 pub(super) struct PatternWork<'a> {
     pattern: &'a Pattern,
     lanes: &'a [Lane],
     tokens: usize,
+    /// The positions of the queries.
+    queries: Range<usize>,
     /// First token of each document, and the pairs of all queries before it.
     documents: Vec<(usize, u128)>,
 }
 
 impl<'a> PatternWork<'a> {
-    pub fn new(pattern: &'a Pattern, lanes: &'a [Lane], tokens: usize) -> PatternWork<'a> {
+    pub fn new(pattern: &'a Pattern, lanes: &'a [Lane], shape: &Shape) -> PatternWork<'a> {
+        let first_query = pattern.first_query(shape);
         let mut work = PatternWork {
             pattern,
             lanes,
-            tokens,
+            tokens: shape.tokens,
+            queries: first_query..first_query + shape.queries,
             documents: Vec::new(),
         };
         let mut before = 0;
@@ -45,6 +50,12 @@ impl<'a> PatternWork<'a> {
 
     /// Pairs of the queries before `token`.
     pub fn before(&self, token: usize) -> u128 {
+        let token = token.clamp(self.queries.start, self.queries.end);
+        self.positions_before(token) - self.positions_before(self.queries.start)
+    }
+
+    /// Pairs of the positions before `token`, if there were a query at each.
+    fn positions_before(&self, token: usize) -> u128 {
         let index = self.documents.partition_point(|(first, _)| *first < token);
         let Some(&(first, before)) = index.checked_sub(1).map(|at| &self.documents[at]) else {
             return 0;
@@ -121,15 +132,20 @@ mod tests {
         for seed in 0..300 {
             let tokens = 1 + seed as usize % 53;
             let shape = Shape::new(1, tokens, 4, 2, 8).unwrap();
+            let queries = 1 + seed as usize % 7 * tokens / 7;
+            let shape = shape.with_queries(queries).unwrap();
             let pattern = random_pattern(seed, &shape);
+            let positions = tokens - queries..tokens;
             let lanes = pattern.lanes(&shape);
-            let work = PatternWork::new(&pattern, &lanes, tokens);
+            let work = PatternWork::new(&pattern, &lanes, &shape);
             let mut expected = 0;
             for query in 0..tokens {
                 assert_eq!(work.before(query), expected, "seed {seed}: {pattern:?}");
                 let keys = (0..tokens).flat_map(|key| (0..4).map(move |head| (head, key)));
                 let pairs = keys.map(|(head, key)| pattern.multiplicity(&shape, head, query, key));
-                expected += pairs.map(|times| times as u128).sum::<u128>();
+                if positions.contains(&query) {
+                    expected += pairs.map(|times| times as u128).sum::<u128>();
+                }
             }
             assert_eq!(work.all(), expected, "seed {seed}: {pattern:?}");
         }

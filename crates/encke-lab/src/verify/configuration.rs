@@ -149,6 +149,7 @@ impl RandomConfiguration {
             softcap: self.softcap,
             slopes: self.alibi.then(|| alibi_slopes(self.shape.heads)),
             sinks: self.sinks.as_deref().map(Arc::from),
+            dropout: None,
         }
     }
 

@@ -172,12 +172,12 @@ proptest! {
 
 type PairCounts = BTreeMap<(usize, usize, usize, usize), usize>;
 
-/// (batch, head, query token, key token) of every pair of the pattern.
+/// (batch, head, query position, key token) of every pair of the pattern.
 fn pattern_pairs(request: &Request) -> PairCounts {
     let shape = &request.shape;
     let mut pairs = PairCounts::new();
     for (b, h) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
-        for (q, k) in (0..shape.tokens).flat_map(|q| (0..shape.tokens).map(move |k| (q, k))) {
+        for (q, k) in (request.positions()).flat_map(|q| (0..shape.tokens).map(move |k| (q, k))) {
             let count = request.pattern.multiplicity(shape, h, q, k);
             if count > 0 {
                 pairs.insert((b, h, q, k), count);
@@ -187,11 +187,11 @@ fn pattern_pairs(request: &Request) -> PairCounts {
     pairs
 }
 
-/// (batch, head, query token, key token) of every pair that the ranks compute.
+/// (batch, head, query position, key token) of every pair that the ranks compute.
 fn computed_pairs(request: &Request) -> PairCounts {
     let shape = request.shape;
-    let labels = |heads: usize, dim: usize| {
-        let dims = [shape.batch, shape.tokens, heads, dim];
+    let labels = |rows: usize, heads: usize| {
+        let dims = [shape.batch, rows, heads, 1];
         let values = (0..dims.iter().product::<usize>()).map(|i| i as f64);
         Tensor::from_data(Data::F64(values.collect()), dims).expect("sizes agree")
     };
@@ -210,13 +210,10 @@ fn computed_pairs(request: &Request) -> PairCounts {
                     let (head, kv_head) = (q % shape.heads, k % shape.kv_heads);
                     assert_eq!(shape.kv_head(head), kv_head, "a head read another's keys");
                     let (q, k) = (q / shape.heads, k / shape.kv_heads);
-                    assert_eq!(
-                        q / shape.tokens,
-                        k / shape.tokens,
-                        "batch entries were mixed"
-                    );
-                    let batch = q / shape.tokens;
-                    let pair = (batch, head, q % shape.tokens, k % shape.tokens);
+                    let batch = q / shape.queries;
+                    assert_eq!(batch, k / shape.tokens, "batch entries were mixed");
+                    let position = request.positions().start + q % shape.queries;
+                    let pair = (batch, head, position, k % shape.tokens);
                     *pairs.entry(pair).or_default() += 1;
                 }
             }
@@ -224,7 +221,8 @@ fn computed_pairs(request: &Request) -> PairCounts {
         Ok(())
     });
     let ring = ThreadRing::new(kernel, DEADLINE);
-    let (q, kv) = (labels(shape.heads, 1), labels(shape.kv_heads, 1));
+    let q = labels(shape.queries, shape.heads);
+    let kv = labels(shape.tokens, shape.kv_heads);
     let inputs = [
         (Role::Q, q.view()),
         (Role::K, kv.view()),

@@ -270,12 +270,17 @@ fn kept_bytes(request: &Request) -> usize {
     let Request {
         shape, sharding, ..
     } = request;
-    let rows = (0..sharding.ranks()).map(|rank| sharding.rows(shape.tokens, rank));
-    let rows = match request.queries {
-        Queries::Sharded => rows.max().unwrap_or(0),
-        Queries::Replicated => shape.tokens,
+    let queries = |rank: usize| -> usize {
+        let runs = sharding.runs(shape.tokens, rank).into_iter();
+        let positions = request.positions();
+        runs.filter_map(|run| Some(run.within(&positions)?.count))
+            .sum()
     };
-    let row = shape.dim * request.out_dtype().bytes() + request.dtype.sum().bytes();
+    let rows = match request.queries {
+        Queries::Sharded => (0..sharding.ranks()).map(queries).max().unwrap_or(0),
+        Queries::Replicated => shape.queries,
+    };
+    let row = shape.value_dim * request.out_dtype().bytes() + request.dtype.sum().bytes();
     shape.batch * rows * request.pattern.slots(shape.heads).len() * row
 }
 
