@@ -15,7 +15,7 @@ class AgreedRequests:
     """Shards and rings by the requests that all ranks have agreed on.
 
     All ranks make the same calls in the same order, so that their caches hold the same requests.
-    Those of packed documents are fewer: the next batch is mostly packed in another way.
+    Those of packed documents and of dropout are fewer: the next batch mostly has others.
     """
 
     def __init__(self) -> None:
@@ -37,4 +37,5 @@ class AgreedRequests:
         of[key] = value
 
     def _of(self, options: Options) -> dict[Any, Any]:
-        return self._lasting if options.documents is None else self._packed
+        lasting = options.documents is None and options.seed is None
+        return self._lasting if lasting else self._packed

@@ -176,7 +176,7 @@ def ring_of(
     if shard is None:
         shard = _shard(wire, options, every)
         wire.agreed.put(options, (options, every), shard)
-    q, k, _ = given
+    q, k, v = given
     if q.is_cuda and (request.sinks or shard.cpu_only is not None):
         alone = "sinks is computed on the cpu only; leave it out, or move the tensors to the cpu"
         raise ValueError(shard.cpu_only or alone)
@@ -186,7 +186,8 @@ def ring_of(
             f'(mixing_gradient="exact") and checkpoint must be "keep"; the rows are {list(every)}'
         )
     tokens = sum(every)
-    shape = (q.shape[0], tokens, q.shape[2], k.shape[2], q.shape[3])
+    sizes = (q.shape[0], tokens, q.shape[2], k.shape[2], q.shape[3])
+    shape = (*sizes, tokens, v.shape[3])
     shard.check(shape, options.precision or str(q.dtype))
     description = json.dumps([_describe(given, request), every], default=str)
     return Ring(wire, shard, every, options.precision, description)

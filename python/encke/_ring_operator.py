@@ -30,7 +30,7 @@ from encke._torch import (
 from encke._wire import wire_of
 from encke.options import Options, find
 
-_TENSORS = "Tensor? sinks, Tensor? cu_seqlens, Tensor? slopes"
+_TENSORS = "Tensor? sinks, Tensor? cu_seqlens, Tensor? slopes, Tensor? seed"
 # The number of tensors, and of options of the mask.
 _TENSOR_COUNT, _MASK_COUNT = _TENSORS.count(",") + 1, MASK_OPTIONS.count(",") + 1
 # The options of a ring over processes, in the order of the schema; then those of the mask.
@@ -47,6 +47,7 @@ _FIELDS = (
     "precision",
     "checkpoint",
 )
+_MASK_FIELDS = Options._fields[Options._fields.index("window") :]
 _REQUEST = """str group, int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
     str? offsets, str? mixing_gradient, bool causal, float? scale, str sharding, str? precision,
     str checkpoint, MASK_OPTIONS, int[]? sizes, bool grad, bool return_lse, bool with_sinks"""
@@ -66,7 +67,7 @@ def as_operator(
     named = Options(*options)
     flat = [getattr(named, field) for field in _FIELDS]
     masks = flatten_masks(options)
-    tensors = (given.sinks, tensors.cu_seqlens, tensors.slopes)
+    tensors = (given.sinks, tensors.cu_seqlens, tensors.slopes, tensors.seed)
     out, lse, *_ = _operator(*qkv, *tensors, name, *flat, *masks, *rest)
     return out, lse
 
@@ -79,15 +80,9 @@ def _request(flat: tuple[Any, ...]) -> Request:
     """The request of an operator's arguments; torch passes sequences as lists."""
     values = [tuple(x) if isinstance(x, (list, tuple)) else x for x in flat]
     masks, rest = len(_FIELDS), len(_FIELDS) + _MASK_COUNT
-    window, prefix, softcap, alibi, _ = unflatten_masks(*values[masks:rest])
-    options = Options(
-        **dict(zip(_FIELDS, values)),
-        window=window,
-        prefix=prefix,
-        softcap=softcap,
-        alibi_slopes=alibi,
-    )
-    return Request(options, *values[rest:])
+    given = dict(zip(_FIELDS, values))
+    given.update(zip(_MASK_FIELDS, unflatten_masks(*values[masks:rest])))
+    return Request(Options(**given), *values[rest:])
 
 
 def _split(rest: tuple[Any, ...]) -> tuple[MaskTensors, str, Request]:
@@ -98,13 +93,13 @@ def _split(rest: tuple[Any, ...]) -> tuple[MaskTensors, str, Request]:
 
 
 def _masked(tensors: MaskTensors, request: Request) -> Request:
-    """The request with the documents and slopes of the tensors."""
+    """The request with the documents, slopes and seed of the tensors."""
     return request._replace(options=tensors.masks(request.options))
 
 
 def _fake_attention(request: Request) -> Any:
     """An attention for the shapes of the results, which do not depend on the sharding."""
-    return find(request.options._replace(sharding="contiguous"))
+    return find(request.options._replace(sharding="contiguous", dropout=0.0))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -127,7 +122,7 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
     _, group, request = _split(rest)
     ranks = dist.get_world_size(_group(group))
     sizes = torch.empty(ranks, dtype=torch.int64)
-    return (*fake_outputs(_fake_attention(request), q), sizes)
+    return (*fake_outputs(_fake_attention(request), q, v), sizes)
 
 
 def _backward(

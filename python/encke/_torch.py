@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from encke import _cuda, _encke
-from encke.masks import boundaries, documents_of, key_lengths_of, numbers, slopes_of
+from encke.masks import boundaries, documents_of, key_lengths_of, numbers, seed_of, slopes_of
 from encke.options import SLOPES, Options, find, with_masks
 from encke.padding import find_padded
 
@@ -27,6 +27,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARDING = Options._fields.index("sharding")
 _RANKS = Options._fields.index("ranks")
 _WINDOW = Options._fields.index("window")
+_DROPOUT = Options._fields.index("dropout")
 # Whether autocast is on for any device: faster than asking for one device.
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _DTYPES = {
@@ -65,6 +66,7 @@ class BatchMasks(NamedTuple):
     cu_seqlens: Any = None
     alibi_slopes: Any = None
     key_lengths: Any = None
+    seed: Any = None
 
 
 def attention_with(
@@ -75,11 +77,15 @@ def attention_with(
     sinks = None if given.sinks is None else _sinks(given.sinks, q)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
+    if given.seed is None and options[_DROPOUT]:
+        given = given._replace(seed=torch.randint(2**63 - 1, ()))
     plain = all(type(x) in _PLAIN for x in (q, k, v, *(() if sinks is None else (sinks,))))
     if not plain or torch.compiler.is_compiling():
         options, tensors = _as_tensors(options, given)
         return _through_operator(q, k, v, options, tensors._replace(sinks=sinks))
-    masked = with_masks(options, given.documents, given.cu_seqlens, given.alibi_slopes)
+    masked = with_masks(
+        options, given.documents, given.cu_seqlens, given.alibi_slopes, given.seed
+    )
     found = find_padded(tuple(masked), key_lengths_of(given.key_lengths))
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -263,12 +269,18 @@ def _backward(
 # The custom operators. Sharding, ranks, window and slopes are two arguments each, because a schema
 # has no unions.
 
-MASK_TENSORS = "Tensor? sinks, Tensor? cu_seqlens, Tensor? slopes, Tensor? key_lengths"
-MASK_OPTIONS = "int? window_left, int? window_right, int prefix, float? softcap, bool alibi"
+MASK_TENSORS = """Tensor? sinks, Tensor? cu_seqlens, Tensor? slopes, Tensor? seed,
+    Tensor? key_lengths"""
+MASK_OPTIONS = """int? window_left, int? window_right, int prefix, float? softcap, bool alibi,
+    int? query_offset, float dropout"""
 _OPTIONS = f"""int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
     str? offsets, str? mixing_gradient, bool causal, float? scale, int? ranks, str sharding,
     str queries, str? precision, str checkpoint, int redundancy, float? deadline,
     bool deterministic, int? memory_per_rank, {MASK_OPTIONS}, int[]? firsts, bool auto"""
+
+
+# The number of tensors.
+_COUNT = MASK_TENSORS.count(",") + 1
 
 
 class MaskTensors(NamedTuple):
@@ -277,14 +289,17 @@ class MaskTensors(NamedTuple):
     sinks: Optional[Tensor] = None
     cu_seqlens: Optional[Tensor] = None
     slopes: Optional[Tensor] = None
+    seed: Optional[Tensor] = None
     key_lengths: Optional[Tensor] = None
 
     def masks(self, options: Options) -> Options:
-        """The options with these documents and slopes."""
+        """The options with these documents, slopes and seed."""
         if self.cu_seqlens is not None:
             options = options._replace(documents=documents_of(None, self.cu_seqlens))
         if self.slopes is not None:
             options = options._replace(alibi_slopes=slopes_of(self.slopes))
+        if self.seed is not None and options.dropout:
+            options = options._replace(seed=seed_of(self.seed))
         return options
 
 
@@ -305,9 +320,14 @@ def _as_tensors(
     else:
         alibi, slopes = None, _as_tensor(slopes, torch.float64)
     options = (*options[:SLOPES], alibi, *options[SLOPES + 1 :])
+    seed = given.seed
+    if seed is not None and not isinstance(seed, torch.Tensor):
+        # A tensor holds 64 bits with a sign.
+        seed = seed_of(seed)
+        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
     whole = torch.int64
     return options, MaskTensors(
-        None, _as_tensor(cu_seqlens, whole), slopes, _as_tensor(lengths, whole)
+        None, _as_tensor(cu_seqlens, whole), slopes, seed, _as_tensor(lengths, whole)
     )
 
 
@@ -321,13 +341,16 @@ def flatten_masks(options: tuple[Any, ...]) -> list[Any]:
     """The arguments MASK_OPTIONS of an operator."""
     options = Options(*options)
     left, right = options.window or (None, None)
-    return [left, right, options.prefix, options.softcap, options.alibi_slopes is True]
+    alibi = options.alibi_slopes is True
+    scores = [options.prefix, options.softcap, alibi]
+    return [left, right, *scores, options.query_offset, float(options.dropout)]
 
 
-def unflatten_masks(left: Any, right: Any, prefix: int, softcap: Any, alibi: bool) -> list[Any]:
+def unflatten_masks(left: Any, right: Any, *rest: Any) -> list[Any]:
     """The inverse: the fields of :class:`Options` from the window on."""
+    prefix, softcap, alibi, query_offset, dropout = rest
     window = None if left is None and right is None else (left, right)
-    return [window, prefix, softcap, alibi or None, None]
+    return [window, prefix, softcap, alibi or None, None, query_offset, dropout, None]
 
 
 def operator_arguments(options: tuple[Any, ...]) -> list[Any]:
@@ -363,7 +386,7 @@ def _options(flat: tuple[Any, ...]) -> Options:
 
 def _unmasked(flat: tuple[Any, ...]) -> Any:
     """The attention without the values of tensors, for shapes and types of results."""
-    return find(tuple(_options(flat)))
+    return find(tuple(_options(flat)._replace(dropout=0.0)))
 
 
 def _found(tensors: MaskTensors, flat: tuple[Any, ...]) -> Any:
@@ -373,7 +396,7 @@ def _found(tensors: MaskTensors, flat: tuple[Any, ...]) -> Any:
 
 
 def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    tensors, flat = MaskTensors(*rest[:4]), rest[4:]
+    tensors, flat = MaskTensors(*rest[:_COUNT]), rest[_COUNT:]
     return _without_none(*_forward(_found(tensors, flat), q, k, v, tensors.sinks))
 
 
@@ -397,18 +420,19 @@ _attention_operator = torch.library.custom_op(
 
 @_attention_operator.register_fake
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return fake_outputs(_unmasked(rest[4:]), q)
+    return fake_outputs(_unmasked(rest[_COUNT:]), q, v)
 
 
-def fake_outputs(found: Any, q: Tensor) -> tuple[Tensor, ...]:
+def fake_outputs(found: Any, q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Uninitialised out, lse, slot_out and slot_lse of a forward pass."""
     dtype = _computed_in(q, found.precision)
     sums = _summed_in(dtype)
-    out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=sums)
+    (batch, queries, heads, _), dim = q.shape, v.shape[3]
+    lse = q.new_empty((batch, queries, heads), dtype=sums)
+    out = q.new_empty((batch, queries, heads, dim), dtype=dtype)
     if not found.splits_slots:
         return _without_none(out, lse, None, None)
-    batch, tokens, heads, dim = q.shape
-    by_slot = (batch, tokens, found.slots(int(heads)))
+    by_slot = (batch, queries, found.slots(int(heads)))
     return out, lse, q.new_empty((*by_slot, dim), dtype=sums), q.new_empty(by_slot, dtype=sums)
 
 
@@ -432,7 +456,7 @@ def _operator_backward(
     dlse: Optional[Tensor],
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    tensors, flat = MaskTensors(*rest[:4]), rest[4:]
+    tensors, flat = MaskTensors(*rest[:_COUNT]), rest[_COUNT:]
     saved = [None if x is None or x.numel() == 0 else x for x in (out, lse, slot_out, slot_lse)]
     *gradients, dsinks = _backward(
         _found(tensors, flat), q, k, v, *saved, tensors.sinks, dout, dlse
@@ -452,7 +476,7 @@ _backward_operator = torch.library.custom_op(
 
 @_backward_operator.register_fake
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    dtype = _computed_in(q, _unmasked(rest[10:]).precision)
+    dtype = _computed_in(q, _unmasked(rest[6 + _COUNT :]).precision)
     return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), fake_dsinks(q, rest[6])
 
 
@@ -462,9 +486,9 @@ def fake_dsinks(q: Tensor, sinks: Optional[Tensor]) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *tensors = inputs[:7]
+    q, k, v, *tensors = inputs[: 3 + _COUNT]
     out, lse, slot_out, slot_lse = output
-    ctx.flat = tuple(inputs[7:])
+    ctx.flat = tuple(inputs[3 + _COUNT :])
     ctx.set_materialize_grads(False)
     if _unmasked(ctx.flat).recomputes:
         out, lse = out.new_empty(0), lse.new_empty(0)
@@ -472,13 +496,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _differentiate(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * (3 + len(ctx.flat))
+    nothing = (None,) * (_COUNT - 1 + len(ctx.flat))
     if dout is None and dlse is None:
         return None, None, None, None, *nothing
     q, k, v, *_ = ctx.saved_tensors
     saved, tensors = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
     if dout is None:
-        dout = torch.zeros_like(q, dtype=_computed_in(q, _unmasked(ctx.flat).precision))
+        dtype = _computed_in(q, _unmasked(ctx.flat).precision)
+        dout = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
     dq, dk, dv, dsinks = _backward_operator(*saved, dout, dlse, *tensors, *ctx.flat)
     of_sinks = None if tensors[0] is None else dsinks
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, *nothing

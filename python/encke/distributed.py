@@ -39,7 +39,7 @@ from encke._ring import Request, agree, attend, cut_of, expected_sizes
 from encke._ring_operator import as_operator
 from encke._torch import BatchMasks, _autocast, _sinks
 from encke._wire import Disagreement, wire_of
-from encke.masks import boundaries, documents_of, prefix_of, window_of
+from encke.masks import boundaries, documents_of, prefix_of, rate_of, window_of
 from encke.nn.attention import refuse_dropout
 from encke.options import Options, as_tuple, from_keywords, with_masks
 
@@ -80,6 +80,8 @@ def ring_attention(
     softcap: Optional[float] = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     precision: Any = None,
     checkpoint: str = "keep",
     return_lse: bool = False,
@@ -99,6 +101,8 @@ def ring_attention(
     sinks
         The same on all ranks. The gradient is that of this rank's rows, as for every parameter
         that all ranks have: DistributedDataParallel, or an all-reduce, adds up those of all ranks.
+    dropout, seed
+        A seed is needed, the same on all ranks and another one in every call.
 
     The other options are those of :func:`encke.attention`. Returns out, or (out, lse) with
     ``return_lse``.
@@ -123,9 +127,13 @@ def ring_attention(
     refusal: Optional[Exception] = None
     try:
         sinks = None if sinks is None else _sinks(sinks, q)
-        options = options._replace(window=window_of(window), prefix=prefix_of(prefix))
+        options = options._replace(
+            window=window_of(window), prefix=prefix_of(prefix), dropout=rate_of(dropout)
+        )
+        if options.dropout and seed is None:
+            raise ValueError(f"dropout is {dropout}, and needs a seed, the same on all ranks")
         if not torch.compiler.is_compiling():
-            options = with_masks(options, documents, cu_seqlens, alibi_slopes)
+            options = with_masks(options, documents, cu_seqlens, alibi_slopes, seed)
     except (TypeError, ValueError) as error:
         # The other ranks are told before it is raised.
         refusal, sinks = error, None
@@ -135,7 +143,7 @@ def ring_attention(
     if torch.compiler.is_compiling():
         if refusal is not None:
             raise refusal
-        masks = BatchMasks(sinks, documents, cu_seqlens, alibi_slopes)
+        masks = BatchMasks(sinks, documents, cu_seqlens, alibi_slopes, seed=seed)
         out, lse = as_operator((q, k, v), masks, group, request)
     else:
         out, lse = attend((q, k, v), sinks, group, request, refusal)

@@ -13,7 +13,7 @@ from typing import Any, Optional, TypeVar, Union
 
 import numpy
 
-from encke.masks import key_lengths_of, numbers, prefix_of, window_of
+from encke.masks import key_lengths_of, numbers, offset_of, prefix_of, rate_of, window_of
 from encke.options import Options, as_tuple, find, from_keywords, with_masks
 from encke.padding import find_padded
 
@@ -62,6 +62,9 @@ def attention(
     softcap: Optional[float] = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    query_offset: Optional[int] = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     ranks: Union[int, str, None] = None,
     sharding: Union[str, Sequence[int]] = "contiguous",
     queries: str = "sharded",
@@ -73,8 +76,10 @@ def attention(
     memory_per_rank: Optional[int] = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of ``q`` ``[batch, tokens, heads, dim]`` over ``k`` and ``v`` ``[batch, tokens,
-    kv_heads, dim]``; ``kv_heads`` must divide ``heads``.
+    """Attention of ``q`` ``[batch, queries, heads, dim]`` over ``k`` ``[batch, tokens, kv_heads,
+    dim]`` and ``v`` ``[batch, tokens, kv_heads, value_dim]``; ``kv_heads`` must divide ``heads``.
+    There may be fewer queries than tokens, and on the CPU values of another ``value_dim`` than
+    ``dim``.
 
     The attention pattern:
 
@@ -110,6 +115,9 @@ def attention(
         ``[0, first length, ..., tokens]``. A query sees keys of its own document only, and segments
         and the prefix begin anew in each: a packed call equals a call for each document. The same
         documents are in every entry of the batch.
+    query_offset
+        The position of the first query where there are fewer queries than tokens. Default: queries
+        are the last tokens. Masks, segments and slopes go by positions.
     key_lengths
         The number of tokens of each entry of a right-padded batch. Rows at or after it are not
         read; their output is 0, their lse minus infinity, and their gradients are 0.
@@ -126,6 +134,10 @@ def attention(
     sinks
         One number for each head, ``[heads]``: a score that takes part in the softmax and has no
         value. A torch tensor of sinks has a gradient.
+    dropout, seed
+        The probability that a pair is dropped after the softmax; the others are divided by the
+        probability to be kept. Whether a pair is dropped depends on the seed and the pair, not on
+        the ring. Default seed: a random one, of torch's generator for torch tensors.
 
     How it is computed, which changes results only by rounding:
 
@@ -152,8 +164,9 @@ def attention(
         Whether every run gives the same bits. The CPU always does; False lets a GPU sum gradients
         in the fastest order.
 
-    Returns out, shaped like ``q``, or with ``return_lse`` (out, lse): the lse is ``[batch, tokens,
-    heads]``, float32 (float64 for float64), and minus infinity where a query has no keys.
+    Returns out, ``[batch, queries, heads, value_dim]``, or with ``return_lse`` (out, lse): the lse
+    is ``[batch, queries, heads]``, float32 (float64 for float64), and minus infinity where a query
+    has no keys.
 
     >>> import torch
     >>> q, k, v = (torch.randn(2, 32, 4, 8, requires_grad=True) for _ in range(3))
@@ -208,23 +221,31 @@ def attention(
         softcap,
         None,
         None,
+        query_offset if query_offset is None else offset_of(query_offset),
+        dropout and rate_of(dropout),
+        None,
     )
     plain = (
-        sinks is None
+        not dropout
+        and sinks is None
         and documents is None
         and cu_seqlens is None
         and alibi_slopes is None
         and key_lengths is None
     )
     if isinstance(q, numpy.ndarray):
-        masked = with_masks(options, documents, cu_seqlens, alibi_slopes)
+        if dropout and seed is None:
+            seed = int(numpy.random.default_rng().integers(2**63))
+        masked = with_masks(options, documents, cu_seqlens, alibi_slopes, seed)
         found = find_padded(tuple(masked), key_lengths_of(key_lengths))
         out, lse, _, _ = found.forward(q, k, v, None if sinks is None else numbers("sinks", sinks))
     elif plain:
         out, lse = (_on_torch or _import_torch())(q, k, v, options, return_lse)
     else:
         _on_torch or _import_torch()
-        masks = _torch_module.BatchMasks(sinks, documents, cu_seqlens, alibi_slopes, key_lengths)
+        masks = _torch_module.BatchMasks(
+            sinks, documents, cu_seqlens, alibi_slopes, key_lengths, seed
+        )
         out, lse = _torch_module.attention_with(q, k, v, options, masks)
     return (out, lse) if return_lse else out
 

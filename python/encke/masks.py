@@ -53,6 +53,36 @@ def prefix_of(prefix: Any) -> int:
     return prefix
 
 
+def offset_of(query_offset: Any) -> Optional[int]:
+    """The position of the first query."""
+    if query_offset is None:
+        return None
+    offset = operator.index(query_offset)
+    if offset < 0:
+        raise ValueError(f"query_offset is {offset}; it must be 0 or more")
+    return offset
+
+
+def rate_of(dropout: Any) -> float:
+    """The probability that a pair is dropped."""
+    rate = float(dropout)
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout is {rate}; it must be at least 0 and below 1")
+    return rate
+
+
+def seed_of(seed: Any) -> Optional[int]:
+    """A number of 64 bits without a sign; a tensor has it with one."""
+    if seed is None:
+        return None
+    if hasattr(seed, "item"):
+        return int(seed.item()) % 2**64
+    number = operator.index(seed)
+    if not 0 <= number < 2**64:
+        raise ValueError(f"seed is {number}; it must be from 0 to 2**64 - 1")
+    return number
+
+
 def documents_of(documents: Any, cu_seqlens: Any) -> Optional[tuple[int, ...]]:
     """The lengths of the documents, given as such or by the tokens at which they begin and end.
 

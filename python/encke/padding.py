@@ -23,8 +23,9 @@ class PaddedAttention:
     def __init__(self, options: tuple[Any, ...], key_lengths: tuple[int, ...]) -> None:
         self._options = Options(*options)
         self._lengths = key_lengths
-        # Without documents: for what does not depend on them.
-        self._unpacked: _encke.Attention = find(tuple(self._options._replace(documents=None)))
+        # For what does not depend on documents and seed.
+        lasting = self._options._replace(documents=None, dropout=0.0, seed=None)
+        self._unpacked: _encke.Attention = find(tuple(lasting))
         if not isinstance(self._options.sharding, str):
             raise ValueError(
                 f"sharding is {list(self._options.sharding)} and key_lengths is given: the rows "

@@ -34,6 +34,7 @@ class _Pattern(NamedTuple):
     right: Optional[int] = None
     prefix: int = 0
     documents: Optional[tuple[int, ...]] = None
+    query_offset: Optional[int] = None
 
     def options(self) -> dict[str, Any]:
         """As keyword arguments, without defaults."""
@@ -46,15 +47,22 @@ class _Pattern(NamedTuple):
                 given["prefix"] = self.prefix
         if self.documents is not None:
             given["documents"] = list(self.documents)
+        if self.query_offset is not None:
+            given["query_offset"] = self.query_offset
         return given
 
-    def mask(self, tokens: int) -> numpy.ndarray:
-        """Which query sees which key: [tokens, tokens]."""
+    def firsts(self, tokens: int) -> numpy.ndarray:
+        """The first token of the document of each token."""
         lengths = self.documents or (tokens,)
-        firsts = numpy.repeat(numpy.cumsum((0, *lengths))[:-1], lengths)
+        return numpy.repeat(numpy.cumsum((0, *lengths))[:-1], lengths)
+
+    def mask(self, queries: int, tokens: int) -> numpy.ndarray:
+        """Which query sees which key: [queries, tokens]."""
+        firsts = self.firsts(tokens)
         key = numpy.arange(tokens)
-        query = key[:, None]
-        seen = numpy.ones((tokens, tokens), dtype=bool)
+        offset = tokens - queries if self.query_offset is None else self.query_offset
+        query = offset + numpy.arange(queries)[:, None]
+        seen = numpy.ones((queries, tokens), dtype=bool)
         if self.left is not None:
             seen &= query - key <= self.left
         if self.right is not None:
@@ -62,16 +70,16 @@ class _Pattern(NamedTuple):
         seen |= key < firsts + self.prefix
         if self.causal:
             seen &= key <= query
-        return seen & (firsts == firsts[:, None])
+        return seen & (firsts == firsts[query])
 
 
 def pattern_of(mask: Any) -> dict[str, Any]:
     """The keyword arguments of :func:`encke.attention` that show the pairs of a boolean ``mask``,
-    True where a query sees a key: ``[tokens, tokens]``, or ``[batch, tokens, tokens]`` or ``[batch,
-    1, tokens, tokens]``, a torch tensor or a NumPy array.
+    True where a query sees a key: ``[queries, tokens]``, or ``[batch, queries, tokens]`` or
+    ``[batch, 1, queries, tokens]``, a torch tensor or a NumPy array.
 
-    Causal masks, windows, prefixes and documents are recognised, and batches that differ by their
-    lengths. Any other mask is a :class:`encke.MaskError`, which names the first pair that is not of
+    Causal masks, windows, prefixes and documents are recognised, for all tokens or for some queries
+    of them, and batches that differ by their lengths. Any other mask is a :class:`encke.MaskError`, which names the first pair that is not of
     the nearest pattern.
 
     >>> import numpy as np
@@ -93,18 +101,24 @@ encke.attention has causal masks, windows, prefixes and documents
         raise TypeError(f"mask is of type {mask.dtype}; it must be boolean, True where a key is seen")
     if mask.ndim == 4 and shape[1] == 1:
         mask = mask[:, 0]
-    if mask.ndim not in (2, 3) or mask.shape[-1] != mask.shape[-2] or 0 in shape:
+    if mask.ndim not in (2, 3) or mask.shape[-1] < mask.shape[-2] or 0 in shape:
         raise ValueError(
-            f"mask has shape {list(shape)}; it must be [tokens, tokens], [batch, tokens, tokens] or "
-            "[batch, 1, tokens, tokens]"
+            f"mask has shape {list(shape)}; it must be [queries, tokens], [batch, queries, tokens] "
+            "or [batch, 1, queries, tokens], with at most as many queries as tokens"
         )
-    if mask.ndim == 2 or (mask == mask[0]).all():
+    square = mask.shape[-1] == mask.shape[-2]
+    if mask.ndim == 2 or (mask == mask[0]).all() or not square:
         whole = mask if mask.ndim == 2 else mask[0]
         found, first = _nearest(whole)
+        if first is not None and (mask.ndim == 2 or not square):
+            raise _error(found.options(), whole, first)
+        for entry in mask if mask.ndim == 3 and first is None else ():
+            # Entries of other lengths are recognised only with a query for every token.
+            other = _first_difference(entry, whole)
+            if other is not None:
+                raise _error(found.options(), entry, other)
         if first is None:
             return found.options()
-        if mask.ndim == 2:
-            raise _error(found.options(), whole, first)
     return _padded(mask)
 
 
@@ -122,7 +136,7 @@ def _padded(mask: numpy.ndarray) -> dict[str, Any]:
     options = found.options()
     if any(length < tokens for length in lengths):
         options["key_lengths"] = lengths
-    shown = found.mask(tokens)
+    shown = found.mask(tokens, tokens)
     for entry, length in enumerate(lengths):
         expected = shown.copy()
         expected[length:] = False
@@ -153,8 +167,9 @@ def _error(
 def _nearest(mask: numpy.ndarray) -> tuple[_Pattern, Optional[tuple[int, int]]]:
     """The pattern that is equal, or the one that agrees longest and the first pair that differs."""
     best: Optional[tuple[_Pattern, tuple[int, int]]] = None
-    for pattern in _candidates(mask):
-        first = _first_difference(mask, pattern.mask(len(mask)))
+    square = mask.shape[0] == mask.shape[1]
+    for pattern in _candidates(mask) if square else _candidates_of_some_queries(mask):
+        first = _first_difference(mask, pattern.mask(*mask.shape))
         if first is None:
             return pattern, None
         if best is None or first > best[1]:
@@ -227,6 +242,82 @@ def _windows(
             bounded = limit_left is not None or limit_right is not None
             yield limit_left, limit_right, prefix if bounded else 0
     yield None, None, 0
+
+
+# How many positions of the first query are tried, of those at which every query sees itself.
+_MAX_OFFSETS = 64
+
+
+def _candidates_of_some_queries(mask: numpy.ndarray) -> Iterator[_Pattern]:
+    """Patterns to compare with a mask that has fewer queries than tokens."""
+    queries, tokens = mask.shape
+    usual = tokens - queries
+    # Where nothing after a query is visible, the last key that one sees is its own position.
+    key = numpy.arange(tokens)
+    last = numpy.where(mask, key, -1).max(1) - numpy.arange(queries)
+    offsets = [usual, int(last[0]), int(last[-1])]
+    own = numpy.arange(queries)
+    for offset in range(usual, -1, -1):
+        if mask[own, own + offset].all():
+            offsets.append(offset)
+        if len(offsets) > _MAX_OFFSETS:
+            break
+    for offset in dict.fromkeys(at for at in offsets if 0 <= at <= usual):
+        given = None if offset == usual else offset
+        for documents in _divisions_of_some_queries(mask, offset):
+            for causal in (True, False):
+                base = _Pattern(causal, documents=documents, query_offset=given)
+                yield from _windows_of_some_queries(mask, base, offset)
+
+
+def _divisions_of_some_queries(
+    mask: numpy.ndarray, offset: int
+) -> Iterator[Optional[tuple[int, ...]]]:
+    """Documents to try: none, and the cuts around and between queries that no pair crosses."""
+    yield None
+    queries, tokens = mask.shape
+    key, query = numpy.arange(tokens), offset + numpy.arange(queries)
+    crossed = numpy.zeros(tokens + 1, dtype=int)
+    low = numpy.minimum(numpy.where(mask, key, tokens).min(1), query)
+    high = numpy.maximum(numpy.where(mask, key, -1).max(1), query)
+    # The cuts from low + 1 to high are crossed.
+    numpy.add.at(crossed, low + 1, 1)
+    numpy.add.at(crossed, high + 1, -1)
+    cuts = numpy.flatnonzero(numpy.cumsum(crossed)[1:tokens] == 0) + 1
+    # Documents without queries may be one.
+    before, after = cuts[cuts <= query[0]], cuts[cuts > query[-1]]
+    between = cuts[(cuts > query[0]) & (cuts <= query[-1])]
+    kept = [*before[-1:].tolist(), *between.tolist(), *after[:1].tolist()]
+    if kept:
+        bounds = [0, *kept, tokens]
+        yield tuple(end - begin for begin, end in zip(bounds, bounds[1:]))
+
+
+def _windows_of_some_queries(
+    mask: numpy.ndarray, base: _Pattern, offset: int
+) -> Iterator[_Pattern]:
+    """The pattern with the windows and prefixes to try, from all pairs of a document."""
+    queries, tokens = mask.shape
+    firsts = base.firsts(tokens)
+    key, query = numpy.arange(tokens), offset + numpy.arange(queries)[:, None]
+    within = firsts == firsts[query]
+    if base.causal:
+        within &= key <= query
+    hidden = within & ~mask
+    # Positions of keys in their documents that some query does not see.
+    places = (key - firsts)[hidden.any(0)]
+    if not len(places):
+        yield base
+        return
+    for prefix in dict.fromkeys((0, int(places.min()))):
+        shown = within & mask & (key - firsts >= prefix)
+        distance = query - key
+        left = right = None
+        if (hidden & (distance > 0)).any():
+            left = int(distance[shown].max(initial=0))
+        if (hidden & (distance < 0)).any():
+            right = int((-distance)[shown].max(initial=0))
+        yield base._replace(left=left, right=right, prefix=prefix)
 
 
 def _run(seen: numpy.ndarray) -> int:

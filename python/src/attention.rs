@@ -9,8 +9,8 @@ use pyo3::types::PyDict;
 
 use crate::error;
 use crate::host_passes::{
-    PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PyTensor, QkvInputs, cpu_only,
-    export_forward, export_gradients, pass, shape, with_dsinks,
+    PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PySizes, PyTensor, QkvInputs,
+    cpu_only, export_forward, export_gradients, pass, shape, with_dsinks,
 };
 use crate::owned::{export, unshare};
 use crate::settings::{PyPatternOptions, PyRingOptions, dtype};
@@ -172,11 +172,11 @@ impl Attention {
     fn explain(
         &self,
         py: Python<'_>,
-        sizes: (usize, usize, usize, usize, usize),
+        sizes: PySizes,
         dtype_name: &str,
         backward: bool,
     ) -> PyResult<String> {
-        let (shape, dtype) = (shape(sizes)?, dtype(dtype_name)?);
+        let (shape, dtype) = (shape(&sizes)?, dtype(dtype_name)?);
         py.detach(|| {
             let plan = self.library.plan(shape, dtype, pass(backward));
             let plan = plan.map_err(|error| error::call(&error))?;

@@ -103,7 +103,11 @@ pub(crate) fn enqueue_shard(
 ) -> PyResult<()> {
     let tensors = GpuTensors::read(&inputs, &outputs)?;
     let (local, gpu) = tensors.check()?;
-    let shape = Shape { tokens, ..local };
+    let shape = Shape {
+        tokens,
+        queries: tokens,
+        ..local
+    };
     let shard = shard.get();
     let rank = shard.library().rank();
     let raised = PyErrorSlot::default();

@@ -161,6 +161,9 @@ pub(crate) fn cpu_only(pattern: &Pattern, ring: &PyRingOptions) -> Option<String
     if ring.transforms_scores() {
         found.push("softcap or alibi_slopes");
     }
+    if ring.drops() {
+        found.push("dropout");
+    }
     (!found.is_empty()).then(|| {
         format!(
             "{} is computed on the cpu only; leave it out, or move the tensors to the cpu",
@@ -169,9 +172,24 @@ pub(crate) fn cpu_only(pattern: &Pattern, ring: &PyRingOptions) -> Option<String
     })
 }
 
-/// A shape from (batch, tokens, heads, kv_heads, dim).
-pub(crate) fn shape((b, n, h, kv, d): (usize, usize, usize, usize, usize)) -> PyResult<Shape> {
-    Shape::new(b, n, h, kv, d).map_err(|error| error::request(&error))
+/// Sizes of a call: (batch, tokens, heads, kv_heads, dim), and the number of queries and the head
+/// dimension of the values if they differ from tokens and dim.
+#[derive(FromPyObject)]
+pub(crate) enum PySizes {
+    /// As many queries as tokens, and values as wide as keys.
+    Plain(usize, usize, usize, usize, usize),
+    /// The same with queries and value_dim.
+    Full(usize, usize, usize, usize, usize, usize, usize),
+}
+
+/// The shape of these sizes.
+pub(crate) fn shape(sizes: &PySizes) -> PyResult<Shape> {
+    let shape = match *sizes {
+        PySizes::Plain(b, n, h, kv, d) => Shape::new(b, n, h, kv, d),
+        PySizes::Full(b, n, h, kv, d, queries, value_dim) => Shape::new(b, n, h, kv, d)
+            .and_then(|shape| shape.with_queries(queries)?.with_value_dim(value_dim)),
+    };
+    shape.map_err(|error| error::request(&error))
 }
 
 pub(crate) fn pass(backward: bool) -> Pass {

@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use encke::{
-    Attention, Auto, Builder, CacheLimits, CheckpointPolicy, Cut, DType, Documents, GroupScale,
-    MixingGradient, Mode, OffsetRule, Pattern, Precision, Queries, Window,
+    Attention, Auto, Builder, CacheLimits, CheckpointPolicy, Cut, DType, Documents, Dropout,
+    GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Precision, Queries, Window,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -64,6 +64,8 @@ pub(crate) struct PyPatternOptions {
     prefix: usize,
     #[pyo3(item)]
     documents: Option<Vec<usize>>,
+    #[pyo3(item)]
+    query_offset: Option<usize>,
 }
 
 /// The options of the ring and of the computation.
@@ -81,6 +83,10 @@ pub(crate) struct PyRingOptions {
     softcap: Option<f64>,
     #[pyo3(item)]
     alibi_slopes: Option<SlopesOption>,
+    #[pyo3(item)]
+    dropout: f64,
+    #[pyo3(item)]
+    seed: Option<u64>,
     #[pyo3(item)]
     precision: Option<String>,
     #[pyo3(item)]
@@ -107,7 +113,8 @@ impl PyPatternOptions {
             .causal(self.causal)
             .window(Window { left, right })
             .prefix(self.prefix)
-            .documents(documents);
+            .documents(documents)
+            .query_offset(self.query_offset);
         if self.prefix > 0 && !pattern.has_bounded_window() {
             return Err(PyValueError::new_err(format!(
                 "prefix={} has an effect only with a window that hides keys: without one every \
@@ -185,7 +192,7 @@ impl PyPatternOptions {
 const AUTO: &str = "auto";
 /// The sharding with equal work for all ranks, whose cut depends on the pattern.
 const BALANCED: &str = "balanced";
-/// What is cached for one packing of documents. The next batch is mostly packed in another way, so
+/// What is cached for one packing of documents or one seed. The next batch mostly has another, so
 /// less is kept than for a pattern that every batch has.
 const PACKED_LIMITS: CacheLimits = CacheLimits {
     plans: 4,
@@ -245,7 +252,8 @@ impl PyRingOptions {
             Some(SlopesOption::Usual(usual)) => (*usual, None),
             Some(SlopesOption::Given(slopes)) => (false, Some(slopes.as_slice().into())),
         };
-        let packed = pattern.document_list().is_some();
+        let dropout = self.dropout()?;
+        let packed = pattern.document_list().is_some() || dropout.is_some();
         let mut builder = Attention::builder()
             .pattern(pattern)
             .ranks(ranks)
@@ -254,6 +262,7 @@ impl PyRingOptions {
             .softcap(self.softcap)
             .alibi(alibi)
             .slopes(slopes)
+            .dropout(dropout)
             .queries(named("queries", Some(&self.queries), &queries)?)
             .checkpoint(named("checkpoint", Some(&self.checkpoint), &policies)?)
             .precision(precision)
@@ -281,6 +290,26 @@ impl PyRingOptions {
             ));
         }
         Ok(builder)
+    }
+
+    /// Which pairs are dropped, if any.
+    pub fn dropout(&self) -> PyResult<Option<Dropout>> {
+        if self.dropout == 0.0 {
+            return Ok(None);
+        }
+        let Some(seed) = self.seed else {
+            return Err(PyValueError::new_err(format!(
+                "dropout={} needs a seed: the backward pass drops the same pairs by it",
+                self.dropout
+            )));
+        };
+        let dropout = Dropout::new(self.dropout, seed);
+        dropout.map(Some).map_err(|error| error::request(&error))
+    }
+
+    /// Whether pairs are dropped.
+    pub fn drops(&self) -> bool {
+        self.dropout != 0.0
     }
 
     /// Whether scores are changed before the softmax.

@@ -10,8 +10,8 @@ use pyo3::types::PyDict;
 
 use crate::error;
 use crate::host_passes::{
-    PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PyTensor, QkvInputs, cpu_only,
-    export_forward, export_gradients, pass, shape, with_dsinks,
+    PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PySizes, PyTensor, QkvInputs,
+    cpu_only, export_forward, export_gradients, pass, shape, with_dsinks,
 };
 use crate::settings::{PyPatternOptions, PyRingOptions, ShardingOption, dtype};
 use crate::wire::{PyErrorSlot, PythonWire, raise};
@@ -73,13 +73,8 @@ impl PyShard {
     }
 
     /// Plans a pass on the whole sequence, so that an invalid request fails before any rank waits.
-    fn check(
-        &self,
-        py: Python<'_>,
-        sizes: (usize, usize, usize, usize, usize),
-        dtype_name: &str,
-    ) -> PyResult<()> {
-        let (shape, dtype) = (shape(sizes)?, dtype(dtype_name)?);
+    fn check(&self, py: Python<'_>, sizes: PySizes, dtype_name: &str) -> PyResult<()> {
+        let (shape, dtype) = (shape(&sizes)?, dtype(dtype_name)?);
         let planned = py.detach(|| self.library.plan(shape, dtype, Pass::Forward));
         planned.map(drop).map_err(|error| error::call(&error))
     }
@@ -177,11 +172,11 @@ impl PyShard {
     fn planned(
         &self,
         py: Python<'_>,
-        sizes: (usize, usize, usize, usize, usize),
+        sizes: PySizes,
         dtype_name: &str,
         backward: bool,
     ) -> PyResult<(usize, usize)> {
-        let (shape, dtype) = (shape(sizes)?, dtype(dtype_name)?);
+        let (shape, dtype) = (shape(&sizes)?, dtype(dtype_name)?);
         py.detach(|| {
             let plan = self.library.plan(shape, dtype, pass(backward));
             let plan = plan.map_err(|error| error::call(&error))?;
@@ -237,7 +232,7 @@ pub(crate) fn balanced(
     let options: PyPatternOptions = options.extract()?;
     let pattern = options.pattern()?;
     // The work of a token is a number of pairs, which the head dimension does not change.
-    let shape = shape((1, tokens, heads, heads, 1))?;
+    let shape = shape(&PySizes::Plain(1, tokens, heads, heads, 1))?;
     let checked = pattern.check(&shape);
     checked.map_err(|error| error::request(&error))?;
     encke::Sharding::contiguous(ranks).map_err(|error| error::request(&error))?;

@@ -5,6 +5,7 @@ A key that n branches show to a query counts n times under one softmax, which is
 
 import math
 
+import numpy
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -59,6 +60,39 @@ def mask(tokens, heads, pattern, documents, first_query, queries):
     return count[:, first_query : first_query + queries]
 
 
+def philox(counter, key):
+    """Philox4x32 with ten rounds of arrays of 32-bit words."""
+    counter, key = [numpy.uint64(word) for word in counter], list(key)
+    low = numpy.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        first = counter[0] * numpy.uint64(0xD2511F53)
+        second = counter[2] * numpy.uint64(0xCD9E8D57)
+        counter = [
+            (second >> numpy.uint64(32)) ^ counter[1] ^ numpy.uint64(key[0]),
+            second & low,
+            (first >> numpy.uint64(32)) ^ counter[3] ^ numpy.uint64(key[1]),
+            first & low,
+        ]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    return counter
+
+
+def dropped(rate, seed, shape, first_query, tokens, documents):
+    """The factor of each pair: 0, or 1 / (1 - rate): [batch, heads, queries, tokens]."""
+    batch, queries, heads = shape[:3]
+    firsts = []
+    for length in documents or [tokens]:
+        firsts += [len(firsts)] * length
+    entry, head, query, key = numpy.ogrid[:batch, :heads, :queries, :tokens]
+    document = numpy.array(firsts)[query + first_query]
+    key = key + 0 * (entry + head + query)
+    counter = [key // 4, query + first_query + 0 * key, head + heads * entry + 0 * key]
+    words = philox([*counter, document + 0 * key], [seed % 2**32, seed >> 32])
+    coins = numpy.choose(key % 4, words)
+    kept = torch.tensor(coins.astype(numpy.float64)) >= rate * 2**32
+    return kept.double() / (1 - rate)
+
+
 def attention(
     q,
     k,
@@ -78,6 +112,8 @@ def attention(
     alibi_slopes=None,
     sinks=None,
     query_offset=None,
+    dropout=0.0,
+    seed=None,
 ):
     """out and lse of [b, n, h, d] tensors."""
     (batch, queries, heads, dim), tokens = q.shape, k.shape[1]
@@ -112,7 +148,10 @@ def attention(
     scores = scores + bias
     lse = scores.logsumexp(-1)
     lse = torch.where(sees[..., 0], lse, torch.full_like(lse, -math.inf))
-    if softcap is None and alibi_slopes is None:
+    if dropout:
+        factors = dropped(dropout, seed, (batch, queries, heads), first_query, tokens, documents)
+        out = (scores.softmax(-1) * factors) @ v
+    elif softcap is None and alibi_slopes is None:
         out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     else:
         out = scores.softmax(-1) @ v

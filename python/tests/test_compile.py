@@ -150,10 +150,10 @@ def test_opcheck_of_mask_tensors(randn):
     from encke.options import from_keywords
 
     flat = _torch.operator_arguments(tuple(from_keywords(dict(causal=True, window=(4, 0)))))
-    tensors = (
-        randn(2, requires_grad=True),
-        torch.tensor([0, 5, 12]),
-        torch.tensor([0.5, 0.25]),
-        torch.tensor([9]),
+    tensors = _torch.MaskTensors(
+        sinks=randn(2, requires_grad=True),
+        cu_seqlens=torch.tensor([0, 5, 12]),
+        slopes=torch.tensor([0.5, 0.25]),
+        key_lengths=torch.tensor([9]),
     )
     torch.library.opcheck(_torch._attention_operator, (*inputs(randn), *tensors, *flat))

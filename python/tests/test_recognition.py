@@ -142,11 +142,43 @@ def test_batches_that_differ_by_their_lengths(options):
     assert len(raised.value.pair) == 3
 
 
+def test_masks_of_some_queries_are_recognised():
+    choose = random.Random(3)
+    for tokens, options in masks(1500, seed=4):
+        queries = choose.randint(1, tokens)
+        offset = choose.choice([tokens - queries, choose.randint(0, tokens - queries)])
+        whole = visible(tokens, **options)
+        mask = whole[offset : offset + queries]
+        found = encke.pattern_of(mask)
+        given = {"causal": False, "window": None, "prefix": 0, "documents": None, **found}
+        given.setdefault("query_offset", None)
+        got = oracle.visible(tokens, queries, **given)
+        assert torch.equal(got, mask), (tokens, queries, offset, options, found)
+
+
+def test_options_of_some_queries():
+    causal = visible(40, causal=True)
+    assert encke.pattern_of(causal[33:]) == dict(causal=True)
+    assert encke.pattern_of(causal[20:27]) == dict(causal=True, query_offset=20)
+    packed = visible(40, causal=True, documents=[10, 22, 8], window=(4, None), prefix=1)
+    found = encke.pattern_of(packed[15:])
+    assert found == dict(causal=True, documents=[10, 22, 8], window=(4, None), prefix=1)
+    assert encke.pattern_of(causal[33:].expand(3, 1, 7, 40)) == dict(causal=True)
+    changed = causal[20:27].clone()
+    changed[3, 30] = True
+    with pytest.raises(encke.MaskError) as raised:
+        encke.pattern_of(changed)
+    assert raised.value.pair == (3, 30)
+    with pytest.raises(encke.MaskError) as raised:
+        encke.pattern_of(torch.stack([causal[20:27], changed]))
+    assert raised.value.pair == (3, 30)
+
+
 def test_what_is_no_mask_is_refused():
     with pytest.raises(TypeError, match="float32"):
         encke.pattern_of(numpy.zeros((4, 4), dtype=numpy.float32))
-    with pytest.raises(ValueError, match=r"\[4, 5\]"):
-        encke.pattern_of(torch.ones(4, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"\[5, 4\].*at most as many"):
+        encke.pattern_of(torch.ones(5, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"\[2, 3, 4, 4\]"):
         encke.pattern_of(torch.ones(2, 3, 4, 4, dtype=torch.bool))
     with pytest.raises(encke.MaskError, match="query 0 does not see key 0"):
