@@ -79,8 +79,8 @@ def pattern_of(mask: Any) -> dict[str, Any]:
     ``[batch, 1, queries, tokens]``, a torch tensor or a NumPy array.
 
     Causal masks, windows, prefixes and documents are recognised, for all tokens or for some queries
-    of them, and batches that differ by their lengths. Any other mask is a :class:`encke.MaskError`, which names the first pair that is not of
-    the nearest pattern.
+    of them, and batches that differ by their lengths. Any other mask is a
+    :class:`encke.MaskError`, which names the first pair that is not of the nearest pattern.
 
     >>> import numpy as np
     >>> query, key = np.ogrid[:8, :8]
@@ -91,14 +91,14 @@ def pattern_of(mask: Any) -> dict[str, Any]:
     >>> pattern_of((key <= query) | (key == 5) & (query == 2))
     Traceback (most recent call last):
     ...
-    encke.recognition.MaskError: query 2 sees key 5, which the nearest pattern, causal=True, hides; \
-encke.attention has causal masks, windows, prefixes and documents
+    encke.recognition.MaskError: query 2 sees key 5, which the nearest pattern, causal=True, \
+hides; encke.attention has causal masks, windows, prefixes and documents
     """
     shape = tuple(mask.shape)
     if not isinstance(mask, numpy.ndarray):
         mask = mask.detach().cpu().numpy()
     if mask.dtype != numpy.bool_:
-        raise TypeError(f"mask is of type {mask.dtype}; it must be boolean, True where a key is seen")
+        raise TypeError(f"mask is of type {mask.dtype}; it must be boolean, True for a visible key")
     if mask.ndim == 4 and shape[1] == 1:
         mask = mask[:, 0]
     if mask.ndim not in (2, 3) or mask.shape[-1] < mask.shape[-2] or 0 in shape:
@@ -196,7 +196,7 @@ def _candidates(mask: numpy.ndarray) -> Iterator[_Pattern]:
         longest = int(numpy.argmax(lengths))
         first, length = sum(lengths[:longest]), lengths[longest]
         block = mask[first : first + length, first : first + length]
-        # Where nothing ahead is visible, causal masks nothing more, and is the simplest word for it.
+        # Where nothing ahead is visible, causal hides nothing more, and is the simplest word.
         for causal in (True, False):
             for left, right, prefix in _windows(block, causal):
                 yield _Pattern(causal, left, right, prefix, documents)

@@ -114,7 +114,8 @@ def masks_that_are_refused():
         message = raised(ring.Disagreement, lambda: ring.ring_attention(q, q, q, **options))
         assert word in message and "rank 0" in message, message
     # An invalid rank raises its own error, the others name that rank.
-    message = raised(ValueError, lambda: ring.ring_attention(q, q, q, window=(-1 if last else 1, 0)))
+    window = (-1 if last else 1, 0)
+    message = raised(ValueError, lambda: ring.ring_attention(q, q, q, window=window))
     assert "window is (-1, 0)" in message and (last or f"rank {ranks - 1}" in message), message
     sinks = torch.zeros(3 if last else 4)
     message = raised(ValueError, lambda: ring.ring_attention(q, q, q, sinks=sinks))

@@ -1,5 +1,5 @@
-"""Windows, prefixes, documents, padding, softcaps, slopes and sinks against dense attention with the
-mask written out pair by pair, forward and backward, on every kind of ring."""
+"""Windows, prefixes, documents, softcaps and slopes against dense attention with the mask written
+out pair by pair, forward and backward, on every kind of ring."""
 
 import json
 import math
@@ -112,7 +112,9 @@ def test_masks_in_low_precision(randn, dtype):
         assert (got.double() - wanted).abs().max() <= 8 * torch.finfo(dtype).eps * size
 
 
-@pytest.mark.parametrize("options", [dict(causal=True), MIX, dict(window=(3, 3), prefix=1)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(causal=True), MIX, dict(window=(3, 3), prefix=1)], ids=str
+)
 def test_a_packed_call_has_the_bits_of_a_call_for_each_document(randn, options):
     q, k, v = (x.detach().float().requires_grad_() for x in inputs(randn))
     packed = encke.attention(q, k, v, documents=DOCUMENTS, **options, return_lse=True)

@@ -201,7 +201,7 @@ def test_errors_name_the_number():
     refused(TypeError, "sinks is torch.int64", q, k, v, sinks=torch.zeros(4, dtype=torch.int64))
     detached = dict(MIX, mixing_gradient="detached")
     refused(ValueError, "sinks and branches", q, k, v, sinks=torch.zeros(4), **detached)
-    refused(ValueError, "key_lengths has 3 numbers for a batch of 2", q, k, v, key_lengths=[1, 2, 3])
+    refused(ValueError, "has 3 numbers for a batch of 2", q, k, v, key_lengths=[1, 2, 3])
     refused(ValueError, r"key_lengths\[1\] is 17, but there are 16", q, k, v, key_lengths=[1, 17])
     refused(ValueError, r"key_lengths\[0\] is -1", q, k, v, key_lengths=[-1, 3])
     refused(ValueError, "with key_lengths both", q[:, :8], k, v, key_lengths=[1, 8])
