@@ -103,11 +103,7 @@ pub(crate) fn enqueue_shard(
 ) -> PyResult<()> {
     let tensors = GpuTensors::read(&inputs, &outputs)?;
     let (local, gpu) = tensors.check()?;
-    let shape = Shape {
-        tokens,
-        queries: tokens,
-        ..local
-    };
+    let shape = local.with_tokens(tokens);
     let shard = shard.get();
     let rank = shard.library().rank();
     let raised = PyErrorSlot::default();

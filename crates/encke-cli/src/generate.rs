@@ -29,7 +29,7 @@ Elements are uniform with mean 0 and variance 1. The same options give the same 
 #[derive(Debug, Args)]
 #[command(mut_arg("tokens", |tokens| tokens.help("Tokens of the sequence")))]
 pub struct Options {
-    /// Where to write q [b,n,h,d], k, v [b,n,hkv,d], and with --grad do [b,n,h,d].
+    /// Where to write q [b,nq,h,d], k [b,n,hkv,d], v [b,n,hkv,dv], and with --grad do [b,nq,h,dv].
     #[arg(value_name = "OUT.safetensors")]
     output: PathBuf,
 
@@ -48,13 +48,15 @@ pub struct Options {
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
     let (shape, dtype) = (options.sizes.shape()?, options.sizes.dtype());
-    let of = |heads: usize| [shape.batch, shape.tokens, heads, shape.dim];
+    let keys = |width: usize| [shape.batch, shape.tokens, shape.kv_heads, width];
+    let queries = |width: usize| [shape.batch, shape.queries, shape.heads, width];
     let mut tensors = vec![
-        (Role::Q, "q", of(shape.heads)),
-        (Role::K, "k", of(shape.kv_heads)),
-        (Role::V, "v", of(shape.kv_heads)),
+        (Role::Q, "q", queries(shape.dim)),
+        (Role::K, "k", keys(shape.dim)),
+        (Role::V, "v", keys(shape.value_dim)),
     ];
-    tensors.extend(options.grad.then_some((Role::Dout, "do", of(shape.heads))));
+    let dout = (Role::Dout, "do", queries(shape.value_dim));
+    tensors.extend(options.grad.then_some(dout));
     let output = OutputFile::create(&options.output, &[])?;
     let entry = |&(_, name, dims): &(Role, &'static str, [usize; 4])| TensorEntry {
         name,
@@ -66,10 +68,10 @@ pub fn run(options: &Options) -> Result<Verdict> {
     for ((role, ..), tensor) in tensors.iter().zip(output.prepare(&entries)?) {
         files.add(*role, tensor);
     }
-    let generator = Generator::new(options.seed, shape.dim);
     let progress = long_bar(tensors.len());
     for &(role, name, dims) in &tensors {
         progress.set_message(name);
+        let generator = Generator::new(options.seed, dims[3]);
         copy_tensor(&generator, &mut files, role, dims, dtype)?;
         progress.inc(1);
     }

@@ -60,6 +60,11 @@ pub struct PatternOptions {
     )]
     documents: Option<DocumentSource>,
 
+    /// Position of the first query where q has fewer tokens than k [default: the queries are those
+    /// of the last tokens].
+    #[arg(long, value_name = "X", value_parser = count)]
+    query_offset: Option<usize>,
+
     /// Limits scores to this size: x becomes X tanh(x / X).
     #[arg(long, value_name = "X")]
     softcap: Option<f64>,
@@ -142,7 +147,10 @@ impl PatternOptions {
     pub fn none_given(&self) -> bool {
         let branches = self.segment_lengths.len() + self.dilation_rates.len();
         let choices = self.mode.is_some() || self.group_scale.is_some() || self.offsets.is_some();
-        let mask = self.causal || self.window.is_some() || self.documents.is_some();
+        let mask = self.causal
+            || self.window.is_some()
+            || self.documents.is_some()
+            || self.query_offset.is_some();
         let scores = self.softcap.is_some() || self.alibi;
         branches == 0 && !choices && self.mixing_gradient.is_none() && !mask && !scores
     }
@@ -186,7 +194,8 @@ impl PatternOptions {
         let pattern = pattern.window(self.window.unwrap_or(Window::ALL));
         Ok(pattern
             .prefix(self.prefix.unwrap_or(0))
-            .documents(documents))
+            .documents(documents)
+            .query_offset(self.query_offset))
     }
 
     /// The branches alone.

@@ -28,6 +28,15 @@ pub struct ShapeOptions {
     #[arg(long, value_name = "D", value_parser = count)]
     pub dim: usize,
 
+    /// Head dimension of v and out [default: that of q and k].
+    #[arg(long, value_name = "DV", value_parser = count)]
+    value_dim: Option<usize>,
+
+    /// Queries, if they are fewer than tokens: those of the last tokens, or from --query-offset on
+    /// [default: as many as tokens].
+    #[arg(long, value_name = "NQ", value_parser = count)]
+    query_tokens: Option<usize>,
+
     /// Independent sequences.
     #[arg(long, value_name = "B", value_parser = count, default_value = "1")]
     batch: usize,
@@ -49,8 +58,9 @@ impl ShapeOptions {
             anyhow!("--tokens is missing: give the length of the sequence, as in --tokens 1e9")
         })?;
         let kv_heads = self.kv_heads.unwrap_or(self.heads);
-        let shape = Shape::new(self.batch, tokens, self.heads, kv_heads, self.dim);
-        Ok(shape?)
+        let shape = Shape::new(self.batch, tokens, self.heads, kv_heads, self.dim)?;
+        let shape = shape.with_queries(self.query_tokens.unwrap_or(tokens))?;
+        Ok(shape.with_value_dim(self.value_dim.unwrap_or(self.dim))?)
     }
 
     /// The type of the tensors.

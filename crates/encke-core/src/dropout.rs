@@ -31,21 +31,30 @@ impl Dropout {
         1.0 / (1.0 - self.probability)
     }
 
+    /// The key of the generator.
+    pub fn seed_words(&self) -> [u32; 2] {
+        [self.seed as u32, (self.seed >> 32) as u32]
+    }
+
+    /// The least coin of a pair that is kept, at most 2^32.
+    pub fn threshold(&self) -> u64 {
+        (self.probability * 2f64.powi(32)).ceil() as u64
+    }
+
     /// The factors of the weights of four consecutive keys: 0 for a pair that is dropped.
     pub fn factors(&self, pairs: FourPairs) -> [f64; 4] {
-        let key = [self.seed as u32, (self.seed >> 32) as u32];
         let counter = [
             pairs.keys as u32,
             pairs.query as u32,
             pairs.head as u32,
             pairs.document as u32,
         ];
-        let threshold = (self.probability * 2f64.powi(32)).ceil() as u64;
+        let threshold = self.threshold();
         let factor = |coin: u32| match u64::from(coin) >= threshold {
             true => self.gain(),
             false => 0.0,
         };
-        philox(counter, key).map(factor)
+        philox(counter, self.seed_words()).map(factor)
     }
 }
 

@@ -64,6 +64,19 @@ impl Shape {
         })
     }
 
+    /// The same with another number of tokens, and as many queries if there is one for each token.
+    pub fn with_tokens(self, tokens: usize) -> Shape {
+        let queries = match self.queries == self.tokens {
+            true => tokens,
+            false => self.queries.min(tokens),
+        };
+        Shape {
+            tokens,
+            queries,
+            ..self
+        }
+    }
+
     /// The same with fewer queries than tokens.
     pub fn with_queries(self, queries: usize) -> Result<Shape> {
         if queries == 0 {

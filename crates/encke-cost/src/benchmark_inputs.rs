@@ -14,6 +14,7 @@ pub struct BenchmarkInputs {
     k: Tensor,
     v: Tensor,
     lse: Tensor,
+    out: Tensor,
     dout: Tensor,
 }
 
@@ -22,20 +23,21 @@ impl BenchmarkInputs {
     pub fn new(request: &Request) -> Result<BenchmarkInputs, RingError> {
         let shape = &request.shape;
         let mut random = Random::new(11);
-        let mut tensor = |heads: usize, dim: usize| {
-            let dims = [shape.batch, shape.tokens, heads, dim];
+        let mut tensor = |rows: usize, heads: usize, dim: usize| {
+            let dims = [shape.batch, rows, heads, dim];
             let values: Vec<f64> = (0..dims.iter().product()).map(|_| random.unit()).collect();
             Tensor::from_f64(request.dtype, dims, &values)
         };
         Ok(BenchmarkInputs {
-            q: tensor(shape.heads, shape.dim)?,
-            dout: tensor(shape.heads, shape.dim)?,
-            k: tensor(shape.kv_heads, shape.dim)?,
-            v: tensor(shape.kv_heads, shape.dim)?,
+            q: tensor(shape.queries, shape.heads, shape.dim)?,
+            dout: tensor(shape.queries, shape.heads, shape.value_dim)?,
+            k: tensor(shape.tokens, shape.kv_heads, shape.dim)?,
+            v: tensor(shape.tokens, shape.kv_heads, shape.value_dim)?,
+            out: tensor(shape.queries, shape.heads, shape.value_dim)?,
             lse: Tensor::from_f64(
                 request.dtype.sum(),
-                [shape.batch, shape.tokens, shape.heads, 1],
-                &vec![10.0; shape.batch * shape.tokens * shape.heads],
+                [shape.batch, shape.queries, shape.heads, 1],
+                &vec![10.0; shape.batch * shape.queries * shape.heads],
             )?,
         })
     }
@@ -64,7 +66,7 @@ impl BenchmarkInputs {
         if request.pass != Pass::Forward {
             // Speed does not depend on the values of out and lse as long as they are finite.
             inputs.extend([
-                (Role::Out, self.q.view()),
+                (Role::Out, self.out.view()),
                 (Role::Lse, self.lse.view()),
                 (Role::Dout, self.dout.view()),
             ]);

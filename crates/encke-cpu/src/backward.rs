@@ -2,11 +2,9 @@
 //! values.
 //!
 //! A task takes blocks of queries over panels of keys, and adds to dq, to dk and dv, or to all
-//! three. A (batch, segment, head group, piece of the mask) that is a small share of the job is one
-//! task that owns all of its rows: five products per pair. For one that is a large share, a set of
-//! tasks owns the queries and another one owns the keys: seven products, but any number of tasks.
-//! The choice depends on the job alone, no two tasks add to the same row, and both add in the same
-//! order, so the result is the same for any number of threads.
+//! three ([`tasks`]). No two tasks add to the same row.
+
+mod tasks;
 
 use std::ops::Range;
 
@@ -15,23 +13,20 @@ use encke_core::job::Job;
 use encke_core::kernel::{Gradients, Upstream};
 use encke_core::{Data, Element};
 
+use crate::dropout::{DropWeights, MultiplyFactors, TileDropout};
 use crate::forward::{accumulate, products};
 use crate::grid::{QueryBlock, QueryGrid, Tile};
 use crate::microkernel::multiply_rows;
 use crate::panel;
 use crate::ranges::{KeyPanel, LaneRanges, RangeMask};
 use crate::real::Real;
-use crate::schedule::{self, batch_segments};
+use crate::schedule;
 use crate::scratch::{Scratch, ScratchPool};
-use crate::shape::{BACKWARD_TILES, KEYS, VECTORS, lanes, padded, tiles};
+use crate::shape::{BACKWARD_TILES, KEYS, VECTORS, lanes, padded, tiles, widest};
 use crate::shared::SharedRows;
 use crate::transform::{TileTransform, TransformGradients};
 use crate::vector::{SimdTask, Vector};
-
-/// A (batch, segment, head group, piece) is one task if it has at most one in so many of the pairs.
-const ONE_SWEEP_SHARE: u128 = 4;
-/// Keys of a task that owns keys only: many panels, since each task packs the queries again.
-const KEYS_PER_TASK: usize = 8 * KEYS;
+use tasks::BackwardTask;
 
 /// The tensors that the backward pass reads.
 pub(crate) struct BackwardInputs<'a> {
@@ -42,16 +37,16 @@ pub(crate) struct BackwardInputs<'a> {
 }
 
 /// Sizes of one task's panels: q, dout and dq as lanes; q and dout as rows; lse and delta; scores
-/// and dp; k, v, dk and dv.
-pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 13] {
-    let (tile, width) = (lanes::<X>(), padded::<X>(dim));
-    let (block, cells) = (
-        tiles(BACKWARD_TILES, dim) * width * tile,
-        tiles(BACKWARD_TILES, dim) * tile,
-    );
-    let (scores, keys) = (KEYS * tile, KEYS * width);
+/// and dp; k, v, dk and dv; factors of dropout, if the job has it.
+pub(crate) fn sizes<X: Vector>(job: &Job) -> [usize; 14] {
+    let cells = tiles(BACKWARD_TILES, widest(job)) * lanes::<X>();
+    let [width, value_width] = [job.dim, job.value_dim].map(padded::<X>);
+    let (q, dout) = (cells * width, cells * value_width);
+    let (k, v) = (KEYS * width, KEYS * value_width);
+    let scores = KEYS * lanes::<X>();
+    let factors = if job.dropout.is_some() { scores } else { 0 };
     [
-        block, block, block, block, block, cells, cells, scores, scores, keys, keys, keys, keys,
+        q, dout, q, q, dout, cells, cells, scores, scores, k, v, k, v, factors,
     ]
 }
 
@@ -66,19 +61,6 @@ struct BackwardCall<'a, X: Vector> {
     dv: SharedRows<'a, X::A>,
 }
 
-/// Blocks of queries over a range of keys, and which gradients the task adds to.
-struct BackwardTask {
-    batch: usize,
-    segment: usize,
-    group: usize,
-    piece: usize,
-    /// The blocks; `None` for all of the piece.
-    blocks: Option<Vec<Range<usize>>>,
-    keys: Range<usize>,
-    writes_dq: bool,
-    writes_dk_dv: bool,
-}
-
 /// Adds the job's share of the gradients.
 pub(crate) fn backward<X: Vector, const R: usize>(
     x: X,
@@ -87,7 +69,7 @@ pub(crate) fn backward<X: Vector, const R: usize>(
     inputs: BackwardInputs<'_>,
     gradients: Gradients<'_, Data>,
 ) {
-    let grid = QueryGrid::new(job, lanes::<X>(), tiles(BACKWARD_TILES, job.dim), 1);
+    let grid = QueryGrid::new(job, lanes::<X>(), tiles(BACKWARD_TILES, widest(job)), 1);
     let call = BackwardCall {
         x,
         job,
@@ -97,7 +79,7 @@ pub(crate) fn backward<X: Vector, const R: usize>(
         dk: SharedRows::new(X::A::slice_mut(gradients.dk)),
         dv: SharedRows::new(X::A::slice_mut(gradients.dv)),
     };
-    let [first, second] = tasks(job, &grid);
+    let [first, second] = tasks::tasks(job, &grid);
     for tasks in [first, second] {
         schedule::run(&tasks, |queue| {
             pool.with(|scratch| {
@@ -113,61 +95,6 @@ pub(crate) fn backward<X: Vector, const R: usize>(
     }
 }
 
-/// All tasks of a job: those that add to dq, some of which add to dk and dv as well, and then the
-/// others.
-fn tasks(job: &Job, grid: &QueryGrid) -> [Vec<BackwardTask>; 2] {
-    let pairs: Vec<u128> = grid.pieces.iter().map(|piece| piece.pairs()).collect();
-    let parts = job.batch * job.segments * grid.groups.len();
-    let total = pairs.iter().sum::<u128>() * parts as u128;
-    let mut tasks = [Vec::new(), Vec::new()];
-    for (batch, segment) in batch_segments(job) {
-        for (group, piece) in grid.parts().filter(|&(_, piece)| pairs[piece] > 0) {
-            let rows = grid.pieces[piece].keys.clone();
-            let task = |blocks: Option<Vec<Range<usize>>>, keys: &Range<usize>| BackwardTask {
-                batch,
-                segment,
-                group,
-                piece,
-                writes_dq: true,
-                writes_dk_dv: true,
-                blocks,
-                keys: keys.clone(),
-            };
-            if pairs[piece] * ONE_SWEEP_SHARE <= total {
-                tasks[0].push(task(None, &rows));
-                continue;
-            }
-            let blocks = || grid.blocks(group, piece);
-            tasks[0].extend(blocks().map(|block| BackwardTask {
-                writes_dk_dv: false,
-                ..task(Some(vec![block]), &rows)
-            }));
-            let visible = |tiles: Range<usize>| (grid.visible(group, piece, tiles.clone()), tiles);
-            let blocks: Vec<_> = blocks().map(visible).collect();
-            tasks[1].extend(rows.clone().step_by(KEYS_PER_TASK).map(|first| {
-                let keys = first..(first + KEYS_PER_TASK).min(rows.end);
-                let sees = |(visible, _): &&(Range<usize>, _)| {
-                    visible.start < keys.end && keys.start < visible.end
-                };
-                let blocks = blocks.iter().filter(sees).map(|(_, tiles)| tiles.clone());
-                BackwardTask {
-                    writes_dq: false,
-                    ..task(Some(blocks.collect()), &keys)
-                }
-            }));
-        }
-    }
-    if grid.pieces.len() > 1 {
-        // Tasks of long pieces first, so that the last one to finish is short.
-        let pairs = |task: &BackwardTask| match &task.blocks {
-            None => pairs[task.piece],
-            Some(_) => u128::MAX,
-        };
-        tasks[0].sort_by_key(|task| std::cmp::Reverse(pairs(task)));
-    }
-    tasks
-}
-
 /// One run of a task.
 struct BackwardTaskRun<'a, X: Vector, const R: usize> {
     call: &'a BackwardCall<'a, X>,
@@ -177,7 +104,9 @@ struct BackwardTaskRun<'a, X: Vector, const R: usize> {
 
 panel::panels! {
     /// The panels of a task, in the order of [`sizes`].
-    BackwardPanels { q, dout, dq, q_rows, dout_rows, lse, delta, scores, dp, k, v, dk, dv }
+    BackwardPanels {
+        q, dout, dq, q_rows, dout_rows, lse, delta, scores, dp, k, v, dk, dv, factors
+    }
 }
 
 /// Properties of the queries of a block.
@@ -195,7 +124,7 @@ impl<X: Vector, const R: usize> SimdTask for BackwardTaskRun<'_, X, R> {
             task,
             scratch,
         } = self;
-        let mut panels = BackwardPanels::new(scratch.panels(sizes::<X>(call.job.dim)));
+        let mut panels = BackwardPanels::new(scratch.panels(sizes::<X>(call.job)));
         let all = call.grid.blocks(task.group, task.piece);
         let all = all.filter(|_| task.blocks.is_none());
         for tiles in task.blocks.iter().flatten().cloned().chain(all) {
@@ -233,6 +162,7 @@ struct BackwardPairs<A> {
     rows: Range<usize>,
     mask: Option<RangeMask<A>>,
     transform: Option<TileTransform<A>>,
+    dropout: Option<TileDropout<A>>,
     /// Whether all elements of the block and the panel are finite.
     finite: bool,
 }
@@ -255,18 +185,20 @@ impl<X: Vector> BackwardCall<'_, X> {
         panels: &mut BackwardPanels<'_, X::A>,
     ) {
         let (job, lanes) = (self.job, lanes::<X>());
-        let (dim, width, tile) = (job.dim, padded::<X>(job.dim), self.tile(block, i));
-        let Tile { head, first, count } = tile;
+        let (dim, value_dim) = (job.dim, job.value_dim);
+        let [width, value_width] = [dim, value_dim].map(padded::<X>);
+        let Tile { head, first, count } = self.tile(block, i);
         let at = i * width * lanes..(i + 1) * width * lanes;
+        let value_at = i * value_width * lanes..(i + 1) * value_width * lanes;
         let (batch, segment) = (block.batch, block.segment);
         let cell = |row: usize| job.cells.at(batch, segment, first + row, head);
         let q_address = |row: usize| job.q.at(batch, segment, first + row, head);
         let upstream = &self.inputs.upstream;
         let q_rows = &mut panels.q_rows[at.clone()];
-        let dout_rows = &mut panels.dout_rows[at.clone()];
+        let dout_rows = &mut panels.dout_rows[value_at.clone()];
         panel::rows(self.inputs.q, dim, count, q_address, width, q_rows);
-        let dout_address = |row: usize| cell(row) * dim;
-        panel::rows(upstream.dout, dim, count, dout_address, width, dout_rows);
+        let (dout, dout_address) = (upstream.dout, |row: usize| cell(row) * value_dim);
+        panel::rows(dout, value_dim, count, dout_address, value_width, dout_rows);
         let cells = i * lanes..(i + 1) * lanes;
         let (lse, delta) = (&mut panels.lse[cells.clone()], &mut panels.delta[cells]);
         lse.fill(X::A::ZERO);
@@ -276,7 +208,7 @@ impl<X: Vector> BackwardCall<'_, X> {
             let row_lse = X::A::get(upstream.lse, cell(lane));
             if row_lse == X::A::NEG_INFINITY {
                 q_rows[lane * width..][..width].fill(X::A::ZERO);
-                dout_rows[lane * width..][..width].fill(X::A::ZERO);
+                dout_rows[lane * value_width..][..value_width].fill(X::A::ZERO);
                 continue;
             }
             lse[lane] = row_lse;
@@ -288,9 +220,9 @@ impl<X: Vector> BackwardCall<'_, X> {
             panel::scale(rows, factor);
             visibility.finite &= panel::finite(rows);
         }
-        let (x, size) = (self.x, (lanes, width));
-        panel::transpose(x, q_rows, size, &mut panels.q[at.clone()]);
-        panel::transpose(x, dout_rows, size, &mut panels.dout[at]);
+        let (x, dout) = (self.x, &mut panels.dout[value_at]);
+        panel::transpose(x, q_rows, (lanes, width), &mut panels.q[at]);
+        panel::transpose(x, dout_rows, (lanes, value_width), dout);
     }
 
     /// Processes all panels of the task's keys that are visible to some query of the block.
@@ -303,7 +235,7 @@ impl<X: Vector> BackwardCall<'_, X> {
         panels: &mut BackwardPanels<'_, X::A>,
     ) {
         let job = self.job;
-        let width = padded::<X>(job.dim);
+        let [width, value_width] = [job.dim, job.value_dim].map(padded::<X>);
         let ranges = &visibility.ranges[..block.tiles.len()];
         let piece = &self.grid.pieces[block.piece];
         let visible = LaneRanges::union(ranges);
@@ -311,14 +243,21 @@ impl<X: Vector> BackwardCall<'_, X> {
         for panel in KeyPanel::cover::<R>(&piece.keys, visible, task.keys.clone()) {
             let KeyPanel { first, count } = panel;
             let address = |j: usize| job.k.at(block.batch, block.segment, first + j, head);
-            let used = count.next_multiple_of(R) * width;
-            let (k, v) = (&mut panels.k[..used], &mut panels.v[..used]);
-            panel::rows(self.inputs.k, job.dim, count, address, width, k);
-            panel::rows(self.inputs.v, job.dim, count, address, width, v);
+            let value_address = |j: usize| job.value(address(j));
+            let used = count.next_multiple_of(R);
+            let k = &mut panels.k[..used * width];
+            let v = &mut panels.v[..used * value_width];
+            let BackwardInputs {
+                k: from_k,
+                v: from_v,
+                ..
+            } = self.inputs;
+            panel::rows(from_k, job.dim, count, address, width, k);
+            panel::rows(from_v, job.value_dim, count, value_address, value_width, v);
             let finite = panel::finite(k) && panel::finite(v) && visibility.finite;
             if task.writes_dk_dv {
-                panels.dk[..used].fill(X::A::ZERO);
-                panels.dv[..used].fill(X::A::ZERO);
+                panels.dk[..used * width].fill(X::A::ZERO);
+                panels.dv[..used * value_width].fill(X::A::ZERO);
             }
             for (i, ranges) in ranges.iter().enumerate() {
                 let Some(rows) = ranges.rows::<R>(&panel) else {
@@ -330,29 +269,36 @@ impl<X: Vector> BackwardCall<'_, X> {
                     None => None,
                     Some(_) => TileTransform::new(job, piece, self.tile(block, i), key),
                 };
+                let dropout = match job.dropout {
+                    None => None,
+                    Some(_) => {
+                        let at = (block.batch, block.segment);
+                        TileDropout::new(job, piece, at, self.tile(block, i), key)
+                    }
+                };
                 let tile = BackwardPairs {
                     tile: i,
                     rows,
                     mask,
                     transform,
+                    dropout,
                     finite,
                 };
                 self.pairs::<R>(task, tile, panels);
             }
             if task.writes_dk_dv {
                 for j in 0..count {
-                    let row = j * width..j * width + job.dim;
                     // SAFETY: keys of different (batch, segment, row, key head) do not overlap
-                    // (`CpuKernel::backward` checks that), pieces have no key in common, and no
-                    // other task has these.
+                    // (`CpuKernel::backward` checks that), nor do their values, pieces have no
+                    // key in common, and no other task has these.
                     let (dk, dv) = unsafe {
                         (
                             self.dk.row(address(j), job.dim),
-                            self.dv.row(address(j), job.dim),
+                            self.dv.row(value_address(j), job.value_dim),
                         )
                     };
-                    add(&panels.dk[row.clone()], dk);
-                    add(&panels.dv[row], dv);
+                    add(&panels.dk[j * width..][..job.dim], dk);
+                    add(&panels.dv[j * value_width..][..job.value_dim], dv);
                 }
             }
         }
@@ -366,19 +312,28 @@ impl<X: Vector> BackwardCall<'_, X> {
         pairs: BackwardPairs<X::A>,
         panels: &mut BackwardPanels<'_, X::A>,
     ) {
-        let (x, dim, lanes) = (self.x, self.job.dim, lanes::<X>());
-        let width = padded::<X>(dim);
+        let (x, lanes) = (self.x, lanes::<X>());
+        let (dim, value_dim) = (self.job.dim, self.job.value_dim);
+        let [width, value_width] = [dim, value_dim].map(padded::<X>);
         let BackwardPairs {
             tile, rows, mask, ..
         } = pairs;
-        let at = tile * width * lanes..(tile + 1) * width * lanes;
         let cells = tile * lanes..(tile + 1) * lanes;
-        let (count, rows) = (rows.len() * lanes, rows.start * width..rows.end * width);
-        let (k, v) = (&panels.k[rows.clone()], &panels.v[rows.clone()]);
+        let at = cells.start * width..cells.end * width;
+        let value_at = cells.start * value_width..cells.end * value_width;
+        let count = rows.len() * lanes;
+        let value_rows = rows.start * value_width..rows.end * value_width;
+        let rows = rows.start * width..rows.end * width;
+        let (k, v) = (&panels.k[rows.clone()], &panels.v[value_rows.clone()]);
         let scores = X::of_mut(&mut panels.scores[..count]);
         let dp = X::of_mut(&mut panels.dp[..count]);
         products::<X, R>(x, k, width, dim, X::of(&panels.q[at.clone()]), scores);
-        products::<X, R>(x, v, width, dim, X::of(&panels.dout[at.clone()]), dp);
+        let dout = X::of(&panels.dout[value_at.clone()]);
+        products::<X, R>(x, v, value_width, value_dim, dout, dp);
+        let factors = &mut panels.factors[..];
+        if let Some(dropout) = &pairs.dropout {
+            draw_factors(x, dropout, &mut factors[..count], dp);
+        }
         let lse: [X::V; VECTORS] = vectors(x, &panels.lse[cells.clone()]);
         let delta: [X::V; VECTORS] = vectors(x, &panels.delta[cells]);
         if let Some(transform) = &pairs.transform {
@@ -402,6 +357,15 @@ impl<X: Vector> BackwardCall<'_, X> {
                 }
             }
         }
+        if pairs.dropout.is_some() {
+            let factors = X::of(&factors[..count]);
+            let weights = &mut *scores;
+            x.run(MultiplyFactors {
+                x,
+                factors,
+                weights,
+            });
+        }
         if let Some(mask) = &mask {
             mask.hide(x, scores, X::A::ZERO);
             mask.hide(x, dp, X::A::ZERO);
@@ -416,12 +380,13 @@ impl<X: Vector> BackwardCall<'_, X> {
             }
         }
         if task.writes_dk_dv {
-            let (q_rows, dout_rows) = (&panels.q_rows[at.clone()], &panels.dout_rows[at]);
+            let (q_rows, dout_rows) = (&panels.q_rows[at], &panels.dout_rows[value_at]);
+            let (dk, dv) = (&mut panels.dk[rows], &mut panels.dv[value_rows]);
             let both = [
-                (&panels.dp[..count], q_rows, &mut panels.dk[rows.clone()]),
-                (&panels.scores[..count], dout_rows, &mut panels.dv[rows]),
+                (&panels.dp[..count], q_rows, width, dk),
+                (&panels.scores[..count], dout_rows, value_width, dv),
             ];
-            for (weights, rows, sums) in both {
+            for (weights, rows, width, sums) in both {
                 match &skip_hidden {
                     None => accumulate_keys::<X, R>(x, weights, rows, width, sums),
                     Some(mask) => mask.accumulate_keys(x, weights, rows, width, sums),
@@ -451,6 +416,25 @@ impl<X: Vector> BackwardCall<'_, X> {
             }
         }
     }
+}
+
+/// Draws the factors of a tile's weights, and multiplies the gradients of the weights by them.
+#[cold]
+fn draw_factors<X: Vector>(
+    x: X,
+    dropout: &TileDropout<X::A>,
+    factors: &mut [X::A],
+    dp: &mut [X::V],
+) {
+    factors.fill(X::A::ONE);
+    let factors = X::of_mut(factors);
+    let weights = &mut *factors;
+    x.run(DropWeights::<X> { dropout, weights });
+    x.run(MultiplyFactors {
+        x,
+        factors,
+        weights: dp,
+    });
 }
 
 #[inline(always)]

@@ -8,6 +8,7 @@ use encke_core::Element;
 use encke_core::dtype::Slice;
 use encke_core::job::Job;
 
+use crate::dropout::{DropWeights, TileDropout};
 use crate::grid::{QueryBlock, QueryGrid, Tile};
 use crate::microkernel::{multiply_columns, multiply_rows};
 use crate::panel;
@@ -15,7 +16,7 @@ use crate::ranges::{KeyPanel, LaneRanges, RangeMask};
 use crate::real::Real;
 use crate::schedule;
 use crate::scratch::{Scratch, ScratchPool};
-use crate::shape::{FORWARD_TILES, KEYS, VECTORS, lanes, padded, tiles};
+use crate::shape::{FORWARD_TILES, KEYS, VECTORS, lanes, padded, tiles, widest};
 use crate::softmax;
 use crate::target::Target;
 use crate::transform::{TileTransform, TransformScores};
@@ -23,18 +24,17 @@ use crate::vector::{SimdTask, Vector};
 
 /// Sizes of one task's panels: queries and outputs as lanes, m and l of each lane, scores, keys
 /// and values.
-pub(crate) fn sizes<X: Vector>(dim: usize) -> [usize; 7] {
-    let (tile, width) = (lanes::<X>(), padded::<X>(dim));
-    let panel = tiles(FORWARD_TILES, dim) * width * tile;
-    let cells = tiles(FORWARD_TILES, dim) * tile;
+pub(crate) fn sizes<X: Vector>(job: &Job) -> [usize; 7] {
+    let [width, value_width] = [job.dim, job.value_dim].map(padded::<X>);
+    let cells = tiles(FORWARD_TILES, widest(job)) * lanes::<X>();
     [
-        panel,
-        panel,
+        cells * width,
+        cells * value_width,
         cells,
         cells,
-        KEYS * tile,
+        KEYS * lanes::<X>(),
         KEYS * width,
-        KEYS * width,
+        KEYS * value_width,
     ]
 }
 
@@ -61,7 +61,7 @@ pub(crate) fn forward<X: Vector, const R: usize>(
     let grid = QueryGrid::new(
         job,
         lanes::<X>(),
-        tiles(FORWARD_TILES, job.dim),
+        tiles(FORWARD_TILES, widest(job)),
         active.task_target(),
     );
     let call = ForwardCall {
@@ -107,7 +107,7 @@ impl<X: Vector, const R: usize> SimdTask for ForwardTaskRun<'_, X, R> {
             block,
             scratch,
         } = self;
-        let mut panels = ForwardPanels::new(scratch.panels(sizes::<X>(call.job.dim)));
+        let mut panels = ForwardPanels::new(scratch.panels(sizes::<X>(call.job)));
         let mut ranges = [LaneRanges::EMPTY; FORWARD_TILES];
         let piece = &call.grid.pieces[block.piece];
         for (i, tile) in block.tiles.clone().enumerate() {
@@ -149,9 +149,10 @@ impl<X: Vector> ForwardCall<'_, X> {
         let rows = &mut panels.k[..lanes * width];
         panel::rows(self.q, job.dim, tile.count, address, width, rows);
         panel::scale(rows, X::A::from_f64(job.scale));
-        panel::transpose(self.x, rows, (lanes, width), &mut panels.q[at.clone()]);
-        panels.out[at].fill(X::A::ZERO);
+        panel::transpose(self.x, rows, (lanes, width), &mut panels.q[at]);
         let cells = i * lanes..(i + 1) * lanes;
+        let value_width = padded::<X>(job.value_dim);
+        panels.out[cells.start * value_width..cells.end * value_width].fill(X::A::ZERO);
         let (m, l) = (&mut panels.m[cells.clone()], &mut panels.l[cells]);
         m.fill(X::A::NEG_INFINITY);
         l.fill(X::A::ZERO);
@@ -172,10 +173,10 @@ impl<X: Vector> ForwardCall<'_, X> {
         tile: Tile,
         panels: &mut ForwardPanels<'_, X::A>,
     ) {
-        let (dim, lanes) = (self.job.dim, lanes::<X>());
+        let (dim, lanes) = (self.job.value_dim, lanes::<X>());
         let width = padded::<X>(dim);
         let out = &panels.out[i * width * lanes..(i + 1) * width * lanes];
-        let rows = &mut panels.k[..lanes * width];
+        let rows = &mut panels.v[..lanes * width];
         panel::transpose(self.x, out, (width, lanes), rows);
         for lane in 0..tile.count {
             let cell = self.cell(block, tile, lane);
@@ -195,50 +196,55 @@ impl<X: Vector> ForwardCall<'_, X> {
         panels: &mut ForwardPanels<'_, X::A>,
     ) {
         let (job, lanes) = (self.job, lanes::<X>());
-        let width = padded::<X>(job.dim);
+        let [width, value_width] = [job.dim, job.value_dim].map(padded::<X>);
         let keys = &self.grid.pieces[block.piece].keys;
         let visible = LaneRanges::union(ranges);
         let head = self.grid.groups[block.group][0];
         for panel in KeyPanel::cover::<R>(keys, visible.clone(), keys.clone()) {
             let KeyPanel { first, count } = panel;
             let address = |j: usize| job.k.at(block.batch, block.segment, first + j, head);
-            let used = count.next_multiple_of(R) * width;
-            let (k, v) = (&mut panels.k[..used], &mut panels.v[..used]);
+            let value_address = |j: usize| job.value(address(j));
+            let used = count.next_multiple_of(R);
+            let k = &mut panels.k[..used * width];
+            let v = &mut panels.v[..used * value_width];
             panel::rows(self.k, job.dim, count, address, width, k);
-            panel::rows(self.v, job.dim, count, address, width, v);
+            panel::rows(self.v, job.value_dim, count, value_address, value_width, v);
             // Hidden values are multiplied by zero weights, which hides only finite ones.
-            let finite = job.mask.is_none() || panel::finite(&v[..count * width]);
+            let finite = job.mask.is_none() || panel::finite(&v[..count * value_width]);
             let next = (visible.end - first - count).min(KEYS);
             for (i, ranges_of_tile) in ranges.iter().enumerate() {
                 for j in i * next / ranges.len()..(i + 1) * next / ranges.len() {
                     panel::prefetch(self.k, address(count + j), job.dim);
-                    panel::prefetch(self.v, address(count + j), job.dim);
+                    panel::prefetch(self.v, value_address(count + j), job.value_dim);
                 }
                 let Some(rows) = ranges_of_tile.rows::<R>(&panel) else {
                     continue;
                 };
                 let start = first + rows.start;
                 let mask = RangeMask::new::<X>(ranges_of_tile, start, rows.len());
-                let at = i * width * lanes..(i + 1) * width * lanes;
-                let q = X::of(&panels.q[at.clone()]);
-                let out = X::of_mut(&mut panels.out[at]);
+                let cells = i * lanes..(i + 1) * lanes;
+                let q = X::of(&panels.q[cells.start * width..cells.end * width]);
+                let out = &mut panels.out[cells.start * value_width..cells.end * value_width];
+                let out = X::of_mut(out);
                 let scores = X::of_mut(&mut panels.scores[..rows.len() * lanes]);
-                let rows = rows.start * width..rows.end * width;
-                products::<X, R>(self.x, &k[rows.clone()], width, job.dim, q, scores);
+                let k = &k[rows.start * width..rows.end * width];
+                let v = &v[rows.start * value_width..rows.end * value_width];
+                products::<X, R>(self.x, k, width, job.dim, q, scores);
                 if job.transform.is_some() {
                     self.transform(block, i, start, scores);
                 }
                 if let Some(mask) = &mask {
                     mask.hide(self.x, scores, X::A::NEG_INFINITY);
                 }
-                let cells = i * lanes..(i + 1) * lanes;
                 let m = X::of_mut(&mut panels.m[cells.clone()]);
                 let l = X::of_mut(&mut panels.l[cells]);
                 let keep = softmax::weights(self.x, scores, m, l);
-                let v = &v[rows];
+                if job.dropout.is_some() {
+                    self.drop_pairs(block, i, start, scores);
+                }
                 match mask.filter(|_| !finite) {
-                    None => accumulate::<X, R>(self.x, v, width, scores, &keep, out),
-                    Some(mask) => mask.accumulate(self.x, v, width, scores, &keep, out),
+                    None => accumulate::<X, R>(self.x, v, value_width, scores, &keep, out),
+                    Some(mask) => mask.accumulate(self.x, v, value_width, scores, &keep, out),
                 }
             }
         }
@@ -257,6 +263,18 @@ impl<X: Vector> ForwardCall<'_, X> {
                 transform,
                 scores,
             });
+        }
+    }
+
+    /// Multiplies the weights of tile `i` and the keys from `key` on by their factors.
+    #[cold]
+    fn drop_pairs(&self, block: &QueryBlock, i: usize, key: usize, weights: &mut [X::V]) {
+        let piece = &self.grid.pieces[block.piece];
+        let tile = block.tiles.start + i;
+        let tile = self.grid.tile(block.group, block.piece, tile);
+        let at = (block.batch, block.segment);
+        if let Some(dropout) = &TileDropout::new(self.job, piece, at, tile, key) {
+            self.x.run(DropWeights::<X> { dropout, weights });
         }
     }
 }

@@ -14,6 +14,7 @@
 mod amx;
 mod backward;
 mod cells;
+mod dropout;
 mod forward;
 mod grid;
 mod instruction_set;
@@ -150,7 +151,7 @@ impl CpuKernel {
 
     /// Rejects a job in which two queries have the same cell.
     fn writable_cells(&self, job: &Job) -> Result<()> {
-        check_transform(job)?;
+        check_job(job)?;
         let cells = [job.batch, job.segments, job.queries];
         writable("cells", shared::disjoint(&job.cells, cells, 1, false))
     }
@@ -211,10 +212,21 @@ fn unsupported(what: String) -> KernelError {
     }
 }
 
-/// Rejects a job whose slopes have no positions.
-fn check_transform(job: &Job) -> Result<()> {
-    if job.dropout.is_some() || job.value_dim != job.dim {
-        return Err(unsupported("dropout, or values of another width".into()));
+/// Rejects a job whose slopes or coins have no positions, or whose values have no addresses.
+fn check_job(job: &Job) -> Result<()> {
+    if let Some(dropout) = &job.dropout
+        && !(matches!(job.mask, Some(Mask::Band(_))) && dropout.heads.len() == job.heads)
+    {
+        return Err(unsupported(
+            "dropout without a band, or of other heads than the job's".into(),
+        ));
+    }
+    let addresses = [job.k.offset, job.k.batch, job.k.segment, job.k.row];
+    let mut addresses = addresses.iter().chain(job.k.heads.iter());
+    if job.value_dim != job.dim && !addresses.all(|at| at.is_multiple_of(job.dim)) {
+        return Err(unsupported(
+            "values of another width than keys that do not begin at multiples of theirs".into(),
+        ));
     }
     let transform = job.transform.as_ref();
     let Some(slopes) = transform.and_then(|transform| transform.slopes.as_ref()) else {
@@ -391,7 +403,7 @@ impl Kernel for CpuKernel {
         check_threads()?;
         let inputs = backward::BackwardInputs { q, k, v, upstream };
         let dtype = sums_in(&[gradients.dq, gradients.dk, gradients.dv])?;
-        check_transform(job)?;
+        check_job(job)?;
         let queries = [job.batch, job.segments, job.queries];
         let dq = job.dq.as_ref().unwrap_or(&job.q);
         writable("dq", shared::disjoint(dq, queries, job.dim, false))?;
@@ -431,16 +443,16 @@ impl Kernel for CpuKernel {
     }
 
     fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
-        fn of<X: vector::Vector, const R: usize>(_: X, dim: usize, pass: Pass) -> usize {
+        fn of<X: vector::Vector, const R: usize>(_: X, job: &Job, pass: Pass) -> usize {
             let elements = match pass {
-                Pass::Forward => Scratch::<X::A>::elements(&forward::sizes::<X>(dim)),
-                Pass::Backward { .. } => Scratch::<X::A>::elements(&backward::sizes::<X>(dim)),
+                Pass::Forward => Scratch::<X::A>::elements(&forward::sizes::<X>(job)),
+                Pass::Backward { .. } => Scratch::<X::A>::elements(&backward::sizes::<X>(job)),
             };
             elements * size_of::<X::A>()
         }
         let task = match dtype.sum() {
-            DType::F64 => dispatch!(self, f64, of(job.dim, pass)),
-            _ => dispatch!(self, f32, of(job.dim, pass)),
+            DType::F64 => dispatch!(self, f64, of(job, pass)),
+            _ => dispatch!(self, f32, of(job, pass)),
         };
         let bytes = task * encke_pool::threads();
         #[cfg(target_arch = "x86_64")]

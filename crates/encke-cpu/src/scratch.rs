@@ -1,8 +1,8 @@
 //! Scratch memory of the kernels, kept between calls.
 //!
 //! A task of the vector kernels borrows one [`Scratch`] and divides it into panels. Its size
-//! depends on the head dimension alone, so a second call with the same dimension allocates nothing,
-//! and the bytes held can be compared with the bytes that the kernel announced.
+//! depends on the widths of keys and values and on dropout, so a second call of a job like it
+//! allocates nothing, and the bytes held can be compared with the bytes that the kernel announced.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -3,6 +3,8 @@
 //! A *tile* is as many queries as fit three vectors. A *block* is a few tiles of queries that share
 //! each packed panel of keys.
 
+use encke_core::job::Job;
+
 use crate::vector::Vector;
 
 /// Vectors in a tile.
@@ -32,6 +34,11 @@ pub(crate) fn tile<X: Vector, const R: usize>(_: X) -> [usize; 2] {
 pub(crate) const fn padded<X: Vector>(dim: usize) -> usize {
     let unit = if X::WIDTH > 8 { X::WIDTH } else { 8 };
     dim.next_multiple_of(unit)
+}
+
+/// The wider of the rows of keys and those of values.
+pub(crate) fn widest(job: &Job) -> usize {
+    job.dim.max(job.value_dim)
 }
 
 /// Tiles of queries that share one packing of keys: as many as stay in the L2 cache, which are

@@ -1,7 +1,8 @@
 //! The conformance suite on every instruction set, and the guarantees of this kernel beyond it.
 
 use encke_core::conformance::{self, KernelSuite, Random};
-use encke_core::job::{Band, Job, Mask, Operand, Piece, ScoreTransform, Window};
+use encke_core::dropout::Dropout;
+use encke_core::job::{Band, Job, JobDropout, Mask, Operand, Piece, ScoreTransform, Window};
 use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::memory::Memory;
 use encke_core::plan::Pass;
@@ -103,15 +104,27 @@ fn job(tokens: usize, dim: usize) -> Job {
     }
 }
 
+/// Dropout of the heads of a job.
+fn dropout(heads: usize) -> JobDropout {
+    JobDropout {
+        dropout: Dropout::new(0.3, 11).expect("a probability"),
+        first_token: 6,
+        segment_step: 0,
+        document: 2,
+        heads: (0..heads).collect(),
+        all_heads: heads,
+    }
+}
+
 /// Forward and backward of a job: out, lse, dq, dk and dv.
 fn run(kernel: &CpuKernel, job: &Job, dtype: DType) -> Vec<Data> {
-    let (cells, dim, sum) = (job.queries * HEADS, job.dim, dtype.sum());
+    let (cells, dim, sum) = (job.queries * HEADS, job.value_dim, dtype.sum());
     let mut random = Random::new(1);
-    let mut tensor = || {
+    let mut tensor = |dim: usize| {
         let values: Vec<f64> = (0..cells * dim).map(|_| random.unit()).collect();
         Data::from_f64(dtype, &values)
     };
-    let [q, k, v, dout] = [tensor(), tensor(), tensor(), tensor()];
+    let [q, k, v, dout] = [job.dim, job.dim, dim, dim].map(&mut tensor);
     let zeros = |count: usize| kernel.allocate(sum, count).unwrap();
     let mut carry = Carry {
         acc: zeros(cells * dim),
@@ -141,7 +154,7 @@ fn run(kernel: &CpuKernel, job: &Job, dtype: DType) -> Vec<Data> {
             &mut delta,
         )
         .unwrap();
-    let [mut dq, mut dk, mut dv] = [0; 3].map(|_| zeros(cells * dim));
+    let [mut dq, mut dk, mut dv] = [job.dim, job.dim, dim].map(|dim| zeros(cells * dim));
     let upstream = Upstream {
         dout: dout.as_slice(),
         lse: lse.as_slice(),
@@ -207,6 +220,11 @@ fn results_are_bitwise_equal_for_any_number_of_threads() {
             ..job.clone()
         });
     }
+    same_on_any_number_of_threads(&Job {
+        value_dim: 40,
+        dropout: Some(dropout(HEADS)),
+        ..job
+    });
 }
 
 fn same_on_any_number_of_threads(job: &Job) {
@@ -279,7 +297,6 @@ fn rows_after_the_last_visible_key_are_not_touched() {
 
 #[test]
 fn slopes_without_positions_are_refused() {
-    let kernel = CpuKernel::new().expect("an instruction set");
     let sloping = Job {
         mask: None,
         transform: Some(ScoreTransform {
@@ -288,6 +305,33 @@ fn slopes_without_positions_are_refused() {
         }),
         ..job(4, 8)
     };
+    refused(&sloping, "positions");
+}
+
+#[test]
+fn dropout_without_a_band_and_values_without_addresses_are_refused() {
+    let dense = Job {
+        mask: None,
+        dropout: Some(dropout(HEADS)),
+        ..job(4, 8)
+    };
+    refused(&dense, "band");
+    let other_heads = Job {
+        dropout: Some(dropout(HEADS - 1)),
+        ..job(4, 8)
+    };
+    refused(&other_heads, "heads");
+    let mut between = Job {
+        value_dim: 4,
+        ..job(4, 8)
+    };
+    between.k.row += 1;
+    refused(&between, "multiples");
+}
+
+/// Fails if a job of 4 tokens and 8 channels runs, or if the error is another one.
+fn refused(job: &Job, what: &str) {
+    let kernel = CpuKernel::new().expect("an instruction set");
     let (q, mut out) = (
         Data::zeros(DType::F32, 4 * HEADS * 8),
         Data::zeros(DType::F32, 4 * HEADS * 8),
@@ -299,8 +343,8 @@ fn slopes_without_positions_are_refused() {
         lse: &mut lse,
     };
     let q = q.as_slice();
-    let error = kernel.attend(&sloping, q, q, q, state).unwrap_err();
-    assert!(error.to_string().contains("positions"), "{error}");
+    let error = kernel.attend(job, q, q, q, state).unwrap_err();
+    assert!(error.to_string().contains(what), "{error}");
 }
 
 /// The larger workspace of both passes.
@@ -311,21 +355,32 @@ fn workspace(kernel: &CpuKernel, job: &Job, dtype: DType) -> usize {
 
 #[test]
 fn held_scratch_is_within_workspace_bytes_and_is_reused() {
+    let plain = job(300, 64);
+    scratch_is_within_workspace_bytes(&plain);
+    for value_dim in [8, 128] {
+        scratch_is_within_workspace_bytes(&Job {
+            value_dim,
+            dropout: Some(dropout(HEADS)),
+            ..plain.clone()
+        });
+    }
+}
+
+fn scratch_is_within_workspace_bytes(job: &Job) {
     for dtype in [DType::F64, DType::F32, DType::Bf16] {
         let kernel = CpuKernel::new().expect("an instruction set");
         assert_eq!(kernel.scratch_bytes(), 0);
         on_threads(2, || {
-            let job = job(300, 64);
-            run(&kernel, &job, dtype);
+            run(&kernel, job, dtype);
             let held = kernel.scratch_bytes();
-            assert!(held > 0 && held <= workspace(&kernel, &job, dtype));
-            run(&kernel, &job, dtype);
+            assert!(held > 0 && held <= workspace(&kernel, job, dtype));
+            run(&kernel, job, dtype);
             // The scheduler decides which threads take part, so the second run may hold more.
-            assert!(kernel.scratch_bytes() <= workspace(&kernel, &job, dtype));
+            assert!(kernel.scratch_bytes() <= workspace(&kernel, job, dtype));
             assert!(kernel.scratch_bytes() >= held);
             kernel.release_scratch();
             assert_eq!(kernel.scratch_bytes(), 0);
-            run(&kernel, &job, dtype);
+            run(&kernel, job, dtype);
             assert!(kernel.scratch_bytes() > 0);
         });
     }

@@ -59,7 +59,7 @@ impl FaultOutcome {
 /// The call and the faults of a seed: any configuration, forward or backward.
 pub fn random_case(kind: FaultKind, seed: u64) -> encke_core::Result<(RandomCall, FaultConfig)> {
     let backward = (seed / FaultKind::ALL.len() as u64) % 2 == 1;
-    let call = RandomCall::new(&Configuration::random(seed), backward)?;
+    let call = RandomCall::new(&Configuration::any(seed), backward)?;
     let config = FaultConfig::random(kind, seed, call.plan.ranks(), call.rounds()?);
     Ok((call, config))
 }
@@ -71,7 +71,7 @@ pub fn random_surviving_case(
     redundancy: usize,
 ) -> encke_core::Result<(RandomCall, FaultConfig)> {
     let backward = (seed / FaultKind::ALL.len() as u64) % 2 == 1;
-    let configurations = (0..).map(|again: u64| Configuration::random(seed ^ (again << 40)));
+    let configurations = (0..).map(|again: u64| Configuration::any(seed ^ (again << 40)));
     let mut configurations =
         configurations.filter(|drawn: &Configuration| drawn.request.sharding.ranks() > redundancy);
     let mut configuration = configurations

@@ -204,15 +204,16 @@ impl ProfileInputs {
         let Shape {
             batch,
             tokens,
+            queries,
             heads,
             kv_heads,
             dim,
-            ..
+            value_dim,
         } = request.shape;
         let slots = request.pattern.slots(heads).len();
         let mut random = Random::new(seed);
-        let mut tensor = |dtype, heads: usize| {
-            let mut tensor = Tensor::zeros(dtype, [batch, tokens, heads, dim]);
+        let mut tensor = |rows: usize, heads: usize, dim: usize| {
+            let mut tensor = Tensor::zeros(request.dtype, [batch, rows, heads, dim]);
             match tensor.data_mut() {
                 Data::F64(x) => fill(x, &mut random),
                 Data::F32(x) => fill(x, &mut random),
@@ -222,10 +223,10 @@ impl ProfileInputs {
             tensor
         };
         ProfileInputs {
-            q: tensor(request.dtype, heads),
-            k: tensor(request.dtype, kv_heads),
-            v: tensor(request.dtype, kv_heads),
-            dout: tensor(request.dtype, slots),
+            q: tensor(queries, heads, dim),
+            k: tensor(tokens, kv_heads, dim),
+            v: tensor(tokens, kv_heads, value_dim),
+            dout: tensor(queries, slots, value_dim),
         }
     }
 

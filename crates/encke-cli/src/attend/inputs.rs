@@ -34,15 +34,16 @@ impl AttendInputs {
             true => Some(file.get("dlse")?),
             false => None,
         };
-        let [b, n, h, d] = q.dims()?;
-        let kv_heads = k.dims()?[2];
-        check_shape(&k, k.dims()?, [b, n, kv_heads, d])?;
-        check_shape(&v, v.dims()?, [b, n, kv_heads, d])?;
+        let [b, queries, h, d] = q.dims()?;
+        let [_, n, kv_heads, _] = k.dims()?;
+        let value_dim = v.dims()?[3];
+        check_shape(&k, k.dims()?, [b, n, kv_heads, d], "q")?;
+        check_shape(&v, v.dims()?, [b, n, kv_heads, value_dim], "k")?;
         if let Some(dout) = &dout {
-            check_shape(dout, dout.dims()?, [b, n, h, d])?;
+            check_shape(dout, dout.dims()?, [b, queries, h, value_dim], "q and v")?;
         }
         if let Some(dlse) = &dlse {
-            check_shape(dlse, dlse.row_dims()?, [b, n, h, 1])?;
+            check_shape(dlse, dlse.row_dims()?, [b, queries, h, 1], "q")?;
             if attention.pattern().mode() == Mode::Fkodom {
                 bail!(
                     "the file has dlse, but fkodom mode has no gradient of the lse; remove the \
@@ -56,8 +57,9 @@ impl AttendInputs {
                 bail!("{name} is {got} but q is {expected}; convert one of them");
             }
         }
+        let shape = Shape::new(b, n, h, kv_heads, d)?.with_queries(queries)?;
         let inputs = AttendInputs {
-            shape: Shape::new(b, n, h, kv_heads, d)?,
+            shape: shape.with_value_dim(value_dim)?,
             q,
             k,
             v,
@@ -111,10 +113,15 @@ impl AttendInputs {
     }
 }
 
-fn check_shape(tensor: &TensorHeader, got: [usize; 4], expected: [usize; 4]) -> Result<()> {
+fn check_shape(
+    tensor: &TensorHeader,
+    got: [usize; 4],
+    expected: [usize; 4],
+    others: &str,
+) -> Result<()> {
     if got != expected {
         bail!(
-            "{} has shape {got:?}, expected {expected:?} to fit q",
+            "{} has shape {got:?}, expected {expected:?} to fit {others}",
             tensor.name()
         );
     }

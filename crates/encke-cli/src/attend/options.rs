@@ -51,13 +51,14 @@ Exit codes: 0 success, 2 bad input or any other error (one line on standard erro
 /// Computes attention and its gradients of tensors in a file.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// A safetensors file with q [b,n,h,d] and k, v [b,n,hkv,d], where hkv divides h; for --grad
-    /// also do [b,n,h,d] and, if the loss uses the lse, dlse [b,n,h].
+    /// A safetensors file with q [b,nq,h,d], k [b,n,hkv,d] and v [b,n,hkv,dv], where hkv divides h
+    /// and nq is at most n; for --grad also do [b,nq,h,dv] and, if the loss uses the lse, dlse
+    /// [b,nq,h].
     #[arg(value_name = "IN.safetensors")]
     pub input: PathBuf,
 
-    /// Where to write out [b,n,h,d] in the compute type, lse [b,n,h] in f32 (f64 for f64), and with
-    /// --grad dq, dk, dv. An existing file is replaced, atomically, at the end.
+    /// Where to write out [b,nq,h,dv] in the compute type, lse [b,nq,h] in f32 (f64 for f64), and
+    /// with --grad dq, dk, dv. An existing file is replaced, atomically, at the end.
     #[arg(short, long, value_name = "OUT.safetensors")]
     pub output: PathBuf,
 
@@ -189,7 +190,6 @@ impl Options {
                 self.ring.gives_ranks() || self.ring.any_auto(),
                 "--ranks or auto: the limit determines the number of ranks",
             ),
-            (self.sinks, "--sinks: they are added to rows in memory"),
             (
                 self.trace.is_some(),
                 "--trace: ranks do not run side by side",

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use encke::plan::program::Role;
-use encke::{Attention, DType, Plan, Request, Trace};
+use encke::{Attention, DType, Pass, Plan, Request, Trace};
 use encke_lab::Verdict;
 use encke_lab::chrome_trace::ChromeTrace;
 use encke_lab::cluster::Cluster;
@@ -18,13 +18,14 @@ use encke_lab::output::OutputFile;
 use encke_lab::process::{peak_resident_bytes, resident_bytes};
 use encke_lab::terminal::spinner;
 use encke_ring::ShardCall;
-use encke_ring::out_of_core::{Files, FromSource, ToSink};
+use encke_ring::out_of_core::{Files, FromSource, SinkRows, TensorFile, ToSink};
 
 use super::inputs::AttendInputs;
 use super::options::Options;
 use super::results::{AttendProcess, RankPass};
 use super::streamed::{
-    CheckedInput, entries_alone, file_of, output_entries, output_files, requests,
+    CheckedInput, dsinks_file, entries_alone, file_of, output_entries, output_files, requests,
+    write_dsinks,
 };
 use super::summary;
 use crate::input::InputFile;
@@ -48,21 +49,24 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         let ready = cluster.survive();
         cluster.agree(ready)?;
     }
-    let (output, mut trace_file, mut sink) = create(cluster, options, &call)?;
+    let (output, mut trace_file, mut sink, dsinks_file) = create(cluster, options, &call)?;
     let mut output = Some(output);
     let before = resident_bytes();
     let progress = cluster.is_root().then(|| spinner("forward"));
-    let mut passes = Vec::new();
+    let (mut passes, mut dsinks) = (Vec::new(), None);
     for request in &call.requests {
         if let (Some(progress), true) = (&progress, !passes.is_empty()) {
             progress.set_message("backward");
         }
-        passes.push(pass(cluster, options, &call, request, &mut sink)?);
+        let (done, gradient) = pass(cluster, options, &call, request, &mut sink)?;
+        passes.push(done);
+        dsinks = gradient;
     }
     drop(progress);
     let most = peak_resident_bytes();
     let done = AttendProcess {
         passes,
+        dsinks,
         resident_bytes: before.zip(most),
     };
     let mut all = cluster.gather(&done)?;
@@ -70,7 +74,8 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
         let root = cluster.root();
         let finished = match (all.take(), output.take_if(|_| cluster.is_root())) {
             (Some(all), Some(output)) => {
-                finish(cluster, options, &call, &all, (output, trace_file.take()))
+                let files = (output, trace_file.take(), dsinks_file.as_ref());
+                finish(cluster, options, &call, &all, files)
             }
             // The former root has died: it may have renamed the file, or not yet.
             (None, Some(output)) => output.keep(),
@@ -91,24 +96,28 @@ fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
              a rank: leave it out, or start one process"
         );
     }
-    if options.sinks {
-        bail!("--sinks is for threads: use --ranks in one process, or leave it out");
-    }
     if options.injects_faults() {
         bail!("--drill is for threads; a process dies with kill -KILL");
     }
     let attention = options.attention_of(processes)?;
     let file = InputFile::open(&options.input)?;
-    let inputs = AttendInputs::read(&file.tensors()?, (options.grad, false), &attention)?;
+    let inputs = AttendInputs::read(&file.tensors()?, (options.grad, options.sinks), &attention)?;
     if attention.pattern().splits_slots() {
         bail!(
             "fkodom mode and detached mixing gradients need all rows in one process; use group \
              mode, or mix mode with exact gradients, or threads"
         );
     }
+    let requests = requests(&attention, &inputs)?;
+    if options.sinks && requests[0].redundancy > 0 {
+        bail!(
+            "--sinks and --redundancy do not go together in processes: the sinks of a lost rank's \
+             rows would be added twice or not at all; leave one of them out"
+        );
+    }
     Ok(PreparedCall {
         compute: attention.compute_dtype(inputs.q.dtype()),
-        requests: requests(&attention, &inputs)?,
+        requests,
         attention,
         inputs,
         sample: file.sample(),
@@ -121,9 +130,9 @@ fn create(
     cluster: &mut Cluster,
     options: &Options,
     call: &PreparedCall,
-) -> Result<(OutputFile, Option<OutputFile>, Files)> {
+) -> Result<(OutputFile, Option<OutputFile>, Files, Option<TensorFile>)> {
     let entries = output_entries(&call.inputs, call.compute);
-    let alone = entries_alone(&entries);
+    let alone = entries_alone(&call.inputs, &entries);
     let (output, trace) = loop {
         let root = cluster.root();
         let created = match cluster.is_root() {
@@ -146,17 +155,18 @@ fn create(
         }
     };
     let tensors = cluster.agree(output.prepared(&alone))?;
-    Ok((output, trace, output_files(&entries, tensors)))
+    let dsinks = dsinks_file(&call.inputs, &tensors);
+    Ok((output, trace, output_files(&entries, tensors), dsinks))
 }
 
-/// One pass of this process's rank.
+/// One pass of this process's rank, with its share of the gradient of the sinks.
 fn pass(
     cluster: &mut Cluster,
     options: &Options,
     call: &PreparedCall,
     request: &Request,
     sink: &mut Files,
-) -> Result<RankPass> {
+) -> Result<(RankPass, Option<Vec<f64>>)> {
     let kernel = call.attention.kernel();
     let ready = (|| {
         let plan = Plan::new(request.clone())?;
@@ -186,24 +196,33 @@ fn pass(
         stored = shard.store(&mut ToSink(sink)).map_err(anyhow::Error::from);
     }
     // Other ranks may read these rows, and the root renames the file.
+    let mut dsinks = None;
     let stored = stored.and_then(|()| {
+        if let Some(sinks) = &call.inputs.sinks {
+            let (rows, rank) = (SinkRows { sinks, request }, cluster.rank());
+            match request.pass {
+                Pass::Forward => rows.apply(rank, &source, sink)?,
+                Pass::Backward { dlse } => dsinks = Some(rows.gradient(rank, dlse, &source)?),
+            }
+        }
         let file = file_of(sink, an_output(request))?.file;
         file.sync_data().context("cannot write the output")
     });
     cluster.agree(stored)?;
     let done = shard.finish();
-    Ok(RankPass {
+    let done = RankPass {
         events: done.events,
         memory: done.memory,
         seconds,
-    })
+    };
+    Ok((done, dsinks))
 }
 
 /// One of the outputs of a pass; all of them are in one file.
 fn an_output(request: &Request) -> Role {
     match request.pass {
-        encke::Pass::Forward => Role::Out,
-        encke::Pass::Backward { .. } => Role::Dq,
+        Pass::Forward => Role::Out,
+        Pass::Backward { .. } => Role::Dq,
     }
 }
 
@@ -213,8 +232,15 @@ fn finish(
     options: &Options,
     call: &PreparedCall,
     all: &[AttendProcess],
-    (output, trace_file): (OutputFile, Option<OutputFile>),
+    (output, trace_file, dsinks): (OutputFile, Option<OutputFile>, Option<&TensorFile>),
 ) -> Result<()> {
+    if let Some(file) = dsinks {
+        let mut sums = vec![0.0; call.inputs.shape.heads];
+        for part in all.iter().flat_map(|done| &done.dsinks) {
+            sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+        }
+        write_dsinks(file, &sums)?;
+    }
     let traces: Vec<Trace> = (0..call.requests.len())
         .map(|pass| {
             let events = all.iter().flat_map(|done| done.passes[pass].events.clone());

@@ -30,7 +30,7 @@ impl AttendResult {
     /// The output tensors with their names and shapes in the file.
     pub fn outputs(&self, shape: &Shape) -> Vec<(&'static str, Vec<usize>, &Tensor)> {
         let out = &self.forward.out;
-        let rows = vec![shape.batch, shape.tokens, shape.heads];
+        let rows = vec![shape.batch, shape.queries, shape.heads];
         let mut outputs = vec![
             ("out", out.dims().to_vec(), &**out),
             ("lse", rows, &*self.forward.lse),
@@ -69,6 +69,8 @@ pub struct RankPass {
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub struct AttendProcess {
     pub passes: Vec<RankPass>,
+    /// Its share of the gradient of the sinks.
+    pub dsinks: Option<Vec<f64>>,
     /// Resident memory before the first buffer was allocated, and its peak.
     pub resident_bytes: Option<(usize, usize)>,
 }

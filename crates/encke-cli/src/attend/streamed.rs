@@ -17,8 +17,8 @@ use encke_lab::process::peak_resident_bytes;
 use encke_lab::terminal::{long_bar, say};
 use encke_lab::{Verdict, memory_table};
 use encke_ring::out_of_core::{
-    Files, FittingRanks, GradientFile, PROGRAM_BYTES, RowRange, Stream, StreamError, TensorFile,
-    TensorSink, TensorSource, fit_ranks,
+    Files, FittingRanks, GradientFile, PROGRAM_BYTES, RowRange, SinkRows, Stream, StreamError,
+    TensorFile, TensorSink, TensorSource, fit_ranks, row_width,
 };
 
 use super::inputs::AttendInputs;
@@ -69,16 +69,17 @@ impl TensorSource for CheckedInput<'_> {
         let (Some(compute), Some((role, name))) = (self.compute, named) else {
             return Ok(());
         };
-        let (width, compute) = match role {
-            Role::Dlse => (1, compute.sum()),
-            _ => (self.inputs.shape.dim, compute),
+        let width = row_width(*role, &self.inputs.shape);
+        let compute = match role {
+            Role::Dlse => compute.sum(),
+            _ => compute,
         };
         let heads = rows.heads.len();
         let index = |at: usize| {
             let token = rows.tokens.first + at / width / heads * rows.tokens.stride;
             let head = rows.heads[at / width % heads];
             let full = [rows.batch, token, head, at % width];
-            full[..if width == 1 { 3 } else { 4 }].to_vec()
+            full[..if *role == Role::Dlse { 3 } else { 4 }].to_vec()
         };
         let checked = finite::check_some(name, to.as_slice(), compute, index);
         checked.map_err(|error| StreamError::Refused {
@@ -97,7 +98,7 @@ pub fn run<K: Kernel>(
     encke_cpu::return_freed_memory();
     let inputs = {
         let file = InputFile::open(&options.input)?;
-        AttendInputs::read(&file.tensors()?, (options.grad, false), attention)?
+        AttendInputs::read(&file.tensors()?, (options.grad, options.sinks), attention)?
     };
     let compute = attention.compute_dtype(inputs.q.dtype());
     let requests = requests(attention, &inputs)?;
@@ -105,7 +106,9 @@ pub fn run<K: Kernel>(
     let output = OutputFile::create(&options.output, &[("the input", options.input.as_path())])?;
     let mut source = CheckedInput::new(options, &inputs, compute)?;
     let entries = output_entries(&inputs, compute);
-    let mut sink = output_files(&entries, output.prepare(&entries_alone(&entries))?);
+    let tensors = output.prepare(&entries_alone(&inputs, &entries))?;
+    let dsinks = dsinks_file(&inputs, &tensors);
+    let mut sink = output_files(&entries, tensors);
     for role in [Role::Out, Role::Lse] {
         source.files.add(role, file_of(&sink, role)?);
     }
@@ -118,6 +121,7 @@ pub fn run<K: Kernel>(
         };
         let plan = Plan::new(request)?;
         passes.push(pass(attention, &plan, &source, &mut sink, &output)?);
+        add_sinks(&inputs, &plan, &source, &mut sink, dsinks.as_ref())?;
         plans.push(plan);
     }
     output.keep()?;
@@ -186,27 +190,77 @@ fn input_files(path: &Path, inputs: &AttendInputs) -> Result<Files> {
 /// The outputs: role, name, shape and type of each.
 pub(super) fn output_entries(inputs: &AttendInputs, compute: DType) -> Vec<(Role, TensorEntry)> {
     let shape = &inputs.shape;
-    let of = |heads: usize, dim: usize| vec![shape.batch, shape.tokens, heads, dim];
-    let (q, kv) = (of(shape.heads, shape.dim), of(shape.kv_heads, shape.dim));
-    let rows = vec![shape.batch, shape.tokens, shape.heads];
+    let queries = |width: usize| vec![shape.batch, shape.queries, shape.heads, width];
+    let keys = |width: usize| vec![shape.batch, shape.tokens, shape.kv_heads, width];
+    let rows = vec![shape.batch, shape.queries, shape.heads];
     let mut outputs = vec![
-        (Role::Out, "out", q.clone(), compute),
+        (Role::Out, "out", queries(shape.value_dim), compute),
         (Role::Lse, "lse", rows, compute.sum()),
     ];
     if inputs.dout.is_some() {
         outputs.extend([
-            (Role::Dq, "dq", q, compute),
-            (Role::Dk, "dk", kv.clone(), compute),
-            (Role::Dv, "dv", kv, compute),
+            (Role::Dq, "dq", queries(shape.dim), compute),
+            (Role::Dk, "dk", keys(shape.dim), compute),
+            (Role::Dv, "dv", keys(shape.value_dim), compute),
         ]);
     }
     let entry = |(role, name, shape, dtype)| (role, TensorEntry { name, shape, dtype });
     outputs.into_iter().map(entry).collect()
 }
 
-/// The entries without their roles.
-pub(super) fn entries_alone(entries: &[(Role, TensorEntry)]) -> Vec<TensorEntry> {
-    entries.iter().map(|(_, entry)| entry.clone()).collect()
+/// The entries without their roles, and last dsinks, if there are sinks with a gradient.
+pub(super) fn entries_alone(
+    inputs: &AttendInputs,
+    entries: &[(Role, TensorEntry)],
+) -> Vec<TensorEntry> {
+    let mut alone: Vec<TensorEntry> = entries.iter().map(|(_, entry)| entry.clone()).collect();
+    let lse = entries.iter().find(|(role, _)| *role == Role::Lse);
+    if let (Some(sinks), Some((_, lse)), true) = (&inputs.sinks, lse, inputs.dout.is_some()) {
+        alone.push(TensorEntry {
+            name: "dsinks",
+            shape: vec![sinks.len()],
+            dtype: lse.dtype,
+        });
+    }
+    alone
+}
+
+/// The file of dsinks, which is the last of `tensors`, if there are sinks with a gradient.
+pub(super) fn dsinks_file(inputs: &AttendInputs, tensors: &[TensorFile]) -> Option<TensorFile> {
+    let wanted = inputs.sinks.is_some() && inputs.dout.is_some();
+    tensors.last().filter(|_| wanted).cloned()
+}
+
+/// Writes the gradient of the sinks.
+pub(super) fn write_dsinks(file: &TensorFile, gradient: &[f64]) -> Result<(), StreamError> {
+    file.write_row(&Data::from_f64(file.dtype, gradient))
+}
+
+/// After a forward pass, adds the sinks to out and lse of all ranks; after a backward pass, writes
+/// their gradient.
+fn add_sinks(
+    inputs: &AttendInputs,
+    plan: &Plan,
+    source: &CheckedInput<'_>,
+    sink: &mut Files,
+    dsinks: Option<&TensorFile>,
+) -> Result<(), StreamError> {
+    let Some(sinks) = &inputs.sinks else {
+        return Ok(());
+    };
+    let request = plan.request();
+    let rows = SinkRows { sinks, request };
+    match (request.pass, dsinks) {
+        (Pass::Backward { dlse }, Some(file)) => {
+            let mut sums = vec![0.0; sinks.len()];
+            for rank in 0..plan.ranks() {
+                let part = rows.gradient(rank, dlse, source)?;
+                sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+            }
+            write_dsinks(file, &sums)
+        }
+        _ => (0..plan.ranks()).try_for_each(|rank| rows.apply(rank, source, sink)),
+    }
 }
 
 /// The outputs as ranges of the file.

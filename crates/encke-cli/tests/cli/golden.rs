@@ -42,6 +42,7 @@ impl GoldenCall {
                 "--mode mix --offsets head-block"
             }
             "torchscale" => "--mode mix --offsets head-block --mixing-gradient detached",
+            "mask" => "",
             other => panic!("no options are known for files of {other}"),
         };
         let list = |key: &str| {
@@ -56,6 +57,10 @@ impl GoldenCall {
         if config["causal"].as_bool().unwrap() {
             options += " --causal";
         }
+        options += &mask_options(&config);
+        if header.tensors().contains_key("sinks") {
+            options += " --sinks";
+        }
         Some(GoldenCall {
             path: path.to_path_buf(),
             tokens: config["n"].as_u64().unwrap() as usize,
@@ -67,8 +72,11 @@ impl GoldenCall {
     /// All files, in order.
     fn all() -> Vec<GoldenCall> {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/golden");
-        let entries = std::fs::read_dir(folder).unwrap();
-        let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+        let masks = format!("{folder}/masks");
+        let entries = [folder, &masks].map(|folder| std::fs::read_dir(folder).unwrap());
+        let paths = entries.into_iter().flatten();
+        let mut paths: Vec<PathBuf> = paths.map(|entry| entry.unwrap().path()).collect();
+        paths.retain(|path| path.is_file());
         paths.sort();
         paths
             .iter()
@@ -84,6 +92,11 @@ impl GoldenCall {
         rings.push(format!("--sharding 0,1,1,{third},{last}"));
         rings.push("--ranks 5 --sharding zigzag --queries replicated".to_string());
         rings.push("--ranks 3 --sharding striped --checkpoint recompute".to_string());
+        let combined = ["fkodom", "detached"];
+        if !combined.iter().any(|mode| self.options.contains(mode)) {
+            rings.push("--memory-limit 1GiB".to_string());
+            rings.push("--ranks 4 --sharding balanced".to_string());
+        }
         rings
     }
 
@@ -94,7 +107,8 @@ impl GoldenCall {
         folder.succeeds(&format!("attend {input} -o {out} --grad {options} {ring}"));
         let got = files::read(&folder.join(&out));
         let golden = files::read(&self.path);
-        for tensor in ["out", "dq", "dk", "dv"] {
+        let dsinks = golden.contains_key("dsinks").then_some("dsinks");
+        for tensor in ["out", "dq", "dk", "dv"].into_iter().chain(dsinks) {
             let (expected, tolerance) = match golden.get(&format!("{tensor}_f64")) {
                 Some(wide) => (wide, 1e-5),
                 None => (&golden[tensor], 1e-12),
@@ -112,6 +126,32 @@ impl GoldenCall {
         }
         std::fs::remove_file(folder.join(&out)).unwrap();
     }
+}
+
+/// The options of a mask, of sinks and of scores.
+fn mask_options(config: &serde_json::Value) -> String {
+    let mut options = String::new();
+    let side = |key: &str| config[key].as_u64().map_or("all".into(), |x| x.to_string());
+    if config["window_left"].is_u64() || config["window_right"].is_u64() {
+        options += &format!(" --window {},{}", side("window_left"), side("window_right"));
+    }
+    if let Some(lengths) = config["documents"].as_array() {
+        let lengths: Vec<String> = lengths.iter().map(|x| x.to_string()).collect();
+        options += &format!(" --documents {}", lengths.join(","));
+    }
+    for (key, option) in [
+        ("prefix", "--prefix"),
+        ("softcap", "--softcap"),
+        ("query_offset", "--query-offset"),
+    ] {
+        if !config[key].is_null() {
+            options += &format!(" {option} {}", config[key]);
+        }
+    }
+    if config["alibi_slopes"].is_array() {
+        options += " --alibi";
+    }
+    options
 }
 
 fn check_lse(name: &str, got: &StoredTensor, expected: &StoredTensor) {

@@ -141,7 +141,16 @@ fn every_type_and_pattern_can_be_streamed() {
             "generate in.safetensors --tokens 100 --batch 2 --heads 4 --kv-heads 2 --dim 8 --grad \
              --dtype {dtype}"
         ));
-        for options in ["--causal", "--sharding zigzag --compute f32", LONGNET] {
+        let masked = "--causal --window 9,0 --prefix 3 --documents 40,1,59 --softcap 2 --alibi";
+        let packed = "--window 20,5 --documents 60,40 --mode mix --segment-lengths 8,32 \
+                      --dilation-rates 1,4";
+        for options in [
+            "--causal",
+            "--sharding zigzag --compute f32",
+            LONGNET,
+            masked,
+            packed,
+        ] {
             for (out, limit) in [("a", "--memory-limit 1GiB --memory"), ("b", "")] {
                 folder.succeeds(&format!(
                     "attend in.safetensors -o {out} --grad {options} {limit}"

@@ -7,7 +7,20 @@ use crate::files::{self, call};
 use crate::launch::{run, succeeds};
 
 /// Options, types and sizes of the calls.
-const CALLS: [(&str, Dtype, [usize; 4], usize); 6] = [
+const CALLS: [(&str, Dtype, [usize; 4], usize); 8] = [
+    (
+        "--grad --causal --window 9,0 --prefix 2 --documents 20,1,40 --softcap 3 --alibi",
+        Dtype::F32,
+        [2, 61, 4, 8],
+        2,
+    ),
+    (
+        "--grad --window 5,7 --mode mix --segment-lengths 8,32 --dilation-rates 1,4 \
+         --sharding zigzag --queries replicated",
+        Dtype::F64,
+        [1, 70, 4, 8],
+        4,
+    ),
     ("--grad --causal", Dtype::F32, [2, 61, 4, 8], 2),
     ("--grad --sharding striped", Dtype::F64, [1, 50, 2, 4], 1),
     (
@@ -57,6 +70,48 @@ fn processes_write_the_bytes_that_threads_write() {
         }
     }
     assert_eq!(folder.names().len(), 3, "no other file is left behind");
+}
+
+/// Files made by other code: sinks, fewer queries than keys, values of another width.
+#[test]
+fn processes_reproduce_golden_masks() {
+    let folder = CommandFolder::new();
+    let golden = |name: &str| {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/golden/masks");
+        std::path::Path::new(folder).join(name)
+    };
+    for (name, options) in [
+        ("mask_01_sink.safetensors", "--sinks"),
+        (
+            "mask_03_sink_window_documents.safetensors",
+            "--sinks --window 8,all --documents 5,20,1,22 --sharding balanced",
+        ),
+        ("mask_13_queries_7_of_40.safetensors", "--sharding striped"),
+        (
+            "mask_13_queries_7_of_40.safetensors",
+            "--queries replicated --query-offset 33",
+        ),
+        ("mask_15_value_dim.safetensors", ""),
+    ] {
+        let input = golden(name);
+        let expected = files::read(&input);
+        for ranks in [2, 3, 4] {
+            let input = input.display();
+            let attend = format!("attend {input} -o out.safetensors --grad --causal {options}");
+            succeeds(&folder, ranks, &attend);
+            let got = files::read(&folder.join("out.safetensors"));
+            for tensor in ["out", "dq", "dk", "dv", "dsinks"] {
+                let Some(expected) = expected.get(tensor) else {
+                    continue;
+                };
+                let error = got[tensor].difference(expected) / expected.largest();
+                assert!(
+                    error <= 1e-12,
+                    "{name} {options}, {ranks} ranks: {tensor} is off by {error:.2e}"
+                );
+            }
+        }
+    }
 }
 
 #[test]

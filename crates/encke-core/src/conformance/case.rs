@@ -31,6 +31,7 @@ pub(super) struct CaseJob {
 #[derive(Debug, Clone)]
 pub(super) struct Case {
     pub dim: usize,
+    pub value_dim: usize,
     pub gain: f64,
     /// Cells of the buffers, gaps included.
     pub cells: usize,
@@ -44,12 +45,14 @@ pub(super) struct Case {
 /// Addresses of one (query, key) pair.
 pub(super) struct PairAddresses {
     pub part: usize,
-    pub head: usize,
+    /// Batch entry, segment and head.
+    pub at: (usize, usize, usize),
     pub query_row: usize,
     pub key_row: usize,
     pub cell: usize,
     pub q: usize,
     pub key: usize,
+    pub value: usize,
     pub dq: usize,
 }
 
@@ -93,6 +96,7 @@ impl Case {
         let q = q.values(1, |c| distribution.query(&mut random, c));
         Case {
             dim: sizes.dim,
+            value_dim: sizes.dim,
             gain,
             cells: cells.elements,
             q,
@@ -119,14 +123,16 @@ impl Case {
         for (part, job) in self.parts.iter().map(|part| &part.job).enumerate() {
             for (b, s, query_row, h) in rows(job, job.queries) {
                 for key_row in job.visible(query_row) {
+                    let key = job.k.at(b, s, key_row, h);
                     each(PairAddresses {
                         part,
-                        head: h,
+                        at: (b, s, h),
                         query_row,
                         key_row,
                         cell: job.cells.at(b, s, query_row, h),
                         q: job.q.at(b, s, query_row, h),
-                        key: job.k.at(b, s, key_row, h),
+                        key,
+                        value: job.value(key),
                         dq: dq(job).at(b, s, query_row, h),
                     });
                 }
@@ -153,7 +159,7 @@ impl Case {
 }
 
 impl CaseJob {
-    /// Which elements of dk and dv the job may write.
+    /// Which elements of dk the job may write; of dv, those of the same rows.
     pub fn touched_keys(&self) -> Vec<bool> {
         let rows = [(&self.job, &self.job.k, self.job.keys)];
         marks(self.k.len(), self.job.dim, rows.into_iter())
@@ -179,7 +185,7 @@ fn dq(job: &Job) -> &Operand {
 }
 
 /// Every (batch, segment, row, head).
-fn rows(job: &Job, rows: usize) -> impl Iterator<Item = (usize, usize, usize, usize)> {
+pub(super) fn rows(job: &Job, rows: usize) -> impl Iterator<Item = (usize, usize, usize, usize)> {
     let (segments, heads) = (job.segments, job.heads);
     (0..job.batch * segments * rows * heads).map(move |i| {
         let (i, h) = (i / heads, i % heads);

@@ -95,6 +95,14 @@ pub fn random_mask(random: &mut Random, pattern: Pattern, tokens: usize) -> Patt
 }
 
 impl Configuration {
+    /// The configuration of a seed, half of them with a mask.
+    pub fn any(seed: u64) -> Configuration {
+        match Random::new(seed).once_in(2) {
+            true => Configuration::masked(seed),
+            false => Configuration::random(seed),
+        }
+    }
+
     /// The configuration of a seed with a random mask, and in some cases a softcap, slopes, fewer
     /// queries than keys, values of another width and dropout.
     pub fn masked(seed: u64) -> Configuration {

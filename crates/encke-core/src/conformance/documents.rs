@@ -49,8 +49,11 @@ pub(super) fn separate<K: Kernel>(
     let mut keys: Vec<[Data; 2]> = case.parts.iter().map(initial).collect();
     for ((part, &origin), (dk, dv)) in other.parts.iter().zip(&origins).zip(&found.keys) {
         let [all_dk, all_dv] = &mut keys[origin];
-        for (i, _) in part.touched_keys().iter().enumerate().filter(|of| *of.1) {
+        let touched = part.touched_keys();
+        for i in (0..touched.len()).filter(|&i| touched[i]) {
             all_dk.set(i, dk.as_slice().get(i));
+        }
+        for i in (0..part.dv.len()).filter(|&i| touched[i * part.dk.len() / part.dv.len()]) {
             all_dv.set(i, dv.as_slice().get(i));
         }
     }

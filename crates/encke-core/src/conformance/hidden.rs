@@ -28,7 +28,8 @@ pub(super) fn keys<K: Kernel>(
     let mut keys = vec![false; part.k.len()];
     for at in part.key_addresses(t) {
         part.k[at..at + case.dim].fill(value);
-        part.v[at..at + case.dim].fill(value);
+        let of_value = part.job.value(at);
+        part.v[of_value..of_value + case.value_dim].fill(value);
         keys[at..at + case.dim].fill(true);
     }
     let mut cells = vec![false; case.cells];
@@ -58,7 +59,7 @@ pub(super) fn queries<K: Kernel>(
 ) -> Result<(), Failure> {
     let (mut other, mut silent) = (case.clone(), results.clone());
     for cell in (0..case.cells).filter(|&cell| results.lse[cell] == f64::NEG_INFINITY) {
-        other.dout[cell * case.dim..(cell + 1) * case.dim].fill(f64::NAN);
+        other.dout[cell * case.value_dim..(cell + 1) * case.value_dim].fill(f64::NAN);
         silent.delta[cell] = f64::NAN;
     }
     let after = bench.backward(&other, &silent)?;
@@ -101,7 +102,7 @@ pub(super) fn broken<K: Kernel>(
             "query"
         }
         false => {
-            other.dout[cell * case.dim + channel] = value;
+            other.dout[cell * case.value_dim + channel % case.value_dim] = value;
             after.delta[cell] = f64::NAN;
             "output gradient"
         }
@@ -135,7 +136,8 @@ pub(super) fn same_carry<K: Kernel>(
     bench.unchanged(what, &before.acc, &after.acc, |i| free(i / dim))
 }
 
-/// Fails if gradients differ in an element for which `free_query` or `free_key` is false.
+/// Fails if gradients differ in an element for which `free_query` or `free_key` is false. Elements
+/// of dv are free if those of dk in the same row are.
 pub(super) fn same_gradients<K: Kernel>(
     bench: &KernelBench<'_, K>,
     what: &str,
@@ -147,7 +149,8 @@ pub(super) fn same_gradients<K: Kernel>(
     bench.same_gradient(what, &before.dq, &after.dq, free_query)?;
     for (part, (x, y)) in before.keys.iter().zip(&after.keys).enumerate() {
         bench.same_gradient(what, &x.0, &y.0, |i| free_key(part, i))?;
-        bench.same_gradient(what, &x.1, &y.1, |i| free_key(part, i))?;
+        let [keys, values] = [&x.0, &x.1].map(|data| data.as_slice().len());
+        bench.same_gradient(what, &x.1, &y.1, |i| free_key(part, i * keys / values))?;
     }
     Ok(())
 }

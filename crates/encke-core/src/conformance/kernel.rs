@@ -21,6 +21,8 @@ use crate::naive::NaiveKernel;
 const CASES: u64 = 200;
 /// Random attention cases with masks and transforms of scores for each type, after those.
 const MASK_CASES: u64 = 150;
+/// Random attention cases with values of another width, dropout or both for each type, after those.
+const VALUE_CASES: u64 = 100;
 /// Random cases of the operations on cells and rows.
 const SMALL_CASES: u64 = 100;
 
@@ -45,6 +47,11 @@ impl KernelSuite {
                 moving::check(&bench(seed))?;
                 cells::check(&bench(seed))?;
             }
+            for seed in (CASES + MASK_CASES..CASES + MASK_CASES + VALUE_CASES).filter(mine) {
+                if let Some(case) = value_case(seed, dtype, self) {
+                    attention(&bench(seed), &case)?;
+                }
+            }
             if self.masks {
                 for seed in (CASES..CASES + MASK_CASES).filter(mine) {
                     attention(&bench(seed), &Case::new(seed, dtype, self).with_masks(seed))?;
@@ -59,6 +66,26 @@ impl KernelSuite {
         }
         Ok(())
     }
+}
+
+/// A case with values of another width, dropout or both, as far as the suite tests them.
+fn value_case(seed: u64, dtype: DType, suite: KernelSuite) -> Option<Case> {
+    let (value_dims, dropout) = match seed % 4 {
+        0 => (suite.value_dims, false),
+        1 => (false, suite.dropout),
+        _ => (suite.value_dims, suite.dropout),
+    };
+    let mut case = Case::new(seed, dtype, suite);
+    if suite.masks {
+        case = case.with_masks(seed);
+    }
+    if value_dims {
+        case = case.with_value_dim(seed, dtype, suite.dims);
+    }
+    if dropout {
+        case = case.with_dropout(seed);
+    }
+    (value_dims || dropout).then_some(case)
 }
 
 fn attention<K: Kernel>(bench: &KernelBench<'_, K>, case: &Case) -> Result<(), Failure> {
@@ -130,7 +157,7 @@ impl<K: Kernel> KernelBench<'_, K> {
             };
             self.done(self.kernel.attend(&part.job, q, k, v, state))?;
         }
-        self.get_carry(case.cells, case.dim, &carry)
+        self.get_carry(case.cells, case.value_dim, &carry)
     }
 
     /// The gradients of all jobs of a case, added to the case's initial gradients.
@@ -164,8 +191,10 @@ impl<K: Kernel> KernelBench<'_, K> {
             let job = &part.job;
             let [q, k, v] = [&q, &k, &v].map(|buffer| self.kernel.input(buffer));
             self.done(self.kernel.backward(job, q, k, v, upstream, gradients))?;
-            let elements = part.k.len();
-            keys.push((self.get(sum, elements, &dk)?, self.get(sum, elements, &dv)?));
+            keys.push((
+                self.get(sum, part.k.len(), &dk)?,
+                self.get(sum, part.v.len(), &dv)?,
+            ));
         }
         let dq = self.get(sum, case.dq.len(), &dq)?;
         Ok(CaseGradients { dq, keys })
@@ -182,7 +211,7 @@ fn start(case: &Case) -> Carry<Data> {
         Data::F64((0..case.cells * width).map(number).collect())
     };
     Carry {
-        acc: with(0.0, case.dim),
+        acc: with(0.0, case.value_dim),
         m: with(f64::NEG_INFINITY, 1),
         l: with(0.0, 1),
     }
@@ -195,7 +224,7 @@ fn results<K: Kernel>(
 ) -> ForwardResults {
     let sum = bench.dtype.sum();
     let delta = |cell: usize| {
-        let row = cell * case.dim..(cell + 1) * case.dim;
+        let row = cell * case.value_dim..(cell + 1) * case.value_dim;
         let pairs = finished.0[row.clone()].iter().zip(&case.dout[row]);
         let product: f64 = pairs.map(|(o, g)| case.gain * o * g).sum();
         sum.round(product - case.dlse[cell])
@@ -238,7 +267,7 @@ fn check_forward<K: Kernel>(
     bench.close("the lse of the carry", pairs, tolerances.lse)?;
     let rows = cells
         .iter()
-        .flat_map(|cell| cell * case.dim..(cell + 1) * case.dim);
+        .flat_map(|cell| cell * case.value_dim..(cell + 1) * case.value_dim);
     let pairs = rows.map(|i| (got_out[i], out[i]));
     bench.close("the output of the carry", pairs, tolerances.out)
 }
@@ -270,8 +299,11 @@ fn check_backward<K: Kernel>(
     )?;
     for (i, part) in case.parts.iter().enumerate() {
         let touched = part.touched_keys();
+        let of_value = |i: usize| touched[i * part.dk.len() / part.dv.len()];
+        let touched_values: Vec<bool> = (0..part.dv.len()).map(of_value).collect();
         let ((dk, dv), expected) = (&grown.keys[i], &expected.keys[i]);
-        check("dv", dv, &expected.1, &part.dv, &touched, tolerances.dv[i])?;
+        let limit = tolerances.dv[i];
+        check("dv", dv, &expected.1, &part.dv, &touched_values, limit)?;
         check("dk", dk, &expected.0, &part.dk, &touched, tolerances.dk[i])?;
     }
     Ok(())

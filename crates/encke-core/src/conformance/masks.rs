@@ -37,7 +37,7 @@ pub(super) fn mask(random: &mut Random, job: &Job) -> Option<Mask> {
 }
 
 /// A window over random positions, which are close to each other if slopes need that.
-fn band(random: &mut Random, [queries, keys]: [usize; 2], close: bool) -> Band {
+pub(super) fn band(random: &mut Random, [queries, keys]: [usize; 2], close: bool) -> Band {
     let mut band = Band {
         query: random.below(60),
         query_step: random.pick(&[1, 1, 1, 2, 3]),

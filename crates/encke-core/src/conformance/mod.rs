@@ -11,6 +11,7 @@ mod case;
 mod cells;
 mod configuration;
 mod documents;
+mod dropout;
 mod failure;
 mod hidden;
 mod kernel;
@@ -27,6 +28,7 @@ mod softmax_ends;
 mod suite;
 mod tolerances;
 mod transport;
+mod value_dims;
 
 pub use self::configuration::{CallTensors, Configuration, random_mask, random_pattern};
 pub use self::failure::Failure;

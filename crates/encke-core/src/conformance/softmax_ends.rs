@@ -43,7 +43,7 @@ fn begun<K: Kernel>(
     let sum = bench.dtype.sum();
     let unread = |elements: usize| Data::from_f64(sum, &vec![f64::NAN; elements]);
     let before = Carry {
-        acc: unread(case.cells * case.dim),
+        acc: unread(case.cells * case.value_dim),
         m: unread(case.cells),
         l: unread(case.cells),
     };
@@ -66,7 +66,7 @@ fn begun<K: Kernel>(
     // share of those, so one rounding of the output is added.
     let room = tolerances.out + bench.dtype.epsilon() * largest(&exact.0);
     let pairs = got.0.into_iter().zip(exact.0).enumerate();
-    let pairs = pairs.filter(live(case.dim)).map(|(_, pair)| pair);
+    let pairs = pairs.filter(live(case.value_dim)).map(|(_, pair)| pair);
     bench.close("the output of a carry that began", pairs, room)
 }
 
@@ -135,7 +135,7 @@ impl<K: Kernel> KernelBench<'_, K> {
         let (part, sum) = (&case.parts[0], self.dtype.sum());
         let unread = |elements: usize| self.put(sum, &vec![f64::NAN; elements]);
         let mut carry = Carry {
-            acc: unread(case.cells * case.dim)?,
+            acc: unread(case.cells * case.value_dim)?,
             m: unread(case.cells)?,
             l: unread(case.cells)?,
         };
@@ -146,7 +146,7 @@ impl<K: Kernel> KernelBench<'_, K> {
             starts: true,
         };
         self.done(self.kernel.attend(&part.job, q, k, v, state))?;
-        self.get_carry(case.cells, case.dim, &carry)
+        self.get_carry(case.cells, case.value_dim, &carry)
     }
 
     /// out and lse of the last job of a case, which continues from this carry.
@@ -175,7 +175,7 @@ impl<K: Kernel> KernelBench<'_, K> {
         let sum = self.dtype.sum();
         let operands = self.operands(case, part)?;
         let [q, k, v] = [0, 1, 2].map(|i| self.kernel.input(&operands[i]));
-        let mut out = self.put(self.dtype, &vec![MARK; case.cells * case.dim])?;
+        let mut out = self.put(self.dtype, &vec![MARK; case.cells * case.value_dim])?;
         let mut lse = self.put(sum, &vec![MARK; case.cells])?;
         let state = SoftmaxState::Finish {
             carry,
@@ -184,7 +184,7 @@ impl<K: Kernel> KernelBench<'_, K> {
         };
         self.done(self.kernel.attend(&part.job, q, k, v, state))?;
         Ok((
-            self.get(self.dtype, case.cells * case.dim, &out)?,
+            self.get(self.dtype, case.cells * case.value_dim, &out)?,
             self.get(sum, case.cells, &lse)?,
         ))
     }

@@ -18,6 +18,10 @@ pub struct KernelSuite {
     /// Whether to test windows, documents, softcaps and slopes; otherwise masks are causal and
     /// scores are plain.
     pub masks: bool,
+    /// Whether to test values of another width than keys.
+    pub value_dims: bool,
+    /// Whether to test dropout.
+    pub dropout: bool,
     /// (i, n): run the i-th of n shares of the cases, for parallel test runs.
     pub share: (u64, u64),
 }
@@ -30,6 +34,8 @@ impl Default for KernelSuite {
             signs: false,
             wide_scores: true,
             masks: true,
+            value_dims: true,
+            dropout: true,
             share: (0, 1),
         }
     }

@@ -86,7 +86,7 @@ fn largest_slope(case: &Case) -> f64 {
     case.pairs(|pair| {
         let job = &case.parts[pair.part].job;
         if job.transform.is_some() {
-            let (score, _) = job.score(pair.head, pair.query_row, pair.key_row, 0.0);
+            let (score, _) = job.score(pair.at.2, pair.query_row, pair.key_row, 0.0);
             largest = largest.max(score.abs());
         }
     });
@@ -125,9 +125,9 @@ struct TensorSums {
 
 impl TensorSums {
     fn new(case: &Case, dtype: DType, lse: &[f64], results: &ForwardResults) -> TensorSums {
-        let dim = case.dim;
+        let (dim, value_dim) = (case.dim, case.value_dim);
         let mut sums = TensorSums {
-            out: SumBounds::new(&vec![0.0; case.cells * dim]),
+            out: SumBounds::new(&vec![0.0; case.cells * value_dim]),
             dq: SumBounds::new(&case.dq),
             dk: case
                 .parts
@@ -145,24 +145,32 @@ impl TensorSums {
             let (scale, gain) = (part.job.scale, part.job.gain);
             let q = &case.q[pair.q..pair.q + dim];
             let k = &part.k[pair.key..pair.key + dim];
-            let v = &part.v[pair.key..pair.key + dim];
-            let dout = &case.dout[pair.cell * dim..(pair.cell + 1) * dim];
+            let v = &part.v[pair.value..pair.value + value_dim];
+            let dout = &case.dout[pair.cell * value_dim..(pair.cell + 1) * value_dim];
             let (product, _) = dot(q, k);
             let (score, derivative) =
                 part.job
-                    .score(pair.head, pair.query_row, pair.key_row, product);
+                    .score(pair.at.2, pair.query_row, pair.key_row, product);
             let p = (score - lse[pair.cell]).exp();
-            let p_error = dtype.round(p) - p;
-            sums.out.add(pair.cell * dim, p, p_error, v);
+            let factor = part
+                .job
+                .dropout_factor(pair.at, pair.query_row, pair.key_row);
+            let kept = p * factor;
+            let kept_error = dtype.round(kept) - kept;
+            // A dropped pair counts as if it were kept: other jobs of the case may have a sum of
+            // their own that the pair makes small.
+            let dropout = part.job.dropout.as_ref();
+            let most = dropout.map_or(1.0, |of| of.dropout.gain());
+            sums.out.add(pair.cell * value_dim, p * most, kept_error, v);
             if results.lse[pair.cell] == f64::NEG_INFINITY {
                 return; // the backward pass skips queries without keys
             }
             let (product, product_size) = dot(dout, v);
-            let ds = derivative * p * (gain * product - results.delta[pair.cell]);
-            let ds_size =
-                scale.abs() * p * (gain.abs() * product_size + results.delta[pair.cell].abs());
+            let ds = derivative * p * (factor * gain * product - results.delta[pair.cell]);
+            let product_size = factor * gain.abs() * product_size;
+            let ds_size = scale.abs() * p * (product_size + results.delta[pair.cell].abs());
             let ds_error = scale * (dtype.round(ds) - ds);
-            sums.dv[pair.part].add(pair.key, p * gain, p_error * gain, dout);
+            sums.dv[pair.part].add(pair.value, kept * gain, kept_error * gain, dout);
             sums.dq.add(pair.dq, ds_size, ds_error, k);
             sums.dk[pair.part].add(pair.key, ds_size, ds_error, q);
         });

@@ -18,7 +18,7 @@ use crate::pattern::{LaneHead, Mode, Pattern};
 use crate::rows::gcd;
 use crate::scores::Scores;
 use crate::shape::Shape;
-use crate::sharding::{Cut, Sharding};
+use crate::sharding::{Cut, Run, Sharding};
 
 /// Steps of a plan for two ranks that share a group of segments, and for a rank alone.
 const PAIR_STEPS: usize = 512;
@@ -106,6 +106,20 @@ impl Request {
     pub fn positions(&self) -> Range<usize> {
         let first = self.pattern.first_query(&self.shape);
         first..first + self.shape.queries
+    }
+
+    /// The queries of `rank`, by index in q.
+    pub fn query_runs(&self, rank: usize) -> Vec<Run> {
+        let (runs, positions) = (
+            self.sharding.runs(self.shape.tokens, rank),
+            self.positions(),
+        );
+        let index = |run: Run| Run {
+            first: run.first - positions.start,
+            ..run
+        };
+        let runs = runs.iter().filter_map(|run| run.within(&positions));
+        runs.map(index).collect()
     }
 
     /// How scores are computed, without sinks.

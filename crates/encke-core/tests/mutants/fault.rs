@@ -79,10 +79,26 @@ pub enum KernelFault {
     SlopesAdded,
     /// The backward pass ignores the softcap.
     BackwardIgnoresSoftcap,
+    /// Coins are drawn by row instead of position.
+    CoinByIndex,
+    /// Coins are the same in every segment.
+    CoinIgnoresSegment,
+    /// Coins are the same in every batch entry.
+    CoinIgnoresBatch,
+    /// Coins are the same in every document.
+    CoinIgnoresDocument,
+    /// Coins are drawn by the head of the job instead of the head of the call.
+    CoinOfLocalHead,
+    /// Dropped pairs are left out of the denominator.
+    DroppedLeavesDenominator,
+    /// The backward pass ignores dropout.
+    BackwardIgnoresCoin,
+    /// Values are read at the addresses of keys, whatever their width is.
+    ValuesWhereKeysAre,
 }
 
 /// All faults but `None`.
-pub const FAULTS: [KernelFault; 37] = [
+pub const FAULTS: [KernelFault; 45] = [
     KernelFault::CausalSignFlipped,
     KernelFault::CausalOnIndices,
     KernelFault::CausalIgnored,
@@ -120,4 +136,12 @@ pub const FAULTS: [KernelFault; 37] = [
     KernelFault::SlopesByRow,
     KernelFault::SlopesAdded,
     KernelFault::BackwardIgnoresSoftcap,
+    KernelFault::CoinByIndex,
+    KernelFault::CoinIgnoresSegment,
+    KernelFault::CoinIgnoresBatch,
+    KernelFault::CoinIgnoresDocument,
+    KernelFault::CoinOfLocalHead,
+    KernelFault::DroppedLeavesDenominator,
+    KernelFault::BackwardIgnoresCoin,
+    KernelFault::ValuesWhereKeysAre,
 ];

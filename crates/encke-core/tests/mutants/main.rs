@@ -3,6 +3,7 @@
 //! The mutants have the mistakes of spec section 2, which exist in published code, and similar
 //! ones. Each is a thin wrapper that changes one thing, so only that can make it fail.
 
+mod dropped;
 mod fault;
 mod misread;
 
@@ -17,6 +18,7 @@ use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
+use dropped::{leave_out_dropped, values_where_keys_are};
 use fault::{FAULTS, KernelFault};
 use misread::misread;
 
@@ -99,8 +101,8 @@ fn hidden_pairs(job: &Job, mut each: impl FnMut(usize, usize, usize, usize, usiz
 /// Adds 0 times the values of masked keys to the rows that do not see them.
 fn poison(job: &Job, v: Slice<'_>, carry: &mut Carry<Data>) {
     hidden_pairs(job, |b, s, h, i, j| {
-        let cell = job.cells.at(b, s, i, h) * job.dim;
-        let value = v.get(job.k.at(b, s, j, h));
+        let cell = job.cells.at(b, s, i, h) * job.value_dim;
+        let value = v.get(job.value(job.k.at(b, s, j, h)));
         let x = carry.acc.as_slice().get(cell) + 0.0 * value;
         carry.acc.set(cell, x);
     });
@@ -124,8 +126,11 @@ fn poison_keys(
         for c in 0..job.dim {
             let x = dk.as_slice().get(key + c) + 0.0 * q.get(query + c);
             dk.set(key + c, x);
-            let x = dv.as_slice().get(key + c) + 0.0 * dout.get(cell * job.dim + c);
-            dv.set(key + c, x);
+        }
+        for c in 0..job.value_dim {
+            let at = job.value(key) + c;
+            let x = dv.as_slice().get(at) + 0.0 * dout.get(cell * job.value_dim + c);
+            dv.set(at, x);
         }
     });
 }
@@ -139,13 +144,18 @@ impl KernelMutant {
         carry: &mut Carry<Data>,
     ) -> Result<()> {
         let job = misread(self.0, job, Pass::Forward);
+        let misplaced = match self.0 {
+            KernelFault::ValuesWhereKeysAre => Some(values_where_keys_are(&job, v)),
+            _ => None,
+        };
+        let v = misplaced.as_ref().map_or(v, Data::as_slice);
         let inside = cells(&job, 0);
         let old = clone(carry);
         if matches!(
             self.0,
             KernelFault::CarryReset | KernelFault::OldPartNotRescaled
         ) {
-            reset(carry, &inside, job.dim);
+            reset(carry, &inside, job.value_dim);
         }
         let reads = self.0 == KernelFault::BeginReadsCarry;
         let state = SoftmaxState::Accumulate {
@@ -161,9 +171,10 @@ impl KernelMutant {
                     carry.l.set(cell, old.l.as_slice().get(cell));
                 }
             }
-            KernelFault::OldPartNotRescaled => add_unscaled(&old, carry, &inside, job.dim),
-            KernelFault::MaxNotRounded => shift_max(carry, &inside, job.dim),
+            KernelFault::OldPartNotRescaled => add_unscaled(&old, carry, &inside, job.value_dim),
+            KernelFault::MaxNotRounded => shift_max(carry, &inside, job.value_dim),
             KernelFault::MaskedKeysPoison => poison(&job, v, carry),
+            KernelFault::DroppedLeavesDenominator => leave_out_dropped(&job, [q, k], carry),
             KernelFault::OneRowPast => {
                 let past = cells(&job, 1).into_iter().filter(|x| !inside.contains(x));
                 let limit = carry.m.as_slice().len();
@@ -187,7 +198,7 @@ impl KernelMutant {
         let (old_out, old_lse) = (out.clone(), lse.clone());
         let mut carry = clone(carry);
         match self.0 {
-            KernelFault::ConcludeForgetsCarry => reset(&mut carry, &cells(&job, 0), job.dim),
+            KernelFault::ConcludeForgetsCarry => reset(&mut carry, &cells(&job, 0), job.value_dim),
             KernelFault::ConcludeIgnoresGain => job.gain = 1.0,
             _ => {}
         }
@@ -209,7 +220,7 @@ impl KernelMutant {
                 };
                 for cell in cells(&row, 0) {
                     lse.set(cell, old_lse.as_slice().get(cell));
-                    for c in cell * job.dim..(cell + 1) * job.dim {
+                    for c in cell * job.value_dim..(cell + 1) * job.value_dim {
                         out.set(c, old_out.as_slice().get(c));
                     }
                 }

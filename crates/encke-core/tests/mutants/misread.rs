@@ -22,7 +22,10 @@ pub fn misread(fault: KernelFault, job: &Job, pass: Pass) -> Job {
         (KernelFault::CausalOnIndices, Some(_)) => {
             job.mask = Some(Mask::Band(Band::causal((0, 1), (0, 1))));
         }
-        (KernelFault::CausalIgnored, Some(_)) => job.mask = None,
+        (KernelFault::CausalIgnored, Some(band)) => {
+            let window = Window::ALL;
+            job.mask = Some(Mask::Band(Band { window, ..band }));
+        }
         (KernelFault::BackwardIgnoresGain, _) => job.gain = 1.0,
         (KernelFault::WrongKvHead, _) => {
             job.k.heads = job.k.heads.iter().rev().copied().collect();
@@ -57,9 +60,39 @@ pub fn misread(fault: KernelFault, job: &Job, pass: Pass) -> Job {
                 transform.softcap = None;
             }
         }
-        _ => {}
+        (KernelFault::BackwardIgnoresCoin, _) => {
+            if let Pass::Backward { .. } = pass {
+                job.dropout = None;
+            }
+        }
+        _ => misread_coins(fault, &mut job),
     }
     job
+}
+
+/// Draws other coins.
+fn misread_coins(fault: KernelFault, job: &mut Job) {
+    let Some(dropout) = &mut job.dropout else {
+        return;
+    };
+    match fault {
+        KernelFault::CoinByIndex => {
+            // Where all pairs are visible, only coins and slopes depend on positions.
+            let all = matches!(&job.mask, Some(Mask::Band(band)) if band.window == Window::ALL);
+            let transform = job.transform.as_ref();
+            if all && transform.is_none_or(|transform| transform.slopes.is_none()) {
+                job.mask = Some(Mask::Band(Band {
+                    window: Window::ALL,
+                    ..Band::causal((0, 1), (0, 1))
+                }));
+            }
+        }
+        KernelFault::CoinIgnoresSegment => dropout.segment_step = 0,
+        KernelFault::CoinIgnoresBatch => dropout.all_heads = 0,
+        KernelFault::CoinIgnoresDocument => dropout.document = 0,
+        KernelFault::CoinOfLocalHead => dropout.heads = (0..job.heads).collect(),
+        _ => {}
+    }
 }
 
 /// Changes the windows of all bands.
@@ -98,7 +131,7 @@ fn late_borders(pieces: &[Piece]) -> Vec<Piece> {
 /// The same keys for each query, at positions that are row indices.
 fn slopes_by_row(job: &mut Job) {
     let transform = job.transform.as_ref();
-    if transform.is_none_or(|transform| transform.slopes.is_none()) {
+    if job.dropout.is_some() || transform.is_none_or(|transform| transform.slopes.is_none()) {
         return;
     }
     // Key rows of pieces ascend and are disjoint, which one piece for each query would break: each

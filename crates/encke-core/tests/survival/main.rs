@@ -66,7 +66,7 @@ fn assert_complete(world: &LabelCall) {
 /// A random call with redundancy and dim 1.
 fn case(seed: u64, redundancy: usize) -> Arc<Plan> {
     let mut random = Random::new(seed ^ 0xdead);
-    let drawn = (0..).map(|i| Configuration::random(seed ^ (i << 32)));
+    let drawn = (0..).map(|i| Configuration::any(seed ^ (i << 32)));
     let mut drawn = drawn.filter(|drawn| {
         let ranks = drawn.request.sharding.ranks();
         ranks > redundancy && ranks <= 8
@@ -76,8 +76,11 @@ fn case(seed: u64, redundancy: usize) -> Arc<Plan> {
     let request = Request {
         shape: Shape {
             dim: 1,
+            value_dim: 1,
+            queries: drawn.request.shape.tokens,
             ..drawn.request.shape
         },
+        pattern: drawn.request.pattern.clone().query_offset(None),
         queries: Queries::Sharded,
         pass: random.pick(&passes),
         redundancy,

@@ -40,10 +40,12 @@ use encke_core::plan::Pass;
 
 /// Whether the tiles compute a job accurately. They take values below 2⁻¹²⁶ as 0 and sum q·k
 /// without the scale, so jobs with a scale far from 1 are left to the vectors, and so are jobs that
-/// transform their scores.
+/// transform their scores, have dropout, or have values of another width than keys.
 pub fn supports(job: &Job) -> bool {
     const LIMIT: f64 = (1 << 30) as f64;
     job.transform.is_none()
+        && job.dropout.is_none()
+        && job.dim == job.value_dim
         && (job.scale == 0.0 || (LIMIT.recip()..=LIMIT).contains(&job.scale.abs()))
 }
 

@@ -4,7 +4,7 @@
 //! twice in a row, as in a training run with batches of many lengths.
 
 use anyhow::{Result, ensure};
-use encke::{Attention, Builder, CacheLimits, CacheStats, Kernel, Request, Shape};
+use encke::{Attention, Builder, CacheLimits, CacheStats, Kernel, Request};
 use encke_cost::BenchmarkInputs;
 
 use super::measure::builder;
@@ -45,10 +45,8 @@ fn measure<K: Kernel>(
     for at in 0..LENGTHS {
         // Every seventh length in turn, so that none comes again soon.
         let part = at * 7 % LENGTHS;
-        let shape = Shape {
-            tokens: (tokens / 2 + tokens * part / (2 * LENGTHS)).max(1),
-            ..request.shape
-        };
+        let tokens = (tokens / 2 + tokens * part / (2 * LENGTHS)).max(1);
+        let shape = request.shape.with_tokens(tokens);
         let rehearsal = BenchmarkInputs::new(&Request {
             shape,
             ..request.clone()

@@ -163,7 +163,8 @@ fn warm_up(cluster: &mut Cluster, request: &Request, grad: bool, seed: u64) -> R
     // With a kernel of its own: a kernel keeps its workspace.
     let attention = cluster.agree(Attention::builder().build().map_err(anyhow::Error::from))?;
     let mut few = request.clone();
-    few.shape.tokens = few.shape.tokens.min(WARM_ROWS * cluster.ranks());
+    let tokens = few.shape.tokens.min(WARM_ROWS * cluster.ranks());
+    few.shape = few.shape.with_tokens(tokens);
     // If so few tokens do not fit the pattern, which all ranks find alike, there is no warm-up.
     if Plan::new(few.clone()).is_err() {
         return Ok(());

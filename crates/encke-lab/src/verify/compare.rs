@@ -168,7 +168,8 @@ fn builder(case: &RandomConfiguration) -> Builder {
         .queries(case.queries)
         .checkpoint(case.policy)
         .softcap(case.softcap)
-        .alibi(case.alibi);
+        .alibi(case.alibi)
+        .dropout(case.dropout);
     if let Some(scale) = case.scale {
         builder = builder.scale(scale);
     }
@@ -182,16 +183,18 @@ fn run<K: Kernel>(
     inputs: &ReferenceInputs,
 ) -> Result<(Forward, Backward)> {
     let shape = case.shape;
-    let dims = |heads: usize, dim: usize| [shape.batch, shape.tokens, heads, dim];
-    let stored = |values: &[f64], heads: usize, dim: usize| {
-        Tensor::from_data(Data::from_f64(case.dtype, values), dims(heads, dim))
+    let stored = |values: &[f64], rows: usize, heads: usize, dim: usize| {
+        let dims = [shape.batch, rows, heads, dim];
+        Tensor::from_data(Data::from_f64(case.dtype, values), dims)
     };
-    let q = stored(&inputs.q, shape.heads, shape.dim)?;
-    let k = stored(&inputs.k, shape.kv_heads, shape.dim)?;
-    let v = stored(&inputs.v, shape.kv_heads, shape.dim)?;
-    let dout = stored(&inputs.dout, shape.heads, shape.dim)?;
+    let of_queries = |values: &[f64], dim| stored(values, shape.queries, shape.heads, dim);
+    let of_keys = |values: &[f64], dim| stored(values, shape.tokens, shape.kv_heads, dim);
+    let q = of_queries(&inputs.q, shape.dim)?;
+    let k = of_keys(&inputs.k, shape.dim)?;
+    let v = of_keys(&inputs.v, shape.value_dim)?;
+    let dout = of_queries(&inputs.dout, shape.value_dim)?;
     let dlse = match &inputs.dlse {
-        Some(dlse) => Some(stored(dlse, shape.heads, 1)?),
+        Some(dlse) => Some(of_queries(dlse, 1)?),
         None => None,
     };
     let dlse: Option<View<'_>> = dlse.as_ref().map(Tensor::view);
@@ -234,11 +237,13 @@ struct TermSizes {
 impl TermSizes {
     fn new(case: &RandomConfiguration, inputs: &ReferenceInputs, out: &[f64]) -> Result<TermSizes> {
         let ReferenceInputs { q, k, v, dout, .. } = inputs;
-        let dim = case.shape.dim;
+        let (dim, value_dim) = (case.shape.dim, case.shape.value_dim);
         let scale = case.scale();
+        let gain = case.dropout.map_or(1.0, |dropout| dropout.gain());
         let dlse = inputs.dlse.as_deref().map_or(0.0, largest);
         // Upper bound of a term of dS: dO·v, dO·out, and the gradient of the lse.
-        let term = norm(dout, dim) * (norm(v, dim) + norm(out, dim)) + dlse;
+        let values = gain * norm(v, value_dim) + norm(out, value_dim);
+        let term = norm(dout, value_dim) * values + dlse;
         // The largest sum of weights over all queries of one key: dv for dout = 1.
         let ones = vec![1.0; dout.len()];
         let scores = case.scores();
@@ -247,7 +252,7 @@ impl TermSizes {
         let weight = largest(&weights).max(1.0);
         Ok(TermSizes {
             scores: scale * norm(q, dim) * norm(k, dim),
-            out: largest(v),
+            out: gain * largest(v),
             dq: scale * largest(k) * term,
             dk: scale * largest(q) * term * weight,
             dv: largest(dout) * weight,

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use encke::conformance::{Random, random_mask};
 use encke::{
-    CheckpointPolicy, Cut, DType, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Queries,
-    Scores, Shape, alibi_slopes,
+    CheckpointPolicy, Cut, DType, Dropout, GroupScale, MixingGradient, Mode, OffsetRule, Pattern,
+    Queries, Scores, Shape, alibi_slopes,
 };
 
 use crate::format;
@@ -43,6 +43,8 @@ pub struct RandomConfiguration {
     pub alibi: bool,
     /// The sink of each head, if there are any.
     pub sinks: Option<Vec<f64>>,
+    /// Which pairs are dropped, if any.
+    pub dropout: Option<Dropout>,
     /// Whether the lse has a gradient.
     pub dlse: bool,
     /// Largest absolute value in q and k.
@@ -51,21 +53,21 @@ pub struct RandomConfiguration {
 
 /// The inputs of a configuration, rounded to its type.
 pub struct ReferenceInputs {
-    /// `[b, n, heads, d]`.
+    /// `[b, nq, heads, d]`.
     pub q: Vec<f64>,
     /// `[b, n, kv_heads, d]`.
     pub k: Vec<f64>,
-    /// `[b, n, kv_heads, d]`.
+    /// `[b, n, kv_heads, dv]`.
     pub v: Vec<f64>,
-    /// `[b, n, heads, d]`.
+    /// `[b, nq, heads, dv]`.
     pub dout: Vec<f64>,
-    /// `[b, n, heads]`.
+    /// `[b, nq, heads]`.
     pub dlse: Option<Vec<f64>>,
 }
 
 impl RandomConfiguration {
-    /// Draws the configuration of a seed; half of them have windows, documents, softcaps, slopes or
-    /// sinks.
+    /// Draws the configuration of a seed; half of them have windows, documents, softcaps, slopes,
+    /// sinks, dropout, fewer queries than keys or values of another width.
     pub fn new(seed: u64) -> RandomConfiguration {
         let plain = RandomConfiguration::plain(seed);
         let mut random = Random::new(seed ^ 0x3a5c);
@@ -74,8 +76,29 @@ impl RandomConfiguration {
         }
         let (pattern, shape) = (plain.pattern.clone(), plain.shape);
         let takes_sinks = pattern.check_sinks().is_ok();
+        let pattern = random_mask(&mut random, pattern, shape.tokens);
+        let (pattern, queries) = match random.once_in(4) {
+            true => {
+                let queries = random.size(shape.tokens);
+                let offset = random.below(shape.tokens - queries + 1);
+                let offset = random.once_in(2).then_some(offset);
+                (pattern.query_offset(offset), queries)
+            }
+            false => (pattern, shape.tokens),
+        };
+        let value_dim = match random.once_in(4) {
+            true => random.size(24),
+            false => shape.dim,
+        };
+        let dropout = random.once_in(6).then(|| 0.8 * random.unit().abs());
         RandomConfiguration {
-            pattern: random_mask(&mut random, pattern, shape.tokens),
+            pattern,
+            shape: Shape {
+                queries,
+                value_dim,
+                ..shape
+            },
+            dropout: dropout.and_then(|probability| Dropout::new(probability, seed).ok()),
             softcap: random.once_in(4).then(|| 0.5 + 3.0 * random.unit().abs()),
             alibi: random.once_in(4),
             sinks: (takes_sinks && random.once_in(4))
@@ -117,6 +140,7 @@ impl RandomConfiguration {
             softcap: None,
             alibi: false,
             sinks: None,
+            dropout: None,
             dlse: random.once_in(3) && !fkodom,
             spread: random.pick(&[0.0, 1.0, 1.0, 3.0]),
             pattern,
@@ -149,7 +173,7 @@ impl RandomConfiguration {
             softcap: self.softcap,
             slopes: self.alibi.then(|| alibi_slopes(self.shape.heads)),
             sinks: self.sinks.as_deref().map(Arc::from),
-            dropout: None,
+            dropout: self.dropout,
         }
     }
 
@@ -158,17 +182,18 @@ impl RandomConfiguration {
         let Shape {
             batch,
             tokens,
+            queries,
             heads,
             kv_heads,
             dim,
-            ..
+            value_dim,
         } = self.shape;
         let mut random = Random::new(!self.seed);
         let mut draw = |count: usize, value: &dyn Fn(f64) -> f64| -> Vec<f64> {
             let values = (0..count).map(|_| self.dtype.round(value(random.unit())));
             values.collect()
         };
-        let (rows, kv_rows) = (batch * tokens * heads, batch * tokens * kv_heads);
+        let (rows, kv_rows) = (batch * queries * heads, batch * tokens * kv_heads);
         let wide = |x: f64| self.spread * x;
         let value = |x: f64| match self.pattern.mode() {
             Mode::Fkodom => 1.0 + 0.5 * x, // fkodom divides by sums of values
@@ -177,8 +202,8 @@ impl RandomConfiguration {
         ReferenceInputs {
             q: draw(rows * dim, &wide),
             k: draw(kv_rows * dim, &wide),
-            v: draw(kv_rows * dim, &value),
-            dout: draw(rows * dim, &|x| x),
+            v: draw(kv_rows * value_dim, &value),
+            dout: draw(rows * value_dim, &|x| x),
             dlse: self.dlse.then(|| draw(rows, &|x| x)),
         }
     }
@@ -281,6 +306,16 @@ impl fmt::Display for RandomConfiguration {
         }
         if self.sinks.is_some() {
             write!(f, ", with sinks")?;
+        }
+        if let Some(dropout) = &self.dropout {
+            write!(f, ", dropout {:.3}", 1.0 - 1.0 / dropout.gain())?;
+        }
+        if self.shape.queries < tokens {
+            let first = self.pattern.first_query(&self.shape);
+            write!(f, ", {} queries from {first} on", self.shape.queries)?;
+        }
+        if self.shape.value_dim != dim {
+            write!(f, ", value dim {}", self.shape.value_dim)?;
         }
         if self.dlse {
             write!(f, ", with dlse")?;

@@ -9,6 +9,7 @@ use std::io;
 use std::sync::Arc;
 
 use encke_core::plan::program::Role;
+use encke_core::sharding::Run;
 use encke_core::{DType, Data};
 
 use super::error::StreamError;
@@ -85,6 +86,22 @@ impl TensorFile {
         let write = |extent: FileExtent| write_at(&self.file, &bytes[extent.bytes], extent.at);
         let done = self.extents(range).try_for_each(write);
         done.map_err(|source| failed("write", range, source))
+    }
+
+    /// Writes a tensor that is one row.
+    pub fn write_row(&self, from: &Data) -> Result<(), StreamError> {
+        let tokens = Run {
+            first: 0,
+            stride: 1,
+            count: 1,
+        };
+        let range = RowRange {
+            role: Role::Rows,
+            batch: 0,
+            tokens,
+            heads: &[0],
+        };
+        self.write(&range, from)
     }
 }
 

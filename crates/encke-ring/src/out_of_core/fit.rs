@@ -87,7 +87,7 @@ fn resident<K: Kernel>(
     request.sharding = Sharding::new(ranks, request.sharding.cut().clone())?;
     sequential::check(&request)?;
     let shape = request.shape;
-    let row = shape.heads.max(shape.kv_heads) * shape.dim;
+    let row = shape.heads.max(shape.kv_heads) * shape.dim.max(shape.value_dim);
     // Gradients that are added to a file are kept once more, in the widest type.
     let staged = staging::bytes(row, request.dtype, request.dtype.sum())
         + staging::bytes(row, DType::F64, DType::F64) / 6;

@@ -7,16 +7,23 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use encke_core::Data;
 use encke_core::host;
 use encke_core::job::Block;
 use encke_core::plan::Request;
 use encke_core::plan::program::Role;
+use encke_core::{Data, Shape};
 
 use super::copy_tensor::copy_tensor;
 use super::error::StreamError;
 use super::files::{Files, TensorFile};
+use super::rows::row_width;
 use super::source::{RowRange, TensorSink, TensorSource};
+
+/// The dimensions of dk or dv.
+fn dims(role: Role, shape: &Shape) -> [usize; 4] {
+    let width = row_width(role, shape);
+    [shape.batch, shape.tokens, shape.kv_heads, width]
+}
 
 /// The sums of dk and dv in a file.
 #[derive(Debug)]
@@ -31,20 +38,20 @@ impl GradientFile {
     pub fn new(file: File, request: &Request) -> std::io::Result<GradientFile> {
         let shape = &request.shape;
         let (file, dtype) = (Arc::new(file), request.dtype.sum());
-        let dims = [shape.batch, shape.tokens, shape.kv_heads, shape.dim];
-        let tensor = |offset: u64| TensorFile {
+        let tensor = |role: Role, offset: u64| TensorFile {
             file: Arc::clone(&file),
             offset,
             dtype,
-            dims,
+            dims: dims(role, shape),
         };
-        let bytes = tensor(0).bytes();
+        let dk = tensor(Role::Dk, 0);
+        let dv = tensor(Role::Dv, dk.bytes());
         // An extended file reads as zeros where nothing was written.
         file.set_len(0)?;
-        file.set_len(2 * bytes)?;
+        file.set_len(dk.bytes() + dv.bytes())?;
         let mut sums = Files::new();
-        sums.add(Role::Dk, tensor(0));
-        sums.add(Role::Dv, tensor(bytes));
+        sums.add(Role::Dk, dk);
+        sums.add(Role::Dv, dv);
         Ok(GradientFile {
             sums,
             request: request.clone(),
@@ -67,8 +74,8 @@ impl GradientFile {
     /// Rounds all sums and writes them to a sink.
     pub fn finish(self, sink: &mut dyn TensorSink) -> Result<(), StreamError> {
         let shape = self.request.shape;
-        let dims = [shape.batch, shape.tokens, shape.kv_heads, shape.dim];
         for role in [Role::Dk, Role::Dv] {
+            let dims = dims(role, &shape);
             copy_tensor(&self.sums, sink, role, dims, self.request.dtype)?;
         }
         Ok(())

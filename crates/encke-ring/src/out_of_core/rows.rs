@@ -19,7 +19,8 @@ use super::source::RowRange;
 pub fn row_width(role: Role, shape: &Shape) -> usize {
     match role {
         Role::Lse | Role::Dlse => 1,
-        _ => shape.dim,
+        Role::V | Role::Dv | Role::Out | Role::Dout => shape.value_dim,
+        Role::Q | Role::K | Role::Dq | Role::Dk | Role::Rows => shape.dim,
     }
 }
 
@@ -135,7 +136,7 @@ fn own_offsets(
     let shape = &request.shape;
     let mut offsets = offsets(port, shape, row);
     if request.queries == Queries::Replicated && port.runs.len() > 1 {
-        let own = request.sharding.runs(shape.tokens, rank);
+        let own = request.query_runs(rank);
         offsets.retain(|(_, _, run)| own.contains(run));
     }
     offsets

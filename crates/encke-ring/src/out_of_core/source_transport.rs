@@ -16,6 +16,7 @@ use crate::error::{RankError, RingError};
 
 use super::error::StreamError;
 use super::row_io::{BufferSlot, RowIo};
+use super::rows::row_width;
 use super::source::RowRange;
 
 /// Which rows the messages of a round hold.
@@ -67,13 +68,14 @@ impl<'s, K: Kernel> SourceTransport<'s, K> {
 
     /// The rows of a message: (batch entry, tokens, heads, first element in the message).
     fn ranges<'o>(&self, origin: &'o Origin) -> Vec<(usize, Run, &'o [usize], usize)> {
+        let width = row_width(origin.role, &self.request.shape);
         let mut at = 0;
         let mut list = Vec::new();
         for rows in origin.rows.iter() {
             for batch in 0..self.request.shape.batch {
                 for tokens in rows.runs() {
                     list.push((batch, tokens, &rows.heads[..], at));
-                    at += tokens.count * rows.heads.len() * self.request.shape.dim;
+                    at += tokens.count * rows.heads.len() * width;
                 }
             }
         }
@@ -81,7 +83,8 @@ impl<'s, K: Kernel> SourceTransport<'s, K> {
     }
 
     fn receive(&mut self, origin: &Origin, to: &mut K::Buffer) -> Result<(), StreamError> {
-        let (dim, dtype, role) = (self.request.shape.dim, self.request.dtype, origin.role);
+        let (dtype, role) = (self.request.dtype, origin.role);
+        let width = row_width(role, &self.request.shape);
         if matches!(role, Role::Dk | Role::Dv) {
             let failed = |source| RingError::of_rank(self.rank, RankError::before_start(source));
             return Ok(self.kernel.fill(to, 0.0).map_err(failed)?);
@@ -95,17 +98,14 @@ impl<'s, K: Kernel> SourceTransport<'s, K> {
             };
             let buffer = &mut *to;
             let to = BufferSlot { buffer, dtype, at };
-            self.io.fetch(&range, dim, to)?;
+            self.io.fetch(&range, width, to)?;
         }
         Ok(())
     }
 
     fn send(&mut self, origin: &Origin, buffer: &K::Buffer) -> Result<(), StreamError> {
-        let (dim, dtype, role) = (
-            self.request.shape.dim,
-            self.request.dtype.sum(),
-            origin.role,
-        );
+        let (dtype, role) = (self.request.dtype.sum(), origin.role);
+        let width = row_width(role, &self.request.shape);
         if !matches!(role, Role::Dk | Role::Dv) {
             return Ok(());
         }
@@ -117,7 +117,7 @@ impl<'s, K: Kernel> SourceTransport<'s, K> {
                 heads,
             };
             let from = BufferSlot { buffer, dtype, at };
-            self.io.add(from, &range, dim)?;
+            self.io.add(from, &range, width)?;
         }
         Ok(())
     }

@@ -106,7 +106,7 @@ fn dense_ring() -> RandomCall {
     let request = &mut configuration.request;
     request.pattern = Pattern::dense();
     request.queries = Queries::Sharded;
-    request.shape.tokens = 32;
+    request.shape = request.shape.with_tokens(32);
     request.sharding = Sharding::contiguous(4).expect("four ranks");
     RandomCall::new(&configuration, false).expect("legal")
 }
@@ -162,7 +162,7 @@ fn ranks_that_finished_also_fail_if_another_rank_failed() {
     let request = &mut configuration.request;
     request.pattern = Pattern::dense().causal(true);
     request.queries = Queries::Sharded;
-    request.shape.tokens = 32;
+    request.shape = request.shape.with_tokens(32);
     request.sharding = Sharding::contiguous(4).expect("four ranks");
     let call = RandomCall::new(&configuration, false).expect("legal");
     let mut config = FaultConfig::none(5);

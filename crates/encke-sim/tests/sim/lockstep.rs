@@ -55,7 +55,7 @@ proptest! {
     #[test]
     fn lockstep_has_the_bits_of_threads(seed in any::<u64>()) {
         let ring = ThreadRing::new(NaiveKernel, DEADLINE);
-        let configuration = Configuration::random(seed);
+        let configuration = Configuration::any(seed);
         check_same(&ring, &configuration).map_err(TestCaseError::fail)?;
         check_same(&ring, &with_slots(&configuration)).map_err(TestCaseError::fail)?;
     }
@@ -65,7 +65,7 @@ proptest! {
 fn lockstep_has_the_bits_of_threads_on_the_cpu_kernel_in_every_dtype() {
     for (seed, dtype) in (0..).zip([DType::F64, DType::F32, DType::Bf16, DType::F16].repeat(8)) {
         let ring = ThreadRing::new(CpuKernel::new().expect("a kernel"), DEADLINE);
-        let mut configuration = Configuration::random(seed);
+        let mut configuration = Configuration::any(seed);
         configuration.request.dtype = dtype;
         let outcome = check_bits(&ring, &configuration);
         assert_eq!(outcome, Ok(()), "{configuration:?}");

@@ -31,7 +31,7 @@ fn surviving_call(pattern: Pattern, ranks: usize, cut: Cut, backward: bool) -> R
     let request = &mut configuration.request;
     request.pattern = pattern;
     request.queries = Queries::Sharded;
-    request.shape.tokens = 33;
+    request.shape = request.shape.with_tokens(33);
     request.shape.heads = 4;
     request.shape.kv_heads = 2;
     request.sharding = Sharding::new(ranks, cut).expect("ranks are positive");

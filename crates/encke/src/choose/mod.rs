@@ -271,10 +271,8 @@ fn kept_bytes(request: &Request) -> usize {
         shape, sharding, ..
     } = request;
     let queries = |rank: usize| -> usize {
-        let runs = sharding.runs(shape.tokens, rank).into_iter();
-        let positions = request.positions();
-        runs.filter_map(|run| Some(run.within(&positions)?.count))
-            .sum()
+        let runs = request.query_runs(rank);
+        runs.iter().map(|run| run.count).sum()
     };
     let rows = match request.queries {
         Queries::Sharded => (0..sharding.ranks()).map(queries).max().unwrap_or(0),

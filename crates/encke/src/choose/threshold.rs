@@ -4,7 +4,6 @@
 //! and on rings of two and of the most ranks, until a ring is faster; bisection then finds the
 //! length to within a sixteenth.
 
-use encke_core::Shape;
 use encke_core::kernel::Kernel;
 use encke_core::plan::rings::Rotating;
 use serde::Serialize;
@@ -40,12 +39,8 @@ pub fn one_device_until<K: Kernel>(
 ) -> Result<Threshold, ChoiceError> {
     let ring_wins = |tokens: usize| -> Result<bool, ChoiceError> {
         let best = |ranks: usize| -> Result<f64, ChoiceError> {
-            let shape = Shape {
-                tokens,
-                ..constraints.shape
-            };
             let constraints = Constraints {
-                shape,
+                shape: constraints.shape.with_tokens(tokens),
                 ranks: Some(ranks),
                 // The schedule moves the length by less than the prediction error.
                 width: constraints.width.or(Some(1)),

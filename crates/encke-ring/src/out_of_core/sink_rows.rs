@@ -1,0 +1,111 @@
+//! Sinks of rows that are not in memory: they are added to the rows of out and lse that a rank has
+//! written, and their gradient is a sum over these rows (spec section 10).
+//!
+//! The decision here: both work on finished rows of files, chunk by chunk, so neither a rank nor a
+//! plan knows of sinks.
+
+use encke_core::plan::Request;
+use encke_core::plan::program::Role;
+use encke_core::sharding::Run;
+use encke_core::{Tensor, sinks};
+
+use crate::error::RingError;
+
+use super::error::StreamError;
+use super::rows::row_width;
+use super::source::{RowRange, TensorSink, TensorSource};
+
+/// Elements of a chunk, unless one row has more.
+const CHUNK: usize = 1 << 16;
+
+/// The sinks of a call, for the rows of one rank.
+#[derive(Debug, Clone, Copy)]
+pub struct SinkRows<'a> {
+    /// One sink for each query head.
+    pub sinks: &'a [f64],
+    /// The call.
+    pub request: &'a Request,
+}
+
+impl SinkRows<'_> {
+    /// Adds the sinks to out and lse of a rank's rows.
+    pub fn apply(
+        &self,
+        rank: usize,
+        source: &dyn TensorSource,
+        sink: &mut dyn TensorSink,
+    ) -> Result<(), StreamError> {
+        for (batch, rows) in self.chunks(rank) {
+            let mut out = self.read(source, Role::Out, batch, rows)?;
+            let mut lse = self.read(source, Role::Lse, batch, rows)?;
+            sinks::apply(self.sinks, &mut out, &mut lse).map_err(RingError::from)?;
+            for (role, tensor) in [(Role::Out, out), (Role::Lse, lse)] {
+                let heads: Vec<usize> = (0..self.request.shape.heads).collect();
+                sink.write(&range(role, batch, rows, &heads), tensor.data())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The gradient of the sinks over a rank's rows.
+    pub fn gradient(
+        &self,
+        rank: usize,
+        dlse: bool,
+        source: &dyn TensorSource,
+    ) -> Result<Vec<f64>, StreamError> {
+        let mut sums = vec![0.0; self.sinks.len()];
+        for (batch, rows) in self.chunks(rank) {
+            let read = |role: Role| self.read(source, role, batch, rows);
+            let (out, lse, dout) = (read(Role::Out)?, read(Role::Lse)?, read(Role::Dout)?);
+            let dlse = dlse.then(|| read(Role::Dlse)).transpose()?;
+            let results = [&out.view(), &lse.view(), &dout.view()];
+            let dlse = dlse.as_ref().map(Tensor::view);
+            let part = sinks::gradient(self.sinks, results, dlse.as_ref());
+            let part = part.map_err(RingError::from)?;
+            sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+        }
+        Ok(sums)
+    }
+
+    /// The rank's rows, a few at a time: (batch entry, rows).
+    fn chunks(&self, rank: usize) -> impl Iterator<Item = (usize, Run)> {
+        let shape = self.request.shape;
+        let most = (CHUNK / (shape.heads * shape.value_dim)).max(1);
+        let runs = self.request.query_runs(rank);
+        (0..shape.batch).flat_map(move |batch| {
+            let parts = runs.clone().into_iter().flat_map(move |run| {
+                (0..run.count).step_by(most).map(move |start| Run {
+                    first: run.first + start * run.stride,
+                    count: most.min(run.count - start),
+                    ..run
+                })
+            });
+            parts.map(move |rows| (batch, rows))
+        })
+    }
+
+    fn read(
+        &self,
+        source: &dyn TensorSource,
+        role: Role,
+        batch: usize,
+        rows: Run,
+    ) -> Result<Tensor, StreamError> {
+        let shape = &self.request.shape;
+        let dims = [1, rows.count, shape.heads, row_width(role, shape)];
+        let heads: Vec<usize> = (0..shape.heads).collect();
+        let mut tensor = Tensor::zeros(source.dtype(role), dims);
+        source.read(&range(role, batch, rows, &heads), tensor.data_mut())?;
+        Ok(tensor)
+    }
+}
+
+fn range<'a>(role: Role, batch: usize, tokens: Run, heads: &'a [usize]) -> RowRange<'a> {
+    RowRange {
+        role,
+        batch,
+        tokens,
+        heads,
+    }
+}
