@@ -40,7 +40,6 @@ from encke._ring_operator import as_operator
 from encke._torch import BatchMasks, _autocast, _sinks
 from encke._wire import Disagreement, wire_of
 from encke.masks import boundaries, documents_of, prefix_of, rate_of, window_of
-from encke.nn.attention import refuse_dropout
 from encke.options import Options, as_tuple, from_keywords, with_masks
 
 __all__ = [
@@ -347,7 +346,12 @@ class RingDilatedAttention(torch.nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        refuse_dropout("attention_dropout", attention_dropout)
+        if attention_dropout != 0.0:
+            raise ValueError(
+                f"attention_dropout is {attention_dropout}; on a ring dropout needs a seed that "
+                "all ranks have, another one in every call: use 0.0, or ring_attention with "
+                "dropout and seed"
+            )
         self.group = group
         self.options = dict(
             options,

@@ -19,13 +19,15 @@ MASKS = [
     dict(MIX, documents=DOCUMENTS, causal=True),
     dict(GROUP, window=(12, 12), alibi_slopes=[0.5, 0.25, 0.0, 0.1]),
     dict(causal=True, window=(20, 0), checkpoint="recompute"),
+    dict(causal=True, documents=DOCUMENTS, dropout=0.3, seed=2**63 + 5),
 ]
 
 
 def cuts(options):
     """Every sharding of a call with these options."""
     kinds = [dict(sharding=kind) for kind in ("contiguous", "zigzag", "striped")]
-    pattern = {name: x for name, x in options.items() if name != "checkpoint"}
+    others = ("checkpoint", "dropout", "seed")
+    pattern = {name: x for name, x in options.items() if name not in others}
     balanced = dict(sharding="balanced", heads=4, **pattern)
     return [*kinds, dict(sizes=uneven(TOKENS, dist.get_world_size())), balanced]
 
@@ -58,6 +60,19 @@ def masks_equal_one_process():
             assert torch.allclose(share, dsinks, rtol=1e-12, atol=1e-12), (options, cut)
             count += 1
     return count
+
+
+def values_of_another_width():
+    """Outputs as wide as the values."""
+    given = tensors(TOKENS, seed=4)
+    v, dout = (torch.cat([x, x.flip(1)[..., :3]], -1) for x in (given[2], given[3]))
+    given = [*given[:2], v, dout, given[4]]
+    sinks = torch.zeros(4, dtype=torch.float64)
+    *expected, _ = attend(encke.attention, given, sinks, causal=True)
+    for cut in (dict(), dict(sharding="zigzag"), dict(sharding="striped")):
+        mine = [ring.shard(x, **cut) for x in given]
+        *got, _ = attend(ring.ring_attention, mine, sinks, causal=True, **cut)
+        compare(got, expected, cut, 1e-12, cut)
 
 
 def packings_are_forgotten():
@@ -110,6 +125,7 @@ def masks_that_are_refused():
         (dict(documents=[6 * ranks - 1, 1] if last else [6 * ranks]), "documents"),
         (dict(sinks=torch.zeros(4) if last else None), "sinks"),
         (dict(alibi_slopes=[float(last)] * 4), "alibi_slopes"),
+        (dict(dropout=0.1, seed=int(last)), "seed"),
     ):
         message = raised(ring.Disagreement, lambda: ring.ring_attention(q, q, q, **options))
         assert word in message and "rank 0" in message, message
@@ -120,6 +136,8 @@ def masks_that_are_refused():
     sinks = torch.zeros(3 if last else 4)
     message = raised(ValueError, lambda: ring.ring_attention(q, q, q, sinks=sinks))
     assert "sinks has shape [3], expected [4]" in message, message
+    message = raised(ValueError, lambda: ring.ring_attention(q, q, q, dropout=0.1))
+    assert "dropout is 0.1, and needs a seed" in message, message
     # An invalid request raises the same error on all ranks.
     message = raised(ValueError, lambda: ring.ring_attention(q, q, q, documents=[5]))
     assert "documents have 5 tokens together" in message and f"{6 * ranks}" in message, message
@@ -138,7 +156,7 @@ def masks_in_a_graph():
         graphs.append(graph)
         return graph.forward
 
-    def layer(q, k, v, sinks, return_lse, cu_seqlens, slopes):
+    def layer(q, k, v, sinks, return_lse, cu_seqlens, slopes, seed):
         return ring.ring_attention(
             q * 2,
             k,
@@ -149,6 +167,8 @@ def masks_in_a_graph():
             causal=True,
             window=(9, 0),
             softcap=3.0,
+            dropout=0.2,
+            seed=seed,
             return_lse=return_lse,
         )
 
@@ -158,6 +178,7 @@ def masks_in_a_graph():
     assert given[-1].dtype == sums(torch.float32)
     for bounds in ([0, 5, 20], [0, 11, 20]):
         masks = dict(cu_seqlens=torch.tensor(bounds), slopes=torch.tensor([0.5, 0.2, 0.1, 0.0]))
+        masks["seed"] = torch.tensor(bounds[1])
         eager, graph = (attend(function, given, sinks, **masks) for function in (layer, compiled))
         assert all(torch.equal(a, b) for a, b in zip(eager, graph)), bounds
     assert len(graphs) == 1, len(graphs)
@@ -170,6 +191,7 @@ def masks_in_a_graph():
 
 CASES = [
     masks_equal_one_process,
+    values_of_another_width,
     packings_are_forgotten,
     positions_and_documents,
     masks_that_are_refused,
