@@ -25,17 +25,27 @@ import sys
 
 from encke._encke import RingError, __version__
 from encke import functional
-from encke.functional import attention, attention_backward, explain, report
+from encke.functional import (
+    attention,
+    attention_backward,
+    explain,
+    report,
+    varlen_attention,
+)
+from encke.recognition import MaskError, pattern_of
 
 if "torch" in sys.modules:
     # Registers the custom operators before anything that uses them is compiled.
     functional._import_torch()
 
 __all__ = [
+    "MaskError",
     "RingError",
     "__version__",
     "attention",
     "attention_backward",
     "explain",
+    "pattern_of",
     "report",
+    "varlen_attention",
 ]

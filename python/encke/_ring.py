@@ -29,16 +29,21 @@ class Request(NamedTuple):
     sizes: Optional[tuple[int, ...]] = None
     grad: bool = False
     return_lse: bool = False
+    sinks: bool = False
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, group: Optional[dist.ProcessGroup], request: Request
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sinks: Optional[Tensor],
+    group: Optional[dist.ProcessGroup],
+    request: Request,
+    refusal: Optional[Exception] = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's rows."""
-    ring = agreed(wire_of(group), (q, k, v), request)
+    """out and lse of this rank's rows; ``refusal`` is an error of this rank's own arguments."""
+    ring = agreed(wire_of(group), qkv, request, refusal)
     if request.grad:
-        return _RingAttention.apply(q, k, v, ring, request.return_lse)
-    out, lse, _, _ = ring.forward(q, k, v)
+        return _RingAttention.apply(*qkv, sinks, ring, request.return_lse)
+    out, lse, _, _ = ring.forward(*qkv, sinks)
     return out, lse
 
 
@@ -56,12 +61,15 @@ class Ring(NamedTuple):
         """The length of the whole sequence."""
         return sum(self.sizes)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor] = None
+    ) -> tuple[Any, ...]:
         """out, lse, and both by slot where branches keep slots of their own."""
         call = self.wire.call(f"forward {self.description}", q.device)
         with self.wire.reporting:
             if not q.is_cuda:
-                return self.shard.forward(self.tokens, q, k, v, call)
+                of = None if sinks is None else sinks.tolist()
+                return self.shard.forward(self.tokens, q, k, v, call, of)
             _cuda.prepare()
             dtype = _computed_in(q, self.precision)
             with torch.cuda.device(q.device):
@@ -73,19 +81,23 @@ class Ring(NamedTuple):
             return out, lse, None, None
 
     def backward(self, *saved: Optional[Tensor], dout: Tensor, dlse: Optional[Tensor]) -> Any:
-        """dq, dk, dv."""
-        q, k, v, out, lse = saved[:5]
+        """dq, dk, dv, and this rank's share of the gradient of the sinks, which are saved last."""
+        q, k, v, out, lse, *_, sinks = saved
         call = self.wire.call(f"backward {self.description}", q.device)
         with self.wire.reporting:
             if not q.is_cuda:
-                return self.shard.backward(self.tokens, q, k, v, saved[3:], dout, dlse, call)
+                of = None if sinks is None else sinks.tolist()
+                *gradients, dsinks = self.shard.backward(
+                    self.tokens, q, k, v, saved[3:7], dout, dlse, call, of
+                )
+                return *gradients, None if sinks is None else sinks.new_tensor(dsinks)
             dtype = _computed_in(q, self.precision)
             with torch.cuda.device(q.device):
                 gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
                 stream = torch.cuda.current_stream().cuda_stream
                 inputs = (q, k, v, out, lse, dout, dlse)
                 _encke.enqueue_shard(self.shard, self.tokens, inputs, gradients, stream, call)
-            return gradients
+            return *gradients, None
 
 
 class _RingAttention(torch.autograd.Function):
@@ -93,19 +105,25 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, return_lse: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Optional[Tensor],
+        ring: Ring,
+        return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        out, lse, slot_out, slot_lse = ring.forward(q, k, v)
+        out, lse, slot_out, slot_lse = ring.forward(q, k, v, sinks)
         ctx.ring = ring
         ctx.with_lse = return_lse
         if not return_lse:
             ctx.mark_non_differentiable(lse)
         if ring.shard.recomputes:
-            ctx.save_for_backward(q, k, v, None, None, None, None)
+            ctx.save_for_backward(q, k, v, None, None, None, None, sinks)
         elif ring.shard.splits_slots:
-            ctx.save_for_backward(q, k, v, None, lse, slot_out, slot_lse)
+            ctx.save_for_backward(q, k, v, None, lse, slot_out, slot_lse, sinks)
         else:
-            ctx.save_for_backward(q, k, v, out, lse, None, None)
+            ctx.save_for_backward(q, k, v, out, lse, None, None, sinks)
         return out, lse
 
     @staticmethod
@@ -114,23 +132,26 @@ class _RingAttention(torch.autograd.Function):
         # Whether the lse has a gradient depends on the agreed request, not on this rank's loss: the
         # messages of all ranks must match.
         dlse = dlse.contiguous() if ctx.with_lse else None
-        dq, dk, dv = ctx.ring.backward(*ctx.saved_tensors, dout=dout.contiguous(), dlse=dlse)
-        need_q, need_k, need_v = ctx.needs_input_grad[:3]
-        needed = (x if need else None for x, need in ((dq, need_q), (dk, need_k), (dv, need_v)))
-        return *needed, None, None
+        every = ctx.ring.backward(*ctx.saved_tensors, dout=dout.contiguous(), dlse=dlse)
+        needed = zip(every, ctx.needs_input_grad)
+        return *(gradient if need else None for gradient, need in needed), None, None
 
 
-def agreed(wire: Wire, given: tuple[Tensor, Tensor, Tensor], request: Request) -> Ring:
+def agreed(
+    wire: Wire,
+    given: tuple[Tensor, Tensor, Tensor],
+    request: Request,
+    refusal: Optional[Exception] = None,
+) -> Ring:
     """The ring for a call, once all ranks have made the same request."""
     wire.check()
     rows = given[0].shape[1] if given[0].dim() == 4 else -1
     shapes = tuple((x.shape[0], *x.shape[2:]) for x in given)
     key = (request, shapes, rows, given[0].dtype, given[0].device)
-    cached = wire.agreed.get(key) if request.sizes is not None else None
-    if cached is not None:
+    cached = wire.agreed.get(request.options, key) if request.sizes is not None else None
+    if cached is not None and refusal is None:
         return cached
     description = _describe(given, request)
-    refusal: Optional[Exception] = None
     try:
         _check(given)
         wire.check_device(given[0].device)
@@ -142,7 +163,7 @@ def agreed(wire: Wire, given: tuple[Tensor, Tensor, Tensor], request: Request) -
     # From here on every rank has the same description, and raises the same errors.
     ring = ring_of(wire, given, request, every)
     if request.sizes is not None:
-        wire.agreed[key] = ring
+        wire.agreed.put(request.options, key, ring)
     return ring
 
 
@@ -151,20 +172,22 @@ def ring_of(
 ) -> Ring:
     """The ring of ranks that have agreed; ``every`` has the rows of each rank."""
     options = request.options
-    shard = wire.agreed.get((options, every))
+    shard = wire.agreed.get(options, (options, every))
     if shard is None:
         shard = _shard(wire, options, every)
-        if len(wire.agreed) >= 1024:
-            wire.agreed.clear()
-        wire.agreed[options, every] = shard
-    q, k, _ = given
+        wire.agreed.put(options, (options, every), shard)
+    q, k, v = given
+    if q.is_cuda and (request.sinks or shard.cpu_only is not None):
+        alone = "sinks is computed on the cpu only; leave it out, or move the tensors to the cpu"
+        raise ValueError(shard.cpu_only or alone)
     if q.is_cuda and (0 in every or shard.splits_slots or options.checkpoint != "keep"):
         raise ValueError(
             "on GPUs every rank must have rows, branches must be combined under one softmax "
             f'(mixing_gradient="exact") and checkpoint must be "keep"; the rows are {list(every)}'
         )
     tokens = sum(every)
-    shape = (q.shape[0], tokens, q.shape[2], k.shape[2], q.shape[3])
+    sizes = (q.shape[0], tokens, q.shape[2], k.shape[2], q.shape[3])
+    shape = (*sizes, tokens, v.shape[3])
     shard.check(shape, options.precision or str(q.dtype))
     description = json.dumps([_describe(given, request), every], default=str)
     return Ring(wire, shard, every, options.precision, description)
@@ -243,7 +266,7 @@ def _shard(wire: Wire, options: Options, sizes: Sequence[int]) -> _encke.Shard:
 
 def cut_of(sharding: Any, sizes: Sequence[int]) -> Union[str, list[int]]:
     """The library's cut for shards of these sizes."""
-    if sharding != "contiguous":
+    if sharding not in ("contiguous", "balanced"):
         expected = expected_sizes(sum(sizes), len(sizes), sharding)
         if list(sizes) != expected:
             raise ValueError(
@@ -254,7 +277,7 @@ def cut_of(sharding: Any, sizes: Sequence[int]) -> Union[str, list[int]]:
     return [sum(sizes[:rank]) for rank in range(len(sizes))]
 
 
-def expected_sizes(tokens: int, ranks: int, sharding: str) -> list[int]:
+def expected_sizes(tokens: int, ranks: int, sharding: Any) -> list[int]:
     """The default number of rows of each rank."""
     runs = (_encke.runs(sharding, ranks, tokens, rank) for rank in range(ranks))
     return [sum(count for _, _, count in of_rank) for of_rank in runs]

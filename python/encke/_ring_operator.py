@@ -2,7 +2,8 @@
 
 A graph holds no process groups, so a group is passed by its registered name, as in torch's
 functional collectives; "" is the default group. The rows of each rank, agreed on in the forward
-pass, are saved as a tensor for the backward pass, which does not agree again.
+pass, are saved as a tensor for the backward pass, which does not agree again. Sinks, packings and
+slopes are tensors of the graph, as in :mod:`encke._torch`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from encke._ring import Request, agreed, ring_of
-from encke._torch import _computed_in, _without_none, fake_outputs
+from encke._torch import (
+    MASK_OPTIONS,
+    BatchMasks,
+    MaskTensors,
+    _as_tensors,
+    _computed_in,
+    _without_none,
+    fake_dsinks,
+    fake_outputs,
+    flatten_masks,
+    unflatten_masks,
+)
 from encke._wire import wire_of
 from encke.options import Options, find
 
-# The options of a ring over processes, in the order of the schema.
+_TENSORS = "Tensor? sinks, Tensor? cu_seqlens, Tensor? slopes, Tensor? seed"
+# The number of tensors, and of options of the mask.
+_TENSOR_COUNT, _MASK_COUNT = _TENSORS.count(",") + 1, MASK_OPTIONS.count(",") + 1
+# The options of a ring over processes, in the order of the schema; then those of the mask.
 _FIELDS = (
     "segment_lengths",
     "dilation_rates",
@@ -32,19 +47,28 @@ _FIELDS = (
     "precision",
     "checkpoint",
 )
+_MASK_FIELDS = Options._fields[Options._fields.index("window") :]
 _REQUEST = """str group, int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
     str? offsets, str? mixing_gradient, bool causal, float? scale, str sharding, str? precision,
-    str checkpoint, int[]? sizes, bool grad, bool return_lse"""
+    str checkpoint, MASK_OPTIONS, int[]? sizes, bool grad, bool return_lse, bool with_sinks"""
+_REQUEST = _REQUEST.replace("MASK_OPTIONS", MASK_OPTIONS)
 
 
 def as_operator(
-    q: Tensor, k: Tensor, v: Tensor, group: Optional[dist.ProcessGroup], request: Request
+    qkv: tuple[Tensor, Tensor, Tensor],
+    given: BatchMasks,
+    group: Optional[dist.ProcessGroup],
+    request: Request,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's rows, as one operator of the graph."""
     name = "" if group is None else group.group_name
     options, *rest = request
-    flat = [getattr(options, field) for field in _FIELDS]
-    out, lse, *_ = _operator(q, k, v, name, *flat, *rest)
+    options, tensors = _as_tensors(tuple(options), given)
+    named = Options(*options)
+    flat = [getattr(named, field) for field in _FIELDS]
+    masks = flatten_masks(options)
+    tensors = (given.sinks, tensors.cu_seqlens, tensors.slopes, tensors.seed)
+    out, lse, *_ = _operator(*qkv, *tensors, name, *flat, *masks, *rest)
     return out, lse
 
 
@@ -55,34 +79,50 @@ def _group(name: str) -> Optional[dist.ProcessGroup]:
 def _request(flat: tuple[Any, ...]) -> Request:
     """The request of an operator's arguments; torch passes sequences as lists."""
     values = [tuple(x) if isinstance(x, (list, tuple)) else x for x in flat]
-    options = Options(**dict(zip(_FIELDS, values)))
-    return Request(options, *values[len(_FIELDS) :])
+    masks, rest = len(_FIELDS), len(_FIELDS) + _MASK_COUNT
+    given = dict(zip(_FIELDS, values))
+    given.update(zip(_MASK_FIELDS, unflatten_masks(*values[masks:rest])))
+    return Request(Options(**given), *values[rest:])
+
+
+def _split(rest: tuple[Any, ...]) -> tuple[MaskTensors, str, Request]:
+    """The tensors, the group and the request of an operator's arguments after the others."""
+    tensors = MaskTensors(*rest[:_TENSOR_COUNT])
+    group, *flat = rest[_TENSOR_COUNT:]
+    return tensors, group, _request(tuple(flat))
+
+
+def _masked(tensors: MaskTensors, request: Request) -> Request:
+    """The request with the documents, slopes and seed of the tensors."""
+    return request._replace(options=tensors.masks(request.options))
 
 
 def _fake_attention(request: Request) -> Any:
     """An attention for the shapes of the results, which do not depend on the sharding."""
-    return find(request.options._replace(sharding="contiguous"))
+    return find(request.options._replace(sharding="contiguous", dropout=0.0))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, group: str, *flat: Any) -> tuple[Tensor, ...]:
-    ring = agreed(wire_of(_group(group)), (q, k, v), _request(flat))
-    return (*_without_none(*ring.forward(q, k, v)), torch.tensor(ring.sizes))
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    tensors, group, request = _split(rest)
+    ring = agreed(wire_of(_group(group)), (q, k, v), _masked(tensors, request))
+    return (*_without_none(*ring.forward(q, k, v, tensors.sinks)), torch.tensor(ring.sizes))
 
 
 _operator = torch.library.custom_op(
     "encke::ring_attention",
     _forward,
     mutates_args=(),
-    schema=f"""(Tensor q, Tensor k, Tensor v,
+    schema=f"""(Tensor q, Tensor k, Tensor v, {_TENSORS},
         {_REQUEST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
 )
 
 
 @_operator.register_fake
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, group: str, *flat: Any) -> tuple[Tensor, ...]:
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, group, request = _split(rest)
     ranks = dist.get_world_size(_group(group))
     sizes = torch.empty(ranks, dtype=torch.int64)
-    return (*fake_outputs(_fake_attention(_request(flat)), q), sizes)
+    return (*fake_outputs(_fake_attention(request), q, v), sizes)
 
 
 def _backward(
@@ -96,10 +136,10 @@ def _backward(
     sizes: Tensor,
     dout: Tensor,
     dlse: Optional[Tensor],
-    group: str,
-    *flat: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    request, wire = _request(flat), wire_of(_group(group))
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    tensors, group, request = _split(rest)
+    request, wire = _masked(tensors, request), wire_of(_group(group))
     ring = ring_of(wire, (q, k, v), request, tuple(sizes.tolist()))
     saved: list[Optional[Tensor]] = [out, lse, slot_out, slot_lse]
     if ring.shard.recomputes:
@@ -109,8 +149,9 @@ def _backward(
     else:
         saved[2:] = [None, None]
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = ring.backward(q, k, v, *saved, dout=dout.contiguous(), dlse=dlse)
-    return dq, dk, dv
+    saved.append(tensors.sinks)
+    *gradients, dsinks = ring.backward(q, k, v, *saved, dout=dout.contiguous(), dlse=dlse)
+    return *gradients, q.new_empty(0) if dsinks is None else dsinks
 
 
 _backward_operator = torch.library.custom_op(
@@ -118,35 +159,38 @@ _backward_operator = torch.library.custom_op(
     _backward,
     mutates_args=(),
     schema=f"""(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slot_out,
-        Tensor slot_lse, Tensor sizes, Tensor dout, Tensor? dlse,
-        {_REQUEST}) -> (Tensor, Tensor, Tensor)""",
+        Tensor slot_lse, Tensor sizes, Tensor dout, Tensor? dlse, {_TENSORS},
+        {_REQUEST}) -> (Tensor, Tensor, Tensor, Tensor)""",
 )
 
 
 @_backward_operator.register_fake
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    dtype = _computed_in(q, _fake_attention(_request(rest[8:])).precision)
-    return tuple(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
+    tensors, _, request = _split(rest[7:])
+    dtype = _computed_in(q, _fake_attention(request).precision)
+    gradients = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
+    return *gradients, fake_dsinks(q, tensors.sinks)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *flat = inputs
+    q, k, v, *rest = inputs
     out, lse, slot_out, slot_lse, sizes = output
-    ctx.flat = tuple(flat)
+    tensors, ctx.flat = rest[:_TENSOR_COUNT], tuple(rest[_TENSOR_COUNT:])
     request = _request(ctx.flat[1:])
     ctx.with_lse = request.return_lse
     if request.options.checkpoint == "recompute":
         out, lse = out.new_empty(0), lse.new_empty(0)
-    ctx.save_for_backward(q, k, v, out, lse, slot_out, slot_lse, sizes)
+    ctx.save_for_backward(q, k, v, out, lse, slot_out, slot_lse, sizes, *tensors)
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Any, ...]:
     # As in eager mode, whether the lse has a gradient depends on the agreed request.
     given = (dout, dlse if ctx.with_lse else None)
-    gradients = _backward_operator(*ctx.saved_tensors, *given, *ctx.flat)
-    inputs = ctx.saved_tensors[:3]
-    converted = (gradient.to(x.dtype) for gradient, x in zip(gradients, inputs))
-    return *converted, *(None,) * len(ctx.flat)
+    saved, tensors = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+    *gradients, dsinks = _backward_operator(*saved, *given, *tensors, *ctx.flat)
+    converted = (gradient.to(x.dtype) for gradient, x in zip(gradients, saved))
+    of_sinks = None if tensors[0] is None else dsinks
+    return *converted, of_sinks, *(None,) * (_TENSOR_COUNT - 1 + len(ctx.flat))
 
 
 torch.library.register_autograd("encke::ring_attention", _differentiate, setup_context=_setup)

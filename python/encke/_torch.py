@@ -5,21 +5,29 @@ torch.compile, torch.export or fake tensor mode go through the custom operators 
 and ``encke::attention_backward``, whose fake implementations return the shapes.
 
 Gradients are of first order. The inputs, out and lse are saved for the backward pass.
+
+The decision here: what varies from batch to batch (sinks, packings, lengths) is a tensor input of
+the operators, so that a compiled graph is valid for all batches; in eager mode packings and lengths
+become options at once.
 """
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from encke import _cuda, _encke
-from encke.options import Options, find
+from encke.masks import boundaries, documents_of, key_lengths_of, numbers, seed_of, slopes_of
+from encke.options import SLOPES, Options, find, with_masks
+from encke.padding import find_padded
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARDING = Options._fields.index("sharding")
 _RANKS = Options._fields.index("ranks")
+_WINDOW = Options._fields.index("window")
+_DROPOUT = Options._fields.index("dropout")
 # Whether autocast is on for any device: faster than asking for one device.
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _DTYPES = {
@@ -40,14 +48,62 @@ def attention(
     if _any_autocast() and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     if not plain or torch.compiler.is_compiling():
-        return _through_operator(q, k, v, options)
+        return _through_operator(q, k, v, options, MaskTensors())
     found = find(options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if return_lse or torch._C._are_functorch_transforms_active():
-            return _Attention.apply(q, k, v, found)
+            return _Attention.apply(q, k, v, None, found)
         return _out(q, k, v, found), None
     out, lse, _, _ = found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
     return out, lse
+
+
+class BatchMasks(NamedTuple):
+    """What a call may vary from batch to batch, as the caller gave it."""
+
+    sinks: Any = None
+    documents: Any = None
+    cu_seqlens: Any = None
+    alibi_slopes: Any = None
+    key_lengths: Any = None
+    seed: Any = None
+
+
+def attention_with(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], given: BatchMasks
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call with any of ``given``."""
+    _refuse_others(q=q, k=k, v=v)
+    sinks = None if given.sinks is None else _sinks(given.sinks, q)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
+    if given.seed is None and options[_DROPOUT]:
+        given = given._replace(seed=torch.randint(2**63 - 1, ()))
+    plain = all(type(x) in _PLAIN for x in (q, k, v, *(() if sinks is None else (sinks,))))
+    if not plain or torch.compiler.is_compiling():
+        options, tensors = _as_tensors(options, given)
+        return _through_operator(q, k, v, options, tensors._replace(sinks=sinks))
+    masked = with_masks(
+        options, given.documents, given.cu_seqlens, given.alibi_slopes, given.seed
+    )
+    found = find_padded(tuple(masked), key_lengths_of(given.key_lengths))
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return _Attention.apply(q, k, v, sinks, found)
+    out, lse, _, _ = _forward(found, q, k, v, sinks)
+    return out, lse
+
+
+def _sinks(sinks: Any, q: Tensor) -> Tensor:
+    """The sinks as a tensor of one dimension."""
+    if not isinstance(sinks, torch.Tensor):
+        sinks = torch.tensor(numbers("sinks", sinks), dtype=torch.float64)
+    if sinks.dim() != 1 or q.dim() == 4 and sinks.shape[0] != q.shape[2]:
+        heads = q.shape[2] if q.dim() == 4 else "heads"
+        raise ValueError(f"sinks has shape {list(sinks.shape)}, expected [{heads}]")
+    if not sinks.dtype.is_floating_point:
+        raise TypeError(f"sinks is {sinks.dtype}; it must have a floating-point type")
+    return sinks
 
 
 def _refuse_others(**given: Any) -> None:
@@ -65,15 +121,28 @@ def _autocast(*tensors: Tensor) -> Any:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _forward(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+def _forward(
+    found: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor] = None
+) -> tuple[Any, ...]:
     """out, lse, and both by slot where branches keep slots of their own."""
-    return found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
+    if sinks is None:
+        return found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
+    refuse_on_gpu(q, found, sinks)
+    return found.forward(q, k, v, sinks.tolist())
+
+
+def refuse_on_gpu(q: Tensor, found: Any, sinks: Optional[Tensor]) -> None:
+    """Refuses what GPU kernels do not have, before anything is allocated."""
+    if q.is_cuda and (sinks is not None or found.cpu_only is not None):
+        alone = "sinks is computed on the cpu only; leave it out, or move the tensors to the cpu"
+        raise ValueError(found.cpu_only or alone)
 
 
 def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     """The same on a GPU; the extension refuses tensors on other devices."""
     if not q.is_cuda:
         return found.forward(q, k, v)
+    refuse_on_gpu(q, found, None)
     _cuda.prepare()
     dtype = _computed_in(q, found.precision)
     with torch.cuda.device(q.device):
@@ -84,18 +153,19 @@ def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]
     return out, lse, None, None
 
 
-def _forward_and_save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> Any:
+def _forward_and_save(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], found: Any
+) -> Any:
     """out and lse; saves what the backward pass needs."""
-    out, lse, slot_out, slot_lse = (
-        found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
-    )
+    out, lse, slot_out, slot_lse = _forward(found, q, k, v, sinks)
     ctx.found = found
     if found.recomputes:
-        ctx.save_for_backward(q, k, v)
+        saved = (q, k, v, None, None, None, None, sinks)
     elif slot_out is not None:
-        ctx.save_for_backward(q, k, v, None, lse, slot_out, slot_lse)
+        saved = (q, k, v, None, lse, slot_out, slot_lse, sinks)
     else:
-        ctx.save_for_backward(q, k, v, out, lse)
+        saved = (q, k, v, out, lse, None, None, sinks)
+    ctx.save_for_backward(*saved)
     return out, lse
 
 
@@ -104,11 +174,12 @@ class _Out(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> Tensor:
-        return _forward_and_save(ctx, q, k, v, found)[0]
+        return _forward_and_save(ctx, q, k, v, None, found)[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        return _gradients(ctx, dout, None)
+        dq, dk, dv, _ = _gradients(ctx, dout, None)
+        return dq, dk, dv, None
 
 
 # What apply calls where no functorch transform is active, without its checks.
@@ -116,11 +187,13 @@ _out = super(torch.autograd.Function, _Out).apply
 
 
 class _Attention(torch.autograd.Function):
-    """The same with the lse as a differentiable output."""
+    """The same with the lse as a differentiable output, and with sinks."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _forward_and_save(ctx, q, k, v, found)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], found: Any
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward_and_save(ctx, q, k, v, sinks, found)
         ctx.set_materialize_grads(False)
         ctx.out_like = (out.dtype, out.shape)
         return out, lse
@@ -128,27 +201,27 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> tuple[Any, ...]:
         if dout is None and dlse is None:
-            return None, None, None, None
+            return None, None, None, None, None
         if dout is None:
             dtype, shape = ctx.out_like
             dout = ctx.saved_tensors[0].new_zeros(shape, dtype=dtype)
-        return _gradients(ctx, dout, dlse)
+        return *_gradients(ctx, dout, dlse), None
 
 
 def _gradients(ctx: Any, dout: Tensor, dlse: Optional[Tensor]) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
+    """dq, dk, dv and dsinks, where they are needed."""
     gradients = _backward if not torch.is_grad_enabled() else _Gradients.apply
-    saved = (*saved, *(None,) * (7 - len(saved)))
-    dq, dk, dv = gradients(ctx.found, *saved, dout, dlse)
-    need_q, need_k, need_v, _ = ctx.needs_input_grad
-    return dq if need_q else None, dk if need_k else None, dv if need_v else None, None
+    every = gradients(ctx.found, *ctx.saved_tensors, dout, dlse)
+    # Without sinks the fourth input is not a tensor, and its gradient None.
+    needed = ctx.needs_input_grad[:4]
+    return tuple(gradient if need else None for gradient, need in zip(every, needed))
 
 
 class _Gradients(torch.autograd.Function):
     """The backward pass under create_graph=True; it has no gradient itself."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *given: Any) -> tuple[Optional[Tensor], ...]:
         return _backward(*given)
 
     @staticmethod
@@ -169,14 +242,20 @@ def _backward(
     lse: Optional[Tensor],
     slot_out: Optional[Tensor],
     slot_lse: Optional[Tensor],
+    sinks: Optional[Tensor],
     dout: Tensor,
     dlse: Optional[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Optional[Tensor], ...]:
+    """dq, dk, dv and, with sinks, their gradient."""
     # The gradient of a sum has stride 0, which the library does not read.
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     if not q.is_cuda:
-        return found.backward(q, k, v, (out, lse, slot_out, slot_lse), dout, dlse)
+        saved = (out, lse, slot_out, slot_lse)
+        of = None if sinks is None else sinks.tolist()
+        dq, dk, dv, dsinks = found.backward(q, k, v, saved, dout, dlse, of)
+        return dq, dk, dv, None if sinks is None else sinks.new_tensor(dsinks)
+    refuse_on_gpu(q, found, sinks)
     if out is None:
         out, lse, _, _ = _forward(found, q, k, v)
     dtype = _computed_in(q, found.precision)
@@ -184,44 +263,141 @@ def _backward(
         gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
         stream = torch.cuda.current_stream().cuda_stream
         _encke.enqueue(found, (q, k, v, out, lse, dout, dlse), gradients, stream)
-    return tuple(gradients)
+    return *gradients, None
 
 
-# The custom operators. Sharding and ranks are two arguments each, because a schema has no unions.
+# The custom operators. Sharding, ranks, window and slopes are two arguments each, because a schema
+# has no unions.
 
-_OPTIONS = """int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
+MASK_TENSORS = """Tensor? sinks, Tensor? cu_seqlens, Tensor? slopes, Tensor? seed,
+    Tensor? key_lengths"""
+MASK_OPTIONS = """int? window_left, int? window_right, int prefix, float? softcap, bool alibi,
+    int? query_offset, float dropout"""
+_OPTIONS = f"""int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
     str? offsets, str? mixing_gradient, bool causal, float? scale, int? ranks, str sharding,
     str queries, str? precision, str checkpoint, int redundancy, float? deadline,
-    bool deterministic, int? memory_per_rank, int[]? firsts, bool auto"""
+    bool deterministic, int? memory_per_rank, {MASK_OPTIONS}, int[]? firsts, bool auto"""
 
 
-def _through_operator(
-    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor]:
+# The number of tensors.
+_COUNT = MASK_TENSORS.count(",") + 1
+
+
+class MaskTensors(NamedTuple):
+    """The tensors of an operator beside q, k and v."""
+
+    sinks: Optional[Tensor] = None
+    cu_seqlens: Optional[Tensor] = None
+    slopes: Optional[Tensor] = None
+    seed: Optional[Tensor] = None
+    key_lengths: Optional[Tensor] = None
+
+    def masks(self, options: Options) -> Options:
+        """The options with these documents, slopes and seed."""
+        if self.cu_seqlens is not None:
+            options = options._replace(documents=documents_of(None, self.cu_seqlens))
+        if self.slopes is not None:
+            options = options._replace(alibi_slopes=slopes_of(self.slopes))
+        if self.seed is not None and options.dropout:
+            options = options._replace(seed=seed_of(self.seed))
+        return options
+
+
+def _as_tensors(
+    options: tuple[Any, ...], given: BatchMasks
+) -> tuple[tuple[Any, ...], MaskTensors]:
+    """What the caller gave as tensors, which a graph can hold without knowing their values."""
+    cu_seqlens, slopes, lengths = given.cu_seqlens, given.alibi_slopes, given.key_lengths
+    if given.documents is not None:
+        if cu_seqlens is not None:
+            documents_of(given.documents, cu_seqlens)
+        if isinstance(given.documents, torch.Tensor):
+            cu_seqlens = torch.nn.functional.pad(given.documents.cumsum(0), (1, 0))
+        else:
+            cu_seqlens = boundaries(documents_of(given.documents, None))
+    if slopes is None or isinstance(slopes, bool):
+        alibi, slopes = slopes or None, None
+    else:
+        alibi, slopes = None, _as_tensor(slopes, torch.float64)
+    options = (*options[:SLOPES], alibi, *options[SLOPES + 1 :])
+    seed = given.seed
+    if seed is not None and not isinstance(seed, torch.Tensor):
+        # A tensor holds 64 bits with a sign.
+        seed = seed_of(seed)
+        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
+    whole = torch.int64
+    return options, MaskTensors(
+        None, _as_tensor(cu_seqlens, whole), slopes, seed, _as_tensor(lengths, whole)
+    )
+
+
+def _as_tensor(values: Any, dtype: torch.dtype) -> Optional[Tensor]:
+    if values is None or isinstance(values, torch.Tensor):
+        return values
+    return torch.tensor(list(values), dtype=dtype)
+
+
+def flatten_masks(options: tuple[Any, ...]) -> list[Any]:
+    """The arguments MASK_OPTIONS of an operator."""
+    options = Options(*options)
+    left, right = options.window or (None, None)
+    alibi = options.alibi_slopes is True
+    scores = [options.prefix, options.softcap, alibi]
+    return [left, right, *scores, options.query_offset, float(options.dropout)]
+
+
+def unflatten_masks(left: Any, right: Any, *rest: Any) -> list[Any]:
+    """The inverse: the fields of :class:`Options` from the window on."""
+    prefix, softcap, alibi, query_offset, dropout = rest
+    window = None if left is None and right is None else (left, right)
+    return [window, prefix, softcap, alibi or None, None, query_offset, dropout, None]
+
+
+def operator_arguments(options: tuple[Any, ...]) -> list[Any]:
+    """The arguments _OPTIONS of an operator; documents and given slopes are tensors."""
     sharding = options[_SHARDING]
     firsts = None
     if not isinstance(sharding, str):
         firsts, sharding = sharding, "contiguous"
     ranks = options[_RANKS]
     auto = isinstance(ranks, str)
-    flat = [*options, firsts, auto]
+    flat = [*options[:_WINDOW], *flatten_masks(options), firsts, auto]
     flat[_SHARDING], flat[_RANKS] = sharding, None if auto else ranks
-    out, lse, _, _ = _attention_operator(q, k, v, *flat)
+    return flat
+
+
+def _through_operator(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], tensors: MaskTensors
+) -> tuple[Tensor, Tensor]:
+    out, lse, _, _ = _attention_operator(q, k, v, *tensors, *operator_arguments(options))
     return out, lse
 
 
-def _found(flat: tuple[Any, ...]) -> Any:
-    """The attention with an operator's arguments; torch passes sequences as lists."""
+def _options(flat: tuple[Any, ...]) -> Options:
+    """The options of an operator's arguments; torch passes sequences as lists."""
     *options, firsts, auto = (tuple(x) if isinstance(x, (list, tuple)) else x for x in flat)
+    options[_WINDOW:] = unflatten_masks(*options[_WINDOW:])
     if firsts is not None:
         options[_SHARDING] = firsts
     if auto:
         options[_RANKS] = "auto"
-    return find(tuple(options))
+    return Options(*options)
 
 
-def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    return _without_none(*_forward(_found(flat), q, k, v))
+def _unmasked(flat: tuple[Any, ...]) -> Any:
+    """The attention without the values of tensors, for shapes and types of results."""
+    return find(tuple(_options(flat)._replace(dropout=0.0)))
+
+
+def _found(tensors: MaskTensors, flat: tuple[Any, ...]) -> Any:
+    """The attention of an operator's call."""
+    options = tensors.masks(_options(flat))
+    return find_padded(tuple(options), key_lengths_of(tensors.key_lengths))
+
+
+def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    tensors, flat = MaskTensors(*rest[:_COUNT]), rest[_COUNT:]
+    return _without_none(*_forward(_found(tensors, flat), q, k, v, tensors.sinks))
 
 
 def _without_none(
@@ -237,24 +413,26 @@ _attention_operator = torch.library.custom_op(
     "encke::attention",
     _operator_forward,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"""(Tensor q, Tensor k, Tensor v, {MASK_TENSORS},
+        {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)""",
 )
 
 
 @_attention_operator.register_fake
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    return fake_outputs(_found(flat), q)
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return fake_outputs(_unmasked(rest[_COUNT:]), q, v)
 
 
-def fake_outputs(found: Any, q: Tensor) -> tuple[Tensor, ...]:
+def fake_outputs(found: Any, q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Uninitialised out, lse, slot_out and slot_lse of a forward pass."""
     dtype = _computed_in(q, found.precision)
     sums = _summed_in(dtype)
-    out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=sums)
+    (batch, queries, heads, _), dim = q.shape, v.shape[3]
+    lse = q.new_empty((batch, queries, heads), dtype=sums)
+    out = q.new_empty((batch, queries, heads, dim), dtype=dtype)
     if not found.splits_slots:
         return _without_none(out, lse, None, None)
-    batch, tokens, heads, dim = q.shape
-    by_slot = (batch, tokens, found.slots(int(heads)))
+    by_slot = (batch, queries, found.slots(int(heads)))
     return out, lse, q.new_empty((*by_slot, dim), dtype=sums), q.new_empty(by_slot, dtype=sums)
 
 
@@ -276,10 +454,14 @@ def _operator_backward(
     slot_lse: Tensor,
     dout: Tensor,
     dlse: Optional[Tensor],
-    *flat: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    tensors, flat = MaskTensors(*rest[:_COUNT]), rest[_COUNT:]
     saved = [None if x is None or x.numel() == 0 else x for x in (out, lse, slot_out, slot_lse)]
-    return _backward(_found(flat), q, k, v, *saved, dout, dlse)
+    *gradients, dsinks = _backward(
+        _found(tensors, flat), q, k, v, *saved, tensors.sinks, dout, dlse
+    )
+    return *gradients, q.new_empty(0) if dsinks is None else dsinks
 
 
 _backward_operator = torch.library.custom_op(
@@ -287,35 +469,44 @@ _backward_operator = torch.library.custom_op(
     _operator_backward,
     mutates_args=(),
     schema=f"""(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slot_out,
-        Tensor slot_lse, Tensor dout, Tensor? dlse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)""",
+        Tensor slot_lse, Tensor dout, Tensor? dlse, {MASK_TENSORS},
+        {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)""",
 )
 
 
 @_backward_operator.register_fake
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    dtype = _computed_in(q, _found(rest[6:]).precision)
-    return tuple(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
+    dtype = _computed_in(q, _unmasked(rest[6 + _COUNT :]).precision)
+    return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), fake_dsinks(q, rest[6])
+
+
+def fake_dsinks(q: Tensor, sinks: Optional[Tensor]) -> Tensor:
+    """The uninitialised gradient of the sinks; empty without any."""
+    return q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *flat = inputs
+    q, k, v, *tensors = inputs[: 3 + _COUNT]
     out, lse, slot_out, slot_lse = output
-    ctx.flat = tuple(flat)
+    ctx.flat = tuple(inputs[3 + _COUNT :])
     ctx.set_materialize_grads(False)
-    if _found(ctx.flat).recomputes:
+    if _unmasked(ctx.flat).recomputes:
         out, lse = out.new_empty(0), lse.new_empty(0)
-    ctx.save_for_backward(q, k, v, out, lse, slot_out, slot_lse)
+    ctx.save_for_backward(q, k, v, out, lse, slot_out, slot_lse, *tensors)
 
 
 def _differentiate(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * len(ctx.flat)
+    nothing = (None,) * (_COUNT - 1 + len(ctx.flat))
     if dout is None and dlse is None:
-        return None, None, None, *nothing
+        return None, None, None, None, *nothing
     q, k, v, *_ = ctx.saved_tensors
+    saved, tensors = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
     if dout is None:
-        dout = torch.zeros_like(q, dtype=_computed_in(q, _found(ctx.flat).precision))
-    dq, dk, dv = _backward_operator(*ctx.saved_tensors, dout, dlse, *ctx.flat)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *nothing
+        dtype = _computed_in(q, _unmasked(ctx.flat).precision)
+        dout = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
+    dq, dk, dv, dsinks = _backward_operator(*saved, dout, dlse, *tensors, *ctx.flat)
+    of_sinks = None if tensors[0] is None else dsinks
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, *nothing
 
 
 torch.library.register_autograd("encke::attention", _differentiate, setup_context=_setup)

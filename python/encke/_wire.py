@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
+from encke._agreed import AgreedRequests
 from encke._encke import RingError
 from encke._transfer import GRACE, HostTransfer, StoreGather, end, first_sentence, wait_all
 from encke._gpu_wire import GpuWire
@@ -82,8 +83,7 @@ class Wire:
         self.store_host = self._global_ranks.index(0) if hosted_here else None
         self._transfers: queue.SimpleQueue[Optional[HostTransfer]] = queue.SimpleQueue()
         self._waiter: Optional[threading.Thread] = None
-        # Shards and rings by the requests that all ranks have agreed on.
-        self.agreed: dict[Any, Any] = {}
+        self.agreed = AgreedRequests()
 
     @property
     def group(self) -> Any:

@@ -37,14 +37,16 @@ from torch import Tensor
 from encke import _encke
 from encke._ring import Request, agree, attend, cut_of, expected_sizes
 from encke._ring_operator import as_operator
-from encke._torch import _autocast
+from encke._torch import BatchMasks, _autocast, _sinks
 from encke._wire import Disagreement, wire_of
-from encke.nn.attention import refuse_dropout
-from encke.options import Options, as_tuple
+from encke.masks import boundaries, documents_of, prefix_of, rate_of, window_of
+from encke.options import Options, as_tuple, from_keywords, with_masks
 
 __all__ = [
     "Disagreement",
     "RingDilatedAttention",
+    "document_lengths",
+    "positions",
     "ring_attention",
     "shard",
     "sizes_of",
@@ -69,7 +71,16 @@ def ring_attention(
     offsets: Optional[str] = None,
     mixing_gradient: Optional[str] = None,
     causal: bool = False,
+    window: Optional[tuple[Optional[int], Optional[int]]] = None,
+    prefix: int = 0,
+    documents: Any = None,
+    cu_seqlens: Any = None,
     scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     precision: Any = None,
     checkpoint: str = "keep",
     return_lse: bool = False,
@@ -79,11 +90,18 @@ def ring_attention(
     group
         The process group. Default: all processes. Its timeout applies.
     sharding
-        Which tokens these rows are: ``"contiguous"`` (any number per rank, also 0), ``"zigzag"`` or
-        ``"striped"``, as made by :func:`shard`.
+        Which tokens these rows are: ``"contiguous"`` (any number per rank, also 0), ``"zigzag"``,
+        ``"striped"``, or ``"balanced"`` (contiguous, with equal work), as made by :func:`shard`.
     sizes
         The number of rows of each rank. By default the ranks exchange it in every call, which is
         one small message to each; if given, the ranks compare it once for each set of options.
+    documents, cu_seqlens
+        The documents of the whole sequence, the same on all ranks; shards may cut them anywhere.
+    sinks
+        The same on all ranks. The gradient is that of this rank's rows, as for every parameter
+        that all ranks have: DistributedDataParallel, or an all-reduce, adds up those of all ranks.
+    dropout, seed
+        A seed is needed, the same on all ranks and another one in every call.
 
     The other options are those of :func:`encke.attention`. Returns out, or (out, lse) with
     ``return_lse``.
@@ -91,7 +109,6 @@ def ring_attention(
     q, k, v = q_local, k_local, v_local
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     options = Options(
         segment_lengths=as_tuple(segment_lengths),
         dilation_rates=as_tuple(dilation_rates),
@@ -104,27 +121,58 @@ def ring_attention(
         sharding=sharding,
         precision=None if precision is None else str(precision),
         checkpoint=checkpoint,
+        softcap=softcap,
     )
-    request = Request(options, as_tuple(sizes), grad, return_lse)
+    refusal: Optional[Exception] = None
+    try:
+        sinks = None if sinks is None else _sinks(sinks, q)
+        options = options._replace(
+            window=window_of(window), prefix=prefix_of(prefix), dropout=rate_of(dropout)
+        )
+        if options.dropout and seed is None:
+            raise ValueError(f"dropout is {dropout}, and needs a seed, the same on all ranks")
+        if not torch.compiler.is_compiling():
+            options = with_masks(options, documents, cu_seqlens, alibi_slopes, seed)
+    except (TypeError, ValueError) as error:
+        # The other ranks are told before it is raised.
+        refusal, sinks = error, None
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    request = Request(options, as_tuple(sizes), grad, return_lse, sinks is not None)
     if torch.compiler.is_compiling():
-        out, lse = as_operator(q, k, v, group, request)
+        if refusal is not None:
+            raise refusal
+        masks = BatchMasks(sinks, documents, cu_seqlens, alibi_slopes, seed=seed)
+        out, lse = as_operator((q, k, v), masks, group, request)
     else:
-        out, lse = attend(q, k, v, group, request)
+        out, lse = attend((q, k, v), sinks, group, request, refusal)
     return (out, lse) if return_lse else out
 
 
 def sizes_of(
-    tokens: int, *, group: Group = None, sharding: str = "contiguous", ranks: Optional[int] = None
+    tokens: int,
+    *,
+    group: Group = None,
+    sharding: str = "contiguous",
+    ranks: Optional[int] = None,
+    heads: Optional[int] = None,
+    **pattern: Any,
 ) -> list[int]:
     """The default number of rows of each rank.
+
+    ``"balanced"`` gives contiguous shards with equal work, so it depends on the mask: give the
+    options ``causal``, ``window``, ``documents``, ... of the attention, and its number of ``heads``
+    if it has branches. Other shardings do not depend on them.
 
     >>> sizes_of(10, ranks=4)
     [3, 3, 2, 2]
     >>> sizes_of(10, ranks=4, sharding="zigzag")
     [3, 3, 2, 2]
+    >>> sizes_of(10_000, ranks=2, sharding="balanced", causal=True)
+    [7040, 2960]
     """
     ranks = dist.get_world_size(group) if ranks is None else ranks
-    return expected_sizes(tokens, ranks, sharding)
+    return expected_sizes(tokens, ranks, _cut(tokens, sharding, ranks, heads, pattern))
 
 
 def shard(
@@ -136,12 +184,15 @@ def shard(
     dim: int = 1,
     ranks: Optional[int] = None,
     rank: Optional[int] = None,
+    heads: Optional[int] = None,
+    **pattern: Any,
 ) -> Tensor:
     """This rank's rows of a sequence that every rank has; ``dim`` is the dimension of the tokens. A
     view where the rows are contiguous. Gradients flow to these rows of ``sequence`` only.
 
-    ``sizes`` gives contiguous shards of other than equal sizes. ``shard(torch.arange(n), dim=0)``
-    gives the positions of the rows. ``ranks`` and ``rank`` default to the group's.
+    ``sizes`` gives contiguous shards of other than equal sizes. :func:`positions` gives the
+    positions of the rows. ``ranks`` and ``rank`` default to the group's. ``"balanced"`` sharding
+    needs the options of the mask, as :func:`sizes_of` does.
 
     >>> shard(torch.arange(10), dim=0, sharding="zigzag", ranks=2, rank=0)
     tensor([0, 1, 2, 8, 9])
@@ -150,11 +201,78 @@ def shard(
     """
     if ranks is None or rank is None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    runs = _runs(sequence.shape[dim], sharding, sizes, ranks, rank)
+    tokens = sequence.shape[dim]
+    cut = _cut(tokens, sharding, ranks, heads, pattern) if sizes is None else sharding
+    runs = _runs(tokens, cut, sizes, ranks, rank)
     parts = [_strided(sequence, dim, *run) for run in runs]
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, dim) if parts else sequence.narrow(dim, 0, 0)
+
+
+def positions(
+    tokens: int,
+    *,
+    documents: Any = None,
+    cu_seqlens: Any = None,
+    device: Any = None,
+    **cut: Any,
+) -> Tensor:
+    """The position of each of this rank's rows in the sequence of ``tokens`` tokens or, with
+    documents, in its document: what rotary embeddings need. ``cut`` are the options of
+    :func:`shard`.
+
+    >>> positions(10, sharding="zigzag", ranks=2, rank=1)
+    tensor([3, 4, 5, 6, 7])
+    >>> positions(10, documents=[4, 6], sharding="zigzag", ranks=2, rank=1)
+    tensor([3, 0, 1, 2, 3])
+    """
+    lengths = _documents(tokens, documents, cu_seqlens)
+    where = torch.arange(tokens, device=device)
+    if lengths is not None:
+        of_document = torch.tensor(lengths, device=device)
+        firsts = torch.tensor(boundaries(lengths)[:-1], device=device)
+        where = where - firsts.repeat_interleave(of_document)
+        cut["documents"] = lengths
+    return shard(where, dim=0, **cut)
+
+
+def document_lengths(documents: Any, **cut: Any) -> list[int]:
+    """How many of this rank's rows each document has, in order; 0 for documents of other ranks. The
+    rows of a document are consecutive under every sharding, so ``rows.split(lengths)`` divides them
+    by document. ``cut`` are the options of :func:`shard`.
+
+    >>> document_lengths([4, 6], sharding="striped", ranks=3, rank=0)
+    [2, 2]
+    >>> document_lengths([4, 6], ranks=3, rank=2)
+    [0, 3]
+    """
+    lengths = documents_of(documents, None)
+    whole = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    mine = shard(whole, dim=0, documents=lengths, **cut)
+    return torch.bincount(mine, minlength=len(lengths)).tolist()
+
+
+def _documents(tokens: int, documents: Any, cu_seqlens: Any) -> Optional[tuple[int, ...]]:
+    lengths = documents_of(documents, cu_seqlens)
+    if lengths is not None and sum(lengths) != tokens:
+        raise ValueError(
+            f"the documents have {sum(lengths)} tokens together, but the sequence has {tokens}; "
+            "give lengths that add up to it"
+        )
+    return lengths
+
+
+def _cut(
+    tokens: int, sharding: Any, ranks: int, heads: Optional[int], pattern: dict[str, Any]
+) -> Any:
+    """The library's cut: for balanced shards the first token of each rank, by the pattern."""
+    options = from_keywords(dict(pattern))
+    if sharding != "balanced":
+        return sharding
+    if heads is None:
+        heads = len(options.segment_lengths or (1,))
+    return _encke.balanced(options._asdict(), ranks, tokens, heads)
 
 
 def unshard(
@@ -190,7 +308,7 @@ def unshard(
 
 
 def _runs(
-    tokens: int, sharding: str, sizes: Optional[Sequence[int]], ranks: int, rank: int
+    tokens: int, sharding: Any, sizes: Optional[Sequence[int]], ranks: int, rank: int
 ) -> list[tuple[int, int, int]]:
     """(first, stride, count) of the tokens of a rank."""
     if sizes is None:
@@ -228,7 +346,12 @@ class RingDilatedAttention(torch.nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        refuse_dropout("attention_dropout", attention_dropout)
+        if attention_dropout != 0.0:
+            raise ValueError(
+                f"attention_dropout is {attention_dropout}; on a ring dropout needs a seed that "
+                "all ranks have, another one in every call: use 0.0, or ring_attention with "
+                "dropout and seed"
+            )
         self.group = group
         self.options = dict(
             options,

@@ -13,23 +13,31 @@ from typing import Any, Optional, TypeVar, Union
 
 import numpy
 
-from encke.options import Options, as_tuple, find, from_keywords
+from encke.masks import key_lengths_of, numbers, offset_of, prefix_of, rate_of, window_of
+from encke.options import Options, as_tuple, find, from_keywords, with_masks
+from encke.padding import find_padded
 
 Tensor = TypeVar("Tensor")
 
 # torch is imported at the first tensor that is not a NumPy array, so that it is optional.
 _on_torch: Any = None
+_torch_module: Any = None
+
+
+# Lengths: a sequence, a NumPy array or a torch tensor of whole numbers.
+Integers = Any
+Window = tuple[Optional[int], Optional[int]]
 
 
 def _import_torch() -> Any:
-    global _on_torch
+    global _on_torch, _torch_module
     try:
         from encke import _torch
     except ImportError as missing:
         raise TypeError(
             "Encke takes NumPy arrays and torch tensors; torch is not installed"
         ) from missing
-    _on_torch = _torch.attention
+    _on_torch, _torch_module = _torch.attention, _torch
     return _on_torch
 
 
@@ -45,7 +53,18 @@ def attention(
     offsets: Optional[str] = None,
     mixing_gradient: Optional[str] = None,
     causal: bool = False,
+    window: Optional[Window] = None,
+    prefix: int = 0,
+    documents: Optional[Integers] = None,
+    cu_seqlens: Optional[Integers] = None,
+    key_lengths: Optional[Integers] = None,
     scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    query_offset: Optional[int] = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     ranks: Union[int, str, None] = None,
     sharding: Union[str, Sequence[int]] = "contiguous",
     queries: str = "sharded",
@@ -57,8 +76,10 @@ def attention(
     memory_per_rank: Optional[int] = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of ``q`` ``[batch, tokens, heads, dim]`` over ``k`` and ``v`` ``[batch, tokens,
-    kv_heads, dim]``; ``kv_heads`` must divide ``heads``.
+    """Attention of ``q`` ``[batch, queries, heads, dim]`` over ``k`` ``[batch, tokens, kv_heads,
+    dim]`` and ``v`` ``[batch, tokens, kv_heads, value_dim]``; ``kv_heads`` must divide ``heads``.
+    There may be fewer queries than tokens, and on the CPU values of another ``value_dim`` than
+    ``dim``.
 
     The attention pattern:
 
@@ -80,15 +101,51 @@ def attention(
         constants.
     causal
         Whether a query attends only to keys at or before its own position.
+
+    The mask; a pair counts if all that is given shows it (on the CPU):
+
+    window
+        ``(left, right)``: a query sees that many positions before and after its own; None for no
+        limit. A sliding window of W tokens that ends at the query is ``(W - 1, 0)``.
+    prefix
+        The number of first tokens that are visible outside the window, too (attention sinks of
+        streaming models).
+    documents, cu_seqlens
+        The lengths of the documents that the sequence is packed from, or the running sums of them,
+        ``[0, first length, ..., tokens]``. A query sees keys of its own document only, and segments
+        and the prefix begin anew in each: a packed call equals a call for each document. The same
+        documents are in every entry of the batch.
+    query_offset
+        The position of the first query where there are fewer queries than tokens. Default: queries
+        are the last tokens. Masks, segments and slopes go by positions.
+    key_lengths
+        The number of tokens of each entry of a right-padded batch. Rows at or after it are not
+        read; their output is 0, their lse minus infinity, and their gradients are 0.
+
+    Scores:
+
     scale
         The softmax scale. Default: ``1 / sqrt(dim)``.
+    softcap
+        Scores x become ``softcap * tanh(x / softcap)``.
+    alibi_slopes
+        One number for each head: slope times distance is subtracted from the score. True for the
+        usual slopes, ``2 ** (-8 (h + 1) / heads)``. They have no gradient.
+    sinks
+        One number for each head, ``[heads]``: a score that takes part in the softmax and has no
+        value. A torch tensor of sinks has a gradient.
+    dropout, seed
+        The probability that a pair is dropped after the softmax; the others are divided by the
+        probability to be kept. Whether a pair is dropped depends on the seed and the pair, not on
+        the ring. Default seed: a random one, of torch's generator for torch tensors.
 
     How it is computed, which changes results only by rounding:
 
     ranks, sharding, queries
         The number of ranks (threads) that share the tokens, how the tokens are divided
-        (``"contiguous"``, ``"zigzag"``, ``"striped"``, or the first token of each rank), and
-        whether each rank has its own queries (``"sharded"``) or all of them (``"replicated"``).
+        (``"contiguous"``, ``"zigzag"``, ``"striped"``, ``"balanced"`` for equal work under any
+        mask, or the first token of each rank), and whether each rank has its own queries
+        (``"sharded"``) or all of them (``"replicated"``).
         ``"auto"`` for ranks or sharding chooses the fastest for the shape by a model of this
         machine (see ``python -m encke tune``).
     memory_per_rank
@@ -107,8 +164,9 @@ def attention(
         Whether every run gives the same bits. The CPU always does; False lets a GPU sum gradients
         in the fastest order.
 
-    Returns out, shaped like ``q``, or with ``return_lse`` (out, lse): the lse is ``[batch, tokens,
-    heads]``, float32 (float64 for float64), and minus infinity where a query has no keys.
+    Returns out, ``[batch, queries, heads, value_dim]``, or with ``return_lse`` (out, lse): the lse
+    is ``[batch, queries, heads]``, float32 (float64 for float64), and minus infinity where a query
+    has no keys.
 
     >>> import torch
     >>> q, k, v = (torch.randn(2, 32, 4, 8, requires_grad=True) for _ in range(3))
@@ -123,6 +181,15 @@ def attention(
 
     >>> attention(q, k[:, :, :2], v[:, :, :2]).shape
     torch.Size([2, 32, 4, 8])
+
+    Two documents of 20 and 12 tokens with a sliding window of 8 tokens, of which the first two
+    tokens of each document stay visible:
+
+    >>> masked = dict(causal=True, window=(7, 0), prefix=2)
+    >>> packed = attention(q, k, v, documents=[20, 12], **masked)
+    >>> second = attention(q[:, 20:], k[:, 20:], v[:, 20:], **masked)
+    >>> torch.equal(packed[:, 20:], second)
+    True
 
     Errors name the offending values:
 
@@ -149,12 +216,70 @@ def attention(
         deadline,
         deterministic,
         memory_per_rank,
+        None if window is None else window_of(window),
+        prefix and prefix_of(prefix),
+        softcap,
+        None,
+        None,
+        query_offset if query_offset is None else offset_of(query_offset),
+        dropout and rate_of(dropout),
+        None,
+    )
+    plain = (
+        not dropout
+        and sinks is None
+        and documents is None
+        and cu_seqlens is None
+        and alibi_slopes is None
+        and key_lengths is None
     )
     if isinstance(q, numpy.ndarray):
-        out, lse, _, _ = find(options).forward(q, k, v)
-    else:
+        if dropout and seed is None:
+            seed = int(numpy.random.default_rng().integers(2**63))
+        masked = with_masks(options, documents, cu_seqlens, alibi_slopes, seed)
+        found = find_padded(tuple(masked), key_lengths_of(key_lengths))
+        out, lse, _, _ = found.forward(q, k, v, None if sinks is None else numbers("sinks", sinks))
+    elif plain:
         out, lse = (_on_torch or _import_torch())(q, k, v, options, return_lse)
+    else:
+        _on_torch or _import_torch()
+        masks = _torch_module.BatchMasks(
+            sinks, documents, cu_seqlens, alibi_slopes, key_lengths, seed
+        )
+        out, lse = _torch_module.attention_with(q, k, v, options, masks)
     return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Integers, **options: Any
+) -> Any:
+    """Attention of sequences of different lengths, one after the other: ``q`` is ``[tokens, heads,
+    dim]``, ``k`` and ``v`` are ``[tokens, kv_heads, dim]``, and sequence i has the tokens from
+    ``cu_seqlens[i]`` to before ``cu_seqlens[i + 1]``.
+
+    Options are those of :func:`attention`. Returns out, shaped like ``q``, or with ``return_lse``
+    (out, lse), the lse as ``[tokens, heads]``.
+
+    >>> import torch
+    >>> q, k, v = (torch.randn(32, 4, 8) for _ in range(3))
+    >>> out = varlen_attention(q, k, v, torch.tensor([0, 20, 32]), causal=True)
+    >>> out.shape
+    torch.Size([32, 4, 8])
+    >>> first = attention(q[None, :20], k[None, :20], v[None, :20], causal=True)
+    >>> torch.equal(out[:20], first[0])
+    True
+    """
+    for name in ("documents", "key_lengths"):
+        if options.get(name) is not None:
+            raise TypeError(f"{name} and cu_seqlens both divide the tokens; leave {name} out")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if hasattr(tensor, "shape") and len(tensor.shape) != 3:
+            raise ValueError(
+                f"{name} has {len(tensor.shape)} dimensions, {tuple(tensor.shape)}; it must have "
+                "3, [tokens, heads, dim]"
+            )
+    found = attention(q[None], k[None], v[None], cu_seqlens=cu_seqlens, **options)
+    return (found[0][0], found[1][0]) if options.get("return_lse", False) else found[0]
 
 
 def attention_backward(
@@ -166,14 +291,17 @@ def attention_backward(
     *,
     out: Optional[Tensor] = None,
     lse: Optional[Tensor] = None,
+    sinks: Any = None,
+    key_lengths: Optional[Integers] = None,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Gradients of a loss with respect to ``q``, ``k`` and ``v``, given those with respect to the
     output (``dout``) and, if the loss uses it, the lse (``dlse``): for NumPy, which has no
     autograd.
 
     With ``out`` and ``lse`` of the forward pass nothing is recomputed; without them the forward
-    pass runs again. Options are those of :func:`attention`.
+    pass runs again. Options are those of :func:`attention`. Returns (dq, dk, dv), or with ``sinks``
+    (dq, dk, dv, dsinks).
 
     >>> import numpy as np
     >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 16, 2, 8))
@@ -182,11 +310,13 @@ def attention_backward(
     >>> dq.shape
     (1, 16, 2, 8)
     """
-    found = find(tuple(from_keywords(options)))
+    found = find_padded(tuple(from_keywords(options)), key_lengths_of(key_lengths))
     if found.splits_slots:
         # The outputs of single branches are not part of (out, lse).
         out = lse = None
-    return found.backward(q, k, v, (out, lse, None, None), dout, dlse)
+    given = None if sinks is None else numbers("sinks", sinks)
+    *gradients, dsinks = found.backward(q, k, v, (out, lse, None, None), dout, dlse, given)
+    return tuple(gradients) if sinks is None else (*gradients, numpy.array(dsinks))
 
 
 def explain(
@@ -227,4 +357,12 @@ def report(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> dict[str, Any]:
     return find(tuple(from_keywords(options))).report(q, k, v)
 
 
-__all__ = ["Options", "as_tuple", "attention", "attention_backward", "explain", "report"]
+__all__ = [
+    "Options",
+    "as_tuple",
+    "attention",
+    "attention_backward",
+    "explain",
+    "report",
+    "varlen_attention",
+]

@@ -1,7 +1,8 @@
 """The options of a call as one hashable value, and the cache of attentions by their options.
 
 Making an attention and its plan takes microseconds to milliseconds; both are cached, so a call with
-options that were used before costs one dictionary lookup.
+options that were used before costs one dictionary lookup. Attentions of packed documents and of
+dropout have a smaller cache of their own: the next batch mostly has another packing and seed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 from encke import _encke
+from encke.masks import (
+    Slopes,
+    documents_of,
+    offset_of,
+    prefix_of,
+    rate_of,
+    seed_of,
+    slopes_of,
+    window_of,
+)
 
 
 class Options(NamedTuple):
@@ -32,23 +43,68 @@ class Options(NamedTuple):
     deadline: Optional[float] = None
     deterministic: bool = True
     memory_per_rank: Optional[int] = None
+    window: Optional[tuple[Optional[int], Optional[int]]] = None
+    prefix: int = 0
+    softcap: Optional[float] = None
+    alibi_slopes: Slopes = None
+    documents: Optional[tuple[int, ...]] = None
+    query_offset: Optional[int] = None
+    dropout: float = 0.0
+    seed: Optional[int] = None
 
+
+DOCUMENTS = Options._fields.index("documents")
+SEED = Options._fields.index("seed")
+SLOPES = Options._fields.index("alibi_slopes")
 
 # Size of the cache. A model has one or two attentions for every kind of layer; a program with more
 # than this generates options, and the cache is cleared.
 _MAX_CACHED = 256
 _cache: dict[tuple[Any, ...], _encke.Attention] = {}
+# Attentions of packed documents and of dropout, the latest last.
+_MAX_PACKED = 8
+_packed: dict[tuple[Any, ...], _encke.Attention] = {}
 
 
 def find(options: tuple[Any, ...]) -> _encke.Attention:
     """The attention with these options (the fields of :class:`Options`, in order)."""
     attention = _cache.get(options)
+    if attention is not None:
+        return attention
+    if options[DOCUMENTS] is not None or options[SEED] is not None:
+        return _find_packed(options)
+    attention = _encke.Attention(Options(*options)._asdict())
+    if len(_cache) >= _MAX_CACHED:
+        _cache.clear()
+    _cache[options] = attention
+    return attention
+
+
+def _find_packed(options: tuple[Any, ...]) -> _encke.Attention:
+    attention = _packed.pop(options, None)
     if attention is None:
         attention = _encke.Attention(Options(*options)._asdict())
-        if len(_cache) >= _MAX_CACHED:
-            _cache.clear()
-        _cache[options] = attention
+    _packed[options] = attention
+    for oldest in list(_packed)[:-_MAX_PACKED]:
+        _packed.pop(oldest, None)
     return attention
+
+
+def with_masks(
+    options: tuple[Any, ...],
+    documents: Any,
+    cu_seqlens: Any,
+    slopes: Any,
+    seed: Optional[int] = None,
+) -> Options:
+    """The options with documents, slopes and seed in the library's form."""
+    given = Options(*options)
+    return given._replace(
+        documents=documents_of(documents, cu_seqlens),
+        alibi_slopes=slopes_of(slopes),
+        # Without dropout a seed has no effect; the same attention serves all of them.
+        seed=seed_of(seed) if given.dropout else None,
+    )
 
 
 def as_tuple(values: Optional[Sequence[int]]) -> Optional[tuple[int, ...]]:
@@ -58,9 +114,10 @@ def as_tuple(values: Optional[Sequence[int]]) -> Optional[tuple[int, ...]]:
 
 def from_keywords(given: dict[str, Any]) -> Options:
     """Options from keyword arguments; unknown ones are a TypeError."""
+    documents, cu_seqlens = given.pop("documents", None), given.pop("cu_seqlens", None)
     unknown = given.keys() - set(Options._fields)
     if unknown:
-        known = ", ".join(Options._fields)
+        known = ", ".join((*Options._fields, "cu_seqlens"))
         raise TypeError(f"unknown option {sorted(unknown)[0]!r}; known: {known}")
     for name in ("segment_lengths", "dilation_rates"):
         if name in given:
@@ -69,4 +126,9 @@ def from_keywords(given: dict[str, Any]) -> Options:
         given["sharding"] = tuple(given["sharding"])
     if given.get("precision") is not None:
         given["precision"] = str(given["precision"])
-    return Options(**given)
+    given["window"] = window_of(given.get("window"))
+    given["prefix"] = prefix_of(given.get("prefix", 0))
+    given["query_offset"] = offset_of(given.get("query_offset"))
+    given["dropout"] = rate_of(given.get("dropout", 0.0))
+    slopes, seed = given.get("alibi_slopes"), given.get("seed")
+    return with_masks(Options(**given), documents, cu_seqlens, slopes, seed)

@@ -3,14 +3,14 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use encke::{Attention as Library, Checkpoint, Forward, Report};
+use encke::{Attention as Library, Checkpoint, Forward, Report, SavedOutput};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error;
 use crate::host_passes::{
-    PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PyTensor, QkvInputs, export_forward,
-    export_gradients, pass, shape,
+    PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PySizes, PyTensor, QkvInputs,
+    cpu_only, export_forward, export_gradients, pass, shape, with_dsinks,
 };
 use crate::owned::{export, unshare};
 use crate::settings::{PyPatternOptions, PyRingOptions, dtype};
@@ -61,31 +61,39 @@ impl Attention {
         Ok(self.ring.computed()?.map(|dtype| dtype.to_string()))
     }
 
+    /// Why these settings are refused on a GPU; None if they are not.
+    #[getter]
+    pub fn cpu_only(&self) -> Option<String> {
+        cpu_only(self.library.pattern(), &self.ring)
+    }
+
     /// The number of slots of `heads` heads.
     fn slots(&self, heads: usize) -> usize {
         self.library.pattern().slots(heads).len()
     }
 
     /// (out, lse, slot_out, slot_lse); the last two are None unless branches keep slots of their
-    /// own.
+    /// own. `sinks` has one element for each query head.
+    #[pyo3(signature = (q, k, v, sinks=None))]
     fn forward(
         &self,
         py: Python<'_>,
         q: &PyTensor<'_>,
         k: &PyTensor<'_>,
         v: &PyTensor<'_>,
+        sinks: Option<Vec<f64>>,
     ) -> PyResult<PyForwardOutput> {
         let inputs = QkvInputs::read([q, k, v])?;
-        let (results, slots) = self.attend(py, &inputs, |forward| {
+        let (results, slots) = self.attend(py, &inputs, sinks.as_deref(), |forward| {
             let slots = self.splits.then(|| forward.checkpoint.into_slots());
             ((forward.out, forward.lse), slots.flatten())
         })?;
         export_forward(py, inputs.q.library, results, slots)
     }
 
-    /// (dq, dk, dv), from the saved results of `forward`; without them the forward pass is
-    /// recomputed.
-    #[pyo3(signature = (q, k, v, saved, dout, dlse))]
+    /// (dq, dk, dv, dsinks), from the saved results of `forward`; without them the forward pass is
+    /// recomputed. The last is None without sinks.
+    #[pyo3(signature = (q, k, v, saved, dout, dlse, sinks=None))]
     #[expect(clippy::too_many_arguments, reason = "the inputs of a backward pass")]
     fn backward(
         &self,
@@ -96,6 +104,7 @@ impl Attention {
         saved: PySaved<'_>,
         dout: &PyTensor<'_>,
         dlse: Option<&PyTensor<'_>>,
+        sinks: Option<Vec<f64>>,
     ) -> PyResult<PyGradients> {
         let inputs = QkvInputs::read([q, k, v])?;
         let upstream = PyBackwardInputs::read(&inputs.q, self.splits, &saved, dout, dlse)?;
@@ -105,9 +114,23 @@ impl Attention {
             let [q, k, v] = inputs.views()?;
             let (saved, dout, dlse) = upstream.views()?;
             let (library, dlse) = (&self.library, dlse.as_ref());
-            py.detach(|| match &saved {
-                Some(saved) => library.backward_from(&q, &k, &v, saved, &dout, dlse),
-                None => library.backward(&q, &k, &v, &Checkpoint::nothing(), &dout, dlse),
+            let sinks = sinks.as_deref();
+            let from = |saved: &SavedOutput<'_>| {
+                let backward = library.backward_from(&q, &k, &v, saved, &dout, dlse)?;
+                with_dsinks(backward, sinks, saved, (&dout, dlse))
+            };
+            py.detach(|| match (&saved, sinks) {
+                (Some(saved), _) => from(saved),
+                (None, None) => library.backward(&q, &k, &v, &Checkpoint::nothing(), &dout, dlse),
+                (None, Some(sinks)) => {
+                    let Forward { out, lse, .. } = library.forward_with_sinks(&q, &k, &v, sinks)?;
+                    // With sinks every slot is a head.
+                    from(&SavedOutput {
+                        slot_out: out.view(),
+                        slot_lse: lse.view(),
+                        lse: lse.view(),
+                    })
+                }
             })
         };
         let backward = backward.map_err(|error| error::call(&error))?;
@@ -124,7 +147,7 @@ impl Attention {
     ) -> PyResult<Bound<'py, PyDict>> {
         let inputs = QkvInputs::read([q, k, v])?;
         let library = inputs.q.library;
-        let forward = self.attend(py, &inputs, |forward| forward)?;
+        let forward = self.attend(py, &inputs, None, |forward| forward)?;
         let report = report_dict(py, &forward.report)?;
         let addresses = PyDict::new(py);
         for tensor in [inputs.q, inputs.k, inputs.v] {
@@ -149,11 +172,11 @@ impl Attention {
     fn explain(
         &self,
         py: Python<'_>,
-        sizes: (usize, usize, usize, usize, usize),
+        sizes: PySizes,
         dtype_name: &str,
         backward: bool,
     ) -> PyResult<String> {
-        let (shape, dtype) = (shape(sizes)?, dtype(dtype_name)?);
+        let (shape, dtype) = (shape(&sizes)?, dtype(dtype_name)?);
         py.detach(|| {
             let plan = self.library.plan(shape, dtype, pass(backward));
             let plan = plan.map_err(|error| error::call(&error))?;
@@ -185,13 +208,18 @@ impl Attention {
         &self,
         py: Python<'_>,
         inputs: &QkvInputs,
+        sinks: Option<&[f64]>,
         keep: impl FnOnce(Forward) -> T + Send,
     ) -> PyResult<T> {
         // SAFETY: as in `backward`.
         let [q, k, v] = unsafe { inputs.views()? };
         py.detach(|| {
             let begin = Instant::now();
-            let result = self.library.forward(&q, &k, &v).map(keep);
+            let result = match sinks {
+                None => self.library.forward(&q, &k, &v),
+                Some(sinks) => self.library.forward_with_sinks(&q, &k, &v, sinks),
+            };
+            let result = result.map(keep);
             let spent = begin.elapsed().as_nanos() as u64;
             self.spent.fetch_add(spent, Ordering::Relaxed);
             result.map_err(|error| error::call(&error))

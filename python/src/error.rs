@@ -50,9 +50,9 @@ pub(crate) fn call(error: &Error) -> PyErr {
         Error::Offload { .. } => PyOSError::new_err(error.to_string()),
         Error::Rank { source, .. } => match source {
             encke::RankError::Kernel {
-                source: out_of_memory @ KernelError::Memory { .. },
+                source: refused @ (KernelError::Memory { .. } | KernelError::Unsupported { .. }),
                 ..
-            } => kernel(out_of_memory),
+            } => kernel(refused),
             _ => RingError::new_err(with_other_ranks(error)),
         },
         Error::Pool(_) => PyRuntimeError::new_err(error.to_string()),

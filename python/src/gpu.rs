@@ -149,6 +149,9 @@ fn refuse_on_gpu(attention: &Attention) -> PyResult<()> {
             "\"auto\" chooses a ring of threads on the cpu; on a GPU, give the number of ranks",
         ));
     }
+    if let Some(reason) = attention.cpu_only() {
+        return Err(PyValueError::new_err(reason));
+    }
     match attention.ring().redundancy {
         0 => Ok(()),
         more => Err(PyValueError::new_err(format!(

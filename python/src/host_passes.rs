@@ -5,12 +5,13 @@
 
 use std::sync::Arc;
 
-use encke::{Backward, Pass, SavedOutput, Shape, Tensor, View};
+use encke::{Backward, Error, Pass, Pattern, SavedOutput, Shape, Tensor, View, sinks};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error;
 use crate::owned::{export, unshare};
+use crate::settings::PyRingOptions;
 use crate::tensor::{TensorDevice, TensorLibrary, TensorRef};
 
 /// A tensor as Python passes it.
@@ -22,8 +23,8 @@ pub(crate) type PySaved<'py> = [Option<PyTensor<'py>>; 4];
 /// What a forward pass returns to Python: out, lse, and both by slot where branches keep slots.
 pub(crate) type PyForwardOutput = (Py<PyAny>, Py<PyAny>, Option<Py<PyAny>>, Option<Py<PyAny>>);
 
-/// What a backward pass returns to Python: dq, dk and dv.
-pub(crate) type PyGradients = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
+/// What a backward pass returns to Python: dq, dk, dv, and the gradient of the sinks if it has any.
+pub(crate) type PyGradients = (Py<PyAny>, Py<PyAny>, Py<PyAny>, Option<Vec<f64>>);
 
 /// q, k and v of one library on the host.
 pub(crate) struct QkvInputs {
@@ -126,15 +127,69 @@ pub(crate) fn export_forward(
 pub(crate) fn export_gradients(
     py: Python<'_>,
     library: TensorLibrary,
-    Backward { dq, dk, dv, .. }: Backward,
+    Backward {
+        dq, dk, dv, dsinks, ..
+    }: Backward,
 ) -> PyResult<PyGradients> {
     let export = |tensor| export(py, library, tensor, false);
-    Ok((export(dq)?, export(dk)?, export(dv)?))
+    Ok((export(dq)?, export(dk)?, export(dv)?, dsinks))
 }
 
-/// A shape from (batch, tokens, heads, kv_heads, dim).
-pub(crate) fn shape((b, n, h, kv, d): (usize, usize, usize, usize, usize)) -> PyResult<Shape> {
-    Shape::new(b, n, h, kv, d).map_err(|error| error::request(&error))
+/// A backward pass with the gradient of its sinks, from the output and lse that have them.
+pub(crate) fn with_dsinks(
+    mut backward: Backward,
+    of: Option<&[f64]>,
+    saved: &SavedOutput<'_>,
+    (dout, dlse): (&View<'_>, Option<&View<'_>>),
+) -> Result<Backward, Error> {
+    if let Some(of) = of {
+        let results = [&saved.slot_out, &saved.slot_lse, dout];
+        backward.dsinks = Some(sinks::gradient(of, results, dlse)?);
+    }
+    Ok(backward)
+}
+
+/// Why these settings are refused on a GPU; None if its kernels have them.
+pub(crate) fn cpu_only(pattern: &Pattern, ring: &PyRingOptions) -> Option<String> {
+    let mut found = Vec::new();
+    if pattern.has_bounded_window() {
+        found.push("window");
+    }
+    if pattern.document_list().is_some() {
+        found.push("documents");
+    }
+    if ring.transforms_scores() {
+        found.push("softcap or alibi_slopes");
+    }
+    if ring.drops() {
+        found.push("dropout");
+    }
+    (!found.is_empty()).then(|| {
+        format!(
+            "{} is computed on the cpu only; leave it out, or move the tensors to the cpu",
+            found.join(" and ")
+        )
+    })
+}
+
+/// Sizes of a call: (batch, tokens, heads, kv_heads, dim), and the number of queries and the head
+/// dimension of the values if they differ from tokens and dim.
+#[derive(FromPyObject)]
+pub(crate) enum PySizes {
+    /// As many queries as tokens, and values as wide as keys.
+    Plain(usize, usize, usize, usize, usize),
+    /// The same with queries and value_dim.
+    Full(usize, usize, usize, usize, usize, usize, usize),
+}
+
+/// The shape of these sizes.
+pub(crate) fn shape(sizes: &PySizes) -> PyResult<Shape> {
+    let shape = match *sizes {
+        PySizes::Plain(b, n, h, kv, d) => Shape::new(b, n, h, kv, d),
+        PySizes::Full(b, n, h, kv, d, queries, value_dim) => Shape::new(b, n, h, kv, d)
+            .and_then(|shape| shape.with_queries(queries)?.with_value_dim(value_dim)),
+    };
+    shape.map_err(|error| error::request(&error))
 }
 
 pub(crate) fn pass(backward: bool) -> Pass {

@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use encke::{
-    Attention, Auto, Builder, CheckpointPolicy, Cut, DType, GroupScale, MixingGradient, Mode,
-    OffsetRule, Pattern, Precision, Queries,
+    Attention, Auto, Builder, CacheLimits, CheckpointPolicy, Cut, DType, Documents, Dropout,
+    GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Precision, Queries, Window,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -17,7 +17,7 @@ use crate::error;
 /// How the tokens are divided: a name, or the first token of each rank.
 #[derive(FromPyObject)]
 pub(crate) enum ShardingOption {
-    /// contiguous, zigzag or striped.
+    /// contiguous, zigzag, striped or balanced.
     Word(String),
     /// The first token of each rank.
     Firsts(Vec<usize>),
@@ -30,6 +30,15 @@ pub(crate) enum RanksOption {
     Number(usize),
     /// auto.
     Word(String),
+}
+
+/// ALiBi slopes: the usual ones, or one for each head.
+#[derive(FromPyObject)]
+pub(crate) enum SlopesOption {
+    /// Whether heads have the usual slopes.
+    Usual(bool),
+    /// The slope of each query head.
+    Given(Vec<f64>),
 }
 
 /// The options of the attention pattern.
@@ -49,6 +58,14 @@ pub(crate) struct PyPatternOptions {
     mixing_gradient: Option<String>,
     #[pyo3(item)]
     causal: bool,
+    #[pyo3(item)]
+    window: Option<(Option<usize>, Option<usize>)>,
+    #[pyo3(item)]
+    prefix: usize,
+    #[pyo3(item)]
+    documents: Option<Vec<usize>>,
+    #[pyo3(item)]
+    query_offset: Option<usize>,
 }
 
 /// The options of the ring and of the computation.
@@ -62,6 +79,14 @@ pub(crate) struct PyRingOptions {
     queries: String,
     #[pyo3(item)]
     scale: Option<f64>,
+    #[pyo3(item)]
+    softcap: Option<f64>,
+    #[pyo3(item)]
+    alibi_slopes: Option<SlopesOption>,
+    #[pyo3(item)]
+    dropout: f64,
+    #[pyo3(item)]
+    seed: Option<u64>,
     #[pyo3(item)]
     precision: Option<String>,
     #[pyo3(item)]
@@ -80,8 +105,30 @@ impl PyPatternOptions {
     /// The pattern, or an error for options that do not fit together.
     pub fn pattern(&self) -> PyResult<Pattern> {
         self.refuse_without_effect()?;
+        let documents = self.documents.as_deref().map(Documents::new).transpose();
+        let documents = documents.map_err(|error| error::request(&error))?;
+        let (left, right) = self.window.unwrap_or_default();
+        let pattern = self
+            .branches()?
+            .causal(self.causal)
+            .window(Window { left, right })
+            .prefix(self.prefix)
+            .documents(documents)
+            .query_offset(self.query_offset);
+        if self.prefix > 0 && !pattern.has_bounded_window() {
+            return Err(PyValueError::new_err(format!(
+                "prefix={} has an effect only with a window that hides keys: without one every \
+                 query sees the first tokens anyway; give window=(left, right), or leave it out",
+                self.prefix
+            )));
+        }
+        Ok(pattern)
+    }
+
+    /// The branches, without a mask.
+    fn branches(&self) -> PyResult<Pattern> {
         let Some(segments) = &self.segment_lengths else {
-            return Ok(Pattern::dense().causal(self.causal));
+            return Ok(Pattern::dense());
         };
         let mode = match self.mode.as_str() {
             "group" => Mode::Group {
@@ -112,10 +159,7 @@ impl PyPatternOptions {
             _ => Mode::Fkodom,
         };
         let rates = self.dilation_rates.as_deref().unwrap_or_default();
-        let pattern = Pattern::dilated(segments, rates, mode);
-        Ok(pattern
-            .map_err(|error| error::request(&error))?
-            .causal(self.causal))
+        Pattern::dilated(segments, rates, mode).map_err(|error| error::request(&error))
     }
 
     fn refuse_without_effect(&self) -> PyResult<()> {
@@ -146,13 +190,22 @@ impl PyPatternOptions {
 
 /// The value that lets Encke choose.
 const AUTO: &str = "auto";
+/// The sharding with equal work for all ranks, whose cut depends on the pattern.
+const BALANCED: &str = "balanced";
+/// What is cached for one packing of documents or one seed. The next batch mostly has another, so
+/// less is kept than for a pattern that every batch has.
+const PACKED_LIMITS: CacheLimits = CacheLimits {
+    plans: 4,
+    pools: 2,
+    pool_bytes: 1 << 30,
+};
 
 impl ShardingOption {
-    fn is_auto(&self) -> bool {
-        matches!(self, ShardingOption::Word(word) if word == AUTO)
+    fn is(&self, name: &str) -> bool {
+        matches!(self, ShardingOption::Word(word) if word == name)
     }
 
-    /// The cut.
+    /// The cut, if it does not depend on the pattern.
     pub fn cut(&self) -> PyResult<Cut> {
         let known = [
             ("contiguous", Cut::Contiguous),
@@ -169,7 +222,8 @@ impl ShardingOption {
 impl PyRingOptions {
     /// A builder with all options.
     pub fn builder(&self, pattern: Pattern) -> PyResult<Builder> {
-        let cut = match self.sharding.is_auto() {
+        let balanced = self.sharding.is(BALANCED);
+        let cut = match balanced || self.sharding.is(AUTO) {
             true => Cut::Contiguous,
             false => self.sharding.cut()?,
         };
@@ -193,16 +247,31 @@ impl PyRingOptions {
             None => Precision::Stored,
             Some(dtype) => Precision::Compute(dtype),
         };
+        let (alibi, slopes) = match &self.alibi_slopes {
+            None => (false, None),
+            Some(SlopesOption::Usual(usual)) => (*usual, None),
+            Some(SlopesOption::Given(slopes)) => (false, Some(slopes.as_slice().into())),
+        };
+        let dropout = self.dropout()?;
+        let packed = pattern.document_list().is_some() || dropout.is_some();
         let mut builder = Attention::builder()
             .pattern(pattern)
             .ranks(ranks)
             .sharding(cut)
+            .balanced(balanced)
+            .softcap(self.softcap)
+            .alibi(alibi)
+            .slopes(slopes)
+            .dropout(dropout)
             .queries(named("queries", Some(&self.queries), &queries)?)
             .checkpoint(named("checkpoint", Some(&self.checkpoint), &policies)?)
             .precision(precision)
             .redundancy(self.redundancy);
         if let Some(scale) = self.scale {
             builder = builder.scale(scale);
+        }
+        if packed {
+            builder = builder.keep_at_most(PACKED_LIMITS);
         }
         if let Some(deadline) = self.deadline()? {
             builder = builder.deadline(deadline);
@@ -211,7 +280,7 @@ impl PyRingOptions {
             let auto = Auto::here().map_err(|error| PyValueError::new_err(error.to_string()))?;
             builder = builder.auto(Auto {
                 ranks: matches!(self.ranks, Some(RanksOption::Word(_))),
-                cut: self.sharding.is_auto(),
+                cut: self.sharding.is(AUTO),
                 memory_limit: self.memory_per_rank,
                 ..auto
             });
@@ -223,9 +292,35 @@ impl PyRingOptions {
         Ok(builder)
     }
 
+    /// Which pairs are dropped, if any.
+    pub fn dropout(&self) -> PyResult<Option<Dropout>> {
+        if self.dropout == 0.0 {
+            return Ok(None);
+        }
+        let Some(seed) = self.seed else {
+            return Err(PyValueError::new_err(format!(
+                "dropout={} needs a seed: the backward pass drops the same pairs by it",
+                self.dropout
+            )));
+        };
+        let dropout = Dropout::new(self.dropout, seed);
+        dropout.map(Some).map_err(|error| error::request(&error))
+    }
+
+    /// Whether pairs are dropped.
+    pub fn drops(&self) -> bool {
+        self.dropout != 0.0
+    }
+
+    /// Whether scores are changed before the softmax.
+    pub fn transforms_scores(&self) -> bool {
+        let usual = matches!(self.alibi_slopes, Some(SlopesOption::Usual(false)) | None);
+        self.softcap.is_some() || !usual
+    }
+
     /// Whether ranks or sharding are chosen automatically.
     pub fn is_auto(&self) -> bool {
-        matches!(self.ranks, Some(RanksOption::Word(_))) || self.sharding.is_auto()
+        matches!(self.ranks, Some(RanksOption::Word(_))) || self.sharding.is(AUTO)
     }
 
     /// The compute type, if it is not that of the inputs.

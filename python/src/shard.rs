@@ -2,15 +2,16 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use encke::{Checkpoint, Forward, Pass, ShardAttention};
+use encke::plan::balance;
+use encke::{Checkpoint, Cut, Forward, Pass, SavedOutput, ShardAttention};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error;
 use crate::host_passes::{
-    PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PyTensor, QkvInputs, export_forward,
-    export_gradients, pass, shape,
+    PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PySizes, PyTensor, QkvInputs,
+    cpu_only, export_forward, export_gradients, pass, shape, with_dsinks,
 };
 use crate::settings::{PyPatternOptions, PyRingOptions, ShardingOption, dtype};
 use crate::wire::{PyErrorSlot, PythonWire, raise};
@@ -20,6 +21,7 @@ use crate::wire::{PyErrorSlot, PythonWire, raise};
 pub(crate) struct PyShard {
     library: ShardAttention,
     splits: bool,
+    cpu_only: Option<String>,
     recomputes: bool,
     deterministic: bool,
     borrowed_bytes: AtomicUsize,
@@ -34,10 +36,12 @@ impl PyShard {
         let ring: PyRingOptions = options.extract()?;
         let pattern = pattern.pattern()?;
         let splits = pattern.splits_slots();
+        let cpu_only = cpu_only(&pattern, &ring);
         let library = ring.builder(pattern)?.build_shard(rank);
         Ok(PyShard {
             library: library.map_err(|error| error::call(&error))?,
             splits,
+            cpu_only,
             recomputes: ring.recomputes(),
             deterministic: ring.deterministic,
             borrowed_bytes: AtomicUsize::new(0),
@@ -56,6 +60,12 @@ impl PyShard {
         self.splits
     }
 
+    /// Why these settings are refused on a GPU; None if they are not.
+    #[getter]
+    fn cpu_only(&self) -> Option<String> {
+        self.cpu_only.clone()
+    }
+
     /// Whether the backward pass recomputes the forward pass.
     #[getter]
     fn recomputes(&self) -> bool {
@@ -63,19 +73,16 @@ impl PyShard {
     }
 
     /// Plans a pass on the whole sequence, so that an invalid request fails before any rank waits.
-    fn check(
-        &self,
-        py: Python<'_>,
-        sizes: (usize, usize, usize, usize, usize),
-        dtype_name: &str,
-    ) -> PyResult<()> {
-        let (shape, dtype) = (shape(sizes)?, dtype(dtype_name)?);
+    fn check(&self, py: Python<'_>, sizes: PySizes, dtype_name: &str) -> PyResult<()> {
+        let (shape, dtype) = (shape(&sizes)?, dtype(dtype_name)?);
         let planned = py.detach(|| self.library.plan(shape, dtype, Pass::Forward));
         planned.map(drop).map_err(|error| error::call(&error))
     }
 
     /// (out, lse, slot_out, slot_lse) of this rank's rows; the last two are None unless branches
-    /// keep slots of their own.
+    /// keep slots of their own. Every rank passes the same sinks.
+    #[pyo3(signature = (tokens, q, k, v, wire, sinks=None))]
+    #[expect(clippy::too_many_arguments, reason = "the inputs of a forward pass")]
     fn forward(
         &self,
         py: Python<'_>,
@@ -84,6 +91,7 @@ impl PyShard {
         k: &PyTensor<'_>,
         v: &PyTensor<'_>,
         wire: Py<PyAny>,
+        sinks: Option<Vec<f64>>,
     ) -> PyResult<PyForwardOutput> {
         let inputs = QkvInputs::read([q, k, v])?;
         let raised = PyErrorSlot::default();
@@ -91,7 +99,11 @@ impl PyShard {
         // SAFETY: the caller's references keep the tensors alive until this function returns. A
         // concurrent write to a tensor that a function reads is a race in torch too.
         let [q, k, v] = unsafe { inputs.views()? };
-        let forward = py.detach(|| self.library.forward(tokens, [&q, &k, &v], &mut wire));
+        let (library, qkv) = (&self.library, [&q, &k, &v]);
+        let forward = py.detach(|| match &sinks {
+            None => library.forward(tokens, qkv, &mut wire),
+            Some(sinks) => library.forward_with_sinks(tokens, qkv, sinks, &mut wire),
+        });
         let Forward {
             out,
             lse,
@@ -104,9 +116,9 @@ impl PyShard {
         export_forward(py, inputs.q.library, (out, lse), slots)
     }
 
-    /// (dq, dk, dv) of this rank's rows, from the saved results of `forward`; without them every
-    /// rank recomputes the forward pass.
-    #[pyo3(signature = (tokens, q, k, v, saved, dout, dlse, wire))]
+    /// (dq, dk, dv, dsinks) of this rank's rows, from the saved results of `forward`; without them
+    /// every rank recomputes the forward pass. The last is None without sinks.
+    #[pyo3(signature = (tokens, q, k, v, saved, dout, dlse, wire, sinks=None))]
     #[expect(clippy::too_many_arguments, reason = "the inputs of a backward pass")]
     fn backward(
         &self,
@@ -119,6 +131,7 @@ impl PyShard {
         dout: &PyTensor<'_>,
         dlse: Option<&PyTensor<'_>>,
         wire: Py<PyAny>,
+        sinks: Option<Vec<f64>>,
     ) -> PyResult<PyGradients> {
         let inputs = QkvInputs::read([q, k, v])?;
         let upstream = PyBackwardInputs::read(&inputs.q, self.splits, &saved, dout, dlse)?;
@@ -129,11 +142,26 @@ impl PyShard {
             let [q, k, v] = inputs.views()?;
             let (saved, dout, dlse) = upstream.views()?;
             let (library, qkv, gradients) = (&self.library, [&q, &k, &v], (&dout, dlse.as_ref()));
-            py.detach(|| match &saved {
-                Some(saved) => library.backward_from(tokens, qkv, saved, gradients, &mut wire),
-                None => {
+            let sinks = sinks.as_deref();
+            let from = |saved: &SavedOutput<'_>, wire: &mut PythonWire<'_>| {
+                let backward = library.backward_from(tokens, qkv, saved, gradients, wire)?;
+                with_dsinks(backward, sinks, saved, gradients)
+            };
+            py.detach(|| match (&saved, sinks) {
+                (Some(saved), _) => from(saved, &mut wire),
+                (None, None) => {
                     let nothing = Checkpoint::nothing();
                     library.backward(tokens, qkv, &nothing, gradients, &mut wire)
+                }
+                (None, Some(sinks)) => {
+                    let forward = library.forward_with_sinks(tokens, qkv, sinks, &mut wire)?;
+                    // With sinks every slot is a head.
+                    let saved = SavedOutput {
+                        slot_out: forward.out.view(),
+                        slot_lse: forward.lse.view(),
+                        lse: forward.lse.view(),
+                    };
+                    from(&saved, &mut wire)
                 }
             })
         };
@@ -144,11 +172,11 @@ impl PyShard {
     fn planned(
         &self,
         py: Python<'_>,
-        sizes: (usize, usize, usize, usize, usize),
+        sizes: PySizes,
         dtype_name: &str,
         backward: bool,
     ) -> PyResult<(usize, usize)> {
-        let (shape, dtype) = (shape(sizes)?, dtype(dtype_name)?);
+        let (shape, dtype) = (shape(&sizes)?, dtype(dtype_name)?);
         py.detach(|| {
             let plan = self.library.plan(shape, dtype, pass(backward));
             let plan = plan.map_err(|error| error::call(&error))?;
@@ -191,6 +219,29 @@ pub(crate) fn runs(
     }
     let runs = sharding.runs(tokens, rank).into_iter();
     Ok(runs.map(|run| (run.first, run.stride, run.count)).collect())
+}
+
+/// The first token of each rank if all ranks get equal work of the pattern of these options.
+#[pyfunction]
+pub(crate) fn balanced(
+    options: &Bound<'_, PyDict>,
+    ranks: usize,
+    tokens: usize,
+    heads: usize,
+) -> PyResult<Vec<usize>> {
+    let options: PyPatternOptions = options.extract()?;
+    let pattern = options.pattern()?;
+    // The work of a token is a number of pairs, which the head dimension does not change.
+    let shape = shape(&PySizes::Plain(1, tokens, heads, heads, 1))?;
+    let checked = pattern.check(&shape);
+    checked.map_err(|error| error::request(&error))?;
+    encke::Sharding::contiguous(ranks).map_err(|error| error::request(&error))?;
+    match balance::even(&pattern, &shape, ranks).map_err(|error| error::request(&error))? {
+        Cut::Firsts(firsts) => Ok(firsts),
+        _ => Err(PyValueError::new_err(
+            "a balanced cut is a first token for each rank",
+        )),
+    }
 }
 
 /// Sets the number of threads; false if computing has already begun with another number.

@@ -404,6 +404,9 @@ def over_nccl():
 
 
 def all_cases(backend="gloo"):
+    # Imports this file.
+    import mask_cases
+
     start(backend=backend)
     cases = [
         equals_one_process,
@@ -417,6 +420,7 @@ def all_cases(backend="gloo"):
         under_fully_sharded,
         through_the_store,
         in_a_graph,
+        *mask_cases.CASES,
         on_gpus,
     ]
     for case in cases if backend == "gloo" else [over_nccl]:

@@ -57,7 +57,8 @@ def test_opcheck(randn, options):
     from encke import _torch
     from encke.options import from_keywords
 
-    arguments = (*inputs(randn), *from_keywords(dict(options)), None, False)
+    options = tuple(from_keywords(dict(options)))
+    arguments = (*inputs(randn), *_torch.MaskTensors(), *_torch.operator_arguments(options))
     torch.library.opcheck(_torch._attention_operator, arguments)
 
 
@@ -70,3 +71,89 @@ def test_autocast_inside_a_compiled_function(randn):
     got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*given)
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, layer(*given))
+
+
+def test_masks_in_a_whole_graph(randn):
+    """Sinks, packings and lengths are tensors of the graph: others need no new one."""
+    compiled_graphs = []
+
+    def backend(graph, _):
+        compiled_graphs.append(graph)
+        return graph.forward
+
+    def layer(q, k, v, sinks, cu_seqlens, slopes):
+        out = encke.attention(
+            q * 2,
+            k,
+            v,
+            causal=True,
+            window=(5, 0),
+            prefix=1,
+            softcap=3.0,
+            sinks=sinks,
+            cu_seqlens=cu_seqlens,
+            alibi_slopes=slopes,
+        )
+        return out.sin().sum()
+
+    sinks = randn(2, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for sums in ([0, 5, 12], [0, 3, 12]):
+        given = (*inputs(randn), sinks)
+        masks = (torch.tensor(sums), torch.tensor([0.5, 0.25]))
+        expected = torch.autograd.grad(layer(*given, *masks), given)
+        for got, wanted in zip(torch.autograd.grad(compiled(*given, *masks), given), expected):
+            assert torch.equal(got, wanted)
+    assert len(compiled_graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(documents=[5, 7], alibi_slopes=True),
+        dict(documents=torch.tensor([5, 7]), alibi_slopes=[0.5, 0.25]),
+        dict(key_lengths=torch.tensor([7]), causal=True),
+        dict(key_lengths=[7], cu_seqlens=[0, 5, 12]),
+        dict(DETACHED, key_lengths=[9]),
+        dict(sinks=torch.tensor([0.5, -0.5], dtype=torch.float64), checkpoint="recompute"),
+        dict(causal=True, window=(3, None), sharding="balanced", ranks=2),
+    ],
+    ids=str,
+)
+def test_every_mask_in_a_whole_graph(randn, options):
+    def layer(q, k, v):
+        out, lse = encke.attention(q * 2, k, v, **options, return_lse=True)
+        return out.sin().sum() + lse.nan_to_num(neginf=0.0).sum()
+
+    given = inputs(randn)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(layer(*given), given)
+    for got, wanted in zip(torch.autograd.grad(compiled(*given), given), expected):
+        torch.testing.assert_close(got, wanted)
+    torch._dynamo.reset()
+
+
+def test_varlen_in_a_whole_graph(randn):
+    def layer(q, k, v, sums):
+        return encke.varlen_attention(q, k, v, sums, causal=True).sin().sum()
+
+    given = [x.detach()[0].requires_grad_() for x in inputs(randn)]
+    sums = torch.tensor([0, 4, 12], dtype=torch.int32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(layer(*given, sums), given)
+    for got, wanted in zip(torch.autograd.grad(compiled(*given, sums), given), expected):
+        assert torch.equal(got, wanted)
+
+
+def test_opcheck_of_mask_tensors(randn):
+    from encke import _torch
+    from encke.options import from_keywords
+
+    flat = _torch.operator_arguments(tuple(from_keywords(dict(causal=True, window=(4, 0)))))
+    tensors = _torch.MaskTensors(
+        sinks=randn(2, requires_grad=True),
+        cu_seqlens=torch.tensor([0, 5, 12]),
+        slopes=torch.tensor([0.5, 0.25]),
+        key_lengths=torch.tensor([9]),
+    )
+    torch.library.opcheck(_torch._attention_operator, (*inputs(randn), *tensors, *flat))

@@ -21,8 +21,10 @@ def refused(kind, words, q, k, v, **options):
 def test_shapes():
     q, k, v = tensors()
     refused(ValueError, r"q has 3 dimensions.*16, 4, 8.*\[batch, tokens, heads, dim\]", q[0], k, v)
-    refused(ValueError, r"k.*\[1, 8, 4, 8\].*\[1, 16, 4, 8\]", q, k[:, :8], v)
-    refused(ValueError, r"v.*\[1, 16, 4, 4\]", q, k, v[..., :4])
+    refused(ValueError, r"v.*\[1, 16, 4, 8\].*\[1, 8, 4, 8\]", q, k[:, :8], v)
+    refused(ValueError, "16 queries but only 8 keys", q, k[:, :8], v[:, :8])
+    refused(ValueError, r"k.*\[1, 16, 4, 4\].*\[1, 16, 4, 8\]", q, k[..., :4], v)
+    refused(ValueError, r"v.*\[1, 16, 2, 8\].*\[1, 16, 4, 8\]", q, k, v[:, :, :2])
     refused(ValueError, "4 query heads cannot be grouped over 3", q, k[:, :, :3], v[:, :, :3])
     refused(ValueError, "number of tokens is 0", q[:, :0], k[:, :0], v[:, :0])
 

@@ -219,3 +219,33 @@ def test_the_deterministic_backward_repeats_its_bits(on_gpu):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(True)))
     for a, b in zip(first, fast):
         assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (dict(window=(3, 0)), "window"),
+        (dict(documents=[8, 8]), "documents"),
+        (dict(cu_seqlens=torch.tensor([0, 16])), "documents"),
+        (dict(key_lengths=[9]), "key_lengths"),
+        (dict(softcap=2.0), "softcap"),
+        (dict(alibi_slopes=True), "alibi_slopes"),
+        (dict(sinks=torch.zeros(2)), "sinks"),
+        (dict(dropout=0.1, seed=1), "dropout"),
+    ],
+    ids=str,
+)
+def test_masks_are_refused_in_words(on_gpu, options, word):
+    q, k, v = (on_gpu(1, 16, 2, 8, requires_grad=True) for _ in range(3))
+    with pytest.raises(ValueError, match=f"{word}.*cpu only"):
+        encke.attention(q, k, v, **options)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"{word}.*cpu only"):
+        encke.attention(q, k, v, **options)
+
+
+def test_shapes_of_the_cpu_alone_are_refused(on_gpu):
+    q, k, v = (on_gpu(1, 16, 2, 8) for _ in range(3))
+    with pytest.raises(ValueError, match=r"k has shape \[1, 16, 2, 8\], expected \[1, 7, 2, 8\]"):
+        encke.attention(q[:, :7], k, v)
+    with pytest.raises(ValueError, match=r"v has shape \[1, 16, 2, 4\], expected \[1, 16, 2, 8\]"):
+        encke.attention(q, k, v[..., :4])

@@ -152,8 +152,8 @@ def test_state_dict_round_trip(randn):
     [
         (lambda: MultiheadDilatedAttention(30, 4, **PATTERN), "embed_dim 30 .* num_heads 4"),
         (lambda: MultiheadDilatedAttention(32, 4, **PATTERN, num_kv_heads=3), "num_kv_heads 3"),
-        (lambda: MultiheadDilatedAttention(32, 4, **PATTERN, dropout=0.1), "dropout is 0.1"),
-        (lambda: DilatedAttention([4], [1], attention_dropout=0.2), "attention_dropout is 0.2"),
+        (lambda: MultiheadDilatedAttention(32, 4, **PATTERN, dropout=1.1), "dropout is 1.1"),
+        (lambda: DilatedAttention([4], [1], attention_dropout=-0.2), "dropout is -0.2"),
         (lambda: DilatedAttention([4], [1], op="flash"), "op is 'flash'"),
         (lambda: DilatedTransformerEncoderLayer(32, 4, [4], [1], activation="tanh"), "known: relu"),
         (
@@ -173,3 +173,20 @@ def test_more_branches_than_heads_are_refused_in_the_call(randn):
     module = MultiheadDilatedAttention(16, 2, [1, 1, 1], [4, 4, 4])
     with pytest.raises(ValueError, match="3 branches but only 2 heads"):
         module(randn(1, 8, 16, dtype=torch.float32))
+
+
+def test_attention_dropout_while_training(randn):
+    torch.manual_seed(2)
+    layer = MultiheadDilatedAttention(32, 4, **PATTERN, dropout=0.4)
+    plain = MultiheadDilatedAttention(32, 4, **PATTERN)
+    plain.load_state_dict(layer.state_dict())
+    x = randn(1, 24, 32).float()
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results.append(layer(x)[0])
+    assert torch.equal(*results) and "attention_dropout=0.4" in repr(layer)
+    assert torch.equal(layer.eval()(x)[0], plain(x)[0])
+    with pytest.raises(ValueError, match="attention is given"):
+        MultiheadDilatedAttention(32, 4, dropout=0.1, attention=DilatedAttention())

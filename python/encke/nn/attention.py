@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import encke
+from encke.masks import rate_of
 
 
 class DilatedAttention(nn.Module):
@@ -20,7 +21,8 @@ class DilatedAttention(nn.Module):
 
     Arguments are those of the packages with a class of this name. ``options`` are those of
     :func:`encke.attention` (``mode``, ``group_scale``, ``offsets``, ``ranks``, …); without
-    ``segment_lengths`` attention is dense. ``op``, which selected an xFormers kernel, must be None.
+    ``segment_lengths`` attention is dense. ``attention_dropout`` drops pairs while training, with a
+    seed of torch's generator, on the CPU. ``op``, which selected an xFormers kernel, must be None.
 
     >>> attention = DilatedAttention([16, 32], [1, 2], mode="mix")
     >>> q = torch.randn(1, 40, 4, 8)
@@ -38,7 +40,7 @@ class DilatedAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        refuse_dropout("attention_dropout", attention_dropout)
+        self.attention_dropout = rate_of(attention_dropout)
         if op is not None:
             raise ValueError(f"op is {op!r}; Encke does not use xFormers kernels: use None")
         self.segment_lengths = segment_lengths
@@ -57,6 +59,7 @@ class DilatedAttention(nn.Module):
             segment_lengths=self.segment_lengths,
             dilation_rates=self.dilation_rates,
             scale=self.softmax_scale,
+            dropout=self.attention_dropout if self.training else 0.0,
             **options,
         )
 
@@ -66,6 +69,7 @@ class DilatedAttention(nn.Module):
             segment_lengths=self.segment_lengths,
             dilation_rates=self.dilation_rates,
             softmax_scale=self.softmax_scale,
+            attention_dropout=self.attention_dropout or None,
             **self.options,
         )
         return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
@@ -105,7 +109,6 @@ class MultiheadDilatedAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        refuse_dropout("dropout", dropout)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
@@ -114,8 +117,10 @@ class MultiheadDilatedAttention(nn.Module):
                 f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}"
             )
         if attention is None:
-            attention = DilatedAttention(segment_lengths, dilation_rates, op=op, **options)
-        elif segment_lengths is not None or dilation_rates is not None or options:
+            attention = DilatedAttention(
+                segment_lengths, dilation_rates, attention_dropout=dropout, op=op, **options
+            )
+        elif segment_lengths is not None or dilation_rates is not None or options or dropout:
             raise ValueError("attention is given, which has its own options: leave the others out")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -164,12 +169,3 @@ class MultiheadDilatedAttention(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         return self.out_proj(x), None
-
-
-def refuse_dropout(name: str, rate: float) -> None:
-    """Refuses dropout of attention weights."""
-    if rate != 0.0:
-        raise ValueError(
-            f"{name} is {rate}; Encke does not drop attention weights: use 0.0, and nn.Dropout "
-            "after the attention"
-        )
