@@ -1,8 +1,8 @@
 //! Which query sees which key.
 //!
 //! A pattern is a list of branches (segment length, dilation rate), a rule that assigns branches to
-//! heads, and a mask: causal, window, prefix, documents, each optional. [`Pattern::multiplicity`] is
-//! the definition (spec sections 5 and 9); [`Pattern::lanes`] is the same set of pairs in the
+//! heads, and a mask: causal, window, prefix, documents, each optional. [`Pattern::multiplicity`]
+//! is the definition (spec sections 5 and 9); [`Pattern::lanes`] is the same set of pairs in the
 //! planner's form: one lane for each (branch, offset) with its heads.
 //!
 //! Heads write their results into *slots*. If all branches of a head share one softmax (dense,
@@ -367,8 +367,8 @@ impl Pattern {
                 return Err(Error::NotInMode {
                     what: "a packed sequence of documents",
                     mode: self.mode.name(),
-                    hint: "its rows are divided by sums over the whole sequence: use group mode, or \
-                           a call for each document",
+                    hint: "its rows are divided by sums over the whole sequence: use group mode, \
+                           or a call for each document",
                 });
             }
         }

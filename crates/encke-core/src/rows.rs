@@ -13,8 +13,8 @@ use crate::mask::Window;
 use crate::pattern::{Lane, Pattern};
 use crate::sharding::{Cut, Run, Sharding};
 
-/// Segments that begin at tokens `start, start + step, …`, `count` of them. A shard selects the same
-/// relative rows in each.
+/// Segments that begin at tokens `start, start + step, …`, `count` of them. A shard selects the
+/// same relative rows in each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct Segments {
     /// The first token of the first segment.

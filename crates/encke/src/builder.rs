@@ -140,7 +140,7 @@ impl Builder {
     }
 
     /// Drops pairs after the softmax, and divides the others by the probability to be kept. A pair
-    /// has one coin of the seed, whoever computes it: the result does not depend on the ring. Pass
+    /// has one coin of the seed, on every rank: the result does not depend on the ring. Pass
     /// another seed with every call, and the same one to its backward pass. None for no dropout.
     pub fn dropout(mut self, dropout: Option<Dropout>) -> Builder {
         self.dropout = dropout;

@@ -1,4 +1,4 @@
-//! Ring all-gather of finished rows, for replicated queries: every rank ends with all rows of queries.
+//! Ring all-gather of finished rows, for replicated queries: every rank ends with all of them.
 
 use super::builder::ProgramBuilder;
 use super::layout::flat;
