@@ -143,8 +143,9 @@ def attention(
 
     ranks, sharding, queries
         The number of ranks (threads) that share the tokens, how the tokens are divided
-        (``"contiguous"``, ``"zigzag"``, ``"striped"``, ``"balanced"`` for equal work under any
-        mask, or the first token of each rank), and whether each rank has its own queries
+        (``"contiguous"``, ``"zigzag"``, ``"striped"``, ``"balanced"`` for contiguous shards with
+        equal work under any mask, ``"documents"`` for long documents in zigzag and short ones
+        whole, or the first token of each rank), and whether each rank has its own queries
         (``"sharded"``) or all of them (``"replicated"``).
         ``"auto"`` for ranks or sharding chooses the fastest for the shape by a model of this
         machine (see ``python -m encke tune``).

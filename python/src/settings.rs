@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use encke::{
-    Attention, Auto, Builder, CacheLimits, CheckpointPolicy, Cut, DType, Documents, Dropout,
-    GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Precision, Queries, Window,
+    Attention, Auto, Balance, Builder, CacheLimits, CheckpointPolicy, Cut, DType, Documents,
+    Dropout, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Precision, Queries, Window,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -17,7 +17,7 @@ use crate::error;
 /// How the tokens are divided: a name, or the first token of each rank.
 #[derive(FromPyObject)]
 pub(crate) enum ShardingOption {
-    /// contiguous, zigzag, striped or balanced.
+    /// contiguous, zigzag, striped, balanced or documents.
     Word(String),
     /// The first token of each rank.
     Firsts(Vec<usize>),
@@ -192,6 +192,7 @@ impl PyPatternOptions {
 const AUTO: &str = "auto";
 /// The sharding with equal work for all ranks, whose cut depends on the pattern.
 const BALANCED: &str = "balanced";
+const DOCUMENTS: &str = "documents";
 /// What is cached for one packing of documents or one seed. The next batch mostly has another, so
 /// less is kept than for a pattern that every batch has.
 const PACKED_LIMITS: CacheLimits = CacheLimits {
@@ -222,8 +223,12 @@ impl ShardingOption {
 impl PyRingOptions {
     /// A builder with all options.
     pub fn builder(&self, pattern: Pattern) -> PyResult<Builder> {
-        let balanced = self.sharding.is(BALANCED);
-        let cut = match balanced || self.sharding.is(AUTO) {
+        let balance = match &self.sharding {
+            of if of.is(BALANCED) => Some(Balance::Contiguous),
+            of if of.is(DOCUMENTS) => Some(Balance::Documents),
+            _ => None,
+        };
+        let cut = match balance.is_some() || self.sharding.is(AUTO) {
             true => Cut::Contiguous,
             false => self.sharding.cut()?,
         };
@@ -258,7 +263,7 @@ impl PyRingOptions {
             .pattern(pattern)
             .ranks(ranks)
             .sharding(cut)
-            .balanced(balanced)
+            .balanced(balance)
             .softcap(self.softcap)
             .alibi(alibi)
             .slopes(slopes)

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use encke::cost::Machine;
 use encke::tune::MachineSource;
-use encke::{Auto, Builder, Cut, Queries, Rotating, Schedule};
+use encke::{Auto, Balance, Builder, Cut, Queries, Rotating, Schedule};
 use encke_lab::number::{bytes, count};
 
 /// Ranks, sharding and schedule.
@@ -18,7 +18,8 @@ pub struct RingOptions {
 
     /// How tokens are cut into shards: contiguous, zigzag (equal work under a causal mask), striped
     /// (rank a owns every p-th token from a on), balanced (contiguous, with equal work under any
-    /// mask), each rank's first token, as in 0,100,250, or auto [default: contiguous].
+    /// mask), documents (long documents in zigzag, short ones whole), each rank's first token, as
+    /// in 0,100,250, or auto [default: contiguous].
     #[arg(long, value_name = "CUT", value_parser = open(cut_name))]
     sharding: Option<Open<CutName>>,
 
@@ -128,8 +129,8 @@ fn rotate(text: &str) -> Result<Rotating, String> {
 #[derive(Debug, Clone)]
 enum CutName {
     Cut(Cut),
-    /// Contiguous, with equal work: the cut follows from the pattern.
-    Balanced,
+    /// The cut follows from the pattern.
+    Balanced(Balance),
 }
 
 impl CutName {
@@ -144,7 +145,8 @@ impl CutName {
 
 fn cut_name(text: &str) -> Result<CutName, String> {
     match text {
-        "balanced" => Ok(CutName::Balanced),
+        "balanced" => Ok(CutName::Balanced(Balance::Contiguous)),
+        "documents" => Ok(CutName::Balanced(Balance::Documents)),
         text => cut(text).map(CutName::Cut),
     }
 }
@@ -304,8 +306,11 @@ impl RingOptions {
             width: Open::given(&self.schedule).unwrap_or(Schedule::RING.width),
             backward: Open::given(&self.rotate).unwrap_or(Schedule::RING.backward),
         };
-        let balanced = matches!(self.sharding, Some(Open::Given(CutName::Balanced)));
-        let builder = builder.ranks(ranks).sharding(cut).balanced(balanced);
+        let balance = match &self.sharding {
+            Some(Open::Given(CutName::Balanced(balance))) => Some(*balance),
+            _ => None,
+        };
+        let builder = builder.ranks(ranks).sharding(cut).balanced(balance);
         let builder = builder.queries(queries).schedule(schedule);
         Ok(builder.redundancy(redundancy))
     }

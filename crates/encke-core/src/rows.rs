@@ -173,14 +173,19 @@ fn with_bases(runs: impl Iterator<Item = Run>) -> Vec<(Run, usize)> {
     runs.map(with_base).collect()
 }
 
-/// The rows of each run that `lane` selects in `segments`, with the index of the run.
+/// The rows of each run that `lane` selects in `segments`, with the index of the run among those
+/// that overlap them.
 fn select(
     runs: &[(Run, usize)],
     lane: &Lane,
     segments: Segments,
 ) -> impl Iterator<Item = (usize, Rows)> {
-    let runs = runs.iter().enumerate();
-    runs.filter_map(move |(i, (run, base))| rows(lane, run, *base, segments).map(|rows| (i, rows)))
+    // Runs are in ascending order: those before the segments and after them are skipped.
+    let first = runs.partition_point(|(run, _)| run.end() <= segments.start);
+    let end = segments.start + (segments.count - 1) * segments.step + segments.length;
+    let near = runs[first..].iter().enumerate();
+    near.take_while(move |(_, (run, _))| run.first < end)
+        .filter_map(move |(i, (run, base))| rows(lane, run, *base, segments).map(|rows| (i, rows)))
 }
 
 /// All shards of a sequence, indexed by rank and by token.

@@ -1,9 +1,10 @@
 //! Which rank owns which tokens.
 //!
-//! The decision here: every kind of sharding is at most two affine runs of tokens per rank, and the
-//! code that uses a sharding sees only the runs. Any sizes are legal, empty shards included.
+//! The decision here: every kind of sharding is a few affine runs of tokens per rank, and the code
+//! that uses a sharding sees only the runs. Any sizes are legal, empty shards included.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +26,84 @@ pub enum Cut {
     Zigzag,
     /// Rank a owns tokens a, a + p, a + 2p, …
     Striped,
+    /// Each rank owns these ranges.
+    Ranges(TokenRanges),
+}
+
+/// Ranges of tokens of each rank, in ascending order.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(from = "Vec<Vec<[usize; 2]>>", into = "Vec<Vec<[usize; 2]>>")]
+pub struct TokenRanges {
+    /// First and one past the last token of each range, by rank.
+    by_rank: Arc<[Vec<[usize; 2]>]>,
+}
+
+impl TokenRanges {
+    /// The ranges of each rank. Empty ones are left out, and adjacent ones joined.
+    pub fn new(by_rank: Vec<Vec<Range<usize>>>) -> TokenRanges {
+        let joined = by_rank.into_iter().map(|mut ranges| {
+            ranges.retain(|range| !range.is_empty());
+            ranges.sort_by_key(|range| range.start);
+            let mut joined: Vec<[usize; 2]> = Vec::new();
+            for Range { start, end } in ranges {
+                match joined.last_mut() {
+                    Some(last) if last[1] == start => last[1] = end,
+                    _ => joined.push([start, end]),
+                }
+            }
+            joined
+        });
+        TokenRanges {
+            by_rank: joined.collect(),
+        }
+    }
+
+    /// The ranges of one rank.
+    pub fn of(&self, rank: usize) -> impl Iterator<Item = Range<usize>> {
+        self.by_rank[rank].iter().map(|&[start, end]| start..end)
+    }
+
+    /// An error unless every one of `tokens` tokens is in one range.
+    fn check(&self, tokens: usize) -> Result<()> {
+        let ranges = self.by_rank.iter().enumerate();
+        let mut all: Vec<([usize; 2], usize)> = ranges
+            .flat_map(|(rank, ranges)| ranges.iter().map(move |range| (*range, rank)))
+            .collect();
+        all.sort_unstable();
+        let mut end = 0;
+        for ([first, last], rank) in all {
+            if first != end {
+                return Err(Error::Partition {
+                    rank,
+                    first,
+                    tokens,
+                });
+            }
+            end = last;
+        }
+        match end == tokens {
+            true => Ok(()),
+            false => Err(Error::Partition {
+                rank: self.by_rank.len() - 1,
+                first: end,
+                tokens,
+            }),
+        }
+    }
+}
+
+impl From<Vec<Vec<[usize; 2]>>> for TokenRanges {
+    fn from(by_rank: Vec<Vec<[usize; 2]>>) -> TokenRanges {
+        let range = |&[start, end]: &[usize; 2]| start..end;
+        let ranges = by_rank.iter().map(|of| of.iter().map(range).collect());
+        TokenRanges::new(ranges.collect())
+    }
+}
+
+impl From<TokenRanges> for Vec<Vec<[usize; 2]>> {
+    fn from(ranges: TokenRanges) -> Vec<Vec<[usize; 2]>> {
+        ranges.by_rank.to_vec()
+    }
 }
 
 /// Which rank owns which tokens.
@@ -104,6 +183,12 @@ impl Sharding {
                 ranks,
             });
         }
+        if let Cut::Ranges(ranges) = &cut
+            && ranges.by_rank.len() != ranks
+        {
+            let firsts = ranges.by_rank.len();
+            return Err(Error::PartitionRanks { firsts, ranks });
+        }
         Ok(Sharding { ranks, cut })
     }
 
@@ -124,8 +209,10 @@ impl Sharding {
 
     /// An error if an explicit partition does not fit `tokens`.
     pub fn check(&self, tokens: usize) -> Result<()> {
-        let Cut::Firsts(firsts) = &self.cut else {
-            return Ok(());
+        let firsts = match &self.cut {
+            Cut::Firsts(firsts) => firsts,
+            Cut::Ranges(ranges) => return ranges.check(tokens),
+            Cut::Contiguous | Cut::Zigzag | Cut::Striped => return Ok(()),
         };
         let mut previous = 0;
         for (rank, &first) in firsts.iter().enumerate() {
@@ -141,8 +228,8 @@ impl Sharding {
         Ok(())
     }
 
-    /// The tokens of `rank`: at most two runs, none of them empty. The rows of a shard are in this
-    /// order.
+    /// The tokens of `rank`: runs in ascending order, none of them empty. The rows of a shard are
+    /// in this order.
     pub fn runs(&self, tokens: usize, rank: usize) -> Vec<Run> {
         let p = self.ranks;
         let chunk = |chunks: usize, i: usize| {
@@ -156,6 +243,7 @@ impl Sharding {
                 let end = firsts.get(rank + 1).copied().unwrap_or(tokens);
                 vec![(firsts[rank], end)]
             }
+            Cut::Ranges(ranges) => ranges.of(rank).map(|of| (of.start, of.end)).collect(),
             Cut::Striped => {
                 let count = tokens.saturating_sub(rank).div_ceil(p);
                 let run = Run {

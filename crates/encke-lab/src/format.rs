@@ -81,6 +81,7 @@ pub fn cut(cut: &Cut) -> &'static str {
         Cut::Firsts(_) => "contiguous, cut as given",
         Cut::Zigzag => "zigzag",
         Cut::Striped => "striped",
+        Cut::Ranges(_) => "ranges of tokens",
     }
 }
 

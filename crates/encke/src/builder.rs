@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use encke_core::kernel::Kernel;
-use encke_core::plan::{Pass, Queries, Request, Schedule, balance};
+use encke_core::plan::balance::Balance;
+use encke_core::plan::{Pass, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Dropout, Error as RequestError, Pattern, Shape, alibi_slopes};
 use encke_ring::{CacheLimits, Fault};
@@ -38,7 +39,7 @@ pub struct Builder {
     pub(crate) pattern: Pattern,
     pub(crate) ranks: usize,
     pub(crate) cut: Cut,
-    pub(crate) balanced: bool,
+    pub(crate) balance: Option<Balance>,
     pub(crate) queries: Queries,
     pub(crate) auto: Option<Auto>,
     precision: Precision,
@@ -61,7 +62,7 @@ impl Default for Builder {
             pattern: Pattern::dense(),
             ranks: 1,
             cut: Cut::Contiguous,
-            balanced: false,
+            balance: None,
             queries: Queries::Sharded,
             auto: None,
             precision: Precision::Stored,
@@ -99,11 +100,10 @@ impl Builder {
         self
     }
 
-    /// Cuts tokens contiguously so that all ranks have equal work, whatever the mask and the
-    /// documents; overrides the sharding. The cut of a call is
-    /// [`balance::even`](encke_core::plan::balance::even).
-    pub fn balanced(mut self, balanced: bool) -> Builder {
-        self.balanced = balanced;
+    /// Cuts tokens so that all ranks have equal work, whatever the mask and the documents;
+    /// overrides the sharding. None for the sharding that was given.
+    pub fn balanced(mut self, balance: Option<Balance>) -> Builder {
+        self.balance = balance;
         self
     }
 
@@ -239,8 +239,8 @@ impl Builder {
         };
         // Equal speeds are never refused.
         let even = self
-            .balanced
-            .then(|| balance::even(&self.pattern, &shape, sharding.ranks()));
+            .balance
+            .map(|balance| balance.cut(&self.pattern, &shape, sharding.ranks()));
         let sharding = match even {
             Some(Ok(cut)) => Sharding::new(sharding.ranks(), cut).unwrap_or(sharding),
             _ => sharding,

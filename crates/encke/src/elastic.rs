@@ -237,7 +237,7 @@ impl<K: Kernel> Attention<K> {
     fn sharding_of(&self, to: &NewRing) -> Result<Sharding, Error> {
         let (ranks, cut) = match to {
             NewRing::Ranks(ranks) => match self.sharding.cut() {
-                Cut::Firsts(_) => (*ranks, Cut::Contiguous),
+                Cut::Firsts(_) | Cut::Ranges(_) => (*ranks, Cut::Contiguous),
                 cut => (*ranks, cut.clone()),
             },
             NewRing::Sizes(sizes) => {

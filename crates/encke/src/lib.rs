@@ -98,10 +98,11 @@ pub use checkpoint::{Checkpoint, CheckpointPolicy, SavedOutput};
 pub use elastic::{NewRing, Proposal, Resizing, ShardedBackward, ShardedForward};
 pub use encke_core::kernel::{Kernel, KernelError};
 pub use encke_core::memory::Memory;
+pub use encke_core::plan::balance::Balance;
 pub use encke_core::plan::explain;
 pub use encke_core::plan::rings::Rotating;
 pub use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
-pub use encke_core::sharding::{Cut, Sharding};
+pub use encke_core::sharding::{Cut, Sharding, TokenRanges};
 pub use encke_core::transport::{
     Address, HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError, WireBuffer,
 };

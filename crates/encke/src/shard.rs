@@ -39,10 +39,10 @@ impl Builder {
         kernel: K,
         rank: usize,
     ) -> Result<ShardAttention<K>, Error> {
-        if self.balanced {
+        if self.balance.is_some() {
             return Err(Error::Elsewhere {
                 what: "a balanced cut, which depends on the tokens of the call,",
-                hint: "give the cut of plan::balance::even as the sharding",
+                hint: "give the cut of plan::balance::Balance as the sharding",
             });
         }
         let sharding = self.new_sharding()?;

@@ -9,7 +9,7 @@ use crate::pattern::{GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
 use crate::plan::rings::Rotating;
 use crate::plan::{Queries, Request, Schedule};
 use crate::shape::Shape;
-use crate::sharding::{Cut, Sharding};
+use crate::sharding::{Cut, Sharding, TokenRanges};
 use crate::tensor::Tensor;
 
 /// One random request, small enough for the reference, and the seed of its inputs.
@@ -43,6 +43,18 @@ fn pattern(random: &mut Random, heads: usize) -> Pattern {
     };
     let pattern = Pattern::dilated(&segments, &dilations, mode);
     pattern.expect("sizes are positive").causal(causal)
+}
+
+/// Ranges of random lengths, each on a random rank.
+fn ranges(random: &mut Random, tokens: usize, ranks: usize) -> Cut {
+    let mut shards = vec![Vec::new(); ranks];
+    let mut start = 0;
+    while start < tokens {
+        let end = tokens.min(start + 1 + random.below(12));
+        shards[random.below(ranks)].push(start..end);
+        start = end;
+    }
+    Cut::Ranges(TokenRanges::new(shards))
 }
 
 fn cut(random: &mut Random, tokens: usize, ranks: usize) -> Cut {
@@ -116,6 +128,11 @@ impl Configuration {
             let heads = 0..request.shape.heads;
             heads.map(|_| 0.3 * random.unit()).collect()
         });
+        if random.once_in(4) {
+            let (tokens, ranks) = (request.shape.tokens, request.sharding.ranks());
+            let sharding = Sharding::new(ranks, ranges(&mut random, tokens, ranks));
+            request.sharding = sharding.expect("as many lists as ranks");
+        }
         request.dropout = random.once_in(4).then(|| {
             let dropout = Dropout::new(random.unit().abs() * 0.9, seed);
             dropout.expect("a probability below 1")

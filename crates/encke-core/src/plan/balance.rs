@@ -4,11 +4,15 @@
 //! token has a closed form for every lane, so causal masks, segments and dilation are accounted for
 //! exactly, and a cut of a billion tokens is found by bisection.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::ops::Range;
+
 use super::work::PatternWork;
 use crate::error::{Error, Result};
 use crate::pattern::Pattern;
 use crate::shape::Shape;
-use crate::sharding::Cut;
+use crate::sharding::{Cut, TokenRanges};
 
 /// One contiguous shard per rank, with a share of the pattern's work proportional to the rank's
 /// speed. A rank of speed 0 gets no tokens.
@@ -66,6 +70,79 @@ pub fn even(pattern: &Pattern, shape: &Shape, ranks: usize) -> Result<Cut> {
     Ok(Cut::Firsts(firsts))
 }
 
+/// A cut that follows from the pattern.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Balance {
+    /// Contiguous shards with equal work ([`even`]).
+    Contiguous,
+    /// Long documents are cut in zigzag, short ones stay whole ([`by_document`]).
+    Documents,
+}
+
+impl Balance {
+    /// The cut of a pattern.
+    pub fn cut(self, pattern: &Pattern, shape: &Shape, ranks: usize) -> Result<Cut> {
+        match self {
+            Balance::Contiguous => even(pattern, shape, ranks),
+            Balance::Documents => by_document(pattern, shape, ranks),
+        }
+    }
+}
+
+/// A document stays whole if its work is at most this share of a rank's.
+const WHOLE: f64 = 1.0 / 64.0;
+
+/// Long documents are cut into 2p chunks, of which rank a gets chunks a and 2p−1−a; short ones go
+/// whole to the rank with the least work. So ranks have about as many tokens as pairs, and a short
+/// document sends nothing. Without documents this is zigzag.
+pub fn by_document(pattern: &Pattern, shape: &Shape, ranks: usize) -> Result<Cut> {
+    let Some(documents) = pattern.document_list() else {
+        return Ok(Cut::Zigzag);
+    };
+    let lanes = pattern.lanes(shape);
+    let pairs = PatternWork::new(pattern, &lanes, shape);
+    let work = |document: &Range<usize>| {
+        let own = pairs.before(document.end) - pairs.before(document.start);
+        own + document.len() as u128
+    };
+    let most = (pairs.all() as f64 + shape.tokens as f64) / ranks as f64 * WHOLE;
+    let mut shards = vec![Vec::new(); ranks];
+    let mut short: Vec<(u128, Range<usize>)> = Vec::new();
+    for document in documents.ranges() {
+        let own = work(&document);
+        if own as f64 <= most || document.len() < 2 * ranks || ranks == 1 {
+            short.push((own, document));
+            continue;
+        }
+        let chunks = 2 * ranks;
+        let grid = match document.len() / chunks >= 16 * GRID {
+            true => GRID,
+            false => 1,
+        };
+        let cut = |chunk: usize| match chunk == chunks {
+            true => document.end,
+            false => document.start + document.len() * chunk / chunks / grid * grid,
+        };
+        for (rank, shard) in shards.iter_mut().enumerate() {
+            let low = cut(rank)..cut(rank + 1);
+            let high = cut(chunks - 1 - rank)..cut(chunks - rank);
+            shard.extend([low, high]);
+        }
+    }
+    // The longest first, each to the rank with the least work so far.
+    short.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.start.cmp(&b.1.start)));
+    let mut loads: BinaryHeap<Reverse<(u128, usize)>> =
+        (0..ranks).map(|rank| Reverse((0, rank))).collect();
+    for (own, document) in short {
+        let Some(Reverse((load, rank))) = loads.pop() else {
+            break;
+        };
+        shards[rank].push(document);
+        loads.push(Reverse((load + own, rank)));
+    }
+    Ok(Cut::Ranges(TokenRanges::new(shards)))
+}
+
 /// The first token for which a monotone predicate holds.
 fn first_token(tokens: usize, is: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (0, tokens);
@@ -81,7 +158,9 @@ fn first_token(tokens: usize, is: impl Fn(usize) -> bool) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::{GRID, by_speed, even};
+    use std::collections::BTreeSet;
+
+    use super::{GRID, by_document, by_speed, even};
     use crate::conformance::Random;
     use crate::mask::Window;
     use crate::pattern::Pattern;
@@ -150,6 +229,34 @@ mod tests {
             let most = *pairs.iter().max().unwrap() as f64;
             assert!(most <= 1.03 * mean, "{:.4} of the mean", most / mean);
         }
+    }
+
+    #[test]
+    fn short_documents_stay_whole_and_ranks_have_as_many_tokens_as_pairs() {
+        let tokens = 1 << 20;
+        let mut lengths = log_normal(tokens - 300_000);
+        lengths.insert(lengths.len() / 2, 300_000);
+        let documents = Documents::new(&lengths).unwrap();
+        let pattern = Pattern::dense()
+            .causal(true)
+            .documents(Some(documents.clone()));
+        let shape = Shape::new(1, tokens, 8, 8, 64).unwrap();
+        let cut = by_document(&pattern, &shape, 8).unwrap();
+        let sharding = Sharding::new(8, cut).unwrap();
+        sharding.check(tokens).unwrap();
+        let plan = Plan::new(Request::new(shape, pattern, sharding, DType::F32)).unwrap();
+        // Only long documents are shared.
+        let parcels = plan.rings().iter().flat_map(|ring| ring.parcels.iter());
+        let sections = parcels.flatten().flat_map(|parcel| &parcel.sections);
+        let shared: BTreeSet<usize> = sections.map(|section| section.segments.length).collect();
+        assert!(shared.contains(&300_000));
+        assert!(shared.first() > Some(&10_000), "{shared:?}");
+        let explained = plan.explain().unwrap();
+        let imbalance = explained.imbalance().unwrap();
+        assert!(imbalance <= 1.03, "{imbalance:.4} of the mean's pairs");
+        let rows = (0..8).map(|rank| plan.shards().rows(rank));
+        let most = rows.max().unwrap() as f64 / (tokens / 8) as f64;
+        assert!(most <= 1.1, "{most:.4} of the mean's tokens");
     }
 
     #[test]

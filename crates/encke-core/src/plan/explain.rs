@@ -267,6 +267,7 @@ impl Explanation {
             Cut::Firsts(_) => "contiguous, explicit",
             Cut::Zigzag => "zigzag",
             Cut::Striped => "striped",
+            Cut::Ranges(_) => "ranges of tokens",
         };
         writeln!(
             f,

@@ -239,7 +239,7 @@ impl Request {
                     let groups = ranks / gcd(segment, ranks);
                     (groups.min(tokens / segment + 1), ranks.min(segment))
                 }
-                Cut::Firsts(_) => (1, ranks),
+                Cut::Firsts(_) | Cut::Ranges(_) => (1, ranks),
                 Cut::Contiguous | Cut::Zigzag => {
                     let shard = (tokens / ranks).max(1);
                     (1, ranks.min(segment / shard + 2))

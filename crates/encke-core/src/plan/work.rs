@@ -65,7 +65,7 @@ impl<'a> PatternWork<'a> {
     }
 
     /// Pairs of the first `queries` queries of a document.
-    fn in_document(&self, document: &Range<usize>, queries: usize) -> u128 {
+    pub fn in_document(&self, document: &Range<usize>, queries: usize) -> u128 {
         let of = |lane: &Lane| self.in_lane(lane, document.len(), queries);
         self.lanes.iter().map(of).sum()
     }

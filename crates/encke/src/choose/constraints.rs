@@ -4,8 +4,9 @@
 //! each about 1.5 or 2 times the one before: between them, times change by less than the prediction
 //! error.
 
+use encke_core::plan::balance::Balance;
 use encke_core::plan::rings::Rotating;
-use encke_core::plan::{Queries, Request, Schedule, balance};
+use encke_core::plan::{Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{DType, Pattern, Shape};
 use encke_cost::CostError;
@@ -119,8 +120,9 @@ impl Constraints {
                 }
                 // Documents and windows are rarely even, and a striped cut sends all of them.
                 None => {
-                    let even = balance::even(&self.pattern, &self.shape, ranks)?;
-                    vec![Cut::Contiguous, even, Cut::Zigzag]
+                    let [even, by_document] = [Balance::Contiguous, Balance::Documents]
+                        .map(|balance| balance.cut(&self.pattern, &self.shape, ranks));
+                    vec![Cut::Contiguous, even?, by_document?]
                 }
             };
             let queries = match self.queries {
