@@ -234,7 +234,9 @@ def attention(
         and alibi_slopes is None
         and key_lengths is None
     )
-    if isinstance(q, numpy.ndarray):
+    if isinstance(q, numpy.ndarray) and plain:
+        out, lse, _, _ = find(options).forward(q, k, v)
+    elif isinstance(q, numpy.ndarray):
         if dropout and seed is None:
             seed = int(numpy.random.default_rng().integers(2**63))
         masked = with_masks(options, documents, cu_seqlens, alibi_slopes, seed)
