@@ -108,7 +108,12 @@ fn wrong_shapes_are_refused() {
     refused(
         &with("k", wave(&[1, 11, 2, 8])),
         "",
-        &["k has shape [1, 11, 2, 8], expected [1, 12"],
+        &["v has shape [1, 12, 2, 8], expected [1, 11, 2, 8] to fit k"],
+    );
+    refused(
+        &with("q", wave(&[1, 13, 4, 8])),
+        "",
+        &["13 queries", "12 keys"],
     );
     refused(
         &with("v", wave(&[1, 12, 1, 8])),
