@@ -98,15 +98,15 @@ def windows():
     width = widths[0]
     turns = in_turns([lambda: windowed(q, k, v, width), lambda: windowed(*short, width)])
     say(
-        f"window {width}, {TOKENS} / {TOKENS // 2} tokens",
+        f"window {width}, twice the tokens",
         statistics.median(turn[0] / turn[1] for turn in turns),
-        "time / time (2 if linear in n)",
+        "time of n tokens / of n / 2",
     )
     q, k, v = tensors(TOKENS // 4)
     width, mask = TOKENS // 32, window_mask(TOKENS // 4, TOKENS // 32)
     turns = in_turns([lambda: windowed(q, k, v, width), lambda: rival(q, k, v, mask)])
     say(
-        f"window {width} of {TOKENS // 4}, PyTorch / Encke",
+        f"window {width} of {TOKENS // 4}, beside PyTorch",
         statistics.median(turn[1] / turn[0] for turn in turns),
         "time of SDPA with a boolean mask / Encke's",
     )
@@ -149,15 +149,15 @@ def documents():
         lambda: encke.attention(*padded, causal=True),
     ]
     turns = in_turns(calls)
-    name = f"{count} documents, {tokens} tokens"
+    name = f"{count} documents"
     of = lambda at: statistics.median(turn[at] / turn[0] for turn in turns)
-    say(f"{name}, packed / separate", 1 / of(1), "time of one call / of 512 calls")
+    say(f"{name}, beside 512 calls", 1 / of(1), "time of one call / of 512 calls")
     meaning = f"time of a batch padded to {longest} / of the packed call"
-    say(f"{name}, padded / packed", of(2), meaning)
+    say(f"{name}, beside padding", of(2), meaning)
     mask = document_mask(lengths)
     turns = in_turns([calls[0], lambda: rival(q, k, v, mask)])
     ratio = statistics.median(turn[1] / turn[0] for turn in turns)
-    say(f"{name}, PyTorch / Encke", ratio, "time of SDPA with a boolean mask / Encke's")
+    say(f"{name}, beside PyTorch", ratio, "time of SDPA with a boolean mask / Encke's")
 
 
 print(

@@ -7,6 +7,8 @@ mod dropped;
 mod fault;
 mod misread;
 
+use std::sync::Mutex;
+
 use encke_core::conformance::{self, KernelSuite};
 use encke_core::dtype::Slice;
 use encke_core::job::{Block, Job};
@@ -461,10 +463,32 @@ fn mutants_fail_without_bitwise_repeatability_too() {
     };
     suite.run(&NaiveKernel, &[DType::F32]).unwrap();
     let unsteady = |fault: &KernelFault| *fault != KernelFault::FinishEpsilon;
-    for fault in FAULTS.into_iter().filter(unsteady) {
+    on_all_cores(FAULTS.into_iter().filter(unsteady), |fault| {
         let result = suite.run(&KernelMutant(fault), &[DType::F32]);
         assert!(result.is_err(), "{fault:?} passed");
-    }
+    });
+}
+
+/// Runs a check for each fault, on as many threads as there are cores.
+fn on_all_cores(
+    faults: impl Iterator<Item = KernelFault> + Send,
+    check: impl Fn(KernelFault) + Sync,
+) {
+    let faults = Mutex::new(faults);
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    std::thread::scope(|scope| {
+        for _ in 0..cores {
+            scope.spawn(|| {
+                loop {
+                    let next = faults.lock().expect("no check holds the lock").next();
+                    let Some(fault) = next else {
+                        return;
+                    };
+                    check(fault);
+                }
+            });
+        }
+    });
 }
 
 #[test]
@@ -474,24 +498,22 @@ fn the_wrapper_without_a_fault_passes() {
 
 #[test]
 fn every_kernel_mutant_fails() {
-    for fault in FAULTS {
+    on_all_cores(FAULTS.into_iter(), |fault| {
         let result = conformance::kernel(&KernelMutant(fault), &[DType::F64]);
         let failure = result.expect_err(&format!("{fault:?} passed"));
         println!("{fault:?} failed: {failure}");
-    }
+    });
 }
 
 #[test]
 fn large_faults_fail_in_narrow_types_too() {
-    for fault in FAULTS
-        .into_iter()
-        .filter(|&fault| fault != KernelFault::FinishEpsilon)
-    {
+    let large = |fault: &KernelFault| *fault != KernelFault::FinishEpsilon;
+    on_all_cores(FAULTS.into_iter().filter(large), |fault| {
         for dtype in [DType::F32, DType::Bf16, DType::F16] {
             let result = conformance::kernel(&KernelMutant(fault), &[dtype]);
             assert!(result.is_err(), "{fault:?} passed in {dtype}");
         }
-    }
+    });
 }
 
 #[test]

@@ -112,14 +112,15 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             let start = rows.start + before / S::KEYS * S::KEYS;
             chain.publish(start);
             for start in (start..most).step_by(S::KEYS) {
-                let count = S::KEYS.min(rows.end - start);
+                // Rows after the last visible one are neither read nor written.
+                let count = S::KEYS.min(most - start);
                 if tiles.iter().any(|tile| tile.sees(start, count)) {
                     let keys = self.pack_keys(task, start, count, scratch);
                     self.block::<T, S>(task, tiles, keys, scratch);
                     chain.wait(start);
                     self.add_dk_dv(task, keys, scratch);
                 }
-                chain.publish(start + count);
+                chain.publish(start + S::KEYS.min(rows.end - start));
             }
             drop(chain);
             self.add_dq(task, tiles, scratch);
