@@ -29,7 +29,6 @@ COMPUTES = 6
 
 def interrupt():
     """Ctrl-C during a computation that Python does not run."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Delivered to another thread, so that the sleep is not cut short.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -40,6 +39,8 @@ def interrupt():
 
 def failure(how, victim, seconds, backend):
     """One rank dies, stops, fails or is interrupted in the second call; the others must name it."""
+    # A shell starts commands in the background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     start(seconds, backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = "cpu"
