@@ -16,8 +16,9 @@ def inputs(randn, heads=2):
     return q, randn(1, 12, 2, 4, requires_grad=True), randn(1, 12, 2, 4, requires_grad=True)
 
 
-@pytest.mark.parametrize("options", [dict(causal=True), DETACHED, dict(sharding=[0, 3])], ids=str)
-def test_a_whole_graph_forward_and_backward(randn, options):
+def check_whole_graph(randn, options):
+    """Compiled without a graph break, and with the gradients of the call that is not compiled."""
+
     def layer(q, k, v):
         out, lse = encke.attention(q * 2, k, v, **options, return_lse=True)
         return out.sin().sum() + lse.nan_to_num(neginf=0.0).sum()
@@ -27,6 +28,11 @@ def test_a_whole_graph_forward_and_backward(randn, options):
     expected = torch.autograd.grad(layer(*given), given)
     for got, wanted in zip(torch.autograd.grad(compiled(*given), given), expected):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), DETACHED, dict(sharding=[0, 3])], ids=str)
+def test_a_whole_graph_forward_and_backward(randn, options):
+    check_whole_graph(randn, options)
 
 
 def test_inductor(randn):
@@ -121,15 +127,7 @@ def test_masks_in_a_whole_graph(randn):
     ids=str,
 )
 def test_every_mask_in_a_whole_graph(randn, options):
-    def layer(q, k, v):
-        out, lse = encke.attention(q * 2, k, v, **options, return_lse=True)
-        return out.sin().sum() + lse.nan_to_num(neginf=0.0).sum()
-
-    given = inputs(randn)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    expected = torch.autograd.grad(layer(*given), given)
-    for got, wanted in zip(torch.autograd.grad(compiled(*given), given), expected):
-        torch.testing.assert_close(got, wanted)
+    check_whole_graph(randn, options)
     torch._dynamo.reset()
 
 

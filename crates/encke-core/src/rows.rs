@@ -252,19 +252,6 @@ impl Shards {
         &self.by_rank[rank]
     }
 
-    /// The queries of `rank`, by index in q.
-    pub fn query_runs(&self, rank: usize) -> impl Iterator<Item = Run> {
-        self.queries_by_rank[rank].iter().map(|(run, _)| Run {
-            first: run.first - self.queries.start,
-            ..*run
-        })
-    }
-
-    /// The position of the first query.
-    pub fn first_query(&self) -> usize {
-        self.queries.start
-    }
-
     /// Keys of `rank`.
     pub fn rows(&self, rank: usize) -> usize {
         self.by_rank[rank].iter().map(|(run, _)| run.count).sum()

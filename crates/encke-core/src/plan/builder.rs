@@ -173,7 +173,7 @@ impl<'a> ProgramBuilder<'a> {
 
     /// The queries of one rank by index in q, in the order of its rows.
     pub fn query_runs_of(&self, rank: usize) -> Vec<Run> {
-        self.plan.shards.query_runs(rank).collect()
+        self.plan.request.query_runs(rank)
     }
 
     /// The queries of all ranks, shard after shard: the row order of replicated buffers.

@@ -208,7 +208,7 @@ impl Plan {
             true => (lane.kv_heads.iter().copied().collect(), 0),
             false => {
                 let heads = lane.heads.iter().map(|head| head.head).collect();
-                (heads, self.shards.first_query())
+                (heads, self.request.positions().start)
             }
         };
         let run = |section: &&Section| Run {
