@@ -32,6 +32,7 @@ from encke.functional import (
     report,
     varlen_attention,
 )
+from encke.heatmaps import attention_columns, attention_rows
 from encke.recognition import MaskError, pattern_of
 
 if "torch" in sys.modules:
@@ -44,6 +45,8 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_columns",
+    "attention_rows",
     "explain",
     "pattern_of",
     "report",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from encke import _cuda, _encke
+from encke._gpu_mixing import GpuMixing
 from encke.masks import boundaries, documents_of, key_lengths_of, numbers, seed_of, slopes_of
 from encke.options import SLOPES, Options, find, with_masks
 from encke.padding import find_padded
@@ -28,6 +29,7 @@ _SHARDING = Options._fields.index("sharding")
 _RANKS = Options._fields.index("ranks")
 _WINDOW = Options._fields.index("window")
 _DROPOUT = Options._fields.index("dropout")
+_MIXING_GRADIENT = Options._fields.index("mixing_gradient")
 # Whether autocast is on for any device: faster than asking for one device.
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _DTYPES = {
@@ -54,8 +56,16 @@ def attention(
         if return_lse or torch._C._are_functorch_transforms_active():
             return _Attention.apply(q, k, v, None, found)
         return _out(q, k, v, found), None
+    found = _for_inference(found, options)
     out, lse, _, _ = found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
     return out, lse
+
+
+def _for_inference(found: Any, options: tuple[Any, ...]) -> Any:
+    """An attention with the same outputs that keeps no slots for a backward pass."""
+    if not found.splits_slots or options[_MIXING_GRADIENT] is None:
+        return found
+    return find((*options[:_MIXING_GRADIENT], None, *options[_MIXING_GRADIENT + 1 :]))
 
 
 class BatchMasks(NamedTuple):
@@ -86,10 +96,12 @@ def attention_with(
     masked = with_masks(
         options, given.documents, given.cu_seqlens, given.alibi_slopes, given.seed
     )
-    found = find_padded(tuple(masked), key_lengths_of(given.key_lengths))
+    lengths = key_lengths_of(given.key_lengths)
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return _Attention.apply(q, k, v, sinks, found)
+        return _Attention.apply(q, k, v, sinks, find_padded(tuple(masked), lengths))
+    # Without a backward pass branches need no slots.
+    found = find_padded(tuple(masked._replace(mixing_gradient=None)), lengths)
     out, lse, _, _ = _forward(found, q, k, v, sinks)
     return out, lse
 
@@ -143,6 +155,12 @@ def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]
     if not q.is_cuda:
         return found.forward(q, k, v)
     refuse_on_gpu(q, found, None)
+    if found.mixes:
+        return *_mixing(found).forward(q, k, v), None, None
+    return *_attend_gpu(found, q, k, v), None, None
+
+
+def _attend_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     _cuda.prepare()
     dtype = _computed_in(q, found.precision)
     with torch.cuda.device(q.device):
@@ -150,7 +168,39 @@ def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]
         lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
         stream = torch.cuda.current_stream().cuda_stream
         _encke.enqueue(found, (q, k, v), (out, lse), stream)
-    return out, lse, None, None
+    return out, lse
+
+
+def _differentiate_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    dtype = _computed_in(q, found.precision)
+    with torch.cuda.device(q.device):
+        gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
+        stream = torch.cuda.current_stream().cuda_stream
+        _encke.enqueue(found, (q, k, v, *rest), gradients, stream)
+    return gradients
+
+
+class _OneProcess:
+    """Attention on a GPU, as :class:`GpuMixing` takes it."""
+
+    def __init__(self, options: Options) -> None:
+        # What is around the calls of the kernels is not their part.
+        self._found = find(tuple(options._replace(padding=None)))
+        self._padded = find(tuple(options))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _attend_gpu(self._found, q, k, v)
+
+    def differentiate(self, *inputs: Any) -> list[Tensor]:
+        return _differentiate_gpu(self._found, *inputs)
+
+    def phantoms(self, q: Tensor, k: Tensor, v: Tensor) -> Optional[bytes]:
+        sizes = (*k.shape[:2], q.shape[2], *k.shape[2:], q.shape[1], v.shape[3])
+        return self._padded.phantoms(sizes)
+
+
+def _mixing(found: Any) -> GpuMixing:
+    return GpuMixing(Options(**found.options), _OneProcess)
 
 
 def _forward_and_save(
@@ -258,12 +308,10 @@ def _backward(
     refuse_on_gpu(q, found, sinks)
     if out is None:
         out, lse, _, _ = _forward(found, q, k, v)
-    dtype = _computed_in(q, found.precision)
-    with torch.cuda.device(q.device):
-        gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
-        stream = torch.cuda.current_stream().cuda_stream
-        _encke.enqueue(found, (q, k, v, out, lse, dout, dlse), gradients, stream)
-    return *gradients, None
+    inputs = (q, k, v, out, lse, dout, dlse)
+    if found.mixes:
+        return *_mixing(found).backward(*inputs), None
+    return *_differentiate_gpu(found, *inputs), None
 
 
 # The custom operators. Sharding, ranks, window and slopes are two arguments each, because a schema
@@ -272,7 +320,7 @@ def _backward(
 MASK_TENSORS = """Tensor? sinks, Tensor? cu_seqlens, Tensor? slopes, Tensor? seed,
     Tensor? key_lengths"""
 MASK_OPTIONS = """int? window_left, int? window_right, int prefix, float? softcap, bool alibi,
-    int? query_offset, float dropout"""
+    int? query_offset, float dropout, str? padding"""
 _OPTIONS = f"""int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
     str? offsets, str? mixing_gradient, bool causal, float? scale, int? ranks, str sharding,
     str queries, str? precision, str checkpoint, int redundancy, float? deadline,
@@ -343,14 +391,16 @@ def flatten_masks(options: tuple[Any, ...]) -> list[Any]:
     left, right = options.window or (None, None)
     alibi = options.alibi_slopes is True
     scores = [options.prefix, options.softcap, alibi]
-    return [left, right, *scores, options.query_offset, float(options.dropout)]
+    rest = [options.query_offset, float(options.dropout), options.padding]
+    return [left, right, *scores, *rest]
 
 
 def unflatten_masks(left: Any, right: Any, *rest: Any) -> list[Any]:
     """The inverse: the fields of :class:`Options` from the window on."""
-    prefix, softcap, alibi, query_offset, dropout = rest
+    prefix, softcap, alibi, query_offset, dropout, padding = rest
     window = None if left is None and right is None else (left, right)
-    return [window, prefix, softcap, alibi or None, None, query_offset, dropout, None]
+    scores = [window, prefix, softcap, alibi or None, None]
+    return [*scores, query_offset, dropout, None, padding]
 
 
 def operator_arguments(options: tuple[Any, ...]) -> list[Any]:
@@ -430,7 +480,8 @@ def fake_outputs(found: Any, q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     (batch, queries, heads, _), dim = q.shape, v.shape[3]
     lse = q.new_empty((batch, queries, heads), dtype=sums)
     out = q.new_empty((batch, queries, heads, dim), dtype=dtype)
-    if not found.splits_slots:
+    # On a GPU branches have no slots; see `_gpu_mixing`.
+    if not found.splits_slots or q.is_cuda:
         return _without_none(out, lse, None, None)
     by_slot = (batch, queries, found.slots(int(heads)))
     return out, lse, q.new_empty((*by_slot, dim), dtype=sums), q.new_empty(by_slot, dtype=sums)

@@ -70,6 +70,7 @@ def ring_attention(
     group_scale: Optional[str] = None,
     offsets: Optional[str] = None,
     mixing_gradient: Optional[str] = None,
+    padding: Optional[str] = None,
     causal: bool = False,
     window: Optional[tuple[Optional[int], Optional[int]]] = None,
     prefix: int = 0,
@@ -122,6 +123,7 @@ def ring_attention(
         precision=None if precision is None else str(precision),
         checkpoint=checkpoint,
         softcap=softcap,
+        padding=padding,
     )
     refusal: Optional[Exception] = None
     try:

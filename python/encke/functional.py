@@ -52,6 +52,7 @@ def attention(
     group_scale: Optional[str] = None,
     offsets: Optional[str] = None,
     mixing_gradient: Optional[str] = None,
+    padding: Optional[str] = None,
     causal: bool = False,
     window: Optional[Window] = None,
     prefix: int = 0,
@@ -99,6 +100,9 @@ def attention(
     mixing_gradient
         In mix mode, ``"exact"`` (default), or ``"detached"`` to treat the mixing weights as
         constants.
+    padding
+        ``"torchscale"`` fills segments up with keys of score 0 and value 0 where torchscale does,
+        for weights that were trained there (see ``encke.compat.torchscale``). Default: none.
     causal
         Whether a query attends only to keys at or before its own position.
 
@@ -225,6 +229,7 @@ def attention(
         query_offset if query_offset is None else offset_of(query_offset),
         dropout and rate_of(dropout),
         None,
+        padding,
     )
     plain = (
         not dropout

@@ -51,6 +51,7 @@ class Options(NamedTuple):
     query_offset: Optional[int] = None
     dropout: float = 0.0
     seed: Optional[int] = None
+    padding: Optional[str] = None
 
 
 DOCUMENTS = Options._fields.index("documents")

@@ -35,6 +35,7 @@ class PaddedAttention:
         self.splits_slots = self._unpacked.splits_slots
         self.recomputes = self._unpacked.recomputes
         self.precision = self._unpacked.precision
+        self.mixes = False
         self.cpu_only = (
             "key_lengths is computed on the cpu only; leave it out, or move the tensors to the cpu"
         )

@@ -3,17 +3,21 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use encke::sharding::Run;
 use encke::{Attention as Library, Checkpoint, Forward, Report, SavedOutput};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::error;
 use crate::host_passes::{
     PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PySizes, PyTensor, QkvInputs,
-    cpu_only, export_forward, export_gradients, pass, shape, with_dsinks,
+    cpu_only, export_forward, export_gradients, mixes, pass, phantoms, shape, with_dsinks,
 };
 use crate::owned::{export, unshare};
 use crate::settings::{PyPatternOptions, PyRingOptions, dtype};
+
+/// A position, and the keys of each head as (first, stride, count).
+type PyVisible = (usize, Vec<Vec<(usize, usize, usize)>>);
 
 /// Attention with fixed settings; plans and buffers are cached between calls.
 #[pyclass(frozen, module = "encke._encke")]
@@ -21,6 +25,7 @@ pub(crate) struct Attention {
     library: Library,
     splits: bool,
     ring: PyRingOptions,
+    options: Py<PyDict>,
     /// Nanoseconds that forward passes have spent in the library.
     spent: AtomicU64,
 }
@@ -39,6 +44,7 @@ impl Attention {
             library: library.map_err(|error| error::call(&error))?,
             splits,
             ring,
+            options: options.clone().unbind(),
             spent: AtomicU64::new(0),
         })
     }
@@ -47,6 +53,19 @@ impl Attention {
     #[getter]
     pub fn splits_slots(&self) -> bool {
         self.splits
+    }
+
+    /// Whether a call on a GPU needs more than its kernels: phantom keys, or branches whose mixing
+    /// weights have no gradient.
+    #[getter]
+    fn mixes(&self) -> bool {
+        mixes(self.library.pattern())
+    }
+
+    /// The options it was made with.
+    #[getter]
+    fn options(&self, py: Python<'_>) -> Py<PyDict> {
+        self.options.clone_ref(py)
     }
 
     /// Whether the backward pass recomputes the forward pass.
@@ -183,6 +202,38 @@ impl Attention {
             let explanation = plan.explain().map_err(|error| error::request(&error))?;
             Ok(explanation.to_string())
         })
+    }
+
+    /// The position of query `row`, and the keys that it sees: for each head a list of (first,
+    /// stride, count).
+    fn visible(&self, sizes: PySizes, row: usize) -> PyResult<PyVisible> {
+        let (shape, pattern) = (shape(&sizes)?, self.library.pattern());
+        pattern
+            .check(&shape)
+            .map_err(|error| error::request(&error))?;
+        let position = pattern.first_query(&shape) + row;
+        let runs = (0..shape.heads).map(|head| {
+            let runs = pattern.visible(&shape, head, position);
+            let runs = runs.iter().map(|run| (run.first, run.stride, run.count));
+            runs.collect()
+        });
+        Ok((position, runs.collect()))
+    }
+
+    /// The logarithms of the phantom keys of each query and slot, as float32 `[queries, slots]`;
+    /// None if there are none.
+    fn phantoms<'py>(
+        &self,
+        py: Python<'py>,
+        sizes: PySizes,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let shape = shape(&sizes)?;
+        let queries = [Run {
+            first: 0,
+            stride: 1,
+            count: shape.queries,
+        }];
+        phantoms(py, self.library.pattern(), &shape, &queries)
     }
 
     /// Seconds that forward passes have spent in the library so far, without Python's share.

@@ -139,8 +139,7 @@ pub(crate) fn enqueue_shard(
 fn refuse_on_gpu(attention: &Attention) -> PyResult<()> {
     if attention.splits_slots() {
         return Err(PyValueError::new_err(
-            "branches that are combined after attention (mixing_gradient=\"detached\", \
-             mode=\"fkodom\") are combined on the cpu only; use mixing_gradient=\"exact\" or \
+            "mode=\"fkodom\" divides by sums over the sequence, on the cpu only; use \
              mode=\"group\", or move the tensors to the cpu",
         ));
     }

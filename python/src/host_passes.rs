@@ -5,9 +5,15 @@
 
 use std::sync::Arc;
 
-use encke::{Backward, Error, Pass, Pattern, SavedOutput, Shape, Tensor, View, sinks};
+use encke::denominator::Denominator;
+use encke::sharding::Run;
+use encke::{
+    Backward, Error, MixingGradient, Mode, Padding, Pass, Pattern, SavedOutput, Shape, Tensor,
+    View, sinks,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::error;
 use crate::owned::{export, unshare};
@@ -170,6 +176,38 @@ pub(crate) fn cpu_only(pattern: &Pattern, ring: &PyRingOptions) -> Option<String
             found.join(" and ")
         )
     })
+}
+
+/// Whether a call with this pattern on a GPU needs more than its kernels (see `_gpu_mixing.py`).
+pub(crate) fn mixes(pattern: &Pattern) -> bool {
+    let detached = matches!(
+        pattern.mode(),
+        Mode::Mix {
+            gradient: MixingGradient::Detached,
+            ..
+        }
+    );
+    detached || pattern.padding_rule() != Padding::None
+}
+
+/// The logarithms of the phantom keys of these queries and each slot, as float32; None if there are
+/// none.
+pub(crate) fn phantoms<'py>(
+    py: Python<'py>,
+    pattern: &Pattern,
+    shape: &Shape,
+    queries: &[Run],
+) -> PyResult<Option<Bound<'py, PyBytes>>> {
+    let refused = |error| error::request(&error);
+    pattern.check(shape).map_err(refused)?;
+    let terms = Denominator::new(pattern, shape, None).map_err(refused)?;
+    if terms.is_empty() {
+        return Ok(None);
+    }
+    let slots = pattern.slots(shape.heads).len();
+    let logarithms = py.detach(|| terms.logarithms(queries, slots));
+    let bytes: Vec<u8> = logarithms.iter().flat_map(|x| x.to_le_bytes()).collect();
+    Ok(Some(PyBytes::new(py, &bytes)))
 }
 
 /// Sizes of a call: (batch, tokens, heads, kv_heads, dim), and the number of queries and the head

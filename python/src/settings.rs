@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use encke::{
     Attention, Auto, Balance, Builder, CacheLimits, CheckpointPolicy, Cut, DType, Documents,
-    Dropout, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Precision, Queries, Window,
+    Dropout, GroupScale, MixingGradient, Mode, OffsetRule, Padding, Pattern, Precision, Queries,
+    Window,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -66,6 +67,8 @@ pub(crate) struct PyPatternOptions {
     documents: Option<Vec<usize>>,
     #[pyo3(item)]
     query_offset: Option<usize>,
+    #[pyo3(item)]
+    padding: Option<String>,
 }
 
 /// The options of the ring and of the computation.
@@ -114,7 +117,12 @@ impl PyPatternOptions {
             .window(Window { left, right })
             .prefix(self.prefix)
             .documents(documents)
-            .query_offset(self.query_offset);
+            .query_offset(self.query_offset)
+            .padding(named(
+                "padding",
+                self.padding.as_deref(),
+                &[("none", Padding::None), ("torchscale", Padding::Torchscale)],
+            )?);
         if self.prefix > 0 && !pattern.has_bounded_window() {
             return Err(PyValueError::new_err(format!(
                 "prefix={} has an effect only with a window that hides keys: without one every \
@@ -177,6 +185,8 @@ impl PyPatternOptions {
              dense, and there is nothing to combine"
         } else if self.group_scale.is_some() && (dense || mode != "group") {
             "group_scale has an effect only for branches in group mode; leave it out"
+        } else if self.padding.is_some() && dense {
+            "padding has an effect only for branches, whose segments it fills up; leave it out"
         } else if self.offsets.is_some() && mode != "mix" {
             "offsets has an effect only in mix mode; leave it out or use mode=\"mix\""
         } else if self.mixing_gradient.is_some() && mode != "mix" {

@@ -6,12 +6,12 @@ use encke::plan::balance;
 use encke::{Checkpoint, Cut, Forward, Pass, SavedOutput, ShardAttention};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::error;
 use crate::host_passes::{
     PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PySizes, PyTensor, QkvInputs,
-    cpu_only, export_forward, export_gradients, pass, shape, with_dsinks,
+    cpu_only, export_forward, export_gradients, pass, phantoms, shape, with_dsinks,
 };
 use crate::settings::{PyPatternOptions, PyRingOptions, ShardingOption, dtype};
 use crate::wire::{PyErrorSlot, PythonWire, raise};
@@ -77,6 +77,22 @@ impl PyShard {
         let (shape, dtype) = (shape(&sizes)?, dtype(dtype_name)?);
         let planned = py.detach(|| self.library.plan(shape, dtype, Pass::Forward));
         planned.map(drop).map_err(|error| error::call(&error))
+    }
+
+    /// The logarithms of the phantom keys of each of this rank's queries and each slot, as float32;
+    /// None if there are none.
+    fn phantoms<'py>(
+        &self,
+        py: Python<'py>,
+        sizes: PySizes,
+        dtype_name: &str,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let (shape, dtype) = (shape(&sizes)?, dtype(dtype_name)?);
+        let plan = self.library.plan(shape, dtype, Pass::Forward);
+        let plan = plan.map_err(|error| error::call(&error))?;
+        let request = plan.request();
+        let queries = request.query_runs(self.library.rank());
+        phantoms(py, &request.pattern, &shape, &queries)
     }
 
     /// (out, lse, slot_out, slot_lse) of this rank's rows; the last two are None unless branches

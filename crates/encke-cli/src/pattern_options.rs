@@ -5,7 +5,9 @@
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use encke::{Builder, Documents, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Window};
+use encke::{
+    Builder, Documents, GroupScale, MixingGradient, Mode, OffsetRule, Padding, Pattern, Window,
+};
 use encke_lab::number::count;
 
 /// The attention pattern.
@@ -35,6 +37,10 @@ pub struct PatternOptions {
     /// Which derivative mix mode computes [default: exact].
     #[arg(long, value_enum, value_name = "GRADIENT")]
     mixing_gradient: Option<GradientName>,
+
+    /// Zeros that fill segments up and take part in the softmax, as in torchscale [default: none].
+    #[arg(long, value_enum, value_name = "RULE")]
+    padding: Option<PaddingName>,
 
     /// Causal mask: a query attends only to keys at or before its own position.
     #[arg(long)]
@@ -142,11 +148,20 @@ enum GradientName {
     Detached,
 }
 
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum PaddingName {
+    /// Where torchscale has zeros: for weights that were trained there (prov-gigapath)
+    Torchscale,
+}
+
 impl PatternOptions {
     /// Whether no option was given, so that a command may use a default pattern.
     pub fn none_given(&self) -> bool {
         let branches = self.segment_lengths.len() + self.dilation_rates.len();
-        let choices = self.mode.is_some() || self.group_scale.is_some() || self.offsets.is_some();
+        let choices = self.mode.is_some()
+            || self.group_scale.is_some()
+            || self.offsets.is_some()
+            || self.padding.is_some();
         let mask = self.causal
             || self.window.is_some()
             || self.documents.is_some()
@@ -195,7 +210,11 @@ impl PatternOptions {
         Ok(pattern
             .prefix(self.prefix.unwrap_or(0))
             .documents(documents)
-            .query_offset(self.query_offset))
+            .query_offset(self.query_offset)
+            .padding(match self.padding {
+                None => Padding::None,
+                Some(PaddingName::Torchscale) => Padding::Torchscale,
+            }))
     }
 
     /// The branches alone.
@@ -255,6 +274,9 @@ impl PatternOptions {
         }
         if self.mixing_gradient.is_some() && mode != ModeName::Mix {
             bail!("--mixing-gradient applies only in mix mode; leave it out or add --mode mix");
+        }
+        if self.padding.is_some() && dense {
+            bail!("--padding applies only to branches, whose segments it fills up; leave it out");
         }
         Ok(())
     }

@@ -99,6 +99,21 @@ pub enum Error {
         /// Keys given.
         tokens: usize,
     },
+    /// Torchscale's padding where torchscale writes rows to places that are not theirs.
+    #[error(
+        "torchscale misplaces the rows of a branch with segments of {segment} tokens and rate \
+         {dilation} in a sequence of {tokens}: {dilation} does not divide {segment}, and there are \
+         several segments; use a segment length that {dilation} divides, or leave torchscale's \
+         padding out, which puts every row in its place"
+    )]
+    MisplacedRows {
+        /// The segment length.
+        segment: usize,
+        /// The dilation rate.
+        dilation: usize,
+        /// Tokens of the sequence, or of the document.
+        tokens: usize,
+    },
     /// Two options that exclude each other.
     #[error("{one} and {other} do not go together: {reason}")]
     Excludes {

@@ -8,6 +8,7 @@
 
 pub mod agreement;
 pub mod conformance;
+pub mod denominator;
 mod documents;
 pub mod dropout;
 pub mod dtype;
@@ -23,6 +24,7 @@ pub mod mixing;
 pub mod naive;
 pub mod partial;
 pub mod pattern;
+mod phantoms;
 pub mod plan;
 pub mod reference;
 pub mod rows;
@@ -32,6 +34,7 @@ pub mod sharding;
 pub mod sinks;
 pub mod tensor;
 pub mod transport;
+mod visible;
 
 pub use documents::Documents;
 pub use dropout::Dropout;
@@ -39,6 +42,7 @@ pub use dtype::{DType, Data, Element, Slice};
 pub use error::{Error, Result};
 pub use mask::Window;
 pub use pattern::{Branch, GroupScale, MixingGradient, Mode, OffsetRule, Pattern};
+pub use phantoms::Padding;
 pub use scores::{Scores, alibi_slopes};
 pub use shape::Shape;
 pub use tensor::{Tensor, View};

@@ -34,6 +34,14 @@ impl OnlineSoftmax {
         }
     }
 
+    /// Adds `count` keys with score 0 and value 0 (phantom keys, spec section 10).
+    pub fn add_phantoms(&mut self, count: usize) {
+        if count > 0 {
+            self.raise_max(0.0);
+            self.l += count as f64 * (-self.m).exp();
+        }
+    }
+
     /// Adds one key. A score of minus infinity marks a masked key.
     pub fn absorb(&mut self, score: f64, v: &[f64]) {
         self.absorb_dropped(score, 1.0, v);

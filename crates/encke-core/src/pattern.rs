@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::documents::Documents;
 use crate::error::{Error, Result, check_steps};
 use crate::mask::Window;
+use crate::phantoms::Padding;
 use crate::rows::Rows;
 use crate::shape::Shape;
 
@@ -103,6 +104,8 @@ pub struct Pattern {
     prefix: usize,
     documents: Option<Documents>,
     query_offset: Option<usize>,
+    #[serde(default, skip_serializing_if = "Padding::is_none")]
+    padding: Padding,
 }
 
 /// One head of a lane.
@@ -149,6 +152,7 @@ impl Pattern {
             prefix: 0,
             documents: None,
             query_offset: None,
+            padding: Padding::None,
         }
     }
 
@@ -219,6 +223,17 @@ impl Pattern {
     pub fn query_offset(mut self, offset: Option<usize>) -> Pattern {
         self.query_offset = offset;
         self
+    }
+
+    /// Sets what stands in the places of a segment that have no token.
+    pub fn padding(mut self, padding: Padding) -> Pattern {
+        self.padding = padding;
+        self
+    }
+
+    /// What stands in the places of a segment that have no token.
+    pub fn padding_rule(&self) -> Padding {
+        self.padding
     }
 
     /// The position of the first query.
@@ -306,6 +321,9 @@ impl Pattern {
                 count => format!(", {count} documents"),
             };
         }
+        if self.padding == Padding::Torchscale {
+            text += ", torchscale's padding";
+        }
         text
     }
 
@@ -382,7 +400,7 @@ impl Pattern {
                 }
             }
         }
-        Ok(())
+        self.check_padding(shape)
     }
 
     /// An error if the mode's output is not a softmax with this lse, so that the lse has no

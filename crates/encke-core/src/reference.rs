@@ -14,6 +14,7 @@ use crate::dropout::FourPairs;
 use crate::error::{Error, Result};
 use crate::partial::{OnlineSoftmax, Partial};
 use crate::pattern::{Branch, MixingGradient, Mode, Pattern};
+use crate::phantoms::Padding;
 use crate::scores::Scores;
 use crate::shape::Shape;
 
@@ -137,6 +138,7 @@ pub fn row(
         carry.start_at(sinks[head]);
     }
     for &branch in &branches_of_heads(shape, pattern)[head] {
+        carry.add_phantoms(phantoms(shape, pattern, branch, token));
         for other in keys(shape, pattern, branch, token) {
             let (k, v) = key(other);
             let (score, _) = scores.of(dot(q, &k), head, token.abs_diff(other));
@@ -180,6 +182,24 @@ fn keys(
     let index_set = if touched { start + offset..end } else { 0..0 };
     let keys = index_set.step_by(dilation);
     keys.filter(move |&j| pattern.sees(document.start, x, j))
+}
+
+/// The phantom keys that the query at position `x` sees in a branch: the places of its index set
+/// that torchscale fills with zeros (spec section 10).
+fn phantoms(
+    shape: &Shape,
+    pattern: &Pattern,
+    HeadBranch { branch, offset }: HeadBranch,
+    x: usize,
+) -> usize {
+    if pattern.padding_rule() == Padding::None || pattern.is_causal() {
+        return 0;
+    }
+    let tokens = keys(shape, pattern, HeadBranch { branch, offset }, x).count();
+    let length = pattern.document_of(x, shape.tokens).len();
+    let places = branch.segment.min(length).div_ceil(branch.dilation);
+    // A branch that does not select the query has no places for it.
+    if tokens == 0 { 0 } else { places - tokens }
 }
 
 /// One query of one head in one batch entry.
@@ -239,6 +259,7 @@ impl<'a> CheckedCall<'a> {
             check_len("sinks", sinks, &[shape.heads])?;
             pattern.check_sinks()?;
         }
+        pattern.check_slopes(scores.slopes.is_some())?;
         Ok(CheckedCall {
             shape,
             pattern,
@@ -328,6 +349,12 @@ impl<'a> CheckedCall<'a> {
             carry.start_at(sinks[row.head]);
         }
         for &branch in branches {
+            carry.add_phantoms(phantoms(
+                self.shape,
+                self.pattern,
+                branch,
+                self.position(row),
+            ));
             for token in self.keys(branch, row) {
                 let [_, value] = self.key(row, token);
                 let factor = self.dropout(row, token);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Pass, Plan, Request};
-use encke_core::sharding::Sharding;
+use encke_core::sharding::{Run, Sharding};
 use encke_core::{DType, Pattern, Shape, View};
 use encke_cpu::CpuKernel;
 use encke_ring::{CacheLimits, CacheStats, RingError as Error, ThreadRing};
@@ -203,7 +203,12 @@ impl<K: Kernel> Attention<K> {
         v: &View<'_>,
         sinks: Option<&[f64]>,
     ) -> Result<ForwardResult, Error> {
-        passes::attend(request, [*q, *k, *v], sinks, |inputs| {
+        let queries = [Run {
+            first: 0,
+            stride: 1,
+            count: request.shape.queries,
+        }];
+        passes::attend(request, &queries, [*q, *k, *v], sinks, |inputs| {
             self.ring.run(request, inputs)
         })
     }

@@ -10,7 +10,7 @@ use encke_core::plan::program::Role;
 use encke_core::plan::resize::{Resize, ResizeTensor};
 use encke_core::plan::{Pass, Request};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::{Error as RequestError, View};
+use encke_core::{Error as RequestError, Padding, View};
 use encke_ring::{Activity, RingError as Error, Sharded, Trace};
 
 use crate::attention::Attention;
@@ -265,6 +265,13 @@ impl<K: Kernel> Attention<K> {
                 what: "a call on shards",
                 mode: "detached mixing or fkodom",
                 hint: "give whole tensors: branches are combined over the whole sequence",
+            }));
+        }
+        if self.pattern().padding_rule() != Padding::None {
+            return Err(Error::Request(RequestError::Excludes {
+                one: "torchscale's padding",
+                other: "a call on shards",
+                reason: "its extra terms are added to whole tensors; give those",
             }));
         }
         let signatures = [q, k, v].map(|of| (of.dims(), of.dtype()));

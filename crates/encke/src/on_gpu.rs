@@ -9,7 +9,7 @@ use encke_core::kernel::KernelError;
 use encke_core::memory::Memory;
 use encke_core::plan::program::Role;
 use encke_core::plan::{Pass, Plan};
-use encke_core::{DType, Shape};
+use encke_core::{DType, Padding, Shape};
 use encke_cuda::{CudaKernel, DeviceView, ForeignStream};
 use encke_ring::RingError as Error;
 use encke_ring::call;
@@ -63,6 +63,12 @@ impl Attention<CudaKernel> {
                 "a pattern whose branches are combined after attention, on tensors that stay on a \
                  GPU: branches are combined on the host; use an exact mixing gradient or groups, \
                  or move the tensors to the CPU",
+            );
+        }
+        if settings.pattern.padding_rule() != Padding::None {
+            return refused(
+                "torchscale's padding on tensors that stay on a GPU: its extra terms are added on \
+                 the host; move the tensors to the CPU",
             );
         }
         if settings.auto.is_some() {

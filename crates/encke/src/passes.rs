@@ -9,9 +9,11 @@
 
 use std::sync::Arc;
 
+use encke_core::denominator::Denominator;
 use encke_core::mixing::{self, SlotBackward};
 use encke_core::plan::Request;
 use encke_core::plan::program::Role;
+use encke_core::sharding::Run;
 use encke_core::{DType, Error as RequestError, Shape, Tensor, View, sinks};
 use encke_ring::{Outcome, RingError as Error};
 
@@ -40,25 +42,21 @@ impl ForwardResult {
     }
 }
 
-/// Runs the forward pass, then combines slots into heads where branches keep separate slots, and
-/// adds the sinks.
+/// Runs the forward pass on these `queries` (by index in the whole q), adds the extra terms of the
+/// denominators, and combines slots into heads where branches keep separate slots.
 pub(crate) fn attend(
     request: &Request,
+    queries: &[Run],
     [q, k, v]: [View<'_>; 3],
     sinks: Option<&[f64]>,
     ring: impl FnOnce(&[(Role, View<'_>)]) -> Result<Outcome, Error>,
 ) -> Result<ForwardResult, Error> {
     let pattern = &request.pattern;
-    if let Some(sinks) = sinks {
-        pattern.check_sinks()?;
-        sinks::check(sinks, request.shape.heads)?;
-    }
+    let extra = Denominator::new(pattern, &request.shape, sinks)?;
     let mut outcome = ring(&[(Role::Q, q), (Role::K, k), (Role::V, v)])?;
     let mut slot_out = take_output(&mut outcome, Role::Out);
     let mut slot_lse = take_output(&mut outcome, Role::Lse);
-    if let Some(sinks) = sinks {
-        sinks::apply(sinks, &mut slot_out, &mut slot_lse)?;
-    }
+    extra.apply(queries, &mut slot_out, &mut slot_lse);
     let (slot_out, slot_lse) = (Arc::new(slot_out), Arc::new(slot_lse));
     let (out, lse) = if pattern.splits_slots() {
         let shape = local_shape(request, &q);

@@ -166,7 +166,8 @@ impl<K: Kernel> ShardAttention<K> {
         sinks: Option<&[f64]>,
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<ForwardResult, Error> {
-        passes::attend(request, qkv.map(|view| *view), sinks, |inputs| {
+        let queries = request.query_runs(self.rank());
+        passes::attend(request, &queries, qkv.map(|view| *view), sinks, |inputs| {
             self.ring.run(request, inputs, transport)
         })
     }

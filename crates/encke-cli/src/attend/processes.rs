@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use encke::plan::program::Role;
-use encke::{Attention, DType, Pass, Plan, Request, Trace};
+use encke::{Attention, DType, Padding, Pass, Plan, Request, Trace};
 use encke_lab::Verdict;
 use encke_lab::chrome_trace::ChromeTrace;
 use encke_lab::cluster::Cluster;
@@ -18,7 +18,7 @@ use encke_lab::output::OutputFile;
 use encke_lab::process::{peak_resident_bytes, resident_bytes};
 use encke_lab::terminal::spinner;
 use encke_ring::ShardCall;
-use encke_ring::out_of_core::{Files, FromSource, SinkRows, TensorFile, ToSink};
+use encke_ring::out_of_core::{ExtraTermRows, Files, FromSource, TensorFile, ToSink};
 
 use super::inputs::AttendInputs;
 use super::options::Options;
@@ -109,10 +109,11 @@ fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
         );
     }
     let requests = requests(&attention, &inputs)?;
-    if options.sinks && requests[0].redundancy > 0 {
+    let extra = options.sinks || attention.pattern().padding_rule() != Padding::None;
+    if extra && requests[0].redundancy > 0 {
         bail!(
-            "--sinks and --redundancy do not go together in processes: the sinks of a lost rank's \
-             rows would be added twice or not at all; leave one of them out"
+            "--sinks or --padding and --redundancy do not go together in processes: the extra \
+             terms of a lost rank's rows would be added twice or not at all; leave one of them out"
         );
     }
     Ok(PreparedCall {
@@ -198,12 +199,14 @@ fn pass(
     // Other ranks may read these rows, and the root renames the file.
     let mut dsinks = None;
     let stored = stored.and_then(|()| {
-        if let Some(sinks) = &call.inputs.sinks {
-            let (rows, rank) = (SinkRows { sinks, request }, cluster.rank());
-            match request.pass {
-                Pass::Forward => rows.apply(rank, &source, sink)?,
-                Pass::Backward { dlse } => dsinks = Some(rows.gradient(rank, dlse, &source)?),
+        let (sinks, rank) = (call.inputs.sinks.as_deref(), cluster.rank());
+        let rows = ExtraTermRows { sinks, request };
+        match request.pass {
+            Pass::Forward => rows.apply(rank, &source, sink)?,
+            Pass::Backward { dlse } if sinks.is_some() => {
+                dsinks = Some(rows.gradient(rank, dlse, &source)?);
             }
+            Pass::Backward { .. } => {}
         }
         let file = file_of(sink, an_output(request))?.file;
         file.sync_data().context("cannot write the output")

@@ -17,7 +17,7 @@ use encke_lab::process::peak_resident_bytes;
 use encke_lab::terminal::{long_bar, say};
 use encke_lab::{Verdict, memory_table};
 use encke_ring::out_of_core::{
-    Files, FittingRanks, GradientFile, PROGRAM_BYTES, RowRange, SinkRows, Stream, StreamError,
+    ExtraTermRows, Files, FittingRanks, GradientFile, PROGRAM_BYTES, RowRange, Stream, StreamError,
     TensorFile, TensorSink, TensorSource, fit_ranks, row_width,
 };
 
@@ -121,7 +121,7 @@ pub fn run<K: Kernel>(
         };
         let plan = Plan::new(request)?;
         passes.push(pass(attention, &plan, &source, &mut sink, &output)?);
-        add_sinks(&inputs, &plan, &source, &mut sink, dsinks.as_ref())?;
+        add_extra_terms(&inputs, &plan, &source, &mut sink, dsinks.as_ref())?;
         plans.push(plan);
     }
     output.keep()?;
@@ -236,30 +236,28 @@ pub(super) fn write_dsinks(file: &TensorFile, gradient: &[f64]) -> Result<(), St
     file.write_row(&Data::from_f64(file.dtype, gradient))
 }
 
-/// After a forward pass, adds the sinks to out and lse of all ranks; after a backward pass, writes
-/// their gradient.
-fn add_sinks(
+/// After a forward pass, adds sinks and phantom keys to out and lse of all ranks; after a backward
+/// pass, writes the gradient of the sinks.
+fn add_extra_terms(
     inputs: &AttendInputs,
     plan: &Plan,
     source: &CheckedInput<'_>,
     sink: &mut Files,
     dsinks: Option<&TensorFile>,
 ) -> Result<(), StreamError> {
-    let Some(sinks) = &inputs.sinks else {
-        return Ok(());
-    };
-    let request = plan.request();
-    let rows = SinkRows { sinks, request };
+    let (request, sinks) = (plan.request(), inputs.sinks.as_deref());
+    let rows = ExtraTermRows { sinks, request };
     match (request.pass, dsinks) {
+        (Pass::Backward { .. }, None) => Ok(()),
         (Pass::Backward { dlse }, Some(file)) => {
-            let mut sums = vec![0.0; sinks.len()];
+            let mut sums = vec![0.0; request.shape.heads];
             for rank in 0..plan.ranks() {
                 let part = rows.gradient(rank, dlse, source)?;
                 sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
             }
             write_dsinks(file, &sums)
         }
-        _ => (0..plan.ranks()).try_for_each(|rank| rows.apply(rank, source, sink)),
+        (Pass::Forward, _) => (0..plan.ranks()).try_for_each(|rank| rows.apply(rank, source, sink)),
     }
 }
 

@@ -202,6 +202,7 @@ impl Request {
         {
             return Err(Error::Softcap { got });
         }
+        self.pattern.check_slopes(self.slopes.is_some())?;
         if let Some(slopes) = &self.slopes {
             let (got, heads) = (slopes.len(), self.shape.heads);
             if got != heads {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use encke::conformance::{Random, random_mask};
 use encke::{
-    CheckpointPolicy, Cut, DType, Dropout, GroupScale, MixingGradient, Mode, OffsetRule, Pattern,
-    Queries, Scores, Shape, alibi_slopes,
+    CheckpointPolicy, Cut, DType, Dropout, GroupScale, MixingGradient, Mode, OffsetRule, Padding,
+    Pattern, Queries, Scores, Shape, alibi_slopes,
 };
 
 use crate::format;
@@ -67,8 +67,23 @@ pub struct ReferenceInputs {
 
 impl RandomConfiguration {
     /// Draws the configuration of a seed; half of them have windows, documents, softcaps, slopes,
-    /// sinks, dropout, fewer queries than keys or values of another width.
+    /// sinks, dropout, fewer queries than keys or values of another width, and a third of those for
+    /// which it is defined have torchscale's padding.
     pub fn new(seed: u64) -> RandomConfiguration {
+        let masked = RandomConfiguration::masked(seed);
+        let padded = masked.pattern.clone().padding(Padding::Torchscale);
+        let defined = padded.check(&masked.shape).is_ok() && !masked.alibi;
+        match defined && Random::new(seed ^ 0x9add).once_in(3) {
+            true => RandomConfiguration {
+                pattern: padded,
+                ..masked
+            },
+            false => masked,
+        }
+    }
+
+    /// Draws the configuration of a seed without torchscale's padding.
+    fn masked(seed: u64) -> RandomConfiguration {
         let plain = RandomConfiguration::plain(seed);
         let mut random = Random::new(seed ^ 0x3a5c);
         if plain.pattern.mode() == Mode::Fkodom || random.once_in(2) {

@@ -1,9 +1,11 @@
-//! Sinks of rows that are not in memory: they are added to the rows of out and lse that a rank has
-//! written, and their gradient is a sum over these rows (spec section 10).
+//! Extra terms of the denominators of rows that are not in memory: sinks and phantom keys are added
+//! to the rows of out and lse that a rank has written, and the gradient of the sinks is a sum over
+//! these rows (spec section 10).
 //!
 //! The decision here: both work on finished rows of files, chunk by chunk, so neither a rank nor a
-//! plan knows of sinks.
+//! plan knows of extra terms.
 
+use encke_core::denominator::Denominator;
 use encke_core::plan::Request;
 use encke_core::plan::program::Role;
 use encke_core::sharding::Run;
@@ -18,27 +20,32 @@ use super::source::{RowRange, TensorSink, TensorSource};
 /// Elements of a chunk, unless one row has more.
 const CHUNK: usize = 1 << 16;
 
-/// The sinks of a call, for the rows of one rank.
+/// The extra terms of a call, for the rows of one rank.
 #[derive(Debug, Clone, Copy)]
-pub struct SinkRows<'a> {
-    /// One sink for each query head.
-    pub sinks: &'a [f64],
+pub struct ExtraTermRows<'a> {
+    /// One sink for each query head, if there are any.
+    pub sinks: Option<&'a [f64]>,
     /// The call.
     pub request: &'a Request,
 }
 
-impl SinkRows<'_> {
-    /// Adds the sinks to out and lse of a rank's rows.
+impl ExtraTermRows<'_> {
+    /// Adds the terms to out and lse of a rank's rows.
     pub fn apply(
         &self,
         rank: usize,
         source: &dyn TensorSource,
         sink: &mut dyn TensorSink,
     ) -> Result<(), StreamError> {
+        let Request { pattern, shape, .. } = self.request;
+        let extra = Denominator::new(pattern, shape, self.sinks).map_err(RingError::from)?;
+        if extra.is_empty() {
+            return Ok(());
+        }
         for (batch, rows) in self.chunks(rank) {
             let mut out = self.read(source, Role::Out, batch, rows)?;
             let mut lse = self.read(source, Role::Lse, batch, rows)?;
-            sinks::apply(self.sinks, &mut out, &mut lse).map_err(RingError::from)?;
+            extra.apply(&[rows], &mut out, &mut lse);
             for (role, tensor) in [(Role::Out, out), (Role::Lse, lse)] {
                 let heads: Vec<usize> = (0..self.request.shape.heads).collect();
                 sink.write(&range(role, batch, rows, &heads), tensor.data())?;
@@ -54,14 +61,15 @@ impl SinkRows<'_> {
         dlse: bool,
         source: &dyn TensorSource,
     ) -> Result<Vec<f64>, StreamError> {
-        let mut sums = vec![0.0; self.sinks.len()];
+        let sinks = self.sinks.unwrap_or_default();
+        let mut sums = vec![0.0; sinks.len()];
         for (batch, rows) in self.chunks(rank) {
             let read = |role: Role| self.read(source, role, batch, rows);
             let (out, lse, dout) = (read(Role::Out)?, read(Role::Lse)?, read(Role::Dout)?);
             let dlse = dlse.then(|| read(Role::Dlse)).transpose()?;
             let results = [&out.view(), &lse.view(), &dout.view()];
             let dlse = dlse.as_ref().map(Tensor::view);
-            let part = sinks::gradient(self.sinks, results, dlse.as_ref());
+            let part = sinks::gradient(sinks, results, dlse.as_ref());
             let part = part.map_err(RingError::from)?;
             sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
         }

@@ -1,0 +1,99 @@
+"""Torchscale's padding and detached mixing weights on a GPU.
+
+The decision here: kernels know neither. A forward pass is one call with exact mixing, to whose
+finished rows the phantom keys are added (spec section 10). A backward pass with detached weights
+runs branch by branch: the output of each branch is computed again, and its gradient is that of a
+softmax with the branch's output and the lse of all branches. So nothing but out and lse is saved,
+and a pass has the tensors of one branch in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional, Protocol
+
+import torch
+from torch import Tensor
+
+from encke.options import Options
+
+
+class GpuAttention(Protocol):
+    """Attention on a GPU, of one process or of one rank of several."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse, without extra terms."""
+
+    def differentiate(self, *inputs: Optional[Tensor]) -> list[Tensor]:
+        """dq, dk and dv, from q, k, v, out, lse, dout and dlse."""
+
+    def phantoms(self, q: Tensor, k: Tensor, v: Tensor) -> Optional[bytes]:
+        """The logarithms of the phantom keys of each query and head, float32."""
+
+
+class GpuMixing:
+    """Attention with these options, from attentions that ``make`` makes."""
+
+    def __init__(self, options: Options, make: Callable[[Options], GpuAttention]) -> None:
+        self._options = options._replace(mixing_gradient=None)
+        self._detached = options.mixing_gradient == "detached"
+        self._make = make
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse."""
+        return self._attend(self._make(self._options), q, k, v)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Optional[Tensor],
+    ) -> list[Tensor]:
+        """dq, dk and dv."""
+        if not self._detached:
+            return self._make(self._options).differentiate(q, k, v, out, lse, dout, dlse)
+        sums: list[Tensor] = []
+        for branch in range(len(self._options.segment_lengths or ())):
+            alone = self._make(self._branch(branch))
+            # P is that of the softmax over all branches, hence its lse; delta is the branch's.
+            of_branch, _ = self._attend(alone, q, k, v)
+            gradients = alone.differentiate(q, k, v, of_branch, lse, dout, dlse)
+            del of_branch
+            sums = gradients if not sums else [x.add_(y) for x, y in zip(sums, gradients)]
+        return sums
+
+    def _branch(self, branch: int) -> Options:
+        lengths, rates = self._options.segment_lengths, self._options.dilation_rates
+        assert lengths is not None and rates is not None
+        return self._options._replace(
+            segment_lengths=lengths[branch : branch + 1], dilation_rates=rates[branch : branch + 1]
+        )
+
+    @staticmethod
+    def _attend(alone: GpuAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = alone.attend(q, k, v)
+        phantoms = alone.phantoms(q, k, v)
+        if phantoms is not None:
+            terms = torch.frombuffer(bytearray(phantoms), dtype=torch.float32)
+            add_terms(out, lse, terms.view(lse.shape[1:]).to(lse.device, lse.dtype))
+        return out, lse
+
+
+def add_terms(out: Tensor, lse: Tensor, terms: Tensor) -> None:
+    """Adds the logarithms of extra terms to finished rows, in place."""
+    before = lse.clone()
+    torch.logaddexp(before, terms.expand_as(lse), out=lse)
+    # A row without keys has an output of 0, and minus infinity less minus infinity is no number.
+    factor = torch.exp(before - lse).nan_to_num_(0.0)
+    out.mul_(factor[..., None])
+
+
+def is_needed(options: Options) -> bool:
+    """Whether a call on a GPU with these options needs more than its kernels."""
+    return options.mixing_gradient == "detached" or options.padding == "torchscale"
+
+
+__all__ = ["GpuMixing", "add_terms", "is_needed"]
