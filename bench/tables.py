@@ -172,6 +172,17 @@ def cpu_memory(_paths, records):
     return markdown(["MiB beyond the inputs", "Encke", "PyTorch", "outputs alone"], lines)
 
 
+@table("slides")
+def slides(_paths, records):
+    head = ["tiles", "forward, ms", "theirs", "forward + backward, ms", "exact gradient"]
+    lines = []
+    for row in merged(records).values():
+        line = [f"{row['tiles']:,}", row["encke_forward_ms"], row["theirs_forward_ms"]]
+        line += [row["encke_both_ms"], row.get("exact_both_ms", "–"), row["theirs_both_ms"]]
+        lines.append([str(cell) for cell in (*line, row["encke_mib"], row["theirs_mib"])])
+    return markdown([*head, "theirs", "MiB", "theirs"], lines)
+
+
 @table("cpu-busy")
 def cpu_busy(_paths, records):
     rows = merged(records)

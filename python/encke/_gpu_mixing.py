@@ -16,6 +16,10 @@ from torch import Tensor
 
 from encke.options import Options
 
+# The extra terms of patterns and shapes that were used last.
+_MAX_TERMS = 16
+_terms: dict[Any, Optional[Tensor]] = {}
+
 
 class GpuAttention(Protocol):
     """Attention on a GPU, of one process or of one rank of several."""
@@ -27,7 +31,7 @@ class GpuAttention(Protocol):
         """dq, dk and dv, from q, k, v, out, lse, dout and dlse."""
 
     def phantoms(self, q: Tensor, k: Tensor, v: Tensor) -> Optional[bytes]:
-        """The logarithms of the phantom keys of each query and head, float32."""
+        """The logarithms of the phantom keys of each query and head, float64."""
 
 
 class GpuMixing:
@@ -40,7 +44,7 @@ class GpuMixing:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse."""
-        return self._attend(self._make(self._options), q, k, v)
+        return self._attend(self._options, q, k, v)
 
     def backward(
         self,
@@ -57,12 +61,12 @@ class GpuMixing:
             return self._make(self._options).differentiate(q, k, v, out, lse, dout, dlse)
         sums: list[Tensor] = []
         for branch in range(len(self._options.segment_lengths or ())):
-            alone = self._make(self._branch(branch))
+            options = self._branch(branch)
             # P is that of the softmax over all branches, hence its lse; delta is the branch's.
-            of_branch, _ = self._attend(alone, q, k, v)
-            gradients = alone.differentiate(q, k, v, of_branch, lse, dout, dlse)
-            del of_branch
+            of_branch, _ = self._attend(options, q, k, v)
+            gradients = self._make(options).differentiate(q, k, v, of_branch, lse, dout, dlse)
             sums = gradients if not sums else [x.add_(y) for x, y in zip(sums, gradients)]
+            del of_branch, gradients
         return sums
 
     def _branch(self, branch: int) -> Options:
@@ -72,14 +76,29 @@ class GpuMixing:
             segment_lengths=lengths[branch : branch + 1], dilation_rates=rates[branch : branch + 1]
         )
 
-    @staticmethod
-    def _attend(alone: GpuAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend(self, options: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        alone = self._make(options)
         out, lse = alone.attend(q, k, v)
-        phantoms = alone.phantoms(q, k, v)
-        if phantoms is not None:
-            terms = torch.frombuffer(bytearray(phantoms), dtype=torch.float32)
-            add_terms(out, lse, terms.view(lse.shape[1:]).to(lse.device, lse.dtype))
+        terms = self._terms(alone, (q, k, v), options, lse)
+        if terms is not None:
+            add_terms(out, lse, terms)
         return out, lse
+
+    @staticmethod
+    def _terms(
+        alone: GpuAttention, qkv: tuple[Tensor, ...], options: Options, lse: Tensor
+    ) -> Optional[Tensor]:
+        """The extra terms of each query and head; kept, as every layer and step has them."""
+        key = (options, tuple(x.shape for x in qkv), lse.dtype, lse.device)
+        if key not in _terms:
+            phantoms = alone.phantoms(*qkv)
+            if phantoms is not None:
+                terms = torch.frombuffer(bytearray(phantoms), dtype=torch.float64)
+                phantoms = terms.view(lse.shape[1:]).to(lse.device, lse.dtype)
+            for oldest in list(_terms)[: 1 - _MAX_TERMS]:
+                del _terms[oldest]
+            _terms[key] = phantoms
+        return _terms[key]
 
 
 def add_terms(out: Tensor, lse: Tensor, terms: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from encke import _cuda, _encke
+from encke._gpu_mixing import GpuMixing, is_needed
 from encke._torch import _computed_in, _summed_in
 from encke._wire import Disagreement, Wire, wire_of
 from encke.options import Options
@@ -53,8 +54,13 @@ class Ring(NamedTuple):
     wire: Wire
     shard: _encke.Shard
     sizes: tuple[int, ...]
-    precision: Optional[str]
+    options: Options
     description: str
+
+    @property
+    def precision(self) -> Optional[str]:
+        """The type of computation and output, if it is not that of the inputs."""
+        return self.options.precision
 
     @property
     def tokens(self) -> int:
@@ -65,39 +71,72 @@ class Ring(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor] = None
     ) -> tuple[Any, ...]:
         """out, lse, and both by slot where branches keep slots of their own."""
-        call = self.wire.call(f"forward {self.description}", q.device)
         with self.wire.reporting:
             if not q.is_cuda:
+                call = self.wire.call(f"forward {self.description}", q.device)
                 of = None if sinks is None else sinks.tolist()
                 return self.shard.forward(self.tokens, q, k, v, call, of)
-            _cuda.prepare()
-            dtype = _computed_in(q, self.precision)
-            with torch.cuda.device(q.device):
-                out = torch.empty(q.shape, dtype=dtype, device=q.device)
-                lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
-                stream = torch.cuda.current_stream().cuda_stream
-                outputs = (out, lse)
-                _encke.enqueue_shard(self.shard, self.tokens, (q, k, v), outputs, stream, call)
-            return out, lse, None, None
+            mixing = self._mixing()
+            if mixing is not None:
+                return *mixing.forward(q, k, v), None, None
+            return *self.attend(q, k, v), None, None
 
     def backward(self, *saved: Optional[Tensor], dout: Tensor, dlse: Optional[Tensor]) -> Any:
         """dq, dk, dv, and this rank's share of the gradient of the sinks, which are saved last."""
         q, k, v, out, lse, *_, sinks = saved
-        call = self.wire.call(f"backward {self.description}", q.device)
         with self.wire.reporting:
             if not q.is_cuda:
+                call = self.wire.call(f"backward {self.description}", q.device)
                 of = None if sinks is None else sinks.tolist()
                 *gradients, dsinks = self.shard.backward(
                     self.tokens, q, k, v, saved[3:7], dout, dlse, call, of
                 )
                 return *gradients, None if sinks is None else sinks.new_tensor(dsinks)
-            dtype = _computed_in(q, self.precision)
-            with torch.cuda.device(q.device):
-                gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
-                stream = torch.cuda.current_stream().cuda_stream
-                inputs = (q, k, v, out, lse, dout, dlse)
-                _encke.enqueue_shard(self.shard, self.tokens, inputs, gradients, stream, call)
-            return *gradients, None
+            inputs = (q, k, v, out, lse, dout, dlse)
+            mixing = self._mixing()
+            if mixing is not None:
+                return *mixing.backward(*inputs), None
+            return *self.differentiate(*inputs), None
+
+    def _mixing(self) -> Optional[GpuMixing]:
+        if not is_needed(self.options):
+            return None
+        return GpuMixing(self.options, lambda options: self._replace(options=options))
+
+    @property
+    def _kernels(self) -> _encke.Shard:
+        """This rank without what is around the calls of the kernels."""
+        return shard_of(self.wire, self.options._replace(padding=None), self.sizes)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of a call on a GPU, without extra terms."""
+        call = self.wire.call(f"forward {self.description}", q.device)
+        _cuda.prepare()
+        dtype = _computed_in(q, self.precision)
+        with torch.cuda.device(q.device):
+            out = torch.empty(q.shape, dtype=dtype, device=q.device)
+            lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
+            stream = torch.cuda.current_stream().cuda_stream
+            outputs = (out, lse)
+            _encke.enqueue_shard(self._kernels, self.tokens, (q, k, v), outputs, stream, call)
+        return out, lse
+
+    def differentiate(self, *inputs: Optional[Tensor]) -> list[Tensor]:
+        """dq, dk and dv of a call on a GPU."""
+        q, k, v = (x for x in inputs[:3] if x is not None)
+        call = self.wire.call(f"backward {self.description}", q.device)
+        dtype = _computed_in(q, self.precision)
+        with torch.cuda.device(q.device):
+            gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
+            stream = torch.cuda.current_stream().cuda_stream
+            _encke.enqueue_shard(self._kernels, self.tokens, inputs, gradients, stream, call)
+        return gradients
+
+    def phantoms(self, q: Tensor, k: Tensor, v: Tensor) -> Optional[bytes]:
+        """The logarithms of the phantom keys of this rank's queries."""
+        shard = shard_of(self.wire, self.options, self.sizes)
+        sizes = (k.shape[0], self.tokens, q.shape[2], *k.shape[2:], self.tokens, v.shape[3])
+        return shard.phantoms(sizes, str(q.dtype))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -120,7 +159,7 @@ class _RingAttention(torch.autograd.Function):
             ctx.mark_non_differentiable(lse)
         if ring.shard.recomputes:
             ctx.save_for_backward(q, k, v, None, None, None, None, sinks)
-        elif ring.shard.splits_slots:
+        elif slot_out is not None:
             ctx.save_for_backward(q, k, v, None, lse, slot_out, slot_lse, sinks)
         else:
             ctx.save_for_backward(q, k, v, out, lse, None, None, sinks)
@@ -172,25 +211,22 @@ def ring_of(
 ) -> Ring:
     """The ring of ranks that have agreed; ``every`` has the rows of each rank."""
     options = request.options
-    shard = wire.agreed.get(options, (options, every))
-    if shard is None:
-        shard = _shard(wire, options, every)
-        wire.agreed.put(options, (options, every), shard)
+    shard = shard_of(wire, options, every)
     q, k, v = given
     if q.is_cuda and (request.sinks or shard.cpu_only is not None):
         alone = "sinks is computed on the cpu only; leave it out, or move the tensors to the cpu"
         raise ValueError(shard.cpu_only or alone)
-    if q.is_cuda and (0 in every or shard.splits_slots or options.checkpoint != "keep"):
+    if q.is_cuda and (0 in every or options.mode == "fkodom" or options.checkpoint != "keep"):
         raise ValueError(
-            "on GPUs every rank must have rows, branches must be combined under one softmax "
-            f'(mixing_gradient="exact") and checkpoint must be "keep"; the rows are {list(every)}'
+            'on GPUs every rank must have rows, mode="fkodom" is not computed and checkpoint must '
+            f'be "keep"; the rows are {list(every)}'
         )
     tokens = sum(every)
     sizes = (q.shape[0], tokens, q.shape[2], k.shape[2], q.shape[3])
     shape = (*sizes, tokens, v.shape[3])
     shard.check(shape, options.precision or str(q.dtype))
     description = json.dumps([_describe(given, request), every], default=str)
-    return Ring(wire, shard, every, options.precision, description)
+    return Ring(wire, shard, every, options, description)
 
 
 def _describe(given: tuple[Tensor, ...], request: Request) -> dict[str, Any]:
@@ -257,8 +293,16 @@ def agree(
     raise Disagreement("the ranks do not agree, but their descriptions are equal")
 
 
+def shard_of(wire: Wire, options: Options, sizes: tuple[int, ...]) -> _encke.Shard:
+    """This rank with these options; made once for each."""
+    shard = wire.agreed.get(options, (options, sizes))
+    if shard is None:
+        shard = _shard(wire, options, sizes)
+        wire.agreed.put(options, (options, sizes), shard)
+    return shard
+
+
 def _shard(wire: Wire, options: Options, sizes: Sequence[int]) -> _encke.Shard:
-    """This rank with these options."""
     _encke.use_threads(torch.get_num_threads())
     cut = cut_of(options.sharding, sizes)
     return _encke.Shard({**options._asdict(), "ranks": wire.size, "sharding": cut}, wire.rank)

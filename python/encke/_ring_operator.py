@@ -144,7 +144,7 @@ def _backward(
     saved: list[Optional[Tensor]] = [out, lse, slot_out, slot_lse]
     if ring.shard.recomputes:
         saved = [None] * 4
-    elif ring.shard.splits_slots:
+    elif ring.shard.splits_slots and not q.is_cuda:
         saved[0] = None
     else:
         saved[2:] = [None, None]

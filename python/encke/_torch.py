@@ -100,8 +100,10 @@ def attention_with(
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return _Attention.apply(q, k, v, sinks, find_padded(tuple(masked), lengths))
-    # Without a backward pass branches need no slots.
-    found = find_padded(tuple(masked._replace(mixing_gradient=None)), lengths)
+    if sinks is None and masked.mixing_gradient == "detached":
+        # Without a backward pass branches need no slots.
+        masked = masked._replace(mixing_gradient=None)
+    found = find_padded(tuple(masked), lengths)
     out, lse, _, _ = _forward(found, q, k, v, sinks)
     return out, lse
 

@@ -220,7 +220,7 @@ impl Attention {
         Ok((position, runs.collect()))
     }
 
-    /// The logarithms of the phantom keys of each query and slot, as float32 `[queries, slots]`;
+    /// The logarithms of the phantom keys of each query and slot, as float64 `[queries, slots]`;
     /// None if there are none.
     fn phantoms<'py>(
         &self,

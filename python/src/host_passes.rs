@@ -190,7 +190,7 @@ pub(crate) fn mixes(pattern: &Pattern) -> bool {
     detached || pattern.padding_rule() != Padding::None
 }
 
-/// The logarithms of the phantom keys of these queries and each slot, as float32; None if there are
+/// The logarithms of the phantom keys of these queries and each slot, as float64; None if there are
 /// none.
 pub(crate) fn phantoms<'py>(
     py: Python<'py>,

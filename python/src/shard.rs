@@ -79,7 +79,7 @@ impl PyShard {
         planned.map(drop).map_err(|error| error::call(&error))
     }
 
-    /// The logarithms of the phantom keys of each of this rank's queries and each slot, as float32;
+    /// The logarithms of the phantom keys of each of this rank's queries and each slot, as float64;
     /// None if there are none.
     fn phantoms<'py>(
         &self,

@@ -70,7 +70,9 @@ def compare(got, expected, cut, tolerance, what):
 DENSE = dict()
 GROUP = dict(segment_lengths=[12, 24], dilation_rates=[1, 3])
 MIX = dict(segment_lengths=[10, 20, 40], dilation_rates=[1, 2, 5], mode="mix")
-DETACHED = dict(MIX, mixing_gradient="detached", offsets="head-block")
+DETACHED = dict(
+    MIX, mixing_gradient="detached", offsets="head-block", padding="torchscale"
+)
 
 
 def uneven(tokens, ranks):
@@ -343,7 +345,7 @@ def on_gpus():
 def gpu_cases():
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
-        for options in (DENSE, GROUP, MIX):
+        for options in (DENSE, GROUP, MIX, DETACHED):
             options = dict(options, causal=dtype != torch.float32)
             given = tensors(148, dim=32, dtype=dtype)
             expected = alone(*given, **options)
@@ -354,9 +356,9 @@ def gpu_cases():
                 assert whole.device == device and torch.equal(ring.shard(whole, **cut), got[0])
                 got = [x.cpu() for x in got]
                 compare(got, expected, cut, tolerance, (dtype, options, cut))
-    # Patterns combined on the host, and ranks without rows, are refused on all ranks.
+    # What needs the host, and ranks without rows, are refused on all ranks.
     q = torch.randn(1, 6, 4, 8, device=device)
-    for refused in (DETACHED, dict(checkpoint="recompute")):
+    for refused in (dict(GROUP, mode="fkodom"), dict(checkpoint="recompute")):
         assert "on GPUs" in raised(ValueError, lambda: ring.ring_attention(q, q, q, **refused))
 
 

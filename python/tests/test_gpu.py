@@ -192,14 +192,14 @@ def test_recompute_and_another_precision(on_gpu):
 
 def test_errors(on_gpu):
     q, k, v = (on_gpu(1, 16, 4, 8) for _ in range(3))
-    detached = dict(MIX, mixing_gradient="detached")
+    fkodom = dict(segment_lengths=[8], dilation_rates=[1], mode="fkodom")
     for kind, words, tensors, options in [
         (ValueError, "q is on cuda:0 but k is on cpu", (q, k.cpu(), v), {}),
         (ValueError, "q is on cpu but k is on cuda:0", (q.cpu(), k, v), {}),
         (ValueError, r"k.*\[1, 8, 4, 8\]", (q, k[:, :8], v), {}),
         (TypeError, "k.*f32.*f64", (q, k.float(), v), {}),
         (ValueError, "last dimension has stride", (q.transpose(2, 3), k, v), {}),
-        (ValueError, "combined on the cpu only", (q, k, v), detached),
+        (ValueError, "on the cpu only", (q, k, v), fkodom),
         (ValueError, "redundancy 1", (q, k, v), dict(ranks=2, redundancy=1)),
     ]:
         with pytest.raises(kind, match=words):

@@ -7,6 +7,7 @@ ENCKE_PEERS; golden files, which that code made, serve everywhere.
 
 import copy
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,8 @@ def test_what_cannot_be_patched_or_computed_is_refused_in_words(randn):
     module, made = patched()
     with pytest.raises(ValueError, match='misplaced="shift" is unknown'):
         compat.patch(DilatedAttention(), misplaced="shift")
+    with pytest.raises(ValueError, match='mixing_gradient="none" is unknown'):
+        compat.patch(DilatedAttention(), mixing_gradient="none")
     with pytest.raises(ValueError, match="group needs a sharding"):
         compat.patch(DilatedAttention(), group=object())
     x = randn(1, 9, 64)
@@ -183,6 +186,46 @@ def test_slides_of_a_batch_are_computed_as_if_alone(grad, randn):
         together = module(padded, padded, padded)[0]
     for one, entry in zip(alone, together):
         assert torch.allclose(one[0], entry[: one.shape[1]], atol=1e-12, rtol=0)
+
+
+def test_rows_of_a_patched_module_sum_to_one_with_their_padding(randn):
+    module, made = patched()
+    x = randn(1, 53, 64)
+    rows = made.attention_rows("", x, [0, 52])
+    assert rows.shape == (1, 2, 16, 53)
+    values = module.v_proj(x).reshape(53, 16, 4)
+    out = torch.einsum("rhn,nhd->rhd", rows[0], values).reshape(2, 64)
+    expected = module(x, x, x)[0][0, [0, 52]]
+    out = module.out_proj(module.inner_attn_ln(out))
+    assert torch.allclose(out, expected, atol=1e-11, rtol=0)
+    assert (rows.sum(-1) <= 1 + 1e-12).all() and (rows.sum(-1) < 0.99).any()
+
+
+def test_the_exact_gradient_is_that_of_the_output(randn):
+    module = DilatedAttention().double()
+    compat.patch(module, mixing_gradient="exact")
+    x, way = randn(1, 37, 64, requires_grad=True), randn(1, 37, 64)
+    out = module(x, x, x)[0]
+    assert torch.allclose(out, by_definition(module, x), atol=1e-11, rtol=0)
+    slope = (torch.autograd.grad(out.square().sum(), x)[0] * way).sum()
+    with torch.no_grad():
+        ends = [module(y, y, y)[0].square().sum() for y in (x + 1e-6 * way, x - 1e-6 * way)]
+    assert torch.allclose((ends[0] - ends[1]) / 2e-6, slope, rtol=1e-7)
+
+
+def test_the_example_is_the_same_on_two_processes(tmp_path):
+    script = Path(__file__).parents[1] / "examples" / "slide_encoder.py"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    image = tmp_path / "heat.png"
+    embeddings = []
+    for command in ([script, f"--heat-map={image}"], [*torchrun, script]):
+        command = [sys.executable, *map(str, command), "--tiles=90", "--width=64"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        words = next(line.split() for line in ran.stdout.splitlines() if "embedding" in line)
+        embeddings.append([float(word) for word in words[1:]])
+    assert embeddings[0] == pytest.approx(embeddings[1], abs=3e-5)
+    assert image.read_bytes().startswith(b"\x89PNG") and image.stat().st_size > 200
 
 
 def test_half_precision_with_large_scores_has_no_nan(randn):

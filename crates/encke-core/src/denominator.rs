@@ -71,12 +71,10 @@ impl<'a> Denominator<'a> {
 
     /// The logarithms of the extra terms of these queries, `[rows, slots]`; minus infinity where
     /// there are none.
-    pub fn logarithms(&self, queries: &[Run], slots: usize) -> Vec<f32> {
+    pub fn logarithms(&self, queries: &[Run], slots: usize) -> Vec<f64> {
         let rows = queries.iter().flat_map(|run| run.tokens());
-        rows.flat_map(|query| {
-            (0..slots).map(move |slot| self.term(slot, self.first + query) as f32)
-        })
-        .collect()
+        rows.flat_map(|query| (0..slots).map(move |slot| self.term(slot, self.first + query)))
+            .collect()
     }
 
     /// The logarithm of the extra terms of one row: minus infinity if there are none.

@@ -36,6 +36,7 @@ def patch(
     model: nn.Module,
     *,
     misplaced: str = "refuse",
+    mixing_gradient: str = "detached",
     group: Any = None,
     sharding: Optional[str] = None,
 ) -> Patch:
@@ -46,6 +47,9 @@ def patch(
 
     misplaced
         What happens where torchscale misplaces rows: ``"refuse"`` (default) or ``"reproduce"``.
+    mixing_gradient
+        ``"detached"`` (default): the weights that mix branches have no gradient, as in torchscale.
+        ``"exact"``: the derivative of what was computed, which a GPU computes faster.
     group, sharding
         With a sharding (``"contiguous"``, ``"zigzag"``, ...), the rows that the model gets are
         those of one process of ``group`` (default: all processes), and attention is over the rows
@@ -55,6 +59,12 @@ def patch(
     """
     if misplaced not in ("refuse", "reproduce"):
         raise ValueError(f'misplaced="{misplaced}" is unknown; known: "refuse", "reproduce"')
+    if mixing_gradient not in ("detached", "exact"):
+        raise ValueError(
+            f'mixing_gradient="{mixing_gradient}" is unknown; known: "detached", "exact"'
+        )
+    if mixing_gradient == "exact" and misplaced == "reproduce":
+        raise ValueError('misplaced="reproduce" has the gradient of torchscale, "detached"')
     if group is not None and sharding is None:
         raise ValueError('group needs a sharding, as in sharding="contiguous"')
     if sharding is not None and misplaced == "reproduce":
@@ -70,7 +80,7 @@ def patch(
     for name, module in found.items():
         if isinstance(module.__dict__.get("forward"), _Forward):
             raise ValueError(f"{name or 'the model'} is patched already; call unpatch() first")
-    made = Patch(found, _Settings(misplaced, group, sharding))
+    made = Patch(found, _Settings(misplaced, group, sharding, mixing_gradient))
     for module in found.values():
         module.forward = _Forward(module, made)
     return made
@@ -86,6 +96,7 @@ class _Settings(NamedTuple):
     misplaced: str
     group: Any
     sharding: Optional[str]
+    mixing_gradient: str
 
 
 class Patch:
@@ -116,6 +127,17 @@ class Patch:
             yield
         finally:
             self._slides = before
+
+    def attention_rows(self, name: str, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """The attention probabilities of some tokens in the module with this name, ``[batch,
+        len(rows), heads, tokens]``, where ``x`` is what the module gets as its query: row 0 is how
+        much of each tile is in the output of the CLS token. The rest, to 1, is padding's.
+        """
+        module = self.modules[name]
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, _Forward):
+            raise ValueError(f"{name} is not patched any more; call patch again")
+        return forward.rows(x, rows)
 
     def __enter__(self) -> Patch:
         return self
@@ -153,6 +175,28 @@ class _Forward:
                 f"query is {list(query.shape)}, key {list(key.shape)} and value "
                 f"{list(value.shape)}; Encke replaces self-attention, where they are equal"
             )
+        q, k, v = self._projected(query, key, value)
+        # Torchscale would drop pairs in evaluation, too.
+        dropout = float(module.dropout) if module.training else 0.0
+        out = self._attend(q, k, v, bool(is_causal), dropout).reshape(query.shape)
+        if module.inner_attn_ln is not None:
+            out = module.inner_attn_ln(out)
+        return module.out_proj(out), None
+
+    def rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """The attention probabilities of these rows of x."""
+        settings = self._patch._settings
+        if settings.misplaced != "refuse" or settings.sharding is not None:
+            raise ValueError("rows are computed in one process, and not with misplaced rows")
+        with torch.no_grad():
+            q, k, v = self._projected(x, x, x)
+            options = {**self._options(False), **self._lengths(q)}
+            _, lse = encke.attention(q, k, v, **options, return_lse=True)
+            return encke.attention_rows(q, k, lse, rows, **options)
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v, ``[batch, tokens, heads, dim]``."""
+        module = self._module
         batch, tokens, width = query.shape
         heads = int(module.num_heads)
         rows = (batch, tokens, heads, width // heads)
@@ -161,12 +205,7 @@ class _Forward:
         v = module.v_proj(value).reshape(rows)
         if getattr(module, "xpos", None) is not None:
             q, k = self._rotated(module.xpos, q, k)
-        # Torchscale would drop pairs in evaluation, too.
-        dropout = float(module.dropout) if module.training else 0.0
-        out = self._attend(q, k, v, bool(is_causal), dropout).reshape(query.shape)
-        if module.inner_attn_ln is not None:
-            out = module.inner_attn_ln(out)
-        return module.out_proj(out), None
+        return q, k, v
 
     def _rotated(self, xpos: nn.Module, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k with their positions, by the module's own xpos."""
@@ -187,29 +226,29 @@ class _Forward:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float
     ) -> Tensor:
-        misplaced, group, sharding = self._patch._settings
-        arguments = self._module.args
-        branches = dict(
-            segment_lengths=[int(length) for length in arguments.segment_length],
-            dilation_rates=[int(rate) for rate in arguments.dilated_ratio],
-        )
-        options: dict[str, Any] = dict(
-            mode="mix",
-            offsets="head-block",
-            mixing_gradient="detached",
-            padding="torchscale",
-            causal=causal,
-            dropout=dropout,
-        )
-        options.update(self._lengths(q))
+        misplaced, group, sharding, _ = self._patch._settings
+        options = {**self._options(causal), **self._lengths(q), "dropout": dropout}
         if sharding is not None:
             from encke.distributed import ring_attention
 
             options.update(group=group, sharding=sharding)
-            return ring_attention(q, k, v, **branches, **options)
+            return ring_attention(q, k, v, **options)
         if misplaced == "reproduce" and self._patch._slides is None:
-            return with_misplaced_rows(q, k, v, **branches, **options)
-        return encke.attention(q, k, v, **branches, **options)
+            return with_misplaced_rows(q, k, v, **options)
+        return encke.attention(q, k, v, **options)
+
+    def _options(self, causal: bool) -> dict[str, Any]:
+        """The pattern of the module."""
+        arguments = self._module.args
+        return dict(
+            segment_lengths=[int(length) for length in arguments.segment_length],
+            dilation_rates=[int(rate) for rate in arguments.dilated_ratio],
+            mode="mix",
+            offsets="head-block",
+            mixing_gradient=self._patch._settings.mixing_gradient,
+            padding="torchscale",
+            causal=causal,
+        )
 
     def _lengths(self, q: Tensor) -> dict[str, Any]:
         """The options for several slides."""
