@@ -4,7 +4,8 @@
     python -m encke.conformance conformance_peers:ring_flash_attention --ranks 2
 
 The two packages that call flash_attn's kernels get a stand-in here where it is not installed: the
-same functions in plain torch, in float64, so that every difference is the ring's own.
+same functions in plain torch, in float64, for the types that flash_attn takes, so that every
+difference is the ring's own.
 """
 
 import inspect
@@ -33,25 +34,29 @@ encke_zigzag.sharding = "zigzag"
 
 
 def ring_flash_attention(q, k, v, *, causal=False, window=None, scale=None):
-    stand_in()
+    stand_in(q)
     from ring_flash_attn import ring_flash_attn_func
 
     return ring_flash_attn_func(q, k, v, causal=causal, softmax_scale=scale, **sides(window))
 
 
 def ring_flash_attention_zigzag(q, k, v, *, causal=False, window=None, scale=None):
-    stand_in()
+    stand_in(q)
     from ring_flash_attn import zigzag_ring_flash_attn_func
 
     return zigzag_ring_flash_attn_func(q, k, v, causal=causal, softmax_scale=scale, **sides(window))
 
 
 ring_flash_attention_zigzag.sharding = "zigzag"
+ring_flash_attention.dtype = ring_flash_attention_zigzag.dtype = torch.bfloat16
 
 
 def yunchang(q, k, v, *, causal=False, window=None, scale=None):
     """Its ring on flash_attn's kernels."""
     return of_yunchang(q, k, v, "FA", causal, window, scale)
+
+
+yunchang.dtype = torch.bfloat16
 
 
 def yunchang_math(q, k, v, *, causal=False, scale=None):
@@ -60,7 +65,7 @@ def yunchang_math(q, k, v, *, causal=False, scale=None):
 
 
 def of_yunchang(q, k, v, kind, causal, window, scale):
-    stand_in()
+    stand_in(q if kind == "FA" else q.half())
     import yunchang as package
     from yunchang.kernels import AttnType
 
@@ -108,8 +113,10 @@ def sides(window):
     return dict(window_size=(left, right))
 
 
-def stand_in():
+def stand_in(q):
     """Puts plain attention in the place of flash_attn, where that is not installed."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError("flash_attn takes float16 and bfloat16")
     try:
         import flash_attn  # noqa: F401
 

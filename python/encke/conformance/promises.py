@@ -23,7 +23,8 @@ class Promise(NamedTuple):
     heads: int = 4
     kv_heads: int = 4
     dim: int = 16
-    dtype: torch.dtype = torch.float32
+    #: The type of all tensors; None for that of the function, float32 unless it says otherwise.
+    dtype: Optional[torch.dtype] = None
     options: dict[str, Any] = {}
     #: Options that are made for the number of tokens or heads.
     documents: Optional[tuple[float, ...]] = None
@@ -31,8 +32,8 @@ class Promise(NamedTuple):
     #: Factor of q and k: scores grow with its square.
     size: float = 1.0
     gradients: bool = False
-    #: The largest difference allowed, in units of the type's rounding; see `tolerance`.
-    slack: float = 64.0
+    #: Times the usual tolerance.
+    slack: float = 1.0
     #: Calls one after the other, the last of which is compared.
     calls: int = 1
     #: The rank that starts late, and whether bits must repeat.
@@ -40,12 +41,16 @@ class Promise(NamedTuple):
     bits: bool = False
     strided: bool = False
 
-    def tolerance(self) -> float:
-        """The largest difference allowed, relative to the largest expected value."""
-        return self.slack * torch.finfo(self.dtype).eps
 
 
-HALF = dict(dtype=torch.bfloat16, slack=8.0)
+# The largest difference allowed, relative to the largest expected value. That of float16 is less
+# than the rounding of bfloat16, which some rings return in its place.
+TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 1.5e-3,
+    torch.bfloat16: 2.5e-2,
+}
 CAUSAL = dict(options=dict(causal=True))
 
 PROMISES = [
@@ -58,10 +63,10 @@ PROMISES = [
     Promise("one key head", kv_heads=1, gradients=True, **CAUSAL),
     Promise("a head dimension of 24", dim=24, gradients=True),
     Promise("a length that the ranks do not divide", extra=1, gradients=True, **CAUSAL),
-    Promise("large scores", size=12.0, gradients=True, slack=2048.0, **CAUSAL),
-    Promise("bfloat16", gradients=True, **CAUSAL, **HALF),
-    Promise("float16", dtype=torch.float16, slack=16.0, gradients=True, **CAUSAL),
-    Promise("float64", dtype=torch.float64, slack=4096.0, gradients=True, **CAUSAL),
+    Promise("large scores", size=12.0, gradients=True, slack=32.0, **CAUSAL),
+    Promise("float64", dtype=torch.float64, gradients=True, **CAUSAL),
+    Promise("float16", dtype=torch.float16, gradients=True, **CAUSAL),
+    Promise("bfloat16", dtype=torch.bfloat16, gradients=True, **CAUSAL),
     Promise("strided inputs", strided=True, gradients=True, **CAUSAL),
     Promise("window", options=dict(causal=True, window=(9, 0)), gradients=True),
     Promise("window on both sides", options=dict(window=(5, 7)), gradients=True),
@@ -106,4 +111,4 @@ def definition(
     return torch.einsum("bhij,bjhd->bihd", shares, v)
 
 
-__all__ = ["PROMISES", "Promise", "definition"]
+__all__ = ["PROMISES", "TOLERANCES", "Promise", "definition"]

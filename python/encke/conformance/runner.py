@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from encke._ring import expected_sizes
-from encke.conformance.promises import PROMISES, Promise, definition
+from encke.conformance.promises import PROMISES, TOLERANCES, Promise, definition
 from encke.distributed import shard
 
 # Options that are tried only if the function's signature has them.
@@ -68,6 +68,8 @@ class _Call(NamedTuple):
 def _one(
     function: Callable[..., Any], promise: Promise, device: torch.device, group: Any
 ) -> Outcome:
+    if promise.dtype is None:
+        promise = promise._replace(dtype=getattr(function, "dtype", torch.float32))
     accepted = inspect.signature(function).parameters
     flexible = any(of.kind is of.VAR_KEYWORD for of in accepted.values())
     call = _call(promise, device, group, getattr(function, "sharding", "contiguous"))
@@ -105,12 +107,13 @@ def _call(promise: Promise, device: torch.device, group: Any, sharding: str) -> 
     ranks = dist.get_world_size(group)
     tokens = promise.tokens * ranks + promise.extra
     generator = torch.Generator().manual_seed(sum(promise.name.encode()))
+    dtype = promise.dtype or torch.float32
 
     def random(heads: int) -> Tensor:
         drawn = torch.randn(
             promise.batch, tokens, heads, promise.dim, generator=generator, dtype=torch.float64
         )
-        return drawn.to(promise.dtype)
+        return drawn.to(dtype)
 
     q, k = promise.size * random(promise.heads), promise.size * random(promise.kv_heads)
     v, dout = random(promise.kv_heads), random(promise.heads)
@@ -121,7 +124,7 @@ def _call(promise: Promise, device: torch.device, group: Any, sharding: str) -> 
     sinks = None
     if promise.sinks:
         sinks = torch.randn(promise.heads, generator=generator, dtype=torch.float64)
-        sinks = sinks.to(promise.dtype).to(device)
+        sinks = sinks.to(dtype).to(device)
     q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
 
     def mine(x: Tensor) -> Tensor:
@@ -185,10 +188,11 @@ def _compared(
         if y.shape != x.shape:
             wrong = f"{name} is {list(y.shape)}, not {list(x.shape)}"
             return Outcome(promise.name, "wrong", wrong)
-        if y.dtype != promise.dtype:
-            return Outcome(promise.name, "wrong", f"{name} is {y.dtype}, not {promise.dtype}")
+        x_type = promise.dtype or torch.float32
+        if y.dtype != x_type:
+            return Outcome(promise.name, "wrong", f"{name} is {y.dtype}, not {x_type}")
         # NaN is not within a tolerance.
-        off = ~((y.double() - x).abs() <= promise.tolerance() * largest[name])
+        off = ~((y.double() - x).abs() <= promise.slack * TOLERANCES[x_type] * largest[name])
         if off.any():
             first = [int(index) for index in off.nonzero()[0]]
             at = tuple(first)
