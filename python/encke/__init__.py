@@ -21,7 +21,9 @@ ranks. The number of ranks changes results only by rounding:
 True
 """
 
+import importlib
 import sys
+from typing import Any
 
 from encke._encke import RingError, __version__
 from encke import functional
@@ -34,10 +36,25 @@ from encke.functional import (
 )
 from encke.heatmaps import attention_columns, attention_rows
 from encke.recognition import MaskError, pattern_of
+from encke.sdpa import scaled_dot_product_attention
 
 if "torch" in sys.modules:
     # Registers the custom operators before anything that uses them is compiled.
     functional._import_torch()
+
+# Modules that need torch or another package; imported where they are first used.
+_LAZY = ("conformance", "distributed", "integrations", "nn", "transformers")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"encke.{name}")
+    raise AttributeError(f"module 'encke' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
 
 __all__ = [
     "MaskError",
@@ -50,5 +67,6 @@ __all__ = [
     "explain",
     "pattern_of",
     "report",
+    "scaled_dot_product_attention",
     "varlen_attention",
 ]

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from encke import _cuda, _encke
 from encke._gpu_mixing import GpuMixing, is_needed
+from encke._readable import readable
 from encke._torch import _computed_in, _summed_in
 from encke._wire import Disagreement, Wire, wire_of
 from encke.options import Options
@@ -170,8 +171,9 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         # Whether the lse has a gradient depends on the agreed request, not on this rank's loss: the
         # messages of all ranks must match.
-        dlse = dlse.contiguous() if ctx.with_lse else None
-        every = ctx.ring.backward(*ctx.saved_tensors, dout=dout.contiguous(), dlse=dlse)
+        dlse = readable(dlse.contiguous()) if ctx.with_lse else None
+        dout = readable(dout.contiguous())
+        every = ctx.ring.backward(*ctx.saved_tensors, dout=dout, dlse=dlse)
         needed = zip(every, ctx.needs_input_grad)
         return *(gradient if need else None for gradient, need in needed), None, None
 

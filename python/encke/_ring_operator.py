@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from encke._readable import readable
 from encke._ring import Request, agreed, ring_of
 from encke._torch import (
     MASK_OPTIONS,
@@ -148,9 +149,10 @@ def _backward(
         saved[0] = None
     else:
         saved[2:] = [None, None]
-    dlse = None if dlse is None else dlse.contiguous()
+    dlse = None if dlse is None else readable(dlse.contiguous())
+    dout = readable(dout.contiguous())
     saved.append(tensors.sinks)
-    *gradients, dsinks = ring.backward(q, k, v, *saved, dout=dout.contiguous(), dlse=dlse)
+    *gradients, dsinks = ring.backward(q, k, v, *saved, dout=dout, dlse=dlse)
     return *gradients, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -159,7 +161,7 @@ _backward_operator = torch.library.custom_op(
     _backward,
     mutates_args=(),
     schema=f"""(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slot_out,
-        Tensor slot_lse, Tensor sizes, Tensor dout, Tensor? dlse, {_TENSORS},
+        Tensor slot_lse, Tensor rows, Tensor dout, Tensor? dlse, {_TENSORS},
         {_REQUEST}) -> (Tensor, Tensor, Tensor, Tensor)""",
 )
 
@@ -186,7 +188,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Any, ...]:
     # As in eager mode, whether the lse has a gradient depends on the agreed request.
     given = (dout, dlse if ctx.with_lse else None)
-    saved, tensors = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+    kept = ctx.saved_tensors
+    saved, tensors = kept[:8], kept[8:]
     *gradients, dsinks = _backward_operator(*saved, *given, *tensors, *ctx.flat)
     converted = (gradient.to(x.dtype) for gradient, x in zip(gradients, saved))
     of_sinks = None if tensors[0] is None else dsinks

@@ -1,8 +1,9 @@
 """torch support: autograd, autocast, and custom operators for torch.compile.
 
-Ordinary tensors go through an autograd function, which costs a few microseconds; tensors under
-torch.compile, torch.export or fake tensor mode go through the custom operators ``encke::attention``
-and ``encke::attention_backward``, whose fake implementations return the shapes.
+Ordinary tensors go through an autograd function, which costs a few microseconds; where something
+looks (:mod:`encke._observed`: torch.compile, torch.func, modes, profilers), calls are the custom
+operators ``encke::attention`` and ``encke::attention_backward``, whose fake implementations return
+the shapes.
 
 Gradients are of first order. The inputs, out and lse are saved for the backward pass.
 
@@ -16,15 +17,24 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Optional
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from encke import _cuda, _encke
+from encke import _cuda, _encke, _readable, _rules
 from encke._gpu_mixing import GpuMixing
+from encke._observed import (
+    PLAIN,
+    dispatched,
+    is_plain,
+    observed,
+    refuse_second_order,
+    refuse_tangents,
+    transformed,
+)
 from encke.masks import boundaries, documents_of, key_lengths_of, numbers, seed_of, slopes_of
 from encke.options import SLOPES, Options, find, with_masks
 from encke.padding import find_padded
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARDING = Options._fields.index("sharding")
 _RANKS = Options._fields.index("ranks")
 _WINDOW = Options._fields.index("window")
@@ -44,20 +54,20 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_lse: bool = True
 ) -> tuple[Tensor, Optional[Tensor]]:
     """out and, with return_lse, lse."""
-    plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
+    # As is_plain, in the place where a microsecond counts.
+    plain = type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
     if not plain:
         _refuse_others(q=q, k=k, v=v)
     if _any_autocast() and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
-    if not plain or torch.compiler.is_compiling():
+    if not plain or torch.compiler.is_compiling() or observed():
         return _through_operator(q, k, v, options, MaskTensors())
+    if forward_ad._current_level >= 0:
+        refuse_tangents(q=q, k=k, v=v)
     found = find(options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        if return_lse or torch._C._are_functorch_transforms_active():
-            return _Attention.apply(q, k, v, None, found)
-        return _out(q, k, v, found), None
-    found = _for_inference(found, options)
-    out, lse, _, _ = found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
+        return _Attention.apply(q, k, v, None, found) if return_lse else (_out(q, k, v, found), None)
+    out, lse, _, _ = _forward(_for_inference(found, options), q, k, v)
     return out, lse
 
 
@@ -89,15 +99,15 @@ def attention_with(
         q, k, v = _autocast(q, k, v)
     if given.seed is None and options[_DROPOUT]:
         given = given._replace(seed=torch.randint(2**63 - 1, ()))
-    plain = all(type(x) in _PLAIN for x in (q, k, v, *(() if sinks is None else (sinks,))))
-    if not plain or torch.compiler.is_compiling():
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if not is_plain(*inputs) or torch.compiler.is_compiling() or observed():
         options, tensors = _as_tensors(options, given)
         return _through_operator(q, k, v, options, tensors._replace(sinks=sinks))
+    refuse_tangents(q=q, k=k, v=v, sinks=sinks)
     masked = with_masks(
         options, given.documents, given.cu_seqlens, given.alibi_slopes, given.seed
     )
     lengths = key_lengths_of(given.key_lengths)
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return _Attention.apply(q, k, v, sinks, find_padded(tuple(masked), lengths))
     if sinks is None and masked.mixing_gradient == "detached":
@@ -140,9 +150,9 @@ def _forward(
 ) -> tuple[Any, ...]:
     """out, lse, and both by slot where branches keep slots of their own."""
     if sinks is None:
-        return found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
+        return _readable.forward(found, q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
     refuse_on_gpu(q, found, sinks)
-    return found.forward(q, k, v, sinks.tolist())
+    return _readable.forward(found, q, k, v, sinks.tolist())
 
 
 def refuse_on_gpu(q: Tensor, found: Any, sinks: Optional[Tensor]) -> None:
@@ -155,7 +165,7 @@ def refuse_on_gpu(q: Tensor, found: Any, sinks: Optional[Tensor]) -> None:
 def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     """The same on a GPU; the extension refuses tensors on other devices."""
     if not q.is_cuda:
-        return found.forward(q, k, v)
+        return _readable.forward(found, q, k, v)
     refuse_on_gpu(q, found, None)
     if found.mixes:
         return *_mixing(found).forward(q, k, v), None, None
@@ -256,7 +266,7 @@ class _Attention(torch.autograd.Function):
             return None, None, None, None, None
         if dout is None:
             dtype, shape = ctx.out_like
-            dout = ctx.saved_tensors[0].new_zeros(shape, dtype=dtype)
+            dout = dlse.new_zeros(shape, dtype=dtype)
         return *_gradients(ctx, dout, dlse), None
 
 
@@ -278,11 +288,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "encke.attention has gradients of first order only, but was differentiated twice "
-            "(create_graph=True, then through the gradients); detach the gradients, or use "
-            "torch.nn.functional.scaled_dot_product_attention where second order is needed"
-        )
+        refuse_second_order()
 
 
 def _backward(
@@ -305,7 +311,7 @@ def _backward(
     if not q.is_cuda:
         saved = (out, lse, slot_out, slot_lse)
         of = None if sinks is None else sinks.tolist()
-        dq, dk, dv, dsinks = found.backward(q, k, v, saved, dout, dlse, of)
+        dq, dk, dv, dsinks = _readable.backward(found, q, k, v, saved, dout, dlse, of)
         return dq, dk, dv, None if sinks is None else sinks.new_tensor(dsinks)
     refuse_on_gpu(q, found, sinks)
     if out is None:
@@ -421,7 +427,13 @@ def operator_arguments(options: tuple[Any, ...]) -> list[Any]:
 def _through_operator(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], tensors: MaskTensors
 ) -> tuple[Tensor, Tensor]:
-    out, lse, _, _ = _attention_operator(q, k, v, *tensors, *operator_arguments(options))
+    given = (q, k, v, *tensors, *operator_arguments(options))
+    if torch.compiler.is_compiling():
+        out, lse, _, _ = _attention_operator(*given)
+    else:
+        named = dict(q=q, k=k, v=v, sinks=q if tensors.sinks is None else tensors.sinks)
+        operator = _Transformed.apply if transformed() else _attention_operator
+        out, lse, _, _ = dispatched(lambda: operator(*given), **named)
     return out, lse
 
 
@@ -552,14 +564,38 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (_COUNT - 1 + len(ctx.flat))
     if dout is None and dlse is None:
         return None, None, None, None, *nothing
-    q, k, v, *_ = ctx.saved_tensors
-    saved, tensors = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    # Read once: checkpointing recomputes them for the first reader.
+    kept = ctx.saved_tensors
+    saved, tensors = kept[:7], kept[7:]
+    q, k, v = saved[:3]
     if dout is None:
         dtype = _computed_in(q, _unmasked(ctx.flat).precision)
         dout = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
-    dq, dk, dv, dsinks = _backward_operator(*saved, dout, dlse, *tensors, *ctx.flat)
+    operator = _TransformedBackward.apply if transformed() else _backward_operator
+    dq, dk, dv, dsinks = operator(*saved, dout, dlse, *tensors, *ctx.flat)
     of_sinks = None if tensors[0] is None else dsinks
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, *nothing
 
 
 torch.library.register_autograd("encke::attention", _differentiate, setup_context=_setup)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator under torch.func, which takes only autograd functions of this form."""
+
+    forward = staticmethod(lambda *given: _attention_operator(*given))
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(_differentiate)
+    vmap = staticmethod(lambda *given: _rules.vmapped(_Transformed.apply, 3, _COUNT)(*given))
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The same of its backward pass."""
+
+    forward = staticmethod(lambda *given: _backward_operator(*given))
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(refuse_second_order)
+    vmap = staticmethod(lambda *given: _rules.vmapped(_TransformedBackward.apply, 9, _COUNT)(*given))
+
+
+_rules.register(_attention_operator, _backward_operator, _COUNT)

@@ -26,6 +26,7 @@ rows.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -37,7 +38,9 @@ from torch import Tensor
 from encke import _encke
 from encke._ring import Request, agree, attend, cut_of, expected_sizes
 from encke._ring_operator import as_operator
-from encke._torch import BatchMasks, _autocast, _sinks
+from encke._observed import dispatched, is_plain, observed, refuse_tangents
+from encke._readable import readable
+from encke._torch import BatchMasks, _autocast, _refuse_others, _sinks
 from encke._wire import Disagreement, wire_of
 from encke.masks import boundaries, documents_of, prefix_of, rate_of, window_of
 from encke.options import Options, as_tuple, from_keywords, with_masks
@@ -108,6 +111,7 @@ def ring_attention(
     ``return_lse``.
     """
     q, k, v = q_local, k_local, v_local
+    _refuse_others(q_local=q, k_local=k, v_local=v)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     options = Options(
@@ -141,13 +145,19 @@ def ring_attention(
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     request = Request(options, as_tuple(sizes), grad, return_lse, sinks is not None)
+    masks = BatchMasks(sinks, documents, cu_seqlens, alibi_slopes, seed=seed)
     if torch.compiler.is_compiling():
         if refusal is not None:
             raise refusal
-        masks = BatchMasks(sinks, documents, cu_seqlens, alibi_slopes, seed=seed)
         out, lse = as_operator((q, k, v), masks, group, request)
+    elif refusal is None and (observed() or not is_plain(*inputs)):
+        named = dict(zip(("q_local", "k_local", "v_local", "sinks"), inputs))
+        given = request._replace(options=options._replace(documents=None, seed=None))
+        out, lse = dispatched(lambda: as_operator((q, k, v), masks, group, given), **named)
     else:
-        out, lse = attend((q, k, v), sinks, group, request, refusal)
+        refuse_tangents(q_local=q, k_local=k, v_local=v, sinks=sinks)
+        qkv = (q, k, v) if refusal is not None else tuple(map(readable, (q, k, v)))
+        out, lse = attend(qkv, sinks, group, request, refusal)
     return (out, lse) if return_lse else out
 
 
@@ -374,6 +384,14 @@ class RingDilatedAttention(torch.nn.Module):
         """Attention of this rank's rows."""
         options = dict(self.options, causal=is_causal or self.options.get("causal", False))
         return ring_attention(query, key, value, group=self.group, sizes=sizes, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingDilatedAttention:
+        # A group is the same thing in every copy; it cannot be copied.
+        memo[id(self.group)] = self.group
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def extra_repr(self) -> str:
         """The options given."""

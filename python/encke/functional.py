@@ -13,6 +13,7 @@ from typing import Any, Optional, TypeVar, Union
 
 import numpy
 
+from encke import _readable
 from encke.masks import key_lengths_of, numbers, offset_of, prefix_of, rate_of, window_of
 from encke.options import Options, as_tuple, find, from_keywords, with_masks
 from encke.padding import find_padded
@@ -80,7 +81,7 @@ def attention(
     """Attention of ``q`` ``[batch, queries, heads, dim]`` over ``k`` ``[batch, tokens, kv_heads,
     dim]`` and ``v`` ``[batch, tokens, kv_heads, value_dim]``; ``kv_heads`` must divide ``heads``.
     There may be fewer queries than tokens, and on the CPU values of another ``value_dim`` than
-    ``dim``.
+    ``dim``. Without a batch, all are ``[tokens, heads, dim]``, and so is the result.
 
     The attention pattern:
 
@@ -203,6 +204,11 @@ def attention(
     ...
     ValueError: 2 segment lengths but 1 dilation rates; give one rate for each length
     """
+    if getattr(q, "ndim", 4) == 3:
+        q, k, v = _batched(q, k, v)
+        given = {name: x for name, x in locals().items() if name not in ("q", "k", "v")}
+        found = attention(q, k, v, **given)
+        return (found[0][0], found[1][0]) if return_lse else found[0]
     options = (
         None if segment_lengths is None else tuple(segment_lengths),
         None if dilation_rates is None else tuple(dilation_rates),
@@ -240,13 +246,16 @@ def attention(
         and key_lengths is None
     )
     if isinstance(q, numpy.ndarray) and plain:
-        out, lse, _, _ = find(options).forward(q, k, v)
+        _readable.refuse_masked(q, k, v)
+        out, lse, _, _ = _readable.forward(find(options), q, k, v)
     elif isinstance(q, numpy.ndarray):
         if dropout and seed is None:
             seed = int(numpy.random.default_rng().integers(2**63))
         masked = with_masks(options, documents, cu_seqlens, alibi_slopes, seed)
         found = find_padded(tuple(masked), key_lengths_of(key_lengths))
-        out, lse, _, _ = found.forward(q, k, v, None if sinks is None else numbers("sinks", sinks))
+        _readable.refuse_masked(q, k, v)
+        given = None if sinks is None else numbers("sinks", sinks)
+        out, lse, _, _ = _readable.forward(found, q, k, v, given)
     elif plain:
         out, lse = (_on_torch or _import_torch())(q, k, v, options, return_lse)
     else:
@@ -256,6 +265,18 @@ def attention(
         )
         out, lse = _torch_module.attention_with(q, k, v, options, masks)
     return (out, lse) if return_lse else out
+
+
+def _batched(*tensors: Any) -> Any:
+    """q, k and v without a batch as a batch of one."""
+    for name, tensor in zip("qkv", tensors):
+        if getattr(tensor, "ndim", None) != 3:
+            shape = list(getattr(tensor, "shape", ()))
+            raise ValueError(
+                f"q has 3 dimensions, [tokens, heads, dim], and {name} is {shape}; all must have "
+                "3, or all 4 with the batch first"
+            )
+    return tuple(tensor[None] for tensor in tensors)
 
 
 def varlen_attention(
@@ -323,7 +344,9 @@ def attention_backward(
         # The outputs of single branches are not part of (out, lse).
         out = lse = None
     given = None if sinks is None else numbers("sinks", sinks)
-    *gradients, dsinks = found.backward(q, k, v, (out, lse, None, None), dout, dlse, given)
+    _readable.refuse_masked(q, k, v)
+    saved = (out, lse, None, None)
+    *gradients, dsinks = _readable.backward(found, q, k, v, saved, dout, dlse, given)
     return tuple(gradients) if sinks is None else (*gradients, numpy.array(dsinks))
 
 

@@ -14,6 +14,13 @@ create_exception!(
     "A rank, its device or an exchange failed while a call was under way."
 );
 
+create_exception!(
+    encke,
+    UnreadableTensor,
+    PyValueError,
+    "A tensor whose memory cannot be read as it lies; a copy may be readable."
+);
+
 /// An invalid request.
 pub(crate) fn request(error: &RequestError) -> PyErr {
     match error {

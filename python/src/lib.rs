@@ -30,6 +30,10 @@ fn command(py: Python<'_>, arguments: Vec<OsString>) -> u8 {
 fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("RingError", module.py().get_type::<error::RingError>())?;
+    module.add(
+        "UnreadableTensor",
+        module.py().get_type::<error::UnreadableTensor>(),
+    )?;
     module.add_class::<attention::Attention>()?;
     module.add_class::<owned::ArrayMemory>()?;
     module.add_class::<shard::PyShard>()?;

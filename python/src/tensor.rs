@@ -5,13 +5,13 @@
 
 use encke::{DType, Element, View};
 use half::{bf16, f16};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString, PyTuple};
 
-use crate::error::refused;
+use crate::error::{UnreadableTensor, refused};
 use crate::exchange;
 
 /// The library of a tensor.
@@ -44,6 +44,10 @@ pub(crate) struct TensorRef {
     pub strides: [usize; 4],
 }
 
+/// Below this address a tensor may be one whose storage was freed: its address is then its offset in
+/// the storage. Memory of a process lies mostly above.
+const LOWEST_USUAL_ADDRESS: usize = 1 << 36;
+
 /// torch's types in the order of [`DType::ALL`].
 static TORCH_TYPES: PyOnceLock<Vec<Py<PyAny>>> = PyOnceLock::new();
 
@@ -67,7 +71,7 @@ impl TensorRef {
         let py = tensor.py();
         if let Some(read) = exchange::describe(tensor, rank) {
             refuse_negated(name, tensor)?;
-            let tensor = TensorRef {
+            let tensor_ref = TensorRef {
                 name,
                 library: TensorLibrary::Torch,
                 device: read.gpu.map_or(TensorDevice::Host, TensorDevice::Gpu),
@@ -76,10 +80,15 @@ impl TensorRef {
                 dims: read.dims,
                 strides: read.strides,
             };
-            return tensor.checked();
+            let read = tensor_ref.checked()?;
+            if read.address < LOWEST_USUAL_ADDRESS {
+                refuse_freed(name, tensor)?;
+            }
+            return Ok(read);
         }
         match tensor.getattr_opt(intern!(py, "data_ptr"))? {
-            Some(data_ptr) => from_torch(name, tensor, &data_ptr, meaning, rank),
+            Some(data_ptr) => from_torch(name, tensor, &data_ptr, meaning, rank)
+                .map_err(|error| without_memory(name, tensor, error)),
             None => from_numpy(name, tensor, meaning, rank),
         }
     }
@@ -150,14 +159,17 @@ impl TensorRef {
     /// The checks that do not depend on the library.
     fn checked(self) -> PyResult<TensorRef> {
         if self.dims[3] > 1 && self.strides[3] != 1 {
-            return Err(PyValueError::new_err(format!(
+            return Err(UnreadableTensor::new_err(format!(
                 "{}: the last dimension has stride {}; Encke reads tensors of any strides whose \
                  last dimension is contiguous (stride 1): make a contiguous copy",
                 self.name, self.strides[3]
             )));
         }
+        if self.address == 0 && self.extent() > 0 {
+            return Err(UnreadableTensor::new_err(no_memory(self.name)));
+        }
         if !self.address.is_multiple_of(self.dtype.bytes()) {
-            return Err(PyValueError::new_err(format!(
+            return Err(UnreadableTensor::new_err(format!(
                 "{} is at address {:#x}, which is not a multiple of the {} bytes of an element; \
                  make an aligned copy",
                 self.name,
@@ -228,12 +240,51 @@ fn from_torch(
     tensor.checked()
 }
 
+/// The error of a tensor that has shapes but no elements to read.
+fn no_memory(name: &str) -> String {
+    format!(
+        "{name} has no memory: its storage was freed, or it is a zero tensor; give a tensor that \
+         holds its elements"
+    )
+}
+
+/// Refuses a view of a storage that was freed.
+fn refuse_freed(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = tensor.py();
+    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+    let address: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    let elements: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
+    match address == 0 && elements > 0 {
+        false => Ok(()),
+        true => Err(UnreadableTensor::new_err(no_memory(name))),
+    }
+}
+
+/// An error of torch while it was asked for memory: sparse and nested tensors, and classes that
+/// hold other tensors, have none. Errors of this crate stay as they are.
+fn without_memory(name: &str, tensor: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+    let py = tensor.py();
+    if !error.is_instance_of::<PyRuntimeError>(py) {
+        return error;
+    }
+    let of = |attribute| tensor.getattr(attribute).map(|found| found.to_string());
+    let layout = of("layout").unwrap_or_default();
+    let class = tensor.get_type();
+    let class = class.name().map(|name| name.to_string());
+    PyTypeError::new_err(format!(
+        "{name} is a {} with layout {layout}, which has no memory of rows that Encke could read; \
+         give a dense tensor ({name}.to_dense(), or encke.varlen_attention for sequences of \
+         different lengths)",
+        class.unwrap_or_default()
+    ))
+}
+
 /// Refuses a lazily negated view, whose memory has the opposite signs.
 fn refuse_negated(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
     let negated = tensor.call_method0(intern!(tensor.py(), "is_neg"))?;
     match negated.is_truthy()? {
         false => Ok(()),
-        true => Err(PyValueError::new_err(format!(
+        true => Err(UnreadableTensor::new_err(format!(
             "{name} is a lazily negated view; give {name}.resolve_neg()"
         ))),
     }
@@ -308,7 +359,7 @@ fn element_strides(name: &str, bytes: &Bound<'_, PyTuple>, dtype: DType) -> PyRe
             .ok()
             .filter(|x| x.is_multiple_of(dtype.bytes()));
         *to = whole.map(|bytes| bytes / dtype.bytes()).ok_or_else(|| {
-            PyValueError::new_err(format!(
+            UnreadableTensor::new_err(format!(
                 "{name} has a stride of {from} bytes; strides must not be negative and be \
                  multiples of the {} bytes of an element: make a contiguous copy",
                 dtype.bytes()

@@ -406,7 +406,8 @@ def over_nccl():
 
 
 def all_cases(backend="gloo"):
-    # Imports this file.
+    # These import this file.
+    import citizen_cases
     import mask_cases
 
     start(backend=backend)
@@ -423,6 +424,7 @@ def all_cases(backend="gloo"):
         through_the_store,
         in_a_graph,
         *mask_cases.CASES,
+        *citizen_cases.CASES,
         on_gpus,
     ]
     for case in cases if backend == "gloo" else [over_nccl]:

@@ -20,13 +20,14 @@ def refused(kind, words, q, k, v, **options):
 
 def test_shapes():
     q, k, v = tensors()
-    refused(ValueError, r"q has 3 dimensions.*16, 4, 8.*\[batch, tokens, heads, dim\]", q[0], k, v)
+    refused(ValueError, r"q has 3 dimensions.*k is \[1, 16, 4, 8\].*the batch first", q[0], k, v)
+    refused(ValueError, r"q has 2 dimensions.*\[batch, tokens, heads, dim\]", q[0, 0], k, v)
     refused(ValueError, r"v.*\[1, 16, 4, 8\].*\[1, 8, 4, 8\]", q, k[:, :8], v)
     refused(ValueError, "16 queries but only 8 keys", q, k[:, :8], v[:, :8])
     refused(ValueError, r"k.*\[1, 16, 4, 4\].*\[1, 16, 4, 8\]", q, k[..., :4], v)
     refused(ValueError, r"v.*\[1, 16, 2, 8\].*\[1, 16, 4, 8\]", q, k, v[:, :, :2])
     refused(ValueError, "4 query heads cannot be grouped over 3", q, k[:, :, :3], v[:, :, :3])
-    refused(ValueError, "number of tokens is 0", q[:, :0], k[:, :0], v[:, :0])
+    refused(ValueError, "head dimension is 0", q[..., :0], k[..., :0], v[..., :0])
 
 
 def test_types():
@@ -44,15 +45,20 @@ def test_types():
 
 
 def test_layouts():
-    q, k, v = tensors()
-    refused(
-        ValueError, r"q: the last dimension has stride 8", q.transpose(2, 3), k.transpose(2, 3), v
-    )
-    backwards = numpy.zeros((1, 16, 4, 8))[:, ::-1]
-    refused(ValueError, "stride of -256 bytes", backwards, backwards, backwards)
-    raw = numpy.zeros(1 * 16 * 4 * 8 * 4 + 1, dtype=numpy.uint8)
-    odd = raw[1:].view(numpy.float32).reshape(1, 16, 4, 8)
-    refused(ValueError, "not a multiple of the 4 bytes", odd, odd, odd)
+    """What the library does not read as it lies is copied."""
+    plain = numpy.random.default_rng(1).standard_normal((1, 16, 4, 8)).astype(numpy.float32)
+    wanted = encke.attention(plain, plain, plain)
+    backwards = plain[:, ::-1].copy()[:, ::-1]
+    assert backwards.strides[1] < 0
+    assert numpy.array_equal(encke.attention(backwards, plain, backwards), wanted)
+    raw = numpy.zeros(plain.nbytes + 1, dtype=numpy.uint8)
+    odd = raw[1:].view(numpy.float32).reshape(plain.shape)
+    odd[...] = plain
+    assert odd.ctypes.data % 4
+    assert numpy.array_equal(encke.attention(odd, odd, odd), wanted)
+    across = torch.from_numpy(plain).transpose(2, 3).contiguous().transpose(2, 3)
+    assert across.stride(3) == 4
+    assert torch.equal(encke.attention(across, across, across), torch.from_numpy(wanted))
 
 
 def test_devices():

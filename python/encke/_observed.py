@@ -1,0 +1,90 @@
+"""Which calls go through the registered operators in eager mode.
+
+The decision here: an operator with forty arguments costs tens of microseconds in torch's
+dispatcher, so a plain call does not use it. It does as soon as something could see the difference:
+a dispatch mode (profilers of FLOPs, selective checkpointing, fake tensors, ``make_fx``), a transform
+of ``torch.func``, ``torch.jit.trace``, a profiler, or a class of tensors of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_traced = torch._C._get_tracing_state
+_profiled = torch.autograd._profiler_enabled
+# Classes that keep their elements in memory.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def observed() -> bool:
+    """Whether anything looks at the operators of this thread."""
+    return bool(_modes() or _transforms() or _profiled() or _traced() is not None)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return _transforms()
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether all are torch's own tensors."""
+    return all(type(tensor) in PLAIN for tensor in tensors)
+
+
+def refuse_tangents(**given: Any) -> None:
+    """Refuses forward-mode differentiation, which would lose its tangents without a word."""
+    dual = forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+        for x in given.values()
+    )
+    if dual or _transforms() and _is_jvp():
+        raise NotImplementedError(
+            "encke.attention has no forward-mode derivative (jvp, jacfwd, dual tensors); use "
+            "reverse mode (grad, vjp, jacrev), or "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+
+
+def _is_jvp() -> bool:
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+
+
+def dispatched(call: Callable[..., Any], **given: Any) -> Any:
+    """An operator's call, with a sentence for classes of tensors that have no rule for it."""
+    refuse_tangents(**given)
+    if "q_local" in given and _transforms():
+        raise NotImplementedError(
+            "encke.distributed.ring_attention does not run under transforms of torch.func (grad, "
+            "vjp, vmap); use autograd: torch.autograd.grad, or backward()"
+        )
+    try:
+        return call()
+    except (NotImplementedError, TypeError) as error:
+        others = {name: x for name, x in given.items() if not is_plain(x)}
+        foreign = isinstance(error, NotImplementedError) or "dispatch" in str(error)
+        if not others or not foreign:
+            raise
+        name, tensor = next(iter(others.items()))
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, which has no rule for Encke's operators; give "
+            f"plain tensors: {name}.to_local() of a DTensor (encke.distributed.ring_attention is "
+            "for sequences in shards), encke.varlen_attention for nested tensors, and key_lengths "
+            "for masked ones"
+        ) from error
+
+
+def refuse_second_order(*_: Any) -> Any:
+    """The gradient of the backward pass."""
+    raise RuntimeError(
+        "encke.attention has gradients of first order only, but was differentiated twice "
+        "(create_graph=True, then through the gradients); detach the gradients, or use "
+        "torch.nn.functional.scaled_dot_product_attention where second order is needed"
+    )

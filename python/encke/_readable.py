@@ -1,0 +1,119 @@
+"""Calls of the extension with tensors that it cannot read as they lie, or that are empty.
+
+The decision here: nothing is checked before a call. The extension refuses what it cannot read
+(:class:`encke._encke.UnreadableTensor`), and only then copies are made, so that usual tensors cost
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional
+
+import numpy
+
+from encke._encke import UnreadableTensor
+
+
+def forward(found: Any, q: Any, k: Any, v: Any, sinks: Any = None) -> tuple[Any, ...]:
+    """``found.forward`` of tensors of any strides and sizes."""
+    try:
+        return found.forward(q, k, v, sinks)
+    except ValueError as error:
+        if is_empty(q, k, v):
+            return *_nothing(q, k, v, sinks), None, None
+        copies = copied(error, q, k, v)
+    return found.forward(*copies, sinks)
+
+
+def backward(
+    found: Any, q: Any, k: Any, v: Any, saved: Any, dout: Any, dlse: Any, sinks: Any = None
+) -> tuple[Any, ...]:
+    """``found.backward`` of tensors of any strides and sizes."""
+    try:
+        return found.backward(q, k, v, saved, dout, dlse, sinks)
+    except ValueError as error:
+        if is_empty(q, k, v):
+            return *(_full(x, x.shape, 0.0) for x in (q, k, v)), _of_sinks(dlse, sinks)
+        q, k, v, dout, dlse, *saved = copied(error, q, k, v, dout, dlse, *saved)
+    return found.backward(q, k, v, tuple(saved), dout, dlse, sinks)
+
+
+def copied(error: ValueError, *tensors: Optional[Any]) -> list[Any]:
+    """The tensors, with copies of those that cannot be read; raises ``error`` if none can help."""
+    if not isinstance(error, UnreadableTensor):
+        raise error
+    copies = [None if x is None else readable(x) for x in tensors]
+    if all(copy is x for copy, x in zip(copies, tensors)):
+        raise error
+    return copies
+
+
+def readable(tensor: Any) -> Any:
+    """A tensor or array whose elements lie in memory, with a contiguous last dimension."""
+    if isinstance(tensor, numpy.ndarray):
+        whole = all(step >= 0 and step % tensor.itemsize == 0 for step in tensor.strides)
+        good = whole and tensor.flags.aligned and tensor.strides[-1:] in ((), (tensor.itemsize,))
+        return tensor if good else numpy.array(tensor, order="C", copy=True)
+    import torch
+
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if torch._is_zerotensor(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    strided = tensor.dim() > 0 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1
+    if strided or tensor.data_ptr() % tensor.element_size():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def is_empty(q: Any, k: Any, v: Any) -> bool:
+    """Whether there are no queries or no keys, of shapes that otherwise fit together."""
+    if not all(hasattr(x, "shape") and len(x.shape) == 4 for x in (q, k, v)):
+        return False
+    if q.shape[0] and q.shape[1] and k.shape[1]:
+        return False
+    heads, of_keys = q.shape[2], k.shape[2]
+    fitting = tuple(k.shape[:3]) == tuple(v.shape[:3]) and q.shape[0] == k.shape[0]
+    return fitting and q.shape[3] == k.shape[3] and bool(of_keys) and heads % of_keys == 0
+
+
+def _nothing(q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
+    """out and lse of queries that see no key."""
+    out = _full(q, (*q.shape[:3], v.shape[3]), 0.0)
+    sums = out if str(q.dtype).endswith("64") else _single(out)
+    lse = _full(sums, tuple(q.shape[:3]), -math.inf)
+    if sinks is not None:
+        lse[...] = lse.new_tensor(sinks) if hasattr(lse, "new_tensor") else numpy.array(sinks)
+    return out, lse
+
+
+def _single(tensor: Any) -> Any:
+    return tensor.astype("float32") if isinstance(tensor, numpy.ndarray) else tensor.float()
+
+
+def _of_sinks(dlse: Any, sinks: Any) -> Optional[list[float]]:
+    if sinks is None:
+        return None
+    if dlse is None:
+        return [0.0] * len(sinks)
+    return dlse.reshape(-1, len(sinks)).sum(0).tolist()
+
+
+def _full(like: Any, shape: Any, value: float) -> Any:
+    if isinstance(like, numpy.ndarray):
+        return numpy.full(shape, value, dtype=like.dtype)
+    return like.new_full(tuple(shape), value)
+
+
+def refuse_masked(*arrays: Any) -> None:
+    """Refuses NumPy's masked arrays, whose masks would be ignored."""
+    q, k, v = arrays
+    if type(q) is type(k) is type(v) is numpy.ndarray:
+        return
+    for name, array in zip("qkv", arrays):
+        if isinstance(array, numpy.ma.MaskedArray):
+            raise TypeError(
+                f"{name} is a masked array, whose mask Encke would ignore; give {name}.filled(), "
+                "and hide keys with key_lengths, documents or window"
+            )

@@ -1,0 +1,1 @@
+"""Other people's libraries on Encke: :mod:`encke.integrations.transformers`."""

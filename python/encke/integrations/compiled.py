@@ -1,0 +1,114 @@
+"""A described mask under torch.compile: one operator, ``encke::described_attention``.
+
+The description is read when the graph runs, so that one graph serves all batches of a shape. The
+backward operator runs the forward pass again: what it would save depends on the description.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from encke.integrations.pieces import attend
+from encke.integrations.visibility import packed, read
+
+_SCORES = "Tensor? sinks, Tensor? seed, float? scale, float? softcap, float dropout"
+_INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor description, Tensor? positions, {_SCORES}"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    description: Tensor,
+    positions: Optional[Tensor],
+    *,
+    scale: Optional[float],
+    softcap: Optional[float],
+    sinks: Optional[Tensor],
+    dropout: float,
+) -> Tensor:
+    """As one operator of the graph that is compiled."""
+    seed = torch.randint(2**63 - 1, ()) if dropout else None
+    if positions is not None and positions.dim() != 2:
+        positions = None
+    return _forward(q, k, v, description, positions, sinks, seed, scale, softcap, float(dropout))
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[None]:
+    """Operators run below autograd; inside this, operations are recorded as usual."""
+    keys = torch._C.DispatchKey
+    with contextlib.ExitStack() as stack:
+        for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        yield
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    description: Tensor,
+    positions: Optional[Tensor],
+    sinks: Optional[Tensor],
+    seed: Optional[Tensor],
+    *scores: Any,
+) -> Tensor:
+    seen = read(description)
+    if seen.documents is None and seen.causal and q.shape[1] == k.shape[1] and not seen.offset:
+        seen = seen._replace(documents=packed(positions, q.shape[1]))
+    scale, softcap, dropout = scores
+    options = dict(scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed)
+    return attend(q, k, v, seen, **options)
+
+
+@torch.library.custom_op(
+    "encke::described_attention", mutates_args=(), schema=f"({_INPUTS}) -> Tensor"
+)
+def _forward(*given: Any) -> Tensor:
+    return _attend(*given).contiguous().clone()
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@torch.library.custom_op(
+    "encke::described_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, {_INPUTS}) -> Tensor[]",
+)
+def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    sinks = rest[2]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    of_sinks = [] if sinks is None else [sinks.detach().requires_grad_()]
+    with torch.enable_grad(), _recorded():
+        out = _attend(*inputs, *rest[:2], *(of_sinks or [None]), *rest[3:])
+    found = torch.autograd.grad(out, [*inputs, *of_sinks], dout, allow_unused=True)
+    given = [*inputs, *of_sinks]
+    return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in zip(given, found)]
+
+
+@_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    given = (q, k, v) if rest[2] is None else (q, k, v, rest[2])
+    return [x.new_empty(x.shape) for x in given]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.scores = inputs[7:]
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    dq, dk, dv, *dsinks = _backward(dout, *ctx.saved_tensors, *ctx.scores)
+    return dq, dk, dv, None, None, *(dsinks or [None]), None, *(None,) * len(ctx.scores)
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup)

@@ -1,0 +1,269 @@
+"""``attn_implementation="encke"`` for the models of transformers.
+
+>>> import transformers                                              # doctest: +SKIP
+>>> import encke.transformers                                        # doctest: +SKIP
+>>> model = transformers.AutoModelForCausalLM.from_pretrained(
+...     "...", attn_implementation="encke")                          # doctest: +SKIP
+
+Every model that calls its attention through transformers' attention interface takes it: causal
+models, encoders and cross attention; grouped heads, values of another width (MLA), sliding windows,
+chunks, softcap, sinks, dropout; padding on either side, packed sequences (``position_ids`` that
+restart, ``cu_seq_lens_q``); dynamic, static and sliding caches. Masks are described by one number
+for each key (:mod:`encke.integrations.visibility`); no tensor of queries times keys is made.
+
+A token that padding hides has attention 0, as with FlashAttention; ``eager`` gives it that of
+arbitrary keys. In encoders and cross attention, whose padding hides keys only, all queries are
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import numpy
+import torch
+from torch import Tensor
+
+import encke
+from encke.integrations import compiled
+from encke.integrations.pieces import attend
+from encke.integrations.visibility import (
+    UnsupportedMask,
+    Visibility,
+    describe,
+    is_description,
+    packed,
+    read,
+)
+
+__all__ = ["UnsupportedMask", "attention_forward", "attention_mask", "register"]
+
+
+def register(name: str = "encke") -> None:
+    """Makes ``attn_implementation=name`` known to transformers; ``import encke.transformers`` does
+    it for ``"encke"``."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Optional[Callable[..., Any]] = None,
+    attention_mask: Optional[Tensor] = None,
+    device: Any = "cpu",
+    **others: Any,
+) -> Tensor:
+    """The description of a mask, in the place of a tensor of queries times keys."""
+    if mask_function is None:
+        from transformers.masking_utils import causal_mask_function as mask_function
+    return describe(
+        mask_function,
+        batch=batch_size,
+        keys=kv_length,
+        query_offset=q_offset,
+        key_offset=kv_offset,
+        padding=attention_mask,
+        device=device,
+        traced=others,
+    )
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Optional[Tensor],
+    dropout: float = 0.0,
+    scaling: Optional[float] = None,
+    sliding_window: Optional[int] = None,
+    softcap: Optional[float] = None,
+    s_aux: Optional[Tensor] = None,
+    is_causal: Optional[bool] = None,
+    position_ids: Optional[Tensor] = None,
+    position_bias: Optional[Tensor] = None,
+    cu_seq_lens_q: Optional[Tensor] = None,
+    cu_seq_lens_k: Optional[Tensor] = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of ``[batch, heads, tokens, dim]``, as transformers calls it; returns ``[batch,
+    tokens, heads, dim]`` and no weights."""
+    _refuse(others)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scores = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
+    if attention_mask is None:
+        seen = _without_mask(q, k, causal, sliding_window)
+    elif is_description(attention_mask):
+        if torch.compiler.is_compiling() and position_bias is None and cu_seq_lens_q is None:
+            return compiled.attention(q, k, v, attention_mask, position_ids, **scores), None
+        seen = read(attention_mask)
+    else:
+        seen = _of_pairs(attention_mask, q, k)
+    if position_bias is not None:
+        return _with_bias(q, k, v, seen, position_bias, **scores), None
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        return _varlen(q, k, v, seen, cu_seq_lens_q, cu_seq_lens_k, scores), None
+    if seen.documents is None and seen.causal and q.shape[1] == k.shape[1] and not seen.offset:
+        seen = seen._replace(documents=packed(position_ids, q.shape[1]))
+    return attend(q, k, v, seen, **scores), None
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    if given.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True asks for the matrix of attention weights, which Encke never "
+            'makes; use attn_implementation="eager" for it'
+        )
+    if given.get("cache") is not None:
+        raise ValueError(
+            "Encke does not read paged caches (continuous batching); use generate() with its other "
+            'caches, or attn_implementation="sdpa"'
+        )
+
+
+def _without_mask(q: Tensor, k: Tensor, causal: bool, window: Optional[int]) -> Visibility:
+    """Models without padding may make no mask; then the queries are the last tokens."""
+    queries, keys = q.shape[1], k.shape[1]
+    if not causal or queries > keys:
+        sides = (None, None) if window is None or window >= keys else (window - 1, window - 1)
+        return Visibility(False, *sides, offset=max(keys - queries, 0))
+    left = None if window is None else window - 1
+    return Visibility(True, left, offset=keys - queries)
+
+
+def _of_pairs(mask: Tensor, q: Tensor, k: Tensor) -> Visibility:
+    """A mask [batch, 1, queries, keys] that the caller made."""
+    if mask.dim() == 2:
+        documents = mask.detach().cpu().numpy().astype(bool).astype(numpy.int64)
+        return Visibility(False, documents=documents)
+    known = getattr(mask, "_encke_visibility", None)
+    if known is None:
+        shown = mask if mask.dtype == torch.bool else mask == 0
+        if mask.dtype != torch.bool and not bool((shown | (mask <= -1e4)).all()):
+            raise UnsupportedMask(
+                "attention_mask adds numbers other than 0 and minus infinity to the scores; Encke "
+                'has masks and ALiBi slopes: use attn_implementation="sdpa" or "eager" for it'
+            )
+        known = _recognised(shown, q.shape[1], k.shape[1])
+        mask._encke_visibility = known  # type: ignore[attr-defined]
+    return known
+
+
+def _recognised(shown: Tensor, queries: int, keys: int) -> Visibility:
+    batch = shown.shape[0]
+    if shown.dim() == 4 and bool((shown == shown[:, :1, :1]).all()):
+        # Keys that are hidden from every query.
+        rows = shown[:, 0, 0].cpu().numpy().astype(numpy.int64)
+        return Visibility(False, offset=max(keys - queries, 0), documents=rows)
+    if shown.dim() != 4 or not bool((shown == shown[:, :1]).all()):
+        raise UnsupportedMask(
+            f"attention_mask has shape {list(shown.shape)}; Encke takes masks [batch, 1, queries, "
+            "keys] that are equal for all heads"
+        )
+    found = encke.pattern_of(shown[:, :1])
+    lengths = found.pop("key_lengths", None)
+    documents = numpy.ones((batch, keys), dtype=numpy.int64)
+    if "documents" in found:
+        numbers = numpy.arange(len(found["documents"])) + 1
+        documents[:] = numpy.repeat(numbers, found["documents"])
+    for entry, length in enumerate(() if lengths is None else lengths):
+        documents[entry, length:] = 0
+    if "prefix" in found:
+        raise UnsupportedMask(
+            f"attention_mask shows the first {found['prefix']} tokens outside its window; call "
+            "encke.attention with prefix for it"
+        )
+    left, right = found.get("window", (None, None))
+    offset = found.get("query_offset", keys - queries)
+    return Visibility(found.get("causal", False), left, right, offset, documents)
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Visibility,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    scores: dict[str, Any],
+) -> Tensor:
+    """Sequences of a padding-free batch; queries are the last tokens of theirs."""
+    q_bounds, k_bounds = (torch.as_tensor(x).tolist() for x in (of_queries, of_keys))
+    flat = [x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v)]
+    if q_bounds == k_bounds and q_bounds[-1] == flat[0].shape[1] == flat[1].shape[1]:
+        lengths = numpy.diff(q_bounds)
+        numbers = numpy.repeat(numpy.arange(len(lengths)) + 1, lengths)
+        seen = seen._replace(offset=0, documents=numbers[None])
+        return attend(*flat, seen, **scores).reshape(*q.shape[:3], v.shape[3])
+    outs = []
+    for i in range(len(q_bounds) - 1):
+        mine, among = (slice(*bounds[i : i + 2]) for bounds in (q_bounds, k_bounds))
+        rows = (flat[0][:, mine], flat[1][:, among], flat[2][:, among])
+        offset = rows[1].shape[1] - rows[0].shape[1]
+        outs.append(attend(*rows, seen._replace(offset=offset, documents=None), **scores))
+    return torch.cat(outs, 1).reshape(*q.shape[:3], v.shape[3])
+
+
+_warned = False
+
+
+def _with_bias(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Visibility,
+    bias: Tensor,
+    scale: Optional[float],
+    softcap: Optional[float],
+    sinks: Optional[Tensor],
+    dropout: float,
+) -> Tensor:
+    """A learned number for each pair (T5), which the model has made already: by torch."""
+    global _warned
+    if not _warned:
+        _warned = True
+        from transformers.utils import logging
+
+        logging.get_logger(__name__).warning(
+            "This model adds a learned bias to each pair's score (position_bias), which Encke's "
+            "kernels do not take: torch's scaled_dot_product_attention computes these layers."
+        )
+    if softcap is not None or sinks is not None:
+        raise ValueError(
+            "position_bias together with softcap or sinks is computed neither by Encke nor by "
+            'torch; use attn_implementation="eager"'
+        )
+    queries, keys = q.shape[1], k.shape[1]
+    at = torch.arange(queries, device=q.device)[:, None] + seen.offset
+    key = torch.arange(keys, device=q.device)
+    shown = torch.ones(q.shape[0], 1, queries, keys, dtype=torch.bool, device=q.device)
+    if seen.causal:
+        shown &= key <= at
+    if seen.left is not None:
+        shown &= at - key <= seen.left
+    if seen.right is not None:
+        shown &= key - at <= seen.right
+    if seen.documents is not None:
+        documents = torch.from_numpy(seen.documents[:, :keys]).to(q.device)
+        shown &= documents[:, None, None] > 0
+        if documents.max() > 1:
+            mine = documents[:, seen.offset : seen.offset + queries]
+            shown &= documents[:, None, None] == mine[:, None, :, None]
+    bias = bias.masked_fill(~shown, torch.finfo(q.dtype).min)
+    grouped = q.shape[2] != k.shape[2]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        attn_mask=bias.to(q.dtype),
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=grouped,
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,243 @@
+"""Which keys a query sees, as one number for each key.
+
+A mask of transformers is a function of (query, key) and a padding mask. :func:`describe` reads the
+parts of the function by their names, so that no tensor of queries times keys is made, and writes
+them into one tensor of integers; :func:`read` reads it back.
+
+The decision here: the description is a tensor ``[batch, 1, 1, 5 + keys]`` because models hand masks
+on as tensors of four dimensions: they move them to devices, keep them for checkpointing, and take
+one that was made before (for static caches) as it is. It begins with a number that no mask has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Optional
+
+import numpy
+import torch
+from torch import Tensor
+
+# A description begins with this number, then causal, the window's sides (-1: no limit) and the
+# position of the first query.
+_MARK = 0x454E434B45
+_HEADER = 5
+
+
+class Visibility(NamedTuple):
+    """Which keys are visible; positions count keys from 0, and query i stands at ``offset + i``.
+
+    ``documents`` is ``[batch, keys]``: 0 for a key that no query sees, or the number of its
+    document, from 1 on. A query sees keys of its own document only; where there is just one, also
+    queries at hidden positions see it unless the mask is causal. None: one document.
+    """
+
+    causal: bool = False
+    left: Optional[int] = None
+    right: Optional[int] = None
+    offset: int = 0
+    documents: Optional[numpy.ndarray] = None
+
+    @property
+    def window(self) -> Optional[tuple[Optional[int], Optional[int]]]:
+        """The window as :func:`encke.attention` takes it."""
+        return None if self.left is None and self.right is None else (self.left, self.right)
+
+
+class UnsupportedMask(ValueError):
+    """A mask that is none of causal, windows, chunks, packed sequences and padding."""
+
+
+def describe(
+    function: Callable[..., Any],
+    *,
+    batch: int,
+    keys: int,
+    query_offset: Any,
+    key_offset: int,
+    padding: Optional[Tensor],
+    device: Any,
+    traced: dict[str, Any],
+) -> Tensor:
+    """The description of a mask of transformers; ``padding`` is ``[batch, tokens]``, True for
+    tokens that count, and ``traced`` the other arguments of the mask function's caller."""
+    if torch.compiler.is_compiling():
+        parts = _probed(function, batch, torch.arange(keys, device=device) + key_offset, traced)
+    else:
+        parts = list(_parts(function))
+    causal = any(part == "causal" for part in parts)
+    sides: list[list[int]] = [[], []]
+    labels: list[Tensor] = []
+    at = torch.arange(keys, device=device) + key_offset
+    for part in parts:
+        if isinstance(part, _Side):
+            sides[part.right].append(part.tokens)
+        elif isinstance(part, _Chunks):
+            where = at.expand(batch, -1) if part.positions is None else part.positions
+            labels.append((where - part.first[:, None]).div(part.tokens, rounding_mode="floor"))
+        elif isinstance(part, _Labels):
+            labels.append(part.labels)
+    documents = torch.ones(batch, keys, dtype=torch.int64, device=device)
+    for of_key in labels:
+        documents[:, 1:] += (of_key[:, 1:] != of_key[:, :-1]).cumsum(-1)
+    for part in parts:
+        if isinstance(part, _Refused):
+            documents = torch.where(part.found, -1, documents)
+    if padding is not None:
+        missing = key_offset + keys - padding.shape[-1]
+        if missing > 0:
+            padding = torch.nn.functional.pad(padding, (0, missing))
+        documents = documents * padding[:, key_offset : key_offset + keys]
+    left, right = (min(of, default=-1) for of in sides)
+    header = torch.tensor([_MARK, int(causal), left, right, 0], device=device)
+    header[4] += query_offset - key_offset
+    return torch.cat([header.expand(batch, -1), documents], -1)[:, None, None]
+
+
+def is_description(mask: Tensor) -> bool:
+    """Whether :func:`describe` may have made it: masks of pairs are boolean or of real numbers."""
+    return mask.dim() == 4 and mask.dtype == torch.int64 and mask.shape[1] == mask.shape[2] == 1
+
+
+def read(description: Tensor) -> Visibility:
+    """What was described; read once for all layers that get the same tensor."""
+    found = getattr(description, "_encke_visibility", None)
+    if found is not None:
+        return found
+    values = description.detach().cpu().numpy()[:, 0, 0]
+    header = values[0, :_HEADER].tolist()
+    if header[0] != _MARK:
+        raise UnsupportedMask(
+            f"attention_mask has shape {list(description.shape)} and holds integers; give a "
+            "padding mask of two dimensions, or a boolean mask [batch, 1, queries, keys]"
+        )
+    left, right = (None if side < 0 else side for side in header[2:4])
+    documents = values[:, _HEADER:]
+    if (documents < 0).any():
+        raise _unsupported("one in which blocks of tokens see each other in both ways")
+    whole = None if (documents == 1).all() else documents
+    found = Visibility(bool(header[1]), left, right, header[4], whole)
+    description._encke_visibility = found  # type: ignore[attr-defined]
+    return found
+
+
+def packed(positions: Any, tokens: int) -> Optional[numpy.ndarray]:
+    """The documents of positions that restart at 0; None unless each is 0 or one more than the one
+    before, and some but the first are 0."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != tokens:
+        return None
+    known = getattr(positions, "_encke_documents", None)
+    if known is None or known[0] != positions._version:
+        known = (positions._version, _packed(positions.detach().cpu().numpy()))
+        positions._encke_documents = known  # type: ignore[attr-defined]
+    return known[1]
+
+
+def _packed(positions: numpy.ndarray) -> Optional[numpy.ndarray]:
+    restarts = positions[:, 1:] == 0
+    if not restarts.any() or positions[:, 0].any():
+        return None
+    if not (restarts | (numpy.diff(positions) == 1)).all():
+        return None
+    documents = numpy.ones(positions.shape, dtype=numpy.int64)
+    documents[:, 1:] += restarts.cumsum(-1)
+    return documents
+
+
+class _Side(NamedTuple):
+    """At most so many tokens on one side of the query."""
+
+    right: bool
+    tokens: int
+
+
+class _Chunks(NamedTuple):
+    """Documents of this many tokens, from the first token of each batch entry on."""
+
+    tokens: int
+    first: Tensor
+    positions: Optional[Tensor]
+
+
+class _Labels(NamedTuple):
+    """Documents: keys with equal labels."""
+
+    labels: Tensor
+
+
+class _Refused(NamedTuple):
+    """Whether a query sees the key after it in spite of a causal mask."""
+
+    found: Tensor
+
+
+def _parts(function: Callable[..., Any], positions: Optional[Tensor] = None) -> Iterator[Any]:
+    """The conjunction that a mask function of transformers is made of."""
+    name = getattr(function, "__qualname__", "").split(".")[0]
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        raise _unsupported(f"the function {name or function!r}")
+    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+    given = {variable: cell.cell_contents for variable, cell in cells}
+    if name == "causal_mask_function":
+        yield "causal"
+    elif name == "and_masks":
+        for of in given["mask_functions"]:
+            yield from _parts(of, positions)
+    elif name == "or_masks":
+        # Blocks that see each other in both directions, of which there may be none.
+        first, *others = given["mask_functions"]
+        if not all(_is_empty(other) for other in others):
+            raise _unsupported("one mask or another (images that see themselves in both ways)")
+        yield from _parts(first, positions)
+    elif name == "sliding_window_overlay":
+        yield _Side(False, given["sliding_window"] - 1)
+    elif name == "sliding_window_bidirectional_overlay":
+        yield from (_Side(right, given["sliding_window"]) for right in (False, True))
+    elif name == "chunked_overlay":
+        yield _Chunks(given["chunk_size"], given["left_padding"], positions)
+    elif name == "packed_sequence_mask_function":
+        yield _Labels(given["packed_sequence_mask"])
+    elif name == "remap_positions_for_packed_sequence":
+        # Inside a document positions are consecutive, so causal and windows mean the same.
+        yield from _parts(given["mask_function"], given["position_ids"])
+    elif name != "bidirectional_mask_function":
+        raise _unsupported(f"the function {name}")
+
+
+def _probed(
+    function: Callable[..., Any], batch: int, at: Tensor, given: dict[str, Any]
+) -> list[Any]:
+    """The same where torch.compile traces, which shows no closures: from what the caller says, and
+    from which neighbours see each other."""
+    if given.get("use_vmap"):
+        raise _unsupported("one with a function of the model's own, which torch.compile hides")
+    causal = "allow_is_bidirectional_skip" not in given
+    size = given.get("local_size")
+    parts: list[Any] = ["causal"] if causal else []
+    if size is not None:
+        # A chunk is no longer than a window of its size.
+        sides = [(False, size - 1)] if causal else [(False, size), (True, size)]
+        parts += [_Side(*side) for side in sides]
+    if causal and at.shape[0] > 1:
+        entry = torch.arange(batch, device=at.device)[:, None]
+        head = torch.zeros_like(entry)
+        before = function(entry, head, at[None, 1:], at[None, :-1]).expand(batch, -1)
+        after = function(entry, head, at[None, :-1], at[None, 1:]).expand(batch, -1)
+        first = torch.zeros(batch, 1, dtype=torch.int64, device=at.device)
+        parts.append(_Labels(torch.cat([first, (~before).cumsum(-1)], -1)))
+        parts.append(_Refused(after.any()))
+    return parts
+
+
+def _is_empty(function: Callable[..., Any]) -> bool:
+    if getattr(function, "__qualname__", "").split(".")[0] != "blockwise_overlay":
+        return False
+    (cell,) = function.__closure__ or (None,)
+    return cell is not None and bool((cell.cell_contents < 0).all())
+
+
+def _unsupported(what: str) -> UnsupportedMask:
+    return UnsupportedMask(
+        f"this model's mask is {what}; Encke has causal masks, windows, chunks, packed sequences "
+        'and padding: use attn_implementation="sdpa" or "eager" for it'
+    )

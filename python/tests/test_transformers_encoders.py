@@ -1,0 +1,188 @@
+"""attn_implementation="encke" in encoders and encoder-decoders; what it never makes; refusals."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install transformers"
+)
+
+import encke.transformers  # noqa: E402
+from encke.integrations.visibility import UnsupportedMask  # noqa: E402
+from test_transformers import CLOSE, TOKENS, padded, tokens  # noqa: E402
+from test_transformers import softmax_in_the_type_of_its_input  # noqa: E402, F401
+from transformers_models import causal_pair, gradients, pair  # noqa: E402
+
+ENCODER = dict(
+    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    intermediate_size=48, max_position_embeddings=64, pad_token_id=0,
+)
+BART = dict(
+    vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    forced_eos_token_id=None,
+)
+
+
+def compare(eager, ours, call, counted, randn):
+    """Outputs at the counted tokens and the gradients of all parameters."""
+    expected, found = call(eager), call(ours)
+    torch.testing.assert_close(found[counted], expected[counted], **CLOSE)
+    weights = randn(*expected.shape)
+    wanted = gradients(eager, expected, counted, weights)
+    got = gradients(ours, found, counted, weights)
+    for name, gradient in wanted.items():
+        if gradient is not None:
+            torch.testing.assert_close(got[name], gradient, **CLOSE)
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_bert(side, randn):
+    config = transformers.BertConfig(
+        **ENCODER, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    given = dict(attention_mask=padded(side)[0]["attention_mask"]) if side else {}
+    # Every query is computed, so that hidden tokens are those of eager, too.
+    everything = torch.ones(3, TOKENS, dtype=torch.bool)
+    call = lambda model: model(tokens(), **given).last_hidden_state  # noqa: E731
+    compare(*pair(config, transformers.BertModel), call, everything, randn)
+
+
+def test_windows_to_both_sides(randn):
+    config = transformers.ModernBertConfig(
+        **ENCODER, local_attention=6, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2,
+        bos_token_id=1, eos_token_id=2,
+    )
+    given, counted = padded("right")
+    call = lambda model: model(  # noqa: E731
+        tokens(), attention_mask=given["attention_mask"]
+    ).last_hidden_state
+    compare(*pair(config, transformers.ModernBertModel), call, counted, randn)
+
+
+@pytest.mark.parametrize("targets", [5, 13, 40])
+def test_bart_with_fewer_and_more_queries_than_keys(targets, randn):
+    eager, ours = pair(transformers.BartConfig(**BART), transformers.BartForConditionalGeneration)
+    decoder_ids = tokens(count=targets)
+    given = dict(attention_mask=padded("right")[0]["attention_mask"], decoder_input_ids=decoder_ids)
+    everything = torch.ones(3, targets, dtype=torch.bool)
+    compare(eager, ours, lambda model: model(tokens(), **given).logits, everything, randn)
+
+
+def test_bart_generates():
+    eager, ours = pair(transformers.BartConfig(**BART), transformers.BartForConditionalGeneration)
+    options = dict(
+        attention_mask=padded("right")[0]["attention_mask"], max_new_tokens=20, do_sample=False,
+        eos_token_id=None,
+    )
+    assert torch.equal(ours.generate(tokens(), **options), eager.generate(tokens(), **options))
+
+
+def test_t5_whose_biases_torch_computes(randn, caplog):
+    config = transformers.T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        pad_token_id=0, decoder_start_token_id=0,
+    )
+    eager, ours = pair(config, transformers.T5ForConditionalGeneration)
+    given = dict(
+        attention_mask=padded("right")[0]["attention_mask"], decoder_input_ids=tokens(count=7)
+    )
+    everything = torch.ones(3, 7, dtype=torch.bool)
+    compare(eager, ours, lambda model: model(tokens(), **given).logits, everything, randn)
+
+
+def test_vit_makes_no_mask(randn):
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        image_size=12, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )
+    pixels = randn(2, 3, 12, 12)
+    everything = torch.ones(2, 10, dtype=torch.bool)
+    call = lambda model: model(pixels).last_hidden_state  # noqa: E731
+    compare(*pair(config, transformers.ViTModel), call, everything, randn)
+
+
+def test_cross_attention_of_a_decoder(randn):
+    config = transformers.GPT2Config(
+        vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4, add_cross_attention=True,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+    )
+    memory = randn(3, 9, 32)
+    given = dict(
+        encoder_hidden_states=memory,
+        encoder_attention_mask=torch.arange(9) < torch.tensor([[9], [4], [1]]),
+    )
+    everything = torch.ones(3, TOKENS, dtype=torch.bool)
+    call = lambda model: model(tokens(), **given).logits  # noqa: E731
+    compare(*pair(config, transformers.GPT2LMHeadModel), call, everything, randn)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest result of any operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for of in found if isinstance(found, (list, tuple)) else (found,):
+            if isinstance(of, torch.Tensor):
+                self.elements = max(self.elements, of.untyped_storage().nbytes() // of.itemsize)
+        return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_no_tensor_of_queries_times_keys(name):
+    eager, ours = causal_pair(name)
+    ids = torch.randint(3, 61, (2, 512))
+    mask = torch.ones_like(ids)
+    mask[1, :160] = 0
+    largest = {}
+    for model in (eager, ours):
+        with LargestTensor() as largest[model.config._attn_implementation]:
+            model.model(ids, attention_mask=mask)
+    assert largest["eager"].elements >= 512 * 512
+    assert largest["encke"].elements < 512 * 512 / 2
+
+
+def test_attention_weights_are_refused():
+    _, ours = causal_pair("llama")
+    with pytest.raises(ValueError, match="output_attentions"):
+        ours(tokens(), output_attentions=True)
+
+
+def test_masks_that_are_no_pattern_are_refused():
+    from transformers.masking_utils import create_causal_mask
+
+    _, ours = causal_pair("llama")
+    embedded = torch.zeros(1, 8, 32)
+    with pytest.raises(UnsupportedMask, match="one mask or another"):
+        create_causal_mask(
+            ours.config, embedded, None, None, or_mask_function=lambda b, h, q, k: k == 0
+        )
+    with pytest.raises(UnsupportedMask, match="function .*even"):
+        create_causal_mask(ours.config, embedded, None, None, and_mask_function=even)
+
+
+def even(batch, head, query, key):
+    """Every second key."""
+    return key % 2 == 0
+
+
+def test_a_hole_in_a_window_is_refused():
+    _, ours = causal_pair("mistral")
+    mask = torch.ones(3, TOKENS, dtype=torch.int64)
+    mask[1, 4] = 0
+    with pytest.raises(UnsupportedMask, match="padding at token 4"):
+        ours(tokens(), attention_mask=mask)
+
+
+def test_a_hole_without_a_window(randn):
+    eager, ours = causal_pair("llama")
+    mask = torch.ones(3, TOKENS, dtype=torch.int64)
+    mask[1, 4] = 0
+    call = lambda model: model(tokens(), attention_mask=mask).logits  # noqa: E731
+    compare(eager, ours, call, mask.bool(), randn)
