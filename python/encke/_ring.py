@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from encke import _cuda, _encke
-from encke._torch import _computed_in, _summed_in
+from encke import _cuda, _encke, _gpu
 from encke._wire import Disagreement, Wire, wire_of
 from encke.options import Options
 
@@ -71,14 +70,11 @@ class Ring(NamedTuple):
                 of = None if sinks is None else sinks.tolist()
                 return self.shard.forward(self.tokens, q, k, v, call, of)
             _cuda.prepare()
-            dtype = _computed_in(q, self.precision)
             with torch.cuda.device(q.device):
-                out = torch.empty(q.shape, dtype=dtype, device=q.device)
-                lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
+                outputs = _gpu.outputs(q, v, self.precision)
                 stream = torch.cuda.current_stream().cuda_stream
-                outputs = (out, lse)
                 _encke.enqueue_shard(self.shard, self.tokens, (q, k, v), outputs, stream, call)
-            return out, lse, None, None
+                return *_gpu.with_sinks(*outputs, sinks), None, None
 
     def backward(self, *saved: Optional[Tensor], dout: Tensor, dlse: Optional[Tensor]) -> Any:
         """dq, dk, dv, and this rank's share of the gradient of the sinks, which are saved last."""
@@ -91,13 +87,12 @@ class Ring(NamedTuple):
                     self.tokens, q, k, v, saved[3:7], dout, dlse, call, of
                 )
                 return *gradients, None if sinks is None else sinks.new_tensor(dsinks)
-            dtype = _computed_in(q, self.precision)
             with torch.cuda.device(q.device):
-                gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
+                gradients = _gpu.gradients(q, k, v, self.precision)
                 stream = torch.cuda.current_stream().cuda_stream
                 inputs = (q, k, v, out, lse, dout, dlse)
                 _encke.enqueue_shard(self.shard, self.tokens, inputs, gradients, stream, call)
-            return *gradients, None
+                return *gradients, _gpu.sink_gradient(sinks, out, lse, dout, dlse)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -177,9 +172,6 @@ def ring_of(
         shard = _shard(wire, options, every)
         wire.agreed.put(options, (options, every), shard)
     q, k, v = given
-    if q.is_cuda and (request.sinks or shard.cpu_only is not None):
-        alone = "sinks is computed on the cpu only; leave it out, or move the tensors to the cpu"
-        raise ValueError(shard.cpu_only or alone)
     if q.is_cuda and (0 in every or shard.splits_slots or options.checkpoint != "keep"):
         raise ValueError(
             "on GPUs every rank must have rows, branches must be combined under one softmax "

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from encke import _cuda, _encke
+from encke import _gpu
+from encke._gpu import computed_in as _computed_in, summed_in as _summed_in
 from encke.masks import boundaries, documents_of, key_lengths_of, numbers, seed_of, slopes_of
 from encke.options import SLOPES, Options, find, with_masks
-from encke.padding import find_padded
+from encke.padding import PaddedAttention, find_padded
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SHARDING = Options._fields.index("sharding")
@@ -30,12 +31,6 @@ _WINDOW = Options._fields.index("window")
 _DROPOUT = Options._fields.index("dropout")
 # Whether autocast is on for any device: faster than asking for one device.
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_DTYPES = {
-    "f64": torch.float64,
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-}
 
 
 def attention(
@@ -54,7 +49,7 @@ def attention(
         if return_lse or torch._C._are_functorch_transforms_active():
             return _Attention.apply(q, k, v, None, found)
         return _out(q, k, v, found), None
-    out, lse, _, _ = found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
+    out, lse, _, _ = found.forward(q, k, v) if q.is_cpu else _forward(found, q, k, v)
     return out, lse
 
 
@@ -125,32 +120,11 @@ def _forward(
     found: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor] = None
 ) -> tuple[Any, ...]:
     """out, lse, and both by slot where branches keep slots of their own."""
-    if sinks is None:
-        return found.forward(q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
-    refuse_on_gpu(q, found, sinks)
-    return found.forward(q, k, v, sinks.tolist())
-
-
-def refuse_on_gpu(q: Tensor, found: Any, sinks: Optional[Tensor]) -> None:
-    """Refuses what GPU kernels do not have, before anything is allocated."""
-    if q.is_cuda and (sinks is not None or found.cpu_only is not None):
-        alone = "sinks is computed on the cpu only; leave it out, or move the tensors to the cpu"
-        raise ValueError(found.cpu_only or alone)
-
-
-def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """The same on a GPU; the extension refuses tensors on other devices."""
     if not q.is_cuda:
-        return found.forward(q, k, v)
-    refuse_on_gpu(q, found, None)
-    _cuda.prepare()
-    dtype = _computed_in(q, found.precision)
-    with torch.cuda.device(q.device):
-        out = torch.empty(q.shape, dtype=dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
-        stream = torch.cuda.current_stream().cuda_stream
-        _encke.enqueue(found, (q, k, v), (out, lse), stream)
-    return out, lse, None, None
+        return found.forward(q, k, v, None if sinks is None else sinks.tolist())
+    if isinstance(found, PaddedAttention):
+        return found.forward(q, k, v, sinks, _gpu.forward)
+    return _gpu.forward(found, q, k, v, sinks)
 
 
 def _forward_and_save(
@@ -250,20 +224,14 @@ def _backward(
     # The gradient of a sum has stride 0, which the library does not read.
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
+    saved = (out, lse, slot_out, slot_lse)
     if not q.is_cuda:
-        saved = (out, lse, slot_out, slot_lse)
         of = None if sinks is None else sinks.tolist()
         dq, dk, dv, dsinks = found.backward(q, k, v, saved, dout, dlse, of)
         return dq, dk, dv, None if sinks is None else sinks.new_tensor(dsinks)
-    refuse_on_gpu(q, found, sinks)
-    if out is None:
-        out, lse, _, _ = _forward(found, q, k, v)
-    dtype = _computed_in(q, found.precision)
-    with torch.cuda.device(q.device):
-        gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
-        stream = torch.cuda.current_stream().cuda_stream
-        _encke.enqueue(found, (q, k, v, out, lse, dout, dlse), gradients, stream)
-    return *gradients, None
+    if isinstance(found, PaddedAttention):
+        return found.backward(q, k, v, saved, dout, dlse, sinks, _gpu.backward)
+    return _gpu.backward(found, q, k, v, saved, dout, dlse, sinks)
 
 
 # The custom operators. Sharding, ranks, window and slopes are two arguments each, because a schema
@@ -434,14 +402,6 @@ def fake_outputs(found: Any, q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return _without_none(out, lse, None, None)
     by_slot = (batch, queries, found.slots(int(heads)))
     return out, lse, q.new_empty((*by_slot, dim), dtype=sums), q.new_empty(by_slot, dtype=sums)
-
-
-def _computed_in(q: Tensor, precision: Optional[str]) -> torch.dtype:
-    return q.dtype if precision is None else _DTYPES[precision]
-
-
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _operator_backward(

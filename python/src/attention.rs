@@ -10,7 +10,7 @@ use pyo3::types::PyDict;
 use crate::error;
 use crate::host_passes::{
     PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PySizes, PyTensor, QkvInputs,
-    cpu_only, export_forward, export_gradients, pass, shape, with_dsinks,
+    export_forward, export_gradients, pass, shape, with_dsinks,
 };
 use crate::owned::{export, unshare};
 use crate::settings::{PyPatternOptions, PyRingOptions, dtype};
@@ -59,12 +59,6 @@ impl Attention {
     #[getter]
     fn precision(&self) -> PyResult<Option<String>> {
         Ok(self.ring.computed()?.map(|dtype| dtype.to_string()))
-    }
-
-    /// Why these settings are refused on a GPU; None if they are not.
-    #[getter]
-    pub fn cpu_only(&self) -> Option<String> {
-        cpu_only(self.library.pattern(), &self.ring)
     }
 
     /// The number of slots of `heads` heads.

@@ -149,29 +149,6 @@ pub(crate) fn with_dsinks(
     Ok(backward)
 }
 
-/// Why these settings are refused on a GPU; None if its kernels have them.
-pub(crate) fn cpu_only(pattern: &Pattern, ring: &PyRingOptions) -> Option<String> {
-    let mut found = Vec::new();
-    if pattern.has_bounded_window() {
-        found.push("window");
-    }
-    if pattern.document_list().is_some() {
-        found.push("documents");
-    }
-    if ring.transforms_scores() {
-        found.push("softcap or alibi_slopes");
-    }
-    if ring.drops() {
-        found.push("dropout");
-    }
-    (!found.is_empty()).then(|| {
-        format!(
-            "{} is computed on the cpu only; leave it out, or move the tensors to the cpu",
-            found.join(" and ")
-        )
-    })
-}
-
 /// Sizes of a call: (batch, tokens, heads, kv_heads, dim), and the number of queries and the head
 /// dimension of the values if they differ from tokens and dim.
 #[derive(FromPyObject)]

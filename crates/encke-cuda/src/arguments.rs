@@ -23,7 +23,7 @@ pub(crate) struct TableCache {
 /// A kernel argument, and the tables on the device that it points to.
 pub(crate) struct KernelArgument<T> {
     pub value: T,
-    tables: Vec<Arc<DeviceAllocation>>,
+    pub(crate) tables: Vec<Arc<DeviceAllocation>>,
 }
 
 impl<T> KernelArgument<T> {
@@ -109,7 +109,7 @@ impl TableCache {
         Ok(KernelArgument { value, tables })
     }
 
-    fn operand(
+    pub(crate) fn operand(
         &self,
         device: &Arc<Device>,
         operand: &Operand,
@@ -150,7 +150,7 @@ pub(crate) fn groups(keys: &Operand) -> (Vec<i64>, usize) {
 }
 
 /// A count as an `int` of the device.
-fn to_i32(count: usize, what: &str) -> Result<i32> {
+pub(crate) fn to_i32(count: usize, what: &str) -> Result<i32> {
     i32::try_from(count).map_err(|_| Error::Unsupported {
         what: format!("{count} {what}: the limit is {}", i32::MAX),
     })

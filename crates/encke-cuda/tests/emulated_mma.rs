@@ -1,6 +1,6 @@
 //! The mma.sync kernels on a CPU model of their instructions (`emu/mma.h`), against loops in f64.
 //!
-//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; `emu/mma_*_test.cpp`
+//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; `emu/*_test.cpp`
 //! define the checks and their jobs.
 
 use std::ffi::OsString;
@@ -18,8 +18,8 @@ struct EmulatedVariant {
 }
 
 const NAMES: [&str; 5] = ["HD", "WARPS", "MT", "BLOCK", "ALIGNED"];
-const FORWARD: &str = "mma_forward_test.cpp";
-const BACKWARD: &str = "mma_backward_test.cpp";
+const FORWARD: &str = "forward_test.cpp";
+const BACKWARD: &str = "backward_test.cpp";
 const BOTH: &[&str] = &["-DOWNS_KEYS", "-DPARTS=3"];
 const ONLY_DK: &[&str] = &["-DOWNS_KEYS", "-DPARTS=2"];
 

@@ -104,7 +104,8 @@ fn plan_any_gpu(job: &Job) -> Option<BackwardLaunch> {
     let variant = VARIANTS.iter().find(|variant| job.dim <= variant.dim)?;
     let (rows, keys) = (extents(job, job.queries), extents(job, job.keys));
     let dout = cell_rows(&job.cells, job.dim);
-    let supported = job.queries > 0
+    let supported = job.is_plain()
+        && job.queries > 0
         && job.keys > 0
         && job.heads > 0
         && tensor_map::fits(&job.q, &rows)

@@ -69,6 +69,7 @@ fn plan(
 ) -> Option<ForwardLaunch> {
     let (q, k) = extents(job);
     let supported = device.capability() == CAPABILITY
+        && job.is_plain()
         && matches!(dtype, DType::Bf16 | DType::F16)
         && job.dim <= hopper_tilings::MAX_DIM
         && job.queries > 0

@@ -21,7 +21,7 @@ const CAPABILITY: (i32, i32) = (8, 0);
 /// Whether these kernels support a job.
 pub(crate) fn supports(device: &Device, job: &Job, dtype: DType) -> bool {
     let halves = matches!(dtype, DType::Bf16 | DType::F16);
-    device.capability() >= CAPABILITY && halves && job.dim <= MAX_DIM
+    device.capability() >= CAPABILITY && halves && job.dim <= MAX_DIM && job.is_plain()
 }
 
 /// Programs that tests compile ahead of time: every tiling on a GPU that uses it, with types and
