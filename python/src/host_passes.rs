@@ -5,13 +5,12 @@
 
 use std::sync::Arc;
 
-use encke::{Backward, Error, Pass, Pattern, SavedOutput, Shape, Tensor, View, sinks};
+use encke::{Backward, Error, Pass, SavedOutput, Shape, Tensor, View, sinks};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error;
 use crate::owned::{export, unshare};
-use crate::settings::PyRingOptions;
 use crate::tensor::{TensorDevice, TensorLibrary, TensorRef};
 
 /// A tensor as Python passes it.
