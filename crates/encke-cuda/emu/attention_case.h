@@ -141,10 +141,19 @@ static std::vector<Element> random_elements(Random& random, i64 n) {
 }
 
 #if MASKED
+// Which of softcap, slopes and dropout jobs have: mma.sync kernels are compiled for them, others
+// look at the job.
+#ifdef PLAIN
+static bool draws(Random& random, int) { return random.below(3) == 0; }
+#else
+static bool draws(Random&, int compiled) { return compiled; }
+#endif
 static std::string draw_mask(Case& c, Random& random) {
   Job& j = c.job; MaskParams& m = j.mask;
   const i64 unbounded = (i64)1 << 62;
-  auto limit = [&]() -> i64 { return random.below(3) ? random.below(random.coin() ? 12 : 90) : unbounded; };
+  auto limit = [&]() -> i64 {
+    return random.below(3) ? random.below(random.coin() ? 12 : 90) : unbounded;
+  };
   i64 left = limit(), right = random.below(3) ? 0 : limit();
   auto piece = [&](int first_query, int end_query, int first_key, int end_key) {
     PieceParams p{random.below(20), random.between(1, 3), random.below(40), random.between(1, 3),
@@ -152,7 +161,8 @@ static std::string draw_mask(Case& c, Random& random) {
     if (random.coin()) p.query_step = p.key_step = 1;
     c.pieces.push_back(p);
   };
-  const bool documents = random.coin();
+  // A packed job has no coins.
+  const bool drops = draws(random, DROPOUT), documents = !drops && random.coin();
   m.kept = 0;
   if (!documents) piece(0, j.queries, 0, j.keys);
   int i = 0, k = 0;
@@ -163,12 +173,12 @@ static std::string draw_mask(Case& c, Random& random) {
     piece(i, i + queries, k, k + keys);
     i += queries; k += keys;
   }
-  if (random.below(3) == 0) m.softcap = 0.3 + random.below(3);
-  if (random.below(3) == 0) {
+  if (draws(random, SOFTCAP)) m.softcap = 0.3 + random.below(3);
+  if (draws(random, SLOPES)) {
     for (int h = 0; h < j.heads; h++) c.slopes.push_back(0.01 + 0.02 * random.below(4));
     m.slopes = c.slopes.data();
   }
-  if (!documents && random.coin()) {
+  if (drops) {
     double probability = 0.1 + 0.2 * random.below(4);
     m.kept = 1 / (1 - probability);
     m.threshold = (u64)std::ceil(probability * 4294967296.0);

@@ -17,6 +17,7 @@ use crate::arguments::{KernelArgument, TableCache, to_i32};
 use crate::device::Device;
 use crate::error::Result;
 use crate::launch::KernelValue;
+use crate::program::Program;
 
 /// Further than any position, and small enough to be added to one.
 const UNBOUNDED: i64 = 1 << 62;
@@ -28,6 +29,41 @@ pub(crate) enum TileRows {
     Queries,
     /// Keys; tiles stream queries.
     Keys,
+}
+
+/// What tensor core programs are compiled for, beside dimensions and types.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct JobFeatures {
+    /// Anything but a dense or causal job with plain scores.
+    pub masked: bool,
+    pub softcap: bool,
+    pub slopes: bool,
+    pub dropout: bool,
+}
+
+impl JobFeatures {
+    /// Those of a job.
+    pub fn of(job: &Job) -> JobFeatures {
+        let transform = job.transform.as_ref();
+        JobFeatures {
+            masked: !job.is_plain(),
+            softcap: transform.is_some_and(|of| of.softcap.is_some()),
+            slopes: transform.is_some_and(|of| of.slopes.is_some()),
+            dropout: job.dropout.is_some(),
+        }
+    }
+
+    /// The program with the macros of these features.
+    pub fn define(&self, program: Program) -> Program {
+        let all = [
+            ("MASKED", self.masked),
+            ("SOFTCAP", self.softcap),
+            ("SLOPES", self.slopes),
+            ("DROPOUT", self.dropout),
+        ];
+        let present = all.into_iter().filter(|(_, present)| *present);
+        present.fold(program, |program, (name, _)| program.define(name, 1))
+    }
 }
 
 /// A job as the argument of a kernel with tiles of rows.

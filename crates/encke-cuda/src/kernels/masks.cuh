@@ -3,8 +3,19 @@
 //
 // The decision here: a tile of rows lies in one piece (a document, or the whole job), so that its
 // visible rows follow from one band. Tiles come from a list, longest first, which the host makes.
+//
+// Tensor core kernels are also compiled for what a job has of SOFTCAP, SLOPES and DROPOUT.
 #ifndef MASKED
 #define MASKED 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef SLOPES
+#define SLOPES 0
+#endif
+#ifndef DROPOUT
+#define DROPOUT 0
 #endif
 
 // Rows start..end.
