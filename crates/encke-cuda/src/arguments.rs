@@ -37,6 +37,11 @@ impl TableCache {
     /// A table on the device, uploaded unless an equal one is cached. Cached tables are never
     /// freed: CUDA graphs keep their addresses.
     pub fn get(&self, device: &Arc<Device>, values: Vec<i64>) -> Result<Arc<DeviceAllocation>> {
+        // An empty table has an address, too.
+        let values = match values.is_empty() {
+            true => vec![0],
+            false => values,
+        };
         let mut tables = lock(&self.tables);
         if let Some(table) = tables.get(&values) {
             return Ok(Arc::clone(table));

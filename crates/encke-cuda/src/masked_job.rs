@@ -53,6 +53,12 @@ impl JobFeatures {
         }
     }
 
+    /// Whether queries see ranges of keys, and the job has nothing else.
+    pub fn only_ranges(job: &Job) -> bool {
+        let plain = job.transform.is_none() && job.dropout.is_none();
+        plain && job.dim == job.value_dim && !job.is_plain()
+    }
+
     /// The program with the macros of these features.
     pub fn define(&self, program: Program) -> Program {
         let all = [
@@ -102,10 +108,10 @@ impl JobArgument {
 
 /// Query rows that see only some key rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct PieceRows {
-    queries: Range<usize>,
-    keys: Range<usize>,
-    band: Band,
+pub(crate) struct PieceRows {
+    pub queries: Range<usize>,
+    pub keys: Range<usize>,
+    pub band: Band,
 }
 
 impl PieceRows {
@@ -174,7 +180,7 @@ impl PieceRows {
 }
 
 /// The pieces of a job. Together they have every query: one that sees nothing must be written, too.
-fn pieces(job: &Job) -> Vec<PieceRows> {
+pub(crate) fn pieces(job: &Job) -> Vec<PieceRows> {
     let (queries, keys) = (0..job.queries, 0..job.keys);
     let listed = match &job.mask {
         None => return vec![PieceRows::new(queries, keys, None)],
@@ -206,6 +212,14 @@ fn tile_list(pieces: &[PieceRows], rows: TileRows, size: usize) -> Vec<i64> {
     }
     all.sort_by_key(|(_, streamed)| Reverse(*streamed));
     all.into_iter().map(|(entry, _)| entry).collect()
+}
+
+/// The pieces of a job that have keys, as a table, and their number.
+pub(crate) fn pieces_with_keys(job: &Job) -> (Vec<i64>, usize) {
+    let pieces = pieces(job).into_iter();
+    let with_keys: Vec<PieceRows> = pieces.filter(|piece| !piece.keys.is_empty()).collect();
+    let words = with_keys.iter().flat_map(PieceRows::words).collect();
+    (words, with_keys.len())
 }
 
 impl TableCache {

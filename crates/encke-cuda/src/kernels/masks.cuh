@@ -24,14 +24,6 @@ DEV Range common_rows(Range a, Range b) {
   return Range{a.start > b.start ? a.start : b.start, a.end < b.end ? a.end : b.end};
 }
 
-#if MASKED
-// As `MaskedJobParams` in src/abi.rs.
-struct Job : JobParams { MaskParams mask; };
-static_assert(sizeof(Job) == 424, "src/abi.rs has another layout");
-DEV int value_dim(const Job& job) { return job.mask.value_dim; }
-DEV const OperandParams& values(const Job& job) { return job.mask.v; }
-DEV const PieceParams& piece_at(const Job& job, i64 entry) { return job.mask.pieces[entry >> 32]; }
-
 // How many of `rows` rows, at positions `first`, `first + step`..., lie before `position`.
 DEV int rows_before(i64 position, i64 first, i64 step, int rows) {
   i64 above = position - first;
@@ -58,6 +50,14 @@ DEV Range queries_of(const PieceParams& p, int j) {
   return Range{p.first_query + rows_before(y - p.right, p.query, p.query_step, queries),
       p.first_query + rows_before(y + p.left + 1, p.query, p.query_step, queries)};
 }
+
+#if MASKED
+// As `MaskedJobParams` in src/abi.rs.
+struct Job : JobParams { MaskParams mask; };
+static_assert(sizeof(Job) == 424, "src/abi.rs has another layout");
+DEV int value_dim(const Job& job) { return job.mask.value_dim; }
+DEV const OperandParams& values(const Job& job) { return job.mask.v; }
+DEV const PieceParams& piece_at(const Job& job, i64 entry) { return job.mask.pieces[entry >> 32]; }
 
 // Philox4x32-10, as in encke-core's dropout.rs.
 struct Coins { u32 word[4]; };

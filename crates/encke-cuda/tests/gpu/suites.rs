@@ -23,7 +23,7 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
     };
     let even = KernelSuite {
         dims: ALIGNED,
-        // These are computed by other families.
+        // Other families compute most of these; windows and documents are those of the fastest one.
         masks: false,
         value_dims: false,
         dropout: false,
