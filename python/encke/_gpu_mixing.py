@@ -102,12 +102,12 @@ class GpuMixing:
 
 
 def add_terms(out: Tensor, lse: Tensor, terms: Tensor) -> None:
-    """Adds the logarithms of extra terms to finished rows, in place."""
+    """Adds the logarithms of extra terms to finished rows, in place: out shrinks, lse grows. A row
+    that sees no key keeps out = 0, and its lse is that of the terms."""
     before = lse.clone()
     torch.logaddexp(before, terms.expand_as(lse), out=lse)
-    # A row without keys has an output of 0, and minus infinity less minus infinity is no number.
-    factor = torch.exp(before - lse).nan_to_num_(0.0)
-    out.mul_(factor[..., None])
+    factor = torch.where(before == -torch.inf, 0.0, torch.exp(before - lse))
+    out.mul_(factor.unsqueeze(-1))
 
 
 def is_needed(options: Options) -> bool:

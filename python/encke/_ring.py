@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from encke import _cuda, _encke
+from encke import _cuda, _encke, _gpu
 from encke._gpu_mixing import GpuMixing, is_needed
 from encke._readable import readable
-from encke._torch import _computed_in, _summed_in
 from encke._wire import Disagreement, Wire, wire_of
 from encke.options import Options
 
@@ -78,9 +77,8 @@ class Ring(NamedTuple):
                 of = None if sinks is None else sinks.tolist()
                 return self.shard.forward(self.tokens, q, k, v, call, of)
             mixing = self._mixing()
-            if mixing is not None:
-                return *mixing.forward(q, k, v), None, None
-            return *self.attend(q, k, v), None, None
+            results = self.attend(q, k, v) if mixing is None else mixing.forward(q, k, v)
+            return *_gpu.with_sinks(*results, sinks), None, None
 
     def backward(self, *saved: Optional[Tensor], dout: Tensor, dlse: Optional[Tensor]) -> Any:
         """dq, dk, dv, and this rank's share of the gradient of the sinks, which are saved last."""
@@ -95,9 +93,8 @@ class Ring(NamedTuple):
                 return *gradients, None if sinks is None else sinks.new_tensor(dsinks)
             inputs = (q, k, v, out, lse, dout, dlse)
             mixing = self._mixing()
-            if mixing is not None:
-                return *mixing.backward(*inputs), None
-            return *self.differentiate(*inputs), None
+            run = self.differentiate if mixing is None else mixing.backward
+            return *run(*inputs), _gpu.sink_gradient(sinks, out, lse, dout, dlse)
 
     def _mixing(self) -> Optional[GpuMixing]:
         if not is_needed(self.options):
@@ -113,22 +110,18 @@ class Ring(NamedTuple):
         """out and lse of a call on a GPU, without extra terms."""
         call = self.wire.call(f"forward {self.description}", q.device)
         _cuda.prepare()
-        dtype = _computed_in(q, self.precision)
         with torch.cuda.device(q.device):
-            out = torch.empty(q.shape, dtype=dtype, device=q.device)
-            lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
+            outputs = _gpu.outputs(q, v, self.precision)
             stream = torch.cuda.current_stream().cuda_stream
-            outputs = (out, lse)
             _encke.enqueue_shard(self._kernels, self.tokens, (q, k, v), outputs, stream, call)
-        return out, lse
+        return outputs
 
     def differentiate(self, *inputs: Optional[Tensor]) -> list[Tensor]:
         """dq, dk and dv of a call on a GPU."""
         q, k, v = (x for x in inputs[:3] if x is not None)
         call = self.wire.call(f"backward {self.description}", q.device)
-        dtype = _computed_in(q, self.precision)
         with torch.cuda.device(q.device):
-            gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
+            gradients = _gpu.gradients(q, k, v, self.precision)
             stream = torch.cuda.current_stream().cuda_stream
             _encke.enqueue_shard(self._kernels, self.tokens, inputs, gradients, stream, call)
         return gradients
@@ -215,9 +208,6 @@ def ring_of(
     options = request.options
     shard = shard_of(wire, options, every)
     q, k, v = given
-    if q.is_cuda and (request.sinks or shard.cpu_only is not None):
-        alone = "sinks is computed on the cpu only; leave it out, or move the tensors to the cpu"
-        raise ValueError(shard.cpu_only or alone)
     if q.is_cuda and (0 in every or options.mode == "fkodom" or options.checkpoint != "keep"):
         raise ValueError(
             'on GPUs every rank must have rows, mode="fkodom" is not computed and checkpoint must '

@@ -20,8 +20,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from encke import _cuda, _encke, _readable, _rules
-from encke._gpu_mixing import GpuMixing
+from encke import _gpu, _readable, _rules
+from encke._gpu import computed_in as _computed_in, summed_in as _summed_in
 from encke._observed import (
     PLAIN,
     dispatched,
@@ -33,7 +33,7 @@ from encke._observed import (
 )
 from encke.masks import boundaries, documents_of, key_lengths_of, numbers, seed_of, slopes_of
 from encke.options import SLOPES, Options, find, with_masks
-from encke.padding import find_padded
+from encke.padding import PaddedAttention, find_padded
 
 _SHARDING = Options._fields.index("sharding")
 _RANKS = Options._fields.index("ranks")
@@ -42,12 +42,6 @@ _DROPOUT = Options._fields.index("dropout")
 _MIXING_GRADIENT = Options._fields.index("mixing_gradient")
 # Whether autocast is on for any device: faster than asking for one device.
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_DTYPES = {
-    "f64": torch.float64,
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-}
 
 
 def attention(
@@ -149,70 +143,11 @@ def _forward(
     found: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor] = None
 ) -> tuple[Any, ...]:
     """out, lse, and both by slot where branches keep slots of their own."""
-    if sinks is None:
-        return _readable.forward(found, q, k, v) if q.is_cpu else _forward_gpu(found, q, k, v)
-    refuse_on_gpu(q, found, sinks)
-    return _readable.forward(found, q, k, v, sinks.tolist())
-
-
-def refuse_on_gpu(q: Tensor, found: Any, sinks: Optional[Tensor]) -> None:
-    """Refuses what GPU kernels do not have, before anything is allocated."""
-    if q.is_cuda and (sinks is not None or found.cpu_only is not None):
-        alone = "sinks is computed on the cpu only; leave it out, or move the tensors to the cpu"
-        raise ValueError(found.cpu_only or alone)
-
-
-def _forward_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """The same on a GPU; the extension refuses tensors on other devices."""
     if not q.is_cuda:
-        return _readable.forward(found, q, k, v)
-    refuse_on_gpu(q, found, None)
-    if found.mixes:
-        return *_mixing(found).forward(q, k, v), None, None
-    return *_attend_gpu(found, q, k, v), None, None
-
-
-def _attend_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    _cuda.prepare()
-    dtype = _computed_in(q, found.precision)
-    with torch.cuda.device(q.device):
-        out = torch.empty(q.shape, dtype=dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=_summed_in(dtype), device=q.device)
-        stream = torch.cuda.current_stream().cuda_stream
-        _encke.enqueue(found, (q, k, v), (out, lse), stream)
-    return out, lse
-
-
-def _differentiate_gpu(found: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    dtype = _computed_in(q, found.precision)
-    with torch.cuda.device(q.device):
-        gradients = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
-        stream = torch.cuda.current_stream().cuda_stream
-        _encke.enqueue(found, (q, k, v, *rest), gradients, stream)
-    return gradients
-
-
-class _OneProcess:
-    """Attention on a GPU, as :class:`GpuMixing` takes it."""
-
-    def __init__(self, options: Options) -> None:
-        # What is around the calls of the kernels is not their part.
-        self._found = find(tuple(options._replace(padding=None)))
-        self._padded = find(tuple(options))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _attend_gpu(self._found, q, k, v)
-
-    def differentiate(self, *inputs: Any) -> list[Tensor]:
-        return _differentiate_gpu(self._found, *inputs)
-
-    def phantoms(self, q: Tensor, k: Tensor, v: Tensor) -> Optional[bytes]:
-        sizes = (*k.shape[:2], q.shape[2], *k.shape[2:], q.shape[1], v.shape[3])
-        return self._padded.phantoms(sizes)
-
-
-def _mixing(found: Any) -> GpuMixing:
-    return GpuMixing(Options(**found.options), _OneProcess)
+        return _readable.forward(found, q, k, v, None if sinks is None else sinks.tolist())
+    if isinstance(found, PaddedAttention):
+        return found.forward(q, k, v, sinks, _gpu.forward)
+    return _gpu.forward(found, q, k, v, sinks)
 
 
 def _forward_and_save(
@@ -308,18 +243,14 @@ def _backward(
     # The gradient of a sum has stride 0, which the library does not read.
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
+    saved = (out, lse, slot_out, slot_lse)
     if not q.is_cuda:
-        saved = (out, lse, slot_out, slot_lse)
         of = None if sinks is None else sinks.tolist()
         dq, dk, dv, dsinks = _readable.backward(found, q, k, v, saved, dout, dlse, of)
         return dq, dk, dv, None if sinks is None else sinks.new_tensor(dsinks)
-    refuse_on_gpu(q, found, sinks)
-    if out is None:
-        out, lse, _, _ = _forward(found, q, k, v)
-    inputs = (q, k, v, out, lse, dout, dlse)
-    if found.mixes:
-        return *_mixing(found).backward(*inputs), None
-    return *_differentiate_gpu(found, *inputs), None
+    if isinstance(found, PaddedAttention):
+        return found.backward(q, k, v, saved, dout, dlse, sinks, _gpu.backward)
+    return _gpu.backward(found, q, k, v, saved, dout, dlse, sinks)
 
 
 # The custom operators. Sharding, ranks, window and slopes are two arguments each, because a schema
@@ -499,14 +430,6 @@ def fake_outputs(found: Any, q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return _without_none(out, lse, None, None)
     by_slot = (batch, queries, found.slots(int(heads)))
     return out, lse, q.new_empty((*by_slot, dim), dtype=sums), q.new_empty(by_slot, dtype=sums)
-
-
-def _computed_in(q: Tensor, precision: Optional[str]) -> torch.dtype:
-    return q.dtype if precision is None else _DTYPES[precision]
-
-
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _operator_backward(

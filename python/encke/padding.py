@@ -35,15 +35,14 @@ class PaddedAttention:
         self.splits_slots = self._unpacked.splits_slots
         self.recomputes = self._unpacked.recomputes
         self.precision = self._unpacked.precision
-        self.mixes = False
-        self.cpu_only = (
-            "key_lengths is computed on the cpu only; leave it out, or move the tensors to the cpu"
-        )
 
-    def forward(self, q: Any, k: Any, v: Any, sinks: Any = None) -> tuple[Any, ...]:
-        """out, lse, and both by slot where branches keep slots of their own."""
+    def forward(
+        self, q: Any, k: Any, v: Any, sinks: Any = None, run: Any = _encke.Attention.forward
+    ) -> tuple[Any, ...]:
+        """out, lse, and both by slot where branches keep slots of their own; ``run`` computes the
+        packed rows."""
         rows = self._rows(q, k, v)
-        out, lse, slot_out, slot_lse = self._attention(q).forward(*rows.pack(q, k, v), sinks)
+        out, lse, slot_out, slot_lse = run(self._attention(q), *rows.pack(q, k, v), sinks)
         return (
             rows.unpack(out, 0.0),
             rows.unpack(lse, -math.inf),
@@ -52,13 +51,21 @@ class PaddedAttention:
         )
 
     def backward(
-        self, q: Any, k: Any, v: Any, saved: Any, dout: Any, dlse: Any, sinks: Any = None
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        saved: Any,
+        dout: Any,
+        dlse: Any,
+        sinks: Any = None,
+        run: Any = _encke.Attention.backward,
     ) -> tuple[Any, ...]:
         """dq, dk, dv and the gradient of the sinks."""
         rows = self._rows(q, k, v)
         saved = tuple(rows.pack(*saved))
         packed = rows.pack(q, k, v, dout, dlse)
-        dq, dk, dv, dsinks = self._attention(q).backward(*packed[:3], saved, *packed[3:], sinks)
+        dq, dk, dv, dsinks = run(self._attention(q), *packed[:3], saved, *packed[3:], sinks)
         return rows.unpack(dq, 0.0), rows.unpack(dk, 0.0), rows.unpack(dv, 0.0), dsinks
 
     def _rows(self, q: Any, k: Any, v: Any) -> _Rows:

@@ -11,7 +11,7 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::error;
 use crate::host_passes::{
     PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PySizes, PyTensor, QkvInputs,
-    cpu_only, export_forward, export_gradients, mixes, pass, phantoms, shape, with_dsinks,
+    export_forward, export_gradients, mixes, pass, phantoms, shape, with_dsinks,
 };
 use crate::owned::{export, unshare};
 use crate::settings::{PyPatternOptions, PyRingOptions, dtype};
@@ -78,12 +78,6 @@ impl Attention {
     #[getter]
     fn precision(&self) -> PyResult<Option<String>> {
         Ok(self.ring.computed()?.map(|dtype| dtype.to_string()))
-    }
-
-    /// Why these settings are refused on a GPU; None if they are not.
-    #[getter]
-    pub fn cpu_only(&self) -> Option<String> {
-        cpu_only(self.library.pattern(), &self.ring)
     }
 
     /// The number of slots of `heads` heads.

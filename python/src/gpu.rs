@@ -148,9 +148,6 @@ fn refuse_on_gpu(attention: &Attention) -> PyResult<()> {
             "\"auto\" chooses a ring of threads on the cpu; on a GPU, give the number of ranks",
         ));
     }
-    if let Some(reason) = attention.cpu_only() {
-        return Err(PyValueError::new_err(reason));
-    }
     match attention.ring().redundancy {
         0 => Ok(()),
         more => Err(PyValueError::new_err(format!(
@@ -254,11 +251,13 @@ impl GpuTensors {
     }
 
     fn shape(&self) -> Result<Shape, RequestError> {
-        let [(_, q), (_, k), ..] = self.inputs[..] else {
+        let [(_, q), (_, k), (_, v), ..] = self.inputs[..] else {
             unreachable!("a pass has q, k and v")
         };
-        let [batch, tokens, heads, dim] = q.dims;
-        let shape = Shape::new(batch, tokens, heads, k.dims[2], dim)?;
+        let ([batch, queries, heads, dim], [_, tokens, kv_heads, _]) = (q.dims, k.dims);
+        let shape = Shape::new(batch, tokens, heads, kv_heads, dim)?
+            .with_queries(queries)?
+            .with_value_dim(v.dims[3])?;
         for (role, tensor) in &self.inputs {
             let expected = dims(*role, &shape);
             if tensor.dims != expected {
@@ -320,10 +319,13 @@ impl GpuTensors {
 
 /// The dimensions of a tensor by its role.
 fn dims(role: Role, shape: &Shape) -> [usize; 4] {
-    let of = |heads: usize, dim: usize| [shape.batch, shape.tokens, heads, dim];
+    let queries = |dim: usize| [shape.batch, shape.queries, shape.heads, dim];
+    let keys = |dim: usize| [shape.batch, shape.tokens, shape.kv_heads, dim];
     match role {
-        Role::K | Role::V | Role::Dk | Role::Dv => of(shape.kv_heads, shape.dim),
-        Role::Lse | Role::Dlse => of(shape.heads, 1),
-        _ => of(shape.heads, shape.dim),
+        Role::K | Role::Dk => keys(shape.dim),
+        Role::V | Role::Dv => keys(shape.value_dim),
+        Role::Lse | Role::Dlse => queries(1),
+        Role::Out | Role::Dout => queries(shape.value_dim),
+        _ => queries(shape.dim),
     }
 }

@@ -17,7 +17,6 @@ use pyo3::types::PyBytes;
 
 use crate::error;
 use crate::owned::{export, unshare};
-use crate::settings::PyRingOptions;
 use crate::tensor::{TensorDevice, TensorLibrary, TensorRef};
 
 /// A tensor as Python passes it.
@@ -153,29 +152,6 @@ pub(crate) fn with_dsinks(
         backward.dsinks = Some(sinks::gradient(of, results, dlse)?);
     }
     Ok(backward)
-}
-
-/// Why these settings are refused on a GPU; None if its kernels have them.
-pub(crate) fn cpu_only(pattern: &Pattern, ring: &PyRingOptions) -> Option<String> {
-    let mut found = Vec::new();
-    if pattern.has_bounded_window() {
-        found.push("window");
-    }
-    if pattern.document_list().is_some() {
-        found.push("documents");
-    }
-    if ring.transforms_scores() {
-        found.push("softcap or alibi_slopes");
-    }
-    if ring.drops() {
-        found.push("dropout");
-    }
-    (!found.is_empty()).then(|| {
-        format!(
-            "{} is computed on the cpu only; leave it out, or move the tensors to the cpu",
-            found.join(" and ")
-        )
-    })
 }
 
 /// Whether a call with this pattern on a GPU needs more than its kernels (see `_gpu_mixing.py`).

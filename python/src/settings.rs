@@ -322,17 +322,6 @@ impl PyRingOptions {
         dropout.map(Some).map_err(|error| error::request(&error))
     }
 
-    /// Whether pairs are dropped.
-    pub fn drops(&self) -> bool {
-        self.dropout != 0.0
-    }
-
-    /// Whether scores are changed before the softmax.
-    pub fn transforms_scores(&self) -> bool {
-        let usual = matches!(self.alibi_slopes, Some(SlopesOption::Usual(false)) | None);
-        self.softcap.is_some() || !usual
-    }
-
     /// Whether ranks or sharding are chosen automatically.
     pub fn is_auto(&self) -> bool {
         matches!(self.ranks, Some(RanksOption::Word(_))) || self.sharding.is(AUTO)

@@ -11,7 +11,7 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::error;
 use crate::host_passes::{
     PyBackwardInputs, PyForwardOutput, PyGradients, PySaved, PySizes, PyTensor, QkvInputs,
-    cpu_only, export_forward, export_gradients, pass, phantoms, shape, with_dsinks,
+    export_forward, export_gradients, pass, phantoms, shape, with_dsinks,
 };
 use crate::settings::{PyPatternOptions, PyRingOptions, ShardingOption, dtype};
 use crate::wire::{PyErrorSlot, PythonWire, raise};
@@ -21,7 +21,6 @@ use crate::wire::{PyErrorSlot, PythonWire, raise};
 pub(crate) struct PyShard {
     library: ShardAttention,
     splits: bool,
-    cpu_only: Option<String>,
     recomputes: bool,
     deterministic: bool,
     borrowed_bytes: AtomicUsize,
@@ -36,12 +35,10 @@ impl PyShard {
         let ring: PyRingOptions = options.extract()?;
         let pattern = pattern.pattern()?;
         let splits = pattern.splits_slots();
-        let cpu_only = cpu_only(&pattern, &ring);
         let library = ring.builder(pattern)?.build_shard(rank);
         Ok(PyShard {
             library: library.map_err(|error| error::call(&error))?,
             splits,
-            cpu_only,
             recomputes: ring.recomputes(),
             deterministic: ring.deterministic,
             borrowed_bytes: AtomicUsize::new(0),
@@ -58,12 +55,6 @@ impl PyShard {
     #[getter]
     fn splits_slots(&self) -> bool {
         self.splits
-    }
-
-    /// Why these settings are refused on a GPU; None if they are not.
-    #[getter]
-    fn cpu_only(&self) -> Option<String> {
-        self.cpu_only.clone()
     }
 
     /// Whether the backward pass recomputes the forward pass.

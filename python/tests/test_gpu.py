@@ -196,7 +196,7 @@ def test_errors(on_gpu):
     for kind, words, tensors, options in [
         (ValueError, "q is on cuda:0 but k is on cpu", (q, k.cpu(), v), {}),
         (ValueError, "q is on cpu but k is on cuda:0", (q.cpu(), k, v), {}),
-        (ValueError, r"k.*\[1, 8, 4, 8\]", (q, k[:, :8], v), {}),
+        (ValueError, r"v.*\[1, 16, 4, 8\]", (q[:, :8], k[:, :8], v), {}),
         (TypeError, "k.*f32.*f64", (q, k.float(), v), {}),
         (ValueError, "last dimension has stride", (q.transpose(2, 3), k, v), {}),
         (ValueError, "on the cpu only", (q, k, v), fkodom),
@@ -221,31 +221,80 @@ def test_the_deterministic_backward_repeats_its_bits(on_gpu):
         assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
+MASKS = {
+    "window": dict(window=(13, 2)),
+    "causal window": dict(causal=True, window=(40, 0)),
+    "prefix": dict(causal=True, window=(11, 0), prefix=5),
+    "documents": dict(documents=[70, 1, 30, 47], causal=True),
+    "packed window": dict(cu_seqlens=torch.tensor([0, 101, 148]), window=(20, 7)),
+    "softcap": dict(softcap=2.0, causal=True),
+    "slopes": dict(alibi_slopes=True, window=(50, 50)),
+    "sinks": dict(sinks=torch.tensor([0.5, -1.0, 3.0, -torch.inf]), causal=True),
+    "dropout": dict(dropout=0.3, seed=7, causal=True),
+    "packed dropout": dict(dropout=0.3, seed=2**64 - 5, documents=[60, 88]),
+    "dilated window": dict(MIX, window=(30, 0), softcap=1.5, dropout=0.2, seed=1),
+}
+
+
+def with_gradients(tensors, dout, **options):
+    """out, lse, dq, dk, dv, and the gradient of the sinks if there are any."""
+    inputs = [x.detach().requires_grad_() for x in tensors]
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].to(inputs[0]).requires_grad_()
+    out, lse = encke.attention(*inputs, **options, return_lse=True)
+    wanted = [*inputs, *([options["sinks"]] if "sinks" in options else [])]
+    loss = (out * dout).sum() + lse[lse.isfinite()].sum()
+    return out, lse, *torch.autograd.grad(loss, wanted)
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
+def test_masks_are_those_of_the_cpu(on_gpu, options, ring):
+    tensors = on_gpu(2, 148, 4, 16), on_gpu(2, 148, 2, 16), on_gpu(2, 148, 2, 16)
+    dout = on_gpu(2, 148, 4, 16)
+    got = with_gradients(tensors, dout, **options, **ring)
+    want = with_gradients([x.cpu() for x in tensors], dout.cpu(), **options)
+    for x, y in zip(got, want):
+        assert_close(x.cpu(), y, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
+def test_masks_in_low_precision(on_gpu, options, dim):
+    shapes = (1, 148, 4, dim), (1, 148, 2, dim), (1, 148, 2, dim)
+    tensors = [on_gpu(*shape, dtype=torch.bfloat16) for shape in shapes]
+    dout = on_gpu(1, 148, 4, dim, dtype=torch.bfloat16)
+    got = with_gradients(tensors, dout, **options)
+    wide = [x.cpu().double() for x in tensors]
+    for x, y in zip(got, with_gradients(wide, dout.cpu().double(), **options)):
+        seen = y.isfinite()
+        assert torch.equal(seen, x.cpu().isfinite())
+        off = (x.cpu().double() - y)[seen].norm() / y[seen].norm().clamp_min(1e-3)
+        assert off < 1e-2
+
+
 @pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (dict(window=(3, 0)), "window"),
-        (dict(documents=[8, 8]), "documents"),
-        (dict(cu_seqlens=torch.tensor([0, 16])), "documents"),
-        (dict(key_lengths=[9]), "key_lengths"),
-        (dict(softcap=2.0), "softcap"),
-        (dict(alibi_slopes=True), "alibi_slopes"),
-        (dict(sinks=torch.zeros(2)), "sinks"),
-        (dict(dropout=0.1, seed=1), "dropout"),
-    ],
-    ids=str,
+    "options", [{}, dict(causal=True), dict(window=(20, 3), query_offset=50)], ids=str
 )
-def test_masks_are_refused_in_words(on_gpu, options, word):
-    q, k, v = (on_gpu(1, 16, 2, 8, requires_grad=True) for _ in range(3))
-    with pytest.raises(ValueError, match=f"{word}.*cpu only"):
-        encke.attention(q, k, v, **options)
-    with torch.no_grad(), pytest.raises(ValueError, match=f"{word}.*cpu only"):
-        encke.attention(q, k, v, **options)
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+def test_fewer_queries_and_wider_values(on_gpu, options, ring):
+    tensors = on_gpu(1, 21, 4, 8), on_gpu(1, 90, 2, 8), on_gpu(1, 90, 2, 24)
+    dout = on_gpu(1, 21, 4, 24)
+    got = with_gradients(tensors, dout, **options, **ring)
+    want = with_gradients([x.cpu() for x in tensors], dout.cpu(), **options)
+    for x, y in zip(got, want):
+        assert x.shape == y.shape
+        assert_close(x.cpu(), y, rtol=1e-10, atol=1e-10)
 
 
-def test_shapes_of_the_cpu_alone_are_refused(on_gpu):
-    q, k, v = (on_gpu(1, 16, 2, 8) for _ in range(3))
-    with pytest.raises(ValueError, match=r"k has shape \[1, 16, 2, 8\], expected \[1, 7, 2, 8\]"):
-        encke.attention(q[:, :7], k, v)
-    with pytest.raises(ValueError, match=r"v has shape \[1, 16, 2, 4\], expected \[1, 16, 2, 8\]"):
-        encke.attention(q, k, v[..., :4])
+def test_padded_batches_and_compiled_masks(on_gpu):
+    tensors = on_gpu(2, 60, 4, 16), on_gpu(2, 60, 2, 16), on_gpu(2, 60, 2, 16)
+    dout = on_gpu(2, 60, 4, 16)
+    options = dict(key_lengths=[33, 60], causal=True, sinks=torch.zeros(4))
+    got = with_gradients(tensors, dout, **options)
+    want = with_gradients([x.cpu() for x in tensors], dout.cpu(), **options)
+    for x, y in zip(got, want):
+        assert_close(x.cpu(), y, rtol=1e-10, atol=1e-10)
+    masked = dict(window=(9, 0), softcap=3.0, documents=torch.tensor([20, 40]))
+    compiled = torch.compile(lambda *x: encke.attention(*x, **masked), fullgraph=True)
+    assert_close(compiled(*tensors), encke.attention(*tensors, **masked))

@@ -4,6 +4,7 @@
 #include "../src/kernels/common.cuh"
 #include "../src/kernels/hopper.cuh"
 #include "../src/kernels/hopper_add.cuh"
+#include "../src/kernels/masks.cuh"
 #include "../src/kernels/backward.cuh"
 #include "../src/kernels/backward_rows.cu"
 #include "../src/kernels/hopper_backward.cuh"
@@ -22,6 +23,8 @@ struct Case {
   int batch, segments, queries, keys, heads, shared, dim, dilation;
   bool causal; i64 query, query_step, key, key_step;
   double scale, gain;
+  // With WINDOWED: how far queries see, and documents of so many queries (0: one).
+  i64 left = 1 << 30, right = 1 << 30; int document = 0;
 };
 struct View { OperandParams o; vector<i64> heads; u64 size; };
 
@@ -50,7 +53,25 @@ template <class F> static TensorMap map_of(
 }
 
 struct Inputs { vector<u16> q, k, v, dout; vector<float> lse, delta, dq, dk, dv; };
-struct Setting { View q, k, cells, dq; JobParams job; };
+struct Setting {
+  View q, k, cells, dq;
+  JobParams job;
+  vector<PieceParams> pieces;
+  // By definition: the same document, and positions inside the window.
+  bool sees(int i, int t) const {
+#if WINDOWED
+    for (const PieceParams& p : pieces)
+      if (i >= p.first_query && i < p.end_query && t >= p.first_key && t < p.end_key) {
+        const i64 ahead = p.query + (i - p.first_query) * p.query_step - p.key -
+                          (t - p.first_key) * p.key_step;
+        return ahead <= p.left && -ahead <= p.right;
+      }
+    return false;
+#else
+    return t < visible(job, i);
+#endif
+  }
+};
 
 static float random_element() { return (emu::draw() & 0xffff) / 32768.0f - 1.0f; }
 static vector<u16> random_elements(u64 n) {
@@ -73,6 +94,15 @@ static Setting setting(const Case& c) {
   for (View* v : {&s.q, &s.k, &s.cells, &s.dq}) v->o.heads = v->heads.data();
   s.job = JobParams{s.q.o, s.k.o, s.cells.o, s.dq.o, c.query, c.query_step, c.key, c.key_step,
       c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, c.causal, 0, c.scale, c.gain};
+#if WINDOWED
+  const int step = c.document ? c.document : c.queries;
+  for (int i = 0, t = 0; i < c.queries && t < c.keys; i += step) {
+    const int end = std::min(i + step, c.queries),
+              end_key = c.document ? std::min(t + c.document + 3, c.keys) : c.keys;
+    s.pieces.push_back({c.query, c.query_step, c.key, c.key_step, c.left, c.right, i, end, t, end_key});
+    t = end_key + (c.document ? 2 : 0);   // two keys in no document
+  }
+#endif
   return s;
 }
 template <class F> static void pairs(const Setting& s, F f) {
@@ -81,7 +111,7 @@ template <class F> static void pairs(const Setting& s, F f) {
     for (int g = 0; g < j.segments; g++)
       for (int h = 0; h < j.heads; h++)
         for (int i = 0; i < j.queries; i++)
-          for (int t = 0, n = visible(j, i); t < n; t++) f(b, g, h, i, t);
+          for (int t = 0; t < j.keys; t++) if (s.sees(i, t)) f(b, g, h, i, t);
 }
 static double dot(const u16* a, const u16* b, int n) {
   double x = 0;
@@ -103,11 +133,9 @@ static Inputs inputs(const Case& c, const Setting& s) {
       for (int h = 0; h < j.heads; h++)
         for (int i = 0; i < j.queries; i++) {
           double sum = 0;
-          const int n = visible(j, i);
-          if (!n) continue;
-          for (int t = 0; t < n; t++)
+          for (int t = 0; t < j.keys; t++) if (s.sees(i, t))
             sum += exp(c.scale * dot(&x.q[at(j.q, b, g, i, h)], &x.k[at(j.k, b, g, t, h)], c.dim));
-          x.lse[at(j.cells, b, g, i, h)] = (float)log(sum);
+          if (sum > 0) x.lse[at(j.cells, b, g, i, h)] = (float)log(sum);
         }
   return x;
 }
@@ -140,7 +168,8 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
   float* dense = (float*)aligned_alloc(16, 2 * rows * 4);
   for (u64 i = 0; i < 2 * rows; i++) dense[i] = NAN;
   vector<u32> control(SEMAPHORES + (u64)c.batch * c.segments * c.heads * blocks, 0);
-  vector<int> first_blocks(tiles + 1, -7);
+  vector<int> first_blocks(tiles + 1, -7), end_blocks(tiles, -7);
+  vector<Range> key_rows(tiles * BK, Range{-7, -7});
   vector<int2> key_heads; vector<int4> query_heads;
   for (int h = 0; h < c.heads; h++) {
     if (h % c.shared == 0)
@@ -151,13 +180,15 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
   const int count = (int)key_heads.size(); key_heads.push_back({(int)query_heads.size(), 0});
   const float fold = (P_SHIFT > 0) ? 1.f : (float)c.scale, down = (float)exp2(-P_SHIFT);
   BackwardRows pre{j, x.q.data(), x.dout.data(), x.lse.data(), x.delta.data(), dense, dense + rows,
-      control.data(), padded, fold * down, first_blocks.data(), tiles, BK};
+      control.data(), padded, fold * down, first_blocks.data(), tiles, BK, s.pieces.data(),
+      key_rows.data(), end_blocks.data(), (int)s.pieces.size(), 0};
   emu::launch((int)((rows + 255) / 256), 1, 256, [&] { backward_rows(pre); });
   HopperBackward w{j, r.dk.data(), r.dv.data(), dense, dense + rows, key_heads.data(),
       query_heads.data(), control.data(), count, tiles, padded, fixed_order,
       (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold),
       (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch,
-      first_blocks.data(), overwrite, !c.causal && tiles <= 2 ? blocks / tiles : 0};
+      first_blocks.data(), overwrite, !c.causal && tiles <= 2 ? blocks / tiles : 0,
+      key_rows.data(), end_blocks.data(), blocks, 0};
   if (fold == 0.f) w.dq_gain = w.dk_gain = 0.f;
   TensorMap tq = map_of(s.q, x.q.data(), c, c.queries, c.dim, BQ, false, 1),
             to = map_of(s.cells, x.dout.data(), c, c.queries, c.dim, BQ, false, c.dim);
@@ -283,6 +314,19 @@ static void check(const Case& c) {
 
 int main(int argc, char** argv) {
   const int d = HD, odd = HD - 8;
+#if WINDOWED
+  const i64 all = 1 << 30;
+  const Case cases[] = {
+    // name       batch seg  q    k   heads shared dim dil causal query step key step scale gain
+    {"window",      1,  2, 300, 300, 2, 1, d,   1, true,  0, 1, 0, 1, 1 / sqrt(d), 1.0, 40, 0},
+    {"both sides",  1,  1, 260, 330, 2, 2, d,   2, true,  30, 1, 0, 1, 1 / sqrt(d), 1.0, 70, 25},
+    {"after",       1,  1, 150, 290, 2, 1, odd, 1, true,  0, 2, 7, 1, 0.2, 0.5, all, 9},
+    {"steps",       1,  1, 170, 190, 2, 1, d,   1, true,  5, 3, 17, 2, -0.1, 1.5, 90, all},
+    {"documents",   2,  1, 290, 310, 2, 2, d,   1, true,  0, 1, 0, 1, 1 / sqrt(d), 1.0, all, 0, 37},
+    {"packed",      1,  1, 400, 390, 2, 1, d,   1, true,  0, 1, 0, 1, 1 / sqrt(d), 1.0, all, all, 150},
+    {"short",       1,  1, 90,  300, 1, 1, d,   1, true,  0, 1, 0, 1, 0.3, 1.0, 5, 3, 20},
+  };
+#else
   const Case cases[] = {
     // name       batch seg  q    k   heads shared dim dil causal query step key step scale gain
     {"full",        1,  1, 128, 128, 2, 1, d,   1, false, 0, 1, 0, 1, 1 / sqrt(d), 1.0},
@@ -294,6 +338,7 @@ int main(int argc, char** argv) {
     {"round",       1,  1, 200, 200, 3, 1, d,   1, false, 0, 1, 0, 1, 1 / sqrt(d), 1.0},
     {"few",         1,  1, 3,   5,   1, 1, d,   1, true,  0, 1, 2, 1, 0.3, 1.0},
   };
+#endif
   for (const Case& c : cases) if (argc < 2 || !strcmp(argv[1], c.name)) check(c);
   if (failures) printf("%d failed\n", failures);
   return failures != 0;

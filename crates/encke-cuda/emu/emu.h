@@ -468,6 +468,7 @@ static inline void global_add(float* to, float x, float y) { to[0] += x; to[1] +
 template <class N> static inline N opaque(N x) { return x; }
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float log2_fast(float x) { return log2f(x); }
+static inline float reciprocal_fast(float x) { return 1.f / x; }
 static inline u32 pack(float low, float high) {
   return emu::narrow(low) | ((u32)emu::narrow(high) << 16);
 }

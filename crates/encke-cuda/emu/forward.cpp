@@ -1,6 +1,7 @@
 // Hopper's forward kernel on the CPU model, against loops in f64. One program per variant, with the
 // kernel's macros. Prints one line per case; exits with 1 if one fails.
 #include "emu.h"
+struct int4 { int x, y, z, w; };
 #include "common.cuh"
 #include "hopper.cuh"
 #include "hopper_tiles.cuh"
@@ -15,6 +16,9 @@ struct Case {
   i64 query, query_step, key, key_step;   // positions, if the variant is causal
   double scale, gain, size;   // size: magnitude of q and k
   int rest = 0;   // chunks after the job's own keys
+  // With WINDOWED: how far queries see, and documents of so many queries (0: one).
+  i64 left = 1 << 28, right = 1 << 28;
+  int document = 0;
 };
 
 // Rows of `heads` heads, `dilation` apart; head h has phase h % dilation. Cells are rows of
@@ -73,6 +77,52 @@ struct Problem {
   std::vector<std::unique_ptr<RestChunk>> rest;
   JobParams job;
   TileParams tiles;
+  std::vector<int4> list;
+  // By definition: the keys of a query's document whose positions are inside its window.
+  bool sees(int i, int j) const {
+#if WINDOWED
+    const int document = c.document ? c.document : c.queries, piece = i / document,
+              keys = c.document ? c.document + 3 : c.keys;
+    const int x = i - piece * document, y = j - piece * keys;
+    if (y < 0 || y >= keys) return false;
+    const i64 ahead = c.query + x * c.query_step - c.key - y * c.key_step;
+    return ahead <= c.left && -ahead <= c.right;
+#else
+    return j < visible(job, i);
+#endif
+  }
+#if WINDOWED
+  // As launch/hopper_ranges.rs makes it.
+  void make_list() {
+    auto down = [](i64 x, i64 by) { return x >= 0 ? x / by : -((-x + by - 1) / by); };
+    const i64 lead = c.query - c.key, step = c.query_step / c.key_step,
+              E = down(lead + c.right, c.key_step) + 1,
+              S = -down(-(lead - c.left), c.key_step);
+    const int document = c.document ? c.document : c.queries,
+              wide = c.document ? c.document + 3 : c.keys;
+    for (int q0 = 0, k0 = 0; q0 < c.queries; q0 += document, k0 += wide) {
+      const int q1 = std::min(q0 + document, c.queries),
+                all = std::max(0, std::min(wide, c.keys - k0));
+      for (int row = q0; row < q1; row += ROWS) {
+        const int last = std::min(row + ROWS, q1) - 1;
+        const i64 end0 = E + (row - q0) * step, start0 = S + (row - q0) * step;
+        auto clamp = [&](i64 x) { return (int)std::max<i64>(0, std::min<i64>(x, all)); };
+        const int keys = clamp(end0 + (last - row) * step), start = clamp(start0),
+                  last_start = clamp(start0 + (last - row) * step);
+        int blocks = (keys + KEYS - 1) / KEYS, begin = start / KEYS;
+        if (keys <= start) blocks = begin = 0;
+        const int masked = blocks - std::min(clamp(end0) / KEYS, blocks),
+                  low = std::min((last_start + KEYS - 1) / KEYS, blocks);
+        list.push_back({keys, blocks, masked, begin});
+        list.push_back({low, q1, row, 0});
+        list.push_back({k0, all, (int)end0, (int)start0});
+      }
+    }
+    tiles.row_tiles = (int)list.size() / 3;
+    tiles.count = tiles.row_tiles * tiles.sequences;
+    tiles.list = list.data();
+  }
+#endif
   Problem(const Case& c)
       : c(c),
         q_at(c, c.queries, c.heads, c.dim),
@@ -97,6 +147,9 @@ struct Problem {
       tiles.query_step /= (int)c.key_step;
       tiles.key_step = 1;
     }
+#if WINDOWED
+    make_list();
+#endif
     odd_inverse(q_at.unit, tiles.q_shift, tiles.q_inverse);
     odd_inverse(k_at.unit, tiles.k_shift, tiles.k_inverse);
   }
@@ -142,8 +195,9 @@ struct Reference { double m = -INFINITY, l = 0; std::vector<double> acc; };
 static void absorb(const Problem& p, Reference& r, int b, int s, int i, int h) {
   int dim = p.c.dim; r.acc.resize(dim);
   auto keys = [&](int count, const OperandParams& of, const std::vector<u16>& ks,
-                  const std::vector<u16>& vs) {
+                  const std::vector<u16>& vs, bool own) {
     for (int j = 0; j < count; j++) {
+      if (own && !p.sees(i, j)) continue;
       i64 q = at(p.job.q, b, s, i, h), k = at(of, b, s, j, h);
       double score = 0;
       for (int d = 0; d < dim; d++) score += (double)emu::widen(p.q[q + d]) * emu::widen(ks[k + d]);
@@ -159,8 +213,8 @@ static void absorb(const Problem& p, Reference& r, int b, int s, int i, int h) {
       for (int d = 0; d < dim; d++) r.acc[d] += w * emu::widen(vs[k + d]);
     }
   };
-  keys(visible(p.job, i), p.job.k, p.k, p.v);
-  for (auto& f : p.rest) keys(f->keys, f->at.operand, f->k, f->v);
+  keys(p.c.keys, p.job.k, p.k, p.v, true);
+  for (auto& f : p.rest) keys(f->keys, f->at.operand, f->k, f->v, false);
 }
 
 static int bad = 0;
@@ -250,7 +304,7 @@ static void hidden(const Case& c, int key, float what) {
         }
   Result after = p.start(); p.run(after); double wrong = 0;
   p.each([&](int b, int s, int i, int h) {
-    i64 x = at(p.job.cells, b, s, i, h); bool sees = visible(p.job, i) > key;
+    i64 x = at(p.job.cells, b, s, i, h); bool sees = p.sees(i, key);
     const void *o1 = STORE_CARRY ? (void*)&before.acc[x * c.dim] : (void*)&before.out[x * c.dim],
                *o2 = STORE_CARRY ? (void*)&after.acc[x * c.dim] : (void*)&after.out[x * c.dim];
     float got = STORE_CARRY ? after.acc[x * c.dim] : emu::widen(after.out[x * c.dim]);
@@ -267,6 +321,20 @@ static void hidden(const Case& c, int key, float what) {
 int main() {
   const double scale = (NEGATIVE ? -1 : 1) / sqrt((double)HD);
   const int d = HD, short_d = HD % 16 == 0 && HD > 16 ? HD - 8 : HD;
+#if WINDOWED
+  const i64 far = 1 << 28;
+  values({1, 1, 3 * ROWS + 37, 3 * ROWS + 37, 2, 1, d, 1, 2, 0, 1, 0, 1, scale, 0.5, 1, 0, 150, 0});
+  values({1, 2, 170, 190, 4, 2, short_d, 3, 3, 30, 2, 7, 2, scale, 1, 3, 0, 40, 31});
+  values({1, 1, ROWS + 9, 2 * KEYS + 50, 1, 1, d, 1, 1, 0, 2, 9, 1, scale * 8, 1, 3, 0, far, 20});
+  values({1, 1, 400, 430, 2, 2, d, 2, 2, 0, 1, 0, 1, scale, 1, 1, 0, far, 0, 37});
+  values({2, 1, 2 * ROWS + 70, 500, 1, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1, 0, far, far, 150});
+  values({1, 1, ROWS + 70, 300, 1, 1, d, 1, 3, 0, 1, 0, 1, scale, 1, 1, 0, 5, 3, 20});
+  hidden({1, 1, ROWS + 90, ROWS + 90, 1, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1, 0, 60, 0}, 70, NAN);
+  hidden({1, 1, ROWS + 90, 400, 2, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1, 0, far, far, 100}, 99,
+      INFINITY);
+  hidden({1, 1, 300, 340, 1, 1, d, 1, 1, 0, 1, 0, 1, scale, 1, 1, 0, 33, 9, 140}, 200, NAN);
+  return bad != 0;
+#endif
   // Partial tiles and blocks, grouped heads with phases, several segments and batch entries, fewer
   // blocks than tiles.
   values({1, 1, ROWS + 37, 2 * KEYS + 19, 3, 1, d, 1, 2, 5, 1, 0, 1, scale, 0.5, 1});

@@ -46,6 +46,47 @@ pub(crate) struct JobParams {
 // SAFETY: plain numbers in C layout, without padding or host pointers.
 unsafe impl DeviceRepr for JobParams {}
 
+/// What a masked job has beside [`JobParams`]. Its pieces are a table of [`PIECE_WORDS`] words each.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MaskParams {
+    pub v: OperandParams,
+    /// The device address of the pieces, and of the list of tiles.
+    pub pieces: u64,
+    pub tiles: u64,
+    /// The device address of the slope of each head; 0 without slopes.
+    pub slopes: u64,
+    /// The device address of the query head of each head; 0 without dropout.
+    pub coin_heads: u64,
+    /// 0 without.
+    pub softcap: f64,
+    /// The factor of pairs that are not dropped; 0 without dropout.
+    pub kept: f64,
+    pub first_token: i64,
+    pub segment_step: i64,
+    pub document: i64,
+    pub all_heads: i64,
+    pub threshold: u64,
+    pub seed: [u32; 2],
+    pub count_tiles: i32,
+    pub value_dim: i32,
+}
+
+/// Words of a piece in its table: query, its step, key, its step, left, right; then the first and
+/// the last query row, and the first and the last key row, as pairs of 32 bits.
+pub(crate) const PIECE_WORDS: usize = 8;
+
+/// A job with a mask, a score transform, dropout or values of another width.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MaskedJobParams {
+    pub job: JobParams,
+    pub mask: MaskParams,
+}
+
+// SAFETY: as for `JobParams`.
+unsafe impl DeviceRepr for MaskedJobParams {}
+
 /// Rows to copy, add or merge.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -72,7 +113,10 @@ mod tests {
             size_of::<OperandParams>(),
             size_of::<JobParams>(),
             size_of::<BlockParams>(),
+            8 * PIECE_WORDS,
+            size_of::<MaskParams>(),
+            size_of::<MaskedJobParams>(),
         ];
-        assert_eq!(sizes, [48, 272, 120]);
+        assert_eq!(sizes, [48, 272, 120, 64, 152, 424]);
     }
 }

@@ -23,7 +23,7 @@ pub(crate) struct TableCache {
 /// A kernel argument, and the tables on the device that it points to.
 pub(crate) struct KernelArgument<T> {
     pub value: T,
-    tables: Vec<Arc<DeviceAllocation>>,
+    pub(crate) tables: Vec<Arc<DeviceAllocation>>,
 }
 
 impl<T> KernelArgument<T> {
@@ -37,6 +37,11 @@ impl TableCache {
     /// A table on the device, uploaded unless an equal one is cached. Cached tables are never
     /// freed: CUDA graphs keep their addresses.
     pub fn get(&self, device: &Arc<Device>, values: Vec<i64>) -> Result<Arc<DeviceAllocation>> {
+        // An empty table has an address, too.
+        let values = match values.is_empty() {
+            true => vec![0],
+            false => values,
+        };
         let mut tables = lock(&self.tables);
         if let Some(table) = tables.get(&values) {
             return Ok(Arc::clone(table));
@@ -109,7 +114,7 @@ impl TableCache {
         Ok(KernelArgument { value, tables })
     }
 
-    fn operand(
+    pub(crate) fn operand(
         &self,
         device: &Arc<Device>,
         operand: &Operand,
@@ -150,7 +155,7 @@ pub(crate) fn groups(keys: &Operand) -> (Vec<i64>, usize) {
 }
 
 /// A count as an `int` of the device.
-fn to_i32(count: usize, what: &str) -> Result<i32> {
+pub(crate) fn to_i32(count: usize, what: &str) -> Result<i32> {
     i32::try_from(count).map_err(|_| Error::Unsupported {
         what: format!("{count} {what}: the limit is {}", i32::MAX),
     })

@@ -18,8 +18,14 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
             all.push((generated_rows::generator_program(dtype, dim), (9, 0)));
             all.push((generated_rows::checksum_program(dtype, dim), (9, 0)));
         }
-        all.push((plain::program(dtype, 64), (9, 0)));
-        all.push((plain::program(dtype, 256), (9, 0)));
+        for masked in [false, true] {
+            all.push((plain::program(dtype, 64, masked), (9, 0)));
+            all.push((plain::program(dtype, 256, masked), (9, 0)));
+            if dtype != DType::F64 {
+                // Tiles of f64 rows of that length do not fit into shared memory.
+                all.push((plain::program(dtype, 576, masked), (9, 0)));
+            }
+        }
         for other in [dtype, dtype.sum()] {
             all.push((copy::program(dtype, other), (9, 0)));
             all.push((copy::program(other, dtype), (9, 0)));
@@ -30,7 +36,7 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
     let hopper = hopper.chain(hopper_backward_variants::programs());
     all.extend(hopper.map(|program| (program, (9, 0))));
     for capability in ANY {
-        all.push((plain::program(DType::F32, 64), capability));
+        all.push((plain::program(DType::F32, 64, true), capability));
     }
     all
 }

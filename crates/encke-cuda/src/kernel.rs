@@ -178,9 +178,13 @@ impl CudaKernel {
         let found = all.into_iter().find(|path| allowed(path) && supports(path));
         found.ok_or_else(|| Error::Unsupported {
             what: format!(
-                "{dtype} with a head dimension of {} among those called {:?} on {}; allow another \
-                 path",
+                "{dtype} with a head dimension of {}{} among those called {:?} on {}; allow \
+                 another path",
                 job.dim,
+                match job.is_plain() {
+                    true => "",
+                    false => " and this mask, score transform, dropout or value width",
+                },
                 self.path,
                 self.device().name()
             ),
@@ -258,16 +262,6 @@ impl Memory for CudaKernel {
     }
 }
 
-/// Refuses jobs that the GPU's kernels do not compute.
-fn check_plain(job: &Job) -> std::result::Result<(), Error> {
-    match job.is_plain() {
-        true => Ok(()),
-        false => Err(Error::Unsupported {
-            what: "windows, documents, softcaps, slopes, dropout or another value width".into(),
-        }),
-    }
-}
-
 impl Kernel for CudaKernel {
     fn attend(
         &self,
@@ -277,7 +271,6 @@ impl Kernel for CudaKernel {
         v: &Buffer,
         state: SoftmaxState<'_, Buffer>,
     ) -> Result<()> {
-        check_plain(job)?;
         Ok(self.attention(job, DeviceInputs::new(q, k, v)?, state)?)
     }
 
@@ -334,7 +327,6 @@ impl Kernel for CudaKernel {
         upstream: Upstream<&Buffer>,
         gradients: Gradients<'_, Buffer>,
     ) -> Result<()> {
-        check_plain(job)?;
         let gradients = BackwardOperands {
             upstream,
             gradients,

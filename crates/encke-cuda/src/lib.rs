@@ -23,6 +23,7 @@ mod kernel;
 mod last_uses;
 mod launch;
 mod library;
+mod masked_job;
 mod messages;
 mod nccl;
 mod nvrtc;

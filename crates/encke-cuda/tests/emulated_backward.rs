@@ -7,16 +7,23 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Storage type, head dimension, queries of a block, stages, dQ stages: one of each kind.
-const VARIANTS: [(&str, usize, usize, usize, usize); 3] = [
-    ("T_F16", 64, 128, 2, 1),
-    ("T_BF16", 128, 64, 2, 1),
-    ("T_BF16", 192, 64, 1, 1),
+/// Storage type, head dimension, queries of a block, stages, dQ stages, and whether queries see
+/// ranges of keys.
+type BackwardModel = (&'static str, usize, usize, usize, usize, bool);
+
+/// One of each kind.
+const VARIANTS: [BackwardModel; 6] = [
+    ("T_F16", 64, 128, 2, 1, false),
+    ("T_BF16", 128, 64, 2, 1, false),
+    ("T_BF16", 192, 64, 1, 1, false),
+    ("T_BF16", 64, 128, 2, 1, true),
+    ("T_F16", 128, 64, 2, 1, true),
+    ("T_BF16", 192, 64, 1, 1, true),
 ];
 
-fn build(into: &Path, variant: &(&str, usize, usize, usize, usize)) -> Option<PathBuf> {
-    let (stored, dim, queries, stages, dq_stages) = variant;
-    let program = into.join(format!("backward_{dim}"));
+fn build(into: &Path, variant: &BackwardModel) -> Option<PathBuf> {
+    let (stored, dim, queries, stages, dq_stages, windowed) = variant;
+    let program = into.join(format!("backward_{dim}_{windowed}"));
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("emu/backward.cpp");
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
     let built = Command::new(&compiler)
@@ -26,6 +33,7 @@ fn build(into: &Path, variant: &(&str, usize, usize, usize, usize)) -> Option<Pa
         .arg(format!("-DBQ={queries}"))
         .arg(format!("-DSTAGES={stages}"))
         .arg(format!("-DDQ_STAGES={dq_stages}"))
+        .arg(format!("-DWINDOWED={}", u32::from(*windowed)))
         .arg("-o")
         .args([&program, &source])
         .output();

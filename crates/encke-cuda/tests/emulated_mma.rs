@@ -1,6 +1,6 @@
 //! The mma.sync kernels on a CPU model of their instructions (`emu/mma.h`), against loops in f64.
 //!
-//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; `emu/mma_*_test.cpp`
+//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; `emu/*_test.cpp`
 //! define the checks and their jobs.
 
 use std::ffi::OsString;
@@ -18,24 +18,52 @@ struct EmulatedVariant {
 }
 
 const NAMES: [&str; 5] = ["HD", "WARPS", "MT", "BLOCK", "ALIGNED"];
-const FORWARD: &str = "mma_forward_test.cpp";
-const BACKWARD: &str = "mma_backward_test.cpp";
+const FORWARD: &str = "forward_test.cpp";
+const BACKWARD: &str = "backward_test.cpp";
 const BOTH: &[&str] = &["-DOWNS_KEYS", "-DPARTS=3"];
 const ONLY_DK: &[&str] = &["-DOWNS_KEYS", "-DPARTS=2"];
 
-const FORWARD_VARIANTS: [EmulatedVariant; 3] = [
+const MASKED: &[&str] = &["-DMASKED=1", "-DVD=32"];
+const EVERYTHING: &[&str] = &[
+    "-DMASKED=1",
+    "-DVD=64",
+    "-DSOFTCAP=1",
+    "-DSLOPES=1",
+    "-DDROPOUT=1",
+];
+const MASKED_BOTH: &[&str] = &["-DOWNS_KEYS", "-DPARTS=3", "-DMASKED=1", "-DVD=64"];
+const EVERYTHING_OF_KEYS: &[&str] = &[
+    "-DOWNS_KEYS",
+    "-DPARTS=3",
+    "-DMASKED=1",
+    "-DVD=48",
+    "-DSOFTCAP=1",
+    "-DSLOPES=1",
+    "-DDROPOUT=1",
+];
+const CAPPED_DV: &[&str] = &["-DOWNS_KEYS", "-DPARTS=1", "-DMASKED=1", "-DSOFTCAP=1"];
+
+const FORWARD_VARIANTS: [EmulatedVariant; 6] = [
     variant(FORWARD, "T_BF16", [64, 4, 2, 64, 1], &[], 5),
     variant(FORWARD, "T_F16", [96, 2, 2, 32, 0], &[], 6),
     variant(FORWARD, "T_BF16", [256, 2, 1, 16, 1], &[], 3),
+    variant(FORWARD, "T_BF16", [64, 2, 2, 32, 1], MASKED, 8),
+    variant(FORWARD, "T_F16", [48, 4, 1, 64, 1], EVERYTHING, 8),
+    variant(FORWARD, "T_F16", [80, 2, 1, 16, 0], EVERYTHING, 6),
 ];
-const KEY_VARIANTS: [EmulatedVariant; 3] = [
+const KEY_VARIANTS: [EmulatedVariant; 6] = [
     variant(BACKWARD, "T_BF16", [64, 2, 2, 32, 1], BOTH, 4),
     variant(BACKWARD, "T_F16", [32, 2, 1, 64, 0], BOTH, 6),
     variant(BACKWARD, "T_BF16", [192, 2, 1, 16, 1], ONLY_DK, 2),
+    variant(BACKWARD, "T_BF16", [32, 2, 2, 32, 1], MASKED_BOTH, 6),
+    variant(BACKWARD, "T_F16", [32, 4, 1, 32, 0], EVERYTHING_OF_KEYS, 6),
+    variant(BACKWARD, "T_BF16", [48, 2, 1, 64, 1], CAPPED_DV, 5),
 ];
-const QUERY_VARIANTS: [EmulatedVariant; 2] = [
+const QUERY_VARIANTS: [EmulatedVariant; 4] = [
     variant(BACKWARD, "T_BF16", [64, 2, 2, 64, 1], &[], 4),
     variant(BACKWARD, "T_F16", [128, 2, 1, 32, 0], &[], 3),
+    variant(BACKWARD, "T_BF16", [64, 2, 2, 64, 1], MASKED, 6),
+    variant(BACKWARD, "T_F16", [48, 4, 1, 32, 1], EVERYTHING, 6),
 ];
 
 const fn variant(

@@ -11,6 +11,11 @@ DEV float log2_fast(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+DEV float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // The type's name in PTX, and two values rounded to it, the first in the low half.
 #ifdef T_F16
 #define ELEMENT "f16"

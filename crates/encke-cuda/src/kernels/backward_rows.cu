@@ -19,6 +19,12 @@ struct BackwardRows {
   float delta_gain;
   int* first_blocks;      // for each tile of keys, and an end
   int key_tiles, tile_keys;
+  // With WINDOWED: the pieces that have keys, the queries that see each key, and for each tile of
+  // keys the block after the last that sees it.
+  const PieceParams* pieces;
+  Range* key_rows;
+  int* end_blocks;
+  int count_pieces, pad;
 };
 
 // A bit mask of the rows in `suspects`, counted from `row`, that are not finite. A warp reads them
@@ -53,6 +59,33 @@ DEV u32 nonfinite_rows(
   return nonfinite;
 }
 
+#if WINDOWED
+// The query rows that see a key. Those of a key in no piece are none, between those of its
+// neighbours: both ends grow with the key.
+DEV Range seeing_queries(const BackwardRows& w, int key) {
+  int low = 0, high = w.count_pieces;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (w.pieces[middle].end_key <= key) low = middle + 1;
+    else high = middle;
+  }
+  if (low == w.count_pieces) return Range{w.job.queries, w.job.queries};
+  const PieceParams& p = w.pieces[low];
+  return key < p.first_key ? Range{p.first_query, p.first_query} : queries_of(p, key);
+}
+DEV void write_ranges(const BackwardRows& w, i64 index, i64 step) {
+  for (i64 key = index; key < (i64)w.key_tiles * w.tile_keys; key += step)
+    if (key < w.job.keys) w.key_rows[key] = seeing_queries(w, (int)key);
+  for (i64 tile = index; tile <= w.key_tiles; tile += step) {
+    const i64 key = tile * w.tile_keys, last = min(key + w.tile_keys, (i64)w.job.keys) - 1;
+    w.first_blocks[tile] =
+        key < w.job.keys ? seeing_queries(w, (int)key).start / BQ : (w.job.queries + BQ - 1) / BQ;
+    if (tile < w.key_tiles)
+      w.end_blocks[tile] = (seeing_queries(w, (int)last).end + BQ - 1) / BQ;
+  }
+}
+#endif
+
 // The first block of queries that sees a tile of keys; the number of blocks if none does.
 DEV int first_block(const BackwardRows& w, int tile) {
   const int key = tile * w.tile_keys,
@@ -67,8 +100,12 @@ backward_rows(const __grid_constant__ BackwardRows w) {
   const i64 index = (i64)blockIdx.x * 256 + threadIdx.x,
             total = (i64)job.batch * job.segments * job.heads * w.padded;
   const int lane = threadIdx.x % 32;
+#if WINDOWED
+  write_ranges(w, index, (i64)gridDim.x * 256);
+#else
   for (i64 tile = index; tile <= w.key_tiles; tile += (i64)gridDim.x * 256)
     w.first_blocks[tile] = first_block(w, (int)tile);
+#endif
   if (index - lane >= total) return;  // `padded` is a multiple of 32: one head per warp
   const int row = (int)(index % w.padded);
   const i64 outer = index / w.padded;

@@ -25,8 +25,31 @@ struct JobParams {
 // Rows to copy, add or merge.
 struct BlockParams { OperandParams from, to; int batch, segments, rows, heads; i64 width; };
 
+// Query rows that see only some key rows, in a window over affine positions: a document of a packed
+// job, or all of a job.
+struct PieceParams {
+  i64 query, query_step, key, key_step;   // positions of the piece's first query and key
+  i64 left, right;                        // how far queries see
+  int first_query, end_query, first_key, end_key;
+};
+// What a masked job has beside `JobParams`.
+struct MaskParams {
+  OperandParams v;
+  const PieceParams* pieces;
+  const i64* tiles;            // piece << 32 | tile of the piece
+  const double* slopes;        // of each head; null without
+  const i64* coin_heads;       // the query head of each head
+  double softcap;              // 0 without
+  double kept;                 // the factor of a pair that is not dropped; 0 without dropout
+  i64 first_token, segment_step, document, all_heads;
+  u64 threshold;               // the least coin of a pair that is kept
+  u32 seed[2];
+  int count_tiles, value_dim;
+};
+
 // A test in src/abi.rs asserts the same sizes on the host.
-static_assert(sizeof(OperandParams) == 48 && sizeof(JobParams) == 272 && sizeof(BlockParams) == 120,
+static_assert(sizeof(OperandParams) == 48 && sizeof(JobParams) == 272 && sizeof(BlockParams) == 120 &&
+                  sizeof(PieceParams) == 64 && sizeof(MaskParams) == 152,
     "src/abi.rs has another layout");
 
 DEV i64 at(const OperandParams& o, int b, int s, i64 row, int h) {

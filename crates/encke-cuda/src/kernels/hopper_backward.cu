@@ -38,7 +38,7 @@ DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared&
 // One block of queries: P, dS and the five products. Its scores are complete on entry; those of the
 // next block are in flight on return. The masked form is a separate instantiation: a branch inside
 // would keep the compiler from interleaving arithmetic and products.
-template <bool MASKED> DEV void process_block(float (&s)[BQ / 2], float (&dk)[HD / 2],
+template <bool HIDES> DEV void process_block(float (&s)[BQ / 2], float (&dk)[HD / 2],
     float (&dv)[HD / 2], const HopperBackward& w, const Shared& m, u32 n, int block,
     int warpgroup) {
   const u32 thread = opaque(threadIdx.x) - 128, warp = thread / 32 % 4, lane = thread % 32;
@@ -53,7 +53,7 @@ template <bool MASKED> DEV void process_block(float (&s)[BQ / 2], float (&dk)[HD
     float (&x)[32] = reinterpret_cast<float (&)[32]>(s[32 * part]),
           (&y)[32] = reinterpret_cast<float (&)[32]>(dp[32 * part]);
     u32 p[16], ds[16];
-    if (MASKED)
+    if (HIDES)
       to_probabilities(x, lse + part * 256, w.exponent,
           mask_of(m, warpgroup * 64 + warp * 16 + lane / 4),
           block * BQ + part * 64 + (lane % 4) * 2);
@@ -61,7 +61,7 @@ template <bool MASKED> DEV void process_block(float (&s)[BQ / 2], float (&dk)[HD
     to_stored(p, x);
     wgmma_fence(); issue_sum(dv, p, o + part * 64 * 128); wgmma_commit();
     if (part == 0) wgmma_wait<1>();   // for dP
-    to_ds<MASKED>(y, x, delta + part * 256, w.dp_gain);
+    to_ds<HIDES>(y, x, delta + part * 256, w.dp_gain);
     to_stored(ds, y);
     store_pairs(ds_at + part * PAIR_BYTES, ds, warpgroup * 64 + warp * 16, 0, lane);
     wgmma_fence(); issue_sum(dk, ds, q + part * 64 * 128); wgmma_commit();
@@ -98,7 +98,7 @@ DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
   set_unmasked_from(
       w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + 63);
   int block = tile_word(m, n, START);
-  bool masked = __any_sync(~0u, block * BQ < unmasked_from(m, warpgroup)),
+  bool masked = is_masked(m, warpgroup, block),
        more = block_of(n) < (u32)tile_word(m, n, LAST);
   begin_scores(s, w, m, n, more, warpgroup);
   wgmma_wait<0>();
@@ -110,7 +110,7 @@ DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
     n++;
     block = next_block(m, n, block);
     more = block_of(n) < (u32)tile_word(m, n, LAST);
-    masked = __any_sync(~0u, block * BQ < unmasked_from(m, warpgroup));
+    masked = is_masked(m, warpgroup, block);
     wgmma_wait<0>();
   }
   release_keys(m, warpgroup, thread);

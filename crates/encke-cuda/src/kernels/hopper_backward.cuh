@@ -57,11 +57,16 @@ struct HopperBackward {
   // A zero-fill of dk and dv is pending: store sums instead of adding them.
   int overwrite;
   int stagger;
+  // With WINDOWED, from backward_rows: the queries that see each key, and the end of each tile's
+  // blocks.
+  const Range* key_rows;
+  const int* end_blocks;
+  int query_blocks, pad;      // of one head
 };
 
 // Shared memory layout; `*_full` and `*_empty` are barriers, 8 bytes each.
 struct Shared {
-  u32 k, v, q, o, pairs, dq, lse, delta, first;
+  u32 k, v, q, o, pairs, dq, lse, delta, first, end;
   u32 k_full, v_full, kv_empty, q_full, o_full, empty, dq_full, dq_empty, tile_full, tile_empty;
   // Whether keys are not finite; see set_unmasked_from; two tile descriptors.
   u32 nonfinite, unmasked, tiles;
@@ -77,7 +82,8 @@ DEV Shared shared_from(u32 base) {
   m.lse = m.dq + DQ_STAGES * DQ_BYTES;
   m.delta = m.lse + STAGES * BQ * 4;
   m.first = m.delta + STAGES * BQ * 4;
-  m.tiles = m.first + BK * 4;
+  m.end = m.first + BK * 4;
+  m.tiles = m.end + (WINDOWED ? BK * 4 : 0);
   m.k_full = m.tiles + 2 * TILE_BYTES;
   m.v_full = m.k_full + 8;
   m.kv_empty = m.v_full + 8;
@@ -135,20 +141,37 @@ DEV bool store_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) 
   u32 rest = index / (u32)w.key_tiles;
   int key_block = index - rest * w.key_tiles;
   if (job.causal && w.fixed_order) key_block = w.key_tiles - 1 - key_block;
+  const u32 to = m.tiles + slot_of(opaque(n)) * TILE_BYTES;
+#if WINDOWED
+  // Word by word, and read again: few registers here. Tiles are not staggered.
+  store_shared(to + FIRST, (u32)w.first_blocks[key_block]);
+  store_shared(to + START, load_shared(to + FIRST));
+  store_shared(to + END, (u32)max((int)load_shared(to + FIRST), w.end_blocks[key_block]));
+  store_shared(to + ORDER, (u32)(w.key_tiles - 1 - key_block));
+  store_shared(to + UNCONTESTED, (u32)w.first_blocks[key_block + 1]);
+  if (load_shared(to + FIRST) == load_shared(to + END) && !w.overwrite) return false;
+#else
   const int blocks = (job.queries + BQ - 1) / BQ, first = w.first_blocks[key_block];
   if (first == blocks && !w.overwrite) return false;
+#endif
   const int head = rest % (u32)w.key_head_count;
   const int2 members = w.key_heads[head];
   const int end_member = w.key_heads[head + 1].x;
   rest /= (u32)w.key_head_count;
-  const u32 to = m.tiles + slot_of(opaque(n)) * TILE_BYTES;
   store_shared(
       to, make_uint4(rest / (u32)job.segments, rest % (u32)job.segments, key_block, members.y));
+#if WINDOWED
+  store_shared(to + FIRST_MEMBER, (u32)members.x);
+  store_shared(to + END_MEMBER, (u32)end_member);
+  const u32 blocks = load_shared(to + END) - load_shared(to + FIRST);
+  store_shared(to + LAST, block_of(n) + blocks * (end_member - members.x));
+#else
   store_shared(to + 16, make_uint4(first, blocks, members.x, end_member));
   store_shared(to + 32, make_uint4(first + key_block * w.stagger,
                             job.causal ? w.key_tiles - 1 - key_block : key_block,
                             job.causal ? w.first_blocks[key_block + 1] : 0,
                             block_of(n) + (blocks - first) * (end_member - members.x)));
+#endif
   return true;
 }
 // Publishes the next tile; false after the last one. Staggered tiles may have to wait for the very
@@ -248,7 +271,8 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
       const int coordinate = head->w;
       u32* semaphores =
           w.control + SEMAPHORES +
-          (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * tile_word(m, n, END);
+          (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) *
+              (WINDOWED ? w.query_blocks : tile_word(m, n, END));
       int block = tile_word(m, n, START);
       #pragma unroll 1
       for (bool more = tile_word(m, n, FIRST) < tile_word(m, n, END); more;
@@ -276,13 +300,20 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
 
 // ---- warpgroups 1 and 2 -------------------------------------------------------------------
 
-// The two keys of a thread: a query row sees a key from row `first` on.
-struct Mask { int first[2]; bool nonfinite[2]; };
+// The two keys of a thread: a query row sees a key from row `first` on, and before row `end`.
+struct Mask {
+  int first[2];
+  bool nonfinite[2];
+#if WINDOWED
+  int end[2];
+#endif
+};
 
 // All consumer threads examine K and V once. A key row that is not finite is zeroed in K (0 x NaN
 // would reach the dQ of rows that do not see it), and its scores are set to NaN instead, where they
 // are seen. For V it is enough that masked dP are replaced rather than multiplied by 0.
-DEV bool check_keys(const JobParams& job, const Shared& m, int key_block, int thread) {
+DEV bool check_keys(const HopperBackward& w, const Shared& m, int key_block, int thread) {
+  const JobParams& job = w.job;
   const int sharing = 256 / BK, row = thread / sharing, share = thread % sharing,
             pieces = 8 / sharing;
   bool k_fine = true, v_fine = true;
@@ -299,9 +330,17 @@ DEV bool check_keys(const JobParams& job, const Shared& m, int key_block, int th
       store_shared(m.k + (i / pieces) * (BK * 128) + row * 128 + (share * pieces + i % pieces) * 16,
           0.f, 0.f, 0.f, 0.f);
   const int key = key_block * BK + row;
+#if WINDOWED
+  if (share == 0) {
+    const Range seeing = key < job.keys ? w.key_rows[key] : Range{NEVER, 0};
+    store_shared(m.first + row * 4, (u32)seeing.start | (nonfinite ? NONFINITE_BIT : 0u));
+    store_shared(m.end + row * 4, (u32)seeing.end);
+  }
+#else
   if (share == 0)
     store_shared(m.first + row * 4,
         (u32)(key < job.keys ? first_query(job, key) : NEVER) | (nonfinite ? NONFINITE_BIT : 0u));
+#endif
   if (!k_fine || !v_fine) store_shared(m.nonfinite, 1u);
   fence_async();
   named_sync(2, 256);
@@ -312,14 +351,30 @@ DEV bool check_keys(const JobParams& job, const Shared& m, int key_block, int th
 // if anything is not finite. In shared memory, to save registers.
 DEV void set_unmasked_from(
     const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread, int last_key) {
-  const bool finite = check_keys(w.job, m, tile_word(m, n, KEY_BLOCK), warpgroup * 128 + thread) &&
+  const bool finite = check_keys(w, m, tile_word(m, n, KEY_BLOCK), warpgroup * 128 + thread) &&
                       w.control[NONFINITE_QUERIES] == 0;
+#if WINDOWED
+  // Up to the second row, every row sees the warpgroup's first key.
+  const bool whole = finite && last_key < w.job.keys;
+  store_shared(m.unmasked + warpgroup * 4, (u32)(whole ? w.key_rows[last_key].start : NEVER));
+  store_shared(m.unmasked + 8 + warpgroup * 4, (u32)(whole ? w.key_rows[last_key - 63].end : 0));
+#else
   store_shared(m.unmasked + warpgroup * 4,
       (u32)(finite && last_key < w.job.keys ? first_query(w.job, last_key) : NEVER));
+#endif
   __syncwarp();
 }
 DEV int unmasked_from(const Shared& m, int warpgroup) {
   return (int)load_shared(m.unmasked + warpgroup * 4);
+}
+// Whether a block of queries needs a mask.
+DEV bool is_masked(const Shared& m, int warpgroup, int block) {
+#if WINDOWED
+  const bool after = (block + 1) * BQ > (int)load_shared(m.unmasked + 8 + warpgroup * 4);
+#else
+  const bool after = false;
+#endif
+  return __any_sync(~0u, block * BQ < unmasked_from(m, warpgroup) || after);
 }
 
 // Zeroes the query rows of a block whose lse is NaN, before any product reads them.
@@ -345,11 +400,19 @@ DEV void issue_dq(float (&dq)[32], u32 ds, u32 keys) {
 
 DEV Mask mask_of(const Shared& m, int row) {
   const u32 x = load_shared(m.first + row * 4), y = load_shared(m.first + row * 4 + 32);
-  return Mask{{(int)(x & ~NONFINITE_BIT), (int)(y & ~NONFINITE_BIT)},
+  Mask mask{{(int)(x & ~NONFINITE_BIT), (int)(y & ~NONFINITE_BIT)},
       {(x & NONFINITE_BIT) != 0, (y & NONFINITE_BIT) != 0}};
+#if WINDOWED
+  mask.end[0] = (int)load_shared(m.end + row * 4);
+  mask.end[1] = (int)load_shared(m.end + row * 4 + 32);
+#endif
+  return mask;
 }
 // Whether query `row` sees key `e` of this thread, and saw any key at all.
 DEV bool sees(const Mask& mask, int e, int row, float lse) {
+#if WINDOWED
+  if (row >= mask.end[e]) return false;
+#endif
   return row >= mask.first[e] && lse != -neg_inf();
 }
 
@@ -383,7 +446,7 @@ DEV void to_probabilities(float (&s)[N], u32 lse, float exponent, const Mask& ma
   }
 }
 // dS = P (gain dP - delta), in place of dP. Under a mask, P = 0 gives 0 even where dP is NaN.
-template <bool MASKED, int N>
+template <bool HIDES, int N>
 DEV void to_ds(float (&dp)[N], const float (&p)[N], u32 delta, float gain) {
   #pragma unroll
   for (int i = 0; i < N / 4; i++) {
@@ -392,7 +455,7 @@ DEV void to_ds(float (&dp)[N], const float (&p)[N], u32 delta, float gain) {
     #pragma unroll
     for (int e = 0; e < 4; e++) {
       const float ds = p[4 * i + e] * fmaf(dp[4 * i + e], gain, -(e & 1 ? y : x));
-      dp[4 * i + e] = MASKED && p[4 * i + e] == 0.f ? 0.f : ds;
+      dp[4 * i + e] = HIDES && p[4 * i + e] == 0.f ? 0.f : ds;
     }
   }
 }

@@ -42,7 +42,7 @@ DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
     const u32 q = m.q + stage * Q_BYTES, o = m.o + stage * Q_BYTES,
               lse = m.lse + stage * BQ * 4 + from, delta = m.delta + stage * BQ * 4 + from;
     const int row = block * BQ + rows + (lane % 4) * 2;
-    const bool masked = __any_sync(~0u, block * BQ < unmasked_from(m, warpgroup));
+    const bool masked = is_masked(m, warpgroup, block);
     float s[HALF_QUERIES / 2], dp[HALF_QUERIES / 2], dq[2][32];
     u32 pair[HALF_QUERIES / 4];
     barrier_wait(m.q_full + 8 * stage, parity); barrier_wait(m.o_full + 8 * stage, parity);

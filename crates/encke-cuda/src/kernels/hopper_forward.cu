@@ -3,7 +3,7 @@
 
 // This thread's two rows of a tile.
 struct Rows {
-  int row[2], limit[2];   // limit: number of visible keys
+  int row[2], limit[2];   // limit: the end of the visible keys
   i64 cell[2];
   bool exists[2];
 };
@@ -11,26 +11,34 @@ DEV void rows_of(
     const JobParams& job, const TileParams& tiles, const Tile& tile, int first, Rows& rows) {
   #pragma unroll
   for (int h = 0; h < 2; h++) {
-    rows.row[h] = first + 8 * h; rows.exists[h] = rows.row[h] < job.queries;
+    rows.row[h] = first + 8 * h; rows.exists[h] = rows.row[h] < end_row(job, tile);
     rows.cell[h] = tile.cell + rows.row[h] * job.cells.row;
-    rows.limit[h] = visible_keys(job, tiles, rows.row[h]);
+    rows.limit[h] = seen_end(job, tiles, tile, rows.row[h]);
   }
 }
 // In partly masked blocks, NaN and infinite values were multiplied as 0: the rows that see them add
 // them here.
 DEV void add_nonfinite_values(const JobParams& job, const TileParams& tiles, const Tile& tile,
     const Rows& rows, const u16* v, int column, float (&acc)[HD / 2]) {
-  int from = (tile.blocks - tile.masked) * KEYS;
+#if WINDOWED
+  int from = tile.begin * KEYS, origin = tile.first_key;
+#else
+  int from = (tile.blocks - tile.masked) * KEYS, origin = -tiles.chunk_starts[0];
+#endif
   #pragma unroll 1
   for (int key = from; key < tile.keys; key++) {
+    if (WINDOWED && !is_masked(tile, key / KEYS)) continue;
     const u16* value =
-        v + at(job.k, tile.batch, tile.segment, key - tiles.chunk_starts[0], tile.head) + column;
+        v + at(job.k, tile.batch, tile.segment, origin + key, tile.head) + column;
     #pragma unroll
     for (int i = 0; i < FRAGMENTS; i++)
       if (8 * i < job.dim)
         #pragma unroll
         for (int e = 0; e < 4; e++) {
           u32 x = value[8 * i + (e & 1)];
+#if WINDOWED
+          if (key < seen_start(tiles, tile, rows.row[e >> 1])) continue;
+#endif
           if ((x & EXPONENT) == EXPONENT && key < rows.limit[e >> 1])
             acc[4 * i + e] += unpack((u16)x);
         }
@@ -69,7 +77,7 @@ DEV void prefetch_sums(const JobParams& job, const Tile& tile, const float* sums
     u32 barrier, int first, int lane) {
   fence_async();   // after the output of the last tile was read
   __syncwarp();
-  const int rows = min(max(job.queries - tile.row - first, 0), 16),
+  const int rows = min(max(end_row(job, tile) - tile.row - first, 0), 16),
             row = row_of_slot(lane % 8) + lane / 8 * 8;
   if (lane == 0) barrier_expect(barrier, rows * job.dim * 4);
   __syncwarp();
@@ -172,7 +180,7 @@ DEV void store_carry(const JobParams& job, const Rows& rows, float* sums, float*
 // Stores an empty carry for rows that see no key.
 DEV void store_empty_carry(
     const JobParams& job, const Tile& tile, float* sums, float* m, float* l, int thread) {
-  for (int row = thread; row < ROWS && tile.row + row < job.queries; row += CONSUMERS * 128) {
+  for (int row = thread; row < ROWS && tile.row + row < end_row(job, tile); row += CONSUMERS * 128) {
     i64 cell = tile.cell + (tile.row + row) * job.cells.row;
     m[cell] = neg_inf(); l[cell] = 0.f;
     for (int i = 0; i < job.dim; i += 4)
@@ -213,7 +221,7 @@ DEV void store_out(const JobParams& job, const Tile& tile, const Rows& rows, u16
   for (int i = lane; i < 16 * FRAGMENTS; i += 32) {
     int row = i / FRAGMENTS, piece = i % FRAGMENTS;
     uint4 x = load_shared_16(output_slot(q, staged, first, row, piece));
-    if (tile.row + first + row < job.queries && piece * 8 < job.dim)
+    if (tile.row + first + row < end_row(job, tile) && piece * 8 < job.dim)
       *(uint4*)(out + (tile.cell + (tile.row + first + row) * job.cells.row) * job.dim +
                 piece * 8) = x;
   }
@@ -221,7 +229,7 @@ DEV void store_out(const JobParams& job, const Tile& tile, const Rows& rows, u16
 // Rows that see no key here: finishes their carry.
 DEV void store_empty_rows(const JobParams& job, const Tile& tile, const float* sums, const float* m,
     const float* l, u16* out, float* lse, int thread) {
-  for (int row = thread; row < ROWS && tile.row + row < job.queries; row += CONSUMERS * 128) {
+  for (int row = thread; row < ROWS && tile.row + row < end_row(job, tile); row += CONSUMERS * 128) {
     i64 cell = tile.cell + (tile.row + row) * job.cells.row;
     const float sum = LOAD_CARRY ? l[cell] : 0.f, factor = sum == 0.f ? 0.f : (float)job.gain / sum;
     lse[cell] = sum == 0.f ? neg_inf() : m[cell] + log2_fast(sum) * 0.6931471805599453f;
@@ -314,7 +322,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       #pragma unroll
       for (int i = 0; i < HD / 2; i++) acc[i] = 0.f;
       // Blocks below this one need no mask for any row of the warpgroup.
-      const int unmasked = visible_keys(job, tiles, tile.row + consumer * 64) / KEYS;
+      const int unmasked = seen_end(job, tiles, tile, tile.row + consumer * 64) / KEYS;
+#if WINDOWED
+      // Blocks from this one on need none at their start.
+      const int unmasked_from =
+          (seen_start(tiles, tile, tile.row + consumer * 64 + 63) + KEYS - 1) / KEYS;
+#endif
       u32 nonfinite = 0;
       int block = tile.blocks - 1;
       barrier_wait(shared.q_full(q.stage), q.parity);
@@ -343,17 +356,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         k.advance();
         if (block >= unmasked)
           mask(s, rows.limit[0] - block * KEYS - column, rows.limit[1] - block * KEYS - column);
+#if WINDOWED
+        if (block < unmasked_from) {
+          const int row = consumer * 64 + warp * 16 + lane / 4, before = block * KEYS + column;
+          mask_before(s, start_of_row(shared, tile_stage.stage, tiles, row) - before,
+              start_of_row(shared, tile_stage.stage, tiles, row + 8) - before);
+        }
+#endif
         softmax.update<!LOAD_CARRY>(s, c);
         to_weights(s, p);
         if (softmax.rescale) scale_rows(acc, softmax.factor[0], softmax.factor[1]);
       }
       #pragma unroll 1
-      for (block--; block >= 0; block--) {
+      for (block--; block >= begin_block(tile); block--) {
         float s[KEYS / 2];
         barrier_wait(shared.k_full(k.stage), k.parity);
         if (PINGPONG) named_sync(1 + consumer, 256);
         wgmma_fence(); issue_scores(s, queries, shared.k(k.stage)); wgmma_commit();
-        if (CAUSAL && block + 1 >= tile.blocks - tile.masked) {
+#if WINDOWED
+        const bool hides = is_masked(shared, tile_stage.stage, block + 1);
+#else
+        const bool hides = is_masked(tile, block + 1);
+#endif
+        if (CAUSAL && hides) {
           barrier_wait(shared.checked(v.stage), checked_parity >> v.stage & 1);
           checked_parity ^= 1u << v.stage;
           uint4 found = load_shared_16(shared.flags(v.stage));
@@ -367,6 +392,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         k.advance();
         if (CAUSAL && block >= unmasked)
           mask(s, rows.limit[0] - block * KEYS - column, rows.limit[1] - block * KEYS - column);
+#if WINDOWED
+        if (block < unmasked_from) {
+          const int row = consumer * 64 + warp * 16 + lane / 4, before = block * KEYS + column;
+          mask_before(s, start_of_row(shared, tile_stage.stage, tiles, row) - before,
+              start_of_row(shared, tile_stage.stage, tiles, row + 8) - before);
+        }
+#endif
         softmax.update<false>(s, c);
         wgmma_wait<0>();
         release(shared.v_empty(v.stage), lane);
@@ -374,7 +406,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         to_weights(s, p);
         if (softmax.rescale) scale_rows(acc, softmax.factor[0], softmax.factor[1]);
       }
-      if (CAUSAL && tile.masked == tile.blocks) {
+#if WINDOWED
+      const bool hides = is_masked(shared, tile_stage.stage, begin_block(tile));
+#else
+      const bool hides = is_masked(tile, 0);
+#endif
+      if (CAUSAL && hides) {
         barrier_wait(shared.checked(v.stage), checked_parity >> v.stage & 1);
         checked_parity ^= 1u << v.stage;
         uint4 found = load_shared_16(shared.flags(v.stage));

@@ -24,6 +24,7 @@
 //   STAGES, Q_STAGES        pipeline stages of K and of V; of Q
 //   CHUNKS                  chunks of memory that keys may be in, at most
 //   CAUSAL, PINGPONG        whether there is a mask; whether warpgroups alternate
+//   WINDOWED                rows see ranges of keys (windows, documents); CAUSAL is set too
 //   LOAD_CARRY              continue (acc, m, l) rather than start a softmax
 //   STORE_CARRY             leave (acc, m, l) rather than finish in (out, lse)
 //   STAGED                  shared memory has room for a tile's sums
@@ -67,11 +68,19 @@ DEV void load(const JobParams& job, const TileParams& tiles, const Shared& share
   Tile tile;
   u32 index = blockIdx.x;
   while (index < tiles.count) {
+#if WINDOWED
+    const bool loads = publish_listed(job, tiles, shared, tile_stage, index, tile);
+    index = gridDim.x + atomicAdd(counter, 1u);
+    if (!loads) continue;
+    // What the published tile has is read from there: registers are scarce here.
+    const u32 slot = (tile_stage.uses - 1) % 2;
+#else
     tile_of(job, tiles, index, tile);
     index = CAUSAL ? gridDim.x + atomicAdd(counter, 1u) : index + gridDim.x;
     if (LOAD_CARRY && STORE_CARRY && tile.blocks == 0) continue;   // their carry keeps every bit
     publish_tile(shared, tile_stage, tile);
     if (tile.blocks == 0) continue;
+#endif
     int q_head = (u32)(job.q.heads[tile.head] >> tiles.q_shift) * tiles.q_inverse,
         k_head = (u32)(job.k.heads[tile.head] >> tiles.k_shift) * tiles.k_inverse;
     barrier_wait(shared.q_empty(q.stage()), q.parity() ^ 1);
@@ -79,21 +88,36 @@ DEV void load(const JobParams& job, const TileParams& tiles, const Shared& share
     q.uses++;
     int chunk = 0;
     // K runs one block ahead of V, and is sometimes in the next chunk already.
+#if WINDOWED
+    for (int block = tile.blocks; block >= (int)load_shared(shared.tile(slot) + 28); block--) {
+#else
     for (int block = tile.blocks; block >= 0; block--) {
+#endif
       v.uses = k.uses - 1;
       if (block < tile.blocks) chunk += block * KEYS < tiles.chunk_starts[chunk];
-      if (block > 0) {
+#if WINDOWED
+      const int origin = (int)load_shared(shared.tile(slot) + 48),
+                begin = (int)load_shared(shared.tile(slot) + 28);
+#else
+      const int origin = 0, begin = 0;
+#endif
+      if (block > begin) {
         const int key = (block - 1) * KEYS, of = chunk + (key < tiles.chunk_starts[chunk]);
         barrier_wait(shared.k_empty(k.stage()), k.parity() ^ 1);
         load_slabs(shared.k(k.stage()), &kv_maps.k[of], shared.k_full(k.stage()), KEYS,
-            key - tiles.chunk_starts[of], k_head, tile);
+            origin + key - tiles.chunk_starts[of], k_head, tile);
         k.uses++;
       }
       if (block < tile.blocks) {
         barrier_wait(shared.v_empty(v.stage()), v.parity() ^ 1);
         load_slabs(shared.v(v.stage()), &kv_maps.v[chunk], shared.v_full(v.stage()), KEYS,
-            block * KEYS - tiles.chunk_starts[chunk], k_head, tile);
-        if (CAUSAL && block >= tile.blocks - tile.masked) barrier_arrive(shared.masked(v.stage()));
+            origin + block * KEYS - tiles.chunk_starts[chunk], k_head, tile);
+#if WINDOWED
+        const bool hides = is_masked(shared, slot, block);
+#else
+        const bool hides = is_masked(tile, block);
+#endif
+        if (CAUSAL && hides) barrier_arrive(shared.masked(v.stage()));
       }
     }
   }
@@ -120,7 +144,7 @@ DEV void prefetch_state(const JobParams& job, const Tile& tile, const Shared& sh
     const float* m, const float* l, int thread) {
   for (int row = thread; row < ROWS; row += 96) {
     const i64 cell = tile.cell + (tile.row + row) * job.cells.row;
-    const bool exists = tile.row + row < job.queries;
+    const bool exists = tile.row + row < end_row(job, tile);
     store_shared(shared.softmax(slot, row), exists ? m[cell] : 0.f, exists ? l[cell] : 0.f);
   }
   __syncwarp();
@@ -137,8 +161,8 @@ DEV void check(
 #if PREFETCH_STATE
     prefetch_state(job, tile, shared, tile_stage.stage, m, l, thread);
 #endif
-    for (int step = 0; step < tile.blocks; step++, v.advance()) {
-      if (!CAUSAL || step >= tile.masked) continue;
+    for (int block = tile.blocks - 1; block >= begin_block(tile); block--, v.advance()) {
+      if (!CAUSAL || !is_masked(tile, block)) continue;
       barrier_wait(shared.masked(v.stage), masked_parity >> v.stage & 1);
       masked_parity ^= 1u << v.stage;
       barrier_wait(shared.v_full(v.stage), v.parity);
@@ -213,6 +237,16 @@ DEV void mask(float (&s)[KEYS / 2], int first, int second) {
     for (int e = 0; e < 4; e++)
       if (8 * j + (e & 1) >= (e < 2 ? first : second)) s[4 * j + e] = neg_inf();
 }
+#if WINDOWED
+// Masks the scores before column `first` or `second`.
+DEV void mask_before(float (&s)[KEYS / 2], int first, int second) {
+  #pragma unroll
+  for (int j = 0; j < KEYS / 8; j++)
+    #pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (8 * j + (e & 1) < (e < 2 ? first : second)) s[4 * j + e] = neg_inf();
+}
+#endif
 #if POLYNOMIAL
 // 2^x for x <= 8 without the special function unit: 2^n times a polynomial in [-1/2, 1/2] with a
 // relative error of 2.6e-6.

@@ -3,6 +3,9 @@
 //
 // The decision here: one thread computes the next tile and publishes it to the other warps through
 // shared memory. Its divisions overlap with the current tile, and tiles may come from a counter.
+#ifndef WINDOWED
+#define WINDOWED 0
+#endif
 #define ROWS (CONSUMERS * 64)
 #define THREADS ((CONSUMERS + 1) * 128)
 #define SLABS ((HD + 63) / 64)
@@ -23,6 +26,8 @@ struct TileParams {
   // i begins at key chunk_starts[i], the last one at 0. Chunk 0, with the highest numbers, has the
   // job's own keys and its mask. All others are fully visible and consist of whole blocks.
   int chunk_starts[CHUNKS];
+  // With WINDOWED: three entries for each tile of a sequence, longest first (see `publish_listed`).
+  const int4* list;
 };
 struct KvChunkMaps { TensorMap k[CHUNKS], v[CHUNKS]; };
 
@@ -44,7 +49,8 @@ DEV int visible_keys(const JobParams& job, const TileParams& tiles, int i) {
 #define SUM_PITCH (HD * 4 + 16)
 #define AT_FLAGS (AT_SUMS + (STAGED ? ROWS * SUM_PITCH : 0))
 #define AT_TILES (AT_FLAGS + STAGES * 16)
-#define AT_BARRIERS (AT_TILES + 2 * 48)
+#define TILE_BYTES (WINDOWED ? 64 : 48)
+#define AT_BARRIERS (AT_TILES + 2 * TILE_BYTES)
 #define FORWARD_BYTES \
   (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES + 4 + (STAGED ? CONSUMERS * 4 + 2 : 0)) * 8)
 struct Shared {
@@ -54,7 +60,7 @@ struct Shared {
   DEV_MEMBER u32 v(u32 stage) const { return base + AT_V + stage * KEY_BYTES; }
   DEV_MEMBER u32 sums(u32 row) const { return base + AT_SUMS + row * SUM_PITCH; }
   DEV_MEMBER u32 flags(u32 stage) const { return base + AT_FLAGS + stage * 16; }
-  DEV_MEMBER u32 tile(u32 slot) const { return base + AT_TILES + slot * 48; }
+  DEV_MEMBER u32 tile(u32 slot) const { return base + AT_TILES + slot * TILE_BYTES; }
   DEV_MEMBER u32 barrier(u32 index) const { return base + AT_BARRIERS + index * 8; }
   DEV_MEMBER u32 q_full(u32 stage) const { return barrier(stage); }
   DEV_MEMBER u32 q_empty(u32 stage) const { return barrier(Q_STAGES + stage); }
@@ -89,11 +95,73 @@ template <int COUNT> struct StageCounter {
 
 // A tile as the producer publishes it; `blocks` is -1 after the last one. `cell` is that of row 0
 // of the sequence.
-struct Tile { int row, head, segment, batch, keys, blocks, masked; i64 cell; };
+//
+// With WINDOWED a tile lies in one piece of the job: its rows end before `end`, and keys are counted
+// from `first_key` on, of which there are `all`. The first row sees the keys from `start0` to
+// `end0`, as far as they exist, and each next row `query_step` keys further on. Blocks before
+// `begin` are not seen, those before `low` only in part.
+struct Tile {
+  int row, head, segment, batch, keys, blocks, masked;
+  i64 cell;
+#if WINDOWED
+  int end, first_key, all, end0, start0, begin, low;
+#endif
+};
+// The end of a tile's rows, and the first block that it sees.
+DEV int end_row(const JobParams& job, const Tile& tile) {
+#if WINDOWED
+  return tile.end;
+#else
+  return job.queries;
+#endif
+}
+DEV int begin_block(const Tile& tile) {
+#if WINDOWED
+  return tile.begin;
+#else
+  return 0;
+#endif
+}
+// Whether some row of the tile sees only a part of a block.
+DEV bool is_masked(const Tile& tile, int block) {
+#if WINDOWED
+  if (block < tile.low) return true;
+#endif
+  return block >= tile.blocks - tile.masked;
+}
+#if WINDOWED
+// The same from the published tile, to save registers.
+DEV bool is_masked(const Shared& shared, u32 slot, int block) {
+  const u32 from = shared.tile(slot);
+  const int blocks = (int)load_shared(from + 20), masked = (int)load_shared(from + 24);
+  return block < (int)load_shared(from + 40) || block >= blocks - masked;
+}
+// The first key that a row of the published tile sees.
+DEV int start_of_row(const Shared& shared, u32 slot, const TileParams& tiles, int row) {
+  const u32 from = shared.tile(slot);
+  const int start = (int)load_shared(from + 60) + row * tiles.query_step;
+  return max(0, min(start, (int)load_shared(from + 52)));
+}
+#endif
+// The keys that a row sees.
+DEV int seen_end(const JobParams& job, const TileParams& tiles, const Tile& tile, int i) {
+#if WINDOWED
+  return max(0, min(tile.end0 + (i - tile.row) * tiles.query_step, tile.all));
+#else
+  return visible_keys(job, tiles, i);
+#endif
+}
+DEV int seen_start(const TileParams& tiles, const Tile& tile, int i) {
+#if WINDOWED
+  return max(0, min(tile.start0 + (i - tile.row) * tiles.query_step, tile.all));
+#else
+  return 0;
+#endif
+}
 
-// The tile with this index. Causal tiles are ordered longest first within groups of sequences whose
-// keys fit into the L2 cache.
-DEV void tile_of(const JobParams& job, const TileParams& tiles, u32 index, Tile& tile) {
+// The sequence and the row of tiles of the tile with this index. Causal tiles are ordered longest
+// first within groups of sequences whose keys fit into the L2 cache.
+DEV int sequence_of(const JobParams& job, const TileParams& tiles, u32 index, Tile& tile) {
   int sequence, row_tile;
   if (CAUSAL) {
     u32 each = tiles.sequences_in_l2 * tiles.row_tiles, group = index / each,
@@ -109,7 +177,12 @@ DEV void tile_of(const JobParams& job, const TileParams& tiles, u32 index, Tile&
   tile.head = sequence - rest * job.heads;
   tile.batch = rest / (u32)job.segments;
   tile.segment = rest - tile.batch * job.segments;
-  tile.row = row_tile * ROWS; tile.cell = at(job.cells, tile.batch, tile.segment, 0, tile.head);
+  tile.cell = at(job.cells, tile.batch, tile.segment, 0, tile.head);
+  return row_tile;
+}
+#if !WINDOWED
+DEV void tile_of(const JobParams& job, const TileParams& tiles, u32 index, Tile& tile) {
+  tile.row = sequence_of(job, tiles, index, tile) * ROWS;
   tile.keys = visible_keys(job, tiles, min(tile.row + ROWS, job.queries) - 1);
   tile.blocks = (tile.keys + KEYS - 1) / KEYS;
   // Trailing blocks that some row of the tile sees only in part; without a mask, a partial last
@@ -117,6 +190,7 @@ DEV void tile_of(const JobParams& job, const TileParams& tiles, u32 index, Tile&
   int whole = visible_keys(job, tiles, tile.row) / KEYS;
   tile.masked = tile.blocks - min(whole, tile.blocks);
 }
+#endif
 DEV void publish_tile(const Shared& shared, StageCounter<2>& count, const Tile& tile) {
   barrier_wait(shared.tile_empty(count.stage()), count.parity() ^ 1);
   u32 to = shared.tile(count.stage());
@@ -126,6 +200,31 @@ DEV void publish_tile(const Shared& shared, StageCounter<2>& count, const Tile& 
   barrier_arrive(shared.tile_full(count.stage()));
   count.uses++;
 }
+#if WINDOWED
+// Publishes a tile of the list; only its origin and its blocks are kept in registers. False if there
+// is nothing to load for it.
+DEV bool publish_listed(const JobParams& job, const TileParams& tiles, const Shared& shared,
+    StageCounter<2>& count, u32 index, Tile& tile) {
+  const int4* entry =
+      tiles.list + 3 * (tiles.row_tiles - 1 - sequence_of(job, tiles, index, tile));
+  int4 part = entry[0];
+  tile.blocks = part.y;
+  if (LOAD_CARRY && STORE_CARRY && tile.blocks == 0) return false;   // its carry keeps every bit
+  barrier_wait(shared.tile_empty(count.stage()), count.parity() ^ 1);
+  const u32 to = shared.tile(count.stage());
+  store_shared(to + 16, make_uint4(part.x, part.y, part.z, part.w));
+  part = entry[1];
+  tile.row = part.z;
+  store_shared(to, make_uint4(tile.row, tile.head, tile.segment, tile.batch));
+  store_shared(
+      to + 32, make_uint4((u32)tile.cell, (u32)(tile.cell >> 32), part.x, part.y));
+  part = entry[2];
+  store_shared(to + 48, make_uint4(part.x, part.y, part.z, part.w));
+  barrier_arrive(shared.tile_full(count.stage()));
+  count.uses++;
+  return tile.blocks != 0;
+}
+#endif
 // Waits for the next tile; false after the last one. It stays in shared memory until every warp has
 // released it, so that it can be read again rather than kept in registers.
 DEV bool wait_tile(const Shared& shared, const StageIndex<2>& tile_stage, Tile& tile) {
@@ -140,6 +239,16 @@ DEV bool wait_tile(const Shared& shared, const StageIndex<2>& tile_stage, Tile& 
   tile.masked = y.z;
   tile.blocks = __shfl_sync(~0u, (int)y.y, 0);   // uniform, as the compiler sees
   tile.cell = (i64)((u64)z.y << 32 | z.x);
+#if WINDOWED
+  uint4 w = load_shared_16(from + 48);
+  tile.begin = __shfl_sync(~0u, (int)y.w, 0);
+  tile.low = z.z;
+  tile.end = z.w;
+  tile.first_key = w.x;
+  tile.all = w.y;
+  tile.end0 = w.z;
+  tile.start0 = w.w;
+#endif
   return tile.blocks >= 0;
 }
 DEV void release_tile(const Shared& shared, StageIndex<2>& tile_stage, int lane) {

@@ -1,10 +1,14 @@
-// Attention without tensor cores: any type, any stride, head dimensions up to 256. For f32 and f64,
+// Attention without tensor cores: any type, any stride, head dimensions up to 576. For f32 and f64,
 // whose precision tensor cores do not keep. A block has TILE rows and loops over the other operand
 // in tiles; thread (y, x) computes the pair of row y and streamed row x, and then columns x, x +
 // TILE, ... of row y. Masked pairs are skipped rather than multiplied by zero, so that hidden NaNs
 // have no effect. Sums have a fixed order: results are bitwise repeatable. Macros: T_*, COLUMNS
-// (columns per thread).
+// (columns per thread), MASKED (see masks.cuh).
 #define TILE 16
+// Dynamic shared memory; the CPU model has its own.
+#ifndef PLAIN_SHARED
+#define PLAIN_SHARED extern __shared__ double raw[]
+#endif
 #define X ((int)threadIdx.x % TILE)
 #define Y ((int)threadIdx.x / TILE)
 
@@ -19,16 +23,95 @@ DEV A row_sum(A x) {
   return x;
 }
 
-struct TileOrigin { int batch, segment, head, tile; };
-DEV TileOrigin tile_origin(i64 index, int tiles, int heads, int segments) {
-  TileOrigin p; p.tile = index % tiles; index /= tiles; p.head = index % heads; index /= heads;
-  p.segment = index % segments; p.batch = index / segments; return p;
+// TILE rows from `first` on of one (batch entry, segment, head). Rows end before `end`, and streamed
+// rows are counted in tiles from `origin` on.
+struct TileOrigin {
+  int batch, segment, head, first, end, origin;
+#if MASKED
+  PieceParams piece;
+#endif
+};
+// The number of tiles of one head with `rows` rows.
+DEV int tiles_of(const Job& job, int rows) {
+#if MASKED
+  return job.mask.count_tiles;
+#else
+  return (rows + TILE - 1) / TILE;
+#endif
+}
+DEV TileOrigin tile_origin(const Job& job, i64 index, int tiles, int heads, bool queries) {
+  TileOrigin p;
+  const int tile = index % tiles;
+  index /= tiles; p.head = index % heads; index /= heads;
+  p.segment = index % job.segments; p.batch = index / job.segments;
+#if MASKED
+  const i64 entry = job.mask.tiles[tile];
+  p.piece = piece_at(job, entry);
+  p.first = (queries ? p.piece.first_query : p.piece.first_key) + (int)(u32)entry * TILE;
+  p.end = queries ? p.piece.end_query : p.piece.end_key;
+  p.origin = queries ? p.piece.first_key : p.piece.first_query;
+#else
+  p.first = tile * TILE; p.end = queries ? job.queries : job.keys; p.origin = 0;
+#endif
+  return p;
+}
+// The keys that a query row sees, and the queries that see a key row.
+DEV Range visible_keys(const Job& job, const TileOrigin& p, int i) {
+#if MASKED
+  return keys_of(p.piece, i);
+#else
+  return Range{0, visible(job, i)};
+#endif
+}
+DEV Range seeing_queries(const Job& job, const TileOrigin& p, int j) {
+#if MASKED
+  return queries_of(p.piece, j);
+#else
+  return Range{first_query(job, j), job.queries};
+#endif
+}
+// The start of the streamed tile that holds `row`.
+DEV int tile_start(const TileOrigin& p, int row) {
+  return p.origin + (row - p.origin) / TILE * TILE;
+}
+// The score of a pair given q.k, and its derivative by scale * q.k.
+DEV A score(const Job& job, const TileOrigin& p, int head, int i, int j, A product,
+    A& derivative) {
+  A s = (A)job.scale * product;
+  derivative = 1;
+#if MASKED
+  if (job.mask.softcap > 0) {
+    const A share = tanh(s / (A)job.mask.softcap);
+    s = (A)job.mask.softcap * share;
+    derivative = 1 - share * share;
+  }
+  if (job.mask.slopes) {
+    i64 distance = query_position(p.piece, i) - key_position(p.piece, j);
+    s -= (A)job.mask.slopes[head] * (A)(distance < 0 ? -distance : distance);
+  }
+#endif
+  return s;
+}
+// Whether the weight of a pair is dropped, and the factor of those that are not.
+DEV bool dropped(const Job& job, const TileOrigin& p, int head, int i, int j) {
+#if MASKED
+  return is_dropped(job, p.piece, p.batch, p.segment, head, i, j);
+#else
+  return false;
+#endif
+}
+DEV A kept(const Job& job) {
+#if MASKED
+  return job.mask.kept == 0 ? (A)1 : (A)job.mask.kept;
+#else
+  return 1;
+#endif
 }
 
 // Loads TILE rows to shared memory, widened; rows beyond `count` become zeros. `width`: elements
-// per address unit, 1 for q, k and v, dim for dout, which lies at dim times the address of its
-// cell.
-DEV void load_rows(A* shared, const T* from, const OperandParams& o, TileOrigin p, int head,
+// per address unit, 1 for q, k and v, the value dimension for dout, which lies at that times the
+// address of its cell.
+DEV void load_rows(A* shared, const T* from, const OperandParams& o, const TileOrigin& p, int head,
     int first, int count, int dim, int width = 1) {
   bool there = first + Y < count;
   const T* row = from + (there ? at(o, p.batch, p.segment, first + Y, head) * width : 0);
@@ -44,64 +127,74 @@ DEV A dot(const A* a, const A* b, int dim) {
 
 // Rows start empty or from (acc, m, l); they finish in (out, lse) or are left in (acc, m, l).
 extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) plain_forward(const T* q, const T* k,
-    const T* v, const JobParams job, A* acc, A* m, A* l, T* out, A* lse, int starts, int finishes) {
-  extern __shared__ double raw[];
-  int dim = job.dim, pitch = dim + 1, tiles = (job.queries + TILE - 1) / TILE;
-  A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *sp = sv + TILE * pitch;
-  i64 all = (i64)tiles * job.heads * job.segments * job.batch;
+    const T* v, const Job job, A* acc, A* m, A* l, T* out, A* lse, int starts, int finishes) {
+  PLAIN_SHARED;
+  const int dim = job.dim, width = value_dim(job), pitch = dim + 1, value_pitch = width + 1,
+            tiles = tiles_of(job, job.queries);
+  A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *sp = sv + TILE * value_pitch;
+  const i64 all = (i64)tiles * job.heads * job.segments * job.batch;
   for (i64 index = blockIdx.x; index < all; index += gridDim.x) {
-    TileOrigin p = tile_origin(index, tiles, job.heads, job.segments);
-    int first = p.tile * TILE, row = first + Y, last = min(first + TILE, job.queries) - 1;
-    int limit = row < job.queries ? visible(job, row) : 0, most = visible(job, last);
-    i64 cell = row < job.queries ? at(job.cells, p.batch, p.segment, row, p.head) : 0;
+    const TileOrigin p = tile_origin(job, index, tiles, job.heads, true);
+    const int row = p.first + Y, last = min(p.first + TILE, p.end) - 1;
+    const bool real = row < p.end;
+    const Range seen = real ? visible_keys(job, p, row) : Range{0, 0},
+                streamed = {visible_keys(job, p, p.first).start, visible_keys(job, p, last).end};
+    const i64 cell = real ? at(job.cells, p.batch, p.segment, row, p.head) : 0;
     A running_max = neg_inf(), sum = 0, o[COLUMNS];
     #pragma unroll
     for (int n = 0; n < COLUMNS; n++) o[n] = 0;
-    if (!starts && row < job.queries) {
+    if (!starts && real) {
       running_max = m[cell]; sum = l[cell];
       #pragma unroll
       for (int n = 0; n < COLUMNS; n++) {
         int c = X + n * TILE;
-        if (c < dim) o[n] = acc[cell * dim + c];
+        if (c < width) o[n] = acc[cell * width + c];
       }
     }
     __syncthreads();
-    load_rows(sq, q, job.q, p, p.head, first, job.queries, dim);
-    for (int j0 = 0; j0 < most; j0 += TILE) {
+    load_rows(sq, q, job.q, p, p.head, p.first, p.end, dim);
+    for (int j0 = tile_start(p, streamed.start); j0 < streamed.end; j0 += TILE) {
       __syncthreads();
-      load_rows(sk, k, job.k, p, p.head, j0, job.keys, dim);
-      load_rows(sv, v, job.k, p, p.head, j0, job.keys, dim);
+      load_rows(sk, k, job.k, p, p.head, j0, streamed.end, dim);
+      load_rows(sv, v, values(job), p, p.head, j0, streamed.end, width);
       __syncthreads();
-      bool seen = j0 + X < limit;
-      A s = seen ? (A)job.scale * dot(sq + Y * pitch, sk + X * pitch, dim) : (A)neg_inf();
+      const Range here = common_rows(seen, Range{j0, j0 + TILE});
+      const bool sees = j0 + X >= here.start && j0 + X < here.end;
+      A s = neg_inf(), derivative;
+      if (sees)
+        s = score(job, p, p.head, row, j0 + X, dot(sq + Y * pitch, sk + X * pitch, dim), derivative);
       A new_max = larger(running_max, row_max(s));
       A rescale = running_max == neg_inf() ? (A)0 : exp(running_max - new_max);
-      A weight = seen ? exp(s - new_max) : (A)0;
+      A weight = sees ? exp(s - new_max) : (A)0;
       A weights = row_sum(weight);
-      sp[Y * TILE + X] = weight;
+      // A weight below 0 marks a pair that is dropped.
+      const bool drops = sees && dropped(job, p, p.head, row, j0 + X);
+      sp[Y * TILE + X] = drops ? (A)-1 : weight * kept(job);
       __syncwarp();
-      if (j0 < limit) {
+      if (here.start < here.end) {
         sum = sum * rescale + weights; running_max = new_max;
-        int count = min(TILE, limit - j0);
         #pragma unroll
         for (int n = 0; n < COLUMNS; n++) {
-          int c = min(X + n * TILE, dim);          // the padding column stands in for missing ones
+          int c = min(X + n * TILE, width);        // the padding column stands in for missing ones
           A x = o[n] * rescale;
           #pragma unroll 1
-          for (int j = 0; j < count; j++) x += sp[Y * TILE + j] * sv[j * pitch + c];
+          for (int j = here.start - j0; j < here.end - j0; j++) {
+            const A w = sp[Y * TILE + j];
+            if (!MASKED || !(w < 0)) x += w * sv[j * value_pitch + c];
+          }
           o[n] = x;
         }
       }
       __syncwarp();
     }
-    if (row < job.queries) {
+    if (real) {
       #pragma unroll
       for (int n = 0; n < COLUMNS; n++) {
         int c = X + n * TILE;
-        if (c >= dim) continue;
+        if (c >= width) continue;
         if (finishes)
-          narrow(sum == 0 ? (A)0 : (A)((A)job.gain * (o[n] / sum)), out[cell * dim + c]);
-        else acc[cell * dim + c] = o[n];
+          narrow(sum == 0 ? (A)0 : (A)((A)job.gain * (o[n] / sum)), out[cell * width + c]);
+        else acc[cell * width + c] = o[n];
       }
       if (X == 0 && finishes) lse[cell] = sum == 0 ? (A)neg_inf() : running_max + log(sum);
       if (X == 0 && !finishes) { m[cell] = running_max; l[cell] = sum; }
@@ -109,48 +202,63 @@ extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) plain_forward(const 
   }
 }
 
+// dS / P of a pair, given dout.v.
+DEV A score_gradient(const Job& job, bool drops, A product, A delta, A derivative) {
+  const A gradient = drops ? (A)0 : (A)job.gain * kept(job) * product;
+  return (gradient - delta) * derivative;
+}
+
 // dq of TILE queries.
 extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) plain_dq(const T* q, const T* k,
-    const T* v, const T* dout, const A* lse, const A* delta, A* dq, const JobParams job) {
-  extern __shared__ double raw[];
-  int dim = job.dim, pitch = dim + 1, tiles = (job.queries + TILE - 1) / TILE;
-  A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *so = sv + TILE * pitch,
-    *sp = so + TILE * pitch;
-  i64 all = (i64)tiles * job.heads * job.segments * job.batch;
+    const T* v, const T* dout, const A* lse, const A* delta, A* dq, const Job job) {
+  PLAIN_SHARED;
+  const int dim = job.dim, width = value_dim(job), pitch = dim + 1, value_pitch = width + 1,
+            tiles = tiles_of(job, job.queries);
+  A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *so = sv + TILE * value_pitch,
+    *sp = so + TILE * value_pitch;
+  const i64 all = (i64)tiles * job.heads * job.segments * job.batch;
   for (i64 index = blockIdx.x; index < all; index += gridDim.x) {
-    TileOrigin p = tile_origin(index, tiles, job.heads, job.segments);
-    int first = p.tile * TILE, row = first + Y, last = min(first + TILE, job.queries) - 1;
-    i64 cell = row < job.queries ? at(job.cells, p.batch, p.segment, row, p.head) : 0;
-    A own = row < job.queries ? lse[cell] : (A)neg_inf();
-    int limit = own == neg_inf() ? 0 : visible(job, row), most = visible(job, last);
-    A shift = limit ? delta[cell] : (A)0, g[COLUMNS];
+    const TileOrigin p = tile_origin(job, index, tiles, job.heads, true);
+    const int row = p.first + Y, last = min(p.first + TILE, p.end) - 1;
+    const i64 cell = row < p.end ? at(job.cells, p.batch, p.segment, row, p.head) : 0;
+    const A own = row < p.end ? lse[cell] : (A)neg_inf();
+    const Range seen = own == neg_inf() ? Range{0, 0} : visible_keys(job, p, row),
+                streamed = {visible_keys(job, p, p.first).start, visible_keys(job, p, last).end};
+    const bool any = seen.start < seen.end;
+    A shift = any ? delta[cell] : (A)0, g[COLUMNS];
     #pragma unroll
     for (int n = 0; n < COLUMNS; n++) g[n] = 0;
     __syncthreads();
-    load_rows(sq, q, job.q, p, p.head, first, job.queries, dim);
-    load_rows(so, dout, job.cells, p, p.head, first, job.queries, dim, dim);
-    for (int j0 = 0; j0 < most; j0 += TILE) {
+    load_rows(sq, q, job.q, p, p.head, p.first, p.end, dim);
+    load_rows(so, dout, job.cells, p, p.head, p.first, p.end, width, width);
+    for (int j0 = tile_start(p, streamed.start); j0 < streamed.end; j0 += TILE) {
       __syncthreads();
-      load_rows(sk, k, job.k, p, p.head, j0, job.keys, dim);
-      load_rows(sv, v, job.k, p, p.head, j0, job.keys, dim);
+      load_rows(sk, k, job.k, p, p.head, j0, streamed.end, dim);
+      load_rows(sv, v, values(job), p, p.head, j0, streamed.end, width);
       __syncthreads();
+      const Range here = common_rows(seen, Range{j0, j0 + TILE});
       A ds = 0;
-      if (j0 + X < limit) {
-        A weight = exp((A)job.scale * dot(sq + Y * pitch, sk + X * pitch, dim) - own);
-        ds = weight * ((A)job.gain * dot(so + Y * pitch, sv + X * pitch, dim) - shift);
+      if (j0 + X >= here.start && j0 + X < here.end) {
+        const int j = j0 + X;
+        A derivative;
+        const A s =
+            score(job, p, p.head, row, j, dot(sq + Y * pitch, sk + X * pitch, dim), derivative);
+        const A product = dot(so + Y * value_pitch, sv + X * value_pitch, width);
+        ds = exp(s - own) *
+             score_gradient(job, dropped(job, p, p.head, row, j), product, shift, derivative);
       }
       sp[Y * TILE + X] = ds;
       __syncwarp();
-      int count = min(TILE, limit - j0);
       #pragma unroll
       for (int n = 0; n < COLUMNS; n++) {
         int c = min(X + n * TILE, dim);
         #pragma unroll 1
-        for (int j = 0; j < count; j++) g[n] += sp[Y * TILE + j] * sk[j * pitch + c];
+        for (int j = here.start - j0; j < here.end - j0; j++)
+          g[n] += sp[Y * TILE + j] * sk[j * pitch + c];
       }
       __syncwarp();
     }
-    if (limit) {
+    if (any) {
       i64 to = at(job.dq, p.batch, p.segment, row, p.head);
       #pragma unroll
       for (int n = 0; n < COLUMNS; n++) {
@@ -165,67 +273,80 @@ extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) plain_dq(const T* q,
 // list of heads, then the list.
 extern "C" __global__ void __launch_bounds__(TILE* TILE, 1)
     plain_dkv(const T* q, const T* k, const T* v, const T* dout, const A* lse, const A* delta,
-        A* dk, A* dv, const i64* groups, int count_groups, const JobParams job) {
-  extern __shared__ double raw[];
+        A* dk, A* dv, const i64* groups, int count_groups, const Job job) {
+  PLAIN_SHARED;
   __shared__ A s_lse[TILE], s_delta[TILE];
-  __shared__ int s_limit[TILE];
-  int dim = job.dim, pitch = dim + 1, tiles = (job.keys + TILE - 1) / TILE;
-  A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *so = sv + TILE * pitch,
-    *sp = so + TILE * pitch, *sd = sp + TILE * TILE;
-  i64 all = (i64)tiles * count_groups * job.segments * job.batch;
+  __shared__ Range s_seen[TILE];
+  const int dim = job.dim, width = value_dim(job), pitch = dim + 1, value_pitch = width + 1,
+            tiles = tiles_of(job, job.keys);
+  A *sq = (A*)raw, *sk = sq + TILE * pitch, *sv = sk + TILE * pitch, *so = sv + TILE * value_pitch,
+    *sp = so + TILE * value_pitch, *sd = sp + TILE * TILE;
+  const i64 all = (i64)tiles * count_groups * job.segments * job.batch;
   for (i64 index = blockIdx.x; index < all; index += gridDim.x) {
-    TileOrigin p = tile_origin(index, tiles, count_groups, job.segments);
-    int first = p.tile * TILE, row = first + Y, group = p.head;
-    int from = groups[group], until = groups[group + 1], any = groups[count_groups + 1 + from];
+    const TileOrigin p = tile_origin(job, index, tiles, count_groups, false);
+    const int row = p.first + Y, group = p.head, last = min(p.first + TILE, p.end) - 1;
+    const int from = groups[group], until = groups[group + 1],
+              any = groups[count_groups + 1 + from];
+    const Range streamed = {
+        seeing_queries(job, p, p.first).start, seeing_queries(job, p, last).end};
     A gk[COLUMNS], gv[COLUMNS]; bool touched = false;
     #pragma unroll
     for (int n = 0; n < COLUMNS; n++) gk[n] = gv[n] = 0;
     __syncthreads();
-    load_rows(sk, k, job.k, p, any, first, job.keys, dim);
-    load_rows(sv, v, job.k, p, any, first, job.keys, dim);
+    load_rows(sk, k, job.k, p, any, p.first, p.end, dim);
+    load_rows(sv, v, values(job), p, any, p.first, p.end, width);
     for (int member = from; member < until; member++) {
       int head = groups[count_groups + 1 + member];
-      for (int i0 = first_query(job, first) / TILE * TILE; i0 < job.queries; i0 += TILE) {
+      for (int i0 = tile_start(p, streamed.start); i0 < streamed.end; i0 += TILE) {
         __syncthreads();
-        load_rows(sq, q, job.q, p, head, i0, job.queries, dim);
-        load_rows(so, dout, job.cells, p, head, i0, job.queries, dim, dim);
+        load_rows(sq, q, job.q, p, head, i0, streamed.end, dim);
+        load_rows(so, dout, job.cells, p, head, i0, streamed.end, width, width);
         if (Y == 0) {
           int i = i0 + X;
-          i64 cell = i < job.queries ? at(job.cells, p.batch, p.segment, i, head) : 0;
-          A own = i < job.queries ? lse[cell] : (A)neg_inf();
+          i64 cell = i < streamed.end ? at(job.cells, p.batch, p.segment, i, head) : 0;
+          A own = i < streamed.end ? lse[cell] : (A)neg_inf();
           s_lse[X] = own;
-          s_limit[X] = own == neg_inf() ? 0 : visible(job, i);
-          s_delta[X] = i < job.queries ? delta[cell] : (A)0;
+          s_seen[X] = own == neg_inf() ? Range{0, 0} : visible_keys(job, p, i);
+          s_delta[X] = i < streamed.end ? delta[cell] : (A)0;
         }
         __syncthreads();
         A weight = 0, ds = 0;
-        if (row < job.keys && row < s_limit[X]) {
-          weight = exp((A)job.scale * dot(sk + Y * pitch, sq + X * pitch, dim) - s_lse[X]);
-          ds = weight * ((A)job.gain * dot(sv + Y * pitch, so + X * pitch, dim) - s_delta[X]);
+        if (row < p.end && row >= s_seen[X].start && row < s_seen[X].end) {
+          A derivative;
+          const A s = score(
+              job, p, head, i0 + X, row, dot(sk + Y * pitch, sq + X * pitch, dim), derivative);
+          const A product = dot(sv + Y * value_pitch, so + X * value_pitch, width);
+          const bool drops = dropped(job, p, head, i0 + X, row);
+          weight = exp(s - s_lse[X]);
+          ds = weight * score_gradient(job, drops, product, s_delta[X], derivative);
+          weight = drops ? (A)-1 : weight * kept(job);
         }
         sp[Y * TILE + X] = weight; sd[Y * TILE + X] = ds;
         __syncwarp();
         #pragma unroll 1
         for (int i = 0; i < TILE; i++) {
-          if (row >= job.keys || row >= s_limit[i]) continue;
+          if (row >= p.end || row < s_seen[i].start || row >= s_seen[i].end) continue;
           touched = true;
-          A weight = (A)job.gain * sp[Y * TILE + i], ds = sd[Y * TILE + i];
+          const A ds = sd[Y * TILE + i], weight = sp[Y * TILE + i];
+          const bool drops = MASKED && weight < 0;
           #pragma unroll
           for (int n = 0; n < COLUMNS; n++) {
-            int c = min(X + n * TILE, dim);
-            gv[n] += weight * so[i * pitch + c]; gk[n] += ds * sq[i * pitch + c];
+            int c = min(X + n * TILE, dim), d = min(X + n * TILE, width);
+            if (!drops) gv[n] += (A)job.gain * weight * so[i * value_pitch + d];
+            gk[n] += ds * sq[i * pitch + c];
           }
         }
         __syncwarp();
       }
     }
     if (touched) {
-      i64 to = at(job.k, p.batch, p.segment, row, any);
+      i64 to = at(job.k, p.batch, p.segment, row, any),
+          value = at(values(job), p.batch, p.segment, row, any);
       #pragma unroll
       for (int n = 0; n < COLUMNS; n++) {
         int c = X + n * TILE;
-        if (c >= dim) continue;
-        dk[to + c] += (A)job.scale * gk[n]; dv[to + c] += gv[n];
+        if (c < dim) dk[to + c] += (A)job.scale * gk[n];
+        if (c < width) dv[value + c] += gv[n];
       }
     }
   }

@@ -75,7 +75,9 @@ impl Chain {
             && (&own.q, &own.cells, &own.k.heads) == (&job.q, &job.cells, &job.k.heads)
             && (own.scale, own.gain) == (job.scale, job.gain);
         let room = self.chunks.len() + other.chunks.len() <= MAX_CHUNKS;
-        same_queries && room && !(must_be_first(own) && must_be_first(job))
+        // The tiles of a job with ranges of keys are listed for it alone.
+        let plain = own.is_plain() && job.is_plain();
+        same_queries && room && plain && !(must_be_first(own) && must_be_first(job))
     }
 
     /// Appends the chunks of a chain that it [`can_join`](Chain::can_join).

@@ -4,6 +4,8 @@
 //! dQ to memory waits for a semaphore, so sums are bitwise repeatable; otherwise it does not wait.
 //! Nothing else differs.
 
+use std::sync::Arc;
+
 use cudarc::driver::DeviceRepr;
 use encke_core::DType;
 use encke_core::job::{Job, Operand};
@@ -15,6 +17,7 @@ use crate::allocation::DeviceAllocation;
 use crate::arguments::KernelArgument;
 use crate::device::Device;
 use crate::error::Result;
+use crate::masked_job::{JobFeatures, pieces_with_keys};
 use crate::operands::{BackwardMemory, BackwardOperands, DeviceInputs};
 use crate::program::Program;
 use crate::tensor_map::{self, Extents, TensorMap};
@@ -47,9 +50,14 @@ struct BackwardRows {
     first_blocks: u64,
     key_tiles: i32,
     tile_keys: i32,
+    pieces: u64,
+    key_rows: u64,
+    end_blocks: u64,
+    count_pieces: i32,
+    pad: i32,
 }
 
-// SAFETY: plain numbers in C layout, no padding.
+// SAFETY: plain numbers in C layout; padding is an explicit field.
 unsafe impl DeviceRepr for BackwardRows {}
 
 /// The kernel's `HopperBackward`.
@@ -77,6 +85,10 @@ struct HopperBackward {
     first_blocks: u64,
     overwrite: i32,
     stagger: i32,
+    key_rows: u64,
+    end_blocks: u64,
+    query_blocks: i32,
+    pad: i32,
 }
 
 // SAFETY: plain numbers in C layout; padding is an explicit field.
@@ -89,6 +101,8 @@ pub(crate) struct BackwardLaunch {
     padded: usize,
     key_tiles: usize,
     tiles: usize,
+    /// Whether queries see ranges of keys rather than the first ones.
+    windowed: bool,
 }
 
 /// The tiling of a job; None if this kernel does not support it.
@@ -104,7 +118,9 @@ fn plan_any_gpu(job: &Job) -> Option<BackwardLaunch> {
     let variant = VARIANTS.iter().find(|variant| job.dim <= variant.dim)?;
     let (rows, keys) = (extents(job, job.queries), extents(job, job.keys));
     let dout = cell_rows(&job.cells, job.dim);
-    let supported = job.queries > 0
+    let windowed = JobFeatures::only_ranges(job);
+    let supported = (windowed || job.is_plain())
+        && job.queries > 0
         && job.keys > 0
         && job.heads > 0
         && tensor_map::fits(&job.q, &rows)
@@ -122,6 +138,7 @@ fn plan_any_gpu(job: &Job) -> Option<BackwardLaunch> {
         padded,
         key_tiles,
         tiles,
+        windowed,
     })
 }
 
@@ -131,9 +148,19 @@ impl BackwardLaunch {
         job.batch * job.segments * job.heads * self.padded
     }
 
-    /// Words of `control`: the semaphores, then the first block of each tile of keys, and an end.
+    /// Words of `control`: the semaphores, the first block of each tile of keys, and an end; with
+    /// ranges of keys also the end of each tile's blocks, and the queries that see each key.
     fn control_words(&self, job: &Job) -> usize {
-        self.semaphore_words(job) + self.key_tiles + 1
+        match self.windowed {
+            true => self.key_row_words(job) + 2 * self.key_tiles * self.variant.keys,
+            false => self.semaphore_words(job) + self.key_tiles + 1,
+        }
+    }
+
+    /// Words of `control` before the queries that see each key: an even number.
+    fn key_row_words(&self, job: &Job) -> usize {
+        let before = self.semaphore_words(job) + 2 * self.key_tiles + 1;
+        before.next_multiple_of(2)
     }
 
     /// Words of `control` before the first blocks.
@@ -234,6 +261,8 @@ struct HopperBackwardCall<'a> {
     job: &'a Job,
     launch: &'a BackwardLaunch,
     params: KernelArgument<abi::JobParams>,
+    /// The pieces of a job with ranges of keys, and their number.
+    pieces: Option<(Arc<DeviceAllocation>, usize)>,
     program: Program,
     /// lse and delta of padded rows, contiguous.
     dense: DeviceAllocation,
@@ -254,12 +283,20 @@ pub(crate) fn backward(
 ) -> Result<()> {
     let (device, dtype) = (&context.device, inputs.dtype());
     let memory = gradients.into_memory(dtype)?;
+    let mut params = context.tables.job(device, job)?;
+    let mut pieces = None;
+    if launch.windowed {
+        params.value.causal = 1; // rows see different keys
+        let (words, count) = pieces_with_keys(job);
+        pieces = Some((context.tables.get(device, words)?, count));
+    }
     let call = HopperBackwardCall {
         context,
         job,
         launch,
-        params: context.tables.job(device, job)?,
-        program: launch.variant.program(job.dim, dtype),
+        params,
+        pieces,
+        program: launch.variant.program(job.dim, dtype, launch.windowed),
         dense: DeviceAllocation::new(device, 8 * launch.rows(job))?,
         control: DeviceAllocation::new(device, 4 * launch.control_words(job))?,
         inputs: inputs.memory()?.map(|memory| &**memory),
@@ -292,12 +329,20 @@ impl HopperBackwardCall<'_> {
         self.control.pointer() + 4 * self.launch.semaphore_words(self.job) as u64
     }
 
+    /// The addresses of the ends of tiles' blocks, and of the queries that see each key.
+    fn ranges(&self) -> [u64; 2] {
+        let (launch, control) = (self.launch, self.control.pointer());
+        let ends = self.first_blocks() + 4 * (launch.key_tiles as u64 + 1);
+        [ends, control + 4 * launch.key_row_words(self.job) as u64]
+    }
+
     /// Launches `backward_rows`, which prepares lse and delta.
     fn rows(&self) -> Result<()> {
         let (device, launch) = (&self.context.device, self.launch);
         let ([q, ..], [dout, lse, delta]) = (self.inputs, self.upstream);
         let (in_ds, _, of_p) = gains(self.job, self.dtype);
         let (dense_lse, dense_delta) = self.dense();
+        let [end_blocks, key_rows] = self.ranges();
         let params = BackwardRows {
             job: self.params.value,
             q: q.pointer(),
@@ -312,10 +357,16 @@ impl HopperBackwardCall<'_> {
             first_blocks: self.first_blocks(),
             key_tiles: launch.key_tiles as i32,
             tile_keys: launch.variant.keys as i32,
+            pieces: self.pieces.as_ref().map_or(0, |(table, _)| table.pointer()),
+            key_rows,
+            end_blocks,
+            count_pieces: self.pieces.as_ref().map_or(0, |(_, count)| *count) as i32,
+            pad: 0,
         };
         let function = device.function(&self.program, "backward_rows", 0)?;
         let mut reads = vec![q, dout, lse, delta];
         reads.extend(self.params.tables());
+        reads.extend(self.pieces.as_ref().map(|(table, _)| &**table));
         let writes = [&self.dense, &self.control];
         let shape = grid(launch.rows(self.job).div_ceil(ROWS), ROWS as u32, 0);
         let what = "rows of a backward pass";
@@ -340,6 +391,7 @@ impl HopperBackwardCall<'_> {
             whole == [true; 2] && DeviceAllocation::take_all_pending_zero_fills([dk, dv]);
         let (in_ds, of_sums, of_p) = gains(job, self.dtype);
         let (lse, delta) = self.dense();
+        let [end_blocks, key_rows] = self.ranges();
         let params = HopperBackward {
             job: self.params.value,
             dk: dk.pointer(),
@@ -362,9 +414,13 @@ impl HopperBackwardCall<'_> {
             first_blocks: self.first_blocks(),
             overwrite: overwrite.into(),
             stagger: self.stagger(fixed_order) as i32,
+            key_rows,
+            end_blocks,
+            query_blocks: (launch.padded / launch.variant.queries) as i32,
+            pad: 0,
         };
         let maps = self.maps(&memory.dq)?;
-        let shared = launch.variant.shared_bytes(job.dim);
+        let shared = launch.variant.shared_bytes(job.dim, launch.windowed);
         let function = device.function(&self.program, "hopper_backward", shared)?;
         let [q, k, v] = self.inputs;
         let mut reads = vec![q, k, v, self.upstream[0], &self.dense];

@@ -48,12 +48,13 @@ const fn variant(dim: usize, [keys, queries, stages, dq_stages]: [usize; 4]) -> 
 const NARROW: usize = 128;
 
 /// The texts of a kernel: those common to narrow and wide heads, then its own.
-const fn texts(own: fn() -> String) -> [fn() -> String; 8] {
+const fn texts(own: fn() -> String) -> [fn() -> String; 9] {
     [
         || include_str!("../kernels/arithmetic.cuh").into(),
         || include_str!("../kernels/hopper.cuh").into(),
         || include_str!("../kernels/hopper_add.cuh").into(),
         wrappers,
+        || include_str!("../kernels/masks.cuh").into(),
         || include_str!("../kernels/backward.cuh").into(),
         || include_str!("../kernels/backward_rows.cu").into(),
         || include_str!("../kernels/hopper_backward.cuh").into(),
@@ -86,23 +87,28 @@ fn wrappers() -> String {
 }
 
 impl BackwardVariant {
-    /// The program for a head dimension.
-    pub fn program(&self, dim: usize, dtype: DType) -> Program {
+    /// The program for a head dimension. `windowed`: queries see ranges of keys rather than the
+    /// first ones.
+    pub fn program(&self, dim: usize, dtype: DType, windowed: bool) -> Program {
         let texts = match dim > NARROW {
             true => WIDE_TEXTS,
             false => NARROW_TEXTS,
         };
         let mut program = Program::new("hopper_backward", texts).stored(dtype);
         program.specific = true;
-        program
+        let program = program
             .define("HD", dim.next_multiple_of(16))
             .define("BQ", self.queries)
             .define("STAGES", self.stages)
-            .define("DQ_STAGES", self.dq_stages)
+            .define("DQ_STAGES", self.dq_stages);
+        match windowed {
+            true => program.define("WINDOWED", 1),
+            false => program,
+        }
     }
 
     /// Shared memory of a block for a head dimension, as hopper_backward.cuh lays it out.
-    pub fn shared_bytes(&self, dim: usize) -> usize {
+    pub fn shared_bytes(&self, dim: usize, windowed: bool) -> usize {
         let wide = dim > NARROW;
         let slabs = if wide { 4 } else { dim.div_ceil(64) };
         let pairs = if wide { 2 } else { self.queries / 64 };
@@ -111,7 +117,9 @@ impl BackwardVariant {
         let dq = self.dq_stages * 2 * slabs * self.queries * 128;
         let rows = 2 * self.stages * self.queries * 4 + self.keys * 4;
         let barriers = 8 * (7 + 3 * self.stages + 2 * self.dq_stages);
-        keys + queries + 2 * pairs * self.keys * 128 + dq + rows + 2 * TILE_BYTES + barriers + 16
+        let ends = if windowed { self.keys * 4 + 8 } else { 0 };
+        let tiles = 2 * TILE_BYTES + barriers + 16 + ends;
+        keys + queries + 2 * pairs * self.keys * 128 + dq + rows + tiles
     }
 }
 
@@ -119,9 +127,11 @@ impl BackwardVariant {
 pub(crate) fn programs() -> Vec<Program> {
     let of = |variant: &BackwardVariant| {
         [
-            variant.program(variant.dim, DType::Bf16),
-            variant.program(variant.dim, DType::F16),
-            variant.program(variant.dim - 32, DType::Bf16),
+            variant.program(variant.dim, DType::Bf16, false),
+            variant.program(variant.dim, DType::F16, false),
+            variant.program(variant.dim - 32, DType::Bf16, false),
+            variant.program(variant.dim, DType::Bf16, true),
+            variant.program(variant.dim - 32, DType::F16, true),
         ]
     };
     VARIANTS.iter().flat_map(of).collect()
@@ -134,7 +144,7 @@ mod tests {
     #[test]
     fn every_variant_fits_into_a_multiprocessor() {
         for variant in VARIANTS {
-            let bytes = variant.shared_bytes(variant.dim);
+            let bytes = variant.shared_bytes(variant.dim, true);
             assert!(bytes <= 227 * 1024, "{variant:?}: {bytes}");
         }
     }

@@ -5,12 +5,14 @@ use encke_core::DType;
 use encke_core::job::Job;
 
 use super::chain::Chain;
-use super::hopper_tiles::{self, KeyVisibility, NarrowMask, TileParams};
+use super::hopper_ranges::{self, RangeTiles};
+use super::hopper_tiles::{self, KeyVisibility, TileParams};
 use super::hopper_tilings::{self, ForwardMode, MAX_CHUNKS, Tiling};
 use super::{LaunchContext, grid};
 use crate::allocation::DeviceAllocation;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::masked_job::JobFeatures;
 use crate::operands::SoftmaxMemory;
 use crate::program::Program;
 use crate::tensor_map::{self, Extents, TensorMap};
@@ -27,6 +29,7 @@ pub(crate) fn programs() -> Vec<Program> {
         load_carry,
         store_carry,
         negative,
+        windowed: false,
     };
     let (whole, first, last, middle) = ((false, false), (false, true), (true, false), (true, true));
     let mut all = Vec::new();
@@ -42,6 +45,16 @@ pub(crate) fn programs() -> Vec<Program> {
             all.push(tiling.program(tiling.dim - 16, causal(DType::F16, whole, true)));
             all.push(tiling.program(tiling.dim - 16, causal(DType::F16, last, true)));
         }
+        if hopper_ranges::supports(tiling) {
+            let windowed = |dtype, ends, negative| ForwardMode {
+                windowed: true,
+                ..mode(dtype, true, ends, negative)
+            };
+            all.push(tiling.program(tiling.dim, windowed(DType::Bf16, whole, false)));
+            all.push(tiling.program(tiling.dim, windowed(DType::F16, middle, true)));
+            all.push(tiling.program(tiling.dim - 16, windowed(DType::Bf16, first, false)));
+            all.push(tiling.program(tiling.dim - 16, windowed(DType::F16, last, false)));
+        }
     }
     all
 }
@@ -49,13 +62,30 @@ pub(crate) fn programs() -> Vec<Program> {
 /// The tiling of a job.
 struct ForwardLaunch {
     tiling: &'static Tiling,
-    mask: Option<NarrowMask>,
+    causal: bool,
     tiles: TileParams,
+    /// The tiles of a job whose queries see ranges of keys.
+    ranges: Option<RangeTiles>,
 }
 
 /// Whether this kernel supports a job.
 pub(crate) fn supports(device: &Device, job: &Job, dtype: DType) -> bool {
-    plan(device, job, &[], dtype, false).is_some()
+    match JobFeatures::only_ranges(job) {
+        true => is_laid_out(device, job, dtype) && hopper_ranges::fits(job),
+        false => plan(device, job, &[], dtype, false).is_some(),
+    }
+}
+
+/// Whether a job has a type, sizes and a layout that this kernel supports.
+fn is_laid_out(device: &Device, job: &Job, dtype: DType) -> bool {
+    let (q, k) = extents(job);
+    device.capability() == CAPABILITY
+        && matches!(dtype, DType::Bf16 | DType::F16)
+        && job.dim <= hopper_tilings::MAX_DIM
+        && job.queries > 0
+        && job.keys > 0
+        && tensor_map::fits(&job.q, &q)
+        && tensor_map::fits(&job.k, &k)
 }
 
 /// The tiling of a job whose further chunks have `rest` keys each; None if this kernel does not
@@ -67,15 +97,20 @@ fn plan(
     dtype: DType,
     carry: bool,
 ) -> Option<ForwardLaunch> {
-    let (q, k) = extents(job);
-    let supported = device.capability() == CAPABILITY
-        && matches!(dtype, DType::Bf16 | DType::F16)
-        && job.dim <= hopper_tilings::MAX_DIM
-        && job.queries > 0
-        && job.keys > 0
-        && tensor_map::fits(&job.q, &q)
-        && tensor_map::fits(&job.k, &k);
-    if !supported {
+    if !is_laid_out(device, job, dtype) {
+        return None;
+    }
+    if JobFeatures::only_ranges(job) {
+        let (tiling, ranges) = hopper_ranges::choose(job, carry)?;
+        let tiles = TileParams::new(job, &[], tiling, None)?;
+        return Some(ForwardLaunch {
+            tiling,
+            causal: true,
+            tiles: tiles.of_list(ranges.entries.len(), ranges.step)?,
+            ranges: Some(ranges),
+        });
+    }
+    if !job.is_plain() {
         return None;
     }
     let mask = match hopper_tiles::visibility(job) {
@@ -89,8 +124,9 @@ fn plan(
     let tiles = TileParams::new(job, rest, tiling, mask)?;
     Some(ForwardLaunch {
         tiling,
-        mask,
+        causal,
         tiles,
+        ranges: None,
     })
 }
 
@@ -108,7 +144,8 @@ fn extents(job: &Job) -> (Extents, Extents) {
 /// Whether a job writes every cell of a carry's acc.
 fn fills(job: &Job, starts: bool, acc: &DeviceAllocation) -> bool {
     let cells = job.batch * job.segments * job.queries * job.heads;
-    (starts || job.visible(0).end > 0) && cells * job.dim * DType::F32.bytes() == acc.bytes()
+    let seen = job.is_plain() && job.visible(0).end > 0;
+    (starts || seen) && cells * job.dim * DType::F32.bytes() == acc.bytes()
 }
 
 /// The kernel's `KvChunkMaps`.
@@ -158,16 +195,22 @@ pub(crate) fn forward(
     let params = context.tables.job(device, job)?;
     let mode = ForwardMode {
         dtype,
-        causal: plan.mask.is_some(),
+        causal: plan.causal,
         load_carry: !memory.starts,
         store_carry: !memory.finishes,
         negative: job.scale < 0.0,
+        windowed: plan.ranges.is_some(),
     };
+    let list = plan.ranges.as_ref().map(RangeTiles::words);
+    let list = list.map(|words| context.tables.get(device, words));
+    let list = list.transpose()?;
+    let tiles = (plan.tiles).at(list.as_ref().map_or(0, |list| list.pointer()));
     let tiling = plan.tiling;
-    let shared = tiling.shared_bytes(job.dim.next_multiple_of(16), mode.uses_carry());
+    let dim = job.dim.next_multiple_of(16);
+    let shared = tiling.shared_bytes(dim, mode.uses_carry(), mode.windowed);
     let program = tiling.program(job.dim, mode);
     let function = device.function(&program, "hopper_forward", shared)?;
-    let blocks = plan.tiles.blocks(device.multiprocessors() as usize);
+    let blocks = tiles.blocks(device.multiprocessors() as usize);
     let shape = grid(blocks, tiling.threads(), shared);
 
     let (q_extents, _) = extents(job);
@@ -176,6 +219,7 @@ pub(crate) fn forward(
     let values = chain.first().v.pointer();
     let mut reads = chain.memory();
     reads.extend(params.tables());
+    reads.extend(list.as_deref());
     reads.extend(memory.reads());
     let writes = memory.writes();
     if mode.store_carry && fills(job, memory.starts, writes[0]) {
@@ -189,7 +233,7 @@ pub(crate) fn forward(
     device.attend(&reads, &writes, &context.counters, |stream, counter| {
         let mut launch = stream.launch_builder(&function);
         launch.arg(&q_map).arg(&kv_maps);
-        launch.arg(&params.value).arg(&plan.tiles).arg(&values);
+        launch.arg(&params.value).arg(&tiles).arg(&values);
         for pointer in &outputs {
             launch.arg(pointer);
         }

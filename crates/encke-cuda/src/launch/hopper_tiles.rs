@@ -79,6 +79,8 @@ pub(crate) struct TileParams {
     k_shift: u32,
     k_inverse: u32,
     chunk_starts: [i32; MAX_CHUNKS],
+    /// The device address of the tiles of a job with ranges of keys.
+    list: u64,
 }
 
 // SAFETY: plain numbers in C layout, no padding.
@@ -125,7 +127,25 @@ impl TileParams {
             k_shift,
             k_inverse,
             chunk_starts,
+            list: 0,
         })
+    }
+
+    /// The same for `count` listed tiles of each sequence, whose ranges move by `step` keys a row;
+    /// None if their number overflows.
+    pub fn of_list(self, count: usize, step: i32) -> Option<TileParams> {
+        let all = i32::try_from(count.checked_mul(self.sequences as usize)?).ok()?;
+        Some(TileParams {
+            count: all as u32,
+            row_tiles: i32::try_from(count).ok()?,
+            mask: [0, step, 1],
+            ..self
+        })
+    }
+
+    /// The same with the list at this address.
+    pub fn at(self, list: u64) -> TileParams {
+        TileParams { list, ..self }
     }
 
     /// Blocks of the persistent grid.

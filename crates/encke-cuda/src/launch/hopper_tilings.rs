@@ -121,6 +121,8 @@ pub(crate) struct ForwardMode {
     pub store_carry: bool,
     /// Whether the scale is negative.
     pub negative: bool,
+    /// Whether rows see ranges of keys rather than the first ones; `causal` is set too.
+    pub windowed: bool,
 }
 
 impl ForwardMode {
@@ -183,13 +185,13 @@ impl Tiling {
     }
 
     /// Shared memory of a block for a head dimension, as hopper_tiles.cuh lays it out.
-    pub fn shared_bytes(&self, dim: usize, carry: bool) -> usize {
+    pub fn shared_bytes(&self, dim: usize, carry: bool, windowed: bool) -> usize {
         let (slab, q_stages) = (dim.div_ceil(64) * 128, self.q_stages(carry));
         let tiles = q_stages * self.rows() + 2 * self.stages * self.keys;
         let staged = carry && self.staged;
         let arrivals = if staged { self.consumers * 4 + 2 } else { 0 };
         let barriers = 8 * (2 * q_stages + 6 * self.stages + 4 + arrivals);
-        let descriptors = 16 * self.stages + 2 * 48;
+        let descriptors = 16 * self.stages + 2 * if windowed { 64 } else { 48 };
         let sums = if staged {
             self.rows() * (dim.next_multiple_of(16) * 4 + 16)
         } else {
@@ -221,9 +223,13 @@ impl Tiling {
             ("PRODUCER_REGISTERS", self.registers.0),
             ("CONSUMER_REGISTERS", self.registers.1),
         ];
-        macros.iter().fold(program, |program, (name, value)| {
+        let program = macros.iter().fold(program, |program, (name, value)| {
             program.define(name, value)
-        })
+        });
+        match mode.windowed {
+            true => program.define("WINDOWED", 1),
+            false => program,
+        }
     }
 
     /// The estimated makespan of a job with `rest` further keys that all its rows see, in keys
@@ -256,7 +262,11 @@ impl Tiling {
 }
 
 /// The tilings for a head dimension; for a carry, those with room for its sums, if there are any.
-fn candidates(dim: usize, causal: bool, carry: bool) -> impl Iterator<Item = &'static Tiling> {
+pub(crate) fn candidates(
+    dim: usize,
+    causal: bool,
+    carry: bool,
+) -> impl Iterator<Item = &'static Tiling> {
     let supported = move |tiling: &&Tiling| dim <= tiling.dim && (tiling.causal || !causal);
     let smallest = TILINGS.iter().filter(supported).map(|x| x.dim).min();
     let all = move || {
@@ -295,7 +305,7 @@ mod tests {
     fn every_tiling_fits_into_a_multiprocessor() {
         for tiling in TILINGS {
             for carry in [false, true] {
-                let bytes = tiling.shared_bytes(tiling.dim, carry);
+                let bytes = tiling.shared_bytes(tiling.dim, carry, true);
                 assert!(bytes <= 227 * 1024, "{tiling:?}: {bytes}");
             }
             // The block gets its registers at its start, in multiples of eight per thread.

@@ -6,12 +6,13 @@ use encke_core::DType;
 use encke_core::job::Job;
 use encke_core::kernel::SoftmaxState;
 
-use super::mma_tiles::{self, MAX_DIM, MmaKernel, MmaTiling, TILINGS};
+use super::mma_tiles::{self, MAX_DIM, MmaKernel, MmaVariant, TILINGS};
 use super::{KernelValue, LaunchContext, addresses, grid, pointer_arguments};
 use crate::allocation::DeviceAllocation;
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::masked_job::JobFeatures;
 use crate::operands::{BackwardOperands, DeviceInputs, SoftmaxMemory};
 use crate::program::Program;
 
@@ -21,28 +22,66 @@ const CAPABILITY: (i32, i32) = (8, 0);
 /// Whether these kernels support a job.
 pub(crate) fn supports(device: &Device, job: &Job, dtype: DType) -> bool {
     let halves = matches!(dtype, DType::Bf16 | DType::F16);
-    device.capability() >= CAPABILITY && halves && job.dim <= MAX_DIM
+    let fits = job.dim <= MAX_DIM && job.value_dim <= MAX_DIM;
+    device.capability() >= CAPABILITY && halves && fits
 }
 
+/// What masked programs are compiled for ahead of time.
+const FEATURES: [JobFeatures; 2] = [
+    JobFeatures {
+        masked: true,
+        softcap: false,
+        slopes: false,
+        dropout: false,
+    },
+    JobFeatures {
+        masked: true,
+        softcap: true,
+        slopes: true,
+        dropout: true,
+    },
+];
+
 /// Programs that tests compile ahead of time: every tiling on a GPU that uses it, with types and
-/// alignments alternating, and every kernel once for the newer GPUs.
+/// alignments alternating, plain and masked; every kernel once for the newer GPUs; and head
+/// dimensions between those of the tilings, and of values that differ.
 pub(crate) fn programs() -> Vec<(Program, (i32, i32))> {
     let mut all = Vec::new();
     for (index, tiling) in TILINGS.iter().enumerate() {
         let dtype = [DType::Bf16, DType::F16][index / 2 % 2];
-        let used = |shared| mma_tiles::choose(tiling.kernel, tiling.dim, shared) == Some(tiling);
+        let (dims, plain) = ([tiling.dim; 2], JobFeatures::default());
+        let used = |shared| {
+            mma_tiles::choose(tiling.kernel, dims, plain, shared)
+                .is_some_and(|variant| variant.tiling == *tiling)
+        };
         let capability = [(232_448, (9, 0)), (166_912, (8, 0)), (101_376, (8, 9))]
             .into_iter()
             .find(|(shared, _)| used(*shared));
-        for &parts in tiling.parts() {
-            let program = tiling.program(dtype, index % 3 != 2, parts);
-            all.extend(capability.map(|(_, capability)| (program, capability)));
+        let Some((_, capability)) = capability else {
+            continue;
+        };
+        let mut push = |dims, features, capability| {
+            let variant = MmaVariant::new(*tiling, dims, features);
+            for &parts in variant.parts() {
+                let program = variant.program(dtype, index % 3 != 2, parts);
+                all.push((program, capability));
+            }
+        };
+        push(dims, plain, capability);
+        for features in FEATURES {
+            push(dims, features, capability);
+        }
+        if used(232_448) && tiling.dim > 64 {
+            let narrower = [tiling.dim - 16; 2];
+            push(narrower, plain, capability);
+            push([tiling.dim, tiling.dim / 2], FEATURES[0], capability);
+            push([tiling.dim / 2, tiling.dim], FEATURES[1], capability);
         }
         if tiling.dim == 128 && used(232_448) {
-            all.push((tiling.program(DType::Bf16, true, 3), (10, 0)));
+            push(dims, FEATURES[0], (10, 0));
         }
         if tiling.dim == 64 && used(101_376) {
-            all.push((tiling.program(DType::F16, true, 3), (12, 0)));
+            push(dims, plain, (12, 0));
         }
     }
     all
@@ -52,7 +91,7 @@ pub(crate) fn programs() -> Vec<(Program, (i32, i32))> {
 struct MmaLaunch<'a> {
     context: &'a LaunchContext,
     job: &'a Job,
-    tiling: &'static MmaTiling,
+    variant: MmaVariant,
     dtype: DType,
 }
 
@@ -64,26 +103,27 @@ impl<'a> MmaLaunch<'a> {
         dtype: DType,
     ) -> Result<MmaLaunch<'a>> {
         let shared = context.device.shared_bytes();
-        let tiling =
-            mma_tiles::choose(kernel, job.dim, shared).ok_or_else(|| Error::Unsupported {
-                what: format!(
-                    "a head dimension of {} in {dtype} on {}: the limit is {MAX_DIM}",
-                    job.dim,
-                    context.device.name()
-                ),
-            })?;
+        let (dims, features) = ([job.dim, job.value_dim], JobFeatures::of(job));
+        let variant = mma_tiles::choose(kernel, dims, features, shared);
+        let variant = variant.ok_or_else(|| Error::Unsupported {
+            what: format!(
+                "head dimensions of {} and {} in {dtype} on {}: the limit is {MAX_DIM}",
+                job.dim,
+                job.value_dim,
+                context.device.name()
+            ),
+        })?;
         Ok(MmaLaunch {
             context,
             job,
-            tiling,
+            variant,
             dtype,
         })
     }
 
-    /// Blocks for `rows` rows of every (batch entry, segment, head).
-    fn blocks(&self, rows: usize) -> Result<usize> {
-        let sequences = self.job.heads * self.job.segments * self.job.batch;
-        let blocks = rows.div_ceil(self.tiling.rows()) * sequences;
+    /// Blocks for tiles of every (batch entry, segment, head).
+    fn blocks(&self, tiles: usize) -> Result<usize> {
+        let blocks = tiles * self.job.heads * self.job.segments * self.job.batch;
         match i32::try_from(blocks) {
             Ok(_) => Ok(blocks),
             Err(_) => Err(Error::Unsupported {
@@ -95,23 +135,29 @@ impl<'a> MmaLaunch<'a> {
         }
     }
 
-    /// Launches it over `rows` rows. The kernel's arguments are the job, `pointers` and `flags`.
+    /// Launches it. The kernel's arguments are the job, `pointers` and `flags`.
     fn run(
         &self,
         what: &str,
-        (rows, parts): (usize, u32),
+        parts: u32,
         (reads, writes): (&[&DeviceAllocation], &[&DeviceAllocation]),
         (pointers, flags): (&[u64], &[i32]),
     ) -> Result<()> {
-        let (device, tiling) = (&self.context.device, self.tiling);
-        let params = self.context.tables.job(device, self.job)?;
-        let program = tiling.program(self.dtype, mma_tiles::aligned(self.job), parts);
-        let shared = tiling.shared_bytes();
-        let function = device.function(&program, tiling.entry(), shared)?;
-        let shape = grid(self.blocks(rows)?, tiling.threads(), shared);
+        let (device, variant) = (&self.context.device, &self.variant);
+        let tables = &self.context.tables;
+        let (rows, size) = (variant.tiling.kernel.rows(), variant.tiling.rows());
+        let params = tables.job_argument(device, self.job, rows, size)?;
+        let blocks = self.blocks(params.tiles())?;
+        if blocks == 0 {
+            return Ok(()); // no document of a packed job has keys
+        }
+        let program = variant.program(self.dtype, mma_tiles::aligned(self.job), parts);
+        let shared = variant.shared_bytes();
+        let function = device.function(&program, variant.entry(), shared)?;
+        let shape = grid(blocks, variant.tiling.threads(), shared);
         let mut reads = reads.to_vec();
         reads.extend(params.tables());
-        let mut arguments: Vec<&dyn KernelValue> = vec![&params.value];
+        let mut arguments: Vec<&dyn KernelValue> = vec![params.value()];
         arguments.extend(pointer_arguments(pointers));
         arguments.extend(flags.iter().map(|flag| flag as &dyn KernelValue));
         let kernel = (&function, shape);
@@ -144,7 +190,7 @@ pub(crate) fn forward(
     // The arguments of `mma_forward`: q, k, v, acc, m, l, out, lse, starts, finishes.
     launch.run(
         "attention",
-        (job.queries, 3),
+        3,
         (&reads, &memory.writes()),
         (&pointers, &[memory.starts.into(), memory.finishes.into()]),
     )
@@ -170,10 +216,10 @@ pub(crate) fn backward(
     let launch = MmaLaunch::new(context, job, MmaKernel::BackwardKeys, dtype)?;
     let writes = [&*memory.dk, &*memory.dv];
     let pointers = [inputs.clone(), addresses(&writes)].concat();
-    for &parts in launch.tiling.parts() {
+    for &parts in launch.variant.parts() {
         launch.run(
             "gradients of keys",
-            (job.keys, parts),
+            parts,
             (&reads, &writes),
             (&pointers, &[]),
         )?;
@@ -185,7 +231,7 @@ pub(crate) fn backward(
     let pointers = [inputs, addresses(&writes)].concat();
     launch.run(
         "gradients of queries",
-        (job.queries, 3),
+        3,
         (&reads, &writes),
         (&pointers, &[]),
     )

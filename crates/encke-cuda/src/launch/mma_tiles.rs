@@ -1,12 +1,14 @@
 //! The tilings of the mma.sync kernels, and the choice among them.
 //!
 //! Nothing is launched here, so that all of it is tested without a GPU. The decision: a tiling is
-//! chosen by head dimension and shared memory alone, the largest tiles that fit; the kernels branch
-//! on a job's mask and layout at run time.
+//! chosen by head dimension and shared memory, the largest tiles that fit; programs are compiled for
+//! the next multiples of 16 of the head dimensions, and for what a mask needs. Causal masks and
+//! layouts are branches at run time.
 
 use encke_core::DType;
 use encke_core::job::{Job, Operand};
 
+use crate::masked_job::{JobFeatures, TileRows};
 use crate::program::Program;
 
 /// The largest head dimension.
@@ -25,11 +27,21 @@ pub(crate) enum MmaKernel {
     BackwardQueries,
 }
 
+impl MmaKernel {
+    /// The rows that its tiles consist of.
+    pub fn rows(self) -> TileRows {
+        match self {
+            MmaKernel::BackwardKeys => TileRows::Keys,
+            _ => TileRows::Queries,
+        }
+    }
+}
+
 /// The tiling of a kernel for head dimensions up to `dim`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MmaTiling {
     pub kernel: MmaKernel,
-    /// The largest head dimension; rows are padded to it in shared memory.
+    /// The largest head dimension.
     pub dim: usize,
     /// Warps of a block.
     pub warps: usize,
@@ -87,19 +99,32 @@ pub(crate) const TILINGS: &[MmaTiling] = &[
     tiling(MmaKernel::BackwardQueries, 256, [2, 1, 16]),
 ];
 
-/// The tiling for a head dimension on a GPU whose blocks have `shared_bytes` of shared memory: the
-/// first that fills a multiprocessor with warps, else the first that fits.
+/// A program: a tiling for certain head dimensions and features.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MmaVariant {
+    /// As in the table, but for the division of its rows among warps.
+    pub tiling: MmaTiling,
+    /// Elements of a key and of a value, padded in shared memory to multiples of 16.
+    pub dims: [usize; 2],
+    pub features: JobFeatures,
+}
+
+/// The variant for head dimensions of keys and values on a GPU whose blocks have `shared_bytes` of
+/// shared memory: the first tiling that fills a multiprocessor with warps, else the first that fits.
 pub(crate) fn choose(
     kernel: MmaKernel,
-    dim: usize,
+    dims: [usize; 2],
+    features: JobFeatures,
     shared_bytes: usize,
-) -> Option<&'static MmaTiling> {
-    let able = |tiling: &&MmaTiling| tiling.kernel == kernel && dim <= tiling.dim;
+) -> Option<MmaVariant> {
+    let widest = dims[0].max(dims[1]);
+    let able = |tiling: &&MmaTiling| tiling.kernel == kernel && widest <= tiling.dim;
     let padded = TILINGS.iter().filter(able).map(|x| x.dim).min()?;
     let first = |resident: fn(&MmaTiling) -> usize| {
-        let mut all = TILINGS.iter().filter(able).filter(|x| x.dim == padded);
-        all.find(|tiling| {
-            let bytes = resident(tiling) * (tiling.shared_bytes() + RESERVED);
+        let all = TILINGS.iter().filter(able).filter(|x| x.dim == padded);
+        let mut all = all.map(|tiling| MmaVariant::new(*tiling, dims, features));
+        all.find(|variant| {
+            let bytes = resident(&variant.tiling) * (variant.shared_bytes() + RESERVED);
             bytes <= shared_bytes + RESERVED
         })
     };
@@ -114,14 +139,16 @@ pub(crate) fn aligned(job: &Job) -> bool {
         all.all(|stride| stride.is_multiple_of(8))
     };
     let operands = [&job.q, &job.k].into_iter().chain(&job.dq);
-    // A cell is a row of `dim` elements.
-    job.dim.is_multiple_of(8) && operands.into_iter().all(aligned)
+    // A cell is a row of `value_dim` elements, and values begin at multiples of as many.
+    let dims = [job.dim, job.value_dim];
+    dims.iter().all(|dim| dim.is_multiple_of(8)) && operands.into_iter().all(aligned)
 }
 
 /// The texts of a kernel: the common ones, then its own.
-const fn texts(own: fn() -> String) -> [fn() -> String; 4] {
+const fn texts(own: fn() -> String) -> [fn() -> String; 5] {
     [
         || include_str!("../kernels/arithmetic.cuh").into(),
+        || include_str!("../kernels/masks.cuh").into(),
         || include_str!("../kernels/mma.cuh").into(),
         || include_str!("../kernels/mma_tile.cuh").into(),
         own,
@@ -147,30 +174,58 @@ impl MmaTiling {
     pub fn rows(&self) -> usize {
         self.warps * self.groups * 16
     }
+}
+
+impl MmaVariant {
+    pub fn new(tiling: MmaTiling, dims: [usize; 2], features: JobFeatures) -> MmaVariant {
+        let mut tiling = tiling;
+        // Slopes and dropout need registers: the same rows go to twice as many warps, and blocks of
+        // queries are shorter.
+        if features.slopes || features.dropout {
+            (tiling.warps, tiling.groups) = (tiling.warps * tiling.groups, 1);
+            if tiling.kernel == MmaKernel::BackwardKeys {
+                tiling.block = tiling.block.min(32);
+            }
+        }
+        MmaVariant {
+            tiling,
+            dims: dims.map(|dim| dim.next_multiple_of(16)),
+            features,
+        }
+    }
 
     /// Shared memory of a block, as the kernels lay it out.
     pub fn shared_bytes(&self) -> usize {
-        let row = (self.dim + 8) * 2;
-        let streamed = 4 * self.block * row; // two operands, two blocks of each
-        match self.kernel {
-            MmaKernel::Forward => self.rows() * (row + 4) + streamed,
-            MmaKernel::BackwardKeys => self.rows() * (2 * row + 4) + streamed + 16 * self.block,
-            MmaKernel::BackwardQueries => self.rows() * (2 * row + 12) + streamed,
-        }
+        let MmaTiling { kernel, block, .. } = self.tiling;
+        let rows = self.tiling.rows();
+        let [key, value] = self.dims.map(|dim| (dim + 8) * 2);
+        let streamed = 2 * block * (key + value); // two blocks of each operand
+        let ends = 4 * rows * usize::from(self.features.masked);
+        let coins = match (self.features.dropout, kernel) {
+            (false, _) => 0,
+            (true, MmaKernel::BackwardKeys) => 8 * block * (rows / 32),
+            (true, _) => 8 * rows * block.div_ceil(32),
+        };
+        let own = match kernel {
+            MmaKernel::Forward => rows * (key + 4),
+            MmaKernel::BackwardKeys => rows * (key + value + 4) + 16 * block,
+            MmaKernel::BackwardQueries => rows * (key + value + 12),
+        };
+        own + streamed + ends + coins
     }
 
     /// The launches for one job and what each computes: 1 dv, 2 dk, 3 both. Two accumulators of
     /// rows longer than 128 elements do not fit into registers.
     pub fn parts(&self) -> &'static [u32] {
-        match self.kernel {
-            MmaKernel::BackwardKeys if self.dim > 128 => &[1, 2],
+        match self.tiling.kernel {
+            MmaKernel::BackwardKeys if self.tiling.dim > 128 => &[1, 2],
             _ => &[3],
         }
     }
 
     /// The entry point in the program.
     pub fn entry(&self) -> &'static str {
-        match self.kernel {
+        match self.tiling.kernel {
             MmaKernel::Forward => "mma_forward",
             MmaKernel::BackwardKeys => "mma_backward_keys",
             MmaKernel::BackwardQueries => "mma_backward_queries",
@@ -179,22 +234,26 @@ impl MmaTiling {
 
     /// The program for a storage type, with or without 16-byte copies.
     pub fn program(&self, dtype: DType, aligned: bool, parts: u32) -> Program {
-        let texts = match self.kernel {
+        let texts = match self.tiling.kernel {
             MmaKernel::Forward => FORWARD,
             MmaKernel::BackwardKeys => KEYS,
             MmaKernel::BackwardQueries => QUERIES,
         };
-        let program = Program::new(self.entry(), texts)
+        let [key, value] = self.dims;
+        let mut program = Program::new(self.entry(), texts)
             .stored(dtype)
-            .define("HD", self.dim)
-            .define("WARPS", self.warps)
-            .define("MT", self.groups)
-            .define("BLOCK", self.block)
+            .define("HD", key)
+            .define("WARPS", self.tiling.warps)
+            .define("MT", self.tiling.groups)
+            .define("BLOCK", self.tiling.block)
             .define("ALIGNED", u32::from(aligned));
-        match self.kernel {
-            MmaKernel::BackwardKeys => program.define("PARTS", parts),
-            _ => program,
+        if self.tiling.kernel == MmaKernel::BackwardKeys {
+            program = program.define("PARTS", parts);
         }
+        if value != key {
+            program = program.define("VD", value);
+        }
+        self.features.define(program)
     }
 }
 
@@ -209,32 +268,52 @@ mod tests {
     ];
     /// Shared memory of a block on Hopper, on an A100, and on Ada and consumer GPUs.
     const SHARED: [usize; 3] = [232_448, 166_912, 101_376];
+    const PLAIN: JobFeatures = JobFeatures {
+        masked: false,
+        softcap: false,
+        slopes: false,
+        dropout: false,
+    };
+    const EVERYTHING: JobFeatures = JobFeatures {
+        masked: true,
+        softcap: true,
+        slopes: true,
+        dropout: true,
+    };
 
     #[test]
     fn every_head_dimension_has_a_tiling_on_every_gpu() {
-        for kernel in KERNELS {
+        for (kernel, features) in KERNELS
+            .into_iter()
+            .flat_map(|kernel| [(kernel, PLAIN), (kernel, EVERYTHING)])
+        {
             for shared in SHARED {
                 for dim in 1..=MAX_DIM {
-                    let tiling = choose(kernel, dim, shared).expect("a tiling");
-                    assert!(tiling.shared_bytes() <= shared, "{tiling:?}");
-                    assert!(dim <= tiling.dim, "{tiling:?}");
+                    for dims in [[dim, dim], [dim, MAX_DIM + 1 - dim]] {
+                        let variant = choose(kernel, dims, features, shared).expect("a tiling");
+                        assert!(variant.shared_bytes() <= shared, "{variant:?}");
+                        assert!(dims.iter().all(|dim| *dim <= variant.tiling.dim));
+                    }
                 }
-                assert_eq!(choose(kernel, MAX_DIM + 1, shared), None);
+                let beyond = [MAX_DIM + 1, 8];
+                assert_eq!(choose(kernel, beyond, features, shared), None);
             }
         }
     }
 
     #[test]
     fn no_tiling_is_left_unused() {
-        let chosen: Vec<&MmaTiling> = KERNELS
+        let chosen: Vec<MmaTiling> = KERNELS
             .iter()
             .flat_map(|&kernel| SHARED.map(|shared| (kernel, shared)))
             .flat_map(|(kernel, shared)| {
-                (1..=MAX_DIM).filter_map(move |dim| choose(kernel, dim, shared))
+                let all = (1..=MAX_DIM).map(move |dim| [dim, dim]);
+                all.filter_map(move |dims| choose(kernel, dims, PLAIN, shared))
             })
+            .map(|variant| variant.tiling)
             .collect();
         for tiling in TILINGS {
-            assert!(chosen.contains(&tiling), "{tiling:?}");
+            assert!(chosen.contains(tiling), "{tiling:?}");
         }
     }
 }

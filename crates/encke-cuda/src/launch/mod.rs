@@ -7,6 +7,7 @@ pub(crate) mod copy;
 pub(crate) mod hopper_backward;
 pub(crate) mod hopper_backward_variants;
 pub(crate) mod hopper_forward;
+mod hopper_ranges;
 mod hopper_tiles;
 mod hopper_tilings;
 pub(crate) mod mma;

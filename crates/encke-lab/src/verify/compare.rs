@@ -75,11 +75,6 @@ impl Comparer {
         Ok(Comparer { device, gpu })
     }
 
-    /// The device.
-    pub fn device(&self) -> ComputeDevice {
-        self.device
-    }
-
     /// Runs both passes of a configuration; the error says what is wrong.
     pub fn run(&mut self, case: &RandomConfiguration, worst: &mut WorstErrors) -> Result<()> {
         match self.device {

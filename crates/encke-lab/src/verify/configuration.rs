@@ -123,7 +123,7 @@ impl RandomConfiguration {
     }
 
     /// Draws the configuration of a seed without any of these.
-    pub fn plain(seed: u64) -> RandomConfiguration {
+    fn plain(seed: u64) -> RandomConfiguration {
         let mut random = Random::new(seed);
         let kv_heads = random.size(4);
         let mode = mode(&mut random);

@@ -58,14 +58,6 @@ pub struct ReferenceSuite {
 }
 
 impl ReferenceSuite {
-    /// The configuration of a seed; the GPU's kernels compute plain masks and scores only.
-    fn configuration(&self, seed: u64) -> RandomConfiguration {
-        match self.comparer.device() {
-            ComputeDevice::Cpu => RandomConfiguration::new(seed),
-            ComputeDevice::Cuda(_) => RandomConfiguration::plain(seed),
-        }
-    }
-
     fn run(&mut self, case: &RandomConfiguration) -> Result<()> {
         self.comparer.run(case, &mut self.worst)
     }
@@ -94,7 +86,7 @@ impl VerifySuite {
     fn run_one(&mut self, seed: u64) -> Result<()> {
         match self {
             VerifySuite::Reference(suite) => {
-                let case = suite.configuration(seed);
+                let case = RandomConfiguration::new(seed);
                 let compared = suite.run(&case);
                 compared.map_err(|error| anyhow!("{case}\n  {error:#}"))
             }

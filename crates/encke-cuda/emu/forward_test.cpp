@@ -1,46 +1,69 @@
-// Runs `mma_forward` on the CPU model over random jobs: values, carry, and hidden NaNs bit by bit.
+// Runs a forward kernel (PLAIN, or mma.sync) on the CPU model over random jobs: values, carry, and
+// hidden NaNs bit by bit. With MASKED, jobs have masks, score transforms, dropout and values of
+// another width.
+#ifdef PLAIN
+#include "plain.h"
+#else
 #include "mma.h"
+#endif
 #include "../src/kernels/common.cuh"
-#include "mma_case.h"
+#include "../src/kernels/masks.cuh"
+#include "attention_case.h"
+#ifdef PLAIN
+#include "../src/kernels/plain.cu"
+#define BLOCK TILE
+#define ALIGNED 0
+#else
 #include "../src/kernels/mma_tile.cuh"
 #include "../src/kernels/mma_forward.cu"
+#endif
 
-struct State { std::vector<float> acc, m, l, lse; std::vector<u16> out; };
+struct State { std::vector<Sum> acc, m, l, lse; std::vector<Element> out; };
 static State empty_state(const Case& c) {
-  size_t n = c.cells.size, d = c.job.dim;
-  return {std::vector<float>(n * d, 0.f), std::vector<float>(n, -INFINITY),
-      std::vector<float>(n, 0.f), std::vector<float>(n, 7.f), std::vector<u16>(n * d, 7)};
+  size_t n = c.cells.size, d = value_dim(c.job);
+  return {std::vector<Sum>(n * d, 0.f), std::vector<Sum>(n, -INFINITY),
+      std::vector<Sum>(n, 0.f), std::vector<Sum>(n, 7.f), std::vector<Element>(n * d)};
 }
-static void run(const Case& c, State& s, bool starts, bool finishes) {
-  int tiles = (c.job.queries + TILE - 1) / TILE * c.job.heads * c.job.segments * c.job.batch;
-  emu::launch(tiles, 1, THREADS, [&] {
+static void run(Case c, State& s, bool starts, bool finishes) {
+  int blocks = c.blocks(true, TILE);
+#ifdef PLAIN
+  emu::launch(blocks / 2 + 1, 1, TILE * TILE, [&] {
+    plain_forward(c.Q.data(), c.K.data(), c.V.data(), c.job, s.acc.data(), s.m.data(), s.l.data(),
+        s.out.data(), s.lse.data(), starts, finishes);
+  });
+#else
+  emu::launch(blocks, 1, THREADS, [&] {
     mma_forward(c.job, c.Q.data(), c.K.data(), c.V.data(), s.acc.data(), s.m.data(), s.l.data(),
         s.out.data(), s.lse.data(), starts, finishes);
   });
+#endif
 }
 // The softmax of one row in f64, continuing a carry.
 static void reference(const Case& c, const State& before, int b, int s, int h, int i, Values& acc,
     double& m, double& l) {
-  const JobParams& j = c.job;
+  const Job& j = c.job; const int dim = value_dim(j);
   i64 cell = at(j.cells, b, s, i, h);
   m = before.m[cell];
   l = before.l[cell];
-  acc.assign(j.dim, 0);
-  int seen = visible(j, i); Values score(seen); double top = m;
-  for (int t = 0; t < seen; t++) { score[t] = c.score(b, s, h, i, t); top = fmax(top, score[t]); }
+  acc.assign(dim, 0);
+  Values score(j.keys); double top = m;
+  for (int t = 0; t < j.keys; t++) if (c.sees(i, t)) {
+    score[t] = c.score(b, s, h, i, t);
+    top = fmax(top, score[t]);
+  }
   double shrink = l == 0 ? 0 : exp(m - top); l *= shrink;
-  for (int x = 0; x < j.dim; x++) acc[x] = before.acc[cell * j.dim + x] * shrink;
-  for (int t = 0; t < seen; t++) {
-    double p = exp(score[t] - top);
+  for (int x = 0; x < dim; x++) acc[x] = before.acc[cell * dim + x] * shrink;
+  for (int t = 0; t < j.keys; t++) if (c.sees(i, t)) {
+    double p = exp(score[t] - top), factor = c.factor(b, s, h, i, t);
     l += p;
-    i64 y = at(j.k, b, s, t, h);
-    for (int x = 0; x < j.dim; x++) acc[x] += p * emu::widen(c.V[y + x]);
+    i64 y = c.value(b, s, h, t);
+    if (factor) for (int x = 0; x < dim; x++) acc[x] += p * factor * value_of(c.V[y + x]);
   }
   m = top;
 }
 static void check(
     const Case& c, const State& before, const State& after, bool finishes, const char* what) {
-  Values got, want; double worst = 0; const JobParams& j = c.job;
+  Values got, want; double worst = 0; const Job& j = c.job; const int dim = value_dim(j);
   c.each_sequence([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
       Values acc;
       double m, l;
@@ -54,11 +77,11 @@ static void check(
       if (std::isnan(mine)) worst = INFINITY;
       if (!finishes && m == (double)before.m[cell])
         expect(after.m[cell] == before.m[cell], c, "a maximum that nothing exceeded changed", i);
-      for (int x = 0; x < j.dim; x++) {
+      for (int x = 0; x < dim; x++) {
         want.push_back(l == 0 ? 0 : acc[x] / l * (finishes ? j.gain : 1));
-        got.push_back(finishes ? emu::widen(after.out[cell * j.dim + x])
-                      : l == 0 ? after.acc[cell * j.dim + x]
-                               : after.acc[cell * j.dim + x] / after.l[cell]);
+        got.push_back(finishes ? value_of(after.out[cell * dim + x])
+                      : l == 0 ? after.acc[cell * dim + x]
+                               : after.acc[cell * dim + x] / after.l[cell]);
       }
   } });
   double off = distance(got, want);
@@ -73,43 +96,61 @@ static bool same(const std::vector<T>& x, const std::vector<T>& y, size_t at, si
 // in one that does.
 static void check_hidden(
     Case c, Random& random, bool key_too, const State& before, const State& clean) {
-  const JobParams& j = c.job; int t = random.below(j.keys), column = random.below(j.dim + 1);
-  float value = random.coin() ? NAN : INFINITY;
+  const Job& j = c.job; const int dim = value_dim(j);
+  int t = random.below(j.keys), column = random.below(dim + 1);
+  double value = random.coin() ? NAN : INFINITY;
   c.each_sequence([&](int b, int s, int h) {
-    i64 y = at(j.k, b, s, t, h);
+    i64 y = c.value(b, s, h, t), z = at(j.k, b, s, t, h);
+    for (int x = 0; x < dim; x++)
+      if (column == dim || x == column) c.V[y + x] = element_of(value);
     for (int x = 0; x < j.dim; x++)
-      if (column == j.dim || x == column) {
-        c.V[y + x] = emu::narrow(value);
-        if (key_too) c.K[y + x] = emu::narrow(value);
-      }
+      if (key_too && (column >= j.dim || x == column)) c.K[z + x] = element_of(value);
   });
   State after = before; run(c, after, false, false);
   c.each_sequence([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
     i64 cell = at(j.cells, b, s, i, h);
-    if (t >= visible(j, i))
+    if (!c.sees(i, t))
       expect(same(after.m, clean.m, cell, 1) && same(after.l, clean.l, cell, 1) &&
-                 same(after.acc, clean.acc, cell * j.dim, j.dim),
+                 same(after.acc, clean.acc, cell * dim, dim),
           c, "a hidden key changed a row", i);
-    else
-      expect(!std::isfinite(after.acc[cell * j.dim + (column == j.dim ? 0 : column)]), c,
+    else if (c.factor(b, s, h, i, t))
+      expect(!std::isfinite(after.acc[cell * dim + (column == dim ? 0 : column)]), c,
           "a visible NaN is lost", i);
   } });
 }
+#if MASKED
+// A known answer of Philox4x32-10 from its authors' library.
+static void check_coins(const Case& c) {
+  Coins coins = philox(0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0);
+  const u32 known[] = {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1};
+  for (int i = 0; i < 4; i++) expect(coins.word[i] == known[i], c, "a coin", i);
+}
+#endif
 int main(int count, char** arguments) {
   Random random(count > 1 ? strtoull(arguments[1], nullptr, 10) : 1);
   int cases = count > 2 ? atoi(arguments[2]) : 4;
   for (int n = 0; n < cases; n++) {
-    Case c; int dim = ALIGNED ? HD - 8 * random.below(2) : HD - random.below(16);
-    draw_case(c, random, n, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
+    Case c; auto width = [&](int most) {
+      return ALIGNED ? most - 8 * random.below(2) : most - random.below(16);
+    };
+#if MASKED
+    const int own = width(HD), dim = width(VD);
+#else
+    const int own = width(HD), dim = own;
+#endif
+    draw_case(c, random, n, own, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
+#if MASKED
+    check_coins(c);
+#endif
     State fresh = empty_state(c), ended = fresh;
     run(c, ended, true, true);
     check(c, fresh, ended, true, "out");
     State before = fresh;
     for (size_t i = 0; i < before.m.size(); i++)
       if (random.below(4)) {
-        before.m[i] = (float)random.unit();
-        before.l[i] = 2 + (float)random.unit();
-        for (int x = 0; x < dim; x++) before.acc[i * dim + x] = (float)random.unit();
+        before.m[i] = (Sum)random.unit();
+        before.l[i] = 2 + (Sum)random.unit();
+        for (int x = 0; x < dim; x++) before.acc[i * dim + x] = (Sum)random.unit();
       }
     State after = before; run(c, after, false, false); check(c, before, after, false, "acc");
     State last = before; run(c, last, false, true); check(c, before, last, true, "out of a carry");
@@ -128,7 +169,12 @@ int main(int count, char** arguments) {
           "not repeatable", 0);
     }
   }
-  printf("mma_forward HD=%d WARPS=%d MT=%d BLOCK=%d ALIGNED=%d: %d cases, %d failures\n", HD, WARPS,
-      MT, BLOCK, ALIGNED, cases, failures);
+#ifdef PLAIN
+  printf("plain_forward COLUMNS=%d MASKED=%d", COLUMNS, MASKED);
+#else
+  printf("mma_forward HD=%d WARPS=%d MT=%d BLOCK=%d ALIGNED=%d MASKED=%d", HD, WARPS, MT, BLOCK,
+      ALIGNED, MASKED);
+#endif
+  printf(": %d cases, %d failures\n", cases, failures);
   return failures != 0;
 }

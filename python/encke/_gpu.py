@@ -1,0 +1,145 @@
+"""Passes on GPU tensors: torch allocates the results, and the extension enqueues the kernels.
+
+The decision here: sinks are applied to the results of a pass, with torch's own operations on the
+GPU, as the library applies them on the host; the backward kernels need only the new out and lse.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from encke import _cuda, _encke
+from encke._gpu_mixing import GpuMixing, add_terms
+from encke.options import Options, find
+
+_DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+}
+
+
+def computed_in(q: Tensor, precision: Optional[str]) -> torch.dtype:
+    """The type in which a call computes, and in which it returns."""
+    return q.dtype if precision is None else _DTYPES[precision]
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums and of the lse."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def outputs(q: Tensor, v: Tensor, precision: Optional[str]) -> tuple[Tensor, Tensor]:
+    """Uninitialised out and lse."""
+    dtype, cells = computed_in(q, precision), q.shape[:3]
+    out = torch.empty((*cells, v.shape[3]), dtype=dtype, device=q.device)
+    return out, torch.empty(cells, dtype=summed_in(dtype), device=q.device)
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, precision: Optional[str]) -> list[Tensor]:
+    """Uninitialised dq, dk and dv."""
+    dtype = computed_in(q, precision)
+    return [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
+
+
+def forward(
+    found: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor] = None
+) -> tuple[Any, ...]:
+    """out and lse of all ranks on one GPU, and two None where the cpu has results by slot."""
+    if sinks is not None and found.splits_slots:
+        raise ValueError(
+            "sinks and branches with a softmax of their own (detached mixing, fkodom) do not go "
+            'together: a sink belongs to one softmax; use mixing_gradient="exact"'
+        )
+    attend = _mixing(found).forward if found.mixes else partial(_attend, found)
+    return *with_sinks(*attend(q, k, v), sinks), None, None
+
+
+def backward(
+    found: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: tuple[Any, ...],
+    dout: Tensor,
+    dlse: Optional[Tensor],
+    sinks: Optional[Tensor] = None,
+) -> tuple[Any, ...]:
+    """dq, dk, dv and, with sinks, their gradient; ``saved`` begins with out and lse, or None."""
+    out, lse = saved[:2]
+    if out is None:
+        out, lse, _, _ = forward(found, q, k, v, sinks)
+    differentiate = _mixing(found).backward if found.mixes else partial(_differentiate, found)
+    every = differentiate(q, k, v, out, lse, dout, dlse)
+    return *every, sink_gradient(sinks, out, lse, dout, dlse)
+
+
+def _attend(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of one call of the kernels."""
+    _cuda.prepare()
+    with torch.cuda.device(q.device):
+        out, lse = outputs(q, v, found.precision)
+        stream = torch.cuda.current_stream().cuda_stream
+        _encke.enqueue(found, (q, k, v), (out, lse), stream)
+    return out, lse
+
+
+def _differentiate(found: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    """dq, dk and dv of one call of the kernels."""
+    with torch.cuda.device(q.device):
+        every = gradients(q, k, v, found.precision)
+        stream = torch.cuda.current_stream().cuda_stream
+        _encke.enqueue(found, (q, k, v, *rest), every, stream)
+    return every
+
+
+class OneProcess:
+    """Attention on a GPU, as :class:`GpuMixing` takes it."""
+
+    def __init__(self, options: Options) -> None:
+        # What is around the calls of the kernels is not their part.
+        self._found = find(tuple(options._replace(padding=None)))
+        self._padded = find(tuple(options))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse, without extra terms."""
+        return _attend(self._found, q, k, v)
+
+    def differentiate(self, *inputs: Any) -> list[Tensor]:
+        """dq, dk and dv."""
+        return _differentiate(self._found, *inputs)
+
+    def phantoms(self, q: Tensor, k: Tensor, v: Tensor) -> Optional[bytes]:
+        """The logarithms of the phantom keys."""
+        sizes = (*k.shape[:2], q.shape[2], *k.shape[2:], q.shape[1], v.shape[3])
+        return self._padded.phantoms(sizes)
+
+
+def _mixing(found: Any) -> GpuMixing:
+    return GpuMixing(Options(**found.options), OneProcess)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+    """out and lse with a sink for each head, in place."""
+    if sinks is not None:
+        add_terms(out, lse, sinks.detach().to(lse))
+    return out, lse
+
+
+def sink_gradient(
+    sinks: Optional[Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Optional[Tensor]
+) -> Optional[Tensor]:
+    """-sum of exp(sink - lse) (dout.out - dlse) over all rows of a head; out and lse with sinks."""
+    if sinks is None:
+        return None
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    own = sinks.detach().to(lse)
+    share = torch.where(own == -torch.inf, 0.0, torch.exp(own - lse))
+    return -(share * delta).sum((0, 1)).to(sinks)
