@@ -48,6 +48,7 @@ from encke.options import Options, as_tuple, from_keywords, with_masks
 __all__ = [
     "Disagreement",
     "RingDilatedAttention",
+    "context_parallel",
     "document_lengths",
     "positions",
     "ring_attention",
@@ -159,6 +160,40 @@ def ring_attention(
         qkv = (q, k, v) if refusal is not None else tuple(map(readable, (q, k, v)))
         out, lse = attend(qkv, sinks, group, request, refusal)
     return (out, lse) if return_lse else out
+
+
+def context_parallel(
+    group: Group = None,
+    *,
+    sharding: str = "zigzag",
+    model: Any = None,
+    gradients: str = "mean",
+) -> Any:
+    """Context parallelism for a model of transformers, as a context:
+
+    .. code-block:: python
+
+        with encke.distributed.context_parallel(group, sharding="zigzag", model=model):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+
+    Every rank of the group gives the model the same whole batch. The model gets this rank's rows of
+    tokens, positions and labels, computes attention over the rows of all ranks (as
+    ``attn_implementation="encke_ring"``, which is set), and returns the loss of the whole batch.
+    Padding and packed documents are those of the whole sequence, too.
+
+    gradients
+        ``"mean"``: gradients of parameters will be averaged over ranks, as
+        DistributedDataParallel and FSDP do; ``"sum"``: they will be added up.
+    model
+        Without one, cut batches with ``shard(batch)`` and losses with ``loss(local)`` of the object
+        that the context gives, and set the attention of the model yourself.
+
+    Backward passes, also those of checkpointing, run inside the context.
+    """
+    from encke.integrations.context import ContextParallel
+
+    return ContextParallel(group, sharding=sharding, model=model, gradients=gradients)
 
 
 def sizes_of(

@@ -107,14 +107,14 @@ def _packed(
     """A query for each key: rows that count, one after the other, in one call."""
     options = dict(options, causal=seen.causal, window=seen.window)
     if (rows == rows[0]).all() and rows.all():
-        return encke.attention(q, k, v, documents=_lengths(rows[0]), **options)
+        return encke.attention(q, k, v, documents=run_lengths(rows[0]), **options)
     batch, tokens = rows.shape
     index, documents = [], []
     for entry, row in enumerate(rows):
         counted = numpy.flatnonzero(row)
         _refuse_holes(row, seen)
         index.append(counted + entry * tokens)
-        documents += _lengths(row[counted])
+        documents += run_lengths(row[counted])
     where = torch.from_numpy(numpy.concatenate(index)).to(q.device)
     if not documents:
         return q.new_zeros(batch, tokens, q.shape[2], v.shape[3])
@@ -198,7 +198,7 @@ def _run(index: numpy.ndarray) -> Any:
     return torch.from_numpy(index)
 
 
-def _lengths(labels: numpy.ndarray) -> list[int]:
+def run_lengths(labels: numpy.ndarray) -> list[int]:
     """The lengths of runs of equal labels."""
     if not len(labels):
         return []

@@ -41,12 +41,18 @@ __all__ = ["UnsupportedMask", "attention_forward", "attention_mask", "register"]
 
 
 def register(name: str = "encke") -> None:
-    """Makes ``attn_implementation=name`` known to transformers; ``import encke.transformers`` does
-    it for ``"encke"``."""
+    """Makes ``attn_implementation=name`` known to transformers, and ``name + "_ring"`` for
+    sequences in shards (:func:`encke.distributed.context_parallel`); ``import encke.transformers``
+    does it for ``"encke"``."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
+    if torch.distributed.is_available():
+        from encke.integrations import context
+
+        AttentionInterface.register(f"{name}_ring", context.ring_forward)
+        AttentionMaskInterface.register(f"{name}_ring", context.ring_mask)
 
 
 def attention_mask(

@@ -94,6 +94,25 @@ def describe(
     return torch.cat([header.expand(batch, -1), documents], -1)[:, None, None]
 
 
+def describe_band(
+    function: Callable[..., Any], documents: Optional[numpy.ndarray], device: Any
+) -> Tensor:
+    """The description of a mask without its own documents and padding: where a sequence lies in
+    shards, those are not in the rows that the mask function knows."""
+    causal, sides = False, [-1, -1]
+    for part in _parts(function):
+        if isinstance(part, _Chunks):
+            raise _unsupported("chunks, which are not computed where sequences lie in shards")
+        causal = causal or part == "causal"
+        if isinstance(part, _Side):
+            sides[part.right] = part.tokens
+    if documents is None:
+        documents = numpy.ones((1, 1), dtype=numpy.int64)
+    header = torch.tensor([_MARK, int(causal), *sides, 0]).expand(len(documents), -1)
+    whole = torch.cat([header, torch.from_numpy(numpy.array(documents))], -1)
+    return whole[:, None, None].to(device)
+
+
 def is_description(mask: Tensor) -> bool:
     """Whether :func:`describe` may have made it: masks of pairs are boolean or of real numbers."""
     return mask.dim() == 4 and mask.dtype == torch.int64 and mask.shape[1] == mask.shape[2] == 1

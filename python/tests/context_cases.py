@@ -1,0 +1,187 @@
+"""The cases of test_context_parallel.py, run by every process of a launch. Not a test by itself.
+
+Every rank computes the whole batch by itself with attn_implementation="encke", and compares.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import encke.distributed
+import encke.transformers  # noqa: F401
+from transformers_models import causal_pair
+
+torch.set_num_threads(1)
+TOKENS = 22
+SHARDINGS = ["zigzag", "contiguous", "striped"]
+
+
+def batches():
+    """Whole batches: plain, packed alike and differently, padded left and right."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, 61, (3, TOKENS), generator=generator)
+    yield "plain", dict(input_ids=ids, labels=ids)
+    for name, packing in (("packed", [(9, 1, 12)] * 3), ("mixed", [(22,), (3, 19), (9, 1, 12)])):
+        positions = torch.stack([torch.cat([torch.arange(n) for n in of]) for of in packing])
+        labels = ids.masked_fill(positions == 0, -100)
+        yield name, dict(input_ids=ids, labels=labels, position_ids=positions)
+    at, lengths = torch.arange(TOKENS), torch.tensor([[22], [13], [4]])
+    for name, mask in (("right", at < lengths), ("left", at >= TOKENS - lengths)):
+        # A padded row would predict the token after it.
+        after_padding = torch.nn.functional.pad(~mask, (1, 0))[:, :-1]
+        labels = ids.masked_fill(~mask | after_padding, -100)
+        yield name, dict(input_ids=ids, labels=labels, attention_mask=mask.long())
+
+
+def of_one_process(model, batch):
+    """The loss and the gradients of the whole batch."""
+    model.zero_grad()
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    found = {name: of.grad.clone() for name, of in model.named_parameters() if of.grad is not None}
+    return loss.detach(), found
+
+
+def compare(model, wanted, loss, summed=True, tolerance=1e-9):
+    expected, gradients = wanted
+    torch.testing.assert_close(loss.detach(), expected, rtol=tolerance, atol=tolerance)
+    for name, parameter in model.named_parameters():
+        if name not in gradients:
+            continue
+        found = parameter.grad.clone()
+        if summed:
+            dist.all_reduce(found)
+        torch.testing.assert_close(found, gradients[name], rtol=tolerance, atol=tolerance)
+
+
+def losses_and_gradients():
+    """Every kind of batch and model, with gradients added up."""
+    for name in ("llama", "gemma3", "gpt-oss", "deepseek-v3"):
+        _, whole = causal_pair(name)
+        model = copy.deepcopy(whole)
+        # Losses of transformers are computed in float32, whose sums depend on the shards.
+        for sharding, (kind, batch) in zip(SHARDINGS * 2, batches()):
+            wanted = of_one_process(whole, batch)
+            model.zero_grad()
+            with encke.distributed.context_parallel(
+                sharding=sharding, model=model, gradients="sum"
+            ):
+                loss = model(**batch).loss
+                loss.backward()
+            compare(model, wanted, loss, tolerance=2e-6)
+            assert loss.item() > 1.0, (name, kind)
+
+
+def without_a_model():
+    """Batches and losses by hand; logits are those of the rows."""
+    _, whole = causal_pair("mistral")
+    model = copy.deepcopy(whole)
+    model.set_attn_implementation("encke_ring")
+    batch = dict(batches())["mixed"]
+    expected = whole(**batch, use_cache=False)
+    with encke.distributed.context_parallel() as context:
+        found = model(**context.shard(batch))
+        torch.testing.assert_close(
+            found.logits, context.rows(expected.logits), rtol=1e-9, atol=1e-9
+        )
+        torch.testing.assert_close(context.loss(found.loss), expected.loss, rtol=1e-6, atol=1e-6)
+    try:
+        model(**batch)
+    except RuntimeError as error:
+        assert "context_parallel" in str(error)
+    else:
+        raise AssertionError("attn_implementation='encke_ring' ran without a ring")
+
+
+def wrapped():
+    """Averaged gradients of DistributedDataParallel, with checkpointing and accumulation."""
+    _, whole = causal_pair("gemma3")
+    first, second = (dict(batches())[kind] for kind in ("packed", "left"))
+    of_first, of_second = of_one_process(whole, first), of_one_process(whole, second)
+    both = {name: of_first[1][name] + of_second[1][name] for name in of_first[1]}
+    model = copy.deepcopy(whole)
+    model.train()
+    model.activation_checkpointing_enable()
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    with encke.distributed.context_parallel(model=parallel):
+        with parallel.no_sync():
+            parallel(**first).loss.backward()
+        loss = parallel(**second).loss
+        loss.backward()
+    compare(model, (of_second[0], both), loss, summed=False, tolerance=2e-6)
+
+
+def fully_sharded():
+    """FSDP2 on a mesh of data and context: each data rank has a batch of its own."""
+    if dist.get_world_size() != 4:
+        return "skipped: with 4 processes"
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    _, whole = causal_pair("llama")
+    given = [dict(batches())[kind] for kind in ("plain", "packed")]
+    wanted = [of_one_process(whole, batch) for batch in given]
+    model = copy.deepcopy(whole)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh._flatten("all"))
+    fully_shard(model, mesh=mesh["all"])
+    mine = mesh.get_local_rank("data")
+    with encke.distributed.context_parallel(mesh["context"].get_group(), model=model):
+        loss = model(**given[mine]).loss
+        loss.backward()
+    torch.testing.assert_close(loss.detach(), wanted[mine][0], rtol=2e-6, atol=2e-6)
+    for name, parameter in model.named_parameters():
+        mean = (wanted[0][1][name] + wanted[1][1][name]) / 2
+        torch.testing.assert_close(parameter.grad.full_tensor(), mean, rtol=2e-6, atol=2e-6)
+
+
+def mixed_precision():
+    """Autocast: the ring computes in bfloat16."""
+    _, whole = causal_pair("llama", torch.float32)
+    model = copy.deepcopy(whole)
+    batch = dict(batches())["packed"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = whole(**batch, use_cache=False).loss
+        with encke.distributed.context_parallel(model=model):
+            found = model(**batch).loss
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def refusals():
+    _, whole = causal_pair("llama")
+    model = copy.deepcopy(whole)
+    ids = torch.full((1, dist.get_world_size() - 1), 5)
+    for batch, words in (
+        (dict(input_ids=ids), "every rank needs some"),
+        (dict(input_ids=ids, decoder_input_ids=ids), "one sequence"),
+        (dict(input_ids=torch.full((1, 22), 5), output_attentions=True), "output_attentions"),
+    ):
+        with encke.distributed.context_parallel(model=model):
+            try:
+                model(**batch)
+            except ValueError as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(words)
+
+
+CASES = [losses_and_gradients, without_a_model, wrapped, fully_sharded, mixed_precision, refusals]
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))
+    for case in CASES:
+        if len(sys.argv) > 1 and case.__name__ not in sys.argv:
+            continue
+        begin = time.monotonic()
+        message = case()
+        if dist.get_rank() == 0:
+            print(f"{case.__name__} {time.monotonic() - begin:.1f} s {message or ''}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()

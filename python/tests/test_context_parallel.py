@@ -1,0 +1,45 @@
+"""Models of transformers on sequences that processes share equal one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install transformers"
+)
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("this torch has no gloo", allow_module_level=True)
+
+HERE = Path(__file__).parent
+
+
+def torchrun(ranks, *command):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ran = subprocess.run(
+        [*launcher, f"--nproc-per-node={ranks}", *map(str, command)],
+        capture_output=True, text=True, timeout=400,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_parallel_equals_one_process(ranks):
+    print(torchrun(ranks, HERE / "context_cases.py"))
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3", "gpt-oss"])
+def test_the_example_has_the_same_losses_on_one_and_two_processes(model):
+    example = HERE.parent / "examples" / "context_parallel.py"
+    losses = []
+    for ranks in (1, 2):
+        lines = torchrun(ranks, example, "--steps=6", f"--model={model}").split("\n")
+        losses.append([float(line.split(",")[1]) for line in lines if "," in line[:3]])
+    assert len(losses[0]) == 6 and losses[0][-1] < losses[0][0]
+    for one, two in zip(*losses):
+        assert abs(one - two) <= 1e-5 * one, losses
