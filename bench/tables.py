@@ -183,6 +183,16 @@ def slides(_paths, records):
     return markdown([*head, "theirs", "MiB", "theirs"], lines)
 
 
+@table("conformance")
+def conformance(_paths, records):
+    rows = list(merged(records).values())
+    head = ["promise", *(row["name"].replace("_", " ") for row in rows)]
+    lines = []
+    for promises in zip(*(row["outcomes"] for row in rows)):
+        lines.append([promises[0]["promise"], *(of["verdict"] for of in promises)])
+    return markdown(head, lines)
+
+
 @table("cpu-busy")
 def cpu_busy(_paths, records):
     rows = merged(records)

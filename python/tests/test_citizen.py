@@ -67,7 +67,8 @@ def test_vmap(randn, options, dims):
 
     found = torch.func.vmap(lambda *x: encke.attention(*x, **options), dims)(*given)
     wanted = torch.stack([encke.attention(*each(at), **options) for at in range(3)])
-    assert torch.equal(found, wanted)
+    # Without a gradient, detached branches share one softmax, in another order of sums.
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
     slopes = torch.func.vmap(torch.func.grad(lambda *x: loss(*x, **options)), dims)(*given)
     for at in range(3):
         one = torch.func.grad(lambda *x: loss(*x, **options))(*each(at))

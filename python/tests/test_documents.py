@@ -16,9 +16,13 @@ MODULES = ["encke"] + [
     if module.name not in ("encke.__main__", "encke._encke")
 ]
 
+NEEDS_TRANSFORMERS = ("encke.transformers", "encke.integrations.transformers")
+
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
+    if name in NEEDS_TRANSFORMERS:
+        pytest.importorskip("transformers")
     failed, _ = doctest.testmod(importlib.import_module(name))
     assert failed == 0
 

@@ -70,7 +70,7 @@ def main() -> int:
     while len(outcomes) < len(promises):
         before = len(outcomes)
         code = _as_launcher(given, before, outcomes)
-        if len(outcomes) < len(promises):
+        if code != 0 and len(outcomes) < len(promises):
             if code == _NEVER_BEGAN and len(outcomes) == before:
                 raise SystemExit(f"the processes ended with code {code} before the first promise")
             verdict, detail = ("hangs", f"more than {given.seconds:g} s")
@@ -135,6 +135,9 @@ def _as_rank(given: argparse.Namespace, promises: list[Promise]) -> int:
         if path is not None and dist.get_rank() == 0:
             with open(path, "a") as file:
                 file.write(json.dumps(outcomes[-1]) + "\n")
+        if path is not None and outcomes[-1].verdict in ("failed", "refused"):
+            # Messages of that call may still be under way: the next promise gets new processes.
+            break
     watch.stop()
     if path is not None:
         dist.destroy_process_group()
