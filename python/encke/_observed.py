@@ -2,8 +2,8 @@
 
 The decision here: an operator with forty arguments costs tens of microseconds in torch's
 dispatcher, so a plain call does not use it. It does as soon as something could see the difference:
-a dispatch mode (profilers of FLOPs, selective checkpointing, fake tensors, ``make_fx``), a transform
-of ``torch.func``, ``torch.jit.trace``, a profiler, or a class of tensors of its own.
+a dispatch mode (FLOP counters, selective checkpointing, fake tensors, ``make_fx``), a transform of
+``torch.func``, ``torch.jit.trace``, a profiler, or a class of tensors of its own.
 """
 
 from __future__ import annotations

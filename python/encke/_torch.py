@@ -60,7 +60,9 @@ def attention(
         refuse_tangents(q=q, k=k, v=v)
     found = find(options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, None, found) if return_lse else (_out(q, k, v, found), None)
+        if return_lse:
+            return _Attention.apply(q, k, v, None, found)
+        return _out(q, k, v, found), None
     out, lse, _, _ = _forward(_for_inference(found, options), q, k, v)
     return out, lse
 
@@ -518,7 +520,10 @@ class _TransformedBackward(torch.autograd.Function):
     forward = staticmethod(lambda *given: _backward_operator(*given))
     setup_context = staticmethod(lambda ctx, inputs, output: None)
     backward = staticmethod(refuse_second_order)
-    vmap = staticmethod(lambda *given: _rules.vmapped(_TransformedBackward.apply, 9, _COUNT)(*given))
+
+    @staticmethod
+    def vmap(*given: Any) -> Any:
+        return _rules.vmapped(_TransformedBackward.apply, 9, _COUNT)(*given)
 
 
 _rules.register(_attention_operator, _backward_operator, _COUNT)

@@ -43,7 +43,7 @@ from encke._readable import readable
 from encke._torch import BatchMasks, _autocast, _refuse_others, _sinks
 from encke._wire import Disagreement, wire_of
 from encke.masks import boundaries, documents_of, prefix_of, rate_of, window_of
-from encke.options import Options, as_tuple, from_keywords, with_masks
+from encke.options import Options, as_tuple, from_keywords, refuse_wrong, with_masks
 
 __all__ = [
     "Disagreement",
@@ -407,6 +407,7 @@ class RingDilatedAttention(torch.nn.Module):
             scale=softmax_scale,
             sharding=sharding,
         )
+        refuse_wrong(self.options)
 
     def forward(
         self,

@@ -9,7 +9,7 @@ bytes were read in place.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Literal, Optional, TypeVar, Union, overload
 
 import numpy
 
@@ -17,6 +17,11 @@ from encke import _readable
 from encke.masks import key_lengths_of, numbers, offset_of, prefix_of, rate_of, window_of
 from encke.options import Options, as_tuple, find, from_keywords, with_masks
 from encke.padding import find_padded
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from encke._typing import AttentionOptions
 
 Tensor = TypeVar("Tensor")
 
@@ -42,6 +47,24 @@ def _import_torch() -> Any:
     return _on_torch
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -81,7 +104,14 @@ def attention(
     """Attention of ``q`` ``[batch, queries, heads, dim]`` over ``k`` ``[batch, tokens, kv_heads,
     dim]`` and ``v`` ``[batch, tokens, kv_heads, value_dim]``; ``kv_heads`` must divide ``heads``.
     There may be fewer queries than tokens, and on the CPU values of another ``value_dim`` than
-    ``dim``. Without a batch, all are ``[tokens, heads, dim]``, and so is the result.
+    ``dim``. Without a batch, all are ``[tokens, heads, dim]``, and so is the result. In short::
+
+        out = encke.attention(q, k, v, causal=True)
+        out, lse = encke.attention(q, k, v, causal=True, window=(1023, 0), return_lse=True)
+        out = encke.attention(q, k, v, segment_lengths=[2048, 8192], dilation_rates=[1, 4])
+        out = encke.attention(q, k, v, documents=[700, 324], ranks=4, sharding="zigzag")
+
+    All options follow, in groups; a call without any is dense attention.
 
     The attention pattern:
 
@@ -279,6 +309,20 @@ def _batched(*tensors: Any) -> Any:
     return tuple(tensor[None] for tensor in tensors)
 
 
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Integers,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Integers, **options: Unpack[AttentionOptions]
+) -> Tensor: ...
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Integers, **options: Any
 ) -> Any:

@@ -74,17 +74,57 @@ def find(options: tuple[Any, ...]) -> _encke.Attention:
         return attention
     if options[DOCUMENTS] is not None or options[SEED] is not None:
         return _find_packed(options)
-    attention = _encke.Attention(Options(*options)._asdict())
+    attention = _made(options)
     if len(_cache) >= _MAX_CACHED:
         _cache.clear()
     _cache[options] = attention
     return attention
 
 
+def _made(options: tuple[Any, ...]) -> _encke.Attention:
+    given = Options(*options)
+    refuse_swapped(given.segment_lengths, given.dilation_rates)
+    return _encke.Attention(given._asdict())
+
+
+def refuse_swapped(lengths: Any, rates: Any) -> None:
+    """Packages differ in the order of the two, and swapped ones would run, on the wrong pattern.
+
+    >>> refuse_swapped((1, 4), (2048, 8192))
+    Traceback (most recent call last):
+    ...
+    ValueError: segment_lengths [1, 4] are all shorter than dilation_rates [2048, 8192]: a segment \
+would have one token. Are the two swapped? (encke.nn.MultiheadDilatedAttention takes rates first)
+    """
+    if not lengths or not rates or len(lengths) != len(rates):
+        return
+    if all(length < rate for length, rate in zip(lengths, rates)):
+        raise ValueError(
+            f"segment_lengths {list(lengths)} are all shorter than dilation_rates {list(rates)}: a "
+            "segment would have one token. Are the two swapped? "
+            "(encke.nn.MultiheadDilatedAttention takes rates first)"
+        )
+
+
+# What a call may give beside the fields of Options.
+_OF_A_CALL = ("sinks", "key_lengths", "return_lse")
+
+
+def refuse_wrong(given: dict[str, Any]) -> None:
+    """Refuses options of a module when it is made, as its first call would."""
+    fixed = {name: value for name, value in given.items() if name not in _OF_A_CALL}
+    # What depends on the tensors of a call, or is drawn for it, is not checked here.
+    for name in ("documents", "cu_seqlens", "query_offset"):
+        fixed.pop(name, None)
+    if fixed.get("seed") is None:
+        fixed.pop("dropout", None)
+    find(tuple(from_keywords(fixed)))
+
+
 def _find_packed(options: tuple[Any, ...]) -> _encke.Attention:
     attention = _packed.pop(options, None)
     if attention is None:
-        attention = _encke.Attention(Options(*options)._asdict())
+        attention = _made(options)
     _packed[options] = attention
     for oldest in list(_packed)[:-_MAX_PACKED]:
         _packed.pop(oldest, None)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import encke
 from encke.masks import rate_of
+from encke.options import refuse_wrong
 
 
 class DilatedAttention(nn.Module):
@@ -47,6 +48,8 @@ class DilatedAttention(nn.Module):
         self.dilation_rates = dilation_rates
         self.softmax_scale = softmax_scale
         self.options = options
+        pattern = dict(segment_lengths=segment_lengths, dilation_rates=dilation_rates)
+        refuse_wrong(dict(options, **pattern, scale=softmax_scale))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         """Attention of ``[batch, tokens, heads, dim]``."""

@@ -1,0 +1,39 @@
+"""Types for type checkers: the options of :func:`encke.attention` as keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional, TypedDict, Union
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Every option of :func:`encke.attention` but ``return_lse``, which decides what it returns."""
+
+    segment_lengths: Optional[Sequence[int]]
+    dilation_rates: Optional[Sequence[int]]
+    mode: str
+    group_scale: Optional[str]
+    offsets: Optional[str]
+    mixing_gradient: Optional[str]
+    causal: bool
+    window: Optional[tuple[Optional[int], Optional[int]]]
+    prefix: int
+    documents: Any
+    cu_seqlens: Any
+    key_lengths: Any
+    scale: Optional[float]
+    softcap: Optional[float]
+    alibi_slopes: Any
+    sinks: Any
+    query_offset: Optional[int]
+    dropout: float
+    seed: Any
+    ranks: Union[int, str, None]
+    sharding: Union[str, Sequence[int]]
+    queries: str
+    precision: Any
+    checkpoint: str
+    redundancy: int
+    deadline: Optional[float]
+    deterministic: bool
+    memory_per_rank: Optional[int]
