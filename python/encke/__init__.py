@@ -43,7 +43,7 @@ if "torch" in sys.modules:
     functional._import_torch()
 
 # Modules that need torch or another package; imported where they are first used.
-_LAZY = ("conformance", "distributed", "integrations", "nn", "transformers")
+_LAZY = ("compat", "conformance", "distributed", "integrations", "nn", "transformers")
 
 
 def __getattr__(name: str) -> Any:

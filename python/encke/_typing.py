@@ -15,6 +15,7 @@ class AttentionOptions(TypedDict, total=False):
     group_scale: Optional[str]
     offsets: Optional[str]
     mixing_gradient: Optional[str]
+    padding: Optional[str]
     causal: bool
     window: Optional[tuple[Optional[int], Optional[int]]]
     prefix: int
