@@ -193,6 +193,17 @@ def conformance(_paths, records):
     return markdown(head, lines)
 
 
+@table("gpu-masks")
+def gpu_masks(_paths, records):
+    head = ["TFLOP/s of visible pairs", "forward", "FA4", "backward", "FA4"]
+    lines = []
+    for name, row in merged(records).items():
+        cells = [row.get(f"{of} {way} tflops") for way in ("forward", "backward")
+                 for of in ("encke", "fa4")]
+        lines.append([name, *("–" if cell is None else f"{cell:.0f}" for cell in cells)])
+    return markdown(head, lines)
+
+
 @table("cpu-busy")
 def cpu_busy(_paths, records):
     rows = merged(records)
