@@ -4,8 +4,8 @@
 
     torchrun --standalone --nproc-per-node=2 -m encke.conformance package.module:function
 
-``function(q, k, v, ...)`` gets this rank's rows, ``[batch, rows, heads, dim]``, and returns its rows
-of the output, with gradients. It tells by its arguments what it offers: ``causal``, ``window``
+``function(q, k, v, ...)`` gets this rank's rows, ``[batch, rows, heads, dim]``, and returns its
+rows of the output, with gradients. It tells by its arguments what it offers: ``causal``, ``window``
 ``(left, right)``, ``documents`` (lengths), ``sinks`` ``[heads]``, ``softcap``, ``scale``,
 ``sharding``, ``sizes`` (rows of each rank) and ``group``. Three attributes say more:
 ``function.shardings`` (default: contiguous, or all three where there is an argument),

@@ -63,8 +63,8 @@ class Offer(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a promise: ``holds``, ``fails``, ``raises``, ``not offered``, or ``ends`` where
-    the ranks lost each other, and no more can be run."""
+    """What became of a promise: ``holds``, ``fails``, ``raises``, ``not offered``, or ``ends``
+    where the ranks lost each other, and no more can be run."""
 
     promise: str
     verdict: str
