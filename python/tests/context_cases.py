@@ -154,6 +154,22 @@ def mixed_precision():
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
+def compiled():
+    """torch.compile around the model; attention is called between its graphs."""
+    if dist.get_world_size() != 2:
+        return "skipped: with 2 processes"
+    _, whole = causal_pair("llama")
+    model = copy.deepcopy(whole)
+    batch = dict(batches())["mixed"]
+    wanted = of_one_process(whole, batch)
+    with encke.distributed.context_parallel(model=model, gradients="sum"):
+        loss = torch.compile(model, backend="aot_eager")(**batch).loss
+        loss.backward()
+    compare(model, wanted, loss, tolerance=2e-6)
+    torch._dynamo.reset()
+    return None
+
+
 def refusals():
     _, whole = causal_pair("llama")
     model = copy.deepcopy(whole)
@@ -172,7 +188,8 @@ def refusals():
                 raise AssertionError(words)
 
 
-CASES = [losses_and_gradients, without_a_model, wrapped, fully_sharded, mixed_precision, refusals]
+CASES = [losses_and_gradients, without_a_model, wrapped, fully_sharded, mixed_precision]
+CASES += [compiled, refusals]
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))

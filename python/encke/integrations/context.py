@@ -3,7 +3,8 @@ sequence, and only attention communicates.
 
 The decision here: a model sees rows as a shorter sequence with positions of its own, so that
 nothing but its inputs, its attention and its loss changes. What a layer needs to know of the whole
-sequence, its documents, travels with the mask, which checkpointing keeps.
+sequence, its documents, travels with the mask, which checkpointing keeps. Under torch.compile the
+attention of each layer is called between graphs.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class ContextParallel:
         """This rank's rows of a tensor that every rank has."""
         return shard(sequence, group=self.group, sharding=self.sharding, dim=dim)
 
+    @torch.compiler.disable
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch that every rank of the group has whole.
 
@@ -128,6 +130,7 @@ class ContextParallel:
             batch.pop(name, None)
         return {**batch, "position_ids": where, "use_cache": False}
 
+    @torch.compiler.disable
     def loss(self, local: Tensor) -> Tensor:
         """The loss of the whole batch from that of this rank's rows; its gradient is that of the
         rows, times the number of ranks where gradients will be averaged."""
@@ -185,11 +188,13 @@ def current() -> ContextParallel:
     return _entered[-1]
 
 
+@torch.compiler.disable
 def ring_mask(batch_size: int, mask_function: Any = None, device: Any = "cpu", **_: Any) -> Tensor:
     """The mask of a layer, with the documents of the whole sequence."""
     return describe_band(mask_function, current().documents, device)
 
 
+@torch.compiler.disable
 def ring_forward(
     module: torch.nn.Module,
     query: Tensor,
