@@ -44,8 +44,8 @@ pub(crate) struct TensorRef {
     pub strides: [usize; 4],
 }
 
-/// Below this address a tensor may be one whose storage was freed: its address is then its offset in
-/// the storage. Memory of a process lies mostly above.
+/// Below this address a tensor may be one whose storage was freed: its address is then its offset
+/// in the storage. Memory of a process lies mostly above.
 const LOWEST_USUAL_ADDRESS: usize = 1 << 36;
 
 /// torch's types in the order of [`DType::ALL`].

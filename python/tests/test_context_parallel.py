@@ -33,13 +33,23 @@ def test_context_parallel_equals_one_process(ranks):
     print(torchrun(ranks, HERE / "context_cases.py"))
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3", "gpt-oss"])
-def test_the_example_has_the_same_losses_on_one_and_two_processes(model):
-    example = HERE.parent / "examples" / "context_parallel.py"
+def check_losses(example, model):
+    """Equal losses on one and two processes."""
     losses = []
     for ranks in (1, 2):
-        lines = torchrun(ranks, example, "--steps=6", f"--model={model}").split("\n")
+        path = HERE.parent / "examples" / example
+        lines = torchrun(ranks, path, "--steps=6", f"--model={model}").split("\n")
         losses.append([float(line.split(",")[1]) for line in lines if "," in line[:3]])
     assert len(losses[0]) == 6 and losses[0][-1] < losses[0][0]
     for one, two in zip(*losses):
         assert abs(one - two) <= 1e-5 * one, losses
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3", "gpt-oss"])
+def test_the_example_has_the_same_losses_on_one_and_two_processes(model):
+    check_losses("context_parallel.py", model)
+
+
+def test_transformers_trainer_has_the_same_losses_on_one_and_two_processes():
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    check_losses("trainer.py", "gpt-oss")

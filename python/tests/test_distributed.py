@@ -76,7 +76,9 @@ def test_attention_dropout_is_refused():
 def test_the_language_model_has_the_same_losses_on_one_and_two_processes(tmp_path):
     """The example with fewer steps, and the drop-in example."""
     examples = Path(__file__).parents[1] / "examples"
-    script = [str(examples / "longnet_lm.py"), str(CASES), "--tokens=150", "--steps=4"]
+    # A text that does not change: some texts make rounding grow faster than others.
+    text = Path(__file__).parents[2] / "LICENSE-APACHE"
+    script = [str(examples / "longnet_lm.py"), str(text), "--tokens=150", "--steps=4"]
     script.append(f"--folder={tmp_path}")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for command in (script, [*torchrun, *script], [str(examples / "drop_in.py")]):
