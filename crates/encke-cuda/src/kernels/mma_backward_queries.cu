@@ -6,8 +6,8 @@
 // additions.
 #define NT (BLOCK / 8)
 
-// Shared memory: queries and douts, two blocks of keys and values, per query lse (base 2), delta and
-// the visible keys, and two blocks of coins.
+// Shared memory: queries and douts, two blocks of keys and values, per query lse (base 2), delta
+// and the visible keys, and two blocks of coins.
 #define OWN_BYTES (TILE_BYTES(TILE) + VALUE_BYTES(TILE))
 #define BLOCK_BYTES (TILE_BYTES(BLOCK) + VALUE_BYTES(BLOCK))
 #define ROW_STATE (OWN_BYTES + 2 * BLOCK_BYTES)
@@ -78,8 +78,8 @@ DEV void to_ds(float (&dp)[MT][NT][4], const float (&s)[MT][NT][4], const Job& j
   }
 }
 
-// Query rows from `first` on, before `end`. Blocks of keys are counted from `key` on, and end before
-// `end_key`.
+// Query rows from `first` on, before `end`. Blocks of keys are counted from `key` on, and end
+// before `end_key`.
 struct TileOrigin { int b, s, h, first, end, key, end_key; i64 entry; };
 DEV TileOrigin tile_origin(const Job& job, u32 block) {
 #if MASKED

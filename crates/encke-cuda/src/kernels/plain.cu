@@ -23,8 +23,8 @@ DEV A row_sum(A x) {
   return x;
 }
 
-// TILE rows from `first` on of one (batch entry, segment, head). Rows end before `end`, and streamed
-// rows are counted in tiles from `origin` on.
+// TILE rows from `first` on of one (batch entry, segment, head). Rows end before `end`, and
+// streamed rows are counted in tiles from `origin` on.
 struct TileOrigin {
   int batch, segment, head, first, end, origin;
 #if MASKED
@@ -169,7 +169,8 @@ extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) plain_forward(const 
       const bool sees = j0 + X >= here.start && j0 + X < here.end;
       A s = neg_inf(), derivative;
       if (sees)
-        s = score(job, p, p.head, row, j0 + X, dot(sq + Y * pitch, sk + X * pitch, dim), derivative);
+        s = score(
+            job, p, p.head, row, j0 + X, dot(sq + Y * pitch, sk + X * pitch, dim), derivative);
       A new_max = larger(running_max, row_max(s));
       A rescale = running_max == neg_inf() ? (A)0 : exp(running_max - new_max);
       A weight = sees ? exp(s - new_max) : (A)0;
