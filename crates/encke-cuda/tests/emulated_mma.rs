@@ -63,7 +63,7 @@ const QUERY_VARIANTS: [EmulatedVariant; 5] = [
     variant(BACKWARD, "T_BF16", [64, 2, 2, 64, 1], &[], 4),
     variant(BACKWARD, "T_F16", [128, 2, 1, 32, 0], &[], 3),
     variant(BACKWARD, "T_BF16", [64, 2, 2, 64, 1], MASKED, 6),
-    variant(BACKWARD, "T_F16", [96, 2, 2, 16, 0], MASKED, 4),
+    variant(BACKWARD, "T_F16", [96, 2, 2, 32, 0], MASKED, 4),
     variant(BACKWARD, "T_F16", [48, 4, 1, 32, 1], EVERYTHING, 6),
 ];
 

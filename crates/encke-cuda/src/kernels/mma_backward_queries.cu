@@ -196,13 +196,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       return key + row < seen.end && (!MASKED || key + row >= seen.start);
     });
   }
+  // The tile is looked up again: no register is left to keep it in.
+  const TileOrigin to = tile_origin(job, (u32)opaque((int)blockIdx.x));
   #pragma unroll
   for (int r = 0; r < 2 * MT; r++) {
     const int row = own_row(r / 2, r % 2);
     // A row that saw no key, here or at all, keeps every bit.
     const Range seen = seen_by(row);
     if (seen.start >= seen.end || shared_float(lse_at(row)) == neg_inf()) continue;
-    add_row<HD>(dq_out + at(job.dq, b, s, opaque(query) + row, h), job.dim, (float)job.scale,
+    add_row<HD>(dq_out + at(job.dq, to.b, to.s, to.first + row, to.h), job.dim, (float)job.scale,
         acc[r / 2], r % 2);
   }
 }

@@ -180,17 +180,13 @@ impl MmaTiling {
 impl MmaVariant {
     pub fn new(tiling: MmaTiling, dims: [usize; 2], features: JobFeatures) -> MmaVariant {
         let mut tiling = tiling;
-        let full = tiling.dim > 64 && tiling.groups > 1;
         // Slopes and dropout need registers: the same rows go to twice as many warps, and blocks of
-        // queries are shorter. Other masks need fewer, and spill only where rows of dq and two
-        // groups of scores fill all of them: blocks of keys are shorter there.
+        // queries are shorter.
         if features.slopes || features.dropout {
             (tiling.warps, tiling.groups) = (tiling.warps * tiling.groups, 1);
             if tiling.kernel == MmaKernel::BackwardKeys {
                 tiling.block = tiling.block.min(32);
             }
-        } else if features.masked && tiling.kernel == MmaKernel::BackwardQueries && full {
-            tiling.block = 16;
         }
         MmaVariant {
             tiling,
