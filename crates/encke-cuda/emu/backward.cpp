@@ -99,7 +99,8 @@ static Setting setting(const Case& c) {
   for (int i = 0, t = 0; i < c.queries && t < c.keys; i += step) {
     const int end = std::min(i + step, c.queries),
               end_key = c.document ? std::min(t + c.document + 3, c.keys) : c.keys;
-    s.pieces.push_back({c.query, c.query_step, c.key, c.key_step, c.left, c.right, i, end, t, end_key});
+    s.pieces.push_back(
+        {c.query, c.query_step, c.key, c.key_step, c.left, c.right, i, end, t, end_key});
     t = end_key + (c.document ? 2 : 0);   // two keys in no document
   }
 #endif
@@ -323,7 +324,8 @@ int main(int argc, char** argv) {
     {"after",       1,  1, 150, 290, 2, 1, odd, 1, true,  0, 2, 7, 1, 0.2, 0.5, all, 9},
     {"steps",       1,  1, 170, 190, 2, 1, d,   1, true,  5, 3, 17, 2, -0.1, 1.5, 90, all},
     {"documents",   2,  1, 290, 310, 2, 2, d,   1, true,  0, 1, 0, 1, 1 / sqrt(d), 1.0, all, 0, 37},
-    {"packed",      1,  1, 400, 390, 2, 1, d,   1, true,  0, 1, 0, 1, 1 / sqrt(d), 1.0, all, all, 150},
+    {"packed",      1,  1, 400, 390, 2, 1, d,   1, true,  0, 1, 0, 1, 1 / sqrt(d), 1.0, all, all,
+        150},
     {"short",       1,  1, 90,  300, 1, 1, d,   1, true,  0, 1, 0, 1, 0.3, 1.0, 5, 3, 20},
   };
 #else

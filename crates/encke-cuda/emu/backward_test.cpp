@@ -1,6 +1,6 @@
-// Runs backward kernels (PLAIN, or one half of the mma.sync ones: OWNS_KEYS or not) on the CPU model
-// over random jobs: values, accumulation, hidden NaNs bit by bit, and queries that saw no key. With
-// MASKED, jobs have masks, score transforms, dropout and values of another width.
+// Runs backward kernels (PLAIN, or one half of the mma.sync ones: OWNS_KEYS or not) on the CPU
+// model over random jobs: values, accumulation, hidden NaNs bit by bit, and queries that saw no
+// key. With MASKED, jobs have masks, score transforms, dropout and values of another width.
 #ifdef PLAIN
 #include "plain.h"
 #else
@@ -67,7 +67,8 @@ static GradientBuffers run(Case c, const GradientBuffers& before) {
 // lse and delta as if other jobs were part of the softmax; some rows saw no key at all, and their
 // dout is NaN.
 static void give_upstream(Case& c, Random& random) {
-  const Job& j = c.job; const int dim = value_dim(j); c.lse.assign(c.cells.size, NAN); c.delta.assign(c.cells.size, NAN);
+  const Job& j = c.job; const int dim = value_dim(j);
+  c.lse.assign(c.cells.size, NAN); c.delta.assign(c.cells.size, NAN);
   c.each_sequence([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
     i64 cell = at(j.cells, b, s, i, h); double top = -INFINITY, sum = 0;
     for (int t = 0; t < j.keys; t++) {
@@ -139,7 +140,8 @@ static void check_marked(const Case& c, const GradientBuffers& clean, const Grad
                    const std::vector<Sum>& mark, bool here) {
     for (size_t i = 0; i < x.size(); i++) {
       if (mark[i] == 0) expect(same(x, y, i), c, what, (double)i);
-      if (mark[i] == 2 && here && shows) expect(!std::isfinite(x[i]), c, "a visible NaN is lost", (double)i);
+      if (mark[i] == 2 && here && shows)
+        expect(!std::isfinite(x[i]), c, "a visible NaN is lost", (double)i);
     }
   };
   judge(after.dq, clean.dq, marks.dq, PARTS & 4);

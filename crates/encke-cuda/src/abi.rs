@@ -46,7 +46,8 @@ pub(crate) struct JobParams {
 // SAFETY: plain numbers in C layout, without padding or host pointers.
 unsafe impl DeviceRepr for JobParams {}
 
-/// What a masked job has beside [`JobParams`]. Its pieces are a table of [`PIECE_WORDS`] words each.
+/// What a masked job has beside [`JobParams`]. Its pieces are a table of [`PIECE_WORDS`] words
+/// each.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MaskParams {

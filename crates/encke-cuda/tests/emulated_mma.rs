@@ -59,10 +59,11 @@ const KEY_VARIANTS: [EmulatedVariant; 6] = [
     variant(BACKWARD, "T_F16", [32, 4, 1, 32, 0], EVERYTHING_OF_KEYS, 6),
     variant(BACKWARD, "T_BF16", [48, 2, 1, 64, 1], CAPPED_DV, 5),
 ];
-const QUERY_VARIANTS: [EmulatedVariant; 4] = [
+const QUERY_VARIANTS: [EmulatedVariant; 5] = [
     variant(BACKWARD, "T_BF16", [64, 2, 2, 64, 1], &[], 4),
     variant(BACKWARD, "T_F16", [128, 2, 1, 32, 0], &[], 3),
     variant(BACKWARD, "T_BF16", [64, 2, 2, 64, 1], MASKED, 6),
+    variant(BACKWARD, "T_F16", [96, 2, 2, 32, 0], MASKED, 4),
     variant(BACKWARD, "T_F16", [48, 4, 1, 32, 1], EVERYTHING, 6),
 ];
 

@@ -1,8 +1,8 @@
-//! The kernels without tensor cores on a CPU model of the GPU, against loops in f64: every type, with
-//! and without masks, score transforms, dropout and values of another width.
+//! The kernels without tensor cores on a CPU model of the GPU, against loops in f64: every type,
+//! with and without masks, score transforms, dropout and values of another width.
 //!
-//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; `emu/*_test.cpp` define the
-//! checks and their jobs.
+//! Needs a C++ compiler and no GPU. The kernels' own texts are compiled; `emu/*_test.cpp` define
+//! the checks and their jobs.
 
 use std::ffi::OsString;
 use std::path::Path;

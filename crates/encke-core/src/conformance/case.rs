@@ -107,10 +107,10 @@ impl Case {
         }
     }
 
-    /// This case with other masks, and with transforms of its scores.
-    pub fn with_masks(mut self, seed: u64) -> Case {
+    /// This case with other masks and, if `transforms`, with transforms of its scores.
+    pub fn with_masks(mut self, seed: u64, transforms: bool) -> Case {
         let random = &mut Random::new(seed ^ 0xd0c5);
-        let transform = masks::transform(random, self.parts[0].job.heads);
+        let transform = masks::transform(random, self.parts[0].job.heads).filter(|_| transforms);
         for part in &mut self.parts {
             part.job.transform = transform.clone();
             part.job.mask = masks::mask(random, &part.job);

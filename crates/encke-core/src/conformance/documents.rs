@@ -1,4 +1,5 @@
-//! A packed job computes every bit of each of its documents as a job of its own would.
+//! A packed job computes every bit of each of its documents as a job of its own would, where the
+//! suite says so.
 
 use super::bench::KernelBench;
 use super::case::{Case, CaseJob};
@@ -17,6 +18,9 @@ pub(super) fn separate<K: Kernel>(
     carry: &Carry<Data>,
     grown: &CaseGradients,
 ) -> Result<(), Failure> {
+    if !bench.suite.document_bits {
+        return Ok(());
+    }
     let mut other = Case {
         parts: Vec::new(),
         ..case.clone()

@@ -54,7 +54,8 @@ impl KernelSuite {
             }
             if self.masks {
                 for seed in (CASES..CASES + MASK_CASES).filter(mine) {
-                    attention(&bench(seed), &Case::new(seed, dtype, self).with_masks(seed))?;
+                    let case = Case::new(seed, dtype, self).with_masks(seed, self.transforms);
+                    attention(&bench(seed), &case)?;
                 }
             }
             for seed in (0..CASES).filter(mine) {
@@ -77,7 +78,7 @@ fn value_case(seed: u64, dtype: DType, suite: KernelSuite) -> Option<Case> {
     };
     let mut case = Case::new(seed, dtype, suite);
     if suite.masks {
-        case = case.with_masks(seed);
+        case = case.with_masks(seed, suite.transforms);
     }
     if value_dims {
         case = case.with_value_dim(seed, dtype, suite.dims);

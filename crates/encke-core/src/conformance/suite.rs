@@ -15,9 +15,13 @@ pub struct KernelSuite {
     pub signs: bool,
     /// Whether to test scores from 1e-40 to 1e30; otherwise they are at most about 1e4.
     pub wide_scores: bool,
-    /// Whether to test windows, documents, softcaps and slopes; otherwise masks are causal and
-    /// scores are plain.
+    /// Whether to test windows and documents; otherwise masks are causal, and scores are plain.
     pub masks: bool,
+    /// Whether to test softcaps and slopes beside them.
+    pub transforms: bool,
+    /// Whether a document of a packed job has the bits of a job of its own. If not, packed jobs are
+    /// compared with the oracle alone.
+    pub document_bits: bool,
     /// Whether to test values of another width than keys.
     pub value_dims: bool,
     /// Whether to test dropout.
@@ -34,6 +38,8 @@ impl Default for KernelSuite {
             signs: false,
             wide_scores: true,
             masks: true,
+            transforms: true,
+            document_bits: true,
             value_dims: true,
             dropout: true,
             share: (0, 1),

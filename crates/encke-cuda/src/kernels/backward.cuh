@@ -8,8 +8,8 @@
 //                the row's operands are replaced by zeros, because in a matrix product 0 x NaN
 //                would also reach the keys it does not see.
 
-// WINDOWED: queries see ranges of keys (windows, documents) rather than the first ones. Both ends of
-// the ranges grow with the query; the host sets `causal`.
+// WINDOWED: queries see ranges of keys (windows, documents) rather than the first ones. Both ends
+// of the ranges grow with the query; the host sets `causal`.
 #ifndef WINDOWED
 #define WINDOWED 0
 #endif

@@ -48,8 +48,9 @@ struct MaskParams {
 };
 
 // A test in src/abi.rs asserts the same sizes on the host.
-static_assert(sizeof(OperandParams) == 48 && sizeof(JobParams) == 272 && sizeof(BlockParams) == 120 &&
-                  sizeof(PieceParams) == 64 && sizeof(MaskParams) == 152,
+static_assert(sizeof(OperandParams) == 48 && sizeof(JobParams) == 272 &&
+                  sizeof(BlockParams) == 120 && sizeof(PieceParams) == 64 &&
+                  sizeof(MaskParams) == 152,
     "src/abi.rs has another layout");
 
 DEV i64 at(const OperandParams& o, int b, int s, i64 row, int h) {

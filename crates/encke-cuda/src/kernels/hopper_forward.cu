@@ -180,7 +180,8 @@ DEV void store_carry(const JobParams& job, const Rows& rows, float* sums, float*
 // Stores an empty carry for rows that see no key.
 DEV void store_empty_carry(
     const JobParams& job, const Tile& tile, float* sums, float* m, float* l, int thread) {
-  for (int row = thread; row < ROWS && tile.row + row < end_row(job, tile); row += CONSUMERS * 128) {
+  for (int row = thread; row < ROWS && tile.row + row < end_row(job, tile);
+       row += CONSUMERS * 128) {
     i64 cell = tile.cell + (tile.row + row) * job.cells.row;
     m[cell] = neg_inf(); l[cell] = 0.f;
     for (int i = 0; i < job.dim; i += 4)
@@ -229,7 +230,8 @@ DEV void store_out(const JobParams& job, const Tile& tile, const Rows& rows, u16
 // Rows that see no key here: finishes their carry.
 DEV void store_empty_rows(const JobParams& job, const Tile& tile, const float* sums, const float* m,
     const float* l, u16* out, float* lse, int thread) {
-  for (int row = thread; row < ROWS && tile.row + row < end_row(job, tile); row += CONSUMERS * 128) {
+  for (int row = thread; row < ROWS && tile.row + row < end_row(job, tile);
+       row += CONSUMERS * 128) {
     i64 cell = tile.cell + (tile.row + row) * job.cells.row;
     const float sum = LOAD_CARRY ? l[cell] : 0.f, factor = sum == 0.f ? 0.f : (float)job.gain / sum;
     lse[cell] = sum == 0.f ? neg_inf() : m[cell] + log2_fast(sum) * 0.6931471805599453f;

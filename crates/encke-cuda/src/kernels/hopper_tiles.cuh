@@ -96,9 +96,9 @@ template <int COUNT> struct StageCounter {
 // A tile as the producer publishes it; `blocks` is -1 after the last one. `cell` is that of row 0
 // of the sequence.
 //
-// With WINDOWED a tile lies in one piece of the job: its rows end before `end`, and keys are counted
-// from `first_key` on, of which there are `all`. The first row sees the keys from `start0` to
-// `end0`, as far as they exist, and each next row `query_step` keys further on. Blocks before
+// With WINDOWED a tile lies in one piece of the job: its rows end before `end`, and keys are
+// counted from `first_key` on, of which there are `all`. The first row sees the keys from `start0`
+// to `end0`, as far as they exist, and each next row `query_step` keys further on. Blocks before
 // `begin` are not seen, those before `low` only in part.
 struct Tile {
   int row, head, segment, batch, keys, blocks, masked;
@@ -201,8 +201,8 @@ DEV void publish_tile(const Shared& shared, StageCounter<2>& count, const Tile& 
   count.uses++;
 }
 #if WINDOWED
-// Publishes a tile of the list; only its origin and its blocks are kept in registers. False if there
-// is nothing to load for it.
+// Publishes a tile of the list; only its origin and its blocks are kept in registers. False if
+// there is nothing to load for it.
 DEV bool publish_listed(const JobParams& job, const TileParams& tiles, const Shared& shared,
     StageCounter<2>& count, u32 index, Tile& tile) {
   const int4* entry =

@@ -267,8 +267,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (job.k.heads[other] == job.k.heads[h])
       return;   // the first head with this key head handles all of them
 
-  // Positions increase, so the first row of a tile is seen by the first queries, and the last row by
-  // the last.
+  // Positions increase, so the first row of a tile is seen by the first queries, and the last row
+  // by the last.
   const Range first_seen = seeing_queries(job, origin, key),
               last_seen = MASKED ? seeing_queries(job, origin, smaller(key + TILE, origin.end) - 1)
                                  : first_seen;

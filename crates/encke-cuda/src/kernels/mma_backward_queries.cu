@@ -6,8 +6,8 @@
 // additions.
 #define NT (BLOCK / 8)
 
-// Shared memory: queries and douts, two blocks of keys and values, per query lse (base 2), delta and
-// the visible keys, and two blocks of coins.
+// Shared memory: queries and douts, two blocks of keys and values, per query lse (base 2), delta
+// and the visible keys, and two blocks of coins.
 #define OWN_BYTES (TILE_BYTES(TILE) + VALUE_BYTES(TILE))
 #define BLOCK_BYTES (TILE_BYTES(BLOCK) + VALUE_BYTES(BLOCK))
 #define ROW_STATE (OWN_BYTES + 2 * BLOCK_BYTES)
@@ -78,8 +78,8 @@ DEV void to_ds(float (&dp)[MT][NT][4], const float (&s)[MT][NT][4], const Job& j
   }
 }
 
-// Query rows from `first` on, before `end`. Blocks of keys are counted from `key` on, and end before
-// `end_key`.
+// Query rows from `first` on, before `end`. Blocks of keys are counted from `key` on, and end
+// before `end_key`.
 struct TileOrigin { int b, s, h, first, end, key, end_key; i64 entry; };
 DEV TileOrigin tile_origin(const Job& job, u32 block) {
 #if MASKED
@@ -196,13 +196,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       return key + row < seen.end && (!MASKED || key + row >= seen.start);
     });
   }
+  // The tile is looked up again: no register is left to keep it in.
+  const TileOrigin to = tile_origin(job, (u32)opaque((int)blockIdx.x));
   #pragma unroll
   for (int r = 0; r < 2 * MT; r++) {
     const int row = own_row(r / 2, r % 2);
     // A row that saw no key, here or at all, keeps every bit.
     const Range seen = seen_by(row);
     if (seen.start >= seen.end || shared_float(lse_at(row)) == neg_inf()) continue;
-    add_row<HD>(dq_out + at(job.dq, b, s, opaque(query) + row, h), job.dim, (float)job.scale,
+    add_row<HD>(dq_out + at(job.dq, to.b, to.s, to.first + row, to.h), job.dim, (float)job.scale,
         acc[r / 2], r % 2);
   }
 }

@@ -130,8 +130,8 @@ DEV void negate_queries(u32 tile) {
 }
 
 struct Operands { const u16 *q, *k, *v; float *acc, *m, *l; u16* out; float* lse; };
-// Query rows from `first` on, before `end`. Blocks of keys are counted from `key` on, and end before
-// `end_key`.
+// Query rows from `first` on, before `end`. Blocks of keys are counted from `key` on, and end
+// before `end_key`.
 struct TileOrigin { int b, s, h, first, end, key, end_key; i64 entry; };
 DEV TileOrigin tile_origin(const Job& job, u32 index) {
 #if MASKED

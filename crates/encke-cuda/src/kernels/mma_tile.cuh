@@ -2,8 +2,8 @@
 //
 // Macros given by the host: HD (head dimension, rounded up to a multiple of 16), VD (the same of
 // values, if it differs), WARPS, MT (groups of 16 rows per warp), BLOCK (rows streamed at a time),
-// ALIGNED (1 if every row begins at a multiple of 16 bytes and has a multiple of 8 elements, so that
-// 16-byte copies are possible).
+// ALIGNED (1 if every row begins at a multiple of 16 bytes and has a multiple of 8 elements, so
+// that 16-byte copies are possible).
 //
 // The decision here: a tile row of W elements has a pitch of W + 8 elements. The eight rows that
 // ldmatrix reads at once then lie in different banks for every multiple of 16, without a swizzle.
@@ -261,8 +261,8 @@ DEV void add_row(float* row, int dim, float factor, const float (&acc)[W / 8][4]
 
 #if MASKED
 #if SLOPES
-// What slopes subtract from a score is |base + i query_step - j key_step| times the slope, for query
-// i and key j of a tile, counted from its first ones.
+// What slopes subtract from a score is |base + i query_step - j key_step| times the slope, for
+// query i and key j of a tile, counted from its first ones.
 struct Slope { float slope, base, query_step, key_step; };
 DEV Slope slope_of(const Job& job, const PieceParams& p, int h, int query, int key) {
   return Slope{(float)job.mask.slopes[h], (float)(query_position(p, query) - key_position(p, key)),
@@ -294,7 +294,8 @@ DEV float transformed(
   derivative = fmaf(-share, share, 1.f);
 #endif
 #if SLOPES
-  const float distance = fmaf((float)i, slope.query_step, fmaf((float)j, -slope.key_step, slope.base));
+  const float distance =
+      fmaf((float)i, slope.query_step, fmaf((float)j, -slope.key_step, slope.base));
   s = fmaf(-slope.slope, fabsf(distance), s);
 #endif
   return s;

@@ -23,8 +23,8 @@ DEV A row_sum(A x) {
   return x;
 }
 
-// TILE rows from `first` on of one (batch entry, segment, head). Rows end before `end`, and streamed
-// rows are counted in tiles from `origin` on.
+// TILE rows from `first` on of one (batch entry, segment, head). Rows end before `end`, and
+// streamed rows are counted in tiles from `origin` on.
 struct TileOrigin {
   int batch, segment, head, first, end, origin;
 #if MASKED
@@ -74,10 +74,17 @@ DEV Range seeing_queries(const Job& job, const TileOrigin& p, int j) {
 DEV int tile_start(const TileOrigin& p, int row) {
   return p.origin + (row - p.origin) / TILE * TILE;
 }
+// Compilers fuse products and sums where they like, and not alike with and without masks. So scores
+// and their gradients say where they round: a document then has the same bits in a packed job as in
+// a job of its own, whose program may be the one without masks, and a score is that of the forward
+// pass.
+DEV float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+DEV double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
 // The score of a pair given q.k, and its derivative by scale * q.k.
 DEV A score(const Job& job, const TileOrigin& p, int head, int i, int j, A product,
     A& derivative) {
-  A s = (A)job.scale * product;
+  A s = rounded_product((A)job.scale, product);
   derivative = 1;
 #if MASKED
   if (job.mask.softcap > 0) {
@@ -162,7 +169,8 @@ extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) plain_forward(const 
       const bool sees = j0 + X >= here.start && j0 + X < here.end;
       A s = neg_inf(), derivative;
       if (sees)
-        s = score(job, p, p.head, row, j0 + X, dot(sq + Y * pitch, sk + X * pitch, dim), derivative);
+        s = score(
+            job, p, p.head, row, j0 + X, dot(sq + Y * pitch, sk + X * pitch, dim), derivative);
       A new_max = larger(running_max, row_max(s));
       A rescale = running_max == neg_inf() ? (A)0 : exp(running_max - new_max);
       A weight = sees ? exp(s - new_max) : (A)0;
@@ -204,8 +212,8 @@ extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) plain_forward(const 
 
 // dS / P of a pair, given dout.v.
 DEV A score_gradient(const Job& job, bool drops, A product, A delta, A derivative) {
-  const A gradient = drops ? (A)0 : (A)job.gain * kept(job) * product;
-  return (gradient - delta) * derivative;
+  const A gradient = drops ? -delta : fma((A)job.gain * kept(job), product, -delta);
+  return gradient * derivative;
 }
 
 // dq of TILE queries.
@@ -327,12 +335,12 @@ extern "C" __global__ void __launch_bounds__(TILE* TILE, 1)
         for (int i = 0; i < TILE; i++) {
           if (row >= p.end || row < s_seen[i].start || row >= s_seen[i].end) continue;
           touched = true;
-          const A ds = sd[Y * TILE + i], weight = sp[Y * TILE + i];
+          const A ds = sd[Y * TILE + i], weight = sp[Y * TILE + i], share = (A)job.gain * weight;
           const bool drops = MASKED && weight < 0;
           #pragma unroll
           for (int n = 0; n < COLUMNS; n++) {
             int c = min(X + n * TILE, dim), d = min(X + n * TILE, width);
-            if (!drops) gv[n] += (A)job.gain * weight * so[i * value_pitch + d];
+            if (!drops) gv[n] += share * so[i * value_pitch + d];
             gk[n] += ds * sq[i * pitch + c];
           }
         }

@@ -1,8 +1,8 @@
 //! The tilings of the mma.sync kernels, and the choice among them.
 //!
 //! Nothing is launched here, so that all of it is tested without a GPU. The decision: a tiling is
-//! chosen by head dimension and shared memory, the largest tiles that fit; programs are compiled for
-//! the next multiples of 16 of the head dimensions, and for what a mask needs. Causal masks and
+//! chosen by head dimension and shared memory, the largest tiles that fit; programs are compiled
+//! for the next multiples of 16 of the head dimensions, and for what a mask needs. Causal masks and
 //! layouts are branches at run time.
 
 use encke_core::DType;
@@ -110,7 +110,8 @@ pub(crate) struct MmaVariant {
 }
 
 /// The variant for head dimensions of keys and values on a GPU whose blocks have `shared_bytes` of
-/// shared memory: the first tiling that fills a multiprocessor with warps, else the first that fits.
+/// shared memory: the first tiling that fills a multiprocessor with warps, else the first that
+/// fits.
 pub(crate) fn choose(
     kernel: MmaKernel,
     dims: [usize; 2],
@@ -179,11 +180,8 @@ impl MmaTiling {
 impl MmaVariant {
     pub fn new(tiling: MmaTiling, dims: [usize; 2], features: JobFeatures) -> MmaVariant {
         let mut tiling = tiling;
-        // Masks need registers: blocks of keys are shorter. Slopes and dropout need more: the same
-        // rows go to twice as many warps, and blocks of queries are shorter, too.
-        if features.masked && tiling.kernel == MmaKernel::BackwardQueries {
-            tiling.block = tiling.block.min(32);
-        }
+        // Slopes and dropout need registers: the same rows go to twice as many warps, and blocks of
+        // queries are shorter.
         if features.slopes || features.dropout {
             (tiling.warps, tiling.groups) = (tiling.warps * tiling.groups, 1);
             if tiling.kernel == MmaKernel::BackwardKeys {
