@@ -305,7 +305,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
     if (origin.query + ++block * BLOCK >= last_seen.end) {
       block = first_block;
-      do head++; while (head < job.heads && job.k.heads[head] != job.k.heads[h]);
+      // The tile's head is looked up again: no register is left to keep it in.
+      const int own = tile_origin(job, (u32)opaque((int)blockIdx.x)).h;
+      do head++; while (head < job.heads && job.k.heads[head] != job.k.heads[own]);
     }
     if (head < job.heads) load_block(job, operands, origin, head, block, step + 1);
     const u32 now = streamed(step);

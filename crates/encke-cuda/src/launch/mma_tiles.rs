@@ -180,8 +180,11 @@ impl MmaTiling {
 impl MmaVariant {
     pub fn new(tiling: MmaTiling, dims: [usize; 2], features: JobFeatures) -> MmaVariant {
         let mut tiling = tiling;
-        // Slopes and dropout need registers: the same rows go to twice as many warps, and blocks of
-        // queries are shorter.
+        // Masks need registers: blocks of keys are shorter. Slopes and dropout need more: the same
+        // rows go to twice as many warps, and blocks of queries are shorter, too.
+        if features.masked && tiling.kernel == MmaKernel::BackwardQueries {
+            tiling.block = tiling.block.min(32);
+        }
         if features.slopes || features.dropout {
             (tiling.warps, tiling.groups) = (tiling.warps * tiling.groups, 1);
             if tiling.kernel == MmaKernel::BackwardKeys {
