@@ -30,6 +30,13 @@ struct NarrowRange {
 }
 
 impl NarrowRange {
+    /// No key at all.
+    const NONE: NarrowRange = NarrowRange {
+        start: 0,
+        end: 0,
+        step: None,
+    };
+
     /// None if positions are not those of whole steps, or too large.
     fn new(piece: &PieceRows) -> Option<NarrowRange> {
         let band = &piece.band;
@@ -101,10 +108,8 @@ impl RangeTiles {
     fn new(all: &[PieceRows], step: i64, tiling: &Tiling) -> RangeTiles {
         let mut entries = Vec::new();
         for piece in all {
-            // A piece without keys may have any range.
-            let Some(range) = NarrowRange::new(piece) else {
-                continue;
-            };
+            // A piece without keys may have any range, but its rows must be written.
+            let range = NarrowRange::new(piece).unwrap_or(NarrowRange::NONE);
             let mut row = piece.queries.start;
             while row < piece.queries.end {
                 entries.push(entry(piece, &range, step, tiling, row));
@@ -276,5 +281,30 @@ mod tests {
         };
         job.mask = Some(Mask::Band(uneven));
         assert!(!fits(&job));
+    }
+
+    #[test]
+    fn rows_of_a_piece_without_keys_have_a_tile() {
+        let uneven = Band {
+            query_step: 3,
+            key_step: 2,
+            ..window(Some(5), Some(5))
+        };
+        let piece = |queries, keys| Piece {
+            queries,
+            keys,
+            band: Some(uneven),
+        };
+        let mut job = job(40, 40, 2, None);
+        job.mask = Some(Mask::Documents(
+            [piece(0..1, 0..9), piece(1..30, 9..9), piece(30..31, 9..40)].into(),
+        ));
+        let (tiling, tiles) = choose(&job, true).expect("single rows have whole steps");
+        let mut written = vec![0; job.queries];
+        for entry in &tiles.entries {
+            let (row, end) = (entry[6] as usize, entry[5] as usize);
+            (row..end.min(row + tiling.rows())).for_each(|row| written[row] += 1);
+        }
+        assert_eq!(written, vec![1; job.queries]);
     }
 }
