@@ -3,11 +3,11 @@
     python bench/slides.py --code FOLDER --device cuda
     python bench/slides.py --code FOLDER --tiles 1000 10000 --record bench/record/slides-cpu.jsonl
 
-FOLDER is prov-gigapath's folder that contains ``torchscale``. Its attention runs on torch's own flash
-attention in the place of flash_attn. Five branches, 16 heads of 48, without projections; float16 on a
-GPU, float32 on a CPU. Answers are compared before anything is timed. Calls are made in turns; times are
-medians. Memory is what a forward and backward pass takes at most beside q, k, v and the upstream
-gradient.
+FOLDER is prov-gigapath's folder that contains ``torchscale``. Its attention runs on torch's own
+flash attention in the place of flash_attn. Five branches, 16 heads of 48, without projections;
+float16 on a GPU, float32 on a CPU. Answers are compared before anything is timed. Calls are made in
+turns; times are medians. Memory is what a forward and backward pass takes at most beside q, k, v
+and the upstream gradient.
 """
 
 import argparse
@@ -105,14 +105,16 @@ def measure(given, tiles, on_gpu):
         theirs = Contestant("torchscale on torch's flash attention",
                             their_module(given.code, given.heads, given.dim))
         ours = Contestant("encke", their_module(given.code, given.heads, given.dim))
-        exact = Contestant("encke, exact gradient", their_module(given.code, given.heads, given.dim))
+        module = their_module(given.code, given.heads, given.dim)
+        exact = Contestant("encke, exact gradient", module)
     compat.patch(ours.module, misplaced="reproduce")
     contestants = [ours, theirs]
     # Torchscale misplaces rows of longer slides, which has no exact gradient.
     if tokens <= 185363:
         compat.patch(exact.module, mixing_gradient="exact")
         contestants.append(exact)
-    line = dict(name=f"{tiles} tiles", tiles=tiles, heads=given.heads, dim=given.dim, dtype=str(dtype).split(".")[1])
+    line = dict(name=f"{tiles} tiles", tiles=tiles, heads=given.heads, dim=given.dim)
+    line["dtype"] = str(dtype).split(".")[1]
     line["differences"] = compare(ours, theirs, qkv, dout)
     for turn in range(given.turns + 1):
         for of in contestants if turn % 2 else contestants[::-1]:

@@ -70,7 +70,8 @@ def of_yunchang(q, k, v, kind, causal, window, scale):
     from yunchang.kernels import AttnType
 
     if package.globals.PROCESS_GROUP.RING_PG is None:
-        package.set_seq_parallel_pg(1, dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+        ranks = dist.get_world_size()
+        package.set_seq_parallel_pg(1, ranks, dist.get_rank(), ranks)
     layer = package.LongContextAttention(ring_impl_type="basic", attn_type=AttnType[kind])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return layer(q, k, v, causal=causal, softmax_scale=scale, **sides(window))

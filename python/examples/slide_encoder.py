@@ -1,4 +1,4 @@
-"""A slide encoder in the shape of prov-gigapath's, with Encke's attention, from tiles to one vector.
+"""A slide encoder in the shape of prov-gigapath's, with Encke's attention: tiles to one vector.
 
     python slide_encoder.py --tiles 2000 --heat-map heat.png
     python slide_encoder.py --tiles 45681 --layers 12 --width 768 --device cuda

@@ -3,11 +3,11 @@
     python -m encke.conformance module:function --ranks 2
     torchrun --nproc-per-node 4 -m encke.conformance module:function
 
-``function(q, k, v, **options)`` gets this rank's rows ``[batch, rows, heads, dim]`` and returns this
-rank's rows of the output. What it offers is read from its signature: an option that it does not
-have (causal, window, documents, sinks, scale, group) is not tried, and an option that it refuses
-with an error is reported as refused. A function may say how its rows are divided, and which type it is
-made for::
+``function(q, k, v, **options)`` gets this rank's rows ``[batch, rows, heads, dim]`` and returns
+this rank's rows of the output. What it offers is read from its signature: an option that it does
+not have (causal, window, documents, sinks, scale, group) is not tried, and an option that it
+refuses with an error is reported as refused. A function may say how its rows are divided, and which
+type it is made for::
 
     function.sharding = "zigzag"       # or "contiguous" (default), "striped"
     function.dtype = torch.bfloat16    # default: float32

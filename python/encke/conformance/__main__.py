@@ -35,7 +35,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("function", help="module:function, a module on the path or in this folder")
-    parser.add_argument("--ranks", type=int, default=2, help="processes, unless torchrun makes them")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, unless torchrun starts it")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", help="promises whose names contain this")
     parser.add_argument("--seconds", type=float, default=60.0, help="after these a promise hangs")
