@@ -232,18 +232,18 @@ mod tests {
             let mut rows = 0;
             for entry in &tiles.entries {
                 let [
-                    row,
-                    end,
-                    first_key,
-                    all,
-                    end0,
-                    start0,
                     keys,
                     blocks,
                     masked,
                     begin,
                     low,
+                    end,
+                    row,
                     _,
+                    first_key,
+                    all,
+                    end0,
+                    start0,
                 ] = entry.map(i64::from);
                 for i in row..end.min(row + tiling.rows() as i64) {
                     let ahead = (i - row) * i64::from(tiles.step);
