@@ -8,18 +8,8 @@ model.
 import argparse, os, resource
 import torch, torch.distributed as dist, transformers
 import encke.distributed
+from tiny_models import MODELS
 
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
-             pad_token_id=0, bos_token_id=1, eos_token_id=2)
-WINDOWED = dict(SIZES, head_dim=8, sliding_window=24,
-                layer_types=["sliding_attention", "full_attention"])
-MODELS = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**WINDOWED),
-    "gpt-oss": lambda: transformers.GptOssConfig(**WINDOWED, num_local_experts=4,
-                                                 num_experts_per_tok=2),
-}
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--model", choices=MODELS, default="llama")
 parser.add_argument("--tokens", type=int, default=200)

@@ -7,17 +7,8 @@ number of them: packed documents, windows, sinks, accumulated gradients. It need
 import argparse, tempfile
 import torch, torch.distributed as dist, transformers
 import encke.distributed
+from tiny_models import MODELS
 
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
-WINDOWED = dict(SIZES, head_dim=8, sliding_window=24,
-                layer_types=["sliding_attention", "full_attention"])
-MODELS = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**WINDOWED),
-    "gpt-oss": lambda: transformers.GptOssConfig(**WINDOWED, num_local_experts=4,
-                                                 num_experts_per_tok=2),
-}
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--model", choices=MODELS, default="llama")
 parser.add_argument("--tokens", type=int, default=96)

@@ -222,11 +222,7 @@ impl Attention {
         sizes: PySizes,
     ) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let shape = shape(&sizes)?;
-        let queries = [Run {
-            first: 0,
-            stride: 1,
-            count: shape.queries,
-        }];
+        let queries = [Run::leading(shape.queries)];
         phantoms(py, self.library.pattern(), &shape, &queries)
     }
 

@@ -122,11 +122,7 @@ mod tests {
     use crate::conformance::{CallTensors, random_pattern};
     use crate::{DType, Padding, Scores, Window, reference};
 
-    const ALL: Run = Run {
-        first: 0,
-        stride: 1,
-        count: 13,
-    };
+    const ALL: Run = Run::leading(13);
 
     fn close(got: &[f64], expected: &[f64]) -> bool {
         let mut pairs = got.iter().zip(expected);

@@ -48,11 +48,7 @@ pub trait Memory: Send + Sync {
     /// `from` and `to`. An implementation may copy those elements too, or skip them.
     fn download_rows(&self, from: &Self::Buffer, blocks: &[Block], to: &mut Tensor) -> Result<()> {
         let _ = blocks;
-        let all = Run {
-            first: 0,
-            stride: 1,
-            count: to.dims()[1],
-        };
+        let all = Run::leading(to.dims()[1]);
         self.download(from, &[all], to)
     }
 

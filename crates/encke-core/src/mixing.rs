@@ -173,11 +173,7 @@ impl Slots {
     /// A copy of a view.
     fn copied(&self, of_slots: &View<'_>) -> Tensor {
         let mut tensor = Tensor::zeros(of_slots.dtype(), of_slots.dims());
-        let all = Run {
-            first: 0,
-            stride: 1,
-            count: self.queries,
-        };
+        let all = Run::leading(self.queries);
         // A rank may have no rows, and a run must not be empty.
         let runs = &[all][..usize::from(self.queries > 0)];
         host::upload(of_slots, runs, tensor.data_mut());

@@ -125,6 +125,15 @@ pub struct Run {
 }
 
 impl Run {
+    /// The first `count` tokens.
+    pub const fn leading(count: usize) -> Run {
+        Run {
+            first: 0,
+            stride: 1,
+            count,
+        }
+    }
+
     /// The tokens, in ascending order.
     pub fn tokens(self) -> impl Iterator<Item = usize> {
         (0..self.count).map(move |i| self.first + i * self.stride)

@@ -107,10 +107,6 @@ impl Sharded {
 
 /// All rows of a shard that is a tensor of its own.
 pub(crate) fn all_rows(rows: usize) -> Vec<Run> {
-    let run = Run {
-        first: 0,
-        stride: 1,
-        count: rows,
-    };
+    let run = Run::leading(rows);
     (rows > 0).then_some(run).into_iter().collect()
 }

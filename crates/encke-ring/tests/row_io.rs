@@ -42,11 +42,7 @@ impl RowIo<CpuKernel> for DeviceRows<'_> {
             }
         }
         let made = Tensor::from_f64(to.dtype, [1, 1, 1, elements.len()], &elements).unwrap();
-        let one = Run {
-            first: 0,
-            stride: 1,
-            count: 1,
-        };
+        let one = Run::leading(1);
         let mut staged = self.kernel.allocate(to.dtype, elements.len()).unwrap();
         self.kernel
             .upload(&made.view(), &[one], &mut staged)

@@ -203,11 +203,7 @@ impl<K: Kernel> Attention<K> {
         v: &View<'_>,
         sinks: Option<&[f64]>,
     ) -> Result<ForwardResult, Error> {
-        let queries = [Run {
-            first: 0,
-            stride: 1,
-            count: request.shape.queries,
-        }];
+        let queries = [Run::leading(request.shape.queries)];
         passes::attend(request, &queries, [*q, *k, *v], sinks, |inputs| {
             self.ring.run(request, inputs)
         })

@@ -155,8 +155,4 @@ impl<K: Kernel> KernelBench<'_, K> {
 }
 
 /// A whole buffer as one row.
-const ONE_ROW: Run = Run {
-    first: 0,
-    stride: 1,
-    count: 1,
-};
+const ONE_ROW: Run = Run::leading(1);

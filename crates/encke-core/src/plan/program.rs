@@ -445,11 +445,7 @@ impl RankPlan {
     pub fn on_shard(mut self) -> RankPlan {
         for port in self.inputs.iter_mut().chain(&mut self.outputs) {
             let count = port.runs.iter().map(|run| run.count).sum();
-            let rows = Run {
-                first: 0,
-                stride: 1,
-                count,
-            };
+            let rows = Run::leading(count);
             port.runs = (count > 0).then_some(rows).into_iter().collect();
         }
         self

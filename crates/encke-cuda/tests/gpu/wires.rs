@@ -31,11 +31,7 @@ pub struct ByteTransport<'a, T> {
 fn computed(kernel: &CudaKernel, values: &[f32]) -> Buffer {
     let count = values.len();
     let view = View::contiguous(values, [1, count, 1, 1]).expect("a row of values");
-    let runs = [Run {
-        first: 0,
-        stride: 1,
-        count,
-    }];
+    let runs = [Run::leading(count)];
     let mut first = kernel.allocate(DType::F32, count).expect("room");
     let mut second = kernel.allocate(DType::F32, count).expect("room");
     kernel.upload(&view, &runs, &mut first).expect("an upload");
@@ -209,11 +205,7 @@ fn pinned_upload(kernel: &CudaKernel) -> Result<(), String> {
         bytemuck::cast_slice::<u8, f32>(parcel.host_bytes(count)),
         [1, count, 1, 1],
     );
-    let runs = [Run {
-        first: 0,
-        stride: 1,
-        count,
-    }];
+    let runs = [Run::leading(count)];
     let uploaded = kernel.upload(&view.expect("a row of values"), &runs, &mut buffer);
     uploaded.map_err(|error| error.to_string())?;
     parcel.host_bytes_mut(count).fill(0);

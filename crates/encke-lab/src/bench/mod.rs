@@ -103,11 +103,7 @@ fn run_on<K: Kernel>(
     let Some((_, request)) = rings.first() else {
         bail!("--ranks names no ring; give one or more sizes");
     };
-    let whole = Run {
-        first: 0,
-        stride: 1,
-        count: shape.tokens,
-    };
+    let whole = Run::leading(shape.tokens);
     let tensors = GeneratedTensors::new(request, settings.seed, &[whole])?;
     let mut record = BenchRecord::new(request.clone(), settings);
     let progress = bar(rings.len() * (1 + settings.repeats));

@@ -90,11 +90,7 @@ impl TensorFile {
 
     /// Writes a tensor that is one row.
     pub fn write_row(&self, from: &Data) -> Result<(), StreamError> {
-        let tokens = Run {
-            first: 0,
-            stride: 1,
-            count: 1,
-        };
+        let tokens = Run::leading(1);
         let range = RowRange {
             role: Role::Rows,
             batch: 0,

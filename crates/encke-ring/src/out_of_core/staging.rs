@@ -167,11 +167,7 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
 }
 
 /// The only row of a tensor `[1, 1, 1, n]`.
-const ONE: Run = Run {
-    first: 0,
-    stride: 1,
-    count: 1,
-};
+const ONE: Run = Run::leading(1);
 
 /// A range in chunks of whole tokens, each with the number of elements before it.
 fn chunks<'a>(range: &RowRange<'a>, width: usize) -> impl Iterator<Item = (usize, RowRange<'a>)> {
