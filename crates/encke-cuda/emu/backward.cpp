@@ -161,7 +161,7 @@ static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
 
 struct Result { vector<float> dq, dk, dv; };
 static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_order, int resident,
-    bool overwrite = false) {
+    Stores stores = ADDED) {
   Result r{x.dq, x.dk, x.dv}; const JobParams& j = s.job;
   const int padded = (c.queries + BQ - 1) / BQ * BQ, blocks = padded / BQ,
             tiles = (c.keys + BK - 1) / BK;
@@ -188,7 +188,7 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
       query_heads.data(), control.data(), count, tiles, padded, fixed_order,
       (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold),
       (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch,
-      first_blocks.data(), overwrite, !c.causal && tiles <= 2 ? blocks / tiles : 0,
+      first_blocks.data(), stores, !c.causal && tiles <= 2 ? blocks / tiles : 0,
       key_rows.data(), end_blocks.data(), blocks, 0};
   if (fold == 0.f) w.dq_gain = w.dk_gain = 0.f;
   TensorMap tq = map_of(s.q, x.q.data(), c, c.queries, c.dim, BQ, false, 1),
@@ -243,7 +243,8 @@ static void check(const Case& c) {
       c, "bits with another schedule");
   bool own = true; const double f = error(fast.dq, e.dq, x.dq, own);
   judge(f < bound && own && equal(r.dk, fast.dk, none), c, "any order", f);
-  // With `overwrite`, the result is that of adding to zeros, and only the job's rows are touched.
+  // Stored sums are those of adding to zeros, and only the job's rows are touched; rounded ones are
+  // these, in memory of the keys' type.
   Inputs zeros = x;
   for (auto* all : {&zeros.dk, &zeros.dv})
     for (int b = 0; b < j.batch; b++)
@@ -251,9 +252,21 @@ static void check(const Case& c) {
         for (int h = 0; h < j.heads; h++)
           for (int t = 0; t < j.keys; t++)
             for (int d = 0; d < c.dim; d++) (*all)[at(j.k, b, g, t, h) + d] = 0.f;
-  const Result added = run(c, s, zeros, true, 2), written = run(c, s, x, true, 2, true);
+  const Result added = run(c, s, zeros, true, 2), written = run(c, s, x, true, 2, STORED);
   judge(equal(added.dk, written.dk, none) && equal(added.dv, written.dv, none), c,
       "stored, not added");
+  const Result rounded = run(c, s, x, true, 2, ROUNDED);
+  Result narrow{x.dq, x.dk, x.dv};
+  for (int b = 0; b < j.batch; b++)
+    for (int g = 0; g < j.segments; g++)
+      for (int h = 0; h < j.heads; h++)
+        for (int t = 0; t < j.keys; t++)
+          for (int d = 0; d < c.dim; d++) {
+            const i64 i = at(j.k, b, g, t, h) + d;
+            ((u16*)narrow.dk.data())[i] = emu::narrow(written.dk[i]);
+            ((u16*)narrow.dv.data())[i] = emu::narrow(written.dv[i]);
+          }
+  judge(equal(narrow.dk, rounded.dk, none) && equal(narrow.dv, rounded.dv, none), c, "rounded");
 
   // Hidden rows have no effect: a key that is not finite on rows that do not see it, a query that
   // is not finite on keys it does not see.

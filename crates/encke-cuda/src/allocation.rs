@@ -215,14 +215,10 @@ impl DeviceAllocation {
             })
     }
 
-    /// Sets every byte to zero. The memset of owned memory is deferred until the first use; that of
-    /// foreign memory is not, since its owner reads it without this crate.
-    pub fn zero_fill(&self) -> Result<()> {
+    /// Sets every byte to zero. The memset is deferred until the first use. The owner of foreign
+    /// memory reads it without this crate: [`Buffer::settle`](crate::Buffer::settle) comes before.
+    pub fn zero_fill(&self) {
         *lock(&self.zero_pending) = true;
-        match self.foreign {
-            None => Ok(()),
-            Some(_) => self.flush_zero_fill(self.device.compute()),
-        }
     }
 
     /// Whether a zero-fill was pending. It is cancelled: the caller must overwrite all bytes, or

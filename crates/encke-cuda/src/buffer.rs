@@ -66,6 +66,12 @@ impl Buffer {
         self.dtype
     }
 
+    /// Enqueues what was deferred, so that memory of another library can be read by its owner.
+    pub fn settle(&self) -> Result<()> {
+        let memory = self.memory()?;
+        memory.flush_zero_fill(memory.device().compute())
+    }
+
     /// Refuses a type other than the kernel's.
     pub(crate) fn check_dtype(&self, what: &str, dtype: DType) -> Result<()> {
         match self.dtype == dtype {

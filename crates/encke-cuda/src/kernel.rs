@@ -76,9 +76,9 @@ impl CudaKernel {
         let device = Device::open(ordinal)?;
         let counters = (0..ATTENTION_STREAMS).map(|_| DeviceAllocation::new(&device, 8));
         let counters = counters.collect::<std::result::Result<Vec<_>, _>>()?;
-        counters.iter().try_for_each(DeviceAllocation::zero_fill)?;
+        counters.iter().for_each(DeviceAllocation::zero_fill);
         let of_streams = DeviceAllocation::new(&device, 8 * STREAMS)?;
-        of_streams.zero_fill()?;
+        of_streams.zero_fill();
         of_streams.flush_zero_fill(device.compute())?;
         device.synchronize()?;
         Ok(CudaKernel {
@@ -191,6 +191,14 @@ impl CudaKernel {
         })
     }
 
+    /// Whether `backward` of this job can write dk and dv, of `elements` elements each, rounded to
+    /// `dtype`, the type of q, k and v: it then overwrites all of both, which must have been zeroed.
+    pub fn rounds_key_gradients(&self, job: &Job, dtype: DType, elements: usize) -> bool {
+        let launch = hopper_backward::plan(&self.context().device, job, dtype);
+        let family = self.family(job, dtype, launch.is_some());
+        family.is_ok_and(|family| family == Path::Hopper) && hopper_backward::covers(job, elements)
+    }
+
     fn attention(
         &self,
         job: &Job,
@@ -221,7 +229,7 @@ impl Memory for CudaKernel {
 
     fn allocate(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         let buffer = Buffer::new(&self.context().device, dtype, elements)?;
-        buffer.memory()?.zero_fill()?;
+        buffer.memory()?.zero_fill();
         Ok(buffer)
     }
 

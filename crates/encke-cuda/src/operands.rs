@@ -162,16 +162,30 @@ pub(crate) struct BackwardMemory<'a> {
     pub dq: Arc<DeviceAllocation>,
     pub dk: Arc<DeviceAllocation>,
     pub dv: Arc<DeviceAllocation>,
+    /// The type of dk and dv.
+    pub key_gradients: DType,
+}
+
+/// Whether a kernel can round dk and dv to the type of the keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rounds {
+    /// It can, if one job writes all of them.
+    Allowed,
+    /// It adds sums.
+    Never,
 }
 
 impl<'a> BackwardOperands<'a> {
     /// Checks the types for jobs of `dtype`, and makes the gradients writable.
-    pub fn into_memory(self, dtype: DType) -> Result<BackwardMemory<'a>> {
+    pub fn into_memory(self, dtype: DType, rounds: Rounds) -> Result<BackwardMemory<'a>> {
         let Gradients { dq, dk, dv } = self.gradients;
         let Upstream { dout, lse, delta } = self.upstream;
         dout.check_dtype("dout", dtype)?;
-        let sums = [&*dq, &*dk, &*dv, lse, delta];
-        for (what, buffer) in ["dq", "dk", "dv", "lse", "delta"].iter().zip(sums) {
+        let rounded = rounds == Rounds::Allowed && dk.dtype() == dtype;
+        let key_gradients = if rounded { dtype } else { dtype.sum() };
+        dk.check_dtype("dk", key_gradients)?;
+        dv.check_dtype("dv", key_gradients)?;
+        for (what, buffer) in ["dq", "lse", "delta"].iter().zip([&*dq, lse, delta]) {
             buffer.check_dtype(what, dtype.sum())?;
         }
         Ok(BackwardMemory {
@@ -179,6 +193,7 @@ impl<'a> BackwardOperands<'a> {
             dq: dq.writable()?.clone(),
             dk: dk.writable()?.clone(),
             dv: dv.writable()?.clone(),
+            key_gradients,
         })
     }
 }

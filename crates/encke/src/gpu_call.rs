@@ -11,7 +11,7 @@ use encke_core::host;
 use encke_core::job::{Block, Operand};
 use encke_core::kernel::KernelError;
 use encke_core::memory::Memory;
-use encke_core::plan::program::{BufferId, Port, Role};
+use encke_core::plan::program::{BufferId, Port, RankPlan, Role, Task};
 use encke_core::plan::{Plan, Request};
 use encke_core::sharding::Run;
 use encke_core::transport::Transport;
@@ -190,12 +190,14 @@ impl DeviceTensors<'_> {
             }
         }
         if self.alone {
+            let rounded = self.rounded_outputs(rank.plan());
             for port in rank.plan().outputs.clone() {
-                let mut outputs = self.call.outputs.iter();
-                let found = outputs.find(|(role, _)| *role == port.role);
                 let planned = &rank.plan().buffers[port.buffer.0];
                 let (dtype, elements) = (planned.dtype, planned.elements);
-                if let Some((_, tensor)) = found.filter(|(_, tensor)| tensor.dtype() == dtype) {
+                let fits = |tensor: &DeviceView<'_>| {
+                    tensor.dtype() == dtype || rounded.contains(&port.buffer)
+                };
+                if let Some(tensor) = self.output(port.role).filter(|tensor| fits(tensor)) {
                     rank.set_buffer(port.buffer, self.buffer(tensor, 0, elements)?);
                 }
             }
@@ -208,6 +210,51 @@ impl DeviceTensors<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The caller's tensor for an output, if the caller needs it.
+    fn output(&self, role: Role) -> Option<&DeviceView<'_>> {
+        let found = self.call.outputs.iter().find(|(of, _)| *of == role);
+        found.map(|(_, tensor)| tensor)
+    }
+
+    /// dk and dv, if the rank's only job can write them rounded where the caller needs them: sums
+    /// and a pass that rounds them are then not needed.
+    fn rounded_outputs(&self, program: &RankPlan) -> Vec<BufferId> {
+        let dtype = self.call.plan.request().dtype;
+        let all = program.rounds.iter();
+        let mut tasks = all.flat_map(|round| round.before.iter().chain(&round.meanwhile));
+        let jobs = tasks.clone().filter_map(|task| match task {
+            Task::Backward { job, dk, dv, .. } => Some((job, [*dk, *dv])),
+            _ => None,
+        });
+        let [(job, written)] = jobs.collect::<Vec<_>>()[..] else {
+            return Vec::new();
+        };
+        let simple = tasks.all(|task| {
+            matches!(
+                task,
+                Task::Fill { .. } | Task::Delta { .. } | Task::Backward { .. }
+            )
+        });
+        let tensor_fits = |id: &BufferId| {
+            let port = program.outputs.iter().find(|port| port.buffer == *id);
+            let tensor = port.and_then(|port| self.output(port.role));
+            tensor.is_some_and(|tensor| tensor.dtype() == dtype && tensor.is_aligned(0, ALIGNMENT))
+        };
+        let kernel_rounds = |id: &BufferId| {
+            let elements = program.buffers[id.0].elements;
+            self.call.kernel.rounds_key_gradients(job, dtype, elements)
+        };
+        let possible = simple
+            && written
+                .iter()
+                .all(|id| tensor_fits(id) && kernel_rounds(id));
+        if possible {
+            written.to_vec()
+        } else {
+            Vec::new()
+        }
     }
 
     /// Copies the rows of every output that no rank has written in place to their tokens.
@@ -227,7 +274,9 @@ impl DeviceTensors<'_> {
                 let Some(port) = port(rank) else { continue };
                 let buffer = rank.buffer(port.buffer);
                 if self.alone && buffer.dtype() == tensor.dtype() {
-                    continue; // it was written in place
+                    // It was written in place, apart from zeros that no job replaced.
+                    buffer.settle().map_err(KernelError::from)?;
+                    continue;
                 }
                 let mut to = self.buffer(tensor, 0, tensor.extent())?;
                 for block in blocks(tensor, &port.runs) {

@@ -39,9 +39,13 @@
 #define TILE_BYTES 48                        // bytes of a tile's descriptor
 #define NONFINITE_BIT 0x80000000u                     // marks a key's first row
 
+// What happens to the sums of dK and dV: added to memory; or, where a zero-fill is pending, stored,
+// as sums or rounded to the type of the keys.
+enum Stores { ADDED = 0, STORED = 1, ROUNDED = 2 };
+
 struct HopperBackward {
   JobParams job;
-  float *dk, *dv;
+  void *dk, *dv;              // f32, or the type of the keys
   const float *lse, *delta;   // dense, from backward_rows
   // For each key head: its first query head in the next table, its coordinate in k's map; and an
   // end.
@@ -54,8 +58,7 @@ struct HopperBackward {
   float dp_gain, dq_gain, dk_gain, dv_gain;
   int tiles;                  // in total
   const int* first_blocks;    // for each tile of keys, from backward_rows
-  // A zero-fill of dk and dv is pending: store sums instead of adding them.
-  int overwrite;
+  int stores;                 // a Stores
   int stagger;
   // With WINDOWED, from backward_rows: the queries that see each key, and the end of each tile's
   // blocks.
@@ -149,10 +152,10 @@ DEV bool store_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) 
   store_shared(to + END, (u32)max((int)load_shared(to + FIRST), w.end_blocks[key_block]));
   store_shared(to + ORDER, (u32)(w.key_tiles - 1 - key_block));
   store_shared(to + UNCONTESTED, (u32)w.first_blocks[key_block + 1]);
-  if (load_shared(to + FIRST) == load_shared(to + END) && !w.overwrite) return false;
+  if (load_shared(to + FIRST) == load_shared(to + END) && w.stores == ADDED) return false;
 #else
   const int blocks = (job.queries + BQ - 1) / BQ, first = w.first_blocks[key_block];
-  if (first == blocks && !w.overwrite) return false;
+  if (first == blocks && w.stores == ADDED) return false;
 #endif
   const int head = rest % (u32)w.key_head_count;
   const int2 members = w.key_heads[head];
@@ -263,7 +266,6 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
   u32 n = 0;
   #pragma unroll 1
   for (; wait_tile(m, n); release_tile(m, n), n += ONE_TILE) {
-    const int segment = tile_word(m, n, SEGMENT), batch = tile_word(m, n, BATCH);
     #pragma unroll 1
     for (int member = tile_word(m, n, FIRST_MEMBER); member < tile_word(m, n, END_MEMBER);
         member++) {
@@ -271,7 +273,9 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
       const int coordinate = head->w;
       u32* semaphores =
           w.control + SEMAPHORES +
-          (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) *
+          (((i64)tile_word(m, n, BATCH) * w.job.segments + tile_word(m, n, SEGMENT)) *
+                  w.job.heads +
+              head->x) *
               (WINDOWED ? w.query_blocks : tile_word(m, n, END));
       int block = tile_word(m, n, START);
       #pragma unroll 1
@@ -284,7 +288,7 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
         for (int slab = 0; slab < DQ_SLABS; slab++)
           if (slab * 32 < w.job.dim)
             tma_add(dqs, m.dq + stage * DQ_BYTES + slab * (BQ * 128), slab * 32, block * BQ,
-                coordinate, segment, batch);
+                coordinate, tile_word(m, n, SEGMENT), tile_word(m, n, BATCH));
         bulk_commit();
         bulk_wait_read();
         barrier_arrive(m.dq_empty + 8 * stage);
@@ -495,27 +499,29 @@ DEV void stage_dq(u32 to, const float (&dq)[32], float gain, int lane) {
   fence_async();
   __syncwarp();
 }
-// Adds this thread's part of dK or dV to memory: two rows, every fourth pair of columns from
-// `column` on. No other thread adds to these elements, so the order does not matter; a reduction in
-// memory avoids waiting for the old value.
-template <int N> DEV void add_rows(float* to, const JobParams& job, const Shared& m, u32 n,
-    bool overwrite, int head, const float (&sum)[N], float gain, int key, int column, int lane) {
+// Adds this thread's part of dK or dV to memory, or stores it: two rows, every fourth pair of
+// columns from `column` on. No other thread adds to these elements, so the order does not matter; a
+// reduction in memory avoids waiting for the old value.
+template <int N> DEV void add_rows(void* to, const JobParams& job, const Shared& m, u32 n,
+    int stores, int head, const float (&sum)[N], float gain, int key, int column, int lane) {
   #pragma unroll
   for (int down = 0; down < 2; down++) {
     if (key + 8 * down >= job.keys) continue;
-    float* row = to +
-                 at(job.k, tile_word(m, n, BATCH), tile_word(m, n, SEGMENT), key + 8 * down, head) +
-                 column + (lane % 4) * 2;
+    const i64 row =
+        at(job.k, tile_word(m, n, BATCH), tile_word(m, n, SEGMENT), key + 8 * down, head) + column +
+        (lane % 4) * 2;
     #pragma unroll
     for (int i = 0; i < N / 4; i++) {
       // fmaf(x, gain, 0) turns -0 into 0, as adding to a zero would.
       const float x = fmaf(sum[4 * i + 2 * down], gain, 0.f),
                   y = fmaf(sum[4 * i + 2 * down + 1], gain, 0.f);
       if (column + i * 8 >= job.dim) continue;
-      if (overwrite)
-        *(float2*)(row + i * 8) = make_float2(x, y);
+      if (stores == ROUNDED)
+        *(u32*)((u16*)to + row + i * 8) = pack(x, y);
+      else if (stores == STORED)
+        *(float2*)((float*)to + row + i * 8) = make_float2(x, y);
       else
-        global_add(row + i * 8, x, y);
+        global_add((float*)to + row + i * 8, x, y);
     }
   }
 }

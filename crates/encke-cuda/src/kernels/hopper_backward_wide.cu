@@ -81,7 +81,7 @@ DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
   release_keys(m, warpgroup, thread);
   const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x,
             key = tile_word(m, n, KEY_BLOCK) * BK + warp * 16 + lane / 4;
-  add_rows(w.dk, job, m, n, w.overwrite, head, dk, w.dk_gain, key, warpgroup * HALF_COLUMNS, lane);
-  add_rows(w.dv, job, m, n, w.overwrite, head, dv, w.dv_gain, key, warpgroup * HALF_COLUMNS, lane);
+  add_rows(w.dk, job, m, n, w.stores, head, dk, w.dk_gain, key, warpgroup * HALF_COLUMNS, lane);
+  add_rows(w.dv, job, m, n, w.stores, head, dv, w.dv_gain, key, warpgroup * HALF_COLUMNS, lane);
   return n;
 }

@@ -41,7 +41,8 @@ pub(crate) fn fill(context: &LaunchContext, buffer: &mut Buffer, value: f64) -> 
     let (dtype, elements) = (buffer.dtype(), buffer.elements());
     let memory = buffer.overwritable()?;
     if value == 0.0 && value.is_sign_positive() {
-        return memory.zero_fill();
+        memory.zero_fill();
+        return Ok(());
     }
     memory.take_pending_zero_fill();
     let device = &context.device;

@@ -16,9 +16,9 @@ use crate::abi;
 use crate::allocation::DeviceAllocation;
 use crate::arguments::KernelArgument;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::masked_job::{JobFeatures, pieces_with_keys};
-use crate::operands::{BackwardMemory, BackwardOperands, DeviceInputs};
+use crate::operands::{BackwardMemory, BackwardOperands, DeviceInputs, Rounds};
 use crate::program::Program;
 use crate::tensor_map::{self, Extents, TensorMap};
 
@@ -30,6 +30,14 @@ const THREADS: u32 = 384;
 const ROWS: usize = 256;
 /// Words of `control` before the semaphores, as in backward.cuh.
 const SEMAPHORES: usize = 2;
+/// What happens to the sums of dK and dV, as in hopper_backward.cuh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stores {
+    Added = 0,
+    Stored = 1,
+    Rounded = 2,
+}
+
 /// P in f16 is stored times 2^14, as in backward.cuh.
 const HALF_SHIFT: i32 = 14;
 
@@ -83,7 +91,7 @@ struct HopperBackward {
     dv_gain: f32,
     tiles: i32,
     first_blocks: u64,
-    overwrite: i32,
+    stores: i32,
     stagger: i32,
     key_rows: u64,
     end_blocks: u64,
@@ -249,10 +257,29 @@ fn gains(job: &Job, dtype: DType) -> (f64, f64, f64) {
     }
 }
 
-/// Whether a job adds to every element of a buffer of key gradients exactly once.
-fn covers(job: &Job, key_heads: usize, memory: &DeviceAllocation) -> bool {
-    let rows = job.batch * job.segments * job.keys * key_heads;
-    rows * job.dim * DType::F32.bytes() == memory.bytes()
+/// Whether a job adds to every element of buffers of `elements` key gradients exactly once.
+pub(crate) fn covers(job: &Job, elements: usize) -> bool {
+    let key_heads = heads(job).0.len();
+    job.batch * job.segments * job.keys * key_heads * job.dim == elements
+}
+
+/// What is done with the sums of dK and dV: they are stored where that is as good as adding them to
+/// zeros, and rounded where the buffers are of the keys' type.
+fn stores(job: &Job, dtype: DType, memory: &BackwardMemory<'_>) -> Result<Stores> {
+    let (dk, dv, of) = (&memory.dk, &memory.dv, memory.key_gradients);
+    let whole = [dk, dv].map(|memory| covers(job, memory.bytes() / of.bytes()));
+    let zeros = whole == [true; 2] && DeviceAllocation::take_all_pending_zero_fills([dk, dv]);
+    match (zeros, of == dtype.sum()) {
+        (false, true) => Ok(Stores::Added),
+        (true, true) => Ok(Stores::Stored),
+        (true, false) => Ok(Stores::Rounded),
+        (false, false) => Err(Error::Unsupported {
+            what: format!(
+                "adding to key gradients of type {of}; sums are {}",
+                dtype.sum()
+            ),
+        }),
+    }
 }
 
 /// One job: the common arguments of its two kernels.
@@ -282,7 +309,7 @@ pub(crate) fn backward(
     gradients: BackwardOperands<'_>,
 ) -> Result<()> {
     let (device, dtype) = (&context.device, inputs.dtype());
-    let memory = gradients.into_memory(dtype)?;
+    let memory = gradients.into_memory(dtype, Rounds::Allowed)?;
     let mut params = context.tables.job(device, job)?;
     let mut pieces = None;
     if launch.windowed {
@@ -303,7 +330,7 @@ pub(crate) fn backward(
         upstream: memory.upstream()?,
         dtype,
     };
-    call.control.zero_fill()?;
+    call.control.zero_fill();
     call.rows()?;
     call.gradients(fixed_order, &memory)
 }
@@ -384,11 +411,8 @@ impl HopperBackwardCall<'_> {
         key_heads.push([query_heads.len() as i32, 0]);
         let key_heads = tables.get(device, packed(&key_heads))?;
         let query_heads = tables.get(device, packed(&query_heads))?;
-        // Where a zero-fill of dk and dv is pending, sums are stored instead of added.
         let (dk, dv) = (&memory.dk, &memory.dv);
-        let whole = [dk, dv].map(|memory| covers(job, key_head_count, memory));
-        let overwrite =
-            whole == [true; 2] && DeviceAllocation::take_all_pending_zero_fills([dk, dv]);
+        let stores = stores(job, self.dtype, memory)?;
         let (in_ds, of_sums, of_p) = gains(job, self.dtype);
         let (lse, delta) = self.dense();
         let [end_blocks, key_rows] = self.ranges();
@@ -412,7 +436,7 @@ impl HopperBackwardCall<'_> {
             dv_gain: (job.gain * of_p) as f32,
             tiles: launch.tiles as i32,
             first_blocks: self.first_blocks(),
-            overwrite: overwrite.into(),
+            stores: stores as i32,
             stagger: self.stagger(fixed_order) as i32,
             key_rows,
             end_blocks,

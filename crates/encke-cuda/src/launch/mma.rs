@@ -13,7 +13,7 @@ use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::masked_job::JobFeatures;
-use crate::operands::{BackwardOperands, DeviceInputs, SoftmaxMemory};
+use crate::operands::{BackwardOperands, DeviceInputs, Rounds, SoftmaxMemory};
 use crate::program::Program;
 
 /// The first compute capability with these instructions.
@@ -209,7 +209,7 @@ pub(crate) fn backward(
         return Ok(());
     }
     let dtype = inputs.dtype();
-    let memory = gradients.into_memory(dtype)?;
+    let memory = gradients.into_memory(dtype, Rounds::Never)?;
     let mut reads = inputs.memory()?.map(|memory| &**memory).to_vec();
     reads.extend(memory.upstream()?);
     let inputs = addresses(&reads);

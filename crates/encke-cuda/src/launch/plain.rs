@@ -10,7 +10,7 @@ use crate::arguments::groups;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::masked_job::TileRows;
-use crate::operands::{BackwardOperands, DeviceInputs, SoftmaxMemory};
+use crate::operands::{BackwardOperands, DeviceInputs, Rounds, SoftmaxMemory};
 use crate::program::Program;
 
 const TEXTS: &[fn() -> String] = &[
@@ -115,7 +115,7 @@ pub(crate) fn backward(
     let params = (context.tables).job_argument(device, job, TileRows::Keys, TILE)?;
     let (table, count) = groups(&job.k);
     let table = context.tables.get(device, table)?;
-    let memory = gradients.into_memory(dtype)?;
+    let memory = gradients.into_memory(dtype, Rounds::Never)?;
     let program = program_of(dtype, job);
     let mut reads: Vec<&DeviceAllocation> = inputs.memory()?.map(|memory| &**memory).to_vec();
     reads.extend(memory.upstream()?);
