@@ -1,136 +1,151 @@
 #!/usr/bin/env python3
-"""Encke beside cuDNN and FlashAttention-2 on one GPU, in one run: medians of ratios, in turns.
+"""What users of a GPU get: `encke.attention` on torch tensors, beside cuDNN and FlashAttention-4.
 
-    cargo build --release -p encke --example gpu_worker
-    python3 bench/gpu.py [--quick] [--only WORDS ...] [--worker PATH] [--record FILE]
+    pip install encke torch flash-attn-4
+    python3 bench/gpu.py [--quick] [--only WORDS ...] [--turns 7] [--power] [--record FILE]
 
-The rivals run through PyTorch (pip install torch), with cuDNN or FlashAttention-2 selected. All get
-the same shapes and types. Inputs are random, never zeros. Encke's answers are checked against the
-f64 reference on a short sequence before anything is timed. Contestants take turns, several calls
-each, timed by events on the GPU, so that a warm or slow card affects all of them. FLOPs are counted
-as 4·n²·d·h forward and 10·n²·d·h backward, half of that when causal, for all. A backward call of
-Encke starts from out and lse and ends with gradients in f32, a rival's ends in its own type.
+Every contestant gets the same bf16 tensors and returns tensors of that type, in one process,
+through its Python call; torch's autograd runs the backward passes. Contestants take turns of several
+calls, timed by events on the GPU: conversions, zero-fills and gaps between launches are included.
+Ratios are medians over turns, above 1 where Encke is faster. FLOPs are counted as 4·n²·d·h forward
+and 10·n²·d·h backward, half of that when causal, for all. Before anything is timed, the answers of
+all are checked against attention in f64 on a short sequence. `--power` adds clock and power while
+each contestant runs for a second.
+
+Rows called "host" are the time of the calling thread for one call of a short sequence, in
+microseconds: below some thousand tokens that is what a model waits for.
+
+`bench/gpu_device.py` times rings and dilated patterns through Rust, on memory of the GPU.
 """
 
-import argparse, json, statistics, subprocess, sys
+import argparse, json, statistics, subprocess, time
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
-parser.add_argument("--quick", action="store_true", help="16k tokens only")
-parser.add_argument("--worker", default="target/release/examples/gpu_worker", help="Encke's binary")
+parser.add_argument("--quick", action="store_true", help="16k tokens, d 64 and 128 only")
+parser.add_argument("--turns", type=int, default=7, help="turns of each row (default 7)")
+parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="only these rows")
+parser.add_argument("--power", action="store_true", help="also measure clock and power")
 parser.add_argument("--record", help="also write the rows as JSON lines to this file")
-parser.add_argument(
-    "--only",
-    nargs="+",
-    default=[""],
-    metavar="WORDS",
-    help="only rows whose name contains one of these",
-)
-parser.add_argument("--turns", type=int, default=9, help="turns of each row")
-parser.add_argument(
-    "--kernels", default="auto", help="Encke's kernel family: auto, hopper, mma or plain"
-)
 args = parser.parse_args()
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-RIVALS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+import encke
+
+try:
+    from flash_attn.cute import flash_attn_func
+except ImportError:
+    flash_attn_func = None
+
+K = 1024
+# batch, tokens, heads, key heads, dim, causal
+QUICK = [(1, 16 * K, 2048 // d, 2048 // d, d, c) for d in (128, 64) for c in (True, False)]
+MORE = [
+    (1, 16 * K, 64, 8, 128, True),
+    (1, 16 * K, 8, 8, 256, True),
+    (1, 16 * K, 16, 16, 96, True),
+    (1, 16 * K, 16, 16, 48, True),
+    (4, 4 * K, 16, 16, 128, True),
+    (8, 2 * K, 16, 16, 128, True),
+]
+SHORT = [(1, 512, 16, 16, 128, True), (1, 2 * K, 16, 16, 128, True)]
 
 
-class Worker:
-    """Encke's contestant, in a process of its own."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [args.worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, line):
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip() or sys.exit(f"the worker ended on: {line}")
-
-    def prepare(
-        self,
-        n,
-        h,
-        d,
-        causal,
-        segment=0,
-        dilation=1,
-        ranks=1,
-        backward=0,
-        summation="fast",
-        hops="pointer",
-        kv=None,
-        width=1,
-    ):
-        line = f"bf16 {n} {h} {kv or h} {d} {int(causal)} {segment} {dilation} {ranks} "
-        line += f"{int(backward)} {args.kernels} {summation} {hops} {width}"
-        answer = self.ask(line)
-        return None if answer == "ready" else answer
-
-    def run(self, repeats):
-        call, self.host = map(float, self.ask(f"run {repeats}").split())
-        return call
+def cudnn(q, k, v, causal, _deterministic):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        grouped = k.shape[1] != q.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
-worker = Worker()
+def flash(q, k, v, causal, deterministic):
+    return flash_attn_func(q, k, v, causal=causal, deterministic=deterministic)[0]
 
 
-def timed(call, repeats):
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
+def ours(q, k, v, causal, deterministic):
+    return encke.attention(q, k, v, causal=causal, deterministic=deterministic)
+
+
+CONTESTANTS = {"Encke": ours, "cuDNN": cudnn}
+if flash_attn_func is not None:
+    CONTESTANTS["FlashAttention-4"] = flash
+
+
+def tensors(batch, tokens, heads, key_heads, dim):
+    torch.manual_seed(0)
+    shapes = [(batch, tokens, h, dim) for h in (heads, key_heads, key_heads, heads)]
+    q, k, v, dout = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    return [x.requires_grad_() for x in (q, k, v)], dout
+
+
+def passes(attend, causal, deterministic, inputs, dout):
+    """The calls to be timed: forward, backward alone, and both."""
+    out = attend(*inputs, causal, deterministic)
+
+    def forward():
+        with torch.no_grad():
+            attend(*inputs, causal, deterministic)
+
+    def backward():
+        return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    def both():
+        return torch.autograd.grad(attend(*inputs, causal, deterministic), inputs, dout)
+
+    return {"forward": forward, "backward": backward, "both": both}
+
+
+def check():
+    """Stops if a contestant is wrong: outputs and gradients against attention in f64."""
+    for dim, causal in ((64, False), (128, True)):
+        inputs, dout = tensors(1, 700, 4, 2, dim)
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        q, k, v = (x.transpose(1, 2) for x in exact)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        right = torch.autograd.grad(out.transpose(1, 2), exact, dout.double())
+        for name, attend in CONTESTANTS.items():
+            found = torch.autograd.grad(attend(*inputs, causal, False), inputs, dout)
+            for which, mine, theirs in zip("qkv", found, right):
+                error = ((mine.double() - theirs).norm() / theirs.norm()).item()
+                if not error < 0.01:
+                    raise SystemExit(f"{name}: d{which} is off by {error:.2g} at d {dim}")
+
+
+def milliseconds(call, calls):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
         call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / repeats
+    return start.elapsed_time(end) / calls
 
 
-def attention(backend, q, k, v, causal):
-    with sdpa_kernel(backend):
-        swap = lambda x: x.transpose(-3, -2)
-        return swap(F.scaled_dot_product_attention(swap(q), swap(k), swap(v), is_causal=causal))
+def host_microseconds(call, calls=50):
+    """Time of the calling thread; the GPU is idle before and after."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    took = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return 1e6 * took / calls
 
 
-def rival(backend, n, h, d, causal, backward):
-    q, k, v, dout = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    if not backward:
-        return lambda: attention(backend, q, k, v, causal)
-    for x in (q, k, v):
-        x.requires_grad_(True)
-    out = attention(backend, q, k, v, causal)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-
-def dilated_rival(kind, n, h, d, segment, dilation):
-    """Every r-th token of each segment: through strided views, or gathered as packages do."""
-    q, k, v = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    cut = lambda x: x.view(n // segment, segment, h, d)[:, ::dilation]
-    if kind == "views":
-        return lambda: attention(SDPBackend.CUDNN_ATTENTION, cut(q), cut(k), cut(v), False)
-
-    def call():
-        part = attention(
-            SDPBackend.CUDNN_ATTENTION,
-            cut(q).contiguous(),
-            cut(k).contiguous(),
-            cut(v).contiguous(),
-            False,
-        )
-        out = torch.zeros_like(q).view(n // segment, segment, h, d)
-        out[:, ::dilation] = part
-        return out
-
-    return call
-
-
-def wanted(name):
-    return any(words in name for words in args.only)
+def power(call, milliseconds_a_call):
+    """Clock in MHz and power in W after half a second of calls."""
+    for _ in range(int(1200 / milliseconds_a_call)):
+        call()
+    time.sleep(0.5)
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    said = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0]
+    torch.cuda.synchronize()
+    return [float(x) for x in said.split(",")]
 
 
 def note(row, text):
@@ -140,115 +155,91 @@ def note(row, text):
             file.write(json.dumps(row) + "\n")
 
 
-def turns(calls, flops, work=6e12):
-    """Milliseconds a call of each contestant, in turns of about `work` FLOPs."""
-    repeats = max(3, min(40, int(work / flops)))
-    for call in calls.values():
-        call(2)
-    times = {name: [] for name in calls}
+def wanted(name):
+    return any(words in name for words in args.only)
+
+
+def in_turns(calls, measure):
+    """The measurements of each contestant, in turns; those that refuse the shape are left out."""
+    for name in list(calls):
+        try:
+            measure(calls[name])
+        except Exception as error:
+            print(f"    {name}: {str(error).splitlines()[0][:120]}", flush=True)
+            del calls[name]
+    found = {name: [] for name in calls}
     for _ in range(args.turns):
         for name, call in calls.items():
-            times[name].append(call(repeats))
-    return times
+            found[name].append(measure(call))
+    return found
 
 
-def contest(name, flops, calls, work=6e12):
-    times = turns(calls, flops, work)
-    speed = {who: flops / statistics.median(t) / 1e9 for who, t in times.items()}
-    row = dict(name=name, tflops=speed, turns=args.turns, host_us=1000 * worker.host)
-    text = f"{name:44} ours {speed['ours']:6.1f} TFLOP/s"
-    for who in times:
-        if who != "ours":
-            row[f"ratio_{who}"] = statistics.median(
-                t / o for t, o in zip(times[who], times["ours"])
-            )
-            text += f" | {row[f'ratio_{who}']:5.2f} x {who} ({speed[who]:6.1f})"
-    text += f" | host {row['host_us']:.0f} us a call"
+def ratios(found):
+    pairs = {who: zip(times, found["Encke"]) for who, times in found.items() if who != "Encke"}
+    return {who: statistics.median(t / o for t, o in both) for who, both in pairs.items()}
+
+
+def contest(name, flops, calls):
+    if not wanted(name):
+        return
+    repeats = max(3, min(40, int(4e12 / flops)))
+    found = in_turns(calls, lambda call: milliseconds(call, repeats))
+    middle = {who: statistics.median(times) for who, times in found.items()}
+    speed = {who: flops / ms / 1e9 for who, ms in middle.items()}
+    row = dict(name=name, milliseconds=middle, tflops=speed, ratios=ratios(found), turns=args.turns)
+    if args.power:
+        row["mhz_watts"] = {who: power(call, middle[who]) for who, call in calls.items()}
+    text = f"{name:52} Encke {speed['Encke']:6.1f} TFLOP/s"
+    for who, ratio in row["ratios"].items():
+        text += f" | {ratio:5.2f} x {who} ({speed[who]:6.1f})"
+    for who, (clock, watts) in row.get("mhz_watts", {}).items():
+        text += f" | {who} {clock:.0f} MHz {watts:.0f} W"
     note(row, text)
 
 
-def dense(n, d, causal, backward, summation="fast"):
-    h = 2048 // d
-    passes = f"backward {summation}" if backward else "forward"
-    name = f"{passes} d{d} n{n} {'causal' if causal else 'full'}"
-    if not wanted(name):
-        return
-    failed = worker.prepare(n, h, d, causal, backward=backward, summation=summation)
-    if failed:
-        return note(dict(name=name, error=failed), f"{name:44} {failed}")
-    calls = {"ours": worker.run}
-    for who, backend in RIVALS.items():
-        call = rival(backend, n, h, d, causal, backward)
-        calls[who] = lambda repeats, call=call: timed(call, repeats)
-    contest(name, (10 if backward else 4) * n * n * 2048 / (2 if causal else 1), calls)
+def title(batch, tokens, heads, key_heads, dim, causal):
+    shared = f":{key_heads}" if key_heads != heads else ""
+    size = f"{batch} x {tokens // K}k" if batch > 1 else f"{tokens // K}k"
+    return f"{size} d{dim} {heads}{shared} heads {'causal' if causal else 'full'}"
 
 
-def dilated(d, dilation):
-    keys, h, n = 2048, 2048 // d, 262144
-    name = f"dilated d{d} r{dilation}, {keys} keys a segment, n{n}"
-    if not wanted(name):
-        return
-    segment = keys * dilation
-    failed = worker.prepare(n, h, d, False, segment=segment, dilation=dilation)
-    if failed:
-        return note(dict(name=name, error=failed), f"{name:44} {failed}")
-    calls = {"ours": worker.run}
-    for kind in ("views", "gather"):
-        call = dilated_rival(kind, n, h, d, segment, dilation)
-        calls[f"cuDNN on {kind}" if kind == "views" else "gather + cuDNN"] = (
-            lambda repeats, call=call: timed(call, repeats)
-        )
-    contest(name, 4 * keys * keys * 2048 * (n // segment), calls)
+def measure(shape):
+    batch, tokens, heads, key_heads, dim, causal = shape
+    flops = 4 * batch * tokens * tokens * heads * dim / (2 if causal else 1)
+    inputs, dout = tensors(*shape[:5])
+    for deterministic in (False, True):
+        every = {}
+        for who, attend in CONTESTANTS.items():
+            try:
+                every[who] = passes(attend, causal, deterministic, inputs, dout)
+            except Exception as error:
+                print(f"    {who}: {str(error).splitlines()[0][:120]}", flush=True)
+        which = {"backward": 2.5} if deterministic else {"forward": 1, "backward": 2.5, "both": 3.5}
+        for part, work in which.items():
+            name = f"{part} {title(*shape)}" + (", fixed order" if deterministic else "")
+            contest(name, work * flops, {who: every[who][part] for who in every})
 
 
-def ring(ranks, hops, kv=16, width=1, h=16):
-    """A ring on one GPU against one fused call, both ten times in a row, like layers of a model.
-    All ranks share one link to the host."""
-    n, d = 65536, 128
-    how = (
-        (f", {kv} key heads" if kv != h else "")
-        + (f" of {h}" if h != 16 else "")
-        + (f", {width} parcels a round" if width > 1 else "")
-    )
-    name = f"ring of {ranks}, {hops} hops{how}, d{d} n{n} causal zigzag"
-    if not wanted(name):
-        return
-    flops = 2 * n * n * d * h
-    alone = Worker()
-    failed = alone.prepare(n, h, d, True, kv=kv) or worker.prepare(
-        n, h, d, True, ranks=ranks, hops=hops, kv=kv, width=width
-    )
-    if failed:
-        return note(dict(name=name, error=failed), f"{name:44} {failed}")
-    contest(name, flops, {"ours": worker.run, "one fused call": alone.run}, work=180e12)
-    alone.process.stdin.close()
+def measure_host(shape):
+    inputs, dout = tensors(*shape[:5])
+    every = {who: passes(f, shape[5], False, inputs, dout) for who, f in CONTESTANTS.items()}
+    for part in ("forward", "both"):
+        name = f"host {part} {shape[1]} tokens d{shape[4]}"
+        if not wanted(name):
+            continue
+        found = in_turns({who: every[who][part] for who in every}, host_microseconds)
+        middle = {who: statistics.median(times) for who, times in found.items()}
+        row = dict(name=name, host_us=middle, ratios=ratios(found), turns=args.turns)
+        text = " | ".join(f"{who} {us:.0f} us" for who, us in middle.items())
+        note(row, f"{name:52} {text}")
 
 
-card = torch.cuda.get_device_name(0)
 print(
-    f"{card}, CUDA {torch.version.cuda}, torch {torch.__version__}, "
-    f"cuDNN {torch.backends.cudnn.version()}; {args.turns} turns"
+    f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}, torch {torch.__version__}, "
+    f"cuDNN {torch.backends.cudnn.version()}; {args.turns} turns of {', '.join(CONTESTANTS)}"
 )
-lengths = [16384] if args.quick else [16384, 4096, 65536, 2048]
-for n in lengths:
-    for d in (64, 128):
-        for causal in (False, True):
-            dense(n, d, causal, False)
-            for summation in ("fast", "deterministic") if n >= 4096 else ():
-                dense(n, d, causal, True, summation)
-    if n == 16384:
-        for d in (64, 128):
-            for dilation in (1, 4, 16):
-                dilated(d, dilation)
-        for hops in ("pointer", "pinned"):
-            for ranks in (2, 4, 8, 16):
-                ring(ranks, hops)
-            for kv in (2, 4):
-                ring(8, hops, kv=kv)
-        ring(8, "pinned", kv=8, h=64)
-        for ranks, width in ((4, 3), (8, 2), (8, 4), (8, 7), (16, 4), (16, 15)):
-            ring(ranks, "pointer", width=width)
-        for width in (2, 4):
-            for kv in (2, 4):
-                ring(8, "pinned", kv=kv, width=width)
-            ring(8, "pinned", kv=8, h=64, width=width)
+check()
+for shape in SHORT:
+    measure_host(shape)
+for shape in QUICK if args.quick else QUICK + MORE:
+    measure(shape)

@@ -13,8 +13,8 @@ type BackwardModel = (&'static str, usize, usize, usize, usize, bool);
 
 /// One of each kind.
 const VARIANTS: [BackwardModel; 6] = [
-    ("T_F16", 64, 128, 2, 2, false),
-    ("T_BF16", 128, 64, 2, 2, false),
+    ("T_F16", 64, 128, 2, 1, false),
+    ("T_BF16", 128, 64, 2, 1, false),
     ("T_BF16", 192, 64, 1, 1, false),
     ("T_BF16", 64, 128, 2, 1, true),
     ("T_F16", 128, 64, 2, 1, true),

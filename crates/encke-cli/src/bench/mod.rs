@@ -29,7 +29,7 @@ Examples:
       A LongNet pattern.
   encke bench --tokens 64k --heads 16 --dim 128 --dtype bf16 --grad --device cuda
       The ranks of a ring on the first NVIDIA GPU. A call starts and ends with tensors on the host,
-      so copies are included in its time; bench/gpu.py times the GPU alone.
+      so copies are included in its time; bench/gpu_device.py times the GPU alone.
   mpirun -n 4 encke bench --tokens 32k --grad --json four.json
       Every rank a process: one ring, timed by its slowest rank.
 

@@ -35,16 +35,45 @@ DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared&
   wgmma_fence(); issue_scores(s, m.k + warpgroup * 64 * 128, m.q + stage * Q_BYTES); wgmma_commit();
 }
 
-// One block of queries: P, dS and the five products. Its scores are complete on entry; those of the
-// next block are in flight on return. The masked form is a separate instantiation: a branch inside
-// would keep the compiler from interleaving arithmetic and products.
+// Issues dQ of block n: half of the columns for each warpgroup, or half of the rows if there are 128.
+DEV void issue_block_dq(float (&dq)[32], const Shared& m, u32 n, int warpgroup) {
+  const u32 ds = m.pairs + (n & 1) * PAIRS * PAIR_BYTES;
+  wgmma_fence();
+  if (PARTS == 1)
+    issue_dq(dq, ds, m.k + warpgroup * (BK * 128));
+  else
+    issue_dq(dq, ds + warpgroup * PAIR_BYTES, m.k);
+  wgmma_commit();
+}
+// Waits until both warpgroups have stored dS of block n.
+DEV void wait_ds(const Shared& m, u32 n) {
+  barrier_wait(m.ds_full + 8 * (n & 1), parity_of<2>(n));
+}
+// Block n's dQ is complete: releases its dS, and stages dQ for warp 1.
+DEV void finish_dq(const float (&dq)[32], const HopperBackward& w, const Shared& m, u32 n,
+    int warpgroup, u32 warp, u32 lane) {
+  if (lane == 0) barrier_arrive(m.ds_empty + 8 * (n & 1));
+  const u32 stage = stage_of<DQ_STAGES>(n);
+  barrier_wait(m.dq_empty + 8 * stage, parity_of<DQ_STAGES>(n) ^ 1);
+  stage_dq(m.dq + stage * DQ_BYTES +
+               (PARTS == 1 ? warpgroup * 2 * BQ * 128 : warpgroup * 64 * 128) + warp * 16 * 128,
+      dq, w.dq_gain, lane);
+  if (lane == 0) barrier_arrive(m.dq_full + 8 * stage);
+}
+
+// One block of queries: P, dS, and the five products, dQ for the block before. Its scores are
+// complete on entry; those of the next block are in flight on return. The masked form is a separate
+// instantiation: a branch inside would keep the compiler from interleaving arithmetic and products.
 //
 // S, dP and dQ read both operands from shared memory as fast as it delivers them; dV and dK read
 // one from registers, which leaves half of its bandwidth. So dK comes last, and dQ is staged
-// meanwhile. Staging dQ while the next scores are computed was 7 % slower.
+// meanwhile; staging it while the next scores are computed was 7 % slower. dQ is the only product
+// that needs dS of both warpgroups. It comes one block late, so that they need not meet in every
+// block: one computes while the other waits. At a tile's first block it is computed from stale data
+// and not used.
 template <bool HIDES> DEV void process_block(float (&s)[BQ / 2], float (&dk)[HD / 2],
     float (&dv)[HD / 2], const HopperBackward& w, const Shared& m, u32 n, int block,
-    int warpgroup) {
+    int warpgroup, bool is_first) {
   const u32 thread = opaque(threadIdx.x) - 128, warp = thread / 32 % 4, lane = thread % 32;
   const u32 stage = stage_of<STAGES>(n), ds_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES;
   const u32 q = m.q + stage * Q_BYTES, o = m.o + stage * Q_BYTES,
@@ -68,24 +97,17 @@ template <bool HIDES> DEV void process_block(float (&s)[BQ / 2], float (&dk)[HD 
     if (part == 0) wgmma_wait<1>();   // for dP
     to_ds<HIDES>(y, x, delta + part * 256, w.dp_gain);
     to_stored(d, y);
+    // Both warpgroups have read what was here two blocks ago.
+    if (part == 0) barrier_wait(m.ds_empty + 8 * (n & 1), parity_of<2>(n) ^ 1);
     store_pairs(ds_at + part * PAIR_BYTES, d, warpgroup * 64 + warp * 16, 0, lane);
   }
-  named_sync(1, 256);   // both halves of dS are stored
-  wgmma_fence();
-  // A warpgroup computes half of the columns of dQ, or half of its rows if there are 128.
-  if (PARTS == 1)
-    issue_dq(dq, ds_at, m.k + warpgroup * (BK * 128));
-  else
-    issue_dq(dq, ds_at + warpgroup * PAIR_BYTES, m.k);
-  wgmma_commit();
+  __syncwarp();
+  if (lane == 0) barrier_arrive(m.ds_full + 8 * (n & 1));
+  if (!is_first) wait_ds(m, n - 1);
+  issue_block_dq(dq, m, n - 1, warpgroup);
   wgmma_fence(); issue_sum(dk, ds, q); wgmma_commit();
   wgmma_wait<1>();
-  const u32 dq_stage = stage_of<DQ_STAGES>(n);
-  barrier_wait(m.dq_empty + 8 * dq_stage, parity_of<DQ_STAGES>(n) ^ 1);
-  stage_dq(m.dq + dq_stage * DQ_BYTES +
-               (PARTS == 1 ? warpgroup * 2 * BQ * 128 : warpgroup * 64 * 128) + warp * 16 * 128,
-      dq, w.dq_gain, lane);
-  if (lane == 0) barrier_arrive(m.dq_full + 8 * dq_stage);
+  if (!is_first) finish_dq(dq, w, m, n - 1, warpgroup, warp, lane);
   wgmma_wait<0>();
   if (lane == 0) barrier_arrive(m.empty + 8 * stage);
   // After the last block these scores are not used.
@@ -107,16 +129,25 @@ DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
        more = block_of(n) < (u32)tile_word(m, n, LAST);
   begin_scores(s, w, m, n, more, warpgroup);
   wgmma_wait<0>();
+  bool is_first = true;
   #pragma unroll 1
   while (more) {
-    if (masked) process_block<true>(s, dk, dv, w, m, n, block, warpgroup);
-    else process_block<false>(s, dk, dv, w, m, n, block, warpgroup);
+    if (masked) process_block<true>(s, dk, dv, w, m, n, block, warpgroup, is_first);
+    else process_block<false>(s, dk, dv, w, m, n, block, warpgroup, is_first);
+    is_first = false;
     // This overlaps with the next scores.
     n++;
     block = next_block(m, n, block);
     more = block_of(n) < (u32)tile_word(m, n, LAST);
     masked = is_masked(m, warpgroup, block);
     wgmma_wait<0>();
+  }
+  if (!is_first) {
+    float dq[32];
+    wait_ds(m, n - 1);
+    issue_block_dq(dq, m, n - 1, warpgroup);
+    wgmma_wait<0>();
+    finish_dq(dq, w, m, n - 1, warpgroup, warp, lane);
   }
   release_keys(m, warpgroup, thread);
   const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x;

@@ -20,7 +20,8 @@
 // wait. Without a mask each tile begins `stagger` blocks after the previous tile and wraps around:
 // a block is reached first by the tile that begins there, then by the tiles before it, and last by
 // the tiles after it. All tiles of a head must then run at once; where there may be too many
-// (`stagger` is 0), all begin at the first block and follow each other.
+// (`stagger` is 0), all begin at the first block and follow each other. In any order, tiles are
+// staggered too: those that run at once add to different rows.
 //
 // Macros: HD head dimension in steps of 16 (the job's may be smaller: missing columns read as
 // zero), BQ queries per block, STAGES pipeline stages of blocks, DQ_STAGES staging buffers of
@@ -71,6 +72,7 @@ struct HopperBackward {
 struct Shared {
   u32 k, v, q, o, pairs, dq, lse, delta, first, end;
   u32 k_full, v_full, kv_empty, q_full, o_full, empty, dq_full, dq_empty, tile_full, tile_empty;
+  u32 ds_full, ds_empty;      // of dS of two blocks, for narrow heads
   // Whether keys are not finite; see set_unmasked_from; two tile descriptors.
   u32 nonfinite, unmasked, tiles;
 };
@@ -95,7 +97,9 @@ DEV Shared shared_from(u32 base) {
   m.dq_empty = m.dq_full + DQ_STAGES * 8;
   m.tile_full = m.dq_empty + DQ_STAGES * 8;
   m.tile_empty = m.tile_full + 16;
-  m.nonfinite = m.tile_empty + 16; m.unmasked = m.nonfinite + 8;
+  m.ds_full = m.tile_empty + 16;
+  m.ds_empty = m.ds_full + 16;
+  m.nonfinite = m.ds_empty + 16; m.unmasked = m.nonfinite + 8;
   return m;
 }
 
@@ -177,10 +181,11 @@ DEV bool store_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) 
 #endif
   return true;
 }
-// Publishes the next tile; false after the last one. Staggered tiles may have to wait for the very
-// tile that would be drawn next, so the next is drawn only after this one has ended.
+// Publishes the next tile; false after the last one. In a fixed order, staggered tiles may have to
+// wait for the very tile that would be drawn next, so the next is drawn only after this one has
+// ended.
 DEV bool publish_tile(const HopperBackward& w, const Shared& m, u32 n) {
-  if (w.stagger != 0 && n != 0)
+  if (w.fixed_order && w.stagger != 0 && n != 0)
     barrier_wait(m.tile_empty + 8 * slot_of(n - ONE_TILE), slot_parity(n - ONE_TILE));
   barrier_wait(m.tile_empty + 8 * slot_of(n), slot_parity(n) ^ 1);
   u32 index;
@@ -557,6 +562,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < 2; i++) {
       barrier_init(m.tile_full + 8 * i, 1);
       barrier_init(m.tile_empty + 8 * i, 10);
+      barrier_init(m.ds_full + 8 * i, 8);
+      barrier_init(m.ds_empty + 8 * i, 8);
     }
     barrier_init_fence();
     store_shared(m.nonfinite, 0u);

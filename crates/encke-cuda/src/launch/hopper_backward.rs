@@ -342,11 +342,12 @@ impl HopperBackwardCall<'_> {
         (first, first + 4 * self.launch.rows(self.job) as u64)
     }
 
-    /// Blocks of queries by which the starts of successive tiles of keys are staggered. Staggered
-    /// tiles wrap around, so each waits for all others of its head, and all must run at once.
+    /// Blocks of queries by which the starts of successive tiles of keys are staggered. In a fixed
+    /// order, staggered tiles wrap around, so each waits for all others of its head, and all must
+    /// run at once.
     fn stagger(&self, fixed_order: bool) -> usize {
         let (launch, all) = (self.launch, self.context.device.multiprocessors() as usize);
-        match fixed_order && self.job.mask.is_none() && 2 * launch.key_tiles <= all {
+        match self.job.mask.is_none() && (!fixed_order || 2 * launch.key_tiles <= all) {
             true => launch.padded / launch.variant.queries / launch.key_tiles,
             false => 0,
         }

@@ -10,8 +10,6 @@ use crate::wgmma::Wgmma;
 
 /// Bytes of a tile's descriptor in shared memory, as in hopper_backward.cuh.
 const TILE_BYTES: usize = 48;
-/// Shared memory that a block can have on Hopper.
-const SHARED_BYTES: usize = 227 * 1024;
 
 /// A variant of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,15 +22,15 @@ pub(crate) struct BackwardVariant {
     pub queries: usize,
     /// Pipeline stages for blocks of queries.
     pub stages: usize,
-    /// Staging buffers for finished blocks of dQ. A second one lets the sums of a fixed order be one
-    /// block late.
-    dq_stages: usize,
+    /// Staging buffers for finished blocks of dQ. With a second one, sums in a fixed order were 6 %
+    /// slower.
+    pub dq_stages: usize,
 }
 
 /// All variants, by head dimension.
 pub(crate) const VARIANTS: &[BackwardVariant] = &[
-    variant(64, [128, 128, 2, 2]),
-    variant(NARROW, [128, 64, 2, 2]),
+    variant(64, [128, 128, 2, 1]),
+    variant(NARROW, [128, 64, 2, 1]),
     variant(256, [64, 64, 1, 1]),
 ];
 
@@ -103,33 +101,23 @@ impl BackwardVariant {
             .define("HD", dim.next_multiple_of(16))
             .define("BQ", self.queries)
             .define("STAGES", self.stages)
-            .define("DQ_STAGES", self.dq_stages(dim, windowed));
+            .define("DQ_STAGES", self.dq_stages);
         match windowed {
             true => program.define("WINDOWED", 1),
             false => program,
         }
     }
 
-    /// As many staging buffers of dQ as fit.
-    fn dq_stages(&self, dim: usize, windowed: bool) -> usize {
-        let fits = |stages: &usize| self.shared_bytes_with(*stages, dim, windowed) <= SHARED_BYTES;
-        (1..=self.dq_stages).rev().find(fits).unwrap_or(1)
-    }
-
     /// Shared memory of a block for a head dimension, as hopper_backward.cuh lays it out.
     pub fn shared_bytes(&self, dim: usize, windowed: bool) -> usize {
-        self.shared_bytes_with(self.dq_stages(dim, windowed), dim, windowed)
-    }
-
-    fn shared_bytes_with(&self, dq_stages: usize, dim: usize, windowed: bool) -> usize {
         let wide = dim > NARROW;
         let slabs = if wide { 4 } else { dim.div_ceil(64) };
         let pairs = if wide { 2 } else { self.queries / 64 };
         let keys = 2 * slabs * self.keys * 128;
         let queries = 2 * self.stages * slabs * self.queries * 128;
-        let dq = dq_stages * 2 * slabs * self.queries * 128;
+        let dq = self.dq_stages * 2 * slabs * self.queries * 128;
         let rows = 2 * self.stages * self.queries * 4 + self.keys * 4;
-        let barriers = 8 * (7 + 3 * self.stages + 2 * dq_stages);
+        let barriers = 8 * (11 + 3 * self.stages + 2 * self.dq_stages);
         let ends = if windowed { self.keys * 4 + 8 } else { 0 };
         let tiles = 2 * TILE_BYTES + barriers + 16 + ends;
         keys + queries + 2 * pairs * self.keys * 128 + dq + rows + tiles
@@ -158,7 +146,7 @@ mod tests {
     fn every_variant_fits_into_a_multiprocessor() {
         for variant in VARIANTS {
             let bytes = variant.shared_bytes(variant.dim, true);
-            assert!(bytes <= SHARED_BYTES, "{variant:?}: {bytes}");
+            assert!(bytes <= 227 * 1024, "{variant:?}: {bytes}");
         }
     }
 }
