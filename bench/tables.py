@@ -193,6 +193,24 @@ def conformance(_paths, records):
     return markdown(head, lines)
 
 
+CALL_RIVALS = ("cuDNN", "FlashAttention-4")
+
+
+@table("gpu-calls")
+def gpu_calls(_paths, records):
+    head = ["call of the Python package", "Encke"]
+    head += [f"{rival} (Encke / {rival})" for rival in CALL_RIVALS]
+    lines = []
+    for name, row in merged(records).items():
+        measured, unit = (row["tflops"], "") if "tflops" in row else (row["host_us"], " µs")
+        line = [name, f"{measured['Encke']:.0f}{unit}"]
+        for rival in CALL_RIVALS:
+            known = rival in measured
+            line.append(f"{measured[rival]:.0f}{unit} ({row['ratios'][rival]:.2f})" if known else "–")
+        lines.append(line)
+    return markdown(head, lines)
+
+
 @table("gpu-masks")
 def gpu_masks(_paths, records):
     head = ["TFLOP/s of visible pairs", "forward", "FA4", "backward", "FA4"]
@@ -423,8 +441,8 @@ def headline(paths, records):
     by_stem = {(path.stem, path.suffix): record for path, record in zip(paths, records)}
     cpu = by_stem["cpu-sapphire-rapids-2-threads", ".jsonl"]
     gpu = by_stem["gpu-h200-chains", ".jsonl"]
+    calls = by_stem["gpu-calls-h200", ".jsonl"]
     dilated = by_stem["gpu-h200-chains", ".txt"]
-    older = by_stem["gpu-h200", ".jsonl"]
     run = by_stem["billion-h200", ".json"]
     cores, card = "2 Xeon cores", "H200"
     lines = []
@@ -444,16 +462,23 @@ def headline(paths, records):
     ratios = [row["ratio"] for row in dense]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f} x PyTorch"
     lines.append([f"all {len(ratios)} dense rows, 1k to 16k", cores, "", spread])
-    on_gpu("bf16 forward, d 128, 16k, causal", gpu["forward d128 n16384 causal"], "cuDNN")
-    on_gpu("bf16 backward, d 128, 16k, causal", gpu["backward fast d128 n16384 causal"], "cuDNN")
-    name = "backward deterministic d128 n16384 causal"
-    on_gpu("the same, bitwise repeatable", gpu[name], "cuDNN")
+    def call_on_gpu(title, name):
+        row = calls[name]
+        compared = ", ".join(f"{row['ratios'][rival]:.2f} x {rival}" for rival in CALL_RIVALS)
+        lines.append([title, card, f"{row['tflops']['Encke']:.0f} TFLOP/s", compared])
+
+    call_on_gpu("bf16 forward, d 128, 16k, causal", "forward 16k d128 16 heads causal")
+    call_on_gpu("bf16 backward, d 128, 16k, causal", "backward 16k d128 16 heads causal")
+    fixed = "backward 16k d128 16 heads causal, fixed order"
+    call_on_gpu("the same, bitwise repeatable", fixed)
+    ratios = [row["ratios"] for row in calls.values() if "tflops" in row]
+    spread = (
+        f"{min(of[rival] for of in ratios):.2f} to {max(of[rival] for of in ratios):.2f} x {rival}"
+        for rival in CALL_RIVALS
+    )
+    lines.append([f"all {len(ratios)} rows of the Python call", card, "", ", ".join(spread)])
     name = "dilated d128 r16, 2048 keys a segment, n262144"
     on_gpu("bf16 forward, d 128, 256k, dilation 16", dilated[name], "gather + cuDNN")
-    dense = {name: row for name, row in {**older, **gpu}.items() if GPU_DENSE.match(name)}
-    ratios = [row["ratio_cuDNN"] for row in dense.values()]
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f} x cuDNN"
-    lines.append([f"all {len(ratios)} dense rows, 2k to 64k", card, "", spread])
     name = "ring of 8, pointer hops, d128 n65536 causal zigzag"
     on_gpu("ring of 8 on one GPU, 64k, causal", gpu[name], "one fused call", "one rank")
     ring = cpu["ring of 8, f32 d64 n16384 causal zigzag"]

@@ -82,20 +82,27 @@ def backward(
 def _attend(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of one call of the kernels."""
     _cuda.prepare()
-    with torch.cuda.device(q.device):
-        out, lse = outputs(q, v, found.precision)
-        stream = torch.cuda.current_stream().cuda_stream
-        _encke.enqueue(found, (q, k, v), (out, lse), stream)
+    out, lse = outputs(q, v, found.precision)
+    _enqueue(found, (q, k, v), (out, lse))
     return out, lse
 
 
 def _differentiate(found: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     """dq, dk and dv of one call of the kernels."""
-    with torch.cuda.device(q.device):
-        every = gradients(q, k, v, found.precision)
-        stream = torch.cuda.current_stream().cuda_stream
-        _encke.enqueue(found, (q, k, v, *rest), every, stream)
+    every = gradients(q, k, v, found.precision)
+    _enqueue(found, (q, k, v, *rest), every)
     return every
+
+
+def _enqueue(found: Any, inputs: Any, results: Any) -> None:
+    """Calls the kernels on the current stream of the tensors' GPU."""
+    gpu = inputs[0].device
+    stream = torch.cuda.current_stream(gpu).cuda_stream
+    if torch.cuda.current_device() == gpu.index:
+        _encke.enqueue(found, inputs, results, stream)
+        return
+    with torch.cuda.device(gpu):
+        _encke.enqueue(found, inputs, results, stream)
 
 
 class OneProcess:
