@@ -186,3 +186,45 @@ fn figures_in_documents_are_those_of_the_records() {
         String::from_utf8_lossy(&run.stderr)
     );
 }
+
+/// Code that only a GPU can test.
+const GPU_CODE: [&str; 5] = [
+    "crates/encke-cuda",
+    "crates/encke/src/gpu_call.rs",
+    "python/src/gpu.rs",
+    "python/encke/_gpu.py",
+    "python/encke/_gpu_mixing.py",
+];
+
+/// Prints, even where a test's output is not shown, how many commits have changed code of the GPU
+/// since the record of its suites (`scripts/test-gpu`), and fails if a suite failed there.
+#[test]
+fn the_suites_of_the_gpu_passed_at_a_known_commit() {
+    let path = root().join("bench/record/gpu-suites.json");
+    let text = std::fs::read_to_string(&path).expect("the record of the GPU's suites");
+    let record: serde_json::Value = serde_json::from_str(&text).expect("a record is JSON");
+    let suites = record["suites"].as_array().expect("a list of suites");
+    let failed = suites.iter().filter(|suite| suite["passed"] != true);
+    none(
+        failed.map(|suite| suite["name"].to_string()).collect(),
+        "Mend them and run scripts/test-gpu again.",
+    );
+    assert!(!suites.is_empty(), "the record names no suite");
+    let commit = record["commit"].as_str().expect("the commit of a record");
+    let log = Command::new("git")
+        .current_dir(root())
+        .args(["rev-list", "--count", &format!("{commit}..HEAD"), "--"])
+        .args(GPU_CODE)
+        .output()
+        .expect("git runs");
+    let count = String::from_utf8_lossy(&log.stdout);
+    let count = match log.status.success() {
+        true => count.trim(),
+        false => "an unknown number of", // a shallow clone
+    };
+    let line = format!(
+        "tidy: {count} commits have changed code of the GPU since its suites ran, at {}\n",
+        &commit[..commit.len().min(10)]
+    );
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
+}
