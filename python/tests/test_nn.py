@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 
 import pytest
@@ -13,9 +14,13 @@ import encke
 from encke.distributed import RingDilatedAttention
 from encke.nn import (
     DilatedAttention,
+    DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
+    LongNet,
     LongNetEncoder,
+    LongNetLM,
     MultiheadDilatedAttention,
+    ScaledRotaryEmbedding,
 )
 
 PATTERN = dict(dilation_rates=[1, 2], segment_lengths=[8, 16])
@@ -113,13 +118,79 @@ def test_the_layer_is_two_residual_blocks(randn):
     attended = x + layer.self_attn(layer.norm1(x), is_causal=True)[0]
     hidden = layer.norm3(torch.relu(layer.linear1(layer.norm2(attended))))
     assert torch.allclose(layer(x, is_causal=True), attended + layer.linear2(hidden), atol=1e-12)
-    # As in those packages: no residual.
     layer.residual = False
     attended = layer.self_attn(layer.norm1(x), is_causal=True)[0]
     hidden = layer.norm3(torch.relu(layer.linear1(layer.norm2(attended))))
     assert torch.allclose(layer(x, is_causal=True), layer.linear2(hidden), atol=1e-12)
     names = {name.split(".")[0] for name in layer.state_dict()}
     assert names == {"norm1", "self_attn", "norm2", "linear1", "norm3", "linear2"}
+
+
+def test_a_decoder_layer_is_three_residual_blocks(randn):
+    layer = DilatedTransformerDecoderLayer(32, 4, [8, 16], [1, 2], 48, 0.0, dtype=torch.float64)
+    x, memory = randn(2, 21, 32), randn(2, 21, 32)
+    attended = x + layer.self_attn(layer.norm1(x), is_causal=True)[0]
+    crossed = attended + layer.multihead_attn(layer.norm2(attended), memory, is_causal=False)[0]
+    hidden = layer.norm4(torch.relu(layer.linear1(layer.norm3(crossed))))
+    out = layer(x, memory, tgt_is_causal=True)
+    assert torch.allclose(out, crossed + layer.linear2(hidden), atol=1e-12)
+    assert layer.self_attn.norm is None and layer.multihead_attn.norm is not None
+    out.sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_longnet_has_the_names_and_gains_of_the_other_package(randn):
+    model = LongNet(32, 4, 2, 3, 48, [8, 16], [1, 2], 0.0, "gelu", 1e-6, "cpu", torch.float64)
+    names = set(model.state_dict())
+    assert {
+        "encoder.layers.1.self_attn.norm.weight",
+        "encoder.layers.0.norm3.bias",
+        "decoder.layers.2.multihead_attn.q_proj.weight",
+        "decoder.layers.0.norm4.weight",
+    } <= names and "decoder.layers.0.self_attn.norm.weight" not in names
+    first, last = model.encoder.layers[0], model.decoder.layers[2]
+    assert first.gamma_init == pytest.approx(math.sqrt(math.log(9) * math.log(4) / 3))
+    assert last.gamma_init == pytest.approx(math.sqrt(math.log(9)))
+    assert last.norm4.eps == 1e-6 and last.linear1.weight.dtype == torch.float64
+    x = randn(1, 40, 32)
+    changed = x.clone()
+    changed[:, 25] += 1
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :25], after[:, :25]) and not torch.equal(before, after)
+    before, after = model(x, is_causal=False), model(changed, is_causal=False)
+    assert not torch.equal(before[:, :25], after[:, :25])
+
+
+def test_positions_turn_pairs_of_columns(randn):
+    for tokens in (7, 8):
+        x = randn(2, tokens, 6)
+        out = ScaledRotaryEmbedding(6).double()(x)
+        for t in range(tokens):
+            for pair in range(3):
+                scale = ((2 * pair + 0.4 * 6) / (1.4 * 6)) ** ((t - math.ceil(tokens / 2)) / 512)
+                turn = scale * cmath.exp(1j * t / 10000 ** (pair / 3))
+                for row, turned in zip(x[:, t], out[:, t]):
+                    want = complex(*row[2 * pair : 2 * pair + 2]) * turn
+                    got = complex(*turned[2 * pair : 2 * pair + 2])
+                    assert abs(got - want) < 1e-6
+
+
+def test_a_language_model_learns():
+    torch.manual_seed(3)
+    pattern = dict(segment_lengths=[8, 16], dilation_rates=[1, 2])
+    model = LongNetLM(11, 32, 4, 1, 1, 64, **pattern)
+    text = torch.arange(33).remainder(11)[None]
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(30):
+        logits = model(text[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits[0], text[0, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+    assert {"token_embedding.weight", "pos_embedding.scale", "out.bias"} <= set(model.state_dict())
 
 
 def test_an_encoder_has_gradients_and_is_causal(randn):

@@ -10,11 +10,20 @@ moves over by changing its import. ``docs/migration.md`` lists where results dif
 """
 
 from encke.nn.attention import DilatedAttention, MultiheadDilatedAttention
-from encke.nn.longnet import DilatedTransformerEncoderLayer, LongNetEncoder
+from encke.nn.longnet import (
+    DilatedTransformerDecoderLayer,
+    DilatedTransformerEncoderLayer,
+    LongNetEncoder,
+)
+from encke.nn.models import LongNet, LongNetLM, ScaledRotaryEmbedding
 
 __all__ = [
     "DilatedAttention",
+    "DilatedTransformerDecoderLayer",
     "DilatedTransformerEncoderLayer",
+    "LongNet",
     "LongNetEncoder",
+    "LongNetLM",
     "MultiheadDilatedAttention",
+    "ScaledRotaryEmbedding",
 ]

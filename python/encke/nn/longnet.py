@@ -1,8 +1,7 @@
-"""LongNet's encoder layer, and a stack of them.
+"""LongNet's encoder and decoder layers, and a stack of encoder layers.
 
-The layer is MAGNETO's: a layer norm at the beginning and one in the middle of each block. It has
-residual connections, as in the paper; the packages this replaces have none, as with
-``residual=False``.
+The layers are MAGNETO's: a layer norm at the beginning and one in the middle of each block, and
+residual connections around the blocks.
 """
 
 from __future__ import annotations
@@ -24,12 +23,63 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class DilatedTransformerEncoderLayer(nn.Module):
+class _MagnetoLayer(nn.Module):
+    """What encoder and decoder layers share: the feed-forward block, residuals and dropout."""
+
+    norm_before_linear: str
+    norm_between_linear: str
+
+    def __init__(
+        self,
+        dropout: float,
+        activation: Union[str, Callable[[Tensor], Tensor]],
+        gamma_init: float,
+        residual: bool,
+    ) -> None:
+        super().__init__()
+        if isinstance(activation, str):
+            if activation not in _ACTIVATIONS:
+                known = ", ".join(_ACTIVATIONS)
+                raise ValueError(f"activation is {activation!r}; known: {known}, or a function")
+            activation = _ACTIVATIONS[activation]
+        self.activation = activation
+        self.residual = residual
+        self.gamma_init = gamma_init
+        self.dropout = nn.Dropout(dropout)
+
+    def _add_feed_forward(
+        self, d_model: int, dim_feedforward: int, eps: float, factory: dict[str, Any]
+    ) -> None:
+        setattr(self, self.norm_before_linear, nn.LayerNorm(d_model, eps=eps, **factory))
+        self.linear1 = nn.Linear(d_model, dim_feedforward, **factory)
+        setattr(self, self.norm_between_linear, nn.LayerNorm(dim_feedforward, eps=eps, **factory))
+        self.linear2 = nn.Linear(dim_feedforward, d_model, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises the feed-forward block as MAGNETO does; the attention initialises itself."""
+        for linear in (self.linear1, self.linear2):
+            nn.init.xavier_normal_(linear.weight, gain=self.gamma_init)
+            nn.init.zeros_(linear.bias)
+
+    def _add(self, x: Tensor, block: Tensor) -> Tensor:
+        return x + block if self.residual else block
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        x = getattr(self, self.norm_before_linear)(x)
+        x = self.dropout(self.activation(self.linear1(x)))
+        return self.dropout(self.linear2(getattr(self, self.norm_between_linear)(x)))
+
+
+class DilatedTransformerEncoderLayer(_MagnetoLayer):
     """An encoder layer with dilated attention; causal, it is a decoder-only layer.
 
     ``dropout`` is applied after the attention and in the feed-forward block, not to the attention
-    weights. ``options`` are those of :class:`encke.nn.MultiheadDilatedAttention`.
+    weights; ``residual=False`` leaves the residual connections out. ``options`` are those of
+    :class:`encke.nn.MultiheadDilatedAttention`.
     """
+
+    norm_before_linear, norm_between_linear = "norm2", "norm3"
 
     def __init__(
         self,
@@ -48,17 +98,8 @@ class DilatedTransformerEncoderLayer(nn.Module):
         residual: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__()
-        if isinstance(activation, str):
-            if activation not in _ACTIVATIONS:
-                known = ", ".join(_ACTIVATIONS)
-                raise ValueError(f"activation is {activation!r}; known: {known}, or a function")
-            activation = _ACTIVATIONS[activation]
+        super().__init__(dropout, activation, gamma_init, residual)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.activation = activation
-        self.residual = residual
-        self.gamma_init = gamma_init
-        self.dropout = nn.Dropout(dropout)
         self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
         self.self_attn = MultiheadDilatedAttention(
             d_model,
@@ -70,33 +111,77 @@ class DilatedTransformerEncoderLayer(nn.Module):
             **factory,
             **options,
         )
-        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
-        self.linear1 = nn.Linear(d_model, dim_feedforward, **factory)
-        self.norm3 = nn.LayerNorm(dim_feedforward, eps=layer_norm_eps, **factory)
-        self.linear2 = nn.Linear(dim_feedforward, d_model, **factory)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialises the feed-forward block as MAGNETO does; the attention initialises itself."""
-        for linear in (self.linear1, self.linear2):
-            nn.init.xavier_normal_(linear.weight, gain=self.gamma_init)
-            nn.init.zeros_(linear.bias)
+        self._add_feed_forward(d_model, dim_feedforward, layer_norm_eps, factory)
 
     def forward(self, src: Tensor, is_causal: bool = False, **attention_options: Any) -> Tensor:
         """The layer's output, ``[batch, tokens, d_model]`` like ``src``."""
-        x = self._add(src, self._attend(self.norm1(src), is_causal, attention_options))
-        return self._add(x, self._feed_forward(self.norm2(x)))
+        attended, _ = self.self_attn(self.norm1(src), is_causal=is_causal, **attention_options)
+        x = self._add(src, self.dropout(attended))
+        return self._add(x, self._feed_forward(x))
 
-    def _add(self, x: Tensor, block: Tensor) -> Tensor:
-        return x + block if self.residual else block
 
-    def _attend(self, x: Tensor, is_causal: bool, attention_options: dict[str, Any]) -> Tensor:
-        out, _ = self.self_attn(x, x, x, is_causal=is_causal, **attention_options)
-        return self.dropout(out)
+class DilatedTransformerDecoderLayer(_MagnetoLayer):
+    """A decoder layer: dilated attention to itself, then to the encoder's output, which has as many
+    tokens. Arguments as for :class:`DilatedTransformerEncoderLayer`."""
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        x = self.dropout(self.activation(self.linear1(x)))
-        return self.dropout(self.linear2(self.norm3(x)))
+    norm_before_linear, norm_between_linear = "norm3", "norm4"
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        segment_lengths: Optional[Sequence[int]] = None,
+        dilation_rates: Optional[Sequence[int]] = None,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Union[str, Callable[[Tensor], Tensor]] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: Optional[Union[torch.device, str]] = None,
+        dtype: Optional[torch.dtype] = None,
+        *,
+        residual: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(dropout, activation, gamma_init, residual)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+
+        def attention(layer_norm: bool) -> MultiheadDilatedAttention:
+            return MultiheadDilatedAttention(
+                d_model,
+                nhead,
+                dilation_rates,
+                segment_lengths,
+                layer_norm=layer_norm,
+                layer_norm_eps=layer_norm_eps,
+                gamma_init=gamma_init,
+                **factory,
+                **options,
+            )
+
+        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
+        self.self_attn = attention(layer_norm=False)
+        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
+        self.multihead_attn = attention(layer_norm=True)
+        self._add_feed_forward(d_model, dim_feedforward, layer_norm_eps, factory)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+        **attention_options: Any,
+    ) -> Tensor:
+        """The layer's output, ``[batch, tokens, d_model]`` like ``tgt``."""
+        normed = self.norm1(tgt)
+        attended, _ = self.self_attn(normed, is_causal=tgt_is_causal, **attention_options)
+        x = self._add(tgt, self.dropout(attended))
+        crossed, _ = self.multihead_attn(
+            self.norm2(x), memory, memory, is_causal=memory_is_causal, **attention_options
+        )
+        x = self._add(x, self.dropout(crossed))
+        return self._add(x, self._feed_forward(x))
 
 
 class LongNetEncoder(nn.Module):
