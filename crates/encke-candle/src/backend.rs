@@ -6,18 +6,9 @@
 use std::sync::{Mutex, PoisonError};
 
 use encke::{
-    Attention, Backward, Checkpoint, CpuKernel, Error, Forward, Kernel, Memory, SavedOutput,
-    ShardAttention, Transport, View,
+    Attention, Backward, CpuKernel, Error, Forward, Kernel, Memory, SavedForward, ShardAttention,
+    Transport, View,
 };
-
-/// What the forward pass saved for the backward pass.
-#[derive(Debug, Clone, Copy)]
-pub enum SavedForward<'a> {
-    /// The output and its log-sum-exp.
-    Output(&'a SavedOutput<'a>),
-    /// A checkpoint that is not in memory: a file, or nothing.
-    Checkpoint(&'a Checkpoint),
-}
 
 /// Attention, forward and backward, on tensors in host memory.
 pub trait AttentionBackend: Send + Sync {
@@ -40,16 +31,11 @@ impl<K: Kernel> AttentionBackend for Attention<K> {
 
     fn backward(
         &self,
-        [q, k, v]: [&View<'_>; 3],
+        qkv: [&View<'_>; 3],
         saved: SavedForward<'_>,
         dout: &View<'_>,
     ) -> Result<Backward, Error> {
-        match saved {
-            SavedForward::Output(saved) => self.backward_from(q, k, v, saved, dout, None),
-            SavedForward::Checkpoint(checkpoint) => {
-                Attention::backward(self, q, k, v, checkpoint, dout, None)
-            }
-        }
+        self.backward_saved(qkv, saved, dout)
     }
 }
 
@@ -109,7 +95,7 @@ impl<T: Transport<<CpuKernel as Memory>::Buffer> + Send> AttentionBackend for Sh
         let (shard, tokens, gradients) = (&self.attention, self.tokens, (dout, None));
         self.pass(|transport| match saved {
             SavedForward::Output(saved) => {
-                shard.backward_from(tokens, qkv, saved, gradients, transport)
+                shard.backward_from(tokens, qkv, &saved, gradients, transport)
             }
             SavedForward::Checkpoint(saved) => {
                 shard.backward(tokens, qkv, saved, gradients, transport)

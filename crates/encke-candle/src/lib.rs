@@ -48,7 +48,8 @@ mod operation;
 mod storage;
 
 pub use attention::{Attention, Reports};
-pub use backend::{AttentionBackend, SavedForward, ShardBackend};
+pub use backend::{AttentionBackend, ShardBackend};
+pub use encke::SavedForward;
 pub use error::Error;
 pub use module::{LayerConfig, RingDilatedAttention};
 pub use norm::rms_norm;

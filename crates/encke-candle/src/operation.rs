@@ -10,10 +10,9 @@ use std::sync::{Arc, OnceLock};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
-use encke::{Checkpoint, Data, Forward, SavedOutput, View};
+use encke::{Data, Forward, SavedState, View};
 
 use crate::attention::Attention;
-use crate::backend::SavedForward;
 use crate::error::Error;
 use crate::storage::{check, device_name, into_storage, on_host, readable, view};
 
@@ -43,21 +42,13 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, settings: &Attention) -> Re
 /// One call of attention.
 struct AttentionOp {
     settings: Attention,
-    saved: OnceLock<SavedState>,
+    saved: OnceLock<SavedTensors>,
 }
 
 /// What a forward pass saves for its backward pass, beside the output that candle keeps.
-enum SavedState {
-    /// The log-sum-exp.
-    Lse(Arc<encke::Tensor>),
-    /// Output and log-sum-exp by branch, where branches keep slots of their own.
-    Slots {
-        out: Arc<encke::Tensor>,
-        slot_lse: Arc<encke::Tensor>,
-        lse: Arc<encke::Tensor>,
-    },
-    /// A checkpoint that is not in memory: a file, or nothing.
-    Checkpoint(Checkpoint),
+enum SavedTensors {
+    /// In host memory, or a checkpoint.
+    Host(SavedState),
     /// The log-sum-exp on a GPU; `None` if the backward pass recomputes the forward pass.
     #[cfg(feature = "cuda")]
     Cuda(Option<CudaStorage>),
@@ -66,29 +57,13 @@ enum SavedState {
 impl AttentionOp {
     /// Saves what the backward pass needs, and returns the output.
     fn save(&self, forward: Forward) -> Arc<encke::Tensor> {
-        let Forward {
-            out,
-            lse,
-            checkpoint,
-            report,
-        } = forward;
+        let (out, saved, report) = forward.into_saved();
         self.settings.set_forward_report(report);
-        let saved = match checkpoint.saved().is_some() {
-            false => SavedState::Checkpoint(checkpoint),
-            true => match checkpoint.into_slots() {
-                Some((slot_out, slot_lse)) if !Arc::ptr_eq(&slot_lse, &lse) => SavedState::Slots {
-                    out: slot_out,
-                    slot_lse,
-                    lse,
-                },
-                _ => SavedState::Lse(lse),
-            },
-        };
-        self.set_saved(saved);
+        self.set_saved(SavedTensors::Host(saved));
         out
     }
 
-    fn set_saved(&self, saved: SavedState) {
+    fn set_saved(&self, saved: SavedTensors) {
         assert!(self.saved.set(saved).is_ok(), "an operation is one call");
     }
 
@@ -99,26 +74,14 @@ impl AttentionOp {
         result: View<'_>,
         dout: &View<'_>,
     ) -> std::result::Result<[encke::Tensor; 3], Error> {
-        let backend = self.settings.backend();
-        let from_output = |slot_out, slot_lse, lse| {
-            let saved = SavedOutput {
-                slot_out,
-                slot_lse,
-                lse,
-            };
-            backend.backward(qkv, SavedForward::Output(&saved), dout)
-        };
         let backward = match self.saved.get().ok_or(Error::NothingSaved)? {
-            SavedState::Lse(lse) => from_output(result, lse.view(), lse.view()),
-            SavedState::Slots { out, slot_lse, lse } => {
-                from_output(out.view(), slot_lse.view(), lse.view())
-            }
-            SavedState::Checkpoint(checkpoint) => {
-                backend.backward(qkv, SavedForward::Checkpoint(checkpoint), dout)
+            SavedTensors::Host(saved) => {
+                let saved = saved.with_output(result);
+                self.settings.backend().backward(qkv, saved, dout)?
             }
             #[cfg(feature = "cuda")]
-            SavedState::Cuda(_) => return Err(Error::NothingSaved),
-        }?;
+            SavedTensors::Cuda(_) => return Err(Error::NothingSaved),
+        };
         self.settings.set_backward_report(backward.report);
         Ok([backward.dq, backward.dk, backward.dv])
     }
@@ -165,7 +128,7 @@ impl CustomOp3 for AttentionOp {
         let attention = self.settings.on_gpu(&q.device)?;
         let (out, lse, report) = crate::cuda::forward(&attention, qkv)?;
         self.settings.set_forward_report(report);
-        self.set_saved(SavedState::Cuda(lse));
+        self.set_saved(SavedTensors::Cuda(lse));
         Ok((out, q_layout.shape().clone()))
     }
 
@@ -179,7 +142,7 @@ impl CustomOp3 for AttentionOp {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let dout = readable(dout)?;
         #[cfg(feature = "cuda")]
-        if let Some(SavedState::Cuda(lse)) = self.saved.get() {
+        if let Some(SavedTensors::Cuda(lse)) = self.saved.get() {
             let attention = self.settings.on_gpu(q.device().as_cuda_device()?)?;
             let tensors = [q, k, v, result, &dout];
             let (gradients, report) = crate::cuda::backward(&attention, tensors, lse.as_ref())?;

@@ -88,6 +88,7 @@ mod offload;
 mod on_gpu;
 mod passes;
 mod results;
+mod saved_state;
 mod shard;
 pub mod tune;
 
@@ -123,4 +124,5 @@ pub use encke_ring::{
 #[cfg(feature = "cuda")]
 pub use gpu_call::{EnqueueReport, GpuCall};
 pub use results::{Backward, Forward, Report};
+pub use saved_state::{SavedForward, SavedState};
 pub use shard::ShardAttention;

@@ -19,7 +19,7 @@ const ARCHITECTURE_WORDS: usize = 2500;
 /// Lines of README.md: one screen and the ways in.
 const README_LINES: usize = 120;
 /// Type names that several crates may define, each with the reason.
-const SHARED_TYPE_NAMES: [(&str, &str); 4] = [
+const SHARED_TYPE_NAMES: [(&str, &str); 5] = [
     ("Error", "one error enum for each crate that people import"),
     ("Result", "the result type beside it"),
     (
@@ -28,7 +28,11 @@ const SHARED_TYPE_NAMES: [(&str, &str); 4] = [
     ),
     (
         "Attention",
-        "the same idea in Rust, in candle and in Python",
+        "the same idea in Rust, in candle, in Burn and in Python",
+    ),
+    (
+        "RingDilatedAttention",
+        "the same layer in candle and in Burn",
     ),
 ];
 /// Words that hide the subject of a sentence.
@@ -168,6 +172,37 @@ fn links_between_documents_lead_somewhere() {
         }
     }
     none(findings, "Correct the link or write the page.");
+}
+
+#[test]
+fn the_book_has_every_page() {
+    let summary = std::fs::read_to_string(root().join("docs/SUMMARY.md")).expect("a summary");
+    let listed = files::links(&summary);
+    let mut findings = Vec::new();
+    for path in tracked() {
+        let page = path
+            .strip_prefix("docs/")
+            .filter(|page| page.ends_with(".md"));
+        let Some(page) = page.filter(|page| *page != "SUMMARY.md") else {
+            continue;
+        };
+        match listed.iter().filter(|listed| **listed == page).count() {
+            1 => {}
+            times => findings.push(format!("{page}: listed {times} times")),
+        }
+    }
+    none(findings, "List each page of docs/ once in docs/SUMMARY.md.");
+}
+
+#[test]
+fn versions_agree() {
+    let run = Command::new(root().join("scripts/check-release")).output();
+    let run = run.expect("scripts/check-release runs");
+    assert!(
+        run.status.success(),
+        "{}",
+        String::from_utf8_lossy(&run.stderr)
+    );
 }
 
 #[test]
