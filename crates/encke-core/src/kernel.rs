@@ -140,6 +140,12 @@ pub trait Kernel: Memory {
         [1, 1]
     }
 
+    /// Whether the bits that a job writes for the rows of a segment depend on nothing else: not on
+    /// other segments, batch entries or heads of other keys, nor on the number of threads.
+    fn repeats_bits(&self) -> bool {
+        false
+    }
+
     /// Bytes of scratch memory that are currently allocated.
     fn scratch_bytes(&self) -> usize {
         0

@@ -488,6 +488,10 @@ impl Kernel for CpuKernel {
         }
     }
 
+    fn repeats_bits(&self) -> bool {
+        true
+    }
+
     fn scratch_bytes(&self) -> usize {
         #[cfg(target_arch = "x86_64")]
         let tiles = self.scratch_tiles.bytes();

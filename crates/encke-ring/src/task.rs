@@ -1,7 +1,7 @@
 //! Runs one task of a program on the kernel.
 //!
 //! A translation without decisions: the task names the buffers it reads and writes, the kernel
-//! computes. A task writes buffers that are checked out ([`CheckedOut`]); it reads buffers in the
+//! computes; a job on a grid is computed step by step. A task writes buffers that are checked out ([`CheckedOut`]); it reads buffers in the
 //! table, or the caller's inputs in place.
 
 use encke_core::kernel::{Gradients, Kernel, KernelError, SoftmaxState, Upstream};
@@ -73,11 +73,13 @@ pub(crate) fn run_task<K: Kernel>(
             starts,
             carry,
         } => outputs.with_carry(*carry, |_, carry| {
-            let state = SoftmaxState::Accumulate {
-                carry,
-                starts: *starts,
-            };
-            kernel.attend(job, read(*q), read(*k), read(*v), state)
+            job.tile_steps().try_for_each(|step| {
+                let state = SoftmaxState::Accumulate {
+                    carry: &mut *carry,
+                    starts: *starts,
+                };
+                kernel.attend(&step, read(*q), read(*k), read(*v), state)
+            })
         }),
         Task::Conclude {
             job,
@@ -161,12 +163,14 @@ pub(crate) fn run_task<K: Kernel>(
             };
             let (q, k, v) = (read(*q), read(*k), read(*v));
             let [to_q, to_k, to_v] = &mut gradients;
-            let into = Gradients {
-                dq: to_q,
-                dk: to_k,
-                dv: to_v,
-            };
-            let done = kernel.backward(job, q, k, v, upstream, into);
+            let done = job.tile_steps().try_for_each(|step| {
+                let into = Gradients {
+                    dq: &mut *to_q,
+                    dk: &mut *to_k,
+                    dv: &mut *to_v,
+                };
+                kernel.backward(&step, q, k, v, upstream, into)
+            });
             for (id, buffer) in [*dq, *dk, *dv].into_iter().zip(gradients) {
                 *outputs.slot(id) = Some(buffer);
             }

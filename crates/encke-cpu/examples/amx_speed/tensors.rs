@@ -52,6 +52,7 @@ pub fn job(tokens: usize, heads: usize, dim: usize, causal: bool) -> Job {
         dropout: None,
         scale: 1.0 / (dim as f64).sqrt(),
         gain: 1.0,
+        tiles: None,
     }
 }
 

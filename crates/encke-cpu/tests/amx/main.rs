@@ -84,6 +84,7 @@ fn job(queries: usize, keys: usize, heads: usize, dim: usize, causal: Option<Ban
         dropout: None,
         scale: 1.0 / (dim as f64).sqrt(),
         gain: 0.5,
+        tiles: None,
     }
 }
 
