@@ -146,6 +146,13 @@ pub trait Kernel: Memory {
         false
     }
 
+    /// Whether [`Kernel::attend`] takes jobs on a grid and attends in an order of their tiles that
+    /// no ring changes. Other kernels get such a job step by step
+    /// ([`Job::tile_steps`](crate::job::Job::tile_steps)), and so do all in the backward pass.
+    fn attends_in_order(&self) -> bool {
+        false
+    }
+
     /// Bytes of scratch memory that are currently allocated.
     fn scratch_bytes(&self) -> usize {
         0

@@ -38,7 +38,8 @@ pub struct JobTiles {
 
 impl JobTiles {
     /// The keys among `visible` that query row `i` meets.
-    pub(crate) fn visible(&self, i: usize, visible: Range<usize>) -> Range<usize> {
+    #[inline]
+    pub fn visible(&self, i: usize, visible: Range<usize>) -> Range<usize> {
         let end = ((self.query + i) / self.tile + 1) * self.tile;
         let own_end = end.saturating_sub(self.key);
         let Range { start, end } = visible;

@@ -350,8 +350,8 @@ impl Kernel for CpuKernel {
         };
         self.writable_cells(job)?;
         match dtype {
-            DType::F64 => self.forward_f64(job, [q, k, v], Target::new(state, job.gain)),
-            _ => self.forward_f32(job, [q, k, v], Target::new(state, job.gain)),
+            DType::F64 => self.forward_f64(job, [q, k, v], Target::new(state, job)),
+            _ => self.forward_f32(job, [q, k, v], Target::new(state, job)),
         }
         Ok(())
     }
@@ -489,6 +489,10 @@ impl Kernel for CpuKernel {
     }
 
     fn repeats_bits(&self) -> bool {
+        true
+    }
+
+    fn attends_in_order(&self) -> bool {
         true
     }
 

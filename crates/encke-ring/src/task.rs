@@ -4,6 +4,7 @@
 //! computes; a job on a grid is computed step by step. A task writes buffers that are checked out ([`CheckedOut`]); it reads buffers in the
 //! table, or the caller's inputs in place.
 
+use encke_core::job::Job;
 use encke_core::kernel::{Gradients, Kernel, KernelError, SoftmaxState, Upstream};
 use encke_core::plan::program::{BufferId, Fill, Task};
 
@@ -73,13 +74,17 @@ pub(crate) fn run_task<K: Kernel>(
             starts,
             carry,
         } => outputs.with_carry(*carry, |_, carry| {
-            job.tile_steps().try_for_each(|step| {
+            let mut attend = |job: &Job| {
                 let state = SoftmaxState::Accumulate {
                     carry: &mut *carry,
                     starts: *starts,
                 };
-                kernel.attend(&step, read(*q), read(*k), read(*v), state)
-            })
+                kernel.attend(job, read(*q), read(*k), read(*v), state)
+            };
+            match job.tiles.is_none() || kernel.attends_in_order() {
+                true => attend(job),
+                false => job.tile_steps().try_for_each(|step| attend(&step)),
+            }
         }),
         Task::Conclude {
             job,

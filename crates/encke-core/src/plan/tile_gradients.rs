@@ -12,7 +12,7 @@ use super::layout::reversed;
 use super::position::{PASS_TAG, RETURN_TAG};
 use super::program::{BufferId, Component, RankPlan, Role, Task};
 use super::rings::{Parcel, Section};
-use super::tile_order::{Stage, TravelBuffers, WIDTHS, address, lists, pairs};
+use super::tile_order::{ParcelList, Stage, TravelBuffers, WIDTHS, address, lists, pairs};
 use super::topology::Plan;
 use super::width::Width;
 use crate::dtype::DType;
@@ -267,8 +267,7 @@ impl TravellingQueries {
         let component = Component::TravellingQueries;
         let largest =
             |b: &ProgramBuilder<'_>, parcels: &[Parcel], width| b.largest(parcels.iter(), width);
-        let by_place = |lists: Vec<&Vec<(usize, Parcel)>>,
-                        queries: &dyn Fn(&(usize, Parcel)) -> Parcel| {
+        let by_place = |lists: Vec<&ParcelList>, queries: &dyn Fn(&(usize, Parcel)) -> Parcel| {
             let count = lists.iter().map(|list| list.len()).max().unwrap_or(0);
             let of = |place: usize| -> Vec<Parcel> {
                 let parcels = lists.iter().filter_map(|list| list.get(place));

@@ -41,11 +41,14 @@ pub(super) fn program(plan: &Plan, rank: usize, first_epoch: bool) -> RankPlan {
     }
 }
 
+/// Parcels, each with the rank at its other end.
+pub(super) type ParcelList = Vec<(usize, Parcel)>;
+
 /// What one rank exchanges for a branch: parcels by distance, each with the other rank.
 pub(super) struct Stage {
     pub branch: usize,
-    pub incoming: Vec<Vec<(usize, Parcel)>>,
-    pub outgoing: Vec<Vec<(usize, Parcel)>>,
+    pub incoming: Vec<ParcelList>,
+    pub outgoing: Vec<ParcelList>,
 }
 
 impl Stage {
@@ -118,13 +121,7 @@ impl Plan {
 
     /// The parcels of a branch that `rank` sends to the members `distance` places after it, or
     /// receives from those before it.
-    fn parcels(
-        &self,
-        branch: usize,
-        distance: usize,
-        rank: usize,
-        sends: bool,
-    ) -> Vec<(usize, Parcel)> {
+    fn parcels(&self, branch: usize, distance: usize, rank: usize, sends: bool) -> ParcelList {
         let mut by_rank: BTreeMap<usize, Vec<Section>> = BTreeMap::new();
         for &(lane, group) in &self.groups_of[rank] {
             let group = &self.groups[lane][group];
@@ -206,7 +203,7 @@ pub(super) fn address(peer: usize, owner: usize, tag: usize) -> Address {
 pub(super) fn pairs<'p>(
     b: &mut ProgramBuilder<'_>,
     (names, component, dtype): ([&'static str; 2], Component, DType),
-    lists: impl Iterator<Item = &'p Vec<(usize, Parcel)>>,
+    lists: impl Iterator<Item = &'p ParcelList>,
 ) -> Vec<[BufferId; 2]> {
     let lists: Vec<_> = lists.collect();
     let count = lists.iter().map(|list| list.len()).max().unwrap_or(0);
@@ -225,9 +222,9 @@ pub(super) fn pairs<'p>(
 /// Lists of parcels of every stage, those of an even or odd distance or all.
 pub(super) fn lists(
     stages: &[Stage],
-    of: fn(&Stage) -> &Vec<Vec<(usize, Parcel)>>,
+    of: fn(&Stage) -> &Vec<ParcelList>,
     parity: Option<usize>,
-) -> impl Iterator<Item = &Vec<(usize, Parcel)>> {
+) -> impl Iterator<Item = &ParcelList> {
     let each = stages
         .iter()
         .flat_map(move |stage| of(stage).iter().enumerate());

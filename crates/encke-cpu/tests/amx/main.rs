@@ -436,7 +436,7 @@ fn change_configuration<N: TestedElement>() {
                 carry: &mut got.carry,
                 starts: false,
             },
-            1.0,
+            &job,
         ),
     );
     NaiveKernel

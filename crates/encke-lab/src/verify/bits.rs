@@ -11,6 +11,9 @@ use encke::{Attention, DType, Tensor};
 const RINGS: [usize; 5] = [2, 3, 4, 8, 16];
 const TYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::F16, DType::F64];
 
+/// The bytes of tensors, by name.
+type TensorBytes = Vec<(&'static str, Vec<u8>)>;
+
 /// How many tensors were compared.
 #[derive(Debug, Default)]
 pub struct BitsSuite {
@@ -32,7 +35,7 @@ impl BitsSuite {
             self.cut += usize::from(cut);
             for ((name, one), (_, other)) in alone.iter().zip(&ring) {
                 ensure!(
-                    one.data().bytes() == other.data().bytes(),
+                    one == other,
                     "{name} has other bits on {ranks} ranks than on one: {:?}",
                     case.request
                 );
@@ -54,8 +57,8 @@ impl fmt::Display for BitsSuite {
     }
 }
 
-/// out, lse, dq, dk and dv, and whether several ranks have tokens.
-fn results(case: &Configuration, ranks: usize) -> Result<(Vec<(&'static str, Tensor)>, bool)> {
+/// The bytes of out, lse, dq, dk and dv, and whether several ranks have tokens.
+fn results(case: &Configuration, ranks: usize) -> Result<(TensorBytes, bool)> {
     let request = &case.request;
     let attention = Attention::builder()
         .pattern(request.pattern.clone())
@@ -90,12 +93,13 @@ fn results(case: &Configuration, ranks: usize) -> Result<(Vec<(&'static str, Ten
         &dout.view(),
         Some(&dlse.view()),
     )?;
+    let bytes = |tensor: &Tensor| tensor.data().bytes().to_vec();
     let tensors = vec![
-        ("out", forward.out),
-        ("lse", forward.lse),
-        ("dq", backward.dq),
-        ("dk", backward.dk),
-        ("dv", backward.dv),
+        ("out", bytes(&forward.out)),
+        ("lse", bytes(&forward.lse)),
+        ("dq", bytes(&backward.dq)),
+        ("dk", bytes(&backward.dk)),
+        ("dv", bytes(&backward.dv)),
     ];
     Ok((tensors, cut))
 }
