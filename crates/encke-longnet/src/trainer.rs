@@ -132,11 +132,12 @@ impl Trainer {
 
     /// Fails on all ranks if their weights differ.
     pub fn compare(&mut self) -> Result<()> {
+        let weights = self.trained().all();
         let Some(group) = &mut self.group else {
             return Ok(());
         };
         let mut bytes = Vec::new();
-        for (_, weight) in self.trained().all() {
+        for (_, weight) in weights {
             let values = weight.flatten_all()?.to_vec1::<f32>()?;
             bytes.extend(values.iter().flat_map(|x| x.to_le_bytes()));
         }

@@ -4,6 +4,7 @@
 //! the suite runs on those as well.
 #![cfg(target_arch = "x86_64")]
 
+mod grid;
 mod kernel;
 mod packing;
 
