@@ -123,7 +123,8 @@ fn width(text: &str) -> Result<usize, String> {
     }
 }
 
-fn bits(text: &str) -> Result<Bits, String> {
+/// Parses what bits may depend on.
+pub fn bits(text: &str) -> Result<Bits, String> {
     text.parse::<Bits>().map_err(|error| error.to_string())
 }
 

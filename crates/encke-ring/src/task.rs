@@ -74,17 +74,22 @@ pub(crate) fn run_task<K: Kernel>(
             starts,
             carry,
         } => outputs.with_carry(*carry, |_, carry| {
-            let mut attend = |job: &Job| {
-                let state = SoftmaxState::Accumulate {
-                    carry: &mut *carry,
-                    starts: *starts,
-                };
+            let mut attend = |job: &Job, starts: bool| {
+                let carry = &mut *carry;
+                let state = SoftmaxState::Accumulate { carry, starts };
                 kernel.attend(job, read(*q), read(*k), read(*v), state)
             };
-            match job.tiles.is_none() || kernel.attends_in_order() {
-                true => attend(job),
-                false => job.tile_steps().try_for_each(|step| attend(&step)),
+            if job.tiles.is_none() || kernel.attends_in_order() {
+                return attend(job, *starts);
             }
+            // The first diagonal has every query once.
+            let mut rows = 0;
+            job.tile_steps().try_for_each(|step| {
+                let first = rows < job.queries;
+                let tiles = if job.segments == 1 { step.segments } else { 1 };
+                rows += tiles * step.queries;
+                attend(&step, *starts && first)
+            })
         }),
         Task::Conclude {
             job,

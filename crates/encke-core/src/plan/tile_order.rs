@@ -340,6 +340,16 @@ impl ProgramBuilder<'_> {
         jobs
     }
 
+    /// Whether every cell of this rank is in one of these jobs of its own keys, the first branch's,
+    /// so that they may start the softmax. A query always meets its own tile; without a prefix,
+    /// which divides keys, the jobs of a branch have no cell in common.
+    fn start_all_cells(&self, jobs: &[Job]) -> bool {
+        let cells = |job: &Job| job.segments * job.queries * job.heads;
+        let all = self.query_rows * self.plan.slots;
+        let divided = self.plan.request.pattern.effective_prefix() > 0;
+        !divided && jobs.iter().map(cells).sum::<usize>() == all
+    }
+
     /// The jobs of this rank's queries with a parcel.
     pub fn parcel_tiles(&self, parcel: &Parcel, at: QueryRows) -> Vec<Job> {
         let plan = self.plan;
@@ -366,21 +376,25 @@ fn forward(plan: &Plan, rank: usize, first_epoch: bool) -> RankPlan {
     b.input(Role::Q, q, b.query_runs_of(rank));
     let at = own_queries(&b);
     let carry = b.carry(Component::Carry, rows);
-    b.clear_carry(0, carry);
-    let task = |job: Job, [k, v]: [BufferId; 2]| Task::Forward {
+    let task_that = |starts: bool, job: Job, [k, v]: [BufferId; 2]| Task::Forward {
         job,
         q,
         k,
         v,
-        starts: false,
+        starts,
         carry,
     };
+    let task = |job: Job, kv: [BufferId; 2]| task_that(false, job, kv);
     let stages = plan.stages(rank);
     let mut travelling = TravelBuffers::keys(&mut b, &stages);
     let mut first = 0;
     for stage in &stages {
         let own = b.own_tiles(stage.branch, at, TilePart::UpToOwn);
-        let own = own.into_iter().map(|job| task(job, [k, v]));
+        let starts = first == 0 && b.start_all_cells(&own);
+        if first == 0 && !starts {
+            b.clear_carry(0, carry);
+        }
+        let own = own.into_iter().map(|job| task_that(starts, job, [k, v]));
         b.round(first).meanwhile.extend(own);
         for distance in 1..=stage.distances() {
             let round = first + distance;
